@@ -1,0 +1,56 @@
+// One attention problem: everything about a call that is known before its buffers are. Python's `jax_flash/problem.py`
+// writes it as the text attribute `problem` of a custom call, the handlers of every backend read it back with `Decode`.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace jax_flash {
+
+enum class DType : int { kNone, kF16, kBF16, kF32, kF64 };
+
+// Which dimensions of a [B, N, T, S] operand are there in full; the others have size 1 and are broadcast.
+struct Extent {
+  bool present = false;
+  bool batch = false, heads = false, rows = false, columns = false;
+};
+
+struct Problem {
+  int64_t batch = 0;     // B
+  int64_t q_len = 0;     // T
+  int64_t kv_len = 0;    // S
+  int64_t q_heads = 0;   // N
+  int64_t kv_heads = 0;  // K, divides N: query head n reads key/value head n / (N / K)
+  int64_t qk_dim = 0;    // D
+  int64_t v_dim = 0;     // E
+  DType dtype = DType::kNone;
+
+  double scale = 1;     // τ
+  double soft_cap = 0;  // s <- cap tanh(s / cap) before the bias is added; 0: none
+  bool causal = false;  // key j is seen from position p = i + query_offset iff j <= p
+  int64_t window_left = -1, window_right = -1;  // p - left <= j <= p + right; -1: unbounded
+
+  DType bias_dtype = DType::kNone;
+  Extent bias, mask;
+  bool q_lengths = false, kv_lengths = false, segments = false, query_offset = false;
+
+  int64_t drop_threshold = 0;  // of 2^16: an entry is kept iff its 16 random bits are >= it; 0: no dropout
+  bool full_precision = false;  // f32 only: no reduced-precision matrix units
+
+  // The backward only.
+  bool dlogsumexp = false;                              // an operand: the cotangent of m + log ℓ
+  bool dq = false, dk = false, dv = false, dbias = false;  // the results asked for
+
+  int64_t group() const { return q_heads / kv_heads; }
+  bool dropout() const { return drop_threshold > 0; }
+  // What a kept entry of P is multiplied with, so that the expectation is exact. 0 when everything is dropped.
+  double keep_scale() const { return drop_threshold < 65536 ? 65536.0 / double(65536 - drop_threshold) : 0.0; }
+};
+
+// Reads "version=1 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
+// Returns an empty string, or what is wrong with the text.
+std::string Decode(std::string_view text, Problem* problem);
+
+}  // namespace jax_flash

@@ -1,0 +1,76 @@
+"""One attention problem: everything about a call that is known before its buffers are.
+
+`Problem` is the Python twin of `common/problem.h`. Its text form is the one attribute of both custom calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+VERSION = 1
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class Extent(NamedTuple):
+    """Which dimensions of a [B, N, T, S] operand are there in full; the others have size 1 and are broadcast."""
+
+    batch: bool
+    heads: bool
+    rows: bool
+    columns: bool
+
+    def shape(self, problem: Problem) -> tuple[int, int, int, int]:
+        full = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
+        return tuple(size if there else 1 for size, there in zip(full, self, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Shapes, dtypes, masks and options of one attention problem (the fields' meaning: `common/problem.h`)."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    dtype: str
+
+    scale: float = 1.0
+    soft_cap: float = 0.0
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+
+    bias_dtype: str = "none"
+    bias: Extent | None = None
+    mask: Extent | None = None
+    q_lengths: bool = False
+    kv_lengths: bool = False
+    segments: bool = False
+    query_offset: bool = False
+
+    drop_threshold: int = 0
+    full_precision: bool = False
+
+    dlogsumexp: bool = False
+    dq: bool = False
+    dk: bool = False
+    dv: bool = False
+    dbias: bool = False
+
+    def encode(self) -> str:
+        """The text attribute of the custom calls: "version=1 batch=2 ... bias=b1ts mask=none ..."."""
+
+        def text(value: object) -> str:
+            if value is None:
+                return "none"
+            if isinstance(value, Extent):
+                return "".join(name if there else "1" for name, there in zip("bnts", value, strict=True))
+            return str(int(value)) if isinstance(value, bool) else str(value)
+
+        fields = {field.name: text(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return " ".join(f"{name}={value}" for name, value in {"version": VERSION, **fields}.items())

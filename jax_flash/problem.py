@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import jax
+
 VERSION = 1
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -74,3 +76,24 @@ class Problem:
 
         fields = {field.name: text(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return " ".join(f"{name}={value}" for name, value in {"version": VERSION, **fields}.items())
+
+
+class Operands(NamedTuple):
+    """The arrays of one problem, in the order of the custom calls' operands; None for what the problem does not have.
+
+    B batch, T query length, S key/value length, N query heads, K key/value heads, D query/key dim, E value dim.
+    """
+
+    query: jax.Array  # [B, T, N, D]
+    key: jax.Array  # [B, S, K, D]
+    value: jax.Array  # [B, S, K, E]
+    bias: jax.Array | None = None  # [B|1, N|1, T|1, S|1], any float dtype
+    mask: jax.Array | None = None  # [B|1, N|1, T|1, S|1], bool
+    q_lengths: jax.Array | None = None  # [B], int32
+    kv_lengths: jax.Array | None = None  # [B], int32
+    q_segments: jax.Array | None = None  # [B, T], int32
+    kv_segments: jax.Array | None = None  # [B, S], int32
+    query_offset: jax.Array | None = None  # [B], int32
+    seed: jax.Array | None = None  # [B, 2], uint32
+    batch_id: jax.Array | None = None  # [B], uint32
+    head_id: jax.Array | None = None  # [N], uint32

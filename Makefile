@@ -1,0 +1,85 @@
+# A fresh machine needs Python 3.11 or later, a C++17 compiler and make. Everything else is installed into $(VENV).
+VENV ?= .venv
+VENV_OLDEST ?= .venv-oldest
+# Leave out what builds packages; `make test PYTEST_ARGS=` runs everything.
+PYTEST_ARGS ?= -m "not slow"
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+OLDEST_JAX = 0.9.1
+PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
+  $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
+JAX = $(if $(shell command -v nvidia-smi),jax[cuda13],jax)
+BUILD_TOOLS = scikit-build-core nanobind cmake ninja
+PIP = bin/python -m pip install --quiet --disable-pip-version-check
+CPP = $(wildcard bindings.cc) $(shell find $(wildcard common cpu_src cuda_src) -name '*.h' -o -name '*.cc' -o -name '*.cuh')
+PY = jax_flash tests benchmarks examples
+BUILD_INPUTS = pyproject.toml $(wildcard CMakeLists.txt) $(CPP)
+say = @printf '\n\033[1m==> %s\033[0m\n' "$(1)"
+
+.DEFAULT_GOAL = help
+.PHONY: help demo test test-oldest lint format bench clean
+
+help:
+	@echo "make demo         train a small GPT on real text through jax_flash (examples/train_lm.py)"
+	@echo "make test         formatting, lint, types and the test suite"
+	@echo "make test-oldest  the test suite with jax $(OLDEST_JAX), the oldest supported"
+	@echo "make bench        jax_flash against jax.nn and PyTorch on this CPU (BENCH_ARGS=--quick for a short one)"
+	@echo "make lint         what make test checks before it runs the suite"
+	@echo "make format       format Python and C++"
+	@echo "make clean        remove the environments and everything built"
+
+demo: $(VENV)/.built
+	$(call say,Training a small GPT on the source text of Python's standard library; results go to demo_output/)
+	@$(VENV)/bin/python examples/train_lm.py $(DEMO_ARGS)
+
+test: lint
+	$(call say,Running the test suite)
+	@$(VENV)/bin/pytest $(PYTEST_ARGS)
+
+test-oldest: $(VENV_OLDEST)/.built
+	$(call say,Running the test suite with jax $(OLDEST_JAX))
+	@$(VENV_OLDEST)/bin/pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.built
+	$(call say,Measuring attention on this CPU; results go to benchmarks/results/)
+	@$(VENV)/bin/python benchmarks/cpu.py $(BENCH_ARGS)
+
+lint: $(VENV)/.built
+	$(call say,Checking Python with ruff)
+	@$(VENV)/bin/ruff check $(PY)
+	@$(VENV)/bin/ruff format --check $(PY)
+	$(call say,Checking the format of the C++ with clang-format)
+	@$(VENV)/bin/clang-format --dry-run -Werror $(CPP)
+	$(call say,Checking types with mypy)
+	@$(VENV)/bin/mypy
+
+format: $(VENV)/.built
+	@$(VENV)/bin/ruff check --fix $(PY)
+	@$(VENV)/bin/ruff format $(PY)
+	@$(VENV)/bin/clang-format -i $(CPP)
+
+clean:
+	rm -rf $(VENV) $(VENV_OLDEST) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(PY) -name __pycache__ -prune -exec rm -rf {} +
+
+# One environment: made once, then only rebuilt when the C++ or pyproject.toml changes (CMake compiles what changed).
+$(VENV)/.built: $(BUILD_INPUTS) $(VENV)/.tools
+	$(call say,Compiling jax_flash and installing what it needs into $(VENV))
+	@$(VENV)/$(PIP) --no-build-isolation --config-settings=build-dir=$(VENV)/build -e '.[dev]'
+	@touch $@
+
+$(VENV_OLDEST)/.built: $(BUILD_INPUTS) $(VENV_OLDEST)/.tools
+	$(call say,Compiling jax_flash and installing what it needs into $(VENV_OLDEST))
+	@$(VENV_OLDEST)/$(PIP) --no-build-isolation --config-settings=build-dir=$(VENV_OLDEST)/build -e '.[test]' \
+	  jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+	@touch $@
+
+$(VENV)/.tools: JAX_TO_INSTALL = $(JAX)
+$(VENV_OLDEST)/.tools: JAX_TO_INSTALL = jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+%/.tools:
+	@test -n "$(PYTHON)" || { echo "jax_flash needs Python 3.11 or later; set PYTHON=/path/to/python"; exit 1; }
+	$(call say,Creating the environment $(@D) with $(PYTHON): build tools and JAX ($(JAX_TO_INSTALL)))
+	@$(PYTHON) -m venv $(@D) || { echo "On Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
+	@$(@D)/$(PIP) $(BUILD_TOOLS) $(JAX_TO_INSTALL)
+	@touch $@

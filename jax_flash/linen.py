@@ -1,0 +1,238 @@
+"""Flax linen: a `MultiHeadAttention` module, and a `dot_product_attention` to pass as `attention_fn` to the stock one.
+
+    layer = jax_flash.linen.MultiHeadAttention(num_heads=8, is_causal=True)
+    layer = flax.linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=jax_flash.linen.dot_product_attention)
+
+Both have the parameter tree of the stock module. They differ from it as `jax_flash` does: a query with nothing to
+attend to gives zeros, where Flax gives the mean of the values; and dropout draws its mask from its own generator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+from flax.typing import Dtype, PrecisionLike
+
+from jax_flash._flax import append, attend, refuse
+
+__all__ = ["MultiHeadAttention", "dot_product_attention"]
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Dtype | None = None,
+    precision: PrecisionLike = None,
+    module: nn.Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., jax.Array] | None = None,
+    qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+    attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    *,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`flax.linen.dot_product_attention`, fused. The keyword-only arguments are those of `jax_flash` (see there).
+
+    Args:
+      query: [..., T, N, D], any number of leading dimensions.
+      key: [..., S, K, D], with N a multiple of K.
+      value: [..., S, K, E].
+      bias: added to the scores, broadcastable to [..., N, T, S].
+      mask: bool or float, broadcastable to [..., N, T, S]: nonzero where a query may attend.
+      broadcast_dropout: one dropout mask [T, S] for all leading dimensions and heads.
+      dropout_rng, dropout_rate, deterministic: dropout of the attention weights, unless deterministic.
+      dtype: of the computation (default: promoted from query, key and value).
+      precision: see `jax.lax.Precision`.
+      force_fp32_for_softmax: no effect: the softmax is always in at least float32, the output in `dtype`.
+
+    Returns:
+      [..., T, N, E].
+
+    Raises:
+      NotImplementedError: `module` (sowing the attention weights), `einsum_dot_general`, `qk_attn_weights_einsum` or
+        `attn_weights_value_einsum` is set.
+      ValueError: shapes do not match, or there is dropout and no `dropout_rng`.
+    """
+    refuse(
+        "jax_flash.linen.dot_product_attention",
+        module=module,
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+    )
+    query, key, value = promote_dtype(query, key, value, dtype=dtype)
+    return attend(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        deterministic=deterministic,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        implementation=implementation,
+    )
+
+
+class MultiHeadAttention(nn.MultiHeadDotProductAttention):
+    """`flax.linen.MultiHeadDotProductAttention` on the fused attention: the same attributes, the same parameter tree.
+
+    With `decode=True` a call may bring any number T of new tokens (a prompt, then one at a time); the stock module
+    takes one. They are written to the cache, and each attends to itself and to what came before it. A mask is then
+    broadcastable to [..., num_heads, T, max_length].
+
+    Attributes:
+      num_kv_heads: heads of key and value, a divisor of `num_heads` (default: `num_heads`; fewer is grouped-query).
+      is_causal: a token attends to itself and to those before it. Always so when decoding.
+      local_window_size: (left, right), or one int for both: how far from itself a token attends.
+      logits_soft_cap: scores are capped smoothly, cap * tanh(scores / cap).
+      implementation: see `jax_flash.dot_product_attention`.
+
+    Raises (from `__call__`):
+      NotImplementedError: `sow_weights`, `attention_fn`, `qk_attn_weights_einsum_cls` or
+        `attn_weights_value_einsum_cls` is set.
+      ValueError: heads or features not divisible, shapes that do not fit the cache.
+    """
+
+    attention_fn: Callable[..., jax.Array] = dot_product_attention
+    num_kv_heads: int | None = None
+    is_causal: bool = False
+    local_window_size: int | tuple[int, int] | None = None
+    logits_soft_cap: float | None = None
+    implementation: str | None = None
+
+    @nn.compact
+    def __call__(  # type: ignore[override]  # `inputs_kv` is deprecated in Flax, and not here
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: jax.Array | None = None,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """Projects to queries, keys and values, attends, projects back.
+
+        Args:
+          inputs_q: [..., T, features].
+          inputs_k: [..., S, features] (default: inputs_q).
+          inputs_v: [..., S, features] (default: inputs_k).
+          mask: bool or float, broadcastable to [..., num_heads, T, S]: nonzero where a query may attend.
+          deterministic: no dropout; given here or as the attribute, needed if `dropout_rate` > 0.
+          dropout_rng: a JAX key (default: `self.make_rng("dropout")`).
+
+        Returns:
+          [..., T, out_features].
+        """
+        refuse(
+            "jax_flash.linen.MultiHeadAttention",
+            sow_weights=sow_weights,
+            attention_fn=None if self.attention_fn is dot_product_attention else self.attention_fn,
+            qk_attn_weights_einsum_cls=self.qk_attn_weights_einsum_cls,
+            attn_weights_value_einsum_cls=self.attn_weights_value_einsum_cls,
+        )
+        if inputs_k is None:
+            if inputs_v is not None:
+                raise ValueError("inputs_v is given and inputs_k is not: pass inputs_k (inputs_v then defaults to it)")
+            inputs_k = inputs_q
+        if inputs_v is None:
+            inputs_v = inputs_k
+
+        qkv_features = self.qkv_features or inputs_q.shape[-1]
+        num_kv_heads = self.num_kv_heads or self.num_heads
+        if qkv_features % self.num_heads or self.num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must divide qkv_features={qkv_features}, and num_kv_heads={num_kv_heads} "
+                "must divide num_heads"
+            )
+        head_dim = qkv_features // self.num_heads
+
+        dense = functools.partial(
+            nn.DenseGeneral,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+        )
+        project = functools.partial(
+            dense,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            dot_general=self.qkv_dot_general,
+            dot_general_cls=self.qkv_dot_general_cls,
+        )
+        query = project((self.num_heads, head_dim), name="query")(inputs_q)
+        key = project((num_kv_heads, head_dim), name="key")(inputs_k)
+        value = project((num_kv_heads, head_dim), name="value")(inputs_v)
+        if self.normalize_qk:
+            norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
+            query, key = norm(name="query_ln")(query), norm(name="key_ln")(key)
+
+        offset = None
+        if self.decode:
+            # The first call (`init`) only makes the cache, as long as its inputs.
+            is_initialized = self.has_variable("cache", "cached_key")
+            cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
+            cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
+            cache_index = self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32))
+            if is_initialized:
+                if query.shape[-3] != key.shape[-3]:
+                    raise ValueError(f"decoding takes as many queries as keys, got {query.shape} and {key.shape}")
+                offset, length = cache_index.value, key.shape[-3]
+                cached_key.value = key = append(cached_key.value, key, offset)
+                cached_value.value = value = append(cached_value.value, value, offset)
+                cache_index.value = offset + length
+
+        if self.dropout_rate > 0.0:
+            deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
+            if not deterministic and dropout_rng is None:
+                dropout_rng = self.make_rng("dropout")
+
+        query, key, value = promote_dtype(query, key, value, dtype=self.dtype)
+        x = attend(
+            query,
+            key,
+            value,
+            mask=mask,
+            dropout_rng=dropout_rng,
+            dropout_rate=self.dropout_rate,
+            deterministic=bool(deterministic),
+            broadcast_dropout=self.broadcast_dropout,
+            precision=self.precision,
+            query_offset=offset,
+            is_causal=self.is_causal or offset is not None,
+            local_window_size=self.local_window_size,
+            logits_soft_cap=self.logits_soft_cap,
+            implementation=self.implementation,
+        )
+        return dense(
+            self.out_features or inputs_q.shape[-1],
+            axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            dot_general=self.out_dot_general,
+            dot_general_cls=self.out_dot_general_cls,
+            name="out",
+        )(x)

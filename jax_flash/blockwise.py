@@ -1,0 +1,219 @@
+"""FlashAttention in plain JAX, tile by tile: `implementation="xla"`, and the derivatives of the fused calls.
+
+Algorithms 2 and 4 of arXiv 2205.14135 with the query blocks outside (as FlashAttention-2), O divided by ℓ at the end.
+It runs on every platform and can be differentiated in any mode and order; the bodies of the loops are
+rematerialised, so memory is O(N) in reverse mode too. Same arguments, results and conventions as `reference.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash import reference, tile
+from jax_flash.dropout import TILE
+from jax_flash.problem import Operands, Problem
+
+BLOCK = 256  # rows and columns of a tile, at most
+
+Tree = TypeVar("Tree")
+
+
+def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """O, ℓ and m: Algorithm 2. Arguments and results: `reference.forward`."""
+    operands = _varying_alike(operands, operands)
+    dtype = tile.accumulation_dtype(problem)
+    batch, heads = problem.batch, problem.q_heads
+    row_block, column_block = _block(problem.q_len), _block(problem.kv_len)
+
+    @jax.checkpoint
+    def block_row(row_arrays: dict[str, jax.Array], row_start: jax.Array) -> dict[str, jax.Array]:
+        row_tile = operands._replace(**row_arrays)
+        rows = _positions(row_start, row_block)
+
+        @jax.checkpoint
+        def update(statistics, column_arrays: dict[str, jax.Array], column_start: jax.Array):
+            block = row_tile._replace(**column_arrays)
+            columns = _positions(column_start, column_block)
+
+            def attend(o, l, m):
+                s = tile.scores(problem, block, rows, columns).s
+                m_new = jax.lax.stop_gradient(jnp.maximum(m, s.max(axis=-1)))
+                rescale = tile.exp_minus(m, m_new)
+                p = tile.exp_minus(s, m_new[..., None])
+                l = rescale * l + p.sum(axis=-1)
+                z = tile.kept(problem, block, rows, columns)
+                pv = tile.weighted_values(problem, p if z is None else z * p, block.value)
+                return rescale.mT[..., None] * o + pv, l, m_new
+
+            visible = tile.may_be_visible(problem, block, rows, columns)
+            if visible is None:
+                return attend(*statistics)
+            return jax.lax.cond(visible, attend, lambda *unchanged: unchanged, *statistics)
+
+        start = (
+            jnp.zeros((batch, row_block, heads, problem.v_dim), dtype),
+            jnp.zeros((batch, heads, row_block), dtype),
+            jnp.full((batch, heads, row_block), -jnp.inf, dtype),
+        )
+        column_blocks = _blocks(row_tile, _column_axes(problem), problem.kv_len)
+        (o, l, m), _ = jax.lax.scan(
+            lambda statistics, xs: (update(statistics, *xs), None), _varying_alike(start, operands), column_blocks
+        )
+        return {"o": tile.divide(o, l.mT[..., None]).astype(operands.query.dtype), "l": l, "m": m}
+
+    row_blocks = _blocks(operands, _row_axes(problem), problem.q_len)
+    results = _sum_or_join(block_row, row_blocks, {"o": 1, "l": 2, "m": 2}, problem.q_len)
+    return results["o"], results["l"], results["m"]
+
+
+def backward(
+    problem: Problem,
+    operands: Operands,
+    o: jax.Array,
+    l: jax.Array,
+    m: jax.Array,
+    do: jax.Array,
+    dlogsumexp: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """The gradients that the problem asks for: Algorithm 4. Arguments and results: `reference.backward`."""
+    given = (operands, o, l, m, do, dlogsumexp)
+    operands, o, l, m, do, dlogsumexp = _varying_alike(given, given)
+    d = reference.row_products(problem, o, do, dlogsumexp)
+    row_block, column_block = _block(problem.q_len), _block(problem.kv_len)
+    row_axes, column_axes = _row_axes(problem), _column_axes(problem)
+
+    def gradient_axes(axes: dict[str, int]) -> dict[str, int]:
+        names = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias"}
+        return {names[name]: axis for name, axis in axes.items() if name in names}
+
+    @jax.checkpoint
+    def block_row(row_arrays: dict[str, jax.Array], row_start: jax.Array) -> dict[str, jax.Array]:
+        results = {name: row_arrays.pop(name) for name in ("l", "m", "do", "d")}
+        row_tile = operands._replace(**row_arrays)
+        rows = _positions(row_start, row_block)
+
+        @jax.checkpoint
+        def block(column_arrays: dict[str, jax.Array], column_start: jax.Array) -> dict[str, jax.Array]:
+            block = row_tile._replace(**column_arrays)
+            columns = _positions(column_start, column_block)
+
+            def attend() -> dict[str, jax.Array]:
+                gradients = tile.gradients(problem, block, rows, columns, **results)
+                return {name: x for name, x in gradients._asdict().items() if x is not None}
+
+            def nothing() -> dict[str, jax.Array]:
+                return _varying_alike(_zeros(jax.eval_shape(attend)), operands)
+
+            visible = tile.may_be_visible(problem, block, rows, columns)
+            return attend() if visible is None else jax.lax.cond(visible, attend, nothing)
+
+        column_blocks = _blocks(row_tile, column_axes, problem.kv_len)
+        return _sum_or_join(block, column_blocks, gradient_axes(column_axes), problem.kv_len)
+
+    row_arrays, starts = _blocks(operands, row_axes, problem.q_len)
+    for name, x, axis in (("l", l, 2), ("m", m, 2), ("do", do, 1), ("d", d, 2)):
+        row_arrays[name] = _split(x, axis, row_block)
+    sums = _sum_or_join(block_row, (row_arrays, starts), gradient_axes(row_axes), problem.q_len)
+    gradients = tile.Gradients(**{name: sums.get(name) for name in tile.Gradients._fields})
+    return reference.finish(operands, gradients)
+
+
+def _row_axes(problem: Problem) -> dict[str, int]:
+    """The operands that a block of rows has its part of, with their axis of the rows."""
+    return (
+        {"query": 1}
+        | ({"q_segments": 1} if problem.segments else {})
+        | ({"bias": 2} if problem.bias and problem.bias.rows else {})
+        | ({"mask": 2} if problem.mask and problem.mask.rows else {})
+    )
+
+
+def _column_axes(problem: Problem) -> dict[str, int]:
+    """The operands that a block of columns has its part of, with their axis of the columns."""
+    return (
+        {"key": 1, "value": 1}
+        | ({"kv_segments": 1} if problem.segments else {})
+        | ({"bias": 3} if problem.bias and problem.bias.columns else {})
+        | ({"mask": 3} if problem.mask and problem.mask.columns else {})
+    )
+
+
+def _block(size: int) -> int:
+    """The block size: as even as possible, a multiple of 16 (for the dropout mask) unless one block is all."""
+    if size <= BLOCK:
+        return max(size, 1)
+    blocks = -(-size // BLOCK)
+    return -(-size // (blocks * TILE)) * TILE
+
+
+def _blocks(operands: Operands, axes: dict[str, int], size: int) -> tuple[dict[str, jax.Array], jax.Array]:
+    """What a loop over blocks of rows or columns scans: the parts of the operands in `axes`, their first positions."""
+    block = _block(size)
+    arrays = {name: _split(getattr(operands, name), axis, block) for name, axis in axes.items()}
+    return arrays, jnp.arange(-(-size // block), dtype=jnp.int32) * block
+
+
+def _split(x: jax.Array, axis: int, block: int) -> jax.Array:
+    """Splits an axis in blocks and moves their number to the front; the last block is padded with zeros."""
+    blocks = -(-x.shape[axis] // block)
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, blocks * block - x.shape[axis])
+    x = jnp.pad(x, padding).reshape(*x.shape[:axis], blocks, block, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
+def _join(blocks: jax.Array, axis: int, size: int) -> jax.Array:
+    """The inverse of `_split`."""
+    x = jnp.moveaxis(blocks, 0, axis)
+    x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(x, 0, size, axis=axis)
+
+
+def _sum_or_join(
+    body: Callable[..., dict[str, jax.Array]], xs: tuple[Any, ...], axes: dict[str, int], size: int
+) -> dict[str, jax.Array]:
+    """Loops over the leading axis of `xs`; joins the results that `axes` names along that axis, sums the others.
+
+    The sums are outside of the rematerialised bodies, so their derivatives need no copy of the running sum.
+    """
+    results = jax.eval_shape(body, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs))
+    start = _zeros({name: x for name, x in results.items() if name not in axes})
+
+    def step(sums, x):
+        results = body(*x)
+        sums = {name: x + results[name] for name, x in sums.items()}
+        return sums, {name: x for name, x in results.items() if name in axes}
+
+    sums, stacks = jax.lax.scan(step, _varying_alike(start, xs), xs)
+    return sums | {name: _join(x, axes[name], size) for name, x in stacks.items()}
+
+
+def _zeros(shapes: Tree) -> Tree:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def _positions(start: jax.Array, size: int) -> jax.Array:
+    return start + jnp.arange(size, dtype=jnp.int32)
+
+
+def _varying_alike(x: Tree, like: Any) -> Tree:
+    """`x`, every array marked as varying over the manual mesh axes that any array of `like` varies over.
+
+    Loops and branches inside of `jax.shard_map` ask for this; elsewhere it does nothing.
+    """
+    axes = frozenset[str]().union(*map(_varying_axes, jax.tree.leaves(like)))
+
+    def cast(leaf: jax.Array) -> jax.Array:
+        missing = tuple(axes - _varying_axes(leaf))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, x)
+
+
+def _varying_axes(x: jax.Array) -> frozenset[str]:
+    aval: Any = jax.typeof(x)  # jax 0.10 moved the attribute
+    return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying

@@ -1,0 +1,156 @@
+"""The dropout mask as a JAX function: the specification that every kernel follows bit for bit.
+
+An entry (b, n, i, j) of P is kept iff its 16 random bits are at least `threshold(rate)`. The bits come from
+Philox4x32-7, a counter-based generator (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3;
+SC 2011): they depend on nothing but the seed and the entry's place, so that the backward regenerates them, and no tile
+size, device or sharding changes them. (The paper, arXiv 2205.14135, saves the generator's state: Algorithms 2 and 4.)
+
+`common/philox.h` is the same map in scalar C++.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TILE = 16  # the map of entries to counters repeats every 16 rows and columns
+
+_ROUNDS = 7
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def threshold(rate: float) -> int:
+    """The drop threshold round(2¹⁶ · rate): an entry is kept iff its 16 random bits are at least it.
+
+    The rate in effect is threshold / 2¹⁶; below 2⁻¹⁷ it is exactly no dropout, above 1 - 2⁻¹⁷ everything is dropped.
+
+    Raises:
+      TypeError: `rate` is not a concrete number (the mask's threshold is compiled in).
+      ValueError: `rate` is outside [0, 1], or NaN.
+    """
+    if isinstance(rate, jax.core.Tracer):
+        raise TypeError(f"dropout_rate must be a concrete number, not a traced value: {rate}")
+    try:
+        rate = float(rate)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"dropout_rate must be a number, not {rate!r}") from error
+    if math.isnan(rate) or not 0 <= rate <= 1:
+        raise ValueError(f"dropout_rate must be in [0, 1], not {rate}")
+    return round(rate * 65536)
+
+
+def keep_scale(drop_threshold: int) -> float:
+    """What a kept entry is multiplied with, so that the expectation is exact; 0 when everything is dropped."""
+    return 65536 / (65536 - drop_threshold) if drop_threshold < 65536 else 0.0
+
+
+def seed_from_key(key: jax.Array, batch: int) -> jax.Array:
+    """The operand `seed`, uint32 [batch, 2], drawn once from a JAX PRNG key.
+
+    Every batch entry has the same seed: batch and heads differ by the ids in the Philox counter.
+
+    Args:
+      key: one typed key (`jax.random.key`) or raw key (`jax.random.PRNGKey`, of the default implementation).
+      batch: B.
+
+    Raises:
+      TypeError: `key` is neither a typed key nor a uint32 array.
+      ValueError: `key` is not a single key.
+    """
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed:
+        if not isinstance(key, (jax.Array, np.ndarray)) or key.dtype != jnp.uint32:
+            kind = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
+            raise TypeError(f"dropout_key must be a key of jax.random.key or jax.random.PRNGKey, not {kind}")
+        shape = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+        if key.shape != shape:
+            raise ValueError(f"dropout_key must be a single raw key, uint32{list(shape)}, not uint32{list(key.shape)}")
+        key = jax.random.wrap_key_data(key)
+    if key.shape != ():
+        raise ValueError(f"dropout_key must be a single key, not an array of keys of shape {list(key.shape)}")
+    return jnp.broadcast_to(jax.random.bits(key, (2,), jnp.uint32), (batch, 2))
+
+
+def philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Philox4x32-7.
+
+    Args:
+      counter: four uint32 arrays.
+      key: two uint32 arrays; all six broadcast against each other.
+
+    Returns:
+      Four uint32 arrays of random bits.
+    """
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + jnp.uint32(_WEYL[0]), k1 + jnp.uint32(_WEYL[1])
+    return c0, c1, c2, c3
+
+
+def _multiply(constant: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The high and the low word of the 64-bit product, by 16-bit halves: JAX has no 64-bit integers by default."""
+    a_high, a_low = jnp.uint32(constant >> 16), jnp.uint32(constant & 0xFFFF)
+    x_high, x_low = x >> 16, x & 0xFFFF
+    low_low, high_low, low_high = a_low * x_low, a_high * x_low, a_low * x_high
+    middle = high_low + (low_low >> 16)  # at most 2³² - 2¹⁶ - 1: no overflow
+    carry = low_high + (middle & 0xFFFF)
+    return a_high * x_high + (middle >> 16) + (carry >> 16), jnp.uint32(constant) * x
+
+
+def random_bits(
+    seed: jax.Array,
+    batch_id: jax.Array,
+    head_id: jax.Array,
+    shape: tuple[int, int],
+    row_start: jax.Array | int = 0,
+    column_start: jax.Array | int = 0,
+) -> jax.Array:
+    """The random bits of a block of entries; only that block is computed.
+
+    Args:
+      seed: uint32 [B, 2], the Philox keys.
+      batch_id: uint32 [B], global ids.
+      head_id: uint32 [N], global ids.
+      shape: (R, C), the rows and columns of the block.
+      row_start, column_start: its first row and column, multiples of 16 (may be traced).
+
+    Returns:
+      uint32 [B, N, R, C], each below 2¹⁶.
+    """
+    rows, columns = shape
+    batch, heads = batch_id.shape[0], head_id.shape[0]
+    row_tiles, column_tiles = -(-rows // TILE), -(-columns // TILE)
+
+    # One call decides the entries {i, i+8} x {j, j+1, j+8, j+9} of a 16x16 tile: its four words are the quadrants,
+    # the two halves of a word the neighbours j, j+1.
+    row_group = jnp.arange(row_tiles * 8, dtype=jnp.uint32) + jnp.asarray(row_start, jnp.uint32) // TILE * 8
+    column_group = jnp.arange(column_tiles * 4, dtype=jnp.uint32) + jnp.asarray(column_start, jnp.uint32) // TILE * 4
+    words = philox(
+        (column_group, row_group[:, None], head_id[:, None, None], batch_id[:, None, None, None]),
+        (seed[:, 0, None, None, None], seed[:, 1, None, None, None]),
+    )
+    quadrants = jnp.stack(words).reshape(2, 2, batch, heads, row_tiles, 8, column_tiles, 4)  # row and column half, ...
+    halves = jnp.stack([quadrants & 0xFFFF, quadrants >> 16], axis=-1)
+    bits = halves.transpose(2, 3, 4, 0, 5, 6, 1, 7, 8).reshape(batch, heads, row_tiles * TILE, column_tiles * TILE)
+    return bits[:, :, :rows, :columns]
+
+
+def keep_mask(
+    drop_threshold: int,
+    seed: jax.Array,
+    batch_id: jax.Array,
+    head_id: jax.Array,
+    shape: tuple[int, int],
+    row_start: jax.Array | int = 0,
+    column_start: jax.Array | int = 0,
+) -> jax.Array:
+    """Which entries of a block of P are kept: bool [B, N, R, C] (arguments: `random_bits`)."""
+    bits = random_bits(seed, batch_id, head_id, shape, row_start, column_start)
+    return bits >= jnp.uint32(drop_threshold)

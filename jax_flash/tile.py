@@ -1,0 +1,196 @@
+"""One tile of the attention matrix: which entries may attend, S, P, and the tile's part of the gradients.
+
+`reference.py` takes the whole matrix as one tile, `blockwise.py` goes tile by tile. Formulas: docs/architecture.md.
+
+A tile is R rows by C columns. Its `Operands` hold just those rows and columns of every array; positions come from
+`rows` and `columns`, which may go past the ends (padding): nothing is attended to there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash import dropout
+from jax_flash.problem import Operands, Problem
+
+
+def accumulation_dtype(problem: Problem) -> jnp.dtype:
+    """The dtype of all sums, of the statistics and of dbias: f64 for f64, else f32."""
+    return jnp.dtype(jnp.float64 if problem.dtype == "float64" else jnp.float32)
+
+
+def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """Which entries may attend: bool [B|1, N|1, R, C].
+
+    Args:
+      problem: the whole problem.
+      tile: its operands at these rows and columns.
+      rows, columns: int32 [R] and [C], the positions in the call's own arrays.
+    """
+    i, j = rows[:, None], columns
+    allowed = ((i < problem.q_len) & (j < problem.kv_len))[None, None]
+    if tile.q_lengths is not None:
+        allowed &= i < _per_batch(tile.q_lengths)
+    if tile.kv_lengths is not None:
+        allowed &= j < _per_batch(tile.kv_lengths)
+    behind = i - j if tile.query_offset is None else i + _per_batch(tile.query_offset) - j
+    if problem.causal:
+        allowed &= behind >= 0
+    if problem.window_left >= 0:
+        allowed &= behind <= _clamp(problem.window_left)
+    if problem.window_right >= 0:
+        allowed &= behind >= -_clamp(problem.window_right)
+    if tile.q_segments is not None and tile.kv_segments is not None:
+        allowed &= (tile.q_segments[:, :, None] == tile.kv_segments[:, None, :])[:, None]
+    if tile.mask is not None:
+        allowed &= tile.mask
+    return allowed
+
+
+def may_be_visible(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
+    """Whether some entry of a tile may attend, as far as positions and lengths tell: bool [], or None for always."""
+    first_behind, last_behind = rows[0] - columns[-1], rows[-1] - columns[0]  # the smallest and the largest i - j
+    if tile.query_offset is not None:
+        first_behind, last_behind = first_behind + tile.query_offset.min(), last_behind + tile.query_offset.max()
+    tests = []
+    if problem.causal:
+        tests.append(last_behind >= 0)
+    if problem.window_left >= 0:
+        tests.append(first_behind <= _clamp(problem.window_left))
+    if problem.window_right >= 0:
+        tests.append(last_behind >= -_clamp(problem.window_right))
+    if tile.q_lengths is not None:
+        tests.append(rows[0] < tile.q_lengths.max())
+    if tile.kv_lengths is not None:
+        tests.append(columns[0] < tile.kv_lengths.max())
+    return jnp.all(jnp.stack(tests)) if tests else None
+
+
+class Scores(NamedTuple):
+    s: jax.Array  # [B, N, R, C], masked with -inf
+    capped: jax.Array  # [B, N, R, C], after the soft cap, before bias and mask
+
+
+def scores(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> Scores:
+    """S of a tile in the accumulation dtype: scaled, capped, biased, masked."""
+    s = problem.scale * _rows_by_columns(problem, tile.query, tile.key)
+    if problem.soft_cap:
+        s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)
+    capped = s
+    if tile.bias is not None:
+        s = s + tile.bias.astype(s.dtype)
+    return Scores(jnp.where(may_attend(problem, tile, rows, columns), s, -jnp.inf), capped)
+
+
+def exp_minus(x: jax.Array, m: jax.Array) -> jax.Array:
+    """exp(x - m), and 0 where m = -inf (a row with nothing to attend to yet), with finite derivatives there."""
+    return jnp.exp(x - jnp.where(m == -jnp.inf, 0, m))
+
+
+def divide(x: jax.Array, l: jax.Array) -> jax.Array:
+    """x / l, and x where l = 0 (then x is 0 too: a row with nothing to attend to)."""
+    return x / jnp.where(l == 0, 1, l)
+
+
+def kept(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
+    """Z of a tile, [B, N, R, C]: keep_scale where an entry is kept, 0 where dropped; None without dropout.
+
+    The first row and the first column must be multiples of 16.
+    """
+    if not problem.drop_threshold:
+        return None
+    assert tile.seed is not None and tile.batch_id is not None and tile.head_id is not None
+    start = (rows[0] if rows.size else 0, columns[0] if columns.size else 0)
+    shape = (rows.shape[0], columns.shape[0])
+    keep = dropout.keep_mask(problem.drop_threshold, tile.seed, tile.batch_id, tile.head_id, shape, *start)
+    return keep.astype(accumulation_dtype(problem)) * dropout.keep_scale(problem.drop_threshold)
+
+
+def weighted_values(problem: Problem, p: jax.Array, value: jax.Array) -> jax.Array:
+    """P V of a tile: [B, N, R, C] and [B, C, K, E] -> [B, R, N, E] in the accumulation dtype."""
+    product = _einsum(problem, "bkgrc,bcke->brkge", _group(problem, p, 1), value)
+    return product.reshape(*product.shape[:2], problem.q_heads, product.shape[-1])
+
+
+class Gradients(NamedTuple):
+    """A tile's part of the gradients in the accumulation dtype; None for what was not asked for."""
+
+    dq: jax.Array | None  # [B, R, N, D]
+    dk: jax.Array | None  # [B, C, K, D]
+    dv: jax.Array | None  # [B, C, K, E]
+    dbias: jax.Array | None  # as the tile's bias, summed over what is broadcast
+
+
+def gradients(
+    problem: Problem,
+    tile: Operands,
+    rows: jax.Array,
+    columns: jax.Array,
+    l: jax.Array,
+    m: jax.Array,
+    do: jax.Array,
+    d: jax.Array,
+) -> Gradients:
+    """The gradients of a tile: Algorithm 4, lines 11 to 22 (Algorithm 3 where the tile is the whole matrix).
+
+    Args:
+      l, m: [B, N, R], the statistics of the forward.
+      do: [B, R, N, E], the cotangent of O.
+      d: [B, N, R], D of docs/architecture.md.
+    """
+    s, capped = scores(problem, tile, rows, columns)
+    p = divide(exp_minus(s, m[..., None]), l[..., None])
+    z = kept(problem, tile, rows, columns)
+
+    dv = None
+    if problem.dv:
+        zp = p if z is None else z * p
+        dv = _einsum(problem, "bkgrc,brkge->bcke", _group(problem, zp, 1), _group(problem, do, 2))
+    if not (problem.dq or problem.dk or problem.dbias):
+        return Gradients(None, None, dv, None)
+
+    dp = _rows_by_columns(problem, do, tile.value)
+    ds = p * ((dp if z is None else z * dp) - d[..., None])
+    dbias = None
+    if problem.dbias:
+        assert tile.bias is not None
+        summed = tuple(axis for axis in range(4) if tile.bias.shape[axis] != ds.shape[axis])
+        dbias = ds.sum(summed, keepdims=True)
+
+    dx = problem.scale * (ds * (1 - (capped / problem.soft_cap) ** 2) if problem.soft_cap else ds)
+    dq = dk = None
+    if problem.dq:
+        dq = _einsum(problem, "bkgrc,bckd->brkgd", _group(problem, dx, 1), tile.key)
+        dq = dq.reshape(tile.query.shape)
+    if problem.dk:
+        dk = _einsum(problem, "bkgrc,brkgd->bckd", _group(problem, dx, 1), _group(problem, tile.query, 2))
+    return Gradients(dq, dk, dv, dbias)
+
+
+def _rows_by_columns(problem: Problem, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Each query head's rows times its key/value head's columns: [B, R, N, D] and [B, C, K, D] -> [B, N, R, C]."""
+    product = _einsum(problem, "brkgd,bckd->bkgrc", _group(problem, a, 2), b)
+    return product.reshape(product.shape[0], problem.q_heads, *product.shape[3:])
+
+
+def _group(problem: Problem, x: jax.Array, axis: int) -> jax.Array:
+    """Splits the axis of the N query heads in [K, N / K]: heads that share a key/value head."""
+    groups = (problem.kv_heads, problem.q_heads // problem.kv_heads)
+    return x.reshape(*x.shape[:axis], *groups, *x.shape[axis + 1 :])
+
+
+def _einsum(problem: Problem, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    dtype = accumulation_dtype(problem)
+    precision = jax.lax.Precision.HIGHEST if problem.full_precision else None
+    return jnp.einsum(spec, a.astype(dtype), b.astype(dtype), precision=precision)
+
+
+def _per_batch(x: jax.Array) -> jax.Array:
+    return x[:, None, None, None]
+
+
+def _clamp(width: int) -> int:
+    return min(width, 2**31 - 1)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax_flash import reference, tile
 from jax_flash.dropout import TILE
 from jax_flash.problem import Operands, Problem
+from jax_flash.varying import varying_alike
 
 BLOCK = 256  # rows and columns of a tile, at most
 
@@ -24,7 +25,7 @@ Tree = TypeVar("Tree")
 
 def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
     """O, ℓ and m: Algorithm 2. Arguments and results: `reference.forward`."""
-    operands = _varying_alike(operands, operands)
+    operands = varying_alike(operands, operands)
     dtype = tile.accumulation_dtype(problem)
     batch, heads = problem.batch, problem.q_heads
     row_block, column_block = _block(problem.q_len), _block(problem.kv_len)
@@ -61,7 +62,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
         )
         column_blocks = _blocks(row_tile, _column_axes(problem), problem.kv_len)
         (o, l, m), _ = jax.lax.scan(
-            lambda statistics, xs: (update(statistics, *xs), None), _varying_alike(start, operands), column_blocks
+            lambda statistics, xs: (update(statistics, *xs), None), varying_alike(start, operands), column_blocks
         )
         return {"o": tile.divide(o, l.mT[..., None]).astype(operands.query.dtype), "l": l, "m": m}
 
@@ -81,7 +82,7 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """The gradients that the problem asks for: Algorithm 4. Arguments and results: `reference.backward`."""
     given = (operands, o, l, m, do, dlogsumexp)
-    operands, o, l, m, do, dlogsumexp = _varying_alike(given, given)
+    operands, o, l, m, do, dlogsumexp = varying_alike(given, given)
     d = reference.row_products(problem, o, do, dlogsumexp)
     row_block, column_block = _block(problem.q_len), _block(problem.kv_len)
     row_axes, column_axes = _row_axes(problem), _column_axes(problem)
@@ -106,7 +107,7 @@ def backward(
                 return {name: x for name, x in gradients._asdict().items() if x is not None}
 
             def nothing() -> dict[str, jax.Array]:
-                return _varying_alike(_zeros(jax.eval_shape(attend)), operands)
+                return varying_alike(_zeros(jax.eval_shape(attend)), operands)
 
             visible = tile.may_be_visible(problem, block, rows, columns)
             return attend() if visible is None else jax.lax.cond(visible, attend, nothing)
@@ -188,7 +189,7 @@ def _sum_or_join(
         sums = {name: x + results[name] for name, x in sums.items()}
         return sums, {name: x for name, x in results.items() if name in axes}
 
-    sums, stacks = jax.lax.scan(step, _varying_alike(start, xs), xs)
+    sums, stacks = jax.lax.scan(step, varying_alike(start, xs), xs)
     return sums | {name: _join(x, axes[name], size) for name, x in stacks.items()}
 
 
@@ -198,22 +199,3 @@ def _zeros(shapes: Tree) -> Tree:
 
 def _positions(start: jax.Array, size: int) -> jax.Array:
     return start + jnp.arange(size, dtype=jnp.int32)
-
-
-def _varying_alike(x: Tree, like: Any) -> Tree:
-    """`x`, every array marked as varying over the manual mesh axes that any array of `like` varies over.
-
-    Loops and branches inside of `jax.shard_map` ask for this; elsewhere it does nothing.
-    """
-    axes = frozenset[str]().union(*map(_varying_axes, jax.tree.leaves(like)))
-
-    def cast(leaf: jax.Array) -> jax.Array:
-        missing = tuple(axes - _varying_axes(leaf))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(cast, x)
-
-
-def _varying_axes(x: jax.Array) -> frozenset[str]:
-    aval: Any = jax.typeof(x)  # jax 0.10 moved the attribute
-    return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying

@@ -23,11 +23,16 @@ class Extent(NamedTuple):
     rows: bool
     columns: bool
 
+    @classmethod
+    def of(cls, x: jax.Array) -> Extent:
+        return cls(*(size != 1 for size in x.shape))
+
     def shape(self, problem: Problem) -> tuple[int, int, int, int]:
         full = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
         return tuple(size if there else 1 for size, there in zip(full, self, strict=True))
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Shapes, dtypes, masks and options of one attention problem (the fields' meaning: `common/problem.h`)."""
@@ -63,6 +68,15 @@ class Problem:
     dk: bool = False
     dv: bool = False
     dbias: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def accumulation_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
 
     def encode(self) -> str:
         """The text attribute of the custom calls: "version=1 batch=2 ... bias=b1ts mask=none ..."."""

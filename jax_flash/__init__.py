@@ -1,0 +1,23 @@
+"""FlashAttention for JAX: exact, IO-aware attention as XLA custom calls."""
+
+from jax_flash.attention import (
+    Choice,
+    Statistics,
+    attention_with_statistics,
+    choose_implementation,
+    dot_product_attention,
+)
+from jax_flash.problem import Problem
+from jax_flash.vjp import RESIDUAL_NAMES
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "RESIDUAL_NAMES",
+    "Choice",
+    "Problem",
+    "Statistics",
+    "attention_with_statistics",
+    "choose_implementation",
+    "dot_product_attention",
+]

@@ -1,0 +1,410 @@
+"""`dot_product_attention`: defaults, checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jax_flash import blockwise, custom_calls, dropout, reference, vjp
+from jax_flash.problem import DTYPES, Extent, Operands, Problem
+
+MAX_HEAD_DIM = 256  # of the fused kernels
+
+Implementation = Literal["flash", "xla", "reference"]
+
+
+class Statistics(NamedTuple):
+    """The softmax statistics of every row, float32 [B, N, T] ([N, T] for unbatched inputs; float64 for float64).
+
+    m counts as a constant when differentiating (a gradient through `l` is that of Σ exp(s - m) at fixed m), so that
+    `logsumexp` has its exact gradient.
+    """
+
+    l: jax.Array  # Σ_j exp(s_j - m); 0 for a row with nothing to attend to
+    m: jax.Array  # max_j s_j of the masked, scaled, capped and biased scores; -inf for such a row
+
+    @property
+    def logsumexp(self) -> jax.Array:
+        """m + log l, the row's log Σ_j exp(s_j); -inf for a row with nothing to attend to."""
+        empty = self.l == 0
+        return jnp.where(empty, -jnp.inf, self.m + jnp.log(jnp.where(empty, 1, self.l)))
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    dropout_batch_ids: ArrayLike | None = None,
+    dropout_head_ids: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    precision: lax.Precision | str | None = None,
+    query_offset: int | ArrayLike | None = None,
+) -> Any:
+    r"""Scaled dot-product attention, exact and in linear memory: FlashAttention (arXiv 2205.14135, Algorithms 2 and 4).
+
+    A drop-in for `jax.nn.dot_product_attention`, with more. For every batch entry and head it computes
+
+        softmax(cap(τ Q Kᵀ) + bias, where attended) V
+
+    Letters: B batch, T query length, S key/value length, N query heads, K key/value heads (N a multiple of K: multi-head,
+    grouped-query or multi-query attention), D query/key head dim, E value head dim.
+
+    Args:
+      query: [B, T, N, D] or [T, N, D]; float32, float64, bfloat16 or float16. D and E at most 256.
+      key: [B, S, K, D] or [S, K, D], same dtype.
+      value: [B, S, K, E] or [S, K, E], same dtype.
+      bias: added to the scores; broadcastable to [B, N, T, S] (sizes full or 1), any float dtype. Its gradient is summed
+        over what was broadcast.
+      mask: boolean, true where a query may attend; broadcastable to [B, N, T, S].
+      scale: τ; 1/√D by default. A number, or a traced scalar (which then multiplies the query).
+      is_causal: query i sees keys j <= i + query_offset.
+      query_seq_lengths: integer [B]: rows from there on are 0.
+      key_value_seq_lengths: integer [B]: keys from there on are not attended to.
+      local_window_size: w or (left, right): query i sees keys i - left <= j <= i + right (+ query_offset).
+      implementation: None (the fastest that can do the job: `choose_implementation` tells which and why), "flash" (the
+        fused custom calls), "xla" (the same algorithm in plain JAX: any platform, forward-mode derivatives) or
+        "reference" (materialises [B, N, T, S]).
+      return_residual: also return the logsumexp of every row, [B, T, N] or [T, N].
+      dropout_rate: in [0, 1]; entries of the attention matrix are dropped with this probability (to 16 bits), the others
+        scaled so that the expectation is unchanged. The mask depends only on the key and on an entry's place, not on
+        the platform, the implementation or the sharding.
+      dropout_key: a JAX PRNG key, typed or raw; needed if the rate is above 0.
+      broadcast_dropout: one mask for all batch entries and heads.
+      dropout_batch_ids, dropout_head_ids: integer [B] and [N], by default 0, 1, …: which batch entries and heads of the
+        mask these are. Inside `shard_map`, pass the global ids to get the mask of the unsharded call.
+      query_segment_ids, key_value_segment_ids: integer [B, T] and [B, S] (or [T], [S]): a query sees the keys of its own
+        segment (packed sequences).
+      logits_soft_cap: c: scores become c tanh(score / c), before the bias is added and before masking.
+      precision: of float32 products, as for `jax.lax.dot`; None follows `jax.default_matmul_precision`. The CPU
+        kernels always have full float32 accuracy.
+      query_offset: int or integer [B]: position of the first query along the keys, for causal masks and windows (cached
+        decoding, chunked prefill).
+
+    Returns:
+      [B, T, N, E] or [T, N, E], in the dtype of the query; with `return_residual` a pair of it and the logsumexp.
+
+    Raises:
+      TypeError: a dtype or a kind of argument that is not supported.
+      ValueError: shapes that do not fit together, values out of range.
+      NotImplementedError: what the implementation asked for cannot do.
+
+    Differences from `jax.nn.dot_product_attention`:
+      * a row with nothing to attend to is 0 (there: the mean of the values); so is its gradient;
+      * NaN or inf in a masked key or value may or may not reach the result: tiles with nothing to attend to are not read
+        (there: it always does);
+      * the residual is float32 and differentiable (there: the dtype of the key, and not differentiable);
+      * a value's head dim may differ from the query's; float64 is computed in float64 throughout;
+      * a bias of -inf masks as `mask` does;
+      * `implementation="cudnn"` is refused; "flash" is the fused kernel here.
+    """
+    o, statistics = attention_with_statistics(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        broadcast_dropout=broadcast_dropout,
+        dropout_batch_ids=dropout_batch_ids,
+        dropout_head_ids=dropout_head_ids,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        precision=precision,
+        query_offset=query_offset,
+    )
+    if return_residual:
+        return o, jnp.swapaxes(statistics.logsumexp, -1, -2)
+    return o
+
+
+def attention_with_statistics(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    dropout_batch_ids: ArrayLike | None = None,
+    dropout_head_ids: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    precision: lax.Precision | str | None = None,
+    query_offset: int | ArrayLike | None = None,
+) -> tuple[jax.Array, Statistics]:
+    """`dot_product_attention` with the softmax statistics: (O, (ℓ, m)).
+
+    Two results over different keys combine to the result over all of them (the paper's section 3.1; ring attention,
+    split keys): with m = max(m₁, m₂), ℓ = e^(m₁-m) ℓ₁ + e^(m₂-m) ℓ₂ and O = (e^(m₁-m) ℓ₁ O₁ + e^(m₂-m) ℓ₂ O₂) / ℓ.
+
+    Arguments and errors: `dot_product_attention`. Returns O [B, T, N, E] and `Statistics` [B, N, T].
+    """
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    unbatched = query.ndim == 3
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim not in (3, 4):
+            raise ValueError(f"{name} must have 3 or 4 dims, [T, N, D] or [B, T, N, D], not shape {x.shape}")
+        if x.dtype.name not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}; supported are {', '.join(DTYPES)}")
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}, query {query.dtype}: they must be the same")
+    output_rank = query.ndim
+    query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
+    B, T, N, D = query.shape
+    _, S, K, E = value.shape
+    if key.shape != (B, S, K, D) or value.shape[0] != B:
+        raise ValueError(
+            "query [B, T, N, D], key [B, S, K, D] and value [B, S, K, E] do not fit together: "
+            f"{query.shape}, {key.shape}, {value.shape}"
+        )
+    if K == 0 or N % K:
+        raise ValueError(f"query has {N} heads, key and value {K}: the first must be a multiple of the second")
+
+    if isinstance(scale, jax.core.Tracer):
+        query, scale = query * scale.astype(query.dtype), 1.0
+    window_left, window_right = _window(local_window_size)
+    drop_threshold = dropout.threshold(dropout_rate)
+    operands = Operands(
+        query,
+        key,
+        value,
+        bias=_broadcastable("bias", bias, (B, N, T, S)),
+        mask=_broadcastable("mask", mask, (B, N, T, S)),
+        q_lengths=_integers("query_seq_lengths", query_seq_lengths, (B,)),
+        kv_lengths=_integers("key_value_seq_lengths", key_value_seq_lengths, (B,)),
+        q_segments=_integers("query_segment_ids", query_segment_ids, (B, T), unbatched),
+        kv_segments=_integers("key_value_segment_ids", key_value_segment_ids, (B, S), unbatched),
+        query_offset=_integers("query_offset", _per_batch(query_offset, B), (B,)),
+    )
+    if (query_segment_ids is None) != (key_value_segment_ids is None):
+        raise ValueError("query_segment_ids and key_value_segment_ids must be given together")
+    if drop_threshold:
+        operands = operands._replace(
+            **_dropout_operands(dropout_rate, dropout_key, broadcast_dropout, dropout_batch_ids, dropout_head_ids, B, N)
+        )
+    problem = Problem(
+        batch=B,
+        q_len=T,
+        kv_len=S,
+        q_heads=N,
+        kv_heads=K,
+        qk_dim=D,
+        v_dim=E,
+        dtype=query.dtype.name,
+        scale=_finite("scale", 1 / math.sqrt(max(D, 1)) if scale is None else scale),
+        soft_cap=_soft_cap(logits_soft_cap),
+        causal=bool(is_causal),
+        window_left=window_left,
+        window_right=window_right,
+        bias_dtype="none" if operands.bias is None else operands.bias.dtype.name,
+        bias=None if operands.bias is None else Extent.of(operands.bias),
+        mask=None if operands.mask is None else Extent.of(operands.mask),
+        q_lengths=operands.q_lengths is not None,
+        kv_lengths=operands.kv_lengths is not None,
+        segments=operands.q_segments is not None,
+        query_offset=operands.query_offset is not None,
+        drop_threshold=drop_threshold,
+        full_precision=_full_precision(precision),
+    )
+    o, l, m = _attend(problem, operands, implementation)
+    if output_rank == 3:
+        o, l, m = (x[0] for x in (o, l, m))
+    return o, Statistics(l, m)
+
+
+class Choice(NamedTuple):
+    implementation: Implementation
+    reason: str
+
+
+def choose_implementation(problem: Problem, platform: str) -> Choice:
+    """What `implementation=None` takes for a problem on a platform ("cpu", "cuda", "tpu", …), and why.
+
+    The choice is made when a program is lowered for its platform, not when it is traced.
+
+    Raises:
+      NotImplementedError: a head dim above 256.
+    """
+    _check_head_dims(problem)
+    if platform in custom_calls.PLATFORMS:
+        return Choice("flash", f"there are fused kernels for platform {platform!r}")
+    return Choice("xla", f"this version has no fused kernels for platform {platform!r}; blockwise attention runs anywhere")
+
+
+def _attend(problem: Problem, operands: Operands, implementation: Implementation | None) -> tuple[jax.Array, ...]:
+    match implementation:
+        case None | "flash":
+            _check_head_dims(problem)
+            return _fused(problem, operands, fallback=implementation is None)
+        case "xla":
+            return blockwise.forward(problem, operands)
+        case "reference":
+            return reference.forward(problem, operands)
+        case "cudnn":
+            raise ValueError(
+                'implementation="cudnn" is jax.nn.dot_product_attention\'s; here "flash" is the fused kernel '
+                "(and None takes it where it can)"
+            )
+        case _:
+            raise ValueError(f'implementation must be None, "flash", "xla" or "reference", not {implementation!r}')
+
+
+def _check_head_dims(problem: Problem) -> None:
+    for name, size in (("query and key", problem.qk_dim), ("value", problem.v_dim)):
+        if size > MAX_HEAD_DIM:
+            raise NotImplementedError(
+                f"the head dim of {name} is {size}; the fused kernels go up to {MAX_HEAD_DIM}. "
+                'implementation="xla" has no limit'
+            )
+
+
+def _fused(problem: Problem, operands: Operands, fallback: bool) -> tuple[jax.Array, ...]:
+    try:
+        return vjp.attention(problem, fallback, operands)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "the fused attention has no forward-mode derivative (jvp, linearize, jacfwd); "
+            'implementation="xla" has: it differentiates in any mode'
+        ) from error
+
+
+def _broadcastable(name: str, x: ArrayLike | None, full: tuple[int, ...]) -> jax.Array | None:
+    """A bias or mask as [B|1, N|1, T|1, S|1]."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if name == "mask" and x.dtype != jnp.bool_:
+        raise TypeError(f"mask must be boolean, not {x.dtype}; an additive mask is a bias")
+    if name == "bias" and x.dtype.name not in DTYPES:
+        raise TypeError(f"bias has dtype {x.dtype}; supported are {', '.join(DTYPES)}")
+    shape = (1,) * (4 - x.ndim) + x.shape
+    if len(shape) != 4 or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True)):
+        raise ValueError(f"{name} has shape {x.shape}, which is not broadcastable to [B, N, T, S] = {full}")
+    return x.reshape(shape)
+
+
+def _integers(name: str, x: ArrayLike | None, shape: tuple[int, ...], unbatched: bool = False) -> jax.Array | None:
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, not {x.dtype}")
+    if unbatched and x.shape == shape[1:]:
+        x = x[None]
+    if x.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, not {x.shape}")
+    return x.astype(jnp.int32)
+
+
+def _per_batch(offset: int | ArrayLike | None, batch: int) -> ArrayLike | None:
+    if offset is None or isinstance(offset, int) and offset == 0:
+        return None
+    return jnp.broadcast_to(jnp.asarray(offset), (batch,)) if jnp.ndim(offset) == 0 else offset
+
+
+def _window(size: int | tuple[int, int] | None) -> tuple[int, int]:
+    if size is None:
+        return -1, -1
+    try:
+        left, right = map(operator.index, size if isinstance(size, (tuple, list)) else (size, size))
+    except (TypeError, ValueError):
+        raise TypeError(f"local_window_size must be an int or a pair of ints, not {size!r}") from None
+    if left < 0 or right < 0:
+        raise ValueError(f"local_window_size must not be negative: {size}")
+    return left, right
+
+
+def _finite(name: str, x: Any) -> float:
+    try:
+        x = float(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, not {x!r}") from None
+    if not math.isfinite(x):
+        raise ValueError(f"{name} must be finite, not {x}")
+    return x
+
+
+def _soft_cap(cap: float | None) -> float:
+    if cap is None:
+        return 0.0
+    cap = _finite("logits_soft_cap", cap)
+    if cap <= 0:
+        raise ValueError(f"logits_soft_cap must be positive, not {cap}")
+    return cap
+
+
+def _full_precision(precision: lax.Precision | str | None) -> bool:
+    if precision is None:
+        # Also holds names of dot algorithms, of which none asks for more than the default does.
+        return jax.config.jax_default_matmul_precision in ("highest", "float32")
+    try:
+        return lax.Precision(precision) == lax.Precision.HIGHEST
+    except ValueError:
+        raise ValueError(f"precision must be a jax.lax.Precision or its name, not {precision!r}") from None
+
+
+def _dropout_operands(
+    rate: float,
+    key: jax.Array | None,
+    broadcast: bool,
+    batch_ids: ArrayLike | None,
+    head_ids: ArrayLike | None,
+    batch: int,
+    heads: int,
+) -> dict[str, jax.Array]:
+    if key is None:
+        raise ValueError(f"dropout_rate={rate} needs a dropout_key")
+    if broadcast and (batch_ids is not None or head_ids is not None):
+        raise ValueError("broadcast_dropout gives all batch entries and heads one mask: it takes no ids")
+
+    def ids(name: str, given: ArrayLike | None, size: int) -> jax.Array:
+        if broadcast:
+            return jnp.zeros((size,), jnp.uint32)
+        checked = _integers(name, given, (size,))
+        return jnp.arange(size, dtype=jnp.uint32) if checked is None else checked.astype(jnp.uint32)
+
+    return {
+        "seed": dropout.seed_from_key(key, batch),
+        "batch_id": ids("dropout_batch_ids", batch_ids, batch),
+        "head_id": ids("dropout_head_ids", head_ids, heads),
+    }

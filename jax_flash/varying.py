@@ -1,0 +1,29 @@
+"""Arrays inside of `jax.shard_map` carry in their type the mesh axes they vary over; loops, branches and custom calls want
+them alike."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+
+Tree = TypeVar("Tree")
+
+
+def varying_alike(x: Tree, like: Any) -> Tree:
+    """`x`, every array marked as varying over all the manual mesh axes that any array of `like` varies over.
+
+    Outside of `jax.shard_map` it does nothing.
+    """
+    axes = frozenset[str]().union(*map(_varying_axes, jax.tree.leaves(like)))
+
+    def cast(leaf: jax.Array) -> jax.Array:
+        missing = tuple(axes - _varying_axes(leaf))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, x)
+
+
+def _varying_axes(x: jax.Array) -> frozenset[str]:
+    aval: Any = jax.typeof(x)  # jax 0.10 moved the attribute
+    return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying

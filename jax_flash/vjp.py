@@ -1,0 +1,50 @@
+"""The custom_vjp that links the fused forward to the fused backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jax_flash import custom_calls
+from jax_flash.problem import Operands, Problem
+
+# A remat policy that saves these by name, `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`, keeps the
+# backward from running the forward again.
+RESIDUAL_NAMES = ("jax_flash_o", "jax_flash_l", "jax_flash_m")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attention(problem: Problem, fallback: bool, operands: Operands) -> tuple[jax.Array, ...]:
+    """(o, l, m). Only what is asked for is differentiated; m counts as a constant, so that m + log l has its gradient."""
+    return custom_calls.forward(problem, fallback, operands)
+
+
+def _forward(problem, fallback, operands):
+    asked = {grad: getattr(operands, name) for grad, name in custom_calls.DIFFERENTIATED.items()}
+    problem = dataclasses.replace(problem, **{grad: x is not None and x.perturbed for grad, x in asked.items()})
+    operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
+    o, l, m = map(checkpoint_name, custom_calls.forward(problem, fallback, operands), RESIDUAL_NAMES)
+    return (o, l, m), (problem, operands, o, l, m)
+
+
+def _backward(_, fallback, residuals, cotangents):
+    problem, operands, o, l, m = residuals
+    do, dl, _ = cotangents
+    if isinstance(do, SymbolicZero):
+        do = jnp.zeros_like(o)
+    dlogsumexp = None if isinstance(dl, SymbolicZero) else dl * l
+    problem = dataclasses.replace(problem, dlogsumexp=dlogsumexp is not None)
+    names = [name for grad, name in custom_calls.DIFFERENTIATED.items() if getattr(problem, grad)]
+    results = custom_calls.backward(problem, fallback, operands, o, l, m, do, dlogsumexp)
+    grads = dict(zip(names, results, strict=True))
+    if "bias" in grads:
+        grads["bias"] = grads["bias"].astype(operands.bias.dtype)
+    return (Operands(*(grads.get(name) for name in Operands._fields)),)
+
+
+attention.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_flash import blockwise, custom_calls, dropout, reference, vjp
-from jax_flash.problem import DTYPES, Extent, Operands, Problem
+from jax_flash import blockwise, custom_calls, dropout, partitioning, reference, vjp
+from jax_flash.problem import DTYPES, Extent, Operands, Problem, result_types
+from jax_flash.varying import varying_alike
 
 MAX_HEAD_DIM = 256  # of the fused kernels
 
@@ -270,14 +272,15 @@ def choose_implementation(problem: Problem, platform: str) -> Choice:
 
 
 def _attend(problem: Problem, operands: Operands, implementation: Implementation | None) -> tuple[jax.Array, ...]:
+    operands = varying_alike(operands, operands)
     match implementation:
         case None | "flash":
             _check_head_dims(problem)
             return _fused(problem, operands, fallback=implementation is None)
         case "xla":
-            return blockwise.forward(problem, operands)
+            return _plain(blockwise.forward, problem, operands)
         case "reference":
-            return reference.forward(problem, operands)
+            return _plain(reference.forward, problem, operands)
         case "cudnn":
             raise ValueError(
                 'implementation="cudnn" is jax.nn.dot_product_attention\'s; here "flash" is the fused kernel '
@@ -306,6 +309,12 @@ def _fused(problem: Problem, operands: Operands, fallback: bool) -> tuple[jax.Ar
             "the fused attention has no forward-mode derivative (jvp, linearize, jacfwd); "
             'implementation="xla" has: it differentiates in any mode'
         ) from error
+
+
+def _plain(function: Callable[..., tuple[jax.Array, ...]], problem: Problem, operands: Operands):
+    types = result_types(problem, ("o", "l", "m"), (problem.batch,))
+    call = lambda arrays: function(problem, Operands.of(arrays))
+    return partitioning.automatic(call, problem, operands.arrays(), types)
 
 
 def _broadcastable(name: str, x: ArrayLike | None, full: tuple[int, ...]) -> jax.Array | None:

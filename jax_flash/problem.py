@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -111,3 +112,51 @@ class Operands(NamedTuple):
     seed: jax.Array | None = None  # [B, 2], uint32
     batch_id: jax.Array | None = None  # [B], uint32
     head_id: jax.Array | None = None  # [N], uint32
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Those that are there, by name."""
+        return {name: x for name, x in self._asdict().items() if x is not None}
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, jax.Array]) -> Operands:
+        return cls(*(arrays.get(name) for name in cls._fields))
+
+
+# The dims of every array after its leading dims: T and S lengths, N and K heads, D and E head dims.
+DIMS = {
+    "query": "TND",
+    "key": "SKD",
+    "value": "SKE",
+    "bias": "NTS",
+    "mask": "NTS",
+    "q_lengths": "",
+    "kv_lengths": "",
+    "q_segments": "T",
+    "kv_segments": "S",
+    "query_offset": "",
+    "seed": "X",
+    "batch_id": "",
+    "head_id": "N",  # no leading dims: one id a head
+    "o": "TNE",
+    "l": "NT",
+    "m": "NT",
+    "do": "TNE",
+    "dlogsumexp": "NT",
+    "dq": "TND",
+    "dk": "SKD",
+    "dv": "SKE",
+    "dbias": "NTS",
+}
+DIFFERENTIATED = {"dq": "query", "dk": "key", "dv": "value", "dbias": "bias"}
+
+
+def result_types(problem: Problem, results: Sequence[str], lead: tuple[int, ...], bias: jax.Array | None = None) -> dict:
+    """The shapes and dtypes of results of the custom calls, by name, with `lead` in place of the batch."""
+    sizes = {"T": problem.q_len, "S": problem.kv_len, "N": problem.q_heads, "K": problem.kv_heads}
+    sizes |= {"D": problem.qk_dim, "E": problem.v_dim}
+    types = {}
+    for name in results:
+        accumulated = name in ("l", "m", "dbias")
+        shape = bias.shape if name == "dbias" and bias is not None else (*lead, *(sizes[dim] for dim in DIMS[name]))
+        types[name] = jax.ShapeDtypeStruct(shape, problem.accumulation_dtype if accumulated else problem.dtype)
+    return types

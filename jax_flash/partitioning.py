@@ -1,0 +1,152 @@
+"""How a call is divided over the devices of a mesh: every device computes its own leading dims and heads.
+
+Lengths and head dims are needed whole (sequences that are sharded over T or S are gathered). A gradient of what several
+devices share, a bias of a sharded batch or the key/value head of sharded query heads, is summed over them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_flash.problem import DIFFERENTIATED, DIMS, Problem
+
+Arrays = dict[str, jax.Array]
+Types = dict[str, jax.ShapeDtypeStruct]
+Results = tuple[jax.Array, ...]
+Function = Callable[[Arrays], Results]
+Axes = dict[str, tuple[str, ...] | None]  # the mesh axes that divide a dim
+
+
+def divided(function: Function, problem: Problem, arrays: Arrays, types: Types) -> Results:
+    """`function(arrays)`, called on every device with what that device computes.
+
+    Args:
+      function: from arrays by name, with any leading dims and any number of heads, to results.
+      problem: the whole problem.
+      arrays, types: the arguments and the types of the results, by name (`problem.DIMS`).
+    """
+    if jax.sharding.get_abstract_mesh().manual_axes:  # inside of shard_map the arrays are this device's
+        return automatic(function, problem, arrays, types)
+    call = custom_partitioning(function)
+    call.def_partition(
+        partition=functools.partial(_partition, function, problem, tuple(types)),
+        sharding_rule=_sharding_rule(problem, dict(sorted(arrays.items())), types),
+    )
+    return automatic(call, problem, arrays, types)
+
+
+def automatic(function: Function, problem: Problem, arrays: Arrays, types: Types) -> Results:
+    """`function(arrays)` where XLA places what is inside, also under a mesh with explicit axes."""
+    mesh = jax.typeof(arrays["query"]).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return function(arrays)
+    specs = {name: jax.typeof(x).sharding.spec for name, x in arrays.items()}
+    axes = _axes(problem, mesh, {name: (x.shape, specs[name]) for name, x in arrays.items()})
+    axes |= {"T": specs["query"][-3]}  # as the query's is the place of a result's rows
+    places = [specs.get(DIFFERENTIATED.get(name, "")) or _spec(axes, name, x.shape) for name, x in types.items()]
+    shardings = tuple(NamedSharding(mesh, spec) for spec in places)
+    with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context
+        return jax.sharding.auto_axes(function, out_sharding=shardings)(arrays)
+
+
+def _dims(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """A name for every dim: "b0", "b1", … for leading dims, then letters; "1" for what is broadcast."""
+    lead = len(shape) - len(DIMS[name])
+    dims = (*(f"b{i}" for i in range(lead)), *DIMS[name])
+    return tuple("1" if size == 1 else dim for size, dim in zip(shape, dims, strict=True))
+
+
+def _sharding_rule(problem: Problem, operands: Arrays, results: Arrays) -> SdyShardingRule:
+    """Leading dims and heads may be divided, lengths and head dims are needed whole."""
+    ones = itertools.count()
+    whole: dict[str, None] = {}  # an ordered set: Shardy wants the order of appearance
+
+    def factor(dim: str) -> str:
+        if dim == "K" and problem.group == 1:
+            return "N"
+        name = f"one{next(ones)}" if dim == "1" else dim
+        if dim not in ("N", "K") and not dim.startswith("b"):
+            whole[name] = None
+        return name
+
+    def mappings(arrays: Arrays) -> tuple[ArrayMapping, ...]:
+        return tuple(ArrayMapping(*map(factor, _dims(name, x.shape))) for name, x in arrays.items())
+
+    return SdyShardingRule(
+        mappings(operands),
+        mappings(results),
+        need_replication_factors=tuple(whole),
+    )
+
+
+def _axes(problem: Problem, mesh: Mesh | AbstractMesh, placed: Mapping[str, tuple[tuple[int, ...], PartitionSpec]]) -> Axes:
+    """The mesh axes that divide the leading dims and the heads: those of the first array that is divided there."""
+
+    def divides(dim: str, size: int, parts: int) -> bool:
+        if dim == "N":  # whole groups to a device, or whole devices to a group
+            size_kv, heads = problem.kv_heads, problem.q_heads // parts
+            return size % parts == 0 and (size_kv % parts == 0 or problem.group % heads == 0)
+        return (dim.startswith("b") or dim == "K") and size % parts == 0
+
+    axes: Axes = {}
+    taken: set[str] = set()
+    for name in (name for name in DIMS if name in placed):
+        shape, spec = placed[name]
+        for dim, size, entry in zip(_dims(name, shape), shape, spec, strict=False):
+            here = (entry,) if isinstance(entry, str) else tuple(entry or ())
+            if here and dim not in axes and not taken & set(here) and divides(dim, size, _parts(mesh, here)):
+                axes["N" if dim == "K" else dim] = here
+                taken |= set(here)
+    if problem.kv_heads % _parts(mesh, axes.get("N")) == 0:
+        axes["K"] = axes.get("N")
+    return axes
+
+
+def _parts(mesh: Mesh | AbstractMesh, axes: tuple[str, ...] | None) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes or ())
+
+
+def _spec(axes: Axes, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    return PartitionSpec(*(axes.get(dim) for dim in _dims(name, shape)))
+
+
+def _partition(function: Function, problem: Problem, names: tuple[str, ...], mesh: Mesh, args, results):
+    (arrays,) = args
+    axes = _axes(problem, mesh, {name: (x.shape, x.sharding.spec) for name, x in arrays.items()})
+    head_axes = axes.get("N") or ()
+    shared_kv_head = "K" not in axes  # a device's query heads all read one key/value head
+
+    def kv_head() -> jax.Array:
+        local_heads = problem.q_heads // _parts(mesh, head_axes)
+        return lax.axis_index(head_axes) * local_heads // problem.group
+
+    def local(arrays: Arrays) -> Results:
+        if shared_kv_head:
+            kv = {name: lax.dynamic_slice_in_dim(arrays[name], kv_head(), 1, axis=-2) for name in ("key", "value")}
+            arrays = arrays | kv
+        return tuple(map(complete, names, function(arrays)))
+
+    def complete(name: str, x: jax.Array) -> jax.Array:
+        """Sums a gradient over the devices that hold other parts of it."""
+        if name in ("dk", "dv") and shared_kv_head:
+            zeros = jnp.zeros((*x.shape[:-2], problem.kv_heads, x.shape[-1]), x.dtype)
+            return lax.psum(lax.dynamic_update_slice_in_dim(zeros, x, kv_head(), axis=-2), head_axes)
+        if name == "dbias":
+            shared = [over for dim, over in axes.items() if over and dim != "K" and dim not in _dims(name, x.shape)]
+            return lax.psum(x, tuple(itertools.chain(*shared)))
+        return x
+
+    def sharding(name: str, x) -> NamedSharding:
+        return NamedSharding(mesh, _spec(axes, name, x.shape))
+
+    result_shardings = tuple(map(sharding, names, results))
+    return mesh, local, result_shardings, ({name: sharding(name, x) for name, x in arrays.items()},)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -246,7 +247,15 @@ def attention_with_statistics(
         drop_threshold=drop_threshold,
         full_precision=_full_precision(precision),
     )
-    o, l, m = _attend(problem, operands, implementation)
+    try:
+        o, l, m = _attend(problem, operands, implementation)
+    except TypeError as error:
+        if "forward-mode" not in str(error) or implementation not in (None, "flash"):
+            raise
+        raise TypeError(
+            "the fused attention has no forward-mode derivative (jvp, linearize, jacfwd); "
+            'implementation="xla" has: it differentiates in any mode'
+        ) from error
     if output_rank == 3:
         o, l, m = (x[0] for x in (o, l, m))
     return o, Statistics(l, m)
@@ -271,12 +280,13 @@ def choose_implementation(problem: Problem, platform: str) -> Choice:
     return Choice("xla", f"this version has no fused kernels for platform {platform!r}; blockwise attention runs anywhere")
 
 
+@functools.partial(jax.jit, static_argnames="implementation")  # so that a call outside of jit is traced once
 def _attend(problem: Problem, operands: Operands, implementation: Implementation | None) -> tuple[jax.Array, ...]:
     operands = varying_alike(operands, operands)
     match implementation:
         case None | "flash":
             _check_head_dims(problem)
-            return _fused(problem, operands, fallback=implementation is None)
+            return vjp.attention(problem, implementation is None, operands)
         case "xla":
             return _plain(blockwise.forward, problem, operands)
         case "reference":
@@ -297,18 +307,6 @@ def _check_head_dims(problem: Problem) -> None:
                 f"the head dim of {name} is {size}; the fused kernels go up to {MAX_HEAD_DIM}. "
                 'implementation="xla" has no limit'
             )
-
-
-def _fused(problem: Problem, operands: Operands, fallback: bool) -> tuple[jax.Array, ...]:
-    try:
-        return vjp.attention(problem, fallback, operands)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(
-            "the fused attention has no forward-mode derivative (jvp, linearize, jacfwd); "
-            'implementation="xla" has: it differentiates in any mode'
-        ) from error
 
 
 def _plain(function: Callable[..., tuple[jax.Array, ...]], problem: Problem, operands: Operands):

@@ -1,0 +1,59 @@
+// Which keys a query row may attend to, as far as positions decide it: causal, window, lengths and query offset.
+// (Segment ids and the mask operand are looked at entry by entry.)
+#pragma once
+
+#include <cstdint>
+
+#include "common/problem.h"
+
+#ifdef __CUDACC__
+#define JAX_FLASH_STATIC_HOST_DEVICE static __host__ __device__ __forceinline__
+#else
+#define JAX_FLASH_STATIC_HOST_DEVICE static inline
+#endif
+
+namespace jax_flash {
+
+// Keys lo <= j < hi. Empty iff lo >= hi.
+struct KeyRange {
+  int64_t lo, hi;
+};
+
+// The positional masks of one sequence of the batch. `q_length` and `kv_length` are within [0, T] and [0, S].
+struct Positions {
+  int64_t q_length, kv_length, offset;
+  bool causal;
+  int64_t window_left, window_right;  // -1: unbounded
+};
+
+JAX_FLASH_STATIC_HOST_DEVICE int64_t ClampLength(int64_t length, int64_t size) {
+  return length < 0 ? 0 : length < size ? length : size;
+}
+
+// The keys that row i may attend to. Both ends grow with i, up to q_length.
+JAX_FLASH_STATIC_HOST_DEVICE KeyRange RowKeys(const Positions& positions, int64_t i) {
+  if (i >= positions.q_length) return {0, 0};
+  const int64_t p = i + positions.offset;
+  KeyRange keys = {0, positions.kv_length};
+  if (positions.causal && p + 1 < keys.hi) keys.hi = p + 1;
+  // Compared by difference: p - left or p + right + 1 could overflow.
+  if (positions.window_right >= 0 && positions.window_right < keys.hi - p - 1) keys.hi = p + positions.window_right + 1;
+  if (positions.window_left >= 0 && positions.window_left < p) keys.lo = p - positions.window_left;
+  if (keys.hi < 0) keys.hi = 0;
+  return keys;
+}
+
+// The keys that at least one of the rows i0 <= i < i1 may attend to (a superset: the rows' ranges need not touch).
+JAX_FLASH_STATIC_HOST_DEVICE KeyRange AnyRowKeys(const Positions& positions, int64_t i0, int64_t i1) {
+  if (i1 > positions.q_length) i1 = positions.q_length;
+  if (i0 >= i1) return {0, 0};
+  return {RowKeys(positions, i0).lo, RowKeys(positions, i1 - 1).hi};
+}
+
+// The keys that every one of the rows i0 <= i < i1 may attend to.
+JAX_FLASH_STATIC_HOST_DEVICE KeyRange EveryRowKeys(const Positions& positions, int64_t i0, int64_t i1) {
+  if (i0 >= i1 || i1 > positions.q_length) return {0, 0};
+  return {RowKeys(positions, i1 - 1).lo, RowKeys(positions, i0).hi};
+}
+
+}  // namespace jax_flash

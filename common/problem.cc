@@ -1,0 +1,142 @@
+#include "common/problem.h"
+
+#include <charconv>
+#include <locale>
+#include <sstream>
+#include <variant>
+
+namespace jax_flash {
+namespace {
+
+// A field of the text: its name and where its value goes. The type of the value says how it is read.
+struct Field {
+  std::string_view name;
+  std::variant<int64_t Problem::*, double Problem::*, bool Problem::*, DType Problem::*, Extent Problem::*> member;
+};
+
+constexpr Field kFields[] = {
+    {"batch", &Problem::batch},
+    {"q_len", &Problem::q_len},
+    {"kv_len", &Problem::kv_len},
+    {"q_heads", &Problem::q_heads},
+    {"kv_heads", &Problem::kv_heads},
+    {"qk_dim", &Problem::qk_dim},
+    {"v_dim", &Problem::v_dim},
+    {"dtype", &Problem::dtype},
+    {"scale", &Problem::scale},
+    {"soft_cap", &Problem::soft_cap},
+    {"causal", &Problem::causal},
+    {"window_left", &Problem::window_left},
+    {"window_right", &Problem::window_right},
+    {"bias_dtype", &Problem::bias_dtype},
+    {"bias", &Problem::bias},
+    {"mask", &Problem::mask},
+    {"q_lengths", &Problem::q_lengths},
+    {"kv_lengths", &Problem::kv_lengths},
+    {"segments", &Problem::segments},
+    {"query_offset", &Problem::query_offset},
+    {"drop_threshold", &Problem::drop_threshold},
+    {"full_precision", &Problem::full_precision},
+    {"dlogsumexp", &Problem::dlogsumexp},
+    {"dq", &Problem::dq},
+    {"dk", &Problem::dk},
+    {"dv", &Problem::dv},
+    {"dbias", &Problem::dbias},
+};
+constexpr size_t kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
+constexpr std::string_view kVersion = "1";
+
+bool Parse(std::string_view text, int64_t* value) {
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, *value);
+  return error == std::errc() && stop == end;
+}
+
+bool Parse(std::string_view text, double* value) {
+  std::istringstream stream{std::string(text)};
+  stream.imbue(std::locale::classic());  // a locale with decimal commas must not change what we read
+  return stream >> *value && stream.peek() == std::istringstream::traits_type::eof();
+}
+
+bool Parse(std::string_view text, bool* value) {
+  *value = text == "1";
+  return text == "0" || text == "1";
+}
+
+bool Parse(std::string_view text, DType* value) {
+  constexpr std::string_view kNames[] = {"none", "float16", "bfloat16", "float32", "float64"};
+  for (int i = 0; i < 5; ++i) {
+    if (text == kNames[i]) {
+      *value = DType(i);
+      return true;
+    }
+  }
+  return false;
+}
+
+// "none", or the four letters of [B, N, T, S] with "1" in place of a broadcast dimension's.
+bool Parse(std::string_view text, Extent* value) {
+  if (text == "none") return true;
+  if (text.size() != 4) return false;
+  bool full[4];
+  for (int i = 0; i < 4; ++i) {
+    full[i] = text[i] == "bnts"[i];
+    if (!full[i] && text[i] != '1') return false;
+  }
+  *value = {true, full[0], full[1], full[2], full[3]};
+  return true;
+}
+
+// What is wrong with the values, each of which could be read.
+std::string Check(const Problem& p) {
+  for (const int64_t size : {p.batch, p.q_len, p.kv_len, p.q_heads, p.kv_heads, p.qk_dim, p.v_dim}) {
+    if (size < 0) return "a size is negative";
+  }
+  if (p.kv_heads > 0 ? p.q_heads % p.kv_heads != 0 : p.q_heads != 0) return "kv_heads does not divide q_heads";
+  if (p.dtype == DType::kNone) return "dtype is none";
+  if (p.bias.present != (p.bias_dtype != DType::kNone)) return "bias and bias_dtype disagree";
+  if (p.dbias && !p.bias.present) return "dbias without a bias";
+  if (!(p.soft_cap >= 0)) return "soft_cap is negative";
+  if (p.window_left < -1 || p.window_right < -1) return "a window is negative";
+  if (p.drop_threshold < 0 || p.drop_threshold > 65536) return "drop_threshold is not in [0, 65536]";
+  return "";
+}
+
+}  // namespace
+
+std::string Decode(std::string_view text, Problem* problem) {
+  *problem = Problem();
+  bool seen[kFieldCount] = {};
+  bool version_seen = false;
+  while (!text.empty()) {
+    const std::string_view entry = text.substr(0, text.find(' '));
+    text.remove_prefix(entry.size() < text.size() ? entry.size() + 1 : entry.size());
+    const size_t equals = entry.find('=');
+    if (equals == std::string_view::npos) return "problem: '" + std::string(entry) + "' is not name=value";
+    const std::string_view name = entry.substr(0, equals), value = entry.substr(equals + 1);
+    if (name == "version") {
+      if (version_seen) return "problem: version is there twice";
+      if (value != kVersion) {
+        return "problem: version " + std::string(value) + ", but this build reads version " + std::string(kVersion);
+      }
+      version_seen = true;
+      continue;
+    }
+    size_t i = 0;
+    while (i < kFieldCount && kFields[i].name != name) ++i;
+    if (i == kFieldCount) return "problem: unknown field '" + std::string(name) + "'";
+    if (seen[i]) return "problem: " + std::string(name) + " is there twice";
+    seen[i] = true;
+    if (!std::visit([&](auto member) { return Parse(value, &(problem->*member)); }, kFields[i].member)) {
+      return "problem: cannot read " + std::string(entry);
+    }
+  }
+  if (!version_seen) return "problem: version is missing";
+  for (size_t i = 0; i < kFieldCount; ++i) {
+    if (!seen[i]) return "problem: " + std::string(kFields[i].name) + " is missing";
+  }
+  const std::string wrong = Check(*problem);
+  return wrong.empty() ? "" : "problem: " + wrong;
+}
+
+}  // namespace jax_flash

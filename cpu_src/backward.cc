@@ -1,0 +1,354 @@
+// The backward pass: Algorithm 4 of the paper. K and V are walked outside, so that dK and dV of a tile stay and are
+// written once; dQ is a sum that grows in memory. P is computed again from Q, K, l and m.
+#include "common/problem.h"
+#include "cpu_src/kernels.h"
+#include "cpu_src/scores.h"
+#include "cpu_src/tile.h"
+
+namespace jax_flash::JAX_FLASH_ISA {
+namespace {
+
+// The partial sums of dQ may take this much memory, or else that of one dQ.
+constexpr int64_t kPartialBytes = int64_t(16) << 20;
+
+template <typename A>
+struct Scratch {
+  Tile<A> k, k_transposed, v, v_transposed, dk, dv;  // of a tile of K and V
+  Tile<A> q, d_o, p, dropped, ds, slope;             // of a tile of Q
+  Tile<uint16_t> bits;
+  Tile<A> dbias;
+  int64_t bytes;
+
+  Scratch(const Problem& problem, char* memory) {
+    Carver carver(memory);
+    k = carver.NewTile<A>(kTileColumns, problem.qk_dim);
+    k_transposed = carver.NewTile<A>(problem.qk_dim, kTileColumns);
+    v = carver.NewTile<A>(kTileColumns, problem.v_dim);
+    v_transposed = carver.NewTile<A>(problem.v_dim, kTileColumns);
+    dk = carver.NewTile<A>(kTileColumns, problem.qk_dim);
+    dv = carver.NewTile<A>(kTileColumns, problem.v_dim);
+    q = carver.NewTile<A>(kTileRows, problem.qk_dim);
+    d_o = carver.NewTile<A>(kTileRows, problem.v_dim);
+    p = carver.NewTile<A>(kTileRows, kTileColumns);
+    ds = carver.NewTile<A>(kTileRows, kTileColumns);
+    dropped = p;
+    if (problem.soft_cap > 0) slope = carver.NewTile<A>(kTileRows, kTileColumns);
+    if (problem.dropout()) {
+      dropped = carver.NewTile<A>(kTileRows, kTileColumns);
+      bits = carver.NewTile<uint16_t>(kTileRows, kTileColumns);
+    }
+    if (problem.dbias) dbias = carver.NewTile<A>(kTileRows, kTileColumns);
+    bytes = carver.used();
+  }
+};
+
+// D_i = dO_i · O_i - dlogsumexp_i: [B, N, T]
+template <typename A>
+A* ComputeD(const Problem& p, const Cotangents& given, Workers& workers) {
+  A* const d = reinterpret_cast<A*>(workers.Allocate(p.batch * p.q_heads * p.q_len * int64_t(sizeof(A))));
+  const int64_t tiles = RoundUp(p.q_len, kTileRows) / kTileRows;
+  const auto tiles_of_o = [&p](char* memory, Tile<A>* o, Tile<A>* d_o) {
+    Carver carver(memory);
+    *o = carver.NewTile<A>(kTileRows, p.v_dim);
+    *d_o = carver.NewTile<A>(kTileRows, p.v_dim);
+    return carver.used();
+  };
+  Tile<A> o, d_o;
+  const int64_t bytes = tiles_of_o(nullptr, &o, &d_o);
+  workers.For(p.batch * p.q_heads * tiles, bytes, [&](int64_t unit, char* memory) {
+    Tile<A> o, d_o;
+    tiles_of_o(memory, &o, &d_o);
+    const int64_t head = unit / tiles, i0 = unit % tiles * kTileRows, rows = Min(kTileRows, p.q_len - i0);
+    const int64_t b = head / p.q_heads, n = head % p.q_heads;
+    LoadRows(HeadRows(given.o, p.dtype, b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), o);
+    LoadRows(HeadRows(given.d_o, p.dtype, b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), d_o);
+    for (int64_t r = 0; r < rows; ++r) {
+      Vec<A> products = {};
+      for (int64_t c = 0; c < p.v_dim; c += kLanes<A>) products += Load(o.row(r) + c) * Load(d_o.row(r) + c);
+      A sum = 0;
+      for (int lane = 0; lane < kLanes<A>; ++lane) sum += products[lane];
+      const int64_t row = head * p.q_len + i0 + r;
+      d[row] = sum - (p.dlogsumexp ? static_cast<const A*>(given.dlogsumexp)[row] : 0);
+    }
+  });
+  return d;
+}
+
+// The inner steps on one sequence, in the scratch of one worker.
+template <typename A>
+struct Backpropagation {
+  const Problem& p;
+  const Operands& in;
+  const Cotangents& given;
+  const A* const d;
+  const int64_t b;
+  const Scores<A> scores;
+  Scratch<A> scratch;
+
+  Backpropagation(const Problem& problem, const Operands& operands, const Cotangents& cotangents, const A* d, int64_t b,
+                  char* memory)
+      : p(problem), in(operands), given(cotangents), d(d), b(b), scores(p, in, b), scratch(p, memory) {}
+
+  void LoadKeysAndValues(int64_t head, int64_t j0, int64_t columns) {
+    LoadRows(HeadRows(in.key, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.qk_dim), columns, p.qk_dim, A(1),
+             scratch.k);
+    TransposeRows(scratch.k, columns, p.qk_dim, scratch.k_transposed);
+    LoadRows(HeadRows(in.value, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.v_dim), columns, p.v_dim, A(1),
+             scratch.v);
+    TransposeRows(scratch.v, columns, p.v_dim, scratch.v_transposed);
+  }
+
+  void LoadQueries(int64_t n, int64_t i0, int64_t rows) {
+    LoadRows(HeadRows(in.query, p.dtype, b, i0, p.q_len, n, p.q_heads, p.qk_dim), rows, p.qk_dim, A(p.scale),
+             scratch.q);
+    LoadRows(HeadRows(given.d_o, p.dtype, b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), scratch.d_o);
+  }
+
+  // P, and Z P as `dropped`.
+  void ComputeP(const Block& block, int64_t n) {
+    const Tile<A> s = FromColumn(scratch.p, block.c0);
+    // S = τ Q Kᵀ, masked
+    Multiply(AsIs(scratch.q), FromColumn(scratch.k_transposed, block.c0), s, block.rows, block.c1 - block.c0, p.qk_dim,
+             Into::kNew);
+    scores.FromProducts(scratch.p, block, n, p.soft_cap > 0 ? &scratch.slope : nullptr);
+    // P = exp(S - m) / l, 0 in a row that attends to nothing
+    const int64_t statistics = (b * p.q_heads + n) * p.q_len + block.i0;
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const A m = static_cast<const A*>(given.m)[statistics + r], l = static_cast<const A*>(given.l)[statistics + r];
+      const A shift = m == -kInfinity<A> ? 0 : m, inverse = l == 0 ? 0 : 1 / l;
+      A* row = scratch.p.row(r);
+      for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) Store(row + c, Exp(Load(row + c) - shift) * inverse);
+    }
+    if (p.dropout()) {
+      scores.DropoutBits(scratch.bits, block, n);
+      scores.Drop(scratch.bits, block, A(p.keep_scale()), scratch.p, scratch.dropped);
+    }
+  }
+
+  // dS, after P.
+  void ComputeDS(const Block& block, int64_t n) {
+    const Tile<A> ds = scratch.ds;
+    // dP = Z dO Vᵀ
+    Multiply(AsIs(scratch.d_o), FromColumn(scratch.v_transposed, block.c0), FromColumn(ds, block.c0), block.rows,
+             block.c1 - block.c0, p.v_dim, Into::kNew);
+    if (p.dropout()) scores.Drop(scratch.bits, block, A(p.keep_scale()), ds, ds);
+    // dS = P (dP - D)
+    const A* const d_rows = d + (b * p.q_heads + n) * p.q_len + block.i0;
+    for (int64_t r = 0; r < block.rows; ++r) {
+      A* row = ds.row(r);
+      for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
+        Store(row + c, Load(scratch.p.row(r) + c) * (Load(row + c) - d_rows[r]));
+      }
+    }
+  }
+};
+
+// dQ as a sum of parts: the tiles of K and V are dealt out to as many units as there are parts. Without a dQ the parts
+// are just the units.
+template <typename A>
+class QueryGradient {
+ public:
+  QueryGradient(const Problem& p, void* dq, Workers& workers) : p_(p), dq_(dq) {
+    const int64_t heads = p.batch * p.kv_heads, tiles = RoundUp(p.kv_len, kTileColumns) / kTileColumns;
+    const int64_t bytes = heads * p.group() * p.q_len * RoundUp(p.qk_dim, kLanes<A>) * int64_t(sizeof(A));
+    parts_ = heads == 0 || heads >= workers.threads() ? 1 : RoundUp(2 * workers.threads(), heads) / heads;
+    parts_ = Max(1, Min(parts_, tiles));
+    if (!p.dq) return;
+    parts_ = Min(parts_, Max(2, kPartialBytes / Max(bytes, 1)));
+    // The first part grows in the result itself where that has the accumulation dtype and whole vectors.
+    in_place_ = p.dtype == (sizeof(A) == 8 ? DType::kF64 : DType::kF32) && p.qk_dim % kLanes<A> == 0;
+    const int64_t allocated = parts_ - in_place_;
+    if (allocated) partials_ = reinterpret_cast<A*>(workers.Allocate(allocated * bytes));
+  }
+
+  int64_t parts() const { return parts_; }
+
+  // Rows i0 on of a query head's dQ.
+  Tile<A> Part(int64_t part, int64_t b, int64_t n, int64_t i0) const {
+    if (in_place_ && part == 0) {
+      return {static_cast<A*>(HeadRows(dq_, p_.dtype, b, i0, p_.q_len, n, p_.q_heads, p_.qk_dim).data),
+              p_.q_heads * p_.qk_dim};
+    }
+    const int64_t width = RoundUp(p_.qk_dim, kLanes<A>);
+    const int64_t head = ((part - in_place_) * p_.batch + b) * p_.q_heads + n;
+    return {partials_ + (head * p_.q_len + i0) * width, width};
+  }
+
+  // dQ = Σ parts
+  void Sum(Workers& workers) const {
+    if (in_place_ && parts_ == 1) return;
+    const int64_t tiles = RoundUp(p_.q_len, kTileRows) / kTileRows;
+    workers.For(p_.batch * p_.q_heads * tiles, 0, [&](int64_t unit, char*) {
+      const int64_t head = unit / tiles, i0 = unit % tiles * kTileRows, rows = Min(kTileRows, p_.q_len - i0);
+      const int64_t b = head / p_.q_heads, n = head % p_.q_heads;
+      const Tile<A> sum = Part(0, b, n, i0);
+      for (int64_t part = 1; part < parts_; ++part) {
+        const Tile<A> term = Part(part, b, n, i0);
+        for (int64_t r = 0; r < rows; ++r) {
+          for (int64_t c = 0; c < p_.qk_dim; ++c) sum.row(r)[c] += term.row(r)[c];
+        }
+      }
+      if (in_place_) return;
+      StoreRows(sum, rows, p_.qk_dim, A(1), HeadRows(dq_, p_.dtype, b, i0, p_.q_len, n, p_.q_heads, p_.qk_dim));
+    });
+  }
+
+ private:
+  const Problem& p_;
+  void* dq_;
+  int64_t parts_;
+  bool in_place_ = false;
+  A* partials_ = nullptr;
+};
+
+// dQ, dK and dV. A unit of work is one key/value head with the query heads that share it, or one part of its tiles.
+template <typename A>
+void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out, const A* d,
+                 Workers& workers) {
+  QueryGradient<A> dq(p, out.dq, workers);
+  const int64_t group = p.group();
+  const auto propagate = [&](int64_t unit, char* memory) {
+    const int64_t part = unit % dq.parts(), head = unit / dq.parts() % p.kv_heads, b = unit / dq.parts() / p.kv_heads;
+    Backpropagation<A> step(p, in, given, d, b, memory);
+    Scratch<A>& scratch = step.scratch;
+    if (p.dq) {
+      for (int64_t n = head * group; n < (head + 1) * group; ++n) {
+        Zero(dq.Part(part, b, n, 0), p.q_len, RoundUp(p.qk_dim, kLanes<A>));
+      }
+    }
+    for (int64_t j0 = part * kTileColumns; j0 < p.kv_len; j0 += dq.parts() * kTileColumns) {
+      const int64_t columns = Min(kTileColumns, p.kv_len - j0);
+      step.LoadKeysAndValues(head, j0, columns);
+      // From here on K serves dQ = τ dX K only.
+      for (int64_t r = 0; r < columns; ++r) {
+        for (int64_t c = 0; c < p.qk_dim; ++c) scratch.k.row(r)[c] *= A(p.scale);
+      }
+      Zero(scratch.dk, columns, scratch.dk.stride);
+      Zero(scratch.dv, columns, scratch.dv.stride);
+      for (int64_t tile = 0; tile < RoundUp(p.q_len, kTileRows) / kTileRows * group; ++tile) {
+        const int64_t n = head * group + tile % group, i0 = tile / group * kTileRows;
+        const Block block = step.scores.Visible(i0, Min(kTileRows, p.q_len - i0), j0, columns);
+        if (block.empty()) continue;
+        const int64_t width = block.c1 - block.c0;
+        step.LoadQueries(n, i0, block.rows);
+        step.ComputeP(block, n);
+        // dV <- dV + (Z P)ᵀ dO
+        if (p.dv) {
+          Multiply(Transposed(FromColumn(scratch.dropped, block.c0)), scratch.d_o, FromRow(scratch.dv, block.c0), width,
+                   p.v_dim, block.rows, Into::kSum);
+        }
+        if (!p.dq && !p.dk) continue;
+        step.ComputeDS(block, n);
+        if (p.soft_cap > 0) {  // dX = dS dC/dX
+          for (int64_t r = 0; r < block.rows; ++r) {
+            for (int64_t c = block.c0; c < block.c1; ++c) scratch.ds.row(r)[c] *= scratch.slope.row(r)[c];
+          }
+        }
+        const Tile<A> dx = FromColumn(scratch.ds, block.c0);
+        // dQ <- dQ + τ dX K
+        if (p.dq) {
+          Multiply(AsIs(dx), FromRow(scratch.k, block.c0), dq.Part(part, b, n, i0), block.rows, p.qk_dim, width,
+                   Into::kSum);
+        }
+        // dK <- dK + dXᵀ (τ Q)
+        if (p.dk) {
+          Multiply(Transposed(dx), scratch.q, FromRow(scratch.dk, block.c0), width, p.qk_dim, block.rows, Into::kSum);
+        }
+      }
+      if (p.dk) {
+        StoreRows(scratch.dk, columns, p.qk_dim, A(1),
+                  HeadRows(out.dk, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.qk_dim));
+      }
+      if (p.dv) {
+        StoreRows(scratch.dv, columns, p.v_dim, A(1),
+                  HeadRows(out.dv, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.v_dim));
+      }
+    }
+  };
+  workers.For(p.batch * p.kv_heads * dq.parts(), Scratch<A>(p, nullptr).bytes, propagate);
+  if (p.dq) dq.Sum(workers);
+}
+
+// dbias = dS, summed over what the bias is broadcast over. A pass of its own that computes P and dS once more: each
+// unit owns a tile of dbias and sums all that goes into it in a fixed order, whatever is broadcast.
+template <typename A>
+void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out, const A* d,
+                  Workers& workers) {
+  const Extent& extent = p.bias;
+  const int64_t row_tiles = RoundUp(p.q_len, kTileRows) / kTileRows;
+  const int64_t column_tiles = RoundUp(p.kv_len, kTileColumns) / kTileColumns;
+  // Of each dimension: how many units, and how many indices each of them sums over.
+  struct Split {
+    int64_t units, summed;
+  };
+  const auto split = [](bool full, int64_t count) { return full ? Split{count, 1} : Split{1, count}; };
+  const Split batch = split(extent.batch, p.batch), heads = split(extent.heads, p.q_heads);
+  const Split rows = split(extent.rows, row_tiles), columns = split(extent.columns, column_tiles);
+
+  const auto sum = [&](int64_t unit, char* memory) {
+    const int64_t row_unit = unit % rows.units, column_unit = unit / rows.units % columns.units;
+    const int64_t head_unit = unit / (rows.units * columns.units) % heads.units;
+    const int64_t batch_unit = unit / (rows.units * columns.units * heads.units);
+    const Tile<A> dbias = Scratch<A>(p, memory).dbias;
+    // Broadcast columns are summed lane by lane first.
+    const int64_t first_row = row_unit * kTileRows, first_column = column_unit * kTileColumns;
+    const int64_t dbias_rows = extent.rows ? Min(kTileRows, p.q_len - first_row) : 1;
+    const int64_t dbias_columns = extent.columns ? Min(kTileColumns, p.kv_len - first_column) : 1;
+    Zero(dbias, dbias_rows, RoundUp(dbias_columns, kLanes<A>));
+
+    for (int64_t b = batch_unit * batch.summed; b < (batch_unit + 1) * batch.summed; ++b) {
+      Backpropagation<A> step(p, in, given, d, b, memory);
+      for (int64_t n = head_unit * heads.summed; n < (head_unit + 1) * heads.summed; ++n) {
+        for (int64_t j0 = first_column; j0 < Min(p.kv_len, first_column + columns.summed * kTileColumns);
+             j0 += kTileColumns) {
+          const int64_t tile_columns = Min(kTileColumns, p.kv_len - j0);
+          step.LoadKeysAndValues(n / p.group(), j0, tile_columns);
+          for (int64_t i0 = first_row; i0 < Min(p.q_len, first_row + rows.summed * kTileRows); i0 += kTileRows) {
+            const Block block = step.scores.Visible(i0, Min(kTileRows, p.q_len - i0), j0, tile_columns);
+            if (block.empty()) continue;
+            step.LoadQueries(n, i0, block.rows);
+            step.ComputeP(block, n);
+            step.ComputeDS(block, n);
+            for (int64_t r = 0; r < block.rows; ++r) {
+              for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
+                A* to = dbias.row(extent.rows ? r : 0) + (extent.columns ? c : 0);
+                Store(to, Load(to) + Load(step.scratch.ds.row(r) + c));
+              }
+            }
+          }
+        }
+      }
+    }
+
+    const HeadOffset offset(p, extent, batch_unit, head_unit);
+    for (int64_t r = 0; r < dbias_rows; ++r) {
+      A* to = static_cast<A*>(out.dbias) + offset.start + (first_row + r) * offset.row_stride +
+              first_column * offset.column_stride;
+      if (extent.columns) {
+        for (int64_t c = 0; c < dbias_columns; ++c) to[c] = dbias.row(r)[c];
+      } else {
+        A total = 0;
+        for (int lane = 0; lane < kLanes<A>; ++lane) total += dbias.row(r)[lane];
+        *to = total;
+      }
+    }
+  };
+  workers.For(batch.units * heads.units * rows.units * columns.units, Scratch<A>(p, nullptr).bytes, sum);
+}
+
+template <typename A>
+void Backward(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out,
+              Workers& workers) {
+  const A* d = p.dq || p.dk || p.dbias ? ComputeD<A>(p, given, workers) : nullptr;
+  if ((p.dq || p.dk || p.dv) && p.kv_heads > 0) BackwardQKV<A>(p, in, given, out, d, workers);
+  if (p.dbias) BackwardBias<A>(p, in, given, out, d, workers);
+}
+
+}  // namespace
+
+void Backward(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out,
+              Workers& workers) {
+  p.dtype == DType::kF64 ? Backward<double>(p, in, given, out, workers) : Backward<float>(p, in, given, out, workers);
+}
+
+}  // namespace jax_flash::JAX_FLASH_ISA

@@ -1,0 +1,15 @@
+// What `bindings.cc` hands to Python: the handlers of the custom calls for platform cpu.
+#pragma once
+
+#include <string_view>
+
+namespace jax_flash {
+
+// XLA_FFI_Handler*
+void* CpuForwardHandler();
+void* CpuBackwardHandler();
+
+// The instruction set of the kernels in use: "portable", "avx2" or "avx512".
+std::string_view CpuIsa();
+
+}  // namespace jax_flash

@@ -1,0 +1,191 @@
+// The forward pass: Algorithm 2 of the paper, with its two loops exchanged (FlashAttention-2), so that a tile of Q
+// stays and O, l and m are written once. A unit of work is a few tiles of Q that share each tile of K and V.
+#include "common/problem.h"
+#include "cpu_src/kernels.h"
+#include "cpu_src/scores.h"
+#include "cpu_src/tile.h"
+
+namespace jax_flash::JAX_FLASH_ISA {
+namespace {
+
+// Rows of Q that a unit aims at: enough to pay for preparing tiles of K and V.
+constexpr int64_t kUnitRows = 288;
+constexpr int64_t kUnitTiles = 8;  // at most
+
+// A tile of Q with what is computed for it: O, and of each row the maximum and the sum so far.
+template <typename A>
+struct QueryTile {
+  Tile<A> q, o;
+  A* m;
+  Tile<A> l;  // a sum for each lane: they are added up at the end
+  int64_t n, i0, rows;
+};
+
+template <typename A>
+struct Scratch {
+  QueryTile<A> queries[kUnitTiles];
+  Tile<A> k, k_transposed, v, s;
+  A *tile_m, *rescale;
+  Tile<uint16_t> bits;
+  int64_t bytes;
+
+  Scratch(const Problem& p, char* memory, int64_t tiles, int64_t tile_rows) {
+    Carver carver(memory);
+    for (int64_t t = 0; t < tiles; ++t) {
+      queries[t].q = carver.NewTile<A>(tile_rows, p.qk_dim);
+      queries[t].o = carver.NewTile<A>(tile_rows, p.v_dim);
+      queries[t].m = carver.Array<A>(RoundUp(tile_rows, kLanes<A>));
+      queries[t].l = carver.NewTile<A>(RoundUp(tile_rows, kLanes<A>), kLanes<A>);
+    }
+    k = carver.NewTile<A>(kTileColumns, p.qk_dim);
+    k_transposed = carver.NewTile<A>(p.qk_dim, kTileColumns);
+    v = carver.NewTile<A>(kTileColumns, p.v_dim);
+    s = carver.NewTile<A>(kTileRows, kTileColumns);
+    tile_m = carver.Array<A>(kTileRows);
+    rescale = carver.Array<A>(kTileRows);
+    if (p.dropout()) bits = carver.NewTile<uint16_t>(kTileRows, kTileColumns);
+    bytes = carver.used();
+  }
+};
+
+// tile_m_i = max_j S_ij
+template <typename A>
+void RowMaxima(Tile<A> s, const Block& block, A* tile_m) {
+  constexpr int n = kLanes<A>;
+  for (int64_t r = 0; r < block.rows; r += n) {
+    Vec<A> maxima[n];
+    for (int k = 0; k < n; ++k) {
+      maxima[k] = Broadcast(-kInfinity<A>);
+      if (r + k >= block.rows) continue;
+      for (int64_t c = block.c0; c < block.c1; c += n) maxima[k] = Max(maxima[k], Load(s.row(r + k) + c));
+    }
+    Transpose<A>(maxima);
+    for (int k = 1; k < n; ++k) maxima[0] = Max(maxima[0], maxima[k]);
+    Store(tile_m + r, maxima[0]);
+  }
+}
+
+// m_new = max(m, rowmax(S)), P = exp(S - m_new), l <- e^{m - m_new} l + rowsum(P), O <- e^{m - m_new} O
+// P takes the place of S.
+template <typename A>
+void OnlineSoftmax(const Block& block, int64_t v_dim, Scratch<A>& scratch, QueryTile<A>& query) {
+  const Tile<A> s = scratch.s;
+  RowMaxima(s, block, scratch.tile_m);
+  for (int64_t r = 0; r < block.rows; r += kLanes<A>) {
+    const Vec<A> m = Load(query.m + r);
+    const Vec<A> m_new = Max(m, Load(scratch.tile_m + r));
+    // Where there is still nothing to attend to, S - m would be inf - inf.
+    const Vec<A> shift = m_new == -kInfinity<A> ? Vec<A>{} : m_new;
+    Store(query.m + r, m_new);
+    Store(scratch.tile_m + r, shift);
+    Store(scratch.rescale + r, Exp(m - shift));
+  }
+  for (int64_t r = 0; r < block.rows; ++r) {
+    const A shift = scratch.tile_m[r], rescale = scratch.rescale[r];
+    A *p = s.row(r), *o = query.o.row(r);
+    Vec<A> sum = {};
+    for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
+      const Vec<A> e = Exp(Load(p + c) - shift);
+      Store(p + c, e);
+      sum += e;
+    }
+    Store(query.l.row(r), Load(query.l.row(r)) * rescale + sum);
+    if (rescale == 1) continue;
+    for (int64_t c = 0; c < v_dim; c += kLanes<A>) Store(o + c, Load(o + c) * rescale);
+  }
+}
+
+// O <- O / l; writes O, l and m.
+template <typename A>
+void Finish(const Problem& p, const ForwardResults& out, int64_t b, const QueryTile<A>& query) {
+  const int64_t statistics = (b * p.q_heads + query.n) * p.q_len + query.i0;
+  for (int64_t r = 0; r < query.rows; ++r) {
+    A l = 0, m = query.m[r];
+    for (int lane = 0; lane < kLanes<A>; ++lane) l += query.l.row(r)[lane];
+    // The maximum may have lost a NaN, the sum never does.
+    if (l != l && m != kInfinity<A>) m = l;
+    const A factor = A(p.keep_scale()) / l;
+    A* o = query.o.row(r);
+    for (int64_t c = 0; c < p.v_dim; ++c) o[c] = l == 0 ? 0 : o[c] * factor;
+    static_cast<A*>(out.l)[statistics + r] = l;
+    static_cast<A*>(out.m)[statistics + r] = m;
+  }
+  StoreRows<A>(query.o, query.rows, p.v_dim, A(1),
+               HeadRows(out.o, p.dtype, b, query.i0, p.q_len, query.n, p.q_heads, p.v_dim));
+}
+
+template <typename A>
+void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Workers& workers) {
+  if (p.kv_heads == 0) return;
+  // The tiles of the heads that share K and V, so that those with the same rows are neighbours.
+  const int64_t group = p.group(), row_tiles = RoundUp(p.q_len, kTileRows) / kTileRows, tiles = row_tiles * group;
+  const int64_t tile_rows = Min(kTileRows, p.q_len);
+  // Fewer tiles a unit where there would not be enough units for all threads.
+  const int64_t sequences = p.batch * p.kv_heads, spread = sequences * tiles / (4 * workers.threads());
+  const int64_t unit_tiles = tile_rows == 0 ? 1 : Max(1, Min(Min(kUnitRows / tile_rows, kUnitTiles), spread));
+  const int64_t units = RoundUp(tiles, unit_tiles) / unit_tiles;
+
+  const auto attend = [&](int64_t index, char* memory) {
+    const int64_t b = index / units / p.kv_heads, head = index / units % p.kv_heads;
+    // The last rows first: under a causal mask they have most to do.
+    const int64_t first = (units - 1 - index % units) * unit_tiles, count = Min(unit_tiles, tiles - first);
+    const Scores<A> scores(p, in, b);
+    Scratch<A> scratch(p, memory, unit_tiles, tile_rows);
+
+    KeyRange keys = {p.kv_len, 0};  // that any row of the unit attends to
+    for (int64_t t = 0; t < count; ++t) {
+      QueryTile<A>& query = scratch.queries[t];
+      query.n = head * group + (first + t) % group;
+      query.i0 = (first + t) / group * kTileRows;
+      query.rows = Min(kTileRows, p.q_len - query.i0);
+      LoadRows(HeadRows(in.query, p.dtype, b, query.i0, p.q_len, query.n, p.q_heads, p.qk_dim), query.rows, p.qk_dim,
+               A(p.scale), query.q);
+      Zero(query.o, query.rows, query.o.stride);
+      Zero(query.l, query.rows, kLanes<A>);
+      for (int64_t r = 0; r < RoundUp(query.rows, kLanes<A>); ++r) query.m[r] = -kInfinity<A>;
+      const KeyRange tile_keys = scores.Keys(query.i0, query.i0 + query.rows);
+      if (tile_keys.lo < tile_keys.hi) keys = {Min(keys.lo, tile_keys.lo), Max(keys.hi, tile_keys.hi)};
+    }
+
+    for (int64_t j0 = keys.lo / kTileColumns * kTileColumns; j0 < keys.hi; j0 += kTileColumns) {
+      const int64_t columns = Min(kTileColumns, p.kv_len - j0);
+      bool loaded = false;
+      for (int64_t t = 0; t < count; ++t) {
+        QueryTile<A>& query = scratch.queries[t];
+        const Block block = scores.Visible(query.i0, query.rows, j0, columns);
+        if (block.empty()) continue;
+        if (!loaded) {
+          LoadRows(HeadRows(in.key, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.qk_dim), columns, p.qk_dim, A(1),
+                   scratch.k);
+          TransposeRows(scratch.k, columns, p.qk_dim, scratch.k_transposed);
+          LoadRows(HeadRows(in.value, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.v_dim), columns, p.v_dim, A(1),
+                   scratch.v);
+          loaded = true;
+        }
+        // S = τ Q Kᵀ, masked
+        Multiply(AsIs(query.q), FromColumn(scratch.k_transposed, block.c0), FromColumn(scratch.s, block.c0), query.rows,
+                 block.c1 - block.c0, p.qk_dim, Into::kNew);
+        scores.FromProducts(scratch.s, block, query.n, nullptr);
+        // P, l, m
+        OnlineSoftmax(block, p.v_dim, scratch, query);
+        if (p.dropout()) {
+          scores.DropoutBits(scratch.bits, block, query.n);
+          scores.Drop(scratch.bits, block, A(1), scratch.s, scratch.s);
+        }
+        // O <- O + P V
+        Multiply(AsIs(FromColumn(scratch.s, block.c0)), FromRow(scratch.v, block.c0), query.o, query.rows, p.v_dim,
+                 block.c1 - block.c0, Into::kSum);
+      }
+    }
+    for (int64_t t = 0; t < count; ++t) Finish(p, out, b, scratch.queries[t]);
+  };
+  workers.For(sequences * units, Scratch<A>(p, nullptr, unit_tiles, tile_rows).bytes, attend);
+}
+
+}  // namespace
+
+void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Workers& workers) {
+  p.dtype == DType::kF64 ? Forward<double>(p, in, out, workers) : Forward<float>(p, in, out, workers);
+}
+
+}  // namespace jax_flash::JAX_FLASH_ISA

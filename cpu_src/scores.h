@@ -1,0 +1,207 @@
+// From X = τQKᵀ to the scores S: soft cap, bias and masks; and which entries dropout keeps.
+#pragma once
+
+#include "common/masking.h"
+#include "common/problem.h"
+#include "cpu_src/arrays.h"
+#include "cpu_src/tile.h"
+
+namespace jax_flash::JAX_FLASH_ISA {
+
+// Rows of Q and columns (rows of K and V) that a tile of S holds. Large enough that what is done once per row of a tile
+// costs little, small enough for all tiles of an inner step to stay in the L2 cache. Multiples of 64: dropout comes so.
+constexpr int64_t kTileRows = 96;
+constexpr int64_t kTileColumns = 128;
+
+// Where a [B, N, T, S] operand has row 0 of one head, and how far apart its rows and columns are: 0 if broadcast.
+struct HeadOffset {
+  int64_t start, row_stride, column_stride;
+
+  HeadOffset(const Problem& p, const Extent& extent, int64_t b, int64_t n) {
+    column_stride = extent.columns;
+    const int64_t columns = extent.columns ? p.kv_len : 1;
+    row_stride = extent.rows ? columns : 0;
+    const int64_t head = extent.rows ? p.q_len * columns : columns;
+    const int64_t batch = extent.heads ? p.q_heads * head : head;
+    start = (extent.batch ? b * batch : 0) + (extent.heads ? n * head : 0);
+  }
+};
+
+// The part of a tile of S that is worked on: rows i0 <= i < i0 + rows, and columns j0 + c0 <= j < j0 + c1, where c0 is
+// a whole number of vectors.
+struct Block {
+  int64_t i0, rows, j0, c0, c1;
+
+  bool empty() const { return rows <= 0 || c0 >= c1; }
+};
+
+// The scores of one sequence of the batch.
+template <typename A>
+class Scores {
+ public:
+  Scores(const Problem& problem, const Operands& operands, int64_t b) : p_(problem), in_(operands), b_(b) {
+    positions_ = {p_.q_lengths ? ClampLength(in_.q_lengths[b], p_.q_len) : p_.q_len,
+                  p_.kv_lengths ? ClampLength(in_.kv_lengths[b], p_.kv_len) : p_.kv_len,
+                  p_.query_offset ? in_.query_offset[b] : 0,
+                  p_.causal,
+                  p_.window_left,
+                  p_.window_right};
+  }
+
+  // The keys that rows i0 <= i < i1 may attend to, as far as positions tell.
+  KeyRange Keys(int64_t i0, int64_t i1) const { return AnyRowKeys(positions_, i0, i1); }
+
+  // The block of rows i0 <= i < i0 + rows in the tile of columns j0 <= j < j0 + columns that has to be looked at.
+  Block Visible(int64_t i0, int64_t rows, int64_t j0, int64_t columns) const {
+    const KeyRange keys = Keys(i0, i0 + rows);
+    Block block = {i0, rows, j0, Max(keys.lo - j0, 0) / kLanes<A> * kLanes<A>, Min(keys.hi - j0, columns)};
+    if (p_.segments && !block.empty()) {
+      const Range rows_ids = SegmentsOf(in_.q_segments + b_ * p_.q_len + i0, rows);
+      const Range column_ids = SegmentsOf(in_.kv_segments + b_ * p_.kv_len + j0, columns);
+      if (rows_ids.first > column_ids.last || column_ids.first > rows_ids.last) block.rows = 0;
+    }
+    return block;
+  }
+
+  // S from X, in place. `slope`, if there is one, becomes dC/dX = 1 - (C / cap)^2.
+  void FromProducts(Tile<A> s, const Block& block, int64_t n, Tile<A>* slope) const {
+    if (p_.soft_cap > 0) SoftCap(s, block, slope);
+    if (p_.bias.present) AddBias(s, block, n);
+    if (p_.mask.present) ApplyMask(s, block, n);
+    if (p_.segments) ApplySegments(s, block);
+    ApplyPositions(s, block);
+  }
+
+  // The random bits of the block's entries: row i - i0, column j - j0 of `bits`.
+  void DropoutBits(Tile<uint16_t> bits, const Block& block, int64_t n) const {
+    // A lane is one Philox call, which decides two columns of each half of a 16 x 16 tile's rows and columns.
+    constexpr int kCalls = kVectorBytes / 4, kCallColumns = 4 * kCalls;
+    U32Vec lane;
+    for (int i = 0; i < kCalls; ++i) lane[i] = uint32_t(i);
+    for (int64_t r = 0; r < block.rows; r = r % 16 == 7 ? r + 9 : r + 1) {
+      for (int64_t c = block.c0 / kCallColumns * kCallColumns; c < block.c1; c += kCallColumns) {
+        const uint32_t row_group = uint32_t((block.i0 + r) / 16 * 8 + r % 8);
+        U32Vec x[4] = {lane + uint32_t((block.j0 + c) / 4), Fill(row_group), Fill(in_.head_id[n]),
+                       Fill(in_.batch_id[b_])};
+        Philox(x, in_.seed[2 * b_], in_.seed[2 * b_ + 1]);
+        for (int k = 0; k < 4; ++k) {
+          uint16_t* to = bits.row(r + k / 2 * 8) + c + k % 2 * 8;
+          const char* from = reinterpret_cast<const char*>(&x[k]);
+          for (int tile = 0; tile < kCalls / 4; ++tile) std::memcpy(to + 16 * tile, from + 16 * tile, 16);
+        }
+      }
+    }
+  }
+
+  // to = factor * from where an entry is kept, else 0.
+  void Drop(Tile<uint16_t> bits, const Block& block, A factor, Tile<A> from, Tile<A> to) const {
+    const int32_t threshold = int32_t(p_.drop_threshold);
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const A* x = from.row(r);
+      A* y = to.row(r);
+      const uint16_t* row_bits = bits.row(r);
+      for (int64_t c = block.c0; c < block.c1; ++c) y[c] = row_bits[c] >= threshold ? x[c] * factor : 0;
+    }
+  }
+
+ private:
+  struct Range {
+    int32_t first, last;
+  };
+
+  static Range SegmentsOf(const int32_t* ids, int64_t count) {
+    Range range = {ids[0], ids[0]};
+    for (int64_t i = 1; i < count; ++i) {
+      range.first = ids[i] < range.first ? ids[i] : range.first;
+      range.last = ids[i] > range.last ? ids[i] : range.last;
+    }
+    return range;
+  }
+
+  static U32Vec Fill(uint32_t x) { return x - U32Vec{}; }
+
+  // Philox4x32-7, as in common/philox.h.
+  static void Philox(U32Vec (&x)[4], uint32_t key0, uint32_t key1) {
+    for (int round = 0; round < 7; ++round) {
+      U32Vec high0, low0, high2, low2;
+      MultiplyWide(x[0], 0xD2511F53u, &high0, &low0);
+      MultiplyWide(x[2], 0xCD9E8D57u, &high2, &low2);
+      x[0] = high2 ^ x[1] ^ key0;
+      x[1] = low2;
+      x[2] = high0 ^ x[3] ^ key1;
+      x[3] = low0;
+      key0 += 0x9E3779B9u;
+      key1 += 0xBB67AE85u;
+    }
+  }
+
+  void SoftCap(Tile<A> s, const Block& block, Tile<A>* slope) const {
+    const A cap = A(p_.soft_cap), inverse = A(1 / p_.soft_cap);
+    for (int64_t r = 0; r < block.rows; ++r) {
+      for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
+        const Vec<A> t = Tanh(Load(s.row(r) + c) * inverse);
+        Store(s.row(r) + c, t * cap);
+        if (slope) Store(slope->row(r) + c, 1 - t * t);
+      }
+    }
+  }
+
+  void AddBias(Tile<A> s, const Block& block, int64_t n) const {
+    const HeadOffset offset(p_, p_.bias, b_, n);
+    WithDType(p_.bias_dtype, [&](auto* type) {
+      const auto* bias = static_cast<decltype(type)>(in_.bias) + offset.start;
+      for (int64_t r = 0; r < block.rows; ++r) {
+        const auto* from = bias + (block.i0 + r) * offset.row_stride + block.j0 * offset.column_stride;
+        A* row = s.row(r);
+        if (offset.column_stride) {
+          for (int64_t c = block.c0; c < block.c1; ++c) row[c] += To<A>(from[c]);
+        } else {
+          for (int64_t c = block.c0; c < block.c1; ++c) row[c] += To<A>(from[0]);
+        }
+      }
+    });
+  }
+
+  void ApplyMask(Tile<A> s, const Block& block, int64_t n) const {
+    const HeadOffset offset(p_, p_.mask, b_, n);
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const uint8_t* mask =
+          in_.mask + offset.start + (block.i0 + r) * offset.row_stride + block.j0 * offset.column_stride;
+      A* row = s.row(r);
+      if (offset.column_stride) {
+        for (int64_t c = block.c0; c < block.c1; ++c) row[c] = mask[c] ? row[c] : -kInfinity<A>;
+      } else if (!mask[0]) {
+        for (int64_t c = block.c0; c < block.c1; ++c) row[c] = -kInfinity<A>;
+      }
+    }
+  }
+
+  void ApplySegments(Tile<A> s, const Block& block) const {
+    const int32_t* rows = in_.q_segments + b_ * p_.q_len + block.i0;
+    const int32_t* columns = in_.kv_segments + b_ * p_.kv_len + block.j0;
+    for (int64_t r = 0; r < block.rows; ++r) {
+      A* row = s.row(r);
+      for (int64_t c = block.c0; c < block.c1; ++c) row[c] = columns[c] == rows[r] ? row[c] : -kInfinity<A>;
+    }
+  }
+
+  // -inf outside of each row's range, up to a whole vector.
+  void ApplyPositions(Tile<A> s, const Block& block) const {
+    const int64_t end = RoundUp(block.c1, kLanes<A>);
+    const KeyRange every = EveryRowKeys(positions_, block.i0, block.i0 + block.rows);
+    if (every.lo <= block.j0 + block.c0 && every.hi >= block.j0 + end) return;
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const KeyRange keys = RowKeys(positions_, block.i0 + r);
+      A* row = s.row(r);
+      for (int64_t c = block.c0; c < Min(keys.lo - block.j0, end); ++c) row[c] = -kInfinity<A>;
+      for (int64_t c = Max(keys.hi - block.j0, block.c0); c < end; ++c) row[c] = -kInfinity<A>;
+    }
+  }
+
+  const Problem& p_;
+  const Operands& in_;
+  int64_t b_;
+  Positions positions_;
+};
+
+}  // namespace jax_flash::JAX_FLASH_ISA

@@ -1,0 +1,242 @@
+// Vectors of the accumulation dtype, as GCC/Clang vector extensions: the same source serves every instruction set.
+//
+// Every file that includes this one is compiled once per instruction set, with JAX_FLASH_ISA as the namespace of all it
+// defines. It must not use inline functions with external linkage of anybody else (std containers, say): the linker
+// keeps one copy of those, which may be the one with instructions that this processor lacks.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#ifndef JAX_FLASH_ISA
+#error "compile with -DJAX_FLASH_ISA=portable|avx2|avx512"
+#endif
+
+namespace jax_flash::JAX_FLASH_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+template <typename A>
+struct VecTypes;
+template <>
+struct VecTypes<float> {
+  typedef float Vec __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct VecTypes<double> {
+  typedef double Vec __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t Int __attribute__((vector_size(kVectorBytes)));
+};
+template <typename A>
+using Vec = typename VecTypes<A>::Vec;  // of floats or doubles
+template <typename A>
+using IntVec = typename VecTypes<A>::Int;  // of as many integers of the same size
+typedef uint32_t U32Vec __attribute__((vector_size(kVectorBytes)));
+
+template <typename A>
+constexpr int kLanes = kVectorBytes / int(sizeof(A));
+
+template <typename A>
+constexpr A kInfinity = A(__builtin_huge_val());
+
+template <typename A>
+inline Vec<A> Load(const A* p) {
+  Vec<A> v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+template <typename A>
+inline void Store(A* p, Vec<A> v) {
+  std::memcpy(p, &v, sizeof(v));
+}
+
+template <typename A>
+inline Vec<A> Broadcast(A x) {
+  return x - Vec<A>{};  // not x + 0, which turns -0 into 0 and therefore is no plain broadcast
+}
+
+template <typename To, typename From>
+inline To BitCast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// b where either is NaN.
+template <typename V>
+inline V Max(V a, V b) {
+  return a > b ? a : b;
+}
+
+// Row i, lane j becomes row j, lane i: each of log2(lanes) perfect shuffles interleaves the two halves of the rows.
+template <typename A, size_t... I>
+inline void Transpose(Vec<A>* rows, std::index_sequence<I...>) {
+  constexpr int n = kLanes<A>;
+  for (int step = 1; step < n; step *= 2) {
+    Vec<A> next[n];
+#pragma GCC unroll 8
+    for (int i = 0; i < n / 2; ++i) {
+      const Vec<A> a = rows[i], b = rows[i + n / 2];
+      next[2 * i] = __builtin_shufflevector(a, b, (I % 2 * n + I / 2)...);
+      next[2 * i + 1] = __builtin_shufflevector(a, b, (I % 2 * n + (I + n) / 2)...);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) rows[i] = next[i];
+  }
+}
+
+template <typename A>
+inline void Transpose(Vec<A> (&rows)[kLanes<A>]) {
+  Transpose<A>(rows, std::make_index_sequence<kLanes<A>>());
+}
+
+// exp(x) for x <= 1, to 1-2 units in the last place; what would be subnormal is 0. NaN stays NaN.
+//   n = round(x / ln 2), r = x - n ln 2: exp(x) = 2^n exp(r). Adding `magic` rounds and leaves n + bias in the low
+//   bits.
+inline Vec<float> Exp(Vec<float> x) {
+  constexpr float magic = 12582912 + 127;  // 1.5 * 2^23 + bias
+  const Vec<float> t = x * 1.44269504088896341f + magic;
+  const Vec<float> n = t - magic;
+  const Vec<float> r = x - n * 0.693147180559945309f;
+  Vec<float> p = r * 0.0013836835278198123f + 0.008374824188649654f;
+  p = p * r + 0.04166822507977486f;
+  p = p * r + 0.16666419804096222f;
+  p = p * r + 0.49999991059303284f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  p *= BitCast<Vec<float>>(BitCast<IntVec<float>>(t) << 23);
+  return x < -87.336544f ? Vec<float>{} : p;
+}
+
+inline Vec<double> Exp(Vec<double> x) {
+  constexpr double magic = 6755399441055744 + 1023;  // 1.5 * 2^52 + bias
+  const Vec<double> t = x * 1.44269504088896340736 + magic;
+  const Vec<double> n = t - magic;
+  const Vec<double> r = x - n * 6.93145751953125e-1 - n * 1.42860682030941723212e-6;
+  Vec<double> p = r * (1.0 / 6227020800) + 1.0 / 479001600;
+  p = p * r + 1.0 / 39916800;
+  p = p * r + 1.0 / 3628800;
+  p = p * r + 1.0 / 362880;
+  p = p * r + 1.0 / 40320;
+  p = p * r + 1.0 / 5040;
+  p = p * r + 1.0 / 720;
+  p = p * r + 1.0 / 120;
+  p = p * r + 1.0 / 24;
+  p = p * r + 1.0 / 6;
+  p = p * r + 0.5;
+  p = p * r + 1.0;
+  p = p * r + 1.0;
+  p *= BitCast<Vec<double>>(BitCast<IntVec<double>>(t) << 52);
+  return x < -708.396418532264 ? Vec<double>{} : p;
+}
+
+// tanh(x) near 0 (|x| < 0.625), where the formula with exp loses digits. Coefficients: Cephes.
+inline Vec<float> TanhNear0(Vec<float> x) {
+  const Vec<float> z = x * x;
+  Vec<float> p = z * -5.70498872745e-3f + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  return p * z * x + x;
+}
+
+inline Vec<double> TanhNear0(Vec<double> x) {
+  const Vec<double> z = x * x;
+  const Vec<double> p = (z * -9.64399179425052238628e-1 - 9.92877231001918586564e1) * z - 1.61468768441708447952e3;
+  const Vec<double> q = ((z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3;
+  return p / q * z * x + x;
+}
+
+template <typename V>
+inline V Tanh(V x) {
+  const V size = x < 0 ? -x : x;
+  const V e = Exp(size * -2);
+  const V far = (1 - e) / (1 + e);
+  return size < V{} + 0.625f ? TanhNear0(x) : x < 0 ? -far : far;
+}
+
+// The high and low halves of a * m: the even lanes and the odd lanes give 64-bit products.
+inline void MultiplyWide(U32Vec a, uint32_t m, U32Vec* high, U32Vec* low) {
+  typedef uint64_t U64Vec __attribute__((vector_size(kVectorBytes)));
+  const U64Vec wide = BitCast<U64Vec>(a);
+#if defined(__AVX512F__)
+  // (GCC 12 warns about its own _mm512_mul_epu32.)
+  const auto multiply = [m](U64Vec x) {
+    return (U64Vec)_mm512_maskz_mul_epu32(0xFF, (__m512i)x, _mm512_set1_epi64(m));
+  };
+#elif defined(__AVX2__)
+  const auto multiply = [m](U64Vec x) { return (U64Vec)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(m)); };
+#else
+  const auto multiply = [m](U64Vec x) { return (x & 0xFFFFFFFFu) * uint64_t(m); };
+#endif
+  const U64Vec even = multiply(wide), odd = multiply(wide >> 32);
+  *high = BitCast<U32Vec>((even >> 32) | (odd & ~uint64_t(0xFFFFFFFFu)));
+  *low = BitCast<U32Vec>((even & 0xFFFFFFFFu) | (odd << 32));
+}
+
+// The 16-bit floats, and how all four dtypes are read as and rounded from the accumulation dtype A.
+struct F16 {
+  uint16_t bits;
+};
+struct BF16 {
+  uint16_t bits;
+};
+
+// By integer and float operations that any vector unit has, so that loops over them become vector code.
+inline float ToFloat(BF16 x) { return BitCast<float>(uint32_t(x.bits) << 16); }
+inline float ToFloat(F16 x) {
+  const uint32_t magnitude = uint32_t(x.bits & 0x7FFFu) << 13;
+  const float scaled = BitCast<float>(magnitude) * 0x1p112f;  // from a bias of 15 to one of 127; exact
+  const uint32_t infinite = magnitude >= 0x0F800000u ? 0x7F800000u : 0u;
+  return BitCast<float>(BitCast<uint32_t>(scaled) | infinite | uint32_t(x.bits & 0x8000u) << 16);
+}
+inline float ToFloat(float x) { return x; }
+
+template <typename A, typename S>
+inline A To(S x) {
+  if constexpr (sizeof(S) == 8) {
+    return A(x);
+  } else {
+    return A(ToFloat(x));
+  }
+}
+
+// Rounds to nearest even.
+template <typename A>
+inline void From(A x, float* to) {
+  *to = float(x);
+}
+template <typename A>
+inline void From(A x, double* to) {
+  *to = double(x);
+}
+inline void From(float x, BF16* to) {
+  const uint32_t bits = BitCast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+  to->bits = uint16_t(x != x ? bits >> 16 | 0x40u : rounded);
+}
+inline void From(float x, F16* to) {
+  const uint32_t bits = BitCast<uint32_t>(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+  // Subnormal: adding 0.5 puts the rounding where the last bit of a half is.
+  const uint32_t small = BitCast<uint32_t>(BitCast<float>(magnitude) + 0.5f) - 0x3F000000u;
+  const uint32_t normal = (magnitude + 0xFFFu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
+  const uint32_t finite = magnitude < 0x38800000u ? small : normal;
+  const uint32_t large = magnitude > 0x7F800000u ? 0x7E00u : 0x7C00u;  // NaN, infinity
+  to->bits = uint16_t(sign | (magnitude >= 0x477FF000u ? large : finite));
+}
+
+}  // namespace jax_flash::JAX_FLASH_ISA

@@ -70,15 +70,15 @@ def dot_product_attention(
 
         softmax(cap(τ Q Kᵀ) + bias, where attended) V
 
-    Letters: B batch, T query length, S key/value length, N query heads, K key/value heads (N a multiple of K: multi-head,
-    grouped-query or multi-query attention), D query/key head dim, E value head dim.
+    Letters: B batch, T query length, S key/value length, N query heads, K key/value heads (N a multiple of K:
+    multi-head, grouped-query or multi-query attention), D query/key head dim, E value head dim.
 
     Args:
       query: [B, T, N, D] or [T, N, D]; float32, float64, bfloat16 or float16. D and E at most 256.
       key: [B, S, K, D] or [S, K, D], same dtype.
       value: [B, S, K, E] or [S, K, E], same dtype.
-      bias: added to the scores; broadcastable to [B, N, T, S] (sizes full or 1), any float dtype. Its gradient is summed
-        over what was broadcast.
+      bias: added to the scores; broadcastable to [B, N, T, S] (sizes full or 1), any float dtype. Its gradient is
+        summed over what was broadcast.
       mask: boolean, true where a query may attend; broadcastable to [B, N, T, S].
       scale: τ; 1/√D by default. A number, or a traced scalar (which then multiplies the query).
       is_causal: query i sees keys j <= i + query_offset.
@@ -89,15 +89,15 @@ def dot_product_attention(
         fused custom calls), "xla" (the same algorithm in plain JAX: any platform, forward-mode derivatives) or
         "reference" (materialises [B, N, T, S]).
       return_residual: also return the logsumexp of every row, [B, T, N] or [T, N].
-      dropout_rate: in [0, 1]; entries of the attention matrix are dropped with this probability (to 16 bits), the others
-        scaled so that the expectation is unchanged. The mask depends only on the key and on an entry's place, not on
-        the platform, the implementation or the sharding.
+      dropout_rate: in [0, 1]; entries of the attention matrix are dropped with this probability (to 16 bits), the
+        others scaled so that the expectation is unchanged. The mask depends only on the key and on an entry's place,
+        not on the platform, the implementation or the sharding.
       dropout_key: a JAX PRNG key, typed or raw; needed if the rate is above 0.
       broadcast_dropout: one mask for all batch entries and heads.
-      dropout_batch_ids, dropout_head_ids: integer [B] and [N], by default 0, 1, …: which batch entries and heads of the
-        mask these are. Inside `shard_map`, pass the global ids to get the mask of the unsharded call.
-      query_segment_ids, key_value_segment_ids: integer [B, T] and [B, S] (or [T], [S]): a query sees the keys of its own
-        segment (packed sequences).
+      dropout_batch_ids, dropout_head_ids: integer [B] and [N], by default 0, 1, …: which batch entries and heads of
+        the mask these are. Inside `shard_map`, pass the global ids to get the mask of the unsharded call.
+      query_segment_ids, key_value_segment_ids: integer [B, T] and [B, S] (or [T], [S]): a query sees the keys of its
+        own segment (packed sequences).
       logits_soft_cap: c: scores become c tanh(score / c), before the bias is added and before masking.
       precision: of float32 products, as for `jax.lax.dot`; None follows `jax.default_matmul_precision`. The CPU
         kernels always have full float32 accuracy.
@@ -114,8 +114,8 @@ def dot_product_attention(
 
     Differences from `jax.nn.dot_product_attention`:
       * a row with nothing to attend to is 0 (there: the mean of the values); so is its gradient;
-      * NaN or inf in a masked key or value may or may not reach the result: tiles with nothing to attend to are not read
-        (there: it always does);
+      * NaN or inf in a masked key or value may or may not reach the result: tiles with nothing to attend to are not
+        read (there: it always does);
       * the residual is float32 and differentiable (there: the dtype of the key, and not differentiable);
       * a value's head dim may differ from the query's; float64 is computed in float64 throughout;
       * a bias of -inf masks as `mask` does;
@@ -277,7 +277,9 @@ def choose_implementation(problem: Problem, platform: str) -> Choice:
     _check_head_dims(problem)
     if platform in custom_calls.PLATFORMS:
         return Choice("flash", f"there are fused kernels for platform {platform!r}")
-    return Choice("xla", f"this version has no fused kernels for platform {platform!r}; blockwise attention runs anywhere")
+    return Choice(
+        "xla", f"no fused kernels for platform {platform!r} in this version; blockwise attention runs anywhere"
+    )
 
 
 @functools.partial(jax.jit, static_argnames="implementation")  # so that a call outside of jit is traced once
@@ -311,7 +313,10 @@ def _check_head_dims(problem: Problem) -> None:
 
 def _plain(function: Callable[..., tuple[jax.Array, ...]], problem: Problem, operands: Operands):
     types = result_types(problem, ("o", "l", "m"), (problem.batch,))
-    call = lambda arrays: function(problem, Operands.of(arrays))
+
+    def call(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        return function(problem, Operands.of(arrays))
+
     return partitioning.automatic(call, problem, operands.arrays(), types)
 
 
@@ -381,9 +386,8 @@ def _soft_cap(cap: float | None) -> float:
 
 
 def _full_precision(precision: lax.Precision | str | None) -> bool:
-    if precision is None:
-        # Also holds names of dot algorithms, of which none asks for more than the default does.
-        return jax.config.jax_default_matmul_precision in ("highest", "float32")
+    if precision is None:  # may also name a dot algorithm, none of which asks for more than the default
+        return jax.config.jax_default_matmul_precision in ("highest", "float32")  # type: ignore[attr-defined]
     try:
         return lax.Precision(precision) == lax.Precision.HIGHEST
     except ValueError:

@@ -127,7 +127,9 @@ def _sharded(call: Call, arrays: Arrays) -> Results:
 
 def _lead(arrays: Arrays) -> tuple[int, ...]:
     """The leading dims of all arrays together."""
-    return jnp.broadcast_shapes(*(x.shape[: x.ndim - len(DIMS[name])] for name, x in arrays.items() if name != "head_id"))
+    return jnp.broadcast_shapes(
+        *(x.shape[: x.ndim - len(DIMS[name])] for name, x in arrays.items() if name != "head_id")
+    )
 
 
 # --- ffi_call ---------------------------------------------------------------------------------------------------------
@@ -159,7 +161,8 @@ def _custom_call(call: Call, arrays: Arrays) -> Results:
         batch=batch,
         q_heads=folded["query"].shape[2],
         kv_heads=folded["key"].shape[2],
-        **{name: Extent.of(folded[name]) for name in ("bias", "mask") if name in folded},
+        bias=Extent.of(folded["bias"]) if "bias" in folded else None,
+        mask=Extent.of(folded["mask"]) if "mask" in folded else None,
     )
     types = result_types(problem, call.results, (batch,), folded.get("bias"))
     target = "jax_flash_forward" if "o" in call.results else "jax_flash_backward"

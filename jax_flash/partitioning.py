@@ -65,7 +65,7 @@ def _dims(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     return tuple("1" if size == 1 else dim for size, dim in zip(shape, dims, strict=True))
 
 
-def _sharding_rule(problem: Problem, operands: Arrays, results: Arrays) -> SdyShardingRule:
+def _sharding_rule(problem: Problem, operands: Arrays, results: Types) -> SdyShardingRule:
     """Leading dims and heads may be divided, lengths and head dims are needed whole."""
     ones = itertools.count()
     whole: dict[str, None] = {}  # an ordered set: Shardy wants the order of appearance
@@ -78,7 +78,7 @@ def _sharding_rule(problem: Problem, operands: Arrays, results: Arrays) -> SdySh
             whole[name] = None
         return name
 
-    def mappings(arrays: Arrays) -> tuple[ArrayMapping, ...]:
+    def mappings(arrays: Arrays | Types) -> tuple[ArrayMapping, ...]:
         return tuple(ArrayMapping(*map(factor, _dims(name, x.shape))) for name, x in arrays.items())
 
     return SdyShardingRule(
@@ -88,7 +88,9 @@ def _sharding_rule(problem: Problem, operands: Arrays, results: Arrays) -> SdySh
     )
 
 
-def _axes(problem: Problem, mesh: Mesh | AbstractMesh, placed: Mapping[str, tuple[tuple[int, ...], PartitionSpec]]) -> Axes:
+def _axes(
+    problem: Problem, mesh: Mesh | AbstractMesh, placed: Mapping[str, tuple[tuple[int, ...], PartitionSpec]]
+) -> Axes:
     """The mesh axes that divide the leading dims and the heads: those of the first array that is divided there."""
 
     def divides(dim: str, size: int, parts: int) -> bool:

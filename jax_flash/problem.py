@@ -28,10 +28,6 @@ class Extent(NamedTuple):
     def of(cls, x: jax.Array) -> Extent:
         return cls(*(size != 1 for size in x.shape))
 
-    def shape(self, problem: Problem) -> tuple[int, int, int, int]:
-        full = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
-        return tuple(size if there else 1 for size, there in zip(full, self, strict=True))
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +115,7 @@ class Operands(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Mapping[str, jax.Array]) -> Operands:
-        return cls(*(arrays.get(name) for name in cls._fields))
+        return cls(**{name: x for name, x in arrays.items() if name in cls._fields})
 
 
 # The dims of every array after its leading dims: T and S lengths, N and K heads, D and E head dims.
@@ -150,7 +146,9 @@ DIMS = {
 DIFFERENTIATED = {"dq": "query", "dk": "key", "dv": "value", "dbias": "bias"}
 
 
-def result_types(problem: Problem, results: Sequence[str], lead: tuple[int, ...], bias: jax.Array | None = None) -> dict:
+def result_types(
+    problem: Problem, results: Sequence[str], lead: tuple[int, ...], bias: jax.Array | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes and dtypes of results of the custom calls, by name, with `lead` in place of the batch."""
     sizes = {"T": problem.q_len, "S": problem.kv_len, "N": problem.q_heads, "K": problem.kv_heads}
     sizes |= {"D": problem.qk_dim, "E": problem.v_dim}

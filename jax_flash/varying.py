@@ -1,5 +1,4 @@
-"""Arrays inside of `jax.shard_map` carry in their type the mesh axes they vary over; loops, branches and custom calls want
-them alike."""
+"""Inside of `jax.shard_map` the type of an array names the mesh axes it varies over; loops want them alike."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ RESIDUAL_NAMES = ("jax_flash_o", "jax_flash_l", "jax_flash_m")
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attention(problem: Problem, fallback: bool, operands: Operands) -> tuple[jax.Array, ...]:
-    """(o, l, m). Only what is asked for is differentiated; m counts as a constant, so that m + log l has its gradient."""
+    """(o, l, m). Only what is asked for is differentiated; m counts as a constant: m + log l has its exact gradient."""
     return custom_calls.forward(problem, fallback, operands)
 
 
@@ -41,7 +42,7 @@ def _backward(_, fallback, residuals, cotangents):
     problem = dataclasses.replace(problem, dlogsumexp=dlogsumexp is not None)
     names = [name for grad, name in custom_calls.DIFFERENTIATED.items() if getattr(problem, grad)]
     results = custom_calls.backward(problem, fallback, operands, o, l, m, do, dlogsumexp)
-    grads = dict(zip(names, results, strict=True))
+    grads: dict[str, Any] = dict(zip(names, results, strict=True))
     if "bias" in grads:
         grads["bias"] = grads["bias"].astype(operands.bias.dtype)
     return (Operands(*(grads.get(name) for name in Operands._fields)),)

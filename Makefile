@@ -3,6 +3,7 @@ VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 # Leave out what builds packages; `make test PYTEST_ARGS=` runs everything.
 PYTEST_ARGS ?= -m "not slow"
+EXTRAS ?= dev
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
@@ -66,7 +67,7 @@ clean:
 # One environment: made once, then only rebuilt when the C++ or pyproject.toml changes (CMake compiles what changed).
 $(VENV)/.built: $(BUILD_INPUTS) $(VENV)/.tools
 	$(call say,Compiling jax_flash and installing what it needs into $(VENV))
-	@$(VENV)/$(PIP) --no-build-isolation --config-settings=build-dir=$(VENV)/build -e '.[dev]'
+	@$(VENV)/$(PIP) --no-build-isolation --config-settings=build-dir=$(VENV)/build -e '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV_OLDEST)/.built: $(BUILD_INPUTS) $(VENV_OLDEST)/.tools

@@ -1,0 +1,135 @@
+"""`python -m jax_flash`: versions, backends, and which implementation an attention problem would take."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import platform
+import sys
+from collections.abc import Sequence
+
+import jax
+import jax.extend
+import jaxlib
+
+import jax_flash
+from jax_flash import _native, custom_calls, dropout
+from jax_flash.problem import DTYPES, Extent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jax_flash", description=__doc__)
+    commands = parser.add_subparsers(title="commands", metavar="{info,choose}")
+    info = commands.add_parser("info", help="versions and backends (the default)")
+    info.set_defaults(run=run_info)
+    choose = commands.add_parser("choose", help="which implementation a problem would take, and why")
+    add_problem_flags(choose)
+    choose.set_defaults(run=run_choose)
+    parser.set_defaults(run=run_info)
+    args = parser.parse_args(argv)
+    return args.run(args)
+
+
+def add_problem_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that describe one attention problem, for `problem_of`."""
+    parser.add_argument(
+        "--shape",
+        type=int,
+        nargs=4,
+        metavar=("B", "T", "N", "D"),
+        default=(1, 1024, 8, 64),
+        help="of the query: batch, length, heads, head dim (default: 1 1024 8 64)",
+    )
+    parser.add_argument("--kv-len", type=int, metavar="S", help="length of key and value (default: T)")
+    parser.add_argument("--kv-heads", type=int, metavar="K", help="heads of key and value (default: N)")
+    parser.add_argument("--value-dim", type=int, metavar="E", help="head dim of the value (default: D)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: float32)")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="local window")
+    parser.add_argument("--soft-cap", type=float, metavar="CAP", help="logits soft cap")
+    parser.add_argument("--dropout", type=float, metavar="RATE", default=0.0)
+    parser.add_argument("--bias", action="store_true", help="with a bias [B, N, T, S]")
+    parser.add_argument("--mask", action="store_true", help="with a mask [B, N, T, S]")
+    parser.add_argument("--segments", action="store_true", help="with segment ids (packed sequences)")
+    parser.add_argument("--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="(default: JAX's)")
+
+
+def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
+    """The problem that the flags describe; raises what `dot_product_attention` raises if there is no such problem."""
+    B, T, N, D = args.shape
+    S = T if args.kv_len is None else args.kv_len
+    K = N if args.kv_heads is None else args.kv_heads
+    E = D if args.value_dim is None else args.value_dim
+    if min(B, T, N, D, S, K, E) < 0:
+        raise ValueError("sizes must not be negative")
+    full = Extent(*(size != 1 for size in (B, N, T, S)))
+    with jax.enable_x64(True):
+        jax.eval_shape(
+            functools.partial(
+                jax_flash.dot_product_attention,
+                implementation="reference",
+                is_causal=args.causal,
+                local_window_size=args.window,
+                logits_soft_cap=args.soft_cap,
+                dropout_rate=args.dropout,
+                dropout_key=jax.random.key(0),
+            ),
+            *(jax.ShapeDtypeStruct(shape, args.dtype) for shape in ((B, T, N, D), (B, S, K, D), (B, S, K, E))),
+        )
+    window_left, window_right = args.window or (-1, -1)
+    return jax_flash.Problem(
+        batch=B,
+        q_len=T,
+        kv_len=S,
+        q_heads=N,
+        kv_heads=K,
+        qk_dim=D,
+        v_dim=E,
+        dtype=args.dtype,
+        scale=1 / math.sqrt(max(D, 1)),
+        soft_cap=args.soft_cap or 0.0,
+        causal=args.causal,
+        window_left=window_left,
+        window_right=window_right,
+        bias_dtype=args.dtype if args.bias else "none",
+        bias=full if args.bias else None,
+        mask=full if args.mask else None,
+        segments=args.segments,
+        drop_threshold=dropout.threshold(args.dropout),
+    )
+
+
+def run_info(args: argparse.Namespace) -> int:
+    print(f"jax_flash {jax_flash.__version__}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, ", end="")
+    print(f"Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+    print(f"JAX's platform: {this_platform()} ({len(jax.devices())} × {jax.devices()[0].device_kind})")
+    print("Backends:")
+    print(f"  cpu   fused kernels, instruction set {_native.cpu_isa()}")
+    if "cuda" not in custom_calls.PLATFORMS:
+        print("  cuda  no fused kernels in this version; blockwise attention in plain JAX")
+    print("Which implementation a problem takes, and why: python -m jax_flash choose --help")
+    return 0
+
+
+def run_choose(args: argparse.Namespace) -> int:
+    chosen_platform = args.platform or this_platform()
+    try:
+        choice = jax_flash.choose_implementation(problem_of(args), chosen_platform)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        print(f"no implementation: {error}", file=sys.stderr)
+        return 1
+    print(f"{choice.implementation}: {choice.reason}")
+    return 0
+
+
+def this_platform() -> str:
+    """The name that lowering has for the default backend."""
+    backend = jax.default_backend()
+    if backend != "gpu":
+        return backend
+    return "rocm" if "rocm" in jax.extend.backend.get_backend().platform_version.lower() else "cuda"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

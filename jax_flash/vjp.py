@@ -45,7 +45,7 @@ def _backward(_, fallback, residuals, cotangents):
     grads: dict[str, Any] = dict(zip(names, results, strict=True))
     if "bias" in grads:
         grads["bias"] = grads["bias"].astype(operands.bias.dtype)
-    return (Operands(*(grads.get(name) for name in Operands._fields)),)
+    return (Operands._make(grads.get(name) for name in Operands._fields),)
 
 
 attention.defvjp(_forward, _backward, symbolic_zeros=True)

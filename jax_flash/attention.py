@@ -198,6 +198,8 @@ def attention_with_statistics(
             "query [B, T, N, D], key [B, S, K, D] and value [B, S, K, E] do not fit together: "
             f"{query.shape}, {key.shape}, {value.shape}"
         )
+    if not all(isinstance(size, int) for size in (B, T, N, D, S, K, E)):
+        raise NotImplementedError(f"symbolic shapes: query {query.shape}, key {key.shape}; kernels need sizes")
     if K == 0 or N % K:
         raise ValueError(f"query has {N} heads, key and value {K}: the first must be a multiple of the second")
 

@@ -104,7 +104,8 @@ inline void Transpose(Vec<A> (&rows)[kLanes<A>]) {
   Transpose<A>(rows, std::make_index_sequence<kLanes<A>>());
 }
 
-// exp(x) for x <= 1, to 1-2 units in the last place; what would be subnormal is 0. NaN stays NaN.
+// exp(x) for x <= 1, to 1-2 units in the last place (3 near the smallest float); what would be subnormal is 0. NaN
+// stays NaN.
 //   n = round(x / ln 2), r = x - n ln 2: exp(x) = 2^n exp(r). Adding `magic` rounds and leaves n + bias in the low
 //   bits.
 inline Vec<float> Exp(Vec<float> x) {
@@ -199,10 +200,12 @@ struct BF16 {
 // By integer and float operations that any vector unit has, so that loops over them become vector code.
 inline float ToFloat(BF16 x) { return BitCast<float>(uint32_t(x.bits) << 16); }
 inline float ToFloat(F16 x) {
-  const uint32_t magnitude = uint32_t(x.bits & 0x7FFFu) << 13;
-  const float scaled = BitCast<float>(magnitude) * 0x1p112f;  // from a bias of 15 to one of 127; exact
-  const uint32_t infinite = magnitude >= 0x0F800000u ? 0x7F800000u : 0u;
-  return BitCast<float>(BitCast<uint32_t>(scaled) | infinite | uint32_t(x.bits & 0x8000u) << 16);
+  const uint32_t magnitude = x.bits & 0x7FFFu, sign = uint32_t(x.bits & 0x8000u) << 16;
+  const uint32_t normal = (magnitude << 13) + 0x38000000u;  // from a bias of 15 to one of 127
+  const uint32_t infinite = magnitude >= 0x7C00u ? 0x38000000u : 0u;
+  // A subnormal is the last bits of 0.5 + x. (XLA's threads take subnormal floats for 0, so they must not occur.)
+  const uint32_t small = BitCast<uint32_t>(BitCast<float>(magnitude | 0x3F000000u) - 0.5f);
+  return BitCast<float>((magnitude < 0x0400u ? small : normal + infinite) | sign);
 }
 inline float ToFloat(float x) { return x; }
 

@@ -1,0 +1,43 @@
+"""The demo, end to end at a tiny size: it ends well and writes what it says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("matplotlib")
+
+DEMO = Path(__file__).parents[1] / "examples" / "train_lm.py"
+
+
+def run(*flags: object) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"COLUMNS": "120"}
+    command = [sys.executable, str(DEMO), *map(str, flags)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_demo_runs_and_writes_what_it_says(tmp_path):
+    model = ["--layers", 1, "--width", 16, "--heads", 2, "--kv-heads", 1, "--seq-len", 32, "--vocabulary", 200]
+    training = ["--text-limit", 100_000, "--batch", 2, "--steps", 8, "--compare-steps", 4]
+    checks = ["--long-seq-len", 64, "--prompt", "import os", "--output", tmp_path / "out"]
+    result = run(*model, *training, *checks)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for said in ("tokens/s", "Largest difference", "jax.nn", "import os", "loss.png"):
+        assert said in result.stdout
+
+    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert len(written["losses"]) == 8 and len(written["standard_losses"]) == 4
+    assert written["largest_difference"] < 1e-4
+    assert [row["shape"] for row in written["attention"]] == [[2, 32, 2, 8], [1, 64, 2, 8]]
+    assert all(row[name]["seconds"] > 0 for row in written["attention"] for name in ("jax_flash", "jax_nn"))
+    assert (tmp_path / "out" / "sample.txt").read_text().startswith("import os")
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_names_bad_flags():
+    result = run("--width", 100, "--heads", 3)
+    assert result.returncode == 2 and "--heads 3 must divide --width 100" in result.stderr

@@ -19,6 +19,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
 from jax_flash._flax import append, attend, refuse
+from jax_flash.attention import Implementation
 
 __all__ = ["MultiHeadAttention", "dot_product_attention"]
 
@@ -44,7 +45,7 @@ def dot_product_attention(
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """`flax.linen.dot_product_attention`, fused. The keyword-only arguments are those of `jax_flash` (see there).
 
@@ -119,7 +120,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
     is_causal: bool = False
     local_window_size: int | tuple[int, int] | None = None
     logits_soft_cap: float | None = None
-    implementation: str | None = None
+    implementation: Implementation | None = None
 
     @nn.compact
     def __call__(  # type: ignore[override]  # `inputs_kv` is deprecated in Flax, and not here

@@ -17,6 +17,7 @@ from flax.nnx.nn import dtypes
 from flax.typing import Dtype, PrecisionLike, PromoteDtypeFn
 
 from jax_flash._flax import append, attend, refuse
+from jax_flash.attention import Implementation
 
 __all__ = ["MultiHeadAttention", "dot_product_attention"]
 
@@ -39,7 +40,7 @@ def dot_product_attention(
     *,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """`flax.nnx.dot_product_attention`, fused. The keyword-only arguments are those of `jax_flash` (see there).
 
@@ -109,7 +110,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         is_causal: bool = False,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         **kwargs: Any,
     ):
         refuse("jax_flash.nnx.MultiHeadAttention", attention_fn=kwargs.get("attention_fn"))

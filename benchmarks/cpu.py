@@ -161,6 +161,7 @@ def torch_call(arrays: list[np.ndarray], causal: bool, backward: bool) -> Callab
 
 
 def memory_in_child() -> dict[str, float]:
+    print(f"Measuring the peak memory of N={LONG['length']}, in a process of its own")
     command = [sys.executable, __file__, "--measure-memory"]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
 

@@ -10,8 +10,8 @@ namespace jax_flash::JAX_FLASH_ISA {
 
 // Rows of Q and columns (rows of K and V) that a tile of S holds. Large enough that what is done once per row of a tile
 // costs little, small enough for all tiles of an inner step to stay in the L2 cache. Multiples of 64: dropout comes so.
-constexpr int64_t kTileRows = 96;
-constexpr int64_t kTileColumns = 128;
+constexpr int64_t kTileRows = 48;
+constexpr int64_t kTileColumns = 256;
 
 // Where a [B, N, T, S] operand has row 0 of one head, and how far apart its rows and columns are: 0 if broadcast.
 struct HeadOffset {

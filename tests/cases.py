@@ -1,0 +1,238 @@
+"""One attention problem as a test sees it: what to call the public functions with, and ways to run it.
+
+Letters: B batch, T query length, S key/value length, N query heads, K key/value heads, D query/key dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_flash
+from jax_flash import dropout
+from jax_flash.problem import Extent, Operands, Problem
+
+Arrays = dict[str, np.ndarray]
+DIFFERENTIATED = ("query", "key", "value", "bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    B: int = 2
+    T: int = 37
+    S: int = 45
+    N: int = 4
+    K: int = 2
+    D: int = 16
+    E: int = 16
+
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    bias: str = ""  # "bnts", a 1 for what is broadcast
+    mask: str = ""
+    lengths: bool = False
+    segments: bool = False
+    offset: bool = False
+    soft_cap: float | None = None
+    dropout: float = 0.0
+    broadcast_dropout: bool = False
+    scale: float | None = None
+    spread: float = 1.0  # of query and key: large for a softmax near one-hot
+    logsumexp: bool = True  # whether the logsumexp gets a cotangent
+
+    def __str__(self) -> str:
+        changed = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        }
+        text = "-".join(name if x is True else f"{name}={x}" for name, x in changed.items())
+        return text.replace(" ", "") or "plain"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that are not arrays."""
+        return {
+            "scale": self.scale,
+            "is_causal": self.causal,
+            "local_window_size": self.window,
+            "logits_soft_cap": self.soft_cap,
+            "dropout_rate": self.dropout,
+            "broadcast_dropout": self.broadcast_dropout,
+        }
+
+    def shape(self, extent: str) -> tuple[int, ...]:
+        return tuple(1 if e == "1" else size for e, size in zip(extent, (self.B, self.N, self.T, self.S), strict=True))
+
+    def arrays(self, dtype: str = "float32", seed: int = 0) -> Arrays:
+        """The arguments that are arrays; the same numbers in every dtype, but for rounding."""
+        rng = np.random.default_rng(seed)
+
+        def normal(*shape: int) -> np.ndarray:
+            return np.asarray(rng.normal(size=shape)).astype(jnp.dtype(dtype))
+
+        B, T, S, N, K, D, E = self.B, self.T, self.S, self.N, self.K, self.D, self.E
+        spread = np.asarray(self.spread, jnp.dtype(dtype))
+        arrays = {
+            "query": normal(B, T, N, D) * spread,
+            "key": normal(B, S, K, D) * spread,
+            "value": normal(B, S, K, E),
+        }
+        if self.bias:
+            arrays["bias"] = normal(*self.shape(self.bias))
+        if self.mask:
+            arrays["mask"] = rng.random(self.shape(self.mask)) < 0.7
+        if self.lengths:
+            arrays["query_seq_lengths"] = rng.integers(0, T + 1, B).astype(np.int32)
+            arrays["key_value_seq_lengths"] = rng.integers(0, S + 1, B).astype(np.int32)
+        if self.segments:
+            arrays["query_segment_ids"] = np.sort(rng.integers(0, 4, (B, T)).astype(np.int32))
+            arrays["key_value_segment_ids"] = np.sort(rng.integers(0, 3, (B, S)).astype(np.int32))
+        if self.offset:
+            arrays["query_offset"] = rng.integers(-T // 2, S, B).astype(np.int32)
+        if self.dropout:
+            arrays["dropout_key"] = np.asarray(jax.random.PRNGKey(seed + 1))
+        return arrays
+
+    def cotangents(self, dtype: str = "float32", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Of O, [B, T, N, E], and of the logsumexp, [B, N, T]."""
+        rng = np.random.default_rng((seed, 1))
+        do = np.asarray(rng.normal(size=(self.B, self.T, self.N, self.E))).astype(jnp.dtype(dtype))
+        dlogsumexp = rng.normal(size=(self.B, self.N, self.T)) * self.logsumexp
+        return do, dlogsumexp.astype(np.float64 if dtype == "float64" else np.float32)
+
+
+# Every feature by itself, and together where one could spoil the other.
+FEATURES = [
+    Case(),
+    Case(K=4),
+    Case(K=1),
+    Case(E=24),
+    Case(N=6, K=2, D=40, E=8),
+    Case(T=1),
+    Case(S=1),
+    Case(scale=0.7),
+    Case(spread=4.0),
+    Case(logsumexp=False),
+    Case(causal=True),
+    Case(causal=True, T=60, S=30, logsumexp=False),
+    Case(causal=True, T=30, S=60),
+    Case(window=(5, 9)),
+    Case(window=(0, 0)),
+    Case(window=(7, 0), causal=True, logsumexp=False),
+    Case(window=(2**40, 3)),
+    Case(bias="bnts"),
+    Case(bias="1nts", logsumexp=False),
+    Case(bias="bn1s"),
+    Case(bias="b1t1"),
+    Case(bias="1111"),
+    Case(mask="bnts"),
+    Case(mask="b1ts"),
+    Case(mask="1n1s"),
+    Case(mask="11t1"),
+    Case(lengths=True),
+    Case(segments=True),
+    Case(segments=True, causal=True, logsumexp=False),
+    Case(offset=True),
+    Case(offset=True, causal=True),
+    Case(offset=True, window=(6, 2)),
+    Case(soft_cap=0.7),
+    Case(soft_cap=2.0, bias="1n1s", mask="bnts"),
+    Case(dropout=0.3),
+    Case(dropout=0.5, broadcast_dropout=True),
+    Case(dropout=0.1, causal=True, bias="1nts", K=1, logsumexp=False),
+    Case(causal=True, window=(9, 4), bias="b1ts", mask="bn1s", lengths=True, offset=True, soft_cap=1.5, dropout=0.2),
+    Case(N=1, K=1, window=(9, 9), bias="111s", mask="b111", segments=True, dropout=0.7, E=5, spread=3.0),
+]
+
+
+def upcast(x: Any) -> Any:
+    """Floating point arrays in f64, all others as they are: the problem whose exact result is asked for."""
+
+    def cast(leaf: np.ndarray) -> np.ndarray:
+        return leaf.astype(np.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(cast, x)
+
+
+Results = dict[str, np.ndarray]
+Attention = Callable[[dict[str, jax.Array]], tuple[jax.Array, jax.Array]]
+
+
+def with_gradients(attention: Attention, arrays: Any, cotangents: Any, logsumexp: bool = True) -> dict[str, jax.Array]:
+    """o, logsumexp, and the gradient of every floating point array, under its name."""
+    inputs = {name: arrays[name] for name in DIFFERENTIATED if name in arrays}
+    others = {name: x for name, x in arrays.items() if name not in inputs}
+    (o, lse), pull = jax.vjp(lambda inputs: attention(inputs | others), inputs)
+    if logsumexp:
+        (gradients,) = pull((cotangents[0].astype(o.dtype), cotangents[1].astype(lse.dtype)))
+    else:
+        _, pull = jax.vjp(lambda inputs: attention(inputs | others)[0], inputs)
+        (gradients,) = pull(cotangents[0].astype(o.dtype))
+    return {"o": o, "logsumexp": lse} | gradients
+
+
+def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
+    """The same for the functions below the public ones, which take a `Problem`; all gradients are asked for."""
+    given = {name: jnp.asarray(x) for name, x in arrays.items() if name in Operands._fields}
+    B, N = case.B, case.N
+    names = {"query_seq_lengths": "q_lengths", "key_value_seq_lengths": "kv_lengths"}
+    names |= {"query_segment_ids": "q_segments", "key_value_segment_ids": "kv_segments"}
+    given |= {to: jnp.asarray(arrays[name]) for name, to in names.items() if name in arrays}
+    if case.dropout:
+        given["seed"] = dropout.seed_from_key(arrays["dropout_key"], B)
+        given["batch_id"] = jnp.arange(B, dtype=jnp.uint32) * (not case.broadcast_dropout)
+        given["head_id"] = jnp.arange(N, dtype=jnp.uint32) * (not case.broadcast_dropout)
+    left, right = case.window or (-1, -1)
+    return Problem(
+        batch=B,
+        q_len=case.T,
+        kv_len=case.S,
+        q_heads=N,
+        kv_heads=case.K,
+        qk_dim=case.D,
+        v_dim=case.E,
+        dtype=arrays["query"].dtype.name,
+        scale=case.scale if case.scale is not None else case.D**-0.5,
+        soft_cap=case.soft_cap or 0.0,
+        causal=case.causal,
+        window_left=left,
+        window_right=right,
+        bias_dtype=arrays["bias"].dtype.name if case.bias else "none",
+        bias=Extent(*(e != "1" for e in case.bias)) if case.bias else None,
+        mask=Extent(*(e != "1" for e in case.mask)) if case.mask else None,
+        q_lengths=case.lengths,
+        kv_lengths=case.lengths,
+        segments=case.segments,
+        query_offset=case.offset,
+        drop_threshold=dropout.threshold(case.dropout),
+        dlogsumexp=True,
+        dq=True,
+        dk=True,
+        dv=True,
+        dbias=bool(case.bias),
+    ), Operands(**given)
+
+
+@functools.cache
+def _compiled(case: Case, implementation: str | None) -> Callable[..., dict[str, jax.Array]]:
+    def attention(arrays):
+        o, statistics = jax_flash.attention_with_statistics(**arrays, **case.options, implementation=implementation)
+        return o, statistics.logsumexp
+
+    return jax.jit(functools.partial(with_gradients, attention, logsumexp=case.logsumexp))
+
+
+def run(case: Case, arrays: Arrays, cotangents: Any, implementation: str | None = "flash") -> Results:
+    """The results of jax_flash, jitted, forward and backward."""
+    with jax.enable_x64(any(x.dtype == np.float64 for x in arrays.values())):
+        return jax.tree.map(np.asarray, _compiled(case, implementation)(arrays, cotangents))
+
+
+def oracle(case: Case, arrays: Arrays, cotangents: Any) -> Results:
+    """The exact results: `reference.py` in f64."""
+    return run(case, upcast(arrays), upcast(cotangents), "reference")

@@ -1,0 +1,111 @@
+"""Standard attention in NumPy, without a line of jax_flash: in extended precision to hold `reference.py` against, in the
+dtype of the inputs to hold the rounding of kernels against.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import Arrays, Case, Results
+
+
+def philox(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Philox4x32-7 by 64-bit integers: uint32 [..., 4] and [..., 2] -> [..., 4]."""
+    word = np.uint64(0xFFFFFFFF)
+    c, k = counter.astype(np.uint64), key.astype(np.uint64)
+    for _ in range(7):
+        a, b = np.uint64(0xD2511F53) * c[..., 0], np.uint64(0xCD9E8D57) * c[..., 2]
+        high, low = np.uint64(32), word
+        c = np.stack([(b >> high) ^ c[..., 1] ^ k[..., 0], b & low, (a >> high) ^ c[..., 3] ^ k[..., 1], a & low], -1)
+        k = (k + np.array([0x9E3779B9, 0xBB67AE85], np.uint64)) & word
+    return c.astype(np.uint32)
+
+
+def random_bits(seed: np.ndarray, batch_id: Any, head_id: Any, T: int, S: int) -> np.ndarray:
+    """The dropout bits of every entry by itself, as `common/philox.h` has it: uint32 [B, N, T, S]."""
+    b, n, i, j = np.meshgrid(batch_id, head_id, np.arange(T), np.arange(S), indexing="ij")
+    counter = np.stack([j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, n, b], -1)
+    words = philox(counter, seed[:, None, None, None, :])
+    word = np.take_along_axis(words, (i // 8 % 2 * 2 + j // 8 % 2)[..., None], -1)[..., 0]
+    return np.where(j % 2, word >> 16, word & 0xFFFF)
+
+
+def z(case: Case, arrays: Arrays) -> np.ndarray:
+    """Z: what the entries of P are multiplied with by dropout."""
+    threshold = round(case.dropout * 65536)
+    if not threshold:
+        return np.ones(())
+    seed = np.asarray(jax.random.bits(jnp.asarray(arrays["dropout_key"]), (2,), jnp.uint32))
+    ids = (np.arange(case.B), np.arange(case.N)) if not case.broadcast_dropout else (np.zeros(case.B), np.zeros(case.N))
+    bits = random_bits(np.broadcast_to(seed, (case.B, 2)), *ids, case.T, case.S)
+    return (bits >= threshold) * (65536 / (65536 - threshold) if threshold < 65536 else 0.0)
+
+
+def allowed(case: Case, arrays: Arrays) -> np.ndarray:
+    """Which entries may attend: bool [B, N, T, S]."""
+    b, _, i, j = np.ogrid[: case.B, : case.N, : case.T, : case.S]
+    allowed = np.ones((case.B, case.N, case.T, case.S), bool)
+    p = i + (arrays["query_offset"][b] if case.offset else 0)
+    if case.causal:
+        allowed &= j <= p
+    if case.window:
+        allowed &= (p - case.window[0] <= j) & (j <= p + case.window[1])
+    if case.lengths:
+        allowed &= (i < arrays["query_seq_lengths"][b]) & (j < arrays["key_value_seq_lengths"][b])
+    if case.segments:
+        allowed &= arrays["query_segment_ids"][b, i] == arrays["key_value_segment_ids"][b, j]
+    if case.mask:
+        allowed &= arrays["mask"]
+    return allowed
+
+
+def attention(case: Case, arrays: Arrays, cotangents: Any, sums: Any, dtype: Any = None) -> Results:
+    """docs/architecture.md with the matrix in memory: everything in `sums`, P, dP and the results rounded to `dtype`.
+
+    With sums in f64 or longdouble this is the exact result; with f32 and the dtype of the inputs it is what standard
+    attention makes of them.
+    """
+    dtype = sums if dtype is None else dtype
+    group, scale = case.N // case.K, sums(case.scale if case.scale is not None else 1 / np.sqrt(np.longdouble(case.D)))
+
+    def heads_first(x: Any) -> np.ndarray:
+        return np.asarray(x).astype(sums).transpose(0, 2, 1, 3)
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(dtype).astype(sums)
+
+    def per_kv_head(g: np.ndarray) -> np.ndarray:
+        return g.reshape(case.B, case.K, group, *g.shape[2:]).sum(2).transpose(0, 2, 1, 3)
+
+    q, do = heads_first(arrays["query"]), heads_first(cotangents[0])
+    k, v = (np.repeat(heads_first(arrays[name]), group, 1) for name in ("key", "value"))
+    dlogsumexp = cotangents[1].astype(sums)
+    c = scale * (q @ k.swapaxes(2, 3))
+    if case.soft_cap:
+        c = sums(case.soft_cap) * np.tanh(c / sums(case.soft_cap))
+    s = np.where(allowed(case, arrays), c + arrays["bias"].astype(sums) if case.bias else c, sums(-np.inf))
+    m = s.max(-1, keepdims=True, initial=-np.inf)
+    p = np.exp(s - np.where(m == -np.inf, 0, m))
+    l = p.sum(-1, keepdims=True)
+    empty = l == 0
+    p /= np.where(empty, 1, l)
+    keep = z(case, arrays).astype(sums)
+    o = rounded(rounded(keep * p) @ v)
+
+    d = (do * o).sum(-1, keepdims=True) - dlogsumexp[..., None]
+    ds = p * (keep * rounded(do @ v.swapaxes(2, 3)) - d)
+    dx = scale * (ds * (1 - (c / sums(case.soft_cap)) ** 2) if case.soft_cap else ds)
+    results = {
+        "o": o.transpose(0, 2, 1, 3),
+        "logsumexp": np.where(empty, -np.inf, m + np.log(np.where(empty, 1, l)))[..., 0],
+        "query": rounded((dx @ k).transpose(0, 2, 1, 3)),
+        "key": rounded(per_kv_head(dx.swapaxes(2, 3) @ q)),
+        "value": rounded(per_kv_head(rounded(keep * p).swapaxes(2, 3) @ do)),
+    }
+    if case.bias:
+        broadcast = tuple(axis for axis, e in enumerate(case.bias) if e == "1")
+        results["bias"] = rounded(ds.sum(broadcast, keepdims=True))
+    return results

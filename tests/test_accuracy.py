@@ -1,0 +1,183 @@
+"""The fused kernels: the error against the exact result is at most twice that of standard attention in the same dtype,
+plus a few units in the last place. Forward and backward, every feature and dtype, any shape.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import standard
+from cases import FEATURES, Case, oracle, run, upcast
+from hypothesis import given
+from hypothesis import strategies as st
+
+ULPS = 4
+
+
+def errors(results, exact):
+    """The largest absolute error of every result where the exact one is finite."""
+    finite = {name: np.isfinite(x) for name, x in exact.items()}
+    return {
+        name: np.abs(results[name][finite[name]].astype(x.dtype) - x[finite[name]]).max(initial=0)
+        for name, x in exact.items()
+    }
+
+
+def usual_errors(case, dtype, seed):
+    """Those of standard attention in this dtype; of a few draws where a single one can be exact by luck."""
+    largest = {}
+    for draw in range(seed, seed + (8 if case.T * case.S <= 4096 else 1)):
+        arrays, cotangents = case.arrays(dtype.name, draw), case.cotangents(dtype.name, draw)
+        sums = np.float64 if dtype == np.float64 else np.float32
+        results = standard.attention(case, arrays, cotangents, sums, dtype)
+        for name, error in errors(results, by_numpy(case, arrays, cotangents)).items():
+            largest[name] = max(largest.get(name, 0), error)
+    return largest
+
+
+def assert_accurate(results, exact, usual, dtype):
+    """Shapes and dtypes, what is infinite, and the errors; `usual` are those of standard attention."""
+    assert results.keys() == exact.keys()
+    for name, expected in exact.items():
+        kind = dtype if name != "logsumexp" else jnp.promote_types(dtype, jnp.float32)
+        assert results[name].dtype == kind, name
+        assert results[name].shape == expected.shape, name
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(results[name][~finite], expected[~finite], err_msg=name)
+
+        ulp = float(jnp.finfo(kind).eps) * np.abs(expected[finite]).max(initial=0)
+        error, bound = errors(results, exact)[name], 2 * usual[name] + ULPS * ulp
+        assert error <= bound, f"{name}: error {error:.3g}, allowed {bound:.3g}"
+
+
+def check(case, dtype, exact=oracle, seed=0):
+    dtype = jnp.dtype(dtype)
+    arrays, cotangents = case.arrays(dtype.name, seed), case.cotangents(dtype.name, seed)
+    assert_accurate(
+        run(case, arrays, cotangents), exact(case, arrays, cotangents), usual_errors(case, dtype, seed), dtype
+    )
+
+
+def by_numpy(case, arrays, cotangents):
+    """The exact results without the time to compile the reference, which `test_reference.py` holds against the same."""
+    sums = np.longdouble if arrays["query"].dtype == np.float64 else np.float64
+    return standard.attention(case, arrays, cotangents, sums)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", FEATURES, ids=str)
+def test_feature(case, dtype):
+    check(case, dtype)
+
+
+@pytest.mark.parametrize("case", FEATURES, ids=str)
+def test_feature_in_f64(case):
+    check(case, "float64", by_numpy)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("D", [1, 3, 8, 17, 32, 40, 64, 72, 80, 96, 128, 160, 192, 200, 256])
+def test_head_dim(D, dtype):
+    check(Case(B=1, T=70, S=90, N=2, K=1, D=D, E=D, causal=True), dtype, by_numpy)
+    check(Case(B=1, T=33, S=50, N=1, K=1, D=D, E=257 - D, dropout=0.2), dtype, by_numpy)
+
+
+SIZES = [1, 2, 15, 16, 17, 31, 33, 47, 63, 64, 65, 127, 128, 129, 191, 255, 257, 384]
+
+
+@pytest.mark.parametrize("T", SIZES)
+def test_length(T):
+    """Around every tile size, alone and with what looks at positions."""
+    check(Case(B=1, T=T, S=T, N=2, K=2, D=32, E=32), "float32", by_numpy)
+    check(Case(B=1, T=T, S=SIZES[-1] + 1 - T, N=1, K=1, causal=True, offset=True), "float32", by_numpy)
+    check(Case(B=2, T=200, S=T, N=1, K=1, window=(40, 25), lengths=True, bias="1n1s"), "float32", by_numpy)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long(dtype):
+    """Many tiles of every kind; many terms in every sum."""
+    check(Case(B=1, T=1500, S=1111, N=2, K=1, D=64, E=64), dtype, by_numpy)
+    check(Case(B=1, T=1111, S=1500, N=2, K=2, D=64, E=64, causal=True, bias="1n1s", dropout=0.1), dtype, by_numpy)
+    check(Case(B=1, T=1100, S=1100, N=1, K=1, D=32, E=48, window=(100, 300), segments=True), dtype, by_numpy)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_large_scores(dtype):
+    """One-hot softmax, where exp would overflow without the maximum."""
+    check(Case(T=130, S=150, spread=12.0, scale=1.0), dtype, by_numpy)
+    check(Case(T=130, S=150, spread=12.0, scale=1.0, soft_cap=30.0, causal=True), dtype, by_numpy)
+
+
+def extents():
+    return st.one_of(st.just(""), st.tuples(*(st.sampled_from([e, "1"]) for e in "bnts")).map("".join))
+
+
+def cases():
+    length = st.one_of(st.integers(1, 40), st.sampled_from(SIZES), st.integers(1, 300))
+    dim = st.one_of(st.sampled_from([8, 16, 32, 64, 128]), st.integers(1, 256))
+    flag = st.booleans()
+    window = st.one_of(st.none(), st.tuples(st.integers(0, 300), st.integers(0, 300)))
+
+    def build(group, K, **fields):
+        return Case(N=group * K, K=K, **fields)
+
+    return st.builds(
+        build, group=st.integers(1, 3), K=st.integers(1, 3), B=st.integers(1, 3), T=length, S=length, D=dim, E=dim,
+        causal=flag, window=window, bias=extents(), mask=extents(), lengths=flag, segments=flag, offset=flag,
+        soft_cap=st.sampled_from([None, 0.5, 5.0]), dropout=st.sampled_from([0.0, 0.1, 0.8]), broadcast_dropout=flag,
+        scale=st.sampled_from([None, 0.3, -1.0]), spread=st.sampled_from([1.0, 3.0]), logsumexp=flag,
+    )  # fmt: skip
+
+
+@given(cases(), st.sampled_from(["float32", "float32", "bfloat16", "float16", "float64"]), st.integers(0, 1000))
+def test_any_case(case, dtype, seed):
+    check(case, dtype, by_numpy, seed)
+
+
+@pytest.mark.parametrize("bias_dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_bias_of_another_dtype(dtype, bias_dtype):
+    """Its gradient has the dtype of the bias."""
+    case = Case(bias="1nts", causal=True)
+    arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
+    arrays["bias"] = arrays["bias"].astype(jnp.dtype(bias_dtype))
+    results = run(case, arrays, cotangents)
+    exact = standard.attention(case, upcast(arrays), upcast(cotangents), np.float64)
+    assert results["bias"].dtype == jnp.dtype(bias_dtype)
+    eps = max(float(jnp.finfo(d).eps) for d in (dtype, bias_dtype))
+    for name in ("o", "bias"):
+        scale = np.abs(exact[name]).max()
+        np.testing.assert_allclose(results[name].astype(np.float64), exact[name], rtol=0, atol=ULPS * eps * scale)
+
+
+@pytest.mark.parametrize("fill", [np.finfo(np.float32).min, -1e9, -1e4])
+def test_large_negative_bias(fill):
+    """Masks as libraries write them: what is left decides, and a row with nothing else is the mean of the values."""
+    case = Case(B=1, T=50, S=70, bias="11ts")
+    arrays, cotangents = case.arrays(), case.cotangents()
+    arrays["bias"] = np.where(np.tri(50, 70, -1, dtype=bool)[None, None], 0, fill).astype(np.float32)
+    results, exact = run(case, arrays, cotangents), oracle(case, arrays, cotangents)
+    usual = errors(standard.attention(case, arrays, cotangents, np.float32), exact)
+    assert_accurate(results, exact, usual, np.dtype(np.float32))
+
+
+def test_bias_of_minus_infinity_masks():
+    case, masked = Case(bias="11ts"), Case(mask="11ts")
+    arrays, cotangents = masked.arrays(), case.cotangents()
+    visible = arrays.pop("mask")
+    visible[0, 0, 3] = False
+    expected = run(masked, arrays | {"mask": visible}, cotangents)
+    results = run(case, arrays | {"bias": np.where(visible, 0, -np.inf).astype(np.float32)}, cotangents)
+    assert not results["o"][:, 3].any() and np.isneginf(results["logsumexp"][:, :, 3]).all()
+    for name, x in expected.items():
+        np.testing.assert_allclose(results[name], x, rtol=1e-6, atol=1e-6, err_msg=name)
+    assert not results["bias"][~visible].any()
+
+
+def test_results_are_the_same_every_time():
+    """Threads share the work; the order of sums does not depend on who is first."""
+    case = Case(B=1, T=600, S=600, N=2, K=1, D=64, E=64, bias="111s")
+    arrays, cotangents = case.arrays(), case.cotangents()
+    first = run(case, arrays, cotangents)
+    for _ in range(5):
+        for name, x in run(case, arrays, cotangents).items():
+            np.testing.assert_array_equal(x, first[name], err_msg=name)

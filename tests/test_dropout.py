@@ -1,0 +1,283 @@
+"""The dropout mask: the specification, the kernels' agreement with it bit by bit, and its statistics."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import standard
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jax_flash
+from jax_flash import dropout
+
+
+def attend(query, key, value, rate, dropout_key, implementation="flash", **options):
+    return jax_flash.dot_product_attention(
+        query, key, value, dropout_rate=rate, dropout_key=dropout_key, implementation=implementation, **options
+    )
+
+
+def specified(rate, key, B, N, T, S):
+    """By NumPy, which does not compile anything for a new shape; the specification itself is held against it below."""
+    seed = np.asarray(dropout.seed_from_key(key, B))
+    return standard.random_bits(seed, np.arange(B), np.arange(N), T, S) >= dropout.threshold(rate)
+
+
+def from_forward(attention, B, N, T, S, dtype="float32"):
+    """The mask that `attention(query, key, value)` uses: with equal scores and unit vectors as values, O = Z / S."""
+    query, key = jnp.zeros((B, T, N, 8), dtype), jnp.zeros((B, S, N, 8), dtype)
+    units = jnp.eye(S, dtype=dtype)
+    o = [attention(query, key, jnp.broadcast_to(v[:, None], (B, S, N, v.shape[-1]))) for v in _columns(units)]
+    return np.concatenate(o, -1).transpose(0, 2, 1, 3) > 0
+
+
+def from_backward(attention, B, N, T, S, dtype="float32"):
+    """The mask of the backward: with unit vectors as cotangents, dV = Zᵀ / S."""
+    query, key = jnp.zeros((B, T, N, 8), dtype), jnp.zeros((B, S, N, 8), dtype)
+    dv = []
+    for do in _columns(jnp.eye(T, dtype=dtype)):
+        value = jnp.zeros((B, S, N, do.shape[-1]), dtype)
+        _, pull = jax.vjp(lambda value: attention(query, key, value), value)
+        dv += pull(jnp.broadcast_to(do[:, None], (B, T, N, do.shape[-1])))
+    return np.concatenate(dv, -1).transpose(0, 2, 3, 1) > 0
+
+
+def _columns(x):
+    return [x[:, i : i + 256] for i in range(0, x.shape[1], 256)]
+
+
+# --- the specification ---
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "random"),
+    [
+        ([0] * 4, [0] * 2, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            "4dfccaba 190a87f0 c47362ba b6b5242a",
+        ),
+    ],
+)
+def test_philox_gives_the_known_answers(counter, key, random):
+    """The answers for philox4x32-7 in Random123's kat_vectors."""
+    expected = [int(word, 16) for word in random.split()]
+    counter, key = np.array(counter, np.uint32), np.array(key, np.uint32)
+    assert [int(x) for x in dropout.philox(tuple(counter), tuple(key))] == expected
+    assert standard.philox(counter, key).tolist() == expected
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (17, 33), (40, 7), (3, 130)])
+def test_every_entry_has_its_own_bits(shape):
+    """The specification, which goes by tiles, against the map entry by entry, that of common/philox.h."""
+    seed = np.array([[1, 2], [3, 0xFFFFFFFF]], np.uint32)
+    batch, heads = np.array([7, 0x80000000], np.uint32), np.array([0, 5, 123456789], np.uint32)
+    bits = dropout.random_bits(jnp.asarray(seed), jnp.asarray(batch), jnp.asarray(heads), shape)
+    assert bits.dtype == jnp.uint32
+    expected = standard.random_bits(seed, batch, heads, *shape)
+    np.testing.assert_array_equal(bits, expected)
+    keep = dropout.keep_mask(20000, jnp.asarray(seed), jnp.asarray(batch), jnp.asarray(heads), shape)
+    np.testing.assert_array_equal(keep, expected >= 20000)
+
+
+def test_a_block_is_a_part_of_the_whole():
+    seed, ids = jnp.array([[8, 9]], jnp.uint32), jnp.zeros(1, jnp.uint32)
+    whole = dropout.random_bits(seed, ids, ids, (70, 90))
+    block = jax.jit(lambda i, j: dropout.random_bits(seed, ids, ids, (22, 35), i, j))(48, 16)
+    np.testing.assert_array_equal(block, whole[:, :, 48:70, 16:51])
+
+
+def test_seed_is_the_same_for_typed_and_raw_keys():
+    seed = dropout.seed_from_key(jax.random.key(3), 4)
+    assert seed.shape == (4, 2) and seed.dtype == jnp.uint32
+    np.testing.assert_array_equal(seed, dropout.seed_from_key(jax.random.PRNGKey(3), 4))
+    np.testing.assert_array_equal(seed, dropout.seed_from_key(np.asarray(jax.random.PRNGKey(3)), 4))
+    assert (seed == seed[0]).all() and (seed[0] != dropout.seed_from_key(jax.random.key(4), 1)[0]).any()
+    assert dropout.seed_from_key(jax.random.key(3, impl="rbg"), 4).shape == (4, 2)
+
+
+def test_threshold_is_the_nearest():
+    assert [dropout.threshold(rate) for rate in (0, 1e-9, 0.1, 0.5, 1 - 2**-16, 1.0)] == [
+        0,
+        0,
+        6554,
+        32768,
+        65535,
+        65536,
+    ]
+    assert dropout.threshold(np.float32(0.25)) == dropout.threshold(jnp.float32(0.25)) == 16384
+
+
+# --- the kernels ---
+
+SHAPES = [
+    (1, 1, 1, 1),
+    (1, 2, 16, 16),
+    (2, 3, 17, 33),
+    (2, 1, 65, 130),
+    (1, 2, 1, 300),
+    (1, 1, 300, 5),
+    (1, 1, 140, 260),
+]
+
+
+@pytest.mark.parametrize("find", [from_forward, from_backward])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel_mask_is_the_specified_one(shape, find):
+    B, N, T, S = shape
+    key = jax.random.key(11)
+    mask = find(lambda q, k, v: attend(q, k, v, 0.3, key), B, N, T, S)
+    np.testing.assert_array_equal(mask, specified(0.3, key, B, N, T, S))
+
+
+@pytest.mark.parametrize("find", [from_forward, from_backward])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_kernel_mask_is_the_same_in_every_dtype(dtype, find):
+    key = jax.random.key(5)
+    with jax.enable_x64(dtype == "float64"):
+        mask = find(lambda q, k, v: attend(q, k, v, 0.5, key), 2, 2, 70, 100, dtype)
+        np.testing.assert_array_equal(mask, specified(0.5, key, 2, 2, 70, 100))
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 200), st.integers(1, 200), st.floats(0.01, 0.99))
+def test_kernel_mask_is_the_specified_one_for_any_shape(B, N, T, S, rate):
+    key = jax.random.key(B + T)
+    for find in (from_forward, from_backward):
+        mask = find(lambda q, k, v: attend(q, k, v, rate, key), B, N, T, S)
+        np.testing.assert_array_equal(mask, specified(rate, key, B, N, T, S))
+
+
+@pytest.mark.parametrize("find", [from_forward, from_backward])
+def test_masks_and_offsets_do_not_move_the_mask(find):
+    key = jax.random.key(2)
+    mask = find(lambda q, k, v: attend(q, k, v, 0.4, key, is_causal=True, query_offset=3), 1, 2, 40, 60)
+    visible = np.tri(40, 60, 3, dtype=bool)
+    np.testing.assert_array_equal(mask, specified(0.4, key, 1, 2, 40, 60) & visible)
+
+
+@pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
+def test_broadcast_dropout_has_one_mask(implementation):
+    key = jax.random.key(6)
+    mask = from_forward(lambda q, k, v: attend(q, k, v, 0.5, key, implementation, broadcast_dropout=True), 2, 3, 20, 30)
+    np.testing.assert_array_equal(mask, np.broadcast_to(specified(0.5, key, 1, 1, 20, 30), mask.shape))
+
+
+def test_ids_choose_the_batch_entries_and_heads_of_the_mask():
+    key = jax.random.key(6)
+    mask = from_forward(
+        lambda q, k, v: attend(q, k, v, 0.5, key, dropout_batch_ids=jnp.array([3, 1]), dropout_head_ids=jnp.array([4])),
+        2, 1, 20, 30,
+    )  # fmt: skip
+    np.testing.assert_array_equal(mask, specified(0.5, key, 4, 5, 20, 30)[[3, 1], 4:])
+
+
+def test_batched_keys_give_the_masks_of_the_single_ones():
+    keys = jax.random.split(jax.random.key(1), 6)
+    query, key, value = (jax.random.normal(k, (2, 30, 2, 8)) for k in jax.random.split(jax.random.key(0), 3))
+
+    def gradient(dropout_key):
+        return jax.grad(lambda q: (attend(q, key, value, 0.3, dropout_key) ** 2).sum())(query)
+
+    single = np.stack([gradient(k) for k in keys])
+    nested = jax.vmap(jax.vmap(gradient))(keys.reshape(2, 3))
+    raw = jax.vmap(gradient)(jax.random.key_data(keys))
+    for batched in (jax.vmap(gradient)(keys), raw, nested.reshape(single.shape)):
+        np.testing.assert_allclose(batched, single, rtol=1e-5, atol=1e-5)  # another mask would be far off
+
+
+# --- the statistics; the seeds are fixed, so these cannot fail by chance ---
+
+
+def correlation(x, y):
+    """In standard deviations of that of independent samples."""
+    return abs(np.corrcoef(x.ravel(), y.ravel())[0, 1]) * np.sqrt(x.size)
+
+
+@pytest.fixture(scope="module")
+def bits():
+    """[seeds, B, N, T, S]"""
+    ids = jnp.arange(4, dtype=jnp.uint32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    return np.stack([dropout.random_bits(dropout.seed_from_key(key, 4), ids, ids, (256, 256)) for key in keys])
+
+
+def test_bits_are_uniform(bits):
+    for shift in (0, 8):
+        counts = np.bincount((bits >> shift & 0xFF).ravel(), minlength=256)
+        expected = bits.size / 256
+        chi_squared = ((counts - expected) ** 2 / expected).sum()
+        assert abs(chi_squared - 255) < 4 * np.sqrt(2 * 255)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+def test_rate_is_kept(bits, rate):
+    """Over all, and in every row, every column, every place of a 16x16 tile."""
+    drop = bits < dropout.threshold(rate)
+    exact = dropout.threshold(rate) / 65536
+
+    def deviation(mean, samples):
+        return np.abs(mean - exact).max() / np.sqrt(exact * (1 - exact) / samples)
+
+    assert deviation(drop.mean(), drop.size) < 4
+    tiles = drop.reshape(-1, 16, 16, 16, 16)
+    for axes in ((0, 1, 2, 4), (0, 1, 2, 3)):
+        assert deviation(drop.mean(axes), drop.size / 256) < 5
+    assert deviation(tiles.mean((0, 1, 3)), drop.size / 256) < 5
+
+
+@pytest.mark.parametrize("axis", range(5), ids=["keys", "batch", "heads", "rows", "columns"])
+def test_entries_are_independent(bits, axis):
+    """Neighbours along an axis at every distance that the map of a tile knows, as numbers and as decisions."""
+    size = bits.shape[axis]
+    for distance in (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 32, 64, 128):
+        if distance < size:
+            x, y = (bits.take(range(start, size - distance + start), axis) for start in (0, distance))
+            assert correlation(x, y) < 4.5
+            assert correlation(x < 6554, y < 6554) < 4.5
+
+
+def test_words_of_one_call_are_independent(bits):
+    tiles = bits.reshape(-1, 16, 2, 8, 16, 2, 4, 2).transpose(2, 5, 7, 0, 1, 3, 4, 6).reshape(8, -1)
+    for x, y in itertools.combinations(tiles, 2):
+        assert correlation(x, y) < 4.5
+
+
+def test_expectation_is_that_without_dropout():
+    query, key, value = (jax.random.normal(k, (1, 24, 2, 8)) for k in jax.random.split(jax.random.key(9), 3))
+    keys = jax.random.split(jax.random.key(10), 4096)
+    o = np.asarray(jax.jit(jax.vmap(lambda k: attend(query, key, value, 0.4, k)))(keys))
+    deviation = (o.mean(0) - attend(query, key, value, 0.0, None)) / (o.std(0) / np.sqrt(len(keys)))
+    assert abs(deviation).max() < 4.5
+    assert 0.8 < deviation.std() < 1.2  # as it is for a mean that is exact
+
+
+# --- the ends ---
+
+
+@pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
+def test_rate_0_is_no_dropout(implementation):
+    query, key, value = (jax.random.normal(k, (2, 20, 2, 8)) for k in jax.random.split(jax.random.key(9), 3))
+    without = jax_flash.dot_product_attention(query, key, value, implementation=implementation)
+    for dropout_key in (None, jax.random.key(0)):
+        np.testing.assert_array_equal(attend(query, key, value, 0.0, dropout_key, implementation), without)
+
+
+@pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
+def test_rate_1_gives_zeros(implementation):
+    query, key, value = (jax.random.normal(k, (2, 20, 2, 8)) for k in jax.random.split(jax.random.key(9), 3))
+
+    def function(query, key, value):
+        return attend(query, key, value, 1.0, jax.random.key(0), implementation, return_residual=True)
+
+    (o, residual), pull = jax.vjp(function, query, key, value)
+    assert not o.any()
+    _, expected = jax_flash.dot_product_attention(
+        query, key, value, return_residual=True, implementation=implementation
+    )
+    np.testing.assert_array_equal(residual, expected)
+    assert not any(x.any() for x in pull((jnp.ones_like(o), jnp.zeros_like(residual))))

@@ -1,0 +1,159 @@
+"""Derivatives against finite differences and against those of the reference, of first and higher order, in f64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import DIFFERENTIATED, Case
+from jax.test_util import check_grads
+
+import jax_flash
+from jax_flash import blockwise
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+SMALL = functools.partial(Case, B=2, T=5, S=6, N=2, K=2, D=3, E=2)
+
+# Every pair of masks, bias, GQA, windows, soft cap, dropout and segment ids is there with and without each other.
+PRODUCT = [
+    SMALL(),
+    SMALL(N=4, causal=True, bias="bnts", mask="b1ts"),
+    SMALL(K=1, window=(2, 1), soft_cap=1.5, bias="1n1s", segments=True),
+    SMALL(N=4, window=(1, 2), mask="bnts", dropout=0.3, lengths=True),
+    SMALL(causal=True, window=(2, 0), soft_cap=2.0, dropout=0.2, mask="11ts"),
+    SMALL(K=1, causal=True, dropout=0.4, segments=True, bias="b1t1"),
+    SMALL(soft_cap=1.0, bias="1111", dropout=0.3, mask="1n11", offset=True),
+    SMALL(N=4, causal=True, soft_cap=1.2, segments=True, mask="b11s", offset=True),
+    SMALL(window=(3, 3), bias="bnt1", segments=True, mask="1nts", dropout=0.25, lengths=True),
+]
+
+
+def function(case, implementation, seed=0):
+    """The differentiable inputs, and O and the logsumexp (where there is one) as a function of them."""
+    arrays = case.arrays("float64", seed)
+    inputs = [jnp.asarray(arrays.pop(name)) for name in DIFFERENTIATED if name in arrays]
+
+    @jax.jit
+    def attention(*inputs):
+        named = dict(zip(DIFFERENTIATED, inputs, strict=False))
+        o, statistics = jax_flash.attention_with_statistics(
+            **named, **arrays, **case.options, implementation=implementation
+        )
+        return o, jnp.where(statistics.l == 0, 0, statistics.logsumexp)
+
+    return attention, inputs
+
+
+@pytest.mark.parametrize("case", PRODUCT, ids=str)
+def test_fused(case):
+    attention, inputs = function(case, "flash")
+    check_grads(attention, inputs, order=2, modes=["rev"], atol=1e-4, rtol=1e-4, eps=1e-4)
+
+
+@pytest.mark.parametrize("case", PRODUCT[1::3], ids=str)
+def test_blockwise(case, monkeypatch):
+    monkeypatch.setattr(blockwise, "BLOCK", 4 if not case.dropout else 16)
+    attention, inputs = function(case, "xla")
+    check_grads(attention, inputs, order=2, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4, eps=1e-4)
+
+
+@pytest.mark.parametrize("case", [PRODUCT[2], PRODUCT[4]], ids=str)
+def test_reference(case):
+    attention, inputs = function(case, "reference")
+    check_grads(attention, inputs, order=2, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4, eps=1e-4)
+
+
+def scalar(case, implementation):
+    attention, inputs = function(case, implementation)
+    do, dlogsumexp = case.cotangents("float64")
+    return lambda *inputs: sum(jnp.vdot(x, y) for x, y in zip(attention(*inputs), (do, dlogsumexp), strict=True)), inputs
+
+
+HIGHER = [PRODUCT[1], PRODUCT[6]]
+
+
+def assert_same_as_reference(derivative, case):
+    results = []
+    for implementation in ("flash", "reference"):
+        f, inputs = scalar(case, implementation)
+        results.append(jax.jit(derivative(f))(*inputs))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-10), *results)
+
+
+@pytest.mark.parametrize("case", HIGHER, ids=str)
+def test_hessian(case):
+    assert_same_as_reference(lambda f: jax.hessian(f, argnums=(0, 1, 2)), case)
+
+
+@pytest.mark.parametrize("case", HIGHER, ids=str)
+def test_gradient_of_gradient(case):
+    """A gradient penalty."""
+
+    def penalised(f):
+        def penalty(*inputs):
+            return sum((g**2).sum() for g in jax.grad(f, tuple(range(len(inputs))))(*inputs))
+
+        return lambda *inputs: jax.grad(penalty, tuple(range(len(inputs))))(*inputs)
+
+    assert_same_as_reference(penalised, case)
+
+
+def test_third_order():
+    def third(f):
+        def along(g):
+            return lambda *inputs: jax.grad(lambda *x: g(*x).sum())(*inputs)
+
+        return along(along(along(f)))
+
+    assert_same_as_reference(third, SMALL(causal=True, bias="1111", soft_cap=1.0))
+
+
+def test_hessian_vector_product_is_reverse_over_reverse():
+    case = PRODUCT[1]
+    results = []
+    for implementation in ("flash", "reference"):
+        f, (query, *rest) = scalar(case, implementation)
+        gradient = jax.grad(f)
+        _, product = jax.vjp(lambda q, gradient=gradient, rest=rest: gradient(q, *rest), query)
+        results.append(product(jnp.cos(query))[0])
+    np.testing.assert_allclose(*results, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("transform", [lambda f, x: jax.jvp(f, (x,), (x,)), jax.linearize, lambda f, x: jax.jacfwd(f)(x)])
+def test_forward_mode_names_the_implementation_that_has_it(transform):
+    (query, key, value) = function(SMALL(), None)[1]
+    for implementation in (None, "flash"):
+
+        def attend(query, implementation=implementation):
+            return jax_flash.dot_product_attention(query, key, value, implementation=implementation)
+
+        with pytest.raises(TypeError, match='implementation="xla"'):
+            transform(attend, query)
+
+
+@pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
+def test_rows_with_nothing_to_attend_to(implementation):
+    """Zero, with zero gradients, never NaN; to second order."""
+    case = SMALL(mask="bnts", bias="bnts")
+    attention, inputs = function(case, implementation)
+    query, key, value, bias = inputs
+    bias = bias.at[0, 0, 2].set(-jnp.inf)
+
+    def loss(query, key, value):
+        mask = jnp.ones((2, 2, 5, 6), bool).at[1, :, 3].set(False)
+        o, residual = jax_flash.dot_product_attention(
+            query, key, value, bias, mask, return_residual=True, implementation=implementation
+        )
+        assert_rows = (o[1, 3], o[0, 2, 0])
+        return (o**2).sum() + jnp.where(jnp.isfinite(residual), residual, 0).sum(), (assert_rows, residual)
+
+    (_, (rows, residual)), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(query, key, value)
+    assert not any(row.any() for row in rows)
+    assert jnp.isneginf(residual[1, 3]).all() and jnp.isneginf(residual[0, 2, 0])
+    assert jnp.isfinite(residual).sum() == 2 * 2 * 5 - 3
+    assert not gradients[0][1, 3].any() and not gradients[0][0, 2, 0].any()
+    assert all(jnp.isfinite(g).all() for g in gradients)
+    second = jax.grad(lambda q: (jax.grad(lambda q: loss(q, key, value)[0])(q) ** 2).sum())(query)
+    assert jnp.isfinite(second).all() and not second[1, 3].any()

@@ -1,0 +1,103 @@
+"""The oracle itself against extended precision, and the blockwise form against the oracle."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import standard
+from cases import FEATURES, Case, problem, run
+
+from jax_flash import blockwise, reference
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+ULP = np.finfo(np.float64).eps
+
+
+def assert_exact(results, exact):
+    """Equal to the rounding of sums over a few dozen terms."""
+    assert results.keys() == exact.keys()
+    for name, expected in exact.items():
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(results[name][~finite], expected[~finite].astype(float), err_msg=name)
+        scale = np.abs(expected[finite]).max(initial=0)
+        np.testing.assert_allclose(results[name][finite], expected[finite], rtol=0, atol=32 * ULP * scale, err_msg=name)
+
+
+def explicit(module, problem, operands, cotangents):
+    """o, logsumexp and gradients by the `forward` and `backward` of `reference` or `blockwise`."""
+    o, l, m = module.forward(problem, operands)
+    logsumexp = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
+    names = ["query", "key", "value"] + (["bias"] if problem.dbias else [])
+    gradients = module.backward(problem, operands, o, l, m, *cotangents)
+    return {"o": o, "logsumexp": logsumexp} | dict(zip(names, gradients, strict=True))
+
+
+@pytest.mark.parametrize("case", FEATURES, ids=str)
+def test_reference_is_exact(case):
+    """By JAX's own differentiation of Algorithm 0, through the public function, and by Algorithm 3."""
+    arrays, cotangents = case.arrays("float64"), case.cotangents("float64")
+    exact = standard.attention(case, arrays, cotangents, np.longdouble)
+    assert_exact(run(case, arrays, cotangents, "reference"), exact)
+    problem_, operands = problem(case, arrays)
+    assert_exact(jax.jit(functools.partial(explicit, reference, problem_))(operands, cotangents), exact)
+
+
+@pytest.mark.parametrize("case", FEATURES, ids=str)
+def test_blockwise_is_exact(case, monkeypatch):
+    """With tiles so small that there are several, ragged ones among them."""
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    arrays, cotangents = case.arrays("float64"), case.cotangents("float64")
+    exact = standard.attention(case, arrays, cotangents, np.longdouble)
+    problem_, operands = problem(case, arrays)
+    assert_exact(jax.jit(functools.partial(explicit, blockwise, problem_))(operands, cotangents), exact)
+
+
+@pytest.mark.parametrize("case", [Case(), Case(causal=True, bias="1n1s", dropout=0.3, soft_cap=1.5)], ids=str)
+def test_blockwise_differentiates_as_its_backward(case, monkeypatch):
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    arrays, cotangents = case.arrays("float64", seed=3), case.cotangents("float64", seed=3)
+    assert_exact(run(case, arrays, cotangents, "xla"), standard.attention(case, arrays, cotangents, np.longdouble))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_memory_of_blockwise_is_linear(order):
+    """Temporaries for each position do not grow with the length, also when it is differentiated in reverse."""
+
+    def loss(function):
+        return lambda *arrays: sum((x.astype(jnp.float32) ** 2).sum() for x in jax.tree.leaves(function(*arrays)))
+
+    def temporaries(length):
+        case = Case(B=1, T=length, S=length, N=1, K=1, causal=True, dropout=0.1)
+        problem_, operands = problem(case, case.arrays())
+
+        def forward(query, key, value):
+            return blockwise.forward(problem_, operands._replace(query=query, key=key, value=value))
+
+        def backward(query, key, value):
+            o, l, m = forward(query, key, value)
+            return blockwise.backward(problem_, operands._replace(query=query, key=key, value=value), o, l, m, o, l)
+
+        function = jax.grad(loss(forward if order == 1 else backward), (0, 1, 2))
+        compiled = jax.jit(function).lower(*operands[:3]).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8192) < 2 * temporaries(4096)
+
+
+@pytest.mark.parametrize("length", [2, 0])
+def test_padding_is_not_seen(length):
+    """What is past the lengths has no effect, not even through the derivatives."""
+    case = Case(B=1, T=20, S=24, lengths=True)
+    arrays, cotangents = case.arrays("float64"), case.cotangents("float64")
+    arrays |= {"query_seq_lengths": np.array([length], np.int32), "key_value_seq_lengths": np.array([5], np.int32)}
+    changed = {name: x.copy() for name, x in arrays.items()}
+    changed["query"][:, length:] = 1e3
+    changed["key"][:, 5:] = -1e3
+    changed["value"][:, 5:] = 1e3
+    for implementation in ("reference", "xla"):
+        results, same = (run(case, x, cotangents, implementation) for x in (arrays, changed))
+        for name, x in results.items():
+            np.testing.assert_array_equal(same[name], x, err_msg=name)

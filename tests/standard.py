@@ -1,5 +1,5 @@
-"""Standard attention in NumPy, without a line of jax_flash: in extended precision to hold `reference.py` against, in the
-dtype of the inputs to hold the rounding of kernels against.
+"""Standard attention by NumPy, without a line of jax_flash: in extended precision to hold `reference.py` against,
+in the dtype of the inputs to hold the kernels' rounding against.
 """
 
 from __future__ import annotations

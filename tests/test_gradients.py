@@ -68,7 +68,9 @@ def test_reference(case):
 def scalar(case, implementation):
     attention, inputs = function(case, implementation)
     do, dlogsumexp = case.cotangents("float64")
-    return lambda *inputs: sum(jnp.vdot(x, y) for x, y in zip(attention(*inputs), (do, dlogsumexp), strict=True)), inputs
+    return lambda *inputs: sum(
+        jnp.vdot(x, y) for x, y in zip(attention(*inputs), (do, dlogsumexp), strict=True)
+    ), inputs
 
 
 HIGHER = [PRODUCT[1], PRODUCT[6]]
@@ -121,7 +123,9 @@ def test_hessian_vector_product_is_reverse_over_reverse():
     np.testing.assert_allclose(*results, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("transform", [lambda f, x: jax.jvp(f, (x,), (x,)), jax.linearize, lambda f, x: jax.jacfwd(f)(x)])
+@pytest.mark.parametrize(
+    "transform", [lambda f, x: jax.jvp(f, (x,), (x,)), jax.linearize, lambda f, x: jax.jacfwd(f)(x)]
+)
 def test_forward_mode_names_the_implementation_that_has_it(transform):
     (query, key, value) = function(SMALL(), None)[1]
     for implementation in (None, "flash"):

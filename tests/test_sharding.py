@@ -1,0 +1,300 @@
+"""Eight devices compute what one does, each its own batch entries and heads, and nothing is gathered."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import DIFFERENTIATED, Case
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_flash
+
+MODES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def mesh(mode, *shape):
+    return jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=(MODES[mode],) * len(shape))
+
+
+def place(mesh, arrays, specs):
+    return {name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P()))) for name, x in arrays.items()}
+
+
+def results(case, arrays, implementation="flash"):
+    """o, logsumexp and gradients, as a function of the arrays by name."""
+    inputs = {name: x for name, x in arrays.items() if name in DIFFERENTIATED}
+    others = {name: x for name, x in arrays.items() if name not in DIFFERENTIATED}
+
+    def attention(inputs):
+        o, statistics = jax_flash.attention_with_statistics(
+            **inputs, **others, **case.options, implementation=implementation
+        )
+        return o, statistics.logsumexp
+
+    (o, logsumexp), pull = jax.vjp(attention, inputs)
+    (gradients,) = pull((jnp.cos(o), jnp.sin(jnp.where(jnp.isfinite(logsumexp), logsumexp, 0))))
+    return {"o": o, "logsumexp": logsumexp} | gradients
+
+
+def specs(case, batch="data", heads="model"):
+    """Batch and heads sharded wherever they are."""
+    kv_heads = heads if case.K > 1 else None
+    extent = {"b": batch, "n": heads, "t": None, "s": None, "1": None}
+    return {
+        "query": P(batch, None, heads, None),
+        "key": P(batch, None, kv_heads, None),
+        "value": P(batch, None, kv_heads, None),
+        "bias": P(*(extent[e] for e in case.bias)),
+        "mask": P(*(extent[e] for e in case.mask)),
+        **dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "query_offset"), P(batch)),
+        **dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), P(batch, None)),
+    }
+
+
+def assert_close(ours, expected):
+    assert ours.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_allclose(ours[name], x, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def gathers(compiled):
+    """The collectives that move operands about; sums over shards are none."""
+    return re.findall(r"\b(all-gather|all-to-all|collective-permute|all-gather-start)\(", compiled.as_text())
+
+
+SHARDED = functools.partial(Case, B=4, T=19, S=23, N=4, K=2, D=8, E=8)
+CASES = [
+    SHARDED(),
+    SHARDED(K=4, causal=True, dropout=0.3),
+    SHARDED(K=1, bias="1nts"),
+    SHARDED(bias="111s", mask="b1ts", dropout=0.5, broadcast_dropout=True),
+    SHARDED(bias="bnts", mask="bnts", lengths=True, soft_cap=1.0),
+    SHARDED(K=1, segments=True, offset=True, window=(5, 3), dropout=0.2, bias="b1t1"),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_batch_and_heads(case, mode):
+    arrays = case.arrays()
+    expected = jax.jit(functools.partial(results, case))(arrays)
+    with jax.set_mesh(mesh(mode, 4, 2)):
+        placed = place(mesh(mode, 4, 2), arrays, specs(case))
+        compiled = jax.jit(functools.partial(results, case)).lower(placed).compile()
+        ours = compiled(placed)
+        assert_close(ours, expected)
+        assert not gathers(compiled)
+        # Each device has, and so has computed, its own part.
+        assert ours["o"].sharding.shard_shape(ours["o"].shape) == (1, case.T, 2, case.E)
+        assert ours["query"].sharding.shard_shape(ours["query"].shape) == (1, case.T, 2, case.D)
+        text = compiled.as_text()
+        local = f"batch=1 q_len={case.T} kv_len={case.S} q_heads=2 kv_heads={max(case.K // 2, 1)} "
+        for name in ("forward", "backward"):
+            (line,) = (x for x in text.splitlines() if f'custom_call_target="jax_flash_{name}"' in x)
+            assert local in line
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("N", "K", "shape", "local"), [(8, 2, (2, 4), (2, 1)), (8, 4, (2, 4), (2, 1)), (8, 1, (1, 8), (1, 1))]
+)
+def test_groups_over_devices(N, K, shape, local, mode):
+    """Grouped queries: several devices share a key/value head, or each has whole groups."""
+    case = Case(B=2, T=19, S=23, N=N, K=K, D=8, E=8, causal=True)
+    arrays = case.arrays()
+    expected = jax.jit(functools.partial(results, case))(arrays)
+    kv = P("data", None, "model" if K % shape[1] == 0 else None, None)
+    with jax.set_mesh(mesh(mode, *shape)):
+        placed = place(mesh(mode, *shape), arrays, specs(case) | {"key": kv, "value": kv})
+        compiled = jax.jit(functools.partial(results, case)).lower(placed).compile()
+        assert_close(compiled(placed), expected)
+        assert not gathers(compiled)
+        assert f"q_heads={local[0]} kv_heads={local[1]} " in compiled.as_text()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "axes",
+    [("data", None), (None, "data"), (("data", "model"), None), (None, ("data", "model"))],
+    ids=str,
+)
+def test_one_axis_or_both_as_one(axes, mode):
+    case = Case(B=8, T=11, S=9, N=8, K=8, D=8, E=8, dropout=0.4, bias="11ts")
+    arrays = case.arrays()
+    expected = jax.jit(functools.partial(results, case))(arrays)
+    with jax.set_mesh(mesh(mode, 4, 2)):
+        placed = place(mesh(mode, 4, 2), arrays, specs(case, *axes))
+        compiled = jax.jit(functools.partial(results, case)).lower(placed).compile()
+        assert_close(compiled(placed), expected)
+        assert not gathers(compiled)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", [("query",), ("key", "value"), ("query", "key", "value", "bias")], ids=str)
+def test_sharded_sequences_are_correct(where, mode):
+    """They are gathered, for now."""
+    case = Case(B=2, T=16, S=24, N=2, K=2, D=8, E=8, causal=True, bias="bnts", dropout=0.2)
+    arrays = case.arrays()
+    expected = jax.jit(functools.partial(results, case))(arrays)
+    sequences = {
+        "query": P(None, "data"),
+        "key": P(None, "data"),
+        "value": P(None, "data"),
+        "bias": P(None, None, "data", "model"),
+    }
+    with jax.set_mesh(mesh(mode, 4, 2)):
+        placed = place(mesh(mode, 4, 2), arrays, {name: sequences[name] for name in where})
+        assert_close(jax.jit(functools.partial(results, case))(placed), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_jit(mode):
+    case = SHARDED(causal=True, dropout=0.1)
+    arrays = case.arrays()
+    expected = results(case, arrays)
+    with jax.set_mesh(mesh(mode, 4, 2)):
+        assert_close(results(case, place(mesh(mode, 4, 2), arrays, specs(case))), expected)
+
+
+def test_without_a_mesh_in_context():
+    """Shardings of the arrays are enough."""
+    case = SHARDED(causal=True, dropout=0.1, bias="1n11")
+    arrays = case.arrays()
+    placed = place(mesh("auto", 4, 2), arrays, specs(case))
+    compiled = jax.jit(functools.partial(results, case)).lower(placed).compile()
+    assert_close(compiled(placed), jax.jit(functools.partial(results, case))(arrays))
+    assert not gathers(compiled)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_other_implementations(implementation, mode):
+    case = SHARDED(causal=True, dropout=0.1, bias="1nts")
+    arrays = case.arrays()
+    expected = jax.jit(functools.partial(results, case))(arrays)
+    with jax.set_mesh(mesh(mode, 4, 2)):
+        placed = place(mesh(mode, 4, 2), arrays, specs(case))
+        assert_close(jax.jit(functools.partial(results, case, implementation=implementation))(placed), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_higher_order_under_a_mesh(mode):
+    case = SHARDED(causal=True)
+    arrays = case.arrays()
+
+    def penalty(arrays):
+        def loss(query):
+            return (jax_flash.dot_product_attention(**arrays | {"query": query}, implementation="flash") ** 2).sum()
+
+        return jax.grad(lambda query: (jax.grad(loss)(query) ** 2).sum())(arrays["query"])
+
+    expected = jax.jit(penalty)(arrays)
+    with jax.set_mesh(mesh(mode, 4, 2)):
+        ours = jax.jit(penalty)(place(mesh(mode, 4, 2), arrays, specs(case)))
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_vmap_of_sharded_arrays(mode):
+    """An ensemble, sharded over its members."""
+    case = Case(B=2, T=11, S=9, N=2, K=1, D=8, E=8, causal=True, bias="1n1s")
+    ensemble = [case.arrays(seed=seed) for seed in range(8)]
+    arrays = {name: np.stack([x[name] for x in ensemble]) for name in ensemble[0]}
+    function = jax.jit(jax.vmap(functools.partial(results, case)))
+    expected = function(arrays)
+    with jax.set_mesh(mesh(mode, 4, 2)):
+        placed = place(mesh(mode, 4, 2), arrays, dict.fromkeys(arrays, P(("data", "model"))))
+        compiled = function.lower(placed).compile()
+        assert_close(compiled(placed), expected)
+        assert not gathers(compiled)
+
+
+# --- shard_map ---
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("implementation", ["flash", "xla"])
+def test_shard_map(implementation, check_vma):
+    """The gradient taken inside."""
+    case = SHARDED(causal=True)
+    arrays = case.arrays()
+    expected = jax.jit(functools.partial(results, case))(arrays)
+    spec = P("data", None, "model", None)
+    out = dict.fromkeys(("o", "query", "key", "value"), spec) | {"logsumexp": P("data", "model", None)}
+    function = jax.jit(
+        jax.shard_map(
+            functools.partial(results, case, implementation=implementation),
+            mesh=mesh("auto", 4, 2),
+            in_specs=(dict.fromkeys(arrays, spec),),
+            out_specs=out,
+            check_vma=check_vma,
+        )
+    )
+    assert_close(function(arrays), expected)
+    assert not gathers(function.lower(arrays).compile())
+
+
+@pytest.mark.parametrize("implementation", ["flash", "xla"])
+def test_gradient_of_shard_map_sums_over_what_is_shared(implementation):
+    """Key, value and bias are the same on all devices, and the gradient is taken outside."""
+    case = SHARDED(bias="1nts", K=1)
+    arrays = case.arrays()
+    shared = {"key": arrays["key"][:1], "value": arrays["value"][:1], "bias": arrays["bias"]}
+
+    def attention(query, shared):
+        batch = query.shape[0]
+        key, value = (jnp.broadcast_to(shared[name], (batch, *shared[name].shape[1:])) for name in ("key", "value"))
+        return jax_flash.dot_product_attention(query, key, value, shared["bias"], implementation=implementation)
+
+    def gradient(attention):
+        return jax.jit(jax.grad(lambda *args: (attention(*args) ** 2).sum(), (0, 1)))(arrays["query"], shared)
+
+    mapped = jax.shard_map(
+        attention,
+        mesh=mesh("auto", 4, 2),
+        in_specs=(P("data", None, "model", None), {"key": P(), "value": P(), "bias": P(None, "model")}),
+        out_specs=P("data", None, "model", None),
+    )
+    ours, expected = gradient(mapped), gradient(attention)
+    np.testing.assert_allclose(ours[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert_close(ours[1], expected[1])
+
+
+def test_shard_map_with_global_ids_has_the_mask_of_the_whole():
+    case = SHARDED(dropout=0.4)
+    arrays = case.arrays()
+    expected = jax.jit(functools.partial(results, case))(arrays)["o"]
+
+    def attention(query, key, value):
+        return jax_flash.dot_product_attention(
+            query, key, value, dropout_rate=case.dropout, dropout_key=arrays["dropout_key"], implementation="flash",
+            dropout_batch_ids=jax.lax.axis_index("data")[None],
+            dropout_head_ids=2 * jax.lax.axis_index("model") + jnp.arange(2),
+        )  # fmt: skip
+
+    spec = P("data", None, "model", None)
+    function = jax.shard_map(attention, mesh=mesh("auto", 4, 2), in_specs=(spec,) * 3, out_specs=spec)
+    ours = jax.jit(function)(arrays["query"], arrays["key"], arrays["value"])
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_shard_map_over_one_axis_with_the_other_automatic():
+    case = SHARDED(causal=True)
+    arrays = case.arrays()
+    expected = jax.jit(functools.partial(results, case))(arrays)["o"]
+    mesh_ = mesh("auto", 4, 2)
+
+    def attention(query, key, value):
+        return jax_flash.dot_product_attention(query, key, value, is_causal=True, implementation="flash")
+
+    placed = place(mesh_, arrays, specs(case))
+    function = jax.jit(
+        jax.shard_map(attention, mesh=mesh_, in_specs=(P("data"),) * 3, out_specs=P("data"), axis_names={"data"})
+    )
+    np.testing.assert_allclose(
+        function(*(placed[n] for n in ("query", "key", "value"))), expected, rtol=1e-5, atol=1e-5
+    )

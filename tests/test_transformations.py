@@ -1,0 +1,298 @@
+"""The fused attention under JAX's transformations gives what it gives without, and runs what it should and no more."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jax_flash
+
+B, T, S, N, K, D = 2, 21, 27, 4, 2, 8
+attend = functools.partial(jax_flash.dot_product_attention, implementation="flash")
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def arrays(*lead):
+    return (
+        normal(0, *lead, T, N, D),
+        normal(1, *lead, S, K, D),
+        normal(2, *lead, S, K, D),
+        normal(3, *lead[1:], N, T, S),
+    )
+
+
+def loss(query, key, value, bias=None, **options):
+    return (attend(query, key, value, bias, **options) ** 2).sum()
+
+
+def assert_close(x, y):
+    """Up to the rounding of what XLA makes of the code around the kernels."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), x, y)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), x) == jax.tree.map(lambda x: (x.shape, x.dtype), y)
+
+
+def calls(function, *args):
+    """How often the compiled program calls the forward and the backward kernel."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    return tuple(text.count(f'custom_call_target="jax_flash_{name}"') for name in ("forward", "backward"))
+
+
+def traced_calls(function, *args):
+    """How often the traced program does, before XLA merges what it finds twice."""
+    count = {"jax_flash_forward": 0, "jax_flash_backward": 0}
+
+    def walk(x):
+        if hasattr(x, "eqns"):
+            for equation in x.eqns:
+                if equation.primitive.name == "ffi_call":
+                    count[equation.params["target_name"]] += 1
+                jax.tree.map(walk, list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
+
+    walk(jax.make_jaxpr(function)(*args).jaxpr)
+    return tuple(count.values())
+
+
+def problems(function, *args):
+    """The problems of the backward kernels that the compiled program calls, field by field."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    lines = [line for line in text.splitlines() if 'custom_call_target="jax_flash_backward"' in line]
+    return [dict(re.findall(r"(\w+)=(\w+)", line[line.index("version=") :])) for line in lines]
+
+
+def test_jit():
+    q, k, v, bias = arrays(B)
+    gradient = jax.value_and_grad(loss, (0, 1, 2, 3))
+    assert_close(jax.jit(gradient)(q, k, v, bias), gradient(q, k, v, bias))
+
+
+def test_vjp():
+    q, k, v, _ = arrays(B)
+    o, pull = jax.vjp(attend, q, k, v)
+    assert_close(pull(2 * o), jax.grad(loss, (0, 1, 2))(q, k, v))
+
+
+def test_eval_shape():
+    q, k, v, bias = arrays(B)
+    o, statistics = jax.eval_shape(jax_flash.attention_with_statistics, *(x.astype(jnp.bfloat16) for x in (q, k, v)))
+    assert (o.shape, o.dtype) == ((B, T, N, D), jnp.bfloat16)
+    assert all((x.shape, x.dtype) == ((B, N, T), jnp.float32) for x in (statistics.l, statistics.m))
+    gradients = jax.eval_shape(jax.grad(loss, (0, 1, 2, 3)), q, k, v, bias)
+    assert [g.shape for g in gradients] == [x.shape for x in (q, k, v, bias)]
+
+
+# --- vmap ---
+
+
+@pytest.mark.parametrize("mapped", list(itertools.product([0, None], repeat=4))[:-1], ids=str)
+def test_vmap_over_any_operands(mapped):
+    """Values and gradients, of what is mapped and of what is shared."""
+    q, k, v, bias = arrays(B)
+    args = [jnp.stack([x, x + 1]) if axis == 0 else x for x, axis in zip((q, k, v, bias), mapped, strict=True)]
+    gradient = jax.value_and_grad(lambda *args: loss(*args, is_causal=True), (0, 1, 2, 3))
+    singles = [gradient(*(x[i] if axis == 0 else x for x, axis in zip(args, mapped, strict=True))) for i in range(2)]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *singles)
+    assert_close(jax.jit(jax.vmap(gradient, in_axes=mapped))(*args), expected)
+
+
+def test_gradient_of_vmap_sums_over_what_is_shared():
+    q, k, v, bias = arrays(3, B)
+    k, v, bias = k[0], v[0], bias[0]
+
+    def mapped(q, k, v, bias):
+        return jax.vmap(loss, in_axes=(0, None, None, None))(q, k, v, bias).sum()
+
+    def looped(q, k, v, bias):
+        return sum(loss(q[i], k, v, bias) for i in range(3))
+
+    arguments = (0, 1, 2, 3)
+    assert_close(
+        jax.jit(jax.grad(mapped, arguments))(q, k, v, bias), jax.jit(jax.grad(looped, arguments))(q, k, v, bias)
+    )
+
+
+def test_nested_vmap_with_other_axes():
+    q, k, v, _ = arrays(2, 3, B)
+    lengths = jnp.array([[[1, 5], [27, 0], [3, 9]]] * 2)
+    function = functools.partial(loss, is_causal=True)
+
+    def single(q, k, v, lengths):
+        return jax.value_and_grad(function, (0, 1, 2))(q, k, v, key_value_seq_lengths=lengths)
+
+    expected = [[single(q[i, j], k[i, j], v[i, j], lengths[i, j]) for j in range(3)] for i in range(2)]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *[jax.tree.map(lambda *x: jnp.stack(x), *row) for row in expected])
+    inner = jax.vmap(single, in_axes=(2, 0, 3, 0))
+    outer = jax.jit(jax.vmap(inner, in_axes=(0, 0, 0, 0)))
+    assert_close(outer(jnp.moveaxis(q, 1, 3), k, jnp.moveaxis(v, 1, 4), lengths), expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["mask", "query_seq_lengths", "key_value_seq_lengths", "segments", "query_offset", "dropout_key"]
+)
+def test_vmap_over_what_has_no_gradient(name):
+    q, k, v, _ = arrays(B)
+    values = {
+        "mask": jax.random.bernoulli(jax.random.key(5), 0.6, (3, 1, N, T, S)),
+        "query_seq_lengths": jnp.array([[1, 21], [0, 4], [5, 5]]),
+        "key_value_seq_lengths": jnp.array([[1, 21], [0, 4], [27, 5]]),
+        "segments": jax.random.randint(jax.random.key(6), (3, B, T + S), 0, 3),
+        "query_offset": jnp.array([[1, -5], [0, 4], [7, 5]]),
+        "dropout_key": jax.random.split(jax.random.key(8), 3),
+    }[name]
+
+    def function(x):
+        options = {name: x}
+        if name == "segments":
+            options = {"query_segment_ids": x[:, :T], "key_value_segment_ids": x[:, T:]}
+        if name == "dropout_key":
+            options["dropout_rate"] = 0.3
+        return jax.value_and_grad(functools.partial(loss, is_causal=name == "query_offset", **options), (0, 1))(q, k, v)
+
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *(function(x) for x in values))
+    assert_close(jax.jit(jax.vmap(function))(values), expected)
+
+
+def test_vmap_is_one_call():
+    q, k, v, _ = arrays(3, B)
+    assert calls(jax.vmap(jax.grad(loss, (0, 1, 2))), q, k, v) == (1, 1)
+
+
+# --- what runs ---
+
+
+def test_only_the_gradients_asked_for_are_computed():
+    args = arrays(B)
+    for chosen in [(0,), (1,), (2,), (3,), (0, 2), (0, 1, 2, 3)]:
+        (problem,) = problems(jax.grad(loss, chosen), *args)
+        assert [problem[name] for name in ("dq", "dk", "dv", "dbias")] == [str(int(i in chosen)) for i in range(4)]
+
+
+def test_forward_alone_is_one_call():
+    assert calls(attend, *arrays(B)) == (1, 0)
+    assert calls(jax.grad(loss), *arrays(B)) == (1, 1)
+
+
+def block(x, w):
+    """Something like a layer: attention between products whose results a remat policy may throw away."""
+    q, k, v = (jnp.einsum("btnd,de->btne", x, w[i]) for i in range(3))
+    return x + jnp.tanh(attend(q, k, v, is_causal=True))
+
+
+def test_remat():
+    x, w = normal(0, B, T, N, D), normal(1, 3, D, D) / D
+
+    def gradient(block):
+        return jax.grad(lambda x, w: (block(block(x, w), w) ** 2).sum(), (0, 1))
+
+    plain, remat = gradient(block), gradient(jax.checkpoint(block))
+    assert_close(jax.jit(remat)(x, w), jax.jit(plain)(x, w))
+    assert traced_calls(plain, x, w) == (2, 2)
+    assert traced_calls(remat, x, w) == (4, 2)
+
+
+def test_remat_policy_saves_the_residuals():
+    """The forward then is not run again."""
+    x, w = normal(0, B, T, N, D), normal(1, 3, D, D) / D
+    policy = jax.checkpoint_policies.save_only_these_names(*jax_flash.RESIDUAL_NAMES)
+
+    def gradient(block):
+        return jax.grad(lambda x, w: (block(block(x, w), w) ** 2).sum(), (0, 1))
+
+    saved = gradient(jax.checkpoint(block, policy=policy))
+    assert_close(jax.jit(saved)(x, w), jax.jit(gradient(block))(x, w))
+    assert traced_calls(saved, x, w) == (2, 2)
+
+
+def test_scan_over_layers():
+    x, w = normal(0, B, T, N, D), normal(1, 4, 3, D, D) / D
+
+    def scanned(x, w):
+        return (jax.lax.scan(lambda x, w: (jax.checkpoint(block)(x, w), None), x, w)[0] ** 2).sum()
+
+    def looped(x, w):
+        for layer in w:
+            x = block(x, layer)
+        return (x**2).sum()
+
+    expected = jax.jit(jax.grad(looped, (0, 1)))(x, w)
+    results = jax.jit(jax.grad(scanned, (0, 1)))(x, w)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), results, expected)
+    assert calls(jax.grad(scanned, (0, 1)), x, w) == (2, 1)  # in the loop over layers, and again in the one backwards
+
+
+def test_control_flow():
+    q, k, v, _ = arrays(B)
+
+    def function(q, n):
+        q = jax.lax.fori_loop(0, 2, lambda _, q: attend(q, k, v), q)
+        return jax.lax.cond(n > 0, lambda q: attend(q, k, v), lambda q: q, q)
+
+    expected = attend(attend(attend(q, k, v), k, v), k, v)
+    assert_close(jax.jit(function)(q, 1), expected)
+    gradient = jax.jit(jax.grad(lambda q: (function(q, 1) ** 2).sum()))(q)
+    assert_close(gradient, jax.grad(lambda q: (attend(attend(attend(q, k, v), k, v), k, v) ** 2).sum())(q))
+
+
+# --- ahead of time, and memory ---
+
+
+def checks():
+    return [export.DisabledSafetyCheck.custom_call(f"jax_flash_{name}") for name in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("implementation", ["flash", None])
+def test_export_round_trip(implementation):
+    q, k, v, bias = arrays(B)
+
+    def function(*args):
+        return (jax_flash.dot_product_attention(*args, is_causal=True, implementation=implementation) ** 2).sum()
+
+    gradient = jax.jit(jax.value_and_grad(function, (0, 1, 2, 3)))
+    exported = export.export(gradient, disabled_checks=checks())(q, k, v, bias)
+    restored = export.deserialize(exported.serialize())
+    assert_close(restored.call(q, k, v, bias), gradient(q, k, v, bias))
+
+
+def test_export_for_a_platform_without_kernels():
+    """The platform is chosen when lowering: what has no kernels there is the blockwise form, or a clear refusal."""
+    q, k, v, _ = arrays(B)
+    function = jax.jit(jax_flash.dot_product_attention)
+    exported = export.export(function, platforms=("cpu", "tpu"), disabled_checks=checks())(q, k, v)
+    assert exported.platforms == ("cpu", "tpu")
+    assert_close(export.deserialize(exported.serialize()).call(q, k, v), function(q, k, v))
+
+
+def test_donated_arguments():
+    q, k, v, _ = arrays(B)
+    expected = attend(q, k, v)
+    donated = q + 0
+    assert_close(jax.jit(attend, donate_argnums=(0,))(donated, k, v), expected)
+    step = jax.jit(lambda q, k, v: q - 0.1 * jax.grad(loss)(q, k, v), donate_argnums=(0,))
+    expected, once = q - 0.1 * jax.grad(loss)(q, k, v), q + 0
+    assert_close(step(once, k, v), expected)
+
+
+def test_one_array_as_all_operands():
+    x = normal(0, B, T, N, D)
+    gradient = jax.jit(jax.grad(lambda x: loss(x, x, x)))(x)
+    assert_close(gradient, sum(jax.grad(loss, (0, 1, 2))(x, x, x)))
+
+
+def test_arrays_without_gradients_are_not_asked_for():
+    """A loss of a constant bias: no dbias; integers and keys get no gradients."""
+    q, k, v, bias = arrays(B)
+    (problem,) = problems(jax.grad(lambda q: loss(q, k, v, bias, dropout_rate=0.1, dropout_key=jax.random.key(0))), q)
+    assert (problem["dq"], problem["dk"], problem["dv"], problem["dbias"]) == ("1", "0", "0", "0")
+
+
+def test_statistics_without_cotangent_cost_nothing():
+    (without,) = problems(jax.grad(loss), *arrays(B))
+    (within,) = problems(jax.grad(lambda *x: jax_flash.attention_with_statistics(*x)[1].logsumexp.sum()), *arrays(B))
+    assert (without["dlogsumexp"], within["dlogsumexp"]) == ("0", "1")

@@ -3,6 +3,8 @@ VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 # Leave out what builds packages; `make test PYTEST_ARGS=` runs everything.
 PYTEST_ARGS ?= -m "not slow"
+# Most of the suite's time is spent compiling, one program a process. A GPU's memory is for one process.
+PYTEST = bin/pytest $(if $(GPU),,--numprocesses auto --maxprocesses 8 --dist loadgroup)
 EXTRAS ?= dev
 DEMO_ARGS ?=
 BENCH_ARGS ?=
@@ -10,7 +12,8 @@ BENCH_ARGS ?=
 OLDEST_JAX = 0.9.1
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
   $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
-JAX = $(if $(shell command -v nvidia-smi),jax[cuda13],jax)
+GPU = $(shell command -v nvidia-smi)
+JAX = $(if $(GPU),jax[cuda13],jax)
 BUILD_TOOLS = scikit-build-core nanobind cmake ninja
 PIP = bin/python -m pip install --quiet --disable-pip-version-check
 CPP = $(wildcard bindings.cc) $(shell find $(wildcard common cpu_src cuda_src) -name '*.h' -o -name '*.cc' -o -name '*.cuh')
@@ -36,11 +39,11 @@ demo: $(VENV)/.built
 
 test: lint
 	$(call say,Running the test suite)
-	@$(VENV)/bin/pytest $(PYTEST_ARGS)
+	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
 
 test-oldest: $(VENV_OLDEST)/.built
 	$(call say,Running the test suite with jax $(OLDEST_JAX))
-	@$(VENV_OLDEST)/bin/pytest $(PYTEST_ARGS)
+	@$(VENV_OLDEST)/$(PYTEST) $(PYTEST_ARGS)
 
 bench: $(VENV)/.built
 	$(call say,Measuring attention on this CPU; results go to benchmarks/results/)

@@ -338,6 +338,8 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--prompt {args.prompt!r} must be one or more ASCII characters")
     if args.temperature <= 0:
         parser.error(f"--temperature {args.temperature} must be positive")
+    if min(args.steps, args.compare_steps) < 1:
+        parser.error("--steps and --compare-steps must be at least 1")
     args.kv_heads = args.kv_heads or args.heads
     args.sample_length = min(args.sample_length or args.seq_len, args.seq_len)
     args.compare_steps = min(args.compare_steps, args.steps)

@@ -227,7 +227,7 @@ void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, 
       Zero(scratch.dv, columns, scratch.dv.stride);
       for (int64_t tile = 0; tile < RoundUp(p.q_len, kTileRows) / kTileRows * group; ++tile) {
         const int64_t n = head * group + tile % group, i0 = tile / group * kTileRows;
-        const Block block = step.scores.Visible(i0, Min(kTileRows, p.q_len - i0), j0, columns);
+        const Block block = step.scores.Visible(n, i0, Min(kTileRows, p.q_len - i0), j0, columns);
         if (block.empty()) continue;
         const int64_t width = block.c1 - block.c0;
         step.LoadQueries(n, i0, block.rows);
@@ -304,7 +304,7 @@ void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given,
           const int64_t tile_columns = Min(kTileColumns, p.kv_len - j0);
           step.LoadKeysAndValues(n / p.group(), j0, tile_columns);
           for (int64_t i0 = first_row; i0 < Min(p.q_len, first_row + rows.summed * kTileRows); i0 += kTileRows) {
-            const Block block = step.scores.Visible(i0, Min(kTileRows, p.q_len - i0), j0, tile_columns);
+            const Block block = step.scores.Visible(n, i0, Min(kTileRows, p.q_len - i0), j0, tile_columns);
             if (block.empty()) continue;
             step.LoadQueries(n, i0, block.rows);
             step.ComputeP(block, n);

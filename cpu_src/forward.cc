@@ -152,7 +152,7 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
       bool loaded = false;
       for (int64_t t = 0; t < count; ++t) {
         QueryTile<A>& query = scratch.queries[t];
-        const Block block = scores.Visible(query.i0, query.rows, j0, columns);
+        const Block block = scores.Visible(query.n, query.i0, query.rows, j0, columns);
         if (block.empty()) continue;
         if (!loaded) {
           LoadRows(HeadRows(in.key, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.qk_dim), columns, p.qk_dim, A(1),

@@ -9,7 +9,8 @@
 namespace jax_flash::JAX_FLASH_ISA {
 
 // Rows of Q and columns (rows of K and V) that a tile of S holds. Large enough that what is done once per row of a tile
-// costs little, small enough for all tiles of an inner step to stay in the L2 cache. Multiples of 64: dropout comes so.
+// costs little, small enough for all tiles of an inner step to stay in the L2 cache. Dropout decides 16 x 64 entries at
+// a time.
 constexpr int64_t kTileRows = 48;
 constexpr int64_t kTileColumns = 256;
 
@@ -51,15 +52,13 @@ class Scores {
   // The keys that rows i0 <= i < i1 may attend to, as far as positions tell.
   KeyRange Keys(int64_t i0, int64_t i1) const { return AnyRowKeys(positions_, i0, i1); }
 
-  // The block of rows i0 <= i < i0 + rows in the tile of columns j0 <= j < j0 + columns that has to be looked at.
-  Block Visible(int64_t i0, int64_t rows, int64_t j0, int64_t columns) const {
+  // The block of head n's rows i0 <= i < i0 + rows in the tile of columns j0 <= j < j0 + columns that has to be
+  // computed.
+  Block Visible(int64_t n, int64_t i0, int64_t rows, int64_t j0, int64_t columns) const {
     const KeyRange keys = Keys(i0, i0 + rows);
     Block block = {i0, rows, j0, Max(keys.lo - j0, 0) / kLanes<A> * kLanes<A>, Min(keys.hi - j0, columns)};
-    if (p_.segments && !block.empty()) {
-      const Range rows_ids = SegmentsOf(in_.q_segments + b_ * p_.q_len + i0, rows);
-      const Range column_ids = SegmentsOf(in_.kv_segments + b_ * p_.kv_len + j0, columns);
-      if (rows_ids.first > column_ids.last || column_ids.first > rows_ids.last) block.rows = 0;
-    }
+    if (p_.segments && !block.empty() && !SegmentsMeet(block)) block.rows = 0;
+    if (p_.mask.present && !block.empty() && !MaskShows(block, n)) block.rows = 0;
     return block;
   }
 
@@ -116,6 +115,25 @@ class Scores {
       range.last = ids[i] > range.last ? ids[i] : range.last;
     }
     return range;
+  }
+
+  // Whether the ranges of segment ids of the rows and of the columns overlap.
+  bool SegmentsMeet(const Block& block) const {
+    const Range rows = SegmentsOf(in_.q_segments + b_ * p_.q_len + block.i0, block.rows);
+    const Range columns = SegmentsOf(in_.kv_segments + b_ * p_.kv_len + block.j0 + block.c0, block.c1 - block.c0);
+    return rows.first <= columns.last && columns.first <= rows.last;
+  }
+
+  // Whether the mask is true anywhere in the block.
+  bool MaskShows(const Block& block, int64_t n) const {
+    const HeadOffset offset(p_, p_.mask, b_, n);
+    uint8_t any = 0;
+    for (int64_t r = 0; r < (offset.row_stride ? block.rows : 1) && !any; ++r) {
+      const uint8_t* mask =
+          in_.mask + offset.start + (block.i0 + r) * offset.row_stride + block.j0 * offset.column_stride;
+      for (int64_t c = block.c0; c < block.c1; ++c) any |= mask[c * offset.column_stride];
+    }
+    return any;
   }
 
   static U32Vec Fill(uint32_t x) { return x - U32Vec{}; }

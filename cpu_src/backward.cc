@@ -189,7 +189,7 @@ class QueryGradient {
         }
       }
       if (in_place_) return;
-      StoreRows(sum, rows, p_.qk_dim, A(1), HeadRows(dq_, p_.dtype, b, i0, p_.q_len, n, p_.q_heads, p_.qk_dim));
+      StoreRows(sum, rows, p_.qk_dim, HeadRows(dq_, p_.dtype, b, i0, p_.q_len, n, p_.q_heads, p_.qk_dim));
     });
   }
 
@@ -256,12 +256,11 @@ void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, 
         }
       }
       if (p.dk) {
-        StoreRows(scratch.dk, columns, p.qk_dim, A(1),
+        StoreRows(scratch.dk, columns, p.qk_dim,
                   HeadRows(out.dk, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.qk_dim));
       }
       if (p.dv) {
-        StoreRows(scratch.dv, columns, p.v_dim, A(1),
-                  HeadRows(out.dv, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.v_dim));
+        StoreRows(scratch.dv, columns, p.v_dim, HeadRows(out.dv, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.v_dim));
       }
     }
   };

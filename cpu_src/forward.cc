@@ -110,8 +110,7 @@ void Finish(const Problem& p, const ForwardResults& out, int64_t b, const QueryT
     static_cast<A*>(out.l)[statistics + r] = l;
     static_cast<A*>(out.m)[statistics + r] = m;
   }
-  StoreRows<A>(query.o, query.rows, p.v_dim, A(1),
-               HeadRows(out.o, p.dtype, b, query.i0, p.q_len, query.n, p.q_heads, p.v_dim));
+  StoreRows(query.o, query.rows, p.v_dim, HeadRows(out.o, p.dtype, b, query.i0, p.q_len, query.n, p.q_heads, p.v_dim));
 }
 
 template <typename A>

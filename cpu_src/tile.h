@@ -71,8 +71,9 @@ struct Rows {
   DType dtype;
 };
 
-// Rows i0, i0 + 1, ... of one head of a [B, length, heads, dim] array of the problem's dtype.
 inline int64_t SizeOf(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }
+
+// Rows i0, i0 + 1, ... of one head of a [B, length, heads, dim] array.
 inline Rows HeadRows(const void* array, DType dtype, int64_t b, int64_t i0, int64_t length, int64_t head, int64_t heads,
                      int64_t dim) {
   const int64_t element = ((b * length + i0) * heads + head) * dim;
@@ -112,16 +113,16 @@ void TransposeRows(Tile<A> from, int64_t rows, int64_t columns, Tile<A> to) {
   }
 }
 
-// to = factor * from
+// to = from
 template <typename A>
-void StoreRows(Tile<A> from, int64_t rows, int64_t columns, A factor, Rows to) {
+void StoreRows(Tile<A> from, int64_t rows, int64_t columns, Rows to) {
   WithDType(to.dtype, [&](auto* type) {
     using S = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
     for (int64_t i = 0; i < rows; ++i) {
       S* target = static_cast<S*>(to.data) + i * to.stride;
       const A* row = from.row(i);
       if constexpr (sizeof(A) == 4 || sizeof(S) >= 4) {  // no 16-bit results from f64
-        for (int64_t c = 0; c < columns; ++c) From(row[c] * factor, &target[c]);
+        for (int64_t c = 0; c < columns; ++c) From(row[c], &target[c]);
       }
     }
   });

@@ -124,7 +124,8 @@ def test_hessian_vector_product_is_reverse_over_reverse():
 
 
 @pytest.mark.parametrize(
-    "transform", [lambda f, x: jax.jvp(f, (x,), (x,)), jax.linearize, lambda f, x: jax.jacfwd(f)(x)]
+    "transform",
+    [lambda f, x: jax.jvp(f, (x,), (x,)), lambda f, x: jax.linearize(f, x)[1](x), lambda f, x: jax.jacfwd(f)(x)],
 )
 def test_forward_mode_names_the_implementation_that_has_it(transform):
     (query, key, value) = function(SMALL(), None)[1]

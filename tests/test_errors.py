@@ -1,0 +1,327 @@
+"""Bad input: what can be known when tracing is an error that names the argument, NaN and inf go the way they go in
+standard attention, what is empty is zero. Nothing crashes.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import standard
+from cases import Case, run
+
+import jax_flash
+from jax_flash import dropout
+
+IMPLEMENTATIONS = ["flash", "xla", "reference"]
+B, T, S, N, K, D = 2, 7, 9, 4, 2, 8
+
+
+def arrays(**changes):
+    shapes = {"query": (B, T, N, D), "key": (B, S, K, D), "value": (B, S, K, D)} | changes
+    return {name: jnp.ones(shape) for name, shape in shapes.items()}
+
+
+def attend(implementation="flash", **arguments):
+    return jax_flash.dot_product_attention(**(arrays() | arguments), implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"query": (T, D)}, "query"),
+        ({"query": (1, B, T, N, D)}, "query"),
+        ({"key": (S, D)}, "key"),
+        ({"value": (1, B, S, K, D)}, "value"),
+        ({"query": (3, T, N, D)}, "query"),
+        ({"key": (3, S, K, D)}, "key"),
+        ({"value": (3, S, K, D)}, "value"),
+        ({"key": (B, S + 1, K, D)}, "key"),
+        ({"value": (B, S, K + 2, D)}, "value"),
+        ({"key": (B, S, K, D + 1)}, "key"),
+        ({"query": (B, T, N, D + 1)}, "query"),
+        ({"query": (B, T, 3, D)}, "heads"),
+        ({"query": (B, T, 1, D)}, "heads"),
+        ({"key": (B, S, 0, D), "value": (B, S, 0, D)}, "heads"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_shapes(changes, match, implementation):
+    with pytest.raises(ValueError, match=match):
+        attend(implementation, **arrays(**changes))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_dtypes(name, dtype):
+    with pytest.raises(TypeError, match=f"{name}.*{dtype}|{dtype}.*{name}"):
+        attend(**{name: arrays()[name].astype(dtype)})
+
+
+def test_mixed_dtypes():
+    with pytest.raises(TypeError, match="key"):
+        attend(key=arrays()["key"].astype(jnp.bfloat16))
+    with pytest.raises(TypeError, match="value"):
+        attend(value=arrays()["value"].astype(jnp.float16))
+
+
+@pytest.mark.parametrize("name", ["query", "value"])
+def test_head_dim_above_256(name):
+    changes = {"query": (B, T, N, 257), "key": (B, S, K, 257)} if name == "query" else {"value": (B, S, K, 257)}
+    for implementation in (None, "flash"):
+        with pytest.raises(NotImplementedError, match=f"{name}.*257.*256"):
+            attend(implementation, **arrays(**changes))
+    assert attend("xla", **arrays(**changes)).shape == (B, T, N, 257 if name == "value" else D)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"bias": jnp.ones((B, N, T, S + 1))}, ValueError, "bias"),
+        ({"bias": jnp.ones((3, 1, 1, 1))}, ValueError, "bias"),
+        ({"bias": jnp.ones((1, 1, 1, 1, 1))}, ValueError, "bias"),
+        ({"bias": jnp.ones((1, K, T, S))}, ValueError, "bias"),
+        ({"bias": jnp.ones((T, S), jnp.int32)}, TypeError, "bias"),
+        ({"mask": jnp.ones((B, N, T + 1, S), bool)}, ValueError, "mask"),
+        ({"mask": jnp.ones((B, N, T, S))}, TypeError, "mask"),
+        ({"mask": jnp.ones((B, N, T, S), jnp.int32)}, TypeError, "mask"),
+        ({"scale": float("nan")}, ValueError, "scale"),
+        ({"scale": float("inf")}, ValueError, "scale"),
+        ({"scale": "large"}, TypeError, "scale"),
+        ({"local_window_size": -1}, ValueError, "local_window_size"),
+        ({"local_window_size": (3, -2)}, ValueError, "local_window_size"),
+        ({"local_window_size": (1, 2, 3)}, TypeError, "local_window_size"),
+        ({"local_window_size": 1.5}, TypeError, "local_window_size"),
+        ({"query_seq_lengths": jnp.ones(3, jnp.int32)}, ValueError, "query_seq_lengths"),
+        ({"query_seq_lengths": jnp.ones(B)}, TypeError, "query_seq_lengths"),
+        ({"key_value_seq_lengths": jnp.ones((B, 1), jnp.int32)}, ValueError, "key_value_seq_lengths"),
+        ({"key_value_seq_lengths": jnp.ones(B, bool)}, TypeError, "key_value_seq_lengths"),
+        ({"query_segment_ids": jnp.ones((B, T), jnp.int32)}, ValueError, "key_value_segment_ids"),
+        ({"key_value_segment_ids": jnp.ones((B, S), jnp.int32)}, ValueError, "query_segment_ids"),
+        (
+            {"query_segment_ids": jnp.ones((B, S), jnp.int32), "key_value_segment_ids": jnp.ones((B, S), jnp.int32)},
+            ValueError,
+            "query_segment_ids",
+        ),
+        (
+            {"query_segment_ids": jnp.ones((B, T), jnp.int32), "key_value_segment_ids": jnp.ones((B, S))},
+            TypeError,
+            "key_value_segment_ids",
+        ),
+        ({"query_offset": jnp.ones(3, jnp.int32)}, ValueError, "query_offset"),
+        ({"query_offset": 1.5}, TypeError, "query_offset"),
+        ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap"),
+        ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap"),
+        ({"logits_soft_cap": float("nan")}, ValueError, "logits_soft_cap"),
+        ({"precision": "exact"}, ValueError, "precision"),
+        ({"implementation": "cudnn"}, ValueError, "cudnn"),
+        ({"implementation": "fast"}, ValueError, "implementation"),
+        ({"dropout_rate": 0.1}, ValueError, "dropout_key"),
+        ({"dropout_rate": -0.1, "dropout_key": jax.random.key(0)}, ValueError, "dropout_rate"),
+        ({"dropout_rate": 1.1, "dropout_key": jax.random.key(0)}, ValueError, "dropout_rate"),
+        ({"dropout_rate": float("nan"), "dropout_key": jax.random.key(0)}, ValueError, "dropout_rate"),
+        ({"dropout_rate": "half", "dropout_key": jax.random.key(0)}, TypeError, "dropout_rate"),
+        ({"dropout_rate": 0.1, "dropout_key": 0}, TypeError, "dropout_key"),
+        ({"dropout_rate": 0.1, "dropout_key": jnp.ones(2)}, TypeError, "dropout_key"),
+        ({"dropout_rate": 0.1, "dropout_key": jnp.ones(2, jnp.int32)}, TypeError, "dropout_key"),
+        ({"dropout_rate": 0.1, "dropout_key": jnp.ones(3, jnp.uint32)}, ValueError, "dropout_key"),
+        ({"dropout_rate": 0.1, "dropout_key": jnp.ones((B, 2), jnp.uint32)}, ValueError, "dropout_key"),
+        ({"dropout_rate": 0.1, "dropout_key": jax.random.split(jax.random.key(0), B)}, ValueError, "dropout_key"),
+        (
+            {"dropout_rate": 0.1, "dropout_key": jax.random.key(0), "dropout_head_ids": jnp.arange(K)},
+            ValueError,
+            "dropout_head_ids",
+        ),
+        (
+            {"dropout_rate": 0.1, "dropout_key": jax.random.key(0), "dropout_batch_ids": jnp.ones(B)},
+            TypeError,
+            "dropout_batch_ids",
+        ),
+        (
+            {
+                "dropout_rate": 0.1,
+                "dropout_key": jax.random.key(0),
+                "broadcast_dropout": True,
+                "dropout_batch_ids": jnp.arange(B),
+            },
+            ValueError,
+            "broadcast_dropout",
+        ),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_options(options, error, match):
+    """When tracing, and so under jit too; the other implementations check the same."""
+    with pytest.raises(error, match=match):
+        attend(**options)
+    static = {name: x for name, x in options.items() if not isinstance(x, jax.Array)}
+    traced = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
+    with pytest.raises(error, match=match):
+        jax.eval_shape(lambda traced: attend(**static, **traced), traced)
+
+
+def test_a_traced_rate_is_refused():
+    with pytest.raises(TypeError, match="dropout_rate"):
+        jax.jit(lambda rate: attend(dropout_rate=rate, dropout_key=jax.random.key(0)))(0.1)
+    with pytest.raises(TypeError, match="concrete"):
+        jax.eval_shape(dropout.threshold, 0.1)
+
+
+# --- empty ---
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "empty", [{"B": 0}, {"T": 0}, {"S": 0}, {"D": 0}, {"E": 0}, {"T": 0, "S": 0}, {"N": 0}], ids=str
+)
+@pytest.mark.parametrize("case", [Case(), Case(bias="bnts", causal=True, dropout=0.3)], ids=str)
+def test_empty_arrays(case, empty, implementation):
+    case = dataclasses.replace(case, **{"T": 5, "S": 6} | empty)
+    results = run(case, case.arrays(), case.cotangents(), implementation)
+    assert results["o"].shape == (case.B, case.T, case.N, case.E)
+    if case.S == 0:
+        assert not results["o"].any() and np.isneginf(results["logsumexp"]).all() and not results["query"].any()
+    if case.T == 0 or case.B == 0:
+        assert not results["key"].any() and not results["value"].any()
+    assert not any(np.isnan(x).any() for x in results.values())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", ["mask", "lengths", "segments", "causal", "window", "bias"])
+def test_nothing_to_attend_to(kind, implementation):
+    """Zeros and -inf, zero gradients, whatever masks."""
+    options = {
+        "causal": {"causal": True, "offset": True},
+        "window": {"window": (3, 3), "offset": True},
+        "mask": {"mask": "1111"},
+        "bias": {"bias": "1111"},
+    }
+    case = Case(B=2, T=40, S=50, **options.get(kind, {kind: True}))
+    given = case.arrays()
+    nothing = {
+        "mask": {"mask": np.zeros((1, 1, 1, 1), bool)},
+        "lengths": {"key_value_seq_lengths": np.zeros(2, np.int32)},
+        "segments": {"query_segment_ids": np.full((2, 40), 9, np.int32)},
+        "causal": {"query_offset": np.full(2, -40, np.int32)},
+        "window": {"query_offset": np.full(2, 1000, np.int32)},
+        "bias": {"bias": np.full((1, 1, 1, 1), -np.inf, np.float32)},
+    }[kind]
+    results = run(case, given | nothing, case.cotangents(), implementation)
+    assert np.isneginf(results.pop("logsumexp")).all()
+    assert not any(x.any() for x in results.values())  # NaN would be something
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_lengths_outside_the_arrays(implementation):
+    """Larger than the array is the whole of it, negative is nothing."""
+    case = Case(lengths=True)
+    given = case.arrays()
+    limits = [(100, 200), (-3, -1)]
+    given["query_seq_lengths"], given["key_value_seq_lengths"] = np.array(limits, np.int32).T
+    inside = given | {"query_seq_lengths": np.array([case.T, 0]), "key_value_seq_lengths": np.array([case.S, 0])}
+    ours, expected = (run(case, x, case.cotangents(), implementation) for x in (given, inside))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(ours[name], x, err_msg=name)
+    assert not ours["o"][1].any() and ours["o"][0].all()
+
+
+@pytest.mark.parametrize("offset", [2**30, -(2**30), 2**31 - 1, -(2**31)])
+def test_extreme_offsets(offset):
+    """No arithmetic on positions overflows in the kernels."""
+    case = Case(causal=True, offset=True, window=(2**31 + 5, 3))
+    arrays = case.arrays() | {"query_offset": np.full(2, offset, np.int32)}
+    results = run(case, arrays, case.cotangents())
+    expected = standard.attention(case, arrays, case.cotangents(), np.float64)
+    for name, x in expected.items():
+        np.testing.assert_allclose(results[name], x, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+# --- NaN and inf ---
+
+
+def nan_rows(results):
+    return np.isnan(results).any(-1)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_bad_query_spoils_its_row(dtype, bad, implementation):
+    case = Case(T=70, S=80)
+    given = case.arrays(dtype)
+    given["query"][1, 33, 2, 5] = bad
+    results = run(case, given, case.cotangents(dtype), implementation)
+    expected = np.zeros((case.B, case.T, case.N), bool)
+    expected[1, 33, 2] = True
+    np.testing.assert_array_equal(nan_rows(results["o"]), expected)
+    np.testing.assert_array_equal(np.isnan(results["logsumexp"]).transpose(0, 2, 1), expected)
+    np.testing.assert_array_equal(nan_rows(results["query"]), expected)
+    assert np.isnan(results["key"][1, :, 1]).all() and not np.isnan(results["key"][0]).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bad_key_spoils_the_rows_that_see_it(implementation):
+    case = Case(T=70, S=80, causal=True)
+    given = case.arrays()
+    given["key"][0, 40, 0, 3] = np.nan
+    results = run(case, given, case.cotangents(), implementation)
+    expected = np.zeros((case.B, case.T, case.N), bool)
+    expected[0, 40:, :2] = True
+    np.testing.assert_array_equal(nan_rows(results["o"]), expected)
+    np.testing.assert_array_equal(np.isnan(results["logsumexp"]).transpose(0, 2, 1), expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_bad_value_spoils_its_column(bad, implementation):
+    case = Case(T=70, S=80)
+    given = case.arrays()
+    given["value"][0, 40, 1, 3] = bad
+    results = run(case, given, case.cotangents(), implementation)
+    spoilt = ~np.isfinite(results["o"])
+    expected = np.zeros_like(spoilt)
+    expected[0, :, 2:, 3] = True
+    np.testing.assert_array_equal(spoilt, expected)
+    assert np.isfinite(results["logsumexp"]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_bad_bias_spoils_its_row(bad, implementation):
+    case = Case(T=70, S=80, bias="11ts")
+    given = case.arrays()
+    given["bias"][0, 0, 20, 65] = bad
+    results = run(case, given, case.cotangents(), implementation)
+    expected = np.zeros((case.B, case.T, case.N), bool)
+    expected[:, 20] = True
+    np.testing.assert_array_equal(nan_rows(results["o"]), expected)
+    np.testing.assert_array_equal(np.isnan(results["bias"][0, 0]).any(-1), expected[0, :, 0])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bad_cotangent_spoils_its_row(implementation):
+    case = Case(T=70, S=80)
+    do, dlogsumexp = case.cotangents()
+    do[1, 12, 3, 4] = np.nan
+    results = run(case, case.arrays(), (do, dlogsumexp), implementation)
+    expected = np.zeros((case.B, case.T, case.N), bool)
+    expected[1, 12, 3] = True
+    np.testing.assert_array_equal(nan_rows(results["query"]), expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_scores_near_the_largest_number(dtype, implementation):
+    """Only differences of scores reach exp."""
+    case = Case(T=40, S=50, D=1, scale=1.0)
+    given = case.arrays(dtype)
+    given["query"][:] = 200.0
+    given["key"][:] = np.float32(200.0) * np.sign(given["key"])
+    results = run(case, given, case.cotangents(dtype), implementation)
+    assert all(np.isfinite(x).all() for x in results.values())
+    weight = (given["key"][:, :, :, 0] > 0).astype(np.float32)
+    mean = (weight[..., None] * given["value"]).sum(1) / weight.sum(1)[..., None]
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(results["o"][:, 0, ::2].astype(np.float32), mean, atol=4 * eps, rtol=4 * eps)

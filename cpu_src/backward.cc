@@ -151,7 +151,9 @@ class QueryGradient {
   QueryGradient(const Problem& p, void* dq, Workers& workers) : p_(p), dq_(dq) {
     const int64_t heads = p.batch * p.kv_heads, tiles = RoundUp(p.kv_len, kTileColumns) / kTileColumns;
     const int64_t bytes = heads * p.group() * p.q_len * RoundUp(p.qk_dim, kLanes<A>) * int64_t(sizeof(A));
-    parts_ = heads == 0 || heads >= workers.threads() ? 1 : RoundUp(2 * workers.threads(), heads) / heads;
+    // Whole heads where they share out evenly among the threads, or nearly so.
+    const int64_t threads = workers.threads();
+    parts_ = heads % threads == 0 || heads >= 4 * threads ? 1 : RoundUp(4 * threads, heads) / heads;
     parts_ = Max(1, Min(parts_, tiles));
     if (!p.dq) return;
     parts_ = Min(parts_, Max(2, kPartialBytes / Max(bytes, 1)));

@@ -292,6 +292,21 @@ def test_arrays_without_gradients_are_not_asked_for():
     assert (problem["dq"], problem["dk"], problem["dv"], problem["dbias"]) == ("1", "0", "0", "0")
 
 
+def test_what_was_asked_for_before_does_not_matter():
+    """JAX keeps traces of a jitted function: what one gradient asked of it is not what the next one does."""
+    q, k, v, bias = arrays(B)
+    function = jax.jit(functools.partial(attend, return_residual=True))
+
+    def of(index):
+        return lambda *args: (function(*args)[index] ** 2).sum()
+
+    expected = jax.grad(of(1), (0, 3))(q, k, v, bias)
+    jax.clear_caches()
+    jax.grad(of(0), (0, 3))(q, k, v, bias)
+    jax.grad(of(0), 0)(q, k, v, bias)
+    assert_close(jax.grad(of(1), (0, 3))(q, k, v, bias), expected)
+
+
 def test_statistics_without_cotangent_cost_nothing():
     (without,) = problems(jax.grad(loss), *arrays(B))
     (within,) = problems(jax.grad(lambda *x: jax_flash.attention_with_statistics(*x)[1].logsumexp.sum()), *arrays(B))

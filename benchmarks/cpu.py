@@ -11,6 +11,7 @@ papers (half if causal).
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import math
 import os
@@ -18,7 +19,6 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,7 @@ from rich.table import Table
 
 import jax_flash
 
-torch: Any
-try:
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-except ImportError:
-    torch = None
-
+HAS_TORCH = importlib.util.find_spec("torch") is not None
 HEADS = 8
 MATMUL_SIZE = 1024
 MATMUL_FLOPS = 2 * MATMUL_SIZE**3
@@ -62,7 +56,9 @@ def main() -> None:
     if args.quick:
         args.dims, args.lengths, args.no_memory = [64], [512, 2048], True
     output = args.output or measure.RESULTS / ("cpu_quick.json" if args.quick else "cpu.json")
-    if torch is not None:
+    if HAS_TORCH:
+        import torch
+
         torch.set_num_threads(os.cpu_count() or 1)
 
     environment = measure.environment(["jax-flash", "jax", "jaxlib", "numpy", "torch"])
@@ -96,7 +92,9 @@ def matmul_calls() -> dict[str, Callable[[], object]]:
     x = jnp.asarray(a)
     product = jax.jit(jnp.matmul)
     calls: dict[str, Callable[[], object]] = {"numpy": lambda: a @ a, "jax": lambda: product(x, x)}
-    if torch is not None:
+    if HAS_TORCH:
+        import torch
+
         t = torch.from_numpy(a)
         calls["torch"] = lambda: t @ t
     return calls
@@ -119,7 +117,7 @@ def measure_row(
         "jax_flash_bf16": jax_call(ours, arrays, backward, jnp.bfloat16),
         "jax_nn": jax_call(xla, arrays, backward),
     }
-    if torch is not None:
+    if HAS_TORCH:
         calls["torch"] = torch_call(arrays, causal, backward)
     times = measure.interleave({**calls, "matmul": matmul}, seconds)
     flops = measure.attention_flops(1, HEADS, length, dim, causal, backward)
@@ -149,6 +147,9 @@ def jax_call(attention: Attention, arrays: list[np.ndarray], backward: bool, dty
 
 def torch_call(arrays: list[np.ndarray], causal: bool, backward: bool) -> Callable:
     """PyTorch's CPU flash kernel, in the layout it prefers: [B, N, T, D]."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     q, k, v, do = (torch.from_numpy(np.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in arrays)
     inputs = [x.requires_grad_(backward) for x in (q, k, v)]
 

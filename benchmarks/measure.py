@@ -34,7 +34,7 @@ def interleave(calls: dict[str, Callable[[], object]], seconds: float, rounds: i
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds or min(map(len, times.values())) < rounds:
         for name, call in calls.items():
-            time.sleep(0.002)  # another runtime's threads may still be spinning
+            time.sleep(0.005)  # until another runtime's threads have stopped spinning
             start = time.perf_counter()
             jax.block_until_ready(call())
             times[name].append(time.perf_counter() - start)

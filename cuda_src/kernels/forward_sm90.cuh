@@ -1,0 +1,391 @@
+// The forward for Hopper: Algorithm 2 of the paper with its loops exchanged. A CTA keeps a tile of Q and walks K and V.
+//
+// One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup owns 64 rows of Q and O:
+//   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
+// S of the next tile is issued together with P V, so that the tensor cores work while the softmax runs; and the
+// warpgroups take turns in issuing, so that one's softmax runs under the other's products. K and V are walked from
+// right to left, which puts the tiles that need a mask first.
+//
+// The host defines JAX_FLASH_HEAD_DIM (64, 128, 256), _COLS (of a tile of S, a multiple of 16), _CONSUMERS (warpgroups:
+// 2, 3 or 4), _STAGES, _CAUSAL and _DROPOUT; it launches at most one CTA a multiprocessor, of 128 (_CONSUMERS + 1)
+// threads and `jax_flash_shared_bytes`, with boxes of 64 rows in the maps of Q and O and of _COLS rows in those of K
+// and V.
+#pragma once
+
+#include "philox.h"
+#include "schedule.cuh"
+#include "tile/mbarrier.cuh"
+#include "tile/tma.cuh"
+#include "tile/types.cuh"
+#include "tile/warp.cuh"
+#include "tile/wgmma.cuh"
+
+namespace jax_flash {
+
+constexpr int kHeadDim = JAX_FLASH_HEAD_DIM;
+constexpr int kCols = JAX_FLASH_COLS;
+constexpr int kConsumers = JAX_FLASH_CONSUMERS;
+constexpr int kStages = JAX_FLASH_STAGES;  // tiles of K, and of V, in flight
+constexpr bool kCausal = JAX_FLASH_CAUSAL;
+constexpr bool kDropout = JAX_FLASH_DROPOUT;
+
+constexpr int kRows = 64 * kConsumers;
+constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+constexpr int kBoxes = kHeadDim / 64;
+constexpr int kQBox = 64 * 128;      // bytes of a box of Q or O
+constexpr int kKVBox = kCols * 128;  // bytes of a box of K or V
+// Registers a thread; together what the kernel starts with.
+constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
+// O leaves through shared memory of its own, so that the next tile of Q can come; or, where that is too much, through
+// Q's.
+constexpr bool kOInQ = 2 * kRows * kHeadDim * 2 + 2 * kStages * kBoxes * kKVBox + 1024 > 227 * 1024;
+
+// O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
+// f16.
+constexpr float kRescaleAt = 8.0f;
+
+struct ForwardParams {
+  int batch, q_heads, kv_heads;
+  int q_len, kv_len;
+  float scale;
+  float* l;  // [batch, head, row]
+  float* m;
+  const uint32_t *seed, *batch_id, *head_id;
+  uint32_t drop_threshold;
+  float keep_scale;
+};
+
+struct ForwardShared {
+  alignas(1024) uint8_t q[kConsumers][kBoxes * kQBox];
+  alignas(1024) uint8_t o[kOInQ ? 1 : kConsumers][kOInQ ? 1 : kBoxes * kQBox];
+  alignas(1024) uint8_t k[kStages][kBoxes * kKVBox];
+  alignas(1024) uint8_t v[kStages][kBoxes * kKVBox];
+  uint64_t q_full[kConsumers], q_empty[kConsumers];
+  uint64_t k_full[kStages], k_empty[kStages];
+  uint64_t v_full[kStages], v_empty[kStages];
+};
+
+// A tile of the output, and how many tiles of K and V it sees.
+struct Tile {
+  int row, head, batch, kv_tiles;
+};
+
+__device__ __forceinline__ bool Next(const ForwardParams& p, Schedule<kCausal>* schedule, Tile* tile) {
+  int head, t;
+  if (!schedule->Next(p.batch * p.q_heads, (p.q_len + kRows - 1) / kRows, &head, &t)) return false;
+  tile->row = t * kRows;
+  tile->head = head % p.q_heads;
+  tile->batch = head / p.q_heads;
+  const int kv_len = kCausal ? min(p.kv_len, tile->row + kRows) : p.kv_len;
+  tile->kv_tiles = (kv_len + kCols - 1) / kCols;
+  return true;
+}
+
+struct Producer {
+  const ForwardParams& p;
+  ForwardShared& shared;
+  Ring<kStages> k, v;
+  uint32_t q_parity = 0;
+
+  __device__ __forceinline__ void LoadK(const TensorMap* map, int j, int head, int batch) {
+    MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
+    MbarrierArriveExpectTx(&shared.k_full[k.index], kBoxes * kKVBox);
+    for (int b = 0; b < kBoxes; ++b)
+      TmaLoad(shared.k[k.index] + b * kKVBox, map, &shared.k_full[k.index], b * 64, j * kCols, head, batch);
+    k.Next();
+  }
+  __device__ __forceinline__ void LoadV(const TensorMap* map, int j, int head, int batch) {
+    MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
+    MbarrierArriveExpectTx(&shared.v_full[v.index], kBoxes * kKVBox);
+    for (int b = 0; b < kBoxes; ++b)
+      TmaLoad(shared.v[v.index] + b * kKVBox, map, &shared.v_full[v.index], b * 64, j * kCols, head, batch);
+    v.Next();
+  }
+
+  __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* q_map, const TensorMap* k_map,
+                                      const TensorMap* v_map) {
+    const int kv_head = tile.head / (p.q_heads / p.kv_heads);
+    LoadK(k_map, tile.kv_tiles - 1, kv_head, tile.batch);
+    for (int w = 0; w < kConsumers; ++w) {
+      MbarrierWait(&shared.q_empty[w], q_parity ^ 1);
+      MbarrierArriveExpectTx(&shared.q_full[w], kBoxes * kQBox);
+      for (int b = 0; b < kBoxes; ++b)
+        TmaLoad(shared.q[w] + b * kQBox, q_map, &shared.q_full[w], b * 64, tile.row + 64 * w, tile.head, tile.batch);
+    }
+    q_parity ^= 1;
+    for (int j = tile.kv_tiles - 1; j > 0; --j) {
+      LoadK(k_map, j - 1, kv_head, tile.batch);
+      LoadV(v_map, j, kv_head, tile.batch);
+    }
+    LoadV(v_map, 0, kv_head, tile.batch);
+  }
+};
+
+// The 64 rows of one consumer warpgroup. A lane holds two of them: `row` and row + 8.
+struct Consumer {
+  const ForwardParams& p;
+  ForwardShared& shared;
+  const int warpgroup, warp, lane;
+  const float scale_log2;
+  Ring<kStages> k, v;
+  uint32_t q_parity = 0;
+
+  int row;
+  uint32_t seed0, seed1, batch_id, head_id;
+  float S[kCols / 2], O[kHeadDim / 2];
+  uint32_t P[kCols / 4];
+  float m[2], l[2];    // l: of this lane's columns only, until the end
+  float reference[2];  // what the exponentials are taken against: m, or a little less
+
+  __device__ __forceinline__ Consumer(const ForwardParams& p, ForwardShared& shared)
+      : p(p),
+        shared(shared),
+        warpgroup(__shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroup, 0) - 1),
+        warp(threadIdx.x % kWarpgroup / 32),
+        lane(threadIdx.x % 32),
+        scale_log2(p.scale * kLog2e) {
+    if (warpgroup == kConsumers - 1) PassTurn();  // the first turn is the first warpgroup's
+  }
+
+  __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, lane == 0); }
+  __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(1 + warpgroup, kWarpgroup); }
+  __device__ __forceinline__ void TakeTurn() { BarrierSync(1 + kConsumers + warpgroup, 2 * kWarpgroup); }
+  __device__ __forceinline__ void PassTurn() {
+    BarrierArrive(1 + kConsumers + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
+  }
+
+  // S = Q K^T
+  __device__ __forceinline__ void IssueS() {
+    MbarrierWait(&shared.k_full[k.index], k.parity);
+    WgmmaFence();
+    const uint64_t a = Descriptor(shared.q[warpgroup], 0), b = Descriptor(shared.k[k.index], 0);
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d) {
+      Wgmma<kCols>::template SS<Major::kK, Major::kK>(S, Advance(a, d / 4 * kQBox + d % 4 * 32),
+                                                      Advance(b, d / 4 * kKVBox + d % 4 * 32), d > 0);
+    }
+    WgmmaCommit();
+  }
+  __device__ __forceinline__ void FinishS(int j) {
+    Pin(S);
+    Release(&shared.k_empty[k.index]);
+    // No branch here: it would part the block in which the compiler places the wait for O among the exponentials.
+    if (!kOInQ) MbarrierArrive(&shared.q_empty[warpgroup], lane == 0 && j == 0);
+    k.Next();
+  }
+
+  // O += P V
+  __device__ __forceinline__ void IssueO(bool accumulate) {
+    MbarrierWait(&shared.v_full[v.index], v.parity);
+    WgmmaFence();
+    const uint64_t b = Descriptor(shared.v[v.index], kKVBox);
+#pragma unroll
+    for (int c = 0; c < kCols / 16; ++c)
+      Wgmma<kHeadDim>::template RS<Major::kMN>(O, P + 4 * c, Advance(b, c * 16 * 128), accumulate || c > 0);
+    WgmmaCommit();
+  }
+  __device__ __forceinline__ void FinishO() {
+    WgmmaWait<0>();
+    Pin(O);
+    Release(&shared.v_empty[v.index]);
+    v.Next();
+  }
+
+  // The row maxima of S. O will have to be multiplied by alpha; `shift` is what the exponents are taken against.
+  template <bool kMasked>
+  __device__ __forceinline__ void Maximum(int j, float (&alpha)[2], float (&shift)[2]) {
+    if (kMasked) {
+      const int column = j * kCols + lane % 4 * 2;
+      int end[2];  // of this row's columns, counted from `column`
+#pragma unroll
+      for (int h = 0; h < 2; ++h) end[h] = (kCausal ? min(p.kv_len, row + 8 * h + 1) : p.kv_len) - column;
+#pragma unroll
+      for (int i = 0; i < kCols / 2; ++i) {
+        if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -Infinity();
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float maximum = S[2 * h];
+#pragma unroll
+      for (int i = 2 * h; i < kCols / 2; i += 4) maximum = fmaxf(maximum, fmaxf(S[i], S[i + 1]));
+      m[h] = fmaxf(m[h], QuadMax(maximum));
+      alpha[h] = 1.0f;
+      if ((m[h] - reference[h]) * scale_log2 > kRescaleAt) {
+        alpha[h] = Exp2((reference[h] - m[h]) * scale_log2);
+        reference[h] = m[h];
+        l[h] *= alpha[h];
+      }
+      shift[h] = kMasked && reference[h] == -Infinity() ? 0.0f : reference[h] * scale_log2;
+    }
+  }
+
+  // S becomes P, l its row sums.
+  __device__ __forceinline__ void Exponentials(const float (&shift)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int i = 2 * h; i < kCols / 2; i += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          S[i + e] = Exp2(fmaf(S[i + e], scale_log2, -shift[h]));
+          sum[e] += S[i + e];
+        }
+      }
+      l[h] += sum[0] + sum[1];
+    }
+  }
+
+  // P = Z P, without the factor of what is kept.
+  __device__ __forceinline__ void Drop(int j) {
+    const uint32_t threshold = p.drop_threshold << 16;
+#pragma unroll
+    for (int c = 0; c < kCols / 16; ++c) {
+      const Philox4 counter = {
+          {uint32_t((j * (kCols / 16) + c) * 4 + lane % 4), uint32_t(row / 16 * 8 + row % 8), head_id, batch_id}};
+      const Philox4 random = Philox(counter, seed0, seed1);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        float* s = S + 8 * c + w % 2 * 4 + w / 2 * 2;
+        if (random.x[w] << 16 < threshold) s[0] = 0.0f;
+        if (random.x[w] < threshold) s[1] = 0.0f;  // its low half cannot matter: the threshold's is 0
+      }
+    }
+  }
+
+  __device__ __forceinline__ void PackP() {
+#pragma unroll
+    for (int i = 0; i < kCols / 4; ++i) P[i] = Pack(S[2 * i], S[2 * i + 1]);
+  }
+
+  // Tile j of K, and tile j + 1 of V.
+  template <bool kMasked>
+  __device__ __forceinline__ void Step(int j, bool accumulate) {
+    float alpha[2], shift[2];
+    TakeTurn();
+    IssueS();
+    IssueO(accumulate);
+    PassTurn();
+    WgmmaWait<1>();
+    FinishS(j);
+    Maximum<kMasked>(j, alpha, shift);
+    Exponentials(shift);
+    if (kDropout) Drop(j);
+    FinishO();
+    if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; ++i) O[i] *= alpha[i / 2 % 2];
+    }
+    PackP();
+  }
+
+  __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* o_map) {
+    row = tile.row + 64 * warpgroup + 16 * warp + lane / 4;
+    if (kDropout) {
+      seed0 = p.seed[2 * tile.batch], seed1 = p.seed[2 * tile.batch + 1];
+      batch_id = p.batch_id[tile.batch], head_id = p.head_id[tile.head];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) m[h] = reference[h] = -Infinity(), l[h] = 0.0f;
+
+    const int unmasked = (kCausal ? min(tile.row, p.kv_len) : p.kv_len) / kCols;  // tiles that need no mask
+    int j = tile.kv_tiles - 1;
+    float alpha[2], shift[2];  // alpha of the first tile is not used: there is no O yet
+    MbarrierWait(&shared.q_full[warpgroup], q_parity);
+    q_parity ^= 1;
+    TakeTurn();
+    IssueS();
+    PassTurn();
+    WgmmaWait<0>();
+    FinishS(j);
+    Maximum<true>(j, alpha, shift);
+    Exponentials(shift);
+    if (kDropout) Drop(j);
+    PackP();
+    for (--j; j >= unmasked; --j) Step<true>(j, j + 2 < tile.kv_tiles);
+    for (; j >= 0; --j) Step<false>(j, j + 2 < tile.kv_tiles);
+    IssueO(tile.kv_tiles > 1);
+    FinishO();
+    Write(tile, o_map);
+  }
+
+  // O = diag(l)^-1 O, l and m.
+  __device__ __forceinline__ void Write(const Tile& tile, const TensorMap* o_map) {
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      l[h] = QuadSum(l[h]);
+      factor[h] = l[h] == 0.0f ? 0.0f : (kDropout ? p.keep_scale : 1.0f) / l[h];
+      if (lane % 4 == 0 && row + 8 * h < p.q_len) {
+        const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row + 8 * h;
+        p.m[at] = m[h] * p.scale;
+        p.l[at] = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * scale_log2);
+      }
+    }
+    uint8_t* o = kOInQ ? shared.q[warpgroup] : shared.o[warpgroup];
+    if (!kOInQ) {
+      TmaWaitRead<0>();  // the tile before has left
+      SyncWarpgroup();
+    }
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 16; ++c) {
+      const float* x = O + 8 * c;
+      const int chunk = (c % 4 * 2 + lane / 16) ^ lane % 8;
+      Stmatrix(o + c / 4 * kQBox + (16 * warp + lane % 16) * 128 + chunk * 16, Pack(x[0] * factor[0], x[1] * factor[0]),
+               Pack(x[2] * factor[1], x[3] * factor[1]), Pack(x[4] * factor[0], x[5] * factor[0]),
+               Pack(x[6] * factor[1], x[7] * factor[1]));
+    }
+    FenceProxyAsync();
+    SyncWarpgroup();
+    if (threadIdx.x % kWarpgroup == 0) {
+      for (int b = 0; b < kBoxes; ++b)
+        TmaStore(o_map, o + b * kQBox, b * 64, tile.row + 64 * warpgroup, tile.head, tile.batch);
+      TmaCommit();
+      if (kOInQ) {
+        TmaWaitRead<0>();
+        MbarrierArrive(&shared.q_empty[warpgroup]);
+      }
+    }
+  }
+};
+
+}  // namespace jax_flash
+
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::ForwardShared);
+
+extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
+    jax_flash_forward(const __grid_constant__ jax_flash::ForwardParams p,
+                      const __grid_constant__ jax_flash::TensorMap q_map,
+                      const __grid_constant__ jax_flash::TensorMap k_map,
+                      const __grid_constant__ jax_flash::TensorMap v_map,
+                      const __grid_constant__ jax_flash::TensorMap o_map) {
+  using namespace jax_flash;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
+  if (threadIdx.x == 0) {
+    for (int w = 0; w < kConsumers; ++w)
+      MbarrierInit(&shared.q_full[w], 1), MbarrierInit(&shared.q_empty[w], kOInQ ? 1 : 4);
+    for (int s = 0; s < kStages; ++s) {
+      MbarrierInit(&shared.k_full[s], 1), MbarrierInit(&shared.k_empty[s], 4 * kConsumers);
+      MbarrierInit(&shared.v_full[s], 1), MbarrierInit(&shared.v_empty[s], 4 * kConsumers);
+    }
+    FenceMbarrierInit();
+  }
+  __syncthreads();
+  Schedule<kCausal> schedule;
+  Tile tile;
+  if (threadIdx.x < kWarpgroup) {
+    SetMaxRegistersDown<kProducerRegisters>();
+    Producer producer{p, shared};
+    while (threadIdx.x < 32 && Next(p, &schedule, &tile)) {
+      if (threadIdx.x == 0) producer.Run(tile, &q_map, &k_map, &v_map);
+      __syncwarp();
+    }
+  } else {
+    SetMaxRegistersUp<kConsumerRegisters>();
+    Consumer consumer(p, shared);
+    while (Next(p, &schedule, &tile)) consumer.Run(tile, &o_map);
+  }
+}

@@ -1,0 +1,57 @@
+// mbarrier: shared-memory barriers that also count the bytes of asynchronous copies. PTX ISA 9.7.13.15.
+#pragma once
+
+#include "tile/types.cuh"
+
+namespace jax_flash {
+
+// mbarrier.init: a phase completes after `arrivals` arrivals (and the bytes they announced).
+__device__ __forceinline__ void MbarrierInit(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(arrivals));
+}
+
+// fence.mbarrier_init: makes the initialised barriers visible to the copy engine.
+__device__ __forceinline__ void FenceMbarrierInit() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// mbarrier.arrive, by the threads that have `elected`.
+__device__ __forceinline__ void MbarrierArrive(uint64_t* barrier, bool elected = true) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(SharedAddress(barrier)),
+      "r"(int(elected))
+      : "memory");
+}
+
+// mbarrier.arrive.expect_tx: arrive, and have the phase wait for `bytes` of asynchronous copies too.
+__device__ __forceinline__ void MbarrierArriveExpectTx(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes)
+               : "memory");
+}
+
+// mbarrier.try_wait.parity: blocks until the phase of this parity has completed.
+__device__ __forceinline__ void MbarrierWait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(SharedAddress(barrier)), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
+// A position in a ring of `kCount` buffers, and the parity of their barriers there.
+template <int kCount>
+struct Ring {
+  int index = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void Next() {
+    if (++index == kCount) index = 0, parity ^= 1;
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,65 @@
+// TMA: tiles between a tensor in HBM and shared memory, described by a tensor map. PTX ISA 9.7.9.27.
+// All maps here are [d, time, head, batch], innermost first, with boxes of 64 elements (128 bytes, swizzled) x rows.
+#pragma once
+
+#include "tile/types.cuh"
+
+namespace jax_flash {
+
+struct alignas(64) TensorMap {
+  uint8_t opaque[128];
+};
+
+// prefetch.tensormap
+__device__ __forceinline__ void PrefetchTensorMap(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// cp.async.bulk.tensor, HBM to shared; its bytes are counted by `barrier`.
+__device__ __forceinline__ void TmaLoad(void* shared, const TensorMap* map, uint64_t* barrier, int d, int time,
+                                        int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(SharedAddress(shared)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(d), "r"(time), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// cp.async.bulk.tensor, shared to HBM; part of the bulk group of the executing thread.
+__device__ __forceinline__ void TmaStore(const TensorMap* map, const void* shared, int d, int time, int head,
+                                         int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(SharedAddress(shared)), "r"(d), "r"(time), "r"(head), "r"(batch)
+               : "memory");
+}
+
+// cp.async.bulk: contiguous bytes (a multiple of 16), HBM to shared.
+__device__ __forceinline__ void BulkLoad(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   SharedAddress(shared)),
+               "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
+               : "memory");
+}
+
+// cp.reduce.async.bulk: adds contiguous f32 from shared to HBM, by the one thread that has `elected`.
+__device__ __forceinline__ void BulkReduceAdd(bool elected, float* global, const float* shared, uint32_t bytes) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n"
+      "@p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n}" ::"l"(global),
+      "r"(SharedAddress(shared)), "r"(bytes), "r"(int(elected))
+      : "memory");
+}
+
+// cp.async.bulk.commit_group: what this thread has stored and added since the last is a group.
+__device__ __forceinline__ void TmaCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// cp.async.bulk.wait_group.read: until all but the latest `kPending` groups have read their shared memory.
+template <int kPending>
+__device__ __forceinline__ void TmaWaitRead() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// fence.proxy.async: what this thread wrote to shared memory is visible to the copy engine and the tensor cores.
+__device__ __forceinline__ void FenceProxyAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+}  // namespace jax_flash

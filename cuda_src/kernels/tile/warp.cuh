@@ -1,0 +1,53 @@
+// Warps and warpgroups: register allocation, named barriers, 8x8 matrices between registers and shared memory.
+#pragma once
+
+#include "tile/types.cuh"
+
+namespace jax_flash {
+
+// setmaxnreg: gives registers back, or takes them. PTX ISA 9.7.19.5.
+template <int kRegisters>
+__device__ __forceinline__ void SetMaxRegistersDown() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void SetMaxRegistersUp() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// barrier.cta.sync / arrive: named barrier `id` of `threads` threads. PTX ISA 9.7.13.1.
+__device__ __forceinline__ void BarrierSync(int id, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void BarrierArrive(int id, int threads) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// stmatrix.x4: lane l gives the address of row l % 8 of matrix l / 8. PTX ISA 9.7.14.5.16.
+__device__ __forceinline__ void Stmatrix(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(row)), "r"(a),
+               "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+// movmatrix: transposes an 8x8 matrix of 16-bit elements held across the warp. PTX ISA 9.7.14.5.17.
+__device__ __forceinline__ uint32_t Movmatrix(uint32_t a) {
+  uint32_t t;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(a));
+  return t;
+}
+
+// x, which all lanes have: said to the compiler, which keeps what depends on it in uniform registers and branches.
+__device__ __forceinline__ int Uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
+
+// Reductions over the four lanes that share a row of an accumulator.
+__device__ __forceinline__ float QuadMax(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
+}
+__device__ __forceinline__ float QuadSum(float x) {
+  x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+  return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+}
+
+}  // namespace jax_flash

@@ -25,7 +25,7 @@ def errors(results, exact):
 def usual_errors(case, dtype, seed):
     """Those of standard attention in this dtype; of a few draws where a single one can be exact by luck."""
     largest = {}
-    for draw in range(seed, seed + (8 if case.T * case.S <= 4096 else 1)):
+    for draw in range(seed, seed + (8 if case.T * case.S <= 16384 else 1)):
         arrays, cotangents = case.arrays(dtype.name, draw), case.cotangents(dtype.name, draw)
         sums = np.float64 if dtype == np.float64 else np.float32
         results = standard.attention(case, arrays, cotangents, sums, dtype)

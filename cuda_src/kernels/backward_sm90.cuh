@@ -436,15 +436,19 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) jax_flash_b
   Tile tile;
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<kProducerRegisters>();
-    Producer producer{p, shared};
-    while (threadIdx.x < 32 && Next(p, &schedule, &tile)) {
-      if (threadIdx.x == 0) producer.Run(tile, &q_map, &k_map, &v_map, &do_map);
-      __syncwarp();
+    if (threadIdx.x == 0) {
+      Producer producer{p, shared};
+      while (Next(p, &schedule, &tile)) producer.Run(tile, &q_map, &k_map, &v_map, &do_map);
     }
   } else {
     SetMaxRegistersUp<kConsumerRegisters>();
     Consumer consumer(p, shared);
-    while (Next(p, &schedule, &tile)) consumer.Run(tile, &dk_map, &dv_map);
+    while (Next(p, &schedule, &tile)) {
+      if (kCausal)
+        tile.column = Uniform(tile.column), tile.steps = Uniform(tile.steps),
+        tile.first = Uniform(tile.first);  // the compiler cannot tell
+      consumer.Run(tile, &dk_map, &dv_map);
+    }
   }
 }
 

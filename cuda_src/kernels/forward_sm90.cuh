@@ -378,14 +378,16 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   Tile tile;
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<kProducerRegisters>();
-    Producer producer{p, shared};
-    while (threadIdx.x < 32 && Next(p, &schedule, &tile)) {
-      if (threadIdx.x == 0) producer.Run(tile, &q_map, &k_map, &v_map);
-      __syncwarp();
+    if (threadIdx.x == 0) {
+      Producer producer{p, shared};
+      while (Next(p, &schedule, &tile)) producer.Run(tile, &q_map, &k_map, &v_map);
     }
   } else {
     SetMaxRegistersUp<kConsumerRegisters>();
     Consumer consumer(p, shared);
-    while (Next(p, &schedule, &tile)) consumer.Run(tile, &o_map);
+    while (Next(p, &schedule, &tile)) {
+      if (kCausal) tile.row = Uniform(tile.row), tile.kv_tiles = Uniform(tile.kv_tiles);  // the compiler cannot tell
+      consumer.Run(tile, &o_map);
+    }
   }
 }

@@ -1,8 +1,6 @@
 // The order in which the CTAs of a persistent grid take the tiles of all heads.
 #pragma once
 
-#include "tile/warp.cuh"
-
 namespace jax_flash {
 
 // Head by head, for the sake of the L2: the CTAs that run at a time read the same K and V, or Q and dO. The work of a
@@ -12,14 +10,14 @@ template <bool kCausal>
 struct Schedule {
   int next = 0;  // how many tiles this CTA has asked for
 
-  // The next of `tiles` tiles of each of `heads` heads; false when there are no more. For whole warps.
+  // The next of `tiles` tiles of each of `heads` heads; false when there are no more.
   __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) {
     const int per_head = kCausal ? tiles / 2 : tiles;
     const bool second = !kCausal || next % 2 == 1;
     const int item = blockIdx.x + (kCausal ? next / 2 : next) * gridDim.x;
     const bool paired = item < per_head * heads;
-    *head = Uniform(paired ? item / per_head : item - per_head * heads);
-    *tile = Uniform(!paired ? per_head : second ? item % per_head : tiles - 1 - item % per_head);
+    *head = paired ? item / per_head : item - per_head * heads;
+    *tile = !paired ? per_head : second ? item % per_head : tiles - 1 - item % per_head;
     next += paired ? 1 : 2;
     return paired || (kCausal && tiles % 2 == 1 && *head < heads);
   }

@@ -4,7 +4,7 @@ VENV_OLDEST ?= .venv-oldest
 # Leave out what builds packages; `make test PYTEST_ARGS=` runs everything.
 PYTEST_ARGS ?= -m "not slow"
 # Most of the suite's time is spent compiling, one program a process. A GPU's memory is for one process.
-PYTEST = bin/pytest $(if $(GPU),,--numprocesses auto --maxprocesses 8 --dist loadgroup)
+PYTEST = bin/pytest $(if $(GPU),,--numprocesses auto --maxprocesses 8 --dist loadfile)
 EXTRAS ?= dev
 DEMO_ARGS ?=
 BENCH_ARGS ?=

@@ -11,8 +11,6 @@ import zipfile
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("packages")  # one build for all of them
-
 ROOT = pathlib.Path(__file__).parents[1]
 
 # The ten lines of the README, more or less.

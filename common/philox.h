@@ -28,10 +28,10 @@ JAX_FLASH_HOST_DEVICE Philox4 Philox(Philox4 c, uint32_t key0, uint32_t key1) {
   return c;
 }
 
-// One Philox call decides the eight entries {i, i+8} x {j, j+1, j+8, j+9} (i % 16 < 8, j % 16 in {0, 2, 4, 6}): what one
-// lane holds of a 16x16 tile of a tensor-core accumulator. 16 random bits an entry.
-JAX_FLASH_HOST_DEVICE uint32_t DropoutBits(uint32_t seed0, uint32_t seed1, uint32_t batch_id, uint32_t head_id, int64_t i,
-                                           int64_t j) {
+// One Philox call decides the eight entries {i, i+8} x {j, j+1, j+8, j+9} (i % 16 < 8, j % 16 in {0, 2, 4, 6}): what
+// one lane holds of a 16x16 tile of a tensor-core accumulator. 16 random bits an entry.
+JAX_FLASH_HOST_DEVICE uint32_t DropoutBits(uint32_t seed0, uint32_t seed1, uint32_t batch_id, uint32_t head_id,
+                                           int64_t i, int64_t j) {
   const Philox4 counter = {{uint32_t(j / 16 * 4 + j % 8 / 2), uint32_t(i / 16 * 8 + i % 8), head_id, batch_id}};
   const Philox4 random = Philox(counter, seed0, seed1);
   const uint32_t word = random.x[i / 8 % 2 * 2 + j / 8 % 2];

@@ -27,20 +27,20 @@ struct Problem {
   int64_t v_dim = 0;     // E
   DType dtype = DType::kNone;
 
-  double scale = 1;     // τ
-  double soft_cap = 0;  // s <- cap tanh(s / cap) before the bias is added; 0: none
-  bool causal = false;  // key j is seen from position p = i + query_offset iff j <= p
+  double scale = 1;                             // τ
+  double soft_cap = 0;                          // s <- cap tanh(s / cap) before the bias is added; 0: none
+  bool causal = false;                          // key j is seen from position p = i + query_offset iff j <= p
   int64_t window_left = -1, window_right = -1;  // p - left <= j <= p + right; -1: unbounded
 
   DType bias_dtype = DType::kNone;
   Extent bias, mask;
   bool q_lengths = false, kv_lengths = false, segments = false, query_offset = false;
 
-  int64_t drop_threshold = 0;  // of 2^16: an entry is kept iff its 16 random bits are >= it; 0: no dropout
+  int64_t drop_threshold = 0;   // of 2^16: an entry is kept iff its 16 random bits are >= it; 0: no dropout
   bool full_precision = false;  // f32 only: no reduced-precision matrix units
 
   // The backward only.
-  bool dlogsumexp = false;                              // an operand: the cotangent of m + log ℓ
+  bool dlogsumexp = false;                                 // an operand: the cotangent of m + log ℓ
   bool dq = false, dk = false, dv = false, dbias = false;  // the results asked for
 
   int64_t group() const { return q_heads / kv_heads; }

@@ -6,6 +6,7 @@
 #include <functional>
 #include <initializer_list>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -43,9 +44,9 @@ const Kernels& ChosenKernels() {
     usable.push_back({"portable", portable::Forward, portable::Backward});
     const char* const wanted = std::getenv("JAX_FLASH_CPU_ISA");
     for (const Kernels& kernels : usable) {
-      if (wanted && kernels.isa == wanted) return kernels;
+      if (!wanted || kernels.isa == wanted) return kernels;
     }
-    return usable.front();
+    throw std::invalid_argument("JAX_FLASH_CPU_ISA=" + std::string(wanted) + " is not to be had on this processor");
   }();
   return chosen;
 }

@@ -153,16 +153,12 @@ inline Left<A> Transposed(Tile<A> tile) {
   return {tile.data, 1, tile.stride};
 }
 
-// C[R rows, V vectors] (+)= A B as a sum of `depth` outer products, C in registers.
+// C[R rows, V vectors] (+)= A B as a sum of `depth` outer products in registers. C is added last: a sum of sums rounds
+// less than one long sum over all tiles.
 template <typename A, int R, int V>
 void MultiplyBlock(Left<A> left, Tile<A> right, A* c, int64_t c_stride, int64_t depth, bool accumulate) {
   const A* b = right.data;
-  Vec<A> sum[R][V];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) sum[r][v] = accumulate ? Load(c + r * c_stride + v * kLanes<A>) : Vec<A>{};
-  }
+  Vec<A> sum[R][V] = {};
   // Three rows share a pointer: two of them are reached by an index of 1 or 2 strides.
   constexpr int kPointers = (R + 2) / 3;
   const A* a[kPointers];
@@ -185,7 +181,10 @@ void MultiplyBlock(Left<A> left, Tile<A> right, A* c, int64_t c_stride, int64_t 
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) Store(c + r * c_stride + v * kLanes<A>, sum[r][v]);
+    for (int v = 0; v < V; ++v) {
+      A* const to = c + r * c_stride + v * kLanes<A>;
+      Store(to, accumulate ? Load(to) + sum[r][v] : sum[r][v]);
+    }
   }
 }
 

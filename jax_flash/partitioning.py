@@ -123,6 +123,7 @@ def _spec(axes: Axes, name: str, shape: tuple[int, ...]) -> PartitionSpec:
 
 def _partition(function: Function, problem: Problem, names: tuple[str, ...], mesh: Mesh, args, results):
     (arrays,) = args
+    dims = {name: _dims(name, x.shape) for name, x in zip(names, results, strict=True)}  # of the whole results
     axes = _axes(problem, mesh, {name: (x.shape, x.sharding.spec) for name, x in arrays.items()})
     head_axes = axes.get("N") or ()
     shared_kv_head = "K" not in axes  # a device's query heads all read one key/value head
@@ -143,7 +144,7 @@ def _partition(function: Function, problem: Problem, names: tuple[str, ...], mes
             zeros = jnp.zeros((*x.shape[:-2], problem.kv_heads, x.shape[-1]), x.dtype)
             return lax.psum(lax.dynamic_update_slice_in_dim(zeros, x, kv_head(), axis=-2), head_axes)
         if name == "dbias":
-            shared = [over for dim, over in axes.items() if over and dim != "K" and dim not in _dims(name, x.shape)]
+            shared = [over for dim, over in axes.items() if over and dim != "K" and dim not in dims[name]]
             return lax.psum(x, tuple(itertools.chain(*shared)))
         return x
 

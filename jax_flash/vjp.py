@@ -26,20 +26,22 @@ def attention(problem: Problem, fallback: bool, operands: Operands) -> tuple[jax
 
 
 def _forward(problem, fallback, operands):
-    asked = {grad: getattr(operands, name) for grad, name in custom_calls.DIFFERENTIATED.items()}
-    problem = dataclasses.replace(problem, **{grad: x is not None and x.perturbed for grad, x in asked.items()})
+    # Which gradients are asked for is said by shapes: JAX keeps the static part of residuals once for all traces.
+    differentiated = {grad: getattr(operands, name) for grad, name in custom_calls.DIFFERENTIATED.items()}
+    asked = {grad: jnp.zeros(int(x is not None and x.perturbed), bool) for grad, x in differentiated.items()}
     operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
     o, l, m = map(checkpoint_name, custom_calls.forward(problem, fallback, operands), RESIDUAL_NAMES)
-    return (o, l, m), (problem, operands, o, l, m)
+    return (o, l, m), (asked, operands, o, l, m)
 
 
-def _backward(_, fallback, residuals, cotangents):
-    problem, operands, o, l, m = residuals
+def _backward(problem, fallback, residuals, cotangents):
+    asked, operands, o, l, m = residuals
     do, dl, _ = cotangents
     if isinstance(do, SymbolicZero):
         do = jnp.zeros_like(o)
     dlogsumexp = None if isinstance(dl, SymbolicZero) else dl * l
-    problem = dataclasses.replace(problem, dlogsumexp=dlogsumexp is not None)
+    asked = {grad: x.size > 0 for grad, x in asked.items()}
+    problem = dataclasses.replace(problem, dlogsumexp=dlogsumexp is not None, **asked)
     names = [name for grad, name in custom_calls.DIFFERENTIATED.items() if getattr(problem, grad)]
     results = custom_calls.backward(problem, fallback, operands, o, l, m, do, dlogsumexp)
     grads: dict[str, Any] = dict(zip(names, results, strict=True))

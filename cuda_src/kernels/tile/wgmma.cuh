@@ -42,130 +42,37 @@ struct Wgmma;
 
 // Operand lists of 4, 8, ... accumulator registers.
 #define JAX_FLASH_D4 "%0,%1,%2,%3"
-#define JAX_FLASH_D8 \
-  JAX_FLASH_D4       \
-      ","            \
-      "%4,%5,%6,%7"
-#define JAX_FLASH_D12 \
-  JAX_FLASH_D8        \
-      ","             \
-      "%8,%9,%10,%11"
-#define JAX_FLASH_D16 \
-  JAX_FLASH_D12       \
-      ","             \
-      "%12,%13,%14,%15"
-#define JAX_FLASH_D20 \
-  JAX_FLASH_D16       \
-      ","             \
-      "%16,%17,%18,%19"
-#define JAX_FLASH_D24 \
-  JAX_FLASH_D20       \
-      ","             \
-      "%20,%21,%22,%23"
-#define JAX_FLASH_D28 \
-  JAX_FLASH_D24       \
-      ","             \
-      "%24,%25,%26,%27"
-#define JAX_FLASH_D32 \
-  JAX_FLASH_D28       \
-      ","             \
-      "%28,%29,%30,%31"
-#define JAX_FLASH_D36 \
-  JAX_FLASH_D32       \
-      ","             \
-      "%32,%33,%34,%35"
-#define JAX_FLASH_D40 \
-  JAX_FLASH_D36       \
-      ","             \
-      "%36,%37,%38,%39"
-#define JAX_FLASH_D44 \
-  JAX_FLASH_D40       \
-      ","             \
-      "%40,%41,%42,%43"
-#define JAX_FLASH_D48 \
-  JAX_FLASH_D44       \
-      ","             \
-      "%44,%45,%46,%47"
-#define JAX_FLASH_D52 \
-  JAX_FLASH_D48       \
-      ","             \
-      "%48,%49,%50,%51"
-#define JAX_FLASH_D56 \
-  JAX_FLASH_D52       \
-      ","             \
-      "%52,%53,%54,%55"
-#define JAX_FLASH_D60 \
-  JAX_FLASH_D56       \
-      ","             \
-      "%56,%57,%58,%59"
-#define JAX_FLASH_D64 \
-  JAX_FLASH_D60       \
-      ","             \
-      "%60,%61,%62,%63"
-#define JAX_FLASH_D68 \
-  JAX_FLASH_D64       \
-      ","             \
-      "%64,%65,%66,%67"
-#define JAX_FLASH_D72 \
-  JAX_FLASH_D68       \
-      ","             \
-      "%68,%69,%70,%71"
-#define JAX_FLASH_D76 \
-  JAX_FLASH_D72       \
-      ","             \
-      "%72,%73,%74,%75"
-#define JAX_FLASH_D80 \
-  JAX_FLASH_D76       \
-      ","             \
-      "%76,%77,%78,%79"
-#define JAX_FLASH_D84 \
-  JAX_FLASH_D80       \
-      ","             \
-      "%80,%81,%82,%83"
-#define JAX_FLASH_D88 \
-  JAX_FLASH_D84       \
-      ","             \
-      "%84,%85,%86,%87"
-#define JAX_FLASH_D92 \
-  JAX_FLASH_D88       \
-      ","             \
-      "%88,%89,%90,%91"
-#define JAX_FLASH_D96 \
-  JAX_FLASH_D92       \
-      ","             \
-      "%92,%93,%94,%95"
-#define JAX_FLASH_D100 \
-  JAX_FLASH_D96        \
-      ","              \
-      "%96,%97,%98,%99"
-#define JAX_FLASH_D104 \
-  JAX_FLASH_D100       \
-      ","              \
-      "%100,%101,%102,%103"
-#define JAX_FLASH_D108 \
-  JAX_FLASH_D104       \
-      ","              \
-      "%104,%105,%106,%107"
-#define JAX_FLASH_D112 \
-  JAX_FLASH_D108       \
-      ","              \
-      "%108,%109,%110,%111"
-#define JAX_FLASH_D116 \
-  JAX_FLASH_D112       \
-      ","              \
-      "%112,%113,%114,%115"
-#define JAX_FLASH_D120 \
-  JAX_FLASH_D116       \
-      ","              \
-      "%116,%117,%118,%119"
-#define JAX_FLASH_D124 \
-  JAX_FLASH_D120       \
-      ","              \
-      "%120,%121,%122,%123"
-#define JAX_FLASH_D128 \
-  JAX_FLASH_D124       \
-      ","              \
-      "%124,%125,%126,%127"
+#define JAX_FLASH_D8 JAX_FLASH_D4 ",%4,%5,%6,%7"
+#define JAX_FLASH_D12 JAX_FLASH_D8 ",%8,%9,%10,%11"
+#define JAX_FLASH_D16 JAX_FLASH_D12 ",%12,%13,%14,%15"
+#define JAX_FLASH_D20 JAX_FLASH_D16 ",%16,%17,%18,%19"
+#define JAX_FLASH_D24 JAX_FLASH_D20 ",%20,%21,%22,%23"
+#define JAX_FLASH_D28 JAX_FLASH_D24 ",%24,%25,%26,%27"
+#define JAX_FLASH_D32 JAX_FLASH_D28 ",%28,%29,%30,%31"
+#define JAX_FLASH_D36 JAX_FLASH_D32 ",%32,%33,%34,%35"
+#define JAX_FLASH_D40 JAX_FLASH_D36 ",%36,%37,%38,%39"
+#define JAX_FLASH_D44 JAX_FLASH_D40 ",%40,%41,%42,%43"
+#define JAX_FLASH_D48 JAX_FLASH_D44 ",%44,%45,%46,%47"
+#define JAX_FLASH_D52 JAX_FLASH_D48 ",%48,%49,%50,%51"
+#define JAX_FLASH_D56 JAX_FLASH_D52 ",%52,%53,%54,%55"
+#define JAX_FLASH_D60 JAX_FLASH_D56 ",%56,%57,%58,%59"
+#define JAX_FLASH_D64 JAX_FLASH_D60 ",%60,%61,%62,%63"
+#define JAX_FLASH_D68 JAX_FLASH_D64 ",%64,%65,%66,%67"
+#define JAX_FLASH_D72 JAX_FLASH_D68 ",%68,%69,%70,%71"
+#define JAX_FLASH_D76 JAX_FLASH_D72 ",%72,%73,%74,%75"
+#define JAX_FLASH_D80 JAX_FLASH_D76 ",%76,%77,%78,%79"
+#define JAX_FLASH_D84 JAX_FLASH_D80 ",%80,%81,%82,%83"
+#define JAX_FLASH_D88 JAX_FLASH_D84 ",%84,%85,%86,%87"
+#define JAX_FLASH_D92 JAX_FLASH_D88 ",%88,%89,%90,%91"
+#define JAX_FLASH_D96 JAX_FLASH_D92 ",%92,%93,%94,%95"
+#define JAX_FLASH_D100 JAX_FLASH_D96 ",%96,%97,%98,%99"
+#define JAX_FLASH_D104 JAX_FLASH_D100 ",%100,%101,%102,%103"
+#define JAX_FLASH_D108 JAX_FLASH_D104 ",%104,%105,%106,%107"
+#define JAX_FLASH_D112 JAX_FLASH_D108 ",%108,%109,%110,%111"
+#define JAX_FLASH_D116 JAX_FLASH_D112 ",%112,%113,%114,%115"
+#define JAX_FLASH_D120 JAX_FLASH_D116 ",%116,%117,%118,%119"
+#define JAX_FLASH_D124 JAX_FLASH_D120 ",%120,%121,%122,%123"
+#define JAX_FLASH_D128 JAX_FLASH_D124 ",%124,%125,%126,%127"
 #define JAX_FLASH_F4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define JAX_FLASH_F8 JAX_FLASH_F4, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
 #define JAX_FLASH_F12 JAX_FLASH_F8, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])

@@ -92,7 +92,7 @@ def compile_kernels(variant: Variant) -> bytes:
         "CAUSAL": int(variant.causal),
         "DROPOUT": int(variant.dropout),
     }
-    options = ["-arch=sm_90a", "-std=c++17", f"-I{ROOT / 'cuda_src/kernels'}", f"-I{ROOT / 'common'}"]
+    options = ["-arch=sm_90a", "-std=c++17", f"-I{ROOT / 'cuda_src/kernels'}", f"-I{ROOT}"]
     arguments = [option.encode() for option in options + [f"-DJAX_FLASH_{name}={x}" for name, x in defines.items()]]
     source = f'#include "{"backward" if variant.backward else "forward"}_sm90.cuh"\n'.encode()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()

@@ -4,8 +4,6 @@
 
 #include <cstdint>
 
-#include "common/problem.h"
-
 #ifdef __CUDACC__
 #define JAX_FLASH_STATIC_HOST_DEVICE static __host__ __device__ __forceinline__
 #else
@@ -16,6 +14,11 @@ namespace jax_flash {
 
 // Keys lo <= j < hi. Empty iff lo >= hi.
 struct KeyRange {
+  int64_t lo, hi;
+};
+
+// Rows lo <= i < hi. Empty iff lo >= hi.
+struct RowRange {
   int64_t lo, hi;
 };
 
@@ -54,6 +57,35 @@ JAX_FLASH_STATIC_HOST_DEVICE KeyRange AnyRowKeys(const Positions& positions, int
 JAX_FLASH_STATIC_HOST_DEVICE KeyRange EveryRowKeys(const Positions& positions, int64_t i0, int64_t i1) {
   if (i0 >= i1 || i1 > positions.q_length) return {0, 0};
   return {RowKeys(positions, i1 - 1).lo, RowKeys(positions, i0).hi};
+}
+
+// The rows that see at least one of the keys j0 <= j < j1. (j0 < j1.)
+JAX_FLASH_STATIC_HOST_DEVICE RowRange AnyKeyRows(const Positions& positions, int64_t j0, int64_t j1) {
+  RowRange rows = {0, positions.q_length};
+  if (j1 > positions.kv_length) j1 = positions.kv_length;
+  if (j0 >= j1) return {0, 0};
+  if (positions.causal && rows.lo < j0 - positions.offset) rows.lo = j0 - positions.offset;
+  if (positions.window_right >= 0 && positions.window_right < j0 - positions.offset - rows.lo) {
+    rows.lo = j0 - positions.offset - positions.window_right;
+  }
+  if (positions.window_left >= 0 && positions.window_left < rows.hi + positions.offset - j1) {
+    rows.hi = positions.window_left + j1 - positions.offset;
+  }
+  return rows;
+}
+
+// The rows that see every one of the keys j0 <= j < j1.
+JAX_FLASH_STATIC_HOST_DEVICE RowRange EveryKeyRows(const Positions& positions, int64_t j0, int64_t j1) {
+  RowRange rows = {0, positions.q_length};
+  if (j1 > positions.kv_length) return {0, 0};
+  if (positions.causal && rows.lo < j1 - 1 - positions.offset) rows.lo = j1 - 1 - positions.offset;
+  if (positions.window_right >= 0 && positions.window_right < j1 - 1 - positions.offset - rows.lo) {
+    rows.lo = j1 - 1 - positions.offset - positions.window_right;
+  }
+  if (positions.window_left >= 0 && positions.window_left < rows.hi + positions.offset - j0 - 1) {
+    rows.hi = positions.window_left + j0 + 1 - positions.offset;
+  }
+  return rows;
 }
 
 }  // namespace jax_flash

@@ -7,9 +7,9 @@
 #include <string>
 #include <string_view>
 
-namespace jax_flash {
+#include "common/dtype.h"
 
-enum class DType : int { kNone, kF16, kBF16, kF32, kF64 };
+namespace jax_flash {
 
 // Which dimensions of a [B, N, T, S] operand are there in full; the others have size 1 and are broadcast.
 struct Extent {

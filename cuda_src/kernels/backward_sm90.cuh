@@ -14,7 +14,7 @@
 // V, and of 64 rows in those of dK and dV.
 #pragma once
 
-#include "philox.h"
+#include "common/philox.h"
 #include "schedule.cuh"
 #include "tile/mbarrier.cuh"
 #include "tile/tma.cuh"

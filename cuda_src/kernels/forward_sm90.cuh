@@ -12,7 +12,7 @@
 // and V.
 #pragma once
 
-#include "philox.h"
+#include "common/philox.h"
 #include "schedule.cuh"
 #include "tile/mbarrier.cuh"
 #include "tile/tma.cuh"

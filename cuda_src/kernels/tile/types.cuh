@@ -1,11 +1,15 @@
-// What every kernel file needs: the 16-bit element type of the problem and a few words of the machine.
+// What every kernel file needs: element types and a few words of the machine.
 #pragma once
 
 #include <cstdint>
 
-// The element type of Q, K, V, O and their gradients: bf16 or f16, given by the host when it compiles the kernel.
-#ifndef JAX_FLASH_DTYPE
-#define JAX_FLASH_DTYPE "bf16"
+#include "common/dtype.h"
+
+// The 16-bit element type of Q, K, V, O and their gradients, as PTX spells it.
+#if JAX_FLASH_DTYPE == 1
+#define JAX_FLASH_PTX_TYPE "f16"
+#else
+#define JAX_FLASH_PTX_TYPE "bf16"
 #endif
 
 namespace jax_flash {
@@ -22,14 +26,14 @@ __device__ __forceinline__ float Infinity() { return __int_as_float(0x7F800000);
 // cvt.rn.*x2.f32: two floats to one register, `low` in its low half. PTX ISA 9.7.9.22.
 __device__ __forceinline__ uint32_t Pack(float low, float high) {
   uint32_t packed;
-  asm("cvt.rn." JAX_FLASH_DTYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  asm("cvt.rn." JAX_FLASH_PTX_TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
 // The same, negative numbers to 0.
 __device__ __forceinline__ uint32_t PackRelu(float low, float high) {
   uint32_t packed;
-  asm("cvt.rn.relu." JAX_FLASH_DTYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  asm("cvt.rn.relu." JAX_FLASH_PTX_TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
@@ -37,10 +41,26 @@ __device__ __forceinline__ uint32_t PackRelu(float low, float high) {
 __device__ __forceinline__ float2 Unpack(uint32_t packed) {
   float2 x;
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
-      "cvt.f32." JAX_FLASH_DTYPE " %0, l;\ncvt.f32." JAX_FLASH_DTYPE " %1, h;\n}"
+      "cvt.f32." JAX_FLASH_PTX_TYPE " %0, l;\ncvt.f32." JAX_FLASH_PTX_TYPE " %1, h;\n}"
       : "=f"(x.x), "=f"(x.y)
       : "r"(packed));
   return x;
+}
+
+// Element i of an array of any float type.
+template <DType kType>
+__device__ __forceinline__ float Load(const void* data, int64_t i) {
+  if constexpr (kType == DType::kF16) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<const uint16_t*>(data)[i]));
+    return x;
+  } else if constexpr (kType == DType::kBF16) {
+    return __uint_as_float(uint32_t(static_cast<const uint16_t*>(data)[i]) << 16);
+  } else if constexpr (kType == DType::kF64) {
+    return float(static_cast<const double*>(data)[i]);
+  } else {
+    return static_cast<const float*>(data)[i];
+  }
 }
 
 // ex2.approx: one MUFU operation. PTX ISA 9.7.3.21.

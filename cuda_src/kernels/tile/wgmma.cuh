@@ -114,7 +114,7 @@ struct Wgmma;
     static __device__ __forceinline__ void SS(float (&d)[R], uint64_t a, uint64_t b, int accumulate) {            \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #R2                                                       \
                    ", 0;\n"                                                                                       \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." JAX_FLASH_DTYPE "." JAX_FLASH_DTYPE          \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." JAX_FLASH_PTX_TYPE "." JAX_FLASH_PTX_TYPE    \
                    " {" JAX_FLASH_D##R "}, %" #R ", %" #R1 ", p, 1, 1, %" #R3 ", %" #R4 ";\n}"                    \
                    : JAX_FLASH_F##R                                                                               \
                    : "l"(a), "l"(b), "r"(accumulate), "n"(int(kA)), "n"(int(kB)));                                \
@@ -123,7 +123,7 @@ struct Wgmma;
     static __device__ __forceinline__ void RS(float (&d)[R], const uint32_t* a, uint64_t b, int accumulate) {     \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #R5                                                       \
                    ", 0;\n"                                                                                       \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." JAX_FLASH_DTYPE "." JAX_FLASH_DTYPE          \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." JAX_FLASH_PTX_TYPE "." JAX_FLASH_PTX_TYPE    \
                    " {" JAX_FLASH_D##R "}, {%" #R ",%" #R1 ",%" #R2 ",%" #R3 "}, %" #R4 ", p, 1, 1, %" #R6 ";\n}" \
                    : JAX_FLASH_F##R                                                                               \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(int(kB)));          \

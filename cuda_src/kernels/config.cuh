@@ -1,0 +1,35 @@
+// What a kernel is compiled for, which the host says in macros. Tile sizes are the kernels' own.
+#pragma once
+
+#include "common/dtype.h"
+
+namespace jax_flash {
+
+constexpr DType kDType = DType(JAX_FLASH_DTYPE);
+constexpr DType kBiasDType = DType(JAX_FLASH_BIAS_DTYPE);
+constexpr int kQKDim = JAX_FLASH_QK_DIM;
+constexpr int kVDim = JAX_FLASH_V_DIM;
+
+constexpr bool kCausal = JAX_FLASH_CAUSAL;
+constexpr bool kWindow = JAX_FLASH_WINDOW;
+constexpr bool kQLengths = JAX_FLASH_Q_LENGTHS;
+constexpr bool kKVLengths = JAX_FLASH_KV_LENGTHS;
+constexpr bool kSegments = JAX_FLASH_SEGMENTS;
+constexpr bool kQueryOffset = JAX_FLASH_QUERY_OFFSET;
+constexpr bool kMask = JAX_FLASH_MASK;
+constexpr bool kBias = kBiasDType != DType::kNone;
+constexpr bool kSoftCap = JAX_FLASH_SOFT_CAP;
+constexpr bool kDropout = JAX_FLASH_DROPOUT;
+constexpr bool kFullPrecision = JAX_FLASH_FULL_PRECISION;  // of f32
+
+// The backward only.
+constexpr bool kDLogsumexp = JAX_FLASH_DLOGSUMEXP;
+constexpr bool kDQ = JAX_FLASH_DQ;
+constexpr bool kDK = JAX_FLASH_DK;
+constexpr bool kDV = JAX_FLASH_DV;
+
+// Scores are formed entry by entry, s = cap(scale x) + bias. Otherwise the scale goes into the exponent, which needs
+// scale > 0 for the row maximum of x to be that of s.
+constexpr bool kScores = kBias || kSoftCap || !JAX_FLASH_POSITIVE_SCALE;
+
+}  // namespace jax_flash

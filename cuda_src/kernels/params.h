@@ -1,0 +1,47 @@
+// What the host passes to every kernel of a call, beside tensor maps. What the problem does not have is null.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_flash {
+
+// A [B, N, T, S] operand with its strides in elements, 0 for a broadcast dimension.
+template <typename T>
+struct Broadcast {
+  T* data;
+  int64_t batch, head, row, column;
+};
+
+// What the 64 rows of Q of a block can see as far as segment ids tell: keys of `any` at most, all keys of `every`. (And
+// the same for 64 keys and the rows that see them.)
+struct SegmentBounds {
+  int any_lo, any_hi, every_lo, every_hi;
+};
+
+struct Params {
+  int batch, q_heads, kv_heads, q_len, kv_len;
+  float scale, soft_cap;
+  int64_t window_left, window_right;  // -1: unbounded
+
+  const void *query, *key, *value;
+  Broadcast<const void> bias;
+  Broadcast<const uint8_t> mask;
+  const int32_t *q_lengths, *kv_lengths, *q_segments, *kv_segments, *query_offset;
+  SegmentBounds *q_bounds, *kv_bounds;  // scratch: [batch, block of 64 queries or keys]
+  const uint32_t *seed, *batch_id, *head_id;
+  uint32_t drop_threshold;
+  float keep_scale;
+
+  void* o;       // the forward's result, the backward's operand; so are
+  float *l, *m;  // [batch, head, row]
+
+  // The backward only.
+  const void* d_o;
+  const float* dlogsumexp;  // [batch, head, row]
+  float *logsumexp, *d;     // scratch: what a kernel needs of m, l and D, in the kernel's own order
+  float* dq_sum;            // scratch: dQ in f32, in the kernel's own order
+  void *dq, *dk, *dv;
+  float* dbias;
+};
+
+}  // namespace jax_flash

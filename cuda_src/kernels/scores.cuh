@@ -1,0 +1,49 @@
+// From x = q_i k_j to the score s_ij: scale, soft cap and bias; and what segment ids and the mask operand hide.
+#pragma once
+
+#include "config.cuh"
+#include "params.h"
+#include "tile/types.cuh"
+
+namespace jax_flash {
+
+__device__ __forceinline__ float Tanh(float x) {
+  if (kDType == DType::kF32) return tanhf(x);
+  return 1.0f - 2.0f / (1.0f + Exp2(x * (2 * kLog2e)));  // absolute error 1e-7
+}
+
+// The operands that are looked at entry by entry, for one batch entry and head. Rows and columns are within T and S.
+struct Entries {
+  const Params& p;
+  const int32_t *q_segments, *kv_segments;
+  const uint8_t* mask;
+  int64_t bias;  // the offset of row 0, column 0
+
+  __device__ __forceinline__ Entries(const Params& p, int batch, int head)
+      : p(p),
+        q_segments(kSegments ? p.q_segments + int64_t(batch) * p.q_len : nullptr),
+        kv_segments(kSegments ? p.kv_segments + int64_t(batch) * p.kv_len : nullptr),
+        mask(kMask ? p.mask.data + batch * p.mask.batch + head * p.mask.head : nullptr),
+        bias(kBias ? batch * p.bias.batch + head * p.bias.head : 0) {}
+
+  // Whether entry (i, j) is hidden by what is not a matter of positions.
+  __device__ __forceinline__ bool Hidden(int i, int j) const {
+    return (kSegments && q_segments[i] != kv_segments[j]) || (kMask && mask[i * p.mask.row + j * p.mask.column] == 0);
+  }
+
+  __device__ __forceinline__ float Bias(int i, int j) const {
+    return Load<kBiasDType>(p.bias.data, bias + i * p.bias.row + j * p.bias.column);
+  }
+};
+
+// c = cap tanh(scale x / cap)
+__device__ __forceinline__ float Cap(const Params& p, float x) {
+  return kSoftCap ? p.soft_cap * Tanh(x * p.scale / p.soft_cap) : x * p.scale;
+}
+
+// dc / d(scale x), from c
+__device__ __forceinline__ float CapDerivative(const Params& p, float c) {
+  return 1.0f - (c / p.soft_cap) * (c / p.soft_cap);
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,64 @@
+// Which tiles of S have something to compute, and which of them need no look at single entries.
+#pragma once
+
+#include "common/masking.h"
+#include "config.cuh"
+#include "params.h"
+
+namespace jax_flash {
+
+constexpr int kSegmentBlock = 64;  // rows or keys of a SegmentBounds
+
+// Positions lo <= x < hi of the other side: `any` may be visible, `every` surely are, entry by entry.
+struct Visible {
+  int any_lo, any_hi, every_lo, every_hi;
+};
+
+__device__ __forceinline__ Positions PositionsOf(const Params& p, int batch) {
+  Positions positions;
+  positions.q_length = kQLengths ? ClampLength(p.q_lengths[batch], p.q_len) : p.q_len;
+  positions.kv_length = kKVLengths ? ClampLength(p.kv_lengths[batch], p.kv_len) : p.kv_len;
+  positions.offset = kQueryOffset ? p.query_offset[batch] : 0;
+  positions.causal = kCausal;
+  positions.window_left = kWindow ? p.window_left : -1;
+  positions.window_right = kWindow ? p.window_right : -1;
+  return positions;
+}
+
+template <typename Range>
+__device__ __forceinline__ Visible Together(const Range& any, const Range& every, const SegmentBounds* bounds,
+                                            int blocks) {
+  Visible visible = {int(any.lo), int(any.hi), int(every.lo), int(every.hi)};
+  if (kMask) visible.every_hi = visible.every_lo;
+  if (kSegments) {
+    int any_lo = visible.any_hi, any_hi = visible.any_lo;
+    for (int b = 0; b < blocks; ++b) {
+      const SegmentBounds block = bounds[b];
+      if (block.any_lo < block.any_hi) any_lo = min(any_lo, block.any_lo), any_hi = max(any_hi, block.any_hi);
+      visible.every_lo = max(visible.every_lo, block.every_lo);
+      visible.every_hi = min(visible.every_hi, block.every_hi);
+    }
+    visible.any_lo = max(visible.any_lo, any_lo);
+    visible.any_hi = min(visible.any_hi, any_hi);
+  }
+  return visible;
+}
+
+// The keys that the rows i0 <= i < i1 of one batch entry see. i0 is a multiple of kSegmentBlock.
+__device__ __forceinline__ Visible KeysOf(const Params& p, const Positions& positions, int batch, int i0, int i1) {
+  i1 = min(i1, p.q_len);
+  const int all_blocks = (p.q_len + kSegmentBlock - 1) / kSegmentBlock;
+  const SegmentBounds* bounds = kSegments ? p.q_bounds + int64_t(batch) * all_blocks + i0 / kSegmentBlock : nullptr;
+  return Together(AnyRowKeys(positions, i0, i1), EveryRowKeys(positions, i0, i1), bounds,
+                  (i1 - i0 + kSegmentBlock - 1) / kSegmentBlock);
+}
+
+// The rows that see the keys j0 <= j < j1, `every`: all of them. j0 is a multiple of kSegmentBlock.
+__device__ __forceinline__ Visible RowsOf(const Params& p, const Positions& positions, int batch, int j0, int j1) {
+  const int all_blocks = (p.kv_len + kSegmentBlock - 1) / kSegmentBlock;
+  const SegmentBounds* bounds = kSegments ? p.kv_bounds + int64_t(batch) * all_blocks + j0 / kSegmentBlock : nullptr;
+  return Together(AnyKeyRows(positions, j0, j1), EveryKeyRows(positions, j0, j1), bounds,
+                  (min(j1, p.kv_len) - j0 + kSegmentBlock - 1) / kSegmentBlock);
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,267 @@
+// Tiles in shared memory and what a warp holds of them, for mma.sync. The same code serves 16-bit elements and f32:
+// what differs, the k of an mma and how transposed operands are read, is decided here.
+//
+//   SharedTile<kRows, kDim>     [kRows][kDim] elements, filled by cp.async; zeros up to whole steps of k
+//   Accumulator<kM, kN>         float [kM / 16][kN / 8][4]: element [m][c][2 h + e] of lane l is row 16 m + l / 4 + 8
+//   h,
+//                               column 8 c + 2 (l % 4) + e
+//   OperandA, OperandB          16 x kStep of A and kStep x 8 of B, as mma.sync takes them, whatever the precision
+//   AddRowsTimesRows(C, a, i, b, j)     C += A B^T: rows of two tiles (Q K^T, dO V^T, ...)
+//   AddTimesRows(C, P, b, j)            C += P B: an accumulator times the rows of a tile (P V, dS K, ...)
+//   AddColumnsTimesRows(C, a, i, b)     C += A^T B: the columns of a tile times the rows of one (dK += dS^T Q, ...)
+//
+// Rows of tiles start an odd number of 16-byte chunks apart: the 8 rows of a matrix are then in different banks, with
+// addresses that are one register and a constant. f32 has no transposing load; there the columns of a tile are read
+// element by element, and k is permuted so that this is free of conflicts, and so that an accumulator is an operand as
+// it stands: of 8 successive k a lane has 2 (l % 4) + e, where the mma means l % 4 + 4 e. Rows that are multiplied by
+// rows keep their order.
+#pragma once
+
+#include "tile/cp_async.cuh"
+#include "tile/mma.cuh"
+
+namespace jax_flash {
+
+constexpr int kElementBytes = kDType == DType::kF32 ? 4 : 2;
+constexpr int kStep = 32 / kElementBytes;  // the k of one mma
+constexpr bool kSplit = kDType == DType::kF32 && kFullPrecision;
+
+__host__ __device__ constexpr int RoundUp(int x, int to) { return (x + to - 1) / to * to; }
+
+template <int kM, int kN>
+using Accumulator = float[kM / 16][kN / 8][4];
+
+// f32 in full precision: x = big + small, both TF32.
+template <int kCount>
+struct Operand {
+  uint32_t big[kCount], small[kCount];
+
+  // Rounded where it is TF32 and `kRound`; else the mma cuts it off.
+  template <bool kRound>
+  __device__ __forceinline__ static Operand Of(const uint32_t (&x)[kCount]) {
+    Operand operand;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      operand.big[i] = kSplit || (kRound && kDType == DType::kF32) ? RoundTF32(x[i]) : x[i];
+      if (kSplit) operand.small[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(operand.big[i]));
+    }
+    return operand;
+  }
+};
+using OperandA = Operand<4>;
+using OperandB = Operand<2>;
+
+// c += a b. Of three TF32 products the small ones come first.
+__device__ __forceinline__ void Mma(float (&c)[4], const OperandA& a, const OperandB& b) {
+  if constexpr (kSplit) {
+    MmaSync(c, a.small, b.big);
+    MmaSync(c, a.big, b.small);
+  }
+  MmaSync(c, a.big, b.big);
+}
+
+// Step `s` of k of an accumulator that becomes an operand.
+template <int kChunks>
+__device__ __forceinline__ OperandA ToOperand(const float (&c)[kChunks][4], int s) {
+  if constexpr (kDType == DType::kF32) {
+    const uint32_t x[4] = {__float_as_uint(c[s][0]), __float_as_uint(c[s][2]), __float_as_uint(c[s][1]),
+                           __float_as_uint(c[s][3])};
+    return OperandA::Of<true>(x);
+  } else {
+    const uint32_t x[4] = {Pack(c[2 * s][0], c[2 * s][1]), Pack(c[2 * s][2], c[2 * s][3]),
+                           Pack(c[2 * s + 1][0], c[2 * s + 1][1]), Pack(c[2 * s + 1][2], c[2 * s + 1][3])};
+    return OperandA::Of<true>(x);
+  }
+}
+
+template <int kRows, int kDim>
+struct SharedTile {
+  static constexpr int kHeight = kRows, kWidth = RoundUp(kDim, 16);
+  static constexpr int kChunks = kWidth * kElementBytes / 16;  // of 16 bytes, a row
+  static constexpr int kFilled = kDim * kElementBytes / 16;
+  static constexpr int kStride = 16 * (kChunks + 1);  // bytes from row to row
+  static constexpr int kSteps = RoundUp(kDim, kStep) / kStep;
+
+  alignas(16) uint8_t bytes[kRows * kStride];
+
+  // Begins to load the rows row0, row0 + 1, ... of a matrix in HBM whose rows are `stride` bytes apart; zeros for
+  // rows from `end` on. The work of kThreads threads; the caller commits.
+  template <int kThreads>
+  __device__ __forceinline__ void Load(const void* matrix, int64_t stride, int row0, int end) {
+#pragma unroll
+    for (int n = 0; n < (kRows * kChunks + kThreads - 1) / kThreads; ++n) {
+      const int i = n * kThreads + threadIdx.x, row = i / kChunks, chunk = i % kChunks;
+      if (kRows * kChunks % kThreads != 0 && i >= kRows * kChunks) break;
+      const bool valid = row0 + row < end && (kChunks == kFilled || chunk < kFilled);
+      const void* from = static_cast<const uint8_t*>(matrix) + (valid ? (row0 + row) * stride + chunk * 16 : 0);
+      CpAsync(SharedAddress(bytes) + row * kStride + chunk * 16, from, valid);
+    }
+  }
+
+  // The other way, after the threads have synchronised: rows below `end`.
+  template <int kThreads>
+  __device__ __forceinline__ void Store(void* matrix, int64_t stride, int row0, int end) const {
+#pragma unroll
+    for (int n = 0; n < (kRows * kFilled + kThreads - 1) / kThreads; ++n) {
+      const int i = n * kThreads + threadIdx.x, row = i / kFilled, chunk = i % kFilled;
+      if (i >= kRows * kFilled || row0 + row >= end) break;
+      *reinterpret_cast<uint4*>(static_cast<uint8_t*>(matrix) + (row0 + row) * stride + chunk * 16) =
+          *reinterpret_cast<const uint4*>(bytes + row * kStride + chunk * 16);
+    }
+  }
+
+  // The 16 x 8 elements of an accumulator at (row, column), converted.
+  __device__ __forceinline__ void Put(int row, int column, const float (&c)[4]) {
+    const int lane = threadIdx.x % 32;
+    uint8_t* to = bytes + (row + lane / 4) * kStride + (column + lane % 4 * 2) * kElementBytes;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (kDType == DType::kF32) {
+        *reinterpret_cast<float2*>(to + 8 * h * kStride) = make_float2(c[2 * h], c[2 * h + 1]);
+      } else {
+        *reinterpret_cast<uint32_t*>(to + 8 * h * kStride) = Pack(c[2 * h], c[2 * h + 1]);
+      }
+    }
+  }
+
+  // A(m, k) = tile(row + m, kStep step + k)
+  __device__ __forceinline__ OperandA RowsAsA(int row, int step) const {
+    uint32_t x[4];
+    Ldmatrix(x, Address16x2() + row * kStride + step * 32);
+    return OperandA::Of<true>(x);
+  }
+
+  // B(k, n) = tile(row + n, kStep step + k), for n < 8 and for 8 <= n < 16.
+  __device__ __forceinline__ void RowsAsB(OperandB (&b)[2], int row, int step) const {
+    uint32_t x[4];
+    Ldmatrix(x, Address8x2x8() + row * kStride + step * 32);
+    Halves(b, x);
+  }
+
+  // A(m, k) = tile(row + k, column + m), f32: k permuted
+  __device__ __forceinline__ OperandA ColumnsAsA(int row, int column) const {
+    uint32_t x[4];
+    if constexpr (kDType == DType::kF32) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = Single(row + i / 2, column + i % 2 * 8);
+    } else {
+      LdmatrixTransposed(x, Address8x2x8() + row * kStride + column * kElementBytes);
+    }
+    return OperandA::Of<true>(x);
+  }
+
+  // B(k, n) = tile(row + k, column + n), for n < 8 and for 8 <= n < 16; f32: k permuted
+  __device__ __forceinline__ void ColumnsAsB(OperandB (&b)[2], int row, int column) const {
+    uint32_t x[4];
+    if constexpr (kDType == DType::kF32) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = Single(row + i % 2, column + i / 2 * 8);
+    } else {
+      LdmatrixTransposed(x, Address16x2() + row * kStride + column * kElementBytes);
+    }
+    Halves(b, x);
+  }
+
+ private:
+  __device__ __forceinline__ static void Halves(OperandB (&b)[2], const uint32_t (&x)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t y[2] = {x[2 * half], x[2 * half + 1]};
+      b[half] = OperandB::Of<false>(y);
+    }
+  }
+
+  // Of this lane: matrices (rows 0-7, chunk 0), (rows 8-15, chunk 0), (rows 0-7, chunk 1), (rows 8-15, chunk 1).
+  __device__ __forceinline__ uint32_t Address16x2() const {
+    const int lane = threadIdx.x % 32;
+    return SharedAddress(bytes) + lane % 16 * kStride + lane / 16 * 16;
+  }
+  // Matrices (rows 0-7, chunk 0), (rows 0-7, chunk 1), (rows 8-15, chunk 0), (rows 8-15, chunk 1).
+  __device__ __forceinline__ uint32_t Address8x2x8() const {
+    const int lane = threadIdx.x % 32;
+    return SharedAddress(bytes) + (lane % 8 + lane / 16 * 8) * kStride + lane / 8 % 2 * 16;
+  }
+  // f32: row 2 (l % 4), column l / 4.
+  __device__ __forceinline__ uint32_t Single(int row, int column) const {
+    const int lane = threadIdx.x % 32;
+    return *reinterpret_cast<const uint32_t*>(bytes + lane % 4 * 2 * kStride + lane / 4 * 4 + row * kStride +
+                                              column * 4);
+  }
+};
+
+template <int kCount, int kChunks>
+__device__ __forceinline__ void Clear(float (&C)[kCount][kChunks][4]) {
+#pragma unroll
+  for (int i = 0; i < kCount * kChunks * 4; ++i) C[i / 4 / kChunks][i / 4 % kChunks][i % 4] = 0.0f;
+}
+
+// C += A B^T: this warp's rows of A from `i` on, the rows of B from `j` on.
+template <int kCount, int kChunks, typename TileA, typename TileB>
+__device__ __forceinline__ void AddRowsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i, const TileB& b,
+                                                 int j) {
+  static_assert(TileA::kSteps == TileB::kSteps && kChunks % 2 == 0);
+#pragma unroll
+  for (int s = 0; s < TileA::kSteps; ++s) {
+    OperandA x[kCount];
+#pragma unroll
+    for (int m = 0; m < kCount; ++m) x[m] = a.RowsAsA(i + 16 * m, s);
+#pragma unroll
+    for (int n = 0; n < kChunks / 2; ++n) {
+      OperandB y[2];
+      b.RowsAsB(y, j + 16 * n, s);
+#pragma unroll
+      for (int m = 0; m < kCount; ++m) {
+        Mma(C[m][2 * n], x[m], y[0]);
+        Mma(C[m][2 * n + 1], x[m], y[1]);
+      }
+    }
+  }
+}
+
+// C += P B: the columns of P by the rows of B from `j` on, and the columns of B from `column` on.
+template <int kCount, int kChunks, int kInner, typename TileB>
+__device__ __forceinline__ void AddTimesRows(float (&C)[kCount][kChunks][4], const float (&P)[kCount][kInner][4],
+                                             const TileB& b, int j, int column = 0) {
+  static_assert(kChunks % 2 == 0);
+#pragma unroll
+  for (int s = 0; s < kInner * 8 / kStep; ++s) {
+    OperandA x[kCount];
+#pragma unroll
+    for (int m = 0; m < kCount; ++m) x[m] = ToOperand(P[m], s);
+#pragma unroll
+    for (int n = 0; n < kChunks / 2; ++n) {
+      OperandB y[2];
+      b.ColumnsAsB(y, j + s * kStep, column + 16 * n);
+#pragma unroll
+      for (int m = 0; m < kCount; ++m) {
+        Mma(C[m][2 * n], x[m], y[0]);
+        Mma(C[m][2 * n + 1], x[m], y[1]);
+      }
+    }
+  }
+}
+
+// C += A^T B: this warp's columns of A from `i` on, the columns of B from `column` on, over all rows of both.
+template <int kCount, int kChunks, typename TileA, typename TileB>
+__device__ __forceinline__ void AddColumnsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i,
+                                                    const TileB& b, int column = 0) {
+  static_assert(TileA::kHeight == TileB::kHeight && kChunks % 2 == 0);
+#pragma unroll
+  for (int s = 0; s < TileA::kHeight / kStep; ++s) {
+    OperandA x[kCount];
+#pragma unroll
+    for (int m = 0; m < kCount; ++m) x[m] = a.ColumnsAsA(s * kStep, i + 16 * m);
+#pragma unroll
+    for (int n = 0; n < kChunks / 2; ++n) {
+      OperandB y[2];
+      b.ColumnsAsB(y, s * kStep, column + 16 * n);
+#pragma unroll
+      for (int m = 0; m < kCount; ++m) {
+        Mma(C[m][2 * n], x[m], y[0]);
+        Mma(C[m][2 * n + 1], x[m], y[1]);
+      }
+    }
+  }
+}
+
+}  // namespace jax_flash

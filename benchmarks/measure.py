@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -26,14 +27,16 @@ def attention_flops(batch: int, heads: int, length: int, dim: int, causal: bool,
 def interleave(calls: dict[str, Callable[[], object]], seconds: float, rounds: int = 3) -> dict[str, list[float]]:
     """Seconds per call: one of each in turn, so that what disturbs the machine disturbs all of them.
 
-    Goes on for `seconds`, and for `rounds` rounds at least. The first call of each is not counted.
+    The order is another one in every round, since a call may also disturb the one after it. Goes on for `seconds`, and
+    for `rounds` rounds at least. The first call of each is not counted.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         jax.block_until_ready(call())
+    order = random.Random(0)
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds or min(map(len, times.values())) < rounds:
-        for name, call in calls.items():
+        for name, call in order.sample(list(calls.items()), len(calls)):
             time.sleep(0.005)  # until another runtime's threads have stopped spinning
             start = time.perf_counter()
             jax.block_until_ready(call())

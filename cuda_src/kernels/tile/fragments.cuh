@@ -6,9 +6,11 @@
 //   h,
 //                               column 8 c + 2 (l % 4) + e
 //   OperandA, OperandB          16 x kStep of A and kStep x 8 of B, as mma.sync takes them, whatever the precision
+//   WarpRows<Tile, kCount, kHeld>       a warp's rows of a tile as left operands, held in registers or read every time
 //   AddRowsTimesRows(C, a, i, b, j)     C += A B^T: rows of two tiles (Q K^T, dO V^T, ...)
 //   AddTimesRows(C, P, b, j)            C += P B: an accumulator times the rows of a tile (P V, dS K, ...)
 //   AddColumnsTimesRows(C, a, i, b)     C += A^T B: the columns of a tile times the rows of one (dK += dS^T Q, ...)
+//   AddTileTimesRows(C, a, i, b)        C += A B: rows of a tile that PutOperand has filled times the rows of one
 //
 // Rows of tiles start an odd number of 16-byte chunks apart: the 8 rows of a matrix are then in different banks, with
 // addresses that are one register and a constant. f32 has no transposing load; there the columns of a tile are read
@@ -87,27 +89,22 @@ struct SharedTile {
   // Begins to load the rows row0, row0 + 1, ... of a matrix in HBM whose rows are `stride` bytes apart; zeros for
   // rows from `end` on. The work of kThreads threads; the caller commits.
   template <int kThreads>
-  __device__ __forceinline__ void Load(const void* matrix, int64_t stride, int row0, int end) {
-#pragma unroll
-    for (int n = 0; n < (kRows * kChunks + kThreads - 1) / kThreads; ++n) {
-      const int i = n * kThreads + threadIdx.x, row = i / kChunks, chunk = i % kChunks;
-      if (kRows * kChunks % kThreads != 0 && i >= kRows * kChunks) break;
-      const bool valid = row0 + row < end && (kChunks == kFilled || chunk < kFilled);
-      const void* from = static_cast<const uint8_t*>(matrix) + (valid ? (row0 + row) * stride + chunk * 16 : 0);
-      CpAsync(SharedAddress(bytes) + row * kStride + chunk * 16, from, valid);
-    }
+  __device__ __forceinline__ void Load(const uint8_t* matrix, int64_t stride, int row0, int end) {
+    ForChunks<kThreads>([&](int row, int chunk, bool filled) {
+      CpAsync(SharedAddress(bytes) + row * kStride + chunk * 16, matrix + (row0 + row) * stride + chunk * 16,
+              row0 + row < end && filled);
+    });
   }
 
   // The other way, after the threads have synchronised: rows below `end`.
   template <int kThreads>
-  __device__ __forceinline__ void Store(void* matrix, int64_t stride, int row0, int end) const {
-#pragma unroll
-    for (int n = 0; n < (kRows * kFilled + kThreads - 1) / kThreads; ++n) {
-      const int i = n * kThreads + threadIdx.x, row = i / kFilled, chunk = i % kFilled;
-      if (i >= kRows * kFilled || row0 + row >= end) break;
-      *reinterpret_cast<uint4*>(static_cast<uint8_t*>(matrix) + (row0 + row) * stride + chunk * 16) =
-          *reinterpret_cast<const uint4*>(bytes + row * kStride + chunk * 16);
-    }
+  __device__ __forceinline__ void Store(uint8_t* matrix, int64_t stride, int row0, int end) const {
+    ForChunks<kThreads>([&](int row, int chunk, bool filled) {
+      if (row0 + row < end && filled) {
+        *reinterpret_cast<uint4*>(matrix + (row0 + row) * stride + chunk * 16) =
+            *reinterpret_cast<const uint4*>(bytes + row * kStride + chunk * 16);
+      }
+    });
   }
 
   // The 16 x 8 elements of an accumulator at (row, column), converted.
@@ -121,6 +118,19 @@ struct SharedTile {
       } else {
         *reinterpret_cast<uint32_t*>(to + 8 * h * kStride) = Pack(c[2 * h], c[2 * h + 1]);
       }
+    }
+  }
+
+  // The same for a tile that will only be an operand. f32: the columns 2 t + e of each 8 are put at t + 4 e, which
+  // gives its rows as A the k of ColumnsAsB (and permutes its columns as A: LaneRowOfColumns).
+  __device__ __forceinline__ void PutOperand(int row, int column, const float (&c)[4]) {
+    if constexpr (kDType == DType::kF32) {
+      const int lane = threadIdx.x % 32;
+      float* to = reinterpret_cast<float*>(bytes + (row + lane / 4) * kStride) + column + lane % 4;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i / 2 * 8 * (kStride / 4) + i % 2 * 4] = c[i];
+    } else {
+      Put(row, column, c);
     }
   }
 
@@ -163,6 +173,20 @@ struct SharedTile {
   }
 
  private:
+  // Deals the chunks out to the threads: some lanes to a row, whose chunks a lane has that number apart.
+  template <int kThreads, typename Function>
+  __device__ __forceinline__ static void ForChunks(Function function) {
+    constexpr int kLanes = kChunks % 32 == 0 ? 32 : kChunks & -kChunks, kPass = kThreads / kLanes;
+    const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+#pragma unroll
+    for (int r = 0; r < kRows; r += kPass) {
+      if (kRows % kPass != 0 && row + r >= kRows) break;
+#pragma unroll
+      for (int c = 0; c < kChunks; c += kLanes)
+        function(row + r, lane + c, c + kLanes <= kFilled || lane + c < kFilled);
+    }
+  }
+
   __device__ __forceinline__ static void Halves(OperandB (&b)[2], const uint32_t (&x)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -186,6 +210,26 @@ struct SharedTile {
     const int lane = threadIdx.x % 32;
     return *reinterpret_cast<const uint32_t*>(bytes + lane % 4 * 2 * kStride + lane / 4 * 4 + row * kStride +
                                               column * 4);
+  }
+};
+
+// 16 kCount rows of a tile from `row` on.
+template <typename Tile, int kCount, bool kHeld>
+struct WarpRows {
+  static constexpr int kSteps = Tile::kSteps;
+  const Tile& tile;
+  const int row;
+  OperandA held[kCount][kSteps];
+
+  __device__ __forceinline__ WarpRows(const Tile& tile, int row) : tile(tile), row(row) {}
+  // Once the tile is there.
+  __device__ __forceinline__ void Take() {
+#pragma unroll
+    for (int i = 0; kHeld && i < kCount * kSteps; ++i)
+      held[i / kSteps][i % kSteps] = tile.RowsAsA(row + i / kSteps * 16, i % kSteps);
+  }
+  __device__ __forceinline__ OperandA RowsAsA(int i, int step) const {
+    return kHeld ? held[i / 16][step] : tile.RowsAsA(row + i, step);
   }
 };
 
@@ -241,7 +285,8 @@ __device__ __forceinline__ void AddTimesRows(float (&C)[kCount][kChunks][4], con
   }
 }
 
-// C += A^T B: this warp's columns of A from `i` on, the columns of B from `column` on, over all rows of both.
+// C += A^T B: this warp's columns of A from `i` on, the columns of B from `column` on, over all rows of both. C may be
+// wider than what is left of B: those columns stay as they are.
 template <int kCount, int kChunks, typename TileA, typename TileB>
 __device__ __forceinline__ void AddColumnsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i,
                                                     const TileB& b, int column = 0) {
@@ -253,6 +298,7 @@ __device__ __forceinline__ void AddColumnsTimesRows(float (&C)[kCount][kChunks][
     for (int m = 0; m < kCount; ++m) x[m] = a.ColumnsAsA(s * kStep, i + 16 * m);
 #pragma unroll
     for (int n = 0; n < kChunks / 2; ++n) {
+      if (TileB::kWidth % (8 * kChunks) != 0 && column + 16 * n >= TileB::kWidth) break;
       OperandB y[2];
       b.ColumnsAsB(y, s * kStep, column + 16 * n);
 #pragma unroll
@@ -262,6 +308,37 @@ __device__ __forceinline__ void AddColumnsTimesRows(float (&C)[kCount][kChunks][
       }
     }
   }
+}
+
+// C += A B: this warp's rows of A from `i` on, filled by PutOperand, the columns of B from `column` on.
+template <int kCount, int kChunks, typename TileA, typename TileB>
+__device__ __forceinline__ void AddTileTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i, const TileB& b,
+                                                 int column = 0) {
+  static_assert(TileA::kWidth == TileB::kHeight && kChunks % 2 == 0);
+#pragma unroll
+  for (int s = 0; s < TileA::kSteps; ++s) {
+    OperandA x[kCount];
+#pragma unroll
+    for (int m = 0; m < kCount; ++m) x[m] = a.RowsAsA(i + 16 * m, s);
+#pragma unroll
+    for (int n = 0; n < kChunks / 2; ++n) {
+      if (TileB::kWidth % (8 * kChunks) != 0 && column + 16 * n >= TileB::kWidth) break;
+      OperandB y[2];
+      b.ColumnsAsB(y, s * kStep, column + 16 * n);
+#pragma unroll
+      for (int m = 0; m < kCount; ++m) {
+        Mma(C[m][2 * n], x[m], y[0]);
+        Mma(C[m][2 * n + 1], x[m], y[1]);
+      }
+    }
+  }
+}
+
+// Which of the rows i, ..., i + 7 of A^T B a lane holds in row lane / 4 of an accumulator, where A was filled by
+// PutOperand.
+__device__ __forceinline__ int LaneRowOfColumns() {
+  const int row = threadIdx.x % 32 / 4;
+  return kDType == DType::kF32 ? row % 4 * 2 + row / 4 : row;
 }
 
 }  // namespace jax_flash

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for the whole suite, and what decides whether a test can run here."""
+"""Eight virtual CPU devices for the whole suite, the GPU for tests that ask for it, and what can run here."""
 
 import os
 import shutil
@@ -6,6 +6,10 @@ import shutil
 # Before jax starts its backends. Most of the suite's time is LLVM's, for programs that run once on small arrays.
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+_GPU = shutil.which("nvidia-smi") is not None
+if _GPU:  # the CPU stays the default device, and the GPU's memory is for several processes
+    os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -17,11 +21,23 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(items):
-    if shutil.which("nvidia-smi") is None:
+    if not _GPU:
         skip = pytest.mark.skip(reason="no NVIDIA GPU here")
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request):
+    """Where the programs of a test run. float32 has full precision, which a GPU has to be asked for."""
+    settings = {"jax_default_device": jax.devices(request.param)[0], "jax_default_matmul_precision": "highest"}
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield settings["jax_default_device"]
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture

@@ -62,20 +62,26 @@ def allowed(case: Case, arrays: Arrays) -> np.ndarray:
     return allowed
 
 
+def to_tf32(x: np.ndarray) -> np.ndarray:
+    """float32 rounded to the 10 bits of mantissa of TF32."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    return ((bits + np.uint32(0xFFF) + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
 def attention(case: Case, arrays: Arrays, cotangents: Any, sums: Any, dtype: Any = None) -> Results:
     """docs/architecture.md with the matrix in memory: everything in `sums`, P, dP and the results rounded to `dtype`.
 
     With sums in f64 or longdouble this is the exact result; with f32 and the dtype of the inputs it is what standard
-    attention makes of them.
+    attention makes of them; "tf32" is f32 with operands of products rounded to TF32.
     """
     dtype = sums if dtype is None else dtype
     group, scale = case.N // case.K, sums(case.scale if case.scale is not None else 1 / np.sqrt(np.longdouble(case.D)))
 
     def heads_first(x: Any) -> np.ndarray:
-        return np.asarray(x).astype(sums).transpose(0, 2, 1, 3)
+        return rounded(np.asarray(x)).astype(sums).transpose(0, 2, 1, 3)
 
     def rounded(x: np.ndarray) -> np.ndarray:
-        return x.astype(dtype).astype(sums)
+        return (to_tf32(x) if dtype == "tf32" else x.astype(dtype)).astype(sums)
 
     def per_kv_head(g: np.ndarray) -> np.ndarray:
         return g.reshape(case.B, case.K, group, *g.shape[2:]).sum(2).transpose(0, 2, 1, 3)

@@ -1,14 +1,16 @@
 """The fused kernels: the error against the exact result is at most twice that of standard attention in the same dtype,
-plus a few units in the last place. Forward and backward, every feature and dtype, any shape.
+plus a few units in the last place. Forward and backward, every feature and dtype, any shape, on CPU and GPU.
 """
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import standard
-from cases import FEATURES, Case, oracle, run, upcast
-from hypothesis import given
+from cases import FEATURES, Case, oracle, refusal, run, upcast
+from hypothesis import assume, given
 from hypothesis import strategies as st
+
+pytestmark = pytest.mark.usefixtures("device")
 
 ULPS = 4
 
@@ -78,7 +80,7 @@ def test_feature_in_f64(case):
 @pytest.mark.parametrize("D", [1, 3, 8, 17, 32, 40, 64, 72, 80, 96, 128, 160, 192, 200, 256])
 def test_head_dim(D, dtype):
     check(Case(B=1, T=70, S=90, N=2, K=1, D=D, E=D, causal=True), dtype, by_numpy)
-    check(Case(B=1, T=33, S=50, N=1, K=1, D=D, E=257 - D, dropout=0.2), dtype, by_numpy)
+    check(Case(B=1, T=33, S=50, N=1, K=1, D=D, E=max(256 - D, 8), dropout=0.2), dtype, by_numpy)
 
 
 SIZES = [1, 2, 15, 16, 17, 31, 33, 47, 63, 64, 65, 127, 128, 129, 191, 255, 257, 384]
@@ -113,7 +115,7 @@ def extents():
 
 def cases():
     length = st.one_of(st.integers(1, 40), st.sampled_from(SIZES), st.integers(1, 300))
-    dim = st.one_of(st.sampled_from([8, 16, 32, 64, 128]), st.integers(1, 256))
+    dim = st.one_of(st.integers(1, 32).map(lambda x: 8 * x), st.integers(1, 256))
     flag = st.booleans()
     window = st.one_of(st.none(), st.tuples(st.integers(0, 300), st.integers(0, 300)))
 
@@ -130,6 +132,7 @@ def cases():
 
 @given(cases(), st.sampled_from(["float32", "float32", "bfloat16", "float16", "float64"]), st.integers(0, 1000))
 def test_any_case(case, dtype, seed):
+    assume(not refusal(case, case.arrays(dtype)))
     check(case, dtype, by_numpy, seed)
 
 

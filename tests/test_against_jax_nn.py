@@ -12,6 +12,8 @@ import pytest
 
 import jax_flash
 
+pytestmark = pytest.mark.usefixtures("device")
+
 B, T, S, N, K, D = 2, 13, 17, 4, 2, 8
 
 

@@ -12,6 +12,8 @@ from jax import export
 
 import jax_flash
 
+pytestmark = pytest.mark.usefixtures("device")
+
 B, T, S, N, K, D = 2, 21, 27, 4, 2, 8
 attend = functools.partial(jax_flash.dot_product_attention, implementation="flash")
 

@@ -1,0 +1,217 @@
+"""What only a GPU can show: TF32, sizes and memory, determinism, CUDA graphs, streams, several devices.
+
+That the kernels are right is the business of the other tests, which run on CPU and GPU (the fixture `device`).
+"""
+
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import standard
+from cases import FEATURES, run
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.test_util import check_grads
+from test_accuracy import ULPS, by_numpy, errors
+
+import jax_flash
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    before = jax.config.jax_default_device
+    jax.config.update("jax_default_device", jax.devices("gpu")[0])
+    yield jax.devices("gpu")[0]
+    jax.config.update("jax_default_device", before)
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+attend = functools.partial(jax_flash.dot_product_attention, implementation="flash")
+
+
+# --- numbers ---
+
+
+@pytest.mark.parametrize("case", [case for case in FEATURES if case.E % 8 == 0], ids=str)
+def test_tf32(case):
+    """At default precision the error is at most twice that of standard attention with operands rounded to TF32."""
+    arrays, cotangents = case.arrays(), case.cotangents()
+    exact = by_numpy(case, arrays, cotangents)
+    usual = errors(standard.attention(case, arrays, cotangents, np.float32, "tf32"), exact)
+    with jax.default_matmul_precision("default"):
+        ours = errors(run(case, arrays, cotangents), exact)
+    for name, error in ours.items():
+        ulp = float(np.finfo(np.float32).eps) * np.abs(exact[name][np.isfinite(exact[name])]).max(initial=0)
+        assert error <= 2 * usual[name] + ULPS * ulp, name
+
+
+def test_first_derivatives_against_finite_differences():
+    q, k, v = (normal(i, 1, 20, 2, 8, dtype=jnp.float32) for i in range(3))
+    with jax.default_matmul_precision("highest"):
+        check_grads(functools.partial(attend, is_causal=True), (q, k, v), 1, ["rev"], atol=2e-2, rtol=2e-2, eps=1e-2)
+
+
+def test_f64_is_refused():
+    with jax.enable_x64(True), pytest.raises(Exception, match="float64"):
+        attend(*(normal(i, 1, 8, 1, 8, dtype=jnp.float64) for i in range(3))).block_until_ready()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_forward_is_the_same_every_time(dtype):
+    q, k, v = (normal(i, 2, 1000, 4, 64, dtype=dtype) for i in range(3))
+    function = jax.jit(lambda q, k, v: attend(q, k, v, is_causal=True, return_residual=True))
+    first = function(q, k, v)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, function(q, k, v), first)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_deterministic_backward_is_the_same_every_time(dtype):
+    q, k, v = (normal(i, 2, 1000, h, 64, dtype=dtype) for i, h in enumerate((4, 2, 2)))
+    bias = normal(3, 1, 4, 1, 1000, dtype=dtype)
+
+    def loss(q, k, v, bias):
+        return (attend(q, k, v, bias, is_causal=True, deterministic=True).astype(jnp.float32) ** 2).sum()
+
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+    first = gradient(q, k, v, bias)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, gradient(q, k, v, bias), first)
+
+
+def test_every_kernel_family():
+    """The kernels for Ampere run on every later GPU; here for 16-bit inputs too, which take Hopper's by themselves."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_accuracy.py", "-m", "gpu"]
+    command += ["-k", "(test_feature or test_head_dim or test_long) and (bfloat16 or float16)"]
+    environment = os.environ | {"JAX_FLASH_CUDA_KERNELS": "sm80"}
+    result = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-5000:]
+
+
+# --- sizes ---
+
+
+@functools.partial(jax.jit, static_argnames="window")
+def last_rows(q, k, v, window):
+    """Standard attention of the last 64 rows of the last head of the last batch entry, in f32."""
+    q, k, v = (x[-1, :, -1].astype(jnp.float32) for x in (q, k, v))
+    T, S = 64, min(k.shape[0], (window or k.shape[0]) + 64)
+    s = jnp.matmul(q[-T:], k[-S:].T, precision="highest") / np.sqrt(q.shape[-1])
+    i, j = jnp.arange(T)[:, None], jnp.arange(S)[None] - (S - T)
+    visible = (j <= i) & (j >= i - window if window is not None else True)
+    p = jax.nn.softmax(jnp.where(visible, s, -jnp.inf))
+    return jnp.matmul(p, v[-S:], precision="highest")
+
+
+@pytest.mark.parametrize("N", [1, 2, 3, 63, 64, 65, 1000, 4096, 16383, 65536])
+def test_length(N):
+    q, k, v = (normal(i, 1, N, 2, 64) for i in range(3))
+    o = attend(q, k, v, is_causal=True)
+    expected = last_rows(q, k, v, None)[-min(N, 64) :]
+    np.testing.assert_allclose(o[0, -64:, -1].astype(jnp.float32), expected, atol=0.02)
+
+
+def test_more_than_2_31_elements():
+    """Forward and backward; a window keeps it short."""
+    shape = (2, 65536, 128, 136)
+    q, k, v = (normal(i, *shape) for i in range(3))
+
+    @jax.jit
+    def step(q, k, v):
+        o, pull = jax.vjp(lambda *x: attend(*x, local_window_size=(100, 0)), q, k, v)
+        return o, *pull(o)
+
+    o, *gradients = step(q, k, v)
+    np.testing.assert_allclose(o[-1, -64:, -1].astype(jnp.float32), last_rows(q, k, v, 100), atol=0.03)
+    last = [x[-1:, -256:, -1:] for x in (q, k, v)]
+    expected = step(*last)
+    for ours, part in zip(gradients, expected[1:], strict=True):
+        ours, part = (x[0, -100:, 0].astype(jnp.float32) for x in (ours[-1:, -256:, -1:], part))
+        np.testing.assert_allclose(ours, part, atol=0.03)
+
+
+def test_a_million_keys():
+    q, k, v = (normal(i, 1, 2**20, 1, 64) for i in range(3))
+    o = attend(q, k, v, is_causal=True)
+    np.testing.assert_allclose(o[0, -64:, 0].astype(jnp.float32), last_rows(q, k, v, None), atol=0.01)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("N", [1024, 16384, 262144])
+def test_memory_is_linear(N, dim):
+    """At most 5% above q, k, v, O, their gradients, the statistics and one f32 dQ."""
+    x = jax.ShapeDtypeStruct((1, N, 4, dim), jnp.bfloat16)
+
+    def step(q, k, v, do):
+        o, pull = jax.vjp(functools.partial(attend, is_causal=True), q, k, v)
+        return o, *pull(do)
+
+    memory = jax.jit(step).lower(x, x, x, x).compile().memory_analysis()
+    used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    arrays, statistics, dq = 8 * 2 * 4 * N * dim, 4 * 4 * 4 * N, 4 * 4 * N * dim
+    assert used <= 1.05 * (arrays + statistics + dq) + 2**20
+
+
+# --- XLA ---
+
+
+def run_program(program, **environment):
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+    return result.stdout
+
+
+def test_streams_of_several_threads():
+    q, k, v = (normal(i, 2, 512, 4, 64) for i in range(3))
+    functions = [jax.jit(functools.partial(attend, scale=0.1 + 0.01 * i)) for i in range(8)]
+    expected = [f(q, k, v) for f in functions]
+    wrong = []
+
+    def work(i):
+        for _ in range(50):
+            if not (functions[i](q, k, v) == expected[i]).all():
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_several_devices():
+    devices = jax.devices("gpu")
+    if len(devices) < 2:
+        pytest.skip("one GPU only")
+    mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
+    q, k, v = (normal(i, 2 * len(devices), 300, 8, 64) for i in range(3))
+
+    def step(q, k, v):
+        o, pull = jax.vjp(functools.partial(attend, is_causal=True, deterministic=True), q, k, v)
+        return o, *pull(o)
+
+    expected = jax.jit(step)(q, k, v)
+    for spec in (PartitionSpec("x"), PartitionSpec(None, None, "x")):
+        sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (q, k, v)]
+        compiled = jax.jit(step).lower(*sharded).compile()
+        assert "all-gather" not in compiled.as_text()
+        jax.tree.map(np.testing.assert_array_equal, list(map(np.asarray, compiled(*sharded))), list(expected))
+    parts = [x.reshape(len(devices), 2, *x.shape[1:]) for x in (q, k, v)]
+    pmapped = jax.pmap(step, devices=devices)(*parts)
+    for x, y in zip(pmapped, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(x).reshape(y.shape), y)

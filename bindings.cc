@@ -1,22 +1,134 @@
-// The module `jax_flash._native`: capsules of the handlers, and nothing clever.
+// The module `jax_flash._native`: capsules of the handlers, and what tests and the command line want to know.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+
+#include "common/problem.h"
 #include "cpu_src/custom_calls.h"
+#include "cuda_src/custom_calls.h"
+#include "cuda_src/driver.h"
+#include "cuda_src/jit.h"
+#include "cuda_src/plan.h"
 
 namespace nb = nanobind;
+
+namespace {
+
+using jax_flash::Pass, jax_flash::Problem, jax_flash::Unit;
+
+nb::dict Stages(const jax_flash::CudaHandlers& handlers) {
+  nb::dict stages;
+  stages["instantiate"] = nb::capsule(handlers.instantiate);
+  stages["initialize"] = nb::capsule(handlers.initialize);
+  stages["execute"] = nb::capsule(handlers.execute);
+  return stages;
+}
+
+Problem Decoded(std::string_view text) {
+  Problem problem;
+  const std::string error = Decode(text, &problem);
+  if (!error.empty()) throw std::invalid_argument(error);
+  return problem;
+}
+
+Pass PassOf(bool backward) { return backward ? Pass::kBackward : Pass::kForward; }
+
+}  // namespace
 
 NB_MODULE(_native, module) {
   module.def(
       "registrations",
       [] {
-        nb::dict handlers;
-        handlers["jax_flash_forward"] = nb::capsule(jax_flash::CpuForwardHandler());
-        handlers["jax_flash_backward"] = nb::capsule(jax_flash::CpuBackwardHandler());
-        return handlers;
+        nb::dict cpu, cuda, platforms;
+        cpu["jax_flash_forward"] = nb::capsule(jax_flash::CpuForwardHandler());
+        cpu["jax_flash_backward"] = nb::capsule(jax_flash::CpuBackwardHandler());
+        cuda["jax_flash_forward"] = Stages(jax_flash::CudaForwardHandlers());
+        cuda["jax_flash_backward"] = Stages(jax_flash::CudaBackwardHandlers());
+        platforms["cpu"] = cpu;
+        platforms["CUDA"] = cuda;
+        return platforms;
       },
-      "The handlers of the custom calls for platform cpu, by name, as capsules for jax.ffi.register_ffi_target.");
+      "The handlers of the custom calls, by platform and name, for jax.ffi.register_ffi_target.");
   module.def("cpu_isa", &jax_flash::CpuIsa,
              "The instruction set that the CPU kernels use here: portable, avx2 or avx512. The environment variable "
              "JAX_FLASH_CPU_ISA asks for a lesser one.");
+
+  // A problem is the text of Problem.encode(). What may have to look for NVRTC does not hold the GIL meanwhile: another
+  // thread may be looking for it too.
+  using NoGil = nb::call_guard<nb::gil_scoped_release>;
+  module.def(
+      "cuda_refusal", [](std::string_view problem) { return jax_flash::CudaRefusal(Decoded(problem)); },
+      nb::arg("problem"), "Why there are no CUDA kernels for a problem; empty if there are.");
+  module.def(
+      "cuda_scratch_bytes",
+      [](std::string_view problem, bool backward) {
+        return jax_flash::CudaScratch(Decoded(problem), PassOf(backward)).bytes;
+      },
+      nb::arg("problem"), nb::arg("backward"), "The size of a call's last result on a GPU; it has none if it is 0.");
+  module.def(
+      "cuda_plan",
+      [](std::string_view problem, bool backward, const std::string& arch) {
+        std::vector<std::tuple<std::string, std::string, std::vector<std::string>>> launches;
+        const jax_flash::Plan plan = jax_flash::MakePlan(Decoded(problem), PassOf(backward), arch);
+        for (const jax_flash::Launch& launch : plan.launches) {
+          const Unit& unit = plan.units[launch.unit];
+          launches.emplace_back(unit.file, launch.entry, unit.defines);
+        }
+        return launches;
+      },
+      nb::arg("problem"), nb::arg("backward"), nb::arg("arch"),
+      "The launches of a pass on an architecture (\"sm_80\", \"sm_90a\"): file, kernel and macros of each.");
+  module.def(
+      "cuda_compile",
+      [](const std::string& file, const std::vector<std::string>& defines, const std::string& arch) {
+        const jax_flash::Compilation done = [&] {
+          const nb::gil_scoped_release release;
+          return jax_flash::CompileUnit({file, defines}, arch);
+        }();
+        return nb::make_tuple(nb::bytes(done.cubin.data(), done.cubin.size()), done.log, done.seconds,
+                              jax_flash::SharedBytes(done.cubin));
+      },
+      nb::arg("file"), nb::arg("defines"), nb::arg("arch"),
+      "Compiles a file of cuda_src/kernels: cubin, log with ptxas' report, seconds, bytes of dynamic shared memory.");
+  module.def(
+      "cuda_cache",
+      [](std::string_view problem, bool backward, const std::string& arch) {
+        jax_flash::CacheCubins(jax_flash::MakePlan(Decoded(problem), PassOf(backward), arch).units, arch);
+      },
+      nb::arg("problem"), nb::arg("backward"), nb::arg("arch"), NoGil(),
+      "Compiles the kernels of a pass, or takes them from the cache directory, as its first call would.");
+  module.def("cuda_cache_directory", &jax_flash::CacheDirectory, "Where compiled kernels are kept; empty: nowhere.");
+  module.def("cuda_arch", &jax_flash::ArchOf, nb::arg("major"), nb::arg("minor"), NoGil(),
+             "The architecture that is compiled for to run on a compute capability.");
+  module.def(
+      "cuda_nvrtc",
+      [] {
+        const jax_flash::Nvrtc& nvrtc = jax_flash::CudaNvrtc();
+        return std::tuple(nvrtc.path, nvrtc.major, nvrtc.minor);
+      },
+      NoGil(), "The NVRTC that is used: path, major and minor version.");
+  module.def(
+      "cuda_devices",
+      [] {
+        std::vector<std::tuple<int, int, int>> devices;
+        for (const jax_flash::Device& device : jax_flash::CudaDevices()) {
+          devices.emplace_back(device.major, device.minor, device.multiprocessors);
+        }
+        return devices;
+      },
+      "The GPUs of this process: major and minor compute capability, multiprocessors.");
+
+  // NVRTC is asked for when XLA compiles, on any thread.
+  jax_flash::SetNvrtcFinder([] {
+    const nb::gil_scoped_acquire acquire;
+    try {
+      return nb::cast<std::string>(nb::module_::import_("jax_flash.cuda").attr("find_nvrtc")());
+    } catch (const nb::python_error& error) {
+      throw std::runtime_error(nb::str(error.value()).c_str());
+    }
+  });
 }

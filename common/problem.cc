@@ -37,6 +37,7 @@ constexpr Field kFields[] = {
     {"query_offset", &Problem::query_offset},
     {"drop_threshold", &Problem::drop_threshold},
     {"full_precision", &Problem::full_precision},
+    {"deterministic", &Problem::deterministic},
     {"dlogsumexp", &Problem::dlogsumexp},
     {"dq", &Problem::dq},
     {"dk", &Problem::dk},
@@ -44,7 +45,7 @@ constexpr Field kFields[] = {
     {"dbias", &Problem::dbias},
 };
 constexpr size_t kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
-constexpr std::string_view kVersion = "1";
+constexpr std::string_view kVersion = "2";
 
 bool Parse(std::string_view text, int64_t* value) {
   const char* end = text.data() + text.size();

@@ -38,6 +38,7 @@ struct Problem {
 
   int64_t drop_threshold = 0;   // of 2^16: an entry is kept iff its 16 random bits are >= it; 0: no dropout
   bool full_precision = false;  // f32 only: no reduced-precision matrix units
+  bool deterministic = false;   // the backward: the same bits in every run
 
   // The backward only.
   bool dlogsumexp = false;                                 // an operand: the cotangent of m + log ℓ
@@ -49,7 +50,7 @@ struct Problem {
   double keep_scale() const { return drop_threshold < 65536 ? 65536.0 / double(65536 - drop_threshold) : 0.0; }
 };
 
-// Reads "version=1 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
+// Reads "version=2 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
 // Returns an empty string, or what is wrong with the text.
 std::string Decode(std::string_view text, Problem* problem);
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/problem.h"
-#include "cpu_src/arrays.h"
+#include "common/arrays.h"
 #include "cpu_src/workers.h"
 
 #define JAX_FLASH_DECLARE_KERNELS(isa)                                                                 \

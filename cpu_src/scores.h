@@ -3,7 +3,7 @@
 
 #include "common/masking.h"
 #include "common/problem.h"
-#include "cpu_src/arrays.h"
+#include "common/arrays.h"
 #include "cpu_src/tile.h"
 
 namespace jax_flash::JAX_FLASH_ISA {

@@ -14,7 +14,7 @@ import jax.extend
 import jaxlib
 
 import jax_flash
-from jax_flash import _native, custom_calls, dropout
+from jax_flash import _native, dropout
 from jax_flash.problem import DTYPES, Extent
 
 
@@ -106,10 +106,23 @@ def run_info(args: argparse.Namespace) -> int:
     print(f"JAX's platform: {this_platform()} ({len(jax.devices())} × {jax.devices()[0].device_kind})")
     print("Backends:")
     print(f"  cpu   fused kernels, instruction set {_native.cpu_isa()}")
-    if "cuda" not in custom_calls.PLATFORMS:
-        print("  cuda  no fused kernels in this version; blockwise attention in plain JAX")
+    print(f"  cuda  {cuda_info()}")
     print("Which implementation a problem takes, and why: python -m jax_flash choose --help")
     return 0
+
+
+def cuda_info() -> str:
+    try:
+        path, major, minor = _native.cuda_nvrtc()
+        found = f"fused kernels, compiled by NVRTC {major}.{minor} ({path})"
+    except RuntimeError as error:
+        return f"fused kernels, but {error}"
+    try:
+        devices = [f"{_native.cuda_arch(*capability)}" for *capability, _ in _native.cuda_devices()]
+        found += f" for {', '.join(devices)}" if devices else ", no GPU"
+    except RuntimeError as error:
+        found += f", but {error}"
+    return f"{found}, kept in {_native.cuda_cache_directory() or 'no directory'}"
 
 
 def run_choose(args: argparse.Namespace) -> int:

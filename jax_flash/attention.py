@@ -277,11 +277,10 @@ def choose_implementation(problem: Problem, platform: str) -> Choice:
       NotImplementedError: a head dim above 256.
     """
     _check_head_dims(problem)
-    if platform in custom_calls.PLATFORMS:
+    refusal = custom_calls.refusal(problem, platform)
+    if refusal is None:
         return Choice("flash", f"there are fused kernels for platform {platform!r}")
-    return Choice(
-        "xla", f"no fused kernels for platform {platform!r} in this version; blockwise attention runs anywhere"
-    )
+    return Choice("xla", f"{refusal}; blockwise attention runs anywhere")
 
 
 @functools.partial(jax.jit, static_argnames="implementation")  # so that a call outside of jit is traced once

@@ -29,10 +29,18 @@ from jax_flash.partitioning import Arrays, Results
 from jax_flash.problem import DIFFERENTIATED, DIMS, Extent, Operands, Problem, result_types
 from jax_flash.varying import varying_alike
 
-PLATFORMS = ("cpu",)  # that have handlers
+for _platform, _handlers in _native.registrations().items():
+    for _target, _handler in _handlers.items():
+        jax.ffi.register_ffi_target(_target, _handler, platform=_platform)
 
-for _target, _handler in _native.registrations().items():
-    jax.ffi.register_ffi_target(_target, _handler, platform="cpu")
+
+def refusal(problem: Problem, platform: str) -> str | None:
+    """Why there is no fused kernel for a problem on a platform ("cpu", "cuda", …, as lowering calls it); None: there is."""
+    if platform == "cpu":
+        return None
+    if platform == "cuda":
+        return _native.cuda_refusal(problem.encode()) or None
+    return f"no fused kernels for platform {platform!r} in this version"
 
 
 class Call(NamedTuple):
@@ -167,14 +175,21 @@ def _custom_call(call: Call, arrays: Arrays) -> Results:
     types = result_types(problem, call.results, (batch,), folded.get("bias"))
     target = "jax_flash_forward" if "o" in call.results else "jax_flash_backward"
 
-    def native(arrays: Arrays) -> Results:
+    def native(arrays: Arrays, scratch_bytes: int = 0) -> Results:
+        """On a GPU what a call needs in between is its last result, so that XLA plans its memory."""
+        scratch = [jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)] if scratch_bytes else []
         operands = (arrays[name] for name in DIMS if name in arrays)
-        results = jax.ffi.ffi_call(target, list(types.values()))(*operands, problem=problem.encode())
-        return varying_alike(tuple(results), arrays)
+        results = jax.ffi.ffi_call(target, [*types.values(), *scratch])(*operands, problem=problem.encode())
+        return varying_alike(tuple(results[: len(types)]), arrays)
 
+    scratch_bytes = _native.cuda_scratch_bytes(problem.encode(), target == "jax_flash_backward")
+    on_cuda = functools.partial(native, scratch_bytes=scratch_bytes)
     if call.fallback:
         plain = functools.partial(_blockwise, call._replace(problem=problem))
-        results = lax.platform_dependent(folded, **dict.fromkeys(PLATFORMS, native), default=plain)
+        platforms = {} if refusal(problem, "cuda") else {"cuda": on_cuda}
+        results = lax.platform_dependent(folded, cpu=native, **platforms, default=plain)
+    elif scratch_bytes:
+        results = lax.platform_dependent(folded, cpu=native, cuda=on_cuda)
     else:
         results = native(folded)
     return tuple(map(unfold, call.results, results))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-VERSION = 1
+VERSION = 2
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -59,6 +59,7 @@ class Problem:
 
     drop_threshold: int = 0
     full_precision: bool = False
+    deterministic: bool = False
 
     dlogsumexp: bool = False
     dq: bool = False
@@ -76,7 +77,7 @@ class Problem:
         return "float64" if self.dtype == "float64" else "float32"
 
     def encode(self) -> str:
-        """The text attribute of the custom calls: "version=1 batch=2 ... bias=b1ts mask=none ..."."""
+        """The text attribute of the custom calls: "version=2 batch=2 ... bias=b1ts mask=none ..."."""
 
         def text(value: object) -> str:
             if value is None:

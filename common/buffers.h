@@ -1,0 +1,60 @@
+// The buffers of the two custom calls as XLA hands them over, checked against the problem: the same on every platform.
+#pragma once
+
+#include <array>
+#include <initializer_list>
+#include <string>
+
+#include "common/arrays.h"
+#include "common/problem.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_flash {
+
+// The shape of a buffer, on the stack.
+class Dims {
+ public:
+  Dims(std::initializer_list<int64_t> sizes) : rank_(sizes.size()) {
+    size_t i = 0;
+    for (const int64_t size : sizes) sizes_[i++] = size;
+  }
+  xla::ffi::Span<const int64_t> span() const { return {sizes_.data(), rank_}; }
+
+ private:
+  size_t rank_;
+  std::array<int64_t, 4> sizes_ = {};
+};
+
+// Takes the buffers of a call one after the other. The first that is not as expected ends up in the error.
+class Buffers {
+ public:
+  Buffers(const Problem& problem, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets)
+      : p_(problem), args_(args), rets_(rets) {}
+
+  // The operands that both custom calls start with.
+  Operands TakeOperands();
+  ForwardResults TakeForwardResults();
+  Cotangents TakeCotangents();
+  BackwardResults TakeBackwardResults();
+  // The last result of a call on a GPU, if it has more than 0 bytes.
+  void* TakeScratch(int64_t bytes);
+
+  // What is wrong with the buffers, once all have been taken; empty if nothing is.
+  std::string Error() const;
+
+ private:
+  const void* Operand(const char* name, bool present, xla::ffi::DataType dtype, const Dims& dims);
+  void* Result(const char* name, bool present, xla::ffi::DataType dtype, const Dims& dims);
+  void* Checked(const char* kind, const char* name, const xla::ffi::AnyBuffer& buffer, xla::ffi::DataType dtype,
+                const Dims& dims);
+  Dims Shape(const Extent& extent) const;
+  xla::ffi::DataType StatisticsType() const;
+
+  const Problem& p_;
+  xla::ffi::RemainingArgs args_;
+  xla::ffi::RemainingRets rets_;
+  size_t args_taken_ = 0, rets_taken_ = 0;
+  std::string error_;
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,395 @@
+// The two custom calls for platform CUDA. XLA calls a handler for each stage of a program's life:
+//   instantiate   when the program is compiled or loaded: compile the kernels for the GPUs of this process
+//   initialize    before it runs on a device: load them there
+//   execute       check the buffers, encode tensor maps, launch on XLA's stream. It may be captured into a CUDA graph:
+//                 nothing here waits, allocates device memory or depends on what is in the buffers
+#include "cuda_src/custom_calls.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "common/buffers.h"
+#include "common/problem.h"
+#include "cuda_src/driver.h"
+#include "cuda_src/jit.h"
+#include "cuda_src/kernels/params.h"
+#include "cuda_src/plan.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_flash {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr size_t kMaxMaps = 8;
+
+const char* NameOf(Pass pass) { return pass == Pass::kForward ? "jax_flash_forward" : "jax_flash_backward"; }
+
+// --- What is known before the buffers are
+// ------------------------------------------------------------------------------
+
+struct LoadedLaunch {
+  void* function;
+  unsigned blocks, threads, shared_bytes;
+  std::vector<Map> maps;
+};
+
+using Loaded = std::vector<LoadedLaunch>;
+
+// A problem and, device by device, its kernels.
+class Call {
+ public:
+  Call(Pass pass, const Problem& problem) : pass(pass), p(problem), scratch(CudaScratch(problem, pass)) {}
+
+  // Compiles for the GPUs of this process. A GPU that is not there now gets its kernels when it is loaded for.
+  void Compile() const {
+    std::vector<std::string> archs;
+    for (const Device& device : CudaDevices()) {
+      const std::string arch = ArchOf(device.major, device.minor);
+      if (std::find(archs.begin(), archs.end(), arch) == archs.end()) archs.push_back(arch);
+    }
+    for (const std::string& arch : archs) CacheCubins(MakePlan(p, pass, arch).units, arch);
+  }
+
+  void Load(int device) {
+    const std::lock_guard<std::mutex> lock(loading_);
+    if (LoadedOn(device)) return;
+    const Driver& driver = CudaDriver();
+    const Device& properties = CudaDevices().at(device);
+    const std::string arch = ArchOf(properties.major, properties.minor);
+    const Plan plan = MakePlan(p, pass, arch);
+    CacheCubins(plan.units, arch);
+    const PrimaryContext context(device);
+    auto loaded = std::make_unique<Loaded>();
+    for (const Launch& launch : plan.launches) {
+      const Unit& unit = plan.units[launch.unit];
+      const int shared_bytes = launch.dynamic_shared ? SharedBytes(CachedCubin(unit, arch)) : 0;
+      const int64_t blocks =
+          launch.persistent ? std::min<int64_t>(launch.blocks, properties.multiprocessors) : launch.blocks;
+      void* function = nullptr;
+      Check(driver.cuModuleGetFunction(&function, LoadedModule(unit, arch, device), launch.entry), launch.entry);
+      if (shared_bytes > 0) {
+        Check(driver.cuFuncSetAttribute(function, kMaxDynamicShared, shared_bytes),
+              (std::string(launch.entry) + ", " + std::to_string(shared_bytes) + " bytes of shared memory").c_str());
+      }
+      loaded->push_back({function, unsigned(blocks), unsigned(launch.threads), unsigned(shared_bytes), launch.maps});
+    }
+    loaded_.at(device).store(loaded.release(), std::memory_order_release);
+  }
+
+  const Loaded* LoadedOn(int device) const { return loaded_.at(device).load(std::memory_order_acquire); }
+
+  const Pass pass;
+  const Problem p;
+  const Scratch scratch;
+
+ private:
+  // The context that XLA works in, as the current one of this thread.
+  struct PrimaryContext {
+    explicit PrimaryContext(int device) {
+      void* context = nullptr;
+      Check(CudaDriver().cuDevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
+      Check(CudaDriver().cuCtxPushCurrent_v2(context), "cuCtxPushCurrent");
+    }
+    ~PrimaryContext() {
+      void* context = nullptr;
+      CudaDriver().cuCtxPopCurrent_v2(&context);
+    }
+  };
+
+  std::mutex loading_;
+  std::array<std::atomic<const Loaded*>, 64> loaded_ = {};  // by device; kept as long as the process lives
+};
+
+// Every stage finds its call by the text of its problem, so that XLA need not keep anything for us.
+Call& CallOf(Pass pass, std::string_view text) {
+  static std::shared_mutex mutex;
+  static auto& calls = *new std::array<std::map<std::string, std::unique_ptr<Call>, std::less<>>, 2>();
+  auto& of_pass = calls[int(pass)];
+  {
+    const std::shared_lock<std::shared_mutex> lock(mutex);
+    if (const auto found = of_pass.find(text); found != of_pass.end()) return *found->second;
+  }
+  Problem problem;
+  const std::string error = Decode(text, &problem);
+  if (!error.empty()) throw std::invalid_argument(error);
+  const std::lock_guard<std::shared_mutex> lock(mutex);
+  std::unique_ptr<Call>& call = of_pass[std::string(text)];
+  if (!call) call = std::make_unique<Call>(pass, problem);
+  return *call;
+}
+
+// --- Buffers -> Params
+// -------------------------------------------------------------------------------------------------
+
+// Strides in elements of a bias or mask, 0 where it is broadcast.
+template <typename T>
+Broadcast<T> BroadcastOf(T* data, const Extent& extent, const Problem& p) {
+  Broadcast<T> x = {data, 0, 0, 0, 0};
+  int64_t stride = 1;
+  const auto next = [&](bool full, int64_t size) {
+    const int64_t here = full ? stride : 0;
+    if (full) stride *= size;
+    return here;
+  };
+  x.column = next(extent.columns, p.kv_len);
+  x.row = next(extent.rows, p.q_len);
+  x.head = next(extent.heads, p.q_heads);
+  x.batch = next(extent.batch, p.batch);
+  return x;
+}
+
+Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, void* scratch) {
+  Params x = {};
+  x.batch = int(p.batch);
+  x.q_heads = int(p.q_heads);
+  x.kv_heads = int(p.kv_heads);
+  x.q_len = int(p.q_len);
+  x.kv_len = int(p.kv_len);
+  x.scale = float(p.scale);
+  x.soft_cap = float(p.soft_cap);
+  x.window_left = p.window_left;
+  x.window_right = p.window_right;
+  x.query = in.query;
+  x.key = in.key;
+  x.value = in.value;
+  x.bias = BroadcastOf(in.bias, p.bias, p);
+  x.mask = BroadcastOf(in.mask, p.mask, p);
+  x.q_lengths = in.q_lengths;
+  x.kv_lengths = in.kv_lengths;
+  x.q_segments = in.q_segments;
+  x.kv_segments = in.kv_segments;
+  x.query_offset = in.query_offset;
+  x.seed = in.seed;
+  x.batch_id = in.batch_id;
+  x.head_id = in.head_id;
+  x.drop_threshold = uint32_t(p.drop_threshold);
+  x.keep_scale = float(p.keep_scale());
+  const auto place = [&](int64_t offset) {
+    return offset < 0 ? nullptr : static_cast<void*>(static_cast<char*>(scratch) + offset);
+  };
+  x.q_bounds = static_cast<SegmentBounds*>(place(layout.q_bounds));
+  x.kv_bounds = static_cast<SegmentBounds*>(place(layout.kv_bounds));
+  x.logsumexp = static_cast<float*>(place(layout.logsumexp));
+  x.d = static_cast<float*>(place(layout.d));
+  x.dq_sum = static_cast<float*>(place(layout.dq_sum));
+  return x;
+}
+
+// The map of a [batch, time, heads, dim] array of 16-bit elements: boxes of `rows` x 64, rows of 128 swizzled bytes.
+CudaTensorMap TensorMapOf(const Problem& p, const Params& x, const Map& map) {
+  const auto array = [&]() -> const void* {
+    switch (map.array) {
+      case Mapped::kQuery:
+        return x.query;
+      case Mapped::kKey:
+        return x.key;
+      case Mapped::kValue:
+        return x.value;
+      case Mapped::kO:
+        return x.o;
+      case Mapped::kDO:
+        return x.d_o;
+      case Mapped::kDK:
+        return x.dk;
+      case Mapped::kDV:
+        return x.dv;
+    }
+    return nullptr;
+  }();
+  CudaTensorMap encoded = {};
+  if (!array) return encoded;  // a gradient that nobody asked for
+  const bool of_queries = map.array == Mapped::kQuery || map.array == Mapped::kO || map.array == Mapped::kDO;
+  const bool qk = map.array == Mapped::kQuery || map.array == Mapped::kKey || map.array == Mapped::kDK;
+  const uint64_t dim = qk ? p.qk_dim : p.v_dim, time = of_queries ? p.q_len : p.kv_len;
+  const uint64_t heads = of_queries ? p.q_heads : p.kv_heads;
+  constexpr int kFloat16 = 6, kBfloat16 = 9, kNoInterleave = 0, kSwizzle128 = 3, kPromoteL2To128 = 2, kZeros = 0;
+  constexpr uint64_t kBytes = 2;
+  const uint64_t sizes[] = {dim, time, heads, uint64_t(p.batch)};
+  const uint64_t strides[] = {heads * dim * kBytes, dim * kBytes, time * heads * dim * kBytes};
+  const uint32_t box[] = {64, uint32_t(map.rows), 1, 1}, steps[] = {1, 1, 1, 1};
+  Check(CudaDriver().cuTensorMapEncodeTiled(&encoded, p.dtype == DType::kF16 ? kFloat16 : kBfloat16, 4,
+                                            const_cast<void*>(array), sizes, strides, box, steps, kNoInterleave,
+                                            kSwizzle128, kPromoteL2To128, kZeros),
+        "cuTensorMapEncodeTiled");
+  return encoded;
+}
+
+// --- Execution
+// ---------------------------------------------------------------------------------------------------------
+
+void Run(const Call& call, int device, void* stream, Params& params) {
+  const Loaded* const loaded = call.LoadedOn(device);
+  if (!loaded) throw std::runtime_error("executed before it was initialized");
+  CudaTensorMap maps[kMaxMaps];
+  void* arguments[1 + kMaxMaps] = {&params};
+  for (size_t i = 0; i < kMaxMaps; ++i) arguments[1 + i] = &maps[i];
+  for (const LoadedLaunch& launch : *loaded) {
+    for (size_t i = 0; i < launch.maps.size(); ++i) maps[i] = TensorMapOf(call.p, params, launch.maps[i]);
+    Check(CudaDriver().cuLaunchKernel(launch.function, launch.blocks, 1, 1, launch.threads, 1, 1, launch.shared_bytes,
+                                      stream, arguments, nullptr),
+          "cuLaunchKernel");
+  }
+}
+
+// Kernels read and write 16 bytes at a time, as XLA's own buffers allow.
+void CheckAligned(std::initializer_list<const void*> arrays) {
+  for (const void* array : arrays) {
+    if (reinterpret_cast<uintptr_t>(array) % 16 != 0) {
+      throw std::invalid_argument("a buffer does not start at a multiple of 16 bytes");
+    }
+  }
+}
+
+void Zero(void* array, int64_t bytes, void* stream) {
+  if (!array || bytes == 0) return;
+  Check(CudaDriver().cuMemsetD8Async(reinterpret_cast<uint64_t>(array), 0, bytes, stream), "cuMemsetD8Async");
+}
+
+int64_t BytesOf(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }
+
+void ExecuteForward(const Call& call, int device, void* stream, Buffers& buffers) {
+  const Problem& p = call.p;
+  const Operands operands = buffers.TakeOperands();
+  const ForwardResults results = buffers.TakeForwardResults();
+  void* const scratch = buffers.TakeScratch(call.scratch.bytes);
+  const std::string error = buffers.Error();
+  if (!error.empty()) throw std::invalid_argument(error);
+  if (NothingToCompute(p)) {
+    const int64_t rows = p.batch * p.q_len * p.q_heads;
+    Zero(results.o, rows * p.v_dim * BytesOf(p.dtype), stream);
+    Zero(results.l, rows * 4, stream);
+    if (rows == 0) return;
+    constexpr unsigned kMinusInfinity = 0xFF800000u;
+    Check(CudaDriver().cuMemsetD32Async(reinterpret_cast<uint64_t>(results.m), kMinusInfinity, rows, stream),
+          "cuMemsetD32Async");
+    return;
+  }
+  CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, results.o, scratch});
+  Params params = ParamsOf(p, operands, call.scratch, scratch);
+  params.o = results.o;
+  params.l = static_cast<float*>(results.l);
+  params.m = static_cast<float*>(results.m);
+  Run(call, device, stream, params);
+}
+
+void ExecuteBackward(const Call& call, int device, void* stream, Buffers& buffers) {
+  const Problem& p = call.p;
+  const Operands operands = buffers.TakeOperands();
+  const Cotangents given = buffers.TakeCotangents();
+  const BackwardResults results = buffers.TakeBackwardResults();
+  void* const scratch = buffers.TakeScratch(call.scratch.bytes);
+  const std::string error = buffers.Error();
+  if (!error.empty()) throw std::invalid_argument(error);
+  if (NothingToCompute(p)) {
+    Zero(results.dq, p.batch * p.q_len * p.q_heads * p.qk_dim * BytesOf(p.dtype), stream);
+    Zero(results.dk, p.batch * p.kv_len * p.kv_heads * p.qk_dim * BytesOf(p.dtype), stream);
+    Zero(results.dv, p.batch * p.kv_len * p.kv_heads * p.v_dim * BytesOf(p.dtype), stream);
+    const Extent& bias = p.bias;
+    Zero(results.dbias,
+         (bias.batch ? p.batch : 1) * (bias.heads ? p.q_heads : 1) * (bias.rows ? p.q_len : 1) *
+             (bias.columns ? p.kv_len : 1) * 4,
+         stream);
+    return;
+  }
+  CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, given.o, given.d_o,
+                results.dq, results.dk, results.dv, results.dbias, scratch});
+  Params params = ParamsOf(p, operands, call.scratch, scratch);
+  params.o = const_cast<void*>(given.o);
+  params.l = static_cast<float*>(const_cast<void*>(given.l));
+  params.m = static_cast<float*>(const_cast<void*>(given.m));
+  params.d_o = given.d_o;
+  params.dlogsumexp = static_cast<const float*>(given.dlogsumexp);
+  params.dq = results.dq;
+  params.dk = results.dk;
+  params.dv = results.dv;
+  params.dbias = static_cast<float*>(results.dbias);
+  Run(call, device, stream, params);
+}
+
+// --- Handlers
+// ----------------------------------------------------------------------------------------------------------
+
+// All that can go wrong turned into an error.
+template <typename Function>
+ffi::Error Guarded(Pass pass, Function function) try {
+  function();
+  return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(NameOf(pass)) + ": out of memory");
+} catch (const std::invalid_argument& e) {
+  return ffi::Error::InvalidArgument(std::string(NameOf(pass)) + ": " + e.what());
+} catch (const std::exception& e) {
+  return ffi::Error::Internal(std::string(NameOf(pass)) + ": " + e.what());
+}
+
+template <Pass pass>
+ffi::Error Instantiate(std::string_view text) {
+  return Guarded(pass, [&] { CallOf(pass, text).Compile(); });
+}
+
+template <Pass pass>
+ffi::Error Initialize(int32_t device, std::string_view text) {
+  return Guarded(pass, [&] { CallOf(pass, text).Load(device); });
+}
+
+template <Pass pass>
+ffi::Error Execute(void* stream, int32_t device, std::string_view text, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets) {
+  return Guarded(pass, [&] {
+    const Call& call = CallOf(pass, text);
+    Buffers buffers(call.p, args, rets);
+    (pass == Pass::kForward ? ExecuteForward : ExecuteBackward)(call, device, stream, buffers);
+  });
+}
+
+template <ffi::ExecutionStage stage>
+auto Stage() {
+  return ffi::Ffi::Bind<stage>();
+}
+
+auto InstantiateSignature() { return Stage<ffi::ExecutionStage::kInstantiate>().Attr<std::string_view>("problem"); }
+auto InitializeSignature() {
+  return Stage<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>().Attr<std::string_view>("problem");
+}
+auto ExecuteSignature() {
+  return Stage<ffi::ExecutionStage::kExecute>()
+      .Ctx<ffi::PlatformStream<void*>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Attr<std::string_view>("problem")
+      .RemainingArgs()
+      .RemainingRets();
+}
+
+XLA_FFI_DEFINE_HANDLER(kForwardInstantiate, Instantiate<Pass::kForward>, InstantiateSignature());
+XLA_FFI_DEFINE_HANDLER(kForwardInitialize, Initialize<Pass::kForward>, InitializeSignature());
+XLA_FFI_DEFINE_HANDLER(kForwardExecute, Execute<Pass::kForward>, ExecuteSignature(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kBackwardInstantiate, Instantiate<Pass::kBackward>, InstantiateSignature());
+XLA_FFI_DEFINE_HANDLER(kBackwardInitialize, Initialize<Pass::kBackward>, InitializeSignature());
+XLA_FFI_DEFINE_HANDLER(kBackwardExecute, Execute<Pass::kBackward>, ExecuteSignature(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+void* Pointer(XLA_FFI_Handler* handler) { return reinterpret_cast<void*>(handler); }
+
+}  // namespace
+
+CudaHandlers CudaForwardHandlers() {
+  return {Pointer(kForwardInstantiate), Pointer(kForwardInitialize), Pointer(kForwardExecute)};
+}
+
+CudaHandlers CudaBackwardHandlers() {
+  return {Pointer(kBackwardInstantiate), Pointer(kBackwardInitialize), Pointer(kBackwardExecute)};
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,75 @@
+// What is used of the CUDA driver (libcuda) and of NVRTC. Both are found when they are first needed, and so the build
+// and the import need no CUDA. Signatures and numbers are those of cuda.h and nvrtc.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace jax_flash {
+
+struct alignas(64) CudaTensorMap {  // CUtensorMap
+  uint64_t opaque[16];
+};
+
+struct Driver {
+  int (*cuInit)(unsigned flags);
+  int (*cuDriverGetVersion)(int* version);
+  int (*cuGetErrorString)(int result, const char** text);
+  int (*cuDeviceGetCount)(int* count);
+  int (*cuDeviceGetAttribute)(int* value, int attribute, int device);
+  int (*cuDevicePrimaryCtxRetain)(void** context, int device);
+  int (*cuCtxPushCurrent_v2)(void* context);
+  int (*cuCtxPopCurrent_v2)(void** context);
+  int (*cuModuleLoadData)(void** module, const void* image);
+  int (*cuModuleGetFunction)(void** function, void* module, const char* name);
+  int (*cuFuncSetAttribute)(void* function, int attribute, int value);
+  int (*cuLaunchKernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                        unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** parameters,
+                        void** extra);
+  int (*cuMemsetD8Async)(uint64_t address, unsigned char value, size_t count, void* stream);
+  int (*cuMemsetD32Async)(uint64_t address, unsigned value, size_t count, void* stream);
+  int (*cuTensorMapEncodeTiled)(CudaTensorMap* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
+                                const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
+                                int interleave, int swizzle, int l2_promotion, int out_of_bounds_fill);
+};
+
+struct Nvrtc {
+  int (*nvrtcVersion)(int* major, int* minor);
+  int (*nvrtcGetNumSupportedArchs)(int* count);
+  int (*nvrtcGetSupportedArchs)(int* archs);
+  int (*nvrtcCreateProgram)(void** program, const char* source, const char* name, int header_count,
+                            const char* const* headers, const char* const* header_names);
+  int (*nvrtcCompileProgram)(void* program, int option_count, const char* const* options);
+  int (*nvrtcGetProgramLogSize)(void* program, size_t* size);
+  int (*nvrtcGetProgramLog)(void* program, char* log);
+  int (*nvrtcGetCUBINSize)(void* program, size_t* size);
+  int (*nvrtcGetCUBIN)(void* program, char* cubin);
+  int (*nvrtcDestroyProgram)(void** program);
+
+  std::string path;
+  int major, minor;
+  std::vector<int> archs;  // that it compiles for: 80 is sm_80
+};
+
+// Each throws std::runtime_error, which says where it was looked for and what to install, if there is none.
+const Driver& CudaDriver();
+const Nvrtc& CudaNvrtc();
+
+// How to find NVRTC: returns the path of the library or throws. (Set by bindings.cc: Python knows where packages are.)
+void SetNvrtcFinder(std::function<std::string()> finder);
+
+// Throws std::runtime_error with the driver's text if a call failed: Check(CudaDriver().cuInit(0), "cuInit").
+void Check(int result, const char* call);
+
+struct Device {
+  int major, minor;  // compute capability
+  int multiprocessors;
+};
+
+// The devices of this process, in the driver's order.
+const std::vector<Device>& CudaDevices();
+
+}  // namespace jax_flash

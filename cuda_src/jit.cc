@@ -1,0 +1,237 @@
+#include "cuda_src/jit.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <tuple>
+
+#include "cuda_src/driver.h"
+#include "cuda_src/sources.h"
+
+namespace jax_flash {
+namespace {
+
+namespace fs = std::filesystem;
+
+// NVRTC has no standard headers.
+constexpr char kStdint[] =
+    "typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long long int64_t;\n"
+    "typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t;\n"
+    "typedef unsigned long long uint64_t;\n";
+
+// All that a cubin depends on.
+std::string Key(const Unit& unit, const std::string& arch) {
+  const Nvrtc& nvrtc = CudaNvrtc();
+  std::string key = std::string("jax_flash 1\nsources ") + kSourcesHash + "\nnvrtc " + std::to_string(nvrtc.major) +
+                    "." + std::to_string(nvrtc.minor) + "\n" + unit.file + " " + arch;
+  for (const std::string& define : unit.defines) key += " " + define;
+  return key;
+}
+
+// FNV-1a.
+uint64_t Hash(std::string_view text) {
+  uint64_t hash = 0xCBF29CE484222325u;
+  for (const char c : text) hash = (hash ^ uint8_t(c)) * 0x100000001B3u;
+  return hash;
+}
+
+// --- The cache directory. An entry: its key, the cubin's size and checksum as text, an empty line, the cubin.
+// ---------
+
+fs::path EntryPath(const std::string& key) {
+  char name[32];
+  std::snprintf(name, sizeof name, "%016llx.cubin", static_cast<unsigned long long>(Hash(key)));
+  return fs::path(CacheDirectory()) / name;
+}
+
+std::string Header(const std::string& key, std::string_view cubin) {
+  return key + "\nbytes " + std::to_string(cubin.size()) + "\nchecksum " + std::to_string(Hash(cubin)) + "\n\n";
+}
+
+std::optional<std::string> ReadEntry(const std::string& key) {
+  if (CacheDirectory().empty()) return std::nullopt;
+  std::ifstream file(EntryPath(key), std::ios::binary);
+  std::stringstream text;
+  if (!file || !(text << file.rdbuf())) return std::nullopt;
+  const std::string entry = text.str();
+  const size_t end = entry.find("\n\n");
+  if (end == std::string::npos) return std::nullopt;
+  std::string cubin = entry.substr(end + 2);
+  if (entry.compare(0, end + 2, Header(key, cubin)) != 0) return std::nullopt;
+  return cubin;
+}
+
+void WriteEntry(const std::string& key, const std::string& cubin) {
+  if (CacheDirectory().empty()) return;
+  const fs::path path = EntryPath(key);
+  std::error_code ignored;
+  fs::create_directories(path.parent_path(), ignored);
+  std::string temporary = path.string() + ".XXXXXX";
+  const int file = mkstemp(temporary.data());
+  if (file < 0) return;
+  const std::string entry = Header(key, cubin) + cubin;
+  const bool written = write(file, entry.data(), entry.size()) == ssize_t(entry.size());
+  // A reader sees the whole entry or none.
+  if (close(file) != 0 || !written || std::rename(temporary.c_str(), path.c_str()) != 0) unlink(temporary.c_str());
+}
+
+// --- ELF
+// ---------------------------------------------------------------------------------------------------------------
+
+template <typename T>
+T Read(std::string_view bytes, size_t at) {
+  if (at + sizeof(T) > bytes.size()) throw std::runtime_error("a cubin is not ELF");
+  T value;
+  std::memcpy(&value, bytes.data() + at, sizeof(T));
+  return value;
+}
+
+struct Section {
+  uint32_t type, link;
+  uint64_t offset, size;
+};
+
+Section SectionAt(std::string_view elf, int index) {
+  const size_t at = Read<uint64_t>(elf, 40) + size_t(index) * Read<uint16_t>(elf, 58);
+  return {Read<uint32_t>(elf, at + 4), Read<uint32_t>(elf, at + 40), Read<uint64_t>(elf, at + 24),
+          Read<uint64_t>(elf, at + 32)};
+}
+
+}  // namespace
+
+bool HasSource(std::string_view file) {
+  for (const Source& source : kSources) {
+    if (source.name == file) return true;
+  }
+  return false;
+}
+
+Compilation CompileUnit(const Unit& unit, const std::string& arch) {
+  const Nvrtc& nvrtc = CudaNvrtc();
+  std::vector<const char*> headers = {kStdint}, names = {"cstdint"}, options;
+  for (const Source& source : kSources) headers.push_back(source.text), names.push_back(source.name);
+  std::vector<std::string> arguments = {"-arch=" + arch, "-std=c++17", "--ptxas-options=-v"};
+  for (const std::string& define : unit.defines) arguments.push_back("-D" + define);
+  for (const std::string& argument : arguments) options.push_back(argument.c_str());
+
+  const auto start = std::chrono::steady_clock::now();
+  const std::string source = "#include \"" + unit.file + "\"\n";
+  void* program = nullptr;
+  if (nvrtc.nvrtcCreateProgram(&program, source.c_str(), "jax_flash.cu", int(headers.size()), headers.data(),
+                               names.data()) != 0) {
+    throw std::runtime_error("nvrtcCreateProgram failed");
+  }
+  const auto destroy = [&](void* p) { nvrtc.nvrtcDestroyProgram(&p); };
+  const std::unique_ptr<void, decltype(destroy)> owner(program, destroy);
+  const int result = nvrtc.nvrtcCompileProgram(program, int(options.size()), options.data());
+  Compilation done;
+  size_t size = 0;
+  nvrtc.nvrtcGetProgramLogSize(program, &size);
+  done.log.resize(size);
+  nvrtc.nvrtcGetProgramLog(program, done.log.data());
+  done.log.resize(std::strlen(done.log.c_str()));
+  if (result != 0) {
+    throw std::runtime_error("NVRTC " + std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor) + " (" +
+                             nvrtc.path + ") could not compile " + unit.file + " for " + arch + ":\n" + done.log);
+  }
+  nvrtc.nvrtcGetCUBINSize(program, &size);
+  done.cubin.resize(size);
+  nvrtc.nvrtcGetCUBIN(program, done.cubin.data());
+  done.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return done;
+}
+
+const std::string& CachedCubin(const Unit& unit, const std::string& arch) {
+  struct Entry {
+    std::mutex mutex;
+    std::string cubin;
+  };
+  static std::mutex mutex;
+  static auto& entries = *new std::map<std::string, Entry>();  // never destroyed: threads may outlive main
+  const std::string key = Key(unit, arch);
+  Entry* entry;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    entry = &entries[key];
+  }
+  const std::lock_guard<std::mutex> lock(entry->mutex);
+  if (entry->cubin.empty()) {
+    if (std::optional<std::string> cubin = ReadEntry(key)) {
+      entry->cubin = std::move(*cubin);
+    } else {
+      entry->cubin = CompileUnit(unit, arch).cubin;
+      WriteEntry(key, entry->cubin);
+    }
+  }
+  return entry->cubin;
+}
+
+void CacheCubins(const std::vector<Unit>& units, const std::string& arch) {
+  std::vector<std::future<void>> others;
+  for (size_t i = 1; i < units.size(); ++i) {
+    others.push_back(std::async(std::launch::async, [&, i] { CachedCubin(units[i], arch); }));
+  }
+  if (!units.empty()) CachedCubin(units[0], arch);
+  for (std::future<void>& other : others) other.get();
+}
+
+std::string CacheDirectory() {
+  if (const char* directory = std::getenv("JAX_FLASH_CACHE_DIR")) return directory;
+  if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache && *cache)
+    return (fs::path(cache) / "jax_flash").string();
+  if (const char* home = std::getenv("HOME"); home && *home) return (fs::path(home) / ".cache/jax_flash").string();
+  return "";
+}
+
+int SharedBytes(std::string_view cubin) {
+  constexpr std::string_view kName("jax_flash_shared_bytes\0", 23);
+  const int count = Read<uint16_t>(cubin, 60);
+  for (int i = 0; i < count; ++i) {
+    const Section table = SectionAt(cubin, i);
+    if (table.type != 2) continue;  // SHT_SYMTAB
+    const Section names = SectionAt(cubin, int(table.link));
+    for (size_t at = table.offset; at < table.offset + table.size; at += 24) {
+      const size_t name = names.offset + Read<uint32_t>(cubin, at);
+      if (name > cubin.size() || cubin.substr(name, kName.size()) != kName) continue;
+      const Section section = SectionAt(cubin, Read<uint16_t>(cubin, at + 6));
+      return Read<int32_t>(cubin, section.offset + Read<uint64_t>(cubin, at + 8));
+    }
+  }
+  return 0;
+}
+
+void* LoadedModule(const Unit& unit, const std::string& arch, int device) {
+  static std::mutex mutex;
+  static auto& modules = *new std::map<std::pair<std::string, int>, void*>();
+  const std::string& cubin = CachedCubin(unit, arch);
+  const std::lock_guard<std::mutex> lock(mutex);
+  void*& module = modules[{Key(unit, arch), device}];
+  if (!module) {
+    const int result = CudaDriver().cuModuleLoadData(&module, cubin.data());
+    if (result != 0) {
+      module = nullptr;
+      int version = 0;
+      CudaDriver().cuDriverGetVersion(&version);
+      Check(result,
+            ("loading " + unit.file + ", compiled for " + arch + " by NVRTC " + std::to_string(CudaNvrtc().major) +
+             " (" + CudaNvrtc().path + "), into a driver for CUDA " + std::to_string(version / 1000))
+                .c_str());
+    }
+  }
+  return module;
+}
+
+}  // namespace jax_flash

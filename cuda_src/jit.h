@@ -1,0 +1,48 @@
+// Kernels are compiled when they are needed: from the sources in this binary, by NVRTC, for one GPU architecture.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace jax_flash {
+
+// A file of cuda_src/kernels and what it is compiled for.
+struct Unit {
+  std::string file;
+  std::vector<std::string> defines;  // "JAX_FLASH_DTYPE=1"
+
+  bool operator==(const Unit& other) const { return file == other.file && defines == other.defines; }
+};
+
+bool HasSource(std::string_view file);
+
+struct Compilation {
+  std::string cubin;
+  std::string log;  // warnings, and ptxas' report of registers and spills
+  double seconds;
+};
+
+// Compiles, whatever the caches have. `arch`: "sm_80", "sm_90a", ... Throws std::runtime_error.
+Compilation CompileUnit(const Unit& unit, const std::string& arch);
+
+// The cubin of a unit: from memory, from the cache directory, or compiled. Safe with many threads and processes.
+//
+// The directory is JAX_FLASH_CACHE_DIR (empty: none), by default jax_flash in the user's cache directory. An entry is
+// named by all that it depends on; one that is damaged counts as none; a directory that cannot be written to only costs
+// the caching.
+const std::string& CachedCubin(const Unit& unit, const std::string& arch);
+
+// CachedCubin of several units, compiled at the same time.
+void CacheCubins(const std::vector<Unit>& units, const std::string& arch);
+
+// The directory, empty if there is none.
+std::string CacheDirectory();
+
+// How much dynamic shared memory the kernel of a cubin wants: its constant `jax_flash_shared_bytes`, 0 if it has none.
+int SharedBytes(std::string_view cubin);
+
+// The CUmodule of a unit on a device, loaded once. The device's primary context must be current.
+void* LoadedModule(const Unit& unit, const std::string& arch, int device);
+
+}  // namespace jax_flash

@@ -1,0 +1,290 @@
+#include "cuda_src/plan.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+#include <stdexcept>
+
+#include "cuda_src/driver.h"
+#include "cuda_src/kernels/params.h"
+
+namespace jax_flash {
+namespace {
+
+constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
+
+int64_t DivideUp(int64_t x, int64_t y) { return (x + y - 1) / y; }
+int64_t RoundUp(int64_t x, int64_t y) { return DivideUp(x, y) * y; }
+
+// --- Tiles. The first row that fits is taken.
+// --------------------------------------------------------------------------
+
+enum class Family { kSm80, kSm90 };
+enum class Kernel { kForward, kBackward, kBackwardQuery, kBackwardBias };
+
+struct Tile {
+  int rows, cols;  // queries and keys
+  int groups;      // warps (sm80), or warpgroups beside the producer's (sm90)
+  int stages;
+};
+
+constexpr int kAny = -1;
+
+struct Choice {
+  Family family;
+  Kernel kernel;
+  int bytes;       // of an element
+  int dim;         // the larger head dim is at most this
+  int dropout;     // 0, 1 or kAny
+  int64_t length;  // keys are at most this
+  Tile tile;
+};
+
+constexpr int64_t kAnyLength = kMaxSize;
+
+constexpr Choice kChoices[] = {
+    {Family::kSm90, Kernel::kForward, 2, 64, 0, 1024, {256, 64, 4, 4}},
+    {Family::kSm90, Kernel::kForward, 2, 64, 0, kAnyLength, {192, 128, 3, 2}},
+    {Family::kSm90, Kernel::kForward, 2, 64, 1, kAnyLength, {128, 128, 2, 3}},
+    {Family::kSm90, Kernel::kForward, 2, 128, kAny, kAnyLength, {128, 128, 2, 2}},
+    {Family::kSm90, Kernel::kForward, 2, 256, 0, kAnyLength, {128, 64, 2, 2}},
+    {Family::kSm90, Kernel::kForward, 2, 256, 1, kAnyLength, {128, 80, 2, 2}},
+    {Family::kSm90, Kernel::kBackward, 2, 64, kAny, kAnyLength, {128, 128, 2, 2}},
+    {Family::kSm90, Kernel::kBackward, 2, 128, kAny, kAnyLength, {64, 128, 2, 2}},
+
+    {Family::kSm80, Kernel::kForward, 2, 64, kAny, kAnyLength, {128, 64, 4, 2}},
+    {Family::kSm80, Kernel::kForward, 2, 128, kAny, kAnyLength, {128, 64, 4, 2}},
+    {Family::kSm80, Kernel::kForward, 2, 256, kAny, kAnyLength, {64, 32, 4, 2}},
+    {Family::kSm80, Kernel::kForward, 4, 64, kAny, kAnyLength, {64, 64, 4, 2}},
+    {Family::kSm80, Kernel::kForward, 4, 128, kAny, kAnyLength, {64, 32, 4, 2}},
+    {Family::kSm80, Kernel::kForward, 4, 256, kAny, kAnyLength, {64, 16, 4, 2}},
+    {Family::kSm80, Kernel::kBackward, 2, 64, kAny, kAnyLength, {64, 128, 8, 2}},
+    {Family::kSm80, Kernel::kBackward, 2, 128, kAny, kAnyLength, {64, 64, 8, 2}},
+    {Family::kSm80, Kernel::kBackward, 2, 256, kAny, kAnyLength, {32, 64, 8, 1}},
+    {Family::kSm80, Kernel::kBackward, 4, 64, kAny, kAnyLength, {64, 64, 8, 1}},
+    {Family::kSm80, Kernel::kBackward, 4, 128, kAny, kAnyLength, {32, 32, 4, 1}},
+    {Family::kSm80, Kernel::kBackward, 4, 256, kAny, kAnyLength, {16, 32, 4, 1}},
+    {Family::kSm80, Kernel::kBackwardQuery, 2, 128, kAny, kAnyLength, {64, 64, 4, 2}},
+    {Family::kSm80, Kernel::kBackwardQuery, 2, 256, kAny, kAnyLength, {64, 32, 4, 1}},
+    {Family::kSm80, Kernel::kBackwardQuery, 4, 128, kAny, kAnyLength, {64, 32, 4, 1}},
+    {Family::kSm80, Kernel::kBackwardQuery, 4, 256, kAny, kAnyLength, {32, 16, 2, 1}},
+    {Family::kSm80, Kernel::kBackwardBias, 2, 128, kAny, kAnyLength, {64, 64, 4, 1}},
+    {Family::kSm80, Kernel::kBackwardBias, 2, 256, kAny, kAnyLength, {64, 32, 4, 1}},
+    {Family::kSm80, Kernel::kBackwardBias, 4, 128, kAny, kAnyLength, {32, 32, 2, 1}},
+    {Family::kSm80, Kernel::kBackwardBias, 4, 256, kAny, kAnyLength, {32, 16, 2, 1}},
+};
+
+const char* FileOf(Family family, Kernel kernel) {
+  switch (kernel) {
+    case Kernel::kForward:
+      return family == Family::kSm90 ? "forward_sm90.cuh" : "forward_sm80.cuh";
+    case Kernel::kBackward:
+      return family == Family::kSm90 ? "backward_sm90.cuh" : "backward_sm80.cuh";
+    case Kernel::kBackwardQuery:
+      return "backward_query_sm80.cuh";
+    case Kernel::kBackwardBias:
+      return "backward_bias_sm80.cuh";
+  }
+  return "";
+}
+
+int Bytes(const Problem& p) { return p.dtype == DType::kF32 ? 4 : 2; }
+
+const Choice* Choose(Family family, Kernel kernel, const Problem& p) {
+  if (!HasSource(FileOf(family, kernel))) return nullptr;
+  for (const Choice& choice : kChoices) {
+    if (choice.family == family && choice.kernel == kernel && choice.bytes == Bytes(p) &&
+        std::max(p.qk_dim, p.v_dim) <= choice.dim && (choice.dropout == kAny || choice.dropout == int(p.dropout())) &&
+        p.kv_len <= choice.length) {
+      return &choice;
+    }
+  }
+  return nullptr;
+}
+
+// The family's own choice, or where it has none sm80's.
+const Choice& ChooseAny(Family family, Kernel kernel, const Problem& p) {
+  const Choice* choice = Choose(family, kernel, p);
+  if (!choice) choice = Choose(Family::kSm80, kernel, p);
+  if (!choice) throw std::invalid_argument(std::string("there is no ") + FileOf(family, kernel) + " for this problem");
+  return *choice;
+}
+
+// --- What a kernel is compiled for
+// -------------------------------------------------------------------------------------
+
+Unit UnitOf(const Choice& choice, const Problem& p) {
+  const bool backward = choice.kernel != Kernel::kForward, main = choice.kernel == Kernel::kBackward;
+  Unit unit = {FileOf(choice.family, choice.kernel), {}};
+  const auto define = [&](const char* name, int64_t value) {
+    unit.defines.push_back(std::string("JAX_FLASH_") + name + "=" + std::to_string(value));
+  };
+  define("DTYPE", int(p.dtype));
+  define("BIAS_DTYPE", int(p.bias_dtype));
+  define("QK_DIM", p.qk_dim);
+  define("V_DIM", p.v_dim);
+  define("CAUSAL", p.causal);
+  define("WINDOW", p.window_left >= 0 || p.window_right >= 0);
+  define("Q_LENGTHS", p.q_lengths);
+  define("KV_LENGTHS", p.kv_lengths);
+  define("SEGMENTS", p.segments);
+  define("QUERY_OFFSET", p.query_offset);
+  define("MASK", p.mask.present);
+  define("SOFT_CAP", p.soft_cap > 0);
+  define("DROPOUT", p.dropout());
+  define("FULL_PRECISION", p.dtype == DType::kF32 && p.full_precision);
+  define("POSITIVE_SCALE", p.scale > 0);
+  define("DLOGSUMEXP", backward && p.dlogsumexp);
+  define("DQ", main && p.dq && !p.deterministic);
+  define("DK", main && p.dk);
+  define("DV", main && p.dv);
+  define("ROWS", choice.tile.rows);
+  define("COLS", choice.tile.cols);
+  define(choice.family == Family::kSm90 ? "CONSUMERS" : "WARPS", choice.tile.groups);
+  define("STAGES", choice.tile.stages);
+  return unit;
+}
+
+// Nothing in it depends on the problem: one cubin does for all.
+Unit SegmentsUnit() {
+  Unit unit = {"segments.cuh", {}};
+  for (const char* define : {"DTYPE=2", "BIAS_DTYPE=0", "QK_DIM=64", "V_DIM=64", "CAUSAL=0", "WINDOW=0", "Q_LENGTHS=0",
+                             "KV_LENGTHS=0", "SEGMENTS=1", "QUERY_OFFSET=0", "MASK=0", "SOFT_CAP=0", "DROPOUT=0",
+                             "FULL_PRECISION=0", "POSITIVE_SCALE=1", "DLOGSUMEXP=0", "DQ=0", "DK=0", "DV=0"}) {
+    unit.defines.push_back(std::string("JAX_FLASH_") + define);
+  }
+  return unit;
+}
+
+// --- Scratch
+// -----------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kRowPadding = 128;  // of scratch arrays: no tile has more queries in the backward
+
+// Columns of dq_sum: whole boxes of 64 for the kernels of 16-bit elements.
+int64_t PaddedDim(const Problem& p) { return RoundUp(p.qk_dim, Bytes(p) == 2 ? 64 : 16); }
+
+bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
+
+// --- Launches
+// ----------------------------------------------------------------------------------------------------------
+
+void AddSegments(const Problem& p, Plan* plan) {
+  if (!p.segments) return;
+  plan->units.push_back(SegmentsUnit());
+  plan->launches.push_back({int(plan->units.size()) - 1, "jax_flash_segments",
+                            p.batch * (DivideUp(p.q_len, 64) + DivideUp(p.kv_len, 64)), 128});
+}
+
+void AddForward(Family family, const Problem& p, Plan* plan) {
+  const Choice& choice = ChooseAny(family, Kernel::kForward, p);
+  const Tile& tile = choice.tile;
+  plan->units.push_back(UnitOf(choice, p));
+  Launch launch = {int(plan->units.size()) - 1, "jax_flash_forward", DivideUp(p.q_len, tile.rows) * p.q_heads * p.batch,
+                   32 * tile.groups};
+  launch.dynamic_shared = true;
+  if (choice.family == Family::kSm90) {
+    launch.persistent = true;
+    launch.threads = 128 * (tile.groups + 1);
+    launch.maps = {{Mapped::kQuery, 64}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols}, {Mapped::kO, 64}};
+  }
+  plan->launches.push_back(launch);
+}
+
+// TODO(backward)
+void AddBackward(Family family, const Problem& p, Plan* plan) {
+  const Choice& choice = ChooseAny(family, Kernel::kBackward, p);
+  const Tile& tile = choice.tile;
+  plan->units.push_back(UnitOf(choice, p));
+  const int unit = int(plan->units.size()) - 1;
+  const int64_t padded = RoundUp(p.q_len, kRowPadding) * p.q_heads * p.batch;
+  plan->launches.push_back({unit, "jax_flash_backward_prepare", DivideUp(padded, 32), 256});
+  Launch launch = {unit, "jax_flash_backward", DivideUp(p.kv_len, tile.cols) * p.kv_heads * p.batch, 32 * tile.groups};
+  launch.dynamic_shared = true;
+  if (choice.family == Family::kSm90) {
+    launch.persistent = true;
+    launch.threads = 128 * (tile.groups + 1);
+    launch.maps = {{Mapped::kQuery, tile.rows}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols},
+                   {Mapped::kDO, tile.rows},    {Mapped::kDK, 64},         {Mapped::kDV, 64}};
+  }
+  plan->launches.push_back(launch);
+  if (SumsDQ(p)) plan->launches.push_back({unit, "jax_flash_backward_finish", DivideUp(padded, 32), 256});
+}
+
+}  // namespace
+
+std::string CudaRefusal(const Problem& p) {
+  const auto sized = [](const char* name, int64_t size) { return std::string(name) + " " + std::to_string(size); };
+  if (p.dtype == DType::kF64) return "float64: the CUDA kernels do float16, bfloat16 and float32";
+  for (const int64_t dim : {p.qk_dim, p.v_dim}) {
+    if (dim % 8 != 0 || dim < 8 || dim > 256) {
+      return sized("head dim", dim) + ": the CUDA kernels do multiples of 8 up to 256";
+    }
+  }
+  if (std::max(p.q_len, p.kv_len) > kMaxSize - 512) return "a length of 2^31 or more";
+  if (p.batch * p.q_heads > 0 && DivideUp(std::max(p.q_len, p.kv_len), 16) > kMaxSize / p.batch / p.q_heads) {
+    return "batch x heads x length is too large for the CUDA kernels";
+  }
+  return "";
+}
+
+bool NothingToCompute(const Problem& p) { return p.batch == 0 || p.q_heads == 0 || p.q_len == 0 || p.kv_len == 0; }
+
+Scratch CudaScratch(const Problem& p, Pass pass) {
+  Scratch scratch;
+  const auto take = [&](int64_t bytes) {
+    const int64_t at = scratch.bytes;
+    scratch.bytes += RoundUp(bytes, 256);
+    return at;
+  };
+  if (NothingToCompute(p)) return scratch;
+  if (p.segments) {
+    scratch.q_bounds = take(p.batch * DivideUp(p.q_len, 64) * int64_t(sizeof(SegmentBounds)));
+    scratch.kv_bounds = take(p.batch * DivideUp(p.kv_len, 64) * int64_t(sizeof(SegmentBounds)));
+  }
+  if (pass == Pass::kBackward) {
+    const int64_t rows = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding);
+    scratch.logsumexp = take(4 * rows);
+    scratch.d = take(4 * rows);
+    if (SumsDQ(p)) scratch.dq_sum = take(4 * rows * PaddedDim(p));
+  }
+  return scratch;
+}
+
+std::string ArchOf(int major, int minor) {
+  const Nvrtc& nvrtc = CudaNvrtc();
+  const int capability = 10 * major + minor;
+  int best = 0;  // a cubin runs on later GPUs of the same major capability
+  for (const int arch : nvrtc.archs) {
+    if (arch / 10 == major && arch <= capability) best = std::max(best, arch);
+  }
+  const std::string text = std::to_string(major) + "." + std::to_string(minor);
+  if (major < 8) throw std::invalid_argument("a GPU of compute capability " + text + ": the kernels need 8.0 or later");
+  if (best == 0) {
+    throw std::invalid_argument("NVRTC " + std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor) + " (" +
+                                nvrtc.path + ") does not compile for a GPU of compute capability " + text +
+                                ": install a newer one (pip install --upgrade nvidia-cuda-nvrtc)");
+  }
+  return "sm_" + std::to_string(best) + (best == 90 ? "a" : "");
+}
+
+Plan MakePlan(const Problem& p, Pass pass, const std::string& arch) {
+  const std::string refusal = CudaRefusal(p);
+  if (!refusal.empty()) throw std::invalid_argument(refusal);
+  const int capability = std::atoi(arch.c_str() + arch.find('_') + 1);
+  if (capability < 80)
+    throw std::invalid_argument(arch + ": the kernels need a GPU of compute capability 8.0 or later");
+  const char* const forced = std::getenv("JAX_FLASH_CUDA_KERNELS");
+  if (forced && forced != std::string("sm80")) {
+    throw std::invalid_argument("JAX_FLASH_CUDA_KERNELS=" + std::string(forced) + " is not known: only sm80 is");
+  }
+  const Family family = capability == 90 && Bytes(p) == 2 && !forced ? Family::kSm90 : Family::kSm80;
+  Plan plan;
+  if (NothingToCompute(p)) return plan;
+  AddSegments(p, &plan);
+  if (pass == Pass::kForward) AddForward(family, p, &plan);
+  if (pass == Pass::kBackward) AddBackward(family, p, &plan);
+  return plan;
+}
+
+}  // namespace jax_flash

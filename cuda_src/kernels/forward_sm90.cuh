@@ -4,101 +4,100 @@
 //   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
 // S of the next tile is issued together with P V, so that the tensor cores work while the softmax runs; and the
 // warpgroups take turns in issuing, so that one's softmax runs under the other's products. K and V are walked from
-// right to left, which puts the tiles that need a mask first.
+// right to left, and only the tiles at either end of what the rows see are masked.
 //
-// The host defines JAX_FLASH_HEAD_DIM (64, 128, 256), _COLS (of a tile of S, a multiple of 16), _CONSUMERS (warpgroups:
-// 2, 3 or 4), _STAGES, _CAUSAL and _DROPOUT; it launches at most one CTA a multiprocessor, of 128 (_CONSUMERS + 1)
-// threads and `jax_flash_shared_bytes`, with boxes of 64 rows in the maps of Q and O and of _COLS rows in those of K
-// and V.
+// Beside the macros of config.cuh the host defines JAX_FLASH_COLS (of a tile of S, a multiple of 16), _CONSUMERS
+// (warpgroups: 2, 3 or 4) and _STAGES. It launches at most one CTA a multiprocessor, of 128 (_CONSUMERS + 1) threads
+// and `jax_flash_shared_bytes`, with boxes of 64 rows in the maps of Q and O and of _COLS rows in those of K and V.
+// Boxes have 64 columns: what is beyond the head dim arrives as zeros, and is left out of O.
 #pragma once
 
 #include "common/philox.h"
+#include "config.cuh"
+#include "params.h"
 #include "schedule.cuh"
+#include "scores.cuh"
 #include "tile/mbarrier.cuh"
 #include "tile/tma.cuh"
 #include "tile/types.cuh"
 #include "tile/warp.cuh"
 #include "tile/wgmma.cuh"
+#include "visible.cuh"
 
 namespace jax_flash {
 
-constexpr int kHeadDim = JAX_FLASH_HEAD_DIM;
 constexpr int kCols = JAX_FLASH_COLS;
 constexpr int kConsumers = JAX_FLASH_CONSUMERS;
 constexpr int kStages = JAX_FLASH_STAGES;  // tiles of K, and of V, in flight
-constexpr bool kCausal = JAX_FLASH_CAUSAL;
-constexpr bool kDropout = JAX_FLASH_DROPOUT;
 
 constexpr int kRows = 64 * kConsumers;
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-constexpr int kBoxes = kHeadDim / 64;
-constexpr int kQBox = 64 * 128;      // bytes of a box of Q or O
-constexpr int kKVBox = kCols * 128;  // bytes of a box of K or V
+constexpr int kQKBoxes = (kQKDim + 63) / 64;  // of Q and K
+constexpr int kVBoxes = (kVDim + 63) / 64;    // of V and O
+constexpr int kQBox = 64 * 128;               // bytes of a box of Q or O
+constexpr int kKVBox = kCols * 128;           // bytes of a box of K or V
 // Registers a thread; together what the kernel starts with.
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
 constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
 // O leaves through shared memory of its own, so that the next tile of Q can come; or, where that is too much, through
 // Q's.
-constexpr bool kOInQ = 2 * kRows * kHeadDim * 2 + 2 * kStages * kBoxes * kKVBox + 1024 > 227 * 1024;
+constexpr bool kOInQ = (kQKBoxes + kVBoxes) * (kConsumers * kQBox + kStages * kKVBox) + 1024 > 227 * 1024;
+constexpr int kQBoxes = kOInQ && kVBoxes > kQKBoxes ? kVBoxes : kQKBoxes;
 
 // O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
 // f16.
 constexpr float kRescaleAt = 8.0f;
 
-struct ForwardParams {
-  int batch, q_heads, kv_heads;
-  int q_len, kv_len;
-  float scale;
-  float* l;  // [batch, head, row]
-  float* m;
-  const uint32_t *seed, *batch_id, *head_id;
-  uint32_t drop_threshold;
-  float keep_scale;
-};
+constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the left of what is not
 
 struct ForwardShared {
-  alignas(1024) uint8_t q[kConsumers][kBoxes * kQBox];
-  alignas(1024) uint8_t o[kOInQ ? 1 : kConsumers][kOInQ ? 1 : kBoxes * kQBox];
-  alignas(1024) uint8_t k[kStages][kBoxes * kKVBox];
-  alignas(1024) uint8_t v[kStages][kBoxes * kKVBox];
+  alignas(1024) uint8_t q[kConsumers][kQBoxes * kQBox];
+  alignas(1024) uint8_t o[kOInQ ? 1 : kConsumers][kOInQ ? 1 : kVBoxes * kQBox];
+  alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
+  alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];
   uint64_t q_full[kConsumers], q_empty[kConsumers];
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
 };
 
-// A tile of the output, and how many tiles of K and V it sees.
+// A tile of the output, and the tiles begin <= j < end of K and V that it sees. Those of unmasked_begin <= j <
+// unmasked_end need no mask.
 struct Tile {
-  int row, head, batch, kv_tiles;
+  int row, head, batch;
+  int begin, end, unmasked_begin, unmasked_end;
 };
 
-__device__ __forceinline__ bool Next(const ForwardParams& p, Schedule<kCausal>* schedule, Tile* tile) {
+__device__ __forceinline__ bool Next(const Params& p, Schedule<kCausal>* schedule, Tile* tile) {
   int head, t;
   if (!schedule->Next(p.batch * p.q_heads, (p.q_len + kRows - 1) / kRows, &head, &t)) return false;
   tile->row = t * kRows;
   tile->head = head % p.q_heads;
   tile->batch = head / p.q_heads;
-  const int kv_len = kCausal ? min(p.kv_len, tile->row + kRows) : p.kv_len;
-  tile->kv_tiles = (kv_len + kCols - 1) / kCols;
+  const Visible keys = KeysOf(p, PositionsOf(p, tile->batch), tile->batch, tile->row, tile->row + kRows);
+  tile->begin = keys.any_lo / kCols;
+  tile->end = keys.any_lo < keys.any_hi ? (keys.any_hi + kCols - 1) / kCols : tile->begin;
+  tile->unmasked_begin = max((keys.every_lo + kCols - 1) / kCols, tile->begin);
+  tile->unmasked_end = max(keys.every_hi / kCols, tile->begin);
   return true;
 }
 
 struct Producer {
-  const ForwardParams& p;
+  const Params& p;
   ForwardShared& shared;
   Ring<kStages> k, v;
   uint32_t q_parity = 0;
 
   __device__ __forceinline__ void LoadK(const TensorMap* map, int j, int head, int batch) {
     MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
-    MbarrierArriveExpectTx(&shared.k_full[k.index], kBoxes * kKVBox);
-    for (int b = 0; b < kBoxes; ++b)
+    MbarrierArriveExpectTx(&shared.k_full[k.index], kQKBoxes * kKVBox);
+    for (int b = 0; b < kQKBoxes; ++b)
       TmaLoad(shared.k[k.index] + b * kKVBox, map, &shared.k_full[k.index], b * 64, j * kCols, head, batch);
     k.Next();
   }
   __device__ __forceinline__ void LoadV(const TensorMap* map, int j, int head, int batch) {
     MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
-    MbarrierArriveExpectTx(&shared.v_full[v.index], kBoxes * kKVBox);
-    for (int b = 0; b < kBoxes; ++b)
+    MbarrierArriveExpectTx(&shared.v_full[v.index], kVBoxes * kKVBox);
+    for (int b = 0; b < kVBoxes; ++b)
       TmaLoad(shared.v[v.index] + b * kKVBox, map, &shared.v_full[v.index], b * 64, j * kCols, head, batch);
     v.Next();
   }
@@ -106,45 +105,45 @@ struct Producer {
   __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* q_map, const TensorMap* k_map,
                                       const TensorMap* v_map) {
     const int kv_head = tile.head / (p.q_heads / p.kv_heads);
-    LoadK(k_map, tile.kv_tiles - 1, kv_head, tile.batch);
+    if (tile.begin < tile.end) LoadK(k_map, tile.end - 1, kv_head, tile.batch);
     for (int w = 0; w < kConsumers; ++w) {
       MbarrierWait(&shared.q_empty[w], q_parity ^ 1);
-      MbarrierArriveExpectTx(&shared.q_full[w], kBoxes * kQBox);
-      for (int b = 0; b < kBoxes; ++b)
+      MbarrierArriveExpectTx(&shared.q_full[w], kQKBoxes * kQBox);
+      for (int b = 0; b < kQKBoxes; ++b)
         TmaLoad(shared.q[w] + b * kQBox, q_map, &shared.q_full[w], b * 64, tile.row + 64 * w, tile.head, tile.batch);
     }
     q_parity ^= 1;
-    for (int j = tile.kv_tiles - 1; j > 0; --j) {
-      LoadK(k_map, j - 1, kv_head, tile.batch);
+    for (int j = tile.end - 1; j >= tile.begin; --j) {
+      if (j > tile.begin) LoadK(k_map, j - 1, kv_head, tile.batch);
       LoadV(v_map, j, kv_head, tile.batch);
     }
-    LoadV(v_map, 0, kv_head, tile.batch);
   }
 };
 
 // The 64 rows of one consumer warpgroup. A lane holds two of them: `row` and row + 8.
 struct Consumer {
-  const ForwardParams& p;
+  const Params& p;
   ForwardShared& shared;
   const int warpgroup, warp, lane;
-  const float scale_log2;
+  const float to_log2;  // from S to exponents of 2
   Ring<kStages> k, v;
   uint32_t q_parity = 0;
 
   int row;
+  Positions positions;  // of the batch entry
   uint32_t seed0, seed1, batch_id, head_id;
-  float S[kCols / 2], O[kHeadDim / 2];
+  float S[kCols / 2], O[kVDim / 2];
   uint32_t P[kCols / 4];
   float m[2], l[2];    // l: of this lane's columns only, until the end
   float reference[2];  // what the exponentials are taken against: m, or a little less
 
-  __device__ __forceinline__ Consumer(const ForwardParams& p, ForwardShared& shared)
+  __device__ __forceinline__ Consumer(const Params& p, ForwardShared& shared)
       : p(p),
         shared(shared),
         warpgroup(__shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroup, 0) - 1),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
-        scale_log2(p.scale * kLog2e) {
+        to_log2(kScores ? kLog2e : p.scale * kLog2e) {
     if (warpgroup == kConsumers - 1) PassTurn();  // the first turn is the first warpgroup's
   }
 
@@ -161,17 +160,17 @@ struct Consumer {
     WgmmaFence();
     const uint64_t a = Descriptor(shared.q[warpgroup], 0), b = Descriptor(shared.k[k.index], 0);
 #pragma unroll
-    for (int d = 0; d < kHeadDim / 16; ++d) {
+    for (int d = 0; d < (kQKDim + 15) / 16; ++d) {
       Wgmma<kCols>::template SS<Major::kK, Major::kK>(S, Advance(a, d / 4 * kQBox + d % 4 * 32),
                                                       Advance(b, d / 4 * kKVBox + d % 4 * 32), d > 0);
     }
     WgmmaCommit();
   }
-  __device__ __forceinline__ void FinishS(int j) {
+  __device__ __forceinline__ void FinishS(bool last) {
     Pin(S);
     Release(&shared.k_empty[k.index]);
     // No branch here: it would part the block in which the compiler places the wait for O among the exponentials.
-    if (!kOInQ) MbarrierArrive(&shared.q_empty[warpgroup], lane == 0 && j == 0);
+    if (!kOInQ) MbarrierArrive(&shared.q_empty[warpgroup], lane == 0 && last);
     k.Next();
   }
 
@@ -182,7 +181,7 @@ struct Consumer {
     const uint64_t b = Descriptor(shared.v[v.index], kKVBox);
 #pragma unroll
     for (int c = 0; c < kCols / 16; ++c)
-      Wgmma<kHeadDim>::template RS<Major::kMN>(O, P + 4 * c, Advance(b, c * 16 * 128), accumulate || c > 0);
+      Wgmma<kVDim>::template RS<Major::kMN>(O, P + 4 * c, Advance(b, c * 16 * 128), accumulate || c > 0);
     WgmmaCommit();
   }
   __device__ __forceinline__ void FinishO() {
@@ -192,19 +191,33 @@ struct Consumer {
     v.Next();
   }
 
-  // The row maxima of S. O will have to be multiplied by alpha; `shift` is what the exponents are taken against.
+  // From q_i k_j to s_ij, -inf where row i does not see key j. Without kScores S stays without its scale.
   template <bool kMasked>
-  __device__ __forceinline__ void Maximum(int j, float (&alpha)[2], float (&shift)[2]) {
-    if (kMasked) {
-      const int column = j * kCols + lane % 4 * 2;
-      int end[2];  // of this row's columns, counted from `column`
+  __device__ __forceinline__ void Scores(const Entries& entries, int j) {
+    if (!kMasked && !kScores) return;
+    const int column = j * kCols + lane % 4 * 2;
+    int begin[2], end[2];  // what the two rows see, from `column` on
 #pragma unroll
-      for (int h = 0; h < 2; ++h) end[h] = (kCausal ? min(p.kv_len, row + 8 * h + 1) : p.kv_len) - column;
+    for (int h = 0; h < 2; ++h) {
+      const KeyRange keys = RowKeys(positions, row + 8 * h);
+      begin[h] = int(min(keys.lo, int64_t(p.kv_len))) - column, end[h] = int(keys.hi) - column;
+    }
 #pragma unroll
-      for (int i = 0; i < kCols / 2; ++i) {
-        if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -Infinity();
+    for (int i = 0; i < kCols / 2; ++i) {
+      const int h = i / 2 % 2, offset = i / 4 * 8 + i % 2;
+      const int r = min(row + 8 * h, p.q_len - 1), c = min(column + offset, p.kv_len - 1);  // what can be read
+      if (kScores) S[i] = Cap(p, S[i]);
+      if (kBias) S[i] += entries.Bias(r, c);
+      if (kMasked) {
+        bool hidden = offset >= end[h] || (kWindow && offset < begin[h]);
+        if (kSegments || kMask) hidden |= entries.Hidden(r, c);
+        if (hidden) S[i] = -Infinity();
       }
     }
+  }
+
+  // The row maxima. O will have to be multiplied by alpha; `shift` is what the exponents are taken against.
+  __device__ __forceinline__ void Maximum(float (&alpha)[2], float (&shift)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float maximum = S[2 * h];
@@ -212,12 +225,12 @@ struct Consumer {
       for (int i = 2 * h; i < kCols / 2; i += 4) maximum = fmaxf(maximum, fmaxf(S[i], S[i + 1]));
       m[h] = fmaxf(m[h], QuadMax(maximum));
       alpha[h] = 1.0f;
-      if ((m[h] - reference[h]) * scale_log2 > kRescaleAt) {
-        alpha[h] = Exp2((reference[h] - m[h]) * scale_log2);
+      if ((m[h] - reference[h]) * to_log2 > kRescaleAt) {
+        alpha[h] = Exp2((reference[h] - m[h]) * to_log2);
         reference[h] = m[h];
         l[h] *= alpha[h];
       }
-      shift[h] = kMasked && reference[h] == -Infinity() ? 0.0f : reference[h] * scale_log2;
+      shift[h] = reference[h] == -Infinity() ? 0.0f : kScores ? reference[h] : reference[h] * to_log2;
     }
   }
 
@@ -230,7 +243,8 @@ struct Consumer {
       for (int i = 2 * h; i < kCols / 2; i += 4) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          S[i + e] = Exp2(fmaf(S[i + e], scale_log2, -shift[h]));
+          // A bias can be so large that only the difference is exact enough.
+          S[i + e] = Exp2(kScores ? (S[i + e] - shift[h]) * to_log2 : fmaf(S[i + e], to_log2, -shift[h]));
           sum[e] += S[i + e];
         }
       }
@@ -262,56 +276,77 @@ struct Consumer {
 
   // Tile j of K, and tile j + 1 of V.
   template <bool kMasked>
-  __device__ __forceinline__ void Step(int j, bool accumulate) {
+  __device__ __forceinline__ void Step(const Tile& tile, const Entries& entries, int j) {
     float alpha[2], shift[2];
     TakeTurn();
     IssueS();
-    IssueO(accumulate);
+    IssueO(j + 2 < tile.end);
     PassTurn();
     WgmmaWait<1>();
-    FinishS(j);
-    Maximum<kMasked>(j, alpha, shift);
+    FinishS(j == tile.begin);
+    Scores<kMasked>(entries, j);
+    Maximum(alpha, shift);
     Exponentials(shift);
     if (kDropout) Drop(j);
     FinishO();
     if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 2; ++i) O[i] *= alpha[i / 2 % 2];
+      for (int i = 0; i < kVDim / 2; ++i) O[i] *= alpha[i / 2 % 2];
     }
     PackP();
   }
 
-  __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* o_map) {
-    row = tile.row + 64 * warpgroup + 16 * warp + lane / 4;
-    if (kDropout) {
-      seed0 = p.seed[2 * tile.batch], seed1 = p.seed[2 * tile.batch + 1];
-      batch_id = p.batch_id[tile.batch], head_id = p.head_id[tile.head];
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) m[h] = reference[h] = -Infinity(), l[h] = 0.0f;
-
-    const int unmasked = (kCausal ? min(tile.row, p.kv_len) : p.kv_len) / kCols;  // tiles that need no mask
-    int j = tile.kv_tiles - 1;
+  // O without diag(l)^-1, of a tile that sees something.
+  __device__ __forceinline__ void Attend(const Tile& tile) {
+    const Entries entries(p, tile.batch, tile.head);
+    int j = tile.end - 1;
     float alpha[2], shift[2];  // alpha of the first tile is not used: there is no O yet
-    MbarrierWait(&shared.q_full[warpgroup], q_parity);
-    q_parity ^= 1;
     TakeTurn();
     IssueS();
     PassTurn();
     WgmmaWait<0>();
-    FinishS(j);
-    Maximum<true>(j, alpha, shift);
+    FinishS(j == tile.begin);
+    Scores<true>(entries, j);
+    Maximum(alpha, shift);
     Exponentials(shift);
     if (kDropout) Drop(j);
     PackP();
-    for (--j; j >= unmasked; --j) Step<true>(j, j + 2 < tile.kv_tiles);
-    for (; j >= 0; --j) Step<false>(j, j + 2 < tile.kv_tiles);
-    IssueO(tile.kv_tiles > 1);
+    for (--j; j >= tile.unmasked_end; --j) Step<true>(tile, entries, j);
+    if (!kMask) {
+      for (; j >= tile.unmasked_begin; --j) Step<false>(tile, entries, j);
+    }
+    if (kMaskedLeft) {
+      for (; j >= tile.begin; --j) Step<true>(tile, entries, j);
+    }
+    IssueO(tile.end - tile.begin > 1);
     FinishO();
+  }
+
+  __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* o_map) {
+    row = tile.row + 64 * warpgroup + 16 * warp + lane / 4;
+    positions = PositionsOf(p, tile.batch);
+    if (!kQLengths) positions.q_length = 1 << 30;  // rows beyond T are not stored
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      m[h] = reference[h] = -Infinity(), l[h] = 0.0f;
+    }
+    if (kDropout) {
+      seed0 = p.seed[2 * tile.batch], seed1 = p.seed[2 * tile.batch + 1];
+      batch_id = p.batch_id[tile.batch], head_id = p.head_id[tile.head];
+    }
+    MbarrierWait(&shared.q_full[warpgroup], q_parity);
+    q_parity ^= 1;
+    if (tile.begin < tile.end) {
+      Attend(tile);
+    } else {
+      if (!kOInQ) Release(&shared.q_empty[warpgroup]);
+#pragma unroll
+      for (int i = 0; i < kVDim / 2; ++i) O[i] = 0.0f;
+    }
     Write(tile, o_map);
   }
 
-  // O = diag(l)^-1 O, l and m.
+  // O = diag(l)^-1 O, l and m. What was NaN or +inf in a row of S has made its l NaN, but not its m.
   __device__ __forceinline__ void Write(const Tile& tile, const TensorMap* o_map) {
     float factor[2];
 #pragma unroll
@@ -320,8 +355,8 @@ struct Consumer {
       factor[h] = l[h] == 0.0f ? 0.0f : (kDropout ? p.keep_scale : 1.0f) / l[h];
       if (lane % 4 == 0 && row + 8 * h < p.q_len) {
         const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row + 8 * h;
-        p.m[at] = m[h] * p.scale;
-        p.l[at] = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * scale_log2);
+        p.m[at] = isnan(l[h]) ? l[h] : kScores ? m[h] : m[h] * p.scale;
+        p.l[at] = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * to_log2);
       }
     }
     uint8_t* o = kOInQ ? shared.q[warpgroup] : shared.o[warpgroup];
@@ -330,17 +365,18 @@ struct Consumer {
       SyncWarpgroup();
     }
 #pragma unroll
-    for (int c = 0; c < kHeadDim / 16; ++c) {
+    for (int c = 0; c < (kVDim + 15) / 16; ++c) {
       const float* x = O + 8 * c;
+      const float* y = 16 * c + 8 < kVDim ? x + 4 : x;  // the last 8 columns of 16 may be beyond the head dim
       const int chunk = (c % 4 * 2 + lane / 16) ^ lane % 8;
       Stmatrix(o + c / 4 * kQBox + (16 * warp + lane % 16) * 128 + chunk * 16, Pack(x[0] * factor[0], x[1] * factor[0]),
-               Pack(x[2] * factor[1], x[3] * factor[1]), Pack(x[4] * factor[0], x[5] * factor[0]),
-               Pack(x[6] * factor[1], x[7] * factor[1]));
+               Pack(x[2] * factor[1], x[3] * factor[1]), Pack(y[0] * factor[0], y[1] * factor[0]),
+               Pack(y[2] * factor[1], y[3] * factor[1]));
     }
     FenceProxyAsync();
     SyncWarpgroup();
     if (threadIdx.x % kWarpgroup == 0) {
-      for (int b = 0; b < kBoxes; ++b)
+      for (int b = 0; b < kVBoxes; ++b)
         TmaStore(o_map, o + b * kQBox, b * 64, tile.row + 64 * warpgroup, tile.head, tile.batch);
       TmaCommit();
       if (kOInQ) {
@@ -356,8 +392,7 @@ struct Consumer {
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::ForwardShared);
 
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
-    jax_flash_forward(const __grid_constant__ jax_flash::ForwardParams p,
-                      const __grid_constant__ jax_flash::TensorMap q_map,
+    jax_flash_forward(const __grid_constant__ jax_flash::Params p, const __grid_constant__ jax_flash::TensorMap q_map,
                       const __grid_constant__ jax_flash::TensorMap k_map,
                       const __grid_constant__ jax_flash::TensorMap v_map,
                       const __grid_constant__ jax_flash::TensorMap o_map) {
@@ -386,7 +421,9 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     SetMaxRegistersUp<kConsumerRegisters>();
     Consumer consumer(p, shared);
     while (Next(p, &schedule, &tile)) {
-      if (kCausal) tile.row = Uniform(tile.row), tile.kv_tiles = Uniform(tile.kv_tiles);  // the compiler cannot tell
+      // The compiler cannot tell that all threads have the same.
+      tile.row = Uniform(tile.row), tile.end = Uniform(tile.end), tile.unmasked_end = Uniform(tile.unmasked_end);
+      if (kMaskedLeft) tile.begin = Uniform(tile.begin), tile.unmasked_begin = Uniform(tile.unmasked_begin);
       consumer.Run(tile, &o_map);
     }
   }

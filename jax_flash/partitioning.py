@@ -55,7 +55,7 @@ def automatic(function: Function, problem: Problem, arrays: Arrays, types: Types
     places = [specs.get(DIFFERENTIATED.get(name, "")) or _spec(axes, name, x.shape) for name, x in types.items()]
     shardings = tuple(NamedSharding(mesh, spec) for spec in places)
     with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context
-        return jax.sharding.auto_axes(function, out_sharding=shardings)(arrays)
+        return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)(arrays)
 
 
 def _dims(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -123,8 +123,11 @@ def _spec(axes: Axes, name: str, shape: tuple[int, ...]) -> PartitionSpec:
 
 def _partition(function: Function, problem: Problem, names: tuple[str, ...], mesh: Mesh, args, results):
     (arrays,) = args
+    if mesh.empty:  # nothing in the program is sharded: all of its devices compute the same
+        mesh = Mesh(tuple(arrays["query"].sharding.device_set), ("devices",))
     dims = {name: _dims(name, x.shape) for name, x in zip(names, results, strict=True)}  # of the whole results
-    axes = _axes(problem, mesh, {name: (x.shape, x.sharding.spec) for name, x in arrays.items()})
+    specs = {name: getattr(x.sharding, "spec", PartitionSpec()) for name, x in arrays.items()}
+    axes = _axes(problem, mesh, {name: (x.shape, specs[name]) for name, x in arrays.items()})
     head_axes = axes.get("N") or ()
     shared_kv_head = "K" not in axes  # a device's query heads all read one key/value head
 

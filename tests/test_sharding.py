@@ -171,6 +171,17 @@ def test_without_a_mesh_in_context():
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["jit", "eager"])
+def test_nothing_sharded_under_a_mesh(jit, mode):
+    """A mesh in the context, of which the program says nothing: all devices compute the same."""
+    case = SHARDED(causal=True, dropout=0.1, bias="1nts", K=1)
+    function, arrays = jit(functools.partial(results, case)), case.arrays()
+    expected = function(arrays)
+    with jax.set_mesh(mesh(mode, 4, 2)):
+        assert_close(function(arrays), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_other_implementations(implementation, mode):
     case = SHARDED(causal=True, dropout=0.1, bias="1nts")
@@ -282,19 +293,20 @@ def test_shard_map_with_global_ids_has_the_mask_of_the_whole():
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_shard_map_over_one_axis_with_the_other_automatic():
-    case = SHARDED(causal=True)
+@pytest.mark.parametrize("mode", MODES)
+def test_shard_map_over_one_axis_and_not_the_other(mode):
+    case = SHARDED(bias="1nts")
     arrays = case.arrays()
-    expected = jax.jit(functools.partial(results, case))(arrays)["o"]
-    mesh_ = mesh("auto", 4, 2)
 
-    def attention(query, key, value):
-        return jax_flash.dot_product_attention(query, key, value, is_causal=True, implementation="flash")
+    def attention(arrays):
+        return jax_flash.dot_product_attention(**arrays, is_causal=True, implementation="flash")
 
-    placed = place(mesh_, arrays, specs(case))
-    function = jax.jit(
-        jax.shard_map(attention, mesh=mesh_, in_specs=(P("data"),) * 3, out_specs=P("data"), axis_names={"data"})
-    )
-    np.testing.assert_allclose(
-        function(*(placed[n] for n in ("query", "key", "value"))), expected, rtol=1e-5, atol=1e-5
-    )
+    def gradient(attention):
+        return jax.jit(jax.grad(lambda arrays: (attention(arrays) ** 2).sum()))
+
+    expected = gradient(attention)(arrays)
+    with jax.set_mesh(mesh(mode, 4, 2)):
+        placed = place(mesh(mode, 4, 2), arrays, specs(case))
+        in_specs = (dict.fromkeys(("query", "key", "value"), P("data")) | {"bias": P()},)
+        mapped = jax.shard_map(attention, in_specs=in_specs, out_specs=P("data"), axis_names={"data"})
+        assert_close(gradient(mapped)(placed), expected)

@@ -1,6 +1,7 @@
 // The forward for Hopper: Algorithm 2 of the paper with its loops exchanged. A CTA keeps a tile of Q and walks K and V.
 //
-// One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup owns 64 rows of Q and O:
+// One thread of the producer warpgroup loads tiles by TMA; one of its warps writes the tiles that see nothing. Each
+// consumer warpgroup owns 64 rows of Q and O:
 //   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
 // S of the next tile is issued together with P V, so that the tensor cores work while the softmax runs; and the
 // warpgroups take turns in issuing, so that one's softmax runs under the other's products. K and V are walked from
@@ -50,35 +51,53 @@ constexpr float kRescaleAt = 8.0f;
 
 constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the left of what is not
 
-struct ForwardShared {
-  alignas(1024) uint8_t q[kConsumers][kQBoxes * kQBox];
-  alignas(1024) uint8_t o[kOInQ ? 1 : kConsumers][kOInQ ? 1 : kVBoxes * kQBox];
-  alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
-  alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];
-  uint64_t q_full[kConsumers], q_empty[kConsumers];
-  uint64_t k_full[kStages], k_empty[kStages];
-  uint64_t v_full[kStages], v_empty[kStages];
-};
-
-// A tile of the output, and the tiles begin <= j < end of K and V that it sees. Those of unmasked_begin <= j <
+// A tile of the output, and the tiles begin <= j < end of K and V that it sees; those of unmasked_begin <= j <
 // unmasked_end need no mask.
 struct Tile {
   int row, head, batch;
   int begin, end, unmasked_begin, unmasked_end;
 };
 
+struct ForwardShared {
+  alignas(1024) uint8_t q[kConsumers][kQBoxes * kQBox];
+  alignas(1024) uint8_t o[kOInQ ? 1 : kConsumers][kOInQ ? 1 : kVBoxes * kQBox];
+  alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
+  alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];
+  uint64_t q_full[kConsumers], q_empty[kConsumers];
+  Tile tile[kConsumers];  // comes and goes with q
+  uint64_t k_full[kStages], k_empty[kStages];
+  uint64_t v_full[kStages], v_empty[kStages];
+};
+
+// The next tile of this CTA that sees something, or, if kEmpty, that sees nothing.
+template <bool kEmpty = false>
 __device__ __forceinline__ bool Next(const Params& p, Schedule<kCausal>* schedule, Tile* tile) {
   int head, t;
-  if (!schedule->Next(p.batch * p.q_heads, (p.q_len + kRows - 1) / kRows, &head, &t)) return false;
-  tile->row = t * kRows;
-  tile->head = head % p.q_heads;
-  tile->batch = head / p.q_heads;
-  const Visible keys = KeysOf(p, PositionsOf(p, tile->batch), tile->batch, tile->row, tile->row + kRows);
-  tile->begin = keys.any_lo / kCols;
-  tile->end = keys.any_lo < keys.any_hi ? (keys.any_hi + kCols - 1) / kCols : tile->begin;
-  tile->unmasked_begin = max((keys.every_lo + kCols - 1) / kCols, tile->begin);
-  tile->unmasked_end = max(keys.every_hi / kCols, tile->begin);
-  return true;
+  while (schedule->Next(p.batch * p.q_heads, (p.q_len + kRows - 1) / kRows, &head, &t)) {
+    tile->row = t * kRows;
+    tile->head = head % p.q_heads;
+    tile->batch = head / p.q_heads;
+    const Visible keys = KeysOf(p, PositionsOf(p, tile->batch), tile->batch, tile->row, tile->row + kRows);
+    tile->begin = keys.any_lo / kCols;
+    tile->end = (keys.any_hi + kCols - 1) / kCols;
+    tile->unmasked_begin = max((keys.every_lo + kCols - 1) / kCols, tile->begin);
+    tile->unmasked_end = max(keys.every_hi / kCols, tile->begin);
+    if ((keys.any_lo >= keys.any_hi) == kEmpty) return true;
+  }
+  return false;
+}
+
+// The results of a tile that sees nothing, by one warp.
+__device__ __forceinline__ void WriteEmpty(const Params& p, const Tile& tile) {
+  const int rows = min(kRows, p.q_len - tile.row), lane = threadIdx.x % 32;
+  for (int i = lane; i < rows; i += 32) {
+    const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + tile.row + i;
+    p.l[at] = 0.0f, p.m[at] = -Infinity();
+  }
+  for (int i = lane; i < rows * (kVDim / 8); i += 32) {
+    const int64_t row = int64_t(tile.batch) * p.q_len + tile.row + i / (kVDim / 8);
+    static_cast<uint4*>(p.o)[(row * p.q_heads + tile.head) * (kVDim / 8) + i % (kVDim / 8)] = {0, 0, 0, 0};
+  }
 }
 
 struct Producer {
@@ -102,14 +121,17 @@ struct Producer {
     v.Next();
   }
 
+  // Hands the tile to all consumers; one of no keys says that there are no more.
   __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* q_map, const TensorMap* k_map,
                                       const TensorMap* v_map) {
+    const bool more = tile.begin < tile.end;
     const int kv_head = tile.head / (p.q_heads / p.kv_heads);
-    if (tile.begin < tile.end) LoadK(k_map, tile.end - 1, kv_head, tile.batch);
+    if (more) LoadK(k_map, tile.end - 1, kv_head, tile.batch);
     for (int w = 0; w < kConsumers; ++w) {
       MbarrierWait(&shared.q_empty[w], q_parity ^ 1);
-      MbarrierArriveExpectTx(&shared.q_full[w], kQKBoxes * kQBox);
-      for (int b = 0; b < kQKBoxes; ++b)
+      shared.tile[w] = tile;
+      MbarrierArriveExpectTx(&shared.q_full[w], more ? kQKBoxes * kQBox : 0);
+      for (int b = 0; more && b < kQKBoxes; ++b)
         TmaLoad(shared.q[w] + b * kQBox, q_map, &shared.q_full[w], b * 64, tile.row + 64 * w, tile.head, tile.batch);
     }
     q_parity ^= 1;
@@ -296,9 +318,30 @@ struct Consumer {
     PackP();
   }
 
-  // O without diag(l)^-1, of a tile that sees something.
-  __device__ __forceinline__ void Attend(const Tile& tile) {
+  // The next tile from the producer, said to be the same for all threads, which the compiler cannot know.
+  __device__ __forceinline__ bool Next(Tile* tile) {
+    MbarrierWait(&shared.q_full[warpgroup], q_parity);
+    q_parity ^= 1;
+    const Tile& next = shared.tile[warpgroup];
+    *tile = {Uniform(next.row),         Uniform(next.head),
+             Uniform(next.batch),       kMaskedLeft ? Uniform(next.begin) : 0,
+             Uniform(next.end),         kMaskedLeft ? Uniform(next.unmasked_begin) : 0,
+             Uniform(next.unmasked_end)};
+    return tile->begin < tile->end;
+  }
+
+  __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* o_map) {
     const Entries entries(p, tile.batch, tile.head);
+    row = tile.row + 64 * warpgroup + 16 * warp + lane / 4;
+    positions = PositionsOf(p, tile.batch);
+    if (!kQLengths) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
+    if (kDropout) {
+      seed0 = p.seed[2 * tile.batch], seed1 = p.seed[2 * tile.batch + 1];
+      batch_id = p.batch_id[tile.batch], head_id = p.head_id[tile.head];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) m[h] = reference[h] = -Infinity(), l[h] = 0.0f;
+
     int j = tile.end - 1;
     float alpha[2], shift[2];  // alpha of the first tile is not used: there is no O yet
     TakeTurn();
@@ -320,29 +363,6 @@ struct Consumer {
     }
     IssueO(tile.end - tile.begin > 1);
     FinishO();
-  }
-
-  __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* o_map) {
-    row = tile.row + 64 * warpgroup + 16 * warp + lane / 4;
-    positions = PositionsOf(p, tile.batch);
-    if (!kQLengths) positions.q_length = 1 << 30;  // rows beyond T are not stored
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      m[h] = reference[h] = -Infinity(), l[h] = 0.0f;
-    }
-    if (kDropout) {
-      seed0 = p.seed[2 * tile.batch], seed1 = p.seed[2 * tile.batch + 1];
-      batch_id = p.batch_id[tile.batch], head_id = p.head_id[tile.head];
-    }
-    MbarrierWait(&shared.q_full[warpgroup], q_parity);
-    q_parity ^= 1;
-    if (tile.begin < tile.end) {
-      Attend(tile);
-    } else {
-      if (!kOInQ) Release(&shared.q_empty[warpgroup]);
-#pragma unroll
-      for (int i = 0; i < kVDim / 2; ++i) O[i] = 0.0f;
-    }
     Write(tile, o_map);
   }
 
@@ -409,22 +429,20 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     FenceMbarrierInit();
   }
   __syncthreads();
-  Schedule<kCausal> schedule;
   Tile tile;
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<kProducerRegisters>();
+    Schedule<kCausal> schedule;
     if (threadIdx.x == 0) {
       Producer producer{p, shared};
       while (Next(p, &schedule, &tile)) producer.Run(tile, &q_map, &k_map, &v_map);
+      producer.Run({}, &q_map, &k_map, &v_map);
+    } else if (threadIdx.x / 32 == 1) {
+      while (Next<true>(p, &schedule, &tile)) WriteEmpty(p, tile);
     }
   } else {
     SetMaxRegistersUp<kConsumerRegisters>();
     Consumer consumer(p, shared);
-    while (Next(p, &schedule, &tile)) {
-      // The compiler cannot tell that all threads have the same.
-      tile.row = Uniform(tile.row), tile.end = Uniform(tile.end), tile.unmasked_end = Uniform(tile.unmasked_end);
-      if (kMaskedLeft) tile.begin = Uniform(tile.begin), tile.unmasked_begin = Uniform(tile.unmasked_begin);
-      consumer.Run(tile, &o_map);
-    }
+    while (consumer.Next(&tile)) consumer.Run(tile, &o_map);
   }
 }

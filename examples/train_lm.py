@@ -8,7 +8,8 @@ What it shows:
 
   1. `jax_flash.nnx.MultiHeadAttention` inside one jitted train step, with dropout on the attention weights;
   2. that the loss curve is that of standard attention with the same dropout masks (it is exact, not an approximation);
-  3. what the attention call costs, time and memory, against XLA's standard attention;
+  3. what the attention call costs, time and memory, against XLA's standard attention; on a GPU also how fast the whole
+     model trains with it, with XLA's attention and with cuDNN's;
   4. generation with the same module: the prompt enters the key/value cache in one call, then a token at a time.
 
 The output directory receives `loss.png`, `sample.txt` and `results.json`.
@@ -25,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -94,25 +95,45 @@ def sinusoids(length: int, width: int) -> np.ndarray:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :width].astype(np.float32)
 
 
+# What jax.nn.dot_product_attention calls them.
+JAX_NN: dict[str, Literal["xla", "cudnn"]] = {"jax.nn": "xla", "cudnn": "cudnn"}
+
+
+def jax_nn_attention(
+    implementation: Literal["xla", "cudnn"], window: tuple[int, int] | None
+) -> Callable[..., jax.Array]:
+    """`jax.nn.dot_product_attention`, which has no dropout, for the stock module."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, local_window_size=window, implementation=implementation
+        )
+
+    return attend
+
+
 class Block(nnx.Module):
     """One pre-norm transformer block: attention, then a two-layer perceptron, each added to its input."""
 
     def __init__(self, args: argparse.Namespace, window: tuple[int, int] | None, rngs: nnx.Rngs):
         width, dtype = args.width, args.dtype
+        common: dict[str, Any] = {"num_kv_heads": args.kv_heads, "use_bias": False, "dtype": dtype, "rngs": rngs}
         self.attention_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        self.attention = jax_flash.nnx.MultiHeadAttention(
-            args.heads,
-            width,
-            num_kv_heads=args.kv_heads,
-            is_causal=True,
-            local_window_size=window,
-            dropout_rate=args.dropout,
-            broadcast_dropout=False,
-            implementation=args.implementation,
-            use_bias=False,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        self.attention: nnx.MultiHeadAttention
+        if args.implementation in JAX_NN:
+            attention_fn = jax_nn_attention(JAX_NN[args.implementation], window)
+            self.attention = nnx.MultiHeadAttention(args.heads, width, attention_fn=attention_fn, **common)
+        else:
+            self.attention = jax_flash.nnx.MultiHeadAttention(
+                args.heads,
+                width,
+                is_causal=True,
+                local_window_size=window,
+                dropout_rate=args.dropout,
+                broadcast_dropout=False,
+                implementation=args.implementation,
+                **common,
+            )
         self.mlp_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
         self.up = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
         self.down = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
@@ -280,6 +301,15 @@ def compare_attention(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def compare_models(args: argparse.Namespace, corpus: np.ndarray) -> dict[str, float]:
+    """Tokens per second of training the same model, without dropout, on jax_flash, XLA's attention and cuDNN's."""
+    rates = {}
+    for name in ("flash", *JAX_NN):
+        variant = argparse.Namespace(**vars(args) | {"implementation": name, "dropout": 0.0})
+        _, _, rates[name] = train(variant, corpus, args.compare_steps, f"{name:18}")
+    return rates
+
+
 def plot(losses: list[float], standard: list[float], path: Path) -> None:
     """The loss curve, smoothed over it, and the first steps once more next to those of standard attention."""
     figure, (whole, first) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(2, 1), layout="constrained")
@@ -378,6 +408,9 @@ def main() -> None:
 
     console.print("\n[bold]3. What attention costs[/]: time and temporary memory, against XLA's standard attention")
     costs = compare_attention(args)
+    rates = compare_models(args, corpus) if device.platform == "gpu" else {}
+    for name in JAX_NN.keys() & rates.keys():
+        console.print(f"Training the whole model is {rates['flash'] / rates[name]:.2f}x as fast as with {name}")
 
     console.print(f"\n[bold]4. A sample[/], at temperature {args.temperature}, decoded through the cache")
     sample = vocabulary.decode(generate(model, prompt, args.sample_length, args.temperature, args.seed))
@@ -392,6 +425,7 @@ def main() -> None:
         "tokens_per_second": rate,
         "parameters": parameters,
         "attention": costs,
+        "tokens_per_second_without_dropout": rates,
         "seconds": time.perf_counter() - started,
     }
     (args.output / "results.json").write_text(json.dumps(results, indent=2))

@@ -1,8 +1,10 @@
 #include "common/problem.h"
 
+#include <locale.h>
+#include <stdlib.h>
+
 #include <charconv>
-#include <locale>
-#include <sstream>
+#include <cmath>
 #include <variant>
 
 namespace jax_flash {
@@ -54,9 +56,13 @@ bool Parse(std::string_view text, int64_t* value) {
 }
 
 bool Parse(std::string_view text, double* value) {
-  std::istringstream stream{std::string(text)};
-  stream.imbue(std::locale::classic());  // a locale with decimal commas must not change what we read
-  return stream >> *value && stream.peek() == std::istringstream::traits_type::eof();
+  // A locale with decimal commas must not change what we read. (No streams: they do not work in every process that has
+  // more than one C++ standard library.)
+  static const locale_t locale = newlocale(LC_ALL_MASK, "C", nullptr);
+  const std::string copy(text);
+  char* end = nullptr;
+  *value = strtod_l(copy.c_str(), &end, locale);
+  return !copy.empty() && *end == '\0' && std::isfinite(*value);
 }
 
 bool Parse(std::string_view text, bool* value) {

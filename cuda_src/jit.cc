@@ -8,15 +8,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <future>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
-#include <tuple>
 
 #include "cuda_src/driver.h"
 #include "cuda_src/sources.h"
@@ -63,10 +60,13 @@ std::string Header(const std::string& key, std::string_view cubin) {
 
 std::optional<std::string> ReadEntry(const std::string& key) {
   if (CacheDirectory().empty()) return std::nullopt;
-  std::ifstream file(EntryPath(key), std::ios::binary);
-  std::stringstream text;
-  if (!file || !(text << file.rdbuf())) return std::nullopt;
-  const std::string entry = text.str();
+  const int file = open(EntryPath(key).c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) return std::nullopt;
+  std::string entry;
+  char part[1 << 16];
+  ssize_t size;
+  while ((size = read(file, part, sizeof part)) > 0) entry.append(part, size);
+  close(file);
   const size_t end = entry.find("\n\n");
   if (end == std::string::npos) return std::nullopt;
   std::string cubin = entry.substr(end + 2);

@@ -159,10 +159,7 @@ Unit SegmentsUnit() {
 // --- Scratch
 // -----------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kRowPadding = 128;  // of scratch arrays: no tile has more queries in the backward
-
-// Columns of dq_sum: whole boxes of 64 for the kernels of 16-bit elements.
-int64_t PaddedDim(const Problem& p) { return RoundUp(p.qk_dim, Bytes(p) == 2 ? 64 : 16); }
+constexpr int64_t kRowPadding = 128;  // of scratch arrays: no tile of the backward has more queries
 
 bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
 
@@ -176,39 +173,71 @@ void AddSegments(const Problem& p, Plan* plan) {
                             p.batch * (DivideUp(p.q_len, 64) + DivideUp(p.kv_len, 64)), 128});
 }
 
+// A kernel with tiles in shared memory: a block for each of `tiles`, or, on sm90, for each multiprocessor.
+Launch TiledLaunch(const Choice& choice, int unit, const char* entry, int64_t tiles, std::vector<Map> maps) {
+  const bool sm90 = choice.family == Family::kSm90;
+  Launch launch = {unit, entry, tiles, sm90 ? 128 * (choice.tile.groups + 1) : 32 * choice.tile.groups};
+  launch.persistent = sm90;
+  launch.dynamic_shared = true;
+  if (sm90) launch.maps = std::move(maps);
+  return launch;
+}
+
+int AddUnit(const Choice& choice, const Problem& p, Plan* plan) {
+  plan->units.push_back(UnitOf(choice, p));
+  return int(plan->units.size()) - 1;
+}
+
 void AddForward(Family family, const Problem& p, Plan* plan) {
   const Choice& choice = ChooseAny(family, Kernel::kForward, p);
   const Tile& tile = choice.tile;
-  plan->units.push_back(UnitOf(choice, p));
-  Launch launch = {int(plan->units.size()) - 1, "jax_flash_forward", DivideUp(p.q_len, tile.rows) * p.q_heads * p.batch,
-                   32 * tile.groups};
-  launch.dynamic_shared = true;
-  if (choice.family == Family::kSm90) {
-    launch.persistent = true;
-    launch.threads = 128 * (tile.groups + 1);
-    launch.maps = {{Mapped::kQuery, 64}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols}, {Mapped::kO, 64}};
-  }
-  plan->launches.push_back(launch);
+  plan->launches.push_back(TiledLaunch(
+      choice, AddUnit(choice, p, plan), "jax_flash_forward", p.batch * p.q_heads * DivideUp(p.q_len, tile.rows),
+      {{Mapped::kQuery, 64}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols}, {Mapped::kO, 64}}));
 }
 
-// TODO(backward)
-void AddBackward(Family family, const Problem& p, Plan* plan) {
+// prepare -> backward -> finish
+void AddBackwardMain(Family family, const Problem& p, Plan* plan) {
   const Choice& choice = ChooseAny(family, Kernel::kBackward, p);
   const Tile& tile = choice.tile;
-  plan->units.push_back(UnitOf(choice, p));
-  const int unit = int(plan->units.size()) - 1;
-  const int64_t padded = RoundUp(p.q_len, kRowPadding) * p.q_heads * p.batch;
-  plan->launches.push_back({unit, "jax_flash_backward_prepare", DivideUp(padded, 32), 256});
-  Launch launch = {unit, "jax_flash_backward", DivideUp(p.kv_len, tile.cols) * p.kv_heads * p.batch, 32 * tile.groups};
-  launch.dynamic_shared = true;
+  const int unit = AddUnit(choice, p, plan);
+  const int64_t heads = p.batch * p.q_heads;
+  int64_t prepare_blocks, finish_blocks;
   if (choice.family == Family::kSm90) {
-    launch.persistent = true;
-    launch.threads = 128 * (tile.groups + 1);
-    launch.maps = {{Mapped::kQuery, tile.rows}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols},
-                   {Mapped::kDO, tile.rows},    {Mapped::kDK, 64},         {Mapped::kDV, 64}};
+    prepare_blocks = heads * RoundUp(p.q_len, tile.rows) / 32;
+    finish_blocks = heads * RoundUp(p.q_len, tile.rows) / 64;
+  } else {
+    int64_t lanes = 1;  // of a row
+    while (lanes * 8 < p.v_dim) lanes *= 2;
+    prepare_blocks = DivideUp(heads * RoundUp(p.q_len, kRowPadding) * lanes, 256);
+    finish_blocks = DivideUp(heads * DivideUp(p.q_len, 16) * p.qk_dim, 256);
   }
-  plan->launches.push_back(launch);
-  if (SumsDQ(p)) plan->launches.push_back({unit, "jax_flash_backward_finish", DivideUp(padded, 32), 256});
+  plan->launches.push_back({unit, "jax_flash_backward_prepare", prepare_blocks, 256});
+  plan->launches.push_back(TiledLaunch(choice, unit, "jax_flash_backward",
+                                       p.batch * p.kv_heads * DivideUp(p.kv_len, tile.cols),
+                                       {{Mapped::kQuery, tile.rows},
+                                        {Mapped::kKey, tile.cols},
+                                        {Mapped::kValue, tile.cols},
+                                        {Mapped::kDO, tile.rows},
+                                        {Mapped::kDK, 64},
+                                        {Mapped::kDV, 64}}));
+  if (SumsDQ(p)) plan->launches.push_back({unit, "jax_flash_backward_finish", finish_blocks, 256});
+}
+
+void AddBackward(Family family, const Problem& p, Plan* plan) {
+  if (p.dk || p.dv || SumsDQ(p)) AddBackwardMain(family, p, plan);
+  if (p.dq && !SumsDQ(p)) {
+    const Choice& choice = ChooseAny(Family::kSm80, Kernel::kBackwardQuery, p);
+    plan->launches.push_back(TiledLaunch(choice, AddUnit(choice, p, plan), "jax_flash_backward_query",
+                                         p.batch * p.q_heads * DivideUp(p.q_len, choice.tile.rows), {}));
+  }
+  if (p.dbias) {
+    const Choice& choice = ChooseAny(Family::kSm80, Kernel::kBackwardBias, p);
+    const int64_t tiles = (p.bias.batch ? p.batch : 1) * (p.bias.heads ? p.q_heads : 1) *
+                          (p.bias.rows ? DivideUp(p.q_len, choice.tile.rows) : 1) *
+                          (p.bias.columns ? DivideUp(p.kv_len, choice.tile.cols) : 1);
+    plan->launches.push_back(TiledLaunch(choice, AddUnit(choice, p, plan), "jax_flash_backward_bias", tiles, {}));
+  }
 }
 
 }  // namespace
@@ -244,9 +273,11 @@ Scratch CudaScratch(const Problem& p, Pass pass) {
   }
   if (pass == Pass::kBackward) {
     const int64_t rows = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding);
-    scratch.logsumexp = take(4 * rows);
-    scratch.d = take(4 * rows);
-    if (SumsDQ(p)) scratch.dq_sum = take(4 * rows * PaddedDim(p));
+    if (p.dk || p.dv || SumsDQ(p)) {
+      scratch.logsumexp = take(4 * rows);
+      scratch.d = take(4 * rows);
+    }
+    if (SumsDQ(p)) scratch.dq_sum = take(4 * rows * p.qk_dim);
   }
   return scratch;
 }

@@ -1,13 +1,16 @@
-"""`python -m jax_flash`: versions, backends, and which implementation an attention problem would take."""
+"""`python -m jax_flash`: versions and backends, which implementation a problem would take, kernels compiled ahead."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import math
 import platform
 import sys
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.extend
@@ -15,17 +18,31 @@ import jaxlib
 
 import jax_flash
 from jax_flash import _native, dropout
-from jax_flash.problem import DTYPES, Extent
+from jax_flash.problem import DIFFERENTIATED, DTYPES, Extent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_flash", description=__doc__)
-    commands = parser.add_subparsers(title="commands", metavar="{info,choose}")
+    commands = parser.add_subparsers(title="commands", metavar="{info,choose,warmup}")
     info = commands.add_parser("info", help="versions and backends (the default)")
     info.set_defaults(run=run_info)
     choose = commands.add_parser("choose", help="which implementation a problem would take, and why")
     add_problem_flags(choose)
+    choose.add_argument("--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="(default: JAX's)")
     choose.set_defaults(run=run_choose)
+    warmup = commands.add_parser(
+        "warmup", help="compile a problem's CUDA kernels into the cache, so that its first call finds them there"
+    )
+    add_problem_flags(warmup)
+    warmup.add_argument(
+        "--backward",
+        nargs="*",
+        choices=("query", "key", "value", "bias"),
+        metavar="OPERAND",
+        help="the backward, too, with these gradients: query, key, value, bias (default: the first three)",
+    )
+    warmup.add_argument("--arch", nargs="+", metavar="ARCH", help="sm_80, sm_90a, … (default: the GPUs that are here)")
+    warmup.set_defaults(run=run_warmup)
     parser.set_defaults(run=run_info)
     args = parser.parse_args(argv)
     return args.run(args)
@@ -52,7 +69,10 @@ def add_problem_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bias", action="store_true", help="with a bias [B, N, T, S]")
     parser.add_argument("--mask", action="store_true", help="with a mask [B, N, T, S]")
     parser.add_argument("--segments", action="store_true", help="with segment ids (packed sequences)")
-    parser.add_argument("--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="(default: JAX's)")
+    parser.add_argument("--lengths", action="store_true", help="with lengths of query and key/value sequences")
+    parser.add_argument("--query-offset", action="store_true", help="with a position of the first query")
+    parser.add_argument("--full-precision", action="store_true", help="float32 products in full precision")
+    parser.add_argument("--deterministic", action="store_true", help="gradients that are the same in every run")
 
 
 def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
@@ -96,7 +116,12 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
         bias=full if args.bias else None,
         mask=full if args.mask else None,
         segments=args.segments,
+        q_lengths=args.lengths,
+        kv_lengths=args.lengths,
+        query_offset=args.query_offset,
         drop_threshold=dropout.threshold(args.dropout),
+        full_precision=args.full_precision,
+        deterministic=args.deterministic,
     )
 
 
@@ -114,15 +139,21 @@ def run_info(args: argparse.Namespace) -> int:
 def cuda_info() -> str:
     try:
         path, major, minor = _native.cuda_nvrtc()
-        found = f"fused kernels, compiled by NVRTC {major}.{minor} ({path})"
+        archs = cuda_archs()
     except RuntimeError as error:
-        return f"fused kernels, but {error}"
-    try:
-        devices = [f"{_native.cuda_arch(*capability)}" for *capability, _ in _native.cuda_devices()]
-        found += f" for {', '.join(devices)}" if devices else ", no GPU"
-    except RuntimeError as error:
-        found += f", but {error}"
-    return f"{found}, kept in {_native.cuda_cache_directory() or 'no directory'}"
+        return f"no fused kernels: {error}"
+    compiled = f"compiled by NVRTC {major}.{minor} ({path})"
+    return (
+        f"fused kernels for {', '.join(archs)}, {compiled}, kept in {_native.cuda_cache_directory() or 'no directory'}"
+    )
+
+
+def cuda_archs() -> list[str]:
+    """What kernels are compiled for to run on the GPUs of this process. Raises RuntimeError if there are none."""
+    archs = {_native.cuda_arch(major, minor) for major, minor, _ in _native.cuda_devices()}
+    if not archs:
+        raise RuntimeError("there is no NVIDIA GPU here")
+    return sorted(archs)
 
 
 def run_choose(args: argparse.Namespace) -> int:
@@ -133,6 +164,30 @@ def run_choose(args: argparse.Namespace) -> int:
         print(f"no implementation: {error}", file=sys.stderr)
         return 1
     print(f"{choice.implementation}: {choice.reason}")
+    return 0
+
+
+def run_warmup(args: argparse.Namespace) -> int:
+    try:
+        problem = problem_of(args)
+        gradients = () if args.backward is None else args.backward or ("query", "key", "value")
+        grads: dict[str, Any] = {grad: operand in gradients for grad, operand in DIFFERENTIATED.items()}
+        if grads["dbias"] and not args.bias:
+            raise ValueError("the gradient of a bias, but there is none: --bias")
+        if not _native.cuda_cache_directory():
+            raise RuntimeError("there is no cache directory: JAX_FLASH_CACHE_DIR is empty, or HOME not set")
+        for arch in args.arch or cuda_archs():
+            for backward in (False, True) if gradients else (False,):
+                text = dataclasses.replace(problem, **grads if backward else {}).encode()
+                start = time.perf_counter()
+                _native.cuda_cache(text, backward, arch)
+                seconds = time.perf_counter() - start
+                files = dict.fromkeys(file for file, _, _ in _native.cuda_plan(text, backward, arch))
+                print(f"{arch} {'backward' if backward else 'forward'}: {', '.join(files)} in {seconds:.2f} s")
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"kept in {_native.cuda_cache_directory()}")
     return 0
 
 

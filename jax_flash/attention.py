@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -63,6 +64,7 @@ def dot_product_attention(
     logits_soft_cap: float | None = None,
     precision: lax.Precision | str | None = None,
     query_offset: int | ArrayLike | None = None,
+    deterministic: bool = False,
 ) -> Any:
     r"""Scaled dot-product attention, exact and in linear memory: FlashAttention (arXiv 2205.14135, Algorithms 2 and 4).
 
@@ -103,6 +105,9 @@ def dot_product_attention(
         kernels always have full float32 accuracy.
       query_offset: int or integer [B]: position of the first query along the keys, for causal masks and windows (cached
         decoding, chunked prefill).
+      deterministic: the gradients, too, have the same bits in every run on one GPU model. By default a GPU adds up the
+        gradient of the query in the order in which its multiprocessors happen to finish. Everything else is always
+        deterministic, as is all on a CPU.
 
     Returns:
       [B, T, N, E] or [T, N, E], in the dtype of the query; with `return_residual` a pair of it and the logsumexp.
@@ -143,6 +148,7 @@ def dot_product_attention(
         logits_soft_cap=logits_soft_cap,
         precision=precision,
         query_offset=query_offset,
+        deterministic=deterministic,
     )
     if return_residual:
         return o, jnp.swapaxes(statistics.logsumexp, -1, -2)
@@ -172,6 +178,7 @@ def attention_with_statistics(
     logits_soft_cap: float | None = None,
     precision: lax.Precision | str | None = None,
     query_offset: int | ArrayLike | None = None,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, Statistics]:
     """`dot_product_attention` with the softmax statistics: (O, (ℓ, m)).
 
@@ -248,6 +255,7 @@ def attention_with_statistics(
         query_offset=operands.query_offset is not None,
         drop_threshold=drop_threshold,
         full_precision=_full_precision(precision),
+        deterministic=bool(deterministic),
     )
     try:
         o, l, m = _attend(problem, operands, implementation)
@@ -289,6 +297,8 @@ def _attend(problem: Problem, operands: Operands, implementation: Implementation
     match implementation:
         case None | "flash":
             _check_head_dims(problem)
+            if implementation is None:
+                _warn_if_refused(problem)
             return vjp.attention(problem, implementation is None, operands)
         case "xla":
             return _plain(blockwise.forward, problem, operands)
@@ -301,6 +311,12 @@ def _attend(problem: Problem, operands: Operands, implementation: Implementation
             )
         case _:
             raise ValueError(f'implementation must be None, "flash", "xla" or "reference", not {implementation!r}')
+
+
+def _warn_if_refused(problem: Problem) -> None:
+    refusal = custom_calls.refusal(problem, "cuda")
+    if refusal and jax.default_backend() == "gpu":
+        warnings.warn(f'attention on the GPU takes implementation="xla", which is slower: {refusal}', stacklevel=2)
 
 
 def _check_head_dims(problem: Problem) -> None:

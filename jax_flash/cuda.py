@@ -1,17 +1,15 @@
-"""Where the CUDA libraries are. Nothing here is imported before a kernel has to be compiled."""
+"""Where the CUDA libraries are. Imported when a kernel has to be compiled, not before."""
 
 from __future__ import annotations
+
+from cuda import pathfinder
 
 
 def find_nvrtc() -> str:
     """The path of libnvrtc: of NVIDIA's Python packages (`jax[cuda13]`), conda, a CUDA toolkit or the system.
 
-    Raises:
-      RuntimeError: there is none; the message says where it was looked for.
+    Raises what the pathfinder raises, which says where it looked.
     """
-    from cuda import pathfinder
-
     library = pathfinder.load_nvidia_dynamic_lib("nvrtc")
-    if library.abs_path is None:
-        raise RuntimeError("cuda.pathfinder: libnvrtc is loaded, but from where is not known")
+    assert library.abs_path is not None, library
     return library.abs_path

@@ -35,7 +35,7 @@ for _platform, _handlers in _native.registrations().items():
 
 
 def refusal(problem: Problem, platform: str) -> str | None:
-    """Why there is no fused kernel for a problem on a platform ("cpu", "cuda", …, as lowering calls it); None: there is."""
+    """Why a platform ("cpu", "cuda", …: lowering's names) has no fused kernels for a problem; None: it has."""
     if platform == "cpu":
         return None
     if platform == "cuda":

@@ -90,19 +90,25 @@ struct SharedTile {
   // rows from `end` on. The work of kThreads threads; the caller commits.
   template <int kThreads>
   __device__ __forceinline__ void Load(const uint8_t* matrix, int64_t stride, int row0, int end) {
-    ForChunks<kThreads>([&](int row, int chunk, bool filled) {
-      CpAsync(SharedAddress(bytes) + row * kStride + chunk * 16, matrix + (row0 + row) * stride + chunk * 16,
-              row0 + row < end && filled);
+    const Share<kThreads> share;
+    const uint32_t to = SharedAddress(bytes) + share.offset;
+    const uint8_t* from = matrix + (row0 + share.row) * stride + share.chunk * 16;
+    share.ForEach([&](int row, int chunk, bool filled) {
+      CpAsync(to + row * kStride + chunk * 16, from + row * stride + chunk * 16,
+              row0 + share.row + row < end && filled);
     });
   }
 
   // The other way, after the threads have synchronised: rows below `end`.
   template <int kThreads>
   __device__ __forceinline__ void Store(uint8_t* matrix, int64_t stride, int row0, int end) const {
-    ForChunks<kThreads>([&](int row, int chunk, bool filled) {
-      if (row0 + row < end && filled) {
-        *reinterpret_cast<uint4*>(matrix + (row0 + row) * stride + chunk * 16) =
-            *reinterpret_cast<const uint4*>(bytes + row * kStride + chunk * 16);
+    const Share<kThreads> share;
+    const uint8_t* from = bytes + share.offset;
+    uint8_t* to = matrix + (row0 + share.row) * stride + share.chunk * 16;
+    share.ForEach([&](int row, int chunk, bool filled) {
+      if (row0 + share.row + row < end && filled) {
+        *reinterpret_cast<uint4*>(to + row * stride + chunk * 16) =
+            *reinterpret_cast<const uint4*>(from + row * kStride + chunk * 16);
       }
     });
   }
@@ -173,19 +179,23 @@ struct SharedTile {
   }
 
  private:
-  // Deals the chunks out to the threads: some lanes to a row, whose chunks a lane has that number apart.
-  template <int kThreads, typename Function>
-  __device__ __forceinline__ static void ForChunks(Function function) {
-    constexpr int kLanes = kChunks % 32 == 0 ? 32 : kChunks & -kChunks, kPass = kThreads / kLanes;
-    const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  // The chunks that are this thread's: from (row, chunk) on, at distances that all threads have in common.
+  template <int kThreads>
+  struct Share {
+    static constexpr int kLanes = kChunks % 32 == 0 ? 32 : kChunks & -kChunks, kPass = kThreads / kLanes;
+    const int row = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
+    const int offset = row * kStride + chunk * 16;
+
+    template <typename Function>
+    __device__ __forceinline__ void ForEach(Function function) const {
 #pragma unroll
-    for (int r = 0; r < kRows; r += kPass) {
-      if (kRows % kPass != 0 && row + r >= kRows) break;
+      for (int r = 0; r < kRows; r += kPass) {
+        if (kRows % kPass != 0 && row + r >= kRows) break;
 #pragma unroll
-      for (int c = 0; c < kChunks; c += kLanes)
-        function(row + r, lane + c, c + kLanes <= kFilled || lane + c < kFilled);
+        for (int c = 0; c < kChunks; c += kLanes) function(r, c, c + kLanes <= kFilled || chunk + c < kFilled);
+      }
     }
-  }
+  };
 
   __device__ __forceinline__ static void Halves(OperandB (&b)[2], const uint32_t (&x)[4]) {
 #pragma unroll

@@ -1,0 +1,211 @@
+"""What the algorithms cost, as formulas: HBM accesses, FLOPs and extra memory, each equal to what a run counts.
+
+Letters: N sequence length, d head dim, M size of SRAM in elements, s the fraction of blocks that are not zero.
+Everything is for one head, in elements; `in_bytes` converts. Algorithms are named like the functions that run them.
+
+With B_c = ⌈M/4d⌉ and T_c = ⌈N/B_c⌉, FlashAttention makes T_c passes over the rows of Q:
+
+| algorithm | reads | writes |
+|---|---|---|
+| 1 | 2Nd (K, V) + T_c N (2d + 2) (Q, O, ℓ, m) | Nd + 2N (initialised) + T_c N (d + 2) (O, ℓ, m) |
+| 2, 5 | the same, with s T_c for T_c | the same, and 4 (R) |
+| 4, block-sparse backward | 4 + 2Nd + s T_c N (4d + 2) (Q, O, dO, dQ, ℓ, m) | 3Nd + s T_c Nd (dQ) + 2Nd (dK, dV) |
+| kernels' forward | 4 + Nd + 2Nd T_c (T_c blocks of Q; K, V) | Nd + 2N |
+| kernels' backward | 4 + 2Nd + 2N, 2Nd + T_c N (3d + 2) (Q, dO, dQ, L, D) | Nd + 2N + T_c Nd (dQ) + 2Nd |
+| 0 | `product_reads` of QKᵀ and PV, `softmax_reads` of S | 2N² (S, P) + Nd |
+| 3 | `product_reads` of four products, `softmax_reads` of P and dP | 2N² (dP, dS) + 3Nd |
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, get_args
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash.io_model.flash import block_sizes
+from jax_flash.io_model.memory import Array, blocks
+from jax_flash.io_model.standard import product_tile, softmax_block
+
+Algorithm = Literal[
+    "algorithm_0",
+    "algorithm_1",
+    "algorithm_2",
+    "algorithm_5",
+    "kernel_forward",
+    "algorithm_3",
+    "algorithm_4",
+    "block_sparse_backward",
+    "kernel_backward",
+]
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+BLOCK_SPARSE = ("algorithm_5", "block_sparse_backward")
+STATE = 4  # elements of R
+
+
+class Accesses(NamedTuple):
+    """Elements read from and written to HBM."""
+
+    reads: float
+    writes: float
+
+
+def hbm_accesses(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float | Array = 1) -> float:
+    """Elements that one head reads from and writes to HBM, exactly: an int, unless `sparsity` is a fraction.
+
+    Args:
+      algorithm: one of `ALGORITHMS`.
+      N, d, M: sequence length, head dim, elements of SRAM; d <= M.
+      sparsity: of the block-sparse algorithms. Either the block mask, bool [T_r, T_c], or the fraction s of its blocks
+        that are not zero; for a fraction the result is the mean over all places where those blocks can be.
+
+    Raises:
+      ValueError: there is no such algorithm or problem.
+    """
+    return sum(reads_and_writes(algorithm, N, d, M, sparsity))
+
+
+def reads_and_writes(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float | Array = 1) -> Accesses:
+    """`hbm_accesses`, reads and writes by themselves."""
+    _check(algorithm, N, d, M, sparsity)
+    T_c = _ceil(N, block_sizes(d, M)[0])
+    rows = _visited(N, d, M, sparsity).rows
+    Nd = N * d
+    match algorithm:
+        case "algorithm_0":
+            reads = product_reads(N, N, d, M) + softmax_reads(N, M) + product_reads(N, d, N, M)
+            return Accesses(reads, 2 * N**2 + Nd)
+        case "algorithm_1":
+            return Accesses(2 * Nd + rows * (2 * d + 2), Nd + 2 * N + rows * (d + 2))
+        case "algorithm_2" | "algorithm_5":
+            return Accesses(2 * Nd + rows * (2 * d + 2), STATE + Nd + 2 * N + rows * (d + 2))
+        case "algorithm_3":
+            reads = product_reads(N, N, d, M) + 2 * softmax_reads(N, M) + 3 * product_reads(N, d, N, M)
+            return Accesses(reads, 2 * N**2 + 3 * Nd)
+        case "algorithm_4" | "block_sparse_backward":
+            return Accesses(STATE + 2 * Nd + rows * (4 * d + 2), 5 * Nd + rows * d)
+        case "kernel_forward":
+            return Accesses(STATE + Nd + 2 * Nd * T_c, Nd + 2 * N)
+        case "kernel_backward":
+            return Accesses(STATE + 4 * Nd + 2 * N + rows * (3 * d + 2), 3 * Nd + 2 * N + rows * d)
+
+
+def product_reads(rows: int, columns: int, inner: int, M: int) -> int:
+    """Elements read for a product [rows, inner] [inner, columns] by the tiles of `product_tile`.
+
+    Each tile of the result needs its rows of the one matrix and its columns of the other: the first is read once for
+    every column of tiles, the second once for every row of tiles.
+    """
+    tile_rows, tile_columns = product_tile(rows, columns, M)
+    return inner * (rows * _ceil(columns, tile_columns) + columns * _ceil(rows, tile_rows))
+
+
+def softmax_reads(N: int, M: int) -> int:
+    """Elements of an [N, N] matrix read for a softmax over its rows: N² if a row fits in SRAM, else up to 2N²."""
+    _, piece = softmax_block(N, M)
+    return N**2 + N * piece * (_ceil(N, piece) - 1)
+
+
+def flops(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float | Array = 1) -> float:
+    """FLOPs of the matrix products of one head, a multiplication and an addition each counted (Theorem 1: O(N²d)).
+
+    2d for an entry of S and a product: two products forward, four backward, five where the backward recomputes S.
+    """
+    _check(algorithm, N, d, M, sparsity)
+    if algorithm in ("algorithm_4", "block_sparse_backward", "kernel_backward"):
+        products = 5
+    else:
+        products = 4 if algorithm == "algorithm_3" else 2
+    return 2 * d * products * _visited(N, d, M, sparsity).entries
+
+
+def extra_memory(algorithm: Algorithm, N: int) -> int:
+    """Elements of HBM beyond inputs, O and gradients (Theorem 1: O(N) for FlashAttention)."""
+    match algorithm:
+        case "algorithm_0" | "algorithm_3":
+            return 2 * N**2  # S, P; dP, dS
+        case "algorithm_1":
+            return 2 * N  # ℓ, m
+        case "algorithm_2" | "algorithm_5":
+            return 2 * N + STATE
+        case "kernel_forward" | "kernel_backward":
+            return 2 * N  # ℓ, m; D, L
+    return 0
+
+
+def theta(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float = 1) -> float:
+    """The expression that `hbm_accesses` is Θ of for d <= M <= Nd; `CONSTANTS` has the constants.
+
+    * Algorithms 1, 2, 4 and the kernels' order (Theorems 2 and 5): N²d²/M.
+    * Algorithm 5 and the block-sparse backward (Proposition 4): Nd + N²d²s/M.
+    * Algorithms 0 and 3 (Theorems 2 and 5): Nd + N² where M >= d². Below, N² times d/√M: the paper's proofs read every
+      matrix once, but the accesses of a product with so little SRAM are Ω(N²d/√M) (Hong and Kung, STOC 1981).
+    """
+    if algorithm in ("algorithm_0", "algorithm_3"):
+        return N * d + N**2 * max(1, d / math.sqrt(M))
+    return N**2 * d**2 / M * sparsity + (N * d if algorithm in BLOCK_SPARSE else 0)
+
+
+# c and C of c theta <= hbm_accesses <= C theta, for 8 <= d <= N and d <= M <= Nd.
+#
+# FlashAttention, with x = N²d²/M >= Nd. B_c <= M/d gives T_c Nd >= x, and B_c >= M/4d gives T_c Nd < 4x + Nd <= 5x. The
+# table above, with ℓ, m, L and D at most 1/8 of a matrix each, is at least a T_c Nd and at most a' T_c Nd + b' Nd:
+# (a, a', b') = (3, 3.5, 3.4) for 1 and 2, (5, 5.25, 7.1) for 4, (2, 2, 2.4) and (4, 4.25, 7.6) for the kernels' order.
+# So c = a and C = 5a' + b', and block-sparse C = max(4a', a' + b').
+#
+# Standard attention. A product [N, d] [d, N] or [N, N] [N, d] reads at least 2N²d/√M, since a tile has at most M
+# elements, and each of its matrices at least once. The sides of a tile are at least 0.7√M (M >= 8), or those of the whole
+# result: at most 2.9 N²d/√M + 2Nd are read for the first, 2.9 N²d/√M + N² + Nd for the second.
+CONSTANTS: dict[Algorithm, tuple[float, float]] = {
+    "algorithm_0": (4, 11),
+    "algorithm_1": (3, 21),
+    "algorithm_2": (3, 21),
+    "algorithm_5": (3, 14),
+    "kernel_forward": (2, 13),
+    "algorithm_3": (7, 21),
+    "algorithm_4": (5, 34),
+    "block_sparse_backward": (5, 21),
+    "kernel_backward": (4, 29),
+}
+
+
+def in_bytes(elements: float, dtype: str) -> float:
+    """Bytes that so many elements have in a dtype by name, "bfloat16" among them."""
+    return elements * jnp.dtype(dtype).itemsize
+
+
+class _Visited(NamedTuple):
+    """What a block mask leaves: rows of Q_i in all its blocks together, and entries of S."""
+
+    rows: float
+    entries: float
+
+
+def _visited(N: int, d: int, M: int, sparsity: float | Array) -> _Visited:
+    B_c, B_r = block_sizes(d, M)
+    if not isinstance(sparsity, np.ndarray):
+        return _Visited(sparsity * N * _ceil(N, B_c), sparsity * N**2)
+    rows, columns = ([x.stop - x.start for x in blocks(N, size)] for size in (B_r, B_c))
+    rows_of_column = rows @ sparsity
+    return _Visited(int(rows_of_column.sum()), int(rows_of_column @ columns))
+
+
+def _check(algorithm: str, N: int, d: int, M: int, sparsity: float | Array) -> None:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
+    if N < 1 or not 1 <= d <= M:
+        raise ValueError(f"N must be positive and 1 <= d <= M, not N = {N}, d = {d}, M = {M}")
+    if isinstance(sparsity, np.ndarray):
+        B_c, B_r = block_sizes(d, M)
+        shape = (_ceil(N, B_r), _ceil(N, B_c))
+        if sparsity.shape != shape or sparsity.dtype != bool:
+            raise ValueError(f"the block mask must be bool {list(shape)}, not {sparsity.dtype} {list(sparsity.shape)}")
+    elif not 0 <= sparsity <= 1:
+        raise ValueError(f"sparsity must be in [0, 1], not {sparsity}")
+    elif sparsity != 1 and algorithm not in BLOCK_SPARSE:
+        raise ValueError(f"{algorithm} is dense: sparsity must be 1, not {sparsity}")
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)

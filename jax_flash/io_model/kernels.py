@@ -1,0 +1,109 @@
+"""The loop order of the kernels, on the same memories: what has changed since the paper, and what it saves.
+
+* The forward keeps Q_i, O_i, ℓ_i and m_i in SRAM and walks over K and V (FlashAttention-2, arXiv 2307.08691): O, ℓ
+  and m are written once, never read or initialised. The block sizes exchange roles: what stays has ⌈M/4d⌉ rows.
+* O_i is divided by ℓ_i once, at the end, which costs no accesses and saves work.
+* The backward keeps K_j and V_j as in Algorithm 4, but D = rowsum(dO ∘ O) is computed once, before, so that O is not
+  read again in every pass, and L = m + log ℓ takes the place of m and ℓ. dK and dV are not initialised in HBM.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jax_flash.io_model.flash import (
+    BACKWARD_SRAM,
+    FORWARD_SRAM,
+    Mask,
+    block_sizes,
+    divide,
+    dropout_mask,
+    exp_minus,
+    masked,
+)
+from jax_flash.io_model.memory import HBM, SRAM, Array, Run, blocks
+
+
+def kernel_forward(
+    Q: Array,
+    K: Array,
+    V: Array,
+    R: Array,
+    M: int,
+    *,
+    scale: float = 1.0,
+    mask: Mask | None = None,
+    dropout_rate: float = 0.0,
+) -> Run:
+    """The forward with Q resident. Arguments and results as for `algorithm_2`; at most 6M elements are held."""
+    N, d = Q.shape
+    hbm, sram = HBM(Q=Q, K=K, V=V, R=R), SRAM(FORWARD_SRAM * M)
+    hbm.allocate(O=(N, d), l=(N, 1), m=(N, 1))
+    sram.R = hbm["R", :]
+    B_r, B_c = block_sizes(d, M)
+    for i in blocks(N, B_r):
+        sram.Q = hbm["Q", i]
+        sram.O, sram.l, sram.m = (
+            np.zeros_like(sram.Q),
+            np.zeros_like(sram.Q[:, :1]),
+            np.full_like(sram.Q[:, :1], -np.inf),
+        )
+        for j in blocks(N, B_c):
+            sram.K, sram.V = hbm["K", j], hbm["V", j]
+            sram.S = masked(scale * (sram.Q @ sram.K.T), mask, i, j)
+            sram.m_new = np.maximum(sram.m, sram.S.max(axis=1, keepdims=True))
+            sram.P_tilde = exp_minus(sram.S, sram.m_new)
+            sram.l = exp_minus(sram.m, sram.m_new) * sram.l + sram.P_tilde.sum(axis=1, keepdims=True)
+            sram.P_tilde = sram.P_tilde * dropout_mask(sram.R, dropout_rate, i, j)
+            sram.O = exp_minus(sram.m, sram.m_new) * sram.O + sram.P_tilde @ sram.V
+            sram.m = sram.m_new
+        hbm["O", i] = divide(sram.O, sram.l)
+        hbm["l", i], hbm["m", i] = sram.l, sram.m
+    return Run(tuple(hbm.arrays[x] for x in ("O", "l", "m", "R")), hbm, sram)
+
+
+def kernel_backward(
+    Q: Array,
+    K: Array,
+    V: Array,
+    O: Array,
+    dO: Array,
+    l: Array,
+    m: Array,
+    R: Array,
+    M: int,
+    *,
+    scale: float = 1.0,
+    mask: Mask | None = None,
+    dropout_rate: float = 0.0,
+) -> Run:
+    """The backward with K and V resident. Arguments and results as for `algorithm_4`; at most 10M elements are held."""
+    N, d = Q.shape
+    hbm, sram = HBM(Q=Q, K=K, V=V, O=O, dO=dO, l=l, m=m, R=R), SRAM(BACKWARD_SRAM * M)
+    hbm.allocate(D=(N, 1), L=(N, 1), dK=(N, d), dV=(N, d))
+    hbm.initialize(dQ=np.zeros((N, d)))
+    B_c, B_r = block_sizes(d, M)
+
+    for i in blocks(N, B_r):  # a kernel of its own
+        sram.O, sram.dO, sram.l, sram.m = (hbm[x, i] for x in ("O", "dO", "l", "m"))
+        hbm["D", i] = (sram.dO * sram.O).sum(axis=1, keepdims=True)
+        hbm["L", i] = sram.m + np.log(np.where(sram.l == 0, 1.0, sram.l))  # -inf if there is nothing to attend to
+    sram.clear()
+
+    sram.R = hbm["R", :]
+    for j in blocks(N, B_c):
+        sram.K, sram.V = hbm["K", j], hbm["V", j]
+        sram.dK, sram.dV = np.zeros_like(sram.K), np.zeros_like(sram.V)
+        for i in blocks(N, B_r):
+            sram.Q, sram.dO, sram.dQ, sram.L, sram.D = (hbm[x, i] for x in ("Q", "dO", "dQ", "L", "D"))
+            sram.S = masked(scale * (sram.Q @ sram.K.T), mask, i, j)
+            sram.P = exp_minus(sram.S, sram.L)
+            sram.Z = dropout_mask(sram.R, dropout_rate, i, j)
+            sram.P_dropped = sram.P * sram.Z
+            sram.dV += sram.P_dropped.T @ sram.dO
+            sram.dP = (sram.dO @ sram.V.T) * sram.Z
+            sram.dS = sram.P * (sram.dP - sram.D)
+            hbm["dQ", i] = sram.dQ + scale * (sram.dS @ sram.K)  # on a GPU: added by the memory system
+            sram.dK += scale * (sram.dS.T @ sram.Q)
+        hbm["dK", j], hbm["dV", j] = sram.dK, sram.dV
+    return Run((hbm.arrays["dQ"], hbm.arrays["dK"], hbm.arrays["dV"]), hbm, sram)

@@ -1,4 +1,6 @@
-"""`python -m jax_flash`: versions and backends, which implementation a problem would take, kernels compiled ahead."""
+"""`python -m jax_flash`: versions and backends, which implementation a problem would take, kernels compiled ahead, and
+what the paper's algorithms read and write.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,13 @@ import jaxlib
 
 import jax_flash
 from jax_flash import _native, dropout
+from jax_flash.io_model import report
 from jax_flash.problem import DIFFERENTIATED, DTYPES, Extent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_flash", description=__doc__)
-    commands = parser.add_subparsers(title="commands", metavar="{info,choose,warmup}")
+    commands = parser.add_subparsers(title="commands", metavar="{info,choose,warmup,io}")
     info = commands.add_parser("info", help="versions and backends (the default)")
     info.set_defaults(run=run_info)
     choose = commands.add_parser("choose", help="which implementation a problem would take, and why")
@@ -43,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     warmup.add_argument("--arch", nargs="+", metavar="ARCH", help="sm_80, sm_90a, … (default: the GPUs that are here)")
     warmup.set_defaults(run=run_warmup)
+    io = commands.add_parser("io", help="HBM accesses of the paper's algorithms, as a table and as figures")
+    report.add_flags(io)
+    io.set_defaults(run=report.run)
     parser.set_defaults(run=run_info)
     args = parser.parse_args(argv)
     return args.run(args)

@@ -155,8 +155,8 @@ def theta(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float = 1) -> 
 # So c = a and C = 5a' + b', and block-sparse C = max(4a', a' + b').
 #
 # Standard attention. A product [N, d] [d, N] or [N, N] [N, d] reads at least 2N²d/√M, since a tile has at most M
-# elements, and each of its matrices at least once. The sides of a tile are at least 0.7√M (M >= 8), or those of the whole
-# result: at most 2.9 N²d/√M + 2Nd are read for the first, 2.9 N²d/√M + N² + Nd for the second.
+# elements, and each of its matrices at least once. The sides of a tile are at least 0.7√M (M >= 8), or those of the
+# whole result: at most 2.9 N²d/√M + 2Nd are read for the first, 2.9 N²d/√M + N² + Nd for the second.
 CONSTANTS: dict[Algorithm, tuple[float, float]] = {
     "algorithm_0": (4, 11),
     "algorithm_1": (3, 21),

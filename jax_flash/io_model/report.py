@@ -153,7 +153,7 @@ def plot(N: int, d: int, M: int, path: pathlib.Path) -> None:
     for size, name in ((M, "M"), (d * d, "d²")):
         by_size.axvline(size, color="gray", linewidth=0.8)
         by_size.annotate(
-            name, (size, 0.95), xycoords=("data", "axes fraction"), xytext=(3, 0), textcoords="offset points"
+            name, (size, 0.95), (-3, 0), xycoords=("data", "axes fraction"), textcoords="offset points", ha="right"
         )
     by_length.set(xlabel="N", ylabel="HBM accesses, forward + backward", title=f"d = {d}, M = {M}")
     by_size.set(xlabel="M, elements", title=f"N = {N}, d = {d}")

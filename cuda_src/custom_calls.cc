@@ -183,6 +183,8 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   x.logsumexp = static_cast<float*>(place(layout.logsumexp));
   x.d = static_cast<float*>(place(layout.d));
   x.dq_sum = static_cast<float*>(place(layout.dq_sum));
+  x.dbias_parts = static_cast<float*>(place(layout.dbias_parts));
+  x.parts = layout.parts;
   return x;
 }
 

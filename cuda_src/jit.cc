@@ -112,13 +112,6 @@ Section SectionAt(std::string_view elf, int index) {
 
 }  // namespace
 
-bool HasSource(std::string_view file) {
-  for (const Source& source : kSources) {
-    if (source.name == file) return true;
-  }
-  return false;
-}
-
 Compilation CompileUnit(const Unit& unit, const std::string& arch) {
   const Nvrtc& nvrtc = CudaNvrtc();
   std::vector<const char*> headers = {kStdint}, names = {"cstdint"}, options;

@@ -15,8 +15,6 @@ struct Unit {
   bool operator==(const Unit& other) const { return file == other.file && defines == other.defines; }
 };
 
-bool HasSource(std::string_view file);
-
 struct Compilation {
   std::string cubin;
   std::string log;  // warnings, and ptxas' report of registers and spills

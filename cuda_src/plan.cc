@@ -91,7 +91,6 @@ const char* FileOf(Family family, Kernel kernel) {
 int Bytes(const Problem& p) { return p.dtype == DType::kF32 ? 4 : 2; }
 
 const Choice* Choose(Family family, Kernel kernel, const Problem& p) {
-  if (!HasSource(FileOf(family, kernel))) return nullptr;
   for (const Choice& choice : kChoices) {
     if (choice.family == family && choice.kernel == kernel && choice.bytes == Bytes(p) &&
         std::max(p.qk_dim, p.v_dim) <= choice.dim && (choice.dropout == kAny || choice.dropout == int(p.dropout())) &&
@@ -163,6 +162,29 @@ constexpr int64_t kRowPadding = 128;  // of scratch arrays: no tile of the backw
 
 bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
 
+// A tile of dbias is one block's, which adds up all tiles of S that the bias is broadcast over; where few tiles have
+// much to add up, they are divided into parts.
+struct BiasWork {
+  int64_t tiles, elements, parts;
+};
+
+BiasWork BiasWorkOf(const Problem& p) {
+  constexpr int64_t kBlocks = 512;  // enough for any GPU
+  const Tile& tile = ChooseAny(Family::kSm80, Kernel::kBackwardBias, p).tile;
+  BiasWork work = {1, 1, 1};
+  int64_t summed = 1;  // tiles of S
+  const auto dimension = [&](bool own, int64_t size, int64_t step) {
+    (own ? work.tiles : summed) *= DivideUp(size, step);
+    if (own) work.elements *= size;
+  };
+  dimension(p.bias.batch, p.batch, 1);
+  dimension(p.bias.heads, p.q_heads, 1);
+  dimension(p.bias.rows, p.q_len, tile.rows);
+  dimension(p.bias.columns, p.kv_len, tile.cols);
+  work.parts = std::min(summed, DivideUp(kBlocks, work.tiles));
+  return work;
+}
+
 // --- Launches
 // ----------------------------------------------------------------------------------------------------------
 
@@ -196,23 +218,22 @@ void AddForward(Family family, const Problem& p, Plan* plan) {
       {{Mapped::kQuery, 64}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols}, {Mapped::kO, 64}}));
 }
 
-// prepare -> backward -> finish
-void AddBackwardMain(Family family, const Problem& p, Plan* plan) {
+// Of backward_prepare.cuh.
+Launch PrepareLaunch(const Problem& p, int unit) {
+  int64_t lanes = 1;  // of a row
+  while (lanes * 8 < p.v_dim) lanes *= 2;
+  return {unit, "jax_flash_backward_prepare",
+          DivideUp(p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding) * lanes, 256), 256};
+}
+
+// prepare -> backward -> finish. Returns whose it is.
+Family AddBackwardMain(Family family, const Problem& p, Plan* plan) {
   const Choice& choice = ChooseAny(family, Kernel::kBackward, p);
   const Tile& tile = choice.tile;
   const int unit = AddUnit(choice, p, plan);
-  const int64_t heads = p.batch * p.q_heads;
-  int64_t prepare_blocks, finish_blocks;
-  if (choice.family == Family::kSm90) {
-    prepare_blocks = heads * RoundUp(p.q_len, tile.rows) / 32;
-    finish_blocks = heads * RoundUp(p.q_len, tile.rows) / 64;
-  } else {
-    int64_t lanes = 1;  // of a row
-    while (lanes * 8 < p.v_dim) lanes *= 2;
-    prepare_blocks = DivideUp(heads * RoundUp(p.q_len, kRowPadding) * lanes, 256);
-    finish_blocks = DivideUp(heads * DivideUp(p.q_len, 16) * p.qk_dim, 256);
-  }
-  plan->launches.push_back({unit, "jax_flash_backward_prepare", prepare_blocks, 256});
+  const int64_t heads = p.batch * p.q_heads, rows = heads * RoundUp(p.q_len, tile.rows);
+  const bool sm90 = choice.family == Family::kSm90;
+  plan->launches.push_back(sm90 ? Launch{unit, "jax_flash_backward_prepare", rows / 32, 256} : PrepareLaunch(p, unit));
   plan->launches.push_back(TiledLaunch(choice, unit, "jax_flash_backward",
                                        p.batch * p.kv_heads * DivideUp(p.kv_len, tile.cols),
                                        {{Mapped::kQuery, tile.rows},
@@ -221,11 +242,16 @@ void AddBackwardMain(Family family, const Problem& p, Plan* plan) {
                                         {Mapped::kDO, tile.rows},
                                         {Mapped::kDK, 64},
                                         {Mapped::kDV, 64}}));
-  if (SumsDQ(p)) plan->launches.push_back({unit, "jax_flash_backward_finish", finish_blocks, 256});
+  if (SumsDQ(p)) {
+    const int64_t blocks = sm90 ? rows / 64 : DivideUp(heads * DivideUp(p.q_len, 16) * p.qk_dim, 256);
+    plan->launches.push_back({unit, "jax_flash_backward_finish", blocks, 256});
+  }
+  return choice.family;
 }
 
 void AddBackward(Family family, const Problem& p, Plan* plan) {
-  if (p.dk || p.dv || SumsDQ(p)) AddBackwardMain(family, p, plan);
+  bool prepared = false;  // by backward_prepare.cuh
+  if (p.dk || p.dv || SumsDQ(p)) prepared = AddBackwardMain(family, p, plan) == Family::kSm80;
   if (p.dq && !SumsDQ(p)) {
     const Choice& choice = ChooseAny(Family::kSm80, Kernel::kBackwardQuery, p);
     plan->launches.push_back(TiledLaunch(choice, AddUnit(choice, p, plan), "jax_flash_backward_query",
@@ -233,10 +259,13 @@ void AddBackward(Family family, const Problem& p, Plan* plan) {
   }
   if (p.dbias) {
     const Choice& choice = ChooseAny(Family::kSm80, Kernel::kBackwardBias, p);
-    const int64_t tiles = (p.bias.batch ? p.batch : 1) * (p.bias.heads ? p.q_heads : 1) *
-                          (p.bias.rows ? DivideUp(p.q_len, choice.tile.rows) : 1) *
-                          (p.bias.columns ? DivideUp(p.kv_len, choice.tile.cols) : 1);
-    plan->launches.push_back(TiledLaunch(choice, AddUnit(choice, p, plan), "jax_flash_backward_bias", tiles, {}));
+    const int unit = AddUnit(choice, p, plan);
+    const BiasWork work = BiasWorkOf(p);
+    if (!prepared) plan->launches.push_back(PrepareLaunch(p, unit));
+    plan->launches.push_back(TiledLaunch(choice, unit, "jax_flash_backward_bias", work.tiles * work.parts, {}));
+    if (work.parts > 1) {
+      plan->launches.push_back({unit, "jax_flash_backward_bias_finish", DivideUp(work.elements, 256), 256});
+    }
   }
 }
 
@@ -261,6 +290,7 @@ bool NothingToCompute(const Problem& p) { return p.batch == 0 || p.q_heads == 0 
 
 Scratch CudaScratch(const Problem& p, Pass pass) {
   Scratch scratch;
+  if (!CudaRefusal(p).empty()) return scratch;
   const auto take = [&](int64_t bytes) {
     const int64_t at = scratch.bytes;
     scratch.bytes += RoundUp(bytes, 256);
@@ -273,11 +303,16 @@ Scratch CudaScratch(const Problem& p, Pass pass) {
   }
   if (pass == Pass::kBackward) {
     const int64_t rows = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding);
-    if (p.dk || p.dv || SumsDQ(p)) {
+    if (p.dk || p.dv || SumsDQ(p) || p.dbias) {
       scratch.logsumexp = take(4 * rows);
       scratch.d = take(4 * rows);
     }
     if (SumsDQ(p)) scratch.dq_sum = take(4 * rows * p.qk_dim);
+    if (p.dbias) {
+      const BiasWork work = BiasWorkOf(p);
+      scratch.parts = int(work.parts);
+      if (work.parts > 1) scratch.dbias_parts = take(4 * work.parts * work.elements);
+    }
   }
   return scratch;
 }

@@ -42,6 +42,8 @@ struct Params {
   float* dq_sum;            // scratch: dQ in f32, in the kernel's own order
   void *dq, *dk, *dv;
   float* dbias;
+  float* dbias_parts;  // scratch: the parts of dbias [parts, of its shape]; if there are several
+  int parts;
 };
 
 }  // namespace jax_flash

@@ -1,0 +1,51 @@
+// Before the backward kernels on mma.sync: what they need of O, dO, l and m, row by row, and zeros for dQ to grow from.
+#pragma once
+
+#include "matrix.cuh"
+#include "params.h"
+
+namespace jax_flash {
+
+// p.logsumexp and p.d are [batch, head, row], with rows up to a multiple of 128; so is p.dq_sum.
+__device__ __forceinline__ int PaddedRows(const Params& p) { return (p.q_len + 127) / 128 * 128; }
+
+__host__ __device__ constexpr int LanesOfRow(int dim) {
+  int lanes = 1;
+  while (lanes * 8 < dim) lanes *= 2;
+  return lanes;
+}
+
+}  // namespace jax_flash
+
+// D_i = dO_i O_i - dlogsumexp_i and -L_i log2(e), L = m + log l; that is -inf where a row has no key: then P = 0.
+// Blocks of 256 threads; a row, padding included, takes _V_DIM / 8 of them, rounded up to a power of two.
+extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  constexpr int kLanes = LanesOfRow(kVDim);
+  const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;  // [batch, head, row]
+  const int lane = threadIdx.x % kLanes;
+  const int row = at % PaddedRows(p), head = at / PaddedRows(p) % p.q_heads;
+  const int64_t batch = at / PaddedRows(p) / p.q_heads;
+  const bool exists = batch < p.batch && row < p.q_len;
+  float sum = 0.0f;
+  if (exists && lane < kVDim / 8) {
+    float o[8], d_o[8];
+    LoadEight(Matrix(p.o, batch, head, p.q_len, p.q_heads, kVDim).At(row, 8 * lane), o);
+    LoadEight(Matrix(p.d_o, batch, head, p.q_len, p.q_heads, kVDim).At(row, 8 * lane), d_o);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += o[i] * d_o[i];
+  }
+#pragma unroll
+  for (int s = kLanes / 2; s > 0; s /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, s);
+  if (batch >= p.batch) return;
+  if (lane == 0) {
+    const int64_t from = (batch * p.q_heads + head) * p.q_len + row;
+    const float l = exists ? p.l[from] : 0.0f;
+    p.logsumexp[at] = l == 0.0f ? -Infinity() : -fmaf(p.m[from], kLog2e, log2f(l));
+    p.d[at] = exists && kDLogsumexp ? sum - p.dlogsumexp[from] : sum;
+  }
+  if (kDQ && p.dq_sum != nullptr) {
+    float4* dq = reinterpret_cast<float4*>(p.dq_sum + at * kQKDim);
+    for (int i = lane; i < kQKDim / 4; i += kLanes) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}

@@ -1,0 +1,212 @@
+// The backward for every GPU since Ampere: Algorithm 4 of the paper. A CTA keeps a tile of K and V and walks Q and dO:
+//   S = Q_i K^T;       P = exp(S - L_i)
+//   dP = dO_i V^T;     dS = P (dP - D_i)
+//   dV += P^T dO_i;    dK += dS^T Q_i;     dQ_i += dS K, over all CTAs, in f32
+// Each product is divided among all warps, in parts that are as square as can be, since it is shared memory that bounds
+// the speed; P and dS go from one to the next through shared memory. Kernels before and after prepare L and D and
+// convert dQ.
+//
+// The host defines JAX_FLASH_ROWS and _COLS (queries and keys of a tile of S, multiples of 16), _WARPS and _STAGES (1
+// or 2 tiles of Q and dO), and launches
+//   jax_flash_backward_prepare   as backward_prepare.cuh says
+//   jax_flash_backward           a block of 32 _WARPS threads for each tile of keys of each head of K and batch entry
+//   jax_flash_backward_finish    if _DQ: batch * heads * ceil(T / 16) * _QK_DIM threads in blocks of 256
+#pragma once
+
+#include "backward_prepare.cuh"
+#include "probabilities.cuh"
+#include "tile/parts.cuh"
+#include "tile/reduce.cuh"
+
+namespace jax_flash {
+
+constexpr int kRows = JAX_FLASH_ROWS;
+constexpr int kCols = JAX_FLASH_COLS;
+constexpr int kWarps = JAX_FLASH_WARPS;
+constexpr int kStages = JAX_FLASH_STAGES;
+constexpr int kThreads = 32 * kWarps;
+constexpr bool kDS = kDQ || kDK;
+
+// [rows of dq_sum / 16][columns / 8]: 16 x 8 elements each.
+__device__ __forceinline__ float* SumOfDQ(const Params& p, int64_t head, int row, int column) {
+  return p.dq_sum + ((head * PaddedRows(p) + row) / 16 * (kQKDim / 8) + column / 8) * 128;
+}
+
+struct BackwardShared {
+  SharedTile<kCols, kQKDim> k;
+  SharedTile<kCols, kVDim> v;
+  SharedTile<kRows, kQKDim> q[kStages];
+  SharedTile<kRows, kVDim> d_o[kStages];
+  SharedTile<kRows, kCols> p, ds;
+};
+
+struct Backward {
+  using ScorePart = PartOf<kWarps, kRows, kCols>;
+  using KPart = PartOf<kWarps, kCols, kQKDim>;
+  using VPart = PartOf<kWarps, kCols, kVDim>;
+  using QPart = PartOf<kWarps, kRows, kQKDim>;
+
+  const Params& p;
+  BackwardShared& shared;
+  const int column, kv_head, batch;  // of the tile of K and V
+  const Visible rows;                // that see it
+
+  Accumulator<KPart::kHeight, KPart::kWidth> dK;
+  Accumulator<VPart::kHeight, VPart::kWidth> dV;
+
+  __device__ __forceinline__ Backward(const Params& p, BackwardShared& shared, int tile, int kv_head, int batch)
+      : p(p),
+        shared(shared),
+        column(tile * kCols),
+        kv_head(kv_head),
+        batch(batch),
+        rows(RowsOf(p, PositionsOf(p, batch), batch, column, column + kCols)) {}
+
+  // Tile `stage` of Q and dO begins to come.
+  __device__ __forceinline__ void Load(int stage, int head, int row) {
+    const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim), dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);
+    shared.q[stage].template Load<kThreads>(Q.data, Q.stride, row, rows.any_hi);
+    shared.d_o[stage].template Load<kThreads>(dO.data, dO.stride, row, rows.any_hi);
+  }
+
+  // P and dS of a tile.
+  __device__ __forceinline__ void Recompute(int stage, int head, int row) {
+    const ScorePart part;
+    if (!part.active) return;
+    const Scores scores(p, batch, head, row + part.row, column + part.column);
+    float minus_l[ScorePart::kHeight / 16][2], D[ScorePart::kHeight / 16][2];
+    scores.RowStatistics(p.logsumexp, minus_l);
+    if (kDS) scores.RowStatistics(p.d, D);
+
+    Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
+    Clear(S);
+    AddRowsTimesRows(S, shared.q[stage], part.row, shared.k, part.column);
+    if (row < rows.every_lo || row + kRows > rows.every_hi) scores.Hide(PositionsOf(p, batch), S);
+    if (kDS) {
+      Clear(dP);
+      AddRowsTimesRows(dP, shared.d_o[stage], part.row, shared.v, part.column);
+    }
+    scores.ToP<true>(S, minus_l, [&](int m, int c, const float (&P)[4]) {
+      if (kDV) shared.p.PutOperand(part.row + 16 * m, part.column + 8 * c, P);
+    });
+    if (kDS) {
+      scores.ToDS(S, D, dP);
+#pragma unroll
+      for (int i = 0; i < ScorePart::kHeight / 16 * ScorePart::kWidth / 8; ++i) {
+        const int m = i / (ScorePart::kWidth / 8), c = i % (ScorePart::kWidth / 8);
+        shared.ds.PutOperand(part.row + 16 * m, part.column + 8 * c, dP[m][c]);
+      }
+    }
+  }
+
+  // dQ_i += dS K
+  __device__ __forceinline__ void AddDQ(int head, int row) {
+    const QPart part;
+    if (!part.active) return;
+    Accumulator<QPart::kHeight, QPart::kWidth> dQ;
+    Clear(dQ);
+    AddTileTimesRows(dQ, shared.ds, part.row, shared.k, part.column);
+#pragma unroll
+    for (int m = 0; m < QPart::kHeight / 16; ++m) {
+#pragma unroll
+      for (int c = 0; c < QPart::kWidth / 8; ++c) {
+        const int from = part.column + 8 * c;
+        if (QPart::kWhole || from < kQKDim) {
+          AddToGlobal(SumOfDQ(p, int64_t(batch) * p.q_heads + head, row + part.row + 16 * m, from), dQ[m][c]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Run() {
+    const KPart k_part;
+    const VPart v_part;
+    const Matrix K(p.key, batch, kv_head, p.kv_len, p.kv_heads, kQKDim);
+    const Matrix V(p.value, batch, kv_head, p.kv_len, p.kv_heads, kVDim);
+    Clear(dK);
+    Clear(dV);
+    const int group = p.q_heads / p.kv_heads;
+    const int first = rows.any_lo / kRows * kRows, last_head = kv_head * group + group - 1;
+    if (rows.any_lo < rows.any_hi) {
+      const int kv_length = PositionsOf(p, batch).kv_length;
+      shared.k.template Load<kThreads>(K.data, K.stride, column, kv_length);
+      if (kDS) shared.v.template Load<kThreads>(V.data, V.stride, column, kv_length);
+      Load(0, kv_head * group, first);
+      CpAsyncCommit();
+      int stage = 0;
+      for (int head = kv_head * group, row = first; head <= last_head;) {
+        const bool end = row + kRows >= rows.any_hi;
+        const int next_row = end ? first : row + kRows, next_head = head + end;
+        const auto load_next = [&] {
+          if (next_head <= last_head) Load(kStages - 1 - stage, next_head, next_row);
+          CpAsyncCommit();
+        };
+        CpAsyncWait<0>();
+        __syncthreads();  // Q_i and dO_i are there, and nobody needs P, dS and the tiles before
+        if (kStages == 2) load_next();
+        Recompute(stage, head, row);
+        __syncthreads();
+        if (kDV && v_part.active) AddColumnsTimesRows(dV, shared.p, v_part.row, shared.d_o[stage], v_part.column);
+        if (kDK && k_part.active) AddColumnsTimesRows(dK, shared.ds, k_part.row, shared.q[stage], k_part.column);
+        if (kStages == 1) {
+          __syncthreads();
+          load_next();
+        }
+        if (kDQ) AddDQ(head, row);
+        head = next_head, row = next_row, stage = kStages - 1 - stage;
+      }
+    }
+    if (kDK && k_part.active) Write(dK, k_part, p.scale, p.dk, kQKDim);
+    if (kDV && v_part.active) Write(dV, v_part, kDropout ? p.keep_scale : 1.0f, p.dv, kVDim);
+  }
+
+  // The rows of dK or dV that are keys.
+  template <typename Part, int kCount, int kChunks>
+  __device__ __forceinline__ void Write(const float (&C)[kCount][kChunks][4], const Part& part, float scale, void* to,
+                                        int dim) {
+    const Matrix matrix(to, batch, kv_head, p.kv_len, p.kv_heads, dim);
+#pragma unroll
+    for (int i = 0; i < kCount * kChunks * 2; ++i) {
+      const int m = i / 2 / kChunks, c = i / 2 % kChunks, h = i % 2;
+      const int key = column + part.row + 16 * m + 8 * h + LaneRowOfColumns();
+      const int d = part.column + 8 * c + threadIdx.x % 4 * 2;
+      if (key < p.kv_len && (Part::kWhole || d < dim))
+        StorePair(matrix.At(key, d), C[m][c][2 * h] * scale, C[m][c][2 * h + 1] * scale);
+    }
+  }
+};
+
+}  // namespace jax_flash
+
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardShared);
+
+// Head by head, for the sake of the L2; the first tiles of keys are the ones that most causal rows see.
+extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 256 / jax_flash::kThreads)
+    jax_flash_backward(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  extern __shared__ __align__(16) uint8_t memory[];
+  const int tiles = (p.kv_len + kCols - 1) / kCols;
+  Backward backward(p, *reinterpret_cast<BackwardShared*>(memory), blockIdx.x % tiles, blockIdx.x / tiles % p.kv_heads,
+                    blockIdx.x / tiles / p.kv_heads);
+  backward.Run();
+}
+
+// dQ in the problem's dtype and layout. A thread takes 8 columns of two rows.
+extern "C" __global__ void jax_flash_backward_finish(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int column = thread % (kQKDim / 8) * 8, quad = thread / (kQKDim / 8) % 8;
+  const int64_t tile = thread / kQKDim;  // 16 rows
+  const int tiles = (p.q_len + 15) / 16, row = tile % tiles * 16, head = tile / tiles % p.q_heads;
+  const int64_t batch = tile / tiles / p.q_heads;
+  if (batch >= p.batch) return;
+  float x[2][8];
+  LoadSum(SumOfDQ(p, batch * p.q_heads + head, row, column), quad, x);
+  const Matrix dQ(p.dq, batch, head, p.q_len, p.q_heads, kQKDim);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[h][i] *= p.scale;
+    if (row + quad + 8 * h < p.q_len) StoreEight(dQ.At(row + quad + 8 * h, column), x[h]);
+  }
+}

@@ -1,0 +1,118 @@
+// P and dS of a tile, computed again in the backward: what a warp does with its accumulators of S and dP.
+//
+// Accumulators are float [m][c][2 h + e] as in tile/fragments.cuh: row 16 m + 8 h + lane / 4, column 8 c + 2 (lane % 4)
+// + e of the part that begins at (row, column) of S.
+#pragma once
+
+#include "backward_prepare.cuh"
+#include "common/philox.h"
+#include "scores.cuh"
+#include "tile/fragments.cuh"
+#include "visible.cuh"
+
+namespace jax_flash {
+
+// A warp's part of a tile of S of one batch entry and query head.
+struct Scores {
+  const Params& p;
+  const Entries entries;
+  int batch, head, row, column;
+
+  __device__ __forceinline__ Scores(const Params& p, int batch, int head, int row, int column)
+      : p(p), entries(p, batch, head), batch(batch), head(head), row(row), column(column) {}
+
+  __device__ __forceinline__ int Row(int m, int h) const { return row + 16 * m + 8 * h + threadIdx.x % 32 / 4; }
+  __device__ __forceinline__ int Column(int c, int e) const { return column + 8 * c + threadIdx.x % 4 * 2 + e; }
+
+  // The statistics of this part's rows that backward_prepare.cuh left.
+  template <int kCount>
+  __device__ __forceinline__ void RowStatistics(const float* statistics, float (&x)[kCount][2]) const {
+    const int64_t from = (int64_t(batch) * p.q_heads + head) * PaddedRows(p);
+#pragma unroll
+    for (int i = 0; i < 2 * kCount; ++i) x[i / 2][i % 2] = statistics[from + Row(i / 2, i % 2)];
+  }
+
+  // x = -inf where an entry may not attend.
+  template <int kCount, int kChunks>
+  __device__ __forceinline__ void Hide(const Positions& positions, float (&S)[kCount][kChunks][4]) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kCount; ++i) {
+      const int m = i / 2, h = i % 2;
+      const KeyRange keys = RowKeys(positions, Row(m, h));
+      const auto within = [&](int64_t j) { return int(min(max(j - column, int64_t(0)), int64_t(8 * kChunks))); };
+      const int lo = within(keys.lo), hi = within(keys.hi);
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int j = Column(c, e);
+          const bool seen = lo <= j - column && j - column < hi && !entries.Hidden(Row(m, h), j);
+          if (!seen) S[m][c][2 * h + e] = -Infinity();
+        }
+      }
+    }
+  }
+
+  // P = exp(s - L) from x. store(m, c, Z P / keep_scale) is called for each 16 x 8 entries. S becomes P, negative where
+  // it is dropped; or with kSlope P times the slope of the soft cap, dc / d(scale x).
+  template <bool kSlope, int kCount, int kChunks, typename Store>
+  __device__ __forceinline__ void ToP(float (&S)[kCount][kChunks][4], const float (&minus_l)[kCount][2],
+                                      Store store) const {
+    const float scale_log2 = p.scale * kLog2e;
+#pragma unroll
+    for (int i = 0; i < kCount * kChunks / 2; ++i) {
+      const int m = i / (kChunks / 2), pair = i % (kChunks / 2);
+      const Philox4 random = kDropout ? Random(m, pair) : Philox4();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int c = 2 * pair + half;
+        float kept[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          const int h = r / 2, e = r % 2;
+          float& x = S[m][c][r];
+          float slope = 1.0f;
+          if constexpr (kScores) {
+            float s = -Infinity();
+            if (x != -Infinity()) {
+              s = Cap(p, x);
+              if (kSlope && kSoftCap) slope = CapDerivative(p, s);
+              if (kBias) s += entries.Bias(Row(m, h), Column(c, e));
+            }
+            x = Exp2(fmaf(s, kLog2e, minus_l[m][h]));
+          } else {
+            x = Exp2(fmaf(x, scale_log2, minus_l[m][h]));
+          }
+          kept[r] = x;
+          if (kSlope && kSoftCap) x *= slope;
+          if (kDropout && (random.x[2 * h + half] >> 16 * e & 0xFFFF) < p.drop_threshold) kept[r] = 0.0f, x = -x;
+        }
+        store(m, c, kept);
+      }
+    }
+  }
+
+  // dS = P (Z dP - D) from what ToP left in S; or, with its slope, dX.
+  template <int kCount, int kChunks>
+  __device__ __forceinline__ void ToDS(const float (&S)[kCount][kChunks][4], const float (&D)[kCount][2],
+                                       float (&dP)[kCount][kChunks][4]) const {
+#pragma unroll
+    for (int i = 0; i < kCount * kChunks * 4; ++i) {
+      const int m = i / 4 / kChunks, c = i / 4 % kChunks, r = i % 4;
+      float& x = dP[m][c][r];
+      const float P = S[m][c][r], d = D[m][r / 2];
+      x = kDropout ? fabsf(P) * ((P < 0.0f ? 0.0f : x * p.keep_scale) - d) : P * (x - d);
+    }
+  }
+
+ private:
+  // The bits of this lane's entries of 16 rows and 16 columns.
+  __device__ __forceinline__ Philox4 Random(int m, int pair) const {
+    const int lane = threadIdx.x % 32;
+    const Philox4 counter = {{uint32_t((column / 16 + pair) * 4 + lane % 4), uint32_t((row / 16 + m) * 8 + lane / 4),
+                              p.head_id[head], p.batch_id[batch]}};
+    return Philox(counter, p.seed[2 * batch], p.seed[2 * batch + 1]);
+  }
+};
+
+}  // namespace jax_flash

@@ -28,10 +28,13 @@ __device__ __forceinline__ Positions PositionsOf(const Params& p, int batch) {
 template <typename Range>
 __device__ __forceinline__ Visible Together(const Range& any, const Range& every, const SegmentBounds* bounds,
                                             int blocks) {
-  Visible visible = {int(any.lo), int(any.hi), int(every.lo), int(every.hi)};
+  // What begins past every position begins at the last of them: offsets go up to 2^31.
+  const auto begin = [](int64_t lo) { return int(lo < 0x7FFFFFFF ? lo : 0x7FFFFFFF); };
+  Visible visible = {begin(any.lo), int(any.hi), begin(every.lo), int(every.hi)};
   if (kMask) visible.every_hi = visible.every_lo;
   if (kSegments) {
     int any_lo = visible.any_hi, any_hi = visible.any_lo;
+#pragma unroll 1
     for (int b = 0; b < blocks; ++b) {
       const SegmentBounds block = bounds[b];
       if (block.any_lo < block.any_hi) any_lo = min(any_lo, block.any_lo), any_hi = max(any_hi, block.any_hi);

@@ -211,6 +211,8 @@ def attention_with_statistics(
         raise ValueError(f"query has {N} heads, key and value {K}: the first must be a multiple of the second")
 
     if isinstance(scale, jax.core.Tracer):
+        if scale.ndim:
+            raise TypeError(f"scale must be a number, not an array of shape {scale.shape}")
         query, scale = query * scale.astype(query.dtype), 1.0
     window_left, window_right = _window(local_window_size)
     drop_threshold = dropout.threshold(dropout_rate)
@@ -224,7 +226,7 @@ def attention_with_statistics(
         kv_lengths=_integers("key_value_seq_lengths", key_value_seq_lengths, (B,)),
         q_segments=_integers("query_segment_ids", query_segment_ids, (B, T), unbatched),
         kv_segments=_integers("key_value_segment_ids", key_value_segment_ids, (B, S), unbatched),
-        query_offset=_integers("query_offset", _per_batch(query_offset, B), (B,)),
+        query_offset=_offsets(query_offset, B),
     )
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         raise ValueError("query_segment_ids and key_value_segment_ids must be given together")
@@ -365,10 +367,13 @@ def _integers(name: str, x: ArrayLike | None, shape: tuple[int, ...], unbatched:
     return x.astype(jnp.int32)
 
 
-def _per_batch(offset: int | ArrayLike | None, batch: int) -> ArrayLike | None:
+def _offsets(offset: int | ArrayLike | None, batch: int) -> jax.Array | None:
     if offset is None or isinstance(offset, int) and offset == 0:
         return None
-    return jnp.broadcast_to(jnp.asarray(offset), (batch,)) if jnp.ndim(offset) == 0 else offset
+    if isinstance(offset, int) and not -(2**31) <= offset < 2**31:
+        raise ValueError(f"query_offset must be an int32, not {offset}")
+    whole = jnp.broadcast_to(jnp.asarray(offset), (batch,)) if jnp.ndim(offset) == 0 else offset
+    return _integers("query_offset", whole, (batch,))
 
 
 def _window(size: int | tuple[int, int] | None) -> tuple[int, int]:
@@ -380,7 +385,7 @@ def _window(size: int | tuple[int, int] | None) -> tuple[int, int]:
         raise TypeError(f"local_window_size must be an int or a pair of ints, not {size!r}") from None
     if left < 0 or right < 0:
         raise ValueError(f"local_window_size must not be negative: {size}")
-    return left, right
+    return left if left < 2**63 else -1, right if right < 2**63 else -1  # beyond 64 bits it is as good as none
 
 
 def _finite(name: str, x: Any) -> float:

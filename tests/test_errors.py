@@ -92,6 +92,7 @@ def test_head_dim_above_256(name):
         ({"scale": float("nan")}, ValueError, "scale"),
         ({"scale": float("inf")}, ValueError, "scale"),
         ({"scale": "large"}, TypeError, "scale"),
+        ({"scale": jnp.ones(D)}, TypeError, "scale"),
         ({"local_window_size": -1}, ValueError, "local_window_size"),
         ({"local_window_size": (3, -2)}, ValueError, "local_window_size"),
         ({"local_window_size": (1, 2, 3)}, TypeError, "local_window_size"),
@@ -114,6 +115,7 @@ def test_head_dim_above_256(name):
         ),
         ({"query_offset": jnp.ones(3, jnp.int32)}, ValueError, "query_offset"),
         ({"query_offset": 1.5}, TypeError, "query_offset"),
+        ({"query_offset": 2**31}, ValueError, "query_offset"),
         ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap"),
         ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap"),
         ({"logits_soft_cap": float("nan")}, ValueError, "logits_soft_cap"),
@@ -162,6 +164,13 @@ def test_options(options, error, match):
     traced = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
     with pytest.raises(error, match=match):
         jax.eval_shape(lambda traced: attend(**static, **traced), traced)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_window_of_any_width(implementation):
+    expected = attend(implementation, local_window_size=(S, 2))
+    for width in (2**31, 2**63 - 1, 2**63, 2**70):
+        np.testing.assert_array_equal(attend(implementation, local_window_size=(width, 2)), expected)
 
 
 def test_a_traced_rate_is_refused():

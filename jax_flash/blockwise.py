@@ -26,7 +26,7 @@ Tree = TypeVar("Tree")
 def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
     """O, ℓ and m: Algorithm 2. Arguments and results: `reference.forward`."""
     operands = varying_alike(operands, operands)
-    dtype = tile.accumulation_dtype(problem)
+    dtype = problem.accumulation_dtype
     batch, heads = problem.batch, problem.q_heads
     row_block, column_block = _block(problem.q_len), _block(problem.kv_len)
 

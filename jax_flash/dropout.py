@@ -132,9 +132,12 @@ def random_bits(
     # the two halves of a word the neighbours j, j+1.
     row_group = jnp.arange(row_tiles * 8, dtype=jnp.uint32) + jnp.asarray(row_start, jnp.uint32) // TILE * 8
     column_group = jnp.arange(column_tiles * 4, dtype=jnp.uint32) + jnp.asarray(column_start, jnp.uint32) // TILE * 4
+
+    def at(axis: int, x: jax.Array) -> jax.Array:
+        return jnp.expand_dims(x, [i for i in range(4) if i != axis])
+
     words = philox(
-        (column_group, row_group[:, None], head_id[:, None, None], batch_id[:, None, None, None]),
-        (seed[:, 0, None, None, None], seed[:, 1, None, None, None]),
+        (at(3, column_group), at(2, row_group), at(1, head_id), at(0, batch_id)), (at(0, seed[:, 0]), at(0, seed[:, 1]))
     )
     quadrants = jnp.stack(words).reshape(2, 2, batch, heads, row_tiles, 8, column_tiles, 4)  # row and column half, ...
     halves = jnp.stack([quadrants & 0xFFFF, quadrants >> 16], axis=-1)

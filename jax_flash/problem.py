@@ -74,6 +74,7 @@ class Problem:
 
     @property
     def accumulation_dtype(self) -> str:
+        """The dtype of all sums, of the statistics and of dbias."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def encode(self) -> str:

@@ -58,7 +58,7 @@ def backward(
 
 def row_products(problem: Problem, o: jax.Array, do: jax.Array, dlogsumexp: jax.Array | None) -> jax.Array:
     """D_i = dO_i · O_i - dlogsumexp_i (equation 4): [B, N, T] in the accumulation dtype."""
-    dtype = tile.accumulation_dtype(problem)
+    dtype = problem.accumulation_dtype
     d = jnp.sum(do.astype(dtype) * o.astype(dtype), axis=-1).transpose(0, 2, 1)
     return d if dlogsumexp is None else d - dlogsumexp
 

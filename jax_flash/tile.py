@@ -17,11 +17,6 @@ from jax_flash import dropout
 from jax_flash.problem import Operands, Problem
 
 
-def accumulation_dtype(problem: Problem) -> jnp.dtype:
-    """The dtype of all sums, of the statistics and of dbias: f64 for f64, else f32."""
-    return jnp.dtype(jnp.float64 if problem.dtype == "float64" else jnp.float32)
-
-
 def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array:
     """Which entries may attend: bool [B|1, N|1, R, C].
 
@@ -30,8 +25,8 @@ def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.A
       tile: its operands at these rows and columns.
       rows, columns: int32 [R] and [C], the positions in the call's own arrays.
     """
-    i, j = rows[:, None], columns
-    allowed = ((i < problem.q_len) & (j < problem.kv_len))[None, None]
+    i, j = rows[None, None, :, None], columns[None, None, None, :]
+    allowed = (i < problem.q_len) & (j < problem.kv_len)
     if tile.q_lengths is not None:
         allowed &= i < _per_batch(tile.q_lengths)
     if tile.kv_lengths is not None:
@@ -106,7 +101,7 @@ def kept(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) 
     start = (rows[0] if rows.size else 0, columns[0] if columns.size else 0)
     shape = (rows.shape[0], columns.shape[0])
     keep = dropout.keep_mask(problem.drop_threshold, tile.seed, tile.batch_id, tile.head_id, shape, *start)
-    return keep.astype(accumulation_dtype(problem)) * dropout.keep_scale(problem.drop_threshold)
+    return keep.astype(problem.accumulation_dtype) * dropout.keep_scale(problem.drop_threshold)
 
 
 def weighted_values(problem: Problem, p: jax.Array, value: jax.Array) -> jax.Array:
@@ -183,7 +178,7 @@ def _group(problem: Problem, x: jax.Array, axis: int) -> jax.Array:
 
 
 def _einsum(problem: Problem, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    dtype = accumulation_dtype(problem)
+    dtype = problem.accumulation_dtype
     precision = jax.lax.Precision.HIGHEST if problem.full_precision else None
     return jnp.einsum(spec, a.astype(dtype), b.astype(dtype), precision=precision)
 

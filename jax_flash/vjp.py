@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_flash import custom_calls
-from jax_flash.problem import Operands, Problem
+from jax_flash.problem import DIFFERENTIATED, Operands, Problem
 
 # A remat policy that saves these by name, `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`, keeps the
 # backward from running the forward again.
@@ -27,7 +27,7 @@ def attention(problem: Problem, fallback: bool, operands: Operands) -> tuple[jax
 
 def _forward(problem, fallback, operands):
     # Which gradients are asked for is said by shapes: JAX keeps the static part of residuals once for all traces.
-    differentiated = {grad: getattr(operands, name) for grad, name in custom_calls.DIFFERENTIATED.items()}
+    differentiated = {grad: getattr(operands, name) for grad, name in DIFFERENTIATED.items()}
     asked = {grad: jnp.zeros(int(x is not None and x.perturbed), bool) for grad, x in differentiated.items()}
     operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
     o, l, m = map(checkpoint_name, custom_calls.forward(problem, fallback, operands), RESIDUAL_NAMES)
@@ -42,7 +42,7 @@ def _backward(problem, fallback, residuals, cotangents):
     dlogsumexp = None if isinstance(dl, SymbolicZero) else dl * l
     asked = {grad: x.size > 0 for grad, x in asked.items()}
     problem = dataclasses.replace(problem, dlogsumexp=dlogsumexp is not None, **asked)
-    names = [name for grad, name in custom_calls.DIFFERENTIATED.items() if getattr(problem, grad)]
+    names = [name for grad, name in DIFFERENTIATED.items() if getattr(problem, grad)]
     results = custom_calls.backward(problem, fallback, operands, o, l, m, do, dlogsumexp)
     grads: dict[str, Any] = dict(zip(names, results, strict=True))
     if "bias" in grads:

@@ -36,6 +36,7 @@ struct Choice {
   int bytes;       // of an element
   int dim;         // the larger head dim is at most this
   int dropout;     // 0, 1 or kAny
+  int scores;      // likewise: is there a bias or soft cap?
   int64_t length;  // keys are at most this
   Tile tile;
 };
@@ -43,35 +44,36 @@ struct Choice {
 constexpr int64_t kAnyLength = kMaxSize;
 
 constexpr Choice kChoices[] = {
-    {Family::kSm90, Kernel::kForward, 2, 64, 0, 1024, {256, 64, 4, 4}},
-    {Family::kSm90, Kernel::kForward, 2, 64, 0, kAnyLength, {192, 128, 3, 2}},
-    {Family::kSm90, Kernel::kForward, 2, 64, 1, kAnyLength, {128, 128, 2, 3}},
-    {Family::kSm90, Kernel::kForward, 2, 128, kAny, kAnyLength, {128, 128, 2, 2}},
-    {Family::kSm90, Kernel::kForward, 2, 256, 0, kAnyLength, {128, 64, 2, 2}},
-    {Family::kSm90, Kernel::kForward, 2, 256, 1, kAnyLength, {128, 80, 2, 2}},
-    {Family::kSm90, Kernel::kBackward, 2, 64, kAny, kAnyLength, {128, 128, 2, 2}},
-    {Family::kSm90, Kernel::kBackward, 2, 128, kAny, kAnyLength, {64, 128, 2, 2}},
+    {Family::kSm90, Kernel::kForward, 2, 64, 0, kAny, 1024, {256, 64, 4, 4}},
+    {Family::kSm90, Kernel::kForward, 2, 64, 0, kAny, kAnyLength, {192, 128, 3, 2}},
+    {Family::kSm90, Kernel::kForward, 2, 64, 1, kAny, kAnyLength, {128, 128, 2, 3}},
+    {Family::kSm90, Kernel::kForward, 2, 128, kAny, kAny, kAnyLength, {128, 128, 2, 2}},
+    {Family::kSm90, Kernel::kForward, 2, 256, 0, kAny, kAnyLength, {128, 64, 2, 2}},
+    {Family::kSm90, Kernel::kForward, 2, 256, 1, kAny, kAnyLength, {128, 80, 2, 2}},
+    {Family::kSm90, Kernel::kBackward, 2, 64, kAny, 0, kAnyLength, {128, 128, 2, 2}},
+    {Family::kSm90, Kernel::kBackward, 2, 128, kAny, kAny, kAnyLength, {64, 128, 2, 2}},
+    {Family::kSm90, Kernel::kBackward, 2, 256, kAny, kAny, kAnyLength, {64, 64, 2, 2}},
 
-    {Family::kSm80, Kernel::kForward, 2, 64, kAny, kAnyLength, {128, 64, 4, 2}},
-    {Family::kSm80, Kernel::kForward, 2, 128, kAny, kAnyLength, {128, 64, 4, 2}},
-    {Family::kSm80, Kernel::kForward, 2, 256, kAny, kAnyLength, {64, 32, 4, 2}},
-    {Family::kSm80, Kernel::kForward, 4, 64, kAny, kAnyLength, {64, 64, 4, 2}},
-    {Family::kSm80, Kernel::kForward, 4, 128, kAny, kAnyLength, {64, 32, 4, 2}},
-    {Family::kSm80, Kernel::kForward, 4, 256, kAny, kAnyLength, {64, 16, 4, 2}},
-    {Family::kSm80, Kernel::kBackward, 2, 64, kAny, kAnyLength, {64, 128, 8, 2}},
-    {Family::kSm80, Kernel::kBackward, 2, 128, kAny, kAnyLength, {64, 64, 8, 2}},
-    {Family::kSm80, Kernel::kBackward, 2, 256, kAny, kAnyLength, {32, 64, 8, 1}},
-    {Family::kSm80, Kernel::kBackward, 4, 64, kAny, kAnyLength, {64, 64, 8, 1}},
-    {Family::kSm80, Kernel::kBackward, 4, 128, kAny, kAnyLength, {32, 32, 4, 1}},
-    {Family::kSm80, Kernel::kBackward, 4, 256, kAny, kAnyLength, {16, 32, 4, 1}},
-    {Family::kSm80, Kernel::kBackwardQuery, 2, 128, kAny, kAnyLength, {64, 64, 4, 2}},
-    {Family::kSm80, Kernel::kBackwardQuery, 2, 256, kAny, kAnyLength, {64, 32, 4, 1}},
-    {Family::kSm80, Kernel::kBackwardQuery, 4, 128, kAny, kAnyLength, {64, 32, 4, 1}},
-    {Family::kSm80, Kernel::kBackwardQuery, 4, 256, kAny, kAnyLength, {32, 16, 2, 1}},
-    {Family::kSm80, Kernel::kBackwardBias, 2, 128, kAny, kAnyLength, {64, 64, 4, 1}},
-    {Family::kSm80, Kernel::kBackwardBias, 2, 256, kAny, kAnyLength, {64, 32, 4, 1}},
-    {Family::kSm80, Kernel::kBackwardBias, 4, 128, kAny, kAnyLength, {32, 32, 2, 1}},
-    {Family::kSm80, Kernel::kBackwardBias, 4, 256, kAny, kAnyLength, {32, 16, 2, 1}},
+    {Family::kSm80, Kernel::kForward, 2, 64, kAny, kAny, kAnyLength, {128, 64, 4, 2}},
+    {Family::kSm80, Kernel::kForward, 2, 128, kAny, kAny, kAnyLength, {128, 64, 4, 2}},
+    {Family::kSm80, Kernel::kForward, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
+    {Family::kSm80, Kernel::kForward, 4, 64, kAny, kAny, kAnyLength, {64, 64, 4, 2}},
+    {Family::kSm80, Kernel::kForward, 4, 128, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
+    {Family::kSm80, Kernel::kForward, 4, 256, kAny, kAny, kAnyLength, {64, 16, 4, 2}},
+    {Family::kSm80, Kernel::kBackward, 2, 64, kAny, kAny, kAnyLength, {64, 128, 8, 2}},
+    {Family::kSm80, Kernel::kBackward, 2, 128, kAny, kAny, kAnyLength, {64, 64, 8, 2}},
+    {Family::kSm80, Kernel::kBackward, 2, 256, kAny, kAny, kAnyLength, {32, 64, 8, 1}},
+    {Family::kSm80, Kernel::kBackward, 4, 64, kAny, kAny, kAnyLength, {64, 64, 8, 1}},
+    {Family::kSm80, Kernel::kBackward, 4, 128, kAny, kAny, kAnyLength, {32, 32, 4, 1}},
+    {Family::kSm80, Kernel::kBackward, 4, 256, kAny, kAny, kAnyLength, {16, 32, 4, 1}},
+    {Family::kSm80, Kernel::kBackwardQuery, 2, 128, kAny, kAny, kAnyLength, {64, 64, 4, 2}},
+    {Family::kSm80, Kernel::kBackwardQuery, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 1}},
+    {Family::kSm80, Kernel::kBackwardQuery, 4, 128, kAny, kAny, kAnyLength, {64, 32, 4, 1}},
+    {Family::kSm80, Kernel::kBackwardQuery, 4, 256, kAny, kAny, kAnyLength, {32, 16, 2, 1}},
+    {Family::kSm80, Kernel::kBackwardBias, 2, 128, kAny, kAny, kAnyLength, {64, 64, 4, 1}},
+    {Family::kSm80, Kernel::kBackwardBias, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 1}},
+    {Family::kSm80, Kernel::kBackwardBias, 4, 128, kAny, kAny, kAnyLength, {32, 32, 2, 1}},
+    {Family::kSm80, Kernel::kBackwardBias, 4, 256, kAny, kAny, kAnyLength, {32, 16, 2, 1}},
 };
 
 const char* FileOf(Family family, Kernel kernel) {
@@ -94,6 +96,7 @@ const Choice* Choose(Family family, Kernel kernel, const Problem& p) {
   for (const Choice& choice : kChoices) {
     if (choice.family == family && choice.kernel == kernel && choice.bytes == Bytes(p) &&
         std::max(p.qk_dim, p.v_dim) <= choice.dim && (choice.dropout == kAny || choice.dropout == int(p.dropout())) &&
+        (choice.scores == kAny || choice.scores == int(p.bias.present || p.soft_cap > 0)) &&
         p.kv_len <= choice.length) {
       return &choice;
     }

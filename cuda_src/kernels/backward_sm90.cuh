@@ -8,12 +8,15 @@
 // Only dQ needs the dS of all warpgroups; it goes through shared memory. Of l and m only the logsumexp L = m + log l is
 // needed. A kernel before computes L and D and clears dQ, a kernel after converts dQ.
 //
-// The host defines what config.cuh reads and JAX_FLASH_ROWS (of a tile of Q: 64 or 128), _CONSUMERS (warpgroups: 2) and
-// _STAGES. It launches
+// Where a head dim is above 128, dK and dV of 64 keys do not fit into the registers of a warpgroup: there a CTA has 64
+// keys, one warpgroup S, P and dV, the other dP, dS and dK.
+//
+// The host defines what config.cuh reads and JAX_FLASH_ROWS (of a tile of Q: 64 or 128), _COLS (keys of a CTA: 128, or
+// 64 if a head dim is above 128), _CONSUMERS (warpgroups: 2) and _STAGES. It launches
 //   jax_flash_backward_prepare  a block of 256 threads for each 32 rows of T rounded up to _ROWS, of each head
 //   jax_flash_backward          at most one CTA a multiprocessor, of 128 (_CONSUMERS + 1) threads and
-//                               `jax_flash_shared_bytes`; boxes of _ROWS rows in the maps of Q and dO, of 64 _CONSUMERS
-//                               in those of K and V, and of 64 in those of dK and dV (where they are asked for)
+//                               `jax_flash_shared_bytes`; boxes of _ROWS rows in the maps of Q and dO, of _COLS in
+//                               those of K and V, and of 64 in those of dK and dV (where they are asked for)
 //   jax_flash_backward_finish   if dQ is asked for: a block of 256 threads for each 64 rows of T rounded up to _ROWS
 #pragma once
 
@@ -23,6 +26,7 @@
 #include "schedule.cuh"
 #include "scores.cuh"
 #include "tile/mbarrier.cuh"
+#include "tile/reduce.cuh"
 #include "tile/tma.cuh"
 #include "tile/types.cuh"
 #include "tile/warp.cuh"
@@ -36,7 +40,10 @@ constexpr int kConsumers = JAX_FLASH_CONSUMERS;
 constexpr int kStages = JAX_FLASH_STAGES;  // tiles of Q, and of dO, in flight
 static_assert(kConsumers == 2);
 
-constexpr int kCols = 64 * kConsumers;  // of a tile of S: keys
+// Where dK and dV of 64 keys do not fit into the registers of a warpgroup, one has S^T, P^T and dV of 64 keys, the
+// other dP^T, dS^T and dK.
+constexpr bool kWide = kQKDim > 128 || kVDim > 128;
+constexpr int kCols = kWide ? 64 : 64 * kConsumers;  // of a tile of S: keys
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
@@ -45,14 +52,14 @@ __host__ __device__ constexpr int Boxes(int dim) { return (dim + 63) / 64; }
 constexpr int kQKBoxes = Boxes(kQKDim), kVBoxes = Boxes(kVDim);
 constexpr int kQBox = kRows * 128;   // bytes of a box of Q or dO
 constexpr int kKVBox = kCols * 128;  // bytes of a box of K or V
-constexpr int kDQBytes = kRows * kQKDim * 4;
+constexpr int kDQBytes = kWide ? 64 * kRows * 4 : kRows * kQKDim * 4;
 
 constexpr bool kDS = kDQ || kDK;  // is dS needed?
 
 // The warpgroups share the work on a tile of dQ: 64 rows each, or all rows and some of the columns. A part that is no
 // whole box must not leave its box.
-constexpr bool kSplitRows = kRows == kCols;
-static_assert(kSplitRows || kRows == 64);
+constexpr bool kSplitRows = kRows == 128;
+static_assert(kRows == 64 || (kRows == 128 && !kWide));
 constexpr int kDQFirst = kSplitRows ? kQKDim : kQKDim > 64 ? 64 : (kQKDim + 8) / 16 * 8;
 constexpr int kDQSecond = kSplitRows ? kQKDim : kQKDim - kDQFirst;
 
@@ -81,16 +88,16 @@ struct BackwardShared {
   alignas(1024) uint8_t v[kVBoxes * kKVBox];
   alignas(1024) uint8_t q[kStages][kQKBoxes * kQBox];
   alignas(1024) uint8_t d_o[kStages][kVBoxes * kQBox];
-  alignas(1024) uint8_t ds[2][kRows / 64 * kKVBox];  // dS^T, boxes of [keys][64 rows]; at the end dV
-  alignas(1024)
-      uint8_t dq[kDQBytes > kQKBoxes* kKVBox ? kDQBytes : kQKBoxes * kKVBox];  // on its way out, in f32; at the end dK
+  alignas(1024) uint8_t ds[kWide ? 1 : 2][kRows / 64 * kKVBox];  // dS^T, boxes of [keys][64 rows]; at the end dV
+  alignas(1024) uint8_t
+      dq[kDQBytes > kQKBoxes* kKVBox || kWide ? kDQBytes : kQKBoxes * kKVBox];  // on its way out, in f32; at the end dK
   alignas(16) float minus_l[kStages][kRows];
   alignas(16) float d[kStages][kRows];
   uint64_t k_full, k_empty, v_full, v_empty;
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kStages], do_empty[kStages];
 };
-static_assert(sizeof(BackwardShared::ds) >= sizeof(BackwardShared::v));
+static_assert(kWide || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::v));
 
 // A tile of K and V, and the tiles of Q that see it: first <= i < end of each query head of the group.
 struct Tile {
@@ -168,37 +175,43 @@ struct Producer {
   }
 };
 
-// The 64 keys of one consumer warpgroup. A lane holds two of them: `key` and key + 8.
-struct Consumer {
+// The 64 keys of a consumer warpgroup: S^T and dP^T. A lane holds two of the keys: `key` and key + 8.
+struct Keys {
   const Params& p;
   BackwardShared& shared;
-  const int warpgroup, warp, lane;
+  const int warpgroup, warp, lane, first_key;
   const float scale_log2;
   uint32_t kv_parity = 0;
   Ring<kStages> at;  // the tile of Q and dO
-  int buffer = 0;    // of dS
 
   float S[kRows / 2], dP[kRows / 2];  // transposed; S becomes P, dP becomes dS
   uint32_t P[kRows / 4], dS[kRows / 4];
-  float dK[kQKDim / 2], dV[kVDim / 2], dQ[kDQFirst / 2];
 
-  __device__ __forceinline__ Consumer(const Params& p, BackwardShared& shared)
+  __device__ __forceinline__ Keys(const Params& p, BackwardShared& shared)
       : p(p),
         shared(shared),
         warpgroup(Uniform(threadIdx.x / kWarpgroup) - 1),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
+        first_key(kWide ? 0 : 64 * warpgroup),
         scale_log2(ScoreScale(p) * kLog2e) {}
+
+  template <int kCount>
+  __device__ __forceinline__ void Clear(float (&C)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) C[i] = 0.0f;
+  }
 
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, lane == 0); }
   __device__ __forceinline__ void SyncConsumers() { BarrierSync(1, kConsumers * kWarpgroup); }
+  static constexpr int kPFull = 4, kDSFull = 5;  // named barriers
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(2 + warpgroup, kWarpgroup); }
 
   // C = A B^T, or += : A this warpgroup's 64 rows of K or V, B a tile of Q or dO.
   template <int kDim>
   __device__ __forceinline__ void IssueKeysTimesRows(float (&C)[kRows / 2], const uint8_t* keys, const uint8_t* rows,
                                                      bool accumulate) {
-    const uint64_t a = Descriptor(keys + warpgroup * 64 * 128, 0), b = Descriptor(rows, 0);
+    const uint64_t a = Descriptor(keys + first_key * 128, 0), b = Descriptor(rows, 0);
     WgmmaFence();
 #pragma unroll
     for (int d = 0; d < (kDim + 15) / 16; ++d) {
@@ -211,52 +224,67 @@ struct Consumer {
   // C += A B: A = P^T or dS^T, B a tile of dO or Q.
   template <int kDim>
   __device__ __forceinline__ void IssueGradient(float (&C)[kDim / 2], const uint32_t (&A)[kRows / 4],
-                                                const uint8_t* rows, bool accumulate) {
+                                                const uint8_t* rows) {
     const uint64_t b = Descriptor(rows, kQBox);
     WgmmaFence();
 #pragma unroll
     for (int i = 0; i < kRows / 16; ++i)
-      Wgmma<kDim>::template RS<Major::kMN>(C, A + 4 * i, Advance(b, i * 16 * 128), accumulate || i > 0);
+      Wgmma<kDim>::template RS<Major::kMN>(C, A + 4 * i, Advance(b, i * 16 * 128), true);
     WgmmaCommit();
   }
 
-  // dQ = dS K, this warpgroup's part: `kWidth` columns.
+  // kWidth columns of 64 rows of dQ, from `column` on. `row_block`: of 64 rows, among those of all heads.
   template <int kWidth>
-  __device__ __forceinline__ void IssueDQ() {
-    auto& C = reinterpret_cast<float (&)[kWidth / 2]>(dQ);
-    constexpr int kSecond = kDQFirst / 64 * kKVBox + kDQFirst % 64 * 2;  // where the second warpgroup's columns start
-    const uint64_t a = Descriptor(shared.ds[buffer] + (kSplitRows ? warpgroup * kKVBox : 0), 0);
-    const uint64_t b = Descriptor(shared.k + (kSplitRows ? 0 : warpgroup * kSecond), kKVBox);
-    WgmmaFence();
+  struct DQ {
+    float C[kWidth > 0 ? kWidth / 2 : 1];
+  };
+
+  // dQ = dS K
+  template <int kWidth>
+  __device__ __forceinline__ void Issue(DQ<kWidth>& dQ, const uint8_t* ds, int column) {
+    if constexpr (kWidth > 0) {
+      const uint64_t a = Descriptor(ds, 0);
+      const uint64_t b = Descriptor(shared.k + column / 64 * kKVBox + column % 64 * 2, kKVBox);
+      WgmmaFence();
 #pragma unroll
-    for (int j = 0; j < kCols / 16; ++j) {
-      Wgmma<kWidth>::template SS<Major::kMN, Major::kMN>(C, Advance(a, j * 16 * 128), Advance(b, j * 16 * 128), j > 0);
+      for (int j = 0; j < kCols / 16; ++j) {
+        Wgmma<kWidth>::template SS<Major::kMN, Major::kMN>(dQ.C, Advance(a, j * 16 * 128), Advance(b, j * 16 * 128),
+                                                           j > 0);
+      }
+      WgmmaCommit();
     }
-    WgmmaCommit();
   }
 
-  // dQ_i in HBM += dQ.
+  // dQ in HBM += dQ
   template <int kWidth>
-  __device__ __forceinline__ void AddDQ(int64_t tile) {
-    // A tile is a part for each warpgroup, then warp, register / 4, lane, register % 4.
-    const int part = warpgroup * 64 * kDQFirst + warp * 16 * kWidth;
-    float* staged = reinterpret_cast<float*>(shared.dq) + part;
+  __device__ __forceinline__ void Add(const DQ<kWidth>& dQ, int64_t row_block, int column) {
+    if (kWidth == 0) return;
+    float* to = p.dq_sum + (row_block * 4 + warp) * 16 * kQKDim + 16 * column;
+    if (kWide) {
+#pragma unroll
+      for (int r = 0; r < kWidth / 8; ++r) {
+        AddToGlobal(to + r * 128, {dQ.C[4 * r], dQ.C[4 * r + 1], dQ.C[4 * r + 2], dQ.C[4 * r + 3]});
+      }
+      return;
+    }
+    float* staged =
+        reinterpret_cast<float*>(shared.dq) + (row_block % (kRows / 64) * 4 + warp) * 16 * kQKDim + 16 * column;
     TmaWaitRead<0>();
     __syncwarp();
 #pragma unroll
     for (int r = 0; r < kWidth / 8; ++r) {
       reinterpret_cast<float4*>(staged)[r * 32 + lane] =
-          make_float4(dQ[4 * r], dQ[4 * r + 1], dQ[4 * r + 2], dQ[4 * r + 3]);
+          make_float4(dQ.C[4 * r], dQ.C[4 * r + 1], dQ.C[4 * r + 2], dQ.C[4 * r + 3]);
     }
     FenceProxyAsync();
     __syncwarp();
-    BulkReduceAdd(lane == 0, p.dq_sum + tile * kRows * kQKDim + part, staged, 16 * kWidth * 4);
+    BulkReduceAdd(lane == 0, to, staged, 16 * kWidth * 4);
     TmaCommit();
   }
 
   // S^T = -L / scale
-  __device__ __forceinline__ void StartS() {
-    const float4* memory = reinterpret_cast<const float4*>(shared.minus_l[at.index]) + lane % 4;
+  __device__ __forceinline__ void StartS(int stage) {
+    const float4* memory = reinterpret_cast<const float4*>(shared.minus_l[stage]) + lane % 4;
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
       const float4 x = memory[4 * c];
@@ -267,9 +295,7 @@ struct Consumer {
     Pin(S);
   }
 
-  __device__ __forceinline__ int Key(const Tile& tile) const {
-    return tile.column + 64 * warpgroup + 16 * warp + lane / 4;
-  }
+  __device__ __forceinline__ int Key(const Tile& tile) const { return tile.column + first_key + 16 * warp + lane / 4; }
 
   // S^T becomes s^T: scale, soft cap, bias. The derivative of the soft cap is left in dS.
   __device__ __forceinline__ void Score(const Tile& tile, int row0, int head) {
@@ -332,7 +358,7 @@ struct Consumer {
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
       // The words of the forward's lane of this 16 x 16 tile; transposed they are this lane's.
-      const Philox4 counter = {{uint32_t((tile.column / 16 + 4 * warpgroup + warp) * 4 + lane % 4),
+      const Philox4 counter = {{uint32_t((tile.column / 16 + first_key / 16 + warp) * 4 + lane % 4),
                                 uint32_t((row0 / 16 + c) * 8 + lane / 4), p.head_id[head], p.batch_id[tile.batch]}};
       const Philox4 random = Philox(counter, seed0, seed1);
 #pragma unroll
@@ -371,13 +397,48 @@ struct Consumer {
   // A tile of [keys][64 columns] boxes in shared memory from the fragments of this warp's 16 keys.
   __device__ __forceinline__ void Store(uint8_t* to, int c, uint32_t a, uint32_t b, uint32_t x, uint32_t y) {
     const int chunk = (c % 4 * 2 + lane / 16) ^ lane % 8;
-    Stmatrix(to + c / 4 * kKVBox + (64 * warpgroup + 16 * warp + lane % 16) * 128 + chunk * 16, a, b, x, y);
+    Stmatrix(to + c / 4 * kKVBox + (first_key + 16 * warp + lane % 16) * 128 + chunk * 16, a, b, x, y);
   }
 
-  __device__ __forceinline__ void Step(const Tile& tile, const Walk& walk, bool accumulate, bool last) {
+  // This warpgroup's part of dK or dV goes to HBM by way of `to`.
+  template <int kDim>
+  __device__ __forceinline__ void Leave(const float (&C)[kDim / 2], float scale, uint8_t* to, const Tile& tile,
+                                        const TensorMap* map) {
+#pragma unroll
+    for (int c = 0; c < kDim / 8; c += 2) {
+      const float* x = C + 4 * c;
+      const bool whole = c + 1 < kDim / 8;  // or what comes after is outside
+      Store(to, c / 2, Pack(x[0] * scale, x[1] * scale), Pack(x[2] * scale, x[3] * scale),
+            whole ? Pack(x[4] * scale, x[5] * scale) : 0, whole ? Pack(x[6] * scale, x[7] * scale) : 0);
+    }
+    FenceProxyAsync();
+    SyncWarpgroup();
+    if (threadIdx.x % kWarpgroup == 0) {
+      for (int b = 0; b < Boxes(kDim); ++b)
+        TmaStore(map, to + b * kKVBox + first_key * 128, b * 64, tile.column + first_key, tile.head, tile.batch);
+      TmaCommit();
+    }
+  }
+
+  __device__ __forceinline__ void ReleaseKV() {
+    TmaWaitRead<0>();
+    __syncwarp();
+    Release(&shared.k_empty);
+    Release(&shared.v_empty);
+  }
+};
+
+// A warpgroup with S, dP, dK and dV of its 64 keys.
+struct Consumer : Keys {
+  int buffer = 0;  // of dS
+  float dK[kQKDim / 2], dV[kVDim / 2];
+
+  using Keys::Keys;
+
+  __device__ __forceinline__ void Step(const Tile& tile, const Walk& walk, bool last) {
     const int row0 = walk.q_tile * kRows;
     MbarrierWait(&shared.q_full[at.index], at.parity);
-    if (kStartAtL) StartS();
+    if (kStartAtL) StartS(at.index);
     IssueKeysTimesRows<kQKDim>(S, shared.k, shared.q[at.index], kStartAtL);
     MbarrierWait(&shared.do_full[at.index], at.parity);
     if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
@@ -393,46 +454,52 @@ struct Consumer {
           S[2 * i] *= derivative.x, S[2 * i + 1] *= derivative.y;
         }
       }
-      if (kDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index], accumulate);
+      if (kDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
     }
     WgmmaWait<kEarlyDV && kDV ? 1 : 0>();
     Pin(dP);
     if (last) Release(&shared.v_empty);
     ComputeDS();
-    if (kDV && !kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index], accumulate);
+    if (kDV && !kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
     if (kDQ) {
 #pragma unroll
       for (int c = 0; c < kRows / 16; ++c)
         Store(shared.ds[buffer], c, dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
       FenceProxyAsync();
       SyncConsumers();
-      if (warpgroup == 0 || kDQSecond == kDQFirst) {
-        IssueDQ<kDQFirst>();
-      } else if constexpr (kDQSecond > 0) {
-        IssueDQ<kDQSecond>();
-      }
     }
-    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index], accumulate);
-    WgmmaWait<kDQ && kDK ? 1 : 0>();
-    Pin(dV);
-    Pin(dQ);
-    Release(&shared.do_empty[at.index]);
-    if (last) Release(&shared.k_empty);
-    if (kDQ) {
-      if (warpgroup == 0 || kDQSecond == kDQFirst) {
-        AddDQ<kDQFirst>(walk.Index(p, tile));
-      } else if constexpr (kDQSecond > 0) {
-        AddDQ<kDQSecond>(walk.Index(p, tile));
-      }
+    const int64_t row_block = walk.Index(p, tile) * (kRows / 64);
+    if (kSplitRows) {
+      Finish<kDQFirst>(shared.ds[buffer] + warpgroup * kKVBox, row_block + warpgroup, 0, last);
+    } else if (kDQFirst == kDQSecond || warpgroup == 0) {
+      Finish<kDQFirst>(shared.ds[buffer], row_block, warpgroup * kDQFirst, last);
+    } else {
+      Finish<kDQSecond>(shared.ds[buffer], row_block, kDQFirst, last);
     }
-    WgmmaWait<0>();
-    Pin(dK);
-    Release(&shared.q_empty[at.index]);
     at.Next();
     buffer ^= 1;
   }
 
+  // dQ and dK from dS.
+  template <int kWidth>
+  __device__ __forceinline__ void Finish(const uint8_t* ds, int64_t row_block, int column, bool last) {
+    DQ<kWidth> dQ;
+    if (kDQ) Issue(dQ, ds, column);
+    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
+    WgmmaWait<(kDQ && kDK && kWidth > 0) ? 1 : 0>();
+    Pin(dV);
+    Pin(dQ.C);
+    Release(&shared.do_empty[at.index]);
+    if (last) Release(&shared.k_empty);
+    if (kDQ) Add(dQ, row_block, column);
+    WgmmaWait<0>();
+    Pin(dK);
+    Release(&shared.q_empty[at.index]);
+  }
+
   __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* dk_map, const TensorMap* dv_map) {
+    Clear(dK);
+    Clear(dV);
     MbarrierWait(&shared.k_full, kv_parity);
     MbarrierWait(&shared.v_full, kv_parity);
     kv_parity ^= 1;
@@ -442,43 +509,167 @@ struct Consumer {
     if (walk.Done()) {
       Release(&shared.k_empty);
       Release(&shared.v_empty);
-#pragma unroll
-      for (int i = 0; i < kQKDim / 2; ++i) dK[i] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kVDim / 2; ++i) dV[i] = 0.0f;
     }
-    for (bool accumulate = false; !walk.Done(); accumulate = true) {
+    while (!walk.Done()) {
       const Walk here = walk;
       walk.Next(tile);
-      Step(tile, here, accumulate, walk.Done());
+      Step(tile, here, walk.Done());
     }
     TmaWaitRead<0>();
     SyncConsumers();  // the last dQ has read all of dS, and left
-    if (kDV) Write<kVDim>(dV, kDropout ? p.keep_scale : 1.0f, shared.ds[0]);
-    if (kDK) Write<kQKDim>(dK, KeepScale(p) * p.scale, shared.dq);
-    FenceProxyAsync();
-    SyncWarpgroup();
-    if (threadIdx.x % kWarpgroup == 0) {
-      const int key = 64 * warpgroup;
-      for (int b = 0; kDV && b < kVBoxes; ++b)
-        TmaStore(dv_map, shared.ds[0] + b * kKVBox + key * 128, b * 64, tile.column + key, tile.head, tile.batch);
-      for (int b = 0; kDK && b < kQKBoxes; ++b)
-        TmaStore(dk_map, shared.dq + b * kKVBox + key * 128, b * 64, tile.column + key, tile.head, tile.batch);
-      TmaCommit();
-    }
+    if (kDV) Leave<kVDim>(dV, kDropout ? p.keep_scale : 1.0f, shared.ds[0], tile, dv_map);
+    if (kDK) Leave<kQKDim>(dK, KeepScale(p) * p.scale, shared.dq, tile, dk_map);
+  }
+};
+
+// Wide heads: S, P and dV of 64 keys, and some columns of dQ.
+struct ConsumerOfP : Keys {
+  float dV[kVDim / 2];
+
+  using Keys::Keys;
+
+  __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* dk_map, const TensorMap* dv_map) {
+    Clear(dV);
+    MbarrierWait(&shared.k_full, kv_parity);
+    MbarrierWait(&shared.v_full, kv_parity);
+    kv_parity ^= 1;
+    Walk walk(p, tile);
+    if (!walk.Done()) Steps(tile, walk);
+    SyncConsumers();  // nobody reads V any more
+    if (kDV) Leave<kVDim>(dV, kDropout ? p.keep_scale : 1.0f, shared.v, tile, dv_map);
+    ReleaseKV();
   }
 
-  template <int kDim>
-  __device__ __forceinline__ void Write(const float (&C)[kDim / 2], float scale, uint8_t* to) {
+  __device__ __forceinline__ void Steps(const Tile& tile, Walk walk) {
+    MbarrierWait(&shared.q_full[at.index], at.parity);
+    if (kStartAtL) StartS(at.index);
+    IssueKeysTimesRows<kQKDim>(S, shared.k, shared.q[at.index], kStartAtL);
+    while (!walk.Done()) {
+      const Walk here = walk;
+      walk.Next(tile);
+      WgmmaWait<0>();
+      Pin(S);
+      Softmax(tile, here.q_tile * kRows, here.head);
+      Release(&shared.q_empty[at.index]);
 #pragma unroll
-    for (int c = 0; c < kDim / 8; c += 2) {
-      const float* x = C + 4 * c;
-      const bool whole = c + 1 < kDim / 8;  // or what comes after is outside
-      Store(to, c / 2, Pack(x[0] * scale, x[1] * scale), Pack(x[2] * scale, x[3] * scale),
-            whole ? Pack(x[4] * scale, x[5] * scale) : 0, whole ? Pack(x[6] * scale, x[7] * scale) : 0);
+      for (int i = 0; i < kRows / 4; ++i) {
+        P[i] = PackP(S[2 * i], S[2 * i + 1]);
+        if (kSoftCap) {
+          const float2 derivative = Unpack(dS[i]);
+          S[2 * i] *= derivative.x, S[2 * i + 1] *= derivative.y;
+        }
+      }
+      if (kDS) {
+#pragma unroll
+        for (int i = 0; i < kRows / 8; ++i) {
+          reinterpret_cast<float4*>(shared.dq)[i * kWarpgroup + 32 * warp + lane] =
+              make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
+        }
+        BarrierArrive(kPFull, 2 * kWarpgroup);
+      }
+      MbarrierWait(&shared.do_full[at.index], at.parity);
+      if (kDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
+      Ring<kStages> next = at;
+      next.Next();
+      const bool last = walk.Done();
+      if (!last) {
+        MbarrierWait(&shared.q_full[next.index], next.parity);
+        if (kStartAtL) StartS(next.index);
+        IssueKeysTimesRows<kQKDim>(S, shared.k, shared.q[next.index], kStartAtL);
+      }
+      if (kDS) BarrierSync(kDSFull, 2 * kWarpgroup);
+      if (last) {
+        WgmmaWait<0>();
+      } else {
+        WgmmaWait<1>();
+      }
+      Pin(dV);
+      Release(&shared.do_empty[at.index]);
+      at = next;
+      if (kDQ) {
+        DQ<kDQFirst> dQ;
+        Issue(dQ, shared.ds[0], 0);
+        WgmmaWait<0>();
+        Pin(dQ.C);
+        Add(dQ, here.Index(p, tile), 0);
+      }
     }
   }
 };
+
+// Wide heads: dP, dS and dK of 64 keys, and the other columns of dQ.
+struct ConsumerOfDS : Keys {
+  static constexpr int kDQMiddle = kDQSecond < 128 ? kDQSecond : 128, kDQLast = kDQSecond - kDQMiddle;
+  float dK[kQKDim / 2];
+
+  using Keys::Keys;
+
+  __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* dk_map, const TensorMap* dv_map) {
+    Clear(dK);
+    MbarrierWait(&shared.k_full, kv_parity);
+    MbarrierWait(&shared.v_full, kv_parity);
+    kv_parity ^= 1;
+    for (Walk walk(p, tile); !walk.Done(); walk.Next(tile)) {
+      MbarrierWait(&shared.q_full[at.index], at.parity);
+      MbarrierWait(&shared.do_full[at.index], at.parity);
+      if (kDS) {
+        IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
+        BarrierSync(kPFull, 2 * kWarpgroup);
+#pragma unroll
+        for (int i = 0; i < kRows / 8; ++i) {
+          const float4 x = reinterpret_cast<const float4*>(shared.dq)[i * kWarpgroup + 32 * warp + lane];
+          S[4 * i] = x.x, S[4 * i + 1] = x.y, S[4 * i + 2] = x.z, S[4 * i + 3] = x.w;
+        }
+        WgmmaWait<0>();
+        Pin(dP);
+        ComputeDS();
+#pragma unroll
+        for (int c = 0; kDQ && c < kRows / 16; ++c)
+          Store(shared.ds[0], c, dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
+        FenceProxyAsync();
+        BarrierArrive(kDSFull, 2 * kWarpgroup);
+        SyncWarpgroup();
+      }
+      Release(&shared.do_empty[at.index]);
+      DQ<kDQMiddle> dQ;
+      if (kDQ) Issue(dQ, shared.ds[0], kDQFirst);
+      if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
+      if (kDQ) {
+        WgmmaWait<(kDK && kDQMiddle > 0) ? 1 : 0>();
+        Pin(dQ.C);
+        Add(dQ, walk.Index(p, tile), kDQFirst);
+        DQ<kDQLast> rest;
+        Issue(rest, shared.ds[0], kDQFirst + kDQMiddle);
+        WgmmaWait<0>();
+        Pin(rest.C);
+        Add(rest, walk.Index(p, tile), kDQFirst + kDQMiddle);
+      }
+      WgmmaWait<0>();
+      Pin(dK);
+      Release(&shared.q_empty[at.index]);
+      at.Next();
+    }
+    SyncConsumers();  // nobody reads K any more
+    if (kDK) Leave<kQKDim>(dK, KeepScale(p) * p.scale, shared.k, tile, dk_map);
+    ReleaseKV();
+  }
+};
+
+// A consumer warpgroup's way through all tiles.
+template <typename Consumer>
+__device__ __forceinline__ void Consume(const Params& p, BackwardShared& shared, const TensorMap* dk_map,
+                                        const TensorMap* dv_map) {
+  SetMaxRegistersUp<kConsumerRegisters>();
+  Consumer consumer(p, shared);
+  Schedule<kCausal> schedule;
+  Tile tile;
+  while (Next(p, &schedule, &tile)) {
+    tile.column = Uniform(tile.column);  // the compiler cannot tell
+    tile.first = Uniform(tile.first), tile.end = Uniform(tile.end);
+    tile.every_lo = Uniform(tile.every_lo), tile.every_hi = Uniform(tile.every_hi);
+    consumer.Run(tile, dk_map, dv_map);
+  }
+}
 
 }  // namespace jax_flash
 
@@ -504,23 +695,20 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     FenceMbarrierInit();
   }
   __syncthreads();
-  Schedule<kCausal> schedule;
-  Tile tile;
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<kProducerRegisters>();
     if (threadIdx.x == 0) {
+      Schedule<kCausal> schedule;
+      Tile tile;
       Producer producer{p, shared};
       while (Next(p, &schedule, &tile)) producer.Run(tile, &q_map, &k_map, &v_map, &do_map);
     }
+  } else if constexpr (!kWide) {
+    Consume<Consumer>(p, shared, &dk_map, &dv_map);
+  } else if (threadIdx.x < 2 * kWarpgroup) {
+    Consume<ConsumerOfP>(p, shared, &dk_map, &dv_map);
   } else {
-    SetMaxRegistersUp<kConsumerRegisters>();
-    Consumer consumer(p, shared);
-    while (Next(p, &schedule, &tile)) {
-      tile.column = Uniform(tile.column);  // the compiler cannot tell
-      tile.first = Uniform(tile.first), tile.end = Uniform(tile.end);
-      tile.every_lo = Uniform(tile.every_lo), tile.every_hi = Uniform(tile.every_hi);
-      consumer.Run(tile, &dk_map, &dv_map);
-    }
+    Consume<ConsumerOfDS>(p, shared, &dk_map, &dv_map);
   }
 }
 
@@ -572,10 +760,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const float scale = p.scale * KeepScale(p);
   for (int i = threadIdx.x; i < 32 * kChunks; i += 256) {
     const int chunk = i % kChunks, quad = i / kChunks % 8, warp = i / kChunks / 8;
-    const bool second = chunk >= kDQFirst / 8;
-    const int width = second ? kDQSecond : kDQFirst, start = second ? kDQFirst : 0;
-    const float4* x = reinterpret_cast<const float4*>(p.dq_sum + at * kQKDim + 64 * start + 16 * warp * width) +
-                      (chunk - start / 8) * 32 + quad * 4;
+    const float4* x = reinterpret_cast<const float4*>(p.dq_sum + (at + 16 * warp) * kQKDim) + chunk * 32 + quad * 4;
     uint32_t low[4], high[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {

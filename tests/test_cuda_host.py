@@ -1,0 +1,391 @@
+"""The CUDA backend where there is no GPU: what is refused, planned, compiled and cached, and what errors say."""
+
+import ctypes
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+
+import jax_flash
+from jax_flash import _native
+from jax_flash.problem import Extent, Problem
+
+BASE = Problem(2, 512, 512, 8, 4, 64, 64, "bfloat16", scale=0.125)
+GRADIENTS = {"dq": True, "dk": True, "dv": True}
+
+
+def problem(**changes) -> Problem:
+    return dataclasses.replace(BASE, **changes)
+
+
+def kernels(arch="sm_90a", backward=False, **changes) -> list[tuple[str, str]]:
+    """(file, kernel) of the launches."""
+    return [launch[:2] for launch in _native.cuda_plan(problem(**changes).encode(), backward, arch)]
+
+
+def macros(arch="sm_90a", backward=False, **changes) -> dict[str, int]:
+    """Of the last launch."""
+    defines = _native.cuda_plan(problem(**changes).encode(), backward, arch)[-1][2]
+    return {name.removeprefix("JAX_FLASH_"): int(x) for name, x in (define.split("=") for define in defines)}
+
+
+def finds(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float64"}, "float64"),
+        ({"qk_dim": 100}, "head dim 100"),
+        ({"v_dim": 12}, "head dim 12"),
+        ({"qk_dim": 0}, "head dim 0"),
+        ({"v_dim": 264}, "head dim 264"),
+        ({"kv_len": 2**31}, "length"),
+        ({"batch": 2**20, "q_len": 2**20}, "too large"),
+    ],
+)
+def test_refused(changes, reason):
+    refused = problem(**changes)
+    assert reason in _native.cuda_refusal(refused.encode())
+    assert _native.cuda_scratch_bytes(refused.encode(), True) == 0
+    with pytest.raises(ValueError, match=reason):
+        _native.cuda_plan(refused.encode(), False, "sm_90a")
+    choice = jax_flash.choose_implementation(dataclasses.replace(refused, v_dim=min(refused.v_dim, 256)), "cuda")
+    assert refused.v_dim > 256 or (choice.implementation == "xla" and reason in choice.reason)
+
+
+@pytest.mark.parametrize("dim", [8, 40, 128, 200, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_not_refused(dim, dtype):
+    accepted = problem(qk_dim=dim, v_dim=dim, dtype=dtype)
+    assert _native.cuda_refusal(accepted.encode()) == ""
+    assert jax_flash.choose_implementation(accepted, "cuda").implementation == "flash"
+
+
+def test_old_gpus_are_refused():
+    with pytest.raises(ValueError, match="sm_75.*8.0"):
+        kernels("sm_75")
+
+
+# --- the plan ---
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "family"),
+    [
+        ("sm_80", "bfloat16", "sm80"),
+        ("sm_89", "float16", "sm80"),
+        ("sm_90a", "bfloat16", "sm90"),
+        ("sm_90a", "float16", "sm90"),
+        ("sm_90a", "float32", "sm80"),
+        ("sm_100", "bfloat16", "sm80"),
+        ("sm_121", "float32", "sm80"),
+    ],
+)
+def test_kernel_families(arch, dtype, family):
+    assert kernels(arch, dtype=dtype) == [(f"forward_{family}.cuh", "jax_flash_forward")]
+    assert kernels(arch, True, dtype=dtype, **GRADIENTS) == [
+        (f"backward_{family}.cuh", "jax_flash_backward_prepare"),
+        (f"backward_{family}.cuh", "jax_flash_backward"),
+        (f"backward_{family}.cuh", "jax_flash_backward_finish"),
+    ]
+
+
+def test_a_family_can_be_asked_for(monkeypatch):
+    monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm80")
+    assert kernels() == [("forward_sm80.cuh", "jax_flash_forward")]
+    monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm70")
+    with pytest.raises(ValueError, match="JAX_FLASH_CUDA_KERNELS=sm70"):
+        kernels()
+
+
+def test_segments_come_first():
+    for backward, last in ((False, "jax_flash_forward"), (True, "jax_flash_backward_finish")):
+        launches = kernels(backward=backward, segments=True, **(GRADIENTS if backward else {}))
+        assert launches[0] == ("segments.cuh", "jax_flash_segments")
+        assert launches[-1][1] == last
+
+
+def test_only_the_gradients_asked_for():
+    assert macros(backward=True, dk=True)["DQ"] == 0
+    assert macros(backward=True, dk=True)["DK"] == 1
+    assert macros(backward=True, dk=True)["DV"] == 0
+    assert "jax_flash_backward_finish" not in [kernel for _, kernel in kernels(backward=True, dk=True)]
+
+
+def test_deterministic_gradients_take_no_sum_by_many_blocks():
+    launches = _native.cuda_plan(problem(deterministic=True, **GRADIENTS).encode(), True, "sm_90a")
+    assert [kernel for _, kernel, _ in launches] == [
+        "jax_flash_backward_prepare",
+        "jax_flash_backward",
+        "jax_flash_backward_query",
+    ]
+    assert "JAX_FLASH_DQ=0" in launches[1][2]
+    assert kernels(backward=True, deterministic=True, dq=True) == [
+        ("backward_query_sm80.cuh", "jax_flash_backward_query")
+    ]
+
+
+@pytest.mark.parametrize("extent", ["bnts", "1nts", "b11s", "11ts", "1111"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_gradient_of_a_bias(arch, extent):
+    bias = Extent(*(letter != "1" for letter in extent))
+    biased = {"bias_dtype": "float32", "bias": bias, "dbias": True}
+    launches = kernels(arch, True, **biased, **GRADIENTS)
+    assert ("backward_bias_sm80.cuh", "jax_flash_backward_bias") in launches
+    prepared = launches.index(("backward_bias_sm80.cuh", "jax_flash_backward_prepare")) if arch == "sm_90a" else 0
+    assert prepared < launches.index(("backward_bias_sm80.cuh", "jax_flash_backward_bias"))
+    alone = [kernel for _, kernel in kernels(arch, True, **biased)]
+    assert alone[:2] == ["jax_flash_backward_prepare", "jax_flash_backward_bias"]
+
+
+@pytest.mark.parametrize("empty", ["batch", "q_len", "kv_len"])
+def test_nothing_to_compute(empty):
+    for backward in (False, True):
+        assert kernels(backward=backward, segments=True, **{empty: 0}, **GRADIENTS) == []
+        assert _native.cuda_scratch_bytes(problem(segments=True, **{empty: 0}, **GRADIENTS).encode(), backward) == 0
+
+
+def test_macros_say_what_the_problem_uses():
+    features = {
+        "causal": {"CAUSAL": 1},
+        "window_left": {"WINDOW": 1},
+        "q_lengths": {"Q_LENGTHS": 1},
+        "kv_lengths": {"KV_LENGTHS": 1},
+        "query_offset": {"QUERY_OFFSET": 1},
+        "soft_cap": {"SOFT_CAP": 1},
+        "drop_threshold": {"DROPOUT": 1},
+    }
+    plain = macros()
+    for field, expected in features.items():
+        changed = macros(**{field: 1})
+        tiles = {"ROWS", "COLS", "CONSUMERS", "STAGES"}
+        assert {k: v for k, v in changed.items() if plain[k] != v and k not in tiles} == expected, field
+    assert macros(scale=-1.0)["POSITIVE_SCALE"] == 0
+    assert macros(full_precision=True)["FULL_PRECISION"] == 0  # a matter of float32
+    assert macros(dtype="float32", full_precision=True)["FULL_PRECISION"] == 1
+    # The deterministic backward asks nothing else of the forward.
+    assert macros(deterministic=True) == plain
+
+
+def test_scratch_is_linear_in_the_length():
+    def scratch(length, **changes):
+        return _native.cuda_scratch_bytes(problem(q_len=length, kv_len=length, **changes).encode(), True)
+
+    assert _native.cuda_scratch_bytes(BASE.encode(), False) == 0
+    rows = 2 * 8 * 4096
+    assert scratch(4096, **GRADIENTS) == 4 * rows * (64 + 2)  # one dQ in float32, two numbers a row
+    assert scratch(4096, **GRADIENTS, deterministic=True) == 4 * rows * 2
+    assert scratch(8192, **GRADIENTS, segments=True) == 2 * scratch(4096, **GRADIENTS, segments=True)
+
+
+# --- compiling ---
+
+
+@pytest.fixture
+def nvrtc():
+    try:
+        return _native.cuda_nvrtc()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+def test_compiles_with_the_macros_of_the_plan(nvrtc):
+    ((file, kernel, defines),) = _native.cuda_plan(BASE.encode(), False, "sm_90a")
+    cubin, log, seconds, shared_bytes = _native.cuda_compile(file, defines, "sm_90a")
+    assert cubin.startswith(b"\x7fELF")
+    assert kernel in log and "registers" in log
+    assert 0 < seconds
+    assert 50_000 < shared_bytes <= 227 * 1024
+
+
+def test_a_source_that_does_not_compile_says_so(nvrtc):
+    with pytest.raises(RuntimeError, match=r"could not compile forward_sm90.cuh for sm_90a:\n.*JAX_FLASH_DTYPE"):
+        _native.cuda_compile("forward_sm90.cuh", [], "sm_90a")
+
+
+def test_architectures(nvrtc):
+    assert _native.cuda_arch(8, 0) == "sm_80"
+    assert _native.cuda_arch(8, 9) == "sm_89"
+    assert _native.cuda_arch(9, 0) == "sm_90a"
+    with pytest.raises(ValueError, match="capability 7.5: the kernels need 8.0"):
+        _native.cuda_arch(7, 5)
+    with pytest.raises(ValueError, match=r"does not compile for .* 99.0.*newer"):
+        _native.cuda_arch(99, 0)
+
+
+# --- the cache directory ---
+
+CACHE = """
+import sys
+from jax_flash import _native
+_native.cuda_cache(sys.argv[1], False, sys.argv[2])
+"""
+
+
+def start(directory: object, text: str = BASE.encode(), arch: str = "sm_80") -> subprocess.Popen:
+    environment = os.environ | {"JAX_FLASH_CACHE_DIR": str(directory), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen([sys.executable, "-c", CACHE, text, arch], env=environment)
+
+
+def fill(directory: object, *args: str) -> dict[pathlib.Path, tuple[int, int]]:
+    """Compiles in a new process; which files are there then, when written and how large."""
+    assert start(directory, *args).wait() == 0
+    files = pathlib.Path(directory).glob("*") if directory else ()
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+
+def test_a_second_process_finds_the_cubin(nvrtc, tmp_path):
+    first = fill(tmp_path / "new" / "folder")
+    assert len(first) == 1
+    assert fill(tmp_path / "new" / "folder") == first
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda entry: b"", lambda entry: entry[:-1], lambda entry: entry[:-9] + b"?" + entry[-8:], lambda entry: b"\n\n"],
+    ids=["empty", "truncated", "another byte", "no header"],
+)
+def test_a_damaged_entry_is_compiled_again(nvrtc, tmp_path, damage):
+    ((path, _),) = fill(tmp_path).items()
+    entry = path.read_bytes()
+    path.write_bytes(damage(entry))
+    fill(tmp_path)
+    assert path.read_bytes()[:200] == entry[:200]
+    assert path.stat().st_size == len(entry)
+
+
+def test_an_entry_of_another_key_is_none(nvrtc, tmp_path):
+    """As if their hashes were equal."""
+    ((path, _),) = fill(tmp_path).items()
+    (other,) = set(fill(tmp_path, problem(causal=True).encode())) - {path}
+    entry = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    fill(tmp_path)
+    assert path.read_bytes()[:200] == entry[:200]
+
+
+def test_what_a_cubin_depends_on_is_in_its_key(nvrtc, tmp_path):
+    changes = [(), (problem(causal=True).encode(),), (BASE.encode(), "sm_89"), (problem(qk_dim=72).encode(),)]
+    assert [len(fill(tmp_path, *args)) for args in changes] == [1, 2, 3, 4]
+    # ... and what it does not depend on is not
+    assert len(fill(tmp_path, problem(batch=3, q_heads=16, scale=0.2, drop_threshold=0).encode())) == 4
+    (path, *_) = tmp_path.iterdir()
+    header = path.read_bytes().partition(b"\n\n")[0].decode()
+    _, major, minor = nvrtc
+    assert f"nvrtc {major}.{minor}\n" in header and "forward_sm80.cuh sm_8" in header and "sources " in header
+
+
+@pytest.mark.parametrize("directory", ["", "/dev/null/cache"], ids=["none", "unwritable"])
+def test_without_a_directory_kernels_compile(nvrtc, directory):
+    assert fill(directory) == {}
+
+
+def test_many_processes_at_once(nvrtc, tmp_path):
+    processes = [start(tmp_path) for _ in range(4)]
+    assert [process.wait() for process in processes] == [0] * 4
+    assert [path.suffix for path in tmp_path.iterdir()] == [".cubin"]  # and no temporary file
+    assert len(fill(tmp_path)) == 1
+
+
+def test_the_directory_by_default_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_FLASH_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _native.cuda_cache_directory() == str(tmp_path / "jax_flash")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert _native.cuda_cache_directory() == "/home/ada/.cache/jax_flash"
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", "/var/kernels")
+    assert _native.cuda_cache_directory() == "/var/kernels"
+
+
+# --- libraries ---
+
+
+def test_importing_loads_nothing_of_cuda():
+    script = """
+import jax_flash, jax_flash.nnx
+assert not [line for line in open("/proc/self/maps") if "libcuda" in line or "nvrtc" in line]
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+
+
+@pytest.mark.skipif(finds("libnvrtc.so.13") or finds("libnvrtc.so.12"), reason="the system has an NVRTC")
+def test_an_nvrtc_that_is_not_there_is_asked_for():
+    script = """
+import jax_flash.cuda
+from jax_flash import _native
+def find_nvrtc():
+    raise RuntimeError("the folders A and B")
+jax_flash.cuda.find_nvrtc = find_nvrtc
+try:
+    _native.cuda_cache(__import__("sys").argv[1], False, "sm_80")
+except RuntimeError as error:
+    print(error)
+"""
+    run = [sys.executable, "-c", script, BASE.encode()]
+    message = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout
+    for part in ("libnvrtc.so.13", "the folders A and B", 'pip install "jax[cuda13]"'):
+        assert part in message
+
+
+@pytest.mark.skipif(finds("libcuda.so.1"), reason="there is a driver")
+def test_a_driver_that_is_not_there_is_asked_for():
+    """The handlers for CUDA, under another name on the CPU."""
+    handlers = _native.registrations()["CUDA"]["jax_flash_forward"]
+    jax.ffi.register_ffi_target("jax_flash_forward_without_driver", handlers, platform="cpu")
+    q, kv = jnp.zeros((2, 512, 8, 64), jnp.bfloat16), jnp.zeros((2, 512, 4, 64), jnp.bfloat16)
+    statistics = jax.ShapeDtypeStruct((2, 8, 512), jnp.float32)
+    call = jax.ffi.ffi_call("jax_flash_forward_without_driver", [q, statistics, statistics])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"jax_flash_forward: .*driver.*libcuda\.so\.1"):
+        call(q, kv, kv, problem=BASE.encode())
+
+
+# --- lowering ---
+
+
+def lowered(dtype=jnp.bfloat16, dim=64, **options) -> str:
+    """The program of a forward and a backward for CUDA."""
+    q = jax.ShapeDtypeStruct((2, 128, 4, dim), dtype)
+
+    def loss(q, k, v):
+        return jax_flash.dot_product_attention(q, k, v, **options).astype(jnp.float32).sum()
+
+    return jax.export.export(
+        jax.jit(jax.grad(loss, (0, 1, 2))),
+        platforms=["cuda"],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(f"jax_flash_{x}") for x in ("forward", "backward")],
+    )(q, q, q).mlir_module()
+
+
+@pytest.mark.parametrize("implementation", [None, "flash"])
+def test_lowers_to_the_custom_calls(implementation):
+    text = lowered(implementation=implementation)
+    assert "@jax_flash_forward" in text and "@jax_flash_backward" in text
+    assert "xui8>" in text  # the backward's scratch
+
+
+@pytest.mark.parametrize("case", [{"dim": 20}, {"dtype": jnp.float64}], ids=str)
+def test_lowers_to_plain_jax_where_it_is_refused(case, x64):
+    assert "jax_flash_" not in lowered(**case)
+    assert "@jax_flash_forward" in lowered(**case, implementation="flash")  # and XLA will say why not
+
+
+def test_deterministic_is_part_of_the_problem():
+    assert "deterministic=0" in lowered()
+    assert "deterministic=1" in lowered(deterministic=True)

@@ -64,7 +64,7 @@ struct ForwardShared {
   alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
   alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];
   uint64_t q_full[kConsumers], q_empty[kConsumers];
-  Tile tile[kConsumers];  // comes and goes with q
+  Tile tile[2][kConsumers];  // comes with q, stays until the next tile's q goes
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
 };
@@ -89,14 +89,14 @@ __device__ __forceinline__ bool Next(const Params& p, Schedule<kCausal>* schedul
 
 // The results of a tile that sees nothing, by one warp.
 __device__ __forceinline__ void WriteEmpty(const Params& p, const Tile& tile) {
-  const int rows = min(kRows, p.q_len - tile.row), lane = threadIdx.x % 32;
-  for (int i = lane; i < rows; i += 32) {
-    const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + tile.row + i;
+  const int end = min(tile.row + kRows, p.q_len);
+#pragma unroll 1
+  for (int row = tile.row + threadIdx.x % 32; row < end; row += 32) {
+    const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row;
     p.l[at] = 0.0f, p.m[at] = -Infinity();
-  }
-  for (int i = lane; i < rows * (kVDim / 8); i += 32) {
-    const int64_t row = int64_t(tile.batch) * p.q_len + tile.row + i / (kVDim / 8);
-    static_cast<uint4*>(p.o)[(row * p.q_heads + tile.head) * (kVDim / 8) + i % (kVDim / 8)] = {0, 0, 0, 0};
+    uint4* o = static_cast<uint4*>(p.o) + ((int64_t(tile.batch) * p.q_len + row) * p.q_heads + tile.head) * (kVDim / 8);
+#pragma unroll 1
+    for (int c = 0; c < kVDim / 8; ++c) o[c] = {0, 0, 0, 0};
   }
 }
 
@@ -129,7 +129,7 @@ struct Producer {
     if (more) LoadK(k_map, tile.end - 1, kv_head, tile.batch);
     for (int w = 0; w < kConsumers; ++w) {
       MbarrierWait(&shared.q_empty[w], q_parity ^ 1);
-      shared.tile[w] = tile;
+      shared.tile[q_parity][w] = tile;
       MbarrierArriveExpectTx(&shared.q_full[w], more ? kQKBoxes * kQBox : 0);
       for (int b = 0; more && b < kQKBoxes; ++b)
         TmaLoad(shared.q[w] + b * kQBox, q_map, &shared.q_full[w], b * 64, tile.row + 64 * w, tile.head, tile.batch);
@@ -142,7 +142,7 @@ struct Producer {
   }
 };
 
-// The 64 rows of one consumer warpgroup. A lane holds two of them: `row` and row + 8.
+// The 64 rows of one consumer warpgroup. A lane holds two of them, Row and Row + 8.
 struct Consumer {
   const Params& p;
   ForwardShared& shared;
@@ -151,9 +151,6 @@ struct Consumer {
   Ring<kStages> k, v;
   uint32_t q_parity = 0;
 
-  int row;
-  Positions positions;  // of the batch entry
-  uint32_t seed0, seed1, batch_id, head_id;
   float S[kCols / 2], O[kVDim / 2];
   uint32_t P[kCols / 4];
   float m[2], l[2];    // l: of this lane's columns only, until the end
@@ -169,6 +166,9 @@ struct Consumer {
     if (warpgroup == kConsumers - 1) PassTurn();  // the first turn is the first warpgroup's
   }
 
+  __device__ __forceinline__ int Row(const Tile& tile) const {
+    return tile.row + 64 * warpgroup + 16 * warp + lane / 4;
+  }
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, lane == 0); }
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(1 + warpgroup, kWarpgroup); }
   __device__ __forceinline__ void TakeTurn() { BarrierSync(1 + kConsumers + warpgroup, 2 * kWarpgroup); }
@@ -215,8 +215,12 @@ struct Consumer {
 
   // From q_i k_j to s_ij, -inf where row i does not see key j. Without kScores S stays without its scale.
   template <bool kMasked>
-  __device__ __forceinline__ void Scores(const Entries& entries, int j) {
+  __device__ __forceinline__ void Scores(const Tile& tile, int j) {
     if (!kMasked && !kScores) return;
+    const Entries entries(p, tile.batch, tile.head);
+    Positions positions = PositionsOf(p, tile.batch);
+    if (!kQLengths) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
+    const int row = Row(tile);
     const int column = j * kCols + lane % 4 * 2;
     int begin[2], end[2];  // what the two rows see, from `column` on
 #pragma unroll
@@ -252,7 +256,7 @@ struct Consumer {
         reference[h] = m[h];
         l[h] *= alpha[h];
       }
-      shift[h] = reference[h] == -Infinity() ? 0.0f : kScores ? reference[h] : reference[h] * to_log2;
+      shift[h] = reference[h] == -Infinity() ? 0.0f : kBias ? reference[h] : reference[h] * to_log2;
     }
   }
 
@@ -266,7 +270,7 @@ struct Consumer {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           // A bias can be so large that only the difference is exact enough.
-          S[i + e] = Exp2(kScores ? (S[i + e] - shift[h]) * to_log2 : fmaf(S[i + e], to_log2, -shift[h]));
+          S[i + e] = Exp2(kBias ? (S[i + e] - shift[h]) * to_log2 : fmaf(S[i + e], to_log2, -shift[h]));
           sum[e] += S[i + e];
         }
       }
@@ -275,7 +279,11 @@ struct Consumer {
   }
 
   // P = Z P, without the factor of what is kept.
-  __device__ __forceinline__ void Drop(int j) {
+  __device__ __forceinline__ void Drop(const Tile& tile, int j) {
+    // Loaded for each tile: what can be computed from them beforehand takes more registers than there are.
+    const uint32_t seed0 = p.seed[2 * tile.batch], seed1 = p.seed[2 * tile.batch + 1];
+    const int row = Row(tile);
+    const uint32_t batch_id = p.batch_id[tile.batch], head_id = p.head_id[tile.head];
     const uint32_t threshold = p.drop_threshold << 16;
 #pragma unroll
     for (int c = 0; c < kCols / 16; ++c) {
@@ -298,18 +306,18 @@ struct Consumer {
 
   // Tile j of K, and tile j + 1 of V.
   template <bool kMasked>
-  __device__ __forceinline__ void Step(const Tile& tile, const Entries& entries, int j) {
+  __device__ __forceinline__ void Step(const Tile& tile, int j, bool accumulate, bool last) {
     float alpha[2], shift[2];
     TakeTurn();
     IssueS();
-    IssueO(j + 2 < tile.end);
+    IssueO(accumulate);
     PassTurn();
     WgmmaWait<1>();
-    FinishS(j == tile.begin);
-    Scores<kMasked>(entries, j);
+    FinishS(last);
+    Scores<kMasked>(tile, j);
     Maximum(alpha, shift);
     Exponentials(shift);
-    if (kDropout) Drop(j);
+    if (kDropout) Drop(tile, j);
     FinishO();
     if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
@@ -318,56 +326,49 @@ struct Consumer {
     PackP();
   }
 
-  // The next tile from the producer, said to be the same for all threads, which the compiler cannot know.
-  __device__ __forceinline__ bool Next(Tile* tile) {
+  // All of a tile; false if the producer has no more.
+  __device__ __forceinline__ bool Run(const TensorMap* o_map) {
     MbarrierWait(&shared.q_full[warpgroup], q_parity);
+    // It stays in shared memory for want of registers, but for the loop's bounds. Those all threads have, which the
+    // compiler cannot know.
+    const Tile& tile = shared.tile[q_parity][warpgroup];
     q_parity ^= 1;
-    const Tile& next = shared.tile[warpgroup];
-    *tile = {Uniform(next.row),         Uniform(next.head),
-             Uniform(next.batch),       kMaskedLeft ? Uniform(next.begin) : 0,
-             Uniform(next.end),         kMaskedLeft ? Uniform(next.unmasked_begin) : 0,
-             Uniform(next.unmasked_end)};
-    return tile->begin < tile->end;
-  }
+    const int begin = kMaskedLeft ? Uniform(tile.begin) : 0, end = Uniform(tile.end);
+    const int unmasked_begin = kMaskedLeft ? Uniform(tile.unmasked_begin) : 0;
+    const int unmasked_end = Uniform(tile.unmasked_end);
+    if (begin == end) return false;
 
-  __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* o_map) {
-    const Entries entries(p, tile.batch, tile.head);
-    row = tile.row + 64 * warpgroup + 16 * warp + lane / 4;
-    positions = PositionsOf(p, tile.batch);
-    if (!kQLengths) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
-    if (kDropout) {
-      seed0 = p.seed[2 * tile.batch], seed1 = p.seed[2 * tile.batch + 1];
-      batch_id = p.batch_id[tile.batch], head_id = p.head_id[tile.head];
-    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) m[h] = reference[h] = -Infinity(), l[h] = 0.0f;
 
-    int j = tile.end - 1;
+    int j = end - 1;
     float alpha[2], shift[2];  // alpha of the first tile is not used: there is no O yet
     TakeTurn();
     IssueS();
     PassTurn();
     WgmmaWait<0>();
-    FinishS(j == tile.begin);
-    Scores<true>(entries, j);
+    FinishS(j == begin);
+    Scores<true>(tile, j);
     Maximum(alpha, shift);
     Exponentials(shift);
-    if (kDropout) Drop(j);
+    if (kDropout) Drop(tile, j);
     PackP();
-    for (--j; j >= tile.unmasked_end; --j) Step<true>(tile, entries, j);
+    for (--j; j >= unmasked_end; --j) Step<true>(tile, j, j + 2 < end, j == begin);
     if (!kMask) {
-      for (; j >= tile.unmasked_begin; --j) Step<false>(tile, entries, j);
+      for (; j >= unmasked_begin; --j) Step<false>(tile, j, j + 2 < end, j == begin);
     }
     if (kMaskedLeft) {
-      for (; j >= tile.begin; --j) Step<true>(tile, entries, j);
+      for (; j >= begin; --j) Step<true>(tile, j, j + 2 < end, j == begin);
     }
-    IssueO(tile.end - tile.begin > 1);
+    IssueO(end - begin > 1);
     FinishO();
     Write(tile, o_map);
+    return true;
   }
 
   // O = diag(l)^-1 O, l and m. What was NaN or +inf in a row of S has made its l NaN, but not its m.
   __device__ __forceinline__ void Write(const Tile& tile, const TensorMap* o_map) {
+    const int row = Row(tile);
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -429,10 +430,10 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     FenceMbarrierInit();
   }
   __syncthreads();
-  Tile tile;
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<kProducerRegisters>();
     Schedule<kCausal> schedule;
+    Tile tile;
     if (threadIdx.x == 0) {
       Producer producer{p, shared};
       while (Next(p, &schedule, &tile)) producer.Run(tile, &q_map, &k_map, &v_map);
@@ -443,6 +444,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   } else {
     SetMaxRegistersUp<kConsumerRegisters>();
     Consumer consumer(p, shared);
-    while (consumer.Next(&tile)) consumer.Run(tile, &o_map);
+    while (consumer.Run(&o_map)) {
+    }
   }
 }

@@ -9,7 +9,13 @@ namespace jax_flash {
 
 __device__ __forceinline__ float Tanh(float x) {
   if (kDType == DType::kF32) return tanhf(x);
-  return 1.0f - 2.0f / (1.0f + Exp2(x * (2 * kLog2e)));  // absolute error 1e-7
+  return 1.0f - 2.0f * Reciprocal(1.0f + Exp2(x * (2 * kLog2e)));  // absolute error 1e-7
+}
+
+// The offset of row i, column j. (Both strides fit in 32 bits, and one multiplication then does for each.)
+template <typename T>
+__device__ __forceinline__ int64_t Offset(const Broadcast<T>& x, int i, int j) {
+  return int64_t(i) * int(x.row) + int64_t(j) * int(x.column);
 }
 
 // The operands that are looked at entry by entry, for one batch entry and head. Rows and columns are within T and S.
@@ -28,17 +34,17 @@ struct Entries {
 
   // Whether entry (i, j) is hidden by what is not a matter of positions.
   __device__ __forceinline__ bool Hidden(int i, int j) const {
-    return (kSegments && q_segments[i] != kv_segments[j]) || (kMask && mask[i * p.mask.row + j * p.mask.column] == 0);
+    return (kSegments && q_segments[i] != kv_segments[j]) || (kMask && mask[Offset(p.mask, i, j)] == 0);
   }
 
   __device__ __forceinline__ float Bias(int i, int j) const {
-    return Load<kBiasDType>(p.bias.data, bias + i * p.bias.row + j * p.bias.column);
+    return Load<kBiasDType>(p.bias.data, bias + Offset(p.bias, i, j));
   }
 };
 
 // c = cap tanh(scale x / cap)
 __device__ __forceinline__ float Cap(const Params& p, float x) {
-  return kSoftCap ? p.soft_cap * Tanh(x * p.scale / p.soft_cap) : x * p.scale;
+  return kSoftCap ? p.soft_cap * Tanh(x * (p.scale / p.soft_cap)) : x * p.scale;
 }
 
 // dc / d(scale x), from c

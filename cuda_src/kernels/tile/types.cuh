@@ -70,4 +70,11 @@ __device__ __forceinline__ float Exp2(float x) {
   return y;
 }
 
+// rcp.approx: one MUFU operation, 1 ulp. PTX ISA 9.7.3.13.
+__device__ __forceinline__ float Reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 }  // namespace jax_flash

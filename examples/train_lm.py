@@ -384,7 +384,10 @@ def main() -> None:
 
     text = read_standard_library()[: args.text_limit]
     vocabulary = Vocabulary(text, args.vocabulary)
+    args.vocabulary = len(vocabulary.pieces)  # a short text does not have as many chunks
     corpus, prompt = vocabulary.encode(text), vocabulary.encode(args.prompt)
+    if len(corpus) <= args.seq_len:
+        raise SystemExit(f"the text has {len(corpus)} tokens, too few for --seq-len {args.seq_len}")
     if len(prompt) >= args.sample_length:
         raise SystemExit(f"--prompt has {len(prompt)} tokens, too many for --sample-length {args.sample_length}")
     device = jax.devices()[0]

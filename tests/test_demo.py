@@ -21,8 +21,8 @@ def run(*flags: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_demo_runs_and_writes_what_it_says(tmp_path):
-    model = ["--layers", 1, "--width", 16, "--heads", 2, "--kv-heads", 1, "--seq-len", 32, "--vocabulary", 200]
-    training = ["--text-limit", 100_000, "--batch", 2, "--steps", 8, "--compare-steps", 4]
+    model = ["--layers", 1, "--width", 16, "--heads", 2, "--kv-heads", 1, "--seq-len", 32]
+    training = ["--text-limit", 20_000, "--vocabulary", 100_000, "--batch", 2, "--steps", 8, "--compare-steps", 4]
     checks = ["--long-seq-len", 64, "--prompt", "import os", "--output", tmp_path / "out"]
     result = run(*model, *training, *checks)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -38,6 +38,8 @@ def test_demo_runs_and_writes_what_it_says(tmp_path):
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_demo_names_bad_flags():
+def test_demo_names_bad_flags(tmp_path):
     result = run("--width", 100, "--heads", 3)
     assert result.returncode == 2 and "--heads 3 must divide --width 100" in result.stderr
+    result = run("--text-limit", 100, "--output", tmp_path)
+    assert result.returncode == 1 and "too few for --seq-len 512" in result.stderr

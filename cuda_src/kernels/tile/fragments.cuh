@@ -38,13 +38,12 @@ template <int kCount>
 struct Operand {
   uint32_t big[kCount], small[kCount];
 
-  // Rounded where it is TF32 and `kRound`; else the mma cuts it off.
-  template <bool kRound>
+  // TF32 is rounded here: the mma would cut it off, and errors of one sign add up.
   __device__ __forceinline__ static Operand Of(const uint32_t (&x)[kCount]) {
     Operand operand;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      operand.big[i] = kSplit || (kRound && kDType == DType::kF32) ? RoundTF32(x[i]) : x[i];
+      operand.big[i] = kDType == DType::kF32 ? RoundTF32(x[i]) : x[i];
       if (kSplit) operand.small[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(operand.big[i]));
     }
     return operand;
@@ -53,13 +52,18 @@ struct Operand {
 using OperandA = Operand<4>;
 using OperandB = Operand<2>;
 
-// c += a b. Of three TF32 products the small ones come first.
+// c += a b. In full precision three products of TF32, summed on their own: the mma's sums are cut off too.
 __device__ __forceinline__ void Mma(float (&c)[4], const OperandA& a, const OperandB& b) {
   if constexpr (kSplit) {
-    MmaSync(c, a.small, b.big);
-    MmaSync(c, a.big, b.small);
+    float sum[4] = {};
+    MmaSync(sum, a.small, b.big);
+    MmaSync(sum, a.big, b.small);
+    MmaSync(sum, a.big, b.big);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[i] += sum[i];
+  } else {
+    MmaSync(c, a.big, b.big);
   }
-  MmaSync(c, a.big, b.big);
 }
 
 // Step `s` of k of an accumulator that becomes an operand.
@@ -68,11 +72,11 @@ __device__ __forceinline__ OperandA ToOperand(const float (&c)[kChunks][4], int 
   if constexpr (kDType == DType::kF32) {
     const uint32_t x[4] = {__float_as_uint(c[s][0]), __float_as_uint(c[s][2]), __float_as_uint(c[s][1]),
                            __float_as_uint(c[s][3])};
-    return OperandA::Of<true>(x);
+    return OperandA::Of(x);
   } else {
     const uint32_t x[4] = {Pack(c[2 * s][0], c[2 * s][1]), Pack(c[2 * s][2], c[2 * s][3]),
                            Pack(c[2 * s + 1][0], c[2 * s + 1][1]), Pack(c[2 * s + 1][2], c[2 * s + 1][3])};
-    return OperandA::Of<true>(x);
+    return OperandA::Of(x);
   }
 }
 
@@ -144,7 +148,7 @@ struct SharedTile {
   __device__ __forceinline__ OperandA RowsAsA(int row, int step) const {
     uint32_t x[4];
     Ldmatrix(x, Address16x2() + row * kStride + step * 32);
-    return OperandA::Of<true>(x);
+    return OperandA::Of(x);
   }
 
   // B(k, n) = tile(row + n, kStep step + k), for n < 8 and for 8 <= n < 16.
@@ -163,7 +167,7 @@ struct SharedTile {
     } else {
       LdmatrixTransposed(x, Address8x2x8() + row * kStride + column * kElementBytes);
     }
-    return OperandA::Of<true>(x);
+    return OperandA::Of(x);
   }
 
   // B(k, n) = tile(row + k, column + n), for n < 8 and for 8 <= n < 16; f32: k permuted
@@ -201,7 +205,7 @@ struct SharedTile {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t y[2] = {x[2 * half], x[2 * half + 1]};
-      b[half] = OperandB::Of<false>(y);
+      b[half] = OperandB::Of(y);
     }
   }
 

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash.io_model.flash import block_sizes
+from jax_flash.io_model.flash import block_sizes, nonzero_blocks
 from jax_flash.io_model.memory import Array, blocks
 from jax_flash.io_model.standard import product_tile, softmax_block
 
@@ -196,15 +196,13 @@ def _check(algorithm: str, N: int, d: int, M: int, sparsity: float | Array) -> N
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
     if N < 1 or not 1 <= d <= M:
         raise ValueError(f"N must be positive and 1 <= d <= M, not N = {N}, d = {d}, M = {M}")
+    if algorithm not in BLOCK_SPARSE and (isinstance(sparsity, np.ndarray) or sparsity != 1):
+        raise ValueError(f"{algorithm} is dense: sparsity must be 1, not {sparsity}")
     if isinstance(sparsity, np.ndarray):
         B_c, B_r = block_sizes(d, M)
-        shape = (_ceil(N, B_r), _ceil(N, B_c))
-        if sparsity.shape != shape or sparsity.dtype != bool:
-            raise ValueError(f"the block mask must be bool {list(shape)}, not {sparsity.dtype} {list(sparsity.shape)}")
+        nonzero_blocks(sparsity, _ceil(N, B_r), _ceil(N, B_c))
     elif not 0 <= sparsity <= 1:
         raise ValueError(f"sparsity must be in [0, 1], not {sparsity}")
-    elif sparsity != 1 and algorithm not in BLOCK_SPARSE:
-        raise ValueError(f"{algorithm} is dense: sparsity must be 1, not {sparsity}")
 
 
 def _ceil(a: int, b: int) -> int:

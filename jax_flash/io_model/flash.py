@@ -119,10 +119,11 @@ def algorithm_5(
     B_c, B_r = block_sizes(d, M)
     hbm.initialize(O=np.zeros((N, d)), l=np.zeros((N, 1)), m=np.full((N, 1), -np.inf))  # 2
     columns, rows = blocks(N, B_c), blocks(N, B_r)  # 3, 4
+    nonzero = nonzero_blocks(block_mask, len(rows), len(columns))
     for j in columns:  # 5
         sram.K, sram.V = hbm["K", j], hbm["V", j]  # 6: load K_j, V_j
         for i in rows:  # 7
-            if block_mask is None or block_mask[i.start // B_r, j.start // B_c]:  # 8
+            if nonzero[i.start // B_r, j.start // B_c]:  # 8
                 sram.Q, sram.O, sram.l, sram.m = (hbm[x, i] for x in ("Q", "O", "l", "m"))  # 9: load Q_i, O_i, ℓ_i, m_i
                 sram.S = scale * (sram.Q @ sram.K.T)  # 10
                 sram.S = masked(sram.S, mask, i, j)  # 11
@@ -172,12 +173,13 @@ def algorithm_4(
     sram.R = hbm["R", :]  # 1
     B_c, B_r = block_sizes(d, M)  # 2
     columns, rows = blocks(N, B_c), blocks(N, B_r)  # 3, 4
+    nonzero = nonzero_blocks(block_mask, len(rows), len(columns))
     hbm.initialize(dQ=np.zeros((N, d)), dK=np.zeros((N, d)), dV=np.zeros((N, d)))  # 5
     for j in columns:  # 6
         sram.K, sram.V = hbm["K", j], hbm["V", j]  # 7: load K_j, V_j
         sram.dK, sram.dV = np.zeros_like(sram.K), np.zeros_like(sram.V)  # 8
         for i in rows:  # 9
-            if block_mask is None or block_mask[i.start // B_r, j.start // B_c]:  # 8 of Algorithm 5
+            if nonzero[i.start // B_r, j.start // B_c]:  # 8 of Algorithm 5
                 sram.Q, sram.O, sram.dO = (
                     hbm[x, i] for x in ("Q", "O", "dO")
                 )  # 10: load Q_i, O_i, dO_i, dQ_i, ℓ_i, m_i
@@ -219,6 +221,15 @@ def block_sparse_backward(
 
 
 # --- what lines 11 to 15 are made of; the kernels' order shares it ---
+
+
+def nonzero_blocks(block_mask: Array | None, T_r: int, T_c: int) -> Array:
+    """M_ij, bool [T_r, T_c]; without a block mask no block is zero."""
+    if block_mask is None:
+        return np.ones((T_r, T_c), bool)
+    if block_mask.shape != (T_r, T_c) or block_mask.dtype != bool:
+        raise ValueError(f"the block mask must be bool {[T_r, T_c]}, not {block_mask.dtype} {list(block_mask.shape)}")
+    return block_mask
 
 
 def causal(rows: Array, columns: Array) -> Array:

@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
         if args.plot:
             plot(args.seq_len, args.head_dim, M, args.plot)
     except ModuleNotFoundError as error:
-        print(f"{error.name} is not installed; this command needs pip install 'jax-flash[io]'", file=sys.stderr)
+        package = str(error.name).partition(".")[0]
+        print(f"{package} is not installed; this command needs pip install 'jax-flash[io]'", file=sys.stderr)
         return 1
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -147,7 +148,8 @@ def plot(N: int, d: int, M: int, path: pathlib.Path) -> None:
     for color, (name, pair) in enumerate(dense.items()):
         by_length.loglog(lengths, [both(*pair, length, M) for length in lengths], "o-", label=name)
         by_size.loglog(sizes, [both(*pair, N, size) for size in sizes])
-        by_share.axhline(both(*pair, N, M), color=f"C{color}", linestyle="--")
+        if color:  # the standard is far above
+            by_share.axhline(both(*pair, N, M), color=f"C{color}", linestyle="--", label=name)
     sparse: tuple[Algorithm, Algorithm] = ("algorithm_5", "block_sparse_backward")
     by_share.plot(shares, [both(*sparse, N, M, share) for share in shares], color="C3", label="block-sparse (5)")
     for size, name in ((M, "M"), (d * d, "d²")):

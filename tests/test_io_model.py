@@ -1,0 +1,646 @@
+"""The paper's algorithms on counted memory: results, counts, and the theorems about the counts."""
+
+import itertools
+import math
+import pathlib
+import re
+import shlex
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import standard
+from cases import Case
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jax_flash
+from jax_flash import io_model
+from jax_flash.__main__ import main
+from jax_flash.io_model import flash, hbm_accesses, report
+from jax_flash.io_model import standard as materialised
+
+FORWARD = ("algorithm_0", "algorithm_1", "algorithm_2", "algorithm_5", "kernel_forward")
+FLASH = tuple(a for a in io_model.ALGORITHMS if a not in ("algorithm_0", "algorithm_3"))
+DENSE = tuple(a for a in io_model.ALGORITHMS if a not in ("algorithm_5", "block_sparse_backward"))
+
+
+def inputs(N, d, seed=0):
+    """Q, K, V and dO."""
+    return np.random.default_rng(seed).normal(size=(4, N, d))
+
+
+def run_all(Q, K, V, dO, M, block_mask=None, *, dropout_rate=0.0, R=(0, 0, 0, 0), **options):
+    """Every algorithm that can do the problem, by name; a block mask leaves the block-sparse ones."""
+    runs, N_options = {}, {"dropout_rate": dropout_rate, **options}
+    if block_mask is None:
+        forward = runs["algorithm_2"] = io_model.algorithm_2(Q, K, V, M, R=R, **N_options)
+    else:
+        forward = runs["algorithm_5"] = io_model.algorithm_5(Q, K, V, M, block_mask, R=R, **N_options)
+    O, l, m, R = forward.outputs
+    if block_mask is not None:
+        backward = io_model.block_sparse_backward(Q, K, V, O, dO, l, m, R, M, block_mask, **N_options)
+        return runs | {"block_sparse_backward": backward}
+    runs["kernel_forward"] = io_model.kernel_forward(Q, K, V, R, M, **N_options)
+    runs["algorithm_4"] = io_model.algorithm_4(Q, K, V, O, dO, l, m, R, M, **N_options)
+    runs["kernel_backward"] = io_model.kernel_backward(Q, K, V, O, dO, l, m, R, M, **N_options)
+    if not options and not dropout_rate:
+        runs["algorithm_0"] = io_model.algorithm_0(Q, K, V, M)
+        runs["algorithm_1"] = io_model.algorithm_1(Q, K, V, M)
+        runs["algorithm_3"] = io_model.algorithm_3(Q, K, V, runs["algorithm_0"].hbm.arrays["P"], dO, M)
+    return runs
+
+
+def check(runs, expected, tolerance=1e-11):
+    """`expected` is O, logsumexp, dQ, dK, dV."""
+    O, logsumexp, *gradients = expected
+    for name, run in runs.items():
+        if name in FORWARD:
+            np.testing.assert_allclose(run.outputs[0], O, atol=tolerance, rtol=tolerance, err_msg=name)
+        else:
+            for got, gradient in zip(run.outputs, gradients, strict=True):
+                np.testing.assert_allclose(got, gradient, atol=tolerance, rtol=tolerance, err_msg=name)
+        if len(run.outputs) == 4:
+            _, l, m, _ = run.outputs
+            with np.errstate(divide="ignore"):
+                np.testing.assert_allclose((m + np.log(l))[:, 0], logsumexp, atol=tolerance, rtol=tolerance)
+
+
+def oracle(Q, K, V, dO, scale=1.0, allowed=None, dropout_rate=0.0, key=None):
+    """By the tests' own NumPy, in extended precision."""
+    N, d = Q.shape
+    mask = "11ts" if allowed is not None else ""
+    case = Case(B=1, T=N, S=N, N=1, K=1, D=d, E=d, scale=scale, mask=mask, dropout=dropout_rate)
+    arrays = {name: x[None, :, None] for name, x in zip(("query", "key", "value"), (Q, K, V), strict=True)}
+    if allowed is not None:
+        arrays["mask"] = allowed[None, None]
+    if dropout_rate:
+        arrays["dropout_key"] = key
+    results = standard.attention(case, arrays, (dO[None, :, None], np.zeros((1, 1, N))), np.longdouble)
+    return [
+        results["o"][0, :, 0],
+        results["logsumexp"][0, 0],
+        *(results[x][0, :, 0] for x in ("query", "key", "value")),
+    ]
+
+
+def library(Q, K, V, dO, scale, allowed, dropout_rate, key, implementation):
+    """By the public function, in f64: the oracle (`reference.py`) or the custom calls."""
+
+    @jax.jit
+    def attend(q, k, v):
+        o, statistics = jax_flash.attention_with_statistics(
+            *(x[None, :, None] for x in (q, k, v)),
+            mask=allowed[None, None],
+            scale=scale,
+            dropout_rate=dropout_rate,
+            dropout_key=key,
+            implementation=implementation,
+        )
+        return o[0, :, 0], statistics.logsumexp[0, 0]
+
+    with jax.enable_x64(True):
+        (o, logsumexp), pull = jax.vjp(attend, *(jnp.asarray(x) for x in (Q, K, V)))
+        return [np.asarray(x) for x in (o, logsumexp, *pull((jnp.asarray(dO), jnp.zeros_like(logsumexp))))]
+
+
+@st.composite
+def problems(draw, max_length=40):
+    """N, d and M, ragged more often than not; M from d to beyond Nd."""
+    N, d = draw(st.integers(1, max_length)), draw(st.integers(8, 24))
+    rows = draw(st.floats(1, 5 * N))  # M / d: how many rows SRAM could hold
+    return N, d, max(d, int(rows * d))
+
+
+def random_blocks(draw, N, d, M):
+    B_c, B_r = io_model.block_sizes(d, M)
+    shape = (-(-N // B_r), -(-N // B_c))
+    block_mask = np.random.default_rng(draw(st.integers(0, 99))).random(shape) < draw(st.sampled_from((0.0, 0.3, 0.7)))
+    return block_mask, np.repeat(np.repeat(block_mask, B_r, axis=0)[:N], B_c, axis=1)[:, :N]
+
+
+# --- the memories ---
+
+
+def test_hbm_counts_what_moves():
+    hbm = io_model.HBM(Q=np.arange(12.0).reshape(4, 3))
+    assert (hbm.reads, hbm.writes, hbm.allocated) == (0, 0, 0)
+    block = hbm["Q", 1:3]
+    block[:] = 0  # what was read is a copy
+    assert (hbm["Q", 1:3, :2] == [[3, 4], [6, 7]]).all()
+    assert hbm.reads == 6 + 4
+    hbm.allocate(S=(4, 4))
+    assert np.isnan(hbm["S", :]).all()
+    assert (hbm.writes, hbm.allocated) == (0, 16)
+    hbm["S", :2, 1:] = 0  # counted by what is written, not by the value
+    hbm.initialize(m=np.full((4, 1), -np.inf))
+    assert (hbm.writes, hbm.allocated) == (6 + 4, 16 + 4)
+    with pytest.raises(ValueError, match="broadcast"):
+        hbm["S", :2] = np.zeros((3, 4))
+
+
+def test_sram_refuses_what_does_not_fit():
+    sram = io_model.SRAM(10)
+    sram.Q, sram.K = np.zeros((2, 3)), np.zeros(4)
+    assert sram.held == {"Q": 6, "K": 4}
+    sram.K = np.ones(2)  # takes the place of what was there
+    assert (sum(sram.held.values()), sram.peak) == (8, 10)
+    with pytest.raises(MemoryError, match=r"10 elements cannot hold 11: {'Q': 6, 'K': 2, 'S': 3}"):
+        sram.S = np.zeros(3)
+    with pytest.raises(AttributeError, match="S is not in SRAM"):
+        sram.S  # noqa: B018
+    sram.K += 1
+    assert (sram.K == 2).all()
+    sram.clear()
+    sram.S = np.zeros(10)
+    assert sram.peak == 10
+
+
+def test_blocks_divide_the_rows():
+    for length, size in ((7, 3), (6, 3), (2, 3), (1, 1)):
+        divided = io_model.memory.blocks(length, size)
+        assert [i for block in divided for i in range(length)[block]] == list(range(length))
+        assert len(divided) == -(-length // size)
+        assert all(block.stop - block.start == size for block in divided[:-1])
+
+
+# --- results ---
+
+
+@given(problems(), st.integers(0, 9))
+def test_results_and_counts(problem, seed):
+    """Dense algorithms: the oracle's results, and exactly the accesses and the extra memory that the formulas give."""
+    N, d, M = problem
+    Q, K, V, dO = inputs(N, d, seed)
+    runs = run_all(Q, K, V, dO, M)
+    assert set(runs) == set(DENSE)
+    check(runs, oracle(Q, K, V, dO))
+    for name, run in runs.items():
+        reads, writes = run.hbm.reads, run.hbm.writes
+        assert (reads, writes) == io_model.reads_and_writes(name, N, d, M), name
+        assert hbm_accesses(name, N, d, M) == reads + writes
+        results = N * d * (1 if name in FORWARD else 3)
+        assert run.hbm.allocated - results == io_model.extra_memory(name, N), name
+        assert not any(np.isnan(x).any() for x in run.hbm.arrays.values()), "something was never written"
+
+
+@given(problems(), st.sampled_from((0.0, 0.3)), st.integers(0, 99), st.booleans())
+def test_scale_mask_and_dropout(problem, dropout_rate, seed, is_causal):
+    N, d, M = problem
+    Q, K, V, dO = inputs(N, d, seed)
+    if is_causal:
+        mask, allowed = io_model.causal, np.tri(N, dtype=bool)
+    else:
+        allowed = np.random.default_rng(seed).random((N, N)) < 0.6
+        allowed[:: seed % 5 + 1] = False  # rows with nothing to attend to
+
+        def mask(rows, columns):
+            return allowed[rows, columns]
+
+    key = jax.random.PRNGKey(seed)
+    options = {"scale": 0.3, "mask": mask, "dropout_rate": dropout_rate, "R": io_model.generator_state(key)}
+    runs = run_all(Q, K, V, dO, M, **options)
+    assert set(runs) == {"algorithm_2", "algorithm_4", "kernel_forward", "kernel_backward"}
+    check(runs, oracle(Q, K, V, dO, 0.3, allowed, dropout_rate, np.asarray(key)))
+    for name, run in runs.items():
+        assert (run.hbm.reads, run.hbm.writes) == io_model.reads_and_writes(name, N, d, M), "masks are not read"
+
+
+@given(st.data(), problems(), st.sampled_from((0.0, 0.3)))
+def test_block_sparse(data, problem, dropout_rate):
+    N, d, M = problem
+    block_mask, allowed = random_blocks(data.draw, N, d, M)
+    Q, K, V, dO = inputs(N, d)
+    key = jax.random.PRNGKey(3)
+    options = {"scale": 0.5, "dropout_rate": dropout_rate, "R": io_model.generator_state(key)}
+    runs = run_all(Q, K, V, dO, M, block_mask, **options)
+    assert set(runs) == {"algorithm_5", "block_sparse_backward"}
+    check(runs, oracle(Q, K, V, dO, 0.5, allowed, dropout_rate, np.asarray(key)))
+    for name, run in runs.items():
+        assert (run.hbm.reads, run.hbm.writes) == io_model.reads_and_writes(name, N, d, M, block_mask), name
+
+
+@pytest.mark.parametrize("implementation", ["reference", "flash"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["causal", "block-sparse"])
+def test_the_library_computes_the_same(implementation, sparse):
+    """The f64 oracle and the custom calls, with the same dropout mask; 83 rows, in blocks of 24 and 16."""
+    N, d, M, scale, dropout_rate = 83, 16, 1500, 0.25, 0.2
+    B_c, B_r = io_model.block_sizes(d, M)
+    assert N % B_c and N % B_r
+    Q, K, V, dO = inputs(N, d)
+    if sparse:
+        block_mask = np.random.default_rng(1).random((-(-N // B_r), -(-N // B_c))) < 0.5
+        block_mask[2] = False
+        allowed, mask = np.repeat(np.repeat(block_mask, B_r, axis=0)[:N], B_c, axis=1)[:, :N], None
+    else:
+        block_mask, allowed, mask = None, np.tri(N, dtype=bool), io_model.causal
+    key = jax.random.key(5)
+    options = {"scale": scale, "mask": mask, "dropout_rate": dropout_rate, "R": io_model.generator_state(key)}
+    runs = run_all(Q, K, V, dO, M, block_mask, **options)
+    check(runs, library(Q, K, V, dO, scale, allowed, dropout_rate, key, implementation), 1e-11)
+
+
+def test_dropout_of_another_head():
+    """R names the head: its mask is the one that the library gives this head of this batch entry."""
+    key, B, H, N, rate = jax.random.key(1), 2, 3, 40, 0.4
+    bits = standard.random_bits(
+        np.asarray(jax.random.bits(key, (1, 2), jnp.uint32)).repeat(B, 0), range(B), range(H), N, N
+    )
+    Z = flash.dropout_mask(io_model.generator_state(key, 1, 2), rate, slice(5, 31), slice(17, 40))
+    threshold = round(rate * 65536)
+    np.testing.assert_array_equal(Z, (bits[1, 2, 5:31, 17:40] >= threshold) * 65536 / (65536 - threshold))
+
+
+# --- SRAM ---
+
+
+@pytest.mark.parametrize(("d", "M"), [(8, 8), (8, 32), (8, 33), (16, 90), (16, 1024), (24, 1153), (9, 360)])
+def test_sram_holds_a_constant_times_m(d, M):
+    """Every run refuses to hold more; here is what was held."""
+    peaks = {name: run.sram.peak / M for name, run in run_all(*inputs(40, d), M).items()}
+    assert peaks["algorithm_0"] <= io_model.STANDARD_SRAM and peaks["algorithm_3"] <= io_model.STANDARD_SRAM
+    assert max(peaks[name] for name in FORWARD[1:] if name in peaks) <= io_model.FORWARD_SRAM
+    assert max(peaks["algorithm_4"], peaks["kernel_backward"]) <= io_model.BACKWARD_SRAM
+    if M == 8:  # the worst case: the constants are no larger than they have to be
+        assert peaks["algorithm_0"] > io_model.STANDARD_SRAM - 1
+        assert peaks["algorithm_2"] > io_model.FORWARD_SRAM - 1
+        assert peaks["algorithm_4"] > io_model.BACKWARD_SRAM - 1
+    if M == 1024 and d == 16:  # M = 4d²: where the paper's blocks of K, V, Q and O fill M
+        B_c, B_r = io_model.block_sizes(d, M)
+        assert 2 * B_c * d + 2 * B_r * d == M
+
+
+def test_blocks_that_are_too_large_are_refused(monkeypatch):
+    Q, K, V, dO = inputs(200, 8)
+    R = io_model.generator_state(jax.random.key(0))
+    O, l, m, _ = io_model.algorithm_2(Q, K, V, 64).outputs
+    sizes = flash.block_sizes
+    monkeypatch.setattr(flash, "block_sizes", lambda d, M: tuple(8 * size for size in sizes(d, M)))
+    monkeypatch.setattr(io_model.kernels, "block_sizes", flash.block_sizes)
+    tile = materialised.product_tile
+    monkeypatch.setattr(materialised, "product_tile", lambda *args: tuple(2 * side for side in tile(*args)))
+    for run in (
+        lambda: io_model.algorithm_0(Q, K, V, 64),
+        lambda: io_model.algorithm_1(Q, K, V, 64),
+        lambda: io_model.algorithm_2(Q, K, V, 64),
+        lambda: io_model.algorithm_4(Q, K, V, O, dO, l, m, R, 64),
+        lambda: io_model.kernel_forward(Q, K, V, R, 64),
+        lambda: io_model.kernel_backward(Q, K, V, O, dO, l, m, R, 64),
+    ):
+        with pytest.raises(MemoryError, match="SRAM of"):
+            run()
+
+
+# --- FLOPs ---
+
+
+class Counting(np.ndarray):
+    """An array that counts the FLOPs of the matrix products it takes part in."""
+
+    flops = 0
+
+    def __array_ufunc__(self, ufunc, method, *args, out=None, **options):
+        plain = [np.asarray(x) if isinstance(x, Counting) else x for x in args]
+        if out is not None:
+            options["out"] = tuple(np.asarray(x) if isinstance(x, Counting) else x for x in out)
+        if ufunc is np.matmul:
+            Counting.flops += 2 * plain[0].size * plain[1].shape[-1]
+        return getattr(ufunc, method)(*plain, **options)
+
+
+@pytest.mark.parametrize(("N", "d", "M"), [(40, 8, 64), (37, 12, 700), (16, 8, 8)])
+def test_flops(N, d, M):
+    """Theorem 1: O(N²d) FLOPs; 4N²d forward, and backward 10N²d, or 8N²d where P was kept."""
+    Q, K, V, dO = (x.view(Counting) for x in inputs(N, d))
+    O, l, m, R = io_model.algorithm_2(Q, K, V, M).outputs
+    P = io_model.algorithm_0(Q, K, V, M).hbm.arrays["P"].view(Counting)
+    B_c, B_r = io_model.block_sizes(d, M)
+    block_mask = np.random.default_rng(0).random((-(-N // B_r), -(-N // B_c))) < 0.5
+    calls = {
+        "algorithm_0": lambda: io_model.algorithm_0(Q, K, V, M),
+        "algorithm_1": lambda: io_model.algorithm_1(Q, K, V, M),
+        "algorithm_2": lambda: io_model.algorithm_2(Q, K, V, M),
+        "algorithm_5": lambda: io_model.algorithm_5(Q, K, V, M, block_mask),
+        "kernel_forward": lambda: io_model.kernel_forward(Q, K, V, R, M),
+        "algorithm_3": lambda: io_model.algorithm_3(Q, K, V, P, dO, M),
+        "algorithm_4": lambda: io_model.algorithm_4(Q, K, V, O, dO, l, m, R, M),
+        "block_sparse_backward": lambda: io_model.block_sparse_backward(Q, K, V, O, dO, l, m, R, M, block_mask),
+        "kernel_backward": lambda: io_model.kernel_backward(Q, K, V, O, dO, l, m, R, M),
+    }
+    assert set(calls) == set(io_model.ALGORITHMS)
+    for name, call in calls.items():
+        Counting.flops = 0
+        call()
+        sparsity = block_mask if "block_mask" in call.__code__.co_freevars else 1
+        assert Counting.flops == io_model.flops(name, N, d, M, sparsity), name
+    assert io_model.flops("algorithm_1", N, d, M) == 4 * N * N * d
+    assert io_model.flops("algorithm_3", N, d, M) == 8 * N * N * d
+    assert io_model.flops("algorithm_4", N, d, M) == 10 * N * N * d
+
+
+# --- the theorems ---
+
+GRID = [
+    (N, d, M)
+    for d in (8, 9, 16, 23, 64, 100, 128, 256)
+    for N in (d, d + 1, 3 * d + 5, 512, 1000, 4096, 65536)
+    if d <= N
+    for M in sorted(
+        {min(N * d, k * d + e) for k in range(1, 30) for e in (0, 1)}
+        | {int(M) for M in np.geomspace(d, N * d, 40)}
+        | {min(N * d, max(d, d * d + e)) for e in (-1, 0, 1)}
+    )
+]
+
+
+@pytest.mark.parametrize("algorithm", io_model.ALGORITHMS)
+def test_accesses_are_theta_of_what_the_paper_proves(algorithm):
+    """Theorems 2 and 5, Proposition 4: within the stated constants for all d <= M <= Nd."""
+    low, high = io_model.CONSTANTS[algorithm]
+    shares = (0, 0.01, 0.1, 0.5, 1) if algorithm in ("algorithm_5", "block_sparse_backward") else (1,)
+    ratios = [
+        hbm_accesses(algorithm, *problem, s) / io_model.theta(algorithm, *problem, s)
+        for problem in GRID
+        for s in shares
+    ]
+    assert low <= min(ratios) < 1.1 * low
+    assert 0.7 * high < max(ratios) <= high
+
+
+def test_what_theta_says():
+    """The expressions themselves, as the paper prints them (standard attention: for M >= d²)."""
+    N, d, M = 512, 64, 8192
+    assert io_model.theta("algorithm_0", N, d, M) == io_model.theta("algorithm_3", N, d, M) == N * d + N**2
+    for algorithm in ("algorithm_1", "algorithm_2", "algorithm_4", "kernel_forward", "kernel_backward"):
+        assert io_model.theta(algorithm, N, d, M) == N**2 * d**2 / M
+    for algorithm in ("algorithm_5", "block_sparse_backward"):
+        assert io_model.theta(algorithm, N, d, M, 0.125) == N * d + N**2 * d**2 / M * 0.125
+
+
+def test_standard_attention_needs_m_of_d_squared():
+    """With M = d its accesses exceed any constant times Nd + N²: they grow like √d, since products do."""
+    excess = [hbm_accesses("algorithm_0", 4096, d, d) / (4096 * d + 4096**2) for d in (16, 64, 256)]
+    assert excess[0] > 1.5 * io_model.CONSTANTS["algorithm_0"][1]
+    assert excess[1] / excess[0] > 1.7 and excess[2] / excess[1] > 1.7
+    at_d_squared = [hbm_accesses("algorithm_0", 4096, d, d * d) / (4096 * d + 4096**2) for d in (16, 64, 256)]
+    assert max(at_d_squared) < io_model.CONSTANTS["algorithm_0"][1]
+
+
+def exponents(algorithm, problems):
+    """Of N, d and M, by least squares of the logarithms."""
+    logs = np.log([(N, d, M, hbm_accesses(algorithm, N, d, M)) for N, d, M in problems])
+    fit, *_ = np.linalg.lstsq(np.c_[logs[:, :3], np.ones(len(logs))], logs[:, 3])
+    return fit[:3]
+
+
+def test_exponents_by_regression():
+    """N²d²/M for FlashAttention, N² for standard attention, where these terms dominate; M is no multiple of 4d."""
+    small = [(N, d, k * d + 3) for N in (2**14, 30011, 2**17) for d in (64, 128) for k in (50, 100, 300)]
+    for algorithm in ("algorithm_1", "algorithm_2", "algorithm_4", "kernel_forward", "kernel_backward"):
+        np.testing.assert_allclose(exponents(algorithm, small), (2, 2, -1), atol=0.05, err_msg=algorithm)
+    large = [(N, d, M) for N in (2**14, 30011, 2**17) for d in (16, 32) for M in (2**18, 2**20, 2**21)]
+    for algorithm in ("algorithm_0", "algorithm_3"):
+        np.testing.assert_allclose(exponents(algorithm, large), (2, 0, 0), atol=0.05, err_msg=algorithm)
+
+
+@pytest.mark.parametrize(("algorithm", "constants"), [("algorithm_5", (3, 12)), ("block_sparse_backward", (7, 20))])
+def test_block_sparse_accesses_by_regression(algorithm, constants):
+    """Proposition 4: a Nd + b N²d²s/M and nothing else; b is four times what a pass moves, since T_c = 4Nd/M."""
+    d = 512  # so that the vectors, 1/d of a matrix, are small
+    problems = [(N, 4 * d * k, s) for N in (2**12, 2**14) for k in (64, 256) for s in (0.01, 0.1, 0.5, 1)]
+    counts = np.array([hbm_accesses(algorithm, N, d, M, s) for N, M, s in problems])
+    terms = np.array([(N * d, N**2 * d**2 * s / M) for N, M, s in problems])
+    fit, *_ = np.linalg.lstsq(terms / counts[:, None], np.ones(len(counts)))
+    np.testing.assert_allclose(fit, constants, rtol=0.01)
+    np.testing.assert_allclose(terms @ fit, counts, rtol=0.01)
+
+
+def test_a_fraction_of_blocks_is_the_mean_over_their_places():
+    N, d, M = 21, 8, 320
+    B_c, B_r = io_model.block_sizes(d, M)
+    T_r, T_c = -(-N // B_r), -(-N // B_c)
+    assert (N % B_c, N % B_r) == (1, 5) and T_r * T_c == 9
+    for nonzero in (0, 1, 4, 9):
+        masks = np.zeros((math.comb(9, nonzero), 9), bool)
+        for mask, places in zip(masks, itertools.combinations(range(9), nonzero), strict=True):
+            mask[list(places)] = True
+        for count in (hbm_accesses, io_model.flops):
+            for algorithm in ("algorithm_5", "block_sparse_backward"):
+                mean = np.mean([count(algorithm, N, d, M, mask.reshape(T_r, T_c)) for mask in masks])
+                assert count(algorithm, N, d, M, nonzero / 9) == pytest.approx(mean, rel=1e-12)
+
+
+def test_extra_memory_is_linear():
+    """Theorem 1: O(N) beyond inputs and output. (That these are what is allocated: `test_results_and_counts`.)"""
+    for algorithm in io_model.ALGORITHMS:
+        ratio = io_model.extra_memory(algorithm, 20000) / max(1, io_model.extra_memory(algorithm, 10000))
+        assert ratio <= 2 if algorithm in FLASH else ratio == 4
+        assert io_model.extra_memory(algorithm, 10000) <= 20004 or algorithm not in FLASH
+
+
+def test_the_kernels_order_saves_accesses():
+    """Always; 3/2 of the forward's and 5/4 of the backward's where the passes dominate."""
+    for problem in GRID:
+        assert hbm_accesses("kernel_forward", *problem) < hbm_accesses("algorithm_2", *problem)
+        assert hbm_accesses("kernel_backward", *problem) < hbm_accesses("algorithm_4", *problem)
+    long = (2**20, 128, 2**15)
+    assert hbm_accesses("algorithm_2", *long) / hbm_accesses("kernel_forward", *long) == pytest.approx(1.5, rel=0.02)
+    assert hbm_accesses("algorithm_4", *long) / hbm_accesses("kernel_backward", *long) == pytest.approx(1.25, rel=0.02)
+
+
+# --- beside the paper's measurements ---
+
+KiB = 1024
+
+
+def both(forward, backward, N, d, M, s=1):
+    return hbm_accesses(forward, N, d, M, s) + hbm_accesses(backward, N, d, M, s)
+
+
+def times_fewer(N, d, M):
+    """Accesses of standard attention over FlashAttention's, forward and backward."""
+    return both("algorithm_0", "algorithm_3", N, d, M) / both("algorithm_1", "algorithm_4", N, d, M)
+
+
+@pytest.mark.parametrize(
+    ("M", "ratio_1024", "ratio_64k"),
+    [(100 * KiB // 4, 2.22, 3.00), (100 * KiB // 2, 3.55, 5.69), (100 * KiB, 5.83, 9.16)],
+    ids=["100 KiB of f32", "100 KiB of f16", "100 Ki elements"],
+)
+def test_how_many_times_fewer_accesses(M, ratio_1024, ratio_64k):
+    """d = 64. The paper measured 40.3 GB / 4.4 GB = 9.2, a GPU's traffic with masks and dropout (N = 1024)."""
+    assert times_fewer(1024, 64, M) == pytest.approx(ratio_1024, abs=0.005)
+    assert times_fewer(65536, 64, M) == pytest.approx(ratio_64k, abs=0.005)
+
+
+def test_flash_attention_needs_m_of_twice_d_squared():
+    """Where it begins to move less than standard attention."""
+    for N, d in itertools.product((1024, 4096, 16384, 65536), (64, 128)):
+        assert times_fewer(N, d, int(1.6 * d * d)) < 1 < times_fewer(N, d, int(2.2 * d * d))
+
+
+def test_figure_2():
+    """GPT-2 medium (N = 1024, d = 64, 1024 heads, f16), forward and backward, B_c = 256: run, not by formula.
+
+    Measured on an A100: 40.3 GB and 4.4 GB, masks and dropout included.
+    """
+    N, d, M = 1024, 64, 65536
+    assert io_model.block_sizes(d, M) == (256, 64)
+    runs = run_all(*inputs(N, d), M)
+    traffic = {name: 1024 * io_model.in_bytes(run.hbm.reads + run.hbm.writes, "float16") for name, run in runs.items()}
+    assert traffic["algorithm_0"] + traffic["algorithm_3"] == pytest.approx(26.8e9, rel=0.005)
+    assert traffic["algorithm_1"] + traffic["algorithm_4"] == pytest.approx(5.69e9, rel=0.005)
+    assert traffic["kernel_forward"] + traffic["kernel_backward"] == pytest.approx(4.46e9, rel=0.005)
+    for name, run in runs.items():
+        assert run.hbm.reads + run.hbm.writes == hbm_accesses(name, N, d, M), name
+
+
+# --- what the formulas refuse ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("algorithm_6", 64, 8, 64), "algorithm must be one of algorithm_0, "),
+        (("algorithm_1", 0, 8, 64), "N = 0"),
+        (("algorithm_1", 64, 8, 7), "d = 8, M = 7"),
+        (("algorithm_1", 64, 8, 64, 0.5), "algorithm_1 is dense"),
+        (("kernel_backward", 64, 8, 64, np.ones((32, 32), bool)), "kernel_backward is dense"),
+        (("algorithm_5", 64, 8, 64, 1.5), r"\[0, 1\], not 1.5"),
+        (("algorithm_5", 64, 8, 64, np.ones((32, 31), bool)), r"bool \[32, 32\], not bool \[32, 31\]"),
+        (("algorithm_5", 64, 8, 64, np.ones((32, 32))), r"bool \[32, 32\], not float64"),
+    ],
+)
+def test_nonsense_is_refused(arguments, message):
+    for function in (io_model.reads_and_writes, hbm_accesses, io_model.flops):
+        with pytest.raises(ValueError, match=message):
+            function(*arguments)
+
+
+def test_block_masks_of_another_shape_are_refused():
+    Q, K, V, dO = inputs(64, 8)
+    O, l, m, R = io_model.algorithm_2(Q, K, V, 64).outputs
+    for block_mask in (np.ones((32, 33), bool), np.ones((32, 32))):
+        with pytest.raises(ValueError, match=r"bool \[32, 32\], not"):
+            io_model.algorithm_5(Q, K, V, 64, block_mask)
+        with pytest.raises(ValueError, match=r"bool \[32, 32\], not"):
+            io_model.block_sparse_backward(Q, K, V, O, dO, l, m, R, 64, block_mask)
+
+
+# --- the command ---
+
+
+def test_the_table(capsys):
+    assert main(["io", "--seq-len", "1000", "--head-dim", "32", "--sram", "64KiB", "--dtype", "float32"]) == 0
+    table = capsys.readouterr().out
+    assert "N = 1000, d = 32, M = 16384 elements of float32" in table
+    cells = {
+        row[1].strip(): [cell.strip() for cell in row[2:-1]]
+        for row in (line.split("│") for line in table.split("\n"))
+        if len(row) > 3
+    }
+    reads, writes = io_model.reads_and_writes("algorithm_4", 1000, 32, 16384)
+    standard_backward = hbm_accesses("algorithm_3", 1000, 32, 16384)
+    row = cells["4  FlashAttention backward"]
+    assert row[:2] == [f"{reads / 1e6:.2f} M", f"{writes / 1e3:.0f} k"]
+    assert row[3] == f"{4 * (reads + writes) / 1e6:.2f} MB"
+    assert row[4] == f"{standard_backward / (reads + writes):.2f}"
+    assert row[5] == f"{10 * 1000**2 * 32 / 1e6:.0f} M"
+    assert cells["1  FlashAttention"][6] == "8.00 kB"
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "elements"),
+    [
+        ("192KiB", "float16", 98304),
+        ("100 KB", "float32", 25000),
+        ("1.5MiB", "float64", 196608),
+        ("4096", "float32", 4096),
+        ("10B", "bfloat16", 5),
+    ],
+)
+def test_sizes_of_sram(text, dtype, elements):
+    assert report.sram_elements(text, dtype) == elements
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 "), (999, "999 "), (999.6, "1.00 k"), (12345, "12.3 k"), (123456789, "123 M"), (4.5e12, "4.50 T")],
+)
+def test_numbers_of_three_digits(number, text):
+    assert report.short(number) == text
+
+
+def test_the_figure(tmp_path, capsys):
+    path = tmp_path / "io.png"
+    assert main(["io", "--seq-len", "300", "--sram", "5000", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert str(path) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--sram 10", "d = 64, M = 10"),
+        ("--sram lots", "'lots'"),
+        ("--sram 3GB", "'3GB'"),
+        ("--seq-len 0", "N = 0"),
+        ("--sparsity 2", "not 2.0"),
+        ("--heads 0", "--heads"),
+    ],
+)
+def test_the_command_says_what_is_wrong(capsys, flags, message):
+    assert main(["io", *flags.split()]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["rich.console", "matplotlib"])
+def test_missing_packages_are_named(capsys, monkeypatch, tmp_path, package):
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    assert main(["io", "--plot", str(tmp_path / "io.png")]) == 1
+    assert (
+        f"{package.partition('.')[0]} is not installed; this command needs pip install 'jax-flash[io]'"
+        in capsys.readouterr().err
+    )
+
+
+DOCUMENT = (pathlib.Path(__file__).parents[1] / "docs/io-complexity.md").read_text()
+
+
+def test_the_documentation_shows_what_the_command_prints(capsys, monkeypatch, tmp_path):
+    examples = re.findall(r"\$ python -m jax_flash (io .*)\n([^$]*?)```", DOCUMENT)
+    assert len(examples) == 2
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    for command, output in examples:
+        assert main(shlex.split(command)) == 0
+        printed = capsys.readouterr().out
+        assert [line.strip() for line in printed.split("\n")] == [line.strip() for line in output.split("\n")]
+
+
+def test_the_documentation_is_right(capsys):
+    """Its Python example, and the tables that compare with the paper."""
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    exec(code, {})
+    comments = [comment.partition(",")[0] for comment in re.findall(r"  # (.*)", code)]
+    assert capsys.readouterr().out.split("\n")[:-1] == comments
+
+    sizes = (25600, 51200, 102400)
+    for M in sizes:
+        ratios = " | ".join(f"{times_fewer(N, 64, M):.1f}" for N in (1024, 65536))
+        assert f"(M = {M}) | {io_model.block_sizes(64, M)[0]} | {ratios} |" in DOCUMENT
+    rows = {"FlashAttention": "algorithm_1", "in the kernels' order": "kernel_forward", "standard": "algorithm_0"}
+    for title, algorithm in rows.items():
+        traffic = [1024 * 2e-9 * hbm_accesses(algorithm, 1024, 64, 4 * 64 * B_c) for B_c in (64, 128, 256, 512)]
+        assert f"| {title} | {' | '.join(f'{x:#.3g}' for x in traffic)} |" in DOCUMENT
+    for algorithm in (
+        "algorithm_1",
+        "algorithm_4",
+        "algorithm_5",
+        "block_sparse_backward",
+        "algorithm_0",
+        "algorithm_3",
+    ):
+        low, high = io_model.CONSTANTS[algorithm]
+        assert re.search(rf"\b{low} (and|to) {high}\b", DOCUMENT), algorithm

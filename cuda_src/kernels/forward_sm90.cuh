@@ -153,6 +153,8 @@ struct Consumer {
 
   float S[kCols / 2], O[kVDim / 2];
   uint32_t P[kCols / 4];
+  uint32_t seed[4];  // with the head's and the batch entry's id
+  uint32_t random[kCols / 4];
   float m[2], l[2];    // l: of this lane's columns only, until the end
   float reference[2];  // what the exponentials are taken against: m, or a little less
 
@@ -278,24 +280,28 @@ struct Consumer {
     }
   }
 
-  // P = Z P, without the factor of what is kept.
-  __device__ __forceinline__ void Drop(const Tile& tile, int j) {
-    // Loaded for each tile: what can be computed from them beforehand takes more registers than there are.
-    const uint32_t seed0 = p.seed[2 * tile.batch], seed1 = p.seed[2 * tile.batch + 1];
-    const int row = Row(tile);
-    const uint32_t batch_id = p.batch_id[tile.batch], head_id = p.head_id[tile.head];
-    const uint32_t threshold = p.drop_threshold << 16;
+  // The random numbers of tile j, 16 bits an entry.
+  __device__ __forceinline__ void Draw(const Tile& tile, int j) {
+    Pin(seed);  // so that what can be computed from it beforehand does not fill the registers
+    const uint32_t row = Row(tile), rows = row / 16 * 8 + row % 8;
 #pragma unroll
     for (int c = 0; c < kCols / 16; ++c) {
-      const Philox4 counter = {
-          {uint32_t((j * (kCols / 16) + c) * 4 + lane % 4), uint32_t(row / 16 * 8 + row % 8), head_id, batch_id}};
-      const Philox4 random = Philox(counter, seed0, seed1);
+      const uint32_t columns = (j * (kCols / 16) + c) * 4 + lane % 4;
+      const Philox4 x = Philox({{columns, rows, seed[2], seed[3]}}, seed[0], seed[1]);
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        float* s = S + 8 * c + w % 2 * 4 + w / 2 * 2;
-        if (random.x[w] << 16 < threshold) s[0] = 0.0f;
-        if (random.x[w] < threshold) s[1] = 0.0f;  // its low half cannot matter: the threshold's is 0
-      }
+      for (int w = 0; w < 4; ++w) random[4 * c + w] = x.x[w];
+    }
+    Pin(random);
+  }
+
+  // P = Z P, without the factor of what is kept.
+  __device__ __forceinline__ void Drop() {
+    const uint32_t threshold = p.drop_threshold << 16;
+#pragma unroll
+    for (int i = 0; i < kCols / 4; ++i) {
+      float* s = S + i / 4 * 8 + i % 2 * 4 + i / 2 % 2 * 2;
+      if (random[i] << 16 < threshold) s[0] = 0.0f;
+      if (random[i] < threshold) s[1] = 0.0f;  // its low half cannot matter: the threshold's is 0
     }
   }
 
@@ -312,12 +318,13 @@ struct Consumer {
     IssueS();
     IssueO(accumulate);
     PassTurn();
+    if (kDropout) Draw(tile, j);
     WgmmaWait<1>();
     FinishS(last);
     Scores<kMasked>(tile, j);
     Maximum(alpha, shift);
     Exponentials(shift);
-    if (kDropout) Drop(tile, j);
+    if (kDropout) Drop();
     FinishO();
     if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
@@ -341,17 +348,23 @@ struct Consumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) m[h] = reference[h] = -Infinity(), l[h] = 0.0f;
 
+    if (kDropout) {
+      seed[0] = p.seed[2 * tile.batch], seed[1] = p.seed[2 * tile.batch + 1];
+      seed[2] = p.head_id[tile.head], seed[3] = p.batch_id[tile.batch];
+    }
+
     int j = end - 1;
     float alpha[2], shift[2];  // alpha of the first tile is not used: there is no O yet
     TakeTurn();
     IssueS();
     PassTurn();
+    if (kDropout) Draw(tile, j);
     WgmmaWait<0>();
     FinishS(j == begin);
     Scores<true>(tile, j);
     Maximum(alpha, shift);
     Exponentials(shift);
-    if (kDropout) Drop(tile, j);
+    if (kDropout) Drop();
     PackP();
     for (--j; j >= unmasked_end; --j) Step<true>(tile, j, j + 2 < end, j == begin);
     if (!kMask) {

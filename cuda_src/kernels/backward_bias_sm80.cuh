@@ -115,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads)
       scores.RowStatistics(p.d, D);
       Clear(S);
       AddRowsTimesRows(S, shared.q, warp.row, shared.k, warp.column);
-      if (column < keys.every_lo || column + kCols > keys.every_hi) scores.Hide(positions, S);
+      const bool every = keys.every_lo <= column && column + kCols <= keys.every_hi && row + kRows <= p.q_len;
+      if (!every) scores.Hide(positions, S);
       scores.ToP<false>(S, minus_l, [](int, int, const float (&)[4]) {});
     }
     CpAsyncWait<0>();

@@ -27,6 +27,7 @@ namespace jax_flash {
 constexpr int kElementBytes = kDType == DType::kF32 ? 4 : 2;
 constexpr int kStep = 32 / kElementBytes;  // the k of one mma
 constexpr bool kSplit = kDType == DType::kF32 && kFullPrecision;
+constexpr int kUnroll = kSplit ? 1 : 64;  // steps of k: operands in two parts leave no registers to work ahead
 
 __host__ __device__ constexpr int RoundUp(int x, int to) { return (x + to - 1) / to * to; }
 
@@ -258,7 +259,7 @@ template <int kCount, int kChunks, typename TileA, typename TileB>
 __device__ __forceinline__ void AddRowsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i, const TileB& b,
                                                  int j) {
   static_assert(TileA::kSteps == TileB::kSteps && kChunks % 2 == 0);
-#pragma unroll
+#pragma unroll kUnroll
   for (int s = 0; s < TileA::kSteps; ++s) {
     OperandA x[kCount];
 #pragma unroll
@@ -305,7 +306,7 @@ template <int kCount, int kChunks, typename TileA, typename TileB>
 __device__ __forceinline__ void AddColumnsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i,
                                                     const TileB& b, int column = 0) {
   static_assert(TileA::kHeight == TileB::kHeight && kChunks % 2 == 0);
-#pragma unroll
+#pragma unroll kUnroll
   for (int s = 0; s < TileA::kHeight / kStep; ++s) {
     OperandA x[kCount];
 #pragma unroll
@@ -329,7 +330,7 @@ template <int kCount, int kChunks, typename TileA, typename TileB>
 __device__ __forceinline__ void AddTileTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i, const TileB& b,
                                                  int column = 0) {
   static_assert(TileA::kWidth == TileB::kHeight && kChunks % 2 == 0);
-#pragma unroll
+#pragma unroll kUnroll
   for (int s = 0; s < TileA::kSteps; ++s) {
     OperandA x[kCount];
 #pragma unroll

@@ -2,12 +2,8 @@
 #pragma once
 
 #include "matrix.cuh"
-#include "params.h"
 
 namespace jax_flash {
-
-// p.logsumexp and p.d are [batch, head, row], with rows up to a multiple of 128; so is p.dq_sum.
-__device__ __forceinline__ int PaddedRows(const Params& p) { return (p.q_len + 127) / 128 * 128; }
 
 __host__ __device__ constexpr int LanesOfRow(int dim) {
   int lanes = 1;
@@ -17,8 +13,8 @@ __host__ __device__ constexpr int LanesOfRow(int dim) {
 
 }  // namespace jax_flash
 
-// D_i = dO_i O_i - dlogsumexp_i and -L_i log2(e), L = m + log l; that is -inf where a row has no key: then P = 0.
-// Blocks of 256 threads; a row, padding included, takes _V_DIM / 8 of them, rounded up to a power of two.
+// D_i = dO_i O_i - dlogsumexp_i and MinusL_i, [batch, head, row], padded; so is p.dq_sum. Blocks of 256 threads; a row,
+// padding included, takes _V_DIM / 8 of them, rounded up to a power of two.
 extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
   constexpr int kLanes = LanesOfRow(kVDim);
@@ -40,8 +36,7 @@ extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ ja
   if (batch >= p.batch) return;
   if (lane == 0) {
     const int64_t from = (batch * p.q_heads + head) * p.q_len + row;
-    const float l = exists ? p.l[from] : 0.0f;
-    p.logsumexp[at] = l == 0.0f ? -Infinity() : -fmaf(p.m[from], kLog2e, log2f(l));
+    p.logsumexp[at] = exists ? MinusL(p.m[from], p.l[from]) : -Infinity();
     p.d[at] = exists && kDLogsumexp ? sum - p.dlogsumexp[from] : sum;
   }
   if (kDQ && p.dq_sum != nullptr) {

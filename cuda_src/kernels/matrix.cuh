@@ -1,6 +1,7 @@
 // One head's rows of the operands and results in HBM.
 #pragma once
 
+#include "params.h"
 #include "tile/fragments.cuh"
 
 namespace jax_flash {
@@ -19,6 +20,15 @@ struct Matrix {
     return data + row * stride + column * kElementBytes;
   }
 };
+
+// Rows of a head in what the backward keeps of its own: up to a multiple of 128.
+__device__ __forceinline__ int PaddedRows(const Params& p) { return (p.q_len + 127) / 128 * 128; }
+
+// -L log2(e) of a row, L = m + log l; without m where there is a bias, see probabilities.cuh. -inf where a row has no
+// key: then P = 0.
+__device__ __forceinline__ float MinusL(float m, float l) {
+  return l == 0.0f ? -Infinity() : kBias ? -log2f(l) : -fmaf(m, kLog2e, log2f(l));
+}
 
 // Two successive elements.
 __device__ __forceinline__ void StorePair(uint8_t* to, float a, float b) {

@@ -1,11 +1,11 @@
-// P and dS of a tile, computed again in the backward: what a warp does with its accumulators of S and dP.
+// S, P and dS of a tile: what a warp does with its accumulators of S and dP.
 //
 // Accumulators are float [m][c][2 h + e] as in tile/fragments.cuh: row 16 m + 8 h + lane / 4, column 8 c + 2 (lane % 4)
 // + e of the part that begins at (row, column) of S.
 #pragma once
 
-#include "backward_prepare.cuh"
 #include "common/philox.h"
+#include "matrix.cuh"
 #include "scores.cuh"
 #include "tile/fragments.cuh"
 #include "visible.cuh"
@@ -23,14 +23,6 @@ struct Scores {
 
   __device__ __forceinline__ int Row(int m, int h) const { return row + 16 * m + 8 * h + threadIdx.x % 32 / 4; }
   __device__ __forceinline__ int Column(int c, int e) const { return column + 8 * c + threadIdx.x % 4 * 2 + e; }
-
-  // The statistics of this part's rows that backward_prepare.cuh left.
-  template <int kCount>
-  __device__ __forceinline__ void RowStatistics(const float* statistics, float (&x)[kCount][2]) const {
-    const int64_t from = (int64_t(batch) * p.q_heads + head) * PaddedRows(p);
-#pragma unroll
-    for (int i = 0; i < 2 * kCount; ++i) x[i / 2][i % 2] = statistics[from + Row(i / 2, i % 2)];
-  }
 
   // x = -inf where an entry may not attend.
   template <int kCount, int kChunks>
@@ -53,12 +45,50 @@ struct Scores {
     }
   }
 
+  // s from x where they are formed entry by entry. What is hidden stays so.
+  template <int kCount, int kChunks>
+  __device__ __forceinline__ void ToScores(float (&S)[kCount][kChunks][4]) const {
+#pragma unroll
+    for (int i = 0; i < kCount * kChunks * 4; ++i) {
+      const int m = i / 4 / kChunks, c = i / 4 % kChunks, r = i % 4;
+      float& x = S[m][c][r];
+      if (x == -Infinity()) continue;
+      x = Cap(p, x);
+      if (kBias) x += entries.Bias(Row(m, r / 2), Column(c, r % 2));
+    }
+  }
+
+  // P becomes Z P / keep_scale.
+  template <int kCount, int kChunks>
+  __device__ __forceinline__ void Drop(float (&P)[kCount][kChunks][4]) const {
+#pragma unroll
+    for (int i = 0; i < kCount * kChunks / 2; ++i) {
+      const int m = i / (kChunks / 2), pair = i % (kChunks / 2);
+      const Philox4 random = Random(m, pair);
+#pragma unroll
+      for (int x = 0; x < 8; ++x) {
+        const int half = x / 4, h = x / 2 % 2, e = x % 2;
+        if (Dropped(random.x[2 * h + half], e)) P[m][2 * pair + half][2 * h + e] = 0.0f;
+      }
+    }
+  }
+
+  // Of the backward: the statistics of this part's rows that backward_prepare.cuh left.
+  template <int kCount>
+  __device__ __forceinline__ void RowStatistics(const float* statistics, float (&x)[kCount][2]) const {
+    const int64_t from = (int64_t(batch) * p.q_heads + head) * PaddedRows(p);
+#pragma unroll
+    for (int i = 0; i < 2 * kCount; ++i) x[i / 2][i % 2] = statistics[from + Row(i / 2, i % 2)];
+  }
+
   // P = exp(s - L) from x. store(m, c, Z P / keep_scale) is called for each 16 x 8 entries. S becomes P, negative where
   // it is dropped; or with kSlope P times the slope of the soft cap, dc / d(scale x).
   template <bool kSlope, int kCount, int kChunks, typename Store>
   __device__ __forceinline__ void ToP(float (&S)[kCount][kChunks][4], const float (&minus_l)[kCount][2],
                                       Store store) const {
     const float scale_log2 = p.scale * kLog2e;
+    float maximum[kCount][2];
+    RowMaxima(maximum);
 #pragma unroll
     for (int i = 0; i < kCount * kChunks / 2; ++i) {
       const int m = i / (kChunks / 2), pair = i % (kChunks / 2);
@@ -79,13 +109,13 @@ struct Scores {
               if (kSlope && kSoftCap) slope = CapDerivative(p, s);
               if (kBias) s += entries.Bias(Row(m, h), Column(c, e));
             }
-            x = Exp2(fmaf(s, kLog2e, minus_l[m][h]));
+            x = Exp2(fmaf(kBias ? s - maximum[m][h] : s, kLog2e, minus_l[m][h]));
           } else {
             x = Exp2(fmaf(x, scale_log2, minus_l[m][h]));
           }
           kept[r] = x;
           if (kSlope && kSoftCap) x *= slope;
-          if (kDropout && (random.x[2 * h + half] >> 16 * e & 0xFFFF) < p.drop_threshold) kept[r] = 0.0f, x = -x;
+          if (kDropout && Dropped(random.x[2 * h + half], e)) kept[r] = 0.0f, x = -x;
         }
         store(m, c, kept);
       }
@@ -106,6 +136,24 @@ struct Scores {
   }
 
  private:
+  // By the e-th half of a random word. (What is below the upper one cannot matter, the threshold has nothing there.
+  // That of all entries, 65536, is lost here; but then keep_scale is 0.)
+  __device__ __forceinline__ bool Dropped(uint32_t word, int e) const {
+    return (e == 0 ? word << 16 : word) < p.drop_threshold << 16;
+  }
+
+  // What scores are exponentials against, beside minus_l: with a bias the row's maximum m, next to which log l could be
+  // lost in L.
+  template <int kCount>
+  __device__ __forceinline__ void RowMaxima(float (&x)[kCount][2]) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kCount; ++i) {
+      const int row = Row(i / 2, i % 2);
+      const float m = kBias && row < p.q_len ? p.m[(int64_t(batch) * p.q_heads + head) * p.q_len + row] : 0.0f;
+      x[i / 2][i % 2] = m == -Infinity() ? 0.0f : m;
+    }
+  }
+
   // The bits of this lane's entries of 16 rows and 16 columns.
   __device__ __forceinline__ Philox4 Random(int m, int pair) const {
     const int lane = threadIdx.x % 32;

@@ -6,7 +6,7 @@
 //   h,
 //                               column 8 c + 2 (l % 4) + e
 //   OperandA, OperandB          16 x kStep of A and kStep x 8 of B, as mma.sync takes them, whatever the precision
-//   WarpRows<Tile, kCount, kHeld>       a warp's rows of a tile as left operands, held in registers or read every time
+//   WarpRows<Tile, kCount, kHeld>       a warp's rows of a tile as left operands, of which some stay in registers
 //   AddRowsTimesRows(C, a, i, b, j)     C += A B^T: rows of two tiles (Q K^T, dO V^T, ...)
 //   AddTimesRows(C, P, b, j)            C += P B: an accumulator times the rows of a tile (P V, dS K, ...)
 //   AddColumnsTimesRows(C, a, i, b)     C += A^T B: the columns of a tile times the rows of one (dK += dS^T Q, ...)
@@ -228,23 +228,27 @@ struct SharedTile {
   }
 };
 
-// 16 kCount rows of a tile from `row` on.
-template <typename Tile, int kCount, bool kHeld>
+// 16 kCount rows of a tile from `row` on. The first steps of k are held in registers, as many as kHeld (or all), the
+// others are read every time.
+template <typename Tile, int kCount, int kHeld>
 struct WarpRows {
   static constexpr int kSteps = Tile::kSteps;
+  static constexpr int kHeldSteps = kHeld < 0 ? 0 : kHeld < kSteps ? kHeld : kSteps;
   const Tile& tile;
   const int row;
-  OperandA held[kCount][kSteps];
+  OperandA held[kCount][kHeldSteps + 1];
 
   __device__ __forceinline__ WarpRows(const Tile& tile, int row) : tile(tile), row(row) {}
   // Once the tile is there.
   __device__ __forceinline__ void Take() {
 #pragma unroll
-    for (int i = 0; kHeld && i < kCount * kSteps; ++i)
-      held[i / kSteps][i % kSteps] = tile.RowsAsA(row + i / kSteps * 16, i % kSteps);
+    for (int m = 0; m < kCount; ++m) {
+#pragma unroll
+      for (int s = 0; s < kHeldSteps; ++s) held[m][s] = tile.RowsAsA(row + 16 * m, s);
+    }
   }
   __device__ __forceinline__ OperandA RowsAsA(int i, int step) const {
-    return kHeld ? held[i / 16][step] : tile.RowsAsA(row + i, step);
+    return step < kHeldSteps ? held[i / 16][step] : tile.RowsAsA(row + i, step);
   }
 };
 

@@ -1,0 +1,132 @@
+// The forward for every GPU since Ampere: Algorithm 2 of the paper with its loops exchanged. A CTA keeps a tile of Q
+// and walks K and V; each warp owns 16 or 32 rows of Q and O:
+//   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
+#pragma once
+
+#include "walk_sm80.cuh"
+
+namespace jax_flash {
+
+// O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
+// f16.
+constexpr float kRescaleAt = 8.0f;
+
+// So many steps of k of Q stay in registers as there is room for beside O and S; none of the others' is there with two
+// parts to each operand.
+constexpr int kRegisters = kScores || kMask || kSegments || kDropout ? 160 : 192;
+constexpr int kHeldSteps = kSplit ? 0 : (kRegisters - kWarpRows * (RoundUp(kVDim, 16) + kCols) / 32) / (kWarpRows / 4);
+
+struct ForwardShared {
+  union {
+    SharedTile<kRows, kQKDim> q;
+    SharedTile<kRows, kVDim> o;
+  };
+  KVTiles kv;
+};
+
+struct Forward {
+  const Params& p;
+  const QTile& tile;
+  const float unit;
+
+  Accumulator<kWarpRows, RoundUp(kVDim, 16)> O;
+  float m[kLaneRows], l[kLaneRows];  // l: of this lane's columns only, until the end
+  float reference[kLaneRows];        // what the exponentials are taken against: m, or a little less
+
+  __device__ __forceinline__ Forward(const Params& p, const QTile& tile) : p(p), tile(tile), unit(Unit(p)) {
+    Clear(O);
+#pragma unroll
+    for (int h = 0; h < kLaneRows; ++h) m[h] = reference[h] = -Infinity(), l[h] = 0.0f;
+  }
+
+  __device__ __forceinline__ void Rescale() {
+    float alpha[kLaneRows];
+#pragma unroll
+    for (int h = 0; h < kLaneRows; ++h) {
+      alpha[h] = reference[h] == m[h] ? 1.0f : Exp2((reference[h] - m[h]) * unit);
+      reference[h] = m[h];
+      l[h] *= alpha[h];
+    }
+    ScaleRows(O, alpha);
+  }
+
+  // S becomes P.
+  __device__ __forceinline__ void Softmax(Accumulator<kWarpRows, kCols>& S) {
+    bool grown = false;
+#pragma unroll
+    for (int h = 0; h < kLaneRows; ++h) {
+      float maximum = S[h / 2][0][h % 2 * 2];
+#pragma unroll
+      for (int c = 0; c < kCols / 8; ++c)
+        maximum = fmaxf(maximum, fmaxf(S[h / 2][c][h % 2 * 2], S[h / 2][c][h % 2 * 2 + 1]));
+      m[h] = fmaxf(m[h], QuadMax(maximum));
+      grown |= (m[h] - reference[h]) * unit > kRescaleAt;
+    }
+    if (__any_sync(0xFFFFFFFFu, grown)) Rescale();
+#pragma unroll
+    for (int h = 0; h < kLaneRows; ++h) {
+      const float shift = reference[h] == -Infinity() ? 0.0f : kBias ? reference[h] : reference[h] * unit;
+      float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int c = 0; c < kCols / 8; ++c) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& s = S[h / 2][c][h % 2 * 2 + e];
+          // A bias can be so large that only the difference is exact enough.
+          s = Exp2(kBias ? (s - shift) * unit : fmaf(s, unit, -shift));
+          sum[e] += s;
+        }
+      }
+      l[h] += sum[0] + sum[1];
+    }
+  }
+
+  template <typename Rows>
+  __device__ __forceinline__ void Step(const Rows& q, const KTile& k, const VTile& v, int column) {
+    const Scores scores = tile.WarpScores(p, column);
+    Accumulator<kWarpRows, kCols> S;
+    Clear(S);
+    AddRowsTimesRows(S, q, 0, k, 0);
+    if (!tile.Every(p, column)) scores.Hide(tile.positions, S);
+    if (kScores) scores.ToScores(S);
+    Softmax(S);
+    if (kDropout) scores.Drop(S);
+    AddTimesRows(O, S, v, 0);
+  }
+
+  // O = diag(l)^-1 O, l and m.
+  __device__ __forceinline__ void Write(SharedTile<kRows, kVDim>& shared) {
+    float factor[kLaneRows];
+#pragma unroll
+    for (int h = 0; h < kLaneRows; ++h) {
+      l[h] = QuadSum(l[h]);
+      factor[h] = l[h] == 0.0f ? 0.0f : (kDropout ? p.keep_scale : 1.0f) / l[h];
+      if (threadIdx.x % 4 == 0 && tile.lane_row + 8 * h < p.q_len) {
+        const float sum = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * unit);
+        p.l[tile.Statistic(p, h)] = sum;
+        p.m[tile.Statistic(p, h)] = sum != sum ? sum : kScores ? m[h] : m[h] * p.scale;
+      }
+    }
+    ScaleRows(O, factor);
+    jax_flash::Write(O, shared, tile.Query(p, p.o, kVDim), tile.row, p.q_len);
+  }
+};
+
+}  // namespace jax_flash
+
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::ForwardShared);
+
+extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
+    jax_flash_forward(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  extern __shared__ __align__(16) uint8_t memory[];
+  ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
+  const QTile tile(p);
+  const Matrix Q = tile.Query(p, p.query, kQKDim);
+  WarpRows<decltype(shared.q), kWarpRows / 16, kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
+  Forward forward(p, tile);
+  Walk(
+      p, tile, shared.kv, [&] { shared.q.Load<kThreads>(Q.data, Q.stride, tile.row, p.q_len); }, [&] { q.Take(); },
+      [&](const KTile& k, const VTile& v, int column) { forward.Step(q, k, v, column); });
+  forward.Write(shared.o);
+}

@@ -1,0 +1,134 @@
+// What the mma.sync kernels that keep a tile of Q and walk K and V have in common.
+//
+// The host defines JAX_FLASH_ROWS (of a tile of S; 16 or 32 for each of _WARPS warps), _COLS (a multiple of 16) and
+// _STAGES (tiles of K and V in shared memory: at least 2), and launches 32 _WARPS threads for each tile of Q of each
+// head of each batch entry.
+#pragma once
+
+#include "matrix.cuh"
+#include "probabilities.cuh"
+#include "tile/warp.cuh"
+
+namespace jax_flash {
+
+constexpr int kRows = JAX_FLASH_ROWS;
+constexpr int kCols = JAX_FLASH_COLS;
+constexpr int kWarps = JAX_FLASH_WARPS;
+constexpr int kStages = JAX_FLASH_STAGES;
+
+constexpr int kThreads = 32 * kWarps;
+constexpr int kWarpRows = kRows / kWarps;
+constexpr int kLaneRows = kWarpRows / 8;
+static_assert(kWarpRows % 16 == 0 && kCols % 16 == 0 && kStages >= 2);
+
+// Scores times this are exponents of 2. Unless they are formed entry by entry the scale is still to come.
+__device__ __forceinline__ float Unit(const Params& p) { return kScores ? kLog2e : p.scale * kLog2e; }
+
+// The tile of Q of this CTA, and which tiles of keys it sees.
+struct QTile {
+  int row, head, batch;
+  int lane_row;  // its first row that is this lane's; of the others one is 8 after another
+  Positions positions;
+  Visible keys;
+
+  // Heads one after the other, for the sake of the L2. Causal tiles with more to do come first.
+  __device__ __forceinline__ QTile(const Params& p) {
+    const int tiles = (p.q_len + kRows - 1) / kRows, tile = blockIdx.x % tiles;
+    row = (kCausal ? tiles - 1 - tile : tile) * kRows;
+    head = blockIdx.x / tiles % p.q_heads;
+    batch = blockIdx.x / tiles / p.q_heads;
+    lane_row = row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4;
+    positions = PositionsOf(p, batch);
+    keys = KeysOf(p, positions, batch, row, row + kRows);
+  }
+
+  // This warp's rows of S and the keys from `column` on.
+  __device__ __forceinline__ Scores WarpScores(const Params& p, int column) const {
+    return Scores(p, batch, head, row + threadIdx.x / 32 * kWarpRows, column);
+  }
+  // Whether all entries of that tile of S may attend (and are there, where there is a bias to look up).
+  __device__ __forceinline__ bool Every(const Params& p, int column) const {
+    return keys.every_lo <= column && column + kCols <= keys.every_hi && (!kBias || row + kRows <= p.q_len);
+  }
+
+  __device__ __forceinline__ Matrix Query(const Params& p, const void* operand, int dim) const {
+    return Matrix(operand, batch, head, p.q_len, p.q_heads, dim);
+  }
+  __device__ __forceinline__ Matrix Key(const Params& p, const void* operand, int dim) const {
+    return Matrix(operand, batch, head / (p.q_heads / p.kv_heads), p.kv_len, p.kv_heads, dim);
+  }
+  // Of row lane_row + 8 h in the arrays [batch, head, row].
+  __device__ __forceinline__ int64_t Statistic(const Params& p, int h) const {
+    return (int64_t(batch) * p.q_heads + head) * p.q_len + lane_row + 8 * h;
+  }
+};
+
+using KTile = SharedTile<kCols, kQKDim>;
+using VTile = SharedTile<kCols, kVDim>;
+struct KVTiles {
+  KTile k[kStages];
+  VTile v[kStages];
+};
+
+// Calls step(k, v, column) for the tiles of K and V that the tile of Q sees, from right to left, which puts the tiles
+// that need a mask first. Before, `load` begins to load what stays, and `loaded` is called when it is there. At the end
+// the threads have synchronised.
+template <typename Load, typename Loaded, typename Step>
+__device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles& shared, Load load, Loaded loaded,
+                                     Step step) {
+  const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
+  const int end = tile.positions.kv_length;
+  const bool any = tile.keys.any_lo < tile.keys.any_hi;
+  const int first = any ? tile.keys.any_lo / kCols : 0;
+  int j = any ? (tile.keys.any_hi - 1) / kCols : -1, next = j;
+  const auto load_next = [&](int stage) {
+    if (next >= first) {
+      shared.k[stage].template Load<kThreads>(K.data, K.stride, next * kCols, end);
+      shared.v[stage].template Load<kThreads>(V.data, V.stride, next * kCols, end);
+    }
+    --next;
+    CpAsyncCommit();
+  };
+  load();
+  CpAsyncCommit();
+  for (int stage = 0; stage < kStages - 1; ++stage) load_next(stage);
+  CpAsyncWait<kStages - 1>();
+  __syncthreads();
+  loaded();
+  for (int stage = 0; j >= first; --j) {
+    CpAsyncWait<kStages - 2>();
+    __syncthreads();  // the tile is there, and nobody needs the one before
+    load_next(stage == 0 ? kStages - 1 : stage - 1);
+    step(shared.k[stage], shared.v[stage], j * kCols);
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+  __syncthreads();
+}
+
+// 2 rows of 16 and so on: `x[h]` is of row lane_row + 8 h.
+template <int kCount, int kChunks>
+__device__ __forceinline__ void ScaleRows(float (&C)[kCount][kChunks][4], const float (&x)[2 * kCount]) {
+#pragma unroll
+  for (int m = 0; m < kCount; ++m) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) C[m][c][i] *= x[2 * m + i / 2];
+    }
+  }
+}
+
+// A result leaves through shared memory, which nobody needs for anything else any more.
+template <int kDim, int kCount, int kChunks>
+__device__ __forceinline__ void Write(const float (&C)[kCount][kChunks][4], SharedTile<kRows, kDim>& shared,
+                                      const Matrix& to, int row, int end) {
+#pragma unroll
+  for (int m = 0; m < kCount; ++m) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) shared.Put(threadIdx.x / 32 * kWarpRows + 16 * m, 8 * c, C[m][c]);
+  }
+  __syncthreads();
+  shared.template Store<kThreads>(to.data, to.stride, row, end);
+}
+
+}  // namespace jax_flash

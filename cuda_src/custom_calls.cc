@@ -35,8 +35,7 @@ constexpr size_t kMaxMaps = 8;
 
 const char* NameOf(Pass pass) { return pass == Pass::kForward ? "jax_flash_forward" : "jax_flash_backward"; }
 
-// --- What is known before the buffers are
-// ------------------------------------------------------------------------------
+// --- What is known before the buffers are ---
 
 struct LoadedLaunch {
   void* function;
@@ -77,10 +76,11 @@ class Call {
       const int64_t blocks =
           launch.persistent ? std::min<int64_t>(launch.blocks, properties.multiprocessors) : launch.blocks;
       void* function = nullptr;
-      Check(driver.cuModuleGetFunction(&function, LoadedModule(unit, arch, device), launch.entry), launch.entry);
+      Check(driver.cuModuleGetFunction(&function, LoadedModule(unit, arch, device), launch.entry.c_str()),
+            launch.entry.c_str());
       if (shared_bytes > 0) {
         Check(driver.cuFuncSetAttribute(function, kMaxDynamicShared, shared_bytes),
-              (std::string(launch.entry) + ", " + std::to_string(shared_bytes) + " bytes of shared memory").c_str());
+              (launch.entry + ", " + std::to_string(shared_bytes) + " bytes of shared memory").c_str());
       }
       loaded->push_back({function, unsigned(blocks), unsigned(launch.threads), unsigned(shared_bytes), launch.maps});
     }
@@ -129,8 +129,7 @@ Call& CallOf(Pass pass, std::string_view text) {
   return *call;
 }
 
-// --- Buffers -> Params
-// -------------------------------------------------------------------------------------------------
+// --- Buffers -> Params ---
 
 // Strides in elements of a bias or mask, 0 where it is broadcast.
 template <typename T>
@@ -227,8 +226,7 @@ CudaTensorMap TensorMapOf(const Problem& p, const Params& x, const Map& map) {
   return encoded;
 }
 
-// --- Execution
-// ---------------------------------------------------------------------------------------------------------
+// --- Execution ---
 
 void Run(const Call& call, int device, void* stream, Params& params) {
   const Loaded* const loaded = call.LoadedOn(device);
@@ -319,8 +317,7 @@ void ExecuteBackward(const Call& call, int device, void* stream, Buffers& buffer
   Run(call, device, stream, params);
 }
 
-// --- Handlers
-// ----------------------------------------------------------------------------------------------------------
+// --- Handlers ---
 
 // All that can go wrong turned into an error.
 template <typename Function>

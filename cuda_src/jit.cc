@@ -45,8 +45,9 @@ uint64_t Hash(std::string_view text) {
   return hash;
 }
 
-// --- The cache directory. An entry: its key, the cubin's size and checksum as text, an empty line, the cubin.
-// ---------
+// --- The cache directory ---
+
+// An entry: its key, the cubin's size and checksum as text, an empty line, the cubin.
 
 fs::path EntryPath(const std::string& key) {
   char name[32];
@@ -88,8 +89,7 @@ void WriteEntry(const std::string& key, const std::string& cubin) {
   if (close(file) != 0 || !written || std::rename(temporary.c_str(), path.c_str()) != 0) unlink(temporary.c_str());
 }
 
-// --- ELF
-// ---------------------------------------------------------------------------------------------------------------
+// --- ELF ---
 
 template <typename T>
 T Read(std::string_view bytes, size_t at) {

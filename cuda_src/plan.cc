@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <limits>
 #include <stdexcept>
+#include <string_view>
+#include <utility>
 
 #include "cuda_src/driver.h"
 #include "cuda_src/kernels/params.h"
@@ -16,23 +18,23 @@ constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
 int64_t DivideUp(int64_t x, int64_t y) { return (x + y - 1) / y; }
 int64_t RoundUp(int64_t x, int64_t y) { return DivideUp(x, y) * y; }
 
-// --- Tiles. The first row that fits is taken.
-// --------------------------------------------------------------------------
+// dQ grows in memory, in no fixed order. Otherwise a kernel of its own computes it.
+bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
 
-enum class Family { kSm80, kSm90 };
-enum class Kernel { kForward, kBackward, kBackwardQuery, kBackwardBias };
+// --- Tiles ---
 
 struct Tile {
   int rows, cols;  // queries and keys
-  int groups;      // warps (sm80), or warpgroups beside the producer's (sm90)
+  int groups;      // warps, or for sm_90 warpgroups beside the one that loads
   int stages;
 };
 
 constexpr int kAny = -1;
 
 struct Choice {
-  Family family;
-  Kernel kernel;
+  std::string_view kernel;
+  int sm;          // 80: GPUs from compute capability 8.0 on; 90: 9.0 alone
+  int shared;      // KiB of shared memory that a block must be able to have
   int bytes;       // of an element
   int dim;         // the larger head dim is at most this
   int dropout;     // 0, 1 or kAny
@@ -43,81 +45,88 @@ struct Choice {
 
 constexpr int64_t kAnyLength = kMaxSize;
 
+// The first that fits is taken.
 constexpr Choice kChoices[] = {
-    {Family::kSm90, Kernel::kForward, 2, 64, 0, kAny, 1024, {256, 64, 4, 4}},
-    {Family::kSm90, Kernel::kForward, 2, 64, 0, kAny, kAnyLength, {192, 128, 3, 2}},
-    {Family::kSm90, Kernel::kForward, 2, 64, 1, kAny, kAnyLength, {128, 128, 2, 3}},
-    {Family::kSm90, Kernel::kForward, 2, 128, kAny, kAny, kAnyLength, {128, 128, 2, 2}},
-    {Family::kSm90, Kernel::kForward, 2, 256, 0, kAny, kAnyLength, {128, 64, 2, 2}},
-    {Family::kSm90, Kernel::kForward, 2, 256, 1, kAny, kAnyLength, {128, 80, 2, 2}},
-    {Family::kSm90, Kernel::kBackward, 2, 64, kAny, 0, kAnyLength, {128, 128, 2, 2}},
-    {Family::kSm90, Kernel::kBackward, 2, 128, kAny, kAny, kAnyLength, {64, 128, 2, 2}},
-    {Family::kSm90, Kernel::kBackward, 2, 256, kAny, kAny, kAnyLength, {64, 64, 2, 2}},
+    {"forward", 90, 227, 2, 64, 0, kAny, 1024, {256, 64, 4, 4}},
+    {"forward", 90, 227, 2, 64, 0, kAny, kAnyLength, {192, 128, 3, 2}},
+    {"forward", 90, 227, 2, 64, 1, kAny, kAnyLength, {128, 128, 2, 3}},
+    {"forward", 90, 227, 2, 128, kAny, kAny, kAnyLength, {128, 128, 2, 2}},
+    {"forward", 90, 227, 2, 256, 0, kAny, kAnyLength, {128, 64, 2, 2}},
+    {"forward", 90, 227, 2, 256, 1, kAny, kAnyLength, {128, 80, 2, 2}},
+    {"backward", 90, 227, 2, 64, kAny, 0, kAnyLength, {128, 128, 2, 2}},
+    {"backward", 90, 227, 2, 128, kAny, kAny, kAnyLength, {64, 128, 2, 2}},
+    {"backward", 90, 227, 2, 256, kAny, kAny, kAnyLength, {64, 64, 2, 2}},
 
-    {Family::kSm80, Kernel::kForward, 2, 64, kAny, kAny, kAnyLength, {128, 64, 4, 2}},
-    {Family::kSm80, Kernel::kForward, 2, 128, kAny, kAny, kAnyLength, {128, 64, 4, 2}},
-    {Family::kSm80, Kernel::kForward, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
-    {Family::kSm80, Kernel::kForward, 4, 64, kAny, kAny, kAnyLength, {64, 64, 4, 2}},
-    {Family::kSm80, Kernel::kForward, 4, 128, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
-    {Family::kSm80, Kernel::kForward, 4, 256, kAny, kAny, kAnyLength, {64, 16, 4, 2}},
-    {Family::kSm80, Kernel::kBackward, 2, 64, kAny, kAny, kAnyLength, {64, 128, 8, 2}},
-    {Family::kSm80, Kernel::kBackward, 2, 128, kAny, kAny, kAnyLength, {64, 64, 8, 2}},
-    {Family::kSm80, Kernel::kBackward, 2, 256, kAny, kAny, kAnyLength, {32, 64, 8, 1}},
-    {Family::kSm80, Kernel::kBackward, 4, 64, kAny, kAny, kAnyLength, {64, 64, 8, 1}},
-    {Family::kSm80, Kernel::kBackward, 4, 128, kAny, kAny, kAnyLength, {32, 32, 4, 1}},
-    {Family::kSm80, Kernel::kBackward, 4, 256, kAny, kAny, kAnyLength, {16, 32, 4, 1}},
-    {Family::kSm80, Kernel::kBackwardQuery, 2, 128, kAny, kAny, kAnyLength, {64, 64, 4, 2}},
-    {Family::kSm80, Kernel::kBackwardQuery, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 1}},
-    {Family::kSm80, Kernel::kBackwardQuery, 4, 128, kAny, kAny, kAnyLength, {64, 32, 4, 1}},
-    {Family::kSm80, Kernel::kBackwardQuery, 4, 256, kAny, kAny, kAnyLength, {32, 16, 2, 1}},
-    {Family::kSm80, Kernel::kBackwardBias, 2, 128, kAny, kAny, kAnyLength, {64, 64, 4, 1}},
-    {Family::kSm80, Kernel::kBackwardBias, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 1}},
-    {Family::kSm80, Kernel::kBackwardBias, 4, 128, kAny, kAny, kAnyLength, {32, 32, 2, 1}},
-    {Family::kSm80, Kernel::kBackwardBias, 4, 256, kAny, kAny, kAnyLength, {32, 16, 2, 1}},
+    {"forward", 80, 99, 2, 64, kAny, kAny, kAnyLength, {128, 64, 4, 2}},
+    {"forward", 80, 163, 2, 128, kAny, kAny, kAnyLength, {128, 64, 4, 2}},
+    {"forward", 80, 99, 2, 128, kAny, kAny, kAnyLength, {128, 48, 4, 2}},
+    {"forward", 80, 99, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
+    {"forward", 80, 99, 4, 64, kAny, kAny, kAnyLength, {64, 64, 4, 2}},
+    {"forward", 80, 99, 4, 128, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
+    {"forward", 80, 163, 4, 256, kAny, kAny, kAnyLength, {64, 16, 4, 2}},
+    {"forward", 80, 99, 4, 256, kAny, kAny, kAnyLength, {32, 16, 2, 2}},
+    {"backward", 80, 163, 2, 64, kAny, kAny, kAnyLength, {64, 128, 8, 2}},
+    {"backward", 80, 99, 2, 64, kAny, kAny, kAnyLength, {64, 64, 8, 2}},
+    {"backward", 80, 163, 2, 128, kAny, kAny, kAnyLength, {64, 64, 8, 2}},
+    {"backward", 80, 99, 2, 128, kAny, kAny, kAnyLength, {64, 64, 8, 1}},
+    {"backward", 80, 163, 2, 256, kAny, kAny, kAnyLength, {32, 64, 8, 1}},
+    {"backward", 80, 99, 2, 256, kAny, kAny, kAnyLength, {32, 32, 4, 1}},
+    {"backward", 80, 163, 4, 64, kAny, kAny, kAnyLength, {64, 64, 8, 1}},
+    {"backward", 80, 99, 4, 64, kAny, kAny, kAnyLength, {32, 64, 8, 1}},
+    {"backward", 80, 99, 4, 128, kAny, kAny, kAnyLength, {32, 32, 4, 1}},
+    {"backward", 80, 163, 4, 256, kAny, kAny, kAnyLength, {16, 32, 4, 1}},
+    {"backward", 80, 99, 4, 256, kAny, kAny, kAnyLength, {16, 16, 2, 1}},
+    {"backward_query", 80, 163, 2, 128, kAny, kAny, kAnyLength, {64, 64, 4, 2}},
+    {"backward_query", 80, 99, 2, 128, kAny, kAny, kAnyLength, {64, 48, 4, 2}},
+    {"backward_query", 80, 163, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
+    {"backward_query", 80, 99, 2, 256, kAny, kAny, kAnyLength, {32, 16, 2, 2}},
+    {"backward_query", 80, 163, 4, 128, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
+    {"backward_query", 80, 99, 4, 128, kAny, kAny, kAnyLength, {32, 32, 2, 2}},
+    {"backward_query", 80, 163, 4, 256, kAny, kAny, kAnyLength, {32, 16, 2, 2}},
+    {"backward_query", 80, 99, 4, 256, kAny, kAny, kAnyLength, {16, 16, 1, 2}},
+    {"backward_bias", 80, 99, 2, 128, kAny, kAny, kAnyLength, {64, 64, 4, 1}},
+    {"backward_bias", 80, 99, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 1}},
+    {"backward_bias", 80, 99, 4, 128, kAny, kAny, kAnyLength, {32, 32, 2, 1}},
+    {"backward_bias", 80, 99, 4, 256, kAny, kAny, kAnyLength, {32, 16, 2, 1}},
 };
-
-const char* FileOf(Family family, Kernel kernel) {
-  switch (kernel) {
-    case Kernel::kForward:
-      return family == Family::kSm90 ? "forward_sm90.cuh" : "forward_sm80.cuh";
-    case Kernel::kBackward:
-      return family == Family::kSm90 ? "backward_sm90.cuh" : "backward_sm80.cuh";
-    case Kernel::kBackwardQuery:
-      return "backward_query_sm80.cuh";
-    case Kernel::kBackwardBias:
-      return "backward_bias_sm80.cuh";
-  }
-  return "";
-}
 
 int Bytes(const Problem& p) { return p.dtype == DType::kF32 ? 4 : 2; }
 
-const Choice* Choose(Family family, Kernel kernel, const Problem& p) {
+// What matters of a GPU.
+struct Target {
+  bool hopper;
+  int shared;  // KiB that a block may have
+};
+
+// CUDA C++ Programming Guide, "Compute Capabilities".
+int SharedOf(int capability) {
+  if (capability == 80 || capability == 87) return 163;
+  if (capability < 90 || capability >= 120) return 99;
+  return 227;
+}
+
+// What every GPU has: CudaScratch must not depend on the GPU.
+constexpr Target kAnyGpu = {false, 99};
+
+const Choice& Choose(std::string_view kernel, const Target& target, const Problem& p) {
+  const auto is = [](int wanted, bool there) { return wanted == kAny || wanted == int(there); };
   for (const Choice& choice : kChoices) {
-    if (choice.family == family && choice.kernel == kernel && choice.bytes == Bytes(p) &&
-        std::max(p.qk_dim, p.v_dim) <= choice.dim && (choice.dropout == kAny || choice.dropout == int(p.dropout())) &&
-        (choice.scores == kAny || choice.scores == int(p.bias.present || p.soft_cap > 0)) &&
-        p.kv_len <= choice.length) {
-      return &choice;
+    if (choice.kernel == kernel && (choice.sm == 80 || target.hopper) && choice.shared <= target.shared &&
+        choice.bytes == Bytes(p) && std::max(p.qk_dim, p.v_dim) <= choice.dim && is(choice.dropout, p.dropout()) &&
+        is(choice.scores, p.bias.present || p.soft_cap > 0) && p.kv_len <= choice.length) {
+      return choice;
     }
   }
-  return nullptr;
+  throw std::invalid_argument("head dims " + std::to_string(p.qk_dim) + " and " + std::to_string(p.v_dim) +
+                              ": the kernel " + std::string(kernel) + " needs more than the " +
+                              std::to_string(target.shared) + " KiB of shared memory that this GPU has");
 }
 
-// The family's own choice, or where it has none sm80's.
-const Choice& ChooseAny(Family family, Kernel kernel, const Problem& p) {
-  const Choice* choice = Choose(family, kernel, p);
-  if (!choice) choice = Choose(Family::kSm80, kernel, p);
-  if (!choice) throw std::invalid_argument(std::string("there is no ") + FileOf(family, kernel) + " for this problem");
-  return *choice;
-}
-
-// --- What a kernel is compiled for
-// -------------------------------------------------------------------------------------
+// --- What a kernel is compiled for ---
 
 Unit UnitOf(const Choice& choice, const Problem& p) {
-  const bool backward = choice.kernel != Kernel::kForward, main = choice.kernel == Kernel::kBackward;
-  Unit unit = {FileOf(choice.family, choice.kernel), {}};
+  const bool backward = choice.kernel != "forward", main = choice.kernel == "backward";
+  Unit unit = {std::string(choice.kernel) + "_sm" + std::to_string(choice.sm) + ".cuh", {}};
   const auto define = [&](const char* name, int64_t value) {
     unit.defines.push_back(std::string("JAX_FLASH_") + name + "=" + std::to_string(value));
   };
@@ -137,12 +146,12 @@ Unit UnitOf(const Choice& choice, const Problem& p) {
   define("FULL_PRECISION", p.dtype == DType::kF32 && p.full_precision);
   define("POSITIVE_SCALE", p.scale > 0);
   define("DLOGSUMEXP", backward && p.dlogsumexp);
-  define("DQ", main && p.dq && !p.deterministic);
+  define("DQ", main && SumsDQ(p));
   define("DK", main && p.dk);
   define("DV", main && p.dv);
   define("ROWS", choice.tile.rows);
   define("COLS", choice.tile.cols);
-  define(choice.family == Family::kSm90 ? "CONSUMERS" : "WARPS", choice.tile.groups);
+  define(choice.sm == 90 ? "CONSUMERS" : "WARPS", choice.tile.groups);
   define("STAGES", choice.tile.stages);
   return unit;
 }
@@ -158,12 +167,9 @@ Unit SegmentsUnit() {
   return unit;
 }
 
-// --- Scratch
-// -----------------------------------------------------------------------------------------------------------
+// --- Scratch ---
 
 constexpr int64_t kRowPadding = 128;  // of scratch arrays: no tile of the backward has more queries
-
-bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
 
 // A tile of dbias is one block's, which adds up all tiles of S that the bias is broadcast over; where few tiles have
 // much to add up, they are divided into parts.
@@ -173,7 +179,7 @@ struct BiasWork {
 
 BiasWork BiasWorkOf(const Problem& p) {
   constexpr int64_t kBlocks = 512;  // enough for any GPU
-  const Tile& tile = ChooseAny(Family::kSm80, Kernel::kBackwardBias, p).tile;
+  const Tile& tile = Choose("backward_bias", kAnyGpu, p).tile;
   BiasWork work = {1, 1, 1};
   int64_t summed = 1;  // tiles of S
   const auto dimension = [&](bool own, int64_t size, int64_t step) {
@@ -188,84 +194,79 @@ BiasWork BiasWorkOf(const Problem& p) {
   return work;
 }
 
-// --- Launches
-// ----------------------------------------------------------------------------------------------------------
+// --- Launches ---
 
-void AddSegments(const Problem& p, Plan* plan) {
-  if (!p.segments) return;
-  plan->units.push_back(SegmentsUnit());
-  plan->launches.push_back({int(plan->units.size()) - 1, "jax_flash_segments",
-                            p.batch * (DivideUp(p.q_len, 64) + DivideUp(p.kv_len, 64)), 128});
-}
-
-// A kernel with tiles in shared memory: a block for each of `tiles`, or, on sm90, for each multiprocessor.
-Launch TiledLaunch(const Choice& choice, int unit, const char* entry, int64_t tiles, std::vector<Map> maps) {
-  const bool sm90 = choice.family == Family::kSm90;
-  Launch launch = {unit, entry, tiles, sm90 ? 128 * (choice.tile.groups + 1) : 32 * choice.tile.groups};
-  launch.persistent = sm90;
-  launch.dynamic_shared = true;
-  if (sm90) launch.maps = std::move(maps);
-  return launch;
-}
-
-int AddUnit(const Choice& choice, const Problem& p, Plan* plan) {
-  plan->units.push_back(UnitOf(choice, p));
+int Add(Unit unit, Plan* plan) {
+  plan->units.push_back(std::move(unit));
   return int(plan->units.size()) - 1;
 }
 
-void AddForward(Family family, const Problem& p, Plan* plan) {
-  const Choice& choice = ChooseAny(family, Kernel::kForward, p);
+void AddSegments(const Problem& p, Plan* plan) {
+  const int64_t blocks = p.batch * (DivideUp(p.q_len, 64) + DivideUp(p.kv_len, 64));
+  plan->launches.push_back({Add(SegmentsUnit(), plan), "jax_flash_segments", blocks, 128});
+}
+
+// The kernel that a file is named after: a block for each of `tiles`, or on sm_90 for each multiprocessor.
+Launch MainLaunch(const Choice& choice, int unit, int64_t tiles, std::vector<Map> maps) {
+  const bool hopper = choice.sm == 90;
+  Launch launch = {unit, "jax_flash_" + std::string(choice.kernel), tiles,
+                   hopper ? 128 * (choice.tile.groups + 1) : 32 * choice.tile.groups};
+  launch.persistent = hopper;
+  launch.dynamic_shared = true;
+  if (hopper) launch.maps = std::move(maps);
+  return launch;
+}
+
+void AddForward(const Target& target, const Problem& p, Plan* plan) {
+  const Choice& choice = Choose("forward", target, p);
   const Tile& tile = choice.tile;
-  plan->launches.push_back(TiledLaunch(
-      choice, AddUnit(choice, p, plan), "jax_flash_forward", p.batch * p.q_heads * DivideUp(p.q_len, tile.rows),
-      {{Mapped::kQuery, 64}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols}, {Mapped::kO, 64}}));
+  plan->launches.push_back(
+      MainLaunch(choice, Add(UnitOf(choice, p), plan), p.batch * p.q_heads * DivideUp(p.q_len, tile.rows),
+                 {{Mapped::kQuery, 64}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols}, {Mapped::kO, 64}}));
 }
 
 // Of backward_prepare.cuh.
 Launch PrepareLaunch(const Problem& p, int unit) {
   int64_t lanes = 1;  // of a row
   while (lanes * 8 < p.v_dim) lanes *= 2;
-  return {unit, "jax_flash_backward_prepare",
-          DivideUp(p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding) * lanes, 256), 256};
+  const int64_t threads = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding) * lanes;
+  return {unit, "jax_flash_backward_prepare", DivideUp(threads, 256), 256};
 }
 
-// prepare -> backward -> finish. Returns whose it is.
-Family AddBackwardMain(Family family, const Problem& p, Plan* plan) {
-  const Choice& choice = ChooseAny(family, Kernel::kBackward, p);
-  const Tile& tile = choice.tile;
-  const int unit = AddUnit(choice, p, plan);
-  const int64_t heads = p.batch * p.q_heads, rows = heads * RoundUp(p.q_len, tile.rows);
-  const bool sm90 = choice.family == Family::kSm90;
-  plan->launches.push_back(sm90 ? Launch{unit, "jax_flash_backward_prepare", rows / 32, 256} : PrepareLaunch(p, unit));
-  plan->launches.push_back(TiledLaunch(choice, unit, "jax_flash_backward",
-                                       p.batch * p.kv_heads * DivideUp(p.kv_len, tile.cols),
-                                       {{Mapped::kQuery, tile.rows},
-                                        {Mapped::kKey, tile.cols},
-                                        {Mapped::kValue, tile.cols},
-                                        {Mapped::kDO, tile.rows},
-                                        {Mapped::kDK, 64},
-                                        {Mapped::kDV, 64}}));
-  if (SumsDQ(p)) {
-    const int64_t blocks = sm90 ? rows / 64 : DivideUp(heads * DivideUp(p.q_len, 16) * p.qk_dim, 256);
-    plan->launches.push_back({unit, "jax_flash_backward_finish", blocks, 256});
-  }
-  return choice.family;
-}
-
-void AddBackward(Family family, const Problem& p, Plan* plan) {
+void AddBackward(const Target& target, const Problem& p, Plan* plan) {
+  const int64_t heads = p.batch * p.q_heads;
   bool prepared = false;  // by backward_prepare.cuh
-  if (p.dk || p.dv || SumsDQ(p)) prepared = AddBackwardMain(family, p, plan) == Family::kSm80;
+  if (p.dk || p.dv || SumsDQ(p)) {
+    const Choice& choice = Choose("backward", target, p);
+    const Tile& tile = choice.tile;
+    const int unit = Add(UnitOf(choice, p), plan);
+    const int64_t rows = heads * RoundUp(p.q_len, tile.rows);
+    prepared = choice.sm == 80;
+    plan->launches.push_back(prepared ? PrepareLaunch(p, unit)
+                                      : Launch{unit, "jax_flash_backward_prepare", rows / 32, 256});
+    plan->launches.push_back(MainLaunch(choice, unit, p.batch * p.kv_heads * DivideUp(p.kv_len, tile.cols),
+                                        {{Mapped::kQuery, tile.rows},
+                                         {Mapped::kKey, tile.cols},
+                                         {Mapped::kValue, tile.cols},
+                                         {Mapped::kDO, tile.rows},
+                                         {Mapped::kDK, 64},
+                                         {Mapped::kDV, 64}}));
+    if (SumsDQ(p)) {
+      const int64_t blocks = choice.sm == 90 ? rows / 64 : DivideUp(heads * DivideUp(p.q_len, 16) * p.qk_dim, 256);
+      plan->launches.push_back({unit, "jax_flash_backward_finish", blocks, 256});
+    }
+  }
   if (p.dq && !SumsDQ(p)) {
-    const Choice& choice = ChooseAny(Family::kSm80, Kernel::kBackwardQuery, p);
-    plan->launches.push_back(TiledLaunch(choice, AddUnit(choice, p, plan), "jax_flash_backward_query",
-                                         p.batch * p.q_heads * DivideUp(p.q_len, choice.tile.rows), {}));
+    const Choice& choice = Choose("backward_query", target, p);
+    const int unit = Add(UnitOf(choice, p), plan);
+    plan->launches.push_back(MainLaunch(choice, unit, heads * DivideUp(p.q_len, choice.tile.rows), {}));
   }
   if (p.dbias) {
-    const Choice& choice = ChooseAny(Family::kSm80, Kernel::kBackwardBias, p);
-    const int unit = AddUnit(choice, p, plan);
+    const Choice& choice = Choose("backward_bias", kAnyGpu, p);
+    const int unit = Add(UnitOf(choice, p), plan);
     const BiasWork work = BiasWorkOf(p);
     if (!prepared) plan->launches.push_back(PrepareLaunch(p, unit));
-    plan->launches.push_back(TiledLaunch(choice, unit, "jax_flash_backward_bias", work.tiles * work.parts, {}));
+    plan->launches.push_back(MainLaunch(choice, unit, work.tiles * work.parts, {}));
     if (work.parts > 1) {
       plan->launches.push_back({unit, "jax_flash_backward_bias_finish", DivideUp(work.elements, 256), 256});
     }
@@ -341,18 +342,17 @@ Plan MakePlan(const Problem& p, Pass pass, const std::string& arch) {
   const std::string refusal = CudaRefusal(p);
   if (!refusal.empty()) throw std::invalid_argument(refusal);
   const int capability = std::atoi(arch.c_str() + arch.find('_') + 1);
-  if (capability < 80)
-    throw std::invalid_argument(arch + ": the kernels need a GPU of compute capability 8.0 or later");
+  if (capability < 80) throw std::invalid_argument(arch + ": the kernels need compute capability 8.0 or later");
   const char* const forced = std::getenv("JAX_FLASH_CUDA_KERNELS");
   if (forced && forced != std::string("sm80")) {
     throw std::invalid_argument("JAX_FLASH_CUDA_KERNELS=" + std::string(forced) + " is not known: only sm80 is");
   }
-  const Family family = capability == 90 && Bytes(p) == 2 && !forced ? Family::kSm90 : Family::kSm80;
+  const Target target = {capability == 90 && !forced, SharedOf(capability)};
   Plan plan;
   if (NothingToCompute(p)) return plan;
-  AddSegments(p, &plan);
-  if (pass == Pass::kForward) AddForward(family, p, &plan);
-  if (pass == Pass::kBackward) AddBackward(family, p, &plan);
+  if (p.segments) AddSegments(p, &plan);
+  if (pass == Pass::kForward) AddForward(target, p, &plan);
+  if (pass == Pass::kBackward) AddBackward(target, p, &plan);
   return plan;
 }
 

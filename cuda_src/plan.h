@@ -38,12 +38,12 @@ struct Map {
 
 struct Launch {
   int unit;           // of Plan::units
-  const char* entry;  // name of the kernel
+  std::string entry;  // name of the kernel
   int64_t blocks;
   int threads;
   bool persistent = false;      // at most one block a multiprocessor: blocks take their tiles in turn
   bool dynamic_shared = false;  // as much as the file's jax_flash_shared_bytes says
-  std::vector<Map> maps;        // the kernel's arguments after Params
+  std::vector<Map> maps = {};   // the kernel's arguments after Params
 };
 
 struct Plan {

@@ -68,7 +68,7 @@ def test_wheel_has_the_package_and_nothing_else(packages):
     assert {name.split("/")[0] for name in package} == {"jax_flash"}
     assert "jax_flash/py.typed" in package
     required = [x for x in metadata.get_all("Requires-Dist", []) if "extra ==" not in x]
-    assert sorted(x.partition(">")[0] for x in required) == ["jax", "jaxlib", "numpy"]
+    assert sorted(x.partition(">")[0] for x in required) == ["cuda-pathfinder", "jax", "jaxlib", "numpy"]
     assert packages[1].stat().st_size < 5e6
 
 
@@ -91,7 +91,7 @@ def aarch64_compiler() -> list[str]:
     pytest.skip("no cross compiler: aarch64-linux-gnu-g++, or ziglang from the extra `ci`")
 
 
-SOURCES = sorted((*ROOT.glob("cpu_src/*.cc"), *ROOT.glob("common/*.cc")))
+SOURCES = sorted(path for folder in ("common", "cpu_src", "cuda_src") for path in ROOT.glob(f"{folder}/*.cc"))
 
 
 @pytest.mark.slow

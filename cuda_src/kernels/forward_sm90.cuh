@@ -1,7 +1,6 @@
 // The forward for Hopper: Algorithm 2 of the paper with its loops exchanged. A CTA keeps a tile of Q and walks K and V.
 //
-// One thread of the producer warpgroup loads tiles by TMA; one of its warps writes the tiles that see nothing. Each
-// consumer warpgroup owns 64 rows of Q and O:
+// One thread of the producer warpgroup takes tiles and loads by TMA. Each consumer warpgroup owns 64 rows of Q and O:
 //   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
 // S of the next tile is issued together with P V, so that the tensor cores work while the softmax runs; and the
 // warpgroups take turns in issuing, so that one's softmax runs under the other's products. K and V are walked from
@@ -69,35 +68,18 @@ struct ForwardShared {
   uint64_t v_full[kStages], v_empty[kStages];
 };
 
-// The next tile of this CTA that sees something, or, if kEmpty, that sees nothing.
-template <bool kEmpty = false>
 __device__ __forceinline__ bool Next(const Params& p, Schedule<kCausal>* schedule, Tile* tile) {
   int head, t;
-  while (schedule->Next(p.batch * p.q_heads, (p.q_len + kRows - 1) / kRows, &head, &t)) {
-    tile->row = t * kRows;
-    tile->head = head % p.q_heads;
-    tile->batch = head / p.q_heads;
-    const Visible keys = KeysOf(p, PositionsOf(p, tile->batch), tile->batch, tile->row, tile->row + kRows);
-    tile->begin = keys.any_lo / kCols;
-    tile->end = (keys.any_hi + kCols - 1) / kCols;
-    tile->unmasked_begin = max((keys.every_lo + kCols - 1) / kCols, tile->begin);
-    tile->unmasked_end = max(keys.every_hi / kCols, tile->begin);
-    if ((keys.any_lo >= keys.any_hi) == kEmpty) return true;
-  }
-  return false;
-}
-
-// The results of a tile that sees nothing, by one warp.
-__device__ __forceinline__ void WriteEmpty(const Params& p, const Tile& tile) {
-  const int end = min(tile.row + kRows, p.q_len);
-#pragma unroll 1
-  for (int row = tile.row + threadIdx.x % 32; row < end; row += 32) {
-    const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row;
-    p.l[at] = 0.0f, p.m[at] = -Infinity();
-    uint4* o = static_cast<uint4*>(p.o) + ((int64_t(tile.batch) * p.q_len + row) * p.q_heads + tile.head) * (kVDim / 8);
-#pragma unroll 1
-    for (int c = 0; c < kVDim / 8; ++c) o[c] = {0, 0, 0, 0};
-  }
+  if (!schedule->Next(p.batch * p.q_heads, (p.q_len + kRows - 1) / kRows, &head, &t)) return false;
+  tile->row = t * kRows;
+  tile->head = head % p.q_heads;
+  tile->batch = head / p.q_heads;
+  const Visible keys = KeysOf(p, PositionsOf(p, tile->batch), tile->batch, tile->row, tile->row + kRows);
+  tile->begin = keys.any_lo / kCols;
+  tile->end = keys.any_lo < keys.any_hi ? (keys.any_hi + kCols - 1) / kCols : tile->begin;
+  tile->unmasked_begin = max((keys.every_lo + kCols - 1) / kCols, tile->begin);
+  tile->unmasked_end = max(keys.every_hi / kCols, tile->begin);
+  return true;
 }
 
 struct Producer {
@@ -121,17 +103,17 @@ struct Producer {
     v.Next();
   }
 
-  // Hands the tile to all consumers; one of no keys says that there are no more.
+  // Hands the tile to all consumers.
   __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* q_map, const TensorMap* k_map,
                                       const TensorMap* v_map) {
-    const bool more = tile.begin < tile.end;
+    const bool empty = tile.begin == tile.end;
     const int kv_head = tile.head / (p.q_heads / p.kv_heads);
-    if (more) LoadK(k_map, tile.end - 1, kv_head, tile.batch);
+    if (!empty) LoadK(k_map, tile.end - 1, kv_head, tile.batch);
     for (int w = 0; w < kConsumers; ++w) {
       MbarrierWait(&shared.q_empty[w], q_parity ^ 1);
       shared.tile[q_parity][w] = tile;
-      MbarrierArriveExpectTx(&shared.q_full[w], more ? kQKBoxes * kQBox : 0);
-      for (int b = 0; more && b < kQKBoxes; ++b)
+      MbarrierArriveExpectTx(&shared.q_full[w], empty ? 0 : kQKBoxes * kQBox);
+      for (int b = 0; !empty && b < kQKBoxes; ++b)
         TmaLoad(shared.q[w] + b * kQBox, q_map, &shared.q_full[w], b * 64, tile.row + 64 * w, tile.head, tile.batch);
     }
     q_parity ^= 1;
@@ -343,7 +325,11 @@ struct Consumer {
     const int begin = kMaskedLeft ? Uniform(tile.begin) : 0, end = Uniform(tile.end);
     const int unmasked_begin = kMaskedLeft ? Uniform(tile.unmasked_begin) : 0;
     const int unmasked_end = Uniform(tile.unmasked_end);
-    if (begin == end) return false;
+    if (begin == end) {
+      if (tile.row < 0) return false;
+      WriteEmpty(tile);
+      return true;
+    }
 
 #pragma unroll
     for (int h = 0; h < 2; ++h) m[h] = reference[h] = -Infinity(), l[h] = 0.0f;
@@ -377,6 +363,22 @@ struct Consumer {
     FinishO();
     Write(tile, o_map);
     return true;
+  }
+
+  // The same where there is nothing to see.
+  __device__ __forceinline__ void WriteEmpty(const Tile& tile) {
+    const int row = tile.row + 64 * warpgroup + threadIdx.x % kWarpgroup;
+    if (threadIdx.x % kWarpgroup < 64 && row < p.q_len) {
+      const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row;
+      p.l[at] = 0.0f, p.m[at] = -Infinity();
+      uint4* o =
+          static_cast<uint4*>(p.o) + ((int64_t(tile.batch) * p.q_len + row) * p.q_heads + tile.head) * (kVDim / 8);
+#pragma unroll 1
+      for (int c = 0; c < kVDim / 8; ++c) o[c] = {0, 0, 0, 0};
+    }
+    __syncwarp();
+    if (kOInQ) SyncWarpgroup();
+    MbarrierArrive(&shared.q_empty[warpgroup], kOInQ ? threadIdx.x % kWarpgroup == 0 : lane == 0);
   }
 
   // O = diag(l)^-1 O, l and m. What was NaN or +inf in a row of S has made its l NaN, but not its m.
@@ -450,9 +452,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     if (threadIdx.x == 0) {
       Producer producer{p, shared};
       while (Next(p, &schedule, &tile)) producer.Run(tile, &q_map, &k_map, &v_map);
-      producer.Run({}, &q_map, &k_map, &v_map);
-    } else if (threadIdx.x / 32 == 1) {
-      while (Next<true>(p, &schedule, &tile)) WriteEmpty(p, tile);
+      producer.Run({-1}, &q_map, &k_map, &v_map);
     }
   } else {
     SetMaxRegistersUp<kConsumerRegisters>();

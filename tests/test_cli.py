@@ -1,6 +1,7 @@
 """`python -m jax_flash`."""
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import jax
 import pytest
 
 import jax_flash
+from jax_flash import _native
 from jax_flash.__main__ import main
 
 
@@ -16,6 +18,7 @@ def test_info_names_versions_and_backends():
     done = subprocess.run([sys.executable, "-m", "jax_flash"], cwd=root, check=True, stdout=subprocess.PIPE, text=True)
     assert f"jax_flash {jax_flash.__version__}, jax {jax.__version__}" in done.stdout
     assert "cpu   fused kernels, instruction set " in done.stdout
+    assert re.search("cuda  (no )?fused kernels", done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,10 @@ def test_info_names_versions_and_backends():
         ("--platform cpu --shape 2 4096 16 128 --causal --dtype bfloat16 --dropout 0.1", "flash"),
         ("--platform cpu --kv-len 77 --kv-heads 2 --value-dim 32 --dtype float64", "flash"),
         ("--platform cpu --window 100 0 --soft-cap 30 --bias --mask --segments", "flash"),
+        ("--platform cuda --dtype bfloat16 --causal --lengths --query-offset --deterministic", "flash"),
+        ("--platform cuda --full-precision", "flash"),
+        ("--platform cuda --dtype float64", "xla"),
+        ("--platform cuda --shape 1 64 2 20", "xla"),
         ("--platform tpu", "xla"),
     ],
 )
@@ -48,6 +55,35 @@ def test_choose(capsys, flags, implementation):
 )
 def test_choose_says_why_there_is_none(capsys, flags, message):
     assert main(["choose", *flags.split()]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_warmup_compiles_into_the_cache(capsys, monkeypatch, tmp_path):
+    try:
+        _native.cuda_nvrtc()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path))
+    flags = "--shape 1 77 2 16 --dtype bfloat16 --segments --backward --arch sm_80 sm_90a"
+    assert main(["warmup", *flags.split()]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"sm_80 forward: segments\.cuh, forward_sm80\.cuh in [0-9.]+ s", out)
+    assert re.search(r"sm_90a backward: segments\.cuh, backward_sm90\.cuh in [0-9.]+ s", out)
+    assert f"kept in {tmp_path}" in out
+    assert len(list(tmp_path.iterdir())) == 6  # the segments' kernel does for both passes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--arch sm_75", "8.0"),
+        ("--dtype float64 --arch sm_90a", "float64"),
+        ("--backward bias --arch sm_90a", "--bias"),
+        ("--shape 1 64 8 64 --kv-heads 3 --arch sm_90a", "8 heads"),
+    ],
+)
+def test_warmup_says_why_it_cannot(capsys, flags, message):
+    assert main(["warmup", *flags.split()]) == 1
     assert message in capsys.readouterr().err
 
 

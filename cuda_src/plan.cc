@@ -41,18 +41,37 @@ struct Choice {
   int scores;      // likewise: is there a bias or soft cap?
   int64_t length;  // keys are at most this
   Tile tile;
+  int causal = kAny;
+  int local = kAny;      // is there a window, or are there segments?
+  int operands = 2;      // of bias and mask at most
+  int64_t parallel = 0;  // tiles of all heads at least
 };
 
 constexpr int64_t kAnyLength = kMaxSize;
+constexpr int64_t kMultiprocessors = 132;  // of an H100 or H200
 
 // The first that fits is taken.
 constexpr Choice kChoices[] = {
-    {"forward", 90, 227, 2, 64, 0, kAny, 1024, {256, 64, 4, 4}},
-    {"forward", 90, 227, 2, 64, 0, kAny, kAnyLength, {192, 128, 3, 2}},
-    {"forward", 90, 227, 2, 64, 1, kAny, kAnyLength, {128, 128, 2, 3}},
-    {"forward", 90, 227, 2, 128, kAny, kAny, kAnyLength, {128, 128, 2, 2}},
-    {"forward", 90, 227, 2, 256, 0, kAny, kAnyLength, {128, 64, 2, 2}},
-    {"forward", 90, 227, 2, 256, 1, kAny, kAnyLength, {128, 80, 2, 2}},
+    {"forward", 90, 227, 2, 64, 0, kAny, 1024, {256, 64, 4, 4}, kAny, 0, 0, kMultiprocessors},
+    {"forward", 90, 227, 2, 64, 0, kAny, kAnyLength, {192, 128, 3, 2}, kAny, 0, 0, kMultiprocessors},
+    {"forward", 90, 227, 2, 64, kAny, kAny, kAnyLength, {128, 128, 2, 3}, kAny, kAny, 0},
+    {"forward", 90, 227, 2, 64, 0, kAny, kAnyLength, {128, 96, 2, 3}, kAny, kAny, 1},
+    {"forward", 90, 227, 2, 64, kAny, kAny, kAnyLength, {128, 48, 2, 3}},
+    {"forward", 90, 227, 2, 96, 0, kAny, kAnyLength, {192, 96, 3, 2}, 0, 0, 0, kMultiprocessors},
+    {"forward", 90, 227, 2, 128, 0, kAny, kAnyLength, {128, 128, 2, 2}, kAny, kAny, 0},
+    {"forward", 90, 227, 2, 128, 1, kAny, kAnyLength, {128, 128, 2, 2}, kAny, 0, 0},
+    {"forward", 90, 227, 2, 128, 1, kAny, kAnyLength, {128, 112, 2, 2}, kAny, 1, 0},
+    {"forward", 90, 227, 2, 128, 0, kAny, kAnyLength, {128, 64, 2, 2}, kAny, kAny, 1},
+    {"forward", 90, 227, 2, 128, kAny, kAny, kAnyLength, {128, 32, 2, 2}},
+    {"forward", 90, 227, 2, 192, 0, kAny, kAnyLength, {128, 96, 2, 2}, kAny, kAny, 0},
+    {"forward", 90, 227, 2, 192, 1, kAny, kAnyLength, {128, 64, 2, 2}, kAny, kAny, 0},
+    {"forward", 90, 227, 2, 192, 0, kAny, kAnyLength, {128, 48, 2, 2}, kAny, kAny, 1},
+    {"forward", 90, 227, 2, 192, kAny, kAny, kAnyLength, {128, 16, 2, 2}},
+    {"forward", 90, 227, 2, 256, 0, kAny, kAnyLength, {128, 64, 2, 2}, kAny, kAny, 0},
+    {"forward", 90, 227, 2, 256, 1, 0, kAnyLength, {128, 64, 2, 2}, kAny, 0, 0},
+    {"forward", 90, 227, 2, 256, 1, kAny, kAnyLength, {128, 48, 2, 2}, kAny, kAny, 0},
+    {"forward", 90, 227, 2, 256, 0, kAny, kAnyLength, {128, 32, 2, 2}, kAny, kAny, 1},
+    {"forward", 90, 227, 2, 256, kAny, kAny, kAnyLength, {128, 16, 2, 2}},
     {"backward", 90, 227, 2, 64, kAny, 0, kAnyLength, {128, 128, 2, 2}},
     {"backward", 90, 227, 2, 128, kAny, kAny, kAnyLength, {64, 128, 2, 2}},
     {"backward", 90, 227, 2, 256, kAny, kAny, kAnyLength, {64, 64, 2, 2}},
@@ -113,7 +132,10 @@ const Choice& Choose(std::string_view kernel, const Target& target, const Proble
   for (const Choice& choice : kChoices) {
     if (choice.kernel == kernel && (choice.sm == 80 || target.hopper) && choice.shared <= target.shared &&
         choice.bytes == Bytes(p) && std::max(p.qk_dim, p.v_dim) <= choice.dim && is(choice.dropout, p.dropout()) &&
-        is(choice.scores, p.bias.present || p.soft_cap > 0) && p.kv_len <= choice.length) {
+        is(choice.scores, p.bias.present || p.soft_cap > 0) && p.kv_len <= choice.length &&
+        is(choice.causal, p.causal) && is(choice.local, p.window_left >= 0 || p.window_right >= 0 || p.segments) &&
+        p.bias.present + p.mask.present <= choice.operands &&
+        p.batch * p.q_heads * DivideUp(p.q_len, choice.tile.rows) >= choice.parallel) {
       return choice;
     }
   }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -50,17 +51,25 @@ class Call {
  public:
   Call(Pass pass, const Problem& problem) : pass(pass), p(problem), scratch(CudaScratch(problem, pass)) {}
 
-  // Compiles for the GPUs of this process. A GPU that is not there now gets its kernels when it is loaded for.
+  // Compiles for the GPUs of this process. One that cannot do it is an error when the program is loaded there, or now
+  // if it is the same with all.
   void Compile() const {
-    std::vector<std::string> archs;
+    bool compiled = false;
+    std::exception_ptr refusal;
     for (const Device& device : CudaDevices()) {
-      const std::string arch = ArchOf(device.major, device.minor);
-      if (std::find(archs.begin(), archs.end(), arch) == archs.end()) archs.push_back(arch);
+      try {
+        const std::string arch = ArchOf(device.major, device.minor);
+        CacheCubins(MakePlan(p, pass, arch).units, arch);
+        compiled = true;
+      } catch (const std::invalid_argument&) {
+        refusal = std::current_exception();
+      }
     }
-    for (const std::string& arch : archs) CacheCubins(MakePlan(p, pass, arch).units, arch);
+    if (!compiled && refusal) std::rethrow_exception(refusal);
   }
 
   void Load(int device) {
+    if (LoadedOn(device)) return;
     const std::lock_guard<std::mutex> lock(loading_);
     if (LoadedOn(device)) return;
     const Driver& driver = CudaDriver();

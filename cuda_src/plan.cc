@@ -84,17 +84,25 @@ constexpr Choice kChoices[] = {
     {"forward", 80, 99, 4, 128, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
     {"forward", 80, 163, 4, 256, kAny, kAny, kAnyLength, {64, 16, 4, 2}},
     {"forward", 80, 99, 4, 256, kAny, kAny, kAnyLength, {32, 16, 2, 2}},
-    {"backward", 80, 163, 2, 64, kAny, kAny, kAnyLength, {64, 128, 8, 2}},
-    {"backward", 80, 99, 2, 64, kAny, kAny, kAnyLength, {64, 64, 8, 2}},
-    {"backward", 80, 163, 2, 128, kAny, kAny, kAnyLength, {64, 64, 8, 2}},
+    {"backward", 80, 227, 2, 64, 0, 0, kAnyLength, {128, 128, 8, 2}},
+    {"backward", 80, 163, 2, 64, kAny, kAny, kAnyLength, {64, 64, 4, 2}},
+    {"backward", 80, 99, 2, 64, kAny, kAny, kAnyLength, {64, 128, 8, 1}},
+    {"backward", 80, 227, 2, 128, kAny, 0, kAnyLength, {64, 128, 8, 2}},
+    {"backward", 80, 163, 2, 128, kAny, 0, kAnyLength, {64, 128, 8, 1}},
+    {"backward", 80, 163, 2, 128, kAny, kAny, kAnyLength, {32, 128, 8, 2}},
     {"backward", 80, 99, 2, 128, kAny, kAny, kAnyLength, {64, 64, 8, 1}},
-    {"backward", 80, 163, 2, 256, kAny, kAny, kAnyLength, {32, 64, 8, 1}},
-    {"backward", 80, 99, 2, 256, kAny, kAny, kAnyLength, {32, 32, 4, 1}},
+    {"backward", 80, 227, 2, 256, kAny, kAny, kAnyLength, {64, 64, 8, 2}},
+    {"backward", 80, 163, 2, 256, kAny, kAny, kAnyLength, {64, 64, 8, 1}},
+    {"backward", 80, 99, 2, 256, kAny, kAny, kAnyLength, {32, 32, 8, 1}},
+    {"backward", 80, 227, 4, 64, kAny, kAny, kAnyLength, {64, 128, 8, 2}},
     {"backward", 80, 163, 4, 64, kAny, kAny, kAnyLength, {64, 64, 8, 1}},
     {"backward", 80, 99, 4, 64, kAny, kAny, kAnyLength, {32, 64, 8, 1}},
-    {"backward", 80, 99, 4, 128, kAny, kAny, kAnyLength, {32, 32, 4, 1}},
-    {"backward", 80, 163, 4, 256, kAny, kAny, kAnyLength, {16, 32, 4, 1}},
-    {"backward", 80, 99, 4, 256, kAny, kAny, kAnyLength, {16, 16, 2, 1}},
+    {"backward", 80, 227, 4, 128, kAny, kAny, kAnyLength, {32, 128, 8, 1}},
+    {"backward", 80, 163, 4, 128, kAny, kAny, kAnyLength, {32, 64, 8, 1}},
+    {"backward", 80, 99, 4, 128, kAny, kAny, kAnyLength, {32, 32, 8, 1}},
+    {"backward", 80, 227, 4, 256, kAny, kAny, kAnyLength, {32, 64, 8, 1}},
+    {"backward", 80, 163, 4, 256, kAny, kAny, kAnyLength, {32, 32, 8, 1}},
+    {"backward", 80, 99, 4, 256, kAny, kAny, kAnyLength, {16, 16, 8, 1}},
     {"backward_query", 80, 163, 2, 128, kAny, kAny, kAnyLength, {64, 64, 4, 2}},
     {"backward_query", 80, 99, 2, 128, kAny, kAny, kAnyLength, {64, 48, 4, 2}},
     {"backward_query", 80, 163, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
@@ -105,8 +113,9 @@ constexpr Choice kChoices[] = {
     {"backward_query", 80, 99, 4, 256, kAny, kAny, kAnyLength, {16, 16, 1, 2}},
     {"backward_bias", 80, 99, 2, 128, kAny, kAny, kAnyLength, {64, 64, 4, 1}},
     {"backward_bias", 80, 99, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 1}},
-    {"backward_bias", 80, 99, 4, 128, kAny, kAny, kAnyLength, {32, 32, 2, 1}},
-    {"backward_bias", 80, 99, 4, 256, kAny, kAny, kAnyLength, {32, 16, 2, 1}},
+    {"backward_bias", 80, 99, 4, 64, kAny, kAny, kAnyLength, {64, 64, 4, 1}},
+    {"backward_bias", 80, 99, 4, 128, kAny, kAny, kAnyLength, {32, 32, 4, 1}},
+    {"backward_bias", 80, 99, 4, 256, kAny, kAny, kAnyLength, {16, 32, 2, 1}},
 };
 
 int Bytes(const Problem& p) { return p.dtype == DType::kF32 ? 4 : 2; }
@@ -266,7 +275,9 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
     prepared = choice.sm == 80;
     plan->launches.push_back(prepared ? PrepareLaunch(p, unit)
                                       : Launch{unit, "jax_flash_backward_prepare", rows / 32, 256});
-    plan->launches.push_back(MainLaunch(choice, unit, p.batch * p.kv_heads * DivideUp(p.kv_len, tile.cols),
+    // On Hopper, CTAs of 64 keys come in pairs.
+    const int64_t columns = prepared ? p.kv_len : RoundUp(p.kv_len, 128);
+    plan->launches.push_back(MainLaunch(choice, unit, p.batch * p.kv_heads * DivideUp(columns, tile.cols),
                                         {{Mapped::kQuery, tile.rows},
                                          {Mapped::kKey, tile.cols},
                                          {Mapped::kValue, tile.cols},
@@ -362,7 +373,7 @@ std::string ArchOf(int major, int minor) {
 
 Plan MakePlan(const Problem& p, Pass pass, const std::string& arch) {
   const std::string refusal = CudaRefusal(p);
-  if (!refusal.empty()) throw std::invalid_argument(refusal);
+  if (!refusal.empty()) throw std::invalid_argument(refusal + ". implementation=\"xla\" has no such limit");
   const int capability = std::atoi(arch.c_str() + arch.find('_') + 1);
   if (capability < 80) throw std::invalid_argument(arch + ": the kernels need compute capability 8.0 or later");
   const char* const forced = std::getenv("JAX_FLASH_CUDA_KERNELS");

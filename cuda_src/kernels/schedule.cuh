@@ -6,7 +6,8 @@ namespace jax_flash {
 // Head by head, for the sake of the L2: the CTAs that run at a time read the same K and V, or Q and dO. The work of a
 // causal tile grows from one end to the other, so there a CTA takes tiles in pairs, the t-th from one end and the t-th
 // from the other: each pair is the same work. The tile without a partner of each head comes last.
-template <bool kCausal>
+// CTAs of a cluster take the same tiles.
+template <bool kCausal, int kCluster = 1>
 struct Schedule {
   int next = 0;  // how many tiles this CTA has asked for
 
@@ -14,7 +15,7 @@ struct Schedule {
   __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) {
     const int per_head = kCausal ? tiles / 2 : tiles;
     const bool second = !kCausal || next % 2 == 1;
-    const int item = blockIdx.x + (kCausal ? next / 2 : next) * gridDim.x;
+    const int item = blockIdx.x / kCluster + (kCausal ? next / 2 : next) * (gridDim.x / kCluster);
     const bool paired = item < per_head * heads;
     *head = paired ? item / per_head : item - per_head * heads;
     *tile = !paired ? per_head : second ? item % per_head : tiles - 1 - item % per_head;

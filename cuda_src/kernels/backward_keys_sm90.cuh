@@ -1,0 +1,269 @@
+// What every consumer warpgroup of the Hopper backward does: S^T, P^T, dP^T and dS^T of 64 keys, in registers.
+#pragma once
+
+#include "backward_tiles_sm90.cuh"
+#include "common/philox.h"
+#include "scores.cuh"
+#include "tile/wgmma.cuh"
+
+namespace jax_flash {
+
+// dV += P^T dO can start before dS is known where there are registers for P in both precisions.
+constexpr bool kEarlyDV = kRows == 64;
+static_assert(kEarlyDV || !kSoftCap);
+// S^T can start at -L / scale instead of 0: then nobody waits for L, and the subtraction costs nothing. With 128 rows
+// to fetch it costs more than it saves.
+constexpr bool kStartAtL = kRows == 64 && !kScores;
+
+// What exp2 of a difference of scores needs, before and after S became s.
+__device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 1.0f : p.scale; }
+
+// dS is computed without the factor of the kept entries, which comes with the results. (If nothing is kept, 1 will do.)
+__device__ __forceinline__ float KeepScale(const Params& p) {
+  return kDropout && p.keep_scale > 0.0f ? p.keep_scale : 1.0f;
+}
+
+// L and D are stored in whole tiles, 16 rows lane by lane: one float4 is what a lane needs of a 16 x 16 tile.
+__device__ __forceinline__ int Place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
+
+// The 64 keys of a consumer warpgroup: S^T and dP^T. A lane holds two of the keys: `key` and key + 8.
+struct Keys {
+  const Params& p;
+  BackwardShared& shared;
+  const int warpgroup, warp, lane, first_key;
+  const float scale_log2;
+  uint32_t kv_parity = 0;
+  Ring<kStages> at;  // the tile of Q and dO
+
+  float S[kRows / 2], dP[kRows / 2];  // transposed; S becomes P, dP becomes dS
+  uint32_t P[kRows / 4], dS[kRows / 4];
+
+  __device__ __forceinline__ Keys(const Params& p, BackwardShared& shared)
+      : p(p),
+        shared(shared),
+        warpgroup(Uniform(threadIdx.x / kWarpgroup) - 1),
+        warp(threadIdx.x % kWarpgroup / 32),
+        lane(threadIdx.x % 32),
+        first_key(kWide ? 0 : 64 * warpgroup),
+        scale_log2(ScoreScale(p) * kLog2e) {}
+
+  // The next tile, when K and V are there; null when there are no more. It stays until the tile after the next.
+  __device__ __forceinline__ const Tile* NextTile() {
+    MbarrierWait(&shared.k_full, kv_parity);
+    const Tile* tile = &shared.tile[kv_parity];
+    if (Uniform(tile->column) < 0) return nullptr;
+    MbarrierWait(&shared.v_full, kv_parity);
+    kv_parity ^= 1;
+    return tile;
+  }
+
+  __device__ __forceinline__ void WaitForQ() { MbarrierWait(&shared.q_full[at.index], at.parity); }
+
+  // The tile of Q that is there. (Better asked when the tensor cores are at work: the answer takes a while.)
+  __device__ __forceinline__ Step StepHere() {
+    const Step& step = shared.step[at.index];
+    return {Uniform(step.row), Uniform(step.head), Uniform(step.row_block), bool(Uniform(step.masked)),
+            bool(Uniform(step.last))};
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void Clear(float (&C)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) C[i] = 0.0f;
+  }
+
+  __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, lane == 0); }
+  __device__ __forceinline__ void SyncConsumers() { BarrierSync(1, kConsumers * kWarpgroup); }
+  __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(2 + warpgroup, kWarpgroup); }
+
+  // C = A B^T, or += : A this warpgroup's 64 rows of K or V, B a tile of Q or dO.
+  template <int kDim>
+  __device__ __forceinline__ void IssueKeysTimesRows(float (&C)[kRows / 2], const uint8_t* keys, const uint8_t* rows,
+                                                     bool accumulate) {
+    const uint64_t a = Descriptor(keys + first_key * 128, 0), b = Descriptor(rows, 0);
+    WgmmaFence();
+#pragma unroll
+    for (int d = 0; d < (kDim + 15) / 16; ++d) {
+      Wgmma<kRows>::template SS<Major::kK, Major::kK>(C, Advance(a, d / 4 * kKVBox + d % 4 * 32),
+                                                      Advance(b, d / 4 * kQBox + d % 4 * 32), accumulate || d > 0);
+    }
+    WgmmaCommit();
+  }
+
+  // C += A B: A = P^T or dS^T, B a tile of dO or Q.
+  template <int kDim>
+  __device__ __forceinline__ void IssueGradient(float (&C)[kDim / 2], const uint32_t (&A)[kRows / 4],
+                                                const uint8_t* rows) {
+    const uint64_t b = Descriptor(rows, kQBox);
+    WgmmaFence();
+#pragma unroll
+    for (int i = 0; i < kRows / 16; ++i)
+      Wgmma<kDim>::template RS<Major::kMN>(C, A + 4 * i, Advance(b, i * 16 * 128), true);
+    WgmmaCommit();
+  }
+
+  // S^T = -L / scale
+  __device__ __forceinline__ void StartS() {
+    const float4* memory = reinterpret_cast<const float4*>(shared.minus_l[at.index]) + lane % 4;
+#pragma unroll
+    for (int c = 0; c < kRows / 16; ++c) {
+      const float4 x = memory[4 * c];
+      const float minus_l[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) S[8 * c + i] = minus_l[i / 4 * 2 + i % 2];
+    }
+    Pin(S);
+  }
+
+  __device__ __forceinline__ int Key(const Tile& tile) const { return tile.column + first_key + 16 * warp + lane / 4; }
+
+  // S^T becomes s^T: scale, soft cap, bias. The derivative of the soft cap is left in dS.
+  __device__ __forceinline__ void Score(const Tile& tile, const Step& step) {
+    const Entries entries(p, tile.batch, step.head);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      const int row = step.row + lane % 4 * 2 + i / 4 * 8 + i % 2, key = Key(tile) + i / 2 % 2 * 8;
+      S[i] = Cap(p, S[i]);
+      if (kSoftCap && i % 2 == 1) dS[i / 2] = Pack(CapDerivative(p, S[i - 1]), CapDerivative(p, S[i]));
+      // Entries outside are hidden later.
+      if (kBias && i % 2 == 1) S[i - 1] += entries.Bias(min(row - 1, p.q_len - 1), min(key, p.kv_len - 1));
+      if (kBias && i % 2 == 1) S[i] += entries.Bias(min(row, p.q_len - 1), min(key, p.kv_len - 1));
+    }
+  }
+
+  // Entries that may not attend become -inf.
+  __device__ __forceinline__ void Hide(const Tile& tile, const Step& step) {
+    const Positions positions = PositionsOf(p, tile.batch);
+    const Entries entries(p, tile.batch, step.head);
+    const int row = step.row + lane % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int key = Key(tile) + 8 * h;
+      const RowRange rows = AnyKeyRows(positions, key, key + 1);
+      const int first = rows.lo < rows.hi ? min(rows.lo - row, int64_t(kRows)) : kRows, end = rows.hi - row;
+#pragma unroll
+      for (int i = 2 * h; i < kRows / 2; i += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int r = i / 4 * 8 + e;
+          const bool outside = r < first || ((kWindow || kSegments || kMask) && r >= end);
+          if (outside || ((kSegments || kMask) && entries.Hidden(row + r, key))) S[i + e] = -Infinity();
+        }
+      }
+    }
+  }
+
+  // S^T is masked and becomes P^T.
+  __device__ __forceinline__ void Softmax(const Tile& tile, const Step& step) {
+    if (kScores) Score(tile, step);
+    if (step.masked) Hide(tile, step);
+#pragma unroll
+    for (int c = 0; c < kRows / 16; ++c) {
+      const float4 x =
+          kStartAtL ? float4() : (reinterpret_cast<const float4*>(shared.minus_l[at.index]) + lane % 4)[4 * c];
+      const float minus_l[4] = {x.x * scale_log2, x.y * scale_log2, x.z * scale_log2, x.w * scale_log2};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        S[8 * c + i] =
+            Exp2(kStartAtL ? S[8 * c + i] * scale_log2 : fmaf(S[8 * c + i], scale_log2, minus_l[i / 4 * 2 + i % 2]));
+      }
+    }
+    if (kDropout) Drop(tile, step);
+  }
+
+  // Marks the dropped entries of P^T by their sign.
+  __device__ __forceinline__ void Drop(const Tile& tile, const Step& step) {
+    const uint32_t seed0 = p.seed[2 * tile.batch], seed1 = p.seed[2 * tile.batch + 1];
+    const uint32_t last_dropped = (p.drop_threshold << 16) - 1;  // among words whose high half is an entry's
+#pragma unroll
+    for (int c = 0; c < kRows / 16; ++c) {
+      // The words of the forward's lane of this 16 x 16 tile; transposed they are this lane's.
+      const Philox4 counter = {{uint32_t((tile.column / 16 + first_key / 16 + warp) * 4 + lane % 4),
+                                uint32_t((step.row / 16 + c) * 8 + lane / 4), p.head_id[step.head],
+                                p.batch_id[tile.batch]}};
+      const Philox4 random = Philox(counter, seed0, seed1);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const uint32_t x = Movmatrix(random.x[w]);
+        float* s = S + 8 * c + w / 2 * 4 + w % 2 * 2;
+        if (x << 16 <= last_dropped) s[0] = -s[0];
+        if (x <= last_dropped) s[1] = -s[1];
+      }
+    }
+  }
+
+  __device__ __forceinline__ static uint32_t PackP(float low, float high) {
+    return kDropout ? PackRelu(low, high) : Pack(low, high);
+  }
+
+  // P in its other precision, before the derivative of the soft cap joins it for the sake of dS.
+  __device__ __forceinline__ void RoundP() {
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) {
+      P[i] = PackP(S[2 * i], S[2 * i + 1]);
+      if (kSoftCap) {
+        const float2 derivative = Unpack(dS[i]);
+        S[2 * i] *= derivative.x, S[2 * i + 1] *= derivative.y;
+      }
+    }
+  }
+
+  // dP^T becomes dS^T, in both precisions.
+  __device__ __forceinline__ void ComputeDS() {
+    const float4* memory = reinterpret_cast<const float4*>(shared.d[at.index]) + lane % 4;
+#pragma unroll
+    for (int c = 0; c < kRows / 16; ++c) {
+      const float4 x = memory[4 * c];
+      const float D[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 8 * c; i < 8 * c + 8; ++i) {
+        const float d = D[i / 4 % 2 * 2 + i % 2];
+        dP[i] = kDropout ? fmaf(fmaxf(S[i], 0.0f), dP[i], -fabsf(S[i]) * d) : S[i] * (dP[i] - d);
+        if (i % 2 == 1) {
+          dS[i / 2] = Pack(dP[i - 1], dP[i]);
+          if (!kEarlyDV) P[i / 2] = PackP(S[i - 1], S[i]);
+        }
+      }
+    }
+  }
+
+  // Of a tile of [keys][64 columns] boxes in shared memory: where this lane's part begins of 16 columns of this warp's
+  // keys.
+  __device__ __forceinline__ uint8_t* Chunk(uint8_t* tile, int c) {
+    const int chunk = (c % 4 * 2 + lane / 16) ^ lane % 8;
+    return tile + c / 4 * kKVBox + (first_key + 16 * warp + lane % 16) * 128 + chunk * 16;
+  }
+
+  __device__ __forceinline__ void Store(uint8_t* to, int c, uint32_t a, uint32_t b, uint32_t x, uint32_t y) {
+    Stmatrix(Chunk(to, c), a, b, x, y);
+  }
+
+  // This warpgroup's part of dK or dV goes to HBM by way of `to`.
+  template <int kDim>
+  __device__ __forceinline__ void Leave(const float (&C)[kDim / 2], float scale, uint8_t* to, const Tile& tile,
+                                        const TensorMap* map) {
+#pragma unroll
+    for (int c = 0; c < kDim / 8; c += 2) {
+      const float* x = C + 4 * c;
+      const bool whole = c + 1 < kDim / 8;  // or what comes after is outside
+      Store(to, c / 2, Pack(x[0] * scale, x[1] * scale), Pack(x[2] * scale, x[3] * scale),
+            whole ? Pack(x[4] * scale, x[5] * scale) : 0, whole ? Pack(x[6] * scale, x[7] * scale) : 0);
+    }
+    FenceProxyAsync();
+    SyncWarpgroup();
+    if (threadIdx.x % kWarpgroup == 0) {
+      for (int b = 0; b < Boxes(kDim); ++b)
+        TmaStore(map, to + b * kKVBox + first_key * 128, b * 64, tile.column + first_key, tile.head, tile.batch);
+      TmaCommit();
+    }
+  }
+
+  __device__ __forceinline__ void ReleaseKV() {
+    TmaWaitRead<0>();
+    __syncwarp();
+    Release(&shared.k_empty);
+    Release(&shared.v_empty);
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,154 @@
+// The Hopper backward's tiles: how they lie in shared memory, which of them there are, and who loads them.
+#pragma once
+
+#include "config.cuh"
+#include "params.h"
+#include "schedule.cuh"
+#include "tile/cluster.cuh"
+#include "tile/mbarrier.cuh"
+#include "tile/tma.cuh"
+#include "tile/types.cuh"
+#include "tile/warp.cuh"
+#include "visible.cuh"
+
+namespace jax_flash {
+
+constexpr int kRows = JAX_FLASH_ROWS;
+constexpr int kCols = JAX_FLASH_COLS;      // keys of a CTA
+constexpr int kStages = JAX_FLASH_STAGES;  // tiles of Q, and of dO, in flight
+
+constexpr bool kWide = kQKDim > 128 || kVDim > 128;
+static_assert(kWide ? kRows == 64 && kCols == 64 : (kRows == 64 || kRows == 128) && kCols == 128);
+constexpr int kCluster = kWide ? 2 : 1;  // CTAs with neighbouring keys and the same tiles of Q
+
+constexpr int kConsumers = 2;  // warpgroups
+static_assert(JAX_FLASH_CONSUMERS == kConsumers);
+constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+constexpr int kProducerRegisters = 40;  // of 504 for the three warpgroups
+
+// Tiles are boxes of 64 columns; what is outside of the head dim is 0.
+__host__ __device__ constexpr int Boxes(int dim) { return (dim + 63) / 64; }
+constexpr int kQKBoxes = kWide ? (Boxes(kQKDim) + 1) / 2 * 2 : Boxes(kQKDim);
+constexpr int kHalfBoxes = (kQKBoxes + 1) / 2;  // of a CTA's half of dQ, if wide
+constexpr int kVBoxes = Boxes(kVDim);
+constexpr int kQBox = kRows * 128;   // bytes of a box of Q or dO
+constexpr int kKVBox = kCols * 128;  // bytes of a box of K or V
+
+constexpr bool kDS = kDQ || kDK;  // is dS needed?
+
+// A tile of K and V.
+struct Tile {
+  int column, head, batch;  // column < 0: there are no more
+  int steps;                // tiles of Q, of all heads of the group, that see it
+};
+
+// A tile of Q, and of dO.
+struct Step {
+  int row, head;
+  int row_block;  // of 64, among those of all heads
+  bool masked;    // must entries be looked at one by one?
+  bool last;      // of this tile of K and V
+};
+
+constexpr int kStagingBytes = kWide ? kRows * kCols * 4 : kRows * kQKDim * 4;
+
+struct BackwardShared {
+  alignas(1024) uint8_t k[kQKBoxes * kKVBox];
+  alignas(1024) uint8_t v[kVBoxes * kKVBox];
+  alignas(1024) uint8_t q[kStages][kQKBoxes * kQBox];
+  alignas(1024) uint8_t d_o[kStages][kVBoxes * kQBox];
+  alignas(1024) uint8_t ds[2][kRows / 64 * kKVBox];  // dS^T, boxes of [keys][64 rows]
+  // dQ on its way out, in f32; at the end dK. If wide: P from one warpgroup to the other; before, half of K.
+  alignas(1024) uint8_t staging[kStagingBytes > kQKBoxes* kKVBox || kWide ? kStagingBytes : kQKBoxes * kKVBox];
+  alignas(16) float minus_l[kStages][kRows];
+  alignas(16) float d[kStages][kRows];
+  alignas(16) Step step[kStages];
+  alignas(16) Tile tile[2];
+  uint64_t k_full, k_empty, v_full, v_empty;
+  uint64_t q_full[kStages], q_empty[kStages];
+  uint64_t do_full[kStages], do_empty[kStages];
+  uint64_t ds_full, ds_empty;  // of what comes from the other CTA
+};
+static_assert(kWide || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::v));  // where dV leaves
+
+__device__ __forceinline__ int QTiles(const Params& p) { return (p.q_len + kRows - 1) / kRows; }
+
+// One thread that loads what the consumers work on, and tells them what it is.
+struct Producer {
+  const Params& p;
+  BackwardShared& shared;
+  const TensorMap *q_map, *k_map, *v_map, *do_map;
+  Ring<kStages> at;
+  uint32_t kv_parity = 0;
+
+  __device__ __forceinline__ void Run() {
+    constexpr int kAllCols = kCols * kCluster;
+    const int tiles = (p.kv_len + kAllCols - 1) / kAllCols, group = p.q_heads / p.kv_heads;
+    Schedule<kCausal, kCluster> schedule;
+    int item, t;
+    while (schedule.Next(p.batch * p.kv_heads, tiles, &item, &t)) {
+      const int head = item % p.kv_heads, batch = item / p.kv_heads;
+      const Positions positions = PositionsOf(p, batch);
+      const Visible rows = RowsOf(p, positions, batch, t * kAllCols, (t + 1) * kAllCols);
+      const int first = rows.any_lo / kRows, end = (rows.any_hi + kRows - 1) / kRows;
+      const int steps = rows.any_lo < rows.any_hi ? (end - first) * group : 0;
+      LoadKV({t * kAllCols + (kWide ? ClusterRank() * kCols : 0), head, batch, steps});
+      // Rows that see nothing have an L that hides them.
+      const int every_hi = rows.every_hi < positions.q_length ? rows.every_hi : QTiles(p) * kRows;
+      int q_tile = first, q_head = head * group;
+      for (int n = steps; n > 0; --n) {
+        const int row = q_tile * kRows;
+        const int row_block = ((batch * p.q_heads + q_head) * QTiles(p) + q_tile) * (kRows / 64);
+        Load({row, q_head, row_block, row < rows.every_lo || row + kRows > every_hi, n == 1}, batch);
+        if (++q_tile == end) q_tile = first, ++q_head;
+      }
+    }
+    MbarrierWait(&shared.k_empty, kv_parity ^ 1);
+    shared.tile[kv_parity].column = -1;
+    MbarrierArrive(&shared.k_full);
+  }
+
+  __device__ __forceinline__ void LoadKV(const Tile& tile) {
+    const auto load = [&](uint8_t* to, const TensorMap* map, uint64_t* full, int d, int column) {
+      TmaLoad(to, map, full, d, column, tile.head, tile.batch);
+    };
+    MbarrierWait(&shared.k_empty, kv_parity ^ 1);
+    shared.tile[kv_parity] = tile;
+    if (kWide) {
+      // The half of K that makes this CTA's half of dQ, of the keys of both CTAs; and the other half of its own.
+      const int half = ClusterRank() * 64 * kHalfBoxes, other = 64 * kHalfBoxes - half;
+      MbarrierArriveExpectTx(&shared.k_full, 3 * kHalfBoxes * kKVBox);
+      for (int b = 0; b < kHalfBoxes; ++b) {
+        load(shared.k + b * kKVBox, k_map, &shared.k_full, half + b * 64, tile.column);
+        load(shared.k + (kHalfBoxes + b) * kKVBox, k_map, &shared.k_full, half + b * 64, tile.column ^ kCols);
+        load(shared.staging + b * kKVBox, k_map, &shared.k_full, other + b * 64, tile.column);
+      }
+    } else {
+      MbarrierArriveExpectTx(&shared.k_full, sizeof(shared.k));
+      for (int b = 0; b < kQKBoxes; ++b) load(shared.k + b * kKVBox, k_map, &shared.k_full, b * 64, tile.column);
+    }
+    MbarrierWait(&shared.v_empty, kv_parity ^ 1);
+    MbarrierArriveExpectTx(&shared.v_full, sizeof(shared.v));
+    for (int b = 0; b < kVBoxes; ++b) load(shared.v + b * kKVBox, v_map, &shared.v_full, b * 64, tile.column);
+    kv_parity ^= 1;
+  }
+
+  __device__ __forceinline__ void Load(const Step& step, int batch) {
+    const int stage = at.index;
+    const int64_t statistics = int64_t(step.row_block) * 64;
+    MbarrierWait(&shared.q_empty[stage], at.parity ^ 1);
+    shared.step[stage] = step;
+    MbarrierArriveExpectTx(&shared.q_full[stage], sizeof(shared.q[0]) + kRows * 4);
+    for (int b = 0; b < kQKBoxes; ++b)
+      TmaLoad(shared.q[stage] + b * kQBox, q_map, &shared.q_full[stage], b * 64, step.row, step.head, batch);
+    BulkLoad(shared.minus_l[stage], p.logsumexp + statistics, kRows * 4, &shared.q_full[stage]);
+    MbarrierWait(&shared.do_empty[stage], at.parity ^ 1);
+    MbarrierArriveExpectTx(&shared.do_full[stage], sizeof(shared.d_o[0]) + kRows * 4);
+    for (int b = 0; b < kVBoxes; ++b)
+      TmaLoad(shared.d_o[stage] + b * kQBox, do_map, &shared.do_full[stage], b * 64, step.row, step.head, batch);
+    BulkLoad(shared.d[stage], p.d + statistics, kRows * 4, &shared.do_full[stage]);
+    at.Next();
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,205 @@
+// The Hopper backward where a head dim is above 128: dK and dV of 64 keys do not fit into the registers of one
+// warpgroup. One has S, P and dV, the other dP, dS and dK; P goes from the one to the other through shared memory.
+//
+// dQ would leave for each 64 keys, twice as often as with smaller heads, and the L2 adds no faster than that. So two
+// CTAs of a cluster, with 64 keys each, send each other their dS, and each adds up half the columns of dQ over the keys
+// of both. For that it needs that half of the K of both; the other half of its own is needed only for S and stays in
+// registers.
+#pragma once
+
+#include "backward_keys_sm90.cuh"
+#include "tile/mma.cuh"
+#include "tile/reduce.cuh"
+
+namespace jax_flash {
+
+constexpr int kPFull = 4, kPRead = 5;  // named barriers
+
+// S, P and dV of 64 keys.
+struct ConsumerOfP : Keys {
+  static constexpr int kRegisters = 240;
+  const int rank = Uniform(ClusterRank());
+  float dV[kVDim / 2];
+  uint32_t K[4 * kHalfBoxes][4];  // the half that does not make this CTA's dQ, as left operands
+
+  using Keys::Keys;
+
+  // The next tile; false when there are no more.
+  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+    Clear(dV);
+    const Tile* next = NextTile();
+    if (!next) return false;
+    const Tile& tile = *next;
+#pragma unroll
+    for (int d = 0; d < 4 * kHalfBoxes; ++d) Ldmatrix(K[d], SharedAddress(Chunk(shared.staging, d)));
+    SyncWarpgroup();  // P may be written there
+    if (Uniform(tile.steps) > 0) Walk(tile);
+    SyncConsumers();  // nobody reads V any more
+    if (kDV) Leave<kVDim>(dV, kDropout ? p.keep_scale : 1.0f, shared.v, tile, dv_map);
+    ReleaseKV();
+    return true;
+  }
+
+  // S^T = K Q^T
+  __device__ __forceinline__ void IssueS() {
+    if (kStartAtL) StartS();
+    const uint64_t a = Descriptor(shared.k, 0), b = Descriptor(shared.q[at.index], 0);
+    WgmmaFence();
+#pragma unroll
+    for (int d = 0; d < 4 * kHalfBoxes; ++d) {
+      Wgmma<kRows>::template SS<Major::kK, Major::kK>(S, Advance(a, d / 4 * kKVBox + d % 4 * 32),
+                                                      Advance(b, (rank * kHalfBoxes + d / 4) * kQBox + d % 4 * 32),
+                                                      kStartAtL || d > 0);
+    }
+#pragma unroll
+    for (int d = 0; d < 4 * kHalfBoxes; ++d) {
+      Wgmma<kRows>::template RS<Major::kK>(S, K[d], Advance(b, ((1 - rank) * kHalfBoxes + d / 4) * kQBox + d % 4 * 32),
+                                           true);
+    }
+    WgmmaCommit();
+  }
+
+  __device__ __forceinline__ void Walk(const Tile& tile) {
+    WaitForQ();
+    IssueS();
+    Step step = StepHere();
+    while (true) {
+      const int stage = at.index;
+      WgmmaWait<0>();
+      Pin(S);
+      Softmax(tile, step);
+      Release(&shared.q_empty[stage]);
+      RoundP();
+      if (kDS) SendP();
+      MbarrierWait(&shared.do_full[stage], at.parity);
+      if (kDV) IssueGradient<kVDim>(dV, P, shared.d_o[stage]);
+      at.Next();
+      if (step.last) {
+        WgmmaWait<0>();
+        Pin(dV);
+        Release(&shared.do_empty[stage]);
+        return;
+      }
+      WaitForQ();
+      IssueS();
+      step = StepHere();
+      WgmmaWait<1>();
+      Pin(dV);
+      Release(&shared.do_empty[stage]);
+    }
+  }
+
+  // P to the other warpgroup, when it has read the one before.
+  __device__ __forceinline__ void SendP() {
+    BarrierSync(kPRead, 2 * kWarpgroup);
+#pragma unroll
+    for (int i = 0; i < kRows / 8; ++i) {
+      reinterpret_cast<float4*>(shared.staging)[i * kWarpgroup + 32 * warp + lane] =
+          make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
+    }
+    BarrierArrive(kPFull, 2 * kWarpgroup);
+  }
+};
+
+// dP, dS and dK of 64 keys, and half the columns of dQ.
+struct ConsumerOfDS : Keys {
+  static constexpr int kRegisters = 224;
+  uint32_t ds_parity = 0;
+  float dK[kQKDim / 2], dQ[32 * kHalfBoxes];
+
+  using Keys::Keys;
+
+  // The next tile; false when there are no more.
+  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+    Clear(dK);
+    const Tile* next = NextTile();
+    if (!next) return false;
+    const Tile& tile = *next;
+    if (Uniform(tile.steps) > 0) {
+      if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // P may be written
+      while (Walk(tile)) continue;
+    }
+    SyncConsumers();  // nobody reads K any more
+    if (kDK) Leave<kQKDim>(dK, KeepScale(p) * p.scale, shared.k, tile, dk_map);
+    ReleaseKV();
+    return true;
+  }
+
+  // Whether it was not the last.
+  __device__ __forceinline__ bool Walk(const Tile& tile) {
+    WaitForQ();
+    MbarrierWait(&shared.do_full[at.index], at.parity);
+    if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
+    const Step step = StepHere();
+    if (kDS) {
+      ReceiveP(step.last);
+      WgmmaWait<0>();
+      Pin(dP);
+      ComputeDS();
+    }
+    Release(&shared.do_empty[at.index]);
+    if (kDQ) SendDS();
+    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
+    WgmmaWait<0>();
+    Pin(dK);
+    Release(&shared.q_empty[at.index]);
+    at.Next();
+    if (kDQ) {
+      MbarrierWait(&shared.ds_full, ds_parity);
+      ds_parity ^= 1;
+      IssueDQ();
+      WgmmaWait<0>();
+      Pin(dQ);
+      PeerArrive(&shared.ds_empty, lane == 0);
+      AddDQ(step.row_block);
+    }
+    return !step.last;
+  }
+
+  __device__ __forceinline__ void ReceiveP(bool last) {
+    BarrierSync(kPFull, 2 * kWarpgroup);
+#pragma unroll
+    for (int i = 0; i < kRows / 8; ++i) {
+      const float4 x = reinterpret_cast<const float4*>(shared.staging)[i * kWarpgroup + 32 * warp + lane];
+      S[4 * i] = x.x, S[4 * i + 1] = x.y, S[4 * i + 2] = x.z, S[4 * i + 3] = x.w;
+    }
+    if (!last) BarrierArrive(kPRead, 2 * kWarpgroup);
+  }
+
+  // dS to shared memory, here and in the other CTA.
+  __device__ __forceinline__ void SendDS() {
+    MbarrierWait(&shared.ds_empty, ds_parity ^ 1);  // there; the copy before has left here
+#pragma unroll
+    for (int c = 0; c < kRows / 16; ++c) Store(shared.ds[0], c, dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
+    FenceProxyAsync();
+    SyncWarpgroup();
+    if (threadIdx.x % kWarpgroup == 0) {
+      MbarrierArriveExpectTx(&shared.ds_full, sizeof(shared.ds[0]));
+      PeerCopy(shared.ds[1], shared.ds[0], sizeof(shared.ds[0]), &shared.ds_full);
+    }
+  }
+
+  // dQ = dS K, over the keys of both CTAs
+  __device__ __forceinline__ void IssueDQ() {
+    const uint64_t a = Descriptor(shared.ds, 0), b = Descriptor(shared.k, kKVBox);
+    WgmmaFence();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      Wgmma<64 * kHalfBoxes>::template SS<Major::kMN, Major::kMN>(
+          dQ, Advance(a, j * 16 * 128), Advance(b, j / 4 * kHalfBoxes * kKVBox + j % 4 * 16 * 128), j > 0);
+    }
+    WgmmaCommit();
+  }
+
+  __device__ __forceinline__ void AddDQ(int row_block) {
+    const int column = ClusterRank() * 64 * kHalfBoxes;
+    float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * column;
+#pragma unroll
+    for (int r = 0; r < 8 * kHalfBoxes; ++r) {
+      if (kQKDim == 128 * kHalfBoxes || column + 8 * r < kQKDim)
+        AddToGlobal(to + r * 128, {dQ[4 * r], dQ[4 * r + 1], dQ[4 * r + 2], dQ[4 * r + 3]});
+    }
+  }
+};
+
+}  // namespace jax_flash

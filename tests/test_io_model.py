@@ -556,6 +556,7 @@ def test_the_table(capsys):
         ("192KiB", "float16", 98304),
         ("100 KB", "float32", 25000),
         ("1.5MiB", "float64", 196608),
+        ("2MB", "float16", 1000000),
         ("4096", "float32", 4096),
         ("10B", "bfloat16", 5),
     ],

@@ -317,6 +317,7 @@ struct Consumer {
 
   // All of a tile; false if the producer has no more.
   __device__ __forceinline__ bool Run(const TensorMap* o_map) {
+    __syncwarp();  // all lanes have read the tile before, which q_empty will say
     MbarrierWait(&shared.q_full[warpgroup], q_parity);
     // It stays in shared memory for want of registers, but for the loop's bounds. Those all threads have, which the
     // compiler cannot know.

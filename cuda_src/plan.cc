@@ -68,7 +68,7 @@ constexpr Choice kChoices[] = {
     {"forward", 90, 227, 2, 192, 0, kAny, kAnyLength, {128, 48, 2, 2}, kAny, kAny, 1},
     {"forward", 90, 227, 2, 192, kAny, kAny, kAnyLength, {128, 16, 2, 2}},
     {"forward", 90, 227, 2, 256, 0, kAny, kAnyLength, {128, 64, 2, 2}, kAny, kAny, 0},
-    {"forward", 90, 227, 2, 256, 1, 0, kAnyLength, {128, 64, 2, 2}, kAny, 0, 0},
+    {"forward", 90, 227, 2, 256, 1, 0, kAnyLength, {128, 64, 2, 2}, 0, 0, 0},
     {"forward", 90, 227, 2, 256, 1, kAny, kAnyLength, {128, 48, 2, 2}, kAny, kAny, 0},
     {"forward", 90, 227, 2, 256, 0, kAny, kAnyLength, {128, 32, 2, 2}, kAny, kAny, 1},
     {"forward", 90, 227, 2, 256, kAny, kAny, kAnyLength, {128, 16, 2, 2}},

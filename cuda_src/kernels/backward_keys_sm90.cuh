@@ -11,9 +11,9 @@ namespace jax_flash {
 // dV += P^T dO can start before dS is known where there are registers for P in both precisions.
 constexpr bool kEarlyDV = kRows == 64;
 static_assert(kEarlyDV || !kSoftCap);
-// S^T can start at -L / scale instead of 0: then nobody waits for L, and the subtraction costs nothing. With 128 rows
-// to fetch it costs more than it saves.
-constexpr bool kStartAtL = kRows == 64 && !kScores;
+// S^T can start at -L / scale: then nobody waits for L, and the subtraction costs nothing. With 128 rows to fetch it
+// costs more than it saves. (To start at 0 explicitly tells the compiler that S was not needed before.)
+constexpr bool kStart = kRows == 64, kStartAtL = kStart && !kScores;
 
 // What exp2 of a difference of scores needs, before and after S became s.
 __device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 1.0f : p.scale; }
@@ -102,11 +102,12 @@ struct Keys {
     WgmmaCommit();
   }
 
-  // S^T = -L / scale
+  // S^T = -L / scale, or 0
   __device__ __forceinline__ void StartS() {
+    Clear(S);
     const float4* memory = reinterpret_cast<const float4*>(shared.minus_l[at.index]) + lane % 4;
 #pragma unroll
-    for (int c = 0; c < kRows / 16; ++c) {
+    for (int c = 0; kStartAtL && c < kRows / 16; ++c) {
       const float4 x = memory[4 * c];
       const float minus_l[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll

@@ -31,6 +31,9 @@ static_assert(kRows == 64 || (kRows == 128 && !kWide));
 constexpr int kDQFirst = kSplitRows ? kQKDim : kQKDim > 64 ? 64 : (kQKDim + 8) / 16 * 8;
 constexpr int kDQSecond = kSplitRows ? kQKDim : kQKDim - kDQFirst;
 
+// To form scores entry by entry takes registers: dP has to wait for its own.
+constexpr bool kLateDP = kScores && kRows == 64;
+
 // A warpgroup with S, dP, dK and dV of its 64 keys.
 struct Consumer : Keys {
   static constexpr int kRegisters = 232;
@@ -84,18 +87,17 @@ struct Consumer : Keys {
   // Whether it was not the last.
   __device__ __forceinline__ bool Walk(const Tile& tile) {
     WaitForQ();
-    if (kStartAtL) StartS();
-    IssueKeysTimesRows<kQKDim>(S, shared.k, shared.q[at.index], kStartAtL);
+    if (kStart) StartS();
+    IssueKeysTimesRows<kQKDim>(S, shared.k, shared.q[at.index], kStart);
     MbarrierWait(&shared.do_full[at.index], at.parity);
-    if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
+    if (kDS && !kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
     const Step step = StepHere();
-    WgmmaWait<kDS ? 1 : 0>();
+    WgmmaWait<kDS && !kLateDP ? 1 : 0>();
     Pin(S);
     Softmax(tile, step);
-    if (kEarlyDV) {
-      RoundP();
-      if (kDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
-    }
+    if (kEarlyDV) RoundP();
+    if (kDS && kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
+    if (kDV && kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
     WgmmaWait<kEarlyDV && kDV ? 1 : 0>();
     Pin(dP);
     if (step.last) Release(&shared.v_empty);

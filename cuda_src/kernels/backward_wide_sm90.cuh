@@ -42,14 +42,14 @@ struct ConsumerOfP : Keys {
 
   // S^T = K Q^T
   __device__ __forceinline__ void IssueS() {
-    if (kStartAtL) StartS();
+    StartS();
     const uint64_t a = Descriptor(shared.k, 0), b = Descriptor(shared.q[at.index], 0);
     WgmmaFence();
 #pragma unroll
     for (int d = 0; d < 4 * kHalfBoxes; ++d) {
       Wgmma<kRows>::template SS<Major::kK, Major::kK>(S, Advance(a, d / 4 * kKVBox + d % 4 * 32),
                                                       Advance(b, (rank * kHalfBoxes + d / 4) * kQBox + d % 4 * 32),
-                                                      kStartAtL || d > 0);
+                                                      true);
     }
 #pragma unroll
     for (int d = 0; d < 4 * kHalfBoxes; ++d) {

@@ -61,7 +61,7 @@ constexpr Choice kChoices[] = {
     {"forward", 90, 227, 2, 128, 0, kAny, kAnyLength, {128, 128, 2, 2}, kAny, kAny, 0},
     {"forward", 90, 227, 2, 128, 1, kAny, kAnyLength, {128, 128, 2, 2}, kAny, 0, 0},
     {"forward", 90, 227, 2, 128, 1, kAny, kAnyLength, {128, 112, 2, 2}, kAny, 1, 0},
-    {"forward", 90, 227, 2, 128, 0, kAny, kAnyLength, {128, 64, 2, 2}, kAny, kAny, 1},
+    {"forward", 90, 227, 2, 128, 0, kAny, kAnyLength, {128, 64, 2, 2}, kAny, 0, 1},
     {"forward", 90, 227, 2, 128, kAny, kAny, kAnyLength, {128, 32, 2, 2}},
     {"forward", 90, 227, 2, 192, 0, kAny, kAnyLength, {128, 96, 2, 2}, kAny, kAny, 0},
     {"forward", 90, 227, 2, 192, 1, kAny, kAnyLength, {128, 64, 2, 2}, kAny, kAny, 0},

@@ -55,7 +55,7 @@ constexpr Choice kChoices[] = {
     {"forward", 90, 227, 2, 64, 0, kAny, 1024, {256, 64, 4, 4}, kAny, 0, 0, kMultiprocessors},
     {"forward", 90, 227, 2, 64, 0, kAny, kAnyLength, {192, 128, 3, 2}, kAny, 0, 0, kMultiprocessors},
     {"forward", 90, 227, 2, 64, kAny, kAny, kAnyLength, {128, 128, 2, 3}, kAny, kAny, 0},
-    {"forward", 90, 227, 2, 64, 0, kAny, kAnyLength, {128, 96, 2, 3}, kAny, kAny, 1},
+    {"forward", 90, 227, 2, 64, 0, kAny, kAnyLength, {128, 96, 2, 3}, kAny, 0, 1},
     {"forward", 90, 227, 2, 64, kAny, kAny, kAnyLength, {128, 48, 2, 3}},
     {"forward", 90, 227, 2, 96, 0, kAny, kAnyLength, {192, 96, 3, 2}, 0, 0, 0, kMultiprocessors},
     {"forward", 90, 227, 2, 128, 0, kAny, kAnyLength, {128, 128, 2, 2}, kAny, kAny, 0},

@@ -69,7 +69,7 @@ __device__ __forceinline__ int Take(int64_t* number, int count) {
 
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardBiasShared);
 
-extern "C" __global__ void __launch_bounds__(jax_flash::kThreads)
+extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     jax_flash_backward_bias(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];

@@ -38,6 +38,7 @@ struct BackwardShared {
   SharedTile<kRows, kQKDim> q[kStages];
   SharedTile<kRows, kVDim> d_o[kStages];
   SharedTile<kRows, kCols> p, ds;
+  Visible rows;  // that see the tile of K and V
 };
 
 struct Backward {
@@ -49,18 +50,16 @@ struct Backward {
   const Params& p;
   BackwardShared& shared;
   const int column, kv_head, batch;  // of the tile of K and V
-  const Visible rows;                // that see it
+  const Visible& rows;
 
   Accumulator<KPart::kHeight, KPart::kWidth> dK;
   Accumulator<VPart::kHeight, VPart::kWidth> dV;
 
   __device__ __forceinline__ Backward(const Params& p, BackwardShared& shared, int tile, int kv_head, int batch)
-      : p(p),
-        shared(shared),
-        column(tile * kCols),
-        kv_head(kv_head),
-        batch(batch),
-        rows(RowsOf(p, PositionsOf(p, batch), batch, column, column + kCols)) {}
+      : p(p), shared(shared), column(tile * kCols), kv_head(kv_head), batch(batch), rows(shared.rows) {
+    if (threadIdx.x == 0) shared.rows = RowsOf(p, PositionsOf(p, batch), batch, column, column + kCols);
+    __syncthreads();
+  }
 
   // Tile `stage` of Q and dO begins to come.
   __device__ __forceinline__ void Load(int stage, int head, int row) {

@@ -33,14 +33,17 @@ struct Scores {
       const KeyRange keys = RowKeys(positions, Row(m, h));
       const auto within = [&](int64_t j) { return int(min(max(j - column, int64_t(0)), int64_t(8 * kChunks))); };
       const int lo = within(keys.lo), hi = within(keys.hi);
+      // Looked up one after the other: all at once they would not fit beside the accumulators.
+      uint32_t hidden = 0;
+#pragma unroll(kSegments || kMask ? 4 : 2 * kChunks)
+      for (int x = 0; x < 2 * kChunks; ++x) {
+        const int j = Column(x / 2, x % 2);
+        const bool seen = lo <= j - column && j - column < hi && !entries.Hidden(Row(m, h), j);
+        hidden |= uint32_t(!seen) << x;
+      }
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int j = Column(c, e);
-          const bool seen = lo <= j - column && j - column < hi && !entries.Hidden(Row(m, h), j);
-          if (!seen) S[m][c][2 * h + e] = -Infinity();
-        }
+      for (int x = 0; x < 2 * kChunks; ++x) {
+        if (hidden >> x & 1) S[m][x / 2][2 * h + x % 2] = -Infinity();
       }
     }
   }

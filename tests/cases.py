@@ -46,6 +46,7 @@ class Case:
     scale: float | None = None
     spread: float = 1.0  # of query and key: large for a softmax near one-hot
     logsumexp: bool = True  # whether the logsumexp gets a cotangent
+    deterministic: bool = False
 
     def __str__(self) -> str:
         changed = {
@@ -64,6 +65,7 @@ class Case:
             "logits_soft_cap": self.soft_cap,
             "dropout_rate": self.dropout,
             "broadcast_dropout": self.broadcast_dropout,
+            "deterministic": self.deterministic,
         }
 
     def shape(self, extent: str) -> tuple[int, ...]:
@@ -145,6 +147,7 @@ FEATURES = [
     Case(soft_cap=2.0, bias="1n1s", mask="bnts"),
     Case(dropout=0.3),
     Case(dropout=0.5, broadcast_dropout=True),
+    Case(deterministic=True, causal=True, bias="1nts", K=1),
     Case(dropout=0.1, causal=True, bias="1nts", K=1, logsumexp=False),
     Case(causal=True, window=(9, 4), bias="b1ts", mask="bn1s", lengths=True, offset=True, soft_cap=1.5, dropout=0.2),
     Case(N=1, K=1, window=(9, 9), bias="111s", mask="b111", segments=True, dropout=0.7, E=5, spread=3.0),
@@ -211,6 +214,7 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         segments=case.segments,
         query_offset=case.offset,
         drop_threshold=dropout.threshold(case.dropout),
+        deterministic=case.deterministic,
         dlogsumexp=True,
         dq=True,
         dk=True,

@@ -1,0 +1,195 @@
+"""The CUDA kernels that the plan can choose, compiled without a GPU: registers, spills, shared memory, seconds.
+
+    python tests/kernel_variants.py            # every pair of features, head dims, dtypes and architectures occurs
+    python tests/kernel_variants.py --full     # each of those for every dtype, head dim and architecture
+
+What to compile is asked of the plan (`cuda_src/plan.cc`), problem by problem. Writes a table to build/kernels.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import csv
+import dataclasses
+import itertools
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from allpairspy import AllPairs
+
+from jax_flash import _native
+from jax_flash.problem import Extent, Problem
+
+# Dynamic shared memory that a block may have: CUDA C++ Programming Guide, "Compute Capabilities".
+SHARED_LIMITS = {"sm_80": 163, "sm_89": 99, "sm_90a": 227, "sm_100": 227}  # KiB
+DTYPES = ("bfloat16", "float16", "float32", "float32 at full precision")
+DIMS = ((64, 64), (128, 128), (256, 256), (8, 16), (80, 80), (96, 96), (192, 128), (192, 192), (64, 128))
+GRADIENTS = ("all", "deterministic", "key and value", "query")
+FEATURES: dict[str, tuple[Any, ...]] = {
+    "q_len": (4096, 512),
+    "causal": (True, False),
+    "window": (False, True),
+    "lengths": (False, True),
+    "segments": (False, True),
+    "query_offset": (False, True),
+    "mask": (False, True),
+    "bias": ("none", "bfloat16", "float32"),
+    "soft_cap": (0.0, 30.0),
+    "dropout": (False, True),
+    "scale": (0.125, -1.0),
+    "dlogsumexp": (False, True),
+    "gradients": GRADIENTS,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A kernel file with its macros, for one architecture."""
+
+    arch: str
+    file: str
+    defines: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    variant: Variant
+    kernel: str
+    registers: int
+    spilled: int  # bytes
+    shared: int  # bytes, static and dynamic
+    seconds: float  # of the whole file
+
+
+def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
+    bias, gradients = features["bias"], features["gradients"]
+    full = Extent(True, True, True, True)
+    return Problem(
+        batch=2,
+        q_len=features["q_len"],
+        kv_len=features["q_len"],
+        q_heads=4,
+        kv_heads=2,
+        qk_dim=dims[0],
+        v_dim=dims[1],
+        dtype=dtype.split()[0],
+        full_precision=dtype.endswith("full precision"),
+        causal=features["causal"],
+        window_left=100 if features["window"] else -1,
+        q_lengths=features["lengths"],
+        kv_lengths=features["lengths"],
+        segments=features["segments"],
+        query_offset=features["query_offset"],
+        mask=full if features["mask"] else None,
+        bias=full if bias != "none" else None,
+        bias_dtype=bias,
+        soft_cap=features["soft_cap"],
+        drop_threshold=6554 * features["dropout"],
+        scale=features["scale"],
+        dlogsumexp=features["dlogsumexp"],
+        deterministic=gradients == "deterministic",
+        dq=gradients != "key and value",
+        dk=gradients != "query",
+        dv=gradients != "query",
+        dbias=bias != "none" and gradients in ("all", "deterministic"),
+    )
+
+
+def pairs(**parameters: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Choices of values in which every pair of values of two parameters occurs."""
+    for values in AllPairs(list(map(list, parameters.values()))):
+        yield dict(zip(parameters, values, strict=True))
+
+
+def cover() -> Iterator[tuple[str, Problem]]:
+    """Architectures and problems in which every pair of values occurs; for Hopper's own kernels by themselves again."""
+    for chosen in pairs(arch=SHARED_LIMITS, dtype=DTYPES, dims=DIMS, **FEATURES):
+        yield chosen.pop("arch"), problem(**chosen)
+    for chosen in pairs(dims=DIMS, **FEATURES):
+        yield "sm_90a", problem("bfloat16", **chosen)
+
+
+def product() -> Iterator[tuple[str, Problem]]:
+    """Every architecture, dtype and pair of head dims, with a cover of the features."""
+    features = list(pairs(**FEATURES))
+    for arch, dtype, dims, chosen in itertools.product(SHARED_LIMITS, DTYPES, DIMS, features):
+        yield arch, problem(dtype, dims, **chosen)
+
+
+def variants(problems: Iterable[tuple[str, Problem]]) -> list[Variant]:
+    """What the plan chooses for forward and backward, each once."""
+    chosen: dict[Variant, None] = {}
+    for arch, p in problems:
+        for backward in (False, True):
+            for file, _, defines in _native.cuda_plan(p.encode(), backward, arch):
+                chosen[Variant(arch, file, tuple(defines))] = None
+    return list(chosen)
+
+
+def compile_variant(variant: Variant) -> list[Report]:
+    """A report for each kernel of the file."""
+    _, log, seconds, dynamic = _native.cuda_compile(variant.file, list(variant.defines), variant.arch)
+    reports = []
+    for part in log.split("Compiling entry function '")[1:]:
+        kernel = part.partition("'")[0]
+        registers = int(re.search(r"Used (\d+) registers", part)[1])
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
+        static = sum(map(int, re.findall(r"(\d+) bytes smem", part)))
+        main = kernel in (
+            "jax_flash_forward",
+            "jax_flash_backward",
+            "jax_flash_backward_query",
+            "jax_flash_backward_bias",
+        )
+        reports.append(Report(variant, kernel, registers, spilled, static + dynamic * main, seconds))
+    if not reports:
+        raise RuntimeError(f"no report of ptxas for {variant}: {log}")
+    return reports
+
+
+def compile_all(chosen: list[Variant]) -> Iterator[list[Report]]:
+    """NVRTC compiles without the GIL, so threads do."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(compile_variant, chosen)
+
+
+def faults(report: Report) -> list[str]:
+    limit = SHARED_LIMITS[report.variant.arch] * 1024
+    found = []
+    if report.spilled:
+        found.append(f"{report.spilled} bytes spilled")
+    if report.shared > limit:
+        found.append(f"{report.shared} bytes of shared memory, {limit} are allowed")
+    return found
+
+
+def main() -> int:
+    from rich.progress import track
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/kernels.csv"))
+    args = parser.parse_args()
+    chosen = variants(product() if args.full else cover())
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    bad = 0
+    with args.output.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["arch", "file", "kernel", "registers", "spilled", "shared", "seconds", "defines"])
+        for reports in track(compile_all(chosen), f"Compiling {len(chosen)} files", total=len(chosen)):
+            for r in reports:
+                bad += bool(faults(r))
+                macros = " ".join(d.removeprefix("JAX_FLASH_") for d in r.variant.defines if not d.endswith("=0"))
+                where = (r.variant.arch, r.variant.file, r.kernel)
+                table.writerow([*where, r.registers, r.spilled, r.shared, f"{r.seconds:.2f}", macros])
+    print(f"{len(chosen)} files compiled, {bad} kernels spill or need too much shared memory; table: {args.output}")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -45,6 +45,7 @@ struct Choice {
   int local = kAny;      // is there a window, or are there segments?
   int operands = 2;      // of bias and mask at most
   int64_t parallel = 0;  // tiles of all heads at least
+  int full = kAny;       // is it f32 in full precision?
 };
 
 constexpr int64_t kAnyLength = kMaxSize;
@@ -84,15 +85,15 @@ constexpr Choice kChoices[] = {
     {"forward", 80, 99, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
     {"forward", 80, 99, 4, 64, kAny, 0, kAnyLength, {128, 32, 4, 2}},
     {"forward", 80, 99, 4, 64, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
-    {"forward", 80, 163, 4, 128, kAny, 0, kAnyLength, {128, 32, 4, 2}},
+    {"forward", 80, 163, 4, 128, kAny, 0, kAnyLength, {128, 32, 4, 2}, kAny, kAny, 2, 0, 0},
     {"forward", 80, 99, 4, 128, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
-    {"forward", 80, 227, 4, 256, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
+    {"forward", 80, 227, 4, 256, kAny, 0, kAnyLength, {64, 32, 4, 2}},
     {"forward", 80, 163, 4, 256, kAny, kAny, kAnyLength, {64, 16, 4, 2}},
     {"forward", 80, 99, 4, 256, kAny, kAny, kAnyLength, {32, 16, 2, 2}},
     {"backward", 80, 227, 2, 64, 0, 0, kAnyLength, {128, 128, 8, 2}},
     {"backward", 80, 163, 2, 64, kAny, kAny, kAnyLength, {64, 64, 4, 2}},
     {"backward", 80, 99, 2, 64, kAny, kAny, kAnyLength, {64, 128, 8, 1}},
-    {"backward", 80, 227, 2, 128, kAny, 0, kAnyLength, {64, 128, 8, 2}},
+    {"backward", 80, 227, 2, 128, kAny, kAny, kAnyLength, {64, 128, 8, 2}},
     {"backward", 80, 163, 2, 128, kAny, 0, kAnyLength, {64, 128, 8, 1}},
     {"backward", 80, 163, 2, 128, kAny, kAny, kAnyLength, {32, 128, 8, 2}},
     {"backward", 80, 99, 2, 128, kAny, kAny, kAnyLength, {64, 64, 8, 1}},
@@ -108,9 +109,9 @@ constexpr Choice kChoices[] = {
     {"backward", 80, 227, 4, 256, kAny, kAny, kAnyLength, {32, 64, 8, 1}},
     {"backward", 80, 163, 4, 256, kAny, kAny, kAnyLength, {32, 32, 8, 1}},
     {"backward", 80, 99, 4, 256, kAny, kAny, kAnyLength, {16, 16, 8, 1}},
-    {"backward_query", 80, 99, 2, 64, kAny, 0, kAnyLength, {128, 48, 4, 2}},
     {"backward_query", 80, 99, 2, 64, kAny, kAny, kAnyLength, {128, 32, 4, 2}},
-    {"backward_query", 80, 99, 2, 128, kAny, kAny, kAnyLength, {128, 16, 4, 2}},
+    {"backward_query", 80, 99, 2, 128, kAny, kAny, kAnyLength, {128, 16, 4, 2}, kAny, kAny, 0},
+    {"backward_query", 80, 99, 2, 128, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
     {"backward_query", 80, 227, 2, 256, kAny, kAny, kAnyLength, {128, 32, 8, 2}},
     {"backward_query", 80, 163, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
     {"backward_query", 80, 99, 2, 256, kAny, kAny, kAnyLength, {64, 16, 4, 2}},
@@ -149,8 +150,9 @@ const Choice& Choose(std::string_view kernel, const Target& target, const Proble
   for (const Choice& choice : kChoices) {
     if (choice.kernel == kernel && (choice.sm == 80 || target.hopper) && choice.shared <= target.shared &&
         choice.bytes == Bytes(p) && std::max(p.qk_dim, p.v_dim) <= choice.dim && is(choice.dropout, p.dropout()) &&
-        is(choice.scores, p.bias.present || p.soft_cap > 0) && p.kv_len <= choice.length &&
-        is(choice.causal, p.causal) && is(choice.local, p.window_left >= 0 || p.window_right >= 0 || p.segments) &&
+        is(choice.full, p.full_precision) && is(choice.scores, p.bias.present || p.soft_cap > 0) &&
+        p.kv_len <= choice.length && is(choice.causal, p.causal) &&
+        is(choice.local, p.window_left >= 0 || p.window_right >= 0 || p.segments) &&
         p.bias.present + p.mask.present <= choice.operands &&
         p.batch * p.q_heads * DivideUp(p.q_len, choice.tile.rows) >= choice.parallel) {
       return choice;

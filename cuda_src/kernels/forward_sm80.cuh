@@ -11,9 +11,11 @@ namespace jax_flash {
 // f16.
 constexpr float kRescaleAt = 8.0f;
 
-// So many steps of k of Q stay in registers as there is room for beside O and S, which is less with 32 rows to a warp,
-// and less with features. Operands of two parts leave none.
-constexpr int kRegisters = kScores || kMask || kSegments || kWindow || kDropout ? 128 : kWarpRows == 32 ? 160 : 192;
+// So many steps of k of Q stay in registers as there is room for beside O and S, which is less with 32 rows to a warp
+// or f32, and less with features. Operands of two parts leave none.
+constexpr int kRegisters = kScores || kMask || kSegments || kWindow || kDropout ? 128
+                           : kWarpRows == 32 || kDType == DType::kF32           ? 160
+                                                                                : 192;
 constexpr int kHeldSteps = kSplit ? 0 : (kRegisters - kWarpRows * (RoundUp(kVDim, 16) + kCols) / 32) / (kWarpRows / 4);
 
 struct ForwardShared {

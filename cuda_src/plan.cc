@@ -122,7 +122,7 @@ constexpr Choice kChoices[] = {
     {"backward_query", 80, 99, 4, 256, kAny, kAny, kAnyLength, {16, 16, 1, 2}},
     {"backward_bias", 80, 99, 2, 128, kAny, kAny, kAnyLength, {64, 64, 4, 1}},
     {"backward_bias", 80, 99, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 1}},
-    {"backward_bias", 80, 99, 4, 64, kAny, kAny, kAnyLength, {64, 64, 4, 1}},
+    {"backward_bias", 80, 99, 4, 64, kAny, kAny, kAnyLength, {64, 64, 8, 1}},
     {"backward_bias", 80, 99, 4, 128, kAny, kAny, kAnyLength, {32, 32, 4, 1}},
     {"backward_bias", 80, 99, 4, 256, kAny, kAny, kAnyLength, {16, 32, 2, 1}},
 };

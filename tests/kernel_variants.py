@@ -107,10 +107,10 @@ def pairs(**parameters: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 def cover() -> Iterator[tuple[str, Problem]]:
-    """Architectures and problems in which every pair of values occurs; for Hopper's own kernels by themselves again."""
+    """Architectures and problems in which every pair of values occurs; again for what only Hopper's own kernels do."""
     for chosen in pairs(arch=SHARED_LIMITS, dtype=DTYPES, dims=DIMS, **FEATURES):
         yield chosen.pop("arch"), problem(**chosen)
-    for chosen in pairs(dims=DIMS, **FEATURES):
+    for chosen in pairs(dims=DIMS, **FEATURES | {"bias": ("none",), "mask": (False,), "gradients": ("all",)}):
         yield "sm_90a", problem("bfloat16", **chosen)
 
 

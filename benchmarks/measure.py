@@ -58,7 +58,7 @@ def environment(packages: list[str]) -> dict[str, object]:
             versions[package] = None
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "commit": _output(["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]),
         "processor": processor(),
         "cores": os.cpu_count(),

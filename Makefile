@@ -22,13 +22,15 @@ BUILD_INPUTS = pyproject.toml $(wildcard CMakeLists.txt) $(CPP)
 say = @printf '\n\033[1m==> %s\033[0m\n' "$(1)"
 
 .DEFAULT_GOAL = help
-.PHONY: help demo test test-oldest lint format bench clean
+.PHONY: help demo test test-oldest lint format kernels bench bench-gpu clean
 
 help:
 	@echo "make demo         train a small GPT on real text through jax_flash (examples/train_lm.py)"
 	@echo "make test         formatting, lint, types and the test suite"
 	@echo "make test-oldest  the test suite with jax $(OLDEST_JAX), the oldest supported"
 	@echo "make bench        jax_flash against jax.nn and PyTorch on this CPU (BENCH_ARGS=--quick for a short one)"
+	@echo "make bench-gpu    jax_flash against cuDNN, XLA and PyTorch on this GPU"
+	@echo "make kernels      compiles every CUDA kernel for every architecture, without a GPU: registers, spills (hours)"
 	@echo "make lint         what make test checks before it runs the suite"
 	@echo "make format       format Python and C++"
 	@echo "make clean        remove the environments and everything built"
@@ -48,6 +50,14 @@ test-oldest: $(VENV_OLDEST)/.built
 bench: $(VENV)/.built
 	$(call say,Measuring attention on this CPU; results go to benchmarks/results/)
 	@$(VENV)/bin/python benchmarks/cpu.py $(BENCH_ARGS)
+
+bench-gpu: $(VENV)/.built
+	$(call say,Measuring attention on this GPU; results go to benchmarks/results/)
+	@$(VENV)/bin/python benchmarks/attention.py $(BENCH_ARGS)
+
+kernels: $(VENV)/.built
+	$(call say,Compiling the CUDA kernels; the table goes to build/kernels.csv)
+	@$(VENV)/bin/python tests/kernel_variants.py --full
 
 lint: $(VENV)/.built
 	$(call say,Checking Python with ruff)

@@ -207,18 +207,22 @@ def test_scale_mask_and_dropout(problem, dropout_rate, seed, is_causal):
         assert (run.hbm.reads, run.hbm.writes) == io_model.reads_and_writes(name, N, d, M), "masks are not read"
 
 
-@given(st.data(), problems(), st.sampled_from((0.0, 0.3)))
-def test_block_sparse(data, problem, dropout_rate):
+@given(st.data(), problems(), st.sampled_from((0.0, 0.3)), st.booleans())
+def test_block_sparse(data, problem, dropout_rate, is_causal):
     N, d, M = problem
     block_mask, allowed = random_blocks(data.draw, N, d, M)
     Q, K, V, dO = inputs(N, d)
     key = jax.random.PRNGKey(3)
     options = {"scale": 0.5, "dropout_rate": dropout_rate, "R": io_model.generator_state(key)}
+    if is_causal:  # within the blocks that are not zero
+        options["mask"], allowed = io_model.causal, allowed & np.tri(N, dtype=bool)
     runs = run_all(Q, K, V, dO, M, block_mask, **options)
     assert set(runs) == {"algorithm_5", "block_sparse_backward"}
     check(runs, oracle(Q, K, V, dO, 0.5, allowed, dropout_rate, np.asarray(key)))
     for name, run in runs.items():
         assert (run.hbm.reads, run.hbm.writes) == io_model.reads_and_writes(name, N, d, M, block_mask), name
+        results = N * d * (1 if name in FORWARD else 3)
+        assert run.hbm.allocated - results == io_model.extra_memory(name, N), name
 
 
 @pytest.mark.parametrize("implementation", ["reference", "flash"])
@@ -505,6 +509,7 @@ def test_figure_2():
         (("algorithm_6", 64, 8, 64), "algorithm must be one of algorithm_0, "),
         (("algorithm_1", 0, 8, 64), "N = 0"),
         (("algorithm_1", 64, 8, 7), "d = 8, M = 7"),
+        (("algorithm_0", 64, 0, 7), "d = 0, M = 7"),
         (("algorithm_1", 64, 8, 64, 0.5), "algorithm_1 is dense"),
         (("kernel_backward", 64, 8, 64, np.ones((32, 32), bool)), "kernel_backward is dense"),
         (("algorithm_5", 64, 8, 64, 1.5), r"\[0, 1\], not 1.5"),
@@ -516,6 +521,41 @@ def test_nonsense_is_refused(arguments, message):
     for function in (io_model.reads_and_writes, hbm_accesses, io_model.flops):
         with pytest.raises(ValueError, match=message):
             function(*arguments)
+
+
+def test_too_little_sram_is_refused():
+    """The theorems begin at M = d: one row."""
+    Q, K, V, dO = inputs(64, 8)
+    O, l, m, R = io_model.algorithm_2(Q, K, V, 8).outputs
+    for run in (
+        lambda: io_model.algorithm_1(Q, K, V, 7),
+        lambda: io_model.algorithm_2(Q, K, V, 7),
+        lambda: io_model.algorithm_4(Q, K, V, O, dO, l, m, R, 7),
+        lambda: io_model.kernel_forward(Q, K, V, R, 7),
+        lambda: io_model.kernel_backward(Q, K, V, O, dO, l, m, R, 7),
+    ):
+        with pytest.raises(ValueError, match="d = 8, M = 7"):
+            run()
+
+
+def test_matrices_of_different_shapes_are_refused():
+    Q, K, V, dO = inputs(64, 8)
+    O, l, m, R = io_model.algorithm_2(Q, K, V, 64).outputs
+    P = np.ones((64, 64))
+    for other in (K[:40], K[:, :7], np.concatenate([K, K]), K[:, 0]):
+        for run in (
+            lambda K: io_model.algorithm_0(Q, K, V, 64),
+            lambda K: io_model.algorithm_1(Q, K, V, 64),
+            lambda K: io_model.algorithm_2(Q, K, V, 64),
+            lambda K: io_model.algorithm_3(Q, K, V, P, dO, 64),
+            lambda K: io_model.algorithm_4(Q, K, V, O, dO, l, m, R, 64),
+            lambda K: io_model.kernel_forward(Q, K, V, R, 64),
+            lambda K: io_model.kernel_backward(Q, K, V, O, dO, l, m, R, 64),
+        ):
+            with pytest.raises(ValueError, match=r"must all be \[N, d\], N positive, not \(64, 8\), "):
+                run(other)
+    with pytest.raises(ValueError, match="N positive"):
+        io_model.algorithm_0(Q[:0], Q[:0], Q[:0], 64)
 
 
 def test_block_masks_of_another_shape_are_refused():
@@ -586,9 +626,18 @@ def test_the_figure(tmp_path, capsys):
         ("--sram 10", "d = 64, M = 10"),
         ("--sram lots", "'lots'"),
         ("--sram 3GB", "'3GB'"),
+        ("--sram 1.2.3KiB", "--sram"),
+        ("--sram=-5", "'-5'"),
+        ("--sram 0", "M = 0"),
+        ("--head-dim 0", "d = 0"),
+        ("--head-dim -64", "d = -64"),
         ("--seq-len 0", "N = 0"),
+        ("--seq-len -3", "N = -3"),
         ("--sparsity 2", "not 2.0"),
+        ("--sparsity nan", "not nan"),
         ("--heads 0", "--heads"),
+        ("--plot nowhere/io.png", "nowhere/io.png"),
+        ("--plot io.nonsense", "nonsense"),
     ],
 )
 def test_the_command_says_what_is_wrong(capsys, flags, message):

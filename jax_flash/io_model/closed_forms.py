@@ -11,7 +11,7 @@ With B_c = ⌈M/4d⌉ and T_c = ⌈N/B_c⌉, FlashAttention makes T_c passes ove
 | 2, 5 | the same, with s T_c for T_c | the same, and 4 (R) |
 | 4, block-sparse backward | 4 + 2Nd + s T_c N (4d + 2) (Q, O, dO, dQ, ℓ, m) | 3Nd + s T_c Nd (dQ) + 2Nd (dK, dV) |
 | kernels' forward | 4 + Nd + 2Nd T_c (T_c blocks of Q; K, V) | Nd + 2N |
-| kernels' backward | 4 + 2Nd + 2N, 2Nd + T_c N (3d + 2) (Q, dO, dQ, L, D) | Nd + 2N + T_c Nd (dQ) + 2Nd |
+| kernels' backward | 4 + 4Nd + 2N (O, dO, ℓ, m; K, V) + T_c N (3d + 2) (Q, dO, dQ, L, D) | 3Nd + 2N + T_c Nd (dQ) |
 | 0 | `product_reads` of QKᵀ and PV, `softmax_reads` of S | 2N² (S, P) + Nd |
 | 3 | `product_reads` of four products, `softmax_reads` of P and dP | 2N² (dP, dS) + 3Nd |
 """
@@ -194,12 +194,12 @@ def _visited(N: int, d: int, M: int, sparsity: float | Array) -> _Visited:
 def _check(algorithm: str, N: int, d: int, M: int, sparsity: float | Array) -> None:
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
-    if N < 1 or not 1 <= d <= M:
-        raise ValueError(f"N must be positive and 1 <= d <= M, not N = {N}, d = {d}, M = {M}")
+    if N < 1:
+        raise ValueError(f"N must be positive, not N = {N}")
+    B_c, B_r = block_sizes(d, M)
     if algorithm not in BLOCK_SPARSE and (isinstance(sparsity, np.ndarray) or sparsity != 1):
         raise ValueError(f"{algorithm} is dense: sparsity must be 1, not {sparsity}")
     if isinstance(sparsity, np.ndarray):
-        B_c, B_r = block_sizes(d, M)
         nonzero_blocks(sparsity, _ceil(N, B_r), _ceil(N, B_c))
     elif not 0 <= sparsity <= 1:
         raise ValueError(f"sparsity must be in [0, 1], not {sparsity}")

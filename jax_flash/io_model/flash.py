@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jax_flash import dropout
-from jax_flash.io_model.memory import HBM, SRAM, Array, Run, blocks
+from jax_flash.io_model.memory import HBM, SRAM, Array, Run, blocks, shape
 
 # What SRAM may hold, in units of M, for d >= 8.
 FORWARD_SRAM = 6
@@ -33,7 +33,13 @@ Mask = Callable[[Array, Array], Array]
 
 
 def block_sizes(d: int, M: int) -> tuple[int, int]:
-    """B_c = ⌈M/4d⌉ and B_r = min(⌈M/4d⌉, d): rows of a block of K, V and of a block of Q, O."""
+    """B_c = ⌈M/4d⌉ and B_r = min(⌈M/4d⌉, d): rows of a block of K, V and of a block of Q, O.
+
+    Raises:
+      ValueError: not 1 <= d <= M.
+    """
+    if not 1 <= d <= M:
+        raise ValueError(f"1 <= d <= M must hold, not d = {d}, M = {M}")
     B_c = -(-M // (4 * d))
     return B_c, min(B_c, d)
 
@@ -48,7 +54,7 @@ def algorithm_1(Q: Array, K: Array, V: Array, M: int) -> Run:
     Returns:
       O, [N, d].
     """
-    N, d = Q.shape
+    N, d = shape(Q, K, V)
     hbm, sram = HBM(Q=Q, K=K, V=V), SRAM(FORWARD_SRAM * M)
     B_c, B_r = block_sizes(d, M)  # 1
     hbm.initialize(O=np.zeros((N, d)), l=np.zeros((N, 1)), m=np.full((N, 1), -np.inf))  # 2
@@ -112,7 +118,7 @@ def algorithm_5(
     Returns:
       O [N, d], ℓ and m [N, 1], R. A row with nothing to attend to has O = 0, ℓ = 0 and m = -inf.
     """
-    N, d = Q.shape
+    N, d = shape(Q, K, V)
     hbm, sram = HBM(Q=Q, K=K, V=V), SRAM(FORWARD_SRAM * M)
     sram.R = np.asarray(R, np.uint32)
     hbm.initialize(R=sram.R)  # 1: save R
@@ -168,7 +174,7 @@ def algorithm_4(
     Returns:
       dQ, dK, dV, [N, d].
     """
-    N, d = Q.shape
+    N, d = shape(Q, K, V, O, dO)
     hbm, sram = HBM(Q=Q, K=K, V=V, O=O, dO=dO, l=l, m=m, R=R), SRAM(BACKWARD_SRAM * M)
     sram.R = hbm["R", :]  # 1
     B_c, B_r = block_sizes(d, M)  # 2
@@ -180,10 +186,8 @@ def algorithm_4(
         sram.dK, sram.dV = np.zeros_like(sram.K), np.zeros_like(sram.V)  # 8
         for i in rows:  # 9
             if nonzero[i.start // B_r, j.start // B_c]:  # 8 of Algorithm 5
-                sram.Q, sram.O, sram.dO = (
-                    hbm[x, i] for x in ("Q", "O", "dO")
-                )  # 10: load Q_i, O_i, dO_i, dQ_i, ℓ_i, m_i
-                sram.dQ, sram.l, sram.m = (hbm[x, i] for x in ("dQ", "l", "m"))
+                sram.Q, sram.O, sram.dO = (hbm[x, i] for x in ("Q", "O", "dO"))  # 10: load Q_i, O_i, dO_i,
+                sram.dQ, sram.l, sram.m = (hbm[x, i] for x in ("dQ", "l", "m"))  # dQ_i, ℓ_i, m_i
                 sram.S = scale * (sram.Q @ sram.K.T)  # 11
                 sram.S = masked(sram.S, mask, i, j)  # 12
                 sram.P = divide(exp_minus(sram.S, sram.m), sram.l)  # 13

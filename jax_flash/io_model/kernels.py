@@ -21,7 +21,7 @@ from jax_flash.io_model.flash import (
     exp_minus,
     masked,
 )
-from jax_flash.io_model.memory import HBM, SRAM, Array, Run, blocks
+from jax_flash.io_model.memory import HBM, SRAM, Array, Run, blocks, shape
 
 
 def kernel_forward(
@@ -36,7 +36,7 @@ def kernel_forward(
     dropout_rate: float = 0.0,
 ) -> Run:
     """The forward with Q resident. Arguments and results as for `algorithm_2`; at most 6M elements are held."""
-    N, d = Q.shape
+    N, d = shape(Q, K, V)
     hbm, sram = HBM(Q=Q, K=K, V=V, R=R), SRAM(FORWARD_SRAM * M)
     hbm.allocate(O=(N, d), l=(N, 1), m=(N, 1))
     sram.R = hbm["R", :]
@@ -78,7 +78,7 @@ def kernel_backward(
     dropout_rate: float = 0.0,
 ) -> Run:
     """The backward with K and V resident. Arguments and results as for `algorithm_4`; at most 10M elements are held."""
-    N, d = Q.shape
+    N, d = shape(Q, K, V, O, dO)
     hbm, sram = HBM(Q=Q, K=K, V=V, O=O, dO=dO, l=l, m=m, R=R), SRAM(BACKWARD_SRAM * M)
     hbm.allocate(D=(N, 1), L=(N, 1), dK=(N, d), dV=(N, d))
     hbm.initialize(dQ=np.zeros((N, d)))

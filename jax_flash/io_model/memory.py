@@ -104,6 +104,18 @@ class Run(NamedTuple):
     sram: SRAM
 
 
+def shape(*matrices: Array) -> tuple[int, int]:
+    """N and d of the matrices of one head: Q, K, V and all that have their shape.
+
+    Raises:
+      ValueError: they are not all [N, d], or there are no rows.
+    """
+    shapes = [x.shape for x in matrices]
+    if len(shapes[0]) != 2 or not shapes[0][0] or len(set(shapes)) > 1:
+        raise ValueError(f"Q, K, V, O and dO must all be [N, d], N positive, not {', '.join(map(str, shapes))}")
+    return shapes[0]
+
+
 def blocks(length: int, size: int) -> list[slice]:
     """Divides `length` rows into ⌈length / size⌉ blocks of `size`; the last one has what is left."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         package = str(error.name).partition(".")[0]
         print(f"{package} is not installed; this command needs pip install 'jax-flash[io]'", file=sys.stderr)
         return 1
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def sram_elements(text: str, dtype: str) -> int:
     """M: "192KiB" of a dtype, or "98304" elements."""
-    match = re.fullmatch(r"([0-9.]+) ?([A-Za-z]*)", text)
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?([A-Za-z]*)", text)
     if match is None or match[2].upper() not in UNITS:
         raise ValueError(f"--sram must be a number of elements, or of bytes with KiB, MiB, KB, MB or B, not {text!r}")
     size = float(match[1]) * UNITS[match[2].upper()]

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from jax_flash.io_model.memory import HBM, SRAM, Array, Run, blocks
+from jax_flash.io_model.memory import HBM, SRAM, Array, Run, blocks, shape
 
 # What SRAM may hold, in units of M: three tiles of a product, at most M elements each. (Two blocks of a softmax and the
 # statistics of their rows are less: 2M + √M.)
@@ -27,7 +27,7 @@ def algorithm_0(Q: Array, K: Array, V: Array, M: int) -> Run:
     Returns:
       O, [N, d]. S and P, [N, N], stay in HBM: `run.hbm.arrays["P"]` is what Algorithm 3 reads.
     """
-    N, d = Q.shape
+    N, d = shape(Q, K, V)
     hbm, sram = HBM(Q=Q, K=K, V=V), SRAM(STANDARD_SRAM * M)
     hbm.allocate(S=(N, N), P=(N, N), O=(N, d))
     _multiply(hbm, sram, M, "S", "Q", "K.T")  # 1: load Q, K by blocks, compute S = QKᵀ, write S
@@ -47,7 +47,7 @@ def algorithm_3(Q: Array, K: Array, V: Array, P: Array, dO: Array, M: int) -> Ru
     Returns:
       dQ, dK, dV, [N, d].
     """
-    N, d = Q.shape
+    N, d = shape(Q, K, V, dO)
     hbm, sram = HBM(Q=Q, K=K, V=V, P=P, dO=dO), SRAM(STANDARD_SRAM * M)
     hbm.allocate(dP=(N, N), dS=(N, N), dQ=(N, d), dK=(N, d), dV=(N, d))
     _multiply(hbm, sram, M, "dV", "P.T", "dO")  # 1: load P, dO by blocks, compute dV = PᵀdO, write dV

@@ -63,6 +63,7 @@ def check(runs, expected, tolerance=1e-11):
                 np.testing.assert_allclose(got, gradient, atol=tolerance, rtol=tolerance, err_msg=name)
         if len(run.outputs) == 4:
             _, l, m, _ = run.outputs
+            assert (m[l == 0] == -np.inf).all()
             with np.errstate(divide="ignore"):
                 np.testing.assert_allclose((m + np.log(l))[:, 0], logsumexp, atol=tolerance, rtol=tolerance)
 

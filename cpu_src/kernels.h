@@ -1,8 +1,8 @@
 // The two passes, compiled once per instruction set.
 #pragma once
 
-#include "common/problem.h"
 #include "common/arrays.h"
+#include "common/problem.h"
 #include "cpu_src/workers.h"
 
 #define JAX_FLASH_DECLARE_KERNELS(isa)                                                                 \

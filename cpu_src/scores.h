@@ -1,9 +1,9 @@
 // From X = τQKᵀ to the scores S: soft cap, bias and masks; and which entries dropout keeps.
 #pragma once
 
+#include "common/arrays.h"
 #include "common/masking.h"
 #include "common/problem.h"
-#include "common/arrays.h"
 #include "cpu_src/tile.h"
 
 namespace jax_flash::JAX_FLASH_ISA {

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import standard
-from cases import FEATURES, Case, oracle, refusal, run, upcast
+from cases import FEATURES, Case, oracle, run, upcast
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -115,7 +115,7 @@ def extents():
 
 def cases():
     length = st.one_of(st.integers(1, 40), st.sampled_from(SIZES), st.integers(1, 300))
-    dim = st.one_of(st.integers(1, 32).map(lambda x: 8 * x), st.integers(1, 256))
+    dim = st.one_of(st.sampled_from([8, 16, 32, 64, 128]), st.integers(1, 256))
     flag = st.booleans()
     window = st.one_of(st.none(), st.tuples(st.integers(0, 300), st.integers(0, 300)))
 
@@ -132,7 +132,7 @@ def cases():
 
 @given(cases(), st.sampled_from(["float32", "float32", "bfloat16", "float16", "float64"]), st.integers(0, 1000))
 def test_any_case(case, dtype, seed):
-    assume(not refusal(case, case.arrays(dtype)))
+    assume(case.S > 1)  # of a single key the exact gradient is 0, and so may be standard attention's, by luck
     check(case, dtype, by_numpy, seed)
 
 

@@ -4,7 +4,7 @@ in the dtype of the inputs to hold the kernels' rounding against.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,28 +68,32 @@ def to_tf32(x: np.ndarray) -> np.ndarray:
     return ((bits + np.uint32(0xFFF) + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-def attention(case: Case, arrays: Arrays, cotangents: Any, sums: Any, dtype: Any = None) -> Results:
-    """docs/architecture.md with the matrix in memory: everything in `sums`, P, dP and the results rounded to `dtype`.
+class Forward(NamedTuple):
+    """What the forward computes, heads first: [B, N, T or S, ...]; k and v once for every query head."""
 
-    With sums in f64 or longdouble this is the exact result; with f32 and the dtype of the inputs it is what standard
-    attention makes of them; "tf32" is f32 with operands of products rounded to TF32.
-    """
-    dtype = sums if dtype is None else dtype
-    group, scale = case.N // case.K, sums(case.scale if case.scale is not None else 1 / np.sqrt(np.longdouble(case.D)))
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    c: np.ndarray  # scaled and capped scores
+    p: np.ndarray
+    keep: np.ndarray  # Z
+    o: np.ndarray
+    logsumexp: np.ndarray
 
-    def heads_first(x: Any) -> np.ndarray:
-        return rounded(np.asarray(x)).astype(sums).transpose(0, 2, 1, 3)
 
-    def rounded(x: np.ndarray) -> np.ndarray:
-        return (to_tf32(x) if dtype == "tf32" else x.astype(dtype)).astype(sums)
+def _rounded(x: Any, sums: Any, dtype: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return (to_tf32(x) if dtype == "tf32" else x.astype(dtype)).astype(sums)
 
-    def per_kv_head(g: np.ndarray) -> np.ndarray:
-        return g.reshape(case.B, case.K, group, *g.shape[2:]).sum(2).transpose(0, 2, 1, 3)
 
-    q, do = heads_first(arrays["query"]), heads_first(cotangents[0])
-    k, v = (np.repeat(heads_first(arrays[name]), group, 1) for name in ("key", "value"))
-    dlogsumexp = cotangents[1].astype(sums)
-    c = scale * (q @ k.swapaxes(2, 3))
+def _scale(case: Case, sums: Any) -> Any:
+    return sums(case.scale if case.scale is not None else 1 / np.sqrt(np.longdouble(case.D)))
+
+
+def _forward(case: Case, arrays: Arrays, sums: Any, dtype: Any) -> Forward:
+    q, k, v = (_rounded(arrays[name], sums, dtype).transpose(0, 2, 1, 3) for name in ("query", "key", "value"))
+    k, v = (np.repeat(x, case.N // case.K, 1) for x in (k, v))
+    c = _scale(case, sums) * (q @ k.swapaxes(2, 3))
     if case.soft_cap:
         c = sums(case.soft_cap) * np.tanh(c / sums(case.soft_cap))
     s = np.where(allowed(case, arrays), c + arrays["bias"].astype(sums) if case.bias else c, sums(-np.inf))
@@ -99,19 +103,51 @@ def attention(case: Case, arrays: Arrays, cotangents: Any, sums: Any, dtype: Any
     empty = l == 0
     p /= np.where(empty, 1, l)
     keep = z(case, arrays).astype(sums)
-    o = rounded(rounded(keep * p) @ v)
+    o = _rounded(_rounded(keep * p, sums, dtype) @ v, sums, dtype)
+    return Forward(q, k, v, c, p, keep, o, np.where(empty, -np.inf, m + np.log(np.where(empty, 1, l)))[..., 0])
 
-    d = (do * o).sum(-1, keepdims=True) - dlogsumexp[..., None]
-    ds = p * (keep * rounded(do @ v.swapaxes(2, 3)) - d)
-    dx = scale * (ds * (1 - (c / sums(case.soft_cap)) ** 2) if case.soft_cap else ds)
-    results = {
-        "o": o.transpose(0, 2, 1, 3),
-        "logsumexp": np.where(empty, -np.inf, m + np.log(np.where(empty, 1, l)))[..., 0],
-        "query": rounded((dx @ k).transpose(0, 2, 1, 3)),
-        "key": rounded(per_kv_head(dx.swapaxes(2, 3) @ q)),
-        "value": rounded(per_kv_head(rounded(keep * p).swapaxes(2, 3) @ do)),
-    }
+
+def _propagate(case: Case, q: np.ndarray, k: np.ndarray, c: np.ndarray, ds: np.ndarray) -> Results:
+    """From dS to the gradients of query, key and bias."""
+    scale = _scale(case, ds.dtype.type)
+    dx = scale * (ds * (1 - (c / ds.dtype.type(case.soft_cap)) ** 2) if case.soft_cap else ds)
+    results = {"query": (dx @ k).transpose(0, 2, 1, 3), "key": _per_kv_head(case, dx.swapaxes(2, 3) @ q)}
     if case.bias:
         broadcast = tuple(axis for axis, e in enumerate(case.bias) if e == "1")
-        results["bias"] = rounded(ds.sum(broadcast, keepdims=True))
+        results["bias"] = ds.sum(broadcast, keepdims=True)
     return results
+
+
+def _per_kv_head(case: Case, g: np.ndarray) -> np.ndarray:
+    return g.reshape(case.B, case.K, case.N // case.K, *g.shape[2:]).sum(2).transpose(0, 2, 1, 3)
+
+
+def attention(case: Case, arrays: Arrays, cotangents: Any, sums: Any, dtype: Any = None) -> Results:
+    """docs/architecture.md with the matrix in memory: everything in `sums`, P, dP and the results rounded to `dtype`.
+
+    With sums in f64 or longdouble this is the exact result; with f32 and the dtype of the inputs it is what standard
+    attention makes of them; "tf32" is f32 with operands of products rounded to TF32.
+    """
+    dtype = sums if dtype is None else dtype
+    q, k, v, c, p, keep, o, logsumexp = _forward(case, arrays, sums, dtype)
+    do = _rounded(cotangents[0], sums, dtype).transpose(0, 2, 1, 3)
+    d = (do * o).sum(-1, keepdims=True) - cotangents[1].astype(sums)[..., None]
+    ds = p * (keep * _rounded(do @ v.swapaxes(2, 3), sums, dtype) - d)
+    gradients = _propagate(case, q, k, c, ds)
+    gradients["value"] = _per_kv_head(case, _rounded(keep * p, sums, dtype).swapaxes(2, 3) @ do)
+    rounded = {name: _rounded(x, sums, dtype) for name, x in gradients.items()}
+    return {"o": o.transpose(0, 2, 1, 3), "logsumexp": logsumexp, **rounded}
+
+
+def cancellation(case: Case, arrays: Arrays, cotangents: Any, dtype: Any) -> dict[str, float]:
+    """What rounding leaves of dS = P (Z dP - D) where the two cancel, by gradient: the largest entry.
+
+    A unit in the last place of the sums that Z dP and D are, and the rounding of the O that D is taken from. In rows
+    that see few keys standard attention may be exact by luck: of a single key it computes both by the same sum.
+    """
+    q, k, v, c, p, keep, o, _ = _forward(case, arrays, np.float64, np.float64)
+    do = np.abs(np.asarray(cotangents[0]).astype(np.float64).transpose(0, 2, 1, 3))
+    products, sums = keep * (do @ np.abs(v).swapaxes(2, 3)), (do * np.abs(o)).sum(-1, keepdims=True)
+    stored, summed = (float(jnp.finfo(kind).eps) for kind in (dtype, jnp.promote_types(dtype, jnp.float32)))
+    ds = p * (summed * (products + sums + np.abs(cotangents[1])[..., None]) + stored / 2 * sums)
+    return {name: np.abs(x).max(initial=0) for name, x in _propagate(case, np.abs(q), np.abs(k), c, ds).items()}

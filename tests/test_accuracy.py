@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import standard
 from cases import FEATURES, Case, oracle, run, upcast
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -25,9 +25,9 @@ def errors(results, exact):
 
 
 def usual_errors(case, dtype, seed):
-    """Those of standard attention in this dtype; of a few draws where a single one can be exact by luck."""
+    """Those of standard attention in this dtype; of many draws where there are few entries to take the largest of."""
     largest = {}
-    for draw in range(seed, seed + (8 if case.T * case.S <= 16384 else 1)):
+    for draw in range(seed, seed + max(1, min(32, 16384 // (case.T * case.S)))):
         arrays, cotangents = case.arrays(dtype.name, draw), case.cotangents(dtype.name, draw)
         sums = np.float64 if dtype == np.float64 else np.float32
         results = standard.attention(case, arrays, cotangents, sums, dtype)
@@ -36,8 +36,9 @@ def usual_errors(case, dtype, seed):
     return largest
 
 
-def assert_accurate(results, exact, usual, dtype):
-    """Shapes and dtypes, what is infinite, and the errors; `usual` are those of standard attention."""
+def assert_accurate(results, exact, usual, cancelled, dtype):
+    """Shapes and dtypes, what is infinite, and the errors: `usual` are those of standard attention, `cancelled` those
+    of differences of larger numbers."""
     assert results.keys() == exact.keys()
     for name, expected in exact.items():
         kind = dtype if name != "logsumexp" else jnp.promote_types(dtype, jnp.float32)
@@ -47,16 +48,16 @@ def assert_accurate(results, exact, usual, dtype):
         np.testing.assert_array_equal(results[name][~finite], expected[~finite], err_msg=name)
 
         ulp = float(jnp.finfo(kind).eps) * np.abs(expected[finite]).max(initial=0)
-        error, bound = errors(results, exact)[name], 2 * usual[name] + ULPS * ulp
+        error, bound = errors(results, exact)[name], 2 * usual[name] + ULPS * ulp + cancelled.get(name, 0)
         assert error <= bound, f"{name}: error {error:.3g}, allowed {bound:.3g}"
 
 
 def check(case, dtype, exact=oracle, seed=0):
     dtype = jnp.dtype(dtype)
     arrays, cotangents = case.arrays(dtype.name, seed), case.cotangents(dtype.name, seed)
-    assert_accurate(
-        run(case, arrays, cotangents), exact(case, arrays, cotangents), usual_errors(case, dtype, seed), dtype
-    )
+    results, usual = run(case, arrays, cotangents), usual_errors(case, dtype, seed)
+    cancelled = standard.cancellation(case, arrays, cotangents, dtype)
+    assert_accurate(results, exact(case, arrays, cotangents), usual, cancelled, dtype)
 
 
 def by_numpy(case, arrays, cotangents):
@@ -132,7 +133,6 @@ def cases():
 
 @given(cases(), st.sampled_from(["float32", "float32", "bfloat16", "float16", "float64"]), st.integers(0, 1000))
 def test_any_case(case, dtype, seed):
-    assume(case.S > 1)  # of a single key the exact gradient is 0, and so may be standard attention's, by luck
     check(case, dtype, by_numpy, seed)
 
 
@@ -160,7 +160,7 @@ def test_large_negative_bias(fill):
     arrays["bias"] = np.where(np.tri(50, 70, -1, dtype=bool)[None, None], 0, fill).astype(np.float32)
     results, exact = run(case, arrays, cotangents), oracle(case, arrays, cotangents)
     usual = errors(standard.attention(case, arrays, cotangents, np.float32), exact)
-    assert_accurate(results, exact, usual, np.dtype(np.float32))
+    assert_accurate(results, exact, usual, {}, np.dtype(np.float32))
 
 
 def test_bias_of_minus_infinity_masks():

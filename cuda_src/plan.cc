@@ -29,108 +29,149 @@ struct Tile {
   int stages;
 };
 
-constexpr int kAny = -1;
-
-struct Choice {
-  std::string_view kernel;
-  int sm;          // 80: GPUs from compute capability 8.0 on; 90: 9.0 alone
-  int shared;      // KiB of shared memory that a block must be able to have
-  int bytes;       // of an element
-  int dim;         // the larger head dim is at most this
-  int dropout;     // 0, 1 or kAny
-  int scores;      // likewise: is there a bias or soft cap?
-  int64_t length;  // keys are at most this
-  Tile tile;
-  int causal = kAny;
-  int local = kAny;      // is there a window, or are there segments?
-  int operands = 2;      // of bias and mask at most
-  int64_t parallel = 0;  // tiles of all heads at least
-  int full = kAny;       // is it f32 in full precision?
+// What a problem may have and a choice of tiles may leave to others.
+enum Feature : unsigned {
+  kCausal = 1,
+  kLocal = 2,  // a window, or segments
+  kSoftCap = 4,
+  kBias = 8,
+  kMask = 16,
+  kBiasAndMask = 32,  // both of them
+  kDropout = 64,
+  kFullPrecision = 128,  // f32 as three products of TF32
+  kManyKeys = 256,       // more than 1024
+  kFewTiles = 512,       // of all heads, than an H100 or H200 has multiprocessors
+  kOperands = kBias | kMask,
+  kScores = kBias | kSoftCap,  // scores are formed entry by entry
 };
 
-constexpr int64_t kAnyLength = kMaxSize;
-constexpr int64_t kMultiprocessors = 132;  // of an H100 or H200
+struct Choice {
+  int shared;  // KiB of shared memory that a block must be able to have
+  int dim;     // the larger head dim is at most this
+  Tile tile;
+  unsigned without = 0;  // the problem has none of these features
+};
 
-// The first that fits is taken.
-constexpr Choice kChoices[] = {
-    {"forward", 90, 227, 2, 64, 0, kAny, 1024, {256, 64, 4, 4}, kAny, 0, 0, kMultiprocessors},
-    {"forward", 90, 227, 2, 64, 0, kAny, kAnyLength, {192, 128, 3, 2}, kAny, 0, 0, kMultiprocessors},
-    {"forward", 90, 227, 2, 64, kAny, kAny, kAnyLength, {128, 128, 2, 3}, kAny, kAny, 0},
-    {"forward", 90, 227, 2, 64, 0, kAny, kAnyLength, {128, 96, 2, 3}, kAny, 0, 1},
-    {"forward", 90, 227, 2, 64, 0, kAny, kAnyLength, {128, 48, 2, 3}},
-    {"forward", 90, 227, 2, 64, kAny, kAny, kAnyLength, {128, 32, 2, 3}},
-    {"forward", 90, 227, 2, 96, 0, kAny, kAnyLength, {192, 96, 3, 2}, 0, 0, 0, kMultiprocessors},
-    {"forward", 90, 227, 2, 128, 1, 1, kAnyLength, {128, 64, 2, 2}, kAny, 1, 0},
-    {"forward", 90, 227, 2, 128, kAny, 1, kAnyLength, {128, 96, 2, 2}, kAny, 1, 0},
-    {"forward", 90, 227, 2, 128, 0, kAny, kAnyLength, {128, 128, 2, 2}, kAny, kAny, 0},
-    {"forward", 90, 227, 2, 128, 1, kAny, kAnyLength, {128, 128, 2, 2}, kAny, 0, 0},
-    {"forward", 90, 227, 2, 128, 1, kAny, kAnyLength, {128, 112, 2, 2}, kAny, 1, 0},
-    {"forward", 90, 227, 2, 128, 0, kAny, kAnyLength, {128, 64, 2, 2}, kAny, 0, 1},
-    {"forward", 90, 227, 2, 128, kAny, kAny, kAnyLength, {128, 32, 2, 2}},
-    {"forward", 90, 227, 2, 192, kAny, 1, kAnyLength, {128, 48, 2, 2}, kAny, kAny, 0},
-    {"forward", 90, 227, 2, 192, 0, kAny, kAnyLength, {128, 96, 2, 2}, kAny, kAny, 0},
-    {"forward", 90, 227, 2, 192, 1, kAny, kAnyLength, {128, 64, 2, 2}, kAny, kAny, 0},
-    {"forward", 90, 227, 2, 192, 0, kAny, kAnyLength, {128, 32, 2, 2}, kAny, kAny, 1},
-    {"forward", 90, 227, 2, 192, kAny, kAny, kAnyLength, {128, 16, 2, 2}},
-    {"forward", 90, 227, 2, 256, kAny, 1, kAnyLength, {128, 32, 2, 2}, kAny, kAny, 0},
-    {"forward", 90, 227, 2, 256, 0, kAny, kAnyLength, {128, 64, 2, 2}, kAny, kAny, 0},
-    {"forward", 90, 227, 2, 256, 1, kAny, kAnyLength, {128, 48, 2, 2}, kAny, kAny, 0},
-    {"forward", 90, 227, 2, 256, 0, kAny, kAnyLength, {128, 32, 2, 2}, kAny, kAny, 1},
-    {"forward", 90, 227, 2, 256, kAny, kAny, kAnyLength, {128, 16, 2, 2}, kAny, kAny, 1},
-    // A bias may be so large that m + log l forgets l, which is all that this kernel has of both.
-    {"backward", 90, 227, 2, 64, kAny, 0, kAnyLength, {128, 128, 2, 2}},
-    {"backward", 90, 227, 2, 128, kAny, 0, kAnyLength, {64, 128, 2, 2}},
-    {"backward", 90, 227, 2, 128, 0, 1, kAnyLength, {64, 128, 2, 2}, kAny, kAny, 0},
-    {"backward", 90, 227, 2, 256, kAny, 0, kAnyLength, {64, 64, 2, 2}, kAny, kAny, 0},
+// What may be chosen for a kernel, from the best to what does for all: {shared, dim, {rows, cols, groups, stages},
+// without}. The first that fits is taken.
 
-    {"forward", 80, 99, 2, 64, kAny, 0, kAnyLength, {128, 64, 4, 2}},
-    {"forward", 80, 99, 2, 64, kAny, kAny, kAnyLength, {64, 64, 4, 2}},
-    {"forward", 80, 99, 2, 128, kAny, 0, kAnyLength, {128, 32, 4, 2}},
-    {"forward", 80, 99, 2, 128, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
-    {"forward", 80, 227, 2, 256, kAny, 0, kAnyLength, {128, 64, 8, 2}},
-    {"forward", 80, 99, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
-    {"forward", 80, 99, 4, 64, kAny, 0, kAnyLength, {128, 32, 4, 2}},
-    {"forward", 80, 99, 4, 64, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
-    {"forward", 80, 163, 4, 128, kAny, 0, kAnyLength, {128, 32, 4, 2}, kAny, kAny, 2, 0, 0},
-    {"forward", 80, 99, 4, 128, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
-    {"forward", 80, 227, 4, 256, kAny, 0, kAnyLength, {64, 32, 4, 2}},
-    {"forward", 80, 163, 4, 256, kAny, kAny, kAnyLength, {64, 16, 4, 2}},
-    {"forward", 80, 99, 4, 256, kAny, kAny, kAnyLength, {32, 16, 2, 2}},
-    {"backward", 80, 227, 2, 64, 0, 0, kAnyLength, {128, 128, 8, 2}},
-    {"backward", 80, 163, 2, 64, kAny, kAny, kAnyLength, {64, 64, 4, 2}},
-    {"backward", 80, 99, 2, 64, kAny, kAny, kAnyLength, {64, 128, 8, 1}},
-    {"backward", 80, 227, 2, 128, kAny, kAny, kAnyLength, {64, 128, 8, 2}},
-    {"backward", 80, 163, 2, 128, kAny, 0, kAnyLength, {64, 128, 8, 1}},
-    {"backward", 80, 163, 2, 128, kAny, kAny, kAnyLength, {32, 128, 8, 2}},
-    {"backward", 80, 99, 2, 128, kAny, kAny, kAnyLength, {64, 64, 8, 1}},
-    {"backward", 80, 227, 2, 256, kAny, kAny, kAnyLength, {64, 64, 8, 2}},
-    {"backward", 80, 163, 2, 256, kAny, kAny, kAnyLength, {64, 64, 8, 1}},
-    {"backward", 80, 99, 2, 256, kAny, kAny, kAnyLength, {32, 32, 8, 1}},
-    {"backward", 80, 227, 4, 64, kAny, kAny, kAnyLength, {64, 128, 8, 2}},
-    {"backward", 80, 163, 4, 64, kAny, kAny, kAnyLength, {64, 64, 8, 1}},
-    {"backward", 80, 99, 4, 64, kAny, kAny, kAnyLength, {32, 64, 8, 1}},
-    {"backward", 80, 227, 4, 128, kAny, kAny, kAnyLength, {32, 128, 8, 1}},
-    {"backward", 80, 163, 4, 128, kAny, kAny, kAnyLength, {32, 64, 8, 1}},
-    {"backward", 80, 99, 4, 128, kAny, kAny, kAnyLength, {32, 32, 8, 1}},
-    {"backward", 80, 227, 4, 256, kAny, kAny, kAnyLength, {32, 64, 8, 1}},
-    {"backward", 80, 163, 4, 256, kAny, kAny, kAnyLength, {32, 32, 8, 1}},
-    {"backward", 80, 99, 4, 256, kAny, kAny, kAnyLength, {16, 16, 8, 1}},
-    {"backward_query", 80, 99, 2, 64, kAny, kAny, kAnyLength, {128, 32, 4, 2}, kAny, kAny, 1},
-    {"backward_query", 80, 99, 2, 128, kAny, kAny, kAnyLength, {128, 16, 4, 2}, kAny, kAny, 0},
-    {"backward_query", 80, 99, 2, 128, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
-    {"backward_query", 80, 227, 2, 256, kAny, kAny, kAnyLength, {128, 32, 8, 2}, kAny, kAny, 1},
-    {"backward_query", 80, 163, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
-    {"backward_query", 80, 99, 2, 256, kAny, kAny, kAnyLength, {64, 16, 4, 2}},
-    {"backward_query", 80, 99, 4, 64, kAny, kAny, kAnyLength, {64, 32, 4, 2}},
-    {"backward_query", 80, 99, 4, 128, kAny, kAny, kAnyLength, {64, 16, 4, 2}},
-    {"backward_query", 80, 227, 4, 256, kAny, kAny, kAnyLength, {64, 16, 4, 2}},
-    {"backward_query", 80, 163, 4, 256, kAny, kAny, kAnyLength, {32, 16, 2, 2}},
-    {"backward_query", 80, 99, 4, 256, kAny, kAny, kAnyLength, {16, 16, 1, 2}},
-    {"backward_bias", 80, 99, 2, 128, kAny, kAny, kAnyLength, {64, 64, 4, 1}},
-    {"backward_bias", 80, 99, 2, 256, kAny, kAny, kAnyLength, {64, 32, 4, 1}},
-    {"backward_bias", 80, 99, 4, 64, kAny, kAny, kAnyLength, {64, 64, 8, 1}},
-    {"backward_bias", 80, 99, 4, 128, kAny, kAny, kAnyLength, {32, 32, 4, 1}},
-    {"backward_bias", 80, 99, 4, 256, kAny, kAny, kAnyLength, {16, 32, 2, 1}},
+constexpr Choice kForwardSm90[] = {
+    {227, 64, {256, 64, 4, 4}, kOperands | kDropout | kLocal | kManyKeys | kFewTiles},
+    {227, 64, {192, 128, 3, 2}, kOperands | kDropout | kLocal | kFewTiles},
+    {227, 64, {128, 128, 2, 3}, kOperands},
+    {227, 64, {128, 96, 2, 3}, kBiasAndMask | kDropout | kLocal},
+    {227, 64, {128, 48, 2, 3}, kDropout},
+    {227, 64, {128, 32, 2, 3}},
+    {227, 96, {192, 96, 3, 2}, kOperands | kDropout | kLocal | kCausal | kFewTiles},
+    {227, 128, {128, 128, 2, 2}, kOperands | kLocal},
+    {227, 128, {128, 128, 2, 2}, kOperands | kDropout | kSoftCap},
+    {227, 128, {128, 112, 2, 2}, kOperands | kSoftCap},
+    {227, 128, {128, 96, 2, 2}, kOperands | kDropout},
+    {227, 128, {128, 64, 2, 2}, kOperands},
+    {227, 128, {128, 64, 2, 2}, kBiasAndMask | kDropout | kLocal},
+    {227, 128, {128, 32, 2, 2}},
+    {227, 192, {128, 96, 2, 2}, kOperands | kDropout | kSoftCap},
+    {227, 192, {128, 64, 2, 2}, kOperands | kSoftCap},
+    {227, 192, {128, 48, 2, 2}, kOperands},
+    {227, 192, {128, 32, 2, 2}, kBiasAndMask | kDropout},
+    {227, 192, {128, 16, 2, 2}},
+    {227, 256, {128, 64, 2, 2}, kOperands | kDropout | kSoftCap},
+    {227, 256, {128, 48, 2, 2}, kOperands | kSoftCap},
+    {227, 256, {128, 32, 2, 2}, kOperands},
+    {227, 256, {128, 32, 2, 2}, kBiasAndMask | kDropout},
+    {227, 256, {128, 16, 2, 2}, kBiasAndMask},
+};
+
+// A bias may be so large that m + log l forgets l, which is all that this kernel has of both.
+constexpr Choice kBackwardSm90[] = {
+    {227, 64, {128, 128, 2, 2}, kScores},
+    {227, 128, {64, 128, 2, 2}, kScores},
+    {227, 128, {64, 128, 2, 2}, kOperands | kDropout},
+    {227, 256, {64, 64, 2, 2}, kScores | kMask},
+};
+
+constexpr Choice kForwardSm80[] = {
+    {99, 64, {128, 64, 4, 2}, kScores},   {99, 64, {64, 64, 4, 2}},
+    {99, 128, {128, 32, 4, 2}, kScores},  {99, 128, {64, 32, 4, 2}},
+    {227, 256, {128, 64, 8, 2}, kScores}, {99, 256, {64, 32, 4, 2}},
+};
+
+constexpr Choice kForwardSm80F32[] = {
+    {99, 64, {128, 32, 4, 2}, kScores},
+    {99, 64, {64, 32, 4, 2}},
+    {163, 128, {128, 32, 4, 2}, kScores | kFullPrecision},
+    {99, 128, {64, 32, 4, 2}},
+    {227, 256, {64, 32, 4, 2}, kScores},
+    {163, 256, {64, 16, 4, 2}},
+    {99, 256, {32, 16, 2, 2}},
+};
+
+constexpr Choice kBackwardSm80[] = {
+    {227, 64, {128, 128, 8, 2}, kScores | kDropout},
+    {163, 64, {64, 64, 4, 2}},
+    {99, 64, {64, 128, 8, 1}},
+    {227, 128, {64, 128, 8, 2}},
+    {163, 128, {64, 128, 8, 1}, kScores},
+    {163, 128, {32, 128, 8, 2}},
+    {99, 128, {64, 64, 8, 1}},
+    {227, 256, {64, 64, 8, 2}},
+    {163, 256, {64, 64, 8, 1}},
+    {99, 256, {32, 32, 8, 1}},
+};
+
+constexpr Choice kBackwardSm80F32[] = {
+    {227, 64, {64, 128, 8, 2}},  {163, 64, {64, 64, 8, 1}},  {99, 64, {32, 64, 8, 1}},
+    {227, 128, {32, 128, 8, 1}}, {163, 128, {32, 64, 8, 1}}, {99, 128, {32, 32, 8, 1}},
+    {227, 256, {32, 64, 8, 1}},  {163, 256, {32, 32, 8, 1}}, {99, 256, {16, 16, 8, 1}},
+};
+
+constexpr Choice kBackwardQuerySm80[] = {
+    {99, 64, {128, 32, 4, 2}, kBiasAndMask},
+    {99, 128, {128, 16, 4, 2}, kOperands},
+    {99, 128, {64, 32, 4, 2}},
+    {227, 256, {128, 32, 8, 2}, kBiasAndMask},
+    {163, 256, {64, 32, 4, 2}},
+    {99, 256, {64, 16, 4, 2}},
+};
+
+constexpr Choice kBackwardQuerySm80F32[] = {
+    {99, 64, {64, 32, 4, 2}},   {99, 128, {64, 16, 4, 2}}, {227, 256, {64, 16, 4, 2}},
+    {163, 256, {32, 16, 2, 2}}, {99, 256, {16, 16, 1, 2}},
+};
+
+constexpr Choice kBackwardBiasSm80[] = {
+    {99, 128, {64, 64, 4, 1}},
+    {99, 256, {64, 32, 4, 1}},
+};
+
+constexpr Choice kBackwardBiasSm80F32[] = {
+    {99, 64, {64, 64, 8, 1}},
+    {99, 128, {32, 32, 4, 1}},
+    {99, 256, {16, 32, 2, 1}},
+};
+
+struct Table {
+  std::string_view kernel;
+  int sm;     // 80: GPUs from compute capability 8.0 on; 90: 9.0 alone, where it comes before 80
+  int bytes;  // of an element
+  const Choice *begin, *end;
+
+  template <size_t kCount>
+  constexpr Table(std::string_view kernel, int sm, int bytes, const Choice (&choices)[kCount])
+      : kernel(kernel), sm(sm), bytes(bytes), begin(choices), end(choices + kCount) {}
+};
+
+constexpr Table kTables[] = {
+    {"forward", 90, 2, kForwardSm90},
+    {"backward", 90, 2, kBackwardSm90},
+    {"forward", 80, 2, kForwardSm80},
+    {"forward", 80, 4, kForwardSm80F32},
+    {"backward", 80, 2, kBackwardSm80},
+    {"backward", 80, 4, kBackwardSm80F32},
+    {"backward_query", 80, 2, kBackwardQuerySm80},
+    {"backward_query", 80, 4, kBackwardQuerySm80F32},
+    {"backward_bias", 80, 2, kBackwardBiasSm80},
+    {"backward_bias", 80, 4, kBackwardBiasSm80F32},
 };
 
 int Bytes(const Problem& p) { return p.dtype == DType::kF32 ? 4 : 2; }
@@ -151,18 +192,33 @@ int SharedOf(int capability) {
 // What every GPU has: CudaScratch must not depend on the GPU.
 constexpr Target kAnyGpu = {false, 99};
 
-const Choice& Choose(std::string_view kernel, const Target& target, const Problem& p) {
-  const auto is = [](int wanted, bool there) { return wanted == kAny || wanted == int(there); };
-  for (const Choice& choice : kChoices) {
-    if (choice.kernel == kernel && (choice.sm == 80 || target.hopper) && choice.shared <= target.shared &&
-        choice.bytes == Bytes(p) && std::max(p.qk_dim, p.v_dim) <= choice.dim && is(choice.dropout, p.dropout()) &&
-        is(choice.full, p.full_precision) && is(choice.scores, p.bias.present || p.soft_cap > 0) &&
-        p.kv_len <= choice.length && is(choice.causal, p.causal) &&
-        is(choice.local, p.window_left >= 0 || p.window_right >= 0 || p.segments) &&
-        p.bias.present + p.mask.present <= choice.operands &&
-        p.batch * p.q_heads * DivideUp(p.q_len, choice.tile.rows) >= choice.parallel) {
-      return choice;
-    }
+// `tile`: the one that would be used.
+unsigned FeaturesOf(const Problem& p, const Tile& tile) {
+  constexpr int64_t kMultiprocessors = 132;
+  const bool bias = p.bias.present, mask = p.mask.present;
+  const auto feature = [](bool there, Feature x) { return there ? unsigned(x) : 0; };
+  return feature(p.causal, kCausal) | feature(p.window_left >= 0 || p.window_right >= 0 || p.segments, kLocal) |
+         feature(p.soft_cap > 0, kSoftCap) | feature(bias, kBias) | feature(mask, kMask) |
+         feature(bias && mask, kBiasAndMask) | feature(p.dropout(), kDropout) |
+         feature(p.full_precision, kFullPrecision) | feature(p.kv_len > 1024, kManyKeys) |
+         feature(p.batch * p.q_heads * DivideUp(p.q_len, tile.rows) < kMultiprocessors, kFewTiles);
+}
+
+// A kernel's file and tiles.
+struct Chosen {
+  std::string_view kernel;
+  int sm;
+  Tile tile;
+};
+
+Chosen Choose(std::string_view kernel, const Target& target, const Problem& p) {
+  for (const Table& table : kTables) {
+    if (table.kernel != kernel || table.bytes != Bytes(p) || (table.sm == 90 && !target.hopper)) continue;
+    const Choice* const choice = std::find_if(table.begin, table.end, [&](const Choice& x) {
+      return x.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= x.dim &&
+             (x.without & FeaturesOf(p, x.tile)) == 0;
+    });
+    if (choice != table.end) return {kernel, table.sm, choice->tile};
   }
   throw std::invalid_argument("head dims " + std::to_string(p.qk_dim) + " and " + std::to_string(p.v_dim) +
                               ": the kernel " + std::string(kernel) + " needs more than the " +
@@ -171,7 +227,7 @@ const Choice& Choose(std::string_view kernel, const Target& target, const Proble
 
 // --- What a kernel is compiled for ---
 
-Unit UnitOf(const Choice& choice, const Problem& p) {
+Unit UnitOf(const Chosen& choice, const Problem& p) {
   const bool backward = choice.kernel != "forward", main = choice.kernel == "backward";
   Unit unit = {std::string(choice.kernel) + "_sm" + std::to_string(choice.sm) + ".cuh", {}};
   const auto define = [&](const char* name, int64_t value) {
@@ -226,7 +282,7 @@ struct BiasWork {
 
 BiasWork BiasWorkOf(const Problem& p) {
   constexpr int64_t kBlocks = 512;  // enough for any GPU
-  const Tile& tile = Choose("backward_bias", kAnyGpu, p).tile;
+  const Tile tile = Choose("backward_bias", kAnyGpu, p).tile;
   BiasWork work = {1, 1, 1};
   int64_t summed = 1;  // tiles of S
   const auto dimension = [&](bool own, int64_t size, int64_t step) {
@@ -254,7 +310,7 @@ void AddSegments(const Problem& p, Plan* plan) {
 }
 
 // The kernel that a file is named after: a block for each of `tiles`, or on sm_90 for each multiprocessor.
-Launch MainLaunch(const Choice& choice, int unit, int64_t tiles, std::vector<Map> maps) {
+Launch MainLaunch(const Chosen& choice, int unit, int64_t tiles, std::vector<Map> maps) {
   const bool hopper = choice.sm == 90;
   Launch launch = {unit, "jax_flash_" + std::string(choice.kernel), tiles,
                    hopper ? 128 * (choice.tile.groups + 1) : 32 * choice.tile.groups};
@@ -265,7 +321,7 @@ Launch MainLaunch(const Choice& choice, int unit, int64_t tiles, std::vector<Map
 }
 
 void AddForward(const Target& target, const Problem& p, Plan* plan) {
-  const Choice& choice = Choose("forward", target, p);
+  const Chosen choice = Choose("forward", target, p);
   const Tile& tile = choice.tile;
   plan->launches.push_back(
       MainLaunch(choice, Add(UnitOf(choice, p), plan), p.batch * p.q_heads * DivideUp(p.q_len, tile.rows),
@@ -284,7 +340,7 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
   const int64_t heads = p.batch * p.q_heads;
   bool prepared = false;  // by backward_prepare.cuh
   if (p.dk || p.dv || SumsDQ(p)) {
-    const Choice& choice = Choose("backward", target, p);
+    const Chosen choice = Choose("backward", target, p);
     const Tile& tile = choice.tile;
     const int unit = Add(UnitOf(choice, p), plan);
     const int64_t rows = heads * RoundUp(p.q_len, tile.rows);
@@ -306,12 +362,12 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
     }
   }
   if (p.dq && !SumsDQ(p)) {
-    const Choice& choice = Choose("backward_query", target, p);
+    const Chosen choice = Choose("backward_query", target, p);
     const int unit = Add(UnitOf(choice, p), plan);
     plan->launches.push_back(MainLaunch(choice, unit, heads * DivideUp(p.q_len, choice.tile.rows), {}));
   }
   if (p.dbias) {
-    const Choice& choice = Choose("backward_bias", kAnyGpu, p);
+    const Chosen choice = Choose("backward_bias", kAnyGpu, p);
     const int unit = Add(UnitOf(choice, p), plan);
     const BiasWork work = BiasWorkOf(p);
     if (!prepared) plan->launches.push_back(PrepareLaunch(p, unit));

@@ -6,6 +6,7 @@ PYTEST_ARGS ?= -m "not slow"
 # Most of the suite's time is spent compiling, one program a process. A GPU's memory is for one process.
 PYTEST = bin/pytest $(if $(GPU),,--numprocesses auto --maxprocesses 8 --dist loadfile)
 EXTRAS ?= dev
+EMULATED ?= "(test_feature or test_head_dim) and not f64"
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
@@ -17,12 +18,13 @@ JAX = $(if $(GPU),jax[cuda13],jax)
 BUILD_TOOLS = scikit-build-core nanobind cmake ninja
 PIP = bin/python -m pip install --quiet --disable-pip-version-check
 CPP = $(wildcard bindings.cc) $(shell find $(wildcard common cpu_src cuda_src) -name '*.h' -o -name '*.cc' -o -name '*.cuh')
+EMULATOR = $(wildcard tests/emulator/*.h tests/emulator/*.cc)
 PY = jax_flash tests benchmarks examples
 BUILD_INPUTS = pyproject.toml $(wildcard CMakeLists.txt) $(CPP)
 say = @printf '\n\033[1m==> %s\033[0m\n' "$(1)"
 
 .DEFAULT_GOAL = help
-.PHONY: help demo test test-oldest lint format kernels bench bench-gpu clean
+.PHONY: help demo test test-oldest lint format emulate kernels bench bench-gpu clean
 
 help:
 	@echo "make demo         train a small GPT on real text through jax_flash (examples/train_lm.py)"
@@ -30,6 +32,7 @@ help:
 	@echo "make test-oldest  the test suite with jax $(OLDEST_JAX), the oldest supported"
 	@echo "make bench        jax_flash against jax.nn and PyTorch on this CPU (BENCH_ARGS=--quick for a short one)"
 	@echo "make bench-gpu    jax_flash against cuDNN, XLA and PyTorch on this GPU"
+	@echo "make emulate      runs the CUDA kernels on this CPU, each feature and dtype, for both families (minutes)"
 	@echo "make kernels      compiles every CUDA kernel for every architecture, without a GPU: registers, spills (hours)"
 	@echo "make lint         what make test checks before it runs the suite"
 	@echo "make format       format Python and C++"
@@ -55,6 +58,11 @@ bench-gpu: $(VENV)/.built
 	$(call say,Measuring attention on this GPU; results go to benchmarks/results/)
 	@$(VENV)/bin/python benchmarks/attention.py $(BENCH_ARGS)
 
+emulate: $(VENV)/.built
+	$(call say,Running the CUDA kernels for Ampere and for Hopper on this CPU)
+	@JAX_FLASH_EMULATE=sm_80 $(VENV)/$(PYTEST) tests/test_accuracy.py -m "not gpu" -k $(EMULATED)
+	@JAX_FLASH_EMULATE=sm_90 $(VENV)/$(PYTEST) tests/test_accuracy.py -m "not gpu" -k $(EMULATED)
+
 kernels: $(VENV)/.built
 	$(call say,Compiling the CUDA kernels; the table goes to build/kernels.csv)
 	@$(VENV)/bin/python tests/kernel_variants.py --full
@@ -64,14 +72,14 @@ lint: $(VENV)/.built
 	@$(VENV)/bin/ruff check $(PY)
 	@$(VENV)/bin/ruff format --check $(PY)
 	$(call say,Checking the format of the C++ with clang-format)
-	@$(VENV)/bin/clang-format --dry-run -Werror $(CPP)
+	@$(VENV)/bin/clang-format --dry-run -Werror $(CPP) $(EMULATOR)
 	$(call say,Checking types with mypy)
 	@$(VENV)/bin/mypy
 
 format: $(VENV)/.built
 	@$(VENV)/bin/ruff check --fix $(PY)
 	@$(VENV)/bin/ruff format $(PY)
-	@$(VENV)/bin/clang-format -i $(CPP)
+	@$(VENV)/bin/clang-format -i $(CPP) $(EMULATOR)
 
 clean:
 	rm -rf $(VENV) $(VENV_OLDEST) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis

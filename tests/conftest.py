@@ -1,4 +1,7 @@
-"""Eight virtual CPU devices for the whole suite, the GPU for tests that ask for it, and what can run here."""
+"""Eight virtual CPU devices for the whole suite, the GPU for tests that ask for it, and what can run here.
+
+With JAX_FLASH_EMULATE=sm_80 or sm_90 the CPU runs the CUDA kernels (emulator/README.md).
+"""
 
 import os
 import shutil
@@ -6,10 +9,16 @@ import shutil
 # Before jax starts its backends. Most of the suite's time is LLVM's, for programs that run once on small arrays.
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
-_GPU = shutil.which("nvidia-smi") is not None
+_EMULATED = os.environ.get("JAX_FLASH_EMULATE", "")
+_GPU = shutil.which("nvidia-smi") is not None and not _EMULATED
 if _GPU:  # the CPU stays the default device, and the GPU's memory is for several processes
     os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+if _EMULATED:
+    import emulator
+
+    emulator.install(_EMULATED)
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

@@ -1,0 +1,90 @@
+"""A GPU that is not there: the CUDA kernels compiled for this CPU and run, through the real host code (README.md).
+
+`install("sm_90")`, before `jax_flash` is imported, makes the custom calls of platform "cpu" those of "cuda".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+
+FOLDER = pathlib.Path(__file__).parent
+BUILD = FOLDER.parents[1] / "build" / "emulator"
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-fno-strict-aliasing", "-ffp-contract=off"]
+ARCHS = ("sm_80", "sm_90")
+
+
+def missing() -> str:
+    """Why there can be no emulator here; empty if there can."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return "the emulator runs on x86-64 Linux"
+    return "" if shutil.which("g++") else "the emulator needs g++"
+
+
+def build() -> pathlib.Path:
+    """The library that is driver, compiler and machine, in a folder for just these sources."""
+    import jax
+
+    sources = sorted([*FOLDER.glob("*.cc"), *FOLDER.glob("*.h")])
+    text = b"".join(source.read_bytes() for source in sources) + repr([*FLAGS, FOLDER]).encode()
+    folder = BUILD / hashlib.sha256(text).hexdigest()[:16]
+    library = folder / "libcuda.so.1"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait
+        if not library.exists():
+            made = folder / "unfinished"
+            command = ["g++", *FLAGS, f'-DEMULATOR_FOLDER="{FOLDER}"', "-isystem", jax.ffi.include_dir()]
+            command += [*(s for s in sources if s.suffix == ".cc"), "-Wl,-soname,libcuda.so.1", "-ldl", "-o", made]
+            subprocess.run(command, check=True)
+            made.rename(library)
+    return library
+
+
+def install(arch: str) -> None:
+    if arch not in ARCHS:
+        raise ValueError(f"JAX_FLASH_EMULATE={arch}: the emulator is one of {', '.join(ARCHS)}")
+    if reason := missing():
+        raise RuntimeError(reason)
+    library = build()
+    os.environ |= {"JAX_FLASH_EMULATE": arch, "JAX_FLASH_CACHE_DIR": str(library.parent), "JAX_PLATFORMS": "cpu"}
+    emulator = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # from now on it is found by its soname
+
+    import jax
+
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    handlers = {"jax_flash_forward": emulator.EmulatedForward, "jax_flash_backward": emulator.EmulatedBackward}
+    register = jax.ffi.register_ffi_target
+
+    def register_emulated(target, handler, platform):
+        if platform == "cpu":
+            handler = jax.ffi.pycapsule(handlers[target])
+        else:
+            for stage, name in enumerate(("instantiate", "initialize", "execute")):
+                address = ctypes.c_void_p(pointer(handler[name], None))
+                emulator.EmulatorSetHandler(list(handlers).index(target), stage, address)
+        register(target, handler, platform=platform)
+
+    jax.ffi.register_ffi_target = register_emulated
+    import jax_flash.cuda
+    from jax_flash import custom_calls
+
+    jax.ffi.register_ffi_target = register
+    jax_flash.cuda.find_nvrtc = lambda: str(library)
+
+    # What is lowered for the CPU is what CUDA would have, scratch memory and refusals included.
+    class Lax:
+        @staticmethod
+        def platform_dependent(*operands, cpu, cuda=None, default=None):
+            return (cuda or default or cpu)(*operands)
+
+    refusal = custom_calls.refusal
+    custom_calls.lax = Lax
+    custom_calls.refusal = lambda problem, platform: refusal(problem, "cuda" if platform == "cpu" else platform)

@@ -1,0 +1,22 @@
+// Files and commands of the emulated compiler and driver.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace emulator {
+
+struct TemporaryFolder {
+  std::string path;
+
+  TemporaryFolder();
+  ~TemporaryFolder();
+};
+
+void WriteFile(const std::string& path, std::string_view text);
+std::string ReadFile(const std::string& path);
+
+// Runs a command; what it wrote if it failed, "" if not.
+std::string Run(const std::string& command, const std::string& folder);
+
+}  // namespace emulator

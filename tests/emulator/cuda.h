@@ -1,0 +1,176 @@
+// CUDA C++ for a host compiler: the words and functions of the language that the kernels use. Included before them.
+#pragma once
+
+#include <math.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <utility>
+
+// --- Words ---
+
+#define __device__
+#define __host__
+#define __global__
+#define __constant__
+#define __grid_constant__
+#define __shared__ static  // of the one block that runs. (Dynamic shared memory: compiler.cc.)
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)  // compiler.cc
+#define __align__(bytes) alignas(bytes)
+
+// --- The machine ---
+
+namespace emulator {
+
+uint8_t* DynamicShared();
+uint32_t SharedAddress(const void* generic);
+void SyncThreads();
+// The last of a warp's lanes to come computes, from what each has brought.
+void Together(const void* site, void* mine, void (*compute)(void* const* lanes), const char* what);
+
+// An operand of an asm statement; and the statement's text, parsed.
+struct Operand {
+  void* data;
+  int bytes;
+
+  template <typename T>
+  Operand(const T& x) : data(const_cast<T*>(&x)), bytes(sizeof x) {}
+};
+struct Ptx;
+const Ptx* Parse(const char* text);
+void Execute(const Ptx* ptx, std::initializer_list<Operand> operands);
+
+// What the driver launches: it has pointers to the arguments.
+struct Kernel {
+  void (*call)(void** arguments);
+  int cluster;  // blocks
+};
+
+template <typename... Arguments, size_t... kIndices>
+void Call(void (*kernel)(Arguments...), void** arguments, std::index_sequence<kIndices...>) {
+  kernel(*static_cast<Arguments*>(arguments[kIndices])...);
+}
+template <typename... Arguments>
+void Call(void (*kernel)(Arguments...), void** arguments) {
+  Call(kernel, arguments, std::index_sequence_for<Arguments...>());
+}
+
+}  // namespace emulator
+
+// What compiler.cc makes of `asm` and of a kernel's definition.
+#define EMULATED_PTX(text, ...)                                             \
+  do {                                                                      \
+    static const emulator::Ptx* const emulated_ptx = emulator::Parse(text); \
+    emulator::Execute(emulated_ptx, {__VA_ARGS__});                         \
+  } while (false)
+#define EMULATED_KERNEL(name, cluster) \
+  extern "C" const emulator::Kernel emulated_##name = {[](void** x) { emulator::Call(name, x); }, cluster};
+
+// --- Variables and types ---
+
+struct uint3 {
+  unsigned x, y, z;
+};
+extern uint3 threadIdx, blockIdx, blockDim, gridDim;
+
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+// --- Functions ---
+
+inline int min(int a, int b) { return b < a ? b : a; }
+inline int max(int a, int b) { return a < b ? b : a; }
+inline int64_t min(int64_t a, int64_t b) { return b < a ? b : a; }
+inline int64_t max(int64_t a, int64_t b) { return a < b ? b : a; }
+inline unsigned min(unsigned a, unsigned b) { return b < a ? b : a; }
+inline unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
+
+template <typename To, typename From>
+To emulated_bits(From from) {
+  To to;
+  static_assert(sizeof to == sizeof from);
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
+inline int __float_as_int(float x) { return emulated_bits<int>(x); }
+inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
+inline float __int_as_float(int x) { return emulated_bits<float>(x); }
+
+inline size_t __cvta_generic_to_shared(const void* pointer) { return emulator::SharedAddress(pointer); }
+
+// Threads of a launch run by turns: anything they do between two waits is atomic.
+template <typename T>
+T atomicAdd(T* x, T y) {
+  const T before = *x;
+  *x += y;
+  return before;
+}
+template <typename T>
+T atomicMin(T* x, T y) {
+  const T before = *x;
+  if (y < before) *x = y;
+  return before;
+}
+template <typename T>
+T atomicMax(T* x, T y) {
+  const T before = *x;
+  if (before < y) *x = y;
+  return before;
+}
+
+inline void __threadfence() {}
+inline void __syncthreads() { emulator::SyncThreads(); }
+inline void __syncwarp() {
+  static const char site = 0;
+  emulator::Together(&site, nullptr, [](void* const*) {}, "__syncwarp");
+}
+
+template <typename T>
+struct EmulatedShuffle {
+  T x;
+  int from;
+  T result;
+};
+template <typename T>
+T __shfl_sync(unsigned, T x, int from) {
+  static const char site = 0;
+  EmulatedShuffle<T> shuffle = {x, from % 32, x};
+  const auto compute = [](void* const* lanes) {
+    for (int l = 0; l < 32; ++l) {
+      EmulatedShuffle<T>& to = *static_cast<EmulatedShuffle<T>*>(lanes[l]);
+      to.result = static_cast<EmulatedShuffle<T>*>(lanes[to.from])->x;
+    }
+  };
+  emulator::Together(&site, &shuffle, compute, "__shfl_sync");
+  return shuffle.result;
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T x, int lanes) {
+  return __shfl_sync(mask, x, int(threadIdx.x % 32) ^ lanes);
+}
+inline unsigned __ballot_sync(unsigned, bool x) {
+  static const char site = 0;
+  unsigned ballot = x;
+  const auto compute = [](void* const* lanes) {
+    unsigned all = 0;
+    for (int l = 0; l < 32; ++l) all |= *static_cast<unsigned*>(lanes[l]) << l;
+    for (int l = 0; l < 32; ++l) *static_cast<unsigned*>(lanes[l]) = all;
+  };
+  emulator::Together(&site, &ballot, compute, "__ballot_sync");
+  return ballot;
+}
+inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, !x) == 0; }

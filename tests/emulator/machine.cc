@@ -1,0 +1,321 @@
+#include "machine.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+
+#include "buffers.h"
+
+uint3 threadIdx, blockIdx, blockDim, gridDim;
+
+// Saves what a function has to preserve on this stack, and goes on where it was done on the other.
+extern "C" void emulator_switch(void** from, void* to);
+asm(R"(
+  .text
+  .globl emulator_switch
+  .type emulator_switch, @function
+emulator_switch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+)");
+
+namespace emulator {
+namespace {
+
+constexpr size_t kStackBytes = 256 << 10, kPage = 4096, kWindowBytes = 256 << 10;
+constexpr uint8_t kUnwritten = 0xFF;  // NaN in every format
+
+// --- Memory ---
+
+uint8_t* Map(size_t bytes) {
+  void* const memory = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) abort();
+  return static_cast<uint8_t*>(memory);
+}
+
+// The n-th stack's end. The page below the stack cannot be touched.
+uint8_t* StackEnd(size_t n) {
+  static std::vector<uint8_t*> ends;
+  while (ends.size() <= n) {
+    uint8_t* const begin = Map(kStackBytes + kPage);
+    mprotect(begin + kPage, kStackBytes, PROT_READ | PROT_WRITE);
+    ends.push_back(begin + kPage + kStackBytes);
+  }
+  return ends[n];
+}
+
+// The shared memory of the block of this rank: its end is followed by what cannot be touched.
+uint8_t* SharedWindow(size_t rank, size_t bytes) {
+  static std::vector<uint8_t*> windows;
+  while (windows.size() <= rank) {
+    windows.push_back(Map(kWindowBytes + 2 * kPage) + kPage);
+    mprotect(windows.back(), kWindowBytes, PROT_READ | PROT_WRITE);
+  }
+  const size_t used = (bytes + 1023) / 1024 * 1024;
+  std::memset(windows[rank], kUnwritten, kWindowBytes);
+  return windows[rank] + kWindowBytes - used;
+}
+
+// --- The launch that runs ---
+
+struct State {
+  unsigned shared_bytes;
+  const Kernel* kernel;
+  void** arguments;
+  std::deque<Block> blocks;  // of the cluster
+  std::deque<Thread> threads;
+  size_t running, left;  // threads
+  int direction;         // in which threads have their turns
+  std::vector<Task> later;
+  Barrier cluster;
+  void* host_stack;
+  std::string error;
+};
+State* state;
+
+// --- Turns ---
+
+[[noreturn]] void Leave() {
+  void* nowhere;
+  emulator_switch(&nowhere, state->host_stack);
+  __builtin_unreachable();
+}
+
+void Resume() {
+  const Thread& self = Self();
+  threadIdx = {self.index, 0, 0};
+  blockIdx = {self.block->index, 0, 0};
+}
+
+bool CanRun(Thread& thread) {
+  if (thread.done) return false;
+  if (thread.word && (*thread.word & thread.mask) == thread.value) return false;
+  thread.word = nullptr;
+  return true;
+}
+
+[[noreturn]] void Deadlock() {
+  std::string text = "deadlock: ";
+  const auto same = [](const Thread& a, const Thread& b) {
+    return a.block == b.block && a.done == b.done && a.what == b.what && a.where == b.where;
+  };
+  const auto& threads = state->threads;
+  for (size_t first = 0, end; first < threads.size(); first = end) {
+    for (end = first + 1; end < threads.size() && same(threads[first], threads[end]);) ++end;
+    const Thread& thread = threads[first];
+    if (thread.done) continue;
+    text += "\n  block " + std::to_string(thread.block->index) + ", threads " + std::to_string(thread.index) + "-" +
+            std::to_string(threads[end - 1].index) + " wait for " + thread.what + " ";
+    const bool mbarrier = thread.what[0] == 'm' && thread.what[1] == 'b';
+    text += mbarrier ? DescribeMbarrier(thread.where) : std::to_string(thread.where);
+  }
+  Fail("%s", text.c_str());
+}
+
+// Another thread's turn, or this one's again.
+void NextTurn() {
+  const size_t count = state->threads.size();
+  while (true) {
+    for (size_t n = 1; n <= count; ++n) {
+      const size_t next = (state->running + (state->direction > 0 ? n : count - n)) % count;
+      if (!CanRun(state->threads[next])) continue;
+      Thread& self = Self();
+      state->running = next;
+      if (&self != &Self()) emulator_switch(&self.stack_pointer, Self().stack_pointer);
+      return Resume();
+    }
+    if (state->later.empty()) Deadlock();
+    const Task task = std::move(state->later.back());
+    state->later.pop_back();
+    task();
+  }
+}
+
+void ThreadMain() {
+  Resume();
+  state->kernel->call(state->arguments);
+  Thread& self = Self();
+  self.bulk.Commit();
+  self.bulk.WaitForAllBut(0);
+  self.done = true;
+  if (--state->left == 0) Leave();
+  NextTurn();
+}
+
+void* NewStack(size_t n) {
+  void** const end = reinterpret_cast<void**>(StackEnd(n));
+  end[-1] = nullptr;  // where ThreadMain would return to
+  end[-2] = reinterpret_cast<void*>(&ThreadMain);
+  std::memset(end - 8, 0, 6 * sizeof(void*));
+  return end - 8;
+}
+
+// A cluster of blocks, from the first to the end.
+void RunCluster(unsigned first, unsigned threads) {
+  state->blocks.clear(), state->threads.clear(), state->later.clear();
+  state->cluster = {};
+  for (int rank = 0; rank < state->kernel->cluster; ++rank) {
+    Block block = {rank, first + rank, SharedWindow(rank, state->shared_bytes), {}, {}};
+    block.warps.resize(threads / 32);
+    state->blocks.push_back(std::move(block));
+  }
+  for (Block& block : state->blocks) {
+    for (unsigned t = 0; t < threads; ++t) {
+      state->threads.emplace_back();
+      Thread& thread = state->threads.back();
+      thread.block = &block, thread.index = t;
+      thread.stack_pointer = NewStack(state->threads.size() - 1);
+    }
+  }
+  // Half of the blocks begin at their last thread, to find what should wait for a thread before or after.
+  state->direction = first / state->kernel->cluster % 2 == 0 ? 1 : -1;
+  state->running = state->direction > 0 ? 0 : state->threads.size() - 1;
+  state->left = state->threads.size();
+  emulator_switch(&state->host_stack, Self().stack_pointer);
+  if (!state->error.empty()) return;
+  for (const Block& block : state->blocks) {
+    const uint8_t* const window = block.shared;
+    const uint8_t* const end = window + (state->shared_bytes + 1023) / 1024 * 1024;
+    if (std::any_of(window + state->shared_bytes, end, [](uint8_t x) { return x != kUnwritten; })) {
+      state->error = "block " + std::to_string(block.index) + " wrote beyond its shared memory";
+    }
+  }
+}
+
+void OnSegmentationFault(int, siginfo_t* info, void*) {
+  const uint8_t* const at = static_cast<uint8_t*>(info->si_addr);
+  for (const Block& block : state->blocks) {
+    const int64_t offset = at - block.shared;
+    if (-int64_t(kWindowBytes) < offset && offset < int64_t(kWindowBytes)) {
+      Fail("touched byte %ld of the %u of shared memory", long(offset), state->shared_bytes);
+    }
+  }
+  Fail("touched %s", DescribeAddress(at).c_str());
+}
+
+}  // namespace
+
+Thread& Self() { return state->threads[state->running]; }
+
+void Fail(const char* format, ...) {
+  char text[8192];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  const Thread& self = Self();
+  state->error = "block " + std::to_string(self.block->index) + ", thread " + std::to_string(self.index) + ": " + text;
+  Leave();
+}
+
+void CopyGroups::Commit() {
+  groups.push_back(std::move(open));
+  open.clear();
+}
+
+void CopyGroups::WaitForAllBut(size_t pending) {
+  for (; groups.size() > pending; groups.pop_front()) {
+    for (const Task& task : groups.front()) task();
+  }
+}
+
+void WaitWhile(const uint64_t* word, uint64_t mask, uint64_t value, const char* what, uint32_t where) {
+  if ((*word & mask) != value) return;
+  Thread& self = Self();
+  self.word = word, self.mask = mask, self.value = value, self.what = what, self.where = where;
+  NextTurn();
+}
+
+void Later(Task task) { state->later.push_back(std::move(task)); }
+
+uint8_t* DynamicShared() { return Self().block->shared; }
+
+uint32_t SharedAddress(const void* generic) {
+  const Block& block = *Self().block;
+  const int64_t offset = static_cast<const uint8_t*>(generic) - block.shared;
+  if (offset < 0 || offset > int64_t(state->shared_bytes)) Fail("%p is not in shared memory", generic);
+  return uint32_t(block.rank) << 24 | uint32_t(offset);
+}
+
+uint8_t* Shared(uint32_t address, uint32_t bytes, uint32_t alignment) {
+  const uint32_t rank = address >> 24, offset = address & 0xFFFFFF;
+  if (rank >= state->blocks.size() || offset + bytes > state->shared_bytes) {
+    Fail("%u bytes at %u of block %u of the cluster: there are %u", bytes, offset, rank, state->shared_bytes);
+  }
+  if (offset % alignment != 0) Fail("shared address %u is no multiple of %u", offset, alignment);
+  return state->blocks[rank].shared + offset;
+}
+
+void Together(const void* site, void* mine, void (*compute)(void* const* lanes), const char* what) {
+  Thread& self = Self();
+  Warp& warp = self.warp();
+  if (warp.arrived == 0) warp.site = site, warp.what = what;
+  if (warp.site != site) Fail("at %s, other lanes of the warp at %s", what, warp.what);
+  warp.lanes[self.lane()] = mine;
+  if (++warp.arrived < 32) return WaitWhile(&warp.rounds, ~uint64_t(0), warp.rounds, what, self.index / 32);
+  compute(warp.lanes);
+  warp.arrived = 0;
+  ++warp.rounds;
+}
+
+void ArriveAt(int id, int threads, bool wait) {
+  if (id < 0 || id > 15 || threads % 32 != 0) Fail("barrier %d of %d threads", id, threads);
+  Barrier& barrier = Self().block->barriers[id];
+  if (barrier.arrived == 0) barrier.expected = threads;
+  if (barrier.expected != threads) Fail("barrier %d of %d threads, of %d for others", id, threads, barrier.expected);
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0, ++barrier.phase;
+  } else if (wait) {
+    WaitWhile(&barrier.phase, ~uint64_t(0), barrier.phase, "barrier", id);
+  }
+}
+
+void SyncThreads() { ArriveAt(0, blockDim.x, true); }
+
+void ArriveAtCluster() {
+  Barrier& barrier = state->cluster;
+  Self().cluster_phase = barrier.phase;
+  if (++barrier.arrived == int(state->threads.size())) barrier.arrived = 0, ++barrier.phase;
+}
+
+void WaitForCluster() {
+  WaitWhile(&state->cluster.phase, ~uint64_t(0), Self().cluster_phase, "barrier.cluster of rank", Self().block->rank);
+}
+
+std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, void** arguments) {
+  if (blocks == 0 || threads == 0 || threads > 1024 || threads % 32 != 0 || shared_bytes > 227 * 1024) {
+    return "a grid that cannot be: " + std::to_string(blocks) + " x " + std::to_string(threads);
+  }
+  if (blocks % kernel.cluster != 0) return std::to_string(blocks) + " blocks in clusters of several";
+  State launch = {};
+  launch.shared_bytes = shared_bytes, launch.kernel = &kernel, launch.arguments = arguments;
+  state = &launch;
+  blockDim = {threads, 1, 1}, gridDim = {blocks, 1, 1};
+  struct sigaction action = {}, before;
+  action.sa_sigaction = OnSegmentationFault;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;
+  sigaction(SIGSEGV, &action, &before);
+  for (unsigned first = 0; first < blocks && launch.error.empty(); first += kernel.cluster) RunCluster(first, threads);
+  sigaction(SIGSEGV, &before, nullptr);
+  state = nullptr;
+  return launch.error;
+}
+
+}  // namespace emulator

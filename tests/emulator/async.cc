@@ -112,7 +112,7 @@ void TmaLoad(Step& s) {  // to, map, coordinates, barrier
   uint8_t* const box = Box(uint32_t(s[0]), map);
   Unset(box, map.rows * 128);
   const int at[4] = {int(s[2]), int(s[3]), int(s[4]), int(s[5])};
-  Later([=] {
+  Later(Word(barrier), [=] {
     ForEachChunk(map, at, box, [](uint8_t* shared, const uint8_t* global, int64_t bytes) {
       std::memset(shared, 0, 16);
       std::memcpy(shared, global, bytes);
@@ -137,7 +137,7 @@ void BulkLoad(Step& s) {  // to, from, bytes, barrier
   uint8_t* const to = Shared(uint32_t(s[0]), bytes, 16);
   const uint8_t* const from = Global(s[1], 16);
   Unset(to, bytes);
-  Later([=] {
+  Later(Word(barrier), [=] {
     std::memcpy(to, from, bytes);
     Update(barrier, 0, -int(bytes));
   });
@@ -149,7 +149,7 @@ void BulkPeerCopy(Step& s) {  // to, from, bytes, barrier
   const uint8_t* const from = Shared(uint32_t(s[1]), bytes, 16);
   if (s[0] >> 24 != s[3] >> 24) Fail("a copy to another block than its mbarrier's");
   Unset(to, bytes);
-  Later([=] {
+  Later(Word(barrier), [=] {
     std::memcpy(to, from, bytes);
     Update(barrier, 0, -int(bytes));
   });

@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int kMultiprocessors = 3;  // so that the blocks of a persistent grid have several tiles
+constexpr int kMultiprocessors = 4;  // so that the blocks of a persistent grid have several tiles
 
 enum Result { kSuccess = 0, kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719 };
 std::string failure;
@@ -86,7 +86,6 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
                    unsigned block_y, unsigned block_z, unsigned shared_bytes, void*, void** parameters, void**) {
   if (grid_y * grid_z * block_y * block_z != 1) return Failed(kInvalidValue, "grids have one dimension here");
   const auto& kernel = *static_cast<const emulator::Kernel*>(function);
-  // As on a GPU: blocks of a persistent grid come in whole clusters.
   const std::string error = emulator::Launch(kernel, grid_x, block_x, shared_bytes, parameters);
   return error.empty() ? kSuccess : Failed(kLaunchFailed, error);
 }

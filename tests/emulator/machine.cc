@@ -75,6 +75,11 @@ uint8_t* SharedWindow(size_t rank, size_t bytes) {
 
 // --- The launch that runs ---
 
+struct Event {
+  const uint64_t* word;  // that it may change
+  Task task;
+};
+
 struct State {
   unsigned shared_bytes;
   const Kernel* kernel;
@@ -83,7 +88,7 @@ struct State {
   std::deque<Thread> threads;
   size_t running, left;  // threads
   int direction;         // in which threads have their turns
-  std::vector<Task> later;
+  std::vector<Event> later;
   Barrier cluster;
   void* host_stack;
   std::string error;
@@ -129,21 +134,36 @@ bool CanRun(Thread& thread) {
   Fail("%s", text.c_str());
 }
 
-// Another thread's turn, or this one's again.
+// Lets one thread go on if it can.
+bool Try(size_t next) {
+  if (!CanRun(state->threads[next])) return false;
+  Thread& self = Self();
+  state->running = next;
+  if (&self != &Self()) emulator_switch(&self.stack_pointer, Self().stack_pointer);
+  Resume();
+  return true;
+}
+
+// Another thread's turn, or this one's again: of its warp if possible, so that warps get far apart.
 void NextTurn() {
-  const size_t count = state->threads.size();
+  const size_t count = state->threads.size(), self = state->running, warp = self / 32 * 32;
   while (true) {
-    for (size_t n = 1; n <= count; ++n) {
-      const size_t next = (state->running + (state->direction > 0 ? n : count - n)) % count;
-      if (!CanRun(state->threads[next])) continue;
-      Thread& self = Self();
-      state->running = next;
-      if (&self != &Self()) emulator_switch(&self.stack_pointer, Self().stack_pointer);
-      return Resume();
+    for (size_t n = 1; n <= 32; ++n) {
+      if (Try(warp + (self + n) % 32)) return;
+    }
+    for (size_t n = 1; n < count; ++n) {
+      if (Try((self + (state->direction > 0 ? n : count - n)) % count)) return;
     }
     if (state->later.empty()) Deadlock();
-    const Task task = std::move(state->later.back());
-    state->later.pop_back();
+    // Of what could happen now the latest that somebody waits for; others might not know that they should.
+    const auto awaited = [](const Event& event) {
+      return std::any_of(state->threads.begin(), state->threads.end(),
+                         [&](const Thread& thread) { return !thread.done && thread.word == event.word; });
+    };
+    auto next = std::find_if(state->later.rbegin(), state->later.rend(), awaited);
+    if (next == state->later.rend()) next = state->later.rbegin();
+    const Task task = std::move(next->task);
+    state->later.erase(std::next(next).base());
     task();
   }
 }
@@ -155,6 +175,7 @@ void ThreadMain() {
   self.bulk.Commit();
   self.bulk.WaitForAllBut(0);
   self.done = true;
+  --self.block->left;
   if (--state->left == 0) Leave();
   NextTurn();
 }
@@ -172,7 +193,7 @@ void RunCluster(unsigned first, unsigned threads) {
   state->blocks.clear(), state->threads.clear(), state->later.clear();
   state->cluster = {};
   for (int rank = 0; rank < state->kernel->cluster; ++rank) {
-    Block block = {rank, first + rank, SharedWindow(rank, state->shared_bytes), {}, {}};
+    Block block = {rank, first + rank, threads, SharedWindow(rank, state->shared_bytes), {}, {}};
     block.warps.resize(threads / 32);
     state->blocks.push_back(std::move(block));
   }
@@ -190,6 +211,7 @@ void RunCluster(unsigned first, unsigned threads) {
   state->left = state->threads.size();
   emulator_switch(&state->host_stack, Self().stack_pointer);
   if (!state->error.empty()) return;
+  if (!state->later.empty()) state->error = "the blocks have ended before their copies";
   for (const Block& block : state->blocks) {
     const uint8_t* const window = block.shared;
     const uint8_t* const end = window + (state->shared_bytes + 1023) / 1024 * 1024;
@@ -243,7 +265,7 @@ void WaitWhile(const uint64_t* word, uint64_t mask, uint64_t value, const char* 
   NextTurn();
 }
 
-void Later(Task task) { state->later.push_back(std::move(task)); }
+void Later(const uint64_t* word, Task task) { state->later.push_back({word, std::move(task)}); }
 
 uint8_t* DynamicShared() { return Self().block->shared; }
 
@@ -259,6 +281,7 @@ uint8_t* Shared(uint32_t address, uint32_t bytes, uint32_t alignment) {
   if (rank >= state->blocks.size() || offset + bytes > state->shared_bytes) {
     Fail("%u bytes at %u of block %u of the cluster: there are %u", bytes, offset, rank, state->shared_bytes);
   }
+  if (state->blocks[rank].left == 0) Fail("block %u of the cluster has ended, and its shared memory with it", rank);
   if (offset % alignment != 0) Fail("shared address %u is no multiple of %u", offset, alignment);
   return state->blocks[rank].shared + offset;
 }

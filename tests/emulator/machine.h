@@ -45,8 +45,8 @@ struct Barrier {
 };
 
 struct Block {
-  int rank;  // in its cluster
-  unsigned index;
+  int rank;              // in its cluster
+  unsigned index, left;  // left: threads that have not ended
   uint8_t* shared;
   Barrier barriers[16];
   std::vector<Warp> warps;
@@ -78,8 +78,8 @@ Thread& Self();
 // address or number.
 void WaitWhile(const uint64_t* word, uint64_t mask, uint64_t value, const char* what, uint32_t where);
 
-// Something that will happen when nobody can go on; the latest first.
-void Later(Task task);
+// Something that will happen when nobody can go on, and will change this word.
+void Later(const uint64_t* word, Task task);
 
 // A shared address is the rank of its block << 24 | the offset. Fails if anything of these bytes is outside.
 uint8_t* Shared(uint32_t address, uint32_t bytes, uint32_t alignment);

@@ -108,9 +108,9 @@ void MmaSync(Step& s) {  // D 0-3, A 4-7, B 8-9, C 10-13
     ForEachElement(8, [&](int l, int r, int i, int j) { c[i][j] = StepOf(lanes[l]).Float(10 + r); });
     for (int i = 0; i < 16; ++i) {
       for (int j = 0; j < 8; ++j) {
-        float sum = 0;
-        for (int k = 0; k < k_end; ++k) sum += a[i][k] * b[j][k];
-        c[i][j] += sum;
+        double sum = c[i][j];  // rounded once
+        for (int k = 0; k < k_end; ++k) sum += double(a[i][k]) * b[j][k];
+        c[i][j] = float(sum);
       }
     }
     ForEachElement(8, [&](int l, int r, int i, int j) { StepOf(lanes[l]).SetFloat(r, c[i][j]); });

@@ -190,6 +190,7 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   x.kv_bounds = static_cast<SegmentBounds*>(place(layout.kv_bounds));
   x.logsumexp = static_cast<float*>(place(layout.logsumexp));
   x.d = static_cast<float*>(place(layout.d));
+  x.maximum = static_cast<float*>(place(layout.maximum));
   x.dq_sum = static_cast<float*>(place(layout.dq_sum));
   x.dbias_parts = static_cast<float*>(place(layout.dbias_parts));
   x.parts = layout.parts;

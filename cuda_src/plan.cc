@@ -82,12 +82,18 @@ constexpr Choice kForwardSm90[] = {
     {227, 256, {128, 16, 2, 2}, kBiasAndMask},
 };
 
-// A bias may be so large that m + log l forgets l, which is all that this kernel has of both.
+// What is not here would spill registers: a soft cap keeps its slopes beside P, and beside much else from head dim 96
+// on.
 constexpr Choice kBackwardSm90[] = {
     {227, 64, {128, 128, 2, 2}, kScores},
-    {227, 128, {64, 128, 2, 2}, kScores},
-    {227, 128, {64, 128, 2, 2}, kOperands | kDropout},
-    {227, 256, {64, 64, 2, 2}, kScores | kMask},
+    {227, 96, {64, 128, 2, 2}},
+    {227, 128, {64, 128, 2, 2}, kSoftCap},
+    {227, 128, {64, 128, 2, 2}, kOperands},
+    {227, 192, {64, 64, 2, 2}, kSoftCap},
+    {227, 192, {64, 64, 2, 2}, kOperands},
+    {227, 192, {64, 64, 2, 2}, kBias | kLocal},
+    {227, 256, {64, 64, 2, 2}, kSoftCap | kBias},
+    {227, 256, {64, 64, 2, 2}, kSoftCap | kDropout},
 };
 
 constexpr Choice kForwardSm80[] = {
@@ -416,6 +422,7 @@ Scratch CudaScratch(const Problem& p, Pass pass) {
       scratch.logsumexp = take(4 * rows);
       scratch.d = take(4 * rows);
     }
+    if (p.bias.present && (p.dk || p.dv || SumsDQ(p))) scratch.maximum = take(4 * rows);
     if (SumsDQ(p)) scratch.dq_sum = take(4 * rows * p.qk_dim);
     if (p.dbias) {
       const BiasWork work = BiasWorkOf(p);

@@ -19,6 +19,7 @@ std::string CudaRefusal(const Problem& problem);
 struct Scratch {
   int64_t q_bounds = -1, kv_bounds = -1;  // SegmentBounds [batch, block of 64]
   int64_t logsumexp = -1, d = -1;         // f32 [batch, head, row padded to 128]
+  int64_t maximum = -1;                   // likewise
   int64_t dq_sum = -1;                    // f32 [batch, head, row padded to 128, query's dim]
   int64_t dbias_parts = -1;               // f32 [parts, shape of the bias]
   int parts = 1;

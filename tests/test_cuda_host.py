@@ -146,7 +146,8 @@ def test_gradient_of_a_bias(arch, extent):
     bias = Extent(*(letter != "1" for letter in extent))
     biased = {"bias_dtype": "float32", "bias": bias, "dbias": True}
     launches = kernels(arch, True, **biased, **GRADIENTS)
-    assert launches[0] == ("backward_sm80.cuh", "jax_flash_backward_prepare")  # Hopper's own takes no bias
+    family = "sm90" if arch == "sm_90a" else "sm80"
+    assert launches[0] == (f"backward_{family}.cuh", "jax_flash_backward_prepare")
     assert ("backward_bias_sm80.cuh", "jax_flash_backward_bias") in launches[1:]
     alone = [kernel for _, kernel in kernels(arch, True, **biased)]
     assert alone[:2] == ["jax_flash_backward_prepare", "jax_flash_backward_bias"]
@@ -189,6 +190,8 @@ def test_scratch_is_linear_in_the_length():
     rows = 2 * 8 * 4096
     assert scratch(4096, **GRADIENTS) == 4 * rows * (64 + 2)  # one dQ in float32, two numbers a row
     assert scratch(4096, **GRADIENTS, deterministic=True) == 4 * rows * 2
+    biased = {"bias_dtype": "float32", "bias": Extent(True, True, True, True)}
+    assert scratch(4096, **GRADIENTS, **biased, deterministic=True) == 4 * rows * 3
     assert scratch(8192, **GRADIENTS, segments=True) == 2 * scratch(4096, **GRADIENTS, segments=True)
 
 

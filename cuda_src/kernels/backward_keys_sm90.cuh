@@ -15,6 +15,12 @@ static_assert(kEarlyDV || !kSoftCap);
 // costs more than it saves. (To start at 0 explicitly tells the compiler that S was not needed before.)
 constexpr bool kStart = kRows == 64, kStartAtL = kStart && !kScores;
 
+// Where registers are so few that segments and the mask have to be looked up a few entries at a time, ...
+constexpr bool kFewAtOnce = kWide || kBias || kSoftCap;
+// ... or that there are none to work ahead, if more is asked than a causal mask.
+constexpr bool kFull =
+    kWide && !kBias && (kSoftCap || kMask || kDropout || kWindow || kSegments || kQLengths || kKVLengths);
+
 // What exp2 of a difference of scores needs, before and after S became s.
 __device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 1.0f : p.scale; }
 
@@ -105,7 +111,7 @@ struct Keys {
   // S^T = -L / scale, or 0
   __device__ __forceinline__ void StartS() {
     Clear(S);
-    const float4* memory = reinterpret_cast<const float4*>(shared.minus_l[at.index]) + lane % 4;
+    const float4* memory = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;
 #pragma unroll
     for (int c = 0; kStartAtL && c < kRows / 16; ++c) {
       const float4 x = memory[4 * c];
@@ -123,6 +129,7 @@ struct Keys {
     const Entries entries(p, tile.batch, step.head);
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) {
+      if (kWide && kBias && i % 8 == 0 && Never()) return;
       const int row = step.row + lane % 4 * 2 + i / 4 * 8 + i % 2, key = Key(tile) + i / 2 % 2 * 8;
       S[i] = Cap(p, S[i]);
       if (kSoftCap && i % 2 == 1) dS[i / 2] = Pack(CapDerivative(p, S[i - 1]), CapDerivative(p, S[i]));
@@ -142,27 +149,45 @@ struct Keys {
       const int key = Key(tile) + 8 * h;
       const RowRange rows = AnyKeyRows(positions, key, key + 1);
       const int first = rows.lo < rows.hi ? min(rows.lo - row, int64_t(kRows)) : kRows, end = rows.hi - row;
+      uint32_t hidden = 0;
+#pragma unroll 4
+      for (int x = 0; kFewAtOnce && (kSegments || kMask) && x < kRows / 4; ++x) {
+        const int r = x / 2 * 8 + x % 2;
+        hidden |= uint32_t(first <= r && r < end && entries.Hidden(row + r, key)) << x;
+      }
 #pragma unroll
       for (int i = 2 * h; i < kRows / 2; i += 4) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int r = i / 4 * 8 + e;
-          const bool outside = r < first || ((kWindow || kSegments || kMask) && r >= end);
-          if (outside || ((kSegments || kMask) && entries.Hidden(row + r, key))) S[i + e] = -Infinity();
+          const bool outside = r < first || ((kWindow || kSegments || kMask || kBias) && r >= end);
+          if (outside || (kFewAtOnce ? hidden >> (i / 4 * 2 + e) & 1 : entries.Hidden(row + r, key))) {
+            S[i + e] = -Infinity();
+          }
         }
       }
     }
+  }
+
+  // s^T - m, of 16 rows. A bias can be so large that only the difference is exact enough.
+  __device__ __forceinline__ void SubtractM(int c) {
+    const float4 x = (reinterpret_cast<const float4*>(shared.minus_l[at.index][kBias]) + lane % 4)[4 * c];
+    const float m[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) S[8 * c + i] -= m[i / 4 * 2 + i % 2];
   }
 
   // S^T is masked and becomes P^T.
   __device__ __forceinline__ void Softmax(const Tile& tile, const Step& step) {
     if (kScores) Score(tile, step);
     if (step.masked) Hide(tile, step);
+    if (kFull && Never()) return;
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
       const float4 x =
-          kStartAtL ? float4() : (reinterpret_cast<const float4*>(shared.minus_l[at.index]) + lane % 4)[4 * c];
+          kStartAtL ? float4() : (reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4)[4 * c];
       const float minus_l[4] = {x.x * scale_log2, x.y * scale_log2, x.z * scale_log2, x.w * scale_log2};
+      if (kBias) SubtractM(c);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         S[8 * c + i] =
@@ -174,6 +199,7 @@ struct Keys {
 
   // Marks the dropped entries of P^T by their sign.
   __device__ __forceinline__ void Drop(const Tile& tile, const Step& step) {
+    if ((kRows == 128 || kScores) && Never()) return;
     const uint32_t seed0 = p.seed[2 * tile.batch], seed1 = p.seed[2 * tile.batch + 1];
     const uint32_t last_dropped = (p.drop_threshold << 16) - 1;  // among words whose high half is an entry's
 #pragma unroll

@@ -6,8 +6,8 @@
 //   S^T = K Q_i^T;   P^T = exp(S^T - L_i);   dP^T = V dO_i^T;   dS^T = P^T (dP^T - D_i)
 //   dV += P^T dO_i;  dK += dS^T Q_i;         dQ_i += dS K, over all CTAs, in f32
 // Only dQ needs the dS of all warpgroups; it goes through shared memory. Of l and m only the logsumexp L = m + log l is
-// needed. A kernel before computes L and D and clears dQ, a kernel after converts dQ. Head dims above 128 are in
-// backward_wide_sm90.cuh.
+// needed, unless there is a bias. A kernel before computes L and D and clears dQ, a kernel after converts dQ. Head dims
+// above 128 are in backward_wide_sm90.cuh.
 //
 // The host defines what config.cuh reads and JAX_FLASH_ROWS (of a tile of Q: 64 or 128), _COLS (keys of a CTA: 128, or
 // 64 if a head dim is above 128), _CONSUMERS (warpgroups: 2) and _STAGES. It launches
@@ -211,7 +211,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
   if (kWide) ClusterSync();  // the other may still reach this CTA's shared memory
 }
 
-// D = rowsum(dO O) - dlogsumexp, -L / scale, and zeros for dQ. A thread takes 8 elements of a row.
+// D = rowsum(dO O) - dlogsumexp, -L / scale (with a bias -log l and m apart), and zeros for dQ. A thread takes 8
+// elements of a row.
 extern "C" __global__ void __launch_bounds__(256)
     jax_flash_backward_prepare(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
@@ -238,7 +239,12 @@ extern "C" __global__ void __launch_bounds__(256)
     if (lane == 0) {
       const int64_t from = (batch * p.q_heads + head) * p.q_len + row, to = at - row + Place(row);
       const float l = row < p.q_len ? p.l[from] : 0.0f;
-      p.logsumexp[to] = l == 0.0f ? -Infinity() : -(p.m[from] + logf(l)) / ScoreScale(p);
+      if constexpr (kBias) {
+        p.logsumexp[to] = l == 0.0f ? -Infinity() : -logf(l);
+        p.maximum[to] = l == 0.0f ? 0.0f : p.m[from];
+      } else {
+        p.logsumexp[to] = l == 0.0f ? -Infinity() : -(p.m[from] + logf(l)) / ScoreScale(p);
+      }
       if (kDLogsumexp && row < p.q_len) sum -= p.dlogsumexp[from];
       p.d[to] = sum / KeepScale(p);
     }

@@ -60,7 +60,7 @@ struct BackwardShared {
   alignas(1024) uint8_t ds[2][kRows / 64 * kKVBox];  // dS^T, boxes of [keys][64 rows]
   // dQ on its way out, in f32; at the end dK. If wide: P from one warpgroup to the other; before, half of K.
   alignas(1024) uint8_t staging[kStagingBytes > kQKBoxes* kKVBox || kWide ? kStagingBytes : kQKBoxes * kKVBox];
-  alignas(16) float minus_l[kStages][kRows];
+  alignas(16) float minus_l[kStages][kBias ? 2 : 1][kRows];  // -L / scale; with a bias -log l, and m
   alignas(16) float d[kStages][kRows];
   alignas(16) Step step[kStages];
   alignas(16) Tile tile[2];
@@ -93,8 +93,8 @@ struct Producer {
       const int first = rows.any_lo / kRows, end = (rows.any_hi + kRows - 1) / kRows;
       const int steps = rows.any_lo < rows.any_hi ? (end - first) * group : 0;
       LoadKV({t * kAllCols + (kWide ? ClusterRank() * kCols : 0), head, batch, steps});
-      // Rows that see nothing have an L that hides them.
-      const int every_hi = rows.every_hi < positions.q_length ? rows.every_hi : QTiles(p) * kRows;
+      // Rows that see nothing have an L that hides them, if it is not from a bias of +inf.
+      const int every_hi = kBias || rows.every_hi < positions.q_length ? rows.every_hi : QTiles(p) * kRows;
       int q_tile = first, q_head = head * group;
       for (int n = steps; n > 0; --n) {
         const int row = q_tile * kRows;
@@ -138,10 +138,11 @@ struct Producer {
     const int64_t statistics = int64_t(step.row_block) * 64;
     MbarrierWait(&shared.q_empty[stage], at.parity ^ 1);
     shared.step[stage] = step;
-    MbarrierArriveExpectTx(&shared.q_full[stage], sizeof(shared.q[0]) + kRows * 4);
+    MbarrierArriveExpectTx(&shared.q_full[stage], sizeof(shared.q[0]) + sizeof(shared.minus_l[0]));
     for (int b = 0; b < kQKBoxes; ++b)
       TmaLoad(shared.q[stage] + b * kQBox, q_map, &shared.q_full[stage], b * 64, step.row, step.head, batch);
-    BulkLoad(shared.minus_l[stage], p.logsumexp + statistics, kRows * 4, &shared.q_full[stage]);
+    BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, &shared.q_full[stage]);
+    if (kBias) BulkLoad(shared.minus_l[stage][kBias], p.maximum + statistics, kRows * 4, &shared.q_full[stage]);
     MbarrierWait(&shared.do_empty[stage], at.parity ^ 1);
     MbarrierArriveExpectTx(&shared.do_full[stage], sizeof(shared.d_o[0]) + kRows * 4);
     for (int b = 0; b < kVBoxes; ++b)

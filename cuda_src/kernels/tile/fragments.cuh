@@ -21,6 +21,7 @@
 
 #include "tile/cp_async.cuh"
 #include "tile/mma.cuh"
+#include "tile/warp.cuh"
 
 namespace jax_flash {
 
@@ -293,8 +294,7 @@ __device__ __forceinline__ void AddTimesRows(float (&C)[kCount][kChunks][4], con
     for (int m = 0; m < kCount; ++m) x[m] = ToOperand(P[m], s);
 #pragma unroll
     for (int n = 0; n < kChunks / 2; ++n) {
-      // Never true; but ptxas moves nothing across a branch, and has no registers here to work ahead.
-      if (kSplit && __any_sync(0xFFFFFFFFu, false)) return;
+      if (kSplit && Never()) return;
       OperandB y[2];
       b.ColumnsAsB(y, j + s * kStep, column + 16 * n);
 #pragma unroll

@@ -40,6 +40,9 @@ __device__ __forceinline__ uint32_t Movmatrix(uint32_t a) {
 // x, which all lanes have: said to the compiler, which keeps what depends on it in uniform registers and branches.
 __device__ __forceinline__ int Uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
 
+// False, which ptxas cannot know. It moves nothing across a branch: for where it has no registers to work ahead.
+__device__ __forceinline__ bool Never() { return __any_sync(0xFFFFFFFFu, false); }
+
 // Reductions over the four lanes that share a row of an accumulator.
 __device__ __forceinline__ float QuadMax(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));

@@ -60,7 +60,25 @@ void MbarrierTryWait(Step& s) {
 
 namespace {
 
-void Unset(uint8_t* to, size_t bytes) { std::memset(to, 0xFF, bytes); }
+// Both proxies see it.
+void Write(uint8_t* shared, const void* from, size_t bytes) {
+  std::memcpy(shared, from, bytes);
+  std::memcpy(shared + kToSeen, from, bytes);
+}
+void Fill(uint8_t* shared, uint8_t value, size_t bytes) {
+  std::memset(shared, value, bytes);
+  std::memset(shared + kToSeen, value, bytes);
+}
+void Unset(uint8_t* shared, size_t bytes) { Fill(shared, 0xFF, bytes); }
+
+// What an asynchronous copy will read.
+uint8_t* Source(uint32_t address, uint32_t bytes, uint32_t alignment) {
+  uint8_t* const from = Shared(address, bytes, alignment);
+  if (std::memcmp(from, from + kToSeen, bytes) != 0) {
+    Fail("%u bytes at %u were written without fence.proxy.async", bytes, address & 0xFFFFFF);
+  }
+  return from;
+}
 
 const uint8_t* Global(uint64_t address, unsigned alignment) {
   if (address % alignment != 0) Fail("address %p is no multiple of %u", reinterpret_cast<void*>(address), alignment);
@@ -91,8 +109,6 @@ void ForEachChunk(const TensorMap& map, const int (&at)[4], uint8_t* box, Functi
   }
 }
 
-uint8_t* Box(uint32_t address, const TensorMap& map) { return Shared(address, map.rows * 128, 1024); }
-
 }  // namespace
 
 void CpAsync(Step& s) {  // to, from, 16, bytes: the rest is zeros
@@ -109,13 +125,13 @@ void CpAsync(Step& s) {  // to, from, 16, bytes: the rest is zeros
 void TmaLoad(Step& s) {  // to, map, coordinates, barrier
   const TensorMap map = *reinterpret_cast<const TensorMap*>(s[1]);
   const uint32_t barrier = uint32_t(s[6]);
-  uint8_t* const box = Box(uint32_t(s[0]), map);
+  uint8_t* const box = Shared(uint32_t(s[0]), map.rows * 128, 1024);
   Unset(box, map.rows * 128);
   const int at[4] = {int(s[2]), int(s[3]), int(s[4]), int(s[5])};
   Later(Word(barrier), [=] {
     ForEachChunk(map, at, box, [](uint8_t* shared, const uint8_t* global, int64_t bytes) {
-      std::memset(shared, 0, 16);
-      std::memcpy(shared, global, bytes);
+      Fill(shared, 0, 16);
+      Write(shared, global, bytes);
     });
     Update(barrier, 0, -int(map.rows) * 128);
   });
@@ -123,7 +139,7 @@ void TmaLoad(Step& s) {  // to, map, coordinates, barrier
 
 void TmaStore(Step& s) {  // map, coordinates, from
   const TensorMap map = *reinterpret_cast<const TensorMap*>(s[0]);
-  uint8_t* const box = Box(uint32_t(s[5]), map);
+  uint8_t* const box = Source(uint32_t(s[5]), map.rows * 128, 1024);
   const int at[4] = {int(s[1]), int(s[2]), int(s[3]), int(s[4])};
   Self().bulk.open.push_back([=] {
     ForEachChunk(map, at, box, [](uint8_t* shared, const uint8_t* global, int64_t bytes) {
@@ -138,7 +154,7 @@ void BulkLoad(Step& s) {  // to, from, bytes, barrier
   const uint8_t* const from = Global(s[1], 16);
   Unset(to, bytes);
   Later(Word(barrier), [=] {
-    std::memcpy(to, from, bytes);
+    Write(to, from, bytes);
     Update(barrier, 0, -int(bytes));
   });
 }
@@ -146,11 +162,11 @@ void BulkLoad(Step& s) {  // to, from, bytes, barrier
 void BulkPeerCopy(Step& s) {  // to, from, bytes, barrier
   const uint32_t bytes = BulkBytes(s[2]), barrier = uint32_t(s[3]);
   uint8_t* const to = Shared(uint32_t(s[0]), bytes, 16);
-  const uint8_t* const from = Shared(uint32_t(s[1]), bytes, 16);
+  const uint8_t* const from = Source(uint32_t(s[1]), bytes, 16);
   if (s[0] >> 24 != s[3] >> 24) Fail("a copy to another block than its mbarrier's");
   Unset(to, bytes);
   Later(Word(barrier), [=] {
-    std::memcpy(to, from, bytes);
+    Write(to, from, bytes);
     Update(barrier, 0, -int(bytes));
   });
 }
@@ -158,7 +174,7 @@ void BulkPeerCopy(Step& s) {  // to, from, bytes, barrier
 void BulkReduceAdd(Step& s) {  // to, from, bytes
   const uint32_t bytes = BulkBytes(s[2]);
   float* const to = reinterpret_cast<float*>(const_cast<uint8_t*>(Global(s[0], 16)));
-  const float* const from = reinterpret_cast<const float*>(Shared(uint32_t(s[1]), bytes, 16));
+  const float* const from = reinterpret_cast<const float*>(Source(uint32_t(s[1]), bytes, 16));
   Self().bulk.open.push_back([=] {
     for (uint32_t i = 0; i < bytes / 4; ++i) to[i] += from[i];
   });

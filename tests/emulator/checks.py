@@ -94,6 +94,7 @@ LOAD = """
 """
 WGMMA = """
   for (int i = threadIdx.x; i < 2048; i += 128) shared.tile[i] = 0;
+  FenceProxyAsync();
   __syncthreads();
   float C[4] = {};
   const uint64_t a = Descriptor(shared.tile, 0);
@@ -127,7 +128,12 @@ WGMMA = """
         (WGMMA + "WgmmaWait<0>(); memory[threadIdx.x] = C[0] == 0.0f ? 0 : 1;", ""),
         (WGMMA + "shared.tile[threadIdx.x] = 1; WgmmaWait<0>();", "operand has changed"),
         (WGMMA + "if (C[0] == 0) *(int*)0 = 0;", ""),
-        ("WgmmaFence(); WgmmaCommit();" + WGMMA.replace("WgmmaFence();", ""), "without wgmma.fence"),
+        (WGMMA.replace("WgmmaFence();", ""), "without wgmma.fence"),
+        (WGMMA.replace("FenceProxyAsync();", ""), "operand at .* without fence.proxy.async"),
+        (
+            "shared.bytes[0] = 0; BulkReduceAdd(true, (float*)&zeros, (float*)shared.bytes, 16);",
+            "without fence.proxy.async",
+        ),
     ],
 )
 def test_broken_kernel(body, error):

@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <initializer_list>
 #include <utility>
 

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <vector>
 
-#include "buffers.h"
+#include "machine.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace emulator {
@@ -82,7 +82,7 @@ struct GuardedBuffers {
 
 XLA_FFI_Handler* handlers[2][3];  // forward, backward; instantiate, initialize, execute
 
-XLA_FFI_Error* Call(int pass, XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* Handle(int pass, XLA_FFI_CallFrame* frame) {
   if (frame->extension_start) return handlers[pass][2](frame);  // asks for the version only
   XLA_FFI_Api api = *frame->api;
   api.XLA_FFI_Stream_Get = [](XLA_FFI_Stream_Get_Args* args) -> XLA_FFI_Error* {
@@ -134,7 +134,7 @@ void EmulatorSetHandler(int pass, int stage, void* handler) {
   emulator::handlers[pass][stage] = reinterpret_cast<XLA_FFI_Handler*>(handler);
 }
 
-XLA_FFI_Error* EmulatedForward(XLA_FFI_CallFrame* frame) { return emulator::Call(0, frame); }
-XLA_FFI_Error* EmulatedBackward(XLA_FFI_CallFrame* frame) { return emulator::Call(1, frame); }
+XLA_FFI_Error* EmulatedForward(XLA_FFI_CallFrame* frame) { return emulator::Handle(0, frame); }
+XLA_FFI_Error* EmulatedBackward(XLA_FFI_CallFrame* frame) { return emulator::Handle(1, frame); }
 
 }  // extern "C"

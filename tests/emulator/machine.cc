@@ -8,8 +8,6 @@
 #include <cstdio>
 #include <cstring>
 
-#include "buffers.h"
-
 uint3 threadIdx, blockIdx, blockDim, gridDim;
 
 // Saves what a function has to preserve on this stack, and goes on where it was done on the other.
@@ -65,11 +63,11 @@ uint8_t* StackEnd(size_t n) {
 uint8_t* SharedWindow(size_t rank, size_t bytes) {
   static std::vector<uint8_t*> windows;
   while (windows.size() <= rank) {
-    windows.push_back(Map(kWindowBytes + 2 * kPage) + kPage);
-    mprotect(windows.back(), kWindowBytes, PROT_READ | PROT_WRITE);
+    windows.push_back(Map(kWindowBytes + kToSeen + kPage) + kPage);
+    for (const int part : {0, kToSeen}) mprotect(windows.back() + part, kWindowBytes, PROT_READ | PROT_WRITE);
   }
   const size_t used = (bytes + 1023) / 1024 * 1024;
-  std::memset(windows[rank], kUnwritten, kWindowBytes);
+  for (const int part : {0, kToSeen}) std::memset(windows[rank] + part, kUnwritten, kWindowBytes);
   return windows[rank] + kWindowBytes - used;
 }
 
@@ -284,6 +282,11 @@ uint8_t* Shared(uint32_t address, uint32_t bytes, uint32_t alignment) {
   if (state->blocks[rank].left == 0) Fail("block %u of the cluster has ended, and its shared memory with it", rank);
   if (offset % alignment != 0) Fail("shared address %u is no multiple of %u", offset, alignment);
   return state->blocks[rank].shared + offset;
+}
+
+void FenceProxyAsync() {
+  uint8_t* const shared = Self().block->shared;
+  std::memcpy(shared + kToSeen, shared, state->shared_bytes);
 }
 
 void Together(const void* site, void* mine, void (*compute)(void* const* lanes), const char* what) {

@@ -84,6 +84,11 @@ void Later(const uint64_t* word, Task task);
 // A shared address is the rank of its block << 24 | the offset. Fails if anything of these bytes is outside.
 uint8_t* Shared(uint32_t address, uint32_t bytes, uint32_t alignment);
 
+// So far from shared memory there is what the asynchronous proxy sees of it (8.5): what it has written itself, and what
+// threads had written when one of them came to fence.proxy.async.
+constexpr int kToSeen = 512 << 10;
+void FenceProxyAsync();
+
 void ArriveAt(int barrier, int threads, bool wait);
 void ArriveAtCluster();
 void WaitForCluster();
@@ -93,5 +98,8 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
 
 // async.cc
 std::string DescribeMbarrier(uint32_t address);
+
+// custom_calls.cc, for the report of a segmentation fault: "byte n of array m", or the address
+std::string DescribeAddress(const void* address);
 
 }  // namespace emulator

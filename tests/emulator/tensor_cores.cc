@@ -153,19 +153,22 @@ WgmmaQueue& Queue() {
 }
 
 // An element of a matrix with 128-byte swizzle; `index` is its row of M or N. 9.7.15.5.1
-uint16_t Element(uint64_t descriptor, bool transposed, int index, int k) {
+uint16_t Element(uint64_t descriptor, bool transposed, int index, int k, bool check) {
   if (descriptor >> 62 != 1) Fail("wgmma: swizzle mode %d", int(descriptor >> 62));
   const uint32_t start = (descriptor & 0x3FFF) << 4;
   const uint32_t leading = (descriptor >> 16 & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
   const uint32_t at = start + (transposed ? index / 64 * leading + k / 8 * stride + k % 8 * 128 + index % 64 * 2
                                           : index / 8 * stride + index % 8 * 128 + k * 2);
   const uint32_t rank = uint32_t(Self().block->rank) << 24;
-  uint16_t x;
-  std::memcpy(&x, Shared(rank | (at ^ (at >> 7 & 7) << 4), 2, 2), 2);
+  const uint8_t* const element = Shared(rank | (at ^ (at >> 7 & 7) << 4), 2, 2);
+  uint16_t x, seen;
+  std::memcpy(&x, element, 2);
+  std::memcpy(&seen, element + kToSeen, 2);
+  if (x != seen && check) Fail("wgmma: its operand at %u was written without fence.proxy.async", at);
   return x;
 }
 
-std::vector<uint16_t> Operands(const Wgmma& x) {
+std::vector<uint16_t> Operands(const Wgmma& x, bool check) {
   std::vector<uint16_t> values(16 * kK + kK * x.columns);
   uint16_t* to = values.data();
   if (x.in_registers) {
@@ -177,17 +180,17 @@ std::vector<uint16_t> Operands(const Wgmma& x) {
     to += 16 * kK;
   } else {
     for (int m = 0; m < 16; ++m) {
-      for (int k = 0; k < kK; ++k) *to++ = Element(x.a, x.a_transposed, x.first_row + m, k);
+      for (int k = 0; k < kK; ++k) *to++ = Element(x.a, x.a_transposed, x.first_row + m, k, check);
     }
   }
   for (int k = 0; k < kK; ++k) {
-    for (int n = 0; n < x.columns; ++n) *to++ = Element(x.b, x.b_transposed, n, k);
+    for (int n = 0; n < x.columns; ++n) *to++ = Element(x.b, x.b_transposed, n, k, check);
   }
   return values;
 }
 
 void Finish(const Wgmma& x) {
-  if (Operands(x) != x.operands) {
+  if (Operands(x, false) != x.operands) {
     Fail("wgmma of m64n%d: an operand has changed since it was issued (A at %u, B at %u)", x.columns,
          unsigned(x.a & 0x3FFF) << 4, unsigned(x.b & 0x3FFF) << 4);
   }
@@ -254,7 +257,7 @@ void WgmmaIssue(Step& s) {
       });
     }
     if (x.accumulator->columns != x.columns) Fail("wgmma: accumulators of different shapes in the same registers");
-    x.operands = Operands(x);
+    x.operands = Operands(x, true);
     queue.open.push_back(std::move(x));
   });
 }

@@ -30,9 +30,10 @@ def missing() -> str:
 def build() -> pathlib.Path:
     """The library that is driver, compiler and machine, in a folder for just these sources."""
     import jax
+    import jaxlib
 
     sources = sorted([*FOLDER.glob("*.cc"), *FOLDER.glob("*.h")])
-    text = b"".join(source.read_bytes() for source in sources) + repr([*FLAGS, FOLDER]).encode()
+    text = b"".join(source.read_bytes() for source in sources) + repr([*FLAGS, FOLDER, jaxlib.__version__]).encode()
     folder = BUILD / hashlib.sha256(text).hexdigest()[:16]
     library = folder / "libcuda.so.1"
     folder.mkdir(parents=True, exist_ok=True)

@@ -61,8 +61,8 @@ struct Thread {
   // Blocked as long as (*word & mask) == value; if word is null it is not.
   const uint64_t* word = nullptr;
   uint64_t mask, value;
-  const char* what;
-  uint32_t where;
+  const char* what = nullptr;
+  uint32_t where = 0;
 
   uint64_t cluster_phase = 0;
   CopyGroups cp_async, bulk;

@@ -1,7 +1,7 @@
 """The CUDA kernels that the plan can choose, compiled without a GPU: registers, spills, shared memory, seconds.
 
-    python tests/kernel_variants.py            # every pair of features, head dims, dtypes and architectures occurs
-    python tests/kernel_variants.py --full     # each of those for every dtype, head dim and architecture
+    python tests/kernel_variants.py            # features alone, and every pair of features, head dims, dtypes, architectures
+    python tests/kernel_variants.py --full     # those pairs for every dtype, head dim and architecture
 
 What to compile is asked of the plan (`cuda_src/plan.cc`), problem by problem. Writes a table to build/kernels.csv.
 """
@@ -114,6 +114,14 @@ def cover() -> Iterator[tuple[str, Problem]]:
         yield "sm_90a", problem("bfloat16", **chosen)
 
 
+def singles() -> Iterator[tuple[str, Problem]]:
+    """One feature at a time, where registers are scarcest: what most models use."""
+    plain = {name: values[0] for name, values in FEATURES.items()} | {"causal": False}
+    for dims, (name, values) in itertools.product(DIMS[:3], FEATURES.items()):
+        for value in values:
+            yield "sm_90a", problem("bfloat16", dims, **plain | {name: value})
+
+
 def product() -> Iterator[tuple[str, Problem]]:
     """Every architecture, dtype and pair of head dims, with a cover of the features."""
     features = list(pairs(**FEATURES))
@@ -175,7 +183,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/kernels.csv"))
     args = parser.parse_args()
-    chosen = variants(product() if args.full else cover())
+    chosen = variants(itertools.chain(product() if args.full else cover(), singles()))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     bad = 0
     with args.output.open("w", newline="") as file:

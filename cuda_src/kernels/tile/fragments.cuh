@@ -306,17 +306,17 @@ __device__ __forceinline__ void AddTimesRows(float (&C)[kCount][kChunks][4], con
   }
 }
 
-// C += A^T B: this warp's columns of A from `i` on, the columns of B from `column` on, over all rows of both. C may be
-// wider than what is left of B: those columns stay as they are.
-template <int kCount, int kChunks, typename TileA, typename TileB>
-__device__ __forceinline__ void AddColumnsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i,
-                                                    const TileB& b, int column = 0) {
-  static_assert(TileA::kHeight == TileB::kHeight && kChunks % 2 == 0);
+// C += A B, over kSteps steps of k: operand(m, s) is step s of rows 16 m to 16 m + 15 of A; of B the columns from
+// `column` on. C may be wider than what is left of B: those columns stay as they are.
+template <int kSteps, int kCount, int kChunks, typename OperandAt, typename TileB>
+__device__ __forceinline__ void AddOperandsTimesRows(float (&C)[kCount][kChunks][4], OperandAt operand, const TileB& b,
+                                                     int column) {
+  static_assert(kSteps * kStep == TileB::kHeight && kChunks % 2 == 0);
 #pragma unroll kUnroll
-  for (int s = 0; s < TileA::kHeight / kStep; ++s) {
+  for (int s = 0; s < kSteps; ++s) {
     OperandA x[kCount];
 #pragma unroll
-    for (int m = 0; m < kCount; ++m) x[m] = a.ColumnsAsA(s * kStep, i + 16 * m);
+    for (int m = 0; m < kCount; ++m) x[m] = operand(m, s);
 #pragma unroll
     for (int n = 0; n < kChunks / 2; ++n) {
       if (TileB::kWidth % (8 * kChunks) != 0 && column + 16 * n >= TileB::kWidth) break;
@@ -331,28 +331,21 @@ __device__ __forceinline__ void AddColumnsTimesRows(float (&C)[kCount][kChunks][
   }
 }
 
+// C += A^T B: this warp's columns of A from `i` on, the columns of B from `column` on, over all rows of both.
+template <int kCount, int kChunks, typename TileA, typename TileB>
+__device__ __forceinline__ void AddColumnsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i,
+                                                    const TileB& b, int column) {
+  static_assert(TileA::kHeight == TileB::kHeight);
+  AddOperandsTimesRows<TileA::kHeight / kStep>(
+      C, [&](int m, int s) { return a.ColumnsAsA(s * kStep, i + 16 * m); }, b, column);
+}
+
 // C += A B: this warp's rows of A from `i` on, filled by PutOperand, the columns of B from `column` on.
 template <int kCount, int kChunks, typename TileA, typename TileB>
 __device__ __forceinline__ void AddTileTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i, const TileB& b,
-                                                 int column = 0) {
-  static_assert(TileA::kWidth == TileB::kHeight && kChunks % 2 == 0);
-#pragma unroll kUnroll
-  for (int s = 0; s < TileA::kSteps; ++s) {
-    OperandA x[kCount];
-#pragma unroll
-    for (int m = 0; m < kCount; ++m) x[m] = a.RowsAsA(i + 16 * m, s);
-#pragma unroll
-    for (int n = 0; n < kChunks / 2; ++n) {
-      if (TileB::kWidth % (8 * kChunks) != 0 && column + 16 * n >= TileB::kWidth) break;
-      OperandB y[2];
-      b.ColumnsAsB(y, s * kStep, column + 16 * n);
-#pragma unroll
-      for (int m = 0; m < kCount; ++m) {
-        Mma(C[m][2 * n], x[m], y[0]);
-        Mma(C[m][2 * n + 1], x[m], y[1]);
-      }
-    }
-  }
+                                                 int column) {
+  static_assert(TileA::kWidth == TileB::kHeight);
+  AddOperandsTimesRows<TileA::kSteps>(C, [&](int m, int s) { return a.RowsAsA(i + 16 * m, s); }, b, column);
 }
 
 // Which of the rows i, ..., i + 7 of A^T B a lane holds in row lane / 4 of an accumulator, where A was filled by

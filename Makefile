@@ -60,8 +60,10 @@ bench-gpu: $(VENV)/.built
 
 emulate: $(VENV)/.built
 	$(call say,Running the CUDA kernels for Ampere and for Hopper on this CPU)
-	@JAX_FLASH_EMULATE=sm_80 $(VENV)/$(PYTEST) tests/test_accuracy.py -m "not gpu" -k $(EMULATED)
-	@JAX_FLASH_EMULATE=sm_90 $(VENV)/$(PYTEST) tests/test_accuracy.py -m "not gpu" -k $(EMULATED)
+	@for arch in sm_80 sm_90; do \
+	  JAX_FLASH_EMULATE=$$arch $(VENV)/bin/pytest --numprocesses auto --maxprocesses 8 --dist load -m "not gpu" \
+	    tests/test_accuracy.py -k $(EMULATED) || exit 1; \
+	done
 
 kernels: $(VENV)/.built
 	$(call say,Compiling the CUDA kernels; the table goes to build/kernels.csv)

@@ -1,6 +1,6 @@
 """The CUDA kernels that the plan can choose, compiled without a GPU: registers, spills, shared memory, seconds.
 
-    python tests/kernel_variants.py            # features alone, and every pair of features, head dims, dtypes, architectures
+    python tests/kernel_variants.py            # features alone, and every pair of all parameters
     python tests/kernel_variants.py --full     # those pairs for every dtype, head dim and architecture
 
 What to compile is asked of the plan (`cuda_src/plan.cc`), problem by problem. Writes a table to build/kernels.csv.

@@ -10,7 +10,8 @@ struct Operands {
   const void *query, *key, *value, *bias;
   const uint8_t* mask;
   const int32_t *q_lengths, *kv_lengths, *q_segments, *kv_segments, *query_offset;
-  const uint32_t *seed, *batch_id, *head_id;
+  const int32_t *blocks, *row_lists, *column_lists;
+  const uint32_t *element_masks, *seed, *batch_id, *head_id;
 };
 
 struct ForwardResults {

@@ -7,6 +7,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+int64_t DivideUp(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
 std::string Text(ffi::DataType dtype, ffi::Span<const int64_t> dims) {
   std::string text;
   switch (dtype) {
@@ -114,12 +116,21 @@ Operands Buffers::TakeOperands() {
   in.q_segments = integers("q_segments", p_.segments, {p_.batch, p_.q_len});
   in.kv_segments = integers("kv_segments", p_.segments, {p_.batch, p_.kv_len});
   in.query_offset = integers("query_offset", p_.query_offset, {p_.batch});
-  const auto words = [&](const char* name, const Dims& dims) {
-    return static_cast<const uint32_t*>(Operand(name, p_.dropout(), ffi::U32, dims));
+  const auto words = [&](const char* name, bool present, const Dims& dims) {
+    return static_cast<const uint32_t*>(Operand(name, present, ffi::U32, dims));
   };
-  in.seed = words("seed", {p_.batch, 2});
-  in.batch_id = words("batch_id", {p_.batch});
-  in.head_id = words("head_id", {p_.q_heads});
+  if (const Extent& mask = p_.block_mask; mask.present) {
+    const int64_t batch = mask.batch ? p_.batch : 1, heads = mask.heads ? p_.q_heads : 1;
+    const int64_t rows = DivideUp(p_.q_len, p_.q_block), columns = DivideUp(p_.kv_len, p_.kv_block);
+    in.blocks = integers("blocks", true, {batch, heads, rows, columns});
+    in.row_lists = integers("row_lists", true, {batch, heads, rows, p_.row_list});
+    in.column_lists = integers("column_lists", true, {batch, heads, columns, p_.column_list});
+    in.element_masks =
+        words("element_masks", p_.element_masks > 0, {batch, p_.element_masks, p_.q_block, DivideUp(p_.kv_block, 32)});
+  }
+  in.seed = words("seed", p_.dropout(), {p_.batch, 2});
+  in.batch_id = words("batch_id", p_.dropout(), {p_.batch});
+  in.head_id = words("head_id", p_.dropout(), {p_.q_heads});
   return in;
 }
 

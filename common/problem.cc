@@ -37,6 +37,12 @@ constexpr Field kFields[] = {
     {"kv_lengths", &Problem::kv_lengths},
     {"segments", &Problem::segments},
     {"query_offset", &Problem::query_offset},
+    {"block_mask", &Problem::block_mask},
+    {"q_block", &Problem::q_block},
+    {"kv_block", &Problem::kv_block},
+    {"element_masks", &Problem::element_masks},
+    {"row_list", &Problem::row_list},
+    {"column_list", &Problem::column_list},
     {"drop_threshold", &Problem::drop_threshold},
     {"full_precision", &Problem::full_precision},
     {"deterministic", &Problem::deterministic},
@@ -47,7 +53,7 @@ constexpr Field kFields[] = {
     {"dbias", &Problem::dbias},
 };
 constexpr size_t kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
-constexpr std::string_view kVersion = "2";
+constexpr std::string_view kVersion = "3";
 
 bool Parse(std::string_view text, int64_t* value) {
   const char* end = text.data() + text.size();
@@ -105,6 +111,10 @@ std::string Check(const Problem& p) {
   if (p.dbias && !p.bias.present) return "dbias without a bias";
   if (!(p.soft_cap >= 0)) return "soft_cap is negative";
   if (p.window_left < -1 || p.window_right < -1) return "a window is negative";
+  for (const int64_t size : {p.q_block, p.kv_block}) {
+    if (p.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0) return "a block size is no multiple of 16";
+  }
+  if (p.element_masks < 0 || p.row_list < 0 || p.column_list < 0) return "a size of the block mask is negative";
   if (p.drop_threshold < 0 || p.drop_threshold > 65536) return "drop_threshold is not in [0, 65536]";
   return "";
 }

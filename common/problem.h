@@ -36,6 +36,12 @@ struct Problem {
   Extent bias, mask;
   bool q_lengths = false, kv_lengths = false, segments = false, query_offset = false;
 
+  // A mask of blocks of q_block x kv_block entries (multiples of 16), per batch entry and head or shared.
+  Extent block_mask;  // its rows and columns are always there
+  int64_t q_block = 0, kv_block = 0;
+  int64_t element_masks = 0;              // of blocks that are neither empty nor full
+  int64_t row_list = 0, column_list = 0;  // widths of the lists of blocks
+
   int64_t drop_threshold = 0;   // of 2^16: an entry is kept iff its 16 random bits are >= it; 0: no dropout
   bool full_precision = false;  // f32 only: no reduced-precision matrix units
   bool deterministic = false;   // the backward: the same bits in every run
@@ -50,7 +56,7 @@ struct Problem {
   double keep_scale() const { return drop_threshold < 65536 ? 65536.0 / double(65536 - drop_threshold) : 0.0; }
 };
 
-// Reads "version=2 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
+// Reads "version=3 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
 // Returns an empty string, or what is wrong with the text.
 std::string Decode(std::string_view text, Problem* problem);
 

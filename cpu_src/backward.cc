@@ -149,7 +149,7 @@ template <typename A>
 class QueryGradient {
  public:
   QueryGradient(const Problem& p, void* dq, Workers& workers) : p_(p), dq_(dq) {
-    const int64_t heads = p.batch * p.kv_heads, tiles = RoundUp(p.kv_len, kTileColumns) / kTileColumns;
+    const int64_t heads = p.batch * p.kv_heads, tiles = ColumnTiles(p).count();
     const int64_t bytes = heads * p.group() * p.q_len * RoundUp(p.qk_dim, kLanes<A>) * int64_t(sizeof(A));
     // Whole heads where they share out evenly among the threads, or nearly so.
     const int64_t threads = workers.threads();
@@ -208,6 +208,7 @@ template <typename A>
 void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out, const A* d,
                  Workers& workers) {
   QueryGradient<A> dq(p, out.dq, workers);
+  const Tiling row_tiles = RowTiles(p), column_tiles = ColumnTiles(p);
   const int64_t group = p.group();
   const auto propagate = [&](int64_t unit, char* memory) {
     const int64_t part = unit % dq.parts(), head = unit / dq.parts() % p.kv_heads, b = unit / dq.parts() / p.kv_heads;
@@ -218,8 +219,8 @@ void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, 
         Zero(dq.Part(part, b, n, 0), p.q_len, RoundUp(p.qk_dim, kLanes<A>));
       }
     }
-    for (int64_t j0 = part * kTileColumns; j0 < p.kv_len; j0 += dq.parts() * kTileColumns) {
-      const int64_t columns = Min(kTileColumns, p.kv_len - j0);
+    for (int64_t column_tile = part; column_tile < column_tiles.count(); column_tile += dq.parts()) {
+      const auto [j0, columns] = column_tiles[column_tile];
       step.LoadKeysAndValues(head, j0, columns);
       // From here on K serves dQ = τ dX K only.
       for (int64_t r = 0; r < columns; ++r) {
@@ -227,9 +228,10 @@ void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, 
       }
       Zero(scratch.dk, columns, scratch.dk.stride);
       Zero(scratch.dv, columns, scratch.dv.stride);
-      for (int64_t tile = 0; tile < RoundUp(p.q_len, kTileRows) / kTileRows * group; ++tile) {
-        const int64_t n = head * group + tile % group, i0 = tile / group * kTileRows;
-        const Block block = step.scores.Visible(n, i0, Min(kTileRows, p.q_len - i0), j0, columns);
+      for (int64_t tile = 0; tile < row_tiles.count() * group; ++tile) {
+        const auto [i0, rows] = row_tiles[tile / group];
+        const int64_t n = head * group + tile % group;
+        const Block block = step.scores.Visible(n, i0, rows, j0, columns);
         if (block.empty()) continue;
         const int64_t width = block.c1 - block.c0;
         step.LoadQueries(n, i0, block.rows);
@@ -276,15 +278,14 @@ template <typename A>
 void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out, const A* d,
                   Workers& workers) {
   const Extent& extent = p.bias;
-  const int64_t row_tiles = RoundUp(p.q_len, kTileRows) / kTileRows;
-  const int64_t column_tiles = RoundUp(p.kv_len, kTileColumns) / kTileColumns;
+  const Tiling row_tiles = RowTiles(p), column_tiles = ColumnTiles(p);
   // Of each dimension: how many units, and how many indices each of them sums over.
   struct Split {
     int64_t units, summed;
   };
   const auto split = [](bool full, int64_t count) { return full ? Split{count, 1} : Split{1, count}; };
   const Split batch = split(extent.batch, p.batch), heads = split(extent.heads, p.q_heads);
-  const Split rows = split(extent.rows, row_tiles), columns = split(extent.columns, column_tiles);
+  const Split rows = split(extent.rows, row_tiles.count()), columns = split(extent.columns, column_tiles.count());
 
   const auto sum = [&](int64_t unit, char* memory) {
     const int64_t row_unit = unit % rows.units, column_unit = unit / rows.units % columns.units;
@@ -292,21 +293,22 @@ void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given,
     const int64_t batch_unit = unit / (rows.units * columns.units * heads.units);
     const Tile<A> dbias = Scratch<A>(p, memory).dbias;
     // Broadcast columns are summed lane by lane first.
-    const int64_t first_row = row_unit * kTileRows, first_column = column_unit * kTileColumns;
-    const int64_t dbias_rows = extent.rows ? Min(kTileRows, p.q_len - first_row) : 1;
-    const int64_t dbias_columns = extent.columns ? Min(kTileColumns, p.kv_len - first_column) : 1;
+    const Tiling::Range own_rows = row_tiles[row_unit], own_columns = column_tiles[column_unit];
+    const int64_t dbias_rows = extent.rows ? own_rows.size : 1, dbias_columns = extent.columns ? own_columns.size : 1;
     Zero(dbias, dbias_rows, RoundUp(dbias_columns, kLanes<A>));
 
     for (int64_t b = batch_unit * batch.summed; b < (batch_unit + 1) * batch.summed; ++b) {
       Backpropagation<A> step(p, in, given, d, b, memory);
       for (int64_t n = head_unit * heads.summed; n < (head_unit + 1) * heads.summed; ++n) {
-        for (int64_t j0 = first_column; j0 < Min(p.kv_len, first_column + columns.summed * kTileColumns);
-             j0 += kTileColumns) {
-          const int64_t tile_columns = Min(kTileColumns, p.kv_len - j0);
-          step.LoadKeysAndValues(n / p.group(), j0, tile_columns);
-          for (int64_t i0 = first_row; i0 < Min(p.q_len, first_row + rows.summed * kTileRows); i0 += kTileRows) {
-            const Block block = step.scores.Visible(n, i0, Min(kTileRows, p.q_len - i0), j0, tile_columns);
+        for (int64_t column_tile = column_unit; column_tile < column_unit + columns.summed; ++column_tile) {
+          const auto [j0, tile_columns] = column_tiles[column_tile];
+          bool loaded = false;
+          for (int64_t row_tile = row_unit; row_tile < row_unit + rows.summed; ++row_tile) {
+            const auto [i0, tile_rows] = row_tiles[row_tile];
+            const Block block = step.scores.Visible(n, i0, tile_rows, j0, tile_columns);
             if (block.empty()) continue;
+            if (!loaded) step.LoadKeysAndValues(n / p.group(), j0, tile_columns);
+            loaded = true;
             step.LoadQueries(n, i0, block.rows);
             step.ComputeP(block, n);
             step.ComputeDS(block, n);
@@ -323,8 +325,8 @@ void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given,
 
     const HeadOffset offset(p, extent, batch_unit, head_unit);
     for (int64_t r = 0; r < dbias_rows; ++r) {
-      A* to = static_cast<A*>(out.dbias) + offset.start + (first_row + r) * offset.row_stride +
-              first_column * offset.column_stride;
+      A* to = static_cast<A*>(out.dbias) + offset.start + (own_rows.begin + r) * offset.row_stride +
+              own_columns.begin * offset.column_stride;
       if (extent.columns) {
         for (int64_t c = 0; c < dbias_columns; ++c) to[c] = dbias.row(r)[c];
       } else {

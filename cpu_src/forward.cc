@@ -117,7 +117,8 @@ template <typename A>
 void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Workers& workers) {
   if (p.kv_heads == 0) return;
   // The tiles of the heads that share K and V, so that those with the same rows are neighbours.
-  const int64_t group = p.group(), row_tiles = RoundUp(p.q_len, kTileRows) / kTileRows, tiles = row_tiles * group;
+  const Tiling row_tiles = RowTiles(p), column_tiles = ColumnTiles(p);
+  const int64_t group = p.group(), tiles = row_tiles.count() * group;
   const int64_t tile_rows = Min(kTileRows, p.q_len);
   // Fewer tiles a unit where there would not be enough units for all threads.
   const int64_t sequences = p.batch * p.kv_heads, spread = sequences * tiles / (4 * workers.threads());
@@ -135,8 +136,8 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
     for (int64_t t = 0; t < count; ++t) {
       QueryTile<A>& query = scratch.queries[t];
       query.n = head * group + (first + t) % group;
-      query.i0 = (first + t) / group * kTileRows;
-      query.rows = Min(kTileRows, p.q_len - query.i0);
+      query.i0 = row_tiles[(first + t) / group].begin;
+      query.rows = row_tiles[(first + t) / group].size;
       LoadRows(HeadRows(in.query, p.dtype, b, query.i0, p.q_len, query.n, p.q_heads, p.qk_dim), query.rows, p.qk_dim,
                A(p.scale), query.q);
       Zero(query.o, query.rows, query.o.stride);
@@ -146,8 +147,9 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
       if (tile_keys.lo < tile_keys.hi) keys = {Min(keys.lo, tile_keys.lo), Max(keys.hi, tile_keys.hi)};
     }
 
-    for (int64_t j0 = keys.lo / kTileColumns * kTileColumns; j0 < keys.hi; j0 += kTileColumns) {
-      const int64_t columns = Min(kTileColumns, p.kv_len - j0);
+    for (int64_t tile = 0; tile < column_tiles.count(); ++tile) {
+      const auto [j0, columns] = column_tiles[tile];
+      if (j0 + columns <= keys.lo || j0 >= keys.hi) continue;
       bool loaded = false;
       for (int64_t t = 0; t < count; ++t) {
         QueryTile<A>& query = scratch.queries[t];

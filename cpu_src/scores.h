@@ -14,6 +14,29 @@ namespace jax_flash::JAX_FLASH_ISA {
 constexpr int64_t kTileRows = 48;
 constexpr int64_t kTileColumns = 256;
 
+// T or S in tiles of at most `tile`, none of which crosses the border of a block of a block mask.
+struct Tiling {
+  int64_t size, block, tile;
+
+  struct Range {
+    int64_t begin, size;
+  };
+
+  int64_t per_block() const { return (block + tile - 1) / tile; }
+  int64_t count() const { return size / block * per_block() + (size % block + tile - 1) / tile; }
+  Range operator[](int64_t t) const {
+    const int64_t first = t / per_block() * block, begin = first + t % per_block() * tile;
+    return {begin, Min(Min(tile, first + block - begin), size - begin)};
+  }
+};
+
+inline Tiling RowTiles(const Problem& p) {
+  return {p.q_len, p.block_mask.present ? p.q_block : RoundUp(Max(p.q_len, 1), kTileRows), kTileRows};
+}
+inline Tiling ColumnTiles(const Problem& p) {
+  return {p.kv_len, p.block_mask.present ? p.kv_block : RoundUp(Max(p.kv_len, 1), kTileColumns), kTileColumns};
+}
+
 // Where a [B, N, T, S] operand has row 0 of one head, and how far apart its rows and columns are: 0 if broadcast.
 struct HeadOffset {
   int64_t start, row_stride, column_stride;
@@ -57,6 +80,7 @@ class Scores {
   Block Visible(int64_t n, int64_t i0, int64_t rows, int64_t j0, int64_t columns) const {
     const KeyRange keys = Keys(i0, i0 + rows);
     Block block = {i0, rows, j0, Max(keys.lo - j0, 0) / kLanes<A> * kLanes<A>, Min(keys.hi - j0, columns)};
+    if (p_.block_mask.present && !block.empty() && BlockKind(n, i0, j0) == kNothing) block.rows = 0;
     if (p_.segments && !block.empty() && !SegmentsMeet(block)) block.rows = 0;
     if (p_.mask.present && !block.empty() && !MaskShows(block, n)) block.rows = 0;
     return block;
@@ -67,6 +91,7 @@ class Scores {
     if (p_.soft_cap > 0) SoftCap(s, block, slope);
     if (p_.bias.present) AddBias(s, block, n);
     if (p_.mask.present) ApplyMask(s, block, n);
+    if (p_.block_mask.present) ApplyElementMask(s, block, n);
     if (p_.segments) ApplySegments(s, block);
     ApplyPositions(s, block);
   }
@@ -200,6 +225,32 @@ class Scores {
     for (int64_t r = 0; r < block.rows; ++r) {
       A* row = s.row(r);
       for (int64_t c = block.c0; c < block.c1; ++c) row[c] = columns[c] == rows[r] ? row[c] : -kInfinity<A>;
+    }
+  }
+
+  // What may attend in the block of the block mask that row i, column j are in: nothing, everything, or what element
+  // mask kind - kElements says.
+  static constexpr int32_t kNothing = 0, kEverything = 1, kElements = 2;
+  int32_t BlockKind(int64_t n, int64_t i, int64_t j) const {
+    const int64_t rows = RoundUp(p_.q_len, p_.q_block) / p_.q_block;
+    const int64_t columns = RoundUp(p_.kv_len, p_.kv_block) / p_.kv_block;
+    const int64_t heads = p_.block_mask.heads ? p_.q_heads : 1;
+    const int64_t head = (p_.block_mask.batch ? b_ * heads : 0) + (p_.block_mask.heads ? n : 0);
+    const int32_t kind = in_.blocks[(head * rows + i / p_.q_block) * columns + j / p_.kv_block];
+    return 0 <= kind && kind < kElements + p_.element_masks ? kind : kNothing;
+  }
+
+  void ApplyElementMask(Tile<A> s, const Block& block, int64_t n) const {
+    const int32_t kind = BlockKind(n, block.i0, block.j0);
+    if (kind < kElements) return;
+    const int64_t mask = (p_.block_mask.batch ? b_ * p_.element_masks : 0) + kind - kElements;
+    const int64_t words = RoundUp(p_.kv_block, 32) / 32, column = block.j0 % p_.kv_block;
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const uint32_t* bits = in_.element_masks + (mask * p_.q_block + (block.i0 + r) % p_.q_block) * words;
+      A* row = s.row(r);
+      for (int64_t c = block.c0; c < block.c1; ++c) {
+        if (!(bits[(column + c) / 32] >> ((column + c) % 32) & 1)) row[c] = -kInfinity<A>;
+      }
     }
   }
 

@@ -7,6 +7,7 @@ from jax_flash.attention import (
     choose_implementation,
     dot_product_attention,
 )
+from jax_flash.block_sparse import BlockMask
 from jax_flash.problem import Problem
 from jax_flash.vjp import RESIDUAL_NAMES
 
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "RESIDUAL_NAMES",
+    "BlockMask",
     "Choice",
     "Problem",
     "Statistics",

@@ -15,7 +15,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import blockwise, custom_calls, dropout, partitioning, reference, vjp
-from jax_flash.problem import DTYPES, Extent, Operands, Problem, result_types
+from jax_flash.block_sparse import BlockMask
+from jax_flash.problem import BLOCK_MASK, DTYPES, Extent, Operands, Problem, result_types
 from jax_flash.varying import varying_alike
 
 MAX_HEAD_DIM = 256  # of the fused kernels
@@ -64,6 +65,7 @@ def dot_product_attention(
     logits_soft_cap: float | None = None,
     precision: lax.Precision | str | None = None,
     query_offset: int | ArrayLike | None = None,
+    block_mask: BlockMask | None = None,
     deterministic: bool = False,
 ) -> Any:
     r"""Scaled dot-product attention, exact and in linear memory: FlashAttention (arXiv 2205.14135, Algorithms 2 and 4).
@@ -105,6 +107,8 @@ def dot_product_attention(
         kernels always have full float32 accuracy.
       query_offset: int or integer [B]: position of the first query along the keys, for causal masks and windows (cached
         decoding, chunked prefill).
+      block_mask: which blocks of entries may attend (`jax_flash.BlockMask`, `jax_flash.patterns`), together with all
+        other masks; its rows and columns are those of the arrays, whatever the offset. Empty blocks cost no time.
       deterministic: the gradients, too, have the same bits in every run on one GPU model. By default a GPU adds up the
         gradient of the query in the order in which its multiprocessors happen to finish. Everything else is always
         deterministic, as is all on a CPU.
@@ -148,6 +152,7 @@ def dot_product_attention(
         logits_soft_cap=logits_soft_cap,
         precision=precision,
         query_offset=query_offset,
+        block_mask=block_mask,
         deterministic=deterministic,
     )
     if return_residual:
@@ -178,6 +183,7 @@ def attention_with_statistics(
     logits_soft_cap: float | None = None,
     precision: lax.Precision | str | None = None,
     query_offset: int | ArrayLike | None = None,
+    block_mask: BlockMask | None = None,
     deterministic: bool = False,
 ) -> tuple[jax.Array, Statistics]:
     """`dot_product_attention` with the softmax statistics: (O, (ℓ, m)).
@@ -230,6 +236,8 @@ def attention_with_statistics(
     )
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         raise ValueError("query_segment_ids and key_value_segment_ids must be given together")
+    if block_mask is not None:
+        operands = operands._replace(**_block_mask_operands(block_mask, B, N, T, S))
     if drop_threshold:
         operands = operands._replace(
             **_dropout_operands(dropout_rate, dropout_key, broadcast_dropout, dropout_batch_ids, dropout_head_ids, B, N)
@@ -255,6 +263,12 @@ def attention_with_statistics(
         kv_lengths=operands.kv_lengths is not None,
         segments=operands.q_segments is not None,
         query_offset=operands.query_offset is not None,
+        block_mask=None if operands.blocks is None else Extent.of_blocks(operands.blocks),
+        q_block=0 if block_mask is None else block_mask.shape.q_block,
+        kv_block=0 if block_mask is None else block_mask.shape.kv_block,
+        element_masks=0 if operands.element_masks is None else operands.element_masks.shape[1],
+        row_list=0 if operands.row_lists is None else operands.row_lists.shape[-1],
+        column_list=0 if operands.column_lists is None else operands.column_lists.shape[-1],
         drop_threshold=drop_threshold,
         full_precision=_full_precision(precision),
         deterministic=bool(deterministic),
@@ -374,6 +388,17 @@ def _offsets(offset: int | ArrayLike | None, batch: int) -> jax.Array | None:
         raise ValueError(f"query_offset must be an int32, not {offset}")
     whole = jnp.broadcast_to(jnp.asarray(offset), (batch,)) if jnp.ndim(offset) == 0 else offset
     return _integers("query_offset", whole, (batch,))
+
+
+def _block_mask_operands(mask: BlockMask, B: int, N: int, T: int, S: int) -> dict[str, jax.Array]:
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"block_mask must be a jax_flash.BlockMask, not {type(mask).__name__}")
+    if (mask.shape.q_len, mask.shape.kv_len) != (T, S):
+        raise ValueError(f"block_mask is of {mask.shape.q_len} x {mask.shape.kv_len} entries, T x S is {T} x {S}")
+    if mask.blocks.ndim != 4 or mask.blocks.shape[0] not in (1, B) or mask.blocks.shape[1] not in (1, N):
+        raise ValueError(f"block_mask has blocks {mask.blocks.shape}, which is not [B|1, N|1, U, V] of B, N = {B}, {N}")
+    arrays = {name: getattr(mask, name) for name in BLOCK_MASK}
+    return {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
 
 
 def _window(size: int | tuple[int, int] | None) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from jax.custom_batching import custom_vmap
 
 from jax_flash import _native, blockwise, partitioning
 from jax_flash.partitioning import Arrays, Results
-from jax_flash.problem import DIFFERENTIATED, DIMS, Extent, Operands, Problem, result_types
+from jax_flash.problem import BLOCK_MASK, DIFFERENTIATED, DIMS, Extent, Operands, Problem, result_types
 from jax_flash.varying import varying_alike
 
 for _platform, _handlers in _native.registrations().items():
@@ -147,12 +147,13 @@ def _custom_call(call: Call, arrays: Arrays) -> Results:
     """One call on one device: the leading dims become its batch."""
     lead = _lead(arrays)
     batch = math.prod(lead)
+    one_block_mask = all(math.prod(arrays[name].shape[: len(lead)]) == 1 for name in BLOCK_MASK if name in arrays)
 
     def fold(name: str, x: jax.Array) -> jax.Array:
         if name == "head_id":
             return x
         here, dims = x.shape[: len(lead)], x.shape[len(lead) :]
-        if name in ("bias", "mask") and math.prod(here) == 1:
+        if name in ("bias", "mask") and math.prod(here) == 1 or name in BLOCK_MASK and one_block_mask:
             return x.reshape(1, *dims)
         return jnp.broadcast_to(x, (*lead, *dims)).reshape(batch, *dims)
 
@@ -171,6 +172,7 @@ def _custom_call(call: Call, arrays: Arrays) -> Results:
         kv_heads=folded["key"].shape[2],
         bias=Extent.of(folded["bias"]) if "bias" in folded else None,
         mask=Extent.of(folded["mask"]) if "mask" in folded else None,
+        block_mask=Extent.of_blocks(folded["blocks"]) if "blocks" in folded else None,
     )
     types = result_types(problem, call.results, (batch,), folded.get("bias"))
     target = "jax_flash_forward" if "o" in call.results else "jax_flash_backward"

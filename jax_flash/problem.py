@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-VERSION = 2
+VERSION = 3
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -27,6 +27,11 @@ class Extent(NamedTuple):
     @classmethod
     def of(cls, x: jax.Array) -> Extent:
         return cls(*(size != 1 for size in x.shape))
+
+    @classmethod
+    def of_blocks(cls, blocks: jax.Array) -> Extent:
+        """Of a block mask, which always has rows and columns."""
+        return cls(blocks.shape[0] != 1, blocks.shape[1] != 1, True, True)
 
 
 @jax.tree_util.register_static
@@ -57,6 +62,13 @@ class Problem:
     segments: bool = False
     query_offset: bool = False
 
+    block_mask: Extent | None = None
+    q_block: int = 0
+    kv_block: int = 0
+    element_masks: int = 0
+    row_list: int = 0
+    column_list: int = 0
+
     drop_threshold: int = 0
     full_precision: bool = False
     deterministic: bool = False
@@ -78,7 +90,7 @@ class Problem:
         return "float64" if self.dtype == "float64" else "float32"
 
     def encode(self) -> str:
-        """The text attribute of the custom calls: "version=2 batch=2 ... bias=b1ts mask=none ..."."""
+        """The text attribute of the custom calls: "version=3 batch=2 ... bias=b1ts mask=none ..."."""
 
         def text(value: object) -> str:
             if value is None:
@@ -107,6 +119,10 @@ class Operands(NamedTuple):
     q_segments: jax.Array | None = None  # [B, T], int32
     kv_segments: jax.Array | None = None  # [B, S], int32
     query_offset: jax.Array | None = None  # [B], int32
+    blocks: jax.Array | None = None  # [B|1, N|1, U, V], int32: these four are of a BlockMask
+    row_lists: jax.Array | None = None  # [B|1, N|1, U, 2 + W], int32
+    column_lists: jax.Array | None = None  # [B|1, N|1, V, 2 + W], int32
+    element_masks: jax.Array | None = None  # [B|1, P, q_block, words], uint32
     seed: jax.Array | None = None  # [B, 2], uint32
     batch_id: jax.Array | None = None  # [B], uint32
     head_id: jax.Array | None = None  # [N], uint32
@@ -120,7 +136,8 @@ class Operands(NamedTuple):
         return cls(**{name: x for name, x in arrays.items() if name in cls._fields})
 
 
-# The dims of every array after its leading dims: T and S lengths, N and K heads, D and E head dims.
+# The dims of every array after its leading dims: T and S lengths, N and K heads, D and E head dims, U and V block rows
+# and columns. Of the others only the size matters.
 DIMS = {
     "query": "TND",
     "key": "SKD",
@@ -132,6 +149,10 @@ DIMS = {
     "q_segments": "T",
     "kv_segments": "S",
     "query_offset": "",
+    "blocks": "NUV",
+    "row_lists": "NUR",
+    "column_lists": "NVC",
+    "element_masks": "PQW",
     "seed": "X",
     "batch_id": "",
     "head_id": "N",  # no leading dims: one id a head
@@ -145,6 +166,7 @@ DIMS = {
     "dv": "SKE",
     "dbias": "NTS",
 }
+BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
 DIFFERENTIATED = {"dq": "query", "dk": "key", "dv": "value", "dbias": "bias"}
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_flash import dropout
+from jax_flash import block_sparse, dropout
 from jax_flash.problem import Operands, Problem
 
 
@@ -42,11 +42,13 @@ def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.A
         allowed &= (tile.q_segments[:, :, None] == tile.kv_segments[:, None, :])[:, None]
     if tile.mask is not None:
         allowed &= tile.mask
+    if tile.blocks is not None:
+        allowed &= block_sparse.may_attend(_block_shape(problem), tile.blocks, tile.element_masks, rows, columns)
     return allowed
 
 
 def may_be_visible(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
-    """Whether some entry of a tile may attend, as far as positions and lengths tell: bool [], or None for always."""
+    """Whether some entry of a tile may attend, as positions, lengths and blocks tell: bool [], or None for always."""
     first_behind, last_behind = rows[0] - columns[-1], rows[-1] - columns[0]  # the smallest and the largest i - j
     if tile.query_offset is not None:
         first_behind, last_behind = first_behind + tile.query_offset.min(), last_behind + tile.query_offset.max()
@@ -61,6 +63,9 @@ def may_be_visible(problem: Problem, tile: Operands, rows: jax.Array, columns: j
         tests.append(rows[0] < tile.q_lengths.max())
     if tile.kv_lengths is not None:
         tests.append(columns[0] < tile.kv_lengths.max())
+    if tile.blocks is not None:  # a block has no fewer than 16 rows and columns, and a tile begins with a block's 16
+        kinds = block_sparse.kinds_at(_block_shape(problem), tile.blocks, rows[::16], columns[::16])
+        tests.append((kinds != block_sparse.NOTHING).any())
     return jnp.all(jnp.stack(tests)) if tests else None
 
 
@@ -181,6 +186,10 @@ def _einsum(problem: Problem, spec: str, a: jax.Array, b: jax.Array) -> jax.Arra
     dtype = problem.accumulation_dtype
     precision = jax.lax.Precision.HIGHEST if problem.full_precision else None
     return jnp.einsum(spec, a.astype(dtype), b.astype(dtype), precision=precision)
+
+
+def _block_shape(problem: Problem) -> block_sparse.Shape:
+    return block_sparse.Shape(problem.q_len, problem.kv_len, problem.q_block, problem.kv_block)
 
 
 def _per_batch(x: jax.Array) -> jax.Array:

@@ -1,0 +1,410 @@
+"""`BlockMask`: which entries of the attention matrix may attend, block by block (Algorithm 5 of arXiv 2205.14135).
+
+Blocks that are empty cost nothing, forward and backward. Blocks that are neither empty nor full share a table of
+element masks, so that structured masks (causal, windows, documents) take no memory of the order of T·S entries.
+`patterns.py` has the masks of the literature.
+
+    mask = patterns.butterfly(seq_len, seq_len) & patterns.causal(seq_len, seq_len)
+    o = jax_flash.dot_product_attention(q, k, v, block_mask=mask)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+BLOCK = 128  # rows and columns of a block by default
+NOTHING, EVERYTHING, ELEMENTS = 0, 1, 2  # of `BlockMask.blocks`; from ELEMENTS on the number of an element mask
+WORD = 32  # entries in a word of an element mask
+
+MaskFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class Shape(NamedTuple):
+    """What is static in a block mask: T and S in entries, and the block size."""
+
+    q_len: int
+    kv_len: int
+    q_block: int = BLOCK
+    kv_block: int = BLOCK
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """U and V, the number of block rows and block columns."""
+        return -(-self.q_len // self.q_block), -(-self.kv_len // self.kv_block)
+
+    def check(self) -> None:
+        """Raises ValueError for sizes that no mask can have."""
+        if self.q_len < 0 or self.kv_len < 0:
+            raise ValueError(f"lengths of a block mask must not be negative: {self.q_len}, {self.kv_len}")
+        for name, size in (("q_block", self.q_block), ("kv_block", self.kv_block)):
+            if size <= 0 or size % 16:
+                raise ValueError(f"{name} must be a positive multiple of 16, not {size}")
+
+
+@jax.tree_util.register_pytree_node_class
+class BlockMask:
+    """Which entries may attend, of T rows and S columns in U·V blocks of `q_block` x `kv_block`. Immutable.
+
+    A pytree, whose arrays may be traced. One of concrete arrays is hashable too, by its contents: it can be a static
+    argument of `jax.jit`, an attribute of a Flax module, or a constant of the program. Made by the constructors below
+    and by `patterns.py`; combined by `&`, `|` and `~`, entry by entry.
+
+    Attributes:
+      shape: T, S and the block size.
+      blocks: int32 [B|1, N|1, U, V]: 0 for an empty block, 1 for a full one, else 2 + the number of its element mask.
+      element_masks: uint32 [B|1, P, q_block, kv_block / 32], bit j % 32 of word j / 32 is column j of the block; None
+        if there are none.
+      row_lists: int32 [B|1, N|1, U, 2 + W], the block rows, those with most blocks first: of each its index, the number
+        of its blocks, and their columns in order.
+      column_lists: int32 [B|1, N|1, V, 2 + W], likewise the block columns.
+    """
+
+    shape: Shape
+    blocks: Any
+    element_masks: Any
+    row_lists: Any
+    column_lists: Any
+
+    def __init__(self, shape: Shape, blocks: Any, element_masks: Any = None):
+        """Of these blocks; the lists are made here, once. Mostly called by the constructors."""
+        shape.check()
+        self.shape = shape
+        if _traced(blocks, element_masks):
+            self.blocks = jnp.asarray(blocks, jnp.int32)
+            self.element_masks = element_masks
+        else:
+            self.blocks, self.element_masks = _compact(shape, np.asarray(blocks, np.int32), element_masks)
+        if self.blocks.ndim != 4 or self.blocks.shape[2:] != shape.grid:
+            raise ValueError(f"blocks must have shape [B|1, N|1, U, V] with U, V = {shape.grid}, not {blocks.shape}")
+        self.row_lists = _lists(self.blocks)
+        self.column_lists = _lists(self.blocks.swapaxes(2, 3))
+
+    def tree_flatten(self):
+        return (self.blocks, self.element_masks, self.row_lists, self.column_lists), self.shape
+
+    @classmethod
+    def tree_unflatten(cls, shape, children):
+        mask = object.__new__(cls)
+        mask.shape = shape
+        mask.blocks, mask.element_masks, mask.row_lists, mask.column_lists = children
+        return mask
+
+    # --- constructors ---
+
+    @classmethod
+    def from_dense(
+        cls,
+        blocks: ArrayLike,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        *,
+        q_block: int = BLOCK,
+        kv_block: int = BLOCK,
+    ) -> BlockMask:
+        """The paper's M: bool [U, V], [N|1, U, V] or [B|1, N|1, U, V], true for the blocks that are kept.
+
+        It may be traced: a pattern that depends on the data, under `jax.jit`. Lengths are those of whole blocks unless
+        given.
+
+        Raises:
+          TypeError: blocks are not boolean.
+          ValueError: shapes that do not fit, block sizes that are no multiples of 16.
+        """
+        kept = _boolean("blocks", blocks)
+        q_len = kept.shape[-2] * q_block if q_len is None else q_len
+        kv_len = kept.shape[-1] * kv_block if kv_len is None else kv_len
+        return cls(Shape(q_len, kv_len, q_block, kv_block), kept.astype(np.int32))
+
+    @classmethod
+    def from_mask(cls, mask: ArrayLike, *, q_block: int = BLOCK, kv_block: int = BLOCK) -> BlockMask:
+        """Of a bool [T, S], [N|1, T, S] or [B|1, N|1, T, S]: true where an entry may attend.
+
+        A traced mask keeps every block as an element mask: T·S bits, and no block is skipped for being empty.
+
+        Raises:
+          TypeError: the mask is not boolean.
+          ValueError: it does not have 2 to 4 dims, block sizes that are no multiples of 16.
+        """
+        entries = _boolean("mask", mask)
+        B, N, q_len, kv_len = entries.shape
+        shape = Shape(q_len, kv_len, q_block, kv_block)
+        shape.check()
+        xp = jnp if _traced(entries) else np
+        U, V = shape.grid
+        padding = ((0, 0), (0, 0), (0, U * q_block - q_len), (0, V * kv_block - kv_len))
+        if entries.size:  # beyond the lengths as at the ends, so that a block at the border can be full
+            entries = xp.pad(entries, padding, mode="edge")
+        tiles = entries.reshape(B, N, U, q_block, V, kv_block).swapaxes(3, 4)
+        masks = _pack(tiles).reshape(B, N * U * V, q_block, -(-kv_block // WORD))
+        numbers = np.arange(ELEMENTS, ELEMENTS + N * U * V, dtype=np.int32).reshape(1, N, U, V)
+        return cls(shape, numbers, masks)
+
+    @classmethod
+    def from_function(
+        cls,
+        mask_fn: MaskFunction,
+        q_len: int,
+        kv_len: int,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        q_block: int = BLOCK,
+        kv_block: int = BLOCK,
+    ) -> BlockMask:
+        """Of mask_fn(b, h, q_idx, kv_idx), called with int32 arrays that broadcast together; true: may attend.
+
+        It is evaluated once, a row of blocks at a time, and must not depend on traced values: where a mask depends on
+        the data use `from_dense`, or segment ids beside the block mask.
+
+        Raises:
+          TypeError: mask_fn returns something else than booleans, or depends on traced values.
+          ValueError: block sizes that are no multiples of 16.
+        """
+        shape = Shape(q_len, kv_len, q_block, kv_block)
+        shape.check()
+        U, V = shape.grid
+
+        @jax.jit
+        def block_row(b, h, u):
+            # Beyond the lengths as at the ends, so that a block at the border can be full.
+            i = jnp.minimum(u * q_block + jnp.arange(q_block), q_len - 1)[:, None]
+            j = jnp.minimum(jnp.arange(V * kv_block), kv_len - 1)[None]
+            allowed = mask_fn(b, h, i, j)
+            if allowed.dtype != jnp.bool_:
+                raise TypeError(f"mask_fn must return booleans, not {allowed.dtype}")
+            tiles = jnp.broadcast_to(allowed, (q_block, V * kv_block)).reshape(q_block, V, kv_block).swapaxes(0, 1)
+            return jnp.where(tiles.all((1, 2)), EVERYTHING, jnp.where(tiles.any((1, 2)), ELEMENTS, NOTHING)), tiles
+
+        blocks, table = np.zeros((batch, heads, U, V), np.int32), _Table(shape)
+        with jax.ensure_compile_time_eval():
+            for b, h, u in np.ndindex(batch, heads, U) if V else ():
+                kinds, tiles = block_row(b, h, u)
+                if _traced(kinds):
+                    raise TypeError("from_function: mask_fn must not depend on traced values")
+                blocks[b, h, u] = kinds
+                for v in np.flatnonzero(blocks[b, h, u] == ELEMENTS):
+                    blocks[b, h, u, v] = table.number(_pack(np.asarray(tiles[v])))
+        return cls(shape, blocks, table.masks())
+
+    # --- what it says ---
+
+    @property
+    def kept(self) -> float:
+        """The fraction of blocks that are not empty; of traced masks an array."""
+        return (self.blocks != NOTHING).mean() if self.blocks.size else 0.0
+
+    def to_mask(self) -> jax.Array | np.ndarray:
+        """All entries: bool [B|1, N|1, T, S]. For tests and small masks."""
+        xp = jnp if _traced(self.blocks) else np
+        rows, columns = xp.arange(self.shape.q_len), xp.arange(self.shape.kv_len)
+        return may_attend(self.shape, self.blocks, self.element_masks, rows, columns, xp)
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """Where both allow."""
+        return _combined(np.bitwise_and, self, other)
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """Where either allows."""
+        return _combined(np.bitwise_or, self, other)
+
+    def __invert__(self) -> BlockMask:
+        """Where it does not allow."""
+        xp = jnp if _traced(self.blocks) else np
+        inverted = xp.where(self.blocks < ELEMENTS, EVERYTHING - self.blocks, self.blocks)
+        every = _pack(np.ones((self.shape.q_block, self.shape.kv_block), bool))
+        return BlockMask(self.shape, inverted, None if self.element_masks is None else self.element_masks ^ every)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockMask) or self.shape != other.shape:
+            return False
+        ours, theirs = jax.tree.leaves(self), jax.tree.leaves(other)
+        return len(ours) == len(theirs) and all(map(np.array_equal, ours, theirs))
+
+    def __hash__(self) -> int:
+        if _traced(*jax.tree.leaves(self)):
+            raise TypeError("a traced BlockMask is not hashable")
+        return hash((self.shape, *(np.asarray(x).tobytes() for x in jax.tree.leaves(self))))
+
+    def __repr__(self) -> str:
+        q_len, kv_len, q_block, kv_block = self.shape
+        head = f"BlockMask({q_len} x {kv_len} in blocks of {q_block} x {kv_block}"
+        if _traced(self.blocks) or not hasattr(self.blocks, "shape"):  # JAX puts all kinds of things into pytrees
+            return f"{head}, traced)"
+        full = (self.blocks == EVERYTHING).mean() if self.blocks.size else 0.0
+        size = " x ".join(map(str, self.blocks.shape[:2]))
+        head += f", {self.kept:.1%} kept, {full:.1%} full, {size} batch entries x heads)"
+        return "\n".join([head, *_picture(self.blocks)])
+
+    def plot(self, batch: int = 0, head: int = 0, ax: Any = None) -> Any:
+        """Draws the blocks of one head: empty white, partial light, full dark. Needs matplotlib.
+
+        Args:
+          ax: the `matplotlib` axes to draw on; new ones if None.
+
+        Returns:
+          The axes.
+        """
+        import matplotlib.pyplot as plt
+        from matplotlib.colors import ListedColormap
+
+        ax = plt.figure().add_subplot() if ax is None else ax
+        blocks = np.asarray(self.blocks)
+        kinds = np.array([0, 2, 1])[np.minimum(blocks[batch % blocks.shape[0], head % blocks.shape[1]], ELEMENTS)]
+        extent = (0, self.shape.kv_len, self.shape.q_len, 0)
+        colors = ListedColormap(["white", "#9ecae1", "#08519c"])
+        ax.imshow(kinds, cmap=colors, vmin=0, vmax=2, extent=extent, interpolation="nearest", aspect="auto")
+        ax.set(xlabel="key", ylabel="query", title=f"{self.kept:.1%} of the blocks kept")
+        return ax
+
+
+def may_attend(shape: Shape, blocks: Any, element_masks: Any, rows: Any, columns: Any, xp: Any = jnp) -> Any:
+    """Which entries of these rows and columns (int [R] and [C]) the blocks allow: bool [B|1, N|1, R, C]."""
+    kinds = kinds_at(shape, blocks, rows, columns, xp)
+    if element_masks is None:
+        return kinds == EVERYTHING
+    masks = xp.clip(kinds - ELEMENTS, 0, element_masks.shape[1] - 1)
+    row, column = (rows % shape.q_block)[:, None], (columns % shape.kv_block)[None]
+    words = element_masks[xp.arange(element_masks.shape[0])[:, None, None, None], masks, row, column // WORD]
+    bits = (words >> (column % WORD).astype(np.uint32)) & np.uint32(1)
+    partial = (kinds >= ELEMENTS) & (kinds < ELEMENTS + element_masks.shape[1])
+    return (kinds == EVERYTHING) | (partial & (bits == 1))
+
+
+def kinds_at(shape: Shape, blocks: Any, rows: Any, columns: Any, xp: Any = jnp) -> Any:
+    """What `blocks` says at these rows and columns: int32 [B|1, N|1, R, C]."""
+    U, V = shape.grid
+    # Positions past the ends (the padding of a tile) are another mask's business.
+    u, v = xp.minimum(rows // shape.q_block, U - 1), xp.minimum(columns // shape.kv_block, V - 1)
+    return blocks[:, :, u][..., v]
+
+
+def _traced(*arrays: Any) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+
+def _boolean(name: str, x: Any) -> Any:
+    """As [B|1, N|1, …, …]; on the host unless traced."""
+    x = x if _traced(x) else np.asarray(x)
+    if x.dtype != np.bool_:
+        raise TypeError(f"{name} must be boolean, not {x.dtype}")
+    if not 2 <= x.ndim <= 4:
+        raise ValueError(f"{name} must have 2 to 4 dims, not shape {x.shape}")
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _pack(tiles: Any) -> Any:
+    """bool [..., kv_block] -> uint32 [..., kv_block / 32]."""
+    xp = jnp if _traced(tiles) else np
+    words = -(-tiles.shape[-1] // WORD)
+    padding = ((0, 0),) * (tiles.ndim - 1) + ((0, words * WORD - tiles.shape[-1]),)
+    bits = xp.pad(tiles, padding).reshape(*tiles.shape[:-1], words, WORD).astype(np.uint32)
+    return (bits << xp.arange(WORD, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+
+
+class _Table:
+    """Element masks, each once."""
+
+    def __init__(self, shape: Shape):
+        self._shape = (shape.q_block, -(-shape.kv_block // WORD))
+        self._every = _pack(np.ones((shape.q_block, shape.kv_block), bool))
+        self._numbers: dict[bytes, int] = {}
+
+    def number(self, mask: np.ndarray) -> int:
+        """What `BlockMask.blocks` says of a block with this mask."""
+        if not mask.any():
+            return NOTHING
+        if np.array_equal(mask, self._every):
+            return EVERYTHING
+        return ELEMENTS + self._numbers.setdefault(mask.tobytes(), len(self._numbers))
+
+    def masks(self) -> np.ndarray | None:
+        if not self._numbers:
+            return None
+        return np.stack([np.frombuffer(x, np.uint32).reshape(self._shape) for x in self._numbers])[None]
+
+
+def _compact(shape: Shape, blocks: np.ndarray, element_masks: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """The same with one table for all batch entries, of every element mask that is used, each once."""
+    if element_masks is None:
+        return blocks, None
+    batch, count, *mask_shape = np.shape(element_masks)
+    if batch > 1:
+        of_batch = np.arange(batch, dtype=np.int32).reshape(batch, 1, 1, 1) * count
+        blocks = np.where(blocks < ELEMENTS, blocks, blocks + of_batch)
+    masks = np.asarray(element_masks).reshape(batch * count, *mask_shape)
+    table, (used, inverse) = _Table(shape), np.unique(blocks, return_inverse=True)
+    kinds = [kind if kind < ELEMENTS else table.number(masks[kind - ELEMENTS]) for kind in used]
+    return np.array(kinds, np.int32)[inverse].reshape(blocks.shape), table.masks()
+
+
+def _combined(op: np.ufunc, a: BlockMask, b: object) -> BlockMask:
+    if not isinstance(b, BlockMask):
+        return NotImplemented
+    if a.shape != b.shape:
+        raise ValueError(f"block masks of different lengths or block sizes do not combine: {a.shape}, {b.shape}")
+    if _traced(*jax.tree.leaves((a, b))):
+        return _combined_traced(op, a, b)
+    masks_a, masks_b = _all_masks(a), _all_masks(b)
+    codes = a.blocks.astype(np.int64) * masks_b.shape[1] + b.blocks
+    used, inverse = np.unique(codes, return_inverse=True)
+    table = _Table(a.shape)
+    pairs = np.stack(np.divmod(used, masks_b.shape[1]), -1)
+    kinds = [table.number(op(masks_a[0, x], masks_b[0, y])) for x, y in pairs]
+    return BlockMask(a.shape, np.array(kinds, np.int32)[inverse].reshape(codes.shape), table.masks())
+
+
+def _combined_traced(op: np.ufunc, a: BlockMask, b: BlockMask) -> BlockMask:
+    """Any element mask of one may meet any of the other."""
+    masks_a, masks_b = _all_masks(a), _all_masks(b)
+    sizes = masks_a.shape[1], masks_b.shape[1]
+    kinds = ELEMENTS + np.arange(sizes[0] * sizes[1], dtype=np.int32).reshape(sizes)
+    kinds[:ELEMENTS, :ELEMENTS] = op(*np.ogrid[:ELEMENTS, :ELEMENTS])
+    decided = NOTHING if op is np.bitwise_and else EVERYTHING  # by one alone
+    kinds[decided] = kinds[:, decided] = decided
+    xp_op = jnp.bitwise_and if op is np.bitwise_and else jnp.bitwise_or
+    masks = None
+    if kinds.size > ELEMENTS * ELEMENTS:
+        masks = xp_op(masks_a[:, :, None], masks_b[:, None])
+        masks = masks.reshape(masks.shape[0], kinds.size, *masks.shape[3:])
+    return BlockMask(a.shape, jnp.asarray(kinds)[a.blocks, b.blocks], masks)
+
+
+def _all_masks(mask: BlockMask) -> Any:
+    """Of every kind of block, NOTHING and EVERYTHING too: [B|1, 2 + P, q_block, words]."""
+    every = _pack(np.ones((mask.shape.q_block, mask.shape.kv_block), bool))
+    common = np.stack([np.zeros_like(every), every])[None]
+    if mask.element_masks is None:
+        return common
+    xp = jnp if _traced(mask.element_masks) else np
+    return xp.concatenate([np.repeat(common, mask.element_masks.shape[0], 0), mask.element_masks], 1)
+
+
+def _lists(blocks: Any) -> Any:
+    """[B|1, N|1, U, V] -> [B|1, N|1, U, 2 + W]: see `BlockMask`."""
+    xp = jnp if _traced(blocks) else np
+    there = blocks != NOTHING
+    counts = there.sum(-1, dtype=np.int32)
+    width = blocks.shape[-1] if xp is jnp else counts.max(initial=0)
+    members = xp.argsort(~there, axis=-1, stable=True)[..., :width]
+    members = xp.where(xp.arange(width) < counts[..., None], members, -1)
+    order = xp.argsort(-counts, axis=-1, stable=True)[..., None]
+    lists = xp.concatenate([counts[..., None], members], -1)
+    return xp.concatenate([order, xp.take_along_axis(lists, order, -2)], -1).astype(np.int32)
+
+
+def _picture(blocks: np.ndarray) -> Iterator[str]:
+    """The blocks of the first head in at most 32 lines of 64 characters."""
+    if not blocks.size:
+        return
+    kinds = np.asarray(blocks)[0, 0]
+    rows = np.array_split(np.arange(len(kinds)), min(len(kinds), 32))
+    columns = np.array_split(np.arange(len(kinds[0])), min(len(kinds[0]), 64))
+    for r in rows:
+        cells = (kinds[np.ix_(r, c)] for c in columns)
+        yield "".join(" " if not x.any() else "█" if (x == EVERYTHING).all() else "░" for x in cells)

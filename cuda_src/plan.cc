@@ -394,6 +394,7 @@ std::string CudaRefusal(const Problem& p) {
       return sized("head dim", dim) + ": the CUDA kernels do multiples of 8 up to 256";
     }
   }
+  if (p.block_mask.present) return "a block mask: the CUDA kernels of this version do not take one";
   if (std::max(p.q_len, p.kv_len) > kMaxSize - 512) return "a length of 2^31 or more";
   if (p.batch * p.q_heads > 0 && DivideUp(std::max(p.q_len, p.kv_len), 16) > kMaxSize / p.batch / p.q_heads) {
     return "batch x heads x length is too large for the CUDA kernels";

@@ -18,7 +18,7 @@ constexpr bool kStart = kRows == 64, kStartAtL = kStart && !kScores;
 // Where registers are so few that segments and the mask have to be looked up a few entries at a time, ...
 constexpr bool kFewAtOnce = kWide || kBias || kSoftCap;
 // ... or that there are none to work ahead, if more is asked than a causal mask.
-constexpr bool kFull =
+constexpr bool kCrowded =
     kWide && !kBias && (kSoftCap || kMask || kDropout || kWindow || kSegments || kQLengths || kKVLengths);
 
 // What exp2 of a difference of scores needs, before and after S became s.
@@ -181,7 +181,7 @@ struct Keys {
   __device__ __forceinline__ void Softmax(const Tile& tile, const Step& step) {
     if (kScores) Score(tile, step);
     if (step.masked) Hide(tile, step);
-    if (kFull && Never()) return;
+    if (kCrowded && Never()) return;
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
       const float4 x =

@@ -68,6 +68,7 @@ struct ConsumerOfP : Keys {
       WgmmaWait<0>();
       Pin(S);
       Softmax(tile, step);
+      if (!kStartAtL) __syncwarp();  // all lanes have read what is there of l and m
       Release(&shared.q_empty[stage]);
       RoundP();
       if (kDS) SendP();

@@ -19,7 +19,7 @@ constexpr int kRegisters = kScores || kMask || kSegments || kWindow || kDropout 
 constexpr int kHeldSteps = kSplit ? 0 : (kRegisters - kWarpRows * (RoundUp(kVDim, 16) + kCols) / 32) / (kWarpRows / 4);
 
 // No registers are left to work ahead beside what these masks keep in some.
-constexpr bool kFull = kDType == DType::kF32 && kWarpRows == 32 && (kWindow || kSegments || kQLengths || kKVLengths);
+constexpr bool kCrowded = kDType == DType::kF32 && kWarpRows == 32 && (kWindow || kSegments || kQLengths || kKVLengths);
 
 struct ForwardShared {
   union {
@@ -96,7 +96,7 @@ struct Forward {
     if (kScores) scores.ToScores(S);
     Softmax(S);
     if (kDropout) scores.Drop(S);
-    if (kFull && Never()) return;
+    if (kCrowded && Never()) return;
     AddTimesRows(O, S, v, 0);
   }
 

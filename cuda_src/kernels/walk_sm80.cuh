@@ -105,7 +105,7 @@ __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles
   __syncthreads();
 }
 
-// 2 rows of 16 and so on: `x[h]` is of row lane_row + 8 h.
+// C = diag(x) C: x[h] is of row lane_row + 8 h.
 template <int kCount, int kChunks>
 __device__ __forceinline__ void ScaleRows(float (&C)[kCount][kChunks][4], const float (&x)[2 * kCount]) {
 #pragma unroll

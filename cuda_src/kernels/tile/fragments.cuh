@@ -2,9 +2,8 @@
 // what differs, the k of an mma and how transposed operands are read, is decided here.
 //
 //   SharedTile<kRows, kDim>     [kRows][kDim] elements, filled by cp.async; zeros up to whole steps of k
-//   Accumulator<kM, kN>         float [kM / 16][kN / 8][4]: element [m][c][2 h + e] of lane l is row 16 m + l / 4 + 8
-//   h,
-//                               column 8 c + 2 (l % 4) + e
+//   Accumulator<kM, kN>         float [kM / 16][kN / 8][4]: element [m][c][2 h + e] of lane l is
+//                               row 16 m + l / 4 + 8 h, column 8 c + 2 (l % 4) + e
 //   OperandA, OperandB          16 x kStep of A and kStep x 8 of B, as mma.sync takes them, whatever the precision
 //   WarpRows<Tile, kCount, kHeld>       a warp's rows of a tile as left operands, of which some stay in registers
 //   AddRowsTimesRows(C, a, i, b, j)     C += A B^T: rows of two tiles (Q K^T, dO V^T, ...)

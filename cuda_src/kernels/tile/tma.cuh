@@ -10,11 +10,6 @@ struct alignas(64) TensorMap {
   uint8_t opaque[128];
 };
 
-// prefetch.tensormap
-__device__ __forceinline__ void PrefetchTensorMap(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // cp.async.bulk.tensor, HBM to shared; its bytes are counted by `barrier`.
 __device__ __forceinline__ void TmaLoad(void* shared, const TensorMap* map, uint64_t* barrier, int d, int time,
                                         int head, int batch) {

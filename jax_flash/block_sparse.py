@@ -39,12 +39,15 @@ class Shape(NamedTuple):
         return -(-self.q_len // self.q_block), -(-self.kv_len // self.kv_block)
 
     def check(self) -> None:
-        """Raises ValueError for sizes that no mask can have."""
-        if self.q_len < 0 or self.kv_len < 0:
-            raise ValueError(f"lengths of a block mask must not be negative: {self.q_len}, {self.kv_len}")
+        """Raises TypeError or ValueError for sizes that no mask can have."""
+        for name, size in self._asdict().items():
+            if not isinstance(size, (int, np.integer)):
+                raise TypeError(f"{name} must be an int, not {size!r}")
         for name, size in (("q_block", self.q_block), ("kv_block", self.kv_block)):
             if size <= 0 or size % 16:
                 raise ValueError(f"{name} must be a positive multiple of 16, not {size}")
+        if self.q_len < 0 or self.kv_len < 0:
+            raise ValueError(f"lengths of a block mask must not be negative: {self.q_len}, {self.kv_len}")
 
 
 @jax.tree_util.register_pytree_node_class
@@ -72,16 +75,28 @@ class BlockMask:
     column_lists: Any
 
     def __init__(self, shape: Shape, blocks: Any, element_masks: Any = None):
-        """Of these blocks; the lists are made here, once. Mostly called by the constructors."""
+        """Of these blocks; the lists are made here, once. Mostly called by the constructors.
+
+        Numbers of element masks that are not there count as empty blocks.
+        """
         shape.check()
-        self.shape = shape
-        if _traced(blocks, element_masks):
-            self.blocks = jnp.asarray(blocks, jnp.int32)
-            self.element_masks = element_masks
-        else:
-            self.blocks, self.element_masks = _compact(shape, np.asarray(blocks, np.int32), element_masks)
-        if self.blocks.ndim != 4 or self.blocks.shape[2:] != shape.grid:
+        xp, blocks, element_masks = _arrays(blocks, element_masks)
+        if blocks.ndim != 4 or blocks.shape[2:] != shape.grid:
             raise ValueError(f"blocks must have shape [B|1, N|1, U, V] with U, V = {shape.grid}, not {blocks.shape}")
+        tile = (shape.q_block, _words(shape.kv_block))
+        if element_masks is not None and (
+            element_masks.ndim != 4 or element_masks.shape[2:] != tile or element_masks.dtype != np.uint32
+        ):
+            raise ValueError(
+                f"element_masks must be uint32 [B|1, P, {tile[0]}, {tile[1]}], "
+                f"not {element_masks.dtype} {element_masks.shape}"
+            )
+        kinds = ELEMENTS + (0 if element_masks is None else element_masks.shape[1])
+        blocks = xp.where((blocks >= 0) & (blocks < kinds), blocks, NOTHING).astype(np.int32)
+        self.shape = shape
+        self.blocks, self.element_masks = (
+            (blocks, element_masks) if xp is jnp else _compact(shape, blocks, element_masks)
+        )
         self.row_lists = _lists(self.blocks)
         self.column_lists = _lists(self.blocks.swapaxes(2, 3))
 
@@ -173,9 +188,9 @@ class BlockMask:
         @jax.jit
         def block_row(b, h, u):
             # Beyond the lengths as at the ends, so that a block at the border can be full.
-            i = jnp.minimum(u * q_block + jnp.arange(q_block), q_len - 1)[:, None]
-            j = jnp.minimum(jnp.arange(V * kv_block), kv_len - 1)[None]
-            allowed = mask_fn(b, h, i, j)
+            i = jnp.minimum(u * q_block + jnp.arange(q_block, dtype=jnp.int32), q_len - 1)[:, None]
+            j = jnp.minimum(jnp.arange(V * kv_block, dtype=jnp.int32), kv_len - 1)[None]
+            allowed = jnp.asarray(mask_fn(b, h, i, j))
             if allowed.dtype != jnp.bool_:
                 raise TypeError(f"mask_fn must return booleans, not {allowed.dtype}")
             tiles = jnp.broadcast_to(allowed, (q_block, V * kv_block)).reshape(q_block, V, kv_block).swapaxes(0, 1)
@@ -184,7 +199,7 @@ class BlockMask:
         blocks, table = np.zeros((batch, heads, U, V), np.int32), _Table(shape)
         with jax.ensure_compile_time_eval():
             for b, h, u in np.ndindex(batch, heads, U) if V else ():
-                kinds, tiles = block_row(b, h, u)
+                kinds, tiles = block_row(*map(np.int32, (b, h, u)))
                 if _traced(kinds):
                     raise TypeError("from_function: mask_fn must not depend on traced values")
                 blocks[b, h, u] = kinds
@@ -197,13 +212,14 @@ class BlockMask:
     @property
     def kept(self) -> float:
         """The fraction of blocks that are not empty; of traced masks an array."""
-        return (self.blocks != NOTHING).mean() if self.blocks.size else 0.0
+        _, blocks = _arrays(self.blocks)
+        return (blocks != NOTHING).mean() if blocks.size else 0.0
 
     def to_mask(self) -> jax.Array | np.ndarray:
         """All entries: bool [B|1, N|1, T, S]. For tests and small masks."""
-        xp = jnp if _traced(self.blocks) else np
+        xp, blocks, element_masks = _arrays(self.blocks, self.element_masks)
         rows, columns = xp.arange(self.shape.q_len), xp.arange(self.shape.kv_len)
-        return may_attend(self.shape, self.blocks, self.element_masks, rows, columns, xp)
+        return may_attend(self.shape, blocks, element_masks, rows, columns, xp)
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """Where both allow."""
@@ -215,10 +231,10 @@ class BlockMask:
 
     def __invert__(self) -> BlockMask:
         """Where it does not allow."""
-        xp = jnp if _traced(self.blocks) else np
-        inverted = xp.where(self.blocks < ELEMENTS, EVERYTHING - self.blocks, self.blocks)
+        xp, blocks, element_masks = _arrays(self.blocks, self.element_masks)
+        inverted = xp.where(blocks < ELEMENTS, EVERYTHING - blocks, blocks)
         every = _pack(np.ones((self.shape.q_block, self.shape.kv_block), bool))
-        return BlockMask(self.shape, inverted, None if self.element_masks is None else self.element_masks ^ every)
+        return BlockMask(self.shape, inverted, None if element_masks is None else element_masks ^ every)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask) or self.shape != other.shape:
@@ -236,10 +252,11 @@ class BlockMask:
         head = f"BlockMask({q_len} x {kv_len} in blocks of {q_block} x {kv_block}"
         if _traced(self.blocks) or not hasattr(self.blocks, "shape"):  # JAX puts all kinds of things into pytrees
             return f"{head}, traced)"
-        full = (self.blocks == EVERYTHING).mean() if self.blocks.size else 0.0
-        size = " x ".join(map(str, self.blocks.shape[:2]))
+        blocks = np.asarray(self.blocks)
+        full = (blocks == EVERYTHING).mean() if blocks.size else 0.0
+        size = " x ".join(map(str, blocks.shape[:2]))
         head += f", {self.kept:.1%} kept, {full:.1%} full, {size} batch entries x heads)"
-        return "\n".join([head, *_picture(self.blocks)])
+        return "\n".join([head, *_picture(blocks)])
 
     def plot(self, batch: int = 0, head: int = 0, ax: Any = None) -> Any:
         """Draws the blocks of one head: empty white, partial light, full dark. Needs matplotlib.
@@ -288,6 +305,15 @@ def _traced(*arrays: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
+def _arrays(*arrays: Any) -> Any:
+    """NumPy and these arrays on the host, or JAX's and the arrays if any is traced.
+
+    Inside of `jax.jit` the results of JAX's functions are traced even if all arrays are concrete.
+    """
+    xp = jnp if _traced(*arrays) else np
+    return xp, *(None if x is None else xp.asarray(x) for x in arrays)
+
+
 def _boolean(name: str, x: Any) -> Any:
     """As [B|1, N|1, …, …]; on the host unless traced."""
     x = x if _traced(x) else np.asarray(x)
@@ -298,10 +324,14 @@ def _boolean(name: str, x: Any) -> Any:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
+def _words(columns: int) -> int:
+    return -(-columns // WORD)
+
+
 def _pack(tiles: Any) -> Any:
     """bool [..., kv_block] -> uint32 [..., kv_block / 32]."""
     xp = jnp if _traced(tiles) else np
-    words = -(-tiles.shape[-1] // WORD)
+    words = _words(tiles.shape[-1])
     padding = ((0, 0),) * (tiles.ndim - 1) + ((0, words * WORD - tiles.shape[-1]),)
     bits = xp.pad(tiles, padding).reshape(*tiles.shape[:-1], words, WORD).astype(np.uint32)
     return (bits << xp.arange(WORD, dtype=np.uint32)).sum(-1, dtype=np.uint32)
@@ -311,7 +341,7 @@ class _Table:
     """Element masks, each once."""
 
     def __init__(self, shape: Shape):
-        self._shape = (shape.q_block, -(-shape.kv_block // WORD))
+        self._shape = (shape.q_block, _words(shape.kv_block))
         self._every = _pack(np.ones((shape.q_block, shape.kv_block), bool))
         self._numbers: dict[bytes, int] = {}
 
@@ -330,7 +360,7 @@ class _Table:
 
 
 def _compact(shape: Shape, blocks: np.ndarray, element_masks: Any) -> tuple[np.ndarray, np.ndarray | None]:
-    """The same with one table for all batch entries, of every element mask that is used, each once."""
+    """The same with one table for all batch entries, of every element mask that is used, each once, as they appear."""
     if element_masks is None:
         return blocks, None
     batch, count, *mask_shape = np.shape(element_masks)
@@ -338,9 +368,12 @@ def _compact(shape: Shape, blocks: np.ndarray, element_masks: Any) -> tuple[np.n
         of_batch = np.arange(batch, dtype=np.int32).reshape(batch, 1, 1, 1) * count
         blocks = np.where(blocks < ELEMENTS, blocks, blocks + of_batch)
     masks = np.asarray(element_masks).reshape(batch * count, *mask_shape)
-    table, (used, inverse) = _Table(shape), np.unique(blocks, return_inverse=True)
-    kinds = [kind if kind < ELEMENTS else table.number(masks[kind - ELEMENTS]) for kind in used]
-    return np.array(kinds, np.int32)[inverse].reshape(blocks.shape), table.masks()
+    table, (used, first, inverse) = _Table(shape), np.unique(blocks, return_index=True, return_inverse=True)
+    kinds = used.copy()
+    for at in np.argsort(first):
+        if used[at] >= ELEMENTS:
+            kinds[at] = table.number(masks[used[at] - ELEMENTS])
+    return kinds[inverse].reshape(blocks.shape), table.masks()
 
 
 def _combined(op: np.ufunc, a: BlockMask, b: object) -> BlockMask:
@@ -351,7 +384,7 @@ def _combined(op: np.ufunc, a: BlockMask, b: object) -> BlockMask:
     if _traced(*jax.tree.leaves((a, b))):
         return _combined_traced(op, a, b)
     masks_a, masks_b = _all_masks(a), _all_masks(b)
-    codes = a.blocks.astype(np.int64) * masks_b.shape[1] + b.blocks
+    codes = np.asarray(a.blocks, np.int64) * masks_b.shape[1] + np.asarray(b.blocks)
     used, inverse = np.unique(codes, return_inverse=True)
     table = _Table(a.shape)
     pairs = np.stack(np.divmod(used, masks_b.shape[1]), -1)

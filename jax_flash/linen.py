@@ -20,6 +20,7 @@ from flax.typing import Dtype, PrecisionLike
 
 from jax_flash._flax import append, attend, refuse
 from jax_flash.attention import Implementation
+from jax_flash.block_sparse import BlockMask
 
 __all__ = ["MultiHeadAttention", "dot_product_attention"]
 
@@ -45,6 +46,7 @@ def dot_product_attention(
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    block_mask: BlockMask | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """`flax.linen.dot_product_attention`, fused. The keyword-only arguments are those of `jax_flash` (see there).
@@ -91,6 +93,7 @@ def dot_product_attention(
         is_causal=is_causal,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
+        block_mask=block_mask,
         implementation=implementation,
     )
 
@@ -130,6 +133,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
         inputs_v: jax.Array | None = None,
         *,
         mask: jax.Array | None = None,
+        block_mask: BlockMask | None = None,
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
@@ -141,6 +145,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
           inputs_k: [..., S, features] (default: inputs_q).
           inputs_v: [..., S, features] (default: inputs_k).
           mask: bool or float, broadcastable to [..., num_heads, T, S]: nonzero where a query may attend.
+          block_mask: blocks that may attend, of T x S entries; leading dimensions count as one batch.
           deterministic: no dropout; given here or as the attribute, needed if `dropout_rate` > 0.
           dropout_rng: a JAX key (default: `self.make_rng("dropout")`).
 
@@ -226,6 +231,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
             is_causal=self.is_causal or offset is not None,
             local_window_size=self.local_window_size,
             logits_soft_cap=self.logits_soft_cap,
+            block_mask=block_mask,
             implementation=self.implementation,
         )
         return dense(

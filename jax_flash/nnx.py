@@ -18,6 +18,7 @@ from flax.typing import Dtype, PrecisionLike, PromoteDtypeFn
 
 from jax_flash._flax import append, attend, refuse
 from jax_flash.attention import Implementation
+from jax_flash.block_sparse import BlockMask
 
 __all__ = ["MultiHeadAttention", "dot_product_attention"]
 
@@ -40,6 +41,7 @@ def dot_product_attention(
     *,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    block_mask: BlockMask | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """`flax.nnx.dot_product_attention`, fused. The keyword-only arguments are those of `jax_flash` (see there).
@@ -79,6 +81,7 @@ def dot_product_attention(
         is_causal=is_causal,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
+        block_mask=block_mask,
         implementation=implementation,
     )
 
@@ -127,6 +130,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         inputs_v: jax.Array | None = None,
         *,
         mask: jax.Array | None = None,
+        block_mask: BlockMask | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
@@ -142,6 +146,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           inputs_k: [..., S, in_kv_features] (default: inputs_q).
           inputs_v: [..., S, in_kv_features] (default: inputs_k).
           mask: bool or float, broadcastable to [..., num_heads, T, S]: nonzero where a query may attend.
+          block_mask: blocks that may attend, of T x S entries; leading dimensions count as one batch.
           deterministic, rngs, decode, is_causal: take precedence over what the constructor was given.
           out_sharding, qkv_sharding: of the outputs of the projections.
 
@@ -202,6 +207,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             is_causal=(self.is_causal if is_causal is None else is_causal) or offset is not None,
             local_window_size=self.local_window_size,
             logits_soft_cap=self.logits_soft_cap,
+            block_mask=block_mask,
             implementation=self.implementation,
         )
         return self.out(x, out_sharding=out_sharding)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_flash
 from jax_flash.linen import MultiHeadAttention, dot_product_attention
 
 BATCH, LENGTH, FEATURES, HEADS = 2, 12, 16, 4
@@ -228,6 +229,25 @@ def test_module_causal_and_window():
     ):
         got = apply(MultiHeadAttention(HEADS, **options), variables, INPUTS)
         assert_close(got, apply(stock, variables, INPUTS, mask=mask))
+
+
+def test_block_masks():
+    """Of the function, of the module, and of the stock module with the function in it: as the mask of its entries."""
+    blocks = jax_flash.BlockMask.from_mask(
+        np.tri(LENGTH, k=2, dtype=bool) & (np.arange(LENGTH) > 1), q_block=16, kv_block=16
+    )
+    entries = jnp.asarray(blocks.to_mask())
+    q, k, v = (jnp.asarray(normal(seed, BATCH, LENGTH, HEADS, 8)) for seed in range(3))
+    assert_close(dot_product_attention(q, k, v, block_mask=blocks), dot_product_attention(q, k, v, mask=entries))
+
+    module = MultiHeadAttention(num_heads=HEADS)
+    variables = init(module, INPUTS)
+    want = apply(module, variables, INPUTS, mask=entries)
+    assert_close(apply(module, variables, INPUTS, block_mask=blocks), want)
+    attention_fn = functools.partial(dot_product_attention, block_mask=blocks)
+    assert_close(apply(nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn), variables, INPUTS), want)
+    with pytest.raises(ValueError, match="block_mask is of 12 x 12"):
+        apply(module, variables, INPUTS[:, 1:], block_mask=blocks)
 
 
 def test_module_grouped_query():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jax_flash
 from jax_flash.nnx import MultiHeadAttention, dot_product_attention
 
 BATCH, LENGTH, FEATURES, HEADS = 2, 12, 16, 4
@@ -161,6 +162,16 @@ def test_module_causal_and_window():
     assert_close(
         apply(fused, INPUTS, is_causal=True), apply(stock, INPUTS, mask=((distance <= 3) & (distance >= 0))[None, None])
     )
+
+
+def test_block_masks():
+    """Of the function and of the module: as the mask of its entries."""
+    blocks = jax_flash.BlockMask.from_mask(np.tri(LENGTH, k=2, dtype=bool), q_block=16, kv_block=16)
+    entries = jnp.asarray(blocks.to_mask())
+    q, k, v = (jnp.asarray(normal(seed, BATCH, LENGTH, HEADS, 8)) for seed in range(3))
+    assert_close(dot_product_attention(q, k, v, block_mask=blocks), dot_product_attention(q, k, v, mask=entries))
+    stock, fused = stock_and_fused()
+    assert_close(apply(fused, INPUTS, block_mask=blocks), apply(stock, INPUTS, mask=entries))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "local_window_size": 3, "normalize_qk": True}])

@@ -1,5 +1,6 @@
 """FlashAttention for JAX: exact, IO-aware attention as XLA custom calls."""
 
+from jax_flash import patterns
 from jax_flash.attention import (
     Choice,
     Statistics,
@@ -22,4 +23,5 @@ __all__ = [
     "attention_with_statistics",
     "choose_implementation",
     "dot_product_attention",
+    "patterns",
 ]

@@ -1,0 +1,423 @@
+"""The sparsity patterns of the literature, as block masks. `&`, `|` and `~` combine them.
+
+Butterfly, strided, fixed, BigBird and top-k keep whole blocks, and are causal only where the paper says so; the others
+are exact, entry by entry. i is the position of a query and j that of a key, both from 0; u and v number the block rows
+and block columns. Every function also takes the block size, `q_block` x `kv_block` entries, and raises ValueError for
+sizes that are no multiples of 16 and for negative lengths, TypeError for numbers that are no integers.
+
+Nothing takes time or memory of the order of T·S entries: of blocks that are alike one is evaluated, and only if it is
+neither empty nor full.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_flash.block_sparse import (  # internal
+    BLOCK,
+    ELEMENTS,
+    EVERYTHING,
+    NOTHING,
+    BlockMask,
+    Shape,
+    _pack,
+    _Table,
+    _traced,
+)
+
+
+def causal(q_len: int, kv_len: int, *, q_block: int = BLOCK, kv_block: int = BLOCK) -> BlockMask:
+    """j <= i: "Attention Is All You Need" (Vaswani et al. 2017, arXiv 1706.03762), section 3.2.3."""
+    return _causal(_shape(q_len, kv_len, q_block, kv_block))
+
+
+def local_window(
+    q_len: int, kv_len: int, left: int | None, right: int | None, *, q_block: int = BLOCK, kv_block: int = BLOCK
+) -> BlockMask:
+    """i - left <= j <= i + right; None: no bound. The sliding window of Longformer (see there), section 3.1.
+
+    Raises:
+      ValueError: left or right is negative.
+    """
+    return dilated_window(q_len, kv_len, left, right, 1, q_block=q_block, kv_block=kv_block)
+
+
+def dilated_window(
+    q_len: int,
+    kv_len: int,
+    left: int | None,
+    right: int | None,
+    dilation: int,
+    *,
+    q_block: int = BLOCK,
+    kv_block: int = BLOCK,
+) -> BlockMask:
+    """Every dilation-th key: j = i - dilation n, -right <= n <= left; None: no bound. Longformer, section 3.1.
+
+    The window spans `dilation` times as many blocks, none of them full.
+
+    Raises:
+      ValueError: left or right is negative, or dilation < 1.
+    """
+    shape = _shape(q_len, kv_len, q_block, kv_block)
+    least = -math.inf if right is None else -_integer("right", right)
+    most = math.inf if left is None else _integer("left", left)
+    dilation = _integer("dilation", dilation, 1)
+
+    def allowed(difference: np.ndarray) -> np.ndarray:
+        n, rest = np.divmod(difference, dilation)
+        return (rest == 0) & (least <= n) & (n <= most)
+
+    return _of_differences(shape, allowed)
+
+
+def butterfly(
+    q_len: int,
+    kv_len: int,
+    max_stride: int | None = None,
+    *,
+    global_blocks: int = 0,
+    q_block: int = BLOCK,
+    kv_block: int = BLOCK,
+) -> BlockMask:
+    """The flat block butterfly of "Pixelated Butterfly" (Chen et al. 2021, arXiv 2112.00029), section 3.
+
+    It is the sum of the block butterfly factors, I + B_2 + B_4 + … + B_k with k = `max_stride`: block (u, v) is kept
+    iff u = v or u ^ v is a power of two below k; log2(k) + 1 blocks a row. FlashAttention (arXiv 2205.14135, section
+    3.3) uses it as its fixed pattern. A grid that is not square has the pattern of its shorter side, stretched.
+
+    Args:
+      max_stride: k, in blocks; None: that of the whole grid.
+      global_blocks: so many leading block rows and block columns are kept too: the paper's low-rank term.
+
+    Raises:
+      ValueError: max_stride is no power of two, or global_blocks is negative.
+    """
+    U, V = _shape(q_len, kv_len, q_block, kv_block).grid
+    n = min(U, V)
+    stride = 1 << n.bit_length() if max_stride is None else _integer("max_stride", max_stride, 1)
+    if stride & (stride - 1):
+        raise ValueError(f"max_stride must be a power of two, not {max_stride}")
+    u, v = (np.arange(U) * n // max(U, 1))[:, None], np.arange(V) * n // max(V, 1)
+    leading = np.minimum(u, v) < _integer("global_blocks", global_blocks)
+    apart = u ^ v
+    kept = (apart & (apart - 1) == 0) & (apart < stride)  # zero or a power of two
+    return BlockMask.from_dense(kept | leading, q_len, kv_len, q_block=q_block, kv_block=kv_block)
+
+
+def strided(q_len: int, kv_len: int, stride: int, *, q_block: int = BLOCK, kv_block: int = BLOCK) -> BlockMask:
+    """The strided pattern of Sparse Transformers (Child et al. 2019, arXiv 1904.10509), section 4.3, in one head.
+
+    There i attends to j <= i if i - j <= l or (i - j) mod l = 0. Here the same holds for blocks, squares of
+    b = lcm(q_block, kv_block) entries a side: i // b, j // b and l / b in place of i, j and l; j <= i stays exact.
+
+    Args:
+      stride: l, in entries: a multiple of b.
+
+    Raises:
+      ValueError: it is not, or not positive.
+    """
+    shape = _shape(q_len, kv_len, q_block, kv_block)
+    a, b = _squares(shape)
+    l = _whole_squares("stride", stride, shape)
+    return _of_squares(shape, (a - b <= l) | ((a - b) % l == 0)) & _causal(shape)
+
+
+def fixed(
+    q_len: int, kv_len: int, stride: int, summary: int | None = None, *, q_block: int = BLOCK, kv_block: int = BLOCK
+) -> BlockMask:
+    """The fixed pattern of Sparse Transformers (Child et al. 2019, arXiv 1904.10509), section 4.3, in one head.
+
+    There i attends to j <= i if i // l = j // l, both are in one stretch of l positions, or if j mod l >= l - c, the
+    end of a stretch, which summarises it. Here the same holds for blocks, as in `strided`; j <= i stays exact.
+
+    Args:
+      stride: l, in entries: a multiple of b = lcm(q_block, kv_block).
+      summary: c, in entries: likewise; None: b.
+
+    Raises:
+      ValueError: one is no positive multiple of b, or summary > stride.
+    """
+    shape = _shape(q_len, kv_len, q_block, kv_block)
+    a, b = _squares(shape)
+    l = _whole_squares("stride", stride, shape)
+    c = 1 if summary is None else _whole_squares("summary", summary, shape)
+    if c > l:
+        raise ValueError(f"summary must not exceed the stride: {summary} > {stride}")
+    return _of_squares(shape, (a // l == b // l) | (b % l >= l - c)) & _causal(shape)
+
+
+def longformer(
+    q_len: int,
+    kv_len: int,
+    window: int,
+    *,
+    dilation: int = 1,
+    global_tokens: Sequence[int] = (),
+    q_block: int = BLOCK,
+    kv_block: int = BLOCK,
+) -> BlockMask:
+    """Longformer (Beltagy et al. 2020, arXiv 2004.05150), section 3.1: a sliding window and global tokens.
+
+    i attends to itself and to window / 2 keys on each side, with gaps if dilation > 1. A global token attends to all
+    keys, and all queries attend to it.
+
+    Args:
+      window: the paper's w: even.
+      global_tokens: their positions.
+
+    Raises:
+      ValueError: window is odd or negative, dilation < 1, or a global token is beyond both lengths.
+    """
+    shape = _shape(q_len, kv_len, q_block, kv_block)
+    if _integer("window", window) % 2:
+        raise ValueError(f"window must be even, half of it on each side, not {window}")
+    local = dilated_window(q_len, kv_len, window // 2, window // 2, dilation, q_block=q_block, kv_block=kv_block)
+    tokens = [_integer("a global token", token) for token in global_tokens]
+    if max(tokens, default=-1) >= max(q_len, kv_len):
+        raise ValueError(f"global token {max(tokens)} is beyond the lengths {q_len}, {kv_len}")
+    rows, columns = np.isin(np.arange(q_len), tokens), np.isin(np.arange(kv_len), tokens)
+    everywhere = _rectangle(shape, rows, np.full(kv_len, True)) | _rectangle(shape, np.full(q_len, True), columns)
+    return local | everywhere
+
+
+def bigbird(
+    q_len: int,
+    kv_len: int,
+    *,
+    window_blocks: int = 3,
+    global_blocks: int = 2,
+    random_blocks: int = 3,
+    seed: int | np.random.Generator = 0,
+    q_block: int = BLOCK,
+    kv_block: int = BLOCK,
+) -> BlockMask:
+    """BigBird-ITC (Zaheer et al. 2020, arXiv 2007.14062), section 2, in blocks as in its appendix D.
+
+    Blocks are squares of lcm(q_block, kv_block) entries. A block row attends to the window around the diagonal, to the
+    leading global blocks, and to random ones among the others (all if there are no more). Global block rows attend
+    to everything.
+
+    Args:
+      window_blocks: blocks in the window: odd.
+      seed: of the random blocks, for `numpy.random.default_rng`.
+
+    Raises:
+      ValueError: window_blocks is even, or a number is negative.
+    """
+    shape = _shape(q_len, kv_len, q_block, kv_block)
+    if _integer("window_blocks", window_blocks) % 2 == 0:
+        raise ValueError(f"window_blocks must be odd, not {window_blocks}")
+    a, b = _squares(shape)
+    kept = (abs(a - b) <= window_blocks // 2) | (np.minimum(a, b) < _integer("global_blocks", global_blocks))
+    lottery = np.where(kept, -1.0, np.random.default_rng(seed).random(kept.shape))
+    return _of_squares(shape, kept | _largest(lottery, _integer("random_blocks", random_blocks)))
+
+
+def document(
+    query_ids: ArrayLike, kv_ids: ArrayLike | None = None, *, q_block: int = BLOCK, kv_block: int = BLOCK
+) -> BlockMask:
+    """query_ids[i] = kv_ids[j]: packed documents, none of which sees another.
+
+    As in Llama 3 (Dubey et al. 2024, arXiv 2407.21783), section 3.2. Often together with `& causal(...)`.
+
+    Args:
+      query_ids: integer [T] or [B, T], concrete: any numbers in any order, though documents in one piece are fastest.
+      kv_ids: integer [S] or [B, S]; None: as query_ids.
+
+    Raises:
+      TypeError: ids are no integers, or traced: `dot_product_attention` takes such ones as segment ids.
+      ValueError: ids of another rank, or of different batches.
+    """
+    q_ids = _ids("query_ids", query_ids)
+    kv_ids = q_ids if kv_ids is None else _ids("kv_ids", kv_ids)
+    if q_ids.shape[0] != kv_ids.shape[0] and 1 not in (q_ids.shape[0], kv_ids.shape[0]):
+        raise ValueError(f"query_ids and kv_ids are of different batches: {q_ids.shape}, {kv_ids.shape}")
+    return _where_equal(_shape(q_ids.shape[1], kv_ids.shape[1], q_block, kv_block), q_ids, kv_ids)
+
+
+def prefix_lm(
+    q_len: int, kv_len: int, prefix_len: int | ArrayLike, *, q_block: int = BLOCK, kv_block: int = BLOCK
+) -> BlockMask:
+    """j <= i or j < prefix_len: T5 (Raffel et al. 2020, arXiv 1910.10683), section 3.2.1.
+
+    Args:
+      prefix_len: an int or integer [B], concrete.
+
+    Raises:
+      TypeError: prefix_len is traced, or no integer.
+      ValueError: it is negative, longer than kv_len or not of shape [] or [B].
+    """
+    shape = _shape(q_len, kv_len, q_block, kv_block)
+    prefix = _integers("prefix_len", prefix_len, "give dot_product_attention a mask")
+    if prefix.ndim > 1 or ((prefix < 0) | (prefix > kv_len)).any():
+        raise ValueError(f"prefix_len must be an int or [B] ints between 0 and {kv_len}, not {prefix_len}")
+    visible = _rectangle(shape, np.full(q_len, True), np.arange(kv_len) < prefix.reshape(-1, 1))
+    return visible | _causal(shape)
+
+
+def top_k(
+    scores: ArrayLike, k: int, q_len: int, kv_len: int, *, q_block: int = BLOCK, kv_block: int = BLOCK
+) -> BlockMask:
+    """The k blocks of every block row with the largest scores: a pattern that depends on the data.
+
+    What e.g. MoBA does (Lu et al. 2025, arXiv 2502.13189), section 2.2. Exactly min(k, V) blocks a row, the first ones
+    of equal scores; NaN counts as largest. With `& causal(...)` blocks of the future should score -inf.
+
+    Args:
+      scores: [U, V], [N|1, U, V] or [B|1, N|1, U, V] of any ordered type; they may be traced (jit, vmap).
+
+    Raises:
+      ValueError: k < 1, or scores that are not those of a grid of blocks of these lengths.
+    """
+    scores = scores if _traced(scores) else np.asarray(scores)
+    kept = _largest(scores, _integer("k", k, 1))
+    return BlockMask.from_dense(kept, q_len, kv_len, q_block=q_block, kv_block=kv_block)
+
+
+# --- exact, entry by entry ---
+
+
+def _of_differences(shape: Shape, allowed: Callable[[np.ndarray], np.ndarray]) -> BlockMask:
+    """(i, j) iff allowed(i - j), which is evaluated for the T + S - 1 differences: a block sees a stretch of them."""
+    line = allowed(np.arange(1 - shape.kv_len, shape.q_len))
+    before = np.concatenate([[0], np.cumsum(line)])
+    (i, rows), (j, columns) = _extents(shape.q_len, shape.q_block), _extents(shape.kv_len, shape.kv_block)
+    diagonal = i[:, None] - j + shape.kv_len - 1  # of each block's first entry, in the line
+    start, stop = diagonal - columns + 1, diagonal + rows[:, None]
+    count = before[stop] - before[start]
+    kinds = np.where(count == 0, NOTHING, np.where(count == stop - start, EVERYTHING, ELEMENTS))
+    # Blocks on a diagonal are alike, except for the last ones, which the lengths cut off.
+    alike = 4 * diagonal + 2 * (rows < shape.q_block)[:, None] + (columns < shape.kv_block)
+
+    def entries(_: int, u: int, v: int) -> np.ndarray:
+        row = np.minimum(np.arange(shape.q_block), rows[u] - 1)
+        column = np.minimum(np.arange(shape.kv_block), columns[v] - 1)
+        return line[diagonal[u, v] + row[:, None] - column]
+
+    return _block_mask(shape, kinds[None], alike[None], entries)
+
+
+def _causal(shape: Shape) -> BlockMask:
+    return _of_differences(shape, lambda difference: difference >= 0)
+
+
+def _where_equal(shape: Shape, q_ids: np.ndarray, kv_ids: np.ndarray) -> BlockMask:
+    """(b, i, j) iff q_ids[b, i] = kv_ids[b, j]: int [B|1, T] and [B|1, S], compared where the ranges of blocks meet."""
+    (q_tiles, q_alike), (kv_tiles, kv_alike) = _tiles(q_ids, shape.q_block), _tiles(kv_ids, shape.kv_block)
+    q_min, q_max = q_tiles.min(-1)[..., None], q_tiles.max(-1)[..., None]
+    kv_min, kv_max = kv_tiles.min(-1)[:, None], kv_tiles.max(-1)[:, None]
+    meet = (q_min <= kv_max) & (kv_min <= q_max)
+    constant = (q_min == q_max) & (kv_min == kv_max)
+    kinds = np.where(meet, np.where(constant, EVERYTHING, ELEMENTS), NOTHING)
+    alike = q_alike[..., None] * kv_alike.size + kv_alike[:, None]
+
+    def entries(b: int, u: int, v: int) -> np.ndarray:
+        return q_tiles[b % len(q_tiles), u][:, None] == kv_tiles[b % len(kv_tiles), v]
+
+    return _block_mask(shape, kinds, alike, entries)
+
+
+def _rectangle(shape: Shape, rows: np.ndarray, columns: np.ndarray) -> BlockMask:
+    """(b, i, j) iff rows[b, i] and columns[b, j]: bool [T] or [B|1, T], and [S] or [B|1, S]."""
+    return _where_equal(shape, np.atleast_2d(np.where(rows, 1, 0)), np.atleast_2d(np.where(columns, 1, 2)))
+
+
+def _block_mask(
+    shape: Shape, kinds: np.ndarray, alike: np.ndarray, entries: Callable[[int, int, int], np.ndarray]
+) -> BlockMask:
+    """Of NOTHING, EVERYTHING or ELEMENTS for each block [B, U, V]: entries(b, u, v) are those of a block of the last
+    kind, evaluated for one of those with an equal number in `alike`."""
+    table, partial = _Table(shape), kinds == ELEMENTS
+    _, first, inverse = np.unique(alike[partial], return_index=True, return_inverse=True)
+    numbers = [table.number(_pack(entries(*block))) for block in np.argwhere(partial)[first]]
+    blocks = kinds.astype(np.int32)
+    blocks[partial] = np.array(numbers, np.int32)[inverse]
+    return BlockMask(shape, blocks[:, None], table.masks())
+
+
+def _extents(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each block its first position and its number of positions."""
+    first = np.arange(0, length, block)
+    return first, np.minimum(length - first, block)
+
+
+def _tiles(ids: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """[B, L] -> [B, blocks, block], the last id repeated; and for each block the number of the first one like it."""
+    batch, length = ids.shape
+    blocks = -(-length // block)
+    tiles = ids[:, np.minimum(np.arange(blocks * block), length - 1)].reshape(batch, blocks, block)
+    first: dict[bytes, int] = {}
+    alike = [first.setdefault(tile.tobytes(), n) for n, tile in enumerate(tiles.reshape(-1, block))]
+    return tiles, np.array(alike, np.int64).reshape(batch, blocks)
+
+
+# --- of whole blocks ---
+
+
+def _squares(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """The rows [.., 1] and columns [..] of a grid of squares: whole blocks, whatever their shape."""
+    side = math.lcm(shape.q_block, shape.kv_block)
+    return np.arange(-(-shape.q_len // side))[:, None], np.arange(-(-shape.kv_len // side))
+
+
+def _of_squares(shape: Shape, kept: np.ndarray) -> BlockMask:
+    (U, V), side = shape.grid, math.lcm(shape.q_block, shape.kv_block)
+    blocks = kept[np.arange(U) * shape.q_block // side][:, np.arange(V) * shape.kv_block // side]
+    return BlockMask.from_dense(blocks, *shape[:2], q_block=shape.q_block, kv_block=shape.kv_block)
+
+
+def _largest(scores: Any, k: int) -> Any:
+    """Which are among the k largest of the last axis; of equal ones the first."""
+    xp = jnp if _traced(scores) else np
+    places = xp.argsort(xp.argsort(xp.flip(scores, -1), axis=-1, stable=True), axis=-1)
+    return xp.flip(places, -1) >= scores.shape[-1] - k
+
+
+# --- arguments ---
+
+
+def _shape(q_len: int, kv_len: int, q_block: int, kv_block: int) -> Shape:
+    shape = Shape(q_len, kv_len, q_block, kv_block)
+    shape.check()
+    return shape
+
+
+def _integer(name: str, value: int, least: int = 0) -> int:
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, not {value!r}") from None
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+    return value
+
+
+def _whole_squares(name: str, entries: int, shape: Shape) -> int:
+    side = math.lcm(shape.q_block, shape.kv_block)
+    if _integer(name, entries, 1) % side:
+        raise ValueError(f"{name} must be a multiple of {side} = lcm(q_block, kv_block), not {entries}")
+    return entries // side
+
+
+def _integers(name: str, x: ArrayLike, instead: str) -> np.ndarray:
+    if _traced(x):
+        raise TypeError(f"{name} must not be traced: {instead}")
+    x = np.asarray(x)
+    if x.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, not {x.dtype}")
+    return x
+
+
+def _ids(name: str, ids: ArrayLike) -> np.ndarray:
+    ids = _integers(name, ids, "give dot_product_attention query_segment_ids and key_value_segment_ids")
+    if ids.ndim not in (1, 2):
+        raise ValueError(f"{name} must have shape [length] or [B, length], not {ids.shape}")
+    return np.atleast_2d(ids)

@@ -250,7 +250,8 @@ class BlockMask:
     def __repr__(self) -> str:
         q_len, kv_len, q_block, kv_block = self.shape
         head = f"BlockMask({q_len} x {kv_len} in blocks of {q_block} x {kv_block}"
-        if _traced(self.blocks) or not hasattr(self.blocks, "shape"):  # JAX puts all kinds of things into pytrees
+        concrete = isinstance(self.blocks, (np.ndarray, jax.Array)) and not _traced(self.blocks)
+        if not concrete:  # JAX puts all kinds of things into pytrees
             return f"{head}, traced)"
         blocks = np.asarray(self.blocks)
         full = (blocks == EVERYTHING).mean() if blocks.size else 0.0

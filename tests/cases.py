@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import dropout
-from jax_flash.problem import Extent, Operands, Problem
+from jax_flash import BlockMask, dropout
+from jax_flash.problem import BLOCK_MASK, Extent, Operands, Problem
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Any]  # NumPy's, and a BlockMask of them
 DIFFERENTIATED = ("query", "key", "value", "bias")
 
 
@@ -47,6 +47,7 @@ class Case:
     spread: float = 1.0  # of query and key: large for a softmax near one-hot
     logsumexp: bool = True  # whether the logsumexp gets a cotangent
     deterministic: bool = False
+    block_mask: BlockMask | None = None
 
     def __str__(self) -> str:
         changed = {
@@ -99,6 +100,8 @@ class Case:
             arrays["query_offset"] = rng.integers(-T // 2, S, B).astype(np.int32)
         if self.dropout:
             arrays["dropout_key"] = np.asarray(jax.random.PRNGKey(seed + 1))
+        if self.block_mask is not None:
+            arrays["block_mask"] = self.block_mask
         return arrays
 
     def cotangents(self, dtype: str = "float32", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -191,6 +194,17 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         given["seed"] = dropout.seed_from_key(arrays["dropout_key"], B)
         given["batch_id"] = jnp.arange(B, dtype=jnp.uint32) * (not case.broadcast_dropout)
         given["head_id"] = jnp.arange(N, dtype=jnp.uint32) * (not case.broadcast_dropout)
+    blocks: dict[str, Any] = {}
+    if case.block_mask is not None:
+        given |= {name: jnp.asarray(x) for name in BLOCK_MASK if (x := getattr(case.block_mask, name)) is not None}
+        blocks = {
+            "block_mask": Extent.of_blocks(given["blocks"]),
+            "q_block": case.block_mask.shape.q_block,
+            "kv_block": case.block_mask.shape.kv_block,
+            "element_masks": given["element_masks"].shape[1] if "element_masks" in given else 0,
+            "row_list": given["row_lists"].shape[-1],
+            "column_list": given["column_lists"].shape[-1],
+        }
     left, right = case.window or (-1, -1)
     return Problem(
         batch=B,
@@ -213,6 +227,7 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         kv_lengths=case.lengths,
         segments=case.segments,
         query_offset=case.offset,
+        **blocks,
         drop_threshold=dropout.threshold(case.dropout),
         deterministic=case.deterministic,
         dlogsumexp=True,
@@ -244,7 +259,7 @@ def run(case: Case, arrays: Arrays, cotangents: Any, implementation: str | None 
     """The results of jax_flash, jitted, forward and backward; skips what the fused kernels refuse on this device."""
     if implementation == "flash" and (reason := refusal(case, arrays)):
         pytest.skip(reason)
-    with jax.enable_x64(any(x.dtype == np.float64 for x in arrays.values())):
+    with jax.enable_x64(any(x.dtype == np.float64 for x in jax.tree.leaves(arrays))):
         return jax.tree.map(np.asarray, _compiled(case, implementation)(arrays, cotangents))
 
 

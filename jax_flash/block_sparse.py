@@ -233,7 +233,7 @@ class BlockMask:
         """Where it does not allow."""
         xp, blocks, element_masks = _arrays(self.blocks, self.element_masks)
         inverted = xp.where(blocks < ELEMENTS, EVERYTHING - blocks, blocks)
-        every = _pack(np.ones((self.shape.q_block, self.shape.kv_block), bool))
+        every = _pack(np.ones((1, 1, self.shape.q_block, self.shape.kv_block), bool))
         return BlockMask(self.shape, inverted, None if element_masks is None else element_masks ^ every)
 
     def __eq__(self, other: object) -> bool:
@@ -287,7 +287,7 @@ def may_attend(shape: Shape, blocks: Any, element_masks: Any, rows: Any, columns
     if element_masks is None:
         return kinds == EVERYTHING
     masks = xp.clip(kinds - ELEMENTS, 0, element_masks.shape[1] - 1)
-    row, column = (rows % shape.q_block)[:, None], (columns % shape.kv_block)[None]
+    row, column = (rows % shape.q_block)[None, None, :, None], (columns % shape.kv_block)[None, None, None]
     words = element_masks[xp.arange(element_masks.shape[0])[:, None, None, None], masks, row, column // WORD]
     bits = (words >> (column % WORD).astype(np.uint32)) & np.uint32(1)
     partial = (kinds >= ELEMENTS) & (kinds < ELEMENTS + element_masks.shape[1])
@@ -297,6 +297,8 @@ def may_attend(shape: Shape, blocks: Any, element_masks: Any, rows: Any, columns
 def kinds_at(shape: Shape, blocks: Any, rows: Any, columns: Any, xp: Any = jnp) -> Any:
     """What `blocks` says at these rows and columns: int32 [B|1, N|1, R, C]."""
     U, V = shape.grid
+    if 0 in shape.grid:
+        return xp.zeros((*blocks.shape[:2], rows.size, columns.size), np.int32)
     # Positions past the ends (the padding of a tile) are another mask's business.
     u, v = xp.minimum(rows // shape.q_block, U - 1), xp.minimum(columns // shape.kv_block, V - 1)
     return blocks[:, :, u][..., v]
@@ -335,7 +337,8 @@ def _pack(tiles: Any) -> Any:
     words = _words(tiles.shape[-1])
     padding = ((0, 0),) * (tiles.ndim - 1) + ((0, words * WORD - tiles.shape[-1]),)
     bits = xp.pad(tiles, padding).reshape(*tiles.shape[:-1], words, WORD).astype(np.uint32)
-    return (bits << xp.arange(WORD, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    places = np.arange(WORD, dtype=np.uint32).reshape((1,) * (bits.ndim - 1) + (WORD,))
+    return (bits << places).sum(-1, dtype=np.uint32)
 
 
 class _Table:
@@ -365,7 +368,7 @@ def _compact(shape: Shape, blocks: np.ndarray, element_masks: Any) -> tuple[np.n
     if element_masks is None:
         return blocks, None
     batch, count, *mask_shape = np.shape(element_masks)
-    if batch > 1:
+    if batch != 1:
         of_batch = np.arange(batch, dtype=np.int32).reshape(batch, 1, 1, 1) * count
         blocks = np.where(blocks < ELEMENTS, blocks, blocks + of_batch)
     masks = np.asarray(element_masks).reshape(batch * count, *mask_shape)
@@ -426,7 +429,7 @@ def _lists(blocks: Any) -> Any:
     counts = there.sum(-1, dtype=np.int32)
     width = blocks.shape[-1] if xp is jnp else counts.max(initial=0)
     members = xp.argsort(~there, axis=-1, stable=True)[..., :width]
-    members = xp.where(xp.arange(width) < counts[..., None], members, -1)
+    members = xp.where(np.arange(width, dtype=np.int32)[None, None, None] < counts[..., None], members, -1)
     order = xp.argsort(-counts, axis=-1, stable=True)[..., None]
     lists = xp.concatenate([counts[..., None], members], -1)
     return xp.concatenate([order, xp.take_along_axis(lists, order, -2)], -1).astype(np.int32)

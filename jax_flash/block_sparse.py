@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import ArrayLike
 
 BLOCK = 128  # rows and columns of a block by default
@@ -279,6 +280,14 @@ class BlockMask:
         ax.imshow(kinds, cmap=colors, vmin=0, vmax=2, extent=extent, interpolation="nearest", aspect="auto")
         ax.set(xlabel="key", ylabel="query", title=f"{self.kept:.1%} of the blocks kept")
         return ax
+
+
+export.register_pytree_node_serialization(
+    BlockMask,
+    serialized_name="jax_flash.BlockMask",
+    serialize_auxdata=lambda shape: " ".join(map(str, shape)).encode(),
+    deserialize_auxdata=lambda text: Shape(*map(int, text.split())),
+)
 
 
 def may_attend(shape: Shape, blocks: Any, element_masks: Any, rows: Any, columns: Any, xp: Any = jnp) -> Any:

@@ -739,19 +739,20 @@ def checks():
 
 @pytest.mark.parametrize("implementation", ["flash", None])
 def test_export_round_trip(implementation, device):
-    """With the mask a constant, and made from an argument."""
-    given, mask = arrays(B), small(0, 1, N)
+    """With masks as a constant, as an argument, and made from an argument."""
+    given, mask, causal = arrays(B), small(0, 1, N), of(np.tri(T, S, dtype=bool))
 
-    def function(q, k, v, dense):
-        block_mask = of(mask) & BlockMask.from_dense(dense, T, S, **BLOCKS)
+    def function(q, k, v, dense, causal):
+        block_mask = of(mask) & BlockMask.from_dense(dense, T, S, **BLOCKS) & causal
         o = jax_flash.dot_product_attention(q, k, v, block_mask=block_mask, implementation=implementation)
         return (o**2).sum()
 
     gradient = jax.jit(jax.value_and_grad(function, (0, 1, 2)))
     dense = np.random.default_rng(0).random((3, 4)) < 0.7
     platform = "cuda" if device.platform == "gpu" else "cpu"
-    exported = export.export(gradient, platforms=(platform,), disabled_checks=checks())(*given, dense)
-    assert_close(export.deserialize(exported.serialize()).call(*given, dense), gradient(*given, dense))
+    exported = export.export(gradient, platforms=(platform,), disabled_checks=checks())(*given, dense, causal)
+    restored = export.deserialize(exported.serialize())
+    assert_close(restored.call(*given, dense, causal), gradient(*given, dense, causal))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string_view>
 #include <utility>
@@ -210,6 +211,21 @@ unsigned FeaturesOf(const Problem& p, const Tile& tile) {
          feature(p.batch * p.q_heads * DivideUp(p.q_len, tile.rows) < kMultiprocessors, kFewTiles);
 }
 
+// The tile, or as much of it as divides the blocks of a block mask. Where each warp has rows of its own, it has at
+// least 16.
+Tile WithinBlocks(Tile tile, std::string_view kernel, const Problem& p) {
+  if (!p.block_mask.present) return tile;
+  tile.rows = int(std::gcd(tile.rows, p.q_block));
+  tile.cols = int(std::gcd(tile.cols, p.kv_block));
+  if (kernel == "forward" || kernel == "backward_query") tile.groups = std::min(tile.groups, tile.rows / 16);
+  return tile;
+}
+
+// T or S in whole blocks if there is a block mask.
+int64_t InBlocks(int64_t size, int64_t block) { return block > 0 ? RoundUp(size, block) : size; }
+int64_t RowTiles(const Problem& p, const Tile& tile) { return DivideUp(InBlocks(p.q_len, p.q_block), tile.rows); }
+int64_t ColumnTiles(const Problem& p, const Tile& tile) { return DivideUp(InBlocks(p.kv_len, p.kv_block), tile.cols); }
+
 // A kernel's file and tiles.
 struct Chosen {
   std::string_view kernel;
@@ -220,11 +236,12 @@ struct Chosen {
 Chosen Choose(std::string_view kernel, const Target& target, const Problem& p) {
   for (const Table& table : kTables) {
     if (table.kernel != kernel || table.bytes != Bytes(p) || (table.sm == 90 && !target.hopper)) continue;
+    if (table.sm == 90 && p.block_mask.present) continue;
     const Choice* const choice = std::find_if(table.begin, table.end, [&](const Choice& x) {
       return x.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= x.dim &&
              (x.without & FeaturesOf(p, x.tile)) == 0;
     });
-    if (choice != table.end) return {kernel, table.sm, choice->tile};
+    if (choice != table.end) return {kernel, table.sm, WithinBlocks(choice->tile, kernel, p)};
   }
   throw std::invalid_argument("head dims " + std::to_string(p.qk_dim) + " and " + std::to_string(p.v_dim) +
                               ": the kernel " + std::string(kernel) + " needs more than the " +
@@ -250,6 +267,8 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
   define("SEGMENTS", p.segments);
   define("QUERY_OFFSET", p.query_offset);
   define("MASK", p.mask.present);
+  define("Q_BLOCK", p.q_block);
+  define("KV_BLOCK", p.kv_block);
   define("SOFT_CAP", p.soft_cap > 0);
   define("DROPOUT", p.dropout());
   define("FULL_PRECISION", p.dtype == DType::kF32 && p.full_precision);
@@ -268,9 +287,11 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
 // Nothing in it depends on the problem: one cubin does for all.
 Unit SegmentsUnit() {
   Unit unit = {"segments.cuh", {}};
-  for (const char* define : {"DTYPE=2", "BIAS_DTYPE=0", "QK_DIM=64", "V_DIM=64", "CAUSAL=0", "WINDOW=0", "Q_LENGTHS=0",
-                             "KV_LENGTHS=0", "SEGMENTS=1", "QUERY_OFFSET=0", "MASK=0", "SOFT_CAP=0", "DROPOUT=0",
-                             "FULL_PRECISION=0", "POSITIVE_SCALE=1", "DLOGSUMEXP=0", "DQ=0", "DK=0", "DV=0"}) {
+  for (const char* define :
+       {"DTYPE=2",     "BIAS_DTYPE=0", "QK_DIM=64",  "V_DIM=64",         "CAUSAL=0",         "WINDOW=0",
+        "Q_LENGTHS=0", "KV_LENGTHS=0", "SEGMENTS=1", "QUERY_OFFSET=0",   "MASK=0",           "Q_BLOCK=0",
+        "KV_BLOCK=0",  "SOFT_CAP=0",   "DROPOUT=0",  "FULL_PRECISION=0", "POSITIVE_SCALE=1", "DLOGSUMEXP=0",
+        "DQ=0",        "DK=0",         "DV=0"}) {
     unit.defines.push_back(std::string("JAX_FLASH_") + define);
   }
   return unit;
@@ -330,7 +351,7 @@ void AddForward(const Target& target, const Problem& p, Plan* plan) {
   const Chosen choice = Choose("forward", target, p);
   const Tile& tile = choice.tile;
   plan->launches.push_back(
-      MainLaunch(choice, Add(UnitOf(choice, p), plan), p.batch * p.q_heads * DivideUp(p.q_len, tile.rows),
+      MainLaunch(choice, Add(UnitOf(choice, p), plan), p.batch * p.q_heads * RowTiles(p, tile),
                  {{Mapped::kQuery, 64}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols}, {Mapped::kO, 64}}));
 }
 
@@ -354,8 +375,8 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
     plan->launches.push_back(prepared ? PrepareLaunch(p, unit)
                                       : Launch{unit, "jax_flash_backward_prepare", rows / 32, 256});
     // On Hopper, CTAs of 64 keys come in pairs.
-    const int64_t columns = prepared ? p.kv_len : RoundUp(p.kv_len, 128);
-    plan->launches.push_back(MainLaunch(choice, unit, p.batch * p.kv_heads * DivideUp(columns, tile.cols),
+    const int64_t tiles = prepared ? ColumnTiles(p, tile) : RoundUp(p.kv_len, 128) / tile.cols;
+    plan->launches.push_back(MainLaunch(choice, unit, p.batch * p.kv_heads * tiles,
                                         {{Mapped::kQuery, tile.rows},
                                          {Mapped::kKey, tile.cols},
                                          {Mapped::kValue, tile.cols},
@@ -370,7 +391,7 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
   if (p.dq && !SumsDQ(p)) {
     const Chosen choice = Choose("backward_query", target, p);
     const int unit = Add(UnitOf(choice, p), plan);
-    plan->launches.push_back(MainLaunch(choice, unit, heads * DivideUp(p.q_len, choice.tile.rows), {}));
+    plan->launches.push_back(MainLaunch(choice, unit, heads * RowTiles(p, choice.tile), {}));
   }
   if (p.dbias) {
     const Chosen choice = Choose("backward_bias", kAnyGpu, p);
@@ -394,9 +415,9 @@ std::string CudaRefusal(const Problem& p) {
       return sized("head dim", dim) + ": the CUDA kernels do multiples of 8 up to 256";
     }
   }
-  if (p.block_mask.present) return "a block mask: the CUDA kernels of this version do not take one";
-  if (std::max(p.q_len, p.kv_len) > kMaxSize - 512) return "a length of 2^31 or more";
-  if (p.batch * p.q_heads > 0 && DivideUp(std::max(p.q_len, p.kv_len), 16) > kMaxSize / p.batch / p.q_heads) {
+  const int64_t longest = std::max(InBlocks(p.q_len, p.q_block), InBlocks(p.kv_len, p.kv_block));
+  if (longest > kMaxSize - 512) return "a length of 2^31 or more";
+  if (p.batch * p.q_heads > 0 && DivideUp(longest, 16) > kMaxSize / p.batch / p.q_heads) {
     return "batch x heads x length is too large for the CUDA kernels";
   }
   return "";

@@ -211,6 +211,11 @@ unsigned FeaturesOf(const Problem& p, const Tile& tile) {
          feature(p.batch * p.q_heads * DivideUp(p.q_len, tile.rows) < kMultiprocessors, kFewTiles);
 }
 
+// Whether blocks of a block mask are whole tiles.
+bool InWholeTiles(const Tile& tile, const Problem& p) {
+  return !p.block_mask.present || (p.q_block % tile.rows == 0 && p.kv_block % tile.cols == 0);
+}
+
 // The tile, or as much of it as divides the blocks of a block mask. Where each warp has rows of its own, it has at
 // least 16.
 Tile WithinBlocks(Tile tile, std::string_view kernel, const Problem& p) {
@@ -236,10 +241,10 @@ struct Chosen {
 Chosen Choose(std::string_view kernel, const Target& target, const Problem& p) {
   for (const Table& table : kTables) {
     if (table.kernel != kernel || table.bytes != Bytes(p) || (table.sm == 90 && !target.hopper)) continue;
-    if (table.sm == 90 && p.block_mask.present) continue;
+    if (table.sm == 90 && kernel == "backward" && p.block_mask.present) continue;
     const Choice* const choice = std::find_if(table.begin, table.end, [&](const Choice& x) {
       return x.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= x.dim &&
-             (x.without & FeaturesOf(p, x.tile)) == 0;
+             (x.without & FeaturesOf(p, x.tile)) == 0 && (table.sm == 80 || InWholeTiles(x.tile, p));
     });
     if (choice != table.end) return {kernel, table.sm, WithinBlocks(choice->tile, kernel, p)};
   }

@@ -116,9 +116,9 @@ struct Backward {
   Accumulator<KPart::kHeight, KPart::kWidth> dK;
   Accumulator<VPart::kHeight, VPart::kWidth> dV;
 
-  __device__ __forceinline__ Backward(const Params& p, BackwardShared& shared, int column, int kv_head, int batch,
+  __device__ __forceinline__ Backward(const Params& p, BackwardShared& shared, int tile, int kv_head, int batch,
                                       const BlockList& blocks)
-      : p(p), shared(shared), column(column), kv_head(kv_head), batch(batch), blocks(blocks), rows(shared.rows) {
+      : p(p), shared(shared), column(tile * kCols), kv_head(kv_head), batch(batch), blocks(blocks), rows(shared.rows) {
     if (threadIdx.x == 0) shared.rows = RowsOf(p, PositionsOf(p, batch), batch, column, column + kCols);
     __syncthreads();
   }
@@ -142,7 +142,7 @@ struct Backward {
     Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
     Clear(S);
     AddRowsTimesRows(S, shared.q[stage], part.row, shared.k, part.column);
-    if (row < rows.every_lo || row + kRows > rows.every_hi || !scores.block.Everything())
+    if ((kBlockMask && !scores.block.Everything()) || row < rows.every_lo || row + kRows > rows.every_hi)
       scores.Hide(PositionsOf(p, batch), S);
     if (kDS) {
       Clear(dP);
@@ -251,10 +251,10 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 256 / jax_flas
     const int item = blockIdx.x / kTiles, kv_head = item % p.kv_heads, batch = item / p.kv_heads % p.batch;
     const int head = kv_head * (p.q_heads / p.kv_heads);
     const BlockList blocks = ColumnList(p, batch, head, item / p.kv_heads / p.batch);
-    Backward(p, shared, blocks.index * kKVBlock + blockIdx.x % kTiles * kCols, kv_head, batch, blocks).Run();
+    Backward(p, shared, blocks.index * kTiles + blockIdx.x % kTiles, kv_head, batch, blocks).Run();
   } else {
     const int tiles = (p.kv_len + kCols - 1) / kCols;
-    Backward(p, shared, blockIdx.x % tiles * kCols, blockIdx.x / tiles % p.kv_heads, blockIdx.x / tiles / p.kv_heads,
+    Backward(p, shared, blockIdx.x % tiles, blockIdx.x / tiles % p.kv_heads, blockIdx.x / tiles / p.kv_heads,
              BlockList())
         .Run();
   }

@@ -92,7 +92,7 @@ struct Forward {
     Accumulator<kWarpRows, kCols> S;
     Clear(S);
     AddRowsTimesRows(S, q, 0, k, 0);
-    if (!tile.Every(p, column) || !scores.block.Everything()) scores.Hide(tile.positions, S);
+    if ((kBlockMask && !scores.block.Everything()) || !tile.Every(p, column)) scores.Hide(tile.positions, S);
     if (kScores) scores.ToScores(S);
     Softmax(S);
     if (kDropout) scores.Drop(S);

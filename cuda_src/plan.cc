@@ -41,6 +41,7 @@ enum Feature : unsigned {
   kDropout = 64,
   kFullPrecision = 128,  // f32 as three products of TF32
   kManyKeys = 256,       // more than 1024
+  kBlocks = 1024,        // a block mask
   kFewTiles = 512,       // of all heads, than an H100 or H200 has multiprocessors
   kOperands = kBias | kMask,
   kScores = kBias | kSoftCap,  // scores are formed entry by entry
@@ -64,7 +65,7 @@ constexpr Choice kForwardSm90[] = {
     {227, 64, {128, 48, 2, 3}, kDropout},
     {227, 64, {128, 32, 2, 3}},
     {227, 96, {192, 96, 3, 2}, kOperands | kDropout | kLocal | kCausal | kFewTiles},
-    {227, 128, {128, 128, 2, 2}, kOperands | kLocal},
+    {227, 128, {128, 128, 2, 2}, kOperands | kLocal | kBlocks},
     {227, 128, {128, 128, 2, 2}, kOperands | kDropout | kSoftCap},
     {227, 128, {128, 112, 2, 2}, kOperands | kSoftCap},
     {227, 128, {128, 96, 2, 2}, kOperands | kDropout},
@@ -106,7 +107,7 @@ constexpr Choice kForwardSm80[] = {
 constexpr Choice kForwardSm80F32[] = {
     {99, 64, {128, 32, 4, 2}, kScores},
     {99, 64, {64, 32, 4, 2}},
-    {163, 128, {128, 32, 4, 2}, kScores | kFullPrecision},
+    {163, 128, {128, 32, 4, 2}, kScores | kFullPrecision | kBlocks},
     {99, 128, {64, 32, 4, 2}},
     {227, 256, {64, 32, 4, 2}, kScores},
     {163, 256, {64, 16, 4, 2}},
@@ -114,11 +115,11 @@ constexpr Choice kForwardSm80F32[] = {
 };
 
 constexpr Choice kBackwardSm80[] = {
-    {227, 64, {128, 128, 8, 2}, kScores | kDropout},
+    {227, 64, {128, 128, 8, 2}, kScores | kDropout | kBlocks},
     {163, 64, {64, 64, 4, 2}},
     {99, 64, {64, 128, 8, 1}},
     {227, 128, {64, 128, 8, 2}},
-    {163, 128, {64, 128, 8, 1}, kScores},
+    {163, 128, {64, 128, 8, 1}, kScores | kBlocks},
     {163, 128, {32, 128, 8, 2}},
     {99, 128, {64, 64, 8, 1}},
     {227, 256, {64, 64, 8, 2}},
@@ -208,12 +209,14 @@ unsigned FeaturesOf(const Problem& p, const Tile& tile) {
          feature(p.soft_cap > 0, kSoftCap) | feature(bias, kBias) | feature(mask, kMask) |
          feature(bias && mask, kBiasAndMask) | feature(p.dropout(), kDropout) |
          feature(p.full_precision, kFullPrecision) | feature(p.kv_len > 1024, kManyKeys) |
+         feature(p.block_mask.present, kBlocks) |
          feature(p.batch * p.q_heads * DivideUp(p.q_len, tile.rows) < kMultiprocessors, kFewTiles);
 }
 
-// Whether blocks of a block mask are whole tiles.
-bool InWholeTiles(const Tile& tile, const Problem& p) {
-  return !p.block_mask.present || (p.q_block % tile.rows == 0 && p.kv_block % tile.cols == 0);
+// Whether blocks of a block mask are whole tiles, as Hopper's kernels want them.
+bool InWholeTiles(const Tile& tile, std::string_view kernel, const Problem& p) {
+  const int cols = kernel == "backward" ? 128 : tile.cols;  // CTAs of 64 keys come in pairs
+  return !p.block_mask.present || (p.q_block % tile.rows == 0 && p.kv_block % cols == 0);
 }
 
 // The tile, or as much of it as divides the blocks of a block mask. Where each warp has rows of its own, it has at
@@ -241,10 +244,9 @@ struct Chosen {
 Chosen Choose(std::string_view kernel, const Target& target, const Problem& p) {
   for (const Table& table : kTables) {
     if (table.kernel != kernel || table.bytes != Bytes(p) || (table.sm == 90 && !target.hopper)) continue;
-    if (table.sm == 90 && kernel == "backward" && p.block_mask.present) continue;
     const Choice* const choice = std::find_if(table.begin, table.end, [&](const Choice& x) {
       return x.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= x.dim &&
-             (x.without & FeaturesOf(p, x.tile)) == 0 && (table.sm == 80 || InWholeTiles(x.tile, p));
+             (x.without & FeaturesOf(p, x.tile)) == 0 && (table.sm == 80 || InWholeTiles(x.tile, kernel, p));
     });
     if (choice != table.end) return {kernel, table.sm, WithinBlocks(choice->tile, kernel, p)};
   }
@@ -380,7 +382,7 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
     plan->launches.push_back(prepared ? PrepareLaunch(p, unit)
                                       : Launch{unit, "jax_flash_backward_prepare", rows / 32, 256});
     // On Hopper, CTAs of 64 keys come in pairs.
-    const int64_t tiles = prepared ? ColumnTiles(p, tile) : RoundUp(p.kv_len, 128) / tile.cols;
+    const int64_t tiles = prepared ? ColumnTiles(p, tile) : RoundUp(InBlocks(p.kv_len, p.kv_block), 128) / tile.cols;
     plan->launches.push_back(MainLaunch(choice, unit, p.batch * p.kv_heads * tiles,
                                         {{Mapped::kQuery, tile.rows},
                                          {Mapped::kKey, tile.cols},

@@ -144,6 +144,16 @@ struct Keys {
     const Positions positions = PositionsOf(p, tile.batch);
     const Entries entries(p, tile.batch, step.head);
     const int row = step.row + lane % 4 * 2;
+    uint32_t unseen[2] = {0, 0};  // by the block mask
+    if (kBlockMask) {
+      const Block block(p, tile.batch, step.head, step.row, tile.column);
+#pragma unroll(kFewAtOnce ? 4 : kRows / 4)
+      for (int x = 0; x < kRows / 4; ++x) {
+        const uint32_t columns = ~block.Columns(row + x / 2 * 8 + x % 2, Key(tile) - lane / 4) >> lane / 4;
+        unseen[0] |= (columns & 1) << x;
+        unseen[1] |= (columns >> 8 & 1) << x;
+      }
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = Key(tile) + 8 * h;
@@ -161,6 +171,7 @@ struct Keys {
         for (int e = 0; e < 2; ++e) {
           const int r = i / 4 * 8 + e;
           const bool outside = r < first || ((kWindow || kSegments || kMask || kBias) && r >= end);
+          if (kBlockMask && (unseen[h] >> (i / 4 * 2 + e) & 1)) S[i + e] = -Infinity();
           if (outside || (kFewAtOnce ? hidden >> (i / 4 * 2 + e) & 1 : entries.Hidden(row + r, key))) {
             S[i + e] = -Infinity();
           }

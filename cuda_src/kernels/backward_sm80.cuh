@@ -66,39 +66,8 @@ struct QTiles {
 };
 
 template <>
-struct QTiles<true> {
-  const Params& p;
-  const int batch;
-  int head, row;
-  const int last_head;
-  const BlockList blocks;
-  const Visible& rows;
-  ListedTiles<kRows, kQBlock> tiles;
-
-  __device__ __forceinline__ QTiles(const Params& p, int batch, int kv_head, const BlockList& blocks,
-                                    const Visible& rows)
-      : p(p),
-        batch(batch),
-        head(kv_head * (p.q_heads / p.kv_heads)),
-        last_head(head + p.q_heads / p.kv_heads - 1),
-        blocks(blocks),
-        rows(rows),
-        tiles(blocks, rows.any_lo, rows.any_hi) {
-    TakeHead();
-  }
-
-  __device__ __forceinline__ bool There() const { return head <= last_head; }
-  __device__ __forceinline__ void Next() {
-    tiles.Next();
-    TakeHead();
-  }
-
- private:
-  __device__ __forceinline__ void TakeHead() {
-    while (tiles.at < 0 && ++head <= last_head)
-      tiles = ListedTiles<kRows, kQBlock>(SameColumn(p, batch, head, blocks), rows.any_lo, rows.any_hi);
-    row = tiles.at;
-  }
+struct QTiles<true> : ListedQTiles<kRows> {
+  using ListedQTiles::ListedQTiles;
 };
 
 struct Backward {

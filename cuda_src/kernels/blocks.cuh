@@ -4,6 +4,7 @@
 
 #include "config.cuh"
 #include "params.h"
+#include "visible.cuh"
 
 namespace jax_flash {
 
@@ -77,6 +78,44 @@ struct ListedTiles {
       first = max(begin, lo / kTile * kTile);
       if (first < end) at = (end - 1) / kTile * kTile;
     }
+  }
+};
+
+// Goes through the tiles of Q, of all heads of the group of a head of K, that see a tile of K and V. `blocks`: the list
+// of the first of those heads.
+template <int kTile>
+struct ListedQTiles {
+  const Params& p;
+  const int batch;
+  int head, row;
+  const int last_head;
+  const BlockList blocks;
+  const Visible& rows;
+  ListedTiles<kTile, kQBlock> tiles;
+
+  __device__ __forceinline__ ListedQTiles(const Params& p, int batch, int kv_head, const BlockList& blocks,
+                                          const Visible& rows)
+      : p(p),
+        batch(batch),
+        head(kv_head * (p.q_heads / p.kv_heads)),
+        last_head(head + p.q_heads / p.kv_heads - 1),
+        blocks(blocks),
+        rows(rows),
+        tiles(blocks, rows.any_lo, rows.any_hi) {
+    TakeHead();
+  }
+
+  __device__ __forceinline__ bool There() const { return head <= last_head; }
+  __device__ __forceinline__ void Next() {
+    tiles.Next();
+    TakeHead();
+  }
+
+ private:
+  __device__ __forceinline__ void TakeHead() {
+    while (tiles.at < 0 && ++head <= last_head)
+      tiles = ListedTiles<kTile, kQBlock>(SameColumn(p, batch, head, blocks), rows.any_lo, rows.any_hi);
+    row = tiles.at;
   }
 };
 

@@ -49,23 +49,25 @@ __device__ __forceinline__ BlockList SameColumn(const Params& p, int batch, int 
   return same;
 }
 
-// The tiles of kTile rows (or columns) that are in the blocks of a list and within lo <= x < hi, from the last to the
-// first.
+// The tiles of kTile rows (or columns) that are in the blocks of a list and may be visible, from the last to the first.
 template <int kTile, int kBlock>
 struct ListedTiles {
   int at = -1;  // where the tile begins; -1: there are no more
-  int first = 0;
-  int left, lo, hi;
+  int left;     // blocks to come
   const int32_t* members;
+  const Visible* visible;
 
-  __device__ __forceinline__ ListedTiles(const BlockList& list, int lo, int hi)
-      : left(list.count), lo(lo), hi(hi), members(list.members) {
+  __device__ __forceinline__ ListedTiles(const BlockList& list, const Visible& visible)
+      : left(list.count), members(list.members), visible(&visible) {
     TakeBlock();
   }
 
   __device__ __forceinline__ void Next() {
-    at -= kTile;
-    if (at < first) TakeBlock();
+    if (at % kBlock == 0 || at <= visible->any_lo) {
+      TakeBlock();
+    } else {
+      at -= kTile;
+    }
   }
 
  private:
@@ -73,10 +75,9 @@ struct ListedTiles {
     at = -1;
     while (at < 0 && left > 0) {
       const int block = members[--left];
-      if (block < 0 || block > (hi - 1) / kBlock) continue;
-      const int begin = block * kBlock, end = begin + min(kBlock, hi - begin);
-      first = max(begin, lo / kTile * kTile);
-      if (first < end) at = (end - 1) / kTile * kTile;
+      if (block < 0 || block > (visible->any_hi - 1) / kBlock) continue;
+      const int begin = block * kBlock, end = begin + min(kBlock, visible->any_hi - begin);
+      if (max(begin, visible->any_lo) < end) at = (end - 1) / kTile * kTile;
     }
   }
 };
@@ -101,7 +102,7 @@ struct ListedQTiles {
         last_head(head + p.q_heads / p.kv_heads - 1),
         blocks(blocks),
         rows(rows),
-        tiles(blocks, rows.any_lo, rows.any_hi) {
+        tiles(blocks, rows) {
     TakeHead();
   }
 
@@ -114,7 +115,7 @@ struct ListedQTiles {
  private:
   __device__ __forceinline__ void TakeHead() {
     while (tiles.at < 0 && ++head <= last_head)
-      tiles = ListedTiles<kTile, kQBlock>(SameColumn(p, batch, head, blocks), rows.any_lo, rows.any_hi);
+      tiles = ListedTiles<kTile, kQBlock>(SameColumn(p, batch, head, blocks), rows);
     row = tiles.at;
   }
 };

@@ -13,13 +13,15 @@ constexpr float kRescaleAt = 8.0f;
 
 // So many steps of k of Q stay in registers as there is room for beside O and S, which is less with 32 rows to a warp
 // or f32, and less with features. Operands of two parts leave none.
-constexpr int kRegisters = kScores || kMask || kSegments || kWindow || kDropout ? 128
-                           : kWarpRows == 32 || kDType == DType::kF32           ? 160
-                                                                                : 192;
+constexpr int kRegisters = kScores || kMask || kBlockMask || kSegments || kWindow || kDropout ? 128
+                           : kWarpRows == 32 || kDType == DType::kF32                         ? 160
+                                                                                              : 192;
 constexpr int kHeldSteps = kSplit ? 0 : (kRegisters - kWarpRows * (RoundUp(kVDim, 16) + kCols) / 32) / (kWarpRows / 4);
 
 // No registers are left to work ahead beside what these masks keep in some.
-constexpr bool kFull = kDType == DType::kF32 && kWarpRows == 32 && (kWindow || kSegments || kQLengths || kKVLengths);
+constexpr bool kFull =
+    kWarpRows == 32 &&
+    ((kDType == DType::kF32 && (kWindow || kSegments || kQLengths || kKVLengths)) || (kBlockMask && kDropout));
 
 struct ForwardShared {
   union {

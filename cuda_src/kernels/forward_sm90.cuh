@@ -157,13 +157,14 @@ struct Producer {
   __device__ __forceinline__ void Run(Tile tile, const BlockList& blocks, const TensorMap* q_map,
                                       const TensorMap* k_map, const TensorMap* v_map) {
     const int kv_head = tile.head / (p.q_heads / p.kv_heads);
-    ListedTiles<kCols, kKVBlock> next(blocks, tile.begin, tile.end);
+    const Visible keys = {tile.begin, tile.end, tile.unmasked_begin, tile.unmasked_end};
+    ListedTiles<kCols, kKVBlock> next(blocks, keys);
     const bool empty = next.at < 0;
     const auto load_k = [&] {
       const int column = next.at;
       next.Next();
       MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
-      const bool every = tile.unmasked_begin <= column && column + kCols <= tile.unmasked_end &&
+      const bool every = keys.every_lo <= column && column + kCols <= keys.every_hi &&
                          Block(p, tile.batch, tile.head, tile.row, column).Everything();
       shared.listed[k.index] = {column / kCols, !every, next.at < 0};
       LoadK(k_map, column / kCols, kv_head, tile.batch);

@@ -99,8 +99,7 @@ struct KeyTiles {
 
 template <>
 struct KeyTiles<true> : ListedTiles<kCols, kKVBlock> {
-  __device__ __forceinline__ explicit KeyTiles(const QTile& tile)
-      : ListedTiles(tile.blocks, tile.keys.any_lo, tile.keys.any_hi) {}
+  __device__ __forceinline__ explicit KeyTiles(const QTile& tile) : ListedTiles(tile.blocks, tile.keys) {}
   __device__ __forceinline__ bool There() const { return at >= 0; }
   __device__ __forceinline__ int Column() const { return at; }
 };

@@ -42,6 +42,7 @@ __device__ __forceinline__ BlockList ColumnList(const Params& p, int batch, int 
 __device__ __forceinline__ BlockList SameColumn(const Params& p, int batch, int head, const BlockList& list) {
   if (p.block_mask.head == 0) return list;
   BlockList same = {list.index, 0, list.members};
+#pragma unroll 1
   for (int t = 0; t < BlockColumns(p); ++t) {
     const BlockList x = ColumnList(p, batch, head, t);
     if (x.index == list.index) same = x;

@@ -55,7 +55,6 @@ def finds(library: str) -> bool:
         ({"qk_dim": 0}, "head dim 0"),
         ({"v_dim": 264}, "head dim 264"),
         ({"kv_len": 2**31}, "length"),
-        ({"block_mask": Extent(False, False, True, True), "q_block": 128, "kv_block": 128}, "block mask"),
         ({"batch": 2**20, "q_len": 2**20}, "too large"),
     ],
 )

@@ -123,13 +123,9 @@ def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
             ax.plot(*zip(*points, strict=True), "o-", label=f"d = {dim}")
         kept = sorted({row["kept"] for row in here})
         ax.plot(kept, kept, "k--", label="ideal")
-        ax.set(
-            xscale="log",
-            yscale="log",
-            xlabel="fraction of blocks kept",
-            ylabel="time / dense",
-            title=f"{name}, N = {length}",
-        )
+        ax.set(xlabel="fraction of blocks kept", ylabel="time / dense", title=f"{name}, N = {length}")
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
         ax.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)

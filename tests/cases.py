@@ -17,7 +17,7 @@ import pytest
 
 import jax_flash
 from jax_flash import BlockMask, dropout
-from jax_flash.problem import BLOCK_MASK, Extent, Operands, Problem
+from jax_flash.problem import Extent, Operands, Problem
 
 Arrays = dict[str, Any]  # NumPy's, and a BlockMask of them
 DIFFERENTIATED = ("query", "key", "value", "bias")
@@ -194,19 +194,10 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         given["seed"] = dropout.seed_from_key(arrays["dropout_key"], B)
         given["batch_id"] = jnp.arange(B, dtype=jnp.uint32) * (not case.broadcast_dropout)
         given["head_id"] = jnp.arange(N, dtype=jnp.uint32) * (not case.broadcast_dropout)
-    blocks: dict[str, Any] = {}
     if case.block_mask is not None:
-        given |= {name: jnp.asarray(x) for name in BLOCK_MASK if (x := getattr(case.block_mask, name)) is not None}
-        blocks = {
-            "block_mask": Extent.of_blocks(given["blocks"]),
-            "q_block": case.block_mask.shape.q_block,
-            "kv_block": case.block_mask.shape.kv_block,
-            "element_masks": given["element_masks"].shape[1] if "element_masks" in given else 0,
-            "row_list": given["row_lists"].shape[-1],
-            "column_list": given["column_lists"].shape[-1],
-        }
+        given |= {name: jnp.asarray(x) for name, x in case.block_mask.arrays().items()}
     left, right = case.window or (-1, -1)
-    return Problem(
+    described = Problem(
         batch=B,
         q_len=case.T,
         kv_len=case.S,
@@ -227,7 +218,6 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         kv_lengths=case.lengths,
         segments=case.segments,
         query_offset=case.offset,
-        **blocks,
         drop_threshold=dropout.threshold(case.dropout),
         deterministic=case.deterministic,
         dlogsumexp=True,
@@ -235,7 +225,11 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         dk=True,
         dv=True,
         dbias=bool(case.bias),
-    ), Operands(**given)
+    )
+    if case.block_mask is not None:
+        shape = case.block_mask.shape
+        described = described.with_block_mask(given, shape.q_block, shape.kv_block)
+    return described, Operands(**given)
 
 
 def refusal(case: Case, arrays: Arrays) -> str:
@@ -266,3 +260,22 @@ def run(case: Case, arrays: Arrays, cotangents: Any, implementation: str | None 
 def oracle(case: Case, arrays: Arrays, cotangents: Any) -> Results:
     """The exact results: `reference.py` in f64."""
     return run(case, upcast(arrays), upcast(cotangents), "reference")
+
+
+def differentiable(
+    case: Case, implementation: str | None, seed: int = 0
+) -> tuple[Callable[..., tuple[jax.Array, jax.Array]], list[jax.Array]]:
+    """O and the logsumexp (where there is one) as a function of the differentiable inputs, and those, in float64."""
+    arrays = case.arrays("float64", seed)
+    names = [name for name in DIFFERENTIATED if name in arrays]
+    inputs = [jnp.asarray(arrays.pop(name)) for name in names]
+
+    @jax.jit
+    def attention(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        named: dict[str, Any] = dict(zip(names, inputs, strict=True))
+        o, statistics = jax_flash.attention_with_statistics(
+            **named, **arrays, **case.options, implementation=implementation
+        )
+        return o, jnp.where(statistics.l == 0, 0, statistics.logsumexp)
+
+    return attention, inputs

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, oracle, run, upcast
+from cases import Case, differentiable, oracle, run, upcast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
@@ -562,21 +562,6 @@ def test_garbage_in_the_lists_is_survived():
 SMALL = sparse(16, 16, heads=2, B=2, T=37, S=41, N=2, K=1, D=3, E=2, bias="11ts", causal=True)
 
 
-def function(case, implementation, names=("query", "key", "value", "bias")):
-    arrays = case.arrays("float64")
-    inputs = [jnp.asarray(arrays.pop(name)) for name in names]
-
-    @jax.jit
-    def attention(*inputs):
-        named = dict(zip(names, inputs, strict=True))
-        o, statistics = jax_flash.attention_with_statistics(
-            **named, **arrays, **case.options, implementation=implementation
-        )
-        return o, jnp.where(statistics.l == 0, 0, statistics.logsumexp)
-
-    return attention, inputs
-
-
 def on_cpu(device):
     if device.platform != "cpu":
         pytest.skip("float64 is for the CPU")
@@ -584,7 +569,7 @@ def on_cpu(device):
 
 def test_check_grads(x64, device):
     on_cpu(device)
-    attention, inputs = function(SMALL, "flash")
+    attention, inputs = differentiable(SMALL, "flash")
     check_grads(attention, inputs, order=2, modes=["rev"], atol=1e-4, rtol=1e-4, eps=1e-4)
 
 
@@ -594,7 +579,7 @@ def test_higher_order(derivative, x64, device):
     case = sparse(16, 16, B=1, T=18, S=20, N=1, K=1, D=2, E=2, seed=1)
     results = []
     for implementation in ("flash", "reference"):
-        attention, inputs = function(case, implementation, ("query", "key", "value"))
+        attention, inputs = differentiable(case, implementation)
 
         def loss(*inputs, attention=attention):
             return (attention(*inputs)[0] ** 3).sum() + jnp.sin(attention(*inputs)[1]).sum()

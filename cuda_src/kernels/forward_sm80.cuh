@@ -72,15 +72,14 @@ struct Forward {
     if (__any_sync(0xFFFFFFFFu, grown)) Rescale();
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {
-      const float shift = reference[h] == -Infinity() ? 0.0f : kBias ? reference[h] : reference[h] * unit;
+      const float shift = reference[h] == -Infinity() ? 0.0f : kMaximumApart ? reference[h] : reference[h] * unit;
       float sum[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int c = 0; c < kCols / 8; ++c) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& s = S[h / 2][c][h % 2 * 2 + e];
-          // A bias can be so large that only the difference is exact enough.
-          s = Exp2(kBias ? (s - shift) * unit : fmaf(s, unit, -shift));
+          s = Exp2(kMaximumApart ? (s - shift) * unit : fmaf(s, unit, -shift));
           sum[e] += s;
         }
       }

@@ -53,7 +53,7 @@ struct Params {
   float* dbias;
   float* dbias_parts;  // scratch: the parts of dbias [parts, of its shape]; if there are several
   int parts;
-  float* maximum;  // scratch: m apart, where a kernel needs it because there is a bias
+  float* maximum;  // scratch: m, where the kernel on Hopper takes it apart (kMaximumApart)
 
   BlockMask block_mask;
 };

@@ -181,7 +181,8 @@ struct Producer {
     for (int b = 0; b < kQKBoxes; ++b)
       TmaLoad(shared.q[stage] + b * kQBox, q_map, &shared.q_full[stage], b * 64, step.row, step.head, batch);
     BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, &shared.q_full[stage]);
-    if (kMaximumApart) BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, &shared.q_full[stage]);
+    if (kMaximumApart)
+      BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, &shared.q_full[stage]);
     MbarrierWait(&shared.do_empty[stage], at.parity ^ 1);
     MbarrierArriveExpectTx(&shared.do_full[stage], sizeof(shared.d_o[0]) + kRows * 4);
     for (int b = 0; b < kVBoxes; ++b)

@@ -133,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   WarpRows<decltype(shared.q), kWarpRows / 16, kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
   Forward forward(p, tile);
   Walk(
-      p, tile, shared.kv, [&] { shared.q.Load<kThreads>(Q.data, Q.stride, tile.row, p.q_len); }, [&] { q.Take(); },
+      p, tile, shared.kv, [&] { shared.q.Load<kThreads>(Q.data, Q.stride, tile.row, p.q_len); },
+      [&] { shared.q.Landed<kThreads>(); }, [&] { q.Take(); },
       [&](const KTile& k, const VTile& v, int column) { forward.Step(q, k, v, column); });
   forward.Write(shared.o);
 }

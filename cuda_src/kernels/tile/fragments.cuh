@@ -115,7 +115,7 @@ struct SharedTile {
     if constexpr (kTF32) {
       const Share<kThreads> share;
       uint8_t* at = bytes + share.offset;
-      share.ForEach([&](int row, int chunk, bool) {
+      share.template ForEach<4>([&](int row, int chunk, bool) {
         float4& x = *reinterpret_cast<float4*>(at + row * kStride + chunk * 16);
         x = make_float4(Rounded(x.x), Rounded(x.y), Rounded(x.z), Rounded(x.w));
       });
@@ -209,9 +209,9 @@ struct SharedTile {
     const int row = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
     const int offset = row * kStride + chunk * 16;
 
-    template <typename Function>
+    template <int kAtOnce = kRows, typename Function>
     __device__ __forceinline__ void ForEach(Function function) const {
-#pragma unroll
+#pragma unroll kAtOnce
       for (int r = 0; r < kRows; r += kPass) {
         if (kRows % kPass != 0 && row + r >= kRows) break;
 #pragma unroll

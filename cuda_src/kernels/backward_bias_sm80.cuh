@@ -93,7 +93,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     const Positions positions = PositionsOf(p, batch);
     const Visible keys = KeysOf(p, positions, batch, row, row + kRows);
     if (max(keys.any_lo, column) >= min(keys.any_hi, column + kCols)) continue;
-    if (kBlockMask && Block(p, batch, head, row, column).Nothing()) continue;
+    const int kind = KindOfBlock(p, batch, head, row, column);
+    if (Block(p, batch, kind).Nothing()) continue;
 
     const int kv_head = head / (p.q_heads / p.kv_heads);
     const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim), dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);
@@ -107,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     shared.v.template Load<kThreads>(V.data, V.stride, column, positions.kv_length);
     CpAsyncCommit();
 
-    const Scores scores(p, batch, head, row + warp.row, column + warp.column);
+    const Scores scores(p, batch, head, row + warp.row, column + warp.column, kind);
     float minus_l[ScorePart::kHeight / 16][2], D[ScorePart::kHeight / 16][2];
     Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
     CpAsyncWait<1>();

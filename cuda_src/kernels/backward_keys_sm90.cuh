@@ -43,6 +43,7 @@ struct Keys {
 
   float S[kRows / 2], dP[kRows / 2];  // transposed; S becomes P, dP becomes dS
   uint32_t P[kRows / 4], dS[kRows / 4];
+  uint32_t hidden_in_block[2];
 
   __device__ __forceinline__ Keys(const Params& p, BackwardShared& shared)
       : p(p),
@@ -68,8 +69,9 @@ struct Keys {
   // The tile of Q that is there. (Better asked when the tensor cores are at work: the answer takes a while.)
   __device__ __forceinline__ Step StepHere() {
     const Step& step = shared.step[at.index];
-    return {Uniform(step.row), Uniform(step.head), Uniform(step.row_block), bool(Uniform(step.masked)),
-            bool(Uniform(step.last))};
+    return {Uniform(step.row),          Uniform(step.head),
+            Uniform(step.row_block),    kBlockMask ? Uniform(step.kind) : kEverything,
+            bool(Uniform(step.masked)), bool(Uniform(step.last))};
   }
 
   template <int kCount>
@@ -144,13 +146,12 @@ struct Keys {
     const Positions positions = PositionsOf(p, tile.batch);
     const Entries entries(p, tile.batch, step.head);
     const int row = step.row + lane % 4 * 2;
-    const Block block(p, tile.batch, step.head, step.row, tile.column);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = Key(tile) + 8 * h;
       const RowRange rows = AnyKeyRows(positions, key, key + 1);
       const int first = rows.lo < rows.hi ? min(rows.lo - row, int64_t(kRows)) : kRows, end = rows.hi - row;
-      uint32_t hidden = kBlockMask ? HiddenInBlock(block, row, key) : 0;
+      uint32_t hidden = kBlockMask ? hidden_in_block[h] : 0;
 #pragma unroll 4
       for (int x = 0; kFewAtOnce && (kSegments || kMask) && x < kRows / 4; ++x) {
         const int r = x / 2 * 8 + x % 2;
@@ -171,13 +172,18 @@ struct Keys {
     }
   }
 
-  // Which of this lane's rows, from its first on, may not attend to a key: as Hide numbers them.
-  __device__ __forceinline__ uint32_t HiddenInBlock(const Block& block, int row, int key) const {
-    uint32_t hidden = 0;
-#pragma unroll(kWide ? 1 : 4)
-    for (int x = 0; x < kRows / 4; ++x)
-      hidden |= (~block.Columns(row + x / 2 * 8 + x % 2, key / 16 * 16) >> key % 16 & 1) << x;
-    return hidden;
+  // With a block mask: which of this lane's rows may not attend to its keys, as Hide numbers them.
+  __device__ __forceinline__ void Look(const Tile& tile, const Step& step) {
+    if (!kBlockMask || !step.masked) return;
+    const Block block(p, tile.batch, step.kind);
+    const int key = Key(tile), row = step.row + lane % 4 * 2;
+    hidden_in_block[0] = hidden_in_block[1] = 0;
+#pragma unroll 8
+    for (int x = 0; x < kRows / 4; ++x) {
+      const uint32_t hidden = ~block.Columns(row + x / 2 * 8 + x % 2, key / 16 * 16) >> key % 16;
+      hidden_in_block[0] |= (hidden & 1) << x;
+      hidden_in_block[1] |= (hidden >> 8 & 1) << x;
+    }
   }
 
   // s^T - m, of 16 rows.

@@ -110,7 +110,7 @@ struct Backward {
   __device__ __forceinline__ void Recompute(int stage, int head, int row) {
     const ScorePart part;
     if (!part.active) return;
-    const Scores scores(p, batch, head, row + part.row, column + part.column);
+    const Scores scores(p, batch, head, row + part.row, column + part.column, KindOfBlock(p, batch, head, row, column));
     float minus_l[ScorePart::kHeight / 16][2], D[ScorePart::kHeight / 16][2];
     scores.RowStatistics(p.logsumexp, minus_l);
     if (kDS) scores.RowStatistics(p.d, D);
@@ -218,8 +218,7 @@ struct Backward {
 
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardShared);
 
-// Head by head, for the sake of the L2; the first tiles of keys are the ones that most causal rows see. With a block
-// mask the longest lists of all heads come first.
+// Head by head, for the sake of the L2; the first tiles of keys are the ones that most causal rows see.
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 256 / jax_flash::kThreads)
     jax_flash_backward(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
@@ -227,9 +226,10 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 256 / jax_flas
   BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
   if constexpr (kBlockMask) {
     constexpr int kTiles = kKVBlock / kCols;  // of a block
-    const int item = blockIdx.x / kTiles, kv_head = item % p.kv_heads, batch = item / p.kv_heads % p.batch;
-    const int head = kv_head * (p.q_heads / p.kv_heads);
-    const BlockList blocks = ColumnList(p, batch, head, item / p.kv_heads / p.batch);
+    int item, list;                           // of the key/value heads of all batch entries
+    ListOfItem(blockIdx.x / kTiles, BlockColumns(p), p.batch * p.kv_heads, &item, &list);
+    const int kv_head = item % p.kv_heads, batch = item / p.kv_heads;
+    const BlockList blocks = ColumnList(p, batch, kv_head * (p.q_heads / p.kv_heads), list);
     Backward(p, shared, blocks.index * kTiles + blockIdx.x % kTiles, kv_head, batch, blocks).Run();
   } else {
     const int tiles = (p.kv_len + kCols - 1) / kCols;

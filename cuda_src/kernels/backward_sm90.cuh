@@ -92,6 +92,7 @@ struct Consumer : Keys {
     MbarrierWait(&shared.do_full[at.index], at.parity);
     if (kDS && !kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
     const Step step = StepHere();
+    Look(tile, step);
     WgmmaWait<kDS && !kLateDP ? 1 : 0>();
     Pin(S);
     Softmax(tile, step);

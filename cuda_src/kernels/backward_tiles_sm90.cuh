@@ -47,6 +47,7 @@ struct Tile {
 struct Step {
   int row, head;
   int row_block;  // of 64, among those of all heads
+  int kind;       // of the block
   bool masked;    // must entries be looked at one by one?
   bool last;      // of this tile of K and V
 };
@@ -100,33 +101,35 @@ struct Producer {
       for (int n = steps; n > 0; --n) {
         const int row = q_tile * kRows;
         const int row_block = RowBlock(batch, q_head, row);
-        Load({row, q_head, row_block, row < rows.every_lo || row + kRows > every_hi, n == 1}, batch);
+        Load({row, q_head, row_block, kEverything, row < rows.every_lo || row + kRows > every_hi, n == 1}, batch);
         if (++q_tile == end) q_tile = first, ++q_head;
       }
     }
     End();
   }
 
-  // With a block mask, whose blocks are whole tiles: the longest lists of all heads come first.
+  // With a block mask, whose blocks are whole tiles.
   __device__ __forceinline__ void RunListed() {
-    constexpr int kAllCols = kCols * kCluster, kTiles = kBlockMask ? kKVBlock / kAllCols : 1;  // of a block
-    Schedule<false, kCluster> schedule;
+    static_assert(!kBlockMask || !kWide);
+    constexpr int kTiles = kBlockMask ? kKVBlock / kCols : 1;  // of a block
+    const int lists = BlockColumns(p) * kTiles, heads = p.batch * p.kv_heads;
+    Schedule<false> schedule;
     int item, t;
-    while (schedule.Next(BlockColumns(p) * kTiles, p.batch * p.kv_heads, &t, &item)) {
+    while (schedule.Next(heads, lists, &item, &t)) {
+      ListOfItem(item * lists + t, lists, heads, &item, &t);
       const int head = item % p.kv_heads, batch = item / p.kv_heads;
       const BlockList blocks = ColumnList(p, batch, head * (p.q_heads / p.kv_heads), t / kTiles);
-      const int column = blocks.index * kKVBlock + t % kTiles * kAllCols;
+      const int column = blocks.index * kKVBlock + t % kTiles * kCols;
       const Positions positions = PositionsOf(p, batch);
-      const Visible rows = RowsOf(p, positions, batch, column, column + kAllCols);
+      const Visible rows = RowsOf(p, positions, batch, column, column + kCols);
       const int every_hi = EveryHi(rows, positions);
       ListedQTiles<kRows> at(p, batch, head, blocks, rows);
-      LoadKV({column + (kWide ? ClusterRank() * kCols : 0), head, batch, at.There()});
+      LoadKV({column, head, batch, at.There()});
       while (at.There()) {
-        const int row = at.row, q_head = at.head;
+        const int row = at.row, q_head = at.head, kind = KindOfBlock(p, batch, q_head, row, column);
         at.Next();
-        const bool every =
-            row >= rows.every_lo && row + kRows <= every_hi && Block(p, batch, q_head, row, column).Everything();
-        Load({row, q_head, RowBlock(batch, q_head, row), !every, !at.There()}, batch);
+        const bool every = row >= rows.every_lo && row + kRows <= every_hi && kind == kEverything;
+        Load({row, q_head, RowBlock(batch, q_head, row), kind, !every, !at.There()}, batch);
       }
     }
     End();

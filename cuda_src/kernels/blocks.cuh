@@ -8,6 +8,8 @@
 
 namespace jax_flash {
 
+constexpr int kEverything = 1;  // of the numbers for blocks
+
 // Of a block row its columns in order, or of a block column its rows.
 struct BlockList {
   int index;  // of the block row or column
@@ -27,7 +29,17 @@ __device__ __forceinline__ BlockList ListAt(const int32_t* list, int width, int 
   return {min(max(list[0], 0), size - 1), min(max(list[1], 0), width - 2), list + 2};
 }
 
-// The t-th of a head's rows of blocks, of which the longest comes first.
+// The order in which all heads' lists, of which the longest come first, are taken: a quarter of each head's, one head
+// after the other, then the next quarter. So the long ones begin early, and few heads' arrays are read at a time, for
+// the sake of the L2.
+__device__ __forceinline__ void ListOfItem(int item, int lists, int heads, int* head, int* list) {
+  const int quarter = (lists + 3) / 4, first = item / (quarter * heads) * quarter, size = min(quarter, lists - first);
+  item -= first * heads;
+  *head = item / size;
+  *list = first + item % size;
+}
+
+// The t-th of a head's rows of blocks.
 __device__ __forceinline__ BlockList RowList(const Params& p, int batch, int head, int t) {
   const int64_t list = HeadOfBlocks(p, batch, head) * BlockRows(p) + t;
   return ListAt(p.block_mask.row_lists + list * p.block_mask.row_width, p.block_mask.row_width, BlockRows(p));
@@ -121,15 +133,19 @@ struct ListedQTiles {
   }
 };
 
-// The block that row i, column j of a head are in.
+// The number in a block mask for the block that row i, column j of a head are in; everything without a block mask.
+__device__ __forceinline__ int KindOfBlock(const Params& p, int batch, int head, int i, int j) {
+  if (!kBlockMask) return kEverything;
+  const int64_t row = HeadOfBlocks(p, batch, head) * BlockRows(p) + i / kQBlock;
+  return p.block_mask.blocks[row * BlockColumns(p) + j / kKVBlock];
+}
+
+// A block of this kind.
 class Block {
  public:
-  __device__ __forceinline__ Block(const Params& p, int batch, int head, int i, int j) {
-    if (!kBlockMask) return;
+  __device__ __forceinline__ Block(const Params& p, int batch, int kind) : kind_(kind) {
     const BlockMask& mask = p.block_mask;
-    const int64_t row = HeadOfBlocks(p, batch, head) * BlockRows(p) + i / kQBlock;
-    kind_ = mask.blocks[row * BlockColumns(p) + j / kKVBlock];
-    if (kind_ >= kElements && kind_ - kElements < mask.element_mask_count) {
+    if (kBlockMask && kind_ >= kElements && kind_ - kElements < mask.element_mask_count) {
       const int64_t table = mask.batch != 0 ? int64_t(batch) * mask.element_mask_count : 0;
       elements_ = mask.element_masks + (table + kind_ - kElements) * (kQBlock * kWords);
     }
@@ -144,12 +160,21 @@ class Block {
     if (elements_ == nullptr) return 0;
     return reinterpret_cast<const uint16_t*>(elements_)[i % kQBlock * (2 * kWords) + j % kKVBlock / 16];
   }
+  // The same of 32 columns, or of 16 where blocks or tiles have an odd number of these.
+  template <int kTile>
+  __device__ __forceinline__ uint32_t Word(int i, int j, int count) const {
+    if constexpr (kTile % 32 == 0 && kKVBlock % 32 == 0) {
+      if (Everything()) return 0xFFFFFFFF;
+      return elements_ == nullptr ? 0 : elements_[i % kQBlock * kWords + j % kKVBlock / 32];
+    }
+    return Columns(i, j) | (count > 16 ? Columns(i, j + 16) << 16 : 0);
+  }
 
  private:
-  static constexpr int kEverything = 1, kElements = 2;  // kinds; from kElements on an element mask
-  static constexpr int kWords = (kKVBlock + 31) / 32;   // a row of an element mask
+  static constexpr int kElements = 2;                  // from here on a kind is an element mask
+  static constexpr int kWords = (kKVBlock + 31) / 32;  // a row of one
 
-  int kind_ = kEverything;
+  const int kind_;
   const uint32_t* elements_ = nullptr;
 };
 

@@ -59,9 +59,9 @@ struct Tile {
   int begin, end, unmasked_begin, unmasked_end;
 };
 
-// With a block mask: a tile of K and V that comes.
+// With a block mask: a tile of K and V that comes, and its block.
 struct ListedTile {
-  int j;
+  int j, kind;
   bool masked, last;
 };
 
@@ -79,15 +79,12 @@ struct ForwardShared {
 
 using TileSchedule = Schedule<kCausal && !kBlockMask>;
 
-// With a block mask the longest lists of all heads come first.
 __device__ __forceinline__ bool Next(const Params& p, TileSchedule* schedule, Tile* tile, BlockList* blocks) {
   constexpr int kTiles = kBlockMask ? kQBlock / kRows : 1;  // of a block
+  const int heads = p.batch * p.q_heads, tiles = kBlockMask ? BlockRows(p) * kTiles : (p.q_len + kRows - 1) / kRows;
   int head, t;
-  if constexpr (kBlockMask) {
-    if (!schedule->Next(BlockRows(p) * kTiles, p.batch * p.q_heads, &t, &head)) return false;
-  } else {
-    if (!schedule->Next(p.batch * p.q_heads, (p.q_len + kRows - 1) / kRows, &head, &t)) return false;
-  }
+  if (!schedule->Next(heads, tiles, &head, &t)) return false;
+  if (kBlockMask) ListOfItem(head * tiles + t, tiles, heads, &head, &t);
   tile->row = t * kRows;
   tile->head = head % p.q_heads;
   tile->batch = head / p.q_heads;
@@ -161,12 +158,11 @@ struct Producer {
     ListedTiles<kCols, kKVBlock> next(blocks, keys);
     const bool empty = next.at < 0;
     const auto load_k = [&] {
-      const int column = next.at;
+      const int column = next.at, kind = KindOfBlock(p, tile.batch, tile.head, tile.row, column);
       next.Next();
+      const bool every = keys.every_lo <= column && column + kCols <= keys.every_hi && kind == kEverything;
       MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
-      const bool every = keys.every_lo <= column && column + kCols <= keys.every_hi &&
-                         Block(p, tile.batch, tile.head, tile.row, column).Everything();
-      shared.listed[k.index] = {column / kCols, !every, next.at < 0};
+      shared.listed[k.index] = {column / kCols, kind, !every, next.at < 0};
       LoadK(k_map, column / kCols, kv_head, tile.batch);
       return column / kCols;
     };
@@ -194,8 +190,9 @@ struct Consumer {
   uint32_t P[kCols / 4];
   uint32_t seed[4];  // with the head's and the batch entry's id
   uint32_t random[kCols / 4];
-  float m[2], l[2];    // l: of this lane's columns only, until the end
-  float reference[2];  // what the exponentials are taken against: m, or a little less
+  uint32_t seen[2][kBlockMask ? (kCols + 31) / 32 : 1];  // of a tile, from the lane's first column on
+  float m[2], l[2];                                      // l: of this lane's columns only, until the end
+  float reference[2];                                    // what the exponentials are taken against: m, or a little less
 
   __device__ __forceinline__ Consumer(const Params& p, ForwardShared& shared)
       : p(p),
@@ -254,6 +251,18 @@ struct Consumer {
     v.Next();
   }
 
+  // With a block mask: which columns of tile j this lane's rows may see.
+  template <bool kMasked>
+  __device__ __forceinline__ void Look(const Tile& tile, int j, int kind) {
+    if (!kMasked || !kBlockMask) return;
+    const Block block(p, tile.batch, kind);
+#pragma unroll
+    for (int i = 0; i < kCols / 16; ++i) {
+      const int h = i % 2, w = i / 2;
+      seen[h][w] = block.Word<kCols>(Row(tile) + 8 * h, j * kCols + 32 * w, kCols - 32 * w) >> lane % 4 * 2;
+    }
+  }
+
   // From q_i k_j to s_ij, -inf where row i does not see key j. Without kScores S stays without its scale.
   template <bool kMasked>
   __device__ __forceinline__ void Scores(const Tile& tile, int j) {
@@ -263,7 +272,6 @@ struct Consumer {
     if (!kQLengths) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
     const int row = Row(tile);
     const int column = j * kCols + lane % 4 * 2;
-    const Block block(p, tile.batch, tile.head, tile.row, j * kCols);
     int begin[2], end[2];  // what the two rows see, from `column` on
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -279,10 +287,7 @@ struct Consumer {
       if (kMasked) {
         bool hidden = offset >= end[h] || (kWindow && offset < begin[h]);
         if (kSegments || kMask) hidden |= entries.Hidden(r, c);
-        if (kBlockMask) {
-          const uint32_t seen = block.Columns(row + 8 * h, j * kCols + i / 8 * 16);
-          hidden |= (seen >> (lane % 4 * 2 + offset % 16) & 1) == 0;
-        }
+        if (kBlockMask) hidden |= (seen[h][offset / 32] >> offset % 32 & 1) == 0;
         if (hidden) S[i] = -Infinity();
       }
     }
@@ -355,12 +360,13 @@ struct Consumer {
 
   // Tile j of K, and tile j + 1 of V.
   template <bool kMasked>
-  __device__ __forceinline__ void Step(const Tile& tile, int j, bool accumulate, bool last) {
+  __device__ __forceinline__ void Step(const Tile& tile, int j, bool accumulate, bool last, int kind = kEverything) {
     float alpha[2], shift[2];
     TakeTurn();
     IssueS();
     IssueO(accumulate);
     PassTurn();
+    Look<kMasked>(tile, j, kind);
     if (kDropout) Draw(tile, j);
     WgmmaWait<1>();
     FinishS(last);
@@ -380,7 +386,7 @@ struct Consumer {
   __device__ __forceinline__ ListedTile Listed() {
     MbarrierWait(&shared.k_full[k.index], k.parity);
     const ListedTile& tile = shared.listed[k.index];
-    return {Uniform(tile.j), bool(Uniform(tile.masked)), bool(Uniform(tile.last))};
+    return {Uniform(tile.j), Uniform(tile.kind), bool(Uniform(tile.masked)), bool(Uniform(tile.last))};
   }
 
   // All of a tile; false if the producer has no more.
@@ -414,10 +420,15 @@ struct Consumer {
     TakeTurn();
     IssueS();
     PassTurn();
+    Look<true>(tile, j, listed.kind);
     if (kDropout) Draw(tile, j);
     WgmmaWait<0>();
     FinishS(kBlockMask ? listed.last : j == begin);
-    Scores<true>(tile, j);
+    if (kBlockMask && !listed.masked && !kMask) {
+      Scores<false>(tile, j);
+    } else {
+      Scores<true>(tile, j);
+    }
     Maximum(alpha, shift);
     Exponentials(shift);
     if (kDropout) Drop();
@@ -427,7 +438,7 @@ struct Consumer {
       for (bool accumulate = false; !listed.last; accumulate = true) {
         listed = Listed();
         if (listed.masked || kMask) {
-          Step<true>(tile, listed.j, accumulate, listed.last);
+          Step<true>(tile, listed.j, accumulate, listed.last, listed.kind);
         } else {
           Step<false>(tile, listed.j, accumulate, listed.last);
         }

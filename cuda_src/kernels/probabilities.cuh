@@ -20,14 +20,9 @@ struct Scores {
   const Block block;
   int batch, head, row, column;
 
-  __device__ __forceinline__ Scores(const Params& p, int batch, int head, int row, int column)
-      : p(p),
-        entries(p, batch, head),
-        block(p, batch, head, row, column),
-        batch(batch),
-        head(head),
-        row(row),
-        column(column) {}
+  // `kind`: of the block that they are in.
+  __device__ __forceinline__ Scores(const Params& p, int batch, int head, int row, int column, int kind)
+      : p(p), entries(p, batch, head), block(p, batch, kind), batch(batch), head(head), row(row), column(column) {}
 
   __device__ __forceinline__ int Row(int m, int h) const { return row + 16 * m + 8 * h + threadIdx.x % 32 / 4; }
   __device__ __forceinline__ int Column(int c, int e) const { return column + 8 * c + threadIdx.x % 4 * 2 + e; }

@@ -33,15 +33,15 @@ struct QTile {
   Positions positions;
   Visible keys;
 
-  // Heads one after the other, for the sake of the L2. Causal tiles with more to do come first; with a block mask those
-  // of all heads.
+  // Heads one after the other, for the sake of the L2. Causal tiles with more to do come first.
   __device__ __forceinline__ QTile(const Params& p) {
     if constexpr (kBlockMask) {
       constexpr int kTiles = kQBlock / kRows;  // of a block
-      const int item = blockIdx.x / kTiles;
-      head = item % p.q_heads;
-      batch = item / p.q_heads % p.batch;
-      blocks = RowList(p, batch, head, item / p.q_heads / p.batch);
+      int list;
+      ListOfItem(blockIdx.x / kTiles, BlockRows(p), p.batch * p.q_heads, &head, &list);
+      batch = head / p.q_heads;
+      head %= p.q_heads;
+      blocks = RowList(p, batch, head, list);
       row = blocks.index * kQBlock + blockIdx.x % kTiles * kRows;
     } else {
       const int tiles = (p.q_len + kRows - 1) / kRows, tile = blockIdx.x % tiles;
@@ -56,7 +56,7 @@ struct QTile {
 
   // This warp's rows of S and the keys from `column` on.
   __device__ __forceinline__ Scores WarpScores(const Params& p, int column) const {
-    return Scores(p, batch, head, row + threadIdx.x / 32 * kWarpRows, column);
+    return Scores(p, batch, head, row + threadIdx.x / 32 * kWarpRows, column, KindOfBlock(p, batch, head, row, column));
   }
   // Whether all entries of that tile of S may attend (and are there, where there is a bias to look up).
   __device__ __forceinline__ bool Every(const Params& p, int column) const {

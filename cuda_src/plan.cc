@@ -115,18 +115,23 @@ constexpr Choice kForwardSm80F32[] = {
 
 // Rows are those of a group's heads together. (PartWorkOf says how many blocks a multiprocessor has.)
 constexpr Choice kForwardSplitSm80[] = {
+    {99, 64, {16, 64, 1, 2}, kManyRows},
+    {99, 64, {32, 64, 2, 2}, kManyRows},
+    {99, 64, {64, 64, 4, 3}, kManyRows},
+    {99, 64, {128, 64, 4, 3}, kScores},
+    {99, 64, {64, 64, 4, 3}},
     {99, 128, {16, 32, 1, 3}, kManyRows},
     {99, 128, {32, 32, 2, 2}, kManyRows},
     {99, 128, {64, 32, 4, 3}, kManyRows},
     {99, 128, {128, 32, 4, 3}, kScores},
     {99, 128, {64, 32, 4, 3}},
-    {99, 256, {16, 16, 1, 3}, kManyRows},
+    {99, 256, {16, 16, 1, 2}, kManyRows},
     {99, 256, {32, 16, 2, 2}, kManyRows},
     {99, 256, {64, 16, 4, 3}},
 };
 
 constexpr Choice kForwardSplitSm80F32[] = {
-    {99, 64, {16, 32, 1, 3}, kManyRows}, {99, 64, {64, 32, 4, 3}},  {99, 128, {16, 16, 1, 3}, kManyRows},
+    {99, 64, {16, 32, 1, 3}, kManyRows}, {99, 64, {64, 32, 4, 3}},  {99, 128, {16, 16, 1, 2}, kManyRows},
     {99, 128, {64, 16, 4, 3}},           {99, 256, {16, 16, 1, 2}},
 };
 

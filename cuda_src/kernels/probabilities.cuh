@@ -162,21 +162,20 @@ struct Scores {
   // The bits of this lane's entries of 16 rows and 16 columns.
   __device__ __forceinline__ Philox4 Random(int m, int pair) const {
     const int lane = threadIdx.x % 32;
-    if constexpr (kPacked == 1) return Random(head, (row / 16 + m) * 8 + lane / 4, pair);
+    Philox4 counter = {{uint32_t((column / 16 + pair) * 4 + lane % 4), uint32_t((row / 16 + m) * 8 + lane / 4),
+                        p.head_id[head], p.batch_id[batch]}};
+    if constexpr (kPacked == 1) return Philox(counter, p.seed[2 * batch], p.seed[2 * batch + 1]);
     Philox4 bits;  // each of the two rows is any query of any head
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int i = Query(m, h);
-      const Philox4 x = Random(head + Member(m, h), i / 16 * 8 + i % 8, pair);
+      counter.x[1] = i / 16 * 8 + i % 8;
+      counter.x[2] = p.head_id[head + Member(m, h)];
+      const Philox4 x = Philox(counter, p.seed[2 * batch], p.seed[2 * batch + 1]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) bits.x[2 * h + half] = i / 8 % 2 == 0 ? x.x[half] : x.x[2 + half];
     }
     return bits;
-  }
-  __device__ __forceinline__ Philox4 Random(int head, uint32_t rows, int pair) const {
-    const int lane = threadIdx.x % 32;
-    const Philox4 counter = {{uint32_t((column / 16 + pair) * 4 + lane % 4), rows, p.head_id[head], p.batch_id[batch]}};
-    return Philox(counter, p.seed[2 * batch], p.seed[2 * batch + 1]);
   }
 };
 

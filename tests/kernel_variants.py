@@ -31,7 +31,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float32 at full precision")
 DIMS = ((64, 64), (128, 128), (256, 256), (8, 16), (80, 80), (96, 96), (192, 128), (192, 192), (64, 128))
 GRADIENTS = ("all", "deterministic", "key and value", "query")
 FEATURES: dict[str, tuple[Any, ...]] = {
-    "q_len": (4096, 512),
+    "q_len": (4096, 512, 16, 64),  # below 512 the forward divides the keys
     "causal": (True, False),
     "window": (False, True),
     "lengths": (False, True),
@@ -72,7 +72,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
     return Problem(
         batch=2,
         q_len=features["q_len"],
-        kv_len=features["q_len"],
+        kv_len=features["q_len"] if features["q_len"] >= 512 else 4096,
         q_heads=4,
         kv_heads=2,
         qk_dim=dims[0],

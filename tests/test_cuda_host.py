@@ -121,6 +121,26 @@ def test_segments_come_first():
         assert launches[-1][1] == last
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+def test_few_queries_divide_the_keys(arch):
+    decoding = {"q_len": 1, "kv_len": 4096, "q_heads": 8, "kv_heads": 2}
+    file = "forward_split_sm80.cuh"
+    assert kernels(arch, **decoding) == [(file, "jax_flash_forward"), (file, "jax_flash_forward_merge")]
+    assert macros(arch, **decoding)["SPLIT"] == 4  # the heads of a group are rows of one tile
+    assert macros(arch)["SPLIT"] == macros(arch, q_len=1)["SPLIT"] == 0
+
+
+def test_parts_of_the_keys_need_memory_for_o_and_statistics():
+    def scratch(**changes):
+        return _native.cuda_scratch_bytes(problem(q_len=1, v_dim=128, **changes).encode(), False)
+
+    row = 4 * 8 * (128 + 2)  # of all heads
+    assert scratch(batch=1, kv_len=131072) == 528 // 4 * row
+    assert scratch(batch=8, kv_len=131072) == 528 // 32 * 8 * row
+    assert scratch(batch=1, kv_len=1024) == 8 * row
+    assert scratch(kv_len=512) == 0
+
+
 def test_only_the_gradients_asked_for():
     assert macros(backward=True, dk=True)["DQ"] == 0
     assert macros(backward=True, dk=True)["DK"] == 1

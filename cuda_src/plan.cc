@@ -343,7 +343,8 @@ struct PartWork {
   int64_t rows, tiles, parts;  // of Q: its rows, in all heads, and their tiles; of the keys
 };
 
-// As many parts as an H100 or H200 has room for at a time, if a part has 4 tiles of keys or more.
+// As many parts as an H100 or H200 has room for at a time, if a part has 4 tiles of keys or more. So 64 KB or more of K
+// and V are on their way to a multiprocessor; HBM needs 40 to 60.
 PartWork PartWorkOf(const Problem& p) {
   const Tile tile = Choose("forward_split", kAnyGpu, p).tile;
   const int64_t blocks = kMultiprocessors * (tile.rows <= 32 ? 4 : 2);

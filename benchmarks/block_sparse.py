@@ -13,6 +13,7 @@ import functools
 import pathlib
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import measure
@@ -65,7 +66,7 @@ def random_blocks(n: int, part: int) -> BlockMask:
 
 def measure_row(
     n: int, d: int, heads: int, backward: bool, masks: dict[str, BlockMask], seconds: float, dtype: str
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     arrays = [jax.random.normal(key, (1, n, heads, d), dtype) for key in jax.random.split(jax.random.key(0), 4)]
 
     def call(mask: BlockMask | None, q, k, v, do):
@@ -75,7 +76,7 @@ def measure_row(
         o, pullback = jax.vjp(attention, q, k, v)
         return o, pullback(do)
 
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         name: functools.partial(jax.jit(functools.partial(call, mask)), *arrays)
         for name, mask in {"dense": None, **masks}.items()
     }
@@ -95,7 +96,7 @@ def measure_row(
     ]
 
 
-def table(rows: list[dict[str, object]]) -> Table:
+def table(rows: list[dict[str, Any]]) -> Table:
     columns = ["length", "dim", "pass", "mask", "kept", "milliseconds", "dense_milliseconds", "of_ideal"]
     shown = Table(*(name.replace("_", " ") for name in columns), title="Block-sparse attention")
     for row in rows:
@@ -103,7 +104,7 @@ def table(rows: list[dict[str, object]]) -> Table:
     return shown
 
 
-def draw(rows: list[dict[str, object]], path: pathlib.Path) -> None:
+def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     """Time over that of the dense call against the fraction kept, one line a head dim."""
     import matplotlib
 
@@ -122,13 +123,9 @@ def draw(rows: list[dict[str, object]], path: pathlib.Path) -> None:
             ax.plot(*zip(*points, strict=True), "o-", label=f"d = {dim}")
         kept = sorted({row["kept"] for row in here})
         ax.plot(kept, kept, "k--", label="ideal")
-        ax.set(
-            xscale="log",
-            yscale="log",
-            xlabel="fraction of blocks kept",
-            ylabel="time / dense",
-            title=f"{name}, N = {length}",
-        )
+        ax.set(xlabel="fraction of blocks kept", ylabel="time / dense", title=f"{name}, N = {length}")
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
         ax.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -7,8 +7,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-int64_t DivideUp(int64_t x, int64_t y) { return (x + y - 1) / y; }
-
 std::string Text(ffi::DataType dtype, ffi::Span<const int64_t> dims) {
   std::string text;
   switch (dtype) {
@@ -121,12 +119,12 @@ Operands Buffers::TakeOperands() {
   };
   if (const Extent& mask = p_.block_mask; mask.present) {
     const int64_t batch = mask.batch ? p_.batch : 1, heads = mask.heads ? p_.q_heads : 1;
-    const int64_t rows = DivideUp(p_.q_len, p_.q_block), columns = DivideUp(p_.kv_len, p_.kv_block);
+    const int64_t rows = p_.block_rows(), columns = p_.block_columns();
     in.blocks = integers("blocks", true, {batch, heads, rows, columns});
     in.row_lists = integers("row_lists", true, {batch, heads, rows, p_.row_list});
     in.column_lists = integers("column_lists", true, {batch, heads, columns, p_.column_list});
     in.element_masks =
-        words("element_masks", p_.element_masks > 0, {batch, p_.element_masks, p_.q_block, DivideUp(p_.kv_block, 32)});
+        words("element_masks", p_.element_masks > 0, {batch, p_.element_masks, p_.q_block, p_.element_words()});
   }
   in.seed = words("seed", p_.dropout(), {p_.batch, 2});
   in.batch_id = words("batch_id", p_.dropout(), {p_.batch});

@@ -114,7 +114,9 @@ std::string Check(const Problem& p) {
   for (const int64_t size : {p.q_block, p.kv_block}) {
     if (p.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0) return "a block size is no multiple of 16";
   }
-  if (p.element_masks < 0 || p.row_list < 0 || p.column_list < 0) return "a size of the block mask is negative";
+  const int64_t least = p.block_mask.present ? 2 : 0;  // a list has an index and a count
+  if (p.element_masks < 0 || p.row_list < least || p.column_list < least)
+    return "a size of the block mask is too small";
   if (p.drop_threshold < 0 || p.drop_threshold > 65536) return "drop_threshold is not in [0, 65536]";
   return "";
 }

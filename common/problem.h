@@ -51,6 +51,10 @@ struct Problem {
   bool dq = false, dk = false, dv = false, dbias = false;  // the results asked for
 
   int64_t group() const { return q_heads / kv_heads; }
+  // Of the block mask: its rows and columns of blocks, and the 32-bit words of a row of an element mask.
+  int64_t block_rows() const { return (q_len + q_block - 1) / q_block; }
+  int64_t block_columns() const { return (kv_len + kv_block - 1) / kv_block; }
+  int64_t element_words() const { return (kv_block + 31) / 32; }
   bool dropout() const { return drop_threshold > 0; }
   // What a kept entry of P is multiplied with, so that the expectation is exact. 0 when everything is dropped.
   double keep_scale() const { return drop_threshold < 65536 ? 65536.0 / double(65536 - drop_threshold) : 0.0; }

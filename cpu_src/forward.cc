@@ -147,9 +147,9 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
       if (tile_keys.lo < tile_keys.hi) keys = {Min(keys.lo, tile_keys.lo), Max(keys.hi, tile_keys.hi)};
     }
 
-    for (int64_t tile = 0; tile < column_tiles.count(); ++tile) {
+    for (int64_t tile = column_tiles.Of(keys.lo); tile < column_tiles.count(); ++tile) {
       const auto [j0, columns] = column_tiles[tile];
-      if (j0 + columns <= keys.lo || j0 >= keys.hi) continue;
+      if (j0 >= keys.hi) break;
       bool loaded = false;
       for (int64_t t = 0; t < count; ++t) {
         QueryTile<A>& query = scratch.queries[t];

@@ -24,6 +24,8 @@ struct Tiling {
 
   int64_t per_block() const { return (block + tile - 1) / tile; }
   int64_t count() const { return size / block * per_block() + (size % block + tile - 1) / tile; }
+  // The tile that a position is in.
+  int64_t Of(int64_t position) const { return position / block * per_block() + position % block / tile; }
   Range operator[](int64_t t) const {
     const int64_t first = t / per_block() * block, begin = first + t % per_block() * tile;
     return {begin, Min(Min(tile, first + block - begin), size - begin)};
@@ -232,11 +234,9 @@ class Scores {
   // mask kind - kElements says.
   static constexpr int32_t kNothing = 0, kEverything = 1, kElements = 2;
   int32_t BlockKind(int64_t n, int64_t i, int64_t j) const {
-    const int64_t rows = RoundUp(p_.q_len, p_.q_block) / p_.q_block;
-    const int64_t columns = RoundUp(p_.kv_len, p_.kv_block) / p_.kv_block;
     const int64_t heads = p_.block_mask.heads ? p_.q_heads : 1;
     const int64_t head = (p_.block_mask.batch ? b_ * heads : 0) + (p_.block_mask.heads ? n : 0);
-    const int32_t kind = in_.blocks[(head * rows + i / p_.q_block) * columns + j / p_.kv_block];
+    const int32_t kind = in_.blocks[(head * p_.block_rows() + i / p_.q_block) * p_.block_columns() + j / p_.kv_block];
     return 0 <= kind && kind < kElements + p_.element_masks ? kind : kNothing;
   }
 
@@ -244,7 +244,7 @@ class Scores {
     const int32_t kind = BlockKind(n, block.i0, block.j0);
     if (kind < kElements) return;
     const int64_t mask = (p_.block_mask.batch ? b_ * p_.element_masks : 0) + kind - kElements;
-    const int64_t words = RoundUp(p_.kv_block, 32) / 32, column = block.j0 % p_.kv_block;
+    const int64_t words = p_.element_words(), column = block.j0 % p_.kv_block;
     for (int64_t r = 0; r < block.rows; ++r) {
       const uint32_t* bits = in_.element_masks + (mask * p_.q_block + (block.i0 + r) % p_.q_block) * words;
       A* row = s.row(r);

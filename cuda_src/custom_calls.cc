@@ -157,6 +157,20 @@ Broadcast<T> BroadcastOf(T* data, const Extent& extent, const Problem& p) {
   return x;
 }
 
+BlockMask BlockMaskOf(const Problem& p, const Operands& in) {
+  const Extent& extent = p.block_mask;
+  const int64_t heads = extent.heads ? p.q_heads : 1;
+  return {in.blocks,
+          in.row_lists,
+          in.column_lists,
+          in.element_masks,
+          int(p.element_masks),
+          int(p.row_list),
+          int(p.column_list),
+          extent.batch ? int(heads) : 0,
+          extent.heads};
+}
+
 Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, void* scratch) {
   Params x = {};
   x.batch = int(p.batch);
@@ -197,6 +211,7 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   x.o_parts = static_cast<float*>(place(layout.o_parts));
   x.l_parts = static_cast<float*>(place(layout.l_parts));
   x.m_parts = static_cast<float*>(place(layout.m_parts));
+  x.block_mask = BlockMaskOf(p, in);
   return x;
 }
 

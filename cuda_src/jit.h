@@ -18,7 +18,7 @@ struct Unit {
 struct Compilation {
   std::string cubin;
   std::string log;  // warnings, and ptxas' report of registers and spills
-  double seconds;
+  double seconds;   // of processor time
 };
 
 // Compiles, whatever the caches have. `arch`: "sm_80", "sm_90a", ... Throws std::runtime_error.

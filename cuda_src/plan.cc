@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string_view>
 #include <utility>
@@ -41,7 +42,8 @@ enum Feature : unsigned {
   kFullPrecision = 128,  // f32 as three products of TF32
   kManyKeys = 256,       // more than 1024
   kFewTiles = 512,       // of all heads, than an H100 or H200 has multiprocessors
-  kManyRows = 1024,      // of a group's heads together, than a tile has
+  kBlockMask = 1024,
+  kManyRows = 2048,  // of a group's heads together, than a tile has
   kOperands = kBias | kMask,
   kScores = kBias | kSoftCap,  // scores are formed entry by entry
 };
@@ -64,7 +66,7 @@ constexpr Choice kForwardSm90[] = {
     {227, 64, {128, 48, 2, 3}, kDropout},
     {227, 64, {128, 32, 2, 3}},
     {227, 96, {192, 96, 3, 2}, kOperands | kDropout | kLocal | kCausal | kFewTiles},
-    {227, 128, {128, 128, 2, 2}, kOperands | kLocal},
+    {227, 128, {128, 128, 2, 2}, kOperands | kLocal | kBlockMask},
     {227, 128, {128, 128, 2, 2}, kOperands | kDropout | kSoftCap},
     {227, 128, {128, 112, 2, 2}, kOperands | kSoftCap},
     {227, 128, {128, 96, 2, 2}, kOperands | kDropout},
@@ -83,18 +85,18 @@ constexpr Choice kForwardSm90[] = {
     {227, 256, {128, 16, 2, 2}, kBiasAndMask},
 };
 
-// What is not here would spill registers: a soft cap keeps its slopes beside P, and beside much else from head dim 96
-// on.
+// What is not here would spill registers: a soft cap keeps its slopes beside P, and beside much else above head dim 96;
+// a block mask does with a soft cap above 96, and always above 128.
 constexpr Choice kBackwardSm90[] = {
     {227, 64, {128, 128, 2, 2}, kScores},
     {227, 96, {64, 128, 2, 2}},
     {227, 128, {64, 128, 2, 2}, kSoftCap},
-    {227, 128, {64, 128, 2, 2}, kOperands},
-    {227, 192, {64, 64, 2, 2}, kSoftCap},
-    {227, 192, {64, 64, 2, 2}, kOperands},
-    {227, 192, {64, 64, 2, 2}, kBias | kLocal},
-    {227, 256, {64, 64, 2, 2}, kSoftCap | kBias},
-    {227, 256, {64, 64, 2, 2}, kSoftCap | kDropout},
+    {227, 128, {64, 128, 2, 2}, kOperands | kBlockMask},
+    {227, 192, {64, 64, 2, 2}, kSoftCap | kBlockMask},
+    {227, 192, {64, 64, 2, 2}, kOperands | kBlockMask},
+    {227, 192, {64, 64, 2, 2}, kBias | kLocal | kBlockMask},
+    {227, 256, {64, 64, 2, 2}, kSoftCap | kBias | kBlockMask},
+    {227, 256, {64, 64, 2, 2}, kSoftCap | kDropout | kBlockMask},
 };
 
 constexpr Choice kForwardSm80[] = {
@@ -106,7 +108,7 @@ constexpr Choice kForwardSm80[] = {
 constexpr Choice kForwardSm80F32[] = {
     {99, 64, {128, 32, 4, 2}, kScores},
     {99, 64, {64, 32, 4, 2}},
-    {163, 128, {128, 32, 4, 2}, kScores | kFullPrecision},
+    {163, 128, {128, 32, 4, 2}, kScores | kFullPrecision | kBlockMask},
     {99, 128, {64, 32, 4, 2}},
     {227, 256, {64, 32, 4, 2}, kScores},
     {163, 256, {64, 16, 4, 2}},
@@ -135,14 +137,14 @@ constexpr Choice kForwardSplitSm80F32[] = {
 };
 
 constexpr Choice kBackwardSm80[] = {
-    {227, 64, {128, 128, 8, 2}, kScores | kDropout},
+    {227, 64, {128, 128, 8, 2}, kScores | kDropout | kBlockMask},
     {163, 64, {64, 64, 4, 2}},
     {99, 64, {64, 128, 8, 1}},
-    {227, 128, {64, 128, 8, 2}},
-    {163, 128, {64, 128, 8, 1}, kScores},
+    {227, 128, {64, 128, 8, 2}, kBlockMask},
+    {163, 128, {64, 128, 8, 1}, kScores | kBlockMask},
     {163, 128, {32, 128, 8, 2}},
     {99, 128, {64, 64, 8, 1}},
-    {227, 256, {64, 64, 8, 2}},
+    {227, 256, {64, 64, 8, 2}, kBlockMask},
     {163, 256, {64, 64, 8, 1}},
     {99, 256, {32, 32, 8, 1}},
 };
@@ -232,9 +234,31 @@ unsigned FeaturesOf(const Problem& p, const Tile& tile) {
          feature(p.soft_cap > 0, kSoftCap) | feature(bias, kBias) | feature(mask, kMask) |
          feature(bias && mask, kBiasAndMask) | feature(p.dropout(), kDropout) |
          feature(p.full_precision, kFullPrecision) | feature(p.kv_len > 1024, kManyKeys) |
+         feature(p.block_mask.present, kBlockMask) |
          feature(p.batch * p.q_heads * DivideUp(p.q_len, tile.rows) < kMultiprocessors, kFewTiles) |
          feature(p.q_len * p.group() > tile.rows, kManyRows);
 }
+
+// Whether blocks of a block mask are whole tiles, as Hopper's kernels want them.
+bool InWholeTiles(const Tile& tile, std::string_view kernel, const Problem& p) {
+  const int cols = kernel == "backward" ? 128 : tile.cols;  // CTAs of 64 keys come in pairs
+  return !p.block_mask.present || (p.q_block % tile.rows == 0 && p.kv_block % cols == 0);
+}
+
+// The tile, or as much of it as divides the blocks of a block mask. Where each warp has rows of its own, it has at
+// least 16.
+Tile WithinBlocks(Tile tile, std::string_view kernel, const Problem& p) {
+  if (!p.block_mask.present) return tile;
+  tile.rows = int(std::gcd(tile.rows, p.q_block));
+  tile.cols = int(std::gcd(tile.cols, p.kv_block));
+  if (kernel == "forward" || kernel == "backward_query") tile.groups = std::min(tile.groups, tile.rows / 16);
+  return tile;
+}
+
+// T or S in whole blocks if there is a block mask.
+int64_t InBlocks(int64_t size, int64_t block) { return block > 0 ? RoundUp(size, block) : size; }
+int64_t RowTiles(const Problem& p, const Tile& tile) { return DivideUp(InBlocks(p.q_len, p.q_block), tile.rows); }
+int64_t ColumnTiles(const Problem& p, const Tile& tile) { return DivideUp(InBlocks(p.kv_len, p.kv_block), tile.cols); }
 
 // A kernel's file and tiles.
 struct Chosen {
@@ -248,9 +272,9 @@ Chosen Choose(std::string_view kernel, const Target& target, const Problem& p) {
     if (table.kernel != kernel || table.bytes != Bytes(p) || (table.sm == 90 && !target.hopper)) continue;
     const Choice* const choice = std::find_if(table.begin, table.end, [&](const Choice& x) {
       return x.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= x.dim &&
-             (x.without & FeaturesOf(p, x.tile)) == 0;
+             (x.without & FeaturesOf(p, x.tile)) == 0 && (table.sm == 80 || InWholeTiles(x.tile, kernel, p));
     });
-    if (choice != table.end) return {kernel, table.sm, choice->tile};
+    if (choice != table.end) return {kernel, table.sm, WithinBlocks(choice->tile, kernel, p)};
   }
   throw std::invalid_argument("head dims " + std::to_string(p.qk_dim) + " and " + std::to_string(p.v_dim) +
                               ": the kernel " + std::string(kernel) + " needs more than the " +
@@ -277,6 +301,8 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
   define("SEGMENTS", p.segments);
   define("QUERY_OFFSET", p.query_offset);
   define("MASK", p.mask.present);
+  define("Q_BLOCK", p.q_block);
+  define("KV_BLOCK", p.kv_block);
   define("SOFT_CAP", p.soft_cap > 0);
   define("DROPOUT", p.dropout());
   define("FULL_PRECISION", p.dtype == DType::kF32 && p.full_precision);
@@ -297,9 +323,10 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
 Unit SegmentsUnit() {
   Unit unit = {"segments.cuh", {}};
   for (const char* define :
-       {"DTYPE=2",          "BIAS_DTYPE=0", "QK_DIM=64",      "V_DIM=64", "CAUSAL=0",   "WINDOW=0",  "Q_LENGTHS=0",
-        "KV_LENGTHS=0",     "SEGMENTS=1",   "QUERY_OFFSET=0", "MASK=0",   "SOFT_CAP=0", "DROPOUT=0", "FULL_PRECISION=0",
-        "POSITIVE_SCALE=1", "SPLIT=0",      "DLOGSUMEXP=0",   "DQ=0",     "DK=0",       "DV=0"}) {
+       {"DTYPE=2",      "BIAS_DTYPE=0",     "QK_DIM=64",        "V_DIM=64", "CAUSAL=0",     "WINDOW=0",   "Q_LENGTHS=0",
+        "KV_LENGTHS=0", "SEGMENTS=1",       "QUERY_OFFSET=0",   "MASK=0",   "Q_BLOCK=0",    "KV_BLOCK=0", "SOFT_CAP=0",
+        "DROPOUT=0",    "FULL_PRECISION=0", "POSITIVE_SCALE=1", "SPLIT=0",  "DLOGSUMEXP=0", "DQ=0",       "DK=0",
+        "DV=0"}) {
     unit.defines.push_back(std::string("JAX_FLASH_") + define);
   }
   return unit;
@@ -333,10 +360,11 @@ BiasWork BiasWorkOf(const Problem& p) {
 }
 
 // A forward of few queries and many keys is one over parts of the keys: with a block for a tile of Q most of the GPU
-// would have nothing to do, or read the keys once for each head of a group.
+// would have nothing to do, or read the keys once for each head of a group. Not with a block mask, which the heads of a
+// group need not share.
 bool SplitsKeys(const Problem& p) {
   const bool few = p.q_len <= 16 || (p.q_len <= 64 && p.batch * p.q_heads < kMultiprocessors);
-  return few && p.kv_len >= 1024;
+  return few && p.kv_len >= 1024 && !p.block_mask.present;
 }
 
 struct PartWork {
@@ -389,7 +417,7 @@ void AddForward(const Target& target, const Problem& p, Plan* plan) {
   const Chosen choice = Choose("forward", target, p);
   const Tile& tile = choice.tile;
   plan->launches.push_back(
-      MainLaunch(choice, Add(UnitOf(choice, p), plan), p.batch * p.q_heads * DivideUp(p.q_len, tile.rows),
+      MainLaunch(choice, Add(UnitOf(choice, p), plan), p.batch * p.q_heads * RowTiles(p, tile),
                  {{Mapped::kQuery, 64}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols}, {Mapped::kO, 64}}));
 }
 
@@ -413,8 +441,8 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
     plan->launches.push_back(prepared ? PrepareLaunch(p, unit)
                                       : Launch{unit, "jax_flash_backward_prepare", rows / 32, 256});
     // On Hopper, CTAs of 64 keys come in pairs.
-    const int64_t columns = prepared ? p.kv_len : RoundUp(p.kv_len, 128);
-    plan->launches.push_back(MainLaunch(choice, unit, p.batch * p.kv_heads * DivideUp(columns, tile.cols),
+    const int64_t tiles = prepared ? ColumnTiles(p, tile) : RoundUp(InBlocks(p.kv_len, p.kv_block), 128) / tile.cols;
+    plan->launches.push_back(MainLaunch(choice, unit, p.batch * p.kv_heads * tiles,
                                         {{Mapped::kQuery, tile.rows},
                                          {Mapped::kKey, tile.cols},
                                          {Mapped::kValue, tile.cols},
@@ -429,7 +457,7 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
   if (p.dq && !SumsDQ(p)) {
     const Chosen choice = Choose("backward_query", target, p);
     const int unit = Add(UnitOf(choice, p), plan);
-    plan->launches.push_back(MainLaunch(choice, unit, heads * DivideUp(p.q_len, choice.tile.rows), {}));
+    plan->launches.push_back(MainLaunch(choice, unit, heads * RowTiles(p, choice.tile), {}));
   }
   if (p.dbias) {
     const Chosen choice = Choose("backward_bias", kAnyGpu, p);
@@ -453,9 +481,9 @@ std::string CudaRefusal(const Problem& p) {
       return sized("head dim", dim) + ": the CUDA kernels do multiples of 8 up to 256";
     }
   }
-  if (p.block_mask.present) return "a block mask: the CUDA kernels of this version do not take one";
-  if (std::max(p.q_len, p.kv_len) > kMaxSize - 512) return "a length of 2^31 or more";
-  if (p.batch * p.q_heads > 0 && DivideUp(std::max(p.q_len, p.kv_len), 16) > kMaxSize / p.batch / p.q_heads) {
+  const int64_t longest = std::max(InBlocks(p.q_len, p.q_block), InBlocks(p.kv_len, p.kv_block));
+  if (longest > kMaxSize - 512) return "a length of 2^31 or more";
+  if (p.batch * p.q_heads > 0 && DivideUp(longest, 16) > kMaxSize / p.batch / p.q_heads) {
     return "batch x heads x length is too large for the CUDA kernels";
   }
   return "";

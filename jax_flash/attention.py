@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import blockwise, custom_calls, dropout, partitioning, reference, vjp
 from jax_flash.block_sparse import BlockMask
-from jax_flash.problem import BLOCK_MASK, DTYPES, Extent, Operands, Problem, result_types
+from jax_flash.problem import DTYPES, Extent, Operands, Problem, result_types
 from jax_flash.varying import varying_alike
 
 MAX_HEAD_DIM = 256  # of the fused kernels
@@ -263,16 +263,12 @@ def attention_with_statistics(
         kv_lengths=operands.kv_lengths is not None,
         segments=operands.q_segments is not None,
         query_offset=operands.query_offset is not None,
-        block_mask=None if operands.blocks is None else Extent.of_blocks(operands.blocks),
-        q_block=0 if block_mask is None else block_mask.shape.q_block,
-        kv_block=0 if block_mask is None else block_mask.shape.kv_block,
-        element_masks=0 if operands.element_masks is None else operands.element_masks.shape[1],
-        row_list=0 if operands.row_lists is None else operands.row_lists.shape[-1],
-        column_list=0 if operands.column_lists is None else operands.column_lists.shape[-1],
         drop_threshold=drop_threshold,
         full_precision=_full_precision(precision),
         deterministic=bool(deterministic),
     )
+    if block_mask is not None:
+        problem = problem.with_block_mask(operands.arrays(), block_mask.shape.q_block, block_mask.shape.kv_block)
     try:
         o, l, m = _attend(problem, operands, implementation)
     except TypeError as error:
@@ -397,8 +393,7 @@ def _block_mask_operands(mask: BlockMask, B: int, N: int, T: int, S: int) -> dic
         raise ValueError(f"block_mask is of {mask.shape.q_len} x {mask.shape.kv_len} entries, T x S is {T} x {S}")
     if mask.blocks.ndim != 4 or mask.blocks.shape[0] not in (1, B) or mask.blocks.shape[1] not in (1, N):
         raise ValueError(f"block_mask has blocks {mask.blocks.shape}, which is not [B|1, N|1, U, V] of B, N = {B}, {N}")
-    arrays = {name: getattr(mask, name) for name in BLOCK_MASK}
-    return {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
+    return {name: jnp.asarray(x) for name, x in mask.arrays().items()}
 
 
 def _window(size: int | tuple[int, int] | None) -> tuple[int, int]:

@@ -10,13 +10,17 @@ element masks, so that structured masks (causal, windows, documents) take no mem
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import ArrayLike
+
+from jax_flash.problem import BLOCK_MASK
 
 BLOCK = 128  # rows and columns of a block by default
 NOTHING, EVERYTHING, ELEMENTS = 0, 1, 2  # of `BlockMask.blocks`; from ELEMENTS on the number of an element mask
@@ -156,7 +160,7 @@ class BlockMask:
         if entries.size:  # beyond the lengths as at the ends, so that a block at the border can be full
             entries = xp.pad(entries, padding, mode="edge")
         tiles = entries.reshape(B, N, U, q_block, V, kv_block).swapaxes(3, 4)
-        masks = _pack(tiles).reshape(B, N * U * V, q_block, -(-kv_block // WORD))
+        masks = _pack(tiles).reshape(B, N * U * V, q_block, _words(kv_block))
         numbers = np.arange(ELEMENTS, ELEMENTS + N * U * V, dtype=np.int32).reshape(1, N, U, V)
         return cls(shape, numbers, masks)
 
@@ -215,6 +219,10 @@ class BlockMask:
         _, blocks = _arrays(self.blocks)
         return (blocks != NOTHING).mean() if blocks.size else 0.0
 
+    def arrays(self) -> dict[str, Any]:
+        """Those that are there, by name: operands of the custom calls."""
+        return {name: x for name in BLOCK_MASK if (x := getattr(self, name)) is not None}
+
     def to_mask(self) -> jax.Array | np.ndarray:
         """All entries: bool [B|1, N|1, T, S]. For tests and small masks."""
         xp, blocks, element_masks = _arrays(self.blocks, self.element_masks)
@@ -223,18 +231,18 @@ class BlockMask:
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """Where both allow."""
-        return _combined(np.bitwise_and, self, other)
+        return _combined(operator.and_, self, other)
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """Where either allows."""
-        return _combined(np.bitwise_or, self, other)
+        return _combined(operator.or_, self, other)
 
     def __invert__(self) -> BlockMask:
         """Where it does not allow."""
         xp, blocks, element_masks = _arrays(self.blocks, self.element_masks)
         inverted = xp.where(blocks < ELEMENTS, EVERYTHING - blocks, blocks)
-        every = _pack(np.ones((self.shape.q_block, self.shape.kv_block), bool))
-        return BlockMask(self.shape, inverted, None if element_masks is None else element_masks ^ every)
+        masks = None if element_masks is None else element_masks ^ _every(self.shape)[None, None]
+        return BlockMask(self.shape, inverted, masks)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask) or self.shape != other.shape:
@@ -250,7 +258,8 @@ class BlockMask:
     def __repr__(self) -> str:
         q_len, kv_len, q_block, kv_block = self.shape
         head = f"BlockMask({q_len} x {kv_len} in blocks of {q_block} x {kv_block}"
-        if _traced(self.blocks) or not hasattr(self.blocks, "shape"):  # JAX puts all kinds of things into pytrees
+        concrete = isinstance(self.blocks, (np.ndarray, jax.Array)) and not _traced(self.blocks)
+        if not concrete:  # JAX puts all kinds of things into pytrees
             return f"{head}, traced)"
         blocks = np.asarray(self.blocks)
         full = (blocks == EVERYTHING).mean() if blocks.size else 0.0
@@ -280,13 +289,21 @@ class BlockMask:
         return ax
 
 
+export.register_pytree_node_serialization(
+    BlockMask,
+    serialized_name="jax_flash.BlockMask",
+    serialize_auxdata=lambda shape: " ".join(map(str, shape)).encode(),
+    deserialize_auxdata=lambda text: Shape(*map(int, text.split())),
+)
+
+
 def may_attend(shape: Shape, blocks: Any, element_masks: Any, rows: Any, columns: Any, xp: Any = jnp) -> Any:
     """Which entries of these rows and columns (int [R] and [C]) the blocks allow: bool [B|1, N|1, R, C]."""
     kinds = kinds_at(shape, blocks, rows, columns, xp)
     if element_masks is None:
         return kinds == EVERYTHING
     masks = xp.clip(kinds - ELEMENTS, 0, element_masks.shape[1] - 1)
-    row, column = (rows % shape.q_block)[:, None], (columns % shape.kv_block)[None]
+    row, column = (rows % shape.q_block)[None, None, :, None], (columns % shape.kv_block)[None, None, None]
     words = element_masks[xp.arange(element_masks.shape[0])[:, None, None, None], masks, row, column // WORD]
     bits = (words >> (column % WORD).astype(np.uint32)) & np.uint32(1)
     partial = (kinds >= ELEMENTS) & (kinds < ELEMENTS + element_masks.shape[1])
@@ -296,6 +313,8 @@ def may_attend(shape: Shape, blocks: Any, element_masks: Any, rows: Any, columns
 def kinds_at(shape: Shape, blocks: Any, rows: Any, columns: Any, xp: Any = jnp) -> Any:
     """What `blocks` says at these rows and columns: int32 [B|1, N|1, R, C]."""
     U, V = shape.grid
+    if 0 in shape.grid:
+        return xp.zeros((*blocks.shape[:2], rows.size, columns.size), np.int32)
     # Positions past the ends (the padding of a tile) are another mask's business.
     u, v = xp.minimum(rows // shape.q_block, U - 1), xp.minimum(columns // shape.kv_block, V - 1)
     return blocks[:, :, u][..., v]
@@ -334,7 +353,13 @@ def _pack(tiles: Any) -> Any:
     words = _words(tiles.shape[-1])
     padding = ((0, 0),) * (tiles.ndim - 1) + ((0, words * WORD - tiles.shape[-1]),)
     bits = xp.pad(tiles, padding).reshape(*tiles.shape[:-1], words, WORD).astype(np.uint32)
-    return (bits << xp.arange(WORD, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    places = np.arange(WORD, dtype=np.uint32).reshape((1,) * (bits.ndim - 1) + (WORD,))
+    return (bits << places).sum(-1, dtype=np.uint32)
+
+
+def _every(shape: Shape) -> np.ndarray:
+    """The element mask of a full block: uint32 [q_block, kv_block / 32]."""
+    return _pack(np.ones((shape.q_block, shape.kv_block), bool))
 
 
 class _Table:
@@ -342,7 +367,7 @@ class _Table:
 
     def __init__(self, shape: Shape):
         self._shape = (shape.q_block, _words(shape.kv_block))
-        self._every = _pack(np.ones((shape.q_block, shape.kv_block), bool))
+        self._every = _every(shape)
         self._numbers: dict[bytes, int] = {}
 
     def number(self, mask: np.ndarray) -> int:
@@ -364,7 +389,7 @@ def _compact(shape: Shape, blocks: np.ndarray, element_masks: Any) -> tuple[np.n
     if element_masks is None:
         return blocks, None
     batch, count, *mask_shape = np.shape(element_masks)
-    if batch > 1:
+    if batch != 1:
         of_batch = np.arange(batch, dtype=np.int32).reshape(batch, 1, 1, 1) * count
         blocks = np.where(blocks < ELEMENTS, blocks, blocks + of_batch)
     masks = np.asarray(element_masks).reshape(batch * count, *mask_shape)
@@ -376,7 +401,7 @@ def _compact(shape: Shape, blocks: np.ndarray, element_masks: Any) -> tuple[np.n
     return kinds[inverse].reshape(blocks.shape), table.masks()
 
 
-def _combined(op: np.ufunc, a: BlockMask, b: object) -> BlockMask:
+def _combined(op: Callable[[Any, Any], Any], a: BlockMask, b: object) -> BlockMask:
     if not isinstance(b, BlockMask):
         return NotImplemented
     if a.shape != b.shape:
@@ -392,25 +417,24 @@ def _combined(op: np.ufunc, a: BlockMask, b: object) -> BlockMask:
     return BlockMask(a.shape, np.array(kinds, np.int32)[inverse].reshape(codes.shape), table.masks())
 
 
-def _combined_traced(op: np.ufunc, a: BlockMask, b: BlockMask) -> BlockMask:
+def _combined_traced(op: Callable[[Any, Any], Any], a: BlockMask, b: BlockMask) -> BlockMask:
     """Any element mask of one may meet any of the other."""
     masks_a, masks_b = _all_masks(a), _all_masks(b)
     sizes = masks_a.shape[1], masks_b.shape[1]
     kinds = ELEMENTS + np.arange(sizes[0] * sizes[1], dtype=np.int32).reshape(sizes)
     kinds[:ELEMENTS, :ELEMENTS] = op(*np.ogrid[:ELEMENTS, :ELEMENTS])
-    decided = NOTHING if op is np.bitwise_and else EVERYTHING  # by one alone
+    decided = NOTHING if op is operator.and_ else EVERYTHING  # by one alone
     kinds[decided] = kinds[:, decided] = decided
-    xp_op = jnp.bitwise_and if op is np.bitwise_and else jnp.bitwise_or
     masks = None
     if kinds.size > ELEMENTS * ELEMENTS:
-        masks = xp_op(masks_a[:, :, None], masks_b[:, None])
+        masks = op(masks_a[:, :, None], masks_b[:, None])
         masks = masks.reshape(masks.shape[0], kinds.size, *masks.shape[3:])
     return BlockMask(a.shape, jnp.asarray(kinds)[a.blocks, b.blocks], masks)
 
 
 def _all_masks(mask: BlockMask) -> Any:
     """Of every kind of block, NOTHING and EVERYTHING too: [B|1, 2 + P, q_block, words]."""
-    every = _pack(np.ones((mask.shape.q_block, mask.shape.kv_block), bool))
+    every = _every(mask.shape)
     common = np.stack([np.zeros_like(every), every])[None]
     if mask.element_masks is None:
         return common
@@ -425,7 +449,7 @@ def _lists(blocks: Any) -> Any:
     counts = there.sum(-1, dtype=np.int32)
     width = blocks.shape[-1] if xp is jnp else counts.max(initial=0)
     members = xp.argsort(~there, axis=-1, stable=True)[..., :width]
-    members = xp.where(xp.arange(width) < counts[..., None], members, -1)
+    members = xp.where(np.arange(width, dtype=np.int32)[None, None, None] < counts[..., None], members, -1)
     order = xp.argsort(-counts, axis=-1, stable=True)[..., None]
     lists = xp.concatenate([counts[..., None], members], -1)
     return xp.concatenate([order, xp.take_along_axis(lists, order, -2)], -1).astype(np.int32)

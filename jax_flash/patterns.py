@@ -116,10 +116,10 @@ def strided(q_len: int, kv_len: int, stride: int, *, q_block: int = BLOCK, kv_bl
     """The strided pattern of Sparse Transformers (Child et al. 2019, arXiv 1904.10509), section 4.3, in one head.
 
     There i attends to j <= i if i - j <= l or (i - j) mod l = 0. Here the same holds for blocks, squares of
-    b = lcm(q_block, kv_block) entries a side: i // b, j // b and l / b in place of i, j and l; j <= i stays exact.
+    n = lcm(q_block, kv_block) entries a side: i // n, j // n and l / n in place of i, j and l; j <= i stays exact.
 
     Args:
-      stride: l, in entries: a multiple of b.
+      stride: l, in entries: a multiple of n.
 
     Raises:
       ValueError: it is not, or not positive.
@@ -139,11 +139,11 @@ def fixed(
     end of a stretch, which summarises it. Here the same holds for blocks, as in `strided`; j <= i stays exact.
 
     Args:
-      stride: l, in entries: a multiple of b = lcm(q_block, kv_block).
-      summary: c, in entries: likewise; None: b.
+      stride: l, in entries: a multiple of n = lcm(q_block, kv_block).
+      summary: c, in entries: likewise; None: n.
 
     Raises:
-      ValueError: one is no positive multiple of b, or summary > stride.
+      ValueError: one is no positive multiple of n, or summary > stride.
     """
     shape = _shape(q_len, kv_len, q_block, kv_block)
     a, b = _squares(shape)
@@ -385,7 +385,7 @@ def _largest(scores: Any, k: int) -> Any:
 
 
 def _shape(q_len: int, kv_len: int, q_block: int, kv_block: int) -> Shape:
-    shape = Shape(q_len, kv_len, q_block, kv_block)
+    shape = Shape(*map(operator.index, (q_len, kv_len, q_block, kv_block)))
     shape.check()
     return shape
 

@@ -79,6 +79,18 @@ class Problem:
     dv: bool = False
     dbias: bool = False
 
+    def with_block_mask(self, arrays: Mapping[str, jax.Array], q_block: int, kv_block: int) -> Problem:
+        """The same with the block mask that has these arrays (those of `BLOCK_MASK` that are there)."""
+        return dataclasses.replace(
+            self,
+            block_mask=Extent.of_blocks(arrays["blocks"]),
+            q_block=q_block,
+            kv_block=kv_block,
+            element_masks=arrays["element_masks"].shape[1] if "element_masks" in arrays else 0,
+            row_list=arrays["row_lists"].shape[-1],
+            column_list=arrays["column_lists"].shape[-1],
+        )
+
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import dropout
+from jax_flash import BlockMask, dropout
 from jax_flash.problem import Extent, Operands, Problem
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Any]  # NumPy's, and a BlockMask of them
 DIFFERENTIATED = ("query", "key", "value", "bias")
 
 
@@ -47,6 +47,7 @@ class Case:
     spread: float = 1.0  # of query and key: large for a softmax near one-hot
     logsumexp: bool = True  # whether the logsumexp gets a cotangent
     deterministic: bool = False
+    block_mask: BlockMask | None = None
 
     def __str__(self) -> str:
         changed = {
@@ -99,6 +100,8 @@ class Case:
             arrays["query_offset"] = rng.integers(-T // 2, S, B).astype(np.int32)
         if self.dropout:
             arrays["dropout_key"] = np.asarray(jax.random.PRNGKey(seed + 1))
+        if self.block_mask is not None:
+            arrays["block_mask"] = self.block_mask
         return arrays
 
     def cotangents(self, dtype: str = "float32", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -191,8 +194,10 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         given["seed"] = dropout.seed_from_key(arrays["dropout_key"], B)
         given["batch_id"] = jnp.arange(B, dtype=jnp.uint32) * (not case.broadcast_dropout)
         given["head_id"] = jnp.arange(N, dtype=jnp.uint32) * (not case.broadcast_dropout)
+    if case.block_mask is not None:
+        given |= {name: jnp.asarray(x) for name, x in case.block_mask.arrays().items()}
     left, right = case.window or (-1, -1)
-    return Problem(
+    described = Problem(
         batch=B,
         q_len=case.T,
         kv_len=case.S,
@@ -220,7 +225,11 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         dk=True,
         dv=True,
         dbias=bool(case.bias),
-    ), Operands(**given)
+    )
+    if case.block_mask is not None:
+        shape = case.block_mask.shape
+        described = described.with_block_mask(given, shape.q_block, shape.kv_block)
+    return described, Operands(**given)
 
 
 def refusal(case: Case, arrays: Arrays) -> str:
@@ -244,10 +253,29 @@ def run(case: Case, arrays: Arrays, cotangents: Any, implementation: str | None 
     """The results of jax_flash, jitted, forward and backward; skips what the fused kernels refuse on this device."""
     if implementation == "flash" and (reason := refusal(case, arrays)):
         pytest.skip(reason)
-    with jax.enable_x64(any(x.dtype == np.float64 for x in arrays.values())):
+    with jax.enable_x64(any(x.dtype == np.float64 for x in jax.tree.leaves(arrays))):
         return jax.tree.map(np.asarray, _compiled(case, implementation)(arrays, cotangents))
 
 
 def oracle(case: Case, arrays: Arrays, cotangents: Any) -> Results:
     """The exact results: `reference.py` in f64."""
     return run(case, upcast(arrays), upcast(cotangents), "reference")
+
+
+def differentiable(
+    case: Case, implementation: str | None, seed: int = 0
+) -> tuple[Callable[..., tuple[jax.Array, jax.Array]], list[jax.Array]]:
+    """O and the logsumexp (where there is one) as a function of the differentiable inputs, and those, in float64."""
+    arrays = case.arrays("float64", seed)
+    names = [name for name in DIFFERENTIATED if name in arrays]
+    inputs = [jnp.asarray(arrays.pop(name)) for name in names]
+
+    @jax.jit
+    def attention(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        named: dict[str, Any] = dict(zip(names, inputs, strict=True))
+        o, statistics = jax_flash.attention_with_statistics(
+            **named, **arrays, **case.options, implementation=implementation
+        )
+        return o, jnp.where(statistics.l == 0, 0, statistics.logsumexp)
+
+    return attention, inputs

@@ -31,13 +31,14 @@ DTYPES = ("bfloat16", "float16", "float32", "float32 at full precision")
 DIMS = ((64, 64), (128, 128), (256, 256), (8, 16), (80, 80), (96, 96), (192, 128), (192, 192), (64, 128))
 GRADIENTS = ("all", "deterministic", "key and value", "query")
 FEATURES: dict[str, tuple[Any, ...]] = {
-    "q_len": (4096, 512, 16, 64),  # below 512 the forward divides the keys
+    "q_len": (4096, 512, 16, 64),  # below 512 the forward divides the keys, without a block mask
     "causal": (True, False),
     "window": (False, True),
     "lengths": (False, True),
     "segments": (False, True),
     "query_offset": (False, True),
     "mask": (False, True),
+    "block_mask": (None, (128, 128), (64, 64), (16, 48)),
     "bias": ("none", "bfloat16", "float32"),
     "soft_cap": (0.0, 30.0),
     "dropout": (False, True),
@@ -67,7 +68,7 @@ class Report:
 
 
 def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
-    bias, gradients = features["bias"], features["gradients"]
+    bias, block, gradients = features["bias"], features["block_mask"], features["gradients"]
     full = Extent(True, True, True, True)
     return Problem(
         batch=2,
@@ -86,6 +87,12 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         segments=features["segments"],
         query_offset=features["query_offset"],
         mask=full if features["mask"] else None,
+        block_mask=full if block else None,
+        q_block=block[0] if block else 0,
+        kv_block=block[1] if block else 0,
+        element_masks=2 if block else 0,
+        row_list=4 if block else 0,
+        column_list=4 if block else 0,
         bias=full if bias != "none" else None,
         bias_dtype=bias,
         soft_cap=features["soft_cap"],

@@ -59,6 +59,8 @@ def allowed(case: Case, arrays: Arrays) -> np.ndarray:
         allowed &= arrays["query_segment_ids"][b, i] == arrays["key_value_segment_ids"][b, j]
     if case.mask:
         allowed &= arrays["mask"]
+    if case.block_mask is not None:
+        allowed &= arrays["block_mask"].to_mask()
     return allowed
 
 

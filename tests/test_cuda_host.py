@@ -55,7 +55,6 @@ def finds(library: str) -> bool:
         ({"qk_dim": 0}, "head dim 0"),
         ({"v_dim": 264}, "head dim 264"),
         ({"kv_len": 2**31}, "length"),
-        ({"block_mask": Extent(False, False, True, True), "q_block": 128, "kv_block": 128}, "block mask"),
         ({"batch": 2**20, "q_len": 2**20}, "too large"),
     ],
 )
@@ -128,6 +127,13 @@ def test_few_queries_divide_the_keys(arch):
     assert kernels(arch, **decoding) == [(file, "jax_flash_forward"), (file, "jax_flash_forward_merge")]
     assert macros(arch, **decoding)["SPLIT"] == 4  # the heads of a group are rows of one tile
     assert macros(arch)["SPLIT"] == macros(arch, q_len=1)["SPLIT"] == 0
+
+
+def test_block_masks_leave_the_keys_whole():
+    blocks = {"block_mask": Extent(False, True, True, True), "q_block": 16, "kv_block": 64, "row_list": 66}
+    decoding = {"q_len": 1, "kv_len": 4096, "column_list": 3, **blocks}
+    assert kernels(**decoding) == [("forward_sm80.cuh", "jax_flash_forward")]
+    assert _native.cuda_scratch_bytes(problem(**decoding).encode(), False) == 0
 
 
 @pytest.mark.parametrize(

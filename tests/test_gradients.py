@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import DIFFERENTIATED, Case
+from cases import Case, differentiable
 from jax.test_util import check_grads
 
 import jax_flash
@@ -30,43 +30,27 @@ PRODUCT = [
 ]
 
 
-def function(case, implementation, seed=0):
-    """The differentiable inputs, and O and the logsumexp (where there is one) as a function of them."""
-    arrays = case.arrays("float64", seed)
-    inputs = [jnp.asarray(arrays.pop(name)) for name in DIFFERENTIATED if name in arrays]
-
-    @jax.jit
-    def attention(*inputs):
-        named = dict(zip(DIFFERENTIATED, inputs, strict=False))
-        o, statistics = jax_flash.attention_with_statistics(
-            **named, **arrays, **case.options, implementation=implementation
-        )
-        return o, jnp.where(statistics.l == 0, 0, statistics.logsumexp)
-
-    return attention, inputs
-
-
 @pytest.mark.parametrize("case", PRODUCT, ids=str)
 def test_fused(case):
-    attention, inputs = function(case, "flash")
+    attention, inputs = differentiable(case, "flash")
     check_grads(attention, inputs, order=2, modes=["rev"], atol=1e-4, rtol=1e-4, eps=1e-4)
 
 
 @pytest.mark.parametrize("case", PRODUCT[1::3], ids=str)
 def test_blockwise(case, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", 4 if not case.dropout else 16)
-    attention, inputs = function(case, "xla")
+    attention, inputs = differentiable(case, "xla")
     check_grads(attention, inputs, order=2, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4, eps=1e-4)
 
 
 @pytest.mark.parametrize("case", [PRODUCT[2], PRODUCT[4]], ids=str)
 def test_reference(case):
-    attention, inputs = function(case, "reference")
+    attention, inputs = differentiable(case, "reference")
     check_grads(attention, inputs, order=2, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4, eps=1e-4)
 
 
 def scalar(case, implementation):
-    attention, inputs = function(case, implementation)
+    attention, inputs = differentiable(case, implementation)
     do, dlogsumexp = case.cotangents("float64")
     return lambda *inputs: sum(
         jnp.vdot(x, y) for x, y in zip(attention(*inputs), (do, dlogsumexp), strict=True)
@@ -125,7 +109,7 @@ def test_hessian_vector_product_is_reverse_over_reverse():
 
 def test_linearize_is_refused():
     """JAX raises it when the linear function is called, in words of its own."""
-    (query, key, value) = function(SMALL(), None)[1]
+    (query, key, value) = differentiable(SMALL(), None)[1]
     _, linear = jax.linearize(lambda query: jax_flash.dot_product_attention(query, key, value), query)
     with pytest.raises(TypeError, match="forward-mode"):
         linear(query)
@@ -136,7 +120,7 @@ def test_linearize_is_refused():
     [lambda f, x: jax.jvp(f, (x,), (x,)), lambda f, x: jax.jacfwd(f)(x)],
 )
 def test_forward_mode_names_the_implementation_that_has_it(transform):
-    (query, key, value) = function(SMALL(), None)[1]
+    (query, key, value) = differentiable(SMALL(), None)[1]
     for implementation in (None, "flash"):
 
         def attend(query, implementation=implementation):
@@ -150,7 +134,7 @@ def test_forward_mode_names_the_implementation_that_has_it(transform):
 def test_rows_with_nothing_to_attend_to(implementation):
     """Zero, with zero gradients, never NaN; to second order."""
     case = SMALL(mask="bnts", bias="bnts")
-    attention, inputs = function(case, implementation)
+    attention, inputs = differentiable(case, implementation)
     query, key, value, bias = inputs
     bias = bias.at[0, 0, 2].set(-jnp.inf)
 

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "backward_prepare.cuh"
+#include "blocks.cuh"
 #include "probabilities.cuh"
 #include "tile/parts.cuh"
 #include "tile/warp.cuh"
@@ -92,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     const Positions positions = PositionsOf(p, batch);
     const Visible keys = KeysOf(p, positions, batch, row, row + kRows);
     if (max(keys.any_lo, column) >= min(keys.any_hi, column + kCols)) continue;
+    if (kBlockMask && Block(p, batch, head, row, column).Nothing()) continue;
 
     const int kv_head = head / (p.q_heads / p.kv_heads);
     const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim), dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);
@@ -116,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
       Clear(S);
       AddRowsTimesRows(S, shared.q, warp.row, shared.k, warp.column);
       const bool every = keys.every_lo <= column && column + kCols <= keys.every_hi && row + kRows <= p.q_len;
-      if (!every) scores.Hide(positions, S);
+      if (!every || (kBlockMask && !scores.block.Everything())) scores.Hide(positions, S);
       scores.ToP<false>(S, minus_l, [](int, int, const float (&)[4]) {});
     }
     CpAsyncWait<0>();

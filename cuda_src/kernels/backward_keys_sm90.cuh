@@ -19,7 +19,7 @@ constexpr bool kStart = kRows == 64, kStartAtL = kStart && !kScores;
 constexpr bool kFewAtOnce = kWide || kBias || kSoftCap;
 // ... or that there are none to work ahead, if more is asked than a causal mask.
 constexpr bool kCrowded =
-    kWide && !kBias && (kSoftCap || kMask || kDropout || kWindow || kSegments || kQLengths || kKVLengths);
+    kWide && !kBias && (kSoftCap || kMask || kBlockMask || kDropout || kWindow || kSegments || kQLengths || kKVLengths);
 
 // What exp2 of a difference of scores needs, before and after S became s.
 __device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 1.0f : p.scale; }
@@ -144,12 +144,13 @@ struct Keys {
     const Positions positions = PositionsOf(p, tile.batch);
     const Entries entries(p, tile.batch, step.head);
     const int row = step.row + lane % 4 * 2;
+    const Block block(p, tile.batch, step.head, step.row, tile.column);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = Key(tile) + 8 * h;
       const RowRange rows = AnyKeyRows(positions, key, key + 1);
       const int first = rows.lo < rows.hi ? min(rows.lo - row, int64_t(kRows)) : kRows, end = rows.hi - row;
-      uint32_t hidden = 0;
+      uint32_t hidden = kBlockMask ? HiddenInBlock(block, row, key) : 0;
 #pragma unroll 4
       for (int x = 0; kFewAtOnce && (kSegments || kMask) && x < kRows / 4; ++x) {
         const int r = x / 2 * 8 + x % 2;
@@ -161,12 +162,22 @@ struct Keys {
         for (int e = 0; e < 2; ++e) {
           const int r = i / 4 * 8 + e;
           const bool outside = r < first || ((kWindow || kSegments || kMask || kBias) && r >= end);
+          if (kBlockMask && !kFewAtOnce && (hidden >> (i / 4 * 2 + e) & 1)) S[i + e] = -Infinity();
           if (outside || (kFewAtOnce ? hidden >> (i / 4 * 2 + e) & 1 : entries.Hidden(row + r, key))) {
             S[i + e] = -Infinity();
           }
         }
       }
     }
+  }
+
+  // Which of this lane's rows, from its first on, may not attend to a key: as Hide numbers them.
+  __device__ __forceinline__ uint32_t HiddenInBlock(const Block& block, int row, int key) const {
+    uint32_t hidden = 0;
+#pragma unroll(kWide ? 1 : 4)
+    for (int x = 0; x < kRows / 4; ++x)
+      hidden |= (~block.Columns(row + x / 2 * 8 + x % 2, key / 16 * 16) >> key % 16 & 1) << x;
+    return hidden;
   }
 
   // s^T - m, of 16 rows. A bias can be so large that only the difference is exact enough.

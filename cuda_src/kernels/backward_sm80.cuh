@@ -11,9 +11,11 @@
 //   jax_flash_backward_prepare   as backward_prepare.cuh says
 //   jax_flash_backward           a block of 32 _WARPS threads for each tile of keys of each head of K and batch entry
 //   jax_flash_backward_finish    if _DQ: batch * heads * ceil(T / 16) * _QK_DIM threads in blocks of 256
+// With a block mask tiles divide blocks, and there are tiles for whole blocks.
 #pragma once
 
 #include "backward_prepare.cuh"
+#include "blocks.cuh"
 #include "probabilities.cuh"
 #include "tile/parts.cuh"
 #include "tile/reduce.cuh"
@@ -41,6 +43,33 @@ struct BackwardShared {
   Visible rows;  // that see the tile of K and V
 };
 
+// Goes through the tiles of Q, of all heads of the group, that see the tile of K and V.
+template <bool kListed>
+struct QTiles {
+  int head, row;
+  const int last_head, first;
+  const Visible& rows;
+
+  __device__ __forceinline__ QTiles(const Params& p, int, int kv_head, const BlockList&, const Visible& rows)
+      : head(kv_head * (p.q_heads / p.kv_heads)),
+        row(rows.any_lo / kRows * kRows),
+        last_head(head + p.q_heads / p.kv_heads - 1),
+        first(row),
+        rows(rows) {}
+
+  __device__ __forceinline__ bool There() const { return head <= last_head; }
+  __device__ __forceinline__ void Next() {
+    const bool end = row + kRows >= rows.any_hi;
+    row = end ? first : row + kRows;
+    head += end;
+  }
+};
+
+template <>
+struct QTiles<true> : ListedQTiles<kRows> {
+  using ListedQTiles::ListedQTiles;
+};
+
 struct Backward {
   using ScorePart = PartOf<kWarps, kRows, kCols>;
   using KPart = PartOf<kWarps, kCols, kQKDim>;
@@ -50,13 +79,15 @@ struct Backward {
   const Params& p;
   BackwardShared& shared;
   const int column, kv_head, batch;  // of the tile of K and V
+  const BlockList blocks;            // that see it, if there is a block mask
   const Visible& rows;
 
   Accumulator<KPart::kHeight, KPart::kWidth> dK;
   Accumulator<VPart::kHeight, VPart::kWidth> dV;
 
-  __device__ __forceinline__ Backward(const Params& p, BackwardShared& shared, int tile, int kv_head, int batch)
-      : p(p), shared(shared), column(tile * kCols), kv_head(kv_head), batch(batch), rows(shared.rows) {
+  __device__ __forceinline__ Backward(const Params& p, BackwardShared& shared, int tile, int kv_head, int batch,
+                                      const BlockList& blocks)
+      : p(p), shared(shared), column(tile * kCols), kv_head(kv_head), batch(batch), blocks(blocks), rows(shared.rows) {
     if (threadIdx.x == 0) shared.rows = RowsOf(p, PositionsOf(p, batch), batch, column, column + kCols);
     __syncthreads();
   }
@@ -80,7 +111,8 @@ struct Backward {
     Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
     Clear(S);
     AddRowsTimesRows(S, shared.q[stage], part.row, shared.k, part.column);
-    if (row < rows.every_lo || row + kRows > rows.every_hi) scores.Hide(PositionsOf(p, batch), S);
+    if ((kBlockMask && !scores.block.Everything()) || row < rows.every_lo || row + kRows > rows.every_hi)
+      scores.Hide(PositionsOf(p, batch), S);
     if (kDS) {
       Clear(dP);
       AddRowsTimesRows(dP, shared.d_o[stage], part.row, shared.v, part.column);
@@ -124,20 +156,18 @@ struct Backward {
     const Matrix V(p.value, batch, kv_head, p.kv_len, p.kv_heads, kVDim);
     Clear(dK);
     Clear(dV);
-    const int group = p.q_heads / p.kv_heads;
-    const int first = rows.any_lo / kRows * kRows, last_head = kv_head * group + group - 1;
-    if (rows.any_lo < rows.any_hi) {
+    QTiles<kBlockMask> tiles(p, batch, kv_head, blocks, rows);
+    if (rows.any_lo < rows.any_hi && (!kBlockMask || tiles.There())) {
       const int kv_length = PositionsOf(p, batch).kv_length;
       shared.k.template Load<kThreads>(K.data, K.stride, column, kv_length);
       if (kDS) shared.v.template Load<kThreads>(V.data, V.stride, column, kv_length);
-      Load(0, kv_head * group, first);
+      Load(0, tiles.head, tiles.row);
       CpAsyncCommit();
-      int stage = 0;
-      for (int head = kv_head * group, row = first; head <= last_head;) {
-        const bool end = row + kRows >= rows.any_hi;
-        const int next_row = end ? first : row + kRows, next_head = head + end;
+      for (int stage = 0; tiles.There(); stage = kStages - 1 - stage) {
+        const int head = tiles.head, row = tiles.row;
+        tiles.Next();
         const auto load_next = [&] {
-          if (next_head <= last_head) Load(kStages - 1 - stage, next_head, next_row);
+          if (tiles.There()) Load(kStages - 1 - stage, tiles.head, tiles.row);
           CpAsyncCommit();
         };
         CpAsyncWait<0>();
@@ -152,7 +182,6 @@ struct Backward {
           load_next();
         }
         if (kDQ) AddDQ(head, row);
-        head = next_head, row = next_row, stage = kStages - 1 - stage;
       }
     }
     if (kDK && k_part.active) Write(dK, k_part, p.scale, p.dk, kQKDim);
@@ -179,15 +208,25 @@ struct Backward {
 
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardShared);
 
-// Head by head, for the sake of the L2; the first tiles of keys are the ones that most causal rows see.
+// Head by head, for the sake of the L2; the first tiles of keys are the ones that most causal rows see. With a block
+// mask the longest lists of all heads come first.
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 256 / jax_flash::kThreads)
     jax_flash_backward(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];
-  const int tiles = (p.kv_len + kCols - 1) / kCols;
-  Backward backward(p, *reinterpret_cast<BackwardShared*>(memory), blockIdx.x % tiles, blockIdx.x / tiles % p.kv_heads,
-                    blockIdx.x / tiles / p.kv_heads);
-  backward.Run();
+  BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
+  if constexpr (kBlockMask) {
+    constexpr int kTiles = kKVBlock / kCols;  // of a block
+    const int item = blockIdx.x / kTiles, kv_head = item % p.kv_heads, batch = item / p.kv_heads % p.batch;
+    const int head = kv_head * (p.q_heads / p.kv_heads);
+    const BlockList blocks = ColumnList(p, batch, head, item / p.kv_heads / p.batch);
+    Backward(p, shared, blocks.index * kTiles + blockIdx.x % kTiles, kv_head, batch, blocks).Run();
+  } else {
+    const int tiles = (p.kv_len + kCols - 1) / kCols;
+    Backward(p, shared, blockIdx.x % tiles, blockIdx.x / tiles % p.kv_heads, blockIdx.x / tiles / p.kv_heads,
+             BlockList())
+        .Run();
+  }
 }
 
 // dQ in the problem's dtype and layout. A thread takes 8 columns of two rows.

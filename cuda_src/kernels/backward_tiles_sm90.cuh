@@ -1,6 +1,7 @@
 // The Hopper backward's tiles: how they lie in shared memory, which of them there are, and who loads them.
 #pragma once
 
+#include "blocks.cuh"
 #include "config.cuh"
 #include "params.h"
 #include "schedule.cuh"
@@ -39,7 +40,7 @@ constexpr bool kDS = kDQ || kDK;  // is dS needed?
 // A tile of K and V.
 struct Tile {
   int column, head, batch;  // column < 0: there are no more
-  int steps;                // tiles of Q, of all heads of the group, that see it
+  int steps;                // tiles of Q, of all heads of the group, that see it; with a block mask: are there any?
 };
 
 // A tile of Q, and of dO.
@@ -83,6 +84,7 @@ struct Producer {
 
   __device__ __forceinline__ void Run() {
     constexpr int kAllCols = kCols * kCluster;
+    if constexpr (kBlockMask) return RunListed();
     const int tiles = (p.kv_len + kAllCols - 1) / kAllCols, group = p.q_heads / p.kv_heads;
     Schedule<kCausal, kCluster> schedule;
     int item, t;
@@ -93,16 +95,53 @@ struct Producer {
       const int first = rows.any_lo / kRows, end = (rows.any_hi + kRows - 1) / kRows;
       const int steps = rows.any_lo < rows.any_hi ? (end - first) * group : 0;
       LoadKV({t * kAllCols + (kWide ? ClusterRank() * kCols : 0), head, batch, steps});
-      // Rows that see nothing have an L that hides them, if it is not from a bias of +inf.
-      const int every_hi = kBias || rows.every_hi < positions.q_length ? rows.every_hi : QTiles(p) * kRows;
+      const int every_hi = EveryHi(rows, positions);
       int q_tile = first, q_head = head * group;
       for (int n = steps; n > 0; --n) {
         const int row = q_tile * kRows;
-        const int row_block = ((batch * p.q_heads + q_head) * QTiles(p) + q_tile) * (kRows / 64);
+        const int row_block = RowBlock(batch, q_head, row);
         Load({row, q_head, row_block, row < rows.every_lo || row + kRows > every_hi, n == 1}, batch);
         if (++q_tile == end) q_tile = first, ++q_head;
       }
     }
+    End();
+  }
+
+  // With a block mask, whose blocks are whole tiles: the longest lists of all heads come first.
+  __device__ __forceinline__ void RunListed() {
+    constexpr int kAllCols = kCols * kCluster, kTiles = kBlockMask ? kKVBlock / kAllCols : 1;  // of a block
+    Schedule<false, kCluster> schedule;
+    int item, t;
+    while (schedule.Next(BlockColumns(p) * kTiles, p.batch * p.kv_heads, &t, &item)) {
+      const int head = item % p.kv_heads, batch = item / p.kv_heads;
+      const BlockList blocks = ColumnList(p, batch, head * (p.q_heads / p.kv_heads), t / kTiles);
+      const int column = blocks.index * kKVBlock + t % kTiles * kAllCols;
+      const Positions positions = PositionsOf(p, batch);
+      const Visible rows = RowsOf(p, positions, batch, column, column + kAllCols);
+      const int every_hi = EveryHi(rows, positions);
+      ListedQTiles<kRows> at(p, batch, head, blocks, rows);
+      LoadKV({column + (kWide ? ClusterRank() * kCols : 0), head, batch, at.There()});
+      while (at.There()) {
+        const int row = at.row, q_head = at.head;
+        at.Next();
+        const bool every =
+            row >= rows.every_lo && row + kRows <= every_hi && Block(p, batch, q_head, row, column).Everything();
+        Load({row, q_head, RowBlock(batch, q_head, row), !every, !at.There()}, batch);
+      }
+    }
+    End();
+  }
+
+  // Rows that see nothing have an L that hides them, if it is not from a bias of +inf.
+  __device__ __forceinline__ int EveryHi(const Visible& rows, const Positions& positions) const {
+    return kBias || rows.every_hi < positions.q_length ? rows.every_hi : QTiles(p) * kRows;
+  }
+
+  __device__ __forceinline__ int RowBlock(int batch, int head, int row) const {
+    return ((batch * p.q_heads + head) * QTiles(p) + row / kRows) * (kRows / 64);
+  }
+
+  __device__ __forceinline__ void End() {
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
     shared.tile[kv_parity].column = -1;
     MbarrierArrive(&shared.k_full);

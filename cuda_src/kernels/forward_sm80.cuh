@@ -13,13 +13,15 @@ constexpr float kRescaleAt = 8.0f;
 
 // So many steps of k of Q stay in registers as there is room for beside O and S, which is less with 32 rows to a warp
 // or f32, and less with features. Operands of two parts leave none.
-constexpr int kRegisters = kScores || kMask || kSegments || kWindow || kDropout ? 128
-                           : kWarpRows == 32 || kDType == DType::kF32           ? 160
-                                                                                : 192;
+constexpr int kRegisters = kScores || kMask || kBlockMask || kSegments || kWindow || kDropout ? 128
+                           : kWarpRows == 32 || kDType == DType::kF32                         ? 160
+                                                                                              : 192;
 constexpr int kHeldSteps = kSplit ? 0 : (kRegisters - kWarpRows * (RoundUp(kVDim, 16) + kCols) / 32) / (kWarpRows / 4);
 
 // No registers are left to work ahead beside what these masks keep in some.
-constexpr bool kCrowded = kDType == DType::kF32 && kWarpRows == 32 && (kWindow || kSegments || kQLengths || kKVLengths);
+constexpr bool kPositions = kWindow || kSegments || kQLengths || kKVLengths;
+constexpr bool kCrowded =
+    kWarpRows == 32 && ((kDType == DType::kF32 && kPositions) || (kBlockMask && (kPositions || kDropout)));
 
 struct ForwardShared {
   union {
@@ -92,7 +94,7 @@ struct Forward {
     Accumulator<kWarpRows, kCols> S;
     Clear(S);
     AddRowsTimesRows(S, q, 0, k, 0);
-    if (!tile.Every(p, column)) scores.Hide(tile.positions, S);
+    if ((kBlockMask && !scores.block.Everything()) || !tile.Every(p, column)) scores.Hide(tile.positions, S);
     if (kScores) scores.ToScores(S);
     Softmax(S);
     if (kDropout) scores.Drop(S);

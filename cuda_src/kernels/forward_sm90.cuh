@@ -4,7 +4,8 @@
 //   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
 // S of the next tile is issued together with P V, so that the tensor cores work while the softmax runs; and the
 // warpgroups take turns in issuing, so that one's softmax runs under the other's products. K and V are walked from
-// right to left, and only the tiles at either end of what the rows see are masked.
+// right to left, and only the tiles at either end of what the rows see are masked. With a block mask, whose blocks are
+// whole tiles, the producer goes through the list of the blocks that there are and tells the consumers.
 //
 // Beside the macros of config.cuh the host defines JAX_FLASH_COLS (of a tile of S, a multiple of 16), _CONSUMERS
 // (warpgroups: 2, 3 or 4) and _STAGES. It launches at most one CTA a multiprocessor, of 128 (_CONSUMERS + 1) threads
@@ -12,6 +13,7 @@
 // Boxes have 64 columns: what is beyond the head dim arrives as zeros, and is left out of O.
 #pragma once
 
+#include "blocks.cuh"
 #include "common/philox.h"
 #include "config.cuh"
 #include "params.h"
@@ -51,10 +53,16 @@ constexpr float kRescaleAt = 8.0f;
 constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the left of what is not
 
 // A tile of the output, and the tiles begin <= j < end of K and V that it sees; those of unmasked_begin <= j <
-// unmasked_end need no mask.
+// unmasked_end need no mask. With a block mask these are keys, and they see no more than that.
 struct Tile {
   int row, head, batch;
   int begin, end, unmasked_begin, unmasked_end;
+};
+
+// With a block mask: a tile of K and V that comes.
+struct ListedTile {
+  int j;
+  bool masked, last;
 };
 
 struct ForwardShared {
@@ -66,15 +74,33 @@ struct ForwardShared {
   Tile tile[2][kConsumers];  // comes with q, stays until the next tile's q goes
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
+  ListedTile listed[kBlockMask ? kStages : 1];  // comes with k
 };
 
-__device__ __forceinline__ bool Next(const Params& p, Schedule<kCausal>* schedule, Tile* tile) {
+using TileSchedule = Schedule<kCausal && !kBlockMask>;
+
+// With a block mask the longest lists of all heads come first.
+__device__ __forceinline__ bool Next(const Params& p, TileSchedule* schedule, Tile* tile, BlockList* blocks) {
+  constexpr int kTiles = kBlockMask ? kQBlock / kRows : 1;  // of a block
   int head, t;
-  if (!schedule->Next(p.batch * p.q_heads, (p.q_len + kRows - 1) / kRows, &head, &t)) return false;
+  if constexpr (kBlockMask) {
+    if (!schedule->Next(BlockRows(p) * kTiles, p.batch * p.q_heads, &t, &head)) return false;
+  } else {
+    if (!schedule->Next(p.batch * p.q_heads, (p.q_len + kRows - 1) / kRows, &head, &t)) return false;
+  }
   tile->row = t * kRows;
   tile->head = head % p.q_heads;
   tile->batch = head / p.q_heads;
+  if constexpr (kBlockMask) {
+    *blocks = RowList(p, tile->batch, tile->head, t / kTiles);
+    tile->row = blocks->index * kQBlock + t % kTiles * kRows;
+  }
   const Visible keys = KeysOf(p, PositionsOf(p, tile->batch), tile->batch, tile->row, tile->row + kRows);
+  if constexpr (kBlockMask) {
+    tile->begin = keys.any_lo, tile->end = keys.any_hi;
+    tile->unmasked_begin = keys.every_lo, tile->unmasked_end = keys.every_hi;
+    return true;
+  }
   tile->begin = keys.any_lo / kCols;
   tile->end = keys.any_lo < keys.any_hi ? (keys.any_hi + kCols - 1) / kCols : tile->begin;
   tile->unmasked_begin = max((keys.every_lo + kCols - 1) / kCols, tile->begin);
@@ -103,23 +129,54 @@ struct Producer {
     v.Next();
   }
 
-  // Hands the tile to all consumers.
-  __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* q_map, const TensorMap* k_map,
-                                      const TensorMap* v_map) {
-    const bool empty = tile.begin == tile.end;
-    const int kv_head = tile.head / (p.q_heads / p.kv_heads);
-    if (!empty) LoadK(k_map, tile.end - 1, kv_head, tile.batch);
+  // Hands the tile to all consumers, with Q.
+  __device__ __forceinline__ void LoadQ(const Tile& tile, bool empty, const TensorMap* map) {
     for (int w = 0; w < kConsumers; ++w) {
       MbarrierWait(&shared.q_empty[w], q_parity ^ 1);
       shared.tile[q_parity][w] = tile;
       MbarrierArriveExpectTx(&shared.q_full[w], empty ? 0 : kQKBoxes * kQBox);
       for (int b = 0; !empty && b < kQKBoxes; ++b)
-        TmaLoad(shared.q[w] + b * kQBox, q_map, &shared.q_full[w], b * 64, tile.row + 64 * w, tile.head, tile.batch);
+        TmaLoad(shared.q[w] + b * kQBox, map, &shared.q_full[w], b * 64, tile.row + 64 * w, tile.head, tile.batch);
     }
     q_parity ^= 1;
+  }
+
+  __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* q_map, const TensorMap* k_map,
+                                      const TensorMap* v_map) {
+    const bool empty = tile.begin == tile.end;
+    const int kv_head = tile.head / (p.q_heads / p.kv_heads);
+    if (!empty) LoadK(k_map, tile.end - 1, kv_head, tile.batch);
+    LoadQ(tile, empty, q_map);
     for (int j = tile.end - 1; j >= tile.begin; --j) {
       if (j > tile.begin) LoadK(k_map, j - 1, kv_head, tile.batch);
       LoadV(v_map, j, kv_head, tile.batch);
+    }
+  }
+
+  // Likewise with a block mask.
+  __device__ __forceinline__ void Run(Tile tile, const BlockList& blocks, const TensorMap* q_map,
+                                      const TensorMap* k_map, const TensorMap* v_map) {
+    const int kv_head = tile.head / (p.q_heads / p.kv_heads);
+    const Visible keys = {tile.begin, tile.end, tile.unmasked_begin, tile.unmasked_end};
+    ListedTiles<kCols, kKVBlock> next(blocks, keys);
+    const bool empty = next.at < 0;
+    const auto load_k = [&] {
+      const int column = next.at;
+      next.Next();
+      MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
+      const bool every = keys.every_lo <= column && column + kCols <= keys.every_hi &&
+                         Block(p, tile.batch, tile.head, tile.row, column).Everything();
+      shared.listed[k.index] = {column / kCols, !every, next.at < 0};
+      LoadK(k_map, column / kCols, kv_head, tile.batch);
+      return column / kCols;
+    };
+    if (empty) tile.end = tile.begin;
+    int j = empty ? -1 : load_k();
+    LoadQ(tile, empty, q_map);
+    while (j >= 0) {
+      const int loaded = j;
+      j = next.at < 0 ? -1 : load_k();
+      LoadV(v_map, loaded, kv_head, tile.batch);
     }
   }
 };
@@ -206,6 +263,7 @@ struct Consumer {
     if (!kQLengths) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
     const int row = Row(tile);
     const int column = j * kCols + lane % 4 * 2;
+    const Block block(p, tile.batch, tile.head, tile.row, j * kCols);
     int begin[2], end[2];  // what the two rows see, from `column` on
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -221,6 +279,10 @@ struct Consumer {
       if (kMasked) {
         bool hidden = offset >= end[h] || (kWindow && offset < begin[h]);
         if (kSegments || kMask) hidden |= entries.Hidden(r, c);
+        if (kBlockMask) {
+          const uint32_t seen = block.Columns(row + 8 * h, j * kCols + i / 8 * 16);
+          hidden |= (seen >> (lane % 4 * 2 + offset % 16) & 1) == 0;
+        }
         if (hidden) S[i] = -Infinity();
       }
     }
@@ -315,6 +377,13 @@ struct Consumer {
     PackP();
   }
 
+  // With a block mask: the tile of K that is there.
+  __device__ __forceinline__ ListedTile Listed() {
+    MbarrierWait(&shared.k_full[k.index], k.parity);
+    const ListedTile& tile = shared.listed[k.index];
+    return {Uniform(tile.j), bool(Uniform(tile.masked)), bool(Uniform(tile.last))};
+  }
+
   // All of a tile; false if the producer has no more.
   __device__ __forceinline__ bool Run(const TensorMap* o_map) {
     __syncwarp();  // all lanes have read the tile before, which q_empty will say
@@ -323,7 +392,7 @@ struct Consumer {
     // compiler cannot know.
     const Tile& tile = shared.tile[q_parity][warpgroup];
     q_parity ^= 1;
-    const int begin = kMaskedLeft ? Uniform(tile.begin) : 0, end = Uniform(tile.end);
+    const int begin = kMaskedLeft || kBlockMask ? Uniform(tile.begin) : 0, end = Uniform(tile.end);
     const int unmasked_begin = kMaskedLeft ? Uniform(tile.unmasked_begin) : 0;
     const int unmasked_end = Uniform(tile.unmasked_end);
     if (begin == end) {
@@ -340,19 +409,35 @@ struct Consumer {
       seed[2] = p.head_id[tile.head], seed[3] = p.batch_id[tile.batch];
     }
 
-    int j = end - 1;
+    ListedTile listed = kBlockMask ? Listed() : ListedTile();
+    int j = kBlockMask ? listed.j : end - 1;
     float alpha[2], shift[2];  // alpha of the first tile is not used: there is no O yet
     TakeTurn();
     IssueS();
     PassTurn();
     if (kDropout) Draw(tile, j);
     WgmmaWait<0>();
-    FinishS(j == begin);
+    FinishS(kBlockMask ? listed.last : j == begin);
     Scores<true>(tile, j);
     Maximum(alpha, shift);
     Exponentials(shift);
     if (kDropout) Drop();
     PackP();
+    if constexpr (kBlockMask) {
+      const bool one = listed.last;
+      for (bool accumulate = false; !listed.last; accumulate = true) {
+        listed = Listed();
+        if (listed.masked || kMask) {
+          Step<true>(tile, listed.j, accumulate, listed.last);
+        } else {
+          Step<false>(tile, listed.j, accumulate, listed.last);
+        }
+      }
+      IssueO(!one);
+      FinishO();
+      Write(tile, o_map);
+      return true;
+    }
     for (--j; j >= unmasked_end; --j) Step<true>(tile, j, j + 2 < end, j == begin);
     if (!kMask) {
       for (; j >= unmasked_begin; --j) Step<false>(tile, j, j + 2 < end, j == begin);
@@ -448,11 +533,18 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<kProducerRegisters>();
-    Schedule<kCausal> schedule;
+    TileSchedule schedule;
     Tile tile;
+    BlockList blocks;
     if (threadIdx.x == 0) {
       Producer producer{p, shared};
-      while (Next(p, &schedule, &tile)) producer.Run(tile, &q_map, &k_map, &v_map);
+      while (Next(p, &schedule, &tile, &blocks)) {
+        if constexpr (kBlockMask) {
+          producer.Run(tile, blocks, &q_map, &k_map, &v_map);
+        } else {
+          producer.Run(tile, &q_map, &k_map, &v_map);
+        }
+      }
       producer.Run({-1}, &q_map, &k_map, &v_map);
     }
   } else {

@@ -8,6 +8,7 @@
 namespace jax_flash {
 
 constexpr int kMergeWarps = 8;
+static_assert(kParts && !kBlockMask);
 
 __device__ __forceinline__ float WarpMax(float x) {
 #pragma unroll

@@ -18,6 +18,15 @@ struct SegmentBounds {
   int any_lo, any_hi, every_lo, every_hi;
 };
 
+// A mask of blocks (jax_flash/block_sparse.py).
+struct BlockMask {
+  const int32_t *blocks, *row_lists, *column_lists;
+  const uint32_t* element_masks;
+  int element_mask_count;       // of a batch entry
+  int row_width, column_width;  // of the lists
+  int batch, head;              // the next batch entry's or head's is so many heads further on; 0: it is the same
+};
+
 struct Params {
   int batch, q_heads, kv_heads, q_len, kv_len;
   float scale, soft_cap;
@@ -48,6 +57,8 @@ struct Params {
 
   // The forward over parts of the keys only. Scratch, [part, batch, head, row]: what each part has for O, l and m.
   float *o_parts, *l_parts, *m_parts;
+
+  BlockMask block_mask;
 };
 
 }  // namespace jax_flash

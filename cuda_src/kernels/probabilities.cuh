@@ -4,6 +4,7 @@
 // + e of the part that begins at (row, column) of S.
 #pragma once
 
+#include "blocks.cuh"
 #include "common/philox.h"
 #include "matrix.cuh"
 #include "scores.cuh"
@@ -16,10 +17,17 @@ namespace jax_flash {
 struct Scores {
   const Params& p;
   const Entries entries;
+  const Block block;
   int batch, head, row, column;
 
   __device__ __forceinline__ Scores(const Params& p, int batch, int head, int row, int column)
-      : p(p), entries(p, batch, head), batch(batch), head(head), row(row), column(column) {}
+      : p(p),
+        entries(p, batch, head),
+        block(p, batch, head, row, column),
+        batch(batch),
+        head(head),
+        row(row),
+        column(column) {}
 
   __device__ __forceinline__ int Row(int m, int h) const { return row + 16 * m + 8 * h + threadIdx.x % 32 / 4; }
   __device__ __forceinline__ int Query(int m, int h) const { return Row(m, h) / kPacked; }
@@ -36,7 +44,7 @@ struct Scores {
       const auto within = [&](int64_t j) { return int(min(max(j - column, int64_t(0)), int64_t(8 * kChunks))); };
       const int lo = within(keys.lo), hi = within(keys.hi);
       // Looked up one after the other: all at once they would not fit beside the accumulators.
-      uint32_t hidden = 0;
+      uint32_t hidden = kBlockMask ? HiddenInBlock<kChunks>(Query(m, h)) : 0;
 #pragma unroll(kSegments || kMask ? 4 : 2 * kChunks)
       for (int x = 0; x < 2 * kChunks; ++x) {
         const int j = Column(x / 2, x % 2);
@@ -141,6 +149,18 @@ struct Scores {
   }
 
  private:
+  // Which of this lane's columns of a row the block mask hides, as Hide numbers them.
+  template <int kChunks>
+  __device__ __forceinline__ uint32_t HiddenInBlock(int row) const {
+    uint32_t hidden = 0;
+#pragma unroll
+    for (int pair = 0; pair < kChunks / 2; ++pair) {
+      const uint32_t seen = block.Columns(row, column + 16 * pair) >> threadIdx.x % 4 * 2;
+      hidden |= (~seen & 3 | ~seen >> 6 & 12) << 4 * pair;
+    }
+    return hidden;
+  }
+
   // By the e-th half of a random word. (What is below the upper one cannot matter, the threshold has nothing there.
   // That of all entries, 65536, is lost here; but then keep_scale is 0.)
   __device__ __forceinline__ bool Dropped(uint32_t word, int e) const {

@@ -2,9 +2,11 @@
 //
 // The host defines JAX_FLASH_ROWS (of a tile of S; 16 or 32 for each of _WARPS warps), _COLS (a multiple of 16) and
 // _STAGES (tiles of K and V in shared memory: at least 2), and launches 32 _WARPS threads for each tile of Q of each
-// head of each batch entry; over parts of the keys, for each part of each tile of each key/value head.
+// head of each batch entry; over parts of the keys, for each part of each tile of each key/value head. With a block
+// mask tiles divide blocks, and there are tiles for whole blocks.
 #pragma once
 
+#include "blocks.cuh"
 #include "matrix.cuh"
 #include "probabilities.cuh"
 #include "tile/warp.cuh"
@@ -27,23 +29,34 @@ __device__ __forceinline__ float Unit(const Params& p) { return kScores ? kLog2e
 // The tile of Q of this CTA, and which tiles of keys it sees.
 struct QTile {
   int row, head, batch;
-  int part;      // of the keys
-  int lane_row;  // its first row that is this lane's; of the others one is 8 after another
+  int part;          // of the keys
+  BlockList blocks;  // that it sees, if there is a block mask
+  int lane_row;      // its first row that is this lane's; of the others one is 8 after another
   Positions positions;
   Visible keys;
 
-  // Heads one after the other, for the sake of the L2. Causal tiles with more to do come first.
+  // Heads one after the other, for the sake of the L2. Causal tiles with more to do come first; with a block mask those
+  // of all heads.
   __device__ __forceinline__ QTile(const Params& p) {
-    const int tiles = (Rows(p) + kRows - 1) / kRows, tile = blockIdx.x % tiles;
-    const int parts = kParts ? p.parts : 1, heads = p.q_heads / kPacked;
-    row = (kCausal ? tiles - 1 - tile : tile) * kRows;
-    part = blockIdx.x / tiles % parts;
-    head = blockIdx.x / tiles / parts % heads * kPacked;
-    batch = blockIdx.x / tiles / parts / heads;
+    if constexpr (kBlockMask) {
+      constexpr int kTiles = kQBlock / kRows;  // of a block
+      const int item = blockIdx.x / kTiles;
+      head = item % p.q_heads;
+      batch = item / p.q_heads % p.batch;
+      blocks = RowList(p, batch, head, item / p.q_heads / p.batch);
+      row = blocks.index * kQBlock + blockIdx.x % kTiles * kRows;
+    } else {
+      const int tiles = (Rows(p) + kRows - 1) / kRows, tile = blockIdx.x % tiles;
+      const int parts = kParts ? p.parts : 1, heads = p.q_heads / kPacked;
+      row = (kCausal ? tiles - 1 - tile : tile) * kRows;
+      part = blockIdx.x / tiles % parts;
+      head = blockIdx.x / tiles / parts % heads * kPacked;
+      batch = blockIdx.x / tiles / parts / heads;
+    }
     lane_row = row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4;
     positions = PositionsOf(p, batch);
     keys = KeysOf(p, positions, batch, row / kPacked, (row + kRows - 1) / kPacked + 1);
-    if (kParts) TakePart(parts);
+    if (kParts) TakePart(p.parts);
   }
 
   // Of all tiles of this head, or of the heads that are packed.
@@ -90,6 +103,28 @@ struct KVTiles {
   VTile v[kStages];
 };
 
+// Goes through the tiles of keys that the tile of Q sees, from right to left.
+template <bool kListed>
+struct KeyTiles {
+  int j, first;
+
+  __device__ __forceinline__ explicit KeyTiles(const QTile& tile) {
+    const bool any = tile.keys.any_lo < tile.keys.any_hi;
+    first = any ? tile.keys.any_lo / kCols : 0;
+    j = any ? (tile.keys.any_hi - 1) / kCols : -1;
+  }
+  __device__ __forceinline__ bool There() const { return j >= first; }
+  __device__ __forceinline__ int Column() const { return j * kCols; }
+  __device__ __forceinline__ void Next() { --j; }
+};
+
+template <>
+struct KeyTiles<true> : ListedTiles<kCols, kKVBlock> {
+  __device__ __forceinline__ explicit KeyTiles(const QTile& tile) : ListedTiles(tile.blocks, tile.keys) {}
+  __device__ __forceinline__ bool There() const { return at >= 0; }
+  __device__ __forceinline__ int Column() const { return at; }
+};
+
 // Calls step(k, v, column) for the tiles of K and V that the tile of Q sees, from right to left, which puts the tiles
 // that need a mask first. Before, `load` begins to load what stays, and `loaded` is called when it is there. At the end
 // the threads have synchronised.
@@ -98,15 +133,13 @@ __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles
                                      Step step) {
   const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
   const int end = tile.positions.kv_length;
-  const bool any = tile.keys.any_lo < tile.keys.any_hi;
-  const int first = any ? tile.keys.any_lo / kCols : 0;
-  int j = any ? (tile.keys.any_hi - 1) / kCols : -1, next = j;
+  KeyTiles<kBlockMask> at(tile), next = at;
   const auto load_next = [&](int stage) {
-    if (next >= first) {
-      shared.k[stage].template Load<kThreads>(K.data, K.stride, next * kCols, end);
-      shared.v[stage].template Load<kThreads>(V.data, V.stride, next * kCols, end);
+    if (next.There()) {
+      shared.k[stage].template Load<kThreads>(K.data, K.stride, next.Column(), end);
+      shared.v[stage].template Load<kThreads>(V.data, V.stride, next.Column(), end);
     }
-    --next;
+    next.Next();
     CpAsyncCommit();
   };
   load();
@@ -115,11 +148,11 @@ __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles
   CpAsyncWait<kStages - 1>();
   __syncthreads();
   loaded();
-  for (int stage = 0; j >= first; --j) {
+  for (int stage = 0; at.There(); at.Next()) {
     CpAsyncWait<kStages - 2>();
     __syncthreads();  // the tile is there, and nobody needs the one before
     load_next(stage == 0 ? kStages - 1 : stage - 1);
-    step(shared.k[stage], shared.v[stage], j * kCols);
+    step(shared.k[stage], shared.v[stage], at.Column());
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
   __syncthreads();

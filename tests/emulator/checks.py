@@ -6,11 +6,15 @@ import ctypes
 import pathlib
 import re
 
+import jax
+import numpy as np
 import pytest
-from cases import Case
+from cases import Case, with_gradients
 from test_accuracy import by_numpy, check
 
 import emulator
+import jax_flash
+from jax_flash import BlockMask
 
 ROOT = pathlib.Path(__file__).parents[2]
 KERNELS = ROOT / "cuda_src" / "kernels"
@@ -33,6 +37,40 @@ KERNELS = ROOT / "cuda_src" / "kernels"
 )
 def test_case(case, dtype):
     check(case, dtype, by_numpy)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("case", "dtype", "block"),
+    [
+        (Case(B=1, T=300, S=280, N=2, K=1, D=64, E=64, causal=True), "bfloat16", (128, 128)),
+        (Case(B=1, T=200, S=280, N=2, K=1, D=256, E=256), "bfloat16", (128, 128)),
+        (Case(B=2, T=100, S=120, N=4, K=2, D=64, E=64, bias="1n1s", deterministic=True), "bfloat16", (16, 64)),
+        (Case(B=2, T=100, S=90, N=4, K=2, D=32, E=32, window=(40, 10)), "float32", (48, 32)),
+    ],
+    ids=str,
+)
+def test_block_mask(case, dtype, block):
+    """Blocks that are empty, full and neither, for each batch entry and head."""
+    rng = np.random.default_rng(0)
+    shape = case.B, case.N, -(-case.T // block[0]), -(-case.S // block[1])
+    kinds = rng.integers(0, 3, shape).repeat(block[0], 2).repeat(block[1], 3)[:, :, : case.T, : case.S]
+    mask = np.where(kinds == 2, rng.random(kinds.shape) < 0.6, kinds == 1)
+    block_mask = BlockMask.from_mask(mask, q_block=block[0], kv_block=block[1])
+    arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
+
+    def results(arrays, **options):
+        def attention(arrays):
+            o, statistics = jax_flash.attention_with_statistics(**arrays, **case.options, **options)
+            return o, statistics.logsumexp
+
+        return jax.jit(lambda *x: with_gradients(attention, *x))(arrays, cotangents)
+
+    exact = results(arrays | {"mask": mask}, implementation="reference")
+    for name, x in results(arrays, block_mask=block_mask, implementation="flash").items():
+        expected = np.asarray(exact[name], np.float64)
+        tolerance = (2e-3 if dtype == "float32" else 4e-2) * np.abs(expected[np.isfinite(expected)]).max()
+        np.testing.assert_allclose(np.asarray(x, np.float64), expected, rtol=0, atol=tolerance, err_msg=name)
 
 
 # --- Broken kernels ---

@@ -1,0 +1,156 @@
+// Block masks: the lists of blocks that are computed at all, and which entries of a block may attend. All of it is
+// data: a number that no block mask has stands for nothing, never for an address.
+#pragma once
+
+#include "config.cuh"
+#include "params.h"
+#include "visible.cuh"
+
+namespace jax_flash {
+
+// Of a block row its columns in order, or of a block column its rows.
+struct BlockList {
+  int index;  // of the block row or column
+  int count;
+  const int32_t* members;
+};
+
+__device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len + kQBlock - 1) / kQBlock; }
+__device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len + kKVBlock - 1) / kKVBlock; }
+
+// Of the heads that the block mask has, the one that is meant.
+__device__ __forceinline__ int64_t HeadOfBlocks(const Params& p, int batch, int head) {
+  return int64_t(batch) * p.block_mask.batch + head * p.block_mask.head;
+}
+
+__device__ __forceinline__ BlockList ListAt(const int32_t* list, int width, int size) {
+  return {min(max(list[0], 0), size - 1), min(max(list[1], 0), width - 2), list + 2};
+}
+
+// The t-th of a head's rows of blocks, of which the longest comes first.
+__device__ __forceinline__ BlockList RowList(const Params& p, int batch, int head, int t) {
+  const int64_t list = HeadOfBlocks(p, batch, head) * BlockRows(p) + t;
+  return ListAt(p.block_mask.row_lists + list * p.block_mask.row_width, p.block_mask.row_width, BlockRows(p));
+}
+__device__ __forceinline__ BlockList ColumnList(const Params& p, int batch, int head, int t) {
+  const int64_t list = HeadOfBlocks(p, batch, head) * BlockColumns(p) + t;
+  return ListAt(p.block_mask.column_lists + list * p.block_mask.column_width, p.block_mask.column_width,
+                BlockColumns(p));
+}
+
+// That of the same block column in another head's lists, whose order is another.
+__device__ __forceinline__ BlockList SameColumn(const Params& p, int batch, int head, const BlockList& list) {
+  if (p.block_mask.head == 0) return list;
+  BlockList same = {list.index, 0, list.members};
+#pragma unroll 1
+  for (int t = 0; t < BlockColumns(p); ++t) {
+    const BlockList x = ColumnList(p, batch, head, t);
+    if (x.index == list.index) same = x;
+  }
+  return same;
+}
+
+// The tiles of kTile rows (or columns) that are in the blocks of a list and may be visible, from the last to the first.
+template <int kTile, int kBlock>
+struct ListedTiles {
+  int at = -1;  // where the tile begins; -1: there are no more
+  int left;     // blocks to come
+  const int32_t* members;
+  const Visible* visible;
+
+  __device__ __forceinline__ ListedTiles(const BlockList& list, const Visible& visible)
+      : left(list.count), members(list.members), visible(&visible) {
+    TakeBlock();
+  }
+
+  __device__ __forceinline__ void Next() {
+    if (at % kBlock == 0 || at <= visible->any_lo) {
+      TakeBlock();
+    } else {
+      at -= kTile;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void TakeBlock() {
+    at = -1;
+    while (at < 0 && left > 0) {
+      const int block = members[--left];
+      if (block < 0 || block > (visible->any_hi - 1) / kBlock) continue;
+      const int begin = block * kBlock, end = begin + min(kBlock, visible->any_hi - begin);
+      if (max(begin, visible->any_lo) < end) at = (end - 1) / kTile * kTile;
+    }
+  }
+};
+
+// Goes through the tiles of Q, of all heads of the group of a head of K, that see a tile of K and V. `blocks`: the list
+// of the first of those heads.
+template <int kTile>
+struct ListedQTiles {
+  const Params& p;
+  const int batch;
+  int head, row;
+  const int last_head;
+  const BlockList blocks;
+  const Visible& rows;
+  ListedTiles<kTile, kQBlock> tiles;
+
+  __device__ __forceinline__ ListedQTiles(const Params& p, int batch, int kv_head, const BlockList& blocks,
+                                          const Visible& rows)
+      : p(p),
+        batch(batch),
+        head(kv_head * (p.q_heads / p.kv_heads)),
+        last_head(head + p.q_heads / p.kv_heads - 1),
+        blocks(blocks),
+        rows(rows),
+        tiles(blocks, rows) {
+    TakeHead();
+  }
+
+  __device__ __forceinline__ bool There() const { return head <= last_head; }
+  __device__ __forceinline__ void Next() {
+    tiles.Next();
+    TakeHead();
+  }
+
+ private:
+  __device__ __forceinline__ void TakeHead() {
+    while (tiles.at < 0 && ++head <= last_head)
+      tiles = ListedTiles<kTile, kQBlock>(SameColumn(p, batch, head, blocks), rows);
+    row = tiles.at;
+  }
+};
+
+// The block that row i, column j of a head are in.
+class Block {
+ public:
+  __device__ __forceinline__ Block(const Params& p, int batch, int head, int i, int j) {
+    if (!kBlockMask) return;
+    const BlockMask& mask = p.block_mask;
+    const int64_t row = HeadOfBlocks(p, batch, head) * BlockRows(p) + i / kQBlock;
+    kind_ = mask.blocks[row * BlockColumns(p) + j / kKVBlock];
+    if (kind_ >= kElements && kind_ - kElements < mask.element_mask_count) {
+      const int64_t table = mask.batch != 0 ? int64_t(batch) * mask.element_mask_count : 0;
+      elements_ = mask.element_masks + (table + kind_ - kElements) * (kQBlock * kWords);
+    }
+  }
+
+  __device__ __forceinline__ bool Everything() const { return !kBlockMask || kind_ == kEverything; }
+  __device__ __forceinline__ bool Nothing() const { return !Everything() && elements_ == nullptr; }
+
+  // Which of the 16 columns from j on, a multiple of 16, row i may attend to: bit by bit.
+  __device__ __forceinline__ uint32_t Columns(int i, int j) const {
+    if (Everything()) return 0xFFFF;
+    if (elements_ == nullptr) return 0;
+    return reinterpret_cast<const uint16_t*>(elements_)[i % kQBlock * (2 * kWords) + j % kKVBlock / 16];
+  }
+
+ private:
+  static constexpr int kEverything = 1, kElements = 2;  // kinds; from kElements on an element mask
+  static constexpr int kWords = (kKVBlock + 31) / 32;   // a row of an element mask
+
+  int kind_ = kEverything;
+  const uint32_t* elements_ = nullptr;
+};
+
+}  // namespace jax_flash

@@ -129,6 +129,20 @@ def test_few_queries_divide_the_keys(arch):
     assert macros(arch)["SPLIT"] == macros(arch, q_len=1)["SPLIT"] == 0
 
 
+def test_a_number_of_parts_can_be_asked_for(monkeypatch):
+    def scratch(**changes):
+        return _native.cuda_scratch_bytes(problem(v_dim=128, **changes).encode(), False)
+
+    a_part = 2 * 8 * (128 + 2) * 4  # bytes, of one query
+    monkeypatch.setenv("JAX_FLASH_KEY_PARTS", "4")
+    assert scratch(q_len=1, kv_len=4096) == scratch(q_len=1, kv_len=512) == 4 * a_part
+    assert scratch(q_len=64) == 4 * 64 * a_part
+    assert scratch(q_len=65) == 0
+    monkeypatch.setenv("JAX_FLASH_KEY_PARTS", "0")
+    assert scratch(q_len=1, kv_len=4096) == 0
+    assert kernels(q_len=1, kv_len=4096) == [("forward_sm90.cuh", "jax_flash_forward")]
+
+
 def test_block_masks_leave_the_keys_whole():
     blocks = {"block_mask": Extent(False, True, True, True), "q_block": 16, "kv_block": 64, "row_list": 66}
     decoding = {"q_len": 1, "kv_len": 4096, "column_list": 3, **blocks}

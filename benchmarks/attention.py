@@ -15,18 +15,15 @@ import dataclasses
 import functools
 import importlib.util
 import math
-import os
 import pathlib
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some of the memory
 
 import jax
 import jax.numpy as jnp
 import measure
+from measure import Call
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -35,7 +32,6 @@ import jax_flash
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 TOKENS, WIDTH = 16384, 2048  # batch x N, heads x head dim
-SAMPLE_SECONDS, SAMPLES, WARM_UP = 0.01, 11, 2
 MATRIX_LIMIT = 2**33  # elements of S, above which XLA's standard attention is left out
 PASSES = ("forward", "backward", "both")
 COLUMNS = ("jax_flash", "cudnn", "xla", "torch")
@@ -143,9 +139,6 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
     }
 
 
-Call = Callable[[], object]
-
-
 def jax_calls(problem: Problem, implementation: str) -> dict[str, Call]:
     """The three passes of `jax_flash`, or of jax.nn's "cudnn" or "xla"."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -238,44 +231,12 @@ def implementations(problem: Problem) -> tuple[dict[str, dict[str, Call]], dict[
     return calls, missing
 
 
-def finish(result: object) -> None:
-    """Waits until the GPU has computed it."""
-    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(result)):
-        jax.block_until_ready(result)
-    else:
-        import torch
-
-        torch.cuda.synchronize()
-
-
-def sample(call: Call, repeats: int) -> float:
-    """Seconds a call, of `repeats` enqueued one after the other."""
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        result = call()
-    finish(result)
-    return (time.perf_counter() - begin) / repeats
-
-
-def interleave(calls: dict[str, Call]) -> dict[str, list[float]]:
-    """Samples of each in turn."""
-    repeats = {}
-    for name, call in calls.items():
-        sample(call, WARM_UP)
-        repeats[name] = max(1, min(200, math.ceil(SAMPLE_SECONDS / sample(call, WARM_UP))))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(SAMPLES):
-        for name, call in calls.items():
-            times[name].append(sample(call, repeats[name]))
-    return times
-
-
 def measure_problem(group: str, problem: Problem, passes: Sequence[str]) -> list[dict[str, Any]]:
     calls, missing = implementations(problem)
     rows = []
     for pass_ in passes:
         chosen = {name: by_pass[pass_] for name, by_pass in calls.items() if pass_ in by_pass}
-        times = interleave(chosen)
+        times = measure.interleave_enqueued(chosen)
         flops = problem.flops(pass_)
         rows.append(
             {

@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -15,7 +16,11 @@ from collections.abc import Callable
 
 import jax
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some of a GPU's memory
+
 RESULTS = pathlib.Path(__file__).parent / "results"
+SAMPLE_SECONDS, SAMPLES, WARM_UP = 0.01, 11, 2  # of `interleave_enqueued`
+Call = Callable[[], object]
 
 
 def attention_flops(batch: int, heads: int, length: int, dim: int, causal: bool, backward: bool) -> float:
@@ -24,7 +29,7 @@ def attention_flops(batch: int, heads: int, length: int, dim: int, causal: bool,
     return forward * (3.5 if backward else 1)
 
 
-def interleave(calls: dict[str, Callable[[], object]], seconds: float, rounds: int = 3) -> dict[str, list[float]]:
+def interleave(calls: dict[str, Call], seconds: float, rounds: int = 3) -> dict[str, list[float]]:
     """Seconds per call: one of each in turn, so that what disturbs the machine disturbs all of them.
 
     The order is another one in every round, since a call may also disturb the one after it. Goes on for `seconds`, and
@@ -42,6 +47,41 @@ def interleave(calls: dict[str, Callable[[], object]], seconds: float, rounds: i
             jax.block_until_ready(call())
             times[name].append(time.perf_counter() - start)
     return times
+
+
+def interleave_enqueued(calls: dict[str, Call]) -> dict[str, list[float]]:
+    """Seconds per call on a GPU: samples of each in turn, a sample as many calls as take some milliseconds.
+
+    They are enqueued one after the other, so that the time of a launch hides behind the call before.
+    """
+    repeats = {}
+    for name, call in calls.items():
+        _sample(call, WARM_UP)
+        repeats[name] = max(1, min(200, math.ceil(SAMPLE_SECONDS / _sample(call, WARM_UP))))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(SAMPLES):
+        for name, call in calls.items():
+            times[name].append(_sample(call, repeats[name]))
+    return times
+
+
+def _sample(call: Call, repeats: int) -> float:
+    """Seconds a call, of `repeats` enqueued one after the other."""
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        result = call()
+    _finish(result)
+    return (time.perf_counter() - begin) / repeats
+
+
+def _finish(result: object) -> None:
+    """Waits until the GPU has computed it."""
+    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(result)):
+        jax.block_until_ready(result)
+    else:
+        import torch
+
+        torch.cuda.synchronize()
 
 
 def rate(flops: float, times: list[float]) -> float:

@@ -61,11 +61,12 @@ struct Choice {
 constexpr Choice kForwardSm90[] = {
     {227, 64, {256, 64, 4, 4}, kOperands | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kOperands | kDropout | kLocal | kFewTiles},
+    {227, 64, {256, 64, 4, 4}, kOperands | kDropout | kCausal | kFewTiles},
     {227, 64, {128, 128, 2, 3}, kOperands},
     {227, 64, {128, 96, 2, 3}, kBiasAndMask | kDropout | kLocal},
     {227, 64, {128, 48, 2, 3}, kDropout},
     {227, 64, {128, 32, 2, 3}},
-    {227, 96, {192, 96, 3, 2}, kOperands | kDropout | kLocal | kCausal | kFewTiles},
+    {227, 96, {192, 96, 3, 2}, kOperands | kDropout | kLocal | kFewTiles},
     {227, 128, {128, 128, 2, 2}, kOperands | kLocal | kBlockMask},
     {227, 128, {128, 128, 2, 2}, kOperands | kDropout | kSoftCap},
     {227, 128, {128, 112, 2, 2}, kOperands | kSoftCap},
@@ -106,8 +107,10 @@ constexpr Choice kForwardSm80[] = {
 };
 
 constexpr Choice kForwardSm80F32[] = {
+    {227, 64, {256, 32, 8, 2}, kScores | kFewTiles},
     {99, 64, {128, 32, 4, 2}, kScores},
     {99, 64, {64, 32, 4, 2}},
+    {227, 128, {256, 32, 8, 2}, kScores | kFullPrecision | kFewTiles},
     {163, 128, {128, 32, 4, 2}, kScores | kFullPrecision | kBlockMask},
     {99, 128, {64, 32, 4, 2}},
     {227, 256, {64, 32, 4, 2}, kScores},

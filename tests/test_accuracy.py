@@ -24,13 +24,13 @@ def errors(results, exact):
     }
 
 
-def usual_errors(case, dtype, seed):
-    """Those of standard attention in this dtype; of many draws where there are few entries to take the largest of."""
+def usual_errors(case, dtype, seed=0, rounding=None, draws=1):
+    """Those of standard attention in this dtype; of more draws where there are few entries to take the largest of."""
     largest = {}
-    for draw in range(seed, seed + max(1, min(32, 16384 // (case.T * case.S)))):
+    for draw in range(seed, seed + max(draws, min(32, 16384 // (case.T * case.S)))):
         arrays, cotangents = case.arrays(dtype.name, draw), case.cotangents(dtype.name, draw)
         sums = np.float64 if dtype == np.float64 else np.float32
-        results = standard.attention(case, arrays, cotangents, sums, dtype)
+        results = standard.attention(case, arrays, cotangents, sums, rounding or dtype)
         for name, error in errors(results, by_numpy(case, arrays, cotangents)).items():
             largest[name] = max(largest.get(name, 0), error)
     return largest
@@ -52,10 +52,10 @@ def assert_accurate(results, exact, usual, cancelled, dtype):
         assert error <= bound, f"{name}: error {error:.3g}, allowed {bound:.3g}"
 
 
-def check(case, dtype, exact=oracle, seed=0):
+def check(case, dtype, exact=oracle, seed=0, draws=1):
     dtype = jnp.dtype(dtype)
     arrays, cotangents = case.arrays(dtype.name, seed), case.cotangents(dtype.name, seed)
-    results, usual = run(case, arrays, cotangents), usual_errors(case, dtype, seed)
+    results, usual = run(case, arrays, cotangents), usual_errors(case, dtype, seed, draws=draws)
     cancelled = standard.cancellation(case, arrays, cotangents, dtype)
     assert_accurate(results, exact(case, arrays, cotangents), usual, cancelled, dtype)
 
@@ -114,9 +114,10 @@ def test_few_queries(T, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_large_scores(dtype):
-    """One-hot softmax, where exp would overflow without the maximum."""
-    check(Case(T=130, S=150, spread=12.0, scale=1.0), dtype, by_numpy)
-    check(Case(T=130, S=150, spread=12.0, scale=1.0, soft_cap=30.0, causal=True), dtype, by_numpy)
+    """One-hot softmax, where exp would overflow without the maximum. Only rows with two keys that are nearly equal have
+    an error, and those are few: several draws."""
+    check(Case(T=130, S=150, spread=12.0, scale=1.0), dtype, by_numpy, draws=8)
+    check(Case(T=130, S=150, spread=12.0, scale=1.0, soft_cap=30.0, causal=True), dtype, by_numpy, draws=8)
 
 
 def extents():

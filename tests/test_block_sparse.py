@@ -533,8 +533,8 @@ def test_numbers_out_of_range_are_empty_blocks(elements, implementation):
     arrays, cotangents = case.arrays(), case.cotangents()
     expected = run(case, arrays | {"block_mask": empty}, cotangents, implementation)
     results = run(case, arrays | {"block_mask": with_arrays(mask, blocks=garbage)}, cotangents, implementation)
-    for name, x in expected.items():
-        np.testing.assert_array_equal(results[name], x, err_msg=name)
+    for name, x in expected.items():  # a GPU sums dQ in any order
+        np.testing.assert_allclose(results[name], x, rtol=0, atol=1e-6 if name == "query" else 0, err_msg=name)
     constructed = BlockMask(mask.shape, garbage, mask.element_masks)
     np.testing.assert_array_equal(constructed.to_mask(), empty.to_mask())
     np.testing.assert_array_equal((~constructed).to_mask(), ~empty.to_mask())

@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import standard
 from cases import FEATURES, run
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.test_util import check_grads
-from test_accuracy import ULPS, by_numpy, errors
+from test_accuracy import ULPS, by_numpy, errors, usual_errors
 
 import jax_flash
 
@@ -49,7 +48,7 @@ def test_tf32(case):
     """At default precision the error is at most twice that of standard attention with operands rounded to TF32."""
     arrays, cotangents = case.arrays(), case.cotangents()
     exact = by_numpy(case, arrays, cotangents)
-    usual = errors(standard.attention(case, arrays, cotangents, np.float32, "tf32"), exact)
+    usual = usual_errors(case, np.dtype(np.float32), rounding="tf32", draws=4)
     with jax.default_matmul_precision("default"):
         ours = errors(run(case, arrays, cotangents), exact)
     for name, error in ours.items():

@@ -111,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     float minus_l[ScorePart::kHeight / 16][2], D[ScorePart::kHeight / 16][2];
     Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
     CpAsyncWait<1>();
+    shared.q.template Landed<kThreads>(), shared.k.template Landed<kThreads>();
     __syncthreads();
     if (warp.active) {
       scores.RowStatistics(p.logsumexp, minus_l);
@@ -122,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
       scores.ToP<false>(S, minus_l, [](int, int, const float (&)[4]) {});
     }
     CpAsyncWait<0>();
+    shared.d_o.template Landed<kThreads>(), shared.v.template Landed<kThreads>();
     __syncthreads();
     if (warp.active) {
       Clear(dP);

@@ -180,9 +180,9 @@ struct Keys {
     return hidden;
   }
 
-  // s^T - m, of 16 rows. A bias can be so large that only the difference is exact enough.
+  // s^T - m, of 16 rows.
   __device__ __forceinline__ void SubtractM(int c) {
-    const float4 x = (reinterpret_cast<const float4*>(shared.minus_l[at.index][kBias]) + lane % 4)[4 * c];
+    const float4 x = (reinterpret_cast<const float4*>(shared.minus_l[at.index][kMaximumApart]) + lane % 4)[4 * c];
     const float m[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) S[8 * c + i] -= m[i / 4 * 2 + i % 2];
@@ -198,7 +198,7 @@ struct Keys {
       const float4 x =
           kStartAtL ? float4() : (reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4)[4 * c];
       const float minus_l[4] = {x.x * scale_log2, x.y * scale_log2, x.z * scale_log2, x.w * scale_log2};
-      if (kBias) SubtractM(c);
+      if (kMaximumApart) SubtractM(c);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         S[8 * c + i] =

@@ -84,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
         shared.q.Load<kThreads>(Q.data, Q.stride, tile.row, p.q_len);
         shared.d_o.Load<kThreads>(dO.data, dO.stride, tile.row, p.q_len);
       },
-      [] {}, [&](const KTile& k, const VTile& v, int column) { backward.Step(shared, k, v, column); });
+      [&] { shared.q.Landed<kThreads>(), shared.d_o.Landed<kThreads>(); }, [] {},
+      [&](const KTile& k, const VTile& v, int column) { backward.Step(shared, k, v, column); });
   backward.Write(shared.q);
 }

@@ -99,6 +99,13 @@ struct Backward {
     shared.d_o[stage].template Load<kThreads>(dO.data, dO.stride, row, rows.any_hi);
   }
 
+  __device__ __forceinline__ void Landed(int stage, bool first) {
+    if (first) shared.k.template Landed<kThreads>();
+    if (first && kDS) shared.v.template Landed<kThreads>();
+    shared.q[stage].template Landed<kThreads>();
+    shared.d_o[stage].template Landed<kThreads>();
+  }
+
   // P and dS of a tile.
   __device__ __forceinline__ void Recompute(int stage, int head, int row) {
     const ScorePart part;
@@ -163,6 +170,7 @@ struct Backward {
       if (kDS) shared.v.template Load<kThreads>(V.data, V.stride, column, kv_length);
       Load(0, tiles.head, tiles.row);
       CpAsyncCommit();
+      bool first = true;
       for (int stage = 0; tiles.There(); stage = kStages - 1 - stage) {
         const int head = tiles.head, row = tiles.row;
         tiles.Next();
@@ -171,6 +179,8 @@ struct Backward {
           CpAsyncCommit();
         };
         CpAsyncWait<0>();
+        Landed(stage, first);
+        first = false;
         __syncthreads();  // Q_i and dO_i are there, and nobody needs P, dS and the tiles before
         if (kStages == 2) load_next();
         Recompute(stage, head, row);

@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (lane == 0) {
       const int64_t from = (batch * p.q_heads + head) * p.q_len + row, to = at - row + Place(row);
       const float l = row < p.q_len ? p.l[from] : 0.0f;
-      if constexpr (kBias) {
+      if constexpr (kMaximumApart) {
         p.logsumexp[to] = l == 0.0f ? -Infinity() : -logf(l);
         p.maximum[to] = l == 0.0f ? 0.0f : p.m[from];
       } else {

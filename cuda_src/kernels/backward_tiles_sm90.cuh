@@ -61,7 +61,7 @@ struct BackwardShared {
   alignas(1024) uint8_t ds[2][kRows / 64 * kKVBox];  // dS^T, boxes of [keys][64 rows]
   // dQ on its way out, in f32; at the end dK. If wide: P from one warpgroup to the other; before, half of K.
   alignas(1024) uint8_t staging[kStagingBytes > kQKBoxes* kKVBox || kWide ? kStagingBytes : kQKBoxes * kKVBox];
-  alignas(16) float minus_l[kStages][kBias ? 2 : 1][kRows];  // -L / scale; with a bias -log l, and m
+  alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m apart
   alignas(16) float d[kStages][kRows];
   alignas(16) Step step[kStages];
   alignas(16) Tile tile[2];
@@ -181,7 +181,8 @@ struct Producer {
     for (int b = 0; b < kQKBoxes; ++b)
       TmaLoad(shared.q[stage] + b * kQBox, q_map, &shared.q_full[stage], b * 64, step.row, step.head, batch);
     BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, &shared.q_full[stage]);
-    if (kBias) BulkLoad(shared.minus_l[stage][kBias], p.maximum + statistics, kRows * 4, &shared.q_full[stage]);
+    if (kMaximumApart)
+      BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, &shared.q_full[stage]);
     MbarrierWait(&shared.do_empty[stage], at.parity ^ 1);
     MbarrierArriveExpectTx(&shared.do_full[stage], sizeof(shared.d_o[0]) + kRows * 4);
     for (int b = 0; b < kVBoxes; ++b)

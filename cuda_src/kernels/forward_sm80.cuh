@@ -72,15 +72,14 @@ struct Forward {
     if (__any_sync(0xFFFFFFFFu, grown)) Rescale();
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {
-      const float shift = reference[h] == -Infinity() ? 0.0f : kBias ? reference[h] : reference[h] * unit;
+      const float shift = reference[h] == -Infinity() ? 0.0f : kMaximumApart ? reference[h] : reference[h] * unit;
       float sum[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int c = 0; c < kCols / 8; ++c) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& s = S[h / 2][c][h % 2 * 2 + e];
-          // A bias can be so large that only the difference is exact enough.
-          s = Exp2(kBias ? (s - shift) * unit : fmaf(s, unit, -shift));
+          s = Exp2(kMaximumApart ? (s - shift) * unit : fmaf(s, unit, -shift));
           sum[e] += s;
         }
       }
@@ -157,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   WarpRows<decltype(shared.q), kWarpRows / 16, kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
   Forward forward(p, tile);
   Walk(
-      p, tile, shared.kv, [&] { LoadQ(p, tile, shared.q); }, [&] { q.Take(); },
+      p, tile, shared.kv, [&] { LoadQ(p, tile, shared.q); }, [&] { shared.q.Landed<kThreads>(); }, [&] { q.Take(); },
       [&](const KTile& k, const VTile& v, int column) { forward.Step(q, k, v, column); });
   forward.Write(shared.o);
 }

@@ -302,7 +302,7 @@ struct Consumer {
         reference[h] = m[h];
         l[h] *= alpha[h];
       }
-      shift[h] = reference[h] == -Infinity() ? 0.0f : kBias ? reference[h] : reference[h] * to_log2;
+      shift[h] = reference[h] == -Infinity() ? 0.0f : kMaximumApart ? reference[h] : reference[h] * to_log2;
     }
   }
 
@@ -315,8 +315,7 @@ struct Consumer {
       for (int i = 2 * h; i < kCols / 2; i += 4) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          // A bias can be so large that only the difference is exact enough.
-          S[i + e] = Exp2(kBias ? (S[i + e] - shift[h]) * to_log2 : fmaf(S[i + e], to_log2, -shift[h]));
+          S[i + e] = Exp2(kMaximumApart ? (S[i + e] - shift[h]) * to_log2 : fmaf(S[i + e], to_log2, -shift[h]));
           sum[e] += S[i + e];
         }
       }

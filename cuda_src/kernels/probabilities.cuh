@@ -122,7 +122,7 @@ struct Scores {
               if (kSlope && kSoftCap) slope = CapDerivative(p, s);
               if (kBias) s += entries.Bias(Row(m, h), Column(c, e));
             }
-            x = Exp2(fmaf(kBias ? s - maximum[m][h] : s, kLog2e, minus_l[m][h]));
+            x = Exp2(fmaf(kMaximumApart ? s - maximum[m][h] : s, kLog2e, minus_l[m][h]));
           } else {
             x = Exp2(fmaf(x, scale_log2, minus_l[m][h]));
           }
@@ -167,14 +167,13 @@ struct Scores {
     return (e == 0 ? word << 16 : word) < p.drop_threshold << 16;
   }
 
-  // What scores are exponentials against, beside minus_l: with a bias the row's maximum m, next to which log l could be
-  // lost in L.
+  // What exponentials are taken against beside minus_l: the row's maximum m where it is apart.
   template <int kCount>
   __device__ __forceinline__ void RowMaxima(float (&x)[kCount][2]) const {
 #pragma unroll
     for (int i = 0; i < 2 * kCount; ++i) {
       const int row = Row(i / 2, i % 2);
-      const float m = kBias && row < p.q_len ? p.m[(int64_t(batch) * p.q_heads + head) * p.q_len + row] : 0.0f;
+      const float m = kMaximumApart && row < p.q_len ? p.m[(int64_t(batch) * p.q_heads + head) * p.q_len + row] : 0.0f;
       x[i / 2][i % 2] = m == -Infinity() ? 0.0f : m;
     }
   }

@@ -126,11 +126,11 @@ struct KeyTiles<true> : ListedTiles<kCols, kKVBlock> {
 };
 
 // Calls step(k, v, column) for the tiles of K and V that the tile of Q sees, from right to left, which puts the tiles
-// that need a mask first. Before, `load` begins to load what stays, and `loaded` is called when it is there. At the end
-// the threads have synchronised.
-template <typename Load, typename Loaded, typename Step>
-__device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles& shared, Load load, Loaded loaded,
-                                     Step step) {
+// that need a mask first. Before, `load` begins to load what stays, `landed` is called when what the thread has loaded
+// is there, and `loaded` when all is. At the end the threads have synchronised.
+template <typename Load, typename Landed, typename Loaded, typename Step>
+__device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles& shared, Load load, Landed landed,
+                                     Loaded loaded, Step step) {
   const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
   const int end = tile.positions.kv_length;
   KeyTiles<kBlockMask> at(tile), next = at;
@@ -146,10 +146,13 @@ __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles
   CpAsyncCommit();
   for (int stage = 0; stage < kStages - 1; ++stage) load_next(stage);
   CpAsyncWait<kStages - 1>();
+  landed();
   __syncthreads();
   loaded();
   for (int stage = 0; at.There(); at.Next()) {
     CpAsyncWait<kStages - 2>();
+    shared.k[stage].template Landed<kThreads>();
+    shared.v[stage].template Landed<kThreads>();
     __syncthreads();  // the tile is there, and nobody needs the one before
     load_next(stage == 0 ? kStages - 1 : stage - 1);
     step(shared.k[stage], shared.v[stage], at.Column());

@@ -27,6 +27,7 @@ namespace jax_flash {
 constexpr int kElementBytes = kDType == DType::kF32 ? 4 : 2;
 constexpr int kStep = 32 / kElementBytes;  // the k of one mma
 constexpr bool kSplit = kDType == DType::kF32 && kFullPrecision;
+constexpr bool kTF32 = kDType == DType::kF32 && !kFullPrecision;
 constexpr int kUnroll = kSplit ? 1 : 64;  // steps of k: operands in two parts leave no registers to work ahead
 
 __host__ __device__ constexpr int RoundUp(int x, int to) { return (x + to - 1) / to * to; }
@@ -34,17 +35,20 @@ __host__ __device__ constexpr int RoundUp(int x, int to) { return (x + to - 1) /
 template <int kM, int kN>
 using Accumulator = float[kM / 16][kN / 8][4];
 
+// f32 becomes TF32 by rounding: the mma would cut it off, and errors of one sign add up. Tiles are rounded when they
+// have landed, once for all that read them, and accumulators when they become operands.
+__device__ __forceinline__ float Rounded(float x) { return kTF32 ? __uint_as_float(RoundTF32(__float_as_uint(x))) : x; }
+
 // f32 in full precision: x = big + small, both TF32.
 template <int kCount>
 struct Operand {
   uint32_t big[kCount], small[kCount];
 
-  // TF32 is rounded here: the mma would cut it off, and errors of one sign add up.
   __device__ __forceinline__ static Operand Of(const uint32_t (&x)[kCount]) {
     Operand operand;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      operand.big[i] = kDType == DType::kF32 ? RoundTF32(x[i]) : x[i];
+      operand.big[i] = kSplit ? RoundTF32(x[i]) : x[i];
       if (kSplit) operand.small[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(operand.big[i]));
     }
     return operand;
@@ -71,8 +75,9 @@ __device__ __forceinline__ void Mma(float (&c)[4], const OperandA& a, const Oper
 template <int kChunks>
 __device__ __forceinline__ OperandA ToOperand(const float (&c)[kChunks][4], int s) {
   if constexpr (kDType == DType::kF32) {
-    const uint32_t x[4] = {__float_as_uint(c[s][0]), __float_as_uint(c[s][2]), __float_as_uint(c[s][1]),
-                           __float_as_uint(c[s][3])};
+    uint32_t x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = __float_as_uint(Rounded(c[s][i % 2 * 2 + i / 2]));
     return OperandA::Of(x);
   } else {
     const uint32_t x[4] = {Pack(c[2 * s][0], c[2 * s][1]), Pack(c[2 * s][2], c[2 * s][3]),
@@ -115,6 +120,19 @@ struct SharedTile {
     });
   }
 
+  // What this thread has loaded is there; the threads have yet to synchronise.
+  template <int kThreads>
+  __device__ __forceinline__ void Landed() {
+    if constexpr (kTF32) {
+      const Share<kThreads> share;
+      uint8_t* at = bytes + share.offset;
+      share.template ForEach<4>([&](int row, int chunk, bool) {
+        float4& x = *reinterpret_cast<float4*>(at + row * kStride + chunk * 16);
+        x = make_float4(Rounded(x.x), Rounded(x.y), Rounded(x.z), Rounded(x.w));
+      });
+    }
+  }
+
   // The other way, after the threads have synchronised: rows below `end`.
   template <int kThreads>
   __device__ __forceinline__ void Store(uint8_t* matrix, int64_t stride, int row0, int end) const {
@@ -150,7 +168,7 @@ struct SharedTile {
       const int lane = threadIdx.x % 32;
       float* to = reinterpret_cast<float*>(bytes + (row + lane / 4) * kStride) + column + lane % 4;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) to[i / 2 * 8 * (kStride / 4) + i % 2 * 4] = c[i];
+      for (int i = 0; i < 4; ++i) to[i / 2 * 8 * (kStride / 4) + i % 2 * 4] = Rounded(c[i]);
     } else {
       Put(row, column, c);
     }
@@ -202,9 +220,9 @@ struct SharedTile {
     const int row = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
     const int offset = row * kStride + chunk * 16;
 
-    template <typename Function>
+    template <int kAtOnce = kRows, typename Function>
     __device__ __forceinline__ void ForEach(Function function) const {
-#pragma unroll
+#pragma unroll kAtOnce
       for (int r = 0; r < kRows; r += kPass) {
         if (kRows % kPass != 0 && row + r >= kRows) break;
 #pragma unroll

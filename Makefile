@@ -6,7 +6,7 @@ PYTEST_ARGS ?= -m "not slow"
 # Most of the suite's time is spent compiling, one program a process. A GPU's memory is for one process.
 PYTEST = bin/pytest $(if $(GPU),,--numprocesses auto --maxprocesses 8 --dist loadfile)
 EXTRAS ?= dev
-EMULATED ?= "(test_feature or test_head_dim) and not f64"
+EMULATED ?= "(test_feature or test_head_dim or test_few_queries) and not f64"
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 

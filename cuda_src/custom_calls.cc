@@ -208,6 +208,9 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   x.dq_sum = static_cast<float*>(place(layout.dq_sum));
   x.dbias_parts = static_cast<float*>(place(layout.dbias_parts));
   x.parts = layout.parts;
+  x.o_parts = static_cast<float*>(place(layout.o_parts));
+  x.l_parts = static_cast<float*>(place(layout.l_parts));
+  x.m_parts = static_cast<float*>(place(layout.m_parts));
   x.block_mask = BlockMaskOf(p, in);
   return x;
 }

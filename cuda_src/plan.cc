@@ -43,6 +43,7 @@ enum Feature : unsigned {
   kManyKeys = 256,       // more than 1024
   kFewTiles = 512,       // of all heads, than an H100 or H200 has multiprocessors
   kBlockMask = 1024,
+  kManyRows = 2048,  // of a group's heads together, than a tile has
   kOperands = kBias | kMask,
   kScores = kBias | kSoftCap,  // scores are formed entry by entry
 };
@@ -117,6 +118,27 @@ constexpr Choice kForwardSm80F32[] = {
     {99, 256, {32, 16, 2, 2}},
 };
 
+// Rows are those of a group's heads together. (PartWorkOf says how many blocks a multiprocessor has.)
+constexpr Choice kForwardSplitSm80[] = {
+    {99, 64, {16, 64, 1, 2}, kManyRows},
+    {99, 64, {32, 64, 2, 2}, kManyRows},
+    {99, 64, {64, 64, 4, 3}, kManyRows},
+    {99, 64, {128, 64, 4, 3}, kOperands | kSoftCap | kDropout},
+    {99, 64, {64, 64, 4, 3}},
+    {99, 128, {16, 32, 1, 3}, kManyRows},
+    {99, 128, {32, 32, 2, 2}, kManyRows},
+    {99, 128, {64, 32, 4, 3}, kManyRows},
+    {99, 128, {128, 32, 4, 3}, kOperands | kSoftCap | kDropout},
+    {99, 128, {64, 32, 4, 3}},
+    {99, 256, {32, 16, 2, 2}, kManyRows},
+    {99, 256, {64, 16, 4, 3}},
+};
+
+constexpr Choice kForwardSplitSm80F32[] = {
+    {99, 64, {16, 32, 1, 3}, kManyRows}, {99, 64, {64, 32, 4, 3}},  {99, 128, {16, 16, 1, 2}, kManyRows},
+    {99, 128, {64, 16, 4, 3}},           {99, 256, {16, 16, 1, 2}},
+};
+
 constexpr Choice kBackwardSm80[] = {
     {227, 64, {128, 128, 8, 2}, kScores | kDropout | kBlockMask},
     {163, 64, {64, 64, 4, 2}},
@@ -177,6 +199,8 @@ constexpr Table kTables[] = {
     {"backward", 90, 2, kBackwardSm90},
     {"forward", 80, 2, kForwardSm80},
     {"forward", 80, 4, kForwardSm80F32},
+    {"forward_split", 80, 2, kForwardSplitSm80},
+    {"forward_split", 80, 4, kForwardSplitSm80F32},
     {"backward", 80, 2, kBackwardSm80},
     {"backward", 80, 4, kBackwardSm80F32},
     {"backward_query", 80, 2, kBackwardQuerySm80},
@@ -203,9 +227,10 @@ int SharedOf(int capability) {
 // What every GPU has: CudaScratch must not depend on the GPU.
 constexpr Target kAnyGpu = {false, 99};
 
+constexpr int64_t kMultiprocessors = 132;  // of an H100 or H200
+
 // `tile`: the one that would be used.
 unsigned FeaturesOf(const Problem& p, const Tile& tile) {
-  constexpr int64_t kMultiprocessors = 132;
   const bool bias = p.bias.present, mask = p.mask.present;
   const auto feature = [](bool there, Feature x) { return there ? unsigned(x) : 0; };
   return feature(p.causal, kCausal) | feature(p.window_left >= 0 || p.window_right >= 0 || p.segments, kLocal) |
@@ -213,7 +238,8 @@ unsigned FeaturesOf(const Problem& p, const Tile& tile) {
          feature(bias && mask, kBiasAndMask) | feature(p.dropout(), kDropout) |
          feature(p.full_precision, kFullPrecision) | feature(p.kv_len > 1024, kManyKeys) |
          feature(p.block_mask.present, kBlockMask) |
-         feature(p.batch * p.q_heads * DivideUp(p.q_len, tile.rows) < kMultiprocessors, kFewTiles);
+         feature(p.batch * p.q_heads * DivideUp(p.q_len, tile.rows) < kMultiprocessors, kFewTiles) |
+         feature(p.q_len * p.group() > tile.rows, kManyRows);
 }
 
 // Whether blocks of a block mask are whole tiles, as Hopper's kernels want them.
@@ -261,7 +287,8 @@ Chosen Choose(std::string_view kernel, const Target& target, const Problem& p) {
 // --- What a kernel is compiled for ---
 
 Unit UnitOf(const Chosen& choice, const Problem& p) {
-  const bool backward = choice.kernel != "forward", main = choice.kernel == "backward";
+  const bool split = choice.kernel == "forward_split", main = choice.kernel == "backward";
+  const bool backward = choice.kernel != "forward" && !split;
   Unit unit = {std::string(choice.kernel) + "_sm" + std::to_string(choice.sm) + ".cuh", {}};
   const auto define = [&](const char* name, int64_t value) {
     unit.defines.push_back(std::string("JAX_FLASH_") + name + "=" + std::to_string(value));
@@ -283,6 +310,7 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
   define("DROPOUT", p.dropout());
   define("FULL_PRECISION", p.dtype == DType::kF32 && p.full_precision);
   define("POSITIVE_SCALE", p.scale > 0);
+  define("SPLIT", split ? p.group() : 0);
   define("DLOGSUMEXP", backward && p.dlogsumexp);
   define("DQ", main && SumsDQ(p));
   define("DK", main && p.dk);
@@ -298,10 +326,10 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
 Unit SegmentsUnit() {
   Unit unit = {"segments.cuh", {}};
   for (const char* define :
-       {"DTYPE=2",     "BIAS_DTYPE=0", "QK_DIM=64",  "V_DIM=64",         "CAUSAL=0",         "WINDOW=0",
-        "Q_LENGTHS=0", "KV_LENGTHS=0", "SEGMENTS=1", "QUERY_OFFSET=0",   "MASK=0",           "Q_BLOCK=0",
-        "KV_BLOCK=0",  "SOFT_CAP=0",   "DROPOUT=0",  "FULL_PRECISION=0", "POSITIVE_SCALE=1", "DLOGSUMEXP=0",
-        "DQ=0",        "DK=0",         "DV=0"}) {
+       {"DTYPE=2",      "BIAS_DTYPE=0",     "QK_DIM=64",        "V_DIM=64", "CAUSAL=0",     "WINDOW=0",   "Q_LENGTHS=0",
+        "KV_LENGTHS=0", "SEGMENTS=1",       "QUERY_OFFSET=0",   "MASK=0",   "Q_BLOCK=0",    "KV_BLOCK=0", "SOFT_CAP=0",
+        "DROPOUT=0",    "FULL_PRECISION=0", "POSITIVE_SCALE=1", "SPLIT=0",  "DLOGSUMEXP=0", "DQ=0",       "DK=0",
+        "DV=0"}) {
     unit.defines.push_back(std::string("JAX_FLASH_") + define);
   }
   return unit;
@@ -334,6 +362,36 @@ BiasWork BiasWorkOf(const Problem& p) {
   return work;
 }
 
+// How many parts of the keys JAX_FLASH_KEY_PARTS asks for, where there may be parts; -1: it does not say.
+int64_t AskedParts() {
+  const char* const parts = std::getenv("JAX_FLASH_KEY_PARTS");
+  return parts ? std::max(std::atoi(parts), 0) : -1;
+}
+
+// A forward of few queries and many keys is one over parts of the keys: with a block for a tile of Q most of the GPU
+// would have nothing to do, or read the keys once for each head of a group. Not with a block mask, which the heads of a
+// group need not share.
+bool SplitsKeys(const Problem& p) {
+  if (p.q_len > 64 || p.block_mask.present || AskedParts() == 0) return false;
+  const bool few = p.q_len <= 16 || p.batch * p.q_heads < kMultiprocessors;
+  return (few && p.kv_len >= 1024) || AskedParts() > 0;
+}
+
+struct PartWork {
+  int64_t rows, tiles, parts;  // of Q: its rows, in all heads, and their tiles; of the keys
+};
+
+// As many parts as an H100 or H200 has room for at a time, if a part has 4 tiles of keys or more. So 64 KB or more of K
+// and V are on their way to a multiprocessor; HBM needs 40 to 60.
+PartWork PartWorkOf(const Problem& p) {
+  const Tile tile = Choose("forward_split", kAnyGpu, p).tile;
+  const int64_t blocks = kMultiprocessors * (tile.rows <= 32 ? 4 : 2);
+  const int64_t tiles = p.batch * p.kv_heads * DivideUp(p.q_len * p.group(), tile.rows);
+  const int64_t most = DivideUp(p.kv_len, tile.cols), asked = AskedParts();
+  const int64_t parts = asked > 0 ? std::min(asked, most) : std::min(blocks / tiles, p.kv_len / (4 * tile.cols));
+  return {p.batch * p.q_heads * p.q_len, tiles, std::max<int64_t>(parts, 1)};
+}
+
 // --- Launches ---
 
 int Add(Unit unit, Plan* plan) {
@@ -358,6 +416,15 @@ Launch MainLaunch(const Chosen& choice, int unit, int64_t tiles, std::vector<Map
 }
 
 void AddForward(const Target& target, const Problem& p, Plan* plan) {
+  if (SplitsKeys(p)) {
+    const Chosen choice = Choose("forward_split", kAnyGpu, p);
+    const int unit = Add(UnitOf(choice, p), plan);
+    const PartWork work = PartWorkOf(p);
+    plan->launches.push_back(MainLaunch(choice, unit, work.tiles * work.parts, {}));
+    plan->launches.back().entry = "jax_flash_forward";
+    plan->launches.push_back({unit, "jax_flash_forward_merge", work.rows, 256});
+    return;
+  }
   const Chosen choice = Choose("forward", target, p);
   const Tile& tile = choice.tile;
   plan->launches.push_back(
@@ -447,6 +514,13 @@ Scratch CudaScratch(const Problem& p, Pass pass) {
   if (p.segments) {
     scratch.q_bounds = take(p.batch * DivideUp(p.q_len, 64) * int64_t(sizeof(SegmentBounds)));
     scratch.kv_bounds = take(p.batch * DivideUp(p.kv_len, 64) * int64_t(sizeof(SegmentBounds)));
+  }
+  if (pass == Pass::kForward && SplitsKeys(p)) {
+    const PartWork work = PartWorkOf(p);
+    scratch.parts = int(work.parts);
+    scratch.o_parts = take(4 * work.parts * work.rows * p.v_dim);
+    scratch.l_parts = take(4 * work.parts * work.rows);
+    scratch.m_parts = take(4 * work.parts * work.rows);
   }
   if (pass == Pass::kBackward) {
     const int64_t rows = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding);

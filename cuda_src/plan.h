@@ -22,7 +22,9 @@ struct Scratch {
   int64_t maximum = -1;                   // likewise
   int64_t dq_sum = -1;                    // f32 [batch, head, row padded to 128, query's dim]
   int64_t dbias_parts = -1;               // f32 [parts, shape of the bias]
-  int parts = 1;
+  int64_t o_parts = -1;                   // f32 [parts, batch, head, row, value's dim]
+  int64_t l_parts = -1, m_parts = -1;     // f32 [parts, batch, head, row]
+  int parts = 1;                          // of the bias, or of the keys
   int64_t bytes = 0;
 };
 Scratch CudaScratch(const Problem& problem, Pass pass);

@@ -46,6 +46,12 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "dlogsumexp": (False, True),
     "gradients": GRADIENTS,
 }
+FEW_QUERIES = FEATURES | {  # the forward divides the keys
+    "q_len": (1, 16, 32, 64),
+    "block_mask": (None,),
+    "dlogsumexp": (False,),
+    "gradients": ("none",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +79,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
     return Problem(
         batch=2,
         q_len=features["q_len"],
-        kv_len=features["q_len"],
+        kv_len=max(features["q_len"], 1024),
         q_heads=4,
         kv_heads=2,
         qk_dim=dims[0],
@@ -100,9 +106,9 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         scale=features["scale"],
         dlogsumexp=features["dlogsumexp"],
         deterministic=gradients == "deterministic",
-        dq=gradients != "key and value",
-        dk=gradients != "query",
-        dv=gradients != "query",
+        dq=gradients in ("all", "deterministic", "query"),
+        dk=gradients in ("all", "deterministic", "key and value"),
+        dv=gradients in ("all", "deterministic", "key and value"),
         dbias=bias != "none" and gradients in ("all", "deterministic"),
     )
 
@@ -114,24 +120,27 @@ def pairs(**parameters: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 def cover() -> Iterator[tuple[str, Problem]]:
-    """Architectures and problems in which every pair of values occurs; again for what only Hopper's own kernels do."""
-    for chosen in pairs(arch=SHARED_LIMITS, dtype=DTYPES, dims=DIMS, **FEATURES):
-        yield chosen.pop("arch"), problem(**chosen)
+    """Architectures and problems in which every pair of values occurs, with many queries and with few; again for what
+    only Hopper's own kernels do."""
+    for features in (FEATURES, FEW_QUERIES):
+        for chosen in pairs(arch=SHARED_LIMITS, dtype=DTYPES, dims=DIMS, **features):
+            yield chosen.pop("arch"), problem(**chosen)
     for chosen in pairs(dims=DIMS, **FEATURES | {"bias": ("none",), "mask": (False,), "gradients": ("all",)}):
         yield "sm_90a", problem("bfloat16", **chosen)
 
 
 def singles() -> Iterator[tuple[str, Problem]]:
     """One feature at a time, where registers are scarcest: what most models use."""
-    plain = {name: values[0] for name, values in FEATURES.items()} | {"causal": False}
-    for dims, (name, values) in itertools.product(DIMS[:3], FEATURES.items()):
-        for value in values:
-            yield "sm_90a", problem("bfloat16", dims, **plain | {name: value})
+    for features in (FEATURES, FEW_QUERIES):
+        plain = {name: values[0] for name, values in features.items()} | {"causal": False}
+        for dims, (name, values) in itertools.product(DIMS[:3], features.items()):
+            for value in values:
+                yield "sm_90a", problem("bfloat16", dims, **plain | {name: value})
 
 
 def product() -> Iterator[tuple[str, Problem]]:
     """Every architecture, dtype and pair of head dims, with a cover of the features."""
-    features = list(pairs(**FEATURES))
+    features = [*pairs(**FEATURES), *pairs(**FEW_QUERIES)]
     for arch, dtype, dims, chosen in itertools.product(SHARED_LIMITS, DTYPES, DIMS, features):
         yield arch, problem(dtype, dims, **chosen)
 

@@ -103,6 +103,15 @@ def test_long(dtype):
     check(Case(B=1, T=1100, S=1100, N=1, K=1, D=32, E=48, window=(100, 300), segments=True), dtype, by_numpy)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("T", [1, 3, 16])
+def test_few_queries(T, dtype):
+    """Decoding. GPUs divide the keys into parts; rows see nothing of some of them."""
+    check(Case(T=T, S=1100, N=8, K=2, D=128, E=128, causal=True, offset=True, lengths=True), dtype, by_numpy)
+    check(Case(T=T, S=1037, N=4, K=4, D=64, E=64, window=(300, 0), bias="1n1s", dropout=0.2), dtype, by_numpy)
+    check(Case(T=T, S=1100, N=4, K=1, D=80, E=40, segments=True, mask="bnts", soft_cap=2.0), dtype, by_numpy)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_large_scores(dtype):
     """One-hot softmax, where exp would overflow without the maximum. Only rows with two keys that are nearly equal have

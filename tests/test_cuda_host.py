@@ -120,6 +120,47 @@ def test_segments_come_first():
         assert launches[-1][1] == last
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+def test_few_queries_divide_the_keys(arch):
+    decoding = {"q_len": 1, "kv_len": 4096, "q_heads": 8, "kv_heads": 2}
+    file = "forward_split_sm80.cuh"
+    assert kernels(arch, **decoding) == [(file, "jax_flash_forward"), (file, "jax_flash_forward_merge")]
+    assert macros(arch, **decoding)["SPLIT"] == 4  # the heads of a group are rows of one tile
+    assert macros(arch)["SPLIT"] == macros(arch, q_len=1)["SPLIT"] == 0
+
+
+def test_a_number_of_parts_can_be_asked_for(monkeypatch):
+    def scratch(**changes):
+        return _native.cuda_scratch_bytes(problem(v_dim=128, **changes).encode(), False)
+
+    a_part = 2 * 8 * (128 + 2) * 4  # bytes, of one query
+    monkeypatch.setenv("JAX_FLASH_KEY_PARTS", "4")
+    assert scratch(q_len=1, kv_len=4096) == scratch(q_len=1, kv_len=512) == 4 * a_part
+    assert scratch(q_len=64) == 4 * 64 * a_part
+    assert scratch(q_len=65) == 0
+    monkeypatch.setenv("JAX_FLASH_KEY_PARTS", "0")
+    assert scratch(q_len=1, kv_len=4096) == 0
+    assert kernels(q_len=1, kv_len=4096) == [("forward_sm90.cuh", "jax_flash_forward")]
+
+
+def test_block_masks_leave_the_keys_whole():
+    blocks = {"block_mask": Extent(False, True, True, True), "q_block": 16, "kv_block": 64, "row_list": 66}
+    decoding = {"q_len": 1, "kv_len": 4096, "column_list": 3, **blocks}
+    assert kernels(**decoding) == [("forward_sm80.cuh", "jax_flash_forward")]
+    assert _native.cuda_scratch_bytes(problem(**decoding).encode(), False) == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_len", "parts"),
+    [(1, 131072, 528 // 4), (8, 131072, 528 // 32), (200, 4096, 1), (1, 1024, 8), (1, 512, 0)],
+)
+def test_parts_of_the_keys_need_memory(batch, kv_len, parts):
+    decoding = problem(batch=batch, q_len=1, kv_len=kv_len, v_dim=128)
+    rounding = 512
+    expected = parts * batch * decoding.q_heads * (128 + 2) * 4
+    assert expected <= _native.cuda_scratch_bytes(decoding.encode(), False) <= expected + rounding
+
+
 def test_only_the_gradients_asked_for():
     assert macros(backward=True, dk=True)["DQ"] == 0
     assert macros(backward=True, dk=True)["DK"] == 1

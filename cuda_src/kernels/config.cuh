@@ -25,6 +25,11 @@ constexpr bool kSoftCap = JAX_FLASH_SOFT_CAP;
 constexpr bool kDropout = JAX_FLASH_DROPOUT;
 constexpr bool kFullPrecision = JAX_FLASH_FULL_PRECISION;  // of f32
 
+// The forward over parts of the keys. The kPacked query heads that share a key/value head are then rows of one tile:
+// row r of it is query r / kPacked, of head r % kPacked of them.
+constexpr bool kParts = JAX_FLASH_SPLIT > 0;
+constexpr int kPacked = kParts ? JAX_FLASH_SPLIT : 1;
+
 // The backward only.
 constexpr bool kDLogsumexp = JAX_FLASH_DLOGSUMEXP;
 constexpr bool kDQ = JAX_FLASH_DQ;

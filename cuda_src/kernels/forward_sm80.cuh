@@ -108,14 +108,38 @@ struct Forward {
     for (int h = 0; h < kLaneRows; ++h) {
       l[h] = QuadSum(l[h]);
       factor[h] = l[h] == 0.0f ? 0.0f : (kDropout ? p.keep_scale : 1.0f) / l[h];
-      if (threadIdx.x % 4 == 0 && tile.lane_row + 8 * h < p.q_len) {
+      if (threadIdx.x % 4 == 0 && tile.lane_row + 8 * h < tile.Rows(p)) {
         const float sum = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * unit);
-        p.l[tile.Statistic(p, h)] = sum;
-        p.m[tile.Statistic(p, h)] = sum != sum ? sum : kScores ? m[h] : m[h] * p.scale;
+        if constexpr (kParts) {
+          p.l_parts[tile.Statistic(p, h)] = sum;
+          p.m_parts[tile.Statistic(p, h)] = m[h];
+        } else {
+          p.l[tile.Statistic(p, h)] = sum;
+          p.m[tile.Statistic(p, h)] = sum != sum ? sum : kScores ? m[h] : m[h] * p.scale;
+        }
       }
     }
     ScaleRows(O, factor);
-    jax_flash::Write(O, shared, tile.Query(p, p.o, kVDim), tile.row, p.q_len);
+    if constexpr (kParts) {
+      WritePart();
+    } else {
+      jax_flash::Write(O, shared, tile.Query(p, p.o, kVDim), tile.row, p.q_len);
+    }
+  }
+
+ private:
+  // O of this part of the keys, in f32.
+  __device__ __forceinline__ void WritePart() {
+#pragma unroll
+    for (int h = 0; h < kLaneRows; ++h) {
+      if (tile.lane_row + 8 * h >= tile.Rows(p)) continue;
+      float* const to = p.o_parts + tile.Statistic(p, h) * kVDim + threadIdx.x % 4 * 2;
+#pragma unroll
+      for (int c = 0; c < kVDim / 8; ++c) {
+        const float (&x)[4] = O[h / 2][c];
+        *reinterpret_cast<float2*>(to + 8 * c) = make_float2(x[h % 2 * 2], x[h % 2 * 2 + 1]);
+      }
+    }
   }
 };
 
@@ -129,12 +153,10 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   extern __shared__ __align__(16) uint8_t memory[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
   const QTile tile(p);
-  const Matrix Q = tile.Query(p, p.query, kQKDim);
   WarpRows<decltype(shared.q), kWarpRows / 16, kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
   Forward forward(p, tile);
   Walk(
-      p, tile, shared.kv, [&] { shared.q.Load<kThreads>(Q.data, Q.stride, tile.row, p.q_len); },
-      [&] { shared.q.Landed<kThreads>(); }, [&] { q.Take(); },
+      p, tile, shared.kv, [&] { LoadQ(p, tile, shared.q); }, [&] { shared.q.Landed<kThreads>(); }, [&] { q.Take(); },
       [&](const KTile& k, const VTile& v, int column) { forward.Step(q, k, v, column); });
   forward.Write(shared.o);
 }

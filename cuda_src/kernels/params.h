@@ -52,8 +52,11 @@ struct Params {
   void *dq, *dk, *dv;
   float* dbias;
   float* dbias_parts;  // scratch: the parts of dbias [parts, of its shape]; if there are several
-  int parts;
-  float* maximum;  // scratch: m, where the kernel on Hopper takes it apart (kMaximumApart)
+  int parts;           // of dbias; of the keys in a forward over parts of them
+  float* maximum;      // scratch: m, where the kernel on Hopper takes it apart (kMaximumApart)
+
+  // The forward over parts of the keys only. Scratch, [part, batch, head, row]: what each part has for O, l and m.
+  float *o_parts, *l_parts, *m_parts;
 
   BlockMask block_mask;
 };

@@ -25,6 +25,8 @@ struct Scores {
       : p(p), entries(p, batch, head), block(p, batch, kind), batch(batch), head(head), row(row), column(column) {}
 
   __device__ __forceinline__ int Row(int m, int h) const { return row + 16 * m + 8 * h + threadIdx.x % 32 / 4; }
+  __device__ __forceinline__ int Query(int m, int h) const { return Row(m, h) / kPacked; }
+  __device__ __forceinline__ int Member(int m, int h) const { return Row(m, h) % kPacked; }  // its head is head + this
   __device__ __forceinline__ int Column(int c, int e) const { return column + 8 * c + threadIdx.x % 4 * 2 + e; }
 
   // x = -inf where an entry may not attend.
@@ -33,15 +35,15 @@ struct Scores {
 #pragma unroll
     for (int i = 0; i < 2 * kCount; ++i) {
       const int m = i / 2, h = i % 2;
-      const KeyRange keys = RowKeys(positions, Row(m, h));
+      const KeyRange keys = RowKeys(positions, Query(m, h));
       const auto within = [&](int64_t j) { return int(min(max(j - column, int64_t(0)), int64_t(8 * kChunks))); };
       const int lo = within(keys.lo), hi = within(keys.hi);
       // Looked up one after the other: all at once they would not fit beside the accumulators.
-      uint32_t hidden = kBlockMask ? HiddenInBlock<kChunks>(Row(m, h)) : 0;
+      uint32_t hidden = kBlockMask ? HiddenInBlock<kChunks>(Query(m, h)) : 0;
 #pragma unroll(kSegments || kMask ? 4 : 2 * kChunks)
       for (int x = 0; x < 2 * kChunks; ++x) {
         const int j = Column(x / 2, x % 2);
-        const bool seen = lo <= j - column && j - column < hi && !entries.Hidden(Row(m, h), j);
+        const bool seen = lo <= j - column && j - column < hi && !entries.Hidden(Query(m, h), j, Member(m, h));
         hidden |= uint32_t(!seen) << x;
       }
 #pragma unroll
@@ -60,7 +62,7 @@ struct Scores {
       float& x = S[m][c][r];
       if (x == -Infinity()) continue;
       x = Cap(p, x);
-      if (kBias) x += entries.Bias(Row(m, r / 2), Column(c, r % 2));
+      if (kBias) x += entries.Bias(Query(m, r / 2), Column(c, r % 2), Member(m, r / 2));
     }
   }
 
@@ -174,9 +176,20 @@ struct Scores {
   // The bits of this lane's entries of 16 rows and 16 columns.
   __device__ __forceinline__ Philox4 Random(int m, int pair) const {
     const int lane = threadIdx.x % 32;
-    const Philox4 counter = {{uint32_t((column / 16 + pair) * 4 + lane % 4), uint32_t((row / 16 + m) * 8 + lane / 4),
-                              p.head_id[head], p.batch_id[batch]}};
-    return Philox(counter, p.seed[2 * batch], p.seed[2 * batch + 1]);
+    Philox4 counter = {{uint32_t((column / 16 + pair) * 4 + lane % 4), uint32_t((row / 16 + m) * 8 + lane / 4),
+                        p.head_id[head], p.batch_id[batch]}};
+    if constexpr (kPacked == 1) return Philox(counter, p.seed[2 * batch], p.seed[2 * batch + 1]);
+    Philox4 bits;  // each of the two rows is any query of any head
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int i = Query(m, h);
+      counter.x[1] = i / 16 * 8 + i % 8;
+      counter.x[2] = p.head_id[head + Member(m, h)];
+      const Philox4 x = Philox(counter, p.seed[2 * batch], p.seed[2 * batch + 1]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) bits.x[2 * h + half] = i / 8 % 2 == 0 ? x.x[half] : x.x[2 + half];
+    }
+    return bits;
   }
 };
 

@@ -32,13 +32,14 @@ struct Entries {
         mask(kMask ? p.mask.data + batch * p.mask.batch + head * p.mask.head : nullptr),
         bias(kBias ? batch * p.bias.batch + head * p.bias.head : 0) {}
 
-  // Whether entry (i, j) is hidden by what is not a matter of positions.
-  __device__ __forceinline__ bool Hidden(int i, int j) const {
-    return (kSegments && q_segments[i] != kv_segments[j]) || (kMask && mask[Offset(p.mask, i, j)] == 0);
+  // Whether entry (i, j) is hidden by what is not a matter of positions; of the head `next` after this one.
+  __device__ __forceinline__ bool Hidden(int i, int j, int next = 0) const {
+    return (kSegments && q_segments[i] != kv_segments[j]) ||
+           (kMask && mask[next * p.mask.head + Offset(p.mask, i, j)] == 0);
   }
 
-  __device__ __forceinline__ float Bias(int i, int j) const {
-    return Load<kBiasDType>(p.bias.data, bias + Offset(p.bias, i, j));
+  __device__ __forceinline__ float Bias(int i, int j, int next = 0) const {
+    return Load<kBiasDType>(p.bias.data, bias + next * p.bias.head + Offset(p.bias, i, j));
   }
 };
 

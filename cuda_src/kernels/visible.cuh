@@ -47,7 +47,8 @@ __device__ __forceinline__ Visible Together(const Range& any, const Range& every
   return visible;
 }
 
-// The keys that the rows i0 <= i < i1 of one batch entry see. i0 is a multiple of kSegmentBlock.
+// The keys that the rows i0 <= i < i1 of one batch entry see. i0 is a multiple of kSegmentBlock, or all rows are in one
+// such block.
 __device__ __forceinline__ Visible KeysOf(const Params& p, const Positions& positions, int batch, int i0, int i1) {
   i1 = min(i1, p.q_len);
   const int all_blocks = (p.q_len + kSegmentBlock - 1) / kSegmentBlock;

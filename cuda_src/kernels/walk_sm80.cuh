@@ -2,7 +2,8 @@
 //
 // The host defines JAX_FLASH_ROWS (of a tile of S; 16 or 32 for each of _WARPS warps), _COLS (a multiple of 16) and
 // _STAGES (tiles of K and V in shared memory: at least 2), and launches 32 _WARPS threads for each tile of Q of each
-// head of each batch entry. With a block mask tiles divide blocks, and there are tiles for whole blocks.
+// head of each batch entry; over parts of the keys, for each part of each tile of each key/value head. With a block
+// mask tiles divide blocks, and there are tiles for whole blocks.
 #pragma once
 
 #include "blocks.cuh"
@@ -28,6 +29,7 @@ __device__ __forceinline__ float Unit(const Params& p) { return kScores ? kLog2e
 // The tile of Q of this CTA, and which tiles of keys it sees.
 struct QTile {
   int row, head, batch;
+  int part;          // of the keys
   BlockList blocks;  // that it sees, if there is a block mask
   int lane_row;      // its first row that is this lane's; of the others one is 8 after another
   Positions positions;
@@ -44,15 +46,21 @@ struct QTile {
       blocks = RowList(p, batch, head, list);
       row = blocks.index * kQBlock + blockIdx.x % kTiles * kRows;
     } else {
-      const int tiles = (p.q_len + kRows - 1) / kRows, tile = blockIdx.x % tiles;
+      const int tiles = (Rows(p) + kRows - 1) / kRows, tile = blockIdx.x % tiles;
+      const int parts = kParts ? p.parts : 1, heads = p.q_heads / kPacked;
       row = (kCausal ? tiles - 1 - tile : tile) * kRows;
-      head = blockIdx.x / tiles % p.q_heads;
-      batch = blockIdx.x / tiles / p.q_heads;
+      part = blockIdx.x / tiles % parts;
+      head = blockIdx.x / tiles / parts % heads * kPacked;
+      batch = blockIdx.x / tiles / parts / heads;
     }
     lane_row = row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4;
     positions = PositionsOf(p, batch);
-    keys = KeysOf(p, positions, batch, row, row + kRows);
+    keys = KeysOf(p, positions, batch, row / kPacked, (row + kRows - 1) / kPacked + 1);
+    if (kParts) TakePart(p.parts);
   }
+
+  // Of all tiles of this head, or of the heads that are packed.
+  __device__ __forceinline__ static int Rows(const Params& p) { return p.q_len * kPacked; }
 
   // This warp's rows of S and the keys from `column` on.
   __device__ __forceinline__ Scores WarpScores(const Params& p, int column) const {
@@ -60,7 +68,7 @@ struct QTile {
   }
   // Whether all entries of that tile of S may attend (and are there, where there is a bias to look up).
   __device__ __forceinline__ bool Every(const Params& p, int column) const {
-    return keys.every_lo <= column && column + kCols <= keys.every_hi && (!kBias || row + kRows <= p.q_len);
+    return keys.every_lo <= column && column + kCols <= keys.every_hi && (!kBias || row + kRows <= Rows(p));
   }
 
   __device__ __forceinline__ Matrix Query(const Params& p, const void* operand, int dim) const {
@@ -69,9 +77,22 @@ struct QTile {
   __device__ __forceinline__ Matrix Key(const Params& p, const void* operand, int dim) const {
     return Matrix(operand, batch, head / (p.q_heads / p.kv_heads), p.kv_len, p.kv_heads, dim);
   }
-  // Of row lane_row + 8 h in the arrays [batch, head, row].
+  // Of row lane_row + 8 h in the arrays [batch, head, row], or [part, batch, head, row].
   __device__ __forceinline__ int64_t Statistic(const Params& p, int h) const {
+    if constexpr (kParts) {
+      const int r = lane_row + 8 * h;
+      return ((int64_t(part) * p.batch + batch) * p.q_heads + head + r % kPacked) * p.q_len + r / kPacked;
+    }
     return (int64_t(batch) * p.q_heads + head) * p.q_len + lane_row + 8 * h;
+  }
+
+ private:
+  // Of the tiles of keys that these rows see this CTA has its share, which may be none.
+  __device__ __forceinline__ void TakePart(int parts) {
+    const int first = keys.any_lo / kCols, end = (keys.any_hi + kCols - 1) / kCols;
+    const int share = (end - first + parts - 1) / parts;
+    keys.any_lo = max(keys.any_lo, min(first + part * share, end) * kCols);
+    keys.any_hi = min(keys.any_hi, min(first + (part + 1) * share, end) * kCols);
   }
 };
 
@@ -138,6 +159,17 @@ __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
   __syncthreads();
+}
+
+// Rows of Q, or those of the heads that are packed, to shared memory.
+__device__ __forceinline__ void LoadQ(const Params& p, const QTile& tile, SharedTile<kRows, kQKDim>& shared) {
+  const Matrix Q = tile.Query(p, p.query, kQKDim);
+  if constexpr (kPacked == 1) {
+    shared.template Load<kThreads>(Q.data, Q.stride, tile.row, p.q_len);
+  } else {
+    shared.template LoadRows<kThreads>([&](int row) { return Q.At(row / kPacked, row % kPacked * kQKDim); }, tile.row,
+                                       tile.Rows(p));
+  }
 }
 
 // C = diag(x) C: x[h] is of row lane_row + 8 h.

@@ -30,6 +30,8 @@ KERNELS = ROOT / "cuda_src" / "kernels"
         (Case(T=70, S=90, D=72, E=40, bias="1nts", mask="b11s", dropout=0.1), "bfloat16"),
         (Case(T=70, S=90, D=64, E=64, soft_cap=2.0, lengths=True, deterministic=True), "bfloat16"),
         (Case(T=70, S=90, D=40, E=64, causal=True, bias="bn1s", deterministic=True), "float32"),
+        (Case(T=3, S=1100, N=8, causal=True, offset=True, lengths=True, dropout=0.2), "bfloat16"),
+        (Case(T=16, S=1100, N=3, K=1, D=64, E=40, mask="1n1s", bias="bnts", segments=True), "float32"),
     ],
     ids=str,
 )

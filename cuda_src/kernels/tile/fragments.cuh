@@ -109,6 +109,17 @@ struct SharedTile {
     });
   }
 
+  // The same of rows that are anywhere: row_at(row) is the address of one.
+  template <int kThreads, typename RowAt>
+  __device__ __forceinline__ void LoadRows(RowAt row_at, int row0, int end) {
+    const Share<kThreads> share;
+    const uint32_t to = SharedAddress(bytes) + share.offset;
+    share.ForEach([&](int row, int chunk, bool filled) {
+      const int r = row0 + share.row + row;
+      CpAsync(to + row * kStride + chunk * 16, row_at(r) + (share.chunk + chunk) * 16, r < end && filled);
+    });
+  }
+
   // What this thread has loaded is there; the threads have yet to synchronise.
   template <int kThreads>
   __device__ __forceinline__ void Landed() {

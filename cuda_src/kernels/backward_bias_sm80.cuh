@@ -107,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     shared.v.template Load<kThreads>(V.data, V.stride, column, positions.kv_length);
     CpAsyncCommit();
 
-    const Scores scores(p, batch, head, row + warp.row, column + warp.column);
+    // A warp without a part looks at the tile's first block: its own could be beyond the last.
+    const Scores scores(p, batch, head, row + (warp.active ? warp.row : 0), column + (warp.active ? warp.column : 0));
     float minus_l[ScorePart::kHeight / 16][2], D[ScorePart::kHeight / 16][2];
     Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
     CpAsyncWait<1>();

@@ -34,7 +34,14 @@ from cases import FEATURES, Case, with_gradients
 import jax_flash
 from jax_flash import BlockMask
 
-OPTIONS = {
+OPTIONS = [
+    "--kernel-name",
+    "kernel_substring=jax_flash_",
+    "--error-exitcode",
+    "1",
+]  # XLA's kernels are not ours to check
+OPTIONS += ["--print-limit", "20", "--show-backtrace", "device"]
+TOOLS = {
     "memcheck": ["--padding", str(2**18), "--report-api-errors", "no"],  # a tile beyond an array is in no other
     "racecheck": [],
     "synccheck": [],
@@ -160,9 +167,7 @@ def sanitize(tools: list[str], families: list[str], seconds: float) -> int:
                 start = time.monotonic()
                 command = [*this, "--jobs", str(os.cpu_count())]
                 if tool:
-                    command = [sanitizer, "--tool", tool, "--kernel-name", "kernel_substring=jax_flash_"]
-                    command += ["--error-exitcode", "1", "--print-limit", "20", *OPTIONS[tool]]
-                    command += [*this, "--seconds", str(seconds)]
+                    command = [sanitizer, "--tool", tool, *OPTIONS, *TOOLS[tool], *this, "--seconds", str(seconds)]
                 result = subprocess.run(
                     command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
                 )
@@ -178,7 +183,7 @@ def sanitize(tools: list[str], families: list[str], seconds: float) -> int:
 def main() -> None:
     summary, _, _ = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=summary)
-    parser.add_argument("--tools", nargs="+", choices=OPTIONS, default=list(OPTIONS))
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="of kernels, on Hopper")
     parser.add_argument("--seconds", type=float, help="after which no call begins; default: 100 for each tool")
     parser.add_argument("--calls", action="store_true", help="run the calls, in this process and without a tool")

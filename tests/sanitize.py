@@ -34,13 +34,8 @@ from cases import FEATURES, Case, with_gradients
 import jax_flash
 from jax_flash import BlockMask
 
-OPTIONS = [
-    "--kernel-name",
-    "kernel_substring=jax_flash_",
-    "--error-exitcode",
-    "1",
-]  # XLA's kernels are not ours to check
-OPTIONS += ["--print-limit", "20", "--show-backtrace", "device"]
+OPTIONS = ["--kernel-name", "kernel_substring=jax_flash_"]  # XLA's kernels are not ours to check
+OPTIONS += ["--error-exitcode", "1", "--print-limit", "20", "--show-backtrace", "device"]
 TOOLS = {
     "memcheck": ["--padding", str(2**18), "--report-api-errors", "no"],  # a tile beyond an array is in no other
     "racecheck": [],
@@ -79,7 +74,7 @@ def of_dim(dim: int) -> Iterator[Call]:
     from test_block_sparse import sparse  # starts JAX on the GPU, which only the calls may
 
     size = {"T": 222, "S": 270, "D": dim, "E": dim}
-    yield Call(Case(B=3, N=24, K=12, causal=True, **size))  # more tiles than multiprocessors
+    yield Call(Case(**size | {"T": 140, "S": 140}, B=4, N=40, K=20, causal=True))  # more tiles than multiprocessors
     yield Call(Case(causal=True, segments=True, dropout=0.1, deterministic=True, **size))
     yield Call(Case(**size | {"T": 1}, causal=True, offset=True, lengths=True))
     for garbage in (False, True):

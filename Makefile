@@ -9,6 +9,7 @@ EXTRAS ?= dev
 EMULATED ?= "(test_feature or test_head_dim or test_few_queries) and not f64"
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+SANITIZE_ARGS ?=
 
 OLDEST_JAX = 0.9.1
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -24,7 +25,7 @@ BUILD_INPUTS = pyproject.toml $(wildcard CMakeLists.txt) $(CPP)
 say = @printf '\n\033[1m==> %s\033[0m\n' "$(1)"
 
 .DEFAULT_GOAL = help
-.PHONY: help demo test test-oldest lint format emulate kernels bench bench-gpu clean
+.PHONY: help demo test test-oldest lint format emulate sanitize kernels bench bench-gpu clean
 
 help:
 	@echo "make demo         train a small GPT on real text through jax_flash (examples/train_lm.py)"
@@ -33,6 +34,7 @@ help:
 	@echo "make bench        jax_flash against jax.nn and PyTorch on this CPU (BENCH_ARGS=--quick for a short one)"
 	@echo "make bench-gpu    jax_flash against cuDNN, XLA and PyTorch on this GPU"
 	@echo "make emulate      runs the CUDA kernels on this CPU, each feature and dtype, for both families (minutes)"
+	@echo "make sanitize     runs the CUDA kernels on this GPU under compute-sanitizer (minutes)"
 	@echo "make kernels      compiles every CUDA kernel for every architecture, without a GPU: registers, spills (hours)"
 	@echo "make lint         what make test checks before it runs the suite"
 	@echo "make format       format Python and C++"
@@ -64,6 +66,10 @@ emulate: $(VENV)/.built
 	  JAX_FLASH_EMULATE=$$arch $(VENV)/bin/pytest --numprocesses auto --maxprocesses 8 --dist load -m "not gpu" \
 	    tests/test_accuracy.py -k $(EMULATED) || exit 1; \
 	done
+
+sanitize: $(VENV)/.built
+	$(call say,Running the CUDA kernels under compute-sanitizer)
+	@$(VENV)/bin/python tests/sanitize.py $(SANITIZE_ARGS)
 
 kernels: $(VENV)/.built
 	$(call say,Compiling the CUDA kernels; the table goes to build/kernels.csv)

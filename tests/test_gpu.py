@@ -165,12 +165,64 @@ def test_memory_is_linear(N, dim):
 # --- XLA ---
 
 
-def run_program(program, **environment):
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], env=os.environ | environment, capture_output=True, text=True
-    )
+def run_program(program, *arguments):
+    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
+    result = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cuda"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-5000:]
-    return result.stdout
+
+
+def test_cuda_graphs(tmp_path):
+    """XLA captures all calls of a program into one CUDA graph, and launches it with other arrays."""
+    program = """
+        import functools, pathlib, sys
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        import jax_flash
+
+        attend = functools.partial(jax_flash.dot_product_attention, implementation="flash", is_causal=True)
+        folder = pathlib.Path(sys.argv[1])
+
+        def step(q, k, v, segments):
+            options = {"query_segment_ids": segments, "key_value_segment_ids": segments}
+            o, pull = jax.vjp(functools.partial(attend, **options), q, k, v)
+            return o, *pull(o), attend(*(x.astype(jnp.float32) for x in (q, k, v)))
+
+        def arrays(seed):
+            rng = np.random.default_rng(seed)
+            qkv = (jnp.asarray(rng.normal(size=(2, 300, 4, 64)), jnp.bfloat16) for _ in range(3))
+            return *qkv, np.sort(rng.integers(0, 3, (2, 300)).astype(np.int32))
+
+        inputs = [arrays(seed) for seed in range(4)]
+        lowered = jax.jit(step).lower(*inputs[0])
+        plain = lowered.compile({"xla_gpu_graph_min_graph_size": 10**6})
+        captured = lowered.compile({
+            "xla_gpu_graph_min_graph_size": 1,
+            "xla_enable_command_buffers_during_profiling": True,
+            "xla_dump_to": str(folder),
+        })
+
+        captured(*inputs[0])
+        with jax.profiler.trace(folder):
+            results = jax.block_until_ready([captured(*x) for x in inputs])
+        for x, result in zip(inputs, results):
+            for ours, expected in zip(result, plain(*x)):
+                np.testing.assert_allclose(ours.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
+
+        # What the program has become: operations at the left margin are launched, those of a graph are indented.
+        (path,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
+        operations = path.read_text().splitlines()
+        launched = [line for line in operations if line.strip() and not line.startswith(" ")]
+        assert len(launched) == 1 and "kCommandBuffer" in launched[0], operations
+        assert sum("kCustomCall" in line for line in operations) == 3, operations
+
+        # What the driver was told.
+        (path,) = folder.rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        events = [event.name for plane in planes for line in plane.lines for event in line.events]
+        assert sum("cuGraphLaunch" in name for name in events) == len(inputs), sorted(set(events))
+    """
+    run_program(program, tmp_path)
 
 
 def test_streams_of_several_threads():

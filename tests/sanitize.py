@@ -1,0 +1,194 @@
+"""The CUDA kernels under NVIDIA's compute-sanitizer, called through JAX: addresses (memcheck), races in shared memory
+(racecheck), the use of barriers (synccheck). Every feature, forward and backward, at lengths of a few tiles.
+
+    python tests/sanitize.py                              # every tool, both families of kernels: some 12 minutes
+    python tests/sanitize.py --tools racecheck --families sm90 --seconds 300
+    python tests/sanitize.py --calls                      # the calls alone; on an emulated GPU too
+
+What the tools see of Hopper's kernels: docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+if _EMULATED := os.environ.get("JAX_FLASH_EMULATE"):
+    import emulator
+
+    emulator.install(_EMULATED)
+
+import jax
+import numpy as np
+from cases import FEATURES, Case, with_gradients
+
+import jax_flash
+from jax_flash import BlockMask
+
+OPTIONS = ["--kernel-name", "kernel_substring=jax_flash_"]  # XLA's kernels are not ours to check
+OPTIONS += ["--error-exitcode", "1", "--print-limit", "20", "--show-backtrace", "device"]
+TOOLS = {
+    "memcheck": ["--padding", str(2**18), "--report-api-errors", "no"],  # a tile beyond an array is in no other
+    "racecheck": [],
+    "synccheck": [],
+}
+FAMILIES = {"sm90": {}, "sm80": {"JAX_FLASH_CUDA_KERNELS": "sm80"}}
+DIMS = (64, 128, 256, 72)
+
+
+# --- The calls ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    case: Case
+    dtype: str = "bfloat16"
+    precision: str = "default"
+    garbage: bool = False
+
+    def __str__(self) -> str:
+        """On one line, which a picture of the block mask would not be."""
+        mask = self.case.block_mask
+        blocks = f"-blocks={mask.shape.q_block}x{mask.shape.kv_block}" if mask is not None else ""
+        case = dataclasses.replace(self.case, block_mask=None)
+        return f"{self.dtype} {self.precision} {case}{blocks}{'-garbage' if self.garbage else ''}"
+
+
+def enlarged(case: Case, dim: int) -> Case:
+    """Several tiles, the last of them partial."""
+    T, S = (size if size == 1 else 6 * size for size in (case.T, case.S))
+    return dataclasses.replace(case, T=T, S=S, D=dim, E=dim if case.E == case.D else -(-case.E // 8) * 8)
+
+
+def of_dim(dim: int) -> Iterator[Call]:
+    """What `FEATURES` do not have."""
+    from test_block_sparse import sparse  # starts JAX on the GPU, which only the calls may
+
+    size = {"T": 222, "S": 270, "D": dim, "E": dim}
+    yield Call(Case(**size | {"T": 140, "S": 140}, B=4, N=40, K=20, causal=True))  # more tiles than multiprocessors
+    yield Call(Case(causal=True, segments=True, dropout=0.1, deterministic=True, **size))
+    yield Call(Case(**size | {"T": 1}, causal=True, offset=True, lengths=True))
+    for garbage in (False, True):
+        yield Call(sparse(128, 128, batch=2, heads=4, dropout=0.1, **size), garbage=garbage)
+        yield Call(sparse(256, 128, causal=True, **size | {"T": 400}), garbage=garbage)
+        yield Call(sparse(48, 16, heads=4, bias="1nts", deterministic=True, **size), garbage=garbage)
+
+
+def calls() -> list[Call]:
+    """In an order of which every beginning has something of everything."""
+    found = [Call(enlarged(case, DIMS[i % 4])) for i, case in enumerate(FEATURES)]
+    found += [Call(enlarged(case, DIMS[i % 4]), "float16") for i, case in enumerate(FEATURES[4::5])]
+    found += [call for dim in (64, 128, 256) for call in of_dim(dim)]
+    found.append(Call(Case(T=222, S=270, D=192, E=128, causal=True)))
+    if os.environ.get("JAX_FLASH_CUDA_KERNELS") == "sm80":  # float32 has no other kernels
+        for i, case in enumerate(FEATURES[::3]):
+            found.append(Call(enlarged(case, DIMS[i % 4]), "float32", ("default", "highest")[i // 4 % 2]))
+        found += [dataclasses.replace(call, dtype="float32") for call in of_dim(64)]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def with_garbage(mask: BlockMask) -> BlockMask:
+    """Half of its numbers out of range: no constructor makes them, but the arrays may hold anything at run time."""
+    from test_block_sparse import GARBAGE, with_arrays
+
+    rng = np.random.default_rng(0)
+
+    def spoilt(x: np.ndarray) -> np.ndarray:
+        return np.where(rng.random(x.shape) < 0.5, rng.choice([0, 1, 3, 100, *GARBAGE], x.shape), x).astype(np.int32)
+
+    return with_arrays(mask, **{name: spoilt(getattr(mask, name)) for name in ("blocks", "row_lists", "column_lists")})
+
+
+def run(call: Call) -> None:
+    """Forward and backward, each as a program of its own, so that all that they read and write are arrays of JAX."""
+    arrays, cotangents = call.case.arrays(call.dtype), call.case.cotangents(call.dtype)
+    if call.garbage:
+        arrays["block_mask"] = with_garbage(arrays["block_mask"])
+
+    @jax.jit
+    def attention(arrays):
+        o, statistics = jax_flash.attention_with_statistics(**arrays, **call.case.options, implementation="flash")
+        return o, statistics.logsumexp
+
+    with jax.default_matmul_precision(call.precision):
+        jax.block_until_ready(with_gradients(attention, arrays, cotangents, call.case.logsumexp))
+
+
+def run_calls(seconds: float, jobs: int) -> None:
+    """As many as there is time for."""
+    todo, end = calls(), time.monotonic() + seconds
+
+    def run_in_time(call: Call) -> bool:
+        if time.monotonic() > end:
+            return False
+        print(call, flush=True)
+        run(call)
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        done = sum(pool.map(run_in_time, todo))
+    print(f"{done} of {len(todo)} calls on {jax.devices()[0].device_kind}")
+
+
+# --- compute-sanitizer ---
+
+
+def sanitize(tools: list[str], families: list[str], seconds: float) -> int:
+    """The number of runs with errors. The calls run without a tool first, which fills the caches of both compilers."""
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    this = [sys.executable, __file__, "--calls"]
+    failed = 0
+    with tempfile.TemporaryDirectory() as cache:
+        settings = {
+            "JAX_PLATFORMS": "cuda",
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",  # memory of its own for every array
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer=",  # no CUDA graphs
+        }
+        for family in families:
+            environment = os.environ | settings | FAMILIES[family]
+            for tool in (None, *tools):
+                start = time.monotonic()
+                command = [*this, "--jobs", str(os.cpu_count())]
+                if tool:
+                    command = [sanitizer, "--tool", tool, *OPTIONS, *TOOLS[tool], *this, "--seconds", str(seconds)]
+                result = subprocess.run(
+                    command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+                failed += result.returncode != 0
+                lines = result.stdout.splitlines()
+                if not result.returncode:
+                    lines = [line for line in lines if "SUMMARY" in line or " calls on " in line]
+                took = time.monotonic() - start
+                print(f"\n{family}, {tool or 'no tool'}: {took:.0f} s", *lines, sep="\n", flush=True)
+    return failed
+
+
+def main() -> None:
+    summary, _, _ = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(description=summary)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="of kernels, on Hopper")
+    parser.add_argument("--seconds", type=float, help="after which no call begins; default: 100 for each tool")
+    parser.add_argument("--calls", action="store_true", help="run the calls, in this process and without a tool")
+    parser.add_argument("--jobs", type=int, default=1, help="calls at a time, with --calls")
+    args = parser.parse_args()
+    if args.calls:
+        run_calls(args.seconds or float("inf"), args.jobs)
+    else:
+        sys.exit(sanitize(args.tools, args.families, args.seconds or 100) > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -212,6 +212,7 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   x.l_parts = static_cast<float*>(place(layout.l_parts));
   x.m_parts = static_cast<float*>(place(layout.m_parts));
   x.block_mask = BlockMaskOf(p, in);
+  x.taken = static_cast<int*>(place(layout.taken));
   return x;
 }
 
@@ -256,9 +257,15 @@ CudaTensorMap TensorMapOf(const Problem& p, const Params& x, const Map& map) {
 
 // --- Execution ---
 
+void Zero(void* array, int64_t bytes, void* stream) {
+  if (!array || bytes == 0) return;
+  Check(CudaDriver().cuMemsetD8Async(reinterpret_cast<uint64_t>(array), 0, bytes, stream), "cuMemsetD8Async");
+}
+
 void Run(const Call& call, int device, void* stream, Params& params) {
   const Loaded* const loaded = call.LoadedOn(device);
   if (!loaded) throw std::runtime_error("executed before it was initialized");
+  Zero(params.taken, sizeof(int), stream);
   CudaTensorMap maps[kMaxMaps];
   void* arguments[1 + kMaxMaps] = {&params};
   for (size_t i = 0; i < kMaxMaps; ++i) arguments[1 + i] = &maps[i];
@@ -277,11 +284,6 @@ void CheckAligned(std::initializer_list<const void*> arrays) {
       throw std::invalid_argument("a buffer does not start at a multiple of 16 bytes");
     }
   }
-}
-
-void Zero(void* array, int64_t bytes, void* stream) {
-  if (!array || bytes == 0) return;
-  Check(CudaDriver().cuMemsetD8Async(reinterpret_cast<uint64_t>(array), 0, bytes, stream), "cuMemsetD8Async");
 }
 
 int64_t BytesOf(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }

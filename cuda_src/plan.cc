@@ -362,33 +362,27 @@ BiasWork BiasWorkOf(const Problem& p) {
   return work;
 }
 
-// How many parts of the keys JAX_FLASH_KEY_PARTS asks for, where there may be parts; -1: it does not say.
-int64_t AskedParts() {
-  const char* const parts = std::getenv("JAX_FLASH_KEY_PARTS");
-  return parts ? std::max(std::atoi(parts), 0) : -1;
-}
-
 // A forward of few queries and many keys is one over parts of the keys: with a block for a tile of Q most of the GPU
 // would have nothing to do, or read the keys once for each head of a group. Not with a block mask, which the heads of a
 // group need not share.
 bool SplitsKeys(const Problem& p) {
-  if (p.q_len > 64 || p.block_mask.present || AskedParts() == 0) return false;
-  const bool few = p.q_len <= 16 || p.batch * p.q_heads < kMultiprocessors;
-  return (few && p.kv_len >= 1024) || AskedParts() > 0;
+  const bool few = p.q_len <= 16 || (p.q_len <= 64 && p.batch * p.q_heads < kMultiprocessors);
+  return few && p.kv_len >= 1024 && !p.block_mask.present;
 }
 
 struct PartWork {
   int64_t rows, tiles, parts;  // of Q: its rows, in all heads, and their tiles; of the keys
 };
 
-// As many parts as an H100 or H200 has room for at a time, if a part has 4 tiles of keys or more. So 64 KB or more of K
-// and V are on their way to a multiprocessor; HBM needs 40 to 60.
+// Enough parts for two blocks on every multiprocessor of an H100 or H200, or for four where these are small and parts
+// few enough to be merged quickly, if a part has 4 tiles of keys or more. So 64 KB or more of K and V are on their way
+// to a multiprocessor; HBM needs 40 to 60.
 PartWork PartWorkOf(const Problem& p) {
   const Tile tile = Choose("forward_split", kAnyGpu, p).tile;
-  const int64_t blocks = kMultiprocessors * (tile.rows <= 32 ? 4 : 2);
+  constexpr int64_t kFew = 64;
   const int64_t tiles = p.batch * p.kv_heads * DivideUp(p.q_len * p.group(), tile.rows);
-  const int64_t most = DivideUp(p.kv_len, tile.cols), asked = AskedParts();
-  const int64_t parts = asked > 0 ? std::min(asked, most) : std::min(blocks / tiles, p.kv_len / (4 * tile.cols));
+  const int64_t two = 2 * kMultiprocessors / tiles, four = tile.rows <= 32 ? 2 * two : 0;
+  const int64_t parts = std::min(std::max(two, std::min(four, kFew)), p.kv_len / (4 * tile.cols));
   return {p.batch * p.q_heads * p.q_len, tiles, std::max<int64_t>(parts, 1)};
 }
 
@@ -515,6 +509,7 @@ Scratch CudaScratch(const Problem& p, Pass pass) {
     scratch.q_bounds = take(p.batch * DivideUp(p.q_len, 64) * int64_t(sizeof(SegmentBounds)));
     scratch.kv_bounds = take(p.batch * DivideUp(p.kv_len, 64) * int64_t(sizeof(SegmentBounds)));
   }
+  if (p.block_mask.present && Bytes(p) == 2) scratch.taken = take(4);
   if (pass == Pass::kForward && SplitsKeys(p)) {
     const PartWork work = PartWorkOf(p);
     scratch.parts = int(work.parts);

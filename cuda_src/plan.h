@@ -24,6 +24,7 @@ struct Scratch {
   int64_t dbias_parts = -1;               // f32 [parts, shape of the bias]
   int64_t o_parts = -1;                   // f32 [parts, batch, head, row, value's dim]
   int64_t l_parts = -1, m_parts = -1;     // f32 [parts, batch, head, row]
+  int64_t taken = -1;                     // s32: see kernels/params.h
   int parts = 1;                          // of the bias, or of the keys
   int64_t bytes = 0;
 };

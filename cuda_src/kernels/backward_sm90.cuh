@@ -36,7 +36,7 @@ constexpr bool kLateDP = kScores && kRows == 64;
 
 // A warpgroup with S, dP, dK and dV of its 64 keys.
 struct Consumer : Keys {
-  static constexpr int kRegisters = 232;
+  static constexpr int kRegisters = (504 - kProducerRegisters) / 2;
   int buffer = 0;  // of dS
   float dK[kQKDim / 2], dV[kVDim / 2];
 

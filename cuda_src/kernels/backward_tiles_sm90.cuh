@@ -25,7 +25,7 @@ constexpr int kCluster = kWide ? 2 : 1;  // CTAs with neighbouring keys and the 
 constexpr int kConsumers = 2;  // warpgroups
 static_assert(JAX_FLASH_CONSUMERS == kConsumers);
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-constexpr int kProducerRegisters = 40;  // of 504 for the three warpgroups
+constexpr int kProducerRegisters = kBlockMask ? 56 : 40;  // of 504 for the three warpgroups
 
 // Tiles are boxes of 64 columns; what is outside of the head dim is 0.
 __host__ __device__ constexpr int Boxes(int dim) { return (dim + 63) / 64; }
@@ -112,11 +112,8 @@ struct Producer {
   __device__ __forceinline__ void RunListed() {
     static_assert(!kBlockMask || !kWide);
     constexpr int kTiles = kBlockMask ? kKVBlock / kCols : 1;  // of a block
-    const int lists = BlockColumns(p) * kTiles, heads = p.batch * p.kv_heads;
-    Schedule<false> schedule;
     int item, t;
-    while (schedule.Next(heads, lists, &item, &t)) {
-      ListOfItem(item * lists + t, lists, heads, &item, &t);
+    while (TakeList(p, BlockColumns(p) * kTiles, p.batch * p.kv_heads, &item, &t)) {
       const int head = item % p.kv_heads, batch = item / p.kv_heads;
       const BlockList blocks = ColumnList(p, batch, head * (p.q_heads / p.kv_heads), t / kTiles);
       const int column = blocks.index * kKVBlock + t % kTiles * kCols;

@@ -29,16 +29,6 @@ __device__ __forceinline__ BlockList ListAt(const int32_t* list, int width, int 
   return {min(max(list[0], 0), size - 1), min(max(list[1], 0), width - 2), list + 2};
 }
 
-// The order in which all heads' lists, of which the longest come first, are taken: a quarter of each head's, one head
-// after the other, then the next quarter. So the long ones begin early, and few heads' arrays are read at a time, for
-// the sake of the L2.
-__device__ __forceinline__ void ListOfItem(int item, int lists, int heads, int* head, int* list) {
-  const int quarter = (lists + 3) / 4, first = item / (quarter * heads) * quarter, size = min(quarter, lists - first);
-  item -= first * heads;
-  *head = item / size;
-  *list = first + item % size;
-}
-
 // The t-th of a head's rows of blocks.
 __device__ __forceinline__ BlockList RowList(const Params& p, int batch, int head, int t) {
   const int64_t list = HeadOfBlocks(p, batch, head) * BlockRows(p) + t;
@@ -48,6 +38,25 @@ __device__ __forceinline__ BlockList ColumnList(const Params& p, int batch, int 
   const int64_t list = HeadOfBlocks(p, batch, head) * BlockColumns(p) + t;
   return ListAt(p.block_mask.column_lists + list * p.block_mask.column_width, p.block_mask.column_width,
                 BlockColumns(p));
+}
+
+// The order in which all heads' lists, of which the longest come first, are taken: half of each head's, one head after
+// the other, then the other halves. So the long ones begin early, and few heads' arrays are read at a time, for the
+// sake of the L2.
+__device__ __forceinline__ void ListOfItem(int item, int lists, int heads, int* head, int* list) {
+  const uint32_t half = (lists + 1) / 2u, first = uint32_t(item) < half * heads ? 0 : half;
+  const uint32_t size = first == 0 ? half : lists - half, at = item - first * heads;
+  *head = at / size;
+  *list = first + at % size;
+}
+
+// The next in this order, for a CTA that has nothing else to do; false if there are no more.
+__device__ __forceinline__ bool TakeList(const Params& p, int lists, int heads, int* head, int* list) {
+  const int item = atomicAdd(p.taken, 1);
+  asm volatile("" : "+r"(lists), "+r"(heads));  // one thread has few registers: nothing is worked out before the loop
+  if (item >= lists * heads) return false;
+  ListOfItem(item, lists, heads, head, list);
+  return true;
 }
 
 // That of the same block column in another head's lists, whose order is another.

@@ -39,8 +39,8 @@ constexpr int kVBoxes = (kVDim + 63) / 64;    // of V and O
 constexpr int kQBox = 64 * 128;               // bytes of a box of Q or O
 constexpr int kKVBox = kCols * 128;           // bytes of a box of K or V
 // Registers a thread; together what the kernel starts with.
-constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
+constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask ? 56 : 40;
+constexpr int kConsumerRegisters = kConsumers == 2 ? (504 - kProducerRegisters) / 2 : kConsumers == 3 ? 160 : 112;
 // O leaves through shared memory of its own, so that the next tile of Q can come; or, where that is too much, through
 // Q's.
 constexpr bool kOInQ = (kQKBoxes + kVBoxes) * (kConsumers * kQBox + kStages * kKVBox) + 1024 > 227 * 1024;
@@ -59,10 +59,13 @@ struct Tile {
   int begin, end, unmasked_begin, unmasked_end;
 };
 
-// With a block mask: a tile of K and V that comes, and its block.
+// With a block mask: a tile of K and V that comes.
 struct ListedTile {
-  int j, kind;
-  bool masked, last;
+  int word;  // 4 j + 2 masked + last
+
+  __device__ __forceinline__ int J() const { return word / 4; }
+  __device__ __forceinline__ bool Masked() const { return word & 2; }
+  __device__ __forceinline__ bool Last() const { return word & 1; }
 };
 
 struct ForwardShared {
@@ -74,7 +77,8 @@ struct ForwardShared {
   Tile tile[2][kConsumers];  // comes with q, stays until the next tile's q goes
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
-  ListedTile listed[kBlockMask ? kStages : 1];  // comes with k
+  ListedTile listed[kBlockMask ? kStages : 1];  // comes with k; so does
+  int kind[kBlockMask ? kStages : 1];           // of its block
 };
 
 using TileSchedule = Schedule<kCausal && !kBlockMask>;
@@ -83,8 +87,7 @@ __device__ __forceinline__ bool Next(const Params& p, TileSchedule* schedule, Ti
   constexpr int kTiles = kBlockMask ? kQBlock / kRows : 1;  // of a block
   const int heads = p.batch * p.q_heads, tiles = kBlockMask ? BlockRows(p) * kTiles : (p.q_len + kRows - 1) / kRows;
   int head, t;
-  if (!schedule->Next(heads, tiles, &head, &t)) return false;
-  if (kBlockMask) ListOfItem(head * tiles + t, tiles, heads, &head, &t);
+  if (!(kBlockMask ? TakeList(p, tiles, heads, &head, &t) : schedule->Next(heads, tiles, &head, &t))) return false;
   tile->row = t * kRows;
   tile->head = head % p.q_heads;
   tile->batch = head / p.q_heads;
@@ -162,7 +165,8 @@ struct Producer {
       next.Next();
       const bool every = keys.every_lo <= column && column + kCols <= keys.every_hi && kind == kEverything;
       MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
-      shared.listed[k.index] = {column / kCols, kind, !every, next.at < 0};
+      shared.listed[k.index] = {column / kCols * 4 + !every * 2 + (next.at < 0)};
+      shared.kind[k.index] = kind;
       LoadK(k_map, column / kCols, kv_head, tile.batch);
       return column / kCols;
     };
@@ -253,9 +257,9 @@ struct Consumer {
 
   // With a block mask: which columns of tile j this lane's rows may see.
   template <bool kMasked>
-  __device__ __forceinline__ void Look(const Tile& tile, int j, int kind) {
+  __device__ __forceinline__ void Look(const Tile& tile, int j) {
     if (!kMasked || !kBlockMask) return;
-    const Block block(p, tile.batch, kind);
+    const Block block(p, tile.batch, shared.kind[k.index]);
 #pragma unroll
     for (int i = 0; i < kCols / 16; ++i) {
       const int h = i % 2, w = i / 2;
@@ -360,13 +364,13 @@ struct Consumer {
 
   // Tile j of K, and tile j + 1 of V.
   template <bool kMasked>
-  __device__ __forceinline__ void Step(const Tile& tile, int j, bool accumulate, bool last, int kind = kEverything) {
+  __device__ __forceinline__ void Step(const Tile& tile, int j, bool accumulate, bool last) {
     float alpha[2], shift[2];
     TakeTurn();
     IssueS();
     IssueO(accumulate);
     PassTurn();
-    Look<kMasked>(tile, j, kind);
+    Look<kMasked>(tile, j);
     if (kDropout) Draw(tile, j);
     WgmmaWait<1>();
     FinishS(last);
@@ -386,7 +390,7 @@ struct Consumer {
   __device__ __forceinline__ ListedTile Listed() {
     MbarrierWait(&shared.k_full[k.index], k.parity);
     const ListedTile& tile = shared.listed[k.index];
-    return {Uniform(tile.j), Uniform(tile.kind), bool(Uniform(tile.masked)), bool(Uniform(tile.last))};
+    return {Uniform(tile.word)};
   }
 
   // All of a tile; false if the producer has no more.
@@ -415,16 +419,16 @@ struct Consumer {
     }
 
     ListedTile listed = kBlockMask ? Listed() : ListedTile();
-    int j = kBlockMask ? listed.j : end - 1;
+    int j = kBlockMask ? listed.J() : end - 1;
     float alpha[2], shift[2];  // alpha of the first tile is not used: there is no O yet
     TakeTurn();
     IssueS();
     PassTurn();
-    Look<true>(tile, j, listed.kind);
+    Look<true>(tile, j);
     if (kDropout) Draw(tile, j);
     WgmmaWait<0>();
-    FinishS(kBlockMask ? listed.last : j == begin);
-    if (kBlockMask && !listed.masked && !kMask) {
+    FinishS(kBlockMask ? listed.Last() : j == begin);
+    if (kBlockMask && !listed.Masked() && !kMask) {
       Scores<false>(tile, j);
     } else {
       Scores<true>(tile, j);
@@ -434,13 +438,13 @@ struct Consumer {
     if (kDropout) Drop();
     PackP();
     if constexpr (kBlockMask) {
-      const bool one = listed.last;
-      for (bool accumulate = false; !listed.last; accumulate = true) {
+      const bool one = listed.Last();
+      for (bool accumulate = false; !listed.Last(); accumulate = true) {
         listed = Listed();
-        if (listed.masked || kMask) {
-          Step<true>(tile, listed.j, accumulate, listed.last, listed.kind);
+        if (listed.Masked() || kMask) {
+          Step<true>(tile, listed.J(), accumulate, listed.Last());
         } else {
-          Step<false>(tile, listed.j, accumulate, listed.last);
+          Step<false>(tile, listed.J(), accumulate, listed.Last());
         }
       }
       IssueO(!one);

@@ -59,6 +59,7 @@ struct Params {
   float *o_parts, *l_parts, *m_parts;
 
   BlockMask block_mask;
+  int* taken;  // scratch, 0 at first: of the tiles in its lists those that CTAs on Hopper have taken
 };
 
 }  // namespace jax_flash

@@ -32,7 +32,7 @@ import jax_flash
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 TOKENS, WIDTH = 16384, 2048  # batch x N, heads x head dim
-MATRIX_LIMIT = 2**33  # elements of S, above which XLA's standard attention is left out
+MATRIX_LIMIT = 2**32  # elements of S, above which XLA's standard attention is left out
 PASSES = ("forward", "backward", "both")
 COLUMNS = ("jax_flash", "cudnn", "xla", "torch")
 
@@ -52,6 +52,7 @@ class Problem:
     window: int | None = None  # keys to the left
     documents: int = 1  # equally long, packed
     dropout: float = 0.0
+    deterministic: bool = False
     dtype: str = "bfloat16"
 
     @classmethod
@@ -80,6 +81,7 @@ class Problem:
             f"window {self.window}" * (self.window is not None),
             f"{self.documents} documents" * (self.documents > 1),
             f"dropout {self.dropout}" * (self.dropout > 0),
+            "deterministic" * self.deterministic,
             self.dtype * (self.dtype != "bfloat16"),
         ]
         return " ".join([f"d={dims} N={length} B={self.B} H={heads}", *filter(None, extras)])
@@ -135,6 +137,10 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
                 for b, s in ((1, 131072), (8, 16384))
             ],
         ),
+        "deterministic": (
+            PASSES[1:2],
+            [Problem.square(4096, d, causal=True, deterministic=x) for d in (64, 128) for x in (False, True)],
+        ),
         "float32": (PASSES[:2], [Problem.square(n, d, dtype="float32") for d in (64, 128) for n in (2048, 8192)]),
     }
 
@@ -151,6 +157,8 @@ def jax_calls(problem: Problem, implementation: str) -> dict[str, Call]:
         options["local_window_size"] = (p.window - 1, 0)
     if implementation == "jax_flash":
         function, options["implementation"] = jax_flash.dot_product_attention, "flash"
+        if p.deterministic:
+            options["deterministic"] = True
         if p.documents > 1:
             ids = jnp.repeat(jnp.arange(p.documents), p.T // p.documents)[None].repeat(p.B, 0)
             options |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
@@ -209,7 +217,7 @@ def torch_calls(problem: Problem, backend: str) -> dict[str, Call]:
 def implementations(problem: Problem) -> tuple[dict[str, dict[str, Call]], dict[str, str]]:
     """The calls of all that can do the problem, and why the others cannot."""
     p = problem
-    unusual = p.dropout > 0 or p.documents > 1
+    unusual = p.dropout > 0 or p.documents > 1 or p.deterministic
     matrix = p.B * p.N * p.T * p.S
     candidates: dict[str, Callable[[], dict[str, Call]]] = {"jax_flash": lambda: jax_calls(p, "jax_flash")}
     if not unusual:
@@ -218,7 +226,7 @@ def implementations(problem: Problem) -> tuple[dict[str, dict[str, Call]], dict[
         candidates["cudnn"] = lambda: torch_calls(p, "CUDNN_ATTENTION")
     if not unusual and matrix <= MATRIX_LIMIT:
         candidates["xla"] = lambda: jax_calls(p, "xla")
-    if HAS_TORCH and p.window is None and p.documents == 1:
+    if HAS_TORCH and p.window is None and p.documents == 1 and not p.deterministic:
         candidates["torch"] = lambda: torch_calls(p, "FLASH_ATTENTION")
     calls, missing = {}, {}
     for name, build in candidates.items():
@@ -236,6 +244,12 @@ def measure_problem(group: str, problem: Problem, passes: Sequence[str]) -> list
     rows = []
     for pass_ in passes:
         chosen = {name: by_pass[pass_] for name, by_pass in calls.items() if pass_ in by_pass}
+        for name in chosen.keys() - {"jax_flash"}:  # the matrix may be too large
+            try:
+                measure.finish(chosen[name]())
+            except RuntimeError as error:
+                missing[name] = str(error).splitlines()[0][:200]
+                del chosen[name]
         times = measure.interleave_enqueued(chosen)
         flops = problem.flops(pass_)
         rows.append(
@@ -268,12 +282,11 @@ def main() -> None:
 
     chosen = {name: x for name, x in groups(args.head_dims, args.lengths).items() if name in args.groups}
     problems = [(name, problem, passes) for name, (passes, group) in chosen.items() for problem in group]
-    rows: list[dict[str, Any]] = []
-    for name, problem, passes in track(problems, "Measuring attention"):
-        rows += measure_problem(name, problem, [x for x in passes if x in args.passes])
     packages = ["jax-flash", "jax", "jaxlib", "torch", "nvidia-cudnn-cu13", "nvidia-cuda-nvrtc"]
-    results = {"environment": measure.environment(packages), "rows": rows}
-    measure.save(args.output, results)
+    results: dict[str, Any] = {"environment": measure.environment(packages), "rows": []}
+    for name, problem, passes in track(problems, "Measuring attention"):
+        results["rows"] += measure_problem(name, problem, [x for x in passes if x in args.passes])
+        measure.save(args.output, results)
     show(results)
     plot(results, args.output.with_suffix(".png"))
     print(f"Written: {args.output} and {args.output.with_suffix('.png').name}")

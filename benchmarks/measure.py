@@ -70,11 +70,11 @@ def _sample(call: Call, repeats: int) -> float:
     begin = time.perf_counter()
     for _ in range(repeats):
         result = call()
-    _finish(result)
+    finish(result)
     return (time.perf_counter() - begin) / repeats
 
 
-def _finish(result: object) -> None:
+def finish(result: object) -> None:
     """Waits until the GPU has computed it."""
     if any(isinstance(x, jax.Array) for x in jax.tree.leaves(result)):
         jax.block_until_ready(result)

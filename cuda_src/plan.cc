@@ -62,6 +62,8 @@ constexpr Choice kForwardSm90[] = {
     {227, 64, {256, 64, 4, 4}, kOperands | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kOperands | kDropout | kLocal | kFewTiles},
     {227, 64, {256, 64, 4, 4}, kOperands | kDropout | kCausal | kFewTiles},
+    {227, 64, {128, 128, 2, 3}, kOperands | kDropout},
+    {227, 64, {128, 160, 2, 2}, kOperands | kCausal | kLocal | kBlockMask},
     {227, 64, {128, 128, 2, 3}, kOperands},
     {227, 64, {128, 96, 2, 3}, kBiasAndMask | kDropout | kLocal},
     {227, 64, {128, 48, 2, 3}, kDropout},

@@ -37,6 +37,13 @@ def normal(seed, *shape, dtype=jnp.bfloat16):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
+def run_program(program, *arguments):
+    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
+    result = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cuda"}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-5000:]
+    return result.stdout
+
+
 attend = functools.partial(jax_flash.dot_product_attention, implementation="flash")
 
 
@@ -162,13 +169,35 @@ def test_memory_is_linear(N, dim):
     assert used <= 1.05 * (arrays + statistics + dq) + 2**20
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_peak_memory(dim):
+    """The same, as the device's allocator counts it, for a quarter of a million keys."""
+    N = 262144
+    program = """
+        import sys
+        import jax
+        import ml_dtypes
+        import numpy as np
+        import jax_flash
+
+        shape = (1, int(sys.argv[1]), 4, int(sys.argv[2]))
+        rng = np.random.default_rng(0)
+        arrays = [rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16) for _ in range(4)]
+
+        def step(q, k, v, do):
+            o, pull = jax.vjp(lambda *x: jax_flash.dot_product_attention(*x, is_causal=True), q, k, v)
+            return o, *pull(do)
+
+        results = jax.block_until_ready(jax.jit(step)(*map(jax.device_put, arrays)))
+        assert all(bool(jax.numpy.isfinite(x[0, -1]).all()) for x in results)
+        print(jax.devices()[0].memory_stats()["peak_bytes_in_use"])
+    """
+    peak = int(run_program(program, N, dim))
+    arrays, statistics, dq = 8 * 2 * 4 * N * dim, 4 * 4 * 4 * N, 4 * 4 * N * dim
+    assert peak <= 1.05 * (arrays + statistics + dq) + 2**20
+
+
 # --- XLA ---
-
-
-def run_program(program, *arguments):
-    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
-    result = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cuda"}, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-5000:]
 
 
 def test_cuda_graphs(tmp_path):

@@ -6,7 +6,7 @@ PYTEST_ARGS ?= -m "not slow"
 # Most of the suite's time is spent compiling, one program a process. A GPU's memory is for one process.
 PYTEST = bin/pytest $(if $(GPU),,--numprocesses auto --maxprocesses 8 --dist loadfile)
 EXTRAS ?= dev
-EMULATED ?= "(test_feature or test_head_dim or test_few_queries) and not f64"
+EMULATED ?= "(test_feature or test_head_dim or test_few_queries or test_some_queries or whole_tiles) and not f64"
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SANITIZE_ARGS ?=
@@ -64,7 +64,7 @@ emulate: $(VENV)/.built
 	$(call say,Running the CUDA kernels for Ampere and for Hopper on this CPU)
 	@for arch in sm_80 sm_90; do \
 	  JAX_FLASH_EMULATE=$$arch $(VENV)/bin/pytest --numprocesses auto --maxprocesses 8 --dist load -m "not gpu" \
-	    tests/test_accuracy.py -k $(EMULATED) || exit 1; \
+	    tests/test_accuracy.py tests/test_block_sparse.py -k $(EMULATED) || exit 1; \
 	done
 
 sanitize: $(VENV)/.built

@@ -260,7 +260,7 @@ def measure_problem(group: str, problem: Problem, passes: Sequence[str]) -> list
                 "pass": pass_,
                 "tflops": {name: measure.rate(flops, x) / 1e3 for name, x in times.items()},
                 "milliseconds": {name: 1e3 * statistics.median(x) for name, x in times.items()},
-                "missing": missing,
+                "missing": dict(missing),
             }
         )
     return rows

@@ -265,12 +265,12 @@ void Zero(void* array, int64_t bytes, void* stream) {
 void Run(const Call& call, int device, void* stream, Params& params) {
   const Loaded* const loaded = call.LoadedOn(device);
   if (!loaded) throw std::runtime_error("executed before it was initialized");
-  Zero(params.taken, sizeof(int), stream);
   CudaTensorMap maps[kMaxMaps];
   void* arguments[1 + kMaxMaps] = {&params};
   for (size_t i = 0; i < kMaxMaps; ++i) arguments[1 + i] = &maps[i];
   for (const LoadedLaunch& launch : *loaded) {
     for (size_t i = 0; i < launch.maps.size(); ++i) maps[i] = TensorMapOf(call.p, params, launch.maps[i]);
+    if (!launch.maps.empty()) Zero(params.taken, sizeof(int), stream);  // Hopper's kernels count with it
     Check(CudaDriver().cuLaunchKernel(launch.function, launch.blocks, 1, 1, launch.threads, 1, 1, launch.shared_bytes,
                                       stream, arguments, nullptr),
           "cuLaunchKernel");

@@ -245,9 +245,8 @@ unsigned FeaturesOf(const Problem& p, const Tile& tile) {
 }
 
 // Whether blocks of a block mask are whole tiles, as Hopper's kernels want them.
-bool InWholeTiles(const Tile& tile, std::string_view kernel, const Problem& p) {
-  const int cols = kernel == "backward" ? 128 : tile.cols;  // CTAs of 64 keys come in pairs
-  return !p.block_mask.present || (p.q_block % tile.rows == 0 && p.kv_block % cols == 0);
+bool InWholeTiles(const Tile& tile, const Problem& p) {
+  return !p.block_mask.present || (p.q_block % tile.rows == 0 && p.kv_block % tile.cols == 0);
 }
 
 // The tile, or as much of it as divides the blocks of a block mask. Where each warp has rows of its own, it has at
@@ -277,7 +276,7 @@ Chosen Choose(std::string_view kernel, const Target& target, const Problem& p) {
     if (table.kernel != kernel || table.bytes != Bytes(p) || (table.sm == 90 && !target.hopper)) continue;
     const Choice* const choice = std::find_if(table.begin, table.end, [&](const Choice& x) {
       return x.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= x.dim &&
-             (x.without & FeaturesOf(p, x.tile)) == 0 && (table.sm == 80 || InWholeTiles(x.tile, kernel, p));
+             (x.without & FeaturesOf(p, x.tile)) == 0 && (table.sm == 80 || InWholeTiles(x.tile, p));
     });
     if (choice != table.end) return {kernel, table.sm, WithinBlocks(choice->tile, kernel, p)};
   }

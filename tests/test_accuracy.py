@@ -112,6 +112,15 @@ def test_few_queries(T, dtype):
     check(Case(T=T, S=1100, N=4, K=1, D=80, E=40, segments=True, mask="bnts", soft_cap=2.0), dtype, by_numpy)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_some_queries(dtype):
+    """Tiles of many rows, groups that are no power of two, the least instead of the greatest score."""
+    check(Case(B=1, T=33, S=1100, N=6, K=2, D=64, E=64, dropout=0.2, lengths=True, offset=True), dtype, by_numpy)
+    case = Case(B=1, T=5, S=1100, N=9, K=3, window=(500, 100), segments=True, bias="11ts", dropout=0.1, scale=-0.3)
+    check(case, dtype, by_numpy)
+    check(Case(B=1, T=63, S=1030, N=3, K=1, D=64, E=64, mask="bnts", dropout=0.3, scale=-0.3), dtype, by_numpy)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_large_scores(dtype):
     """One-hot softmax, where exp would overflow without the maximum. Only rows with two keys that are nearly equal have

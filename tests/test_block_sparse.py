@@ -380,6 +380,27 @@ def test_attention_in_other_dtypes(name, dtype):
     check(ATTENTION[name], dtype, by_numpy)
 
 
+def hopper(q_block=128, kv_block=128, **fields):
+    return sparse(q_block, kv_block, **{"heads": 4, "B": 1, "D": 128, "E": 128} | fields)
+
+
+# Hopper's kernels want 16 bits and blocks of whole tiles. The last ones have tiles of 16, 48 and 112 keys there.
+WHOLE_TILES = {
+    "causal, offset, dropout": hopper(batch=2, B=2, D=64, E=64, causal=True, offset=True, dropout=0.2),
+    "lengths, mask": hopper(kv_block=256, S=400, K=2, D=96, E=80, dropout=0.2, mask="bnts", lengths=True),
+    "window, segments": hopper(256, T=300, K=1, window=(90, 40), segments=True),
+    "bias, soft cap": hopper(T=200, S=200, D=64, E=64, bias="bnts", soft_cap=1.5),
+    "16 keys": hopper(D=192, E=192, mask="bnts", dropout=0.2),
+    "48 keys": hopper(kv_block=48, D=192, E=192),
+    "112 keys": hopper(kv_block=112, dropout=0.2),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_TILES)
+def test_blocks_of_whole_tiles(name):
+    check(WHOLE_TILES[name], "bfloat16", by_numpy)
+
+
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("name", ["by both", "larger than a tile of the CPU", "all"])
 def test_other_implementations(name, implementation):
@@ -533,8 +554,9 @@ def test_numbers_out_of_range_are_empty_blocks(elements, implementation):
     arrays, cotangents = case.arrays(), case.cotangents()
     expected = run(case, arrays | {"block_mask": empty}, cotangents, implementation)
     results = run(case, arrays | {"block_mask": with_arrays(mask, blocks=garbage)}, cotangents, implementation)
-    for name, x in expected.items():  # a GPU sums dQ in any order
-        np.testing.assert_allclose(results[name], x, rtol=0, atol=1e-6 if name == "query" else 0, err_msg=name)
+    gpu = jax.config.jax_default_device.platform == "gpu"  # which sums dQ in any order
+    for name, x in expected.items():
+        np.testing.assert_allclose(results[name], x, rtol=0, atol=1e-6 if gpu and name == "query" else 0, err_msg=name)
     constructed = BlockMask(mask.shape, garbage, mask.element_masks)
     np.testing.assert_array_equal(constructed.to_mask(), empty.to_mask())
     np.testing.assert_array_equal((~constructed).to_mask(), ~empty.to_mask())
@@ -871,7 +893,8 @@ def test_errors_of_attention(mask, error, match, implementation):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_time_is_that_of_the_blocks_kept(backward, device):
-    """An eighth of the blocks costs no more than an eighth of the time divided by 0.6."""
+    """An eighth of the blocks costs no more than an eighth of the time divided by 0.6. The least time of each: whatever
+    else the machine does only adds to it."""
     on_cpu(device)
     length, blocks = 4096, 32
     given = [jnp.asarray(np.random.default_rng(i).normal(size=(1, length, 4, 64)), jnp.float32) for i in range(3)]
@@ -885,10 +908,10 @@ def test_time_is_that_of_the_blocks_kept(backward, device):
 
     functions = [function(None), function(mask)]
     times = [[], []]
-    for _ in range(6):
+    for _ in range(8):
         for run_once, taken in zip(functions, times, strict=True):
             start = time.process_time()
             jax.block_until_ready(run_once(*given))
             taken.append(time.process_time() - start)
-    dense, kept = (np.median(taken[1:]) for taken in times)
+    dense, kept = (min(taken[1:]) for taken in times)
     assert kept < dense / 8 / 0.6, (kept, dense, kept / dense * 8)

@@ -211,11 +211,15 @@ def test_cuda_graphs(tmp_path):
 
         attend = functools.partial(jax_flash.dot_product_attention, implementation="flash", is_causal=True)
         folder = pathlib.Path(sys.argv[1])
+        mask = jax_flash.patterns.local_window(300, 300, 150, None)
 
         def step(q, k, v, segments):
             options = {"query_segment_ids": segments, "key_value_segment_ids": segments}
             o, pull = jax.vjp(functools.partial(attend, **options), q, k, v)
-            return o, *pull(o), attend(*(x.astype(jnp.float32) for x in (q, k, v)))
+            sparse, pull_sparse = jax.vjp(functools.partial(attend, block_mask=mask), q, k, v)
+            long = (jnp.concatenate([x] * 4, axis=1) for x in (k, v))
+            decoded = attend(q[:, :1], *long, query_offset=1000)
+            return o, *pull(o), sparse, *pull_sparse(o), decoded, attend(*(x.astype(jnp.float32) for x in (q, k, v)))
 
         def arrays(seed):
             rng = np.random.default_rng(seed)
@@ -243,7 +247,7 @@ def test_cuda_graphs(tmp_path):
         operations = path.read_text().splitlines()
         launched = [line for line in operations if line.strip() and not line.startswith(" ")]
         assert len(launched) == 1 and "kCommandBuffer" in launched[0], operations
-        assert sum("kCustomCall" in line for line in operations) == 3, operations
+        assert sum("kCustomCall" in line for line in operations) == 6, operations
 
         # What the driver was told.
         (path,) = folder.rglob("*.xplane.pb")

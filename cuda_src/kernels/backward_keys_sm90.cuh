@@ -19,7 +19,7 @@ constexpr bool kStart = kRows == 64, kStartAtL = kStart && !kScores;
 constexpr bool kFewAtOnce = kWide || kBias || kSoftCap;
 // ... or that there are none to work ahead, if more is asked than a causal mask.
 constexpr bool kCrowded =
-    kWide && !kBias && (kSoftCap || kMask || kBlockMask || kDropout || kWindow || kSegments || kQLengths || kKVLengths);
+    kWide && !kBias && (kSoftCap || kMask || kDropout || kWindow || kSegments || kQLengths || kKVLengths);
 
 // What exp2 of a difference of scores needs, before and after S became s.
 __device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 1.0f : p.scale; }

@@ -261,7 +261,7 @@ struct Consumer {
     if (!kMasked || !kBlockMask) return;
     const Block block(p, tile.batch, shared.kind[k.index]);
 #pragma unroll
-    for (int i = 0; i < kCols / 16; ++i) {
+    for (int i = 0; i < 2 * ((kCols + 31) / 32); ++i) {
       const int h = i % 2, w = i / 2;
       seen[h][w] = block.Word<kCols>(Row(tile) + 8 * h, j * kCols + 32 * w, kCols - 32 * w) >> lane % 4 * 2;
     }

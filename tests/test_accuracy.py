@@ -54,10 +54,12 @@ def assert_accurate(results, exact, usual, cancelled, dtype):
 
 def check(case, dtype, exact=oracle, seed=0, draws=1):
     dtype = jnp.dtype(dtype)
-    arrays, cotangents = case.arrays(dtype.name, seed), case.cotangents(dtype.name, seed)
-    results, usual = run(case, arrays, cotangents), usual_errors(case, dtype, seed, draws=draws)
-    cancelled = standard.cancellation(case, arrays, cotangents, dtype)
-    assert_accurate(results, exact(case, arrays, cotangents), usual, cancelled, dtype)
+    usual = usual_errors(case, dtype, seed, draws=draws)
+    for draw in range(seed, seed + draws):
+        arrays, cotangents = case.arrays(dtype.name, draw), case.cotangents(dtype.name, draw)
+        cancelled = standard.cancellation(case, arrays, cotangents, dtype)
+        results = run(case, arrays, cotangents)
+        assert_accurate(results, exact(case, arrays, cotangents), usual, cancelled, dtype)
 
 
 def by_numpy(case, arrays, cotangents):

@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
       Clear(S);
       AddRowsTimesRows(S, shared.q, warp.row, shared.k, warp.column);
       const bool every = keys.every_lo <= column && column + kCols <= keys.every_hi && row + kRows <= p.q_len;
-      if (!every || (kBlockMask && !scores.block.Everything())) scores.Hide(positions, S);
+      if (!every || !scores.block.Everything()) scores.Hide(positions, S);
       scores.ToP<false>(S, minus_l, [](int, int, const float (&)[4]) {});
     }
     CpAsyncWait<0>();

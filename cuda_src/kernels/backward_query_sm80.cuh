@@ -50,7 +50,7 @@ struct BackwardQuery {
     Accumulator<kWarpRows, kCols> S, dP;
     Clear(S);
     AddRowsTimesRows(S, shared.q, row, k, 0);
-    if ((kBlockMask && !scores.block.Everything()) || !tile.Every(p, column)) scores.Hide(tile.positions, S);
+    if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(tile.positions, S);
     scores.ToP<true>(S, minus_l, [](int, int, const float (&)[4]) {});
     Clear(dP);
     AddRowsTimesRows(dP, shared.d_o, row, v, 0);

@@ -160,7 +160,7 @@ class Block {
     }
   }
 
-  __device__ __forceinline__ bool Everything() const { return !kBlockMask || kind_ == kEverything; }
+  __device__ __forceinline__ bool Everything() const { return kind_ == kEverything; }
   __device__ __forceinline__ bool Nothing() const { return !Everything() && elements_ == nullptr; }
 
   // Which of the 16 columns from j on, a multiple of 16, row i may attend to: bit by bit.

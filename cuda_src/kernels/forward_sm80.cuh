@@ -93,7 +93,7 @@ struct Forward {
     Accumulator<kWarpRows, kCols> S;
     Clear(S);
     AddRowsTimesRows(S, q, 0, k, 0);
-    if ((kBlockMask && !scores.block.Everything()) || !tile.Every(p, column)) scores.Hide(tile.positions, S);
+    if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(tile.positions, S);
     if (kScores) scores.ToScores(S);
     Softmax(S);
     if (kDropout) scores.Drop(S);

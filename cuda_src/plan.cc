@@ -43,7 +43,8 @@ enum Feature : unsigned {
   kManyKeys = 256,       // more than 1024
   kFewTiles = 512,       // of all heads, than an H100 or H200 has multiprocessors
   kBlockMask = 1024,
-  kManyRows = 2048,  // of a group's heads together, than a tile has
+  kManyRows = 2048,       // of a group's heads together, than a tile has
+  kCrowdedBlocks = 4096,  // a block mask beside a window, segments or dropout
   kOperands = kBias | kMask,
   kScores = kBias | kSoftCap,  // scores are formed entry by entry
 };
@@ -81,7 +82,7 @@ constexpr Choice kForwardSm90[] = {
     {227, 192, {128, 48, 2, 2}, kOperands},
     {227, 192, {128, 32, 2, 2}, kBiasAndMask | kDropout},
     {227, 192, {128, 16, 2, 2}},
-    {227, 256, {128, 64, 2, 2}, kOperands | kDropout | kSoftCap},
+    {227, 256, {128, 64, 2, 2}, kOperands | kDropout | kSoftCap | kCrowdedBlocks},
     {227, 256, {128, 48, 2, 2}, kOperands | kSoftCap},
     {227, 256, {128, 32, 2, 2}, kOperands},
     {227, 256, {128, 32, 2, 2}, kBiasAndMask | kDropout},
@@ -91,7 +92,7 @@ constexpr Choice kForwardSm90[] = {
 // What is not here would spill registers: a soft cap keeps its slopes beside P, and beside much else above head dim 96;
 // a block mask does with a soft cap above 96, and always above 128.
 constexpr Choice kBackwardSm90[] = {
-    {227, 64, {128, 128, 2, 2}, kScores},
+    {227, 64, {128, 128, 2, 2}, kScores | kCrowdedBlocks},
     {227, 96, {64, 128, 2, 2}},
     {227, 128, {64, 128, 2, 2}, kSoftCap},
     {227, 128, {64, 128, 2, 2}, kOperands | kBlockMask},
@@ -235,11 +236,12 @@ constexpr int64_t kMultiprocessors = 132;  // of an H100 or H200
 unsigned FeaturesOf(const Problem& p, const Tile& tile) {
   const bool bias = p.bias.present, mask = p.mask.present;
   const auto feature = [](bool there, Feature x) { return there ? unsigned(x) : 0; };
-  return feature(p.causal, kCausal) | feature(p.window_left >= 0 || p.window_right >= 0 || p.segments, kLocal) |
-         feature(p.soft_cap > 0, kSoftCap) | feature(bias, kBias) | feature(mask, kMask) |
-         feature(bias && mask, kBiasAndMask) | feature(p.dropout(), kDropout) |
-         feature(p.full_precision, kFullPrecision) | feature(p.kv_len > 1024, kManyKeys) |
-         feature(p.block_mask.present, kBlockMask) |
+  const bool local = p.window_left >= 0 || p.window_right >= 0 || p.segments;
+  return feature(p.causal, kCausal) | feature(local, kLocal) | feature(p.soft_cap > 0, kSoftCap) |
+         feature(bias, kBias) | feature(mask, kMask) | feature(bias && mask, kBiasAndMask) |
+         feature(p.dropout(), kDropout) | feature(p.full_precision, kFullPrecision) |
+         feature(p.kv_len > 1024, kManyKeys) | feature(p.block_mask.present, kBlockMask) |
+         feature(p.block_mask.present && (local || p.dropout()), kCrowdedBlocks) |
          feature(p.batch * p.q_heads * DivideUp(p.q_len, tile.rows) < kMultiprocessors, kFewTiles) |
          feature(p.q_len * p.group() > tile.rows, kManyRows);
 }

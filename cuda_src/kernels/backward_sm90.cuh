@@ -110,6 +110,8 @@ struct Consumer : Keys {
         Store(shared.ds[buffer], c, dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
       FenceProxyAsync();
       SyncConsumers();
+    } else if (Never()) {
+      return false;
     }
     const int row_block = step.row_block;
     if (kSplitRows) {

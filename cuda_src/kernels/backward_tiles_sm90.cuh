@@ -25,7 +25,9 @@ constexpr int kCluster = kWide ? 2 : 1;  // CTAs with neighbouring keys and the 
 constexpr int kConsumers = 2;  // warpgroups
 static_assert(JAX_FLASH_CONSUMERS == kConsumers);
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-constexpr int kProducerRegisters = kBlockMask ? 56 : 40;  // of 504 for the three warpgroups
+// Of 504 for the three warpgroups. A block mask beside other masks, dropout or large tiles is more to keep track of.
+constexpr bool kMuchToTrack = kBlockMask && (kRows == 128 || kCausal || kWindow || kSegments || kDropout);
+constexpr int kProducerRegisters = kMuchToTrack ? 56 : 40;
 
 // Tiles are boxes of 64 columns; what is outside of the head dim is 0.
 __host__ __device__ constexpr int Boxes(int dim) { return (dim + 63) / 64; }

@@ -59,14 +59,16 @@ __device__ __forceinline__ bool TakeList(const Params& p, int lists, int heads, 
   return true;
 }
 
-// That of the same block column in another head's lists, whose order is another.
-__device__ __forceinline__ BlockList SameColumn(const Params& p, int batch, int head, const BlockList& list) {
-  if (p.block_mask.head == 0) return list;
-  BlockList same = {list.index, 0, list.members};
+// The list of the same block column in another head's lists, whose order is another. Heads that share a mask share
+// `members`.
+__device__ __forceinline__ BlockList SameColumn(const Params& p, int batch, int head, int index,
+                                                const int32_t* members) {
+  if (p.block_mask.head == 0) return ListAt(members - 2, p.block_mask.column_width, BlockColumns(p));
+  BlockList same = {index, 0, members};
 #pragma unroll 1
   for (int t = 0; t < BlockColumns(p); ++t) {
     const BlockList x = ColumnList(p, batch, head, t);
-    if (x.index == list.index) same = x;
+    if (x.index == index) same = x;
   }
   return same;
 }
@@ -111,8 +113,7 @@ struct ListedQTiles {
   const Params& p;
   const int batch;
   int head, row;
-  const int last_head;
-  const BlockList blocks;
+  const int last_head, index;
   const Visible& rows;
   ListedTiles<kTile, kQBlock> tiles;
 
@@ -122,7 +123,7 @@ struct ListedQTiles {
         batch(batch),
         head(kv_head * (p.q_heads / p.kv_heads)),
         last_head(head + p.q_heads / p.kv_heads - 1),
-        blocks(blocks),
+        index(blocks.index),
         rows(rows),
         tiles(blocks, rows) {
     TakeHead();
@@ -137,7 +138,7 @@ struct ListedQTiles {
  private:
   __device__ __forceinline__ void TakeHead() {
     while (tiles.at < 0 && ++head <= last_head)
-      tiles = ListedTiles<kTile, kQBlock>(SameColumn(p, batch, head, blocks), rows);
+      tiles = ListedTiles<kTile, kQBlock>(SameColumn(p, batch, head, index, tiles.members), rows);
     row = tiles.at;
   }
 };

@@ -1,0 +1,128 @@
+"""What a program pays on the host of an NVIDIA GPU: the first compilation of a forward and backward, and each call.
+
+    python benchmarks/host.py
+
+Compilation, seconds: from tracing to the first results, in a fresh process that has used the GPU already; with an empty
+cache of kernels, then with what the run before has left there. Beside it the same program with `jax.nn`'s
+implementation "xla", which is what XLA itself takes.
+
+A call, microseconds: what a program of a chain of calls takes longer for each call more, on arrays so small that the
+GPU is waiting for the host; launched one by one, and captured into a CUDA graph. Beside it the same of cuDNN's.
+"""
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import measure
+from rich.console import Console
+from rich.table import Table
+
+import jax_flash
+
+SHAPE = (2, 1024, 8, 128)
+SMALL = (1, 64, 1, 64)
+CHAINS = (20, 120)  # calls
+REPEATS, SAMPLES = 50, 11
+NO_GRAPHS = "--xla_gpu_enable_command_buffer="
+
+
+def attention(name: str):
+    """`jax_flash`, or an implementation of jax.nn."""
+    if name == "jax_flash":
+        return functools.partial(jax_flash.dot_product_attention, implementation="flash")
+    return functools.partial(jax.nn.dot_product_attention, implementation=name)
+
+
+def first(name: str) -> float:
+    """Seconds until a new program has given its first results."""
+    x = jnp.ones(SHAPE, jnp.bfloat16)
+    jax.block_until_ready(x + 1)
+
+    @jax.jit
+    def step(q, k, v):
+        o, pull = jax.vjp(functools.partial(attention(name), is_causal=True), q, k, v)
+        return o, *pull(o)
+
+    start = time.perf_counter()
+    jax.block_until_ready(step(x, x, x))
+    return time.perf_counter() - start
+
+
+def each(name: str) -> float:
+    """Microseconds for each call more in a chain."""
+    x = jax.random.normal(jax.random.key(0), SMALL, jnp.bfloat16)
+    attend = attention(name)
+
+    def chain(calls: int):
+        def run(q, k, v):
+            for _ in range(calls):
+                q = attend(q, k, v)
+            return q
+
+        return jax.jit(run).lower(x, x, x).compile()
+
+    programs = {calls: chain(calls) for calls in CHAINS}
+    samples: dict[int, list[float]] = {calls: [] for calls in CHAINS}
+    for _ in range(SAMPLES):
+        for calls, program in programs.items():
+            jax.block_until_ready(program(x, x, x))
+            start = time.perf_counter()
+            for _ in range(REPEATS):
+                result = program(x, x, x)
+            jax.block_until_ready(result)
+            samples[calls].append((time.perf_counter() - start) / REPEATS)
+    few, many = (statistics.median(samples[calls]) for calls in CHAINS)
+    return 1e6 * (many - few) / (CHAINS[1] - CHAINS[0])
+
+
+MEASURES = {"first": first, "each": each}
+
+
+def in_process(what: str, name: str, **environment: str) -> float:
+    command = [sys.executable, __file__, "--one", what, name]
+    return json.loads(subprocess.run(command, env=os.environ | environment, stdout=-1, text=True, check=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=pathlib.Path, default=measure.RESULTS / "host.json")
+    parser.add_argument("--one", nargs=2, metavar=("WHAT", "NAME"), help="one figure, in this process")
+    args = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        parser.error("no NVIDIA GPU here, or jax is installed without CUDA")
+    if args.one:
+        what, name = args.one
+        print(json.dumps(MEASURES[what](name)))
+        return
+
+    flags = os.environ.get("XLA_FLAGS", "")
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as cache:
+        for case in ("cold", "warm"):
+            seconds = in_process("first", "jax_flash", JAX_FLASH_CACHE_DIR=cache)
+            rows.append({"what": f"first forward and backward, {case}, s", "jax_flash": seconds})
+    rows[-1]["xla"] = in_process("first", "xla")
+    for case, extra in (("a call, launched, us", NO_GRAPHS), ("a call in a CUDA graph, us", "")):
+        names = ("jax_flash", "cudnn")
+        rows.append({"what": case} | {name: in_process("each", name, XLA_FLAGS=f"{flags} {extra}") for name in names})
+    packages = ["jax-flash", "jax", "jaxlib", "nvidia-cudnn-cu13", "nvidia-cuda-nvrtc"]
+    measure.save(args.output, {"environment": measure.environment(packages), "rows": rows})
+    table = Table("", "jax_flash", "cudnn", "xla", title="On the host")
+    for row in rows:
+        table.add_row(row["what"], *(f"{row[x]:.3g}" if x in row else "" for x in ("jax_flash", "cudnn", "xla")))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,9 +5,11 @@
     python benchmarks/block_sparse.py --lengths 65536 --fractions --patterns butterfly
 
 Of a fraction, every block row keeps the same number of blocks of 128 x 128, chosen at random, the same for all heads.
-All masks of a length, head dim and pass are timed in turn in one process. The ideal is the dense time multiplied by the
-fraction; what is printed is how much of the ideal speed-up is reached. TFLOP/s count the blocks that are kept: 4 d an
-entry in the forward, 2.5 times that in the backward. MiB are temporaries and results of a call.
+All masks of a length, head dim and pass are timed in turn in one process. The ideal is proportional to the fraction: of
+the dense time, or, beside nothing, of what the dense call takes longer than one that keeps nothing (which reads and
+writes O, dO and the gradients all the same). What is printed is how much of the ideal speed-up is reached. TFLOP/s count
+the blocks that are kept: 4 d an entry in the forward, 2.5 times that in the backward. MiB are temporaries and results of
+a call.
 
 On a GPU: bfloat16, 16384 tokens a batch. The patterns are measured in the backward alone, too, and beside PyTorch's
 compiled FlexAttention where that is installed, with the same inputs, mask and block size; what its results differ by is
@@ -52,6 +54,7 @@ COLUMNS = {
     "dense_milliseconds": "dense ms",
     "speedup": "speed-up",
     "of_ideal": "of ideal",
+    "of_ideal_beside_nothing": "beside nothing",
     "tflops": "TFLOP/s",
     "mib": "MiB",
     "dense_mib": "dense MiB",
@@ -114,13 +117,15 @@ def measure_masks(
         if not chosen:
             continue
         calls, mib = {}, {}
-        for name in ("dense", *chosen):
-            calls[name], mib[name] = jax_call(pass_, masks.get(name), arrays)
+        for name in ("dense", "nothing", *chosen):
+            mask = BlockMask.from_dense(np.zeros((n // BLOCK,) * 2, bool)) if name == "nothing" else masks.get(name)
+            calls[name], mib[name] = jax_call(pass_, mask, arrays)
         flex_now = {f"flex {name}": by_pass[pass_] for name, by_pass in flex.items()}
         times = {name: statistics.median(x) for name, x in interleave(calls | flex_now).items()}
         for name in chosen:
             kept, seconds = float(masks[name].kept), times[name]
             flops = kept * work * measure.attention_flops(batch, heads, n, d, causal=False, backward=False)
+            dense, nothing = times["dense"], times["nothing"]
             row = {
                 "length": n,
                 "batch": batch,
@@ -129,9 +134,11 @@ def measure_masks(
                 "mask": name,
                 "kept": kept,
                 "milliseconds": 1e3 * seconds,
-                "dense_milliseconds": 1e3 * times["dense"],
-                "speedup": times["dense"] / seconds,
-                "of_ideal": times["dense"] * kept / seconds,
+                "dense_milliseconds": 1e3 * dense,
+                "nothing_milliseconds": 1e3 * nothing,
+                "speedup": dense / seconds,
+                "of_ideal": dense * kept / seconds,
+                "of_ideal_beside_nothing": (nothing + (dense - nothing) * kept) / seconds,
                 "tflops": flops / seconds / 1e12,
                 "mib": mib[name],
                 "dense_mib": mib["dense"],

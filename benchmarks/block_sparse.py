@@ -7,9 +7,9 @@
 Of a fraction, every block row keeps the same number of blocks of 128 x 128, chosen at random, the same for all heads.
 All masks of a length, head dim and pass are timed in turn in one process. The ideal is proportional to the fraction: of
 the dense time, or, beside nothing, of what the dense call takes longer than one that keeps nothing (which reads and
-writes O, dO and the gradients all the same). What is printed is how much of the ideal speed-up is reached. TFLOP/s count
-the blocks that are kept: 4 d an entry in the forward, 2.5 times that in the backward. MiB are temporaries and results of
-a call.
+writes O, dO and the gradients all the same). Printed is how much of the ideal speed-up is reached. TFLOP/s count the
+blocks that are kept: 4 d an entry in the forward, 2.5 times that in the backward. MiB are temporaries and results of a
+call.
 
 On a GPU: bfloat16, 16384 tokens a batch. The patterns are measured in the backward alone, too, and beside PyTorch's
 compiled FlexAttention where that is installed, with the same inputs, mask and block size; what its results differ by is

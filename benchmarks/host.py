@@ -91,7 +91,8 @@ MEASURES = {"first": first, "each": each}
 
 def in_process(what: str, name: str, **environment: str) -> float:
     command = [sys.executable, __file__, "--one", what, name]
-    return json.loads(subprocess.run(command, env=os.environ | environment, stdout=-1, text=True, check=True).stdout)
+    result = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(result.stdout)
 
 
 def main() -> None:
@@ -113,9 +114,9 @@ def main() -> None:
             seconds = in_process("first", "jax_flash", JAX_FLASH_CACHE_DIR=cache)
             rows.append({"what": f"first forward and backward, {case}, s", "jax_flash": seconds})
     rows[-1]["xla"] = in_process("first", "xla")
-    for case, extra in (("a call, launched, us", NO_GRAPHS), ("a call in a CUDA graph, us", "")):
+    for case, given in (("a call, launched, us", f"{flags} {NO_GRAPHS}"), ("a call in a CUDA graph, us", flags)):
         names = ("jax_flash", "cudnn")
-        rows.append({"what": case} | {name: in_process("each", name, XLA_FLAGS=f"{flags} {extra}") for name in names})
+        rows.append({"what": case} | {name: in_process("each", name, XLA_FLAGS=given) for name in names})
     packages = ["jax-flash", "jax", "jaxlib", "nvidia-cudnn-cu13", "nvidia-cuda-nvrtc"]
     measure.save(args.output, {"environment": measure.environment(packages), "rows": rows})
     table = Table("", "jax_flash", "cudnn", "xla", title="On the host")

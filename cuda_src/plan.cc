@@ -44,7 +44,7 @@ enum Feature : unsigned {
   kFewTiles = 512,       // of all heads, than an H100 or H200 has multiprocessors
   kBlockMask = 1024,
   kManyRows = 2048,       // of a group's heads together, than a tile has
-  kCrowdedBlocks = 4096,  // a block mask beside a window, segments or dropout
+  kCrowdedBlocks = 4096,  // a block mask beside a window, segments, a mask or dropout
   kOperands = kBias | kMask,
   kScores = kBias | kSoftCap,  // scores are formed entry by entry
 };
@@ -104,9 +104,12 @@ constexpr Choice kBackwardSm90[] = {
 };
 
 constexpr Choice kForwardSm80[] = {
-    {99, 64, {128, 64, 4, 2}, kScores},   {99, 64, {64, 64, 4, 2}},
-    {99, 128, {128, 32, 4, 2}, kScores},  {99, 128, {64, 32, 4, 2}},
-    {227, 256, {128, 64, 8, 2}, kScores}, {99, 256, {64, 32, 4, 2}},
+    {99, 64, {128, 64, 4, 2}, kScores},
+    {99, 64, {64, 64, 4, 2}},
+    {99, 128, {128, 32, 4, 2}, kScores | kCrowdedBlocks},
+    {99, 128, {64, 32, 4, 2}},
+    {227, 256, {128, 64, 8, 2}, kScores},
+    {99, 256, {64, 32, 4, 2}},
 };
 
 constexpr Choice kForwardSm80F32[] = {
@@ -162,12 +165,8 @@ constexpr Choice kBackwardSm80F32[] = {
 };
 
 constexpr Choice kBackwardQuerySm80[] = {
-    {99, 64, {128, 32, 4, 2}, kBiasAndMask},
-    {99, 128, {128, 16, 4, 2}, kOperands},
-    {99, 128, {64, 32, 4, 2}},
-    {227, 256, {128, 32, 8, 2}, kBiasAndMask},
-    {163, 256, {64, 32, 4, 2}, kCrowdedBlocks},
-    {99, 256, {64, 16, 4, 2}},
+    {99, 64, {128, 32, 4, 2}, kBiasAndMask},   {99, 128, {128, 16, 4, 2}, kOperands},      {99, 128, {64, 32, 4, 2}},
+    {227, 256, {128, 32, 8, 2}, kBiasAndMask}, {163, 256, {64, 32, 4, 2}, kCrowdedBlocks}, {99, 256, {64, 16, 4, 2}},
 };
 
 constexpr Choice kBackwardQuerySm80F32[] = {
@@ -241,7 +240,7 @@ unsigned FeaturesOf(const Problem& p, const Tile& tile) {
          feature(bias, kBias) | feature(mask, kMask) | feature(bias && mask, kBiasAndMask) |
          feature(p.dropout(), kDropout) | feature(p.full_precision, kFullPrecision) |
          feature(p.kv_len > 1024, kManyKeys) | feature(p.block_mask.present, kBlockMask) |
-         feature(p.block_mask.present && (local || p.dropout()), kCrowdedBlocks) |
+         feature(p.block_mask.present && (local || mask || p.dropout()), kCrowdedBlocks) |
          feature(p.batch * p.q_heads * DivideUp(p.q_len, tile.rows) < kMultiprocessors, kFewTiles) |
          feature(p.q_len * p.group() > tile.rows, kManyRows);
 }

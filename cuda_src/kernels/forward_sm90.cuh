@@ -7,8 +7,8 @@
 // right to left, and only the tiles at either end of what the rows see are masked. With a block mask, whose blocks are
 // whole tiles, the producer goes through the list of the blocks that there are and tells the consumers.
 //
-// f32 is taken as TF32: the copy engine rounds Q, K and V, as their maps say. There Q is held in registers, for the sake
-// of shared memory's bandwidth, and V lands box by box and is transposed by the other warps of the producer's.
+// f32 is taken as TF32: the copy engine rounds Q, K and V, as their maps say. There Q is held in registers, for the
+// sake of shared memory's bandwidth, and V lands box by box and is transposed by the other warps of the producer's.
 //
 // Beside the macros of config.cuh the host defines JAX_FLASH_COLS (of a tile of S, a multiple of 16), _CONSUMERS
 // (warpgroups: 2, 3 or 4) and _STAGES. It launches at most one CTA a multiprocessor, of 128 (_CONSUMERS + 1) threads
@@ -217,28 +217,28 @@ struct Producer {
   }
 };
 
-// f32: a warp that transposes every kTransposers-th box of V.
+// f32: a warp that transposes every kTransposers-th box of V. It waits for the others too, so as not to be two phases
+// ahead of a barrier.
 struct Transposer {
   ForwardShared& shared;
   Ring<kLandings> landing;
   Ring<kStages> v;
 
   __device__ __forceinline__ void Run() {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 1;
-    int box = warp;  // of the tile at v
-    for (int i = 0; i < warp; ++i) landing.Next();
-    while (true) {
+    const int lane = threadIdx.x % 32;
+    int turn = threadIdx.x / 32 - 1;  // the boxes until the next of this warp's
+    for (int box = 0;; ++box, --turn, landing.Next()) {
+      if (box == kVBoxes) box = 0, v.Next();
       MbarrierWait(&shared.landed[landing.index], landing.parity);
+      if (turn > 0) continue;
       if (!shared.more[landing.index]) return;
-      for (; box >= kVBoxes; box -= kVBoxes) v.Next();
       MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
       TransposeBox<kCols>(shared.landing[landing.index], shared.v[v.index] + box * kBoxColumns * 128, kTransposedBox);
       FenceProxyAsync();
       __syncwarp();
       MbarrierArrive(&shared.v_full[v.index], lane == 0);
       MbarrierArrive(&shared.transposed[landing.index], lane == 0);
-      box += kTransposers;
-      for (int i = 0; i < kTransposers; ++i) landing.Next();
+      turn = kTransposers;
     }
   }
 };
@@ -254,7 +254,7 @@ struct Consumer {
 
   float S[kCols / 2], O[kVDim / 2];
   uint32_t P[kCols / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32
-  uint32_t seed[4];  // with the head's and the batch entry's id
+  uint32_t seed[4];                                           // with the head's and the batch entry's id
   uint32_t random[kCols / 4];
   uint32_t seen[2][kBlockMask ? (kCols + 31) / 32 : 1];  // of a tile, from the lane's first column on
   float m[2], l[2];                                      // l: of this lane's columns only, until the end
@@ -553,8 +553,7 @@ struct Consumer {
       const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row;
       p.l[at] = 0.0f, p.m[at] = -Infinity();
       constexpr int kChunks = kVDim * kElementBytes / 16;  // of a row
-      uint4* o =
-          static_cast<uint4*>(p.o) + ((int64_t(tile.batch) * p.q_len + row) * p.q_heads + tile.head) * kChunks;
+      uint4* o = static_cast<uint4*>(p.o) + ((int64_t(tile.batch) * p.q_len + row) * p.q_heads + tile.head) * kChunks;
 #pragma unroll 1
       for (int c = 0; c < kChunks; ++c) o[c] = {0, 0, 0, 0};
     }

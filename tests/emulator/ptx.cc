@@ -35,6 +35,10 @@ uint16_t Round(Type type, float x) {
   return uint16_t(sign | ((rounded >> 13) - (112 << 10)));
 }
 
+uint32_t NearestTF32(uint32_t bits) {
+  return std::isfinite(FloatOf(bits)) ? (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFFu : bits;
+}
+
 float Widen(Type type, uint16_t x) {
   if (type == Type::kBF16) return FloatOf(uint32_t(x) << 16);
   static const std::vector<float> table = [] {

@@ -10,15 +10,15 @@
 
 namespace jax_flash {
 
-// A warp transposes a box of V, [kKeys][32], to 32 rows of V^T, [32] in each of its boxes of 32 keys; these are `stride`
-// bytes apart. A lane does 4 x 4 elements at a time, and the lanes are so divided among blocks of 8 x 8 that 8 of them
-// always read, and write, all banks.
+// A warp transposes a box of V, [kKeys][32], to 32 rows of V^T, [32] in each of its boxes of 32 keys; these are
+// `stride` bytes apart. A lane does 4 x 4 elements at a time, and the lanes are so divided among blocks of 8 x 8 that 8
+// of them always read, and write, all banks.
 template <int kKeys>
 __device__ __forceinline__ void TransposeBox(const uint8_t* v, uint8_t* v_t, int stride) {
   static_assert(kKeys % 32 == 0);
   const int lane = threadIdx.x % 32;
-  const int columns = lane / 2 % 4, keys = columns ^ lane / 16;          // the block
-  const int key_e = lane / 8 % 2, column_e = lane % 2 ^ key_e;           // and a quarter of it
+  const int columns = lane / 2 % 4, keys = columns ^ lane / 16;  // the block
+  const int key_e = lane / 8 % 2, column_e = lane % 2 ^ key_e;   // and a quarter of it
   const int from = (8 * keys + key_e) * 128 + ((2 * columns + column_e) ^ key_e) * 16;
   const int to = (8 * columns + column_e) * 128 + ((2 * keys + key_e) ^ column_e) * 16;
 #pragma unroll 1

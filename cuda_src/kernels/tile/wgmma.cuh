@@ -122,29 +122,27 @@ struct Wgmma;
 #endif
 
 // R = N / 2 registers; the operands after them are numbered R, R + 1, ...
-#define JAX_FLASH_WGMMA(N, R, R1, R2, R3, R4, R5, R6)                                                         \
-  template <>                                                                                                 \
-  struct Wgmma<N> {                                                                                           \
-    template <Major kA, Major kB>                                                                             \
-    static __device__ __forceinline__ void SS(float (&d)[R], uint64_t a, uint64_t b, int accumulate) {        \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #R2                                                   \
-                   ", 0;\n"                                                                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #N JAX_FLASH_WGMMA_TYPES                               \
-                   " {" JAX_FLASH_D##R "}, %" #R ", %" #R1 ", p, 1, 1" JAX_FLASH_WGMMA_MAJORS(R3)             \
-                   JAX_FLASH_WGMMA_MAJORS(R4) ";\n}"                                                          \
-                   : JAX_FLASH_F##R                                                                           \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(int(kA)), "n"(int(kB)));                            \
-    }                                                                                                         \
-    template <Major kB>                                                                                       \
-    static __device__ __forceinline__ void RS(float (&d)[R], const uint32_t* a, uint64_t b, int accumulate) { \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #R5                                                   \
-                   ", 0;\n"                                                                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #N JAX_FLASH_WGMMA_TYPES                               \
-                   " {" JAX_FLASH_D##R "}, {%" #R ",%" #R1 ",%" #R2 ",%" #R3 "}, %" #R4                       \
-                   ", p, 1, 1" JAX_FLASH_WGMMA_MAJORS(R6) ";\n}"                                              \
-                   : JAX_FLASH_F##R                                                                           \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(int(kB)));      \
-    }                                                                                                         \
+#define JAX_FLASH_WGMMA(N, R, R1, R2, R3, R4, R5, R6)                                                             \
+  template <>                                                                                                     \
+  struct Wgmma<N> {                                                                                               \
+    template <Major kA, Major kB>                                                                                 \
+    static __device__ __forceinline__ void SS(float (&d)[R], uint64_t a, uint64_t b, int accumulate) {            \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #R2                                                       \
+                   ", 0;\n"                                                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #N JAX_FLASH_WGMMA_TYPES " {" JAX_FLASH_D##R               \
+                   "}, %" #R ", %" #R1 ", p, 1, 1" JAX_FLASH_WGMMA_MAJORS(R3) JAX_FLASH_WGMMA_MAJORS(R4) ";\n}"   \
+                   : JAX_FLASH_F##R                                                                               \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(int(kA)), "n"(int(kB)));                                \
+    }                                                                                                             \
+    template <Major kB>                                                                                           \
+    static __device__ __forceinline__ void RS(float (&d)[R], const uint32_t* a, uint64_t b, int accumulate) {     \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #R5                                                       \
+                   ", 0;\n"                                                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #N JAX_FLASH_WGMMA_TYPES " {" JAX_FLASH_D##R               \
+                   "}, {%" #R ",%" #R1 ",%" #R2 ",%" #R3 "}, %" #R4 ", p, 1, 1" JAX_FLASH_WGMMA_MAJORS(R6) ";\n}" \
+                   : JAX_FLASH_F##R                                                                               \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(int(kB)));          \
+    }                                                                                                             \
   };
 JAX_FLASH_WGMMA(8, 4, 5, 6, 7, 8, 9, 10)
 JAX_FLASH_WGMMA(16, 8, 9, 10, 11, 12, 13, 14)

@@ -44,13 +44,12 @@ constexpr int kQBox = 64 * 128;                                     // bytes of 
 constexpr int kKVBox = kCols * 128;                                 // bytes of a box of K or V
 constexpr int kTransposedBox = kVBoxes * kBoxColumns * 128;         // bytes of 32 keys of V^T
 constexpr int kTransposers = 3;                                     // warps
-constexpr int kLandings = 4;                                        // boxes of V in flight that are to be transposed
+constexpr int kLandings = kCols < 64 ? 8 : 4;                       // boxes of V in flight that are to be transposed
 constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
+constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the left of what is not
 // Registers a thread; together what the kernel starts with.
-constexpr int kProducerRegisters = kTF32 ? 56 : kConsumers > 2 ? 32 : kBlockMask ? 56 : 40;
-constexpr int kConsumerRegisters = kConsumers == 2   ? (504 - kProducerRegisters) / 2
-                                   : kConsumers == 3 ? (kTF32 ? 152 : 160)
-                                                     : 112;
+constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask || (kTF32 && kMaskedLeft) ? 56 : 40;
+constexpr int kConsumerRegisters = kConsumers == 2 ? (504 - kProducerRegisters) / 2 : kConsumers == 3 ? 160 : 112;
 // O leaves through shared memory of its own, so that the next tile of Q can come; or, where that is too much, through
 // Q's.
 constexpr int kKVBytes = (kQKBoxes + kVBoxes) * kStages * kKVBox + (kTF32 ? kLandings * kKVBox + 1024 : 0);
@@ -60,8 +59,6 @@ constexpr int kQBoxes = kOInQ && kVBoxes > kQKBoxes ? kVBoxes : kQKBoxes;
 // O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
 // f16.
 constexpr float kRescaleAt = 8.0f;
-
-constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the left of what is not
 
 // A tile of the output, and the tiles begin <= j < end of K and V that it sees; those of unmasked_begin <= j <
 // unmasked_end need no mask. With a block mask these are keys, and they see no more than that.
@@ -436,10 +433,11 @@ struct Consumer {
     }
   }
 
+  // f32: P is rounded, for what the wgmma cuts off; where it is not finite, neither is l.
   __device__ __forceinline__ void PackP() {
 #pragma unroll
     for (int i = 0; i < kCols / kStep * 4; ++i)
-      P[i] = kTF32 ? RoundTF32(__float_as_uint(S[i / 4 * 4 + i % 2 * 2 + i / 2 % 2])) : Pack(S[2 * i], S[2 * i + 1]);
+      P[i] = kTF32 ? HalfUp(S[i / 4 * 4 + i % 2 * 2 + i / 2 % 2]) : Pack(S[2 * i], S[2 * i + 1]);
   }
 
   // Tile j of K, and tile j + 1 of V.

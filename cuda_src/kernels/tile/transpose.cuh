@@ -11,27 +11,24 @@
 namespace jax_flash {
 
 // A warp transposes a box of V, [kKeys][32], to 32 rows of V^T, [32] in each of its boxes of 32 keys; these are
-// `stride` bytes apart. A lane does 4 x 4 elements at a time, and the lanes are so divided among blocks of 8 x 8 that 8
-// of them always read, and write, all banks.
+// `stride` bytes apart. Each lane does a column; 32 reads, and 8 writes of 16 bytes, are always of all banks.
 template <int kKeys>
 __device__ __forceinline__ void TransposeBox(const uint8_t* v, uint8_t* v_t, int stride) {
   static_assert(kKeys % 32 == 0);
-  const int lane = threadIdx.x % 32;
-  const int columns = lane / 2 % 4, keys = columns ^ lane / 16;  // the block
-  const int key_e = lane / 8 % 2, column_e = lane % 2 ^ key_e;   // and a quarter of it
-  const int from = (8 * keys + key_e) * 128 + ((2 * columns + column_e) ^ key_e) * 16;
-  const int to = (8 * columns + column_e) * 128 + ((2 * keys + key_e) ^ column_e) * 16;
+  int column = threadIdx.x % 32;
+  asm volatile("" : "+r"(column));  // so that addresses of all boxes do not fill the registers
+  const int row = column / 8 * 8 + column % 4 * 2 + column / 4 % 2;
 #pragma unroll 1
-  for (int i = 0; i < kKeys / 16; ++i) {  // keys ^ 2 are the next block
-    float4 x[4];
+  for (int i = 0; i < kKeys / 8; ++i) {
+    float x[8];
 #pragma unroll
-    for (int t = 0; t < 4; ++t)
-      x[t] = *reinterpret_cast<const float4*>(v + i / 2 * 32 * 128 + (from ^ i % 2 * 2048 ^ t * 32) + t * 256);
+    for (int k = 0; k < 8; ++k)
+      x[k] = *reinterpret_cast<const float*>(v + (8 * i + k) * 128 + (column / 4 ^ k) * 16 + column % 4 * 4);
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const auto at = [&](int k) { return t == 0 ? x[k].x : t == 1 ? x[k].y : t == 2 ? x[k].z : x[k].w; };
-      *reinterpret_cast<float4*>(v_t + i / 2 * stride + (to ^ i % 2 * 64 ^ t * 32) + t * 256) =
-          make_float4(at(0), at(1), at(2), at(3));
+    for (int e = 0; e < 2; ++e) {
+      const int chunk = (i % 4 * 2 + e) ^ row % 8;
+      *reinterpret_cast<float4*>(v_t + i / 4 * stride + row * 128 + chunk * 16) =
+          make_float4(x[e], x[2 + e], x[4 + e], x[6 + e]);
     }
   }
 }

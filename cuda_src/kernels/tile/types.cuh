@@ -47,6 +47,9 @@ __device__ __forceinline__ uint32_t RoundTF32(uint32_t x) {
   return y;
 }
 
+// The same of a finite x of which the tensor cores will look at no more.
+__device__ __forceinline__ uint32_t HalfUp(float x) { return __float_as_uint(x) + 0x1000; }
+
 // The inverse of Pack, exact.
 __device__ __forceinline__ float2 Unpack(uint32_t packed) {
   float2 x;

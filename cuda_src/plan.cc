@@ -88,15 +88,17 @@ constexpr Choice kForwardSm90[] = {
     {227, 256, {128, 16, 2, 2}, kBiasAndMask},
 };
 
-// TF32. A bias and a mask together would spill registers above head dim 64.
+// TF32. What is not here would spill registers: above head dim 64 a mask with a bias or dropout.
 constexpr Choice kForwardSm90F32[] = {
+    {227, 64, {192, 64, 3, 3}, kFullPrecision | kOperands | kDropout | kLocal | kSoftCap | kBlockMask | kFewTiles},
     {227, 64, {128, 128, 2, 2}, kFullPrecision | kOperands | kDropout | kLocal | kSoftCap},
     {227, 64, {128, 64, 2, 3}, kFullPrecision | kOperands},
-    {227, 64, {128, 64, 2, 3}, kFullPrecision | kMask | kDropout},
+    {227, 64, {128, 64, 2, 3}, kFullPrecision | kMask | kDropout | kLocal | kBlockMask},
     {227, 64, {128, 32, 2, 3}, kFullPrecision},
     {227, 128, {128, 64, 2, 2}, kFullPrecision | kOperands | kDropout | kLocal},
-    {227, 128, {128, 64, 2, 2}, kFullPrecision | kOperands | kDropout | kBlockMask},
-    {227, 128, {128, 32, 2, 2}, kFullPrecision | kBiasAndMask},
+    {227, 128, {128, 64, 2, 2}, kFullPrecision | kOperands | kDropout | kSoftCap | kBlockMask},
+    {227, 128, {128, 32, 2, 2}, kFullPrecision | kMask},
+    {227, 128, {128, 32, 2, 2}, kFullPrecision | kBiasAndMask | kDropout},
 };
 
 // What is not here would spill registers: a soft cap keeps its slopes beside P, and beside much else above head dim 96;

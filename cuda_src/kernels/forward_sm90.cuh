@@ -10,9 +10,10 @@
 // f32 is taken as TF32: the copy engine rounds Q, K and V, as their maps say. There Q is held in registers, for the
 // sake of shared memory's bandwidth, and V lands box by box and is transposed by the other warps of the producer's.
 //
-// Beside the macros of config.cuh the host defines JAX_FLASH_COLS (of a tile of S, a multiple of 16), _CONSUMERS
-// (warpgroups: 2, 3 or 4) and _STAGES. It launches at most one CTA a multiprocessor, of 128 (_CONSUMERS + 1) threads
-// and `jax_flash_shared_bytes`, with boxes of 64 rows in the maps of Q and O and of _COLS rows in those of K and V.
+// Beside the macros of config.cuh the host defines JAX_FLASH_COLS (of a tile of S, a multiple of 16, or of 32 for f32),
+// _CONSUMERS (warpgroups: 2, 3 or 4) and _STAGES. It launches at most one CTA a multiprocessor, of 128 (_CONSUMERS + 1)
+// threads and `jax_flash_shared_bytes`, with boxes of 64 rows in the maps of Q and O and of _COLS rows in those of K
+// and V.
 // Boxes are 128 bytes wide: what is beyond the head dim arrives as zeros, and is left out of O.
 #pragma once
 
@@ -36,6 +37,7 @@ constexpr int kCols = JAX_FLASH_COLS;
 constexpr int kConsumers = JAX_FLASH_CONSUMERS;
 constexpr int kStages = JAX_FLASH_STAGES;  // tiles of K, and of V, in flight
 
+static_assert(kCols % (kTF32 ? 32 : 16) == 0);
 constexpr int kRows = 64 * kConsumers;
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 constexpr int kQKBoxes = (kQKDim + kBoxColumns - 1) / kBoxColumns;  // of Q and K
@@ -136,6 +138,7 @@ struct Producer {
   }
   __device__ __forceinline__ void LoadV(const TensorMap* map, int j, int head, int batch) {
     if constexpr (kTF32) {
+#pragma unroll 1
       for (int b = 0; b < kVBoxes; ++b) {
         Land(true);
         TmaLoad(shared.landing[landing.index], map, &shared.landed[landing.index], b * kBoxColumns, j * kCols, head,
@@ -214,8 +217,8 @@ struct Producer {
   }
 };
 
-// f32: a warp that transposes every kTransposers-th box of V. It waits for the others too, so as not to be two phases
-// ahead of a barrier.
+// f32: a warp that transposes every kTransposers-th box of V. It waits for the others too, so as not to be a lap ahead
+// of a barrier.
 struct Transposer {
   ForwardShared& shared;
   Ring<kLandings> landing;

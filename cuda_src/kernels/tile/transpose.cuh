@@ -10,11 +10,11 @@
 
 namespace jax_flash {
 
-// A warp transposes a box of V, [kKeys][32], to 32 rows of V^T, [32] in each of its boxes of 32 keys; these are
-// `stride` bytes apart. Each lane does a column; 32 reads, and 8 writes of 16 bytes, are always of all banks.
+// A warp transposes a box of V, [kKeys][32], to 32 rows of V^T, [32] in each of its boxes of 32 keys, which are
+// `stride` bytes apart; kKeys is a multiple of 32. Each lane does a column: 32 reads, and 8 writes of 16 bytes, are of
+// all banks.
 template <int kKeys>
 __device__ __forceinline__ void TransposeBox(const uint8_t* v, uint8_t* v_t, int stride) {
-  static_assert(kKeys % 32 == 0);
   int column = threadIdx.x % 32;
   asm volatile("" : "+r"(column));  // so that addresses of all boxes do not fill the registers
   const int row = column / 8 * 8 + column % 4 * 2 + column / 4 % 2;

@@ -436,11 +436,10 @@ struct Consumer {
     }
   }
 
-  // f32: P is rounded, for what the wgmma cuts off; where it is not finite, neither is l.
   __device__ __forceinline__ void PackP() {
 #pragma unroll
     for (int i = 0; i < kCols / kStep * 4; ++i)
-      P[i] = kTF32 ? HalfUp(S[i / 4 * 4 + i % 2 * 2 + i / 2 % 2]) : Pack(S[2 * i], S[2 * i + 1]);
+      P[i] = kTF32 ? RoundTF32(__float_as_uint(S[i / 4 * 4 + i % 2 * 2 + i / 2 % 2])) : Pack(S[2 * i], S[2 * i + 1]);
   }
 
   // Tile j of K, and tile j + 1 of V.

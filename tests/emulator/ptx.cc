@@ -127,6 +127,7 @@ const struct {
     {"selp.u32", [](Step& s) { s.Set(0, s[3] ? s[1] : s[2]); }},
     {"mov.", Move},
     {"cvt.rna.tf32.f32", RoundTF32},
+    {"cvt.rn.tf32.f32", [](Step& s) { s.Set(0, NearestTF32(uint32_t(s[1]))); }},
     {"cvt.rn.", Pack},
     {"cvt.f32.", [](Step& s) { s.SetFloat(0, Widen(s.statement.type, uint16_t(s[1]))); }},
     {"ex2.approx.ftz.f32", [](Step& s) { s.SetFloat(0, FlushToZero(std::exp2(FlushToZero(s.Float(1))))); }},

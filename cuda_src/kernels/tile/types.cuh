@@ -40,15 +40,17 @@ __device__ __forceinline__ uint32_t PackRelu(float low, float high) {
   return packed;
 }
 
-// cvt.rna.tf32.f32: to 11 significant bits. PTX ISA 9.7.9.22.
+// cvt.*.tf32.f32: to 11 significant bits, the nearest. Of two it is the even one from sm_90 on, as the copy engine has
+// it: the backward must find the scores of the forward. PTX ISA 9.7.9.22.
 __device__ __forceinline__ uint32_t RoundTF32(uint32_t x) {
   uint32_t y;
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
+#else
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
+#endif
   return y;
 }
-
-// The same of a finite x of which the tensor cores will look at no more.
-__device__ __forceinline__ uint32_t HalfUp(float x) { return __float_as_uint(x) + 0x1000; }
 
 // The inverse of Pack, exact.
 __device__ __forceinline__ float2 Unpack(uint32_t packed) {

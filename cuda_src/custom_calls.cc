@@ -216,7 +216,10 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   return x;
 }
 
-// The map of a [batch, time, heads, dim] array of 16-bit elements: boxes of `rows` x 64, rows of 128 swizzled bytes.
+int64_t BytesOf(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }
+
+// The map of a [batch, time, heads, dim] array: boxes of `rows` x 128 bytes, swizzled. f32 that is loaded is rounded to
+// TF32.
 CudaTensorMap TensorMapOf(const Problem& p, const Params& x, const Map& map) {
   const auto array = [&]() -> const void* {
     switch (map.array) {
@@ -243,14 +246,18 @@ CudaTensorMap TensorMapOf(const Problem& p, const Params& x, const Map& map) {
   const bool qk = map.array == Mapped::kQuery || map.array == Mapped::kKey || map.array == Mapped::kDK;
   const uint64_t dim = qk ? p.qk_dim : p.v_dim, time = of_queries ? p.q_len : p.kv_len;
   const uint64_t heads = of_queries ? p.q_heads : p.kv_heads;
-  constexpr int kFloat16 = 6, kBfloat16 = 9, kNoInterleave = 0, kSwizzle128 = 3, kPromoteL2To128 = 2, kZeros = 0;
-  constexpr uint64_t kBytes = 2;
+  constexpr int kFloat16 = 6, kFloat32 = 7, kBfloat16 = 9, kTFloat32 = 11;
+  constexpr int kNoInterleave = 0, kSwizzle128 = 3, kPromoteL2To128 = 2, kZeros = 0;
+  const int type = p.dtype == DType::kF16    ? kFloat16
+                   : p.dtype == DType::kBF16 ? kBfloat16
+                   : map.array == Mapped::kO ? kFloat32
+                                             : kTFloat32;
+  const uint64_t bytes = BytesOf(p.dtype);
   const uint64_t sizes[] = {dim, time, heads, uint64_t(p.batch)};
-  const uint64_t strides[] = {heads * dim * kBytes, dim * kBytes, time * heads * dim * kBytes};
-  const uint32_t box[] = {64, uint32_t(map.rows), 1, 1}, steps[] = {1, 1, 1, 1};
-  Check(CudaDriver().cuTensorMapEncodeTiled(&encoded, p.dtype == DType::kF16 ? kFloat16 : kBfloat16, 4,
-                                            const_cast<void*>(array), sizes, strides, box, steps, kNoInterleave,
-                                            kSwizzle128, kPromoteL2To128, kZeros),
+  const uint64_t strides[] = {heads * dim * bytes, dim * bytes, time * heads * dim * bytes};
+  const uint32_t box[] = {uint32_t(128 / bytes), uint32_t(map.rows), 1, 1}, steps[] = {1, 1, 1, 1};
+  Check(CudaDriver().cuTensorMapEncodeTiled(&encoded, type, 4, const_cast<void*>(array), sizes, strides, box, steps,
+                                            kNoInterleave, kSwizzle128, kPromoteL2To128, kZeros),
         "cuTensorMapEncodeTiled");
   return encoded;
 }
@@ -285,8 +292,6 @@ void CheckAligned(std::initializer_list<const void*> arrays) {
     }
   }
 }
-
-int64_t BytesOf(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }
 
 void ExecuteForward(const Call& call, int device, void* stream, Buffers& buffers) {
   const Problem& p = call.p;

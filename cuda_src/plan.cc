@@ -89,6 +89,19 @@ constexpr Choice kForwardSm90[] = {
     {227, 256, {128, 16, 2, 2}, kBiasAndMask},
 };
 
+// TF32. What is not here would spill registers: above head dim 64 a mask with a bias or dropout.
+constexpr Choice kForwardSm90F32[] = {
+    {227, 64, {192, 64, 3, 3}, kFullPrecision | kOperands | kDropout | kLocal | kSoftCap | kBlockMask | kFewTiles},
+    {227, 64, {128, 128, 2, 2}, kFullPrecision | kOperands | kDropout | kLocal | kSoftCap},
+    {227, 64, {128, 64, 2, 3}, kFullPrecision | kOperands},
+    {227, 64, {128, 64, 2, 3}, kFullPrecision | kMask | kDropout | kLocal | kBlockMask},
+    {227, 64, {128, 32, 2, 3}, kFullPrecision},
+    {227, 128, {128, 64, 2, 2}, kFullPrecision | kOperands | kDropout | kLocal},
+    {227, 128, {128, 64, 2, 2}, kFullPrecision | kOperands | kDropout | kSoftCap | kBlockMask},
+    {227, 128, {128, 32, 2, 2}, kFullPrecision | kMask},
+    {227, 128, {128, 32, 2, 2}, kFullPrecision | kBiasAndMask | kDropout},
+};
+
 // What is not here would spill registers: a soft cap keeps its slopes beside P, and beside much else above head dim 96;
 // a block mask does with a soft cap above 96, and always above 128.
 constexpr Choice kBackwardSm90[] = {
@@ -199,6 +212,7 @@ struct Table {
 constexpr Table kTables[] = {
     {"forward", 90, 2, kForwardSm90},
     {"backward", 90, 2, kBackwardSm90},
+    {"forward", 90, 4, kForwardSm90F32},
     {"forward", 80, 2, kForwardSm80},
     {"forward", 80, 4, kForwardSm80F32},
     {"forward_split", 80, 2, kForwardSplitSm80},
@@ -511,7 +525,7 @@ Scratch CudaScratch(const Problem& p, Pass pass) {
     scratch.q_bounds = take(p.batch * DivideUp(p.q_len, 64) * int64_t(sizeof(SegmentBounds)));
     scratch.kv_bounds = take(p.batch * DivideUp(p.kv_len, 64) * int64_t(sizeof(SegmentBounds)));
   }
-  if (p.block_mask.present && Bytes(p) == 2) scratch.taken = take(4);
+  if (p.block_mask.present) scratch.taken = take(4);
   if (pass == Pass::kForward && SplitsKeys(p)) {
     const PartWork work = PartWorkOf(p);
     scratch.parts = int(work.parts);

@@ -33,7 +33,7 @@ Scratch CudaScratch(const Problem& problem, Pass pass);
 // No entry of the results depends on an operand: there is nothing to attend to, or nobody to do it.
 bool NothingToCompute(const Problem& problem);
 
-// A [batch, time, heads, dim] array that a kernel wants as a tensor map, in boxes of `rows` x 64 elements.
+// A [batch, time, heads, dim] array that a kernel wants as a tensor map, in boxes of `rows` x 128 bytes.
 enum class Mapped { kQuery, kKey, kValue, kO, kDO, kDK, kDV };
 struct Map {
   Mapped array;

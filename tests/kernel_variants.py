@@ -127,6 +127,8 @@ def cover() -> Iterator[tuple[str, Problem]]:
             yield chosen.pop("arch"), problem(**chosen)
     for chosen in pairs(dims=DIMS, **FEATURES | {"bias": ("none",), "mask": (False,), "gradients": ("all",)}):
         yield "sm_90a", problem("bfloat16", **chosen)
+    for chosen in pairs(dims=DIMS, **FEATURES | {"dlogsumexp": (False,), "gradients": ("none",)}):
+        yield "sm_90a", problem("float32", **chosen)
 
 
 def singles() -> Iterator[tuple[str, Problem]]:

@@ -2,6 +2,7 @@
 plus a few units in the last place. Forward and backward, every feature and dtype, any shape, on CPU and GPU.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -60,6 +61,17 @@ def check(case, dtype, exact=oracle, seed=0, draws=1):
         cancelled = standard.cancellation(case, arrays, cotangents, dtype)
         results = run(case, arrays, cotangents)
         assert_accurate(results, exact(case, arrays, cotangents), usual, cancelled, dtype)
+
+
+def check_tf32(case, draws=1):
+    """float32 at a GPU's default precision, held against standard attention with operands rounded to TF32."""
+    dtype = np.dtype(np.float32)
+    usual = usual_errors(case, dtype, rounding="tf32", draws=draws)
+    for draw in range(draws):
+        arrays, cotangents = case.arrays(seed=draw), case.cotangents(seed=draw)
+        with jax.default_matmul_precision("default"):
+            results = run(case, arrays, cotangents)
+        assert_accurate(results, by_numpy(case, arrays, cotangents), usual, {}, dtype)
 
 
 def by_numpy(case, arrays, cotangents):

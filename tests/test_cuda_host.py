@@ -91,7 +91,7 @@ def test_old_gpus_are_refused():
         ("sm_89", "float16", "sm80"),
         ("sm_90a", "bfloat16", "sm90"),
         ("sm_90a", "float16", "sm90"),
-        ("sm_90a", "float32", "sm80"),
+        ("sm_80", "float32", "sm80"),
         ("sm_100", "bfloat16", "sm80"),
         ("sm_121", "float32", "sm80"),
     ],
@@ -103,6 +103,15 @@ def test_kernel_families(arch, dtype, family):
         (f"backward_{family}.cuh", "jax_flash_backward"),
         (f"backward_{family}.cuh", "jax_flash_backward_finish"),
     ]
+
+
+def test_float32_on_hopper():
+    """Its own kernels do the forward in TF32, up to head dim 128."""
+    (hopper,), (ampere,) = kernels(dtype="float32", full_precision=False), kernels("sm_80", dtype="float32")
+    assert hopper == ("forward_sm90.cuh", "jax_flash_forward")
+    for changes in ({"full_precision": True}, {"v_dim": 136}):
+        assert kernels(dtype="float32", **changes) == [ampere]
+    assert kernels("sm_90a", True, dtype="float32", **GRADIENTS)[0][0] == "backward_sm80.cuh"
 
 
 def test_a_family_can_be_asked_for(monkeypatch):

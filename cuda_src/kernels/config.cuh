@@ -24,6 +24,7 @@ constexpr bool kBias = kBiasDType != DType::kNone;
 constexpr bool kSoftCap = JAX_FLASH_SOFT_CAP;
 constexpr bool kDropout = JAX_FLASH_DROPOUT;
 constexpr bool kFullPrecision = JAX_FLASH_FULL_PRECISION;  // of f32
+constexpr bool kTF32 = kDType == DType::kF32 && !kFullPrecision;
 
 // The forward over parts of the keys. The kPacked query heads that share a key/value head are then rows of one tile:
 // row r of it is query r / kPacked, of head r % kPacked of them.

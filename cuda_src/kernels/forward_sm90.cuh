@@ -7,10 +7,14 @@
 // right to left, and only the tiles at either end of what the rows see are masked. With a block mask, whose blocks are
 // whole tiles, the producer goes through the list of the blocks that there are and tells the consumers.
 //
-// Beside the macros of config.cuh the host defines JAX_FLASH_COLS (of a tile of S, a multiple of 16), _CONSUMERS
-// (warpgroups: 2, 3 or 4) and _STAGES. It launches at most one CTA a multiprocessor, of 128 (_CONSUMERS + 1) threads
-// and `jax_flash_shared_bytes`, with boxes of 64 rows in the maps of Q and O and of _COLS rows in those of K and V.
-// Boxes have 64 columns: what is beyond the head dim arrives as zeros, and is left out of O.
+// f32 is taken as TF32: the copy engine rounds Q, K and V, as their maps say. There Q is held in registers, for the
+// sake of shared memory's bandwidth, and V lands box by box and is transposed by the other warps of the producer's.
+//
+// Beside the macros of config.cuh the host defines JAX_FLASH_COLS (of a tile of S, a multiple of 16, or of 32 for f32),
+// _CONSUMERS (warpgroups: 2, 3 or 4) and _STAGES. It launches at most one CTA a multiprocessor, of 128 (_CONSUMERS + 1)
+// threads and `jax_flash_shared_bytes`, with boxes of 64 rows in the maps of Q and O and of _COLS rows in those of K
+// and V.
+// Boxes are 128 bytes wide: what is beyond the head dim arrives as zeros, and is left out of O.
 #pragma once
 
 #include "blocks.cuh"
@@ -21,6 +25,7 @@
 #include "scores.cuh"
 #include "tile/mbarrier.cuh"
 #include "tile/tma.cuh"
+#include "tile/transpose.cuh"
 #include "tile/types.cuh"
 #include "tile/warp.cuh"
 #include "tile/wgmma.cuh"
@@ -32,25 +37,30 @@ constexpr int kCols = JAX_FLASH_COLS;
 constexpr int kConsumers = JAX_FLASH_CONSUMERS;
 constexpr int kStages = JAX_FLASH_STAGES;  // tiles of K, and of V, in flight
 
+static_assert(kCols % (kTF32 ? 32 : 16) == 0);
 constexpr int kRows = 64 * kConsumers;
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-constexpr int kQKBoxes = (kQKDim + 63) / 64;  // of Q and K
-constexpr int kVBoxes = (kVDim + 63) / 64;    // of V and O
-constexpr int kQBox = 64 * 128;               // bytes of a box of Q or O
-constexpr int kKVBox = kCols * 128;           // bytes of a box of K or V
+constexpr int kQKBoxes = (kQKDim + kBoxColumns - 1) / kBoxColumns;  // of Q and K
+constexpr int kVBoxes = (kVDim + kBoxColumns - 1) / kBoxColumns;    // of V and O
+constexpr int kQBox = 64 * 128;                                     // bytes of a box of Q or O
+constexpr int kKVBox = kCols * 128;                                 // bytes of a box of K or V
+constexpr int kTransposedBox = kVBoxes * kBoxColumns * 128;         // bytes of 32 keys of V^T
+constexpr int kTransposers = 3;                                     // warps
+constexpr int kLandings = kCols < 64 ? 8 : 4;                       // boxes of V in flight that are to be transposed
+constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
+constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the left of what is not
 // Registers a thread; together what the kernel starts with.
-constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask ? 56 : 40;
+constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask || (kTF32 && kMaskedLeft) ? 56 : 40;
 constexpr int kConsumerRegisters = kConsumers == 2 ? (504 - kProducerRegisters) / 2 : kConsumers == 3 ? 160 : 112;
 // O leaves through shared memory of its own, so that the next tile of Q can come; or, where that is too much, through
 // Q's.
-constexpr bool kOInQ = (kQKBoxes + kVBoxes) * (kConsumers * kQBox + kStages * kKVBox) + 1024 > 227 * 1024;
+constexpr int kKVBytes = (kQKBoxes + kVBoxes) * kStages * kKVBox + (kTF32 ? kLandings * kKVBox + 1024 : 0);
+constexpr bool kOInQ = (kQKBoxes + kVBoxes) * kConsumers * kQBox + kKVBytes + 1024 > 227 * 1024;
 constexpr int kQBoxes = kOInQ && kVBoxes > kQKBoxes ? kVBoxes : kQKBoxes;
 
 // O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
 // f16.
 constexpr float kRescaleAt = 8.0f;
-
-constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the left of what is not
 
 // A tile of the output, and the tiles begin <= j < end of K and V that it sees; those of unmasked_begin <= j <
 // unmasked_end need no mask. With a block mask these are keys, and they see no more than that.
@@ -72,13 +82,17 @@ struct ForwardShared {
   alignas(1024) uint8_t q[kConsumers][kQBoxes * kQBox];
   alignas(1024) uint8_t o[kOInQ ? 1 : kConsumers][kOInQ ? 1 : kVBoxes * kQBox];
   alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
-  alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];
+  alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];  // f32: of V^T
   uint64_t q_full[kConsumers], q_empty[kConsumers];
   Tile tile[2][kConsumers];  // comes with q, stays until the next tile's q goes
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
   ListedTile listed[kBlockMask ? kStages : 1];  // comes with k; so does
   int kind[kBlockMask ? kStages : 1];           // of its block
+  // f32: V as it comes
+  uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];
+  bool more[kTF32 ? kLandings : 1];  // comes with a box, or says that there are none
+  alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? kKVBox : 1];
 };
 
 using TileSchedule = Schedule<kCausal && !kBlockMask>;
@@ -112,21 +126,42 @@ struct Producer {
   const Params& p;
   ForwardShared& shared;
   Ring<kStages> k, v;
+  Ring<kLandings> landing;
   uint32_t q_parity = 0;
 
   __device__ __forceinline__ void LoadK(const TensorMap* map, int j, int head, int batch) {
     MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
     MbarrierArriveExpectTx(&shared.k_full[k.index], kQKBoxes * kKVBox);
     for (int b = 0; b < kQKBoxes; ++b)
-      TmaLoad(shared.k[k.index] + b * kKVBox, map, &shared.k_full[k.index], b * 64, j * kCols, head, batch);
+      TmaLoad(shared.k[k.index] + b * kKVBox, map, &shared.k_full[k.index], b * kBoxColumns, j * kCols, head, batch);
     k.Next();
   }
   __device__ __forceinline__ void LoadV(const TensorMap* map, int j, int head, int batch) {
+    if constexpr (kTF32) {
+#pragma unroll 1
+      for (int b = 0; b < kVBoxes; ++b) {
+        Land(true);
+        TmaLoad(shared.landing[landing.index], map, &shared.landed[landing.index], b * kBoxColumns, j * kCols, head,
+                batch);
+        landing.Next();
+      }
+      return;
+    }
     MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
     MbarrierArriveExpectTx(&shared.v_full[v.index], kVBoxes * kKVBox);
     for (int b = 0; b < kVBoxes; ++b)
-      TmaLoad(shared.v[v.index] + b * kKVBox, map, &shared.v_full[v.index], b * 64, j * kCols, head, batch);
+      TmaLoad(shared.v[v.index] + b * kKVBox, map, &shared.v_full[v.index], b * kBoxColumns, j * kCols, head, batch);
     v.Next();
+  }
+
+  // To the warp whose turn it is: a box of V, or that there are no more.
+  __device__ __forceinline__ void Land(bool more) {
+    MbarrierWait(&shared.transposed[landing.index], landing.parity ^ 1);
+    shared.more[landing.index] = more;
+    MbarrierArriveExpectTx(&shared.landed[landing.index], more ? kKVBox : 0);
+  }
+  __device__ __forceinline__ void EndLanding() {
+    for (int w = 0; w < kTransposers; ++w) Land(false), landing.Next();
   }
 
   // Hands the tile to all consumers, with Q.
@@ -136,7 +171,8 @@ struct Producer {
       shared.tile[q_parity][w] = tile;
       MbarrierArriveExpectTx(&shared.q_full[w], empty ? 0 : kQKBoxes * kQBox);
       for (int b = 0; !empty && b < kQKBoxes; ++b)
-        TmaLoad(shared.q[w] + b * kQBox, map, &shared.q_full[w], b * 64, tile.row + 64 * w, tile.head, tile.batch);
+        TmaLoad(shared.q[w] + b * kQBox, map, &shared.q_full[w], b * kBoxColumns, tile.row + 64 * w, tile.head,
+                tile.batch);
     }
     q_parity ^= 1;
   }
@@ -181,6 +217,32 @@ struct Producer {
   }
 };
 
+// f32: a warp that transposes every kTransposers-th box of V. It waits for the others too, so as not to be a lap ahead
+// of a barrier.
+struct Transposer {
+  ForwardShared& shared;
+  Ring<kLandings> landing;
+  Ring<kStages> v;
+
+  __device__ __forceinline__ void Run() {
+    const int lane = threadIdx.x % 32;
+    int turn = threadIdx.x / 32 - 1;  // the boxes until the next of this warp's
+    for (int box = 0;; ++box, --turn, landing.Next()) {
+      if (box == kVBoxes) box = 0, v.Next();
+      MbarrierWait(&shared.landed[landing.index], landing.parity);
+      if (turn > 0) continue;
+      if (!shared.more[landing.index]) return;
+      MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
+      TransposeBox<kCols>(shared.landing[landing.index], shared.v[v.index] + box * kBoxColumns * 128, kTransposedBox);
+      FenceProxyAsync();
+      __syncwarp();
+      MbarrierArrive(&shared.v_full[v.index], lane == 0);
+      MbarrierArrive(&shared.transposed[landing.index], lane == 0);
+      turn = kTransposers;
+    }
+  }
+};
+
 // The 64 rows of one consumer warpgroup. A lane holds two of them, Row and Row + 8.
 struct Consumer {
   const Params& p;
@@ -191,8 +253,8 @@ struct Consumer {
   uint32_t q_parity = 0;
 
   float S[kCols / 2], O[kVDim / 2];
-  uint32_t P[kCols / 4];
-  uint32_t seed[4];  // with the head's and the batch entry's id
+  uint32_t P[kCols / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32
+  uint32_t seed[4];                                           // with the head's and the batch entry's id
   uint32_t random[kCols / 4];
   uint32_t seen[2][kBlockMask ? (kCols + 31) / 32 : 1];  // of a tile, from the lane's first column on
   float m[2], l[2];                                      // l: of this lane's columns only, until the end
@@ -218,15 +280,30 @@ struct Consumer {
     BarrierArrive(1 + kConsumers + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
   }
 
+  // 32 bytes of the columns of Q or O, the d-th: where this lane's row of the 8 x 8 matrices of ldmatrix, stmatrix is.
+  __device__ __forceinline__ uint8_t* Matrices(uint8_t* boxes, int d) {
+    const int chunk = (d % 4 * 2 + lane / 16) ^ lane % 8;
+    return boxes + d / 4 * kQBox + (16 * warp + lane % 16) * 128 + chunk * 16;
+  }
+
+  __device__ __forceinline__ void TakeQ() {
+#pragma unroll
+    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], SharedAddress(Matrices(shared.q[warpgroup], d)));
+  }
+
   // S = Q K^T
   __device__ __forceinline__ void IssueS() {
     MbarrierWait(&shared.k_full[k.index], k.parity);
     WgmmaFence();
     const uint64_t a = Descriptor(shared.q[warpgroup], 0), b = Descriptor(shared.k[k.index], 0);
 #pragma unroll
-    for (int d = 0; d < (kQKDim + 15) / 16; ++d) {
-      Wgmma<kCols>::template SS<Major::kK, Major::kK>(S, Advance(a, d / 4 * kQBox + d % 4 * 32),
-                                                      Advance(b, d / 4 * kKVBox + d % 4 * 32), d > 0);
+    for (int d = 0; d < kQKSteps; ++d) {
+      const uint64_t b_d = Advance(b, d / 4 * kKVBox + d % 4 * 32);
+      if constexpr (kTF32) {
+        Wgmma<kCols>::template RS<Major::kK>(S, Q[d], b_d, d > 0);
+      } else {
+        Wgmma<kCols>::template SS<Major::kK, Major::kK>(S, Advance(a, d / 4 * kQBox + d % 4 * 32), b_d, d > 0);
+      }
     }
     WgmmaCommit();
   }
@@ -244,8 +321,10 @@ struct Consumer {
     WgmmaFence();
     const uint64_t b = Descriptor(shared.v[v.index], kKVBox);
 #pragma unroll
-    for (int c = 0; c < kCols / 16; ++c)
-      Wgmma<kVDim>::template RS<Major::kMN>(O, P + 4 * c, Advance(b, c * 16 * 128), accumulate || c > 0);
+    for (int c = 0; c < kCols / kStep; ++c) {
+      const int at = kTF32 ? c / 4 * kTransposedBox + c % 4 * 32 : c * 16 * 128;
+      Wgmma<kVDim>::template RS<kTF32 ? Major::kK : Major::kMN>(O, P + 4 * c, Advance(b, at), accumulate || c > 0);
+    }
     WgmmaCommit();
   }
   __device__ __forceinline__ void FinishO() {
@@ -359,7 +438,8 @@ struct Consumer {
 
   __device__ __forceinline__ void PackP() {
 #pragma unroll
-    for (int i = 0; i < kCols / 4; ++i) P[i] = Pack(S[2 * i], S[2 * i + 1]);
+    for (int i = 0; i < kCols / kStep * 4; ++i)
+      P[i] = kTF32 ? RoundTF32(__float_as_uint(S[i / 4 * 4 + i % 2 * 2 + i / 2 % 2])) : Pack(S[2 * i], S[2 * i + 1]);
   }
 
   // Tile j of K, and tile j + 1 of V.
@@ -418,6 +498,7 @@ struct Consumer {
       seed[2] = p.head_id[tile.head], seed[3] = p.batch_id[tile.batch];
     }
 
+    if (kTF32) TakeQ();
     ListedTile listed = kBlockMask ? Listed() : ListedTile();
     int j = kBlockMask ? listed.J() : end - 1;
     float alpha[2], shift[2];  // alpha of the first tile is not used: there is no O yet
@@ -471,10 +552,10 @@ struct Consumer {
     if (threadIdx.x % kWarpgroup < 64 && row < p.q_len) {
       const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row;
       p.l[at] = 0.0f, p.m[at] = -Infinity();
-      uint4* o =
-          static_cast<uint4*>(p.o) + ((int64_t(tile.batch) * p.q_len + row) * p.q_heads + tile.head) * (kVDim / 8);
+      constexpr int kChunks = kVDim * kElementBytes / 16;  // of a row
+      uint4* o = static_cast<uint4*>(p.o) + ((int64_t(tile.batch) * p.q_len + row) * p.q_heads + tile.head) * kChunks;
 #pragma unroll 1
-      for (int c = 0; c < kVDim / 8; ++c) o[c] = {0, 0, 0, 0};
+      for (int c = 0; c < kChunks; ++c) o[c] = {0, 0, 0, 0};
     }
     __syncwarp();
     if (kOInQ) SyncWarpgroup();
@@ -501,19 +582,22 @@ struct Consumer {
       SyncWarpgroup();
     }
 #pragma unroll
-    for (int c = 0; c < (kVDim + 15) / 16; ++c) {
-      const float* x = O + 8 * c;
-      const float* y = 16 * c + 8 < kVDim ? x + 4 : x;  // the last 8 columns of 16 may be beyond the head dim
-      const int chunk = (c % 4 * 2 + lane / 16) ^ lane % 8;
-      Stmatrix(o + c / 4 * kQBox + (16 * warp + lane % 16) * 128 + chunk * 16, Pack(x[0] * factor[0], x[1] * factor[0]),
-               Pack(x[2] * factor[1], x[3] * factor[1]), Pack(y[0] * factor[0], y[1] * factor[0]),
-               Pack(y[2] * factor[1], y[3] * factor[1]));
+    for (int c = 0; c < (kVDim + kStep - 1) / kStep; ++c) {
+      const float* x = O + kStep / 2 * c;
+      if constexpr (kTF32) {
+        Stmatrix(Matrices(o, c), __float_as_uint(x[0] * factor[0]), __float_as_uint(x[2] * factor[1]),
+                 __float_as_uint(x[1] * factor[0]), __float_as_uint(x[3] * factor[1]));
+      } else {
+        const float* y = 16 * c + 8 < kVDim ? x + 4 : x;  // the last 8 columns of 16 may be beyond the head dim
+        Stmatrix(Matrices(o, c), Pack(x[0] * factor[0], x[1] * factor[0]), Pack(x[2] * factor[1], x[3] * factor[1]),
+                 Pack(y[0] * factor[0], y[1] * factor[0]), Pack(y[2] * factor[1], y[3] * factor[1]));
+      }
     }
     FenceProxyAsync();
     SyncWarpgroup();
     if (threadIdx.x % kWarpgroup == 0) {
       for (int b = 0; b < kVBoxes; ++b)
-        TmaStore(o_map, o + b * kQBox, b * 64, tile.row + 64 * warpgroup, tile.head, tile.batch);
+        TmaStore(o_map, o + b * kQBox, b * kBoxColumns, tile.row + 64 * warpgroup, tile.head, tile.batch);
       TmaCommit();
       if (kOInQ) {
         TmaWaitRead<0>();
@@ -540,8 +624,10 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
       MbarrierInit(&shared.q_full[w], 1), MbarrierInit(&shared.q_empty[w], kOInQ ? 1 : 4);
     for (int s = 0; s < kStages; ++s) {
       MbarrierInit(&shared.k_full[s], 1), MbarrierInit(&shared.k_empty[s], 4 * kConsumers);
-      MbarrierInit(&shared.v_full[s], 1), MbarrierInit(&shared.v_empty[s], 4 * kConsumers);
+      MbarrierInit(&shared.v_full[s], kTF32 ? kVBoxes : 1), MbarrierInit(&shared.v_empty[s], 4 * kConsumers);
     }
+    for (int s = 0; kTF32 && s < kLandings; ++s)
+      MbarrierInit(&shared.landed[s], 1), MbarrierInit(&shared.transposed[s], 1);
     FenceMbarrierInit();
   }
   __syncthreads();
@@ -560,6 +646,9 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
         }
       }
       producer.Run({-1}, &q_map, &k_map, &v_map);
+      if (kTF32) producer.EndLanding();
+    } else if (kTF32 && threadIdx.x >= 32) {
+      Transposer{shared}.Run();
     }
   } else {
     SetMaxRegistersUp<kConsumerRegisters>();

@@ -93,18 +93,19 @@ uint32_t BulkBytes(uint64_t bytes) {
 // The rows of a box that are inside, with what there is of each; `function(in the box, in HBM, bytes)`.
 template <typename Function>
 void ForEachChunk(const TensorMap& map, const int (&at)[4], uint8_t* box, Function function) {
+  const int elements = 16 / map.element_bytes;
   for (int r = 0; r < int(map.rows); ++r) {
-    for (int c = 0; c < kBoxColumns; c += 8) {
-      const int64_t index[4] = {at[0] + c, at[1] + r, at[2], at[3]};
+    for (int c = 0; c < 8; ++c) {
+      const int64_t index[4] = {at[0] + c * elements, at[1] + r, at[2], at[3]};
       const uint8_t* global = map.data;
-      int64_t inside = 8;
+      int64_t inside = elements;
       for (int i = 0; i < 4; ++i) {
         const int64_t left = int64_t(map.sizes[i]) - index[i];
         if (index[i] < 0 || left <= 0) inside = 0;
         if (i == 0) inside = std::min(inside, left);
         global += index[i] * int64_t(map.strides[i]);
       }
-      function(box + r * 128 + ((c / 8) ^ (r & 7)) * 16, global, std::max(inside, int64_t(0)) * kElementBytes);
+      function(box + r * 128 + (c ^ (r & 7)) * 16, global, std::max(inside, int64_t(0)) * map.element_bytes);
     }
   }
 }
@@ -129,9 +130,16 @@ void TmaLoad(Step& s) {  // to, map, coordinates, barrier
   Unset(box, map.rows * 128);
   const int at[4] = {int(s[2]), int(s[3]), int(s[4]), int(s[5])};
   Later(Word(barrier), [=] {
-    ForEachChunk(map, at, box, [](uint8_t* shared, const uint8_t* global, int64_t bytes) {
+    ForEachChunk(map, at, box, [&](uint8_t* shared, const uint8_t* global, int64_t bytes) {
       Fill(shared, 0, 16);
-      Write(shared, global, bytes);
+      if (map.to_tf32) {
+        for (int i = 0; i < bytes; i += 4) {
+          const uint32_t x = NearestTF32(*reinterpret_cast<const uint32_t*>(global + i));
+          Write(shared + i, &x, 4);
+        }
+      } else {
+        Write(shared, global, bytes);
+      }
     });
     Update(barrier, 0, -int(map.rows) * 128);
   });

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from cases import Case, with_gradients
-from test_accuracy import by_numpy, check
+from test_accuracy import by_numpy, check, check_tf32
 
 import emulator
 import jax_flash
@@ -41,12 +41,29 @@ def test_case(case, dtype):
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=1, T=300, S=400, D=64, E=64, causal=True, offset=True),
+        Case(B=1, T=150, S=200, N=2, K=1, D=128, E=128, window=(100, 20), segments=True),
+        Case(B=1, T=150, S=200, N=2, K=1, D=128, E=104, causal=True, dropout=0.2),
+        Case(T=70, S=90, D=72, E=40, bias="1nts", lengths=True, deterministic=True),
+        Case(T=70, S=90, D=8, E=128, mask="b11s", soft_cap=2.0),
+    ],
+    ids=str,
+)
+def test_tf32(case):
+    check_tf32(case)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
     ("case", "dtype", "block"),
     [
         (Case(B=1, T=300, S=280, N=2, K=1, D=64, E=64, causal=True), "bfloat16", (128, 128)),
         (Case(B=1, T=200, S=280, N=2, K=1, D=256, E=256), "bfloat16", (128, 128)),
         (Case(B=2, T=100, S=120, N=4, K=2, D=64, E=64, bias="1n1s", deterministic=True), "bfloat16", (16, 64)),
         (Case(B=2, T=100, S=90, N=4, K=2, D=32, E=32, window=(40, 10)), "float32", (48, 32)),
+        (Case(B=1, T=300, S=280, N=2, K=1, D=128, E=96, causal=True), "tf32", (128, 64)),
     ],
     ids=str,
 )
@@ -57,14 +74,16 @@ def test_block_mask(case, dtype, block):
     kinds = rng.integers(0, 3, shape).repeat(block[0], 2).repeat(block[1], 3)[:, :, : case.T, : case.S]
     mask = np.where(kinds == 2, rng.random(kinds.shape) < 0.6, kinds == 1)
     block_mask = BlockMask.from_mask(mask, q_block=block[0], kv_block=block[1])
-    arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
+    elements = "float32" if dtype == "tf32" else dtype
+    arrays, cotangents = case.arrays(elements), case.cotangents(elements)
 
     def results(arrays, **options):
         def attention(arrays):
             o, statistics = jax_flash.attention_with_statistics(**arrays, **case.options, **options)
             return o, statistics.logsumexp
 
-        return jax.jit(lambda *x: with_gradients(attention, *x))(arrays, cotangents)
+        with jax.default_matmul_precision("default" if dtype == "tf32" else "highest"):
+            return jax.jit(lambda *x: with_gradients(attention, *x))(arrays, cotangents)
 
     exact = results(arrays | {"mask": mask}, implementation="reference")
     for name, x in results(arrays, block_mask=block_mask, implementation="flash").items():

@@ -103,12 +103,14 @@ int cuMemsetD32Async(uint64_t address, unsigned value, size_t count, void*) {
 int cuTensorMapEncodeTiled(void* encoded, int type, uint32_t rank, void* address, const uint64_t* sizes,
                            const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
                            int interleave, int swizzle, int, int fill) {
-  constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle128 = 3;
-  if ((type != kFloat16 && type != kBfloat16) || rank != 4 || interleave != 0 || swizzle != kSwizzle128 || fill != 0 ||
-      box[0] != emulator::kBoxColumns || box[1] < 1 || box[1] > 256 || box[2] != 1 || box[3] != 1) {
+  constexpr int kFloat16 = 6, kFloat32 = 7, kBfloat16 = 9, kTFloat32 = 11, kSwizzle128 = 3;
+  const int element_bytes = type == kFloat16 || type == kBfloat16 ? 2 : type == kFloat32 || type == kTFloat32 ? 4 : 0;
+  if (element_bytes == 0 || rank != 4 || interleave != 0 || swizzle != kSwizzle128 || fill != 0 ||
+      box[0] * element_bytes != 128 || box[1] < 1 || box[1] > 256 || box[2] != 1 || box[3] != 1) {
     return Failed(kInvalidValue, "a tensor map that the emulator does not have");
   }
-  emulator::TensorMap map = {static_cast<uint8_t*>(address), {}, {emulator::kElementBytes}, box[1]};
+  emulator::TensorMap map = {
+      static_cast<uint8_t*>(address), {}, {uint64_t(element_bytes)}, box[1], element_bytes, type == kTFloat32};
   bool valid = reinterpret_cast<uint64_t>(address) % 16 == 0;
   for (int i = 0; i < 4; ++i) {
     map.sizes[i] = sizes[i];

@@ -35,6 +35,10 @@ uint16_t Round(Type type, float x) {
   return uint16_t(sign | ((rounded >> 13) - (112 << 10)));
 }
 
+uint32_t NearestTF32(uint32_t bits) {
+  return std::isfinite(FloatOf(bits)) ? (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFFu : bits;
+}
+
 float Widen(Type type, uint16_t x) {
   if (type == Type::kBF16) return FloatOf(uint32_t(x) << 16);
   static const std::vector<float> table = [] {
@@ -123,6 +127,7 @@ const struct {
     {"selp.u32", [](Step& s) { s.Set(0, s[3] ? s[1] : s[2]); }},
     {"mov.", Move},
     {"cvt.rna.tf32.f32", RoundTF32},
+    {"cvt.rn.tf32.f32", [](Step& s) { s.Set(0, NearestTF32(uint32_t(s[1]))); }},
     {"cvt.rn.", Pack},
     {"cvt.f32.", [](Step& s) { s.SetFloat(0, Widen(s.statement.type, uint16_t(s[1]))); }},
     {"ex2.approx.ftz.f32", [](Step& s) { s.SetFloat(0, FlushToZero(std::exp2(FlushToZero(s.Float(1))))); }},

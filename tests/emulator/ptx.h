@@ -14,6 +14,8 @@ enum class Type { kF16, kBF16, kTF32 };
 // The bits of an f32, to nearest even; and back.
 uint16_t Round(Type type, float x);
 float Widen(Type type, uint16_t x);
+// The bits of the TF32 nearest to those of an f32; of two the even one.
+uint32_t NearestTF32(uint32_t bits);
 
 struct Argument {
   enum Kind { kOperand, kRegister, kImmediate, kClusterRank, kNowhere } kind;

@@ -67,6 +67,7 @@ void Movmatrix(Step& s) {
 namespace {
 
 constexpr int kK = 16;  // of an mma; of TF32 half of it
+int KOf(Type type) { return type == Type::kTF32 ? 8 : 16; }
 
 // What a lane has of 16 rows of an accumulator: register 4 c + 2 h + e is (l / 4 + 8 h, 8 c + 2 (l % 4) + e).
 template <typename Function>
@@ -78,10 +79,12 @@ void ForEachElement(int columns, Function function) {
   }
 }
 
+float CutToTF32(uint32_t x) { return emulated_bits<float>(x & ~0x1FFFu); }
+
 // A register of an operand: elements (index, k), (index, k + 1), or of TF32 one element.
 void Spread(Type type, uint32_t x, float (*to)[kK], int index, int k) {
   if (type == Type::kTF32) {
-    to[index][k] = emulated_bits<float>(x & ~0x1FFFu);
+    to[index][k] = CutToTF32(x);
   } else {
     to[index][k] = Widen(type, uint16_t(x)), to[index][k + 1] = Widen(type, uint16_t(x >> 16));
   }
@@ -98,7 +101,7 @@ void SpreadA(Type type, uint32_t x, float (*to)[kK], int lane, int i) {
 void MmaSync(Step& s) {  // D 0-3, A 4-7, B 8-9, C 10-13
   s.Together([](void* const* lanes) {
     const Type type = StepOf(lanes[0]).statement.type;
-    const int k_end = type == Type::kTF32 ? 8 : 16, pair = k_end / 8;
+    const int k_end = KOf(type), pair = k_end / 8;
     float a[16][kK], b[8][kK], c[16][8];
     for (int l = 0; l < 32; ++l) {
       const Step& s = StepOf(lanes[l]);
@@ -135,7 +138,7 @@ struct Wgmma {
   bool in_registers, accumulate, a_transposed, b_transposed;
   uint64_t a, b;                   // descriptors
   int first_row;                   // of the warp
-  std::vector<uint16_t> operands;  // [16][kK] of A, [kK][columns] of B, when it was issued
+  std::vector<uint32_t> operands;  // [16][k] of A, [k][columns] of B, when it was issued
 };
 
 struct WgmmaQueue {
@@ -153,38 +156,46 @@ WgmmaQueue& Queue() {
 }
 
 // An element of a matrix with 128-byte swizzle; `index` is its row of M or N. 9.7.15.5.1
-uint16_t Element(uint64_t descriptor, bool transposed, int index, int k, bool check) {
+uint32_t Element(Type type, uint64_t descriptor, bool transposed, int index, int k, bool check) {
+  const int bytes = 32 / KOf(type);
   if (descriptor >> 62 != 1) Fail("wgmma: swizzle mode %d", int(descriptor >> 62));
   const uint32_t start = (descriptor & 0x3FFF) << 4;
   const uint32_t leading = (descriptor >> 16 & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
   const uint32_t at = start + (transposed ? index / 64 * leading + k / 8 * stride + k % 8 * 128 + index % 64 * 2
-                                          : index / 8 * stride + index % 8 * 128 + k * 2);
+                                          : index / 8 * stride + index % 8 * 128 + k * bytes);
   const uint32_t rank = uint32_t(Self().block->rank) << 24;
-  const uint8_t* const element = Shared(rank | (at ^ (at >> 7 & 7) << 4), 2, 2);
-  uint16_t x, seen;
-  std::memcpy(&x, element, 2);
-  std::memcpy(&seen, element + kToSeen, 2);
+  const uint8_t* const element = Shared(rank | (at ^ (at >> 7 & 7) << 4), bytes, bytes);
+  uint32_t x = 0, seen = 0;
+  std::memcpy(&x, element, bytes);
+  std::memcpy(&seen, element + kToSeen, bytes);
   if (x != seen && check) Fail("wgmma: its operand at %u was written without fence.proxy.async", at);
   return x;
 }
 
-std::vector<uint16_t> Operands(const Wgmma& x, bool check) {
-  std::vector<uint16_t> values(16 * kK + kK * x.columns);
-  uint16_t* to = values.data();
+std::vector<uint32_t> Operands(const Wgmma& x, bool check) {
+  const int k_end = KOf(x.type);
+  std::vector<uint32_t> values(k_end * (16 + x.columns));
+  uint32_t* to = values.data();
   if (x.in_registers) {
     for (int l = 0; l < 32; ++l) {
       for (int i = 0; i < 4; ++i) {
-        std::memcpy(to + (l / 4 + i % 2 * 8) * kK + l % 4 * 2 + i / 2 * 8, x.a_registers[l][i], 4);
+        const uint32_t word = *x.a_registers[l][i];
+        uint32_t* const row = to + (l / 4 + i % 2 * 8) * k_end + i / 2 * (k_end / 2);
+        if (x.type == Type::kTF32) {
+          row[l % 4] = word;
+        } else {
+          row[l % 4 * 2] = word & 0xFFFF, row[l % 4 * 2 + 1] = word >> 16;
+        }
       }
     }
-    to += 16 * kK;
+    to += 16 * k_end;
   } else {
     for (int m = 0; m < 16; ++m) {
-      for (int k = 0; k < kK; ++k) *to++ = Element(x.a, x.a_transposed, x.first_row + m, k, check);
+      for (int k = 0; k < k_end; ++k) *to++ = Element(x.type, x.a, x.a_transposed, x.first_row + m, k, check);
     }
   }
-  for (int k = 0; k < kK; ++k) {
-    for (int n = 0; n < x.columns; ++n) *to++ = Element(x.b, x.b_transposed, n, k, check);
+  for (int k = 0; k < k_end; ++k) {
+    for (int n = 0; n < x.columns; ++n) *to++ = Element(x.type, x.b, x.b_transposed, n, k, check);
   }
   return values;
 }
@@ -195,12 +206,15 @@ void Finish(const Wgmma& x) {
          unsigned(x.a & 0x3FFF) << 4, unsigned(x.b & 0x3FFF) << 4);
   }
   std::vector<float> values(x.operands.size());
-  for (size_t i = 0; i < values.size(); ++i) values[i] = Widen(x.type, x.operands[i]);
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = x.type == Type::kTF32 ? CutToTF32(x.operands[i]) : Widen(x.type, uint16_t(x.operands[i]));
+  }
+  const int k_end = KOf(x.type);
   float* const c = x.accumulator->values.data();
   if (!x.accumulate) std::fill_n(c, 16 * x.columns, 0.0f);
   for (int m = 0; m < 16; ++m) {
-    for (int k = 0; k < kK; ++k) {
-      const float a = values[m * kK + k], *const b = values.data() + 16 * kK + k * x.columns;
+    for (int k = 0; k < k_end; ++k) {
+      const float a = values[m * k_end + k], *const b = values.data() + 16 * k_end + k * x.columns;
       for (int n = 0; n < x.columns; ++n) c[m * x.columns + n] += a * b[n];
     }
   }
@@ -220,12 +234,13 @@ void WgmmaIssue(Step& s) {
     Wgmma x = {};
     x.type = first.statement.type;
     x.columns = std::atoi(first.statement.opcode.c_str() + first.statement.opcode.find("m64n") + 4);
-    const size_t after = x.columns / 2;  // D; then a, b, p, 1, 1, transposed a and b; or a0-a3, b, p, 1, 1, b
-    x.in_registers = first.size() == after + 9;
-    if (!x.in_registers && first.size() != after + 7) Fail("wgmma with %zu arguments", first.size());
+    const size_t after = x.columns / 2;         // D; then a, b, p, 1, 1, transposed a and b; or a0-a3, b, p, 1, 1, b
+    const bool majors = x.type != Type::kTF32;  // the "transposed", which f32 has not
+    x.in_registers = first.size() == after + 8 + majors;
+    if (!x.in_registers && first.size() != after + 5 + 2 * majors) Fail("wgmma with %zu arguments", first.size());
     const size_t b = after + (x.in_registers ? 4 : 1);
     x.a = x.in_registers ? 0 : first[after], x.b = first[b], x.accumulate = first[b + 1];
-    x.a_transposed = !x.in_registers && first[b + 4], x.b_transposed = first[first.size() - 1];
+    x.a_transposed = majors && !x.in_registers && first[b + 4], x.b_transposed = majors && first[first.size() - 1];
     x.first_row = Self().index / 32 % 4 * 16;
     float* registers[32];
     for (int l = 0; l < 32; ++l) {

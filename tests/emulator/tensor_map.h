@@ -1,4 +1,4 @@
-// What the emulated driver puts into a tensor map: [d, time, head, batch] of 16-bit elements, boxes of [rows][64].
+// What the emulated driver puts into a tensor map: [d, time, head, batch], boxes of rows of 128 bytes.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@ struct TensorMap {
   uint8_t* data;
   uint64_t sizes[4], strides[4];  // strides in bytes
   uint32_t rows;                  // of a box
+  int element_bytes;
+  bool to_tf32;  // rounds what it loads
 };
 static_assert(sizeof(TensorMap) <= 128);
-
-constexpr int kBoxColumns = 64, kElementBytes = 2;
 
 }  // namespace emulator

@@ -24,10 +24,7 @@
 
 namespace jax_flash {
 
-constexpr int kElementBytes = kDType == DType::kF32 ? 4 : 2;
-constexpr int kStep = 32 / kElementBytes;  // the k of one mma
 constexpr bool kSplit = kDType == DType::kF32 && kFullPrecision;
-constexpr bool kTF32 = kDType == DType::kF32 && !kFullPrecision;
 constexpr int kUnroll = kSplit ? 1 : 64;  // steps of k: operands in two parts leave no registers to work ahead
 
 __host__ __device__ constexpr int RoundUp(int x, int to) { return (x + to - 1) / to * to; }

@@ -1,5 +1,5 @@
 // TMA: tiles between a tensor in HBM and shared memory, described by a tensor map. PTX ISA 9.7.9.27.
-// All maps here are [d, time, head, batch], innermost first, with boxes of 64 elements (128 bytes, swizzled) x rows.
+// All maps here are [d, time, head, batch], innermost first, with boxes of 128 bytes of elements, swizzled, x rows.
 #pragma once
 
 #include "tile/types.cuh"
@@ -9,6 +9,8 @@ namespace jax_flash {
 struct alignas(64) TensorMap {
   uint8_t opaque[128];
 };
+
+constexpr int kBoxColumns = 128 / kElementBytes;
 
 // cp.async.bulk.tensor, HBM to shared; its bytes are counted by `barrier`.
 __device__ __forceinline__ void TmaLoad(void* shared, const TensorMap* map, uint64_t* barrier, int d, int time,

@@ -17,6 +17,9 @@ namespace jax_flash {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kWarpgroup = 128;  // threads
 
+constexpr int kElementBytes = DType(JAX_FLASH_DTYPE) == DType::kF32 ? 4 : 2;  // of Q, K, V, O and their gradients
+constexpr int kStep = 32 / kElementBytes;                                     // the k of one mma or wgmma
+
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -35,6 +38,18 @@ __device__ __forceinline__ uint32_t PackRelu(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.relu." JAX_FLASH_PTX_TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// cvt.*.tf32.f32: to 11 significant bits, the nearest. Of two it is the even one from sm_90 on, as the copy engine has
+// it: the backward must find the scores of the forward. PTX ISA 9.7.9.22.
+__device__ __forceinline__ uint32_t RoundTF32(uint32_t x) {
+  uint32_t y;
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
+#else
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
+#endif
+  return y;
 }
 
 // The inverse of Pack, exact.

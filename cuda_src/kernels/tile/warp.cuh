@@ -23,6 +23,23 @@ __device__ __forceinline__ void BarrierArrive(int id, int threads) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// ldmatrix.x4: four matrices of 8 rows of 16 bytes. Lane l gives the address of row l % 8 of matrix l / 8 and gets the
+// (l % 4)-th 4 bytes of row l / 4 of each. PTX ISA 9.7.14.5.15.
+__device__ __forceinline__ void Ldmatrix(uint32_t (&x)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row)
+               : "memory");
+}
+
+// The same, each matrix of 16-bit elements transposed.
+__device__ __forceinline__ void LdmatrixTransposed(uint32_t (&x)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row)
+               : "memory");
+}
+
 // stmatrix.x4: lane l gives the address of row l % 8 of matrix l / 8. PTX ISA 9.7.14.5.16.
 __device__ __forceinline__ void Stmatrix(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(row)), "r"(a),

@@ -1,7 +1,8 @@
-// wgmma: a warpgroup multiplies 64 x 16 by 16 x N into f32 registers, asynchronously. PTX ISA 9.7.15.
+// wgmma: a warpgroup multiplies 64 x k by k x N into f32 registers, asynchronously. k is 32 bytes: 16 elements of 16
+// bits, or 8 of f32, of which only the upper 19 bits are looked at (TF32). PTX ISA 9.7.15.
 //
-// A tile in shared memory is a sequence of boxes of [rows][64] 16-bit elements as TMA writes them with the 128-byte
-// swizzle. An accumulator is float[N / 2]: element 4 c + 2 h + e of lane l of warp w is row 16 w + l / 4 + 8 h, column
+// A tile in shared memory is a sequence of boxes of rows of 128 bytes as TMA writes them with the 128-byte swizzle.
+// An accumulator is float[N / 2]: element 4 c + 2 h + e of lane l of warp w is row 16 w + l / 4 + 8 h, column
 // 8 c + 2 (l % 4) + e.
 #pragma once
 
@@ -11,7 +12,7 @@ namespace jax_flash {
 
 // The matrix descriptor of a box: address, leading and stride byte offset (each / 16), 128-byte swizzle.
 //   K-major (rows are M or N): the stride offset goes from 8 rows to the next 8.
-//   MN-major (rows are K): the same, and the leading offset goes from a box to the next 64 columns.
+//   MN-major (rows are K): the same, and the leading offset goes from a box to the next 64 columns. Not for f32.
 __device__ __forceinline__ uint64_t Descriptor(const void* shared, uint32_t box_bytes) {
   return uint64_t(1) << 62 | uint64_t(1024 >> 4) << 32 | uint64_t(box_bytes >> 4) << 16 |
          (SharedAddress(shared) & 0x3FFFF) >> 4;
@@ -111,6 +112,15 @@ struct Wgmma;
 #define JAX_FLASH_F124 JAX_FLASH_F120, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
 #define JAX_FLASH_F128 JAX_FLASH_F124, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
+// What follows N in the name; and the majors of A and B, in shared memory, which only 16-bit elements have a choice of.
+#if JAX_FLASH_DTYPE == 3
+#define JAX_FLASH_WGMMA_TYPES "k8.f32.tf32.tf32"
+#define JAX_FLASH_WGMMA_MAJORS(R)
+#else
+#define JAX_FLASH_WGMMA_TYPES "k16.f32." JAX_FLASH_PTX_TYPE "." JAX_FLASH_PTX_TYPE
+#define JAX_FLASH_WGMMA_MAJORS(R) ", %" #R
+#endif
+
 // R = N / 2 registers; the operands after them are numbered R, R + 1, ...
 #define JAX_FLASH_WGMMA(N, R, R1, R2, R3, R4, R5, R6)                                                             \
   template <>                                                                                                     \
@@ -119,8 +129,8 @@ struct Wgmma;
     static __device__ __forceinline__ void SS(float (&d)[R], uint64_t a, uint64_t b, int accumulate) {            \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #R2                                                       \
                    ", 0;\n"                                                                                       \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." JAX_FLASH_PTX_TYPE "." JAX_FLASH_PTX_TYPE    \
-                   " {" JAX_FLASH_D##R "}, %" #R ", %" #R1 ", p, 1, 1, %" #R3 ", %" #R4 ";\n}"                    \
+                   "wgmma.mma_async.sync.aligned.m64n" #N JAX_FLASH_WGMMA_TYPES " {" JAX_FLASH_D##R               \
+                   "}, %" #R ", %" #R1 ", p, 1, 1" JAX_FLASH_WGMMA_MAJORS(R3) JAX_FLASH_WGMMA_MAJORS(R4) ";\n}"   \
                    : JAX_FLASH_F##R                                                                               \
                    : "l"(a), "l"(b), "r"(accumulate), "n"(int(kA)), "n"(int(kB)));                                \
     }                                                                                                             \
@@ -128,8 +138,8 @@ struct Wgmma;
     static __device__ __forceinline__ void RS(float (&d)[R], const uint32_t* a, uint64_t b, int accumulate) {     \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #R5                                                       \
                    ", 0;\n"                                                                                       \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." JAX_FLASH_PTX_TYPE "." JAX_FLASH_PTX_TYPE    \
-                   " {" JAX_FLASH_D##R "}, {%" #R ",%" #R1 ",%" #R2 ",%" #R3 "}, %" #R4 ", p, 1, 1, %" #R6 ";\n}" \
+                   "wgmma.mma_async.sync.aligned.m64n" #N JAX_FLASH_WGMMA_TYPES " {" JAX_FLASH_D##R               \
+                   "}, {%" #R ",%" #R1 ",%" #R2 ",%" #R3 "}, %" #R4 ", p, 1, 1" JAX_FLASH_WGMMA_MAJORS(R6) ";\n}" \
                    : JAX_FLASH_F##R                                                                               \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(int(kB)));          \
     }                                                                                                             \

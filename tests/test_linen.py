@@ -12,7 +12,9 @@ import pytest
 import jax_flash
 from jax_flash.linen import MultiHeadAttention, dot_product_attention
 
-BATCH, LENGTH, FEATURES, HEADS = 2, 12, 16, 4
+pytestmark = pytest.mark.usefixtures("device")
+
+BATCH, LENGTH, FEATURES, HEADS = 2, 12, 32, 4  # the CUDA kernels want head dims that are multiples of 8
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -179,7 +181,7 @@ def test_function_names_wrong_shapes():
     [
         ({}, None),
         ({}, jnp.float32),
-        ({"normalize_qk": True, "use_bias": False, "qkv_features": 32, "out_features": 8}, jnp.bool_),
+        ({"normalize_qk": True, "use_bias": False, "qkv_features": 64, "out_features": 8}, jnp.bool_),
         ({"out_kernel_init": nn.initializers.ones, "force_fp32_for_softmax": True}, jnp.float32),
     ],
 )

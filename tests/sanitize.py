@@ -89,10 +89,9 @@ def calls() -> list[Call]:
     found += [Call(enlarged(case, DIMS[i % 4]), "float16") for i, case in enumerate(FEATURES[4::5])]
     found += [call for dim in (64, 128, 256) for call in of_dim(dim)]
     found.append(Call(Case(T=222, S=270, D=192, E=128, causal=True)))
-    if os.environ.get("JAX_FLASH_CUDA_KERNELS") == "sm80":  # float32 has no other kernels
-        for i, case in enumerate(FEATURES[::3]):
-            found.append(Call(enlarged(case, DIMS[i % 4]), "float32", ("default", "highest")[i // 4 % 2]))
-        found += [dataclasses.replace(call, dtype="float32") for call in of_dim(64)]
+    for i, case in enumerate(FEATURES[::3]):
+        found.append(Call(enlarged(case, DIMS[i % 4]), "float32", ("default", "highest")[i // 4 % 2]))
+    found += [dataclasses.replace(call, dtype="float32") for call in of_dim(64)]
     random.Random(0).shuffle(found)
     return found
 

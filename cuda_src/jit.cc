@@ -14,6 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "cuda_src/driver.h"
 #include "cuda_src/sources.h"
@@ -110,6 +111,9 @@ Section SectionAt(std::string_view elf, int index) {
           Read<uint64_t>(elf, at + 32)};
 }
 
+// The ptxas before makes the forward's wgmmas wait for each other (C7515), and 12.6's does not know all instructions.
+constexpr std::pair<int, int> kOldestForHopper = {12, 9};
+
 // This thread's processor time, whatever else the machine does.
 double ThreadSeconds() {
   timespec now;
@@ -121,6 +125,14 @@ double ThreadSeconds() {
 
 Compilation CompileUnit(const Unit& unit, const std::string& arch) {
   const Nvrtc& nvrtc = CudaNvrtc();
+  const std::string compiler =
+      "NVRTC " + std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor) + " (" + nvrtc.path + ")";
+  const bool hopper = unit.file.find("_sm90") != std::string::npos;
+  if (hopper && std::make_pair(nvrtc.major, nvrtc.minor) < kOldestForHopper) {
+    throw std::runtime_error(compiler + " is too old for Hopper's kernels, which need 12.9 or later: " +
+                             "pip install --upgrade nvidia-cuda-nvrtc-cu12, or jax[cuda13]; with " +
+                             "JAX_FLASH_CUDA_KERNELS=sm80 slower kernels do without");
+  }
   std::vector<const char*> headers = {kStdint}, names = {"cstdint"}, options;
   for (const Source& source : kSources) headers.push_back(source.text), names.push_back(source.name);
   std::vector<std::string> arguments = {"-arch=" + arch, "-std=c++17", "--ptxas-options=-v"};
@@ -144,8 +156,7 @@ Compilation CompileUnit(const Unit& unit, const std::string& arch) {
   nvrtc.nvrtcGetProgramLog(program, done.log.data());
   done.log.resize(std::strlen(done.log.c_str()));
   if (result != 0) {
-    throw std::runtime_error("NVRTC " + std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor) + " (" +
-                             nvrtc.path + ") could not compile " + unit.file + " for " + arch + ":\n" + done.log);
+    throw std::runtime_error(compiler + " could not compile " + unit.file + " for " + arch + ":\n" + done.log);
   }
   nvrtc.nvrtcGetCUBINSize(program, &size);
   done.cubin.resize(size);

@@ -382,6 +382,30 @@ except RuntimeError as error:
         assert part in message
 
 
+def test_an_nvrtc_that_is_too_old_for_hopper_says_so(tmp_path):
+    functions = "CreateProgram CompileProgram GetProgramLogSize GetProgramLog GetCUBINSize GetCUBIN DestroyProgram"
+    source = "int nvrtcVersion(int* major, int* minor) { *major = 12, *minor = 8; return 0; }"
+    for name in ("GetNumSupportedArchs", "GetSupportedArchs", *functions.split()):
+        source += f"\nint nvrtc{name}() {{ return 0; }}"
+    (tmp_path / "nvrtc.c").write_text(source)
+    library = tmp_path / "libnvrtc.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, tmp_path / "nvrtc.c"], check=True)
+    script = """
+import sys
+import jax_flash.cuda
+from jax_flash import _native
+jax_flash.cuda.find_nvrtc = lambda: sys.argv[1]
+try:
+    _native.cuda_compile("forward_sm90.cuh", [], "sm_90a")
+except RuntimeError as error:
+    print(error)
+"""
+    run = [sys.executable, "-c", script, str(library)]
+    message = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout
+    for part in (f"NVRTC 12.8 ({library})", "12.9 or later", "nvidia-cuda-nvrtc-cu12", "JAX_FLASH_CUDA_KERNELS=sm80"):
+        assert part in message
+
+
 @pytest.mark.skipif(finds("libcuda.so.1"), reason="there is a driver")
 def test_a_driver_that_is_not_there_is_asked_for():
     """The handlers for CUDA, under another name on the CPU."""

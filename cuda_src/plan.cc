@@ -378,10 +378,9 @@ BiasWork BiasWorkOf(const Problem& p) {
   return work;
 }
 
-// A forward of few queries and many keys is one over parts of the keys: with a block for a tile of Q most of the GPU
-// would have nothing to do, or read the keys once for each head of a group. Not with a block mask, which the heads of a
-// group need not share.
-bool SplitsKeys(const Problem& p) {
+// Few queries and many keys: with a block for a tile of Q most of the GPU would have nothing to do, or read the keys
+// once for each head of a group. Not with a block mask, which the heads of a group need not share.
+bool FewQueries(const Problem& p) {
   const bool few = p.q_len <= 16 || (p.q_len <= 64 && p.batch * p.q_heads < kMultiprocessors);
   return few && p.kv_len >= 1024 && !p.block_mask.present;
 }
@@ -401,6 +400,10 @@ PartWork PartWorkOf(const Problem& p) {
   const int64_t parts = std::min(std::max(two, std::min(four, kFew)), p.kv_len / (4 * tile.cols));
   return {p.batch * p.q_heads * p.q_len, tiles, std::max<int64_t>(parts, 1)};
 }
+
+// Their forward is one over parts of the keys. Where a part has all keys and one head there is nothing to merge: the
+// forward over all keys does it, with the same tiles.
+bool SplitsKeys(const Problem& p) { return FewQueries(p) && (p.group() > 1 || PartWorkOf(p).parts > 1); }
 
 // --- Launches ---
 
@@ -435,7 +438,8 @@ void AddForward(const Target& target, const Problem& p, Plan* plan) {
     plan->launches.push_back({unit, "jax_flash_forward_merge", work.rows, 256});
     return;
   }
-  const Chosen choice = Choose("forward", target, p);
+  const Chosen choice =
+      FewQueries(p) ? Chosen{"forward", 80, Choose("forward_split", kAnyGpu, p).tile} : Choose("forward", target, p);
   const Tile& tile = choice.tile;
   plan->launches.push_back(
       MainLaunch(choice, Add(UnitOf(choice, p), plan), p.batch * p.q_heads * RowTiles(p, tile),

@@ -87,7 +87,7 @@ def butterfly(
     q_block: int = BLOCK,
     kv_block: int = BLOCK,
 ) -> BlockMask:
-    """The flat block butterfly of "Pixelated Butterfly" (Chen et al. 2021, arXiv 2112.00029), section 3.
+    """The flat block butterfly of "Pixelated Butterfly" (Dao, Chen et al. 2021, arXiv 2112.00029), section 3.
 
     It is the sum of the block butterfly factors, I + B_2 + B_4 + … + B_k with k = `max_stride`: block (u, v) is kept
     iff u = v or u ^ v is a power of two below k; log2(k) + 1 blocks a row. FlashAttention (arXiv 2205.14135, section
@@ -113,7 +113,7 @@ def butterfly(
 
 
 def strided(q_len: int, kv_len: int, stride: int, *, q_block: int = BLOCK, kv_block: int = BLOCK) -> BlockMask:
-    """The strided pattern of Sparse Transformers (Child et al. 2019, arXiv 1904.10509), section 4.3, in one head.
+    """The strided pattern of Sparse Transformers (Child et al. 2019, arXiv 1904.10509), section 4.3, in one head (5.1).
 
     There i attends to j <= i if i - j <= l or (i - j) mod l = 0. Here the same holds for blocks, squares of
     n = lcm(q_block, kv_block) entries a side: i // n, j // n and l / n in place of i, j and l; j <= i stays exact.
@@ -133,7 +133,7 @@ def strided(q_len: int, kv_len: int, stride: int, *, q_block: int = BLOCK, kv_bl
 def fixed(
     q_len: int, kv_len: int, stride: int, summary: int | None = None, *, q_block: int = BLOCK, kv_block: int = BLOCK
 ) -> BlockMask:
-    """The fixed pattern of Sparse Transformers (Child et al. 2019, arXiv 1904.10509), section 4.3, in one head.
+    """The fixed pattern of Sparse Transformers (Child et al. 2019, arXiv 1904.10509), section 4.3, in one head (5.1).
 
     There i attends to j <= i if i // l = j // l, both are in one stretch of l positions, or if j mod l >= l - c, the
     end of a stretch, which summarises it. Here the same holds for blocks, as in `strided`; j <= i stays exact.
@@ -226,7 +226,7 @@ def document(
 ) -> BlockMask:
     """query_ids[i] = kv_ids[j]: packed documents, none of which sees another.
 
-    As in Llama 3 (Dubey et al. 2024, arXiv 2407.21783), section 3.2. Often together with `& causal(...)`.
+    As in Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783), section 3.2. Often together with `& causal(...)`.
 
     Args:
       query_ids: integer [T] or [B, T], concrete: any numbers in any order, though documents in one piece are fastest.
@@ -268,8 +268,9 @@ def top_k(
 ) -> BlockMask:
     """The k blocks of every block row with the largest scores: a pattern that depends on the data.
 
-    What e.g. MoBA does (Lu et al. 2025, arXiv 2502.13189), section 2.2. Exactly min(k, V) blocks a row, the first ones
-    of equal scores; NaN counts as largest. With `& causal(...)` blocks of the future should score -inf.
+    As in e.g. MoBA (Lu et al. 2025, arXiv 2502.13189), section 2.2, where every query chooses by itself. Exactly
+    min(k, V) blocks a row, the first ones of equal scores; NaN counts as largest. With `& causal(...)` blocks of the
+    future should score -inf.
 
     Args:
       scores: [U, V], [N|1, U, V] or [B|1, N|1, U, V] of any ordered type; they may be traced (jit, vmap).

@@ -133,6 +133,7 @@ def test_some_queries(dtype):
     case = Case(B=1, T=5, S=1100, N=9, K=3, window=(500, 100), segments=True, bias="11ts", dropout=0.1, scale=-0.3)
     check(case, dtype, by_numpy)
     check(Case(B=1, T=63, S=1030, N=3, K=1, D=64, E=64, mask="bnts", dropout=0.3, scale=-0.3), dtype, by_numpy)
+    check(Case(B=9, T=3, S=1030, N=30, K=30, causal=True, offset=True, lengths=True), dtype, by_numpy)  # many tiles
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

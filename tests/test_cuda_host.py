@@ -138,6 +138,17 @@ def test_few_queries_divide_the_keys(arch):
     assert macros(arch)["SPLIT"] == macros(arch, q_len=1)["SPLIT"] == 0
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_one_part_of_the_keys_is_not_merged(arch):
+    """With the tiles of the parts. The heads of a group share a tile there, which only the parts' kernel can."""
+    decoding = {"batch": 64, "q_len": 1, "kv_len": 4096, "q_heads": 8, "kv_heads": 8}
+    assert kernels(arch, **decoding) == [("forward_sm80.cuh", "jax_flash_forward")]
+    assert _native.cuda_scratch_bytes(problem(**decoding).encode(), False) == 0
+    fewer = macros(arch, **decoding | {"batch": 4})
+    assert fewer["SPLIT"] == 1 and macros(arch, **decoding) == fewer | {"SPLIT": 0}
+    assert len(kernels(arch, **decoding | {"batch": 256, "kv_heads": 2})) == 2
+
+
 def test_block_masks_leave_the_keys_whole():
     blocks = {"block_mask": Extent(False, True, True, True), "q_block": 16, "kv_block": 64, "row_list": 66}
     decoding = {"q_len": 1, "kv_len": 4096, "column_list": 3, **blocks}

@@ -87,12 +87,13 @@ struct QTile {
   }
 
  private:
-  // Of the tiles of keys that these rows see this CTA has its share, which may be none.
+  // Of the tiles of keys that these rows see this CTA has its share, which may be none; the first parts have one more.
   __device__ __forceinline__ void TakePart(int parts) {
-    const int first = keys.any_lo / kCols, end = (keys.any_hi + kCols - 1) / kCols;
-    const int share = (end - first + parts - 1) / parts;
-    keys.any_lo = max(keys.any_lo, min(first + part * share, end) * kCols);
-    keys.any_hi = min(keys.any_hi, min(first + (part + 1) * share, end) * kCols);
+    const int first = keys.any_lo / kCols, tiles = (keys.any_hi + kCols - 1) / kCols - first;
+    const int share = tiles / parts, more = tiles % parts;
+    const int begin = first + part * share + min(part, more), end = begin + share + (part < more ? 1 : 0);
+    keys.any_lo = max(keys.any_lo, begin * kCols);
+    keys.any_hi = min(keys.any_hi, end * kCols);
   }
 };
 

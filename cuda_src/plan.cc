@@ -121,7 +121,7 @@ constexpr Choice kForwardSm80[] = {
     {99, 64, {64, 64, 4, 2}},
     {99, 128, {128, 32, 4, 2}, kScores | kCrowdedBlocks},
     {99, 128, {64, 32, 4, 2}},
-    {227, 256, {128, 64, 8, 2}, kScores},
+    {227, 256, {128, 64, 8, 2}, kScores | kCrowdedBlocks},
     {99, 256, {64, 32, 4, 2}},
 };
 

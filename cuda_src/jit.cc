@@ -129,8 +129,9 @@ Compilation CompileUnit(const Unit& unit, const std::string& arch) {
       "NVRTC " + std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor) + " (" + nvrtc.path + ")";
   const bool hopper = unit.file.find("_sm90") != std::string::npos;
   if (hopper && std::make_pair(nvrtc.major, nvrtc.minor) < kOldestForHopper) {
-    throw std::runtime_error(compiler + " is too old for Hopper's kernels, which need 12.9 or later: " +
-                             "pip install --upgrade nvidia-cuda-nvrtc-cu12, or jax[cuda13]; with " +
+    throw std::runtime_error(compiler + " is too old for Hopper's kernels, which need " +
+                             std::to_string(kOldestForHopper.first) + "." + std::to_string(kOldestForHopper.second) +
+                             " or later: pip install --upgrade nvidia-cuda-nvrtc-cu12, or jax[cuda13]; with " +
                              "JAX_FLASH_CUDA_KERNELS=sm80 slower kernels do without");
   }
   std::vector<const char*> headers = {kStdint}, names = {"cstdint"}, options;

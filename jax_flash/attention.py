@@ -427,9 +427,18 @@ def _soft_cap(cap: float | None) -> float:
     return cap
 
 
+# Values of jax_default_matmul_precision, which may name a dot algorithm too, that ask for more than TF32.
+_FULL_PRECISIONS = (
+    "highest",
+    "float32",
+    *("F32_F32_F32", "F64_F64_F64", "TF32_TF32_F32_X3"),
+    *("BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9"),
+)
+
+
 def _full_precision(precision: lax.Precision | str | None) -> bool:
-    if precision is None:  # may also name a dot algorithm, none of which asks for more than the default
-        return jax.config.jax_default_matmul_precision in ("highest", "float32")  # type: ignore[attr-defined]
+    if precision is None:
+        return jax.config.jax_default_matmul_precision in _FULL_PRECISIONS  # type: ignore[attr-defined]
     try:
         return lax.Precision(precision) == lax.Precision.HIGHEST
     except ValueError:

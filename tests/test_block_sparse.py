@@ -384,7 +384,7 @@ def hopper(q_block=128, kv_block=128, **fields):
     return sparse(q_block, kv_block, **{"heads": 4, "B": 1, "D": 128, "E": 128} | fields)
 
 
-# Hopper's kernels want 16 bits and blocks of whole tiles. The last ones have tiles of 16, 48 and 112 keys there.
+# Hopper's kernels want blocks of whole tiles. The last ones have tiles of 16, 48 and 112 keys there.
 WHOLE_TILES = {
     "causal, offset, dropout": hopper(batch=2, B=2, D=64, E=64, causal=True, offset=True, dropout=0.2),
     "lengths, mask": hopper(kv_block=256, S=400, K=2, D=96, E=80, dropout=0.2, mask="bnts", lengths=True),

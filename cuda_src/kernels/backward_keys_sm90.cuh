@@ -221,8 +221,8 @@ struct Keys {
     const uint32_t last_dropped = (p.drop_threshold << 16) - 1;  // among words whose high half is an entry's
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
-      // Between the words of the tile, so that not all of them are in registers.
-      if (kRows == 128 && c == 7 && Never()) return;
+      // Before the last words of the tile, so that ptxas does not work ahead with all of them.
+      if (kRows == 128 && c == kRows / 16 - 1 && Never()) return;
       // The words of the forward's lane of this 16 x 16 tile; transposed they are this lane's.
       const Philox4 counter = {{uint32_t((tile.column / 16 + first_key / 16 + warp) * 4 + lane % 4),
                                 uint32_t((step.row / 16 + c) * 8 + lane / 4), p.head_id[step.head],

@@ -110,7 +110,7 @@ struct Consumer : Keys {
         Store(shared.ds[buffer], c, dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
       FenceProxyAsync();
       SyncConsumers();
-    } else if (Never()) {
+    } else if (Never()) {  // as the barrier above does, it keeps ptxas from working ahead with dK
       return false;
     }
     const int row_block = step.row_block;

@@ -217,8 +217,9 @@ struct Producer {
   }
 };
 
-// f32: a warp that transposes every kTransposers-th box of V. It waits for the others too, so as not to be a lap ahead
-// of a barrier.
+// f32: a warp that transposes every kTransposers-th box of V. It waits for the others' boxes too, and says that it has
+// seen them, so as to be neither a lap ahead of a barrier nor one behind. (That it looks at v_empty for its own boxes
+// alone is enough because K of the next tile comes before V of this one.)
 struct Transposer {
   ForwardShared& shared;
   Ring<kLandings> landing;
@@ -230,7 +231,11 @@ struct Transposer {
     for (int box = 0;; ++box, --turn, landing.Next()) {
       if (box == kVBoxes) box = 0, v.Next();
       MbarrierWait(&shared.landed[landing.index], landing.parity);
-      if (turn > 0) continue;
+      __syncwarp();
+      if (turn > 0) {
+        MbarrierArrive(&shared.transposed[landing.index], lane == 0);
+        continue;
+      }
       if (!shared.more[landing.index]) return;
       MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
       TransposeBox<kCols>(shared.landing[landing.index], shared.v[v.index] + box * kBoxColumns * 128, kTransposedBox);
@@ -627,7 +632,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
       MbarrierInit(&shared.v_full[s], kTF32 ? kVBoxes : 1), MbarrierInit(&shared.v_empty[s], 4 * kConsumers);
     }
     for (int s = 0; kTF32 && s < kLandings; ++s)
-      MbarrierInit(&shared.landed[s], 1), MbarrierInit(&shared.transposed[s], 1);
+      MbarrierInit(&shared.landed[s], 1), MbarrierInit(&shared.transposed[s], kTransposers);
     FenceMbarrierInit();
   }
   __syncthreads();

@@ -103,8 +103,13 @@ def test_deterministic_backward_is_the_same_every_time(dtype):
 
 def test_every_kernel_family():
     """The kernels for Ampere run on every later GPU; here for what takes Hopper's by itself: 16-bit inputs and TF32."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_accuracy.py", "test_gpu.py", "-m", "gpu"]
-    command += ["-k", "((test_feature or test_head_dim or test_long) and (bfloat16 or float16)) or test_tf32"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    command += [
+        "test_accuracy.py",
+        "test_gpu.py",
+        "-k",
+        "((test_feature or test_head_dim or test_long) and (bfloat16 or float16)) or test_tf32",
+    ]
     environment = os.environ | {"JAX_FLASH_CUDA_KERNELS": "sm80"}
     result = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-5000:]

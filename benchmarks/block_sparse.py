@@ -111,6 +111,7 @@ def measure_masks(
     batch, n, heads, d = shape
     arrays = [jax.random.normal(key, shape, dtype) for key in jax.random.split(jax.random.key(0), 4)]
     flex = {name: flex_calls(name, masks[name], arrays) for name in PATTERNS if has_flex and name in masks}
+    given = masks | {"nothing": BlockMask.from_dense(np.zeros((n // BLOCK,) * 2, bool))}
     rows = []
     for pass_, work in WORK.items():
         chosen = [name for name in masks if name in PATTERNS or pass_ != BACKWARD]
@@ -118,8 +119,7 @@ def measure_masks(
             continue
         calls, mib = {}, {}
         for name in ("dense", "nothing", *chosen):
-            mask = BlockMask.from_dense(np.zeros((n // BLOCK,) * 2, bool)) if name == "nothing" else masks.get(name)
-            calls[name], mib[name] = jax_call(pass_, mask, arrays)
+            calls[name], mib[name] = jax_call(pass_, given.get(name), arrays)
         flex_now = {f"flex {name}": by_pass[pass_] for name, by_pass in flex.items()}
         times = {name: statistics.median(x) for name, x in interleave(calls | flex_now).items()}
         for name in chosen:

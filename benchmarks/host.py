@@ -33,7 +33,6 @@ import jax_flash
 SHAPE = (2, 1024, 8, 128)
 SMALL = (1, 64, 1, 64)
 CHAINS = (20, 120)  # calls
-REPEATS, SAMPLES = 50, 11
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 
 
@@ -72,17 +71,8 @@ def each(name: str) -> float:
 
         return jax.jit(run).lower(x, x, x).compile()
 
-    programs = {calls: chain(calls) for calls in CHAINS}
-    samples: dict[int, list[float]] = {calls: [] for calls in CHAINS}
-    for _ in range(SAMPLES):
-        for calls, program in programs.items():
-            jax.block_until_ready(program(x, x, x))
-            start = time.perf_counter()
-            for _ in range(REPEATS):
-                result = program(x, x, x)
-            jax.block_until_ready(result)
-            samples[calls].append((time.perf_counter() - start) / REPEATS)
-    few, many = (statistics.median(samples[calls]) for calls in CHAINS)
+    programs: dict[str, measure.Call] = {str(calls): functools.partial(chain(calls), x, x, x) for calls in CHAINS}
+    few, many = map(statistics.median, measure.interleave_enqueued(programs).values())
     return 1e6 * (many - few) / (CHAINS[1] - CHAINS[0])
 
 

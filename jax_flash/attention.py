@@ -431,8 +431,12 @@ def _soft_cap(cap: float | None) -> float:
 _FULL_PRECISIONS = (
     "highest",
     "float32",
-    *("F32_F32_F32", "F64_F64_F64", "TF32_TF32_F32_X3"),
-    *("BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9"),
+    "F32_F32_F32",
+    "F64_F64_F64",
+    "TF32_TF32_F32_X3",
+    "BF16_BF16_F32_X3",
+    "BF16_BF16_F32_X6",
+    "BF16_BF16_F32_X9",
 )
 
 

@@ -446,12 +446,15 @@ def lowered(dtype=jnp.bfloat16, dim=64, **options) -> str:
     )(q, q, q).mlir_module()
 
 
-@pytest.mark.parametrize("full", ["highest", "float32", "F32_F32_F32", "TF32_TF32_F32_X3", "BF16_BF16_F32_X9"])
-@pytest.mark.parametrize("less", [None, "default", "high", "tensorfloat32", "TF32_TF32_F32", "BF16_BF16_F32"])
-def test_matmul_precision(full, less):
-    with jax.default_matmul_precision(full):
+@pytest.mark.parametrize("precision", ["highest", "float32", "F32_F32_F32", "TF32_TF32_F32_X3", "BF16_BF16_F32_X9"])
+def test_precisions_beyond_tf32(precision):
+    with jax.default_matmul_precision(precision):
         assert lowered(jnp.float32).count("full_precision=1") == 2
-    with jax.default_matmul_precision(less):
+
+
+@pytest.mark.parametrize("precision", [None, "default", "high", "tensorfloat32", "TF32_TF32_F32", "BF16_BF16_F32"])
+def test_precisions_that_tf32_meets(precision):
+    with jax.default_matmul_precision(precision):
         assert "full_precision=1" not in lowered(jnp.float32)
 
 

@@ -13,8 +13,7 @@
 // Beside the macros of config.cuh the host defines JAX_FLASH_COLS (of a tile of S, a multiple of 16, or of 32 for f32),
 // _CONSUMERS (warpgroups: 2, 3 or 4) and _STAGES. It launches at most one CTA a multiprocessor, of 128 (_CONSUMERS + 1)
 // threads and `jax_flash_shared_bytes`, with boxes of 64 rows in the maps of Q and O and of _COLS rows in those of K
-// and V.
-// Boxes are 128 bytes wide: what is beyond the head dim arrives as zeros, and is left out of O.
+// and V. Boxes are 128 bytes wide: what is beyond the head dim arrives as zeros, and is left out of O.
 #pragma once
 
 #include "blocks.cuh"

@@ -248,9 +248,10 @@ CudaTensorMap TensorMapOf(const Problem& p, const Params& x, const Map& map) {
   const uint64_t heads = of_queries ? p.q_heads : p.kv_heads;
   constexpr int kFloat16 = 6, kFloat32 = 7, kBfloat16 = 9, kTFloat32 = 11;
   constexpr int kNoInterleave = 0, kSwizzle128 = 3, kPromoteL2To128 = 2, kZeros = 0;
+  const bool result = map.array == Mapped::kO || map.array == Mapped::kDK || map.array == Mapped::kDV;
   const int type = p.dtype == DType::kF16    ? kFloat16
                    : p.dtype == DType::kBF16 ? kBfloat16
-                   : map.array == Mapped::kO ? kFloat32
+                   : result                  ? kFloat32
                                              : kTFloat32;
   const uint64_t bytes = BytesOf(p.dtype);
   const uint64_t sizes[] = {dim, time, heads, uint64_t(p.batch)};

@@ -116,6 +116,12 @@ constexpr Choice kBackwardSm90[] = {
     {227, 256, {64, 64, 2, 2}, kSoftCap | kDropout | kBlockMask},
 };
 
+// TF32. A soft cap would keep its slopes in 16 bits, crowded blocks would spill registers.
+constexpr Choice kBackwardSm90F32[] = {
+    {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kCrowdedBlocks},
+    {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kCrowdedBlocks},
+};
+
 constexpr Choice kForwardSm80[] = {
     {99, 64, {128, 64, 4, 2}, kScores},
     {99, 64, {64, 64, 4, 2}},
@@ -213,6 +219,7 @@ constexpr Table kTables[] = {
     {"forward", 90, 2, kForwardSm90},
     {"backward", 90, 2, kBackwardSm90},
     {"forward", 90, 4, kForwardSm90F32},
+    {"backward", 90, 4, kBackwardSm90F32},
     {"forward", 80, 2, kForwardSm80},
     {"forward", 80, 4, kForwardSm80F32},
     {"forward_split", 80, 2, kForwardSplitSm80},

@@ -13,7 +13,7 @@ constexpr bool kEarlyDV = kRows == 64;
 static_assert(kEarlyDV || !kSoftCap);
 // S^T can start at -L / scale: then nobody waits for L, and the subtraction costs nothing. With 128 rows to fetch it
 // costs more than it saves. (To start at 0 explicitly tells the compiler that S was not needed before.)
-constexpr bool kStart = kRows == 64, kStartAtL = kStart && !kScores;
+constexpr bool kStart = kRows == 64 && !kTF32Wide, kStartAtL = kStart && !kScores;
 
 // Where registers are so few that segments and the mask have to be looked up a few entries at a time, ...
 constexpr bool kFewAtOnce = kWide || kBias || kSoftCap;
@@ -51,7 +51,7 @@ struct Keys {
         warpgroup(Uniform(threadIdx.x / kWarpgroup) - 1),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
-        first_key(kWide ? 0 : 64 * warpgroup),
+        first_key(kSameKeys ? 0 : 64 * warpgroup),
         scale_log2(ScoreScale(p) * kLog2e) {}
 
   // The next tile, when K and V are there; null when there are no more. It stays until the tile after the next.
@@ -91,7 +91,7 @@ struct Keys {
     const uint64_t a = Descriptor(keys + first_key * 128, 0), b = Descriptor(rows, 0);
     WgmmaFence();
 #pragma unroll
-    for (int d = 0; d < (kDim + 15) / 16; ++d) {
+    for (int d = 0; d < (kDim + kStep - 1) / kStep; ++d) {
       Wgmma<kRows>::template SS<Major::kK, Major::kK>(C, Advance(a, d / 4 * kKVBox + d % 4 * 32),
                                                       Advance(b, d / 4 * kQBox + d % 4 * 32), accumulate || d > 0);
     }
@@ -265,7 +265,7 @@ struct Keys {
       for (int i = 8 * c; i < 8 * c + 8; ++i) {
         const float d = D[i / 4 % 2 * 2 + i % 2];
         dP[i] = kDropout ? fmaf(fmaxf(S[i], 0.0f), dP[i], -fabsf(S[i]) * d) : S[i] * (dP[i] - d);
-        if (i % 2 == 1) {
+        if (!kTF32 && i % 2 == 1) {
           dS[i / 2] = Pack(dP[i - 1], dP[i]);
           if (!kEarlyDV) P[i / 2] = PackP(S[i - 1], S[i]);
         }
@@ -289,7 +289,12 @@ struct Keys {
   __device__ __forceinline__ void Leave(const float (&C)[kDim / 2], float scale, uint8_t* to, const Tile& tile,
                                         const TensorMap* map) {
 #pragma unroll
-    for (int c = 0; c < kDim / 8; c += 2) {
+    for (int c = 0; kTF32 && c < kDim / 8; ++c) {
+      const auto scaled = [&](int i) { return __float_as_uint(C[4 * c + i] * scale); };
+      Store(to, c, scaled(0), scaled(2), scaled(1), scaled(3));
+    }
+#pragma unroll
+    for (int c = 0; !kTF32 && c < kDim / 8; c += 2) {
       const float* x = C + 4 * c;
       const bool whole = c + 1 < kDim / 8;  // or what comes after is outside
       Store(to, c / 2, Pack(x[0] * scale, x[1] * scale), Pack(x[2] * scale, x[3] * scale),
@@ -299,9 +304,36 @@ struct Keys {
     SyncWarpgroup();
     if (threadIdx.x % kWarpgroup == 0) {
       for (int b = 0; b < Boxes(kDim); ++b)
-        TmaStore(map, to + b * kKVBox + first_key * 128, b * 64, tile.column + first_key, tile.head, tile.batch);
+        TmaStore(map, to + b * kKVBox + first_key * 128, b * kBoxColumns, tile.column + first_key, tile.head,
+                 tile.batch);
       TmaCommit();
     }
+  }
+
+  // kWidth columns of 64 rows of dQ, from `column` on. `row_block`: of 64 rows, among those of all heads.
+  template <int kWidth>
+  struct DQ {
+    float C[kWidth > 0 ? kWidth / 2 : 1];
+  };
+
+  // dQ in HBM += dQ
+  template <int kWidth>
+  __device__ __forceinline__ void Add(const DQ<kWidth>& dQ, int row_block, int column) {
+    if (kWidth == 0) return;
+    float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * column;
+    float* staged =
+        reinterpret_cast<float*>(shared.staging) + (row_block % (kRows / 64) * 4 + warp) * 16 * kQKDim + 16 * column;
+    TmaWaitRead<0>();
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < kWidth / 8; ++r) {
+      reinterpret_cast<float4*>(staged)[r * 32 + lane] =
+          make_float4(dQ.C[4 * r], dQ.C[4 * r + 1], dQ.C[4 * r + 2], dQ.C[4 * r + 3]);
+    }
+    FenceProxyAsync();
+    __syncwarp();
+    BulkReduceAdd(lane == 0, to, staged, 16 * kWidth * 4);
+    TmaCommit();
   }
 
   __device__ __forceinline__ void ReleaseKV() {

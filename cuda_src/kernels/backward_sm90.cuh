@@ -7,10 +7,11 @@
 //   dV += P^T dO_i;  dK += dS^T Q_i;         dQ_i += dS K, over all CTAs, in f32
 // Only dQ needs the dS of all warpgroups; it goes through shared memory. Of l and m only the logsumexp L = m + log l is
 // needed, unless there is a bias. A kernel before computes L and D and clears dQ, a kernel after converts dQ. Head dims
-// above 128 are in backward_wide_sm90.cuh.
+// above 128 are in backward_wide_sm90.cuh, f32 as TF32 in backward_tf32_sm90.cuh.
 //
-// The host defines what config.cuh reads and JAX_FLASH_ROWS (of a tile of Q: 64 or 128), _COLS (keys of a CTA: 128, or
-// 64 if a head dim is above 128), _CONSUMERS (warpgroups: 2) and _STAGES. It launches
+// The host defines what config.cuh reads and JAX_FLASH_ROWS (of a tile of Q: 64 or 128, or 64 for f32), _COLS (keys of
+// a CTA: 128, or 64 if a head dim is above 128, or for f32 above 64), _CONSUMERS (warpgroups: 2) and _STAGES. It
+// launches
 //   jax_flash_backward_prepare  a block of 256 threads for each 32 rows of T rounded up to _ROWS, of each head
 //   jax_flash_backward          at most one CTA a multiprocessor, an even number if a head dim is above 128, of
 //                               128 (_CONSUMERS + 1) threads and `jax_flash_shared_bytes`; boxes of _ROWS rows in the
@@ -20,6 +21,8 @@
 #pragma once
 
 #include "backward_keys_sm90.cuh"
+#include "backward_tf32_sm90.cuh"
+#include "backward_tf32_wide_sm90.cuh"
 #include "backward_wide_sm90.cuh"
 
 namespace jax_flash {
@@ -42,12 +45,6 @@ struct Consumer : Keys {
 
   using Keys::Keys;
 
-  // kWidth columns of 64 rows of dQ, from `column` on. `row_block`: of 64 rows, among those of all heads.
-  template <int kWidth>
-  struct DQ {
-    float C[kWidth > 0 ? kWidth / 2 : 1];
-  };
-
   // dQ = dS K
   template <int kWidth>
   __device__ __forceinline__ void Issue(DQ<kWidth>& dQ, const uint8_t* ds, int column) {
@@ -62,26 +59,6 @@ struct Consumer : Keys {
       }
       WgmmaCommit();
     }
-  }
-
-  // dQ in HBM += dQ
-  template <int kWidth>
-  __device__ __forceinline__ void Add(const DQ<kWidth>& dQ, int row_block, int column) {
-    if (kWidth == 0) return;
-    float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * column;
-    float* staged =
-        reinterpret_cast<float*>(shared.staging) + (row_block % (kRows / 64) * 4 + warp) * 16 * kQKDim + 16 * column;
-    TmaWaitRead<0>();
-    __syncwarp();
-#pragma unroll
-    for (int r = 0; r < kWidth / 8; ++r) {
-      reinterpret_cast<float4*>(staged)[r * 32 + lane] =
-          make_float4(dQ.C[4 * r], dQ.C[4 * r + 1], dQ.C[4 * r + 2], dQ.C[4 * r + 3]);
-    }
-    FenceProxyAsync();
-    __syncwarp();
-    BulkReduceAdd(lane == 0, to, staged, 16 * kWidth * 4);
-    TmaCommit();
   }
 
   // Whether it was not the last.
@@ -193,10 +170,14 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
     MbarrierInit(&shared.k_full, 1), MbarrierInit(&shared.k_empty, 4 * kConsumers);
     MbarrierInit(&shared.v_full, 1), MbarrierInit(&shared.v_empty, 4 * kConsumers);
     for (int s = 0; s < kStages; ++s) {
-      MbarrierInit(&shared.q_full[s], 1), MbarrierInit(&shared.q_empty[s], 4 * kConsumers);
-      MbarrierInit(&shared.do_full[s], 1), MbarrierInit(&shared.do_empty[s], 4 * kConsumers);
+      MbarrierInit(&shared.q_full[s], 1), MbarrierInit(&shared.q_empty[s], 4 * kConsumers + kQTransposers);
+      MbarrierInit(&shared.do_full[s], 1), MbarrierInit(&shared.do_empty[s], kDOReaders + kTransposers);
     }
     MbarrierInit(&shared.ds_full, 1), MbarrierInit(&shared.ds_empty, 4);
+    if (kTF32) {
+      MbarrierInit(&shared.q_t_full, kTransposers), MbarrierInit(&shared.q_t_empty, 4 * kConsumers);
+      MbarrierInit(&shared.do_t_full, kTransposers), MbarrierInit(&shared.do_t_empty, kDOReaders);
+    }
     FenceMbarrierInit();
   }
   __syncthreads();
@@ -204,8 +185,19 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<kProducerRegisters>();
     if (threadIdx.x == 0) Producer{p, shared, &q_map, &k_map, &v_map, &do_map}.Run();
-  } else if constexpr (!kWide) {
+    if constexpr (kTF32) {
+      if (threadIdx.x >= 32) Transposer{shared}.Run();
+    }
+  } else if constexpr (kTF32 && !kSameKeys) {
+    Consume<TF32Consumer>(p, shared, &dk_map, &dv_map);
+  } else if constexpr (!kSameKeys) {
     Consume<Consumer>(p, shared, &dk_map, &dv_map);
+  } else if constexpr (kTF32) {
+    if (threadIdx.x < 2 * kWarpgroup) {
+      Consume<TF32ConsumerOfP>(p, shared, &dk_map, &dv_map);
+    } else {
+      Consume<TF32ConsumerOfDS>(p, shared, &dk_map, &dv_map);
+    }
   } else if (threadIdx.x < 2 * kWarpgroup) {
     Consume<ConsumerOfP>(p, shared, &dk_map, &dv_map);
   } else {
@@ -230,12 +222,22 @@ extern "C" __global__ void __launch_bounds__(256)
     float sum = 0.0f;
     if (row < p.q_len && lane < kChunks) {
       const int64_t from = ((batch * p.q_len + row) * p.q_heads + head) * kChunks + lane;
-      const uint4 x = static_cast<const uint4*>(p.o)[from], y = static_cast<const uint4*>(p.d_o)[from];
-      const auto dot = [](uint32_t packed_a, uint32_t packed_b) {
-        const float2 a = Unpack(packed_a), b = Unpack(packed_b);
-        return a.x * b.x + a.y * b.y;
-      };
-      sum = dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w);
+      if constexpr (kTF32) {
+        const float4 *o = static_cast<const float4*>(p.o) + 2 * from,
+                     *d_o = static_cast<const float4*>(p.d_o) + 2 * from;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float4 x = o[i], y = d_o[i];
+          sum += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+        }
+      } else {
+        const uint4 x = static_cast<const uint4*>(p.o)[from], y = static_cast<const uint4*>(p.d_o)[from];
+        const auto dot = [](uint32_t packed_a, uint32_t packed_b) {
+          const float2 a = Unpack(packed_a), b = Unpack(packed_b);
+          return a.x * b.x + a.y * b.y;
+        };
+        sum = dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w);
+      }
     }
 #pragma unroll
     for (int s = kLanes / 2; s > 0; s /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, s);
@@ -269,16 +271,30 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int i = threadIdx.x; i < 32 * kChunks; i += 256) {
     const int chunk = i % kChunks, quad = i / kChunks % 8, warp = i / kChunks / 8;
     const float4* x = reinterpret_cast<const float4*>(p.dq_sum + (at + 16 * warp) * kQKDim) + chunk * 32 + quad * 4;
-    uint32_t low[4], high[4];
+    if constexpr (kTF32) {  // columns j and j + 4
+      const int row = row0 + 16 * warp + quad;
+      float4* to = static_cast<float4*>(p.dq) + 2 * (((batch * p.q_len + row) * p.q_heads + head) * kChunks + chunk);
+      if (row < p.q_len) {
+        to[0] = make_float4(x[0].x * scale, x[1].x * scale, x[2].x * scale, x[3].x * scale);
+        to[1] = make_float4(x[0].y * scale, x[1].y * scale, x[2].y * scale, x[3].y * scale);
+      }
+      if (row + 8 < p.q_len) {
+        to += 16 * p.q_heads * kChunks;
+        to[0] = make_float4(x[0].z * scale, x[1].z * scale, x[2].z * scale, x[3].z * scale);
+        to[1] = make_float4(x[0].w * scale, x[1].w * scale, x[2].w * scale, x[3].w * scale);
+      }
+    } else {
+      uint32_t low[4], high[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float4 y = x[j];
-      low[j] = Pack(y.x * scale, y.y * scale);
-      high[j] = Pack(y.z * scale, y.w * scale);
+      for (int j = 0; j < 4; ++j) {
+        const float4 y = x[j];
+        low[j] = Pack(y.x * scale, y.y * scale);
+        high[j] = Pack(y.z * scale, y.w * scale);
+      }
+      const int row = row0 + 16 * warp + quad;
+      uint4* to = static_cast<uint4*>(p.dq) + ((batch * p.q_len + row) * p.q_heads + head) * kChunks + chunk;
+      if (row < p.q_len) *to = make_uint4(low[0], low[1], low[2], low[3]);
+      if (row + 8 < p.q_len) to[8 * p.q_heads * kChunks] = make_uint4(high[0], high[1], high[2], high[3]);
     }
-    const int row = row0 + 16 * warp + quad;
-    uint4* to = static_cast<uint4*>(p.dq) + ((batch * p.q_len + row) * p.q_heads + head) * kChunks + chunk;
-    if (row < p.q_len) *to = make_uint4(low[0], low[1], low[2], low[3]);
-    if (row + 8 < p.q_len) to[8 * p.q_heads * kChunks] = make_uint4(high[0], high[1], high[2], high[3]);
   }
 }

@@ -8,6 +8,7 @@
 #include "tile/cluster.cuh"
 #include "tile/mbarrier.cuh"
 #include "tile/tma.cuh"
+#include "tile/transpose.cuh"
 #include "tile/types.cuh"
 #include "tile/warp.cuh"
 #include "visible.cuh"
@@ -19,18 +20,21 @@ constexpr int kCols = JAX_FLASH_COLS;      // keys of a CTA
 constexpr int kStages = JAX_FLASH_STAGES;  // tiles of Q, and of dO, in flight
 
 constexpr bool kWide = kQKDim > 128 || kVDim > 128;
-static_assert(kWide ? kRows == 64 && kCols == 64 : (kRows == 64 || kRows == 128) && kCols == 128);
+// Both warpgroups have the same 64 keys: one has S, P and dV of them, the other dP, dS and dK.
+constexpr bool kSameKeys = kWide || (kTF32 && kCols == 64);
+static_assert(kSameKeys ? kRows == 64 && kCols == 64 : (kRows == 64 || kRows == 128) && kCols == 128);
 constexpr int kCluster = kWide ? 2 : 1;  // CTAs with neighbouring keys and the same tiles of Q
 
 constexpr int kConsumers = 2;  // warpgroups
 static_assert(JAX_FLASH_CONSUMERS == kConsumers);
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-// Of 504 for the three warpgroups. A block mask beside other masks, dropout or large tiles is more to keep track of.
+// Of 504 for the three warpgroups. A block mask beside other masks, dropout or large tiles is more to keep track of;
+// and a warp that transposes has 32 entries a lane at a time.
 constexpr bool kMuchToTrack = kBlockMask && (kRows == 128 || kCausal || kWindow || kSegments || kDropout);
-constexpr int kProducerRegisters = kMuchToTrack ? 56 : 40;
+constexpr int kProducerRegisters = kMuchToTrack || kTF32 ? 56 : 40;
 
-// Tiles are boxes of 64 columns; what is outside of the head dim is 0.
-__host__ __device__ constexpr int Boxes(int dim) { return (dim + 63) / 64; }
+// Tiles are boxes of 128 bytes of columns; what is outside of the head dim is 0.
+__host__ __device__ constexpr int Boxes(int dim) { return (dim + kBoxColumns - 1) / kBoxColumns; }
 constexpr int kQKBoxes = kWide ? (Boxes(kQKDim) + 1) / 2 * 2 : Boxes(kQKDim);
 constexpr int kHalfBoxes = (kQKBoxes + 1) / 2;  // of a CTA's half of dQ, if wide
 constexpr int kVBoxes = Boxes(kVDim);
@@ -38,6 +42,14 @@ constexpr int kQBox = kRows * 128;   // bytes of a box of Q or dO
 constexpr int kKVBox = kCols * 128;  // bytes of a box of K or V
 
 constexpr bool kDS = kDQ || kDK;  // is dS needed?
+
+// TF32
+constexpr bool kTF32Wide = kTF32 && kSameKeys;
+constexpr int kTransposers = kTF32 ? 3 : 0;                     // warps of the producer's warpgroup
+constexpr int kQKTransposedBox = kQKBoxes * kBoxColumns * 128;  // bytes of a box of 32 keys of K^T
+constexpr int kDSBytes = kRows * kCols * kElementBytes;
+constexpr int kDOReaders = kTF32Wide ? 4 : 4 * kConsumers;   // warps that read dO; and dO^T
+constexpr int kQTransposers = kTF32Wide ? 0 : kTransposers;  // there the warpgroup that needs Q^T makes it
 
 // A tile of K and V.
 struct Tile {
@@ -57,11 +69,12 @@ struct Step {
 constexpr int kStagingBytes = kWide ? kRows * kCols * 4 : kRows * kQKDim * 4;
 
 struct BackwardShared {
-  alignas(1024) uint8_t k[kQKBoxes * kKVBox];
-  alignas(1024) uint8_t v[kVBoxes * kKVBox];
+  alignas(1024) uint8_t k[kQKBoxes * kKVBox];  // TF32: K^T; K comes to ds, or if wide to staging
+  alignas(1024) uint8_t v[kTF32Wide ? 2 * kDSBytes : kVBoxes * kKVBox];  // TF32, wide: then dS, and P
   alignas(1024) uint8_t q[kStages][kQKBoxes * kQBox];
   alignas(1024) uint8_t d_o[kStages][kVBoxes * kQBox];
-  alignas(1024) uint8_t ds[2][kRows / 64 * kKVBox];  // dS^T, boxes of [keys][64 rows]
+  // dS^T, boxes of [keys][64 rows]. TF32: dS, boxes of [rows][32 keys]; before, K as it comes
+  alignas(1024) uint8_t ds[kTF32 ? 1 : 2][kTF32Wide ? 1 : kDSBytes];
   // dQ on its way out, in f32; at the end dK. If wide: P from one warpgroup to the other; before, half of K.
   alignas(1024) uint8_t staging[kStagingBytes > kQKBoxes* kKVBox || kWide ? kStagingBytes : kQKBoxes * kKVBox];
   alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m apart
@@ -72,8 +85,13 @@ struct BackwardShared {
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kStages], do_empty[kStages];
   uint64_t ds_full, ds_empty;  // of what comes from the other CTA
+  // TF32
+  uint64_t q_t_full, q_t_empty, do_t_full, do_t_empty;
+  alignas(kTF32 ? 1024 : 1) uint8_t q_t[kTF32 ? kQKBoxes * kQBox : 1], do_t[kTF32 ? kVBoxes * kQBox : 1];
 };
-static_assert(kWide || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::v));  // where dV leaves
+static_assert(kSameKeys || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::v));            // where dV leaves
+static_assert(!kTF32 || kTF32Wide || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::k));  // where K comes
+static_assert(sizeof(BackwardShared::v) >= kVBoxes * kKVBox);
 
 __device__ __forceinline__ int QTiles(const Params& p) { return (p.q_len + kRows - 1) / kRows; }
 
@@ -147,6 +165,12 @@ struct Producer {
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
     shared.tile[kv_parity].column = -1;
     MbarrierArrive(&shared.k_full);
+    if (kTF32) {
+      MbarrierWait(&shared.q_empty[at.index], at.parity ^ 1);
+      MbarrierWait(&shared.do_empty[at.index], at.parity ^ 1);
+      shared.step[at.index].row = -1;
+      MbarrierArrive(&shared.do_full[at.index]);
+    }
   }
 
   __device__ __forceinline__ void LoadKV(const Tile& tile) {
@@ -166,11 +190,12 @@ struct Producer {
       }
     } else {
       MbarrierArriveExpectTx(&shared.k_full, sizeof(shared.k));
-      for (int b = 0; b < kQKBoxes; ++b) load(shared.k + b * kKVBox, k_map, &shared.k_full, b * 64, tile.column);
+      uint8_t* const k = kTF32Wide ? shared.staging : kTF32 ? shared.ds[0] : shared.k;
+      for (int b = 0; b < kQKBoxes; ++b) load(k + b * kKVBox, k_map, &shared.k_full, b * kBoxColumns, tile.column);
     }
     MbarrierWait(&shared.v_empty, kv_parity ^ 1);
-    MbarrierArriveExpectTx(&shared.v_full, sizeof(shared.v));
-    for (int b = 0; b < kVBoxes; ++b) load(shared.v + b * kKVBox, v_map, &shared.v_full, b * 64, tile.column);
+    MbarrierArriveExpectTx(&shared.v_full, kVBoxes * kKVBox);
+    for (int b = 0; b < kVBoxes; ++b) load(shared.v + b * kKVBox, v_map, &shared.v_full, b * kBoxColumns, tile.column);
     kv_parity ^= 1;
   }
 
@@ -181,16 +206,68 @@ struct Producer {
     shared.step[stage] = step;
     MbarrierArriveExpectTx(&shared.q_full[stage], sizeof(shared.q[0]) + sizeof(shared.minus_l[0]));
     for (int b = 0; b < kQKBoxes; ++b)
-      TmaLoad(shared.q[stage] + b * kQBox, q_map, &shared.q_full[stage], b * 64, step.row, step.head, batch);
+      TmaLoad(shared.q[stage] + b * kQBox, q_map, &shared.q_full[stage], b * kBoxColumns, step.row, step.head, batch);
     BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, &shared.q_full[stage]);
     if (kMaximumApart)
       BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, &shared.q_full[stage]);
     MbarrierWait(&shared.do_empty[stage], at.parity ^ 1);
     MbarrierArriveExpectTx(&shared.do_full[stage], sizeof(shared.d_o[0]) + kRows * 4);
     for (int b = 0; b < kVBoxes; ++b)
-      TmaLoad(shared.d_o[stage] + b * kQBox, do_map, &shared.do_full[stage], b * 64, step.row, step.head, batch);
+      TmaLoad(shared.d_o[stage] + b * kQBox, do_map, &shared.do_full[stage], b * kBoxColumns, step.row, step.head,
+              batch);
     BulkLoad(shared.d[stage], p.d + statistics, kRows * 4, &shared.do_full[stage]);
     at.Next();
+  }
+};
+
+// TF32: the i-th square of 32 rows and columns of a tile of Q or dO goes to Q^T or dO^T.
+template <int kBoxes>
+__device__ __forceinline__ void TransposeSquareOf(const uint8_t* tile, uint8_t* transposed, int i) {
+  const int box = i % kBoxes, rows = i / kBoxes;
+  TransposeSquare(tile + box * kQBox + rows * 32 * 128, transposed + i * kBoxColumns * 128);
+}
+
+// TF32: a warp that makes its share of dO^T and Q^T. All of these warps wait for every barrier and arrive at every one
+// that has them, even where their share is none: so that none is a lap ahead or behind.
+struct Transposer {
+  BackwardShared& shared;
+  Ring<kStages> at;
+  uint32_t parity = 0;
+  int turn = threadIdx.x / 32 - 1;  // the squares until the next of this warp's
+
+  // A tile that is there, to one that has to be empty.
+  template <int kBoxes>
+  __device__ __forceinline__ void Transpose(const uint8_t* from, uint8_t* to, uint64_t* from_empty, uint64_t* to_full,
+                                            uint64_t* to_empty) {
+    const bool first = threadIdx.x % 32 == 0;
+    MbarrierWait(to_empty, parity ^ 1);
+#pragma unroll 1
+    for (int i = 0; i < kBoxes * kRows / 32; ++i, --turn) {
+      if (turn > 0) continue;
+      TransposeSquareOf<kBoxes>(from, to, i);
+      turn = kTransposers;
+    }
+    FenceProxyAsync();
+    __syncwarp();
+    MbarrierArrive(to_full, first);
+    MbarrierArrive(from_empty, first);
+  }
+
+  __device__ __forceinline__ void Run() {
+    while (true) {
+      const int stage = at.index;
+      MbarrierWait(&shared.do_full[stage], at.parity);
+      if (Uniform(shared.step[stage].row) < 0) return;
+      Transpose<kDV ? kVBoxes : 0>(shared.d_o[stage], shared.do_t, &shared.do_empty[stage], &shared.do_t_full,
+                                   &shared.do_t_empty);
+      if (kQTransposers > 0) {
+        MbarrierWait(&shared.q_full[stage], at.parity);
+        Transpose<kDK ? kQKBoxes : 0>(shared.q[stage], shared.q_t, &shared.q_empty[stage], &shared.q_t_full,
+                                      &shared.q_t_empty);
+      }
+      at.Next();
+      parity ^= 1;
+    }
   }
 };
 

@@ -49,7 +49,7 @@ constexpr int kLandings = kCols < 64 ? 8 : 4;                       // boxes of 
 constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
 constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the left of what is not
 // Registers a thread; together what the kernel starts with.
-constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask || (kTF32 && kMaskedLeft) ? 56 : 40;
+constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask || kTF32 ? 56 : 40;
 constexpr int kConsumerRegisters = kConsumers == 2 ? (504 - kProducerRegisters) / 2 : kConsumers == 3 ? 160 : 112;
 // O leaves through shared memory of its own, so that the next tile of Q can come; or, where that is too much, through
 // Q's.
@@ -237,7 +237,8 @@ struct Transposer {
       }
       if (!shared.more[landing.index]) return;
       MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
-      TransposeBox<kCols>(shared.landing[landing.index], shared.v[v.index] + box * kBoxColumns * 128, kTransposedBox);
+      TransposeBox<kCols, kConsumers == 2 ? 16 : 8>(shared.landing[landing.index],
+                                                    shared.v[v.index] + box * kBoxColumns * 128, kTransposedBox);
       FenceProxyAsync();
       __syncwarp();
       MbarrierArrive(&shared.v_full[v.index], lane == 0);

@@ -553,15 +553,16 @@ struct Consumer {
 
   // The same where there is nothing to see.
   __device__ __forceinline__ void WriteEmpty(const Tile& tile) {
-    const int row = tile.row + 64 * warpgroup + threadIdx.x % kWarpgroup;
-    if (threadIdx.x % kWarpgroup < 64 && row < p.q_len) {
-      const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row;
+    constexpr int kChunks = kVDim * kElementBytes / 16;  // of a row
+    const int thread = threadIdx.x % kWarpgroup, row0 = tile.row + 64 * warpgroup, rows = min(64, p.q_len - row0);
+    if (thread < rows) {
+      const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row0 + thread;
       p.l[at] = 0.0f, p.m[at] = -Infinity();
-      constexpr int kChunks = kVDim * kElementBytes / 16;  // of a row
-      uint4* o = static_cast<uint4*>(p.o) + ((int64_t(tile.batch) * p.q_len + row) * p.q_heads + tile.head) * kChunks;
-#pragma unroll 1
-      for (int c = 0; c < kChunks; ++c) o[c] = {0, 0, 0, 0};
     }
+    uint4* o = static_cast<uint4*>(p.o) + ((int64_t(tile.batch) * p.q_len + row0) * p.q_heads + tile.head) * kChunks;
+#pragma unroll 1
+    for (int i = thread; i < rows * kChunks; i += kWarpgroup)
+      o[int64_t(i / kChunks) * p.q_heads * kChunks + i % kChunks] = {0, 0, 0, 0};
     __syncwarp();
     if (kOInQ) SyncWarpgroup();
     MbarrierArrive(&shared.q_empty[warpgroup], kOInQ ? threadIdx.x % kWarpgroup == 0 : lane == 0);

@@ -46,8 +46,14 @@ void MbarrierInit(Step& s) {
 }
 
 // "mbarrier.arrive... _, [address]"
-void MbarrierArrive(Step& s) { Update(uint32_t(s[1]), 1, 0); }
-void MbarrierArriveExpectTx(Step& s) { Update(uint32_t(s[1]), 1, int(s[2])); }
+void MbarrierArrive(Step& s) {
+  Update(uint32_t(s[1]), 1, 0);
+  Yield();
+}
+void MbarrierArriveExpectTx(Step& s) {
+  Update(uint32_t(s[1]), 1, int(s[2]));
+  Yield();
+}
 
 void MbarrierTryWait(Step& s) {
   const uint32_t address = uint32_t(s[1]);

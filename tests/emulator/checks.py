@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cases import Case, with_gradients
 from test_accuracy import by_numpy, check, check_tf32
+from test_block_sparse import sparse
 
 import emulator
 import jax_flash
@@ -90,6 +91,23 @@ def test_block_mask(case, dtype, block):
         expected = np.asarray(exact[name], np.float64)
         tolerance = (2e-3 if dtype == "float32" else 4e-2) * np.abs(expected[np.isfinite(expected)]).max()
         np.testing.assert_allclose(np.asarray(x, np.float64), expected, rtol=0, atol=tolerance, err_msg=name)
+
+
+SEVERAL_TILES = [  # of some blocks, in most pipelines more than a lap of their rings
+    (Case(B=1, T=260, S=260, N=3, K=1, D=64, E=64, causal=True), "bfloat16"),
+    (Case(B=1, T=130, S=200, N=3, K=1, D=256, E=256), "bfloat16"),
+    (Case(B=1, T=70, S=300, N=5, K=1, D=64, E=64), "tf32"),
+    (Case(B=1, T=70, S=300, N=5, K=1, D=128, E=128), "tf32"),
+    (sparse(128, 128, B=1, T=200, S=500, N=3, K=1, D=64, E=64, heads=3, dropout=0.2), "bfloat16"),
+]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("case", "dtype"), SEVERAL_TILES, ids=str)
+def test_random_schedule(case, dtype, seed, monkeypatch):
+    monkeypatch.setenv("JAX_FLASH_EMULATE_SEED", str(seed))
+    check_tf32(case) if dtype == "tf32" else check(case, dtype, by_numpy)
 
 
 # --- Broken kernels ---

@@ -6,7 +6,10 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <optional>
+#include <random>
 
 uint3 threadIdx, blockIdx, blockDim, gridDim;
 
@@ -39,6 +42,9 @@ namespace {
 
 constexpr size_t kStackBytes = 256 << 10, kPage = 4096, kWindowBytes = 256 << 10;
 constexpr uint8_t kUnwritten = 0xFF;  // NaN in every format
+
+// In a random schedule, on average: turns until another warp is held back, and until a copy lands.
+constexpr size_t kTurnsHeldBack = 1 << 14, kTurnsToLand = 64;
 
 // --- Memory ---
 
@@ -87,6 +93,8 @@ struct State {
   size_t running, left;  // threads
   int direction;         // in which threads have their turns
   std::vector<Event> later;
+  std::optional<std::mt19937> random;  // if the schedule is
+  size_t held_back;                    // a warp
   Barrier cluster;
   void* host_stack;
   std::string error;
@@ -142,27 +150,65 @@ bool Try(size_t next) {
   return true;
 }
 
+// Lets a lane of a warp go on, if one can: the first from this one on.
+bool TryWarp(size_t warp, size_t lane) {
+  for (size_t n = 0; n < 32; ++n) {
+    if (Try(warp * 32 + (lane + n) % 32)) return true;
+  }
+  return false;
+}
+
+void Happen(size_t event) {
+  const Task task = std::move(state->later[event].task);
+  state->later.erase(state->later.begin() + event);
+  task();
+}
+
+// Of what could happen now the latest that somebody waits for; others might not know that they should.
+size_t LatestAwaited() {
+  const auto& later = state->later;
+  const auto awaited = [](const Event& event) {
+    return std::any_of(state->threads.begin(), state->threads.end(),
+                       [&](const Thread& thread) { return !thread.done && thread.word == event.word; });
+  };
+  const auto latest = std::find_if(later.rbegin(), later.rend(), awaited);
+  return latest == later.rend() ? later.size() - 1 : later.rend() - latest - 1;
+}
+
+size_t Random(size_t end) { return (*state->random)() % end; }
+
+// Any thread's turn, and copies land at any time. But one warp is held back until nothing else can go on, or until
+// chance holds back another: what does not wait for it may be a lap ahead of it by then.
+void RandomTurn() {
+  const size_t warps = state->threads.size() / 32;
+  while (true) {
+    if (Random(kTurnsHeldBack) == 0) state->held_back = Random(warps);
+    if (!state->later.empty() && Random(kTurnsToLand) == 0) Happen(Random(state->later.size()));
+    const size_t first = Random(warps), lane = Random(32);
+    for (size_t n = 0; n < warps; ++n) {
+      const size_t warp = (first + n) % warps;
+      if (warp != state->held_back && TryWarp(warp, lane)) return;
+    }
+    if (state->later.empty()) {
+      const size_t late = std::exchange(state->held_back, Random(warps));
+      if (TryWarp(late, lane)) return;
+      Deadlock();
+    }
+    Happen(Random(state->later.size()));
+  }
+}
+
 // Another thread's turn, or this one's again: of its warp if possible, so that warps get far apart.
 void NextTurn() {
-  const size_t count = state->threads.size(), self = state->running, warp = self / 32 * 32;
+  if (state->random) return RandomTurn();
+  const size_t count = state->threads.size(), self = state->running;
   while (true) {
-    for (size_t n = 1; n <= 32; ++n) {
-      if (Try(warp + (self + n) % 32)) return;
-    }
+    if (TryWarp(self / 32, self + 1)) return;
     for (size_t n = 1; n < count; ++n) {
       if (Try((self + (state->direction > 0 ? n : count - n)) % count)) return;
     }
     if (state->later.empty()) Deadlock();
-    // Of what could happen now the latest that somebody waits for; others might not know that they should.
-    const auto awaited = [](const Event& event) {
-      return std::any_of(state->threads.begin(), state->threads.end(),
-                         [&](const Thread& thread) { return !thread.done && thread.word == event.word; });
-    };
-    auto next = std::find_if(state->later.rbegin(), state->later.rend(), awaited);
-    if (next == state->later.rend()) next = state->later.rbegin();
-    const Task task = std::move(next->task);
-    state->later.erase(std::next(next).base());
-    task();
+    Happen(LatestAwaited());
   }
 }
 
@@ -256,8 +302,12 @@ void CopyGroups::WaitForAllBut(size_t pending) {
   }
 }
 
+void Yield() {
+  if (state->random) NextTurn();
+}
+
 void WaitWhile(const uint64_t* word, uint64_t mask, uint64_t value, const char* what, uint32_t where) {
-  if ((*word & mask) != value) return;
+  if (!state->random && (*word & mask) != value) return;  // random: it may look only when this has changed again
   Thread& self = Self();
   self.word = word, self.mask = mask, self.value = value, self.what = what, self.where = where;
   NextTurn();
@@ -306,11 +356,10 @@ void ArriveAt(int id, int threads, bool wait) {
   Barrier& barrier = Self().block->barriers[id];
   if (barrier.arrived == 0) barrier.expected = threads;
   if (barrier.expected != threads) Fail("barrier %d of %d threads, of %d for others", id, threads, barrier.expected);
-  if (++barrier.arrived == threads) {
-    barrier.arrived = 0, ++barrier.phase;
-  } else if (wait) {
-    WaitWhile(&barrier.phase, ~uint64_t(0), barrier.phase, "barrier", id);
-  }
+  const uint64_t phase = barrier.phase;
+  if (++barrier.arrived == threads) barrier.arrived = 0, ++barrier.phase;
+  if (!wait) return Yield();
+  WaitWhile(&barrier.phase, ~uint64_t(0), phase, "barrier", id);
 }
 
 void SyncThreads() { ArriveAt(0, blockDim.x, true); }
@@ -332,6 +381,7 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
   if (blocks % kernel.cluster != 0) return std::to_string(blocks) + " blocks in clusters of several";
   State launch = {};
   launch.shared_bytes = shared_bytes, launch.kernel = &kernel, launch.arguments = arguments;
+  if (const char* const seed = std::getenv("JAX_FLASH_EMULATE_SEED")) launch.random.emplace(std::atoi(seed));
   state = &launch;
   blockDim = {threads, 1, 1}, gridDim = {blocks, 1, 1};
   struct sigaction action = {}, before;

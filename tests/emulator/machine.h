@@ -1,6 +1,7 @@
 // The emulated GPU as its parts see it. The threads of a cluster of blocks are coroutines, of which one runs until it
 // has to wait. What is asynchronous happens as late as a program allows: when a thread waits for just that, or when no
-// thread can go on.
+// thread can go on. With JAX_FLASH_EMULATE_SEED turns are random instead, and so is when copies that mbarriers wait for
+// land.
 #pragma once
 
 #include <cstdint>
@@ -77,6 +78,9 @@ Thread& Self();
 // Blocks it as long as (*word & mask) == value. For the report of a deadlock: what it waits for, at which shared
 // address or number.
 void WaitWhile(const uint64_t* word, uint64_t mask, uint64_t value, const char* what, uint32_t where);
+
+// If the schedule is random, others may go on before it does.
+void Yield();
 
 // Something that will happen when nobody can go on, and will change this word.
 void Later(const uint64_t* word, Task task);

@@ -44,7 +44,7 @@ constexpr size_t kStackBytes = 256 << 10, kPage = 4096, kWindowBytes = 256 << 10
 constexpr uint8_t kUnwritten = 0xFF;  // NaN in every format
 
 // In a random schedule, on average: turns until another warp is held back, and until a copy lands.
-constexpr size_t kTurnsHeldBack = 1 << 14, kTurnsToLand = 64;
+constexpr size_t kTurnsHeldBack = 1 << 16, kTurnsToLand = 64;
 
 // --- Memory ---
 
@@ -252,6 +252,7 @@ void RunCluster(unsigned first, unsigned threads) {
   // Half of the blocks begin at their last thread, to find what should wait for a thread before or after.
   state->direction = first / state->kernel->cluster % 2 == 0 ? 1 : -1;
   state->running = state->direction > 0 ? 0 : state->threads.size() - 1;
+  if (state->random) state->running = Random(state->threads.size());
   state->left = state->threads.size();
   emulator_switch(&state->host_stack, Self().stack_pointer);
   if (!state->error.empty()) return;

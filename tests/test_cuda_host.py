@@ -106,12 +106,14 @@ def test_kernel_families(arch, dtype, family):
 
 
 def test_float32_on_hopper():
-    """Its own kernels do the forward in TF32, up to head dim 128."""
+    """Its own kernels do TF32, up to head dim 128; in the backward not a soft cap."""
     (hopper,), (ampere,) = kernels(dtype="float32", full_precision=False), kernels("sm_80", dtype="float32")
     assert hopper == ("forward_sm90.cuh", "jax_flash_forward")
     for changes in ({"full_precision": True}, {"v_dim": 136}):
         assert kernels(dtype="float32", **changes) == [ampere]
-    assert kernels("sm_90a", True, dtype="float32", **GRADIENTS)[0][0] == "backward_sm80.cuh"
+    for changes, backward in (({}, 90), ({"full_precision": True}, 80), ({"qk_dim": 136}, 80), ({"soft_cap": 1.0}, 80)):
+        names = [name for name, _ in kernels("sm_90a", True, dtype="float32", **GRADIENTS, **changes)]
+        assert set(names) == {f"backward_sm{backward}.cuh"}
 
 
 def test_a_family_can_be_asked_for(monkeypatch):

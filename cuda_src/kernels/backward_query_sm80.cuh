@@ -10,6 +10,7 @@
 namespace jax_flash {
 
 struct BackwardQueryShared {
+  QTile tile;
   SharedTile<kRows, kQKDim> q;  // at the end dQ
   SharedTile<kRows, kVDim> d_o;
   KVTiles kv;
@@ -27,7 +28,7 @@ struct BackwardQuery {
     const Matrix o = tile.Query(p, p.o, kVDim), d_o = tile.Query(p, p.d_o, kVDim);
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {
-      const int row = tile.lane_row + 8 * h;
+      const int row = tile.LaneRow() + 8 * h;
       const bool inside = row < p.q_len;
       const int64_t at = tile.Statistic(p, h);
       minus_l[h / 2][h % 2] = inside ? MinusL(p.m[at], p.l[at]) : -Infinity();
@@ -50,7 +51,7 @@ struct BackwardQuery {
     Accumulator<kWarpRows, kCols> S, dP;
     Clear(S);
     AddRowsTimesRows(S, shared.q, row, k, 0);
-    if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(tile.positions, S);
+    if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);
     scores.ToP<true>(S, minus_l, [](int, int, const float (&)[4]) {});
     Clear(dP);
     AddRowsTimesRows(dP, shared.d_o, row, v, 0);
@@ -76,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];
   BackwardQueryShared& shared = *reinterpret_cast<BackwardQueryShared*>(memory);
-  const QTile tile(p);
+  const QTile& tile = PutTile(p, shared.tile);
   const Matrix Q = tile.Query(p, p.query, kQKDim), dO = tile.Query(p, p.d_o, kVDim);
   BackwardQuery backward(p, tile);
   Walk(

@@ -24,6 +24,7 @@ constexpr bool kCrowded =
     kWarpRows == 32 && ((kDType == DType::kF32 && kPositions) || (kBlockMask && (kPositions || kDropout)));
 
 struct ForwardShared {
+  QTile tile;
   union {
     SharedTile<kRows, kQKDim> q;
     SharedTile<kRows, kVDim> o;
@@ -73,17 +74,17 @@ struct Forward {
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {
       const float shift = reference[h] == -Infinity() ? 0.0f : kMaximumApart ? reference[h] : reference[h] * unit;
-      float sum[2] = {0.0f, 0.0f};
+      float sum = 0.0f;
 #pragma unroll
       for (int c = 0; c < kCols / 8; ++c) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& s = S[h / 2][c][h % 2 * 2 + e];
           s = Exp2(kMaximumApart ? (s - shift) * unit : fmaf(s, unit, -shift));
-          sum[e] += s;
+          sum += s;
         }
       }
-      l[h] += sum[0] + sum[1];
+      l[h] += sum;
     }
   }
 
@@ -93,7 +94,7 @@ struct Forward {
     Accumulator<kWarpRows, kCols> S;
     Clear(S);
     AddRowsTimesRows(S, q, 0, k, 0);
-    if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(tile.positions, S);
+    if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);
     if (kScores) scores.ToScores(S);
     Softmax(S);
     if (kDropout) scores.Drop(S);
@@ -108,7 +109,7 @@ struct Forward {
     for (int h = 0; h < kLaneRows; ++h) {
       l[h] = QuadSum(l[h]);
       factor[h] = l[h] == 0.0f ? 0.0f : (kDropout ? p.keep_scale : 1.0f) / l[h];
-      if (threadIdx.x % 4 == 0 && tile.lane_row + 8 * h < tile.Rows(p)) {
+      if (threadIdx.x % 4 == 0 && tile.LaneRow() + 8 * h < tile.Rows(p)) {
         const float sum = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * unit);
         if constexpr (kParts) {
           p.l_parts[tile.Statistic(p, h)] = sum;
@@ -132,7 +133,7 @@ struct Forward {
   __device__ __forceinline__ void WritePart() {
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {
-      if (tile.lane_row + 8 * h >= tile.Rows(p)) continue;
+      if (tile.LaneRow() + 8 * h >= tile.Rows(p)) continue;
       float* const to = p.o_parts + tile.Statistic(p, h) * kVDim + threadIdx.x % 4 * 2;
 #pragma unroll
       for (int c = 0; c < kVDim / 8; ++c) {
@@ -152,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
-  const QTile tile(p);
+  const QTile& tile = PutTile(p, shared.tile);
   WarpRows<decltype(shared.q), kWarpRows / 16, kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
   Forward forward(p, tile);
   Walk(

@@ -28,11 +28,9 @@ __device__ __forceinline__ float Unit(const Params& p) { return kScores ? kLog2e
 
 // The tile of Q of this CTA, and which tiles of keys it sees.
 struct QTile {
-  int row, head, batch;
+  int row, head, kv_head, batch;
   int part;          // of the keys
   BlockList blocks;  // that it sees, if there is a block mask
-  int lane_row;      // its first row that is this lane's; of the others one is 8 after another
-  Positions positions;
   Visible keys;
 
   // Heads one after the other, for the sake of the L2. Causal tiles with more to do come first.
@@ -53,14 +51,16 @@ struct QTile {
       head = blockIdx.x / tiles / parts % heads * kPacked;
       batch = blockIdx.x / tiles / parts / heads;
     }
-    lane_row = row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4;
-    positions = PositionsOf(p, batch);
-    keys = KeysOf(p, positions, batch, row / kPacked, (row + kRows - 1) / kPacked + 1);
+    kv_head = head / (p.q_heads / p.kv_heads);
+    keys = KeysOf(p, PositionsOf(p, batch), batch, row / kPacked, (row + kRows - 1) / kPacked + 1);
     if (kParts) TakePart(p.parts);
   }
 
   // Of all tiles of this head, or of the heads that are packed.
   __device__ __forceinline__ static int Rows(const Params& p) { return p.q_len * kPacked; }
+
+  // The first row of this lane; of the others one is 8 after another.
+  __device__ __forceinline__ int LaneRow() const { return row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4; }
 
   // This warp's rows of S and the keys from `column` on.
   __device__ __forceinline__ Scores WarpScores(const Params& p, int column) const {
@@ -75,15 +75,15 @@ struct QTile {
     return Matrix(operand, batch, head, p.q_len, p.q_heads, dim);
   }
   __device__ __forceinline__ Matrix Key(const Params& p, const void* operand, int dim) const {
-    return Matrix(operand, batch, head / (p.q_heads / p.kv_heads), p.kv_len, p.kv_heads, dim);
+    return Matrix(operand, batch, kv_head, p.kv_len, p.kv_heads, dim);
   }
-  // Of row lane_row + 8 h in the arrays [batch, head, row], or [part, batch, head, row].
+  // Of row LaneRow() + 8 h in the arrays [batch, head, row], or [part, batch, head, row].
   __device__ __forceinline__ int64_t Statistic(const Params& p, int h) const {
     if constexpr (kParts) {
-      const int r = lane_row + 8 * h;
+      const int r = LaneRow() + 8 * h;
       return ((int64_t(part) * p.batch + batch) * p.q_heads + head + r % kPacked) * p.q_len + r / kPacked;
     }
-    return (int64_t(batch) * p.q_heads + head) * p.q_len + lane_row + 8 * h;
+    return (int64_t(batch) * p.q_heads + head) * p.q_len + LaneRow() + 8 * h;
   }
 
  private:
@@ -97,6 +97,13 @@ struct QTile {
   }
 };
 
+// It is in shared memory, where all threads look up what they need of it when they do: registers are for accumulators.
+__device__ __forceinline__ const QTile& PutTile(const Params& p, QTile& shared) {
+  if (threadIdx.x == 0) shared = QTile(p);
+  __syncthreads();
+  return shared;
+}
+
 using KTile = SharedTile<kCols, kQKDim>;
 using VTile = SharedTile<kCols, kVDim>;
 struct KVTiles {
@@ -107,16 +114,16 @@ struct KVTiles {
 // Goes through the tiles of keys that the tile of Q sees, from right to left.
 template <bool kListed>
 struct KeyTiles {
-  int j, first;
+  int column, left;  // tiles to come, with this one
 
   __device__ __forceinline__ explicit KeyTiles(const QTile& tile) {
-    const bool any = tile.keys.any_lo < tile.keys.any_hi;
-    first = any ? tile.keys.any_lo / kCols : 0;
-    j = any ? (tile.keys.any_hi - 1) / kCols : -1;
+    const int end = (tile.keys.any_hi + kCols - 1) / kCols;
+    column = (end - 1) * kCols;
+    left = tile.keys.any_lo < tile.keys.any_hi ? end - tile.keys.any_lo / kCols : 0;
   }
-  __device__ __forceinline__ bool There() const { return j >= first; }
-  __device__ __forceinline__ int Column() const { return j * kCols; }
-  __device__ __forceinline__ void Next() { --j; }
+  __device__ __forceinline__ bool There() const { return left > 0; }
+  __device__ __forceinline__ int Column() const { return column; }
+  __device__ __forceinline__ void Next() { column -= kCols, --left; }
 };
 
 template <>
@@ -132,11 +139,11 @@ struct KeyTiles<true> : ListedTiles<kCols, kKVBlock> {
 template <typename Load, typename Landed, typename Loaded, typename Step>
 __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles& shared, Load load, Landed landed,
                                      Loaded loaded, Step step) {
-  const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
-  const int end = tile.positions.kv_length;
   KeyTiles<kBlockMask> at(tile), next = at;
   const auto load_next = [&](int stage) {
     if (next.There()) {
+      const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
+      const int end = tile.keys.any_hi;
       shared.k[stage].template Load<kThreads>(K.data, K.stride, next.Column(), end);
       shared.v[stage].template Load<kThreads>(V.data, V.stride, next.Column(), end);
     }

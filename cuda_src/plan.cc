@@ -45,6 +45,8 @@ enum Feature : unsigned {
   kBlockMask = 1024,
   kManyRows = 2048,       // of a group's heads together, than a tile has
   kCrowdedBlocks = 4096,  // a block mask beside a window, segments, a mask or dropout
+  kSeveral = 8192,        // of a window or segments, a mask and dropout more than one
+  kUncommon = 16384,      // head dims that differ or are no multiples of 16, or a scale that is not positive
   kOperands = kBias | kMask,
   kScores = kBias | kSoftCap,  // scores are formed entry by entry
 };
@@ -122,9 +124,11 @@ constexpr Choice kBackwardSm90F32[] = {
     {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kCrowdedBlocks},
 };
 
+// The wide tiles of head dim 128 take all registers, and pay where two blocks of them fit on a multiprocessor.
 constexpr Choice kForwardSm80[] = {
     {99, 64, {128, 64, 4, 2}, kScores},
     {99, 64, {64, 64, 4, 2}},
+    {227, 128, {128, 64, 4, 2}, kScores | kBlockMask | kSeveral | kUncommon},
     {99, 128, {128, 32, 4, 2}, kScores | kCrowdedBlocks},
     {99, 128, {64, 32, 4, 2}},
     {227, 256, {128, 64, 8, 2}, kScores | kCrowdedBlocks},
@@ -262,6 +266,8 @@ unsigned FeaturesOf(const Problem& p, const Tile& tile) {
          feature(p.dropout(), kDropout) | feature(p.full_precision, kFullPrecision) |
          feature(p.kv_len > 1024, kManyKeys) | feature(p.block_mask.present, kBlockMask) |
          feature(p.block_mask.present && (local || mask || p.dropout()), kCrowdedBlocks) |
+         feature(local + mask + p.dropout() > 1, kSeveral) |
+         feature(p.qk_dim != p.v_dim || p.qk_dim % 16 != 0 || p.scale <= 0, kUncommon) |
          feature(p.batch * p.q_heads * DivideUp(p.q_len, tile.rows) < kMultiprocessors, kFewTiles) |
          feature(p.q_len * p.group() > tile.rows, kManyRows);
 }

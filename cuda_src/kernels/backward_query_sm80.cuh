@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];
   BackwardQueryShared& shared = *reinterpret_cast<BackwardQueryShared*>(memory);
-  const QTile own(p), &tile = kFewRegisters ? PutTile(own, shared.tile) : own;
+  const QTile& tile = TileHere(p, shared.tile);
   const Matrix Q = tile.Query(p, p.query, kQKDim), dO = tile.Query(p, p.d_o, kVDim);
   BackwardQuery backward(p, tile);
   Walk(

@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
-  const QTile own(p), &tile = kFewRegisters ? PutTile(own, shared.tile) : own;
+  const QTile& tile = TileHere(p, shared.tile);
   WarpRows<decltype(shared.q), kWarpRows / 16, kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
   Forward forward(p, tile);
   Walk(

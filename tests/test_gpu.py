@@ -101,15 +101,15 @@ def test_deterministic_backward_is_the_same_every_time(dtype):
         jax.tree.map(np.testing.assert_array_equal, gradient(q, k, v, bias), first)
 
 
-def test_every_kernel_family():
+OF_HOPPER = ["test_feature and bfloat16", "test_feature and float16", "(test_head_dim or test_long) and bfloat16"]
+OF_HOPPER += ["(test_head_dim or test_long) and float16", "test_tf32"]
+
+
+@pytest.mark.parametrize("tests", OF_HOPPER)
+def test_every_kernel_family(tests):
     """The kernels for Ampere run on every later GPU; here for what takes Hopper's by itself: 16-bit inputs and TF32."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    command += [
-        "test_accuracy.py",
-        "test_gpu.py",
-        "-k",
-        "((test_feature or test_head_dim or test_long) and (bfloat16 or float16)) or test_tf32",
-    ]
+    command += ["test_accuracy.py", "test_gpu.py", "-k", f"({tests}) and not test_every_kernel_family"]
     environment = os.environ | {"JAX_FLASH_CUDA_KERNELS": "sm80"}
     result = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-5000:]

@@ -118,10 +118,12 @@ constexpr Choice kBackwardSm90[] = {
     {227, 256, {64, 64, 2, 2}, kSoftCap | kDropout | kBlockMask},
 };
 
-// TF32. A soft cap would keep its slopes in 16 bits, crowded blocks would spill registers.
+// TF32. A soft cap would keep its slopes in 16 bits; crowded blocks, a bias beside a mask or a block mask, and one
+// above head dim 96, would spill registers.
 constexpr Choice kBackwardSm90F32[] = {
-    {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kCrowdedBlocks},
-    {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kCrowdedBlocks},
+    {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks},
+    {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks},
+    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kBiasAndMask | kBlockMask},
 };
 
 // The wide tiles of head dim 128 take all registers, and pay where two blocks of them fit on a multiprocessor.

@@ -129,6 +129,15 @@ def cover() -> Iterator[tuple[str, Problem]]:
         yield "sm_90a", problem("bfloat16", **chosen)
     for chosen in pairs(dims=DIMS, **FEATURES | {"dlogsumexp": (False,), "gradients": ("none",)}):
         yield "sm_90a", problem("float32", **chosen)
+    few = FEATURES | {
+        "q_len": (4096,),
+        "soft_cap": (0.0,),
+        "dlogsumexp": (False,),
+        "gradients": ("all", "key and value"),
+    }
+    for blocks in ({"block_mask": (None,)}, dict.fromkeys(("window", "segments", "mask", "dropout"), (False,))):
+        for chosen in pairs(dims=((64, 64), (128, 128), (8, 16), (96, 72)), **few | blocks):
+            yield "sm_90a", problem("float32", **chosen)
 
 
 def singles() -> Iterator[tuple[str, Problem]]:
@@ -138,6 +147,10 @@ def singles() -> Iterator[tuple[str, Problem]]:
         for dims, (name, values) in itertools.product(DIMS[:3], features.items()):
             for value in values:
                 yield "sm_90a", problem("bfloat16", dims, **plain | {name: value})
+    # The largest tiles where shared memory is least.
+    plain = {name: values[0] for name, values in FEATURES.items()}
+    for dtype, dims, gradients in itertools.product(DTYPES[1:], DIMS[1:3], GRADIENTS[:2]):
+        yield "sm_89", problem(dtype, dims, **plain | {"gradients": gradients})
 
 
 def product() -> Iterator[tuple[str, Problem]]:

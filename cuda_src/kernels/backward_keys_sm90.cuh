@@ -15,6 +15,9 @@ static_assert(kEarlyDV || !kSoftCap);
 // costs more than it saves. (To start at 0 explicitly tells the compiler that S was not needed before.)
 constexpr bool kStart = kRows == 64 && !kTF32Wide, kStartAtL = kStart && !kScores;
 
+// Named barriers, if both warpgroups have the same keys.
+constexpr int kPFull = 4, kPRead = 5;
+
 // Where registers are so few that segments and the mask have to be looked up a few entries at a time, ...
 constexpr bool kFewAtOnce = kWide || kBias || kSoftCap;
 // ... or that there are none to work ahead, if more is asked than a causal mask.
@@ -316,6 +319,26 @@ struct Keys {
     float C[kWidth > 0 ? kWidth / 2 : 1];
   };
 
+  // If both warpgroups have the same keys: P to the other, when it has read the one before.
+  __device__ __forceinline__ void SendP(uint8_t* memory) {
+    BarrierSync(kPRead, 2 * kWarpgroup);
+#pragma unroll
+    for (int i = 0; i < kRows / 8; ++i) {
+      reinterpret_cast<float4*>(memory)[i * kWarpgroup + 32 * warp + lane] =
+          make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
+    }
+    BarrierArrive(kPFull, 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ void ReceiveP(const uint8_t* memory, bool last) {
+    BarrierSync(kPFull, 2 * kWarpgroup);
+#pragma unroll
+    for (int i = 0; i < kRows / 8; ++i) {
+      const float4 x = reinterpret_cast<const float4*>(memory)[i * kWarpgroup + 32 * warp + lane];
+      S[4 * i] = x.x, S[4 * i + 1] = x.y, S[4 * i + 2] = x.z, S[4 * i + 3] = x.w;
+    }
+    if (!last) BarrierArrive(kPRead, 2 * kWarpgroup);
+  }
+
   // dQ in HBM += dQ
   template <int kWidth>
   __device__ __forceinline__ void Add(const DQ<kWidth>& dQ, int row_block, int column) {
@@ -338,6 +361,7 @@ struct Keys {
 
   __device__ __forceinline__ void ReleaseKV() {
     TmaWaitRead<0>();
+    FenceProxyAsync();  // K or V may come where P was
     __syncwarp();
     Release(&shared.k_empty);
     Release(&shared.v_empty);

@@ -10,7 +10,6 @@
 namespace jax_flash {
 
 struct BackwardQueryShared {
-  QTile tile;
   SharedTile<kRows, kQKDim> q;  // at the end dQ
   SharedTile<kRows, kVDim> d_o;
   KVTiles kv;
@@ -77,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];
   BackwardQueryShared& shared = *reinterpret_cast<BackwardQueryShared*>(memory);
-  const QTile& tile = TileHere(p, shared.tile);
+  const QTile& tile = TileHere(p);
   const Matrix Q = tile.Query(p, p.query, kQKDim), dO = tile.Query(p, p.d_o, kVDim);
   BackwardQuery backward(p, tile);
   Walk(

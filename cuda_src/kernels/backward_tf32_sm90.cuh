@@ -5,8 +5,8 @@
 //   S^T = K Q^T, dP^T = V dO^T   has K in registers, for which there is room; it lands where dS will be
 //   dV += P^T dO, dK += dS^T Q   have P^T and dS^T in registers, and dO^T and Q^T from the producer's other warps
 //   dQ = dS K                    has dS in shared memory, transposed, and K^T, which is made once
-// tile/transpose.cuh says how rows and columns are permuted, to which dS and dQ keep too. Above head dim 64 it is
-// backward_tf32_wide_sm90.cuh.
+// tile/transpose.cuh says how rows and columns are permuted, to which dS and dQ keep too. With tiles of 64 keys it
+// is backward_tf32_wide_sm90.cuh.
 #pragma once
 
 #include "backward_keys_sm90.cuh"

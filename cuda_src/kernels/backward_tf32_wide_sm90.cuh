@@ -8,7 +8,6 @@
 #pragma once
 
 #include "backward_tf32_sm90.cuh"
-#include "backward_wide_sm90.cuh"
 
 namespace jax_flash {
 
@@ -62,7 +61,7 @@ struct TF32ConsumerOfP : TF32Keys {
       __syncwarp();  // all lanes have read what is there of l and m
       Release(&shared.q_empty[at.index]);
       at.Next();
-      if (kDS) SendP();
+      if (kDS) SendP(shared.v + kDSBytes);
       uint32_t P[kRows / 2];
       Round<kDropout>(S, P);
       MbarrierWait(&shared.do_t_full, parity);
@@ -86,17 +85,6 @@ struct TF32ConsumerOfP : TF32Keys {
       IssueS();
       if (kDQ) Add(dQ, step.row_block, 0);
     }
-  }
-
-  // P to the other warpgroup, when it has read the one before.
-  __device__ __forceinline__ void SendP() {
-    BarrierSync(kPRead, 2 * kWarpgroup);
-#pragma unroll
-    for (int i = 0; i < kRows / 8; ++i) {
-      reinterpret_cast<float4*>(shared.v + sizeof(shared.v) / 2)[i * kWarpgroup + 32 * warp + lane] =
-          make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
-    }
-    BarrierArrive(kPFull, 2 * kWarpgroup);
   }
 };
 
@@ -138,7 +126,7 @@ struct TF32ConsumerOfDS : TF32Keys {
     if (kDS) IssueHeldKeysTimesRows(dP, V, shared.d_o[at.index], false);
     uint32_t dS[kRows / 2];
     if (kDS) {
-      ReceiveP(step.last);
+      ReceiveP(shared.v + kDSBytes, step.last);
       WgmmaWait<0>();
       Pin(dP);
       ComputeDS();
@@ -173,17 +161,6 @@ struct TF32ConsumerOfDS : TF32Keys {
       TransposeSquareOf<kQKBoxes>(shared.q[at.index], shared.q_t, i);
     FenceProxyAsync();
     SyncWarpgroup();
-  }
-
-  __device__ __forceinline__ void ReceiveP(bool last) {
-    BarrierSync(kPFull, 2 * kWarpgroup);
-#pragma unroll
-    for (int i = 0; i < kRows / 8; ++i) {
-      const float4 x =
-          reinterpret_cast<const float4*>(shared.v + sizeof(shared.v) / 2)[i * kWarpgroup + 32 * warp + lane];
-      S[4 * i] = x.x, S[4 * i + 1] = x.y, S[4 * i + 2] = x.z, S[4 * i + 3] = x.w;
-    }
-    if (!last) BarrierArrive(kPRead, 2 * kWarpgroup);
   }
 };
 

@@ -75,7 +75,7 @@ struct BackwardShared {
   alignas(1024) uint8_t d_o[kStages][kVBoxes * kQBox];
   // dS^T, boxes of [keys][64 rows]. TF32: dS, boxes of [rows][32 keys]; before, K as it comes
   alignas(1024) uint8_t ds[kTF32 ? 1 : 2][kTF32Wide ? 1 : kDSBytes];
-  // dQ on its way out, in f32; at the end dK. If wide: P from one warpgroup to the other; before, half of K.
+  // dQ on its way out, in f32; at the end dK. If kWide: P from one warpgroup to the other; before, half of K.
   alignas(1024) uint8_t staging[kStagingBytes > kQKBoxes* kKVBox || kWide ? kStagingBytes : kQKBoxes * kKVBox];
   alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m apart
   alignas(16) float d[kStages][kRows];
@@ -223,8 +223,8 @@ struct Producer {
 // TF32: the i-th square of 32 rows and columns of a tile of Q or dO goes to Q^T or dO^T.
 template <int kBoxes>
 __device__ __forceinline__ void TransposeSquareOf(const uint8_t* tile, uint8_t* transposed, int i) {
-  const int box = i % kBoxes, rows = i / kBoxes;
-  TransposeSquare(tile + box * kQBox + rows * 32 * 128, transposed + i * kBoxColumns * 128);
+  if constexpr (kBoxes > 0)
+    TransposeSquare(tile + i % kBoxes * kQBox + i / kBoxes * 32 * 128, transposed + i * kBoxColumns * 128);
 }
 
 // TF32: a warp that makes its share of dO^T and Q^T. All of these warps wait for every barrier and arrive at every one

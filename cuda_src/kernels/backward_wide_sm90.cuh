@@ -13,8 +13,6 @@
 
 namespace jax_flash {
 
-constexpr int kPFull = 4, kPRead = 5;  // named barriers
-
 // S, P and dV of 64 keys.
 struct ConsumerOfP : Keys {
   static constexpr int kRegisters = 240;
@@ -71,7 +69,7 @@ struct ConsumerOfP : Keys {
       if (!kStartAtL) __syncwarp();  // all lanes have read what is there of l and m
       Release(&shared.q_empty[stage]);
       RoundP();
-      if (kDS) SendP();
+      if (kDS) SendP(shared.staging);
       MbarrierWait(&shared.do_full[stage], at.parity);
       if (kDV) IssueGradient<kVDim>(dV, P, shared.d_o[stage]);
       at.Next();
@@ -88,17 +86,6 @@ struct ConsumerOfP : Keys {
       Pin(dV);
       Release(&shared.do_empty[stage]);
     }
-  }
-
-  // P to the other warpgroup, when it has read the one before.
-  __device__ __forceinline__ void SendP() {
-    BarrierSync(kPRead, 2 * kWarpgroup);
-#pragma unroll
-    for (int i = 0; i < kRows / 8; ++i) {
-      reinterpret_cast<float4*>(shared.staging)[i * kWarpgroup + 32 * warp + lane] =
-          make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
-    }
-    BarrierArrive(kPFull, 2 * kWarpgroup);
   }
 };
 
@@ -133,7 +120,7 @@ struct ConsumerOfDS : Keys {
     if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
     const Step step = StepHere();
     if (kDS) {
-      ReceiveP(step.last);
+      ReceiveP(shared.staging, step.last);
       WgmmaWait<0>();
       Pin(dP);
       ComputeDS();
@@ -155,16 +142,6 @@ struct ConsumerOfDS : Keys {
       AddDQ(step.row_block);
     }
     return !step.last;
-  }
-
-  __device__ __forceinline__ void ReceiveP(bool last) {
-    BarrierSync(kPFull, 2 * kWarpgroup);
-#pragma unroll
-    for (int i = 0; i < kRows / 8; ++i) {
-      const float4 x = reinterpret_cast<const float4*>(shared.staging)[i * kWarpgroup + 32 * warp + lane];
-      S[4 * i] = x.x, S[4 * i + 1] = x.y, S[4 * i + 2] = x.z, S[4 * i + 3] = x.w;
-    }
-    if (!last) BarrierArrive(kPRead, 2 * kWarpgroup);
   }
 
   // dS to shared memory, here and in the other CTA.

@@ -24,7 +24,6 @@ constexpr bool kCrowded =
     kWarpRows == 32 && ((kDType == DType::kF32 && kPositions) || (kBlockMask && (kPositions || kDropout)));
 
 struct ForwardShared {
-  QTile tile;
   union {
     SharedTile<kRows, kQKDim> q;
     SharedTile<kRows, kVDim> o;
@@ -153,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
-  const QTile& tile = TileHere(p, shared.tile);
+  const QTile& tile = TileHere(p);
   WarpRows<decltype(shared.q), kWarpRows / 16, kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
   Forward forward(p, tile);
   Walk(

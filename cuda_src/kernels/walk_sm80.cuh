@@ -33,8 +33,9 @@ struct QTile {
   BlockList blocks;  // that it sees, if there is a block mask
   Visible keys;
 
+  QTile() = default;
   // Heads one after the other, for the sake of the L2. Causal tiles with more to do come first.
-  __device__ __forceinline__ QTile(const Params& p) {
+  __device__ __forceinline__ explicit QTile(const Params& p) {
     if constexpr (kBlockMask) {
       constexpr int kTiles = kQBlock / kRows;  // of a block
       int list;
@@ -99,11 +100,12 @@ struct QTile {
 
 // This CTA's. Where accumulators need the registers it is in shared memory, and threads look up what they need of it
 // when they do; which costs 3% where they do not.
-__device__ __forceinline__ decltype(auto) TileHere(const Params& p, QTile& shared) {
-  if constexpr (kVDim > 64) {
-    if (threadIdx.x == 0) shared = QTile(p);
+__device__ __forceinline__ decltype(auto) TileHere(const Params& p) {
+  if constexpr (kWarpRows == 32 && kVDim > 64) {
+    __shared__ QTile tile;
+    if (threadIdx.x == 0) tile = QTile(p);
     __syncthreads();
-    return static_cast<const QTile&>(shared);
+    return static_cast<const QTile&>(tile);
   } else {
     return QTile(p);
   }
@@ -185,7 +187,7 @@ __device__ __forceinline__ void LoadQ(const Params& p, const QTile& tile, Shared
   }
 }
 
-// C = diag(x) C: x[h] is of row lane_row + 8 h.
+// C = diag(x) C: x[h] is of row LaneRow() + 8 h.
 template <int kCount, int kChunks>
 __device__ __forceinline__ void ScaleRows(float (&C)[kCount][kChunks][4], const float (&x)[2 * kCount]) {
 #pragma unroll

@@ -5,9 +5,9 @@
 // from registers:
 //   S^T = K Q_i^T;   P^T = exp(S^T - L_i);   dP^T = V dO_i^T;   dS^T = P^T (dP^T - D_i)
 //   dV += P^T dO_i;  dK += dS^T Q_i;         dQ_i += dS K, over all CTAs, in f32
-// Only dQ needs the dS of all warpgroups; it goes through shared memory. Of l and m only the logsumexp L = m + log l is
-// needed, unless there is a bias. A kernel before computes L and D and clears dQ, a kernel after converts dQ. Head dims
-// above 128 are in backward_wide_sm90.cuh, f32 as TF32 in backward_tf32_sm90.cuh.
+// Only dQ needs the dS of all warpgroups; it goes through shared memory, and dQ is a step behind. Of l and m only the
+// logsumexp L = m + log l is needed, unless there is a bias. A kernel before computes L and D and clears dQ, a kernel
+// after converts dQ. Head dims above 128 are in backward_wide_sm90.cuh, f32 as TF32 in backward_tf32_sm90.cuh.
 //
 // The host defines what config.cuh reads and JAX_FLASH_ROWS (of a tile of Q: 64 or 128, or 64 for f32), _COLS (keys of
 // a CTA: 128, or 64 if a head dim is above 128, or for f32 above 64), _CONSUMERS (warpgroups: 2) and _STAGES. It
@@ -37,29 +37,14 @@ constexpr int kDQSecond = kSplitRows ? kQKDim : kQKDim - kDQFirst;
 // To form scores entry by entry takes registers: dP has to wait for its own.
 constexpr bool kLateDP = kScores && kRows == 64;
 
-// A warpgroup with S, dP, dK and dV of its 64 keys.
+// A warpgroup with S, dP, dK and dV of its 64 keys. In each step it computes the dQ of the step before, for which it
+// need not wait: else both warpgroups would be at their exponentials, and then at their products, at the same time.
 struct Consumer : Keys {
   static constexpr int kRegisters = (504 - kProducerRegisters) / 2;
-  int buffer = 0;  // of dS
   float dK[kQKDim / 2], dV[kVDim / 2];
+  int row_block;  // of the step before; < 0 if there is none
 
   using Keys::Keys;
-
-  // dQ = dS K
-  template <int kWidth>
-  __device__ __forceinline__ void Issue(DQ<kWidth>& dQ, const uint8_t* ds, int column) {
-    if constexpr (kWidth > 0) {
-      const uint64_t a = Descriptor(ds, 0);
-      const uint64_t b = Descriptor(shared.k + column / 64 * kKVBox + column % 64 * 2, kKVBox);
-      WgmmaFence();
-#pragma unroll
-      for (int j = 0; j < kCols / 16; ++j) {
-        Wgmma<kWidth>::template SS<Major::kMN, Major::kMN>(dQ.C, Advance(a, j * 16 * 128), Advance(b, j * 16 * 128),
-                                                           j > 0);
-      }
-      WgmmaCommit();
-    }
-  }
 
   // Whether it was not the last.
   __device__ __forceinline__ bool Walk(const Tile& tile) {
@@ -82,42 +67,81 @@ struct Consumer : Keys {
     ComputeDS();
     if (kDV && !kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
     if (kDQ) {
-#pragma unroll
-      for (int c = 0; c < kRows / 16; ++c)
-        Store(shared.ds[buffer], c, dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
-      FenceProxyAsync();
-      SyncConsumers();
-    } else if (Never()) {  // as the barrier above does, it keeps ptxas from working ahead with dK
+      StoreDS();
+    } else if (Never()) {  // as the barriers above do, it keeps ptxas from working ahead with dK
       return false;
     }
-    const int row_block = step.row_block;
     if (kSplitRows) {
-      Finish<kDQFirst>(shared.ds[buffer] + warpgroup * kKVBox, row_block + warpgroup, 0, step.last);
+      Finish<kDQFirst>(warpgroup, 0);
     } else if (kDQFirst == kDQSecond || warpgroup == 0) {
-      Finish<kDQFirst>(shared.ds[buffer], row_block, warpgroup * kDQFirst, step.last);
+      Finish<kDQFirst>(0, warpgroup * kDQFirst);
     } else {
-      Finish<kDQSecond>(shared.ds[buffer], row_block, kDQFirst, step.last);
+      Finish<kDQSecond>(0, kDQFirst);
     }
     at.Next();
-    buffer ^= 1;
     return !step.last;
   }
 
-  // dQ and dK from dS.
+  // dS^T, for both warpgroups.
+  __device__ __forceinline__ void StoreDS() {
+    MbarrierWait(&shared.ds_empty[at.index], at.parity ^ 1);
+#pragma unroll
+    for (int c = 0; c < kRows / 16; ++c)
+      Store(shared.ds[at.index], c, dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
+    FenceProxyAsync();
+    __syncwarp();
+    Release(&shared.ds_full[at.index]);
+  }
+
+  // dQ of the step before and dK of this one; if it is the tile's last, its dQ too. Of dQ it is this warpgroup's part:
+  // 64 of the rows, kWidth columns. (In the first step of a tile what is computed of dQ goes nowhere.)
   template <int kWidth>
-  __device__ __forceinline__ void Finish(const uint8_t* ds, int row_block, int column, bool last) {
+  __device__ __forceinline__ void Finish(int rows, int column) {
+    const bool add = kDQ && Uniform(row_block) >= 0;
+    const Ring<kStages> before = at.Before();
     DQ<kWidth> dQ;
-    if (kDQ) Issue(dQ, ds, column);
+    if (add) MbarrierWait(&shared.ds_full[before.index], before.parity);
+    if (kDQ) Issue(dQ, before.index, rows, column);
     if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
     WgmmaWait<(kDQ && kDK && kWidth > 0) ? 1 : 0>();
     Pin(dV);
     Pin(dQ.C);
     Release(&shared.do_empty[at.index]);
-    if (last) Release(&shared.k_empty);
-    if (kDQ) Add(dQ, row_block, column);
+    if (add) {
+      Release(&shared.ds_empty[before.index]);
+      Add(dQ, row_block + rows, column);
+    }
+    row_block = Uniform(shared.step[at.index].row_block);
+    if (Uniform(shared.step[at.index].last)) {
+      if (kDQ) {
+        MbarrierWait(&shared.ds_full[at.index], at.parity);
+        Issue(dQ, at.index, rows, column);
+        WgmmaWait<0>();
+        Pin(dQ.C);
+        Release(&shared.ds_empty[at.index]);
+      }
+      Release(&shared.k_empty);
+      if (kDQ) Add(dQ, row_block + rows, column);
+    }
     WgmmaWait<0>();
     Pin(dK);
     Release(&shared.q_empty[at.index]);
+  }
+
+  // dQ = dS K
+  template <int kWidth>
+  __device__ __forceinline__ void Issue(DQ<kWidth>& dQ, int buffer, int rows, int column) {
+    if constexpr (kWidth > 0) {
+      const uint64_t a = Descriptor(shared.ds[buffer] + rows * kKVBox, 0);
+      const uint64_t b = Descriptor(shared.k + column / 64 * kKVBox + column % 64 * 2, kKVBox);
+      WgmmaFence();
+#pragma unroll
+      for (int j = 0; j < kCols / 16; ++j) {
+        Wgmma<kWidth>::template SS<Major::kMN, Major::kMN>(dQ.C, Advance(a, j * 16 * 128), Advance(b, j * 16 * 128),
+                                                           j > 0);
+      }
+      WgmmaCommit();
+    }
   }
 
   // The next tile; false when there are no more.
@@ -130,6 +154,7 @@ struct Consumer : Keys {
     TmaWaitRead<0>();  // the gradients before have left
     SyncConsumers();
     if (Uniform(tile.steps) > 0) {
+      row_block = -1;
       while (Walk(tile)) continue;
     } else {
       Release(&shared.k_empty);
@@ -172,8 +197,9 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
     for (int s = 0; s < kStages; ++s) {
       MbarrierInit(&shared.q_full[s], 1), MbarrierInit(&shared.q_empty[s], 4 * kConsumers + kQTransposers);
       MbarrierInit(&shared.do_full[s], 1), MbarrierInit(&shared.do_empty[s], kDOReaders + kTransposers);
+      MbarrierInit(&shared.ds_full[s], kWide ? 1 : 4 * kConsumers);
+      MbarrierInit(&shared.ds_empty[s], kWide ? 4 : 4 * kConsumers);
     }
-    MbarrierInit(&shared.ds_full, 1), MbarrierInit(&shared.ds_empty, 4);
     if (kTF32) {
       MbarrierInit(&shared.q_t_full, kTransposers), MbarrierInit(&shared.q_t_empty, 4 * kConsumers);
       MbarrierInit(&shared.do_t_full, kTransposers), MbarrierInit(&shared.do_t_empty, kDOReaders);

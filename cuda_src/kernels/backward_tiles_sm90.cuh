@@ -84,7 +84,7 @@ struct BackwardShared {
   uint64_t k_full, k_empty, v_full, v_empty;
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kStages], do_empty[kStages];
-  uint64_t ds_full, ds_empty;  // of what comes from the other CTA
+  uint64_t ds_full[kStages], ds_empty[kStages];  // if wide, of what comes from the other CTA
   // TF32
   uint64_t q_t_full, q_t_empty, do_t_full, do_t_empty;
   alignas(kTF32 ? 1024 : 1) uint8_t q_t[kTF32 ? kQKBoxes * kQBox : 1], do_t[kTF32 ? kVBoxes * kQBox : 1];
@@ -100,8 +100,8 @@ struct Producer {
   const Params& p;
   BackwardShared& shared;
   const TensorMap *q_map, *k_map, *v_map, *do_map;
-  Ring<kStages> at;
   uint32_t kv_parity = 0;
+  uint32_t steps = 0;  // so far; their ring would take a register more
 
   __device__ __forceinline__ void Run() {
     constexpr int kAllCols = kCols * kCluster;
@@ -166,10 +166,11 @@ struct Producer {
     shared.tile[kv_parity].column = -1;
     MbarrierArrive(&shared.k_full);
     if (kTF32) {
-      MbarrierWait(&shared.q_empty[at.index], at.parity ^ 1);
-      MbarrierWait(&shared.do_empty[at.index], at.parity ^ 1);
-      shared.step[at.index].row = -1;
-      MbarrierArrive(&shared.do_full[at.index]);
+      const int stage = steps % kStages, parity = steps / kStages % 2;
+      MbarrierWait(&shared.q_empty[stage], parity ^ 1);
+      MbarrierWait(&shared.do_empty[stage], parity ^ 1);
+      shared.step[stage].row = -1;
+      MbarrierArrive(&shared.do_full[stage]);
     }
   }
 
@@ -200,9 +201,9 @@ struct Producer {
   }
 
   __device__ __forceinline__ void Load(const Step& step, int batch) {
-    const int stage = at.index;
+    const int stage = steps % kStages, parity = steps / kStages % 2;
     const int64_t statistics = int64_t(step.row_block) * 64;
-    MbarrierWait(&shared.q_empty[stage], at.parity ^ 1);
+    MbarrierWait(&shared.q_empty[stage], parity ^ 1);
     shared.step[stage] = step;
     MbarrierArriveExpectTx(&shared.q_full[stage], sizeof(shared.q[0]) + sizeof(shared.minus_l[0]));
     for (int b = 0; b < kQKBoxes; ++b)
@@ -210,13 +211,13 @@ struct Producer {
     BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, &shared.q_full[stage]);
     if (kMaximumApart)
       BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, &shared.q_full[stage]);
-    MbarrierWait(&shared.do_empty[stage], at.parity ^ 1);
+    MbarrierWait(&shared.do_empty[stage], parity ^ 1);
     MbarrierArriveExpectTx(&shared.do_full[stage], sizeof(shared.d_o[0]) + kRows * 4);
     for (int b = 0; b < kVBoxes; ++b)
       TmaLoad(shared.d_o[stage] + b * kQBox, do_map, &shared.do_full[stage], b * kBoxColumns, step.row, step.head,
               batch);
     BulkLoad(shared.d[stage], p.d + statistics, kRows * 4, &shared.do_full[stage]);
-    at.Next();
+    ++steps;
   }
 };
 

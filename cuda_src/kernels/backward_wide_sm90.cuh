@@ -133,12 +133,12 @@ struct ConsumerOfDS : Keys {
     Release(&shared.q_empty[at.index]);
     at.Next();
     if (kDQ) {
-      MbarrierWait(&shared.ds_full, ds_parity);
+      MbarrierWait(&shared.ds_full[0], ds_parity);
       ds_parity ^= 1;
       IssueDQ();
       WgmmaWait<0>();
       Pin(dQ);
-      PeerArrive(&shared.ds_empty, lane == 0);
+      PeerArrive(&shared.ds_empty[0], lane == 0);
       AddDQ(step.row_block);
     }
     return !step.last;
@@ -146,14 +146,14 @@ struct ConsumerOfDS : Keys {
 
   // dS to shared memory, here and in the other CTA.
   __device__ __forceinline__ void SendDS() {
-    MbarrierWait(&shared.ds_empty, ds_parity ^ 1);  // there; the copy before has left here
+    MbarrierWait(&shared.ds_empty[0], ds_parity ^ 1);  // there; the copy before has left here
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) Store(shared.ds[0], c, dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
     FenceProxyAsync();
     SyncWarpgroup();
     if (threadIdx.x % kWarpgroup == 0) {
-      MbarrierArriveExpectTx(&shared.ds_full, sizeof(shared.ds[0]));
-      PeerCopy(shared.ds[1], shared.ds[0], sizeof(shared.ds[0]), &shared.ds_full);
+      MbarrierArriveExpectTx(&shared.ds_full[0], sizeof(shared.ds[0]));
+      PeerCopy(shared.ds[1], shared.ds[0], sizeof(shared.ds[0]), &shared.ds_full[0]);
     }
   }
 

@@ -106,13 +106,16 @@ struct Consumer : Keys {
     WgmmaWait<(kDQ && kDK && kWidth > 0) ? 1 : 0>();
     Pin(dV);
     Pin(dQ.C);
+    Step step;  // once more, which takes fewer registers; with 128 rows there are none before dQ has left
+    if (!kSplitRows) step = StepHere();
     Release(&shared.do_empty[at.index]);
     if (add) {
       Release(&shared.ds_empty[before.index]);
       Add(dQ, row_block + rows, column);
     }
-    row_block = Uniform(shared.step[at.index].row_block);
-    if (Uniform(shared.step[at.index].last)) {
+    if (kSplitRows) step = StepHere();
+    row_block = step.row_block;
+    if (step.last) {
       if (kDQ) {
         MbarrierWait(&shared.ds_full[at.index], at.parity);
         Issue(dQ, at.index, rows, column);

@@ -87,6 +87,7 @@ struct BackwardShared {
   uint64_t ds_full[kStages], ds_empty[kStages];  // if wide, of what comes from the other CTA
   // TF32
   uint64_t q_t_full, q_t_empty, do_t_full, do_t_empty;
+  bool more[kTF32 ? kStages : 1];  // comes with dO, or says that there is none
   alignas(kTF32 ? 1024 : 1) uint8_t q_t[kTF32 ? kQKBoxes * kQBox : 1], do_t[kTF32 ? kVBoxes * kQBox : 1];
 };
 static_assert(kSameKeys || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::v));            // where dV leaves
@@ -167,9 +168,8 @@ struct Producer {
     MbarrierArrive(&shared.k_full);
     if (kTF32) {
       const int stage = steps % kStages, parity = steps / kStages % 2;
-      MbarrierWait(&shared.q_empty[stage], parity ^ 1);
       MbarrierWait(&shared.do_empty[stage], parity ^ 1);
-      shared.step[stage].row = -1;
+      shared.more[stage] = false;
       MbarrierArrive(&shared.do_full[stage]);
     }
   }
@@ -212,6 +212,7 @@ struct Producer {
     if (kMaximumApart)
       BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, &shared.q_full[stage]);
     MbarrierWait(&shared.do_empty[stage], parity ^ 1);
+    if (kTF32) shared.more[stage] = true;
     MbarrierArriveExpectTx(&shared.do_full[stage], sizeof(shared.d_o[0]) + kRows * 4);
     for (int b = 0; b < kVBoxes; ++b)
       TmaLoad(shared.d_o[stage] + b * kQBox, do_map, &shared.do_full[stage], b * kBoxColumns, step.row, step.head,
@@ -258,7 +259,7 @@ struct Transposer {
     while (true) {
       const int stage = at.index;
       MbarrierWait(&shared.do_full[stage], at.parity);
-      if (Uniform(shared.step[stage].row) < 0) return;
+      if (!Uniform(shared.more[stage])) return;
       Transpose<kDV ? kVBoxes : 0>(shared.d_o[stage], shared.do_t, &shared.do_empty[stage], &shared.do_t_full,
                                    &shared.do_t_empty);
       if (kQTransposers > 0) {

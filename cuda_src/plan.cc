@@ -47,6 +47,7 @@ enum Feature : unsigned {
   kCrowdedBlocks = 4096,  // a block mask beside a window, segments, a mask or dropout
   kSeveral = 8192,        // of a window or segments, a mask and dropout more than one
   kUncommon = 16384,      // head dims that differ or are no multiples of 16, or a scale that is not positive
+  kNarrow = 32768,        // head dims up to 128
   kOperands = kBias | kMask,
   kScores = kBias | kSoftCap,  // scores are formed entry by entry
 };
@@ -105,17 +106,17 @@ constexpr Choice kForwardSm90F32[] = {
 };
 
 // What is not here would spill registers: a soft cap keeps its slopes beside P, and beside much else above head dim 96;
-// a block mask does with a soft cap above 96, and always above 128.
+// a block mask does with a soft cap above 96, and always above 128. Tiles of 64 keys are for wide heads only.
 constexpr Choice kBackwardSm90[] = {
     {227, 64, {128, 128, 2, 2}, kScores | kCrowdedBlocks},
     {227, 96, {64, 128, 2, 2}},
     {227, 128, {64, 128, 2, 2}, kSoftCap},
     {227, 128, {64, 128, 2, 2}, kOperands | kDropout | kBlockMask},
-    {227, 192, {64, 64, 2, 2}, kSoftCap | kBlockMask},
-    {227, 192, {64, 64, 2, 2}, kOperands | kBlockMask},
-    {227, 192, {64, 64, 2, 2}, kBias | kLocal | kBlockMask},
-    {227, 256, {64, 64, 2, 2}, kSoftCap | kBias | kBlockMask},
-    {227, 256, {64, 64, 2, 2}, kSoftCap | kDropout | kBlockMask},
+    {227, 192, {64, 64, 2, 2}, kNarrow | kSoftCap | kBlockMask},
+    {227, 192, {64, 64, 2, 2}, kNarrow | kOperands | kBlockMask},
+    {227, 192, {64, 64, 2, 2}, kNarrow | kBias | kLocal | kBlockMask},
+    {227, 256, {64, 64, 2, 2}, kNarrow | kSoftCap | kBias | kBlockMask},
+    {227, 256, {64, 64, 2, 2}, kNarrow | kSoftCap | kDropout | kBlockMask},
 };
 
 // TF32. A soft cap would keep its slopes in 16 bits; crowded blocks, a bias beside a mask or a block mask, and one
@@ -270,6 +271,7 @@ unsigned FeaturesOf(const Problem& p, const Tile& tile) {
          feature(p.block_mask.present && (local || mask || p.dropout()), kCrowdedBlocks) |
          feature(local + mask + p.dropout() > 1, kSeveral) |
          feature(p.qk_dim != p.v_dim || p.qk_dim % 16 != 0 || p.scale <= 0, kUncommon) |
+         feature(std::max(p.qk_dim, p.v_dim) <= 128, kNarrow) |
          feature(p.batch * p.q_heads * DivideUp(p.q_len, tile.rows) < kMultiprocessors, kFewTiles) |
          feature(p.q_len * p.group() > tile.rows, kManyRows);
 }

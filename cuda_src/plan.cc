@@ -111,7 +111,7 @@ constexpr Choice kBackwardSm90[] = {
     {227, 64, {128, 128, 2, 2}, kScores | kCrowdedBlocks},
     {227, 96, {64, 128, 2, 2}},
     {227, 128, {64, 128, 2, 2}, kSoftCap},
-    {227, 128, {64, 128, 2, 2}, kOperands | kDropout | kBlockMask},
+    {227, 128, {64, 128, 2, 2}, kOperands | kBlockMask},
     {227, 192, {64, 64, 2, 2}, kNarrow | kSoftCap | kBlockMask},
     {227, 192, {64, 64, 2, 2}, kNarrow | kOperands | kBlockMask},
     {227, 192, {64, 64, 2, 2}, kNarrow | kBias | kLocal | kBlockMask},

@@ -37,8 +37,11 @@ constexpr int kDQSecond = kSplitRows ? kQKDim : kQKDim - kDQFirst;
 // To form scores entry by entry takes registers: dP has to wait for its own.
 constexpr bool kLateDP = kScores && kRows == 64;
 
-// A warpgroup with S, dP, dK and dV of its 64 keys. In each step it computes the dQ of the step before, for which it
-// need not wait: else both warpgroups would be at their exponentials, and then at their products, at the same time.
+// dQ is computed a step behind: then no warpgroup waits for the other's dS, and both are not at their exponentials, and
+// then at their products, at the same time. Not where there are no registers to keep track of it.
+constexpr bool kBehind = kDQ && !(kRows == 64 && ((kBlockMask && (kMuchToTrack || kMask || kBias)) || kSoftCap));
+
+// A warpgroup with S, dP, dK and dV of its 64 keys.
 struct Consumer : Keys {
   static constexpr int kRegisters = (504 - kProducerRegisters) / 2;
   float dK[kQKDim / 2], dV[kVDim / 2];
@@ -72,11 +75,11 @@ struct Consumer : Keys {
       return false;
     }
     if (kSplitRows) {
-      Finish<kDQFirst>(warpgroup, 0);
+      Finish<kDQFirst>(step, warpgroup, 0);
     } else if (kDQFirst == kDQSecond || warpgroup == 0) {
-      Finish<kDQFirst>(0, warpgroup * kDQFirst);
+      Finish<kDQFirst>(step, 0, warpgroup * kDQFirst);
     } else {
-      Finish<kDQSecond>(0, kDQFirst);
+      Finish<kDQSecond>(step, 0, kDQFirst);
     }
     at.Next();
     return !step.last;
@@ -84,47 +87,48 @@ struct Consumer : Keys {
 
   // dS^T, for both warpgroups.
   __device__ __forceinline__ void StoreDS() {
-    MbarrierWait(&shared.ds_empty[at.index], at.parity ^ 1);
+    if (kBehind) MbarrierWait(&shared.ds_empty[at.index], at.parity ^ 1);
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c)
       Store(shared.ds[at.index], c, dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
     FenceProxyAsync();
-    __syncwarp();
-    Release(&shared.ds_full[at.index]);
+    if (kBehind) {
+      __syncwarp();
+      Release(&shared.ds_full[at.index]);
+    } else {
+      SyncConsumers();
+    }
   }
 
-  // dQ of the step before and dK of this one; if it is the tile's last, its dQ too. Of dQ it is this warpgroup's part:
-  // 64 of the rows, kWidth columns. (In the first step of a tile what is computed of dQ goes nowhere.)
+  // dQ and dK. Of dQ it is this warpgroup's part: 64 of the rows, kWidth columns. If dQ is a step behind, nothing comes
+  // of the first step of a tile, and after the last one there is another dQ.
   template <int kWidth>
-  __device__ __forceinline__ void Finish(int rows, int column) {
-    const bool add = kDQ && Uniform(row_block) >= 0;
-    const Ring<kStages> before = at.Before();
+  __device__ __forceinline__ void Finish(Step step, int rows, int column) {
+    const bool add = kDQ && (!kBehind || Uniform(row_block) >= 0);
+    const Ring<kStages> from = kBehind ? at.Before() : at;
     DQ<kWidth> dQ;
-    if (add) MbarrierWait(&shared.ds_full[before.index], before.parity);
-    if (kDQ) Issue(dQ, before.index, rows, column);
+    if (kBehind && add) MbarrierWait(&shared.ds_full[from.index], from.parity);
+    if (kDQ) Issue(dQ, from.index, rows, column);
     if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
     WgmmaWait<(kDQ && kDK && kWidth > 0) ? 1 : 0>();
     Pin(dV);
     Pin(dQ.C);
-    Step step;  // once more, which takes fewer registers; with 128 rows there are none before dQ has left
-    if (!kSplitRows) step = StepHere();
+    // Once more, which takes fewer registers; with 128 rows there are none before dQ has left.
+    if (kBehind && !kSplitRows) step = StepHere();
     Release(&shared.do_empty[at.index]);
-    if (add) {
-      Release(&shared.ds_empty[before.index]);
-      Add(dQ, row_block + rows, column);
-    }
-    if (kSplitRows) step = StepHere();
+    if (!kBehind && step.last) Release(&shared.k_empty);
+    if (kBehind && add) Release(&shared.ds_empty[from.index]);
+    if (add) Add(dQ, (kBehind ? row_block : step.row_block) + rows, column);
+    if (kBehind && kSplitRows) step = StepHere();
     row_block = step.row_block;
-    if (step.last) {
-      if (kDQ) {
-        MbarrierWait(&shared.ds_full[at.index], at.parity);
-        Issue(dQ, at.index, rows, column);
-        WgmmaWait<0>();
-        Pin(dQ.C);
-        Release(&shared.ds_empty[at.index]);
-      }
+    if (kBehind && step.last) {
+      MbarrierWait(&shared.ds_full[at.index], at.parity);
+      Issue(dQ, at.index, rows, column);
+      WgmmaWait<0>();
+      Pin(dQ.C);
+      Release(&shared.ds_empty[at.index]);
       Release(&shared.k_empty);
-      if (kDQ) Add(dQ, row_block + rows, column);
+      Add(dQ, row_block + rows, column);
     }
     WgmmaWait<0>();
     Pin(dK);

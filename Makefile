@@ -3,8 +3,9 @@ VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 # Leave out what builds packages; `make test PYTEST_ARGS=` runs everything.
 PYTEST_ARGS ?= -m "not slow"
-# Most of the suite's time is spent compiling, one program a process. A GPU's memory is for one process.
-PYTEST = bin/pytest $(if $(GPU),,--numprocesses auto --maxprocesses 8 --dist loadfile)
+# Most of the suite's time is spent compiling, one program a process. A process that is done takes over what another has
+# left. A GPU's memory is for one process.
+PYTEST = bin/pytest $(if $(GPU),,--numprocesses auto --maxprocesses 8 --dist worksteal)
 EXTRAS ?= dev
 EMULATED ?= "(test_feature or test_head_dim or test_few_queries or test_some_queries or whole_tiles) and not f64"
 DEMO_ARGS ?=

@@ -6,9 +6,14 @@ With JAX_FLASH_EMULATE=sm_80 or sm_90 the CPU runs the CUDA kernels (emulator/RE
 import os
 import shutil
 
-# Before jax starts its backends. Most of the suite's time is LLVM's, for programs that run once on small arrays.
-_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+# Before jax starts its backends. Most of the suite's time is XLA's, for programs that run once on small arrays: LLVM
+# does not optimise, and loops are written for it at once, not in MLIR first.
+_FLAGS = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+)
 os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+if "PYTEST_XDIST_WORKER" in os.environ:  # NumPy's products have the worker's core, not every core for each worker
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 _EMULATED = os.environ.get("JAX_FLASH_EMULATE", "")
 _GPU = shutil.which("nvidia-smi") is not None and not _EMULATED
 if _GPU:  # the CPU stays the default device, and the GPU's memory is for several processes

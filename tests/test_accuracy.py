@@ -53,14 +53,14 @@ def assert_accurate(results, exact, usual, cancelled, dtype):
         assert error <= bound, f"{name}: error {error:.3g}, allowed {bound:.3g}"
 
 
-def check(case, dtype, exact=oracle, seed=0, draws=1):
+def check(case, dtype, seed=0, draws=1):
     dtype = jnp.dtype(dtype)
     usual = usual_errors(case, dtype, seed, draws=draws)
     for draw in range(seed, seed + draws):
         arrays, cotangents = case.arrays(dtype.name, draw), case.cotangents(dtype.name, draw)
         cancelled = standard.cancellation(case, arrays, cotangents, dtype)
         results = run(case, arrays, cotangents)
-        assert_accurate(results, exact(case, arrays, cotangents), usual, cancelled, dtype)
+        assert_accurate(results, by_numpy(case, arrays, cotangents), usual, cancelled, dtype)
 
 
 def check_tf32(case, draws=1):
@@ -88,14 +88,14 @@ def test_feature(case, dtype):
 
 @pytest.mark.parametrize("case", FEATURES, ids=str)
 def test_feature_in_f64(case):
-    check(case, "float64", by_numpy)
+    check(case, "float64")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("D", [1, 3, 8, 17, 32, 40, 64, 72, 80, 96, 128, 160, 192, 200, 256])
 def test_head_dim(D, dtype):
-    check(Case(B=1, T=70, S=90, N=2, K=1, D=D, E=D, causal=True), dtype, by_numpy)
-    check(Case(B=1, T=33, S=50, N=1, K=1, D=D, E=max(256 - D, 8), dropout=0.2), dtype, by_numpy)
+    check(Case(B=1, T=70, S=90, N=2, K=1, D=D, E=D, causal=True), dtype)
+    check(Case(B=1, T=33, S=50, N=1, K=1, D=D, E=max(256 - D, 8), dropout=0.2), dtype)
 
 
 SIZES = [1, 2, 15, 16, 17, 31, 33, 47, 63, 64, 65, 127, 128, 129, 191, 255, 257, 384]
@@ -104,44 +104,44 @@ SIZES = [1, 2, 15, 16, 17, 31, 33, 47, 63, 64, 65, 127, 128, 129, 191, 255, 257,
 @pytest.mark.parametrize("T", SIZES)
 def test_length(T):
     """Around every tile size, alone and with what looks at positions."""
-    check(Case(B=1, T=T, S=T, N=2, K=2, D=32, E=32), "float32", by_numpy)
-    check(Case(B=1, T=T, S=SIZES[-1] + 1 - T, N=1, K=1, causal=True, offset=True), "float32", by_numpy)
-    check(Case(B=2, T=200, S=T, N=1, K=1, window=(40, 25), lengths=True, bias="1n1s"), "float32", by_numpy)
+    check(Case(B=1, T=T, S=T, N=2, K=2, D=32, E=32), "float32")
+    check(Case(B=1, T=T, S=SIZES[-1] + 1 - T, N=1, K=1, causal=True, offset=True), "float32")
+    check(Case(B=2, T=200, S=T, N=1, K=1, window=(40, 25), lengths=True, bias="1n1s"), "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_long(dtype):
     """Many tiles of every kind; many terms in every sum."""
-    check(Case(B=1, T=1500, S=1111, N=2, K=1, D=64, E=64), dtype, by_numpy)
-    check(Case(B=1, T=1111, S=1500, N=2, K=2, D=64, E=64, causal=True, bias="1n1s", dropout=0.1), dtype, by_numpy)
-    check(Case(B=1, T=1100, S=1100, N=1, K=1, D=32, E=48, window=(100, 300), segments=True), dtype, by_numpy)
+    check(Case(B=1, T=1500, S=1111, N=2, K=1, D=64, E=64), dtype)
+    check(Case(B=1, T=1111, S=1500, N=2, K=2, D=64, E=64, causal=True, bias="1n1s", dropout=0.1), dtype)
+    check(Case(B=1, T=1100, S=1100, N=1, K=1, D=32, E=48, window=(100, 300), segments=True), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("T", [1, 3, 16])
 def test_few_queries(T, dtype):
     """Decoding. GPUs divide the keys into parts; rows see nothing of some of them."""
-    check(Case(T=T, S=1100, N=8, K=2, D=128, E=128, causal=True, offset=True, lengths=True), dtype, by_numpy)
-    check(Case(T=T, S=1037, N=4, K=4, D=64, E=64, window=(300, 0), bias="1n1s", dropout=0.2), dtype, by_numpy)
-    check(Case(T=T, S=1100, N=4, K=1, D=80, E=40, segments=True, mask="bnts", soft_cap=2.0), dtype, by_numpy)
+    check(Case(T=T, S=1100, N=8, K=2, D=128, E=128, causal=True, offset=True, lengths=True), dtype)
+    check(Case(T=T, S=1037, N=4, K=4, D=64, E=64, window=(300, 0), bias="1n1s", dropout=0.2), dtype)
+    check(Case(T=T, S=1100, N=4, K=1, D=80, E=40, segments=True, mask="bnts", soft_cap=2.0), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_some_queries(dtype):
     """Tiles of many rows, groups that are no power of two, the least instead of the greatest score."""
-    check(Case(B=1, T=33, S=1100, N=6, K=2, D=64, E=64, dropout=0.2, lengths=True, offset=True), dtype, by_numpy)
+    check(Case(B=1, T=33, S=1100, N=6, K=2, D=64, E=64, dropout=0.2, lengths=True, offset=True), dtype)
     case = Case(B=1, T=5, S=1100, N=9, K=3, window=(500, 100), segments=True, bias="11ts", dropout=0.1, scale=-0.3)
-    check(case, dtype, by_numpy)
-    check(Case(B=1, T=63, S=1030, N=3, K=1, D=64, E=64, mask="bnts", dropout=0.3, scale=-0.3), dtype, by_numpy)
-    check(Case(B=9, T=3, S=1030, N=30, K=30, causal=True, offset=True, lengths=True), dtype, by_numpy)  # many tiles
+    check(case, dtype)
+    check(Case(B=1, T=63, S=1030, N=3, K=1, D=64, E=64, mask="bnts", dropout=0.3, scale=-0.3), dtype)
+    check(Case(B=9, T=3, S=1030, N=30, K=30, causal=True, offset=True, lengths=True), dtype)  # many tiles
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_large_scores(dtype):
     """One-hot softmax, where exp would overflow without the maximum. Only rows with two keys that are nearly equal have
     an error, and those are few: several draws."""
-    check(Case(T=130, S=150, spread=12.0, scale=1.0), dtype, by_numpy, draws=8)
-    check(Case(T=130, S=150, spread=12.0, scale=1.0, soft_cap=30.0, causal=True), dtype, by_numpy, draws=8)
+    check(Case(T=130, S=150, spread=12.0, scale=1.0), dtype, draws=8)
+    check(Case(T=130, S=150, spread=12.0, scale=1.0, soft_cap=30.0, causal=True), dtype, draws=8)
 
 
 def extents():
@@ -167,7 +167,7 @@ def cases():
 
 @given(cases(), st.sampled_from(["float32", "float32", "bfloat16", "float16", "float64"]), st.integers(0, 1000))
 def test_any_case(case, dtype, seed):
-    check(case, dtype, by_numpy, seed)
+    check(case, dtype, seed)
 
 
 @pytest.mark.parametrize("bias_dtype", ["float16", "bfloat16", "float32", "float64"])

@@ -371,13 +371,13 @@ ATTENTION = {
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name):
-    check(ATTENTION[name], "float32", by_numpy)
+    check(ATTENTION[name], "float32")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("name", ["by both", "dropout", "all"])
 def test_attention_in_other_dtypes(name, dtype):
-    check(ATTENTION[name], dtype, by_numpy)
+    check(ATTENTION[name], dtype)
 
 
 def hopper(q_block=128, kv_block=128, **fields):
@@ -398,7 +398,7 @@ WHOLE_TILES = {
 
 @pytest.mark.parametrize("name", WHOLE_TILES)
 def test_blocks_of_whole_tiles(name):
-    check(WHOLE_TILES[name], "bfloat16", by_numpy)
+    check(WHOLE_TILES[name], "bfloat16")
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -437,7 +437,7 @@ def test_any_size(size, batch, heads, causal, dropout, seed):
     T, S, q_block, kv_block = size
     options = {"causal": causal, "dropout": dropout, "bias": "11ts" if causal else ""}
     case = sparse(q_block, kv_block, 1 + batch, 1 + 3 * heads, seed, T=T, S=S, **options)
-    check(case, "float32", by_numpy, seed)
+    check(case, "float32", seed)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

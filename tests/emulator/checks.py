@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from cases import Case, with_gradients
-from test_accuracy import by_numpy, check, check_tf32
+from test_accuracy import check, check_tf32
 from test_block_sparse import sparse
 
 import emulator
@@ -39,7 +39,7 @@ hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="
     ids=str,
 )
 def test_case(case, dtype):
-    check(case, dtype, by_numpy)
+    check(case, dtype)
 
 
 @pytest.mark.usefixtures("device")
@@ -112,7 +112,7 @@ SEVERAL_TILES = {
 def test_random_schedule(name, seed, monkeypatch):
     monkeypatch.setenv("JAX_FLASH_EMULATE_SEED", str(seed))
     case, dtype = SEVERAL_TILES[name]
-    check_tf32(case) if dtype == "tf32" else check(case, dtype, by_numpy)
+    check_tf32(case) if dtype == "tf32" else check(case, dtype)
 
 
 # --- Broken kernels ---

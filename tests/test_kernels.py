@@ -1,7 +1,11 @@
 """The CUDA kernels compile for every architecture, spill nothing and fit its shared memory; no GPU is needed."""
 
+import itertools
+
 import kernel_variants
 import pytest
+
+from jax_flash import _native
 
 
 @pytest.mark.slow
@@ -14,3 +18,18 @@ def test_every_feature_and_pair_of_features_compiles():
             faults += [f"{fault}: {report}" for fault in kernel_variants.faults(report)]
             assert report.seconds < 60, report  # processor time: f32 in full precision with every feature takes 20
     assert not faults, "\n".join(faults)
+
+
+def test_hoppers_backward_has_the_tiles_of_its_head_dims():
+    """Above head dim 128 tiles of 64 keys, up to that of 128, whatever else there is: it has no others."""
+    plain = {name: values[0] for name, values in kernel_variants.FEATURES.items()}
+    names = ("window", "mask", "block_mask", "bias", "soft_cap", "dropout")
+    values = itertools.product(*(kernel_variants.FEATURES[name] for name in names))
+    seen = set()
+    for dims, chosen in itertools.product(kernel_variants.DIMS, values):
+        problem = kernel_variants.problem("bfloat16", dims, **plain | dict(zip(names, chosen, strict=True)))
+        for file, _, defines in _native.cuda_plan(problem.encode(), True, "sm_90a"):
+            if file == "backward_sm90.cuh":
+                assert ("JAX_FLASH_COLS=64" in defines) == (max(dims) > 128), (dims, chosen)
+                seen.add(dims)
+    assert seen == set(kernel_variants.DIMS)

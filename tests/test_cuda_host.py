@@ -116,6 +116,22 @@ def test_float32_on_hopper():
         assert set(names) == {f"backward_sm{backward}.cuh"}
 
 
+@pytest.mark.parametrize(
+    ("changes", "family"),
+    [
+        ({}, 90),
+        ({"qk_dim": 96, "v_dim": 96}, 90),
+        ({"qk_dim": 104}, 80),
+        ({"mask": Extent(True, True, True, True)}, 80),
+    ],
+)
+def test_bias_in_the_tf32_backward(changes, family):
+    """Up to head dim 96 and without a mask, where registers suffice."""
+    biased = {"bias_dtype": "float32", "bias": Extent(True, True, True, True)}
+    launches = kernels("sm_90a", True, dtype="float32", **biased, **GRADIENTS, **changes)
+    assert {file for file, _ in launches} == {f"backward_sm{family}.cuh"}
+
+
 def test_a_family_can_be_asked_for(monkeypatch):
     monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm80")
     assert kernels() == [("forward_sm80.cuh", "jax_flash_forward")]

@@ -142,12 +142,15 @@ def cover() -> Iterator[tuple[str, Problem]]:
 
 
 def singles() -> Iterator[tuple[str, Problem]]:
-    """One feature at a time, where registers are scarcest: what most models use."""
+    """One feature at a time, and some beside dropout, where registers are scarcest: what most models use."""
     for features in (FEATURES, FEW_QUERIES):
         plain = {name: values[0] for name, values in features.items()} | {"causal": False}
         for dims, (name, values) in itertools.product(DIMS[:3], features.items()):
             for value in values:
                 yield "sm_90a", problem("bfloat16", dims, **plain | {name: value})
+    with_dropout = {name: values[0] for name, values in FEATURES.items()} | {"causal": False, "dropout": True}
+    for dims, name in itertools.product(DIMS[:2], ("window", "segments", "mask", "block_mask")):
+        yield "sm_90a", problem("bfloat16", dims, **with_dropout | {name: FEATURES[name][1]})
     # The largest tiles where shared memory is least.
     plain = {name: values[0] for name, values in FEATURES.items()}
     for dtype, dims, gradients in itertools.product(DTYPES[1:], DIMS[1:3], GRADIENTS[:2]):

@@ -386,6 +386,8 @@ def hopper(q_block=128, kv_block=128, **fields):
 
 # Hopper's kernels want blocks of whole tiles. The last ones have tiles of 16, 48 and 112 keys there.
 WHOLE_TILES = {
+    "nothing": hopper(T=400, K=1),
+    "dropout": hopper(batch=2, B=2, dropout=0.2),
     "causal, offset, dropout": hopper(batch=2, B=2, D=64, E=64, causal=True, offset=True, dropout=0.2),
     "lengths, mask": hopper(kv_block=256, S=400, K=2, D=96, E=80, dropout=0.2, mask="bnts", lengths=True),
     "window, segments": hopper(256, T=300, K=1, window=(90, 40), segments=True),

@@ -5,9 +5,9 @@
 // from registers:
 //   S^T = K Q_i^T;   P^T = exp(S^T - L_i);   dP^T = V dO_i^T;   dS^T = P^T (dP^T - D_i)
 //   dV += P^T dO_i;  dK += dS^T Q_i;         dQ_i += dS K, over all CTAs, in f32
-// Only dQ needs the dS of all warpgroups; it goes through shared memory, and dQ is a step behind. Of l and m only the
-// logsumexp L = m + log l is needed, unless there is a bias. A kernel before computes L and D and clears dQ, a kernel
-// after converts dQ. Head dims above 128 are in backward_wide_sm90.cuh, f32 as TF32 in backward_tf32_sm90.cuh.
+// Only dQ needs the dS of all warpgroups; it goes through shared memory, and dQ may be a step behind. Of l and m only
+// the logsumexp L = m + log l is needed, unless there is a bias. A kernel before computes L and D and clears dQ, a
+// kernel after converts dQ. Head dims above 128 are in backward_wide_sm90.cuh, f32 as TF32 in backward_tf32_sm90.cuh.
 //
 // The host defines what config.cuh reads and JAX_FLASH_ROWS (of a tile of Q: 64 or 128, or 64 for f32), _COLS (keys of
 // a CTA: 128, or 64 if a head dim is above 128, or for f32 above 64), _CONSUMERS (warpgroups: 2) and _STAGES. It
@@ -37,15 +37,18 @@ constexpr int kDQSecond = kSplitRows ? kQKDim : kQKDim - kDQFirst;
 // To form scores entry by entry takes registers: dP has to wait for its own.
 constexpr bool kLateDP = kScores && kRows == 64;
 
-// dQ is computed a step behind: then no warpgroup waits for the other's dS, and both are not at their exponentials, and
-// then at their products, at the same time. Not where there are no registers to keep track of it.
-constexpr bool kBehind = kDQ && !(kRows == 64 && ((kBlockMask && (kMuchToTrack || kMask || kBias)) || kSoftCap));
+// dQ is computed a step behind: then no warpgroup waits for the other's dS, and one can be at its products while the
+// other is at its exponentials. Not where there are no registers to keep track of it.
+constexpr bool kBehind =
+    kDQ &&
+    (kRows == 128 || !(kDropout || kMask || kSoftCap || (kBlockMask && (kBias || kCausal || kWindow || kSegments))));
+static_assert(kTF32 || kStages == 2);  // as dS
 
 // A warpgroup with S, dP, dK and dV of its 64 keys.
 struct Consumer : Keys {
   static constexpr int kRegisters = (504 - kProducerRegisters) / 2;
   float dK[kQKDim / 2], dV[kVDim / 2];
-  int row_block;  // of the step before; < 0 if there is none
+  int row_block;  // if kBehind: of the step before; < 0 if there is none
 
   using Keys::Keys;
 
@@ -100,15 +103,16 @@ struct Consumer : Keys {
     }
   }
 
-  // dQ and dK. Of dQ it is this warpgroup's part: 64 of the rows, kWidth columns. If dQ is a step behind, nothing comes
-  // of the first step of a tile, and after the last one there is another dQ.
+  // dQ and dK. Of dQ it is this warpgroup's part: 64 of the rows, kWidth columns. If dQ is a step behind, what is
+  // computed in the first step of a tile goes nowhere (a branch around it would keep all products from overlapping),
+  // and after the last one there is another dQ.
   template <int kWidth>
   __device__ __forceinline__ void Finish(Step step, int rows, int column) {
     const bool add = kDQ && (!kBehind || Uniform(row_block) >= 0);
-    const Ring<kStages> from = kBehind ? at.Before() : at;
+    const Ring<kStages> from = kBehind && add ? at.Before() : at;
     DQ<kWidth> dQ;
-    if (kBehind && add) MbarrierWait(&shared.ds_full[from.index], from.parity);
-    if (kDQ) Issue(dQ, from.index, rows, column);
+    if (kBehind) MbarrierWait(&shared.ds_full[from.index], from.parity);
+    if (kDQ) Issue(dQ, shared.ds[from.index] + rows * kKVBox, column);
     if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
     WgmmaWait<(kDQ && kDK && kWidth > 0) ? 1 : 0>();
     Pin(dV);
@@ -123,7 +127,7 @@ struct Consumer : Keys {
     row_block = step.row_block;
     if (kBehind && step.last) {
       MbarrierWait(&shared.ds_full[at.index], at.parity);
-      Issue(dQ, at.index, rows, column);
+      Issue(dQ, shared.ds[at.index] + rows * kKVBox, column);
       WgmmaWait<0>();
       Pin(dQ.C);
       Release(&shared.ds_empty[at.index]);
@@ -137,9 +141,9 @@ struct Consumer : Keys {
 
   // dQ = dS K
   template <int kWidth>
-  __device__ __forceinline__ void Issue(DQ<kWidth>& dQ, int buffer, int rows, int column) {
+  __device__ __forceinline__ void Issue(DQ<kWidth>& dQ, const uint8_t* ds, int column) {
     if constexpr (kWidth > 0) {
-      const uint64_t a = Descriptor(shared.ds[buffer] + rows * kKVBox, 0);
+      const uint64_t a = Descriptor(ds, 0);
       const uint64_t b = Descriptor(shared.k + column / 64 * kKVBox + column % 64 * 2, kKVBox);
       WgmmaFence();
 #pragma unroll
@@ -156,9 +160,9 @@ struct Consumer : Keys {
     Clear(dK);
     Clear(dV);
     const Tile* next = NextTile();
+    TmaWaitRead<0>();  // the gradients before have left
     if (!next) return false;
     const Tile& tile = *next;
-    TmaWaitRead<0>();  // the gradients before have left
     SyncConsumers();
     if (Uniform(tile.steps) > 0) {
       row_block = -1;

@@ -28,9 +28,9 @@ constexpr int kCluster = kWide ? 2 : 1;  // CTAs with neighbouring keys and the 
 constexpr int kConsumers = 2;  // warpgroups
 static_assert(JAX_FLASH_CONSUMERS == kConsumers);
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-// Of 504 for the three warpgroups. A block mask beside other masks, dropout or large tiles is more to keep track of;
-// and a warp that transposes has 32 entries a lane at a time.
-constexpr bool kMuchToTrack = kBlockMask && (kRows == 128 || kCausal || kWindow || kSegments || kDropout);
+// Of 504 for the three warpgroups. A block mask beside other masks or large tiles is more to keep track of; and a warp
+// that transposes has 32 entries a lane at a time.
+constexpr bool kMuchToTrack = kBlockMask && (kRows == 128 || kCausal || kWindow || kSegments);
 constexpr int kProducerRegisters = kMuchToTrack || kTF32 ? 56 : 40;
 
 // Tiles are boxes of 128 bytes of columns; what is outside of the head dim is 0.
@@ -102,7 +102,7 @@ struct Producer {
   BackwardShared& shared;
   const TensorMap *q_map, *k_map, *v_map, *do_map;
   uint32_t kv_parity = 0;
-  uint32_t steps = 0;  // so far; their ring would take a register more
+  uint32_t loaded = 0;  // steps so far; their ring would take a register more
 
   __device__ __forceinline__ void Run() {
     constexpr int kAllCols = kCols * kCluster;
@@ -167,7 +167,7 @@ struct Producer {
     shared.tile[kv_parity].column = -1;
     MbarrierArrive(&shared.k_full);
     if (kTF32) {
-      const int stage = steps % kStages, parity = steps / kStages % 2;
+      const int stage = loaded % kStages, parity = loaded / kStages % 2;
       MbarrierWait(&shared.do_empty[stage], parity ^ 1);
       shared.more[stage] = false;
       MbarrierArrive(&shared.do_full[stage]);
@@ -201,7 +201,7 @@ struct Producer {
   }
 
   __device__ __forceinline__ void Load(const Step& step, int batch) {
-    const int stage = steps % kStages, parity = steps / kStages % 2;
+    const int stage = loaded % kStages, parity = loaded / kStages % 2;
     const int64_t statistics = int64_t(step.row_block) * 64;
     MbarrierWait(&shared.q_empty[stage], parity ^ 1);
     shared.step[stage] = step;
@@ -218,7 +218,7 @@ struct Producer {
       TmaLoad(shared.d_o[stage] + b * kQBox, do_map, &shared.do_full[stage], b * kBoxColumns, step.row, step.head,
               batch);
     BulkLoad(shared.d[stage], p.d + statistics, kRows * 4, &shared.do_full[stage]);
-    ++steps;
+    ++loaded;
   }
 };
 

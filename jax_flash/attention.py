@@ -442,7 +442,7 @@ _FULL_PRECISIONS = (
 
 def _full_precision(precision: lax.Precision | str | None) -> bool:
     if precision is None:
-        return jax.config.jax_default_matmul_precision in _FULL_PRECISIONS  # type: ignore[attr-defined]
+        return jax.config.jax_default_matmul_precision in _FULL_PRECISIONS  # type: ignore[attr-defined, unused-ignore]
     try:
         return lax.Precision(precision) == lax.Precision.HIGHEST
     except ValueError:

@@ -101,7 +101,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       implementation: see `jax_flash.dot_product_attention`.
 
     Raises:
-      NotImplementedError: `attention_fn`, or `sow_weights` in a call, is set.
+      NotImplementedError: `attention_fn`, or `sow_weights` or `input_positions` in a call, is set.
       ValueError: heads or features not divisible, shapes that do not fit the cache, no `rngs` for dropout.
     """
 
@@ -138,6 +138,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         is_causal: bool | None = None,
         out_sharding: Any = None,
         qkv_sharding: Any = None,
+        input_positions: jax.Array | None = None,
     ) -> jax.Array:
         """Projects to queries, keys and values, attends, projects back.
 
@@ -149,11 +150,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           block_mask: blocks that may attend, of T x S entries; leading dimensions count as one batch.
           deterministic, rngs, decode, is_causal: take precedence over what the constructor was given.
           out_sharding, qkv_sharding: of the outputs of the projections.
+          input_positions: refused; Flax hands them to an `attention_fn` with rotary embeddings.
 
         Returns:
           [..., T, out_features].
         """
-        refuse("jax_flash.nnx.MultiHeadAttention", sow_weights=sow_weights)
+        refuse("jax_flash.nnx.MultiHeadAttention", sow_weights=sow_weights, input_positions=input_positions)
         if inputs_k is None:
             if inputs_v is not None:
                 raise ValueError("inputs_v is given and inputs_k is not: pass inputs_k (inputs_v then defaults to it)")

@@ -136,10 +136,11 @@ def _partition(function: Function, problem: Problem, names: tuple[str, ...], mes
         return lax.axis_index(head_axes) * local_heads // problem.group
 
     def local(arrays: Arrays) -> Results:
-        if shared_kv_head:
-            kv = {name: lax.dynamic_slice_in_dim(arrays[name], kv_head(), 1, axis=-2) for name in ("key", "value")}
-            arrays = arrays | kv
-        return tuple(map(complete, names, function(arrays)))
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # one device's arrays are not placed on the user's
+            if shared_kv_head:
+                kv = {name: lax.dynamic_slice_in_dim(arrays[name], kv_head(), 1, axis=-2) for name in ("key", "value")}
+                arrays = arrays | kv
+            return tuple(map(complete, names, function(arrays)))
 
     def complete(name: str, x: jax.Array) -> jax.Array:
         """Sums a gradient over the devices that hold other parts of it."""

@@ -47,6 +47,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "dlogsumexp": (False, True),
     "gradients": GRADIENTS,
 }
+PLAIN = {name: values[0] for name, values in FEATURES.items()}
 FEW_QUERIES = FEATURES | {  # the forward divides the keys
     "q_len": (1, 16, 32, 64),
     "block_mask": (None,),
@@ -148,13 +149,12 @@ def singles() -> Iterator[tuple[str, Problem]]:
         for dims, (name, values) in itertools.product(DIMS[:3], features.items()):
             for value in values:
                 yield "sm_90a", problem("bfloat16", dims, **plain | {name: value})
-    with_dropout = {name: values[0] for name, values in FEATURES.items()} | {"causal": False, "dropout": True}
+    with_dropout = PLAIN | {"causal": False, "dropout": True}
     for dims, name in itertools.product(DIMS[:2], ("window", "segments", "mask", "block_mask")):
         yield "sm_90a", problem("bfloat16", dims, **with_dropout | {name: FEATURES[name][1]})
     # The largest tiles where shared memory is least.
-    plain = {name: values[0] for name, values in FEATURES.items()}
     for dtype, dims, gradients in itertools.product(DTYPES[1:], DIMS[1:3], GRADIENTS[:2]):
-        yield "sm_89", problem(dtype, dims, **plain | {"gradients": gradients})
+        yield "sm_89", problem(dtype, dims, **PLAIN | {"gradients": gradients})
 
 
 def product() -> Iterator[tuple[str, Problem]]:

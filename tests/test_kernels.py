@@ -22,12 +22,11 @@ def test_every_feature_and_pair_of_features_compiles():
 
 def test_hoppers_backward_has_the_tiles_of_its_head_dims():
     """Above head dim 128 tiles of 64 keys, up to that of 128, whatever else there is: it has no others."""
-    plain = {name: values[0] for name, values in kernel_variants.FEATURES.items()}
     names = ("window", "mask", "block_mask", "bias", "soft_cap", "dropout")
     values = itertools.product(*(kernel_variants.FEATURES[name] for name in names))
     seen = set()
     for dims, chosen in itertools.product(kernel_variants.DIMS, values):
-        problem = kernel_variants.problem("bfloat16", dims, **plain | dict(zip(names, chosen, strict=True)))
+        problem = kernel_variants.problem("bfloat16", dims, **kernel_variants.PLAIN | dict(zip(names, chosen, strict=True)))
         for file, _, defines in _native.cuda_plan(problem.encode(), True, "sm_90a"):
             if file == "backward_sm90.cuh":
                 assert ("JAX_FLASH_COLS=64" in defines) == (max(dims) > 128), (dims, chosen)

@@ -240,7 +240,7 @@ def test_module_refuses_by_name():
     with pytest.raises(NotImplementedError, match="`sow_weights`"):
         MultiHeadAttention(HEADS, FEATURES, rngs=nnx.Rngs(0))(INPUTS, sow_weights=True)
     with pytest.raises(NotImplementedError, match="`input_positions`"):
-        MultiHeadAttention(HEADS, FEATURES, rngs=nnx.Rngs(0))(INPUTS, input_positions=jax.numpy.arange(3))
+        MultiHeadAttention(HEADS, FEATURES, rngs=nnx.Rngs(0))(INPUTS, input_positions=jnp.arange(3))
     with pytest.raises(ValueError, match="num_kv_heads"):
         MultiHeadAttention(HEADS, FEATURES, num_kv_heads=3, rngs=nnx.Rngs(0))
 

@@ -26,7 +26,8 @@ def test_hoppers_backward_has_the_tiles_of_its_head_dims():
     values = itertools.product(*(kernel_variants.FEATURES[name] for name in names))
     seen = set()
     for dims, chosen in itertools.product(kernel_variants.DIMS, values):
-        problem = kernel_variants.problem("bfloat16", dims, **kernel_variants.PLAIN | dict(zip(names, chosen, strict=True)))
+        features = kernel_variants.PLAIN | dict(zip(names, chosen, strict=True))
+        problem = kernel_variants.problem("bfloat16", dims, **features)
         for file, _, defines in _native.cuda_plan(problem.encode(), True, "sm_90a"):
             if file == "backward_sm90.cuh":
                 assert ("JAX_FLASH_COLS=64" in defines) == (max(dims) > 128), (dims, chosen)

@@ -33,7 +33,7 @@ struct Tile {
 // What a problem may have and a choice of tiles may leave to others.
 enum Feature : unsigned {
   kCausal = 1,
-  kLocal = 2,  // a window, or segments
+  kWindow = 2,
   kSoftCap = 4,
   kBias = 8,
   kMask = 16,
@@ -48,6 +48,8 @@ enum Feature : unsigned {
   kSeveral = 8192,        // of a window or segments, a mask and dropout more than one
   kUncommon = 16384,      // head dims that differ or are no multiples of 16, or a scale that is not positive
   kNarrow = 32768,        // head dims up to 128
+  kSegments = 65536,
+  kLocal = kWindow | kSegments,
   kOperands = kBias | kMask,
   kScores = kBias | kSoftCap,  // scores are formed entry by entry
 };
@@ -66,7 +68,8 @@ constexpr Choice kForwardSm90[] = {
     {227, 64, {256, 64, 4, 4}, kOperands | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kOperands | kDropout | kLocal | kFewTiles},
     {227, 64, {256, 64, 4, 4}, kOperands | kDropout | kCausal | kFewTiles},
-    {227, 64, {128, 128, 2, 3}, kOperands | kDropout},
+    {227, 64, {128, 128, 2, 3}, kOperands | kDropout | kLocal | kBlockMask},
+    {227, 64, {128, 128, 4, 4}, kOperands | kDropout | kSegments | kCrowdedBlocks},
     {227, 64, {128, 160, 2, 2}, kOperands | kCausal | kLocal | kBlockMask},
     {227, 64, {128, 128, 2, 3}, kOperands},
     {227, 64, {128, 96, 2, 3}, kBiasAndMask | kDropout | kLocal},
@@ -263,11 +266,12 @@ constexpr int64_t kMultiprocessors = 132;  // of an H100 or H200
 unsigned FeaturesOf(const Problem& p, const Tile& tile) {
   const bool bias = p.bias.present, mask = p.mask.present;
   const auto feature = [](bool there, Feature x) { return there ? unsigned(x) : 0; };
-  const bool local = p.window_left >= 0 || p.window_right >= 0 || p.segments;
-  return feature(p.causal, kCausal) | feature(local, kLocal) | feature(p.soft_cap > 0, kSoftCap) |
-         feature(bias, kBias) | feature(mask, kMask) | feature(bias && mask, kBiasAndMask) |
-         feature(p.dropout(), kDropout) | feature(p.full_precision, kFullPrecision) |
-         feature(p.kv_len > 1024, kManyKeys) | feature(p.block_mask.present, kBlockMask) |
+  const bool window = p.window_left >= 0 || p.window_right >= 0, local = window || p.segments;
+  return feature(p.causal, kCausal) | feature(window, kWindow) | feature(p.segments, kSegments) |
+         feature(p.soft_cap > 0, kSoftCap) | feature(bias, kBias) | feature(mask, kMask) |
+         feature(bias && mask, kBiasAndMask) | feature(p.dropout(), kDropout) |
+         feature(p.full_precision, kFullPrecision) | feature(p.kv_len > 1024, kManyKeys) |
+         feature(p.block_mask.present, kBlockMask) |
          feature(p.block_mask.present && (local || mask || p.dropout()), kCrowdedBlocks) |
          feature(local + mask + p.dropout() > 1, kSeveral) |
          feature(p.qk_dim != p.v_dim || p.qk_dim % 16 != 0 || p.scale <= 0, kUncommon) |

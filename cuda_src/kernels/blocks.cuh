@@ -4,6 +4,7 @@
 
 #include "config.cuh"
 #include "params.h"
+#include "tile/warp.cuh"
 #include "visible.cuh"
 
 namespace jax_flash {
@@ -20,9 +21,10 @@ struct BlockList {
 __device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len + kQBlock - 1) / kQBlock; }
 __device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len + kKVBlock - 1) / kKVBlock; }
 
-// Of the heads that the block mask has, the one that is meant.
-__device__ __forceinline__ int64_t HeadOfBlocks(const Params& p, int batch, int head) {
-  return int64_t(batch) * p.block_mask.batch + head * p.block_mask.head;
+// Of the heads that the block mask has, the one that is meant. (All their rows or columns of blocks can be counted by
+// an int: a row of blocks is 16 rows of Q or more, and 2^31 of those exceed any GPU's memory.)
+__device__ __forceinline__ int HeadOfBlocks(const Params& p, int batch, int head) {
+  return batch * p.block_mask.batch + head * p.block_mask.head;
 }
 
 __device__ __forceinline__ BlockList ListAt(const int32_t* list, int width, int size) {
@@ -53,7 +55,7 @@ __device__ __forceinline__ void ListOfItem(int item, int lists, int heads, int* 
 // The next in this order, for a CTA that has nothing else to do; false if there are no more.
 __device__ __forceinline__ bool TakeList(const Params& p, int lists, int heads, int* head, int* list) {
   const int item = atomicAdd(p.taken, 1);
-  asm volatile("" : "+r"(lists), "+r"(heads));  // one thread has few registers: nothing is worked out before the loop
+  lists = Fresh(lists), heads = Fresh(heads);
   if (item >= lists * heads) return false;
   ListOfItem(item, lists, heads, head, list);
   return true;
@@ -143,11 +145,14 @@ struct ListedQTiles {
   }
 };
 
-// The number in a block mask for the block that row i, column j of a head are in; everything without a block mask.
+// The numbers in a block mask for the blocks that row i of a head is in.
+__device__ __forceinline__ const int32_t* KindsOfRow(const Params& p, int batch, int head, int i) {
+  return p.block_mask.blocks + int64_t(HeadOfBlocks(p, batch, head) * BlockRows(p) + i / kQBlock) * BlockColumns(p);
+}
+
+// That of the block that row i, column j are in; everything without a block mask.
 __device__ __forceinline__ int KindOfBlock(const Params& p, int batch, int head, int i, int j) {
-  if (!kBlockMask) return kEverything;
-  const int64_t row = HeadOfBlocks(p, batch, head) * BlockRows(p) + i / kQBlock;
-  return p.block_mask.blocks[row * BlockColumns(p) + j / kKVBlock];
+  return kBlockMask ? KindsOfRow(p, batch, head, i)[j / kKVBlock] : kEverything;
 }
 
 // A block of this kind.

@@ -7,13 +7,17 @@
 // right to left, and only the tiles at either end of what the rows see are masked. With a block mask, whose blocks are
 // whole tiles, the producer goes through the list of the blocks that there are and tells the consumers.
 //
+// Where the rows are too few for all warpgroups, half of these take the first half of the keys of each tile, half the
+// second, and what they have is merged at the end.
+//
 // f32 is taken as TF32: the copy engine rounds Q, K and V, as their maps say. There Q is held in registers, for the
 // sake of shared memory's bandwidth, and V lands box by box and is transposed by the other warps of the producer's.
 //
-// Beside the macros of config.cuh the host defines JAX_FLASH_COLS (of a tile of S, a multiple of 16, or of 32 for f32),
-// _CONSUMERS (warpgroups: 2, 3 or 4) and _STAGES. It launches at most one CTA a multiprocessor, of 128 (_CONSUMERS + 1)
-// threads and `jax_flash_shared_bytes`, with boxes of 64 rows in the maps of Q and O and of _COLS rows in those of K
-// and V. Boxes are 128 bytes wide: what is beyond the head dim arrives as zeros, and is left out of O.
+// Beside the macros of config.cuh the host defines JAX_FLASH_ROWS and _COLS (of a tile of S: multiples of 64, and of
+// 16, or 32 for f32), _CONSUMERS (warpgroups: 2, 3 or 4, one or two for 64 rows) and _STAGES. It launches at most one
+// CTA a multiprocessor, of 128 (_CONSUMERS + 1) threads and `jax_flash_shared_bytes`, with boxes of 64 rows in the maps
+// of Q and O and of _COLS rows in those of K and V. Boxes are 128 bytes wide: what is beyond the head dim arrives as
+// zeros, and is left out of O.
 #pragma once
 
 #include "blocks.cuh"
@@ -32,17 +36,19 @@
 
 namespace jax_flash {
 
-constexpr int kCols = JAX_FLASH_COLS;
+constexpr int kRows = JAX_FLASH_ROWS, kKeys = JAX_FLASH_COLS;  // of tiles of Q, and of K and V
 constexpr int kConsumers = JAX_FLASH_CONSUMERS;
 constexpr int kStages = JAX_FLASH_STAGES;  // tiles of K, and of V, in flight
 
-static_assert(kCols % (kTF32 ? 32 : 16) == 0);
-constexpr int kRows = 64 * kConsumers;
+constexpr int kRowGroups = kRows / 64, kKeyGroups = kConsumers / kRowGroups;
+constexpr int kCols = kKeys / kKeyGroups;  // of S in one warpgroup
+static_assert(kRows % 64 == 0 && kConsumers % kRowGroups == 0 && kKeyGroups <= 2 && kKeys % kKeyGroups == 0);
+static_assert(kCols % (kTF32 ? 32 : 16) == 0 && (kKeyGroups == 1 || !kTF32));
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 constexpr int kQKBoxes = (kQKDim + kBoxColumns - 1) / kBoxColumns;  // of Q and K
 constexpr int kVBoxes = (kVDim + kBoxColumns - 1) / kBoxColumns;    // of V and O
 constexpr int kQBox = 64 * 128;                                     // bytes of a box of Q or O
-constexpr int kKVBox = kCols * 128;                                 // bytes of a box of K or V
+constexpr int kKVBox = kKeys * 128;                                 // bytes of a box of K or V
 constexpr int kTransposedBox = kVBoxes * kBoxColumns * 128;         // bytes of 32 keys of V^T
 constexpr int kTransposers = 3;                                     // warps
 constexpr int kLandings = kCols < 64 ? 8 : 4;                       // boxes of V in flight that are to be transposed
@@ -52,20 +58,25 @@ constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the
 constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask || kTF32 ? 56 : 40;
 constexpr int kConsumerRegisters = kConsumers == 2 ? (504 - kProducerRegisters) / 2 : kConsumers == 3 ? 160 : 112;
 // O leaves through shared memory of its own, so that the next tile of Q can come; or, where that is too much, through
-// Q's.
+// Q's. Where there is room for two tiles of Q, the next one is there in time.
+constexpr int kQBytes = kRowGroups * kQKBoxes * kQBox, kOBytes = kRowGroups * kVBoxes * kQBox;
 constexpr int kKVBytes = (kQKBoxes + kVBoxes) * kStages * kKVBox + (kTF32 ? kLandings * kKVBox + 1024 : 0);
-constexpr bool kOInQ = (kQKBoxes + kVBoxes) * kConsumers * kQBox + kKVBytes + 1024 > 227 * 1024;
+constexpr int kHandedBytes = kKeyGroups > 1 ? kRowGroups * (kVDim / 2 + 6) * kWarpgroup * 4 : 0;
+constexpr int kLeft = 226 * 1024 - kKVBytes - kHandedBytes;  // for Q and O
+constexpr bool kOInQ = kQBytes + kOBytes > kLeft;
+constexpr int kQBuffers = 2 * kQBytes + kOBytes > kLeft ? 1 : 2;
+static_assert(kKeyGroups == 1 || !kOInQ);
 constexpr int kQBoxes = kOInQ && kVBoxes > kQKBoxes ? kVBoxes : kQKBoxes;
 
 // O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
 // f16.
 constexpr float kRescaleAt = 8.0f;
 
-// A tile of the output, and the tiles begin <= j < end of K and V that it sees; those of unmasked_begin <= j <
-// unmasked_end need no mask. With a block mask these are keys, and they see no more than that.
+// A tile of the output, and the tiles of K and V that it sees. With a block mask these are keys, and it sees no more
+// than that.
 struct Tile {
   int row, head, batch;
-  int begin, end, unmasked_begin, unmasked_end;
+  Visible seen;
 };
 
 // With a block mask: a tile of K and V that comes.
@@ -78,16 +89,18 @@ struct ListedTile {
 };
 
 struct ForwardShared {
-  alignas(1024) uint8_t q[kConsumers][kQBoxes * kQBox];
-  alignas(1024) uint8_t o[kOInQ ? 1 : kConsumers][kOInQ ? 1 : kVBoxes * kQBox];
+  alignas(1024) uint8_t q[kQBuffers][kRowGroups][kQBoxes * kQBox];
+  alignas(1024) uint8_t o[kOInQ ? 1 : kRowGroups][kOInQ ? 1 : kVBoxes * kQBox];
   alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
   alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];  // f32: of V^T
-  uint64_t q_full[kConsumers], q_empty[kConsumers];
-  Tile tile[2][kConsumers];  // comes with q, stays until the next tile's q goes
+  uint64_t q_full[kQBuffers][kRowGroups], q_empty[kQBuffers][kRowGroups];
+  Tile tile[2 * kQBuffers][kRowGroups];  // comes with q, stays until the next tile's q goes
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
   ListedTile listed[kBlockMask ? kStages : 1];  // comes with k; so does
   int kind[kBlockMask ? kStages : 1];           // of its block
+  // What a warpgroup hands over, thread by thread: O, and m, l and the reference of its rows.
+  float handed[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kVDim / 2 + 6 : 1][kWarpgroup];
   // f32: V as it comes
   uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];
   bool more[kTF32 ? kLandings : 1];  // comes with a box, or says that there are none
@@ -110,46 +123,44 @@ __device__ __forceinline__ bool Next(const Params& p, TileSchedule* schedule, Ti
   }
   const Visible keys = KeysOf(p, PositionsOf(p, tile->batch), tile->batch, tile->row, tile->row + kRows);
   if constexpr (kBlockMask) {
-    tile->begin = keys.any_lo, tile->end = keys.any_hi;
-    tile->unmasked_begin = keys.every_lo, tile->unmasked_end = keys.every_hi;
+    tile->seen = keys;
     return true;
   }
-  tile->begin = keys.any_lo / kCols;
-  tile->end = keys.any_lo < keys.any_hi ? (keys.any_hi + kCols - 1) / kCols : tile->begin;
-  tile->unmasked_begin = max((keys.every_lo + kCols - 1) / kCols, tile->begin);
-  tile->unmasked_end = max(keys.every_hi / kCols, tile->begin);
+  const int begin = keys.any_lo / kKeys;
+  const int end = keys.any_lo < keys.any_hi ? (keys.any_hi + kKeys - 1) / kKeys : begin;
+  tile->seen = {begin, end, max((keys.every_lo + kKeys - 1) / kKeys, begin), max(keys.every_hi / kKeys, begin)};
   return true;
 }
 
 struct Producer {
   const Params& p;
   ForwardShared& shared;
-  Ring<kStages> k, v;
+  Ring<kStages> v;  // K is one tile ahead, or none
   Ring<kLandings> landing;
-  uint32_t q_parity = 0;
+  uint32_t q = 0;  // tiles of Q so far, modulo 2 kQBuffers
 
-  __device__ __forceinline__ void LoadK(const TensorMap* map, int j, int head, int batch) {
+  __device__ __forceinline__ void LoadK(Ring<kStages> k, const TensorMap* map, int j, int head, int batch) {
     MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
     MbarrierArriveExpectTx(&shared.k_full[k.index], kQKBoxes * kKVBox);
     for (int b = 0; b < kQKBoxes; ++b)
-      TmaLoad(shared.k[k.index] + b * kKVBox, map, &shared.k_full[k.index], b * kBoxColumns, j * kCols, head, batch);
-    k.Next();
+      TmaLoad(shared.k[k.index] + b * kKVBox, map, &shared.k_full[k.index], b * kBoxColumns, j * kKeys, head, batch);
   }
   __device__ __forceinline__ void LoadV(const TensorMap* map, int j, int head, int batch) {
     if constexpr (kTF32) {
 #pragma unroll 1
       for (int b = 0; b < kVBoxes; ++b) {
         Land(true);
-        TmaLoad(shared.landing[landing.index], map, &shared.landed[landing.index], b * kBoxColumns, j * kCols, head,
+        TmaLoad(shared.landing[landing.index], map, &shared.landed[landing.index], b * kBoxColumns, j * kKeys, head,
                 batch);
         landing.Next();
       }
+      v.Next();
       return;
     }
     MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
     MbarrierArriveExpectTx(&shared.v_full[v.index], kVBoxes * kKVBox);
     for (int b = 0; b < kVBoxes; ++b)
-      TmaLoad(shared.v[v.index] + b * kKVBox, map, &shared.v_full[v.index], b * kBoxColumns, j * kCols, head, batch);
+      TmaLoad(shared.v[v.index] + b * kKVBox, map, &shared.v_full[v.index], b * kBoxColumns, j * kKeys, head, batch);
     v.Next();
   }
 
@@ -165,25 +176,26 @@ struct Producer {
 
   // Hands the tile to all consumers, with Q.
   __device__ __forceinline__ void LoadQ(const Tile& tile, bool empty, const TensorMap* map) {
-    for (int w = 0; w < kConsumers; ++w) {
-      MbarrierWait(&shared.q_empty[w], q_parity ^ 1);
-      shared.tile[q_parity][w] = tile;
-      MbarrierArriveExpectTx(&shared.q_full[w], empty ? 0 : kQKBoxes * kQBox);
+#pragma unroll 1
+    for (int w = 0; w < kRowGroups; ++w) {
+      MbarrierWait(&shared.q_empty[q % kQBuffers][w], q / kQBuffers ^ 1);
+      shared.tile[q][w] = tile;
+      MbarrierArriveExpectTx(&shared.q_full[q % kQBuffers][w], empty ? 0 : kQKBoxes * kQBox);
       for (int b = 0; !empty && b < kQKBoxes; ++b)
-        TmaLoad(shared.q[w] + b * kQBox, map, &shared.q_full[w], b * kBoxColumns, tile.row + 64 * w, tile.head,
-                tile.batch);
+        TmaLoad(shared.q[q % kQBuffers][w] + b * kQBox, map, &shared.q_full[q % kQBuffers][w], b * kBoxColumns,
+                tile.row + 64 * w, tile.head, tile.batch);
     }
-    q_parity ^= 1;
+    q = (q + 1) % (2 * kQBuffers);
   }
 
   __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* q_map, const TensorMap* k_map,
                                       const TensorMap* v_map) {
-    const bool empty = tile.begin == tile.end;
+    const bool empty = tile.seen.any_lo == tile.seen.any_hi;
     const int kv_head = tile.head / (p.q_heads / p.kv_heads);
-    if (!empty) LoadK(k_map, tile.end - 1, kv_head, tile.batch);
+    if (!empty) LoadK(v, k_map, tile.seen.any_hi - 1, kv_head, tile.batch);
     LoadQ(tile, empty, q_map);
-    for (int j = tile.end - 1; j >= tile.begin; --j) {
-      if (j > tile.begin) LoadK(k_map, j - 1, kv_head, tile.batch);
+    for (int j = tile.seen.any_hi - 1; j >= tile.seen.any_lo; --j) {
+      if (j > tile.seen.any_lo) LoadK(v.After(), k_map, j - 1, kv_head, tile.batch);
       LoadV(v_map, j, kv_head, tile.batch);
     }
   }
@@ -191,26 +203,26 @@ struct Producer {
   // Likewise with a block mask.
   __device__ __forceinline__ void Run(Tile tile, const BlockList& blocks, const TensorMap* q_map,
                                       const TensorMap* k_map, const TensorMap* v_map) {
-    const int kv_head = tile.head / (p.q_heads / p.kv_heads);
-    const Visible keys = {tile.begin, tile.end, tile.unmasked_begin, tile.unmasked_end};
-    ListedTiles<kCols, kKVBlock> next(blocks, keys);
+    const int kv_head = tile.head / (p.q_heads / Fresh(p.kv_heads));
+    const int32_t* const kinds = KindsOfRow(p, tile.batch, tile.head, tile.row);
+    ListedTiles<kKeys, kKVBlock> next(blocks, tile.seen);
     const bool empty = next.at < 0;
-    const auto load_k = [&] {
-      const int column = next.at, kind = KindOfBlock(p, tile.batch, tile.head, tile.row, column);
+    const auto load_k = [&](Ring<kStages> k) {
+      const int column = next.at, kind = kinds[column / kKVBlock];
       next.Next();
-      const bool every = keys.every_lo <= column && column + kCols <= keys.every_hi && kind == kEverything;
+      const bool every = tile.seen.every_lo <= column && column + kKeys <= tile.seen.every_hi && kind == kEverything;
       MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
-      shared.listed[k.index] = {column / kCols * 4 + !every * 2 + (next.at < 0)};
+      shared.listed[k.index] = {column / kKeys * 4 + !every * 2 + (next.at < 0)};
       shared.kind[k.index] = kind;
-      LoadK(k_map, column / kCols, kv_head, tile.batch);
-      return column / kCols;
+      LoadK(k, k_map, column / kKeys, kv_head, tile.batch);
+      return column / kKeys;
     };
-    if (empty) tile.end = tile.begin;
-    int j = empty ? -1 : load_k();
+    if (empty) tile.seen.any_hi = tile.seen.any_lo;
+    int j = empty ? -1 : load_k(v);
     LoadQ(tile, empty, q_map);
     while (j >= 0) {
       const int loaded = j;
-      j = next.at < 0 ? -1 : load_k();
+      j = next.at < 0 ? -1 : load_k(v.After());
       LoadV(v_map, loaded, kv_head, tile.batch);
     }
   }
@@ -248,14 +260,17 @@ struct Transposer {
   }
 };
 
+// Named barriers of row groups.
+constexpr int kHanded = 1 + 2 * kConsumers, kTaken = kHanded + kRowGroups;
+
 // The 64 rows of one consumer warpgroup. A lane holds two of them, Row and Row + 8.
 struct Consumer {
   const Params& p;
   ForwardShared& shared;
-  const int warpgroup, warp, lane;
+  const int warpgroup, row_group, key_group, warp, lane;
   const float to_log2;  // from S to exponents of 2
   Ring<kStages> k, v;
-  uint32_t q_parity = 0;
+  uint32_t q = 0;  // tiles of Q so far, modulo 2 kQBuffers
 
   float S[kCols / 2], O[kVDim / 2];
   uint32_t P[kCols / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32
@@ -269,15 +284,20 @@ struct Consumer {
       : p(p),
         shared(shared),
         warpgroup(__shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroup, 0) - 1),
+        row_group(warpgroup % kRowGroups),
+        key_group(warpgroup / kRowGroups),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
         to_log2(kScores ? kLog2e : p.scale * kLog2e) {
     if (warpgroup == kConsumers - 1) PassTurn();  // the first turn is the first warpgroup's
+    if (kKeyGroups > 1 && key_group == 1) BarrierArrive(kTaken + row_group, 2 * kWarpgroup);
   }
 
   __device__ __forceinline__ int Row(const Tile& tile) const {
-    return tile.row + 64 * warpgroup + 16 * warp + lane / 4;
+    return tile.row + 64 * row_group + 16 * warp + lane / 4;
   }
+  // The first of this warpgroup's keys in tile j.
+  __device__ __forceinline__ int Column(int j) const { return j * kKeys + key_group * kCols; }
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, lane == 0); }
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(1 + warpgroup, kWarpgroup); }
   __device__ __forceinline__ void TakeTurn() { BarrierSync(1 + kConsumers + warpgroup, 2 * kWarpgroup); }
@@ -293,14 +313,15 @@ struct Consumer {
 
   __device__ __forceinline__ void TakeQ() {
 #pragma unroll
-    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], SharedAddress(Matrices(shared.q[warpgroup], d)));
+    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], SharedAddress(Matrices(shared.q[q % kQBuffers][row_group], d)));
   }
 
   // S = Q K^T
   __device__ __forceinline__ void IssueS() {
     MbarrierWait(&shared.k_full[k.index], k.parity);
     WgmmaFence();
-    const uint64_t a = Descriptor(shared.q[warpgroup], 0), b = Descriptor(shared.k[k.index], 0);
+    const uint64_t a = Descriptor(shared.q[q % kQBuffers][row_group], 0);
+    const uint64_t b = Descriptor(shared.k[k.index] + key_group * kCols * 128, 0);
 #pragma unroll
     for (int d = 0; d < kQKSteps; ++d) {
       const uint64_t b_d = Advance(b, d / 4 * kKVBox + d % 4 * 32);
@@ -316,7 +337,7 @@ struct Consumer {
     Pin(S);
     Release(&shared.k_empty[k.index]);
     // No branch here: it would part the block in which the compiler places the wait for O among the exponentials.
-    if (!kOInQ) MbarrierArrive(&shared.q_empty[warpgroup], lane == 0 && last);
+    if (!kOInQ) MbarrierArrive(&shared.q_empty[q % kQBuffers][row_group], lane == 0 && last);
     k.Next();
   }
 
@@ -324,7 +345,7 @@ struct Consumer {
   __device__ __forceinline__ void IssueO(bool accumulate) {
     MbarrierWait(&shared.v_full[v.index], v.parity);
     WgmmaFence();
-    const uint64_t b = Descriptor(shared.v[v.index], kKVBox);
+    const uint64_t b = Descriptor(shared.v[v.index] + key_group * kCols * 128, kKVBox);
 #pragma unroll
     for (int c = 0; c < kCols / kStep; ++c) {
       const int at = kTF32 ? c / 4 * kTransposedBox + c % 4 * 32 : c * 16 * 128;
@@ -347,7 +368,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < 2 * ((kCols + 31) / 32); ++i) {
       const int h = i % 2, w = i / 2;
-      seen[h][w] = block.Word<kCols>(Row(tile) + 8 * h, j * kCols + 32 * w, kCols - 32 * w) >> lane % 4 * 2;
+      seen[h][w] = block.Word<kCols>(Row(tile) + 8 * h, Column(j) + 32 * w, kCols - 32 * w) >> lane % 4 * 2;
     }
   }
 
@@ -359,7 +380,7 @@ struct Consumer {
     Positions positions = PositionsOf(p, tile.batch);
     if (!kQLengths) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
     const int row = Row(tile);
-    const int column = j * kCols + lane % 4 * 2;
+    const int column = Column(j) + lane % 4 * 2;
     int begin[2], end[2];  // what the two rows see, from `column` on
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -422,7 +443,7 @@ struct Consumer {
     const uint32_t row = Row(tile), rows = row / 16 * 8 + row % 8;
 #pragma unroll
     for (int c = 0; c < kCols / 16; ++c) {
-      const uint32_t columns = (j * (kCols / 16) + c) * 4 + lane % 4;
+      const uint32_t columns = (Column(j) / 16 + c) * 4 + lane % 4;
       const Philox4 x = Philox({{columns, rows, seed[2], seed[3]}}, seed[0], seed[1]);
 #pragma unroll
       for (int w = 0; w < 4; ++w) random[4 * c + w] = x.x[w];
@@ -481,14 +502,12 @@ struct Consumer {
   // All of a tile; false if the producer has no more.
   __device__ __forceinline__ bool Run(const TensorMap* o_map) {
     __syncwarp();  // all lanes have read the tile before, which q_empty will say
-    MbarrierWait(&shared.q_full[warpgroup], q_parity);
+    MbarrierWait(&shared.q_full[q % kQBuffers][row_group], q / kQBuffers);
     // It stays in shared memory for want of registers, but for the loop's bounds. Those all threads have, which the
     // compiler cannot know.
-    const Tile& tile = shared.tile[q_parity][warpgroup];
-    q_parity ^= 1;
-    const int begin = kMaskedLeft || kBlockMask ? Uniform(tile.begin) : 0, end = Uniform(tile.end);
-    const int unmasked_begin = kMaskedLeft ? Uniform(tile.unmasked_begin) : 0;
-    const int unmasked_end = Uniform(tile.unmasked_end);
+    const Tile& tile = shared.tile[q][row_group];
+    const int begin = kMaskedLeft || kBlockMask ? Uniform(tile.seen.any_lo) : 0, end = Uniform(tile.seen.any_hi);
+    const int unmasked_end = Uniform(tile.seen.every_hi);
     if (begin == end) {
       if (tile.row < 0) return false;
       WriteEmpty(tile);
@@ -535,26 +554,75 @@ struct Consumer {
       }
       IssueO(!one);
       FinishO();
-      Write(tile, o_map);
+      Finish(tile, o_map);
       return true;
     }
     for (--j; j >= unmasked_end; --j) Step<true>(tile, j, j + 2 < end, j == begin);
     if (!kMask) {
-      for (; j >= unmasked_begin; --j) Step<false>(tile, j, j + 2 < end, j == begin);
+      for (; j >= (kMaskedLeft ? Uniform(tile.seen.every_lo) : 0); --j) Step<false>(tile, j, j + 2 < end, j == begin);
     }
     if (kMaskedLeft) {
       for (; j >= begin; --j) Step<true>(tile, j, j + 2 < end, j == begin);
     }
     IssueO(end - begin > 1);
     FinishO();
-    Write(tile, o_map);
+    Finish(tile, o_map);
     return true;
+  }
+
+  // Where two warpgroups have the keys, the O, m and l of the one go to the other. It is the first to finish, and goes
+  // on to the next tile.
+  __device__ __forceinline__ void Finish(const Tile& tile, const TensorMap* o_map) {
+    if (kKeyGroups == 1) {
+      Write(tile, o_map);
+    } else if (key_group == 0) {
+      HandOver();
+    } else {
+      Merge();
+      Write(tile, o_map);
+    }
+  }
+
+  __device__ __forceinline__ void HandOver() {
+    float (*const to)[kWarpgroup] = shared.handed[row_group];
+    const int thread = threadIdx.x % kWarpgroup;
+    BarrierSync(kTaken + row_group, 2 * kWarpgroup);
+#pragma unroll
+    for (int i = 0; i < kVDim / 2; ++i) to[i][thread] = O[i];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float (*const row)[kWarpgroup] = to + kVDim / 2 + 3 * h;
+      row[0][thread] = m[h], row[1][thread] = l[h], row[2][thread] = reference[h];
+    }
+    BarrierArrive(kHanded + row_group, 2 * kWarpgroup);
+  }
+
+  // O, m, l of all keys, from those of either half.
+  __device__ __forceinline__ void Merge() {
+    const float (*const from)[kWarpgroup] = shared.handed[row_group];
+    const int thread = threadIdx.x % kWarpgroup;
+    float alpha[2], beta[2];
+    BarrierSync(kHanded + row_group, 2 * kWarpgroup);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float (*const row)[kWarpgroup] = from + kVDim / 2 + 3 * h;
+      const float other = row[2][thread], both = fmaxf(reference[h], other);
+      alpha[h] = reference[h] == -Infinity() ? 0.0f : Exp2((reference[h] - both) * to_log2);
+      beta[h] = other == -Infinity() ? 0.0f : Exp2((other - both) * to_log2);
+      reference[h] = both;
+      m[h] = fmaxf(m[h], row[0][thread]);
+      l[h] = l[h] * alpha[h] + row[1][thread] * beta[h];
+    }
+#pragma unroll
+    for (int i = 0; i < kVDim / 2; ++i) O[i] = O[i] * alpha[i / 2 % 2] + from[i][thread] * beta[i / 2 % 2];
+    BarrierArrive(kTaken + row_group, 2 * kWarpgroup);
   }
 
   // The same where there is nothing to see.
   __device__ __forceinline__ void WriteEmpty(const Tile& tile) {
     constexpr int kChunks = kVDim * kElementBytes / 16;  // of a row
-    const int thread = threadIdx.x % kWarpgroup, row0 = tile.row + 64 * warpgroup, rows = min(64, p.q_len - row0);
+    const int thread = threadIdx.x % kWarpgroup, row0 = tile.row + 64 * row_group;
+    const int rows = key_group == 0 ? min(64, p.q_len - row0) : 0;
     if (thread < rows) {
       const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row0 + thread;
       p.l[at] = 0.0f, p.m[at] = -Infinity();
@@ -565,7 +633,7 @@ struct Consumer {
       o[int64_t(i / kChunks) * p.q_heads * kChunks + i % kChunks] = {0, 0, 0, 0};
     __syncwarp();
     if (kOInQ) SyncWarpgroup();
-    MbarrierArrive(&shared.q_empty[warpgroup], kOInQ ? threadIdx.x % kWarpgroup == 0 : lane == 0);
+    MbarrierArrive(&shared.q_empty[q % kQBuffers][row_group], kOInQ ? threadIdx.x % kWarpgroup == 0 : lane == 0);
   }
 
   // O = diag(l)^-1 O, l and m. What was NaN or +inf in a row of S has made its l NaN, but not its m.
@@ -582,7 +650,7 @@ struct Consumer {
         p.l[at] = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * to_log2);
       }
     }
-    uint8_t* o = kOInQ ? shared.q[warpgroup] : shared.o[warpgroup];
+    uint8_t* o = kOInQ ? shared.q[q % kQBuffers][row_group] : shared.o[row_group];
     if (!kOInQ) {
       TmaWaitRead<0>();  // the tile before has left
       SyncWarpgroup();
@@ -603,11 +671,11 @@ struct Consumer {
     SyncWarpgroup();
     if (threadIdx.x % kWarpgroup == 0) {
       for (int b = 0; b < kVBoxes; ++b)
-        TmaStore(o_map, o + b * kQBox, b * kBoxColumns, tile.row + 64 * warpgroup, tile.head, tile.batch);
+        TmaStore(o_map, o + b * kQBox, b * kBoxColumns, tile.row + 64 * row_group, tile.head, tile.batch);
       TmaCommit();
       if (kOInQ) {
         TmaWaitRead<0>();
-        MbarrierArrive(&shared.q_empty[warpgroup]);
+        MbarrierArrive(&shared.q_empty[q % kQBuffers][row_group]);
       }
     }
   }
@@ -626,8 +694,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
   if (threadIdx.x == 0) {
-    for (int w = 0; w < kConsumers; ++w)
-      MbarrierInit(&shared.q_full[w], 1), MbarrierInit(&shared.q_empty[w], kOInQ ? 1 : 4);
+    for (int i = 0; i < kQBuffers * kRowGroups; ++i)
+      MbarrierInit(shared.q_full[0] + i, 1), MbarrierInit(shared.q_empty[0] + i, kOInQ ? 1 : 4 * kKeyGroups);
     for (int s = 0; s < kStages; ++s) {
       MbarrierInit(&shared.k_full[s], 1), MbarrierInit(&shared.k_empty[s], 4 * kConsumers);
       MbarrierInit(&shared.v_full[s], kTF32 ? kVBoxes : 1), MbarrierInit(&shared.v_empty[s], 4 * kConsumers);
@@ -640,10 +708,10 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<kProducerRegisters>();
     TileSchedule schedule;
-    Tile tile;
     BlockList blocks;
     if (threadIdx.x == 0) {
       Producer producer{p, shared};
+      Tile tile;
       while (Next(p, &schedule, &tile, &blocks)) {
         if constexpr (kBlockMask) {
           producer.Run(tile, blocks, &q_map, &k_map, &v_map);
@@ -659,7 +727,6 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   } else {
     SetMaxRegistersUp<kConsumerRegisters>();
     Consumer consumer(p, shared);
-    while (consumer.Run(&o_map)) {
-    }
+    while (consumer.Run(&o_map)) consumer.q = (consumer.q + 1) % (2 * kQBuffers);
   }
 }

@@ -52,6 +52,9 @@ struct Ring {
   __device__ __forceinline__ void Next() {
     if (++index == kCount) index = 0, parity ^= 1;
   }
+  __device__ __forceinline__ Ring After() const {
+    return index + 1 < kCount ? Ring{index + 1, parity} : Ring{0, parity ^ 1};
+  }
   __device__ __forceinline__ Ring Before() const {
     return index > 0 ? Ring{index - 1, parity} : Ring{kCount - 1, parity ^ 1};
   }

@@ -60,6 +60,12 @@ __device__ __forceinline__ int Uniform(int x) { return __shfl_sync(0xFFFFFFFFu, 
 // False, which ptxas cannot know. It moves nothing across a branch: for where it has no registers to work ahead.
 __device__ __forceinline__ bool Never() { return __any_sync(0xFFFFFFFFu, false); }
 
+// x, from which nothing is worked out before it is needed: for a thread that has few registers, in a loop.
+__device__ __forceinline__ int Fresh(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Reductions over the four lanes that share a row of an accumulator.
 __device__ __forceinline__ float QuadMax(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));

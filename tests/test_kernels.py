@@ -16,7 +16,7 @@ def test_every_feature_and_pair_of_features_compiles():
     for reports in kernel_variants.compile_all(chosen):
         for report in reports:
             faults += [f"{fault}: {report}" for fault in kernel_variants.faults(report)]
-            assert report.seconds < 60, report  # processor time: f32 in full precision with every feature takes 20
+            assert report.seconds < 10, report  # processor time
     assert not faults, "\n".join(faults)
 
 

@@ -118,6 +118,12 @@ void Move(Step& s) {
   s.Set(0, s[2] & 0xFFFF), s.Set(1, s[2] >> 16 & 0xFFFF);
 }
 
+void LoadShared(Step& s) {  // ld: 9.7.9.8
+  uint32_t x;
+  std::memcpy(&x, Shared(uint32_t(s[1]), 4, 4), 4);
+  s.Set(0, x);
+}
+
 // The first whose name an opcode begins with.
 const struct {
   const char* name;
@@ -142,6 +148,7 @@ const struct {
     {"barrier.cluster.arrive", [](Step&) { ArriveAtCluster(); }},
     {"barrier.cluster.wait", [](Step&) { WaitForCluster(); }},
     {"mapa.shared::cluster.u32", [](Step& s) { s.Set(0, (s[1] & 0xFFFFFF) | s[2] << 24); }},
+    {"ld.shared.b32", LoadShared},
     {"ldmatrix.", Ldmatrix},
     {"stmatrix.", Stmatrix},
     {"movmatrix.", Movmatrix},

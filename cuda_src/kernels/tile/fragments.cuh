@@ -249,8 +249,7 @@ struct SharedTile {
   // f32: row 2 (l % 4), column l / 4.
   __device__ __forceinline__ uint32_t Single(int row, int column) const {
     const int lane = threadIdx.x % 32;
-    return *reinterpret_cast<const uint32_t*>(bytes + lane % 4 * 2 * kStride + lane / 4 * 4 + row * kStride +
-                                              column * 4);
+    return LoadShared(SharedAddress(bytes) + lane % 4 * 2 * kStride + lane / 4 * 4 + row * kStride + column * 4);
   }
 };
 

@@ -23,6 +23,13 @@ __device__ __forceinline__ void BarrierArrive(int id, int threads) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// ld.shared. As loads of C++, hundreds of them take NVRTC's optimiser 15 seconds for sm_100. PTX ISA 9.7.9.8.
+__device__ __forceinline__ uint32_t LoadShared(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // ldmatrix.x4: four matrices of 8 rows of 16 bytes. Lane l gives the address of row l % 8 of matrix l / 8 and gets the
 // (l % 4)-th 4 bytes of row l / 4 of each. PTX ISA 9.7.14.5.15.
 __device__ __forceinline__ void Ldmatrix(uint32_t (&x)[4], uint32_t row) {

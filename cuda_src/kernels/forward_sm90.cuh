@@ -176,7 +176,7 @@ struct Producer {
 
   // Hands the tile to all consumers, with Q.
   __device__ __forceinline__ void LoadQ(const Tile& tile, bool empty, const TensorMap* map) {
-#pragma unroll 1
+#pragma unroll(kBlockMask ? 1 : kRowGroups)
     for (int w = 0; w < kRowGroups; ++w) {
       MbarrierWait(&shared.q_empty[q % kQBuffers][w], q / kQBuffers ^ 1);
       shared.tile[q][w] = tile;
@@ -284,8 +284,8 @@ struct Consumer {
       : p(p),
         shared(shared),
         warpgroup(__shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroup, 0) - 1),
-        row_group(warpgroup % kRowGroups),
-        key_group(warpgroup / kRowGroups),
+        row_group(kKeyGroups > 1 ? warpgroup % kRowGroups : warpgroup),
+        key_group(kKeyGroups > 1 ? warpgroup / kRowGroups : 0),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
         to_log2(kScores ? kLog2e : p.scale * kLog2e) {
@@ -507,6 +507,7 @@ struct Consumer {
     // compiler cannot know.
     const Tile& tile = shared.tile[q][row_group];
     const int begin = kMaskedLeft || kBlockMask ? Uniform(tile.seen.any_lo) : 0, end = Uniform(tile.seen.any_hi);
+    const int unmasked_begin = kMaskedLeft ? Uniform(tile.seen.every_lo) : 0;
     const int unmasked_end = Uniform(tile.seen.every_hi);
     if (begin == end) {
       if (tile.row < 0) return false;
@@ -559,7 +560,7 @@ struct Consumer {
     }
     for (--j; j >= unmasked_end; --j) Step<true>(tile, j, j + 2 < end, j == begin);
     if (!kMask) {
-      for (; j >= (kMaskedLeft ? Uniform(tile.seen.every_lo) : 0); --j) Step<false>(tile, j, j + 2 < end, j == begin);
+      for (; j >= unmasked_begin; --j) Step<false>(tile, j, j + 2 < end, j == begin);
     }
     if (kMaskedLeft) {
       for (; j >= begin; --j) Step<true>(tile, j, j + 2 < end, j == begin);

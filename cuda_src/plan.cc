@@ -34,6 +34,8 @@ struct Tile {
 enum Feature : unsigned {
   kCausal = 1,
   kWindow = 2,
+  kSegments = 65536,
+  kLocal = kWindow | kSegments,
   kSoftCap = 4,
   kBias = 8,
   kMask = 16,
@@ -48,8 +50,6 @@ enum Feature : unsigned {
   kSeveral = 8192,        // of a window or segments, a mask and dropout more than one
   kUncommon = 16384,      // head dims that differ or are no multiples of 16, or a scale that is not positive
   kNarrow = 32768,        // head dims up to 128
-  kSegments = 65536,
-  kLocal = kWindow | kSegments,
   kOperands = kBias | kMask,
   kScores = kBias | kSoftCap,  // scores are formed entry by entry
 };

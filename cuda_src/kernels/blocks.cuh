@@ -21,8 +21,8 @@ struct BlockList {
 __device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len + kQBlock - 1) / kQBlock; }
 __device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len + kKVBlock - 1) / kKVBlock; }
 
-// Of the heads that the block mask has, the one that is meant. (All their rows or columns of blocks can be counted by
-// an int: a row of blocks is 16 rows of Q or more, and 2^31 of those exceed any GPU's memory.)
+// Of the heads that the block mask has, the one that is meant. (An int counts their rows and columns of blocks, which
+// are multiples of 16: the plan refuses batch x heads x T / 16 beyond it, and S likewise.)
 __device__ __forceinline__ int HeadOfBlocks(const Params& p, int batch, int head) {
   return batch * p.block_mask.batch + head * p.block_mask.head;
 }

@@ -1,6 +1,6 @@
 // The forward for Hopper: Algorithm 2 of the paper with its loops exchanged. A CTA keeps a tile of Q and walks K and V.
 //
-// One thread of the producer warpgroup takes tiles and loads by TMA. Each consumer warpgroup owns 64 rows of Q and O:
+// One thread of the producer warpgroup takes tiles and loads by TMA. Each consumer warpgroup has 64 rows of Q and O:
 //   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
 // S of the next tile is issued together with P V, so that the tensor cores work while the softmax runs; and the
 // warpgroups take turns in issuing, so that one's softmax runs under the other's products. K and V are walked from
@@ -62,9 +62,9 @@ constexpr int kConsumerRegisters = kConsumers == 2 ? (504 - kProducerRegisters) 
 constexpr int kQBytes = kRowGroups * kQKBoxes * kQBox, kOBytes = kRowGroups * kVBoxes * kQBox;
 constexpr int kKVBytes = (kQKBoxes + kVBoxes) * kStages * kKVBox + (kTF32 ? kLandings * kKVBox + 1024 : 0);
 constexpr int kHandedBytes = kKeyGroups > 1 ? kRowGroups * (kVDim / 2 + 6) * kWarpgroup * 4 : 0;
-constexpr int kLeft = 226 * 1024 - kKVBytes - kHandedBytes;  // for Q and O
-constexpr bool kOInQ = kQBytes + kOBytes > kLeft;
-constexpr int kQBuffers = 2 * kQBytes + kOBytes > kLeft ? 1 : 2;
+constexpr int kRoom = 226 * 1024 - kKVBytes - kHandedBytes;  // for Q and O
+constexpr bool kOInQ = kQBytes + kOBytes > kRoom;
+constexpr int kQBuffers = 2 * kQBytes + kOBytes > kRoom ? 1 : 2;
 static_assert(kKeyGroups == 1 || !kOInQ);
 constexpr int kQBoxes = kOInQ && kVBoxes > kQKBoxes ? kVBoxes : kQKBoxes;
 
@@ -76,7 +76,7 @@ constexpr float kRescaleAt = 8.0f;
 // than that.
 struct Tile {
   int row, head, batch;
-  Visible seen;
+  Visible visible;
 };
 
 // With a block mask: a tile of K and V that comes.
@@ -100,11 +100,22 @@ struct ForwardShared {
   ListedTile listed[kBlockMask ? kStages : 1];  // comes with k; so does
   int kind[kBlockMask ? kStages : 1];           // of its block
   // What a warpgroup hands over, thread by thread: O, and m, l and the reference of its rows.
-  float handed[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kVDim / 2 + 6 : 1][kWarpgroup];
+  float handed[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kVDim / 2 + 6 : 1][kKeyGroups > 1 ? kWarpgroup : 1];
   // f32: V as it comes
   uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];
   bool more[kTF32 ? kLandings : 1];  // comes with a box, or says that there are none
   alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? kKVBox : 1];
+};
+
+static_assert(sizeof(ForwardShared) <= 227 * 1024);
+
+// Tiles of Q so far, as far as it matters.
+struct QCount {
+  uint32_t count = 0;
+
+  __device__ __forceinline__ int Buffer() const { return count % kQBuffers; }
+  __device__ __forceinline__ uint32_t Parity() const { return count / kQBuffers; }
+  __device__ __forceinline__ void Next() { count = (count + 1) % (2 * kQBuffers); }
 };
 
 using TileSchedule = Schedule<kCausal && !kBlockMask>;
@@ -123,21 +134,21 @@ __device__ __forceinline__ bool Next(const Params& p, TileSchedule* schedule, Ti
   }
   const Visible keys = KeysOf(p, PositionsOf(p, tile->batch), tile->batch, tile->row, tile->row + kRows);
   if constexpr (kBlockMask) {
-    tile->seen = keys;
+    tile->visible = keys;
     return true;
   }
   const int begin = keys.any_lo / kKeys;
   const int end = keys.any_lo < keys.any_hi ? (keys.any_hi + kKeys - 1) / kKeys : begin;
-  tile->seen = {begin, end, max((keys.every_lo + kKeys - 1) / kKeys, begin), max(keys.every_hi / kKeys, begin)};
+  tile->visible = {begin, end, max((keys.every_lo + kKeys - 1) / kKeys, begin), max(keys.every_hi / kKeys, begin)};
   return true;
 }
 
 struct Producer {
   const Params& p;
   ForwardShared& shared;
-  Ring<kStages> v;  // K is one tile ahead, or none
+  Ring<kStages> at;  // the next tile of V; K is one ahead, or none
   Ring<kLandings> landing;
-  uint32_t q = 0;  // tiles of Q so far, modulo 2 kQBuffers
+  QCount q;
 
   __device__ __forceinline__ void LoadK(Ring<kStages> k, const TensorMap* map, int j, int head, int batch) {
     MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
@@ -154,14 +165,14 @@ struct Producer {
                 batch);
         landing.Next();
       }
-      v.Next();
+      at.Next();
       return;
     }
-    MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
-    MbarrierArriveExpectTx(&shared.v_full[v.index], kVBoxes * kKVBox);
+    MbarrierWait(&shared.v_empty[at.index], at.parity ^ 1);
+    MbarrierArriveExpectTx(&shared.v_full[at.index], kVBoxes * kKVBox);
     for (int b = 0; b < kVBoxes; ++b)
-      TmaLoad(shared.v[v.index] + b * kKVBox, map, &shared.v_full[v.index], b * kBoxColumns, j * kKeys, head, batch);
-    v.Next();
+      TmaLoad(shared.v[at.index] + b * kKVBox, map, &shared.v_full[at.index], b * kBoxColumns, j * kKeys, head, batch);
+    at.Next();
   }
 
   // To the warp whose turn it is: a box of V, or that there are no more.
@@ -178,24 +189,24 @@ struct Producer {
   __device__ __forceinline__ void LoadQ(const Tile& tile, bool empty, const TensorMap* map) {
 #pragma unroll(kBlockMask ? 1 : kRowGroups)
     for (int w = 0; w < kRowGroups; ++w) {
-      MbarrierWait(&shared.q_empty[q % kQBuffers][w], q / kQBuffers ^ 1);
-      shared.tile[q][w] = tile;
-      MbarrierArriveExpectTx(&shared.q_full[q % kQBuffers][w], empty ? 0 : kQKBoxes * kQBox);
+      MbarrierWait(&shared.q_empty[q.Buffer()][w], q.Parity() ^ 1);
+      shared.tile[q.count][w] = tile;
+      MbarrierArriveExpectTx(&shared.q_full[q.Buffer()][w], empty ? 0 : kQKBoxes * kQBox);
       for (int b = 0; !empty && b < kQKBoxes; ++b)
-        TmaLoad(shared.q[q % kQBuffers][w] + b * kQBox, map, &shared.q_full[q % kQBuffers][w], b * kBoxColumns,
+        TmaLoad(shared.q[q.Buffer()][w] + b * kQBox, map, &shared.q_full[q.Buffer()][w], b * kBoxColumns,
                 tile.row + 64 * w, tile.head, tile.batch);
     }
-    q = (q + 1) % (2 * kQBuffers);
+    q.Next();
   }
 
   __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* q_map, const TensorMap* k_map,
                                       const TensorMap* v_map) {
-    const bool empty = tile.seen.any_lo == tile.seen.any_hi;
+    const bool empty = tile.visible.any_lo == tile.visible.any_hi;
     const int kv_head = tile.head / (p.q_heads / p.kv_heads);
-    if (!empty) LoadK(v, k_map, tile.seen.any_hi - 1, kv_head, tile.batch);
+    if (!empty) LoadK(at, k_map, tile.visible.any_hi - 1, kv_head, tile.batch);
     LoadQ(tile, empty, q_map);
-    for (int j = tile.seen.any_hi - 1; j >= tile.seen.any_lo; --j) {
-      if (j > tile.seen.any_lo) LoadK(v.After(), k_map, j - 1, kv_head, tile.batch);
+    for (int j = tile.visible.any_hi - 1; j >= tile.visible.any_lo; --j) {
+      if (j > tile.visible.any_lo) LoadK(at.After(), k_map, j - 1, kv_head, tile.batch);
       LoadV(v_map, j, kv_head, tile.batch);
     }
   }
@@ -205,24 +216,25 @@ struct Producer {
                                       const TensorMap* k_map, const TensorMap* v_map) {
     const int kv_head = tile.head / (p.q_heads / Fresh(p.kv_heads));
     const int32_t* const kinds = KindsOfRow(p, tile.batch, tile.head, tile.row);
-    ListedTiles<kKeys, kKVBlock> next(blocks, tile.seen);
+    ListedTiles<kKeys, kKVBlock> next(blocks, tile.visible);
     const bool empty = next.at < 0;
     const auto load_k = [&](Ring<kStages> k) {
       const int column = next.at, kind = kinds[column / kKVBlock];
       next.Next();
-      const bool every = tile.seen.every_lo <= column && column + kKeys <= tile.seen.every_hi && kind == kEverything;
+      const bool every =
+          tile.visible.every_lo <= column && column + kKeys <= tile.visible.every_hi && kind == kEverything;
       MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
       shared.listed[k.index] = {column / kKeys * 4 + !every * 2 + (next.at < 0)};
       shared.kind[k.index] = kind;
       LoadK(k, k_map, column / kKeys, kv_head, tile.batch);
       return column / kKeys;
     };
-    if (empty) tile.seen.any_hi = tile.seen.any_lo;
-    int j = empty ? -1 : load_k(v);
+    if (empty) tile.visible.any_hi = tile.visible.any_lo;
+    int j = empty ? -1 : load_k(at);
     LoadQ(tile, empty, q_map);
     while (j >= 0) {
       const int loaded = j;
-      j = next.at < 0 ? -1 : load_k(v.After());
+      j = next.at < 0 ? -1 : load_k(at.After());
       LoadV(v_map, loaded, kv_head, tile.batch);
     }
   }
@@ -261,16 +273,17 @@ struct Transposer {
 };
 
 // Named barriers of row groups.
-constexpr int kHanded = 1 + 2 * kConsumers, kTaken = kHanded + kRowGroups;
+constexpr int kHanded = 1 + 2 * kConsumers, kFree = kHanded + kRowGroups;
 
-// The 64 rows of one consumer warpgroup. A lane holds two of them, Row and Row + 8.
+// What one consumer warpgroup has: 64 rows, and all keys of a tile or half of them. A lane holds two of them, Row and
+// Row + 8.
 struct Consumer {
   const Params& p;
   ForwardShared& shared;
   const int warpgroup, row_group, key_group, warp, lane;
   const float to_log2;  // from S to exponents of 2
   Ring<kStages> k, v;
-  uint32_t q = 0;  // tiles of Q so far, modulo 2 kQBuffers
+  QCount q;
 
   float S[kCols / 2], O[kVDim / 2];
   uint32_t P[kCols / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32
@@ -290,7 +303,7 @@ struct Consumer {
         lane(threadIdx.x % 32),
         to_log2(kScores ? kLog2e : p.scale * kLog2e) {
     if (warpgroup == kConsumers - 1) PassTurn();  // the first turn is the first warpgroup's
-    if (kKeyGroups > 1 && key_group == 1) BarrierArrive(kTaken + row_group, 2 * kWarpgroup);
+    if (kKeyGroups > 1 && key_group == 1) BarrierArrive(kFree + row_group, 2 * kWarpgroup);
   }
 
   __device__ __forceinline__ int Row(const Tile& tile) const {
@@ -313,14 +326,14 @@ struct Consumer {
 
   __device__ __forceinline__ void TakeQ() {
 #pragma unroll
-    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], SharedAddress(Matrices(shared.q[q % kQBuffers][row_group], d)));
+    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], SharedAddress(Matrices(shared.q[q.Buffer()][row_group], d)));
   }
 
   // S = Q K^T
   __device__ __forceinline__ void IssueS() {
     MbarrierWait(&shared.k_full[k.index], k.parity);
     WgmmaFence();
-    const uint64_t a = Descriptor(shared.q[q % kQBuffers][row_group], 0);
+    const uint64_t a = Descriptor(shared.q[q.Buffer()][row_group], 0);
     const uint64_t b = Descriptor(shared.k[k.index] + key_group * kCols * 128, 0);
 #pragma unroll
     for (int d = 0; d < kQKSteps; ++d) {
@@ -337,7 +350,7 @@ struct Consumer {
     Pin(S);
     Release(&shared.k_empty[k.index]);
     // No branch here: it would part the block in which the compiler places the wait for O among the exponentials.
-    if (!kOInQ) MbarrierArrive(&shared.q_empty[q % kQBuffers][row_group], lane == 0 && last);
+    if (!kOInQ) MbarrierArrive(&shared.q_empty[q.Buffer()][row_group], lane == 0 && last);
     k.Next();
   }
 
@@ -502,13 +515,13 @@ struct Consumer {
   // All of a tile; false if the producer has no more.
   __device__ __forceinline__ bool Run(const TensorMap* o_map) {
     __syncwarp();  // all lanes have read the tile before, which q_empty will say
-    MbarrierWait(&shared.q_full[q % kQBuffers][row_group], q / kQBuffers);
+    MbarrierWait(&shared.q_full[q.Buffer()][row_group], q.Parity());
     // It stays in shared memory for want of registers, but for the loop's bounds. Those all threads have, which the
     // compiler cannot know.
-    const Tile& tile = shared.tile[q][row_group];
-    const int begin = kMaskedLeft || kBlockMask ? Uniform(tile.seen.any_lo) : 0, end = Uniform(tile.seen.any_hi);
-    const int unmasked_begin = kMaskedLeft ? Uniform(tile.seen.every_lo) : 0;
-    const int unmasked_end = Uniform(tile.seen.every_hi);
+    const Tile& tile = shared.tile[q.count][row_group];
+    const int begin = kMaskedLeft || kBlockMask ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
+    const int unmasked_begin = kMaskedLeft ? Uniform(tile.visible.every_lo) : 0;
+    const int unmasked_end = Uniform(tile.visible.every_hi);
     if (begin == end) {
       if (tile.row < 0) return false;
       WriteEmpty(tile);
@@ -585,14 +598,14 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void HandOver() {
-    float (*const to)[kWarpgroup] = shared.handed[row_group];
+    auto* const to = shared.handed[row_group];
     const int thread = threadIdx.x % kWarpgroup;
-    BarrierSync(kTaken + row_group, 2 * kWarpgroup);
+    BarrierSync(kFree + row_group, 2 * kWarpgroup);
 #pragma unroll
     for (int i = 0; i < kVDim / 2; ++i) to[i][thread] = O[i];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float (*const row)[kWarpgroup] = to + kVDim / 2 + 3 * h;
+      auto* const row = to + kVDim / 2 + 3 * h;
       row[0][thread] = m[h], row[1][thread] = l[h], row[2][thread] = reference[h];
     }
     BarrierArrive(kHanded + row_group, 2 * kWarpgroup);
@@ -600,23 +613,23 @@ struct Consumer {
 
   // O, m, l of all keys, from those of either half.
   __device__ __forceinline__ void Merge() {
-    const float (*const from)[kWarpgroup] = shared.handed[row_group];
+    const auto* const from = shared.handed[row_group];
     const int thread = threadIdx.x % kWarpgroup;
     float alpha[2], beta[2];
     BarrierSync(kHanded + row_group, 2 * kWarpgroup);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float (*const row)[kWarpgroup] = from + kVDim / 2 + 3 * h;
-      const float other = row[2][thread], both = fmaxf(reference[h], other);
-      alpha[h] = reference[h] == -Infinity() ? 0.0f : Exp2((reference[h] - both) * to_log2);
-      beta[h] = other == -Infinity() ? 0.0f : Exp2((other - both) * to_log2);
-      reference[h] = both;
+      const auto* const row = from + kVDim / 2 + 3 * h;
+      const float other = row[2][thread], common = fmaxf(reference[h], other);
+      alpha[h] = reference[h] == -Infinity() ? 0.0f : Exp2((reference[h] - common) * to_log2);
+      beta[h] = other == -Infinity() ? 0.0f : Exp2((other - common) * to_log2);
+      reference[h] = common;
       m[h] = fmaxf(m[h], row[0][thread]);
       l[h] = l[h] * alpha[h] + row[1][thread] * beta[h];
     }
 #pragma unroll
     for (int i = 0; i < kVDim / 2; ++i) O[i] = O[i] * alpha[i / 2 % 2] + from[i][thread] * beta[i / 2 % 2];
-    BarrierArrive(kTaken + row_group, 2 * kWarpgroup);
+    BarrierArrive(kFree + row_group, 2 * kWarpgroup);
   }
 
   // The same where there is nothing to see.
@@ -634,7 +647,7 @@ struct Consumer {
       o[int64_t(i / kChunks) * p.q_heads * kChunks + i % kChunks] = {0, 0, 0, 0};
     __syncwarp();
     if (kOInQ) SyncWarpgroup();
-    MbarrierArrive(&shared.q_empty[q % kQBuffers][row_group], kOInQ ? threadIdx.x % kWarpgroup == 0 : lane == 0);
+    MbarrierArrive(&shared.q_empty[q.Buffer()][row_group], kOInQ ? threadIdx.x % kWarpgroup == 0 : lane == 0);
   }
 
   // O = diag(l)^-1 O, l and m. What was NaN or +inf in a row of S has made its l NaN, but not its m.
@@ -651,7 +664,7 @@ struct Consumer {
         p.l[at] = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * to_log2);
       }
     }
-    uint8_t* o = kOInQ ? shared.q[q % kQBuffers][row_group] : shared.o[row_group];
+    uint8_t* o = kOInQ ? shared.q[q.Buffer()][row_group] : shared.o[row_group];
     if (!kOInQ) {
       TmaWaitRead<0>();  // the tile before has left
       SyncWarpgroup();
@@ -676,7 +689,7 @@ struct Consumer {
       TmaCommit();
       if (kOInQ) {
         TmaWaitRead<0>();
-        MbarrierArrive(&shared.q_empty[q % kQBuffers][row_group]);
+        MbarrierArrive(&shared.q_empty[q.Buffer()][row_group]);
       }
     }
   }
@@ -695,8 +708,10 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kQBuffers * kRowGroups; ++i)
-      MbarrierInit(shared.q_full[0] + i, 1), MbarrierInit(shared.q_empty[0] + i, kOInQ ? 1 : 4 * kKeyGroups);
+    for (int b = 0; b < kQBuffers; ++b) {
+      for (int w = 0; w < kRowGroups; ++w)
+        MbarrierInit(&shared.q_full[b][w], 1), MbarrierInit(&shared.q_empty[b][w], kOInQ ? 1 : 4 * kKeyGroups);
+    }
     for (int s = 0; s < kStages; ++s) {
       MbarrierInit(&shared.k_full[s], 1), MbarrierInit(&shared.k_empty[s], 4 * kConsumers);
       MbarrierInit(&shared.v_full[s], kTF32 ? kVBoxes : 1), MbarrierInit(&shared.v_empty[s], 4 * kConsumers);
@@ -728,6 +743,6 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   } else {
     SetMaxRegistersUp<kConsumerRegisters>();
     Consumer consumer(p, shared);
-    while (consumer.Run(&o_map)) consumer.q = (consumer.q + 1) % (2 * kQBuffers);
+    while (consumer.Run(&o_map)) consumer.q.Next();
   }
 }

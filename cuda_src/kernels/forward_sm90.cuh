@@ -109,15 +109,6 @@ struct ForwardShared {
 
 static_assert(sizeof(ForwardShared) <= 227 * 1024);
 
-// Tiles of Q so far, as far as it matters.
-struct QCount {
-  uint32_t count = 0;
-
-  __device__ __forceinline__ int Buffer() const { return count % kQBuffers; }
-  __device__ __forceinline__ uint32_t Parity() const { return count / kQBuffers; }
-  __device__ __forceinline__ void Next() { count = (count + 1) % (2 * kQBuffers); }
-};
-
 using TileSchedule = Schedule<kCausal && !kBlockMask>;
 
 __device__ __forceinline__ bool Next(const Params& p, TileSchedule* schedule, Tile* tile, BlockList* blocks) {
@@ -148,7 +139,7 @@ struct Producer {
   ForwardShared& shared;
   Ring<kStages> at;  // the next tile of V; K is one ahead, or none
   Ring<kLandings> landing;
-  QCount q;
+  PackedRing<kQBuffers> q;
 
   __device__ __forceinline__ void LoadK(Ring<kStages> k, const TensorMap* map, int j, int head, int batch) {
     MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
@@ -189,11 +180,11 @@ struct Producer {
   __device__ __forceinline__ void LoadQ(const Tile& tile, bool empty, const TensorMap* map) {
 #pragma unroll(kBlockMask ? 1 : kRowGroups)
     for (int w = 0; w < kRowGroups; ++w) {
-      MbarrierWait(&shared.q_empty[q.Buffer()][w], q.Parity() ^ 1);
-      shared.tile[q.count][w] = tile;
-      MbarrierArriveExpectTx(&shared.q_full[q.Buffer()][w], empty ? 0 : kQKBoxes * kQBox);
+      MbarrierWait(&shared.q_empty[q.Index()][w], q.Parity() ^ 1);
+      shared.tile[q.position][w] = tile;
+      MbarrierArriveExpectTx(&shared.q_full[q.Index()][w], empty ? 0 : kQKBoxes * kQBox);
       for (int b = 0; !empty && b < kQKBoxes; ++b)
-        TmaLoad(shared.q[q.Buffer()][w] + b * kQBox, map, &shared.q_full[q.Buffer()][w], b * kBoxColumns,
+        TmaLoad(shared.q[q.Index()][w] + b * kQBox, map, &shared.q_full[q.Index()][w], b * kBoxColumns,
                 tile.row + 64 * w, tile.head, tile.batch);
     }
     q.Next();
@@ -283,7 +274,7 @@ struct Consumer {
   const int warpgroup, row_group, key_group, warp, lane;
   const float to_log2;  // from S to exponents of 2
   Ring<kStages> k, v;
-  QCount q;
+  PackedRing<kQBuffers> q;
 
   float S[kCols / 2], O[kVDim / 2];
   uint32_t P[kCols / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32
@@ -326,14 +317,14 @@ struct Consumer {
 
   __device__ __forceinline__ void TakeQ() {
 #pragma unroll
-    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], SharedAddress(Matrices(shared.q[q.Buffer()][row_group], d)));
+    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], SharedAddress(Matrices(shared.q[q.Index()][row_group], d)));
   }
 
   // S = Q K^T
   __device__ __forceinline__ void IssueS() {
     MbarrierWait(&shared.k_full[k.index], k.parity);
     WgmmaFence();
-    const uint64_t a = Descriptor(shared.q[q.Buffer()][row_group], 0);
+    const uint64_t a = Descriptor(shared.q[q.Index()][row_group], 0);
     const uint64_t b = Descriptor(shared.k[k.index] + key_group * kCols * 128, 0);
 #pragma unroll
     for (int d = 0; d < kQKSteps; ++d) {
@@ -350,7 +341,7 @@ struct Consumer {
     Pin(S);
     Release(&shared.k_empty[k.index]);
     // No branch here: it would part the block in which the compiler places the wait for O among the exponentials.
-    if (!kOInQ) MbarrierArrive(&shared.q_empty[q.Buffer()][row_group], lane == 0 && last);
+    if (!kOInQ) MbarrierArrive(&shared.q_empty[q.Index()][row_group], lane == 0 && last);
     k.Next();
   }
 
@@ -515,10 +506,10 @@ struct Consumer {
   // All of a tile; false if the producer has no more.
   __device__ __forceinline__ bool Run(const TensorMap* o_map) {
     __syncwarp();  // all lanes have read the tile before, which q_empty will say
-    MbarrierWait(&shared.q_full[q.Buffer()][row_group], q.Parity());
+    MbarrierWait(&shared.q_full[q.Index()][row_group], q.Parity());
     // It stays in shared memory for want of registers, but for the loop's bounds. Those all threads have, which the
     // compiler cannot know.
-    const Tile& tile = shared.tile[q.count][row_group];
+    const Tile& tile = shared.tile[q.position][row_group];
     const int begin = kMaskedLeft || kBlockMask ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
     const int unmasked_begin = kMaskedLeft ? Uniform(tile.visible.every_lo) : 0;
     const int unmasked_end = Uniform(tile.visible.every_hi);
@@ -647,7 +638,7 @@ struct Consumer {
       o[int64_t(i / kChunks) * p.q_heads * kChunks + i % kChunks] = {0, 0, 0, 0};
     __syncwarp();
     if (kOInQ) SyncWarpgroup();
-    MbarrierArrive(&shared.q_empty[q.Buffer()][row_group], kOInQ ? threadIdx.x % kWarpgroup == 0 : lane == 0);
+    MbarrierArrive(&shared.q_empty[q.Index()][row_group], kOInQ ? threadIdx.x % kWarpgroup == 0 : lane == 0);
   }
 
   // O = diag(l)^-1 O, l and m. What was NaN or +inf in a row of S has made its l NaN, but not its m.
@@ -664,7 +655,7 @@ struct Consumer {
         p.l[at] = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * to_log2);
       }
     }
-    uint8_t* o = kOInQ ? shared.q[q.Buffer()][row_group] : shared.o[row_group];
+    uint8_t* o = kOInQ ? shared.q[q.Index()][row_group] : shared.o[row_group];
     if (!kOInQ) {
       TmaWaitRead<0>();  // the tile before has left
       SyncWarpgroup();
@@ -689,7 +680,7 @@ struct Consumer {
       TmaCommit();
       if (kOInQ) {
         TmaWaitRead<0>();
-        MbarrierArrive(&shared.q_empty[q.Buffer()][row_group]);
+        MbarrierArrive(&shared.q_empty[q.Index()][row_group]);
       }
     }
   }

@@ -60,4 +60,14 @@ struct Ring {
   }
 };
 
+// The same as one number, for a thread that has few registers.
+template <int kCount>
+struct PackedRing {
+  uint32_t position = 0;  // of all in two rounds
+
+  __device__ __forceinline__ int Index() const { return position % kCount; }
+  __device__ __forceinline__ uint32_t Parity() const { return position / kCount; }
+  __device__ __forceinline__ void Next() { position = (position + 1) % (2 * kCount); }
+};
+
 }  // namespace jax_flash

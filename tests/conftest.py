@@ -10,10 +10,8 @@ import shutil
 # Before jax starts its backends. Most of the suite's time is XLA's, for programs that run once on small arrays: LLVM
 # does not optimise, and loops are written for it at once, not in MLIR first.
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (
-    0,
-    11,
-):  # later ones may not know it, and end
+# Later ones may not know it, and end.
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     _FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 if "PYTEST_XDIST_WORKER" in os.environ:  # NumPy's products have the worker's core, not every core for each worker

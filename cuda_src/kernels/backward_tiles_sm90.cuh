@@ -102,7 +102,7 @@ struct Producer {
   BackwardShared& shared;
   const TensorMap *q_map, *k_map, *v_map, *do_map;
   uint32_t kv_parity = 0;
-  PackedRing<kStages> ring;
+  uint32_t loaded = 0;  // steps so far; their ring would take a register more
 
   __device__ __forceinline__ void Run() {
     constexpr int kAllCols = kCols * kCluster;
@@ -167,9 +167,10 @@ struct Producer {
     shared.tile[kv_parity].column = -1;
     MbarrierArrive(&shared.k_full);
     if (kTF32) {
-      MbarrierWait(&shared.do_empty[ring.Index()], ring.Parity() ^ 1);
-      shared.more[ring.Index()] = false;
-      MbarrierArrive(&shared.do_full[ring.Index()]);
+      const int stage = loaded % kStages, parity = loaded / kStages % 2;
+      MbarrierWait(&shared.do_empty[stage], parity ^ 1);
+      shared.more[stage] = false;
+      MbarrierArrive(&shared.do_full[stage]);
     }
   }
 
@@ -200,9 +201,9 @@ struct Producer {
   }
 
   __device__ __forceinline__ void Load(const Step& step, int batch) {
-    const int stage = ring.Index();
+    const int stage = loaded % kStages, parity = loaded / kStages % 2;
     const int64_t statistics = int64_t(step.row_block) * 64;
-    MbarrierWait(&shared.q_empty[stage], ring.Parity() ^ 1);
+    MbarrierWait(&shared.q_empty[stage], parity ^ 1);
     shared.step[stage] = step;
     MbarrierArriveExpectTx(&shared.q_full[stage], sizeof(shared.q[0]) + sizeof(shared.minus_l[0]));
     for (int b = 0; b < kQKBoxes; ++b)
@@ -210,14 +211,14 @@ struct Producer {
     BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, &shared.q_full[stage]);
     if (kMaximumApart)
       BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, &shared.q_full[stage]);
-    MbarrierWait(&shared.do_empty[stage], ring.Parity() ^ 1);
+    MbarrierWait(&shared.do_empty[stage], parity ^ 1);
     if (kTF32) shared.more[stage] = true;
     MbarrierArriveExpectTx(&shared.do_full[stage], sizeof(shared.d_o[0]) + kRows * 4);
     for (int b = 0; b < kVBoxes; ++b)
       TmaLoad(shared.d_o[stage] + b * kQBox, do_map, &shared.do_full[stage], b * kBoxColumns, step.row, step.head,
               batch);
     BulkLoad(shared.d[stage], p.d + statistics, kRows * 4, &shared.do_full[stage]);
-    ring.Next();
+    ++loaded;
   }
 };
 

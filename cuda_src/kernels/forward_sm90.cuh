@@ -61,7 +61,8 @@ constexpr int kConsumerRegisters = kConsumers == 2 ? (504 - kProducerRegisters) 
 // Q's. Where there is room for two tiles of Q, the next one is there in time.
 constexpr int kQBytes = kRowGroups * kQKBoxes * kQBox, kOBytes = kRowGroups * kVBoxes * kQBox;
 constexpr int kKVBytes = (kQKBoxes + kVBoxes) * kStages * kKVBox + (kTF32 ? kLandings * kKVBox + 1024 : 0);
-constexpr int kHandedBytes = kKeyGroups > 1 ? kRowGroups * (kVDim / 2 + 6) * kWarpgroup * 4 : 0;
+constexpr int kHandedValues = kVDim / 2 + 6;  // of a thread: its O, and m, l and the reference of its two rows
+constexpr int kHandedBytes = kKeyGroups > 1 ? kRowGroups * kHandedValues * kWarpgroup * 4 : 0;
 constexpr int kRoom = 226 * 1024 - kKVBytes - kHandedBytes;  // for Q and O
 constexpr bool kOInQ = kQBytes + kOBytes > kRoom;
 constexpr int kQBuffers = 2 * kQBytes + kOBytes > kRoom ? 1 : 2;
@@ -99,8 +100,8 @@ struct ForwardShared {
   uint64_t v_full[kStages], v_empty[kStages];
   ListedTile listed[kBlockMask ? kStages : 1];  // comes with k; so does
   int kind[kBlockMask ? kStages : 1];           // of its block
-  // What a warpgroup hands over, thread by thread: O, and m, l and the reference of its rows.
-  float handed[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kVDim / 2 + 6 : 1][kKeyGroups > 1 ? kWarpgroup : 1];
+  // What a warpgroup hands over, thread by thread.
+  float handed[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kHandedValues : 1][kKeyGroups > 1 ? kWarpgroup : 1];
   // f32: V as it comes
   uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];
   bool more[kTF32 ? kLandings : 1];  // comes with a box, or says that there are none
@@ -156,13 +157,13 @@ struct Producer {
                 batch);
         landing.Next();
       }
-      at.Next();
-      return;
+    } else {
+      MbarrierWait(&shared.v_empty[at.index], at.parity ^ 1);
+      MbarrierArriveExpectTx(&shared.v_full[at.index], kVBoxes * kKVBox);
+      for (int b = 0; b < kVBoxes; ++b)
+        TmaLoad(shared.v[at.index] + b * kKVBox, map, &shared.v_full[at.index], b * kBoxColumns, j * kKeys, head,
+                batch);
     }
-    MbarrierWait(&shared.v_empty[at.index], at.parity ^ 1);
-    MbarrierArriveExpectTx(&shared.v_full[at.index], kVBoxes * kKVBox);
-    for (int b = 0; b < kVBoxes; ++b)
-      TmaLoad(shared.v[at.index] + b * kKVBox, map, &shared.v_full[at.index], b * kBoxColumns, j * kKeys, head, batch);
     at.Next();
   }
 
@@ -176,7 +177,7 @@ struct Producer {
     for (int w = 0; w < kTransposers; ++w) Land(false), landing.Next();
   }
 
-  // Hands the tile to all consumers, with Q.
+  // Hands the tile to all consumers, with Q. (Lists leave no registers to unroll it.)
   __device__ __forceinline__ void LoadQ(const Tile& tile, bool empty, const TensorMap* map) {
 #pragma unroll(kBlockMask ? 1 : kRowGroups)
     for (int w = 0; w < kRowGroups; ++w) {

@@ -32,7 +32,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-constexpr size_t kMaxMaps = 8;
+constexpr size_t kMaxMaps = 9;
 
 const char* NameOf(Pass pass) { return pass == Pass::kForward ? "jax_flash_forward" : "jax_flash_backward"; }
 
@@ -204,6 +204,7 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   x.kv_bounds = static_cast<SegmentBounds*>(place(layout.kv_bounds));
   x.logsumexp = static_cast<float*>(place(layout.logsumexp));
   x.d = static_cast<float*>(place(layout.d));
+  x.scratch_heads = layout.heads;
   x.maximum = static_cast<float*>(place(layout.maximum));
   x.dq_sum = static_cast<float*>(place(layout.dq_sum));
   x.dbias_parts = static_cast<float*>(place(layout.dbias_parts));
@@ -213,6 +214,11 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   x.m_parts = static_cast<float*>(place(layout.m_parts));
   x.block_mask = BlockMaskOf(p, in);
   x.taken = static_cast<int*>(place(layout.taken));
+  if (layout.counters > 1) {
+    x.rows_taken = x.taken + 1;
+    x.prepared = x.rows_taken + 1;
+    x.added = x.prepared + p.batch * p.q_heads;
+  }
   return x;
 }
 
@@ -237,18 +243,23 @@ CudaTensorMap TensorMapOf(const Problem& p, const Params& x, const Map& map) {
         return x.dk;
       case Mapped::kDV:
         return x.dv;
+      case Mapped::kDQ:
+        return x.dq;
     }
     return nullptr;
   }();
   CudaTensorMap encoded = {};
   if (!array) return encoded;  // a gradient that nobody asked for
-  const bool of_queries = map.array == Mapped::kQuery || map.array == Mapped::kO || map.array == Mapped::kDO;
-  const bool qk = map.array == Mapped::kQuery || map.array == Mapped::kKey || map.array == Mapped::kDK;
+  const bool of_queries =
+      map.array == Mapped::kQuery || map.array == Mapped::kO || map.array == Mapped::kDO || map.array == Mapped::kDQ;
+  const bool qk =
+      map.array == Mapped::kQuery || map.array == Mapped::kKey || map.array == Mapped::kDK || map.array == Mapped::kDQ;
   const uint64_t dim = qk ? p.qk_dim : p.v_dim, time = of_queries ? p.q_len : p.kv_len;
   const uint64_t heads = of_queries ? p.q_heads : p.kv_heads;
   constexpr int kFloat16 = 6, kFloat32 = 7, kBfloat16 = 9, kTFloat32 = 11;
   constexpr int kNoInterleave = 0, kSwizzle128 = 3, kPromoteL2To128 = 2, kZeros = 0;
-  const bool result = map.array == Mapped::kO || map.array == Mapped::kDK || map.array == Mapped::kDV;
+  const bool result =
+      map.array == Mapped::kO || map.array == Mapped::kDK || map.array == Mapped::kDV || map.array == Mapped::kDQ;
   const int type = p.dtype == DType::kF16    ? kFloat16
                    : p.dtype == DType::kBF16 ? kBfloat16
                    : result                  ? kFloat32
@@ -278,7 +289,7 @@ void Run(const Call& call, int device, void* stream, Params& params) {
   for (size_t i = 0; i < kMaxMaps; ++i) arguments[1 + i] = &maps[i];
   for (const LoadedLaunch& launch : *loaded) {
     for (size_t i = 0; i < launch.maps.size(); ++i) maps[i] = TensorMapOf(call.p, params, launch.maps[i]);
-    if (!launch.maps.empty()) Zero(params.taken, sizeof(int), stream);  // Hopper's kernels count with it
+    if (!launch.maps.empty()) Zero(params.taken, call.scratch.counters * sizeof(int), stream);
     Check(CudaDriver().cuLaunchKernel(launch.function, launch.blocks, 1, 1, launch.threads, 1, 1, launch.shared_bytes,
                                       stream, arguments, nullptr),
           "cuLaunchKernel");

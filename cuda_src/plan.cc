@@ -321,6 +321,14 @@ Chosen Choose(std::string_view kernel, const Target& target, const Problem& p) {
                               std::to_string(target.shared) + " KiB of shared memory that this GPU has");
 }
 
+// Whether Hopper's backward does what comes before and after it alongside (backward_rows_sm90.cuh). Not with a block
+// mask, whose lists go through all heads twice; not where heads of Q share keys, so that too many are computed at a
+// time; and where registers are few, it would spill some.
+bool Alongside(const Problem& p) {
+  return Bytes(p) == 2 && std::max(p.qk_dim, p.v_dim) <= 128 && p.scale > 0 && p.soft_cap <= 0 && !p.bias.present &&
+         !p.mask.present && !p.block_mask.present && p.group() == 1 && SumsDQ(p);
+}
+
 // --- What a kernel is compiled for ---
 
 Unit UnitOf(const Chosen& choice, const Problem& p) {
@@ -356,6 +364,7 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
   define("COLS", choice.tile.cols);
   define(choice.sm == 90 ? "CONSUMERS" : "WARPS", choice.tile.groups);
   define("STAGES", choice.tile.stages);
+  if (main && choice.sm == 90) define("ALONGSIDE", Alongside(p));
   return unit;
 }
 
@@ -467,6 +476,13 @@ void AddForward(const Target& target, const Problem& p, Plan* plan) {
                  {{Mapped::kQuery, 64}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols}, {Mapped::kO, 64}}));
 }
 
+// For how many heads Hopper's backward uses scratch if it does all alongside: four times those whose tiles are computed at a time (two by two if causal),
+// some before and some after.
+int64_t HeadsAtATime(const Problem& p) {
+  const int64_t computed = (p.causal ? 2 : 1) * kMultiprocessors / DivideUp(p.kv_len, 128) + 1;
+  return std::min(p.batch * p.q_heads, 4 * computed);
+}
+
 // Of backward_prepare.cuh.
 Launch PrepareLaunch(const Problem& p, int unit) {
   int64_t lanes = 1;  // of a row
@@ -484,8 +500,11 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
     const int unit = Add(UnitOf(choice, p), plan);
     const int64_t rows = heads * RoundUp(p.q_len, tile.rows);
     prepared = choice.sm == 80;
-    plan->launches.push_back(prepared ? PrepareLaunch(p, unit)
-                                      : Launch{unit, "jax_flash_backward_prepare", rows / 32, 256});
+    const bool alongside = choice.sm == 90 && Alongside(p);
+    if (!alongside) {
+      plan->launches.push_back(prepared ? PrepareLaunch(p, unit)
+                                        : Launch{unit, "jax_flash_backward_prepare", rows / 64, 256});
+    }
     // On Hopper, CTAs of 64 keys come in pairs.
     const int64_t tiles = prepared ? ColumnTiles(p, tile) : RoundUp(InBlocks(p.kv_len, p.kv_block), 128) / tile.cols;
     plan->launches.push_back(MainLaunch(choice, unit, p.batch * p.kv_heads * tiles,
@@ -494,8 +513,11 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
                                          {Mapped::kValue, tile.cols},
                                          {Mapped::kDO, tile.rows},
                                          {Mapped::kDK, 64},
-                                         {Mapped::kDV, 64}}));
-    if (SumsDQ(p)) {
+                                         {Mapped::kDV, 64},
+                                         {Mapped::kO, 16},
+                                         {Mapped::kDO, 16},
+                                         {Mapped::kDQ, 16}}));
+    if (SumsDQ(p) && !alongside) {
       const int64_t blocks = choice.sm == 90 ? rows / 64 : DivideUp(heads * DivideUp(p.q_len, 16) * p.qk_dim, 256);
       plan->launches.push_back({unit, "jax_flash_backward_finish", blocks, 256});
     }
@@ -550,7 +572,9 @@ Scratch CudaScratch(const Problem& p, Pass pass) {
     scratch.q_bounds = take(p.batch * DivideUp(p.q_len, 64) * int64_t(sizeof(SegmentBounds)));
     scratch.kv_bounds = take(p.batch * DivideUp(p.kv_len, 64) * int64_t(sizeof(SegmentBounds)));
   }
-  if (p.block_mask.present) scratch.taken = take(4);
+  const bool alongside = pass == Pass::kBackward && Alongside(p);
+  scratch.counters = alongside ? 2 + 2 * p.batch * p.q_heads : p.block_mask.present ? 1 : 0;
+  if (scratch.counters > 0) scratch.taken = take(4 * scratch.counters);
   if (pass == Pass::kForward && SplitsKeys(p)) {
     const PartWork work = PartWorkOf(p);
     scratch.parts = int(work.parts);
@@ -560,6 +584,7 @@ Scratch CudaScratch(const Problem& p, Pass pass) {
   }
   if (pass == Pass::kBackward) {
     const int64_t rows = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding);
+    if (alongside) scratch.heads = int(HeadsAtATime(p));
     if (p.dk || p.dv || SumsDQ(p) || p.dbias) {
       scratch.logsumexp = take(4 * rows);
       scratch.d = take(4 * rows);

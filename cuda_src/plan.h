@@ -24,8 +24,10 @@ struct Scratch {
   int64_t dbias_parts = -1;               // f32 [parts, shape of the bias]
   int64_t o_parts = -1;                   // f32 [parts, batch, head, row, value's dim]
   int64_t l_parts = -1, m_parts = -1;     // f32 [parts, batch, head, row]
-  int64_t taken = -1;                     // s32: see kernels/params.h
-  int parts = 1;                          // of the bias, or of the keys
+  int64_t taken = -1;                     // s32 [counters]: see kernels/params.h
+  int64_t counters = 0;
+  int parts = 1;  // of the bias, or of the keys
+  int heads = 0;                          // whose scratch is used at a time, see kernels/params.h
   int64_t bytes = 0;
 };
 Scratch CudaScratch(const Problem& problem, Pass pass);
@@ -34,7 +36,7 @@ Scratch CudaScratch(const Problem& problem, Pass pass);
 bool NothingToCompute(const Problem& problem);
 
 // A [batch, time, heads, dim] array that a kernel wants as a tensor map, in boxes of `rows` x 128 bytes.
-enum class Mapped { kQuery, kKey, kValue, kO, kDO, kDK, kDV };
+enum class Mapped { kQuery, kKey, kValue, kO, kDO, kDK, kDV, kDQ };
 struct Map {
   Mapped array;
   int rows;

@@ -33,6 +33,7 @@ DIMS = ((64, 64), (128, 128), (256, 256), (8, 16), (80, 80), (96, 96), (192, 128
 GRADIENTS = ("all", "deterministic", "key and value", "query")
 FEATURES: dict[str, tuple[Any, ...]] = {
     "q_len": (4096, 512),
+    "kv_heads": (2, 4),
     "causal": (True, False),
     "window": (False, True),
     "lengths": (False, True),
@@ -83,7 +84,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         q_len=features["q_len"],
         kv_len=max(features["q_len"], 1024),
         q_heads=4,
-        kv_heads=2,
+        kv_heads=features["kv_heads"],
         qk_dim=dims[0],
         v_dim=dims[1],
         dtype=dtype.split()[0],

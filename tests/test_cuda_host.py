@@ -105,6 +105,29 @@ def test_kernel_families(arch, dtype, family):
     ]
 
 
+NOT_ALONGSIDE = [
+    {"kv_heads": 4},
+    {"dtype": "float32"},
+    {"qk_dim": 136},
+    {"scale": -1.0},
+    {"soft_cap": 2.0},
+    {"mask": Extent(True, True, True, True)},
+    {"bias_dtype": "float32", "bias": Extent(True, True, True, True)},
+    {"block_mask": Extent(True, True, True, True), "q_block": 128, "kv_block": 128, "row_list": 6, "column_list": 6},
+]
+
+
+def test_backward_alongside():
+    """On Hopper one kernel can be all of a backward."""
+    own = {"kv_heads": 8, **GRADIENTS}
+    for common in ({}, {"causal": True}, {"v_dim": 128}, {"segments": True}, {"drop_threshold": 9}):
+        assert kernels("sm_90a", True, **own, **common)[-1:] == [("backward_sm90.cuh", "jax_flash_backward")]
+        assert macros("sm_90a", True, **own, **common)["ALONGSIDE"] == 1
+    for changes in NOT_ALONGSIDE:
+        launches = kernels("sm_90a", True, **own | changes)
+        assert [kernel.removeprefix("jax_flash_backward_") for _, kernel in launches][::2] == ["prepare", "finish"]
+
+
 def test_float32_on_hopper():
     """Its own kernels do TF32, up to head dim 128; in the backward not a soft cap."""
     (hopper,), (ampere,) = kernels(dtype="float32", full_precision=False), kernels("sm_80", dtype="float32")

@@ -51,7 +51,7 @@ struct Keys {
   __device__ __forceinline__ Keys(const Params& p, BackwardShared& shared)
       : p(p),
         shared(shared),
-        warpgroup(Uniform(threadIdx.x / kWarpgroup) - 1),
+        warpgroup(Uniform(threadIdx.x / kWarpgroup - 1)),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
         first_key(kSameKeys ? 0 : 64 * warpgroup),
@@ -278,9 +278,9 @@ struct Keys {
 
   // Of a tile of [keys][64 columns] boxes in shared memory: where this lane's part begins of 16 columns of this warp's
   // keys.
-  __device__ __forceinline__ uint8_t* Chunk(uint8_t* tile, int c) {
+  __device__ __forceinline__ uint32_t Chunk(uint8_t* tile, int c) {
     const int chunk = (c % 4 * 2 + lane / 16) ^ lane % 8;
-    return tile + c / 4 * kKVBox + (first_key + 16 * warp + lane % 16) * 128 + chunk * 16;
+    return SharedAddress(tile + c / 4 * kKVBox + (first_key + 16 * warp + lane % 16) * 128 + chunk * 16);
   }
 
   __device__ __forceinline__ void Store(uint8_t* to, int c, uint32_t a, uint32_t b, uint32_t x, uint32_t y) {

@@ -21,6 +21,7 @@
 #pragma once
 
 #include "backward_keys_sm90.cuh"
+#include "backward_rows_sm90.cuh"
 #include "backward_tf32_sm90.cuh"
 #include "backward_tf32_wide_sm90.cuh"
 #include "backward_wide_sm90.cuh"
@@ -39,9 +40,8 @@ constexpr bool kLateDP = kScores && kRows == 64;
 
 // dQ is computed a step behind: then no warpgroup waits for the other's dS, and one can be at its products while the
 // other is at its exponentials. Not where there are no registers to keep track of it.
-constexpr bool kBehind =
-    kDQ &&
-    (kRows == 128 || !(kDropout || kMask || kSoftCap || (kBlockMask && (kBias || kCausal || kWindow || kSegments))));
+constexpr bool kBehind = kDQ && (kRows == 128 || !(kDropout || kMask || kSoftCap || (kAlongside && kSegments) ||
+                                                   (kBlockMask && (kBias || kCausal || kWindow || kSegments))));
 static_assert(kTF32 || kStages == 2);  // as dS
 
 // A warpgroup with S, dP, dK and dV of its 64 keys.
@@ -105,7 +105,8 @@ struct Consumer : Keys {
 
   // dQ and dK. Of dQ it is this warpgroup's part: 64 of the rows, kWidth columns. If dQ is a step behind, what is
   // computed in the first step of a tile goes nowhere (a branch around it would keep all products from overlapping),
-  // and after the last one there is another dQ.
+  // and after the last one there is another dQ. If kAlongside, that is when to wait until the dQ of the tile before
+  // have been added.
   template <int kWidth>
   __device__ __forceinline__ void Finish(Step step, int rows, int column) {
     const bool add = kDQ && (!kBehind || Uniform(row_block) >= 0);
@@ -122,7 +123,11 @@ struct Consumer : Keys {
     Release(&shared.do_empty[at.index]);
     if (!kBehind && step.last) Release(&shared.k_empty);
     if (kBehind && add) Release(&shared.ds_empty[from.index]);
-    if (add) Add(dQ, (kBehind ? row_block : step.row_block) + rows, column);
+    if (add) {
+      Add(dQ, (kBehind ? row_block : step.row_block) + rows, column);
+    } else if (kAlongside) {
+      TmaWaitAll();
+    }
     if (kBehind && kSplitRows) step = StepHere();
     row_block = step.row_block;
     if (kBehind && step.last) {
@@ -160,6 +165,7 @@ struct Consumer : Keys {
     Clear(dK);
     Clear(dV);
     const Tile* next = NextTile();
+    if (kAlongside && (!next || !kBehind)) TmaWaitAll();
     TmaWaitRead<0>();  // the gradients before have left
     if (!next) return false;
     const Tile& tile = *next;
@@ -168,6 +174,7 @@ struct Consumer : Keys {
       row_block = -1;
       while (Walk(tile)) continue;
     } else {
+      if (kAlongside) TmaWaitAll();
       Release(&shared.k_empty);
       Release(&shared.v_empty);
     }
@@ -186,6 +193,11 @@ __device__ __forceinline__ void Consume(const Params& p, BackwardShared& shared,
   SetMaxRegistersUp<Consumer::kRegisters>();
   Consumer consumer(p, shared);
   while (consumer.Run(dk_map, dv_map)) continue;
+  if (!kAlongside) return;
+  consumer.SyncConsumers();
+  const int last = shared.tile[consumer.kv_parity ^ 1].kv_head;
+  FenceProxyAsyncGlobal();
+  Count(p.added + last, threadIdx.x == kWarpgroup && last >= 0);
 }
 
 }  // namespace jax_flash
@@ -193,12 +205,12 @@ __device__ __forceinline__ void Consume(const Params& p, BackwardShared& shared,
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardShared);
 
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_dims__(jax_flash::kCluster, 1, 1)
-    jax_flash_backward(const __grid_constant__ jax_flash::Params p, const __grid_constant__ jax_flash::TensorMap q_map,
-                       const __grid_constant__ jax_flash::TensorMap k_map,
-                       const __grid_constant__ jax_flash::TensorMap v_map,
-                       const __grid_constant__ jax_flash::TensorMap do_map,
-                       const __grid_constant__ jax_flash::TensorMap dk_map,
-                       const __grid_constant__ jax_flash::TensorMap dv_map) {
+    jax_flash_backward(
+        const __grid_constant__ jax_flash::Params p, const __grid_constant__ jax_flash::TensorMap q_map,
+        const __grid_constant__ jax_flash::TensorMap k_map, const __grid_constant__ jax_flash::TensorMap v_map,
+        const __grid_constant__ jax_flash::TensorMap do_map, const __grid_constant__ jax_flash::TensorMap dk_map,
+        const __grid_constant__ jax_flash::TensorMap dv_map, const __grid_constant__ jax_flash::TensorMap o_rows_map,
+        const __grid_constant__ jax_flash::TensorMap do_rows_map, const __grid_constant__ jax_flash::TensorMap dq_map) {
   using namespace jax_flash;
   extern __shared__ __align__(1024) uint8_t memory[];
   BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
@@ -215,7 +227,13 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
       MbarrierInit(&shared.q_t_full, kTransposers), MbarrierInit(&shared.q_t_empty, 4 * kConsumers);
       MbarrierInit(&shared.do_t_full, kTransposers), MbarrierInit(&shared.do_t_empty, kDOReaders);
     }
+    for (int i = 0; i < 6; ++i) MbarrierInit(&shared.rows_full[i / 2][i % 2], 1);
     FenceMbarrierInit();
+    shared.tile[0].kv_head = shared.tile[1].kv_head = -1;
+  }
+  if (kAlongside) {
+    for (int i = threadIdx.x; i < kRowsBytes / 4; i += kThreads) reinterpret_cast<float*>(shared.zeros)[i] = 0.0f;
+    FenceProxyAsync();
   }
   __syncthreads();
   if (kWide) ClusterSync();
@@ -224,6 +242,9 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
     if (threadIdx.x == 0) Producer{p, shared, &q_map, &k_map, &v_map, &do_map}.Run();
     if constexpr (kTF32) {
       if (threadIdx.x >= 32) Transposer{shared}.Run();
+    }
+    if constexpr (kAlongside) {
+      if (threadIdx.x >= 32) RowsWarp{p, shared, &o_rows_map, &do_rows_map, &dq_map}.Run();
     }
   } else if constexpr (kTF32 && !kSameKeys) {
     Consume<TF32Consumer>(p, shared, &dk_map, &dv_map);
@@ -241,97 +262,4 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
     Consume<ConsumerOfDS>(p, shared, &dk_map, &dv_map);
   }
   if (kWide) ClusterSync();  // the other may still reach this CTA's shared memory
-}
-
-// D = rowsum(dO O) - dlogsumexp, -L / scale (with a bias -log l and m apart), and zeros for dQ. A thread takes 8
-// elements of a row.
-extern "C" __global__ void __launch_bounds__(256)
-    jax_flash_backward_prepare(const __grid_constant__ jax_flash::Params p) {
-  using namespace jax_flash;
-  constexpr int kChunks = kVDim / 8;
-  constexpr int kLanes = kChunks > 16 ? 32 : kChunks > 8 ? 16 : 8;  // to a row
-  const int lane = threadIdx.x % kLanes, padded = QTiles(p) * kRows;
-#pragma unroll
-  for (int r = threadIdx.x / kLanes; r < 32; r += 256 / kLanes) {
-    const int64_t at = int64_t(blockIdx.x) * 32 + r;  // [batch, head, row]
-    const int row = at % padded, head = at / padded % p.q_heads;
-    const int64_t batch = at / padded / p.q_heads;
-    float sum = 0.0f;
-    if (row < p.q_len && lane < kChunks) {
-      const int64_t from = ((batch * p.q_len + row) * p.q_heads + head) * kChunks + lane;
-      if constexpr (kTF32) {
-        const float4 *o = static_cast<const float4*>(p.o) + 2 * from,
-                     *d_o = static_cast<const float4*>(p.d_o) + 2 * from;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float4 x = o[i], y = d_o[i];
-          sum += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
-        }
-      } else {
-        const uint4 x = static_cast<const uint4*>(p.o)[from], y = static_cast<const uint4*>(p.d_o)[from];
-        const auto dot = [](uint32_t packed_a, uint32_t packed_b) {
-          const float2 a = Unpack(packed_a), b = Unpack(packed_b);
-          return a.x * b.x + a.y * b.y;
-        };
-        sum = dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w);
-      }
-    }
-#pragma unroll
-    for (int s = kLanes / 2; s > 0; s /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, s);
-    if (lane == 0) {
-      const int64_t from = (batch * p.q_heads + head) * p.q_len + row, to = at - row + Place(row);
-      const float l = row < p.q_len ? p.l[from] : 0.0f;
-      if constexpr (kMaximumApart) {
-        p.logsumexp[to] = l == 0.0f ? -Infinity() : -logf(l);
-        p.maximum[to] = l == 0.0f ? 0.0f : p.m[from];
-      } else {
-        p.logsumexp[to] = l == 0.0f ? -Infinity() : -(p.m[from] + logf(l)) / ScoreScale(p);
-      }
-      if (kDLogsumexp && row < p.q_len) sum -= p.dlogsumexp[from];
-      p.d[to] = sum / KeepScale(p);
-    }
-    float4* dq = reinterpret_cast<float4*>(p.dq_sum) + at * (kQKDim / 4);
-    for (int i = lane; kDQ && i < kQKDim / 4; i += kLanes) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
-}
-
-// dQ in the problem's dtype and layout: 64 rows of a tile. A thread takes 8 columns of two rows, what four lanes held.
-extern "C" __global__ void __launch_bounds__(256)
-    jax_flash_backward_finish(const __grid_constant__ jax_flash::Params p) {
-  using namespace jax_flash;
-  constexpr int kChunks = kQKDim / 8;
-  const int padded = QTiles(p) * kRows;
-  const int64_t at = int64_t(blockIdx.x) * 64;  // [batch, head, row]
-  const int row0 = at % padded, head = at / padded % p.q_heads;
-  const int64_t batch = at / padded / p.q_heads;
-  const float scale = p.scale * KeepScale(p);
-  for (int i = threadIdx.x; i < 32 * kChunks; i += 256) {
-    const int chunk = i % kChunks, quad = i / kChunks % 8, warp = i / kChunks / 8;
-    const float4* x = reinterpret_cast<const float4*>(p.dq_sum + (at + 16 * warp) * kQKDim) + chunk * 32 + quad * 4;
-    if constexpr (kTF32) {  // columns j and j + 4
-      const int row = row0 + 16 * warp + quad;
-      float4* to = static_cast<float4*>(p.dq) + 2 * (((batch * p.q_len + row) * p.q_heads + head) * kChunks + chunk);
-      if (row < p.q_len) {
-        to[0] = make_float4(x[0].x * scale, x[1].x * scale, x[2].x * scale, x[3].x * scale);
-        to[1] = make_float4(x[0].y * scale, x[1].y * scale, x[2].y * scale, x[3].y * scale);
-      }
-      if (row + 8 < p.q_len) {
-        to += 16 * p.q_heads * kChunks;
-        to[0] = make_float4(x[0].z * scale, x[1].z * scale, x[2].z * scale, x[3].z * scale);
-        to[1] = make_float4(x[0].w * scale, x[1].w * scale, x[2].w * scale, x[3].w * scale);
-      }
-    } else {
-      uint32_t low[4], high[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float4 y = x[j];
-        low[j] = Pack(y.x * scale, y.y * scale);
-        high[j] = Pack(y.z * scale, y.w * scale);
-      }
-      const int row = row0 + 16 * warp + quad;
-      uint4* to = static_cast<uint4*>(p.dq) + ((batch * p.q_len + row) * p.q_heads + head) * kChunks + chunk;
-      if (row < p.q_len) *to = make_uint4(low[0], low[1], low[2], low[3]);
-      if (row + 8 < p.q_len) to[8 * p.q_heads * kChunks] = make_uint4(high[0], high[1], high[2], high[3]);
-    }
-  }
 }

@@ -38,7 +38,7 @@ struct TF32Keys : Keys {
   template <int kSteps>
   __device__ __forceinline__ void Take(uint32_t (&A)[kSteps][4], uint8_t* keys) {
 #pragma unroll
-    for (int d = 0; d < kSteps; ++d) Ldmatrix(A[d], SharedAddress(Chunk(keys, d)));
+    for (int d = 0; d < kSteps; ++d) Ldmatrix(A[d], Chunk(keys, d));
   }
 
   // C = A B^T, or += : A is K or V in registers, B a tile of Q or dO.

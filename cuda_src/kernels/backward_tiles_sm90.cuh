@@ -6,6 +6,7 @@
 #include "params.h"
 #include "schedule.cuh"
 #include "tile/cluster.cuh"
+#include "tile/counter.cuh"
 #include "tile/mbarrier.cuh"
 #include "tile/tma.cuh"
 #include "tile/transpose.cuh"
@@ -33,6 +34,10 @@ constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 constexpr bool kMuchToTrack = kBlockMask && (kRows == 128 || kCausal || kWindow || kSegments);
 constexpr int kProducerRegisters = kMuchToTrack || kTF32 ? 56 : 40;
 
+// Three warps beside the one that loads would have nothing to do: they do what backward_rows_sm90.cuh is about.
+constexpr bool kAlongside = JAX_FLASH_ALONGSIDE;
+static_assert(!kAlongside || (kDQ && !kTF32 && !kWide && !kBlockMask));  // and heads do not share keys
+
 // Tiles are boxes of 128 bytes of columns; what is outside of the head dim is 0.
 __host__ __device__ constexpr int Boxes(int dim) { return (dim + kBoxColumns - 1) / kBoxColumns; }
 constexpr int kQKBoxes = kWide ? (Boxes(kQKDim) + 1) / 2 * 2 : Boxes(kQKDim);
@@ -51,16 +56,20 @@ constexpr int kDSBytes = kRows * kCols * kElementBytes;
 constexpr int kDOReaders = kTF32Wide ? 4 : 4 * kConsumers;   // warps that read dO; and dO^T
 constexpr int kQTransposers = kTF32Wide ? 0 : kTransposers;  // there the warpgroup that needs Q^T makes it
 
+// If kAlongside: bytes of 16 rows of a box of dQ in f32, or of O and of dO.
+constexpr int kRowsBytes = 16 * 64 * 4;
+
 // A tile of K and V.
 struct Tile {
   int column, head, batch;  // column < 0: there are no more
+  int kv_head;              // among those of all batches; < 0: it has been reported that its dQ is complete
   int steps;                // tiles of Q, of all heads of the group, that see it; with a block mask: are there any?
 };
 
 // A tile of Q, and of dO.
 struct Step {
   int row, head;
-  int row_block;  // of 64, among those of all heads
+  int row_block;  // of 64, among those in scratch
   int kind;       // of the block
   bool masked;    // must entries be looked at one by one?
   bool last;      // of this tile of K and V
@@ -85,6 +94,10 @@ struct BackwardShared {
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kStages], do_empty[kStages];
   uint64_t ds_full[kStages], ds_empty[kStages];  // if wide, of what comes from the other CTA
+  // If kAlongside, of each warp
+  alignas(kAlongside ? 1024 : 1) uint8_t rows[3][2][kAlongside ? kRowsBytes : 1];
+  alignas(16) uint8_t zeros[kAlongside ? kRowsBytes : 1];
+  uint64_t rows_full[3][2];
   // TF32
   uint64_t q_t_full, q_t_empty, do_t_full, do_t_empty;
   bool more[kTF32 ? kStages : 1];  // comes with dO, or says that there is none
@@ -95,6 +108,12 @@ static_assert(!kTF32 || kTF32Wide || sizeof(BackwardShared::ds) >= sizeof(Backwa
 static_assert(sizeof(BackwardShared::v) >= kVBoxes * kKVBox);
 
 __device__ __forceinline__ int QTiles(const Params& p) { return (p.q_len + kRows - 1) / kRows; }
+__device__ __forceinline__ int KVTiles(const Params& p) { return (p.kv_len + kCols - 1) / kCols; }
+
+// Of the blocks of 64 rows in scratch, the first of a head.
+__device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
+  return (kAlongside ? head % Fresh(p.scratch_heads) : head) * QTiles(p) * (kRows / 64);
+}
 
 // One thread that loads what the consumers work on, and tells them what it is.
 struct Producer {
@@ -107,22 +126,29 @@ struct Producer {
   __device__ __forceinline__ void Run() {
     constexpr int kAllCols = kCols * kCluster;
     if constexpr (kBlockMask) return RunListed();
-    const int tiles = (p.kv_len + kAllCols - 1) / kAllCols, group = p.q_heads / p.kv_heads;
+    const int tiles = (p.kv_len + kAllCols - 1) / kAllCols, group = kAlongside ? 1 : p.q_heads / p.kv_heads;
     Schedule<kCausal, kCluster> schedule;
+    TakenSchedule<kCausal> taken;
     int item, t;
-    while (schedule.Next(p.batch * p.kv_heads, tiles, &item, &t)) {
+    while (kAlongside ? taken.Next(p.taken, p.batch * p.kv_heads, tiles, &item, &t)
+                      : schedule.Next(p.batch * p.kv_heads, tiles, &item, &t)) {
+      if (kAlongside) {
+        WaitForCount(p.prepared + item, QTiles(p) * (kRows / 64));
+        FenceProxyAsyncGlobal();
+      }
       const int head = item % p.kv_heads, batch = item / p.kv_heads;
       const Positions positions = PositionsOf(p, batch);
       const Visible rows = RowsOf(p, positions, batch, t * kAllCols, (t + 1) * kAllCols);
       const int first = rows.any_lo / kRows, end = (rows.any_hi + kRows - 1) / kRows;
       const int steps = rows.any_lo < rows.any_hi ? (end - first) * group : 0;
-      LoadKV({t * kAllCols + (kWide ? ClusterRank() * kCols : 0), head, batch, steps});
+      LoadKV({t * kAllCols + (kWide ? ClusterRank() * kCols : 0), head, batch, item, steps});
       const int every_hi = EveryHi(rows, positions);
-      int q_tile = first, q_head = head * group;
+      int q_tile = first, q_head = head * group, row_block = 0;
       for (int n = steps; n > 0; --n) {
+        if (q_tile == first) row_block = RowBlock(batch, q_head, q_tile * kRows);
         const int row = q_tile * kRows;
-        const int row_block = RowBlock(batch, q_head, row);
         Load({row, q_head, row_block, kEverything, row < rows.every_lo || row + kRows > every_hi, n == 1}, batch);
+        row_block += kRows / 64;
         if (++q_tile == end) q_tile = first, ++q_head;
       }
     }
@@ -142,7 +168,7 @@ struct Producer {
       const Visible rows = RowsOf(p, positions, batch, column, column + kCols);
       const int every_hi = EveryHi(rows, positions);
       ListedQTiles<kRows> at(p, batch, head, blocks, rows);
-      LoadKV({column, head, batch, at.There()});
+      LoadKV({column, head, batch, item, at.There()});
       while (at.There()) {
         const int row = at.row, q_head = at.head, kind = KindOfBlock(p, batch, q_head, row, column);
         at.Next();
@@ -153,17 +179,29 @@ struct Producer {
     End();
   }
 
+  // When a tile has been computed, that all dQ of the tile before it has been added: consumers wait for that in the
+  // first step.
+  __device__ __forceinline__ void ReportAdded() {
+    if (!kAlongside) return;
+    int& kv_head = shared.tile[kv_parity].kv_head;
+    if (kv_head < 0) return;
+    FenceProxyAsyncGlobal();
+    Count(p.added + kv_head, true);
+    kv_head = -1;
+  }
+
   // Rows that see nothing have an L that hides them, if it is not from a bias of +inf.
   __device__ __forceinline__ int EveryHi(const Visible& rows, const Positions& positions) const {
     return kBias || rows.every_hi < positions.q_length ? rows.every_hi : QTiles(p) * kRows;
   }
 
   __device__ __forceinline__ int RowBlock(int batch, int head, int row) const {
-    return ((batch * p.q_heads + head) * QTiles(p) + row / kRows) * (kRows / 64);
+    return FirstRowBlock(p, batch * p.q_heads + head) + row / 64;
   }
 
   __device__ __forceinline__ void End() {
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
+    ReportAdded();
     shared.tile[kv_parity].column = -1;
     MbarrierArrive(&shared.k_full);
     if (kTF32) {
@@ -179,6 +217,7 @@ struct Producer {
       TmaLoad(to, map, full, d, column, tile.head, tile.batch);
     };
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
+    ReportAdded();
     shared.tile[kv_parity] = tile;
     if (kWide) {
       // The half of K that makes this CTA's half of dQ, of the keys of both CTAs; and the other half of its own.

@@ -29,7 +29,7 @@ struct ConsumerOfP : Keys {
     if (!next) return false;
     const Tile& tile = *next;
 #pragma unroll
-    for (int d = 0; d < 4 * kHalfBoxes; ++d) Ldmatrix(K[d], SharedAddress(Chunk(shared.staging, d)));
+    for (int d = 0; d < 4 * kHalfBoxes; ++d) Ldmatrix(K[d], Chunk(shared.staging, d));
     SyncWarpgroup();  // P may be written there
     if (Uniform(tile.steps) > 0) Walk(tile);
     SyncConsumers();  // nobody reads V any more

@@ -665,12 +665,13 @@ struct Consumer {
     for (int c = 0; c < (kVDim + kStep - 1) / kStep; ++c) {
       const float* x = O + kStep / 2 * c;
       if constexpr (kTF32) {
-        Stmatrix(Matrices(o, c), __float_as_uint(x[0] * factor[0]), __float_as_uint(x[2] * factor[1]),
+        Stmatrix(SharedAddress(Matrices(o, c)), __float_as_uint(x[0] * factor[0]), __float_as_uint(x[2] * factor[1]),
                  __float_as_uint(x[1] * factor[0]), __float_as_uint(x[3] * factor[1]));
       } else {
         const float* y = 16 * c + 8 < kVDim ? x + 4 : x;  // the last 8 columns of 16 may be beyond the head dim
-        Stmatrix(Matrices(o, c), Pack(x[0] * factor[0], x[1] * factor[0]), Pack(x[2] * factor[1], x[3] * factor[1]),
-                 Pack(y[0] * factor[0], y[1] * factor[0]), Pack(y[2] * factor[1], y[3] * factor[1]));
+        Stmatrix(SharedAddress(Matrices(o, c)), Pack(x[0] * factor[0], x[1] * factor[0]),
+                 Pack(x[2] * factor[1], x[3] * factor[1]), Pack(y[0] * factor[0], y[1] * factor[0]),
+                 Pack(y[2] * factor[1], y[3] * factor[1]));
       }
     }
     FenceProxyAsync();

@@ -53,13 +53,19 @@ struct Params {
   float* dbias;
   float* dbias_parts;  // scratch: the parts of dbias [parts, of its shape]; if there are several
   int parts;           // of dbias; of the keys in a forward over parts of them
+  int scratch_heads;   // for how many heads scratch is used at a time, if backward_rows_sm90.cuh does all alongside
   float* maximum;      // scratch: m, where the kernel on Hopper takes it apart (kMaximumApart)
 
   // The forward over parts of the keys only. Scratch, [part, batch, head, row]: what each part has for O, l and m.
   float *o_parts, *l_parts, *m_parts;
 
   BlockMask block_mask;
-  int* taken;  // scratch, 0 at first: of the tiles in its lists those that CTAs on Hopper have taken
+
+  // Scratch, 0 at first: what CTAs on Hopper count.
+  int* taken;  // tiles, of which each CTA takes the next
+  // In the backward: blocks of 64 rows of Q, likewise; of each head those that are prepared, and the tiles of keys whose
+  // dQ has been added.
+  int *rows_taken, *prepared, *added;
 };
 
 }  // namespace jax_flash

@@ -1,12 +1,13 @@
-// The order in which the CTAs of a persistent grid take the tiles of all heads.
+// The order in which the CTAs of a persistent grid take the tiles of all heads. Head by head, for the sake of the L2:
+// the CTAs that run at a time read the same K and V, or Q and dO. The work of a causal tile grows from one end to the
+// other, so there a CTA takes tiles in pairs, the t-th from one end and the t-th from the other: each pair is the same
+// work.
 #pragma once
 
 namespace jax_flash {
 
-// Head by head, for the sake of the L2: the CTAs that run at a time read the same K and V, or Q and dO. The work of a
-// causal tile grows from one end to the other, so there a CTA takes tiles in pairs, the t-th from one end and the t-th
-// from the other: each pair is the same work. The tile without a partner of each head comes last.
-// CTAs of a cluster take the same tiles.
+// Each CTA has its share from the start. The tile without a partner of each head comes last. CTAs of a cluster take the
+// same tiles.
 template <bool kCausal, int kCluster = 1>
 struct Schedule {
   int next = 0;  // how many tiles this CTA has asked for
@@ -21,6 +22,24 @@ struct Schedule {
     *tile = !paired ? per_head : second ? item % per_head : tiles - 1 - item % per_head;
     next += paired ? 1 : 2;
     return paired || (kCausal && tiles % 2 == 1 && *head < heads);
+  }
+};
+
+// Each CTA takes what is next from a counter, 0 at first; no head has a tile after those of a later head.
+template <bool kCausal>
+struct TakenSchedule {
+  int item;             // a pair of tiles if causal
+  bool second = false;  // of the pair, to come
+
+  // As above.
+  __device__ __forceinline__ bool Next(int* taken, int heads, int tiles, int* head, int* tile) {
+    const int per_head = kCausal ? (tiles + 1) / 2 : tiles;
+    if (!second) item = atomicAdd(taken, 1);
+    const int t = item % per_head;
+    *head = item / per_head;
+    *tile = kCausal && !second ? tiles - 1 - t : t;
+    second = kCausal && !second && *tile != t;
+    return item < per_head * heads;
   }
 };
 

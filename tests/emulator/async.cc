@@ -185,6 +185,13 @@ void BulkPeerCopy(Step& s) {  // to, from, bytes, barrier
   });
 }
 
+void BulkStore(Step& s) {  // to, from, bytes
+  const uint32_t bytes = BulkBytes(s[2]);
+  uint8_t* const to = const_cast<uint8_t*>(Global(s[0], 16));
+  const uint8_t* const from = Source(uint32_t(s[1]), bytes, 16);
+  Self().bulk.open.push_back([=] { std::memcpy(to, from, bytes); });
+}
+
 void BulkReduceAdd(Step& s) {  // to, from, bytes
   const uint32_t bytes = BulkBytes(s[2]);
   float* const to = reinterpret_cast<float*>(const_cast<uint8_t*>(Global(s[0], 16)));

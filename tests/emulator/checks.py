@@ -28,6 +28,8 @@ hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="
     ("case", "dtype"),
     [
         (Case(B=1, T=300, S=400, D=64, E=64, causal=True, offset=True), "bfloat16"),
+        (Case(B=1, T=300, S=400, N=2, K=2, D=64, E=64, causal=True, dropout=0.2), "bfloat16"),
+        (Case(B=1, T=300, S=300, N=2, K=2, D=128, E=104, window=(150, 20), segments=True), "float16"),
         (Case(B=1, T=300, S=400, D=128, E=128, window=(150, 20), segments=True), "float16"),
         (Case(B=1, T=150, S=200, N=2, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
         (Case(T=70, S=90, D=72, E=40, bias="1nts", mask="b11s", dropout=0.1), "bfloat16"),
@@ -40,6 +42,13 @@ hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="
 )
 def test_case(case, dtype):
     check(case, dtype)
+
+
+@hopper
+@pytest.mark.usefixtures("device")
+def test_more_heads_than_have_scratch():
+    """Of the backward, at a time. Most tiles are hidden."""
+    check(Case(B=1, T=8, S=133 * 128, N=10, K=10, D=8, E=8, causal=True), "bfloat16")
 
 
 @pytest.mark.usefixtures("device")

@@ -96,6 +96,8 @@ struct State {
   std::optional<std::mt19937> random;  // if the schedule is
   size_t held_back;                    // a warp
   Barrier cluster;
+  uint64_t mornings;  // how often those who sleep have woken up
+  int in_vain;        // since then nothing else has happened
   void* host_stack;
   std::string error;
 };
@@ -140,6 +142,13 @@ bool CanRun(Thread& thread) {
   Fail("%s", text.c_str());
 }
 
+// When nobody else can go on: those who sleep look again, unless they have done so often and nothing has changed.
+void WakeUp() {
+  constexpr int kOften = 1000;
+  if (++state->in_vain > kOften) Deadlock();
+  ++state->mornings;
+}
+
 // Lets one thread go on if it can.
 bool Try(size_t next) {
   if (!CanRun(state->threads[next])) return false;
@@ -161,6 +170,7 @@ bool TryWarp(size_t warp, size_t lane) {
 void Happen(size_t event) {
   const Task task = std::move(state->later[event].task);
   state->later.erase(state->later.begin() + event);
+  state->in_vain = 0;
   task();
 }
 
@@ -192,7 +202,8 @@ void RandomTurn() {
     if (state->later.empty()) {
       const size_t late = std::exchange(state->held_back, Random(warps));
       if (TryWarp(late, lane)) return;
-      Deadlock();
+      WakeUp();
+      continue;
     }
     Happen(Random(state->later.size()));
   }
@@ -207,8 +218,11 @@ void NextTurn() {
     for (size_t n = 1; n < count; ++n) {
       if (Try((self + (state->direction > 0 ? n : count - n)) % count)) return;
     }
-    if (state->later.empty()) Deadlock();
-    Happen(LatestAwaited());
+    if (state->later.empty()) {
+      WakeUp();
+    } else {
+      Happen(LatestAwaited());
+    }
   }
 }
 
@@ -313,6 +327,8 @@ void WaitWhile(const uint64_t* word, uint64_t mask, uint64_t value, const char* 
   self.word = word, self.mask = mask, self.value = value, self.what = what, self.where = where;
   NextTurn();
 }
+
+void Sleep() { WaitWhile(&state->mornings, ~uint64_t(0), state->mornings, "morning", 0); }
 
 void Later(const uint64_t* word, Task task) { state->later.push_back({word, std::move(task)}); }
 

@@ -82,6 +82,9 @@ void WaitWhile(const uint64_t* word, uint64_t mask, uint64_t value, const char* 
 // If the schedule is random, others may go on before it does.
 void Yield();
 
+// Lets all others go on as long as they can.
+void Sleep();
+
 // Something that will happen when nobody can go on, and will change this word.
 void Later(const uint64_t* word, Task task);
 

@@ -103,6 +103,16 @@ void AddToGlobal(Step& s) {  // red: 9.7.13.7
   for (size_t i = 1; i < s.size(); ++i) sum[i - 1] += s.Float(i);
 }
 
+void Count(Step& s) {  // red: 9.7.13.7
+  ++*reinterpret_cast<uint32_t*>(s[0]);
+  Yield();
+}
+
+void LoadCounter(Step& s) {  // ld: 9.7.9.8
+  Yield();
+  s.Set(0, *reinterpret_cast<const uint32_t*>(s[1]));
+}
+
 void Pack(Step& s) {  // cvt to two halves, the first argument in the upper: 9.7.9.22
   const auto half = [&](float x) { return Round(s.statement.type, s.statement.relu && !(x > 0) && x == x ? 0.0f : x); };
   s.Set(0, uint32_t(half(s.Float(1))) << 16 | half(s.Float(2)));
@@ -139,8 +149,14 @@ const struct {
     {"ex2.approx.ftz.f32", [](Step& s) { s.SetFloat(0, FlushToZero(std::exp2(FlushToZero(s.Float(1))))); }},
     {"rcp.approx.ftz.f32", [](Step& s) { s.SetFloat(0, FlushToZero(1.0f / FlushToZero(s.Float(1)))); }},
     {"red.relaxed.gpu.global.add", AddToGlobal},
+    {"red.release.gpu.global.add.u32", Count},
+    {"ld.relaxed.gpu.global.u32", LoadCounter},
+    {"nanosleep.u32", [](Step&) { Sleep(); }},
     {"setmaxnreg.", [](Step& s) { s.Together([](void* const*) {}); }},
     {"prefetch.tensormap", Nothing},
+    {"cp.async.bulk.prefetch.tensor.4d.L2.global", Nothing},
+    {"fence.proxy.async.global", Nothing},
+    {"fence.acq_rel.gpu", Nothing},
     {"fence.proxy.async", [](Step&) { FenceProxyAsync(); }},
     {"fence.mbarrier_init", Nothing},
     {"barrier.cta.sync", [](Step& s) { ArriveAt(int(s[0]), int(s[1]), true); }},
@@ -165,10 +181,11 @@ const struct {
     {"cp.async.commit_group", [](Step&) { Self().cp_async.Commit(); }},
     {"cp.async.wait_group", [](Step& s) { Self().cp_async.WaitForAllBut(s[0]); }},
     {"cp.async.bulk.commit_group", [](Step&) { Self().bulk.Commit(); }},
-    {"cp.async.bulk.wait_group.read", [](Step& s) { Self().bulk.WaitForAllBut(s[0]); }},
+    {"cp.async.bulk.wait_group", [](Step& s) { Self().bulk.WaitForAllBut(s[0]); }},
     {"cp.async.bulk.tensor.4d.shared::cluster.global.", TmaLoad},
     {"cp.async.bulk.tensor.4d.global.shared::cta.", TmaStore},
     {"cp.async.bulk.shared::cluster.global.", BulkLoad},
+    {"cp.async.bulk.global.shared::cta.", BulkStore},
     {"cp.async.bulk.shared::cluster.shared::cta.", BulkPeerCopy},
     {"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", BulkReduceAdd},
 };

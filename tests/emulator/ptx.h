@@ -75,6 +75,7 @@ void CpAsync(Step& step);
 void TmaLoad(Step& step);
 void TmaStore(Step& step);
 void BulkLoad(Step& step);
+void BulkStore(Step& step);
 void BulkPeerCopy(Step& step);
 void BulkReduceAdd(Step& step);
 

@@ -68,6 +68,7 @@ struct PackedRing {
   __device__ __forceinline__ int Index() const { return position % kCount; }
   __device__ __forceinline__ uint32_t Parity() const { return position / kCount; }
   __device__ __forceinline__ void Next() { position = (position + 1) % (2 * kCount); }
+  __device__ __forceinline__ PackedRing After() const { return {(position + 1) % (2 * kCount)}; }
 };
 
 }  // namespace jax_flash

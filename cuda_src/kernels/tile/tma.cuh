@@ -38,6 +38,20 @@ __device__ __forceinline__ void BulkLoad(void* shared, const void* global, uint3
                : "memory");
 }
 
+// cp.async.bulk: contiguous bytes (a multiple of 16), shared to HBM; part of the bulk group of the executing thread.
+__device__ __forceinline__ void BulkStore(void* global, const void* shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(SharedAddress(shared)),
+               "r"(bytes)
+               : "memory");
+}
+
+// cp.async.bulk.prefetch.tensor: HBM to the L2.
+__device__ __forceinline__ void TmaPrefetch(const TensorMap* map, int d, int time, int head, int batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(d), "r"(time),
+               "r"(head), "r"(batch)
+               : "memory");
+}
+
 // cp.reduce.async.bulk: adds contiguous f32 from shared to HBM, by the one thread that has `elected`.
 __device__ __forceinline__ void BulkReduceAdd(bool elected, float* global, const float* shared, uint32_t bytes) {
   asm volatile(
@@ -55,6 +69,9 @@ template <int kPending>
 __device__ __forceinline__ void TmaWaitRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
+
+// cp.async.bulk.wait_group: until all groups are complete, and others can see what they wrote.
+__device__ __forceinline__ void TmaWaitAll() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // fence.proxy.async: what this thread wrote to shared memory is visible to the copy engine and the tensor cores.
 __device__ __forceinline__ void FenceProxyAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -48,9 +48,9 @@ __device__ __forceinline__ void LdmatrixTransposed(uint32_t (&x)[4], uint32_t ro
 }
 
 // stmatrix.x4: lane l gives the address of row l % 8 of matrix l / 8. PTX ISA 9.7.14.5.16.
-__device__ __forceinline__ void Stmatrix(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(row)), "r"(a),
-               "r"(b), "r"(c), "r"(d)
+__device__ __forceinline__ void Stmatrix(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
+               "r"(d)
                : "memory");
 }
 

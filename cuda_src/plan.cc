@@ -476,8 +476,8 @@ void AddForward(const Target& target, const Problem& p, Plan* plan) {
                  {{Mapped::kQuery, 64}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols}, {Mapped::kO, 64}}));
 }
 
-// For how many heads Hopper's backward uses scratch if it does all alongside: four times those whose tiles are computed at a time (two by two if causal),
-// some before and some after.
+// For how many heads Hopper's backward uses scratch if it does all alongside: four times those whose tiles are computed
+// at a time (two by two if causal), some before and some after.
 int64_t HeadsAtATime(const Problem& p) {
   const int64_t computed = (p.causal ? 2 : 1) * kMultiprocessors / DivideUp(p.kv_len, 128) + 1;
   return std::min(p.batch * p.q_heads, 4 * computed);

@@ -27,7 +27,7 @@ struct Scratch {
   int64_t taken = -1;                     // s32 [counters]: see kernels/params.h
   int64_t counters = 0;
   int parts = 1;  // of the bias, or of the keys
-  int heads = 0;                          // whose scratch is used at a time, see kernels/params.h
+  int heads = 0;  // whose scratch is used at a time, see kernels/params.h
   int64_t bytes = 0;
 };
 Scratch CudaScratch(const Problem& problem, Pass pass);

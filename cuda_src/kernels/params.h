@@ -63,8 +63,8 @@ struct Params {
 
   // Scratch, 0 at first: what CTAs on Hopper count.
   int* taken;  // tiles, of which each CTA takes the next
-  // In the backward: blocks of 64 rows of Q, likewise; of each head those that are prepared, and the tiles of keys whose
-  // dQ has been added.
+  // In the backward: blocks of 64 rows of Q, likewise; of each head those that are prepared, and the tiles of keys
+  // whose dQ has been added.
   int *rows_taken, *prepared, *added;
 };
 

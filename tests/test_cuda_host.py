@@ -107,6 +107,8 @@ def test_kernel_families(arch, dtype, family):
 
 NOT_ALONGSIDE = [
     {"kv_heads": 4},
+    {"batch": 64, "kv_len": 256},
+    {"batch": 64, "q_len": 2048},
     {"dtype": "float32"},
     {"qk_dim": 136},
     {"scale": -1.0},

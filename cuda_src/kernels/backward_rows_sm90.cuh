@@ -2,7 +2,7 @@
 // problem's dtype and layout. All of that is in scratch by blocks of 64 rows.
 //
 // Two small kernels do it; or if kAlongside warps of the main kernel, head by head: some heads before they are
-// computed, and as soon as they have been. Then scratch for those heads is enough, and stays in the L2. Heads, and
+// computed, and as soon as they have been. Then the scratch of few heads is used, and stays in the L2. Heads, and
 // tiles of keys, are taken in their order by whoever is free, and none waits for a later one: so it comes to an end
 // however many CTAs run at a time.
 #pragma once

@@ -61,8 +61,8 @@ constexpr int kRowsBytes = 16 * 64 * 4;
 
 // A tile of K and V.
 struct Tile {
-  int column, head, batch;  // column < 0: there are no more
-  int kv_head;              // among those of all batches; < 0: it has been reported that its dQ is complete
+  int column, head, batch;  // column < 0: there are no more; batch < 0: this is none
+  int kv_head;              // among those of all batches; < 0: there is nothing to report of its dQ, or no more
   int steps;                // tiles of Q, of all heads of the group, that see it; with a block mask: are there any?
 };
 
@@ -133,6 +133,7 @@ struct Producer {
     while (kAlongside ? taken.Next(p.taken, p.batch * p.kv_heads, tiles, &item, &t)
                       : schedule.Next(p.batch * p.kv_heads, tiles, &item, &t)) {
       if (kAlongside) {
+        if (OldestHead() <= item - p.scratch_heads) Flush();
         WaitForCount(p.prepared + item, QTiles(p) * (kRows / 64));
         FenceProxyAsyncGlobal();
       }
@@ -177,6 +178,26 @@ struct Producer {
       }
     }
     End();
+  }
+
+  // The head of the oldest tile of which it has not been reported that its dQ has been added.
+  __device__ __forceinline__ int OldestHead() const {
+    const int older = shared.tile[kv_parity].kv_head, newer = shared.tile[kv_parity ^ 1].kv_head;
+    return older >= 0 ? older : newer >= 0 ? newer : 0x7FFFFFFF;
+  }
+
+  // Reports all: before a wait for scratch that a head of theirs may still have, which nobody else could end. A tile
+  // that is none goes through the consumers.
+  __device__ __forceinline__ void Flush() {
+    MbarrierWait(&shared.k_empty, kv_parity ^ 1);
+    ReportAdded();
+    shared.tile[kv_parity] = {0, 0, -1, -1, 0};
+    MbarrierArrive(&shared.k_full);
+    MbarrierWait(&shared.v_empty, kv_parity ^ 1);
+    MbarrierArrive(&shared.v_full);
+    kv_parity ^= 1;
+    MbarrierWait(&shared.k_empty, kv_parity ^ 1);
+    ReportAdded();
   }
 
   // When a tile has been computed, that all dQ of the tile before it has been added: consumers wait for that in the

@@ -47,7 +47,7 @@ def test_case(case, dtype):
 @hopper
 @pytest.mark.usefixtures("device")
 def test_more_heads_than_have_scratch():
-    """Of the backward, at a time. Most tiles are hidden."""
+    """Of the backward, at a time. Most tiles are hidden, so that some blocks get far ahead of others."""
     check(Case(B=1, T=8, S=133 * 128, N=10, K=10, D=8, E=8, causal=True), "bfloat16")
 
 

@@ -88,7 +88,8 @@ struct State {
   unsigned shared_bytes;
   const Kernel* kernel;
   void** arguments;
-  std::deque<Block> blocks;  // of the cluster
+  int together;              // blocks that run at a time
+  std::deque<Block> blocks;  // these
   std::deque<Thread> threads;
   size_t running, left;  // threads
   int direction;         // in which threads have their turns
@@ -246,11 +247,11 @@ void* NewStack(size_t n) {
   return end - 8;
 }
 
-// A cluster of blocks, from the first to the end.
-void RunCluster(unsigned first, unsigned threads) {
+// Blocks that run at a time, from the first to the end.
+void RunTogether(unsigned first, unsigned threads) {
   state->blocks.clear(), state->threads.clear(), state->later.clear();
   state->cluster = {};
-  for (int rank = 0; rank < state->kernel->cluster; ++rank) {
+  for (int rank = 0; rank < state->together; ++rank) {
     Block block = {rank, first + rank, threads, SharedWindow(rank, state->shared_bytes), {}, {}};
     block.warps.resize(threads / 32);
     state->blocks.push_back(std::move(block));
@@ -264,7 +265,7 @@ void RunCluster(unsigned first, unsigned threads) {
     }
   }
   // Half of the blocks begin at their last thread, to find what should wait for a thread before or after.
-  state->direction = first / state->kernel->cluster % 2 == 0 ? 1 : -1;
+  state->direction = first / state->together % 2 == 0 ? 1 : -1;
   state->running = state->direction > 0 ? 0 : state->threads.size() - 1;
   if (state->random) state->running = Random(state->threads.size());
   state->left = state->threads.size();
@@ -405,7 +406,11 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
   action.sa_sigaction = OnSegmentationFault;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigaction(SIGSEGV, &action, &before);
-  for (unsigned first = 0; first < blocks && launch.error.empty(); first += kernel.cluster) RunCluster(first, threads);
+  // Hopper's kernels, whose blocks may wait for each other, have that many threads.
+  launch.together = kernel.cluster == 1 && threads >= 384 ? int(blocks) : kernel.cluster;
+  for (unsigned first = 0; first < blocks && launch.error.empty(); first += launch.together) {
+    RunTogether(first, threads);
+  }
   sigaction(SIGSEGV, &before, nullptr);
   state = nullptr;
   return launch.error;

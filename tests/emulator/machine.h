@@ -100,7 +100,8 @@ void ArriveAt(int barrier, int threads, bool wait);
 void ArriveAtCluster();
 void WaitForCluster();
 
-// Runs a grid, cluster by cluster; one launch at a time. "" if all went well.
+// Runs a grid; one launch at a time. Blocks run one cluster after the other, but those of Hopper's kernels together. ""
+// if all went well.
 std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, void** arguments);
 
 // async.cc

@@ -328,6 +328,7 @@ Chosen Choose(std::string_view kernel, const Target& target, const Problem& p) {
 bool Alongside(const Problem& p) {
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, 64) <= 3 * kMultiprocessors;
   if (!few && (p.kv_len < 512 || p.q_len > 2 * p.kv_len)) return false;
+  if (p.dropout() && (p.segments || p.window_left >= 0 || p.window_right >= 0)) return false;
   return Bytes(p) == 2 && std::max(p.qk_dim, p.v_dim) <= 128 && p.scale > 0 && p.soft_cap <= 0 && !p.bias.present &&
          !p.mask.present && !p.block_mask.present && p.group() == 1 && SumsDQ(p);
 }

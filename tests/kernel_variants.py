@@ -33,7 +33,6 @@ DIMS = ((64, 64), (128, 128), (256, 256), (8, 16), (80, 80), (96, 96), (192, 128
 GRADIENTS = ("all", "deterministic", "key and value", "query")
 FEATURES: dict[str, tuple[Any, ...]] = {
     "q_len": (4096, 512),
-    "kv_heads": (2, 4),
     "causal": (True, False),
     "window": (False, True),
     "lengths": (False, True),
@@ -84,7 +83,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         q_len=features["q_len"],
         kv_len=max(features["q_len"], 1024),
         q_heads=4,
-        kv_heads=features["kv_heads"],
+        kv_heads=features.get("kv_heads", 2),
         qk_dim=dims[0],
         v_dim=dims[1],
         dtype=dtype.split()[0],
@@ -130,6 +129,10 @@ def cover() -> Iterator[tuple[str, Problem]]:
             yield chosen.pop("arch"), problem(**chosen)
     for chosen in pairs(dims=DIMS, **FEATURES | {"bias": ("none",), "mask": (False,), "gradients": ("all",)}):
         yield "sm_90a", problem("bfloat16", **chosen)
+    alongside = {name: FEATURES[name][:1] for name in ("bias", "mask", "soft_cap", "block_mask", "scale")}
+    alongside |= {"query_offset": (False,), "gradients": ("all",), "kv_heads": (4,)}
+    for chosen in pairs(dims=DIMS, **FEATURES | alongside):
+        yield "sm_90a", problem("bfloat16", **chosen)  # the backward as one kernel
     for chosen in pairs(dims=DIMS, **FEATURES | {"dlogsumexp": (False,), "gradients": ("none",)}):
         yield "sm_90a", problem("float32", **chosen)
     few = FEATURES | {

@@ -55,6 +55,7 @@ struct Problem {
   int64_t block_rows() const { return (q_len + q_block - 1) / q_block; }
   int64_t block_columns() const { return (kv_len + kv_block - 1) / kv_block; }
   int64_t element_words() const { return (kv_block + 31) / 32; }
+  bool window() const { return window_left >= 0 || window_right >= 0; }
   bool dropout() const { return drop_threshold > 0; }
   // What a kept entry of P is multiplied with, so that the expectation is exact. 0 when everything is dropped.
   double keep_scale() const { return drop_threshold < 65536 ? 65536.0 / double(65536 - drop_threshold) : 0.0; }

@@ -214,7 +214,7 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   x.m_parts = static_cast<float*>(place(layout.m_parts));
   x.block_mask = BlockMaskOf(p, in);
   x.taken = static_cast<int*>(place(layout.taken));
-  if (layout.counters > 1) {
+  if (layout.heads > 0) {
     x.rows_taken = x.taken + 1;
     x.prepared = x.rows_taken + 1;
     x.added = x.prepared + p.batch * p.q_heads;
@@ -284,12 +284,13 @@ void Zero(void* array, int64_t bytes, void* stream) {
 void Run(const Call& call, int device, void* stream, Params& params) {
   const Loaded* const loaded = call.LoadedOn(device);
   if (!loaded) throw std::runtime_error("executed before it was initialized");
-  CudaTensorMap maps[kMaxMaps];
+  CudaTensorMap maps[kMaxMaps] = {};
   void* arguments[1 + kMaxMaps] = {&params};
   for (size_t i = 0; i < kMaxMaps; ++i) arguments[1 + i] = &maps[i];
   for (const LoadedLaunch& launch : *loaded) {
     for (size_t i = 0; i < launch.maps.size(); ++i) maps[i] = TensorMapOf(call.p, params, launch.maps[i]);
-    if (!launch.maps.empty()) Zero(params.taken, call.scratch.counters * sizeof(int), stream);
+    const bool counts = !launch.maps.empty();  // Hopper's kernels do
+    if (counts) Zero(params.taken, call.scratch.counters * sizeof(int), stream);
     Check(CudaDriver().cuLaunchKernel(launch.function, launch.blocks, 1, 1, launch.threads, 1, 1, launch.shared_bytes,
                                       stream, arguments, nullptr),
           "cuLaunchKernel");

@@ -266,8 +266,8 @@ constexpr int64_t kMultiprocessors = 132;  // of an H100 or H200
 unsigned FeaturesOf(const Problem& p, const Tile& tile) {
   const bool bias = p.bias.present, mask = p.mask.present;
   const auto feature = [](bool there, Feature x) { return there ? unsigned(x) : 0; };
-  const bool window = p.window_left >= 0 || p.window_right >= 0, local = window || p.segments;
-  return feature(p.causal, kCausal) | feature(window, kWindow) | feature(p.segments, kSegments) |
+  const bool local = p.window() || p.segments;
+  return feature(p.causal, kCausal) | feature(p.window(), kWindow) | feature(p.segments, kSegments) |
          feature(p.soft_cap > 0, kSoftCap) | feature(bias, kBias) | feature(mask, kMask) |
          feature(bias && mask, kBiasAndMask) | feature(p.dropout(), kDropout) |
          feature(p.full_precision, kFullPrecision) | feature(p.kv_len > 1024, kManyKeys) |
@@ -328,7 +328,7 @@ Chosen Choose(std::string_view kernel, const Target& target, const Problem& p) {
 bool Alongside(const Problem& p) {
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, 64) <= 3 * kMultiprocessors;
   if (!few && (p.kv_len < 512 || p.q_len > 2 * p.kv_len)) return false;
-  if (p.dropout() && (p.segments || p.window_left >= 0 || p.window_right >= 0)) return false;
+  if (p.dropout() && (p.segments || p.window())) return false;
   return Bytes(p) == 2 && std::max(p.qk_dim, p.v_dim) <= 128 && p.scale > 0 && p.soft_cap <= 0 && !p.bias.present &&
          !p.mask.present && !p.block_mask.present && p.group() == 1 && SumsDQ(p);
 }
@@ -347,7 +347,7 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
   define("QK_DIM", p.qk_dim);
   define("V_DIM", p.v_dim);
   define("CAUSAL", p.causal);
-  define("WINDOW", p.window_left >= 0 || p.window_right >= 0);
+  define("WINDOW", p.window());
   define("Q_LENGTHS", p.q_lengths);
   define("KV_LENGTHS", p.kv_lengths);
   define("SEGMENTS", p.segments);
@@ -509,18 +509,12 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
       plan->launches.push_back(prepared ? PrepareLaunch(p, unit)
                                         : Launch{unit, "jax_flash_backward_prepare", rows / 64, 256});
     }
+    std::vector<Map> maps = {{Mapped::kQuery, tile.rows}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols},
+                             {Mapped::kDO, tile.rows},    {Mapped::kDK, 64},         {Mapped::kDV, 64}};
+    if (alongside) maps.insert(maps.end(), {{Mapped::kO, 16}, {Mapped::kDO, 16}, {Mapped::kDQ, 16}});
     // On Hopper, CTAs of 64 keys come in pairs.
     const int64_t tiles = prepared ? ColumnTiles(p, tile) : RoundUp(InBlocks(p.kv_len, p.kv_block), 128) / tile.cols;
-    plan->launches.push_back(MainLaunch(choice, unit, p.batch * p.kv_heads * tiles,
-                                        {{Mapped::kQuery, tile.rows},
-                                         {Mapped::kKey, tile.cols},
-                                         {Mapped::kValue, tile.cols},
-                                         {Mapped::kDO, tile.rows},
-                                         {Mapped::kDK, 64},
-                                         {Mapped::kDV, 64},
-                                         {Mapped::kO, 16},
-                                         {Mapped::kDO, 16},
-                                         {Mapped::kDQ, 16}}));
+    plan->launches.push_back(MainLaunch(choice, unit, p.batch * p.kv_heads * tiles, std::move(maps)));
     if (SumsDQ(p) && !alongside) {
       const int64_t blocks = choice.sm == 90 ? rows / 64 : DivideUp(heads * DivideUp(p.q_len, 16) * p.qk_dim, 256);
       plan->launches.push_back({unit, "jax_flash_backward_finish", blocks, 256});

@@ -108,7 +108,6 @@ static_assert(!kTF32 || kTF32Wide || sizeof(BackwardShared::ds) >= sizeof(Backwa
 static_assert(sizeof(BackwardShared::v) >= kVBoxes * kKVBox);
 
 __device__ __forceinline__ int QTiles(const Params& p) { return (p.q_len + kRows - 1) / kRows; }
-__device__ __forceinline__ int KVTiles(const Params& p) { return (p.kv_len + kCols - 1) / kCols; }
 
 // Of the blocks of 64 rows in scratch, the first of a head.
 __device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {

@@ -132,10 +132,6 @@ T atomicMax(T* x, T y) {
   return before;
 }
 
-template <typename T>
-T __ldg(const T* x) {
-  return *x;
-}
 inline void __threadfence() {}
 inline void __syncthreads() { emulator::SyncThreads(); }
 inline void __syncwarp() {

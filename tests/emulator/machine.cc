@@ -92,7 +92,6 @@ struct State {
   std::deque<Block> blocks;  // these
   std::deque<Thread> threads;
   size_t running, left;  // threads
-  int direction;         // in which threads have their turns
   std::vector<Event> later;
   std::optional<std::mt19937> random;  // if the schedule is
   size_t held_back;                    // a warp
@@ -210,6 +209,13 @@ void RandomTurn() {
   }
 }
 
+// The n-th thread to have its turn, and the other way round. In half of the clusters the last is the first, to find
+// what should wait for a thread before or after.
+size_t InTurn(size_t n) {
+  const size_t cluster = state->kernel->cluster, size = cluster * blockDim.x;
+  return (state->blocks[0].index / cluster + n / size) % 2 == 0 ? n : n / size * size + size - 1 - n % size;
+}
+
 // Another thread's turn, or this one's again: of its warp if possible, so that warps get far apart.
 void NextTurn() {
   if (state->random) return RandomTurn();
@@ -217,7 +223,7 @@ void NextTurn() {
   while (true) {
     if (TryWarp(self / 32, self + 1)) return;
     for (size_t n = 1; n < count; ++n) {
-      if (Try((self + (state->direction > 0 ? n : count - n)) % count)) return;
+      if (Try(InTurn((InTurn(self) + n) % count))) return;
     }
     if (state->later.empty()) {
       WakeUp();
@@ -264,10 +270,7 @@ void RunTogether(unsigned first, unsigned threads) {
       thread.stack_pointer = NewStack(state->threads.size() - 1);
     }
   }
-  // Half of the blocks begin at their last thread, to find what should wait for a thread before or after.
-  state->direction = first / state->together % 2 == 0 ? 1 : -1;
-  state->running = state->direction > 0 ? 0 : state->threads.size() - 1;
-  if (state->random) state->running = Random(state->threads.size());
+  state->running = state->random ? Random(state->threads.size()) : InTurn(0);
   state->left = state->threads.size();
   emulator_switch(&state->host_stack, Self().stack_pointer);
   if (!state->error.empty()) return;

@@ -481,10 +481,10 @@ void AddForward(const Target& target, const Problem& p, Plan* plan) {
 }
 
 // For how many heads Hopper's backward uses scratch if it does all alongside: four times those whose tiles are computed
-// at a time (two by two if causal), some before and some after.
+// at a time, some before and some after; or if causal six times, since they are computed in half the time.
 int64_t HeadsAtATime(const Problem& p) {
-  const int64_t computed = (p.causal ? 2 : 1) * kMultiprocessors / DivideUp(p.kv_len, 128) + 1;
-  return std::min(p.batch * p.q_heads, 4 * computed);
+  const int64_t computed = kMultiprocessors / DivideUp(p.kv_len, 128) + 1;
+  return std::min(p.batch * p.q_heads, (p.causal ? 6 : 4) * computed);
 }
 
 // Of backward_prepare.cuh.

@@ -29,11 +29,15 @@ __device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 
 
 // dS is computed without the factor of the kept entries, which comes with the results. (If nothing is kept, 1 will do.)
 __device__ __forceinline__ float KeepScale(const Params& p) {
-  return kDropout && p.keep_scale > 0.0f ? p.keep_scale : 1.0f;
+  if (!kDropout) return 1.0f;
+  const float scale = __int_as_float(Fresh(__float_as_int(p.keep_scale)));
+  return scale > 0.0f ? scale : 1.0f;
 }
 
 // L and D are stored in whole tiles, 16 rows lane by lane: one float4 is what a lane needs of a 16 x 16 tile.
 __device__ __forceinline__ int Place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
+
+__device__ __forceinline__ void SyncConsumers() { BarrierSync(1, kConsumers * kWarpgroup); }
 
 // The 64 keys of a consumer warpgroup: S^T and dP^T. A lane holds two of the keys: `key` and key + 8.
 struct Keys {
@@ -84,7 +88,6 @@ struct Keys {
   }
 
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, lane == 0); }
-  __device__ __forceinline__ void SyncConsumers() { BarrierSync(1, kConsumers * kWarpgroup); }
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(2 + warpgroup, kWarpgroup); }
 
   // C = A B^T, or += : A this warpgroup's 64 rows of K or V, B a tile of Q or dO.

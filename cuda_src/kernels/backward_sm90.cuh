@@ -7,7 +7,8 @@
 //   dV += P^T dO_i;  dK += dS^T Q_i;         dQ_i += dS K, over all CTAs, in f32
 // Only dQ needs the dS of all warpgroups; it goes through shared memory, and dQ may be a step behind. Of l and m only
 // the logsumexp L = m + log l is needed, unless there is a bias. What comes before and after, L and D, zeros for dQ
-// and its conversion, is in backward_rows_sm90.cuh: alongside, or two more kernels. Head dims above 128 are in
+// and its conversion, is in backward_rows_sm90.cuh (two more kernels) and
+// backward_alongside_sm90.cuh. Head dims above 128 are in
 // backward_wide_sm90.cuh, f32 as TF32 in backward_tf32_sm90.cuh.
 //
 // The host defines what config.cuh reads and JAX_FLASH_ROWS (of a tile of Q: 64 or 128, or 64 for f32), _COLS (keys of
@@ -23,6 +24,7 @@
 //   rounded up to _ROWS
 #pragma once
 
+#include "backward_alongside_sm90.cuh"
 #include "backward_keys_sm90.cuh"
 #include "backward_rows_sm90.cuh"
 #include "backward_tf32_sm90.cuh"
@@ -198,7 +200,7 @@ __device__ __forceinline__ void Consume(const Params& p, BackwardShared& shared,
   Consumer consumer(p, shared);
   while (consumer.Run(dk_map, dv_map)) continue;
   if (!kAlongside) return;
-  consumer.SyncConsumers();
+  SyncConsumers();
   const int last = shared.tile[consumer.kv_parity ^ 1].kv_head;
   FenceProxyAsyncGlobal();
   Count(p.added + last, threadIdx.x == kWarpgroup && last >= 0);

@@ -34,7 +34,7 @@ constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 constexpr bool kMuchToTrack = kBlockMask && (kRows == 128 || kCausal || kWindow || kSegments);
 constexpr int kProducerRegisters = kMuchToTrack || kTF32 ? 56 : 40;
 
-// Three warps beside the one that loads would have nothing to do: they do what backward_rows_sm90.cuh is about.
+// Three warps beside the one that loads would have nothing to do: backward_alongside_sm90.cuh.
 constexpr bool kAlongside = JAX_FLASH_ALONGSIDE;
 static_assert(!kAlongside || (kDQ && !kTF32 && !kWide && !kBlockMask));  // and heads do not share keys
 
@@ -109,9 +109,13 @@ static_assert(sizeof(BackwardShared::v) >= kVBoxes * kKVBox);
 
 __device__ __forceinline__ int QTiles(const Params& p) { return (p.q_len + kRows - 1) / kRows; }
 
-// Of the blocks of 64 rows in scratch, the first of a head.
+// How many blocks of 64 rows a head has, and which is its first of those in scratch. (Asked again and again by warps
+// that have few registers.)
+__device__ __forceinline__ int BlocksOfHead(const Params& p) {
+  return (Fresh(p.q_len) + kRows - 1) / kRows * (kRows / 64);
+}
 __device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
-  return (kAlongside ? head % Fresh(p.scratch_heads) : head) * QTiles(p) * (kRows / 64);
+  return (kAlongside ? head % Fresh(p.scratch_heads) : head) * BlocksOfHead(p);
 }
 
 // One thread that loads what the consumers work on, and tells them what it is.
@@ -127,13 +131,13 @@ struct Producer {
     if constexpr (kBlockMask) return RunListed();
     const int tiles = (p.kv_len + kAllCols - 1) / kAllCols, group = kAlongside ? 1 : p.q_heads / p.kv_heads;
     Schedule<kCausal, kCluster> schedule;
-    TakenSchedule<kCausal> taken;
+    TakenSchedule taken = {p.taken};
     int item, t;
-    while (kAlongside ? taken.Next(p.taken, p.batch * p.kv_heads, tiles, &item, &t)
+    while (kAlongside ? taken.Next(p.batch * p.kv_heads, tiles, &item, &t)
                       : schedule.Next(p.batch * p.kv_heads, tiles, &item, &t)) {
       if (kAlongside) {
         if (OldestHead() <= item - p.scratch_heads) Flush();
-        WaitForCount(p.prepared + item, QTiles(p) * (kRows / 64));
+        WaitForCount(p.prepared + item, BlocksOfHead(p));
         FenceProxyAsyncGlobal();
       }
       const int head = item % p.kv_heads, batch = item / p.kv_heads;

@@ -1,0 +1,163 @@
+// What the Hopper backward does before and after with the rows of Q (backward_rows_sm90.cuh), if kAlongside: by three
+// warps beside the producer, head by head, some heads before they are computed and as soon as they have been. Then the
+// scratch of few heads is used, and stays in the L2. Heads, and tiles of keys, are taken in their order by whoever is
+// free, and none waits for a later one: so it comes to an end however many CTAs run at a time.
+#pragma once
+
+#include "backward_rows_sm90.cuh"
+#include "tile/mma.cuh"
+
+namespace jax_flash {
+
+// One of these warps. 16 rows of a box at a time, by way of its own shared memory; they are loaded one ahead.
+struct RowsWarp {
+  const Params& p;
+  BackwardShared& shared;
+  const TensorMap *o_map, *do_map, *dq_map;
+  PackedRing<2> at;  // what was loaded first of what has not been used
+
+  __device__ __forceinline__ void Run() {
+    while (true) {
+      const int next = Uniform(Take()), before = next - p.scratch_heads * BlocksOfHead(p);
+      if (before >= AllBlocks()) return;
+      if (next < AllBlocks()) Prefetch(RowBlock(p, next));
+      if (before >= 0) Finish(RowBlock(p, before));
+      if (next < AllBlocks()) Prepare(RowBlock(p, next));
+    }
+  }
+
+  // O and dO
+  __device__ __forceinline__ void Prefetch(const RowBlock& block) {
+    const int i = Lane();
+    if (i >= 4 * kVBoxes) return;
+    TmaPrefetch(o_map, i % kVBoxes * 64, block.row + i / kVBoxes * 16, block.head, block.batch);
+    TmaPrefetch(do_map, i % kVBoxes * 64, block.row + i / kVBoxes * 16, block.head, block.batch);
+  }
+
+  // dQ
+  __device__ __forceinline__ void Finish(const RowBlock& block) {
+    WaitForCount(p.added + block.Head(p), (Fresh(p.kv_len) + kCols - 1) / kCols);
+    FenceProxyAsyncGlobal();
+    const auto load = [&](int i, PackedRing<2> to) {
+      const int box = i % kQKBoxes, bytes = 64 * min(64, kQKDim - 64 * box);
+      if (Lane() == 0) {
+        MbarrierArriveExpectTx(Full(to), bytes);
+        BulkLoad(Slot(to), block.DQ(p) + i / kQKBoxes * (16 * kQKDim) + box * 1024, bytes, Full(to));
+      }
+    };
+    load(0, at);
+#pragma unroll 1
+    for (int i = 0; i < 4 * kQKBoxes; ++i) {
+      TmaWaitRead<0>();
+      __syncwarp();
+      if (i + 1 < 4 * kQKBoxes) load(i + 1, at.After());
+      uint8_t* const rows = Wait();
+      PackRows(rows);
+      FenceProxyAsync();
+      __syncwarp();
+      if (Lane() == 0)
+        TmaStore(dq_map, rows, i % kQKBoxes * 64, block.row + i / kQKBoxes * 16, block.head, block.batch);
+      TmaCommit();
+    }
+    TmaWaitRead<0>();
+    __syncwarp();
+  }
+
+  // dQ in the problem's dtype, where half of its f32 was. (What is outside of the head dim need not be defined.)
+  __device__ __forceinline__ void PackRows(uint8_t* rows) {
+    const float4* from = reinterpret_cast<const float4*>(rows) + Lane();
+    const float scale = p.scale * KeepScale(p);
+#pragma unroll
+    for (int half = 0; half < (kQKDim > 32 ? 2 : 1); ++half) {
+      uint32_t packed[8];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float4 x = from[(4 * half + c) * 32];
+        packed[2 * c] = Pack(x.x * scale, x.y * scale);
+        packed[2 * c + 1] = Pack(x.z * scale, x.w * scale);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int c = 0; c < 4; c += 2)
+        Stmatrix(Chunk(rows, 4 * half + c), packed[2 * c], packed[2 * c + 1], packed[2 * c + 2], packed[2 * c + 3]);
+    }
+  }
+
+  // Zeros for dQ, L and D
+  __device__ __forceinline__ void Prepare(const RowBlock& block) {
+    if (Lane() == 0) {
+      constexpr int kBytes = kQKDim > 64 ? 32 * kQKDim : 64 * kQKDim;
+      uint8_t* const to = reinterpret_cast<uint8_t*>(block.DQ(p));
+#pragma unroll 1
+      for (int i = 0; i < 256 * kQKDim; i += kBytes) BulkStore(to + i, shared.zeros, kBytes);
+    }
+    TmaCommit();
+    const auto load = [&](int i, PackedRing<2> to) {
+      if (Lane() == 0) {
+        const int row = block.row + i / kVBoxes * 16, column = i % kVBoxes * 64;
+        MbarrierArriveExpectTx(Full(to), kRowsBytes);
+        TmaLoad(Slot(to), o_map, Full(to), column, row, block.head, block.batch);
+        TmaLoad(Slot(to) + kRowsBytes / 2, do_map, Full(to), column, row, block.head, block.batch);
+      }
+    };
+    load(0, at);
+    for (int r = Lane(); r < 64; r += 32) StoreL(p, block, r);
+    float products[2][4] = {};
+#pragma unroll 1
+    for (int i = 0; i < 4 * kVBoxes; ++i) {
+      __syncwarp();
+      if (i + 1 < 4 * kVBoxes) load(i + 1, at.After());
+      MultiplyRows(Wait(), products);
+      if (i % kVBoxes == kVBoxes - 1) StoreDiagonal(block, i / kVBoxes * 16, products);
+    }
+    TmaWaitAll();
+    FenceProxyAsyncGlobal();
+    __syncwarp();
+    Count(p.prepared + block.Head(p), Lane() == 0);
+  }
+
+  // O dO^T, of the first 8 rows of dO and of the others.
+  __device__ __forceinline__ void MultiplyRows(uint8_t* rows, float (&products)[2][4]) {
+#pragma unroll
+    for (int c = 0; c < (kVDim < 64 ? kVDim / 8 : 8); c += 2) {
+      uint32_t o[4], d_o[4];
+      Ldmatrix(o, Chunk(rows, c));
+      Ldmatrix(d_o, Chunk(rows + kRowsBytes / 2, c));
+      MmaSync(products[0], o, {d_o[0], d_o[2]});
+      MmaSync(products[1], o, {d_o[1], d_o[3]});
+    }
+  }
+
+  // Its diagonal. The rest is for nothing.
+  __device__ __forceinline__ void StoreDiagonal(const RowBlock& block, int first, float (&products)[2][4]) {
+    const int row = Lane() / 4;
+    if (Lane() % 4 == row / 2) {
+      StoreD(p, block, first + row, row % 2 == 0 ? products[0][0] : products[0][1]);
+      StoreD(p, block, first + row + 8, row % 2 == 0 ? products[1][2] : products[1][3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) products[i / 4][i % 4] = 0.0f;
+  }
+
+  // Of 16 rows of a box: where this lane's part begins of 16 columns from chunk c on.
+  __device__ __forceinline__ static uint32_t Chunk(uint8_t* rows, int c) {
+    return (SharedAddress(rows) + Lane() % 16 * 128 + (Lane() / 16 ^ Lane() % 8) * 16) ^ c * 16;
+  }
+
+  // What was loaded first of what has not been used.
+  __device__ __forceinline__ uint8_t* Wait() {
+    uint8_t* const rows = Slot(at);
+    MbarrierWait(Full(at), at.Parity());
+    at.Next();
+    return rows;
+  }
+
+  __device__ __forceinline__ uint8_t* Slot(PackedRing<2> at) const { return shared.rows[Warp()][at.Index()]; }
+  __device__ __forceinline__ uint64_t* Full(PackedRing<2> at) const { return &shared.rows_full[Warp()][at.Index()]; }
+  __device__ __forceinline__ int Take() const { return Lane() == 0 ? atomicAdd(p.rows_taken, 1) : 0; }
+  __device__ __forceinline__ int AllBlocks() const { return Fresh(p.batch) * p.q_heads * BlocksOfHead(p); }
+  __device__ __forceinline__ static int Warp() { return Fresh(threadIdx.x) / 32u - 1; }
+  __device__ __forceinline__ static int Lane() { return Fresh(threadIdx.x) % 32u; }
+};
+
+}  // namespace jax_flash

@@ -44,12 +44,13 @@ struct BackwardQuery {
     }
   }
 
-  __device__ __forceinline__ void Step(const BackwardQueryShared& shared, const KTile& k, const VTile& v, int column) {
+  __device__ __forceinline__ void Step(const BackwardQueryShared& shared, const KTile& k, const VTile& v, int column,
+                                       const LoadNext& load_next) {
     const int row = threadIdx.x / 32 * kWarpRows;
     const Scores scores = tile.WarpScores(p, column);
     Accumulator<kWarpRows, kCols> S, dP;
     Clear(S);
-    AddRowsTimesRows(S, shared.q, row, k, 0);
+    AddRowsTimesRows(S, shared.q, row, k, 0, load_next);
     if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);
     scores.ToP<true>(S, minus_l, [](int, int, const float (&)[4]) {});
     Clear(dP);
@@ -86,6 +87,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
         shared.d_o.Load<kThreads>(dO.data, dO.stride, tile.row, p.q_len);
       },
       [&] { shared.q.Landed<kThreads>(), shared.d_o.Landed<kThreads>(); }, [] {},
-      [&](const KTile& k, const VTile& v, int column) { backward.Step(shared, k, v, column); });
+      [&](const KTile& k, const VTile& v, int column, const LoadNext& load_next) {
+        backward.Step(shared, k, v, column, load_next);
+      });
   backward.Write(shared.q);
 }

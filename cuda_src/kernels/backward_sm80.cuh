@@ -92,11 +92,12 @@ struct Backward {
     __syncthreads();
   }
 
-  // Tile `stage` of Q and dO begins to come.
-  __device__ __forceinline__ void Load(int stage, int head, int row) {
-    const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim), dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);
-    shared.q[stage].template Load<kThreads>(Q.data, Q.stride, row, rows.any_hi);
-    shared.d_o[stage].template Load<kThreads>(dO.data, dO.stride, row, rows.any_hi);
+  // Tile `stage` of Q and dO begins to come, or one of `parts` of it.
+  __device__ __forceinline__ void Load(int stage, int head, int row, int part = 0, int parts = 1) {
+    const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim);
+    const Matrix dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);
+    shared.q[stage].template Load<kThreads>(Q.data, Q.stride, row, rows.any_hi, part, parts);
+    shared.d_o[stage].template Load<kThreads>(dO.data, dO.stride, row, rows.any_hi, part, parts);
   }
 
   __device__ __forceinline__ void Landed(int stage, bool first) {
@@ -172,27 +173,33 @@ struct Backward {
       CpAsyncCommit();
       bool first = true;
       for (int stage = 0; tiles.There(); stage = kStages - 1 - stage) {
-        const int head = tiles.head, row = tiles.row;
-        tiles.Next();
-        const auto load_next = [&] {
-          if (tiles.There()) Load(kStages - 1 - stage, tiles.head, tiles.row);
-          CpAsyncCommit();
+        const int head = Fresh(tiles.head), row = Fresh(tiles.row);
+        // After the last tile it comes once more, for nobody: a branch would keep the loads together.
+        const auto load_next = [&](int part, int parts) {
+          const bool there = tiles.There();
+          if (kStages == 2) Load(1 - stage, there ? tiles.head : head, there ? tiles.row : row, part, parts);
         };
         CpAsyncWait<0>();
         Landed(stage, first);
         first = false;
         __syncthreads();  // Q_i and dO_i are there, and nobody needs P, dS and the tiles before
-        if (kStages == 2) load_next();
         Recompute(stage, head, row);
         __syncthreads();
-        if (kDV && v_part.active) AddColumnsTimesRows(dV, shared.p, v_part.row, shared.d_o[stage], v_part.column);
+        tiles.Next();
+        if (kDV && v_part.active) {
+          AddColumnsTimesRows(dV, shared.p, v_part.row, shared.d_o[stage], v_part.column, load_next);
+        } else {
+          load_next(0, 1);
+        }
         if (kDK && k_part.active) AddColumnsTimesRows(dK, shared.ds, k_part.row, shared.q[stage], k_part.column);
         if (kStages == 1) {
           __syncthreads();
-          load_next();
+          if (tiles.There()) Load(0, tiles.head, tiles.row);
         }
+        CpAsyncCommit();
         if (kDQ) AddDQ(head, row);
       }
+      CpAsyncWait<0>();  // no block ends before its loads
     }
     if (kDK && k_part.active) Write(dK, k_part, p.scale, p.dk, kQKDim);
     if (kDV && v_part.active) Write(dV, v_part, kDropout ? p.keep_scale : 1.0f, p.dv, kVDim);

@@ -23,6 +23,11 @@ constexpr bool kPositions = kWindow || kSegments || kQLengths || kKVLengths;
 constexpr bool kCrowded =
     kWarpRows == 32 && ((kDType == DType::kF32 && kPositions) || (kBlockMask && (kPositions || kDropout)));
 
+// Whether the next tiles are begun between the steps of S = Q K^T. Not where memory bounds the speed: there they come
+// first. Nor where a multiprocessor has two blocks: there they come after it, while the other block multiplies, if what
+// else is kept leaves the registers for it.
+constexpr bool kLoadsBetween = !kParts && (kWarps > 4 || kDropout || kPositions);
+
 struct ForwardShared {
   union {
     SharedTile<kRows, kQKDim> q;
@@ -88,11 +93,18 @@ struct Forward {
   }
 
   template <typename Rows>
-  __device__ __forceinline__ void Step(const Rows& q, const KTile& k, const VTile& v, int column) {
+  __device__ __forceinline__ void Step(const Rows& q, const KTile& k, const VTile& v, int column,
+                                       const LoadNext& load_next) {
     const Scores scores = tile.WarpScores(p, column);
     Accumulator<kWarpRows, kCols> S;
     Clear(S);
-    AddRowsTimesRows(S, q, 0, k, 0);
+    if (kParts) load_next();
+    if constexpr (kLoadsBetween) {
+      AddRowsTimesRows(S, q, 0, k, 0, load_next);
+    } else {
+      AddRowsTimesRows(S, q, 0, k, 0);
+      if (!kParts) load_next();
+    }
     if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);
     if (kScores) scores.ToScores(S);
     Softmax(S);
@@ -157,6 +169,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   Forward forward(p, tile);
   Walk(
       p, tile, shared.kv, [&] { LoadQ(p, tile, shared.q); }, [&] { shared.q.Landed<kThreads>(); }, [&] { q.Take(); },
-      [&](const KTile& k, const VTile& v, int column) { forward.Step(q, k, v, column); });
+      [&](const KTile& k, const VTile& v, int column, const LoadNext& load_next) {
+        forward.Step(q, k, v, column, load_next);
+      });
   forward.Write(shared.o);
 }

@@ -140,26 +140,42 @@ struct KeyTiles<true> : ListedTiles<kCols, kKVBlock> {
   __device__ __forceinline__ int Column() const { return at; }
 };
 
-// Calls step(k, v, column) for the tiles of K and V that the tile of Q sees, from right to left, which puts the tiles
-// that need a mask first. Before, `load` begins to load what stays, `landed` is called when what the thread has loaded
-// is there, and `loaded` when all is. At the end the threads have synchronised.
+// Begins to load the next tiles of K and V, or one of `parts` of them; nothing when there are no more.
+struct LoadNext {
+  const Params& p;
+  const QTile& tile;
+  KVTiles& shared;
+  KeyTiles<kBlockMask> next;
+  int stage;  // of the tiles in shared memory
+
+  __device__ __forceinline__ void operator()(int part = 0, int parts = 1) const {
+    const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
+    const int from = next.There() ? next.Column() : 0, end = next.There() ? tile.keys.any_hi : 0;
+    shared.k[stage].template Load<kThreads>(K.data, K.stride, from, end, part, parts);
+    shared.v[stage].template Load<kThreads>(V.data, V.stride, from, end, part, parts);
+  }
+  // All of it is on its way.
+  __device__ __forceinline__ void Commit() {
+    CpAsyncCommit();
+    next.Next();
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+};
+
+// Calls step(k, v, column, load_next) for the tiles of K and V that the tile of Q sees, from right to left, which puts
+// the tiles that need a mask first. Before, `load` begins to load what stays, `landed` is called when what the thread
+// has loaded is there, and `loaded` when all is. At the end the threads have synchronised.
 template <typename Load, typename Landed, typename Loaded, typename Step>
 __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles& shared, Load load, Landed landed,
                                      Loaded loaded, Step step) {
-  KeyTiles<kBlockMask> at(tile), next = at;
-  const auto load_next = [&](int stage) {
-    if (next.There()) {
-      const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
-      const int end = tile.keys.any_hi;
-      shared.k[stage].template Load<kThreads>(K.data, K.stride, next.Column(), end);
-      shared.v[stage].template Load<kThreads>(V.data, V.stride, next.Column(), end);
-    }
-    next.Next();
-    CpAsyncCommit();
-  };
+  KeyTiles<kBlockMask> at(tile);
+  LoadNext load_next = {p, tile, shared, at, 0};
   load();
   CpAsyncCommit();
-  for (int stage = 0; stage < kStages - 1; ++stage) load_next(stage);
+  while (load_next.stage < kStages - 1) {
+    load_next();
+    load_next.Commit();
+  }
   CpAsyncWait<kStages - 1>();
   landed();
   __syncthreads();
@@ -169,10 +185,11 @@ __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles
     shared.k[stage].template Landed<kThreads>();
     shared.v[stage].template Landed<kThreads>();
     __syncthreads();  // the tile is there, and nobody needs the one before
-    load_next(stage == 0 ? kStages - 1 : stage - 1);
-    step(shared.k[stage], shared.v[stage], at.Column());
+    step(shared.k[stage], shared.v[stage], at.Column(), load_next);
+    load_next.Commit();
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
+  CpAsyncWait<0>();  // no block ends before its loads
   __syncthreads();
 }
 

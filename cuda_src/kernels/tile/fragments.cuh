@@ -11,6 +11,9 @@
 //   AddColumnsTimesRows(C, a, i, b)     C += A^T B: the columns of a tile times the rows of one (dK += dS^T Q, ...)
 //   AddTileTimesRows(C, a, i, b)        C += A B: rows of a tile that PutOperand has filled times the rows of one
 //
+// Loads for later can be begun between the steps of a product, since all at once they keep its operands waiting: it
+// calls between(part, parts) for each part of them.
+//
 // Rows of tiles start an odd number of 16-byte chunks apart: the 8 rows of a matrix are then in different banks, with
 // addresses that are one register and a constant. f32 has no transposing load; there the columns of a tile are read
 // element by element, and k is permuted so that this is free of conflicts, and so that an accumulator is an operand as
@@ -94,13 +97,16 @@ struct SharedTile {
   alignas(16) uint8_t bytes[kRows * kStride];
 
   // Begins to load the rows row0, row0 + 1, ... of a matrix in HBM whose rows are `stride` bytes apart; zeros for
-  // rows from `end` on. The work of kThreads threads; the caller commits.
+  // rows from `end` on. The work of kThreads threads, or a part of it; the caller commits.
   template <int kThreads>
-  __device__ __forceinline__ void Load(const uint8_t* matrix, int64_t stride, int row0, int end) {
+  __device__ __forceinline__ void Load(const uint8_t* matrix, int64_t stride, int row0, int end, int part = 0,
+                                       int parts = 1) {
     const Share<kThreads> share;
     const uint32_t to = SharedAddress(bytes) + share.offset;
     const uint8_t* from = matrix + (row0 + share.row) * stride + share.chunk * 16;
+    int count = 0;
     share.ForEach([&](int row, int chunk, bool filled) {
+      if (count++ % parts != part) return;
       CpAsync(to + row * kStride + chunk * 16, from + row * stride + chunk * 16,
               row0 + share.row + row < end && filled);
     });
@@ -283,11 +289,17 @@ __device__ __forceinline__ void Clear(float (&C)[kCount][kChunks][4]) {
   for (int i = 0; i < kCount * kChunks * 4; ++i) C[i / 4 / kChunks][i / 4 % kChunks][i % 4] = 0.0f;
 }
 
+// Between the steps of most products.
+struct Nothing {
+  __device__ __forceinline__ void operator()(int, int) const {}
+};
+
 // C += A B^T: this warp's rows of A from `i` on, the rows of B from `j` on.
-template <int kCount, int kChunks, typename TileA, typename TileB>
+template <int kCount, int kChunks, typename TileA, typename TileB, typename Between = Nothing>
 __device__ __forceinline__ void AddRowsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i, const TileB& b,
-                                                 int j) {
+                                                 int j, const Between& between = {}) {
   static_assert(TileA::kSteps == TileB::kSteps && kChunks % 2 == 0);
+  constexpr int kFirst = TileA::kSteps / 2;  // step with a part: earlier ones would take registers from the operands
 #pragma unroll kUnroll
   for (int s = 0; s < TileA::kSteps; ++s) {
     OperandA x[kCount];
@@ -303,7 +315,9 @@ __device__ __forceinline__ void AddRowsTimesRows(float (&C)[kCount][kChunks][4],
         Mma(C[m][2 * n + 1], x[m], y[1]);
       }
     }
+    if (!kSplit && s >= kFirst) between(s - kFirst, TileA::kSteps - kFirst);
   }
+  if (kSplit) between(0, 1);
 }
 
 // C += P B: the columns of P by the rows of B from `j` on, and the columns of B from `column` on.
@@ -332,9 +346,9 @@ __device__ __forceinline__ void AddTimesRows(float (&C)[kCount][kChunks][4], con
 
 // C += A B, over kSteps steps of k: operand(m, s) is step s of rows 16 m to 16 m + 15 of A; of B the columns from
 // `column` on. C may be wider than what is left of B: those columns stay as they are.
-template <int kSteps, int kCount, int kChunks, typename OperandAt, typename TileB>
+template <int kSteps, int kCount, int kChunks, typename OperandAt, typename TileB, typename Between = Nothing>
 __device__ __forceinline__ void AddOperandsTimesRows(float (&C)[kCount][kChunks][4], OperandAt operand, const TileB& b,
-                                                     int column) {
+                                                     int column, const Between& between = {}) {
   static_assert(kSteps * kStep == TileB::kHeight && kChunks % 2 == 0);
 #pragma unroll kUnroll
   for (int s = 0; s < kSteps; ++s) {
@@ -352,16 +366,18 @@ __device__ __forceinline__ void AddOperandsTimesRows(float (&C)[kCount][kChunks]
         Mma(C[m][2 * n + 1], x[m], y[1]);
       }
     }
+    if (!kSplit) between(s, kSteps);
   }
+  if (kSplit) between(0, 1);
 }
 
 // C += A^T B: this warp's columns of A from `i` on, the columns of B from `column` on, over all rows of both.
-template <int kCount, int kChunks, typename TileA, typename TileB>
+template <int kCount, int kChunks, typename TileA, typename TileB, typename Between = Nothing>
 __device__ __forceinline__ void AddColumnsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i,
-                                                    const TileB& b, int column) {
+                                                    const TileB& b, int column, const Between& between = {}) {
   static_assert(TileA::kHeight == TileB::kHeight);
   AddOperandsTimesRows<TileA::kHeight / kStep>(
-      C, [&](int m, int s) { return a.ColumnsAsA(s * kStep, i + 16 * m); }, b, column);
+      C, [&](int m, int s) { return a.ColumnsAsA(s * kStep, i + 16 * m); }, b, column, between);
 }
 
 // C += A B: this warp's rows of A from `i` on, filled by PutOperand, the columns of B from `column` on.

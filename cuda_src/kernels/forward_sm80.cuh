@@ -26,7 +26,8 @@ constexpr bool kCrowded =
 // Whether the next tiles are begun between the steps of S = Q K^T. Not where memory bounds the speed: there they come
 // first. Nor where a multiprocessor has two blocks: there they come after it, while the other block multiplies, if what
 // else is kept leaves the registers for it.
-constexpr bool kLoadsBetween = !kParts && (kWarps > 4 || kDropout || kPositions);
+constexpr bool kTwoBlocks = kWarps <= 4 && kQKDim <= 128 && kVDim <= 128;
+constexpr bool kLoadsBetween = !kParts && (!kTwoBlocks || kDropout || kPositions);
 
 struct ForwardShared {
   union {

@@ -321,10 +321,10 @@ Chosen Choose(std::string_view kernel, const Target& target, const Problem& p) {
                               std::to_string(target.shared) + " KiB of shared memory that this GPU has");
 }
 
-// Whether Hopper's backward does what comes before and after it alongside (backward_rows_sm90.cuh). Three warps a block
-// have to keep up: they do where a row has many keys, or all rows are prepared at once. Not with a block mask, whose
-// lists go through all heads twice; not where heads of Q share keys, so that too many are computed at a time; and where
-// registers are few, it would spill some.
+// Whether Hopper's backward does what comes before and after it alongside (backward_alongside_sm90.cuh). Three warps a
+// block have to keep up: they do where a row has many keys, or all rows are prepared at once. Not with a block mask,
+// whose lists go through all heads twice; not where heads of Q share keys, so that too many are computed at a time; and
+// where registers are few, it would spill some.
 bool Alongside(const Problem& p) {
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, 64) <= 3 * kMultiprocessors;
   if (!few && (p.kv_len < 512 || p.q_len > 2 * p.kv_len)) return false;

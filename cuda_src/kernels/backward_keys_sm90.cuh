@@ -29,9 +29,7 @@ __device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 
 
 // dS is computed without the factor of the kept entries, which comes with the results. (If nothing is kept, 1 will do.)
 __device__ __forceinline__ float KeepScale(const Params& p) {
-  if (!kDropout) return 1.0f;
-  const float scale = __int_as_float(Fresh(__float_as_int(p.keep_scale)));
-  return scale > 0.0f ? scale : 1.0f;
+  return kDropout && p.keep_scale > 0.0f ? p.keep_scale : 1.0f;
 }
 
 // L and D are stored in whole tiles, 16 rows lane by lane: one float4 is what a lane needs of a 16 x 16 tile.

@@ -173,7 +173,7 @@ struct Backward {
       CpAsyncCommit();
       bool first = true;
       for (int stage = 0; tiles.There(); stage = kStages - 1 - stage) {
-        const int head = Fresh(tiles.head), row = Fresh(tiles.row);
+        const int head = Fresh(tiles.head), row = Fresh(tiles.row);  // of which nothing stays in a register
         // After the last tile it comes once more, for nobody: a branch would keep the loads together.
         const auto load_next = [&](int part, int parts) {
           const bool there = tiles.There();

@@ -6,10 +6,9 @@
 //   S^T = K Q_i^T;   P^T = exp(S^T - L_i);   dP^T = V dO_i^T;   dS^T = P^T (dP^T - D_i)
 //   dV += P^T dO_i;  dK += dS^T Q_i;         dQ_i += dS K, over all CTAs, in f32
 // Only dQ needs the dS of all warpgroups; it goes through shared memory, and dQ may be a step behind. Of l and m only
-// the logsumexp L = m + log l is needed, unless there is a bias. What comes before and after, L and D, zeros for dQ
-// and its conversion, is in backward_rows_sm90.cuh (two more kernels) and
-// backward_alongside_sm90.cuh. Head dims above 128 are in
-// backward_wide_sm90.cuh, f32 as TF32 in backward_tf32_sm90.cuh.
+// the logsumexp L = m + log l is needed, unless there is a bias. What comes before and after, L and D, zeros for dQ and
+// its conversion, is in backward_rows_sm90.cuh (two more kernels) and backward_alongside_sm90.cuh. Head dims above 128
+// are in backward_wide_sm90.cuh, f32 as TF32 in backward_tf32_sm90.cuh.
 //
 // The host defines what config.cuh reads and JAX_FLASH_ROWS (of a tile of Q: 64 or 128, or 64 for f32), _COLS (keys of
 // a CTA: 128, or 64 if a head dim is above 128, or for f32 above 64), _CONSUMERS (warpgroups: 2), _STAGES and
@@ -20,8 +19,7 @@
 //                               128 (_CONSUMERS + 1) threads and `jax_flash_shared_bytes`; boxes of _ROWS rows in the
 //                               maps of Q and dO, of _COLS in those of K and V, of 64 in those of dK and dV (where they
 //                               are asked for), and of 16 in those of O, dO and dQ that _ALONGSIDE needs
-//   jax_flash_backward_finish   if dQ is asked for, and not _ALONGSIDE: a block of 256 threads for each 64 rows of T
-//   rounded up to _ROWS
+//   jax_flash_backward_finish   if dQ is asked for, and not _ALONGSIDE: likewise
 #pragma once
 
 #include "backward_alongside_sm90.cuh"

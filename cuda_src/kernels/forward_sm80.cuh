@@ -23,11 +23,11 @@ constexpr bool kPositions = kWindow || kSegments || kQLengths || kKVLengths;
 constexpr bool kCrowded =
     kWarpRows == 32 && ((kDType == DType::kF32 && kPositions) || (kBlockMask && (kPositions || kDropout)));
 
-// Whether the next tiles are begun between the steps of S = Q K^T. Not where memory bounds the speed: there they come
-// first. Nor where a multiprocessor has two blocks: there they come after it, while the other block multiplies, if what
-// else is kept leaves the registers for it.
-constexpr bool kTwoBlocks = kWarps <= 4 && kQKDim <= 128 && kVDim <= 128;
-constexpr bool kLoadsBetween = !kParts && (!kTwoBlocks || kDropout || kPositions);
+// The loads of the next tiles are begun between the steps of S = Q K^T. But first of all where memory bounds the speed;
+// and after S, while another block multiplies, where a multiprocessor has two (an H100 or H200, with few warps and 16
+// bits) and what else is kept leaves the registers for it.
+constexpr bool kLoadsFirst = kParts;
+constexpr bool kLoadsAfter = !kParts && kWarps <= 4 && kQKDim <= 128 && kVDim <= 128 && !kDropout && !kPositions;
 
 struct ForwardShared {
   union {
@@ -99,13 +99,13 @@ struct Forward {
     const Scores scores = tile.WarpScores(p, column);
     Accumulator<kWarpRows, kCols> S;
     Clear(S);
-    if (kParts) load_next();
-    if constexpr (kLoadsBetween) {
-      AddRowsTimesRows(S, q, 0, k, 0, load_next);
-    } else {
+    if (kLoadsFirst) load_next();
+    if constexpr (kLoadsFirst || kLoadsAfter) {
       AddRowsTimesRows(S, q, 0, k, 0);
-      if (!kParts) load_next();
+    } else {
+      AddRowsTimesRows(S, q, 0, k, 0, load_next);
     }
+    if (kLoadsAfter) load_next();
     if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);
     if (kScores) scores.ToScores(S);
     Softmax(S);

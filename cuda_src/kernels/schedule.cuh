@@ -1,12 +1,12 @@
 // The order in which the CTAs of a persistent grid take the tiles of all heads. Head by head, for the sake of the L2:
 // the CTAs that run at a time read the same K and V, or Q and dO. The work of a causal tile grows from one end to the
-// other, so there a CTA takes tiles in pairs, the t-th from one end and the t-th from the other: each pair is the same
-// work.
+// other.
 #pragma once
 
 namespace jax_flash {
 
-// Each CTA has its share from the start. The tile without a partner of each head comes last. CTAs of a cluster take the
+// Each CTA has its share from the start. If causal it takes tiles in pairs, the t-th from one end and the t-th from the
+// other: each pair is the same work. The tile without a partner of each head comes last. CTAs of a cluster take the
 // same tiles.
 template <bool kCausal, int kCluster = 1>
 struct Schedule {
@@ -25,7 +25,8 @@ struct Schedule {
   }
 };
 
-// Each CTA takes the next tile from a counter, 0 at first. (Not one ahead, while it has another: that costs up to 10%.)
+// Each CTA takes the next tile from a counter, 0 at first. A causal head's first tile of keys, which the most rows see,
+// comes first. (Not one ahead, while it has another: that costs up to 10%.)
 struct TakenSchedule {
   int* taken;
 

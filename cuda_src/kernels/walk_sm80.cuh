@@ -140,7 +140,7 @@ struct KeyTiles<true> : ListedTiles<kCols, kKVBlock> {
   __device__ __forceinline__ int Column() const { return at; }
 };
 
-// Begins to load the next tiles of K and V, or one of `parts` of them; nothing when there are no more.
+// Begins to load the next tiles of K and V, or one of `parts` of them; zeros when there are no more.
 struct LoadNext {
   const Params& p;
   const QTile& tile;
@@ -163,8 +163,9 @@ struct LoadNext {
 };
 
 // Calls step(k, v, column, load_next) for the tiles of K and V that the tile of Q sees, from right to left, which puts
-// the tiles that need a mask first. Before, `load` begins to load what stays, `landed` is called when what the thread
-// has loaded is there, and `loaded` when all is. At the end the threads have synchronised.
+// the tiles that need a mask first. In every thread a step calls load_next, once for each part. Before, `load` begins
+// to load what stays, `landed` is called when what the thread has loaded is there, and `loaded` when all is. At the end
+// the threads have synchronised.
 template <typename Load, typename Landed, typename Loaded, typename Step>
 __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles& shared, Load load, Landed landed,
                                      Loaded loaded, Step step) {

@@ -51,6 +51,23 @@ def test_more_heads_than_have_scratch():
     check(Case(B=1, T=8, S=133 * 128, N=10, K=10, D=8, E=8, causal=True), "bfloat16")
 
 
+@hopper
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=1, T=130, S=200, N=2, K=1, D=64, E=64, causal=True),
+        Case(B=1, T=130, S=200, N=2, K=1, D=128, E=128, causal=True),
+        Case(B=1, T=130, S=200, N=2, K=1, D=256, E=8, causal=True),  # few warps have a part of dV
+    ],
+    ids=str,
+)
+def test_tiles_that_fit_hopper_alone(case, monkeypatch):
+    """Of sm_80's kernels."""
+    monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm80")
+    check(case, "bfloat16")
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     "case",

@@ -12,7 +12,7 @@
 //   AddTileTimesRows(C, a, i, b)        C += A B: rows of a tile that PutOperand has filled times the rows of one
 //
 // Loads for later can be begun between the steps of a product, since all at once they keep its operands waiting: it
-// calls between(part, parts) for each part of them.
+// calls between(part, parts) for each part of them. (With kSplit, whose steps are a loop, once after them.)
 //
 // Rows of tiles start an odd number of 16-byte chunks apart: the 8 rows of a matrix are then in different banks, with
 // addresses that are one register and a constant. f32 has no transposing load; there the columns of a tile are read
@@ -289,7 +289,7 @@ __device__ __forceinline__ void Clear(float (&C)[kCount][kChunks][4]) {
   for (int i = 0; i < kCount * kChunks * 4; ++i) C[i / 4 / kChunks][i / 4 % kChunks][i % 4] = 0.0f;
 }
 
-// Between the steps of most products.
+// Most products have none.
 struct Nothing {
   __device__ __forceinline__ void operator()(int, int) const {}
 };
@@ -299,7 +299,7 @@ template <int kCount, int kChunks, typename TileA, typename TileB, typename Betw
 __device__ __forceinline__ void AddRowsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i, const TileB& b,
                                                  int j, const Between& between = {}) {
   static_assert(TileA::kSteps == TileB::kSteps && kChunks % 2 == 0);
-  constexpr int kFirst = TileA::kSteps / 2;  // step with a part: earlier ones would take registers from the operands
+  constexpr int kFirst = TileA::kSteps / 2;  // step with a part: before, operands need the registers
 #pragma unroll kUnroll
   for (int s = 0; s < TileA::kSteps; ++s) {
     OperandA x[kCount];

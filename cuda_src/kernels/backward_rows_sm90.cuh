@@ -77,17 +77,22 @@ __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, i
   }
 }
 
-// A block before, by 256 threads: zeros for dQ, L and D.
-__device__ __forceinline__ void PrepareRows(const Params& p, const RowBlock& block, uint32_t thread) {
+}  // namespace jax_flash
+
+// A block before: zeros for dQ, L and D.
+extern "C" __global__ void __launch_bounds__(256)
+    jax_flash_backward_prepare(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  const RowBlock block(p, blockIdx.x);
   if (kDQ) {
     float4* const dq = reinterpret_cast<float4*>(block.DQ(p));
-    for (int i = thread; i < 64 * kQKDim / 4; i += 256) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = threadIdx.x; i < 64 * kQKDim / 4; i += 256) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  if (thread < 64) StoreL(p, block, thread);
-  const int lane = thread % kRowLanes;
+  if (threadIdx.x < 64) StoreL(p, block, threadIdx.x);
+  const int lane = threadIdx.x % kRowLanes;
 #pragma unroll 2
   for (int i = 0; i < 64; i += 256 / kRowLanes) {
-    const int r = i + thread / kRowLanes;
+    const int r = i + threadIdx.x / kRowLanes;
     const int64_t at = (ChunkOfO(p, block, r) + lane) * 8 * kElementBytes;
     const uint8_t *o = static_cast<const uint8_t*>(p.o) + at, *d_o = static_cast<const uint8_t*>(p.d_o) + at;
     float sum = block.row + r < p.q_len && lane < kRowChunks ? DotOfEight(o, d_o) : 0.0f;
@@ -98,10 +103,13 @@ __device__ __forceinline__ void PrepareRows(const Params& p, const RowBlock& blo
 }
 
 // And after: dQ. A thread takes 8 columns of two rows, what four lanes held.
-__device__ __forceinline__ void FinishRows(const Params& p, const RowBlock& block, uint32_t thread) {
+extern "C" __global__ void __launch_bounds__(256)
+    jax_flash_backward_finish(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  const RowBlock block(p, blockIdx.x);
   constexpr int kChunks = kQKDim / 8;
   const float scale = p.scale * KeepScale(p);
-  for (int i = thread; i < 32 * kChunks; i += 256) {
+  for (int i = threadIdx.x; i < 32 * kChunks; i += 256) {
     const int chunk = i % kChunks, quad = i / kChunks % 8, warp = i / kChunks / 8;
     const float4* x = reinterpret_cast<const float4*>(block.DQ(p) + 16 * warp * kQKDim) + chunk * 32 + quad * 4;
     const int row = block.row + 16 * warp + quad;
@@ -130,16 +138,4 @@ __device__ __forceinline__ void FinishRows(const Params& p, const RowBlock& bloc
       if (row + 8 < p.q_len) to[8 * p.q_heads * kChunks] = make_uint4(high[0], high[1], high[2], high[3]);
     }
   }
-}
-
-}  // namespace jax_flash
-
-extern "C" __global__ void __launch_bounds__(256)
-    jax_flash_backward_prepare(const __grid_constant__ jax_flash::Params p) {
-  jax_flash::PrepareRows(p, jax_flash::RowBlock(p, blockIdx.x), threadIdx.x);
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-    jax_flash_backward_finish(const __grid_constant__ jax_flash::Params p) {
-  jax_flash::FinishRows(p, jax_flash::RowBlock(p, blockIdx.x), threadIdx.x);
 }

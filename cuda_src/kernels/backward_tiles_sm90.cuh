@@ -131,9 +131,8 @@ struct Producer {
     if constexpr (kBlockMask) return RunListed();
     const int tiles = (p.kv_len + kAllCols - 1) / kAllCols, group = kAlongside ? 1 : p.q_heads / p.kv_heads;
     Schedule<kCausal, kCluster> schedule;
-    TakenSchedule taken = {p.taken};
     int item, t;
-    while (kAlongside ? taken.Next(p.batch * p.kv_heads, tiles, &item, &t)
+    while (kAlongside ? TakeTile(p.taken, p.batch * p.kv_heads, tiles, &item, &t)
                       : schedule.Next(p.batch * p.kv_heads, tiles, &item, &t)) {
       if (kAlongside) {
         if (OldestHead() <= item - p.scratch_heads) Flush();

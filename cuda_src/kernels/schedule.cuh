@@ -25,17 +25,13 @@ struct Schedule {
   }
 };
 
-// Each CTA takes the next tile from a counter, 0 at first. A causal head's first tile of keys, which the most rows see,
-// comes first. (Not one ahead, while it has another: that costs up to 10%.)
-struct TakenSchedule {
-  int* taken;
-
-  // As above; no head has a tile after those of a later head.
-  __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) {
-    const int item = atomicAdd(taken, 1);
-    *head = item / tiles, *tile = item % tiles;
-    return *head < heads;
-  }
-};
+// The next of all tiles, from a counter that is 0 at first; no head has a tile after those of a later head. A causal
+// head's first tile of keys, which the most rows see, comes first. (Not one ahead, while the CTA has another: that
+// costs up to 10%.)
+__device__ __forceinline__ bool TakeTile(int* taken, int heads, int tiles, int* head, int* tile) {
+  const int item = atomicAdd(taken, 1);
+  *head = item / tiles, *tile = item % tiles;
+  return *head < heads;
+}
 
 }  // namespace jax_flash

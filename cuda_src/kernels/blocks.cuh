@@ -175,14 +175,15 @@ class Block {
     if (elements_ == nullptr) return 0;
     return reinterpret_cast<const uint16_t*>(elements_)[i % kQBlock * (2 * kWords) + j % kKVBlock / 16];
   }
-  // The same of 32 columns, or of 16 where blocks or tiles have an odd number of these.
-  template <int kTile>
-  __device__ __forceinline__ uint32_t Word(int i, int j, int count) const {
-    if constexpr (kTile % 32 == 0 && kKVBlock % 32 == 0) {
-      if (Everything()) return 0xFFFFFFFF;
-      return elements_ == nullptr ? 0 : elements_[i % kQBlock * kWords + j % kKVBlock / 32];
-    }
-    return Columns(i, j) | (count > 16 ? Columns(i, j + 16) << 16 : 0);
+  // Row i of the block, and a tile of kCols columns from j on, both of the block: which of the 32 columns (or of the 16
+  // that are left) after the tile's first `offset` the row may attend to.
+  template <int kCols>
+  __device__ __forceinline__ uint32_t Word(int i, int j, int offset) const {
+    if (Everything()) return 0xFFFFFFFF;
+    if (elements_ == nullptr) return 0;
+    if constexpr (kCols % 32 == 0 && kKVBlock % 32 == 0) return elements_[i * kWords + j / 32 + offset / 32];
+    const auto* halves = reinterpret_cast<const uint16_t*>(elements_) + i * (2 * kWords) + j / 16 + offset / 16;
+    return halves[0] | (offset + 16 < kCols ? halves[1] << 16 : 0);
   }
 
  private:

@@ -54,6 +54,11 @@ constexpr int kTransposers = 3;                                     // warps
 constexpr int kLandings = kCols < 64 ? 8 : 4;                       // boxes of V in flight that are to be transposed
 constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
 constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the left of what is not
+// Is the first tile to be computed, the last that the rows see, masked at any rate? (With wide heads it takes registers
+// that are not there to ask.)
+constexpr bool kFirstMasked = kMask || (!kBlockMask && (kCausal || kWindow || (kSegments && kVDim > 128)));
+constexpr bool kLookedUp = kSegments || kMask || kBlockMask;  // must memory be asked which keys a row sees?
+constexpr int kWords = kLookedUp ? (kCols + 31) / 32 : 1;     // a bit for each key of a tile
 // Registers a thread; together what the kernel starts with.
 constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask || kTF32 ? 56 : 40;
 constexpr int kConsumerRegisters = kConsumers == 2 ? (504 - kProducerRegisters) / 2 : kConsumers == 3 ? 160 : 112;
@@ -281,9 +286,9 @@ struct Consumer {
   uint32_t P[kCols / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32
   uint32_t seed[4];                                           // with the head's and the batch entry's id
   uint32_t random[kCols / 4];
-  uint32_t seen[2][kBlockMask ? (kCols + 31) / 32 : 1];  // of a tile, from the lane's first column on
-  float m[2], l[2];                                      // l: of this lane's columns only, until the end
-  float reference[2];                                    // what the exponentials are taken against: m, or a little less
+  uint32_t seen[2][kWords];  // of a tile, from the lane's first column on
+  float m[2], l[2];          // l: of this lane's columns only, until the end
+  float reference[2];        // what the exponentials are taken against: m, or a little less
 
   __device__ __forceinline__ Consumer(const Params& p, ForwardShared& shared)
       : p(p),
@@ -298,9 +303,8 @@ struct Consumer {
     if (kKeyGroups > 1 && key_group == 1) BarrierArrive(kFree + row_group, 2 * kWarpgroup);
   }
 
-  __device__ __forceinline__ int Row(const Tile& tile) const {
-    return tile.row + 64 * row_group + 16 * warp + lane / 4;
-  }
+  __device__ __forceinline__ int RowInTile() const { return 64 * row_group + 16 * warp + lane / 4; }
+  __device__ __forceinline__ int Row(const Tile& tile) const { return tile.row + RowInTile(); }
   // The first of this warpgroup's keys in tile j.
   __device__ __forceinline__ int Column(int j) const { return j * kKeys + key_group * kCols; }
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, lane == 0); }
@@ -323,7 +327,7 @@ struct Consumer {
 
   // S = Q K^T
   __device__ __forceinline__ void IssueS() {
-    MbarrierWait(&shared.k_full[k.index], k.parity);
+    if (!kBlockMask) MbarrierWait(&shared.k_full[k.index], k.parity);  // or Listed has
     WgmmaFence();
     const uint64_t a = Descriptor(shared.q[q.Index()][row_group], 0);
     const uint64_t b = Descriptor(shared.k[k.index] + key_group * kCols * 128, 0);
@@ -365,15 +369,44 @@ struct Consumer {
     v.Next();
   }
 
-  // With a block mask: which columns of tile j this lane's rows may see.
+  // The two rows' keys, from the lane's first column of tile j on: begin <= offset < end.
+  __device__ __forceinline__ void RowEnds(const Tile& tile, int j, int (&begin)[2], int (&end)[2]) const {
+    Positions positions = PositionsOf(p, tile.batch);
+    if (!kQLengths) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
+    const int column = Column(j) + lane % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyRange keys = RowKeys(positions, Row(tile) + 8 * h);
+      begin[h] = int(min(keys.lo, int64_t(p.kv_len))) - column, end[h] = int(keys.hi) - column;
+    }
+  }
+
+  // What has to be looked up in memory, while S is computed: which columns of tile j this lane's rows see.
   template <bool kMasked>
   __device__ __forceinline__ void Look(const Tile& tile, int j) {
-    if (!kMasked || !kBlockMask) return;
-    const Block block(p, tile.batch, shared.kind[k.index]);
+    if (!kMasked || !kLookedUp) return;
+    const Block block(p, tile.batch, kBlockMask ? shared.kind[k.index] : kEverything);
+    const Entries entries(p, tile.batch, tile.head);
+    const int row = Row(tile), column = Column(j) + lane % 4 * 2;
+    const int row_in_block = (kRows == kQBlock ? 0 : tile.row % kQBlock) + RowInTile();
+    const int column_in_block = (kKeys == kKVBlock ? 0 : j * kKeys % kKVBlock) + key_group * kCols;
+    int begin[2], end[2];
+    RowEnds(tile, j, begin, end);
 #pragma unroll
-    for (int i = 0; i < 2 * ((kCols + 31) / 32); ++i) {
-      const int h = i % 2, w = i / 2;
-      seen[h][w] = block.Word<kCols>(Row(tile) + 8 * h, Column(j) + 32 * w, kCols - 32 * w) >> lane % 4 * 2;
+    for (int w = 0; w < kWords; ++w) {
+      if (kVDim > 128 && Never()) return;  // or ptxas would work ahead, without registers
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        seen[h][w] = FirstBits(end[h] - 32 * w);
+        if (kWindow) seen[h][w] &= ~FirstBits(begin[h] - 32 * w);
+        if (kBlockMask) seen[h][w] &= block.Word<kCols>(row_in_block + 8 * h, column_in_block, 32 * w) >> lane % 4 * 2;
+      }
+#pragma unroll
+      for (int x = 0; (kSegments || kMask) && x < 16; ++x) {
+        const int h = x / 2 % 2, bit = x / 4 * 8 + x % 2, offset = 32 * w + bit;
+        if (offset < kCols && entries.Hidden(min(row + 8 * h, p.q_len - 1), min(column + offset, p.kv_len - 1)))
+          seen[h][w] &= ~(1u << bit);
+      }
     }
   }
 
@@ -382,27 +415,19 @@ struct Consumer {
   __device__ __forceinline__ void Scores(const Tile& tile, int j) {
     if (!kMasked && !kScores) return;
     const Entries entries(p, tile.batch, tile.head);
-    Positions positions = PositionsOf(p, tile.batch);
-    if (!kQLengths) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
-    const int row = Row(tile);
-    const int column = Column(j) + lane % 4 * 2;
-    int begin[2], end[2];  // what the two rows see, from `column` on
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const KeyRange keys = RowKeys(positions, row + 8 * h);
-      begin[h] = int(min(keys.lo, int64_t(p.kv_len))) - column, end[h] = int(keys.hi) - column;
-    }
+    const int row = Row(tile), column = Column(j) + lane % 4 * 2;
+    int begin[2], end[2];
+    RowEnds(tile, j, begin, end);
 #pragma unroll
     for (int i = 0; i < kCols / 2; ++i) {
       const int h = i / 2 % 2, offset = i / 4 * 8 + i % 2;
-      const int r = min(row + 8 * h, p.q_len - 1), c = min(column + offset, p.kv_len - 1);  // what can be read
       if (kScores) S[i] = Cap(p, S[i]);
-      if (kBias) S[i] += entries.Bias(r, c);
-      if (kMasked) {
-        bool hidden = offset >= end[h] || (kWindow && offset < begin[h]);
-        if (kSegments || kMask) hidden |= entries.Hidden(r, c);
-        if (kBlockMask) hidden |= (seen[h][offset / 32] >> offset % 32 & 1) == 0;
-        if (hidden) S[i] = -Infinity();
+      if (kBias)
+        S[i] += entries.Bias(min(row + 8 * h, p.q_len - 1), min(column + offset, p.kv_len - 1));  // can be read
+      if (!kMasked) continue;
+      if (kLookedUp ? (seen[h][offset / 32] >> offset % 32 & 1) == 0
+                    : offset >= end[h] || (kWindow && offset < begin[h])) {
+        S[i] = -Infinity();
       }
     }
   }
@@ -535,14 +560,15 @@ struct Consumer {
     TakeTurn();
     IssueS();
     PassTurn();
-    Look<true>(tile, j);
+    const bool masked = kFirstMasked || (kBlockMask ? listed.Masked() : j >= unmasked_end || j < unmasked_begin);
+    if (masked) Look<true>(tile, j);
     if (kDropout) Draw(tile, j);
     WgmmaWait<0>();
     FinishS(kBlockMask ? listed.Last() : j == begin);
-    if (kBlockMask && !listed.Masked() && !kMask) {
-      Scores<false>(tile, j);
-    } else {
+    if (masked) {
       Scores<true>(tile, j);
+    } else {
+      Scores<false>(tile, j);
     }
     Maximum(alpha, shift);
     Exponentials(shift);

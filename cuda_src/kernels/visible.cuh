@@ -14,6 +14,9 @@ struct Visible {
   int any_lo, any_hi, every_lo, every_hi;
 };
 
+// The first n of 32 bits; none if n < 0.
+__device__ __forceinline__ uint32_t FirstBits(int n) { return n >= 32 ? 0xFFFFFFFF : (1u << max(n, 0)) - 1; }
+
 __device__ __forceinline__ Positions PositionsOf(const Params& p, int batch) {
   Positions positions;
   positions.q_length = kQLengths ? ClampLength(p.q_lengths[batch], p.q_len) : p.q_len;

@@ -207,6 +207,8 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   x.scratch_heads = layout.heads;
   x.maximum = static_cast<float*>(place(layout.maximum));
   x.dq_sum = static_cast<float*>(place(layout.dq_sum));
+  x.dk_sum = static_cast<float*>(place(layout.dk_sum));
+  x.dv_sum = static_cast<float*>(place(layout.dv_sum));
   x.dbias_parts = static_cast<float*>(place(layout.dbias_parts));
   x.parts = layout.parts;
   x.o_parts = static_cast<float*>(place(layout.o_parts));
@@ -290,7 +292,7 @@ void Run(const Call& call, int device, void* stream, Params& params) {
   for (const LoadedLaunch& launch : *loaded) {
     for (size_t i = 0; i < launch.maps.size(); ++i) maps[i] = TensorMapOf(call.p, params, launch.maps[i]);
     const bool counts = !launch.maps.empty();  // Hopper's kernels do
-    if (counts) Zero(params.taken, call.scratch.counters * sizeof(int), stream);
+    if (counts) Zero(params.taken, call.scratch.zero_bytes, stream);
     Check(CudaDriver().cuLaunchKernel(launch.function, launch.blocks, 1, 1, launch.threads, 1, 1, launch.shared_bytes,
                                       stream, arguments, nullptr),
           "cuLaunchKernel");

@@ -321,16 +321,25 @@ Chosen Choose(std::string_view kernel, const Target& target, const Problem& p) {
                               std::to_string(target.shared) + " KiB of shared memory that this GPU has");
 }
 
+// Whether a part of the GPU would have nothing to do with the tiles of keys that Hopper's backward has, in pairs if
+// causal. (More than a sixth of the time.)
+bool LeavesIdle(const Problem& p) {
+  const int64_t items = DivideUp(p.batch * p.kv_heads * DivideUp(p.kv_len, 128), p.causal ? 2 : 1);
+  return 6 * items < 5 * RoundUp(items, kMultiprocessors);
+}
+
 // Whether Hopper's backward does what comes before and after it alongside (backward_alongside_sm90.cuh). Three warps a
 // block have to keep up: they do where a row has many keys, or all rows are prepared at once. Not with a block mask,
-// whose lists go through all heads twice; not where heads of Q share keys, so that too many are computed at a time; and
-// where registers are few, it would spill some.
+// whose lists go through all heads twice; and where registers are few, it would spill some. Heads of Q that share keys
+// are computed one by one then, or too many would be under way at a time: which is worth it where they are few.
 bool Alongside(const Problem& p) {
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, 64) <= 3 * kMultiprocessors;
   if (!few && (p.kv_len < 512 || p.q_len > 2 * p.kv_len)) return false;
-  if (p.dropout() && (p.segments || p.window())) return false;
+  const bool shared_keys = p.group() > 1 && std::max(p.qk_dim, p.v_dim) <= 64;
+  if (p.dropout() && (p.segments || p.window() || shared_keys)) return false;
+  if (p.group() > 1 && !LeavesIdle(p)) return false;
   return Bytes(p) == 2 && std::max(p.qk_dim, p.v_dim) <= 128 && p.scale > 0 && p.soft_cap <= 0 && !p.bias.present &&
-         !p.mask.present && !p.block_mask.present && p.group() == 1 && SumsDQ(p);
+         !p.mask.present && !p.block_mask.present && SumsDQ(p);
 }
 
 // --- What a kernel is compiled for ---
@@ -368,7 +377,13 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
   define("COLS", choice.tile.cols);
   define(choice.sm == 90 ? "CONSUMERS" : "WARPS", choice.tile.groups);
   define("STAGES", choice.tile.stages);
-  if (main && choice.sm == 90) define("ALONGSIDE", Alongside(p));
+  if (main && choice.sm == 90) {
+    const bool alongside = Alongside(p);
+    define("ALONGSIDE", alongside);
+    define("SUM_KV", alongside && p.group() > 1);
+    // Of larger groups, the rows that CTAs are at would not fit into the L2.
+    define("TOGETHER", !alongside && p.causal && p.group() > 4 && !p.block_mask.present);
+  }
   return unit;
 }
 
@@ -514,7 +529,12 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
     if (alongside) maps.insert(maps.end(), {{Mapped::kO, 16}, {Mapped::kDO, 16}, {Mapped::kDQ, 16}});
     // On Hopper, CTAs of 64 keys come in pairs.
     const int64_t tiles = prepared ? ColumnTiles(p, tile) : RoundUp(InBlocks(p.kv_len, p.kv_block), 128) / tile.cols;
-    plan->launches.push_back(MainLaunch(choice, unit, p.batch * p.kv_heads * tiles, std::move(maps)));
+    const int64_t tiled_heads = p.batch * (alongside ? p.q_heads : p.kv_heads);
+    plan->launches.push_back(MainLaunch(choice, unit, tiled_heads * tiles, std::move(maps)));
+    if (alongside && p.group() > 1) {
+      const int64_t blocks = p.batch * p.kv_heads * RoundUp(p.kv_len, 128) / 64;
+      plan->launches.push_back({unit, "jax_flash_backward_finish_keys", blocks, 256});
+    }
     if (SumsDQ(p) && !alongside) {
       const int64_t blocks = choice.sm == 90 ? rows / 64 : DivideUp(heads * DivideUp(p.q_len, 16) * p.qk_dim, 256);
       plan->launches.push_back({unit, "jax_flash_backward_finish", blocks, 256});
@@ -571,8 +591,14 @@ Scratch CudaScratch(const Problem& p, Pass pass) {
     scratch.kv_bounds = take(p.batch * DivideUp(p.kv_len, 64) * int64_t(sizeof(SegmentBounds)));
   }
   const bool alongside = pass == Pass::kBackward && Alongside(p);
-  scratch.counters = alongside ? 2 + 2 * p.batch * p.q_heads : p.block_mask.present ? 1 : 0;
-  if (scratch.counters > 0) scratch.taken = take(4 * scratch.counters);
+  const int64_t first_zero = scratch.bytes;
+  if (alongside || p.block_mask.present) scratch.taken = take(4 * (alongside ? 2 + 2 * p.batch * p.q_heads : 1));
+  if (alongside && p.group() > 1) {
+    const int64_t keys = p.batch * p.kv_heads * RoundUp(p.kv_len, 128);
+    if (p.dk) scratch.dk_sum = take(4 * keys * p.qk_dim);
+    if (p.dv) scratch.dv_sum = take(4 * keys * p.v_dim);
+  }
+  scratch.zero_bytes = scratch.bytes - first_zero;
   if (pass == Pass::kForward && SplitsKeys(p)) {
     const PartWork work = PartWorkOf(p);
     scratch.parts = int(work.parts);

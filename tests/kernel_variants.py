@@ -82,7 +82,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         batch=2,
         q_len=features["q_len"],
         kv_len=max(features["q_len"], 1024),
-        q_heads=4,
+        q_heads=features.get("q_heads", 4),
         kv_heads=features.get("kv_heads", 2),
         qk_dim=dims[0],
         v_dim=dims[1],
@@ -130,9 +130,13 @@ def cover() -> Iterator[tuple[str, Problem]]:
     for chosen in pairs(dims=DIMS, **FEATURES | {"bias": ("none",), "mask": (False,), "gradients": ("all",)}):
         yield "sm_90a", problem("bfloat16", **chosen)
     alongside = {name: FEATURES[name][:1] for name in ("bias", "mask", "soft_cap", "block_mask", "scale")}
-    alongside |= {"query_offset": (False,), "gradients": ("all",), "kv_heads": (4,)}
-    for chosen in pairs(dims=[dims for dims in DIMS if max(dims) <= 128], **FEATURES | alongside):
-        yield "sm_90a", problem("bfloat16", **chosen)  # the backward as one kernel
+    alongside |= {"query_offset": (False,), "gradients": ("all",)}
+    for kv_heads in (4, 1):  # the backward as one kernel; if they share keys, dK and dV are added up
+        for chosen in pairs(dims=[dims for dims in DIMS if max(dims) <= 128], **FEATURES | alongside):
+            yield "sm_90a", problem("bfloat16", **chosen | {"kv_heads": kv_heads})
+    positions = {name: FEATURES[name] for name in ("window", "lengths", "segments", "query_offset", "dropout")}
+    for chosen in pairs(dims=DIMS, **positions):  # the backward with all heads of a large group together
+        yield "sm_90a", problem("bfloat16", **PLAIN | {"q_heads": 80, "kv_heads": 16} | chosen)
     for chosen in pairs(dims=DIMS, **FEATURES | {"dlogsumexp": (False,), "gradients": ("none",)}):
         yield "sm_90a", problem("float32", **chosen)
     few = FEATURES | {

@@ -172,6 +172,25 @@ def test_more_heads_than_have_scratch(causal):
         np.testing.assert_allclose(ours, jnp.concatenate(expected, 2), atol=0.03)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 1), (4, 8), (4, 16)])
+def test_heads_that_share_keys(batch, kv_heads, causal, dim):
+    """In the backward: one by one, in turn, or if causal and many together. As if each had keys of its own."""
+    shape = batch, 1000, 48, dim
+    q, do = normal(0, *shape), normal(1, *shape)
+    k, v = (normal(i, batch, 1000, kv_heads, dim) for i in (2, 3))
+
+    @jax.jit
+    def gradients(q, k, v):
+        return jax.vjp(lambda *x: attend(*x, is_causal=causal), q, k, v)[1](do)
+
+    dq, *of_own = gradients(q, *(jnp.repeat(x, 48 // kv_heads, 2) for x in (k, v)))
+    expected = dq, *(x.astype(jnp.float32).reshape(*k.shape[:3], -1, dim).sum(3) for x in of_own)
+    for ours, exact in zip(gradients(q, k, v), expected, strict=True):
+        np.testing.assert_allclose(ours.astype(jnp.float32), exact, atol=0.02 * float(jnp.abs(exact).max()))
+
+
 def test_one_long_sequence_before_short_ones():
     """Blocks that are done with theirs wait in the backward for scratch that the long one has, and must not keep it."""
     q, k, v = (normal(i, 24, 12800, 1, 64) for i in range(3))

@@ -66,7 +66,7 @@ struct RowsWarp {
   // dQ in the problem's dtype, where half of its f32 was. (What is outside of the head dim need not be defined.)
   __device__ __forceinline__ void PackRows(uint8_t* rows) {
     const float4* from = reinterpret_cast<const float4*>(rows) + Lane();
-    const float scale = p.scale * KeepScale(p);
+    const float scale = DQKScale(p);
 #pragma unroll
     for (int half = 0; half < (kQKDim > 32 ? 2 : 1); ++half) {
       uint32_t packed[8];

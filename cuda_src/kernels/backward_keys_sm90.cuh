@@ -32,6 +32,9 @@ __device__ __forceinline__ float KeepScale(const Params& p) {
   return kDropout && p.keep_scale > 0.0f ? p.keep_scale : 1.0f;
 }
 
+__device__ __forceinline__ float DQKScale(const Params& p) { return KeepScale(p) * p.scale; }
+__device__ __forceinline__ float DVScale(const Params& p) { return kDropout ? p.keep_scale : 1.0f; }
+
 // L and D are stored in whole tiles, 16 rows lane by lane: one float4 is what a lane needs of a 16 x 16 tile.
 __device__ __forceinline__ int Place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
 
@@ -348,16 +351,36 @@ struct Keys {
     float* staged =
         reinterpret_cast<float*>(shared.staging) + (row_block % (kRows / 64) * 4 + warp) * 16 * kQKDim + 16 * column;
     TmaWaitRead<0>();
+    AddColumns<0, kWidth>(to, dQ.C, staged);
+  }
+
+  // To what is in HBM, kWidth columns of this warp's rows of C, by way of shared memory.
+  template <int kFirst, int kWidth, int kCount>
+  __device__ __forceinline__ void AddColumns(float* to, const float (&C)[kCount], float* staged) {
     __syncwarp();
 #pragma unroll
     for (int r = 0; r < kWidth / 8; ++r) {
-      reinterpret_cast<float4*>(staged)[r * 32 + lane] =
-          make_float4(dQ.C[4 * r], dQ.C[4 * r + 1], dQ.C[4 * r + 2], dQ.C[4 * r + 3]);
+      const float* x = C + kFirst / 2 + 4 * r;
+      reinterpret_cast<float4*>(staged)[r * 32 + lane] = make_float4(x[0], x[1], x[2], x[3]);
     }
     FenceProxyAsync();
     __syncwarp();
     BulkReduceAdd(lane == 0, to, staged, 16 * kWidth * 4);
     TmaCommit();
+  }
+
+  // If kSumKV, this warpgroup's part of dK or dV, from its kBox-th box on: by way of ds and staging in turn, of which
+  // kSlot is the first.
+  template <int kDim, int kSlot, int kBox = 0>
+  __device__ __forceinline__ void AddGradient(const float (&C)[kDim / 2], float* sum, const Tile& tile) {
+    constexpr int kFirst = kBox * kBoxColumns, kWidth = kDim - kFirst < kBoxColumns ? kDim - kFirst : kBoxColumns;
+    const int consumer_warp = Fresh(threadIdx.x) / 32u - 4;  // computed again, for want of registers
+    const int block = (tile.batch * p.kv_heads + tile.head) * KeyBlocksOfHead(p) + tile.column / 64;
+    uint8_t* const staged = (kSlot == 0 ? shared.ds[0] : shared.staging) + consumer_warp * (16 * kBoxColumns * 4);
+    TmaWaitRead<1>();
+    AddColumns<kFirst, kWidth>(sum + (int64_t(block * 4 + consumer_warp) * kDim + kFirst) * 16, C,
+                               reinterpret_cast<float*>(staged));
+    if constexpr (kFirst + kWidth < kDim) AddGradient<kDim, 1 - kSlot, kBox + 1>(C, sum, tile);
   }
 
   __device__ __forceinline__ void ReleaseKV() {

@@ -1,6 +1,5 @@
-// The rows of Q in the Hopper backward, before and after: L and D, zeros from which dQ grows in f32, and dQ in the
-// problem's dtype and layout. All of that is in scratch by blocks of 64 rows. Two small kernels do it, or if kAlongside
-// the main kernel (backward_alongside_sm90.cuh).
+// The rows of Q before the Hopper backward: L and D, and zeros from which dQ grows in f32. All of that is in scratch by
+// blocks of 64 rows. A small kernel does it, or if kAlongside the main kernel (backward_alongside_sm90.cuh).
 #pragma once
 
 #include "backward_keys_sm90.cuh"
@@ -79,7 +78,7 @@ __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, i
 
 }  // namespace jax_flash
 
-// A block before: zeros for dQ, L and D.
+// A block: zeros for dQ, L and D.
 extern "C" __global__ void __launch_bounds__(256)
     jax_flash_backward_prepare(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
@@ -99,43 +98,5 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int s = kRowLanes / 2; s > 0; s /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, s);
     if (lane == 0) StoreD(p, block, r, sum);
-  }
-}
-
-// And after: dQ. A thread takes 8 columns of two rows, what four lanes held.
-extern "C" __global__ void __launch_bounds__(256)
-    jax_flash_backward_finish(const __grid_constant__ jax_flash::Params p) {
-  using namespace jax_flash;
-  const RowBlock block(p, blockIdx.x);
-  constexpr int kChunks = kQKDim / 8;
-  const float scale = p.scale * KeepScale(p);
-  for (int i = threadIdx.x; i < 32 * kChunks; i += 256) {
-    const int chunk = i % kChunks, quad = i / kChunks % 8, warp = i / kChunks / 8;
-    const float4* x = reinterpret_cast<const float4*>(block.DQ(p) + 16 * warp * kQKDim) + chunk * 32 + quad * 4;
-    const int row = block.row + 16 * warp + quad;
-    const int64_t at = ((int64_t(block.batch) * p.q_len + row) * p.q_heads + block.head) * kChunks + chunk;
-    if constexpr (kTF32) {  // columns j and j + 4
-      float4* to = static_cast<float4*>(p.dq) + 2 * at;
-      if (row < p.q_len) {
-        to[0] = make_float4(x[0].x * scale, x[1].x * scale, x[2].x * scale, x[3].x * scale);
-        to[1] = make_float4(x[0].y * scale, x[1].y * scale, x[2].y * scale, x[3].y * scale);
-      }
-      if (row + 8 < p.q_len) {
-        to += 16 * p.q_heads * kChunks;
-        to[0] = make_float4(x[0].z * scale, x[1].z * scale, x[2].z * scale, x[3].z * scale);
-        to[1] = make_float4(x[0].w * scale, x[1].w * scale, x[2].w * scale, x[3].w * scale);
-      }
-    } else {
-      uint32_t low[4], high[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float4 y = x[j];
-        low[j] = Pack(y.x * scale, y.y * scale);
-        high[j] = Pack(y.z * scale, y.w * scale);
-      }
-      uint4* to = static_cast<uint4*>(p.dq) + at;
-      if (row < p.q_len) *to = make_uint4(low[0], low[1], low[2], low[3]);
-      if (row + 8 < p.q_len) to[8 * p.q_heads * kChunks] = make_uint4(high[0], high[1], high[2], high[3]);
-    }
   }
 }

@@ -7,22 +7,27 @@
 //   dV += P^T dO_i;  dK += dS^T Q_i;         dQ_i += dS K, over all CTAs, in f32
 // Only dQ needs the dS of all warpgroups; it goes through shared memory, and dQ may be a step behind. Of l and m only
 // the logsumexp L = m + log l is needed, unless there is a bias. What comes before and after, L and D, zeros for dQ and
-// its conversion, is in backward_rows_sm90.cuh (two more kernels) and backward_alongside_sm90.cuh. Head dims above 128
-// are in backward_wide_sm90.cuh, f32 as TF32 in backward_tf32_sm90.cuh.
+// its conversion, is in backward_rows_sm90.cuh and backward_finish_sm90.cuh (more kernels) or, of the rows of Q, in
+// backward_alongside_sm90.cuh. Head dims above 128 are in backward_wide_sm90.cuh, f32 as TF32 in
+// backward_tf32_sm90.cuh.
 //
 // The host defines what config.cuh reads and JAX_FLASH_ROWS (of a tile of Q: 64 or 128, or 64 for f32), _COLS (keys of
-// a CTA: 128, or 64 if a head dim is above 128, or for f32 above 64), _CONSUMERS (warpgroups: 2), _STAGES and
-// _ALONGSIDE. It launches
-//   jax_flash_backward_prepare  if not _ALONGSIDE: a block of 256 threads for each 64 rows of T rounded up to _ROWS, of
-//                               each head
-//   jax_flash_backward          at most one CTA a multiprocessor, an even number if a head dim is above 128, of
-//                               128 (_CONSUMERS + 1) threads and `jax_flash_shared_bytes`; boxes of _ROWS rows in the
-//                               maps of Q and dO, of _COLS in those of K and V, of 64 in those of dK and dV (where they
-//                               are asked for), and of 16 in those of O, dO and dQ that _ALONGSIDE needs
-//   jax_flash_backward_finish   if dQ is asked for, and not _ALONGSIDE: likewise
+// a CTA: 128, or 64 if a head dim is above 128, or for f32 above 64), _CONSUMERS (warpgroups: 2), _STAGES, _ALONGSIDE,
+// _SUM_KV and _TOGETHER. It launches
+//   jax_flash_backward_prepare      if not _ALONGSIDE: a block of 256 threads for each 64 rows of T rounded up to
+//                                   _ROWS, of each head
+//   jax_flash_backward              at most one CTA a multiprocessor, an even number if a head dim is above 128, of
+//                                   128 (_CONSUMERS + 1) threads and `jax_flash_shared_bytes`; boxes of _ROWS rows in
+//                                   the maps of Q and dO, of _COLS in those of K and V, of 64 in those of dK and dV
+//                                   (where they are asked for), and of 16 in those of O, dO and dQ that _ALONGSIDE
+//                                   needs
+//   jax_flash_backward_finish       if dQ is asked for, and not _ALONGSIDE: likewise
+//   jax_flash_backward_finish_keys  if _SUM_KV: a block of 256 threads for each 64 keys of S rounded up to _COLS, of
+//                                   each head of K
 #pragma once
 
 #include "backward_alongside_sm90.cuh"
+#include "backward_finish_sm90.cuh"
 #include "backward_keys_sm90.cuh"
 #include "backward_rows_sm90.cuh"
 #include "backward_tf32_sm90.cuh"
@@ -43,8 +48,9 @@ constexpr bool kLateDP = kScores && kRows == 64;
 
 // dQ is computed a step behind: then no warpgroup waits for the other's dS, and one can be at its products while the
 // other is at its exponentials. Not where there are no registers to keep track of it.
-constexpr bool kBehind = kDQ && (kRows == 128 || !(kDropout || kMask || kSoftCap || (kAlongside && kSegments) ||
-                                                   (kBlockMask && (kBias || kCausal || kWindow || kSegments))));
+constexpr bool kBehind =
+    kDQ &&
+    (kRows == 128 || !(kDropout || kMask || kSoftCap || kSegments || (kBlockMask && (kBias || kCausal || kWindow))));
 static_assert(kTF32 || kStages == 2);  // as dS
 
 // A warpgroup with S, dP, dK and dV of its 64 keys.
@@ -184,8 +190,13 @@ struct Consumer : Keys {
     }
     TmaWaitRead<0>();
     SyncConsumers();  // the last dQ has read all of dS, and left
-    if (kDV) Leave<kVDim>(dV, kDropout ? p.keep_scale : 1.0f, shared.ds[0], tile, dv_map);
-    if (kDK) Leave<kQKDim>(dK, KeepScale(p) * p.scale, shared.staging, tile, dk_map);
+    if constexpr (kSumKV) {
+      if (kDV) AddGradient<kVDim, 0>(dV, p.dv_sum, tile);
+      if (kDK) AddGradient<kQKDim, kDV ? Boxes(kVDim) % 2 : 0>(dK, p.dk_sum, tile);
+      return true;
+    }
+    if (kDV) Leave<kVDim>(dV, DVScale(p), shared.ds[0], tile, dv_map);
+    if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
     return true;
   }
 };
@@ -199,7 +210,7 @@ __device__ __forceinline__ void Consume(const Params& p, BackwardShared& shared,
   while (consumer.Run(dk_map, dv_map)) continue;
   if (!kAlongside) return;
   SyncConsumers();
-  const int last = shared.tile[consumer.kv_parity ^ 1].kv_head;
+  const int last = shared.tile[consumer.kv_parity ^ 1].item_head;
   FenceProxyAsyncGlobal();
   Count(p.added + last, threadIdx.x == kWarpgroup && last >= 0);
 }
@@ -233,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
     }
     for (int i = 0; i < 6; ++i) MbarrierInit(&shared.rows_full[i / 2][i % 2], 1);
     FenceMbarrierInit();
-    shared.tile[0].kv_head = shared.tile[1].kv_head = -1;
+    shared.tile[0].item_head = shared.tile[1].item_head = -1;
   }
   if (kAlongside) {
     for (int i = threadIdx.x; i < kRowsBytes / 4; i += kThreads) reinterpret_cast<float*>(shared.zeros)[i] = 0.0f;

@@ -199,8 +199,8 @@ struct TF32Consumer : TF32Keys {
     }
     TmaWaitRead<0>();
     SyncConsumers();  // the last dQ has read all of dS, and left
-    if (kDV) Leave<kVDim>(dV, kDropout ? p.keep_scale : 1.0f, shared.ds[0], tile, dv_map);
-    if (kDK) Leave<kQKDim>(dK, KeepScale(p) * p.scale, shared.staging, tile, dk_map);
+    if (kDV) Leave<kVDim>(dV, DVScale(p), shared.ds[0], tile, dv_map);
+    if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
     TmaWaitRead<0>();
     __syncwarp();
     Release(&shared.k_empty);  // where dV was K may come

@@ -35,7 +35,7 @@ struct TF32ConsumerOfP : TF32Keys {
     }
     TmaWaitRead<0>();
     SyncConsumers();  // the last dQ has read all of dS, and left
-    if (kDV) Leave<kVDim>(dV, kDropout ? p.keep_scale : 1.0f, shared.v, tile, dv_map);
+    if (kDV) Leave<kVDim>(dV, DVScale(p), shared.v, tile, dv_map);
     ReleaseKV();
     return true;
   }
@@ -111,7 +111,7 @@ struct TF32ConsumerOfDS : TF32Keys {
     }
     TmaWaitRead<0>();
     SyncConsumers();  // the last dQ has read all of dS, and left
-    if (kDK) Leave<kQKDim>(dK, KeepScale(p) * p.scale, shared.staging, tile, dk_map);
+    if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
     ReleaseKV();
     return true;
   }

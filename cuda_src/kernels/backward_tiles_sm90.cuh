@@ -36,7 +36,13 @@ constexpr int kProducerRegisters = kMuchToTrack || kTF32 ? 56 : 40;
 
 // Three warps beside the one that loads would have nothing to do: backward_alongside_sm90.cuh.
 constexpr bool kAlongside = JAX_FLASH_ALONGSIDE;
-static_assert(!kAlongside || (kDQ && !kTF32 && !kWide && !kBlockMask));  // and heads do not share keys
+static_assert(!kAlongside || (kDQ && !kTF32 && !kWide && !kBlockMask));
+// Then heads of Q that share keys are computed one by one, and their dK and dV added up in f32.
+constexpr bool kSumKV = JAX_FLASH_SUM_KV;
+static_assert(!kSumKV || kAlongside);
+// Whether a tile of keys is walked with all heads of Q that share them at a time.
+constexpr bool kTogether = JAX_FLASH_TOGETHER;
+static_assert(!kTogether || (kCausal && !kAlongside && !kBlockMask));
 
 // Tiles are boxes of 128 bytes of columns; what is outside of the head dim is 0.
 __host__ __device__ constexpr int Boxes(int dim) { return (dim + kBoxColumns - 1) / kBoxColumns; }
@@ -62,8 +68,8 @@ constexpr int kRowsBytes = 16 * 64 * 4;
 // A tile of K and V.
 struct Tile {
   int column, head, batch;  // column < 0: there are no more; batch < 0: this is none
-  int kv_head;              // among those of all batches; < 0: there is nothing to report of its dQ, or no more
-  int steps;                // tiles of Q, of all heads of the group, that see it; with a block mask: are there any?
+  int item_head;  // among those of all batches, of Q if kAlongside: < 0: nothing to report of its dQ, or no more
+  int steps;      // tiles of Q, of all heads of the item, that see it; with a block mask: are there any?
 };
 
 // A tile of Q, and of dO.
@@ -75,7 +81,8 @@ struct Step {
   bool last;      // of this tile of K and V
 };
 
-constexpr int kStagingBytes = kWide ? kRows * kCols * 4 : kRows * kQKDim * 4;
+constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // of 16 rows of a box of dK or dV in f32, for each consumer warp
+constexpr int kStagingBytes = kWide ? kRows * kCols * 4 : kSumKV ? kSumBytes : kRows * kQKDim * 4;
 
 struct BackwardShared {
   alignas(1024) uint8_t k[kQKBoxes * kKVBox];  // TF32: K^T; K comes to ds, or if wide to staging
@@ -106,6 +113,12 @@ struct BackwardShared {
 static_assert(kSameKeys || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::v));            // where dV leaves
 static_assert(!kTF32 || kTF32Wide || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::k));  // where K comes
 static_assert(sizeof(BackwardShared::v) >= kVBoxes * kKVBox);
+static_assert(!kSumKV || (kSumBytes <= sizeof(BackwardShared::ds) && kStagingBytes >= kRows * kQKDim * 4));
+
+// dK and dV in f32 are in blocks of 64 keys: how many a head has.
+__device__ __forceinline__ int KeyBlocksOfHead(const Params& p) {
+  return (p.kv_len + kCols - 1) / kCols * (kCols / 64);
+}
 
 __device__ __forceinline__ int QTiles(const Params& p) { return (p.q_len + kRows - 1) / kRows; }
 
@@ -129,30 +142,50 @@ struct Producer {
   __device__ __forceinline__ void Run() {
     constexpr int kAllCols = kCols * kCluster;
     if constexpr (kBlockMask) return RunListed();
-    const int tiles = (p.kv_len + kAllCols - 1) / kAllCols, group = kAlongside ? 1 : p.q_heads / p.kv_heads;
+    const int tiles = (p.kv_len + kAllCols - 1) / kAllCols;
+    const int heads = kSumKV ? p.q_heads : p.kv_heads;        // whose tiles are taken
+    const int group = kAlongside ? 1 : p.q_heads / heads;     // heads of Q to each of them
+    const int sharing = kSumKV ? p.q_heads / p.kv_heads : 1;  // of them to each head of K
     Schedule<kCausal, kCluster> schedule;
     int item, t;
-    while (kAlongside ? TakeTile(p.taken, p.batch * p.kv_heads, tiles, &item, &t)
-                      : schedule.Next(p.batch * p.kv_heads, tiles, &item, &t)) {
+    while (kAlongside ? TakeTile(p.taken, p.batch * heads, tiles, &item, &t)
+                      : schedule.Next(p.batch * heads, tiles, &item, &t)) {
       if (kAlongside) {
         if (OldestHead() <= item - p.scratch_heads) Flush();
         WaitForCount(p.prepared + item, BlocksOfHead(p));
         FenceProxyAsyncGlobal();
       }
-      const int head = item % p.kv_heads, batch = item / p.kv_heads;
+      const int head = item % heads, batch = item / heads;
       const Positions positions = PositionsOf(p, batch);
       const Visible rows = RowsOf(p, positions, batch, t * kAllCols, (t + 1) * kAllCols);
       const int first = rows.any_lo / kRows, end = (rows.any_hi + kRows - 1) / kRows;
       const int steps = rows.any_lo < rows.any_hi ? (end - first) * group : 0;
-      LoadKV({t * kAllCols + (kWide ? ClusterRank() * kCols : 0), head, batch, item, steps});
+      LoadKV({t * kAllCols + (kWide ? ClusterRank() * kCols : 0), head / sharing, batch, item, steps});
       const int every_hi = EveryHi(rows, positions);
-      int q_tile = first, q_head = head * group, row_block = 0;
-      for (int n = steps; n > 0; --n) {
-        if (q_tile == first) row_block = RowBlock(batch, q_head, q_tile * kRows);
-        const int row = q_tile * kRows;
-        Load({row, q_head, row_block, kEverything, row < rows.every_lo || row + kRows > every_hi, n == 1}, batch);
-        row_block += kRows / 64;
-        if (++q_tile == end) q_tile = first, ++q_head;
+      const auto load = [&](int q_head, int row_block, int row, bool last) {
+        const bool masked = row < rows.every_lo || row + kRows > every_hi;
+        Load({row, q_head, row_block, kEverything, masked, last}, batch);
+      };
+      if constexpr (kTogether) {
+        // Row by row with all members of the group. The first tile of a pair, which fewer rows see, is walked from the
+        // last row on, the second from its first row on: then all CTAs that have tiles of a head of K are at the same
+        // few rows at a time, which come to the L2 once; each at another member, or their additions to dQ would meet.
+        const bool down = 2 * t >= tiles;
+        const int first_block = RowBlock(batch, head * group, 0), first_member = t % group;
+        int row = (down ? end - 1 : first) * kRows, member = first_member;
+        for (int n = steps; n > 0; --n) {
+          load(head * group + member, first_block + member * BlocksOfHead(p) + row / 64, row, n == 1);
+          member = member + 1 < group ? member + 1 : 0;
+          if (member == first_member) row += down ? -kRows : kRows;
+        }
+      } else {
+        int q_tile = first, q_head = head * group, row_block = 0;
+        for (int n = steps; n > 0; --n) {
+          if (q_tile == first) row_block = RowBlock(batch, q_head, q_tile * kRows);
+          load(q_head, row_block, q_tile * kRows, n == 1);
+          row_block += kRows / 64;
+          if (++q_tile == end) q_tile = first, ++q_head;
+        }
       }
     }
     End();
@@ -184,7 +217,7 @@ struct Producer {
 
   // The head of the oldest tile of which it has not been reported that its dQ has been added.
   __device__ __forceinline__ int OldestHead() const {
-    const int older = shared.tile[kv_parity].kv_head, newer = shared.tile[kv_parity ^ 1].kv_head;
+    const int older = shared.tile[kv_parity].item_head, newer = shared.tile[kv_parity ^ 1].item_head;
     return older >= 0 ? older : newer >= 0 ? newer : 0x7FFFFFFF;
   }
 
@@ -206,11 +239,11 @@ struct Producer {
   // first step.
   __device__ __forceinline__ void ReportAdded() {
     if (!kAlongside) return;
-    int& kv_head = shared.tile[kv_parity].kv_head;
-    if (kv_head < 0) return;
+    int& head = shared.tile[kv_parity].item_head;
+    if (head < 0) return;
     FenceProxyAsyncGlobal();
-    Count(p.added + kv_head, true);
-    kv_head = -1;
+    Count(p.added + head, true);
+    head = -1;
   }
 
   // Rows that see nothing have an L that hides them, if it is not from a bias of +inf.

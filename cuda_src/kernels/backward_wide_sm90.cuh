@@ -33,7 +33,7 @@ struct ConsumerOfP : Keys {
     SyncWarpgroup();  // P may be written there
     if (Uniform(tile.steps) > 0) Walk(tile);
     SyncConsumers();  // nobody reads V any more
-    if (kDV) Leave<kVDim>(dV, kDropout ? p.keep_scale : 1.0f, shared.v, tile, dv_map);
+    if (kDV) Leave<kVDim>(dV, DVScale(p), shared.v, tile, dv_map);
     ReleaseKV();
     return true;
   }
@@ -108,7 +108,7 @@ struct ConsumerOfDS : Keys {
       while (Walk(tile)) continue;
     }
     SyncConsumers();  // nobody reads K any more
-    if (kDK) Leave<kQKDim>(dK, KeepScale(p) * p.scale, shared.k, tile, dk_map);
+    if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.k, tile, dk_map);
     ReleaseKV();
     return true;
   }

@@ -48,7 +48,8 @@ struct Params {
   const void* d_o;
   const float* dlogsumexp;  // [batch, head, row]
   float *logsumexp, *d;     // scratch: what a kernel needs of m, l and D, in the kernel's own order
-  float* dq_sum;            // scratch: dQ in f32, in the kernel's own order
+  float* dq_sum;            // scratch: dQ in f32, in the kernel's own order; and
+  float *dk_sum, *dv_sum;   // if heads of Q that share keys are computed one by one (kSumKV), 0 at first
   void *dq, *dk, *dv;
   float* dbias;
   float* dbias_parts;  // scratch: the parts of dbias [parts, of its shape]; if there are several

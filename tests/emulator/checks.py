@@ -56,6 +56,22 @@ def test_more_heads_than_have_scratch():
 @pytest.mark.parametrize(
     "case",
     [
+        Case(B=1, T=150, S=300, N=3, K=1, D=128, E=88),  # one by one
+        Case(B=2, T=70, S=300, N=40, K=20, D=8, E=8),  # in turn
+        Case(B=1, T=150, S=1100, N=125, K=25, D=8, E=8, causal=True, offset=True),  # together
+    ],
+    ids=str,
+)
+def test_heads_that_share_keys(case):
+    """In the backward."""
+    check(case, "bfloat16")
+
+
+@hopper
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "case",
+    [
         Case(B=1, T=130, S=200, N=2, K=1, D=64, E=64, causal=True),
         Case(B=1, T=130, S=200, N=2, K=1, D=128, E=128, causal=True),
         Case(B=1, T=130, S=200, N=2, K=1, D=256, E=8, causal=True),  # few warps have a part of dV

@@ -342,6 +342,13 @@ bool Alongside(const Problem& p) {
          !p.mask.present && !p.block_mask.present && SumsDQ(p);
 }
 
+// Whether Hopper's backward walks heads of Q that share keys together: of larger groups, the rows that CTAs are at
+// would not fit into the L2. (With masks of wide heads it would spill registers.)
+bool Together(const Problem& p) {
+  const bool crowded = std::max(p.qk_dim, p.v_dim) > 128 && (p.mask.present || p.bias.present);
+  return p.causal && p.group() > 4 && !p.block_mask.present && !crowded;
+}
+
 // --- What a kernel is compiled for ---
 
 Unit UnitOf(const Chosen& choice, const Problem& p) {
@@ -381,8 +388,7 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
     const bool alongside = Alongside(p);
     define("ALONGSIDE", alongside);
     define("SUM_KV", alongside && p.group() > 1);
-    // Of larger groups, the rows that CTAs are at would not fit into the L2.
-    define("TOGETHER", !alongside && p.causal && p.group() > 4 && !p.block_mask.present);
+    define("TOGETHER", !alongside && Together(p));
   }
   return unit;
 }
@@ -531,7 +537,7 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
     const int64_t tiles = prepared ? ColumnTiles(p, tile) : RoundUp(InBlocks(p.kv_len, p.kv_block), 128) / tile.cols;
     const int64_t tiled_heads = p.batch * (alongside ? p.q_heads : p.kv_heads);
     plan->launches.push_back(MainLaunch(choice, unit, tiled_heads * tiles, std::move(maps)));
-    if (alongside && p.group() > 1) {
+    if (alongside && p.group() > 1 && (p.dk || p.dv)) {
       const int64_t blocks = p.batch * p.kv_heads * RoundUp(p.kv_len, 128) / 64;
       plan->launches.push_back({unit, "jax_flash_backward_finish_keys", blocks, 256});
     }

@@ -134,9 +134,10 @@ def cover() -> Iterator[tuple[str, Problem]]:
     for kv_heads in (4, 1):  # the backward as one kernel; if they share keys, dK and dV are added up
         for chosen in pairs(dims=[dims for dims in DIMS if max(dims) <= 128], **FEATURES | alongside):
             yield "sm_90a", problem("bfloat16", **chosen | {"kv_heads": kv_heads})
-    positions = {name: FEATURES[name] for name in ("window", "lengths", "segments", "query_offset", "dropout")}
-    for chosen in pairs(dims=DIMS, **positions):  # the backward with all heads of a large group together
-        yield "sm_90a", problem("bfloat16", **PLAIN | {"q_heads": 80, "kv_heads": 16} | chosen)
+    for dtype, dims in (("bfloat16", DIMS), ("float32", ((64, 64), (128, 128), (8, 16)))):
+        together = {"causal": (True,), "block_mask": (None,), "q_len": (4096,), "scale": (0.125,)}
+        for chosen in pairs(dims=dims, **FEATURES | together):  # the backward with all heads of a large group
+            yield "sm_90a", problem(dtype, q_heads=80, kv_heads=16, **chosen)
     for chosen in pairs(dims=DIMS, **FEATURES | {"dlogsumexp": (False,), "gradients": ("none",)}):
         yield "sm_90a", problem("float32", **chosen)
     few = FEATURES | {

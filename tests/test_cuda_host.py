@@ -98,7 +98,7 @@ def test_old_gpus_are_refused():
 )
 def test_kernel_families(arch, dtype, family):
     assert kernels(arch, dtype=dtype) == [(f"forward_{family}.cuh", "jax_flash_forward")]
-    assert kernels(arch, True, dtype=dtype, **GRADIENTS) == [
+    assert kernels(arch, True, dtype=dtype, **GRADIENTS, scale=-1.0) == [
         (f"backward_{family}.cuh", "jax_flash_backward_prepare"),
         (f"backward_{family}.cuh", "jax_flash_backward"),
         (f"backward_{family}.cuh", "jax_flash_backward_finish"),
@@ -106,7 +106,7 @@ def test_kernel_families(arch, dtype, family):
 
 
 NOT_ALONGSIDE = [
-    {"kv_heads": 4},
+    {"batch": 8, "kv_heads": 4},
     {"batch": 64, "kv_len": 256},
     {"batch": 64, "q_len": 2048},
     {"dtype": "float32"},
@@ -128,6 +128,32 @@ def test_backward_alongside():
     for changes in NOT_ALONGSIDE:
         launches = kernels("sm_90a", True, **own | changes)
         assert [kernel.removeprefix("jax_flash_backward_") for _, kernel in launches][::2] == ["prepare", "finish"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sum_kv", "together"),
+    [
+        ({"kv_heads": 4}, True, False),
+        ({"kv_heads": 1, "causal": True}, True, False),
+        ({"kv_heads": 1, "drop_threshold": 9}, False, False),
+        ({"kv_heads": 1, "drop_threshold": 9, "causal": True}, False, True),
+        ({"kv_heads": 1, "drop_threshold": 9, "qk_dim": 96, "causal": True}, True, False),
+        ({"batch": 8, "kv_heads": 4, "causal": True}, True, False),
+        ({"batch": 64, "kv_heads": 4, "causal": True}, False, False),
+        ({"batch": 64, "kv_heads": 1}, False, False),
+        ({"batch": 64, "kv_heads": 1, "causal": True}, False, True),
+        ({"batch": 64, "kv_heads": 1, "causal": True, "qk_dim": 256}, False, True),
+        ({"batch": 64, "kv_heads": 1, "causal": True, "dtype": "float32"}, False, True),
+        ({"batch": 64, "kv_heads": 8, "causal": True}, False, False),
+    ],
+    ids=str,
+)
+def test_heads_that_share_keys(changes, sum_kv, together):
+    """Hopper's backward takes them one by one where their tiles are few; else causal ones of large groups together."""
+    last = macros("sm_90a", True, **GRADIENTS | changes)
+    assert (last["SUM_KV"], last["TOGETHER"]) == (sum_kv, together)
+    launches = [kernel for _, kernel in kernels("sm_90a", True, **GRADIENTS | changes)]
+    assert ("jax_flash_backward_finish_keys" in launches) == sum_kv
 
 
 def test_float32_on_hopper():
@@ -167,7 +193,7 @@ def test_a_family_can_be_asked_for(monkeypatch):
 
 def test_segments_come_first():
     for backward, last in ((False, "jax_flash_forward"), (True, "jax_flash_backward_finish")):
-        launches = kernels(backward=backward, segments=True, **(GRADIENTS if backward else {}))
+        launches = kernels(backward=backward, segments=True, **(GRADIENTS | {"scale": -1.0} if backward else {}))
         assert launches[0] == ("segments.cuh", "jax_flash_segments")
         assert launches[-1][1] == last
 
@@ -283,6 +309,8 @@ def test_scratch_is_linear_in_the_length():
     biased = {"bias_dtype": "float32", "bias": Extent(True, True, True, True)}
     assert scratch(4096, **GRADIENTS, **biased, deterministic=True) == 4 * rows * 3
     assert scratch(8192, **GRADIENTS, segments=True) == 2 * scratch(4096, **GRADIENTS, segments=True)
+    counters, keys = 256, 2 * 1 * 4096  # and where heads of Q share keys, dK and dV in float32
+    assert scratch(4096, **GRADIENTS, kv_heads=1) == 4 * rows * (64 + 2) + counters + 4 * keys * (64 + 64)
 
 
 # --- compiling ---

@@ -49,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     jax_flash_backward_finish_keys(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
+  if constexpr (!kSumKV) return;
   const uint32_t blocks = KeyBlocksOfHead(p), all_heads = blockIdx.x / blocks;
   const int key = blockIdx.x % blocks * 64, head = all_heads % p.kv_heads, batch = all_heads / p.kv_heads;
   const int64_t first = (int64_t(batch) * p.kv_len + key) * p.kv_heads + head;

@@ -376,10 +376,10 @@ struct Keys {
     constexpr int kFirst = kBox * kBoxColumns, kWidth = kDim - kFirst < kBoxColumns ? kDim - kFirst : kBoxColumns;
     const int consumer_warp = Fresh(threadIdx.x) / 32u - 4;  // computed again, for want of registers
     const int block = (tile.batch * p.kv_heads + tile.head) * KeyBlocksOfHead(p) + tile.column / 64;
-    uint8_t* const staged = (kSlot == 0 ? shared.ds[0] : shared.staging) + consumer_warp * (16 * kBoxColumns * 4);
+    uint8_t* const slot = kSlot == 0 ? reinterpret_cast<uint8_t*>(shared.ds) : shared.staging;
+    float* const staged = reinterpret_cast<float*>(slot) + consumer_warp * (16 * kBoxColumns);
     TmaWaitRead<1>();
-    AddColumns<kFirst, kWidth>(sum + (int64_t(block * 4 + consumer_warp) * kDim + kFirst) * 16, C,
-                               reinterpret_cast<float*>(staged));
+    AddColumns<kFirst, kWidth>(sum + ((int64_t(block) * 4 + consumer_warp) * kDim + kFirst) * 16, C, staged);
     if constexpr (kFirst + kWidth < kDim) AddGradient<kDim, 1 - kSlot, kBox + 1>(C, sum, tile);
   }
 

@@ -57,8 +57,8 @@ constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the
 // Is the first tile to be computed, the last that the rows see, masked at any rate? (With wide heads it takes registers
 // that are not there to ask.)
 constexpr bool kFirstMasked = kMask || (!kBlockMask && (kCausal || kWindow || (kSegments && kVDim > 128)));
-constexpr bool kLookedUp = kSegments || kMask || kBlockMask;  // must memory be asked which keys a row sees?
-constexpr int kWords = kLookedUp ? (kCols + 31) / 32 : 1;     // a bit for each key of a tile
+constexpr bool kLookedUp = kSegments || kMask || kBlockMask;   // must memory be asked which keys a row sees?
+constexpr int kSeenWords = kLookedUp ? (kCols + 31) / 32 : 1;  // a bit for each key of a tile
 // Registers a thread; together what the kernel starts with.
 constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask || kTF32 ? 56 : 40;
 constexpr int kConsumerRegisters = kConsumers == 2 ? (504 - kProducerRegisters) / 2 : kConsumers == 3 ? 160 : 112;
@@ -286,9 +286,9 @@ struct Consumer {
   uint32_t P[kCols / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32
   uint32_t seed[4];                                           // with the head's and the batch entry's id
   uint32_t random[kCols / 4];
-  uint32_t seen[2][kWords];  // of a tile, from the lane's first column on
-  float m[2], l[2];          // l: of this lane's columns only, until the end
-  float reference[2];        // what the exponentials are taken against: m, or a little less
+  uint32_t seen[2][kSeenWords];  // of a tile, from the lane's first column on
+  float m[2], l[2];              // l: of this lane's columns only, until the end
+  float reference[2];            // what the exponentials are taken against: m, or a little less
 
   __device__ __forceinline__ Consumer(const Params& p, ForwardShared& shared)
       : p(p),
@@ -393,7 +393,7 @@ struct Consumer {
     int begin[2], end[2];
     RowEnds(tile, j, begin, end);
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
+    for (int w = 0; w < kSeenWords; ++w) {
       if (kVDim > 128 && Never()) return;  // or ptxas would work ahead, without registers
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

@@ -46,9 +46,10 @@ def test_case(case, dtype):
 
 @hopper
 @pytest.mark.usefixtures("device")
-def test_more_heads_than_have_scratch():
+@pytest.mark.parametrize("kv_heads", [10, 1])
+def test_more_heads_than_have_scratch(kv_heads):
     """Of the backward, at a time. Most tiles are hidden, so that some blocks get far ahead of others."""
-    check(Case(B=1, T=8, S=133 * 128, N=10, K=10, D=8, E=8, causal=True), "bfloat16")
+    check(Case(B=1, T=8, S=133 * 128, N=10, K=kv_heads, D=8, E=8, causal=True), "bfloat16")
 
 
 @hopper
@@ -58,7 +59,9 @@ def test_more_heads_than_have_scratch():
     [
         Case(B=1, T=150, S=300, N=3, K=1, D=128, E=88),  # one by one
         Case(B=2, T=70, S=300, N=40, K=20, D=8, E=8),  # in turn
-        Case(B=1, T=150, S=1100, N=125, K=25, D=8, E=8, causal=True, offset=True),  # together
+        Case(B=1, T=300, S=400, N=5, K=1, D=64, E=64, causal=True, offset=True, scale=-0.1),  # together; likewise
+        Case(B=1, T=300, S=300, N=5, K=1, D=128, E=96, causal=True, window=(150, 20), segments=True, scale=-0.1),
+        Case(B=1, T=150, S=300, N=10, K=2, D=256, E=256, causal=True, lengths=True),
     ],
     ids=str,
 )
@@ -88,7 +91,7 @@ def test_tiles_that_fit_hopper_alone(case, monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(B=1, T=300, S=400, N=2, K=1, D=64, E=64, causal=True, offset=True),
+        Case(B=1, T=300, S=400, N=5, K=1, D=64, E=64, causal=True, offset=True),
         Case(B=1, T=150, S=200, N=2, K=1, D=128, E=128, window=(100, 20), segments=True),
         Case(B=1, T=150, S=200, N=2, K=1, D=128, E=104, causal=True, dropout=0.2),
         Case(T=70, S=90, D=72, E=40, bias="1nts", lengths=True, deterministic=True),
@@ -140,6 +143,8 @@ def test_block_mask(case, dtype, block):
 # Several tiles for some blocks, and more than a lap of the rings. All but the last have the kernels of cases above.
 SEVERAL_TILES = {
     "causal": (Case(B=1, T=260, S=260, N=3, K=1, D=64, E=64, causal=True, offset=True), "bfloat16"),
+    "three kernels": (Case(B=1, T=260, S=260, N=3, K=1, D=64, E=64, causal=True, offset=True, scale=-0.1), "bfloat16"),
+    "together": (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, offset=True, scale=-0.1), "bfloat16"),
     "clusters": (Case(B=1, T=130, S=200, N=3, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
     "TF32": (Case(B=1, T=130, S=300, N=3, K=1, D=64, E=64, causal=True, offset=True), "tf32"),
     "wide TF32": (Case(B=1, T=70, S=300, N=5, K=1, D=128, E=128, window=(250, 200), segments=True), "tf32"),

@@ -54,9 +54,10 @@ constexpr int kTransposers = 3;                                     // warps
 constexpr int kLandings = kCols < 64 ? 8 : 4;                       // boxes of V in flight that are to be transposed
 constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
 constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the left of what is not
-// Is the first tile to be computed, the last that the rows see, masked at any rate? (With wide heads it takes registers
-// that are not there to ask.)
-constexpr bool kFirstMasked = kMask || (!kBlockMask && (kCausal || kWindow || (kSegments && kVDim > 128)));
+// Is the first tile to be computed, the last that the rows see, masked at any rate? (To ask takes registers that are
+// not there with wide heads, and with dropout and narrow ones more time than it saves.)
+constexpr bool kFirstMasked =
+    kMask || (!kBlockMask && (kCausal || kWindow || (kSegments && kVDim > 128) || (kDropout && kVDim <= 64)));
 constexpr bool kLookedUp = kSegments || kMask || kBlockMask;   // must memory be asked which keys a row sees?
 constexpr int kSeenWords = kLookedUp ? (kCols + 31) / 32 : 1;  // a bit for each key of a tile
 // Registers a thread; together what the kernel starts with.

@@ -6,8 +6,8 @@
 
 namespace jax_flash {
 
-// Of rows of kDim columns: the first `rows` of a block. `to` is the first of them; the next is `stride` rows of one
-// head further on. A thread takes 8 columns of two rows, what four lanes held.
+// The first `rows` rows of a block. In `to`, whose rows have kDim elements, they are the one numbered `first` and every
+// `stride`-th after it. A thread takes 8 columns of two rows, what four lanes held.
 template <int kDim>
 __device__ __forceinline__ void Convert(const float* sum, float scale, void* to, int64_t first, int rows, int stride) {
   constexpr int kChunks = kDim / 8;

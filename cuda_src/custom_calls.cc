@@ -291,8 +291,8 @@ void Run(const Call& call, int device, void* stream, Params& params) {
   for (size_t i = 0; i < kMaxMaps; ++i) arguments[1 + i] = &maps[i];
   for (const LoadedLaunch& launch : *loaded) {
     for (size_t i = 0; i < launch.maps.size(); ++i) maps[i] = TensorMapOf(call.p, params, launch.maps[i]);
-    const bool counts = !launch.maps.empty();  // Hopper's kernels do
-    if (counts) Zero(params.taken, call.scratch.zero_bytes, stream);
+    const bool hopper = !launch.maps.empty();  // whose kernels count and add from 0 on
+    if (hopper) Zero(params.taken, call.scratch.zero_bytes, stream);
     Check(CudaDriver().cuLaunchKernel(launch.function, launch.blocks, 1, 1, launch.threads, 1, 1, launch.shared_bytes,
                                       stream, arguments, nullptr),
           "cuLaunchKernel");

@@ -345,6 +345,11 @@ bool Alongside(const Problem& p) {
          !p.mask.present && !p.block_mask.present && SumsDQ(p);
 }
 
+// Whether heads of Q that share keys are then computed one by one, and their dK and dV added up in f32: for so many
+// keys of all heads of K, in whole tiles.
+bool SumsKV(const Problem& p) { return p.group() > 1 && Alongside(p); }
+int64_t SummedKeys(const Problem& p) { return p.batch * p.kv_heads * RoundUp(p.kv_len, 128); }
+
 // Whether Hopper's backward walks heads of Q that share keys together: of larger groups, the rows that CTAs are at
 // would not fit into the L2. (With masks of wide heads it would spill registers.)
 bool Together(const Problem& p) {
@@ -388,10 +393,9 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
   define(choice.sm == 90 ? "CONSUMERS" : "WARPS", choice.tile.groups);
   define("STAGES", choice.tile.stages);
   if (main && choice.sm == 90) {
-    const bool alongside = Alongside(p);
-    define("ALONGSIDE", alongside);
-    define("SUM_KV", alongside && p.group() > 1);
-    define("TOGETHER", !alongside && Together(p));
+    define("ALONGSIDE", Alongside(p));
+    define("SUM_KV", SumsKV(p));
+    define("TOGETHER", !Alongside(p) && Together(p));
   }
   return unit;
 }
@@ -540,9 +544,8 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
     const int64_t tiles = prepared ? ColumnTiles(p, tile) : RoundUp(InBlocks(p.kv_len, p.kv_block), 128) / tile.cols;
     const int64_t tiled_heads = p.batch * (alongside ? p.q_heads : p.kv_heads);
     plan->launches.push_back(MainLaunch(choice, unit, tiled_heads * tiles, std::move(maps)));
-    if (alongside && p.group() > 1 && (p.dk || p.dv)) {
-      const int64_t blocks = p.batch * p.kv_heads * RoundUp(p.kv_len, 128) / 64;
-      plan->launches.push_back({unit, "jax_flash_backward_finish_keys", blocks, 256});
+    if (choice.sm == 90 && SumsKV(p) && (p.dk || p.dv)) {
+      plan->launches.push_back({unit, "jax_flash_backward_finish_keys", SummedKeys(p) / 64, 256});
     }
     if (SumsDQ(p) && !alongside) {
       const int64_t blocks = choice.sm == 90 ? rows / 64 : DivideUp(heads * DivideUp(p.q_len, 16) * p.qk_dim, 256);
@@ -602,10 +605,9 @@ Scratch CudaScratch(const Problem& p, Pass pass) {
   const bool alongside = pass == Pass::kBackward && Alongside(p);
   const int64_t first_zero = scratch.bytes;
   if (alongside || p.block_mask.present) scratch.taken = take(4 * (alongside ? 2 + 2 * p.batch * p.q_heads : 1));
-  if (alongside && p.group() > 1) {
-    const int64_t keys = p.batch * p.kv_heads * RoundUp(p.kv_len, 128);
-    if (p.dk) scratch.dk_sum = take(4 * keys * p.qk_dim);
-    if (p.dv) scratch.dv_sum = take(4 * keys * p.v_dim);
+  if (pass == Pass::kBackward && SumsKV(p)) {
+    if (p.dk) scratch.dk_sum = take(4 * SummedKeys(p) * p.qk_dim);
+    if (p.dv) scratch.dv_sum = take(4 * SummedKeys(p) * p.v_dim);
   }
   scratch.zero_bytes = scratch.bytes - first_zero;
   if (pass == Pass::kForward && SplitsKeys(p)) {

@@ -68,7 +68,7 @@ constexpr int kRowsBytes = 16 * 64 * 4;
 // A tile of K and V.
 struct Tile {
   int column, head, batch;  // column < 0: there are no more; batch < 0: this is none
-  int item_head;  // among those of all batches, of Q if kAlongside: < 0: nothing to report of its dQ, or no more
+  int item_head;  // among those of all batches, of Q if kAlongside; < 0: nothing to report of its dQ, or no more
   int steps;      // tiles of Q, of all heads of the item, that see it; with a block mask: are there any?
 };
 

@@ -459,7 +459,7 @@ PartWork PartWorkOf(const Problem& p) {
   constexpr int64_t kFew = 64;
   const int64_t tiles = p.batch * p.kv_heads * DivideUp(p.q_len * p.group(), tile.rows);
   const int64_t two = 2 * kMultiprocessors / tiles, four = tile.rows <= 32 ? 2 * two : 0;
-  const int64_t parts = std::min(std::max(two, std::min(four, kFew)), p.kv_len / (4 * tile.cols));
+  const int64_t parts = std::min({std::max(two, std::min(four, kFew)), p.kv_len / (4 * tile.cols), int64_t{256}});
   return {p.batch * p.q_heads * p.q_len, tiles, std::max<int64_t>(parts, 1)};
 }
 
@@ -476,7 +476,7 @@ int Add(Unit unit, Plan* plan) {
 
 void AddSegments(const Problem& p, Plan* plan) {
   const int64_t blocks = p.batch * (DivideUp(p.q_len, 64) + DivideUp(p.kv_len, 64));
-  plan->launches.push_back({Add(SegmentsUnit(), plan), "jax_flash_segments", blocks, 128});
+  plan->launches.push_back({Add(SegmentsUnit(), plan), "jax_flash_segments", blocks, 512});
 }
 
 // The kernel that a file is named after: a block for each of `tiles`, or on sm_90 for each multiprocessor.

@@ -21,53 +21,58 @@ __device__ __forceinline__ float WarpSum(float x) {
   return x;
 }
 
+// What l_p and O_p of a part count for beside the larger m.
+__device__ __forceinline__ float Alpha(const Params& p, float m_p, float m) {
+  return m_p == m ? 1.0f : Exp2((m_p - m) * Unit(p));
+}
+
 }  // namespace jax_flash
 
-// A block of 32 kMergeWarps threads for each row of O, [batch, head, row]. A warp adds up every kMergeWarps-th part, a
-// lane 8 columns of it.
+// A block of 32 kMergeWarps threads for each row of O, [batch, head, row]. Each warp merges every kMergeWarps-th part, of
+// which a lane has one; then the warps' results are merged.
 extern "C" __global__ void __launch_bounds__(32 * jax_flash::kMergeWarps)
     jax_flash_forward_merge(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
-  __shared__ float sums[kMergeWarps][kVDim];
+  __shared__ float m_w[kMergeWarps], l_w[kMergeWarps];
+  __align__(16) __shared__ float O_w[kMergeWarps][kVDim];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t at = blockIdx.x, rows = int64_t(p.batch) * p.q_heads * p.q_len;
-  const float unit = Unit(p);
-
-  float m = -Infinity();
-  for (int part = lane; part < p.parts; part += 32) m = fmaxf(m, p.m_parts[part * rows + at]);
-  m = WarpMax(m);
-  // l_p exp(m_p - m)
-  const auto weight = [&](int part) {
-    const float m_p = p.m_parts[part * rows + at];
-    return p.l_parts[part * rows + at] * (m_p == m ? 1.0f : Exp2((m_p - m) * unit));
-  };
-  float l = 0.0f;
-  for (int part = lane; part < p.parts; part += 32) l += weight(part);
-  l = WarpSum(l);
-
-  if (lane < kVDim / 8) {
-    float O[8] = {};
-#pragma unroll 4
-    for (int part = warp; part < p.parts; part += kMergeWarps) {
-      const float4* const o_p = reinterpret_cast<const float4*>(p.o_parts + (part * rows + at) * kVDim) + 2 * lane;
-      const float4 a = o_p[0], b = o_p[1];
-      const float x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}, w = weight(part);
+  {
+    const int part = warp + lane * kMergeWarps;
+    const float m_p = part < p.parts ? p.m_parts[part * rows + at] : -Infinity();
+    const float l_p = part < p.parts ? p.l_parts[part * rows + at] : 0.0f;
+    const float m = WarpMax(m_p), weight = l_p * Alpha(p, m_p, m), l = WarpSum(weight);
+    if (lane == 0) m_w[warp] = m, l_w[warp] = l;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) O[i] = fmaf(w, x[i], O[i]);
+    for (int first = 0; first < kVDim; first += 128) {
+      const int column = min(first + 4 * lane, kVDim - 4);
+      float4 O = {};
+#pragma unroll 8
+      for (int i = 0; warp + i * kMergeWarps < p.parts; ++i) {
+        const float w = __shfl_sync(0xFFFFFFFFu, weight, i);
+        const float4 x = *reinterpret_cast<const float4*>(
+            p.o_parts + ((warp + i * kMergeWarps) * rows + at) * kVDim + column);
+        O.x = fmaf(w, x.x, O.x), O.y = fmaf(w, x.y, O.y), O.z = fmaf(w, x.z, O.z), O.w = fmaf(w, x.w, O.w);
+      }
+      *reinterpret_cast<float4*>(&O_w[warp][column]) = O;
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sums[warp][8 * lane + i] = O[i];
   }
   __syncthreads();
-  if (warp == 0 && lane < kVDim / 8) {
+  float m = m_w[0], l = 0.0f;
+#pragma unroll
+  for (int w = 1; w < kMergeWarps; ++w) m = fmaxf(m, m_w[w]);
+#pragma unroll
+  for (int w = 0; w < kMergeWarps; ++w) l += l_w[w] * Alpha(p, m_w[w], m);
+  if (const int column = 2 * threadIdx.x; column < kVDim) {
+    float a = 0.0f, b = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kMergeWarps; ++w) {
+      const float alpha = Alpha(p, m_w[w], m);
+      a = fmaf(alpha, O_w[w][column], a), b = fmaf(alpha, O_w[w][column + 1], b);
+    }
     const float factor = l == 0.0f ? 0.0f : 1.0f / l;
-    float O[8] = {};
-#pragma unroll
-    for (int i = 0; i < 8 * kMergeWarps; ++i) O[i % 8] += sums[i / 8][8 * lane + i % 8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) O[i] *= factor;
     const int row = at % p.q_len, head = at / p.q_len % p.q_heads, batch = at / p.q_len / p.q_heads;
-    StoreEight(Matrix(p.o, batch, head, p.q_len, p.q_heads, kVDim).At(row, 8 * lane), O);
+    StorePair(Matrix(p.o, batch, head, p.q_len, p.q_heads, kVDim).At(row, column), a * factor, b * factor);
   }
   if (threadIdx.x == 0) {
     p.l[at] = l;

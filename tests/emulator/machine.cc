@@ -409,8 +409,8 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
   action.sa_sigaction = OnSegmentationFault;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigaction(SIGSEGV, &action, &before);
-  // Hopper's kernels, whose blocks may wait for each other, have that many threads.
-  launch.together = kernel.cluster == 1 && threads >= 384 ? int(blocks) : kernel.cluster;
+  // Hopper's kernels, whose blocks may wait for each other, have that many threads and dynamic shared memory.
+  launch.together = kernel.cluster == 1 && threads >= 384 && shared_bytes > 0 ? int(blocks) : kernel.cluster;
   for (unsigned first = 0; first < blocks && launch.error.empty(); first += launch.together) {
     RunTogether(first, threads);
   }

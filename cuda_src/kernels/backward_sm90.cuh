@@ -53,6 +53,9 @@ constexpr bool kBehind =
     (kRows == 128 || !(kDropout || kMask || kSoftCap || kSegments || (kBlockMask && (kBias || kCausal || kWindow))));
 static_assert(kTF32 || kStages == 2);  // as dS
 
+// dV and dK leave by way of dS; where there is no room for both, dK by that of dQ.
+constexpr bool kBothInDS = sizeof(BackwardShared::ds) >= (kVBoxes + kQKBoxes) * kKVBox;
+
 // A warpgroup with S, dP, dK and dV of its 64 keys.
 struct Consumer : Keys {
   static constexpr int kRegisters = (504 - kProducerRegisters) / 2;
@@ -188,15 +191,24 @@ struct Consumer : Keys {
       Release(&shared.v_empty);
       if (kAlongside && Uniform(tile.batch) < 0) return true;
     }
-    TmaWaitRead<0>();
-    SyncConsumers();  // the last dQ has read all of dS, and left
+    if (kSumKV || !kDV) TmaWaitRead<0>();
+    SyncConsumers();  // the last dQ has read all of dS
     if constexpr (kSumKV) {
       if (kDV) AddGradient<kVDim, 0>(dV, p.dv_sum, tile);
       if (kDK) AddGradient<kQKDim, kDV ? Boxes(kVDim) % 2 : 0>(dK, p.dk_sum, tile);
       return true;
     }
-    if (kDV) Leave<kVDim>(dV, DVScale(p), shared.ds[0], tile, dv_map);
-    if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
+    uint8_t* const ds = reinterpret_cast<uint8_t*>(shared.ds);
+    if (kDV) Leave<kVDim>(dV, DVScale(p), ds, tile, dv_map);
+    if (kDV && !kBothInDS) {  // the last dQ has left; dV, which one thread has stored, need not
+      if (threadIdx.x % kWarpgroup == 0) {
+        TmaWaitRead<1>();
+      } else {
+        TmaWaitRead<0>();
+      }
+      SyncConsumers();
+    }
+    if (kDK) Leave<kQKDim>(dK, DQKScale(p), kBothInDS ? ds + kVBoxes * kKVBox : shared.staging, tile, dk_map);
     return true;
   }
 };

@@ -146,10 +146,15 @@ struct Producer {
     const int heads = kSumKV ? p.q_heads : p.kv_heads;        // whose tiles are taken
     const int group = kAlongside ? 1 : p.q_heads / heads;     // heads of Q to each of them
     const int sharing = kSumKV ? p.q_heads / p.kv_heads : 1;  // of them to each head of K
-    Schedule<kCausal, kCluster> schedule;
+    auto schedule = [&] {
+      if constexpr (kAlongside) {
+        return CountedTiles(p.taken);
+      } else {
+        return Schedule<kCausal, kCluster>();
+      }
+    }();
     int item, t;
-    while (kAlongside ? TakeTile(p.taken, p.batch * heads, tiles, &item, &t)
-                      : schedule.Next(p.batch * heads, tiles, &item, &t)) {
+    while (schedule.Next(p.batch * heads, tiles, &item, &t)) {
       if (kAlongside) {
         if (OldestHead() <= item - p.scratch_heads) Flush();
         WaitForCount(p.prepared + item, BlocksOfHead(p));
@@ -160,12 +165,16 @@ struct Producer {
       const Visible rows = RowsOf(p, positions, batch, t * kAllCols, (t + 1) * kAllCols);
       const int first = rows.any_lo / kRows, end = (rows.any_hi + kRows - 1) / kRows;
       const int steps = rows.any_lo < rows.any_hi ? (end - first) * group : 0;
-      LoadKV({t * kAllCols + (kWide ? ClusterRank() * kCols : 0), head / sharing, batch, item, steps});
+      const Tile tile = {t * kAllCols + (kWide ? ClusterRank() * kCols : 0), head / sharing, batch, item, steps};
       const int every_hi = EveryHi(rows, positions);
-      const auto load = [&](int q_head, int row_block, int row, bool last) {
+      // The n-th tile of Q from the last. K and V come after the first, for which there is room earlier.
+      const auto load = [&](int n, int q_head, int row_block, int row) {
         const bool masked = row < rows.every_lo || row + kRows > every_hi;
-        Load({row, q_head, row_block, kEverything, masked, last}, batch);
+        if (n == 1) schedule.Ask();
+        Load({row, q_head, row_block, kEverything, masked, n == 1}, batch);
+        if (n == steps) LoadKV(tile);
       };
+      if (steps == 0) schedule.Ask(), LoadKV(tile);
       if constexpr (kTogether) {
         // Row by row with all members of the group. The first tile of a pair, which fewer rows see, is walked from the
         // last row on, the second from its first row on: then all CTAs that have tiles of a head of K are at the same
@@ -174,7 +183,7 @@ struct Producer {
         const int first_block = RowBlock(batch, head * group, 0), first_member = t % group;
         int row = (down ? end - 1 : first) * kRows, member = first_member;
         for (int n = steps; n > 0; --n) {
-          load(head * group + member, first_block + member * BlocksOfHead(p) + row / 64, row, n == 1);
+          load(n, head * group + member, first_block + member * BlocksOfHead(p) + row / 64, row);
           member = member + 1 < group ? member + 1 : 0;
           if (member == first_member) row += down ? -kRows : kRows;
         }
@@ -182,7 +191,7 @@ struct Producer {
         int q_tile = first, q_head = head * group, row_block = 0;
         for (int n = steps; n > 0; --n) {
           if (q_tile == first) row_block = RowBlock(batch, q_head, q_tile * kRows);
-          load(q_head, row_block, q_tile * kRows, n == 1);
+          load(n, q_head, row_block, q_tile * kRows);
           row_block += kRows / 64;
           if (++q_tile == end) q_tile = first, ++q_head;
         }
@@ -204,12 +213,14 @@ struct Producer {
       const Visible rows = RowsOf(p, positions, batch, column, column + kCols);
       const int every_hi = EveryHi(rows, positions);
       ListedQTiles<kRows> at(p, batch, head, blocks, rows);
-      LoadKV({column, head, batch, item, at.There()});
+      Tile tile = {column, head, batch, item, at.There()};
+      if (!at.There()) LoadKV(tile);
       while (at.There()) {
         const int row = at.row, q_head = at.head, kind = KindOfBlock(p, batch, q_head, row, column);
         at.Next();
         const bool every = row >= rows.every_lo && row + kRows <= every_hi && kind == kEverything;
         Load({row, q_head, RowBlock(batch, q_head, row), kind, !every, !at.There()}, batch);
+        if (tile.steps > 0) LoadKV(tile), tile.steps = 0;
       }
     }
     End();
@@ -225,25 +236,24 @@ struct Producer {
   // that is none goes through the consumers.
   __device__ __forceinline__ void Flush() {
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
-    ReportAdded();
+    ReportAdded(Unreported());
     shared.tile[kv_parity] = {0, 0, -1, -1, 0};
     MbarrierArrive(&shared.k_full);
     MbarrierWait(&shared.v_empty, kv_parity ^ 1);
     MbarrierArrive(&shared.v_full);
     kv_parity ^= 1;
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
-    ReportAdded();
+    ReportAdded(Unreported());
+    shared.tile[kv_parity].item_head = -1;
   }
 
-  // When a tile has been computed, that all dQ of the tile before it has been added: consumers wait for that in the
-  // first step.
-  __device__ __forceinline__ void ReportAdded() {
-    if (!kAlongside) return;
-    int& head = shared.tile[kv_parity].item_head;
-    if (head < 0) return;
+  // When a tile has been computed, all dQ of the tile before it has been added: consumers wait for that in the first
+  // step. The head of that one, of which to report it, when K has come that waits for nothing else.
+  __device__ __forceinline__ int Unreported() const { return kAlongside ? shared.tile[kv_parity].item_head : -1; }
+  __device__ __forceinline__ void ReportAdded(int head) {
+    if (!kAlongside || head < 0) return;
     FenceProxyAsyncGlobal();
     Count(p.added + head, true);
-    head = -1;
   }
 
   // Rows that see nothing have an L that hides them, if it is not from a bias of +inf.
@@ -257,7 +267,7 @@ struct Producer {
 
   __device__ __forceinline__ void End() {
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
-    ReportAdded();
+    ReportAdded(Unreported());
     shared.tile[kv_parity].column = -1;
     MbarrierArrive(&shared.k_full);
     if (kTF32) {
@@ -272,8 +282,11 @@ struct Producer {
     const auto load = [&](uint8_t* to, const TensorMap* map, uint64_t* full, int d, int column) {
       TmaLoad(to, map, full, d, column, tile.head, tile.batch);
     };
+    MbarrierWait(&shared.v_empty, kv_parity ^ 1);
+    MbarrierArriveExpectTx(&shared.v_full, kVBoxes * kKVBox);
+    for (int b = 0; b < kVBoxes; ++b) load(shared.v + b * kKVBox, v_map, &shared.v_full, b * kBoxColumns, tile.column);
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
-    ReportAdded();
+    const int added = Unreported();
     shared.tile[kv_parity] = tile;
     if (kWide) {
       // The half of K that makes this CTA's half of dQ, of the keys of both CTAs; and the other half of its own.
@@ -289,10 +302,8 @@ struct Producer {
       uint8_t* const k = kTF32Wide ? shared.staging : kTF32 ? shared.ds[0] : shared.k;
       for (int b = 0; b < kQKBoxes; ++b) load(k + b * kKVBox, k_map, &shared.k_full, b * kBoxColumns, tile.column);
     }
-    MbarrierWait(&shared.v_empty, kv_parity ^ 1);
-    MbarrierArriveExpectTx(&shared.v_full, kVBoxes * kKVBox);
-    for (int b = 0; b < kVBoxes; ++b) load(shared.v + b * kKVBox, v_map, &shared.v_full, b * kBoxColumns, tile.column);
     kv_parity ^= 1;
+    ReportAdded(added);
   }
 
   __device__ __forceinline__ void Load(const Step& step, int batch) {

@@ -10,7 +10,9 @@ namespace jax_flash {
 // same tiles.
 template <bool kCausal, int kCluster = 1>
 struct Schedule {
-  int next = 0;  // how many tiles this CTA has asked for
+  int next = 0;  // how many tiles this CTA has had
+
+  __device__ __forceinline__ void Ask() const {}
 
   // The next of `tiles` tiles of each of `heads` heads; false when there are no more.
   __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) {
@@ -25,13 +27,20 @@ struct Schedule {
   }
 };
 
-// The next of all tiles, from a counter that is 0 at first; no head has a tile after those of a later head. A causal
-// head's first tile of keys, which the most rows see, comes first. (Not one ahead, while the CTA has another: that
-// costs up to 10%.)
-__device__ __forceinline__ bool TakeTile(int* taken, int heads, int tiles, int* head, int* tile) {
-  const int item = atomicAdd(taken, 1);
-  *head = item / tiles, *tile = item % tiles;
-  return *head < heads;
-}
+// All tiles from a counter that is 0 at first; no head has a tile after those of a later head. A causal head's first tile
+// of keys, which the most rows see, comes first. A CTA asks for its next tile when it is almost done with the one it
+// has: the answer takes a microsecond, but to have a tile for long before it is computed costs up to 10%.
+struct CountedTiles {
+  int* taken;
+  int number;
+
+  __device__ __forceinline__ explicit CountedTiles(int* taken) : taken(taken) { Ask(); }
+  __device__ __forceinline__ void Ask() { number = atomicAdd(taken, 1); }
+  // The tile that was asked for, of `tiles` tiles of each of `heads` heads; false when there are no more.
+  __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) const {
+    *head = number / tiles, *tile = number % tiles;
+    return *head < heads;
+  }
+};
 
 }  // namespace jax_flash

@@ -103,6 +103,7 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
                 problem
                 for d in (64, 128)
                 for problem in (
+                    Problem.square(16384, d),
                     Problem.square(16384, d, causal=True),
                     Problem.square(16384, d, causal=True, window=1024),
                     Problem.square(16384, d, documents=16),
@@ -121,7 +122,8 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
                     (32, 192, 192),
                     (32, 192, 128),
                 )
-            ],
+            ]
+            + [Problem(1, 8192, 8192, 16, 1, 128, 128, causal=True)],
         ),
         "small": (
             PASSES,

@@ -453,13 +453,13 @@ struct PartWork {
 
 // Enough parts for two blocks on every multiprocessor of an H100 or H200, or for four where these are small and parts
 // few enough to be merged quickly, if a part has 4 tiles of keys or more. So 64 KB or more of K and V are on their way
-// to a multiprocessor; HBM needs 40 to 60.
+// to a multiprocessor; HBM needs 40 to 60. The merge has a lane for each of at most 256 parts.
 PartWork PartWorkOf(const Problem& p) {
   const Tile tile = Choose("forward_split", kAnyGpu, p).tile;
-  constexpr int64_t kFew = 64;
+  constexpr int64_t kFew = kMultiprocessors / 2, kMost = 256;
   const int64_t tiles = p.batch * p.kv_heads * DivideUp(p.q_len * p.group(), tile.rows);
   const int64_t two = 2 * kMultiprocessors / tiles, four = tile.rows <= 32 ? 2 * two : 0;
-  const int64_t parts = std::min({std::max(two, std::min(four, kFew)), p.kv_len / (4 * tile.cols), int64_t{256}});
+  const int64_t parts = std::min({std::max(two, std::min(four, kFew)), p.kv_len / (4 * tile.cols), kMost});
   return {p.batch * p.q_heads * p.q_len, tiles, std::max<int64_t>(parts, 1)};
 }
 

@@ -53,7 +53,7 @@ constexpr bool kBehind =
     (kRows == 128 || !(kDropout || kMask || kSoftCap || kSegments || (kBlockMask && (kBias || kCausal || kWindow))));
 static_assert(kTF32 || kStages == 2);  // as dS
 
-// dV and dK leave by way of dS; where there is no room for both, dK by that of dQ.
+// dV and dK leave by way of dS while the last dQ does by its own; or where there is no room for both, dK after dQ.
 constexpr bool kBothInDS = sizeof(BackwardShared::ds) >= (kVBoxes + kQKBoxes) * kKVBox;
 
 // A warpgroup with S, dP, dK and dV of its 64 keys.
@@ -191,23 +191,15 @@ struct Consumer : Keys {
       Release(&shared.v_empty);
       if (kAlongside && Uniform(tile.batch) < 0) return true;
     }
-    if (kSumKV || !kDV) TmaWaitRead<0>();
-    SyncConsumers();  // the last dQ has read all of dS
+    if (kSumKV || !kBothInDS) TmaWaitRead<0>();
+    SyncConsumers();  // the last dQ has read all of dS, and left what is needed of its stage
     if constexpr (kSumKV) {
       if (kDV) AddGradient<kVDim, 0>(dV, p.dv_sum, tile);
       if (kDK) AddGradient<kQKDim, kDV ? Boxes(kVDim) % 2 : 0>(dK, p.dk_sum, tile);
       return true;
     }
-    uint8_t* const ds = reinterpret_cast<uint8_t*>(shared.ds);
+    uint8_t* const ds = shared.ds[0];
     if (kDV) Leave<kVDim>(dV, DVScale(p), ds, tile, dv_map);
-    if (kDV && !kBothInDS) {  // the last dQ has left; dV, which one thread has stored, need not
-      if (threadIdx.x % kWarpgroup == 0) {
-        TmaWaitRead<1>();
-      } else {
-        TmaWaitRead<0>();
-      }
-      SyncConsumers();
-    }
     if (kDK) Leave<kQKDim>(dK, DQKScale(p), kBothInDS ? ds + kVBoxes * kKVBox : shared.staging, tile, dk_map);
     return true;
   }

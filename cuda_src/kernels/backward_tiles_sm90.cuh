@@ -120,8 +120,6 @@ __device__ __forceinline__ int KeyBlocksOfHead(const Params& p) {
   return (p.kv_len + kCols - 1) / kCols * (kCols / 64);
 }
 
-__device__ __forceinline__ int QTiles(const Params& p) { return (p.q_len + kRows - 1) / kRows; }
-
 // How many blocks of 64 rows a head has, and which is its first of those in scratch. (Asked again and again by warps
 // that have few registers.)
 __device__ __forceinline__ int BlocksOfHead(const Params& p) {
@@ -129,6 +127,14 @@ __device__ __forceinline__ int BlocksOfHead(const Params& p) {
 }
 __device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
   return (kAlongside ? head % Fresh(p.scratch_heads) : head) * BlocksOfHead(p);
+}
+
+__device__ __forceinline__ auto TileSchedule(const Params& p) {
+  if constexpr (kAlongside) {
+    return CountedTiles(p);
+  } else {
+    return Schedule<kCausal, kCluster>();
+  }
 }
 
 // One thread that loads what the consumers work on, and tells them what it is.
@@ -146,13 +152,7 @@ struct Producer {
     const int heads = kSumKV ? p.q_heads : p.kv_heads;        // whose tiles are taken
     const int group = kAlongside ? 1 : p.q_heads / heads;     // heads of Q to each of them
     const int sharing = kSumKV ? p.q_heads / p.kv_heads : 1;  // of them to each head of K
-    auto schedule = [&] {
-      if constexpr (kAlongside) {
-        return CountedTiles(p.taken);
-      } else {
-        return Schedule<kCausal, kCluster>();
-      }
-    }();
+    auto schedule = TileSchedule(p);
     int item, t;
     while (schedule.Next(p.batch * heads, tiles, &item, &t)) {
       if (kAlongside) {
@@ -167,7 +167,7 @@ struct Producer {
       const int steps = rows.any_lo < rows.any_hi ? (end - first) * group : 0;
       const Tile tile = {t * kAllCols + (kWide ? ClusterRank() * kCols : 0), head / sharing, batch, item, steps};
       const int every_hi = EveryHi(rows, positions);
-      // The n-th tile of Q from the last. K and V come after the first, for which there is room earlier.
+      // The n-th tile of Q from the last. K and V come after the first, for which there is room before.
       const auto load = [&](int n, int q_head, int row_block, int row) {
         const bool masked = row < rows.every_lo || row + kRows > every_hi;
         if (n == 1) schedule.Ask();
@@ -204,8 +204,9 @@ struct Producer {
   __device__ __forceinline__ void RunListed() {
     static_assert(!kBlockMask || !kWide);
     constexpr int kTiles = kBlockMask ? kKVBlock / kCols : 1;  // of a block
+    CountedLists schedule(p);
     int item, t;
-    while (TakeList(p, BlockColumns(p) * kTiles, p.batch * p.kv_heads, &item, &t)) {
+    while (schedule.Next(p.batch * p.kv_heads, BlockColumns(p) * kTiles, &item, &t)) {
       const int head = item % p.kv_heads, batch = item / p.kv_heads;
       const BlockList blocks = ColumnList(p, batch, head * (p.q_heads / p.kv_heads), t / kTiles);
       const int column = blocks.index * kKVBlock + t % kTiles * kCols;
@@ -213,14 +214,15 @@ struct Producer {
       const Visible rows = RowsOf(p, positions, batch, column, column + kCols);
       const int every_hi = EveryHi(rows, positions);
       ListedQTiles<kRows> at(p, batch, head, blocks, rows);
-      Tile tile = {column, head, batch, item, at.There()};
-      if (!at.There()) LoadKV(tile);
-      while (at.There()) {
+      const Tile tile = {column, head, batch, item, at.There()};
+      if (!at.There()) schedule.Ask(), LoadKV(tile);
+      for (bool first = true; at.There(); first = false) {
         const int row = at.row, q_head = at.head, kind = KindOfBlock(p, batch, q_head, row, column);
         at.Next();
         const bool every = row >= rows.every_lo && row + kRows <= every_hi && kind == kEverything;
+        if (!at.There()) schedule.Ask();
         Load({row, q_head, RowBlock(batch, q_head, row), kind, !every, !at.There()}, batch);
-        if (tile.steps > 0) LoadKV(tile), tile.steps = 0;
+        if (first) LoadKV(tile);
       }
     }
     End();
@@ -258,7 +260,7 @@ struct Producer {
 
   // Rows that see nothing have an L that hides them, if it is not from a bias of +inf.
   __device__ __forceinline__ int EveryHi(const Visible& rows, const Positions& positions) const {
-    return kBias || rows.every_hi < positions.q_length ? rows.every_hi : QTiles(p) * kRows;
+    return kBias || rows.every_hi < positions.q_length ? rows.every_hi : (Fresh(p.q_len) + kRows - 1) / kRows * kRows;
   }
 
   __device__ __forceinline__ int RowBlock(int batch, int head, int row) const {

@@ -4,6 +4,7 @@
 
 #include "config.cuh"
 #include "params.h"
+#include "schedule.cuh"
 #include "tile/warp.cuh"
 #include "visible.cuh"
 
@@ -52,14 +53,18 @@ __device__ __forceinline__ void ListOfItem(int item, int lists, int heads, int* 
   *list = first + at % size;
 }
 
-// The next in this order, for a CTA that has nothing else to do; false if there are no more.
-__device__ __forceinline__ bool TakeList(const Params& p, int lists, int heads, int* head, int* list) {
-  const int item = atomicAdd(p.taken, 1);
-  lists = Fresh(lists), heads = Fresh(heads);
-  if (item >= lists * heads) return false;
-  ListOfItem(item, lists, heads, head, list);
-  return true;
-}
+// All lists in this order.
+struct CountedLists : Counted {
+  using Counted::Counted;
+
+  // The list that was asked for; false when there are no more.
+  __device__ __forceinline__ bool Next(int heads, int lists, int* head, int* list) const {
+    lists = Fresh(lists), heads = Fresh(heads);
+    if (number >= lists * heads) return false;
+    ListOfItem(number, lists, heads, head, list);
+    return true;
+  }
+};
 
 // The list of the same block column in another head's lists, whose order is another. Heads that share a mask share
 // `members`.

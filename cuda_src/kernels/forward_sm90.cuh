@@ -122,7 +122,8 @@ __device__ __forceinline__ bool Next(const Params& p, TileSchedule* schedule, Ti
   constexpr int kTiles = kBlockMask ? kQBlock / kRows : 1;  // of a block
   const int heads = p.batch * p.q_heads, tiles = kBlockMask ? BlockRows(p) * kTiles : (p.q_len + kRows - 1) / kRows;
   int head, t;
-  if (!(kBlockMask ? TakeList(p, tiles, heads, &head, &t) : schedule->Next(heads, tiles, &head, &t))) return false;
+  if (!(kBlockMask ? CountedLists(p).Next(heads, tiles, &head, &t) : schedule->Next(heads, tiles, &head, &t)))
+    return false;
   tile->row = t * kRows;
   tile->head = head % p.q_heads;
   tile->batch = head / p.q_heads;

@@ -28,8 +28,8 @@ __device__ __forceinline__ float Alpha(const Params& p, float m_p, float m) {
 
 }  // namespace jax_flash
 
-// A block of 32 kMergeWarps threads for each row of O, [batch, head, row]. Each warp merges every kMergeWarps-th part, of
-// which a lane has one; then the warps' results are merged.
+// A block of 32 kMergeWarps threads for each row of O, [batch, head, row]. Each warp merges every kMergeWarps-th part,
+// of which a lane has one; then the warps' results are merged.
 extern "C" __global__ void __launch_bounds__(32 * jax_flash::kMergeWarps)
     jax_flash_forward_merge(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
@@ -50,8 +50,8 @@ extern "C" __global__ void __launch_bounds__(32 * jax_flash::kMergeWarps)
 #pragma unroll 8
       for (int i = 0; warp + i * kMergeWarps < p.parts; ++i) {
         const float w = __shfl_sync(0xFFFFFFFFu, weight, i);
-        const float4 x = *reinterpret_cast<const float4*>(
-            p.o_parts + ((warp + i * kMergeWarps) * rows + at) * kVDim + column);
+        const float4 x =
+            *reinterpret_cast<const float4*>(p.o_parts + ((warp + i * kMergeWarps) * rows + at) * kVDim + column);
         O.x = fmaf(w, x.x, O.x), O.y = fmaf(w, x.y, O.y), O.z = fmaf(w, x.z, O.z), O.w = fmaf(w, x.w, O.w);
       }
       *reinterpret_cast<float4*>(&O_w[warp][column]) = O;

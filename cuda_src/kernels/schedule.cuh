@@ -3,6 +3,8 @@
 // other.
 #pragma once
 
+#include "params.h"
+
 namespace jax_flash {
 
 // Each CTA has its share from the start. If causal it takes tiles in pairs, the t-th from one end and the t-th from the
@@ -27,15 +29,21 @@ struct Schedule {
   }
 };
 
-// All tiles from a counter that is 0 at first; no head has a tile after those of a later head. A causal head's first tile
-// of keys, which the most rows see, comes first. A CTA asks for its next tile when it is almost done with the one it
-// has: the answer takes a microsecond, but to have a tile for long before it is computed costs up to 10%.
-struct CountedTiles {
-  int* taken;
+// Work from a counter that is 0 at first, for whoever is free. A CTA asks for the next when it is almost done with what
+// it has: the answer takes a microsecond, but to have a tile for long before it is computed costs up to 10%.
+struct Counted {
+  const Params& p;
   int number;
 
-  __device__ __forceinline__ explicit CountedTiles(int* taken) : taken(taken) { Ask(); }
-  __device__ __forceinline__ void Ask() { number = atomicAdd(taken, 1); }
+  __device__ __forceinline__ explicit Counted(const Params& p) : p(p) { Ask(); }
+  __device__ __forceinline__ void Ask() { number = atomicAdd(p.taken, 1); }
+};
+
+// All tiles, none of a head after those of a later head. A causal head's first tile of keys, which the most rows see,
+// comes first.
+struct CountedTiles : Counted {
+  using Counted::Counted;
+
   // The tile that was asked for, of `tiles` tiles of each of `heads` heads; false when there are no more.
   __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) const {
     *head = number / tiles, *tile = number % tiles;

@@ -359,6 +359,8 @@ bool Together(const Problem& p) {
 
 // --- What a kernel is compiled for ---
 
+constexpr int kSegmentThreads = 512, kMergeThreads = 256;  // of a block
+
 Unit UnitOf(const Chosen& choice, const Problem& p) {
   const bool split = choice.kernel == "forward_split", main = choice.kernel == "backward";
   const bool backward = choice.kernel != "forward" && !split;
@@ -392,6 +394,7 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
   define("COLS", choice.tile.cols);
   define(choice.sm == 90 ? "CONSUMERS" : "WARPS", choice.tile.groups);
   define("STAGES", choice.tile.stages);
+  if (split) define("MERGE_THREADS", kMergeThreads);
   if (main && choice.sm == 90) {
     define("ALONGSIDE", Alongside(p));
     define("SUM_KV", SumsKV(p));
@@ -410,6 +413,7 @@ Unit SegmentsUnit() {
         "DV=0"}) {
     unit.defines.push_back(std::string("JAX_FLASH_") + define);
   }
+  unit.defines.push_back("JAX_FLASH_THREADS=" + std::to_string(kSegmentThreads));
   return unit;
 }
 
@@ -453,10 +457,10 @@ struct PartWork {
 
 // Enough parts for two blocks on every multiprocessor of an H100 or H200, or for four where these are small and parts
 // few enough to be merged quickly, if a part has 4 tiles of keys or more. So 64 KB or more of K and V are on their way
-// to a multiprocessor; HBM needs 40 to 60. The merge has a lane for each of at most 256 parts.
+// to a multiprocessor; HBM needs 40 to 60. The merge has a thread for each part.
 PartWork PartWorkOf(const Problem& p) {
   const Tile tile = Choose("forward_split", kAnyGpu, p).tile;
-  constexpr int64_t kFew = kMultiprocessors / 2, kMost = 256;
+  constexpr int64_t kFew = kMultiprocessors / 2, kMost = kMergeThreads;
   const int64_t tiles = p.batch * p.kv_heads * DivideUp(p.q_len * p.group(), tile.rows);
   const int64_t two = 2 * kMultiprocessors / tiles, four = tile.rows <= 32 ? 2 * two : 0;
   const int64_t parts = std::min({std::max(two, std::min(four, kFew)), p.kv_len / (4 * tile.cols), kMost});
@@ -476,7 +480,7 @@ int Add(Unit unit, Plan* plan) {
 
 void AddSegments(const Problem& p, Plan* plan) {
   const int64_t blocks = p.batch * (DivideUp(p.q_len, 64) + DivideUp(p.kv_len, 64));
-  plan->launches.push_back({Add(SegmentsUnit(), plan), "jax_flash_segments", blocks, 512});
+  plan->launches.push_back({Add(SegmentsUnit(), plan), "jax_flash_segments", blocks, kSegmentThreads});
 }
 
 // The kernel that a file is named after: a block for each of `tiles`, or on sm_90 for each multiprocessor.
@@ -497,7 +501,7 @@ void AddForward(const Target& target, const Problem& p, Plan* plan) {
     const PartWork work = PartWorkOf(p);
     plan->launches.push_back(MainLaunch(choice, unit, work.tiles * work.parts, {}));
     plan->launches.back().entry = "jax_flash_forward";
-    plan->launches.push_back({unit, "jax_flash_forward_merge", work.rows, 256});
+    plan->launches.push_back({unit, "jax_flash_forward_merge", work.rows, kMergeThreads});
     return;
   }
   const Chosen choice =

@@ -214,7 +214,8 @@ def test_one_part_of_the_keys_is_not_merged(arch):
     assert kernels(arch, **decoding) == [("forward_sm80.cuh", "jax_flash_forward")]
     assert _native.cuda_scratch_bytes(problem(**decoding).encode(), False) == 0
     fewer = macros(arch, **decoding | {"batch": 4})
-    assert fewer["SPLIT"] == 1 and macros(arch, **decoding) == fewer | {"SPLIT": 0}
+    assert fewer["SPLIT"] == 1 and fewer.pop("MERGE_THREADS") == 256
+    assert macros(arch, **decoding) == fewer | {"SPLIT": 0}
     assert len(kernels(arch, **decoding | {"batch": 256, "kv_heads": 2})) == 2
 
 
@@ -226,11 +227,18 @@ def test_block_masks_leave_the_keys_whole():
 
 
 @pytest.mark.parametrize(
-    ("batch", "kv_len", "parts"),
-    [(1, 131072, 264 // 4), (8, 131072, 528 // 32), (200, 4096, 1), (1, 1024, 8), (1, 512, 0)],
+    ("batch", "kv_heads", "kv_len", "parts"),
+    [
+        (1, 4, 131072, 264 // 4),
+        (8, 4, 131072, 528 // 32),
+        (1, 1, 131072, 256),  # as many as the merge has threads
+        (200, 4, 4096, 1),
+        (1, 4, 1024, 8),
+        (1, 4, 512, 0),
+    ],
 )
-def test_parts_of_the_keys_need_memory(batch, kv_len, parts):
-    decoding = problem(batch=batch, q_len=1, kv_len=kv_len, v_dim=128)
+def test_parts_of_the_keys_need_memory(batch, kv_heads, kv_len, parts):
+    decoding = problem(batch=batch, q_len=1, kv_len=kv_len, kv_heads=kv_heads, v_dim=128)
     rounding = 512
     expected = parts * batch * decoding.q_heads * (128 + 2) * 4
     assert expected <= _native.cuda_scratch_bytes(decoding.encode(), False) <= expected + rounding

@@ -53,7 +53,8 @@ constexpr bool kBehind =
     (kRows == 128 || !(kDropout || kMask || kSoftCap || kSegments || (kBlockMask && (kBias || kCausal || kWindow))));
 static_assert(kTF32 || kStages == 2);  // as dS
 
-// dV and dK leave by way of dS while the last dQ does by its own; or where there is no room for both, dK after dQ.
+// dV and dK leave by way of dS where there is room for both: then nobody waits for the additions of the last dQ to have
+// read `staging`. Otherwise dK leaves by way of `staging`, after them.
 constexpr bool kBothInDS = sizeof(BackwardShared::ds) >= (kVBoxes + kQKBoxes) * kKVBox;
 
 // A warpgroup with S, dP, dK and dV of its 64 keys.
@@ -192,7 +193,7 @@ struct Consumer : Keys {
       if (kAlongside && Uniform(tile.batch) < 0) return true;
     }
     if (kSumKV || !kBothInDS) TmaWaitRead<0>();
-    SyncConsumers();  // the last dQ has read all of dS, and left what is needed of its stage
+    SyncConsumers();  // the last dQ has read all of dS
     if constexpr (kSumKV) {
       if (kDV) AddGradient<kVDim, 0>(dV, p.dv_sum, tile);
       if (kDK) AddGradient<kQKDim, kDV ? Boxes(kVDim) % 2 : 0>(dK, p.dk_sum, tile);

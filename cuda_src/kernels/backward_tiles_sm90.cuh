@@ -91,7 +91,8 @@ struct BackwardShared {
   alignas(1024) uint8_t d_o[kStages][kVBoxes * kQBox];
   // dS^T, boxes of [keys][64 rows]. TF32: dS, boxes of [rows][32 keys]; before, K as it comes
   alignas(1024) uint8_t ds[kTF32 ? 1 : 2][kTF32Wide ? 1 : kDSBytes];
-  // dQ on its way out, in f32; at the end dK. If kWide: P from one warpgroup to the other; before, half of K.
+  // dQ on its way out, in f32; at the end dK, if dS has no room for dV and dK. If kWide: P from one warpgroup to the
+  // other; before, half of K.
   alignas(1024) uint8_t staging[kStagingBytes > kQKBoxes* kKVBox || kWide ? kStagingBytes : kQKBoxes * kKVBox];
   alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m apart
   alignas(16) float d[kStages][kRows];
@@ -129,7 +130,7 @@ __device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
   return (kAlongside ? head % Fresh(p.scratch_heads) : head) * BlocksOfHead(p);
 }
 
-__device__ __forceinline__ auto TileSchedule(const Params& p) {
+__device__ __forceinline__ auto MakeSchedule(const Params& p) {
   if constexpr (kAlongside) {
     return CountedTiles(p);
   } else {
@@ -152,7 +153,7 @@ struct Producer {
     const int heads = kSumKV ? p.q_heads : p.kv_heads;        // whose tiles are taken
     const int group = kAlongside ? 1 : p.q_heads / heads;     // heads of Q to each of them
     const int sharing = kSumKV ? p.q_heads / p.kv_heads : 1;  // of them to each head of K
-    auto schedule = TileSchedule(p);
+    auto schedule = MakeSchedule(p);
     int item, t;
     while (schedule.Next(p.batch * heads, tiles, &item, &t)) {
       if (kAlongside) {
@@ -167,7 +168,8 @@ struct Producer {
       const int steps = rows.any_lo < rows.any_hi ? (end - first) * group : 0;
       const Tile tile = {t * kAllCols + (kWide ? ClusterRank() * kCols : 0), head / sharing, batch, item, steps};
       const int every_hi = EveryHi(rows, positions);
-      // The n-th tile of Q from the last. K and V come after the first, for which there is room before.
+      // The n-th tile of Q from the last. Once a tile of keys: before the last the next one is asked for; after the
+      // first, for which there is room earlier, come K and V.
       const auto load = [&](int n, int q_head, int row_block, int row) {
         const bool masked = row < rows.every_lo || row + kRows > every_hi;
         if (n == 1) schedule.Ask();
@@ -249,8 +251,8 @@ struct Producer {
     shared.tile[kv_parity].item_head = -1;
   }
 
-  // When a tile has been computed, all dQ of the tile before it has been added: consumers wait for that in the first
-  // step. The head of that one, of which to report it, when K has come that waits for nothing else.
+  // When a tile has been computed (k_empty), all dQ of the tile before it has been added: consumers wait for that in
+  // the first step. That one's head, to be read before its slot is written again.
   __device__ __forceinline__ int Unreported() const { return kAlongside ? shared.tile[kv_parity].item_head : -1; }
   __device__ __forceinline__ void ReportAdded(int head) {
     if (!kAlongside || head < 0) return;
@@ -305,7 +307,7 @@ struct Producer {
       for (int b = 0; b < kQKBoxes; ++b) load(k + b * kKVBox, k_map, &shared.k_full, b * kBoxColumns, tile.column);
     }
     kv_parity ^= 1;
-    ReportAdded(added);
+    ReportAdded(added);  // a fence and a release, for which K should not wait
   }
 
   __device__ __forceinline__ void Load(const Step& step, int batch) {

@@ -122,6 +122,7 @@ __device__ __forceinline__ bool Next(const Params& p, TileSchedule* schedule, Ti
   constexpr int kTiles = kBlockMask ? kQBlock / kRows : 1;  // of a block
   const int heads = p.batch * p.q_heads, tiles = kBlockMask ? BlockRows(p) * kTiles : (p.q_len + kRows - 1) / kRows;
   int head, t;
+  // (CountedLists asks when it is made.)
   if (!(kBlockMask ? CountedLists(p).Next(heads, tiles, &head, &t) : schedule->Next(heads, tiles, &head, &t)))
     return false;
   tile->row = t * kRows;

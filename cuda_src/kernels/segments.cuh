@@ -6,7 +6,7 @@
 
 namespace jax_flash {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = JAX_FLASH_THREADS;
 
 template <typename Combine>
 __device__ __forceinline__ int WarpReduce(int x, Combine combine) {

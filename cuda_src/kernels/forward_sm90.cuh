@@ -60,6 +60,8 @@ constexpr bool kFirstMasked =
     kMask || (!kBlockMask && (kCausal || kWindow || (kSegments && kVDim > 128) || (kDropout && kVDim <= 64)));
 constexpr bool kLookedUp = kSegments || kMask || kBlockMask;   // must memory be asked which keys a row sees?
 constexpr int kSeenWords = kLookedUp ? (kCols + 31) / 32 : 1;  // a bit for each key of a tile
+// Where ptxas would work ahead for them without registers.
+constexpr bool kCrowded = kVDim > 128 || (kVDim > 80 && kBlockMask && kWindow && kSegments);
 // Registers a thread; together what the kernel starts with.
 constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask || kTF32 ? 56 : 40;
 constexpr int kConsumerRegisters = kConsumers == 2 ? (504 - kProducerRegisters) / 2 : kConsumers == 3 ? 160 : 112;
@@ -397,7 +399,7 @@ struct Consumer {
     RowEnds(tile, j, begin, end);
 #pragma unroll
     for (int w = 0; w < kSeenWords; ++w) {
-      if (kVDim > 128 && Never()) return;  // or ptxas would work ahead, without registers
+      if (kCrowded && Never()) return;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         seen[h][w] = FirstBits(end[h] - 32 * w);

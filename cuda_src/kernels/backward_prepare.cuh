@@ -31,8 +31,7 @@ extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ ja
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum += o[i] * d_o[i];
   }
-#pragma unroll
-  for (int s = kLanes / 2; s > 0; s /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, s);
+  sum = LaneSum<kLanes>(sum);
   if (batch >= p.batch) return;
   if (lane == 0) {
     const int64_t from = (batch * p.q_heads + head) * p.q_len + row;

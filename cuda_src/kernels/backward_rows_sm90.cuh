@@ -95,8 +95,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int64_t at = (ChunkOfO(p, block, r) + lane) * 8 * kElementBytes;
     const uint8_t *o = static_cast<const uint8_t*>(p.o) + at, *d_o = static_cast<const uint8_t*>(p.d_o) + at;
     float sum = block.row + r < p.q_len && lane < kRowChunks ? DotOfEight(o, d_o) : 0.0f;
-#pragma unroll
-    for (int s = kRowLanes / 2; s > 0; s /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, s);
+    sum = LaneSum<kRowLanes>(sum);
     if (lane == 0) StoreD(p, block, r, sum);
   }
 }

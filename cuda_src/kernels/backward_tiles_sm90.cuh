@@ -262,7 +262,7 @@ struct Producer {
 
   // Rows that see nothing have an L that hides them, if it is not from a bias of +inf.
   __device__ __forceinline__ int EveryHi(const Visible& rows, const Positions& positions) const {
-    return kBias || rows.every_hi < positions.q_length ? rows.every_hi : (Fresh(p.q_len) + kRows - 1) / kRows * kRows;
+    return kBias || rows.every_hi < positions.q_length ? rows.every_hi : BlocksOfHead(p) * 64;
   }
 
   __device__ __forceinline__ int RowBlock(int batch, int head, int row) const {

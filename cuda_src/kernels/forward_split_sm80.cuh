@@ -11,17 +11,6 @@ namespace jax_flash {
 constexpr int kMergeWarps = JAX_FLASH_MERGE_THREADS / 32;
 static_assert(kParts && !kBlockMask);
 
-__device__ __forceinline__ float WarpMax(float x) {
-#pragma unroll
-  for (int s = 16; s > 0; s /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, s));
-  return x;
-}
-__device__ __forceinline__ float WarpSum(float x) {
-#pragma unroll
-  for (int s = 16; s > 0; s /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, s);
-  return x;
-}
-
 // What l_p and O_p of a part count for beside the larger m.
 __device__ __forceinline__ float Alpha(const Params& p, float m_p, float m) {
   return m_p == m ? 1.0f : Exp2((m_p - m) * Unit(p));
@@ -42,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(32 * jax_flash::kMergeWarps)
     const int part = warp + lane * kMergeWarps;
     const float m_p = part < p.parts ? p.m_parts[part * rows + at] : -Infinity();
     const float l_p = part < p.parts ? p.l_parts[part * rows + at] : 0.0f;
-    const float m = WarpMax(m_p), weight = l_p * Alpha(p, m_p, m), l = WarpSum(weight);
+    const float m = LaneReduce<32>(m_p, [](float a, float b) { return fmaxf(a, b); });
+    const float weight = l_p * Alpha(p, m_p, m), l = LaneSum<32>(weight);
     if (lane == 0) m_w[warp] = m, l_w[warp] = l;
 #pragma unroll
     for (int first = 0; first < kVDim; first += 128) {

@@ -46,15 +46,15 @@ def test_case(case, dtype):
 
 @pytest.mark.usefixtures("device")
 def test_as_many_parts_as_there_may_be():
+    """Of the keys: a thread of the merge has each."""
     case = Case(B=1, T=1, S=17000, N=1, K=1, D=256, E=256)
     arrays = case.arrays("bfloat16")
-    assert_allclose = np.testing.assert_allclose
     expected, actual = (
         jax_flash.attention_with_statistics(**arrays, implementation=implementation)
         for implementation in ("reference", "flash")
     )
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=0.01, atol=1e-3)
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=0.01, atol=1e-3)
 
 
 @hopper

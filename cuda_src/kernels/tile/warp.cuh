@@ -73,6 +73,18 @@ __device__ __forceinline__ int Fresh(int x) {
   return x;
 }
 
+// A reduction over kLanes lanes side by side, all of which get the result.
+template <int kLanes, typename T, typename Combine>
+__device__ __forceinline__ T LaneReduce(T x, Combine combine) {
+#pragma unroll
+  for (int s = kLanes / 2; s > 0; s /= 2) x = combine(x, __shfl_xor_sync(0xFFFFFFFFu, x, s));
+  return x;
+}
+template <int kLanes, typename T>
+__device__ __forceinline__ T LaneSum(T x) {
+  return LaneReduce<kLanes>(x, [](T a, T b) { return a + b; });
+}
+
 // Reductions over the four lanes that share a row of an accumulator.
 __device__ __forceinline__ float QuadMax(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));

@@ -205,6 +205,7 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   x.logsumexp = static_cast<float*>(place(layout.logsumexp));
   x.d = static_cast<float*>(place(layout.d));
   x.scratch_heads = layout.heads;
+  x.last_heads = layout.last_heads;
   x.maximum = static_cast<float*>(place(layout.maximum));
   x.dq_sum = static_cast<float*>(place(layout.dq_sum));
   x.dk_sum = static_cast<float*>(place(layout.dk_sum));

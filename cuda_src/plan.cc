@@ -359,7 +359,8 @@ bool Together(const Problem& p) {
 
 // --- What a kernel is compiled for ---
 
-constexpr int kSegmentThreads = 512, kMergeThreads = 256;  // of a block
+constexpr int kSegmentThreads = 1024, kMergeThreads = 256;  // of a block
+constexpr int kSegmentBlocks = 4;                           // of 64 positions, which a block finds the bounds of
 
 Unit UnitOf(const Chosen& choice, const Problem& p) {
   const bool split = choice.kernel == "forward_split", main = choice.kernel == "backward";
@@ -414,6 +415,7 @@ Unit SegmentsUnit() {
     unit.defines.push_back(std::string("JAX_FLASH_") + define);
   }
   unit.defines.push_back("JAX_FLASH_THREADS=" + std::to_string(kSegmentThreads));
+  unit.defines.push_back("JAX_FLASH_BLOCKS=" + std::to_string(kSegmentBlocks));
   return unit;
 }
 
@@ -479,7 +481,8 @@ int Add(Unit unit, Plan* plan) {
 }
 
 void AddSegments(const Problem& p, Plan* plan) {
-  const int64_t blocks = p.batch * (DivideUp(p.q_len, 64) + DivideUp(p.kv_len, 64));
+  const int64_t positions = 64 * kSegmentBlocks;
+  const int64_t blocks = p.batch * (DivideUp(p.q_len, positions) + DivideUp(p.kv_len, positions));
   plan->launches.push_back({Add(SegmentsUnit(), plan), "jax_flash_segments", blocks, kSegmentThreads});
 }
 
@@ -512,12 +515,14 @@ void AddForward(const Target& target, const Problem& p, Plan* plan) {
                  {{Mapped::kQuery, 64}, {Mapped::kKey, tile.cols}, {Mapped::kValue, tile.cols}, {Mapped::kO, 64}}));
 }
 
-// For how many heads Hopper's backward uses scratch if it does all alongside: four times those whose tiles are computed
-// at a time, some before and some after; or if causal six times, since they are computed in half the time.
+// Of how many heads Hopper's backward computes tiles of keys at a time.
 int64_t HeadsAtATime(const Problem& p) {
-  const int64_t computed = kMultiprocessors / DivideUp(p.kv_len, 128) + 1;
-  return std::min(p.batch * p.q_heads, (p.causal ? 6 : 4) * computed);
+  return std::min(p.batch * p.q_heads, kMultiprocessors / DivideUp(p.kv_len, 128) + 1);
 }
+
+// For how many it uses scratch if it does all alongside: four times as many, some before and some after; or if causal
+// six times, since they are computed in half the time.
+int64_t HeadsInScratch(const Problem& p) { return std::min(p.batch * p.q_heads, (p.causal ? 6 : 4) * HeadsAtATime(p)); }
 
 // Of backward_prepare.cuh.
 Launch PrepareLaunch(const Problem& p, int unit) {
@@ -623,7 +628,7 @@ Scratch CudaScratch(const Problem& p, Pass pass) {
   }
   if (pass == Pass::kBackward) {
     const int64_t rows = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding);
-    if (alongside) scratch.heads = int(HeadsAtATime(p));
+    if (alongside) scratch.heads = int(HeadsInScratch(p)), scratch.last_heads = int(HeadsAtATime(p));
     if (p.dk || p.dv || SumsDQ(p) || p.dbias) {
       scratch.logsumexp = take(4 * rows);
       scratch.d = take(4 * rows);

@@ -28,7 +28,7 @@ struct Scratch {
   int64_t dk_sum = -1, dv_sum = -1;       // f32 [batch, key's head, key padded to 128, dim]
   int64_t zero_bytes = 0;                 // from `taken` on, the sums included: they are 0 at first
   int parts = 1;                          // of the bias, or of the keys
-  int heads = 0;                          // whose scratch is used at a time, see kernels/params.h
+  int heads = 0, last_heads = 0;          // see kernels/params.h
   int64_t bytes = 0;
 };
 Scratch CudaScratch(const Problem& problem, Pass pass);

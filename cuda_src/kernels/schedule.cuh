@@ -3,6 +3,7 @@
 // other.
 #pragma once
 
+#include "config.cuh"
 #include "params.h"
 
 namespace jax_flash {
@@ -40,15 +41,20 @@ struct Counted {
   __device__ __forceinline__ void Ask() { number = atomicAdd(p.taken, 1); }
 };
 
-// All tiles, none of a head after those of a later head. A causal head's first tile of keys, which the most rows see,
-// comes first.
+// All tiles, head by head. A causal head's first tile of keys, which the most rows see, comes first; and of the last
+// heads the first tiles of all come first, so that what ends last is short. (In a window all tiles see as many rows.)
 struct CountedTiles : Counted {
   using Counted::Counted;
 
   // The tile that was asked for, of `tiles` tiles of each of `heads` heads; false when there are no more.
-  __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) const {
-    *head = number / tiles, *tile = number % tiles;
-    return *head < heads;
+  __device__ __forceinline__ bool Next(uint32_t heads, uint32_t tiles, int* head, int* tile) const {
+    const uint32_t n = number, last_heads = p.last_heads, first = (heads - last_heads) * tiles;
+    if (kCausal && !kWindow && n >= first) {
+      *head = heads - last_heads + (n - first) % last_heads, *tile = (n - first) / last_heads;
+    } else {
+      *head = n / tiles, *tile = n % tiles;
+    }
+    return n < heads * tiles;
   }
 };
 

@@ -8,6 +8,7 @@
 namespace jax_flash {
 
 constexpr int kSegmentBlock = 64;  // rows or keys of a SegmentBounds
+__device__ __forceinline__ int SegmentBlocks(int positions) { return (positions + kSegmentBlock - 1) / kSegmentBlock; }
 
 // Positions lo <= x < hi of the other side: `any` may be visible, `every` surely are, entry by entry.
 struct Visible {
@@ -54,18 +55,17 @@ __device__ __forceinline__ Visible Together(const Range& any, const Range& every
 // such block.
 __device__ __forceinline__ Visible KeysOf(const Params& p, const Positions& positions, int batch, int i0, int i1) {
   i1 = min(i1, p.q_len);
-  const int all_blocks = (p.q_len + kSegmentBlock - 1) / kSegmentBlock;
-  const SegmentBounds* bounds = kSegments ? p.q_bounds + int64_t(batch) * all_blocks + i0 / kSegmentBlock : nullptr;
-  return Together(AnyRowKeys(positions, i0, i1), EveryRowKeys(positions, i0, i1), bounds,
-                  (i1 - i0 + kSegmentBlock - 1) / kSegmentBlock);
+  const SegmentBounds* bounds =
+      kSegments ? p.q_bounds + int64_t(batch) * SegmentBlocks(p.q_len) + i0 / kSegmentBlock : nullptr;
+  return Together(AnyRowKeys(positions, i0, i1), EveryRowKeys(positions, i0, i1), bounds, SegmentBlocks(i1 - i0));
 }
 
 // The rows that see the keys j0 <= j < j1, `every`: all of them. j0 is a multiple of kSegmentBlock.
 __device__ __forceinline__ Visible RowsOf(const Params& p, const Positions& positions, int batch, int j0, int j1) {
-  const int all_blocks = (p.kv_len + kSegmentBlock - 1) / kSegmentBlock;
-  const SegmentBounds* bounds = kSegments ? p.kv_bounds + int64_t(batch) * all_blocks + j0 / kSegmentBlock : nullptr;
+  const SegmentBounds* bounds =
+      kSegments ? p.kv_bounds + int64_t(batch) * SegmentBlocks(p.kv_len) + j0 / kSegmentBlock : nullptr;
   return Together(AnyKeyRows(positions, j0, j1), EveryKeyRows(positions, j0, j1), bounds,
-                  (min(j1, p.kv_len) - j0 + kSegmentBlock - 1) / kSegmentBlock);
+                  SegmentBlocks(min(j1, p.kv_len) - j0));
 }
 
 }  // namespace jax_flash

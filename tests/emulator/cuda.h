@@ -173,5 +173,22 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   emulator::Together(&site, &ballot, compute, "__ballot_sync");
   return ballot;
 }
+
+template <int (*combine)(int, int)>
+int EmulatedReduction(int x) {
+  static const char site = 0;
+  const auto compute = [](void* const* lanes) {
+    int all = *static_cast<int*>(lanes[0]);
+    for (int l = 1; l < 32; ++l) all = combine(all, *static_cast<int*>(lanes[l]));
+    for (int l = 0; l < 32; ++l) *static_cast<int*>(lanes[l]) = all;
+  };
+  emulator::Together(&site, &x, compute, "__reduce_sync");
+  return x;
+}
+inline int EmulatedSum(int a, int b) { return a + b; }
+inline int __reduce_min_sync(unsigned, int x) { return EmulatedReduction<min>(x); }
+inline int __reduce_max_sync(unsigned, int x) { return EmulatedReduction<max>(x); }
+inline int __reduce_add_sync(unsigned, int x) { return EmulatedReduction<EmulatedSum>(x); }
+
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, !x) == 0; }

@@ -9,6 +9,7 @@
 namespace jax_flash {
 
 constexpr int kMergeWarps = JAX_FLASH_MERGE_THREADS / 32;
+constexpr int kAtOnce = 9;  // of the parts of a warp, which seldom has more
 static_assert(kParts && !kBlockMask);
 
 // What l_p and O_p of a part count for beside the larger m.
@@ -31,21 +32,32 @@ extern "C" __global__ void __launch_bounds__(32 * jax_flash::kMergeWarps)
     const int part = warp + lane * kMergeWarps;
     const float m_p = part < p.parts ? p.m_parts[part * rows + at] : -Infinity();
     const float l_p = part < p.parts ? p.l_parts[part * rows + at] : 0.0f;
+    float4 O_p[kAtOnce];  // the first are on their way while their weights are computed
+    const auto load = [&](int first_part, int first_column) {
+      const int column = min(first_column + 4 * lane, kVDim - 4);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t row = (warp + (first_part + i) * kMergeWarps) * rows + at;
+        O_p[i] = row < p.parts * rows ? *reinterpret_cast<const float4*>(p.o_parts + row * kVDim + column) : float4();
+      }
+    };
+    load(0, 0);
     const float m = LaneReduce<32>(m_p, [](float a, float b) { return fmaxf(a, b); });
     const float weight = l_p * Alpha(p, m_p, m), l = LaneSum<32>(weight);
     if (lane == 0) m_w[warp] = m, l_w[warp] = l;
 #pragma unroll
-    for (int first = 0; first < kVDim; first += 128) {
-      const int column = min(first + 4 * lane, kVDim - 4);
+    for (int column = 0; column < kVDim; column += 128) {
       float4 O = {};
-#pragma unroll 8
-      for (int i = 0; warp + i * kMergeWarps < p.parts; ++i) {
-        const float w = __shfl_sync(0xFFFFFFFFu, weight, i);
-        const float4 x =
-            *reinterpret_cast<const float4*>(p.o_parts + ((warp + i * kMergeWarps) * rows + at) * kVDim + column);
-        O.x = fmaf(w, x.x, O.x), O.y = fmaf(w, x.y, O.y), O.z = fmaf(w, x.z, O.z), O.w = fmaf(w, x.w, O.w);
+      for (int first = 0; warp + first * kMergeWarps < p.parts; first += kAtOnce) {
+        if (first + column > 0) load(first, column);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const float w = __shfl_sync(0xFFFFFFFFu, weight, (first + i) % 32);  // past the last one O_p is 0
+          O.x = fmaf(w, O_p[i].x, O.x), O.y = fmaf(w, O_p[i].y, O.y);
+          O.z = fmaf(w, O_p[i].z, O.z), O.w = fmaf(w, O_p[i].w, O.w);
+        }
       }
-      *reinterpret_cast<float4*>(&O_w[warp][column]) = O;
+      *reinterpret_cast<float4*>(&O_w[warp][min(column + 4 * lane, kVDim - 4)]) = O;
     }
   }
   __syncthreads();

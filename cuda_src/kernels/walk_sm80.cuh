@@ -34,7 +34,8 @@ struct QTile {
   Visible keys;
 
   QTile() = default;
-  // Heads one after the other, for the sake of the L2. Causal tiles with more to do come first.
+  // Heads one after the other, for the sake of the L2; of parts those of the same keys, which are side by side in HBM.
+  // Causal tiles with more to do come first.
   __device__ __forceinline__ explicit QTile(const Params& p) {
     if constexpr (kBlockMask) {
       constexpr int kTiles = kQBlock / kRows;  // of a block
@@ -48,9 +49,9 @@ struct QTile {
       const int tiles = (Rows(p) + kRows - 1) / kRows, tile = blockIdx.x % tiles;
       const int parts = kParts ? p.parts : 1, heads = p.q_heads / kPacked;
       row = (kCausal ? tiles - 1 - tile : tile) * kRows;
-      part = blockIdx.x / tiles % parts;
-      head = blockIdx.x / tiles / parts % heads * kPacked;
-      batch = blockIdx.x / tiles / parts / heads;
+      head = blockIdx.x / tiles % heads * kPacked;
+      part = blockIdx.x / tiles / heads % parts;
+      batch = blockIdx.x / tiles / heads / parts;
     }
     kv_head = head / (p.q_heads / p.kv_heads);
     keys = KeysOf(p, PositionsOf(p, batch), batch, row / kPacked, (row + kRows - 1) / kPacked + 1);

@@ -177,7 +177,6 @@ const struct {
     {"mbarrier.arrive.expect_tx", MbarrierArriveExpectTx},
     {"mbarrier.arrive", MbarrierArrive},
     {"mbarrier.try_wait.parity", MbarrierTryWait},
-    {"createpolicy.fractional", [](Step& s) { s.Set(0, 0); }},
     {"cp.async.cg.shared.global", CpAsync},
     {"cp.async.commit_group", [](Step&) { Self().cp_async.Commit(); }},
     {"cp.async.wait_group", [](Step& s) { Self().cp_async.WaitForAllBut(s[0]); }},

@@ -1,24 +1,14 @@
-// cp.async: 16 bytes at a time from HBM to shared memory, in the background. PTX ISA 9.7.9.25.3, createpolicy.
+// cp.async: 16 bytes at a time from HBM to shared memory, in the background. PTX ISA 9.7.9.25.3.
 #pragma once
 
 #include "tile/types.cuh"
 
 namespace jax_flash {
 
-// Past L1. What is read but once (`kOnce`) leaves the L2 first. Where not `valid`, zeros come and nothing is read.
-template <bool kOnce>
+// Past L1. Where not `valid`, zeros come and nothing is read.
 __device__ __forceinline__ void CpAsync(uint32_t shared, const void* global, bool valid) {
-  const int bytes = valid ? 16 : 0;
-  if constexpr (kOnce) {
-    uint64_t first;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(first));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
-                 "r"(bytes), "l"(first)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
-                 : "memory");
-  }
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
 }
 
 // What was issued since the last commit becomes a group.

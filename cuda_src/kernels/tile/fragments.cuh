@@ -97,8 +97,7 @@ struct SharedTile {
   alignas(16) uint8_t bytes[kRows * kStride];
 
   // Begins to load the rows row0, row0 + 1, ... of a matrix in HBM whose rows are `stride` bytes apart; zeros for
-  // rows from `end` on. The work of kThreads threads, or a part of it; the caller commits. (Of the keys
-  // that are divided into parts, each is read by one CTA.)
+  // rows from `end` on. The work of kThreads threads, or a part of it; the caller commits.
   template <int kThreads>
   __device__ __forceinline__ void Load(const uint8_t* matrix, int64_t stride, int row0, int end, int part = 0,
                                        int parts = 1) {
@@ -108,8 +107,8 @@ struct SharedTile {
     int count = 0;
     share.ForEach([&](int row, int chunk, bool filled) {
       if (count++ % parts != part) return;
-      CpAsync<kParts>(to + row * kStride + chunk * 16, from + row * stride + chunk * 16,
-                      row0 + share.row + row < end && filled);
+      CpAsync(to + row * kStride + chunk * 16, from + row * stride + chunk * 16,
+              row0 + share.row + row < end && filled);
     });
   }
 
@@ -120,7 +119,7 @@ struct SharedTile {
     const uint32_t to = SharedAddress(bytes) + share.offset;
     share.ForEach([&](int row, int chunk, bool filled) {
       const int r = row0 + share.row + row;
-      CpAsync<false>(to + row * kStride + chunk * 16, row_at(r) + (share.chunk + chunk) * 16, r < end && filled);
+      CpAsync(to + row * kStride + chunk * 16, row_at(r) + (share.chunk + chunk) * 16, r < end && filled);
     });
   }
 

@@ -38,7 +38,7 @@ class Case:
     bias: str = ""  # "bnts", a 1 for what is broadcast
     mask: str = ""
     lengths: bool = False
-    segments: bool = False
+    segments: bool | str = False  # "mixed": in any order
     offset: bool = False
     soft_cap: float | None = None
     dropout: float = 0.0
@@ -93,7 +93,12 @@ class Case:
         if self.lengths:
             arrays["query_seq_lengths"] = rng.integers(0, T + 1, B).astype(np.int32)
             arrays["key_value_seq_lengths"] = rng.integers(0, S + 1, B).astype(np.int32)
-        if self.segments:
+        if self.segments == "mixed":
+            some = np.array([-(2**31), 0, 5, 2**31 - 1], np.int32)
+            for name, size in (("query_segment_ids", T), ("key_value_segment_ids", S)):
+                runs = np.cumsum(rng.random((B, size)) < 0.02, axis=1)
+                arrays[name] = rng.choice(some, size + 1)[runs]
+        elif self.segments:
             arrays["query_segment_ids"] = np.sort(rng.integers(0, 4, (B, T)).astype(np.int32))
             arrays["key_value_segment_ids"] = np.sort(rng.integers(0, 3, (B, S)).astype(np.int32))
         if self.offset:
@@ -216,7 +221,7 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         mask=Extent(*(e != "1" for e in case.mask)) if case.mask else None,
         q_lengths=case.lengths,
         kv_lengths=case.lengths,
-        segments=case.segments,
+        segments=bool(case.segments),
         query_offset=case.offset,
         drop_threshold=dropout.threshold(case.dropout),
         deterministic=case.deterministic,

@@ -118,6 +118,7 @@ def test_long(dtype):
     check(Case(B=1, T=1500, S=1111, N=2, K=1, D=64, E=64), dtype)
     check(Case(B=1, T=1111, S=1500, N=2, K=2, D=64, E=64, causal=True, bias="1n1s", dropout=0.1), dtype)
     check(Case(B=1, T=1100, S=1100, N=1, K=1, D=32, E=48, window=(100, 300), segments=True), dtype)
+    check(Case(T=150, S=4500, N=1, K=1, segments="mixed"), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,8 +1,8 @@
 // What the Hopper backward does before and after with the rows of Q (backward_rows_sm90.cuh), if kAlongside: by three
 // warps beside the producer, head by head, some heads before they are computed and as soon as they have been. Then the
 // scratch of few heads is used, and stays in the L2. Heads, and tiles of keys, are taken in their order by whoever is
-// free, and none waits for a later one: so it comes to an end however many CTAs run at a time. (Heads whose tiles are
-// taken together all have scratch.)
+// free, and none waits for a later one: so it comes to an end however many CTAs run at a time. The last heads, whose
+// tiles are taken together if causal (schedule.cuh), have scratch at once, and none waits for another of them.
 #pragma once
 
 #include "backward_rows_sm90.cuh"

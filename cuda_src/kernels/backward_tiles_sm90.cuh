@@ -230,7 +230,8 @@ struct Producer {
     End();
   }
 
-  // The head of the oldest tile of which it has not been reported that its dQ has been added.
+  // The head of the oldest tile of which it has not been reported that its dQ has been added. (Among the last heads it
+  // need not be the lowest, but none of these waits for scratch of another.)
   __device__ __forceinline__ int OldestHead() const {
     const int older = shared.tile[kv_parity].item_head, newer = shared.tile[kv_parity ^ 1].item_head;
     return older >= 0 ? older : newer >= 0 ? newer : 0x7FFFFFFF;

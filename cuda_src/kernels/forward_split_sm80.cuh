@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(32 * jax_flash::kMergeWarps)
         if (first + column > 0) load(first, column);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          const float w = __shfl_sync(0xFFFFFFFFu, weight, (first + i) % 32);  // past the last one O_p is 0
+          const float w = __shfl_sync(0xFFFFFFFFu, weight, (first + i) % 32);  // past the last, O_p is 0
           O.x = fmaf(w, O_p[i].x, O.x), O.y = fmaf(w, O_p[i].y, O.y);
           O.z = fmaf(w, O_p[i].z, O.z), O.w = fmaf(w, O_p[i].w, O.w);
         }

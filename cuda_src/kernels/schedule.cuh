@@ -1,6 +1,6 @@
-// The order in which the CTAs of a persistent grid take the tiles of all heads. Head by head, for the sake of the L2:
-// the CTAs that run at a time read the same K and V, or Q and dO. The work of a causal tile grows from one end to the
-// other.
+// The order in which the CTAs of a persistent grid take the tiles of all heads. Head by head (but for the last), for
+// the sake of the L2: the CTAs that run at a time read the same K and V, or Q and dO. The work of a causal tile grows
+// from one end to the other.
 #pragma once
 
 #include "config.cuh"
@@ -42,7 +42,8 @@ struct Counted {
 };
 
 // All tiles, head by head. A causal head's first tile of keys, which the most rows see, comes first; and of the last
-// heads the first tiles of all come first, so that what ends last is short. (In a window all tiles see as many rows.)
+// heads the first tiles of all come first, so that what ends last is short. (Tiles with a window mostly see as many
+// rows each.)
 struct CountedTiles : Counted {
   using Counted::Counted;
 

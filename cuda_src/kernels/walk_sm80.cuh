@@ -34,8 +34,8 @@ struct QTile {
   Visible keys;
 
   QTile() = default;
-  // Heads one after the other, for the sake of the L2; of parts those of the same keys, which are side by side in HBM.
-  // Causal tiles with more to do come first.
+  // Heads one after the other, for the sake of the L2. With parts, one part of all heads before the next part: in HBM
+  // the heads of a key are side by side. Causal tiles with more to do come first.
   __device__ __forceinline__ explicit QTile(const Params& p) {
     if constexpr (kBlockMask) {
       constexpr int kTiles = kQBlock / kRows;  // of a block

@@ -32,6 +32,7 @@ hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="
         (Case(B=1, T=300, S=300, N=2, K=2, D=128, E=104, window=(150, 20), segments=True), "float16"),
         (Case(B=1, T=300, S=400, D=128, E=128, window=(150, 20), segments=True), "float16"),
         (Case(B=1, T=150, S=200, N=2, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
+        (Case(T=150, S=4500, N=1, K=1, D=8, E=8, segments="mixed"), "bfloat16"),
         (Case(T=70, S=90, D=72, E=40, bias="1nts", mask="b11s", dropout=0.1), "bfloat16"),
         (Case(T=70, S=90, D=64, E=64, soft_cap=2.0, lengths=True, deterministic=True), "bfloat16"),
         (Case(T=70, S=90, D=40, E=64, causal=True, bias="bn1s", deterministic=True), "float32"),
@@ -45,9 +46,10 @@ def test_case(case, dtype):
 
 
 @pytest.mark.usefixtures("device")
-def test_as_many_parts_as_there_may_be():
-    """Of the keys: a thread of the merge has each."""
-    case = Case(B=1, T=1, S=17000, N=1, K=1, D=256, E=256)
+@pytest.mark.parametrize("parts", [73, 256])
+def test_many_parts(parts):
+    """Of the keys: more than the merge loads at once, and as many as there may be, of which a thread has each."""
+    case = Case(B=1, T=1, S=64 * parts, N=1, K=1, D=256, E=256)
     arrays = case.arrays("bfloat16")
     expected, actual = (
         jax_flash.attention_with_statistics(**arrays, implementation=implementation)
@@ -59,7 +61,7 @@ def test_as_many_parts_as_there_may_be():
 
 @hopper
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(("tiles", "heads", "kv_heads"), [(133, 10, 10), (133, 10, 1), (60, 20, 20)])
+@pytest.mark.parametrize(("tiles", "heads", "kv_heads"), [(133, 10, 10), (133, 10, 1), (60, 20, 20), (60, 20, 1)])
 def test_more_heads_than_have_scratch(tiles, heads, kv_heads):
     """Of the backward, at a time. Most tiles are hidden, so that some blocks get far ahead of others."""
     check(Case(B=1, T=8, S=tiles * 128, N=heads, K=kv_heads, D=8, E=8, causal=True), "bfloat16")

@@ -202,7 +202,7 @@ struct Backward {
       CpAsyncWait<0>();  // no block ends before its loads
     }
     if (kDK && k_part.active) Write(dK, k_part, p.scale, p.dk, kQKDim);
-    if (kDV && v_part.active) Write(dV, v_part, kDropout ? p.keep_scale : 1.0f, p.dv, kVDim);
+    if (kDV && v_part.active) Write(dV, v_part, KeptScale(p), p.dv, kVDim);
   }
 
   // The rows of dK or dV that are keys.

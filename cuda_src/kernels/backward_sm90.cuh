@@ -200,7 +200,7 @@ struct Consumer : Keys {
       return true;
     }
     uint8_t* const ds = shared.ds[0];
-    if (kDV) Leave<kVDim>(dV, DVScale(p), ds, tile, dv_map);
+    if (kDV) Leave<kVDim>(dV, KeptScale(p), ds, tile, dv_map);
     if (kDK) Leave<kQKDim>(dK, DQKScale(p), kBothInDS ? ds + kVBoxes * kKVBox : shared.staging, tile, dk_map);
     return true;
   }

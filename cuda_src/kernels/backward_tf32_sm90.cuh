@@ -199,7 +199,7 @@ struct TF32Consumer : TF32Keys {
     }
     TmaWaitRead<0>();
     SyncConsumers();  // the last dQ has read all of dS, and left
-    if (kDV) Leave<kVDim>(dV, DVScale(p), shared.ds[0], tile, dv_map);
+    if (kDV) Leave<kVDim>(dV, KeptScale(p), shared.ds[0], tile, dv_map);
     if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
     TmaWaitRead<0>();
     __syncwarp();

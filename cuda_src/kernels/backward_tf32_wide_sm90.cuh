@@ -35,7 +35,7 @@ struct TF32ConsumerOfP : TF32Keys {
     }
     TmaWaitRead<0>();
     SyncConsumers();  // the last dQ has read all of dS, and left
-    if (kDV) Leave<kVDim>(dV, DVScale(p), shared.v, tile, dv_map);
+    if (kDV) Leave<kVDim>(dV, KeptScale(p), shared.v, tile, dv_map);
     ReleaseKV();
     return true;
   }

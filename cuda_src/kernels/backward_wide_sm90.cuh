@@ -33,7 +33,7 @@ struct ConsumerOfP : Keys {
     SyncWarpgroup();  // P may be written there
     if (Uniform(tile.steps) > 0) Walk(tile);
     SyncConsumers();  // nobody reads V any more
-    if (kDV) Leave<kVDim>(dV, DVScale(p), shared.v, tile, dv_map);
+    if (kDV) Leave<kVDim>(dV, KeptScale(p), shared.v, tile, dv_map);
     ReleaseKV();
     return true;
   }

@@ -120,7 +120,7 @@ struct Forward {
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {
       l[h] = QuadSum(l[h]);
-      factor[h] = l[h] == 0.0f ? 0.0f : (kDropout ? p.keep_scale : 1.0f) / l[h];
+      factor[h] = l[h] == 0.0f ? 0.0f : KeptScale(p) / l[h];
       if (threadIdx.x % 4 == 0 && tile.LaneRow() + 8 * h < tile.Rows(p)) {
         const float sum = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * unit);
         if constexpr (kParts) {

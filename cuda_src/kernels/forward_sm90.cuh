@@ -680,7 +680,7 @@ struct Consumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       l[h] = QuadSum(l[h]);
-      factor[h] = l[h] == 0.0f ? 0.0f : (kDropout ? p.keep_scale : 1.0f) / l[h];
+      factor[h] = l[h] == 0.0f ? 0.0f : KeptScale(p) / l[h];
       if (lane % 4 == 0 && row + 8 * h < p.q_len) {
         const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row + 8 * h;
         p.m[at] = isnan(l[h]) ? l[h] : kScores ? m[h] : m[h] * p.scale;

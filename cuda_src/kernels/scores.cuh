@@ -1,4 +1,5 @@
-// From x = q_i k_j to the score s_ij: scale, soft cap and bias; and what segment ids and the mask operand hide.
+// From x = q_i k_j to the score s_ij: scale, soft cap and bias; what segment ids and the mask operand hide; and what
+// dropout leaves.
 #pragma once
 
 #include "config.cuh"
@@ -42,6 +43,9 @@ struct Entries {
     return Load<kBiasDType>(p.bias.data, bias + next * p.bias.head + Offset(p.bias, i, j));
   }
 };
+
+// The factor of the entries of P that dropout keeps.
+__device__ __forceinline__ float KeptScale(const Params& p) { return kDropout ? p.keep_scale : 1.0f; }
 
 // c = cap tanh(scale x / cap)
 __device__ __forceinline__ float Cap(const Params& p, float x) {

@@ -76,7 +76,7 @@ def of_dim(dim: int) -> Iterator[Call]:
     size = {"T": 222, "S": 270, "D": dim, "E": dim}
     yield Call(Case(**size | {"T": 140, "S": 140}, B=4, N=40, K=20, causal=True))  # more tiles than multiprocessors
     yield Call(Case(causal=True, segments=True, dropout=0.1, deterministic=True, **size))
-    yield Call(Case(**size | {"T": 1}, causal=True, offset=True, lengths=True))
+    yield Call(Case(**size | {"T": 1, "S": 1100}, causal=True, offset=True, lengths=True))  # parts of the keys
     for garbage in (False, True):
         yield Call(sparse(128, 128, batch=2, heads=4, dropout=0.1, **size), garbage=garbage)
         yield Call(sparse(256, 128, causal=True, **size | {"T": 400}), garbage=garbage)

@@ -173,6 +173,8 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   emulator::Together(&site, &ballot, compute, "__ballot_sync");
   return ballot;
 }
+inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, !x) == 0; }
 
 template <int (*combine)(int, int)>
 int EmulatedReduction(int x) {
@@ -189,6 +191,3 @@ inline int EmulatedSum(int a, int b) { return a + b; }
 inline int __reduce_min_sync(unsigned, int x) { return EmulatedReduction<min>(x); }
 inline int __reduce_max_sync(unsigned, int x) { return EmulatedReduction<max>(x); }
 inline int __reduce_add_sync(unsigned, int x) { return EmulatedReduction<EmulatedSum>(x); }
-
-inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
-inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, !x) == 0; }

@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <sstream>
 #include <stdexcept>
 #include <utility>
 
@@ -30,12 +31,21 @@ constexpr char kStdint[] =
     "typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t;\n"
     "typedef unsigned long long uint64_t;\n";
 
+// What the compiler is given beside the sources.
+std::vector<std::string> Options(const Unit& unit, const std::string& arch) {
+  std::vector<std::string> options = {"-arch=" + arch, "-std=c++17", "--ptxas-options=-v"};
+  for (const std::string& define : unit.defines) options.push_back("-D" + define);
+  std::istringstream more(std::getenv("JAX_FLASH_NVRTC_OPTIONS") ? std::getenv("JAX_FLASH_NVRTC_OPTIONS") : "");
+  for (std::string option; more >> option;) options.push_back(option);
+  return options;
+}
+
 // All that a cubin depends on.
 std::string Key(const Unit& unit, const std::string& arch) {
   const Nvrtc& nvrtc = CudaNvrtc();
   std::string key = std::string("jax_flash 1\nsources ") + kSourcesHash + "\nnvrtc " + std::to_string(nvrtc.major) +
-                    "." + std::to_string(nvrtc.minor) + "\n" + unit.file + " " + arch;
-  for (const std::string& define : unit.defines) key += " " + define;
+                    "." + std::to_string(nvrtc.minor) + "\n" + unit.file;
+  for (const std::string& option : Options(unit, arch)) key += " " + option;
   return key;
 }
 
@@ -136,8 +146,7 @@ Compilation CompileUnit(const Unit& unit, const std::string& arch) {
   }
   std::vector<const char*> headers = {kStdint}, names = {"cstdint"}, options;
   for (const Source& source : kSources) headers.push_back(source.text), names.push_back(source.name);
-  std::vector<std::string> arguments = {"-arch=" + arch, "-std=c++17", "--ptxas-options=-v"};
-  for (const std::string& define : unit.defines) arguments.push_back("-D" + define);
+  const std::vector<std::string> arguments = Options(unit, arch);
   for (const std::string& argument : arguments) options.push_back(argument.c_str());
 
   const double start = ThreadSeconds();

@@ -1,7 +1,7 @@
 """The CUDA kernels under NVIDIA's compute-sanitizer, called through JAX: addresses (memcheck), races in shared memory
 (racecheck), the use of barriers (synccheck). Every feature, forward and backward, at lengths of a few tiles.
 
-    python tests/sanitize.py                              # every tool, both families of kernels: some 12 minutes
+    python tests/sanitize.py                              # every tool, both families of kernels: some TODO minutes
     python tests/sanitize.py --tools racecheck --families sm90 --seconds 300
     python tests/sanitize.py --calls                      # the calls alone; on an emulated GPU too
 
@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import itertools
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +30,7 @@ if _EMULATED := os.environ.get("JAX_FLASH_EMULATE"):
 import jax
 import numpy as np
 from cases import FEATURES, Case, with_gradients
+from cuda import pathfinder
 
 import jax_flash
 from jax_flash import BlockMask
@@ -37,10 +38,12 @@ from jax_flash import BlockMask
 OPTIONS = ["--kernel-name", "kernel_substring=jax_flash_"]  # XLA's kernels are not ours to check
 OPTIONS += ["--error-exitcode", "1", "--print-limit", "20", "--show-backtrace", "device"]
 TOOLS = {
-    "memcheck": ["--padding", str(2**18), "--report-api-errors", "no"],  # a tile beyond an array is in no other
+    # Padding: a tile beyond an array is in no other.
+    "memcheck": ["--padding", str(2**18), "--report-api-errors", "no", "--check-tensor-ops", "yes"],
     "racecheck": [],
     "synccheck": [],
 }
+SETTINGS = {"racecheck": {"JAX_FLASH_NVRTC_OPTIONS": "-DJAX_FLASH_RACECHECK"}}  # cuda_src/kernels/tile/types.cuh
 FAMILIES = {"sm90": {}, "sm80": {"JAX_FLASH_CUDA_KERNELS": "sm80"}}
 DIMS = (64, 128, 256, 72)
 
@@ -146,9 +149,12 @@ def run_calls(seconds: float, jobs: int) -> int:
 
 
 def sanitize(tools: list[str], families: list[str], seconds: float) -> int:
-    """The number of runs with errors, without a call, or in which the tool did not report. The calls run without a tool
-    first, which fills the caches of both compilers."""
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    """The number of runs with errors, without a call, or in which the tool did not report. What a tool is to see runs
+    without it first, which fills the caches of both compilers."""
+    sanitizer = pathfinder.find_nvidia_binary_utility("compute-sanitizer")
+    if sanitizer is None:
+        sys.exit("there is no compute-sanitizer: pip install nvidia-cuda-sanitizer-api")
+    print(subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout)
     this = [sys.executable, __file__, "--calls"]
     failed = 0
     with tempfile.TemporaryDirectory() as cache:
@@ -159,23 +165,22 @@ def sanitize(tools: list[str], families: list[str], seconds: float) -> int:
             "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",  # memory of its own for every array
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer=",  # no CUDA graphs
         }
-        for family in families:
-            environment = os.environ | settings | FAMILIES[family]
-            for tool in (None, *tools):
+        for family, tool in itertools.product(families, tools):
+            environment = os.environ | settings | FAMILIES[family] | SETTINGS.get(tool, {})
+            under_tool = [sanitizer, "--tool", tool, *OPTIONS, *TOOLS[tool], *this, "--seconds", str(seconds)]
+            for command in ([*this, "--jobs", str(os.cpu_count())], under_tool):
                 start = time.monotonic()
-                command = [*this, "--jobs", str(os.cpu_count())]
-                if tool:
-                    command = [sanitizer, "--tool", tool, *OPTIONS, *TOOLS[tool], *this, "--seconds", str(seconds)]
                 result = subprocess.run(
                     command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
                 )
                 lines = result.stdout.splitlines()
-                fine = result.returncode == 0 and (not tool or any("SUMMARY" in line for line in lines))
+                reported = command is not under_tool or any("SUMMARY" in line for line in lines)
+                fine = result.returncode == 0 and reported
                 failed += not fine
                 if fine:
                     lines = [line for line in lines if "SUMMARY" in line or " calls on " in line]
-                took = time.monotonic() - start
-                print(f"\n{family}, {tool or 'no tool'}: {took:.0f} s", *lines, sep="\n", flush=True)
+                name = tool if command is under_tool else "no tool"
+                print(f"\n{family}, {name}: {time.monotonic() - start:.0f} s", *lines, sep="\n", flush=True)
     return failed
 
 
@@ -184,14 +189,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=summary)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="of kernels, on Hopper")
-    parser.add_argument("--seconds", type=float, help="after which no call begins; default: 100 for each tool")
+    parser.add_argument("--seconds", type=float, help="after which no call begins; default: 300 for each tool")
     parser.add_argument("--calls", action="store_true", help="run the calls, in this process and without a tool")
     parser.add_argument("--jobs", type=int, default=1, help="calls at a time, with --calls")
     args = parser.parse_args()
     if args.calls:
         sys.exit(run_calls(args.seconds or float("inf"), args.jobs) == 0)
     else:
-        sys.exit(sanitize(args.tools, args.families, args.seconds or 100) > 0)
+        sys.exit(sanitize(args.tools, args.families, args.seconds or 300) > 0)
 
 
 if __name__ == "__main__":

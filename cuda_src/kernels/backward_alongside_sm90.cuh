@@ -50,18 +50,18 @@ struct RowsWarp {
 #pragma unroll 1
     for (int i = 0; i < 4 * kQKBoxes; ++i) {
       TmaWaitRead<0>();
-      __syncwarp();
+      SyncWarp();
       if (i + 1 < 4 * kQKBoxes) load(i + 1, at.After());
       uint8_t* const rows = Wait();
       PackRows(rows);
       FenceProxyAsync();
-      __syncwarp();
+      SyncWarp();
       if (Lane() == 0)
         TmaStore(dq_map, rows, i % kQKBoxes * 64, block.row + i / kQKBoxes * 16, block.head, block.batch);
       TmaCommit();
     }
     TmaWaitRead<0>();
-    __syncwarp();
+    SyncWarp();
   }
 
   // dQ in the problem's dtype, where half of its f32 was. (What is outside of the head dim need not be defined.)
@@ -77,7 +77,7 @@ struct RowsWarp {
         packed[2 * c] = Pack(x.x * scale, x.y * scale);
         packed[2 * c + 1] = Pack(x.z * scale, x.w * scale);
       }
-      __syncwarp();
+      SyncWarp();
 #pragma unroll
       for (int c = 0; c < 4; c += 2)
         Stmatrix(Chunk(rows, 4 * half + c), packed[2 * c], packed[2 * c + 1], packed[2 * c + 2], packed[2 * c + 3]);
@@ -106,14 +106,14 @@ struct RowsWarp {
     float products[2][4] = {};
 #pragma unroll 1
     for (int i = 0; i < 4 * kVBoxes; ++i) {
-      __syncwarp();
+      SyncWarp();
       if (i + 1 < 4 * kVBoxes) load(i + 1, at.After());
       MultiplyRows(Wait(), products);
       if (i % kVBoxes == kVBoxes - 1) StoreDiagonal(block, i / kVBoxes * 16, products);
     }
     TmaWaitAll();
     FenceProxyAsyncGlobal();
-    __syncwarp();
+    SyncWarp();
     Count(p.prepared + block.Head(p), Lane() == 0);
   }
 

@@ -86,7 +86,7 @@ struct Keys {
     for (int i = 0; i < kCount; ++i) C[i] = 0.0f;
   }
 
-  __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, lane == 0); }
+  __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(2 + warpgroup, kWarpgroup); }
 
   // C = A B^T, or += : A this warpgroup's 64 rows of K or V, B a tile of Q or dO.
@@ -355,14 +355,14 @@ struct Keys {
   // To what is in HBM, kWidth columns of this warp's rows of C, by way of shared memory.
   template <int kFirst, int kWidth, int kCount>
   __device__ __forceinline__ void AddColumns(float* to, const float (&C)[kCount], float* staged) {
-    __syncwarp();
+    SyncWarp();
 #pragma unroll
     for (int r = 0; r < kWidth / 8; ++r) {
       const float* x = C + kFirst / 2 + 4 * r;
       reinterpret_cast<float4*>(staged)[r * 32 + lane] = make_float4(x[0], x[1], x[2], x[3]);
     }
     FenceProxyAsync();
-    __syncwarp();
+    SyncWarp();
     BulkReduceAdd(lane == 0, to, staged, 16 * kWidth * 4);
     TmaCommit();
   }
@@ -384,7 +384,7 @@ struct Keys {
   __device__ __forceinline__ void ReleaseKV() {
     TmaWaitRead<0>();
     FenceProxyAsync();  // K or V may come where P was
-    __syncwarp();
+    SyncWarp();
     Release(&shared.k_empty);
     Release(&shared.v_empty);
   }

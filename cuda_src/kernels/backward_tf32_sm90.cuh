@@ -135,7 +135,7 @@ struct TF32Consumer : TF32Keys {
     WgmmaWait<kDS ? 1 : 0>();
     Pin(S);
     Softmax(tile, step);
-    __syncwarp();  // all lanes have read what is there of l and m
+    SyncWarp();  // all lanes have read what is there of l and m
     Release(&shared.q_empty[stage]);
     uint32_t P[kRows / 2], dS[kRows / 2];
     Round<kDropout>(S, P);
@@ -145,7 +145,7 @@ struct TF32Consumer : TF32Keys {
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
     if (kDS) ComputeDS();
-    __syncwarp();
+    SyncWarp();
     Release(&shared.do_empty[stage]);
     Round<false>(dP, dS);
     if (kDQ) {
@@ -202,7 +202,7 @@ struct TF32Consumer : TF32Keys {
     if (kDV) Leave<kVDim>(dV, KeptScale(p), shared.ds[0], tile, dv_map);
     if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
     TmaWaitRead<0>();
-    __syncwarp();
+    SyncWarp();
     Release(&shared.k_empty);  // where dV was K may come
     return true;
   }

@@ -58,7 +58,7 @@ struct TF32ConsumerOfP : TF32Keys {
       WgmmaWait<0>();
       Pin(S);
       Softmax(tile, step);
-      __syncwarp();  // all lanes have read what is there of l and m
+      SyncWarp();  // all lanes have read what is there of l and m
       Release(&shared.q_empty[at.index]);
       at.Next();
       if (kDS) SendP(shared.v + kDSBytes);
@@ -132,7 +132,7 @@ struct TF32ConsumerOfDS : TF32Keys {
       ComputeDS();
       Round<false>(dP, dS);
     }
-    __syncwarp();
+    SyncWarp();
     Release(&shared.do_empty[at.index]);
     at.Next();
     DQ<kSecond> dQ;

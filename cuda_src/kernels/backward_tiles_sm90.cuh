@@ -352,7 +352,7 @@ struct Transposer {
   template <int kBoxes>
   __device__ __forceinline__ void Transpose(const uint8_t* from, uint8_t* to, uint64_t* from_empty, uint64_t* to_full,
                                             uint64_t* to_empty) {
-    const bool first = threadIdx.x % 32 == 0;
+    const bool arrives = ArrivesForWarp(threadIdx.x % 32);
     MbarrierWait(to_empty, parity ^ 1);
 #pragma unroll 1
     for (int i = 0; i < kBoxes * kRows / 32; ++i, --turn) {
@@ -361,9 +361,9 @@ struct Transposer {
       turn = kTransposers;
     }
     FenceProxyAsync();
-    __syncwarp();
-    MbarrierArrive(to_full, first);
-    MbarrierArrive(from_empty, first);
+    SyncWarp();
+    MbarrierArrive(to_full, arrives);
+    MbarrierArrive(from_empty, arrives);
   }
 
   __device__ __forceinline__ void Run() {

@@ -66,7 +66,7 @@ struct ConsumerOfP : Keys {
       WgmmaWait<0>();
       Pin(S);
       Softmax(tile, step);
-      if (!kStartAtL) __syncwarp();  // all lanes have read what is there of l and m
+      if (!kStartAtL) SyncWarp();  // all lanes have read what is there of l and m
       Release(&shared.q_empty[stage]);
       RoundP();
       if (kDS) SendP(shared.staging);
@@ -138,7 +138,7 @@ struct ConsumerOfDS : Keys {
       IssueDQ();
       WgmmaWait<0>();
       Pin(dQ);
-      PeerArrive(&shared.ds_empty[0], lane == 0);
+      PeerArrive(&shared.ds_empty[0], ArrivesForWarp(lane));
       AddDQ(step.row_block);
     }
     return !step.last;

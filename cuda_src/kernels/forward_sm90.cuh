@@ -256,9 +256,9 @@ struct Transposer {
     for (int box = 0;; ++box, --turn, landing.Next()) {
       if (box == kVBoxes) box = 0, v.Next();
       MbarrierWait(&shared.landed[landing.index], landing.parity);
-      __syncwarp();
+      SyncWarp();
       if (turn > 0) {
-        MbarrierArrive(&shared.transposed[landing.index], lane == 0);
+        MbarrierArrive(&shared.transposed[landing.index], ArrivesForWarp(lane));
         continue;
       }
       if (!shared.more[landing.index]) return;
@@ -266,9 +266,9 @@ struct Transposer {
       TransposeBox<kCols, kConsumers == 2 ? 16 : 8>(shared.landing[landing.index],
                                                     shared.v[v.index] + box * kBoxColumns * 128, kTransposedBox);
       FenceProxyAsync();
-      __syncwarp();
-      MbarrierArrive(&shared.v_full[v.index], lane == 0);
-      MbarrierArrive(&shared.transposed[landing.index], lane == 0);
+      SyncWarp();
+      MbarrierArrive(&shared.v_full[v.index], ArrivesForWarp(lane));
+      MbarrierArrive(&shared.transposed[landing.index], ArrivesForWarp(lane));
       turn = kTransposers;
     }
   }
@@ -312,7 +312,7 @@ struct Consumer {
   __device__ __forceinline__ int Row(const Tile& tile) const { return tile.row + RowInTile(); }
   // The first of this warpgroup's keys in tile j.
   __device__ __forceinline__ int Column(int j) const { return j * kKeys + key_group * kCols; }
-  __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, lane == 0); }
+  __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(1 + warpgroup, kWarpgroup); }
   __device__ __forceinline__ void TakeTurn() { BarrierSync(1 + kConsumers + warpgroup, 2 * kWarpgroup); }
   __device__ __forceinline__ void PassTurn() {
@@ -351,7 +351,7 @@ struct Consumer {
     Pin(S);
     Release(&shared.k_empty[k.index]);
     // No branch here: it would part the block in which the compiler places the wait for O among the exponentials.
-    if (!kOInQ) MbarrierArrive(&shared.q_empty[q.Index()][row_group], lane == 0 && last);
+    if (!kOInQ) MbarrierArrive(&shared.q_empty[q.Index()][row_group], ArrivesForWarp(lane) && last);
     k.Next();
   }
 
@@ -536,7 +536,7 @@ struct Consumer {
 
   // All of a tile; false if the producer has no more.
   __device__ __forceinline__ bool Run(const TensorMap* o_map) {
-    __syncwarp();  // all lanes have read the tile before, which q_empty will say
+    SyncWarp();  // all lanes have read the tile before, which q_empty will say
     MbarrierWait(&shared.q_full[q.Index()][row_group], q.Parity());
     // It stays in shared memory for want of registers, but for the loop's bounds. Those all threads have, which the
     // compiler cannot know.
@@ -668,9 +668,9 @@ struct Consumer {
 #pragma unroll 1
     for (int i = thread; i < rows * kChunks; i += kWarpgroup)
       o[int64_t(i / kChunks) * p.q_heads * kChunks + i % kChunks] = {0, 0, 0, 0};
-    __syncwarp();
+    SyncWarp();
     if (kOInQ) SyncWarpgroup();
-    MbarrierArrive(&shared.q_empty[q.Index()][row_group], kOInQ ? threadIdx.x % kWarpgroup == 0 : lane == 0);
+    MbarrierArrive(&shared.q_empty[q.Index()][row_group], kOInQ ? threadIdx.x % kWarpgroup == 0 : ArrivesForWarp(lane));
   }
 
   // O = diag(l)^-1 O, l and m. What was NaN or +inf in a row of S has made its l NaN, but not its m.
@@ -734,14 +734,16 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int b = 0; b < kQBuffers; ++b) {
       for (int w = 0; w < kRowGroups; ++w)
-        MbarrierInit(&shared.q_full[b][w], 1), MbarrierInit(&shared.q_empty[b][w], kOInQ ? 1 : 4 * kKeyGroups);
+        MbarrierInit(&shared.q_full[b][w], 1),
+            MbarrierInit(&shared.q_empty[b][w], kOInQ ? 1 : ArrivalsOf(4 * kKeyGroups));
     }
     for (int s = 0; s < kStages; ++s) {
-      MbarrierInit(&shared.k_full[s], 1), MbarrierInit(&shared.k_empty[s], 4 * kConsumers);
-      MbarrierInit(&shared.v_full[s], kTF32 ? kVBoxes : 1), MbarrierInit(&shared.v_empty[s], 4 * kConsumers);
+      MbarrierInit(&shared.k_full[s], 1), MbarrierInit(&shared.k_empty[s], ArrivalsOf(4 * kConsumers));
+      MbarrierInit(&shared.v_full[s], kTF32 ? ArrivalsOf(kVBoxes) : 1),
+          MbarrierInit(&shared.v_empty[s], ArrivalsOf(4 * kConsumers));
     }
     for (int s = 0; kTF32 && s < kLandings; ++s)
-      MbarrierInit(&shared.landed[s], 1), MbarrierInit(&shared.transposed[s], kTransposers);
+      MbarrierInit(&shared.landed[s], 1), MbarrierInit(&shared.transposed[s], ArrivalsOf(kTransposers));
     FenceMbarrierInit();
   }
   __syncthreads();

@@ -177,6 +177,15 @@ def test_random_schedule(name, seed, monkeypatch):
     check_tf32(case) if dtype == "tf32" else check(case, dtype)
 
 
+@hopper
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", ["clusters", "TF32", "block mask"])
+def test_compiled_for_racecheck(name, monkeypatch):
+    monkeypatch.setenv("JAX_FLASH_NVRTC_OPTIONS", "-DJAX_FLASH_RACECHECK")
+    case, dtype = SEVERAL_TILES[name]
+    check_tf32(case) if dtype == "tf32" else check(case, dtype)
+
+
 # --- Broken kernels ---
 
 
@@ -263,7 +272,7 @@ WGMMA = """
         ("MbarrierWait((uint64_t*)shared.bytes, 0);", "not initialised"),
         ("if (threadIdx.x > 0) __syncthreads();", "deadlock: .* threads 1-127 wait for barrier 0"),
         ("BarrierSync(1, threadIdx.x < 64 ? 64 : 128);", "barrier 1 of .* threads"),
-        ("if (threadIdx.x % 2) __syncwarp(); else SetMaxRegistersDown<24>();", "other lanes of the warp at"),
+        ("if (threadIdx.x % 2) SyncWarp(); else SetMaxRegistersDown<24>();", "other lanes of the warp at"),
         ("CpAsync(SharedAddress(shared.bytes) + 8, &zeros, true);", "no multiple of 16"),
         ("CpAsync(SharedAddress(memory) + 4096, &zeros, true);", "16 bytes at 4096"),
         ("memory[5000 + threadIdx.x] = 0;", r"touched byte 5\d\d\d of the 4096 of shared memory"),

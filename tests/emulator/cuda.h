@@ -134,7 +134,7 @@ T atomicMax(T* x, T y) {
 
 inline void __threadfence() {}
 inline void __syncthreads() { emulator::SyncThreads(); }
-inline void __syncwarp() {
+inline void __syncwarp(unsigned) {
   static const char site = 0;
   emulator::Together(&site, nullptr, [](void* const*) {}, "__syncwarp");
 }

@@ -74,6 +74,10 @@ uint64_t Step::operator[](size_t i) const {
       return registers[argument.value];
     case Argument::kClusterRank:
       return Self().block->rank;
+    case Argument::kLanesBelow:
+      return (1u << Self().lane()) - 1;
+    case Argument::kLanesFrom:
+      return -(1u << Self().lane());
     default:
       return argument.value;
   }
@@ -212,6 +216,8 @@ const Ptx* Parse(const char* text) {
   const auto argument = [&](const std::string& x) -> Argument {
     if (x == "_") return {Argument::kNowhere, 0};
     if (x == "%%cluster_ctarank") return {Argument::kClusterRank, 0};
+    if (x == "%%lanemask_lt") return {Argument::kLanesBelow, 0};
+    if (x == "%%lanemask_ge") return {Argument::kLanesFrom, 0};
     if (x[0] == '%') return {Argument::kOperand, std::atoi(x.c_str() + 1)};
     if (std::isdigit(x[0])) return {Argument::kImmediate, std::atoi(x.c_str())};
     if (!registers.count(x)) Fail("PTX: %s is not known in: %s", x.c_str(), text);

@@ -18,7 +18,7 @@ float Widen(Type type, uint16_t x);
 uint32_t NearestTF32(uint32_t bits);
 
 struct Argument {
-  enum Kind { kOperand, kRegister, kImmediate, kClusterRank, kNowhere } kind;
+  enum Kind { kOperand, kRegister, kImmediate, kClusterRank, kLanesBelow, kLanesFrom, kNowhere } kind;
   int64_t value;
 };
 

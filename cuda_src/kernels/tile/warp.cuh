@@ -23,6 +23,17 @@ __device__ __forceinline__ void BarrierArrive(int id, int threads) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// bar.warp.sync of all lanes. Where they are in step ptxas makes it no instruction, if it knows that all are meant.
+__device__ __forceinline__ void SyncWarp() {
+  uint32_t all = 0xFFFFFFFF;
+  if constexpr (kRacecheck) {
+    uint32_t below, others;
+    asm("mov.u32 %0, %%lanemask_lt;\nmov.u32 %1, %%lanemask_ge;" : "=r"(below), "=r"(others));
+    all = below | others;
+  }
+  __syncwarp(all);
+}
+
 // ld.shared. As loads of C++, hundreds of them take NVRTC's optimiser 15 seconds for sm_100. PTX ISA 9.7.9.8.
 __device__ __forceinline__ uint32_t LoadShared(uint32_t address) {
   uint32_t x;

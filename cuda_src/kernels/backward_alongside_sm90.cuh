@@ -109,6 +109,7 @@ struct RowsWarp {
       SyncWarp();
       if (i + 1 < 4 * kVBoxes) load(i + 1, at.After());
       MultiplyRows(Wait(), products);
+      FenceProxyAsync();
       if (i % kVBoxes == kVBoxes - 1) StoreDiagonal(block, i / kVBoxes * 16, products);
     }
     TmaWaitAll();

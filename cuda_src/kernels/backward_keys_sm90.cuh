@@ -86,7 +86,11 @@ struct Keys {
     for (int i = 0; i < kCount; ++i) C[i] = 0.0f;
   }
 
-  __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
+  // The copy engine may write what this warp has read, L and D by loads.
+  __device__ __forceinline__ void Release(uint64_t* barrier) {
+    FenceProxyAsync();
+    MbarrierArrive(barrier, ArrivesForWarp(lane));
+  }
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(2 + warpgroup, kWarpgroup); }
 
   // C = A B^T, or += : A this warpgroup's 64 rows of K or V, B a tile of Q or dO.

@@ -328,6 +328,7 @@ struct Consumer {
   __device__ __forceinline__ void TakeQ() {
 #pragma unroll
     for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], SharedAddress(Matrices(shared.q[q.Index()][row_group], d)));
+    FenceProxyAsync();
   }
 
   // S = Q K^T
@@ -669,8 +670,7 @@ struct Consumer {
     for (int i = thread; i < rows * kChunks; i += kWarpgroup)
       o[int64_t(i / kChunks) * p.q_heads * kChunks + i % kChunks] = {0, 0, 0, 0};
     SyncWarp();
-    if (kOInQ) SyncWarpgroup();
-    MbarrierArrive(&shared.q_empty[q.Index()][row_group], kOInQ ? threadIdx.x % kWarpgroup == 0 : ArrivesForWarp(lane));
+    Release(&shared.q_empty[q.Index()][row_group]);
   }
 
   // O = diag(l)^-1 O, l and m. What was NaN or +inf in a row of S has made its l NaN, but not its m.
@@ -711,11 +711,9 @@ struct Consumer {
       for (int b = 0; b < kVBoxes; ++b)
         TmaStore(o_map, o + b * kQBox, b * kBoxColumns, tile.row + 64 * row_group, tile.head, tile.batch);
       TmaCommit();
-      if (kOInQ) {
-        TmaWaitRead<0>();
-        MbarrierArrive(&shared.q_empty[q.Index()][row_group]);
-      }
+      if (kOInQ) TmaWaitRead<0>();
     }
+    if (kOInQ) Release(&shared.q_empty[q.Index()][row_group]);
   }
 };
 
@@ -734,8 +732,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int b = 0; b < kQBuffers; ++b) {
       for (int w = 0; w < kRowGroups; ++w)
-        MbarrierInit(&shared.q_full[b][w], 1),
-            MbarrierInit(&shared.q_empty[b][w], kOInQ ? 1 : ArrivalsOf(4 * kKeyGroups));
+        MbarrierInit(&shared.q_full[b][w], 1), MbarrierInit(&shared.q_empty[b][w], ArrivalsOf(4 * kKeyGroups));
     }
     for (int s = 0; s < kStages; ++s) {
       MbarrierInit(&shared.k_full[s], 1), MbarrierInit(&shared.k_empty[s], ArrivalsOf(4 * kConsumers));

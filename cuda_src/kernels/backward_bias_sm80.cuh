@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
         if (shape.column.own) to[8 * c + lane % 4 * 2 + e] = x;
       }
     }
-    total = QuadSum(total);
+    total = LaneSum<4>(total);
     if (!shape.column.own && lane % 4 == 0) *to = total;
   }
   __syncthreads();

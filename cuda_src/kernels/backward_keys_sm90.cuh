@@ -86,10 +86,11 @@ struct Keys {
     for (int i = 0; i < kCount; ++i) C[i] = 0.0f;
   }
 
-  // The copy engine may write what this warp has read, L and D by loads.
-  __device__ __forceinline__ void Release(uint64_t* barrier) {
+  __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
+  // Of Q and L, or dO and D. L and D have been read by loads: a fence, before the copy engine may write there.
+  __device__ __forceinline__ void ReleaseRows(uint64_t* barrier) {
     FenceProxyAsync();
-    MbarrierArrive(barrier, ArrivesForWarp(lane));
+    Release(barrier);
   }
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(2 + warpgroup, kWarpgroup); }
 

@@ -39,7 +39,7 @@ struct BackwardQuery {
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum = fmaf(x[i], y[i], sum);
       }
-      sum = QuadSum(sum);
+      sum = LaneSum<4>(sum);
       D[h / 2][h % 2] = kDLogsumexp && inside ? sum - p.dlogsumexp[at] : sum;
     }
   }

@@ -133,7 +133,7 @@ struct Consumer : Keys {
     Pin(dQ.C);
     // Once more, which takes fewer registers; with 128 rows there are none before dQ has left.
     if (kBehind && !kSplitRows) step = StepHere();
-    Release(&shared.do_empty[at.index]);
+    ReleaseRows(&shared.do_empty[at.index]);
     if (!kBehind && step.last) Release(&shared.k_empty);
     if (kBehind && add) Release(&shared.ds_empty[from.index]);
     if (add) {
@@ -154,7 +154,7 @@ struct Consumer : Keys {
     }
     WgmmaWait<0>();
     Pin(dK);
-    Release(&shared.q_empty[at.index]);
+    ReleaseRows(&shared.q_empty[at.index]);
   }
 
   // dQ = dS K

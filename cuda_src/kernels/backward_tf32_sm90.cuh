@@ -136,7 +136,7 @@ struct TF32Consumer : TF32Keys {
     Pin(S);
     Softmax(tile, step);
     SyncWarp();  // all lanes have read what is there of l and m
-    Release(&shared.q_empty[stage]);
+    ReleaseRows(&shared.q_empty[stage]);
     uint32_t P[kRows / 2], dS[kRows / 2];
     Round<kDropout>(S, P);
     MbarrierWait(&shared.do_t_full, parity);
@@ -146,7 +146,7 @@ struct TF32Consumer : TF32Keys {
     if (step.last) Release(&shared.v_empty);
     if (kDS) ComputeDS();
     SyncWarp();
-    Release(&shared.do_empty[stage]);
+    ReleaseRows(&shared.do_empty[stage]);
     Round<false>(dP, dS);
     if (kDQ) {
       WaitForFreeDS();

@@ -59,7 +59,7 @@ struct TF32ConsumerOfP : TF32Keys {
       Pin(S);
       Softmax(tile, step);
       SyncWarp();  // all lanes have read what is there of l and m
-      Release(&shared.q_empty[at.index]);
+      ReleaseRows(&shared.q_empty[at.index]);
       at.Next();
       if (kDS) SendP(shared.v + kDSBytes);
       uint32_t P[kRows / 2];
@@ -121,7 +121,7 @@ struct TF32ConsumerOfDS : TF32Keys {
     WaitForQ();
     const Step step = StepHere();
     if (kDK) TransposeQ();
-    Release(&shared.q_empty[at.index]);
+    ReleaseRows(&shared.q_empty[at.index]);
     MbarrierWait(&shared.do_full[at.index], at.parity);
     if (kDS) IssueHeldKeysTimesRows(dP, V, shared.d_o[at.index], false);
     uint32_t dS[kRows / 2];
@@ -133,7 +133,7 @@ struct TF32ConsumerOfDS : TF32Keys {
       Round<false>(dP, dS);
     }
     SyncWarp();
-    Release(&shared.do_empty[at.index]);
+    ReleaseRows(&shared.do_empty[at.index]);
     at.Next();
     DQ<kSecond> dQ;
     if (kDQ) {

@@ -67,7 +67,7 @@ struct ConsumerOfP : Keys {
       Pin(S);
       Softmax(tile, step);
       if (!kStartAtL) SyncWarp();  // all lanes have read what is there of l and m
-      Release(&shared.q_empty[stage]);
+      ReleaseRows(&shared.q_empty[stage]);
       RoundP();
       if (kDS) SendP(shared.staging);
       MbarrierWait(&shared.do_full[stage], at.parity);
@@ -76,7 +76,7 @@ struct ConsumerOfP : Keys {
       if (step.last) {
         WgmmaWait<0>();
         Pin(dV);
-        Release(&shared.do_empty[stage]);
+        ReleaseRows(&shared.do_empty[stage]);
         return;
       }
       WaitForQ();
@@ -84,7 +84,7 @@ struct ConsumerOfP : Keys {
       step = StepHere();
       WgmmaWait<1>();
       Pin(dV);
-      Release(&shared.do_empty[stage]);
+      ReleaseRows(&shared.do_empty[stage]);
     }
   }
 };
@@ -125,12 +125,12 @@ struct ConsumerOfDS : Keys {
       Pin(dP);
       ComputeDS();
     }
-    Release(&shared.do_empty[at.index]);
+    ReleaseRows(&shared.do_empty[at.index]);
     if (kDQ) SendDS();
     if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
     WgmmaWait<0>();
     Pin(dK);
-    Release(&shared.q_empty[at.index]);
+    ReleaseRows(&shared.q_empty[at.index]);
     at.Next();
     if (kDQ) {
       MbarrierWait(&shared.ds_full[0], ds_parity);

@@ -72,7 +72,7 @@ struct Forward {
 #pragma unroll
       for (int c = 0; c < kCols / 8; ++c)
         maximum = fmaxf(maximum, fmaxf(S[h / 2][c][h % 2 * 2], S[h / 2][c][h % 2 * 2 + 1]));
-      m[h] = fmaxf(m[h], QuadMax(maximum));
+      m[h] = fmaxf(m[h], LaneMax<4>(maximum));
       grown |= (m[h] - reference[h]) * unit > kRescaleAt;
     }
     if (__any_sync(0xFFFFFFFFu, grown)) Rescale();
@@ -119,7 +119,7 @@ struct Forward {
     float factor[kLaneRows];
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {
-      l[h] = QuadSum(l[h]);
+      l[h] = LaneSum<4>(l[h]);
       factor[h] = l[h] == 0.0f ? 0.0f : KeptScale(p) / l[h];
       if (threadIdx.x % 4 == 0 && tile.LaneRow() + 8 * h < tile.Rows(p)) {
         const float sum = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * unit);

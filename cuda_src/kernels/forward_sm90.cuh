@@ -445,7 +445,7 @@ struct Consumer {
       float maximum = S[2 * h];
 #pragma unroll
       for (int i = 2 * h; i < kCols / 2; i += 4) maximum = fmaxf(maximum, fmaxf(S[i], S[i + 1]));
-      m[h] = fmaxf(m[h], QuadMax(maximum));
+      m[h] = fmaxf(m[h], LaneMax<4>(maximum));
       alpha[h] = 1.0f;
       if ((m[h] - reference[h]) * to_log2 > kRescaleAt) {
         alpha[h] = Exp2((reference[h] - m[h]) * to_log2);
@@ -679,7 +679,7 @@ struct Consumer {
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      l[h] = QuadSum(l[h]);
+      l[h] = LaneSum<4>(l[h]);
       factor[h] = l[h] == 0.0f ? 0.0f : KeptScale(p) / l[h];
       if (lane % 4 == 0 && row + 8 * h < p.q_len) {
         const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row + 8 * h;

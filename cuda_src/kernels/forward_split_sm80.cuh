@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(32 * jax_flash::kMergeWarps)
       }
     };
     load(0, 0);
-    const float m = LaneReduce<32>(m_p, [](float a, float b) { return fmaxf(a, b); });
+    const float m = LaneMax<32>(m_p);
     const float weight = l_p * Alpha(p, m_p, m), l = LaneSum<32>(weight);
     if (lane == 0) m_w[warp] = m, l_w[warp] = l;
 #pragma unroll

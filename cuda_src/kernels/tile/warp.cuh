@@ -84,26 +84,20 @@ __device__ __forceinline__ int Fresh(int x) {
   return x;
 }
 
-// A reduction over kLanes lanes side by side, all of which get the result.
+// A reduction over kLanes lanes side by side, all of which get the result. (Four share a row of an accumulator.)
 template <int kLanes, typename T, typename Combine>
 __device__ __forceinline__ T LaneReduce(T x, Combine combine) {
 #pragma unroll
-  for (int s = kLanes / 2; s > 0; s /= 2) x = combine(x, __shfl_xor_sync(0xFFFFFFFFu, x, s));
+  for (int s = 1; s < kLanes; s *= 2) x = combine(x, __shfl_xor_sync(0xFFFFFFFFu, x, s));
   return x;
 }
 template <int kLanes, typename T>
 __device__ __forceinline__ T LaneSum(T x) {
   return LaneReduce<kLanes>(x, [](T a, T b) { return a + b; });
 }
-
-// Reductions over the four lanes that share a row of an accumulator.
-__device__ __forceinline__ float QuadMax(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
-}
-__device__ __forceinline__ float QuadSum(float x) {
-  x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
-  return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+template <int kLanes>
+__device__ __forceinline__ float LaneMax(float x) {
+  return LaneReduce<kLanes>(x, [](float a, float b) { return fmaxf(a, b); });
 }
 
 }  // namespace jax_flash

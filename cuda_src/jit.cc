@@ -4,6 +4,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -13,7 +14,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <utility>
 
@@ -35,8 +35,12 @@ constexpr char kStdint[] =
 std::vector<std::string> Options(const Unit& unit, const std::string& arch) {
   std::vector<std::string> options = {"-arch=" + arch, "-std=c++17", "--ptxas-options=-v"};
   for (const std::string& define : unit.defines) options.push_back("-D" + define);
-  std::istringstream more(std::getenv("JAX_FLASH_NVRTC_OPTIONS") ? std::getenv("JAX_FLASH_NVRTC_OPTIONS") : "");
-  for (std::string option; more >> option;) options.push_back(option);
+  const char* const more = std::getenv("JAX_FLASH_NVRTC_OPTIONS");
+  const std::string_view text = more ? more : "";
+  for (size_t begin, end = 0; (begin = text.find_first_not_of(' ', end)) != text.npos;) {
+    end = std::min(text.find(' ', begin), text.size());
+    options.emplace_back(text.substr(begin, end - begin));
+  }
   return options;
 }
 

@@ -346,6 +346,20 @@ def test_a_source_that_does_not_compile_says_so(nvrtc):
         _native.cuda_compile("forward_sm90.cuh", [], "sm_90a")
 
 
+def test_options_from_the_environment(nvrtc, monkeypatch):
+    def cubin(options):
+        monkeypatch.setenv("JAX_FLASH_NVRTC_OPTIONS", options)
+        return _native.cuda_compile("segments.cuh", defines, "sm_80")[0]
+
+    unit = _native.cuda_plan(problem(segments=True).encode(), False, "sm_80")[0]
+    file, _, defines = unit
+    assert file == "segments.cuh"
+    assert b".debug_line" not in cubin("  ")
+    assert b".debug_line" in cubin("  -lineinfo -DNOBODY=1")
+    with pytest.raises(RuntimeError, match=r"could not compile segments.cuh for sm_80:\n.*--nonsense"):
+        cubin("--nonsense")
+
+
 def test_architectures(nvrtc):
     assert _native.cuda_arch(8, 0) == "sm_80"
     assert _native.cuda_arch(8, 9) == "sm_89"
@@ -407,15 +421,18 @@ def test_an_entry_of_another_key_is_none(nvrtc, tmp_path):
     assert path.read_bytes()[:200] == entry[:200]
 
 
-def test_what_a_cubin_depends_on_is_in_its_key(nvrtc, tmp_path):
+def test_what_a_cubin_depends_on_is_in_its_key(nvrtc, monkeypatch, tmp_path):
     changes = [(), (problem(causal=True).encode(),), (BASE.encode(), "sm_89"), (problem(qk_dim=72).encode(),)]
     assert [len(fill(tmp_path, *args)) for args in changes] == [1, 2, 3, 4]
+    monkeypatch.setenv("JAX_FLASH_NVRTC_OPTIONS", "-lineinfo")
+    assert len(fill(tmp_path)) == 5
+    monkeypatch.undo()
     # ... and what it does not depend on is not
-    assert len(fill(tmp_path, problem(batch=3, q_heads=16, scale=0.2, drop_threshold=0).encode())) == 4
+    assert len(fill(tmp_path, problem(batch=3, q_heads=16, scale=0.2, drop_threshold=0).encode())) == 5
     (path, *_) = tmp_path.iterdir()
     header = path.read_bytes().partition(b"\n\n")[0].decode()
     _, major, minor = nvrtc
-    assert f"nvrtc {major}.{minor}\n" in header and "forward_sm80.cuh sm_8" in header and "sources " in header
+    assert f"nvrtc {major}.{minor}\n" in header and "forward_sm80.cuh -arch=sm_8" in header and "sources " in header
 
 
 @pytest.mark.parametrize("directory", ["", "/dev/null/cache"], ids=["none", "unwritable"])

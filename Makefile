@@ -70,7 +70,7 @@ emulate: $(VENV)/.built
 
 sanitize: $(VENV)/.built
 	$(call say,Running the CUDA kernels under compute-sanitizer)
-	@$(VENV)/$(PIP) 'nvidia-cuda-sanitizer-api>=13.5' 'cuda-pathfinder>=1.4'
+	@$(VENV)/$(PIP) 'nvidia-cuda-sanitizer-api>=13.5' 'cuda-pathfinder>=1.5.1'
 	@$(VENV)/bin/python tests/sanitize.py $(SANITIZE_ARGS)
 
 kernels: $(VENV)/.built

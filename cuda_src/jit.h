@@ -22,7 +22,8 @@ struct Compilation {
 };
 
 // Compiles, whatever the caches have. `arch`: "sm_80", "sm_90a", ... The compiler is given the options in
-// JAX_FLASH_NVRTC_OPTIONS too, with spaces between them. Throws std::runtime_error.
+// JAX_FLASH_NVRTC_OPTIONS too, with spaces between them. (A problem that the process has loaded keeps its kernels when
+// they change.) Throws std::runtime_error.
 Compilation CompileUnit(const Unit& unit, const std::string& arch);
 
 // The cubin of a unit: from memory, from the cache directory, or compiled. Safe with many threads and processes.

@@ -40,8 +40,8 @@ OPTIONS += ["--error-exitcode", "1", "--print-limit", "20", "--show-backtrace", 
 TOOLS = {
     # Padding: a tile beyond an array is in no other.
     "memcheck": ["--padding", str(2**18), "--report-api-errors", "no", "--check-tensor-ops", "yes"],
-    "racecheck": [],
     "synccheck": [],
+    "racecheck": [],
 }
 SETTINGS = {"racecheck": {"JAX_FLASH_NVRTC_OPTIONS": "-DJAX_FLASH_RACECHECK"}}  # cuda_src/kernels/tile/types.cuh
 FAMILIES = {"sm90": {}, "sm80": {"JAX_FLASH_CUDA_KERNELS": "sm80"}}
@@ -148,6 +148,18 @@ def run_calls(seconds: float, jobs: int) -> int:
 # --- compute-sanitizer ---
 
 
+def succeeds(name: str, command: list[str], environment: dict[str, str], expected: str) -> bool:
+    """Whether it ends without an error and prints what is expected. What it prints is shown if not."""
+    start = time.monotonic()
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    succeeded = result.returncode == 0 and expected in result.stdout
+    lines = result.stdout.splitlines()
+    if succeeded:
+        lines = [line for line in lines if "SUMMARY" in line or " calls on " in line]
+    print(f"\n{name}: {time.monotonic() - start:.0f} s", *lines, sep="\n", flush=True)
+    return succeeded
+
+
 def sanitize(tools: list[str], families: list[str], seconds: float) -> int:
     """The number of runs with errors, without a call, or in which the tool did not report. What a tool is to see runs
     without it first, which fills the caches of both compilers."""
@@ -165,22 +177,15 @@ def sanitize(tools: list[str], families: list[str], seconds: float) -> int:
             "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",  # memory of its own for every array
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer=",  # no CUDA graphs
         }
+        prepared = None
         for family, tool in itertools.product(families, tools):
             environment = os.environ | settings | FAMILIES[family] | SETTINGS.get(tool, {})
+            if environment != prepared:
+                alone = [*this, "--jobs", str(os.cpu_count())]
+                failed += not succeeds(f"{family}, no tool", alone, environment, " calls on ")
+            prepared = environment
             under_tool = [sanitizer, "--tool", tool, *OPTIONS, *TOOLS[tool], *this, "--seconds", str(seconds)]
-            for command in ([*this, "--jobs", str(os.cpu_count())], under_tool):
-                start = time.monotonic()
-                result = subprocess.run(
-                    command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-                )
-                lines = result.stdout.splitlines()
-                reported = command is not under_tool or any("SUMMARY" in line for line in lines)
-                fine = result.returncode == 0 and reported
-                failed += not fine
-                if fine:
-                    lines = [line for line in lines if "SUMMARY" in line or " calls on " in line]
-                name = tool if command is under_tool else "no tool"
-                print(f"\n{family}, {name}: {time.monotonic() - start:.0f} s", *lines, sep="\n", flush=True)
+            failed += not succeeds(f"{family}, {tool}", under_tool, environment, "SUMMARY")
     return failed
 
 

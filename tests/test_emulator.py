@@ -8,11 +8,24 @@ import sys
 import emulator
 import pytest
 
+pytestmark = pytest.mark.skipif(bool(emulator.missing()), reason=emulator.missing())
 
-@pytest.mark.skipif(bool(emulator.missing()), reason=emulator.missing())
+
+def run_checks(*arguments, **environment):
+    """In a process of its own, in which the CPU is a GPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *arguments]
+    folder = pathlib.Path(__file__).parent
+    result = subprocess.run(command, env=os.environ | environment, cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
+
+
 @pytest.mark.parametrize("arch", emulator.ARCHS)
 def test_kernels(arch):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "emulator/checks.py", "-m", "not gpu"]
-    environment = os.environ | {"JAX_FLASH_EMULATE": arch}
-    result = subprocess.run(command, env=environment, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
+    run_checks("emulator/checks.py", JAX_FLASH_EMULATE=arch)
+
+
+def test_kernels_for_racecheck():
+    """All lanes arrive at mbarriers, as their counts say."""
+    names = ("causal", "three kernels", "clusters", "TF32", "wide TF32", "block mask")
+    cases = [f"emulator/checks.py::test_random_schedule[cpu-{name}-0]" for name in names]
+    run_checks(*cases, JAX_FLASH_EMULATE="sm_90", JAX_FLASH_NVRTC_OPTIONS="-DJAX_FLASH_RACECHECK")

@@ -328,7 +328,7 @@ struct Consumer {
   __device__ __forceinline__ void TakeQ() {
 #pragma unroll
     for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], SharedAddress(Matrices(shared.q[q.Index()][row_group], d)));
-    FenceProxyAsync();
+    FenceProxyAsync();  // before the next Q comes
   }
 
   // S = Q K^T

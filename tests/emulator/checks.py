@@ -177,15 +177,6 @@ def test_random_schedule(name, seed, monkeypatch):
     check_tf32(case) if dtype == "tf32" else check(case, dtype)
 
 
-@hopper
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("name", ["clusters", "TF32", "block mask"])
-def test_compiled_for_racecheck(name, monkeypatch):
-    monkeypatch.setenv("JAX_FLASH_NVRTC_OPTIONS", "-DJAX_FLASH_RACECHECK")
-    case, dtype = SEVERAL_TILES[name]
-    check_tf32(case) if dtype == "tf32" else check(case, dtype)
-
-
 # --- Broken kernels ---
 
 

@@ -28,6 +28,7 @@ namespace emulator {
 uint8_t* DynamicShared();
 uint32_t SharedAddress(const void* generic);
 void SyncThreads();
+[[noreturn]] void Fail(const char* format, ...);
 // The last of a warp's lanes to come computes, from what each has brought.
 void Together(const void* site, void* mine, void (*compute)(void* const* lanes), const char* what);
 
@@ -134,7 +135,8 @@ T atomicMax(T* x, T y) {
 
 inline void __threadfence() {}
 inline void __syncthreads() { emulator::SyncThreads(); }
-inline void __syncwarp(unsigned) {
+inline void __syncwarp(unsigned mask) {
+  if (mask != 0xFFFFFFFF) emulator::Fail("__syncwarp of some lanes");
   static const char site = 0;
   emulator::Together(&site, nullptr, [](void* const*) {}, "__syncwarp");
 }

@@ -24,7 +24,8 @@ __device__ __forceinline__ void MbarrierArrive(uint64_t* barrier, bool elected =
       : "memory");
 }
 
-// A warp's arrival, when all of its lanes have done what it is to say: one lane's. ArrivalsOf: for MbarrierInit.
+// A warp's arrival, when all of its lanes have done what it is to say: one lane's, but for kRacecheck. ArrivalsOf: for
+// MbarrierInit.
 __device__ __forceinline__ bool ArrivesForWarp(int lane) { return kRacecheck || lane == 0; }
 __device__ __forceinline__ uint32_t ArrivalsOf(int warps) { return kRacecheck ? 32 * warps : warps; }
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ void BarrierArrive(int id, int threads) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// bar.warp.sync of all lanes. Where they are in step ptxas makes it no instruction, if it knows that all are meant.
+// bar.warp.sync of all lanes. Where they are in step ptxas leaves nothing of it, if it knows that all are meant.
 __device__ __forceinline__ void SyncWarp() {
   uint32_t all = 0xFFFFFFFF;
   if constexpr (kRacecheck) {

@@ -88,7 +88,7 @@ struct Keys {
 
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
   // Of Q and L, or dO and D: with a fence, before the copy engine may write where L or D was read by loads. (Some warps
-  // have not read them; it costs nothing.)
+  // have not read them: it costs nothing. Consumer has fenced before.)
   __device__ __forceinline__ void ReleaseRows(uint64_t* barrier) {
     FenceProxyAsync();
     Release(barrier);

@@ -87,8 +87,9 @@ struct Consumer : Keys {
     if (kDV && !kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
     if (kDQ) {
       StoreDS();
-    } else if (Never()) {  // as the barriers above do, it keeps ptxas from working ahead with dK
-      return false;
+    } else {
+      FenceProxyAsync();          // as StoreDS has it, before other rows come where L and D were read
+      if (Never()) return false;  // as the barriers of StoreDS do, it keeps ptxas from working ahead with dK
     }
     if (kSplitRows) {
       Finish<kDQFirst>(step, warpgroup, 0);
@@ -133,7 +134,7 @@ struct Consumer : Keys {
     Pin(dQ.C);
     // Once more, which takes fewer registers; with 128 rows there are none before dQ has left.
     if (kBehind && !kSplitRows) step = StepHere();
-    ReleaseRows(&shared.do_empty[at.index]);
+    Release(&shared.do_empty[at.index]);
     if (!kBehind && step.last) Release(&shared.k_empty);
     if (kBehind && add) Release(&shared.ds_empty[from.index]);
     if (add) {
@@ -154,7 +155,7 @@ struct Consumer : Keys {
     }
     WgmmaWait<0>();
     Pin(dK);
-    ReleaseRows(&shared.q_empty[at.index]);
+    Release(&shared.q_empty[at.index]);
   }
 
   // dQ = dS K

@@ -87,8 +87,7 @@ struct Keys {
   }
 
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
-  // Of Q and L, or dO and D: with a fence, before the copy engine may write where L or D was read by loads. (Some warps
-  // have not read them: it costs nothing. Consumer has fenced before.)
+  // By a warp that has read L or D by loads: a fence before the copy engine may write there.
   __device__ __forceinline__ void ReleaseRows(uint64_t* barrier) {
     FenceProxyAsync();
     Release(barrier);

@@ -121,7 +121,7 @@ struct TF32ConsumerOfDS : TF32Keys {
     WaitForQ();
     const Step step = StepHere();
     if (kDK) TransposeQ();
-    ReleaseRows(&shared.q_empty[at.index]);
+    Release(&shared.q_empty[at.index]);
     MbarrierWait(&shared.do_full[at.index], at.parity);
     if (kDS) IssueHeldKeysTimesRows(dP, V, shared.d_o[at.index], false);
     uint32_t dS[kRows / 2];

@@ -76,7 +76,7 @@ struct ConsumerOfP : Keys {
       if (step.last) {
         WgmmaWait<0>();
         Pin(dV);
-        ReleaseRows(&shared.do_empty[stage]);
+        Release(&shared.do_empty[stage]);
         return;
       }
       WaitForQ();
@@ -84,7 +84,7 @@ struct ConsumerOfP : Keys {
       step = StepHere();
       WgmmaWait<1>();
       Pin(dV);
-      ReleaseRows(&shared.do_empty[stage]);
+      Release(&shared.do_empty[stage]);
     }
   }
 };
@@ -130,7 +130,7 @@ struct ConsumerOfDS : Keys {
     if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
     WgmmaWait<0>();
     Pin(dK);
-    ReleaseRows(&shared.q_empty[at.index]);
+    Release(&shared.q_empty[at.index]);
     at.Next();
     if (kDQ) {
       MbarrierWait(&shared.ds_full[0], ds_parity);

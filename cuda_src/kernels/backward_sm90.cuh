@@ -236,19 +236,19 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
   extern __shared__ __align__(1024) uint8_t memory[];
   BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
   if (threadIdx.x == 0) {
-    MbarrierInit(&shared.k_full, 1), MbarrierInit(&shared.k_empty, ArrivalsOf(4 * kConsumers));
-    MbarrierInit(&shared.v_full, 1), MbarrierInit(&shared.v_empty, ArrivalsOf(4 * kConsumers));
+    constexpr uint32_t kByConsumers = ArrivalsOf(4 * kConsumers);
+    MbarrierInit(&shared.k_full, 1), MbarrierInit(&shared.k_empty, kByConsumers);
+    MbarrierInit(&shared.v_full, 1), MbarrierInit(&shared.v_empty, kByConsumers);
     for (int s = 0; s < kStages; ++s) {
       MbarrierInit(&shared.q_full[s], 1), MbarrierInit(&shared.q_empty[s], ArrivalsOf(4 * kConsumers + kQTransposers));
       MbarrierInit(&shared.do_full[s], 1), MbarrierInit(&shared.do_empty[s], ArrivalsOf(kDOReaders + kTransposers));
-      MbarrierInit(&shared.ds_full[s], kWide ? 1 : ArrivalsOf(4 * kConsumers));
-      MbarrierInit(&shared.ds_empty[s], ArrivalsOf(kWide ? 4 : 4 * kConsumers));
+      MbarrierInit(&shared.ds_full[s], kWide ? 1 : kByConsumers);
+      MbarrierInit(&shared.ds_empty[s], kWide ? ArrivalsOf(4) : kByConsumers);
     }
     if (kTF32) {
-      MbarrierInit(&shared.q_t_full, ArrivalsOf(kTransposers)),
-          MbarrierInit(&shared.q_t_empty, ArrivalsOf(4 * kConsumers));
-      MbarrierInit(&shared.do_t_full, ArrivalsOf(kTransposers)),
-          MbarrierInit(&shared.do_t_empty, ArrivalsOf(kDOReaders));
+      MbarrierInit(&shared.q_t_full, ArrivalsOf(kTransposers)), MbarrierInit(&shared.q_t_empty, kByConsumers);
+      MbarrierInit(&shared.do_t_full, ArrivalsOf(kTransposers));
+      MbarrierInit(&shared.do_t_empty, ArrivalsOf(kDOReaders));
     }
     for (int i = 0; i < 6; ++i) MbarrierInit(&shared.rows_full[i / 2][i % 2], 1);
     FenceMbarrierInit();

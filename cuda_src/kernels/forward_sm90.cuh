@@ -730,14 +730,15 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
   if (threadIdx.x == 0) {
+    constexpr uint32_t kByConsumers = ArrivalsOf(4 * kConsumers);
     for (int b = 0; b < kQBuffers; ++b) {
       for (int w = 0; w < kRowGroups; ++w)
         MbarrierInit(&shared.q_full[b][w], 1), MbarrierInit(&shared.q_empty[b][w], ArrivalsOf(4 * kKeyGroups));
     }
     for (int s = 0; s < kStages; ++s) {
-      MbarrierInit(&shared.k_full[s], 1), MbarrierInit(&shared.k_empty[s], ArrivalsOf(4 * kConsumers));
-      MbarrierInit(&shared.v_full[s], kTF32 ? ArrivalsOf(kVBoxes) : 1),
-          MbarrierInit(&shared.v_empty[s], ArrivalsOf(4 * kConsumers));
+      MbarrierInit(&shared.k_full[s], 1), MbarrierInit(&shared.k_empty[s], kByConsumers);
+      MbarrierInit(&shared.v_full[s], kTF32 ? ArrivalsOf(kVBoxes) : 1);
+      MbarrierInit(&shared.v_empty[s], kByConsumers);
     }
     for (int s = 0; kTF32 && s < kLandings; ++s)
       MbarrierInit(&shared.landed[s], 1), MbarrierInit(&shared.transposed[s], ArrivalsOf(kTransposers));

@@ -27,7 +27,7 @@ __device__ __forceinline__ void MbarrierArrive(uint64_t* barrier, bool elected =
 // A warp's arrival, when all of its lanes have done what it is to say: one lane's, but for kRacecheck. ArrivalsOf: for
 // MbarrierInit.
 __device__ __forceinline__ bool ArrivesForWarp(int lane) { return kRacecheck || lane == 0; }
-__device__ __forceinline__ uint32_t ArrivalsOf(int warps) { return kRacecheck ? 32 * warps : warps; }
+__host__ __device__ constexpr uint32_t ArrivalsOf(int warps) { return kRacecheck ? 32 * warps : warps; }
 
 // mbarrier.arrive.expect_tx: arrive, and have the phase wait for `bytes` of asynchronous copies too.
 __device__ __forceinline__ void MbarrierArriveExpectTx(uint64_t* barrier, uint32_t bytes) {

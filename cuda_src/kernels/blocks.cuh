@@ -83,32 +83,32 @@ __device__ __forceinline__ BlockList SameColumn(const Params& p, int batch, int 
 // The tiles of kTile rows (or columns) that are in the blocks of a list and may be visible, from the last to the first.
 template <int kTile, int kBlock>
 struct ListedTiles {
-  int at = -1;  // where the tile begins; -1: there are no more
-  int left;     // blocks to come
+  int at = -1;   // where the tile begins; -1: there are no more
+  int left = 0;  // blocks to come
   const int32_t* members;
-  const Visible* visible;
 
+  ListedTiles() = default;
   __device__ __forceinline__ ListedTiles(const BlockList& list, const Visible& visible)
-      : left(list.count), members(list.members), visible(&visible) {
-    TakeBlock();
+      : left(list.count), members(list.members) {
+    TakeBlock(visible);
   }
 
-  __device__ __forceinline__ void Next() {
-    if (at % kBlock == 0 || at <= visible->any_lo) {
-      TakeBlock();
+  __device__ __forceinline__ void Next(const Visible& visible) {
+    if (at % kBlock == 0 || at <= visible.any_lo) {
+      TakeBlock(visible);
     } else {
       at -= kTile;
     }
   }
 
  private:
-  __device__ __forceinline__ void TakeBlock() {
+  __device__ __forceinline__ void TakeBlock(const Visible& visible) {
     at = -1;
     while (at < 0 && left > 0) {
       const int block = members[--left];
-      if (block < 0 || block > (visible->any_hi - 1) / kBlock) continue;
-      const int begin = block * kBlock, end = begin + min(kBlock, visible->any_hi - begin);
-      if (max(begin, visible->any_lo) < end) at = (end - 1) / kTile * kTile;
+      if (block < 0 || block > (visible.any_hi - 1) / kBlock) continue;
+      const int begin = block * kBlock, end = begin + min(kBlock, visible.any_hi - begin);
+      if (max(begin, visible.any_lo) < end) at = (end - 1) / kTile * kTile;
     }
   }
 };
@@ -138,7 +138,7 @@ struct ListedQTiles {
 
   __device__ __forceinline__ bool There() const { return head <= last_head; }
   __device__ __forceinline__ void Next() {
-    tiles.Next();
+    tiles.Next(rows);
     TakeHead();
   }
 

@@ -20,38 +20,13 @@
 // zeros, and is left out of O.
 #pragma once
 
-#include "blocks.cuh"
 #include "common/philox.h"
-#include "config.cuh"
-#include "params.h"
-#include "schedule.cuh"
+#include "forward_tiles_sm90.cuh"
 #include "scores.cuh"
-#include "tile/mbarrier.cuh"
-#include "tile/tma.cuh"
-#include "tile/transpose.cuh"
-#include "tile/types.cuh"
-#include "tile/warp.cuh"
 #include "tile/wgmma.cuh"
-#include "visible.cuh"
 
 namespace jax_flash {
 
-constexpr int kRows = JAX_FLASH_ROWS, kKeys = JAX_FLASH_COLS;  // of tiles of Q, and of K and V
-constexpr int kConsumers = JAX_FLASH_CONSUMERS;
-constexpr int kStages = JAX_FLASH_STAGES;  // tiles of K, and of V, in flight
-
-constexpr int kRowGroups = kRows / 64, kKeyGroups = kConsumers / kRowGroups;
-constexpr int kCols = kKeys / kKeyGroups;  // of S in one warpgroup
-static_assert(kRows % 64 == 0 && kConsumers % kRowGroups == 0 && kKeyGroups <= 2 && kKeys % kKeyGroups == 0);
-static_assert(kCols % (kTF32 ? 32 : 16) == 0 && (kKeyGroups == 1 || !kTF32));
-constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-constexpr int kQKBoxes = (kQKDim + kBoxColumns - 1) / kBoxColumns;  // of Q and K
-constexpr int kVBoxes = (kVDim + kBoxColumns - 1) / kBoxColumns;    // of V and O
-constexpr int kQBox = 64 * 128;                                     // bytes of a box of Q or O
-constexpr int kKVBox = kKeys * 128;                                 // bytes of a box of K or V
-constexpr int kTransposedBox = kVBoxes * kBoxColumns * 128;         // bytes of 32 keys of V^T
-constexpr int kTransposers = 3;                                     // warps
-constexpr int kLandings = kCols < 64 ? 8 : 4;                       // boxes of V in flight that are to be transposed
 constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
 constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the left of what is not
 // Is the first tile to be computed, the last that the rows see, masked at any rate? (To ask takes registers that are
@@ -61,218 +36,11 @@ constexpr bool kFirstMasked =
 constexpr bool kLookedUp = kSegments || kMask || kBlockMask;   // must memory be asked which keys a row sees?
 constexpr int kSeenWords = kLookedUp ? (kCols + 31) / 32 : 1;  // a bit for each key of a tile
 // Where ptxas would work ahead for them without registers.
-constexpr bool kCrowded = kVDim > 128 || (kVDim > 80 && kBlockMask && kWindow && kSegments);
-// Registers a thread; together what the kernel starts with.
-constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask || kTF32 ? 56 : 40;
-constexpr int kConsumerRegisters = kConsumers == 2 ? (504 - kProducerRegisters) / 2 : kConsumers == 3 ? 160 : 112;
-// O leaves through shared memory of its own, so that the next tile of Q can come; or, where that is too much, through
-// Q's. Where there is room for two tiles of Q, the next one is there in time.
-constexpr int kQBytes = kRowGroups * kQKBoxes * kQBox, kOBytes = kRowGroups * kVBoxes * kQBox;
-constexpr int kKVBytes = (kQKBoxes + kVBoxes) * kStages * kKVBox + (kTF32 ? kLandings * kKVBox + 1024 : 0);
-constexpr int kHandedValues = kVDim / 2 + 6;  // of a thread: its O, and m, l and the reference of its two rows
-constexpr int kHandedBytes = kKeyGroups > 1 ? kRowGroups * kHandedValues * kWarpgroup * 4 : 0;
-constexpr int kRoom = 226 * 1024 - kKVBytes - kHandedBytes;  // for Q and O
-constexpr bool kOInQ = kQBytes + kOBytes > kRoom;
-constexpr int kQBuffers = 2 * kQBytes + kOBytes > kRoom ? 1 : 2;
-static_assert(kKeyGroups == 1 || !kOInQ);
-constexpr int kQBoxes = kOInQ && kVBoxes > kQKBoxes ? kVBoxes : kQKBoxes;
+constexpr bool kCrowded = kVDim > 128 || (kBlockMask && kWindow && kSegments);
 
 // O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
 // f16.
 constexpr float kRescaleAt = 8.0f;
-
-// A tile of the output, and the tiles of K and V that it sees. With a block mask these are keys, and it sees no more
-// than that.
-struct Tile {
-  int row, head, batch;
-  Visible visible;
-};
-
-// With a block mask: a tile of K and V that comes.
-struct ListedTile {
-  int word;  // 4 j + 2 masked + last
-
-  __device__ __forceinline__ int J() const { return word / 4; }
-  __device__ __forceinline__ bool Masked() const { return word & 2; }
-  __device__ __forceinline__ bool Last() const { return word & 1; }
-};
-
-struct ForwardShared {
-  alignas(1024) uint8_t q[kQBuffers][kRowGroups][kQBoxes * kQBox];
-  alignas(1024) uint8_t o[kOInQ ? 1 : kRowGroups][kOInQ ? 1 : kVBoxes * kQBox];
-  alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
-  alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];  // f32: of V^T
-  uint64_t q_full[kQBuffers][kRowGroups], q_empty[kQBuffers][kRowGroups];
-  Tile tile[2 * kQBuffers][kRowGroups];  // comes with q, stays until the next tile's q goes
-  uint64_t k_full[kStages], k_empty[kStages];
-  uint64_t v_full[kStages], v_empty[kStages];
-  ListedTile listed[kBlockMask ? kStages : 1];  // comes with k; so does
-  int kind[kBlockMask ? kStages : 1];           // of its block
-  // What a warpgroup hands over, thread by thread.
-  float handed[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kHandedValues : 1][kKeyGroups > 1 ? kWarpgroup : 1];
-  // f32: V as it comes
-  uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];
-  bool more[kTF32 ? kLandings : 1];  // comes with a box, or says that there are none
-  alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? kKVBox : 1];
-};
-
-static_assert(sizeof(ForwardShared) <= 227 * 1024);
-
-using TileSchedule = Schedule<kCausal && !kBlockMask>;
-
-__device__ __forceinline__ bool Next(const Params& p, TileSchedule* schedule, Tile* tile, BlockList* blocks) {
-  constexpr int kTiles = kBlockMask ? kQBlock / kRows : 1;  // of a block
-  const int heads = p.batch * p.q_heads, tiles = kBlockMask ? BlockRows(p) * kTiles : (p.q_len + kRows - 1) / kRows;
-  int head, t;
-  // (CountedLists asks when it is made.)
-  if (!(kBlockMask ? CountedLists(p).Next(heads, tiles, &head, &t) : schedule->Next(heads, tiles, &head, &t)))
-    return false;
-  tile->row = t * kRows;
-  tile->head = head % p.q_heads;
-  tile->batch = head / p.q_heads;
-  if constexpr (kBlockMask) {
-    *blocks = RowList(p, tile->batch, tile->head, t / kTiles);
-    tile->row = blocks->index * kQBlock + t % kTiles * kRows;
-  }
-  const Visible keys = KeysOf(p, PositionsOf(p, tile->batch), tile->batch, tile->row, tile->row + kRows);
-  if constexpr (kBlockMask) {
-    tile->visible = keys;
-    return true;
-  }
-  const int begin = keys.any_lo / kKeys;
-  const int end = keys.any_lo < keys.any_hi ? (keys.any_hi + kKeys - 1) / kKeys : begin;
-  tile->visible = {begin, end, max((keys.every_lo + kKeys - 1) / kKeys, begin), max(keys.every_hi / kKeys, begin)};
-  return true;
-}
-
-struct Producer {
-  const Params& p;
-  ForwardShared& shared;
-  Ring<kStages> at;  // the next tile of V; K is one ahead, or none
-  Ring<kLandings> landing;
-  PackedRing<kQBuffers> q;
-
-  __device__ __forceinline__ void LoadK(Ring<kStages> k, const TensorMap* map, int j, int head, int batch) {
-    MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
-    MbarrierArriveExpectTx(&shared.k_full[k.index], kQKBoxes * kKVBox);
-    for (int b = 0; b < kQKBoxes; ++b)
-      TmaLoad(shared.k[k.index] + b * kKVBox, map, &shared.k_full[k.index], b * kBoxColumns, j * kKeys, head, batch);
-  }
-  __device__ __forceinline__ void LoadV(const TensorMap* map, int j, int head, int batch) {
-    if constexpr (kTF32) {
-#pragma unroll 1
-      for (int b = 0; b < kVBoxes; ++b) {
-        Land(true);
-        TmaLoad(shared.landing[landing.index], map, &shared.landed[landing.index], b * kBoxColumns, j * kKeys, head,
-                batch);
-        landing.Next();
-      }
-    } else {
-      MbarrierWait(&shared.v_empty[at.index], at.parity ^ 1);
-      MbarrierArriveExpectTx(&shared.v_full[at.index], kVBoxes * kKVBox);
-      for (int b = 0; b < kVBoxes; ++b)
-        TmaLoad(shared.v[at.index] + b * kKVBox, map, &shared.v_full[at.index], b * kBoxColumns, j * kKeys, head,
-                batch);
-    }
-    at.Next();
-  }
-
-  // To the warp whose turn it is: a box of V, or that there are no more.
-  __device__ __forceinline__ void Land(bool more) {
-    MbarrierWait(&shared.transposed[landing.index], landing.parity ^ 1);
-    shared.more[landing.index] = more;
-    MbarrierArriveExpectTx(&shared.landed[landing.index], more ? kKVBox : 0);
-  }
-  __device__ __forceinline__ void EndLanding() {
-    for (int w = 0; w < kTransposers; ++w) Land(false), landing.Next();
-  }
-
-  // Hands the tile to all consumers, with Q. (Lists leave no registers to unroll it.)
-  __device__ __forceinline__ void LoadQ(const Tile& tile, bool empty, const TensorMap* map) {
-#pragma unroll(kBlockMask ? 1 : kRowGroups)
-    for (int w = 0; w < kRowGroups; ++w) {
-      MbarrierWait(&shared.q_empty[q.Index()][w], q.Parity() ^ 1);
-      shared.tile[q.position][w] = tile;
-      MbarrierArriveExpectTx(&shared.q_full[q.Index()][w], empty ? 0 : kQKBoxes * kQBox);
-      for (int b = 0; !empty && b < kQKBoxes; ++b)
-        TmaLoad(shared.q[q.Index()][w] + b * kQBox, map, &shared.q_full[q.Index()][w], b * kBoxColumns,
-                tile.row + 64 * w, tile.head, tile.batch);
-    }
-    q.Next();
-  }
-
-  __device__ __forceinline__ void Run(const Tile& tile, const TensorMap* q_map, const TensorMap* k_map,
-                                      const TensorMap* v_map) {
-    const bool empty = tile.visible.any_lo == tile.visible.any_hi;
-    const int kv_head = tile.head / (p.q_heads / p.kv_heads);
-    if (!empty) LoadK(at, k_map, tile.visible.any_hi - 1, kv_head, tile.batch);
-    LoadQ(tile, empty, q_map);
-    for (int j = tile.visible.any_hi - 1; j >= tile.visible.any_lo; --j) {
-      if (j > tile.visible.any_lo) LoadK(at.After(), k_map, j - 1, kv_head, tile.batch);
-      LoadV(v_map, j, kv_head, tile.batch);
-    }
-  }
-
-  // Likewise with a block mask.
-  __device__ __forceinline__ void Run(Tile tile, const BlockList& blocks, const TensorMap* q_map,
-                                      const TensorMap* k_map, const TensorMap* v_map) {
-    const int kv_head = tile.head / (p.q_heads / Fresh(p.kv_heads));
-    const int32_t* const kinds = KindsOfRow(p, tile.batch, tile.head, tile.row);
-    ListedTiles<kKeys, kKVBlock> next(blocks, tile.visible);
-    const bool empty = next.at < 0;
-    const auto load_k = [&](Ring<kStages> k) {
-      const int column = next.at, kind = kinds[column / kKVBlock];
-      next.Next();
-      const bool every =
-          tile.visible.every_lo <= column && column + kKeys <= tile.visible.every_hi && kind == kEverything;
-      MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
-      shared.listed[k.index] = {column / kKeys * 4 + !every * 2 + (next.at < 0)};
-      shared.kind[k.index] = kind;
-      LoadK(k, k_map, column / kKeys, kv_head, tile.batch);
-      return column / kKeys;
-    };
-    if (empty) tile.visible.any_hi = tile.visible.any_lo;
-    int j = empty ? -1 : load_k(at);
-    LoadQ(tile, empty, q_map);
-    while (j >= 0) {
-      const int loaded = j;
-      j = next.at < 0 ? -1 : load_k(at.After());
-      LoadV(v_map, loaded, kv_head, tile.batch);
-    }
-  }
-};
-
-// f32: a warp that transposes every kTransposers-th box of V. It waits for the others' boxes too, and says that it has
-// seen them, so as to be neither a lap ahead of a barrier nor one behind. (That it looks at v_empty for its own boxes
-// alone is enough because K of the next tile comes before V of this one.)
-struct Transposer {
-  ForwardShared& shared;
-  Ring<kLandings> landing;
-  Ring<kStages> v;
-
-  __device__ __forceinline__ void Run() {
-    const int lane = threadIdx.x % 32;
-    int turn = threadIdx.x / 32 - 1;  // the boxes until the next of this warp's
-    for (int box = 0;; ++box, --turn, landing.Next()) {
-      if (box == kVBoxes) box = 0, v.Next();
-      MbarrierWait(&shared.landed[landing.index], landing.parity);
-      SyncWarp();
-      if (turn > 0) {
-        MbarrierArrive(&shared.transposed[landing.index], ArrivesForWarp(lane));
-        continue;
-      }
-      if (!shared.more[landing.index]) return;
-      MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
-      TransposeBox<kCols, kConsumers == 2 ? 16 : 8>(shared.landing[landing.index],
-                                                    shared.v[v.index] + box * kBoxColumns * 128, kTransposedBox);
-      FenceProxyAsync();
-      SyncWarp();
-      MbarrierArrive(&shared.v_full[v.index], ArrivesForWarp(lane));
-      MbarrierArrive(&shared.transposed[landing.index], ArrivesForWarp(lane));
-      turn = kTransposers;
-    }
-  }
-};
 
 // Named barriers of row groups.
 constexpr int kHanded = 1 + 2 * kConsumers, kFree = kHanded + kRowGroups;
@@ -391,7 +159,7 @@ struct Consumer {
   template <bool kMasked>
   __device__ __forceinline__ void Look(const Tile& tile, int j) {
     if (!kMasked || !kLookedUp) return;
-    const Block block(p, tile.batch, kBlockMask ? shared.kind[k.index] : kEverything);
+    const Block block(p, tile.batch, kBlockMask ? shared.listed[k.index].kind : kEverything);
     const Entries entries(p, tile.batch, tile.head);
     const int row = Row(tile), column = Column(j) + lane % 4 * 2;
     const int row_in_block = (kRows == kQBlock ? 0 : tile.row % kQBlock) + RowInTile();
@@ -531,8 +299,7 @@ struct Consumer {
   // With a block mask: the tile of K that is there.
   __device__ __forceinline__ ListedTile Listed() {
     MbarrierWait(&shared.k_full[k.index], k.parity);
-    const ListedTile& tile = shared.listed[k.index];
-    return {Uniform(tile.word)};
+    return {Uniform(shared.listed[k.index].word)};
   }
 
   // All of a tile; false if the producer has no more.
@@ -740,6 +507,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
       MbarrierInit(&shared.v_full[s], kTF32 ? ArrivalsOf(kVBoxes) : 1);
       MbarrierInit(&shared.v_empty[s], kByConsumers);
     }
+    for (int s = 0; kScout && s < kAhead; ++s)
+      MbarrierInit(&shared.found_full[s], 1), MbarrierInit(&shared.found_empty[s], 1);
     for (int s = 0; kTF32 && s < kLandings; ++s)
       MbarrierInit(&shared.landed[s], 1), MbarrierInit(&shared.transposed[s], ArrivalsOf(kTransposers));
     FenceMbarrierInit();
@@ -747,20 +516,10 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<kProducerRegisters>();
-    TileSchedule schedule;
-    BlockList blocks;
     if (threadIdx.x == 0) {
-      Producer producer{p, shared};
-      Tile tile;
-      while (Next(p, &schedule, &tile, &blocks)) {
-        if constexpr (kBlockMask) {
-          producer.Run(tile, blocks, &q_map, &k_map, &v_map);
-        } else {
-          producer.Run(tile, &q_map, &k_map, &v_map);
-        }
-      }
-      producer.Run({-1}, &q_map, &k_map, &v_map);
-      if (kTF32) producer.EndLanding();
+      Producer{p, shared, &q_map, &k_map, &v_map}.Run();
+    } else if (kScout && threadIdx.x == 32) {
+      Scout{p, shared}.Run();
     } else if (kTF32 && threadIdx.x >= 32) {
       Transposer{shared}.Run();
     }

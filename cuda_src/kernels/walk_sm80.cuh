@@ -136,9 +136,13 @@ struct KeyTiles {
 
 template <>
 struct KeyTiles<true> : ListedTiles<kCols, kKVBlock> {
-  __device__ __forceinline__ explicit KeyTiles(const QTile& tile) : ListedTiles(tile.blocks, tile.keys) {}
+  const Visible& keys;
+
+  __device__ __forceinline__ explicit KeyTiles(const QTile& tile)
+      : ListedTiles(tile.blocks, tile.keys), keys(tile.keys) {}
   __device__ __forceinline__ bool There() const { return at >= 0; }
   __device__ __forceinline__ int Column() const { return at; }
+  __device__ __forceinline__ void Next() { ListedTiles::Next(keys); }
 };
 
 // Begins to load the next tiles of K and V, or one of `parts` of them; zeros when there are no more.

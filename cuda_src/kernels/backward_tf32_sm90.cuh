@@ -135,8 +135,6 @@ struct TF32Consumer : TF32Keys {
     WgmmaWait<kDS ? 1 : 0>();
     Pin(S);
     Softmax(tile, step);
-    SyncWarp();  // all lanes have read what is there of l and m
-    ReleaseRows(&shared.q_empty[stage]);
     uint32_t P[kRows / 2], dS[kRows / 2];
     Round<kDropout>(S, P);
     MbarrierWait(&shared.do_t_full, parity);
@@ -145,14 +143,15 @@ struct TF32Consumer : TF32Keys {
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
     if (kDS) ComputeDS();
-    SyncWarp();
-    ReleaseRows(&shared.do_empty[stage]);
     Round<false>(dP, dS);
     if (kDQ) {
       WaitForFreeDS();
       StoreDS(shared.ds[0], dS);
-      FenceProxyAsync();
     }
+    FenceProxyAsync();  // of dS, and before other rows come where L and D were read
+    SyncWarp();
+    Release(&shared.q_empty[stage]);
+    Release(&shared.do_empty[stage]);
     if (kDQ) SyncConsumers();
     if (kFirst == kQKDim - kFirst || warpgroup == 0) {
       Finish<kFirst>(dS, step.row_block, warpgroup * kFirst);

@@ -331,18 +331,25 @@ bool LeavesIdle(const Problem& p) {
   return 6 * items < 5 * RoundUp(items, kMultiprocessors);
 }
 
+// Whether a block mask is one that goes with that: lists are taken head by head then, not the longest of all first, and
+// a head waits for one before it. With long ones there is little to gain.
+bool HasShortLists(const Problem& p) { return (p.column_list - 2) * p.q_block <= 2048; }
+
 // Whether Hopper's backward does what comes before and after it alongside (backward_alongside_sm90.cuh). Three warps a
-// block have to keep up: they do where a row has many keys, or all rows are prepared at once. Not with a block mask,
-// whose lists go through all heads twice; and where registers are few, it would spill some. Heads of Q that share keys
-// are computed one by one then, or too many would be under way at a time: which is worth it where they are few.
+// block have to keep up: they do where a row has many keys, or all rows are prepared at once. Not where registers are
+// few, it would spill some. Heads of Q that share keys are computed one by one then, or too many would be under way at
+// a time: which is worth it where they are few.
 bool Alongside(const Problem& p) {
-  const bool few = p.batch * p.q_heads * DivideUp(p.q_len, 64) <= 3 * kMultiprocessors;
-  if (!few && (p.kv_len < 512 || p.q_len > 2 * p.kv_len)) return false;
-  const bool shared_keys = p.group() > 1 && std::max(p.qk_dim, p.v_dim) <= 64;
-  if (p.dropout() && (p.segments || p.window() || shared_keys)) return false;
+  const bool few = p.batch * p.q_heads * DivideUp(p.q_len, 64) <= 3 * kMultiprocessors, listed = p.block_mask.present;
+  const int64_t keys = listed ? (p.row_list - 2) * p.kv_block : p.kv_len;  // of a row
+  if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
+  const bool other_mask = p.causal || p.window() || p.segments || p.q_lengths || p.kv_lengths;
+  if (listed && (p.group() > 1 || other_mask || !HasShortLists(p))) return false;
+  const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
+  if (p.dropout() && (p.segments || p.window() || (narrow ? p.group() > 1 : listed))) return false;
   if (p.group() > 1 && !LeavesIdle(p)) return false;
   return Bytes(p) == 2 && std::max(p.qk_dim, p.v_dim) <= 128 && p.scale > 0 && p.soft_cap <= 0 && !p.bias.present &&
-         !p.mask.present && !p.block_mask.present && SumsDQ(p);
+         !p.mask.present && SumsDQ(p);
 }
 
 // Whether heads of Q that share keys are then computed one by one, and their dK and dV added up in f32: for so many
@@ -520,9 +527,11 @@ int64_t HeadsAtATime(const Problem& p) {
   return std::min(p.batch * p.q_heads, kMultiprocessors / DivideUp(p.kv_len, 128) + 1);
 }
 
-// For how many it uses scratch if it does all alongside: four times as many, some before and some after; or if causal
-// six times, since they are computed in half the time.
-int64_t HeadsInScratch(const Problem& p) { return std::min(p.batch * p.q_heads, (p.causal ? 6 : 4) * HeadsAtATime(p)); }
+// For how many it uses scratch if it does all alongside: four times as many, some before and some after; or six times,
+// where not all tiles are computed and it takes less time.
+int64_t HeadsInScratch(const Problem& p) {
+  return std::min(p.batch * p.q_heads, (p.causal || p.block_mask.present ? 6 : 4) * HeadsAtATime(p));
+}
 
 // Of backward_prepare.cuh.
 Launch PrepareLaunch(const Problem& p, int unit) {

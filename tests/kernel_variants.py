@@ -134,6 +134,9 @@ def cover() -> Iterator[tuple[str, Problem]]:
     for kv_heads in (4, 1):  # the backward as one kernel; if they share keys, dK and dV are added up
         for chosen in pairs(dims=[dims for dims in DIMS if max(dims) <= 128], **FEATURES | alongside):
             yield "sm_90a", problem("bfloat16", **chosen | {"kv_heads": kv_heads})
+    alone = dict.fromkeys(("causal", "window", "lengths", "segments"), (False,))
+    for chosen in pairs(dims=DIMS, **FEATURES | alongside | alone | {"block_mask": ((128, 128),)}):
+        yield "sm_90a", problem("bfloat16", **chosen | {"kv_heads": 4})
     for dtype, dims in (("bfloat16", DIMS), ("float32", ((64, 64), (128, 128), (8, 16)))):
         together = {"causal": (True,), "block_mask": (None,), "q_len": (4096,), "scale": (0.125,)}
         for chosen in pairs(dims=dims, **FEATURES | together):  # the backward with all heads of a large group

@@ -82,6 +82,7 @@ def of_dim(dim: int) -> Iterator[Call]:
     yield Call(Case(**size | {"T": 1, "S": 1100}, causal=True, offset=True, lengths=True))  # parts of the keys
     for garbage in (False, True):
         yield Call(sparse(128, 128, batch=2, heads=4, dropout=0.1, **size), garbage=garbage)
+        yield Call(sparse(128, 128, heads=4, K=4, **size), garbage=garbage)
         yield Call(sparse(256, 128, causal=True, **size | {"T": 400}), garbage=garbage)
         yield Call(sparse(48, 16, heads=4, bias="1nts", deterministic=True, **size), garbage=garbage)
 

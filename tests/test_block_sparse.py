@@ -384,7 +384,8 @@ def hopper(q_block=128, kv_block=128, **fields):
     return sparse(q_block, kv_block, **{"heads": 4, "B": 1, "D": 128, "E": 128} | fields)
 
 
-# Hopper's kernels want blocks of whole tiles. The last ones have tiles of 16, 48 and 112 keys there.
+# Hopper's kernels want blocks of whole tiles. Some of these have tiles of 16, 48 and 112 keys there. With few blocks,
+# and keys for each head, the backward may be one kernel.
 WHOLE_TILES = {
     "nothing": hopper(T=400, K=1),
     "dropout": hopper(batch=2, B=2, dropout=0.2),
@@ -394,6 +395,8 @@ WHOLE_TILES = {
     "bias, soft cap": hopper(T=200, S=200, D=64, E=64, bias="bnts", soft_cap=1.5),
     "16 keys": hopper(D=192, E=192, mask="bnts", dropout=0.2),
     "48 keys": hopper(kv_block=48, D=192, E=192),
+    "one kernel": hopper(K=4, T=300, S=500),
+    "one kernel, dropout": hopper(kv_block=256, batch=2, B=2, K=4, D=64, E=64, T=300, S=300, dropout=0.2),
     "112 keys": hopper(kv_block=112, dropout=0.2),
 }
 

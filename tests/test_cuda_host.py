@@ -105,6 +105,8 @@ def test_kernel_families(arch, dtype, family):
     ]
 
 
+EVERY = Extent(True, True, True, True)
+LISTS = {"block_mask": EVERY, "q_block": 128, "kv_block": 128, "row_list": 6, "column_list": 6}  # of 4 blocks at most
 NOT_ALONGSIDE = [
     {"batch": 8, "kv_heads": 4},
     {"batch": 64, "kv_len": 256},
@@ -113,21 +115,27 @@ NOT_ALONGSIDE = [
     {"qk_dim": 136},
     {"scale": -1.0},
     {"soft_cap": 2.0},
-    {"mask": Extent(True, True, True, True)},
-    {"bias_dtype": "float32", "bias": Extent(True, True, True, True)},
-    {"block_mask": Extent(True, True, True, True), "q_block": 128, "kv_block": 128, "row_list": 6, "column_list": 6},
+    {"mask": EVERY},
+    {"bias_dtype": "float32", "bias": EVERY},
+    {**LISTS, "kv_heads": 4},
+    {**LISTS, "batch": 64, "row_list": 5},
+    {**LISTS, "column_list": 19},
+    *({**LISTS, name: True} for name in ("causal", "segments", "q_lengths", "kv_lengths")),
+    {**LISTS, "window_left": 100},
+    {**LISTS, "drop_threshold": 9, "qk_dim": 128},
 ]
 
 
 def test_backward_alongside():
     """On Hopper one kernel can be all of a backward."""
     own = {"kv_heads": 8, **GRADIENTS}
-    for common in ({}, {"causal": True}, {"v_dim": 128}, {"segments": True}, {"drop_threshold": 9}):
+    listed = ({**LISTS, "batch": 64}, {**LISTS, "row_list": 3, "column_list": 18, "drop_threshold": 9})
+    for common in ({}, {"causal": True}, {"v_dim": 128}, {"segments": True}, {"drop_threshold": 9}, *listed):
         assert kernels("sm_90a", True, **own, **common)[-1:] == [("backward_sm90.cuh", "jax_flash_backward")]
         assert macros("sm_90a", True, **own, **common)["ALONGSIDE"] == 1
     for changes in NOT_ALONGSIDE:
-        launches = kernels("sm_90a", True, **own | changes)
-        assert [kernel.removeprefix("jax_flash_backward_") for _, kernel in launches][::2] == ["prepare", "finish"]
+        last = [kernel for _, kernel in kernels("sm_90a", True, **own | changes)][-3:]
+        assert last == ["jax_flash_backward_prepare", "jax_flash_backward", "jax_flash_backward_finish"]
 
 
 @pytest.mark.parametrize(

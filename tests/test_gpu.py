@@ -101,6 +101,21 @@ def test_deterministic_backward_is_the_same_every_time(dtype):
         jax.tree.map(np.testing.assert_array_equal, gradient(q, k, v, bias), first)
 
 
+def test_block_mask_with_short_lists():
+    """The backward as one kernel, with far more lists than multiprocessors and heads than have scratch at a time."""
+    arrays = [normal(i, 2, 4096, 24, 64) for i in range(4)]
+    block_mask = jax_flash.patterns.local_window(4096, 4096, 300, 300)
+
+    def gradients(**options):
+        return jax.jit(lambda q, k, v, do: jax.vjp(functools.partial(attend, **options), q, k, v)[1](do))
+
+    sparse, expected = gradients(block_mask=block_mask), gradients(local_window_size=(300, 300))(*arrays)
+    for _ in range(10):
+        for x, y in zip(sparse(*arrays), expected, strict=True):
+            x, y = (np.asarray(z, np.float32) for z in (x, y))
+            assert np.linalg.norm(x - y) <= 0.004 * np.linalg.norm(y)
+
+
 OF_HOPPER = ["test_feature and bfloat16", "test_feature and float16", "(test_head_dim or test_long) and bfloat16"]
 OF_HOPPER += ["(test_head_dim or test_long) and float16", "test_tf32"]
 

@@ -2,7 +2,7 @@
 // warps beside the producer, head by head, some heads before they are computed and as soon as they have been. Then the
 // scratch of few heads is used, and stays in the L2. Heads, and tiles of keys, are taken in their order by whoever is
 // free, and none waits for a later one: so it comes to an end however many CTAs run at a time. The last heads, whose
-// tiles are taken together if causal (schedule.cuh), have scratch at once, and none waits for another of them.
+// tiles may be taken together (schedule.cuh), have scratch at once, and none waits for another of them.
 #pragma once
 
 #include "backward_rows_sm90.cuh"
@@ -37,7 +37,7 @@ struct RowsWarp {
 
   // dQ
   __device__ __forceinline__ void Finish(const RowBlock& block) {
-    WaitForCount(p.added + block.Head(p), (Fresh(p.kv_len) + kCols - 1) / kCols);
+    WaitForCount(p.added + block.Head(p), TilesOfHead(p));
     FenceProxyAsyncGlobal();
     const auto load = [&](int i, PackedRing<2> to) {
       const int box = i % kQKBoxes, bytes = 64 * min(64, kQKDim - 64 * box);

@@ -36,7 +36,7 @@ constexpr int kProducerRegisters = kMuchToTrack || kTF32 ? 56 : 40;
 
 // Three warps beside the one that loads would have nothing to do: backward_alongside_sm90.cuh.
 constexpr bool kAlongside = JAX_FLASH_ALONGSIDE;
-static_assert(!kAlongside || (kDQ && !kTF32 && !kWide && !kBlockMask));
+static_assert(!kAlongside || (kDQ && !kTF32 && !kWide));
 // Then heads of Q that share keys are computed one by one, and their dK and dV added up in f32.
 constexpr bool kSumKV = JAX_FLASH_SUM_KV;
 static_assert(!kSumKV || kAlongside);
@@ -121,6 +121,12 @@ __device__ __forceinline__ int KeyBlocksOfHead(const Params& p) {
   return (p.kv_len + kCols - 1) / kCols * (kCols / 64);
 }
 
+// How many tiles of keys a head has.
+__device__ __forceinline__ int TilesOfHead(const Params& p) {
+  if constexpr (kBlockMask) return BlockColumns(p) * (kKVBlock / kCols);
+  return (Fresh(p.kv_len) + kCols - 1) / kCols;
+}
+
 // How many blocks of 64 rows a head has, and which is its first of those in scratch. (Asked again and again by warps
 // that have few registers.)
 __device__ __forceinline__ int BlocksOfHead(const Params& p) {
@@ -133,6 +139,8 @@ __device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
 __device__ __forceinline__ auto MakeSchedule(const Params& p) {
   if constexpr (kAlongside) {
     return CountedTiles(p);
+  } else if constexpr (kBlockMask) {
+    return CountedLists(p);
   } else {
     return Schedule<kCausal, kCluster>();
   }
@@ -156,11 +164,7 @@ struct Producer {
     auto schedule = MakeSchedule(p);
     int item, t;
     while (schedule.Next(p.batch * heads, tiles, &item, &t)) {
-      if (kAlongside) {
-        if (OldestHead() <= item - p.scratch_heads) Flush();
-        WaitForCount(p.prepared + item, BlocksOfHead(p));
-        FenceProxyAsyncGlobal();
-      }
+      WaitForRows(item);
       const int head = item % heads, batch = item / heads;
       const Positions positions = PositionsOf(p, batch);
       const Visible rows = RowsOf(p, positions, batch, t * kAllCols, (t + 1) * kAllCols);
@@ -206,9 +210,10 @@ struct Producer {
   __device__ __forceinline__ void RunListed() {
     static_assert(!kBlockMask || !kWide);
     constexpr int kTiles = kBlockMask ? kKVBlock / kCols : 1;  // of a block
-    CountedLists schedule(p);
+    auto schedule = MakeSchedule(p);
     int item, t;
-    while (schedule.Next(p.batch * p.kv_heads, BlockColumns(p) * kTiles, &item, &t)) {
+    while (schedule.Next(p.batch * p.kv_heads, TilesOfHead(p), &item, &t)) {
+      WaitForRows(item);
       const int head = item % p.kv_heads, batch = item / p.kv_heads;
       const BlockList blocks = ColumnList(p, batch, head * (p.q_heads / p.kv_heads), t / kTiles);
       const int column = blocks.index * kKVBlock + t % kTiles * kCols;
@@ -228,6 +233,14 @@ struct Producer {
       }
     }
     End();
+  }
+
+  // Until the rows of a head are prepared.
+  __device__ __forceinline__ void WaitForRows(int head) {
+    if (!kAlongside) return;
+    if (OldestHead() <= head - p.scratch_heads) Flush();
+    WaitForCount(p.prepared + head, BlocksOfHead(p));
+    FenceProxyAsyncGlobal();
   }
 
   // The head of the oldest tile of which it has not been reported that its dQ has been added. (Among the last heads it

@@ -55,7 +55,7 @@ struct Params {
   float* dbias_parts;  // scratch: the parts of dbias [parts, of its shape]; if there are several
   int parts;           // of dbias; of the keys in a forward over parts of them
   int scratch_heads;   // for how many heads scratch is used at a time, if backward_alongside_sm90.cuh does all
-  int last_heads;      // of all heads the last, whose tiles are taken together if causal; no more than scratch_heads
+  int last_heads;      // of all heads the last, whose tiles may be taken together; no more than scratch_heads
   float* maximum;      // scratch: m, where the kernel on Hopper takes it apart (kMaximumApart)
 
   // The forward over parts of the keys only. Scratch, [part, batch, head, row]: what each part has for O, l and m.

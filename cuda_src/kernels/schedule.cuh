@@ -41,16 +41,16 @@ struct Counted {
   __device__ __forceinline__ void Ask() { number = atomicAdd(p.taken, 1); }
 };
 
-// All tiles, head by head. A causal head's first tile of keys, which the most rows see, comes first; and of the last
-// heads the first tiles of all come first, so that what ends last is short. (Tiles with a window mostly see as many
-// rows each.)
+// All tiles, head by head. A causal head's first tile of keys, which the most rows see, comes first, as does the
+// longest list of a block mask; and of the last heads the first tiles of all come first, so that what ends last is
+// short. (Tiles with a window mostly see as many rows each.)
 struct CountedTiles : Counted {
   using Counted::Counted;
 
   // The tile that was asked for, of `tiles` tiles of each of `heads` heads; false when there are no more.
   __device__ __forceinline__ bool Next(uint32_t heads, uint32_t tiles, int* head, int* tile) const {
     const uint32_t n = number, last_heads = p.last_heads, first = (heads - last_heads) * tiles;
-    if (kCausal && !kWindow && n >= first) {
+    if (((kCausal && !kWindow) || kBlockMask) && n >= first) {
       *head = heads - last_heads + (n - first) % last_heads, *tile = (n - first) / last_heads;
     } else {
       *head = n / tiles, *tile = n % tiles;

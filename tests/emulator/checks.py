@@ -69,6 +69,15 @@ def test_more_heads_than_have_scratch(tiles, heads, kv_heads):
 
 @hopper
 @pytest.mark.usefixtures("device")
+def test_more_heads_than_have_scratch_with_a_block_mask():
+    """Lists of none, one and two blocks, others in each head."""
+    blocks = np.random.default_rng(0).random((1, 8, 2, 133)) < 0.1
+    block_mask = BlockMask.from_dense(blocks, q_len=130, kv_len=133 * 128)
+    check(Case(B=1, T=130, S=133 * 128, N=8, K=8, D=8, E=8, block_mask=block_mask), "bfloat16")
+
+
+@hopper
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     "case",
     [
@@ -123,6 +132,8 @@ def test_tf32(case):
     ("case", "dtype", "block"),
     [
         (Case(B=1, T=300, S=280, N=2, K=1, D=64, E=64, causal=True), "bfloat16", (128, 128)),
+        (Case(B=1, T=200, S=280, N=2, K=2, D=128, E=104, dropout=0.2), "bfloat16", (128, 128)),
+        (Case(B=2, T=300, S=300, N=3, K=3, D=64, E=64), "float16", (128, 256)),  # more tiles than S has
         (Case(B=1, T=200, S=280, N=2, K=1, D=256, E=256), "bfloat16", (128, 128)),
         (Case(B=2, T=100, S=120, N=4, K=2, D=64, E=64, bias="1n1s", deterministic=True), "bfloat16", (16, 64)),
         (Case(B=2, T=100, S=90, N=4, K=2, D=32, E=32, window=(40, 10)), "float32", (48, 32)),

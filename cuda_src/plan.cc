@@ -331,22 +331,21 @@ bool LeavesIdle(const Problem& p) {
   return 6 * items < 5 * RoundUp(items, kMultiprocessors);
 }
 
-// Whether a block mask is one that goes with that: lists are taken head by head then, not the longest of all first, and
-// a head waits for one before it. With long ones there is little to gain.
-bool HasShortLists(const Problem& p) { return (p.column_list - 2) * p.q_block <= 2048; }
-
 // Whether Hopper's backward does what comes before and after it alongside (backward_alongside_sm90.cuh). Three warps a
 // block have to keep up: they do where a row has many keys, or all rows are prepared at once. Not where registers are
-// few, it would spill some. Heads of Q that share keys are computed one by one then, or too many would be under way at
-// a time: which is worth it where they are few.
+// few: some would be spilled. Heads of Q that share keys are computed one by one then, or too many would be under way
+// at a time: which is worth it where they are few. The lists of a block mask are taken head by head, and a long one
+// would hold up the heads after its own.
 bool Alongside(const Problem& p) {
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, 64) <= 3 * kMultiprocessors, listed = p.block_mask.present;
   const int64_t keys = listed ? (p.row_list - 2) * p.kv_block : p.kv_len;  // of a row
   if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
-  const bool other_mask = p.causal || p.window() || p.segments || p.q_lengths || p.kv_lengths;
-  if (listed && (p.group() > 1 || other_mask || !HasShortLists(p))) return false;
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
-  if (p.dropout() && (p.segments || p.window() || (narrow ? p.group() > 1 : listed))) return false;
+  const bool long_lists = listed && (p.column_list - 2) * p.q_block > 2048;
+  const bool other_mask = p.causal || p.window() || p.segments || p.q_lengths || p.kv_lengths;
+  if (listed && (p.group() > 1 || other_mask || long_lists || (p.dropout() && !narrow))) return false;
+  const bool shared_keys = p.group() > 1 && narrow;
+  if (p.dropout() && (p.segments || p.window() || shared_keys)) return false;
   if (p.group() > 1 && !LeavesIdle(p)) return false;
   return Bytes(p) == 2 && std::max(p.qk_dim, p.v_dim) <= 128 && p.scale > 0 && p.soft_cap <= 0 && !p.bias.present &&
          !p.mask.present && SumsDQ(p);

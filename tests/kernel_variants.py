@@ -134,8 +134,9 @@ def cover() -> Iterator[tuple[str, Problem]]:
     for kv_heads in (4, 1):  # the backward as one kernel; if they share keys, dK and dV are added up
         for chosen in pairs(dims=[dims for dims in DIMS if max(dims) <= 128], **FEATURES | alongside):
             yield "sm_90a", problem("bfloat16", **chosen | {"kv_heads": kv_heads})
-    alone = dict.fromkeys(("causal", "window", "lengths", "segments"), (False,))
-    for chosen in pairs(dims=DIMS, **FEATURES | alongside | alone | {"block_mask": ((128, 128),)}):
+    alone = dict.fromkeys(("causal", "window", "lengths", "segments"), (False,)) | {"q_len": (512,)}
+    alone |= {"block_mask": ((128, 128), (64, 256))}
+    for chosen in pairs(dims=((64, 64), (96, 96), (8, 16), (64, 128)), **FEATURES | alongside | alone):
         yield "sm_90a", problem("bfloat16", **chosen | {"kv_heads": 4})
     for dtype, dims in (("bfloat16", DIMS), ("float32", ((64, 64), (128, 128), (8, 16)))):
         together = {"causal": (True,), "block_mask": (None,), "q_len": (4096,), "scale": (0.125,)}
@@ -164,6 +165,10 @@ def singles() -> Iterator[tuple[str, Problem]]:
     with_dropout = PLAIN | {"causal": False, "dropout": True}
     for dims, name in itertools.product(DIMS[:2], ("window", "segments", "mask", "block_mask")):
         yield "sm_90a", problem("bfloat16", dims, **with_dropout | {name: FEATURES[name][1]})
+    # The backward as one kernel.
+    for dims, dropout in itertools.product(((64, 64), (96, 96)), (False, True)):
+        one = {"causal": False, "q_len": 512, "block_mask": (128, 128), "dropout": dropout, "kv_heads": 4}
+        yield "sm_90a", problem("bfloat16", dims, **PLAIN | one)
     # The largest tiles where shared memory is least.
     for dtype, dims, gradients in itertools.product(DTYPES[1:], DIMS[1:3], GRADIENTS[:2]):
         yield "sm_89", problem(dtype, dims, **PLAIN | {"gradients": gradients})

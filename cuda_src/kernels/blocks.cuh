@@ -45,7 +45,7 @@ __device__ __forceinline__ BlockList ColumnList(const Params& p, int batch, int 
 
 // The order in which all heads' lists, of which the longest come first, are taken: half of each head's, one head after
 // the other, then the other halves. So the long ones begin early, and few heads' arrays are read at a time, for the
-// sake of the L2.
+// sake of the L2. (The one-kernel backward, backward_alongside_sm90.cuh, takes all of a head's one after the other.)
 __device__ __forceinline__ void ListOfItem(int item, int lists, int heads, int* head, int* list) {
   const uint32_t half = (lists + 1) / 2u, first = uint32_t(item) < half * heads ? 0 : half;
   const uint32_t size = first == 0 ? half : lists - half, at = item - first * heads;

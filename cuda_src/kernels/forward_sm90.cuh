@@ -1,11 +1,11 @@
 // The forward for Hopper: Algorithm 2 of the paper with its loops exchanged. A CTA keeps a tile of Q and walks K and V.
 //
-// One thread of the producer warpgroup takes tiles and loads by TMA. Each consumer warpgroup has 64 rows of Q and O:
+// One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup has 64 rows of Q and O:
 //   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
 // S of the next tile is issued together with P V, so that the tensor cores work while the softmax runs; and the
 // warpgroups take turns in issuing, so that one's softmax runs under the other's products. K and V are walked from
 // right to left, and only the tiles at either end of what the rows see are masked. With a block mask, whose blocks are
-// whole tiles, the producer goes through the list of the blocks that there are and tells the consumers.
+// whole tiles, a thread of the producer's goes through the list of the blocks that there are, and consumers are told.
 //
 // Where the rows are too few for all warpgroups, half of these take the first half of the keys of each tile, half the
 // second, and what they have is merged at the end.

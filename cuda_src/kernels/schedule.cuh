@@ -32,7 +32,7 @@ struct Schedule {
 
 // Work from a counter that is 0 at first, for whoever is free. The backward asks for the next when it is almost done
 // with what it has: the answer takes a microsecond, but to have a tile for long before it is computed costs up to 10%.
-// (The forward asks when it needs one: that costs nothing.)
+// (The forward asks some tiles of keys ahead.)
 struct Counted {
   const Params& p;
   int number;

@@ -175,6 +175,7 @@ SEVERAL_TILES = {
     "TF32": (Case(B=1, T=130, S=300, N=3, K=1, D=64, E=64, causal=True, offset=True), "tf32"),
     "wide TF32": (Case(B=1, T=70, S=300, N=5, K=1, D=128, E=128, window=(250, 200), segments=True), "tf32"),
     "block mask": (sparse(128, 128, B=1, T=300, S=600, N=2, K=1, D=64, E=64, heads=2, dropout=0.2), "bfloat16"),
+    "short lists": (sparse(128, 256, B=1, T=300, S=600, N=2, K=2, D=64, E=64, heads=2), "bfloat16"),
 }
 
 

@@ -18,6 +18,7 @@ from jax_flash.problem import Extent, Problem
 
 BASE = Problem(2, 512, 512, 8, 4, 64, 64, "bfloat16", scale=0.125)
 GRADIENTS = {"dq": True, "dk": True, "dv": True}
+EVERY = Extent(True, True, True, True)
 
 
 def problem(**changes) -> Problem:
@@ -105,7 +106,6 @@ def test_kernel_families(arch, dtype, family):
     ]
 
 
-EVERY = Extent(True, True, True, True)
 LISTS = {"block_mask": EVERY, "q_block": 128, "kv_block": 128, "row_list": 6, "column_list": 6}  # of 4 blocks at most
 NOT_ALONGSIDE = [
     {"batch": 8, "kv_heads": 4},
@@ -181,12 +181,12 @@ def test_float32_on_hopper():
         ({}, 90),
         ({"qk_dim": 96, "v_dim": 96}, 90),
         ({"qk_dim": 104}, 80),
-        ({"mask": Extent(True, True, True, True)}, 80),
+        ({"mask": EVERY}, 80),
     ],
 )
 def test_bias_in_the_tf32_backward(changes, family):
     """Up to head dim 96 and without a mask, where registers suffice."""
-    biased = {"bias_dtype": "float32", "bias": Extent(True, True, True, True)}
+    biased = {"bias_dtype": "float32", "bias": EVERY}
     launches = kernels("sm_90a", True, dtype="float32", **biased, **GRADIENTS, **changes)
     assert {file for file, _ in launches} == {f"backward_sm{family}.cuh"}
 
@@ -322,7 +322,7 @@ def test_scratch_is_linear_in_the_length():
     rows = 2 * 8 * 4096
     assert scratch(4096, **GRADIENTS) == 4 * rows * (64 + 2)  # one dQ in float32, two numbers a row
     assert scratch(4096, **GRADIENTS, deterministic=True) == 4 * rows * 2
-    biased = {"bias_dtype": "float32", "bias": Extent(True, True, True, True)}
+    biased = {"bias_dtype": "float32", "bias": EVERY}
     assert scratch(4096, **GRADIENTS, **biased, deterministic=True) == 4 * rows * 3
     assert scratch(8192, **GRADIENTS, segments=True) == 2 * scratch(4096, **GRADIENTS, segments=True)
     counters, keys = 256, 2 * 1 * 4096  # and where heads of Q share keys, dK and dV in float32

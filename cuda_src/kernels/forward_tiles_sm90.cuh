@@ -128,7 +128,7 @@ struct Scout {
   const Params& p;
   ForwardShared& shared;
   Ring<kAhead> at;
-  Ring<kAhead + 1> tile;  // with one more there is no need of barriers for them
+  Ring<kAhead + 1> tiles;  // with one more there is no need of barriers for them
 
   __device__ __forceinline__ void Run() {
     Lookup lookup{p};
@@ -151,8 +151,8 @@ struct Scout {
  private:
   __device__ __forceinline__ void Wait() { MbarrierWait(&shared.found_empty[at.index], at.parity ^ 1); }
   __device__ __forceinline__ void Tell(const Tile& next) {
-    shared.found_tile[tile.index] = next;
-    tile.Next();
+    shared.found_tile[tiles.index] = next;
+    tiles.Next();
   }
   __device__ __forceinline__ void Tell(ListedTile keys) {
     shared.found[at.index] = keys;
@@ -165,14 +165,14 @@ struct Scout {
 struct Found {
   ForwardShared& shared;
   Ring<kAhead> at;
-  Ring<kAhead + 1> next;
+  Ring<kAhead + 1> tiles;
   const Tile* tile;
 
   __device__ __forceinline__ const Tile& Here() const { return *tile; }
   __device__ __forceinline__ bool NextTile() {
     MbarrierWait(&shared.found_full[at.index], at.parity);
-    tile = &shared.found_tile[next.index];
-    next.Next();
+    tile = &shared.found_tile[tiles.index];
+    tiles.Next();
     return tile->row >= 0;
   }
   __device__ __forceinline__ ListedTile NextKeys() {
@@ -184,9 +184,8 @@ struct Found {
   }
 };
 
-using TileSchedule = Schedule<kCausal && !kBlockMask>;
-
-__device__ __forceinline__ bool Next(const Params& p, TileSchedule* schedule, Tile* tile) {
+// Without a block mask: the next tile of the output; false when there are no more.
+__device__ __forceinline__ bool Next(const Params& p, Schedule<kCausal>* schedule, Tile* tile) {
   const int heads = p.batch * p.q_heads, tiles = (p.q_len + kRows - 1) / kRows;
   int head, t;
   if (!schedule->Next(heads, tiles, &head, &t)) return false;
@@ -264,7 +263,7 @@ struct Producer {
     } else if constexpr (kBlockMask) {
       RunListed(Lookup{p});
     } else {
-      TileSchedule schedule;
+      Schedule<kCausal> schedule;
       Tile tile;
       while (Next(p, &schedule, &tile)) Load(tile);
     }
@@ -283,7 +282,7 @@ struct Producer {
     }
   }
 
-  // Likewise with a block mask.
+  // With a block mask: all tiles that a Lookup or Found has.
   template <typename List>
   __device__ __forceinline__ void RunListed(List list) {
     while (list.NextTile()) {

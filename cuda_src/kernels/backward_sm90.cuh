@@ -52,6 +52,7 @@ constexpr bool kBehind =
     kDQ &&
     (kRows == 128 || !(kDropout || kMask || kSoftCap || kSegments || (kBlockMask && (kBias || kCausal || kWindow))));
 static_assert(kTF32 || kStages == 2);  // as dS
+constexpr bool kAskedLate = kSplitRows || kBlockMask;
 
 // dV and dK leave by way of dS where there is room for both: then nobody waits for the additions of the last dQ to have
 // read `staging`. Otherwise dK leaves by way of `staging`, after them.
@@ -132,8 +133,8 @@ struct Consumer : Keys {
     WgmmaWait<(kDQ && kDK && kWidth > 0) ? 1 : 0>();
     Pin(dV);
     Pin(dQ.C);
-    // Once more, which takes fewer registers; with 128 rows there are none before dQ has left.
-    if (kBehind && !kSplitRows) step = StepHere();
+    // Once more, which takes fewer registers; where they are fewest, when dQ has left.
+    if (kBehind && !kAskedLate) step = StepHere();
     Release(&shared.do_empty[at.index]);
     if (!kBehind && step.last) Release(&shared.k_empty);
     if (kBehind && add) Release(&shared.ds_empty[from.index]);
@@ -142,7 +143,7 @@ struct Consumer : Keys {
     } else if (kAlongside) {
       TmaWaitAll();
     }
-    if (kBehind && kSplitRows) step = StepHere();
+    if (kBehind && kAskedLate) step = StepHere();
     row_block = step.row_block;
     if (kBehind && step.last) {
       MbarrierWait(&shared.ds_full[at.index], at.parity);

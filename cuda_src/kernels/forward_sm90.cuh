@@ -184,6 +184,16 @@ struct Consumer {
     }
   }
 
+  // With a block mask: whether the warp's rows see all keys of the tile that was looked up. (Of a block that a window
+  // crosses, a warpgroup's half of the keys often is whole.)
+  __device__ __forceinline__ bool AllSeen() const {
+    if (!kBlockMask || kCols % 32 != 0) return false;
+    uint32_t all = 0xFFFFFFFF;
+#pragma unroll
+    for (int w = 0; w < kSeenWords; ++w) all &= seen[0][w] & seen[1][w];
+    return __all_sync(0xFFFFFFFFu, (all & 0x03030303u) == 0x03030303u);  // a lane has two columns of each 8
+  }
+
   // From q_i k_j to s_ij, -inf where row i does not see key j. Without kScores S stays without its scale.
   template <bool kMasked>
   __device__ __forceinline__ void Scores(const Tile& tile, int j) {
@@ -284,7 +294,7 @@ struct Consumer {
     if (kDropout) Draw(tile, j);
     WgmmaWait<1>();
     FinishS(last);
-    Scores<kMasked>(tile, j);
+    if (kScores || !kMasked || !AllSeen()) Scores<kMasked>(tile, j);
     Maximum(alpha, shift);
     Exponentials(shift);
     if (kDropout) Drop();

@@ -1,7 +1,7 @@
 """The CUDA kernels that the plan can choose, compiled without a GPU: registers, spills, shared memory, seconds.
 
     python tests/kernel_variants.py            # features alone, and every pair of all parameters
-    python tests/kernel_variants.py --full     # those pairs for every dtype, head dim and architecture
+    python tests/kernel_variants.py --full     # those, and the pairs for every dtype, head dim and architecture
 
 What to compile is asked of the plan (`cuda_src/plan.cc`), problem by problem. Writes a table to build/kernels.csv.
 """
@@ -167,7 +167,10 @@ def singles() -> Iterator[tuple[str, Problem]]:
     with_dropout = PLAIN | {"causal": False, "dropout": True}
     for dims, name in itertools.product(DIMS[:2], ("window", "segments", "mask", "block_mask")):
         yield "sm_90a", problem("bfloat16", dims, **with_dropout | {name: FEATURES[name][1]})
-    # The backward as one kernel with a block mask.
+    # The backward as one kernel; and with a block mask.
+    masks = ("causal", "window", "lengths", "segments", "query_offset", "dropout", "dlogsumexp")
+    for dims, name, value in itertools.product(DIMS[:2], masks, (False, True)):
+        yield "sm_90a", problem("bfloat16", dims, **PLAIN | {"causal": False, "kv_heads": 4} | {name: value})
     for dims, dropout in itertools.product(((64, 64), (96, 96), (128, 128)), (False, True)):
         one = {"causal": False, "q_len": 512, "block_mask": (128, 128), "dropout": dropout, "kv_heads": 4}
         yield "sm_90a", problem("bfloat16", dims, **PLAIN | one)
@@ -253,7 +256,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/kernels.csv"))
     args = parser.parse_args()
-    chosen = variants(itertools.chain(product(), singles())) if args.full else tested()
+    chosen = variants(itertools.chain(product(), singles(), cover())) if args.full else tested()
     args.output.parent.mkdir(parents=True, exist_ok=True)
     bad = 0
     with args.output.open("w", newline="") as file:

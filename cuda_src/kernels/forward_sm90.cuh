@@ -185,9 +185,9 @@ struct Consumer {
   }
 
   // With a block mask: whether the warp's rows see all keys of the tile that was looked up. (Of a block that a window
-  // crosses, a warpgroup's half of the keys often is whole.)
+  // crosses, a warpgroup's half of the keys often is whole. To ask takes registers that are not there with segments.)
   __device__ __forceinline__ bool AllSeen() const {
-    if (!kBlockMask || kCols % 32 != 0) return false;
+    if (!kBlockMask || kSegments || kCols % 32 != 0) return false;
     uint32_t all = 0xFFFFFFFF;
 #pragma unroll
     for (int w = 0; w < kSeenWords; ++w) all &= seen[0][w] & seen[1][w];

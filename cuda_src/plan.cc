@@ -333,15 +333,17 @@ bool LeavesIdle(const Problem& p) {
 
 // Whether Hopper's backward does what comes before and after it alongside (backward_alongside_sm90.cuh). Three warps a
 // block have to keep up: they do where a row has many keys, or all rows are prepared at once. Not where registers are
-// few: some would be spilled. Heads of Q that share keys are computed one by one then, or too many would be under way
-// at a time: which is worth it where they are few. The lists of a block mask are taken head by head, and a long one
-// would hold up the heads after its own.
+// few, beside three masks or dropout and two, or some would be spilled. Heads of Q that share keys are computed one by
+// one then, or too many would be under way at a time: which is worth it where they are few. The lists of a block mask
+// are taken head by head, and a long one would hold up the heads after its own.
 bool Alongside(const Problem& p) {
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, 64) <= 3 * kMultiprocessors, listed = p.block_mask.present;
   const int64_t keys = listed ? (p.row_list - 2) * p.kv_block : p.kv_len;  // of a row
   if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
   const bool long_lists = listed && (p.column_list - 2) * p.q_block > 2048;
+  const int masks = p.causal + p.window() + p.segments + (p.q_lengths || p.kv_lengths) + p.query_offset;
+  if (masks + (p.dropout() ? 1 + p.dlogsumexp : 0) > 2) return false;
   const bool other_mask = p.causal || p.window() || p.segments || p.q_lengths || p.kv_lengths;
   if (listed && (p.group() > 1 || other_mask || long_lists || (p.dropout() && !narrow))) return false;
   const bool shared_keys = p.group() > 1 && narrow;

@@ -49,6 +49,8 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "gradients": GRADIENTS,
 }
 PLAIN = {name: values[0] for name, values in FEATURES.items()}
+# Where Hopper's backward is one kernel it has two of these at most.
+BESIDE = ("causal", "window", "lengths", "segments", "query_offset", "dropout", "dlogsumexp")
 FEW_QUERIES = FEATURES | {  # the forward divides the keys
     "q_len": (1, 16, 32, 64),
     "block_mask": (None,),
@@ -130,15 +132,15 @@ def cover() -> Iterator[tuple[str, Problem]]:
             yield chosen.pop("arch"), problem(**chosen)
     for chosen in pairs(dims=DIMS, **FEATURES | {"bias": ("none",), "mask": (False,), "gradients": ("all",)}):
         yield "sm_90a", problem("bfloat16", **chosen)
-    alongside = {name: FEATURES[name][:1] for name in ("bias", "mask", "soft_cap", "block_mask", "scale")}
-    alongside |= {"query_offset": (False,), "gradients": ("all",)}
-    for kv_heads in (4, 1):  # the backward as one kernel; if they share keys, dK and dV are added up
-        for chosen in pairs(dims=NARROW, **FEATURES | alongside):
-            yield "sm_90a", problem("bfloat16", **chosen | {"kv_heads": kv_heads})
+    # The backward as one kernel; if heads share keys, dK and dV are added up.
+    for chosen in pairs(dims=NARROW, two=itertools.combinations(BESIDE, 2), q_len=(4096, 512), kv_heads=(4, 1)):
+        two = dict.fromkeys(BESIDE, False) | dict.fromkeys(chosen.pop("two"), True)
+        yield "sm_90a", problem("bfloat16", **PLAIN | chosen | two)
     # Likewise with a block mask.
-    alone = dict.fromkeys(("causal", "window", "lengths", "segments"), (False,)) | {"q_len": (512,)}
-    alone |= {"block_mask": ((128, 128), (64, 256))}
-    for chosen in pairs(dims=NARROW, **FEATURES | alongside | alone):
+    alone = {name: FEATURES[name][:1] for name in ("bias", "mask", "soft_cap", "scale")}
+    alone |= dict.fromkeys(("causal", "window", "lengths", "segments", "query_offset"), (False,))
+    alone |= {"block_mask": ((128, 128), (64, 256)), "q_len": (512,), "gradients": ("all",)}
+    for chosen in pairs(dims=NARROW, **FEATURES | alone):
         yield "sm_90a", problem("bfloat16", **chosen | {"kv_heads": 4})
     for dtype, dims in (("bfloat16", DIMS), ("float32", ((64, 64), (128, 128), (8, 16)))):
         together = {"causal": (True,), "block_mask": (None,), "q_len": (4096,), "scale": (0.125,)}
@@ -168,8 +170,7 @@ def singles() -> Iterator[tuple[str, Problem]]:
     for dims, name in itertools.product(DIMS[:2], ("window", "segments", "mask", "block_mask")):
         yield "sm_90a", problem("bfloat16", dims, **with_dropout | {name: FEATURES[name][1]})
     # The backward as one kernel; and with a block mask.
-    masks = ("causal", "window", "lengths", "segments", "query_offset", "dropout", "dlogsumexp")
-    for dims, name, value in itertools.product(DIMS[:2], masks, (False, True)):
+    for dims, name, value in itertools.product(DIMS[:2], BESIDE, (False, True)):
         yield "sm_90a", problem("bfloat16", dims, **PLAIN | {"causal": False, "kv_heads": 4} | {name: value})
     for dims, dropout in itertools.product(((64, 64), (96, 96), (128, 128)), (False, True)):
         one = {"causal": False, "q_len": 512, "block_mask": (128, 128), "dropout": dropout, "kv_heads": 4}
@@ -197,10 +198,13 @@ def variants(problems: Iterable[tuple[str, Problem]]) -> list[Variant]:
 
 
 def tested() -> list[Variant]:
-    """Features alone; of the cover what is needed for a pair of values to occur in a kernel, in Hopper's in a dtype."""
+    """Features alone; of the cover what is needed for a pair of values to occur in a kernel, in Hopper's in a dtype and
+    in each of the ways in which its backward takes heads."""
+    ways = ("JAX_FLASH_DTYPE", "JAX_FLASH_ALONGSIDE", "JAX_FLASH_SUM_KV", "JAX_FLASH_TOGETHER")
 
     def pairs_of(variant: Variant) -> list[tuple[str, ...]]:
-        kernel = variant.file + variant.defines[0] * ("sm90" in variant.file)
+        way = [define for define in variant.defines if define.startswith(ways)] if "sm90" in variant.file else []
+        kernel = " ".join([variant.file, *way])
         return [(kernel, *pair) for pair in itertools.combinations((variant.arch, *variant.defines), 2)]
 
     alone, chosen = variants(singles()), variants(itertools.chain(singles(), cover()))

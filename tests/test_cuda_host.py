@@ -117,6 +117,10 @@ NOT_ALONGSIDE = [
     {"soft_cap": 2.0},
     {"mask": EVERY},
     {"bias_dtype": "float32", "bias": EVERY},
+    {"causal": True, "segments": True, "kv_lengths": True},
+    {"window_left": 100, "q_lengths": True, "query_offset": True},
+    {"drop_threshold": 9, "causal": True, "q_lengths": True},
+    {"drop_threshold": 9, "causal": True, "dlogsumexp": True},
     {**LISTS, "kv_heads": 4},
     {**LISTS, "batch": 64, "row_list": 5},
     {**LISTS, "column_list": 19},
@@ -130,7 +134,8 @@ def test_backward_alongside():
     """On Hopper one kernel can be all of a backward."""
     own = {"kv_heads": 8, **GRADIENTS}
     listed = ({**LISTS, "batch": 64}, {**LISTS, "row_list": 3, "column_list": 18, "drop_threshold": 9})
-    for common in ({}, {"causal": True}, {"v_dim": 128}, {"segments": True}, {"drop_threshold": 9}, *listed):
+    two = ({"causal": True, "segments": True}, {"drop_threshold": 9, "causal": True})
+    for common in ({}, {"causal": True}, {"v_dim": 128}, {"segments": True}, {"drop_threshold": 9}, *two, *listed):
         assert kernels("sm_90a", True, **own, **common)[-1:] == [("backward_sm90.cuh", "jax_flash_backward")]
         assert macros("sm_90a", True, **own, **common)["ALONGSIDE"] == 1
     for changes in NOT_ALONGSIDE:

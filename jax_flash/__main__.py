@@ -8,7 +8,9 @@ import argparse
 import dataclasses
 import functools
 import math
+import pathlib
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ import jaxlib
 
 import jax_flash
 from jax_flash import _native, dropout
+from jax_flash.block_sparse import Shape
 from jax_flash.io_model import report
 from jax_flash.problem import DIFFERENTIATED, DTYPES, Extent
 
@@ -34,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     choose.add_argument("--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="(default: JAX's)")
     choose.set_defaults(run=run_choose)
     warmup = commands.add_parser(
-        "warmup", help="compile a problem's CUDA kernels into the cache, so that its first call finds them there"
+        "warmup", help="compile problems' CUDA kernels into the cache, so that their first call finds them there"
     )
     add_problem_flags(warmup)
     warmup.add_argument(
@@ -44,8 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="OPERAND",
         help="the backward, too, with these gradients: query, key, value, bias (default: the first three)",
     )
+    warmup.add_argument(
+        "--dlogsumexp", action="store_true", help="the backward with a cotangent of the logsumexp, m + log l, too"
+    )
     warmup.add_argument("--arch", nargs="+", metavar="ARCH", help="sm_80, sm_90a, … (default: the GPUs that are here)")
-    warmup.set_defaults(run=run_warmup)
+    warmup.add_argument(
+        "--problems",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="a list of problems: a line of these flags for each, beside those given here; # begins a comment",
+    )
+    warmup.set_defaults(run=functools.partial(run_warmup, warmup))
     io = commands.add_parser("io", help="HBM accesses of the paper's algorithms, as a table and as figures")
     report.add_flags(io)
     io.set_defaults(run=report.run)
@@ -73,7 +85,12 @@ def add_problem_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--soft-cap", type=float, metavar="CAP", help="logits soft cap")
     parser.add_argument("--dropout", type=float, metavar="RATE", default=0.0)
     parser.add_argument("--bias", action="store_true", help="with a bias [B, N, T, S]")
+    parser.add_argument("--bias-dtype", choices=DTYPES, help="(default: that of the arrays)")
     parser.add_argument("--mask", action="store_true", help="with a mask [B, N, T, S]")
+    parser.add_argument("--block-mask", type=int, nargs=2, metavar=("Q_BLOCK", "KV_BLOCK"), help="with a block mask")
+    parser.add_argument(
+        "--blocks", type=int, metavar="COUNT", help="the most that a row or column of blocks has (default: all)"
+    )
     parser.add_argument("--segments", action="store_true", help="with segment ids (packed sequences)")
     parser.add_argument("--lengths", action="store_true", help="with lengths of query and key/value sequences")
     parser.add_argument("--query-offset", action="store_true", help="with a position of the first query")
@@ -104,7 +121,7 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
             *(jax.ShapeDtypeStruct(shape, args.dtype) for shape in ((B, T, N, D), (B, S, K, D), (B, S, K, E))),
         )
     window_left, window_right = args.window or (-1, -1)
-    return jax_flash.Problem(
+    problem = jax_flash.Problem(
         batch=B,
         q_len=T,
         kv_len=S,
@@ -118,7 +135,7 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
         causal=args.causal,
         window_left=window_left,
         window_right=window_right,
-        bias_dtype=args.dtype if args.bias else "none",
+        bias_dtype=args.bias_dtype or args.dtype if args.bias else "none",
         bias=full if args.bias else None,
         mask=full if args.mask else None,
         segments=args.segments,
@@ -128,6 +145,20 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
         drop_threshold=dropout.threshold(args.dropout),
         full_precision=args.full_precision,
         deterministic=args.deterministic,
+    )
+    if args.block_mask is None:
+        return problem
+    shape = Shape(T, S, *args.block_mask)
+    shape.check()
+    rows, columns = shape.grid
+    most = max(rows, columns) if args.blocks is None else args.blocks
+    return dataclasses.replace(
+        problem,
+        block_mask=Extent(False, False, True, True),
+        q_block=shape.q_block,
+        kv_block=shape.kv_block,
+        row_list=2 + min(most, columns),
+        column_list=2 + min(most, rows),
     )
 
 
@@ -173,28 +204,42 @@ def run_choose(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_warmup(args: argparse.Namespace) -> int:
+def run_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
-        problem = problem_of(args)
-        gradients = () if args.backward is None else args.backward or ("query", "key", "value")
-        grads: dict[str, Any] = {grad: operand in gradients for grad, operand in DIFFERENTIATED.items()}
-        if grads["dbias"] and not args.bias:
-            raise ValueError("the gradient of a bias, but there is none: --bias")
         if not _native.cuda_cache_directory():
             raise RuntimeError("there is no cache directory: JAX_FLASH_CACHE_DIR is empty, or HOME not set")
-        for arch in args.arch or cuda_archs():
-            for backward in (False, True) if gradients else (False,):
-                text = dataclasses.replace(problem, **grads if backward else {}).encode()
-                start = time.perf_counter()
-                _native.cuda_cache(text, backward, arch)
-                seconds = time.perf_counter() - start
-                files = dict.fromkeys(file for file, _, _ in _native.cuda_plan(text, backward, arch))
-                print(f"{arch} {'backward' if backward else 'forward'}: {', '.join(files)} in {seconds:.2f} s")
-    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        if args.problems is None:
+            warm(args)
+        else:
+            for line in args.problems.read_text().splitlines():
+                if flags := shlex.split(line, comments=True):
+                    print(*flags)
+                    warm(parser.parse_args(flags, argparse.Namespace(**vars(args) | {"problems": None})))
+    except (ValueError, TypeError, NotImplementedError, RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     print(f"kept in {_native.cuda_cache_directory()}")
     return 0
+
+
+def warm(args: argparse.Namespace) -> None:
+    """Compiles the kernels of one problem into the cache."""
+    if args.problems is not None:
+        raise ValueError("--problems in a list of problems")
+    problem = problem_of(args)
+    gradients = () if args.backward is None else args.backward or ("query", "key", "value")
+    grads: dict[str, Any] = {grad: operand in gradients for grad, operand in DIFFERENTIATED.items()}
+    if grads["dbias"] and not args.bias:
+        raise ValueError("the gradient of a bias, but there is none: --bias")
+    for arch in args.arch or cuda_archs():
+        for backward in (False, True) if gradients else (False,):
+            differentiated = grads | {"dlogsumexp": args.dlogsumexp} if backward else {}
+            text = dataclasses.replace(problem, **differentiated).encode()
+            start = time.perf_counter()
+            _native.cuda_cache(text, backward, arch)
+            seconds = time.perf_counter() - start
+            files = dict.fromkeys(file for file, _, _ in _native.cuda_plan(text, backward, arch))
+            print(f"{arch} {'backward' if backward else 'forward'}: {', '.join(files)} in {seconds:.2f} s")
 
 
 def this_platform() -> str:

@@ -73,6 +73,43 @@ def test_warmup_compiles_into_the_cache(capsys, monkeypatch, tmp_path):
     assert len(list(tmp_path.iterdir())) == 6  # the segments' kernel does for both passes
 
 
+def test_warmup_of_a_list(capsys, monkeypatch, tmp_path):
+    """All that chooses a kernel can be said: a block mask, a bias of another dtype, a cotangent of the logsumexp."""
+    try:
+        _native.cuda_nvrtc()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))
+    problems = tmp_path / "problems"
+    lines = (
+        "# forward and backward",
+        "--block-mask 128 256 --blocks 2 --backward  # of 4 and 8",
+        "",
+        "--bias --bias-dtype float32 --backward key --dlogsumexp",
+    )
+    problems.write_text("\n".join(lines))
+    compiled, flags = [], "--dtype bfloat16 --arch sm_90a --problems"
+    monkeypatch.setattr(_native, "cuda_cache", lambda *call: compiled.append(call))
+    assert main(["warmup", *flags.split(), str(problems)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("forward_sm90.cuh") == out.count("backward_sm90.cuh") == 2
+    macros = [
+        dict(define.split("=") for define in _native.cuda_plan(text, backward, arch)[-1][2])
+        for text, backward, arch in compiled
+    ]
+    assert [int(x["JAX_FLASH_KV_BLOCK"]) for x in macros] == [256, 256, 0, 0]
+    assert [x["JAX_FLASH_BIAS_DTYPE"] for x in macros] == ["0", "0", "3", "3"]
+    assert [x["JAX_FLASH_DLOGSUMEXP"] for x in macros] == ["0", "0", "0", "1"]
+    for line, message in (
+        ("--block-mask 128 24", "24"),
+        ("--shape 0 1 1 8\n--problems x", "in a list"),
+        (None, "none"),
+    ):
+        problems.write_text(line or "")
+        assert main(["warmup", *flags.split(), str(problems if line else tmp_path / "none")]) == 1
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -28,6 +28,7 @@ from jax_flash.problem import Extent, Problem
 
 # Dynamic shared memory that a block may have: CUDA C++ Programming Guide, "Compute Capabilities".
 SHARED_LIMITS = {"sm_80": 163, "sm_89": 99, "sm_90a": 227, "sm_100": 227}  # KiB
+TABLE = pathlib.Path(__file__).parents[1] / "build" / "kernels.csv"
 DTYPES = ("bfloat16", "float16", "float32", "float32 at full precision")
 DIMS = ((64, 64), (128, 128), (256, 256), (8, 16), (80, 80), (96, 96), (192, 128), (192, 192), (64, 128))
 NARROW = tuple(dims for dims in DIMS if max(dims) <= 128)
@@ -253,25 +254,29 @@ def faults(report: Report) -> list[str]:
     return found
 
 
+def tabulated(compiled: Iterable[list[Report]], path: pathlib.Path = TABLE) -> Iterator[Report]:
+    """The reports, which go to a table on the way."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["arch", "file", "kernel", "registers", "spilled", "shared", "seconds", "defines"])
+        for r in itertools.chain.from_iterable(compiled):
+            macros = " ".join(d.removeprefix("JAX_FLASH_") for d in r.variant.defines if not d.endswith("=0"))
+            where = (r.variant.arch, r.variant.file, r.kernel)
+            table.writerow([*where, r.registers, r.spilled, r.shared, f"{r.seconds:.2f}", macros])
+            yield r
+
+
 def main() -> int:
     from rich.progress import track
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/kernels.csv"))
+    parser.add_argument("--output", type=pathlib.Path, default=TABLE)
     args = parser.parse_args()
     chosen = variants(itertools.chain(product(), singles(), cover())) if args.full else tested()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    bad = 0
-    with args.output.open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["arch", "file", "kernel", "registers", "spilled", "shared", "seconds", "defines"])
-        for reports in track(compile_all(chosen), f"Compiling {len(chosen)} files", total=len(chosen)):
-            for r in reports:
-                bad += bool(faults(r))
-                macros = " ".join(d.removeprefix("JAX_FLASH_") for d in r.variant.defines if not d.endswith("=0"))
-                where = (r.variant.arch, r.variant.file, r.kernel)
-                table.writerow([*where, r.registers, r.spilled, r.shared, f"{r.seconds:.2f}", macros])
+    compiled = track(compile_all(chosen), f"Compiling {len(chosen)} files", total=len(chosen))
+    bad = sum(bool(faults(report)) for report in tabulated(compiled, args.output))
     print(f"{len(chosen)} files compiled, {bad} kernels spill or need too much shared memory; table: {args.output}")
     return int(bad > 0)
 

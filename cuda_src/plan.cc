@@ -342,10 +342,9 @@ bool Alongside(const Problem& p) {
   if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
   const bool long_lists = listed && (p.column_list - 2) * p.q_block > 2048;
-  const int masks = p.causal + p.window() + p.segments + (p.q_lengths || p.kv_lengths) + p.query_offset;
-  if (masks + (p.dropout() ? 1 + p.dlogsumexp : 0) > 2) return false;
-  const bool other_mask = p.causal || p.window() || p.segments || p.q_lengths || p.kv_lengths;
-  if (listed && (p.group() > 1 || other_mask || long_lists || (p.dropout() && !narrow))) return false;
+  const int masks = p.causal + p.window() + p.segments + (p.q_lengths || p.kv_lengths);
+  if (masks + p.query_offset + (p.dropout() ? 1 + p.dlogsumexp : 0) > 2) return false;
+  if (listed && (p.group() > 1 || masks > 0 || long_lists || (p.dropout() && !narrow))) return false;
   const bool shared_keys = p.group() > 1 && narrow;
   if (p.dropout() && (p.segments || p.window() || shared_keys)) return false;
   if (p.group() > 1 && !LeavesIdle(p)) return false;

@@ -104,8 +104,12 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
     S = T if args.kv_len is None else args.kv_len
     K = N if args.kv_heads is None else args.kv_heads
     E = D if args.value_dim is None else args.value_dim
-    if min(B, T, N, D, S, K, E) < 0:
+    if min(B, T, N, D, S, K, E, args.blocks or 0) < 0:
         raise ValueError("sizes must not be negative")
+    if args.blocks is not None and args.block_mask is None:
+        raise ValueError("--blocks of a block mask, but there is none: --block-mask")
+    if args.bias_dtype and not args.bias:
+        raise ValueError("--bias-dtype of a bias, but there is none: --bias")
     full = Extent(*(size != 1 for size in (B, N, T, S)))
     with jax.enable_x64(True):
         jax.eval_shape(
@@ -152,14 +156,13 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
     shape.check()
     rows, columns = shape.grid
     most = max(rows, columns) if args.blocks is None else args.blocks
-    return dataclasses.replace(
-        problem,
-        block_mask=Extent(False, False, True, True),
-        q_block=shape.q_block,
-        kv_block=shape.kv_block,
-        row_list=2 + min(most, columns),
-        column_list=2 + min(most, rows),
-    )
+    sizes = {
+        "blocks": (1, 1, rows, columns),
+        "row_lists": (1, 1, rows, 2 + min(most, columns)),
+        "column_lists": (1, 1, columns, 2 + min(most, rows)),
+    }
+    arrays = {name: jax.ShapeDtypeStruct(size, "int32") for name, size in sizes.items()}
+    return problem.with_block_mask(arrays, shape.q_block, shape.kv_block)
 
 
 def run_info(args: argparse.Namespace) -> int:
@@ -214,7 +217,10 @@ def run_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
             for line in args.problems.read_text().splitlines():
                 if flags := shlex.split(line, comments=True):
                     print(*flags)
-                    warm(parser.parse_args(flags, argparse.Namespace(**vars(args) | {"problems": None})))
+                    one = parser.parse_args(flags, argparse.Namespace(**vars(args) | {"problems": None}))
+                    if one.problems is not None:
+                        raise ValueError("--problems in a list of problems")
+                    warm(one)
     except (ValueError, TypeError, NotImplementedError, RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -224,13 +230,13 @@ def run_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
 
 def warm(args: argparse.Namespace) -> None:
     """Compiles the kernels of one problem into the cache."""
-    if args.problems is not None:
-        raise ValueError("--problems in a list of problems")
     problem = problem_of(args)
     gradients = () if args.backward is None else args.backward or ("query", "key", "value")
     grads: dict[str, Any] = {grad: operand in gradients for grad, operand in DIFFERENTIATED.items()}
     if grads["dbias"] and not args.bias:
         raise ValueError("the gradient of a bias, but there is none: --bias")
+    if args.dlogsumexp and not gradients:
+        raise ValueError("--dlogsumexp of the backward, but there is none: --backward")
     for arch in args.arch or cuda_archs():
         for backward in (False, True) if gradients else (False,):
             differentiated = grads | {"dlogsumexp": args.dlogsumexp} if backward else {}

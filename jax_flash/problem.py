@@ -29,7 +29,7 @@ class Extent(NamedTuple):
         return cls(*(size != 1 for size in x.shape))
 
     @classmethod
-    def of_blocks(cls, blocks: jax.Array) -> Extent:
+    def of_blocks(cls, blocks: jax.Array | jax.ShapeDtypeStruct) -> Extent:
         """Of a block mask, which always has rows and columns."""
         return cls(blocks.shape[0] != 1, blocks.shape[1] != 1, True, True)
 
@@ -79,8 +79,10 @@ class Problem:
     dv: bool = False
     dbias: bool = False
 
-    def with_block_mask(self, arrays: Mapping[str, jax.Array], q_block: int, kv_block: int) -> Problem:
-        """The same with the block mask that has these arrays (those of `BLOCK_MASK` that are there)."""
+    def with_block_mask(
+        self, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct], q_block: int, kv_block: int
+    ) -> Problem:
+        """The same with the block mask that has these arrays (those of `BLOCK_MASK` that are there), or such."""
         return dataclasses.replace(
             self,
             block_mask=Extent.of_blocks(arrays["blocks"]),

@@ -31,6 +31,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from jax_flash import _native  # noqa: E402
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40, database=None)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -61,3 +63,12 @@ def x64():
     """64-bit JAX types for one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def nvrtc():
+    """Its path and version, for tests that compile kernels."""
+    try:
+        return _native.cuda_nvrtc()
+    except RuntimeError as error:
+        pytest.skip(str(error))

@@ -58,11 +58,7 @@ def test_choose_says_why_there_is_none(capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
-def test_warmup_compiles_into_the_cache(capsys, monkeypatch, tmp_path):
-    try:
-        _native.cuda_nvrtc()
-    except RuntimeError as error:
-        pytest.skip(str(error))
+def test_warmup_compiles_into_the_cache(nvrtc, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path))
     flags = "--shape 1 77 2 16 --dtype bfloat16 --segments --backward --arch sm_80 sm_90a"
     assert main(["warmup", *flags.split()]) == 0
@@ -73,12 +69,8 @@ def test_warmup_compiles_into_the_cache(capsys, monkeypatch, tmp_path):
     assert len(list(tmp_path.iterdir())) == 6  # the segments' kernel does for both passes
 
 
-def test_warmup_of_a_list(capsys, monkeypatch, tmp_path):
+def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
     """All that chooses a kernel can be said: a block mask, a bias of another dtype, a cotangent of the logsumexp."""
-    try:
-        _native.cuda_nvrtc()
-    except RuntimeError as error:
-        pytest.skip(str(error))
     monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))
     problems = tmp_path / "problems"
     lines = (
@@ -116,6 +108,10 @@ def test_warmup_of_a_list(capsys, monkeypatch, tmp_path):
         ("--arch sm_75", "8.0"),
         ("--dtype float64 --arch sm_90a", "float64"),
         ("--backward bias --arch sm_90a", "--bias"),
+        ("--bias-dtype float32 --arch sm_90a", "--bias"),
+        ("--dlogsumexp --arch sm_90a", "--backward"),
+        ("--blocks 2 --arch sm_90a", "--block-mask"),
+        ("--block-mask 128 128 --blocks -1 --arch sm_90a", "negative"),
         ("--shape 1 64 8 64 --kv-heads 3 --arch sm_90a", "8 heads"),
     ],
 )

@@ -337,14 +337,6 @@ def test_scratch_is_linear_in_the_length():
 # --- compiling ---
 
 
-@pytest.fixture
-def nvrtc():
-    try:
-        return _native.cuda_nvrtc()
-    except RuntimeError as error:
-        pytest.skip(str(error))
-
-
 def test_compiles_with_the_macros_of_the_plan(nvrtc):
     ((file, kernel, defines),) = _native.cuda_plan(BASE.encode(), False, "sm_90a")
     cubin, log, seconds, shared_bytes = _native.cuda_compile(file, defines, "sm_90a")

@@ -76,6 +76,7 @@ class Report:
     registers: int
     spilled: int  # bytes
     shared: int  # bytes, static and dynamic
+    serialized: bool  # does ptxas have every wgmma wait for the one before?
     seconds: float  # of the whole file
 
 
@@ -176,6 +177,9 @@ def singles() -> Iterator[tuple[str, Problem]]:
     for dims, dropout in itertools.product(((64, 64), (96, 96), (128, 128)), (False, True)):
         one = {"causal": False, "q_len": 512, "block_mask": (128, 128), "dropout": dropout, "kv_heads": 4}
         yield "sm_90a", problem("bfloat16", dims, **PLAIN | one)
+    # TF32, with a block mask too.
+    for dims, block, name, value in itertools.product(DIMS[:2], (None, (128, 128)), BESIDE, (False, True)):
+        yield "sm_90a", problem("float32", dims, **PLAIN | {"causal": False, "block_mask": block} | {name: value})
     # The largest tiles where shared memory is least.
     for dtype, dims, gradients in itertools.product(DTYPES[1:], DIMS[1:3], GRADIENTS[:2]):
         yield "sm_89", problem(dtype, dims, **PLAIN | {"gradients": gradients})
@@ -220,6 +224,7 @@ def tested() -> list[Variant]:
 def compile_variant(variant: Variant) -> list[Report]:
     """A report for each kernel of the file."""
     _, log, seconds, dynamic = _native.cuda_compile(variant.file, list(variant.defines), variant.arch)
+    serialized = "wgmma.mma_async instructions are serialized" in log
     reports = []
     for part in log.split("Compiling entry function '")[1:]:
         kernel = part.partition("'")[0]
@@ -232,7 +237,7 @@ def compile_variant(variant: Variant) -> list[Report]:
             "jax_flash_backward_query",
             "jax_flash_backward_bias",
         )
-        reports.append(Report(variant, kernel, registers, spilled, static + dynamic * main, seconds))
+        reports.append(Report(variant, kernel, registers, spilled, static + dynamic * main, serialized, seconds))
     if not reports:
         raise RuntimeError(f"no report of ptxas for {variant}: {log}")
     return reports
@@ -251,6 +256,8 @@ def faults(report: Report) -> list[str]:
         found.append(f"{report.spilled} bytes spilled")
     if report.shared > limit:
         found.append(f"{report.shared} bytes of shared memory, {limit} are allowed")
+    if report.serialized:
+        found.append("wgmmas wait for each other")
     return found
 
 
@@ -259,11 +266,11 @@ def tabulated(compiled: Iterable[list[Report]], path: pathlib.Path = TABLE) -> I
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["arch", "file", "kernel", "registers", "spilled", "shared", "seconds", "defines"])
+        table.writerow(["arch", "file", "kernel", "registers", "spilled", "shared", "serialized", "seconds", "defines"])
         for r in itertools.chain.from_iterable(compiled):
             macros = " ".join(d.removeprefix("JAX_FLASH_") for d in r.variant.defines if not d.endswith("=0"))
             where = (r.variant.arch, r.variant.file, r.kernel)
-            table.writerow([*where, r.registers, r.spilled, r.shared, f"{r.seconds:.2f}", macros])
+            table.writerow([*where, r.registers, r.spilled, r.shared, int(r.serialized), f"{r.seconds:.2f}", macros])
             yield r
 
 

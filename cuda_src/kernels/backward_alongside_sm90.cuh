@@ -80,7 +80,8 @@ struct RowsWarp {
       SyncWarp();
 #pragma unroll
       for (int c = 0; c < 4; c += 2)
-        Stmatrix(Chunk(rows, 4 * half + c), packed[2 * c], packed[2 * c + 1], packed[2 * c + 2], packed[2 * c + 3]);
+        Stmatrix(Matrices(rows, 2 * half + c / 2), packed[2 * c], packed[2 * c + 1], packed[2 * c + 2],
+                 packed[2 * c + 3]);
     }
   }
 
@@ -121,10 +122,10 @@ struct RowsWarp {
   // O dO^T, of the first 8 rows of dO and of the others.
   __device__ __forceinline__ void MultiplyRows(uint8_t* rows, float (&products)[2][4]) {
 #pragma unroll
-    for (int c = 0; c < (kVDim < 64 ? kVDim / 8 : 8); c += 2) {
+    for (int c = 0; c < (kVDim < 64 ? (kVDim + 8) / 16 : 4); ++c) {
       uint32_t o[4], d_o[4];
-      Ldmatrix(o, Chunk(rows, c));
-      Ldmatrix(d_o, Chunk(rows + kRowsBytes / 2, c));
+      Ldmatrix(o, Matrices(rows, c));
+      Ldmatrix(d_o, Matrices(rows + kRowsBytes / 2, c));
       MmaSync(products[0], o, {d_o[0], d_o[2]});
       MmaSync(products[1], o, {d_o[1], d_o[3]});
     }
@@ -141,11 +142,6 @@ struct RowsWarp {
     for (int i = 0; i < 8; ++i) products[i / 4][i % 4] = 0.0f;
   }
 
-  // Of 16 rows of a box: where this lane's part begins of 16 columns from chunk c on.
-  __device__ __forceinline__ static uint32_t Chunk(uint8_t* rows, int c) {
-    return (SharedAddress(rows) + Lane() % 16 * 128 + (Lane() / 16 ^ Lane() % 8) * 16) ^ c * 16;
-  }
-
   // What was loaded first of what has not been used.
   __device__ __forceinline__ uint8_t* Wait() {
     uint8_t* const rows = Slot(at);
@@ -154,6 +150,7 @@ struct RowsWarp {
     return rows;
   }
 
+  __device__ __forceinline__ static uint32_t Matrices(uint8_t* rows, int c) { return MatricesOf(rows, Lane(), c); }
   __device__ __forceinline__ uint8_t* Slot(PackedRing<2> at) const { return shared.rows[Warp()][at.Index()]; }
   __device__ __forceinline__ uint64_t* Full(PackedRing<2> at) const { return &shared.rows_full[Warp()][at.Index()]; }
   __device__ __forceinline__ int Take() const { return Lane() == 0 ? atomicAdd(p.rows_taken, 1) : 0; }

@@ -22,7 +22,8 @@ constexpr int kPFull = 4, kPRead = 5;
 constexpr bool kFewAtOnce = kWide || kBias || kSoftCap;
 // ... or that there are none to work ahead, if more is asked than a causal mask.
 constexpr bool kCrowded =
-    kWide && !kBias && (kSoftCap || kMask || kDropout || kWindow || kSegments || kQLengths || kKVLengths);
+    kWide && !kBias &&
+    (kSoftCap || kMask || kDropout || kWindow || kSegments || kQLengths || kKVLengths || kQueryOffset);
 
 // What exp2 of a difference of scores needs, before and after S became s.
 __device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 1.0f : p.scale; }
@@ -60,15 +61,16 @@ struct Keys {
         first_key(kSameKeys ? 0 : 64 * warpgroup),
         scale_log2(ScoreScale(p) * kLog2e) {}
 
-  // The next tile, when K and V are there; null when there are no more. It stays until the tile after the next.
-  __device__ __forceinline__ const Tile* NextTile() {
+  // Waits for the next tile; false when there are no more. TileHere: that one, which stays until the tile after the
+  // next.
+  __device__ __forceinline__ bool NextTile() {
     MbarrierWait(&shared.k_full, kv_parity);
-    const Tile* tile = &shared.tile[kv_parity];
-    if (Uniform(tile->column) < 0) return nullptr;
+    if (Uniform(shared.tile[kv_parity].column) < 0) return false;
     MbarrierWait(&shared.v_full, kv_parity);
     kv_parity ^= 1;
-    return tile;
+    return true;
   }
+  __device__ __forceinline__ const Tile& TileHere() const { return shared.tile[kv_parity ^ 1]; }
 
   __device__ __forceinline__ void WaitForQ() { MbarrierWait(&shared.q_full[at.index], at.parity); }
 
@@ -283,32 +285,32 @@ struct Keys {
     }
   }
 
-  // Of a tile of [keys][64 columns] boxes in shared memory: where this lane's part begins of 16 columns of this warp's
-  // keys.
-  __device__ __forceinline__ uint32_t Chunk(uint8_t* tile, int c) {
-    const int chunk = (c % 4 * 2 + lane / 16) ^ lane % 8;
-    return SharedAddress(tile + c / 4 * kKVBox + (first_key + 16 * warp + lane % 16) * 128 + chunk * 16);
+  // The lane; in wide kernels for addresses that are not worked out beforehand.
+  __device__ __forceinline__ int LateLane() const { return kWide ? Fresh(lane) : lane; }
+
+  // Of boxes of keys in shared memory: the c-th 32 bytes of this warp's keys.
+  __device__ __forceinline__ uint32_t Matrices(const uint8_t* keys, int lane, int c) const {
+    const uint8_t* const rows = keys + c / 4 * kKVBox + (first_key + 16 * warp) * 128;
+    if constexpr (kSameKeys) return MatricesOf(rows, lane, c % 4);  // one address to be kept, not four
+    return SharedAddress(rows + lane % 16 * 128 + ((c % 4 * 2 + lane / 16) ^ lane % 8) * 16);
   }
 
-  __device__ __forceinline__ void Store(uint8_t* to, int c, uint32_t a, uint32_t b, uint32_t x, uint32_t y) {
-    Stmatrix(Chunk(to, c), a, b, x, y);
-  }
-
-  // This warpgroup's part of dK or dV goes to HBM by way of `to`.
-  template <int kDim>
+  // This warpgroup's part of dK or dV goes to HBM by way of `to`. kAllCommit: also threads that have stored nothing.
+  template <int kDim, bool kAllCommit = false>
   __device__ __forceinline__ void Leave(const float (&C)[kDim / 2], float scale, uint8_t* to, const Tile& tile,
                                         const TensorMap* map) {
+    const int late_lane = LateLane();
 #pragma unroll
     for (int c = 0; kTF32 && c < kDim / 8; ++c) {
       const auto scaled = [&](int i) { return __float_as_uint(C[4 * c + i] * scale); };
-      Store(to, c, scaled(0), scaled(2), scaled(1), scaled(3));
+      Stmatrix(Matrices(to, late_lane, c), scaled(0), scaled(2), scaled(1), scaled(3));
     }
 #pragma unroll
     for (int c = 0; !kTF32 && c < kDim / 8; c += 2) {
       const float* x = C + 4 * c;
       const bool whole = c + 1 < kDim / 8;  // or what comes after is outside
-      Store(to, c / 2, Pack(x[0] * scale, x[1] * scale), Pack(x[2] * scale, x[3] * scale),
-            whole ? Pack(x[4] * scale, x[5] * scale) : 0, whole ? Pack(x[6] * scale, x[7] * scale) : 0);
+      Stmatrix(Matrices(to, late_lane, c / 2), Pack(x[0] * scale, x[1] * scale), Pack(x[2] * scale, x[3] * scale),
+               whole ? Pack(x[4] * scale, x[5] * scale) : 0, whole ? Pack(x[6] * scale, x[7] * scale) : 0);
     }
     FenceProxyAsync();
     SyncWarpgroup();
@@ -316,8 +318,9 @@ struct Keys {
       for (int b = 0; b < Boxes(kDim); ++b)
         TmaStore(map, to + b * kKVBox + first_key * 128, b * kBoxColumns, tile.column + first_key, tile.head,
                  tile.batch);
-      TmaCommit();
+      if (!kAllCommit) TmaCommit();
     }
+    if (kAllCommit) TmaCommit();
   }
 
   // kWidth columns of 64 rows of dQ, from `column` on. `row_block`: of 64 rows, among those of all heads.

@@ -38,7 +38,7 @@ struct TF32Keys : Keys {
   template <int kSteps>
   __device__ __forceinline__ void Take(uint32_t (&A)[kSteps][4], uint8_t* keys) {
 #pragma unroll
-    for (int d = 0; d < kSteps; ++d) Ldmatrix(A[d], Chunk(keys, d));
+    for (int d = 0; d < kSteps; ++d) Ldmatrix(A[d], Matrices(keys, lane, d));
   }
 
   // C = A B^T, or += : A is K or V in registers, B a tile of Q or dO.
@@ -186,9 +186,8 @@ struct TF32Consumer : TF32Keys {
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     Clear(dV);
-    const Tile* next = NextTile();
-    if (!next) return false;
-    const Tile& tile = *next;
+    if (!NextTile()) return false;
+    const Tile& tile = TileHere();
     Take(K, shared.ds[0]);
     TransposeK(shared.ds[0]);
     if (Uniform(tile.steps) > 0) {

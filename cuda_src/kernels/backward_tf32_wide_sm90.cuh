@@ -24,9 +24,8 @@ struct TF32ConsumerOfP : TF32Keys {
   // The next tile; false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dV);
-    const Tile* next = NextTile();
-    if (!next) return false;
-    const Tile& tile = *next;
+    if (!NextTile()) return false;
+    const Tile& tile = TileHere();
     Take(K, shared.staging);
     TransposeK(shared.staging);
     if (Uniform(tile.steps) > 0) {
@@ -100,9 +99,8 @@ struct TF32ConsumerOfDS : TF32Keys {
   // The next tile; false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
-    const Tile* next = NextTile();
-    if (!next) return false;
-    const Tile& tile = *next;
+    if (!NextTile()) return false;
+    const Tile& tile = TileHere();
     Take(V, shared.v);
     TransposeK(shared.staging);
     if (Uniform(tile.steps) > 0) {

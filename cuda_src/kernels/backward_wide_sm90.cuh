@@ -25,11 +25,11 @@ struct ConsumerOfP : Keys {
   // The next tile; false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dV);
-    const Tile* next = NextTile();
-    if (!next) return false;
-    const Tile& tile = *next;
+    if (!NextTile()) return false;
+    const Tile& tile = TileHere();
+    const int late_lane = LateLane();
 #pragma unroll
-    for (int d = 0; d < 4 * kHalfBoxes; ++d) Ldmatrix(K[d], Chunk(shared.staging, d));
+    for (int d = 0; d < 4 * kHalfBoxes; ++d) Ldmatrix(K[d], Matrices(shared.staging, late_lane, d));
     SyncWarpgroup();  // P may be written there
     if (Uniform(tile.steps) > 0) Walk(tile);
     SyncConsumers();  // nobody reads V any more
@@ -100,9 +100,8 @@ struct ConsumerOfDS : Keys {
   // The next tile; false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
-    const Tile* next = NextTile();
-    if (!next) return false;
-    const Tile& tile = *next;
+    if (!NextTile()) return false;
+    const Tile& tile = TileHere();
     if (Uniform(tile.steps) > 0) {
       if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // P may be written
       while (Walk(tile)) continue;
@@ -147,8 +146,10 @@ struct ConsumerOfDS : Keys {
   // dS to shared memory, here and in the other CTA.
   __device__ __forceinline__ void SendDS() {
     MbarrierWait(&shared.ds_empty[0], ds_parity ^ 1);  // there; the copy before has left here
+    const int late_lane = LateLane();
 #pragma unroll
-    for (int c = 0; c < kRows / 16; ++c) Store(shared.ds[0], c, dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
+    for (int c = 0; c < kRows / 16; ++c)
+      Stmatrix(Matrices(shared.ds[0], late_lane, c), dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
     FenceProxyAsync();
     SyncWarpgroup();
     if (threadIdx.x % kWarpgroup == 0) {

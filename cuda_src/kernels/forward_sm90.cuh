@@ -32,11 +32,12 @@ constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the
 // Is the first tile to be computed, the last that the rows see, masked at any rate? (To ask takes registers that are
 // not there with wide heads, and with dropout and narrow ones more time than it saves.)
 constexpr bool kFirstMasked =
-    kMask || (!kBlockMask && (kCausal || kWindow || (kSegments && kVDim > 128) || (kDropout && kVDim <= 64)));
+    kMask ||
+    (!kBlockMask && (kCausal || kWindow || (kSegments && (kTF32 || kVDim > 128)) || (kDropout && kVDim <= 64)));
 constexpr bool kLookedUp = kSegments || kMask || kBlockMask;   // must memory be asked which keys a row sees?
 constexpr int kSeenWords = kLookedUp ? (kCols + 31) / 32 : 1;  // a bit for each key of a tile
 // Where ptxas would work ahead for them without registers.
-constexpr bool kCrowded = kVDim > 128 || (kBlockMask && kWindow && kSegments);
+constexpr bool kCrowded = kVDim > 128 || (kSegments && (kTF32 || (kBlockMask && kWindow)));
 
 // O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
 // f16.
@@ -87,15 +88,14 @@ struct Consumer {
     BarrierArrive(1 + kConsumers + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
   }
 
-  // 32 bytes of the columns of Q or O, the d-th: where this lane's row of the 8 x 8 matrices of ldmatrix, stmatrix is.
-  __device__ __forceinline__ uint8_t* Matrices(uint8_t* boxes, int d) {
-    const int chunk = (d % 4 * 2 + lane / 16) ^ lane % 8;
-    return boxes + d / 4 * kQBox + (16 * warp + lane % 16) * 128 + chunk * 16;
-  }
+  // This warp's rows of a box of Q or O.
+  __device__ __forceinline__ uint8_t* RowsOfWarp(uint8_t* box) const { return box + 16 * warp * 128; }
 
   __device__ __forceinline__ void TakeQ() {
+    uint8_t* const rows = RowsOfWarp(shared.q[q.Index()][row_group]);
+    const int fresh_lane = Fresh(lane);
 #pragma unroll
-    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], SharedAddress(Matrices(shared.q[q.Index()][row_group], d)));
+    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], MatricesOf(rows + d / 4 * kQBox, fresh_lane, d % 4));
     FenceProxyAsync();  // before the next Q comes
   }
 
@@ -464,33 +464,45 @@ struct Consumer {
         p.l[at] = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * to_log2);
       }
     }
-    uint8_t* o = kOInQ ? shared.q[q.Index()][row_group] : shared.o[row_group];
-    if (!kOInQ) {
-      TmaWaitRead<0>();  // the tile before has left
-      SyncWarpgroup();
-    }
+    uint8_t* const o = kOInQ ? shared.q[q.Index()][row_group] : shared.o[row_group];
+    constexpr int kAtOnce = kOInQ || kOBoxes == kVBoxes ? kVBoxes : 1;  // boxes
 #pragma unroll
-    for (int c = 0; c < (kVDim + kStep - 1) / kStep; ++c) {
-      const float* x = O + kStep / 2 * c;
-      if constexpr (kTF32) {
-        Stmatrix(SharedAddress(Matrices(o, c)), __float_as_uint(x[0] * factor[0]), __float_as_uint(x[2] * factor[1]),
-                 __float_as_uint(x[1] * factor[0]), __float_as_uint(x[3] * factor[1]));
-      } else {
-        const float* y = 16 * c + 8 < kVDim ? x + 4 : x;  // the last 8 columns of 16 may be beyond the head dim
-        Stmatrix(SharedAddress(Matrices(o, c)), Pack(x[0] * factor[0], x[1] * factor[0]),
-                 Pack(x[2] * factor[1], x[3] * factor[1]), Pack(y[0] * factor[0], y[1] * factor[0]),
-                 Pack(y[2] * factor[1], y[3] * factor[1]));
+    for (int first = 0; first < kVBoxes; first += kAtOnce) {
+      uint8_t* const to = o + (kAtOnce == kVBoxes ? 0 : first % 2 * kQBox);
+      if (!kOInQ && first != 1) {  // what was there has left; before the first box what was in either
+        first == 0 ? TmaWaitRead<0>() : TmaWaitRead<1>();
+        SyncWarpgroup();
+      }
+#pragma unroll
+      for (int b = 0; b < kAtOnce; ++b) StoreBox(RowsOfWarp(to + b * kQBox), first + b, factor);
+      FenceProxyAsync();
+      SyncWarpgroup();
+      if (threadIdx.x % kWarpgroup == 0) {
+        for (int b = 0; b < kAtOnce; ++b)
+          TmaStore(o_map, to + b * kQBox, (first + b) * kBoxColumns, tile.row + 64 * row_group, tile.head, tile.batch);
+        TmaCommit();
+        if (kOInQ) TmaWaitRead<0>();
       }
     }
-    FenceProxyAsync();
-    SyncWarpgroup();
-    if (threadIdx.x % kWarpgroup == 0) {
-      for (int b = 0; b < kVBoxes; ++b)
-        TmaStore(o_map, o + b * kQBox, b * kBoxColumns, tile.row + 64 * row_group, tile.head, tile.batch);
-      TmaCommit();
-      if (kOInQ) TmaWaitRead<0>();
-    }
     if (kOInQ) Release(&shared.q_empty[q.Index()][row_group]);
+  }
+
+  // A box of O to this warp's rows of it in shared memory.
+  __device__ __forceinline__ void StoreBox(uint8_t* rows, int box, const float (&factor)[2]) {
+#pragma unroll
+    for (int c = 0; c < 4 && (4 * box + c) * kStep < kVDim; ++c) {
+      const uint32_t to = MatricesOf(rows, lane, c);
+      const float* x = O + (4 * box + c) * kStep / 2;
+      if constexpr (kTF32) {
+        Stmatrix(to, __float_as_uint(x[0] * factor[0]), __float_as_uint(x[2] * factor[1]),
+                 __float_as_uint(x[1] * factor[0]), __float_as_uint(x[3] * factor[1]));
+      } else {
+        // The last 8 columns of 16 may be beyond the head dim.
+        const float* y = (4 * box + c) * kStep + 8 < kVDim ? x + 4 : x;
+        Stmatrix(to, Pack(x[0] * factor[0], x[1] * factor[0]), Pack(x[2] * factor[1], x[3] * factor[1]),
+                 Pack(y[0] * factor[0], y[1] * factor[0]), Pack(y[2] * factor[1], y[3] * factor[1]));
+      }
+    }
   }
 };
 

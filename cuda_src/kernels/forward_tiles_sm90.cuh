@@ -35,15 +35,17 @@ constexpr int kAhead = kScout ? 8 : 1;                              // tiles of 
 // Registers a thread; together what the kernel starts with.
 constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask || kTF32 ? 56 : 40;
 constexpr int kConsumerRegisters = kConsumers == 2 ? (504 - kProducerRegisters) / 2 : kConsumers == 3 ? 160 : 112;
-// O leaves through shared memory of its own, so that the next tile of Q can come; or, where that is too much, through
-// Q's. Where there is room for two tiles of Q, the next one is there in time.
-constexpr int kQBytes = kRowGroups * kQKBoxes * kQBox, kOBytes = kRowGroups * kVBoxes * kQBox;
+// O leaves through shared memory of its own, so that the next tile of Q can come: whole, or box by box by way of two;
+// or, where that is too much, through Q's. Where there is room for two tiles of Q, the next one is there in time.
+constexpr int kQBytes = kRowGroups * kQKBoxes * kQBox;
 constexpr int kKVBytes = (kQKBoxes + kVBoxes) * kStages * kKVBox + (kTF32 ? kLandings * kKVBox + 1024 : 0);
 constexpr int kHandedValues = kVDim / 2 + 6;  // of a thread: its O, and m, l and the reference of its two rows
 constexpr int kHandedBytes = kKeyGroups > 1 ? kRowGroups * kHandedValues * kWarpgroup * 4 : 0;
-constexpr int kRoom = 226 * 1024 - kKVBytes - kHandedBytes;  // for Q and O
-constexpr bool kOInQ = kQBytes + kOBytes > kRoom;
-constexpr int kQBuffers = 2 * kQBytes + kOBytes > kRoom ? 1 : 2;
+constexpr int kRoom = 226 * 1024 - kKVBytes - kHandedBytes;          // for Q and O
+constexpr int kRoomForO = (kRoom - kQBytes) / (kRowGroups * kQBox);  // boxes of each row group
+constexpr int kOBoxes = kRoomForO >= kVBoxes ? kVBoxes : kRoomForO >= 2 ? 2 : 0;
+constexpr bool kOInQ = kOBoxes == 0;
+constexpr int kQBuffers = 2 * kQBytes + kRowGroups * kOBoxes * kQBox > kRoom ? 1 : 2;
 static_assert(kKeyGroups == 1 || !kOInQ);
 constexpr int kQBoxes = kOInQ && kVBoxes > kQKBoxes ? kVBoxes : kQKBoxes;
 
@@ -67,7 +69,7 @@ struct ListedTile {
 
 struct ForwardShared {
   alignas(1024) uint8_t q[kQBuffers][kRowGroups][kQBoxes * kQBox];
-  alignas(1024) uint8_t o[kOInQ ? 1 : kRowGroups][kOInQ ? 1 : kVBoxes * kQBox];
+  alignas(1024) uint8_t o[kOInQ ? 1 : kRowGroups][kOInQ ? 1 : kOBoxes * kQBox];
   alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
   alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];  // f32: of V^T
   uint64_t q_full[kQBuffers][kRowGroups], q_empty[kQBuffers][kRowGroups];

@@ -12,6 +12,12 @@ struct alignas(64) TensorMap {
 
 constexpr int kBoxColumns = 128 / kElementBytes;
 
+// In 16 rows of a box, of the c-th 32 bytes of each: where a lane's row of the four matrices of ldmatrix or stmatrix
+// is.
+__device__ __forceinline__ uint32_t MatricesOf(const void* rows, int lane, int c) {
+  return (SharedAddress(rows) + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16) ^ c * 32;
+}
+
 // cp.async.bulk.tensor, HBM to shared; its bytes are counted by `barrier`.
 __device__ __forceinline__ void TmaLoad(void* shared, const TensorMap* map, uint64_t* barrier, int d, int time,
                                         int head, int batch) {

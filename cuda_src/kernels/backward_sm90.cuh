@@ -94,7 +94,7 @@ struct Consumer : Keys {
     if (kDQ) {
       StoreDS();
     } else {
-      FenceProxyAsync();          // as StoreDS has it, before other rows come where L and D were read
+      FenceProxyAsync();  // as StoreDS has it, before other rows come where L and D were read
     }
     if (kSplitRows) {
       Finish<kDQFirst>(step, warpgroup, 0);

@@ -79,9 +79,8 @@ struct RowsWarp {
       }
       SyncWarp();
 #pragma unroll
-      for (int c = 0; c < 4; c += 2)
-        Stmatrix(Matrices(rows, 2 * half + c / 2), packed[2 * c], packed[2 * c + 1], packed[2 * c + 2],
-                 packed[2 * c + 3]);
+      for (int c = 0; c < 2; ++c)
+        Stmatrix(Matrices(rows, 2 * half + c), packed[4 * c], packed[4 * c + 1], packed[4 * c + 2], packed[4 * c + 3]);
     }
   }
 

@@ -288,15 +288,17 @@ struct Keys {
   // The lane; in wide kernels for addresses that are not worked out beforehand.
   __device__ __forceinline__ int LateLane() const { return kWide ? Fresh(lane) : lane; }
 
-  // Of boxes of keys in shared memory: the c-th 32 bytes of this warp's keys.
+  // Of boxes of keys in shared memory: the c-th 32 bytes of this warp's keys. (As four addresses for all boxes, to
+  // which c / 4 is an offset in the instruction; or where even these are too many registers as one.)
   __device__ __forceinline__ uint32_t Matrices(const uint8_t* keys, int lane, int c) const {
     const uint8_t* const rows = keys + c / 4 * kKVBox + (first_key + 16 * warp) * 128;
-    if constexpr (kSameKeys) return MatricesOf(rows, lane, c % 4);  // one address to be kept, not four
+    if constexpr (kSameKeys) return MatricesOf(rows, lane, c % 4);
     return SharedAddress(rows + lane % 16 * 128 + ((c % 4 * 2 + lane / 16) ^ lane % 8) * 16);
   }
 
-  // This warpgroup's part of dK or dV goes to HBM by way of `to`. kAllCommit: also threads that have stored nothing.
-  template <int kDim, bool kAllCommit = false>
+  // This warpgroup's part of dK or dV goes to HBM by way of `to`. kEveryThread: all commit, also those that have stored
+  // nothing.
+  template <int kDim, bool kEveryThread = false>
   __device__ __forceinline__ void Leave(const float (&C)[kDim / 2], float scale, uint8_t* to, const Tile& tile,
                                         const TensorMap* map) {
     const int late_lane = LateLane();
@@ -318,9 +320,9 @@ struct Keys {
       for (int b = 0; b < Boxes(kDim); ++b)
         TmaStore(map, to + b * kKVBox + first_key * 128, b * kBoxColumns, tile.column + first_key, tile.head,
                  tile.batch);
-      if (!kAllCommit) TmaCommit();
+      if (!kEveryThread) TmaCommit();
     }
-    if (kAllCommit) TmaCommit();
+    if (kEveryThread) TmaCommit();
   }
 
   // kWidth columns of 64 rows of dQ, from `column` on. `row_block`: of 64 rows, among those of all heads.

@@ -59,8 +59,8 @@ constexpr bool kAskedLate = kSplitRows || kBlockMask;
 constexpr bool kBothInDS = sizeof(BackwardShared::ds) >= (kVBoxes + kQKBoxes) * kKVBox;
 
 // Whether all threads commit what one of them has stored of dV and dK. It costs nothing, and ptxas makes another loop
-// over the tiles of Q of it: 2 to 6% faster, but 5% slower at head dim 128 if dQ is a step behind; and with a block
-// mask it may find too few registers for wgmmas in flight.
+// over the tiles of Q of it: 2 to 6% faster, but 5% slower at head dim 128 if dQ is a step behind; with a block mask it
+// may find too few registers for wgmmas in flight, and with dropout and 128 rows it spills some.
 constexpr bool kAllCommit = !kBlockMask && (kRows == 128 ? !kDropout : !kBehind || (kQKDim <= 96 && kVDim <= 96));
 
 // A warpgroup with S, dP, dK and dV of its 64 keys.
@@ -222,7 +222,7 @@ __device__ __forceinline__ void Consume(const Params& p, BackwardShared& shared,
   while (consumer.Run(dk_map, dv_map)) continue;
   if (!kAlongside) return;
   SyncConsumers();
-  const int last = shared.tile[consumer.kv_parity ^ 1].item_head;
+  const int last = consumer.TileHere().item_head;
   FenceProxyAsyncGlobal();
   Count(p.added + last, threadIdx.x == kWarpgroup && last >= 0);
 }

@@ -29,8 +29,8 @@ namespace jax_flash {
 
 constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
 constexpr bool kMaskedLeft = kWindow || kSegments;  // keys may be hidden to the left of what is not
-// Is the first tile to be computed, the last that the rows see, masked at any rate? (To ask takes registers that are
-// not there with wide heads, and with dropout and narrow ones more time than it saves.)
+// Is the first tile to be computed, the last that the rows see, masked at any rate? (To ask takes registers that with
+// segments are not there for wide heads or TF32, and with dropout and narrow heads more time than it saves.)
 constexpr bool kFirstMasked =
     kMask ||
     (!kBlockMask && (kCausal || kWindow || (kSegments && (kTF32 || kVDim > 128)) || (kDropout && kVDim <= 64)));
@@ -465,10 +465,11 @@ struct Consumer {
       }
     }
     uint8_t* const o = kOInQ ? shared.q[q.Index()][row_group] : shared.o[row_group];
-    constexpr int kAtOnce = kOInQ || kOBoxes == kVBoxes ? kVBoxes : 1;  // boxes
+    constexpr int kAtOnce = kOInQ || kOBoxes == kVBoxes ? kVBoxes : 1;  // boxes; if one, two take turns
+    static_assert(kAtOnce == kVBoxes || kOBoxes == 2);
 #pragma unroll
     for (int first = 0; first < kVBoxes; first += kAtOnce) {
-      uint8_t* const to = o + (kAtOnce == kVBoxes ? 0 : first % 2 * kQBox);
+      uint8_t* const to = o + first % 2 * kQBox;
       if (!kOInQ && first != 1) {  // what was there has left; before the first box what was in either
         first == 0 ? TmaWaitRead<0>() : TmaWaitRead<1>();
         SyncWarpgroup();
@@ -549,5 +550,6 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     SetMaxRegistersUp<kConsumerRegisters>();
     Consumer consumer(p, shared);
     while (consumer.Run(&o_map)) consumer.q.Next();
+    TmaWaitRead<0>();  // shared memory is this CTA's until O has left
   }
 }

@@ -47,7 +47,7 @@ constexpr int kOBoxes = kRoomForO >= kVBoxes ? kVBoxes : kRoomForO >= 2 ? 2 : 0;
 constexpr bool kOInQ = kOBoxes == 0;
 constexpr int kQBuffers = 2 * kQBytes + kRowGroups * kOBoxes * kQBox > kRoom ? 1 : 2;
 static_assert(kKeyGroups == 1 || !kOInQ);
-constexpr int kQBoxes = kOInQ && kVBoxes > kQKBoxes ? kVBoxes : kQKBoxes;
+static_assert(!kOInQ || kVBoxes <= kQKBoxes);
 
 // A tile of the output, and the tiles of K and V that it sees. With a block mask these are keys, and it sees no more
 // than that.
@@ -68,7 +68,7 @@ struct ListedTile {
 };
 
 struct ForwardShared {
-  alignas(1024) uint8_t q[kQBuffers][kRowGroups][kQBoxes * kQBox];
+  alignas(1024) uint8_t q[kQBuffers][kRowGroups][kQKBoxes * kQBox];
   alignas(1024) uint8_t o[kOInQ ? 1 : kRowGroups][kOInQ ? 1 : kOBoxes * kQBox];
   alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
   alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];  // f32: of V^T

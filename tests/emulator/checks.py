@@ -122,6 +122,7 @@ def test_tiles_that_fit_hopper_alone(case, monkeypatch):
         Case(B=1, T=150, S=200, N=2, K=1, D=128, E=104, causal=True, dropout=0.2),
         Case(T=70, S=90, D=72, E=40, bias="1nts", lengths=True, deterministic=True),
         Case(T=70, S=90, D=8, E=128, mask="b11s", soft_cap=2.0),
+        Case(B=1, T=300, S=100, N=3, K=1, D=96, E=128, causal=True),
     ],
     ids=str,
 )
@@ -174,6 +175,7 @@ SEVERAL_TILES = {
     "three kernels": (Case(B=1, T=260, S=260, N=3, K=1, D=64, E=64, causal=True, offset=True, scale=-0.1), "bfloat16"),
     "together": (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, offset=True, scale=-0.1), "bfloat16"),
     "clusters": (Case(B=1, T=130, S=200, N=3, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
+    "O box by box": (Case(B=1, T=300, S=70, N=3, K=1, D=192, E=192), "float16"),
     "TF32": (Case(B=1, T=130, S=300, N=3, K=1, D=64, E=64, causal=True, offset=True), "tf32"),
     "wide TF32": (Case(B=1, T=70, S=300, N=5, K=1, D=128, E=128, window=(250, 200), segments=True), "tf32"),
     "block mask": (sparse(128, 128, B=1, T=300, S=600, N=2, K=1, D=64, E=64, heads=2, dropout=0.2), "bfloat16"),

@@ -238,7 +238,8 @@ def compile_variant(variant: Variant) -> list[Report]:
             "jax_flash_backward_query",
             "jax_flash_backward_bias",
         )
-        reports.append(Report(variant, kernel, registers, spilled, static + dynamic * main, serialized and main, seconds))
+        shared = static + dynamic * main
+        reports.append(Report(variant, kernel, registers, spilled, shared, serialized and main, seconds))
     if not reports:
         raise RuntimeError(f"no report of ptxas for {variant}: {log}")
     return reports

@@ -56,16 +56,16 @@ def interleave_enqueued(calls: dict[str, Call]) -> dict[str, list[float]]:
     """
     repeats = {}
     for name, call in calls.items():
-        _sample(call, WARM_UP)
-        repeats[name] = max(1, min(200, math.ceil(SAMPLE_SECONDS / _sample(call, WARM_UP))))
+        sample(call, WARM_UP)
+        repeats[name] = max(1, min(200, math.ceil(SAMPLE_SECONDS / sample(call, WARM_UP))))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(SAMPLES):
         for name, call in calls.items():
-            times[name].append(_sample(call, repeats[name]))
+            times[name].append(sample(call, repeats[name]))
     return times
 
 
-def _sample(call: Call, repeats: int) -> float:
+def sample(call: Call, repeats: int) -> float:
     """Seconds a call, of `repeats` enqueued one after the other."""
     begin = time.perf_counter()
     for _ in range(repeats):

@@ -17,6 +17,8 @@ struct RowsWarp {
   const TensorMap *o_map, *do_map, *dq_map;
   PackedRing<2> at;  // what was loaded first of what has not been used
 
+  static constexpr int kSteps = 4 * kVBoxes;  // in which a block of O and dO comes
+
   __device__ __forceinline__ void Run() {
     while (true) {
       const int next = Uniform(Take()), before = next - p.scratch_heads * BlocksOfHead(p);
@@ -30,7 +32,7 @@ struct RowsWarp {
   // O and dO
   __device__ __forceinline__ void Prefetch(const RowBlock& block) {
     const int i = Lane();
-    if (i >= 4 * kVBoxes) return;
+    if (i >= kSteps) return;
     TmaPrefetch(o_map, i % kVBoxes * 64, block.row + i / kVBoxes * 16, block.head, block.batch);
     TmaPrefetch(do_map, i % kVBoxes * 64, block.row + i / kVBoxes * 16, block.head, block.batch);
   }
@@ -86,13 +88,6 @@ struct RowsWarp {
 
   // Zeros for dQ, L and D
   __device__ __forceinline__ void Prepare(const RowBlock& block) {
-    if (Lane() == 0) {
-      constexpr int kBytes = kQKDim > 64 ? 32 * kQKDim : 64 * kQKDim;
-      uint8_t* const to = reinterpret_cast<uint8_t*>(block.DQ(p));
-#pragma unroll 1
-      for (int i = 0; i < 256 * kQKDim; i += kBytes) BulkStore(to + i, shared.zeros, kBytes);
-    }
-    TmaCommit();
     const auto load = [&](int i, PackedRing<2> to) {
       if (Lane() == 0) {
         const int row = block.row + i / kVBoxes * 16, column = i % kVBoxes * 64;
@@ -105,17 +100,29 @@ struct RowsWarp {
     for (int r = Lane(); r < 64; r += 32) StoreL(p, block, r);
     float products[2][4] = {};
 #pragma unroll 1
-    for (int i = 0; i < 4 * kVBoxes; ++i) {
+    for (int i = 0; i < kSteps; ++i) {
       SyncWarp();
-      if (i + 1 < 4 * kVBoxes) load(i + 1, at.After());
+      if (i + 1 < kSteps) load(i + 1, at.After());
+      StoreZeros(block, i);
       MultiplyRows(Wait(), products);
       FenceProxyAsync();
       if (i % kVBoxes == kVBoxes - 1) StoreDiagonal(block, i / kVBoxes * 16, products);
     }
+    TmaCommit();
     TmaWaitAll();
     FenceProxyAsyncGlobal();
     SyncWarp();
     Count(p.prepared + block.Head(p), Lane() == 0);
+  }
+
+  // The i-th of kSteps parts of the zeros for dQ: loads of O and dO would have to wait for all at once.
+  __device__ __forceinline__ void StoreZeros(const RowBlock& block, int i) {
+    constexpr int kParts = kQKDim > 64 ? 8 : 4, kBytes = 64 * kQKDim * 4 / kParts;
+    static_assert(kBytes <= sizeof(BackwardShared::zeros) || !kAlongside);
+    if (Lane() > 0) return;
+#pragma unroll 1
+    for (int part = i; part < kParts; part += kSteps)
+      BulkStore(reinterpret_cast<uint8_t*>(block.DQ(p)) + part * kBytes, shared.zeros, kBytes);
   }
 
   // O dO^T, of the first 8 rows of dO and of the others.

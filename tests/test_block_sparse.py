@@ -399,6 +399,7 @@ WHOLE_TILES = {
     "48 keys": hopper(kv_block=48, D=192, E=192),
     "one kernel": hopper(K=4, T=300, S=500),
     "one kernel, dropout": hopper(kv_block=256, batch=2, B=2, K=4, D=64, E=64, T=300, S=300, dropout=0.2),
+    "many lists": hopper(B=2, T=1200, S=1100, K=1, D=64, E=64),
     "112 keys": hopper(kv_block=112, dropout=0.2),
 }
 

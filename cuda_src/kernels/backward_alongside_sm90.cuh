@@ -115,7 +115,7 @@ struct RowsWarp {
     Count(p.prepared + block.Head(p), Lane() == 0);
   }
 
-  // The i-th of kSteps parts of the zeros for dQ: loads of O and dO would have to wait for all at once.
+  // In the i-th step, its share of the zeros for dQ: loads of O and dO would have to wait for all at once.
   __device__ __forceinline__ void StoreZeros(const RowBlock& block, int i) {
     constexpr int kParts = kQKDim > 64 ? 8 : 4, kBytes = 64 * kQKDim * 4 / kParts;
     static_assert(kBytes <= sizeof(BackwardShared::zeros) || !kAlongside);

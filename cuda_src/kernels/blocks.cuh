@@ -48,7 +48,7 @@ __device__ __forceinline__ BlockList ColumnList(const Params& p, int batch, int 
 // them begins late, and the shortest last, so that what ends last is short. (The one-kernel backward,
 // backward_alongside_sm90.cuh, has an order of its own.)
 __device__ __forceinline__ void ListOfItem(uint32_t item, uint32_t lists, uint32_t heads, int* head, int* list) {
-  const uint32_t apart = lists / 16, together = lists - 2 * apart, first = apart * heads;
+  const uint32_t apart = (lists + 8) / 16, together = lists - 2 * apart, first = apart * heads;
   if (item - first < together * heads) {
     *head = (item - first) / together, *list = apart + (item - first) % together;
   } else {

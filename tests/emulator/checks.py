@@ -48,6 +48,13 @@ def test_case(case, dtype):
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("T", "S"), [(1100, 200), (200, 1100)])
+def test_many_lists(T, S):
+    """Of block rows, or columns: with nine their order has a first, a middle and a last part."""
+    check(sparse(128, 128, B=1, T=T, S=S, N=2, K=1, D=8, E=8, heads=2), "bfloat16")
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("S", [73 * 64, 17000])
 def test_many_parts(S):
     """Of the keys: 73, one more than the merge loads at once, and 256 (of 265 that have enough keys), the most."""

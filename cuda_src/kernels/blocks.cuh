@@ -44,8 +44,8 @@ __device__ __forceinline__ BlockList ColumnList(const Params& p, int batch, int 
 }
 
 // The order in which all heads' lists, of which the longest come first, are taken: head by head, so that few heads'
-// arrays are read at a time, for the sake of the L2. But the longest sixteenth of all heads comes first, so that none of
-// them begins late, and the shortest last, so that what ends last is short. (The one-kernel backward,
+// arrays are read at a time, for the sake of the L2. But the longest sixteenth of all heads comes first, so that none
+// of them begins late, and the shortest last, so that what ends last is short. (The one-kernel backward,
 // backward_alongside_sm90.cuh, has an order of its own.)
 __device__ __forceinline__ void ListOfItem(uint32_t item, uint32_t lists, uint32_t heads, int* head, int* list) {
   const uint32_t apart = (lists + 8) / 16, together = lists - 2 * apart, first = apart * heads;

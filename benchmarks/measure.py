@@ -57,12 +57,17 @@ def interleave_enqueued(calls: dict[str, Call]) -> dict[str, list[float]]:
     repeats = {}
     for name, call in calls.items():
         sample(call, WARM_UP)
-        repeats[name] = max(1, min(200, math.ceil(SAMPLE_SECONDS / sample(call, WARM_UP))))
+        repeats[name] = calls_of_a_sample(sample(call, WARM_UP))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(SAMPLES):
         for name, call in calls.items():
             times[name].append(sample(call, repeats[name]))
     return times
+
+
+def calls_of_a_sample(seconds: float) -> int:
+    """How many, if one takes that long."""
+    return max(1, min(200, math.ceil(SAMPLE_SECONDS / seconds)))
 
 
 def sample(call: Call, repeats: int) -> float:

@@ -17,7 +17,6 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import os
 import random
 import statistics
@@ -111,8 +110,7 @@ def take_turns(builds: list[Build], number: int, pass_: str) -> list[list[float]
     """Seconds a call: of each build, in each round."""
     for build in builds:
         build.ask("prepare", number, pass_)
-    fastest = min([build.answer() for build in builds])
-    calls = max(1, min(300, math.ceil(measure.SAMPLE_SECONDS / fastest)))
+    calls = measure.calls_of_a_sample(min([build.answer() for build in builds]))
     times: list[list[float]] = [[] for _ in builds]
     for _ in range(ROUNDS):
         for i in random.sample(range(len(builds)), len(builds)):

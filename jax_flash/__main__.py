@@ -189,10 +189,15 @@ def cuda_info() -> str:
 
 
 def cuda_archs() -> list[str]:
-    """What kernels are compiled for to run on the GPUs of this process. Raises RuntimeError if there are none."""
-    archs = {_native.cuda_arch(major, minor) for major, minor, _ in _native.cuda_devices()}
+    """What kernels are compiled for to run on the GPUs of this process. Raises RuntimeError if they run on none."""
+    archs, refusals = set(), []
+    for major, minor, _ in _native.cuda_devices():
+        try:
+            archs.add(_native.cuda_arch(major, minor))
+        except ValueError as error:
+            refusals.append(str(error))
     if not archs:
-        raise RuntimeError("there is no NVIDIA GPU here")
+        raise RuntimeError("; ".join(refusals) or "there is no NVIDIA GPU here")
     return sorted(archs)
 
 
@@ -200,7 +205,7 @@ def run_choose(args: argparse.Namespace) -> int:
     chosen_platform = args.platform or this_platform()
     try:
         choice = jax_flash.choose_implementation(problem_of(args), chosen_platform)
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError) as error:
         print(f"no implementation: {error}", file=sys.stderr)
         return 1
     print(f"{choice.implementation}: {choice.reason}")
@@ -221,7 +226,7 @@ def run_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
                     if one.problems is not None:
                         raise ValueError("--problems in a list of problems")
                     warm(one)
-    except (ValueError, TypeError, NotImplementedError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     print(f"kept in {_native.cuda_cache_directory()}")

@@ -19,7 +19,6 @@ from jax_flash.block_sparse import BlockMask
 from jax_flash.problem import DTYPES, Extent, Operands, Problem, result_types
 from jax_flash.varying import varying_alike
 
-MAX_HEAD_DIM = 256  # of the fused kernels
 
 Implementation = Literal["flash", "xla", "reference"]
 
@@ -78,7 +77,7 @@ def dot_product_attention(
     multi-head, grouped-query or multi-query attention), D query/key head dim, E value head dim.
 
     Args:
-      query: [B, T, N, D] or [T, N, D]; float32, float64, bfloat16 or float16. D and E at most 256.
+      query: [B, T, N, D] or [T, N, D]; float32, float64, bfloat16 or float16.
       key: [B, S, K, D] or [S, K, D], same dtype.
       value: [B, S, K, E] or [S, K, E], same dtype.
       bias: added to the scores; broadcastable to [B, N, T, S] (sizes full or 1), any float dtype. Its gradient is
@@ -119,7 +118,8 @@ def dot_product_attention(
     Raises:
       TypeError: a dtype or a kind of argument that is not supported.
       ValueError: shapes that do not fit together, values out of range.
-      NotImplementedError: what the implementation asked for cannot do.
+      NotImplementedError: symbolic shapes, or `dropout_head_ids` under vmap. (What the kernels of a platform refuse with
+        implementation="flash" is an error when the program is compiled for it.)
 
     Differences from `jax.nn.dot_product_attention`:
       * a row with nothing to attend to is 0 (there: the mean of the values); so is its gradient;
@@ -284,6 +284,8 @@ def attention_with_statistics(
 
 
 class Choice(NamedTuple):
+    """What `implementation=None` takes, and a sentence for people why."""
+
     implementation: Implementation
     reason: str
 
@@ -292,11 +294,7 @@ def choose_implementation(problem: Problem, platform: str) -> Choice:
     """What `implementation=None` takes for a problem on a platform ("cpu", "cuda", "tpu", …), and why.
 
     The choice is made when a program is lowered for its platform, not when it is traced.
-
-    Raises:
-      NotImplementedError: a head dim above 256.
     """
-    _check_head_dims(problem)
     refusal = custom_calls.refusal(problem, platform)
     if refusal is None:
         return Choice("flash", f"there are fused kernels for platform {platform!r}")
@@ -308,7 +306,6 @@ def _attend(problem: Problem, operands: Operands, implementation: Implementation
     operands = varying_alike(operands, operands)
     match implementation:
         case None | "flash":
-            _check_head_dims(problem)
             if implementation is None:
                 _warn_if_refused(problem)
             return vjp.attention(problem, implementation is None, operands)
@@ -328,16 +325,7 @@ def _attend(problem: Problem, operands: Operands, implementation: Implementation
 def _warn_if_refused(problem: Problem) -> None:
     refusal = custom_calls.refusal(problem, "cuda")
     if refusal and jax.default_backend() == "gpu":
-        warnings.warn(f'attention on the GPU takes implementation="xla", which is slower: {refusal}', stacklevel=2)
-
-
-def _check_head_dims(problem: Problem) -> None:
-    for name, size in (("query and key", problem.qk_dim), ("value", problem.v_dim)):
-        if size > MAX_HEAD_DIM:
-            raise NotImplementedError(
-                f"the head dim of {name} is {size}; the fused kernels go up to {MAX_HEAD_DIM}. "
-                'implementation="xla" has no limit'
-            )
+        warnings.warn(f'attention on the GPU takes implementation="xla", which is slower: {refusal}')
 
 
 def _plain(function: Callable[..., tuple[jax.Array, ...]], problem: Problem, operands: Operands):

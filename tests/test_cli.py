@@ -22,6 +22,20 @@ def test_info_names_versions_and_backends():
 
 
 @pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        ([], "no fused kernels: there is no NVIDIA GPU"),
+        ([(7, 0, 80)], "no fused kernels: .*7.0: the kernels need 8.0"),
+        ([(7, 0, 80), (8, 0, 108)], "fused kernels for sm_80, "),
+    ],
+)
+def test_info_of_gpus(nvrtc, capsys, monkeypatch, devices, said):
+    monkeypatch.setattr(_native, "cuda_devices", lambda: devices)
+    assert main([]) == 0
+    assert re.search(rf"cuda  {said}", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
     ("flags", "implementation"),
     [
         ("--platform cpu", "flash"),
@@ -32,6 +46,8 @@ def test_info_names_versions_and_backends():
         ("--platform cuda --full-precision", "flash"),
         ("--platform cuda --dtype float64", "xla"),
         ("--platform cuda --shape 1 64 2 20", "xla"),
+        ("--platform cuda --shape 1 64 2 512", "xla"),
+        ("--platform cpu --shape 1 64 2 512", "flash"),
         ("--platform tpu", "xla"),
     ],
 )
@@ -50,7 +66,6 @@ def test_choose(capsys, flags, implementation):
         ("--window -1 0", "local_window_size"),
         ("--soft-cap -2", "logits_soft_cap"),
         ("--dropout 1.5", "1.5"),
-        ("--shape 1 64 8 512 --platform cpu", "512"),
     ],
 )
 def test_choose_says_why_there_is_none(capsys, flags, message):

@@ -290,12 +290,20 @@ def test_export_round_trip(implementation, device):
 
 
 def test_export_for_a_platform_without_kernels():
-    """The platform is chosen when lowering: what has no kernels there is the blockwise form, or a clear refusal."""
+    """The platform is chosen when lowering: what has no kernels there is the blockwise form."""
     q, k, v, _ = arrays(B)
     function = jax.jit(jax_flash.dot_product_attention)
     exported = export.export(function, platforms=("cpu", "cuda", "tpu"), disabled_checks=checks())(q, k, v)
     assert exported.platforms == ("cpu", "cuda", "tpu")
     assert_close(export.deserialize(exported.serialize()).call(q, k, v), function(q, k, v))
+
+
+def test_export_refuses_symbolic_shapes():
+    q, k, v, _ = arrays(B)
+    (batch,) = export.symbolic_shape("b")
+    symbolic = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (q, k, v)]
+    with pytest.raises(NotImplementedError, match="symbolic"):
+        export.export(jax.jit(jax_flash.dot_product_attention))(*symbolic)
 
 
 def test_donated_arguments():

@@ -1,0 +1,100 @@
+"""What the compiled module refuses: texts of a problem and buffers that Python, as it is, never hands it."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_flash import _native, custom_calls  # noqa: F401: registers the custom calls
+from jax_flash.problem import Problem
+
+PROBLEM = Problem(batch=1, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v_dim=8, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (" causal=0", " causal", "'causal' is not name=value"),
+        (" causal=0", " causal=yes", "cannot read causal=yes"),
+        (" causal=0", " causal=0 causal=0", "causal is there twice"),
+        (" causal=0", "", "causal is missing"),
+        (" causal=0", " causal=0 casual=0", "unknown field 'casual'"),
+        (" batch=1", " batch=1x", "cannot read batch=1x"),
+        (" batch=1", " batch=99999999999999999999", "cannot read batch"),
+        (" scale=1.0", " scale=nan", "cannot read scale=nan"),
+        (" scale=1.0", " scale=1,0", "cannot read scale=1,0"),
+        (" dtype=float32", " dtype=float31", "cannot read dtype=float31"),
+        (" mask=none", " mask=bnt", "cannot read mask=bnt"),
+        (" mask=none", " mask=bnt2", "cannot read mask=bnt2"),
+        ("version=", "version=0 version=", "version 0, but"),
+        ("version=", "version=x", "but this build reads version"),
+        (" batch=1", " batch=-1", "a size is negative"),
+        (" kv_heads=2", " kv_heads=3", "kv_heads does not divide q_heads"),
+        (" kv_heads=2", " kv_heads=0", "kv_heads does not divide q_heads"),
+        (" dtype=float32", " dtype=none", "dtype is none"),
+        (" bias=none", " bias=11ts", "bias and bias_dtype disagree"),
+        (" dbias=0", " dbias=1", "dbias without a bias"),
+        (" soft_cap=0.0", " soft_cap=-1.0", "soft_cap is negative"),
+        (" window_left=-1", " window_left=-2", "a window is negative"),
+        (" q_block=0", " q_block=16", "a block size"),
+        (" block_mask=none", " block_mask=11ts", "a block size"),
+        (" row_list=0", " row_list=-1", "a size of the block mask is too small"),
+        (" drop_threshold=0", " drop_threshold=65537", "drop_threshold is not in"),
+    ],
+)
+def test_problem(old, new, said):
+    text = PROBLEM.encode()
+    assert text.count(old) == 1
+    with pytest.raises(ValueError, match=f"^problem: .*{said}"):
+        _native.cuda_refusal(text.replace(old, new))
+
+
+def test_version():
+    text = PROBLEM.encode()
+    version, _, fields = text.partition(" ")
+    with pytest.raises(ValueError, match="version is there twice"):
+        _native.cuda_refusal(f"{version} {text}")
+    with pytest.raises(ValueError, match="version is missing"):
+        _native.cuda_refusal(fields)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "results", "said"),
+    [
+        ([(1, 7, 4, 8), (1, 9, 2, 8)], 3, "operand value is missing"),
+        ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8), (1,)], 3, "too many operands: 4"),
+        ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 9)], 3, r"operand value is .*9\], the problem says .*8\]"),
+        ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8)], 2, "result m is missing"),
+        ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8)], 4, "too many results: 4"),
+    ],
+)
+def test_buffers(shapes, results, said):
+    statistics = jax.ShapeDtypeStruct((1, 4, 7), jnp.float32)
+    types = [jax.ShapeDtypeStruct((1, 7, 4, 8), jnp.float32), *[statistics] * (results - 1)]
+    call = jax.ffi.ffi_call("jax_flash_forward", types)
+    with pytest.raises(Exception, match=said):
+        jax.block_until_ready(call(*map(jnp.ones, shapes), problem=PROBLEM.encode()))
+
+
+def test_dtype_of_a_buffer():
+    call = jax.ffi.ffi_call("jax_flash_forward", [jax.ShapeDtypeStruct((1, 7, 4, 8), jnp.float32)])
+    query, key = jnp.ones((1, 7, 4, 8)), jnp.ones((1, 9, 2, 8))
+    with pytest.raises(Exception, match="operand key is bf16.*, the problem says f32"):
+        jax.block_until_ready(call(query, key.astype("bfloat16"), key, problem=PROBLEM.encode()))
+
+
+def test_problem_of_a_call():
+    call = jax.ffi.ffi_call("jax_flash_forward", [jax.ShapeDtypeStruct((1, 7, 4, 8), jnp.float32)])
+    with pytest.raises(Exception, match="problem: version is missing"):
+        jax.block_until_ready(call(problem=""))
+
+
+def test_instruction_set_that_is_not_there():
+    script = "import jax.numpy as jnp, jax_flash; x = jnp.ones((1, 4, 1, 8)); jax_flash.dot_product_attention(x, x, x)"
+    environment = os.environ | {"JAX_FLASH_CPU_ISA": "mmx", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert "JAX_FLASH_CPU_ISA=mmx is not to be had" in done.stderr

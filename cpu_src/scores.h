@@ -165,7 +165,7 @@ class Scores {
 
   static U32Vec Fill(uint32_t x) { return x - U32Vec{}; }
 
-  // Philox4x32-7, as in common/philox.h.
+  // Philox4x32-7 (jax_flash/dropout.py).
   static void Philox(U32Vec (&x)[4], uint32_t key0, uint32_t key1) {
     for (int round = 0; round < 7; ++round) {
       U32Vec high0, low0, high2, low2;

@@ -4,8 +4,6 @@ An entry (b, n, i, j) of P is kept iff its 16 random bits are at least `threshol
 Philox4x32-7, a counter-based generator (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3;
 SC 2011): they depend on nothing but the seed and the entry's place, so that the backward regenerates them, and no tile
 size, device or sharding changes them. (The paper, arXiv 2205.14135, saves the generator's state: Algorithms 2 and 4.)
-
-`common/philox.h` is the same map in scalar C++.
 """
 
 from __future__ import annotations

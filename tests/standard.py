@@ -25,7 +25,7 @@ def philox(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def random_bits(seed: np.ndarray, batch_id: Any, head_id: Any, T: int, S: int) -> np.ndarray:
-    """The dropout bits of every entry by itself, as `common/philox.h` has it: uint32 [B, N, T, S]."""
+    """The dropout bits of every entry by itself: uint32 [B, N, T, S]."""
     b, n, i, j = np.meshgrid(batch_id, head_id, np.arange(T), np.arange(S), indexing="ij")
     counter = np.stack([j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, n, b], -1)
     words = philox(counter, seed[:, None, None, None, :])

@@ -76,7 +76,7 @@ def test_philox_gives_the_known_answers(counter, key, random):
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 16), (17, 33), (40, 7), (3, 130)])
 def test_every_entry_has_its_own_bits(shape):
-    """The specification, which goes by tiles, against the map entry by entry, that of common/philox.h."""
+    """The specification, which goes by tiles, against the map entry by entry."""
     seed = np.array([[1, 2], [3, 0xFFFFFFFF]], np.uint32)
     batch, heads = np.array([7, 0x80000000], np.uint32), np.array([0, 5, 123456789], np.uint32)
     bits = dropout.random_bits(jnp.asarray(seed), jnp.asarray(batch), jnp.asarray(heads), shape)
@@ -184,6 +184,13 @@ def test_ids_choose_the_batch_entries_and_heads_of_the_mask():
         2, 1, 20, 30,
     )  # fmt: skip
     np.testing.assert_array_equal(mask, specified(0.5, key, 4, 5, 20, 30)[[3, 1], 4:])
+
+
+def test_mapped_head_ids_are_refused():
+    key, ids = jax.random.key(6), jnp.arange(2)[:, None]
+    x = jnp.ones((2, 1, 4, 1, 8))
+    with pytest.raises(NotImplementedError, match="dropout_head_ids under vmap"):
+        jax.vmap(lambda x, ids: attend(x, x, x, 0.5, key, dropout_head_ids=ids))(x, ids)
 
 
 @on_each_device

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "backward_tiles_sm90.cuh"
-#include "common/philox.h"
+#include "philox.cuh"
 #include "scores.cuh"
 #include "tile/wgmma.cuh"
 

@@ -56,7 +56,7 @@ struct BackwardQuery {
     Clear(dP);
     AddRowsTimesRows(dP, shared.d_o, row, v, 0);
     scores.ToDS(S, D, dP);
-    AddTimesRows(dQ, dP, k, 0);
+    AddTimesRows(dQ, dP, k);
   }
 
   __device__ __forceinline__ void Write(SharedTile<kRows, kQKDim>& shared) {

@@ -1,5 +1,6 @@
-// The Hopper backward of f32 as TF32 above head dim 64, where one warpgroup has no registers for both dK and dV of 64
-// keys, and shared memory no room for more keys: both warpgroups have the same, and P goes from the one to the other.
+// The Hopper backward of f32 as TF32 above head dim 64 or with a bias, where one warpgroup has no registers for both dK
+// and dV of 64 keys, and shared memory no room for more keys: both warpgroups have the same, and P goes from the one to
+// the other.
 //
 // Shared memory is full. There is one tile of Q and one of dO, whose transposes are what the next can come beside; V
 // lands where dS and P will be, K where dQ will be, and both stay in registers. What the next tile of Q waits for is

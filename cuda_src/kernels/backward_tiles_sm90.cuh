@@ -142,7 +142,7 @@ __device__ __forceinline__ auto MakeSchedule(const Params& p) {
   } else if constexpr (kBlockMask) {
     return CountedLists(p);
   } else {
-    return Schedule<kCausal, kCluster>();
+    return Schedule<kCluster>();
   }
 }
 

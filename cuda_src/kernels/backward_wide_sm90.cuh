@@ -8,7 +8,6 @@
 #pragma once
 
 #include "backward_keys_sm90.cuh"
-#include "tile/mma.cuh"
 #include "tile/reduce.cuh"
 
 namespace jax_flash {

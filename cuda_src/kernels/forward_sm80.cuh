@@ -7,10 +7,6 @@
 
 namespace jax_flash {
 
-// O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
-// f16.
-constexpr float kRescaleAt = 8.0f;
-
 // So many steps of k of Q stay in registers as there is room for beside O and S, which is less with 32 rows to a warp
 // or f32, and less with features. Operands of two parts leave none.
 constexpr int kRegisters = kScores || kMask || kBlockMask || kSegments || kWindow || kDropout ? 128
@@ -111,7 +107,7 @@ struct Forward {
     Softmax(S);
     if (kDropout) scores.Drop(S);
     if (kCrowded && Never()) return;
-    AddTimesRows(O, S, v, 0);
+    AddTimesRows(O, S, v);
   }
 
   // O = diag(l)^-1 O, l and m.

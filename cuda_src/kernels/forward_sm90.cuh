@@ -20,8 +20,8 @@
 // zeros, and is left out of O.
 #pragma once
 
-#include "common/philox.h"
 #include "forward_tiles_sm90.cuh"
+#include "philox.cuh"
 #include "scores.cuh"
 #include "tile/wgmma.cuh"
 
@@ -38,10 +38,6 @@ constexpr bool kLookedUp = kSegments || kMask || kBlockMask;   // must memory be
 constexpr int kSeenWords = kLookedUp ? (kCols + 31) / 32 : 1;  // a bit for each key of a tile
 // Where ptxas would work ahead for them without registers.
 constexpr bool kCrowded = kVDim > 128 || (kSegments && (kTF32 || (kBlockMask && kWindow)));
-
-// O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
-// f16.
-constexpr float kRescaleAt = 8.0f;
 
 // Named barriers of row groups.
 constexpr int kHanded = 1 + 2 * kConsumers, kFree = kHanded + kRowGroups;

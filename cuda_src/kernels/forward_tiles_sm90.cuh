@@ -187,7 +187,7 @@ struct Found {
 };
 
 // Without a block mask: the next tile of the output; false when there are no more.
-__device__ __forceinline__ bool Next(const Params& p, Schedule<kCausal>* schedule, Tile* tile) {
+__device__ __forceinline__ bool Next(const Params& p, Schedule<>* schedule, Tile* tile) {
   const int heads = p.batch * p.q_heads, tiles = (p.q_len + kRows - 1) / kRows;
   int head, t;
   if (!schedule->Next(heads, tiles, &head, &t)) return false;
@@ -265,7 +265,7 @@ struct Producer {
     } else if constexpr (kBlockMask) {
       RunListed(Lookup{p});
     } else {
-      Schedule<kCausal> schedule;
+      Schedule<> schedule;
       Tile tile;
       while (Next(p, &schedule, &tile)) Load(tile);
     }

@@ -5,8 +5,8 @@
 #pragma once
 
 #include "blocks.cuh"
-#include "common/philox.h"
 #include "matrix.cuh"
+#include "philox.cuh"
 #include "scores.cuh"
 #include "tile/fragments.cuh"
 #include "visible.cuh"

@@ -11,7 +11,7 @@ namespace jax_flash {
 // Each CTA has its share from the start. If causal it takes tiles in pairs, the t-th from one end and the t-th from the
 // other: each pair is the same work. The tile without a partner of each head comes last. CTAs of a cluster take the
 // same tiles.
-template <bool kCausal, int kCluster = 1>
+template <int kCluster = 1>
 struct Schedule {
   int next = 0;  // how many tiles this CTA has had
 

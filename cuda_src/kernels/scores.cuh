@@ -8,6 +8,10 @@
 
 namespace jax_flash {
 
+// O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
+// f16.
+constexpr float kRescaleAt = 8.0f;
+
 __device__ __forceinline__ float Tanh(float x) {
   if (kDType == DType::kF32) return tanhf(x);
   return 1.0f - 2.0f * Reciprocal(1.0f + Exp2(x * (2 * kLog2e)));  // absolute error 1e-7

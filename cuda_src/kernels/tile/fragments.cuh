@@ -7,7 +7,7 @@
 //   OperandA, OperandB          16 x kStep of A and kStep x 8 of B, as mma.sync takes them, whatever the precision
 //   WarpRows<Tile, kCount, kHeld>       a warp's rows of a tile as left operands, of which some stay in registers
 //   AddRowsTimesRows(C, a, i, b, j)     C += A B^T: rows of two tiles (Q K^T, dO V^T, ...)
-//   AddTimesRows(C, P, b, j)            C += P B: an accumulator times the rows of a tile (P V, dS K, ...)
+//   AddTimesRows(C, P, b)               C += P B: an accumulator times the rows of a tile (P V, dS K, ...)
 //   AddColumnsTimesRows(C, a, i, b)     C += A^T B: the columns of a tile times the rows of one (dK += dS^T Q, ...)
 //   AddTileTimesRows(C, a, i, b)        C += A B: rows of a tile that PutOperand has filled times the rows of one
 //
@@ -320,10 +320,10 @@ __device__ __forceinline__ void AddRowsTimesRows(float (&C)[kCount][kChunks][4],
   if (kSplit) between(0, 1);
 }
 
-// C += P B: the columns of P by the rows of B from `j` on, and the columns of B from `column` on.
+// C += P B.
 template <int kCount, int kChunks, int kInner, typename TileB>
 __device__ __forceinline__ void AddTimesRows(float (&C)[kCount][kChunks][4], const float (&P)[kCount][kInner][4],
-                                             const TileB& b, int j, int column = 0) {
+                                             const TileB& b) {
   static_assert(kChunks % 2 == 0);
 #pragma unroll
   for (int s = 0; s < kInner * 8 / kStep; ++s) {
@@ -334,7 +334,7 @@ __device__ __forceinline__ void AddTimesRows(float (&C)[kCount][kChunks][4], con
     for (int n = 0; n < kChunks / 2; ++n) {
       if (kSplit && Never()) return;
       OperandB y[2];
-      b.ColumnsAsB(y, j + s * kStep, column + 16 * n);
+      b.ColumnsAsB(y, s * kStep, 16 * n);
 #pragma unroll
       for (int m = 0; m < kCount; ++m) {
         Mma(C[m][2 * n], x[m], y[0]);

@@ -8,10 +8,12 @@ import argparse
 import dataclasses
 import functools
 import math
+import os
 import pathlib
 import platform
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -214,8 +216,12 @@ def run_choose(args: argparse.Namespace) -> int:
 
 def run_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
-        if not _native.cuda_cache_directory():
+        directory = _native.cuda_cache_directory()
+        if not directory:
             raise RuntimeError("there is no cache directory: JAX_FLASH_CACHE_DIR is empty, or HOME not set")
+        os.makedirs(directory, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):  # or an OSError: a program would go on without a cache
+            pass
         if args.problems is None:
             warm(args)
         else:
@@ -229,7 +235,7 @@ def run_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"kept in {_native.cuda_cache_directory()}")
+    print(f"kept in {directory}")
     return 0
 
 

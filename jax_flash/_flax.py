@@ -89,7 +89,7 @@ def append(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
 
 def _fold(x: jax.Array, leading: tuple[int, ...], name: str) -> jax.Array:
     """Broadcastable to [*leading, N, T, S] -> [prod(leading) or 1, N|1, T|1, S|1]."""
-    rank = len(leading) + 3
+    x, rank = jnp.asarray(x), len(leading) + 3
     if x.ndim > rank:
         raise ValueError(f"{name} must be broadcastable to [..., heads, q_length, kv_length], got shape {x.shape}")
     x = x.reshape((1,) * (rank - x.ndim) + x.shape)

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -18,7 +19,6 @@ from jax_flash import blockwise, custom_calls, dropout, partitioning, reference,
 from jax_flash.block_sparse import BlockMask
 from jax_flash.problem import DTYPES, Extent, Operands, Problem, result_types
 from jax_flash.varying import varying_alike
-
 
 Implementation = Literal["flash", "xla", "reference"]
 
@@ -62,7 +62,7 @@ def dot_product_attention(
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
-    precision: lax.Precision | str | None = None,
+    precision: lax.PrecisionLike = None,
     query_offset: int | ArrayLike | None = None,
     block_mask: BlockMask | None = None,
     deterministic: bool = False,
@@ -118,7 +118,7 @@ def dot_product_attention(
     Raises:
       TypeError: a dtype or a kind of argument that is not supported.
       ValueError: shapes that do not fit together, values out of range.
-      NotImplementedError: symbolic shapes, or `dropout_head_ids` under vmap. (What the kernels of a platform refuse with
+      NotImplementedError: symbolic shapes, `dropout_head_ids` under vmap. (What a platform's kernels refuse with
         implementation="flash" is an error when the program is compiled for it.)
 
     Differences from `jax.nn.dot_product_attention`:
@@ -181,7 +181,7 @@ def attention_with_statistics(
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
-    precision: lax.Precision | str | None = None,
+    precision: lax.PrecisionLike = None,
     query_offset: int | ArrayLike | None = None,
     block_mask: BlockMask | None = None,
     deterministic: bool = False,
@@ -228,8 +228,8 @@ def attention_with_statistics(
         value,
         bias=_broadcastable("bias", bias, (B, N, T, S)),
         mask=_broadcastable("mask", mask, (B, N, T, S)),
-        q_lengths=_integers("query_seq_lengths", query_seq_lengths, (B,)),
-        kv_lengths=_integers("key_value_seq_lengths", key_value_seq_lengths, (B,)),
+        q_lengths=_integers("query_seq_lengths", query_seq_lengths, (B,), saturate=True),
+        kv_lengths=_integers("key_value_seq_lengths", key_value_seq_lengths, (B,), saturate=True),
         q_segments=_integers("query_segment_ids", query_segment_ids, (B, T), unbatched),
         kv_segments=_integers("key_value_segment_ids", key_value_segment_ids, (B, S), unbatched),
         query_offset=_offsets(query_offset, B),
@@ -295,6 +295,8 @@ def choose_implementation(problem: Problem, platform: str) -> Choice:
 
     The choice is made when a program is lowered for its platform, not when it is traced.
     """
+    if platform == "gpu":
+        raise ValueError('a GPU\'s platform is "cuda" or "rocm", not "gpu"')
     refusal = custom_calls.refusal(problem, platform)
     if refusal is None:
         return Choice("flash", f"there are fused kernels for platform {platform!r}")
@@ -325,7 +327,7 @@ def _attend(problem: Problem, operands: Operands, implementation: Implementation
 def _warn_if_refused(problem: Problem) -> None:
     refusal = custom_calls.refusal(problem, "cuda")
     if refusal and jax.default_backend() == "gpu":
-        warnings.warn(f'attention on the GPU takes implementation="xla", which is slower: {refusal}')
+        warnings.warn(f'attention on the GPU takes implementation="xla", which is slower: {refusal}', stacklevel=2)
 
 
 def _plain(function: Callable[..., tuple[jax.Array, ...]], problem: Problem, operands: Operands):
@@ -352,26 +354,32 @@ def _broadcastable(name: str, x: ArrayLike | None, full: tuple[int, ...]) -> jax
     return x.reshape(shape)
 
 
-def _integers(name: str, x: ArrayLike | None, shape: tuple[int, ...], unbatched: bool = False) -> jax.Array | None:
+def _integers(
+    name: str, x: ArrayLike | None, shape: tuple[int, ...], unbatched: bool = False, saturate: bool = False
+) -> jax.Array | None:
     if x is None:
         return None
-    x = jnp.asarray(x)
+    x = x if isinstance(x, jax.Array) else np.asarray(x)  # JAX would cut 64 bits to 32 without a word
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, not {x.dtype}")
     if unbatched and x.shape == shape[1:]:
         x = x[None]
     if x.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, not {x.shape}")
-    return x.astype(jnp.int32)
+    own, limits = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    if saturate:
+        x = x.clip(max(own.min, limits.min), min(own.max, limits.max))
+    elif isinstance(x, np.ndarray) and x.size and not limits.min <= x.min() <= x.max() <= limits.max:
+        raise ValueError(f"{name} must be int32 numbers, but there are {x.min()} to {x.max()}")
+    return jnp.asarray(x).astype(jnp.int32)
 
 
 def _offsets(offset: int | ArrayLike | None, batch: int) -> jax.Array | None:
     if offset is None or isinstance(offset, int) and offset == 0:
         return None
-    if isinstance(offset, int) and not -(2**31) <= offset < 2**31:
-        raise ValueError(f"query_offset must be an int32, not {offset}")
-    whole = jnp.broadcast_to(jnp.asarray(offset), (batch,)) if jnp.ndim(offset) == 0 else offset
-    return _integers("query_offset", whole, (batch,))
+    on_device = isinstance(offset, jax.Array)
+    whole = (jnp if on_device else np).broadcast_to(offset, (batch,)) if np.ndim(offset) == 0 else offset
+    return _integers("query_offset", whole, (batch,), saturate=on_device)
 
 
 def _block_mask_operands(mask: BlockMask, B: int, N: int, T: int, S: int) -> dict[str, jax.Array]:
@@ -396,20 +404,20 @@ def _window(size: int | tuple[int, int] | None) -> tuple[int, int]:
     return left if left < 2**63 else -1, right if right < 2**63 else -1  # beyond 64 bits it is as good as none
 
 
-def _finite(name: str, x: Any) -> float:
+def _finite(name: str, x: Any, limit: float = float(np.finfo(np.float32).max)) -> float:
     try:
         x = float(x)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{name} must be a number, not {x!r}") from None
-    if not math.isfinite(x):
-        raise ValueError(f"{name} must be finite, not {x}")
+    if not abs(x) <= limit:
+        raise ValueError(f"{name} must be finite and at most {limit:.3g}, not {x}")
     return x
 
 
 def _soft_cap(cap: float | None) -> float:
     if cap is None:
         return 0.0
-    cap = _finite("logits_soft_cap", cap)
+    cap = _finite("logits_soft_cap", cap, 1e30)  # of what is larger score / cap could be 0
     if cap <= 0:
         raise ValueError(f"logits_soft_cap must be positive, not {cap}")
     return cap
@@ -428,13 +436,19 @@ _FULL_PRECISIONS = (
 )
 
 
-def _full_precision(precision: lax.Precision | str | None) -> bool:
+def _full_precision(precision: Any) -> bool:
     if precision is None:
         return jax.config.jax_default_matmul_precision in _FULL_PRECISIONS  # type: ignore[attr-defined, unused-ignore]
+    if isinstance(precision, tuple):  # of either operand
+        left, right = map(_full_precision, precision)
+        return left or right
+    name = getattr(precision, "name", precision)
+    if isinstance(name, str) and name in lax.DotAlgorithmPreset.__members__:
+        return name in _FULL_PRECISIONS
     try:
         return lax.Precision(precision) == lax.Precision.HIGHEST
-    except ValueError:
-        raise ValueError(f"precision must be a jax.lax.Precision or its name, not {precision!r}") from None
+    except (TypeError, ValueError):
+        raise ValueError(f"precision must be one of jax.lax.dot's, not {precision!r}") from None
 
 
 def _dropout_operands(

@@ -58,9 +58,9 @@ class Shape(NamedTuple):
 class BlockMask:
     """Which entries may attend, of T rows and S columns in U·V blocks of `q_block` x `kv_block`. Immutable.
 
-    A pytree, whose arrays may be traced. One of concrete arrays is hashable too, by its contents: it can be a static
-    argument of `jax.jit`, an attribute of a Flax module, or a constant of the program. Made by the constructors below
-    and by `patterns.py`; combined by `&`, `|` and `~`, entry by entry.
+    A pytree, whose arrays may be traced. One of concrete arrays is hashable too, by its blocks and element masks: it
+    can be a static argument of `jax.jit`, an attribute of a Flax module (of nnx as `nnx.data(mask)`), or a constant of
+    the program. Made by the constructors below and by `patterns.py`; combined by `&`, `|` and `~`, entry by entry.
 
     Attributes:
       shape: T, S and the block size.
@@ -194,7 +194,10 @@ class BlockMask:
             # Beyond the lengths as at the ends, so that a block at the border can be full.
             i = jnp.minimum(u * q_block + jnp.arange(q_block, dtype=jnp.int32), q_len - 1)[:, None]
             j = jnp.minimum(jnp.arange(V * kv_block, dtype=jnp.int32), kv_len - 1)[None]
-            allowed = jnp.asarray(mask_fn(b, h, i, j))
+            try:
+                allowed = jnp.asarray(mask_fn(b, h, i, j))
+            except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+                raise TypeError("from_function: mask_fn is traced: jax.numpy's arrays and functions only") from error
             if allowed.dtype != jnp.bool_:
                 raise TypeError(f"mask_fn must return booleans, not {allowed.dtype}")
             tiles = jnp.broadcast_to(allowed, (q_block, V * kv_block)).reshape(q_block, V, kv_block).swapaxes(0, 1)
@@ -247,13 +250,18 @@ class BlockMask:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask) or self.shape != other.shape:
             return False
-        ours, theirs = jax.tree.leaves(self), jax.tree.leaves(other)
+        ours, theirs = self._contents(), other._contents()
         return len(ours) == len(theirs) and all(map(np.array_equal, ours, theirs))
 
     def __hash__(self) -> int:
-        if _traced(*jax.tree.leaves(self)):
-            raise TypeError("a traced BlockMask is not hashable")
-        return hash((self.shape, *(np.asarray(x).tobytes() for x in jax.tree.leaves(self))))
+        return hash((self.shape, *(x.tobytes() for x in self._contents())))
+
+    def _contents(self) -> list[np.ndarray]:
+        """What tells it from others."""
+        contents = [x for x in (self.blocks, self.element_masks) if x is not None]
+        if _traced(*contents):
+            raise TypeError("a traced BlockMask cannot be compared or hashed")
+        return [np.asarray(x) for x in contents]
 
     def __repr__(self) -> str:
         q_len, kv_len, q_block, kv_block = self.shape
@@ -408,6 +416,7 @@ def _combined(op: Callable[[Any, Any], Any], a: BlockMask, b: object) -> BlockMa
         raise ValueError(f"block masks of different lengths or block sizes do not combine: {a.shape}, {b.shape}")
     if _traced(*jax.tree.leaves((a, b))):
         return _combined_traced(op, a, b)
+    a, b = _with_one_table(a), _with_one_table(b)
     masks_a, masks_b = _all_masks(a), _all_masks(b)
     codes = np.asarray(a.blocks, np.int64) * masks_b.shape[1] + np.asarray(b.blocks)
     used, inverse = np.unique(codes, return_inverse=True)
@@ -415,6 +424,12 @@ def _combined(op: Callable[[Any, Any], Any], a: BlockMask, b: object) -> BlockMa
     pairs = np.stack(np.divmod(used, masks_b.shape[1]), -1)
     kinds = [table.number(op(masks_a[0, x], masks_b[0, y])) for x, y in pairs]
     return BlockMask(a.shape, np.array(kinds, np.int32)[inverse].reshape(codes.shape), table.masks())
+
+
+def _with_one_table(mask: BlockMask) -> BlockMask:
+    """The same; one that was traced may have a table for each batch entry."""
+    one = mask.element_masks is None or mask.element_masks.shape[0] == 1
+    return mask if one else BlockMask(mask.shape, mask.blocks, mask.element_masks)
 
 
 def _combined_traced(op: Callable[[Any, Any], Any], a: BlockMask, b: BlockMask) -> BlockMask:

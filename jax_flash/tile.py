@@ -31,13 +31,11 @@ def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.A
         allowed &= i < _per_batch(tile.q_lengths)
     if tile.kv_lengths is not None:
         allowed &= j < _per_batch(tile.kv_lengths)
-    behind = i - j if tile.query_offset is None else i + _per_batch(tile.query_offset) - j
-    if problem.causal:
-        allowed &= behind >= 0
-    if problem.window_left >= 0:
-        allowed &= behind <= _clamp(problem.window_left)
-    if problem.window_right >= 0:
-        allowed &= behind >= -_clamp(problem.window_right)
+    behind, ahead = _limits(problem, tile)
+    if behind is not None:
+        allowed &= i - j <= behind
+    if ahead is not None:
+        allowed &= j - i <= ahead
     if tile.q_segments is not None and tile.kv_segments is not None:
         allowed &= (tile.q_segments[:, :, None] == tile.kv_segments[:, None, :])[:, None]
     if tile.mask is not None:
@@ -49,16 +47,12 @@ def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.A
 
 def may_be_visible(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
     """Whether some entry of a tile may attend, as positions, lengths and blocks tell: bool [], or None for always."""
-    first_behind, last_behind = rows[0] - columns[-1], rows[-1] - columns[0]  # the smallest and the largest i - j
-    if tile.query_offset is not None:
-        first_behind, last_behind = first_behind + tile.query_offset.min(), last_behind + tile.query_offset.max()
+    behind, ahead = _limits(problem, tile)
     tests = []
-    if problem.causal:
-        tests.append(last_behind >= 0)
-    if problem.window_left >= 0:
-        tests.append(first_behind <= _clamp(problem.window_left))
-    if problem.window_right >= 0:
-        tests.append(last_behind >= -_clamp(problem.window_right))
+    if behind is not None:
+        tests.append((rows[0] - columns[-1] <= behind).any())
+    if ahead is not None:
+        tests.append((columns[0] - rows[-1] <= ahead).any())
     if tile.q_lengths is not None:
         tests.append(rows[0] < tile.q_lengths.max())
     if tile.kv_lengths is not None:
@@ -196,5 +190,21 @@ def _per_batch(x: jax.Array) -> jax.Array:
     return x[:, None, None, None]
 
 
-def _clamp(width: int) -> int:
-    return min(width, 2**31 - 1)
+def _limits(problem: Problem, tile: Operands) -> tuple[jax.Array | int | None, jax.Array | int | None]:
+    """The most that i - j and j - i may be, by causal mask and window: int32 [B, 1, 1, 1] or a number; None: any."""
+    left, right, offset = problem.window_left, 0 if problem.causal else problem.window_right, tile.query_offset
+    behind = None if left < 0 else _minus(left, offset)
+    if right < 0:
+        return behind, None
+    return behind, _minus(right, None) if offset is None else _minus(right - 1, ~offset)  # right + offset
+
+
+def _minus(width: int, offset: jax.Array | None) -> jax.Array | int | None:
+    """width - offset as far as an int32 goes, since no positions are further apart."""
+    highest = 2**31 - 1
+    excess = max(width - highest, 0)
+    if excess > highest:
+        return None
+    if offset is None:
+        return width - excess
+    return width - excess - (_per_batch(offset).clip(width - highest, highest) - excess)

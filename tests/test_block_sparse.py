@@ -238,6 +238,9 @@ def test_element_masks_of_every_batch_entry():
     assert_says(BlockMask(joined.shape, joined.blocks, joined.element_masks), x)
     np.testing.assert_array_equal(jax.jit(lambda m: (~m | m & m).to_mask())(joined), np.ones_like(x))
     np.testing.assert_array_equal((~joined).to_mask(), ~x)
+    other, y = block_mask(4, 70, 90, 16, 48), entries(4, 70, 90, 16, 48)
+    for both, expected in ((joined & other, x & y), (other & joined, x & y), (joined | other, x | y)):
+        assert_says(both, expected)
 
 
 def test_equality_and_hash():
@@ -257,6 +260,8 @@ def test_equality_and_hash():
     assert len({a, ~a, ~~a, block_mask(0, 70, 90, 16, 48)}) == 2
     with pytest.raises(TypeError, match="traced"):
         jax.jit(hash)(a)
+    with pytest.raises(TypeError, match="traced"):
+        jax.jit(lambda a: jnp.asarray(a == a))(a)
 
 
 def test_ways_into_a_program():
@@ -309,6 +314,8 @@ SQUARE = np.ones((2, 2), bool)
         (lambda: BlockMask.from_mask(SQUARE[None, None, None]), ValueError, "mask.*dims"),
         (lambda: BlockMask.from_function(lambda b, h, i, j: i - j, 9, 9), TypeError, "mask_fn.*int32"),
         (lambda: BlockMask.from_function(lambda b, h, i, j: i > j, -1, 9), ValueError, "negative"),
+        (lambda: BlockMask.from_function(lambda b, h, i, j: np.arange(9)[i] > j, 9, 9), TypeError, "mask_fn.*traced"),
+        (lambda: BlockMask.from_function(lambda b, h, i, j: i > j if h else i < j, 9, 9), TypeError, "mask_fn.*traced"),
         (lambda: BlockMask(Shape(256, 256), SQUARE[0]), ValueError, "blocks"),
         (lambda: BlockMask(Shape(256, 256), np.zeros((1, 1, 2, 3))), ValueError, "blocks"),
         (lambda: BlockMask(Shape(9, 9), [[[[2]]]], np.zeros((1, 1, 128, 3), np.uint32)), ValueError, "element_masks"),

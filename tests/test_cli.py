@@ -84,6 +84,13 @@ def test_warmup_compiles_into_the_cache(nvrtc, capsys, monkeypatch, tmp_path):
     assert len(list(tmp_path.iterdir())) == 6  # the segments' kernel does for both passes
 
 
+def test_warmup_that_could_not_be_kept(nvrtc, capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "file"))
+    assert main(["warmup", "--shape", "1", "77", "2", "16", "--arch", "sm_80"]) == 1
+    assert "file" in capsys.readouterr().err
+
+
 def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
     """All that chooses a kernel can be said: a block mask, a bias of another dtype, a cotangent of the logsumexp."""
     monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))

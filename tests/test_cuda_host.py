@@ -559,6 +559,23 @@ def test_precisions_that_tf32_meets(precision):
         assert "full_precision=1" not in lowered(jnp.float32)
 
 
+@pytest.mark.parametrize(
+    ("precision", "full"),
+    [
+        ("highest", True),
+        (jax.lax.Precision.HIGHEST, True),
+        (("default", "highest"), True),
+        (("default", "high"), False),
+        (jax.lax.DotAlgorithmPreset.F32_F32_F32, True),
+        ("BF16_BF16_F32_X6", True),
+        ("TF32_TF32_F32", False),
+    ],
+    ids=str,
+)
+def test_precision_of_a_call(precision, full):
+    assert lowered(jnp.float32, precision=precision).count("full_precision=1") == 2 * full
+
+
 @pytest.mark.parametrize("implementation", [None, "flash"])
 def test_lowers_to_the_custom_calls(implementation):
     text = lowered(implementation=implementation)

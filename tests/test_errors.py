@@ -89,6 +89,8 @@ def test_mixed_dtypes():
         ({"scale": float("nan")}, ValueError, "scale"),
         ({"scale": float("inf")}, ValueError, "scale"),
         ({"scale": "large"}, TypeError, "scale"),
+        ({"scale": 1e39}, ValueError, "scale"),
+        ({"scale": 10**400}, TypeError, "scale"),
         ({"scale": jnp.ones(D)}, TypeError, "scale"),
         ({"local_window_size": -1}, ValueError, "local_window_size"),
         ({"local_window_size": (3, -2)}, ValueError, "local_window_size"),
@@ -113,10 +115,20 @@ def test_mixed_dtypes():
         ({"query_offset": jnp.ones(3, jnp.int32)}, ValueError, "query_offset"),
         ({"query_offset": 1.5}, TypeError, "query_offset"),
         ({"query_offset": 2**31}, ValueError, "query_offset"),
+        ({"query_offset": np.int64(2**31)}, ValueError, "query_offset"),
+        ({"query_offset": np.full(B, -(2**31) - 1)}, ValueError, "query_offset"),
+        (
+            {"query_segment_ids": np.full((B, T), 1), "key_value_segment_ids": np.full((B, S), 2**32 + 1)},
+            ValueError,
+            "key_value_segment_ids must be int32",
+        ),
         ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap"),
         ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap"),
+        ({"logits_soft_cap": 1e36}, ValueError, "logits_soft_cap"),
         ({"logits_soft_cap": float("nan")}, ValueError, "logits_soft_cap"),
         ({"precision": "exact"}, ValueError, "precision"),
+        ({"precision": ("highest", "exact")}, ValueError, "precision"),
+        ({"precision": []}, ValueError, "precision"),
         ({"implementation": "cudnn"}, ValueError, "cudnn"),
         ({"implementation": "fast"}, ValueError, "implementation"),
         ({"dropout_rate": 0.1}, ValueError, "dropout_key"),
@@ -235,12 +247,34 @@ def test_lengths_outside_the_arrays(implementation):
     assert not ours["o"][1].any() and ours["o"][0].all()
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [np.full(B, 2**32 - 1, np.uint32), np.full(B, 2**32), [2**63 - 1] * B, jnp.full(B, 2**32 - 1, jnp.uint32)],
+    ids=lambda x: f"{type(x).__name__}_{np.asarray(x).dtype}",
+)
+def test_lengths_beyond_int32(lengths):
+    """No limit, as other numbers that are larger than the array."""
+    np.testing.assert_array_equal(attend(key_value_seq_lengths=lengths), attend())
+    np.testing.assert_array_equal(attend(query_seq_lengths=lengths), attend())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("offset", [2**30, -(2**30), 2**31 - 1, -(2**31)])
-def test_extreme_offsets(offset):
-    """No arithmetic on positions overflows in the kernels."""
-    case = Case(causal=True, offset=True, window=(2**31 + 5, 3))
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [
+        (True, (2**31 + 5, 3)),
+        (False, (2**31 + 5, 2**31 + 5)),
+        (False, (2**31 - 1, 2**31 - 1)),
+        (False, (2**40, 2**40)),
+        (False, (2**30 + 5, 2**30 + 5)),
+    ],
+)
+def test_extreme_offsets(offset, causal, window, implementation):
+    """No arithmetic on positions overflows."""
+    case = Case(causal=causal, offset=True, window=window)
     arrays = case.arrays() | {"query_offset": np.full(2, offset, np.int32)}
-    results = run(case, arrays, case.cotangents())
+    results = run(case, arrays, case.cotangents(), implementation)
     expected = standard.attention(case, arrays, case.cotangents(), np.float64)
     for name, x in expected.items():
         np.testing.assert_allclose(results[name], x, rtol=1e-5, atol=1e-5, err_msg=name)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_flash import _native, custom_calls  # noqa: F401: registers the custom calls
+from jax_flash import _native
 from jax_flash.problem import Problem
 
 PROBLEM = Problem(batch=1, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v_dim=8, dtype="float32")

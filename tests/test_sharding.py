@@ -152,6 +152,24 @@ def test_sharded_sequences_are_correct(where, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"key": P("data", None, "model"), "value": P("data", None, "model")},
+        {"bias": P("data", "model")},
+    ],
+    ids=lambda x: "_".join(x),
+)
+def test_an_axis_for_rows_here_and_heads_there(others, mode):
+    case = Case(B=4, T=16, S=24, N=2, K=2, D=8, E=8, causal=True, bias="bnts")
+    arrays = case.arrays()
+    expected = jax.jit(functools.partial(results, case))(arrays)
+    with jax.set_mesh(mesh(mode, 4, 2)):
+        placed = place(mesh(mode, 4, 2), arrays, {"query": P("data", "model")} | others)
+        assert_close(jax.jit(functools.partial(results, case))(placed), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_without_jit(mode):
     case = SHARDED(causal=True, dropout=0.1)
     arrays = case.arrays()

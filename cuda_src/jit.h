@@ -11,8 +11,6 @@ namespace jax_flash {
 struct Unit {
   std::string file;
   std::vector<std::string> defines;  // "JAX_FLASH_DTYPE=1"
-
-  bool operator==(const Unit& other) const { return file == other.file && defines == other.defines; }
 };
 
 struct Compilation {

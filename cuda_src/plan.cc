@@ -369,13 +369,16 @@ bool Together(const Problem& p) {
 constexpr int kSegmentThreads = 1024, kMergeThreads = 256;  // of a block
 constexpr int kSegmentBlocks = 4;                           // of 64 positions, which a block finds the bounds of
 
-Unit UnitOf(const Chosen& choice, const Problem& p) {
-  const bool split = choice.kernel == "forward_split", main = choice.kernel == "backward";
-  const bool backward = choice.kernel != "forward" && !split;
-  Unit unit = {std::string(choice.kernel) + "_sm" + std::to_string(choice.sm) + ".cuh", {}};
-  const auto define = [&](const char* name, int64_t value) {
-    unit.defines.push_back(std::string("JAX_FLASH_") + name + "=" + std::to_string(value));
-  };
+void Define(Unit* unit, const char* name, int64_t value) {
+  unit->defines.push_back(std::string("JAX_FLASH_") + name + "=" + std::to_string(value));
+}
+
+// What config.cuh reads. `kernel`: its file's name without the architecture.
+Unit UnitOf(const std::string& file, std::string_view kernel, const Problem& p) {
+  const bool split = kernel == "forward_split", main = kernel == "backward",
+             backward = kernel.substr(0, 8) == "backward";
+  Unit unit = {file, {}};
+  const auto define = [&](const char* name, int64_t value) { Define(&unit, name, value); };
   define("DTYPE", int(p.dtype));
   define("BIAS_DTYPE", int(p.bias_dtype));
   define("QK_DIM", p.qk_dim);
@@ -398,12 +401,19 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
   define("DQ", main && SumsDQ(p));
   define("DK", main && p.dk);
   define("DV", main && p.dv);
+  return unit;
+}
+
+Unit UnitOf(const Chosen& choice, const Problem& p) {
+  const std::string file = std::string(choice.kernel) + "_sm" + std::to_string(choice.sm) + ".cuh";
+  Unit unit = UnitOf(file, choice.kernel, p);
+  const auto define = [&](const char* name, int64_t value) { Define(&unit, name, value); };
   define("ROWS", choice.tile.rows);
   define("COLS", choice.tile.cols);
   define(choice.sm == 90 ? "CONSUMERS" : "WARPS", choice.tile.groups);
   define("STAGES", choice.tile.stages);
-  if (split) define("MERGE_THREADS", kMergeThreads);
-  if (main && choice.sm == 90) {
+  if (choice.kernel == "forward_split") define("MERGE_THREADS", kMergeThreads);
+  if (choice.kernel == "backward" && choice.sm == 90) {
     define("ALONGSIDE", Alongside(p));
     define("SUM_KV", SumsKV(p));
     define("TOGETHER", !Alongside(p) && Together(p));
@@ -413,16 +423,13 @@ Unit UnitOf(const Chosen& choice, const Problem& p) {
 
 // Nothing in it depends on the problem: one cubin does for all.
 Unit SegmentsUnit() {
-  Unit unit = {"segments.cuh", {}};
-  for (const char* define :
-       {"DTYPE=2",      "BIAS_DTYPE=0",     "QK_DIM=64",        "V_DIM=64", "CAUSAL=0",     "WINDOW=0",   "Q_LENGTHS=0",
-        "KV_LENGTHS=0", "SEGMENTS=1",       "QUERY_OFFSET=0",   "MASK=0",   "Q_BLOCK=0",    "KV_BLOCK=0", "SOFT_CAP=0",
-        "DROPOUT=0",    "FULL_PRECISION=0", "POSITIVE_SCALE=1", "SPLIT=0",  "DLOGSUMEXP=0", "DQ=0",       "DK=0",
-        "DV=0"}) {
-    unit.defines.push_back(std::string("JAX_FLASH_") + define);
-  }
-  unit.defines.push_back("JAX_FLASH_THREADS=" + std::to_string(kSegmentThreads));
-  unit.defines.push_back("JAX_FLASH_BLOCKS=" + std::to_string(kSegmentBlocks));
+  Problem any;
+  any.dtype = DType::kBF16;
+  any.qk_dim = any.v_dim = 64;
+  any.segments = true;
+  Unit unit = UnitOf("segments.cuh", "segments", any);
+  Define(&unit, "THREADS", kSegmentThreads);
+  Define(&unit, "BLOCKS", kSegmentBlocks);
   return unit;
 }
 

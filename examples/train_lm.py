@@ -407,7 +407,7 @@ def main() -> None:
 
     console.print(f"\n[bold]2. The same curve?[/] {args.compare_steps} steps again, attention materialised, same seed")
     standard_args = argparse.Namespace(**vars(args) | {"implementation": "reference"})
-    _, standard_losses, _ = train(standard_args, corpus, args.compare_steps, "standard attention")
+    _, standard_losses, standard_rate = train(standard_args, corpus, args.compare_steps, "standard attention")
     difference = float(np.max(np.abs(np.subtract(losses[: args.compare_steps], standard_losses))))
     console.print(f"Largest difference between the two loss curves: [bold]{difference:.1e}[/]")
 
@@ -429,6 +429,7 @@ def main() -> None:
         "standard_losses": standard_losses,
         "largest_difference": difference,
         "tokens_per_second": rate,
+        "standard_tokens_per_second": standard_rate,
         "parameters": parameters,
         "attention": costs,
         "tokens_per_second_without_dropout": rates,

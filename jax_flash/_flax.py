@@ -73,6 +73,17 @@ def attend(
     return out.reshape(*leading, *query.shape[1:3], value.shape[-1])
 
 
+def key_and_value_inputs(
+    inputs_q: jax.Array, inputs_k: jax.Array | None, inputs_v: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Each by default the one before it. Raises ValueError if only the last is given."""
+    if inputs_k is None:
+        if inputs_v is not None:
+            raise ValueError("inputs_v is given and inputs_k is not: pass inputs_k (inputs_v then defaults to it)")
+        inputs_k = inputs_q
+    return inputs_k, inputs_k if inputs_v is None else inputs_v
+
+
 def append(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
     """The cache [..., max_length, K, D] with new [..., T, K, D] written at positions index to index + T - 1.
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_flash import reference, tile
 from jax_flash.dropout import TILE
-from jax_flash.problem import Operands, Problem
+from jax_flash.problem import DIFFERENTIATED, Operands, Problem
 from jax_flash.varying import varying_alike
 
 BLOCK = 256  # rows and columns of a tile, at most
@@ -88,8 +88,7 @@ def backward(
     row_axes, column_axes = _row_axes(problem), _column_axes(problem)
 
     def gradient_axes(axes: dict[str, int]) -> dict[str, int]:
-        names = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias"}
-        return {names[name]: axis for name, axis in axes.items() if name in names}
+        return {grad: axes[name] for grad, name in DIFFERENTIATED.items() if name in axes}
 
     @jax.checkpoint
     def block_row(row_arrays: dict[str, jax.Array], row_start: jax.Array) -> dict[str, jax.Array]:

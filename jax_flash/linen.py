@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
-from jax_flash._flax import append, attend, refuse
+from jax_flash._flax import append, attend, key_and_value_inputs, refuse
 from jax_flash.attention import Implementation
 from jax_flash.block_sparse import BlockMask
 
@@ -159,12 +159,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
             qk_attn_weights_einsum_cls=self.qk_attn_weights_einsum_cls,
             attn_weights_value_einsum_cls=self.attn_weights_value_einsum_cls,
         )
-        if inputs_k is None:
-            if inputs_v is not None:
-                raise ValueError("inputs_v is given and inputs_k is not: pass inputs_k (inputs_v then defaults to it)")
-            inputs_k = inputs_q
-        if inputs_v is None:
-            inputs_v = inputs_k
+        inputs_k, inputs_v = key_and_value_inputs(inputs_q, inputs_k, inputs_v)
 
         qkv_features = self.qkv_features or inputs_q.shape[-1]
         num_kv_heads = self.num_kv_heads or self.num_heads

@@ -16,7 +16,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.typing import Dtype, PrecisionLike, PromoteDtypeFn
 
-from jax_flash._flax import append, attend, refuse
+from jax_flash._flax import append, attend, key_and_value_inputs, refuse
 from jax_flash.attention import Implementation
 from jax_flash.block_sparse import BlockMask
 
@@ -156,12 +156,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           [..., T, out_features].
         """
         refuse("jax_flash.nnx.MultiHeadAttention", sow_weights=sow_weights, input_positions=input_positions)
-        if inputs_k is None:
-            if inputs_v is not None:
-                raise ValueError("inputs_v is given and inputs_k is not: pass inputs_k (inputs_v then defaults to it)")
-            inputs_k = inputs_q
-        if inputs_v is None:
-            inputs_v = inputs_k
+        inputs_k, inputs_v = key_and_value_inputs(inputs_q, inputs_k, inputs_v)
         if inputs_q.shape[-1] != self.in_features:
             raise ValueError(f"inputs_q must have in_features={self.in_features} features, got shape {inputs_q.shape}")
 

@@ -37,42 +37,43 @@ class Extent(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Shapes, dtypes, masks and options of one attention problem (the fields' meaning: `common/problem.h`)."""
+    """Everything about one attention problem that is known before its arrays are: shapes, dtypes, masks, options."""
 
-    batch: int
-    q_len: int
-    kv_len: int
-    q_heads: int
-    kv_heads: int
-    qk_dim: int
-    v_dim: int
-    dtype: str
+    batch: int  # B
+    q_len: int  # T
+    kv_len: int  # S
+    q_heads: int  # N
+    kv_heads: int  # K, divides N
+    qk_dim: int  # D
+    v_dim: int  # E
+    dtype: str  # of DTYPES
 
-    scale: float = 1.0
-    soft_cap: float = 0.0
+    scale: float = 1.0  # τ
+    soft_cap: float = 0.0  # 0: none
     causal: bool = False
-    window_left: int = -1
+    window_left: int = -1  # -1: unbounded, likewise to the right
     window_right: int = -1
 
     bias_dtype: str = "none"
     bias: Extent | None = None
     mask: Extent | None = None
-    q_lengths: bool = False
+    q_lengths: bool = False  # which of these arrays there are
     kv_lengths: bool = False
     segments: bool = False
     query_offset: bool = False
 
     block_mask: Extent | None = None
-    q_block: int = 0
+    q_block: int = 0  # entries of a block
     kv_block: int = 0
-    element_masks: int = 0
-    row_list: int = 0
+    element_masks: int = 0  # P of them
+    row_list: int = 0  # 2 + W numbers of a list
     column_list: int = 0
 
-    drop_threshold: int = 0
-    full_precision: bool = False
-    deterministic: bool = False
+    drop_threshold: int = 0  # of 2^16: an entry is kept iff its 16 random bits are at least that
+    full_precision: bool = False  # float32 only: no TF32
+    deterministic: bool = False  # the backward: the same bits in every run
 
+    # Of the backward: its operand, and the gradients asked for
     dlogsumexp: bool = False
     dq: bool = False
     dk: bool = False

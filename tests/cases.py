@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from jax_flash.problem import Extent, Operands, Problem
 
 Arrays = dict[str, Any]  # NumPy's, and a BlockMask of them
 DIFFERENTIATED = ("query", "key", "value", "bias")
+EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"jax_flash_{name}") for name in ("forward", "backward")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +268,11 @@ def run(case: Case, arrays: Arrays, cotangents: Any, implementation: str | None 
 def oracle(case: Case, arrays: Arrays, cotangents: Any) -> Results:
     """The exact results: `reference.py` in f64."""
     return run(case, upcast(arrays), upcast(cotangents), "reference")
+
+
+def gathers(compiled: Any) -> list[str]:
+    """The collectives of a compiled program that move operands about; sums over shards are none."""
+    return re.findall(r"\b(all-gather|all-to-all|collective-permute|all-gather-start)\(", compiled.as_text())
 
 
 def differentiable(

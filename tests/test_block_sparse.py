@@ -5,14 +5,13 @@ boolean mask, whatever else there is, forward and backward.
 import dataclasses
 import functools
 import operator
-import re
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, differentiable, oracle, run, upcast
+from cases import EXPORT_CHECKS, Case, differentiable, gathers, oracle, run, upcast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
@@ -755,10 +754,6 @@ def test_scan_over_layers(remat):
     assert_close(ours, jax.jit(jax.grad(looped, (0, 1)))(x, w), 1e-4)
 
 
-def checks():
-    return [export.DisabledSafetyCheck.custom_call(f"jax_flash_{name}") for name in ("forward", "backward")]
-
-
 @pytest.mark.parametrize("implementation", ["flash", None])
 def test_export_round_trip(implementation, device):
     """With masks as a constant, as an argument, and made from an argument."""
@@ -772,7 +767,7 @@ def test_export_round_trip(implementation, device):
     gradient = jax.jit(jax.value_and_grad(function, (0, 1, 2)))
     dense = np.random.default_rng(0).random((3, 4)) < 0.7
     platform = "cuda" if device.platform == "gpu" else "cpu"
-    exported = export.export(gradient, platforms=(platform,), disabled_checks=checks())(*given, dense, causal)
+    exported = export.export(gradient, platforms=(platform,), disabled_checks=EXPORT_CHECKS)(*given, dense, causal)
     restored = export.deserialize(exported.serialize())
     assert_close(restored.call(*given, dense, causal), gradient(*given, dense, causal))
 
@@ -791,11 +786,6 @@ def test_strict_promotion(implementation):
 
 
 # --- sharding ---
-
-
-def gathers(compiled):
-    """The collectives that move operands about; sums over shards are none."""
-    return re.findall(r"\b(all-gather|all-to-all|collective-permute|all-gather-start)\(", compiled.as_text())
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
+from cases import EXPORT_CHECKS
 
 import jax_flash
 from jax_flash import _native
@@ -543,7 +544,7 @@ def lowered(dtype=jnp.bfloat16, dim=64, **options) -> str:
     return jax.export.export(
         jax.jit(jax.grad(loss, (0, 1, 2))),
         platforms=["cuda"],
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(f"jax_flash_{x}") for x in ("forward", "backward")],
+        disabled_checks=EXPORT_CHECKS,
     )(q, q, q).mlir_module()
 
 

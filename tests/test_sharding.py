@@ -1,13 +1,12 @@
 """Eight devices compute what one does, each its own batch entries and heads, and nothing is gathered."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import DIFFERENTIATED, Case
+from cases import DIFFERENTIATED, Case, gathers
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -59,11 +58,6 @@ def assert_close(ours, expected):
     assert ours.keys() == expected.keys()
     for name, x in expected.items():
         np.testing.assert_allclose(ours[name], x, rtol=1e-5, atol=1e-5, err_msg=name)
-
-
-def gathers(compiled):
-    """The collectives that move operands about; sums over shards are none."""
-    return re.findall(r"\b(all-gather|all-to-all|collective-permute|all-gather-start)\(", compiled.as_text())
 
 
 SHARDED = functools.partial(Case, B=4, T=19, S=23, N=4, K=2, D=8, E=8)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import EXPORT_CHECKS
 from jax import export
 
 import jax_flash
@@ -271,10 +272,6 @@ def test_control_flow():
 # --- ahead of time, and memory ---
 
 
-def checks():
-    return [export.DisabledSafetyCheck.custom_call(f"jax_flash_{name}") for name in ("forward", "backward")]
-
-
 @pytest.mark.parametrize("implementation", ["flash", None])
 def test_export_round_trip(implementation, device):
     q, k, v, bias = arrays(B)
@@ -284,7 +281,7 @@ def test_export_round_trip(implementation, device):
         return (jax_flash.dot_product_attention(*args, is_causal=True, implementation=implementation) ** 2).sum()
 
     gradient = jax.jit(jax.value_and_grad(function, (0, 1, 2, 3)))
-    exported = export.export(gradient, platforms=(platform,), disabled_checks=checks())(q, k, v, bias)
+    exported = export.export(gradient, platforms=(platform,), disabled_checks=EXPORT_CHECKS)(q, k, v, bias)
     restored = export.deserialize(exported.serialize())
     assert_close(restored.call(q, k, v, bias), gradient(q, k, v, bias))
 
@@ -293,7 +290,7 @@ def test_export_for_a_platform_without_kernels():
     """The platform is chosen when lowering: what has no kernels there is the blockwise form."""
     q, k, v, _ = arrays(B)
     function = jax.jit(jax_flash.dot_product_attention)
-    exported = export.export(function, platforms=("cpu", "cuda", "tpu"), disabled_checks=checks())(q, k, v)
+    exported = export.export(function, platforms=("cpu", "cuda", "tpu"), disabled_checks=EXPORT_CHECKS)(q, k, v)
     assert exported.platforms == ("cpu", "cuda", "tpu")
     assert_close(export.deserialize(exported.serialize()).call(q, k, v), function(q, k, v))
 

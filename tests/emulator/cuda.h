@@ -107,7 +107,6 @@ To emulated_bits(From from) {
   return to;
 }
 inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
-inline int __float_as_int(float x) { return emulated_bits<int>(x); }
 inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
 inline float __int_as_float(int x) { return emulated_bits<float>(x); }
 
@@ -133,7 +132,6 @@ T atomicMax(T* x, T y) {
   return before;
 }
 
-inline void __threadfence() {}
 inline void __syncthreads() { emulator::SyncThreads(); }
 inline void __syncwarp(unsigned mask) {
   if (mask != 0xFFFFFFFF) emulator::Fail("__syncwarp of some lanes");

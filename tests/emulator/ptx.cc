@@ -157,7 +157,6 @@ const struct {
     {"ld.relaxed.gpu.global.u32", LoadCounter},
     {"nanosleep.u32", [](Step&) { Sleep(); }},
     {"setmaxnreg.", [](Step& s) { s.Together([](void* const*) {}); }},
-    {"prefetch.tensormap", Nothing},
     {"cp.async.bulk.prefetch.tensor.4d.L2.global", Nothing},
     {"fence.proxy.async.global", Nothing},
     {"fence.acq_rel.gpu", Nothing},

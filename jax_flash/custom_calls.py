@@ -3,8 +3,8 @@
 `forward` and `backward` take the arrays of a problem with any number of leading dims in place of the batch (`vmap` adds
 one; each is full or 1). From the outside in, each is
 
-    custom_jvp            derivatives of any order go through `blockwise.py`, the same algorithm in plain JAX
-    custom_vmap           a mapped axis becomes one more leading dim
+    jax_flash             a JAX primitive: derivatives of any order go through `blockwise.py`, the same algorithm in
+                          plain JAX, and a mapped axis becomes one more leading dim
     custom_partitioning   every device computes its own leading dims and heads (`partitioning.py`)
     ffi_call              the leading dims become the batch of one `Problem`
 
@@ -16,13 +16,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 
 from jax_flash import _native, blockwise, partitioning
 from jax_flash.partitioning import Arrays, Results
@@ -46,14 +47,16 @@ def refusal(problem: Problem, platform: str) -> str | None:
 class Call(NamedTuple):
     """What is static in a call."""
 
-    results: tuple[str, ...]  # names in DIMS
+    arrays: tuple[str, ...]  # names in DIMS, as those of the results
+    results: tuple[str, ...]
     problem: Problem
     fallback: bool  # to `blockwise.py` on a platform that has no handler; otherwise XLA refuses to compile it there
 
 
 def forward(problem: Problem, fallback: bool, operands: Operands) -> Results:
     """Algorithm 2 as one custom call: (o, l, m)."""
-    return _differentiable(Call(("o", "l", "m"), problem, fallback), operands.arrays())
+    arrays = operands.arrays()
+    return _bind(Call(tuple(arrays), ("o", "l", "m"), problem, fallback), arrays.values())
 
 
 def backward(
@@ -71,25 +74,74 @@ def backward(
     if dlogsumexp is not None:
         arrays["dlogsumexp"] = dlogsumexp
     results = tuple(name for name in DIFFERENTIATED if getattr(problem, name))
-    return _differentiable(Call(results, problem, fallback), arrays)
+    return _bind(Call(tuple(arrays), results, problem, fallback), arrays.values())
 
 
-# --- custom_jvp -------------------------------------------------------------------------------------------------------
+# --- the primitive ----------------------------------------------------------------------------------------------------
+
+# custom_jvp and custom_vmap would not do: partial evaluation, as of a scan's body, drops the rule of the first, and the
+# second binds primals and tangents together, which reverse mode cannot take apart.
+_primitive = Primitive("jax_flash")
+_primitive.multiple_results = True
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _differentiable(call: Call, arrays: Arrays) -> Results:
-    return _mappable(call)(arrays)
+def _bind(call: Call, arrays: Iterable[jax.Array]) -> Results:
+    """Binds it with what it is lowered to: there JAX finds the types of the results, and `custom_partitioning`."""
+    arrays = tuple(arrays)
+    return tuple(_primitive.bind(*arrays, call=call, jaxpr=_evaluate.trace(*arrays, call=call).jaxpr))
 
 
-@_differentiable.defjvp
-def _jvp(call: Call, primals, tangents):
-    def plain(arrays: Arrays) -> Results:
-        types = result_types(call.problem, call.results, (call.problem.batch,), arrays.get("bias"))
-        return partitioning.automatic(functools.partial(_blockwise, call), call.problem, arrays, types)
+@functools.partial(jax.jit, static_argnames="call")
+def _evaluate(*arrays: jax.Array, call: Call) -> Results:
+    return _sharded(call, dict(zip(call.arrays, arrays, strict=True)))
 
-    _, result_tangents = jax.jvp(plain, primals, tangents)
-    return _differentiable(call, *primals), result_tangents
+
+def _jvp(primals, tangents, *, call: Call, jaxpr: ClosedJaxpr):
+    arrays = dict(zip(call.arrays, primals, strict=True))
+    moving = {name: x for name, x in zip(call.arrays, tangents, strict=True) if not isinstance(x, ad.Zero)}
+    at = {name: arrays[name] for name in moving}
+    _, result_tangents = jax.jvp(lambda moved: _plain(call, arrays | moved), (at,), (moving,))
+    return _primitive.bind(*primals, call=call, jaxpr=jaxpr), result_tangents
+
+
+def _batch(arrays, axes, *, call: Call, jaxpr: ClosedJaxpr):
+    size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+
+    def leading(name: str, x: jax.Array, axis: int | None) -> jax.Array:
+        if name == "head_id" and axis is not None:
+            raise NotImplementedError("jax_flash: dropout_head_ids under vmap; they are the same for the whole batch")
+        if name == "head_id":
+            return x
+        if axis is not None:
+            return jnp.moveaxis(x, axis, 0)
+        # A bias that all mapped examples share still has one gradient for each of them.
+        return jnp.broadcast_to(x, (size if name == "bias" and "dbias" in call.results else 1, *x.shape))
+
+    results = _bind(call, map(leading, call.arrays, arrays, axes))
+    return results, (0,) * len(results)
+
+
+_primitive.def_impl(lambda *arrays, call, jaxpr: _evaluate(*arrays, call=call))
+_primitive.def_abstract_eval(lambda *arrays, call, jaxpr: jaxpr.out_avals)
+ad.primitive_jvps[_primitive] = _jvp
+batching.primitive_batchers[_primitive] = _batch
+mlir.register_lowering(_primitive, mlir.lower_fun(lambda *arrays, call, jaxpr: jaxpr_as_fun(jaxpr)(*arrays)))
+
+
+def _plain(call: Call, arrays: Arrays) -> Results:
+    """The same in plain JAX."""
+    types = result_types(call.problem, call.results, _lead(arrays), arrays.get("bias"))
+    return partitioning.automatic(functools.partial(_mapped, call), call.problem, arrays, types)
+
+
+def _mapped(call: Call, arrays: Arrays) -> Results:
+    """All leading dims but the last are mapped: the last is the problem's batch."""
+    size, *inner = _lead(arrays)
+    if not inner:
+        return _blockwise(call, arrays)
+    axes = {name: 0 if name != "head_id" and x.shape[0] == size else None for name, x in arrays.items()}
+    one = {name: x if name == "head_id" or axes[name] == 0 else x[0] for name, x in arrays.items()}
+    return jax.vmap(functools.partial(_mapped, call), in_axes=(axes,))(one)
 
 
 def _blockwise(call: Call, arrays: Arrays) -> Results:
@@ -98,31 +150,6 @@ def _blockwise(call: Call, arrays: Arrays) -> Results:
         return blockwise.forward(call.problem, operands)
     o, l, m, do = (arrays[name] for name in ("o", "l", "m", "do"))
     return blockwise.backward(call.problem, operands, o, l, m, do, arrays.get("dlogsumexp"))
-
-
-# --- custom_vmap ------------------------------------------------------------------------------------------------------
-
-
-def _mappable(call: Call) -> Callable[[Arrays], Results]:
-    mapped = custom_vmap(functools.partial(_sharded, call))
-
-    @mapped.def_vmap
-    def rule(axis_size, batched, arrays):
-        (batched,) = batched
-        if batched.get("head_id"):
-            raise NotImplementedError("jax_flash: dropout_head_ids under vmap; they are the same for the whole batch")
-
-        def leading(name: str, x: jax.Array) -> jax.Array:
-            if batched[name] or name == "head_id":
-                return x
-            # A bias that all mapped examples share still has one gradient for each of them.
-            size = axis_size if name == "bias" and "dbias" in call.results else 1
-            return jnp.broadcast_to(x, (size, *x.shape))
-
-        results = _mappable(call)({name: leading(name, x) for name, x in arrays.items()})
-        return results, (True,) * len(results)
-
-    return mapped
 
 
 # --- custom_partitioning ----------------------------------------------------------------------------------------------

@@ -269,6 +269,71 @@ def test_control_flow():
     assert_close(gradient, jax.grad(lambda q: (attend(attend(attend(q, k, v), k, v), k, v) ** 2).sum())(q))
 
 
+# --- second derivatives through loops ---
+
+# From a query, and two keys and values.
+LOOPS = {
+    "scan": lambda attend, q, k, v: jax.lax.scan(lambda x, _: (attend(x, k[0], v[0]), None), q, None, length=2)[0],
+    "scan of remat": lambda attend, q, k, v: jax.lax.scan(
+        lambda x, _: (jax.checkpoint(attend)(x, k[0], v[0]), None), q, None, length=2
+    )[0],
+    "scan over keys": lambda attend, q, k, v: jax.lax.scan(lambda x, kv: (attend(x, *kv), None), q, (k, v))[0],
+    "map": lambda attend, q, k, v: jax.lax.map(lambda x: attend(x, k[0], v[0]), jnp.stack([q, 2 * q])),
+    "scan of vmap": lambda attend, q, k, v: jax.lax.scan(
+        lambda x, _: (jax.vmap(attend, (0, None, 0))(x, k[0], v), None), jnp.stack([q, 2 * q]), None, length=2
+    )[0],
+}
+
+
+def gradient_of_loop(loop, implementation, chosen):
+    attend = functools.partial(jax_flash.dot_product_attention, is_causal=True, implementation=implementation)
+    return jax.grad(lambda *args: (LOOPS[loop](attend, *args) ** 2).sum(), chosen)
+
+
+@pytest.mark.parametrize("chosen", [(0,), (0, 1, 2)], ids=["query", "all"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_gradient_of_gradient_through_loops(loop, chosen):
+    q, k, v, _ = arrays(2, B)
+
+    def penalty(implementation):
+        gradient = gradient_of_loop(loop, implementation, chosen)
+        return jax.grad(lambda *args: sum((jnp.sin(x) ** 2).sum() for x in gradient(*args)), chosen)
+
+    assert_near(jax.jit(penalty("flash"))(q[0], k, v), jax.jit(penalty("xla"))(q[0], k, v))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_jvp_of_gradient_through_loops(loop):
+    q, k, v, _ = arrays(2, B)
+
+    def derivative(implementation):
+        gradient = gradient_of_loop(loop, implementation, (0, 1, 2))
+        return jax.jit(lambda *args: jax.jvp(gradient, args, tuple(map(jnp.cos, args))))
+
+    assert_near(derivative("flash")(q[0], k, v), derivative("xla")(q[0], k, v))
+
+
+def test_hessian_through_a_loop():
+    q, k, v = normal(0, 1, 3, 2, 2), normal(1, 2, 1, 3, 1, 2), normal(2, 2, 1, 3, 1, 2)
+
+    def hessian(implementation):
+        return jax.jit(jax.jacfwd(gradient_of_loop("scan", implementation, (0, 1, 2)), (0, 1, 2)))
+
+    assert_near(hessian("flash")(q, k, v), hessian("xla")(q, k, v))
+
+
+def test_derivatives_of_a_loop_run_the_kernels():
+    q, k, v, _ = arrays(2, B)
+    gradient = gradient_of_loop("scan", "flash", 0)
+    penalty = jax.grad(lambda *args: (gradient(*args) ** 2).sum())
+    assert min(*calls(gradient, q[0], k, v), *calls(penalty, q[0], k, v)) > 0
+
+
+def assert_near(x, y):
+    """Second derivatives add up more of what rounds."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), x, y)
+
+
 # --- ahead of time, and memory ---
 
 

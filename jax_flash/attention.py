@@ -100,10 +100,10 @@ def dot_product_attention(
       dropout_batch_ids, dropout_head_ids: integer [B] and [N], by default 0, 1, …: which batch entries and heads of
         the mask these are. Inside `shard_map`, pass the global ids to get the mask of the unsharded call.
       query_segment_ids, key_value_segment_ids: integer [B, T] and [B, S] (or [T], [S]): a query sees the keys of its
-        own segment (packed sequences).
+        own segment (packed sequences). Ids have 32 bits, signed or not.
       logits_soft_cap: c: scores become c tanh(score / c), before the bias is added and before masking.
-      precision: of float32 products, as for `jax.lax.dot`; None follows `jax.default_matmul_precision`. The CPU
-        kernels always have full float32 accuracy.
+      precision: of float32 products, as for `jax.lax.dot` (a `DotAlgorithm` only as a preset); None follows
+        `jax.default_matmul_precision`. The CPU kernels always have full float32 accuracy.
       query_offset: int or integer [B]: position of the first query along the keys, for causal masks and windows (cached
         decoding, chunked prefill).
       block_mask: which blocks of entries may attend (`jax_flash.BlockMask`, `jax_flash.patterns`), together with all
@@ -242,6 +242,7 @@ def attention_with_statistics(
         operands = operands._replace(
             **_dropout_operands(dropout_rate, dropout_key, broadcast_dropout, dropout_batch_ids, dropout_head_ids, B, N)
         )
+    largest = float(np.finfo(np.float64 if query.dtype == np.float64 else np.float32).max)
     problem = Problem(
         batch=B,
         q_len=T,
@@ -251,8 +252,8 @@ def attention_with_statistics(
         qk_dim=D,
         v_dim=E,
         dtype=query.dtype.name,
-        scale=_finite("scale", 1 / math.sqrt(max(D, 1)) if scale is None else scale),
-        soft_cap=_soft_cap(logits_soft_cap),
+        scale=_finite("scale", 1 / math.sqrt(max(D, 1)) if scale is None else scale, largest),
+        soft_cap=_soft_cap(logits_soft_cap, largest),
         causal=bool(is_causal),
         window_left=window_left,
         window_right=window_right,
@@ -359,7 +360,7 @@ def _integers(
 ) -> jax.Array | None:
     if x is None:
         return None
-    x = x if isinstance(x, jax.Array) else np.asarray(x)  # JAX would cut 64 bits to 32 without a word
+    x = _array(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, not {x.dtype}")
     if unbatched and x.shape == shape[1:]:
@@ -369,17 +370,30 @@ def _integers(
     own, limits = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
     if saturate:
         x = x.clip(max(own.min, limits.min), min(own.max, limits.max))
-    elif isinstance(x, np.ndarray) and x.size and not limits.min <= x.min() <= x.max() <= limits.max:
-        raise ValueError(f"{name} must be int32 numbers, but there are {x.min()} to {x.max()}")
+    elif own.bits > 32 and x.size and not isinstance(x, jax.core.Tracer):  # 32 bits, signed or not, are told apart
+        low, high = int(x.min()), int(x.max())
+        if not (limits.min <= low and high <= limits.max or low >= 0 and high < 2**32):
+            raise ValueError(f"{name} must be numbers of 32 bits, but there are {low} to {high}")
     return jnp.asarray(x).astype(jnp.int32)
+
+
+def _array(x: ArrayLike) -> np.ndarray | jax.Array:
+    """NumPy's if nothing in it is JAX's, which would cut 64 bits to 32 without a word."""
+    if not all(isinstance(leaf, (int, np.generic, np.ndarray)) for leaf in jax.tree.leaves(x)):
+        return jnp.asarray(x)
+    x = np.asarray(x)
+    return np.asarray(np.clip(x, -(2**63), 2**63 - 1), np.int64) if x.dtype == object else x  # beyond 64 bits
 
 
 def _offsets(offset: int | ArrayLike | None, batch: int) -> jax.Array | None:
     if offset is None or isinstance(offset, int) and offset == 0:
         return None
-    on_device = isinstance(offset, jax.Array)
-    whole = (jnp if on_device else np).broadcast_to(offset, (batch,)) if np.ndim(offset) == 0 else offset
-    return _integers("query_offset", whole, (batch,), saturate=on_device)
+    offset = _array(offset)
+    xp = np if isinstance(offset, np.ndarray) else jnp
+    if xp is np and offset.size and not (offset.min() >= -(2**31) and offset.max() < 2**31):
+        raise ValueError(f"query_offset must be int32 numbers, but there are {offset.min()} to {offset.max()}")
+    whole = xp.broadcast_to(offset, (batch,)) if offset.ndim == 0 else offset
+    return _integers("query_offset", whole, (batch,), saturate=True)
 
 
 def _block_mask_operands(mask: BlockMask, B: int, N: int, T: int, S: int) -> dict[str, jax.Array]:
@@ -404,20 +418,22 @@ def _window(size: int | tuple[int, int] | None) -> tuple[int, int]:
     return left if left < 2**63 else -1, right if right < 2**63 else -1  # beyond 64 bits it is as good as none
 
 
-def _finite(name: str, x: Any, limit: float = float(np.finfo(np.float32).max)) -> float:
+def _finite(name: str, x: Any, limit: float) -> float:
     try:
         x = float(x)
-    except (TypeError, ValueError, OverflowError):
+    except OverflowError:
+        x = math.inf
+    except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, not {x!r}") from None
     if not abs(x) <= limit:
         raise ValueError(f"{name} must be finite and at most {limit:.3g}, not {x}")
     return x
 
 
-def _soft_cap(cap: float | None) -> float:
+def _soft_cap(cap: float | None, largest: float) -> float:
     if cap is None:
         return 0.0
-    cap = _finite("logits_soft_cap", cap, 1e30)  # of what is larger score / cap could be 0
+    cap = _finite("logits_soft_cap", cap, largest / 1e8)  # of what is larger score / cap could be 0
     if cap <= 0:
         raise ValueError(f"logits_soft_cap must be positive, not {cap}")
     return cap
@@ -439,7 +455,7 @@ _FULL_PRECISIONS = (
 def _full_precision(precision: Any) -> bool:
     if precision is None:
         return jax.config.jax_default_matmul_precision in _FULL_PRECISIONS  # type: ignore[attr-defined, unused-ignore]
-    if isinstance(precision, tuple):  # of either operand
+    if isinstance(precision, (tuple, list)) and len(precision) == 2:
         left, right = map(_full_precision, precision)
         return left or right
     name = getattr(precision, "name", precision)
@@ -448,7 +464,10 @@ def _full_precision(precision: Any) -> bool:
     try:
         return lax.Precision(precision) == lax.Precision.HIGHEST
     except (TypeError, ValueError):
-        raise ValueError(f"precision must be one of jax.lax.dot's, not {precision!r}") from None
+        raise ValueError(
+            "precision must be a jax.lax.Precision or DotAlgorithmPreset, the name of one, or a pair of them, "
+            f"not {precision!r}"
+        ) from None
 
 
 def _dropout_operands(

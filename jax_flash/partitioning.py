@@ -51,9 +51,9 @@ def automatic(function: Function, problem: Problem, arrays: Arrays, types: Types
         return function(arrays)
     specs = {name: jax.typeof(x).sharding.spec for name, x in arrays.items()}
     axes = _axes(problem, mesh, {name: (x.shape, specs[name]) for name, x in arrays.items()})
-    rows, taken = specs["query"][-3], set(itertools.chain(*filter(None, axes.values())))
-    if not taken & set((rows,) if isinstance(rows, str) else rows or ()):
-        axes |= {"T": rows}  # as the query's is the place of a result's rows
+    rows = specs["query"][-3]  # as the query's is the place of a result's rows
+    taken = set((rows,) if isinstance(rows, str) else rows or ())
+    axes = {dim: over for dim, over in axes.items() if not taken & set(over or ())} | {"T": rows}
     places = [specs.get(DIFFERENTIATED.get(name, "")) or _spec(axes, name, x.shape) for name, x in types.items()]
     shardings = tuple(NamedSharding(mesh, spec) for spec in places)
     with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context

@@ -54,9 +54,9 @@ def may_be_visible(problem: Problem, tile: Operands, rows: jax.Array, columns: j
     if ahead is not None:
         tests.append((columns[0] - rows[-1] <= ahead).any())
     if tile.q_lengths is not None:
-        tests.append(rows[0] < tile.q_lengths.max())
+        tests.append((rows[0] < tile.q_lengths).any())
     if tile.kv_lengths is not None:
-        tests.append(columns[0] < tile.kv_lengths.max())
+        tests.append((columns[0] < tile.kv_lengths).any())
     if tile.blocks is not None:  # a block has no fewer than 16 rows and columns, and a tile begins with a block's 16
         kinds = block_sparse.kinds_at(_block_shape(problem), tile.blocks, rows[::16], columns[::16])
         tests.append((kinds != block_sparse.NOTHING).any())

@@ -64,6 +64,7 @@ def test_dtypes(name, dtype):
 
 def test_what_a_gpu_has_no_kernels_for_is_a_warning(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()  # it is said when tracing
     with pytest.warns(UserWarning, match='implementation="xla", which is slower: head dim 20'):
         attend(None, **{name: x[..., :1].repeat(20, -1) for name, x in arrays().items()})
 
@@ -90,7 +91,7 @@ def test_mixed_dtypes():
         ({"scale": float("inf")}, ValueError, "scale"),
         ({"scale": "large"}, TypeError, "scale"),
         ({"scale": 1e39}, ValueError, "scale"),
-        ({"scale": 10**400}, TypeError, "scale"),
+        ({"scale": 10**400}, ValueError, "scale"),
         ({"scale": jnp.ones(D)}, TypeError, "scale"),
         ({"local_window_size": -1}, ValueError, "local_window_size"),
         ({"local_window_size": (3, -2)}, ValueError, "local_window_size"),
@@ -120,7 +121,7 @@ def test_mixed_dtypes():
         (
             {"query_segment_ids": np.full((B, T), 1), "key_value_segment_ids": np.full((B, S), 2**32 + 1)},
             ValueError,
-            "key_value_segment_ids must be int32",
+            "key_value_segment_ids must be numbers of 32 bits",
         ),
         ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap"),
         ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap"),
@@ -129,6 +130,8 @@ def test_mixed_dtypes():
         ({"precision": "exact"}, ValueError, "precision"),
         ({"precision": ("highest", "exact")}, ValueError, "precision"),
         ({"precision": []}, ValueError, "precision"),
+        ({"precision": ("highest",) * 3}, ValueError, "precision"),
+        ({"query_offset": 2**70}, ValueError, "query_offset"),
         ({"implementation": "cudnn"}, ValueError, "cudnn"),
         ({"implementation": "fast"}, ValueError, "implementation"),
         ({"dropout_rate": 0.1}, ValueError, "dropout_key"),
@@ -249,13 +252,46 @@ def test_lengths_outside_the_arrays(implementation):
 
 @pytest.mark.parametrize(
     "lengths",
-    [np.full(B, 2**32 - 1, np.uint32), np.full(B, 2**32), [2**63 - 1] * B, jnp.full(B, 2**32 - 1, jnp.uint32)],
+    [
+        np.full(B, 2**32 - 1, np.uint32),
+        np.full(B, 2**32),
+        [2**63 - 1] * B,
+        [2**70] * B,
+        jnp.full(B, 2**32 - 1, jnp.uint32),
+    ],
     ids=lambda x: f"{type(x).__name__}_{np.asarray(x).dtype}",
 )
 def test_lengths_beyond_int32(lengths):
     """No limit, as other numbers that are larger than the array."""
     np.testing.assert_array_equal(attend(key_value_seq_lengths=lengths), attend())
     np.testing.assert_array_equal(attend(query_seq_lengths=lengths), attend())
+
+
+def test_integers_in_lists_of_tracers():
+    expected = attend(is_causal=True, query_offset=np.array([3, 4]), key_value_seq_lengths=np.array([4, 5]))
+
+    @jax.jit
+    def ours(a, b):
+        return attend(is_causal=True, query_offset=[a, b], key_value_seq_lengths=[b, b + 1])
+
+    np.testing.assert_array_equal(ours(3, 4), expected)
+
+
+def test_ids_are_32_bits_signed_or_not():
+    def ids(query, key):
+        return {"query_segment_ids": np.full((B, T), query), "key_value_segment_ids": np.full((B, S), key)}
+
+    large = {name: x.astype(np.uint32) for name, x in ids(2**31 + 1, 2**31 + 1).items()}
+    np.testing.assert_array_equal(attend(**large), attend())
+    np.testing.assert_array_equal(attend(**ids(2**31 + 1, 2**31 + 1)), attend())
+    assert not attend(**ids(2**31 + 1, 1)).any()
+
+
+def test_no_batch_entries_with_lengths():
+    empty = {name: x[:0] for name, x in arrays().items()}
+    for implementation in (None, *IMPLEMENTATIONS):
+        o = attend(implementation, **empty, key_value_seq_lengths=np.zeros(0, int), query_seq_lengths=np.zeros(0, int))
+        assert o.shape == (0, T, N, D)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -287,3 +287,11 @@ def test_module_trains_in_one_jitted_step():
 
     losses = [float(step(module)) for _ in range(10)]
     assert losses[-1] < losses[0]
+
+
+def test_a_variable_as_offset():
+    x = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 8))
+    attend = functools.partial(jax_flash.dot_product_attention, *x, is_causal=True)
+    offset = jnp.array([3, -1])
+    ours = nnx.jit(lambda offset: attend(query_offset=offset))(nnx.Variable(offset))
+    np.testing.assert_allclose(ours, attend(query_offset=offset), rtol=1e-6, atol=1e-6)

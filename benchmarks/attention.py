@@ -7,7 +7,8 @@
 All implementations of a row are timed in turn in one process. A sample is as many calls as take some milliseconds,
 enqueued one after the other, so that the time of a launch hides behind the call before; rates are at the median time,
 in TFLOP/s, counted as in the FlashAttention papers: 2 (D + E) a visible entry of S (half of all if causal), 2.5 times
-that for the backward. bfloat16, if a group does not say otherwise.
+that for the backward. bfloat16, if a group does not say otherwise. Problems with a window or documents are timed beside
+the same without them, in the column "dense", since a GPU's clock depends on what ran before.
 """
 
 import argparse
@@ -34,7 +35,7 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 TOKENS, WIDTH = 16384, 2048  # batch x N, heads x head dim
 MATRIX_LIMIT = 2**32  # elements of S, above which XLA's standard attention is left out
 PASSES = ("forward", "backward", "both")
-COLUMNS = ("jax_flash", "cudnn", "xla", "torch")
+COLUMNS = ("jax_flash", "cudnn", "xla", "torch", "dense")  # dense: jax_flash without window and documents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,10 @@ class Problem:
         elif self.causal and self.T == self.S:
             columns /= 2
         return self.B * self.N * self.T * columns / self.documents
+
+    def dense(self) -> "Problem":
+        """Without window and documents."""
+        return dataclasses.replace(self, window=None, documents=1)
 
     def flops(self, pass_: str) -> float:
         return 2 * (self.D + self.E) * self.entries() * {"forward": 1, "backward": 2.5, "both": 3.5}[pass_]
@@ -230,6 +235,8 @@ def implementations(problem: Problem) -> tuple[dict[str, dict[str, Call]], dict[
         candidates["xla"] = lambda: jax_calls(p, "xla")
     if HAS_TORCH and p.window is None and p.documents == 1 and not p.deterministic:
         candidates["torch"] = lambda: torch_calls(p, "FLASH_ATTENTION")
+    if p != p.dense():
+        candidates["dense"] = lambda: jax_calls(p.dense(), "jax_flash")
     calls, missing = {}, {}
     for name, build in candidates.items():
         try:
@@ -253,14 +260,14 @@ def measure_problem(group: str, problem: Problem, passes: Sequence[str]) -> list
                 missing[name] = str(error).splitlines()[0][:200]
                 del chosen[name]
         times = measure.interleave_enqueued(chosen)
-        flops = problem.flops(pass_)
+        flops = {name: (problem.dense() if name == "dense" else problem).flops(pass_) for name in times}
         rows.append(
             {
                 "group": group,
                 "label": problem.label(),
                 **dataclasses.asdict(problem),
                 "pass": pass_,
-                "tflops": {name: measure.rate(flops, x) / 1e3 for name, x in times.items()},
+                "tflops": {name: measure.rate(flops[name], x) / 1e3 for name, x in times.items()},
                 "milliseconds": {name: 1e3 * statistics.median(x) for name, x in times.items()},
                 "missing": dict(missing),
             }
@@ -298,11 +305,12 @@ def show(results: dict[str, Any]) -> None:
     console = Console(width=130)
     for group in dict.fromkeys(row["group"] for row in results["rows"]):
         table = Table(title=f"{group}: TFLOP/s on {results['environment']['devices'][0]}")
-        for heading in ("problem", "pass", "ms", *COLUMNS, *(f"/{name}" for name in COLUMNS[1:])):
-            table.add_column(heading, justify="left" if heading == "problem" else "right")
         rows = [row for row in results["rows"] if row["group"] == group]
+        columns = [name for name in COLUMNS if any(name in row["tflops"] for row in rows)]
+        for heading in ("problem", "pass", "ms", *columns, *(f"/{name}" for name in columns[1:])):
+            table.add_column(heading, justify="left" if heading == "problem" else "right")
         for row in rows:
-            rates = [row["tflops"].get(name, math.nan) for name in COLUMNS]
+            rates = [row["tflops"].get(name, math.nan) for name in columns]
             cells = [f"{x:.0f}" for x in rates] + [f"{rates[0] / x:.2f}" for x in rates[1:]]
             milliseconds = f"{row['milliseconds']['jax_flash']:.3f}"
             table.add_row(row["label"], row["pass"], milliseconds, *(x.replace("nan", "") for x in cells))
@@ -330,8 +338,8 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
     half = math.ceil(len(rows) / axes.size)
     for axis, part in zip(axes[0], (rows[:half], rows[half:]), strict=False):
         for i, name in enumerate(COLUMNS):
-            places = [y + 0.2 * i for y in range(len(part))]
-            axis.barh(places, [row["tflops"].get(name, 0) for row in part], 0.2, label=name)
+            places = [y + 0.16 * i for y in range(len(part))]
+            axis.barh(places, [row["tflops"].get(name, 0) for row in part], 0.16, label=name)
         axis.set_yticks(range(len(part)), [f"{row['label']} {row['pass']}" for row in part], fontsize=7)
         axis.invert_yaxis()
         axis.set_xlabel("TFLOP/s")

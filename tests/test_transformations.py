@@ -314,7 +314,7 @@ def test_jvp_of_gradient_through_loops(loop):
 
 
 def test_hessian_through_a_loop():
-    q, k, v = normal(0, 1, 3, 2, 2), normal(1, 2, 1, 3, 1, 2), normal(2, 2, 1, 3, 1, 2)
+    q, k, v = normal(0, 1, 3, 2, 8), normal(1, 2, 1, 3, 1, 8), normal(2, 2, 1, 3, 1, 8)
 
     def hessian(implementation):
         return jax.jit(jax.jacfwd(gradient_of_loop("scan", implementation, (0, 1, 2)), (0, 1, 2)))

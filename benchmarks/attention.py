@@ -301,12 +301,16 @@ def main() -> None:
     print(f"Written: {args.output} and {args.output.with_suffix('.png').name}")
 
 
+def columns_of(rows: list[dict[str, Any]]) -> list[str]:
+    return [name for name in COLUMNS if any(name in row["tflops"] for row in rows)]
+
+
 def show(results: dict[str, Any]) -> None:
-    console = Console(width=130)
+    console = Console(width=150)
     for group in dict.fromkeys(row["group"] for row in results["rows"]):
         table = Table(title=f"{group}: TFLOP/s on {results['environment']['devices'][0]}")
         rows = [row for row in results["rows"] if row["group"] == group]
-        columns = [name for name in COLUMNS if any(name in row["tflops"] for row in rows)]
+        columns = columns_of(rows)
         for heading in ("problem", "pass", "ms", *columns, *(f"/{name}" for name in columns[1:])):
             table.add_column(heading, justify="left" if heading == "problem" else "right")
         for row in rows:
@@ -337,7 +341,7 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
     )
     half = math.ceil(len(rows) / axes.size)
     for axis, part in zip(axes[0], (rows[:half], rows[half:]), strict=False):
-        for i, name in enumerate(COLUMNS):
+        for i, name in enumerate(columns_of(rows)):
             places = [y + 0.16 * i for y in range(len(part))]
             axis.barh(places, [row["tflops"].get(name, 0) for row in part], 0.16, label=name)
         axis.set_yticks(range(len(part)), [f"{row['label']} {row['pass']}" for row in part], fontsize=7)

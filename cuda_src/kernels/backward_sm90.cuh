@@ -53,10 +53,10 @@ constexpr bool kBehind =
     kDQ &&
     (kRows == 128 || !(kDropout || kMask || kSoftCap || kSegments || (kBlockMask && (kBias || kCausal || kWindow))));
 static_assert(kTF32 || kStages == 2);  // as dS
-// Whether the first step of a tile, which has no dQ yet, has code of its own: 2 to 5% faster. But with a causal mask at
-// most, ptxas makes another loop of the other steps, 1 to 2% slower; and where head dims differ it spills.
+// Whether the first step of a tile, which has no dQ yet, has code of its own: 2 to 4% faster. But with a causal mask at
+// most, ptxas compiles the loop over the other steps differently, up to 2.5% slower; and other head dims spill.
 constexpr bool kOwnFirst =
-    kBehind && kRows == 128 && kQKDim == kVDim && (kWindow || kSegments || kDropout || kBlockMask);
+    kBehind && kRows == 128 && kQKDim == 64 && kVDim == 64 && (kWindow || kSegments || kDropout || kBlockMask);
 constexpr bool kAskedLate = kSplitRows || kBlockMask;
 
 // dV and dK leave by way of dS where there is room for both: then nobody waits for the additions of the last dQ to have
@@ -76,7 +76,7 @@ struct Consumer : Keys {
 
   using Keys::Keys;
 
-  // A step, the first if kFirst has code of its own. Whether it was not the last.
+  // A step; kFirst: a tile's first, if that has code of its own. Whether it was not the last.
   template <bool kFirst>
   __device__ __forceinline__ bool Walk(const Tile& tile) {
     WaitForQ();

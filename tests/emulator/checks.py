@@ -187,6 +187,10 @@ SEVERAL_TILES = {
     "wide TF32": (Case(B=1, T=70, S=300, N=5, K=1, D=128, E=128, window=(250, 200), segments=True), "tf32"),
     "block mask": (sparse(128, 128, B=1, T=300, S=600, N=2, K=1, D=64, E=64, heads=2, dropout=0.2), "bfloat16"),
     "short lists": (sparse(128, 256, B=1, T=300, S=600, N=2, K=2, D=64, E=64, heads=2), "bfloat16"),
+    # whose first step has code of its own: with dK and dV added up, with more kernels, with heads walked together
+    "segments": (Case(B=1, T=300, S=400, N=4, K=2, D=64, E=64, segments=True), "bfloat16"),
+    "dropout": (Case(B=1, T=300, S=260, N=3, K=1, D=64, E=64, dropout=0.2, scale=-0.1), "bfloat16"),
+    "crowded": (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, segments=True, dropout=0.2), "bfloat16"),
 }
 
 

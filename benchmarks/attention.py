@@ -223,7 +223,7 @@ def torch_calls(problem: Problem, backend: str) -> dict[str, Call]:
 
 def implementations(problem: Problem) -> tuple[dict[str, dict[str, Call]], dict[str, str]]:
     """The calls of all that can do the problem, and why the others cannot."""
-    p = problem
+    p, dense = problem, problem.dense()
     unusual = p.dropout > 0 or p.documents > 1 or p.deterministic
     matrix = p.B * p.N * p.T * p.S
     candidates: dict[str, Callable[[], dict[str, Call]]] = {"jax_flash": lambda: jax_calls(p, "jax_flash")}
@@ -233,10 +233,10 @@ def implementations(problem: Problem) -> tuple[dict[str, dict[str, Call]], dict[
         candidates["cudnn"] = lambda: torch_calls(p, "CUDNN_ATTENTION")
     if not unusual and matrix <= MATRIX_LIMIT:
         candidates["xla"] = lambda: jax_calls(p, "xla")
-    if HAS_TORCH and p.window is None and p.documents == 1 and not p.deterministic:
+    if HAS_TORCH and p == dense and not p.deterministic:
         candidates["torch"] = lambda: torch_calls(p, "FLASH_ATTENTION")
-    if p != p.dense():
-        candidates["dense"] = lambda: jax_calls(p.dense(), "jax_flash")
+    if p != dense:
+        candidates["dense"] = lambda: jax_calls(dense, "jax_flash")
     calls, missing = {}, {}
     for name, build in candidates.items():
         try:

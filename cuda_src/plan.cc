@@ -407,16 +407,15 @@ Unit UnitOf(const std::string& file, std::string_view kernel, const Problem& p) 
 Unit UnitOf(const Chosen& choice, const Problem& p) {
   const std::string file = std::string(choice.kernel) + "_sm" + std::to_string(choice.sm) + ".cuh";
   Unit unit = UnitOf(file, choice.kernel, p);
-  const auto define = [&](const char* name, int64_t value) { Define(&unit, name, value); };
-  define("ROWS", choice.tile.rows);
-  define("COLS", choice.tile.cols);
-  define(choice.sm == 90 ? "CONSUMERS" : "WARPS", choice.tile.groups);
-  define("STAGES", choice.tile.stages);
-  if (choice.kernel == "forward_split") define("MERGE_THREADS", kMergeThreads);
+  Define(&unit, "ROWS", choice.tile.rows);
+  Define(&unit, "COLS", choice.tile.cols);
+  Define(&unit, choice.sm == 90 ? "CONSUMERS" : "WARPS", choice.tile.groups);
+  Define(&unit, "STAGES", choice.tile.stages);
+  if (choice.kernel == "forward_split") Define(&unit, "MERGE_THREADS", kMergeThreads);
   if (choice.kernel == "backward" && choice.sm == 90) {
-    define("ALONGSIDE", Alongside(p));
-    define("SUM_KV", SumsKV(p));
-    define("TOGETHER", !Alongside(p) && Together(p));
+    Define(&unit, "ALONGSIDE", Alongside(p));
+    Define(&unit, "SUM_KV", SumsKV(p));
+    Define(&unit, "TOGETHER", !Alongside(p) && Together(p));
   }
   return unit;
 }

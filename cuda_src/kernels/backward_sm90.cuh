@@ -12,9 +12,8 @@
 // backward_tf32_sm90.cuh.
 //
 // The host defines what config.cuh reads and JAX_FLASH_ROWS (of a tile of Q: 64 or 128, or 64 for f32), _COLS (keys of
-// a CTA: 128, or 64 if a head dim is above 128, or for f32 above 64 or with
-// a bias), _CONSUMERS (warpgroups: 2), _STAGES, _ALONGSIDE,
-// _SUM_KV and _TOGETHER. It launches
+// a CTA: 128, or 64 if a head dim is above 128, or for f32 above 64 or with a bias), _CONSUMERS (warpgroups: 2),
+// _STAGES, _ALONGSIDE, _SUM_KV and _TOGETHER. It launches
 //   jax_flash_backward_prepare      if not _ALONGSIDE: a block of 256 threads for each 64 rows of T rounded up to
 //                                   _ROWS, of each head
 //   jax_flash_backward              at most one CTA a multiprocessor, an even number if a head dim is above 128, of

@@ -53,7 +53,7 @@ constexpr Field kFields[] = {
     {"dbias", &Problem::dbias},
 };
 constexpr size_t kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
-constexpr std::string_view kVersion = "3";
+constexpr std::string_view kVersion = "4";
 
 bool Parse(std::string_view text, int64_t* value) {
   const char* end = text.data() + text.size();
@@ -117,7 +117,8 @@ std::string Check(const Problem& p) {
   const int64_t least = p.block_mask.present ? 2 : 0;  // a list has an index and a count
   if (p.element_masks < 0 || p.row_list < least || p.column_list < least)
     return "a size of the block mask is too small";
-  if (p.drop_threshold < 0 || p.drop_threshold > 65536) return "drop_threshold is not in [0, 65536]";
+  if (p.drop_threshold != 32768 && (p.drop_threshold < 0 || p.drop_threshold > 32640))
+    return "drop_threshold is neither in [0, 32640] nor 32768";
   return "";
 }
 

@@ -42,7 +42,7 @@ struct Problem {
   int64_t element_masks = 0;              // of blocks that are neither empty nor full
   int64_t row_list = 0, column_list = 0;  // widths of the lists of blocks
 
-  int64_t drop_threshold = 0;   // of 2^16: an entry is kept iff its 16 random bits are >= it; 0: no dropout
+  int64_t drop_threshold = 0;   // of 2^15: an entry is kept iff its 15 random bits are >= it; 0: no dropout
   bool full_precision = false;  // f32 only: no reduced-precision matrix units
   bool deterministic = false;   // the backward: the same bits in every run
 
@@ -58,10 +58,10 @@ struct Problem {
   bool window() const { return window_left >= 0 || window_right >= 0; }
   bool dropout() const { return drop_threshold > 0; }
   // What a kept entry of P is multiplied with, so that the expectation is exact. 0 when everything is dropped.
-  double keep_scale() const { return drop_threshold < 65536 ? 65536.0 / double(65536 - drop_threshold) : 0.0; }
+  double keep_scale() const { return drop_threshold < 32768 ? 32768.0 / double(32768 - drop_threshold) : 0.0; }
 };
 
-// Reads "version=3 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
+// Reads "version=4 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
 // Returns an empty string, or what is wrong with the text.
 std::string Decode(std::string_view text, Problem* problem);
 

@@ -126,7 +126,7 @@ class Scores {
       const A* x = from.row(r);
       A* y = to.row(r);
       const uint16_t* row_bits = bits.row(r);
-      for (int64_t c = block.c0; c < block.c1; ++c) y[c] = row_bits[c] >= threshold ? x[c] * factor : 0;
+      for (int64_t c = block.c0; c < block.c1; ++c) y[c] = (row_bits[c] & 0x7FFF) >= threshold ? x[c] * factor : 0;
     }
   }
 

@@ -195,7 +195,7 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   x.seed = in.seed;
   x.batch_id = in.batch_id;
   x.head_id = in.head_id;
-  x.drop_threshold = uint32_t(p.drop_threshold);
+  x.drop_threshold = uint32_t(p.drop_threshold) * 0x10001;
   x.keep_scale = float(p.keep_scale());
   const auto place = [&](int64_t offset) {
     return offset < 0 ? nullptr : static_cast<void*>(static_cast<char*>(scratch) + offset);

@@ -45,12 +45,11 @@ enum Feature : unsigned {
   kManyKeys = 256,       // more than 1024
   kFewTiles = 512,       // of all heads, than an H100 or H200 has multiprocessors
   kBlockMask = 1024,
-  kManyRows = 2048,             // of a group's heads together, than a tile has
-  kCrowdedBlocks = 4096,        // a block mask beside a window, segments, a mask or dropout
-  kSeveral = 8192,              // of a window or segments, a mask and dropout more than one
-  kUncommon = 16384,            // head dims that differ or are no multiples of 16, or a scale that is not positive
-  kNarrow = 32768,              // head dims up to 128
-  kDropoutAndLengths = 131072,  // both of them
+  kManyRows = 2048,       // of a group's heads together, than a tile has
+  kCrowdedBlocks = 4096,  // a block mask beside a window, segments, a mask or dropout
+  kSeveral = 8192,        // of a window or segments, a mask and dropout more than one
+  kUncommon = 16384,      // head dims that differ or are no multiples of 16, or a scale that is not positive
+  kNarrow = 32768,        // head dims up to 128
   kOperands = kBias | kMask,
   kScores = kBias | kSoftCap,  // scores are formed entry by entry
 };
@@ -67,33 +66,28 @@ struct Choice {
 
 constexpr Choice kForwardSm90[] = {
     {227, 64, {256, 64, 4, 4}, kOperands | kDropout | kLocal | kManyKeys | kFewTiles},
-    {227, 64, {192, 128, 3, 2}, kOperands | kDropout | kLocal | kFewTiles},
+    {227, 64, {192, 128, 3, 2}, kOperands | kDropout | kLocal | kSoftCap | kFewTiles},
     {227, 64, {256, 64, 4, 4}, kOperands | kDropout | kCausal | kFewTiles},
+    {227, 64, {192, 112, 3, 2}, kOperands | kDropout | kLocal | kFewTiles},
     {227, 64, {128, 128, 2, 3}, kOperands | kDropout | kLocal | kBlockMask},
     {227, 64, {128, 128, 4, 4}, kOperands | kDropout | kSegments | kCrowdedBlocks},
-    {227, 64, {128, 160, 2, 2}, kOperands | kCausal | kLocal | kBlockMask | kDropoutAndLengths},
-    {227, 64, {128, 144, 2, 2}, kOperands | kCausal | kLocal | kBlockMask},
+    {227, 64, {128, 176, 2, 2}, kOperands | kCausal | kLocal | kBlockMask},
     {227, 64, {128, 128, 2, 3}, kOperands},
-    {227, 64, {128, 96, 2, 3}, kBiasAndMask | kDropout | kLocal},
+    {227, 64, {128, 96, 2, 3}, kBiasAndMask | kSeveral},
+    {227, 64, {128, 64, 2, 3}, kSeveral},
     {227, 64, {128, 48, 2, 3}, kDropout},
     {227, 64, {128, 32, 2, 3}},
     {227, 96, {192, 96, 3, 2}, kOperands | kDropout | kLocal | kFewTiles},
-    {227, 128, {128, 128, 2, 2}, kOperands | kLocal | kBlockMask | kDropoutAndLengths},
-    {227, 128, {128, 128, 2, 2}, kOperands | kDropout | kSoftCap},
-    {227, 128, {128, 112, 2, 2}, kOperands | kSoftCap},
-    {227, 128, {128, 96, 2, 2}, kOperands | kDropout},
-    {227, 128, {128, 64, 2, 2}, kOperands},
-    {227, 128, {128, 64, 2, 2}, kBiasAndMask | kDropout | kLocal},
+    {227, 128, {128, 128, 2, 2}, kOperands},
+    {227, 128, {128, 64, 2, 2}, kBiasAndMask | kSeveral},
     {227, 128, {128, 32, 2, 2}},
-    {227, 192, {128, 96, 2, 2}, kOperands | kDropout | kSoftCap},
-    {227, 192, {128, 64, 2, 2}, kOperands | kSoftCap},
-    {227, 192, {128, 48, 2, 2}, kOperands},
-    {227, 192, {128, 32, 2, 2}, kBiasAndMask | kDropout},
+    {227, 192, {128, 96, 2, 2}, kOperands | kSeveral},
+    {227, 192, {128, 64, 2, 2}, kOperands},
+    {227, 192, {128, 32, 2, 2}, kBiasAndMask | kSeveral},
     {227, 192, {128, 16, 2, 2}},
-    {227, 256, {128, 64, 2, 2}, kOperands | kDropout | kSoftCap | kCrowdedBlocks},
-    {227, 256, {128, 48, 2, 2}, kOperands | kSoftCap},
-    {227, 256, {128, 32, 2, 2}, kOperands},
-    {227, 256, {128, 32, 2, 2}, kBiasAndMask | kDropout},
+    {227, 256, {128, 64, 2, 2}, kOperands | kDropout},
+    {227, 256, {128, 48, 2, 2}, kOperands},
+    {227, 256, {128, 32, 2, 2}, kBiasAndMask | kSeveral},
     {227, 256, {128, 16, 2, 2}, kBiasAndMask},
 };
 
@@ -272,7 +266,6 @@ unsigned FeaturesOf(const Problem& p, const Tile& tile) {
   return feature(p.causal, kCausal) | feature(p.window(), kWindow) | feature(p.segments, kSegments) |
          feature(p.soft_cap > 0, kSoftCap) | feature(bias, kBias) | feature(mask, kMask) |
          feature(bias && mask, kBiasAndMask) | feature(p.dropout(), kDropout) |
-         feature(p.dropout() && (p.q_lengths || p.kv_lengths), kDropoutAndLengths) |
          feature(p.full_precision, kFullPrecision) | feature(p.kv_len > 1024, kManyKeys) |
          feature(p.block_mask.present, kBlockMask) |
          feature(p.block_mask.present && (local || mask || p.dropout()), kCrowdedBlocks) |

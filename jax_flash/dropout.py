@@ -1,6 +1,6 @@
 """The dropout mask as a JAX function: the specification that every kernel follows bit for bit.
 
-An entry (b, n, i, j) of P is kept iff its 16 random bits are at least `threshold(rate)`. The bits come from
+An entry (b, n, i, j) of P is kept iff its 15 random bits are at least `threshold(rate)`. The bits come from
 Philox4x32-7, a counter-based generator (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3;
 SC 2011): they depend on nothing but the seed and the entry's place, so that the backward regenerates them, and no tile
 size, device or sharding changes them. (The paper, arXiv 2205.14135, saves the generator's state: Algorithms 2 and 4.)
@@ -19,16 +19,17 @@ TILE = 16  # the map of entries to counters repeats every 16 rows and columns
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+_GREATEST = 0x7F80  # the threshold as a bfloat16: with more it would be NaN, and Hopper compares two at once as such
 
 
 def threshold(rate: float) -> int:
-    """The drop threshold round(2¹⁶ · rate): an entry is kept iff its 16 random bits are at least it.
+    """The drop threshold round(2¹⁵ · rate): an entry is kept iff its 15 random bits are at least it.
 
-    The rate in effect is threshold / 2¹⁶; below 2⁻¹⁷ it is exactly no dropout, above 1 - 2⁻¹⁷ everything is dropped.
+    The rate in effect is threshold / 2¹⁵; below 2⁻¹⁶ it is exactly no dropout, above 1 - 2⁻¹⁶ everything is dropped.
 
     Raises:
       TypeError: `rate` is not a concrete number (the mask's threshold is compiled in).
-      ValueError: `rate` is outside [0, 1], or NaN.
+      ValueError: `rate` is outside [0, 1], or NaN; or it is above 255/256 and not 1.
     """
     if isinstance(rate, jax.core.Tracer):
         raise TypeError(f"dropout_rate must be a concrete number, not a traced value: {rate}")
@@ -38,12 +39,15 @@ def threshold(rate: float) -> int:
         raise TypeError(f"dropout_rate must be a number, not {rate!r}") from error
     if math.isnan(rate) or not 0 <= rate <= 1:
         raise ValueError(f"dropout_rate must be in [0, 1], not {rate}")
-    return round(rate * 65536)
+    drop_threshold = round(rate * 32768)
+    if _GREATEST < drop_threshold < 32768:
+        raise ValueError(f"dropout_rate must be at most {_GREATEST / 32768}, or 1, not {rate}")
+    return drop_threshold
 
 
 def keep_scale(drop_threshold: int) -> float:
     """What a kept entry is multiplied with, so that the expectation is exact; 0 when everything is dropped."""
-    return 65536 / (65536 - drop_threshold) if drop_threshold < 65536 else 0.0
+    return 32768 / (32768 - drop_threshold) if drop_threshold < 32768 else 0.0
 
 
 def seed_from_key(key: jax.Array, batch: int) -> jax.Array:
@@ -120,14 +124,14 @@ def random_bits(
       row_start, column_start: its first row and column, multiples of 16 (may be traced).
 
     Returns:
-      uint32 [B, N, R, C], each below 2¹⁶.
+      uint32 [B, N, R, C], each below 2¹⁵.
     """
     rows, columns = shape
     batch, heads = batch_id.shape[0], head_id.shape[0]
     row_tiles, column_tiles = -(-rows // TILE), -(-columns // TILE)
 
     # One call decides the entries {i, i+8} x {j, j+1, j+8, j+9} of a 16x16 tile: its four words are the quadrants,
-    # the two halves of a word the neighbours j, j+1.
+    # the lower 15 bits of the two halves of a word the neighbours j, j+1.
     row_group = jnp.arange(row_tiles * 8, dtype=jnp.uint32) + jnp.asarray(row_start, jnp.uint32) // TILE * 8
     column_group = jnp.arange(column_tiles * 4, dtype=jnp.uint32) + jnp.asarray(column_start, jnp.uint32) // TILE * 4
 
@@ -138,7 +142,7 @@ def random_bits(
         (at(3, column_group), at(2, row_group), at(1, head_id), at(0, batch_id)), (at(0, seed[:, 0]), at(0, seed[:, 1]))
     )
     quadrants = jnp.stack(words).reshape(2, 2, batch, heads, row_tiles, 8, column_tiles, 4)  # row and column half, ...
-    halves = jnp.stack([quadrants & 0xFFFF, quadrants >> 16], axis=-1)
+    halves = jnp.stack([quadrants & 0x7FFF, quadrants >> 16 & 0x7FFF], axis=-1)
     bits = halves.transpose(2, 3, 4, 0, 5, 6, 1, 7, 8).reshape(batch, heads, row_tiles * TILE, column_tiles * TILE)
     return bits[:, :, :rows, :columns]
 

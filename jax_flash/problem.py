@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-VERSION = 3
+VERSION = 4
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -69,7 +69,7 @@ class Problem:
     row_list: int = 0  # 2 + W numbers of a list
     column_list: int = 0
 
-    drop_threshold: int = 0  # of 2^16: an entry is kept iff its 16 random bits are at least that
+    drop_threshold: int = 0  # of 2^15: an entry is kept iff its 15 random bits are at least that
     full_precision: bool = False  # float32 only: no TF32
     deterministic: bool = False  # the backward: the same bits in every run
 
@@ -105,7 +105,7 @@ class Problem:
         return "float64" if self.dtype == "float64" else "float32"
 
     def encode(self) -> str:
-        """The text attribute of the custom calls: "version=3 batch=2 ... bias=b1ts mask=none ..."."""
+        """The text attribute of the custom calls: "version=4 batch=2 ... bias=b1ts mask=none ..."."""
 
         def text(value: object) -> str:
             if value is None:

@@ -34,7 +34,7 @@ DIMS = ((64, 64), (128, 128), (256, 256), (8, 16), (80, 80), (96, 96), (192, 128
 NARROW = tuple(dims for dims in DIMS if max(dims) <= 128)
 GRADIENTS = ("all", "deterministic", "key and value", "query")
 FEATURES: dict[str, tuple[Any, ...]] = {
-    "q_len": (4096, 512),
+    "q_len": (16384, 512),
     "causal": (True, False),
     "window": (False, True),
     "lengths": (False, True),
@@ -109,7 +109,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         bias=full if bias != "none" else None,
         bias_dtype=bias,
         soft_cap=features["soft_cap"],
-        drop_threshold=6554 * features["dropout"],
+        drop_threshold=3277 * features["dropout"],
         scale=features["scale"],
         dlogsumexp=features["dlogsumexp"],
         deterministic=gradients == "deterministic",

@@ -30,18 +30,18 @@ def random_bits(seed: np.ndarray, batch_id: Any, head_id: Any, T: int, S: int) -
     counter = np.stack([j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, n, b], -1)
     words = philox(counter, seed[:, None, None, None, :])
     word = np.take_along_axis(words, (i // 8 % 2 * 2 + j // 8 % 2)[..., None], -1)[..., 0]
-    return np.where(j % 2, word >> 16, word & 0xFFFF)
+    return np.where(j % 2, word >> 16, word) & 0x7FFF
 
 
 def z(case: Case, arrays: Arrays) -> np.ndarray:
     """Z: what the entries of P are multiplied with by dropout."""
-    threshold = round(case.dropout * 65536)
+    threshold = round(case.dropout * 32768)
     if not threshold:
         return np.ones(())
     seed = np.asarray(jax.random.bits(jnp.asarray(arrays["dropout_key"]), (2,), jnp.uint32))
     ids = (np.arange(case.B), np.arange(case.N)) if not case.broadcast_dropout else (np.zeros(case.B), np.zeros(case.N))
     bits = random_bits(np.broadcast_to(seed, (case.B, 2)), *ids, case.T, case.S)
-    return (bits >= threshold) * (65536 / (65536 - threshold) if threshold < 65536 else 0.0)
+    return (bits >= threshold) * (32768 / (32768 - threshold) if threshold < 32768 else 0.0)
 
 
 def allowed(case: Case, arrays: Arrays) -> np.ndarray:

@@ -253,8 +253,8 @@ def test_dropout_of_another_head():
         np.asarray(jax.random.bits(key, (1, 2), jnp.uint32)).repeat(B, 0), range(B), range(H), N, N
     )
     Z = flash.dropout_mask(io_model.generator_state(key, 1, 2), rate, slice(5, 31), slice(17, 40))
-    threshold = round(rate * 65536)
-    np.testing.assert_array_equal(Z, (bits[1, 2, 5:31, 17:40] >= threshold) * 65536 / (65536 - threshold))
+    threshold = round(rate * 32768)
+    np.testing.assert_array_equal(Z, (bits[1, 2, 5:31, 17:40] >= threshold) * 32768 / (32768 - threshold))
 
 
 # --- SRAM ---

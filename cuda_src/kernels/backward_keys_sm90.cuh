@@ -230,7 +230,6 @@ struct Keys {
   __device__ __forceinline__ void Drop(const Tile& tile, const Step& step) {
     if (kScores && Never()) return;
     const uint32_t seed0 = p.seed[2 * tile.batch], seed1 = p.seed[2 * tile.batch + 1];
-    const uint32_t last_dropped = (p.drop_threshold << 16) - 1;  // among words whose high half is an entry's
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
       // Before the last words of the tile, so that ptxas does not work ahead with all of them.
@@ -244,8 +243,8 @@ struct Keys {
       for (int w = 0; w < 4; ++w) {
         const uint32_t x = Movmatrix(random.x[w]);
         float* s = S + 8 * c + w / 2 * 4 + w % 2 * 2;
-        if (x << 16 <= last_dropped) s[0] = -s[0];
-        if (x <= last_dropped) s[1] = -s[1];
+        if (Dropped(p, x, 0)) s[0] = -s[0];
+        if (Dropped(p, x, 1)) s[1] = -s[1];
       }
     }
   }

@@ -36,8 +36,6 @@ constexpr bool kFirstMasked =
     (!kBlockMask && (kCausal || kWindow || (kSegments && (kTF32 || kVDim > 128)) || (kDropout && kVDim <= 64)));
 constexpr bool kLookedUp = kSegments || kMask || kBlockMask;   // must memory be asked which keys a row sees?
 constexpr int kSeenWords = kLookedUp ? (kCols + 31) / 32 : 1;  // a bit for each key of a tile
-// Where ptxas would work ahead for them without registers.
-constexpr bool kCrowded = kVDim > 128 || (kSegments && (kTF32 || (kBlockMask && kWindow)));
 
 // Named barriers of row groups.
 constexpr int kHanded = 1 + 2 * kConsumers, kFree = kHanded + kRowGroups;
@@ -55,7 +53,7 @@ struct Consumer {
   float S[kCols / 2], O[kVDim / 2];
   uint32_t P[kCols / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32
   uint32_t seed[4];                                           // with the head's and the batch entry's id
-  uint32_t random[kCols / 4];
+  uint32_t kept[kCols / 4];      // of two entries all bits of their halves, or none: what dropout leaves
   uint32_t seen[2][kSeenWords];  // of a tile, from the lane's first column on
   float m[2], l[2];              // l: of this lane's columns only, until the end
   float reference[2];            // what the exponentials are taken against: m, or a little less
@@ -121,14 +119,14 @@ struct Consumer {
   }
 
   // O += P V
-  __device__ __forceinline__ void IssueO(bool accumulate) {
+  __device__ __forceinline__ void IssueO() {
     MbarrierWait(&shared.v_full[v.index], v.parity);
     WgmmaFence();
     const uint64_t b = Descriptor(shared.v[v.index] + key_group * kCols * 128, kKVBox);
 #pragma unroll
     for (int c = 0; c < kCols / kStep; ++c) {
       const int at = kTF32 ? c / 4 * kTransposedBox + c % 4 * 32 : c * 16 * 128;
-      Wgmma<kVDim>::template RS<kTF32 ? Major::kK : Major::kMN>(O, P + 4 * c, Advance(b, at), accumulate || c > 0);
+      Wgmma<kVDim>::template RS<kTF32 ? Major::kK : Major::kMN>(O, P + 4 * c, Advance(b, at), true);
     }
     WgmmaCommit();
   }
@@ -151,7 +149,7 @@ struct Consumer {
     }
   }
 
-  // What has to be looked up in memory, while S is computed: which columns of tile j this lane's rows see.
+  // What has to be looked up in memory: which columns of tile j this lane's rows see.
   template <bool kMasked>
   __device__ __forceinline__ void Look(const Tile& tile, int j) {
     if (!kMasked || !kLookedUp) return;
@@ -164,7 +162,6 @@ struct Consumer {
     RowEnds(tile, j, begin, end);
 #pragma unroll
     for (int w = 0; w < kSeenWords; ++w) {
-      if (kCrowded && Never()) return;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         seen[h][w] = FirstBits(end[h] - 32 * w);
@@ -180,10 +177,12 @@ struct Consumer {
     }
   }
 
-  // With a block mask: whether the warp's rows see all keys of the tile that was looked up. (Of a block that a window
-  // crosses, a warpgroup's half of the keys often is whole. To ask takes registers that are not there with segments.)
+  // Whether the warp's rows see all keys of the tile that was looked up: they often do where other rows do not, and of
+  // a block that a window crosses a warpgroup's half of the keys may be whole. (With segments and dropout, to ask costs
+  // more than it saves.)
   __device__ __forceinline__ bool AllSeen() const {
-    if (!kBlockMask || kSegments || kCols % 32 != 0) return false;
+    if (kSegments ? kDropout : !kBlockMask) return false;
+    if (kCols % 32 != 0) return false;
     uint32_t all = 0xFFFFFFFF;
 #pragma unroll
     for (int w = 0; w < kSeenWords; ++w) all &= seen[0][w] & seen[1][w];
@@ -247,7 +246,7 @@ struct Consumer {
     }
   }
 
-  // The random numbers of tile j, 16 bits an entry.
+  // Which entries of tile j dropout keeps.
   __device__ __forceinline__ void Draw(const Tile& tile, int j) {
     Pin(seed);  // so that what can be computed from it beforehand does not fill the registers
     const uint32_t row = Row(tile), rows = row / 16 * 8 + row % 8;
@@ -256,19 +255,21 @@ struct Consumer {
       const uint32_t columns = (Column(j) / 16 + c) * 4 + lane % 4;
       const Philox4 x = Philox({{columns, rows, seed[2], seed[3]}}, seed[0], seed[1]);
 #pragma unroll
-      for (int w = 0; w < 4; ++w) random[4 * c + w] = x.x[w];
+      for (int w = 0; w < 4; ++w) kept[4 * c + w] = NotBelow(x.x[w], p.drop_threshold);
     }
-    Pin(random);
+    Pin(kept);
   }
 
   // P = Z P, without the factor of what is kept.
   __device__ __forceinline__ void Drop() {
-    const uint32_t threshold = p.drop_threshold << 16;
 #pragma unroll
     for (int i = 0; i < kCols / 4; ++i) {
-      float* s = S + i / 4 * 8 + i % 2 * 4 + i / 2 % 2 * 2;
-      if (random[i] << 16 < threshold) s[0] = 0.0f;
-      if (random[i] < threshold) s[1] = 0.0f;  // its low half cannot matter: the threshold's is 0
+      const int c = i / 4 * 2 + i % 2, h = i / 2 % 2;
+      if constexpr (kTF32) {
+        P[4 * c + h] &= int32_t(kept[i] << 16) >> 16, P[4 * c + h + 2] &= int32_t(kept[i]) >> 16;
+      } else {
+        P[2 * c + h] &= kept[i];
+      }
     }
   }
 
@@ -280,26 +281,26 @@ struct Consumer {
 
   // Tile j of K, and tile j + 1 of V.
   template <bool kMasked>
-  __device__ __forceinline__ void Step(const Tile& tile, int j, bool accumulate, bool last) {
+  __device__ __forceinline__ void Step(const Tile& tile, int j, bool last) {
     float alpha[2], shift[2];
+    Look<kMasked>(tile, j);  // before S needs registers
     TakeTurn();
     IssueS();
-    IssueO(accumulate);
+    IssueO();
     PassTurn();
-    Look<kMasked>(tile, j);
     if (kDropout) Draw(tile, j);
     WgmmaWait<1>();
     FinishS(last);
     if (kScores || !kMasked || !AllSeen()) Scores<kMasked>(tile, j);
     Maximum(alpha, shift);
     Exponentials(shift);
-    if (kDropout) Drop();
     FinishO();
     if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
       for (int i = 0; i < kVDim / 2; ++i) O[i] *= alpha[i / 2 % 2];
     }
     PackP();
+    if (kDropout) Drop();
   }
 
   // With a block mask: the tile of K that is there.
@@ -339,6 +340,8 @@ struct Consumer {
     TakeTurn();
     IssueS();
     PassTurn();
+#pragma unroll
+    for (int i = 0; i < kVDim / 2; ++i) O[i] = 0.0f;
     const bool masked = kFirstMasked || (kBlockMask ? listed.Masked() : j >= unmasked_end || j < unmasked_begin);
     if (masked) Look<true>(tile, j);
     if (kDropout) Draw(tile, j);
@@ -351,31 +354,27 @@ struct Consumer {
     }
     Maximum(alpha, shift);
     Exponentials(shift);
-    if (kDropout) Drop();
     PackP();
+    if (kDropout) Drop();
     if constexpr (kBlockMask) {
-      const bool one = listed.Last();
-      for (bool accumulate = false; !listed.Last(); accumulate = true) {
+      while (!listed.Last()) {
         listed = Listed();
         if (listed.Masked() || kMask) {
-          Step<true>(tile, listed.J(), accumulate, listed.Last());
+          Step<true>(tile, listed.J(), listed.Last());
         } else {
-          Step<false>(tile, listed.J(), accumulate, listed.Last());
+          Step<false>(tile, listed.J(), listed.Last());
         }
       }
-      IssueO(!one);
-      FinishO();
-      Finish(tile, o_map);
-      return true;
+    } else {
+      for (--j; j >= unmasked_end; --j) Step<true>(tile, j, j == begin);
+      if (!kMask) {
+        for (; j >= unmasked_begin; --j) Step<false>(tile, j, j == begin);
+      }
+      if (kMaskedLeft) {
+        for (; j >= begin; --j) Step<true>(tile, j, j == begin);
+      }
     }
-    for (--j; j >= unmasked_end; --j) Step<true>(tile, j, j + 2 < end, j == begin);
-    if (!kMask) {
-      for (; j >= unmasked_begin; --j) Step<false>(tile, j, j + 2 < end, j == begin);
-    }
-    if (kMaskedLeft) {
-      for (; j >= begin; --j) Step<true>(tile, j, j + 2 < end, j == begin);
-    }
-    IssueO(end - begin > 1);
+    IssueO();
     FinishO();
     Finish(tile, o_map);
     return true;
@@ -446,19 +445,13 @@ struct Consumer {
     Release(&shared.q_empty[q.Index()][row_group]);
   }
 
-  // O = diag(l)^-1 O, l and m. What was NaN or +inf in a row of S has made its l NaN, but not its m.
+  // O = diag(l)^-1 O, l and m.
   __device__ __forceinline__ void Write(const Tile& tile, const TensorMap* o_map) {
-    const int row = Row(tile);
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       l[h] = LaneSum<4>(l[h]);
-      factor[h] = l[h] == 0.0f ? 0.0f : KeptScale(p) / l[h];
-      if (lane % 4 == 0 && row + 8 * h < p.q_len) {
-        const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row + 8 * h;
-        p.m[at] = isnan(l[h]) ? l[h] : kScores ? m[h] : m[h] * p.scale;
-        p.l[at] = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * to_log2);
-      }
+      factor[h] = l[h] == 0.0f ? 0.0f : KeptScale(p) * Reciprocal(l[h]);
     }
     uint8_t* const o = kOInQ ? shared.q[q.Index()][row_group] : shared.o[row_group];
     constexpr int kAtOnce = kOInQ || kOBoxes == kVBoxes ? kVBoxes : 1;  // boxes; if one, two take turns
@@ -482,6 +475,20 @@ struct Consumer {
       }
     }
     if (kOInQ) Release(&shared.q_empty[q.Index()][row_group]);
+    WriteStatistics(tile);  // late, since the fence above waits for all stores before it
+  }
+
+  // What was NaN or +inf in a row of S has made its l NaN, but not its m.
+  __device__ __forceinline__ void WriteStatistics(const Tile& tile) {
+    const int row = Row(tile);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (lane % 4 == 0 && row + 8 * h < p.q_len) {
+        const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row + 8 * h;
+        p.m[at] = isnan(l[h]) ? l[h] : kScores ? m[h] : m[h] * p.scale;
+        p.l[at] = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * to_log2);
+      }
+    }
   }
 
   // A box of O to this warp's rows of it in shared memory.

@@ -76,7 +76,7 @@ struct Scores {
 #pragma unroll
       for (int x = 0; x < 8; ++x) {
         const int half = x / 4, h = x / 2 % 2, e = x % 2;
-        if (Dropped(random.x[2 * h + half], e)) P[m][2 * pair + half][2 * h + e] = 0.0f;
+        if (Dropped(p, random.x[2 * h + half], e)) P[m][2 * pair + half][2 * h + e] = 0.0f;
       }
     }
   }
@@ -123,7 +123,7 @@ struct Scores {
           }
           kept[r] = x;
           if (kSlope && kSoftCap) x *= slope;
-          if (kDropout && Dropped(random.x[2 * h + half], e)) kept[r] = 0.0f, x = -x;
+          if (kDropout && Dropped(p, random.x[2 * h + half], e)) kept[r] = 0.0f, x = -x;
         }
         store(m, c, kept);
       }
@@ -154,12 +154,6 @@ struct Scores {
       hidden |= (~seen & 3 | ~seen >> 6 & 12) << 4 * pair;
     }
     return hidden;
-  }
-
-  // By the e-th half of a random word. (What is below the upper one cannot matter, the threshold has nothing there.
-  // That of all entries, 65536, is lost here; but then keep_scale is 0.)
-  __device__ __forceinline__ bool Dropped(uint32_t word, int e) const {
-    return (e == 0 ? word << 16 : word) < p.drop_threshold << 16;
   }
 
   // What exponentials are taken against beside minus_l: the row's maximum m where it is apart.

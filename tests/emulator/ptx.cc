@@ -122,6 +122,15 @@ void Pack(Step& s) {  // cvt to two halves, the first argument in the upper: 9.7
   s.Set(0, uint32_t(half(s.Float(1))) << 16 | half(s.Float(2)));
 }
 
+void NotBelow(Step& s) {  // set.geu of two halves: 9.7.7.1
+  uint32_t mask = 0;
+  for (int shift : {0, 16}) {
+    const auto half = [&](size_t i) { return Widen(s.statement.type, uint16_t(s[i] >> shift)); };
+    if (!(half(1) < half(2))) mask |= 0xFFFFu << shift;
+  }
+  s.Set(0, mask);
+}
+
 void RoundTF32(Step& s) {  // to nearest, ties away from zero: 9.7.9.22
   const uint32_t bits = uint32_t(s[1]);
   s.Set(0, std::isfinite(s.Float(1)) ? (bits + 0x1000) & ~0x1FFFu : bits);
@@ -146,6 +155,8 @@ const struct {
     {"setp.ne.b32", [](Step& s) { s.Set(0, s[1] != s[2]); }},
     {"selp.u32", [](Step& s) { s.Set(0, s[3] ? s[1] : s[2]); }},
     {"mov.", Move},
+    {"abs.bf16x2", [](Step& s) { s.Set(0, s[1] & 0x7FFF7FFF); }},  // 9.7.4.6
+    {"set.geu.u32.bf16x2", NotBelow},
     {"cvt.rna.tf32.f32", RoundTF32},
     {"cvt.rn.tf32.f32", [](Step& s) { s.Set(0, NearestTF32(uint32_t(s[1]))); }},
     {"cvt.rn.", Pack},

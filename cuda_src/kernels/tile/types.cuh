@@ -86,6 +86,14 @@ __device__ __forceinline__ float Load(const void* data, int64_t i) {
   }
 }
 
+// Of each half, as a bfloat16: all bits if it is NaN or its magnitude is not below that of the same half of `bound`, or
+// none. Hopper's. PTX ISA 9.7.4.6, 9.7.7.1.
+__device__ __forceinline__ uint32_t NotBelow(uint32_t x, uint32_t bound) {
+  asm("abs.bf16x2 %0, %0;" : "+r"(x));
+  asm("set.geu.u32.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(bound));
+  return x;
+}
+
 // ex2.approx: one MUFU operation. PTX ISA 9.7.3.21.
 __device__ __forceinline__ float Exp2(float x) {
   float y;

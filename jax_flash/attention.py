@@ -92,9 +92,9 @@ def dot_product_attention(
         fused custom calls), "xla" (the same algorithm in plain JAX: any platform, forward-mode derivatives) or
         "reference" (materialises [B, N, T, S]).
       return_residual: also return the logsumexp of every row, [B, T, N] or [T, N].
-      dropout_rate: up to 255/256, or 1; entries of the attention matrix are dropped with this probability (to 15 bits), the
-        others scaled so that the expectation is unchanged. The mask depends only on the key and on an entry's place,
-        not on the platform, the implementation or the sharding.
+      dropout_rate: up to 255/256, or 1; entries of the attention matrix are dropped with this probability (to 15
+        bits), the others scaled so that the expectation is unchanged. The mask depends only on the key and on an
+        entry's place, not on the platform, the implementation or the sharding.
       dropout_key: a JAX PRNG key, typed or raw; needed if the rate is above 0.
       broadcast_dropout: one mask for all batch entries and heads.
       dropout_batch_ids, dropout_head_ids: integer [B] and [N], by default 0, 1, …: which batch entries and heads of

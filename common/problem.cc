@@ -117,8 +117,7 @@ std::string Check(const Problem& p) {
   const int64_t least = p.block_mask.present ? 2 : 0;  // a list has an index and a count
   if (p.element_masks < 0 || p.row_list < least || p.column_list < least)
     return "a size of the block mask is too small";
-  if (p.drop_threshold != 32768 && (p.drop_threshold < 0 || p.drop_threshold > 32640))
-    return "drop_threshold is neither in [0, 32640] nor 32768";
+  if (p.drop_threshold < 0 || p.drop_threshold > 32640) return "drop_threshold is not in [0, 32640]";
   return "";
 }
 

@@ -57,8 +57,8 @@ struct Problem {
   int64_t element_words() const { return (kv_block + 31) / 32; }
   bool window() const { return window_left >= 0 || window_right >= 0; }
   bool dropout() const { return drop_threshold > 0; }
-  // What a kept entry of P is multiplied with, so that the expectation is exact. 0 when everything is dropped.
-  double keep_scale() const { return drop_threshold < 32768 ? 32768.0 / double(32768 - drop_threshold) : 0.0; }
+  // What a kept entry of P is multiplied with, so that the expectation is exact.
+  double keep_scale() const { return 32768.0 / double(32768 - drop_threshold); }
 };
 
 // Reads "version=4 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.

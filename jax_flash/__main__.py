@@ -148,7 +148,7 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
         q_lengths=args.lengths,
         kv_lengths=args.lengths,
         query_offset=args.query_offset,
-        drop_threshold=dropout.threshold(args.dropout),
+        drop_threshold=dropout.threshold(args.dropout) % dropout.EVERYTHING,
         full_precision=args.full_precision,
         deterministic=args.deterministic,
     )

@@ -239,9 +239,12 @@ def attention_with_statistics(
     if block_mask is not None:
         operands = operands._replace(**_block_mask_operands(block_mask, B, N, T, S))
     if drop_threshold:
-        operands = operands._replace(
-            **_dropout_operands(dropout_rate, dropout_key, broadcast_dropout, dropout_batch_ids, dropout_head_ids, B, N)
+        drawn = _dropout_operands(
+            dropout_rate, dropout_key, broadcast_dropout, dropout_batch_ids, dropout_head_ids, B, N
         )
+        if drop_threshold == dropout.EVERYTHING:  # the same as without dropout and with values of 0
+            drop_threshold, drawn = 0, {"value": jnp.zeros_like(value)}
+        operands = operands._replace(**drawn)
     largest = float(np.finfo(np.float64 if query.dtype == np.float64 else np.float32).max)
     problem = Problem(
         batch=B,

@@ -19,17 +19,19 @@ TILE = 16  # the map of entries to counters repeats every 16 rows and columns
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_GREATEST = 0x7F80  # the threshold as a bfloat16: with more it would be NaN, and Hopper compares two at once as such
+
+EVERYTHING = 1 << 15  # the threshold that no entry reaches
+_GREATEST = 0x7F80  # below that: more would be NaN as a bfloat16, and Hopper compares two entries at once as such
 
 
 def threshold(rate: float) -> int:
     """The drop threshold round(2¹⁵ · rate): an entry is kept iff its 15 random bits are at least it.
 
-    The rate in effect is threshold / 2¹⁵; below 2⁻¹⁶ it is exactly no dropout, above 1 - 2⁻¹⁶ everything is dropped.
+    The rate in effect is threshold / 2¹⁵; below 2⁻¹⁶ it is exactly no dropout, from 1 - 2⁻¹⁶ on everything is dropped.
 
     Raises:
       TypeError: `rate` is not a concrete number (the mask's threshold is compiled in).
-      ValueError: `rate` is outside [0, 1], or NaN; or it is above 255/256 and not 1.
+      ValueError: `rate` is outside [0, 1], or NaN, or between 255/256 and 1 (to 15 bits).
     """
     if isinstance(rate, jax.core.Tracer):
         raise TypeError(f"dropout_rate must be a concrete number, not a traced value: {rate}")
@@ -39,15 +41,15 @@ def threshold(rate: float) -> int:
         raise TypeError(f"dropout_rate must be a number, not {rate!r}") from error
     if math.isnan(rate) or not 0 <= rate <= 1:
         raise ValueError(f"dropout_rate must be in [0, 1], not {rate}")
-    drop_threshold = round(rate * 32768)
-    if _GREATEST < drop_threshold < 32768:
-        raise ValueError(f"dropout_rate must be at most {_GREATEST / 32768}, or 1, not {rate}")
+    drop_threshold = round(rate * EVERYTHING)
+    if _GREATEST < drop_threshold < EVERYTHING:
+        raise ValueError(f"dropout_rate must be at most {_GREATEST / EVERYTHING}, or 1, not {rate}")
     return drop_threshold
 
 
 def keep_scale(drop_threshold: int) -> float:
     """What a kept entry is multiplied with, so that the expectation is exact; 0 when everything is dropped."""
-    return 32768 / (32768 - drop_threshold) if drop_threshold < 32768 else 0.0
+    return EVERYTHING / (EVERYTHING - drop_threshold) if drop_threshold < EVERYTHING else 0.0
 
 
 def seed_from_key(key: jax.Array, batch: int) -> jax.Array:

@@ -171,6 +171,17 @@ def singles() -> Iterator[tuple[str, Problem]]:
     with_dropout = PLAIN | {"causal": False, "dropout": True}
     for dims, name in itertools.product(DIMS[:2], ("window", "segments", "mask", "block_mask")):
         yield "sm_90a", problem("bfloat16", dims, **with_dropout | {name: FEATURES[name][1]})
+    # What else the plan's table for Hopper's forward has tiles of its own for.
+    for features in (
+        {"causal": True, "soft_cap": 30.0},
+        {"causal": True, "q_len": 1024, "q_heads": 64, "kv_heads": 64},
+        {"bias": "bfloat16", "mask": True},
+        {"segments": True, "mask": True},
+        {"bias": "bfloat16", "dropout": True},
+    ):
+        for dims in ((64, 64), (128, 128), (192, 192), (256, 256)):
+            yield "sm_90a", problem("bfloat16", dims, **PLAIN | {"causal": False, "gradients": "none"} | features)
+    yield "sm_90a", problem("bfloat16", (192, 192), **PLAIN)
     # The backward as one kernel; and with a block mask.
     for dims, name, value in itertools.product(DIMS[:2], BESIDE, (False, True)):
         yield "sm_90a", problem("bfloat16", dims, **PLAIN | {"causal": False, "kv_heads": 4} | {name: value})

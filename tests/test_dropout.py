@@ -151,6 +151,18 @@ def test_kernel_mask_is_the_same_in_every_dtype(dtype, find, device):
 
 
 @on_each_device
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rate", [2**-15, 0.002, 127 / 32768, 128 / 32768, 255 / 256])
+@pytest.mark.parametrize("find", [from_forward, from_backward])
+def test_kernel_mask_at_extreme_rates(find, rate, dtype):
+    """As bfloat16 numbers thresholds below 128 are subnormal, and the last is infinite."""
+    key = jax.random.key(6)
+    with jax.default_matmul_precision("default"):
+        mask = find(lambda q, k, v: attend(q, k, v, rate, key), 1, 2, 140, 260, dtype)
+    np.testing.assert_array_equal(mask, specified(rate, key, 1, 2, 140, 260))
+
+
+@on_each_device
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 200), st.integers(1, 200), st.floats(0.01, 0.99))
 def test_kernel_mask_is_the_specified_one_for_any_shape(B, N, T, S, rate):
     key = jax.random.key(B + T)
@@ -287,9 +299,10 @@ def test_rate_0_is_no_dropout(implementation):
 
 
 @on_each_device
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
-def test_rate_1_gives_zeros(implementation):
-    query, key, value = (jax.random.normal(k, (2, 20, 2, 8)) for k in jax.random.split(jax.random.key(9), 3))
+def test_rate_1_gives_zeros(implementation, dtype):
+    query, key, value = (jax.random.normal(k, (2, 20, 2, 8), dtype) for k in jax.random.split(jax.random.key(9), 3))
 
     def function(query, key, value):
         return attend(query, key, value, 1.0, jax.random.key(0), implementation, return_residual=True)

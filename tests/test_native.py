@@ -42,7 +42,7 @@ PROBLEM = Problem(batch=1, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v
         (" q_block=0", " q_block=16", "a block size"),
         (" block_mask=none", " block_mask=11ts", "a block size"),
         (" row_list=0", " row_list=-1", "a size of the block mask is too small"),
-        (" drop_threshold=0", " drop_threshold=32769", "drop_threshold is neither in"),
+        (" drop_threshold=0", " drop_threshold=32641", "drop_threshold is not in"),
     ],
 )
 def test_problem(old, new, said):

@@ -28,11 +28,8 @@ constexpr bool kCrowded =
 // What exp2 of a difference of scores needs, before and after S became s.
 __device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 1.0f : p.scale; }
 
-// dS is computed without the factor of the kept entries, which comes with the results. (If nothing is kept, 1 will do.)
-__device__ __forceinline__ float DSScale(const Params& p) {
-  return kDropout && p.keep_scale > 0.0f ? p.keep_scale : 1.0f;
-}
-__device__ __forceinline__ float DQKScale(const Params& p) { return DSScale(p) * p.scale; }
+// dS is computed without the factor of the kept entries, which comes with the results.
+__device__ __forceinline__ float DQKScale(const Params& p) { return KeptScale(p) * p.scale; }
 
 // L and D are stored in whole tiles, 16 rows lane by lane: one float4 is what a lane needs of a 16 x 16 tile.
 __device__ __forceinline__ int Place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }

@@ -59,7 +59,7 @@ __device__ __forceinline__ float DotOfEight(const void* o, const void* d_o) {
 __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, int r, float product) {
   const bool exists = block.row + r < p.q_len;
   if (kDLogsumexp && exists) product -= p.dlogsumexp[int64_t(block.Head(p)) * p.q_len + block.row + r];
-  p.d[block.Rows() + Place(r)] = exists ? product / DSScale(p) : 0.0f;
+  p.d[block.Rows() + Place(r)] = exists ? product / KeptScale(p) : 0.0f;
 }
 
 // -L / scale of row r (with a bias -log l and m apart).

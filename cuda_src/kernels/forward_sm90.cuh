@@ -36,6 +36,10 @@ constexpr bool kFirstMasked =
     (!kBlockMask && (kCausal || kWindow || (kSegments && (kTF32 || kVDim > 128)) || (kDropout && kVDim <= 64)));
 constexpr bool kLookedUp = kSegments || kMask || kBlockMask;   // must memory be asked which keys a row sees?
 constexpr int kSeenWords = kLookedUp ? (kCols + 31) / 32 : 1;  // a bit for each key of a tile
+// Do the warps ask whether their rows see all of a masked tile? They often do where others do not, and of a block that
+// a window crosses a warpgroup's half of the keys may be whole. (With segments and dropout that costs more than it
+// saves.)
+constexpr bool kVote = (kSegments ? !kDropout : kBlockMask) && kCols % 32 == 0;
 
 // Named barriers of row groups.
 constexpr int kHanded = 1 + 2 * kConsumers, kFree = kHanded + kRowGroups;
@@ -177,12 +181,9 @@ struct Consumer {
     }
   }
 
-  // Whether the warp's rows see all keys of the tile that was looked up: they often do where other rows do not, and of
-  // a block that a window crosses a warpgroup's half of the keys may be whole. (With segments and dropout, to ask costs
-  // more than it saves.)
+  // Whether the warp's rows see all keys of the tile that was looked up.
   __device__ __forceinline__ bool AllSeen() const {
-    if (kSegments ? kDropout : !kBlockMask) return false;
-    if (kCols % 32 != 0) return false;
+    if (!kVote) return false;
     uint32_t all = 0xFFFFFFFF;
 #pragma unroll
     for (int w = 0; w < kSeenWords; ++w) all &= seen[0][w] & seen[1][w];

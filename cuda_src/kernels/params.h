@@ -38,7 +38,7 @@ struct Params {
   const int32_t *q_lengths, *kv_lengths, *q_segments, *kv_segments, *query_offset;
   SegmentBounds *q_bounds, *kv_bounds;  // scratch: [batch, block of 64 queries or keys]
   const uint32_t *seed, *batch_id, *head_id;
-  uint32_t drop_threshold;  // in both halves
+  uint32_t drop_threshold;  // in both halves, for what takes two entries at once
   float keep_scale;
 
   void* o;       // the forward's result, the backward's operand; so are

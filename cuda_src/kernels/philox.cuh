@@ -1,7 +1,7 @@
 // The random words of the dropout mask, which `jax_flash/dropout.py` specifies. One call decides the eight entries
 // {i, i+8} x {j, j+1, j+8, j+9} (i % 16 < 8, j % 16 in {0, 2, 4, 6}), 16 bits each: what one lane holds of a 16x16 tile
-// of a tensor-core accumulator. An entry is dropped iff the lower 15 of its bits are less than the threshold: so are
-// the magnitudes of bfloat16 numbers, if the threshold is no NaN.
+// of a tensor-core accumulator. An entry is dropped iff the lower 15 of them are less than the threshold,
+// which is how the magnitudes of bfloat16 numbers compare, if the threshold is not NaN.
 #pragma once
 
 #include <cstdint>

@@ -51,8 +51,7 @@ struct Entries {
 // The factor of the entries of P that dropout keeps.
 __device__ __forceinline__ float KeptScale(const Params& p) { return kDropout ? p.keep_scale : 1.0f; }
 
-// Whether dropout drops the entry that has the e-th half of a random word; what is below that half cannot matter. (Of
-// the threshold of all entries, 32768, the sign alone is left, and nothing is dropped; but then keep_scale is 0.)
+// Whether dropout drops the entry that has the e-th half of a random word; what is below that half cannot matter.
 __device__ __forceinline__ bool Dropped(const Params& p, uint32_t word, int e) {
   return fabsf(__uint_as_float(e == 0 ? word << 16 : word)) < __uint_as_float(p.drop_threshold << 16);
 }

@@ -32,6 +32,7 @@ hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="
         (Case(B=1, T=300, S=300, N=2, K=2, D=128, E=104, window=(150, 20), segments=True), "float16"),
         (Case(B=1, T=300, S=400, D=128, E=128, window=(150, 20), segments=True), "float16"),
         (Case(B=1, T=150, S=200, N=2, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
+        (Case(B=1, T=150, S=200, N=2, K=1, D=64, E=64, dropout=0.003), "bfloat16"),
         (Case(B=1, T=300, S=70, N=3, K=3, D=256, E=256), "bfloat16"),
         (Case(B=1, T=300, S=100, N=3, K=1, D=192, E=192), "float16"),
         (Case(T=150, S=4500, N=1, K=1, D=8, E=8, segments="mixed"), "bfloat16"),

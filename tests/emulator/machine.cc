@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cfenv>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -405,6 +406,9 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
   if (const char* const seed = std::getenv("JAX_FLASH_EMULATE_SEED")) launch.random.emplace(std::atoi(seed));
   state = &launch;
   blockDim = {threads, 1, 1}, gridDim = {blocks, 1, 1};
+  std::fenv_t rounding;  // XLA's threads take subnormal numbers as 0
+  std::fegetenv(&rounding);
+  std::fesetenv(FE_DFL_ENV);
   struct sigaction action = {}, before;
   action.sa_sigaction = OnSegmentationFault;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
@@ -415,6 +419,7 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
     RunTogether(first, threads);
   }
   sigaction(SIGSEGV, &before, nullptr);
+  std::fesetenv(&rounding);
   state = nullptr;
   return launch.error;
 }

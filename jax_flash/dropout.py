@@ -144,7 +144,7 @@ def random_bits(
         (at(3, column_group), at(2, row_group), at(1, head_id), at(0, batch_id)), (at(0, seed[:, 0]), at(0, seed[:, 1]))
     )
     quadrants = jnp.stack(words).reshape(2, 2, batch, heads, row_tiles, 8, column_tiles, 4)  # row and column half, ...
-    halves = jnp.stack([quadrants & 0x7FFF, quadrants >> 16 & 0x7FFF], axis=-1)
+    halves = jnp.stack([quadrants, quadrants >> 16], axis=-1) & 0x7FFF
     bits = halves.transpose(2, 3, 4, 0, 5, 6, 1, 7, 8).reshape(batch, heads, row_tiles * TILE, column_tiles * TILE)
     return bits[:, :, :rows, :columns]
 

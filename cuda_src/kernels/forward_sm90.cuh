@@ -274,10 +274,12 @@ struct Consumer {
     }
   }
 
+  // P as the left operand of O, without what is dropped.
   __device__ __forceinline__ void PackP() {
 #pragma unroll
     for (int i = 0; i < kCols / kStep * 4; ++i)
       P[i] = kTF32 ? RoundTF32(__float_as_uint(S[i / 4 * 4 + i % 2 * 2 + i / 2 % 2])) : Pack(S[2 * i], S[2 * i + 1]);
+    if (kDropout) Drop();
   }
 
   // Tile j of K, and tile j + 1 of V.
@@ -301,7 +303,6 @@ struct Consumer {
       for (int i = 0; i < kVDim / 2; ++i) O[i] *= alpha[i / 2 % 2];
     }
     PackP();
-    if (kDropout) Drop();
   }
 
   // With a block mask: the tile of K that is there.
@@ -356,7 +357,6 @@ struct Consumer {
     Maximum(alpha, shift);
     Exponentials(shift);
     PackP();
-    if (kDropout) Drop();
     if constexpr (kBlockMask) {
       while (!listed.Last()) {
         listed = Listed();

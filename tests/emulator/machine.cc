@@ -406,8 +406,8 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
   if (const char* const seed = std::getenv("JAX_FLASH_EMULATE_SEED")) launch.random.emplace(std::atoi(seed));
   state = &launch;
   blockDim = {threads, 1, 1}, gridDim = {blocks, 1, 1};
-  std::fenv_t rounding;  // XLA's threads take subnormal numbers as 0
-  std::fegetenv(&rounding);
+  std::fenv_t environment;  // XLA's threads take subnormal numbers as 0
+  std::fegetenv(&environment);
   std::fesetenv(FE_DFL_ENV);
   struct sigaction action = {}, before;
   action.sa_sigaction = OnSegmentationFault;
@@ -419,7 +419,7 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
     RunTogether(first, threads);
   }
   sigaction(SIGSEGV, &before, nullptr);
-  std::fesetenv(&rounding);
+  std::fesetenv(&environment);
   state = nullptr;
   return launch.error;
 }

@@ -122,11 +122,11 @@ void Pack(Step& s) {  // cvt to two halves, the first argument in the upper: 9.7
   s.Set(0, uint32_t(half(s.Float(1))) << 16 | half(s.Float(2)));
 }
 
-void NotBelow(Step& s) {  // set.geu of two bfloat16 magnitudes, which compare like integers: 9.7.7.1
+void NotBelow(Step& s) {  // set.geu of two halves: 9.7.7.1
   uint32_t mask = 0;
   for (int shift : {0, 16}) {
-    const auto half = [&](size_t i) { return s[i] >> shift & 0xFFFF; };
-    if (half(1) >= half(2) || half(1) > 0x7F80 || half(2) > 0x7F80) mask |= 0xFFFFu << shift;
+    const auto half = [&](size_t i) { return Widen(s.statement.type, uint16_t(s[i] >> shift)); };
+    if (!(half(1) < half(2))) mask |= 0xFFFFu << shift;
   }
   s.Set(0, mask);
 }

@@ -7,7 +7,7 @@
 namespace jax_flash {
 
 struct Operands {
-  const void *query, *key, *value, *bias;
+  const void *query, *key, *value, *scale, *bias;
   const uint8_t* mask;
   const int32_t *q_lengths, *kv_lengths, *q_segments, *kv_segments, *query_offset;
   const int32_t *blocks, *row_lists, *column_lists;

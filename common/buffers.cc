@@ -104,6 +104,7 @@ Operands Buffers::TakeOperands() {
   in.query = Operand("query", true, dtype, {p_.batch, p_.q_len, p_.q_heads, p_.qk_dim});
   in.key = Operand("key", true, dtype, {p_.batch, p_.kv_len, p_.kv_heads, p_.qk_dim});
   in.value = Operand("value", true, dtype, {p_.batch, p_.kv_len, p_.kv_heads, p_.v_dim});
+  in.scale = Operand("scale", true, StatisticsType(), {});
   in.bias = Operand("bias", p_.bias.present, XlaType(p_.bias_dtype), Shape(p_.bias));
   in.mask = static_cast<const uint8_t*>(Operand("mask", p_.mask.present, ffi::PRED, Shape(p_.mask)));
   const auto integers = [&](const char* name, bool present, const Dims& dims) {

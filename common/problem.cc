@@ -25,7 +25,6 @@ constexpr Field kFields[] = {
     {"qk_dim", &Problem::qk_dim},
     {"v_dim", &Problem::v_dim},
     {"dtype", &Problem::dtype},
-    {"scale", &Problem::scale},
     {"soft_cap", &Problem::soft_cap},
     {"causal", &Problem::causal},
     {"window_left", &Problem::window_left},
@@ -53,7 +52,7 @@ constexpr Field kFields[] = {
     {"dbias", &Problem::dbias},
 };
 constexpr size_t kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
-constexpr std::string_view kVersion = "4";
+constexpr std::string_view kVersion = "5";
 
 bool Parse(std::string_view text, int64_t* value) {
   const char* end = text.data() + text.size();

@@ -27,7 +27,6 @@ struct Problem {
   int64_t v_dim = 0;     // E
   DType dtype = DType::kNone;
 
-  double scale = 1;                             // τ
   double soft_cap = 0;                          // s <- cap tanh(s / cap) before the bias is added; 0: none
   bool causal = false;                          // key j is seen from position p = i + query_offset iff j <= p
   int64_t window_left = -1, window_right = -1;  // p - left <= j <= p + right; -1: unbounded
@@ -61,7 +60,7 @@ struct Problem {
   double keep_scale() const { return 32768.0 / double(32768 - drop_threshold); }
 };
 
-// Reads "version=4 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
+// Reads "version=5 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
 // Returns an empty string, or what is wrong with the text.
 std::string Decode(std::string_view text, Problem* problem);
 

@@ -81,13 +81,21 @@ struct Backpropagation {
   const Operands& in;
   const Cotangents& given;
   const A* const d;
+  const A scale;  // τ
   const int64_t b;
   const Scores<A> scores;
   Scratch<A> scratch;
 
   Backpropagation(const Problem& problem, const Operands& operands, const Cotangents& cotangents, const A* d, int64_t b,
                   char* memory)
-      : p(problem), in(operands), given(cotangents), d(d), b(b), scores(p, in, b), scratch(p, memory) {}
+      : p(problem),
+        in(operands),
+        given(cotangents),
+        d(d),
+        scale(*static_cast<const A*>(in.scale)),
+        b(b),
+        scores(p, in, b),
+        scratch(p, memory) {}
 
   void LoadKeysAndValues(int64_t head, int64_t j0, int64_t columns) {
     LoadRows(HeadRows(in.key, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.qk_dim), columns, p.qk_dim, A(1),
@@ -99,8 +107,7 @@ struct Backpropagation {
   }
 
   void LoadQueries(int64_t n, int64_t i0, int64_t rows) {
-    LoadRows(HeadRows(in.query, p.dtype, b, i0, p.q_len, n, p.q_heads, p.qk_dim), rows, p.qk_dim, A(p.scale),
-             scratch.q);
+    LoadRows(HeadRows(in.query, p.dtype, b, i0, p.q_len, n, p.q_heads, p.qk_dim), rows, p.qk_dim, scale, scratch.q);
     LoadRows(HeadRows(given.d_o, p.dtype, b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), scratch.d_o);
   }
 
@@ -224,7 +231,7 @@ void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, 
       step.LoadKeysAndValues(head, j0, columns);
       // From here on K serves dQ = τ dX K only.
       for (int64_t r = 0; r < columns; ++r) {
-        for (int64_t c = 0; c < p.qk_dim; ++c) scratch.k.row(r)[c] *= A(p.scale);
+        for (int64_t c = 0; c < p.qk_dim; ++c) scratch.k.row(r)[c] *= step.scale;
       }
       Zero(scratch.dk, columns, scratch.dk.stride);
       Zero(scratch.dv, columns, scratch.dv.stride);

@@ -139,7 +139,7 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
       query.i0 = row_tiles[(first + t) / group].begin;
       query.rows = row_tiles[(first + t) / group].size;
       LoadRows(HeadRows(in.query, p.dtype, b, query.i0, p.q_len, query.n, p.q_heads, p.qk_dim), query.rows, p.qk_dim,
-               A(p.scale), query.q);
+               *static_cast<const A*>(in.scale), query.q);
       Zero(query.o, query.rows, query.o.stride);
       Zero(query.l, query.rows, kLanes<A>);
       for (int64_t r = 0; r < RoundUp(query.rows, kLanes<A>); ++r) query.m[r] = -kInfinity<A>;

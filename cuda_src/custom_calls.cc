@@ -178,13 +178,13 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   x.kv_heads = int(p.kv_heads);
   x.q_len = int(p.q_len);
   x.kv_len = int(p.kv_len);
-  x.scale = float(p.scale);
   x.soft_cap = float(p.soft_cap);
   x.window_left = p.window_left;
   x.window_right = p.window_right;
   x.query = in.query;
   x.key = in.key;
   x.value = in.value;
+  x.scale = static_cast<const float*>(in.scale);
   x.bias = BroadcastOf(in.bias, p.bias, p);
   x.mask = BroadcastOf(in.mask, p.mask, p);
   x.q_lengths = in.q_lengths;

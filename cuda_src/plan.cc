@@ -48,7 +48,7 @@ enum Feature : unsigned {
   kManyRows = 2048,       // of a group's heads together, than a tile has
   kCrowdedBlocks = 4096,  // a block mask beside a window, segments, a mask or dropout
   kSeveral = 8192,        // of a window or segments, a mask and dropout more than one
-  kUncommon = 16384,      // head dims that differ or are no multiples of 16, or a scale that is not positive
+  kUncommon = 16384,      // head dims that differ or are no multiples of 16
   kNarrow = 32768,        // head dims up to 128
   kOperands = kBias | kMask,
   kScores = kBias | kSoftCap,  // scores are formed entry by entry
@@ -277,7 +277,7 @@ unsigned FeaturesOf(const Problem& p, const Tile& tile) {
          feature(p.block_mask.present, kBlockMask) |
          feature(p.block_mask.present && (local || mask || p.dropout()), kCrowdedBlocks) |
          feature(local + mask + p.dropout() > 1, kSeveral) |
-         feature(p.qk_dim != p.v_dim || p.qk_dim % 16 != 0 || p.scale <= 0, kUncommon) |
+         feature(p.qk_dim != p.v_dim || p.qk_dim % 16 != 0, kUncommon) |
          feature(std::max(p.qk_dim, p.v_dim) <= 128, kNarrow) |
          feature(p.batch * p.q_heads * DivideUp(p.q_len, tile.rows) < kMultiprocessors, kFewTiles) |
          feature(p.q_len * p.group() > tile.rows, kManyRows);
@@ -348,8 +348,8 @@ bool Alongside(const Problem& p) {
   const bool shared_keys = p.group() > 1 && narrow;
   if (p.dropout() && (p.segments || p.window() || shared_keys)) return false;
   if (p.group() > 1 && !LeavesIdle(p)) return false;
-  return Bytes(p) == 2 && std::max(p.qk_dim, p.v_dim) <= 128 && p.scale > 0 && p.soft_cap <= 0 && !p.bias.present &&
-         !p.mask.present && SumsDQ(p);
+  return Bytes(p) == 2 && std::max(p.qk_dim, p.v_dim) <= 128 && p.soft_cap <= 0 && !p.bias.present && !p.mask.present &&
+         SumsDQ(p);
 }
 
 // Whether heads of Q that share keys are then computed one by one, and their dK and dV added up in f32: for so many
@@ -395,7 +395,6 @@ Unit UnitOf(const std::string& file, std::string_view kernel, const Problem& p) 
   define("SOFT_CAP", p.soft_cap > 0);
   define("DROPOUT", p.dropout());
   define("FULL_PRECISION", p.dtype == DType::kF32 && p.full_precision);
-  define("POSITIVE_SCALE", p.scale > 0);
   define("SPLIT", split ? p.group() : 0);
   define("DLOGSUMEXP", backward && p.dlogsumexp);
   define("DQ", main && SumsDQ(p));

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import math
 import os
 import pathlib
 import platform
@@ -136,7 +135,6 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
         qk_dim=D,
         v_dim=E,
         dtype=args.dtype,
-        scale=1 / math.sqrt(max(D, 1)),
         soft_cap=args.soft_cap or 0.0,
         causal=args.causal,
         window_left=window_left,

@@ -47,7 +47,7 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: float | ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -83,7 +83,7 @@ def dot_product_attention(
       bias: added to the scores; broadcastable to [B, N, T, S] (sizes full or 1), any float dtype. Its gradient is
         summed over what was broadcast.
       mask: boolean, true where a query may attend; broadcastable to [B, N, T, S].
-      scale: τ; 1/√D by default. A number, or a traced scalar (which then multiplies the query).
+      scale: τ, a real scalar; 1/√D by default. It may be traced, and has a gradient. New values never recompile.
       is_causal: query i sees keys j <= i + query_offset.
       query_seq_lengths: integer [B]: rows from there on are 0.
       key_value_seq_lengths: integer [B]: keys from there on are not attended to.
@@ -118,8 +118,8 @@ def dot_product_attention(
     Raises:
       TypeError: a dtype or a kind of argument that is not supported.
       ValueError: shapes that do not fit together, values out of range.
-      NotImplementedError: symbolic shapes, `dropout_head_ids` under vmap. (What a platform's kernels refuse with
-        implementation="flash" is an error when the program is compiled for it.)
+      NotImplementedError: symbolic shapes. (What a platform's kernels refuse with implementation="flash" is an error
+        when the program is compiled for it.)
 
     Differences from `jax.nn.dot_product_attention`:
       * a row with nothing to attend to is 0 (there: the mean of the values); so is its gradient;
@@ -167,7 +167,7 @@ def attention_with_statistics(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: float | ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -216,16 +216,15 @@ def attention_with_statistics(
     if K == 0 or N % K:
         raise ValueError(f"query has {N} heads, key and value {K}: the first must be a multiple of the second")
 
-    if isinstance(scale, jax.core.Tracer):
-        if scale.ndim:
-            raise TypeError(f"scale must be a number, not an array of shape {scale.shape}")
-        query, scale = query * scale.astype(query.dtype), 1.0
+    largest = float(np.finfo(np.float64 if query.dtype == np.float64 else np.float32).max)
+    query, scale = _scaled(query, 1 / math.sqrt(max(D, 1)) if scale is None else scale, largest)
     window_left, window_right = _window(local_window_size)
     drop_threshold = dropout.threshold(dropout_rate)
     operands = Operands(
         query,
         key,
         value,
+        scale,
         bias=_broadcastable("bias", bias, (B, N, T, S)),
         mask=_broadcastable("mask", mask, (B, N, T, S)),
         q_lengths=_integers("query_seq_lengths", query_seq_lengths, (B,), saturate=True),
@@ -245,7 +244,6 @@ def attention_with_statistics(
         if drop_threshold == dropout.EVERYTHING:  # the same as without dropout and with values of 0
             drop_threshold, drawn = 0, {"value": jnp.zeros_like(value)}
         operands = operands._replace(**drawn)
-    largest = float(np.finfo(np.float64 if query.dtype == np.float64 else np.float32).max)
     problem = Problem(
         batch=B,
         q_len=T,
@@ -255,7 +253,6 @@ def attention_with_statistics(
         qk_dim=D,
         v_dim=E,
         dtype=query.dtype.name,
-        scale=_finite("scale", 1 / math.sqrt(max(D, 1)) if scale is None else scale, largest),
         soft_cap=_soft_cap(logits_soft_cap, largest),
         causal=bool(is_causal),
         window_left=window_left,
@@ -431,6 +428,25 @@ def _finite(name: str, x: Any, limit: float) -> float:
     if not abs(x) <= limit:
         raise ValueError(f"{name} must be finite and at most {limit:.3g}, not {x}")
     return x
+
+
+def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Array, jax.Array]:
+    """The query times the sign of τ, and |τ|: the kernels take the row maximum before they multiply with a scale.
+
+    A τ that is 0, or as good as 0, goes to the query, since its gradient is found by division.
+    """
+    dtype = np.float64 if query.dtype == np.float64 else np.float32
+    if isinstance(scale, jax.core.Tracer):
+        if scale.ndim or not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
+            raise TypeError(f"scale must be a real number, not {scale.dtype}{list(scale.shape)}")
+    else:
+        scale = _finite("scale", scale, largest)
+        if scale >= 2.0**-100:
+            return query, jnp.asarray(scale, dtype)
+    scale = jnp.asarray(scale, dtype)
+    small = jnp.abs(scale) < 2.0**-100
+    factor = jnp.where(small, scale, jnp.sign(scale))
+    return (query * factor).astype(query.dtype), jnp.where(small, 1, jnp.abs(scale))
 
 
 def _soft_cap(cap: float | None, largest: float) -> float:

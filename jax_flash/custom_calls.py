@@ -27,7 +27,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_flash import _native, blockwise, partitioning
 from jax_flash.partitioning import Arrays, Results
-from jax_flash.problem import BLOCK_MASK, DIFFERENTIATED, DIMS, Extent, Operands, Problem, result_types
+from jax_flash.problem import BLOCK_MASK, DIFFERENTIATED, DIMS, ONE_A_CALL, Extent, Operands, Problem, result_types
 from jax_flash.varying import varying_alike
 
 for _platform, _handlers in _native.registrations().items():
@@ -106,18 +106,20 @@ def _jvp(primals, tangents, *, call: Call, jaxpr: ClosedJaxpr):
 
 def _batch(arrays, axes, *, call: Call, jaxpr: ClosedJaxpr):
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+    arrays = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
+    mapped = {name: x for name, x, axis in zip(call.arrays, arrays, axes, strict=True) if axis is not None}
+    if not mapped.keys().isdisjoint(ONE_A_CALL):  # then there is a call for each example
+        shared = dict(zip(call.arrays, arrays, strict=True))
+        results = lax.map(lambda one: _bind(call, (shared | one).values()), mapped)
+        return results, (0,) * len(results)
 
-    def leading(name: str, x: jax.Array, axis: int | None) -> jax.Array:
-        if name == "head_id" and axis is not None:
-            raise NotImplementedError("jax_flash: dropout_head_ids under vmap; they are the same for the whole batch")
-        if name == "head_id":
+    def leading(name: str, x: jax.Array) -> jax.Array:
+        if name in mapped or name in ONE_A_CALL:
             return x
-        if axis is not None:
-            return jnp.moveaxis(x, axis, 0)
         # A bias that all mapped examples share still has one gradient for each of them.
         return jnp.broadcast_to(x, (size if name == "bias" and "dbias" in call.results else 1, *x.shape))
 
-    results = _bind(call, map(leading, call.arrays, arrays, axes))
+    results = _bind(call, map(leading, call.arrays, arrays))
     return results, (0,) * len(results)
 
 
@@ -139,8 +141,8 @@ def _mapped(call: Call, arrays: Arrays) -> Results:
     size, *inner = _lead(arrays)
     if not inner:
         return _blockwise(call, arrays)
-    axes = {name: 0 if name != "head_id" and x.shape[0] == size else None for name, x in arrays.items()}
-    one = {name: x if name == "head_id" or axes[name] == 0 else x[0] for name, x in arrays.items()}
+    axes = {name: 0 if name not in ONE_A_CALL and x.shape[0] == size else None for name, x in arrays.items()}
+    one = {name: x if name in ONE_A_CALL or axes[name] == 0 else x[0] for name, x in arrays.items()}
     return jax.vmap(functools.partial(_mapped, call), in_axes=(axes,))(one)
 
 
@@ -163,7 +165,7 @@ def _sharded(call: Call, arrays: Arrays) -> Results:
 def _lead(arrays: Arrays) -> tuple[int, ...]:
     """The leading dims of all arrays together."""
     return jnp.broadcast_shapes(
-        *(x.shape[: x.ndim - len(DIMS[name])] for name, x in arrays.items() if name != "head_id")
+        *(x.shape[: x.ndim - len(DIMS[name])] for name, x in arrays.items() if name not in ONE_A_CALL)
     )
 
 
@@ -177,7 +179,7 @@ def _custom_call(call: Call, arrays: Arrays) -> Results:
     one_block_mask = all(math.prod(arrays[name].shape[: len(lead)]) == 1 for name in BLOCK_MASK if name in arrays)
 
     def fold(name: str, x: jax.Array) -> jax.Array:
-        if name == "head_id":
+        if name in ONE_A_CALL:
             return x
         here, dims = x.shape[: len(lead)], x.shape[len(lead) :]
         if name in ("bias", "mask") and math.prod(here) == 1 or name in BLOCK_MASK and one_block_mask:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-VERSION = 4
+VERSION = 5
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -48,7 +48,6 @@ class Problem:
     v_dim: int  # E
     dtype: str  # of DTYPES
 
-    scale: float = 1.0  # τ
     soft_cap: float = 0.0  # 0: none
     causal: bool = False
     window_left: int = -1  # -1: unbounded, likewise to the right
@@ -105,7 +104,7 @@ class Problem:
         return "float64" if self.dtype == "float64" else "float32"
 
     def encode(self) -> str:
-        """The text attribute of the custom calls: "version=4 batch=2 ... bias=b1ts mask=none ..."."""
+        """The text attribute of the custom calls: "version=5 batch=2 ... bias=b1ts mask=none ..."."""
 
         def text(value: object) -> str:
             if value is None:
@@ -127,6 +126,7 @@ class Operands(NamedTuple):
     query: jax.Array  # [B, T, N, D]
     key: jax.Array  # [B, S, K, D]
     value: jax.Array  # [B, S, K, E]
+    scale: jax.Array  # [], the accumulation dtype; positive for the fused calls
     bias: jax.Array | None = None  # [B|1, N|1, T|1, S|1], any float dtype
     mask: jax.Array | None = None  # [B|1, N|1, T|1, S|1], bool
     q_lengths: jax.Array | None = None  # [B], int32
@@ -157,6 +157,7 @@ DIMS = {
     "query": "TND",
     "key": "SKD",
     "value": "SKE",
+    "scale": "",
     "bias": "NTS",
     "mask": "NTS",
     "q_lengths": "",
@@ -170,7 +171,7 @@ DIMS = {
     "element_masks": "PQW",
     "seed": "X",
     "batch_id": "",
-    "head_id": "N",  # no leading dims: one id a head
+    "head_id": "N",
     "o": "TNE",
     "l": "NT",
     "m": "NT",
@@ -181,6 +182,7 @@ DIMS = {
     "dv": "SKE",
     "dbias": "NTS",
 }
+ONE_A_CALL = ("scale", "head_id")  # they have no leading dims
 BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
 DIFFERENTIATED = {"dq": "query", "dk": "key", "dv": "value", "dbias": "bias"}
 

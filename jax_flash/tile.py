@@ -70,7 +70,7 @@ class Scores(NamedTuple):
 
 def scores(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> Scores:
     """S of a tile in the accumulation dtype: scaled, capped, biased, masked."""
-    s = problem.scale * _rows_by_columns(problem, tile.query, tile.key)
+    s = tile.scale * _rows_by_columns(problem, tile.query, tile.key)
     if problem.soft_cap:
         s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)
     capped = s
@@ -154,7 +154,7 @@ def gradients(
         summed = tuple(axis for axis in range(4) if tile.bias.shape[axis] != ds.shape[axis])
         dbias = ds.sum(summed, keepdims=True)
 
-    dx = problem.scale * (ds * (1 - (capped / problem.soft_cap) ** 2) if problem.soft_cap else ds)
+    dx = tile.scale * (ds * (1 - (capped / problem.soft_cap) ** 2) if problem.soft_cap else ds)
     dq = dk = None
     if problem.dq:
         dq = _einsum(problem, "bkgrc,bckd->brkgd", _group(problem, dx, 1), tile.key)

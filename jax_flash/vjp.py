@@ -21,13 +21,16 @@ RESIDUAL_NAMES = ("jax_flash_o", "jax_flash_l", "jax_flash_m")
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attention(problem: Problem, fallback: bool, operands: Operands) -> tuple[jax.Array, ...]:
-    """(o, l, m). Only what is asked for is differentiated; m counts as a constant: m + log l has its exact gradient."""
+    """(o, l, m). Only what is asked for is differentiated; m counts as a constant: m + log l has its exact gradient.
+
+    The operand `scale` must be positive.
+    """
     return custom_calls.forward(problem, fallback, operands)
 
 
 def _forward(problem, fallback, operands):
     # Which gradients are asked for is said by shapes: JAX keeps the static part of residuals once for all traces.
-    differentiated = {grad: getattr(operands, name) for grad, name in DIFFERENTIATED.items()}
+    differentiated = {grad: getattr(operands, name) for grad, name in (DIFFERENTIATED | {"dscale": "scale"}).items()}
     asked = {grad: jnp.zeros(int(x is not None and x.perturbed), bool) for grad, x in differentiated.items()}
     operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
     o, l, m = map(checkpoint_name, custom_calls.forward(problem, fallback, operands), RESIDUAL_NAMES)
@@ -41,10 +44,15 @@ def _backward(problem, fallback, residuals, cotangents):
         do = jnp.zeros_like(o)
     dlogsumexp = None if isinstance(dl, SymbolicZero) else dl * l
     asked = {grad: x.size > 0 for grad, x in asked.items()}
+    dscale = asked.pop("dscale")
+    asked["dq"] |= dscale
     problem = dataclasses.replace(problem, dlogsumexp=dlogsumexp is not None, **asked)
     names = [name for grad, name in DIFFERENTIATED.items() if getattr(problem, grad)]
     results = custom_calls.backward(problem, fallback, operands, o, l, m, do, dlogsumexp)
     grads: dict[str, Any] = dict(zip(names, results, strict=True))
+    if dscale:  # S = τ Q Kᵀ, so that τ dτ = Σ S dS = Σ Q dQ
+        query, dq = (x.astype(operands.scale.dtype) for x in (operands.query, grads["query"]))
+        grads["scale"] = jnp.sum(query * dq) / operands.scale
     if "bias" in grads:
         grads["bias"] = grads["bias"].astype(operands.bias.dtype)
     return (Operands._make(grads.get(name) for name in Operands._fields),)

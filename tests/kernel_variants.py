@@ -45,7 +45,6 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "bias": ("none", "bfloat16", "float32"),
     "soft_cap": (0.0, 30.0),
     "dropout": (False, True),
-    "scale": (0.125, -1.0),
     "dlogsumexp": (False, True),
     "gradients": GRADIENTS,
 }
@@ -110,7 +109,6 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         bias_dtype=bias,
         soft_cap=features["soft_cap"],
         drop_threshold=3277 * features["dropout"],
-        scale=features["scale"],
         dlogsumexp=features["dlogsumexp"],
         deterministic=gradients == "deterministic",
         dq=gradients in ("all", "deterministic", "query"),
@@ -139,13 +137,13 @@ def cover() -> Iterator[tuple[str, Problem]]:
         two = dict.fromkeys(BESIDE, False) | dict.fromkeys(chosen.pop("two"), True)
         yield "sm_90a", problem("bfloat16", **PLAIN | chosen | two)
     # Likewise with a block mask.
-    alone = {name: FEATURES[name][:1] for name in ("bias", "mask", "soft_cap", "scale")}
+    alone = {name: FEATURES[name][:1] for name in ("bias", "mask", "soft_cap")}
     alone |= dict.fromkeys(("causal", "window", "lengths", "segments", "query_offset"), (False,))
     alone |= {"block_mask": ((128, 128), (64, 256)), "q_len": (512,), "gradients": ("all",)}
     for chosen in pairs(dims=NARROW, **FEATURES | alone):
         yield "sm_90a", problem("bfloat16", **chosen | {"kv_heads": 4})
     for dtype, dims in (("bfloat16", DIMS), ("float32", ((64, 64), (128, 128), (8, 16)))):
-        together = {"causal": (True,), "block_mask": (None,), "q_len": (4096,), "scale": (0.125,)}
+        together = {"causal": (True,), "block_mask": (None,), "q_len": (4096,)}
         for chosen in pairs(dims=dims, **FEATURES | together):  # the backward with all heads of a large group
             yield "sm_90a", problem(dtype, q_heads=80, kv_heads=16, **chosen)
     for chosen in pairs(dims=DIMS, **FEATURES | {"dlogsumexp": (False,), "gradients": ("none",)}):

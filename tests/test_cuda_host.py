@@ -17,8 +17,9 @@ import jax_flash
 from jax_flash import _native
 from jax_flash.problem import Extent, Problem
 
-BASE = Problem(2, 512, 512, 8, 4, 64, 64, "bfloat16", scale=0.125)
+BASE = Problem(2, 512, 512, 8, 4, 64, 64, "bfloat16")
 GRADIENTS = {"dq": True, "dk": True, "dv": True}
+THREE_MASKS = {"causal": True, "q_lengths": True, "query_offset": True}  # no backward is one kernel beside so many
 EVERY = Extent(True, True, True, True)
 
 
@@ -100,7 +101,7 @@ def test_old_gpus_are_refused():
 )
 def test_kernel_families(arch, dtype, family):
     assert kernels(arch, dtype=dtype) == [(f"forward_{family}.cuh", "jax_flash_forward")]
-    assert kernels(arch, True, dtype=dtype, **GRADIENTS, scale=-1.0) == [
+    assert kernels(arch, True, dtype=dtype, **GRADIENTS, **THREE_MASKS) == [
         (f"backward_{family}.cuh", "jax_flash_backward_prepare"),
         (f"backward_{family}.cuh", "jax_flash_backward"),
         (f"backward_{family}.cuh", "jax_flash_backward_finish"),
@@ -114,7 +115,6 @@ NOT_ALONGSIDE = [
     {"batch": 64, "q_len": 2048},
     {"dtype": "float32"},
     {"qk_dim": 136},
-    {"scale": -1.0},
     {"soft_cap": 2.0},
     {"mask": EVERY},
     {"bias_dtype": "float32", "bias": EVERY},
@@ -207,7 +207,7 @@ def test_a_family_can_be_asked_for(monkeypatch):
 
 def test_segments_come_first():
     for backward, last in ((False, "jax_flash_forward"), (True, "jax_flash_backward_finish")):
-        launches = kernels(backward=backward, segments=True, **(GRADIENTS | {"scale": -1.0} if backward else {}))
+        launches = kernels(backward=backward, segments=True, **(GRADIENTS | THREE_MASKS if backward else {}))
         assert launches[0] == ("segments.cuh", "jax_flash_segments")
         assert launches[-1][1] == last
 
@@ -313,7 +313,6 @@ def test_macros_say_what_the_problem_uses():
         changed = macros(**{field: 1})
         tiles = {"ROWS", "COLS", "CONSUMERS", "STAGES"}
         assert {k: v for k, v in changed.items() if plain[k] != v and k not in tiles} == expected, field
-    assert macros(scale=-1.0)["POSITIVE_SCALE"] == 0
     assert macros(full_precision=True)["FULL_PRECISION"] == 0  # a matter of float32
     assert macros(dtype="float32", full_precision=True)["FULL_PRECISION"] == 1
     # The deterministic backward asks nothing else of the forward.
@@ -434,7 +433,7 @@ def test_what_a_cubin_depends_on_is_in_its_key(nvrtc, monkeypatch, tmp_path):
     assert len(fill(tmp_path)) == 5
     monkeypatch.undo()
     # ... and what it does not depend on is not
-    assert len(fill(tmp_path, problem(batch=3, q_heads=16, scale=0.2, drop_threshold=0).encode())) == 5
+    assert len(fill(tmp_path, problem(batch=3, q_heads=16, drop_threshold=0).encode())) == 5
     (path, *_) = tmp_path.iterdir()
     header = path.read_bytes().partition(b"\n\n")[0].decode()
     _, major, minor = nvrtc

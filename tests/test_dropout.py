@@ -198,11 +198,14 @@ def test_ids_choose_the_batch_entries_and_heads_of_the_mask():
     np.testing.assert_array_equal(mask, specified(0.5, key, 4, 5, 20, 30)[[3, 1], 4:])
 
 
-def test_mapped_head_ids_are_refused():
-    key, ids = jax.random.key(6), jnp.arange(2)[:, None]
-    x = jnp.ones((2, 1, 4, 1, 8))
-    with pytest.raises(NotImplementedError, match="dropout_head_ids under vmap"):
-        jax.vmap(lambda x, ids: attend(x, x, x, 0.5, key, dropout_head_ids=ids))(x, ids)
+def test_head_ids_may_be_mapped():
+    key, ids = jax.random.key(6), jnp.array([[4], [0]])
+    x = jax.random.normal(jax.random.key(0), (2, 1, 20, 1, 8))
+
+    def one(x, ids):
+        return attend(x, x, x, 0.5, key, dropout_head_ids=ids)
+
+    np.testing.assert_array_equal(jax.vmap(one)(x, ids), jnp.stack([one(x[i], ids[i]) for i in range(2)]))
 
 
 @on_each_device

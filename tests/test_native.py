@@ -24,8 +24,8 @@ PROBLEM = Problem(batch=1, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v
         (" causal=0", " causal=0 casual=0", "unknown field 'casual'"),
         (" batch=1", " batch=1x", "cannot read batch=1x"),
         (" batch=1", " batch=99999999999999999999", "cannot read batch"),
-        (" scale=1.0", " scale=nan", "cannot read scale=nan"),
-        (" scale=1.0", " scale=1,0", "cannot read scale=1,0"),
+        (" soft_cap=0.0", " soft_cap=nan", "cannot read soft_cap=nan"),
+        (" soft_cap=0.0", " soft_cap=0,0", "cannot read soft_cap=0,0"),
         (" dtype=float32", " dtype=float31", "cannot read dtype=float31"),
         (" mask=none", " mask=bnt", "cannot read mask=bnt"),
         (" mask=none", " mask=bnt2", "cannot read mask=bnt2"),
@@ -65,10 +65,11 @@ def test_version():
     ("shapes", "results", "said"),
     [
         ([(1, 7, 4, 8), (1, 9, 2, 8)], 3, "operand value is missing"),
-        ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8), (1,)], 3, "too many operands: 4"),
+        ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8)], 3, "operand scale is missing"),
+        ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8), (), (1,)], 3, "too many operands: 5"),
         ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 9)], 3, r"operand value is .*9\], the problem says .*8\]"),
-        ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8)], 2, "result m is missing"),
-        ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8)], 4, "too many results: 4"),
+        ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8), ()], 2, "result m is missing"),
+        ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8), ()], 4, "too many results: 4"),
     ],
 )
 def test_buffers(shapes, results, said):

@@ -25,11 +25,16 @@ constexpr bool kCrowded =
     kWide && !kBias &&
     (kSoftCap || kMask || kDropout || kWindow || kSegments || kQLengths || kKVLengths || kQueryOffset);
 
+// With dropout L of the last rows is not read before the exponentials of the first are done, ...
+constexpr bool kInHalves = kRows == 128 && kDropout && !kAlongside;
+// ... and with a block mask the scale is read in every step, or registers would be spilled.
+constexpr bool kLateScale = kBlockMask && kStartAtL && kQKDim > 96 && !kDropout && !kAlongside;
+
 // What exp2 of a difference of scores needs, before and after S became s.
-__device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 1.0f : p.scale; }
+__device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 1.0f : ScaleOf(p); }
 
 // dS is computed without the factor of the kept entries, which comes with the results.
-__device__ __forceinline__ float DQKScale(const Params& p) { return KeptScale(p) * p.scale; }
+__device__ __forceinline__ float DQKScale(const Params& p) { return KeptScale(p) * ScaleOf(p); }
 
 // L and D are stored in whole tiles, 16 rows lane by lane: one float4 is what a lane needs of a 16 x 16 tile.
 __device__ __forceinline__ int Place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
@@ -208,11 +213,13 @@ struct Keys {
     if (kScores) Score(tile, step);
     if (step.masked) Hide(tile, step);
     if (kCrowded && Never()) return;
+    const float scale_log2 = kLateScale ? __ldg(p.scale + Fresh(0)) * kLog2e : this->scale_log2;
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
+      if (kInHalves && c == kRows / 32 && Never()) return;
       const float4 x =
           kStartAtL ? float4() : (reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4)[4 * c];
-      const float minus_l[4] = {x.x * scale_log2, x.y * scale_log2, x.z * scale_log2, x.w * scale_log2};
+      const float minus_l[4] = {x.x, x.y, x.z, x.w};
       if (kMaximumApart) SubtractM(c);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "matrix.cuh"
+#include "scores.cuh"
 
 namespace jax_flash {
 

@@ -62,7 +62,7 @@ struct BackwardQuery {
   __device__ __forceinline__ void Write(SharedTile<kRows, kQKDim>& shared) {
     float scale[kLaneRows];
 #pragma unroll
-    for (int h = 0; h < kLaneRows; ++h) scale[h] = p.scale;
+    for (int h = 0; h < kLaneRows; ++h) scale[h] = ScaleOf(p);
     ScaleRows(dQ, scale);
     jax_flash::Write(dQ, shared, tile.Query(p, p.dq, kQKDim), tile.row, p.q_len);
   }

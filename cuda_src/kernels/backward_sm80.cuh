@@ -201,7 +201,7 @@ struct Backward {
       }
       CpAsyncWait<0>();  // no block ends before its loads
     }
-    if (kDK && k_part.active) Write(dK, k_part, p.scale, p.dk, kQKDim);
+    if (kDK && k_part.active) Write(dK, k_part, ScaleOf(p), p.dk, kQKDim);
     if (kDV && v_part.active) Write(dV, v_part, KeptScale(p), p.dv, kVDim);
   }
 
@@ -261,7 +261,7 @@ extern "C" __global__ void jax_flash_backward_finish(const __grid_constant__ jax
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[h][i] *= p.scale;
+    for (int i = 0; i < 8; ++i) x[h][i] *= ScaleOf(p);
     if (row + quad + 8 * h < p.q_len) StoreEight(dQ.At(row + quad + 8 * h, column), x[h]);
   }
 }

@@ -37,9 +37,9 @@ constexpr bool kDQ = JAX_FLASH_DQ;
 constexpr bool kDK = JAX_FLASH_DK;
 constexpr bool kDV = JAX_FLASH_DV;
 
-// Scores are formed entry by entry, s = cap(scale x) + bias. Otherwise the scale goes into the exponent, which needs
-// scale > 0 for the row maximum of x to be that of s, and is not what full precision asks for.
-constexpr bool kScores = kBias || kSoftCap || kFullPrecision || !JAX_FLASH_POSITIVE_SCALE;
+// Scores are formed entry by entry, s = cap(scale x) + bias. Otherwise the scale, which is positive, goes into the
+// exponent; that is not what full precision asks for.
+constexpr bool kScores = kBias || kSoftCap || kFullPrecision;
 
 // Exponentials are of s - m, a difference that is exact where it matters: a bias can be so large that log l is lost in
 // L = m + log l, and the rounding of L is more than full precision allows.

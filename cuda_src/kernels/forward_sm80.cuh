@@ -124,7 +124,7 @@ struct Forward {
           p.m_parts[tile.Statistic(p, h)] = m[h];
         } else {
           p.l[tile.Statistic(p, h)] = sum;
-          p.m[tile.Statistic(p, h)] = sum != sum ? sum : kScores ? m[h] : m[h] * p.scale;
+          p.m[tile.Statistic(p, h)] = sum != sum ? sum : kScores ? m[h] : m[h] * ScaleOf(p);
         }
       }
     }

@@ -70,7 +70,7 @@ struct Consumer {
         key_group(kKeyGroups > 1 ? warpgroup / kRowGroups : 0),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
-        to_log2(kScores ? kLog2e : p.scale * kLog2e) {
+        to_log2(kScores ? kLog2e : ScaleOf(p) * kLog2e) {
     if (warpgroup == kConsumers - 1) PassTurn();  // the first turn is the first warpgroup's
     if (kKeyGroups > 1 && key_group == 1) BarrierArrive(kFree + row_group, 2 * kWarpgroup);
   }
@@ -486,7 +486,7 @@ struct Consumer {
     for (int h = 0; h < 2; ++h) {
       if (lane % 4 == 0 && row + 8 * h < p.q_len) {
         const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row + 8 * h;
-        p.m[at] = isnan(l[h]) ? l[h] : kScores ? m[h] : m[h] * p.scale;
+        p.m[at] = isnan(l[h]) ? l[h] : kScores ? m[h] : m[h] * ScaleOf(p);
         p.l[at] = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * to_log2);
       }
     }

@@ -79,6 +79,6 @@ extern "C" __global__ void __launch_bounds__(32 * jax_flash::kMergeWarps)
   }
   if (threadIdx.x == 0) {
     p.l[at] = l;
-    p.m[at] = l != l ? l : kScores ? m : m * p.scale;
+    p.m[at] = l != l ? l : kScores ? m : m * ScaleOf(p);
   }
 }

@@ -24,11 +24,6 @@ struct Matrix {
 // Rows of a head in what the backward keeps of its own: up to a multiple of 128.
 __device__ __forceinline__ int PaddedRows(const Params& p) { return (p.q_len + 127) / 128 * 128; }
 
-// -L log2(e) of a row, L = m + log l, or -log l alone. -inf where a row has no key: then P = 0.
-__device__ __forceinline__ float MinusL(float m, float l) {
-  return l == 0.0f ? -Infinity() : kMaximumApart ? -log2f(l) : -fmaf(m, kLog2e, log2f(l));
-}
-
 // Two successive elements.
 __device__ __forceinline__ void StorePair(uint8_t* to, float a, float b) {
   if constexpr (kDType == DType::kF32) {

@@ -29,7 +29,8 @@ struct BlockMask {
 
 struct Params {
   int batch, q_heads, kv_heads, q_len, kv_len;
-  float scale, soft_cap;
+  const float* scale;  // τ
+  float soft_cap;
   int64_t window_left, window_right;  // -1: unbounded
 
   const void *query, *key, *value;

@@ -94,7 +94,7 @@ struct Scores {
   template <bool kSlope, int kCount, int kChunks, typename Store>
   __device__ __forceinline__ void ToP(float (&S)[kCount][kChunks][4], const float (&minus_l)[kCount][2],
                                       Store store) const {
-    const float scale_log2 = p.scale * kLog2e;
+    const float scale_log2 = ScaleOf(p) * kLog2e;
     float maximum[kCount][2];
     RowMaxima(maximum);
 #pragma unroll

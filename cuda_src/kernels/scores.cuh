@@ -48,6 +48,9 @@ struct Entries {
   }
 };
 
+// τ, which is an operand so that a new value is no new program.
+__device__ __forceinline__ float ScaleOf(const Params& p) { return __ldg(p.scale); }
+
 // The factor of the entries of P that dropout keeps.
 __device__ __forceinline__ float KeptScale(const Params& p) { return kDropout ? p.keep_scale : 1.0f; }
 
@@ -58,7 +61,12 @@ __device__ __forceinline__ bool Dropped(const Params& p, uint32_t word, int e) {
 
 // c = cap tanh(scale x / cap)
 __device__ __forceinline__ float Cap(const Params& p, float x) {
-  return kSoftCap ? p.soft_cap * Tanh(x * (p.scale / p.soft_cap)) : x * p.scale;
+  return kSoftCap ? p.soft_cap * Tanh(x * (ScaleOf(p) / p.soft_cap)) : x * ScaleOf(p);
+}
+
+// -L log2(e) of a row, L = m + log l; or -log2 l, with m apart. -inf where a row has no key: then P = 0.
+__device__ __forceinline__ float MinusL(float m, float l) {
+  return l == 0.0f ? -Infinity() : kMaximumApart ? -log2f(l) : -fmaf(m, kLog2e, log2f(l));
 }
 
 // dc / d(scale x), from c

@@ -24,7 +24,7 @@ constexpr int kLaneRows = kWarpRows / 8;
 static_assert(kWarpRows % 16 == 0 && kCols % 16 == 0 && kStages >= 2);
 
 // Scores times this are exponents of 2. Unless they are formed entry by entry the scale is still to come.
-__device__ __forceinline__ float Unit(const Params& p) { return kScores ? kLog2e : p.scale * kLog2e; }
+__device__ __forceinline__ float Unit(const Params& p) { return kScores ? kLog2e : ScaleOf(p) * kLog2e; }
 
 // The tile of Q of this CTA, and which tiles of keys it sees.
 struct QTile {

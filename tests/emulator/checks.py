@@ -93,8 +93,8 @@ def test_more_heads_than_have_scratch_with_a_block_mask():
     [
         Case(B=1, T=150, S=300, N=3, K=1, D=128, E=88),  # one by one
         Case(B=2, T=70, S=300, N=40, K=20, D=8, E=8),  # in turn
-        Case(B=1, T=300, S=400, N=5, K=1, D=64, E=64, causal=True, offset=True, scale=-0.1),  # together; likewise
-        Case(B=1, T=300, S=300, N=5, K=1, D=128, E=96, causal=True, window=(150, 20), segments=True, scale=-0.1),
+        Case(B=1, T=300, S=400, N=5, K=1, D=64, E=64, causal=True, offset=True, lengths=True),  # together; likewise
+        Case(B=1, T=300, S=300, N=5, K=1, D=128, E=96, causal=True, window=(150, 20), segments=True),
         Case(B=1, T=150, S=300, N=10, K=2, D=256, E=256, causal=True, lengths=True),
     ],
     ids=str,
@@ -180,8 +180,11 @@ def test_block_mask(case, dtype, block):
 # Several tiles for some blocks, and more than a lap of the rings. All but the last have the kernels of cases above.
 SEVERAL_TILES = {
     "causal": (Case(B=1, T=260, S=260, N=3, K=1, D=64, E=64, causal=True, offset=True), "bfloat16"),
-    "three kernels": (Case(B=1, T=260, S=260, N=3, K=1, D=64, E=64, causal=True, offset=True, scale=-0.1), "bfloat16"),
-    "together": (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, offset=True, scale=-0.1), "bfloat16"),
+    "three kernels": (
+        Case(B=1, T=260, S=260, N=3, K=1, D=64, E=64, causal=True, offset=True, lengths=True),
+        "bfloat16",
+    ),
+    "together": (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, offset=True, lengths=True), "bfloat16"),
     "clusters": (Case(B=1, T=130, S=200, N=3, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
     "O box by box": (Case(B=1, T=300, S=70, N=3, K=1, D=192, E=192), "float16"),
     "TF32": (Case(B=1, T=130, S=300, N=3, K=1, D=64, E=64, causal=True, offset=True), "tf32"),
@@ -190,7 +193,7 @@ SEVERAL_TILES = {
     "short lists": (sparse(128, 256, B=1, T=300, S=600, N=2, K=2, D=64, E=64, heads=2), "bfloat16"),
     # whose first step has code of its own: with dK and dV added up, with more kernels, with heads walked together
     "segments": (Case(B=1, T=300, S=400, N=4, K=2, D=64, E=64, segments=True), "bfloat16"),
-    "dropout": (Case(B=1, T=300, S=260, N=3, K=1, D=64, E=64, dropout=0.2, scale=-0.1), "bfloat16"),
+    "dropout": (Case(B=1, T=300, S=260, N=3, K=1, D=64, E=64, causal=True, lengths=True, dropout=0.2), "bfloat16"),
     "crowded": (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, segments=True, dropout=0.2), "bfloat16"),
 }
 

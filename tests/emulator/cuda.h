@@ -108,6 +108,10 @@ To emulated_bits(From from) {
 }
 inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
+template <typename T>
+T __ldg(const T* x) {
+  return *x;
+}
 inline float __int_as_float(int x) { return emulated_bits<float>(x); }
 
 inline size_t __cvta_generic_to_shared(const void* pointer) { return emulator::SharedAddress(pointer); }

@@ -1,0 +1,159 @@
+"""The scale is an operand: as exact traced as static, with a gradient; and a new value is no new program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jax_flash
+from jax_flash import attention
+
+IMPLEMENTATIONS = (None, "flash", "xla", "reference")
+SCALES = (96**-0.5, -0.5, 0.0, 1e-35)
+
+
+def normal(seed, *shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def inputs(dtype="float32", B=2, T=40, S=70, N=4, K=2, D=96):
+    return normal(0, B, T, N, D, dtype=dtype), normal(1, B, S, K, D, dtype=dtype), normal(2, B, S, K, D, dtype=dtype)
+
+
+def attend(q, k, v, scale, **options):
+    return jax_flash.dot_product_attention(q, k, v, scale=scale, **{"is_causal": True} | options)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_traced_is_as_exact_as_static(dtype, implementation):
+    q, k, v = inputs(dtype)
+    traced = jax.jit(functools.partial(attend, implementation=implementation))
+    for scale in SCALES:
+        static = attend(q, k, v, scale, implementation=implementation)
+        np.testing.assert_array_equal(traced(q, k, v, scale), static, err_msg=str(scale))
+        np.testing.assert_array_equal(traced(q, k, v, jnp.asarray(scale, "float32")), static, err_msg=str(scale))
+
+
+def materialised(q, k, v, scale):
+    """Causal attention in JAX's own operations, in the dtype of the arrays."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    s = scale * jnp.einsum("btnd,bsnd->bnts", q, k, preferred_element_type="float32")
+    p = jax.nn.softmax(jnp.where(jnp.tri(*s.shape[2:], dtype=bool), s, -jnp.inf), axis=-1).astype(v.dtype)
+    return jnp.einsum("bnts,bsnd->btnd", p, v)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradient(dtype, implementation):
+    """Of several cotangents together, since one number's error may be small by chance."""
+    q, k, v = inputs(dtype)
+    cotangents = normal(3, 8, *q.shape)
+
+    def gradients(attention, scale, *arrays):
+        o, pull = jax.vjp(lambda scale: attention(*arrays, scale), jnp.asarray(scale, "float32"))
+        return jax.vmap(lambda cotangent: pull(cotangent.astype(o.dtype))[0])(cotangents)
+
+    ours = jax.jit(functools.partial(gradients, functools.partial(attend, implementation=implementation)))
+    standard = jax.jit(functools.partial(gradients, materialised))
+    for scale in (96**-0.5, -0.1, 0.0):
+        with jax.enable_x64(True):
+            upcast = (x.astype("float64") for x in (q, k, v))
+            exact = gradients(functools.partial(attend, implementation="reference"), scale, *upcast)
+        error, allowed = (jnp.linalg.norm(f(scale, q, k, v) - exact) for f in (ours, standard))
+        allowed = 2 * allowed + 2 * jnp.finfo(dtype).eps * jnp.linalg.norm(exact)
+        assert error <= allowed, (scale, error, allowed)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
+@pytest.mark.parametrize("scale", [0.7, -0.4, 0.0])
+def test_gradients_of_all_inputs_by_finite_differences(scale, implementation):
+    case = Case(B=1, T=5, S=6, N=2, K=1, D=3, E=2, bias="1nts", soft_cap=1.5, dropout=0.3)
+    arrays = case.arrays("float64", 0)
+    moving = {name: jnp.asarray(arrays.pop(name)) for name in ("query", "key", "value", "bias")}
+
+    def both(moving, scale):
+        o, statistics = jax_flash.attention_with_statistics(
+            **moving, **arrays, **case.options | {"scale": scale}, implementation=implementation
+        )
+        return o, statistics.logsumexp
+
+    modes = ["rev"] if implementation == "flash" else ["fwd", "rev"]
+    check_grads(both, (moving, jnp.asarray(scale)), order=2, modes=modes, atol=1e-4, rtol=1e-4, eps=1e-4)
+
+
+def test_a_new_value_is_no_new_program():
+    q, k, v = inputs()
+    attend(q, k, v, 0.25)
+    programs = attention._attend._cache_size()
+    for scale in (0.5, 0.75, np.float32(0.3), jnp.asarray(0.4)):
+        attend(q, k, v, scale)
+    assert attention._attend._cache_size() == programs
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_transformations(implementation):
+    """vmap over scales, with and without the arrays mapped too; scan over them; remat; gradients of all of these."""
+    q, k, v = inputs()
+    queries, scales = jnp.stack([q, q[::-1], 2 * q]), jnp.array([0.3, -0.2, 0.0])
+    loss = functools.partial(attend, implementation=implementation)
+    gradient = jax.value_and_grad(lambda q, scale: jnp.sin(loss(q, k, v, scale)).sum(), argnums=(0, 1))
+    expected = [gradient(q, scale) for q, scale in zip(queries, scales, strict=True)]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *expected)
+    same = functools.partial(jax.tree.map, functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5))
+    same(jax.jit(jax.vmap(gradient))(queries, scales), expected)
+    same(jax.lax.map(lambda xs: jax.checkpoint(gradient)(*xs), (queries, scales)), expected)
+    shared = jax.vmap(gradient, in_axes=(None, 0))(q, scales)
+    same(shared, jax.tree.map(lambda *x: jnp.stack(x), *(gradient(q, scale) for scale in scales)))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sharded(implementation, axis_type):
+    """Inside of `shard_map` and with sharded arrays, the gradient of a scale that all devices share is summed."""
+    q, k, v = inputs()
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    spec = P("data", None, "model")
+
+    def loss(scale, q, k, v):
+        return jnp.sin(attend(q, k, v, scale, implementation=implementation)).sum()
+
+    def mapped(scale, q, k, v):
+        one = jax.shard_map(
+            lambda *args: jax.lax.psum(loss(*args), ("data", "model")),
+            mesh=mesh,
+            in_specs=(P(), spec, spec, spec),
+            out_specs=P(),
+        )
+        return one(scale, q, k, v)
+
+    expected = jax.grad(loss)(0.3, q, k, v)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in (q, k, v)]
+        for function in (loss, mapped):
+            np.testing.assert_allclose(jax.jit(jax.grad(function))(0.3, *placed), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (1j, r"scale must be a real number, not complex64\[\]"),
+        (jnp.ones(3), r"scale must be a real number, not float32\[3\]"),
+        (True, r"scale must be a real number, not bool\[\]"),
+    ],
+)
+def test_what_is_no_number_is_refused(scale, said):
+    q, k, v = inputs(T=3, S=4, D=8)
+    with pytest.raises(TypeError, match=said):
+        jax.jit(attend)(q, k, v, scale)
+    with pytest.raises(TypeError, match="scale"):
+        attend(q, k, v, scale)

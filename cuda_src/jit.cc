@@ -216,6 +216,8 @@ void CacheCubins(const std::vector<Unit>& units, const std::string& arch) {
   for (std::future<void>& other : others) other.get();
 }
 
+bool IsKept(const Unit& unit, const std::string& arch) { return ReadEntry(Key(unit, arch)).has_value(); }
+
 std::string CacheDirectory() {
   if (const char* directory = std::getenv("JAX_FLASH_CACHE_DIR")) return directory;
   if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache && *cache)

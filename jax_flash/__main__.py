@@ -253,7 +253,8 @@ def warm(args: argparse.Namespace) -> None:
             differentiated = grads | {"dlogsumexp": args.dlogsumexp} if backward else {}
             text = dataclasses.replace(problem, **differentiated).encode()
             start = time.perf_counter()
-            _native.cuda_cache(text, backward, arch)
+            if not _native.cuda_cache(text, backward, arch):
+                raise OSError(f"could not write to {_native.cuda_cache_directory()}: is there space left?")
             seconds = time.perf_counter() - start
             files = dict.fromkeys(file for file, _, _ in _native.cuda_plan(text, backward, arch))
             print(f"{arch} {'backward' if backward else 'forward'}: {', '.join(files)} in {seconds:.2f} s")

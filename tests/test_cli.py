@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import resource
 import subprocess
 import sys
 
@@ -91,6 +92,20 @@ def test_warmup_that_could_not_be_kept(nvrtc, capsys, monkeypatch, tmp_path):
     assert str(tmp_path / "file") in capsys.readouterr().err
 
 
+def test_warmup_without_space(nvrtc, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # less than a cubin
+    try:
+        assert main(["warmup", "--shape", "1", "77", "2", "24", "--arch", "sm_80"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    printed = capsys.readouterr()
+    assert "kept" not in printed.out
+    assert f"could not write to {tmp_path}" in printed.err
+    assert not list(tmp_path.iterdir())
+
+
 def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
     """All that chooses a kernel can be said: a block mask, a bias of another dtype, a cotangent of the logsumexp."""
     monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))
@@ -103,7 +118,7 @@ def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
     )
     problems.write_text("\n".join(lines))
     compiled, flags = [], "--dtype bfloat16 --arch sm_90a --problems"
-    monkeypatch.setattr(_native, "cuda_cache", lambda *call: compiled.append(call))
+    monkeypatch.setattr(_native, "cuda_cache", lambda *call: compiled.append(call) is None)
     assert main(["warmup", *flags.split(), str(problems)]) == 0
     out = capsys.readouterr().out
     assert out.count("forward_sm90.cuh") == out.count("backward_sm90.cuh") == 2

@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "common/problem.h"
@@ -97,10 +98,13 @@ NB_MODULE(_native, module) {
   module.def(
       "cuda_cache",
       [](std::string_view problem, bool backward, const std::string& arch) {
-        jax_flash::CacheCubins(jax_flash::MakePlan(Decoded(problem), PassOf(backward), arch).units, arch);
+        const std::vector<Unit> units = jax_flash::MakePlan(Decoded(problem), PassOf(backward), arch).units;
+        jax_flash::CacheCubins(units, arch);
+        return std::all_of(units.begin(), units.end(), [&](const Unit& unit) { return IsKept(unit, arch); });
       },
       nb::arg("problem"), nb::arg("backward"), nb::arg("arch"), NoGil(),
-      "Compiles the kernels of a pass, or takes them from the cache directory, as its first call would.");
+      "Compiles the kernels of a pass, or takes them from the cache directory, as its first call would: has that "
+      "them now?");
   module.def("cuda_cache_directory", &jax_flash::CacheDirectory, "Where compiled kernels are kept; empty: nowhere.");
   module.def("cuda_arch", &jax_flash::ArchOf, nb::arg("major"), nb::arg("minor"), NoGil(),
              "The architecture that is compiled for to run on a compute capability.");

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -95,8 +96,10 @@ void WriteEntry(const std::string& key, const std::string& cubin) {
   const fs::path path = EntryPath(key);
   std::error_code ignored;
   fs::create_directories(path.parent_path(), ignored);
-  std::string temporary = path.string() + ".XXXXXX";
-  const int file = mkstemp(temporary.data());
+  // Other users may read what one has kept, if the umask lets them, as mkstemp never does.
+  const auto now = std::chrono::system_clock::now().time_since_epoch().count();
+  const std::string temporary = path.string() + "." + std::to_string(getpid()) + "." + std::to_string(now);
+  const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (file < 0) return;
   const std::string entry = Header(key, cubin) + cubin;
   const bool written = write(file, entry.data(), entry.size()) == ssize_t(entry.size());
@@ -212,6 +215,8 @@ void CacheCubins(const std::vector<Unit>& units, const std::string& arch) {
   if (!units.empty()) CachedCubin(units[0], arch);
   for (std::future<void>& other : others) other.get();
 }
+
+bool IsKept(const Unit& unit, const std::string& arch) { return ReadEntry(Key(unit, arch)).has_value(); }
 
 std::string CacheDirectory() {
   if (const char* directory = std::getenv("JAX_FLASH_CACHE_DIR")) return directory;

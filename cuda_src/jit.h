@@ -34,6 +34,9 @@ const std::string& CachedCubin(const Unit& unit, const std::string& arch);
 // CachedCubin of several units, compiled at the same time.
 void CacheCubins(const std::vector<Unit>& units, const std::string& arch);
 
+// Does the cache directory have the cubin of a unit?
+bool IsKept(const Unit& unit, const std::string& arch);
+
 // The directory, empty if there is none.
 std::string CacheDirectory();
 

@@ -603,7 +603,7 @@ std::string CudaRefusal(const Problem& p) {
     }
   }
   const int64_t longest = std::max(InBlocks(p.q_len, p.q_block), InBlocks(p.kv_len, p.kv_block));
-  if (longest > kMaxSize - 512) return "a length of 2^31 or more";
+  if (longest > kMaxSize - 512) return sized("length", longest) + ": at most " + std::to_string(kMaxSize - 512);
   if (p.batch * p.q_heads > 0 && DivideUp(longest, 16) > kMaxSize / p.batch / p.q_heads) {
     return "batch x heads x length is too large for the CUDA kernels";
   }

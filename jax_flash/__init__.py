@@ -1,5 +1,22 @@
 """FlashAttention for JAX: exact, IO-aware attention as XLA custom calls."""
 
+import importlib.machinery
+import importlib.util
+import pkgutil
+
+# In a clone, this folder of sources hides the package that has been installed. The modules are those of the latter.
+if importlib.util.find_spec("jax_flash._native") is None:
+    __path__[:] = [
+        folder
+        for folder in pkgutil.extend_path(__path__, __name__)
+        if importlib.machinery.PathFinder.find_spec("jax_flash._native", [folder])
+    ]
+    if not __path__:
+        raise ImportError(
+            f"jax_flash is not installed, and {__file__} is of a clone, where nothing is compiled: "
+            "run 'pip install .' there first"
+        )
+
 from jax_flash import patterns
 from jax_flash.attention import (
     Choice,

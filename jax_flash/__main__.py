@@ -82,7 +82,9 @@ def add_problem_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--value-dim", type=int, metavar="E", help="head dim of the value (default: D)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: float32)")
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="local window")
+    parser.add_argument(
+        "--window", type=int, nargs="+", metavar=("LEFT", "RIGHT"), help="local window (default: RIGHT is LEFT)"
+    )
     parser.add_argument("--soft-cap", type=float, metavar="CAP", help="logits soft cap")
     parser.add_argument("--dropout", type=float, metavar="RATE", default=0.0)
     parser.add_argument("--bias", action="store_true", help="with a bias [B, N, T, S]")
@@ -105,12 +107,16 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
     S = T if args.kv_len is None else args.kv_len
     K = N if args.kv_heads is None else args.kv_heads
     E = D if args.value_dim is None else args.value_dim
-    if min(B, T, N, D, S, K, E, args.blocks or 0) < 0:
+    numbers = (B, T, N, D, S, K, E, args.blocks or 0, *(args.block_mask or ()))
+    if min(numbers) < 0:
         raise ValueError("sizes must not be negative")
+    if max(numbers) >= 2**63:
+        raise ValueError(f"sizes must be less than 2^63, not {max(numbers)}")
     if args.blocks is not None and args.block_mask is None:
         raise ValueError("--blocks of a block mask, but there is none: --block-mask")
     if args.bias_dtype and not args.bias:
         raise ValueError("--bias-dtype of a bias, but there is none: --bias")
+    window = args.window * 2 if args.window and len(args.window) == 1 else args.window
     full = Extent(*(size != 1 for size in (B, N, T, S)))
     with jax.enable_x64(True):
         jax.eval_shape(
@@ -118,14 +124,15 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
                 jax_flash.dot_product_attention,
                 implementation="reference",
                 is_causal=args.causal,
-                local_window_size=args.window,
+                local_window_size=window,
                 logits_soft_cap=args.soft_cap,
                 dropout_rate=args.dropout,
                 dropout_key=jax.random.key(0),
             ),
             *(jax.ShapeDtypeStruct(shape, args.dtype) for shape in ((B, T, N, D), (B, S, K, D), (B, S, K, E))),
         )
-    window_left, window_right = args.window or (-1, -1)
+    # As the call has it: beyond 64 bits a window is as good as none.
+    window_left, window_right = (size if size < 2**63 else -1 for size in window or (-1, -1))
     problem = jax_flash.Problem(
         batch=B,
         q_len=T,
@@ -170,10 +177,17 @@ def run_info(args: argparse.Namespace) -> int:
     print(f"Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     print(f"JAX's platform: {this_platform()} ({len(jax.devices())} × {jax.devices()[0].device_kind})")
     print("Backends:")
-    print(f"  cpu   fused kernels, instruction set {_native.cpu_isa()}")
+    print(f"  cpu   {cpu_info()}")
     print(f"  cuda  {cuda_info()}")
     print("Which implementation a problem takes, and why: python -m jax_flash choose --help")
     return 0
+
+
+def cpu_info() -> str:
+    try:
+        return f"fused kernels, instruction set {_native.cpu_isa()}"
+    except ValueError as error:
+        return f"no fused kernels: {error}"
 
 
 def cuda_info() -> str:
@@ -251,7 +265,8 @@ def warm(args: argparse.Namespace) -> None:
             differentiated = grads | {"dlogsumexp": args.dlogsumexp} if backward else {}
             text = dataclasses.replace(problem, **differentiated).encode()
             start = time.perf_counter()
-            _native.cuda_cache(text, backward, arch)
+            if not _native.cuda_cache(text, backward, arch):
+                raise OSError(f"could not write to {_native.cuda_cache_directory()}: is there space left?")
             seconds = time.perf_counter() - start
             files = dict.fromkeys(file for file, _, _ in _native.cuda_plan(text, backward, arch))
             print(f"{arch} {'backward' if backward else 'forward'}: {', '.join(files)} in {seconds:.2f} s")

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import resource
 import subprocess
 import sys
 
@@ -35,6 +36,15 @@ def test_info_of_gpus(nvrtc, capsys, monkeypatch, devices, said):
     assert re.search(rf"cuda  {said}", capsys.readouterr().out)
 
 
+def test_info_of_an_instruction_set_that_is_not_there(capsys, monkeypatch):
+    def cpu_isa():
+        raise ValueError("JAX_FLASH_CPU_ISA=nope is not to be had")
+
+    monkeypatch.setattr(_native, "cpu_isa", cpu_isa)
+    assert main([]) == 0
+    assert "cpu   no fused kernels: JAX_FLASH_CPU_ISA=nope is not to be had" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "implementation"),
     [
@@ -42,6 +52,9 @@ def test_info_of_gpus(nvrtc, capsys, monkeypatch, devices, said):
         ("--platform cpu --shape 2 4096 16 128 --causal --dtype bfloat16 --dropout 0.1", "flash"),
         ("--platform cpu --kv-len 77 --kv-heads 2 --value-dim 32 --dtype float64", "flash"),
         ("--platform cpu --window 100 0 --soft-cap 30 --bias --mask --segments", "flash"),
+        ("--platform cuda --window 100", "flash"),
+        ("--platform cuda --window 100 100000000000000000000", "flash"),
+        ("--platform cuda --shape 1 2147483135 1 64", "flash"),
         ("--platform cuda --dtype bfloat16 --causal --lengths --query-offset --deterministic", "flash"),
         ("--platform cuda --full-precision", "flash"),
         ("--platform cuda --dtype float64", "xla"),
@@ -58,12 +71,20 @@ def test_choose(capsys, flags, implementation):
     assert reason.strip()
 
 
+def test_choose_tells_the_longest_that_a_gpu_does(capsys):
+    assert main(["choose", *"--platform cuda --shape 1 2147483136 1 64".split()]) == 0
+    assert "xla: length 2147483136: at most 2147483135" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--shape 1 64 8 64 --kv-heads 3", "8 heads"),
         ("--shape 1 64 8 -1", "negative"),
+        ("--shape 1 100000000000000000000 1 64", "less than 2^63, not 100000000000000000000"),
+        ("--block-mask 100000000000000000000 16", "less than 2^63, not 100000000000000000000"),
         ("--window -1 0", "local_window_size"),
+        ("--window 1 2 3", "local_window_size must be an int or a pair"),
         ("--soft-cap -2", "logits_soft_cap"),
         ("--dropout 1.5", "1.5"),
     ],
@@ -91,6 +112,20 @@ def test_warmup_that_could_not_be_kept(nvrtc, capsys, monkeypatch, tmp_path):
     assert str(tmp_path / "file") in capsys.readouterr().err
 
 
+def test_warmup_without_space(nvrtc, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # less than a cubin
+    try:
+        assert main(["warmup", "--shape", "1", "77", "2", "24", "--arch", "sm_80"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    printed = capsys.readouterr()
+    assert "kept" not in printed.out
+    assert f"could not write to {tmp_path}" in printed.err
+    assert not list(tmp_path.iterdir())
+
+
 def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
     """All that chooses a kernel can be said: a block mask, a bias of another dtype, a cotangent of the logsumexp."""
     monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))
@@ -103,7 +138,7 @@ def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
     )
     problems.write_text("\n".join(lines))
     compiled, flags = [], "--dtype bfloat16 --arch sm_90a --problems"
-    monkeypatch.setattr(_native, "cuda_cache", lambda *call: compiled.append(call))
+    monkeypatch.setattr(_native, "cuda_cache", lambda *call: compiled.append(call) is None)
     assert main(["warmup", *flags.split(), str(problems)]) == 0
     out = capsys.readouterr().out
     assert out.count("forward_sm90.cuh") == out.count("backward_sm90.cuh") == 2

@@ -384,9 +384,9 @@ _native.cuda_cache(sys.argv[1], False, sys.argv[2])
 """
 
 
-def start(directory: object, text: str = BASE.encode(), arch: str = "sm_80") -> subprocess.Popen:
+def start(directory: object, text: str = BASE.encode(), arch: str = "sm_80", umask: int = -1) -> subprocess.Popen:
     environment = os.environ | {"JAX_FLASH_CACHE_DIR": str(directory), "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen([sys.executable, "-c", CACHE, text, arch], env=environment)
+    return subprocess.Popen([sys.executable, "-c", CACHE, text, arch], env=environment, umask=umask)
 
 
 def fill(directory: object, *args: str) -> dict[pathlib.Path, tuple[int, int]]:
@@ -400,6 +400,12 @@ def test_a_second_process_finds_the_cubin(nvrtc, tmp_path):
     first = fill(tmp_path / "new" / "folder")
     assert len(first) == 1
     assert fill(tmp_path / "new" / "folder") == first
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_others_may_read_an_entry_if_the_umask_lets_them(nvrtc, tmp_path, umask, mode):
+    assert start(tmp_path, umask=umask).wait() == 0
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [mode]
 
 
 @pytest.mark.parametrize(

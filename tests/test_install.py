@@ -2,7 +2,9 @@
 
 import email.parser
 import importlib.util
+import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,8 @@ import tarfile
 import zipfile
 
 import pytest
+
+from jax_flash import _native
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -72,15 +76,53 @@ def test_wheel_has_the_package_and_nothing_else(packages):
     assert packages[1].stat().st_size < 5e6
 
 
+@pytest.fixture(scope="session")
+def python(packages, tmp_path_factory) -> pathlib.Path:
+    """Of an environment with the wheel, and the newest jax that this Python can have."""
+    folder = tmp_path_factory.mktemp("venv")
+    run(sys.executable, "-m", "venv", folder)
+    run(folder / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", packages[1])
+    return folder / "bin/python"
+
+
 @pytest.mark.slow
-def test_wheel_installs_and_computes(packages, tmp_path):
-    """With the newest jax that this Python can have, though it was built against the oldest supported."""
-    run(sys.executable, "-m", "venv", tmp_path / "venv")
-    python = tmp_path / "venv/bin/python"
-    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", packages[1])
+def test_wheel_installs_and_computes(python, tmp_path):
+    """With the newest jax, though it was built against the oldest supported."""
     location = run(python, "-c", SMOKE, cwd=tmp_path)
-    assert location.startswith(str(tmp_path))
-    assert "fused kernels" in run(python, "-m", "jax_flash", cwd=tmp_path)
+    assert location.startswith(str(python.parents[1]))
+
+
+@pytest.mark.slow
+def test_readme_commands_run_in_the_clone(packages, python):
+    """In the folder of `pip install .`, whose sources hide what that installs."""
+    clone = packages[0].parent / "clone"
+    install = re.search(r"^## Install\n(.*?)^## ", (clone / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    assert "\npip install . " in install
+    assert not list(clone.glob("jax_flash/*.so"))
+    commands = [command for command in re.findall(r"`python (-m jax_flash.*?)`", install) if "warmup" not in command]
+    outputs = [run(python, *command.split(), cwd=clone) for command in commands]
+    assert "fused kernels" in outputs[0] and "usage: python -m jax_flash choose" in outputs[1]
+    assert run(python, "-c", SMOKE, cwd=clone).startswith(str(clone))
+
+
+def test_a_clone_where_nothing_is_installed_says_so(tmp_path):
+    shutil.copytree(ROOT / "jax_flash", tmp_path / "jax_flash", ignore=shutil.ignore_patterns("*.so"))
+    # Without the hook of an editable installation, which -S leaves out.
+    done = subprocess.run([sys.executable, "-S", "-m", "jax_flash"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert f"jax_flash is not installed, and {tmp_path}/jax_flash/__init__.py is of a clone" in done.stderr
+    assert "run 'pip install .' there" in done.stderr
+
+
+def test_a_clone_takes_the_modules_of_the_installed_package(tmp_path):
+    for name in ("clone", "installed"):
+        shutil.copytree(ROOT / "jax_flash", tmp_path / name / "jax_flash", ignore=shutil.ignore_patterns("*.so"))
+    shutil.copy(_native.__file__, tmp_path / "installed" / "jax_flash")
+    script = "import jax_flash, jax_flash.attention as a; print(jax_flash._native.__file__, a.__file__, sep='\\n')"
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "installed"), *packages])}
+    files = run(sys.executable, "-S", "-c", script, cwd=tmp_path / "clone", env=environment).splitlines()
+    assert [pathlib.Path(file).parent for file in files] == [tmp_path / "installed" / "jax_flash"] * 2
 
 
 def aarch64_compiler() -> list[str]:

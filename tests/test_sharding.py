@@ -1,6 +1,9 @@
 """Eight devices compute what one does, each its own batch entries and heads, and nothing is gathered."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +207,15 @@ def test_other_implementations(implementation, mode):
     with jax.set_mesh(mesh(mode, 4, 2)):
         placed = place(mesh(mode, 4, 2), arrays, specs(case))
         assert_close(jax.jit(functools.partial(results, case, implementation=implementation))(placed), expected)
+
+
+def test_with_gspmd():
+    """With `jax_use_shardy_partitioner=False`, which JAX reads once. An error in a callback of GSPMD's is an abort."""
+    tests = "batch_and_heads and segments or groups_over_devices and 8-1 or nothing_sharded and jit"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", tests]
+    environment = os.environ | {"JAX_USE_SHARDY_PARTITIONER": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,6 +3,7 @@ standard attention, what is empty is zero. Nothing crashes.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,9 @@ def arrays(**changes):
     return {name: jnp.ones(shape) for name, shape in shapes.items()}
 
 
-def attend(implementation="flash", **arguments):
-    return jax_flash.dot_product_attention(**(arrays() | arguments), implementation=implementation)
+def attend(implementation="flash", *args, **arguments):
+    names = dict(zip(("query", "key", "value"), args, strict=False))
+    return jax_flash.dot_product_attention(**(arrays() | names | arguments), implementation=implementation)
 
 
 @pytest.mark.parametrize(
@@ -404,3 +406,25 @@ def test_scores_near_the_largest_number(dtype, implementation):
     mean = (weight[..., None] * given["value"]).sum(1) / weight.sum(1)[..., None]
     eps = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(results["o"][:, 0, ::2].astype(np.float32), mean, atol=4 * eps, rtol=4 * eps)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("scale", [1e8, 1e9, 1e30])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"bias": np.zeros((B, N, S, S), np.float32)}], ids=list)
+def test_large_scores_have_one_weight(options, scale, implementation):
+    """A row's maximum is that of the very scores it is taken from, although XLA, as users have it, may compute them
+    twice and differently."""
+    query, key, value = np.random.default_rng(0).normal(size=(3, B, S, N, D)).astype(np.float32)
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
+    def gradients(*args):
+        o, pull = jax.vjp(functools.partial(attend, implementation, scale=scale, **options), *args)
+        return o, *pull(o)
+
+    o, *gradients = gradients(query, key, value)
+    scores = np.einsum("btnd,bsnd->bnts", query, key)
+    visible = np.tri(S, dtype=bool) if options.get("is_causal") else True
+    weights = np.eye(S)[np.where(visible, scores, -np.inf).argmax(-1)]
+    np.testing.assert_allclose(o, np.einsum("bnts,bsnd->btnd", weights, value), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(gradients[2], np.einsum("bnts,btnd->bsnd", weights, o), rtol=1e-5, atol=1e-5)
+    assert all(np.isfinite(x).all() for x in gradients)

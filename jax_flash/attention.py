@@ -98,8 +98,9 @@ def dot_product_attention(
       dropout_batch_ids, dropout_head_ids: integer [B] and [N], by default 0, 1, …: which batch entries and heads of
         the mask these are. Inside `shard_map`, pass the global ids to get the mask of the unsharded call.
       query_segment_ids, key_value_segment_ids: integer [B, T] and [B, S] (or [T], [S]): a query sees the keys of its
-        own segment (packed sequences). Ids have 32 bits, signed or not.
-      logits_soft_cap: c: scores become c tanh(score / c), before the bias is added and before masking.
+        own segment (packed sequences). Ids have 32 bits, signed or not, and so does the dtype of traced ones.
+      logits_soft_cap: c: scores become c tanh(score / c), before the bias is added and before masking. From 3e-31 to
+        3e30, for float64 from 6e-301 to 1e300.
       precision: of float32 products, as for `jax.lax.dot` (a `DotAlgorithm` only as a preset); None follows
         `jax.default_matmul_precision`. The CPU kernels always have full float32 accuracy.
       query_offset: int or integer [B]: position of the first query along the keys, for causal masks and windows (cached
@@ -116,8 +117,8 @@ def dot_product_attention(
     Raises:
       TypeError: a dtype or a kind of argument that is not supported.
       ValueError: shapes that do not fit together, values out of range.
-      NotImplementedError: symbolic shapes, `dropout_head_ids` under vmap. (What a platform's kernels refuse with
-        implementation="flash" is an error when the program is compiled for it.)
+      NotImplementedError: symbolic shapes, `dropout_head_ids` under vmap; when a program is lowered, "flash" for a
+        platform without kernels. (What a platform's kernels refuse is an error when the program is compiled for it.)
 
     Differences from `jax.nn.dot_product_attention`:
       * a row with nothing to attend to is 0 (there: the mean of the values); so is its gradient;

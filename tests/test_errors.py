@@ -4,6 +4,7 @@ standard attention, what is empty is zero. Nothing crashes.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,10 @@ def test_mixed_dtypes():
         ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap"),
         ({"logits_soft_cap": 1e36}, ValueError, "logits_soft_cap"),
         ({"logits_soft_cap": float("nan")}, ValueError, "logits_soft_cap"),
+        ({"logits_soft_cap": 1e-39}, ValueError, "logits_soft_cap must be from 2.94e-31 to 3.4e.30, not 1e-39"),
+        ({"logits_soft_cap": 1e-310}, ValueError, "logits_soft_cap"),
+        ({"logits_soft_cap": "1.0"}, TypeError, "logits_soft_cap must be a number, not '1.0'"),
+        ({"logits_soft_cap": np.ones(1)}, TypeError, "logits_soft_cap must be a number, not ndarray"),
         ({"precision": "exact"}, ValueError, "precision"),
         ({"precision": ("highest", "exact")}, ValueError, "precision"),
         ({"precision": []}, ValueError, "precision"),
@@ -136,11 +141,16 @@ def test_mixed_dtypes():
         ({"query_offset": 2**70}, ValueError, "query_offset"),
         ({"implementation": "cudnn"}, ValueError, "cudnn"),
         ({"implementation": "fast"}, ValueError, "implementation"),
+        ({"implementation": ["flash"]}, ValueError, "implementation must be .* not list"),
+        ({"implementation": np.array(["flash", "xla"])}, ValueError, "implementation must be .* not ndarray"),
+        ({"local_window_size": "3"}, TypeError, "local_window_size"),
         ({"dropout_rate": 0.1}, ValueError, "dropout_key"),
         ({"dropout_rate": -0.1, "dropout_key": jax.random.key(0)}, ValueError, "dropout_rate"),
         ({"dropout_rate": 1.1, "dropout_key": jax.random.key(0)}, ValueError, "dropout_rate"),
         ({"dropout_rate": float("nan"), "dropout_key": jax.random.key(0)}, ValueError, "dropout_rate"),
         ({"dropout_rate": 0.999, "dropout_key": jax.random.key(0)}, ValueError, "at most 0.99609375, or 1"),
+        ({"dropout_rate": 10**400, "dropout_key": jax.random.key(0)}, ValueError, "dropout_rate"),
+        ({"dropout_rate": "0.5", "dropout_key": jax.random.key(0)}, TypeError, "dropout_rate"),
         ({"dropout_rate": "half", "dropout_key": jax.random.key(0)}, TypeError, "dropout_rate"),
         ({"dropout_rate": 0.1, "dropout_key": 0}, TypeError, "dropout_key"),
         ({"dropout_rate": 0.1, "dropout_key": jnp.ones(2)}, TypeError, "dropout_key"),
@@ -179,6 +189,69 @@ def test_options(options, error, match):
     traced = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
     with pytest.raises(error, match=match):
         jax.eval_shape(lambda traced: attend(**static, **traced), traced)
+
+
+ARRAYS = ["query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths", "query_offset"]
+IDS = ["query_segment_ids", "key_value_segment_ids", "dropout_batch_ids", "dropout_head_ids"]
+
+
+NO_ARRAYS = ["array", b"array", object(), 10**400, [[1.0], [1.0, 2.0]], {}]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [*itertools.product(ARRAYS + IDS, NO_ARRAYS), *itertools.product(ARRAYS[:3], [None])],
+    ids=lambda x: x if x in ARRAYS + IDS else type(x).__name__,
+)
+def test_what_is_no_array(name, bad):
+    dropped = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)} if name.startswith("dropout") else {}
+    with pytest.raises((TypeError, ValueError), match=name):
+        attend(**dropped, **{name: bad})
+
+
+@pytest.mark.parametrize("bad", ["False", 0, None, np.array([True, False]), jnp.ones(2, bool)])
+@pytest.mark.parametrize("name", ["is_causal", "deterministic", "broadcast_dropout", "return_residual"])
+def test_flags_are_true_or_false(name, bad):
+    with pytest.raises(TypeError, match=f"{name} must be True or False"):
+        attend(**{name: bad})
+    attend(**{name: np.True_})
+
+
+@pytest.mark.parametrize("vary", ["query", "key_value"])
+def test_traced_ids_of_64_bits(vary, x64):
+    """They would be told apart by their lower 32 bits alone."""
+    ids = {"query_segment_ids": np.full((B, T), 1, np.int32), "key_value_segment_ids": np.full((B, S), 1, np.int32)}
+    name = f"{vary}_segment_ids"
+
+    @jax.jit
+    def traced(given):
+        return attend(**ids | {name: given})
+
+    assert traced(ids[name]).all()
+    with pytest.raises(TypeError, match=f"{name} are traced int64.*cast them to int32"):
+        traced(ids[name].astype(np.int64) + 2**32)
+
+
+@pytest.mark.parametrize("transformed", [lambda f: f, jax.grad], ids=["value", "grad"])
+def test_kernels_for_a_tpu(transformed):
+    traced = jax.jit(transformed(lambda *args: attend("flash", *args).sum())).trace(*arrays().values())
+    with pytest.raises(NotImplementedError, match='implementation="flash": no fused kernels for platform .tpu'):
+        traced.lower(lowering_platforms=("tpu",))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("cap", "dtype"), [(3e-31, "float32"), (3e30, "float32"), (6e-301, "float64")])
+def test_extreme_soft_caps(cap, dtype, implementation):
+    """The scores are 0, or as good as, or as they were; so are those that were 0."""
+    case = Case(T=20, S=30, soft_cap=cap)
+    given = case.arrays(dtype)
+    given["query"][:, ::2] = 0
+    capped, plain = (
+        run(c, given, c.cotangents(dtype), implementation) for c in (case, dataclasses.replace(case, soft_cap=None))
+    )
+    assert all(np.isfinite(x).all() for x in capped.values())
+    expected = plain["o"] if cap > 1 else given["value"].mean(1, keepdims=True).repeat(2, 2).repeat(20, 1)
+    np.testing.assert_allclose(capped["o"], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

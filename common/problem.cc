@@ -3,8 +3,11 @@
 #include <locale.h>
 #include <stdlib.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <initializer_list>
+#include <limits>
 #include <variant>
 
 namespace jax_flash {
@@ -99,10 +102,30 @@ bool Parse(std::string_view text, Extent* value) {
   return true;
 }
 
+// Whether an array of these sizes can be: what is computed of them, with padding and in bytes, then has 64 bits. A size
+// of 0 counts as 1, for what is computed of the others alone.
+bool CanBe(std::initializer_list<int64_t> sizes) {
+  constexpr double kMostElements = 0x1p52;
+  double elements = 1;
+  for (const int64_t size : sizes) elements *= double(std::max<int64_t>(size, 1));
+  return elements <= kMostElements;
+}
+
+// Likewise of an operand that may be broadcast.
+bool CanBe(const Problem& p, const Extent& extent, int64_t rows, int64_t columns) {
+  return CanBe(
+      {extent.batch ? p.batch : 1, extent.heads ? p.q_heads : 1, extent.rows ? rows : 1, extent.columns ? columns : 1});
+}
+
 // What is wrong with the values, each of which could be read.
 std::string Check(const Problem& p) {
   for (const int64_t size : {p.batch, p.q_len, p.kv_len, p.q_heads, p.kv_heads, p.qk_dim, p.v_dim}) {
     if (size < 0) return "a size is negative";
+  }
+  if (!CanBe({p.batch, p.q_len, p.q_heads, std::max(p.qk_dim, p.v_dim)}) ||
+      !CanBe({p.batch, p.kv_len, p.kv_heads, std::max(p.qk_dim, p.v_dim)}) || !CanBe(p, p.bias, p.q_len, p.kv_len) ||
+      !CanBe(p, p.mask, p.q_len, p.kv_len)) {
+    return "an array has more than 2^52 elements";
   }
   if (p.kv_heads > 0 ? p.q_heads % p.kv_heads != 0 : p.q_heads != 0) return "kv_heads does not divide q_heads";
   if (p.dtype == DType::kNone) return "dtype is none";
@@ -116,6 +139,14 @@ std::string Check(const Problem& p) {
   const int64_t least = p.block_mask.present ? 2 : 0;  // a list has an index and a count
   if (p.element_masks < 0 || p.row_list < least || p.column_list < least)
     return "a size of the block mask is too small";
+  for (const int64_t size : {p.q_block, p.kv_block, p.element_masks, p.row_list, p.column_list}) {
+    if (size > std::numeric_limits<int32_t>::max()) return "a size of the block mask has more than 31 bits";
+  }
+  if (p.block_mask.present && !(CanBe(p, p.block_mask, p.block_rows(), std::max(p.block_columns(), p.row_list)) &&
+                                CanBe(p, p.block_mask, p.column_list, p.block_columns()) &&
+                                CanBe({p.batch, p.element_masks, p.q_block, p.element_words()}))) {
+    return "an array of the block mask has more than 2^52 elements";
+  }
   if (p.drop_threshold < 0 || p.drop_threshold > 32640) return "drop_threshold is not in [0, 32640]";
   return "";
 }

@@ -43,7 +43,7 @@ const Kernels& ChosenKernels() {
     usable.push_back({"portable", portable::Forward, portable::Backward});
     const char* const wanted = std::getenv("JAX_FLASH_CPU_ISA");
     for (const Kernels& kernels : usable) {
-      if (!wanted || kernels.isa == wanted) return kernels;
+      if (!wanted || !*wanted || kernels.isa == wanted) return kernels;
     }
     throw std::invalid_argument("JAX_FLASH_CPU_ISA=" + std::string(wanted) + " is not to be had on this processor");
   }();

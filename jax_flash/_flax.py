@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_flash import attention
+from jax_flash import arguments, attention
 
 
 def refuse(where: str, **arguments: Any) -> None:
@@ -51,7 +51,7 @@ def attend(
             "query, key and value must be [..., length, heads, dim] with the same leading dimensions, got shapes "
             f"{query.shape}, {key.shape}, {value.shape}"
         )
-    if deterministic or dropout_rate == 0.0:
+    if arguments.flag("deterministic", deterministic) or dropout_rate == 0.0:
         dropout_rate, dropout_rng = 0.0, None
     elif dropout_rng is None:
         raise ValueError(f"dropout_rate={dropout_rate} with deterministic=False needs a `dropout_rng`")
@@ -100,7 +100,7 @@ def append(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
 
 def _fold(x: jax.Array, leading: tuple[int, ...], name: str) -> jax.Array:
     """Broadcastable to [*leading, N, T, S] -> [prod(leading) or 1, N|1, T|1, S|1]."""
-    x, rank = jnp.asarray(x), len(leading) + 3
+    x, rank = arguments.array(name, x), len(leading) + 3
     if x.ndim > rank:
         raise ValueError(f"{name} must be broadcastable to [..., heads, q_length, kv_length], got shape {x.shape}")
     x = x.reshape((1,) * (rank - x.ndim) + x.shape)

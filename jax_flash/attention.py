@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_flash import blockwise, custom_calls, dropout, partitioning, reference, vjp
+from jax_flash import arguments, blockwise, custom_calls, dropout, partitioning, reference, vjp
+from jax_flash.arguments import Implementation
 from jax_flash.block_sparse import BlockMask
-from jax_flash.problem import DTYPES, Extent, Operands, Problem, result_types
+from jax_flash.problem import Extent, Operands, Problem, result_types
 from jax_flash.varying import varying_alike
-
-Implementation = Literal["flash", "xla", "reference"]
 
 
 class Statistics(NamedTuple):
@@ -100,8 +98,9 @@ def dot_product_attention(
       dropout_batch_ids, dropout_head_ids: integer [B] and [N], by default 0, 1, …: which batch entries and heads of
         the mask these are. Inside `shard_map`, pass the global ids to get the mask of the unsharded call.
       query_segment_ids, key_value_segment_ids: integer [B, T] and [B, S] (or [T], [S]): a query sees the keys of its
-        own segment (packed sequences). Ids have 32 bits, signed or not.
-      logits_soft_cap: c: scores become c tanh(score / c), before the bias is added and before masking.
+        own segment (packed sequences). Ids have 32 bits, signed or not, and so does the dtype of traced ones.
+      logits_soft_cap: c: scores become c tanh(score / c), before the bias is added and before masking. From 3e-31 to
+        3e30, for float64 from 6e-301 to 1e300.
       precision: of float32 products, as for `jax.lax.dot` (a `DotAlgorithm` only as a preset); None follows
         `jax.default_matmul_precision`. The CPU kernels always have full float32 accuracy.
       query_offset: int or integer [B]: position of the first query along the keys, for causal masks and windows (cached
@@ -118,8 +117,8 @@ def dot_product_attention(
     Raises:
       TypeError: a dtype or a kind of argument that is not supported.
       ValueError: shapes that do not fit together, values out of range.
-      NotImplementedError: symbolic shapes. (What a platform's kernels refuse with implementation="flash" is an error
-        when the program is compiled for it.)
+      NotImplementedError: symbolic shapes; when a program is lowered, "flash" for a platform without kernels. (What a
+        platform's kernels refuse is an error when the program is compiled for it.)
 
     Differences from `jax.nn.dot_product_attention`:
       * a row with nothing to attend to is 0 (there: the mean of the values); so is its gradient;
@@ -130,6 +129,7 @@ def dot_product_attention(
       * a bias of -inf masks as `mask` does;
       * `implementation="cudnn"` is refused; "flash" is the fused kernel here.
     """
+    return_residual = arguments.flag("return_residual", return_residual)
     o, statistics = attention_with_statistics(
         query,
         key,
@@ -193,13 +193,11 @@ def attention_with_statistics(
 
     Arguments and errors: `dot_product_attention`. Returns O [B, T, N, E] and `Statistics` [B, N, T].
     """
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    query, key, value = map(arguments.floats, ("query", "key", "value"), (query, key, value))
     unbatched = query.ndim == 3
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim not in (3, 4):
             raise ValueError(f"{name} must have 3 or 4 dims, [T, N, D] or [B, T, N, D], not shape {x.shape}")
-        if x.dtype.name not in DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}; supported are {', '.join(DTYPES)}")
         if x.dtype != query.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, query {query.dtype}: they must be the same")
     output_rank = query.ndim
@@ -218,20 +216,21 @@ def attention_with_statistics(
 
     largest = float(np.finfo(np.float64 if query.dtype == np.float64 else np.float32).max)
     query, scale = _scaled(query, 1 / math.sqrt(max(D, 1)) if scale is None else scale, largest)
-    window_left, window_right = _window(local_window_size)
+    window_left, window_right = arguments.window(local_window_size)
     drop_threshold = dropout.threshold(dropout_rate)
+    broadcast_dropout = arguments.flag("broadcast_dropout", broadcast_dropout)
     operands = Operands(
         query,
         key,
         value,
         scale,
-        bias=_broadcastable("bias", bias, (B, N, T, S)),
-        mask=_broadcastable("mask", mask, (B, N, T, S)),
-        q_lengths=_integers("query_seq_lengths", query_seq_lengths, (B,), saturate=True),
-        kv_lengths=_integers("key_value_seq_lengths", key_value_seq_lengths, (B,), saturate=True),
-        q_segments=_integers("query_segment_ids", query_segment_ids, (B, T), unbatched),
-        kv_segments=_integers("key_value_segment_ids", key_value_segment_ids, (B, S), unbatched),
-        query_offset=_offsets(query_offset, B),
+        bias=None if bias is None else arguments.broadcastable("bias", arguments.floats("bias", bias), (B, N, T, S)),
+        mask=None if mask is None else arguments.broadcastable("mask", arguments.booleans("mask", mask), (B, N, T, S)),
+        q_lengths=arguments.lengths("query_seq_lengths", query_seq_lengths, B),
+        kv_lengths=arguments.lengths("key_value_seq_lengths", key_value_seq_lengths, B),
+        q_segments=arguments.ids("query_segment_ids", query_segment_ids, (B, T), unbatched),
+        kv_segments=arguments.ids("key_value_segment_ids", key_value_segment_ids, (B, S), unbatched),
+        query_offset=arguments.offsets(query_offset, B),
     )
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         raise ValueError("query_segment_ids and key_value_segment_ids must be given together")
@@ -253,8 +252,8 @@ def attention_with_statistics(
         qk_dim=D,
         v_dim=E,
         dtype=query.dtype.name,
-        soft_cap=_soft_cap(logits_soft_cap, largest),
-        causal=bool(is_causal),
+        soft_cap=arguments.soft_cap(logits_soft_cap, largest),
+        causal=arguments.flag("is_causal", is_causal),
         window_left=window_left,
         window_right=window_right,
         bias_dtype="none" if operands.bias is None else operands.bias.dtype.name,
@@ -265,13 +264,13 @@ def attention_with_statistics(
         segments=operands.q_segments is not None,
         query_offset=operands.query_offset is not None,
         drop_threshold=drop_threshold,
-        full_precision=_full_precision(precision),
-        deterministic=bool(deterministic),
+        full_precision=arguments.full_precision(precision),
+        deterministic=arguments.flag("deterministic", deterministic),
     )
     if block_mask is not None:
         problem = problem.with_block_mask(operands.arrays(), block_mask.shape.q_block, block_mask.shape.kv_block)
     try:
-        o, l, m = _attend(problem, operands, implementation)
+        o, l, m = _attend(problem, operands, arguments.implementation(implementation))
     except TypeError as error:
         if "forward-mode" not in str(error) or implementation not in (None, "flash"):
             raise
@@ -316,13 +315,6 @@ def _attend(problem: Problem, operands: Operands, implementation: Implementation
             return _plain(blockwise.forward, problem, operands)
         case "reference":
             return _plain(reference.forward, problem, operands)
-        case "cudnn":
-            raise ValueError(
-                'implementation="cudnn" is jax.nn.dot_product_attention\'s; here "flash" is the fused kernel '
-                "(and None takes it where it can)"
-            )
-        case _:
-            raise ValueError(f'implementation must be None, "flash", "xla" or "reference", not {implementation!r}')
 
 
 def _warn_if_refused(problem: Problem) -> None:
@@ -340,62 +332,6 @@ def _plain(function: Callable[..., tuple[jax.Array, ...]], problem: Problem, ope
     return partitioning.automatic(call, problem, operands.arrays(), types)
 
 
-def _broadcastable(name: str, x: ArrayLike | None, full: tuple[int, ...]) -> jax.Array | None:
-    """A bias or mask as [B|1, N|1, T|1, S|1]."""
-    if x is None:
-        return None
-    x = jnp.asarray(x)
-    if name == "mask" and x.dtype != jnp.bool_:
-        raise TypeError(f"mask must be boolean, not {x.dtype}; an additive mask is a bias")
-    if name == "bias" and x.dtype.name not in DTYPES:
-        raise TypeError(f"bias has dtype {x.dtype}; supported are {', '.join(DTYPES)}")
-    shape = (1,) * (4 - x.ndim) + x.shape
-    if len(shape) != 4 or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True)):
-        raise ValueError(f"{name} has shape {x.shape}, which is not broadcastable to [B, N, T, S] = {full}")
-    return x.reshape(shape)
-
-
-def _integers(
-    name: str, x: ArrayLike | None, shape: tuple[int, ...], unbatched: bool = False, saturate: bool = False
-) -> jax.Array | None:
-    if x is None:
-        return None
-    x = _array(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, not {x.dtype}")
-    if unbatched and x.shape == shape[1:]:
-        x = x[None]
-    if x.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, not {x.shape}")
-    own, limits = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
-    if saturate:
-        x = x.clip(max(own.min, limits.min), min(own.max, limits.max))
-    elif own.bits > 32 and x.size and not isinstance(x, jax.core.Tracer):  # 32 bits, signed or not, are told apart
-        low, high = int(x.min()), int(x.max())
-        if not (limits.min <= low and high <= limits.max or low >= 0 and high < 2**32):
-            raise ValueError(f"{name} must be numbers of 32 bits, but there are {low} to {high}")
-    return jnp.asarray(x).astype(jnp.int32)
-
-
-def _array(x: ArrayLike) -> np.ndarray | jax.Array:
-    """NumPy's if nothing in it is JAX's, which would cut 64 bits to 32 without a word."""
-    if not all(isinstance(leaf, (int, np.generic, np.ndarray)) for leaf in jax.tree.leaves(x)):
-        return jnp.asarray(x)
-    x = np.asarray(x)
-    return np.asarray(np.clip(x, -(2**63), 2**63 - 1), np.int64) if x.dtype == object else x  # beyond 64 bits
-
-
-def _offsets(offset: int | ArrayLike | None, batch: int) -> jax.Array | None:
-    if offset is None or isinstance(offset, int) and offset == 0:
-        return None
-    offset = _array(offset)
-    xp = np if isinstance(offset, np.ndarray) else jnp
-    if xp is np and offset.size and not (offset.min() >= -(2**31) and offset.max() < 2**31):
-        raise ValueError(f"query_offset must be int32 numbers, but there are {offset.min()} to {offset.max()}")
-    whole = xp.broadcast_to(offset, (batch,)) if offset.ndim == 0 else offset
-    return _integers("query_offset", whole, (batch,), saturate=True)
-
-
 def _block_mask_operands(mask: BlockMask, B: int, N: int, T: int, S: int) -> dict[str, jax.Array]:
     if not isinstance(mask, BlockMask):
         raise TypeError(f"block_mask must be a jax_flash.BlockMask, not {type(mask).__name__}")
@@ -404,30 +340,6 @@ def _block_mask_operands(mask: BlockMask, B: int, N: int, T: int, S: int) -> dic
     if mask.blocks.ndim != 4 or mask.blocks.shape[0] not in (1, B) or mask.blocks.shape[1] not in (1, N):
         raise ValueError(f"block_mask has blocks {mask.blocks.shape}, which is not [B|1, N|1, U, V] of B, N = {B}, {N}")
     return {name: jnp.asarray(x) for name, x in mask.arrays().items()}
-
-
-def _window(size: int | tuple[int, int] | None) -> tuple[int, int]:
-    if size is None:
-        return -1, -1
-    try:
-        left, right = map(operator.index, size if isinstance(size, (tuple, list)) else (size, size))
-    except (TypeError, ValueError):
-        raise TypeError(f"local_window_size must be an int or a pair of ints, not {size!r}") from None
-    if left < 0 or right < 0:
-        raise ValueError(f"local_window_size must not be negative: {size}")
-    return left if left < 2**63 else -1, right if right < 2**63 else -1  # beyond 64 bits it is as good as none
-
-
-def _finite(name: str, x: Any, limit: float) -> float:
-    try:
-        x = float(x)
-    except OverflowError:
-        x = math.inf
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, not {x!r}") from None
-    if not abs(x) <= limit:
-        raise ValueError(f"{name} must be finite and at most {limit:.3g}, not {x}")
-    return x
 
 
 def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Array, jax.Array]:
@@ -440,53 +352,13 @@ def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Arr
         if scale.ndim or not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
             raise TypeError(f"scale must be a real number, not {scale.dtype}{list(scale.shape)}")
     else:
-        scale = _finite("scale", scale, largest)
+        scale = arguments.finite("scale", scale, largest)
         if scale >= 2.0**-100:
             return query, jnp.asarray(scale, dtype)
     scale = jnp.asarray(scale, dtype)
     small = jnp.abs(scale) < 2.0**-100
     factor = jnp.where(small, scale, jnp.sign(scale))
     return (query * factor).astype(query.dtype), jnp.where(small, 1, jnp.abs(scale))
-
-
-def _soft_cap(cap: float | None, largest: float) -> float:
-    if cap is None:
-        return 0.0
-    cap = _finite("logits_soft_cap", cap, largest / 1e8)  # of what is larger score / cap could be 0
-    if cap <= 0:
-        raise ValueError(f"logits_soft_cap must be positive, not {cap}")
-    return cap
-
-
-# Values of jax_default_matmul_precision, which may name a dot algorithm too, that ask for more than TF32.
-_FULL_PRECISIONS = (
-    "highest",
-    "float32",
-    "F32_F32_F32",
-    "F64_F64_F64",
-    "TF32_TF32_F32_X3",
-    "BF16_BF16_F32_X3",
-    "BF16_BF16_F32_X6",
-    "BF16_BF16_F32_X9",
-)
-
-
-def _full_precision(precision: Any) -> bool:
-    if precision is None:
-        return jax.config.jax_default_matmul_precision in _FULL_PRECISIONS  # type: ignore[attr-defined, unused-ignore]
-    if isinstance(precision, (tuple, list)) and len(precision) == 2:
-        left, right = map(_full_precision, precision)
-        return left or right
-    name = getattr(precision, "name", precision)
-    if isinstance(name, str) and name in lax.DotAlgorithmPreset.__members__:
-        return name in _FULL_PRECISIONS
-    try:
-        return lax.Precision(precision) == lax.Precision.HIGHEST
-    except (TypeError, ValueError):
-        raise ValueError(
-            "precision must be a jax.lax.Precision or DotAlgorithmPreset, the name of one, or a pair of them, "
-            f"not {precision!r}"
-        ) from None
 
 
 def _dropout_operands(
@@ -506,7 +378,7 @@ def _dropout_operands(
     def ids(name: str, given: ArrayLike | None, size: int) -> jax.Array:
         if broadcast:
             return jnp.zeros((size,), jnp.uint32)
-        checked = _integers(name, given, (size,))
+        checked = arguments.ids(name, given, (size,))
         return jnp.arange(size, dtype=jnp.uint32) if checked is None else checked.astype(jnp.uint32)
 
     return {

@@ -20,6 +20,7 @@ import numpy as np
 from jax import export
 from jax.typing import ArrayLike
 
+from jax_flash.arguments import integer
 from jax_flash.problem import BLOCK_MASK
 
 BLOCK = 128  # rows and columns of a block by default
@@ -44,14 +45,13 @@ class Shape(NamedTuple):
 
     def check(self) -> None:
         """Raises TypeError or ValueError for sizes that no mask can have."""
-        for name, size in self._asdict().items():
-            if not isinstance(size, (int, np.integer)):
-                raise TypeError(f"{name} must be an int, not {size!r}")
-        for name, size in (("q_block", self.q_block), ("kv_block", self.kv_block)):
-            if size <= 0 or size % 16:
-                raise ValueError(f"{name} must be a positive multiple of 16, not {size}")
-        if self.q_len < 0 or self.kv_len < 0:
-            raise ValueError(f"lengths of a block mask must not be negative: {self.q_len}, {self.kv_len}")
+        names = ("q_block", "kv_block", "q_len", "kv_len")
+        q_block, kv_block, q_len, kv_len = (integer(name, getattr(self, name)) for name in names)
+        for name, block, length in (("q_block", q_block, q_len), ("kv_block", kv_block, kv_len)):
+            if block <= 0 or block % 16:
+                raise ValueError(f"{name} must be a positive multiple of 16, not {block}")
+            if max(-(-length // block), 1) * block >= 2**31:  # positions are int32
+                raise ValueError(f"{name} {block} is too large, or {length} positions: whole blocks must be below 2^31")
 
 
 @jax.tree_util.register_pytree_node_class
@@ -83,10 +83,15 @@ class BlockMask:
 
         Numbers of element masks that are not there count as empty blocks.
         """
+        if not isinstance(shape, Shape):
+            raise TypeError(f"shape must be a jax_flash.block_sparse.Shape, not {shape!r}")
         shape.check()
         xp, blocks, element_masks = _arrays(blocks, element_masks)
-        if blocks.ndim != 4 or blocks.shape[2:] != shape.grid:
-            raise ValueError(f"blocks must have shape [B|1, N|1, U, V] with U, V = {shape.grid}, not {blocks.shape}")
+        given = np.shape(blocks)
+        if len(given) != 4 or given[2:] != shape.grid:
+            raise ValueError(f"blocks must have shape [B|1, N|1, U, V] with U, V = {shape.grid}, not {given}")
+        if not jnp.issubdtype(blocks.dtype, jnp.integer):
+            raise TypeError(f"blocks must be integers, not {blocks.dtype}")
         tile = (shape.q_block, _words(shape.kv_block))
         if element_masks is not None and (
             element_masks.ndim != 4 or element_masks.shape[2:] != tile or element_masks.dtype != np.uint32
@@ -96,13 +101,16 @@ class BlockMask:
                 f"not {element_masks.dtype} {element_masks.shape}"
             )
         kinds = ELEMENTS + (0 if element_masks is None else element_masks.shape[1])
-        blocks = xp.where((blocks >= 0) & (blocks < kinds), blocks, NOTHING).astype(np.int32)
+        blocks = xp.where((blocks >= 0) & (blocks < kinds), blocks, NOTHING).astype(np.int32, copy=False)
         self.shape = shape
         self.blocks, self.element_masks = (
             (blocks, element_masks) if xp is jnp else _compact(shape, blocks, element_masks)
         )
         self.row_lists = _lists(self.blocks)
         self.column_lists = _lists(self.blocks.swapaxes(2, 3))
+        for x in self.arrays().values():  # all made here: no one else's arrays
+            if isinstance(x, np.ndarray):
+                x.flags.writeable = False
 
     def tree_flatten(self):
         return (self.blocks, self.element_masks, self.row_lists, self.column_lists), self.shape

@@ -7,8 +7,9 @@ rematerialised, so memory is O(N) in reverse mode too. Same arguments, results a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,6 @@ from jax_flash.problem import DIFFERENTIATED, Operands, Problem
 from jax_flash.varying import varying_alike
 
 BLOCK = 256  # rows and columns of a tile, at most
-
-Tree = TypeVar("Tree")
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -106,7 +105,8 @@ def backward(
                 return {name: x for name, x in gradients._asdict().items() if x is not None}
 
             def nothing() -> dict[str, jax.Array]:
-                return varying_alike(_zeros(jax.eval_shape(attend)), operands)
+                zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(attend))
+                return varying_alike(zeros, operands)
 
             visible = tile.may_be_visible(problem, block, rows, columns)
             return attend() if visible is None else jax.lax.cond(visible, attend, nothing)
@@ -180,8 +180,8 @@ def _sum_or_join(
 
     The sums are outside of the rematerialised bodies, so their derivatives need no copy of the running sum.
     """
-    results = jax.eval_shape(body, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs))
-    start = _zeros({name: x for name, x in results.items() if name not in axes})
+    results = jax.eval_shape(functools.partial(jax.lax.map, lambda x: body(*x)), xs)  # which vary as those of the loop
+    start = {name: jnp.zeros(x.shape[1:], x.dtype) for name, x in results.items() if name not in axes}
 
     def step(sums, x):
         results = body(*x)
@@ -190,10 +190,6 @@ def _sum_or_join(
 
     sums, stacks = jax.lax.scan(step, varying_alike(start, xs), xs)
     return sums | {name: _join(x, axes[name], size) for name, x in stacks.items()}
-
-
-def _zeros(shapes: Tree) -> Tree:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def _positions(start: jax.Array, size: int) -> jax.Array:

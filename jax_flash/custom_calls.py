@@ -123,11 +123,20 @@ def _batch(arrays, axes, *, call: Call, jaxpr: ClosedJaxpr):
     return results, (0,) * len(results)
 
 
+def _lower(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
+    for platform in ctx.platforms or ctx.module_context.platforms:
+        if not call.fallback and platform not in ("cpu", "cuda"):
+            raise NotImplementedError(
+                f'implementation="flash": {refusal(call.problem, platform)}; None and "xla" run anywhere'
+            )
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *arrays)
+
+
 _primitive.def_impl(lambda *arrays, call, jaxpr: _evaluate(*arrays, call=call))
 _primitive.def_abstract_eval(lambda *arrays, call, jaxpr: jaxpr.out_avals)
 ad.primitive_jvps[_primitive] = _jvp
 batching.primitive_batchers[_primitive] = _batch
-mlir.register_lowering(_primitive, mlir.lower_fun(lambda *arrays, call, jaxpr: jaxpr_as_fun(jaxpr)(*arrays)))
+mlir.register_lowering(_primitive, _lower)
 
 
 def _plain(call: Call, arrays: Arrays) -> Results:

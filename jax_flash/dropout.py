@@ -8,11 +8,11 @@ size, device or sharding changes them. (The paper, arXiv 2205.14135, saves the g
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jax_flash import arguments
 
 TILE = 16  # the map of entries to counters repeats every 16 rows and columns
 
@@ -33,13 +33,8 @@ def threshold(rate: float) -> int:
       TypeError: `rate` is not a concrete number (the mask's threshold is compiled in).
       ValueError: `rate` is outside [0, 1], or NaN, or between 255/256 and 1 (to 15 bits).
     """
-    if isinstance(rate, jax.core.Tracer):
-        raise TypeError(f"dropout_rate must be a concrete number, not a traced value: {rate}")
-    try:
-        rate = float(rate)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"dropout_rate must be a number, not {rate!r}") from error
-    if math.isnan(rate) or not 0 <= rate <= 1:
+    rate = arguments.number("dropout_rate", rate)
+    if not 0 <= rate <= 1:
         raise ValueError(f"dropout_rate must be in [0, 1], not {rate}")
     drop_threshold = round(rate * EVERYTHING)
     if _GREATEST < drop_threshold < EVERYTHING:

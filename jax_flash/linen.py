@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
+from jax_flash import arguments
 from jax_flash._flax import append, attend, key_and_value_inputs, refuse
-from jax_flash.attention import Implementation
+from jax_flash.arguments import Implementation
 from jax_flash.block_sparse import BlockMask
 
 __all__ = ["MultiHeadAttention", "dot_product_attention"]
@@ -162,7 +163,9 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
         inputs_k, inputs_v = key_and_value_inputs(inputs_q, inputs_k, inputs_v)
 
         qkv_features = self.qkv_features or inputs_q.shape[-1]
-        num_kv_heads = self.num_kv_heads or self.num_heads
+        num_kv_heads = self.num_heads
+        if self.num_kv_heads is not None:
+            num_kv_heads = arguments.integer("num_kv_heads", self.num_kv_heads, 1)
         if qkv_features % self.num_heads or self.num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must divide qkv_features={qkv_features}, and num_kv_heads={num_kv_heads} "

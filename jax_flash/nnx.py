@@ -16,8 +16,9 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.typing import Dtype, PrecisionLike, PromoteDtypeFn
 
+from jax_flash import arguments
 from jax_flash._flax import append, attend, key_and_value_inputs, refuse
-from jax_flash.attention import Implementation
+from jax_flash.arguments import Implementation
 from jax_flash.block_sparse import BlockMask
 
 __all__ = ["MultiHeadAttention", "dot_product_attention"]
@@ -117,6 +118,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         **kwargs: Any,
     ):
         refuse("jax_flash.nnx.MultiHeadAttention", attention_fn=kwargs.get("attention_fn"))
+        num_kv_heads = kwargs.get("num_kv_heads", args[2] if len(args) > 2 else None)
+        if num_kv_heads is not None:
+            arguments.integer("num_kv_heads", num_kv_heads, 1)
         super().__init__(num_heads, in_features, *args, **kwargs | {"attention_fn": dot_product_attention})
         self.is_causal = is_causal
         self.local_window_size = local_window_size

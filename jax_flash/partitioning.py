@@ -40,6 +40,7 @@ def divided(function: Function, problem: Problem, arrays: Arrays, types: Types) 
     call.def_partition(
         partition=functools.partial(_partition, function, problem, tuple(types)),
         sharding_rule=_sharding_rule(problem, dict(sorted(arrays.items())), types),
+        infer_sharding_from_operands=functools.partial(_infer, problem, tuple(types)),
     )
     return automatic(call, problem, arrays, types)
 
@@ -125,11 +126,8 @@ def _spec(axes: Axes, name: str, shape: tuple[int, ...]) -> PartitionSpec:
 
 def _partition(function: Function, problem: Problem, names: tuple[str, ...], mesh: Mesh, args, results):
     (arrays,) = args
-    if mesh.empty:  # nothing in the program is sharded: all of its devices compute the same
-        mesh = Mesh(tuple(arrays["query"].sharding.device_set), ("devices",))
+    mesh, axes = _placed(problem, mesh, arrays)
     dims = {name: _dims(name, x.shape) for name, x in zip(names, results, strict=True)}  # of the whole results
-    specs = {name: getattr(x.sharding, "spec", PartitionSpec()) for name, x in arrays.items()}
-    axes = _axes(problem, mesh, {name: (x.shape, specs[name]) for name, x in arrays.items()})
     head_axes = axes.get("N") or ()
     shared_kv_head = "K" not in axes  # a device's query heads all read one key/value head
 
@@ -154,8 +152,24 @@ def _partition(function: Function, problem: Problem, names: tuple[str, ...], mes
             return lax.psum(x, tuple(itertools.chain(*shared)))
         return x
 
-    def sharding(name: str, x) -> NamedSharding:
-        return NamedSharding(mesh, _spec(axes, name, x.shape))
+    places = _shardings(axes, mesh, dict(zip(names, results, strict=True)))
+    return mesh, local, tuple(places.values()), (_shardings(axes, mesh, arrays),)
 
-    result_shardings = tuple(map(sharding, names, results))
-    return mesh, local, result_shardings, ({name: sharding(name, x) for name, x in arrays.items()},)
+
+def _infer(problem: Problem, names: tuple[str, ...], mesh: Mesh, args, results) -> tuple[NamedSharding, ...]:
+    """The places of the results, which GSPMD asks for where Shardy has the rule."""
+    mesh, axes = _placed(problem, mesh, *args)
+    return tuple(_shardings(axes, mesh, dict(zip(names, results, strict=True))).values())
+
+
+def _placed(problem: Problem, mesh: Mesh, arrays) -> tuple[Mesh, Axes]:
+    """The mesh of a program, and the axes that divide a call whose arrays have these places."""
+    if mesh.empty:  # nothing in the program is sharded: all of its devices compute the same
+        place = arrays["query"].sharding  # GSPMD asks before there is any: all devices then are as one
+        mesh = Mesh(tuple(place.device_set if place else jax.local_devices()[:1]), ("devices",))
+    specs = {name: getattr(x.sharding, "spec", PartitionSpec()) for name, x in arrays.items()}
+    return mesh, _axes(problem, mesh, {name: (x.shape, specs[name]) for name, x in arrays.items()})
+
+
+def _shardings(axes: Axes, mesh: Mesh, arrays) -> dict[str, NamedSharding]:
+    return {name: NamedSharding(mesh, _spec(axes, name, x.shape)) for name, x in arrays.items()}

@@ -12,7 +12,6 @@ neither empty nor full.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jax_flash.arguments import integer
 from jax_flash.block_sparse import (  # internal
     BLOCK,
     ELEMENTS,
@@ -67,9 +67,9 @@ def dilated_window(
       ValueError: left or right is negative, or dilation < 1.
     """
     shape = _shape(q_len, kv_len, q_block, kv_block)
-    least = -math.inf if right is None else -_integer("right", right)
-    most = math.inf if left is None else _integer("left", left)
-    dilation = _integer("dilation", dilation, 1)
+    least = -math.inf if right is None else -integer("right", right)
+    most = math.inf if left is None else integer("left", left)
+    dilation = integer("dilation", dilation, 1)
 
     def allowed(difference: np.ndarray) -> np.ndarray:
         n, rest = np.divmod(difference, dilation)
@@ -102,11 +102,11 @@ def butterfly(
     """
     U, V = _shape(q_len, kv_len, q_block, kv_block).grid
     n = min(U, V)
-    stride = 1 << n.bit_length() if max_stride is None else _integer("max_stride", max_stride, 1)
+    stride = 1 << n.bit_length() if max_stride is None else integer("max_stride", max_stride, 1)
     if stride & (stride - 1):
         raise ValueError(f"max_stride must be a power of two, not {max_stride}")
     u, v = (np.arange(U) * n // max(U, 1))[:, None], np.arange(V) * n // max(V, 1)
-    leading = np.minimum(u, v) < _integer("global_blocks", global_blocks)
+    leading = np.minimum(u, v) < integer("global_blocks", global_blocks)
     apart = u ^ v
     kept = (apart & (apart - 1) == 0) & (apart < stride)  # zero or a power of two
     return BlockMask.from_dense(kept | leading, q_len, kv_len, q_block=q_block, kv_block=kv_block)
@@ -177,10 +177,10 @@ def longformer(
       ValueError: window is odd or negative, dilation < 1, or a global token is beyond both lengths.
     """
     shape = _shape(q_len, kv_len, q_block, kv_block)
-    if _integer("window", window) % 2:
+    if integer("window", window) % 2:
         raise ValueError(f"window must be even, half of it on each side, not {window}")
     local = dilated_window(q_len, kv_len, window // 2, window // 2, dilation, q_block=q_block, kv_block=kv_block)
-    tokens = [_integer("a global token", token) for token in global_tokens]
+    tokens = [integer("a global token", token) for token in global_tokens]
     if max(tokens, default=-1) >= max(q_len, kv_len):
         raise ValueError(f"global token {max(tokens)} is beyond the lengths {q_len}, {kv_len}")
     rows, columns = np.isin(np.arange(q_len), tokens), np.isin(np.arange(kv_len), tokens)
@@ -213,12 +213,12 @@ def bigbird(
       ValueError: window_blocks is even, or a number is negative.
     """
     shape = _shape(q_len, kv_len, q_block, kv_block)
-    if _integer("window_blocks", window_blocks) % 2 == 0:
+    if integer("window_blocks", window_blocks) % 2 == 0:
         raise ValueError(f"window_blocks must be odd, not {window_blocks}")
     a, b = _squares(shape)
-    kept = (abs(a - b) <= window_blocks // 2) | (np.minimum(a, b) < _integer("global_blocks", global_blocks))
+    kept = (abs(a - b) <= window_blocks // 2) | (np.minimum(a, b) < integer("global_blocks", global_blocks))
     lottery = np.where(kept, -1.0, np.random.default_rng(seed).random(kept.shape))
-    return _of_squares(shape, kept | _largest(lottery, _integer("random_blocks", random_blocks)))
+    return _of_squares(shape, kept | _largest(lottery, integer("random_blocks", random_blocks)))
 
 
 def document(
@@ -279,7 +279,7 @@ def top_k(
       ValueError: k < 1, or scores that are not those of a grid of blocks of these lengths.
     """
     scores = scores if _traced(scores) else np.asarray(scores)
-    kept = _largest(scores, _integer("k", k, 1))
+    kept = _largest(scores, integer("k", k, 1))
     return BlockMask.from_dense(kept, q_len, kv_len, q_block=q_block, kv_block=kv_block)
 
 
@@ -386,24 +386,14 @@ def _largest(scores: Any, k: int) -> Any:
 
 
 def _shape(q_len: int, kv_len: int, q_block: int, kv_block: int) -> Shape:
-    shape = Shape(*map(operator.index, (q_len, kv_len, q_block, kv_block)))
+    shape = Shape(*map(integer, Shape._fields, (q_len, kv_len, q_block, kv_block)))
     shape.check()
     return shape
 
 
-def _integer(name: str, value: int, least: int = 0) -> int:
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, not {value!r}") from None
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")
-    return value
-
-
 def _whole_squares(name: str, entries: int, shape: Shape) -> int:
     side = math.lcm(shape.q_block, shape.kv_block)
-    if _integer(name, entries, 1) % side:
+    if integer(name, entries, 1) % side:
         raise ValueError(f"{name} must be a multiple of {side} = lcm(q_block, kv_block), not {entries}")
     return entries // side
 

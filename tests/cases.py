@@ -199,7 +199,7 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
     names |= {"query_segment_ids": "q_segments", "key_value_segment_ids": "kv_segments"}
     given |= {to: jnp.asarray(arrays[name]) for name, to in names.items() if name in arrays}
     scale = case.scale if case.scale is not None else max(case.D, 1) ** -0.5
-    given["scale"] = jnp.asarray(scale, "float64" if arrays["query"].dtype == "float64" else "float32")
+    given["scale"] = np.asarray(scale, "float64" if arrays["query"].dtype == "float64" else "float32")
     if case.dropout:
         given["seed"] = dropout.seed_from_key(arrays["dropout_key"], B)
         given["batch_id"] = jnp.arange(B, dtype=jnp.uint32) * (not case.broadcast_dropout)

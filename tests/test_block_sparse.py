@@ -283,6 +283,18 @@ def test_ways_into_a_program():
     assert jax.tree.map(lambda x: x, a) == a
 
 
+def test_arrays_are_read_only():
+    """Their contents are the hash, and the lists are made of them once. What it is made of stays the caller's."""
+    blocks, masks = np.full((1, 1, 2, 2), 2, np.int32), np.ones((1, 1, 16, 1), np.uint32)
+    mask = BlockMask(Shape(32, 32, 16, 16), blocks, masks)
+    for one in (mask, mask & ~mask, BlockMask.from_mask(mask.to_mask()), jax.tree.map(lambda x: x, mask)):
+        assert not any(x.flags.writeable for x in one.arrays().values())
+        with pytest.raises(ValueError, match="read-only"):
+            one.blocks[...] = 0
+    blocks[...] = masks[...] = 0
+    assert mask.kept == 1 and mask.element_masks.all()
+
+
 def test_text():
     text = repr(BlockMask.from_dense(np.eye(2, dtype=bool)))
     assert text.splitlines()[1:] == ["█ ", " █"] and "256 x 256" in text and "50.0%" in text
@@ -306,13 +318,20 @@ SQUARE = np.ones((2, 2), bool)
         (lambda: BlockMask.from_dense(SQUARE, 300, 200), ValueError, r"\(3, 2\)"),
         (lambda: BlockMask.from_dense(SQUARE, 256, 257), ValueError, r"\(2, 3\)"),
         (lambda: jax.jit(lambda x: BlockMask.from_dense(x, 300, 200))(SQUARE), ValueError, r"\(3, 2\)"),
-        (lambda: BlockMask.from_dense(SQUARE, -256, 256), ValueError, "negative"),
+        (lambda: BlockMask.from_dense(SQUARE, -256, 256), ValueError, "q_len must be at least 0, not -256"),
+        (lambda: BlockMask.from_dense(SQUARE, q_block=2**31), ValueError, "q_block.*too large"),
+        (lambda: BlockMask.from_dense(SQUARE, 20, 20, kv_block=2**62), ValueError, "kv_block.*too large"),
+        (lambda: BlockMask.from_dense(SQUARE, 20, 20, kv_block=2**64), ValueError, "kv_block must be below"),
+        (lambda: BlockMask.from_function(lambda b, h, i, j: i > j, 2**31 - 100, 9), ValueError, "q_block.*2147483548"),
+        (lambda: BlockMask(None, SQUARE), TypeError, "shape must be .*Shape, not None"),
+        (lambda: BlockMask(Shape(256, 256), None), ValueError, "blocks"),
+        (lambda: BlockMask(Shape(256, 256), np.full((1, 1, 2, 2), "a")), TypeError, "blocks must be integers"),
         (lambda: BlockMask.from_dense(SQUARE, 256.0, 256), TypeError, "q_len"),
         (lambda: BlockMask.from_mask(np.ones((2, 2), np.int8)), TypeError, "mask.*int8"),
         (lambda: BlockMask.from_mask(SQUARE[0]), ValueError, "mask.*dims"),
         (lambda: BlockMask.from_mask(SQUARE[None, None, None]), ValueError, "mask.*dims"),
         (lambda: BlockMask.from_function(lambda b, h, i, j: i - j, 9, 9), TypeError, "mask_fn.*int32"),
-        (lambda: BlockMask.from_function(lambda b, h, i, j: i > j, -1, 9), ValueError, "negative"),
+        (lambda: BlockMask.from_function(lambda b, h, i, j: i > j, -1, 9), ValueError, "q_len must be at least 0"),
         (lambda: BlockMask.from_function(lambda b, h, i, j: np.arange(9)[i] > j, 9, 9), TypeError, "mask_fn.*traced"),
         (lambda: BlockMask.from_function(lambda b, h, i, j: i > j if h else i < j, 9, 9), TypeError, "mask_fn.*traced"),
         (lambda: BlockMask(Shape(256, 256), SQUARE[0]), ValueError, "blocks"),

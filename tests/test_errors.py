@@ -3,6 +3,8 @@ standard attention, what is empty is zero. Nothing crashes.
 """
 
 import dataclasses
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +27,9 @@ def arrays(**changes):
     return {name: jnp.ones(shape) for name, shape in shapes.items()}
 
 
-def attend(implementation="flash", **arguments):
-    return jax_flash.dot_product_attention(**(arrays() | arguments), implementation=implementation)
+def attend(implementation="flash", *args, **arguments):
+    names = dict(zip(("query", "key", "value"), args, strict=False))
+    return jax_flash.dot_product_attention(**(arrays() | names | arguments), implementation=implementation)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +130,10 @@ def test_mixed_dtypes():
         ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap"),
         ({"logits_soft_cap": 1e36}, ValueError, "logits_soft_cap"),
         ({"logits_soft_cap": float("nan")}, ValueError, "logits_soft_cap"),
+        ({"logits_soft_cap": 1e-39}, ValueError, "logits_soft_cap must be from 2.94e-31 to 3.4e.30, not 1e-39"),
+        ({"logits_soft_cap": 1e-310}, ValueError, "logits_soft_cap"),
+        ({"logits_soft_cap": "1.0"}, TypeError, "logits_soft_cap must be a number, not '1.0'"),
+        ({"logits_soft_cap": np.ones(1)}, TypeError, "logits_soft_cap must be a number, not ndarray"),
         ({"precision": "exact"}, ValueError, "precision"),
         ({"precision": ("highest", "exact")}, ValueError, "precision"),
         ({"precision": []}, ValueError, "precision"),
@@ -134,11 +141,16 @@ def test_mixed_dtypes():
         ({"query_offset": 2**70}, ValueError, "query_offset"),
         ({"implementation": "cudnn"}, ValueError, "cudnn"),
         ({"implementation": "fast"}, ValueError, "implementation"),
+        ({"implementation": ["flash"]}, ValueError, "implementation must be .* not list"),
+        ({"implementation": np.array(["flash", "xla"])}, ValueError, "implementation must be .* not ndarray"),
+        ({"local_window_size": "3"}, TypeError, "local_window_size"),
         ({"dropout_rate": 0.1}, ValueError, "dropout_key"),
         ({"dropout_rate": -0.1, "dropout_key": jax.random.key(0)}, ValueError, "dropout_rate"),
         ({"dropout_rate": 1.1, "dropout_key": jax.random.key(0)}, ValueError, "dropout_rate"),
         ({"dropout_rate": float("nan"), "dropout_key": jax.random.key(0)}, ValueError, "dropout_rate"),
         ({"dropout_rate": 0.999, "dropout_key": jax.random.key(0)}, ValueError, "at most 0.99609375, or 1"),
+        ({"dropout_rate": 10**400, "dropout_key": jax.random.key(0)}, ValueError, "dropout_rate"),
+        ({"dropout_rate": "0.5", "dropout_key": jax.random.key(0)}, TypeError, "dropout_rate"),
         ({"dropout_rate": "half", "dropout_key": jax.random.key(0)}, TypeError, "dropout_rate"),
         ({"dropout_rate": 0.1, "dropout_key": 0}, TypeError, "dropout_key"),
         ({"dropout_rate": 0.1, "dropout_key": jnp.ones(2)}, TypeError, "dropout_key"),
@@ -177,6 +189,69 @@ def test_options(options, error, match):
     traced = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
     with pytest.raises(error, match=match):
         jax.eval_shape(lambda traced: attend(**static, **traced), traced)
+
+
+ARRAYS = ["query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths", "query_offset"]
+IDS = ["query_segment_ids", "key_value_segment_ids", "dropout_batch_ids", "dropout_head_ids"]
+
+
+NO_ARRAYS = ["array", b"array", object(), 10**400, [[1.0], [1.0, 2.0]], {}]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [*itertools.product(ARRAYS + IDS, NO_ARRAYS), *itertools.product(ARRAYS[:3], [None])],
+    ids=lambda x: x if x in ARRAYS + IDS else type(x).__name__,
+)
+def test_what_is_no_array(name, bad):
+    dropped = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)} if name.startswith("dropout") else {}
+    with pytest.raises((TypeError, ValueError), match=name):
+        attend(**dropped, **{name: bad})
+
+
+@pytest.mark.parametrize("bad", ["False", 0, None, np.array([True, False]), jnp.ones(2, bool)])
+@pytest.mark.parametrize("name", ["is_causal", "deterministic", "broadcast_dropout", "return_residual"])
+def test_flags_are_true_or_false(name, bad):
+    with pytest.raises(TypeError, match=f"{name} must be True or False"):
+        attend(**{name: bad})
+    attend(**{name: np.True_})
+
+
+@pytest.mark.parametrize("vary", ["query", "key_value"])
+def test_traced_ids_of_64_bits(vary, x64):
+    """They would be told apart by their lower 32 bits alone."""
+    ids = {"query_segment_ids": np.full((B, T), 1, np.int32), "key_value_segment_ids": np.full((B, S), 1, np.int32)}
+    name = f"{vary}_segment_ids"
+
+    @jax.jit
+    def traced(given):
+        return attend(**ids | {name: given})
+
+    assert traced(ids[name]).all()
+    with pytest.raises(TypeError, match=f"{name} are traced int64.*cast them to int32"):
+        traced(ids[name].astype(np.int64) + 2**32)
+
+
+@pytest.mark.parametrize("transformed", [lambda f: f, jax.grad], ids=["value", "grad"])
+def test_kernels_for_a_tpu(transformed):
+    traced = jax.jit(transformed(lambda *args: attend("flash", *args).sum())).trace(*arrays().values())
+    with pytest.raises(NotImplementedError, match='implementation="flash": no fused kernels for platform .tpu'):
+        traced.lower(lowering_platforms=("tpu",))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("cap", "dtype"), [(3e-31, "float32"), (3e30, "float32"), (6e-301, "float64")])
+def test_extreme_soft_caps(cap, dtype, implementation):
+    """The scores are 0, or as good as, or as they were; so are those that were 0."""
+    case = Case(T=20, S=30, soft_cap=cap)
+    given = case.arrays(dtype)
+    given["query"][:, ::2] = 0
+    capped, plain = (
+        run(c, given, c.cotangents(dtype), implementation) for c in (case, dataclasses.replace(case, soft_cap=None))
+    )
+    assert all(np.isfinite(x).all() for x in capped.values())
+    expected = plain["o"] if cap > 1 else given["value"].mean(1, keepdims=True).repeat(2, 2).repeat(20, 1)
+    np.testing.assert_allclose(capped["o"], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -404,3 +479,25 @@ def test_scores_near_the_largest_number(dtype, implementation):
     mean = (weight[..., None] * given["value"]).sum(1) / weight.sum(1)[..., None]
     eps = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(results["o"][:, 0, ::2].astype(np.float32), mean, atol=4 * eps, rtol=4 * eps)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("scale", [1e8, 1e9, 1e30])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"bias": np.zeros((B, N, S, S), np.float32)}], ids=list)
+def test_large_scores_have_one_weight(options, scale, implementation):
+    """A row's maximum is that of the very scores it is taken from, although XLA, as users have it, may compute them
+    twice and differently."""
+    query, key, value = np.random.default_rng(0).normal(size=(3, B, S, N, D)).astype(np.float32)
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
+    def gradients(*args):
+        o, pull = jax.vjp(functools.partial(attend, implementation, scale=scale, **options), *args)
+        return o, *pull(o)
+
+    o, *gradients = gradients(query, key, value)
+    scores = np.einsum("btnd,bsnd->bnts", query, key)
+    visible = np.tri(S, dtype=bool) if options.get("is_causal") else True
+    weights = np.eye(S)[np.where(visible, scores, -np.inf).argmax(-1)]
+    np.testing.assert_allclose(o, np.einsum("bnts,bsnd->btnd", weights, value), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(gradients[2], np.einsum("bnts,btnd->bsnd", weights, o), rtol=1e-5, atol=1e-5)
+    assert all(np.isfinite(x).all() for x in gradients)

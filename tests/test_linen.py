@@ -348,8 +348,8 @@ def test_module_refuses_by_name():
     }.items():
         with pytest.raises(NotImplementedError, match=f"`{name}`"):
             MultiHeadAttention(HEADS, **{name: value}).apply(variables, INPUTS)
-    for options in ({"num_heads": 3}, {"num_heads": HEADS, "num_kv_heads": 3}):
-        with pytest.raises(ValueError, match="must divide"):
+    for options in ({"num_heads": 3}, *({"num_heads": HEADS, "num_kv_heads": heads} for heads in (3, -1, 0))):
+        with pytest.raises(ValueError, match="must divide|num_kv_heads must be at least 1"):
             init(MultiHeadAttention(**options), INPUTS)
 
 

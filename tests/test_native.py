@@ -1,5 +1,6 @@
 """What the compiled module refuses: texts of a problem and buffers that Python, as it is, never hands it."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from jax_flash import _native
-from jax_flash.problem import Problem
+from jax_flash.problem import Extent, Problem
 
 PROBLEM = Problem(batch=1, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v_dim=8, dtype="float32")
+EVERY = Extent(True, True, True, True)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,10 @@ PROBLEM = Problem(batch=1, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v
         (" q_block=0", " q_block=16", "a block size"),
         (" block_mask=none", " block_mask=11ts", "a block size"),
         (" row_list=0", " row_list=-1", "a size of the block mask is too small"),
+        (" batch=1", f" batch={2**62}", "an array has more than"),
+        (" q_len=7", f" q_len={2**63 - 1}", "an array has more than"),
+        (" kv_len=9", f" kv_len={2**51}", "an array has more than"),
+        (" v_dim=8", f" v_dim={2**50}", "an array has more than"),
         (" drop_threshold=0", " drop_threshold=32641", "drop_threshold is not in"),
     ],
 )
@@ -50,6 +56,26 @@ def test_problem(old, new, said):
     assert text.count(old) == 1
     with pytest.raises(ValueError, match=f"^problem: .*{said}"):
         _native.cuda_refusal(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"q_block": 2**31}, "more than 31 bits"),
+        ({"kv_block": 2**63 - 16}, "more than 31 bits"),
+        ({"element_masks": 2**31}, "more than 31 bits"),
+        ({"row_list": 2**62}, "more than 31 bits"),
+        ({"element_masks": 2**31 - 1, "q_block": 2**30}, "an array of the block mask"),
+        ({"q_len": 2**44, "column_list": 2**31 - 1, "kv_len": 2**40}, "an array of the block mask"),
+    ],
+    ids=str,
+)
+def test_sizes_of_a_block_mask(changes, said):
+    sizes = {"block_mask": EVERY, "q_block": 16, "kv_block": 16, "row_list": 3, "column_list": 3}
+    for passes in (sizes, sizes | {"q_block": 2**31 - 16}):
+        assert not _native.cuda_refusal(dataclasses.replace(PROBLEM, **passes).encode()).startswith("problem")
+    with pytest.raises(ValueError, match=f"^problem: .*{said}"):
+        _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes | changes).encode())
 
 
 def test_version():
@@ -93,9 +119,11 @@ def test_problem_of_a_call():
         jax.block_until_ready(call(problem=""))
 
 
-def test_instruction_set_that_is_not_there():
+@pytest.mark.parametrize(("isa", "said"), [("mmx", "JAX_FLASH_CPU_ISA=mmx is not to be had"), ("", "")])
+def test_instruction_set_that_is_not_there(isa, said):
+    """Empty counts as unset."""
     script = "import jax.numpy as jnp, jax_flash; x = jnp.ones((1, 4, 1, 8)); jax_flash.dot_product_attention(x, x, x)"
-    environment = os.environ | {"JAX_FLASH_CPU_ISA": "mmx", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_FLASH_CPU_ISA": isa, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1
-    assert "JAX_FLASH_CPU_ISA=mmx is not to be had" in done.stderr
+    assert done.returncode == bool(said)
+    assert said in done.stderr

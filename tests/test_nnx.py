@@ -241,8 +241,11 @@ def test_module_refuses_by_name():
         MultiHeadAttention(HEADS, FEATURES, rngs=nnx.Rngs(0))(INPUTS, sow_weights=True)
     with pytest.raises(NotImplementedError, match="`input_positions`"):
         MultiHeadAttention(HEADS, FEATURES, rngs=nnx.Rngs(0))(INPUTS, input_positions=jnp.arange(3))
-    with pytest.raises(ValueError, match="num_kv_heads"):
-        MultiHeadAttention(HEADS, FEATURES, num_kv_heads=3, rngs=nnx.Rngs(0))
+    for heads in (3, -1, 0):
+        with pytest.raises(ValueError, match="num_kv_heads"):
+            MultiHeadAttention(HEADS, FEATURES, num_kv_heads=heads, rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match="num_kv_heads"):
+            MultiHeadAttention(HEADS, FEATURES, FEATURES, FEATURES, heads, rngs=nnx.Rngs(0))
 
 
 # Transformations

@@ -279,8 +279,12 @@ def test_top_k(k, lead):
 @pytest.mark.parametrize(
     "make, error, message",
     [
-        (lambda: patterns.causal(-1, 4), ValueError, "lengths .* must not be negative"),
-        (lambda: patterns.causal(4, 4.5), TypeError, "'float' object cannot be interpreted as an integer"),
+        (lambda: patterns.causal(-1, 4), ValueError, "q_len must be at least 0, not -1"),
+        (lambda: patterns.causal(4, 4.5), TypeError, "kv_len must be an int, not 4.5"),
+        (lambda: patterns.causal(4, "4"), TypeError, "kv_len must be an int, not '4'"),
+        (lambda: patterns.causal(4, 4, q_block=2**31), ValueError, "q_block 2147483648 is too large"),
+        (lambda: patterns.causal(2**31, 4), ValueError, "2147483648 positions"),
+        (lambda: patterns.strided(999, 999, 2**70), ValueError, "stride must be below 2.63"),
         (lambda: patterns.causal(16, 16, q_block=24), ValueError, "q_block must be a positive multiple of 16, not 24"),
         (lambda: patterns.butterfly(16, 16, kv_block=0), ValueError, "kv_block must be a positive multiple of 16"),
         (lambda: patterns.local_window(9, 9, -1, 0), ValueError, "left must be at least 0, not -1"),

@@ -1,6 +1,9 @@
 """Eight devices compute what one does, each its own batch entries and heads, and nothing is gathered."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +26,8 @@ def place(mesh, arrays, specs):
     return {name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P()))) for name, x in arrays.items()}
 
 
-def results(case, arrays, implementation="flash"):
-    """o, logsumexp and gradients, as a function of the arrays by name."""
+def results(case, arrays, implementation=None):
+    """o, logsumexp and gradients, as a function of the arrays by name; by default of what users run."""
     inputs = {name: x for name, x in arrays.items() if name in DIFFERENTIATED}
     others = {name: x for name, x in arrays.items() if name not in DIFFERENTIATED}
 
@@ -196,7 +199,7 @@ def test_nothing_sharded_under_a_mesh(jit, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
 def test_other_implementations(implementation, mode):
     case = SHARDED(causal=True, dropout=0.1, bias="1nts")
     arrays = case.arrays()
@@ -206,6 +209,15 @@ def test_other_implementations(implementation, mode):
         assert_close(jax.jit(functools.partial(results, case, implementation=implementation))(placed), expected)
 
 
+def test_with_gspmd():
+    """With `jax_use_shardy_partitioner=False`, which JAX reads once. An error in a callback of GSPMD's is an abort."""
+    tests = "batch_and_heads and segments or groups_over_devices and 8-1 or nothing_sharded and jit"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", tests]
+    environment = os.environ | {"JAX_USE_SHARDY_PARTITIONER": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_higher_order_under_a_mesh(mode):
     case = SHARDED(causal=True)
@@ -213,7 +225,7 @@ def test_higher_order_under_a_mesh(mode):
 
     def penalty(arrays):
         def loss(query):
-            return (jax_flash.dot_product_attention(**arrays | {"query": query}, implementation="flash") ** 2).sum()
+            return (jax_flash.dot_product_attention(**arrays | {"query": query}, **case.options) ** 2).sum()
 
         return jax.grad(lambda query: (jax.grad(loss)(query) ** 2).sum())(arrays["query"])
 
@@ -242,7 +254,7 @@ def test_vmap_of_sharded_arrays(mode):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("implementation", ["flash", "xla"])
+@pytest.mark.parametrize("implementation", [None, "flash", "xla"])
 def test_shard_map(implementation, check_vma):
     """The gradient taken inside."""
     case = SHARDED(causal=True)
@@ -263,7 +275,7 @@ def test_shard_map(implementation, check_vma):
     assert not gathers(function.lower(arrays).compile())
 
 
-@pytest.mark.parametrize("implementation", ["flash", "xla"])
+@pytest.mark.parametrize("implementation", [None, "flash", "xla"])
 def test_gradient_of_shard_map_sums_over_what_is_shared(implementation):
     """Key, value and bias are the same on all devices, and the gradient is taken outside."""
     case = SHARDED(bias="1nts", K=1)
@@ -289,6 +301,29 @@ def test_gradient_of_shard_map_sums_over_what_is_shared(implementation):
     assert_close(ours[1], expected[1])
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "options", [{"is_causal": True}, {"local_window_size": 3}, {"key_value_seq_lengths": 5}], ids="-".join
+)
+def test_gradient_of_shard_map_with_tiles_that_are_skipped(options, jit, mode, devices):
+    arrays = SHARDED(B=8).arrays()
+
+    def loss(attention):
+        return lambda arrays: (attention(arrays) ** 2).sum()
+
+    def attention(arrays):
+        per_batch = {name: jnp.full(arrays["query"].shape[0], x) for name, x in options.items() if "lengths" in name}
+        return jax_flash.dot_product_attention(**arrays, **options | per_batch)
+
+    over = mesh(mode, devices)
+    mapped = jax.shard_map(attention, mesh=over, in_specs=(P("data"),), out_specs=P("data"))
+    with jax.set_mesh(over):
+        ours = jit(jax.grad(loss(mapped)))(place(over, arrays, dict.fromkeys(arrays, P("data"))))
+    assert_close(ours, jax.jit(jax.grad(loss(attention)))(arrays))
+
+
 def test_shard_map_with_global_ids_has_the_mask_of_the_whole():
     case = SHARDED(dropout=0.4)
     arrays = case.arrays()
@@ -296,7 +331,7 @@ def test_shard_map_with_global_ids_has_the_mask_of_the_whole():
 
     def attention(query, key, value):
         return jax_flash.dot_product_attention(
-            query, key, value, dropout_rate=case.dropout, dropout_key=arrays["dropout_key"], implementation="flash",
+            query, key, value, dropout_rate=case.dropout, dropout_key=arrays["dropout_key"],
             dropout_batch_ids=jax.lax.axis_index("data")[None],
             dropout_head_ids=2 * jax.lax.axis_index("model") + jnp.arange(2),
         )  # fmt: skip
@@ -313,7 +348,7 @@ def test_shard_map_over_one_axis_and_not_the_other(mode):
     arrays = case.arrays()
 
     def attention(arrays):
-        return jax_flash.dot_product_attention(**arrays, is_causal=True, implementation="flash")
+        return jax_flash.dot_product_attention(**arrays, is_causal=True)
 
     def gradient(attention):
         return jax.jit(jax.grad(lambda arrays: (attention(arrays) ** 2).sum()))

@@ -16,7 +16,19 @@ import jax_flash
 pytestmark = pytest.mark.usefixtures("device")
 
 B, T, S, N, K, D = 2, 21, 27, 4, 2, 8
-attend = functools.partial(jax_flash.dot_product_attention, implementation="flash")
+OPTIONS = {}  # of `attend`, where a test gives no others
+
+
+@pytest.fixture(scope="module", params=[None, "flash"], ids=["default", "flash"], autouse=True)
+def implementation(request):
+    """What users run, and the fused calls without what that falls back to."""
+    OPTIONS["implementation"] = request.param
+    jax.clear_caches()  # JAX keeps traces of `attend`, which are those of the other
+    return request.param
+
+
+def attend(*args, **options):
+    return jax_flash.dot_product_attention(*args, **OPTIONS | options)
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -292,39 +304,39 @@ def gradient_of_loop(loop, implementation, chosen):
 
 @pytest.mark.parametrize("chosen", [(0,), (0, 1, 2)], ids=["query", "all"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_gradient_of_gradient_through_loops(loop, chosen):
+def test_gradient_of_gradient_through_loops(loop, chosen, implementation):
     q, k, v, _ = arrays(2, B)
 
     def penalty(implementation):
         gradient = gradient_of_loop(loop, implementation, chosen)
         return jax.grad(lambda *args: sum((jnp.sin(x) ** 2).sum() for x in gradient(*args)), chosen)
 
-    assert_near(jax.jit(penalty("flash"))(q[0], k, v), jax.jit(penalty("xla"))(q[0], k, v))
+    assert_near(jax.jit(penalty(implementation))(q[0], k, v), jax.jit(penalty("xla"))(q[0], k, v))
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_jvp_of_gradient_through_loops(loop):
+def test_jvp_of_gradient_through_loops(loop, implementation):
     q, k, v, _ = arrays(2, B)
 
     def derivative(implementation):
         gradient = gradient_of_loop(loop, implementation, (0, 1, 2))
         return jax.jit(lambda *args: jax.jvp(gradient, args, tuple(map(jnp.cos, args))))
 
-    assert_near(derivative("flash")(q[0], k, v), derivative("xla")(q[0], k, v))
+    assert_near(derivative(implementation)(q[0], k, v), derivative("xla")(q[0], k, v))
 
 
-def test_hessian_through_a_loop():
+def test_hessian_through_a_loop(implementation):
     q, k, v = normal(0, 1, 3, 2, 8), normal(1, 2, 1, 3, 1, 8), normal(2, 2, 1, 3, 1, 8)
 
     def hessian(implementation):
         return jax.jit(jax.jacfwd(gradient_of_loop("scan", implementation, (0, 1, 2)), (0, 1, 2)))
 
-    assert_near(hessian("flash")(q, k, v), hessian("xla")(q, k, v))
+    assert_near(hessian(implementation)(q, k, v), hessian("xla")(q, k, v))
 
 
-def test_derivatives_of_a_loop_run_the_kernels():
+def test_derivatives_of_a_loop_run_the_kernels(implementation):
     q, k, v, _ = arrays(2, B)
-    gradient = gradient_of_loop("scan", "flash", 0)
+    gradient = gradient_of_loop("scan", implementation, 0)
     penalty = jax.grad(lambda *args: (gradient(*args) ** 2).sum())
     assert min(*calls(gradient, q[0], k, v), *calls(penalty, q[0], k, v)) > 0
 
@@ -337,13 +349,12 @@ def assert_near(x, y):
 # --- ahead of time, and memory ---
 
 
-@pytest.mark.parametrize("implementation", ["flash", None])
-def test_export_round_trip(implementation, device):
+def test_export_round_trip(device):
     q, k, v, bias = arrays(B)
     platform = "cuda" if device.platform == "gpu" else "cpu"
 
     def function(*args):
-        return (jax_flash.dot_product_attention(*args, is_causal=True, implementation=implementation) ** 2).sum()
+        return (attend(*args, is_causal=True) ** 2).sum()
 
     gradient = jax.jit(jax.value_and_grad(function, (0, 1, 2, 3)))
     exported = export.export(gradient, platforms=(platform,), disabled_checks=EXPORT_CHECKS)(q, k, v, bias)

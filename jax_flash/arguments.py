@@ -153,12 +153,17 @@ def booleans(name: str, x: ArrayLike) -> jax.Array:
     return converted
 
 
-def broadcastable(name: str, x: jax.Array, full: tuple[int, ...]) -> jax.Array:
-    """As [B|1, N|1, T|1, S|1]."""
-    shape = (1,) * (4 - x.ndim) + x.shape
+def broadcastable(
+    name: str, x: ArrayLike | None, full: tuple[int, ...], kind: Callable[[str, ArrayLike], jax.Array]
+) -> jax.Array | None:
+    """As [B|1, N|1, T|1, S|1], of `floats` or `booleans`."""
+    if x is None:
+        return None
+    given = kind(name, x)
+    shape = (1,) * (4 - given.ndim) + given.shape
     if len(shape) != 4 or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True)):
-        raise ValueError(f"{name} has shape {x.shape}, which is not broadcastable to [B, N, T, S] = {full}")
-    return x.reshape(shape)
+        raise ValueError(f"{name} has shape {given.shape}, which is not broadcastable to [B, N, T, S] = {full}")
+    return given.reshape(shape)
 
 
 def integers(name: str, x: ArrayLike) -> np.ndarray | jax.Array:

@@ -1,4 +1,4 @@
-"""`dot_product_attention`: defaults, checks, and the choice of implementation."""
+"""`dot_product_attention`: defaults, and the choice of implementation."""
 
 from __future__ import annotations
 
@@ -224,8 +224,8 @@ def attention_with_statistics(
         key,
         value,
         scale,
-        bias=None if bias is None else arguments.broadcastable("bias", arguments.floats("bias", bias), (B, N, T, S)),
-        mask=None if mask is None else arguments.broadcastable("mask", arguments.booleans("mask", mask), (B, N, T, S)),
+        bias=arguments.broadcastable("bias", bias, (B, N, T, S), arguments.floats),
+        mask=arguments.broadcastable("mask", mask, (B, N, T, S), arguments.booleans),
         q_lengths=arguments.lengths("query_seq_lengths", query_seq_lengths, B),
         kv_lengths=arguments.lengths("key_value_seq_lengths", key_value_seq_lengths, B),
         q_segments=arguments.ids("query_segment_ids", query_segment_ids, (B, T), unbatched),

@@ -3,7 +3,8 @@
 Butterfly, strided, fixed, BigBird and top-k keep whole blocks, and are causal only where the paper says so; the others
 are exact, entry by entry. i is the position of a query and j that of a key, both from 0; u and v number the block rows
 and block columns. Every function also takes the block size, `q_block` x `kv_block` entries, and raises ValueError for
-sizes that are no multiples of 16 and for negative lengths, TypeError for numbers that are no integers.
+sizes that are no multiples of 16, for negative lengths and for whole blocks that reach 2^31, TypeError for numbers that
+are no integers.
 
 Nothing takes time or memory of the order of T·S entries: of blocks that are alike one is evaluated, and only if it is
 neither empty nor full.

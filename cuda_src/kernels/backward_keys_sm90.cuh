@@ -27,8 +27,8 @@ constexpr bool kCrowded =
 
 // With dropout L of the last rows is not read before the exponentials of the first are done, ...
 constexpr bool kInHalves = kRows == 128 && kDropout && !kAlongside;
-// ... and with a block mask the scale is read in every step, or registers would be spilled.
-constexpr bool kLateScale = kBlockMask && kStartAtL && kQKDim > 96 && !kDropout && !kAlongside;
+// ... and with a mask the scale is read in every step, or registers would be spilled.
+constexpr bool kLateScale = !kScores && !kAlongside && (kRows == 128 ? kMask : kBlockMask && kQKDim > 96 && !kDropout);
 
 // What exp2 of a difference of scores needs, before and after S became s.
 __device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 1.0f : ScaleOf(p); }
@@ -219,7 +219,8 @@ struct Keys {
       if (kInHalves && c == kRows / 32 && Never()) return;
       const float4 x =
           kStartAtL ? float4() : (reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4)[4 * c];
-      const float minus_l[4] = {x.x, x.y, x.z, x.w};
+      const float unit = kScores ? 1.0f : scale_log2;
+      const float minus_l[4] = {x.x * unit, x.y * unit, x.z * unit, x.w * unit};
       if (kMaximumApart) SubtractM(c);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {

@@ -49,6 +49,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "dlogsumexp": (False, True),
     "gradients": GRADIENTS,
 }
+ABSENT = (False, None, "none")
 PLAIN = {name: values[0] for name, values in FEATURES.items()}
 # Where Hopper's backward is one kernel it has two of these at most.
 BESIDE = ("causal", "window", "lengths", "segments", "query_offset", "dropout", "dlogsumexp")
@@ -60,6 +61,19 @@ FEW_QUERIES = FEATURES | {  # the forward divides the keys
 }
 
 
+class Case:
+    """What the plan is asked: an architecture and a problem, which its features tell in words too."""
+
+    def __init__(self, arch: str, dtype: str, dims: tuple[int, int], **features: Any):
+        self.arch = arch
+        self.problem = problem(dtype, dims, **features)
+        self.words = [arch, dtype, f"dims={dims}"]
+        self.words += [f"{name}={features[name]}" for name in sorted(features) if features[name] not in ABSENT]
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """A kernel file with its macros, for one architecture."""
@@ -67,6 +81,10 @@ class Variant:
     arch: str
     file: str
     defines: tuple[str, ...]
+
+    def compile(self) -> tuple[bytes, str, float, int]:
+        """Cubin, log, seconds, bytes of dynamic shared memory."""
+        return _native.cuda_compile(self.file, list(self.defines), self.arch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,30 +144,30 @@ def pairs(**parameters: Iterable[Any]) -> Iterator[dict[str, Any]]:
         yield dict(zip(parameters, values, strict=True))
 
 
-def cover() -> Iterator[tuple[str, Problem]]:
+def cover() -> Iterator[Case]:
     """Architectures and problems in which every pair of values occurs, with many queries and with few; again for what
     only Hopper's own kernels do."""
     for features in (FEATURES, FEW_QUERIES):
         for chosen in pairs(arch=SHARED_LIMITS, dtype=DTYPES, dims=DIMS, **features):
-            yield chosen.pop("arch"), problem(**chosen)
+            yield Case(**chosen)
     for chosen in pairs(dims=DIMS, **FEATURES | {"bias": ("none",), "mask": (False,), "gradients": ("all",)}):
-        yield "sm_90a", problem("bfloat16", **chosen)
+        yield Case("sm_90a", "bfloat16", **chosen)
     # The backward as one kernel; if heads share keys, dK and dV are added up.
     for chosen in pairs(dims=NARROW, two=itertools.combinations(BESIDE, 2), q_len=(4096, 512), kv_heads=(4, 1)):
         two = dict.fromkeys(BESIDE, False) | dict.fromkeys(chosen.pop("two"), True)
-        yield "sm_90a", problem("bfloat16", **PLAIN | chosen | two)
+        yield Case("sm_90a", "bfloat16", **PLAIN | chosen | two)
     # Likewise with a block mask.
     alone = {name: FEATURES[name][:1] for name in ("bias", "mask", "soft_cap", "scale")}
     alone |= dict.fromkeys(("causal", "window", "lengths", "segments", "query_offset"), (False,))
     alone |= {"block_mask": ((128, 128), (64, 256)), "q_len": (512,), "gradients": ("all",)}
     for chosen in pairs(dims=NARROW, **FEATURES | alone):
-        yield "sm_90a", problem("bfloat16", **chosen | {"kv_heads": 4})
+        yield Case("sm_90a", "bfloat16", **chosen | {"kv_heads": 4})
     for dtype, dims in (("bfloat16", DIMS), ("float32", ((64, 64), (128, 128), (8, 16)))):
         together = {"causal": (True,), "block_mask": (None,), "q_len": (4096,), "scale": (0.125,)}
         for chosen in pairs(dims=dims, **FEATURES | together):  # the backward with all heads of a large group
-            yield "sm_90a", problem(dtype, q_heads=80, kv_heads=16, **chosen)
+            yield Case("sm_90a", dtype, q_heads=80, kv_heads=16, **chosen)
     for chosen in pairs(dims=DIMS, **FEATURES | {"dlogsumexp": (False,), "gradients": ("none",)}):
-        yield "sm_90a", problem("float32", **chosen)
+        yield Case("sm_90a", "float32", **chosen)
     few = FEATURES | {
         "q_len": (4096,),
         "soft_cap": (0.0,),
@@ -158,19 +176,19 @@ def cover() -> Iterator[tuple[str, Problem]]:
     }
     for blocks in ({"block_mask": (None,)}, dict.fromkeys(("window", "segments", "mask", "dropout"), (False,))):
         for chosen in pairs(dims=((64, 64), (128, 128), (8, 16), (96, 72)), **few | blocks):
-            yield "sm_90a", problem("float32", **chosen)
+            yield Case("sm_90a", "float32", **chosen)
 
 
-def singles() -> Iterator[tuple[str, Problem]]:
+def singles() -> Iterator[Case]:
     """One feature at a time, and some beside dropout, where registers are scarcest: what most models use."""
     for features in (FEATURES, FEW_QUERIES):
         plain = {name: values[0] for name, values in features.items()} | {"causal": False}
         for dims, (name, values) in itertools.product(DIMS[:3], features.items()):
             for value in values:
-                yield "sm_90a", problem("bfloat16", dims, **plain | {name: value})
+                yield Case("sm_90a", "bfloat16", dims, **plain | {name: value})
     with_dropout = PLAIN | {"causal": False, "dropout": True}
     for dims, name in itertools.product(DIMS[:2], ("window", "segments", "mask", "block_mask")):
-        yield "sm_90a", problem("bfloat16", dims, **with_dropout | {name: FEATURES[name][1]})
+        yield Case("sm_90a", "bfloat16", dims, **with_dropout | {name: FEATURES[name][1]})
     # What else the plan's table for Hopper's forward has tiles of its own for.
     for features in (
         {"causal": True, "soft_cap": 30.0},
@@ -180,37 +198,42 @@ def singles() -> Iterator[tuple[str, Problem]]:
         {"bias": "bfloat16", "dropout": True},
     ):
         for dims in ((64, 64), (128, 128), (192, 192), (256, 256)):
-            yield "sm_90a", problem("bfloat16", dims, **PLAIN | {"causal": False, "gradients": "none"} | features)
-    yield "sm_90a", problem("bfloat16", (192, 192), **PLAIN)
+            yield Case("sm_90a", "bfloat16", dims, **PLAIN | {"causal": False, "gradients": "none"} | features)
+    yield Case("sm_90a", "bfloat16", (192, 192), **PLAIN)
     # The backward as one kernel; and with a block mask.
     for dims, name, value in itertools.product(DIMS[:2], BESIDE, (False, True)):
-        yield "sm_90a", problem("bfloat16", dims, **PLAIN | {"causal": False, "kv_heads": 4} | {name: value})
+        yield Case("sm_90a", "bfloat16", dims, **PLAIN | {"causal": False, "kv_heads": 4} | {name: value})
     for dims, dropout in itertools.product(((64, 64), (96, 96), (128, 128)), (False, True)):
         one = {"causal": False, "q_len": 512, "block_mask": (128, 128), "dropout": dropout, "kv_heads": 4}
-        yield "sm_90a", problem("bfloat16", dims, **PLAIN | one)
+        yield Case("sm_90a", "bfloat16", dims, **PLAIN | one)
     # TF32, with a block mask too.
     for dims, block, name, value in itertools.product(DIMS[:2], (None, (128, 128)), BESIDE, (False, True)):
-        yield "sm_90a", problem("float32", dims, **PLAIN | {"causal": False, "block_mask": block} | {name: value})
+        yield Case("sm_90a", "float32", dims, **PLAIN | {"causal": False, "block_mask": block} | {name: value})
     # The largest tiles where shared memory is least.
     for dtype, dims, gradients in itertools.product(DTYPES[1:], DIMS[1:3], GRADIENTS[:2]):
-        yield "sm_89", problem(dtype, dims, **PLAIN | {"gradients": gradients})
+        yield Case("sm_89", dtype, dims, **PLAIN | {"gradients": gradients})
 
 
-def product() -> Iterator[tuple[str, Problem]]:
+def product() -> Iterator[Case]:
     """Every architecture, dtype and pair of head dims, with a cover of the features."""
     features = [*pairs(**FEATURES), *pairs(**FEW_QUERIES)]
     for arch, dtype, dims, chosen in itertools.product(SHARED_LIMITS, DTYPES, DIMS, features):
-        yield arch, problem(dtype, dims, **chosen)
+        yield Case(arch, dtype, dims, **chosen)
 
 
-def variants(problems: Iterable[tuple[str, Problem]]) -> list[Variant]:
-    """What the plan chooses for forward and backward, each once."""
-    chosen: dict[Variant, None] = {}
-    for arch, p in problems:
+def planned(cases: Iterable[Case]) -> Iterator[tuple[str, Variant]]:
+    """What the plan chooses for forward and backward, after the place where it does: "sm_90a ... forward 1 of 2"."""
+    for case in cases:
         for backward in (False, True):
-            for file, _, defines in _native.cuda_plan(p.encode(), backward, arch):
-                chosen[Variant(arch, file, tuple(defines))] = None
-    return list(chosen)
+            launches = _native.cuda_plan(case.problem.encode(), backward, case.arch)
+            files = dict.fromkeys(Variant(case.arch, file, tuple(defines)) for file, _, defines in launches)
+            for i, variant in enumerate(files, 1):
+                yield f"{case} {'backward' if backward else 'forward'} {i} of {len(files)}", variant
+
+
+def variants(cases: Iterable[Case]) -> list[Variant]:
+    """What the plan chooses, each once."""
+    return list(dict.fromkeys(variant for _, variant in planned(cases)))
 
 
 def tested() -> list[Variant]:
@@ -234,7 +257,7 @@ def tested() -> list[Variant]:
 
 def compile_variant(variant: Variant) -> list[Report]:
     """A report for each kernel of the file."""
-    _, log, seconds, dynamic = _native.cuda_compile(variant.file, list(variant.defines), variant.arch)
+    _, log, seconds, dynamic = variant.compile()
     # Only a file's main kernel has any.
     serialized = "wgmma.mma_async instructions are serialized" in log
     reports = []

@@ -1,7 +1,9 @@
 """The CUDA kernels compile for every architecture, spill nothing and fit its shared memory; no GPU is needed."""
 
 import itertools
+import json
 
+import cubins
 import kernel_variants
 import pytest
 
@@ -32,3 +34,21 @@ def test_hoppers_backward_has_the_tiles_of_its_head_dims():
                 assert ("JAX_FLASH_COLS=64" in defines) == (max(dims) > 128), (dims, chosen)
                 seen.add(dims)
     assert seen == set(kernel_variants.DIMS)
+
+
+def test_code_is_compared_whatever_things_are_called(nvrtc, monkeypatch, capsys, tmp_path):
+    """Other names, lines and constants that nobody reads leave it what it is; other instructions do not."""
+    file, header = tmp_path / "before.json", tmp_path / "renamed.h"
+    assert cubins.main(["save", str(file), "--every", "500"]) == 0
+    before = json.loads(file.read_text())
+    assert len(before) > 1
+    header.write_text("namespace jax_flash { namespace another { constexpr int kUnused = 7; } }")
+    monkeypatch.setenv("JAX_FLASH_NVRTC_OPTIONS", f"-lineinfo -DUNUSED=1 --pre-include={header}")
+    assert cubins.main(["compare", str(file)]) == 0
+    assert f"{len(before)} of {len(before)} kernel files are equal" in capsys.readouterr().out
+    monkeypatch.setenv("JAX_FLASH_NVRTC_OPTIONS", "--ptxas-options=-O1")
+    file.write_text(json.dumps({"sm_90a nothing forward 1 of 1": "0", **before}))
+    assert cubins.main(["compare", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert f"0 of {len(before) + 1} kernel files are equal" in out
+    assert out.count("another") == len(before) and out.count("none") == 1

@@ -212,8 +212,8 @@ def _custom_call(call: Call, arrays: Arrays) -> Results:
 
 # --- what it is on each platform --------------------------------------------------------------------------------------
 
-# A primitive too, since lax.platform_dependent is not told whether a program is lowered for the GPUs that are here or to
-# be exported: the scratch memory that it has depends on it.
+# A primitive too, since lax.platform_dependent is not told whether a program is lowered for the GPUs that are here or
+# to be exported: the scratch memory that it has depends on it.
 _platforms = Primitive("jax_flash_call")
 _platforms.multiple_results = True
 

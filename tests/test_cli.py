@@ -53,9 +53,12 @@ def test_info_of_gpus(nvrtc, capsys, monkeypatch, devices, said):
 )
 def test_choose(capsys, flags, implementation):
     assert main(["choose", *flags.split()]) == 0
-    chosen, _, reason = capsys.readouterr().out.partition(": ")
+    first, *plan = capsys.readouterr().out.splitlines()
+    chosen, _, reason = first.partition(": ")
     assert chosen == implementation
-    assert reason.strip()
+    assert reason
+    passes = ["forward", "backward"] if "cuda" in flags and chosen == "flash" else []
+    assert [line.split()[0] for line in plan if not line.startswith(" ")] == passes
 
 
 @pytest.mark.parametrize(

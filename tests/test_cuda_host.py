@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from jax_flash.problem import Extent, Problem
 BASE = Problem(2, 512, 512, 8, 4, 64, 64, "bfloat16", scale=0.125)
 GRADIENTS = {"dq": True, "dk": True, "dv": True}
 EVERY = Extent(True, True, True, True)
+BIASED = {"bias_dtype": "float32", "bias": EVERY}
 
 
 def problem(**changes) -> Problem:
@@ -389,6 +391,85 @@ def test_scratch_of_a_program_that_runs_anywhere(changes, backward):
     most = everywhere(backward, **changes)
     assert max(scratch(arch, backward, n, **changes) for arch, n in gpus) <= most
     assert most in {scratch(arch, backward, n, **changes) for arch in ("sm_80", "sm_90a") for n in range(1, 193)}
+
+
+# --- what is said of the plan ---
+
+
+def explained(backward=False, arch="sm_90a", **changes) -> jax_flash.Explanation:
+    return jax_flash.explain(problem(**changes), backward, arch)
+
+
+def test_an_explanation_is_the_plan():
+    plain = explained(causal=True)
+    (kernel,) = plain.kernels
+    tiles = [fields(causal=True)[name] for name in ("rows", "cols", "groups", "stages")]
+    assert kernel == ("jax_flash_forward", "hopper", *tiles)
+    assert plain[:3] == (False, "sm_90a", 132) and plain[4:] == (0, ())
+    (kernel,) = explained(arch="sm_80").kernels
+    assert kernel.family == "ampere"
+    backward = explained(True, dtype="float32")
+    assert [x.name for x in backward.kernels] == [x for _, x in kernels("sm_90a", True, dtype="float32", **GRADIENTS)]
+    assert backward.scratch_bytes == scratch("sm_90a", True, dtype="float32", **GRADIENTS)
+    assert len(explained(True, dk=True).kernels) == 2  # prepare and main: the gradients that the problem asks for
+
+
+@pytest.mark.parametrize(
+    ("changes", "backward", "reason"),
+    [
+        ({"soft_cap": 2.0, "qk_dim": 256}, True, r"backward is not taken: its tiles of 64 x 64 do not do a soft cap$"),
+        ({"dtype": "float32", "full_precision": True}, False, "forward is not taken: .* do not do full precision$"),
+        ({"dtype": "float32", "qk_dim": 256}, False, "no tiles for head dims 256 and 64"),
+        ({"dtype": "float32", "qk_dim": 128, "soft_cap": 2.0, **BIASED}, True, "a soft cap and a bias$"),
+        ({"block_mask": EVERY, "q_block": 16, "kv_block": 48, "row_list": 4, "column_list": 4}, False, "16 x 48$"),
+        ({"q_len": 1, "kv_len": 4096}, False, "few queries see many keys"),
+        ({"deterministic": True}, True, "dQ is a kernel's of its own"),
+        ({"dbias": True, **BIASED}, True, "a pass of its own"),
+    ],
+)
+def test_reasons(changes, backward, reason):
+    explanation = explained(backward, **changes)
+    assert re.search(reason, explanation.reasons[0])
+    assert f"because {explanation.reasons[0]}" in str(explanation)
+    assert "ampere" in {kernel.family for kernel in explanation.kernels}
+
+
+def test_reasons_of_who_asked_for_it(monkeypatch):
+    monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm80")
+    assert "JAX_FLASH_CUDA_KERNELS=sm80" in explained().reasons[0]
+    assert explained(arch="sm_100").reasons == ()
+
+
+def test_an_explanation_of_the_gpu_that_is_here(monkeypatch):
+    monkeypatch.setattr(_native, "cuda_devices", lambda: [(9, 0, 78), (8, 0, 108)])
+    assert jax_flash.explain(BASE)[:3] == (False, "sm_90a", 78)
+    monkeypatch.setattr(_native, "cuda_devices", lambda: [])
+    assert jax_flash.explain(BASE)[:3] == (False, "sm_90a", 132)
+    assert explained(arch="sm_80").multiprocessors == 108
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ((BASE.encode(),), TypeError, "must be a jax_flash.Problem"),
+        ((problem(dtype="float64"),), ValueError, "float64"),
+        ((BASE, False, "sm_75"), ValueError, "sm_75: the kernels need"),
+        ((BASE, False, "hopper"), ValueError, "hopper: the kernels need"),
+    ],
+)
+def test_what_cannot_be_explained(call, error, message):
+    with pytest.raises(error, match=message):
+        jax_flash.explain(*call)
+
+
+def test_plans_count_the_multiprocessors_of_the_gpu():
+    few = {"batch": 1, "q_len": 1024, "kv_len": 1024}  # 32 tiles of 256 rows, 43 of 192
+    tiles = [fields("sm_90a", multiprocessors=n, **few)["rows"] for n in (20, 132)]
+    assert tiles[0] > tiles[1]
+    keys = {"kv_heads": 4, "batch": 8, **GRADIENTS}  # 128 tiles of them
+    assert [fields("sm_90a", True, n, **keys)["sum_kv"] for n in (132, 192)] == [0, 1]
+    decoding = {"q_len": 1, "kv_len": 2**17}
+    assert scratch("sm_90a", False, 64, **decoding) * 2 == scratch("sm_90a", False, 128, **decoding)
 
 
 # --- compiling ---

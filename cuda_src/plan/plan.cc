@@ -12,13 +12,12 @@ namespace {
 void AddForward(const Target& target, const Problem& p, Plan* plan) {
   if (ampere::FewQueries(target, p)) {
     plan->reasons.push_back(
-        "few queries see many keys: these are divided into parts, or tiles are as if they were, by the kernels that "
-        "all GPUs have");
+        "few queries see many keys: that is for the kernels that all GPUs have, which can divide the keys into parts");
     return ampere::AddForward(target, p, plan);
   }
   if (const auto tiling = hopper::Tiling(target, p, Pass::kForward)) return hopper::AddForward(p, *tiling, plan);
   if (target.hopper) {
-    plan->reasons.push_back("Hopper's own forward does not fit: " + hopper::WhyNot(target, p, Pass::kForward));
+    plan->reasons.push_back("Hopper's own forward is not taken: " + hopper::WhyNot(target, p, Pass::kForward));
   }
   ampere::AddForward(target, p, plan);
 }
@@ -30,14 +29,14 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
       hopper::AddBackward(p, *tiling, plan);
     } else {
       if (target.hopper) {
-        plan->reasons.push_back("Hopper's own backward does not fit: " + hopper::WhyNot(target, p, Pass::kBackward));
+        plan->reasons.push_back("Hopper's own backward is not taken: " + hopper::WhyNot(target, p, Pass::kBackward));
       }
       ampere::AddBackward(target, p, plan);
       prepared = true;
     }
   }
   if (p.dq && p.deterministic) {
-    plan->reasons.push_back("deterministic: a kernel that all GPUs have computes dQ once more, in a fixed order");
+    plan->reasons.push_back("deterministic: dQ is a kernel's of its own, which all GPUs have, in a fixed order");
     ampere::AddQuery(target, p, plan);
   }
   if (p.dbias) {

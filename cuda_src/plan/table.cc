@@ -76,15 +76,16 @@ std::string Obstacle(const Rows& rows, const Target& target, const Problem& p) {
       if (features & feature) add(name);
     }
     if (!InWholeTiles(row.tile, p)) {
-      add("blocks of " + std::to_string(p.q_block) + " x " + std::to_string(p.kv_block) + ", which are no whole tiles");
+      add("blocks of " + std::to_string(p.q_block) + " x " + std::to_string(p.kv_block));
     }
     if (least.empty() || count < least_count) {
       least_count = count;
-      least = text + " (the tiles " + std::to_string(row.tile.rows) + " x " + std::to_string(row.tile.cols) +
-              " would do without)";
+      least = "its tiles of " + std::to_string(row.tile.rows) + " x " + std::to_string(row.tile.cols) + " do not do " +
+              text;
     }
   }
-  return least.empty() ? "head dims " + std::to_string(p.qk_dim) + " and " + std::to_string(p.v_dim) : least;
+  if (!least.empty()) return least;
+  return "it has no tiles for head dims " + std::to_string(p.qk_dim) + " and " + std::to_string(p.v_dim);
 }
 
 }  // namespace jax_flash

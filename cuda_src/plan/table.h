@@ -70,7 +70,8 @@ bool Fits(const Row& row, const Target& target, const Problem& p);
 // Whether blocks of a block mask are whole tiles, as Hopper's kernels want them.
 bool InWholeTiles(const Tile& tile, const Problem& p);
 
-// What of the problem stands in the way of every row, as few of them as can be: "a soft cap", "head dim 136".
+// Why no row is taken: the one that the fewest of the problem's features stand in the way of, and these. "its tiles of
+// 64 x 64 do not do a soft cap"
 std::string Obstacle(const Rows& rows, const Target& target, const Problem& p);
 
 }  // namespace jax_flash

@@ -1,6 +1,7 @@
 // The module `jax_flash._native`: capsules of the handlers, and what tests and the command line want to know.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
@@ -58,6 +59,8 @@ NB_MODULE(_native, module) {
   module.def("cpu_isa", &jax_flash::CpuIsa,
              "The instruction set that the CPU kernels use here: portable, avx2 or avx512. The environment variable "
              "JAX_FLASH_CPU_ISA asks for a lesser one.");
+
+  module.def("problem_fields", &jax_flash::ProblemFields, "The fields of a problem: names and types.");
 
   // A problem is the text of Problem.encode(). What may have to look for NVRTC does not hold the GIL meanwhile: another
   // thread may be looking for it too.

@@ -1,5 +1,6 @@
 """What the compiled module refuses: texts of a problem and buffers that Python, as it is, never hands it."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -50,6 +51,11 @@ def test_problem(old, new, said):
     assert text.count(old) == 1
     with pytest.raises(ValueError, match=f"^problem: .*{said}"):
         _native.cuda_refusal(text.replace(old, new))
+
+
+def test_fields_are_pythons():
+    """In names, order and types, as `Problem` declares them."""
+    assert _native.problem_fields() == [(field.name, field.type) for field in dataclasses.fields(Problem)]
 
 
 def test_version():

@@ -1,5 +1,7 @@
 // The module `jax_flash._native`: capsules of the handlers, and what tests and the command line want to know.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
@@ -13,13 +15,14 @@
 #include "cuda_src/custom_calls.h"
 #include "cuda_src/driver.h"
 #include "cuda_src/jit.h"
-#include "cuda_src/plan.h"
+#include "cuda_src/plan/plan.h"
+#include "cuda_src/plan/scratch.h"
 
 namespace nb = nanobind;
 
 namespace {
 
-using jax_flash::Pass, jax_flash::Problem, jax_flash::Unit;
+using jax_flash::Pass, jax_flash::Problem, jax_flash::Target, jax_flash::Unit;
 
 nb::dict Stages(const jax_flash::CudaHandlers& handlers) {
   nb::dict stages;
@@ -58,6 +61,8 @@ NB_MODULE(_native, module) {
              "The instruction set that the CPU kernels use here: portable, avx2 or avx512. The environment variable "
              "JAX_FLASH_CPU_ISA asks for a lesser one.");
 
+  module.def("problem_fields", &jax_flash::ProblemFields, "The fields of a problem: names and types.");
+
   // A problem is the text of Problem.encode(). What may have to look for NVRTC does not hold the GIL meanwhile: another
   // thread may be looking for it too.
   using NoGil = nb::call_guard<nb::gil_scoped_release>;
@@ -66,45 +71,65 @@ NB_MODULE(_native, module) {
       nb::arg("problem"), "Why there are no CUDA kernels for a problem; empty if there are.");
   module.def(
       "cuda_scratch_bytes",
-      [](std::string_view problem, bool backward) {
-        return jax_flash::CudaScratch(Decoded(problem), PassOf(backward)).bytes;
+      [](std::string_view problem, bool backward, bool anywhere) {
+        const std::vector<Target> targets = anywhere ? std::vector<Target>() : jax_flash::LocalTargets();
+        return jax_flash::ScratchBytes(Decoded(problem), PassOf(backward), targets);
       },
-      nb::arg("problem"), nb::arg("backward"), "The size of a call's last result on a GPU; it has none if it is 0.");
+      nb::arg("problem"), nb::arg("backward"), nb::arg("anywhere"),
+      "The size of a call's last result on a GPU; it has none if it is 0. It does for the GPUs of this process, or, if "
+      "there are none or it is to run anywhere, for all.");
   module.def(
       "cuda_plan",
-      [](std::string_view problem, bool backward, const std::string& arch) {
-        std::vector<std::tuple<std::string, std::string, std::vector<std::string>>> launches;
-        const jax_flash::Plan plan = jax_flash::MakePlan(Decoded(problem), PassOf(backward), arch);
+      [](std::string_view problem, bool backward, const std::string& arch, int multiprocessors) {
+        std::vector<std::tuple<std::string, std::string, jax_flash::KernelFields>> launches;
+        const Target target = jax_flash::TargetOf(arch, multiprocessors);
+        const jax_flash::Plan plan = jax_flash::MakePlan(Decoded(problem), PassOf(backward), target);
         for (const jax_flash::Launch& launch : plan.launches) {
           const Unit& unit = plan.units[launch.unit];
-          launches.emplace_back(unit.file, launch.entry, unit.defines);
+          launches.emplace_back(unit.file, launch.entry, jax_flash::FieldsOf(unit.config));
         }
         return launches;
       },
-      nb::arg("problem"), nb::arg("backward"), nb::arg("arch"),
-      "The launches of a pass on an architecture (\"sm_80\", \"sm_90a\"): file, kernel and macros of each.");
+      nb::arg("problem"), nb::arg("backward"), nb::arg("arch"), nb::arg("multiprocessors") = 0,
+      "The launches of a pass on an architecture (\"sm_80\", \"sm_90a\") with so many multiprocessors (0: as many as "
+      "is usual): file, kernel and what it is compiled for (the fields of KernelConfig) of each.");
+  module.def(
+      "cuda_explain",
+      [](std::string_view problem, bool backward, const std::string& arch, int multiprocessors) {
+        const Target target = jax_flash::TargetOf(arch, multiprocessors);
+        const Problem decoded = Decoded(problem);
+        return std::tuple(target.multiprocessors, jax_flash::ScratchBytes(decoded, PassOf(backward), {target}),
+                          jax_flash::MakePlan(decoded, PassOf(backward), target).reasons);
+      },
+      nb::arg("problem"), nb::arg("backward"), nb::arg("arch"), nb::arg("multiprocessors") = 0,
+      "Of a plan: the multiprocessors that it is for, bytes of scratch memory, and why it is not otherwise.");
   module.def(
       "cuda_compile",
-      [](const std::string& file, const std::vector<std::string>& defines, const std::string& arch) {
+      [](const std::string& file, const jax_flash::KernelFields& fields, const std::string& arch) {
         const jax_flash::Compilation done = [&] {
           const nb::gil_scoped_release release;
-          return jax_flash::CompileUnit({file, defines}, arch);
+          return jax_flash::CompileUnit({file, jax_flash::ConfigOf(fields)}, arch);
         }();
         return nb::make_tuple(nb::bytes(done.cubin.data(), done.cubin.size()), done.log, done.seconds,
                               jax_flash::SharedBytes(done.cubin));
       },
-      nb::arg("file"), nb::arg("defines"), nb::arg("arch"),
+      nb::arg("file"), nb::arg("fields"), nb::arg("arch"),
       "Compiles a file of cuda_src/kernels: cubin, log with ptxas' report, seconds, bytes of dynamic shared memory.");
   module.def(
       "cuda_cache",
       [](std::string_view problem, bool backward, const std::string& arch) {
-        const std::vector<Unit> units = jax_flash::MakePlan(Decoded(problem), PassOf(backward), arch).units;
-        jax_flash::CacheCubins(units, arch);
-        return std::all_of(units.begin(), units.end(), [&](const Unit& unit) { return IsKept(unit, arch); });
+        bool kept = true;
+        for (const Target& target : jax_flash::TargetsOf(arch)) {
+          const std::vector<Unit> units = jax_flash::MakePlan(Decoded(problem), PassOf(backward), target).units;
+          jax_flash::CacheCubins(units, arch);
+          kept &= std::all_of(units.begin(), units.end(), [&](const Unit& unit) { return IsKept(unit, arch); });
+        }
+        return kept;
       },
       nb::arg("problem"), nb::arg("backward"), nb::arg("arch"), NoGil(),
-      "Compiles the kernels of a pass, or takes them from the cache directory, as its first call would: has that "
-      "them now?");
+      "Compiles the kernels of a pass, or takes them from the cache directory, as its first call would: on the GPUs of "
+      "this process that take this architecture, or, if none does, on one with as many multiprocessors as is usual. "
+      "Has the directory them now?");
   module.def("cuda_cache_directory", &jax_flash::CacheDirectory, "Where compiled kernels are kept; empty: nowhere.");
   module.def("cuda_arch", &jax_flash::ArchOf, nb::arg("major"), nb::arg("minor"), NoGil(),
              "The architecture that is compiled for to run on a compute capability.");

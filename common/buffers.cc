@@ -164,7 +164,19 @@ BackwardResults Buffers::TakeBackwardResults() {
   return results;
 }
 
-void* Buffers::TakeScratch(int64_t bytes) { return Result("scratch", bytes > 0, ffi::U8, {bytes}); }
+void* Buffers::TakeScratch(int64_t bytes) {
+  if (!error_.empty() || (bytes == 0 && rets_taken_ == rets_.size())) return nullptr;
+  auto buffer = rets_.get<ffi::AnyBuffer>(rets_taken_++);
+  if (!buffer) {
+    error_ = "result scratch is missing, of " + std::to_string(bytes) + " bytes on this GPU";
+    return nullptr;
+  }
+  const ffi::Span<const int64_t> dims = (*buffer)->dimensions();
+  if ((*buffer)->element_type() == ffi::U8 && dims.size() == 1 && dims[0] >= bytes) return (*buffer)->untyped_data();
+  error_ = "result scratch is " + Text((*buffer)->element_type(), dims) + ", but this GPU needs u8[" +
+           std::to_string(bytes) + "] or more: the program was compiled for another one";
+  return nullptr;
+}
 
 std::string Buffers::Error() const {
   if (!error_.empty()) return error_;

@@ -36,7 +36,7 @@ class Buffers {
   ForwardResults TakeForwardResults();
   Cotangents TakeCotangents();
   BackwardResults TakeBackwardResults();
-  // The last result of a call on a GPU, if it has more than 0 bytes.
+  // The last result of a call on a GPU, which has so many bytes or more. With 0 bytes there need be none.
   void* TakeScratch(int64_t bytes);
 
   // What is wrong with the buffers, once all have been taken; empty if nothing is.

@@ -19,41 +19,9 @@ struct Field {
   std::variant<int64_t Problem::*, double Problem::*, bool Problem::*, DType Problem::*, Extent Problem::*> member;
 };
 
-constexpr Field kFields[] = {
-    {"batch", &Problem::batch},
-    {"q_len", &Problem::q_len},
-    {"kv_len", &Problem::kv_len},
-    {"q_heads", &Problem::q_heads},
-    {"kv_heads", &Problem::kv_heads},
-    {"qk_dim", &Problem::qk_dim},
-    {"v_dim", &Problem::v_dim},
-    {"dtype", &Problem::dtype},
-    {"soft_cap", &Problem::soft_cap},
-    {"causal", &Problem::causal},
-    {"window_left", &Problem::window_left},
-    {"window_right", &Problem::window_right},
-    {"bias_dtype", &Problem::bias_dtype},
-    {"bias", &Problem::bias},
-    {"mask", &Problem::mask},
-    {"q_lengths", &Problem::q_lengths},
-    {"kv_lengths", &Problem::kv_lengths},
-    {"segments", &Problem::segments},
-    {"query_offset", &Problem::query_offset},
-    {"block_mask", &Problem::block_mask},
-    {"q_block", &Problem::q_block},
-    {"kv_block", &Problem::kv_block},
-    {"element_masks", &Problem::element_masks},
-    {"row_list", &Problem::row_list},
-    {"column_list", &Problem::column_list},
-    {"drop_threshold", &Problem::drop_threshold},
-    {"full_precision", &Problem::full_precision},
-    {"deterministic", &Problem::deterministic},
-    {"dlogsumexp", &Problem::dlogsumexp},
-    {"dq", &Problem::dq},
-    {"dk", &Problem::dk},
-    {"dv", &Problem::dv},
-    {"dbias", &Problem::dbias},
-};
+#define ENTRY(type, name, value) {#name, &Problem::name},
+constexpr Field kFields[] = {JAX_FLASH_PROBLEM(ENTRY)};
+#undef ENTRY
 constexpr size_t kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
 constexpr std::string_view kVersion = "5";
 
@@ -186,6 +154,13 @@ std::string Decode(std::string_view text, Problem* problem) {
   }
   const std::string wrong = Check(*problem);
   return wrong.empty() ? "" : "problem: " + wrong;
+}
+
+std::vector<std::pair<std::string, std::string>> ProblemFields() {
+  constexpr const char* kTypes[] = {"int", "float", "bool", "str", "Extent | None"};  // of Field::member
+  std::vector<std::pair<std::string, std::string>> fields;
+  for (const Field& field : kFields) fields.emplace_back(field.name, kTypes[field.member.index()]);
+  return fields;
 }
 
 }  // namespace jax_flash

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "common/dtype.h"
 
@@ -17,37 +19,46 @@ struct Extent {
   bool batch = false, heads = false, rows = false, columns = false;
 };
 
+// Every field, FIELD(type, name, default), in the order of Python's.
+#define JAX_FLASH_PROBLEM(FIELD)                                                                                \
+  FIELD(int64_t, batch, 0)    /* B */                                                                           \
+  FIELD(int64_t, q_len, 0)    /* T */                                                                           \
+  FIELD(int64_t, kv_len, 0)   /* S */                                                                           \
+  FIELD(int64_t, q_heads, 0)  /* N */                                                                           \
+  FIELD(int64_t, kv_heads, 0) /* K, divides N: query head n reads key/value head n / (N / K) */                 \
+  FIELD(int64_t, qk_dim, 0)   /* D */                                                                           \
+  FIELD(int64_t, v_dim, 0)    /* E */                                                                           \
+  FIELD(DType, dtype, DType::kNone)                                                                             \
+  FIELD(double, soft_cap, 0)      /* s <- cap tanh(s / cap) before the bias is added; 0: none */                \
+  FIELD(bool, causal, false)      /* key j is seen from position p = i + query_offset iff j <= p */             \
+  FIELD(int64_t, window_left, -1) /* p - left <= j <= p + right; -1: unbounded */                               \
+  FIELD(int64_t, window_right, -1)                                                                              \
+  FIELD(DType, bias_dtype, DType::kNone)                                                                        \
+  FIELD(Extent, bias, {})                                                                                       \
+  FIELD(Extent, mask, {})                                                                                       \
+  FIELD(bool, q_lengths, false) /* which of these arrays there are */                                           \
+  FIELD(bool, kv_lengths, false)                                                                                \
+  FIELD(bool, segments, false)                                                                                  \
+  FIELD(bool, query_offset, false)                                                                              \
+  FIELD(Extent, block_mask, {}) /* per batch entry and head or shared; its rows and columns are always there */ \
+  FIELD(int64_t, q_block, 0)    /* entries of a block, multiples of 16 */                                       \
+  FIELD(int64_t, kv_block, 0)                                                                                   \
+  FIELD(int64_t, element_masks, 0) /* of blocks that are neither empty nor full */                              \
+  FIELD(int64_t, row_list, 0)      /* widths of the lists of blocks */                                          \
+  FIELD(int64_t, column_list, 0)                                                                                \
+  FIELD(int64_t, drop_threshold, 0)  /* of 2^15: kept iff an entry's 15 random bits are >= it; 0: no dropout */ \
+  FIELD(bool, full_precision, false) /* f32 only: no reduced-precision matrix units */                          \
+  FIELD(bool, deterministic, false)  /* the backward: the same bits in every run */                             \
+  FIELD(bool, dlogsumexp, false)     /* the backward only: an operand, the cotangent of m + log ℓ; */           \
+  FIELD(bool, dq, false)             /* and the results asked for */                                            \
+  FIELD(bool, dk, false)                                                                                        \
+  FIELD(bool, dv, false)                                                                                        \
+  FIELD(bool, dbias, false)
+
 struct Problem {
-  int64_t batch = 0;     // B
-  int64_t q_len = 0;     // T
-  int64_t kv_len = 0;    // S
-  int64_t q_heads = 0;   // N
-  int64_t kv_heads = 0;  // K, divides N: query head n reads key/value head n / (N / K)
-  int64_t qk_dim = 0;    // D
-  int64_t v_dim = 0;     // E
-  DType dtype = DType::kNone;
-
-  double soft_cap = 0;                          // s <- cap tanh(s / cap) before the bias is added; 0: none
-  bool causal = false;                          // key j is seen from position p = i + query_offset iff j <= p
-  int64_t window_left = -1, window_right = -1;  // p - left <= j <= p + right; -1: unbounded
-
-  DType bias_dtype = DType::kNone;
-  Extent bias, mask;
-  bool q_lengths = false, kv_lengths = false, segments = false, query_offset = false;
-
-  // A mask of blocks of q_block x kv_block entries (multiples of 16), per batch entry and head or shared.
-  Extent block_mask;  // its rows and columns are always there
-  int64_t q_block = 0, kv_block = 0;
-  int64_t element_masks = 0;              // of blocks that are neither empty nor full
-  int64_t row_list = 0, column_list = 0;  // widths of the lists of blocks
-
-  int64_t drop_threshold = 0;   // of 2^15: an entry is kept iff its 15 random bits are >= it; 0: no dropout
-  bool full_precision = false;  // f32 only: no reduced-precision matrix units
-  bool deterministic = false;   // the backward: the same bits in every run
-
-  // The backward only.
-  bool dlogsumexp = false;                                 // an operand: the cotangent of m + log ℓ
-  bool dq = false, dk = false, dv = false, dbias = false;  // the results asked for
+#define JAX_FLASH_MEMBER(type, name, value) type name = value;
+  JAX_FLASH_PROBLEM(JAX_FLASH_MEMBER)
+#undef JAX_FLASH_MEMBER
 
   int64_t group() const { return q_heads / kv_heads; }
   // Of the block mask: its rows and columns of blocks, and the 32-bit words of a row of an element mask.
@@ -63,5 +74,8 @@ struct Problem {
 // Reads "version=5 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
 // Returns an empty string, or what is wrong with the text.
 std::string Decode(std::string_view text, Problem* problem);
+
+// The fields' names and their types, as Python writes them ("int", "float", "bool", "str", "Extent | None").
+std::vector<std::pair<std::string, std::string>> ProblemFields();
 
 }  // namespace jax_flash

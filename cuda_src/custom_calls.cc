@@ -20,10 +20,13 @@
 
 #include "common/buffers.h"
 #include "common/problem.h"
+#include "cuda_src/contract.h"
 #include "cuda_src/driver.h"
+#include "cuda_src/element.h"
 #include "cuda_src/jit.h"
-#include "cuda_src/kernels/params.h"
-#include "cuda_src/plan.h"
+#include "cuda_src/plan/plan.h"
+#include "cuda_src/plan/scratch.h"
+#include "cuda_src/tensor_maps.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_flash {
@@ -32,7 +35,6 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-constexpr size_t kMaxMaps = 9;
 
 const char* NameOf(Pass pass) { return pass == Pass::kForward ? "jax_flash_forward" : "jax_flash_backward"; }
 
@@ -41,15 +43,21 @@ const char* NameOf(Pass pass) { return pass == Pass::kForward ? "jax_flash_forwa
 struct LoadedLaunch {
   void* function;
   unsigned blocks, threads, shared_bytes;
-  std::vector<Map> maps;
+  bool counts;
+  Maps maps;
+  KernelTiling tiling;
 };
 
-using Loaded = std::vector<LoadedLaunch>;
+// On one device.
+struct Loaded {
+  Scratch scratch;
+  std::vector<LoadedLaunch> launches;
+};
 
 // A problem and, device by device, its kernels.
 class Call {
  public:
-  Call(Pass pass, const Problem& problem) : pass(pass), p(problem), scratch(CudaScratch(problem, pass)) {}
+  Call(Pass pass, const Problem& problem) : pass(pass), p(problem) {}
 
   // Compiles for the GPUs of this process. One that cannot do it is an error when the program is loaded there, or now
   // if it is the same with all.
@@ -59,7 +67,7 @@ class Call {
     for (const Device& device : CudaDevices()) {
       try {
         const std::string arch = ArchOf(device.major, device.minor);
-        CacheCubins(MakePlan(p, pass, arch).units, arch);
+        CacheCubins(MakePlan(p, pass, TargetOf(device)).units, arch);
         compiled = true;
       } catch (const std::invalid_argument&) {
         refusal = std::current_exception();
@@ -75,10 +83,12 @@ class Call {
     const Driver& driver = CudaDriver();
     const Device& properties = CudaDevices().at(device);
     const std::string arch = ArchOf(properties.major, properties.minor);
-    const Plan plan = MakePlan(p, pass, arch);
+    const Target target = TargetOf(properties);
+    const Plan plan = MakePlan(p, pass, target);
     CacheCubins(plan.units, arch);
     const PrimaryContext context(device);
     auto loaded = std::make_unique<Loaded>();
+    loaded->scratch = ScratchOf(p, pass, target);
     for (const Launch& launch : plan.launches) {
       const Unit& unit = plan.units[launch.unit];
       const int shared_bytes = launch.dynamic_shared ? SharedBytes(CachedCubin(unit, arch)) : 0;
@@ -91,7 +101,8 @@ class Call {
         Check(driver.cuFuncSetAttribute(function, kMaxDynamicShared, shared_bytes),
               (launch.entry + ", " + std::to_string(shared_bytes) + " bytes of shared memory").c_str());
       }
-      loaded->push_back({function, unsigned(blocks), unsigned(launch.threads), unsigned(shared_bytes), launch.maps});
+      loaded->launches.push_back({function, unsigned(blocks), unsigned(launch.threads), unsigned(shared_bytes),
+                                  launch.counts, launch.maps, unit.config.tiling});
     }
     loaded_.at(device).store(loaded.release(), std::memory_order_release);
   }
@@ -100,7 +111,6 @@ class Call {
 
   const Pass pass;
   const Problem p;
-  const Scratch scratch;
 
  private:
   // The context that XLA works in, as the current one of this thread.
@@ -217,64 +227,10 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   x.m_parts = static_cast<float*>(place(layout.m_parts));
   x.block_mask = BlockMaskOf(p, in);
   x.taken = static_cast<int*>(place(layout.taken));
-  if (layout.heads > 0) {
-    x.rows_taken = x.taken + 1;
-    x.prepared = x.rows_taken + 1;
-    x.added = x.prepared + p.batch * p.q_heads;
-  }
+  x.rows_taken = static_cast<int*>(place(layout.rows_taken));
+  x.prepared = static_cast<int*>(place(layout.prepared));
+  x.added = static_cast<int*>(place(layout.added));
   return x;
-}
-
-int64_t BytesOf(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }
-
-// The map of a [batch, time, heads, dim] array: boxes of `rows` x 128 bytes, swizzled. f32 that is loaded is rounded to
-// TF32.
-CudaTensorMap TensorMapOf(const Problem& p, const Params& x, const Map& map) {
-  const auto array = [&]() -> const void* {
-    switch (map.array) {
-      case Mapped::kQuery:
-        return x.query;
-      case Mapped::kKey:
-        return x.key;
-      case Mapped::kValue:
-        return x.value;
-      case Mapped::kO:
-        return x.o;
-      case Mapped::kDO:
-        return x.d_o;
-      case Mapped::kDK:
-        return x.dk;
-      case Mapped::kDV:
-        return x.dv;
-      case Mapped::kDQ:
-        return x.dq;
-    }
-    return nullptr;
-  }();
-  CudaTensorMap encoded = {};
-  if (!array) return encoded;  // a gradient that nobody asked for
-  const bool of_queries =
-      map.array == Mapped::kQuery || map.array == Mapped::kO || map.array == Mapped::kDO || map.array == Mapped::kDQ;
-  const bool qk =
-      map.array == Mapped::kQuery || map.array == Mapped::kKey || map.array == Mapped::kDK || map.array == Mapped::kDQ;
-  const uint64_t dim = qk ? p.qk_dim : p.v_dim, time = of_queries ? p.q_len : p.kv_len;
-  const uint64_t heads = of_queries ? p.q_heads : p.kv_heads;
-  constexpr int kFloat16 = 6, kFloat32 = 7, kBfloat16 = 9, kTFloat32 = 11;
-  constexpr int kNoInterleave = 0, kSwizzle128 = 3, kPromoteL2To128 = 2, kZeros = 0;
-  const bool result =
-      map.array == Mapped::kO || map.array == Mapped::kDK || map.array == Mapped::kDV || map.array == Mapped::kDQ;
-  const int type = p.dtype == DType::kF16    ? kFloat16
-                   : p.dtype == DType::kBF16 ? kBfloat16
-                   : result                  ? kFloat32
-                                             : kTFloat32;
-  const uint64_t bytes = BytesOf(p.dtype);
-  const uint64_t sizes[] = {dim, time, heads, uint64_t(p.batch)};
-  const uint64_t strides[] = {heads * dim * bytes, dim * bytes, time * heads * dim * bytes};
-  const uint32_t box[] = {uint32_t(128 / bytes), uint32_t(map.rows), 1, 1}, steps[] = {1, 1, 1, 1};
-  Check(CudaDriver().cuTensorMapEncodeTiled(&encoded, type, 4, const_cast<void*>(array), sizes, strides, box, steps,
-                                            kNoInterleave, kSwizzle128, kPromoteL2To128, kZeros),
-        "cuTensorMapEncodeTiled");
-  return encoded;
 }
 
 // --- Execution ---
@@ -284,16 +240,25 @@ void Zero(void* array, int64_t bytes, void* stream) {
   Check(CudaDriver().cuMemsetD8Async(reinterpret_cast<uint64_t>(array), 0, bytes, stream), "cuMemsetD8Async");
 }
 
-void Run(const Call& call, int device, void* stream, Params& params) {
-  const Loaded* const loaded = call.LoadedOn(device);
-  if (!loaded) throw std::runtime_error("executed before it was initialized");
-  CudaTensorMap maps[kMaxMaps] = {};
-  void* arguments[1 + kMaxMaps] = {&params};
-  for (size_t i = 0; i < kMaxMaps; ++i) arguments[1 + i] = &maps[i];
-  for (const LoadedLaunch& launch : *loaded) {
-    for (size_t i = 0; i < launch.maps.size(); ++i) maps[i] = TensorMapOf(call.p, params, launch.maps[i]);
-    const bool hopper = !launch.maps.empty();  // whose kernels count and add from 0 on
-    if (hopper) Zero(params.taken, call.scratch.zero_bytes, stream);
+void Run(const Problem& p, const Loaded& loaded, void* stream, Params& params) {
+  for (const LoadedLaunch& launch : loaded.launches) {
+    ForwardMaps forward;
+    BackwardMaps backward;
+    void* arguments[1 + sizeof(BackwardMaps) / sizeof(TensorMap)] = {&params};
+    void** next = arguments + 1;
+    if (launch.maps == Maps::kForward) {
+      forward = ForwardMapsOf(p, params, launch.tiling);
+#define ARGUMENT(name) *next++ = &forward.name;
+      JAX_FLASH_FORWARD_MAPS(ARGUMENT)
+#undef ARGUMENT
+    }
+    if (launch.maps == Maps::kBackward) {
+      backward = BackwardMapsOf(p, params, launch.tiling);
+#define ARGUMENT(name) *next++ = &backward.name;
+      JAX_FLASH_BACKWARD_MAPS(ARGUMENT)
+#undef ARGUMENT
+    }
+    if (launch.counts) Zero(params.taken, loaded.scratch.zero_bytes, stream);
     Check(CudaDriver().cuLaunchKernel(launch.function, launch.blocks, 1, 1, launch.threads, 1, 1, launch.shared_bytes,
                                       stream, arguments, nullptr),
           "cuLaunchKernel");
@@ -309,16 +274,15 @@ void CheckAligned(std::initializer_list<const void*> arrays) {
   }
 }
 
-void ExecuteForward(const Call& call, int device, void* stream, Buffers& buffers) {
-  const Problem& p = call.p;
+void ExecuteForward(const Problem& p, const Loaded& loaded, void* stream, Buffers& buffers) {
   const Operands operands = buffers.TakeOperands();
   const ForwardResults results = buffers.TakeForwardResults();
-  void* const scratch = buffers.TakeScratch(call.scratch.bytes);
+  void* const scratch = buffers.TakeScratch(loaded.scratch.bytes);
   const std::string error = buffers.Error();
   if (!error.empty()) throw std::invalid_argument(error);
   if (NothingToCompute(p)) {
     const int64_t rows = p.batch * p.q_len * p.q_heads;
-    Zero(results.o, rows * p.v_dim * BytesOf(p.dtype), stream);
+    Zero(results.o, rows * p.v_dim * ElementOf(p.dtype).bytes, stream);
     Zero(results.l, rows * 4, stream);
     if (rows == 0) return;
     constexpr unsigned kMinusInfinity = 0xFF800000u;
@@ -327,25 +291,24 @@ void ExecuteForward(const Call& call, int device, void* stream, Buffers& buffers
     return;
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, results.o, scratch});
-  Params params = ParamsOf(p, operands, call.scratch, scratch);
+  Params params = ParamsOf(p, operands, loaded.scratch, scratch);
   params.o = results.o;
   params.l = static_cast<float*>(results.l);
   params.m = static_cast<float*>(results.m);
-  Run(call, device, stream, params);
+  Run(p, loaded, stream, params);
 }
 
-void ExecuteBackward(const Call& call, int device, void* stream, Buffers& buffers) {
-  const Problem& p = call.p;
+void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffers& buffers) {
   const Operands operands = buffers.TakeOperands();
   const Cotangents given = buffers.TakeCotangents();
   const BackwardResults results = buffers.TakeBackwardResults();
-  void* const scratch = buffers.TakeScratch(call.scratch.bytes);
+  void* const scratch = buffers.TakeScratch(loaded.scratch.bytes);
   const std::string error = buffers.Error();
   if (!error.empty()) throw std::invalid_argument(error);
   if (NothingToCompute(p)) {
-    Zero(results.dq, p.batch * p.q_len * p.q_heads * p.qk_dim * BytesOf(p.dtype), stream);
-    Zero(results.dk, p.batch * p.kv_len * p.kv_heads * p.qk_dim * BytesOf(p.dtype), stream);
-    Zero(results.dv, p.batch * p.kv_len * p.kv_heads * p.v_dim * BytesOf(p.dtype), stream);
+    Zero(results.dq, p.batch * p.q_len * p.q_heads * p.qk_dim * ElementOf(p.dtype).bytes, stream);
+    Zero(results.dk, p.batch * p.kv_len * p.kv_heads * p.qk_dim * ElementOf(p.dtype).bytes, stream);
+    Zero(results.dv, p.batch * p.kv_len * p.kv_heads * p.v_dim * ElementOf(p.dtype).bytes, stream);
     const Extent& bias = p.bias;
     Zero(results.dbias,
          (bias.batch ? p.batch : 1) * (bias.heads ? p.q_heads : 1) * (bias.rows ? p.q_len : 1) *
@@ -355,7 +318,7 @@ void ExecuteBackward(const Call& call, int device, void* stream, Buffers& buffer
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, given.o, given.d_o,
                 results.dq, results.dk, results.dv, results.dbias, scratch});
-  Params params = ParamsOf(p, operands, call.scratch, scratch);
+  Params params = ParamsOf(p, operands, loaded.scratch, scratch);
   params.o = const_cast<void*>(given.o);
   params.l = static_cast<float*>(const_cast<void*>(given.l));
   params.m = static_cast<float*>(const_cast<void*>(given.m));
@@ -365,7 +328,7 @@ void ExecuteBackward(const Call& call, int device, void* stream, Buffers& buffer
   params.dk = results.dk;
   params.dv = results.dv;
   params.dbias = static_cast<float*>(results.dbias);
-  Run(call, device, stream, params);
+  Run(p, loaded, stream, params);
 }
 
 // --- Handlers ---
@@ -398,8 +361,10 @@ ffi::Error Execute(void* stream, int32_t device, std::string_view text, ffi::Rem
                    ffi::RemainingRets rets) {
   return Guarded(pass, [&] {
     const Call& call = CallOf(pass, text);
+    const Loaded* const loaded = call.LoadedOn(device);
+    if (!loaded) throw std::runtime_error("executed before it was initialized");
     Buffers buffers(call.p, args, rets);
-    (pass == Pass::kForward ? ExecuteForward : ExecuteBackward)(call, device, stream, buffers);
+    (pass == Pass::kForward ? ExecuteForward : ExecuteBackward)(call.p, *loaded, stream, buffers);
   });
 }
 

@@ -8,11 +8,9 @@
 #include <string>
 #include <vector>
 
-namespace jax_flash {
+#include "cuda_src/contract.h"
 
-struct alignas(64) CudaTensorMap {  // CUtensorMap
-  uint64_t opaque[16];
-};
+namespace jax_flash {
 
 struct Driver {
   int (*cuInit)(unsigned flags);
@@ -31,7 +29,7 @@ struct Driver {
                         void** extra);
   int (*cuMemsetD8Async)(uint64_t address, unsigned char value, size_t count, void* stream);
   int (*cuMemsetD32Async)(uint64_t address, unsigned value, size_t count, void* stream);
-  int (*cuTensorMapEncodeTiled)(CudaTensorMap* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
+  int (*cuTensorMapEncodeTiled)(TensorMap* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
                                 const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
                                 int interleave, int swizzle, int l2_promotion, int out_of_bounds_fill);
 };

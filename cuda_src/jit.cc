@@ -33,9 +33,8 @@ constexpr char kStdint[] =
     "typedef unsigned long long uint64_t;\n";
 
 // What the compiler is given beside the sources.
-std::vector<std::string> Options(const Unit& unit, const std::string& arch) {
+std::vector<std::string> Options(const std::string& arch) {
   std::vector<std::string> options = {"-arch=" + arch, "-std=c++17", "--ptxas-options=-v"};
-  for (const std::string& define : unit.defines) options.push_back("-D" + define);
   const char* const more = std::getenv("JAX_FLASH_NVRTC_OPTIONS");
   const std::string_view text = more ? more : "";
   for (size_t begin, end = 0; (begin = text.find_first_not_of(' ', end)) != text.npos;) {
@@ -48,9 +47,9 @@ std::vector<std::string> Options(const Unit& unit, const std::string& arch) {
 // All that a cubin depends on.
 std::string Key(const Unit& unit, const std::string& arch) {
   const Nvrtc& nvrtc = CudaNvrtc();
-  std::string key = std::string("jax_flash 1\nsources ") + kSourcesHash + "\nnvrtc " + std::to_string(nvrtc.major) +
-                    "." + std::to_string(nvrtc.minor) + "\n" + unit.file;
-  for (const std::string& option : Options(unit, arch)) key += " " + option;
+  std::string key = "jax_flash 2\n" + ThisKernel(unit.config) + "sources " + kSourcesHash + "\nnvrtc " +
+                    std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor) + "\n" + unit.file;
+  for (const std::string& option : Options(arch)) key += " " + option;
   return key;
 }
 
@@ -144,8 +143,7 @@ Compilation CompileUnit(const Unit& unit, const std::string& arch) {
   const Nvrtc& nvrtc = CudaNvrtc();
   const std::string compiler =
       "NVRTC " + std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor) + " (" + nvrtc.path + ")";
-  const bool hopper = unit.file.find("_sm90") != std::string::npos;
-  if (hopper && std::make_pair(nvrtc.major, nvrtc.minor) < kOldestForHopper) {
+  if (unit.config.tiling.family == Family::kHopper && std::make_pair(nvrtc.major, nvrtc.minor) < kOldestForHopper) {
     throw std::runtime_error(compiler + " is too old for Hopper's kernels, which need " +
                              std::to_string(kOldestForHopper.first) + "." + std::to_string(kOldestForHopper.second) +
                              " or later: pip install --upgrade nvidia-cuda-nvrtc-cu12, or jax[cuda13]; with " +
@@ -153,7 +151,9 @@ Compilation CompileUnit(const Unit& unit, const std::string& arch) {
   }
   std::vector<const char*> headers = {kStdint}, names = {"cstdint"}, options;
   for (const Source& source : kSources) headers.push_back(source.text), names.push_back(source.name);
-  const std::vector<std::string> arguments = Options(unit, arch);
+  const std::string this_kernel = ThisKernel(unit.config);
+  headers.push_back(this_kernel.c_str()), names.push_back("this_kernel.h");
+  const std::vector<std::string> arguments = Options(arch);
   for (const std::string& argument : arguments) options.push_back(argument.c_str());
 
   const double start = ThreadSeconds();

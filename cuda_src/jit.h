@@ -5,12 +5,14 @@
 #include <string_view>
 #include <vector>
 
+#include "cuda_src/kernel_config.h"
+
 namespace jax_flash {
 
 // A file of cuda_src/kernels and what it is compiled for.
 struct Unit {
   std::string file;
-  std::vector<std::string> defines;  // "JAX_FLASH_DTYPE=1"
+  KernelConfig config;
 };
 
 struct Compilation {

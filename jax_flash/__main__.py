@@ -218,11 +218,15 @@ def cuda_archs() -> list[str]:
 def run_choose(args: argparse.Namespace) -> int:
     chosen_platform = args.platform or this_platform()
     try:
-        choice = jax_flash.choose_implementation(problem_of(args), chosen_platform)
+        problem = problem_of(args)
+        choice = jax_flash.choose_implementation(problem, chosen_platform)
     except (ValueError, TypeError) as error:
         print(f"no implementation: {error}", file=sys.stderr)
         return 1
     print(f"{choice.implementation}: {choice.reason}")
+    if (chosen_platform, choice.implementation) == ("cuda", "flash"):
+        for backward in (False, True):
+            print(jax_flash.explain(problem, backward))
     return 0
 
 

@@ -6,7 +6,8 @@ one; each is full or 1). From the outside in, each is
     jax_flash             a JAX primitive: derivatives of any order go through `blockwise.py`, the same algorithm in
                           plain JAX, and a mapped axis becomes one more leading dim
     custom_partitioning   every device computes its own leading dims and heads (`partitioning.py`)
-    ffi_call              the leading dims become the batch of one `Problem`
+    jax_flash_call        the leading dims become the batch of one `Problem`: what that is, the platform says
+    ffi_call              on a CPU, and with scratch memory on a GPU; elsewhere `blockwise.py`
 
 Operands, results and formulas: docs/architecture.md.
 """
@@ -21,7 +22,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
@@ -51,6 +51,11 @@ class Call(NamedTuple):
     results: tuple[str, ...]
     problem: Problem
     fallback: bool  # to `blockwise.py` on a platform that has no handler; otherwise XLA refuses to compile it there
+
+    @property
+    def target(self) -> str:
+        """The custom call's name."""
+        return "jax_flash_forward" if "o" in self.results else "jax_flash_backward"
 
 
 def forward(problem: Problem, fallback: bool, operands: Operands) -> Results:
@@ -110,7 +115,7 @@ def _batch(arrays, axes, *, call: Call, jaxpr: ClosedJaxpr):
     mapped = {name: x for name, x, axis in zip(call.arrays, arrays, axes, strict=True) if axis is not None}
     if not mapped.keys().isdisjoint(ONE_A_CALL):  # then there is a call for each example
         shared = dict(zip(call.arrays, arrays, strict=True))
-        results = lax.map(lambda one: _bind(call, (shared | one).values()), mapped)
+        results = jax.lax.map(lambda one: _bind(call, (shared | one).values()), mapped)
         return results, (0,) * len(results)
 
     def leading(name: str, x: jax.Array) -> jax.Array:
@@ -178,7 +183,7 @@ def _lead(arrays: Arrays) -> tuple[int, ...]:
     )
 
 
-# --- ffi_call ---------------------------------------------------------------------------------------------------------
+# --- one device -------------------------------------------------------------------------------------------------------
 
 
 def _custom_call(call: Call, arrays: Arrays) -> Results:
@@ -212,24 +217,60 @@ def _custom_call(call: Call, arrays: Arrays) -> Results:
         mask=Extent.of(folded["mask"]) if "mask" in folded else None,
         block_mask=Extent.of_blocks(folded["blocks"]) if "blocks" in folded else None,
     )
-    types = result_types(problem, call.results, (batch,), folded.get("bias"))
-    target = "jax_flash_forward" if "o" in call.results else "jax_flash_backward"
-
-    def native(arrays: Arrays, scratch_bytes: int = 0) -> Results:
-        """On a GPU what a call needs in between is its last result, so that XLA plans its memory."""
-        scratch = [jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)] if scratch_bytes else []
-        operands = (arrays[name] for name in DIMS if name in arrays)
-        results = jax.ffi.ffi_call(target, [*types.values(), *scratch])(*operands, problem=problem.encode())
-        return varying_alike(tuple(results[: len(types)]), arrays)
-
-    scratch_bytes = _native.cuda_scratch_bytes(problem.encode(), target == "jax_flash_backward")
-    on_cuda = functools.partial(native, scratch_bytes=scratch_bytes)
-    if call.fallback:
-        plain = functools.partial(_blockwise, call._replace(problem=problem))
-        platforms = {} if refusal(problem, "cuda") else {"cuda": on_cuda}
-        results = lax.platform_dependent(folded, cpu=native, **platforms, default=plain)
-    elif scratch_bytes:
-        results = lax.platform_dependent(folded, cpu=native, cuda=on_cuda)
-    else:
-        results = native(folded)
+    results = _on_each_platform(call._replace(problem=problem, arrays=tuple(folded)), tuple(folded.values()))
     return tuple(map(unfold, call.results, results))
+
+
+# --- what it is on each platform --------------------------------------------------------------------------------------
+
+# A primitive too, since lax.platform_dependent is not told whether a program is lowered for the GPUs that are here or
+# to be exported: the scratch memory that it has depends on it.
+_platforms = Primitive("jax_flash_call")
+_platforms.multiple_results = True
+
+
+def _on_each_platform(call: Call, arrays: tuple[jax.Array, ...]) -> Results:
+    return tuple(_platforms.bind(*arrays, call=call, jaxpr=_ffi_call.trace(*arrays, call=call).jaxpr))
+
+
+@functools.partial(jax.jit, static_argnames=("call", "scratch_bytes"))
+def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0) -> Results:
+    """On a GPU what a call needs in between is its last result, so that XLA plans its memory."""
+    lead, named = (call.problem.batch,), dict(zip(call.arrays, arrays, strict=True))
+    types = result_types(call.problem, call.results, lead, named.get("bias"))
+    scratch = [jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)] if scratch_bytes else []
+    results = jax.ffi.ffi_call(call.target, [*types.values(), *scratch])(*arrays, problem=call.problem.encode())
+    return varying_alike(tuple(results[: len(types)]), arrays)
+
+
+def _plain_call(*arrays: jax.Array, call: Call) -> Results:
+    return _blockwise(call, dict(zip(call.arrays, arrays, strict=True)))
+
+
+def _lower_cpu(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
+    return mlir.lower_fun(functools.partial(_ffi_call, call=call))(ctx, *arrays)
+
+
+def _lower_cuda(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
+    if call.fallback and refusal(call.problem, "cuda"):
+        return _lower_elsewhere(ctx, *arrays, call=call, jaxpr=jaxpr)
+    exported = ctx.module_context.lowering_parameters.for_export
+    scratch_bytes = _native.cuda_scratch_bytes(call.problem.encode(), call.target == "jax_flash_backward", exported)
+    return mlir.lower_fun(functools.partial(_ffi_call, call=call, scratch_bytes=scratch_bytes))(ctx, *arrays)
+
+
+def _lower_elsewhere(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
+    return mlir.lower_fun(functools.partial(_plain_call if call.fallback else _ffi_call, call=call))(ctx, *arrays)
+
+
+def _eager(*arrays: jax.Array, call: Call, jaxpr: ClosedJaxpr) -> Results:
+    """Under jax.disable_jit()."""
+    with jax.disable_jit(False):
+        return jax.jit(functools.partial(_platforms.bind, call=call, jaxpr=jaxpr))(*arrays)
+
+
+_platforms.def_impl(_eager)
+_platforms.def_abstract_eval(lambda *arrays, call, jaxpr: jaxpr.out_avals)
+mlir.register_lowering(_platforms, _lower_elsewhere)
+mlir.register_lowering(_platforms, _lower_cpu, platform="cpu")
+mlir.register_lowering(_platforms, _lower_cuda, platform="cuda")

@@ -3,7 +3,7 @@
     python tests/cubins.py save before.json       # minutes; --every 20 for one kernel in 20
     python tests/cubins.py compare before.json    # with another build: its code for the same problems
 
-A kernel is known by a problem that it is for (`kernel_variants.planned`), not by files and macros: they may change.
+A kernel is known by a problem that it is for (`kernel_variants.planned`), not by files and fields: they may change.
 """
 
 from __future__ import annotations

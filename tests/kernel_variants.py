@@ -3,7 +3,7 @@
     python tests/kernel_variants.py            # features alone, and every pair of all parameters
     python tests/kernel_variants.py --full     # those, and the pairs for every dtype, head dim and architecture
 
-What to compile is asked of the plan (`cuda_src/plan.cc`), problem by problem. Writes a table to build/kernels.csv.
+What to compile is asked of the plan (`cuda_src/plan`), problem by problem. Writes a table to build/kernels.csv.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A kernel file with its macros, for one architecture."""
+    """A kernel file and what it is compiled for, on one architecture."""
 
     arch: str
     file: str
-    defines: tuple[str, ...]
+    fields: tuple[tuple[str, int], ...]
 
     def compile(self) -> tuple[bytes, str, float, int]:
         """Cubin, log, seconds, bytes of dynamic shared memory."""
-        return _native.cuda_compile(self.file, list(self.defines), self.arch)
+        return _native.cuda_compile(self.file, dict(self.fields), self.arch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +224,7 @@ def planned(cases: Iterable[Case]) -> Iterator[tuple[str, Variant]]:
     for case in cases:
         for backward in (False, True):
             launches = _native.cuda_plan(case.problem.encode(), backward, case.arch)
-            files = dict.fromkeys(Variant(case.arch, file, tuple(defines)) for file, _, defines in launches)
+            files = dict.fromkeys(Variant(case.arch, file, tuple(fields.items())) for file, _, fields in launches)
             for i, variant in enumerate(files, 1):
                 yield f"{case} {'backward' if backward else 'forward'} {i} of {len(files)}", variant
 
@@ -237,12 +237,12 @@ def variants(cases: Iterable[Case]) -> list[Variant]:
 def tested() -> list[Variant]:
     """Features alone; of the cover what is needed for a pair of values to occur in a kernel, in Hopper's in a dtype and
     in each of the ways in which its backward takes heads."""
-    ways = ("JAX_FLASH_DTYPE", "JAX_FLASH_ALONGSIDE", "JAX_FLASH_SUM_KV", "JAX_FLASH_TOGETHER")
+    ways = ("dtype", "alongside", "sum_kv", "together")
 
-    def pairs_of(variant: Variant) -> list[tuple[str, ...]]:
-        way = [define for define in variant.defines if define.startswith(ways)] if "sm90" in variant.file else []
-        kernel = " ".join([variant.file, *way])
-        return [(kernel, *pair) for pair in itertools.combinations((variant.arch, *variant.defines), 2)]
+    def pairs_of(variant: Variant) -> list[tuple[Any, ...]]:
+        fields = dict(variant.fields)
+        way = [fields[name] for name in ways] if fields["family"] == 90 else []
+        return [(variant.file, *way, *pair) for pair in itertools.combinations((variant.arch, *variant.fields), 2)]
 
     alone, chosen = variants(singles()), variants(itertools.chain(singles(), cover()))
     times = collections.Counter(itertools.chain.from_iterable(map(pairs_of, chosen)))
@@ -300,11 +300,11 @@ def tabulated(compiled: Iterable[list[Report]], path: pathlib.Path = TABLE) -> I
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["arch", "file", "kernel", "registers", "spilled", "shared", "serialized", "seconds", "defines"])
+        table.writerow(["arch", "file", "kernel", "registers", "spilled", "shared", "serialized", "seconds", "fields"])
         for r in itertools.chain.from_iterable(compiled):
-            macros = " ".join(d.removeprefix("JAX_FLASH_") for d in r.variant.defines if not d.endswith("=0"))
+            fields = " ".join(f"{name}={x}" for name, x in r.variant.fields if x)
             where = (r.variant.arch, r.variant.file, r.kernel)
-            table.writerow([*where, r.registers, r.spilled, r.shared, int(r.serialized), f"{r.seconds:.2f}", macros])
+            table.writerow([*where, r.registers, r.spilled, r.shared, int(r.serialized), f"{r.seconds:.2f}", fields])
             yield r
 
 

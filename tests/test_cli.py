@@ -66,9 +66,12 @@ def test_info_of_an_instruction_set_that_is_not_there(capsys, monkeypatch):
 )
 def test_choose(capsys, flags, implementation):
     assert main(["choose", *flags.split()]) == 0
-    chosen, _, reason = capsys.readouterr().out.partition(": ")
+    first, *plan = capsys.readouterr().out.splitlines()
+    chosen, _, reason = first.partition(": ")
     assert chosen == implementation
-    assert reason.strip()
+    assert reason
+    passes = ["forward", "backward"] if "cuda" in flags and chosen == "flash" else []
+    assert [line.split()[0] for line in plan if not line.startswith(" ")] == passes
 
 
 def test_choose_tells_the_longest_that_a_gpu_does(capsys):
@@ -142,13 +145,10 @@ def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
     assert main(["warmup", *flags.split(), str(problems)]) == 0
     out = capsys.readouterr().out
     assert out.count("forward_sm90.cuh") == out.count("backward_sm90.cuh") == 2
-    macros = [
-        dict(define.split("=") for define in _native.cuda_plan(text, backward, arch)[-1][2])
-        for text, backward, arch in compiled
-    ]
-    assert [int(x["JAX_FLASH_KV_BLOCK"]) for x in macros] == [256, 256, 0, 0]
-    assert [x["JAX_FLASH_BIAS_DTYPE"] for x in macros] == ["0", "0", "3", "3"]
-    assert [x["JAX_FLASH_DLOGSUMEXP"] for x in macros] == ["0", "0", "0", "1"]
+    fields = [_native.cuda_plan(text, backward, arch)[-1][2] for text, backward, arch in compiled]
+    assert [x["kv_block"] for x in fields] == [256, 256, 0, 0]
+    assert [x["bias_dtype"] for x in fields] == [0, 0, 3, 3]
+    assert [x["dlogsumexp"] for x in fields] == [0, 0, 0, 1]
     for line, message in (
         ("--block-mask 128 24", "24"),
         ("--shape 0 1 1 8\n--problems x", "in a list"),

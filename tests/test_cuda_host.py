@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -21,6 +22,7 @@ BASE = Problem(2, 512, 512, 8, 4, 64, 64, "bfloat16")
 GRADIENTS = {"dq": True, "dk": True, "dv": True}
 THREE_MASKS = {"causal": True, "q_lengths": True, "query_offset": True}  # no backward is one kernel beside so many
 EVERY = Extent(True, True, True, True)
+BIASED = {"bias_dtype": "float32", "bias": EVERY}
 
 
 def problem(**changes) -> Problem:
@@ -32,10 +34,19 @@ def kernels(arch="sm_90a", backward=False, **changes) -> list[tuple[str, str]]:
     return [launch[:2] for launch in _native.cuda_plan(problem(**changes).encode(), backward, arch)]
 
 
-def macros(arch="sm_90a", backward=False, **changes) -> dict[str, int]:
-    """Of the last launch."""
-    defines = _native.cuda_plan(problem(**changes).encode(), backward, arch)[-1][2]
-    return {name.removeprefix("JAX_FLASH_"): int(x) for name, x in (define.split("=") for define in defines)}
+def fields(arch="sm_90a", backward=False, multiprocessors=0, **changes) -> dict[str, int]:
+    """What the last launch is compiled for."""
+    return _native.cuda_plan(problem(**changes).encode(), backward, arch, multiprocessors)[-1][2]
+
+
+def scratch(arch="sm_90a", backward=False, multiprocessors=0, **changes) -> int:
+    """Bytes."""
+    return _native.cuda_explain(problem(**changes).encode(), backward, arch, multiprocessors)[1]
+
+
+def everywhere(backward=False, **changes) -> int:
+    """Bytes of scratch that do for any GPU."""
+    return _native.cuda_scratch_bytes(problem(**changes).encode(), backward, True)
 
 
 def finds(library: str) -> bool:
@@ -64,7 +75,7 @@ def finds(library: str) -> bool:
 def test_refused(changes, reason):
     refused = problem(**changes)
     assert reason in _native.cuda_refusal(refused.encode())
-    assert _native.cuda_scratch_bytes(refused.encode(), True) == 0
+    assert everywhere(True, **changes) == 0
     with pytest.raises(ValueError, match=reason):
         _native.cuda_plan(refused.encode(), False, "sm_90a")
     choice = jax_flash.choose_implementation(refused, "cuda")
@@ -138,7 +149,7 @@ def test_backward_alongside():
     two = ({"causal": True, "segments": True}, {"drop_threshold": 9, "causal": True})
     for common in ({}, {"causal": True}, {"v_dim": 128}, {"segments": True}, {"drop_threshold": 9}, *two, *listed):
         assert kernels("sm_90a", True, **own, **common)[-1:] == [("backward_sm90.cuh", "jax_flash_backward")]
-        assert macros("sm_90a", True, **own, **common)["ALONGSIDE"] == 1
+        assert fields("sm_90a", True, **own, **common)["alongside"] == 1
     for changes in NOT_ALONGSIDE:
         last = [kernel for _, kernel in kernels("sm_90a", True, **own | changes)][-3:]
         assert last == ["jax_flash_backward_prepare", "jax_flash_backward", "jax_flash_backward_finish"]
@@ -164,8 +175,8 @@ def test_backward_alongside():
 )
 def test_heads_that_share_keys(changes, sum_kv, together):
     """Hopper's backward takes them one by one where their tiles are few; else causal ones of large groups together."""
-    last = macros("sm_90a", True, **GRADIENTS | changes)
-    assert (last["SUM_KV"], last["TOGETHER"]) == (sum_kv, together)
+    last = fields("sm_90a", True, **GRADIENTS | changes)
+    assert (last["sum_kv"], last["together"]) == (sum_kv, together)
     launches = [kernel for _, kernel in kernels("sm_90a", True, **GRADIENTS | changes)]
     assert ("jax_flash_backward_finish_keys" in launches) == sum_kv
 
@@ -217,8 +228,8 @@ def test_few_queries_divide_the_keys(arch):
     decoding = {"q_len": 1, "kv_len": 4096, "q_heads": 8, "kv_heads": 2}
     file = "forward_split_sm80.cuh"
     assert kernels(arch, **decoding) == [(file, "jax_flash_forward"), (file, "jax_flash_forward_merge")]
-    assert macros(arch, **decoding)["SPLIT"] == 4  # the heads of a group are rows of one tile
-    assert macros(arch)["SPLIT"] == macros(arch, q_len=1)["SPLIT"] == 0
+    assert fields(arch, **decoding)["packed"] == 4  # the heads of a group are rows of one tile
+    assert fields(arch)["packed"] == fields(arch, q_len=1)["packed"] == 0
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -226,10 +237,10 @@ def test_one_part_of_the_keys_is_not_merged(arch):
     """With the tiles of the parts. The heads of a group share a tile there, which only the parts' kernel can."""
     decoding = {"batch": 64, "q_len": 1, "kv_len": 4096, "q_heads": 8, "kv_heads": 8}
     assert kernels(arch, **decoding) == [("forward_sm80.cuh", "jax_flash_forward")]
-    assert _native.cuda_scratch_bytes(problem(**decoding).encode(), False) == 0
-    fewer = macros(arch, **decoding | {"batch": 4})
-    assert fewer["SPLIT"] == 1 and fewer.pop("MERGE_THREADS") == 256
-    assert macros(arch, **decoding) == fewer | {"SPLIT": 0}
+    assert scratch(arch, **decoding) == 0
+    fewer = fields(arch, **decoding | {"batch": 4})
+    assert fewer["packed"] == 1
+    assert fields(arch, **decoding) == fewer | {"packed": 0}
     assert len(kernels(arch, **decoding | {"batch": 256, "kv_heads": 2})) == 2
 
 
@@ -237,7 +248,9 @@ def test_block_masks_leave_the_keys_whole():
     blocks = {"block_mask": Extent(False, True, True, True), "q_block": 16, "kv_block": 64, "row_list": 66}
     decoding = {"q_len": 1, "kv_len": 4096, "column_list": 3, **blocks}
     assert kernels(**decoding) == [("forward_sm80.cuh", "jax_flash_forward")]
-    assert _native.cuda_scratch_bytes(problem(**decoding).encode(), False) == 256  # for a count
+    assert scratch(**decoding) == everywhere(**decoding) == 0
+    assert scratch(**LISTS) == everywhere(**LISTS) == 256  # for a count of Hopper's
+    assert scratch("sm_80", **LISTS) == 0
 
 
 @pytest.mark.parametrize(
@@ -255,13 +268,13 @@ def test_parts_of_the_keys_need_memory(batch, kv_heads, kv_len, parts):
     decoding = problem(batch=batch, q_len=1, kv_len=kv_len, kv_heads=kv_heads, v_dim=128)
     rounding = 512
     expected = parts * batch * decoding.q_heads * (128 + 2) * 4
-    assert expected <= _native.cuda_scratch_bytes(decoding.encode(), False) <= expected + rounding
+    assert expected <= _native.cuda_explain(decoding.encode(), False, "sm_90a")[1] <= expected + rounding
 
 
 def test_only_the_gradients_asked_for():
-    assert macros(backward=True, dk=True)["DQ"] == 0
-    assert macros(backward=True, dk=True)["DK"] == 1
-    assert macros(backward=True, dk=True)["DV"] == 0
+    assert fields(backward=True, dk=True)["dq"] == 0
+    assert fields(backward=True, dk=True)["dk"] == 1
+    assert fields(backward=True, dk=True)["dv"] == 0
     assert "jax_flash_backward_finish" not in [kernel for _, kernel in kernels(backward=True, dk=True)]
 
 
@@ -272,7 +285,7 @@ def test_deterministic_gradients_take_no_sum_by_many_blocks():
         "jax_flash_backward",
         "jax_flash_backward_query",
     ]
-    assert "JAX_FLASH_DQ=0" in launches[1][2]
+    assert launches[1][2]["dq"] == 0
     assert kernels(backward=True, deterministic=True, dq=True) == [
         ("backward_query_sm80.cuh", "jax_flash_backward_query")
     ]
@@ -295,51 +308,175 @@ def test_gradient_of_a_bias(arch, extent):
 def test_nothing_to_compute(empty):
     for backward in (False, True):
         assert kernels(backward=backward, segments=True, **{empty: 0}, **GRADIENTS) == []
-        assert _native.cuda_scratch_bytes(problem(segments=True, **{empty: 0}, **GRADIENTS).encode(), backward) == 0
+        assert everywhere(backward, segments=True, **{empty: 0}, **GRADIENTS) == 0
 
 
-def test_macros_say_what_the_problem_uses():
+def test_fields_say_what_the_problem_uses():
     features = {
-        "causal": {"CAUSAL": 1},
-        "window_left": {"WINDOW": 1},
-        "q_lengths": {"Q_LENGTHS": 1},
-        "kv_lengths": {"KV_LENGTHS": 1},
-        "query_offset": {"QUERY_OFFSET": 1},
-        "soft_cap": {"SOFT_CAP": 1},
-        "drop_threshold": {"DROPOUT": 1},
+        "causal": {"causal": 1},
+        "window_left": {"window": 1},
+        "q_lengths": {"q_lengths": 1},
+        "kv_lengths": {"kv_lengths": 1},
+        "query_offset": {"query_offset": 1},
+        "soft_cap": {"soft_cap": 1},
+        "drop_threshold": {"dropout": 1},
     }
-    plain = macros()
+    plain = fields()
     for field, expected in features.items():
-        changed = macros(**{field: 1})
-        tiles = {"ROWS", "COLS", "CONSUMERS", "STAGES"}
+        changed = fields(**{field: 1})
+        tiles = {"rows", "cols", "groups", "stages"}
         assert {k: v for k, v in changed.items() if plain[k] != v and k not in tiles} == expected, field
-    assert macros(full_precision=True)["FULL_PRECISION"] == 0  # a matter of float32
-    assert macros(dtype="float32", full_precision=True)["FULL_PRECISION"] == 1
+    assert fields(full_precision=True)["full_precision"] == 0  # a matter of float32
+    assert fields(dtype="float32", full_precision=True)["full_precision"] == 1
     # The deterministic backward asks nothing else of the forward.
-    assert macros(deterministic=True) == plain
+    assert fields(deterministic=True) == plain
 
 
 def test_scratch_is_linear_in_the_length():
-    def scratch(length, **changes):
-        return _native.cuda_scratch_bytes(problem(q_len=length, kv_len=length, **changes).encode(), True)
+    def backward(length, arch="sm_90a", **changes):
+        return scratch(arch, True, q_len=length, kv_len=length, **changes)
 
-    assert _native.cuda_scratch_bytes(BASE.encode(), False) == 0
+    assert scratch() == everywhere() == 0
     rows = 2 * 8 * 4096
-    assert scratch(4096, **GRADIENTS) == 4 * rows * (64 + 2)  # one dQ in float32, two numbers a row
-    assert scratch(4096, **GRADIENTS, deterministic=True) == 4 * rows * 2
-    biased = {"bias_dtype": "float32", "bias": EVERY}
-    assert scratch(4096, **GRADIENTS, **biased, deterministic=True) == 4 * rows * 3
-    assert scratch(8192, **GRADIENTS, segments=True) == 2 * scratch(4096, **GRADIENTS, segments=True)
-    counters, keys = 256, 2 * 1 * 4096  # and where heads of Q share keys, dK and dV in float32
-    assert scratch(4096, **GRADIENTS, kv_heads=1) == 4 * rows * (64 + 2) + counters + 4 * keys * (64 + 64)
+    for arch in ("sm_80", "sm_90a"):
+        alone = GRADIENTS | {"deterministic": True}
+        assert backward(4096, arch, **alone) == 4 * rows * 2  # two numbers a row
+        assert backward(4096, arch, **alone, segments=True) * 2 == backward(8192, arch, **alone, segments=True)
+    assert backward(4096, "sm_80", **GRADIENTS) == 4 * rows * (64 + 2)  # and one dQ in float32
+    biased = {"bias_dtype": "float32", "bias": EVERY, "deterministic": True}
+    assert backward(4096, **GRADIENTS, **biased) == 4 * rows * 3
+    assert backward(4096, "sm_80", **GRADIENTS, **biased) == 4 * rows * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "multiprocessors", "heads"),
+    [
+        ({}, 132, 9 * 4),  # 132 of the 144 tiles of keys of 9 heads at a time
+        ({}, 100, 7 * 4),
+        ({"causal": True}, 132, 9 * 6),
+        ({"causal": True}, 33, 3 * 6),
+        ({"batch": 1}, 132, 16),
+    ],
+)
+def test_hoppers_backward_has_scratch_for_few_heads(changes, multiprocessors, heads):
+    """Which it uses in turn, where it is one kernel."""
+    paper = {"batch": 64, "q_heads": 16, "kv_heads": 16, "q_len": 2048, "kv_len": 2048, **GRADIENTS}
+    all_heads = 16 * (paper | changes)["batch"]
+    counters = -(-4 * (2 + 2 * all_heads) // 256) * 256
+    expected = counters + 4 * heads * 2048 * (64 + 2)
+    assert scratch("sm_90a", True, multiprocessors, **paper | changes) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": 32, "kv_heads": 8},
+        {"batch": 32, "kv_heads": 8, "causal": True, "segments": True},
+        {"kv_heads": 1},
+        {"kv_heads": 4, "batch": 8, "causal": True},
+        {"block_mask": EVERY, "q_block": 128, "kv_block": 128, "row_list": 6, "column_list": 6},
+        {"bias_dtype": "float32", "bias": Extent(False, False, True, True), "dbias": True},
+        {"q_len": 1, "kv_len": 65536},
+        {"q_len": 64, "kv_len": 4096},
+        {"dtype": "float32", "full_precision": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_scratch_of_a_program_that_runs_anywhere(changes, backward):
+    """It is the most that any GPU needs."""
+    changes = {**GRADIENTS, **changes} if backward else {k: x for k, x in changes.items() if k != "dbias"}
+    gpus = [(arch, n) for arch in ("sm_80", "sm_89", "sm_90a", "sm_100") for n in (1, 20, 108, 132, 148, 192, 500)]
+    most = everywhere(backward, **changes)
+    assert max(scratch(arch, backward, n, **changes) for arch, n in gpus) <= most
+    assert most in {scratch(arch, backward, n, **changes) for arch in ("sm_80", "sm_90a") for n in range(1, 193)}
+
+
+# --- what is said of the plan ---
+
+
+def explained(backward=False, arch="sm_90a", **changes) -> jax_flash.Explanation:
+    return jax_flash.explain(problem(**changes), backward, arch)
+
+
+def test_an_explanation_is_the_plan():
+    plain = explained(causal=True)
+    (kernel,) = plain.kernels
+    tiles = [fields(causal=True)[name] for name in ("rows", "cols", "groups", "stages")]
+    assert kernel == ("jax_flash_forward", "hopper", *tiles)
+    assert plain[:3] == (False, "sm_90a", 132) and plain[4:] == (0, ())
+    (kernel,) = explained(arch="sm_80").kernels
+    assert kernel.family == "ampere"
+    backward = explained(True, dtype="float32")
+    assert [x.name for x in backward.kernels] == [x for _, x in kernels("sm_90a", True, dtype="float32", **GRADIENTS)]
+    assert backward.scratch_bytes == scratch("sm_90a", True, dtype="float32", **GRADIENTS)
+    assert len(explained(True, dk=True).kernels) == 2  # prepare and main: the gradients that the problem asks for
+
+
+@pytest.mark.parametrize(
+    ("changes", "backward", "reason"),
+    [
+        ({"soft_cap": 2.0, "qk_dim": 256}, True, r"backward is not taken: its tiles of 64 x 64 do not do a soft cap$"),
+        ({"dtype": "float32", "full_precision": True}, False, "forward is not taken: .* do not do full precision$"),
+        ({"dtype": "float32", "qk_dim": 256}, False, "no tiles for head dims 256 and 64"),
+        ({"dtype": "float32", "qk_dim": 128, "soft_cap": 2.0, **BIASED}, True, "a soft cap and a bias$"),
+        ({"block_mask": EVERY, "q_block": 16, "kv_block": 48, "row_list": 4, "column_list": 4}, False, "16 x 48$"),
+        ({"q_len": 1, "kv_len": 4096}, False, "few queries see many keys"),
+        ({"deterministic": True}, True, "dQ is a kernel's of its own"),
+        ({"dbias": True, **BIASED}, True, "a pass of its own"),
+    ],
+)
+def test_reasons(changes, backward, reason):
+    explanation = explained(backward, **changes)
+    assert re.search(reason, explanation.reasons[0])
+    assert f"because {explanation.reasons[0]}" in str(explanation)
+    assert "ampere" in {kernel.family for kernel in explanation.kernels}
+
+
+def test_reasons_of_who_asked_for_it(monkeypatch):
+    monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm80")
+    assert "JAX_FLASH_CUDA_KERNELS=sm80" in explained().reasons[0]
+    assert explained(arch="sm_100").reasons == ()
+
+
+def test_an_explanation_of_the_gpu_that_is_here(monkeypatch):
+    monkeypatch.setattr(_native, "cuda_devices", lambda: [(9, 0, 78), (8, 0, 108)])
+    assert jax_flash.explain(BASE)[:3] == (False, "sm_90a", 78)
+    monkeypatch.setattr(_native, "cuda_devices", lambda: [])
+    assert jax_flash.explain(BASE)[:3] == (False, "sm_90a", 132)
+    assert explained(arch="sm_80").multiprocessors == 108
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ((BASE.encode(),), TypeError, "must be a jax_flash.Problem"),
+        ((problem(dtype="float64"),), ValueError, "float64"),
+        ((BASE, False, "sm_75"), ValueError, "sm_75: the kernels need"),
+        ((BASE, False, "hopper"), ValueError, "hopper: the kernels need"),
+    ],
+)
+def test_what_cannot_be_explained(call, error, message):
+    with pytest.raises(error, match=message):
+        jax_flash.explain(*call)
+
+
+def test_plans_count_the_multiprocessors_of_the_gpu():
+    few = {"batch": 1, "q_len": 1024, "kv_len": 1024}  # 32 tiles of 256 rows, 43 of 192
+    tiles = [fields("sm_90a", multiprocessors=n, **few)["rows"] for n in (20, 132)]
+    assert tiles[0] > tiles[1]
+    keys = {"kv_heads": 4, "batch": 8, **GRADIENTS}  # 128 tiles of them
+    assert [fields("sm_90a", True, n, **keys)["sum_kv"] for n in (132, 192)] == [0, 1]
+    decoding = {"q_len": 1, "kv_len": 2**17}
+    assert scratch("sm_90a", False, 64, **decoding) * 2 == scratch("sm_90a", False, 128, **decoding)
 
 
 # --- compiling ---
 
 
-def test_compiles_with_the_macros_of_the_plan(nvrtc):
-    ((file, kernel, defines),) = _native.cuda_plan(BASE.encode(), False, "sm_90a")
-    cubin, log, seconds, shared_bytes = _native.cuda_compile(file, defines, "sm_90a")
+def test_compiles_what_the_plan_says(nvrtc):
+    ((file, kernel, unit),) = _native.cuda_plan(BASE.encode(), False, "sm_90a")
+    cubin, log, seconds, shared_bytes = _native.cuda_compile(file, unit, "sm_90a")
     assert cubin.startswith(b"\x7fELF")
     assert kernel in log and "registers" in log
     assert 0 < seconds
@@ -347,17 +484,22 @@ def test_compiles_with_the_macros_of_the_plan(nvrtc):
 
 
 def test_a_source_that_does_not_compile_says_so(nvrtc):
-    with pytest.raises(RuntimeError, match=r"could not compile forward_sm90.cuh for sm_90a:\n.*JAX_FLASH_DTYPE"):
-        _native.cuda_compile("forward_sm90.cuh", [], "sm_90a")
+    with pytest.raises(RuntimeError, match=r"could not compile forward_sm90.cuh for sm_90a:\n.*assertion failed"):
+        _native.cuda_compile("forward_sm90.cuh", fields() | {"rows": 65}, "sm_90a")
+
+
+def test_a_kernel_has_all_fields_and_no_others():
+    for changed, message in (({}, "without the field dtype"), (fields() | {"colour": 3}, "does not have")):
+        with pytest.raises(ValueError, match=message):
+            _native.cuda_compile("forward_sm90.cuh", changed, "sm_90a")
 
 
 def test_options_from_the_environment(nvrtc, monkeypatch):
     def cubin(options):
         monkeypatch.setenv("JAX_FLASH_NVRTC_OPTIONS", options)
-        return _native.cuda_compile("segments.cuh", defines, "sm_80")[0]
+        return _native.cuda_compile("segments.cuh", unit, "sm_80")[0]
 
-    unit = _native.cuda_plan(problem(segments=True).encode(), False, "sm_80")[0]
-    file, _, defines = unit
+    file, _, unit = _native.cuda_plan(problem(segments=True).encode(), False, "sm_80")[0]
     assert file == "segments.cuh"
     assert b".debug_line" not in cubin("  ")
     assert b".debug_line" in cubin("  -lineinfo -DNOBODY=1")
@@ -513,12 +655,13 @@ import sys
 import jax_flash.cuda
 from jax_flash import _native
 jax_flash.cuda.find_nvrtc = lambda: sys.argv[1]
+file, _, unit = _native.cuda_plan(sys.argv[2], False, "sm_90a")[0]
 try:
-    _native.cuda_compile("forward_sm90.cuh", [], "sm_90a")
+    _native.cuda_compile(file, unit, "sm_90a")
 except RuntimeError as error:
     print(error)
 """
-    run = [sys.executable, "-c", script, str(library)]
+    run = [sys.executable, "-c", script, str(library), BASE.encode()]
     message = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout
     for part in (f"NVRTC 12.8 ({library})", "12.9 or later", "nvidia-cuda-nvrtc-cu12", "JAX_FLASH_CUDA_KERNELS=sm80"):
         assert part in message
@@ -591,10 +734,21 @@ def test_lowers_to_the_custom_calls(implementation):
 
 @pytest.mark.parametrize("case", [{"dim": 20}, {"dtype": jnp.float64}], ids=str)
 def test_lowers_to_plain_jax_where_it_is_refused(case, x64):
-    assert "jax_flash_" not in lowered(**case)
+    assert "@jax_flash_" not in lowered(**case)
     assert "@jax_flash_forward" in lowered(**case, implementation="flash")  # and XLA will say why not
 
 
 def test_deterministic_is_part_of_the_problem():
     assert "deterministic=0" in lowered()
     assert "deterministic=1" in lowered(deterministic=True)
+
+
+def test_scratch_is_for_the_gpus_that_are_here_unless_a_program_is_exported(monkeypatch):
+    anywhere = []
+    monkeypatch.setattr(_native, "cuda_scratch_bytes", lambda problem, backward, x: anywhere.append(x) or 256)
+    assert "xui8>" in lowered()
+    assert anywhere == [True, True]
+    q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+    attend = jax.jit(jax_flash.dot_product_attention).trace(q, q, q)
+    assert "xui8>" in attend.lower(lowering_platforms=("cuda",)).as_text()
+    assert anywhere == [True, True, False]

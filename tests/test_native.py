@@ -78,6 +78,11 @@ def test_sizes_of_a_block_mask(changes, said):
         _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes | changes).encode())
 
 
+def test_fields_are_pythons():
+    """In names, order and types, as `Problem` declares them."""
+    assert _native.problem_fields() == [(field.name, field.type) for field in dataclasses.fields(Problem)]
+
+
 def test_version():
     text = PROBLEM.encode()
     version, _, fields = text.partition(" ")

@@ -421,3 +421,11 @@ def test_statistics_without_cotangent_cost_nothing():
     (without,) = problems(jax.grad(loss), *arrays(B))
     (within,) = problems(jax.grad(lambda *x: jax_flash.attention_with_statistics(*x)[1].logsumexp.sum()), *arrays(B))
     assert (without["dlogsumexp"], within["dlogsumexp"]) == ("0", "1")
+
+
+def test_without_jit():
+    q, k, v, _ = arrays(B)
+    expected = jax.grad(loss, (0, 1, 2))(q, k, v)
+    with jax.disable_jit():
+        for x, y in zip(jax.grad(loss, (0, 1, 2))(q, k, v), expected, strict=True):
+            assert_close(x, y)

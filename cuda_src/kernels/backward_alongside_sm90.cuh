@@ -10,14 +10,14 @@
 
 namespace jax_flash {
 
-// One of these warps. 16 rows of a box at a time, by way of its own shared memory; they are loaded one ahead.
+// One of these warps. kAlongsideRows of a box at a time, by way of its own shared memory; they are loaded one ahead.
 struct RowsWarp {
   const Params& p;
   BackwardShared& shared;
   const TensorMap *o_map, *do_map, *dq_map;
   PackedRing<2> at;  // what was loaded first of what has not been used
 
-  static constexpr int kSteps = 4 * kVBoxes;  // in which a block of O and dO comes
+  static constexpr int kSteps = kRowBlock / kAlongsideRows * kVBoxes;  // in which a block of O and dO comes
 
   __device__ __forceinline__ void Run() {
     while (true) {
@@ -33,8 +33,8 @@ struct RowsWarp {
   __device__ __forceinline__ void Prefetch(const RowBlock& block) {
     const int i = Lane();
     if (i >= kSteps) return;
-    TmaPrefetch(o_map, i % kVBoxes * 64, block.row + i / kVBoxes * 16, block.head, block.batch);
-    TmaPrefetch(do_map, i % kVBoxes * 64, block.row + i / kVBoxes * 16, block.head, block.batch);
+    TmaPrefetch(o_map, i % kVBoxes * 64, block.row + i / kVBoxes * kAlongsideRows, block.head, block.batch);
+    TmaPrefetch(do_map, i % kVBoxes * 64, block.row + i / kVBoxes * kAlongsideRows, block.head, block.batch);
   }
 
   // dQ
@@ -45,7 +45,7 @@ struct RowsWarp {
       const int box = i % kQKBoxes, bytes = 64 * min(64, kQKDim - 64 * box);
       if (Lane() == 0) {
         MbarrierArriveExpectTx(Full(to), bytes);
-        BulkLoad(Slot(to), block.DQ(p) + i / kQKBoxes * (16 * kQKDim) + box * 1024, bytes, Full(to));
+        BulkLoad(Slot(to), block.DQ(p) + i / kQKBoxes * (kAlongsideRows * kQKDim) + box * 1024, bytes, Full(to));
       }
     };
     load(0, at);
@@ -59,7 +59,7 @@ struct RowsWarp {
       FenceProxyAsync();
       SyncWarp();
       if (Lane() == 0)
-        TmaStore(dq_map, rows, i % kQKBoxes * 64, block.row + i / kQKBoxes * 16, block.head, block.batch);
+        TmaStore(dq_map, rows, i % kQKBoxes * 64, block.row + i / kQKBoxes * kAlongsideRows, block.head, block.batch);
       TmaCommit();
     }
     TmaWaitRead<0>();
@@ -90,14 +90,14 @@ struct RowsWarp {
   __device__ __forceinline__ void Prepare(const RowBlock& block) {
     const auto load = [&](int i, PackedRing<2> to) {
       if (Lane() == 0) {
-        const int row = block.row + i / kVBoxes * 16, column = i % kVBoxes * 64;
+        const int row = block.row + i / kVBoxes * kAlongsideRows, column = i % kVBoxes * 64;
         MbarrierArriveExpectTx(Full(to), kRowsBytes);
         TmaLoad(Slot(to), o_map, Full(to), column, row, block.head, block.batch);
         TmaLoad(Slot(to) + kRowsBytes / 2, do_map, Full(to), column, row, block.head, block.batch);
       }
     };
     load(0, at);
-    for (int r = Lane(); r < 64; r += 32) StoreL(p, block, r);
+    for (int r = Lane(); r < kRowBlock; r += 32) StoreL(p, block, r);
     float products[2][4] = {};
 #pragma unroll 1
     for (int i = 0; i < kSteps; ++i) {
@@ -106,7 +106,7 @@ struct RowsWarp {
       StoreZeros(block, i);
       MultiplyRows(Wait(), products);
       FenceProxyAsync();
-      if (i % kVBoxes == kVBoxes - 1) StoreDiagonal(block, i / kVBoxes * 16, products);
+      if (i % kVBoxes == kVBoxes - 1) StoreDiagonal(block, i / kVBoxes * kAlongsideRows, products);
     }
     TmaCommit();
     TmaWaitAll();
@@ -117,7 +117,7 @@ struct RowsWarp {
 
   // In the i-th step, its share of the zeros for dQ: loads of O and dO would have to wait for all at once.
   __device__ __forceinline__ void StoreZeros(const RowBlock& block, int i) {
-    constexpr int kParts = kQKDim > 64 ? 8 : 4, kBytes = 64 * kQKDim * 4 / kParts;
+    constexpr int kParts = kQKDim > 64 ? 8 : 4, kBytes = kRowBlock * kQKDim * 4 / kParts;
     static_assert(kBytes <= sizeof(BackwardShared::zeros) || !kAlongside);
     if (Lane() > 0) return;
 #pragma unroll 1

@@ -6,10 +6,10 @@
 // Where few CTAs would have much to add up, p.parts CTAs share a tile; each adds up its part, and a kernel after sums
 // the parts.
 //
-// The host defines JAX_FLASH_ROWS and _COLS (queries and keys of a tile of S, multiples of 16) and _WARPS, and launches
+// Tiles of S have kRows and kCols (multiples of 16). The host launches
 //   jax_flash_backward_prepare       as backward_prepare.cuh says, if backward_sm80.cuh has not
-//   jax_flash_backward_bias          p.parts blocks of 32 _WARPS threads for each tile of dbias
-//   jax_flash_backward_bias_finish   if p.parts > 1: a thread for each element of dbias, in blocks of 256
+//   jax_flash_backward_bias          p.parts blocks of kThreads for each tile of dbias
+//   jax_flash_backward_bias_finish   if p.parts > 1: a thread for each element of dbias, in blocks of kRowThreads
 #pragma once
 
 #include "backward_prepare.cuh"
@@ -20,9 +20,9 @@
 
 namespace jax_flash {
 
-constexpr int kRows = JAX_FLASH_ROWS;
-constexpr int kCols = JAX_FLASH_COLS;
-constexpr int kWarps = JAX_FLASH_WARPS;
+constexpr int kRows = kTiling.rows;
+constexpr int kCols = kTiling.cols;
+constexpr int kWarps = kTiling.groups;
 constexpr int kThreads = 32 * kWarps;
 using ScorePart = PartOf<kWarps, kRows, kCols>;
 

@@ -1,5 +1,5 @@
-// After the Hopper backward: what was added up in f32, by blocks of 64 rows, in the problem's dtype and layout. That is
-// dQ, if it is not done alongside (backward_alongside_sm90.cuh), and dK and dV if kSumKV.
+// After the Hopper backward: what was added up in f32, by blocks of kRowBlock rows, in the problem's dtype and layout.
+// That is dQ, if it is not done alongside (backward_alongside_sm90.cuh), and dK and dV if kSumKV.
 #pragma once
 
 #include "backward_rows_sm90.cuh"
@@ -11,7 +11,7 @@ namespace jax_flash {
 template <int kDim>
 __device__ __forceinline__ void Convert(const float* sum, float scale, void* to, int64_t first, int rows, int stride) {
   constexpr int kChunks = kDim / 8;
-  for (int i = threadIdx.x; i < 32 * kChunks; i += 256) {
+  for (int i = threadIdx.x; i < 32 * kChunks; i += kRowThreads) {
     const int chunk = i % kChunks, quad = i / kChunks % 8, warp = i / kChunks / 8;
     const float4* x = reinterpret_cast<const float4*>(sum + 16 * warp * kDim) + chunk * 32 + quad * 4;
 #pragma unroll
@@ -37,7 +37,7 @@ __device__ __forceinline__ void Convert(const float* sum, float scale, void* to,
 }  // namespace jax_flash
 
 // A block of dQ.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
     jax_flash_backward_finish(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
   const RowBlock block(p, blockIdx.x);
@@ -46,14 +46,14 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // A block of dK and dV.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
     jax_flash_backward_finish_keys(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
   if constexpr (!kSumKV) return;
   const uint32_t blocks = KeyBlocksOfHead(p), all_heads = blockIdx.x / blocks;
-  const int key = blockIdx.x % blocks * 64, head = all_heads % p.kv_heads, batch = all_heads / p.kv_heads;
+  const int key = blockIdx.x % blocks * kRowBlock, head = all_heads % p.kv_heads, batch = all_heads / p.kv_heads;
   const int64_t first = (int64_t(batch) * p.kv_len + key) * p.kv_heads + head;
-  const int64_t before = int64_t(blockIdx.x) * 64;  // rows
+  const int64_t before = int64_t(blockIdx.x) * kRowBlock;  // rows
   if (kDK) Convert<kQKDim>(p.dk_sum + before * kQKDim, DQKScale(p), p.dk, first, p.kv_len - key, p.kv_heads);
   if (kDV) Convert<kVDim>(p.dv_sum + before * kVDim, KeptScale(p), p.dv, first, p.kv_len - key, p.kv_heads);
 }

@@ -6,21 +6,16 @@
 
 namespace jax_flash {
 
-__host__ __device__ constexpr int LanesOfRow(int dim) {
-  int lanes = 1;
-  while (lanes * 8 < dim) lanes *= 2;
-  return lanes;
-}
+constexpr int kRowLanes = LanesOfRow(kVDim);
 
 }  // namespace jax_flash
 
-// D_i = dO_i O_i - dlogsumexp_i and MinusL_i, [batch, head, row], padded; so is p.dq_sum. Blocks of 256 threads; a row,
-// padding included, takes _V_DIM / 8 of them, rounded up to a power of two.
+// D_i = dO_i O_i - dlogsumexp_i and MinusL_i, [batch, head, row], padded; so is p.dq_sum. Blocks of kRowThreads; a row,
+// padding included, takes kRowLanes of them.
 extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
-  constexpr int kLanes = LanesOfRow(kVDim);
-  const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;  // [batch, head, row]
-  const int lane = threadIdx.x % kLanes;
+  const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kRowLanes;  // [batch, head, row]
+  const int lane = threadIdx.x % kRowLanes;
   const int row = at % PaddedRows(p), head = at / PaddedRows(p) % p.q_heads;
   const int64_t batch = at / PaddedRows(p) / p.q_heads;
   const bool exists = batch < p.batch && row < p.q_len;
@@ -32,7 +27,7 @@ extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ ja
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum += o[i] * d_o[i];
   }
-  sum = LaneSum<kLanes>(sum);
+  sum = LaneSum<kRowLanes>(sum);
   if (batch >= p.batch) return;
   if (lane == 0) {
     const int64_t from = (batch * p.q_heads + head) * p.q_len + row;
@@ -41,6 +36,6 @@ extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ ja
   }
   if (kDQ && p.dq_sum != nullptr) {
     float4* dq = reinterpret_cast<float4*>(p.dq_sum + at * kQKDim);
-    for (int i = lane; i < kQKDim / 4; i += kLanes) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = lane; i < kQKDim / 4; i += kRowLanes) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 }

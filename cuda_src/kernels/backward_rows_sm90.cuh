@@ -1,12 +1,12 @@
 // The rows of Q before the Hopper backward: L and D, and zeros from which dQ grows in f32. All of that is in scratch by
-// blocks of 64 rows. A small kernel does it, or if kAlongside the main kernel (backward_alongside_sm90.cuh).
+// blocks of kRowBlock rows. A small kernel does it, or if kAlongside the main kernel (backward_alongside_sm90.cuh).
 #pragma once
 
 #include "backward_keys_sm90.cuh"
 
 namespace jax_flash {
 
-// 64 rows of Q.
+// kRowBlock rows of Q.
 struct RowBlock {
   int batch, head, row;  // the first row
   int place;             // of blocks in scratch
@@ -16,15 +16,17 @@ struct RowBlock {
     const uint32_t blocks = BlocksOfHead(p), all_heads = number / blocks;
     const int heads = Fresh(p.q_heads);
     batch = all_heads / uint32_t(heads), head = all_heads - batch * heads;
-    row = (number - all_heads * blocks) * 64;
+    row = (number - all_heads * blocks) * kRowBlock;
     place = FirstRowBlock(p, all_heads) + (number - all_heads * blocks);
   }
 
   // Among those of all batches.
   __device__ __forceinline__ int Head(const Params& p) const { return batch * p.q_heads + head; }
   // Its rows in scratch, row by row; its dQ.
-  __device__ __forceinline__ int64_t Rows() const { return int64_t(place) * 64; }
-  __device__ __forceinline__ float* DQ(const Params& p) const { return p.dq_sum + int64_t(place) * (64 * kQKDim); }
+  __device__ __forceinline__ int64_t Rows() const { return int64_t(place) * kRowBlock; }
+  __device__ __forceinline__ float* DQ(const Params& p) const {
+    return p.dq_sum + int64_t(place) * (kRowBlock * kQKDim);
+  }
 };
 
 // To a row of O: lanes of 8 elements each, of which the last may have none.
@@ -75,18 +77,18 @@ __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, i
 }  // namespace jax_flash
 
 // A block: zeros for dQ, L and D.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
     jax_flash_backward_prepare(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
   const RowBlock block(p, blockIdx.x);
   if (kDQ) {
     float4* const dq = reinterpret_cast<float4*>(block.DQ(p));
-    for (int i = threadIdx.x; i < 64 * kQKDim / 4; i += 256) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = threadIdx.x; i < kRowBlock * kQKDim / 4; i += kRowThreads) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  if (threadIdx.x < 64) StoreL(p, block, threadIdx.x);
+  if (threadIdx.x < kRowBlock) StoreL(p, block, threadIdx.x);
   const int lane = threadIdx.x % kRowLanes;
 #pragma unroll 2
-  for (int i = 0; i < 64; i += 256 / kRowLanes) {
+  for (int i = 0; i < kRowBlock; i += kRowThreads / kRowLanes) {
     const int r = i + threadIdx.x / kRowLanes;
     const int64_t at = (ChunkOfO(p, block, r) + lane) * 8 * kElementBytes;
     const uint8_t *o = static_cast<const uint8_t*>(p.o) + at, *d_o = static_cast<const uint8_t*>(p.d_o) + at;

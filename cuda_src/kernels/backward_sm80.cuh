@@ -6,11 +6,10 @@
 // the speed; P and dS go from one to the next through shared memory. Kernels before and after prepare L and D and
 // convert dQ.
 //
-// The host defines JAX_FLASH_ROWS and _COLS (queries and keys of a tile of S, multiples of 16), _WARPS and _STAGES (1
-// or 2 tiles of Q and dO), and launches
+// Tiles of S have kRows and kCols (multiples of 16); kStages, tiles of Q and dO, is 1 or 2. The host launches
 //   jax_flash_backward_prepare   as backward_prepare.cuh says
-//   jax_flash_backward           a block of 32 _WARPS threads for each tile of keys of each head of K and batch entry
-//   jax_flash_backward_finish    if _DQ: batch * heads * ceil(T / 16) * _QK_DIM threads in blocks of 256
+//   jax_flash_backward           a block of kThreads for each tile of keys of each head of K and batch entry
+//   jax_flash_backward_finish    if kDQ: batch * heads * ceil(T / kSumRows) * kQKDim threads in blocks of kRowThreads
 // With a block mask tiles divide blocks, and there are tiles for whole blocks.
 #pragma once
 
@@ -22,16 +21,16 @@
 
 namespace jax_flash {
 
-constexpr int kRows = JAX_FLASH_ROWS;
-constexpr int kCols = JAX_FLASH_COLS;
-constexpr int kWarps = JAX_FLASH_WARPS;
-constexpr int kStages = JAX_FLASH_STAGES;
+constexpr int kRows = kTiling.rows;
+constexpr int kCols = kTiling.cols;
+constexpr int kWarps = kTiling.groups;
+constexpr int kStages = kTiling.stages;
 constexpr int kThreads = 32 * kWarps;
 constexpr bool kDS = kDQ || kDK;
 
-// [rows of dq_sum / 16][columns / 8]: 16 x 8 elements each.
+// [rows of dq_sum / kSumRows][columns / 8]: 16 x 8 elements each.
 __device__ __forceinline__ float* SumOfDQ(const Params& p, int64_t head, int row, int column) {
-  return p.dq_sum + ((head * PaddedRows(p) + row) / 16 * (kQKDim / 8) + column / 8) * 128;
+  return p.dq_sum + ((head * PaddedRows(p) + row) / kSumRows * (kQKDim / 8) + column / 8) * 128;
 }
 
 struct BackwardShared {
@@ -251,8 +250,8 @@ extern "C" __global__ void jax_flash_backward_finish(const __grid_constant__ jax
   using namespace jax_flash;
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   const int column = thread % (kQKDim / 8) * 8, quad = thread / (kQKDim / 8) % 8;
-  const int64_t tile = thread / kQKDim;  // 16 rows
-  const int tiles = (p.q_len + 15) / 16, row = tile % tiles * 16, head = tile / tiles % p.q_heads;
+  const int64_t tile = thread / kQKDim;  // kSumRows rows
+  const int tiles = (p.q_len + kSumRows - 1) / kSumRows, row = tile % tiles * kSumRows, head = tile / tiles % p.q_heads;
   const int64_t batch = tile / tiles / p.q_heads;
   if (batch >= p.batch) return;
   float x[2][8];

@@ -11,19 +11,17 @@
 // backward_alongside_sm90.cuh. Head dims above 128 are in backward_wide_sm90.cuh, f32 as TF32 in
 // backward_tf32_sm90.cuh.
 //
-// The host defines what config.cuh reads and JAX_FLASH_ROWS (of a tile of Q: 64 or 128, or 64 for f32), _COLS (keys of
-// a CTA: 128, or 64 if a head dim is above 128, or for f32 above 64 or with a bias), _CONSUMERS (warpgroups: 2),
-// _STAGES, _ALONGSIDE, _SUM_KV and _TOGETHER. It launches
-//   jax_flash_backward_prepare      if not _ALONGSIDE: a block of 256 threads for each 64 rows of T rounded up to
-//                                   _ROWS, of each head
+// A tile of Q has kRows (64 or 128, or 64 for f32), a CTA kCols keys (128, or 64 if a head dim is above 128, or for f32
+// above 64 or with a bias). The host launches
+//   jax_flash_backward_prepare      if not kAlongside: a block of kRowThreads for each kRowBlock rows of T rounded up
+//                                   to kRows, of each head
 //   jax_flash_backward              at most one CTA a multiprocessor, an even number if a head dim is above 128, of
-//                                   128 (_CONSUMERS + 1) threads and `jax_flash_shared_bytes`; boxes of _ROWS rows in
-//                                   the maps of Q and dO, of _COLS in those of K and V, of 64 in those of dK and dV
-//                                   (where they are asked for), and of 16 in those of O, dO and dQ that _ALONGSIDE
-//                                   needs
-//   jax_flash_backward_finish       if dQ is asked for, and not _ALONGSIDE: likewise
-//   jax_flash_backward_finish_keys  if _SUM_KV: a block of 256 threads for each 64 keys of S rounded up to _COLS, of
-//                                   each head of K
+//                                   kThreads and `jax_flash_shared_bytes`; boxes of kRows in the maps of Q and dO, of
+//                                   kCols in those of K and V, of kBoxRows in those of dK and dV (where they are asked
+//                                   for), and of kAlongsideRows in those of O, dO and dQ that kAlongside needs
+//   jax_flash_backward_finish       if dQ is asked for, and not kAlongside: likewise
+//   jax_flash_backward_finish_keys  if kSumKV: a block of kRowThreads for each kRowBlock keys of S rounded up to
+//                                   kCols, of each head of K
 #pragma once
 
 #include "backward_alongside_sm90.cuh"
@@ -240,12 +238,7 @@ __device__ __forceinline__ void Consume(const Params& p, BackwardShared& shared,
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardShared);
 
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_dims__(jax_flash::kCluster, 1, 1)
-    jax_flash_backward(
-        const __grid_constant__ jax_flash::Params p, const __grid_constant__ jax_flash::TensorMap q_map,
-        const __grid_constant__ jax_flash::TensorMap k_map, const __grid_constant__ jax_flash::TensorMap v_map,
-        const __grid_constant__ jax_flash::TensorMap do_map, const __grid_constant__ jax_flash::TensorMap dk_map,
-        const __grid_constant__ jax_flash::TensorMap dv_map, const __grid_constant__ jax_flash::TensorMap o_rows_map,
-        const __grid_constant__ jax_flash::TensorMap do_rows_map, const __grid_constant__ jax_flash::TensorMap dq_map) {
+    jax_flash_backward(const __grid_constant__ jax_flash::Params p JAX_FLASH_BACKWARD_MAPS(JAX_FLASH_MAP)) {
   using namespace jax_flash;
   extern __shared__ __align__(1024) uint8_t memory[];
   BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
@@ -276,12 +269,12 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
   if (kWide) ClusterSync();
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<kProducerRegisters>();
-    if (threadIdx.x == 0) Producer{p, shared, &q_map, &k_map, &v_map, &do_map}.Run();
+    if (threadIdx.x == 0) Producer{p, shared, &query_map, &key_map, &value_map, &d_o_map}.Run();
     if constexpr (kTF32) {
       if (threadIdx.x >= 32) Transposer{shared}.Run();
     }
     if constexpr (kAlongside) {
-      if (threadIdx.x >= 32) RowsWarp{p, shared, &o_rows_map, &do_rows_map, &dq_map}.Run();
+      if (threadIdx.x >= 32) RowsWarp{p, shared, &o_rows_map, &d_o_rows_map, &dq_rows_map}.Run();
     }
   } else if constexpr (kTF32 && !kSameKeys) {
     Consume<TF32Consumer>(p, shared, &dk_map, &dv_map);

@@ -3,7 +3,6 @@
 
 #include "blocks.cuh"
 #include "config.cuh"
-#include "params.h"
 #include "schedule.cuh"
 #include "tile/cluster.cuh"
 #include "tile/counter.cuh"
@@ -16,18 +15,21 @@
 
 namespace jax_flash {
 
-constexpr int kRows = JAX_FLASH_ROWS;
-constexpr int kCols = JAX_FLASH_COLS;      // keys of a CTA
-constexpr int kStages = JAX_FLASH_STAGES;  // tiles of Q, and of dO, in flight
+static_assert(kTiling.family == Family::kHopper);
+constexpr int kRows = kTiling.rows;
+constexpr int kCols = kTiling.cols;      // keys of a CTA
+constexpr int kStages = kTiling.stages;  // tiles of Q, and of dO, in flight
 
 constexpr bool kWide = kQKDim > 128 || kVDim > 128;
 // Both warpgroups have the same 64 keys: one has S, P and dV of them, the other dP, dS and dK.
 constexpr bool kSameKeys = kWide || (kTF32 && kCols == 64);
 static_assert(kSameKeys ? kRows == 64 && kCols == 64 : (kRows == 64 || kRows == 128) && kCols == 128);
 constexpr int kCluster = kWide ? 2 : 1;  // CTAs with neighbouring keys and the same tiles of Q
+static_assert(!kWide || kCols * kCluster == kPairedKeys);
+static_assert(kRows <= kRowPadding && kCols <= kRowPadding);
 
 constexpr int kConsumers = 2;  // warpgroups
-static_assert(JAX_FLASH_CONSUMERS == kConsumers);
+static_assert(kTiling.groups == kConsumers);
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 // Of 504 for the three warpgroups. A block mask beside other masks or large tiles is more to keep track of; and a warp
 // that transposes has 32 entries a lane at a time.
@@ -35,13 +37,13 @@ constexpr bool kMuchToTrack = kBlockMask && (kRows == 128 || kCausal || kWindow 
 constexpr int kProducerRegisters = kMuchToTrack || kTF32 ? 56 : 40;
 
 // Three warps beside the one that loads would have nothing to do: backward_alongside_sm90.cuh.
-constexpr bool kAlongside = JAX_FLASH_ALONGSIDE;
+constexpr bool kAlongside = kTiling.alongside;
 static_assert(!kAlongside || (kDQ && !kTF32 && !kWide));
 // Then heads of Q that share keys are computed one by one, and their dK and dV added up in f32.
-constexpr bool kSumKV = JAX_FLASH_SUM_KV;
+constexpr bool kSumKV = kTiling.sum_kv;
 static_assert(!kSumKV || kAlongside);
 // Whether a tile of keys is walked with all heads of Q that share them at a time.
-constexpr bool kTogether = JAX_FLASH_TOGETHER;
+constexpr bool kTogether = kTiling.together;
 static_assert(!kTogether || (kCausal && !kAlongside && !kBlockMask));
 
 // Tiles are boxes of 128 bytes of columns; what is outside of the head dim is 0.
@@ -49,8 +51,8 @@ __host__ __device__ constexpr int Boxes(int dim) { return (dim + kBoxColumns - 1
 constexpr int kQKBoxes = kWide ? (Boxes(kQKDim) + 1) / 2 * 2 : Boxes(kQKDim);
 constexpr int kHalfBoxes = (kQKBoxes + 1) / 2;  // of a CTA's half of dQ, if wide
 constexpr int kVBoxes = Boxes(kVDim);
-constexpr int kQBox = kRows * 128;   // bytes of a box of Q or dO
-constexpr int kKVBox = kCols * 128;  // bytes of a box of K or V
+constexpr int kQBox = kRows * kBoxBytes;   // bytes of a box of Q or dO
+constexpr int kKVBox = kCols * kBoxBytes;  // bytes of a box of K or V
 
 constexpr bool kDS = kDQ || kDK;  // is dS needed?
 
@@ -63,7 +65,7 @@ constexpr int kDOReaders = kTF32Wide ? 4 : 4 * kConsumers;   // warps that read 
 constexpr int kQTransposers = kTF32Wide ? 0 : kTransposers;  // there the warpgroup that needs Q^T makes it
 
 // If kAlongside: bytes of 16 rows of a box of dQ in f32, or of O and of dO.
-constexpr int kRowsBytes = 16 * 64 * 4;
+constexpr int kRowsBytes = kAlongsideRows * 64 * 4;
 
 // A tile of K and V.
 struct Tile {
@@ -118,7 +120,7 @@ static_assert(!kSumKV || (kSumBytes <= sizeof(BackwardShared::ds) && kStagingByt
 
 // dK and dV in f32 are in blocks of 64 keys: how many a head has.
 __device__ __forceinline__ int KeyBlocksOfHead(const Params& p) {
-  return (p.kv_len + kCols - 1) / kCols * (kCols / 64);
+  return (p.kv_len + kCols - 1) / kCols * (kCols / kRowBlock);
 }
 
 // How many tiles of keys a head has.
@@ -130,7 +132,7 @@ __device__ __forceinline__ int TilesOfHead(const Params& p) {
 // How many blocks of 64 rows a head has, and which is its first of those in scratch. (Asked again and again by warps
 // that have few registers.)
 __device__ __forceinline__ int BlocksOfHead(const Params& p) {
-  return (Fresh(p.q_len) + kRows - 1) / kRows * (kRows / 64);
+  return (Fresh(p.q_len) + kRows - 1) / kRows * (kRows / kRowBlock);
 }
 __device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
   return (kAlongside ? head % Fresh(p.scratch_heads) : head) * BlocksOfHead(p);
@@ -189,7 +191,7 @@ struct Producer {
         const int first_block = RowBlock(batch, head * group, 0), first_member = t % group;
         int row = (down ? end - 1 : first) * kRows, member = first_member;
         for (int n = steps; n > 0; --n) {
-          load(n, head * group + member, first_block + member * BlocksOfHead(p) + row / 64, row);
+          load(n, head * group + member, first_block + member * BlocksOfHead(p) + row / kRowBlock, row);
           member = member + 1 < group ? member + 1 : 0;
           if (member == first_member) row += down ? -kRows : kRows;
         }
@@ -198,7 +200,7 @@ struct Producer {
         for (int n = steps; n > 0; --n) {
           if (q_tile == first) row_block = RowBlock(batch, q_head, q_tile * kRows);
           load(n, q_head, row_block, q_tile * kRows);
-          row_block += kRows / 64;
+          row_block += kRows / kRowBlock;
           if (++q_tile == end) q_tile = first, ++q_head;
         }
       }
@@ -276,11 +278,11 @@ struct Producer {
 
   // Rows that see nothing have an L that hides them, if it is not from a bias of +inf.
   __device__ __forceinline__ int EveryHi(const Visible& rows, const Positions& positions) const {
-    return kBias || rows.every_hi < positions.q_length ? rows.every_hi : BlocksOfHead(p) * 64;
+    return kBias || rows.every_hi < positions.q_length ? rows.every_hi : BlocksOfHead(p) * kRowBlock;
   }
 
   __device__ __forceinline__ int RowBlock(int batch, int head, int row) const {
-    return FirstRowBlock(p, batch * p.q_heads + head) + row / 64;
+    return FirstRowBlock(p, batch * p.q_heads + head) + row / kRowBlock;
   }
 
   __device__ __forceinline__ void End() {
@@ -326,7 +328,7 @@ struct Producer {
 
   __device__ __forceinline__ void Load(const Step& step, int batch) {
     const int stage = loaded % kStages, parity = loaded / kStages % 2;
-    const int64_t statistics = int64_t(step.row_block) * 64;
+    const int64_t statistics = int64_t(step.row_block) * kRowBlock;
     MbarrierWait(&shared.q_empty[stage], parity ^ 1);
     shared.step[stage] = step;
     MbarrierArriveExpectTx(&shared.q_full[stage], sizeof(shared.q[0]) + sizeof(shared.minus_l[0]));

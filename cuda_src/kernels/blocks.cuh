@@ -3,7 +3,6 @@
 #pragma once
 
 #include "config.cuh"
-#include "params.h"
 #include "schedule.cuh"
 #include "tile/warp.cuh"
 #include "visible.cuh"

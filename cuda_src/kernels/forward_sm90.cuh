@@ -13,11 +13,10 @@
 // f32 is taken as TF32: the copy engine rounds Q, K and V, as their maps say. There Q is held in registers, for the
 // sake of shared memory's bandwidth, and V lands box by box and is transposed by the other warps of the producer's.
 //
-// Beside the macros of config.cuh the host defines JAX_FLASH_ROWS and _COLS (of a tile of S: multiples of 64, and of
-// 16, or 32 for f32), _CONSUMERS (warpgroups: 2, 3 or 4, one or two for 64 rows) and _STAGES. It launches at most one
-// CTA a multiprocessor, of 128 (_CONSUMERS + 1) threads and `jax_flash_shared_bytes`, with boxes of 64 rows in the maps
-// of Q and O and of _COLS rows in those of K and V. Boxes are 128 bytes wide: what is beyond the head dim arrives as
-// zeros, and is left out of O.
+// Tiles of S have kRows (a multiple of 64) and kKeys (of 16, or 32 for f32); there are 2, 3 or 4 consumers, one or two
+// for 64 rows. The host launches at most one CTA a multiprocessor, of kThreads and `jax_flash_shared_bytes`, with boxes
+// of kBoxRows in the maps of Q and O and of kKeys in those of K and V. What is beyond the head dim arrives as zeros,
+// and is left out of O.
 #pragma once
 
 #include "forward_tiles_sm90.cuh"
@@ -516,10 +515,7 @@ struct Consumer {
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::ForwardShared);
 
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
-    jax_flash_forward(const __grid_constant__ jax_flash::Params p, const __grid_constant__ jax_flash::TensorMap q_map,
-                      const __grid_constant__ jax_flash::TensorMap k_map,
-                      const __grid_constant__ jax_flash::TensorMap v_map,
-                      const __grid_constant__ jax_flash::TensorMap o_map) {
+    jax_flash_forward(const __grid_constant__ jax_flash::Params p JAX_FLASH_FORWARD_MAPS(JAX_FLASH_MAP)) {
   using namespace jax_flash;
   extern __shared__ __align__(1024) uint8_t memory[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
@@ -544,7 +540,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<kProducerRegisters>();
     if (threadIdx.x == 0) {
-      Producer{p, shared, &q_map, &k_map, &v_map}.Run();
+      Producer{p, shared, &query_map, &key_map, &value_map}.Run();
     } else if (kScout && threadIdx.x == 32) {
       Scout{p, shared}.Run();
     } else if (kTF32 && threadIdx.x >= 32) {

@@ -1,14 +1,13 @@
 // The forward where few queries see many keys: each CTA of forward_sm80.cuh has a part of the keys, and the parts'
 // results are merged, the same way whichever came first:
 //   m = max m_p;   l = sum l_p exp(m_p - m);   O = sum l_p exp(m_p - m) / l O_p
-// The host also defines JAX_FLASH_MERGE_THREADS.
 #pragma once
 
 #include "forward_sm80.cuh"
 
 namespace jax_flash {
 
-constexpr int kMergeWarps = JAX_FLASH_MERGE_THREADS / 32;
+constexpr int kMergeWarps = kMergeThreads / 32;
 constexpr int kAtOnce = 9;  // of the parts of a warp, which seldom has more
 static_assert(kParts && !kBlockMask);
 
@@ -19,9 +18,9 @@ __device__ __forceinline__ float Alpha(const Params& p, float m_p, float m) {
 
 }  // namespace jax_flash
 
-// A block of _MERGE_THREADS threads for each row of O, [batch, head, row], and no more parts than threads. Each warp
+// A block of kMergeThreads threads for each row of O, [batch, head, row], and no more parts than threads. Each warp
 // merges every kMergeWarps-th part, of which a lane has one; then the warps' results are merged.
-extern "C" __global__ void __launch_bounds__(32 * jax_flash::kMergeWarps)
+extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
     jax_flash_forward_merge(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
   __shared__ float m_w[kMergeWarps], l_w[kMergeWarps];

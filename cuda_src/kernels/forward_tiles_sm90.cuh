@@ -3,7 +3,6 @@
 
 #include "blocks.cuh"
 #include "config.cuh"
-#include "params.h"
 #include "schedule.cuh"
 #include "tile/mbarrier.cuh"
 #include "tile/tma.cuh"
@@ -14,9 +13,10 @@
 
 namespace jax_flash {
 
-constexpr int kRows = JAX_FLASH_ROWS, kKeys = JAX_FLASH_COLS;  // of tiles of Q, and of K and V
-constexpr int kConsumers = JAX_FLASH_CONSUMERS;
-constexpr int kStages = JAX_FLASH_STAGES;  // tiles of K, and of V, in flight
+static_assert(kTiling.family == Family::kHopper);
+constexpr int kRows = kTiling.rows, kKeys = kTiling.cols;  // of tiles of Q, and of K and V
+constexpr int kConsumers = kTiling.groups;
+constexpr int kStages = kTiling.stages;  // tiles of K, and of V, in flight
 
 constexpr int kRowGroups = kRows / 64, kKeyGroups = kConsumers / kRowGroups;
 constexpr int kCols = kKeys / kKeyGroups;  // of S in one warpgroup
@@ -25,8 +25,8 @@ static_assert(kCols % (kTF32 ? 32 : 16) == 0 && (kKeyGroups == 1 || !kTF32));
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 constexpr int kQKBoxes = (kQKDim + kBoxColumns - 1) / kBoxColumns;  // of Q and K
 constexpr int kVBoxes = (kVDim + kBoxColumns - 1) / kBoxColumns;    // of V and O
-constexpr int kQBox = 64 * 128;                                     // bytes of a box of Q or O
-constexpr int kKVBox = kKeys * 128;                                 // bytes of a box of K or V
+constexpr int kQBox = kBoxRows * kBoxBytes;                         // bytes of a box of Q or O
+constexpr int kKVBox = kKeys * kBoxBytes;                           // bytes of a box of K or V
 constexpr int kTransposedBox = kVBoxes * kBoxColumns * 128;         // bytes of 32 keys of V^T
 constexpr int kTransposers = 3;                                     // warps
 constexpr int kLandings = kCols < 64 ? 8 : 4;                       // boxes of V in flight that are to be transposed

@@ -1,7 +1,7 @@
 // One head's rows of the operands and results in HBM.
 #pragma once
 
-#include "params.h"
+#include "cuda_src/contract.h"
 #include "tile/fragments.cuh"
 
 namespace jax_flash {
@@ -21,8 +21,10 @@ struct Matrix {
   }
 };
 
-// Rows of a head in what the backward keeps of its own: up to a multiple of 128.
-__device__ __forceinline__ int PaddedRows(const Params& p) { return (p.q_len + 127) / 128 * 128; }
+// Rows of a head in what the backward keeps of its own.
+__device__ __forceinline__ int PaddedRows(const Params& p) {
+  return (p.q_len + kRowPadding - 1) / kRowPadding * kRowPadding;
+}
 
 // Two successive elements.
 __device__ __forceinline__ void StorePair(uint8_t* to, float a, float b) {

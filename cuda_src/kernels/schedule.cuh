@@ -4,7 +4,6 @@
 #pragma once
 
 #include "config.cuh"
-#include "params.h"
 
 namespace jax_flash {
 

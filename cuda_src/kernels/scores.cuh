@@ -3,7 +3,6 @@
 #pragma once
 
 #include "config.cuh"
-#include "params.h"
 #include "tile/types.cuh"
 
 namespace jax_flash {

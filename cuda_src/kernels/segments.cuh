@@ -1,15 +1,13 @@
 // Before a forward or backward with segment ids: which keys each block of 64 queries can see, and which rows each block
 // of 64 keys. Tight for packed sequences, whose segments lie one after the other; right for any ids.
-//
-// The host defines JAX_FLASH_THREADS (of a CTA) and _BLOCKS (of 64 queries or keys, whose bounds a CTA finds).
 #pragma once
 
 #include "visible.cuh"
 
 namespace jax_flash {
 
-constexpr int kThreads = JAX_FLASH_THREADS;
-constexpr int kBlocks = JAX_FLASH_BLOCKS;  // for all of which a CTA reads the ids of the other side once
+constexpr int kThreads = kSegmentThreads;
+constexpr int kBlocks = kSegmentBlocks;  // for all of which a CTA reads the ids of the other side once
 constexpr uint32_t kAllLanes = 0xFFFFFFFF;
 
 // The queries, or the keys, of a batch entry.

@@ -3,11 +3,9 @@
 
 #include "common/masking.h"
 #include "config.cuh"
-#include "params.h"
 
 namespace jax_flash {
 
-constexpr int kSegmentBlock = 64;  // rows or keys of a SegmentBounds
 __device__ __forceinline__ int SegmentBlocks(int positions) { return (positions + kSegmentBlock - 1) / kSegmentBlock; }
 
 // Positions lo <= x < hi of the other side: `any` may be visible, `every` surely are, entry by entry.

@@ -1,9 +1,9 @@
 // What the mma.sync kernels that keep a tile of Q and walk K and V have in common.
 //
-// The host defines JAX_FLASH_ROWS (of a tile of S; 16 or 32 for each of _WARPS warps), _COLS (a multiple of 16) and
-// _STAGES (tiles of K and V in shared memory: at least 2), and launches 32 _WARPS threads for each tile of Q of each
-// head of each batch entry; over parts of the keys, for each part of each tile of each key/value head. With a block
-// mask tiles divide blocks, and there are tiles for whole blocks.
+// Tiles of S have kRows (16 or 32 for each warp) and kCols (a multiple of 16); kStages (tiles of K and V in shared
+// memory) are at least 2. The host launches kThreads for each tile of Q of each head of each batch entry; over parts
+// of the keys, for each part of each tile of each key/value head. With a block mask tiles divide blocks, and there are
+// tiles for whole blocks.
 #pragma once
 
 #include "blocks.cuh"
@@ -13,10 +13,10 @@
 
 namespace jax_flash {
 
-constexpr int kRows = JAX_FLASH_ROWS;
-constexpr int kCols = JAX_FLASH_COLS;
-constexpr int kWarps = JAX_FLASH_WARPS;
-constexpr int kStages = JAX_FLASH_STAGES;
+constexpr int kRows = kTiling.rows;
+constexpr int kCols = kTiling.cols;
+constexpr int kWarps = kTiling.groups;
+constexpr int kStages = kTiling.stages;
 
 constexpr int kThreads = 32 * kWarps;
 constexpr int kWarpRows = kRows / kWarps;

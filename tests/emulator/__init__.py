@@ -74,6 +74,8 @@ def install(arch: str) -> None:
         register(target, handler, platform=platform)
 
     jax.ffi.register_ffi_target = register_emulated
+    from jax.interpreters import mlir
+
     import jax_flash.cuda
     from jax_flash import custom_calls
 
@@ -81,11 +83,6 @@ def install(arch: str) -> None:
     jax_flash.cuda.find_nvrtc = lambda: str(library)
 
     # What is lowered for the CPU is what CUDA would have, scratch memory and refusals included.
-    class Lax:
-        @staticmethod
-        def platform_dependent(*operands, cpu, cuda=None, default=None):
-            return (cuda or default or cpu)(*operands)
-
+    mlir.register_lowering(custom_calls._platforms, custom_calls._lower_cuda, platform="cpu")
     refusal = custom_calls.refusal
-    custom_calls.lax = Lax
     custom_calls.refusal = lambda problem, platform: refusal(problem, "cuda" if platform == "cpu" else platform)

@@ -16,7 +16,7 @@ from test_block_sparse import sparse
 
 import emulator
 import jax_flash
-from jax_flash import BlockMask
+from jax_flash import BlockMask, _native
 
 ROOT = pathlib.Path(__file__).parents[2]
 KERNELS = ROOT / "cuda_src" / "kernels"
@@ -67,6 +67,20 @@ def test_many_parts(S):
     )
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.usefixtures("device")
+def test_scratch_of_another_gpu(monkeypatch):
+    """A program that was compiled for another GPU may have more, but not less."""
+    here = _native.cuda_scratch_bytes
+    monkeypatch.setattr(_native, "cuda_scratch_bytes", lambda *call: here(*call) + 4096)
+    check(Case(B=1, T=33, S=40, N=2, K=2, D=8, E=8), "bfloat16")
+    monkeypatch.setattr(_native, "cuda_scratch_bytes", lambda *call: max(here(*call) - 1, 0))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"scratch is u8\[\d+\], but this GPU needs u8\[\d+\] or more"):
+        check(Case(B=1, T=34, S=40, N=2, K=2, D=8, E=8), "bfloat16")
+    monkeypatch.setattr(_native, "cuda_scratch_bytes", lambda *call: 0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"scratch is missing, of \d+ bytes"):
+        check(Case(B=1, T=35, S=40, N=2, K=2, D=8, E=8), "bfloat16")
 
 
 @hopper
@@ -233,7 +247,8 @@ extern "C" __global__ void jax_flash_test(const __grid_constant__ uint4 zeros) {
 """
     library = ctypes.CDLL(str(emulator.build()))
     headers = {str(path.relative_to(KERNELS)): path.read_text() for path in KERNELS.glob("tile/*")}
-    headers |= {"common/dtype.h": (ROOT / "common/dtype.h").read_text(), "test.cuh": source}
+    headers |= {name: (ROOT / name).read_text() for name in ("common/dtype.h", "cuda_src/contract.h")}
+    headers |= {"this_kernel.h": "#define JAX_FLASH_DTYPE 2", "test.cuh": source}
 
     def strings(texts):
         return (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
@@ -242,7 +257,7 @@ extern "C" __global__ void jax_flash_test(const __grid_constant__ uint4 zeros) {
     library.nvrtcCreateProgram(
         ctypes.byref(program), b'#include "test.cuh"', None, len(headers), strings(headers.values()), strings(headers)
     )
-    failed = library.nvrtcCompileProgram(program, 2, strings(["-arch=sm_90a", "-DJAX_FLASH_DTYPE=2"]))
+    failed = library.nvrtcCompileProgram(program, 1, strings(["-arch=sm_90a"]))
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     library.nvrtcGetProgramLog(program, log)

@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int kMultiprocessors = 4;  // so that the blocks of a persistent grid have several tiles
+constexpr int kMultiprocessors = 132;  // of an H100 or H200, whose plans are meant
 
 enum Result { kSuccess = 0, kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719 };
 std::string failure;

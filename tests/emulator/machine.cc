@@ -42,6 +42,8 @@ namespace emulator {
 namespace {
 
 constexpr size_t kStackBytes = 256 << 10, kPage = 4096, kWindowBytes = 256 << 10;
+// So that the blocks of a persistent grid have several tiles.
+constexpr unsigned kPersistentBlocks = 4;
 constexpr uint8_t kUnwritten = 0xFF;  // NaN in every format
 
 // In a random schedule, on average: turns until another warp is held back, and until a copy lands.
@@ -400,6 +402,10 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
   if (blocks == 0 || threads == 0 || threads > 1024 || threads % 32 != 0 || shared_bytes > 227 * 1024) {
     return "a grid that cannot be: " + std::to_string(blocks) + " x " + std::to_string(threads);
   }
+  // Hopper's kernels have that many threads and dynamic shared memory. Their grids are persistent: the fewer blocks,
+  // the more tiles each has.
+  const bool hopper = threads >= 384 && shared_bytes > 0;
+  if (hopper) blocks = std::min(blocks, kPersistentBlocks);
   if (blocks % kernel.cluster != 0) return std::to_string(blocks) + " blocks in clusters of several";
   State launch = {};
   launch.shared_bytes = shared_bytes, launch.kernel = &kernel, launch.arguments = arguments;
@@ -413,8 +419,7 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
   action.sa_sigaction = OnSegmentationFault;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigaction(SIGSEGV, &action, &before);
-  // Hopper's kernels, whose blocks may wait for each other, have that many threads and dynamic shared memory.
-  launch.together = kernel.cluster == 1 && threads >= 384 && shared_bytes > 0 ? int(blocks) : kernel.cluster;
+  launch.together = hopper && kernel.cluster == 1 ? int(blocks) : kernel.cluster;  // they may wait for each other
   for (unsigned first = 0; first < blocks && launch.error.empty(); first += launch.together) {
     RunTogether(first, threads);
   }

@@ -1,16 +1,15 @@
 // TMA: tiles between a tensor in HBM and shared memory, described by a tensor map. PTX ISA 9.7.9.27.
-// All maps here are [d, time, head, batch], innermost first, with boxes of 128 bytes of elements, swizzled, x rows.
+// All maps here are [d, time, head, batch], innermost first, with boxes of kBoxBytes, swizzled, x rows.
 #pragma once
 
 #include "tile/types.cuh"
 
 namespace jax_flash {
 
-struct alignas(64) TensorMap {
-  uint8_t opaque[128];
-};
+// A kernel's parameter (cuda_src/contract.h).
+#define JAX_FLASH_MAP(name) , const __grid_constant__ jax_flash::TensorMap name##_map
 
-constexpr int kBoxColumns = 128 / kElementBytes;
+constexpr int kBoxColumns = kBoxBytes / kElementBytes;
 
 // In 16 rows of a box, of the c-th 32 bytes of each: where a lane's row of the four matrices of ldmatrix or stmatrix
 // is.

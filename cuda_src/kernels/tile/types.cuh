@@ -3,7 +3,8 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
+#include "cuda_src/contract.h"
+#include "this_kernel.h"
 
 // The 16-bit element type of Q, K, V, O and their gradients, as PTX spells it.
 #if JAX_FLASH_DTYPE == 1
@@ -15,7 +16,6 @@
 namespace jax_flash {
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr int kWarpgroup = 128;  // threads
 
 constexpr int kElementBytes = DType(JAX_FLASH_DTYPE) == DType::kF32 ? 4 : 2;  // of Q, K, V, O and their gradients
 constexpr int kStep = 32 / kElementBytes;                                     // the k of one mma or wgmma

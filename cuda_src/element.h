@@ -1,0 +1,32 @@
+// The types that elements of Q, K, V, O and their gradients may have in the CUDA kernels.
+#pragma once
+
+#include <stdexcept>
+
+#include "common/dtype.h"
+
+namespace jax_flash {
+
+struct Element {
+  int bytes;
+  int map_type;     // CU_TENSOR_MAP_DATA_TYPE_* of results
+  int loaded_type;  // and of what is loaded: float32 is rounded to TF32 on the way
+};
+
+constexpr Element ElementOf(DType dtype) {
+  constexpr int kFloat16 = 6, kFloat32 = 7, kBfloat16 = 9, kTFloat32 = 11;
+  switch (dtype) {
+    case DType::kF16:
+      return {2, kFloat16, kFloat16};
+    case DType::kBF16:
+      return {2, kBfloat16, kBfloat16};
+    case DType::kF32:
+      return {4, kFloat32, kTFloat32};
+    case DType::kF64:
+    case DType::kNone:
+      break;
+  }
+  throw std::logic_error("an element type that the CUDA kernels do not have");
+}
+
+}  // namespace jax_flash

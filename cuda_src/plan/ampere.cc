@@ -1,0 +1,238 @@
+// The kernels for every GPU from compute capability 8.0 on: mma.sync and cp.async.
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+
+#include "cuda_src/plan/family.h"
+#include "cuda_src/plan/table.h"
+
+namespace jax_flash {
+namespace {
+
+// --- Tiles ---
+
+// The wide tiles of head dim 128 take all registers, and pay where two blocks of them fit on a multiprocessor.
+constexpr Row kForward[] = {
+    {99, 64, {128, 64, 4, 2}, kScores},
+    {99, 64, {64, 64, 4, 2}},
+    {227, 128, {128, 64, 4, 2}, kScores | kBlockMask | kSeveral | kUncommon},
+    {99, 128, {128, 32, 4, 2}, kScores | kCrowdedBlocks},
+    {99, 128, {64, 32, 4, 2}},
+    {227, 256, {128, 64, 8, 2}, kScores | kCrowdedBlocks},
+    {99, 256, {64, 32, 4, 2}},
+};
+
+constexpr Row kForwardF32[] = {
+    {227, 64, {256, 32, 8, 2}, kScores | kFewTiles},
+    {99, 64, {128, 32, 4, 2}, kScores},
+    {99, 64, {64, 32, 4, 2}},
+    {227, 128, {256, 32, 8, 2}, kScores | kFullPrecision | kFewTiles},
+    {163, 128, {128, 32, 4, 2}, kScores | kFullPrecision | kBlockMask},
+    {99, 128, {64, 32, 4, 2}},
+    {227, 256, {64, 32, 4, 2}, kScores},
+    {163, 256, {64, 16, 4, 2}, kMask},
+    {99, 256, {32, 16, 2, 2}},
+};
+
+// Rows are those of a group's heads together. (PartWorkOf says how many blocks a multiprocessor has.)
+constexpr Row kForwardSplit[] = {
+    {99, 64, {16, 64, 1, 2}, kManyRows},
+    {99, 64, {32, 64, 2, 2}, kManyRows},
+    {99, 64, {64, 64, 4, 3}, kManyRows},
+    {99, 64, {128, 64, 4, 3}, kOperands | kSoftCap | kDropout},
+    {99, 64, {64, 64, 4, 3}},
+    {99, 128, {16, 32, 1, 3}, kManyRows},
+    {99, 128, {32, 32, 2, 2}, kManyRows},
+    {99, 128, {64, 32, 4, 3}, kManyRows},
+    {99, 128, {128, 32, 4, 3}, kOperands | kSoftCap | kDropout},
+    {99, 128, {64, 32, 4, 3}},
+    {99, 256, {32, 16, 2, 2}, kManyRows},
+    {99, 256, {64, 16, 4, 3}},
+};
+
+constexpr Row kForwardSplitF32[] = {
+    {99, 64, {16, 32, 1, 3}, kManyRows}, {99, 64, {64, 32, 4, 3}},  {99, 128, {16, 16, 1, 2}, kManyRows},
+    {99, 128, {64, 16, 4, 3}},           {99, 256, {16, 16, 1, 2}},
+};
+
+constexpr Row kBackward[] = {
+    {227, 64, {128, 128, 8, 2}, kScores | kDropout | kBlockMask},
+    {163, 64, {64, 64, 4, 2}},
+    {99, 64, {64, 128, 8, 1}},
+    {227, 128, {64, 128, 8, 2}, kBlockMask},
+    {163, 128, {64, 128, 8, 1}, kScores | kBlockMask},
+    {163, 128, {32, 128, 8, 2}},
+    {99, 128, {64, 64, 8, 1}},
+    {227, 256, {64, 64, 8, 2}, kBlockMask},
+    {163, 256, {64, 64, 8, 1}},
+    {99, 256, {32, 32, 8, 1}},
+};
+
+constexpr Row kBackwardF32[] = {
+    {227, 64, {64, 128, 8, 2}},  {163, 64, {64, 64, 8, 1}},  {99, 64, {32, 64, 8, 1}},
+    {227, 128, {32, 128, 8, 1}}, {163, 128, {32, 64, 8, 1}}, {99, 128, {32, 32, 8, 1}},
+    {227, 256, {32, 64, 8, 1}},  {163, 256, {32, 32, 8, 1}}, {99, 256, {16, 16, 8, 1}},
+};
+
+constexpr Row kBackwardQuery[] = {
+    {99, 64, {128, 32, 4, 2}, kBiasAndMask},   {99, 128, {128, 16, 4, 2}, kOperands},      {99, 128, {64, 32, 4, 2}},
+    {227, 256, {128, 32, 8, 2}, kBiasAndMask}, {163, 256, {64, 32, 4, 2}, kCrowdedBlocks}, {99, 256, {64, 16, 4, 2}},
+};
+
+constexpr Row kBackwardQueryF32[] = {
+    {99, 64, {64, 32, 4, 2}},   {99, 128, {64, 16, 4, 2}}, {227, 256, {64, 16, 4, 2}},
+    {163, 256, {32, 16, 2, 2}}, {99, 256, {16, 16, 1, 2}},
+};
+
+constexpr Row kBackwardBias[] = {
+    {99, 128, {64, 64, 4, 1}},
+    {99, 256, {64, 32, 4, 1}},
+};
+
+constexpr Row kBackwardBiasF32[] = {
+    {99, 64, {64, 64, 8, 1}},
+    {99, 128, {32, 32, 4, 1}},
+    {99, 256, {16, 32, 2, 1}},
+};
+
+constexpr Table kForwardTable = {kForward, kForwardF32}, kForwardSplitTable = {kForwardSplit, kForwardSplitF32},
+                kBackwardTable = {kBackward, kBackwardF32}, kBackwardQueryTable = {kBackwardQuery, kBackwardQueryF32},
+                kBackwardBiasTable = {kBackwardBias, kBackwardBiasF32};
+
+// As much of a tile as divides the blocks of a block mask. `warps_have_rows`: each of its own, at least 16.
+KernelTiling WithinBlocks(Tile tile, bool warps_have_rows, const Problem& p) {
+  if (p.block_mask.present) {
+    tile.rows = int(std::gcd(tile.rows, p.q_block));
+    tile.cols = int(std::gcd(tile.cols, p.kv_block));
+    if (warps_have_rows) tile.groups = std::min(tile.groups, tile.rows / 16);
+  }
+  return {Family::kAmpere, tile.rows, tile.cols, tile.groups, tile.stages};
+}
+
+KernelTiling Tiling(const Table& table, const Target& target, const Problem& p, bool warps_have_rows = false) {
+  for (const Row& row : table.Of(p.dtype)) {
+    if (Fits(row, target, p)) return WithinBlocks(row.tile, warps_have_rows, p);
+  }
+  throw std::invalid_argument("head dims " + std::to_string(p.qk_dim) + " and " + std::to_string(p.v_dim) +
+                              ": a kernel needs more than the " + std::to_string(target.shared) +
+                              " KiB of shared memory that this GPU has");
+}
+
+// --- Launches ---
+
+// The kernel that a file is named after: a block for each of `tiles`.
+Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling, int64_t tiles) {
+  Launch launch = {unit, entry, tiles, 32 * tiling.groups};
+  launch.dynamic_shared = true;
+  return launch;
+}
+
+// Of backward_prepare.cuh.
+Launch PrepareLaunch(const Problem& p, int unit) {
+  const int64_t threads = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding) * LanesOfRow(int(p.v_dim));
+  return {unit, "jax_flash_backward_prepare", DivideUp(threads, kRowThreads), kRowThreads};
+}
+
+}  // namespace
+
+void ampere::AddSegments(const Problem& p, Plan* plan) {
+  Problem any;  // nothing in the kernel depends on the problem: one cubin does for all
+  any.dtype = DType::kBF16;
+  any.qk_dim = any.v_dim = 64;
+  any.segments = true;
+  const int64_t positions = kSegmentBlock * kSegmentBlocks;
+  const int64_t blocks = p.batch * (DivideUp(p.q_len, positions) + DivideUp(p.kv_len, positions));
+  const int unit = AddUnit("segments", any, {Family::kAmpere}, plan);
+  plan->launches.push_back({unit, "jax_flash_segments", blocks, kSegmentThreads});
+}
+
+// With a block for a tile of Q most of the GPU would have nothing to do, or read the keys once for each head of a
+// group. Not with a block mask, which the heads of a group need not share.
+bool ampere::FewQueries(const Target& target, const Problem& p) {
+  const bool few = p.q_len <= 16 || (p.q_len <= 64 && p.batch * p.q_heads < target.multiprocessors);
+  return few && p.kv_len >= 1024 && !p.block_mask.present;
+}
+
+// Enough parts for two blocks on every multiprocessor, or for four where these are small and parts few enough to be
+// merged quickly, if a part has 4 tiles of keys or more. So 64 KB or more of K and V are on their way to a
+// multiprocessor; HBM needs 40 to 60.
+ampere::PartWork ampere::PartWorkOf(const Target& target, const Problem& p) {
+  const KernelTiling tiling = Tiling(kForwardSplitTable, target, p);
+  const int64_t few = target.multiprocessors / 2, most = kMergeThreads;
+  const int64_t tiles = p.batch * p.kv_heads * DivideUp(p.q_len * p.group(), tiling.rows);
+  const int64_t two = 2 * target.multiprocessors / tiles, four = tiling.rows <= 32 ? 2 * two : 0;
+  const int64_t parts = std::min({std::max(two, std::min(four, few)), p.kv_len / (4 * tiling.cols), most});
+  return {p.batch * p.q_heads * p.q_len, tiles, std::max<int64_t>(parts, 1)};
+}
+
+// Where a part has all keys and one head there is nothing to merge: the forward over all keys does it, with the same
+// tiles.
+bool ampere::SplitsKeys(const Target& target, const Problem& p) {
+  return FewQueries(target, p) && (p.group() > 1 || PartWorkOf(target, p).parts > 1);
+}
+
+void ampere::AddForward(const Target& target, const Problem& p, Plan* plan) {
+  if (SplitsKeys(target, p)) {
+    KernelTiling tiling = Tiling(kForwardSplitTable, target, p);
+    tiling.packed = int(p.group());
+    const int unit = AddUnit("forward_split", p, tiling, plan);
+    const PartWork work = PartWorkOf(target, p);
+    plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, work.tiles * work.parts));
+    plan->launches.push_back({unit, "jax_flash_forward_merge", work.rows, kMergeThreads});
+    return;
+  }
+  const Table& table = FewQueries(target, p) ? kForwardSplitTable : kForwardTable;
+  const KernelTiling tiling = Tiling(table, target, p, true);
+  const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
+  plan->launches.push_back(MainLaunch("jax_flash_forward", AddUnit("forward", p, tiling, plan), tiling, tiles));
+}
+
+void ampere::AddBackward(const Target& target, const Problem& p, Plan* plan) {
+  const KernelTiling tiling = Tiling(kBackwardTable, target, p);
+  const int unit = AddUnit("backward", p, tiling, plan);
+  plan->launches.push_back(PrepareLaunch(p, unit));
+  const int64_t tiles = p.batch * p.kv_heads * ColumnTiles(p, tiling.cols);
+  plan->launches.push_back(MainLaunch("jax_flash_backward", unit, tiling, tiles));
+  if (SumsDQ(p)) {
+    const int64_t threads = p.batch * p.q_heads * DivideUp(p.q_len, kSumRows) * p.qk_dim;
+    plan->launches.push_back({unit, "jax_flash_backward_finish", DivideUp(threads, kRowThreads), kRowThreads});
+  }
+}
+
+void ampere::AddQuery(const Target& target, const Problem& p, Plan* plan) {
+  const KernelTiling tiling = Tiling(kBackwardQueryTable, target, p, true);
+  const int unit = AddUnit("backward_query", p, tiling, plan);
+  const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
+  plan->launches.push_back(MainLaunch("jax_flash_backward_query", unit, tiling, tiles));
+}
+
+ampere::BiasWork ampere::BiasWorkOf(const Target& target, const Problem& p) {
+  constexpr int64_t kBlocks = 512;  // enough for any GPU
+  const KernelTiling tiling = Tiling(kBackwardBiasTable, target, p);
+  BiasWork work = {1, 1, 1};
+  int64_t summed = 1;  // tiles of S
+  const auto dimension = [&](bool own, int64_t size, int64_t step) {
+    (own ? work.tiles : summed) *= DivideUp(size, step);
+    if (own) work.elements *= size;
+  };
+  dimension(p.bias.batch, p.batch, 1);
+  dimension(p.bias.heads, p.q_heads, 1);
+  dimension(p.bias.rows, p.q_len, tiling.rows);
+  dimension(p.bias.columns, p.kv_len, tiling.cols);
+  work.parts = std::min(summed, DivideUp(kBlocks, work.tiles));
+  return work;
+}
+
+void ampere::AddBias(const Target& target, const Problem& p, bool prepared, Plan* plan) {
+  const KernelTiling tiling = Tiling(kBackwardBiasTable, target, p);
+  const int unit = AddUnit("backward_bias", p, tiling, plan);
+  const BiasWork work = BiasWorkOf(target, p);
+  if (!prepared) plan->launches.push_back(PrepareLaunch(p, unit));
+  plan->launches.push_back(MainLaunch("jax_flash_backward_bias", unit, tiling, work.tiles * work.parts));
+  if (work.parts > 1) {
+    const int64_t blocks = DivideUp(work.elements, kRowThreads);
+    plan->launches.push_back({unit, "jax_flash_backward_bias_finish", blocks, kRowThreads});
+  }
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,73 @@
+// A family of kernels: which problems it does, with which tiles, by which launches, and what keeps it from others. Each
+// is a file: hopper.cc, ampere.cc. Hopper's own kernels come first where they fit, those of Ampere do for all.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "cuda_src/contract.h"
+#include "cuda_src/plan/plan.h"
+
+namespace jax_flash {
+
+inline int64_t DivideUp(int64_t x, int64_t y) { return (x + y - 1) / y; }
+inline int64_t RoundUp(int64_t x, int64_t y) { return DivideUp(x, y) * y; }
+
+// T or S in whole blocks if there is a block mask; tiles of them.
+inline int64_t InBlocks(int64_t size, int64_t block) { return block > 0 ? RoundUp(size, block) : size; }
+inline int64_t RowTiles(const Problem& p, int rows) { return DivideUp(InBlocks(p.q_len, p.q_block), rows); }
+inline int64_t ColumnTiles(const Problem& p, int cols) { return DivideUp(InBlocks(p.kv_len, p.kv_block), cols); }
+
+// dQ grows in memory, in no fixed order. Otherwise a kernel of its own computes it.
+inline bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
+// Is there work for the kernel that computes dK and dV, and dQ if it grows?
+inline bool HasMain(const Problem& p) { return p.dk || p.dv || SumsDQ(p); }
+
+// The unit of `kernel`_sm80.cuh or `kernel`_sm90.cuh.
+int AddUnit(const std::string& kernel, const Problem& p, const KernelTiling& tiling, Plan* plan);
+
+namespace hopper {
+
+// Of the forward, or of the backward's main kernel; none where they do not fit.
+std::optional<KernelTiling> Tiling(const Target& target, const Problem& p, Pass pass);
+// Why there is none on a GPU that they are for.
+std::string WhyNot(const Target& target, const Problem& p, Pass pass);
+
+void AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan);
+// All of the backward but what ampere:: has of it below.
+void AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan);
+
+// Of how many heads the backward computes tiles of keys at a time; and for how many it uses scratch if it is alongside.
+int64_t HeadsAtATime(const Target& target, const Problem& p);
+int64_t HeadsInScratch(const Target& target, const Problem& p);
+
+}  // namespace hopper
+
+namespace ampere {
+
+// Whether the forward is one over parts of the keys; how it divides its work.
+bool SplitsKeys(const Target& target, const Problem& p);
+struct PartWork {
+  int64_t rows, tiles, parts;  // of Q: its rows, in all heads, and their tiles; of the keys
+};
+PartWork PartWorkOf(const Target& target, const Problem& p);
+
+// Few queries see many keys: that they are Ampere's is not for Hopper's want of tiles.
+bool FewQueries(const Target& target, const Problem& p);
+
+// A tile of dbias is one block's, which adds up all tiles of S that the bias is broadcast over; where few tiles have
+// much to add up, they are divided into parts.
+struct BiasWork {
+  int64_t tiles, elements, parts;
+};
+BiasWork BiasWorkOf(const Target& target, const Problem& p);
+
+void AddSegments(const Problem& p, Plan* plan);
+void AddForward(const Target& target, const Problem& p, Plan* plan);
+void AddBackward(const Target& target, const Problem& p, Plan* plan);
+// dQ alone, and dbias, whose kernels are for every GPU. `prepared`: has Ampere's backward been before?
+void AddQuery(const Target& target, const Problem& p, Plan* plan);
+void AddBias(const Target& target, const Problem& p, bool prepared, Plan* plan);
+
+}  // namespace ampere
+}  // namespace jax_flash

@@ -1,0 +1,190 @@
+// Hopper's own kernels: TMA and wgmma, 16-bit elements, and float32 as TF32 up to head dim 128.
+#include <algorithm>
+
+#include "cuda_src/plan/family.h"
+#include "cuda_src/plan/table.h"
+
+namespace jax_flash {
+namespace {
+
+// --- Tiles ---
+
+constexpr Row kForward[] = {
+    {227, 64, {256, 64, 4, 4}, kOperands | kDropout | kLocal | kManyKeys | kFewTiles},
+    {227, 64, {192, 128, 3, 2}, kOperands | kDropout | kLocal | kSoftCap | kFewTiles},
+    {227, 64, {256, 64, 4, 4}, kOperands | kDropout | kCausal | kFewTiles},
+    {227, 64, {192, 112, 3, 2}, kOperands | kDropout | kLocal | kFewTiles},
+    {227, 64, {128, 128, 2, 3}, kOperands | kDropout | kLocal | kBlockMask},
+    {227, 64, {128, 128, 4, 4}, kOperands | kDropout | kSegments | kCrowdedBlocks},
+    {227, 64, {128, 176, 2, 2}, kOperands | kCausal | kLocal | kBlockMask},
+    {227, 64, {128, 128, 2, 3}, kOperands},
+    {227, 64, {128, 96, 2, 3}, kBiasAndMask | kSeveral},
+    {227, 64, {128, 64, 2, 3}, kSeveral},
+    {227, 64, {128, 48, 2, 3}, kDropout},
+    {227, 64, {128, 32, 2, 3}},
+    {227, 96, {192, 96, 3, 2}, kOperands | kDropout | kLocal | kFewTiles},
+    {227, 128, {128, 128, 2, 2}, kOperands},
+    {227, 128, {128, 112, 2, 2}, kOperands},
+    {227, 128, {128, 96, 2, 2}, kOperands},
+    {227, 128, {128, 64, 2, 2}, kOperands},
+    {227, 128, {128, 64, 2, 2}, kBiasAndMask | kSeveral},
+    {227, 128, {128, 32, 2, 2}},
+    {227, 192, {128, 96, 2, 2}, kOperands | kSeveral},
+    {227, 192, {128, 64, 2, 2}, kOperands},
+    {227, 192, {128, 48, 2, 2}, kOperands},
+    {227, 192, {128, 32, 2, 2}, kBiasAndMask | kSeveral},
+    {227, 192, {128, 32, 2, 2}, kBiasAndMask | kDropout},
+    {227, 192, {128, 16, 2, 2}},
+    {227, 256, {128, 64, 2, 2}, kOperands | kDropout},
+    {227, 256, {128, 48, 2, 2}, kOperands},
+    {227, 256, {128, 32, 2, 2}, kOperands},
+    {227, 256, {128, 32, 2, 2}, kBiasAndMask | kSeveral},
+    {227, 256, {128, 32, 2, 2}, kBiasAndMask | kDropout},
+    {227, 256, {128, 16, 2, 2}, kBiasAndMask},
+};
+
+// TF32. What is not here would spill registers: above head dim 64 a mask with a bias or dropout.
+constexpr Row kForwardF32[] = {
+    {227, 64, {192, 64, 3, 3}, kFullPrecision | kOperands | kDropout | kLocal | kSoftCap | kBlockMask | kFewTiles},
+    {227, 64, {128, 128, 2, 2}, kFullPrecision | kOperands | kDropout | kLocal | kSoftCap},
+    {227, 64, {128, 64, 2, 3}, kFullPrecision | kOperands},
+    {227, 64, {128, 64, 2, 3}, kFullPrecision | kMask | kDropout | kLocal | kBlockMask},
+    {227, 64, {128, 32, 2, 3}, kFullPrecision},
+    {227, 128, {128, 64, 2, 2}, kFullPrecision | kOperands | kDropout | kLocal},
+    {227, 128, {128, 64, 2, 2}, kFullPrecision | kOperands | kDropout | kSoftCap | kBlockMask},
+    {227, 128, {128, 32, 2, 2}, kFullPrecision | kMask},
+    {227, 128, {128, 32, 2, 2}, kFullPrecision | kBiasAndMask | kDropout},
+};
+
+// What is not here would spill registers: a soft cap keeps its slopes beside P, and beside much else above head dim 96;
+// a block mask does with a soft cap above 96, and always above 128. Tiles of 64 keys are for wide heads only.
+constexpr Row kBackward[] = {
+    {227, 64, {128, 128, 2, 2}, kScores | kCrowdedBlocks},
+    {227, 96, {64, 128, 2, 2}},
+    {227, 128, {64, 128, 2, 2}, kSoftCap},
+    {227, 128, {64, 128, 2, 2}, kOperands | kBlockMask},
+    {227, 192, {64, 64, 2, 2}, kNarrow | kSoftCap | kBlockMask},
+    {227, 192, {64, 64, 2, 2}, kNarrow | kOperands | kBlockMask},
+    {227, 192, {64, 64, 2, 2}, kNarrow | kBias | kLocal | kBlockMask},
+    {227, 256, {64, 64, 2, 2}, kNarrow | kSoftCap | kBias | kBlockMask},
+    {227, 256, {64, 64, 2, 2}, kNarrow | kSoftCap | kDropout | kBlockMask},
+};
+
+// TF32. A soft cap would keep its slopes in 16 bits; crowded blocks, a bias beside a mask or a block mask, and one
+// above head dim 96, would spill registers.
+constexpr Row kBackwardF32[] = {
+    {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks},
+    {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks},
+    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kBiasAndMask | kBlockMask},
+};
+
+constexpr Table kForwardTable = {kForward, kForwardF32}, kBackwardTable = {kBackward, kBackwardF32};
+
+const Rows& RowsOf(const Problem& p, Pass pass) {
+  return (pass == Pass::kForward ? kForwardTable : kBackwardTable).Of(p.dtype);
+}
+
+// --- The ways of the backward ---
+
+constexpr int64_t kMostListedRows = 2048;  // of the longest list, if the backward is all in one kernel
+
+// Whether a part of the GPU would have nothing to do with the tiles of keys that the backward has, in pairs if causal.
+// (More than a sixth of the time.)
+bool LeavesIdle(const Target& target, const Problem& p) {
+  const int64_t items = DivideUp(p.batch * p.kv_heads * DivideUp(p.kv_len, kPairedKeys), p.causal ? 2 : 1);
+  return 6 * items < 5 * RoundUp(items, target.multiprocessors);
+}
+
+// Whether the backward does what comes before and after it alongside (backward_alongside_sm90.cuh). Three warps a block
+// have to keep up: they do where a row has many keys, or all rows are prepared at once. Not where registers are few,
+// beside three masks or dropout and two, or some would be spilled. Heads of Q that share keys are computed one by one
+// then, or too many would be under way at a time: which is worth it where they are few. The lists of a block mask are
+// taken head by head, and a long one would hold up the heads after its own.
+bool Alongside(const Target& target, const Problem& p) {
+  const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
+  const bool listed = p.block_mask.present;
+  const int64_t keys = listed ? (p.row_list - 2) * p.kv_block : p.kv_len;  // of a row
+  if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
+  const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
+  const bool long_lists = listed && (p.column_list - 2) * p.q_block > kMostListedRows;
+  const int masks = p.causal + p.window() + p.segments + (p.q_lengths || p.kv_lengths);
+  if (masks + p.query_offset + (p.dropout() ? 1 + p.dlogsumexp : 0) > 2) return false;
+  if (listed && (p.group() > 1 || masks > 0 || long_lists || (p.dropout() && !narrow))) return false;
+  const bool shared_keys = p.group() > 1 && narrow;
+  if (p.dropout() && (p.segments || p.window() || shared_keys)) return false;
+  if (p.group() > 1 && !LeavesIdle(target, p)) return false;
+  return ElementOf(p.dtype).bytes == 2 && std::max(p.qk_dim, p.v_dim) <= 128 && p.soft_cap <= 0 && !p.bias.present &&
+         !p.mask.present && SumsDQ(p);
+}
+
+// Whether heads of Q that share keys are walked together: of larger groups, the rows that CTAs are at would not fit
+// into the L2. (With masks of wide heads it would spill registers.)
+bool Together(const Problem& p) {
+  const bool crowded = std::max(p.qk_dim, p.v_dim) > 128 && (p.mask.present || p.bias.present);
+  return p.causal && p.group() > 4 && !p.block_mask.present && !crowded;
+}
+
+// --- Launches ---
+
+// At most a CTA for each multiprocessor.
+Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling, int64_t tiles, Maps maps) {
+  Launch launch = {unit, entry, tiles, kWarpgroup * (tiling.groups + 1)};
+  launch.persistent = launch.dynamic_shared = launch.counts = true;
+  launch.maps = maps;
+  return launch;
+}
+
+}  // namespace
+
+std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& p, Pass pass) {
+  if (!target.hopper) return std::nullopt;
+  for (const Row& row : RowsOf(p, pass)) {
+    if (!Fits(row, target, p) || !InWholeTiles(row.tile, p)) continue;
+    KernelTiling tiling = {Family::kHopper, row.tile.rows, row.tile.cols, row.tile.groups, row.tile.stages};
+    if (pass == Pass::kBackward) {
+      tiling.alongside = Alongside(target, p);
+      tiling.sum_kv = tiling.alongside && p.group() > 1;
+      tiling.together = !tiling.alongside && Together(p);
+    }
+    return tiling;
+  }
+  return std::nullopt;
+}
+
+std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
+  return Obstacle(RowsOf(p, pass), target, p);
+}
+
+void hopper::AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  const int unit = AddUnit("forward", p, tiling, plan);
+  const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
+  plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, tiles, Maps::kForward));
+}
+
+int64_t hopper::HeadsAtATime(const Target& target, const Problem& p) {
+  return std::min(p.batch * p.q_heads, target.multiprocessors / DivideUp(p.kv_len, kPairedKeys) + 1);
+}
+
+// Four times as many as are computed at a time, some before and some after; or six times, where not all tiles are
+// computed and it takes less time.
+int64_t hopper::HeadsInScratch(const Target& target, const Problem& p) {
+  return std::min(p.batch * p.q_heads, (p.causal || p.block_mask.present ? 6 : 4) * HeadsAtATime(target, p));
+}
+
+void hopper::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  const int unit = AddUnit("backward", p, tiling, plan);
+  const int64_t row_blocks = p.batch * p.q_heads * RoundUp(p.q_len, tiling.rows) / kRowBlock;
+  if (!tiling.alongside) plan->launches.push_back({unit, "jax_flash_backward_prepare", row_blocks, kRowThreads});
+  const int64_t tiles = RoundUp(InBlocks(p.kv_len, p.kv_block), kPairedKeys) / tiling.cols;
+  const int64_t heads = p.batch * (tiling.alongside ? p.q_heads : p.kv_heads);
+  plan->launches.push_back(MainLaunch("jax_flash_backward", unit, tiling, heads * tiles, Maps::kBackward));
+  if (tiling.sum_kv && (p.dk || p.dv)) {
+    const int64_t key_blocks = p.batch * p.kv_heads * RoundUp(p.kv_len, tiling.cols) / kRowBlock;
+    plan->launches.push_back({unit, "jax_flash_backward_finish_keys", key_blocks, kRowThreads});
+  }
+  if (SumsDQ(p) && !tiling.alongside) {
+    plan->launches.push_back({unit, "jax_flash_backward_finish", row_blocks, kRowThreads});
+  }
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,45 @@
+// Which kernels do a pass of a problem on a GPU, with which tiles and how many blocks, and why these.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/problem.h"
+#include "cuda_src/jit.h"
+#include "cuda_src/plan/target.h"
+
+namespace jax_flash {
+
+enum class Pass { kForward, kBackward };
+
+// Why no kernels do the problem on any GPU; empty if they do.
+std::string CudaRefusal(const Problem& problem);
+
+// No entry of the results depends on an operand: there is nothing to attend to, or nobody to do it.
+bool NothingToCompute(const Problem& problem);
+
+// What a kernel has beside Params.
+enum class Maps { kNone, kForward, kBackward };
+
+struct Launch {
+  int unit;           // of Plan::units
+  std::string entry;  // name of the kernel
+  int64_t blocks;
+  int threads;
+  bool persistent = false;      // at most one block a multiprocessor: blocks take their tiles in turn
+  bool dynamic_shared = false;  // as much as the file's jax_flash_shared_bytes says
+  Maps maps = Maps::kNone;
+  bool counts = false;  // what is to be 0 in scratch has to be so before
+};
+
+struct Plan {
+  std::vector<Unit> units;
+  std::vector<Launch> launches;      // one after the other
+  std::vector<std::string> reasons;  // why it is not otherwise, as sentences
+};
+
+// Throws std::invalid_argument if that GPU cannot do it.
+Plan MakePlan(const Problem& problem, Pass pass, const Target& target);
+
+}  // namespace jax_flash

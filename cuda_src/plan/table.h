@@ -1,0 +1,77 @@
+// Tables of the tiles that may be chosen for a kernel, from the best to what does for all: the first row that fits is
+// taken.
+#pragma once
+
+#include <string>
+
+#include "common/problem.h"
+#include "cuda_src/element.h"
+#include "cuda_src/plan/target.h"
+
+namespace jax_flash {
+
+struct Tile {
+  int rows, cols;  // queries and keys
+  int groups;      // warps, or on Hopper warpgroups beside the one that loads
+  int stages;
+};
+
+// What a problem may have and a choice of tiles may leave to others.
+enum Feature : unsigned {
+  kCausal = 1,
+  kWindow = 2,
+  kSegments = 65536,
+  kLocal = kWindow | kSegments,
+  kSoftCap = 4,
+  kBias = 8,
+  kMask = 16,
+  kBiasAndMask = 32,  // both of them
+  kDropout = 64,
+  kFullPrecision = 128,  // f32 as three products of TF32
+  kManyKeys = 256,       // more than 1024
+  kFewTiles = 512,       // of all heads, than the GPU has multiprocessors
+  kBlockMask = 1024,
+  kManyRows = 2048,       // of a group's heads together, than a tile has
+  kCrowdedBlocks = 4096,  // a block mask beside a window, segments, a mask or dropout
+  kSeveral = 8192,        // of a window or segments, a mask and dropout more than one
+  kUncommon = 16384,      // head dims that differ or are no multiples of 16
+  kNarrow = 32768,        // head dims up to 128
+  kOperands = kBias | kMask,
+  kScores = kBias | kSoftCap,  // scores are formed entry by entry
+};
+
+// {shared, dim, {rows, cols, groups, stages}, without}
+struct Row {
+  int shared;  // KiB of shared memory that a block must be able to have
+  int dim;     // the larger head dim is at most this
+  Tile tile;
+  unsigned without = 0;  // the problem has none of these features
+};
+
+struct Rows {
+  const Row *first, *last;
+  const Row* begin() const { return first; }
+  const Row* end() const { return last; }
+
+  template <size_t kCount>
+  constexpr Rows(const Row (&rows)[kCount]) : first(rows), last(rows + kCount) {}
+};
+
+// The rows of a kernel, by the bytes of an element.
+struct Table {
+  Rows of_two, of_four;
+
+  const Rows& Of(DType dtype) const;
+};
+
+// Do the features of the problem, the head dims and the GPU allow it?
+bool Fits(const Row& row, const Target& target, const Problem& p);
+
+// Whether blocks of a block mask are whole tiles, as Hopper's kernels want them.
+bool InWholeTiles(const Tile& tile, const Problem& p);
+
+// Why no row is taken: the one that the fewest of the problem's features stand in the way of, and these. "its tiles of
+// 64 x 64 do not do a soft cap"
+std::string Obstacle(const Rows& rows, const Target& target, const Problem& p);
+
+}  // namespace jax_flash

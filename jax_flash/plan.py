@@ -1,0 +1,75 @@
+"""Which CUDA kernels a problem takes, and why: what `cuda_src/plan` decides, for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from jax_flash import _native
+from jax_flash.problem import Problem
+
+FAMILIES = {80: "ampere", 90: "hopper"}  # of contract.h
+
+
+class Kernel(NamedTuple):
+    """A launch. Its sizes are those of the file that the kernel is in, 0 where it has no tiles."""
+
+    name: str
+    family: str  # "ampere": for every GPU from compute capability 8.0 on; "hopper": for 9.0 alone
+    rows: int  # queries of a tile of the score matrix
+    cols: int  # keys
+    groups: int  # warps, or in Hopper's own kernels warpgroups beside the one that loads
+    stages: int  # tiles in flight
+
+
+class Explanation(NamedTuple):
+    """How a pass is done on a GPU. `print` shows it."""
+
+    backward: bool
+    arch: str
+    multiprocessors: int
+    kernels: tuple[Kernel, ...]  # one after the other
+    scratch_bytes: int  # of memory beside the results
+    reasons: tuple[str, ...]  # why it is not otherwise
+
+    def __str__(self) -> str:
+        name = "backward" if self.backward else "forward"
+        scratch = f"{self.scratch_bytes / 1e6:.3g} MB of scratch memory"
+        lines = [f"{name} on {self.arch} with {self.multiprocessors} multiprocessors, {scratch}"]
+        for kernel in self.kernels:
+            unit = "warpgroups" if kernel.family == "hopper" else "warps"
+            tiles = f", tiles {kernel.rows} x {kernel.cols}, {kernel.groups} {unit}, {kernel.stages} stages"
+            lines.append(f"  {kernel.name}: {kernel.family}{tiles if kernel.rows else ''}")
+        return "\n".join([*lines, *(f"  because {reason}" for reason in self.reasons)])
+
+
+def explain(problem: Problem, backward: bool = False, arch: str | None = None) -> Explanation:
+    """Which CUDA kernels do a pass of `problem`, with which tiles, and what kept it from others.
+
+    The backward is that of query, key and value if the problem asks for no gradients. `arch` is "sm_80", "sm_90a", …, a
+    GPU with as many multiprocessors as those most often have; by default it is the first GPU of this process, or
+    "sm_90a" if there is none. No kernel is compiled.
+
+    Raises TypeError if `problem` is none, and ValueError if there are no CUDA kernels for it or for the GPU.
+    """
+    if not isinstance(problem, Problem):
+        raise TypeError(f"problem must be a jax_flash.Problem, not {problem!r}")
+    if backward and not (problem.dq or problem.dk or problem.dv or problem.dbias):
+        problem = dataclasses.replace(problem, dq=True, dk=True, dv=True)
+    chosen, multiprocessors = (arch, 0) if arch is not None else _first_gpu()
+    call = problem.encode(), backward, chosen, multiprocessors
+    kernels = tuple(
+        Kernel(name, FAMILIES[fields["family"]], *(fields[size] for size in Kernel._fields[2:]))
+        for _, name, fields in _native.cuda_plan(*call)
+    )
+    counted, scratch_bytes, reasons = _native.cuda_explain(*call)
+    return Explanation(backward, chosen, counted, kernels, scratch_bytes, tuple(reasons))
+
+
+def _first_gpu() -> tuple[str, int]:
+    """Its architecture and multiprocessors; 0 of these: as usual."""
+    try:
+        major, minor, multiprocessors = _native.cuda_devices()[0]
+    except (RuntimeError, IndexError):  # no driver, or no GPU
+        return "sm_90a", 0
+    return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}", multiprocessors

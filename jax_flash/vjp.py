@@ -52,7 +52,8 @@ def _backward(problem, fallback, residuals, cotangents):
     grads: dict[str, Any] = dict(zip(names, results, strict=True))
     if dscale:  # S = τ Q Kᵀ, so that τ dτ = Σ S dS = Σ Q dQ
         query, dq = (x.astype(operands.scale.dtype) for x in (operands.query, grads["query"]))
-        grads["scale"] = jnp.sum(query * dq) / operands.scale
+        rows = jnp.einsum("btnd,btnd->btn", query, dq, precision="highest")  # a CPU sums all at once one by one
+        grads["scale"] = rows.sum() / operands.scale
     if "bias" in grads:
         grads["bias"] = grads["bias"].astype(operands.bias.dtype)
     return (Operands._make(grads.get(name) for name in Operands._fields),)

@@ -221,11 +221,12 @@ def test_flags_are_true_or_false(name, bad):
 def test_traced_ids_of_64_bits(vary, x64):
     """They would be told apart by their lower 32 bits alone."""
     ids = {"query_segment_ids": np.full((B, T), 1, np.int32), "key_value_segment_ids": np.full((B, S), 1, np.int32)}
+    singles = {name: x.astype("float32") for name, x in arrays().items()}
     name = f"{vary}_segment_ids"
 
     @jax.jit
     def traced(given):
-        return attend(**ids | {name: given})
+        return attend(**singles | ids | {name: given})
 
     assert traced(ids[name]).all()
     with pytest.raises(TypeError, match=f"{name} are traced int64.*cast them to int32"):

@@ -219,8 +219,7 @@ struct Keys {
       if (kInHalves && c == kRows / 32 && Never()) return;
       const float4 x =
           kStartAtL ? float4() : (reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4)[4 * c];
-      const float unit = kScores ? 1.0f : scale_log2;
-      const float minus_l[4] = {x.x * unit, x.y * unit, x.z * unit, x.w * unit};
+      const float minus_l[4] = {x.x * scale_log2, x.y * scale_log2, x.z * scale_log2, x.w * scale_log2};
       if (kMaximumApart) SubtractM(c);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {

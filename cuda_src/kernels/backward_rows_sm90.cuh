@@ -64,14 +64,18 @@ __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, i
   p.d[block.Rows() + Place(r)] = exists ? product / KeptScale(p) : 0.0f;
 }
 
-// Of row r -L / scale, at which S^T may start; or if scores are formed MinusL, and m if it is apart.
+// -L / scale of row r (with a bias -log l and m apart).
 __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, int r) {
   const int64_t from = int64_t(block.Head(p)) * p.q_len + block.row + r;
   const int64_t to = block.Rows() + Place(r);
   const bool exists = block.row + r < p.q_len;
   const float l = exists ? p.l[from] : 0.0f, m = exists ? p.m[from] : 0.0f;
-  p.logsumexp[to] = !kScores && l != 0.0f ? -(m + logf(l)) / ScaleOf(p) : MinusL(m, l);
-  if (kMaximumApart) p.maximum[to] = l == 0.0f ? 0.0f : m;
+  if constexpr (kMaximumApart) {
+    p.logsumexp[to] = l == 0.0f ? -Infinity() : -logf(l);
+    p.maximum[to] = l == 0.0f ? 0.0f : m;
+  } else {
+    p.logsumexp[to] = l == 0.0f ? -Infinity() : -(m + logf(l)) / ScoreScale(p);
+  }
 }
 
 }  // namespace jax_flash

@@ -96,7 +96,7 @@ struct BackwardShared {
   // dQ on its way out, in f32; at the end dK, if dS has no room for dV and dK. If kWide: P from one warpgroup to the
   // other; before, half of K.
   alignas(1024) uint8_t staging[kStagingBytes > kQKBoxes* kKVBox || kWide ? kStagingBytes : kQKBoxes * kKVBox];
-  alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or MinusL and m
+  alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m apart
   alignas(16) float d[kStages][kRows];
   alignas(16) Step step[kStages];
   alignas(16) Tile tile[2];

@@ -22,7 +22,7 @@ import jax.extend
 import jaxlib
 
 import jax_flash
-from jax_flash import _native, dropout
+from jax_flash import _native, arguments, dropout
 from jax_flash.block_sparse import Shape
 from jax_flash.io_model import report
 from jax_flash.problem import DIFFERENTIATED, DTYPES, Extent
@@ -131,8 +131,7 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
             ),
             *(jax.ShapeDtypeStruct(shape, args.dtype) for shape in ((B, T, N, D), (B, S, K, D), (B, S, K, E))),
         )
-    # As the call has it: beyond 64 bits a window is as good as none.
-    window_left, window_right = (size if size < 2**63 else -1 for size in window or (-1, -1))
+    window_left, window_right = arguments.window(window)
     problem = jax_flash.Problem(
         batch=B,
         q_len=T,

@@ -10,7 +10,7 @@
 //   jax_flash_backward_prepare   as ampere/backward_prepare.cuh says
 //   jax_flash_backward           a block of kThreads for each tile of keys of each head of K and batch entry
 //   jax_flash_backward_finish    if kDQ: batch * heads * ceil(T / kSumRows) * kQKDim threads in blocks of kRowThreads
-// With a block mask tiles divide blocks, and there are tiles for whole blocks.
+// With lists tiles divide blocks, and there are tiles for whole blocks.
 #pragma once
 
 #include "ampere/backward_prepare.cuh"
@@ -43,7 +43,7 @@ struct BackwardShared {
 };
 
 // Goes through the tiles of Q, of all heads of the group, that see the tile of K and V.
-template <bool kListed>
+template <bool kFromList>
 struct QTiles {
   int head, row;
   const int last_head, first;
@@ -163,8 +163,8 @@ struct Backward {
     const Matrix V(p.value, batch, kv_head, p.kv_len, p.kv_heads, kVDim);
     Clear(dK);
     Clear(dV);
-    QTiles<kBlockMask> tiles(p, batch, kv_head, blocks, rows);
-    if (rows.any_lo < rows.any_hi && (!kBlockMask || tiles.There())) {
+    QTiles<kListed> tiles(p, batch, kv_head, blocks, rows);
+    if (rows.any_lo < rows.any_hi && (!kListed || tiles.There())) {
       const int kv_length = PositionsOf(p, batch).kv_length;
       shared.k.template Load<kThreads>(K.data, K.stride, column, kv_length);
       if (kDS) shared.v.template Load<kThreads>(V.data, V.stride, column, kv_length);
@@ -201,7 +201,7 @@ struct Backward {
       CpAsyncWait<0>();  // no block ends before its loads
     }
     if (kDK && k_part.active) Write(dK, k_part, ScaleOf(p), p.dk, kQKDim);
-    if (kDV && v_part.active) Write(dV, v_part, KeptScale(p), p.dv, kVDim);
+    if (kDV && v_part.active) Write(dV, v_part, ZScale(p), p.dv, kVDim);
   }
 
   // The rows of dK or dV that are keys.
@@ -230,9 +230,9 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 256 / jax_flas
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];
   BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
-  if constexpr (kBlockMask) {
-    constexpr int kTiles = kKVBlock / kCols;  // of a block
-    int item, list;                           // of the key/value heads of all batch entries
+  if constexpr (kListed) {
+    constexpr int kTiles = kTilesOfColumn<kCols>;
+    int item, list;  // of the key/value heads of all batch entries
     ListOfItem(blockIdx.x / kTiles, BlockColumns(p), p.batch * p.kv_heads, &item, &list);
     const int kv_head = item % p.kv_heads, batch = item / p.kv_heads;
     const BlockList blocks = ColumnList(p, batch, kv_head * (p.q_heads / p.kv_heads), list);

@@ -16,7 +16,7 @@
 #include "ampere/parts.cuh"
 #include "ampere/scores.cuh"
 #include "ptx/warp.cuh"
-#include "scheduler/lists.cuh"
+#include "scheduler/ranges.cuh"
 
 namespace jax_flash {
 

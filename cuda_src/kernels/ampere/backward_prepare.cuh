@@ -2,7 +2,7 @@
 #pragma once
 
 #include "ampere/matrix.cuh"
-#include "semantics/score.cuh"
+#include "semantics/softmax.cuh"
 
 namespace jax_flash {
 

@@ -3,27 +3,12 @@
 //   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
 #pragma once
 
+#include "ampere/tuning.cuh"
 #include "ampere/walk.cuh"
 
 namespace jax_flash {
 
-// So many steps of k of Q stay in registers as there is room for beside O and S, which is less with 32 rows to a warp
-// or f32, and less with features. Operands of two parts leave none.
-constexpr int kRegisters = kScores || kMask || kBlockMask || kSegments || kWindow || kDropout ? 128
-                           : kWarpRows == 32 || kDType == DType::kF32                         ? 160
-                                                                                              : 192;
-constexpr int kHeldSteps = kSplit ? 0 : (kRegisters - kWarpRows * (RoundUp(kVDim, 16) + kCols) / 32) / (kWarpRows / 4);
-
-// No registers are left to work ahead beside what these masks keep in some.
-constexpr bool kPositions = kWindow || kSegments || kQLengths || kKVLengths;
-constexpr bool kCrowded =
-    kWarpRows == 32 && ((kDType == DType::kF32 && kPositions) || (kBlockMask && (kPositions || kDropout)));
-
-// The loads of the next tiles are begun between the steps of S = Q K^T. But first of all where memory bounds the speed;
-// and after S, while another block multiplies, where a multiprocessor has two (an H100 or H200, with few warps and 16
-// bits) and what else is kept leaves the registers for it.
-constexpr bool kLoadsFirst = kParts;
-constexpr bool kLoadsAfter = !kParts && kWarps <= 4 && kQKDim <= 128 && kVDim <= 128 && !kDropout && !kPositions;
+using Tuning = ForwardTuning;
 
 struct ForwardShared {
   union {
@@ -36,57 +21,31 @@ struct ForwardShared {
 struct Forward {
   const Params& p;
   const QTile& tile;
-  const float unit;
 
   Accumulator<kWarpRows, RoundUp(kVDim, 16)> O;
-  float m[kLaneRows], l[kLaneRows];  // l: of this lane's columns only, until the end
-  float reference[kLaneRows];        // what the exponentials are taken against: m, or a little less
+  OnlineSoftmax<kLaneRows> softmax;
 
-  __device__ __forceinline__ Forward(const Params& p, const QTile& tile) : p(p), tile(tile), unit(Unit(p)) {
+  __device__ __forceinline__ Forward(const Params& p, const QTile& tile) : p(p), tile(tile), softmax(p) {
     Clear(O);
-#pragma unroll
-    for (int h = 0; h < kLaneRows; ++h) m[h] = reference[h] = -Infinity(), l[h] = 0.0f;
+    softmax.Start();
   }
 
+  // O = diag(alpha) O, of all rows of the warp if one has to be.
   __device__ __forceinline__ void Rescale() {
     float alpha[kLaneRows];
 #pragma unroll
-    for (int h = 0; h < kLaneRows; ++h) {
-      alpha[h] = reference[h] == m[h] ? 1.0f : Exp2((reference[h] - m[h]) * unit);
-      reference[h] = m[h];
-      l[h] *= alpha[h];
-    }
+    for (int h = 0; h < kLaneRows; ++h) alpha[h] = softmax.reference[h] == softmax.m[h] ? 1.0f : softmax.Rescale(h);
     ScaleRows(O, alpha);
   }
 
   // S becomes P.
-  __device__ __forceinline__ void Softmax(Accumulator<kWarpRows, kCols>& S) {
+  __device__ __forceinline__ void ToP(Accumulator<kWarpRows, kCols>& S) {
     bool grown = false;
 #pragma unroll
-    for (int h = 0; h < kLaneRows; ++h) {
-      float maximum = S[h / 2][0][h % 2 * 2];
-#pragma unroll
-      for (int c = 0; c < kCols / 8; ++c)
-        maximum = fmaxf(maximum, fmaxf(S[h / 2][c][h % 2 * 2], S[h / 2][c][h % 2 * 2 + 1]));
-      m[h] = fmaxf(m[h], LaneMax<4>(maximum));
-      grown |= (m[h] - reference[h]) * unit > kRescaleAt;
-    }
+    for (int h = 0; h < kLaneRows; ++h) grown |= softmax.Maximum(S, h);
     if (__any_sync(0xFFFFFFFFu, grown)) Rescale();
 #pragma unroll
-    for (int h = 0; h < kLaneRows; ++h) {
-      const float shift = reference[h] == -Infinity() ? 0.0f : kMaximumApart ? reference[h] : reference[h] * unit;
-      float sum = 0.0f;
-#pragma unroll
-      for (int c = 0; c < kCols / 8; ++c) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& s = S[h / 2][c][h % 2 * 2 + e];
-          s = Exp2(kMaximumApart ? (s - shift) * unit : fmaf(s, unit, -shift));
-          sum += s;
-        }
-      }
-      l[h] += sum;
-    }
+    for (int h = 0; h < kLaneRows; ++h) softmax.Exponentials(S, h, softmax.Shift(h));
   }
 
   template <typename Rows>
@@ -95,18 +54,18 @@ struct Forward {
     const Scores scores = tile.WarpScores(p, column);
     Accumulator<kWarpRows, kCols> S;
     Clear(S);
-    if (kLoadsFirst) load_next();
-    if constexpr (kLoadsFirst || kLoadsAfter) {
+    if (Tuning::kLoadsFirst) load_next();
+    if constexpr (Tuning::kLoadsFirst || Tuning::kLoadsAfter) {
       AddRowsTimesRows(S, q, 0, k, 0);
     } else {
       AddRowsTimesRows(S, q, 0, k, 0, load_next);
     }
-    if (kLoadsAfter) load_next();
+    if (Tuning::kLoadsAfter) load_next();
     if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);
     if (kScores) scores.ToScores(S);
-    Softmax(S);
-    if (kDropout) scores.Drop(S);
-    if (kCrowded && Never()) return;
+    ToP(S);
+    scores.ApplyZ(S);
+    if (Tuning::kStopBeforePV && Never()) return;
     AddTimesRows(O, S, v);
   }
 
@@ -115,16 +74,15 @@ struct Forward {
     float factor[kLaneRows];
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {
-      l[h] = LaneSum<4>(l[h]);
-      factor[h] = l[h] == 0.0f ? 0.0f : KeptScale(p) / l[h];
+      softmax.Finish(h);
+      factor[h] = softmax.l[h] == 0.0f ? 0.0f : ZScale(p) / softmax.l[h];
       if (threadIdx.x % 4 == 0 && tile.LaneRow() + 8 * h < tile.Rows(p)) {
-        const float sum = l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * unit);
         if constexpr (kParts) {
-          p.l_parts[tile.Statistic(p, h)] = sum;
-          p.m_parts[tile.Statistic(p, h)] = m[h];
+          p.l_parts[tile.Statistic(p, h)] = softmax.RowSum(h);
+          p.m_parts[tile.Statistic(p, h)] = softmax.m[h];
         } else {
-          p.l[tile.Statistic(p, h)] = sum;
-          p.m[tile.Statistic(p, h)] = sum != sum ? sum : kScores ? m[h] : m[h] * ScaleOf(p);
+          p.l[tile.Statistic(p, h)] = softmax.RowSum(h);
+          p.m[tile.Statistic(p, h)] = softmax.RowMaximum(p, h);
         }
       }
     }
@@ -162,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   extern __shared__ __align__(16) uint8_t memory[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
   const QTile& tile = TileHere(p);
-  WarpRows<decltype(shared.q), kWarpRows / 16, kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
+  WarpRows<decltype(shared.q), kWarpRows / 16, Tuning::kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
   Forward forward(p, tile);
   Walk(
       p, tile, shared.kv, [&] { LoadQ(p, tile, shared.q); }, [&] { shared.q.Landed<kThreads>(); }, [&] { q.Take(); },

@@ -9,11 +9,11 @@ namespace jax_flash {
 
 constexpr int kMergeWarps = kMergeThreads / 32;
 constexpr int kAtOnce = 9;  // of the parts of a warp, which seldom has more
-static_assert(kParts && !kBlockMask);
+static_assert(kParts && !kListed);
 
 // What l_p and O_p of a part count for beside the larger m.
 __device__ __forceinline__ float Alpha(const Params& p, float m_p, float m) {
-  return m_p == m ? 1.0f : Exp2((m_p - m) * Unit(p));
+  return m_p == m ? 1.0f : Exp2((m_p - m) * UnitOf(p));
 }
 
 }  // namespace jax_flash
@@ -78,6 +78,6 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
   }
   if (threadIdx.x == 0) {
     p.l[at] = l;
-    p.m[at] = l != l ? l : kScores ? m : m * ScaleOf(p);
+    p.m[at] = isnan(l) ? l : m * ScoreScale(p);
   }
 }

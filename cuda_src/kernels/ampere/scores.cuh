@@ -7,10 +7,8 @@
 
 #include "ampere/fragments.cuh"
 #include "ampere/matrix.cuh"
-#include "scheduler/lists.cuh"
-#include "scheduler/ranges.cuh"
-#include "semantics/philox.cuh"
-#include "semantics/score.cuh"
+#include "semantics/dropout.cuh"
+#include "semantics/softmax.cuh"
 
 namespace jax_flash {
 
@@ -18,12 +16,20 @@ namespace jax_flash {
 struct Scores {
   const Params& p;
   const Entries entries;
+  const Score score;
   const Block block;
   int batch, head, row, column;
 
   // `kind`: of the block that they are in.
   __device__ __forceinline__ Scores(const Params& p, int batch, int head, int row, int column, int kind)
-      : p(p), entries(p, batch, head), block(p, batch, kind), batch(batch), head(head), row(row), column(column) {}
+      : p(p),
+        entries(p, batch, head),
+        score(p, batch, head),
+        block(p, batch, kind),
+        batch(batch),
+        head(head),
+        row(row),
+        column(column) {}
 
   __device__ __forceinline__ int Row(int m, int h) const { return row + 16 * m + 8 * h + threadIdx.x % 32 / 4; }
   __device__ __forceinline__ int Query(int m, int h) const { return Row(m, h) / kPacked; }
@@ -40,8 +46,8 @@ struct Scores {
       const auto within = [&](int64_t j) { return int(min(max(j - column, int64_t(0)), int64_t(8 * kChunks))); };
       const int lo = within(keys.lo), hi = within(keys.hi);
       // Looked up one after the other: all at once they would not fit beside the accumulators.
-      uint32_t hidden = kBlockMask ? HiddenInBlock<kChunks>(Query(m, h)) : 0;
-#pragma unroll(kSegments || kMask ? 4 : 2 * kChunks)
+      uint32_t hidden = HiddenInBlock<kChunks>(Query(m, h));
+#pragma unroll(kEntryMasks ? 4 : 2 * kChunks)
       for (int x = 0; x < 2 * kChunks; ++x) {
         const int j = Column(x / 2, x % 2);
         const bool seen = lo <= j - column && j - column < hi && !entries.Hidden(Query(m, h), j, Member(m, h));
@@ -63,13 +69,14 @@ struct Scores {
       float& x = S[m][c][r];
       if (x == -Infinity()) continue;
       x = Cap(p, x);
-      if (kBias) x += entries.Bias(Query(m, r / 2), Column(c, r % 2), Member(m, r / 2));
+      if (kBias) x += score.Bias(Query(m, r / 2), Column(c, r % 2), Member(m, r / 2));
     }
   }
 
-  // P becomes Z P / keep_scale.
+  // P becomes Z P, without the factor of what is kept.
   template <int kCount, int kChunks>
-  __device__ __forceinline__ void Drop(float (&P)[kCount][kChunks][4]) const {
+  __device__ __forceinline__ void ApplyZ(float (&P)[kCount][kChunks][4]) const {
+    if (!kDropout) return;
 #pragma unroll
     for (int i = 0; i < kCount * kChunks / 2; ++i) {
       const int m = i / (kChunks / 2), pair = i % (kChunks / 2);
@@ -101,7 +108,7 @@ struct Scores {
 #pragma unroll
     for (int i = 0; i < kCount * kChunks / 2; ++i) {
       const int m = i / (kChunks / 2), pair = i % (kChunks / 2);
-      const Philox4 random = kDropout ? Random(m, pair) : Philox4();
+      const Philox4 random = Random(m, pair);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int c = 2 * pair + half;
@@ -115,16 +122,16 @@ struct Scores {
             float s = -Infinity();
             if (x != -Infinity()) {
               s = Cap(p, x);
-              if (kSlope && kSoftCap) slope = CapDerivative(p, s);
-              if (kBias) s += entries.Bias(Row(m, h), Column(c, e));
+              if (kSlope) slope = CapDerivative(p, s);
+              if (kBias) s += score.Bias(Row(m, h), Column(c, e));
             }
             x = Exp2(fmaf(kMaximumApart ? s - maximum[m][h] : s, kLog2e, minus_l[m][h]));
           } else {
             x = Exp2(fmaf(x, scale_log2, minus_l[m][h]));
           }
           kept[r] = x;
-          if (kSlope && kSoftCap) x *= slope;
-          if (kDropout && Dropped(p, random.x[2 * h + half], e)) kept[r] = 0.0f, x = -x;
+          if (kSlope) x *= slope;
+          if (Dropped(p, random.x[2 * h + half], e)) kept[r] = 0.0f, x = -x;
         }
         store(m, c, kept);
       }
@@ -139,8 +146,7 @@ struct Scores {
     for (int i = 0; i < kCount * kChunks * 4; ++i) {
       const int m = i / 4 / kChunks, c = i / 4 % kChunks, r = i % 4;
       float& x = dP[m][c][r];
-      const float P = S[m][c][r], d = D[m][r / 2];
-      x = kDropout ? fabsf(P) * ((P < 0.0f ? 0.0f : x * p.keep_scale) - d) : P * (x - d);
+      x = DSOf(S[m][c][r], x * ZScale(p), D[m][r / 2]);
     }
   }
 
@@ -170,17 +176,14 @@ struct Scores {
 
   // The bits of this lane's entries of 16 rows and 16 columns.
   __device__ __forceinline__ Philox4 Random(int m, int pair) const {
-    const int lane = threadIdx.x % 32;
-    Philox4 counter = {{uint32_t((column / 16 + pair) * 4 + lane % 4), uint32_t((row / 16 + m) * 8 + lane / 4),
-                        p.head_id[head], p.batch_id[batch]}};
-    if constexpr (kPacked == 1) return Philox(counter, p.seed[2 * batch], p.seed[2 * batch + 1]);
+    if constexpr (!kDropout) return {};
+    const int columns = column / 16 + pair;
+    if constexpr (kPacked == 1) return Seed(p, batch, head).Words(columns, (row / 16 + m) * 8 + threadIdx.x % 32 / 4);
     Philox4 bits;  // each of the two rows is any query of any head
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int i = Query(m, h);
-      counter.x[1] = i / 16 * 8 + i % 8;
-      counter.x[2] = p.head_id[head + Member(m, h)];
-      const Philox4 x = Philox(counter, p.seed[2 * batch], p.seed[2 * batch + 1]);
+      const Philox4 x = Seed(p, batch, head + Member(m, h)).Words(columns, RowGroup(i));
 #pragma unroll
       for (int half = 0; half < 2; ++half) bits.x[2 * h + half] = i / 8 % 2 == 0 ? x.x[half] : x.x[2 + half];
     }

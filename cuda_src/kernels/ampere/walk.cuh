@@ -23,9 +23,6 @@ constexpr int kWarpRows = kRows / kWarps;
 constexpr int kLaneRows = kWarpRows / 8;
 static_assert(kWarpRows % 16 == 0 && kCols % 16 == 0 && kStages >= 2);
 
-// Scores times this are exponents of 2. Unless they are formed entry by entry the scale is still to come.
-__device__ __forceinline__ float Unit(const Params& p) { return kScores ? kLog2e : ScaleOf(p) * kLog2e; }
-
 // The tile of Q of this CTA, and which tiles of keys it sees.
 struct QTile {
   int row, head, kv_head, batch;
@@ -37,14 +34,14 @@ struct QTile {
   // Heads one after the other, for the sake of the L2. With parts, one part of all heads before the next part: in HBM
   // the heads of a key are side by side. Causal tiles with more to do come first.
   __device__ __forceinline__ explicit QTile(const Params& p) {
-    if constexpr (kBlockMask) {
-      constexpr int kTiles = kQBlock / kRows;  // of a block
+    if constexpr (kListed) {
+      constexpr int kTiles = kTilesOfRow<kRows>;
       int list;
       ListOfItem(blockIdx.x / kTiles, BlockRows(p), p.batch * p.q_heads, &head, &list);
       batch = head / p.q_heads;
       head %= p.q_heads;
       blocks = RowList(p, batch, head, list);
-      row = blocks.index * kQBlock + blockIdx.x % kTiles * kRows;
+      row = FirstRow<kRows>(blocks, blockIdx.x % kTiles);
     } else {
       const int tiles = (Rows(p) + kRows - 1) / kRows, tile = blockIdx.x % tiles;
       const int parts = kParts ? p.parts : 1, heads = p.q_heads / kPacked;
@@ -120,7 +117,7 @@ struct KVTiles {
 };
 
 // Goes through the tiles of keys that the tile of Q sees, from right to left.
-template <bool kListed>
+template <bool kFromList>
 struct KeyTiles {
   int column, left;  // tiles to come, with this one
 
@@ -135,7 +132,7 @@ struct KeyTiles {
 };
 
 template <>
-struct KeyTiles<true> : ListedTiles<kCols, kKVBlock> {
+struct KeyTiles<true> : ListedKeys<kCols> {
   const Visible& keys;
 
   __device__ __forceinline__ explicit KeyTiles(const QTile& tile)
@@ -150,7 +147,7 @@ struct LoadNext {
   const Params& p;
   const QTile& tile;
   KVTiles& shared;
-  KeyTiles<kBlockMask> next;
+  KeyTiles<kListed> next;
   int stage;  // of the tiles in shared memory
 
   __device__ __forceinline__ void operator()(int part = 0, int parts = 1) const {
@@ -174,7 +171,7 @@ struct LoadNext {
 template <typename Load, typename Landed, typename Loaded, typename Step>
 __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles& shared, Load load, Landed landed,
                                      Loaded loaded, Step step) {
-  KeyTiles<kBlockMask> at(tile);
+  KeyTiles<kListed> at(tile);
   LoadNext load_next = {p, tile, shared, at, 0};
   load();
   CpAsyncCommit();

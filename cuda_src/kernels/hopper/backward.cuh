@@ -25,8 +25,9 @@
 #pragma once
 
 #include "hopper/backward_alongside.cuh"
+#include "hopper/backward_epilogue.cuh"
 #include "hopper/backward_finish.cuh"
-#include "hopper/backward_keys.cuh"
+#include "hopper/backward_producer.cuh"
 #include "hopper/backward_rows.cuh"
 #include "hopper/backward_tf32.cuh"
 #include "hopper/backward_tf32_wide.cuh"
@@ -37,64 +38,46 @@ namespace jax_flash {
 // The warpgroups share the work on a tile of dQ: 64 rows each, or all rows and some of the columns. A part that is no
 // whole box must not leave its box.
 constexpr bool kSplitRows = kRows == 128;
-static_assert(kRows == 64 || (kRows == 128 && !kWide));
+static_assert(kRows == 64 || (kRows == 128 && !kPairs));
 constexpr int kDQFirst = kSplitRows ? kQKDim : kQKDim > 64 ? 64 : (kQKDim + 8) / 16 * 8;
 constexpr int kDQSecond = kSplitRows ? kQKDim : kQKDim - kDQFirst;
 
-// To form scores entry by entry takes registers: dP has to wait for its own.
-constexpr bool kLateDP = kScores && kRows == 64;
-
-// dQ is computed a step behind: then no warpgroup waits for the other's dS, and one can be at its products while the
-// other is at its exponentials. Not where there are no registers to keep track of it.
-constexpr bool kBehind =
-    kDQ &&
-    (kRows == 128 || !(kDropout || kMask || kSoftCap || kSegments || (kBlockMask && (kBias || kCausal || kWindow))));
 static_assert(kTF32 || kStages == 2);  // as dS
-// Whether the first step of a tile, which has no dQ yet, has code of its own: 2 to 4% faster. But with a causal mask at
-// most, ptxas compiles the loop over the other steps differently, up to 2.5% slower; and other head dims spill.
-constexpr bool kOwnFirst =
-    kBehind && kRows == 128 && kQKDim == 64 && kVDim == 64 && (kWindow || kSegments || kDropout || kBlockMask);
-constexpr bool kAskedLate = kSplitRows || kBlockMask;
 
 // dV and dK leave by way of dS where there is room for both: then nobody waits for the additions of the last dQ to have
 // read `staging`. Otherwise dK leaves by way of `staging`, after them.
 constexpr bool kBothInDS = sizeof(BackwardShared::ds) >= (kVBoxes + kQKBoxes) * kKVBox;
 
-// Whether all threads commit what one of them has stored of dV and dK. It costs nothing, and ptxas makes another loop
-// over the tiles of Q of it: 2 to 6% faster, but 5% slower at head dim 128 if dQ is a step behind; with a block mask it
-// may find too few registers for wgmmas in flight, and with dropout and 128 rows it spills some.
-constexpr bool kAllCommit = !kBlockMask && (kRows == 128 ? !kDropout : !kBehind || (kQKDim <= 96 && kVDim <= 96));
-
 // A warpgroup with S, dP, dK and dV of its 64 keys.
-struct Consumer : Keys {
-  static constexpr int kRegisters = (504 - kProducerRegisters) / 2;
+struct Consumer : Epilogue {
+  static constexpr int kRegisters = Tuning::kConsumerRegisters;
   float dK[kQKDim / 2], dV[kVDim / 2];
-  int row_block;  // if kBehind: of the step before; < 0 if there is none
+  int row_block;  // if Tuning::kBehind: of the step before; < 0 if there is none
 
-  using Keys::Keys;
+  using Epilogue::Epilogue;
 
   // A step; kFirst: a tile's first, if that has code of its own. Whether it was not the last.
   template <bool kFirst>
   __device__ __forceinline__ bool Walk(const Tile& tile) {
     WaitForQ();
-    if (kStart) StartS();
-    IssueKeysTimesRows<kQKDim>(S, shared.k, shared.q[at.index], kStart);
+    if (Tuning::kStart) StartS();
+    IssueKeysTimesRows<kQKDim>(S, shared.k, shared.q[at.index], Tuning::kStart);
     MbarrierWait(&shared.do_full[at.index], at.parity);
-    if (kDS && !kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
+    if (kDS && !Tuning::kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
     const Step step = StepHere();
     Look(tile, step);
-    WgmmaWait<kDS && !kLateDP ? 1 : 0>();
+    WgmmaWait<kDS && !Tuning::kLateDP ? 1 : 0>();
     Pin(S);
     Softmax(tile, step);
-    if (kEarlyDV) RoundP();
-    if (kDS && kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
-    if (kDV && kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
-    WgmmaWait<kEarlyDV && kDV ? 1 : 0>();
+    if (Tuning::kEarlyDV) RoundP();
+    if (kDS && Tuning::kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
+    if (kDV && Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
+    WgmmaWait<Tuning::kEarlyDV && kDV ? 1 : 0>();
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
     ComputeDS();
     if (kFirst && Never()) return false;  // ptxas has no registers to work ahead here
-    if (kDV && !kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
+    if (kDV && !Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
     if (kDQ) {
       StoreDS();
     } else {
@@ -113,12 +96,12 @@ struct Consumer : Keys {
 
   // dS^T, for both warpgroups.
   __device__ __forceinline__ void StoreDS() {
-    if (kBehind) MbarrierWait(&shared.ds_empty[at.index], at.parity ^ 1);
+    if (Tuning::kBehind) MbarrierWait(&shared.ds_empty[at.index], at.parity ^ 1);
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c)
       Stmatrix(Matrices(shared.ds[at.index], lane, c), dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
     FenceProxyAsync();
-    if (kBehind) {
+    if (Tuning::kBehind) {
       SyncWarp();
       Release(&shared.ds_full[at.index]);
     } else {
@@ -127,33 +110,33 @@ struct Consumer : Keys {
   }
 
   // dQ and dK. Of dQ it is this warpgroup's part: 64 of the rows, kWidth columns. If dQ is a step behind, there is none
-  // in the first step of a tile, or without kOwnFirst what is computed goes nowhere (a branch around it would keep all
-  // products from overlapping), and after the last one there is another. If kAlongside, the first step is when to wait
-  // until the dQ of the tile before have been added.
+  // in the first step of a tile, or without Tuning::kOwnFirst what is computed goes nowhere (a branch around it would
+  // keep all products from overlapping), and after the last one there is another. If kAlongside, the first step is when
+  // to wait until the dQ of the tile before have been added.
   template <int kWidth, bool kFirst>
   __device__ __forceinline__ void Finish(Step step, int rows, int column) {
-    const bool add = kDQ && !kFirst && (!kBehind || kOwnFirst || Uniform(row_block) >= 0);
-    const Ring<kStages> from = kBehind && add ? at.Before() : at;
+    const bool add = kDQ && !kFirst && (!Tuning::kBehind || Tuning::kOwnFirst || Uniform(row_block) >= 0);
+    const Ring<kStages> from = Tuning::kBehind && add ? at.Before() : at;
     DQ<kWidth> dQ;
-    if (kBehind && !kFirst) MbarrierWait(&shared.ds_full[from.index], from.parity);
+    if (Tuning::kBehind && !kFirst) MbarrierWait(&shared.ds_full[from.index], from.parity);
     if (kDQ && !kFirst) Issue(dQ, shared.ds[from.index] + rows * kKVBox, column);
     if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
     WgmmaWait<kDK && (kFirst || (kDQ && kWidth > 0)) ? 1 : 0>();
     Pin(dV);
     if (!kFirst) Pin(dQ.C);
     // Once more, which takes fewer registers; where they are fewest, when dQ has left.
-    if (kBehind && !kAskedLate) step = StepHere();
+    if (Tuning::kBehind && !Tuning::kAskedLate) step = StepHere();
     Release(&shared.do_empty[at.index]);
-    if (!kBehind && step.last) Release(&shared.k_empty);
-    if (kBehind && add) Release(&shared.ds_empty[from.index]);
+    if (!Tuning::kBehind && step.last) Release(&shared.k_empty);
+    if (Tuning::kBehind && add) Release(&shared.ds_empty[from.index]);
     if (add) {
-      Add(dQ, (kBehind ? row_block : step.row_block) + rows, column);
+      Add(dQ, (Tuning::kBehind ? row_block : step.row_block) + rows, column);
     } else if (kAlongside) {
       TmaWaitAll();
     }
-    if (kBehind && kAskedLate) step = StepHere();
+    if (Tuning::kBehind && Tuning::kAskedLate) step = StepHere();
     row_block = step.row_block;
-    if (kBehind && step.last) {
+    if (Tuning::kBehind && step.last) {
       MbarrierWait(&shared.ds_full[at.index], at.parity);
       Issue(dQ, shared.ds[at.index] + rows * kKVBox, column);
       WgmmaWait<0>();
@@ -188,14 +171,14 @@ struct Consumer : Keys {
     Clear(dK);
     Clear(dV);
     const bool more = NextTile();
-    if (kAlongside && (!more || !kBehind)) TmaWaitAll();
+    if (kAlongside && (!more || !Tuning::kBehind)) TmaWaitAll();
     TmaWaitRead<0>();  // the gradients before have left
     if (!more) return false;
     const Tile& tile = TileHere();
     SyncConsumers();
     if (Uniform(tile.steps) > 0) {
       row_block = -1;
-      if (!kOwnFirst || Walk<true>(tile)) {
+      if (!Tuning::kOwnFirst || Walk<true>(tile)) {
         while (Walk<false>(tile)) continue;
       }
     } else {
@@ -212,9 +195,10 @@ struct Consumer : Keys {
       return true;
     }
     uint8_t* const ds = shared.ds[0];
-    if (kDV) Leave<kVDim, kAllCommit>(dV, KeptScale(p), ds, tile, dv_map);
+    if (kDV) Leave<kVDim, Tuning::kAllCommit>(dV, ZScale(p), ds, tile, dv_map);
     if (kDK)
-      Leave<kQKDim, kAllCommit>(dK, DQKScale(p), kBothInDS ? ds + kVBoxes * kKVBox : shared.staging, tile, dk_map);
+      Leave<kQKDim, Tuning::kAllCommit>(dK, DQKScale(p), kBothInDS ? ds + kVBoxes * kKVBox : shared.staging, tile,
+                                        dk_map);
     return true;
   }
 };
@@ -249,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
     for (int s = 0; s < kStages; ++s) {
       MbarrierInit(&shared.q_full[s], 1), MbarrierInit(&shared.q_empty[s], ArrivalsOf(4 * kConsumers + kQTransposers));
       MbarrierInit(&shared.do_full[s], 1), MbarrierInit(&shared.do_empty[s], ArrivalsOf(kDOReaders + kTransposers));
-      MbarrierInit(&shared.ds_full[s], kWide ? 1 : kByConsumers);
-      MbarrierInit(&shared.ds_empty[s], kWide ? ArrivalsOf(4) : kByConsumers);
+      MbarrierInit(&shared.ds_full[s], kPairs ? 1 : kByConsumers);
+      MbarrierInit(&shared.ds_empty[s], kPairs ? ArrivalsOf(4) : kByConsumers);
     }
     if (kTF32) {
       MbarrierInit(&shared.q_t_full, ArrivalsOf(kTransposers)), MbarrierInit(&shared.q_t_empty, kByConsumers);
@@ -266,9 +250,9 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
     FenceProxyAsync();
   }
   __syncthreads();
-  if (kWide) ClusterSync();
+  if (kPairs) ClusterSync();
   if (threadIdx.x < kWarpgroup) {
-    SetMaxRegistersDown<kProducerRegisters>();
+    SetMaxRegistersDown<Tuning::kProducerRegisters>();
     if (threadIdx.x == 0) Producer{p, shared, &query_map, &key_map, &value_map, &d_o_map}.Run();
     if constexpr (kTF32) {
       if (threadIdx.x >= 32) Transposer{shared}.Run();
@@ -291,5 +275,5 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
   } else {
     Consume<ConsumerOfDS>(p, shared, &dk_map, &dv_map);
   }
-  if (kWide) ClusterSync();  // the other may still reach this CTA's shared memory
+  if (kPairs) ClusterSync();  // the other may still reach this CTA's shared memory
 }

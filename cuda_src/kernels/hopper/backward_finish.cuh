@@ -55,5 +55,5 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
   const int64_t first = (int64_t(batch) * p.kv_len + key) * p.kv_heads + head;
   const int64_t before = int64_t(blockIdx.x) * kRowBlock;  // rows
   if (kDK) Convert<kQKDim>(p.dk_sum + before * kQKDim, DQKScale(p), p.dk, first, p.kv_len - key, p.kv_heads);
-  if (kDV) Convert<kVDim>(p.dv_sum + before * kVDim, KeptScale(p), p.dv, first, p.kv_len - key, p.kv_heads);
+  if (kDV) Convert<kVDim>(p.dv_sum + before * kVDim, ZScale(p), p.dv, first, p.kv_len - key, p.kv_heads);
 }

@@ -2,7 +2,7 @@
 // blocks of kRowBlock rows. A small kernel does it, or if kAlongside the main kernel (hopper/backward_alongside.cuh).
 #pragma once
 
-#include "hopper/backward_keys.cuh"
+#include "hopper/backward_epilogue.cuh"
 
 namespace jax_flash {
 
@@ -61,7 +61,7 @@ __device__ __forceinline__ float DotOfEight(const void* o, const void* d_o) {
 __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, int r, float product) {
   const bool exists = block.row + r < p.q_len;
   if (kDLogsumexp && exists) product -= p.dlogsumexp[int64_t(block.Head(p)) * p.q_len + block.row + r];
-  p.d[block.Rows() + Place(r)] = exists ? product / KeptScale(p) : 0.0f;
+  p.d[block.Rows() + Place(r)] = exists ? product / ZScale(p) : 0.0f;
 }
 
 // -L / scale of row r (with a bias -log l and m apart).

@@ -9,19 +9,20 @@
 // is hopper/backward_tf32_wide.cuh.
 #pragma once
 
-#include "hopper/backward_keys.cuh"
+#include "hopper/backward_epilogue.cuh"
+#include "hopper/backward_producer.cuh"
 
 namespace jax_flash {
 
 constexpr int kDSFree = 6;  // named barriers, one a warpgroup: the other has read dS
 
 // What all warpgroups have of f32 beside.
-struct TF32Keys : Keys {
+struct TF32Warpgroup : Epilogue {
   static constexpr int kFirst = (kQKDim + 8) / 16 * 8;  // columns of dQ that the first warpgroup adds up
 
   uint32_t parity = 0;  // of Q^T and dO^T
 
-  using Keys::Keys;
+  using Epilogue::Epilogue;
 
   // K^T from K, by all warps.
   __device__ __forceinline__ void TransposeK(const uint8_t* k) {
@@ -67,13 +68,13 @@ struct TF32Keys : Keys {
     WgmmaCommit();
   }
 
-  // An accumulator as a left operand. What is negative of P was dropped.
-  template <bool kDropped>
+  // An accumulator as a left operand. kIsP: without what is marked as dropped.
+  template <bool kIsP>
   __device__ __forceinline__ static void Round(const float (&C)[kRows / 2], uint32_t (&A)[kRows / 2]) {
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) {
       const float x = C[i / 4 * 4 + i % 2 * 2 + i / 2 % 2];
-      A[i] = RoundTF32(__float_as_uint(kDropped && x < 0.0f ? 0.0f : x));
+      A[i] = RoundTF32(__float_as_uint(kIsP ? Kept(x) : x));
     }
   }
 
@@ -108,13 +109,15 @@ struct TF32Keys : Keys {
 };
 
 // A warpgroup with S, dP, dK and dV of its 64 keys, and half of the columns of dQ.
-struct TF32Consumer : TF32Keys {
-  static constexpr int kRegisters = (504 - kProducerRegisters) / 2;
+struct TF32Consumer : TF32Warpgroup {
+  static constexpr int kRegisters = Tuning::kConsumerRegisters;
 
   uint32_t K[kQKDim / 8][4];  // as left operands
   float dK[kQKDim / 2], dV[kVDim / 2];
 
-  __device__ __forceinline__ TF32Consumer(const Params& p, BackwardShared& shared) : TF32Keys(p, shared) { FreeDS(); }
+  __device__ __forceinline__ TF32Consumer(const Params& p, BackwardShared& shared) : TF32Warpgroup(p, shared) {
+    FreeDS();
+  }
 
   // dS is one buffer for both warpgroups.
   __device__ __forceinline__ void FreeDS() {
@@ -136,7 +139,7 @@ struct TF32Consumer : TF32Keys {
     Pin(S);
     Softmax(tile, step);
     uint32_t P[kRows / 2], dS[kRows / 2];
-    Round<kDropout>(S, P);
+    Round<true>(S, P);
     MbarrierWait(&shared.do_t_full, parity);
     if (kDV) IssueGradient<kVDim>(dV, P, shared.do_t);
     WgmmaWait<kDV ? 1 : 0>();
@@ -197,7 +200,7 @@ struct TF32Consumer : TF32Keys {
     }
     TmaWaitRead<0>();
     SyncConsumers();  // the last dQ has read all of dS, and left
-    if (kDV) Leave<kVDim>(dV, KeptScale(p), shared.ds[0], tile, dv_map);
+    if (kDV) Leave<kVDim>(dV, ZScale(p), shared.ds[0], tile, dv_map);
     if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
     TmaWaitRead<0>();
     SyncWarp();

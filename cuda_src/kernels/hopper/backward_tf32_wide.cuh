@@ -15,12 +15,12 @@ namespace jax_flash {
 constexpr int kDSFull = 7;  // named barrier; of kDSFree there is one here
 
 // S, P and dV of 64 keys, and the first half of the columns of dQ.
-struct TF32ConsumerOfP : TF32Keys {
-  static constexpr int kRegisters = (504 - kProducerRegisters) / 2;
+struct TF32ConsumerOfP : TF32Warpgroup {
+  static constexpr int kRegisters = Tuning::kConsumerRegisters;
   uint32_t K[kQKDim / 8][4];
   float dV[kVDim / 2];
 
-  using TF32Keys::TF32Keys;
+  using TF32Warpgroup::TF32Warpgroup;
 
   // The next tile; false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
@@ -35,7 +35,7 @@ struct TF32ConsumerOfP : TF32Keys {
     }
     TmaWaitRead<0>();
     SyncConsumers();  // the last dQ has read all of dS, and left
-    if (kDV) Leave<kVDim>(dV, KeptScale(p), shared.v, tile, dv_map);
+    if (kDV) Leave<kVDim>(dV, ZScale(p), shared.v, tile, dv_map);
     ReleaseKV();
     return true;
   }
@@ -63,7 +63,7 @@ struct TF32ConsumerOfP : TF32Keys {
       at.Next();
       if (kDS) SendP(shared.v + kDSBytes);
       uint32_t P[kRows / 2];
-      Round<kDropout>(S, P);
+      Round<true>(S, P);
       MbarrierWait(&shared.do_t_full, parity);
       if (kDV) IssueGradient<kVDim>(dV, P, shared.do_t);
       DQ<kFirst> dQ;
@@ -89,13 +89,13 @@ struct TF32ConsumerOfP : TF32Keys {
 };
 
 // dP, dS and dK of 64 keys, and the other half of the columns of dQ.
-struct TF32ConsumerOfDS : TF32Keys {
-  static constexpr int kRegisters = (504 - kProducerRegisters) / 2;
+struct TF32ConsumerOfDS : TF32Warpgroup {
+  static constexpr int kRegisters = Tuning::kConsumerRegisters;
   static constexpr int kSecond = kQKDim - kFirst;
   uint32_t V[kVDim / 8][4];
   float dK[kQKDim / 2];
 
-  using TF32Keys::TF32Keys;
+  using TF32Warpgroup::TF32Warpgroup;
 
   // The next tile; false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {

@@ -7,19 +7,20 @@
 // registers.
 #pragma once
 
-#include "hopper/backward_keys.cuh"
+#include "hopper/backward_epilogue.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/reduce.cuh"
 
 namespace jax_flash {
 
 // S, P and dV of 64 keys.
-struct ConsumerOfP : Keys {
+struct ConsumerOfP : Epilogue {
   static constexpr int kRegisters = 240;
   const int rank = Uniform(ClusterRank());
   float dV[kVDim / 2];
   uint32_t K[4 * kHalfBoxes][4];  // the half that does not make this CTA's dQ, as left operands
 
-  using Keys::Keys;
+  using Epilogue::Epilogue;
 
   // The next tile; false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
@@ -32,7 +33,7 @@ struct ConsumerOfP : Keys {
     SyncWarpgroup();  // P may be written there
     if (Uniform(tile.steps) > 0) Walk(tile);
     SyncConsumers();  // nobody reads V any more
-    if (kDV) Leave<kVDim>(dV, KeptScale(p), shared.v, tile, dv_map);
+    if (kDV) Leave<kVDim>(dV, ZScale(p), shared.v, tile, dv_map);
     ReleaseKV();
     return true;
   }
@@ -65,7 +66,7 @@ struct ConsumerOfP : Keys {
       WgmmaWait<0>();
       Pin(S);
       Softmax(tile, step);
-      if (!kStartAtL) SyncWarp();  // all lanes have read what is there of l and m
+      if (!Tuning::kStartAtL) SyncWarp();  // all lanes have read what is there of l and m
       ReleaseRows(&shared.q_empty[stage]);
       RoundP();
       if (kDS) SendP(shared.staging);
@@ -89,12 +90,12 @@ struct ConsumerOfP : Keys {
 };
 
 // dP, dS and dK of 64 keys, and half the columns of dQ.
-struct ConsumerOfDS : Keys {
+struct ConsumerOfDS : Epilogue {
   static constexpr int kRegisters = 224;
   uint32_t ds_parity = 0;
   float dK[kQKDim / 2], dQ[32 * kHalfBoxes];
 
-  using Keys::Keys;
+  using Epilogue::Epilogue;
 
   // The next tile; false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {

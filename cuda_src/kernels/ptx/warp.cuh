@@ -1,6 +1,7 @@
 // Warps and warpgroups: register allocation, named barriers, 8x8 matrices between registers and shared memory.
 #pragma once
 
+#include "ptx/compiler.cuh"
 #include "ptx/types.cuh"
 
 namespace jax_flash {
@@ -70,18 +71,6 @@ __device__ __forceinline__ uint32_t Movmatrix(uint32_t a) {
   uint32_t t;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(a));
   return t;
-}
-
-// x, which all lanes have: said to the compiler, which keeps what depends on it in uniform registers and branches.
-__device__ __forceinline__ int Uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
-
-// False, which ptxas cannot know. It moves nothing across a branch: for where it has no registers to work ahead.
-__device__ __forceinline__ bool Never() { return __any_sync(0xFFFFFFFFu, false); }
-
-// x, from which nothing is worked out before it is needed: for a thread that has few registers, in a loop.
-__device__ __forceinline__ int Fresh(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
 }
 
 // A reduction over kLanes lanes side by side, all of which get the result. (Four share a row of an accumulator.)

@@ -6,6 +6,7 @@
 // 8 c + 2 (l % 4) + e.
 #pragma once
 
+#include "ptx/compiler.cuh"
 #include "ptx/types.cuh"
 
 namespace jax_flash {
@@ -27,18 +28,6 @@ __device__ __forceinline__ void WgmmaCommit() { asm volatile("wgmma.commit_group
 template <int kPending>
 __device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
-// Keeps the compiler from moving reads or writes of an accumulator, or other registers, across this point.
-template <int kCount>
-__device__ __forceinline__ void Pin(float (&registers)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
-}
-template <int kCount>
-__device__ __forceinline__ void Pin(uint32_t (&registers)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
 enum class Major { kK = 0, kMN = 1 };

@@ -1,15 +1,14 @@
-// Block masks: the lists of blocks that are computed at all, and which entries of a block may attend. All of it is
-// data: a number that no block mask has stands for nothing, never for an address.
+// With a block mask: the lists of blocks that are computed at all, and the order in which they are.
 #pragma once
 
-#include "config.cuh"
 #include "ptx/warp.cuh"
 #include "scheduler/ranges.cuh"
 #include "scheduler/schedule.cuh"
 
 namespace jax_flash {
 
-constexpr int kEverything = 1;  // of the numbers for blocks
+// Do tiles come from lists, instead of ranges?
+constexpr bool kListed = kBlockMask;
 
 // Of a block row its columns in order, or of a block column its rows.
 struct BlockList {
@@ -17,15 +16,6 @@ struct BlockList {
   int count;
   const int32_t* members;
 };
-
-__device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len + kQBlock - 1) / kQBlock; }
-__device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len + kKVBlock - 1) / kKVBlock; }
-
-// Of the heads that the block mask has, the one that is meant. (An int counts their rows and columns of blocks, which
-// are multiples of 16: the plan refuses batch x heads x T / 16 beyond it, and S likewise.)
-__device__ __forceinline__ int HeadOfBlocks(const Params& p, int batch, int head) {
-  return batch * p.block_mask.batch + head * p.block_mask.head;
-}
 
 __device__ __forceinline__ BlockList ListAt(const int32_t* list, int width, int size) {
   return {min(max(list[0], 0), size - 1), min(max(list[1], 0), width - 2), list + 2};
@@ -40,6 +30,30 @@ __device__ __forceinline__ BlockList ColumnList(const Params& p, int batch, int 
   const int64_t list = HeadOfBlocks(p, batch, head) * BlockColumns(p) + t;
   return ListAt(p.block_mask.column_lists + list * p.block_mask.column_width, p.block_mask.column_width,
                 BlockColumns(p));
+}
+
+// How many tiles of kRows rows, or kCols columns, a block has, and a head in all its lists.
+template <int kRows>
+constexpr int kTilesOfRow = kListed ? kQBlock / kRows : 1;
+template <int kCols>
+constexpr int kTilesOfColumn = kListed ? kKVBlock / kCols : 1;
+template <int kRows>
+__device__ __forceinline__ int ListedRowTiles(const Params& p) {
+  return BlockRows(p) * kTilesOfRow<kRows>;
+}
+template <int kCols>
+__device__ __forceinline__ int ListedColumnTiles(const Params& p) {
+  return BlockColumns(p) * kTilesOfColumn<kCols>;
+}
+
+// The first row, or column, of the part-th tile of a list's own blocks.
+template <int kRows>
+__device__ __forceinline__ int FirstRow(const BlockList& list, int part) {
+  return list.index * kQBlock + part * kRows;
+}
+template <int kCols>
+__device__ __forceinline__ int FirstColumn(const BlockList& list, int part) {
+  return list.index * kKVBlock + part * kCols;
 }
 
 // The order in which all heads' lists, of which the longest come first, are taken: head by head, so that few heads'
@@ -117,6 +131,9 @@ struct ListedTiles {
   }
 };
 
+template <int kTile>
+using ListedKeys = ListedTiles<kTile, kKVBlock>;
+
 // Goes through the tiles of Q, of all heads of the group of a head of K, that see a tile of K and V. `blocks`: the list
 // of the first of those heads.
 template <int kTile>
@@ -152,55 +169,6 @@ struct ListedQTiles {
       tiles = ListedTiles<kTile, kQBlock>(SameColumn(p, batch, head, index, tiles.members), rows);
     row = tiles.at;
   }
-};
-
-// The numbers in a block mask for the blocks that row i of a head is in.
-__device__ __forceinline__ const int32_t* KindsOfRow(const Params& p, int batch, int head, int i) {
-  return p.block_mask.blocks + int64_t(HeadOfBlocks(p, batch, head) * BlockRows(p) + i / kQBlock) * BlockColumns(p);
-}
-
-// That of the block that row i, column j are in; everything without a block mask.
-__device__ __forceinline__ int KindOfBlock(const Params& p, int batch, int head, int i, int j) {
-  return kBlockMask ? KindsOfRow(p, batch, head, i)[j / kKVBlock] : kEverything;
-}
-
-// A block of this kind.
-class Block {
- public:
-  __device__ __forceinline__ Block(const Params& p, int batch, int kind) : kind_(kind) {
-    const BlockMask& mask = p.block_mask;
-    if (kBlockMask && kind_ >= kElements && kind_ - kElements < mask.element_mask_count) {
-      const int64_t table = mask.batch != 0 ? int64_t(batch) * mask.element_mask_count : 0;
-      elements_ = mask.element_masks + (table + kind_ - kElements) * (kQBlock * kWords);
-    }
-  }
-
-  __device__ __forceinline__ bool Everything() const { return kind_ == kEverything; }
-  __device__ __forceinline__ bool Nothing() const { return !Everything() && elements_ == nullptr; }
-
-  // Which of the 16 columns from j on, a multiple of 16, row i may attend to: bit by bit.
-  __device__ __forceinline__ uint32_t Columns(int i, int j) const {
-    if (Everything()) return 0xFFFF;
-    if (elements_ == nullptr) return 0;
-    return reinterpret_cast<const uint16_t*>(elements_)[i % kQBlock * (2 * kWords) + j % kKVBlock / 16];
-  }
-  // Row i of the block, and a tile of kCols columns from j on, both of the block: which of the 32 columns (or of the 16
-  // that are left) after the tile's first `offset` the row may attend to.
-  template <int kCols>
-  __device__ __forceinline__ uint32_t Word(int i, int j, int offset) const {
-    if (Everything()) return 0xFFFFFFFF;
-    if (elements_ == nullptr) return 0;
-    if constexpr (kCols % 32 == 0 && kKVBlock % 32 == 0) return elements_[i * kWords + j / 32 + offset / 32];
-    const auto* halves = reinterpret_cast<const uint16_t*>(elements_) + i * (2 * kWords) + j / 16 + offset / 16;
-    return halves[0] | (offset + 16 < kCols ? halves[1] << 16 : 0);
-  }
-
- private:
-  static constexpr int kElements = 2;                  // from here on a kind is an element mask
-  static constexpr int kWords = (kKVBlock + 31) / 32;  // a row of one
-
-  const int kind_;
-  const uint32_t* elements_ = nullptr;
 };
 
 }  // namespace jax_flash

@@ -1,8 +1,7 @@
 // Which tiles of S have something to compute, and which of them need no look at single entries.
 #pragma once
 
-#include "common/masking.h"
-#include "config.cuh"
+#include "semantics/mask.cuh"
 
 namespace jax_flash {
 
@@ -12,20 +11,6 @@ __device__ __forceinline__ int SegmentBlocks(int positions) { return (positions 
 struct Visible {
   int any_lo, any_hi, every_lo, every_hi;
 };
-
-// The first n of 32 bits; none if n < 0.
-__device__ __forceinline__ uint32_t FirstBits(int n) { return n >= 32 ? 0xFFFFFFFF : (1u << max(n, 0)) - 1; }
-
-__device__ __forceinline__ Positions PositionsOf(const Params& p, int batch) {
-  Positions positions;
-  positions.q_length = kQLengths ? ClampLength(p.q_lengths[batch], p.q_len) : p.q_len;
-  positions.kv_length = kKVLengths ? ClampLength(p.kv_lengths[batch], p.kv_len) : p.kv_len;
-  positions.offset = kQueryOffset ? p.query_offset[batch] : 0;
-  positions.causal = kCausal;
-  positions.window_left = kWindow ? p.window_left : -1;
-  positions.window_right = kWindow ? p.window_right : -1;
-  return positions;
-}
 
 template <typename Range>
 __device__ __forceinline__ Visible Together(const Range& any, const Range& every, const SegmentBounds* bounds,

@@ -3,7 +3,7 @@
 // from one end to the other.
 #pragma once
 
-#include "config.cuh"
+#include "semantics/mask.cuh"
 
 namespace jax_flash {
 

@@ -1,61 +1,29 @@
-// From x = q_i k_j to the score s_ij: scale, soft cap and bias; what segment ids and the mask operand hide; and what
-// dropout leaves.
+// From x = q_i k_j to the score s_ij: scale, soft cap and bias.
 #pragma once
 
 #include "config.cuh"
 #include "ptx/types.cuh"
+#include "semantics/mask.cuh"
 
 namespace jax_flash {
 
-// O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
-// f16.
-constexpr float kRescaleAt = 8.0f;
+constexpr DType kBiasDType = kProblem.bias_dtype;
+constexpr bool kBias = kBiasDType != DType::kNone;
+constexpr bool kSoftCap = kProblem.soft_cap;
 
-__device__ __forceinline__ float Tanh(float x) {
-  if (kDType == DType::kF32) return tanhf(x);
-  return 1.0f - 2.0f * Reciprocal(1.0f + Exp2(x * (2 * kLog2e)));  // absolute error 1e-7
-}
-
-// The offset of row i, column j. (Both strides fit in 32 bits, and one multiplication then does for each.)
-template <typename T>
-__device__ __forceinline__ int64_t Offset(const Broadcast<T>& x, int i, int j) {
-  return int64_t(i) * int(x.row) + int64_t(j) * int(x.column);
-}
-
-// The operands that are looked at entry by entry, for one batch entry and head. Rows and columns are within T and S.
-struct Entries {
-  const Params& p;
-  const int32_t *q_segments, *kv_segments;
-  const uint8_t* mask;
-  int64_t bias;  // the offset of row 0, column 0
-
-  __device__ __forceinline__ Entries(const Params& p, int batch, int head)
-      : p(p),
-        q_segments(kSegments ? p.q_segments + int64_t(batch) * p.q_len : nullptr),
-        kv_segments(kSegments ? p.kv_segments + int64_t(batch) * p.kv_len : nullptr),
-        mask(kMask ? p.mask.data + batch * p.mask.batch + head * p.mask.head : nullptr),
-        bias(kBias ? batch * p.bias.batch + head * p.bias.head : 0) {}
-
-  // Whether entry (i, j) is hidden by what is not a matter of positions; of the head `next` after this one.
-  __device__ __forceinline__ bool Hidden(int i, int j, int next = 0) const {
-    return (kSegments && q_segments[i] != kv_segments[j]) ||
-           (kMask && mask[next * p.mask.head + Offset(p.mask, i, j)] == 0);
-  }
-
-  __device__ __forceinline__ float Bias(int i, int j, int next = 0) const {
-    return Load<kBiasDType>(p.bias.data, bias + next * p.bias.head + Offset(p.bias, i, j));
-  }
-};
+// Scores are formed entry by entry, s = cap(scale x) + bias. Otherwise the scale, which is positive, goes into the
+// exponent; that is not what full precision asks for.
+constexpr bool kScores = kBias || kSoftCap || kFullPrecision;
 
 // τ, which is an operand so that a new value is no new program.
 __device__ __forceinline__ float ScaleOf(const Params& p) { return __ldg(p.scale); }
 
-// The factor of the entries of P that dropout keeps.
-__device__ __forceinline__ float KeptScale(const Params& p) { return kDropout ? p.keep_scale : 1.0f; }
+// What is still to be multiplied with S when scores have been formed, if they are.
+__device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 1.0f : ScaleOf(p); }
 
-// Whether dropout drops the entry that has the e-th half of a random word; what is below that half cannot matter.
-__device__ __forceinline__ bool Dropped(const Params& p, uint32_t word, int e) {
-  return fabsf(__uint_as_float(e == 0 ? word << 16 : word)) < __uint_as_float(p.drop_threshold << 16);
+__device__ __forceinline__ float Tanh(float x) {
+  if (kDType == DType::kF32) return tanhf(x);
+  return 1.0f - 2.0f * Reciprocal(1.0f + Exp2(x * (2 * kLog2e)));  // absolute error 1e-7
 }
 
 // c = cap tanh(scale x / cap)
@@ -63,14 +31,42 @@ __device__ __forceinline__ float Cap(const Params& p, float x) {
   return kSoftCap ? p.soft_cap * Tanh(x * (ScaleOf(p) / p.soft_cap)) : x * ScaleOf(p);
 }
 
-// -L log2(e) of a row, L = m + log l; or -log2 l, with m apart. -inf where a row has no key: then P = 0.
-__device__ __forceinline__ float MinusL(float m, float l) {
-  return l == 0.0f ? -Infinity() : kMaximumApart ? -log2f(l) : -fmaf(m, kLog2e, log2f(l));
-}
-
 // dc / d(scale x), from c
 __device__ __forceinline__ float CapDerivative(const Params& p, float c) {
-  return 1.0f - (c / p.soft_cap) * (c / p.soft_cap);
+  return kSoftCap ? 1.0f - (c / p.soft_cap) * (c / p.soft_cap) : 1.0f;
+}
+
+// s_ij of one batch entry and head.
+struct Score {
+  const Params& p;
+  int64_t bias;  // the offset of row 0, column 0
+
+  __device__ __forceinline__ Score(const Params& p, int batch, int head)
+      : p(p), bias(kBias ? batch * p.bias.batch + head * p.bias.head : 0) {}
+
+  // From x where scores are formed entry by entry. Where (i, j) is not within T and S it is something that will be
+  // hidden.
+  __device__ __forceinline__ float Of(float x, int i, int j) const { return AddBias(kScores ? Cap(p, x) : x, i, j); }
+  __device__ __forceinline__ float AddBias(float c, int i, int j) const {
+    return kBias ? c + Bias(min(i, p.q_len - 1), min(j, p.kv_len - 1)) : c;
+  }
+
+  // dc / d(scale x) of two entries, from their c.
+  __device__ __forceinline__ uint32_t PackSlopes(float c, float next) const {
+    return kSoftCap ? Pack(CapDerivative(p, c), CapDerivative(p, next)) : 0;
+  }
+
+  // (i, j) is within T and S; of the head `next` after this one.
+  __device__ __forceinline__ float Bias(int i, int j, int next = 0) const {
+    return Load<kBiasDType>(p.bias.data, bias + next * p.bias.head + Offset(p.bias, i, j));
+  }
+};
+
+// Two entries times their slopes.
+__device__ __forceinline__ void TimesSlopes(uint32_t slopes, float* x, float* next) {
+  if (!kSoftCap) return;
+  const float2 slope = Unpack(slopes);
+  *x *= slope.x, *next *= slope.y;
 }
 
 }  // namespace jax_flash

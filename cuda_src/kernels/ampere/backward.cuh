@@ -106,7 +106,7 @@ struct Backward {
     shared.d_o[stage].template Landed<kThreads>();
   }
 
-  // P and dS of a tile.
+  // P and dS of a tile: numbers are lines of Algorithm 4.
   __device__ __forceinline__ void Recompute(int stage, int head, int row) {
     const ScorePart part;
     if (!part.active) return;
@@ -117,18 +117,19 @@ struct Backward {
 
     Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
     Clear(S);
-    AddRowsTimesRows(S, shared.q[stage], part.row, shared.k, part.column);
+    AddRowsTimesRows(S, shared.q[stage], part.row, shared.k, part.column);  // 11
     if (!scores.block.Everything() || row < rows.every_lo || row + kRows > rows.every_hi)
-      scores.Hide(PositionsOf(p, batch), S);
+      scores.Hide(PositionsOf(p, batch), S);  // 12
     if (kDS) {
       Clear(dP);
-      AddRowsTimesRows(dP, shared.d_o[stage], part.row, shared.v, part.column);
+      AddRowsTimesRows(dP, shared.d_o[stage], part.row, shared.v, part.column);  // 17
     }
+    // 13, 14, 15
     scores.ToP<true>(S, minus_l, [&](int m, int c, const float (&P)[4]) {
       if (kDV) shared.p.PutOperand(part.row + 16 * m, part.column + 8 * c, P);
     });
     if (kDS) {
-      scores.ToDS(S, D, dP);
+      scores.ToDS(S, D, dP);  // 18, 20
 #pragma unroll
       for (int i = 0; i < ScorePart::kHeight / 16 * ScorePart::kWidth / 8; ++i) {
         const int m = i / (ScorePart::kWidth / 8), c = i % (ScorePart::kWidth / 8);
@@ -137,7 +138,7 @@ struct Backward {
     }
   }
 
-  // dQ_i += dS K
+  // dQ_i += dS K: 21
   __device__ __forceinline__ void AddDQ(int head, int row) {
     const QPart part;
     if (!part.active) return;
@@ -185,11 +186,12 @@ struct Backward {
         Recompute(stage, head, row);
         __syncthreads();
         tiles.Next();
-        if (kDV && v_part.active) {
+        if (kDV && v_part.active) {  // 16
           AddColumnsTimesRows(dV, shared.p, v_part.row, shared.d_o[stage], v_part.column, load_next);
         } else {
           load_next(0, 1);
         }
+        // 22
         if (kDK && k_part.active) AddColumnsTimesRows(dK, shared.ds, k_part.row, shared.q[stage], k_part.column);
         if (kStages == 1) {
           __syncthreads();

@@ -50,13 +50,13 @@ struct BackwardQuery {
     const Scores scores = tile.WarpScores(p, column);
     Accumulator<kWarpRows, kCols> S, dP;
     Clear(S);
-    AddRowsTimesRows(S, shared.q, row, k, 0, load_next);
-    if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);
-    scores.ToP<true>(S, minus_l, [](int, int, const float (&)[4]) {});
+    AddRowsTimesRows(S, shared.q, row, k, 0, load_next);  // line 11 of Algorithm 4
+    if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);  // 12
+    scores.ToP<true>(S, minus_l, [](int, int, const float (&)[4]) {});                                     // 13, 14
     Clear(dP);
-    AddRowsTimesRows(dP, shared.d_o, row, v, 0);
-    scores.ToDS(S, D, dP);
-    AddTimesRows(dQ, dP, k);
+    AddRowsTimesRows(dP, shared.d_o, row, v, 0);  // 17
+    scores.ToDS(S, D, dP);                        // 18, 20
+    AddTimesRows(dQ, dP, k);                      // 21
   }
 
   __device__ __forceinline__ void Write(SharedTile<kRows, kQKDim>& shared) {

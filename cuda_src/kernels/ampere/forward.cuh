@@ -48,6 +48,7 @@ struct Forward {
     for (int h = 0; h < kLaneRows; ++h) softmax.Exponentials(S, h, softmax.Shift(h));
   }
 
+  // A tile of K and V: numbers are lines of Algorithm 2.
   template <typename Rows>
   __device__ __forceinline__ void Step(const Rows& q, const KTile& k, const VTile& v, int column,
                                        const LoadNext& load_next) {
@@ -56,20 +57,20 @@ struct Forward {
     Clear(S);
     if (Tuning::kLoadsFirst) load_next();
     if constexpr (Tuning::kLoadsFirst || Tuning::kLoadsAfter) {
-      AddRowsTimesRows(S, q, 0, k, 0);
+      AddRowsTimesRows(S, q, 0, k, 0);  // 10
     } else {
-      AddRowsTimesRows(S, q, 0, k, 0, load_next);
+      AddRowsTimesRows(S, q, 0, k, 0, load_next);  // 10
     }
     if (Tuning::kLoadsAfter) load_next();
-    if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);
-    if (kScores) scores.ToScores(S);
-    ToP(S);
-    scores.ApplyZ(S);
+    if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);  // 11
+    if (kFormsScores) scores.ToScores(S);
+    ToP(S);            // 12, 13
+    scores.ApplyZ(S);  // 14
     if (Tuning::kStopBeforePV && Never()) return;
-    AddTimesRows(O, S, v);
+    AddTimesRows(O, S, v);  // 15
   }
 
-  // O = diag(l)^-1 O, l and m.
+  // O = diag(l)^-1 O, l and m: the end of 15, and 16.
   __device__ __forceinline__ void Write(SharedTile<kRows, kVDim>& shared) {
     float factor[kLaneRows];
 #pragma unroll

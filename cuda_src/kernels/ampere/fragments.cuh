@@ -12,7 +12,7 @@
 //   AddTileTimesRows(C, a, i, b)        C += A B: rows of a tile that PutOperand has filled times the rows of one
 //
 // Loads for later can be begun between the steps of a product, since all at once they keep its operands waiting: it
-// calls between(part, parts) for each part of them. (With kSplit, whose steps are a loop, once after them.)
+// calls between(part, parts) for each part of them. (With kThreeProducts, whose steps are a loop, once after them.)
 //
 // Rows of tiles start an odd number of 16-byte chunks apart: the 8 rows of a matrix are then in different banks, with
 // addresses that are one register and a constant. f32 has no transposing load; there the columns of a tile are read
@@ -27,8 +27,8 @@
 
 namespace jax_flash {
 
-constexpr bool kSplit = kDType == DType::kF32 && kFullPrecision;
-constexpr int kUnroll = kSplit ? 1 : 64;  // steps of k: operands in two parts leave no registers to work ahead
+constexpr bool kThreeProducts = kDType == DType::kF32 && kFullPrecision;
+constexpr int kUnroll = kThreeProducts ? 1 : 64;  // steps of k: operands in two parts leave no registers to work ahead
 
 __host__ __device__ constexpr int RoundUp(int x, int to) { return (x + to - 1) / to * to; }
 
@@ -48,8 +48,8 @@ struct Operand {
     Operand operand;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      operand.big[i] = kSplit ? RoundTF32(x[i]) : x[i];
-      if (kSplit) operand.small[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(operand.big[i]));
+      operand.big[i] = kThreeProducts ? RoundTF32(x[i]) : x[i];
+      if (kThreeProducts) operand.small[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(operand.big[i]));
     }
     return operand;
   }
@@ -59,7 +59,7 @@ using OperandB = Operand<2>;
 
 // c += a b. In full precision three products of TF32, summed on their own: the mma's sums are cut off too.
 __device__ __forceinline__ void Mma(float (&c)[4], const OperandA& a, const OperandB& b) {
-  if constexpr (kSplit) {
+  if constexpr (kThreeProducts) {
     float sum[4] = {};
     MmaSync(sum, a.small, b.big);
     MmaSync(sum, a.big, b.small);
@@ -315,9 +315,9 @@ __device__ __forceinline__ void AddRowsTimesRows(float (&C)[kCount][kChunks][4],
         Mma(C[m][2 * n + 1], x[m], y[1]);
       }
     }
-    if (!kSplit && s >= kFirst) between(s - kFirst, TileA::kSteps - kFirst);
+    if (!kThreeProducts && s >= kFirst) between(s - kFirst, TileA::kSteps - kFirst);
   }
-  if (kSplit) between(0, 1);
+  if (kThreeProducts) between(0, 1);
 }
 
 // C += P B.
@@ -332,7 +332,7 @@ __device__ __forceinline__ void AddTimesRows(float (&C)[kCount][kChunks][4], con
     for (int m = 0; m < kCount; ++m) x[m] = ToOperand(P[m], s);
 #pragma unroll
     for (int n = 0; n < kChunks / 2; ++n) {
-      if (kSplit && Never()) return;
+      if (kThreeProducts && Never()) return;
       OperandB y[2];
       b.ColumnsAsB(y, s * kStep, 16 * n);
 #pragma unroll
@@ -366,9 +366,9 @@ __device__ __forceinline__ void AddOperandsTimesRows(float (&C)[kCount][kChunks]
         Mma(C[m][2 * n + 1], x[m], y[1]);
       }
     }
-    if (!kSplit) between(s, kSteps);
+    if (!kThreeProducts) between(s, kSteps);
   }
-  if (kSplit) between(0, 1);
+  if (kThreeProducts) between(0, 1);
 }
 
 // C += A^T B: this warp's columns of A from `i` on, the columns of B from `column` on, over all rows of both.

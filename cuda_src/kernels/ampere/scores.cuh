@@ -118,7 +118,7 @@ struct Scores {
           const int h = r / 2, e = r % 2;
           float& x = S[m][c][r];
           float slope = 1.0f;
-          if constexpr (kScores) {
+          if constexpr (kFormsScores) {
             float s = -Infinity();
             if (x != -Infinity()) {
               s = Cap(p, x);

@@ -8,7 +8,7 @@
 // Only dQ needs the dS of all warpgroups; it goes through shared memory, and dQ may be a step behind. Of l and m only
 // the logsumexp L = m + log l is needed, unless there is a bias. What comes before and after, L and D, zeros for dQ and
 // its conversion, is in hopper/backward_rows.cuh and hopper/backward_finish.cuh (more kernels) or, of the rows of Q, in
-// hopper/backward_alongside.cuh. Head dims above 128 are in hopper/backward_wide.cuh, f32 as TF32 in
+// hopper/backward_alongside.cuh. Head dims above 128 are in hopper/backward_pairs.cuh, f32 as TF32 in
 // hopper/backward_tf32.cuh.
 //
 // A tile of Q has kRows (64 or 128, or 64 for f32), a CTA kCols keys (128, or 64 if a head dim is above 128, or for f32
@@ -27,11 +27,11 @@
 #include "hopper/backward_alongside.cuh"
 #include "hopper/backward_epilogue.cuh"
 #include "hopper/backward_finish.cuh"
+#include "hopper/backward_pairs.cuh"
 #include "hopper/backward_producer.cuh"
 #include "hopper/backward_rows.cuh"
 #include "hopper/backward_tf32.cuh"
-#include "hopper/backward_tf32_wide.cuh"
-#include "hopper/backward_wide.cuh"
+#include "hopper/backward_tf32_same_keys.cuh"
 
 namespace jax_flash {
 
@@ -56,26 +56,27 @@ struct Consumer : Epilogue {
 
   using Epilogue::Epilogue;
 
-  // A step; kFirst: a tile's first, if that has code of its own. Whether it was not the last.
+  // A tile of Q and dO: numbers are lines of Algorithm 4. kFirst: a tile's first, if that has code of its own. Whether
+  // it was not the last.
   template <bool kFirst>
-  __device__ __forceinline__ bool Walk(const Tile& tile) {
+  __device__ __forceinline__ bool Walk(const KVTile& tile) {
     WaitForQ();
     if (Tuning::kStart) StartS();
-    IssueKeysTimesRows<kQKDim>(S, shared.k, shared.q[at.index], Tuning::kStart);
+    IssueKeysTimesRows<kQKDim>(S, shared.k, shared.q[at.index], Tuning::kStart);  // 11
     MbarrierWait(&shared.do_full[at.index], at.parity);
-    if (kDS && !Tuning::kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
+    if (kDS && !Tuning::kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);  // 17
     const Step step = StepHere();
     Look(tile, step);
     WgmmaWait<kDS && !Tuning::kLateDP ? 1 : 0>();
     Pin(S);
-    Softmax(tile, step);
-    if (Tuning::kEarlyDV) RoundP();
+    Softmax(tile, step);             // 12, 13, 14
+    if (Tuning::kEarlyDV) RoundP();  // 15
     if (kDS && Tuning::kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
-    if (kDV && Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
+    if (kDV && Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);  // 16
     WgmmaWait<Tuning::kEarlyDV && kDV ? 1 : 0>();
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
-    ComputeDS();
+    ComputeDS();                          // 18, 20
     if (kFirst && Never()) return false;  // ptxas has no registers to work ahead here
     if (kDV && !Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
     if (kDQ) {
@@ -109,10 +110,10 @@ struct Consumer : Epilogue {
     }
   }
 
-  // dQ and dK. Of dQ it is this warpgroup's part: 64 of the rows, kWidth columns. If dQ is a step behind, there is none
-  // in the first step of a tile, or without Tuning::kOwnFirst what is computed goes nowhere (a branch around it would
-  // keep all products from overlapping), and after the last one there is another. If kAlongside, the first step is when
-  // to wait until the dQ of the tile before have been added.
+  // dQ and dK: 21 and 22. Of dQ it is this warpgroup's part: 64 of the rows, kWidth columns. If dQ is a step behind,
+  // there is none in the first step of a tile, or without Tuning::kOwnFirst what is computed goes nowhere (a branch
+  // around it would keep all products from overlapping), and after the last one there is another. If kAlongside, the
+  // first step is when to wait until the dQ of the tile before have been added.
   template <int kWidth, bool kFirst>
   __device__ __forceinline__ void Finish(Step step, int rows, int column) {
     const bool add = kDQ && !kFirst && (!Tuning::kBehind || Tuning::kOwnFirst || Uniform(row_block) >= 0);
@@ -150,7 +151,7 @@ struct Consumer : Epilogue {
     Release(&shared.q_empty[at.index]);
   }
 
-  // dQ = dS K
+  // dQ = dS K: 21
   template <int kWidth>
   __device__ __forceinline__ void Issue(DQ<kWidth>& dQ, const uint8_t* ds, int column) {
     if constexpr (kWidth > 0) {
@@ -174,7 +175,7 @@ struct Consumer : Epilogue {
     if (kAlongside && (!more || !Tuning::kBehind)) TmaWaitAll();
     TmaWaitRead<0>();  // the gradients before have left
     if (!more) return false;
-    const Tile& tile = TileHere();
+    const KVTile& tile = TileHere();
     SyncConsumers();
     if (Uniform(tile.steps) > 0) {
       row_block = -1;

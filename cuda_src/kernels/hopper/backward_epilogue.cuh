@@ -24,7 +24,7 @@ struct Epilogue : Probabilities {
   // This warpgroup's part of dK or dV goes to HBM by way of `to`. kEveryThread: all commit, also those that have stored
   // nothing.
   template <int kDim, bool kEveryThread = false>
-  __device__ __forceinline__ void Leave(const float (&C)[kDim / 2], float scale, uint8_t* to, const Tile& tile,
+  __device__ __forceinline__ void Leave(const float (&C)[kDim / 2], float scale, uint8_t* to, const KVTile& tile,
                                         const TensorMap* map) {
     const int late_lane = LateLane();
 #pragma unroll
@@ -85,7 +85,7 @@ struct Epilogue : Probabilities {
   // If kSumKV, this warpgroup's part of dK or dV, from its kBox-th box on: by way of ds and staging in turn, of which
   // kSlot is the first.
   template <int kDim, int kSlot, int kBox = 0>
-  __device__ __forceinline__ void AddGradient(const float (&C)[kDim / 2], float* sum, const Tile& tile) {
+  __device__ __forceinline__ void AddGradient(const float (&C)[kDim / 2], float* sum, const KVTile& tile) {
     constexpr int kFirst = kBox * kBoxColumns, kWidth = kDim - kFirst < kBoxColumns ? kDim - kFirst : kBoxColumns;
     const int consumer_warp = Fresh(threadIdx.x) / 32u - 4;  // computed again, for want of registers
     const int block = (tile.batch * p.kv_heads + tile.head) * KeyBlocksOfHead(p) + tile.column / 64;

@@ -45,7 +45,7 @@ struct Producer {
       const Visible rows = RowsOf(p, positions, batch, t * kAllCols, (t + 1) * kAllCols);
       const int first = rows.any_lo / kRows, end = (rows.any_hi + kRows - 1) / kRows;
       const int steps = rows.any_lo < rows.any_hi ? (end - first) * group : 0;
-      const Tile tile = {t * kAllCols + (kPairs ? ClusterRank() * kCols : 0), head / sharing, batch, item, steps};
+      const KVTile tile = {t * kAllCols + (kPairs ? ClusterRank() * kCols : 0), head / sharing, batch, item, steps};
       const int every_hi = EveryHi(rows, positions);
       // The n-th tile of Q from the last. Once a tile of keys: before the last the next one is asked for; after the
       // first, for which there is room earlier, come K and V.
@@ -96,7 +96,7 @@ struct Producer {
       const Visible rows = RowsOf(p, positions, batch, column, column + kCols);
       const int every_hi = EveryHi(rows, positions);
       ListedQTiles<kRows> at(p, batch, head, blocks, rows);
-      const Tile tile = {column, head, batch, item, at.There()};
+      const KVTile tile = {column, head, batch, item, at.There()};
       if (!at.There()) schedule.Ask(), LoadKV(tile);
       for (bool first = true; at.There(); first = false) {
         const int row = at.row, q_head = at.head, kind = KindOfBlock(p, batch, q_head, row, column);
@@ -171,7 +171,7 @@ struct Producer {
     }
   }
 
-  __device__ __forceinline__ void LoadKV(const Tile& tile) {
+  __device__ __forceinline__ void LoadKV(const KVTile& tile) {
     const auto load = [&](uint8_t* to, const TensorMap* map, uint64_t* full, int d, int column) {
       TmaLoad(to, map, full, d, column, tile.head, tile.batch);
     };

@@ -37,7 +37,7 @@ struct Warpgroup {
     kv_parity ^= 1;
     return true;
   }
-  __device__ __forceinline__ const Tile& TileHere() const { return shared.tile[kv_parity ^ 1]; }
+  __device__ __forceinline__ const KVTile& TileHere() const { return shared.tile[kv_parity ^ 1]; }
 
   __device__ __forceinline__ void WaitForQ() { MbarrierWait(&shared.q_full[at.index], at.parity); }
 
@@ -63,7 +63,9 @@ struct Warpgroup {
   }
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(2 + warpgroup, kWarpgroup); }
 
-  __device__ __forceinline__ int Key(const Tile& tile) const { return tile.column + first_key + 16 * warp + lane / 4; }
+  __device__ __forceinline__ int Key(const KVTile& tile) const {
+    return tile.column + first_key + 16 * warp + lane / 4;
+  }
 };
 
 // Lines 11, 16, 17 and 22 of Algorithm 4, on the transposes.

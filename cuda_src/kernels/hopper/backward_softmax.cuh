@@ -20,12 +20,12 @@ struct Probabilities : Products {
   __device__ __forceinline__ Probabilities(const Params& p, BackwardShared& shared)
       : Products(p, shared), scale_log2(UnitOf(p)) {}
 
-  __device__ __forceinline__ View<true> ViewOf(const Tile& tile, const Step& step) const {
+  __device__ __forceinline__ View<true> ViewOf(const KVTile& tile, const Step& step) const {
     return {step.row + lane % 4 * 2, Key(tile)};
   }
 
   // S^T becomes s^T where scores are formed entry by entry. The derivative of the soft cap is left in dS.
-  __device__ __forceinline__ void ToScores(const Tile& tile, const Step& step) {
+  __device__ __forceinline__ void ToScores(const KVTile& tile, const Step& step) {
     const Score score(p, tile.batch, step.head);
     const View<true> view = ViewOf(tile, step);
 #pragma unroll
@@ -41,7 +41,7 @@ struct Probabilities : Products {
   }
 
   // Entries that may not attend become -inf.
-  __device__ __forceinline__ void Hide(const Tile& tile, const Step& step) {
+  __device__ __forceinline__ void Hide(const KVTile& tile, const Step& step) {
     const Positions positions = PositionsOf(p, tile.batch);
     const Entries entries(p, tile.batch, step.head);
     const int row = step.row + lane % 4 * 2;
@@ -72,7 +72,7 @@ struct Probabilities : Products {
   }
 
   // With lists: which of this lane's rows may not attend to its keys, as Hide numbers them.
-  __device__ __forceinline__ void Look(const Tile& tile, const Step& step) {
+  __device__ __forceinline__ void Look(const KVTile& tile, const Step& step) {
     if (!kListed || !step.masked) return;
     const Block block(p, tile.batch, step.kind);
     const int key = Key(tile), row = step.row + lane % 4 * 2;
@@ -94,8 +94,8 @@ struct Probabilities : Products {
   }
 
   // S^T is masked and becomes P^T.
-  __device__ __forceinline__ void Softmax(const Tile& tile, const Step& step) {
-    if (kScores) ToScores(tile, step);
+  __device__ __forceinline__ void Softmax(const KVTile& tile, const Step& step) {
+    if (kFormsScores) ToScores(tile, step);
     if (step.masked) Hide(tile, step);
     if (Tuning::kStopAfterMask && Never()) return;
     const float scale_log2 = Tuning::kLateScale ? __ldg(p.scale + Fresh(0)) * kLog2e : this->scale_log2;
@@ -117,7 +117,7 @@ struct Probabilities : Products {
   }
 
   // Marks the dropped entries of P^T by their sign.
-  __device__ __forceinline__ void MarkDropped(const Tile& tile, const Step& step) {
+  __device__ __forceinline__ void MarkDropped(const KVTile& tile, const Step& step) {
     if (!kDropout || (Tuning::kStopBeforeZ && Never())) return;
     const Seed seed(p, tile.batch, step.head);
     const int columns = tile.column / 16 + first_key / 16 + warp;

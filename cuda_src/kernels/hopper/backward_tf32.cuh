@@ -6,7 +6,7 @@
 //   dV += P^T dO, dK += dS^T Q   have P^T and dS^T in registers, and dO^T and Q^T from the producer's other warps
 //   dQ = dS K                    has dS in shared memory, transposed, and K^T, which is made once
 // hopper/transpose.cuh says how rows and columns are permuted, to which dS and dQ keep too. With tiles of 64 keys it
-// is hopper/backward_tf32_wide.cuh.
+// is hopper/backward_tf32_same_keys.cuh.
 #pragma once
 
 #include "hopper/backward_epilogue.cuh"
@@ -126,26 +126,26 @@ struct TF32Consumer : TF32Warpgroup {
   __device__ __forceinline__ void WaitForFreeDS() { BarrierSync(kDSFree + warpgroup, kConsumers * kWarpgroup); }
 
   // Whether it was not the last.
-  __device__ __forceinline__ bool Walk(const Tile& tile) {
+  __device__ __forceinline__ bool Walk(const KVTile& tile) {
     const int stage = at.index;
     WaitForQ();
     StartS();
-    IssueHeldKeysTimesRows(S, K, shared.q[stage], true);
+    IssueHeldKeysTimesRows(S, K, shared.q[stage], true);  // 11
     MbarrierWait(&shared.do_full[stage], at.parity);
-    if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[stage], false);
+    if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[stage], false);  // 17
     const Step step = StepHere();
     Look(tile, step);
     WgmmaWait<kDS ? 1 : 0>();
     Pin(S);
-    Softmax(tile, step);
+    Softmax(tile, step);  // lines 12, 13, 14 of Algorithm 4
     uint32_t P[kRows / 2], dS[kRows / 2];
-    Round<true>(S, P);
+    Round<true>(S, P);  // 15
     MbarrierWait(&shared.do_t_full, parity);
-    if (kDV) IssueGradient<kVDim>(dV, P, shared.do_t);
+    if (kDV) IssueGradient<kVDim>(dV, P, shared.do_t);  // 16
     WgmmaWait<kDV ? 1 : 0>();
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
-    if (kDS) ComputeDS();
+    if (kDS) ComputeDS();  // 18, 20
     Round<false>(dP, dS);
     if (kDQ) {
       WaitForFreeDS();
@@ -170,12 +170,12 @@ struct TF32Consumer : TF32Warpgroup {
   template <int kWidth>
   __device__ __forceinline__ void Finish(const uint32_t (&dS)[kRows / 2], int row_block, int column) {
     DQ<kWidth> dQ;
-    if (kDQ) IssueDQ(dQ, shared.ds[0], column);
+    if (kDQ) IssueDQ(dQ, shared.ds[0], column);  // 21
     WgmmaWait<(kDQ && kWidth > 0) ? 1 : 0>();
     Pin(dV);
     Release(&shared.do_t_empty);
     MbarrierWait(&shared.q_t_full, parity);
-    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q_t);
+    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q_t);  // 22
     WgmmaWait<(kDQ && kDK && kWidth > 0) ? 1 : 0>();
     Pin(dQ.C);
     FreeDS();
@@ -190,7 +190,7 @@ struct TF32Consumer : TF32Warpgroup {
     Clear(dK);
     Clear(dV);
     if (!NextTile()) return false;
-    const Tile& tile = TileHere();
+    const KVTile& tile = TileHere();
     Take(K, shared.ds[0]);
     TransposeK(shared.ds[0]);
     if (Uniform(tile.steps) > 0) {

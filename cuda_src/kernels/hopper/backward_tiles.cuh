@@ -39,7 +39,7 @@ static_assert(!kTogether || (kCausal && !kAlongside && !kListed));
 // Tiles are boxes of 128 bytes of columns; what is outside of the head dim is 0.
 __host__ __device__ constexpr int Boxes(int dim) { return (dim + kBoxColumns - 1) / kBoxColumns; }
 constexpr int kQKBoxes = kPairs ? (Boxes(kQKDim) + 1) / 2 * 2 : Boxes(kQKDim);
-constexpr int kHalfBoxes = (kQKBoxes + 1) / 2;  // of a CTA's half of dQ, if wide
+constexpr int kHalfBoxes = (kQKBoxes + 1) / 2;  // of a CTA's half of dQ, if kPairs
 constexpr int kVBoxes = Boxes(kVDim);
 constexpr int kQBox = kRows * kBoxBytes;   // bytes of a box of Q or dO
 constexpr int kKVBox = kCols * kBoxBytes;  // bytes of a box of K or V
@@ -58,7 +58,7 @@ constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // there the wa
 constexpr int kRowsBytes = kAlongsideRows * 64 * 4;
 
 // A tile of K and V.
-struct Tile {
+struct KVTile {
   int column, head, batch;  // column < 0: there are no more; batch < 0: this is none
   int item_head;  // among those of all batches, of Q if kAlongside; < 0: nothing to report of its dQ, or no more
   int steps;      // tiles of Q, of all heads of the item, that see it; with a block mask: are there any?
@@ -77,8 +77,8 @@ constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // of 16 rows of a box of d
 constexpr int kStagingBytes = kPairs ? kRows * kCols * 4 : kSumKV ? kSumBytes : kRows * kQKDim * 4;
 
 struct BackwardShared {
-  alignas(1024) uint8_t k[kQKBoxes * kKVBox];  // TF32: K^T; K comes to ds, or if wide to staging
-  alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : kVBoxes * kKVBox];  // TF32, wide: then dS, and P
+  alignas(1024) uint8_t k[kQKBoxes * kKVBox];  // TF32: K^T; K comes to ds, or if kSameKeys to staging
+  alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : kVBoxes * kKVBox];  // TF32, kSameKeys: then dS, and P
   alignas(1024) uint8_t q[kStages][kQKBoxes * kQBox];
   alignas(1024) uint8_t d_o[kStages][kVBoxes * kQBox];
   // dS^T, boxes of [keys][64 rows]. TF32: dS, boxes of [rows][32 keys]; before, K as it comes
@@ -89,11 +89,11 @@ struct BackwardShared {
   alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m apart
   alignas(16) float d[kStages][kRows];
   alignas(16) Step step[kStages];
-  alignas(16) Tile tile[2];
+  alignas(16) KVTile tile[2];
   uint64_t k_full, k_empty, v_full, v_empty;
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kStages], do_empty[kStages];
-  uint64_t ds_full[kStages], ds_empty[kStages];  // if wide, of what comes from the other CTA
+  uint64_t ds_full[kStages], ds_empty[kStages];  // if kPairs, of what comes from the other CTA
   // If kAlongside, of each warp
   alignas(kAlongside ? 1024 : 1) uint8_t rows[3][2][kAlongside ? kRowsBytes : 1];
   alignas(16) uint8_t zeros[kAlongside ? kRowsBytes : 1];

@@ -28,27 +28,27 @@ namespace jax_flash {
 struct Consumer : Epilogue {
   using Epilogue::Epilogue;
 
-  // Tile j of K, and tile j + 1 of V.
+  // S and P of tile j of K, and O of the tile before it, which is right of it: numbers are lines of Algorithm 2.
   template <bool kMasked>
-  __device__ __forceinline__ void Step(const Tile& tile, int j, bool last) {
+  __device__ __forceinline__ void Step(const QTile& tile, int j, bool last) {
     float alpha[2], shift[2];
     Look<kMasked>(tile, j);  // before S needs registers
     TakeTurn();
-    IssueS();
-    IssueO();
+    IssueS();  // 10
+    IssueO();  // 15, of the tile before
     PassTurn();
     Draw(tile, j);
     WgmmaWait<1>();
     FinishS(last);
-    if (kScores || !kMasked || !AllSeen()) ToScores<kMasked>(tile, j);
-    Maximum(alpha, shift);
-    Exponentials(shift);
+    if (kFormsScores || !kMasked || !AllSeen()) ToScores<kMasked>(tile, j);  // 11
+    Maximum(alpha, shift);                                                   // 12, 13
+    Exponentials(shift);                                                     // 12
     FinishO();
     if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
       for (int i = 0; i < kVDim / 2; ++i) O[i] *= alpha[i / 2 % 2];
     }
-    PackP();
+    PackP();  // 14
   }
 
   // With lists: the tile of K that is there.
@@ -57,13 +57,13 @@ struct Consumer : Epilogue {
     return {Uniform(shared.listed[k.index].word)};
   }
 
-  // All of a tile; false if the producer has no more.
+  // A tile of O: line 8's i, with the loop of line 6 inside. False if the producer has no more.
   __device__ __forceinline__ bool Run(const TensorMap* o_map) {
     SyncWarp();  // all lanes have read the tile before, which q_empty will say
     MbarrierWait(&shared.q_full[q.Index()][row_group], q.Parity());
     // It stays in shared memory for want of registers, but for the loop's bounds. Those all threads have, which the
     // compiler cannot know.
-    const Tile& tile = shared.tile[q.position][row_group];
+    const QTile& tile = shared.tile[q.position][row_group];
     const int begin = kLocal || kListed ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
     const int unmasked_begin = kLocal ? Uniform(tile.visible.every_lo) : 0;
     const int unmasked_end = Uniform(tile.visible.every_hi);
@@ -97,7 +97,7 @@ struct Consumer : Epilogue {
     Maximum(alpha, shift);
     Exponentials(shift);
     PackP();
-    if constexpr (kListed) {
+    if constexpr (kListed) {  // Algorithm 5, line 8: only the blocks that are not empty
       while (!listed.Last()) {
         listed = Listed();
         if (listed.Masked() || kMask) {

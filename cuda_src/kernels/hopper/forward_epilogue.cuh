@@ -1,4 +1,4 @@
-// How O, l and m of a consumer warpgroup of the Hopper forward leave: lines 12 and 13 of Algorithm 2, once a tile of Q.
+// How O, l and m of a consumer warpgroup of the Hopper forward leave: lines 15 and 16 of Algorithm 2, once a tile of Q.
 #pragma once
 
 #include "hopper/forward_softmax.cuh"
@@ -11,7 +11,7 @@ struct Epilogue : Probabilities {
 
   // Where two warpgroups have the keys, the O, m and l of the one go to the other. It is the first to finish, and goes
   // on to the next tile.
-  __device__ __forceinline__ void Finish(const Tile& tile, const TensorMap* o_map) {
+  __device__ __forceinline__ void Finish(const QTile& tile, const TensorMap* o_map) {
     if (kKeyGroups == 1) {
       Write(tile, o_map);
     } else if (key_group == 0) {
@@ -53,7 +53,7 @@ struct Epilogue : Probabilities {
   }
 
   // O, l and m where there is nothing to see.
-  __device__ __forceinline__ void WriteEmpty(const Tile& tile) {
+  __device__ __forceinline__ void WriteEmpty(const QTile& tile) {
     constexpr int kChunks = kVDim * kElementBytes / 16;  // of a row
     const int thread = threadIdx.x % kWarpgroup, row0 = tile.row + 64 * row_group;
     const int rows = key_group == 0 ? min(64, p.q_len - row0) : 0;
@@ -70,7 +70,7 @@ struct Epilogue : Probabilities {
   }
 
   // O = diag(l)^-1 O, l and m.
-  __device__ __forceinline__ void Write(const Tile& tile, const TensorMap* o_map) {
+  __device__ __forceinline__ void Write(const QTile& tile, const TensorMap* o_map) {
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -102,7 +102,7 @@ struct Epilogue : Probabilities {
     WriteStatistics(tile);  // late, since the fence above waits for all stores before it
   }
 
-  __device__ __forceinline__ void WriteStatistics(const Tile& tile) {
+  __device__ __forceinline__ void WriteStatistics(const QTile& tile) {
     const int row = Row(tile);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -6,7 +6,7 @@
 
 namespace jax_flash {
 
-// Loads what Algorithm 2 loads in its lines 6 and 8, ahead of the consumers.
+// Lines 7 and 9 of Algorithm 2, ahead of the consumers.
 struct Producer {
   const Params& p;
   ForwardShared& shared;
@@ -52,7 +52,7 @@ struct Producer {
   }
 
   // Hands the tile to all consumers, with Q. (Lists leave no registers to unroll it.)
-  __device__ __forceinline__ void LoadQ(const Tile& tile, bool empty) {
+  __device__ __forceinline__ void LoadQ(const QTile& tile, bool empty) {
 #pragma unroll(kListed ? 1 : kRowGroups)
     for (int w = 0; w < kRowGroups; ++w) {
       MbarrierWait(&shared.q_empty[q.Index()][w], q.Parity() ^ 1);
@@ -72,14 +72,14 @@ struct Producer {
       RunListed(Lookup{p});
     } else {
       Schedule<> schedule;
-      Tile tile;
+      QTile tile;
       while (Next(p, &schedule, &tile)) Load(tile);
     }
     LoadQ({-1}, true);
     if (kTF32) EndLanding();
   }
 
-  __device__ __forceinline__ void Load(const Tile& tile) {
+  __device__ __forceinline__ void Load(const QTile& tile) {
     const bool empty = tile.visible.any_lo == tile.visible.any_hi;
     const int kv_head = tile.head / (p.q_heads / p.kv_heads);
     if (!empty) LoadK(at, tile.visible.any_hi - 1, kv_head, tile.batch);
@@ -94,7 +94,7 @@ struct Producer {
   template <typename List>
   __device__ __forceinline__ void RunListed(List list) {
     while (list.NextTile()) {
-      const Tile& tile = list.Here();
+      const QTile& tile = list.Here();
       const int kv_head = tile.head / (p.q_heads / Fresh(p.kv_heads)), batch = tile.batch;
       ListedTile keys = list.NextKeys();
       if (keys.There()) LoadK(at, keys.J(), kv_head, batch, keys);

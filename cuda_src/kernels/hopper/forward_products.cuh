@@ -34,7 +34,7 @@ struct Warpgroup {
   }
 
   __device__ __forceinline__ int RowInTile() const { return 64 * row_group + 16 * warp + lane / 4; }
-  __device__ __forceinline__ int Row(const Tile& tile) const { return tile.row + RowInTile(); }
+  __device__ __forceinline__ int Row(const QTile& tile) const { return tile.row + RowInTile(); }
   // The first of this warpgroup's keys in tile j.
   __device__ __forceinline__ int Column(int j) const { return j * kKeys + key_group * kCols; }
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
@@ -48,7 +48,7 @@ struct Warpgroup {
   __device__ __forceinline__ uint8_t* RowsOfWarp(uint8_t* box) const { return box + 16 * warp * 128; }
 };
 
-// Lines 9 and 12 of Algorithm 2.
+// Lines 10 and 15 of Algorithm 2: S = Q K^T, and P V of O.
 struct Products : Warpgroup {
   float S[kCols / 2], O[kVDim / 2];
   uint32_t P[kCols / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32

@@ -8,7 +8,7 @@
 namespace jax_flash {
 
 // The next tile of the output; false when there are no more.
-__device__ __forceinline__ bool Next(const Params& p, Schedule<>* schedule, Tile* tile) {
+__device__ __forceinline__ bool Next(const Params& p, Schedule<>* schedule, QTile* tile) {
   const int heads = p.batch * p.q_heads, tiles = (p.q_len + kRows - 1) / kRows;
   int head, t;
   if (!schedule->Next(heads, tiles, &head, &t)) return false;
@@ -25,11 +25,11 @@ __device__ __forceinline__ bool Next(const Params& p, Schedule<>* schedule, Tile
 // With lists: goes through the tiles of the output, and through those of K and V that each of them sees.
 struct Lookup {
   const Params& p;
-  Tile tile;
+  QTile tile;
   const int32_t* kinds;
   ListedKeys<kKeys> keys;
 
-  __device__ __forceinline__ const Tile& Here() const { return tile; }
+  __device__ __forceinline__ const QTile& Here() const { return tile; }
   // Whether there is one more.
   __device__ __forceinline__ bool NextTile() {
     constexpr int kTiles = kTilesOfRow<kRows>;
@@ -78,13 +78,13 @@ struct Scout {
       }
     }
     Wait();
-    Tell(Tile{-1});
+    Tell(QTile{-1});
     Tell(ListedTile{});
   }
 
  private:
   __device__ __forceinline__ void Wait() { MbarrierWait(&shared.found_empty[at.index], at.parity ^ 1); }
-  __device__ __forceinline__ void Tell(const Tile& next) {
+  __device__ __forceinline__ void Tell(const QTile& next) {
     shared.found_tile[tiles.index] = next;
     tiles.Next();
   }
@@ -100,9 +100,9 @@ struct Found {
   ForwardShared& shared;
   Ring<kAhead> at;
   Ring<kAhead + 1> tiles;
-  const Tile* tile;
+  const QTile* tile;
 
-  __device__ __forceinline__ const Tile& Here() const { return *tile; }
+  __device__ __forceinline__ const QTile& Here() const { return *tile; }
   __device__ __forceinline__ bool NextTile() {
     MbarrierWait(&shared.found_full[at.index], at.parity);
     tile = &shared.found_tile[tiles.index];

@@ -6,7 +6,7 @@
 
 namespace jax_flash {
 
-// Lines 11 to 14 of Algorithm 2.
+// Lines 11 to 14 of Algorithm 2: from S to Z P.
 struct Probabilities : Products {
   OnlineSoftmax<2> softmax;
   PackedZ<kCols> z;
@@ -15,7 +15,7 @@ struct Probabilities : Products {
   __device__ __forceinline__ Probabilities(const Params& p, ForwardShared& shared) : Products(p, shared), softmax(p) {}
 
   // The two rows' keys, from the lane's first column of tile j on: begin <= offset < end.
-  __device__ __forceinline__ void RowEnds(const Tile& tile, int j, int (&begin)[2], int (&end)[2]) const {
+  __device__ __forceinline__ void RowEnds(const QTile& tile, int j, int (&begin)[2], int (&end)[2]) const {
     Positions positions = PositionsOf(p, tile.batch);
     if (!kProblem.q_lengths) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
     const int column = Column(j) + lane % 4 * 2;
@@ -28,7 +28,7 @@ struct Probabilities : Products {
 
   // What has to be looked up in memory: which columns of tile j this lane's rows see.
   template <bool kMasked>
-  __device__ __forceinline__ void Look(const Tile& tile, int j) {
+  __device__ __forceinline__ void Look(const QTile& tile, int j) {
     if (!kMasked || !kLookedUp) return;
     const Block block(p, tile.batch, kListed ? shared.listed[k.index].kind : kEverything);
     const Entries entries(p, tile.batch, tile.head);
@@ -62,10 +62,10 @@ struct Probabilities : Products {
     return __all_sync(0xFFFFFFFFu, (all & 0x03030303u) == 0x03030303u);  // a lane has two columns of each 8
   }
 
-  // From q_i k_j to s_ij, -inf where row i does not see key j. Without kScores S stays without its scale.
+  // From q_i k_j to s_ij, -inf where row i does not see key j. Without kFormsScores S stays without its scale.
   template <bool kMasked>
-  __device__ __forceinline__ void ToScores(const Tile& tile, int j) {
-    if (!kMasked && !kScores) return;
+  __device__ __forceinline__ void ToScores(const QTile& tile, int j) {
+    if (!kMasked && !kFormsScores) return;
     const int row = Row(tile), column = Column(j) + lane % 4 * 2;
     const Score score(p, tile.batch, tile.head);
     const View<false> view = {row, column};
@@ -99,7 +99,7 @@ struct Probabilities : Products {
   }
 
   // Which entries of tile j dropout keeps.
-  __device__ __forceinline__ void Draw(const Tile& tile, int j) { z.Draw(p, Row(tile), Column(j)); }
+  __device__ __forceinline__ void Draw(const QTile& tile, int j) { z.Draw(p, Row(tile), Column(j)); }
 
   // Z P as the left operand of O.
   __device__ __forceinline__ void PackP() {

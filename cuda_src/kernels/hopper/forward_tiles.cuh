@@ -45,7 +45,7 @@ static_assert(!kOInQ || kVBoxes <= kQKBoxes);
 
 // A tile of the output, and the tiles of K and V that it sees. With a block mask these are keys, and it sees no more
 // than that.
-struct Tile {
+struct QTile {
   int row, head, batch;
   Visible visible;
 };
@@ -67,12 +67,12 @@ struct ForwardShared {
   alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
   alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];  // f32: of V^T
   uint64_t q_full[kQBuffers][kRowGroups], q_empty[kQBuffers][kRowGroups];
-  Tile tile[2 * kQBuffers][kRowGroups];  // comes with q, stays until the next tile's q goes
+  QTile tile[2 * kQBuffers][kRowGroups];  // comes with q, stays until the next tile's q goes
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
   ListedTile listed[kListed ? kStages : 1];  // comes with k
   ListedTile found[kAhead];                  // by the scout
-  Tile found_tile[kAhead + 1];               // comes with the first of them
+  QTile found_tile[kAhead + 1];              // comes with the first of them
   uint64_t found_full[kAhead], found_empty[kAhead];
   // What a warpgroup hands over, thread by thread.
   float handed[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kHandedValues : 1][kKeyGroups > 1 ? kWarpgroup : 1];

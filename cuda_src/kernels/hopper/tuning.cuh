@@ -50,10 +50,10 @@ struct BackwardTuning {
 
   // S^T can start at -L / scale: then nobody waits for L, and the subtraction costs nothing. With 128 rows to fetch it
   // costs more than it saves. (To start at 0 explicitly tells the compiler that S was not needed before.)
-  static constexpr bool kStart = kRows == 64 && !(kTF32 && kSameKeys), kStartAtL = kStart && !kScores;
+  static constexpr bool kStart = kRows == 64 && !(kTF32 && kSameKeys), kStartAtL = kStart && !kFormsScores;
 
   // To form scores entry by entry takes registers: dP has to wait for its own, ...
-  static constexpr bool kLateDP = kScores && kRows == 64;
+  static constexpr bool kLateDP = kFormsScores && kRows == 64;
   // ... segments and the mask have to be looked up a few entries at a time, ...
   static constexpr bool kFewAtOnce = kPairs || kBias || kSoftCap;
   // ... and so has a bias.
@@ -79,7 +79,7 @@ struct BackwardTuning {
 
   // The scale is read in every step, or with these masks registers would be spilled.
   static constexpr bool kLateScale =
-      !kScores && !kAlongside && (kRows == 128 ? kMask : kBlockMask && kQKDim > 96 && !kDropout);
+      !kFormsScores && !kAlongside && (kRows == 128 ? kMask : kBlockMask && kQKDim > 96 && !kDropout);
 
   // Where ptxas must not work ahead, since it would spill registers (Never): between masks and exponentials, ...
   static constexpr bool kStopAfterMask =
@@ -87,7 +87,7 @@ struct BackwardTuning {
   // ... between the exponentials of the first half of the rows and the next, whose L is not read before, ...
   static constexpr bool kStopInSoftmax = kRows == 128 && kDropout && !kAlongside;
   // ... before the words of dropout, ...
-  static constexpr bool kStopBeforeZ = kScores;
+  static constexpr bool kStopBeforeZ = kFormsScores;
   // ... and before the last of these.
   static constexpr bool kStopInZ = kRows == 128;
 };

@@ -13,7 +13,7 @@ struct Visible {
 };
 
 template <typename Range>
-__device__ __forceinline__ Visible Together(const Range& any, const Range& every, const SegmentBounds* bounds,
+__device__ __forceinline__ Visible Combined(const Range& any, const Range& every, const SegmentBounds* bounds,
                                             int blocks) {
   // What begins past every position begins at the last of them: offsets go up to 2^31.
   const auto begin = [](int64_t lo) { return int(lo < 0x7FFFFFFF ? lo : 0x7FFFFFFF); };
@@ -40,14 +40,14 @@ __device__ __forceinline__ Visible KeysOf(const Params& p, const Positions& posi
   i1 = min(i1, p.q_len);
   const SegmentBounds* bounds =
       kSegments ? p.q_bounds + int64_t(batch) * SegmentBlocks(p.q_len) + i0 / kSegmentBlock : nullptr;
-  return Together(AnyRowKeys(positions, i0, i1), EveryRowKeys(positions, i0, i1), bounds, SegmentBlocks(i1 - i0));
+  return Combined(AnyRowKeys(positions, i0, i1), EveryRowKeys(positions, i0, i1), bounds, SegmentBlocks(i1 - i0));
 }
 
 // The rows that see the keys j0 <= j < j1, `every`: all of them. j0 is a multiple of kSegmentBlock.
 __device__ __forceinline__ Visible RowsOf(const Params& p, const Positions& positions, int batch, int j0, int j1) {
   const SegmentBounds* bounds =
       kSegments ? p.kv_bounds + int64_t(batch) * SegmentBlocks(p.kv_len) + j0 / kSegmentBlock : nullptr;
-  return Together(AnyKeyRows(positions, j0, j1), EveryKeyRows(positions, j0, j1), bounds,
+  return Combined(AnyKeyRows(positions, j0, j1), EveryKeyRows(positions, j0, j1), bounds,
                   SegmentBlocks(min(j1, p.kv_len) - j0));
 }
 

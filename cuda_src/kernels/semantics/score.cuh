@@ -13,13 +13,13 @@ constexpr bool kSoftCap = kProblem.soft_cap;
 
 // Scores are formed entry by entry, s = cap(scale x) + bias. Otherwise the scale, which is positive, goes into the
 // exponent; that is not what full precision asks for.
-constexpr bool kScores = kBias || kSoftCap || kFullPrecision;
+constexpr bool kFormsScores = kBias || kSoftCap || kFullPrecision;
 
 // τ, which is an operand so that a new value is no new program.
 __device__ __forceinline__ float ScaleOf(const Params& p) { return __ldg(p.scale); }
 
-// What is still to be multiplied with S when scores have been formed, if they are.
-__device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 1.0f : ScaleOf(p); }
+// What S has still to be multiplied with to be scores.
+__device__ __forceinline__ float ScoreScale(const Params& p) { return kFormsScores ? 1.0f : ScaleOf(p); }
 
 __device__ __forceinline__ float Tanh(float x) {
   if (kDType == DType::kF32) return tanhf(x);
@@ -46,7 +46,9 @@ struct Score {
 
   // From x where scores are formed entry by entry. Where (i, j) is not within T and S it is something that will be
   // hidden.
-  __device__ __forceinline__ float Of(float x, int i, int j) const { return AddBias(kScores ? Cap(p, x) : x, i, j); }
+  __device__ __forceinline__ float Of(float x, int i, int j) const {
+    return AddBias(kFormsScores ? Cap(p, x) : x, i, j);
+  }
   __device__ __forceinline__ float AddBias(float c, int i, int j) const {
     return kBias ? c + Bias(min(i, p.q_len - 1), min(j, p.kv_len - 1)) : c;
   }

@@ -23,8 +23,8 @@ __device__ __forceinline__ float MinusL(float m, float l) {
 // What S is multiplied with to be exponents of 2.
 __device__ __forceinline__ float UnitOf(const Params& p) { return ScoreScale(p) * kLog2e; }
 
-// The forward's softmax of a lane's rows, over the tiles of S that it gets one after the other: lines 10 and 11 of
-// Algorithm 2, but that O and l are not divided by l, or rescaled, before they have to be.
+// The forward's softmax of a lane's rows, over the tiles of S that it gets one after the other: lines 12 and 13 of
+// Algorithm 2. But O is divided by l at the end, and O and l are rescaled only when they have to be.
 template <int kLines>
 struct OnlineSoftmax {
   const float unit;

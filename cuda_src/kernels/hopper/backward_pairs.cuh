@@ -26,7 +26,7 @@ struct ConsumerOfP : Epilogue {
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dV);
     if (!NextTile()) return false;
-    const Tile& tile = TileHere();
+    const KVTile& tile = TileHere();
     const int late_lane = LateLane();
 #pragma unroll
     for (int d = 0; d < 4 * kHalfBoxes; ++d) Ldmatrix(K[d], Matrices(shared.staging, late_lane, d));
@@ -38,7 +38,7 @@ struct ConsumerOfP : Epilogue {
     return true;
   }
 
-  // S^T = K Q^T
+  // S^T = K Q^T: line 11 of Algorithm 4
   __device__ __forceinline__ void IssueS() {
     StartS();
     const uint64_t a = Descriptor(shared.k, 0), b = Descriptor(shared.q[at.index], 0);
@@ -57,7 +57,7 @@ struct ConsumerOfP : Epilogue {
     WgmmaCommit();
   }
 
-  __device__ __forceinline__ void Walk(const Tile& tile) {
+  __device__ __forceinline__ void Walk(const KVTile& tile) {
     WaitForQ();
     IssueS();
     Step step = StepHere();
@@ -65,13 +65,13 @@ struct ConsumerOfP : Epilogue {
       const int stage = at.index;
       WgmmaWait<0>();
       Pin(S);
-      Softmax(tile, step);
+      Softmax(tile, step);                 // 12, 13, 14
       if (!Tuning::kStartAtL) SyncWarp();  // all lanes have read what is there of l and m
       ReleaseRows(&shared.q_empty[stage]);
-      RoundP();
+      RoundP();  // 15
       if (kDS) SendP(shared.staging);
       MbarrierWait(&shared.do_full[stage], at.parity);
-      if (kDV) IssueGradient<kVDim>(dV, P, shared.d_o[stage]);
+      if (kDV) IssueGradient<kVDim>(dV, P, shared.d_o[stage]);  // 16
       at.Next();
       if (step.last) {
         WgmmaWait<0>();
@@ -101,7 +101,7 @@ struct ConsumerOfDS : Epilogue {
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     if (!NextTile()) return false;
-    const Tile& tile = TileHere();
+    const KVTile& tile = TileHere();
     if (Uniform(tile.steps) > 0) {
       if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // P may be written
       while (Walk(tile)) continue;
@@ -113,20 +113,20 @@ struct ConsumerOfDS : Epilogue {
   }
 
   // Whether it was not the last.
-  __device__ __forceinline__ bool Walk(const Tile& tile) {
+  __device__ __forceinline__ bool Walk(const KVTile& tile) {
     WaitForQ();
     MbarrierWait(&shared.do_full[at.index], at.parity);
-    if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
+    if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);  // 17
     const Step step = StepHere();
     if (kDS) {
       ReceiveP(shared.staging, step.last);
       WgmmaWait<0>();
       Pin(dP);
-      ComputeDS();
+      ComputeDS();  // 18, 20
     }
     ReleaseRows(&shared.do_empty[at.index]);
     if (kDQ) SendDS();
-    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
+    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);  // 22
     WgmmaWait<0>();
     Pin(dK);
     Release(&shared.q_empty[at.index]);
@@ -134,7 +134,7 @@ struct ConsumerOfDS : Epilogue {
     if (kDQ) {
       MbarrierWait(&shared.ds_full[0], ds_parity);
       ds_parity ^= 1;
-      IssueDQ();
+      IssueDQ();  // 21
       WgmmaWait<0>();
       Pin(dQ);
       PeerArrive(&shared.ds_empty[0], ArrivesForWarp(lane));

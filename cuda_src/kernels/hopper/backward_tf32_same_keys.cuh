@@ -26,7 +26,7 @@ struct TF32ConsumerOfP : TF32Warpgroup {
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dV);
     if (!NextTile()) return false;
-    const Tile& tile = TileHere();
+    const KVTile& tile = TileHere();
     Take(K, shared.staging);
     TransposeK(shared.staging);
     if (Uniform(tile.steps) > 0) {
@@ -47,29 +47,29 @@ struct TF32ConsumerOfP : TF32Warpgroup {
   // S^T = K Q^T
   __device__ __forceinline__ void IssueS() {
     WaitForQ();
-    IssueHeldKeysTimesRows(S, K, shared.q[at.index], false);
+    IssueHeldKeysTimesRows(S, K, shared.q[at.index], false);  // 11
   }
 
-  __device__ __forceinline__ void Walk(const Tile& tile) {
+  __device__ __forceinline__ void Walk(const KVTile& tile) {
     IssueS();
     while (true) {
       const Step step = StepHere();
       Look(tile, step);
       WgmmaWait<0>();
       Pin(S);
-      Softmax(tile, step);
-      SyncWarp();  // all lanes have read what is there of l and m
+      Softmax(tile, step);  // lines 12, 13, 14 of Algorithm 4
+      SyncWarp();           // all lanes have read what is there of l and m
       ReleaseRows(&shared.q_empty[at.index]);
       at.Next();
       if (kDS) SendP(shared.v + kDSBytes);
       uint32_t P[kRows / 2];
-      Round<true>(S, P);
+      Round<true>(S, P);  // 15
       MbarrierWait(&shared.do_t_full, parity);
-      if (kDV) IssueGradient<kVDim>(dV, P, shared.do_t);
+      if (kDV) IssueGradient<kVDim>(dV, P, shared.do_t);  // 16
       DQ<kFirst> dQ;
       if (kDQ) {
         BarrierSync(kDSFull, 2 * kWarpgroup);
-        IssueDQ(dQ, shared.v, 0);
+        IssueDQ(dQ, shared.v, 0);  // 21
       }
       WgmmaWait<kDQ ? 1 : 0>();
       Pin(dV);
@@ -101,7 +101,7 @@ struct TF32ConsumerOfDS : TF32Warpgroup {
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     if (!NextTile()) return false;
-    const Tile& tile = TileHere();
+    const KVTile& tile = TileHere();
     Take(V, shared.v);
     TransposeK(shared.staging);
     if (Uniform(tile.steps) > 0) {
@@ -116,19 +116,19 @@ struct TF32ConsumerOfDS : TF32Warpgroup {
   }
 
   // Whether it was not the last.
-  __device__ __forceinline__ bool Walk(const Tile& tile) {
+  __device__ __forceinline__ bool Walk(const KVTile& tile) {
     WaitForQ();
     const Step step = StepHere();
     if (kDK) TransposeQ();
     Release(&shared.q_empty[at.index]);
     MbarrierWait(&shared.do_full[at.index], at.parity);
-    if (kDS) IssueHeldKeysTimesRows(dP, V, shared.d_o[at.index], false);
+    if (kDS) IssueHeldKeysTimesRows(dP, V, shared.d_o[at.index], false);  // 17
     uint32_t dS[kRows / 2];
     if (kDS) {
       ReceiveP(shared.v + kDSBytes, step.last);
       WgmmaWait<0>();
       Pin(dP);
-      ComputeDS();
+      ComputeDS();  // 18, 20
       Round<false>(dP, dS);
     }
     SyncWarp();
@@ -141,9 +141,9 @@ struct TF32ConsumerOfDS : TF32Warpgroup {
       FenceProxyAsync();
       BarrierArrive(kDSFull, 2 * kWarpgroup);
       SyncWarpgroup();
-      IssueDQ(dQ, shared.v, kFirst);
+      IssueDQ(dQ, shared.v, kFirst);  // 21
     }
-    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q_t);
+    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q_t);  // 22
     WgmmaWait<(kDQ && kDK && kSecond > 0) ? 1 : 0>();
     Pin(dQ.C);
     if (kDQ) Add(dQ, step.row_block, kFirst);

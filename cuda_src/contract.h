@@ -105,9 +105,9 @@ struct SegmentBounds {
   int any_lo, any_hi, every_lo, every_hi;
 };
 
-// The members of what follows are FIELD(type, name, value), where `value` is the host's (custom_calls.cc): of the
-// problem `p`, its operands `in` and the layout of scratch, an offset of which is an address by `at`. What the problem
-// does not have is null.
+// The members of BlockMask and Params are FIELD(type, name, value). The host makes `value` of the problem `p`, its
+// operands `in` and the layout of scratch, where `at` turns an offset into an address (custom_calls.cc). What the
+// problem does not have is null.
 
 // A mask of blocks (jax_flash/block_sparse.py).
 #define JAX_FLASH_BLOCK_MASK(FIELD)                                                      \
@@ -122,8 +122,8 @@ struct SegmentBounds {
   FIELD(int, batch, p.block_mask.batch ? (p.block_mask.heads ? int(p.q_heads) : 1) : 0)  \
   FIELD(int, head, p.block_mask.heads)
 
-// Every kernel of a call has the same. What is {} here is a result of the forward and an operand of the backward, or is
-// the backward's alone.
+// Every kernel of a call has the same. What is {} the host sets pass by pass: o, l and m, which the forward writes and
+// the backward reads, and what only the backward has.
 #define JAX_FLASH_PARAMS(FIELD)                                                                                  \
   FIELD(int, batch, int(p.batch))                                                                                \
   FIELD(int, q_heads, int(p.q_heads))                                                                            \

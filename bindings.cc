@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "common/arrays.h"
 #include "common/problem.h"
 #include "cpu_src/custom_calls.h"
 #include "cuda_src/custom_calls.h"
@@ -62,6 +63,15 @@ NB_MODULE(_native, module) {
              "JAX_FLASH_CPU_ISA asks for a lesser one.");
 
   module.def("problem_fields", &jax_flash::ProblemFields, "The fields of a problem: names and types.");
+
+  module.def(
+      "operands",
+      [] {
+#define ENTRY(type, name, dtype, dims, there) {#name, dims},
+        return std::vector<std::pair<std::string, std::string>>{JAX_FLASH_OPERANDS(ENTRY)};
+#undef ENTRY
+      },
+      "The operands of both custom calls: names and dims, a letter each.");
 
   // A problem is the text of Problem.encode(). What may have to look for NVRTC does not hold the GIL meanwhile: another
   // thread may be looking for it too.

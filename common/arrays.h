@@ -6,12 +6,33 @@
 
 namespace jax_flash {
 
+// The operands of both, in their order: OPERAND(type, name, dtype, dims, there). `dtype` is the one of a void's
+// elements, `dims` a letter each (Problem::size), as in Python's DIMS; `there` says whether the problem `p` has it, by
+// its extent if it may be broadcast.
+#define JAX_FLASH_OPERANDS(OPERAND)                                                                     \
+  OPERAND(void, query, p.dtype, "BTND", true)                                                           \
+  OPERAND(void, key, p.dtype, "BSKD", true)                                                             \
+  OPERAND(void, value, p.dtype, "BSKE", true)                                                           \
+  OPERAND(void, scale, p.accumulation_dtype(), "", true)                                                \
+  OPERAND(void, bias, p.bias_dtype, "BNTS", p.bias)                                                     \
+  OPERAND(uint8_t, mask, DType::kNone, "BNTS", p.mask)                                                  \
+  OPERAND(int32_t, q_lengths, DType::kNone, "B", p.q_lengths)                                           \
+  OPERAND(int32_t, kv_lengths, DType::kNone, "B", p.kv_lengths)                                         \
+  OPERAND(int32_t, q_segments, DType::kNone, "BT", p.segments)                                          \
+  OPERAND(int32_t, kv_segments, DType::kNone, "BS", p.segments)                                         \
+  OPERAND(int32_t, query_offset, DType::kNone, "B", p.query_offset)                                     \
+  OPERAND(int32_t, blocks, DType::kNone, "BNUV", p.block_mask)                                          \
+  OPERAND(int32_t, row_lists, DType::kNone, "BNUR", p.block_mask)                                       \
+  OPERAND(int32_t, column_lists, DType::kNone, "BNVC", p.block_mask)                                    \
+  OPERAND(uint32_t, element_masks, DType::kNone, "BPQW", p.element_masks > 0 ? p.block_mask : Extent()) \
+  OPERAND(uint32_t, seed, DType::kNone, "BX", p.dropout())                                              \
+  OPERAND(uint32_t, batch_id, DType::kNone, "B", p.dropout())                                           \
+  OPERAND(uint32_t, head_id, DType::kNone, "N", p.dropout())
+
 struct Operands {
-  const void *query, *key, *value, *scale, *bias;
-  const uint8_t* mask;
-  const int32_t *q_lengths, *kv_lengths, *q_segments, *kv_segments, *query_offset;
-  const int32_t *blocks, *row_lists, *column_lists;
-  const uint32_t *element_masks, *seed, *batch_id, *head_id;
+#define JAX_FLASH_MEMBER(type, name, ...) const type* name;
+  JAX_FLASH_OPERANDS(JAX_FLASH_MEMBER)
+#undef JAX_FLASH_MEMBER
 };
 
 struct ForwardResults {

@@ -1,6 +1,7 @@
 #include "common/buffers.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace jax_flash {
 namespace {
@@ -58,31 +59,42 @@ ffi::DataType XlaType(DType dtype) {
   return ffi::DataType::INVALID;
 }
 
+// Of an array of T; `dtype` says it of one of void.
+template <typename T>
+ffi::DataType TypeOf(DType dtype) {
+  if (std::is_same_v<T, uint8_t>) return ffi::PRED;
+  if (std::is_same_v<T, int32_t>) return ffi::S32;
+  if (std::is_same_v<T, uint32_t>) return ffi::U32;
+  return XlaType(dtype);
+}
+
 }  // namespace
 
-const void* Buffers::Operand(const char* name, bool present, ffi::DataType dtype, const Dims& dims) {
-  if (!present || !error_.empty()) return nullptr;
+const void* Buffers::Operand(const char* name, ffi::DataType dtype, const char* dims, const Extent& extent) {
+  if (!extent.present || !error_.empty()) return nullptr;
   auto buffer = args_.get<ffi::AnyBuffer>(args_taken_++);
   if (!buffer) {
     error_ = "operand " + std::string(name) + " is missing";
     return nullptr;
   }
-  return Checked("operand ", name, *buffer, dtype, dims);
+  return Checked("operand ", name, *buffer, dtype, dims, extent);
 }
 
-void* Buffers::Result(const char* name, bool present, ffi::DataType dtype, const Dims& dims) {
-  if (!present || !error_.empty()) return nullptr;
+void* Buffers::Result(const char* name, DType dtype, const char* dims, const Extent& extent) {
+  if (!extent.present || !error_.empty()) return nullptr;
   auto buffer = rets_.get<ffi::AnyBuffer>(rets_taken_++);
   if (!buffer) {
     error_ = "result " + std::string(name) + " is missing";
     return nullptr;
   }
-  return Checked("result ", name, **buffer, dtype, dims);
+  return Checked("result ", name, **buffer, XlaType(dtype), dims, extent);
 }
 
 void* Buffers::Checked(const char* kind, const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
-                       const Dims& dims) {
-  const ffi::Span<const int64_t> actual = buffer.dimensions(), expected = dims.span();
+                       const char* dims, const Extent& extent) {
+  Dims shape;
+  for (; *dims; ++dims) shape.Add(p_.size(*dims, extent));
+  const ffi::Span<const int64_t> actual = buffer.dimensions(), expected = shape.span();
   if (buffer.element_type() == dtype && std::equal(actual.begin(), actual.end(), expected.begin(), expected.end())) {
     return buffer.untyped_data();
   }
@@ -91,76 +103,43 @@ void* Buffers::Checked(const char* kind, const char* name, const ffi::AnyBuffer&
   return nullptr;
 }
 
-Dims Buffers::Shape(const Extent& extent) const {
-  return {extent.batch ? p_.batch : 1, extent.heads ? p_.q_heads : 1, extent.rows ? p_.q_len : 1,
-          extent.columns ? p_.kv_len : 1};
-}
-
-ffi::DataType Buffers::StatisticsType() const { return p_.dtype == DType::kF64 ? ffi::F64 : ffi::F32; }
-
 Operands Buffers::TakeOperands() {
-  const ffi::DataType dtype = XlaType(p_.dtype);
+  const Problem& p = p_;
   Operands in;
-  in.query = Operand("query", true, dtype, {p_.batch, p_.q_len, p_.q_heads, p_.qk_dim});
-  in.key = Operand("key", true, dtype, {p_.batch, p_.kv_len, p_.kv_heads, p_.qk_dim});
-  in.value = Operand("value", true, dtype, {p_.batch, p_.kv_len, p_.kv_heads, p_.v_dim});
-  in.scale = Operand("scale", true, StatisticsType(), {});
-  in.bias = Operand("bias", p_.bias.present, XlaType(p_.bias_dtype), Shape(p_.bias));
-  in.mask = static_cast<const uint8_t*>(Operand("mask", p_.mask.present, ffi::PRED, Shape(p_.mask)));
-  const auto integers = [&](const char* name, bool present, const Dims& dims) {
-    return static_cast<const int32_t*>(Operand(name, present, ffi::S32, dims));
-  };
-  in.q_lengths = integers("q_lengths", p_.q_lengths, {p_.batch});
-  in.kv_lengths = integers("kv_lengths", p_.kv_lengths, {p_.batch});
-  in.q_segments = integers("q_segments", p_.segments, {p_.batch, p_.q_len});
-  in.kv_segments = integers("kv_segments", p_.segments, {p_.batch, p_.kv_len});
-  in.query_offset = integers("query_offset", p_.query_offset, {p_.batch});
-  const auto words = [&](const char* name, bool present, const Dims& dims) {
-    return static_cast<const uint32_t*>(Operand(name, present, ffi::U32, dims));
-  };
-  if (const Extent& mask = p_.block_mask; mask.present) {
-    const int64_t batch = mask.batch ? p_.batch : 1, heads = mask.heads ? p_.q_heads : 1;
-    const int64_t rows = p_.block_rows(), columns = p_.block_columns();
-    in.blocks = integers("blocks", true, {batch, heads, rows, columns});
-    in.row_lists = integers("row_lists", true, {batch, heads, rows, p_.row_list});
-    in.column_lists = integers("column_lists", true, {batch, heads, columns, p_.column_list});
-    in.element_masks =
-        words("element_masks", p_.element_masks > 0, {batch, p_.element_masks, p_.q_block, p_.element_words()});
-  }
-  in.seed = words("seed", p_.dropout(), {p_.batch, 2});
-  in.batch_id = words("batch_id", p_.dropout(), {p_.batch});
-  in.head_id = words("head_id", p_.dropout(), {p_.q_heads});
+#define TAKE(type, name, dtype, dims, there) \
+  in.name = static_cast<const type*>(Operand(#name, TypeOf<type>(dtype), dims, ExtentOf(there)));
+  JAX_FLASH_OPERANDS(TAKE)
+#undef TAKE
   return in;
 }
 
 ForwardResults Buffers::TakeForwardResults() {
-  const Dims statistics = {p_.batch, p_.q_heads, p_.q_len};
   ForwardResults results;
-  results.o = Result("o", true, XlaType(p_.dtype), {p_.batch, p_.q_len, p_.q_heads, p_.v_dim});
-  results.l = Result("l", true, StatisticsType(), statistics);
-  results.m = Result("m", true, StatisticsType(), statistics);
+  results.o = Result("o", p_.dtype, "BTNE", ExtentOf(true));
+  results.l = Result("l", p_.accumulation_dtype(), "BNT", ExtentOf(true));
+  results.m = Result("m", p_.accumulation_dtype(), "BNT", ExtentOf(true));
   return results;
 }
 
 Cotangents Buffers::TakeCotangents() {
-  const ffi::DataType dtype = XlaType(p_.dtype);
-  const Dims output = {p_.batch, p_.q_len, p_.q_heads, p_.v_dim}, statistics = {p_.batch, p_.q_heads, p_.q_len};
+  const ffi::DataType dtype = XlaType(p_.dtype), accumulated = XlaType(p_.accumulation_dtype());
   Cotangents given;
-  given.o = Operand("o", true, dtype, output);
-  given.l = Operand("l", true, StatisticsType(), statistics);
-  given.m = Operand("m", true, StatisticsType(), statistics);
-  given.d_o = Operand("do", true, dtype, output);
-  given.dlogsumexp = Operand("dlogsumexp", p_.dlogsumexp, StatisticsType(), statistics);
+  given.o = Operand("o", dtype, "BTNE", ExtentOf(true));
+  given.l = Operand("l", accumulated, "BNT", ExtentOf(true));
+  given.m = Operand("m", accumulated, "BNT", ExtentOf(true));
+  given.d_o = Operand("do", dtype, "BTNE", ExtentOf(true));
+  given.dlogsumexp = Operand("dlogsumexp", accumulated, "BNT", ExtentOf(p_.dlogsumexp));
   return given;
 }
 
 BackwardResults Buffers::TakeBackwardResults() {
-  const ffi::DataType dtype = XlaType(p_.dtype);
+  Extent bias = p_.bias;
+  bias.present = p_.dbias;
   BackwardResults results;
-  results.dq = Result("dq", p_.dq, dtype, {p_.batch, p_.q_len, p_.q_heads, p_.qk_dim});
-  results.dk = Result("dk", p_.dk, dtype, {p_.batch, p_.kv_len, p_.kv_heads, p_.qk_dim});
-  results.dv = Result("dv", p_.dv, dtype, {p_.batch, p_.kv_len, p_.kv_heads, p_.v_dim});
-  results.dbias = Result("dbias", p_.dbias, StatisticsType(), Shape(p_.bias));
+  results.dq = Result("dq", p_.dtype, "BTND", ExtentOf(p_.dq));
+  results.dk = Result("dk", p_.dtype, "BSKD", ExtentOf(p_.dk));
+  results.dv = Result("dv", p_.dtype, "BSKE", ExtentOf(p_.dv));
+  results.dbias = Result("dbias", p_.accumulation_dtype(), "BNTS", bias);
   return results;
 }
 

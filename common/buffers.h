@@ -2,7 +2,6 @@
 #pragma once
 
 #include <array>
-#include <initializer_list>
 #include <string>
 
 #include "common/arrays.h"
@@ -14,14 +13,11 @@ namespace jax_flash {
 // The shape of a buffer, on the stack.
 class Dims {
  public:
-  Dims(std::initializer_list<int64_t> sizes) : rank_(sizes.size()) {
-    size_t i = 0;
-    for (const int64_t size : sizes) sizes_[i++] = size;
-  }
+  void Add(int64_t size) { sizes_[rank_++] = size; }
   xla::ffi::Span<const int64_t> span() const { return {sizes_.data(), rank_}; }
 
  private:
-  size_t rank_;
+  size_t rank_ = 0;
   std::array<int64_t, 4> sizes_ = {};
 };
 
@@ -43,12 +39,11 @@ class Buffers {
   std::string Error() const;
 
  private:
-  const void* Operand(const char* name, bool present, xla::ffi::DataType dtype, const Dims& dims);
-  void* Result(const char* name, bool present, xla::ffi::DataType dtype, const Dims& dims);
+  // `dims`: a letter each.
+  const void* Operand(const char* name, xla::ffi::DataType dtype, const char* dims, const Extent& extent);
+  void* Result(const char* name, DType dtype, const char* dims, const Extent& extent);
   void* Checked(const char* kind, const char* name, const xla::ffi::AnyBuffer& buffer, xla::ffi::DataType dtype,
-                const Dims& dims);
-  Dims Shape(const Extent& extent) const;
-  xla::ffi::DataType StatisticsType() const;
+                const char* dims, const Extent& extent);
 
   const Problem& p_;
   xla::ffi::RemainingArgs args_;

@@ -6,9 +6,11 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <initializer_list>
 #include <limits>
+#include <stdexcept>
 #include <variant>
+
+#include "common/arrays.h"
 
 namespace jax_flash {
 namespace {
@@ -70,56 +72,70 @@ bool Parse(std::string_view text, Extent* value) {
   return true;
 }
 
-// Whether an array of these sizes can be: what is computed of them, with padding and in bytes, then has 64 bits. A size
-// of 0 counts as 1, for what is computed of the others alone.
-bool CanBe(std::initializer_list<int64_t> sizes) {
+// Whether there can be such an array: what is computed of its sizes, with padding and in bytes, then has 64 bits. A
+// size of 0 counts as 1, for what is computed of the others alone.
+bool CanBe(const Problem& p, const char* dims, const Extent& extent) {
   constexpr double kMostElements = 0x1p52;
   double elements = 1;
-  for (const int64_t size : sizes) elements *= double(std::max<int64_t>(size, 1));
+  for (; extent.present && *dims; ++dims) elements *= double(std::max<int64_t>(p.size(*dims, extent), 1));
   return elements <= kMostElements;
 }
 
-// Likewise of an operand that may be broadcast.
-bool CanBe(const Problem& p, const Extent& extent, int64_t rows, int64_t columns) {
-  return CanBe(
-      {extent.batch ? p.batch : 1, extent.heads ? p.q_heads : 1, extent.rows ? rows : 1, extent.columns ? columns : 1});
+bool AtLeast(int64_t value, int64_t least) { return value >= least; }
+bool AtLeast(double value, double least) { return value >= least; }
+template <typename T>
+bool AtLeast(const T&, const T&) {
+  return true;
 }
 
 // What is wrong with the values, each of which could be read.
 std::string Check(const Problem& p) {
-  for (const int64_t size : {p.batch, p.q_len, p.kv_len, p.q_heads, p.kv_heads, p.qk_dim, p.v_dim}) {
-    if (size < 0) return "a size is negative";
-  }
-  if (!CanBe({p.batch, p.q_len, p.q_heads, std::max(p.qk_dim, p.v_dim)}) ||
-      !CanBe({p.batch, p.kv_len, p.kv_heads, std::max(p.qk_dim, p.v_dim)}) || !CanBe(p, p.bias, p.q_len, p.kv_len) ||
-      !CanBe(p, p.mask, p.q_len, p.kv_len)) {
-    return "an array has more than 2^52 elements";
+  for (const Field& field : kFields) {
+    const auto enough = [&](auto member) { return AtLeast(p.*member, Problem().*member); };
+    if (!std::visit(enough, field.member)) return std::string(field.name) + " is too small";
   }
   if (p.kv_heads > 0 ? p.q_heads % p.kv_heads != 0 : p.q_heads != 0) return "kv_heads does not divide q_heads";
   if (p.dtype == DType::kNone) return "dtype is none";
   if (p.bias.present != (p.bias_dtype != DType::kNone)) return "bias and bias_dtype disagree";
   if (p.dbias && !p.bias.present) return "dbias without a bias";
-  if (!(p.soft_cap >= 0)) return "soft_cap is negative";
-  if (p.window_left < -1 || p.window_right < -1) return "a window is negative";
   for (const int64_t size : {p.q_block, p.kv_block}) {
     if (p.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0) return "a block size is no multiple of 16";
   }
-  const int64_t least = p.block_mask.present ? 2 : 0;  // a list has an index and a count
-  if (p.element_masks < 0 || p.row_list < least || p.column_list < least)
-    return "a size of the block mask is too small";
+  // A list has an index and a count.
+  if (p.block_mask.present && std::min(p.row_list, p.column_list) < 2) return "a list of the block mask is too small";
   for (const int64_t size : {p.q_block, p.kv_block, p.element_masks, p.row_list, p.column_list}) {
     if (size > std::numeric_limits<int32_t>::max()) return "a size of the block mask has more than 31 bits";
   }
-  if (p.block_mask.present && !(CanBe(p, p.block_mask, p.block_rows(), std::max(p.block_columns(), p.row_list)) &&
-                                CanBe(p, p.block_mask, p.column_list, p.block_columns()) &&
-                                CanBe({p.batch, p.element_masks, p.q_block, p.element_words()}))) {
-    return "an array of the block mask has more than 2^52 elements";
-  }
-  if (p.drop_threshold < 0 || p.drop_threshold > 32640) return "drop_threshold is not in [0, 32640]";
+  const std::string too_large = "an array has more than 2^52 elements: ";
+#define CHECK(type, name, dtype, dims, there) \
+  if (!CanBe(p, dims, ExtentOf(there))) return too_large + #name;
+  JAX_FLASH_OPERANDS(CHECK)
+#undef CHECK
+  if (!CanBe(p, "BTNE", ExtentOf(true))) return too_large + "o";
+  if (p.drop_threshold > 32640) return "drop_threshold is not in [0, 32640]";
   return "";
 }
 
 }  // namespace
+
+int64_t Problem::size(char dim, const Extent& extent) const {
+  if ((dim == 'B' && !extent.batch) || (dim == 'N' && !extent.heads) || (dim == 'T' && !extent.rows) ||
+      (dim == 'S' && !extent.columns)) {
+    return 1;
+  }
+  constexpr std::pair<char, int64_t Problem::*> kSizes[] = {
+      {'B', &Problem::batch},       {'T', &Problem::q_len},         {'S', &Problem::kv_len}, {'N', &Problem::q_heads},
+      {'K', &Problem::kv_heads},    {'D', &Problem::qk_dim},        {'E', &Problem::v_dim},  {'R', &Problem::row_list},
+      {'C', &Problem::column_list}, {'P', &Problem::element_masks}, {'Q', &Problem::q_block}};
+  for (const auto& [letter, member] : kSizes) {
+    if (letter == dim) return this->*member;
+  }
+  if (dim == 'U') return block_rows();
+  if (dim == 'V') return block_columns();
+  if (dim == 'W') return element_words();
+  if (dim == 'X') return 2;
+  throw std::logic_error("a dim that no array has");
+}
 
 std::string Decode(std::string_view text, Problem* problem) {
   *problem = Problem();

@@ -19,7 +19,11 @@ struct Extent {
   bool batch = false, heads = false, rows = false, columns = false;
 };
 
-// Every field, FIELD(type, name, default), in the order of Python's.
+// Of an operand that is there in full, or not at all; or of another.
+constexpr Extent ExtentOf(bool present) { return {present, true, true, true, true}; }
+constexpr Extent ExtentOf(const Extent& extent) { return extent; }
+
+// Every field, FIELD(type, name, default), in the order of Python's. A number's default is the least that it may be.
 #define JAX_FLASH_PROBLEM(FIELD)                                                                                \
   FIELD(int64_t, batch, 0)    /* B */                                                                           \
   FIELD(int64_t, q_len, 0)    /* T */                                                                           \
@@ -61,10 +65,18 @@ struct Problem {
 #undef JAX_FLASH_MEMBER
 
   int64_t group() const { return q_heads / kv_heads; }
+  // Of all sums, of the statistics and of dbias.
+  DType accumulation_dtype() const { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
+  // Of a dim of an array, by its letter: those above; U and V block_rows and block_columns, R row_list, C column_list,
+  // P element_masks, Q q_block, W element_words, X the 2 words of a seed. 1 if the array is broadcast over it.
+  int64_t size(char dim, const Extent& extent) const;
   // Of the block mask: its rows and columns of blocks, and the 32-bit words of a row of an element mask.
   int64_t block_rows() const { return (q_len + q_block - 1) / q_block; }
   int64_t block_columns() const { return (kv_len + kv_block - 1) / kv_block; }
   int64_t element_words() const { return (kv_block + 31) / 32; }
+  // T and S, in whole blocks if there is a block mask.
+  int64_t q_len_in_blocks() const { return block_mask.present ? block_rows() * q_block : q_len; }
+  int64_t kv_len_in_blocks() const { return block_mask.present ? block_columns() * kv_block : kv_len; }
   bool window() const { return window_left >= 0 || window_right >= 0; }
   bool dropout() const { return drop_threshold > 0; }
   // What a kept entry of P is multiplied with, so that the expectation is exact.

@@ -1,6 +1,7 @@
 // The backward pass: Algorithm 4 of the paper. K and V are walked outside, so that dK and dV of a tile stay and are
 // written once; dQ is a sum that grows in memory. P is computed again from Q, K, l and m.
 #include "common/problem.h"
+#include "cpu_src/kept.h"
 #include "cpu_src/kernels.h"
 #include "cpu_src/scores.h"
 #include "cpu_src/tile.h"
@@ -14,8 +15,8 @@ constexpr int64_t kPartialBytes = int64_t(16) << 20;
 template <typename A>
 struct Scratch {
   Tile<A> k, k_transposed, v, v_transposed, dk, dv;  // of a tile of K and V
-  Tile<A> q, d_o, p, dropped, ds, slope;             // of a tile of Q
-  Tile<uint16_t> bits;
+  Tile<A> q, d_o, p, zp, ds, slope;                  // of a tile of Q; P, Z P
+  Kept<A> kept;
   Tile<A> dbias;
   int64_t bytes;
 
@@ -31,12 +32,9 @@ struct Scratch {
     d_o = carver.NewTile<A>(kTileRows, problem.v_dim);
     p = carver.NewTile<A>(kTileRows, kTileColumns);
     ds = carver.NewTile<A>(kTileRows, kTileColumns);
-    dropped = p;
-    if (problem.soft_cap > 0) slope = carver.NewTile<A>(kTileRows, kTileColumns);
-    if (problem.dropout()) {
-      dropped = carver.NewTile<A>(kTileRows, kTileColumns);
-      bits = carver.NewTile<uint16_t>(kTileRows, kTileColumns);
-    }
+    slope = Scores<A>::NewSlope(problem, &carver);
+    kept = Kept<A>(problem, &carver);
+    zp = kept.NewProduct(p, &carver);
     if (problem.dbias) dbias = carver.NewTile<A>(kTileRows, kTileColumns);
     bytes = carver.used();
   }
@@ -111,13 +109,13 @@ struct Backpropagation {
     LoadRows(HeadRows(given.d_o, p.dtype, b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), scratch.d_o);
   }
 
-  // P, and Z P as `dropped`.
+  // P and Z P.
   void ComputeP(const Block& block, int64_t n) {
     const Tile<A> s = FromColumn(scratch.p, block.c0);
     // S = τ Q Kᵀ, masked
     Multiply(AsIs(scratch.q), FromColumn(scratch.k_transposed, block.c0), s, block.rows, block.c1 - block.c0, p.qk_dim,
              Into::kNew);
-    scores.FromProducts(scratch.p, block, n, p.soft_cap > 0 ? &scratch.slope : nullptr);
+    scores.FromProducts(scratch.p, block, n, scratch.slope);
     // P = exp(S - m) / l, 0 in a row that attends to nothing
     const int64_t statistics = (b * p.q_heads + n) * p.q_len + block.i0;
     for (int64_t r = 0; r < block.rows; ++r) {
@@ -126,10 +124,8 @@ struct Backpropagation {
       A* row = scratch.p.row(r);
       for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) Store(row + c, Exp(Load(row + c) - shift) * inverse);
     }
-    if (p.dropout()) {
-      scores.DropoutBits(scratch.bits, block, n);
-      scores.Drop(scratch.bits, block, A(p.keep_scale()), scratch.p, scratch.dropped);
-    }
+    scratch.kept.Draw(in, block, b, n);
+    scratch.kept.Apply(block, scratch.kept.scale, scratch.p, scratch.zp);
   }
 
   // dS, after P.
@@ -138,7 +134,7 @@ struct Backpropagation {
     // dP = Z dO Vᵀ
     Multiply(AsIs(scratch.d_o), FromColumn(scratch.v_transposed, block.c0), FromColumn(ds, block.c0), block.rows,
              block.c1 - block.c0, p.v_dim, Into::kNew);
-    if (p.dropout()) scores.Drop(scratch.bits, block, A(p.keep_scale()), ds, ds);
+    scratch.kept.Apply(block, scratch.kept.scale, ds, ds);
     // dS = P (dP - D)
     const A* const d_rows = d + (b * p.q_heads + n) * p.q_len + block.i0;
     for (int64_t r = 0; r < block.rows; ++r) {
@@ -245,16 +241,12 @@ void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, 
         step.ComputeP(block, n);
         // dV <- dV + (Z P)ᵀ dO
         if (p.dv) {
-          Multiply(Transposed(FromColumn(scratch.dropped, block.c0)), scratch.d_o, FromRow(scratch.dv, block.c0), width,
+          Multiply(Transposed(FromColumn(scratch.zp, block.c0)), scratch.d_o, FromRow(scratch.dv, block.c0), width,
                    p.v_dim, block.rows, Into::kSum);
         }
         if (!p.dq && !p.dk) continue;
         step.ComputeDS(block, n);
-        if (p.soft_cap > 0) {  // dX = dS dC/dX
-          for (int64_t r = 0; r < block.rows; ++r) {
-            for (int64_t c = block.c0; c < block.c1; ++c) scratch.ds.row(r)[c] *= scratch.slope.row(r)[c];
-          }
-        }
+        step.scores.ToProducts(scratch.ds, block, scratch.slope);
         const Tile<A> dx = FromColumn(scratch.ds, block.c0);
         // dQ <- dQ + τ dX K
         if (p.dq) {

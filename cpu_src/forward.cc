@@ -1,6 +1,7 @@
 // The forward pass: Algorithm 2 of the paper, with its two loops exchanged (FlashAttention-2), so that a tile of Q
 // stays and O, l and m are written once. A unit of work is a few tiles of Q that share each tile of K and V.
 #include "common/problem.h"
+#include "cpu_src/kept.h"
 #include "cpu_src/kernels.h"
 #include "cpu_src/scores.h"
 #include "cpu_src/tile.h"
@@ -26,7 +27,7 @@ struct Scratch {
   QueryTile<A> queries[kUnitTiles];
   Tile<A> k, k_transposed, v, s;
   A *tile_m, *rescale;
-  Tile<uint16_t> bits;
+  Kept<A> kept;
   int64_t bytes;
 
   Scratch(const Problem& p, char* memory, int64_t tiles, int64_t tile_rows) {
@@ -43,7 +44,7 @@ struct Scratch {
     s = carver.NewTile<A>(kTileRows, kTileColumns);
     tile_m = carver.Array<A>(kTileRows);
     rescale = carver.Array<A>(kTileRows);
-    if (p.dropout()) bits = carver.NewTile<uint16_t>(kTileRows, kTileColumns);
+    kept = Kept<A>(p, &carver);
     bytes = carver.used();
   }
 };
@@ -95,16 +96,16 @@ void OnlineSoftmax(const Block& block, int64_t v_dim, Scratch<A>& scratch, Query
   }
 }
 
-// O <- O / l; writes O, l and m.
+// O <- scale O / l; writes O, l and m.
 template <typename A>
-void Finish(const Problem& p, const ForwardResults& out, int64_t b, const QueryTile<A>& query) {
+void Finish(const Problem& p, const ForwardResults& out, int64_t b, A scale, const QueryTile<A>& query) {
   const int64_t statistics = (b * p.q_heads + query.n) * p.q_len + query.i0;
   for (int64_t r = 0; r < query.rows; ++r) {
     A l = 0, m = query.m[r];
     for (int lane = 0; lane < kLanes<A>; ++lane) l += query.l.row(r)[lane];
     // The maximum may have lost a NaN, the sum never does.
     if (l != l && m != kInfinity<A>) m = l;
-    const A factor = A(p.keep_scale()) / l;
+    const A factor = scale / l;
     A* o = query.o.row(r);
     for (int64_t c = 0; c < p.v_dim; ++c) o[c] = l == 0 ? 0 : o[c] * factor;
     static_cast<A*>(out.l)[statistics + r] = l;
@@ -166,19 +167,17 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
         // S = τ Q Kᵀ, masked
         Multiply(AsIs(query.q), FromColumn(scratch.k_transposed, block.c0), FromColumn(scratch.s, block.c0), query.rows,
                  block.c1 - block.c0, p.qk_dim, Into::kNew);
-        scores.FromProducts(scratch.s, block, query.n, nullptr);
+        scores.FromProducts(scratch.s, block, query.n);
         // P, l, m
         OnlineSoftmax(block, p.v_dim, scratch, query);
-        if (p.dropout()) {
-          scores.DropoutBits(scratch.bits, block, query.n);
-          scores.Drop(scratch.bits, block, A(1), scratch.s, scratch.s);
-        }
-        // O <- O + P V
+        // O <- O + Z P V, but for the scale of Z
+        scratch.kept.Draw(in, block, b, query.n);
+        scratch.kept.Apply(block, A(1), scratch.s, scratch.s);
         Multiply(AsIs(FromColumn(scratch.s, block.c0)), FromRow(scratch.v, block.c0), query.o, query.rows, p.v_dim,
                  block.c1 - block.c0, Into::kSum);
       }
     }
-    for (int64_t t = 0; t < count; ++t) Finish(p, out, b, scratch.queries[t]);
+    for (int64_t t = 0; t < count; ++t) Finish(p, out, b, scratch.kept.scale, scratch.queries[t]);
   };
   workers.For(sequences * units, Scratch<A>(p, nullptr, unit_tiles, tile_rows).bytes, attend);
 }

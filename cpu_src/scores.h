@@ -1,4 +1,4 @@
-// From X = τQKᵀ to the scores S: soft cap, bias and masks; and which entries dropout keeps.
+// From X = τQKᵀ to the scores S: soft cap, bias and masks.
 #pragma once
 
 #include "common/arrays.h"
@@ -89,7 +89,7 @@ class Scores {
   }
 
   // S from X, in place. `slope`, if there is one, becomes dC/dX = 1 - (C / cap)^2.
-  void FromProducts(Tile<A> s, const Block& block, int64_t n, Tile<A>* slope) const {
+  void FromProducts(Tile<A> s, const Block& block, int64_t n, Tile<A> slope = {}) const {
     if (p_.soft_cap > 0) SoftCap(s, block, slope);
     if (p_.bias.present) AddBias(s, block, n);
     if (p_.mask.present) ApplyMask(s, block, n);
@@ -98,35 +98,16 @@ class Scores {
     ApplyPositions(s, block);
   }
 
-  // The random bits of the block's entries: row i - i0, column j - j0 of `bits`.
-  void DropoutBits(Tile<uint16_t> bits, const Block& block, int64_t n) const {
-    // A lane is one Philox call, which decides two columns of each half of a 16 x 16 tile's rows and columns.
-    constexpr int kCalls = kVectorBytes / 4, kCallColumns = 4 * kCalls;
-    U32Vec lane;
-    for (int i = 0; i < kCalls; ++i) lane[i] = uint32_t(i);
-    for (int64_t r = 0; r < block.rows; r = r % 16 == 7 ? r + 9 : r + 1) {
-      for (int64_t c = block.c0 / kCallColumns * kCallColumns; c < block.c1; c += kCallColumns) {
-        const uint32_t row_group = uint32_t((block.i0 + r) / 16 * 8 + r % 8);
-        U32Vec x[4] = {lane + uint32_t((block.j0 + c) / 4), Fill(row_group), Fill(in_.head_id[n]),
-                       Fill(in_.batch_id[b_])};
-        Philox(x, in_.seed[2 * b_], in_.seed[2 * b_ + 1]);
-        for (int k = 0; k < 4; ++k) {
-          uint16_t* to = bits.row(r + k / 2 * 8) + c + k % 2 * 8;
-          const char* from = reinterpret_cast<const char*>(&x[k]);
-          for (int tile = 0; tile < kCalls / 4; ++tile) std::memcpy(to + 16 * tile, from + 16 * tile, 16);
-        }
-      }
-    }
+  // The tile of slopes, where there are any.
+  static Tile<A> NewSlope(const Problem& p, Carver* carver) {
+    return p.soft_cap > 0 ? carver->NewTile<A>(kTileRows, kTileColumns) : Tile<A>{};
   }
 
-  // to = factor * from where an entry is kept, else 0.
-  void Drop(Tile<uint16_t> bits, const Block& block, A factor, Tile<A> from, Tile<A> to) const {
-    const int32_t threshold = int32_t(p_.drop_threshold);
+  // dX = dS dC/dX, in place.
+  void ToProducts(Tile<A> ds, const Block& block, Tile<A> slope) const {
+    if (!slope.data) return;
     for (int64_t r = 0; r < block.rows; ++r) {
-      const A* x = from.row(r);
-      A* y = to.row(r);
-      const uint16_t* row_bits = bits.row(r);
-      for (int64_t c = block.c0; c < block.c1; ++c) y[c] = (row_bits[c] & 0x7FFF) >= threshold ? x[c] * factor : 0;
+      for (int64_t c = block.c0; c < block.c1; ++c) ds.row(r)[c] *= slope.row(r)[c];
     }
   }
 
@@ -163,30 +144,13 @@ class Scores {
     return any;
   }
 
-  static U32Vec Fill(uint32_t x) { return x - U32Vec{}; }
-
-  // Philox4x32-7 (jax_flash/dropout.py).
-  static void Philox(U32Vec (&x)[4], uint32_t key0, uint32_t key1) {
-    for (int round = 0; round < 7; ++round) {
-      U32Vec high0, low0, high2, low2;
-      MultiplyWide(x[0], 0xD2511F53u, &high0, &low0);
-      MultiplyWide(x[2], 0xCD9E8D57u, &high2, &low2);
-      x[0] = high2 ^ x[1] ^ key0;
-      x[1] = low2;
-      x[2] = high0 ^ x[3] ^ key1;
-      x[3] = low0;
-      key0 += 0x9E3779B9u;
-      key1 += 0xBB67AE85u;
-    }
-  }
-
-  void SoftCap(Tile<A> s, const Block& block, Tile<A>* slope) const {
+  void SoftCap(Tile<A> s, const Block& block, Tile<A> slope) const {
     const A cap = A(p_.soft_cap), inverse = A(1 / p_.soft_cap);
     for (int64_t r = 0; r < block.rows; ++r) {
       for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
         const Vec<A> t = Tanh(Load(s.row(r) + c) * inverse);
         Store(s.row(r) + c, t * cap);
-        if (slope) Store(slope->row(r) + c, 1 - t * t);
+        if (slope.data) Store(slope.row(r) + c, 1 - t * t);
       }
     }
   }
@@ -234,8 +198,8 @@ class Scores {
   // mask kind - kElements says.
   static constexpr int32_t kNothing = 0, kEverything = 1, kElements = 2;
   int32_t BlockKind(int64_t n, int64_t i, int64_t j) const {
-    const int64_t heads = p_.block_mask.heads ? p_.q_heads : 1;
-    const int64_t head = (p_.block_mask.batch ? b_ * heads : 0) + (p_.block_mask.heads ? n : 0);
+    const Extent& extent = p_.block_mask;
+    const int64_t head = (extent.batch ? b_ * (extent.heads ? p_.q_heads : 1) : 0) + (extent.heads ? n : 0);
     const int32_t kind = in_.blocks[(head * p_.block_rows() + i / p_.q_block) * p_.block_columns() + j / p_.kv_block];
     return 0 <= kind && kind < kElements + p_.element_masks ? kind : kNothing;
   }

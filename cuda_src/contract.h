@@ -45,32 +45,33 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
 
 // The host writes one of each for every kernel, as the constants kProblem and kTiling of its header this_kernel.h
 // (kernel_config.h). They hold what machine code depends on and nothing else: problems that differ in other things
-// share a cubin. Each field is FIELD(type, name).
+// share a cubin.
 
-// What a problem has; what only the backward, or only its main kernel, asks for is 0 elsewhere.
-#define JAX_FLASH_KERNEL_PROBLEM(FIELD)               \
-  FIELD(DType, dtype)                                 \
-  FIELD(DType, bias_dtype)                            \
-  FIELD(int, qk_dim)                                  \
-  FIELD(int, v_dim)                                   \
-  FIELD(bool, causal)                                 \
-  FIELD(bool, window)                                 \
-  FIELD(bool, q_lengths)                              \
-  FIELD(bool, kv_lengths)                             \
-  FIELD(bool, segments)                               \
-  FIELD(bool, query_offset)                           \
-  FIELD(bool, mask)                                   \
-  FIELD(int, q_block) /* 0: there is no block mask */ \
-  FIELD(int, kv_block)                                \
-  FIELD(bool, soft_cap)                               \
-  FIELD(bool, dropout)                                \
-  FIELD(bool, full_precision) /* of f32 */            \
-  FIELD(bool, dlogsumexp)                             \
-  FIELD(bool, dq) /* added up in f32 */               \
-  FIELD(bool, dk)                                     \
-  FIELD(bool, dv)
+// What a problem has, FIELD(type, name, value): `value` is the host's (plan/plan.cc), of a problem `p`. What only the
+// backward, or only its main kernel, asks for is 0 elsewhere.
+#define JAX_FLASH_KERNEL_PROBLEM(FIELD)                                                \
+  FIELD(DType, dtype, p.dtype)                                                         \
+  FIELD(DType, bias_dtype, p.bias_dtype)                                               \
+  FIELD(int, qk_dim, int(p.qk_dim))                                                    \
+  FIELD(int, v_dim, int(p.v_dim))                                                      \
+  FIELD(bool, causal, p.causal)                                                        \
+  FIELD(bool, window, p.window())                                                      \
+  FIELD(bool, q_lengths, p.q_lengths)                                                  \
+  FIELD(bool, kv_lengths, p.kv_lengths)                                                \
+  FIELD(bool, segments, p.segments)                                                    \
+  FIELD(bool, query_offset, p.query_offset)                                            \
+  FIELD(bool, mask, p.mask.present)                                                    \
+  FIELD(int, q_block, int(p.q_block)) /* 0: there is no block mask */                  \
+  FIELD(int, kv_block, int(p.kv_block))                                                \
+  FIELD(bool, soft_cap, p.soft_cap > 0)                                                \
+  FIELD(bool, dropout, p.dropout())                                                    \
+  FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision) /* of f32 */ \
+  FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                     \
+  FIELD(bool, dq, main&& SumsDQ(p)) /* added up in f32 */                              \
+  FIELD(bool, dk, main&& p.dk)                                                         \
+  FIELD(bool, dv, main&& p.dv)
 
-// What the plan has chosen.
+// What the plan has chosen, FIELD(type, name).
 #define JAX_FLASH_KERNEL_TILING(FIELD)                                                                            \
   FIELD(Family, family)                                                                                           \
   FIELD(int, rows)       /* queries of a tile of S */                                                             \
@@ -82,14 +83,13 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(bool, sum_kv)    /* heads of Q that share keys are then computed one by one, dK and dV added up in f32 */ \
   FIELD(bool, together)  /* or they are walked together */
 
-#define JAX_FLASH_MEMBER(type, name) type name;
+#define JAX_FLASH_MEMBER(type, name, ...) type name;
 struct KernelProblem {
   JAX_FLASH_KERNEL_PROBLEM(JAX_FLASH_MEMBER)
 };
 struct KernelTiling {
   JAX_FLASH_KERNEL_TILING(JAX_FLASH_MEMBER)
 };
-#undef JAX_FLASH_MEMBER
 
 // --- Arguments ---
 
@@ -106,59 +106,96 @@ struct SegmentBounds {
   int any_lo, any_hi, every_lo, every_hi;
 };
 
+// The members of BlockMask and Params are FIELD(type, name, value). The host makes `value` of the problem `p`, its
+// operands `in` and the layout of scratch, where `at` turns an offset into an address (custom_calls.cc). What the
+// problem does not have is null.
+
 // A mask of blocks (jax_flash/block_sparse.py).
+#define JAX_FLASH_BLOCK_MASK(FIELD)                                                      \
+  FIELD(const int32_t*, blocks, in.blocks)                                               \
+  FIELD(const int32_t*, row_lists, in.row_lists)                                         \
+  FIELD(const int32_t*, column_lists, in.column_lists)                                   \
+  FIELD(const uint32_t*, element_masks, in.element_masks)                                \
+  FIELD(int, element_mask_count, int(p.element_masks)) /* of a batch entry */            \
+  FIELD(int, row_width, int(p.row_list))               /* of the lists */                \
+  FIELD(int, column_width, int(p.column_list))                                           \
+  /* The next batch entry's or head's is so many heads further on; 0: it is the same. */ \
+  FIELD(int, batch, p.block_mask.batch ? (p.block_mask.heads ? int(p.q_heads) : 1) : 0)  \
+  FIELD(int, head, p.block_mask.heads)
+
+// Every kernel of a call has the same. What is {} the host sets pass by pass: o, l and m, which the forward writes and
+// the backward reads, and what only the backward has.
+#define JAX_FLASH_PARAMS(FIELD)                                                                                  \
+  FIELD(int, batch, int(p.batch))                                                                                \
+  FIELD(int, q_heads, int(p.q_heads))                                                                            \
+  FIELD(int, kv_heads, int(p.kv_heads))                                                                          \
+  FIELD(int, q_len, int(p.q_len))                                                                                \
+  FIELD(int, kv_len, int(p.kv_len))                                                                              \
+  FIELD(const float*, scale, static_cast<const float*>(in.scale)) /* τ */                                        \
+  FIELD(float, soft_cap, float(p.soft_cap))                                                                      \
+  FIELD(int64_t, window_left, p.window_left) /* -1: unbounded */                                                 \
+  FIELD(int64_t, window_right, p.window_right)                                                                   \
+  FIELD(const void*, query, in.query)                                                                            \
+  FIELD(const void*, key, in.key)                                                                                \
+  FIELD(const void*, value, in.value)                                                                            \
+  FIELD(Broadcast<const void>, bias, BroadcastOf(in.bias, p.bias, p))                                            \
+  FIELD(Broadcast<const uint8_t>, mask, BroadcastOf(in.mask, p.mask, p))                                         \
+  FIELD(const int32_t*, q_lengths, in.q_lengths)                                                                 \
+  FIELD(const int32_t*, kv_lengths, in.kv_lengths)                                                               \
+  FIELD(const int32_t*, q_segments, in.q_segments)                                                               \
+  FIELD(const int32_t*, kv_segments, in.kv_segments)                                                             \
+  FIELD(const int32_t*, query_offset, in.query_offset)                                                           \
+  FIELD(SegmentBounds*, q_bounds, at(layout.q_bounds)) /* [batch, block of 64 queries or keys] */                \
+  FIELD(SegmentBounds*, kv_bounds, at(layout.kv_bounds))                                                         \
+  FIELD(const uint32_t*, seed, in.seed)                                                                          \
+  FIELD(const uint32_t*, batch_id, in.batch_id)                                                                  \
+  FIELD(const uint32_t*, head_id, in.head_id)                                                                    \
+  /* In both halves, for what takes two entries at once. */                                                      \
+  FIELD(uint32_t, drop_threshold, uint32_t(p.drop_threshold) * 0x10001)                                          \
+  FIELD(float, keep_scale, float(p.keep_scale()))                                                                \
+  FIELD(void*, o, {})                                                                                            \
+  FIELD(float*, l, {}) /* [batch, head, row] */                                                                  \
+  FIELD(float*, m, {})                                                                                           \
+  FIELD(const void*, d_o, {})                                                                                    \
+  FIELD(const float*, dlogsumexp, {}) /* [batch, head, row] */                                                   \
+  /* What a kernel needs of m, l and D, and dQ in f32, in the kernel's own order; */                             \
+  FIELD(float*, logsumexp, at(layout.logsumexp))                                                                 \
+  FIELD(float*, d, at(layout.d))                                                                                 \
+  FIELD(float*, dq_sum, at(layout.dq_sum))                                                                       \
+  /* and if heads of Q that share keys are computed one by one (kSumKV), 0 at first */                           \
+  FIELD(float*, dk_sum, at(layout.dk_sum))                                                                       \
+  FIELD(float*, dv_sum, at(layout.dv_sum))                                                                       \
+  FIELD(void*, dq, {})                                                                                           \
+  FIELD(void*, dk, {})                                                                                           \
+  FIELD(void*, dv, {})                                                                                           \
+  FIELD(float*, dbias, {})                                                                                       \
+  FIELD(float*, dbias_parts, at(layout.dbias_parts)) /* [parts, of its shape], if there are several */           \
+  FIELD(int, parts, layout.parts)                    /* of dbias; of the keys in a forward over parts of them */ \
+  /* For how many heads scratch is used at a time, if hopper/backward_alongside.cuh does all; */                 \
+  FIELD(int, scratch_heads, layout.heads)                                                                        \
+  /* of all heads the last, whose tiles may be taken together; no more than scratch_heads. */                    \
+  FIELD(int, last_heads, layout.last_heads)                                                                      \
+  FIELD(float*, maximum, at(layout.maximum)) /* m, where the kernel on Hopper takes it apart (kMaximumApart) */  \
+  /* What each part of the keys has for O, l and m, in the forward over them: [part, batch, head, row]. */       \
+  FIELD(float*, o_parts, at(layout.o_parts))                                                                     \
+  FIELD(float*, l_parts, at(layout.l_parts))                                                                     \
+  FIELD(float*, m_parts, at(layout.m_parts))                                                                     \
+  FIELD(BlockMask, block_mask, {JAX_FLASH_BLOCK_MASK(FIELD)})                                                    \
+  /* 0 at first, what CTAs on Hopper count: tiles, of which each CTA takes the next; */                          \
+  FIELD(int*, taken, at(layout.taken))                                                                           \
+  /* in the backward blocks of 64 rows of Q, likewise; */                                                        \
+  FIELD(int*, rows_taken, at(layout.rows_taken))                                                                 \
+  /* of each head those that are prepared, and the tiles of keys whose dQ has been added. */                     \
+  FIELD(int*, prepared, at(layout.prepared))                                                                     \
+  FIELD(int*, added, at(layout.added))
+
 struct BlockMask {
-  const int32_t *blocks, *row_lists, *column_lists;
-  const uint32_t* element_masks;
-  int element_mask_count;       // of a batch entry
-  int row_width, column_width;  // of the lists
-  int batch, head;              // the next batch entry's or head's is so many heads further on; 0: it is the same
+  JAX_FLASH_BLOCK_MASK(JAX_FLASH_MEMBER)
 };
-
-// Every kernel of a call has the same. What the problem does not have is null.
 struct Params {
-  int batch, q_heads, kv_heads, q_len, kv_len;
-  const float* scale;  // τ
-  float soft_cap;
-  int64_t window_left, window_right;  // -1: unbounded
-
-  const void *query, *key, *value;
-  Broadcast<const void> bias;
-  Broadcast<const uint8_t> mask;
-  const int32_t *q_lengths, *kv_lengths, *q_segments, *kv_segments, *query_offset;
-  SegmentBounds *q_bounds, *kv_bounds;  // scratch: [batch, block of 64 queries or keys]
-  const uint32_t *seed, *batch_id, *head_id;
-  uint32_t drop_threshold;  // in both halves, for what takes two entries at once
-  float keep_scale;
-
-  void* o;       // the forward's result, the backward's operand; so are
-  float *l, *m;  // [batch, head, row]
-
-  // The backward only.
-  const void* d_o;
-  const float* dlogsumexp;  // [batch, head, row]
-  float *logsumexp, *d;     // scratch: what a kernel needs of m, l and D, in the kernel's own order
-  float* dq_sum;            // scratch: dQ in f32, in the kernel's own order; and
-  float *dk_sum, *dv_sum;   // if heads of Q that share keys are computed one by one (kSumKV), 0 at first
-  void *dq, *dk, *dv;
-  float* dbias;
-  float* dbias_parts;  // scratch: the parts of dbias [parts, of its shape]; if there are several
-  int parts;           // of dbias; of the keys in a forward over parts of them
-  int scratch_heads;   // for how many heads scratch is used at a time, if hopper/backward_alongside.cuh does all
-  int last_heads;      // of all heads the last, whose tiles may be taken together; no more than scratch_heads
-  float* maximum;      // scratch: m, where the kernel on Hopper takes it apart (kMaximumApart)
-
-  // The forward over parts of the keys only. Scratch, [part, batch, head, row]: what each part has for O, l and m.
-  float *o_parts, *l_parts, *m_parts;
-
-  BlockMask block_mask;
-
-  // Scratch, 0 at first: what CTAs on Hopper count.
-  int* taken;  // tiles, of which each CTA takes the next
-  // In the backward: blocks of 64 rows of Q, likewise; of each head those that are prepared, and the tiles of keys
-  // whose dQ has been added.
-  int *rows_taken, *prepared, *added;
+  JAX_FLASH_PARAMS(JAX_FLASH_MEMBER)
 };
+#undef JAX_FLASH_MEMBER
 
 // A CUtensorMap: of a [batch, time, heads, dim] array, in boxes of rows of kBoxBytes, swizzled.
 struct alignas(64) TensorMap {

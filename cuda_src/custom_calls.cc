@@ -167,70 +167,21 @@ Broadcast<T> BroadcastOf(T* data, const Extent& extent, const Problem& p) {
   return x;
 }
 
-BlockMask BlockMaskOf(const Problem& p, const Operands& in) {
-  const Extent& extent = p.block_mask;
-  const int64_t heads = extent.heads ? p.q_heads : 1;
-  return {in.blocks,
-          in.row_lists,
-          in.column_lists,
-          in.element_masks,
-          int(p.element_masks),
-          int(p.row_list),
-          int(p.column_list),
-          extent.batch ? int(heads) : 0,
-          extent.heads};
-}
+// An address, to be had as a pointer to anything.
+struct Address {
+  void* data;
+
+  template <typename T>
+  operator T*() const {
+    return static_cast<T*>(data);
+  }
+};
 
 Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, void* scratch) {
-  Params x = {};
-  x.batch = int(p.batch);
-  x.q_heads = int(p.q_heads);
-  x.kv_heads = int(p.kv_heads);
-  x.q_len = int(p.q_len);
-  x.kv_len = int(p.kv_len);
-  x.soft_cap = float(p.soft_cap);
-  x.window_left = p.window_left;
-  x.window_right = p.window_right;
-  x.query = in.query;
-  x.key = in.key;
-  x.value = in.value;
-  x.scale = static_cast<const float*>(in.scale);
-  x.bias = BroadcastOf(in.bias, p.bias, p);
-  x.mask = BroadcastOf(in.mask, p.mask, p);
-  x.q_lengths = in.q_lengths;
-  x.kv_lengths = in.kv_lengths;
-  x.q_segments = in.q_segments;
-  x.kv_segments = in.kv_segments;
-  x.query_offset = in.query_offset;
-  x.seed = in.seed;
-  x.batch_id = in.batch_id;
-  x.head_id = in.head_id;
-  x.drop_threshold = uint32_t(p.drop_threshold) * 0x10001;
-  x.keep_scale = float(p.keep_scale());
-  const auto place = [&](int64_t offset) {
-    return offset < 0 ? nullptr : static_cast<void*>(static_cast<char*>(scratch) + offset);
-  };
-  x.q_bounds = static_cast<SegmentBounds*>(place(layout.q_bounds));
-  x.kv_bounds = static_cast<SegmentBounds*>(place(layout.kv_bounds));
-  x.logsumexp = static_cast<float*>(place(layout.logsumexp));
-  x.d = static_cast<float*>(place(layout.d));
-  x.scratch_heads = layout.heads;
-  x.last_heads = layout.last_heads;
-  x.maximum = static_cast<float*>(place(layout.maximum));
-  x.dq_sum = static_cast<float*>(place(layout.dq_sum));
-  x.dk_sum = static_cast<float*>(place(layout.dk_sum));
-  x.dv_sum = static_cast<float*>(place(layout.dv_sum));
-  x.dbias_parts = static_cast<float*>(place(layout.dbias_parts));
-  x.parts = layout.parts;
-  x.o_parts = static_cast<float*>(place(layout.o_parts));
-  x.l_parts = static_cast<float*>(place(layout.l_parts));
-  x.m_parts = static_cast<float*>(place(layout.m_parts));
-  x.block_mask = BlockMaskOf(p, in);
-  x.taken = static_cast<int*>(place(layout.taken));
-  x.rows_taken = static_cast<int*>(place(layout.rows_taken));
-  x.prepared = static_cast<int*>(place(layout.prepared));
-  x.added = static_cast<int*>(place(layout.added));
-  return x;
+  const auto at = [&](int64_t offset) { return Address{offset < 0 ? nullptr : static_cast<char*>(scratch) + offset}; };
+#define VALUE(type, name, ...) __VA_ARGS__,
+  return {JAX_FLASH_PARAMS(VALUE)};
+#undef VALUE
 }
 
 // --- Execution ---

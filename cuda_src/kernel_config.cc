@@ -7,7 +7,7 @@ namespace jax_flash {
 namespace {
 
 // f(type, name, field) for every field, in order.
-#define VISIT(type, name) f(#type, #name, x.name);
+#define VISIT(type, name, ...) f(#type, #name, x.name);
 template <typename X, typename Function>
 void ForEachFieldOfProblem(X& x, Function f) {
   JAX_FLASH_KERNEL_PROBLEM(VISIT)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_flash import _native
-from jax_flash.problem import Extent, Problem
+from jax_flash.problem import DIMS, ONE_A_CALL, Extent, Operands, Problem
 
 PROBLEM = Problem(batch=1, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v_dim=8, dtype="float32")
 EVERY = Extent(True, True, True, True)
@@ -33,17 +33,17 @@ EVERY = Extent(True, True, True, True)
         (" mask=none", " mask=bnt2", "cannot read mask=bnt2"),
         ("version=", "version=0 version=", "version 0, but"),
         ("version=", "version=x", "but this build reads version"),
-        (" batch=1", " batch=-1", "a size is negative"),
+        (" batch=1", " batch=-1", "batch is too small"),
         (" kv_heads=2", " kv_heads=3", "kv_heads does not divide q_heads"),
         (" kv_heads=2", " kv_heads=0", "kv_heads does not divide q_heads"),
         (" dtype=float32", " dtype=none", "dtype is none"),
         (" bias=none", " bias=11ts", "bias and bias_dtype disagree"),
         (" dbias=0", " dbias=1", "dbias without a bias"),
-        (" soft_cap=0.0", " soft_cap=-1.0", "soft_cap is negative"),
-        (" window_left=-1", " window_left=-2", "a window is negative"),
+        (" soft_cap=0.0", " soft_cap=-1.0", "soft_cap is too small"),
+        (" window_left=-1", " window_left=-2", "window_left is too small"),
         (" q_block=0", " q_block=16", "a block size"),
         (" block_mask=none", " block_mask=11ts", "a block size"),
-        (" row_list=0", " row_list=-1", "a size of the block mask is too small"),
+        (" row_list=0", " row_list=-1", "row_list is too small"),
         (" batch=1", f" batch={2**62}", "an array has more than"),
         (" q_len=7", f" q_len={2**63 - 1}", "an array has more than"),
         (" kv_len=9", f" kv_len={2**51}", "an array has more than"),
@@ -65,8 +65,8 @@ def test_problem(old, new, said):
         ({"kv_block": 2**63 - 16}, "more than 31 bits"),
         ({"element_masks": 2**31}, "more than 31 bits"),
         ({"row_list": 2**62}, "more than 31 bits"),
-        ({"element_masks": 2**31 - 1, "q_block": 2**30}, "an array of the block mask"),
-        ({"q_len": 2**44, "column_list": 2**31 - 1, "kv_len": 2**40}, "an array of the block mask"),
+        ({"element_masks": 2**31 - 1, "q_block": 2**30}, "an array has more than .*: element_masks"),
+        ({"q_len": 2**44, "column_list": 2**31 - 1, "kv_len": 2**40}, "an array has more than .*: blocks"),
     ],
     ids=str,
 )
@@ -132,3 +132,28 @@ def test_instruction_set_that_is_not_there(isa, said):
     done = subprocess.run([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
     assert done.returncode == bool(said)
     assert said in done.stderr
+
+
+def test_operands_are_pythons():
+    """In names, order and dims."""
+    dims = [(name, DIMS[name] if name in ONE_A_CALL else "B" + DIMS[name]) for name in Operands._fields]
+    assert _native.operands() == dims
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kv_block": 8}, "a block size"),
+        ({"row_list": 1}, "a list of the block mask is too small"),
+        ({"column_list": 1}, "a list of the block mask is too small"),
+        ({"element_masks": -1}, "element_masks is too small"),
+        ({"drop_threshold": -1}, "drop_threshold is too small"),
+        ({"window_right": -2}, "window_right is too small"),
+    ],
+    ids=str,
+)
+def test_least_sizes(changes, said):
+    sizes = {"block_mask": EVERY, "q_block": 16, "kv_block": 16, "row_list": 2, "column_list": 2}
+    assert not _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes).encode()).startswith("problem")
+    with pytest.raises(ValueError, match=f"^problem: {said}"):
+        _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes | changes).encode())

@@ -99,13 +99,12 @@ constexpr Table kForwardTable = {kForward, kForwardF32}, kForwardSplitTable = {k
                 kBackwardTable = {kBackward, kBackwardF32}, kBackwardQueryTable = {kBackwardQuery, kBackwardQueryF32},
                 kBackwardBiasTable = {kBackwardBias, kBackwardBiasF32};
 
-// As much of a tile as divides the blocks of a block mask. `warps_have_rows`: each of its own, at least 16.
+// As much of a tile as divides the blocks of a block mask: all, if they are 0. `warps_have_rows`: each of its own, at
+// least 16.
 KernelTiling WithinBlocks(Tile tile, bool warps_have_rows, const Problem& p) {
-  if (p.block_mask.present) {
-    tile.rows = int(std::gcd(tile.rows, p.q_block));
-    tile.cols = int(std::gcd(tile.cols, p.kv_block));
-    if (warps_have_rows) tile.groups = std::min(tile.groups, tile.rows / 16);
-  }
+  tile.rows = int(std::gcd(tile.rows, p.q_block));
+  tile.cols = int(std::gcd(tile.cols, p.kv_block));
+  if (warps_have_rows) tile.groups = std::min(tile.groups, tile.rows / 16);
   return {Family::kAmpere, tile.rows, tile.cols, tile.groups, tile.stages};
 }
 
@@ -134,17 +133,6 @@ Launch PrepareLaunch(const Problem& p, int unit) {
 }
 
 }  // namespace
-
-void ampere::AddSegments(const Problem& p, Plan* plan) {
-  Problem any;  // nothing in the kernel depends on the problem: one cubin does for all
-  any.dtype = DType::kBF16;
-  any.qk_dim = any.v_dim = 64;
-  any.segments = true;
-  const int64_t positions = kSegmentBlock * kSegmentBlocks;
-  const int64_t blocks = p.batch * (DivideUp(p.q_len, positions) + DivideUp(p.kv_len, positions));
-  const int unit = AddUnit("segments", any, {Family::kAmpere}, plan);
-  plan->launches.push_back({unit, "jax_flash_segments", blocks, kSegmentThreads});
-}
 
 // With a block for a tile of Q most of the GPU would have nothing to do, or read the keys once for each head of a
 // group. Not with a block mask, which the heads of a group need not share.

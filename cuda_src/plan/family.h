@@ -13,10 +13,8 @@ namespace jax_flash {
 inline int64_t DivideUp(int64_t x, int64_t y) { return (x + y - 1) / y; }
 inline int64_t RoundUp(int64_t x, int64_t y) { return DivideUp(x, y) * y; }
 
-// T or S in whole blocks if there is a block mask; tiles of them.
-inline int64_t InBlocks(int64_t size, int64_t block) { return block > 0 ? RoundUp(size, block) : size; }
-inline int64_t RowTiles(const Problem& p, int rows) { return DivideUp(InBlocks(p.q_len, p.q_block), rows); }
-inline int64_t ColumnTiles(const Problem& p, int cols) { return DivideUp(InBlocks(p.kv_len, p.kv_block), cols); }
+inline int64_t RowTiles(const Problem& p, int rows) { return DivideUp(p.q_len_in_blocks(), rows); }
+inline int64_t ColumnTiles(const Problem& p, int cols) { return DivideUp(p.kv_len_in_blocks(), cols); }
 
 // dQ grows in memory, in no fixed order. Otherwise a kernel of its own computes it.
 inline bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
@@ -36,6 +34,9 @@ std::string WhyNot(const Target& target, const Problem& p, Pass pass);
 void AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan);
 // All of the backward but what ampere:: has of it below.
 void AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan);
+
+// Do CTAs take the lists of a block mask from a counter?
+bool TakesLists(const Problem& p);
 
 // Of how many heads the backward computes tiles of keys at a time; and for how many it uses scratch if it is alongside.
 int64_t HeadsAtATime(const Target& target, const Problem& p);
@@ -62,7 +63,6 @@ struct BiasWork {
 };
 BiasWork BiasWorkOf(const Target& target, const Problem& p);
 
-void AddSegments(const Problem& p, Plan* plan);
 void AddForward(const Target& target, const Problem& p, Plan* plan);
 void AddBackward(const Target& target, const Problem& p, Plan* plan);
 // dQ alone, and dbias, whose kernels are for every GPU. `prepared`: has Ampere's backward been before?

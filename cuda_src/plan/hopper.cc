@@ -101,27 +101,28 @@ bool LeavesIdle(const Target& target, const Problem& p) {
 // one then, or too many would be under way at a time: which is worth it where they are few. The lists of a block mask
 // are taken head by head, and a long one would hold up the heads after its own.
 bool Alongside(const Target& target, const Problem& p) {
+  const Features has = FeaturesOf(p);
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
-  const bool listed = p.block_mask.present;
+  const bool listed = has.Any(kBlockMask);
   const int64_t keys = listed ? (p.row_list - 2) * p.kv_block : p.kv_len;  // of a row
   if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
   const bool long_lists = listed && (p.column_list - 2) * p.q_block > kMostListedRows;
-  const int masks = p.causal + p.window() + p.segments + (p.q_lengths || p.kv_lengths);
-  if (masks + p.query_offset + (p.dropout() ? 1 + p.dlogsumexp : 0) > 2) return false;
-  if (listed && (p.group() > 1 || masks > 0 || long_lists || (p.dropout() && !narrow))) return false;
+  const bool dropout = has.Any(kDropout);
+  if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
+  if (listed && (p.group() > 1 || has.Any(kRanges) || long_lists || (dropout && !narrow))) return false;
   const bool shared_keys = p.group() > 1 && narrow;
-  if (p.dropout() && (p.segments || p.window() || shared_keys)) return false;
+  if (dropout && (has.Any(kLocal) || shared_keys)) return false;
   if (p.group() > 1 && !LeavesIdle(target, p)) return false;
-  return ElementOf(p.dtype).bytes == 2 && std::max(p.qk_dim, p.v_dim) <= 128 && p.soft_cap <= 0 && !p.bias.present &&
-         !p.mask.present && SumsDQ(p);
+  return ElementOf(p.dtype).bytes == 2 && has.Any(kNarrow) && !has.Any(kScores | kMask) && SumsDQ(p);
 }
 
 // Whether heads of Q that share keys are walked together: of larger groups, the rows that CTAs are at would not fit
 // into the L2. (With masks of wide heads it would spill registers.)
 bool Together(const Problem& p) {
-  const bool crowded = std::max(p.qk_dim, p.v_dim) > 128 && (p.mask.present || p.bias.present);
-  return p.causal && p.group() > 4 && !p.block_mask.present && !crowded;
+  const Features has = FeaturesOf(p);
+  const bool crowded = !has.Any(kNarrow) && has.Any(kOperands);
+  return has.Any(kCausal) && p.group() > 4 && !has.Any(kBlockMask) && !crowded;
 }
 
 // --- Launches ---
@@ -161,6 +162,8 @@ void hopper::AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan
   plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, tiles, Maps::kForward));
 }
 
+bool hopper::TakesLists(const Problem& p) { return FeaturesOf(p).Any(kBlockMask); }
+
 int64_t hopper::HeadsAtATime(const Target& target, const Problem& p) {
   return std::min(p.batch * p.q_heads, target.multiprocessors / DivideUp(p.kv_len, kPairedKeys) + 1);
 }
@@ -168,14 +171,14 @@ int64_t hopper::HeadsAtATime(const Target& target, const Problem& p) {
 // Four times as many as are computed at a time, some before and some after; or six times, where not all tiles are
 // computed and it takes less time.
 int64_t hopper::HeadsInScratch(const Target& target, const Problem& p) {
-  return std::min(p.batch * p.q_heads, (p.causal || p.block_mask.present ? 6 : 4) * HeadsAtATime(target, p));
+  return std::min(p.batch * p.q_heads, (FeaturesOf(p).Any(kCausal | kBlockMask) ? 6 : 4) * HeadsAtATime(target, p));
 }
 
 void hopper::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
   const int unit = AddUnit("backward", p, tiling, plan);
   const int64_t row_blocks = p.batch * p.q_heads * RoundUp(p.q_len, tiling.rows) / kRowBlock;
   if (!tiling.alongside) plan->launches.push_back({unit, "jax_flash_backward_prepare", row_blocks, kRowThreads});
-  const int64_t tiles = RoundUp(InBlocks(p.kv_len, p.kv_block), kPairedKeys) / tiling.cols;
+  const int64_t tiles = RoundUp(p.kv_len_in_blocks(), kPairedKeys) / tiling.cols;
   const int64_t heads = p.batch * (tiling.alongside ? p.q_heads : p.kv_heads);
   plan->launches.push_back(MainLaunch("jax_flash_backward", unit, tiling, heads * tiles, Maps::kBackward));
   if (tiling.sum_kv && (p.dk || p.dv)) {

@@ -9,6 +9,17 @@
 namespace jax_flash {
 namespace {
 
+void AddSegments(const Problem& p, Plan* plan) {
+  Problem any;  // nothing in the kernel depends on the problem: one cubin does for all
+  any.dtype = DType::kBF16;
+  any.qk_dim = any.v_dim = 64;
+  any.segments = true;
+  const int64_t positions = kSegmentBlock * kSegmentBlocks;
+  const int64_t blocks = p.batch * (DivideUp(p.q_len, positions) + DivideUp(p.kv_len, positions));
+  const int unit = AddUnit("segments", any, {Family::kAmpere}, plan);
+  plan->launches.push_back({unit, "jax_flash_segments", blocks, kSegmentThreads});
+}
+
 void AddForward(const Target& target, const Problem& p, Plan* plan) {
   if (ampere::FewQueries(target, p)) {
     plan->reasons.push_back(
@@ -56,7 +67,7 @@ std::string CudaRefusal(const Problem& p) {
       return sized("head dim", dim) + ": the CUDA kernels do multiples of 8 up to 256";
     }
   }
-  const int64_t longest = std::max(InBlocks(p.q_len, p.q_block), InBlocks(p.kv_len, p.kv_block));
+  const int64_t longest = std::max(p.q_len_in_blocks(), p.kv_len_in_blocks());
   if (longest > kMaxSize - 512) return sized("length", longest) + ": at most " + std::to_string(kMaxSize - 512);
   if (p.batch * p.q_heads > 0 && DivideUp(longest, 16) > kMaxSize / p.batch / p.q_heads) {
     return "batch x heads x length is too large for the CUDA kernels";
@@ -68,29 +79,9 @@ bool NothingToCompute(const Problem& p) { return p.batch == 0 || p.q_heads == 0 
 
 int AddUnit(const std::string& kernel, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   const bool main = kernel == "backward", backward = kernel.substr(0, 8) == "backward";
-  KernelConfig config;
-  KernelProblem& x = config.problem;
-  x.dtype = p.dtype;
-  x.bias_dtype = p.bias_dtype;
-  x.qk_dim = int(p.qk_dim);
-  x.v_dim = int(p.v_dim);
-  x.causal = p.causal;
-  x.window = p.window();
-  x.q_lengths = p.q_lengths;
-  x.kv_lengths = p.kv_lengths;
-  x.segments = p.segments;
-  x.query_offset = p.query_offset;
-  x.mask = p.mask.present;
-  x.q_block = int(p.q_block);
-  x.kv_block = int(p.kv_block);
-  x.soft_cap = p.soft_cap > 0;
-  x.dropout = p.dropout();
-  x.full_precision = p.dtype == DType::kF32 && p.full_precision;
-  x.dlogsumexp = backward && p.dlogsumexp;
-  x.dq = main && SumsDQ(p);
-  x.dk = main && p.dk;
-  x.dv = main && p.dv;
-  config.tiling = tiling;
+#define VALUE(type, name, ...) __VA_ARGS__,
+  const KernelConfig config = {{JAX_FLASH_KERNEL_PROBLEM(VALUE)}, tiling};
+#undef VALUE
   const std::string room = kernel == "segments" ? "scheduler" : tiling.family == Family::kHopper ? "hopper" : "ampere";
   plan->units.push_back({room + "/" + kernel + ".cuh", config});
   return int(plan->units.size()) - 1;
@@ -104,7 +95,7 @@ Plan MakePlan(const Problem& p, Pass pass, const Target& target) {
   if (target.capability == 90 && !target.hopper) {
     plan.reasons.push_back("JAX_FLASH_CUDA_KERNELS=sm80: Hopper takes the kernels that all GPUs have");
   }
-  if (p.segments) ampere::AddSegments(p, &plan);
+  if (p.segments) AddSegments(p, &plan);
   (pass == Pass::kForward ? AddForward : AddBackward)(target, p, &plan);
   return plan;
 }

@@ -44,7 +44,7 @@ Scratch ScratchOf(const Problem& p, Pass pass, const Target& target) {
     scratch.added = scratch.prepared + 4 * all_heads;
     scratch.heads = int(hopper::HeadsInScratch(target, p));
     scratch.last_heads = int(hopper::HeadsAtATime(target, p));
-  } else if (hopper && p.block_mask.present) {
+  } else if (hopper && hopper::TakesLists(p)) {
     scratch.taken = take(4);
   }
   if (hopper && hopper->sum_kv) {

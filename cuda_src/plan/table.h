@@ -6,6 +6,7 @@
 
 #include "common/problem.h"
 #include "cuda_src/element.h"
+#include "cuda_src/plan/features.h"
 #include "cuda_src/plan/target.h"
 
 namespace jax_flash {
@@ -14,30 +15,6 @@ struct Tile {
   int rows, cols;  // queries and keys
   int groups;      // warps, or on Hopper warpgroups beside the one that loads
   int stages;
-};
-
-// What a problem may have and a choice of tiles may leave to others.
-enum Feature : unsigned {
-  kCausal = 1,
-  kWindow = 2,
-  kSegments = 65536,
-  kLocal = kWindow | kSegments,
-  kSoftCap = 4,
-  kBias = 8,
-  kMask = 16,
-  kBiasAndMask = 32,  // both of them
-  kDropout = 64,
-  kFullPrecision = 128,  // f32 as three products of TF32
-  kManyKeys = 256,       // more than 1024
-  kFewTiles = 512,       // of all heads, than the GPU has multiprocessors
-  kBlockMask = 1024,
-  kManyRows = 2048,       // of a group's heads together, than a tile has
-  kCrowdedBlocks = 4096,  // a block mask beside a window, segments, a mask or dropout
-  kSeveral = 8192,        // of a window or segments, a mask and dropout more than one
-  kUncommon = 16384,      // head dims that differ or are no multiples of 16
-  kNarrow = 32768,        // head dims up to 128
-  kOperands = kBias | kMask,
-  kScores = kBias | kSoftCap,  // scores are formed entry by entry
 };
 
 // {shared, dim, {rows, cols, groups, stages}, without}
@@ -67,7 +44,7 @@ struct Table {
 // Do the features of the problem, the head dims and the GPU allow it?
 bool Fits(const Row& row, const Target& target, const Problem& p);
 
-// Whether blocks of a block mask are whole tiles, as Hopper's kernels want them.
+// Whether blocks of a block mask, if there is one, are whole tiles, as Hopper's kernels want them.
 bool InWholeTiles(const Tile& tile, const Problem& p);
 
 // Why no row is taken: the one that the fewest of the problem's features stand in the way of, and these. "its tiles of

@@ -1,0 +1,82 @@
+// Which entries of P dropout keeps.
+#pragma once
+
+#include "common/arrays.h"
+#include "common/problem.h"
+#include "cpu_src/scores.h"
+#include "cpu_src/tile.h"
+
+namespace jax_flash::JAX_FLASH_ISA {
+
+// Z: which entries of a tile dropout keeps. Without dropout that is all of them, and nothing is done.
+template <typename A>
+class Kept {
+ public:
+  Kept() = default;
+  Kept(const Problem& p, Carver* carver) : scale(A(p.keep_scale())), threshold_(int32_t(p.drop_threshold)) {
+    if (threshold_) bits_ = carver->NewTile<uint16_t>(kTileRows, kTileColumns);
+  }
+
+  // Where Z P goes: in place of P if it is the same.
+  Tile<A> NewProduct(Tile<A> p, Carver* carver) const {
+    return threshold_ ? carver->NewTile<A>(kTileRows, kTileColumns) : p;
+  }
+
+  // Z of a block of head n of batch entry b: the random bits of its entries, row i - i0, column j - j0 of `bits_`.
+  void Draw(const Operands& in, const Block& block, int64_t b, int64_t n) const {
+    if (!threshold_) return;
+    // A lane is one Philox call, which decides two columns of each half of a 16 x 16 tile's rows and columns.
+    constexpr int kCalls = kVectorBytes / 4, kCallColumns = 4 * kCalls;
+    U32Vec lane;
+    for (int i = 0; i < kCalls; ++i) lane[i] = uint32_t(i);
+    for (int64_t r = 0; r < block.rows; r = r % 16 == 7 ? r + 9 : r + 1) {
+      for (int64_t c = block.c0 / kCallColumns * kCallColumns; c < block.c1; c += kCallColumns) {
+        const uint32_t row_group = uint32_t((block.i0 + r) / 16 * 8 + r % 8);
+        U32Vec x[4] = {lane + uint32_t((block.j0 + c) / 4), Fill(row_group), Fill(in.head_id[n]), Fill(in.batch_id[b])};
+        Philox(x, in.seed[2 * b], in.seed[2 * b + 1]);
+        for (int k = 0; k < 4; ++k) {
+          uint16_t* to = bits_.row(r + k / 2 * 8) + c + k % 2 * 8;
+          const char* from = reinterpret_cast<const char*>(&x[k]);
+          for (int tile = 0; tile < kCalls / 4; ++tile) std::memcpy(to + 16 * tile, from + 16 * tile, 16);
+        }
+      }
+    }
+  }
+
+  // to = factor * from where an entry is kept, else 0. Without dropout they are the same tile and stay as they are.
+  void Apply(const Block& block, A factor, Tile<A> from, Tile<A> to) const {
+    const int32_t threshold = threshold_;
+    if (!threshold) return;
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const A* x = from.row(r);
+      A* y = to.row(r);
+      const uint16_t* row_bits = bits_.row(r);
+      for (int64_t c = block.c0; c < block.c1; ++c) y[c] = (row_bits[c] & 0x7FFF) >= threshold ? x[c] * factor : 0;
+    }
+  }
+
+  A scale = 1;  // what a kept entry is multiplied with
+
+ private:
+  static U32Vec Fill(uint32_t x) { return x - U32Vec{}; }
+
+  // Philox4x32-7 (jax_flash/dropout.py).
+  static void Philox(U32Vec (&x)[4], uint32_t key0, uint32_t key1) {
+    for (int round = 0; round < 7; ++round) {
+      U32Vec high0, low0, high2, low2;
+      MultiplyWide(x[0], 0xD2511F53u, &high0, &low0);
+      MultiplyWide(x[2], 0xCD9E8D57u, &high2, &low2);
+      x[0] = high2 ^ x[1] ^ key0;
+      x[1] = low2;
+      x[2] = high0 ^ x[3] ^ key1;
+      x[3] = low0;
+      key0 += 0x9E3779B9u;
+      key1 += 0xBB67AE85u;
+    }
+  }
+
+  int32_t threshold_ = 0;
+  Tile<uint16_t> bits_;
+};
+
+}  // namespace jax_flash::JAX_FLASH_ISA

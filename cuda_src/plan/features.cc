@@ -1,0 +1,33 @@
+#include "cuda_src/plan/features.h"
+
+#include "cuda_src/plan/family.h"
+
+namespace jax_flash {
+
+#define ADD(name, text, there) has.bits |= (there) ? unsigned(name) : 0;
+
+Features FeaturesOf(const Problem& p) {
+  Features has;
+  JAX_FLASH_FEATURES(ADD)
+  return has;
+}
+
+Features FeaturesOf(const Problem& p, const Target& target, int rows) {
+  Features has = FeaturesOf(p);
+  JAX_FLASH_TILE_FEATURES(ADD)
+  return has;
+}
+
+#undef ADD
+
+std::vector<std::string> NamesOf(Features features) {
+  std::vector<std::string> names;
+#define NAME(name, text, there) \
+  if (features.Any(name)) names.push_back(text);
+  JAX_FLASH_FEATURES(NAME)
+  JAX_FLASH_TILE_FEATURES(NAME)
+#undef NAME
+  return names;
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,70 @@
+// What a problem may have that a choice of tiles, or a way of computing, may leave to others.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "common/problem.h"
+#include "cuda_src/plan/target.h"
+
+namespace jax_flash {
+
+// FEATURE(name, text, there): what messages call it, and whether the problem `p` has it; `has` are those above.
+#define JAX_FLASH_FEATURES(FEATURE)                                                               \
+  FEATURE(kCausal, "a causal mask", p.causal)                                                     \
+  FEATURE(kWindow, "a window", p.window())                                                        \
+  FEATURE(kSegments, "segments", p.segments)                                                      \
+  FEATURE(kLengths, "lengths", p.q_lengths || p.kv_lengths)                                       \
+  FEATURE(kQueryOffset, "a query offset", p.query_offset)                                         \
+  FEATURE(kSoftCap, "a soft cap", p.soft_cap > 0)                                                 \
+  FEATURE(kBias, "a bias", p.bias.present)                                                        \
+  FEATURE(kMask, "a mask", p.mask.present)                                                        \
+  FEATURE(kBiasAndMask, "a bias beside a mask", has.Any(kBias) && has.Any(kMask))                 \
+  FEATURE(kDropout, "dropout", p.dropout())                                                       \
+  FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */ \
+  FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                      \
+  FEATURE(kBlockMask, "a block mask", p.block_mask.present)                                       \
+  FEATURE(kCrowdedBlocks, "a block mask beside a window, segments, a mask or dropout",            \
+          has.Any(kBlockMask) && has.Any(kLocal | kMask | kDropout))                              \
+  FEATURE(kSeveral, "two of: a window or segments, a mask, dropout",                              \
+          has.Any(kLocal) + has.Any(kMask) + has.Any(kDropout) > 1)                               \
+  FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)             \
+  FEATURE(kNarrow, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
+
+// Likewise of the problem in tiles of `rows` queries, on `target`.
+#define JAX_FLASH_TILE_FEATURES(FEATURE)                                          \
+  FEATURE(kFewTiles, "fewer tiles than multiprocessors",                          \
+          target.multiprocessors > p.batch * p.q_heads * DivideUp(p.q_len, rows)) \
+  FEATURE(kManyRows, "many rows", rows < p.q_len * p.group()) /* of a group's heads together */
+
+#define JAX_FLASH_PLACE(name, text, there) name##Place,
+enum FeaturePlace { JAX_FLASH_FEATURES(JAX_FLASH_PLACE) JAX_FLASH_TILE_FEATURES(JAX_FLASH_PLACE) };
+#undef JAX_FLASH_PLACE
+
+// A set of them has these bits.
+#define JAX_FLASH_BIT(name, text, there) name = 1u << name##Place,
+enum Feature : unsigned { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FEATURES(JAX_FLASH_BIT) };
+#undef JAX_FLASH_BIT
+
+constexpr unsigned kLocal = kWindow | kSegments;
+constexpr unsigned kOperands = kBias | kMask;
+constexpr unsigned kScores = kBias | kSoftCap;             // scores are formed entry by entry
+constexpr unsigned kRanges = kCausal | kLocal | kLengths;  // masks that need no array of all entries
+constexpr unsigned kPositions = kRanges | kQueryOffset;
+
+struct Features {
+  unsigned bits = 0;
+
+  bool Any(unsigned set) const { return bits & set; }
+  int Count(unsigned set) const { return __builtin_popcount(bits & set); }
+};
+
+// Those of a problem, and those that it has besides in tiles of so many queries.
+Features FeaturesOf(const Problem& problem);
+Features FeaturesOf(const Problem& problem, const Target& target, int rows);
+
+// What messages call those of a set, in their order.
+std::vector<std::string> NamesOf(Features features);
+
+}  // namespace jax_flash

@@ -41,6 +41,9 @@ if importlib.util.find_spec("hypothesis"):  # modules that need a package which 
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+pytest.register_assert_rewrite("accuracy", "block_masks")
+
+
 def pytest_collection_modifyitems(items):
     if not _GPU:
         skip = pytest.mark.skip(reason="no NVIDIA GPU here")

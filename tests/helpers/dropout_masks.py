@@ -16,7 +16,7 @@ def attend(query, key, value, rate, dropout_key, implementation="flash", **optio
 
 
 def specified(rate, key, B, N, T, S):
-    """By NumPy, which does not compile anything for a new shape; the specification itself is held against it below."""
+    """By NumPy, which does not compile anything for a new shape; `test_dropout.py` holds `dropout.py` against it."""
     seed = np.asarray(dropout.seed_from_key(key, B))
     return standard.random_bits(seed, np.arange(B), np.arange(N), T, S) >= dropout.threshold(rate)
 

@@ -339,6 +339,9 @@ def test_flops(N, d, M):
     assert io_model.flops("algorithm_4", N, d, M) == 10 * N * N * d
 
 
+# --- beside the paper's measurements ---
+
+
 def test_figure_2():
     """GPT-2 medium (N = 1024, d = 64, 1024 heads, f16), forward and backward, B_c = 256: run, not by formula.
 

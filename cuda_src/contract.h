@@ -11,7 +11,7 @@ namespace jax_flash {
 
 // Of a box of a tensor map: what is beside each other is always kBoxBytes. A box of K or V in the forward and of Q, dO,
 // K or V in the backward has the rows of a tile; one of a result, and of Q in the forward, kBoxRows; one of the rows
-// that the backward does alongside (backward_alongside_sm90.cuh) kAlongsideRows.
+// that the backward does alongside (hopper/backward_alongside.cuh) kAlongsideRows.
 constexpr int kBoxBytes = 128, kBoxRows = 64, kAlongsideRows = 16;
 
 // Queries of a head in the backward's scratch, and keys where dK and dV are added up there, are a multiple of this: no
@@ -39,7 +39,8 @@ __host__ __device__
 
 // --- What a kernel is compiled for ---
 
-// Kernels for GPUs from compute capability 8.0 on, and Hopper's own, for 9.0 alone: files *_sm80.cuh and *_sm90.cuh.
+// Kernels for GPUs from compute capability 8.0 on, and Hopper's own, for 9.0 alone: kernels/ampere and
+// kernels/hopper.
 enum class Family : int { kAmpere = 80, kHopper = 90 };
 
 // The host writes one of each for every kernel, as the constants kProblem and kTiling of its header this_kernel.h
@@ -143,7 +144,7 @@ struct Params {
   float* dbias;
   float* dbias_parts;  // scratch: the parts of dbias [parts, of its shape]; if there are several
   int parts;           // of dbias; of the keys in a forward over parts of them
-  int scratch_heads;   // for how many heads scratch is used at a time, if backward_alongside_sm90.cuh does all
+  int scratch_heads;   // for how many heads scratch is used at a time, if hopper/backward_alongside.cuh does all
   int last_heads;      // of all heads the last, whose tiles may be taken together; no more than scratch_heads
   float* maximum;      // scratch: m, where the kernel on Hopper takes it apart (kMaximumApart)
 

@@ -48,7 +48,7 @@ TOOLS = {
     "synccheck": [],
     "racecheck": [],
 }
-SETTINGS = {"racecheck": {"JAX_FLASH_NVRTC_OPTIONS": "-DJAX_FLASH_RACECHECK"}}  # cuda_src/kernels/tile/types.cuh
+SETTINGS = {"racecheck": {"JAX_FLASH_NVRTC_OPTIONS": "-DJAX_FLASH_RACECHECK"}}  # cuda_src/kernels/ptx/types.cuh
 FAMILIES = {"sm90": {}, "sm80": {"JAX_FLASH_CUDA_KERNELS": "sm80"}}
 DIMS = (64, 128, 256, 72)
 

@@ -127,7 +127,7 @@ Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling
   return launch;
 }
 
-// Of backward_prepare.cuh.
+// Of ampere/backward_prepare.cuh.
 Launch PrepareLaunch(const Problem& p, int unit) {
   const int64_t threads = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding) * LanesOfRow(int(p.v_dim));
   return {unit, "jax_flash_backward_prepare", DivideUp(threads, kRowThreads), kRowThreads};

@@ -23,7 +23,7 @@ inline bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
 // Is there work for the kernel that computes dK and dV, and dQ if it grows?
 inline bool HasMain(const Problem& p) { return p.dk || p.dv || SumsDQ(p); }
 
-// The unit of `kernel`_sm80.cuh or `kernel`_sm90.cuh.
+// The unit of `kernel`.cuh, in the family's room of cuda_src/kernels.
 int AddUnit(const std::string& kernel, const Problem& p, const KernelTiling& tiling, Plan* plan);
 
 namespace hopper {

@@ -95,11 +95,11 @@ bool LeavesIdle(const Target& target, const Problem& p) {
   return 6 * items < 5 * RoundUp(items, target.multiprocessors);
 }
 
-// Whether the backward does what comes before and after it alongside (backward_alongside_sm90.cuh). Three warps a block
-// have to keep up: they do where a row has many keys, or all rows are prepared at once. Not where registers are few,
-// beside three masks or dropout and two, or some would be spilled. Heads of Q that share keys are computed one by one
-// then, or too many would be under way at a time: which is worth it where they are few. The lists of a block mask are
-// taken head by head, and a long one would hold up the heads after its own.
+// Whether the backward does what comes before and after it alongside (hopper/backward_alongside.cuh). Three warps a
+// block have to keep up: they do where a row has many keys, or all rows are prepared at once. Not where registers are
+// few, beside three masks or dropout and two, or some would be spilled. Heads of Q that share keys are computed one by
+// one then, or too many would be under way at a time: which is worth it where they are few. The lists of a block mask
+// are taken head by head, and a long one would hold up the heads after its own.
 bool Alongside(const Target& target, const Problem& p) {
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
   const bool listed = p.block_mask.present;

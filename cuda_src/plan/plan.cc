@@ -91,8 +91,8 @@ int AddUnit(const std::string& kernel, const Problem& p, const KernelTiling& til
   x.dk = main && p.dk;
   x.dv = main && p.dv;
   config.tiling = tiling;
-  const std::string family = kernel == "segments" ? "" : "_sm" + std::to_string(int(tiling.family));
-  plan->units.push_back({kernel + family + ".cuh", config});
+  const std::string room = kernel == "segments" ? "scheduler" : tiling.family == Family::kHopper ? "hopper" : "ampere";
+  plan->units.push_back({room + "/" + kernel + ".cuh", config});
   return int(plan->units.size()) - 1;
 }
 

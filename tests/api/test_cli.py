@@ -102,8 +102,8 @@ def test_warmup_compiles_into_the_cache(nvrtc, capsys, monkeypatch, tmp_path):
     flags = "--shape 1 77 2 16 --dtype bfloat16 --segments --backward --arch sm_80 sm_90a"
     assert main(["warmup", *flags.split()]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"sm_80 forward: segments\.cuh, forward_sm80\.cuh in [0-9.]+ s", out)
-    assert re.search(r"sm_90a backward: segments\.cuh, backward_sm90\.cuh in [0-9.]+ s", out)
+    assert re.search(r"sm_80 forward: scheduler/segments\.cuh, ampere/forward\.cuh in [0-9.]+ s", out)
+    assert re.search(r"sm_90a backward: scheduler/segments\.cuh, hopper/backward\.cuh in [0-9.]+ s", out)
     assert f"kept in {tmp_path}" in out
     assert len(list(tmp_path.iterdir())) == 6  # the segments' kernel does for both passes
 
@@ -144,7 +144,7 @@ def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(_native, "cuda_cache", lambda *call: compiled.append(call) is None)
     assert main(["warmup", *flags.split(), str(problems)]) == 0
     out = capsys.readouterr().out
-    assert out.count("forward_sm90.cuh") == out.count("backward_sm90.cuh") == 2
+    assert out.count("hopper/forward.cuh") == out.count("hopper/backward.cuh") == 2
     fields = [_native.cuda_plan(text, backward, arch)[-1][2] for text, backward, arch in compiled]
     assert [x["kv_block"] for x in fields] == [256, 256, 0, 0]
     assert [x["bias_dtype"] for x in fields] == [0, 0, 3, 3]

@@ -229,12 +229,12 @@ def launch(body: str) -> str:
     """The error of a block of 128 threads with 4 KiB of shared memory."""
     source = f"""
 #pragma once
-#include "tile/cluster.cuh"
-#include "tile/cp_async.cuh"
-#include "tile/mbarrier.cuh"
-#include "tile/tma.cuh"
-#include "tile/warp.cuh"
-#include "tile/wgmma.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+#include "ptx/wgmma.cuh"
 struct Shared {{ alignas(1024) uint8_t tile[2048]; alignas(16) uint8_t bytes[2032]; uint64_t barrier; }};
 extern "C" __global__ void jax_flash_test(const __grid_constant__ uint4 zeros) {{
   using namespace jax_flash;

@@ -102,7 +102,7 @@ def test_backward_alongside():
     listed = ({**LISTS, "batch": 64}, {**LISTS, "row_list": 3, "column_list": 18, "drop_threshold": 9})
     two = ({"causal": True, "segments": True}, {"drop_threshold": 9, "causal": True})
     for common in ({}, {"causal": True}, {"v_dim": 128}, {"segments": True}, {"drop_threshold": 9}, *two, *listed):
-        assert kernels("sm_90a", True, **own, **common)[-1:] == [("backward_sm90.cuh", "jax_flash_backward")]
+        assert kernels("sm_90a", True, **own, **common)[-1:] == [("hopper/backward.cuh", "jax_flash_backward")]
         assert fields("sm_90a", True, **own, **common)["alongside"] == 1
     for changes in NOT_ALONGSIDE:
         last = [kernel for _, kernel in kernels("sm_90a", True, **own | changes)][-3:]
@@ -138,7 +138,7 @@ def test_heads_that_share_keys(changes, sum_kv, together):
 def test_float32_on_hopper():
     """Its own kernels do TF32, up to head dim 128; in the backward not a soft cap."""
     (hopper,), (ampere,) = kernels(dtype="float32", full_precision=False), kernels("sm_80", dtype="float32")
-    assert hopper == ("forward_sm90.cuh", "jax_flash_forward")
+    assert hopper == ("hopper/forward.cuh", "jax_flash_forward")
     for changes in ({"full_precision": True}, {"v_dim": 136}):
         assert kernels(dtype="float32", **changes) == [ampere]
     for changes, backward in (({}, 90), ({"full_precision": True}, 80), ({"qk_dim": 136}, 80), ({"soft_cap": 1.0}, 80)):
@@ -164,7 +164,7 @@ def test_bias_in_the_tf32_backward(changes, family):
 
 def test_a_family_can_be_asked_for(monkeypatch):
     monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm80")
-    assert kernels() == [("forward_sm80.cuh", "jax_flash_forward")]
+    assert kernels() == [("ampere/forward.cuh", "jax_flash_forward")]
     monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm70")
     with pytest.raises(ValueError, match="JAX_FLASH_CUDA_KERNELS=sm70"):
         kernels()
@@ -173,14 +173,14 @@ def test_a_family_can_be_asked_for(monkeypatch):
 def test_segments_come_first():
     for backward, last in ((False, "jax_flash_forward"), (True, "jax_flash_backward_finish")):
         launches = kernels(backward=backward, segments=True, **(GRADIENTS | THREE_MASKS if backward else {}))
-        assert launches[0] == ("segments.cuh", "jax_flash_segments")
+        assert launches[0] == ("scheduler/segments.cuh", "jax_flash_segments")
         assert launches[-1][1] == last
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 def test_few_queries_divide_the_keys(arch):
     decoding = {"q_len": 1, "kv_len": 4096, "q_heads": 8, "kv_heads": 2}
-    file = "forward_split_sm80.cuh"
+    file = "ampere/forward_split.cuh"
     assert kernels(arch, **decoding) == [(file, "jax_flash_forward"), (file, "jax_flash_forward_merge")]
     assert fields(arch, **decoding)["packed"] == 4  # the heads of a group are rows of one tile
     assert fields(arch)["packed"] == fields(arch, q_len=1)["packed"] == 0
@@ -190,7 +190,7 @@ def test_few_queries_divide_the_keys(arch):
 def test_one_part_of_the_keys_is_not_merged(arch):
     """With the tiles of the parts. The heads of a group share a tile there, which only the parts' kernel can."""
     decoding = {"batch": 64, "q_len": 1, "kv_len": 4096, "q_heads": 8, "kv_heads": 8}
-    assert kernels(arch, **decoding) == [("forward_sm80.cuh", "jax_flash_forward")]
+    assert kernels(arch, **decoding) == [("ampere/forward.cuh", "jax_flash_forward")]
     assert scratch(arch, **decoding) == 0
     fewer = fields(arch, **decoding | {"batch": 4})
     assert fewer["packed"] == 1
@@ -201,7 +201,7 @@ def test_one_part_of_the_keys_is_not_merged(arch):
 def test_block_masks_leave_the_keys_whole():
     blocks = {"block_mask": Extent(False, True, True, True), "q_block": 16, "kv_block": 64, "row_list": 66}
     decoding = {"q_len": 1, "kv_len": 4096, "column_list": 3, **blocks}
-    assert kernels(**decoding) == [("forward_sm80.cuh", "jax_flash_forward")]
+    assert kernels(**decoding) == [("ampere/forward.cuh", "jax_flash_forward")]
     assert scratch(**decoding) == everywhere(**decoding) == 0
     assert scratch(**LISTS) == everywhere(**LISTS) == 256  # for a count of Hopper's
     assert scratch("sm_80", **LISTS) == 0
@@ -241,7 +241,7 @@ def test_deterministic_gradients_take_no_sum_by_many_blocks():
     ]
     assert launches[1][2]["dq"] == 0
     assert kernels(backward=True, deterministic=True, dq=True) == [
-        ("backward_query_sm80.cuh", "jax_flash_backward_query")
+        ("ampere/backward_query.cuh", "jax_flash_backward_query")
     ]
 
 
@@ -253,7 +253,7 @@ def test_gradient_of_a_bias(arch, extent):
     launches = kernels(arch, True, **biased, **GRADIENTS)
     family = "sm90" if arch == "sm_90a" else "sm80"
     assert launches[0] == (f"backward_{family}.cuh", "jax_flash_backward_prepare")
-    assert ("backward_bias_sm80.cuh", "jax_flash_backward_bias") in launches[1:]
+    assert ("ampere/backward_bias.cuh", "jax_flash_backward_bias") in launches[1:]
     alone = [kernel for _, kernel in kernels(arch, True, **biased)]
     assert alone[:2] == ["jax_flash_backward_prepare", "jax_flash_backward_bias"]
 

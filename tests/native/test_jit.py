@@ -35,26 +35,26 @@ def test_compiles_what_the_plan_says(nvrtc):
 
 
 def test_a_source_that_does_not_compile_says_so(nvrtc):
-    with pytest.raises(RuntimeError, match=r"could not compile forward_sm90.cuh for sm_90a:\n.*assertion failed"):
-        _native.cuda_compile("forward_sm90.cuh", fields() | {"rows": 65}, "sm_90a")
+    with pytest.raises(RuntimeError, match=r"could not compile hopper/forward.cuh for sm_90a:\n.*assertion failed"):
+        _native.cuda_compile("hopper/forward.cuh", fields() | {"rows": 65}, "sm_90a")
 
 
 def test_a_kernel_has_all_fields_and_no_others():
     for changed, message in (({}, "without the field dtype"), (fields() | {"colour": 3}, "does not have")):
         with pytest.raises(ValueError, match=message):
-            _native.cuda_compile("forward_sm90.cuh", changed, "sm_90a")
+            _native.cuda_compile("hopper/forward.cuh", changed, "sm_90a")
 
 
 def test_options_from_the_environment(nvrtc, monkeypatch):
     def cubin(options):
         monkeypatch.setenv("JAX_FLASH_NVRTC_OPTIONS", options)
-        return _native.cuda_compile("segments.cuh", unit, "sm_80")[0]
+        return _native.cuda_compile("scheduler/segments.cuh", unit, "sm_80")[0]
 
     file, _, unit = _native.cuda_plan(problem(segments=True).encode(), False, "sm_80")[0]
-    assert file == "segments.cuh"
+    assert file == "scheduler/segments.cuh"
     assert b".debug_line" not in cubin("  ")
     assert b".debug_line" in cubin("  -lineinfo -DNOBODY=1")
-    with pytest.raises(RuntimeError, match=r"could not compile segments.cuh for sm_80:\n.*--nonsense"):
+    with pytest.raises(RuntimeError, match=r"could not compile scheduler/segments.cuh for sm_80:\n.*--nonsense"):
         cubin("--nonsense")
 
 
@@ -136,7 +136,7 @@ def test_what_a_cubin_depends_on_is_in_its_key(nvrtc, monkeypatch, tmp_path):
     (path, *_) = tmp_path.iterdir()
     header = path.read_bytes().partition(b"\n\n")[0].decode()
     _, major, minor = nvrtc
-    assert f"nvrtc {major}.{minor}\n" in header and "forward_sm80.cuh -arch=sm_8" in header and "sources " in header
+    assert f"nvrtc {major}.{minor}\n" in header and "ampere/forward.cuh -arch=sm_8" in header and "sources " in header
 
 
 @pytest.mark.parametrize("directory", ["", "/dev/null/cache"], ids=["none", "unwritable"])

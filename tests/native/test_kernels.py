@@ -34,7 +34,7 @@ def test_hoppers_backward_has_the_tiles_of_its_head_dims():
         features = kernel_variants.PLAIN | dict(zip(names, chosen, strict=True))
         problem = kernel_variants.problem("bfloat16", dims, **features)
         for file, _, fields in _native.cuda_plan(problem.encode(), True, "sm_90a"):
-            if file == "backward_sm90.cuh":
+            if file == "hopper/backward.cuh":
                 assert fields["cols"] == (64 if max(dims) > 128 else 128), (dims, chosen)
                 seen.add(dims)
     assert seen == set(kernel_variants.DIMS)

@@ -1,0 +1,266 @@
+// The backward for every GPU since Ampere: Algorithm 4 of the paper. A CTA keeps a tile of K and V and walks Q and dO:
+//   S = Q_i K^T;       P = exp(S - L_i)
+//   dP = dO_i V^T;     dS = P (dP - D_i)
+//   dV += P^T dO_i;    dK += dS^T Q_i;     dQ_i += dS K, over all CTAs, in f32
+// Each product is divided among all warps, in parts that are as square as can be, since it is shared memory that bounds
+// the speed; P and dS go from one to the next through shared memory. Kernels before and after prepare L and D and
+// convert dQ.
+//
+// Tiles of S have kRows and kCols (multiples of 16); kStages, tiles of Q and dO, is 1 or 2. The host launches
+//   jax_flash_backward_prepare   as ampere/backward_prepare.cuh says
+//   jax_flash_backward           a block of kThreads for each tile of keys of each head of K and batch entry
+//   jax_flash_backward_finish    if kDQ: batch * heads * ceil(T / kSumRows) * kQKDim threads in blocks of kRowThreads
+// With lists tiles divide blocks, and there are tiles for whole blocks.
+#pragma once
+
+#include "ampere/backward_prepare.cuh"
+#include "ampere/parts.cuh"
+#include "ampere/scores.cuh"
+#include "ptx/reduce.cuh"
+#include "scheduler/lists.cuh"
+
+namespace jax_flash {
+
+constexpr int kRows = kTiling.rows;
+constexpr int kCols = kTiling.cols;
+constexpr int kWarps = kTiling.groups;
+constexpr int kStages = kTiling.stages;
+constexpr int kThreads = 32 * kWarps;
+constexpr bool kDS = kDQ || kDK;
+
+// [rows of dq_sum / kSumRows][columns / 8]: 16 x 8 elements each.
+__device__ __forceinline__ float* SumOfDQ(const Params& p, int64_t head, int row, int column) {
+  return p.dq_sum + ((head * PaddedRows(p) + row) / kSumRows * (kQKDim / 8) + column / 8) * 128;
+}
+
+struct BackwardShared {
+  SharedTile<kCols, kQKDim> k;
+  SharedTile<kCols, kVDim> v;
+  SharedTile<kRows, kQKDim> q[kStages];
+  SharedTile<kRows, kVDim> d_o[kStages];
+  SharedTile<kRows, kCols> p, ds;
+  Visible rows;  // that see the tile of K and V
+};
+
+// Goes through the tiles of Q, of all heads of the group, that see the tile of K and V.
+template <bool kFromList>
+struct QTiles {
+  int head, row;
+  const int last_head, first;
+  const Visible& rows;
+
+  __device__ __forceinline__ QTiles(const Params& p, int, int kv_head, const BlockList&, const Visible& rows)
+      : head(kv_head * (p.q_heads / p.kv_heads)),
+        row(rows.any_lo / kRows * kRows),
+        last_head(head + p.q_heads / p.kv_heads - 1),
+        first(row),
+        rows(rows) {}
+
+  __device__ __forceinline__ bool There() const { return head <= last_head; }
+  __device__ __forceinline__ void Next() {
+    const bool end = row + kRows >= rows.any_hi;
+    row = end ? first : row + kRows;
+    head += end;
+  }
+};
+
+template <>
+struct QTiles<true> : ListedQTiles<kRows> {
+  using ListedQTiles::ListedQTiles;
+};
+
+struct Backward {
+  using ScorePart = PartOf<kWarps, kRows, kCols>;
+  using KPart = PartOf<kWarps, kCols, kQKDim>;
+  using VPart = PartOf<kWarps, kCols, kVDim>;
+  using QPart = PartOf<kWarps, kRows, kQKDim>;
+
+  const Params& p;
+  BackwardShared& shared;
+  const int column, kv_head, batch;  // of the tile of K and V
+  const BlockList blocks;            // that see it, if there is a block mask
+  const Visible& rows;
+
+  Accumulator<KPart::kHeight, KPart::kWidth> dK;
+  Accumulator<VPart::kHeight, VPart::kWidth> dV;
+
+  __device__ __forceinline__ Backward(const Params& p, BackwardShared& shared, int tile, int kv_head, int batch,
+                                      const BlockList& blocks)
+      : p(p), shared(shared), column(tile * kCols), kv_head(kv_head), batch(batch), blocks(blocks), rows(shared.rows) {
+    if (threadIdx.x == 0) shared.rows = RowsOf(p, PositionsOf(p, batch), batch, column, column + kCols);
+    __syncthreads();
+  }
+
+  // Tile `stage` of Q and dO begins to come, or one of `parts` of it.
+  __device__ __forceinline__ void Load(int stage, int head, int row, int part = 0, int parts = 1) {
+    const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim);
+    const Matrix dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);
+    shared.q[stage].template Load<kThreads>(Q.data, Q.stride, row, rows.any_hi, part, parts);
+    shared.d_o[stage].template Load<kThreads>(dO.data, dO.stride, row, rows.any_hi, part, parts);
+  }
+
+  __device__ __forceinline__ void Landed(int stage, bool first) {
+    if (first) shared.k.template Landed<kThreads>();
+    if (first && kDS) shared.v.template Landed<kThreads>();
+    shared.q[stage].template Landed<kThreads>();
+    shared.d_o[stage].template Landed<kThreads>();
+  }
+
+  // P and dS of a tile.
+  __device__ __forceinline__ void Recompute(int stage, int head, int row) {
+    const ScorePart part;
+    if (!part.active) return;
+    const Scores scores(p, batch, head, row + part.row, column + part.column, KindOfBlock(p, batch, head, row, column));
+    float minus_l[ScorePart::kHeight / 16][2], D[ScorePart::kHeight / 16][2];
+    scores.RowStatistics(p.logsumexp, minus_l);
+    if (kDS) scores.RowStatistics(p.d, D);
+
+    Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
+    Clear(S);
+    AddRowsTimesRows(S, shared.q[stage], part.row, shared.k, part.column);
+    if (!scores.block.Everything() || row < rows.every_lo || row + kRows > rows.every_hi)
+      scores.Hide(PositionsOf(p, batch), S);
+    if (kDS) {
+      Clear(dP);
+      AddRowsTimesRows(dP, shared.d_o[stage], part.row, shared.v, part.column);
+    }
+    scores.ToP<true>(S, minus_l, [&](int m, int c, const float (&P)[4]) {
+      if (kDV) shared.p.PutOperand(part.row + 16 * m, part.column + 8 * c, P);
+    });
+    if (kDS) {
+      scores.ToDS(S, D, dP);
+#pragma unroll
+      for (int i = 0; i < ScorePart::kHeight / 16 * ScorePart::kWidth / 8; ++i) {
+        const int m = i / (ScorePart::kWidth / 8), c = i % (ScorePart::kWidth / 8);
+        shared.ds.PutOperand(part.row + 16 * m, part.column + 8 * c, dP[m][c]);
+      }
+    }
+  }
+
+  // dQ_i += dS K
+  __device__ __forceinline__ void AddDQ(int head, int row) {
+    const QPart part;
+    if (!part.active) return;
+    Accumulator<QPart::kHeight, QPart::kWidth> dQ;
+    Clear(dQ);
+    AddTileTimesRows(dQ, shared.ds, part.row, shared.k, part.column);
+#pragma unroll
+    for (int m = 0; m < QPart::kHeight / 16; ++m) {
+#pragma unroll
+      for (int c = 0; c < QPart::kWidth / 8; ++c) {
+        const int from = part.column + 8 * c;
+        if (QPart::kWhole || from < kQKDim) {
+          AddToGlobal(SumOfDQ(p, int64_t(batch) * p.q_heads + head, row + part.row + 16 * m, from), dQ[m][c]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Run() {
+    const KPart k_part;
+    const VPart v_part;
+    const Matrix K(p.key, batch, kv_head, p.kv_len, p.kv_heads, kQKDim);
+    const Matrix V(p.value, batch, kv_head, p.kv_len, p.kv_heads, kVDim);
+    Clear(dK);
+    Clear(dV);
+    QTiles<kListed> tiles(p, batch, kv_head, blocks, rows);
+    if (rows.any_lo < rows.any_hi && (!kListed || tiles.There())) {
+      const int kv_length = PositionsOf(p, batch).kv_length;
+      shared.k.template Load<kThreads>(K.data, K.stride, column, kv_length);
+      if (kDS) shared.v.template Load<kThreads>(V.data, V.stride, column, kv_length);
+      Load(0, tiles.head, tiles.row);
+      CpAsyncCommit();
+      bool first = true;
+      for (int stage = 0; tiles.There(); stage = kStages - 1 - stage) {
+        const int head = Fresh(tiles.head), row = Fresh(tiles.row);  // of which nothing stays in a register
+        // After the last tile it comes once more, for nobody: a branch would keep the loads together.
+        const auto load_next = [&](int part, int parts) {
+          const bool there = tiles.There();
+          if (kStages == 2) Load(1 - stage, there ? tiles.head : head, there ? tiles.row : row, part, parts);
+        };
+        CpAsyncWait<0>();
+        Landed(stage, first);
+        first = false;
+        __syncthreads();  // Q_i and dO_i are there, and nobody needs P, dS and the tiles before
+        Recompute(stage, head, row);
+        __syncthreads();
+        tiles.Next();
+        if (kDV && v_part.active) {
+          AddColumnsTimesRows(dV, shared.p, v_part.row, shared.d_o[stage], v_part.column, load_next);
+        } else {
+          load_next(0, 1);
+        }
+        if (kDK && k_part.active) AddColumnsTimesRows(dK, shared.ds, k_part.row, shared.q[stage], k_part.column);
+        if (kStages == 1) {
+          __syncthreads();
+          if (tiles.There()) Load(0, tiles.head, tiles.row);
+        }
+        CpAsyncCommit();
+        if (kDQ) AddDQ(head, row);
+      }
+      CpAsyncWait<0>();  // no block ends before its loads
+    }
+    if (kDK && k_part.active) Write(dK, k_part, ScaleOf(p), p.dk, kQKDim);
+    if (kDV && v_part.active) Write(dV, v_part, ZScale(p), p.dv, kVDim);
+  }
+
+  // The rows of dK or dV that are keys.
+  template <typename Part, int kCount, int kChunks>
+  __device__ __forceinline__ void Write(const float (&C)[kCount][kChunks][4], const Part& part, float scale, void* to,
+                                        int dim) {
+    const Matrix matrix(to, batch, kv_head, p.kv_len, p.kv_heads, dim);
+#pragma unroll
+    for (int i = 0; i < kCount * kChunks * 2; ++i) {
+      const int m = i / 2 / kChunks, c = i / 2 % kChunks, h = i % 2;
+      const int key = column + part.row + 16 * m + 8 * h + LaneRowOfColumns();
+      const int d = part.column + 8 * c + threadIdx.x % 4 * 2;
+      if (key < p.kv_len && (Part::kWhole || d < dim))
+        StorePair(matrix.At(key, d), C[m][c][2 * h] * scale, C[m][c][2 * h + 1] * scale);
+    }
+  }
+};
+
+}  // namespace jax_flash
+
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardShared);
+
+// Head by head, for the sake of the L2; the first tiles of keys are the ones that most causal rows see.
+extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 256 / jax_flash::kThreads)
+    jax_flash_backward(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  extern __shared__ __align__(16) uint8_t memory[];
+  BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
+  if constexpr (kListed) {
+    constexpr int kTiles = kTilesOfColumn<kCols>;
+    int item, list;  // of the key/value heads of all batch entries
+    ListOfItem(blockIdx.x / kTiles, BlockColumns(p), p.batch * p.kv_heads, &item, &list);
+    const int kv_head = item % p.kv_heads, batch = item / p.kv_heads;
+    const BlockList blocks = ColumnList(p, batch, kv_head * (p.q_heads / p.kv_heads), list);
+    Backward(p, shared, blocks.index * kTiles + blockIdx.x % kTiles, kv_head, batch, blocks).Run();
+  } else {
+    const int tiles = (p.kv_len + kCols - 1) / kCols;
+    Backward(p, shared, blockIdx.x % tiles, blockIdx.x / tiles % p.kv_heads, blockIdx.x / tiles / p.kv_heads,
+             BlockList())
+        .Run();
+  }
+}
+
+// dQ in the problem's dtype and layout. A thread takes 8 columns of two rows.
+extern "C" __global__ void jax_flash_backward_finish(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int column = thread % (kQKDim / 8) * 8, quad = thread / (kQKDim / 8) % 8;
+  const int64_t tile = thread / kQKDim;  // kSumRows rows
+  const int tiles = (p.q_len + kSumRows - 1) / kSumRows, row = tile % tiles * kSumRows, head = tile / tiles % p.q_heads;
+  const int64_t batch = tile / tiles / p.q_heads;
+  if (batch >= p.batch) return;
+  float x[2][8];
+  LoadSum(SumOfDQ(p, batch * p.q_heads + head, row, column), quad, x);
+  const Matrix dQ(p.dq, batch, head, p.q_len, p.q_heads, kQKDim);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[h][i] *= ScaleOf(p);
+    if (row + quad + 8 * h < p.q_len) StoreEight(dQ.At(row + quad + 8 * h, column), x[h]);
+  }
+}

@@ -1,0 +1,182 @@
+// dbias = dS, summed over what the bias is broadcast over; for every GPU since Ampere, without atomics. A CTA owns a
+// tile of dbias and walks, in a fixed order, all tiles of S that are added up in it: those of other batch entries,
+// heads, rows or columns. For each it computes S, P, dP and dS once more, as ampere/backward.cuh does:
+//   S = Q_i K_j^T;   P = exp(S - L_i);   dP = dO_i V_j^T;   dbias += P (dP - D_i)
+//
+// Where few CTAs would have much to add up, p.parts CTAs share a tile; each adds up its part, and a kernel after sums
+// the parts.
+//
+// Tiles of S have kRows and kCols (multiples of 16). The host launches
+//   jax_flash_backward_prepare       as ampere/backward_prepare.cuh says, if ampere/backward.cuh has not
+//   jax_flash_backward_bias          p.parts blocks of kThreads for each tile of dbias
+//   jax_flash_backward_bias_finish   if p.parts > 1: a thread for each element of dbias, in blocks of kRowThreads
+#pragma once
+
+#include "ampere/backward_prepare.cuh"
+#include "ampere/parts.cuh"
+#include "ampere/scores.cuh"
+#include "ptx/warp.cuh"
+#include "scheduler/ranges.cuh"
+
+namespace jax_flash {
+
+constexpr int kRows = kTiling.rows;
+constexpr int kCols = kTiling.cols;
+constexpr int kWarps = kTiling.groups;
+constexpr int kThreads = 32 * kWarps;
+using ScorePart = PartOf<kWarps, kRows, kCols>;
+
+union BackwardBiasShared {
+  struct {
+    SharedTile<kRows, kQKDim> q;
+    SharedTile<kCols, kQKDim> k;
+    SharedTile<kRows, kVDim> d_o;
+    SharedTile<kCols, kVDim> v;
+  };
+  float sums[kRows][kCols];
+};
+
+// One dimension of [batch, head, row tile, column tile]: whether dbias has it.
+struct Dimension {
+  int count;
+  bool own;
+
+  __device__ __forceinline__ int Own() const { return own ? count : 1; }
+  __device__ __forceinline__ int Summed() const { return own ? 1 : count; }
+};
+
+struct Shape {
+  Dimension batch, head, row, column;
+
+  __device__ __forceinline__ Shape(const Params& p)
+      : batch{p.batch, p.bias.batch != 0},
+        head{p.q_heads, p.bias.head != 0},
+        row{(p.q_len + kRows - 1) / kRows, p.bias.row != 0},
+        column{(p.kv_len + kCols - 1) / kCols, p.bias.column != 0} {}
+
+  __device__ __forceinline__ int64_t Elements(const Params& p) const {
+    return int64_t(batch.Own()) * head.Own() * (row.own ? p.q_len : 1) * (column.own ? p.kv_len : 1);
+  }
+};
+
+// Takes the index within one dimension off a number that has several.
+__device__ __forceinline__ int Take(int64_t* number, int count) {
+  const int index = *number % count;
+  *number /= count;
+  return index;
+}
+
+}  // namespace jax_flash
+
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardBiasShared);
+
+extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
+    jax_flash_backward_bias(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  extern __shared__ __align__(16) uint8_t memory[];
+  BackwardBiasShared& shared = *reinterpret_cast<BackwardBiasShared*>(memory);
+  const Shape shape(p);
+  const ScorePart warp;
+  int64_t block = blockIdx.x;
+  const int part = Take(&block, p.parts);
+  const int own_column = Take(&block, shape.column.Own()), own_row = Take(&block, shape.row.Own());
+  const int own_head = Take(&block, shape.head.Own()), own_batch = block;
+
+  Accumulator<ScorePart::kHeight, ScorePart::kWidth> sum;
+  Clear(sum);
+  const int64_t all = int64_t(shape.batch.Summed()) * shape.head.Summed() * shape.row.Summed() * shape.column.Summed();
+  for (int64_t n = all * part / p.parts; n < all * (part + 1) / p.parts; ++n) {
+    int64_t item = n;
+    const int row = (own_row + Take(&item, shape.row.Summed())) * kRows;
+    const int column = (own_column + Take(&item, shape.column.Summed())) * kCols;
+    const int head = own_head + Take(&item, shape.head.Summed()), batch = own_batch + int(item);
+    const Positions positions = PositionsOf(p, batch);
+    const Visible keys = KeysOf(p, positions, batch, row, row + kRows);
+    if (max(keys.any_lo, column) >= min(keys.any_hi, column + kCols)) continue;
+    const int kind = KindOfBlock(p, batch, head, row, column);
+    if (Block(p, batch, kind).Nothing()) continue;
+
+    const int kv_head = head / (p.q_heads / p.kv_heads);
+    const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim), dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);
+    const Matrix K(p.key, batch, kv_head, p.kv_len, p.kv_heads, kQKDim);
+    const Matrix V(p.value, batch, kv_head, p.kv_len, p.kv_heads, kVDim);
+    __syncthreads();  // nobody needs the tiles before
+    shared.q.template Load<kThreads>(Q.data, Q.stride, row, positions.q_length);
+    shared.k.template Load<kThreads>(K.data, K.stride, column, positions.kv_length);
+    CpAsyncCommit();
+    shared.d_o.template Load<kThreads>(dO.data, dO.stride, row, positions.q_length);
+    shared.v.template Load<kThreads>(V.data, V.stride, column, positions.kv_length);
+    CpAsyncCommit();
+
+    const Scores scores(p, batch, head, row + warp.row, column + warp.column, kind);
+    float minus_l[ScorePart::kHeight / 16][2], D[ScorePart::kHeight / 16][2];
+    Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
+    CpAsyncWait<1>();
+    shared.q.template Landed<kThreads>(), shared.k.template Landed<kThreads>();
+    __syncthreads();
+    if (warp.active) {
+      scores.RowStatistics(p.logsumexp, minus_l);
+      scores.RowStatistics(p.d, D);
+      Clear(S);
+      AddRowsTimesRows(S, shared.q, warp.row, shared.k, warp.column);
+      const bool every = keys.every_lo <= column && column + kCols <= keys.every_hi && row + kRows <= p.q_len;
+      if (!every || !scores.block.Everything()) scores.Hide(positions, S);
+      scores.ToP<false>(S, minus_l, [](int, int, const float (&)[4]) {});
+    }
+    CpAsyncWait<0>();
+    shared.d_o.template Landed<kThreads>(), shared.v.template Landed<kThreads>();
+    __syncthreads();
+    if (warp.active) {
+      Clear(dP);
+      AddRowsTimesRows(dP, shared.d_o, warp.row, shared.v, warp.column);
+      scores.ToDS(S, D, dP);
+#pragma unroll
+      for (int i = 0; i < ScorePart::kHeight / 16 * ScorePart::kWidth / 2; ++i) {
+        const int m = i / (ScorePart::kWidth / 2), c = i / 4 % (ScorePart::kWidth / 8);
+        sum[m][c][i % 4] += dP[m][c][i % 4];
+      }
+    }
+  }
+
+  // What is broadcast within the tile is added up: columns here (into the first of the warp's), rows below.
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < ScorePart::kHeight / 8 && warp.active; ++i) {
+    const int m = i / 2, h = i % 2, lane = threadIdx.x % 32;
+    float* to = shared.sums[warp.row + 8 * i + lane / 4] + warp.column;
+    float total = 0.0f;
+#pragma unroll
+    for (int c = 0; c < ScorePart::kWidth / 8; ++c) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float x = sum[m][c][2 * h + e];
+        total += x;
+        if (shape.column.own) to[8 * c + lane % 4 * 2 + e] = x;
+      }
+    }
+    total = LaneSum<4>(total);
+    if (!shape.column.own && lane % 4 == 0) *to = total;
+  }
+  __syncthreads();
+  float* const result = p.parts == 1 ? p.dbias : p.dbias_parts + part * shape.Elements(p);
+  const int rows = shape.row.own ? min(kRows, p.q_len - own_row * kRows) : 1;
+  const int columns = shape.column.own ? min(kCols, p.kv_len - own_column * kCols) : 1;
+  for (int x = threadIdx.x; x < rows * columns; x += kThreads) {
+    const int i = x / columns, j = x % columns;
+    float total = 0.0f;
+    for (int r = i; r < (shape.row.own ? i + 1 : kRows); ++r) {
+      for (int c = j; c < (shape.column.own ? j + 1 : kCols); c += ScorePart::kWidth) total += shared.sums[r][c];
+    }
+    result[own_batch * p.bias.batch + own_head * p.bias.head + (own_row * kRows + i) * p.bias.row +
+           (own_column * kCols + j) * p.bias.column] = total;
+  }
+}
+
+// dbias from its parts.
+extern "C" __global__ void jax_flash_backward_bias_finish(const __grid_constant__ jax_flash::Params p) {
+  const int64_t elements = jax_flash::Shape(p).Elements(p), i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= elements) return;
+  float total = 0.0f;
+  for (int part = 0; part < p.parts; ++part) total += p.dbias_parts[part * elements + i];
+  p.dbias[i] = total;
+}

@@ -1,0 +1,41 @@
+// Before the backward kernels on mma.sync: what they need of O, dO, l and m, row by row, and zeros for dQ to grow from.
+#pragma once
+
+#include "ampere/matrix.cuh"
+#include "semantics/softmax.cuh"
+
+namespace jax_flash {
+
+constexpr int kRowLanes = LanesOfRow(kVDim);
+
+}  // namespace jax_flash
+
+// D_i = dO_i O_i - dlogsumexp_i and MinusL_i, [batch, head, row], padded; so is p.dq_sum. Blocks of kRowThreads; a row,
+// padding included, takes kRowLanes of them.
+extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kRowLanes;  // [batch, head, row]
+  const int lane = threadIdx.x % kRowLanes;
+  const int row = at % PaddedRows(p), head = at / PaddedRows(p) % p.q_heads;
+  const int64_t batch = at / PaddedRows(p) / p.q_heads;
+  const bool exists = batch < p.batch && row < p.q_len;
+  float sum = 0.0f;
+  if (exists && lane < kVDim / 8) {
+    float o[8], d_o[8];
+    LoadEight(Matrix(p.o, batch, head, p.q_len, p.q_heads, kVDim).At(row, 8 * lane), o);
+    LoadEight(Matrix(p.d_o, batch, head, p.q_len, p.q_heads, kVDim).At(row, 8 * lane), d_o);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += o[i] * d_o[i];
+  }
+  sum = LaneSum<kRowLanes>(sum);
+  if (batch >= p.batch) return;
+  if (lane == 0) {
+    const int64_t from = (batch * p.q_heads + head) * p.q_len + row;
+    p.logsumexp[at] = exists ? MinusL(p.m[from], p.l[from]) : -Infinity();
+    p.d[at] = exists && kDLogsumexp ? sum - p.dlogsumexp[from] : sum;
+  }
+  if (kDQ && p.dq_sum != nullptr) {
+    float4* dq = reinterpret_cast<float4*>(p.dq_sum + at * kQKDim);
+    for (int i = lane; i < kQKDim / 4; i += kRowLanes) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}

@@ -1,0 +1,94 @@
+// dQ alone, without atomics, for every GPU since Ampere: Algorithm 4 of the paper with its loops exchanged. A CTA keeps
+// a tile of Q and dO and walks K and V; each warp owns 16 or 32 rows of Q, dO and dQ:
+//   S = Q K_j^T;   P = exp(S - L);   dP = dO V_j^T;   dS = P (dP - D);   dQ += dS K_j
+// It works from m and l, of which it needs the logsumexp L = m + log l, or both apart, and O, from which it takes its
+// rows' D.
+#pragma once
+
+#include "ampere/walk.cuh"
+
+namespace jax_flash {
+
+struct BackwardQueryShared {
+  SharedTile<kRows, kQKDim> q;  // at the end dQ
+  SharedTile<kRows, kVDim> d_o;
+  KVTiles kv;
+};
+
+struct BackwardQuery {
+  const Params& p;
+  const QTile& tile;
+
+  Accumulator<kWarpRows, RoundUp(kQKDim, 16)> dQ;
+  float minus_l[kLaneRows / 2][2], D[kLaneRows / 2][2];
+
+  __device__ __forceinline__ BackwardQuery(const Params& p, const QTile& tile) : p(p), tile(tile) {
+    Clear(dQ);
+    const Matrix o = tile.Query(p, p.o, kVDim), d_o = tile.Query(p, p.d_o, kVDim);
+#pragma unroll
+    for (int h = 0; h < kLaneRows; ++h) {
+      const int row = tile.LaneRow() + 8 * h;
+      const bool inside = row < p.q_len;
+      const int64_t at = tile.Statistic(p, h);
+      minus_l[h / 2][h % 2] = inside ? MinusL(p.m[at], p.l[at]) : -Infinity();
+      float sum = 0.0f;
+      for (int e = threadIdx.x % 4 * 8; inside && e < kVDim; e += 32) {
+        float x[8], y[8];
+        LoadEight(o.At(row, e), x);
+        LoadEight(d_o.At(row, e), y);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum = fmaf(x[i], y[i], sum);
+      }
+      sum = LaneSum<4>(sum);
+      D[h / 2][h % 2] = kDLogsumexp && inside ? sum - p.dlogsumexp[at] : sum;
+    }
+  }
+
+  __device__ __forceinline__ void Step(const BackwardQueryShared& shared, const KTile& k, const VTile& v, int column,
+                                       const LoadNext& load_next) {
+    const int row = threadIdx.x / 32 * kWarpRows;
+    const Scores scores = tile.WarpScores(p, column);
+    Accumulator<kWarpRows, kCols> S, dP;
+    Clear(S);
+    AddRowsTimesRows(S, shared.q, row, k, 0, load_next);
+    if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);
+    scores.ToP<true>(S, minus_l, [](int, int, const float (&)[4]) {});
+    Clear(dP);
+    AddRowsTimesRows(dP, shared.d_o, row, v, 0);
+    scores.ToDS(S, D, dP);
+    AddTimesRows(dQ, dP, k);
+  }
+
+  __device__ __forceinline__ void Write(SharedTile<kRows, kQKDim>& shared) {
+    float scale[kLaneRows];
+#pragma unroll
+    for (int h = 0; h < kLaneRows; ++h) scale[h] = ScaleOf(p);
+    ScaleRows(dQ, scale);
+    jax_flash::Write(dQ, shared, tile.Query(p, p.dq, kQKDim), tile.row, p.q_len);
+  }
+};
+
+}  // namespace jax_flash
+
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardQueryShared);
+
+extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
+    jax_flash_backward_query(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  extern __shared__ __align__(16) uint8_t memory[];
+  BackwardQueryShared& shared = *reinterpret_cast<BackwardQueryShared*>(memory);
+  const QTile& tile = TileHere(p);
+  const Matrix Q = tile.Query(p, p.query, kQKDim), dO = tile.Query(p, p.d_o, kVDim);
+  BackwardQuery backward(p, tile);
+  Walk(
+      p, tile, shared.kv,
+      [&] {
+        shared.q.Load<kThreads>(Q.data, Q.stride, tile.row, p.q_len);
+        shared.d_o.Load<kThreads>(dO.data, dO.stride, tile.row, p.q_len);
+      },
+      [&] { shared.q.Landed<kThreads>(), shared.d_o.Landed<kThreads>(); }, [] {},
+      [&](const KTile& k, const VTile& v, int column, const LoadNext& load_next) {
+        backward.Step(shared, k, v, column, load_next);
+      });
+  backward.Write(shared.q);
+}

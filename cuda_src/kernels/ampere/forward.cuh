@@ -1,0 +1,131 @@
+// The forward for every GPU since Ampere: Algorithm 2 of the paper with its loops exchanged. A CTA keeps a tile of Q
+// and walks K and V; each warp owns 16 or 32 rows of Q and O:
+//   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
+#pragma once
+
+#include "ampere/tuning.cuh"
+#include "ampere/walk.cuh"
+
+namespace jax_flash {
+
+using Tuning = ForwardTuning;
+
+struct ForwardShared {
+  union {
+    SharedTile<kRows, kQKDim> q;
+    SharedTile<kRows, kVDim> o;
+  };
+  KVTiles kv;
+};
+
+struct Forward {
+  const Params& p;
+  const QTile& tile;
+
+  Accumulator<kWarpRows, RoundUp(kVDim, 16)> O;
+  OnlineSoftmax<kLaneRows> softmax;
+
+  __device__ __forceinline__ Forward(const Params& p, const QTile& tile) : p(p), tile(tile), softmax(p) {
+    Clear(O);
+    softmax.Start();
+  }
+
+  // O = diag(alpha) O, of all rows of the warp if one has to be.
+  __device__ __forceinline__ void Rescale() {
+    float alpha[kLaneRows];
+#pragma unroll
+    for (int h = 0; h < kLaneRows; ++h) alpha[h] = softmax.reference[h] == softmax.m[h] ? 1.0f : softmax.Rescale(h);
+    ScaleRows(O, alpha);
+  }
+
+  // S becomes P.
+  __device__ __forceinline__ void ToP(Accumulator<kWarpRows, kCols>& S) {
+    bool grown = false;
+#pragma unroll
+    for (int h = 0; h < kLaneRows; ++h) grown |= softmax.Maximum(S, h);
+    if (__any_sync(0xFFFFFFFFu, grown)) Rescale();
+#pragma unroll
+    for (int h = 0; h < kLaneRows; ++h) softmax.Exponentials(S, h, softmax.Shift(h));
+  }
+
+  template <typename Rows>
+  __device__ __forceinline__ void Step(const Rows& q, const KTile& k, const VTile& v, int column,
+                                       const LoadNext& load_next) {
+    const Scores scores = tile.WarpScores(p, column);
+    Accumulator<kWarpRows, kCols> S;
+    Clear(S);
+    if (Tuning::kLoadsFirst) load_next();
+    if constexpr (Tuning::kLoadsFirst || Tuning::kLoadsAfter) {
+      AddRowsTimesRows(S, q, 0, k, 0);
+    } else {
+      AddRowsTimesRows(S, q, 0, k, 0, load_next);
+    }
+    if (Tuning::kLoadsAfter) load_next();
+    if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);
+    if (kScores) scores.ToScores(S);
+    ToP(S);
+    scores.ApplyZ(S);
+    if (Tuning::kStopBeforePV && Never()) return;
+    AddTimesRows(O, S, v);
+  }
+
+  // O = diag(l)^-1 O, l and m.
+  __device__ __forceinline__ void Write(SharedTile<kRows, kVDim>& shared) {
+    float factor[kLaneRows];
+#pragma unroll
+    for (int h = 0; h < kLaneRows; ++h) {
+      softmax.Finish(h);
+      factor[h] = softmax.l[h] == 0.0f ? 0.0f : ZScale(p) / softmax.l[h];
+      if (threadIdx.x % 4 == 0 && tile.LaneRow() + 8 * h < tile.Rows(p)) {
+        if constexpr (kParts) {
+          p.l_parts[tile.Statistic(p, h)] = softmax.RowSum(h);
+          p.m_parts[tile.Statistic(p, h)] = softmax.m[h];
+        } else {
+          p.l[tile.Statistic(p, h)] = softmax.RowSum(h);
+          p.m[tile.Statistic(p, h)] = softmax.RowMaximum(p, h);
+        }
+      }
+    }
+    ScaleRows(O, factor);
+    if constexpr (kParts) {
+      WritePart();
+    } else {
+      jax_flash::Write(O, shared, tile.Query(p, p.o, kVDim), tile.row, p.q_len);
+    }
+  }
+
+ private:
+  // O of this part of the keys, in f32.
+  __device__ __forceinline__ void WritePart() {
+#pragma unroll
+    for (int h = 0; h < kLaneRows; ++h) {
+      if (tile.LaneRow() + 8 * h >= tile.Rows(p)) continue;
+      float* const to = p.o_parts + tile.Statistic(p, h) * kVDim + threadIdx.x % 4 * 2;
+#pragma unroll
+      for (int c = 0; c < kVDim / 8; ++c) {
+        const float (&x)[4] = O[h / 2][c];
+        *reinterpret_cast<float2*>(to + 8 * c) = make_float2(x[h % 2 * 2], x[h % 2 * 2 + 1]);
+      }
+    }
+  }
+};
+
+}  // namespace jax_flash
+
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::ForwardShared);
+
+extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
+    jax_flash_forward(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  extern __shared__ __align__(16) uint8_t memory[];
+  ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
+  const QTile& tile = TileHere(p);
+  WarpRows<decltype(shared.q), kWarpRows / 16, Tuning::kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
+  Forward forward(p, tile);
+  Walk(
+      p, tile, shared.kv, [&] { LoadQ(p, tile, shared.q); }, [&] { shared.q.Landed<kThreads>(); }, [&] { q.Take(); },
+      [&](const KTile& k, const VTile& v, int column, const LoadNext& load_next) {
+        forward.Step(q, k, v, column, load_next);
+      });
+  forward.Write(shared.o);
+}

@@ -1,0 +1,83 @@
+// The forward where few queries see many keys: each CTA of ampere/forward.cuh has a part of the keys, and the parts'
+// results are merged, the same way whichever came first:
+//   m = max m_p;   l = sum l_p exp(m_p - m);   O = sum l_p exp(m_p - m) / l O_p
+#pragma once
+
+#include "ampere/forward.cuh"
+
+namespace jax_flash {
+
+constexpr int kMergeWarps = kMergeThreads / 32;
+constexpr int kAtOnce = 9;  // of the parts of a warp, which seldom has more
+static_assert(kParts && !kListed);
+
+// What l_p and O_p of a part count for beside the larger m.
+__device__ __forceinline__ float Alpha(const Params& p, float m_p, float m) {
+  return m_p == m ? 1.0f : Exp2((m_p - m) * UnitOf(p));
+}
+
+}  // namespace jax_flash
+
+// A block of kMergeThreads threads for each row of O, [batch, head, row], and no more parts than threads. Each warp
+// merges every kMergeWarps-th part, of which a lane has one; then the warps' results are merged.
+extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
+    jax_flash_forward_merge(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  __shared__ float m_w[kMergeWarps], l_w[kMergeWarps];
+  __align__(16) __shared__ float O_w[kMergeWarps][kVDim];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t at = blockIdx.x, rows = int64_t(p.batch) * p.q_heads * p.q_len;
+  {
+    const int part = warp + lane * kMergeWarps;
+    const float m_p = part < p.parts ? p.m_parts[part * rows + at] : -Infinity();
+    const float l_p = part < p.parts ? p.l_parts[part * rows + at] : 0.0f;
+    float4 O_p[kAtOnce];  // the first are on their way while their weights are computed
+    const auto load = [&](int first_part, int first_column) {
+      const int column = min(first_column + 4 * lane, kVDim - 4);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t row = (warp + (first_part + i) * kMergeWarps) * rows + at;
+        O_p[i] = row < p.parts * rows ? *reinterpret_cast<const float4*>(p.o_parts + row * kVDim + column) : float4();
+      }
+    };
+    load(0, 0);
+    const float m = LaneMax<32>(m_p);
+    const float weight = l_p * Alpha(p, m_p, m), l = LaneSum<32>(weight);
+    if (lane == 0) m_w[warp] = m, l_w[warp] = l;
+#pragma unroll
+    for (int column = 0; column < kVDim; column += 128) {
+      float4 O = {};
+      for (int first = 0; warp + first * kMergeWarps < p.parts; first += kAtOnce) {
+        if (first + column > 0) load(first, column);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const float w = __shfl_sync(0xFFFFFFFFu, weight, (first + i) % 32);  // past the last, O_p is 0
+          O.x = fmaf(w, O_p[i].x, O.x), O.y = fmaf(w, O_p[i].y, O.y);
+          O.z = fmaf(w, O_p[i].z, O.z), O.w = fmaf(w, O_p[i].w, O.w);
+        }
+      }
+      *reinterpret_cast<float4*>(&O_w[warp][min(column + 4 * lane, kVDim - 4)]) = O;
+    }
+  }
+  __syncthreads();
+  float m = m_w[0], l = 0.0f;
+#pragma unroll
+  for (int w = 1; w < kMergeWarps; ++w) m = fmaxf(m, m_w[w]);
+#pragma unroll
+  for (int w = 0; w < kMergeWarps; ++w) l += l_w[w] * Alpha(p, m_w[w], m);
+  if (const int column = 2 * threadIdx.x; column < kVDim) {
+    float a = 0.0f, b = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kMergeWarps; ++w) {
+      const float alpha = Alpha(p, m_w[w], m);
+      a = fmaf(alpha, O_w[w][column], a), b = fmaf(alpha, O_w[w][column + 1], b);
+    }
+    const float factor = l == 0.0f ? 0.0f : 1.0f / l;
+    const int row = at % p.q_len, head = at / p.q_len % p.q_heads, batch = at / p.q_len / p.q_heads;
+    StorePair(Matrix(p.o, batch, head, p.q_len, p.q_heads, kVDim).At(row, column), a * factor, b * factor);
+  }
+  if (threadIdx.x == 0) {
+    p.l[at] = l;
+    p.m[at] = isnan(l) ? l : m * ScoreScale(p);
+  }
+}

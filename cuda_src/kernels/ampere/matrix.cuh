@@ -1,0 +1,65 @@
+// One head's rows of the operands and results in HBM.
+#pragma once
+
+#include "ampere/fragments.cuh"
+#include "cuda_src/contract.h"
+
+namespace jax_flash {
+
+// A [batch, time, head, dim] operand in HBM, seen by one head.
+struct Matrix {
+  uint8_t* data;
+  int64_t stride;  // bytes from row to row
+
+  __device__ __forceinline__ Matrix(const void* operand, int batch, int head, int length, int heads, int dim)
+      : data(static_cast<uint8_t*>(const_cast<void*>(operand)) +
+             (int64_t(batch) * length * heads + head) * dim * kElementBytes),
+        stride(int64_t(heads) * dim * kElementBytes) {}
+
+  __device__ __forceinline__ uint8_t* At(int row, int column) const {
+    return data + row * stride + column * kElementBytes;
+  }
+};
+
+// Rows of a head in what the backward keeps of its own.
+__device__ __forceinline__ int PaddedRows(const Params& p) {
+  return (p.q_len + kRowPadding - 1) / kRowPadding * kRowPadding;
+}
+
+// Two successive elements.
+__device__ __forceinline__ void StorePair(uint8_t* to, float a, float b) {
+  if constexpr (kDType == DType::kF32) {
+    *reinterpret_cast<float2*>(to) = make_float2(a, b);
+  } else {
+    *reinterpret_cast<uint32_t*>(to) = Pack(a, b);
+  }
+}
+
+// Eight, from and to an aligned place.
+__device__ __forceinline__ void LoadEight(const uint8_t* from, float (&x)[8]) {
+  if constexpr (kDType == DType::kF32) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      const float4 y = reinterpret_cast<const float4*>(from)[i / 4];
+      x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
+    }
+  } else {
+    const uint4 packed = *reinterpret_cast<const uint4*>(from);
+    const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 y = Unpack(pairs[i]);
+      x[2 * i] = y.x, x[2 * i + 1] = y.y;
+    }
+  }
+}
+__device__ __forceinline__ void StoreEight(uint8_t* to, const float (&x)[8]) {
+  if constexpr (kDType == DType::kF32) {
+    reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
+    reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
+  } else {
+    *reinterpret_cast<uint4*>(to) = make_uint4(Pack(x[0], x[1]), Pack(x[2], x[3]), Pack(x[4], x[5]), Pack(x[6], x[7]));
+  }
+}
+
+}  // namespace jax_flash

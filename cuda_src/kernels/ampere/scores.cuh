@@ -1,0 +1,194 @@
+// S, P and dS of a tile: what a warp does with its accumulators of S and dP.
+//
+// Accumulators are float [m][c][2 h + e] as in ampere/fragments.cuh: row 16 m + 8 h + lane / 4, column 8 c + 2 (lane %
+// 4)
+// + e of the part that begins at (row, column) of S.
+#pragma once
+
+#include "ampere/fragments.cuh"
+#include "ampere/matrix.cuh"
+#include "semantics/dropout.cuh"
+#include "semantics/softmax.cuh"
+
+namespace jax_flash {
+
+// A warp's part of a tile of S of one batch entry and query head.
+struct Scores {
+  const Params& p;
+  const Entries entries;
+  const Score score;
+  const Block block;
+  int batch, head, row, column;
+
+  // `kind`: of the block that they are in.
+  __device__ __forceinline__ Scores(const Params& p, int batch, int head, int row, int column, int kind)
+      : p(p),
+        entries(p, batch, head),
+        score(p, batch, head),
+        block(p, batch, kind),
+        batch(batch),
+        head(head),
+        row(row),
+        column(column) {}
+
+  __device__ __forceinline__ int Row(int m, int h) const { return row + 16 * m + 8 * h + threadIdx.x % 32 / 4; }
+  __device__ __forceinline__ int Query(int m, int h) const { return Row(m, h) / kPacked; }
+  __device__ __forceinline__ int Member(int m, int h) const { return Row(m, h) % kPacked; }  // its head is head + this
+  __device__ __forceinline__ int Column(int c, int e) const { return column + 8 * c + threadIdx.x % 4 * 2 + e; }
+
+  // x = -inf where an entry may not attend.
+  template <int kCount, int kChunks>
+  __device__ __forceinline__ void Hide(const Positions& positions, float (&S)[kCount][kChunks][4]) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kCount; ++i) {
+      const int m = i / 2, h = i % 2;
+      const KeyRange keys = RowKeys(positions, Query(m, h));
+      const auto within = [&](int64_t j) { return int(min(max(j - column, int64_t(0)), int64_t(8 * kChunks))); };
+      const int lo = within(keys.lo), hi = within(keys.hi);
+      // Looked up one after the other: all at once they would not fit beside the accumulators.
+      uint32_t hidden = HiddenInBlock<kChunks>(Query(m, h));
+#pragma unroll(kEntryMasks ? 4 : 2 * kChunks)
+      for (int x = 0; x < 2 * kChunks; ++x) {
+        const int j = Column(x / 2, x % 2);
+        const bool seen = lo <= j - column && j - column < hi && !entries.Hidden(Query(m, h), j, Member(m, h));
+        hidden |= uint32_t(!seen) << x;
+      }
+#pragma unroll
+      for (int x = 0; x < 2 * kChunks; ++x) {
+        if (hidden >> x & 1) S[m][x / 2][2 * h + x % 2] = -Infinity();
+      }
+    }
+  }
+
+  // s from x where they are formed entry by entry. What is hidden stays so.
+  template <int kCount, int kChunks>
+  __device__ __forceinline__ void ToScores(float (&S)[kCount][kChunks][4]) const {
+#pragma unroll
+    for (int i = 0; i < kCount * kChunks * 4; ++i) {
+      const int m = i / 4 / kChunks, c = i / 4 % kChunks, r = i % 4;
+      float& x = S[m][c][r];
+      if (x == -Infinity()) continue;
+      x = Cap(p, x);
+      if (kBias) x += score.Bias(Query(m, r / 2), Column(c, r % 2), Member(m, r / 2));
+    }
+  }
+
+  // P becomes Z P, without the factor of what is kept.
+  template <int kCount, int kChunks>
+  __device__ __forceinline__ void ApplyZ(float (&P)[kCount][kChunks][4]) const {
+    if (!kDropout) return;
+#pragma unroll
+    for (int i = 0; i < kCount * kChunks / 2; ++i) {
+      const int m = i / (kChunks / 2), pair = i % (kChunks / 2);
+      const Philox4 random = Random(m, pair);
+#pragma unroll
+      for (int x = 0; x < 8; ++x) {
+        const int half = x / 4, h = x / 2 % 2, e = x % 2;
+        if (Dropped(p, random.x[2 * h + half], e)) P[m][2 * pair + half][2 * h + e] = 0.0f;
+      }
+    }
+  }
+
+  // Of the backward: the statistics of this part's rows that ampere/backward_prepare.cuh left.
+  template <int kCount>
+  __device__ __forceinline__ void RowStatistics(const float* statistics, float (&x)[kCount][2]) const {
+    const int64_t from = (int64_t(batch) * p.q_heads + head) * PaddedRows(p);
+#pragma unroll
+    for (int i = 0; i < 2 * kCount; ++i) x[i / 2][i % 2] = statistics[from + Row(i / 2, i % 2)];
+  }
+
+  // P = exp(s - L) from x. store(m, c, Z P / keep_scale) is called for each 16 x 8 entries. S becomes P, negative where
+  // it is dropped; or with kSlope P times the slope of the soft cap, dc / d(scale x).
+  template <bool kSlope, int kCount, int kChunks, typename Store>
+  __device__ __forceinline__ void ToP(float (&S)[kCount][kChunks][4], const float (&minus_l)[kCount][2],
+                                      Store store) const {
+    const float scale_log2 = ScaleOf(p) * kLog2e;
+    float maximum[kCount][2];
+    RowMaxima(maximum);
+#pragma unroll
+    for (int i = 0; i < kCount * kChunks / 2; ++i) {
+      const int m = i / (kChunks / 2), pair = i % (kChunks / 2);
+      const Philox4 random = Random(m, pair);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int c = 2 * pair + half;
+        float kept[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          const int h = r / 2, e = r % 2;
+          float& x = S[m][c][r];
+          float slope = 1.0f;
+          if constexpr (kScores) {
+            float s = -Infinity();
+            if (x != -Infinity()) {
+              s = Cap(p, x);
+              if (kSlope) slope = CapDerivative(p, s);
+              if (kBias) s += score.Bias(Row(m, h), Column(c, e));
+            }
+            x = Exp2(fmaf(kMaximumApart ? s - maximum[m][h] : s, kLog2e, minus_l[m][h]));
+          } else {
+            x = Exp2(fmaf(x, scale_log2, minus_l[m][h]));
+          }
+          kept[r] = x;
+          if (kSlope) x *= slope;
+          if (Dropped(p, random.x[2 * h + half], e)) kept[r] = 0.0f, x = -x;
+        }
+        store(m, c, kept);
+      }
+    }
+  }
+
+  // dS = P (Z dP - D) from what ToP left in S; or, with its slope, dX.
+  template <int kCount, int kChunks>
+  __device__ __forceinline__ void ToDS(const float (&S)[kCount][kChunks][4], const float (&D)[kCount][2],
+                                       float (&dP)[kCount][kChunks][4]) const {
+#pragma unroll
+    for (int i = 0; i < kCount * kChunks * 4; ++i) {
+      const int m = i / 4 / kChunks, c = i / 4 % kChunks, r = i % 4;
+      float& x = dP[m][c][r];
+      x = DSOf(S[m][c][r], x * ZScale(p), D[m][r / 2]);
+    }
+  }
+
+ private:
+  // Which of this lane's columns of a row the block mask hides, as Hide numbers them.
+  template <int kChunks>
+  __device__ __forceinline__ uint32_t HiddenInBlock(int row) const {
+    uint32_t hidden = 0;
+#pragma unroll
+    for (int pair = 0; pair < kChunks / 2; ++pair) {
+      const uint32_t seen = block.Columns(row, column + 16 * pair) >> threadIdx.x % 4 * 2;
+      hidden |= (~seen & 3 | ~seen >> 6 & 12) << 4 * pair;
+    }
+    return hidden;
+  }
+
+  // What exponentials are taken against beside minus_l: the row's maximum m where it is apart.
+  template <int kCount>
+  __device__ __forceinline__ void RowMaxima(float (&x)[kCount][2]) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kCount; ++i) {
+      const int row = Row(i / 2, i % 2);
+      const float m = kMaximumApart && row < p.q_len ? p.m[(int64_t(batch) * p.q_heads + head) * p.q_len + row] : 0.0f;
+      x[i / 2][i % 2] = m == -Infinity() ? 0.0f : m;
+    }
+  }
+
+  // The bits of this lane's entries of 16 rows and 16 columns.
+  __device__ __forceinline__ Philox4 Random(int m, int pair) const {
+    if constexpr (!kDropout) return {};
+    const int columns = column / 16 + pair;
+    if constexpr (kPacked == 1) return Seed(p, batch, head).Words(columns, (row / 16 + m) * 8 + threadIdx.x % 32 / 4);
+    Philox4 bits;  // each of the two rows is any query of any head
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int i = Query(m, h);
+      const Philox4 x = Seed(p, batch, head + Member(m, h)).Words(columns, RowGroup(i));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) bits.x[2 * h + half] = i / 8 % 2 == 0 ? x.x[half] : x.x[2 + half];
+    }
+    return bits;
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,236 @@
+// What the mma.sync kernels that keep a tile of Q and walk K and V have in common.
+//
+// Tiles of S have kRows (16 or 32 for each warp) and kCols (a multiple of 16); kStages (tiles of K and V in shared
+// memory) are at least 2. The host launches kThreads for each tile of Q of each head of each batch entry; over parts
+// of the keys, for each part of each tile of each key/value head. With a block mask tiles divide blocks, and there are
+// tiles for whole blocks.
+#pragma once
+
+#include "ampere/matrix.cuh"
+#include "ampere/scores.cuh"
+#include "ptx/warp.cuh"
+#include "scheduler/lists.cuh"
+
+namespace jax_flash {
+
+constexpr int kRows = kTiling.rows;
+constexpr int kCols = kTiling.cols;
+constexpr int kWarps = kTiling.groups;
+constexpr int kStages = kTiling.stages;
+
+constexpr int kThreads = 32 * kWarps;
+constexpr int kWarpRows = kRows / kWarps;
+constexpr int kLaneRows = kWarpRows / 8;
+static_assert(kWarpRows % 16 == 0 && kCols % 16 == 0 && kStages >= 2);
+
+// The tile of Q of this CTA, and which tiles of keys it sees.
+struct QTile {
+  int row, head, kv_head, batch;
+  int part;          // of the keys
+  BlockList blocks;  // that it sees, if there is a block mask
+  Visible keys;
+
+  QTile() = default;
+  // Heads one after the other, for the sake of the L2. With parts, one part of all heads before the next part: in HBM
+  // the heads of a key are side by side. Causal tiles with more to do come first.
+  __device__ __forceinline__ explicit QTile(const Params& p) {
+    if constexpr (kListed) {
+      constexpr int kTiles = kTilesOfRow<kRows>;
+      int list;
+      ListOfItem(blockIdx.x / kTiles, BlockRows(p), p.batch * p.q_heads, &head, &list);
+      batch = head / p.q_heads;
+      head %= p.q_heads;
+      blocks = RowList(p, batch, head, list);
+      row = FirstRow<kRows>(blocks, blockIdx.x % kTiles);
+    } else {
+      const int tiles = (Rows(p) + kRows - 1) / kRows, tile = blockIdx.x % tiles;
+      const int parts = kParts ? p.parts : 1, heads = p.q_heads / kPacked;
+      row = (kCausal ? tiles - 1 - tile : tile) * kRows;
+      head = blockIdx.x / tiles % heads * kPacked;
+      part = blockIdx.x / tiles / heads % parts;
+      batch = blockIdx.x / tiles / heads / parts;
+    }
+    kv_head = head / (p.q_heads / p.kv_heads);
+    keys = KeysOf(p, PositionsOf(p, batch), batch, row / kPacked, (row + kRows - 1) / kPacked + 1);
+    if (kParts) TakePart(p.parts);
+  }
+
+  // Of all tiles of this head, or of the heads that are packed.
+  __device__ __forceinline__ static int Rows(const Params& p) { return p.q_len * kPacked; }
+
+  // The first row of this lane; of the others one is 8 after another.
+  __device__ __forceinline__ int LaneRow() const { return row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4; }
+
+  // This warp's rows of S and the keys from `column` on.
+  __device__ __forceinline__ Scores WarpScores(const Params& p, int column) const {
+    return Scores(p, batch, head, row + threadIdx.x / 32 * kWarpRows, column, KindOfBlock(p, batch, head, row, column));
+  }
+  // Whether all entries of that tile of S may attend (and are there, where there is a bias to look up).
+  __device__ __forceinline__ bool Every(const Params& p, int column) const {
+    return keys.every_lo <= column && column + kCols <= keys.every_hi && (!kBias || row + kRows <= Rows(p));
+  }
+
+  __device__ __forceinline__ Matrix Query(const Params& p, const void* operand, int dim) const {
+    return Matrix(operand, batch, head, p.q_len, p.q_heads, dim);
+  }
+  __device__ __forceinline__ Matrix Key(const Params& p, const void* operand, int dim) const {
+    return Matrix(operand, batch, kv_head, p.kv_len, p.kv_heads, dim);
+  }
+  // Of row LaneRow() + 8 h in the arrays [batch, head, row], or [part, batch, head, row].
+  __device__ __forceinline__ int64_t Statistic(const Params& p, int h) const {
+    if constexpr (kParts) {
+      const int r = LaneRow() + 8 * h;
+      return ((int64_t(part) * p.batch + batch) * p.q_heads + head + r % kPacked) * p.q_len + r / kPacked;
+    }
+    return (int64_t(batch) * p.q_heads + head) * p.q_len + LaneRow() + 8 * h;
+  }
+
+ private:
+  // Of the tiles of keys that these rows see this CTA has its share, which may be none; the first parts have one more.
+  __device__ __forceinline__ void TakePart(int parts) {
+    const int first = keys.any_lo / kCols, tiles = (keys.any_hi + kCols - 1) / kCols - first;
+    const int share = tiles / parts, more = tiles % parts;
+    const int begin = first + part * share + min(part, more), end = begin + share + (part < more ? 1 : 0);
+    keys.any_lo = max(keys.any_lo, begin * kCols);
+    keys.any_hi = min(keys.any_hi, end * kCols);
+  }
+};
+
+// This CTA's. Where accumulators need the registers it is in shared memory, and threads look up what they need of it
+// when they do; which costs 3% where they do not.
+__device__ __forceinline__ decltype(auto) TileHere(const Params& p) {
+  if constexpr (kWarpRows == 32 && kVDim > 64) {
+    __shared__ QTile tile;
+    if (threadIdx.x == 0) tile = QTile(p);
+    __syncthreads();
+    return static_cast<const QTile&>(tile);
+  } else {
+    return QTile(p);
+  }
+}
+
+using KTile = SharedTile<kCols, kQKDim>;
+using VTile = SharedTile<kCols, kVDim>;
+struct KVTiles {
+  KTile k[kStages];
+  VTile v[kStages];
+};
+
+// Goes through the tiles of keys that the tile of Q sees, from right to left.
+template <bool kFromList>
+struct KeyTiles {
+  int column, left;  // tiles to come, with this one
+
+  __device__ __forceinline__ explicit KeyTiles(const QTile& tile) {
+    const int end = (tile.keys.any_hi + kCols - 1) / kCols;
+    column = (end - 1) * kCols;
+    left = tile.keys.any_lo < tile.keys.any_hi ? end - tile.keys.any_lo / kCols : 0;
+  }
+  __device__ __forceinline__ bool There() const { return left > 0; }
+  __device__ __forceinline__ int Column() const { return column; }
+  __device__ __forceinline__ void Next() { column -= kCols, --left; }
+};
+
+template <>
+struct KeyTiles<true> : ListedKeys<kCols> {
+  const Visible& keys;
+
+  __device__ __forceinline__ explicit KeyTiles(const QTile& tile)
+      : ListedTiles(tile.blocks, tile.keys), keys(tile.keys) {}
+  __device__ __forceinline__ bool There() const { return at >= 0; }
+  __device__ __forceinline__ int Column() const { return at; }
+  __device__ __forceinline__ void Next() { ListedTiles::Next(keys); }
+};
+
+// Begins to load the next tiles of K and V, or one of `parts` of them; zeros when there are no more.
+struct LoadNext {
+  const Params& p;
+  const QTile& tile;
+  KVTiles& shared;
+  KeyTiles<kListed> next;
+  int stage;  // of the tiles in shared memory
+
+  __device__ __forceinline__ void operator()(int part = 0, int parts = 1) const {
+    const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
+    const int from = next.There() ? next.Column() : 0, end = next.There() ? tile.keys.any_hi : 0;
+    shared.k[stage].template Load<kThreads>(K.data, K.stride, from, end, part, parts);
+    shared.v[stage].template Load<kThreads>(V.data, V.stride, from, end, part, parts);
+  }
+  // All of it is on its way.
+  __device__ __forceinline__ void Commit() {
+    CpAsyncCommit();
+    next.Next();
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+};
+
+// Calls step(k, v, column, load_next) for the tiles of K and V that the tile of Q sees, from right to left, which puts
+// the tiles that need a mask first. In every thread a step calls load_next, once for each part. Before, `load` begins
+// to load what stays, `landed` is called when what the thread has loaded is there, and `loaded` when all is. At the end
+// the threads have synchronised.
+template <typename Load, typename Landed, typename Loaded, typename Step>
+__device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles& shared, Load load, Landed landed,
+                                     Loaded loaded, Step step) {
+  KeyTiles<kListed> at(tile);
+  LoadNext load_next = {p, tile, shared, at, 0};
+  load();
+  CpAsyncCommit();
+  while (load_next.stage < kStages - 1) {
+    load_next();
+    load_next.Commit();
+  }
+  CpAsyncWait<kStages - 1>();
+  landed();
+  __syncthreads();
+  loaded();
+  for (int stage = 0; at.There(); at.Next()) {
+    CpAsyncWait<kStages - 2>();
+    shared.k[stage].template Landed<kThreads>();
+    shared.v[stage].template Landed<kThreads>();
+    __syncthreads();  // the tile is there, and nobody needs the one before
+    step(shared.k[stage], shared.v[stage], at.Column(), load_next);
+    load_next.Commit();
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+  CpAsyncWait<0>();  // no block ends before its loads
+  __syncthreads();
+}
+
+// Rows of Q, or those of the heads that are packed, to shared memory.
+__device__ __forceinline__ void LoadQ(const Params& p, const QTile& tile, SharedTile<kRows, kQKDim>& shared) {
+  const Matrix Q = tile.Query(p, p.query, kQKDim);
+  if constexpr (kPacked == 1) {
+    shared.template Load<kThreads>(Q.data, Q.stride, tile.row, p.q_len);
+  } else {
+    shared.template LoadRows<kThreads>([&](int row) { return Q.At(row / kPacked, row % kPacked * kQKDim); }, tile.row,
+                                       tile.Rows(p));
+  }
+}
+
+// C = diag(x) C: x[h] is of row LaneRow() + 8 h.
+template <int kCount, int kChunks>
+__device__ __forceinline__ void ScaleRows(float (&C)[kCount][kChunks][4], const float (&x)[2 * kCount]) {
+#pragma unroll
+  for (int m = 0; m < kCount; ++m) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) C[m][c][i] *= x[2 * m + i / 2];
+    }
+  }
+}
+
+// A result leaves through shared memory, which nobody needs for anything else any more.
+template <int kDim, int kCount, int kChunks>
+__device__ __forceinline__ void Write(const float (&C)[kCount][kChunks][4], SharedTile<kRows, kDim>& shared,
+                                      const Matrix& to, int row, int end) {
+#pragma unroll
+  for (int m = 0; m < kCount; ++m) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) shared.Put(threadIdx.x / 32 * kWarpRows + 16 * m, 8 * c, C[m][c]);
+  }
+  __syncthreads();
+  shared.template Store<kThreads>(to.data, to.stride, row, end);
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,279 @@
+// The backward for Hopper: Algorithm 4 of the paper. A CTA keeps a tile of K and V and walks Q and dO.
+//
+// One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup owns 64 rows of K and V, and of dK
+// and dV in registers. It works on the transposes, whose rows are keys, so that P^T and dS^T are left operands straight
+// from registers:
+//   S^T = K Q_i^T;   P^T = exp(S^T - L_i);   dP^T = V dO_i^T;   dS^T = P^T (dP^T - D_i)
+//   dV += P^T dO_i;  dK += dS^T Q_i;         dQ_i += dS K, over all CTAs, in f32
+// Only dQ needs the dS of all warpgroups; it goes through shared memory, and dQ may be a step behind. Of l and m only
+// the logsumexp L = m + log l is needed, unless there is a bias. What comes before and after, L and D, zeros for dQ and
+// its conversion, is in hopper/backward_rows.cuh and hopper/backward_finish.cuh (more kernels) or, of the rows of Q, in
+// hopper/backward_alongside.cuh. Head dims above 128 are in hopper/backward_wide.cuh, f32 as TF32 in
+// hopper/backward_tf32.cuh.
+//
+// A tile of Q has kRows (64 or 128, or 64 for f32), a CTA kCols keys (128, or 64 if a head dim is above 128, or for f32
+// above 64 or with a bias). The host launches
+//   jax_flash_backward_prepare      if not kAlongside: a block of kRowThreads for each kRowBlock rows of T rounded up
+//                                   to kRows, of each head
+//   jax_flash_backward              at most one CTA a multiprocessor, an even number if a head dim is above 128, of
+//                                   kThreads and `jax_flash_shared_bytes`; boxes of kRows in the maps of Q and dO, of
+//                                   kCols in those of K and V, of kBoxRows in those of dK and dV (where they are asked
+//                                   for), and of kAlongsideRows in those of O, dO and dQ that kAlongside needs
+//   jax_flash_backward_finish       if dQ is asked for, and not kAlongside: likewise
+//   jax_flash_backward_finish_keys  if kSumKV: a block of kRowThreads for each kRowBlock keys of S rounded up to
+//                                   kCols, of each head of K
+#pragma once
+
+#include "hopper/backward_alongside.cuh"
+#include "hopper/backward_epilogue.cuh"
+#include "hopper/backward_finish.cuh"
+#include "hopper/backward_producer.cuh"
+#include "hopper/backward_rows.cuh"
+#include "hopper/backward_tf32.cuh"
+#include "hopper/backward_tf32_wide.cuh"
+#include "hopper/backward_wide.cuh"
+
+namespace jax_flash {
+
+// The warpgroups share the work on a tile of dQ: 64 rows each, or all rows and some of the columns. A part that is no
+// whole box must not leave its box.
+constexpr bool kSplitRows = kRows == 128;
+static_assert(kRows == 64 || (kRows == 128 && !kPairs));
+constexpr int kDQFirst = kSplitRows ? kQKDim : kQKDim > 64 ? 64 : (kQKDim + 8) / 16 * 8;
+constexpr int kDQSecond = kSplitRows ? kQKDim : kQKDim - kDQFirst;
+
+static_assert(kTF32 || kStages == 2);  // as dS
+
+// dV and dK leave by way of dS where there is room for both: then nobody waits for the additions of the last dQ to have
+// read `staging`. Otherwise dK leaves by way of `staging`, after them.
+constexpr bool kBothInDS = sizeof(BackwardShared::ds) >= (kVBoxes + kQKBoxes) * kKVBox;
+
+// A warpgroup with S, dP, dK and dV of its 64 keys.
+struct Consumer : Epilogue {
+  static constexpr int kRegisters = Tuning::kConsumerRegisters;
+  float dK[kQKDim / 2], dV[kVDim / 2];
+  int row_block;  // if Tuning::kBehind: of the step before; < 0 if there is none
+
+  using Epilogue::Epilogue;
+
+  // A step; kFirst: a tile's first, if that has code of its own. Whether it was not the last.
+  template <bool kFirst>
+  __device__ __forceinline__ bool Walk(const Tile& tile) {
+    WaitForQ();
+    if (Tuning::kStart) StartS();
+    IssueKeysTimesRows<kQKDim>(S, shared.k, shared.q[at.index], Tuning::kStart);
+    MbarrierWait(&shared.do_full[at.index], at.parity);
+    if (kDS && !Tuning::kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
+    const Step step = StepHere();
+    Look(tile, step);
+    WgmmaWait<kDS && !Tuning::kLateDP ? 1 : 0>();
+    Pin(S);
+    Softmax(tile, step);
+    if (Tuning::kEarlyDV) RoundP();
+    if (kDS && Tuning::kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
+    if (kDV && Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
+    WgmmaWait<Tuning::kEarlyDV && kDV ? 1 : 0>();
+    Pin(dP);
+    if (step.last) Release(&shared.v_empty);
+    ComputeDS();
+    if (kFirst && Never()) return false;  // ptxas has no registers to work ahead here
+    if (kDV && !Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
+    if (kDQ) {
+      StoreDS();
+    } else {
+      FenceProxyAsync();  // as StoreDS has it, before other rows come where L and D were read
+    }
+    if (kSplitRows) {
+      Finish<kDQFirst, kFirst>(step, warpgroup, 0);
+    } else if (kDQFirst == kDQSecond || warpgroup == 0) {
+      Finish<kDQFirst, kFirst>(step, 0, warpgroup * kDQFirst);
+    } else {
+      Finish<kDQSecond, kFirst>(step, 0, kDQFirst);
+    }
+    at.Next();
+    return !step.last;
+  }
+
+  // dS^T, for both warpgroups.
+  __device__ __forceinline__ void StoreDS() {
+    if (Tuning::kBehind) MbarrierWait(&shared.ds_empty[at.index], at.parity ^ 1);
+#pragma unroll
+    for (int c = 0; c < kRows / 16; ++c)
+      Stmatrix(Matrices(shared.ds[at.index], lane, c), dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
+    FenceProxyAsync();
+    if (Tuning::kBehind) {
+      SyncWarp();
+      Release(&shared.ds_full[at.index]);
+    } else {
+      SyncConsumers();
+    }
+  }
+
+  // dQ and dK. Of dQ it is this warpgroup's part: 64 of the rows, kWidth columns. If dQ is a step behind, there is none
+  // in the first step of a tile, or without Tuning::kOwnFirst what is computed goes nowhere (a branch around it would
+  // keep all products from overlapping), and after the last one there is another. If kAlongside, the first step is when
+  // to wait until the dQ of the tile before have been added.
+  template <int kWidth, bool kFirst>
+  __device__ __forceinline__ void Finish(Step step, int rows, int column) {
+    const bool add = kDQ && !kFirst && (!Tuning::kBehind || Tuning::kOwnFirst || Uniform(row_block) >= 0);
+    const Ring<kStages> from = Tuning::kBehind && add ? at.Before() : at;
+    DQ<kWidth> dQ;
+    if (Tuning::kBehind && !kFirst) MbarrierWait(&shared.ds_full[from.index], from.parity);
+    if (kDQ && !kFirst) Issue(dQ, shared.ds[from.index] + rows * kKVBox, column);
+    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
+    WgmmaWait<kDK && (kFirst || (kDQ && kWidth > 0)) ? 1 : 0>();
+    Pin(dV);
+    if (!kFirst) Pin(dQ.C);
+    // Once more, which takes fewer registers; where they are fewest, when dQ has left.
+    if (Tuning::kBehind && !Tuning::kAskedLate) step = StepHere();
+    Release(&shared.do_empty[at.index]);
+    if (!Tuning::kBehind && step.last) Release(&shared.k_empty);
+    if (Tuning::kBehind && add) Release(&shared.ds_empty[from.index]);
+    if (add) {
+      Add(dQ, (Tuning::kBehind ? row_block : step.row_block) + rows, column);
+    } else if (kAlongside) {
+      TmaWaitAll();
+    }
+    if (Tuning::kBehind && Tuning::kAskedLate) step = StepHere();
+    row_block = step.row_block;
+    if (Tuning::kBehind && step.last) {
+      MbarrierWait(&shared.ds_full[at.index], at.parity);
+      Issue(dQ, shared.ds[at.index] + rows * kKVBox, column);
+      WgmmaWait<0>();
+      Pin(dQ.C);
+      Release(&shared.ds_empty[at.index]);
+      Release(&shared.k_empty);
+      Add(dQ, row_block + rows, column);
+    }
+    WgmmaWait<0>();
+    Pin(dK);
+    Release(&shared.q_empty[at.index]);
+  }
+
+  // dQ = dS K
+  template <int kWidth>
+  __device__ __forceinline__ void Issue(DQ<kWidth>& dQ, const uint8_t* ds, int column) {
+    if constexpr (kWidth > 0) {
+      const uint64_t a = Descriptor(ds, 0);
+      const uint64_t b = Descriptor(shared.k + column / 64 * kKVBox + column % 64 * 2, kKVBox);
+      WgmmaFence();
+#pragma unroll
+      for (int j = 0; j < kCols / 16; ++j) {
+        Wgmma<kWidth>::template SS<Major::kMN, Major::kMN>(dQ.C, Advance(a, j * 16 * 128), Advance(b, j * 16 * 128),
+                                                           j > 0);
+      }
+      WgmmaCommit();
+    }
+  }
+
+  // The next tile; false when there are no more.
+  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+    Clear(dK);
+    Clear(dV);
+    const bool more = NextTile();
+    if (kAlongside && (!more || !Tuning::kBehind)) TmaWaitAll();
+    TmaWaitRead<0>();  // the gradients before have left
+    if (!more) return false;
+    const Tile& tile = TileHere();
+    SyncConsumers();
+    if (Uniform(tile.steps) > 0) {
+      row_block = -1;
+      if (!Tuning::kOwnFirst || Walk<true>(tile)) {
+        while (Walk<false>(tile)) continue;
+      }
+    } else {
+      if (kAlongside) TmaWaitAll();
+      Release(&shared.k_empty);
+      Release(&shared.v_empty);
+      if (kAlongside && Uniform(tile.batch) < 0) return true;
+    }
+    if (kSumKV || !kBothInDS) TmaWaitRead<0>();
+    SyncConsumers();  // the last dQ has read all of dS
+    if constexpr (kSumKV) {
+      if (kDV) AddGradient<kVDim, 0>(dV, p.dv_sum, tile);
+      if (kDK) AddGradient<kQKDim, kDV ? Boxes(kVDim) % 2 : 0>(dK, p.dk_sum, tile);
+      return true;
+    }
+    uint8_t* const ds = shared.ds[0];
+    if (kDV) Leave<kVDim, Tuning::kAllCommit>(dV, ZScale(p), ds, tile, dv_map);
+    if (kDK)
+      Leave<kQKDim, Tuning::kAllCommit>(dK, DQKScale(p), kBothInDS ? ds + kVBoxes * kKVBox : shared.staging, tile,
+                                        dk_map);
+    return true;
+  }
+};
+
+// A consumer warpgroup's way through all tiles.
+template <typename Consumer>
+__device__ __forceinline__ void Consume(const Params& p, BackwardShared& shared, const TensorMap* dk_map,
+                                        const TensorMap* dv_map) {
+  SetMaxRegistersUp<Consumer::kRegisters>();
+  Consumer consumer(p, shared);
+  while (consumer.Run(dk_map, dv_map)) continue;
+  if (!kAlongside) return;
+  SyncConsumers();
+  const int last = consumer.TileHere().item_head;
+  FenceProxyAsyncGlobal();
+  Count(p.added + last, threadIdx.x == kWarpgroup && last >= 0);
+}
+
+}  // namespace jax_flash
+
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardShared);
+
+extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_dims__(jax_flash::kCluster, 1, 1)
+    jax_flash_backward(const __grid_constant__ jax_flash::Params p JAX_FLASH_BACKWARD_MAPS(JAX_FLASH_MAP)) {
+  using namespace jax_flash;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
+  if (threadIdx.x == 0) {
+    constexpr uint32_t kByConsumers = ArrivalsOf(4 * kConsumers);
+    MbarrierInit(&shared.k_full, 1), MbarrierInit(&shared.k_empty, kByConsumers);
+    MbarrierInit(&shared.v_full, 1), MbarrierInit(&shared.v_empty, kByConsumers);
+    for (int s = 0; s < kStages; ++s) {
+      MbarrierInit(&shared.q_full[s], 1), MbarrierInit(&shared.q_empty[s], ArrivalsOf(4 * kConsumers + kQTransposers));
+      MbarrierInit(&shared.do_full[s], 1), MbarrierInit(&shared.do_empty[s], ArrivalsOf(kDOReaders + kTransposers));
+      MbarrierInit(&shared.ds_full[s], kPairs ? 1 : kByConsumers);
+      MbarrierInit(&shared.ds_empty[s], kPairs ? ArrivalsOf(4) : kByConsumers);
+    }
+    if (kTF32) {
+      MbarrierInit(&shared.q_t_full, ArrivalsOf(kTransposers)), MbarrierInit(&shared.q_t_empty, kByConsumers);
+      MbarrierInit(&shared.do_t_full, ArrivalsOf(kTransposers));
+      MbarrierInit(&shared.do_t_empty, ArrivalsOf(kDOReaders));
+    }
+    for (int i = 0; i < 6; ++i) MbarrierInit(&shared.rows_full[i / 2][i % 2], 1);
+    FenceMbarrierInit();
+    shared.tile[0].item_head = shared.tile[1].item_head = -1;
+  }
+  if (kAlongside) {
+    for (int i = threadIdx.x; i < kRowsBytes / 4; i += kThreads) reinterpret_cast<float*>(shared.zeros)[i] = 0.0f;
+    FenceProxyAsync();
+  }
+  __syncthreads();
+  if (kPairs) ClusterSync();
+  if (threadIdx.x < kWarpgroup) {
+    SetMaxRegistersDown<Tuning::kProducerRegisters>();
+    if (threadIdx.x == 0) Producer{p, shared, &query_map, &key_map, &value_map, &d_o_map}.Run();
+    if constexpr (kTF32) {
+      if (threadIdx.x >= 32) Transposer{shared}.Run();
+    }
+    if constexpr (kAlongside) {
+      if (threadIdx.x >= 32) RowsWarp{p, shared, &o_rows_map, &d_o_rows_map, &dq_rows_map}.Run();
+    }
+  } else if constexpr (kTF32 && !kSameKeys) {
+    Consume<TF32Consumer>(p, shared, &dk_map, &dv_map);
+  } else if constexpr (!kSameKeys) {
+    Consume<Consumer>(p, shared, &dk_map, &dv_map);
+  } else if constexpr (kTF32) {
+    if (threadIdx.x < 2 * kWarpgroup) {
+      Consume<TF32ConsumerOfP>(p, shared, &dk_map, &dv_map);
+    } else {
+      Consume<TF32ConsumerOfDS>(p, shared, &dk_map, &dv_map);
+    }
+  } else if (threadIdx.x < 2 * kWarpgroup) {
+    Consume<ConsumerOfP>(p, shared, &dk_map, &dv_map);
+  } else {
+    Consume<ConsumerOfDS>(p, shared, &dk_map, &dv_map);
+  }
+  if (kPairs) ClusterSync();  // the other may still reach this CTA's shared memory
+}

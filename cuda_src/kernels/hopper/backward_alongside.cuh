@@ -1,0 +1,169 @@
+// What the Hopper backward does before and after with the rows of Q (hopper/backward_rows.cuh), if kAlongside: by three
+// warps beside the producer, head by head, some heads before they are computed and as soon as they have been. Then the
+// scratch of few heads is used, and stays in the L2. Heads, and tiles of keys, are taken in their order by whoever is
+// free, and none waits for a later one: so it comes to an end however many CTAs run at a time. The last heads, whose
+// tiles may be taken together (scheduler/schedule.cuh), have scratch at once, and none waits for another of them.
+#pragma once
+
+#include "hopper/backward_rows.cuh"
+#include "ptx/counter.cuh"
+#include "ptx/mma.cuh"
+
+namespace jax_flash {
+
+// One of these warps. kAlongsideRows of a box at a time, by way of its own shared memory; they are loaded one ahead.
+struct RowsWarp {
+  const Params& p;
+  BackwardShared& shared;
+  const TensorMap *o_map, *do_map, *dq_map;
+  PackedRing<2> at;  // what was loaded first of what has not been used
+
+  static constexpr int kSteps = kRowBlock / kAlongsideRows * kVBoxes;  // in which a block of O and dO comes
+
+  __device__ __forceinline__ void Run() {
+    while (true) {
+      const int next = Uniform(Take()), before = next - p.scratch_heads * BlocksOfHead(p);
+      if (before >= AllBlocks()) return;
+      if (next < AllBlocks()) Prefetch(RowBlock(p, next));
+      if (before >= 0) Finish(RowBlock(p, before));
+      if (next < AllBlocks()) Prepare(RowBlock(p, next));
+    }
+  }
+
+  // O and dO
+  __device__ __forceinline__ void Prefetch(const RowBlock& block) {
+    const int i = Lane();
+    if (i >= kSteps) return;
+    TmaPrefetch(o_map, i % kVBoxes * 64, block.row + i / kVBoxes * kAlongsideRows, block.head, block.batch);
+    TmaPrefetch(do_map, i % kVBoxes * 64, block.row + i / kVBoxes * kAlongsideRows, block.head, block.batch);
+  }
+
+  // dQ
+  __device__ __forceinline__ void Finish(const RowBlock& block) {
+    WaitForCount(p.added + block.Head(p), TilesOfHead(p));
+    FenceProxyAsyncGlobal();
+    const auto load = [&](int i, PackedRing<2> to) {
+      const int box = i % kQKBoxes, bytes = 64 * min(64, kQKDim - 64 * box);
+      if (Lane() == 0) {
+        MbarrierArriveExpectTx(Full(to), bytes);
+        BulkLoad(Slot(to), block.DQ(p) + i / kQKBoxes * (kAlongsideRows * kQKDim) + box * 1024, bytes, Full(to));
+      }
+    };
+    load(0, at);
+#pragma unroll 1
+    for (int i = 0; i < 4 * kQKBoxes; ++i) {
+      TmaWaitRead<0>();
+      SyncWarp();
+      if (i + 1 < 4 * kQKBoxes) load(i + 1, at.After());
+      uint8_t* const rows = Wait();
+      PackRows(rows);
+      FenceProxyAsync();
+      SyncWarp();
+      if (Lane() == 0)
+        TmaStore(dq_map, rows, i % kQKBoxes * 64, block.row + i / kQKBoxes * kAlongsideRows, block.head, block.batch);
+      TmaCommit();
+    }
+    TmaWaitRead<0>();
+    SyncWarp();
+  }
+
+  // dQ in the problem's dtype, where half of its f32 was. (What is outside of the head dim need not be defined.)
+  __device__ __forceinline__ void PackRows(uint8_t* rows) {
+    const float4* from = reinterpret_cast<const float4*>(rows) + Lane();
+    const float scale = DQKScale(p);
+#pragma unroll
+    for (int half = 0; half < (kQKDim > 32 ? 2 : 1); ++half) {
+      uint32_t packed[8];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float4 x = from[(4 * half + c) * 32];
+        packed[2 * c] = Pack(x.x * scale, x.y * scale);
+        packed[2 * c + 1] = Pack(x.z * scale, x.w * scale);
+      }
+      SyncWarp();
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        Stmatrix(Matrices(rows, 2 * half + c), packed[4 * c], packed[4 * c + 1], packed[4 * c + 2], packed[4 * c + 3]);
+    }
+  }
+
+  // Zeros for dQ, L and D
+  __device__ __forceinline__ void Prepare(const RowBlock& block) {
+    const auto load = [&](int i, PackedRing<2> to) {
+      if (Lane() == 0) {
+        const int row = block.row + i / kVBoxes * kAlongsideRows, column = i % kVBoxes * 64;
+        MbarrierArriveExpectTx(Full(to), kRowsBytes);
+        TmaLoad(Slot(to), o_map, Full(to), column, row, block.head, block.batch);
+        TmaLoad(Slot(to) + kRowsBytes / 2, do_map, Full(to), column, row, block.head, block.batch);
+      }
+    };
+    load(0, at);
+    for (int r = Lane(); r < kRowBlock; r += 32) StoreL(p, block, r);
+    float products[2][4] = {};
+#pragma unroll 1
+    for (int i = 0; i < kSteps; ++i) {
+      SyncWarp();
+      if (i + 1 < kSteps) load(i + 1, at.After());
+      StoreZeros(block, i);
+      MultiplyRows(Wait(), products);
+      FenceProxyAsync();
+      if (i % kVBoxes == kVBoxes - 1) StoreDiagonal(block, i / kVBoxes * kAlongsideRows, products);
+    }
+    TmaCommit();
+    TmaWaitAll();
+    FenceProxyAsyncGlobal();
+    SyncWarp();
+    Count(p.prepared + block.Head(p), Lane() == 0);
+  }
+
+  // In the i-th step, its share of the zeros for dQ: loads of O and dO would have to wait for all at once.
+  __device__ __forceinline__ void StoreZeros(const RowBlock& block, int i) {
+    constexpr int kParts = kQKDim > 64 ? 8 : 4, kBytes = kRowBlock * kQKDim * 4 / kParts;
+    static_assert(kBytes <= sizeof(BackwardShared::zeros) || !kAlongside);
+    if (Lane() > 0) return;
+#pragma unroll 1
+    for (int part = i; part < kParts; part += kSteps)
+      BulkStore(reinterpret_cast<uint8_t*>(block.DQ(p)) + part * kBytes, shared.zeros, kBytes);
+  }
+
+  // O dO^T, of the first 8 rows of dO and of the others.
+  __device__ __forceinline__ void MultiplyRows(uint8_t* rows, float (&products)[2][4]) {
+#pragma unroll
+    for (int c = 0; c < (kVDim < 64 ? (kVDim + 8) / 16 : 4); ++c) {
+      uint32_t o[4], d_o[4];
+      Ldmatrix(o, Matrices(rows, c));
+      Ldmatrix(d_o, Matrices(rows + kRowsBytes / 2, c));
+      MmaSync(products[0], o, {d_o[0], d_o[2]});
+      MmaSync(products[1], o, {d_o[1], d_o[3]});
+    }
+  }
+
+  // Its diagonal. The rest is for nothing.
+  __device__ __forceinline__ void StoreDiagonal(const RowBlock& block, int first, float (&products)[2][4]) {
+    const int row = Lane() / 4;
+    if (Lane() % 4 == row / 2) {
+      StoreD(p, block, first + row, row % 2 == 0 ? products[0][0] : products[0][1]);
+      StoreD(p, block, first + row + 8, row % 2 == 0 ? products[1][2] : products[1][3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) products[i / 4][i % 4] = 0.0f;
+  }
+
+  // What was loaded first of what has not been used.
+  __device__ __forceinline__ uint8_t* Wait() {
+    uint8_t* const rows = Slot(at);
+    MbarrierWait(Full(at), at.Parity());
+    at.Next();
+    return rows;
+  }
+
+  __device__ __forceinline__ static uint32_t Matrices(uint8_t* rows, int c) { return MatricesOf(rows, Lane(), c); }
+  __device__ __forceinline__ uint8_t* Slot(PackedRing<2> at) const { return shared.rows[Warp()][at.Index()]; }
+  __device__ __forceinline__ uint64_t* Full(PackedRing<2> at) const { return &shared.rows_full[Warp()][at.Index()]; }
+  __device__ __forceinline__ int Take() const { return Lane() == 0 ? atomicAdd(p.rows_taken, 1) : 0; }
+  __device__ __forceinline__ int AllBlocks() const { return Fresh(p.batch) * p.q_heads * BlocksOfHead(p); }
+  __device__ __forceinline__ static int Warp() { return Fresh(threadIdx.x) / 32u - 1; }
+  __device__ __forceinline__ static int Lane() { return Fresh(threadIdx.x) % 32u; }
+};
+
+}  // namespace jax_flash

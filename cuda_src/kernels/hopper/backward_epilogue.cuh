@@ -1,0 +1,108 @@
+// How what a consumer warpgroup of the Hopper backward has computed leaves: dK, dV and dQ.
+#pragma once
+
+#include "hopper/backward_softmax.cuh"
+#include "ptx/tma.cuh"
+
+namespace jax_flash {
+
+// Lines 21 and 24 of Algorithm 4.
+struct Epilogue : Probabilities {
+  using Probabilities::Probabilities;
+
+  // The lane; in pairs of CTAs for addresses that are not worked out beforehand.
+  __device__ __forceinline__ int LateLane() const { return kPairs ? Fresh(lane) : lane; }
+
+  // Of boxes of keys in shared memory: the c-th 32 bytes of this warp's keys. (As four addresses for all boxes, to
+  // which c / 4 is an offset in the instruction; or where even these are too many registers as one.)
+  __device__ __forceinline__ uint32_t Matrices(const uint8_t* keys, int lane, int c) const {
+    const uint8_t* const rows = keys + c / 4 * kKVBox + (first_key + 16 * warp) * 128;
+    if constexpr (kSameKeys) return MatricesOf(rows, lane, c % 4);
+    return SharedAddress(rows + lane % 16 * 128 + ((c % 4 * 2 + lane / 16) ^ lane % 8) * 16);
+  }
+
+  // This warpgroup's part of dK or dV goes to HBM by way of `to`. kEveryThread: all commit, also those that have stored
+  // nothing.
+  template <int kDim, bool kEveryThread = false>
+  __device__ __forceinline__ void Leave(const float (&C)[kDim / 2], float scale, uint8_t* to, const Tile& tile,
+                                        const TensorMap* map) {
+    const int late_lane = LateLane();
+#pragma unroll
+    for (int c = 0; kTF32 && c < kDim / 8; ++c) {
+      const auto scaled = [&](int i) { return __float_as_uint(C[4 * c + i] * scale); };
+      Stmatrix(Matrices(to, late_lane, c), scaled(0), scaled(2), scaled(1), scaled(3));
+    }
+#pragma unroll
+    for (int c = 0; !kTF32 && c < kDim / 8; c += 2) {
+      const float* x = C + 4 * c;
+      const bool whole = c + 1 < kDim / 8;  // or what comes after is outside
+      Stmatrix(Matrices(to, late_lane, c / 2), Pack(x[0] * scale, x[1] * scale), Pack(x[2] * scale, x[3] * scale),
+               whole ? Pack(x[4] * scale, x[5] * scale) : 0, whole ? Pack(x[6] * scale, x[7] * scale) : 0);
+    }
+    FenceProxyAsync();
+    SyncWarpgroup();
+    if (threadIdx.x % kWarpgroup == 0) {
+      for (int b = 0; b < Boxes(kDim); ++b)
+        TmaStore(map, to + b * kKVBox + first_key * 128, b * kBoxColumns, tile.column + first_key, tile.head,
+                 tile.batch);
+      if (!kEveryThread) TmaCommit();
+    }
+    if (kEveryThread) TmaCommit();
+  }
+
+  // kWidth columns of 64 rows of dQ, from `column` on. `row_block`: of 64 rows, among those of all heads.
+  template <int kWidth>
+  struct DQ {
+    float C[kWidth > 0 ? kWidth / 2 : 1];
+  };
+
+  // dQ in HBM += dQ
+  template <int kWidth>
+  __device__ __forceinline__ void Add(const DQ<kWidth>& dQ, int row_block, int column) {
+    if (kWidth == 0) return;
+    float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * column;
+    float* staged =
+        reinterpret_cast<float*>(shared.staging) + (row_block % (kRows / 64) * 4 + warp) * 16 * kQKDim + 16 * column;
+    TmaWaitRead<0>();
+    AddColumns<0, kWidth>(to, dQ.C, staged);
+  }
+
+  // To what is in HBM, kWidth columns of this warp's rows of C, by way of shared memory.
+  template <int kFirst, int kWidth, int kCount>
+  __device__ __forceinline__ void AddColumns(float* to, const float (&C)[kCount], float* staged) {
+    SyncWarp();
+#pragma unroll
+    for (int r = 0; r < kWidth / 8; ++r) {
+      const float* x = C + kFirst / 2 + 4 * r;
+      reinterpret_cast<float4*>(staged)[r * 32 + lane] = make_float4(x[0], x[1], x[2], x[3]);
+    }
+    FenceProxyAsync();
+    SyncWarp();
+    BulkReduceAdd(lane == 0, to, staged, 16 * kWidth * 4);
+    TmaCommit();
+  }
+
+  // If kSumKV, this warpgroup's part of dK or dV, from its kBox-th box on: by way of ds and staging in turn, of which
+  // kSlot is the first.
+  template <int kDim, int kSlot, int kBox = 0>
+  __device__ __forceinline__ void AddGradient(const float (&C)[kDim / 2], float* sum, const Tile& tile) {
+    constexpr int kFirst = kBox * kBoxColumns, kWidth = kDim - kFirst < kBoxColumns ? kDim - kFirst : kBoxColumns;
+    const int consumer_warp = Fresh(threadIdx.x) / 32u - 4;  // computed again, for want of registers
+    const int block = (tile.batch * p.kv_heads + tile.head) * KeyBlocksOfHead(p) + tile.column / 64;
+    uint8_t* const slot = kSlot == 0 ? reinterpret_cast<uint8_t*>(shared.ds) : shared.staging;
+    float* const staged = reinterpret_cast<float*>(slot) + consumer_warp * (16 * kBoxColumns);
+    TmaWaitRead<1>();
+    AddColumns<kFirst, kWidth>(sum + ((int64_t(block) * 4 + consumer_warp) * kDim + kFirst) * 16, C, staged);
+    if constexpr (kFirst + kWidth < kDim) AddGradient<kDim, 1 - kSlot, kBox + 1>(C, sum, tile);
+  }
+
+  __device__ __forceinline__ void ReleaseKV() {
+    TmaWaitRead<0>();
+    FenceProxyAsync();  // K or V may come where P was
+    SyncWarp();
+    Release(&shared.k_empty);
+    Release(&shared.v_empty);
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,59 @@
+// After the Hopper backward: what was added up in f32, by blocks of kRowBlock rows, in the problem's dtype and layout.
+// That is dQ, if it is not done alongside (hopper/backward_alongside.cuh), and dK and dV if kSumKV.
+#pragma once
+
+#include "hopper/backward_rows.cuh"
+
+namespace jax_flash {
+
+// The first `rows` rows of a block. In `to`, whose rows have kDim elements, they are the one numbered `first` and every
+// `stride`-th after it. A thread takes 8 columns of two rows, what four lanes held.
+template <int kDim>
+__device__ __forceinline__ void Convert(const float* sum, float scale, void* to, int64_t first, int rows, int stride) {
+  constexpr int kChunks = kDim / 8;
+  for (int i = threadIdx.x; i < 32 * kChunks; i += kRowThreads) {
+    const int chunk = i % kChunks, quad = i / kChunks % 8, warp = i / kChunks / 8;
+    const float4* x = reinterpret_cast<const float4*>(sum + 16 * warp * kDim) + chunk * 32 + quad * 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = 16 * warp + quad + 8 * h;
+      if (row >= rows) continue;
+      const int64_t at = (first + int64_t(row) * stride) * kChunks + chunk;
+      float low[4], high[4];  // columns 2 j and 2 j + 1, or if f32 j and j + 4
+#pragma unroll
+      for (int j = 0; j < 4; ++j) low[j] = (h ? x[j].z : x[j].x) * scale, high[j] = (h ? x[j].w : x[j].y) * scale;
+      if constexpr (kTF32) {
+        float4* const out = static_cast<float4*>(to) + 2 * at;
+        out[0] = make_float4(low[0], low[1], low[2], low[3]);
+        out[1] = make_float4(high[0], high[1], high[2], high[3]);
+      } else {
+        static_cast<uint4*>(to)[at] =
+            make_uint4(Pack(low[0], high[0]), Pack(low[1], high[1]), Pack(low[2], high[2]), Pack(low[3], high[3]));
+      }
+    }
+  }
+}
+
+}  // namespace jax_flash
+
+// A block of dQ.
+extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
+    jax_flash_backward_finish(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  const RowBlock block(p, blockIdx.x);
+  Convert<kQKDim>(block.DQ(p), DQKScale(p), p.dq, (int64_t(block.batch) * p.q_len + block.row) * p.q_heads + block.head,
+                  p.q_len - block.row, p.q_heads);
+}
+
+// A block of dK and dV.
+extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
+    jax_flash_backward_finish_keys(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  if constexpr (!kSumKV) return;
+  const uint32_t blocks = KeyBlocksOfHead(p), all_heads = blockIdx.x / blocks;
+  const int key = blockIdx.x % blocks * kRowBlock, head = all_heads % p.kv_heads, batch = all_heads / p.kv_heads;
+  const int64_t first = (int64_t(batch) * p.kv_len + key) * p.kv_heads + head;
+  const int64_t before = int64_t(blockIdx.x) * kRowBlock;  // rows
+  if (kDK) Convert<kQKDim>(p.dk_sum + before * kQKDim, DQKScale(p), p.dk, first, p.kv_len - key, p.kv_heads);
+  if (kDV) Convert<kVDim>(p.dv_sum + before * kVDim, ZScale(p), p.dv, first, p.kv_len - key, p.kv_heads);
+}

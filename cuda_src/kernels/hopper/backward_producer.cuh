@@ -1,0 +1,275 @@
+// What the Hopper backward's producer warpgroup does: a thread decides which tiles are next and loads K, V, Q and dO;
+// of f32, its other warps transpose Q and dO.
+#pragma once
+
+#include "hopper/backward_tiles.cuh"
+#include "hopper/transpose.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/counter.cuh"
+#include "ptx/mbarrier.cuh"
+#include "scheduler/schedule.cuh"
+
+namespace jax_flash {
+
+__device__ __forceinline__ auto MakeSchedule(const Params& p) {
+  if constexpr (kAlongside) {
+    return CountedTiles(p);
+  } else if constexpr (kListed) {
+    return CountedLists(p);
+  } else {
+    return Schedule<kCluster>();
+  }
+}
+
+// One thread that loads what the consumers work on, and tells them what it is.
+struct Producer {
+  const Params& p;
+  BackwardShared& shared;
+  const TensorMap *q_map, *k_map, *v_map, *do_map;
+  uint32_t kv_parity = 0;
+  uint32_t loaded = 0;  // steps so far; their ring would take a register more
+
+  __device__ __forceinline__ void Run() {
+    constexpr int kAllCols = kCols * kCluster;
+    if constexpr (kListed) return RunListed();
+    const int tiles = (p.kv_len + kAllCols - 1) / kAllCols;
+    const int heads = kSumKV ? p.q_heads : p.kv_heads;        // whose tiles are taken
+    const int group = kAlongside ? 1 : p.q_heads / heads;     // heads of Q to each of them
+    const int sharing = kSumKV ? p.q_heads / p.kv_heads : 1;  // of them to each head of K
+    auto schedule = MakeSchedule(p);
+    int item, t;
+    while (schedule.Next(p.batch * heads, tiles, &item, &t)) {
+      WaitForRows(item);
+      const int head = item % heads, batch = item / heads;
+      const Positions positions = PositionsOf(p, batch);
+      const Visible rows = RowsOf(p, positions, batch, t * kAllCols, (t + 1) * kAllCols);
+      const int first = rows.any_lo / kRows, end = (rows.any_hi + kRows - 1) / kRows;
+      const int steps = rows.any_lo < rows.any_hi ? (end - first) * group : 0;
+      const Tile tile = {t * kAllCols + (kPairs ? ClusterRank() * kCols : 0), head / sharing, batch, item, steps};
+      const int every_hi = EveryHi(rows, positions);
+      // The n-th tile of Q from the last. Once a tile of keys: before the last the next one is asked for; after the
+      // first, for which there is room earlier, come K and V.
+      const auto load = [&](int n, int q_head, int row_block, int row) {
+        const bool masked = row < rows.every_lo || row + kRows > every_hi;
+        if (n == 1) schedule.Ask();
+        Load({row, q_head, row_block, kEverything, masked, n == 1}, batch);
+        if (n == steps) LoadKV(tile);
+      };
+      if (steps == 0) schedule.Ask(), LoadKV(tile);
+      if constexpr (kTogether) {
+        // Row by row with all members of the group. The first tile of a pair, which fewer rows see, is walked from the
+        // last row on, the second from its first row on: then all CTAs that have tiles of a head of K are at the same
+        // few rows at a time, which come to the L2 once; each at another member, or their additions to dQ would meet.
+        const bool down = 2 * t >= tiles;
+        const int first_block = RowBlock(batch, head * group, 0), first_member = t % group;
+        int row = (down ? end - 1 : first) * kRows, member = first_member;
+        for (int n = steps; n > 0; --n) {
+          load(n, head * group + member, first_block + member * BlocksOfHead(p) + row / kRowBlock, row);
+          member = member + 1 < group ? member + 1 : 0;
+          if (member == first_member) row += down ? -kRows : kRows;
+        }
+      } else {
+        int q_tile = first, q_head = head * group, row_block = 0;
+        for (int n = steps; n > 0; --n) {
+          if (q_tile == first) row_block = RowBlock(batch, q_head, q_tile * kRows);
+          load(n, q_head, row_block, q_tile * kRows);
+          row_block += kRows / kRowBlock;
+          if (++q_tile == end) q_tile = first, ++q_head;
+        }
+      }
+    }
+    End();
+  }
+
+  // With a block mask, whose blocks are whole tiles.
+  __device__ __forceinline__ void RunListed() {
+    static_assert(!kListed || !kPairs);
+    constexpr int kTiles = kTilesOfColumn<kCols>;
+    auto schedule = MakeSchedule(p);
+    int item, t;
+    while (schedule.Next(p.batch * p.kv_heads, TilesOfHead(p), &item, &t)) {
+      WaitForRows(item);
+      const int head = item % p.kv_heads, batch = item / p.kv_heads;
+      const BlockList blocks = ColumnList(p, batch, head * (p.q_heads / p.kv_heads), t / kTiles);
+      const int column = FirstColumn<kCols>(blocks, t % kTiles);
+      const Positions positions = PositionsOf(p, batch);
+      const Visible rows = RowsOf(p, positions, batch, column, column + kCols);
+      const int every_hi = EveryHi(rows, positions);
+      ListedQTiles<kRows> at(p, batch, head, blocks, rows);
+      const Tile tile = {column, head, batch, item, at.There()};
+      if (!at.There()) schedule.Ask(), LoadKV(tile);
+      for (bool first = true; at.There(); first = false) {
+        const int row = at.row, q_head = at.head, kind = KindOfBlock(p, batch, q_head, row, column);
+        at.Next();
+        const bool every = row >= rows.every_lo && row + kRows <= every_hi && kind == kEverything;
+        if (!at.There()) schedule.Ask();
+        Load({row, q_head, RowBlock(batch, q_head, row), kind, !every, !at.There()}, batch);
+        if (first) LoadKV(tile);
+      }
+    }
+    End();
+  }
+
+  // Until the rows of a head are prepared.
+  __device__ __forceinline__ void WaitForRows(int head) {
+    if (!kAlongside) return;
+    if (OldestHead() <= head - p.scratch_heads) Flush();
+    WaitForCount(p.prepared + head, BlocksOfHead(p));
+    FenceProxyAsyncGlobal();
+  }
+
+  // The head of the oldest tile of which it has not been reported that its dQ has been added. (Among the last heads it
+  // need not be the lowest, but none of these waits for scratch of another.)
+  __device__ __forceinline__ int OldestHead() const {
+    const int older = shared.tile[kv_parity].item_head, newer = shared.tile[kv_parity ^ 1].item_head;
+    return older >= 0 ? older : newer >= 0 ? newer : 0x7FFFFFFF;
+  }
+
+  // Reports all: before a wait for scratch that a head of theirs may still have, which nobody else could end. A tile
+  // that is none goes through the consumers.
+  __device__ __forceinline__ void Flush() {
+    MbarrierWait(&shared.k_empty, kv_parity ^ 1);
+    ReportAdded(Unreported());
+    shared.tile[kv_parity] = {0, 0, -1, -1, 0};
+    MbarrierArrive(&shared.k_full);
+    MbarrierWait(&shared.v_empty, kv_parity ^ 1);
+    MbarrierArrive(&shared.v_full);
+    kv_parity ^= 1;
+    MbarrierWait(&shared.k_empty, kv_parity ^ 1);
+    ReportAdded(Unreported());
+    shared.tile[kv_parity].item_head = -1;
+  }
+
+  // When a tile has been computed (k_empty), all dQ of the tile before it has been added: consumers wait for that in
+  // the first step. That one's head, to be read before its slot is written again.
+  __device__ __forceinline__ int Unreported() const { return kAlongside ? shared.tile[kv_parity].item_head : -1; }
+  __device__ __forceinline__ void ReportAdded(int head) {
+    if (!kAlongside || head < 0) return;
+    FenceProxyAsyncGlobal();
+    Count(p.added + head, true);
+  }
+
+  // Rows that see nothing have an L that hides them, if it is not from a bias of +inf.
+  __device__ __forceinline__ int EveryHi(const Visible& rows, const Positions& positions) const {
+    return kBias || rows.every_hi < positions.q_length ? rows.every_hi : BlocksOfHead(p) * kRowBlock;
+  }
+
+  __device__ __forceinline__ int RowBlock(int batch, int head, int row) const {
+    return FirstRowBlock(p, batch * p.q_heads + head) + row / kRowBlock;
+  }
+
+  __device__ __forceinline__ void End() {
+    MbarrierWait(&shared.k_empty, kv_parity ^ 1);
+    ReportAdded(Unreported());
+    shared.tile[kv_parity].column = -1;
+    MbarrierArrive(&shared.k_full);
+    if (kTF32) {
+      const int stage = loaded % kStages, parity = loaded / kStages % 2;
+      MbarrierWait(&shared.do_empty[stage], parity ^ 1);
+      shared.more[stage] = false;
+      MbarrierArrive(&shared.do_full[stage]);
+    }
+  }
+
+  __device__ __forceinline__ void LoadKV(const Tile& tile) {
+    const auto load = [&](uint8_t* to, const TensorMap* map, uint64_t* full, int d, int column) {
+      TmaLoad(to, map, full, d, column, tile.head, tile.batch);
+    };
+    MbarrierWait(&shared.v_empty, kv_parity ^ 1);
+    MbarrierArriveExpectTx(&shared.v_full, kVBoxes * kKVBox);
+    for (int b = 0; b < kVBoxes; ++b) load(shared.v + b * kKVBox, v_map, &shared.v_full, b * kBoxColumns, tile.column);
+    MbarrierWait(&shared.k_empty, kv_parity ^ 1);
+    const int added = Unreported();
+    shared.tile[kv_parity] = tile;
+    if (kPairs) {
+      // The half of K that makes this CTA's half of dQ, of the keys of both CTAs; and the other half of its own.
+      const int half = ClusterRank() * 64 * kHalfBoxes, other = 64 * kHalfBoxes - half;
+      MbarrierArriveExpectTx(&shared.k_full, 3 * kHalfBoxes * kKVBox);
+      for (int b = 0; b < kHalfBoxes; ++b) {
+        load(shared.k + b * kKVBox, k_map, &shared.k_full, half + b * 64, tile.column);
+        load(shared.k + (kHalfBoxes + b) * kKVBox, k_map, &shared.k_full, half + b * 64, tile.column ^ kCols);
+        load(shared.staging + b * kKVBox, k_map, &shared.k_full, other + b * 64, tile.column);
+      }
+    } else {
+      MbarrierArriveExpectTx(&shared.k_full, sizeof(shared.k));
+      uint8_t* const k = kTF32SameKeys ? shared.staging : kTF32 ? shared.ds[0] : shared.k;
+      for (int b = 0; b < kQKBoxes; ++b) load(k + b * kKVBox, k_map, &shared.k_full, b * kBoxColumns, tile.column);
+    }
+    kv_parity ^= 1;
+    ReportAdded(added);  // a fence and a release, for which K should not wait
+  }
+
+  __device__ __forceinline__ void Load(const Step& step, int batch) {
+    const int stage = loaded % kStages, parity = loaded / kStages % 2;
+    const int64_t statistics = int64_t(step.row_block) * kRowBlock;
+    MbarrierWait(&shared.q_empty[stage], parity ^ 1);
+    shared.step[stage] = step;
+    MbarrierArriveExpectTx(&shared.q_full[stage], sizeof(shared.q[0]) + sizeof(shared.minus_l[0]));
+    for (int b = 0; b < kQKBoxes; ++b)
+      TmaLoad(shared.q[stage] + b * kQBox, q_map, &shared.q_full[stage], b * kBoxColumns, step.row, step.head, batch);
+    BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, &shared.q_full[stage]);
+    if (kMaximumApart)
+      BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, &shared.q_full[stage]);
+    MbarrierWait(&shared.do_empty[stage], parity ^ 1);
+    if (kTF32) shared.more[stage] = true;
+    MbarrierArriveExpectTx(&shared.do_full[stage], sizeof(shared.d_o[0]) + kRows * 4);
+    for (int b = 0; b < kVBoxes; ++b)
+      TmaLoad(shared.d_o[stage] + b * kQBox, do_map, &shared.do_full[stage], b * kBoxColumns, step.row, step.head,
+              batch);
+    BulkLoad(shared.d[stage], p.d + statistics, kRows * 4, &shared.do_full[stage]);
+    ++loaded;
+  }
+};
+
+// TF32: the i-th square of 32 rows and columns of a tile of Q or dO goes to Q^T or dO^T.
+template <int kBoxes>
+__device__ __forceinline__ void TransposeSquareOf(const uint8_t* tile, uint8_t* transposed, int i) {
+  if constexpr (kBoxes > 0)
+    TransposeSquare(tile + i % kBoxes * kQBox + i / kBoxes * 32 * 128, transposed + i * kBoxColumns * 128);
+}
+
+// TF32: a warp that makes its share of dO^T and Q^T. All of these warps wait for every barrier and arrive at every one
+// that has them, even where their share is none: so that none is a lap ahead or behind.
+struct Transposer {
+  BackwardShared& shared;
+  Ring<kStages> at;
+  uint32_t parity = 0;
+  int turn = threadIdx.x / 32 - 1;  // the squares until the next of this warp's
+
+  // A tile that is there, to one that has to be empty.
+  template <int kBoxes>
+  __device__ __forceinline__ void Transpose(const uint8_t* from, uint8_t* to, uint64_t* from_empty, uint64_t* to_full,
+                                            uint64_t* to_empty) {
+    const bool arrives = ArrivesForWarp(threadIdx.x % 32);
+    MbarrierWait(to_empty, parity ^ 1);
+#pragma unroll 1
+    for (int i = 0; i < kBoxes * kRows / 32; ++i, --turn) {
+      if (turn > 0) continue;
+      TransposeSquareOf<kBoxes>(from, to, i);
+      turn = kTransposers;
+    }
+    FenceProxyAsync();
+    SyncWarp();
+    MbarrierArrive(to_full, arrives);
+    MbarrierArrive(from_empty, arrives);
+  }
+
+  __device__ __forceinline__ void Run() {
+    while (true) {
+      const int stage = at.index;
+      MbarrierWait(&shared.do_full[stage], at.parity);
+      if (!Uniform(shared.more[stage])) return;
+      Transpose<kDV ? kVBoxes : 0>(shared.d_o[stage], shared.do_t, &shared.do_empty[stage], &shared.do_t_full,
+                                   &shared.do_t_empty);
+      if (kQTransposers > 0) {
+        MbarrierWait(&shared.q_full[stage], at.parity);
+        Transpose<kDK ? kQKBoxes : 0>(shared.q[stage], shared.q_t, &shared.q_empty[stage], &shared.q_t_full,
+                                      &shared.q_t_empty);
+      }
+      at.Next();
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace jax_flash

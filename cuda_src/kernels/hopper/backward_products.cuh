@@ -1,0 +1,117 @@
+// A consumer warpgroup of the Hopper backward, and its products S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q.
+#pragma once
+
+#include "hopper/backward_tiles.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace jax_flash {
+
+// L and D are stored in whole tiles, 16 rows lane by lane: one float4 is what a lane needs of a 16 x 16 tile.
+__device__ __forceinline__ int Place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
+
+__device__ __forceinline__ void SyncConsumers() { BarrierSync(1, kConsumers * kWarpgroup); }
+
+// A consumer warpgroup: 64 keys. A lane holds two of them, Key and Key + 8.
+struct Warpgroup {
+  const Params& p;
+  BackwardShared& shared;
+  const int warpgroup, warp, lane, first_key;
+  uint32_t kv_parity = 0;
+  Ring<kStages> at;  // the tile of Q and dO
+
+  __device__ __forceinline__ Warpgroup(const Params& p, BackwardShared& shared)
+      : p(p),
+        shared(shared),
+        warpgroup(Uniform(threadIdx.x / kWarpgroup - 1)),
+        warp(threadIdx.x % kWarpgroup / 32),
+        lane(threadIdx.x % 32),
+        first_key(kSameKeys ? 0 : 64 * warpgroup) {}
+
+  // Waits for the next tile; false when there are no more. TileHere: that one, which stays until the tile after the
+  // next.
+  __device__ __forceinline__ bool NextTile() {
+    MbarrierWait(&shared.k_full, kv_parity);
+    if (Uniform(shared.tile[kv_parity].column) < 0) return false;
+    MbarrierWait(&shared.v_full, kv_parity);
+    kv_parity ^= 1;
+    return true;
+  }
+  __device__ __forceinline__ const Tile& TileHere() const { return shared.tile[kv_parity ^ 1]; }
+
+  __device__ __forceinline__ void WaitForQ() { MbarrierWait(&shared.q_full[at.index], at.parity); }
+
+  // The tile of Q that is there. (Better asked when the tensor cores are at work: the answer takes a while.)
+  __device__ __forceinline__ Step StepHere() {
+    const Step& step = shared.step[at.index];
+    return {Uniform(step.row),          Uniform(step.head),
+            Uniform(step.row_block),    kListed ? Uniform(step.kind) : kEverything,
+            bool(Uniform(step.masked)), bool(Uniform(step.last))};
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void Clear(float (&C)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) C[i] = 0.0f;
+  }
+
+  __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
+  // By a warp that has read L or D by loads: a fence before the copy engine may write there.
+  __device__ __forceinline__ void ReleaseRows(uint64_t* barrier) {
+    FenceProxyAsync();
+    Release(barrier);
+  }
+  __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(2 + warpgroup, kWarpgroup); }
+
+  __device__ __forceinline__ int Key(const Tile& tile) const { return tile.column + first_key + 16 * warp + lane / 4; }
+};
+
+// Lines 11, 16, 17 and 22 of Algorithm 4, on the transposes.
+struct Products : Warpgroup {
+  float S[kRows / 2], dP[kRows / 2];  // transposed; S becomes P, dP becomes dS
+  uint32_t P[kRows / 4], dS[kRows / 4];
+
+  using Warpgroup::Warpgroup;
+
+  // C = A B^T, or += : A this warpgroup's 64 rows of K or V, B a tile of Q or dO.
+  template <int kDim>
+  __device__ __forceinline__ void IssueKeysTimesRows(float (&C)[kRows / 2], const uint8_t* keys, const uint8_t* rows,
+                                                     bool accumulate) {
+    const uint64_t a = Descriptor(keys + first_key * 128, 0), b = Descriptor(rows, 0);
+    WgmmaFence();
+#pragma unroll
+    for (int d = 0; d < (kDim + kStep - 1) / kStep; ++d) {
+      Wgmma<kRows>::template SS<Major::kK, Major::kK>(C, Advance(a, d / 4 * kKVBox + d % 4 * 32),
+                                                      Advance(b, d / 4 * kQBox + d % 4 * 32), accumulate || d > 0);
+    }
+    WgmmaCommit();
+  }
+
+  // C += A B: A = P^T or dS^T, B a tile of dO or Q.
+  template <int kDim>
+  __device__ __forceinline__ void IssueGradient(float (&C)[kDim / 2], const uint32_t (&A)[kRows / 4],
+                                                const uint8_t* rows) {
+    const uint64_t b = Descriptor(rows, kQBox);
+    WgmmaFence();
+#pragma unroll
+    for (int i = 0; i < kRows / 16; ++i)
+      Wgmma<kDim>::template RS<Major::kMN>(C, A + 4 * i, Advance(b, i * 16 * 128), true);
+    WgmmaCommit();
+  }
+
+  // S^T = -L / scale, or 0
+  __device__ __forceinline__ void StartS() {
+    Clear(S);
+    const float4* memory = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;
+#pragma unroll
+    for (int c = 0; Tuning::kStartAtL && c < kRows / 16; ++c) {
+      const float4 x = memory[4 * c];
+      const float minus_l[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) S[8 * c + i] = minus_l[i / 4 * 2 + i % 2];
+    }
+    Pin(S);
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,103 @@
+// The rows of Q before the Hopper backward: L and D, and zeros from which dQ grows in f32. All of that is in scratch by
+// blocks of kRowBlock rows. A small kernel does it, or if kAlongside the main kernel (hopper/backward_alongside.cuh).
+#pragma once
+
+#include "hopper/backward_epilogue.cuh"
+
+namespace jax_flash {
+
+// kRowBlock rows of Q.
+struct RowBlock {
+  int batch, head, row;  // the first row
+  int place;             // of blocks in scratch
+
+  // That of this number among the blocks of all heads.
+  __device__ __forceinline__ RowBlock(const Params& p, uint32_t number) {
+    const uint32_t blocks = BlocksOfHead(p), all_heads = number / blocks;
+    const int heads = Fresh(p.q_heads);
+    batch = all_heads / uint32_t(heads), head = all_heads - batch * heads;
+    row = (number - all_heads * blocks) * kRowBlock;
+    place = FirstRowBlock(p, all_heads) + (number - all_heads * blocks);
+  }
+
+  // Among those of all batches.
+  __device__ __forceinline__ int Head(const Params& p) const { return batch * p.q_heads + head; }
+  // Its rows in scratch, row by row; its dQ.
+  __device__ __forceinline__ int64_t Rows() const { return int64_t(place) * kRowBlock; }
+  __device__ __forceinline__ float* DQ(const Params& p) const {
+    return p.dq_sum + int64_t(place) * (kRowBlock * kQKDim);
+  }
+};
+
+// To a row of O: lanes of 8 elements each, of which the last may have none.
+constexpr int kRowChunks = kVDim / 8;
+constexpr int kRowLanes = kRowChunks > 16 ? 32 : kRowChunks > 8 ? 16 : 8;
+
+__device__ __forceinline__ int64_t ChunkOfO(const Params& p, const RowBlock& block, int r) {
+  return ((int64_t(block.batch) * p.q_len + block.row + r) * p.q_heads + block.head) * kRowChunks;
+}
+
+// The sum of the products of 8 elements of O and dO.
+__device__ __forceinline__ float DotOfEight(const void* o, const void* d_o) {
+  float sum = 0.0f;
+  if constexpr (kTF32) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4 x = static_cast<const float4*>(o)[i], y = static_cast<const float4*>(d_o)[i];
+      sum += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+    }
+  } else {
+    const uint4 x = *static_cast<const uint4*>(o), y = *static_cast<const uint4*>(d_o);
+    const auto dot = [](uint32_t packed_a, uint32_t packed_b) {
+      const float2 a = Unpack(packed_a), b = Unpack(packed_b);
+      return a.x * b.x + a.y * b.y;
+    };
+    sum = dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w);
+  }
+  return sum;
+}
+
+// D = rowsum(dO O) - dlogsumexp of row r.
+__device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, int r, float product) {
+  const bool exists = block.row + r < p.q_len;
+  if (kDLogsumexp && exists) product -= p.dlogsumexp[int64_t(block.Head(p)) * p.q_len + block.row + r];
+  p.d[block.Rows() + Place(r)] = exists ? product / ZScale(p) : 0.0f;
+}
+
+// -L / scale of row r (with a bias -log l and m apart).
+__device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, int r) {
+  const int64_t from = int64_t(block.Head(p)) * p.q_len + block.row + r;
+  const int64_t to = block.Rows() + Place(r);
+  const bool exists = block.row + r < p.q_len;
+  const float l = exists ? p.l[from] : 0.0f, m = exists ? p.m[from] : 0.0f;
+  if constexpr (kMaximumApart) {
+    p.logsumexp[to] = l == 0.0f ? -Infinity() : -logf(l);
+    p.maximum[to] = l == 0.0f ? 0.0f : m;
+  } else {
+    p.logsumexp[to] = l == 0.0f ? -Infinity() : -(m + logf(l)) / ScoreScale(p);
+  }
+}
+
+}  // namespace jax_flash
+
+// A block: zeros for dQ, L and D.
+extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
+    jax_flash_backward_prepare(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  const RowBlock block(p, blockIdx.x);
+  if (kDQ) {
+    float4* const dq = reinterpret_cast<float4*>(block.DQ(p));
+    for (int i = threadIdx.x; i < kRowBlock * kQKDim / 4; i += kRowThreads) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  if (threadIdx.x < kRowBlock) StoreL(p, block, threadIdx.x);
+  const int lane = threadIdx.x % kRowLanes;
+#pragma unroll 2
+  for (int i = 0; i < kRowBlock; i += kRowThreads / kRowLanes) {
+    const int r = i + threadIdx.x / kRowLanes;
+    const int64_t at = (ChunkOfO(p, block, r) + lane) * 8 * kElementBytes;
+    const uint8_t *o = static_cast<const uint8_t*>(p.o) + at, *d_o = static_cast<const uint8_t*>(p.d_o) + at;
+    float sum = block.row + r < p.q_len && lane < kRowChunks ? DotOfEight(o, d_o) : 0.0f;
+    sum = LaneSum<kRowLanes>(sum);
+    if (lane == 0) StoreD(p, block, r, sum);
+  }
+}

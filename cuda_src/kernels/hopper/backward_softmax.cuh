@@ -1,0 +1,180 @@
+// What a consumer warpgroup of the Hopper backward does with its S^T and dP^T between the products: scores, masks, P,
+// Z, dS.
+#pragma once
+
+#include "hopper/backward_products.cuh"
+
+namespace jax_flash {
+
+// Named barriers, if both warpgroups have the same keys.
+constexpr int kPFull = 4, kPRead = 5;
+
+// dS is computed without the factor of the kept entries, which comes with the results.
+__device__ __forceinline__ float DQKScale(const Params& p) { return ZScale(p) * ScaleOf(p); }
+
+// Lines 12 to 15, 18 and 20 of Algorithm 4, on the transposes.
+struct Probabilities : Products {
+  const float scale_log2;
+  uint32_t hidden_in_block[2];
+
+  __device__ __forceinline__ Probabilities(const Params& p, BackwardShared& shared)
+      : Products(p, shared), scale_log2(UnitOf(p)) {}
+
+  __device__ __forceinline__ View<true> ViewOf(const Tile& tile, const Step& step) const {
+    return {step.row + lane % 4 * 2, Key(tile)};
+  }
+
+  // S^T becomes s^T where scores are formed entry by entry. The derivative of the soft cap is left in dS.
+  __device__ __forceinline__ void ToScores(const Tile& tile, const Step& step) {
+    const Score score(p, tile.batch, step.head);
+    const View<true> view = ViewOf(tile, step);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
+      S[i] = Cap(p, S[i]);
+      if (i % 2 == 0) continue;
+      dS[i / 2] = score.PackSlopes(S[i - 1], S[i]);
+#pragma unroll
+      for (int e = i - 1; e <= i; ++e)
+        S[e] = score.AddBias(S[e], view.Row(e / 2 % 2, e / 4 * 2 + e % 2), view.Key(e / 2 % 2, 0));
+    }
+  }
+
+  // Entries that may not attend become -inf.
+  __device__ __forceinline__ void Hide(const Tile& tile, const Step& step) {
+    const Positions positions = PositionsOf(p, tile.batch);
+    const Entries entries(p, tile.batch, step.head);
+    const int row = step.row + lane % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int key = Key(tile) + 8 * h;
+      const RowRange rows = AnyKeyRows(positions, key, key + 1);
+      const int first = rows.lo < rows.hi ? min(rows.lo - row, int64_t(kRows)) : kRows, end = rows.hi - row;
+      uint32_t hidden = kListed ? hidden_in_block[h] : 0;
+#pragma unroll 4
+      for (int x = 0; Tuning::kFewAtOnce && kEntryMasks && x < kRows / 4; ++x) {
+        const int r = x / 2 * 8 + x % 2;
+        hidden |= uint32_t(first <= r && r < end && entries.Hidden(row + r, key)) << x;
+      }
+#pragma unroll
+      for (int i = 2 * h; i < kRows / 2; i += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int r = i / 4 * 8 + e;
+          const bool outside = r < first || ((kLocal || kMask || kBias) && r >= end);
+          if (kListed && !Tuning::kFewAtOnce && (hidden >> (i / 4 * 2 + e) & 1)) S[i + e] = -Infinity();
+          if (outside || (Tuning::kFewAtOnce ? hidden >> (i / 4 * 2 + e) & 1 : entries.Hidden(row + r, key))) {
+            S[i + e] = -Infinity();
+          }
+        }
+      }
+    }
+  }
+
+  // With lists: which of this lane's rows may not attend to its keys, as Hide numbers them.
+  __device__ __forceinline__ void Look(const Tile& tile, const Step& step) {
+    if (!kListed || !step.masked) return;
+    const Block block(p, tile.batch, step.kind);
+    const int key = Key(tile), row = step.row + lane % 4 * 2;
+    hidden_in_block[0] = hidden_in_block[1] = 0;
+#pragma unroll 8
+    for (int x = 0; x < kRows / 4; ++x) {
+      const uint32_t hidden = ~block.Columns(row + x / 2 * 8 + x % 2, key / 16 * 16) >> key % 16;
+      hidden_in_block[0] |= (hidden & 1) << x;
+      hidden_in_block[1] |= (hidden >> 8 & 1) << x;
+    }
+  }
+
+  // s^T - m, of 16 rows.
+  __device__ __forceinline__ void SubtractM(int c) {
+    const float4 x = (reinterpret_cast<const float4*>(shared.minus_l[at.index][kMaximumApart]) + lane % 4)[4 * c];
+    const float m[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) S[8 * c + i] -= m[i / 4 * 2 + i % 2];
+  }
+
+  // S^T is masked and becomes P^T.
+  __device__ __forceinline__ void Softmax(const Tile& tile, const Step& step) {
+    if (kScores) ToScores(tile, step);
+    if (step.masked) Hide(tile, step);
+    if (Tuning::kStopAfterMask && Never()) return;
+    const float scale_log2 = Tuning::kLateScale ? __ldg(p.scale + Fresh(0)) * kLog2e : this->scale_log2;
+#pragma unroll
+    for (int c = 0; c < kRows / 16; ++c) {
+      if (Tuning::kStopInSoftmax && c == kRows / 32 && Never()) return;
+      const float4 x = Tuning::kStartAtL
+                           ? float4()
+                           : (reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4)[4 * c];
+      const float minus_l[4] = {x.x * scale_log2, x.y * scale_log2, x.z * scale_log2, x.w * scale_log2};
+      if (kMaximumApart) SubtractM(c);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        S[8 * c + i] = Exp2(Tuning::kStartAtL ? S[8 * c + i] * scale_log2
+                                              : fmaf(S[8 * c + i], scale_log2, minus_l[i / 4 * 2 + i % 2]));
+      }
+    }
+    MarkDropped(tile, step);
+  }
+
+  // Marks the dropped entries of P^T by their sign.
+  __device__ __forceinline__ void MarkDropped(const Tile& tile, const Step& step) {
+    if (!kDropout || (Tuning::kStopBeforeZ && Never())) return;
+    const Seed seed(p, tile.batch, step.head);
+    const int columns = tile.column / 16 + first_key / 16 + warp;
+#pragma unroll
+    for (int c = 0; c < kRows / 16; ++c) {
+      if (Tuning::kStopInZ && c == kRows / 16 - 1 && Never()) return;
+      MarkTransposed(p, seed.Words(columns, (step.row / 16 + c) * 8 + lane / 4), S + 8 * c);
+    }
+  }
+
+  // P in its other precision, before the derivative of the soft cap joins it for the sake of dS.
+  __device__ __forceinline__ void RoundP() {
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) {
+      P[i] = PackKept(S[2 * i], S[2 * i + 1]);
+      TimesSlopes(dS[i], &S[2 * i], &S[2 * i + 1]);
+    }
+  }
+
+  // dP^T becomes dS^T, in both precisions.
+  __device__ __forceinline__ void ComputeDS() {
+    const float4* memory = reinterpret_cast<const float4*>(shared.d[at.index]) + lane % 4;
+#pragma unroll
+    for (int c = 0; c < kRows / 16; ++c) {
+      const float4 x = memory[4 * c];
+      const float D[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 8 * c; i < 8 * c + 8; ++i) {
+        const float d = D[i / 4 % 2 * 2 + i % 2];
+        dP[i] = DSOf(S[i], dP[i], d);
+        if (!kTF32 && i % 2 == 1) {
+          dS[i / 2] = Pack(dP[i - 1], dP[i]);
+          if (!Tuning::kEarlyDV) P[i / 2] = PackKept(S[i - 1], S[i]);
+        }
+      }
+    }
+  }
+
+  // If both warpgroups have the same keys: P to the other, when it has read the one before.
+  __device__ __forceinline__ void SendP(uint8_t* memory) {
+    BarrierSync(kPRead, 2 * kWarpgroup);
+#pragma unroll
+    for (int i = 0; i < kRows / 8; ++i) {
+      reinterpret_cast<float4*>(memory)[i * kWarpgroup + 32 * warp + lane] =
+          make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
+    }
+    BarrierArrive(kPFull, 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ void ReceiveP(const uint8_t* memory, bool last) {
+    BarrierSync(kPFull, 2 * kWarpgroup);
+#pragma unroll
+    for (int i = 0; i < kRows / 8; ++i) {
+      const float4 x = reinterpret_cast<const float4*>(memory)[i * kWarpgroup + 32 * warp + lane];
+      S[4 * i] = x.x, S[4 * i + 1] = x.y, S[4 * i + 2] = x.z, S[4 * i + 3] = x.w;
+    }
+    if (!last) BarrierArrive(kPRead, 2 * kWarpgroup);
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,212 @@
+// The Hopper backward of f32, taken as TF32: the copy engine rounds Q, K, V and dO, as their maps say.
+//
+// wgmma reads operands of f32 from shared memory only where their k is contiguous, and shared memory's 128 bytes a
+// cycle are the bound. So
+//   S^T = K Q^T, dP^T = V dO^T   has K in registers, for which there is room; it lands where dS will be
+//   dV += P^T dO, dK += dS^T Q   have P^T and dS^T in registers, and dO^T and Q^T from the producer's other warps
+//   dQ = dS K                    has dS in shared memory, transposed, and K^T, which is made once
+// hopper/transpose.cuh says how rows and columns are permuted, to which dS and dQ keep too. With tiles of 64 keys it
+// is hopper/backward_tf32_wide.cuh.
+#pragma once
+
+#include "hopper/backward_epilogue.cuh"
+#include "hopper/backward_producer.cuh"
+
+namespace jax_flash {
+
+constexpr int kDSFree = 6;  // named barriers, one a warpgroup: the other has read dS
+
+// What all warpgroups have of f32 beside.
+struct TF32Warpgroup : Epilogue {
+  static constexpr int kFirst = (kQKDim + 8) / 16 * 8;  // columns of dQ that the first warpgroup adds up
+
+  uint32_t parity = 0;  // of Q^T and dO^T
+
+  using Epilogue::Epilogue;
+
+  // K^T from K, by all warps.
+  __device__ __forceinline__ void TransposeK(const uint8_t* k) {
+#pragma unroll 1
+    for (int i = 4 * warpgroup + warp; kDQ && i < kQKBoxes * (kCols / 32); i += 4 * kConsumers) {
+      const int box = i / (kCols / 32), keys = i % (kCols / 32);
+      TransposeSquare(k + box * kKVBox + keys * 32 * 128, shared.k + keys * kQKTransposedBox + box * kBoxColumns * 128);
+    }
+    FenceProxyAsync();
+    SyncConsumers();
+  }
+
+  // 64 keys as left operands.
+  template <int kSteps>
+  __device__ __forceinline__ void Take(uint32_t (&A)[kSteps][4], uint8_t* keys) {
+#pragma unroll
+    for (int d = 0; d < kSteps; ++d) Ldmatrix(A[d], Matrices(keys, lane, d));
+  }
+
+  // C = A B^T, or += : A is K or V in registers, B a tile of Q or dO.
+  template <int kSteps>
+  __device__ __forceinline__ void IssueHeldKeysTimesRows(float (&C)[kRows / 2], const uint32_t (&A)[kSteps][4],
+                                                         const uint8_t* rows, bool accumulate) {
+    const uint64_t b = Descriptor(rows, 0);
+    WgmmaFence();
+#pragma unroll
+    for (int d = 0; d < kSteps; ++d)
+      Wgmma<kRows>::template RS<Major::kK>(C, A[d], Advance(b, d / 4 * kQBox + d % 4 * 32), accumulate || d > 0);
+    WgmmaCommit();
+  }
+
+  // C += A B: A is P^T or dS^T, B^T is dO^T or Q^T.
+  template <int kDim>
+  __device__ __forceinline__ void IssueGradient(float (&C)[kDim / 2], const uint32_t (&A)[kRows / 2],
+                                                const uint8_t* transposed) {
+    const uint64_t b = Descriptor(transposed, 0);
+    WgmmaFence();
+#pragma unroll
+    for (int i = 0; i < kRows / 8; ++i) {
+      Wgmma<kDim>::template RS<Major::kK>(C, A + 4 * i,
+                                          Advance(b, i / 4 * Boxes(kDim) * kBoxColumns * 128 + i % 4 * 32), true);
+    }
+    WgmmaCommit();
+  }
+
+  // An accumulator as a left operand. kIsP: without what is marked as dropped.
+  template <bool kIsP>
+  __device__ __forceinline__ static void Round(const float (&C)[kRows / 2], uint32_t (&A)[kRows / 2]) {
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      const float x = C[i / 4 * 4 + i % 2 * 2 + i / 2 % 2];
+      A[i] = RoundTF32(__float_as_uint(kIsP ? Kept(x) : x));
+    }
+  }
+
+  // dS^T to shared memory, transposed. Of each 8 keys the i-th goes to i / 2 + 4 (i % 2), as in K^T; the lanes of a
+  // store are all banks.
+  __device__ __forceinline__ void StoreDS(uint8_t* ds, const uint32_t (&A)[kRows / 2]) {
+    const int key = lane / 4, row = lane % 4 * 2, keys = first_key + 16 * warp;
+    uint8_t* const box = ds + keys / 32 * kRows * 128 + key / 2 * 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int h = i % 2, e = i / 2, chunk = (keys % 32 / 4 + 2 * h + key % 2) ^ (row + e);
+#pragma unroll
+      for (int c = 0; c < kRows / 8; ++c)
+        *reinterpret_cast<uint32_t*>(box + (8 * c + row + e) * 128 + chunk * 16) = A[4 * c + i];
+    }
+  }
+
+  // kWidth columns of dQ = dS K
+  template <int kWidth>
+  __device__ __forceinline__ void IssueDQ(DQ<kWidth>& dQ, const uint8_t* ds, int column) {
+    if constexpr (kWidth > 0) {
+      const uint64_t a = Descriptor(ds, 0), b = Descriptor(shared.k + column * 128, 0);
+      WgmmaFence();
+#pragma unroll
+      for (int j = 0; j < kCols / 8; ++j) {
+        Wgmma<kWidth>::template SS<Major::kK, Major::kK>(dQ.C, Advance(a, j / 4 * kRows * 128 + j % 4 * 32),
+                                                         Advance(b, j / 4 * kQKTransposedBox + j % 4 * 32), j > 0);
+      }
+      WgmmaCommit();
+    }
+  }
+};
+
+// A warpgroup with S, dP, dK and dV of its 64 keys, and half of the columns of dQ.
+struct TF32Consumer : TF32Warpgroup {
+  static constexpr int kRegisters = Tuning::kConsumerRegisters;
+
+  uint32_t K[kQKDim / 8][4];  // as left operands
+  float dK[kQKDim / 2], dV[kVDim / 2];
+
+  __device__ __forceinline__ TF32Consumer(const Params& p, BackwardShared& shared) : TF32Warpgroup(p, shared) {
+    FreeDS();
+  }
+
+  // dS is one buffer for both warpgroups.
+  __device__ __forceinline__ void FreeDS() {
+    if (kDQ) BarrierArrive(kDSFree + 1 - warpgroup, kConsumers * kWarpgroup);
+  }
+  __device__ __forceinline__ void WaitForFreeDS() { BarrierSync(kDSFree + warpgroup, kConsumers * kWarpgroup); }
+
+  // Whether it was not the last.
+  __device__ __forceinline__ bool Walk(const Tile& tile) {
+    const int stage = at.index;
+    WaitForQ();
+    StartS();
+    IssueHeldKeysTimesRows(S, K, shared.q[stage], true);
+    MbarrierWait(&shared.do_full[stage], at.parity);
+    if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[stage], false);
+    const Step step = StepHere();
+    Look(tile, step);
+    WgmmaWait<kDS ? 1 : 0>();
+    Pin(S);
+    Softmax(tile, step);
+    uint32_t P[kRows / 2], dS[kRows / 2];
+    Round<true>(S, P);
+    MbarrierWait(&shared.do_t_full, parity);
+    if (kDV) IssueGradient<kVDim>(dV, P, shared.do_t);
+    WgmmaWait<kDV ? 1 : 0>();
+    Pin(dP);
+    if (step.last) Release(&shared.v_empty);
+    if (kDS) ComputeDS();
+    Round<false>(dP, dS);
+    if (kDQ) {
+      WaitForFreeDS();
+      StoreDS(shared.ds[0], dS);
+    }
+    FenceProxyAsync();  // of dS, and before other rows come where L and D were read
+    SyncWarp();
+    Release(&shared.q_empty[stage]);
+    Release(&shared.do_empty[stage]);
+    if (kDQ) SyncConsumers();
+    if (kFirst == kQKDim - kFirst || warpgroup == 0) {
+      Finish<kFirst>(dS, step.row_block, warpgroup * kFirst);
+    } else {
+      Finish<kQKDim - kFirst>(dS, step.row_block, kFirst);
+    }
+    at.Next();
+    parity ^= 1;
+    return !step.last;
+  }
+
+  // dQ and dK from dS.
+  template <int kWidth>
+  __device__ __forceinline__ void Finish(const uint32_t (&dS)[kRows / 2], int row_block, int column) {
+    DQ<kWidth> dQ;
+    if (kDQ) IssueDQ(dQ, shared.ds[0], column);
+    WgmmaWait<(kDQ && kWidth > 0) ? 1 : 0>();
+    Pin(dV);
+    Release(&shared.do_t_empty);
+    MbarrierWait(&shared.q_t_full, parity);
+    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q_t);
+    WgmmaWait<(kDQ && kDK && kWidth > 0) ? 1 : 0>();
+    Pin(dQ.C);
+    FreeDS();
+    if (kDQ) Add(dQ, row_block, column);
+    WgmmaWait<0>();
+    Pin(dK);
+    Release(&shared.q_t_empty);
+  }
+
+  // The next tile; false when there are no more.
+  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+    Clear(dK);
+    Clear(dV);
+    if (!NextTile()) return false;
+    const Tile& tile = TileHere();
+    Take(K, shared.ds[0]);
+    TransposeK(shared.ds[0]);
+    if (Uniform(tile.steps) > 0) {
+      while (Walk(tile)) continue;
+    } else {
+      Release(&shared.v_empty);
+    }
+    TmaWaitRead<0>();
+    SyncConsumers();  // the last dQ has read all of dS, and left
+    if (kDV) Leave<kVDim>(dV, ZScale(p), shared.ds[0], tile, dv_map);
+    if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
+    TmaWaitRead<0>();
+    SyncWarp();
+    Release(&shared.k_empty);  // where dV was K may come
+    return true;
+  }
+};
+
+}  // namespace jax_flash

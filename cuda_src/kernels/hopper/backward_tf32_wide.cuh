@@ -1,0 +1,166 @@
+// The Hopper backward of f32 as TF32 above head dim 64 or with a bias, where one warpgroup has no registers for both dK
+// and dV of 64 keys, and shared memory no room for more keys: both warpgroups have the same, and P goes from the one to
+// the other.
+//
+// Shared memory is full. There is one tile of Q and one of dO, whose transposes are what the next can come beside; V
+// lands where dS and P will be, K where dQ will be, and both stay in registers. What the next tile of Q waits for is
+// that this one is transposed: the second warpgroup does it, as it has time before it gets P, while the producer's
+// other warps do dO.
+#pragma once
+
+#include "hopper/backward_tf32.cuh"
+
+namespace jax_flash {
+
+constexpr int kDSFull = 7;  // named barrier; of kDSFree there is one here
+
+// S, P and dV of 64 keys, and the first half of the columns of dQ.
+struct TF32ConsumerOfP : TF32Warpgroup {
+  static constexpr int kRegisters = Tuning::kConsumerRegisters;
+  uint32_t K[kQKDim / 8][4];
+  float dV[kVDim / 2];
+
+  using TF32Warpgroup::TF32Warpgroup;
+
+  // The next tile; false when there are no more.
+  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+    Clear(dV);
+    if (!NextTile()) return false;
+    const Tile& tile = TileHere();
+    Take(K, shared.staging);
+    TransposeK(shared.staging);
+    if (Uniform(tile.steps) > 0) {
+      FreeDS();
+      Walk(tile);
+    }
+    TmaWaitRead<0>();
+    SyncConsumers();  // the last dQ has read all of dS, and left
+    if (kDV) Leave<kVDim>(dV, ZScale(p), shared.v, tile, dv_map);
+    ReleaseKV();
+    return true;
+  }
+
+  __device__ __forceinline__ void FreeDS() {
+    if (kDQ) BarrierArrive(kDSFree, 2 * kWarpgroup);
+  }
+
+  // S^T = K Q^T
+  __device__ __forceinline__ void IssueS() {
+    WaitForQ();
+    IssueHeldKeysTimesRows(S, K, shared.q[at.index], false);
+  }
+
+  __device__ __forceinline__ void Walk(const Tile& tile) {
+    IssueS();
+    while (true) {
+      const Step step = StepHere();
+      Look(tile, step);
+      WgmmaWait<0>();
+      Pin(S);
+      Softmax(tile, step);
+      SyncWarp();  // all lanes have read what is there of l and m
+      ReleaseRows(&shared.q_empty[at.index]);
+      at.Next();
+      if (kDS) SendP(shared.v + kDSBytes);
+      uint32_t P[kRows / 2];
+      Round<true>(S, P);
+      MbarrierWait(&shared.do_t_full, parity);
+      if (kDV) IssueGradient<kVDim>(dV, P, shared.do_t);
+      DQ<kFirst> dQ;
+      if (kDQ) {
+        BarrierSync(kDSFull, 2 * kWarpgroup);
+        IssueDQ(dQ, shared.v, 0);
+      }
+      WgmmaWait<kDQ ? 1 : 0>();
+      Pin(dV);
+      Release(&shared.do_t_empty);
+      parity ^= 1;
+      WgmmaWait<0>();
+      Pin(dQ.C);
+      if (step.last) {
+        if (kDQ) Add(dQ, step.row_block, 0);
+        return;
+      }
+      FreeDS();
+      IssueS();
+      if (kDQ) Add(dQ, step.row_block, 0);
+    }
+  }
+};
+
+// dP, dS and dK of 64 keys, and the other half of the columns of dQ.
+struct TF32ConsumerOfDS : TF32Warpgroup {
+  static constexpr int kRegisters = Tuning::kConsumerRegisters;
+  static constexpr int kSecond = kQKDim - kFirst;
+  uint32_t V[kVDim / 8][4];
+  float dK[kQKDim / 2];
+
+  using TF32Warpgroup::TF32Warpgroup;
+
+  // The next tile; false when there are no more.
+  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+    Clear(dK);
+    if (!NextTile()) return false;
+    const Tile& tile = TileHere();
+    Take(V, shared.v);
+    TransposeK(shared.staging);
+    if (Uniform(tile.steps) > 0) {
+      if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // P may be written
+      while (Walk(tile)) continue;
+    }
+    TmaWaitRead<0>();
+    SyncConsumers();  // the last dQ has read all of dS, and left
+    if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
+    ReleaseKV();
+    return true;
+  }
+
+  // Whether it was not the last.
+  __device__ __forceinline__ bool Walk(const Tile& tile) {
+    WaitForQ();
+    const Step step = StepHere();
+    if (kDK) TransposeQ();
+    Release(&shared.q_empty[at.index]);
+    MbarrierWait(&shared.do_full[at.index], at.parity);
+    if (kDS) IssueHeldKeysTimesRows(dP, V, shared.d_o[at.index], false);
+    uint32_t dS[kRows / 2];
+    if (kDS) {
+      ReceiveP(shared.v + kDSBytes, step.last);
+      WgmmaWait<0>();
+      Pin(dP);
+      ComputeDS();
+      Round<false>(dP, dS);
+    }
+    SyncWarp();
+    ReleaseRows(&shared.do_empty[at.index]);
+    at.Next();
+    DQ<kSecond> dQ;
+    if (kDQ) {
+      BarrierSync(kDSFree, 2 * kWarpgroup);
+      StoreDS(shared.v, dS);
+      FenceProxyAsync();
+      BarrierArrive(kDSFull, 2 * kWarpgroup);
+      SyncWarpgroup();
+      IssueDQ(dQ, shared.v, kFirst);
+    }
+    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q_t);
+    WgmmaWait<(kDQ && kDK && kSecond > 0) ? 1 : 0>();
+    Pin(dQ.C);
+    if (kDQ) Add(dQ, step.row_block, kFirst);
+    WgmmaWait<0>();
+    Pin(dK);
+    return !step.last;
+  }
+
+  // Q^T, which only this warpgroup needs.
+  __device__ __forceinline__ void TransposeQ() {
+    SyncWarpgroup();  // nobody reads the one before
+#pragma unroll 1
+    for (int i = warp; i < kQKBoxes * kRows / 32; i += 4)
+      TransposeSquareOf<kQKBoxes>(shared.q[at.index], shared.q_t, i);
+    FenceProxyAsync();
+    SyncWarpgroup();
+  }
+};
+
+}  // namespace jax_flash

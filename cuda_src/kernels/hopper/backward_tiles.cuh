@@ -1,0 +1,131 @@
+// The Hopper backward's tiles, and how they lie in shared memory.
+#pragma once
+
+#include "hopper/tuning.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+#include "scheduler/lists.cuh"
+
+namespace jax_flash {
+
+static_assert(kTiling.family == Family::kHopper);
+constexpr int kRows = kTiling.rows;
+constexpr int kCols = kTiling.cols;      // keys of a CTA
+constexpr int kStages = kTiling.stages;  // tiles of Q, and of dO, in flight
+
+constexpr bool kPairs = kQKDim > 128 || kVDim > 128;  // of CTAs share dQ
+// Both warpgroups have the same 64 keys: one has S, P and dV of them, the other dP, dS and dK.
+constexpr bool kSameKeys = kPairs || (kTF32 && kCols == 64);
+static_assert(kSameKeys ? kRows == 64 && kCols == 64 : (kRows == 64 || kRows == 128) && kCols == 128);
+constexpr int kCluster = kPairs ? 2 : 1;  // CTAs with neighbouring keys and the same tiles of Q
+static_assert(!kPairs || kCols * kCluster == kPairedKeys);
+static_assert(kRows <= kRowPadding && kCols <= kRowPadding);
+
+constexpr int kConsumers = 2;  // warpgroups
+static_assert(kTiling.groups == kConsumers);
+constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+using Tuning = BackwardTuning<kPairs, kSameKeys>;
+
+// Three warps beside the one that loads would have nothing to do: hopper/backward_alongside.cuh.
+constexpr bool kAlongside = kTiling.alongside;
+static_assert(!kAlongside || (kDQ && !kTF32 && !kPairs));
+// Then heads of Q that share keys are computed one by one, and their dK and dV added up in f32.
+constexpr bool kSumKV = kTiling.sum_kv;
+static_assert(!kSumKV || kAlongside);
+// Whether a tile of keys is walked with all heads of Q that share them at a time.
+constexpr bool kTogether = kTiling.together;
+static_assert(!kTogether || (kCausal && !kAlongside && !kListed));
+
+// Tiles are boxes of 128 bytes of columns; what is outside of the head dim is 0.
+__host__ __device__ constexpr int Boxes(int dim) { return (dim + kBoxColumns - 1) / kBoxColumns; }
+constexpr int kQKBoxes = kPairs ? (Boxes(kQKDim) + 1) / 2 * 2 : Boxes(kQKDim);
+constexpr int kHalfBoxes = (kQKBoxes + 1) / 2;  // of a CTA's half of dQ, if wide
+constexpr int kVBoxes = Boxes(kVDim);
+constexpr int kQBox = kRows * kBoxBytes;   // bytes of a box of Q or dO
+constexpr int kKVBox = kCols * kBoxBytes;  // bytes of a box of K or V
+
+constexpr bool kDS = kDQ || kDK;  // is dS needed?
+
+// TF32
+constexpr bool kTF32SameKeys = kTF32 && kSameKeys;
+constexpr int kTransposers = kTF32 ? 3 : 0;                     // warps of the producer's warpgroup
+constexpr int kQKTransposedBox = kQKBoxes * kBoxColumns * 128;  // bytes of a box of 32 keys of K^T
+constexpr int kDSBytes = kRows * kCols * kElementBytes;
+constexpr int kDOReaders = kTF32SameKeys ? 4 : 4 * kConsumers;   // warps that read dO; and dO^T
+constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // there the warpgroup that needs Q^T makes it
+
+// If kAlongside: bytes of 16 rows of a box of dQ in f32, or of O and of dO.
+constexpr int kRowsBytes = kAlongsideRows * 64 * 4;
+
+// A tile of K and V.
+struct Tile {
+  int column, head, batch;  // column < 0: there are no more; batch < 0: this is none
+  int item_head;  // among those of all batches, of Q if kAlongside; < 0: nothing to report of its dQ, or no more
+  int steps;      // tiles of Q, of all heads of the item, that see it; with a block mask: are there any?
+};
+
+// A tile of Q, and of dO.
+struct Step {
+  int row, head;
+  int row_block;  // of 64, among those in scratch
+  int kind;       // of the block
+  bool masked;    // must entries be looked at one by one?
+  bool last;      // of this tile of K and V
+};
+
+constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // of 16 rows of a box of dK or dV in f32, for each consumer warp
+constexpr int kStagingBytes = kPairs ? kRows * kCols * 4 : kSumKV ? kSumBytes : kRows * kQKDim * 4;
+
+struct BackwardShared {
+  alignas(1024) uint8_t k[kQKBoxes * kKVBox];  // TF32: K^T; K comes to ds, or if wide to staging
+  alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : kVBoxes * kKVBox];  // TF32, wide: then dS, and P
+  alignas(1024) uint8_t q[kStages][kQKBoxes * kQBox];
+  alignas(1024) uint8_t d_o[kStages][kVBoxes * kQBox];
+  // dS^T, boxes of [keys][64 rows]. TF32: dS, boxes of [rows][32 keys]; before, K as it comes
+  alignas(1024) uint8_t ds[kTF32 ? 1 : 2][kTF32SameKeys ? 1 : kDSBytes];
+  // dQ on its way out, in f32; at the end dK, if dS has no room for dV and dK. If kPairs: P from one warpgroup to the
+  // other; before, half of K.
+  alignas(1024) uint8_t staging[kStagingBytes > kQKBoxes* kKVBox || kPairs ? kStagingBytes : kQKBoxes * kKVBox];
+  alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m apart
+  alignas(16) float d[kStages][kRows];
+  alignas(16) Step step[kStages];
+  alignas(16) Tile tile[2];
+  uint64_t k_full, k_empty, v_full, v_empty;
+  uint64_t q_full[kStages], q_empty[kStages];
+  uint64_t do_full[kStages], do_empty[kStages];
+  uint64_t ds_full[kStages], ds_empty[kStages];  // if wide, of what comes from the other CTA
+  // If kAlongside, of each warp
+  alignas(kAlongside ? 1024 : 1) uint8_t rows[3][2][kAlongside ? kRowsBytes : 1];
+  alignas(16) uint8_t zeros[kAlongside ? kRowsBytes : 1];
+  uint64_t rows_full[3][2];
+  // TF32
+  uint64_t q_t_full, q_t_empty, do_t_full, do_t_empty;
+  bool more[kTF32 ? kStages : 1];  // comes with dO, or says that there is none
+  alignas(kTF32 ? 1024 : 1) uint8_t q_t[kTF32 ? kQKBoxes * kQBox : 1], do_t[kTF32 ? kVBoxes * kQBox : 1];
+};
+static_assert(kSameKeys || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::v));                // where dV leaves
+static_assert(!kTF32 || kTF32SameKeys || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::k));  // where K comes
+static_assert(sizeof(BackwardShared::v) >= kVBoxes * kKVBox);
+static_assert(!kSumKV || (kSumBytes <= sizeof(BackwardShared::ds) && kStagingBytes >= kRows * kQKDim * 4));
+
+// dK and dV in f32 are in blocks of 64 keys: how many a head has.
+__device__ __forceinline__ int KeyBlocksOfHead(const Params& p) {
+  return (p.kv_len + kCols - 1) / kCols * (kCols / kRowBlock);
+}
+
+// How many tiles of keys a head has.
+__device__ __forceinline__ int TilesOfHead(const Params& p) {
+  if constexpr (kListed) return ListedColumnTiles<kCols>(p);
+  return (Fresh(p.kv_len) + kCols - 1) / kCols;
+}
+
+// How many blocks of 64 rows a head has, and which is its first of those in scratch. (Asked again and again by warps
+// that have few registers.)
+__device__ __forceinline__ int BlocksOfHead(const Params& p) {
+  return (Fresh(p.q_len) + kRows - 1) / kRows * (kRows / kRowBlock);
+}
+__device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
+  return (kAlongside ? head % Fresh(p.scratch_heads) : head) * BlocksOfHead(p);
+}
+
+}  // namespace jax_flash

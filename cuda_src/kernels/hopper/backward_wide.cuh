@@ -1,0 +1,184 @@
+// The Hopper backward where a head dim is above 128: dK and dV of 64 keys do not fit into the registers of one
+// warpgroup. One has S, P and dV, the other dP, dS and dK; P goes from the one to the other through shared memory.
+//
+// dQ would leave for each 64 keys, twice as often as with smaller heads, and the L2 adds no faster than that. So two
+// CTAs of a cluster, with 64 keys each, send each other their dS, and each adds up half the columns of dQ over the keys
+// of both. For that it needs that half of the K of both; the other half of its own is needed only for S and stays in
+// registers.
+#pragma once
+
+#include "hopper/backward_epilogue.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/reduce.cuh"
+
+namespace jax_flash {
+
+// S, P and dV of 64 keys.
+struct ConsumerOfP : Epilogue {
+  static constexpr int kRegisters = 240;
+  const int rank = Uniform(ClusterRank());
+  float dV[kVDim / 2];
+  uint32_t K[4 * kHalfBoxes][4];  // the half that does not make this CTA's dQ, as left operands
+
+  using Epilogue::Epilogue;
+
+  // The next tile; false when there are no more.
+  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+    Clear(dV);
+    if (!NextTile()) return false;
+    const Tile& tile = TileHere();
+    const int late_lane = LateLane();
+#pragma unroll
+    for (int d = 0; d < 4 * kHalfBoxes; ++d) Ldmatrix(K[d], Matrices(shared.staging, late_lane, d));
+    SyncWarpgroup();  // P may be written there
+    if (Uniform(tile.steps) > 0) Walk(tile);
+    SyncConsumers();  // nobody reads V any more
+    if (kDV) Leave<kVDim>(dV, ZScale(p), shared.v, tile, dv_map);
+    ReleaseKV();
+    return true;
+  }
+
+  // S^T = K Q^T
+  __device__ __forceinline__ void IssueS() {
+    StartS();
+    const uint64_t a = Descriptor(shared.k, 0), b = Descriptor(shared.q[at.index], 0);
+    WgmmaFence();
+#pragma unroll
+    for (int d = 0; d < 4 * kHalfBoxes; ++d) {
+      Wgmma<kRows>::template SS<Major::kK, Major::kK>(S, Advance(a, d / 4 * kKVBox + d % 4 * 32),
+                                                      Advance(b, (rank * kHalfBoxes + d / 4) * kQBox + d % 4 * 32),
+                                                      true);
+    }
+#pragma unroll
+    for (int d = 0; d < 4 * kHalfBoxes; ++d) {
+      Wgmma<kRows>::template RS<Major::kK>(S, K[d], Advance(b, ((1 - rank) * kHalfBoxes + d / 4) * kQBox + d % 4 * 32),
+                                           true);
+    }
+    WgmmaCommit();
+  }
+
+  __device__ __forceinline__ void Walk(const Tile& tile) {
+    WaitForQ();
+    IssueS();
+    Step step = StepHere();
+    while (true) {
+      const int stage = at.index;
+      WgmmaWait<0>();
+      Pin(S);
+      Softmax(tile, step);
+      if (!Tuning::kStartAtL) SyncWarp();  // all lanes have read what is there of l and m
+      ReleaseRows(&shared.q_empty[stage]);
+      RoundP();
+      if (kDS) SendP(shared.staging);
+      MbarrierWait(&shared.do_full[stage], at.parity);
+      if (kDV) IssueGradient<kVDim>(dV, P, shared.d_o[stage]);
+      at.Next();
+      if (step.last) {
+        WgmmaWait<0>();
+        Pin(dV);
+        Release(&shared.do_empty[stage]);
+        return;
+      }
+      WaitForQ();
+      IssueS();
+      step = StepHere();
+      WgmmaWait<1>();
+      Pin(dV);
+      Release(&shared.do_empty[stage]);
+    }
+  }
+};
+
+// dP, dS and dK of 64 keys, and half the columns of dQ.
+struct ConsumerOfDS : Epilogue {
+  static constexpr int kRegisters = 224;
+  uint32_t ds_parity = 0;
+  float dK[kQKDim / 2], dQ[32 * kHalfBoxes];
+
+  using Epilogue::Epilogue;
+
+  // The next tile; false when there are no more.
+  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+    Clear(dK);
+    if (!NextTile()) return false;
+    const Tile& tile = TileHere();
+    if (Uniform(tile.steps) > 0) {
+      if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // P may be written
+      while (Walk(tile)) continue;
+    }
+    SyncConsumers();  // nobody reads K any more
+    if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.k, tile, dk_map);
+    ReleaseKV();
+    return true;
+  }
+
+  // Whether it was not the last.
+  __device__ __forceinline__ bool Walk(const Tile& tile) {
+    WaitForQ();
+    MbarrierWait(&shared.do_full[at.index], at.parity);
+    if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
+    const Step step = StepHere();
+    if (kDS) {
+      ReceiveP(shared.staging, step.last);
+      WgmmaWait<0>();
+      Pin(dP);
+      ComputeDS();
+    }
+    ReleaseRows(&shared.do_empty[at.index]);
+    if (kDQ) SendDS();
+    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
+    WgmmaWait<0>();
+    Pin(dK);
+    Release(&shared.q_empty[at.index]);
+    at.Next();
+    if (kDQ) {
+      MbarrierWait(&shared.ds_full[0], ds_parity);
+      ds_parity ^= 1;
+      IssueDQ();
+      WgmmaWait<0>();
+      Pin(dQ);
+      PeerArrive(&shared.ds_empty[0], ArrivesForWarp(lane));
+      AddDQ(step.row_block);
+    }
+    return !step.last;
+  }
+
+  // dS to shared memory, here and in the other CTA.
+  __device__ __forceinline__ void SendDS() {
+    MbarrierWait(&shared.ds_empty[0], ds_parity ^ 1);  // there; the copy before has left here
+    const int late_lane = LateLane();
+#pragma unroll
+    for (int c = 0; c < kRows / 16; ++c)
+      Stmatrix(Matrices(shared.ds[0], late_lane, c), dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
+    FenceProxyAsync();
+    SyncWarpgroup();
+    if (threadIdx.x % kWarpgroup == 0) {
+      MbarrierArriveExpectTx(&shared.ds_full[0], sizeof(shared.ds[0]));
+      PeerCopy(shared.ds[1], shared.ds[0], sizeof(shared.ds[0]), &shared.ds_full[0]);
+    }
+  }
+
+  // dQ = dS K, over the keys of both CTAs
+  __device__ __forceinline__ void IssueDQ() {
+    const uint64_t a = Descriptor(shared.ds, 0), b = Descriptor(shared.k, kKVBox);
+    WgmmaFence();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      Wgmma<64 * kHalfBoxes>::template SS<Major::kMN, Major::kMN>(
+          dQ, Advance(a, j * 16 * 128), Advance(b, j / 4 * kHalfBoxes * kKVBox + j % 4 * 16 * 128), j > 0);
+    }
+    WgmmaCommit();
+  }
+
+  __device__ __forceinline__ void AddDQ(int row_block) {
+    const int column = ClusterRank() * 64 * kHalfBoxes;
+    float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * column;
+#pragma unroll
+    for (int r = 0; r < 8 * kHalfBoxes; ++r) {
+      if (kQKDim == 128 * kHalfBoxes || column + 8 * r < kQKDim)
+        AddToGlobal(to + r * 128, {dQ[4 * r], dQ[4 * r + 1], dQ[4 * r + 2], dQ[4 * r + 3]});
+    }
+  }
+};
+
+}  // namespace jax_flash

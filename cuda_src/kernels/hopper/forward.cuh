@@ -1,0 +1,167 @@
+// The forward for Hopper: Algorithm 2 of the paper with its loops exchanged. A CTA keeps a tile of Q and walks K and V.
+//
+// One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup has 64 rows of Q and O:
+//   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
+// S of the next tile is issued together with P V, so that the tensor cores work while the softmax runs; and the
+// warpgroups take turns in issuing, so that one's softmax runs under the other's products. K and V are walked from
+// right to left, and only the tiles at either end of what the rows see are masked. With a block mask, whose blocks are
+// whole tiles, a thread of the producer's goes through the list of the blocks that there are, and consumers are told.
+//
+// Where the rows are too few for all warpgroups, half of these take the first half of the keys of each tile, half the
+// second, and what they have is merged at the end.
+//
+// f32 is taken as TF32: the copy engine rounds Q, K and V, as their maps say. There Q is held in registers, for the
+// sake of shared memory's bandwidth, and V lands box by box and is transposed by the other warps of the producer's.
+//
+// Tiles of S have kRows (a multiple of 64) and kKeys (of 16, or 32 for f32); there are 2, 3 or 4 consumers, one or two
+// for 64 rows. The host launches at most one CTA a multiprocessor, of kThreads and `jax_flash_shared_bytes`, with boxes
+// of kBoxRows in the maps of Q and O and of kKeys in those of K and V. What is beyond the head dim arrives as zeros,
+// and is left out of O.
+#pragma once
+
+#include "hopper/forward_epilogue.cuh"
+#include "hopper/forward_producer.cuh"
+
+namespace jax_flash {
+
+// All that a consumer warpgroup does.
+struct Consumer : Epilogue {
+  using Epilogue::Epilogue;
+
+  // Tile j of K, and tile j + 1 of V.
+  template <bool kMasked>
+  __device__ __forceinline__ void Step(const Tile& tile, int j, bool last) {
+    float alpha[2], shift[2];
+    Look<kMasked>(tile, j);  // before S needs registers
+    TakeTurn();
+    IssueS();
+    IssueO();
+    PassTurn();
+    Draw(tile, j);
+    WgmmaWait<1>();
+    FinishS(last);
+    if (kScores || !kMasked || !AllSeen()) ToScores<kMasked>(tile, j);
+    Maximum(alpha, shift);
+    Exponentials(shift);
+    FinishO();
+    if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
+#pragma unroll
+      for (int i = 0; i < kVDim / 2; ++i) O[i] *= alpha[i / 2 % 2];
+    }
+    PackP();
+  }
+
+  // With lists: the tile of K that is there.
+  __device__ __forceinline__ ListedTile Listed() {
+    MbarrierWait(&shared.k_full[k.index], k.parity);
+    return {Uniform(shared.listed[k.index].word)};
+  }
+
+  // All of a tile; false if the producer has no more.
+  __device__ __forceinline__ bool Run(const TensorMap* o_map) {
+    SyncWarp();  // all lanes have read the tile before, which q_empty will say
+    MbarrierWait(&shared.q_full[q.Index()][row_group], q.Parity());
+    // It stays in shared memory for want of registers, but for the loop's bounds. Those all threads have, which the
+    // compiler cannot know.
+    const Tile& tile = shared.tile[q.position][row_group];
+    const int begin = kLocal || kListed ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
+    const int unmasked_begin = kLocal ? Uniform(tile.visible.every_lo) : 0;
+    const int unmasked_end = Uniform(tile.visible.every_hi);
+    if (begin == end) {
+      if (tile.row < 0) return false;
+      WriteEmpty(tile);
+      return true;
+    }
+
+    softmax.Start();
+    z.Start(p, tile.batch, tile.head);
+    if (kTF32) TakeQ();
+    ListedTile listed = kListed ? Listed() : ListedTile();
+    int j = kListed ? listed.J() : end - 1;
+    float alpha[2], shift[2];  // alpha of the first tile is not used: there is no O yet
+    TakeTurn();
+    IssueS();
+    PassTurn();
+#pragma unroll
+    for (int i = 0; i < kVDim / 2; ++i) O[i] = 0.0f;
+    const bool masked = Tuning::kFirstMasked || (kListed ? listed.Masked() : j >= unmasked_end || j < unmasked_begin);
+    if (masked) Look<true>(tile, j);
+    Draw(tile, j);
+    WgmmaWait<0>();
+    FinishS(kListed ? listed.Last() : j == begin);
+    if (masked) {
+      ToScores<true>(tile, j);
+    } else {
+      ToScores<false>(tile, j);
+    }
+    Maximum(alpha, shift);
+    Exponentials(shift);
+    PackP();
+    if constexpr (kListed) {
+      while (!listed.Last()) {
+        listed = Listed();
+        if (listed.Masked() || kMask) {
+          Step<true>(tile, listed.J(), listed.Last());
+        } else {
+          Step<false>(tile, listed.J(), listed.Last());
+        }
+      }
+    } else {
+      for (--j; j >= unmasked_end; --j) Step<true>(tile, j, j == begin);
+      if (!kMask) {
+        for (; j >= unmasked_begin; --j) Step<false>(tile, j, j == begin);
+      }
+      if (kLocal) {
+        for (; j >= begin; --j) Step<true>(tile, j, j == begin);
+      }
+    }
+    IssueO();
+    FinishO();
+    Finish(tile, o_map);
+    return true;
+  }
+};
+
+}  // namespace jax_flash
+
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::ForwardShared);
+
+extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
+    jax_flash_forward(const __grid_constant__ jax_flash::Params p JAX_FLASH_FORWARD_MAPS(JAX_FLASH_MAP)) {
+  using namespace jax_flash;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
+  if (threadIdx.x == 0) {
+    constexpr uint32_t kByConsumers = ArrivalsOf(4 * kConsumers);
+    for (int b = 0; b < kQBuffers; ++b) {
+      for (int w = 0; w < kRowGroups; ++w)
+        MbarrierInit(&shared.q_full[b][w], 1), MbarrierInit(&shared.q_empty[b][w], ArrivalsOf(4 * kKeyGroups));
+    }
+    for (int s = 0; s < kStages; ++s) {
+      MbarrierInit(&shared.k_full[s], 1), MbarrierInit(&shared.k_empty[s], kByConsumers);
+      MbarrierInit(&shared.v_full[s], kTF32 ? ArrivalsOf(kVBoxes) : 1);
+      MbarrierInit(&shared.v_empty[s], kByConsumers);
+    }
+    for (int s = 0; kScout && s < kAhead; ++s)
+      MbarrierInit(&shared.found_full[s], 1), MbarrierInit(&shared.found_empty[s], 1);
+    for (int s = 0; kTF32 && s < kLandings; ++s)
+      MbarrierInit(&shared.landed[s], 1), MbarrierInit(&shared.transposed[s], ArrivalsOf(kTransposers));
+    FenceMbarrierInit();
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarpgroup) {
+    SetMaxRegistersDown<Tuning::kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      Producer{p, shared, &query_map, &key_map, &value_map}.Run();
+    } else if (kScout && threadIdx.x == 32) {
+      Scout{p, shared}.Run();
+    } else if (kTF32 && threadIdx.x >= 32) {
+      Transposer{shared}.Run();
+    }
+  } else {
+    SetMaxRegistersUp<Tuning::kConsumerRegisters>();
+    Consumer consumer(p, shared);
+    while (consumer.Run(&o_map)) consumer.q.Next();
+    TmaWaitRead<0>();  // shared memory is this CTA's until O has left
+  }
+}

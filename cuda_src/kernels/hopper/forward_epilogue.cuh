@@ -1,0 +1,135 @@
+// How O, l and m of a consumer warpgroup of the Hopper forward leave: lines 12 and 13 of Algorithm 2, once a tile of Q.
+#pragma once
+
+#include "hopper/forward_softmax.cuh"
+#include "ptx/tma.cuh"
+
+namespace jax_flash {
+
+struct Epilogue : Probabilities {
+  using Probabilities::Probabilities;
+
+  // Where two warpgroups have the keys, the O, m and l of the one go to the other. It is the first to finish, and goes
+  // on to the next tile.
+  __device__ __forceinline__ void Finish(const Tile& tile, const TensorMap* o_map) {
+    if (kKeyGroups == 1) {
+      Write(tile, o_map);
+    } else if (key_group == 0) {
+      HandOver();
+    } else {
+      Merge();
+      Write(tile, o_map);
+    }
+  }
+
+  __device__ __forceinline__ void HandOver() {
+    auto* const to = shared.handed[row_group];
+    const int thread = threadIdx.x % kWarpgroup;
+    BarrierSync(kFree + row_group, 2 * kWarpgroup);
+#pragma unroll
+    for (int i = 0; i < kVDim / 2; ++i) to[i][thread] = O[i];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      auto* const row = to + kVDim / 2 + 3 * h;
+      row[0][thread] = softmax.m[h], row[1][thread] = softmax.l[h], row[2][thread] = softmax.reference[h];
+    }
+    BarrierArrive(kHanded + row_group, 2 * kWarpgroup);
+  }
+
+  // O, m, l of all keys, from those of either half.
+  __device__ __forceinline__ void Merge() {
+    const auto* const from = shared.handed[row_group];
+    const int thread = threadIdx.x % kWarpgroup;
+    float alpha[2], beta[2];
+    BarrierSync(kHanded + row_group, 2 * kWarpgroup);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const auto* const row = from + kVDim / 2 + 3 * h;
+      softmax.Merge(h, row[0][thread], row[1][thread], row[2][thread], alpha + h, beta + h);
+    }
+#pragma unroll
+    for (int i = 0; i < kVDim / 2; ++i) O[i] = O[i] * alpha[i / 2 % 2] + from[i][thread] * beta[i / 2 % 2];
+    BarrierArrive(kFree + row_group, 2 * kWarpgroup);
+  }
+
+  // O, l and m where there is nothing to see.
+  __device__ __forceinline__ void WriteEmpty(const Tile& tile) {
+    constexpr int kChunks = kVDim * kElementBytes / 16;  // of a row
+    const int thread = threadIdx.x % kWarpgroup, row0 = tile.row + 64 * row_group;
+    const int rows = key_group == 0 ? min(64, p.q_len - row0) : 0;
+    if (thread < rows) {
+      const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row0 + thread;
+      p.l[at] = 0.0f, p.m[at] = -Infinity();
+    }
+    uint4* o = static_cast<uint4*>(p.o) + ((int64_t(tile.batch) * p.q_len + row0) * p.q_heads + tile.head) * kChunks;
+#pragma unroll 1
+    for (int i = thread; i < rows * kChunks; i += kWarpgroup)
+      o[int64_t(i / kChunks) * p.q_heads * kChunks + i % kChunks] = {0, 0, 0, 0};
+    SyncWarp();
+    Release(&shared.q_empty[q.Index()][row_group]);
+  }
+
+  // O = diag(l)^-1 O, l and m.
+  __device__ __forceinline__ void Write(const Tile& tile, const TensorMap* o_map) {
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      softmax.Finish(h);
+      factor[h] = softmax.l[h] == 0.0f ? 0.0f : ZScale(p) * Reciprocal(softmax.l[h]);
+    }
+    uint8_t* const o = kOInQ ? shared.q[q.Index()][row_group] : shared.o[row_group];
+    constexpr int kAtOnce = kOInQ || kOBoxes == kVBoxes ? kVBoxes : 1;  // boxes; if one, two take turns
+    static_assert(kAtOnce == kVBoxes || kOBoxes == 2);
+#pragma unroll
+    for (int first = 0; first < kVBoxes; first += kAtOnce) {
+      uint8_t* const to = o + first % 2 * kQBox;
+      if (!kOInQ && first != 1) {  // what was there has left; before the first box what was in either
+        first == 0 ? TmaWaitRead<0>() : TmaWaitRead<1>();
+        SyncWarpgroup();
+      }
+#pragma unroll
+      for (int b = 0; b < kAtOnce; ++b) StoreBox(RowsOfWarp(to + b * kQBox), first + b, factor);
+      FenceProxyAsync();
+      SyncWarpgroup();
+      if (threadIdx.x % kWarpgroup == 0) {
+        for (int b = 0; b < kAtOnce; ++b)
+          TmaStore(o_map, to + b * kQBox, (first + b) * kBoxColumns, tile.row + 64 * row_group, tile.head, tile.batch);
+        TmaCommit();
+        if (kOInQ) TmaWaitRead<0>();
+      }
+    }
+    if (kOInQ) Release(&shared.q_empty[q.Index()][row_group]);
+    WriteStatistics(tile);  // late, since the fence above waits for all stores before it
+  }
+
+  __device__ __forceinline__ void WriteStatistics(const Tile& tile) {
+    const int row = Row(tile);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (lane % 4 == 0 && row + 8 * h < p.q_len) {
+        const int64_t at = (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_len + row + 8 * h;
+        p.m[at] = softmax.RowMaximum(p, h), p.l[at] = softmax.RowSum(h);
+      }
+    }
+  }
+
+  // A box of O to this warp's rows of it in shared memory.
+  __device__ __forceinline__ void StoreBox(uint8_t* rows, int box, const float (&factor)[2]) {
+#pragma unroll
+    for (int c = 0; c < 4 && (4 * box + c) * kStep < kVDim; ++c) {
+      const uint32_t to = MatricesOf(rows, lane, c);
+      const float* x = O + (4 * box + c) * kStep / 2;
+      if constexpr (kTF32) {
+        Stmatrix(to, __float_as_uint(x[0] * factor[0]), __float_as_uint(x[2] * factor[1]),
+                 __float_as_uint(x[1] * factor[0]), __float_as_uint(x[3] * factor[1]));
+      } else {
+        // The last 8 columns of 16 may be beyond the head dim.
+        const float* y = (4 * box + c) * kStep + 8 < kVDim ? x + 4 : x;
+        Stmatrix(to, Pack(x[0] * factor[0], x[1] * factor[0]), Pack(x[2] * factor[1], x[3] * factor[1]),
+                 Pack(y[0] * factor[0], y[1] * factor[0]), Pack(y[2] * factor[1], y[3] * factor[1]));
+      }
+    }
+  }
+};
+
+}  // namespace jax_flash

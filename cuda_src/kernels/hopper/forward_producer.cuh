@@ -1,0 +1,144 @@
+// What the Hopper forward's producer warpgroup does: a thread loads Q, K and V; of f32, its other warps transpose V.
+#pragma once
+
+#include "hopper/forward_scheduler.cuh"
+#include "hopper/transpose.cuh"
+
+namespace jax_flash {
+
+// Loads what Algorithm 2 loads in its lines 6 and 8, ahead of the consumers.
+struct Producer {
+  const Params& p;
+  ForwardShared& shared;
+  const TensorMap *q_map, *k_map, *v_map;
+  Ring<kStages> at;  // the next tile of V; K is one ahead, or none
+  Ring<kLandings> landing;
+  PackedRing<kQBuffers> q;
+
+  __device__ __forceinline__ void LoadK(Ring<kStages> k, int j, int head, int batch, ListedTile listed = {}) {
+    MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
+    if (kListed) shared.listed[k.index] = listed;
+    MbarrierArriveExpectTx(&shared.k_full[k.index], kQKBoxes * kKVBox);
+    for (int b = 0; b < kQKBoxes; ++b)
+      TmaLoad(shared.k[k.index] + b * kKVBox, k_map, &shared.k_full[k.index], b * kBoxColumns, j * kKeys, head, batch);
+  }
+  __device__ __forceinline__ void LoadV(int j, int head, int batch) {
+    if constexpr (kTF32) {
+#pragma unroll 1
+      for (int b = 0; b < kVBoxes; ++b) {
+        Land(true);
+        TmaLoad(shared.landing[landing.index], v_map, &shared.landed[landing.index], b * kBoxColumns, j * kKeys, head,
+                batch);
+        landing.Next();
+      }
+    } else {
+      MbarrierWait(&shared.v_empty[at.index], at.parity ^ 1);
+      MbarrierArriveExpectTx(&shared.v_full[at.index], kVBoxes * kKVBox);
+      for (int b = 0; b < kVBoxes; ++b)
+        TmaLoad(shared.v[at.index] + b * kKVBox, v_map, &shared.v_full[at.index], b * kBoxColumns, j * kKeys, head,
+                batch);
+    }
+    at.Next();
+  }
+
+  // To the warp whose turn it is: a box of V, or that there are no more.
+  __device__ __forceinline__ void Land(bool more) {
+    MbarrierWait(&shared.transposed[landing.index], landing.parity ^ 1);
+    shared.more[landing.index] = more;
+    MbarrierArriveExpectTx(&shared.landed[landing.index], more ? kKVBox : 0);
+  }
+  __device__ __forceinline__ void EndLanding() {
+    for (int w = 0; w < kTransposers; ++w) Land(false), landing.Next();
+  }
+
+  // Hands the tile to all consumers, with Q. (Lists leave no registers to unroll it.)
+  __device__ __forceinline__ void LoadQ(const Tile& tile, bool empty) {
+#pragma unroll(kListed ? 1 : kRowGroups)
+    for (int w = 0; w < kRowGroups; ++w) {
+      MbarrierWait(&shared.q_empty[q.Index()][w], q.Parity() ^ 1);
+      shared.tile[q.position][w] = tile;
+      MbarrierArriveExpectTx(&shared.q_full[q.Index()][w], empty ? 0 : kQKBoxes * kQBox);
+      for (int b = 0; !empty && b < kQKBoxes; ++b)
+        TmaLoad(shared.q[q.Index()][w] + b * kQBox, q_map, &shared.q_full[q.Index()][w], b * kBoxColumns,
+                tile.row + 64 * w, tile.head, tile.batch);
+    }
+    q.Next();
+  }
+
+  __device__ __forceinline__ void Run() {
+    if constexpr (kScout) {
+      RunListed(Found{shared});
+    } else if constexpr (kListed) {
+      RunListed(Lookup{p});
+    } else {
+      Schedule<> schedule;
+      Tile tile;
+      while (Next(p, &schedule, &tile)) Load(tile);
+    }
+    LoadQ({-1}, true);
+    if (kTF32) EndLanding();
+  }
+
+  __device__ __forceinline__ void Load(const Tile& tile) {
+    const bool empty = tile.visible.any_lo == tile.visible.any_hi;
+    const int kv_head = tile.head / (p.q_heads / p.kv_heads);
+    if (!empty) LoadK(at, tile.visible.any_hi - 1, kv_head, tile.batch);
+    LoadQ(tile, empty);
+    for (int j = tile.visible.any_hi - 1; j >= tile.visible.any_lo; --j) {
+      if (j > tile.visible.any_lo) LoadK(at.After(), j - 1, kv_head, tile.batch);
+      LoadV(j, kv_head, tile.batch);
+    }
+  }
+
+  // With lists: all tiles that a Lookup or Found has.
+  template <typename List>
+  __device__ __forceinline__ void RunListed(List list) {
+    while (list.NextTile()) {
+      const Tile& tile = list.Here();
+      const int kv_head = tile.head / (p.q_heads / Fresh(p.kv_heads)), batch = tile.batch;
+      ListedTile keys = list.NextKeys();
+      if (keys.There()) LoadK(at, keys.J(), kv_head, batch, keys);
+      LoadQ(tile, !keys.There());
+      while (keys.There()) {
+        const int j = keys.J();
+        keys = keys.Last() ? ListedTile{} : list.NextKeys();
+        if (keys.There()) LoadK(at.After(), keys.J(), kv_head, batch, keys);
+        LoadV(j, kv_head, batch);
+      }
+    }
+  }
+};
+
+// f32: a warp that transposes every kTransposers-th box of V. It waits for the others' boxes too, and says that it has
+// seen them, so as to be neither a lap ahead of a barrier nor one behind. (That it looks at v_empty for its own boxes
+// alone is enough because K of the next tile comes before V of this one.)
+struct Transposer {
+  ForwardShared& shared;
+  Ring<kLandings> landing;
+  Ring<kStages> v;
+
+  __device__ __forceinline__ void Run() {
+    const int lane = threadIdx.x % 32;
+    int turn = threadIdx.x / 32 - 1;  // the boxes until the next of this warp's
+    for (int box = 0;; ++box, --turn, landing.Next()) {
+      if (box == kVBoxes) box = 0, v.Next();
+      MbarrierWait(&shared.landed[landing.index], landing.parity);
+      SyncWarp();
+      if (turn > 0) {
+        MbarrierArrive(&shared.transposed[landing.index], ArrivesForWarp(lane));
+        continue;
+      }
+      if (!shared.more[landing.index]) return;
+      MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
+      TransposeBox<kCols, Tuning::kTransposedAtOnce>(shared.landing[landing.index],
+                                                     shared.v[v.index] + box * kBoxColumns * 128, kTransposedBox);
+      FenceProxyAsync();
+      SyncWarp();
+      MbarrierArrive(&shared.v_full[v.index], ArrivesForWarp(lane));
+      MbarrierArrive(&shared.transposed[landing.index], ArrivesForWarp(lane));
+      turn = kTransposers;
+    }
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,111 @@
+// A consumer warpgroup of the Hopper forward, and its products S = Q K^T and O += P V.
+#pragma once
+
+#include "hopper/forward_tiles.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace jax_flash {
+
+constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
+constexpr int kSeenWords = kLookedUp ? (kCols + 31) / 32 : 1;  // a bit for each key of a tile
+
+// Named barriers of row groups.
+constexpr int kHanded = 1 + 2 * kConsumers, kFree = kHanded + kRowGroups;
+
+// A consumer warpgroup: 64 rows, and all keys of a tile or half of them. A lane holds two of the rows, Row and Row + 8.
+struct Warpgroup {
+  const Params& p;
+  ForwardShared& shared;
+  const int warpgroup, row_group, key_group, warp, lane;
+  Ring<kStages> k, v;
+  PackedRing<kQBuffers> q;
+
+  __device__ __forceinline__ Warpgroup(const Params& p, ForwardShared& shared)
+      : p(p),
+        shared(shared),
+        warpgroup(__shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroup, 0) - 1),
+        row_group(kKeyGroups > 1 ? warpgroup % kRowGroups : warpgroup),
+        key_group(kKeyGroups > 1 ? warpgroup / kRowGroups : 0),
+        warp(threadIdx.x % kWarpgroup / 32),
+        lane(threadIdx.x % 32) {
+    if (warpgroup == kConsumers - 1) PassTurn();  // the first turn is the first warpgroup's
+    if (kKeyGroups > 1 && key_group == 1) BarrierArrive(kFree + row_group, 2 * kWarpgroup);
+  }
+
+  __device__ __forceinline__ int RowInTile() const { return 64 * row_group + 16 * warp + lane / 4; }
+  __device__ __forceinline__ int Row(const Tile& tile) const { return tile.row + RowInTile(); }
+  // The first of this warpgroup's keys in tile j.
+  __device__ __forceinline__ int Column(int j) const { return j * kKeys + key_group * kCols; }
+  __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
+  __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(1 + warpgroup, kWarpgroup); }
+  __device__ __forceinline__ void TakeTurn() { BarrierSync(1 + kConsumers + warpgroup, 2 * kWarpgroup); }
+  __device__ __forceinline__ void PassTurn() {
+    BarrierArrive(1 + kConsumers + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
+  }
+
+  // This warp's rows of a box of Q or O.
+  __device__ __forceinline__ uint8_t* RowsOfWarp(uint8_t* box) const { return box + 16 * warp * 128; }
+};
+
+// Lines 9 and 12 of Algorithm 2.
+struct Products : Warpgroup {
+  float S[kCols / 2], O[kVDim / 2];
+  uint32_t P[kCols / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32
+
+  using Warpgroup::Warpgroup;
+
+  __device__ __forceinline__ void TakeQ() {
+    uint8_t* const rows = RowsOfWarp(shared.q[q.Index()][row_group]);
+    const int fresh_lane = Fresh(lane);
+#pragma unroll
+    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], MatricesOf(rows + d / 4 * kQBox, fresh_lane, d % 4));
+    FenceProxyAsync();  // before the next Q comes
+  }
+
+  // S = Q K^T
+  __device__ __forceinline__ void IssueS() {
+    if (!kListed) MbarrierWait(&shared.k_full[k.index], k.parity);  // or Listed has
+    WgmmaFence();
+    const uint64_t a = Descriptor(shared.q[q.Index()][row_group], 0);
+    const uint64_t b = Descriptor(shared.k[k.index] + key_group * kCols * 128, 0);
+#pragma unroll
+    for (int d = 0; d < kQKSteps; ++d) {
+      const uint64_t b_d = Advance(b, d / 4 * kKVBox + d % 4 * 32);
+      if constexpr (kTF32) {
+        Wgmma<kCols>::template RS<Major::kK>(S, Q[d], b_d, d > 0);
+      } else {
+        Wgmma<kCols>::template SS<Major::kK, Major::kK>(S, Advance(a, d / 4 * kQBox + d % 4 * 32), b_d, d > 0);
+      }
+    }
+    WgmmaCommit();
+  }
+  __device__ __forceinline__ void FinishS(bool last) {
+    Pin(S);
+    Release(&shared.k_empty[k.index]);
+    // No branch here: it would part the block in which the compiler places the wait for O among the exponentials.
+    if (!kOInQ) MbarrierArrive(&shared.q_empty[q.Index()][row_group], ArrivesForWarp(lane) && last);
+    k.Next();
+  }
+
+  // O += P V
+  __device__ __forceinline__ void IssueO() {
+    MbarrierWait(&shared.v_full[v.index], v.parity);
+    WgmmaFence();
+    const uint64_t b = Descriptor(shared.v[v.index] + key_group * kCols * 128, kKVBox);
+#pragma unroll
+    for (int c = 0; c < kCols / kStep; ++c) {
+      const int at = kTF32 ? c / 4 * kTransposedBox + c % 4 * 32 : c * 16 * 128;
+      Wgmma<kVDim>::template RS<kTF32 ? Major::kK : Major::kMN>(O, P + 4 * c, Advance(b, at), true);
+    }
+    WgmmaCommit();
+  }
+  __device__ __forceinline__ void FinishO() {
+    WgmmaWait<0>();
+    Pin(O);
+    Release(&shared.v_empty[v.index]);
+    v.Next();
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,121 @@
+// Which tile the Hopper forward computes next, and which tiles of K and V it sees: from ranges, or from lists.
+#pragma once
+
+#include "hopper/forward_tiles.cuh"
+#include "ptx/mbarrier.cuh"
+#include "scheduler/schedule.cuh"
+
+namespace jax_flash {
+
+// The next tile of the output; false when there are no more.
+__device__ __forceinline__ bool Next(const Params& p, Schedule<>* schedule, Tile* tile) {
+  const int heads = p.batch * p.q_heads, tiles = (p.q_len + kRows - 1) / kRows;
+  int head, t;
+  if (!schedule->Next(heads, tiles, &head, &t)) return false;
+  tile->row = t * kRows;
+  tile->head = head % p.q_heads;
+  tile->batch = head / p.q_heads;
+  const Visible keys = KeysOf(p, PositionsOf(p, tile->batch), tile->batch, tile->row, tile->row + kRows);
+  const int begin = keys.any_lo / kKeys;
+  const int end = keys.any_lo < keys.any_hi ? (keys.any_hi + kKeys - 1) / kKeys : begin;
+  tile->visible = {begin, end, max((keys.every_lo + kKeys - 1) / kKeys, begin), max(keys.every_hi / kKeys, begin)};
+  return true;
+}
+
+// With lists: goes through the tiles of the output, and through those of K and V that each of them sees.
+struct Lookup {
+  const Params& p;
+  Tile tile;
+  const int32_t* kinds;
+  ListedKeys<kKeys> keys;
+
+  __device__ __forceinline__ const Tile& Here() const { return tile; }
+  // Whether there is one more.
+  __device__ __forceinline__ bool NextTile() {
+    constexpr int kTiles = kTilesOfRow<kRows>;
+    const int q_heads = Fresh(p.q_heads);
+    int item, t;
+    if (!CountedLists(p).Next(p.batch * q_heads, ListedRowTiles<kRows>(p), &item, &t)) return false;
+    tile.head = item % q_heads, tile.batch = item / q_heads;
+    const BlockList blocks = RowList(p, tile.batch, tile.head, t / kTiles);
+    tile.row = FirstRow<kRows>(blocks, t % kTiles);
+    tile.visible = KeysOf(p, PositionsOf(p, tile.batch), tile.batch, tile.row, tile.row + kRows);
+    kinds = KindsOfRow(p, tile.batch, tile.head, tile.row);
+    keys = {blocks, tile.visible};
+    if (keys.at < 0) tile.visible.any_hi = tile.visible.any_lo;
+    return true;
+  }
+
+  __device__ __forceinline__ ListedTile NextKeys() {
+    if (keys.at < 0) return {};
+    const int column = keys.at, kind = KindOfColumn(kinds, column);
+    const bool every =
+        tile.visible.every_lo <= column && column + kKeys <= tile.visible.every_hi && kind == kEverything;
+    keys.Next(tile.visible);
+    return {column / kKeys * 4 + !every * 2 + (keys.at < 0), kind};
+  }
+};
+
+// A thread that does so ahead of the one that loads: a counter, a list, its members and their kinds, each of which says
+// where the next is, take as long as the tile of a short list.
+struct Scout {
+  const Params& p;
+  ForwardShared& shared;
+  Ring<kAhead> at;
+  Ring<kAhead + 1> tiles;  // with one more there is no need of barriers for them
+
+  __device__ __forceinline__ void Run() {
+    Lookup lookup{p};
+    while (lookup.NextTile()) {
+      ListedTile keys = lookup.NextKeys();
+      Wait();
+      Tell(lookup.tile);
+      Tell(keys);
+      while (keys.There() && !keys.Last()) {
+        keys = lookup.NextKeys();
+        Wait();
+        Tell(keys);
+      }
+    }
+    Wait();
+    Tell(Tile{-1});
+    Tell(ListedTile{});
+  }
+
+ private:
+  __device__ __forceinline__ void Wait() { MbarrierWait(&shared.found_empty[at.index], at.parity ^ 1); }
+  __device__ __forceinline__ void Tell(const Tile& next) {
+    shared.found_tile[tiles.index] = next;
+    tiles.Next();
+  }
+  __device__ __forceinline__ void Tell(ListedTile keys) {
+    shared.found[at.index] = keys;
+    MbarrierArrive(&shared.found_full[at.index]);
+    at.Next();
+  }
+};
+
+// What it has found, like Lookup.
+struct Found {
+  ForwardShared& shared;
+  Ring<kAhead> at;
+  Ring<kAhead + 1> tiles;
+  const Tile* tile;
+
+  __device__ __forceinline__ const Tile& Here() const { return *tile; }
+  __device__ __forceinline__ bool NextTile() {
+    MbarrierWait(&shared.found_full[at.index], at.parity);
+    tile = &shared.found_tile[tiles.index];
+    tiles.Next();
+    return tile->row >= 0;
+  }
+  __device__ __forceinline__ ListedTile NextKeys() {
+    MbarrierWait(&shared.found_full[at.index], at.parity);
+    const ListedTile keys = shared.found[at.index];
+    MbarrierArrive(&shared.found_empty[at.index]);
+    at.Next();
+    return keys;
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,87 @@
+// The Hopper forward's tiles, and how they lie in shared memory.
+#pragma once
+
+#include "hopper/tuning.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+#include "scheduler/lists.cuh"
+
+namespace jax_flash {
+
+using Tuning = ForwardTuning;
+
+static_assert(kTiling.family == Family::kHopper);
+constexpr int kRows = kTiling.rows, kKeys = kTiling.cols;  // of tiles of Q, and of K and V
+constexpr int kConsumers = kTiling.groups;
+constexpr int kStages = kTiling.stages;  // tiles of K, and of V, in flight
+
+constexpr int kRowGroups = kRows / 64, kKeyGroups = kConsumers / kRowGroups;
+constexpr int kCols = kKeys / kKeyGroups;  // of S in one warpgroup
+static_assert(kRows % 64 == 0 && kConsumers % kRowGroups == 0 && kKeyGroups <= 2 && kKeys % kKeyGroups == 0);
+static_assert(kCols % (kTF32 ? 32 : 16) == 0 && (kKeyGroups == 1 || !kTF32));
+constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+constexpr int kQKBoxes = (kQKDim + kBoxColumns - 1) / kBoxColumns;  // of Q and K
+constexpr int kVBoxes = (kVDim + kBoxColumns - 1) / kBoxColumns;    // of V and O
+constexpr int kQBox = kBoxRows * kBoxBytes;                         // bytes of a box of Q or O
+constexpr int kKVBox = kKeys * kBoxBytes;                           // bytes of a box of K or V
+constexpr int kTransposedBox = kVBoxes * kBoxColumns * 128;         // bytes of 32 keys of V^T
+constexpr int kTransposers = 3;                                     // warps
+constexpr int kLandings = kCols < 64 ? 8 : 4;                       // boxes of V in flight that are to be transposed
+constexpr bool kScout = kListed && !kTF32;                          // is there a thread that looks up lists ahead?
+constexpr int kAhead = kScout ? 8 : 1;                              // tiles of K and V that it is ahead at most
+// O leaves through shared memory of its own, so that the next tile of Q can come: whole, or box by box by way of two;
+// or, where that is too much, through Q's. Where there is room for two tiles of Q, the next one is there in time.
+constexpr int kQBytes = kRowGroups * kQKBoxes * kQBox;
+constexpr int kKVBytes = (kQKBoxes + kVBoxes) * kStages * kKVBox + (kTF32 ? kLandings * kKVBox + 1024 : 0);
+constexpr int kHandedValues = kVDim / 2 + 6;  // of a thread: its O, and m, l and the reference of its two rows
+constexpr int kHandedBytes = kKeyGroups > 1 ? kRowGroups * kHandedValues * kWarpgroup * 4 : 0;
+constexpr int kRoom = 226 * 1024 - kKVBytes - kHandedBytes;          // for Q and O
+constexpr int kRoomForO = (kRoom - kQBytes) / (kRowGroups * kQBox);  // boxes of each row group
+constexpr int kOBoxes = kRoomForO >= kVBoxes ? kVBoxes : kRoomForO >= 2 ? 2 : 0;
+constexpr bool kOInQ = kOBoxes == 0;
+constexpr int kQBuffers = 2 * kQBytes + kRowGroups * kOBoxes * kQBox > kRoom ? 1 : 2;
+static_assert(kKeyGroups == 1 || !kOInQ);
+static_assert(!kOInQ || kVBoxes <= kQKBoxes);
+
+// A tile of the output, and the tiles of K and V that it sees. With a block mask these are keys, and it sees no more
+// than that.
+struct Tile {
+  int row, head, batch;
+  Visible visible;
+};
+
+// With a block mask: a tile of K and V that comes.
+struct ListedTile {
+  int word = -1;  // 4 j + 2 masked + last; < 0: there is none
+  int kind;       // of its block
+
+  __device__ __forceinline__ bool There() const { return word >= 0; }
+  __device__ __forceinline__ int J() const { return word / 4; }
+  __device__ __forceinline__ bool Masked() const { return word & 2; }
+  __device__ __forceinline__ bool Last() const { return word & 1; }
+};
+
+struct ForwardShared {
+  alignas(1024) uint8_t q[kQBuffers][kRowGroups][kQKBoxes * kQBox];
+  alignas(1024) uint8_t o[kOInQ ? 1 : kRowGroups][kOInQ ? 1 : kOBoxes * kQBox];
+  alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
+  alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];  // f32: of V^T
+  uint64_t q_full[kQBuffers][kRowGroups], q_empty[kQBuffers][kRowGroups];
+  Tile tile[2 * kQBuffers][kRowGroups];  // comes with q, stays until the next tile's q goes
+  uint64_t k_full[kStages], k_empty[kStages];
+  uint64_t v_full[kStages], v_empty[kStages];
+  ListedTile listed[kListed ? kStages : 1];  // comes with k
+  ListedTile found[kAhead];                  // by the scout
+  Tile found_tile[kAhead + 1];               // comes with the first of them
+  uint64_t found_full[kAhead], found_empty[kAhead];
+  // What a warpgroup hands over, thread by thread.
+  float handed[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kHandedValues : 1][kKeyGroups > 1 ? kWarpgroup : 1];
+  // f32: V as it comes
+  uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];
+  bool more[kTF32 ? kLandings : 1];  // comes with a box, or says that there are none
+  alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? kKVBox : 1];
+};
+
+static_assert(sizeof(ForwardShared) <= 227 * 1024);
+
+}  // namespace jax_flash

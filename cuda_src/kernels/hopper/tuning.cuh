@@ -1,0 +1,95 @@
+// What Hopper's kernels do otherwise than their algorithms say, for the compiler's sake or as measurements had it: one
+// struct a kernel, each field with its reason. docs/performance.md has the figures.
+#pragma once
+
+#include "ptx/compiler.cuh"
+#include "semantics/dropout.cuh"
+#include "semantics/softmax.cuh"
+
+namespace jax_flash {
+
+struct ForwardTuning {
+  static constexpr int kRows = kTiling.rows, kConsumers = kTiling.groups;
+  static constexpr int kCols = kTiling.cols * kRows / 64 / kConsumers;  // of S in a warpgroup
+
+  // Registers a thread; together what the kernel starts with.
+  static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask || kTF32 ? 56 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 2   ? (504 - kProducerRegisters) / 2
+                                            : kConsumers == 3 ? 160
+                                                              : 112;
+
+  // Is the first tile to be computed, the last that the rows see, masked at any rate? To ask takes registers that with
+  // segments are not there for wide heads or TF32, and with dropout and narrow heads more time than it saves.
+  static constexpr bool kFirstMasked =
+      kMask ||
+      (!kBlockMask && (kCausal || kWindow || (kSegments && (kTF32 || kVDim > 128)) || (kDropout && kVDim <= 64)));
+
+  // Do the warps ask whether their rows see all of a masked tile? They often do where others do not, and of a block
+  // that a window crosses a warpgroup's half of the keys may be whole. With segments and dropout that costs more than
+  // it saves.
+  static constexpr bool kVote = (kSegments ? !kDropout : kBlockMask) && kCols % 32 == 0;
+
+  // Keys of V in registers at a time where it is transposed: as many as there is room for.
+  static constexpr int kTransposedAtOnce = kConsumers == 2 ? 16 : 8;
+};
+
+// kPairs: of CTAs share dQ; kSameKeys: both warpgroups have the same 64 keys.
+template <bool kPairs, bool kSameKeys>
+struct BackwardTuning {
+  static constexpr int kRows = kTiling.rows;
+  static constexpr bool kAlongside = kTiling.alongside;
+
+  // Of 504 for the three warpgroups. A block mask beside other masks or large tiles is more to keep track of; and a
+  // warp that transposes has 32 entries a lane at a time.
+  static constexpr int kProducerRegisters = kTF32 || (kBlockMask && (kRows == 128 || kCausal || kLocal)) ? 56 : 40;
+  static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
+
+  // dV += P^T dO can start before dS is known where there are registers for P in both precisions.
+  static constexpr bool kEarlyDV = kRows == 64;
+  static_assert(kEarlyDV || !kSoftCap);
+
+  // S^T can start at -L / scale: then nobody waits for L, and the subtraction costs nothing. With 128 rows to fetch it
+  // costs more than it saves. (To start at 0 explicitly tells the compiler that S was not needed before.)
+  static constexpr bool kStart = kRows == 64 && !(kTF32 && kSameKeys), kStartAtL = kStart && !kScores;
+
+  // To form scores entry by entry takes registers: dP has to wait for its own, ...
+  static constexpr bool kLateDP = kScores && kRows == 64;
+  // ... segments and the mask have to be looked up a few entries at a time, ...
+  static constexpr bool kFewAtOnce = kPairs || kBias || kSoftCap;
+  // ... and so has a bias.
+  static constexpr bool kBiasInParts = kPairs && kBias;
+
+  // dQ is computed a step behind: then no warpgroup waits for the other's dS, and one can be at its products while the
+  // other is at its exponentials. Not where there are no registers to keep track of it.
+  static constexpr bool kBehind =
+      kDQ &&
+      (kRows == 128 || !(kDropout || kMask || kSoftCap || kSegments || (kBlockMask && (kBias || kCausal || kWindow))));
+  // Whether the first step of a tile, which has no dQ yet, has code of its own: 2 to 4% faster. But with a causal mask
+  // at most, ptxas compiles the loop over the other steps differently, up to 2.5% slower; and other head dims spill.
+  static constexpr bool kOwnFirst =
+      kBehind && kRows == 128 && kQKDim == 64 && kVDim == 64 && (kLocal || kDropout || kBlockMask);
+  // What a step is, which is asked twice for want of registers, is asked the second time when dQ has left.
+  static constexpr bool kAskedLate = kRows == 128 || kBlockMask;
+
+  // Whether all threads commit what one of them has stored of dV and dK. It costs nothing, and ptxas makes another loop
+  // over the tiles of Q of it: 2 to 6% faster, but 5% slower at head dim 128 if dQ is a step behind; with a block mask
+  // it may find too few registers for wgmmas in flight, and with dropout and 128 rows it spills some.
+  static constexpr bool kAllCommit =
+      !kBlockMask && (kRows == 128 ? !kDropout : !kBehind || (kQKDim <= 96 && kVDim <= 96));
+
+  // The scale is read in every step, or with these masks registers would be spilled.
+  static constexpr bool kLateScale =
+      !kScores && !kAlongside && (kRows == 128 ? kMask : kBlockMask && kQKDim > 96 && !kDropout);
+
+  // Where ptxas must not work ahead, since it would spill registers (Never): between masks and exponentials, ...
+  static constexpr bool kStopAfterMask =
+      kPairs && !kBias && (kSoftCap || kEntryMasks || kDropout || kWindow || kLengths || kQueryOffset);
+  // ... between the exponentials of the first half of the rows and the next, whose L is not read before, ...
+  static constexpr bool kStopInSoftmax = kRows == 128 && kDropout && !kAlongside;
+  // ... before the words of dropout, ...
+  static constexpr bool kStopBeforeZ = kScores;
+  // ... and before the last of these.
+  static constexpr bool kStopInZ = kRows == 128;
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,32 @@
+// What is said to the compiler rather than to the machine.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_flash {
+
+// x, which all lanes have: said to the compiler, which keeps what depends on it in uniform registers and branches.
+__device__ __forceinline__ int Uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
+
+// False, which ptxas cannot know. It moves nothing across a branch: for where it has no registers to work ahead.
+__device__ __forceinline__ bool Never() { return __any_sync(0xFFFFFFFFu, false); }
+
+// x, from which nothing is worked out before it is needed: for a thread that has few registers, in a loop.
+__device__ __forceinline__ int Fresh(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// Keeps the compiler from moving reads or writes of an accumulator, or other registers, across this point.
+template <int kCount>
+__device__ __forceinline__ void Pin(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+template <int kCount>
+__device__ __forceinline__ void Pin(uint32_t (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+}  // namespace jax_flash

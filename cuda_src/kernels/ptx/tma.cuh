@@ -1,0 +1,85 @@
+// TMA: tiles between a tensor in HBM and shared memory, described by a tensor map. PTX ISA 9.7.9.27.
+// All maps here are [d, time, head, batch], innermost first, with boxes of kBoxBytes, swizzled, x rows.
+#pragma once
+
+#include "ptx/types.cuh"
+
+namespace jax_flash {
+
+// A kernel's parameter (cuda_src/contract.h).
+#define JAX_FLASH_MAP(name) , const __grid_constant__ jax_flash::TensorMap name##_map
+
+constexpr int kBoxColumns = kBoxBytes / kElementBytes;
+
+// In 16 rows of a box, of the c-th 32 bytes of each: where a lane's row of the four matrices of ldmatrix or stmatrix
+// is.
+__device__ __forceinline__ uint32_t MatricesOf(const void* rows, int lane, int c) {
+  return (SharedAddress(rows) + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16) ^ c * 32;
+}
+
+// cp.async.bulk.tensor, HBM to shared; its bytes are counted by `barrier`.
+__device__ __forceinline__ void TmaLoad(void* shared, const TensorMap* map, uint64_t* barrier, int d, int time,
+                                        int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(SharedAddress(shared)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(d), "r"(time), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// cp.async.bulk.tensor, shared to HBM; part of the bulk group of the executing thread.
+__device__ __forceinline__ void TmaStore(const TensorMap* map, const void* shared, int d, int time, int head,
+                                         int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(SharedAddress(shared)), "r"(d), "r"(time), "r"(head), "r"(batch)
+               : "memory");
+}
+
+// cp.async.bulk: contiguous bytes (a multiple of 16), HBM to shared.
+__device__ __forceinline__ void BulkLoad(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   SharedAddress(shared)),
+               "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
+               : "memory");
+}
+
+// cp.async.bulk: contiguous bytes (a multiple of 16), shared to HBM; part of the bulk group of the executing thread.
+__device__ __forceinline__ void BulkStore(void* global, const void* shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(SharedAddress(shared)),
+               "r"(bytes)
+               : "memory");
+}
+
+// cp.async.bulk.prefetch.tensor: HBM to the L2.
+__device__ __forceinline__ void TmaPrefetch(const TensorMap* map, int d, int time, int head, int batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(d), "r"(time),
+               "r"(head), "r"(batch)
+               : "memory");
+}
+
+// cp.reduce.async.bulk: adds contiguous f32 from shared to HBM, by the one thread that has `elected`.
+__device__ __forceinline__ void BulkReduceAdd(bool elected, float* global, const float* shared, uint32_t bytes) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n"
+      "@p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n}" ::"l"(global),
+      "r"(SharedAddress(shared)), "r"(bytes), "r"(int(elected))
+      : "memory");
+}
+
+// cp.async.bulk.commit_group: what this thread has stored and added since the last is a group.
+__device__ __forceinline__ void TmaCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// cp.async.bulk.wait_group.read: until all but the latest `kPending` groups have read their shared memory.
+template <int kPending>
+__device__ __forceinline__ void TmaWaitRead() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// cp.async.bulk.wait_group: until all groups are complete, and others can see what they wrote.
+__device__ __forceinline__ void TmaWaitAll() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// fence.proxy.async: what this thread wrote to shared memory is visible to the copy engine and the tensor cores, and
+// what they write there later is not to what it has read.
+__device__ __forceinline__ void FenceProxyAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+}  // namespace jax_flash

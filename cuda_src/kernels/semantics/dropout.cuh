@@ -1,0 +1,122 @@
+// The dropout mask Z, which `jax_flash/dropout.py` specifies. One call decides the eight entries
+// {i, i+8} x {j, j+1, j+8, j+9} (i % 16 < 8, j % 16 in {0, 2, 4, 6}), 16 bits each: what one lane holds of a 16x16 tile
+// of a tensor-core accumulator. An entry is dropped iff the lower 15 of them are less than the threshold,
+// which is how the magnitudes of bfloat16 numbers compare, if the threshold is not NaN.
+#pragma once
+
+#include "config.cuh"
+#include "ptx/types.cuh"
+#include "ptx/warp.cuh"
+
+namespace jax_flash {
+
+constexpr bool kDropout = kProblem.dropout;
+
+struct Philox4 {
+  uint32_t x[4];
+};
+
+// Philox4x32-7 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011).
+__device__ __forceinline__ Philox4 Philox(Philox4 c, uint32_t key0, uint32_t key1) {
+  for (int round = 0; round < 7; ++round) {
+    const uint64_t a = uint64_t(0xD2511F53u) * c.x[0];
+    const uint64_t b = uint64_t(0xCD9E8D57u) * c.x[2];
+    c = {{uint32_t(b >> 32) ^ c.x[1] ^ key0, uint32_t(b), uint32_t(a >> 32) ^ c.x[3] ^ key1, uint32_t(a)}};
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return c;
+}
+
+// The factor in Z of the entries that are kept.
+__device__ __forceinline__ float ZScale(const Params& p) { return kDropout ? p.keep_scale : 1.0f; }
+
+// Whether dropout drops the entry that has the e-th half of a random word; what is below that half cannot matter.
+__device__ __forceinline__ bool Dropped(const Params& p, uint32_t word, int e) {
+  return kDropout && fabsf(__uint_as_float(e == 0 ? word << 16 : word)) < __uint_as_float(p.drop_threshold << 16);
+}
+
+// The seed of a batch entry and head.
+struct Seed {
+  uint32_t key0, key1, head_id, batch_id;
+
+  __device__ __forceinline__ Seed(const Params& p, int batch, int head)
+      : key0(p.seed[2 * batch]), key1(p.seed[2 * batch + 1]), head_id(p.head_id[head]), batch_id(p.batch_id[batch]) {}
+
+  // The words of a lane: of the 16 columns that are the `columns`-th, and of a row with its lane's 8th after it.
+  __device__ __forceinline__ Philox4 Words(uint32_t columns, uint32_t row_group) const {
+    return Philox({{columns * 4 + threadIdx.x % 4, row_group, head_id, batch_id}}, key0, key1);
+  }
+};
+
+// What row i is decided with: the row 8 before or after it has the same.
+__device__ __forceinline__ uint32_t RowGroup(uint32_t i) { return i / 16 * 8 + i % 8; }
+
+// Z of a tile of S with kCols columns, of two rows of a lane: of two entries all bits of their halves, or none.
+template <int kCols>
+struct PackedZ {
+  uint32_t seed[4];  // with the head's and the batch entry's id
+  uint32_t kept[kCols / 4];
+
+  __device__ __forceinline__ void Start(const Params& p, int batch, int head) {
+    if constexpr (!kDropout) return;
+    seed[0] = p.seed[2 * batch], seed[1] = p.seed[2 * batch + 1];
+    seed[2] = p.head_id[head], seed[3] = p.batch_id[batch];
+  }
+
+  // Of the tile from `column` on, of the rows `row` and row + 8.
+  __device__ __forceinline__ void Draw(const Params& p, uint32_t row, int column) {
+    if constexpr (!kDropout) return;
+    Pin(seed);  // so that what can be computed from it beforehand does not fill the registers
+#pragma unroll
+    for (int c = 0; c < kCols / 16; ++c) {
+      const uint32_t columns = (column / 16 + c) * 4 + threadIdx.x % 4;
+      const Philox4 x = Philox({{columns, RowGroup(row), seed[2], seed[3]}}, seed[0], seed[1]);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) kept[4 * c + w] = NotBelow(x.x[w], p.drop_threshold);
+    }
+    Pin(kept);
+  }
+
+  // P = Z P as a left operand, without the factor of what is kept.
+  template <int kCount>
+  __device__ __forceinline__ void Apply(uint32_t (&P)[kCount]) const {
+    if constexpr (!kDropout) return;
+#pragma unroll
+    for (int i = 0; i < kCols / 4; ++i) {
+      const int c = i / 4 * 2 + i % 2, h = i / 2 % 2;
+      if constexpr (kTF32) {
+        P[4 * c + h] &= int32_t(kept[i] << 16) >> 16, P[4 * c + h + 2] &= int32_t(kept[i]) >> 16;
+      } else {
+        P[2 * c + h] &= kept[i];
+      }
+    }
+  }
+};
+
+// From here on what is dropped of P is marked by its sign: softmax's backward needs P too.
+
+// Marks it in the 16 x 16 entries of P^T that the words of the forward's lane decide, C = float[8] of this lane.
+// Transposed they are this lane's.
+__device__ __forceinline__ void MarkTransposed(const Params& p, const Philox4& words, float* C) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t x = Movmatrix(words.x[w]);
+    float* s = C + w / 2 * 4 + w % 2 * 2;
+    if (Dropped(p, x, 0)) s[0] = -s[0];
+    if (Dropped(p, x, 1)) s[1] = -s[1];
+  }
+}
+
+// What is not dropped, in its other precision.
+__device__ __forceinline__ uint32_t PackKept(float low, float high) {
+  return kDropout ? PackRelu(low, high) : Pack(low, high);
+}
+__device__ __forceinline__ float Kept(float x) { return kDropout && x < 0.0f ? 0.0f : x; }
+
+// dS = P (Z dP - D); `dP` with the factor of what is kept, or D without.
+__device__ __forceinline__ float DSOf(float P, float dP, float D) {
+  return kDropout ? fmaf(fmaxf(P, 0.0f), dP, -fabsf(P) * D) : P * (dP - D);
+}
+
+}  // namespace jax_flash

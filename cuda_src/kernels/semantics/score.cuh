@@ -1,0 +1,72 @@
+// From x = q_i k_j to the score s_ij: scale, soft cap and bias.
+#pragma once
+
+#include "config.cuh"
+#include "ptx/types.cuh"
+#include "semantics/mask.cuh"
+
+namespace jax_flash {
+
+constexpr DType kBiasDType = kProblem.bias_dtype;
+constexpr bool kBias = kBiasDType != DType::kNone;
+constexpr bool kSoftCap = kProblem.soft_cap;
+
+// Scores are formed entry by entry, s = cap(scale x) + bias. Otherwise the scale, which is positive, goes into the
+// exponent; that is not what full precision asks for.
+constexpr bool kScores = kBias || kSoftCap || kFullPrecision;
+
+// τ, which is an operand so that a new value is no new program.
+__device__ __forceinline__ float ScaleOf(const Params& p) { return __ldg(p.scale); }
+
+// What is still to be multiplied with S when scores have been formed, if they are.
+__device__ __forceinline__ float ScoreScale(const Params& p) { return kScores ? 1.0f : ScaleOf(p); }
+
+__device__ __forceinline__ float Tanh(float x) {
+  if (kDType == DType::kF32) return tanhf(x);
+  return 1.0f - 2.0f * Reciprocal(1.0f + Exp2(x * (2 * kLog2e)));  // absolute error 1e-7
+}
+
+// c = cap tanh(scale x / cap)
+__device__ __forceinline__ float Cap(const Params& p, float x) {
+  return kSoftCap ? p.soft_cap * Tanh(x * (ScaleOf(p) / p.soft_cap)) : x * ScaleOf(p);
+}
+
+// dc / d(scale x), from c
+__device__ __forceinline__ float CapDerivative(const Params& p, float c) {
+  return kSoftCap ? 1.0f - (c / p.soft_cap) * (c / p.soft_cap) : 1.0f;
+}
+
+// s_ij of one batch entry and head.
+struct Score {
+  const Params& p;
+  int64_t bias;  // the offset of row 0, column 0
+
+  __device__ __forceinline__ Score(const Params& p, int batch, int head)
+      : p(p), bias(kBias ? batch * p.bias.batch + head * p.bias.head : 0) {}
+
+  // From x where scores are formed entry by entry. Where (i, j) is not within T and S it is something that will be
+  // hidden.
+  __device__ __forceinline__ float Of(float x, int i, int j) const { return AddBias(kScores ? Cap(p, x) : x, i, j); }
+  __device__ __forceinline__ float AddBias(float c, int i, int j) const {
+    return kBias ? c + Bias(min(i, p.q_len - 1), min(j, p.kv_len - 1)) : c;
+  }
+
+  // dc / d(scale x) of two entries, from their c.
+  __device__ __forceinline__ uint32_t PackSlopes(float c, float next) const {
+    return kSoftCap ? Pack(CapDerivative(p, c), CapDerivative(p, next)) : 0;
+  }
+
+  // (i, j) is within T and S; of the head `next` after this one.
+  __device__ __forceinline__ float Bias(int i, int j, int next = 0) const {
+    return Load<kBiasDType>(p.bias.data, bias + next * p.bias.head + Offset(p.bias, i, j));
+  }
+};
+
+// Two entries times their slopes.
+__device__ __forceinline__ void TimesSlopes(uint32_t slopes, float* x, float* next) {
+  if (!kSoftCap) return;
+  const float2 slope = Unpack(slopes);
+  *x *= slope.x, *next *= slope.y;
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,99 @@
+// The statistics of softmax: m and l of the forward, L of the backward.
+#pragma once
+
+#include "ptx/warp.cuh"
+#include "semantics/score.cuh"
+#include "semantics/view.cuh"
+
+namespace jax_flash {
+
+// Exponentials are of s - m, a difference that is exact where it matters: a bias can be so large that log l is lost in
+// L = m + log l, and the rounding of L is more than full precision allows.
+constexpr bool kMaximumApart = kBias || kFullPrecision;
+
+// O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
+// f16.
+constexpr float kRescaleAt = 8.0f;
+
+// -L log2(e) of a row, L = m + log l; or -log2 l, with m apart. -inf where a row has no key: then P = 0.
+__device__ __forceinline__ float MinusL(float m, float l) {
+  return l == 0.0f ? -Infinity() : kMaximumApart ? -log2f(l) : -fmaf(m, kLog2e, log2f(l));
+}
+
+// What S is multiplied with to be exponents of 2.
+__device__ __forceinline__ float UnitOf(const Params& p) { return ScoreScale(p) * kLog2e; }
+
+// The forward's softmax of a lane's rows, over the tiles of S that it gets one after the other: lines 10 and 11 of
+// Algorithm 2, but that O and l are not divided by l, or rescaled, before they have to be.
+template <int kLines>
+struct OnlineSoftmax {
+  const float unit;
+  float m[kLines], l[kLines];  // l: of this lane's columns only, until Finish
+  float reference[kLines];     // what the exponentials are taken against: m, or a little less
+
+  __device__ __forceinline__ explicit OnlineSoftmax(const Params& p) : unit(UnitOf(p)) {}
+
+  __device__ __forceinline__ void Start() {
+#pragma unroll
+    for (int h = 0; h < kLines; ++h) m[h] = reference[h] = -Infinity(), l[h] = 0.0f;
+  }
+
+  // m_i = max(m_i, rowmax(S_ij)) of line h. Whether O and l have to be rescaled.
+  template <typename Accumulator>
+  __device__ __forceinline__ bool Maximum(Accumulator& S, int h) {
+    float maximum = At(S, h, 0);
+#pragma unroll
+    for (int x = 0; x < EntriesOfLine(S); x += 2) maximum = fmaxf(maximum, fmaxf(At(S, h, x), At(S, h, x + 1)));
+    m[h] = fmaxf(m[h], LaneMax<4>(maximum));
+    return (m[h] - reference[h]) * unit > kRescaleAt;
+  }
+
+  // l_i is multiplied by alpha = exp(m_i - m_i of now), as O will have to be.
+  __device__ __forceinline__ float Rescale(int h) {
+    const float alpha = Exp2((reference[h] - m[h]) * unit);
+    reference[h] = m[h];
+    l[h] *= alpha;
+    return alpha;
+  }
+
+  // What exponents are taken against.
+  __device__ __forceinline__ float Shift(int h) const {
+    return reference[h] == -Infinity() ? 0.0f : kMaximumApart ? reference[h] : reference[h] * unit;
+  }
+
+  // P_ij = exp(S_ij - m_i) of line h, and l_i += rowsum(P_ij)
+  template <typename Accumulator>
+  __device__ __forceinline__ void Exponentials(Accumulator& S, int h, float shift) {
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int x = 0; x < EntriesOfLine(S); ++x) {
+      float& s = At(S, h, x);
+      s = Exp2(kMaximumApart ? (s - shift) * unit : fmaf(s, unit, -shift));
+      sum[x % 2] += s;
+    }
+    l[h] += sum[0] + sum[1];
+  }
+
+  // With the m, l and reference of other keys of the same row. Its O counts `alpha`, theirs `beta`.
+  __device__ __forceinline__ void Merge(int h, float other_m, float other_l, float other, float* alpha, float* beta) {
+    const float common = fmaxf(reference[h], other);
+    *alpha = reference[h] == -Infinity() ? 0.0f : Exp2((reference[h] - common) * unit);
+    *beta = other == -Infinity() ? 0.0f : Exp2((other - common) * unit);
+    reference[h] = common;
+    m[h] = fmaxf(m[h], other_m);
+    l[h] = l[h] * *alpha + other_l * *beta;
+  }
+
+  // All columns' l, when all tiles have been.
+  __device__ __forceinline__ void Finish(int h) { l[h] = LaneSum<4>(l[h]); }
+  // And then: l and m of the row, as the backward wants them. What was NaN or +inf in a row of S has made its l NaN,
+  // but not its m.
+  __device__ __forceinline__ float RowSum(int h) const {
+    return l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * unit);
+  }
+  __device__ __forceinline__ float RowMaximum(const Params& p, int h) const {
+    return isnan(l[h]) ? l[h] : m[h] * ScoreScale(p);
+  }
+};
+
+}  // namespace jax_flash

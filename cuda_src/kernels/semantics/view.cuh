@@ -1,0 +1,42 @@
+// Which entries of S a lane holds in an accumulator of a tensor core: of S itself, or of its transpose.
+//
+// Of an accumulator a lane has lines, every 8th, and of each line the entries 0, 1, 8, 9, 16, 17, ... from its first
+// on, numbered x = 0, 1, 2, ... In S a line is a row, in S^T a key.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_flash {
+
+// Entry x of line h: of a wgmma's accumulator, which has two lines, and of those of mma.sync, which have two each.
+template <int kCount>
+__device__ __forceinline__ float& At(float (&C)[kCount], int h, int x) {
+  return C[x / 2 * 4 + 2 * h + x % 2];
+}
+template <int kCount, int kChunks>
+__device__ __forceinline__ float& At(float (&C)[kCount][kChunks][4], int h, int x) {
+  return C[h / 2][x / 2][h % 2 * 2 + x % 2];
+}
+
+// How many a line has.
+template <int kCount>
+__host__ __device__ constexpr int EntriesOfLine(const float (&)[kCount]) {
+  return kCount / 2;
+}
+template <int kCount, int kChunks>
+__host__ __device__ constexpr int EntriesOfLine(const float (&)[kCount][kChunks][4]) {
+  return 2 * kChunks;
+}
+
+// How far entry x is from a line's first.
+__host__ __device__ constexpr int OffsetOf(int x) { return x / 2 * 8 + x % 2; }
+
+template <bool kTransposed>
+struct View {
+  int row, key;  // of the lane's first entry
+
+  __device__ __forceinline__ int Row(int h, int x) const { return row + (kTransposed ? OffsetOf(x) : 8 * h); }
+  __device__ __forceinline__ int Key(int h, int x) const { return key + (kTransposed ? 8 * h : OffsetOf(x)); }
+};
+
+}  // namespace jax_flash

@@ -246,7 +246,7 @@ extern "C" __global__ void jax_flash_test(const __grid_constant__ uint4 zeros) {
 }}
 """
     library = ctypes.CDLL(str(emulator.build()))
-    headers = {str(path.relative_to(KERNELS)): path.read_text() for path in KERNELS.glob("tile/*")}
+    headers = {str(path.relative_to(KERNELS)): path.read_text() for path in KERNELS.glob("ptx/*")}
     headers |= {name: (ROOT / name).read_text() for name in ("common/dtype.h", "cuda_src/contract.h")}
     headers |= {"this_kernel.h": "#define JAX_FLASH_DTYPE 2", "test.cuh": source}
 

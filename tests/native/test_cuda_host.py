@@ -55,21 +55,21 @@ def test_old_gpus_are_refused():
 @pytest.mark.parametrize(
     ("arch", "dtype", "family"),
     [
-        ("sm_80", "bfloat16", "sm80"),
-        ("sm_89", "float16", "sm80"),
-        ("sm_90a", "bfloat16", "sm90"),
-        ("sm_90a", "float16", "sm90"),
-        ("sm_80", "float32", "sm80"),
-        ("sm_100", "bfloat16", "sm80"),
-        ("sm_121", "float32", "sm80"),
+        ("sm_80", "bfloat16", "ampere"),
+        ("sm_89", "float16", "ampere"),
+        ("sm_90a", "bfloat16", "hopper"),
+        ("sm_90a", "float16", "hopper"),
+        ("sm_80", "float32", "ampere"),
+        ("sm_100", "bfloat16", "ampere"),
+        ("sm_121", "float32", "ampere"),
     ],
 )
 def test_kernel_families(arch, dtype, family):
-    assert kernels(arch, dtype=dtype) == [(f"forward_{family}.cuh", "jax_flash_forward")]
+    assert kernels(arch, dtype=dtype) == [(f"{family}/forward.cuh", "jax_flash_forward")]
     assert kernels(arch, True, dtype=dtype, **GRADIENTS, **THREE_MASKS) == [
-        (f"backward_{family}.cuh", "jax_flash_backward_prepare"),
-        (f"backward_{family}.cuh", "jax_flash_backward"),
-        (f"backward_{family}.cuh", "jax_flash_backward_finish"),
+        (f"{family}/backward.cuh", "jax_flash_backward_prepare"),
+        (f"{family}/backward.cuh", "jax_flash_backward"),
+        (f"{family}/backward.cuh", "jax_flash_backward_finish"),
     ]
 
 
@@ -141,25 +141,26 @@ def test_float32_on_hopper():
     assert hopper == ("hopper/forward.cuh", "jax_flash_forward")
     for changes in ({"full_precision": True}, {"v_dim": 136}):
         assert kernels(dtype="float32", **changes) == [ampere]
-    for changes, backward in (({}, 90), ({"full_precision": True}, 80), ({"qk_dim": 136}, 80), ({"soft_cap": 1.0}, 80)):
+    beyond = ({"full_precision": True}, {"qk_dim": 136}, {"soft_cap": 1.0})
+    for changes, family in (({}, "hopper"), *((x, "ampere") for x in beyond)):
         names = [name for name, _ in kernels("sm_90a", True, dtype="float32", **GRADIENTS, **changes)]
-        assert set(names) == {f"backward_sm{backward}.cuh"}
+        assert set(names) == {f"{family}/backward.cuh"}
 
 
 @pytest.mark.parametrize(
     ("changes", "family"),
     [
-        ({}, 90),
-        ({"qk_dim": 96, "v_dim": 96}, 90),
-        ({"qk_dim": 104}, 80),
-        ({"mask": EVERY}, 80),
+        ({}, "hopper"),
+        ({"qk_dim": 96, "v_dim": 96}, "hopper"),
+        ({"qk_dim": 104}, "ampere"),
+        ({"mask": EVERY}, "ampere"),
     ],
 )
 def test_bias_in_the_tf32_backward(changes, family):
     """Up to head dim 96 and without a mask, where registers suffice."""
     biased = {"bias_dtype": "float32", "bias": EVERY}
     launches = kernels("sm_90a", True, dtype="float32", **biased, **GRADIENTS, **changes)
-    assert {file for file, _ in launches} == {f"backward_sm{family}.cuh"}
+    assert {file for file, _ in launches} == {f"{family}/backward.cuh"}
 
 
 def test_a_family_can_be_asked_for(monkeypatch):
@@ -251,8 +252,8 @@ def test_gradient_of_a_bias(arch, extent):
     bias = Extent(*(letter != "1" for letter in extent))
     biased = {"bias_dtype": "float32", "bias": bias, "dbias": True}
     launches = kernels(arch, True, **biased, **GRADIENTS)
-    family = "sm90" if arch == "sm_90a" else "sm80"
-    assert launches[0] == (f"backward_{family}.cuh", "jax_flash_backward_prepare")
+    family = "hopper" if arch == "sm_90a" else "ampere"
+    assert launches[0] == (f"{family}/backward.cuh", "jax_flash_backward_prepare")
     assert ("ampere/backward_bias.cuh", "jax_flash_backward_bias") in launches[1:]
     alone = [kernel for _, kernel in kernels(arch, True, **biased)]
     assert alone[:2] == ["jax_flash_backward_prepare", "jax_flash_backward_bias"]

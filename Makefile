@@ -20,8 +20,8 @@ JAX = $(if $(GPU),jax[cuda13],jax)
 BUILD_TOOLS = scikit-build-core nanobind cmake ninja
 PIP = bin/python -m pip install --quiet --disable-pip-version-check
 CPP = $(wildcard bindings.cc) $(shell find $(wildcard common cpu_src cuda_src) -name '*.h' -o -name '*.cc' -o -name '*.cuh')
-EMULATOR = $(wildcard tests/emulator/*.h tests/emulator/*.cc)
-PY = jax_flash tests benchmarks examples
+EMULATOR = $(wildcard tools/emulator/*.h tools/emulator/*.cc)
+PY = jax_flash tests tools benchmarks examples
 BUILD_INPUTS = pyproject.toml $(wildcard CMakeLists.txt) $(CPP)
 say = @printf '\n\033[1m==> %s\033[0m\n' "$(1)"
 
@@ -65,17 +65,17 @@ emulate: $(VENV)/.built
 	$(call say,Running the CUDA kernels for Ampere and for Hopper on this CPU)
 	@for arch in sm_80 sm_90; do \
 	  JAX_FLASH_EMULATE=$$arch $(VENV)/bin/pytest --numprocesses auto --maxprocesses 8 --dist load -m "not gpu" \
-	    tests/test_accuracy.py tests/test_block_sparse.py -k $(EMULATED) || exit 1; \
+	    tests/numerics/test_accuracy.py tests/block_sparse -k $(EMULATED) || exit 1; \
 	done
 
 sanitize: $(VENV)/.built
 	$(call say,Running the CUDA kernels under compute-sanitizer)
 	@$(VENV)/$(PIP) 'nvidia-cuda-sanitizer-api>=13.5' 'cuda-pathfinder>=1.5.1'
-	@$(VENV)/bin/python tests/sanitize.py $(SANITIZE_ARGS)
+	@$(VENV)/bin/python tools/sanitize.py $(SANITIZE_ARGS)
 
 kernels: $(VENV)/.built
 	$(call say,Compiling the CUDA kernels; the table goes to build/kernels.csv)
-	@$(VENV)/bin/python tests/kernel_variants.py --full
+	@$(VENV)/bin/python tools/kernel_variants.py --full
 
 lint: $(VENV)/.built
 	$(call say,Checking Python with ruff)

@@ -1,9 +1,10 @@
 """Eight virtual CPU devices for the whole suite, the GPU for tests that ask for it, and what can run here.
 
-With JAX_FLASH_EMULATE=sm_80 or sm_90 the CPU runs the CUDA kernels (emulator/README.md).
+With JAX_FLASH_EMULATE=sm_80 or sm_90 the CPU runs the CUDA kernels (tools/emulator/README.md).
 """
 
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 
@@ -27,15 +28,20 @@ if _EMULATED:
 
     emulator.install(_EMULATED)
 
-import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from jax_flash import _native  # noqa: E402
 
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40, database=None)
-hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+if importlib.util.find_spec("hypothesis"):  # modules that need a package which is not there are skipped
+    from hypothesis import settings
+
+    settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40, database=None)
+    settings.register_profile("long", deadline=None, max_examples=2000)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+pytest.register_assert_rewrite("accuracy", "block_masks")
 
 
 def pytest_collection_modifyitems(items):

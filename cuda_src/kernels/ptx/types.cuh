@@ -20,7 +20,7 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kElementBytes = DType(JAX_FLASH_DTYPE) == DType::kF32 ? 4 : 2;  // of Q, K, V, O and their gradients
 constexpr int kStep = 32 / kElementBytes;                                     // the k of one mma or wgmma
 
-// For compute-sanitizer's racecheck (tests/sanitize.py), to which the lanes of a warp are like any threads: all lanes
+// For compute-sanitizer's racecheck (tools/sanitize.py), to which the lanes of a warp are like any threads: all lanes
 // arrive where one does for its warp, and ptxas does not leave out a warp's barrier because the lanes are in step.
 #ifdef JAX_FLASH_RACECHECK
 constexpr bool kRacecheck = true;

@@ -15,7 +15,7 @@ import pytest
 
 from jax_flash import _native
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 # The ten lines of the README, more or less.
 SMOKE = """

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("matplotlib")
 
-DEMO = Path(__file__).parents[1] / "examples" / "train_lm.py"
+DEMO = Path(__file__).parents[2] / "examples" / "train_lm.py"
 
 
 def run(*flags: object) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,7 @@
 """The CUDA kernels that the plan can choose, compiled without a GPU: registers, spills, shared memory, seconds.
 
-    python tests/kernel_variants.py            # features alone, and every pair of all parameters
-    python tests/kernel_variants.py --full     # those, and the pairs for every dtype, head dim and architecture
+    python tools/kernel_variants.py            # features alone, and every pair of all parameters
+    python tools/kernel_variants.py --full     # those, and the pairs for every dtype, head dim and architecture
 
 What to compile is asked of the plan (`cuda_src/plan`), problem by problem. Writes a table to build/kernels.csv.
 """

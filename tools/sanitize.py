@@ -1,9 +1,9 @@
 """The CUDA kernels under NVIDIA's compute-sanitizer, called through JAX: addresses (memcheck), races in shared memory
 (racecheck), the use of barriers (synccheck). Every feature, forward and backward, at lengths of a few tiles.
 
-    python tests/sanitize.py                              # every tool, both families of kernels: some 12 minutes
-    python tests/sanitize.py --tools racecheck --families sm90 --seconds 300
-    python tests/sanitize.py --calls                      # the calls alone; on an emulated GPU too
+    python tools/sanitize.py                              # every tool, both families of kernels: some 12 minutes
+    python tools/sanitize.py --tools racecheck --families sm90 --seconds 300
+    python tools/sanitize.py --calls                      # the calls alone; on an emulated GPU too
 
 What the tools see of Hopper's kernels: docs/architecture.md.
 """
@@ -15,6 +15,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import os
+import pathlib
 import random
 import subprocess
 import sys
@@ -29,11 +30,15 @@ if _EMULATED := os.environ.get("JAX_FLASH_EMULATE"):
 
 import jax
 import numpy as np
-from cases import FEATURES, Case, with_gradients
 from cuda import pathfinder
 
 import jax_flash
 from jax_flash import BlockMask
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests" / "helpers"))
+
+from block_masks import GARBAGE, sparse, with_arrays
+from cases import FEATURES, Case, with_gradients
 
 OPTIONS = ["--kernel-name", "kernel_substring=jax_flash_"]  # XLA's kernels are not ours to check
 OPTIONS += ["--error-exitcode", "1", "--print-limit", "20", "--show-backtrace", "device"]
@@ -74,8 +79,6 @@ def enlarged(case: Case, dim: int) -> Case:
 
 def of_dim(dim: int) -> Iterator[Call]:
     """What `FEATURES` do not have."""
-    from test_block_sparse import sparse  # starts JAX on the GPU, which only the calls may
-
     size = {"T": 222, "S": 270, "D": dim, "E": dim}
     yield Call(Case(**size | {"T": 140, "S": 140}, B=4, N=40, K=20, causal=True))  # more tiles than multiprocessors
     yield Call(Case(causal=True, segments=True, dropout=0.1, deterministic=True, **size))
@@ -104,8 +107,6 @@ def calls() -> list[Call]:
 
 def with_garbage(mask: BlockMask) -> BlockMask:
     """Half of its numbers out of range: no constructor makes them, but the arrays may hold anything at run time."""
-    from test_block_sparse import GARBAGE, with_arrays
-
     rng = np.random.default_rng(0)
 
     def spoilt(x: np.ndarray) -> np.ndarray:

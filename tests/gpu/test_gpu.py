@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import check_tf32
 from cases import FEATURES, Case
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.test_util import check_grads
-from test_accuracy import check_tf32
 
 import jax_flash
 
@@ -124,9 +124,9 @@ OF_HOPPER += ["(test_head_dim or test_long) and float16", "test_tf32"]
 def test_every_kernel_family(tests):
     """The kernels for Ampere run on every later GPU; here for what takes Hopper's by itself: 16-bit inputs and TF32."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    command += ["test_accuracy.py", "test_gpu.py", "-k", f"({tests}) and not test_every_kernel_family"]
+    command += ["numerics/test_accuracy.py", "gpu", "-k", f"({tests}) and not test_every_kernel_family"]
     environment = os.environ | {"JAX_FLASH_CUDA_KERNELS": "sm80"}
-    result = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True)
+    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-5000:]
 
 

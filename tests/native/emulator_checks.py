@@ -1,5 +1,5 @@
-"""A few cases of every kernel, and what the emulator says of kernels that are broken. tests/test_emulator.py runs this
-file in processes in which the CPU is a GPU: JAX_FLASH_EMULATE=sm_90 pytest tests/emulator/checks.py
+"""A few cases of every kernel, and what the emulator says of kernels that are broken. `test_emulator.py` runs this file
+in processes in which the CPU is a GPU: JAX_FLASH_EMULATE=sm_90 pytest tests/native/emulator_checks.py
 """
 
 import ctypes
@@ -7,14 +7,14 @@ import os
 import pathlib
 import re
 
+import emulator
 import jax
 import numpy as np
 import pytest
+from accuracy import check, check_tf32
+from block_masks import sparse
 from cases import Case, with_gradients
-from test_accuracy import check, check_tf32
-from test_block_sparse import sparse
 
-import emulator
 import jax_flash
 from jax_flash import BlockMask, _native
 
@@ -246,7 +246,7 @@ extern "C" __global__ void jax_flash_test(const __grid_constant__ uint4 zeros) {
 }}
 """
     library = ctypes.CDLL(str(emulator.build()))
-    headers = {str(path.relative_to(KERNELS)): path.read_text() for path in KERNELS.glob("tile/*")}
+    headers = {str(path.relative_to(KERNELS)): path.read_text() for path in KERNELS.glob("ptx/*")}
     headers |= {name: (ROOT / name).read_text() for name in ("common/dtype.h", "cuda_src/contract.h")}
     headers |= {"this_kernel.h": "#define JAX_FLASH_DTYPE 2", "test.cuh": source}
 

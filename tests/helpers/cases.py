@@ -164,6 +164,9 @@ FEATURES = [
     Case(N=1, K=1, window=(9, 9), bias="111s", mask="b111", segments=True, dropout=0.7, E=5, spread=3.0),
 ]
 
+# Lengths around every size of tiles.
+SIZES = [1, 2, 15, 16, 17, 31, 33, 47, 63, 64, 65, 127, 128, 129, 191, 255, 257, 384]
+
 
 def upcast(x: Any) -> Any:
     """Floating point arrays in f64, all others as they are: the problem whose exact result is asked for."""

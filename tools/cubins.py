@@ -1,7 +1,7 @@
 """The machine code of the kernels that the tests compile, before and after a change that should not change it.
 
-    python tests/cubins.py save before.json       # minutes; --every 20 for one kernel in 20
-    python tests/cubins.py compare before.json    # with another build: its code for the same problems
+    python tools/cubins.py save before.json       # minutes; --every 20 for one kernel in 20
+    python tools/cubins.py compare before.json    # with another build: its code for the same problems
 
 A kernel is known by a problem that it is for (`kernel_variants.planned`), not by files and fields: they may change.
 """

@@ -3,9 +3,13 @@
 import itertools
 import json
 
+import pytest
+
+pytest.importorskip("allpairspy")
+pytest.importorskip("rich")
+
 import cubins
 import kernel_variants
-import pytest
 
 from jax_flash import _native
 

@@ -2,12 +2,15 @@
 
 import functools
 
-import flax.errors
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+pytest.importorskip("flax")
+
+import flax.errors
+import flax.linen as nn
 
 import jax_flash
 from jax_flash.linen import MultiHeadAttention, dot_product_attention

@@ -4,82 +4,14 @@ plus a few units in the last place. Forward and backward, every feature and dtyp
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import standard
-from cases import FEATURES, Case, oracle, run, upcast
-from hypothesis import given
-from hypothesis import strategies as st
+from accuracy import ULPS, assert_accurate, check, errors
+from cases import FEATURES, SIZES, Case, oracle, run, upcast
 
 pytestmark = pytest.mark.usefixtures("device")
-
-ULPS = 4
-
-
-def errors(results, exact):
-    """The largest absolute error of every result where the exact one is finite."""
-    finite = {name: np.isfinite(x) for name, x in exact.items()}
-    return {
-        name: np.abs(results[name][finite[name]].astype(x.dtype) - x[finite[name]]).max(initial=0)
-        for name, x in exact.items()
-    }
-
-
-def usual_errors(case, dtype, seed=0, rounding=None, draws=1):
-    """Those of standard attention in this dtype; of more draws where there are few entries to take the largest of."""
-    largest = {}
-    for draw in range(seed, seed + max(draws, min(32, 16384 // (case.T * case.S)))):
-        arrays, cotangents = case.arrays(dtype.name, draw), case.cotangents(dtype.name, draw)
-        sums = np.float64 if dtype == np.float64 else np.float32
-        results = standard.attention(case, arrays, cotangents, sums, rounding or dtype)
-        for name, error in errors(results, by_numpy(case, arrays, cotangents)).items():
-            largest[name] = max(largest.get(name, 0), error)
-    return largest
-
-
-def assert_accurate(results, exact, usual, cancelled, dtype):
-    """Shapes and dtypes, what is infinite, and the errors: `usual` are those of standard attention, `cancelled` those
-    of differences of larger numbers."""
-    assert results.keys() == exact.keys()
-    for name, expected in exact.items():
-        kind = dtype if name != "logsumexp" else jnp.promote_types(dtype, jnp.float32)
-        assert results[name].dtype == kind, name
-        assert results[name].shape == expected.shape, name
-        finite = np.isfinite(expected)
-        np.testing.assert_array_equal(results[name][~finite], expected[~finite], err_msg=name)
-
-        ulp = float(jnp.finfo(kind).eps) * np.abs(expected[finite]).max(initial=0)
-        error, bound = errors(results, exact)[name], 2 * usual[name] + ULPS * ulp + cancelled.get(name, 0)
-        assert error <= bound, f"{name}: error {error:.3g}, allowed {bound:.3g}"
-
-
-def check(case, dtype, seed=0, draws=1):
-    dtype = jnp.dtype(dtype)
-    usual = usual_errors(case, dtype, seed, draws=draws)
-    for draw in range(seed, seed + draws):
-        arrays, cotangents = case.arrays(dtype.name, draw), case.cotangents(dtype.name, draw)
-        cancelled = standard.cancellation(case, arrays, cotangents, dtype)
-        results = run(case, arrays, cotangents)
-        assert_accurate(results, by_numpy(case, arrays, cotangents), usual, cancelled, dtype)
-
-
-def check_tf32(case, draws=1):
-    """float32 at a GPU's default precision, held against standard attention with operands rounded to TF32."""
-    dtype = np.dtype(np.float32)
-    usual = usual_errors(case, dtype, rounding="tf32", draws=draws)
-    for draw in range(draws):
-        arrays, cotangents = case.arrays(seed=draw), case.cotangents(seed=draw)
-        with jax.default_matmul_precision("default"):
-            results = run(case, arrays, cotangents)
-        assert_accurate(results, by_numpy(case, arrays, cotangents), usual, {}, dtype)
-
-
-def by_numpy(case, arrays, cotangents):
-    """The exact results without the time to compile the reference, which `test_reference.py` holds against the same."""
-    sums = np.longdouble if arrays["query"].dtype == np.float64 else np.float64
-    return standard.attention(case, arrays, cotangents, sums)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -99,9 +31,6 @@ def test_feature_in_f64(case):
 def test_head_dim(D, dtype):
     check(Case(B=1, T=70, S=90, N=2, K=1, D=D, E=D, causal=True), dtype)
     check(Case(B=1, T=33, S=50, N=1, K=1, D=D, E=max(256 - D, 8), dropout=0.2), dtype)
-
-
-SIZES = [1, 2, 15, 16, 17, 31, 33, 47, 63, 64, 65, 127, 128, 129, 191, 255, 257, 384]
 
 
 @pytest.mark.parametrize("T", SIZES)
@@ -146,32 +75,6 @@ def test_large_scores(dtype):
     an error, and those are few: several draws."""
     check(Case(T=130, S=150, spread=12.0, scale=1.0), dtype, draws=8)
     check(Case(T=130, S=150, spread=12.0, scale=1.0, soft_cap=30.0, causal=True), dtype, draws=8)
-
-
-def extents():
-    return st.one_of(st.just(""), st.tuples(*(st.sampled_from([e, "1"]) for e in "bnts")).map("".join))
-
-
-def cases():
-    length = st.one_of(st.integers(1, 40), st.sampled_from(SIZES), st.integers(1, 300))
-    dim = st.one_of(st.sampled_from([8, 16, 32, 64, 128]), st.integers(1, 256))
-    flag = st.booleans()
-    window = st.one_of(st.none(), st.tuples(st.integers(0, 300), st.integers(0, 300)))
-
-    def build(group, K, **fields):
-        return Case(N=group * K, K=K, **fields)
-
-    return st.builds(
-        build, group=st.integers(1, 3), K=st.integers(1, 3), B=st.integers(1, 3), T=length, S=length, D=dim, E=dim,
-        causal=flag, window=window, bias=extents(), mask=extents(), lengths=flag, segments=flag, offset=flag,
-        soft_cap=st.sampled_from([None, 0.5, 5.0]), dropout=st.sampled_from([0.0, 0.1, 0.8]), broadcast_dropout=flag,
-        scale=st.sampled_from([None, 0.3, -1.0]), spread=st.sampled_from([1.0, 3.0]), logsumexp=flag,
-    )  # fmt: skip
-
-
-@given(cases(), st.sampled_from(["float32", "float32", "bfloat16", "float16", "float64"]), st.integers(0, 1000))
-def test_any_case(case, dtype, seed):
-    check(case, dtype, seed)
 
 
 @pytest.mark.parametrize("bias_dtype", ["float16", "bfloat16", "float32", "float64"])

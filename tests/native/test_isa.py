@@ -22,6 +22,6 @@ def test_instruction_set(isa):
     environment = os.environ | {"JAX_FLASH_CPU_ISA": isa}
     chosen = "from jax_flash import _native; print(_native.cpu_isa())"
     assert subprocess.check_output([sys.executable, "-c", chosen], env=environment, text=True).split() == [isa]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_accuracy.py", "-k", TESTS]
-    result = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "numerics/test_accuracy.py", "-k", TESTS]
+    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-5000:]

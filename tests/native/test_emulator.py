@@ -21,11 +21,11 @@ def run_checks(*arguments, **environment):
 
 @pytest.mark.parametrize("arch", emulator.ARCHS)
 def test_kernels(arch):
-    run_checks("emulator/checks.py", JAX_FLASH_EMULATE=arch)
+    run_checks("emulator_checks.py", JAX_FLASH_EMULATE=arch)
 
 
 def test_kernels_for_racecheck():
     """All lanes arrive at mbarriers, as their counts say."""
     names = ("causal", "three kernels", "clusters", "TF32", "wide TF32", "block mask")
-    cases = [f"emulator/checks.py::test_random_schedule[cpu-{name}-0]" for name in names]
+    cases = [f"emulator_checks.py::test_random_schedule[cpu-{name}-0]" for name in names]
     run_checks(*cases, JAX_FLASH_EMULATE="sm_90", JAX_FLASH_NVRTC_OPTIONS="-DJAX_FLASH_RACECHECK")

@@ -1,0 +1,307 @@
+"""What a `BlockMask` says, however it is made."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from block_masks import assert_lists, block_mask, entries
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_flash import BlockMask
+from jax_flash.block_sparse import ELEMENTS, EVERYTHING, NOTHING, Shape
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+def blocks_of(mask, shape):
+    """What every block holds, by NumPy: bool [B, N, U, V] of any and of all entries."""
+    U, V = shape.grid
+    padding = [(0, 0), (0, 0), (0, U * shape.q_block - shape.q_len), (0, V * shape.kv_block - shape.kv_len)]
+    tiled = (*mask.shape[:2], U, shape.q_block, V, shape.kv_block)
+    there, missing = (np.pad(x, padding).reshape(tiled).any((3, 5)) for x in (mask, ~mask))
+    return there, ~missing
+
+
+def assert_says(block_mask, mask):
+    """It says just that of every entry; its blocks are as empty and as full as can be, its element masks distinct."""
+    np.testing.assert_array_equal(np.broadcast_to(block_mask.to_mask(), mask.shape), mask)
+    there, full = blocks_of(mask, block_mask.shape)
+    blocks = np.broadcast_to(block_mask.blocks, there.shape)
+    np.testing.assert_array_equal(blocks != NOTHING, there)
+    np.testing.assert_array_equal(blocks == EVERYTHING, full)
+    used = np.unique(block_mask.blocks[block_mask.blocks >= ELEMENTS])
+    if block_mask.element_masks is None:
+        assert not used.size
+    else:
+        np.testing.assert_array_equal(used, ELEMENTS + np.arange(block_mask.element_masks.shape[1]))
+        assert len(np.unique(block_mask.element_masks[0], axis=0)) == len(used)
+    assert_lists(block_mask)
+
+
+def masks():
+    length, block = st.integers(1, 300), st.sampled_from([16, 32, 48, 64, 128, 256])
+    return st.tuples(st.integers(0, 99), length, length, block, block, st.integers(1, 2), st.integers(1, 3))
+
+
+@given(masks())
+def test_from_mask(mask):
+    assert_says(block_mask(*mask), entries(*mask))
+
+
+@given(masks())
+@settings(max_examples=10)
+def test_from_mask_traced(mask):
+    """Every block may be there, and none is looked at."""
+    *_, q_block, kv_block, _, _ = mask
+    make = functools.partial(BlockMask.from_mask, q_block=q_block, kv_block=kv_block)
+    traced = jax.jit(make)(entries(*mask))
+    np.testing.assert_array_equal(traced.to_mask(), entries(*mask))
+    np.testing.assert_array_equal(jax.jit(lambda mask: make(mask).to_mask())(entries(*mask)), entries(*mask))
+    assert_lists(traced)
+
+
+@given(masks())
+def test_from_dense(mask):
+    seed, T, S, q_block, kv_block, B, N = mask
+    shape = Shape(T, S, q_block, kv_block)
+    dense = np.random.default_rng(seed).random((B, N, *shape.grid)) < 0.5
+    whole = dense.repeat(q_block, 2).repeat(kv_block, 3)
+    expected = whole[..., :T, :S]
+    assert_says(BlockMask.from_dense(dense, T, S, q_block=q_block, kv_block=kv_block), expected)
+    assert_says(BlockMask.from_dense(dense, q_block=q_block, kv_block=kv_block), whole)
+    assert_says(BlockMask.from_dense(dense[0], T, S, q_block=q_block, kv_block=kv_block), expected[:1])
+    assert_says(BlockMask.from_dense(dense[0, 0].tolist(), T, S, q_block=q_block, kv_block=kv_block), expected[:1, :1])
+
+
+FUNCTIONS = {
+    "causal": lambda b, h, i, j: j <= i,
+    "dilated window": lambda b, h, i, j: (abs(i - j) < 70) & ((i - j) % 3 == 0),
+    "of a head": lambda b, h, i, j: j < 40 * (h + 2 * b + 1),
+    "of rows": lambda b, h, i, j: i % 50 < 20,
+    "one value": lambda b, h, i, j: h > 0,
+    "constant": lambda b, h, i, j: True,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("T", "S", "q_block", "kv_block"), [(200, 130, 48, 64), (7, 300, 16, 128), (96, 64, 32, 32)])
+def test_from_function(name, T, S, q_block, kv_block):
+    b, h, i, j = np.ogrid[:2, :3, :T, :S]
+    expected = np.broadcast_to(FUNCTIONS[name](b, h, i, j), (2, 3, T, S))
+    ours = BlockMask.from_function(FUNCTIONS[name], T, S, batch=2, heads=3, q_block=q_block, kv_block=kv_block)
+    assert_says(ours, expected)
+    assert ours == BlockMask.from_mask(expected, q_block=q_block, kv_block=kv_block)
+
+
+def test_from_function_under_transformations():
+    """A constant of the program, even there; what depends on the data is refused."""
+    make = functools.partial(BlockMask.from_function, q_len=50, kv_len=70, q_block=16, kv_block=32)
+    limits = jnp.arange(50) + 3
+    expected = np.arange(70) <= np.arange(3, 53)[:, None]
+
+    def concrete(x):
+        block_mask = make(lambda b, h, i, j: j <= limits[i])
+        assert isinstance(block_mask.blocks, np.ndarray)
+        return x + block_mask.to_mask()
+
+    np.testing.assert_array_equal(jax.jit(concrete)(0)[0, 0], expected)
+    np.testing.assert_array_equal(jax.vmap(concrete)(jnp.zeros(2, int))[1, 0, 0], expected)
+    np.testing.assert_array_equal(
+        jax.lax.scan(lambda c, x: (c, concrete(x)), 0, jnp.zeros(2, int))[1][1, 0, 0], expected
+    )
+    for transform, n in ((jax.jit, 1), (jax.vmap, jnp.arange(2))):
+        with pytest.raises(TypeError, match="traced"):
+            transform(lambda n: make(lambda b, h, i, j: j <= i + n).to_mask())(n)
+
+
+def test_from_function_gets_int32(x64):
+    dtypes = []
+    BlockMask.from_function(lambda *indices: dtypes.extend(x.dtype for x in indices) or indices[2] > indices[3], 9, 9)
+    assert set(dtypes) == {np.dtype(np.int32)}
+
+
+@given(masks(), st.integers(0, 99), st.booleans(), st.booleans())
+def test_combinations(mask, seed, shared_batch, shared_heads):
+    _, T, S, q_block, kv_block, B, N = mask
+    other = (seed, T, S, q_block, kv_block, 1 if shared_batch else B, 1 if shared_heads else N)
+    a, b, x, y = block_mask(*mask), block_mask(*other), entries(*mask), entries(*other)
+    for ours, expected in ((a & b, x & y), (a | b, x | y), (b | a, x | y), (~a, ~x), (a & ~b, x & ~y), (a & a, x)):
+        assert_says(ours, expected)
+        assert ours == BlockMask.from_mask(expected, q_block=q_block, kv_block=kv_block)
+        assert hash(ours) == hash(BlockMask.from_mask(expected, q_block=q_block, kv_block=kv_block))
+
+
+COMBINATIONS = {
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "not": lambda a, b: ~a,
+    "all": lambda a, b: ~(a | ~b) & (a | b),
+}
+
+
+@pytest.mark.parametrize("partial", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_combinations_traced(name, partial):
+    x, y = entries(0, 70, 90, 16, 48, 2, 1), entries(1, 70, 90, 16, 48, 1, 3)
+    a, b = (
+        BlockMask.from_mask(mask, q_block=16, kv_block=48)
+        if elements
+        else BlockMask.from_dense(mask[:, :, ::16, ::48], 70, 90, q_block=16, kv_block=48)
+        for mask, elements in zip((x, y), partial, strict=True)
+    )
+    combine = COMBINATIONS[name]
+    expected = combine(a.to_mask(), b.to_mask())
+    jitted = jax.jit(combine)(a, b)
+    np.testing.assert_array_equal(jitted.to_mask(), expected)
+    assert_lists(jitted)
+    np.testing.assert_array_equal(jax.jit(lambda b: combine(a, b).to_mask())(b), expected)
+    # The results of a jitted function, outside of jit and as constants in it.
+    a, b = (jax.tree.map(jnp.asarray, mask) for mask in (a, b))
+    np.testing.assert_array_equal(combine(a, b).to_mask(), expected)
+    np.testing.assert_array_equal(jax.jit(lambda: combine(a, b).to_mask())(), expected)
+
+
+def test_element_masks_of_every_batch_entry():
+    """vmap makes a table of each example."""
+    x = entries(3, 70, 90, 16, 48, 3)
+    ours = jax.vmap(functools.partial(BlockMask.from_mask, q_block=16, kv_block=48))(x)
+    for i in range(3):
+        single = jax.tree.map(operator.itemgetter(i), ours)
+        np.testing.assert_array_equal(single.to_mask()[0], x[i])
+        assert BlockMask(single.shape, single.blocks, single.element_masks) == BlockMask.from_mask(
+            x[i], q_block=16, kv_block=48
+        )
+    joined = jax.tree.map(lambda leaf: leaf[:, 0], ours)  # one mask of three batch entries
+    np.testing.assert_array_equal(joined.to_mask(), x)
+    assert_says(BlockMask(joined.shape, joined.blocks, joined.element_masks), x)
+    np.testing.assert_array_equal(jax.jit(lambda m: (~m | m & m).to_mask())(joined), np.ones_like(x))
+    np.testing.assert_array_equal((~joined).to_mask(), ~x)
+    other, y = block_mask(4, 70, 90, 16, 48), entries(4, 70, 90, 16, 48)
+    for both, expected in ((joined & other, x & y), (other & joined, x & y), (joined | other, x | y)):
+        assert_says(both, expected)
+
+
+def test_equality_and_hash():
+    a = block_mask(0, 70, 90, 16, 48)
+    assert a == block_mask(0, 70, 90, 16, 48) and hash(a) == hash(block_mask(0, 70, 90, 16, 48))
+    assert a == jax.tree.map(jnp.asarray, a) and hash(a) == hash(jax.tree.map(jnp.asarray, a))
+    assert a == jax.jit(lambda mask: mask)(a) and a == ~~a
+    others = [
+        block_mask(1, 70, 90, 16, 48),
+        block_mask(0, 70, 90, 32, 48),
+        block_mask(0, 71, 90, 16, 48),
+        ~a,
+        None,
+        "a",
+    ]
+    assert not any(a == other for other in others)
+    assert len({a, ~a, ~~a, block_mask(0, 70, 90, 16, 48)}) == 2
+    with pytest.raises(TypeError, match="traced"):
+        jax.jit(hash)(a)
+    with pytest.raises(TypeError, match="traced"):
+        jax.jit(lambda a: jnp.asarray(a == a))(a)
+
+
+def test_ways_into_a_program():
+    """A static argument, a constant, an argument; traced once for equal masks."""
+    count = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def static(mask, x):
+        count.append(mask)
+        return x + mask.to_mask()
+
+    a, b = block_mask(0, 70, 90, 16, 48), block_mask(0, 70, 90, 16, 48)
+    for mask in (a, b, ~~a):
+        np.testing.assert_array_equal(static(mask, 0), a.to_mask())
+    assert len(count) == 1
+    np.testing.assert_array_equal(jax.jit(lambda: a.to_mask())(), a.to_mask())
+    np.testing.assert_array_equal(jax.jit(lambda a: a.to_mask())(a), a.to_mask())
+    shapes = jax.eval_shape(lambda mask: mask, a)
+    assert isinstance(shapes, BlockMask) and shapes.blocks.shape == a.blocks.shape and repr(shapes)
+    assert jax.tree.map(lambda x: x, a) == a
+
+
+def test_arrays_are_read_only():
+    """Their contents are the hash, and the lists are made of them once. What it is made of stays the caller's."""
+    blocks, masks = np.full((1, 1, 2, 2), 2, np.int32), np.ones((1, 1, 16, 1), np.uint32)
+    mask = BlockMask(Shape(32, 32, 16, 16), blocks, masks)
+    for one in (mask, mask & ~mask, BlockMask.from_mask(mask.to_mask()), jax.tree.map(lambda x: x, mask)):
+        assert not any(x.flags.writeable for x in one.arrays().values())
+        with pytest.raises(ValueError, match="read-only"):
+            one.blocks[...] = 0
+    blocks[...] = masks[...] = 0
+    assert mask.kept == 1 and mask.element_masks.all()
+
+
+def test_text():
+    text = repr(BlockMask.from_dense(np.eye(2, dtype=bool)))
+    assert text.splitlines()[1:] == ["█ ", " █"] and "256 x 256" in text and "50.0%" in text
+    texts = []
+    jax.jit(lambda a: texts.append(repr(a)))(block_mask(0, 9, 9, 16, 16))
+    assert "traced" in texts[0]
+    large = repr(BlockMask.from_dense(np.ones((50, 90), bool), q_block=16, kv_block=16)).splitlines()
+    assert len(large) == 33 and max(map(len, large[1:])) == 64
+
+
+SQUARE = np.ones((2, 2), bool)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: BlockMask.from_dense(np.ones((2, 2))), TypeError, "blocks.*float"),
+        (lambda: jax.jit(BlockMask.from_dense)(np.ones((2, 2), np.int32)), TypeError, "blocks.*int32"),
+        (lambda: BlockMask.from_dense(SQUARE[0]), ValueError, "blocks.*dims"),
+        (lambda: BlockMask.from_dense(SQUARE[None, None, None]), ValueError, "blocks.*dims"),
+        (lambda: BlockMask.from_dense(SQUARE, 300, 200), ValueError, r"\(3, 2\)"),
+        (lambda: BlockMask.from_dense(SQUARE, 256, 257), ValueError, r"\(2, 3\)"),
+        (lambda: jax.jit(lambda x: BlockMask.from_dense(x, 300, 200))(SQUARE), ValueError, r"\(3, 2\)"),
+        (lambda: BlockMask.from_dense(SQUARE, -256, 256), ValueError, "q_len must be at least 0, not -256"),
+        (lambda: BlockMask.from_dense(SQUARE, q_block=2**31), ValueError, "q_block.*too large"),
+        (lambda: BlockMask.from_dense(SQUARE, 20, 20, kv_block=2**62), ValueError, "kv_block.*too large"),
+        (lambda: BlockMask.from_dense(SQUARE, 20, 20, kv_block=2**64), ValueError, "kv_block must be below"),
+        (lambda: BlockMask.from_function(lambda b, h, i, j: i > j, 2**31 - 100, 9), ValueError, "q_block.*2147483548"),
+        (lambda: BlockMask(None, SQUARE), TypeError, "shape must be .*Shape, not None"),
+        (lambda: BlockMask(Shape(256, 256), None), ValueError, "blocks"),
+        (lambda: BlockMask(Shape(256, 256), np.full((1, 1, 2, 2), "a")), TypeError, "blocks must be integers"),
+        (lambda: BlockMask.from_dense(SQUARE, 256.0, 256), TypeError, "q_len"),
+        (lambda: BlockMask.from_mask(np.ones((2, 2), np.int8)), TypeError, "mask.*int8"),
+        (lambda: BlockMask.from_mask(SQUARE[0]), ValueError, "mask.*dims"),
+        (lambda: BlockMask.from_mask(SQUARE[None, None, None]), ValueError, "mask.*dims"),
+        (lambda: BlockMask.from_function(lambda b, h, i, j: i - j, 9, 9), TypeError, "mask_fn.*int32"),
+        (lambda: BlockMask.from_function(lambda b, h, i, j: i > j, -1, 9), ValueError, "q_len must be at least 0"),
+        (lambda: BlockMask.from_function(lambda b, h, i, j: np.arange(9)[i] > j, 9, 9), TypeError, "mask_fn.*traced"),
+        (lambda: BlockMask.from_function(lambda b, h, i, j: i > j if h else i < j, 9, 9), TypeError, "mask_fn.*traced"),
+        (lambda: BlockMask(Shape(256, 256), SQUARE[0]), ValueError, "blocks"),
+        (lambda: BlockMask(Shape(256, 256), np.zeros((1, 1, 2, 3))), ValueError, "blocks"),
+        (lambda: BlockMask(Shape(9, 9), [[[[2]]]], np.zeros((1, 1, 128, 3), np.uint32)), ValueError, "element_masks"),
+        (lambda: BlockMask(Shape(9, 9), [[[[2]]]], np.zeros((1, 1, 128, 4), np.int32)), ValueError, "element_masks"),
+        (lambda: BlockMask.from_mask(SQUARE) & BlockMask.from_mask(SQUARE, q_block=16), ValueError, "different"),
+        (lambda: BlockMask.from_mask(SQUARE) | BlockMask.from_mask(SQUARE[1:]), ValueError, "different"),
+        (lambda: BlockMask.from_mask(SQUARE) & SQUARE.tolist(), TypeError, "BlockMask"),
+    ],
+)
+def test_errors(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+@pytest.mark.parametrize("name", ["q_block", "kv_block"])
+@pytest.mark.parametrize("size", [0, 8, 15, -16, 24])
+def test_block_sizes_refused(name, size):
+    for make in (
+        functools.partial(BlockMask.from_dense, SQUARE),
+        functools.partial(BlockMask.from_dense, SQUARE, 200, 200),
+        functools.partial(BlockMask.from_mask, SQUARE),
+        functools.partial(BlockMask.from_function, lambda b, h, i, j: i > j, 9, 9),
+    ):
+        with pytest.raises(ValueError, match=f"{name}.*{size}"):
+            make(**{name: size})

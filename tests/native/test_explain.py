@@ -1,0 +1,75 @@
+"""`jax_flash.explain`: what is said of the plan."""
+
+import re
+
+import pytest
+from plans import BASE, BIASED, EVERY, GRADIENTS, fields, kernels, problem, scratch
+
+import jax_flash
+from jax_flash import _native
+
+
+def explained(backward=False, arch="sm_90a", **changes) -> jax_flash.Explanation:
+    return jax_flash.explain(problem(**changes), backward, arch)
+
+
+def test_an_explanation_is_the_plan():
+    plain = explained(causal=True)
+    (kernel,) = plain.kernels
+    tiles = [fields(causal=True)[name] for name in ("rows", "cols", "groups", "stages")]
+    assert kernel == ("jax_flash_forward", "hopper", *tiles)
+    assert plain[:3] == (False, "sm_90a", 132) and plain[4:] == (0, ())
+    (kernel,) = explained(arch="sm_80").kernels
+    assert kernel.family == "ampere"
+    backward = explained(True, dtype="float32")
+    assert [x.name for x in backward.kernels] == [x for _, x in kernels("sm_90a", True, dtype="float32", **GRADIENTS)]
+    assert backward.scratch_bytes == scratch("sm_90a", True, dtype="float32", **GRADIENTS)
+    assert len(explained(True, dk=True).kernels) == 2  # prepare and main: the gradients that the problem asks for
+
+
+@pytest.mark.parametrize(
+    ("changes", "backward", "reason"),
+    [
+        ({"soft_cap": 2.0, "qk_dim": 256}, True, r"backward is not taken: its tiles of 64 x 64 do not do a soft cap$"),
+        ({"dtype": "float32", "full_precision": True}, False, "forward is not taken: .* do not do full precision$"),
+        ({"dtype": "float32", "qk_dim": 256}, False, "no tiles for head dims 256 and 64"),
+        ({"dtype": "float32", "qk_dim": 128, "soft_cap": 2.0, **BIASED}, True, "a soft cap and a bias$"),
+        ({"block_mask": EVERY, "q_block": 16, "kv_block": 48, "row_list": 4, "column_list": 4}, False, "16 x 48$"),
+        ({"q_len": 1, "kv_len": 4096}, False, "few queries see many keys"),
+        ({"deterministic": True}, True, "dQ is a kernel's of its own"),
+        ({"dbias": True, **BIASED}, True, "a pass of its own"),
+    ],
+)
+def test_reasons(changes, backward, reason):
+    explanation = explained(backward, **changes)
+    assert re.search(reason, explanation.reasons[0])
+    assert f"because {explanation.reasons[0]}" in str(explanation)
+    assert "ampere" in {kernel.family for kernel in explanation.kernels}
+
+
+def test_reasons_of_who_asked_for_it(monkeypatch):
+    monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm80")
+    assert "JAX_FLASH_CUDA_KERNELS=sm80" in explained().reasons[0]
+    assert explained(arch="sm_100").reasons == ()
+
+
+def test_an_explanation_of_the_gpu_that_is_here(monkeypatch):
+    monkeypatch.setattr(_native, "cuda_devices", lambda: [(9, 0, 78), (8, 0, 108)])
+    assert jax_flash.explain(BASE)[:3] == (False, "sm_90a", 78)
+    monkeypatch.setattr(_native, "cuda_devices", lambda: [])
+    assert jax_flash.explain(BASE)[:3] == (False, "sm_90a", 132)
+    assert explained(arch="sm_80").multiprocessors == 108
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ((BASE.encode(),), TypeError, "must be a jax_flash.Problem"),
+        ((problem(dtype="float64"),), ValueError, "float64"),
+        ((BASE, False, "sm_75"), ValueError, "sm_75: the kernels need"),
+        ((BASE, False, "hopper"), ValueError, "hopper: the kernels need"),
+    ],
+)
+def test_what_cannot_be_explained(call, error, message):
+    with pytest.raises(error, match=message):
+        jax_flash.explain(*call)

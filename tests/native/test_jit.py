@@ -1,0 +1,230 @@
+"""How CUDA kernels are compiled and cached, and the libraries that this takes. No GPU is needed."""
+
+import ctypes
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from plans import BASE, fields, problem
+
+from jax_flash import _native
+
+
+def finds(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+# --- compiling ---
+
+
+def test_compiles_what_the_plan_says(nvrtc):
+    ((file, kernel, unit),) = _native.cuda_plan(BASE.encode(), False, "sm_90a")
+    cubin, log, seconds, shared_bytes = _native.cuda_compile(file, unit, "sm_90a")
+    assert cubin.startswith(b"\x7fELF")
+    assert kernel in log and "registers" in log
+    assert 0 < seconds
+    assert 50_000 < shared_bytes <= 227 * 1024
+
+
+def test_a_source_that_does_not_compile_says_so(nvrtc):
+    with pytest.raises(RuntimeError, match=r"could not compile hopper/forward.cuh for sm_90a:\n.*assertion failed"):
+        _native.cuda_compile("hopper/forward.cuh", fields() | {"rows": 65}, "sm_90a")
+
+
+def test_a_kernel_has_all_fields_and_no_others():
+    for changed, message in (({}, "without the field dtype"), (fields() | {"colour": 3}, "does not have")):
+        with pytest.raises(ValueError, match=message):
+            _native.cuda_compile("hopper/forward.cuh", changed, "sm_90a")
+
+
+def test_options_from_the_environment(nvrtc, monkeypatch):
+    def cubin(options):
+        monkeypatch.setenv("JAX_FLASH_NVRTC_OPTIONS", options)
+        return _native.cuda_compile("scheduler/segments.cuh", unit, "sm_80")[0]
+
+    file, _, unit = _native.cuda_plan(problem(segments=True).encode(), False, "sm_80")[0]
+    assert file == "scheduler/segments.cuh"
+    assert b".debug_line" not in cubin("  ")
+    assert b".debug_line" in cubin("  -lineinfo -DNOBODY=1")
+    with pytest.raises(RuntimeError, match=r"could not compile scheduler/segments.cuh for sm_80:\n.*--nonsense"):
+        cubin("--nonsense")
+
+
+def test_architectures(nvrtc):
+    assert _native.cuda_arch(8, 0) == "sm_80"
+    assert _native.cuda_arch(8, 9) == "sm_89"
+    assert _native.cuda_arch(9, 0) == "sm_90a"
+    with pytest.raises(ValueError, match="capability 7.5: the kernels need 8.0"):
+        _native.cuda_arch(7, 5)
+    with pytest.raises(ValueError, match=r"does not compile for .* 99.0.*newer"):
+        _native.cuda_arch(99, 0)
+
+
+# --- the cache directory ---
+
+CACHE = """
+import sys
+from jax_flash import _native
+_native.cuda_cache(sys.argv[1], False, sys.argv[2])
+"""
+
+
+def start(directory: object, text: str = BASE.encode(), arch: str = "sm_80", umask: int = -1) -> subprocess.Popen:
+    environment = os.environ | {"JAX_FLASH_CACHE_DIR": str(directory), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen([sys.executable, "-c", CACHE, text, arch], env=environment, umask=umask)
+
+
+def fill(directory: object, *args: str) -> dict[pathlib.Path, tuple[int, int]]:
+    """Compiles in a new process; which files are there then, when written and how large."""
+    assert start(directory, *args).wait() == 0
+    files = pathlib.Path(directory).glob("*") if directory else ()
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+
+def test_a_second_process_finds_the_cubin(nvrtc, tmp_path):
+    first = fill(tmp_path / "new" / "folder")
+    assert len(first) == 1
+    assert fill(tmp_path / "new" / "folder") == first
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_others_may_read_an_entry_if_the_umask_lets_them(nvrtc, tmp_path, umask, mode):
+    assert start(tmp_path, umask=umask).wait() == 0
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [mode]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda entry: b"", lambda entry: entry[:-1], lambda entry: entry[:-9] + b"?" + entry[-8:], lambda entry: b"\n\n"],
+    ids=["empty", "truncated", "another byte", "no header"],
+)
+def test_a_damaged_entry_is_compiled_again(nvrtc, tmp_path, damage):
+    ((path, _),) = fill(tmp_path).items()
+    entry = path.read_bytes()
+    path.write_bytes(damage(entry))
+    fill(tmp_path)
+    assert path.read_bytes()[:200] == entry[:200]
+    assert path.stat().st_size == len(entry)
+
+
+def test_an_entry_of_another_key_is_none(nvrtc, tmp_path):
+    """As if their hashes were equal."""
+    ((path, _),) = fill(tmp_path).items()
+    (other,) = set(fill(tmp_path, problem(causal=True).encode())) - {path}
+    entry = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    fill(tmp_path)
+    assert path.read_bytes()[:200] == entry[:200]
+
+
+def test_what_a_cubin_depends_on_is_in_its_key(nvrtc, monkeypatch, tmp_path):
+    changes = [(), (problem(causal=True).encode(),), (BASE.encode(), "sm_89"), (problem(qk_dim=72).encode(),)]
+    assert [len(fill(tmp_path, *args)) for args in changes] == [1, 2, 3, 4]
+    monkeypatch.setenv("JAX_FLASH_NVRTC_OPTIONS", "-lineinfo")
+    assert len(fill(tmp_path)) == 5
+    monkeypatch.undo()
+    # ... and what it does not depend on is not
+    assert len(fill(tmp_path, problem(batch=3, q_heads=16, drop_threshold=0).encode())) == 5
+    (path, *_) = tmp_path.iterdir()
+    header = path.read_bytes().partition(b"\n\n")[0].decode()
+    _, major, minor = nvrtc
+    assert f"nvrtc {major}.{minor}\n" in header and "ampere/forward.cuh -arch=sm_8" in header and "sources " in header
+
+
+@pytest.mark.parametrize("directory", ["", "/dev/null/cache"], ids=["none", "unwritable"])
+def test_without_a_directory_kernels_compile(nvrtc, directory):
+    assert fill(directory) == {}
+
+
+def test_many_processes_at_once(nvrtc, tmp_path):
+    processes = [start(tmp_path) for _ in range(4)]
+    assert [process.wait() for process in processes] == [0] * 4
+    assert [path.suffix for path in tmp_path.iterdir()] == [".cubin"]  # and no temporary file
+    assert len(fill(tmp_path)) == 1
+
+
+def test_the_directory_by_default_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_FLASH_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _native.cuda_cache_directory() == str(tmp_path / "jax_flash")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert _native.cuda_cache_directory() == "/home/ada/.cache/jax_flash"
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", "/var/kernels")
+    assert _native.cuda_cache_directory() == "/var/kernels"
+
+
+# --- libraries ---
+
+
+def test_importing_loads_nothing_of_cuda():
+    script = """
+import jax_flash, jax_flash.nnx
+assert not [line for line in open("/proc/self/maps") if "libcuda" in line or "nvrtc" in line]
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+
+
+@pytest.mark.skipif(finds("libnvrtc.so.13") or finds("libnvrtc.so.12"), reason="the system has an NVRTC")
+def test_an_nvrtc_that_is_not_there_is_asked_for():
+    script = """
+import jax_flash.cuda
+from jax_flash import _native
+def find_nvrtc():
+    raise RuntimeError("the folders A and B")
+jax_flash.cuda.find_nvrtc = find_nvrtc
+try:
+    _native.cuda_cache(__import__("sys").argv[1], False, "sm_80")
+except RuntimeError as error:
+    print(error)
+"""
+    run = [sys.executable, "-c", script, BASE.encode()]
+    message = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout
+    for part in ("libnvrtc.so.13", "the folders A and B", 'pip install "jax[cuda13]"'):
+        assert part in message
+
+
+def test_an_nvrtc_that_is_too_old_for_hopper_says_so(tmp_path):
+    functions = "CreateProgram CompileProgram GetProgramLogSize GetProgramLog GetCUBINSize GetCUBIN DestroyProgram"
+    source = "int nvrtcVersion(int* major, int* minor) { *major = 12, *minor = 8; return 0; }"
+    for name in ("GetNumSupportedArchs", "GetSupportedArchs", *functions.split()):
+        source += f"\nint nvrtc{name}() {{ return 0; }}"
+    (tmp_path / "nvrtc.c").write_text(source)
+    library = tmp_path / "libnvrtc.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, tmp_path / "nvrtc.c"], check=True)
+    script = """
+import sys
+import jax_flash.cuda
+from jax_flash import _native
+jax_flash.cuda.find_nvrtc = lambda: sys.argv[1]
+file, _, unit = _native.cuda_plan(sys.argv[2], False, "sm_90a")[0]
+try:
+    _native.cuda_compile(file, unit, "sm_90a")
+except RuntimeError as error:
+    print(error)
+"""
+    run = [sys.executable, "-c", script, str(library), BASE.encode()]
+    message = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout
+    for part in (f"NVRTC 12.8 ({library})", "12.9 or later", "nvidia-cuda-nvrtc-cu12", "JAX_FLASH_CUDA_KERNELS=sm80"):
+        assert part in message
+
+
+@pytest.mark.skipif(finds("libcuda.so.1"), reason="there is a driver")
+def test_a_driver_that_is_not_there_is_asked_for():
+    """The handlers for CUDA, under another name on the CPU."""
+    handlers = _native.registrations()["CUDA"]["jax_flash_forward"]
+    jax.ffi.register_ffi_target("jax_flash_forward_without_driver", handlers, platform="cpu")
+    q, kv = jnp.zeros((2, 512, 8, 64), jnp.bfloat16), jnp.zeros((2, 512, 4, 64), jnp.bfloat16)
+    statistics = jax.ShapeDtypeStruct((2, 8, 512), jnp.float32)
+    call = jax.ffi.ffi_call("jax_flash_forward_without_driver", [q, statistics, statistics])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"jax_flash_forward: .*driver.*libcuda\.so\.1"):
+        call(q, kv, kv, problem=BASE.encode())

@@ -68,12 +68,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @functools.cache
 def defaults(kind: type) -> dict[str, Any]:
-    """The default of every option, by name, of a TypedDict of options."""
+    """The default of every option, by name, of a class that lists options."""
     return {name: hint() if hint in (bool, float) else None for name, hint in get_type_hints(kind).items()}
 
 
 def complete(options: Mapping[str, Any], kind: type = Options) -> dict[str, Any]:
-    """Every option of a TypedDict, as given or by default. Raises TypeError for what is none of them."""
+    """Every option of a class, as given or by default. Raises TypeError for what is none of them."""
     for name in options:
         if name not in defaults(kind):
             raise TypeError(f"got an unexpected keyword argument {name!r}: there are {', '.join(defaults(kind))}")
@@ -81,7 +81,7 @@ def complete(options: Mapping[str, Any], kind: type = Options) -> dict[str, Any]
 
 
 def lists_options(kind: type, like: Callable[..., Any] | None = None) -> Callable[[Function], Function]:
-    """A decorator: `help` and `inspect.signature` see all options of a TypedDict in place of `**options`.
+    """A decorator: `help` and `inspect.signature` see all options of a class in place of `**options`.
 
     The other arguments are the function's own, or those of the function that it is `like`.
     """
@@ -90,7 +90,8 @@ def lists_options(kind: type, like: Callable[..., Any] | None = None) -> Callabl
         own, result = inspect.signature(like or function), inspect.signature(function).return_annotation
         parameters = {name: p for name, p in own.parameters.items() if p.kind is not p.VAR_KEYWORD}
         for name, default in defaults(kind).items():
-            hint = kind.__annotations__[name].__forward_arg__
+            hint = kind.__annotations__[name]
+            hint = getattr(hint, "__forward_arg__", hint)  # a TypedDict's, as it is written
             option = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
             parameters.setdefault(name, option)
         signature = own.replace(parameters=[*parameters.values()], return_annotation=result)

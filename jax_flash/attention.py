@@ -190,7 +190,7 @@ class Choice(NamedTuple):
 
 
 def choose_implementation(problem: Problem, platform: str) -> Choice:
-    """What `implementation=None` takes for a problem on a platform ("cpu", "cuda", "tpu", …), and why.
+    """What `implementation=None` takes for a problem (see `Problem.of`) on a platform ("cpu", "cuda", …), and why.
 
     The choice is made when a program is lowered for its platform, not when it is traced.
     """

@@ -61,6 +61,10 @@ def dot_product_attention(
       dtype: of the computation (default: promoted from query, key and value).
       precision: see `jax.lax.Precision`.
       force_fp32_for_softmax: no effect: the softmax is always in at least float32, the output in `dtype`.
+      options: those of `jax_flash.dot_product_attention`, which says what they mean, where Flax has no name of its own
+        for them: `local_window_size`, `logits_soft_cap`, `block_mask` (leading dimensions count as one batch),
+        `query_segment_ids` [..., T] and `key_value_segment_ids` [..., S], `query_offset` [...], `scale`, … Leading
+        dimensions may be broadcast. `reproducible_gradients` is its `deterministic`: the same bits in every run.
 
     Returns:
       [..., T, N, E].
@@ -68,7 +72,8 @@ def dot_product_attention(
     Raises:
       NotImplementedError: `module` (sowing the attention weights), `einsum_dot_general`, `qk_attn_weights_einsum` or
         `attn_weights_value_einsum` is set.
-      ValueError: shapes do not match, or there is dropout and no `dropout_rng`.
+      ValueError: shapes do not match, values are out of range, or there is dropout and no `dropout_rng`.
+      TypeError: an argument of a wrong kind, or one that there is not.
     """
     args = (query, key, value, bias, mask, *stock)
     return attend_as(nn.dot_product_attention, "jax_flash.linen.dot_product_attention", args, options)
@@ -87,11 +92,13 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
       local_window_size: (left, right), or one int for both: how far from itself a token attends.
       logits_soft_cap: scores are capped smoothly, cap * tanh(scores / cap).
       implementation: see `jax_flash.dot_product_attention`.
+      reproducible_gradients: its `deterministic`: the gradients have the same bits in every run on a GPU, too.
 
     Raises (from `__call__`):
       NotImplementedError: `sow_weights`, `attention_fn`, `qk_attn_weights_einsum_cls` or
         `attn_weights_value_einsum_cls` is set.
-      ValueError: heads or features not divisible, shapes that do not fit the cache.
+      ValueError: heads or features not divisible, shapes that do not fit the cache, values out of range.
+      TypeError: an option of a wrong kind, or one that there is not.
     """
 
     attention_fn: Callable[..., jax.Array] = dot_product_attention
@@ -117,9 +124,11 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
           inputs_k: [..., S, features] (default: inputs_q).
           inputs_v: [..., S, features] (default: inputs_k).
           mask: bool or float, broadcastable to [..., num_heads, T, S]: nonzero where a query may attend.
-          block_mask: blocks that may attend, of T x S entries; leading dimensions count as one batch.
           deterministic: no dropout; given here or as the attribute, needed if `dropout_rate` > 0.
           dropout_rng: a JAX key (default: `self.make_rng("dropout")`).
+          options: as of this module's `dot_product_attention`: `block_mask`, `query_segment_ids` [..., T] and
+            `key_value_segment_ids` [..., S] ([..., max_length] when decoding), `query_offset` [...] (not when
+            decoding), …; one that is an attribute, too, goes before it, unless None.
 
         Returns:
           [..., T, out_features].

@@ -60,13 +60,18 @@ def dot_product_attention(
       dtype: of the computation (default: promoted from query, key and value by `promote_dtype`).
       precision: see `jax.lax.Precision`.
       is_causal: query i attends to keys 0 to i.
+      options: those of `jax_flash.dot_product_attention`, which says what they mean, where Flax has no name of its own
+        for them: `local_window_size`, `logits_soft_cap`, `block_mask` (leading dimensions count as one batch),
+        `query_segment_ids` [..., T] and `key_value_segment_ids` [..., S], `query_offset` [...], `scale`, … Leading
+        dimensions may be broadcast. `reproducible_gradients` is its `deterministic`: the same bits in every run.
 
     Returns:
       [..., T, N, E].
 
     Raises:
       NotImplementedError: `module` (sowing the attention weights) is set.
-      ValueError: shapes do not match, or there is dropout and no `dropout_rng`.
+      ValueError: shapes do not match, values are out of range, or there is dropout and no `dropout_rng`.
+      TypeError: an argument of a wrong kind, or one that there is not.
     """
     args = (query, key, value, bias, mask, *stock)
     return attend_as(nnx.dot_product_attention, "jax_flash.nnx.dot_product_attention", args, options)
@@ -85,12 +90,16 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
       local_window_size: (left, right), or one int for both: how far from itself a token attends.
       logits_soft_cap: scores are capped smoothly, cap * tanh(scores / cap).
       implementation: see `jax_flash.dot_product_attention`.
+      reproducible_gradients: its `deterministic`: the gradients have the same bits in every run on a GPU, too.
 
     Raises:
       NotImplementedError: `attention_fn`, or `sow_weights` or `input_positions` in a call, is set.
-      ValueError: heads or features not divisible, shapes that do not fit the cache, no `rngs` for dropout.
+      ValueError: heads or features not divisible, shapes that do not fit the cache, values out of range, no `rngs` for
+        dropout.
+      TypeError: an option of a wrong kind, or one that there is not.
     """
 
+    @arguments.lists_options(Attributes, like=nnx.MultiHeadAttention.__init__)
     def __init__(
         self,
         num_heads: int,
@@ -130,10 +139,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
           inputs_k: [..., S, in_kv_features] (default: inputs_q).
           inputs_v: [..., S, in_kv_features] (default: inputs_k).
           mask: bool or float, broadcastable to [..., num_heads, T, S]: nonzero where a query may attend.
-          block_mask: blocks that may attend, of T x S entries; leading dimensions count as one batch.
-          deterministic, rngs, decode, is_causal: take precedence over what the constructor was given.
+          deterministic, rngs, decode: take precedence over what the constructor was given.
           out_sharding, qkv_sharding: of the outputs of the projections.
           input_positions: refused; Flax hands them to an `attention_fn` with rotary embeddings.
+          options: as of this module's `dot_product_attention`: `block_mask`, `query_segment_ids` [..., T] and
+            `key_value_segment_ids` [..., S] ([..., max_length] when decoding), `query_offset` [...] (not when
+            decoding), …; one that is an attribute, too, goes before it, unless None.
 
         Returns:
           [..., T, out_features].

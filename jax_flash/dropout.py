@@ -76,12 +76,7 @@ def seed_from_key(key: jax.Array, batch: int) -> jax.Array:
 
 
 def operands(
-    key: jax.Array,
-    broadcast: bool,
-    batch_ids: ArrayLike | None,
-    head_ids: ArrayLike | None,
-    batch: int,
-    heads: int,
+    key: jax.Array, broadcast: bool, batch_ids: ArrayLike | None, head_ids: ArrayLike | None, batch: int, heads: int
 ) -> dict[str, jax.Array]:
     """The operands `seed`, `batch_id` and `head_id`: uint32 [batch, 2], [batch] and [heads].
 

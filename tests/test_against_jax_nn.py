@@ -201,6 +201,7 @@ def test_signature_names_every_argument(function):
     ids = ("query_segment_ids", "key_value_segment_ids", "dropout_batch_ids", "dropout_head_ids")
     others = ("query_seq_lengths", "key_value_seq_lengths", "implementation", "precision", "dropout_key")
     none = dict.fromkeys((*masks, *ids, *others))
+    wanted = dict.fromkeys(("query", "key", "value"), inspect.Parameter.empty) | residual | flags | none
     assert {name: p.default for name, p in parameters.items()} == wanted | {"dropout_rate": 0.0}
     annotations = {name: p.annotation for name, p in parameters.items()}
     assert annotations["block_mask"] == "BlockMask | None" and annotations["is_causal"] == "bool"

@@ -126,12 +126,12 @@ def attend_as(stock: Callable[..., Any], where: str, args: tuple[Any, ...], give
     options = {name: x for name, x in given.items() if name in own}
     call = signature.bind(*args, **{name: x for name, x in given.items() if name not in own})
     call.apply_defaults()
-    stocks = call.arguments
-    promote, dtype = stocks.pop("promote_dtype", promote_dtype), stocks.pop("dtype")
-    query, key, value = promote(tuple(stocks.pop(name) for name in ("query", "key", "value")), dtype=dtype)
-    stocks.pop("force_fp32_for_softmax", None)  # it always is
-    taken = {name: stocks.pop(name) for name in stocks.keys() & _TAKEN}
-    refuse(where, **stocks)
+    left = call.arguments
+    promote, dtype = left.pop("promote_dtype", promote_dtype), left.pop("dtype")
+    query, key, value = promote(tuple(left.pop(name) for name in ("query", "key", "value")), dtype=dtype)
+    left.pop("force_fp32_for_softmax", None)  # it always is
+    taken = {name: left.pop(name) for name in left.keys() & _TAKEN}
+    refuse(where, **left)
     return attend(query, key, value, **taken, **options)
 
 

@@ -22,10 +22,10 @@ import jax.extend
 import jaxlib
 
 import jax_flash
-from jax_flash import _native, arguments, dropout
+from jax_flash import _native
 from jax_flash.block_sparse import Shape
 from jax_flash.io_model import report
-from jax_flash.problem import DIFFERENTIATED, DTYPES, Extent
+from jax_flash.problem import DIFFERENTIATED, DTYPES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,58 +117,38 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
     if args.bias_dtype and not args.bias:
         raise ValueError("--bias-dtype of a bias, but there is none: --bias")
     window = args.window * 2 if args.window and len(args.window) == 1 else args.window
-    full = Extent(*(size != 1 for size in (B, N, T, S)))
-    with jax.enable_x64(True):
-        jax.eval_shape(
-            functools.partial(
-                jax_flash.dot_product_attention,
-                implementation="reference",
-                is_causal=args.causal,
-                local_window_size=window,
-                logits_soft_cap=args.soft_cap,
-                dropout_rate=args.dropout,
-                dropout_key=jax.random.key(0),
-            ),
-            *(jax.ShapeDtypeStruct(shape, args.dtype) for shape in ((B, T, N, D), (B, S, K, D), (B, S, K, E))),
-        )
-    window_left, window_right = arguments.window(window)
-    problem = jax_flash.Problem(
-        batch=B,
-        q_len=T,
-        kv_len=S,
-        q_heads=N,
-        kv_heads=K,
-        qk_dim=D,
-        v_dim=E,
-        dtype=args.dtype,
-        soft_cap=args.soft_cap or 0.0,
-        causal=args.causal,
-        window_left=window_left,
-        window_right=window_right,
-        bias_dtype=args.bias_dtype or args.dtype if args.bias else "none",
-        bias=full if args.bias else None,
-        mask=full if args.mask else None,
-        segments=args.segments,
-        q_lengths=args.lengths,
-        kv_lengths=args.lengths,
-        query_offset=args.query_offset,
-        drop_threshold=dropout.threshold(args.dropout) % dropout.EVERYTHING,
-        full_precision=args.full_precision,
+    query, key, value = (jax.ShapeDtypeStruct(x, args.dtype) for x in ((B, T, N, D), (B, S, K, D), (B, S, K, E)))
+    lengths = jax.ShapeDtypeStruct((B,), "int32") if args.lengths else None
+    block_mask = described_block_mask(Shape(T, S, *args.block_mask), args.blocks) if args.block_mask else None
+    return jax_flash.Problem.of(
+        query,
+        key,
+        value,
+        bias=jax.ShapeDtypeStruct((B, N, T, S), args.bias_dtype or args.dtype) if args.bias else None,
+        mask=jax.ShapeDtypeStruct((B, N, T, S), "bool") if args.mask else None,
+        is_causal=args.causal,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        local_window_size=window,
+        dropout_rate=args.dropout,
+        query_segment_ids=jax.ShapeDtypeStruct((B, T), "int32") if args.segments else None,
+        key_value_segment_ids=jax.ShapeDtypeStruct((B, S), "int32") if args.segments else None,
+        logits_soft_cap=args.soft_cap,
+        precision="highest" if args.full_precision else "default",
+        query_offset=jax.ShapeDtypeStruct((B,), "int32") if args.query_offset else None,
+        block_mask=block_mask,
         deterministic=args.deterministic,
     )
-    if args.block_mask is None:
-        return problem
-    shape = Shape(T, S, *args.block_mask)
+
+
+def described_block_mask(shape: Shape, most: int | None) -> jax_flash.BlockMask:
+    """A block mask of which only shapes are known; `most` blocks in a row or column, None for all."""
     shape.check()
     rows, columns = shape.grid
-    most = max(rows, columns) if args.blocks is None else args.blocks
-    sizes = {
-        "blocks": (1, 1, rows, columns),
-        "row_lists": (1, 1, rows, 2 + min(most, columns)),
-        "column_lists": (1, 1, columns, 2 + min(most, rows)),
-    }
-    arrays = {name: jax.ShapeDtypeStruct(size, "int32") for name, size in sizes.items()}
-    return problem.with_block_mask(arrays, shape.q_block, shape.kv_block)
+    most = max(rows, columns) if most is None else most
+    sizes = (rows, columns), (rows, 2 + min(most, columns)), (columns, 2 + min(most, rows))
+    blocks, row_lists, column_lists = (jax.ShapeDtypeStruct((1, 1, *size), "int32") for size in sizes)
+    return jax_flash.BlockMask.tree_unflatten(shape, (blocks, None, row_lists, column_lists))
 
 
 def run_info(args: argparse.Namespace) -> int:

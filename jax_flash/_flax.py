@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax.nnx.nn.dtypes import promote_dtype
+from flax.typing import Dtype, PrecisionLike
 from jax import lax
 
-from jax_flash import arguments, attention
+from jax_flash import arguments, attention, checks
+from jax_flash.arguments import PER_EXAMPLE, Implementation, SharedOptions
+
+
+class Options(SharedOptions, total=False):
+    """The options of `jax_flash.dot_product_attention` that Flax has no names of its own for, and one that it has.
+
+    An array with a batch dim there has the leading dims [...] of the query here, or dims that broadcast to them.
+    """
+
+    reproducible_gradients: bool  # `deterministic` there, which in Flax means: no dropout
+
+
+class StockOptions(Options, total=False):
+    """With the arguments that both of Flax's own functions take after `mask`."""
+
+    broadcast_dropout: bool
+    dropout_rng: jax.Array | None
+    dropout_rate: float
+    deterministic: bool
+    dtype: Dtype | None
+    precision: PrecisionLike
+    module: Any
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Attributes:
+    """The attributes that both modules have beside those of the stock ones; a call's options go before them."""
+
+    is_causal: bool = False
+    local_window_size: int | tuple[int, int] | None = None
+    logits_soft_cap: float | None = None
+    implementation: Implementation | None = None
+    reproducible_gradients: bool = False
 
 
 def refuse(where: str, **arguments: Any) -> None:
@@ -29,10 +69,11 @@ def attend(
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
     *,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    query_offset: jax.Array | None = None,
+    broadcast_dropout: bool,
+    dropout_rng: jax.Array | None,
+    dropout_rate: float,
+    deterministic: bool,
+    precision: PrecisionLike,
     **options: Any,
 ) -> jax.Array:
     """`jax_flash.dot_product_attention` for any number of leading dimensions and Flax's masks and dropout arguments.
@@ -40,8 +81,7 @@ def attend(
     Args:
       query: [..., T, N, D]; key: [..., S, K, D]; value: [..., S, K, E], of one float dtype; N a multiple of K.
       bias, mask: broadcastable to [..., N, T, S]; a mask of any dtype, nonzero where a query may attend.
-      query_offset: int32 scalar, the position of the first query along the keys.
-      options: passed on.
+      options: `Options`.
 
     Returns:
       [..., T, N, E], in the dtype of the query.
@@ -51,26 +91,96 @@ def attend(
             "query, key and value must be [..., length, heads, dim] with the same leading dimensions, got shapes "
             f"{query.shape}, {key.shape}, {value.shape}"
         )
-    if arguments.flag("deterministic", deterministic) or dropout_rate == 0.0:
+    if checks.flag("deterministic", deterministic) or dropout_rate == 0.0:
         dropout_rate, dropout_rng = 0.0, None
     elif dropout_rng is None:
         raise ValueError(f"dropout_rate={dropout_rate} with deterministic=False needs a `dropout_rng`")
 
     leading = query.shape[:-3]
-    batch = math.prod(leading)
-    query, key, value = (x.reshape(batch, *x.shape[-3:]) for x in (query, key, value))
+    query, key, value = (x.reshape(math.prod(leading), *x.shape[-3:]) for x in (query, key, value))
+    options = arguments.complete(options, Options)
+    for name, dims in PER_EXAMPLE.items():
+        if options[name] is not None:
+            options[name] = _fold(name, checks.integers(name, options[name]), leading, dims, whole=True)
+    reproducible = checks.flag("reproducible_gradients", options.pop("reproducible_gradients"))
     out = attention.dot_product_attention(
         query,
         key,
         value,
-        bias=None if bias is None else _fold(bias, leading, "bias"),
-        mask=None if mask is None else _fold(mask, leading, "mask").astype(bool),
+        None if bias is None else _fold("bias", checks.array("bias", bias), leading, 3, whole=False),
+        None if mask is None else _fold("mask", checks.array("mask", mask), leading, 3, whole=False).astype(bool),
         dropout_rate=dropout_rate,
         dropout_key=dropout_rng,
-        query_offset=None if query_offset is None else jnp.broadcast_to(query_offset, (batch,)),
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        deterministic=reproducible,
         **options,
     )
     return out.reshape(*leading, *query.shape[1:3], value.shape[-1])
+
+
+def attend_as(stock: Callable[..., Any], where: str, args: tuple[Any, ...], given: Mapping[str, Any]) -> jax.Array:
+    """`attend` with the arguments of Flax's own function `stock`, and `Options` beside them."""
+    signature = _signature(stock)
+    own = Options.__annotations__.keys() - signature.parameters.keys()
+    options = {name: x for name, x in given.items() if name in own}
+    call = signature.bind(*args, **{name: x for name, x in given.items() if name not in own})
+    call.apply_defaults()
+    left = call.arguments
+    promote, dtype = left.pop("promote_dtype", promote_dtype), left.pop("dtype")
+    query, key, value = promote(tuple(left.pop(name) for name in ("query", "key", "value")), dtype=dtype)
+    left.pop("force_fp32_for_softmax", None)  # it always is
+    taken = {name: left.pop(name) for name in left.keys() & _TAKEN}
+    refuse(where, **left)
+    return attend(query, key, value, **taken, **options)
+
+
+_signature = functools.cache(inspect.signature)
+_TAKEN = inspect.signature(attend).parameters.keys() | Options.__annotations__.keys()
+
+
+def attend_in(
+    module: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    *,
+    deterministic: bool | None,
+    dropout_rng: jax.Array | None,
+    make_rng: Callable[[str], jax.Array],
+    cached: jax.Array | None,
+    options: Mapping[str, Any],
+) -> jax.Array:
+    """What either module does between its projections.
+
+    Args:
+      module: it has `Attributes` and those of the stock modules.
+      make_rng: a key of the stream with this name, if one is needed and there is no `dropout_rng`.
+      cached: int32 scalar, the keys that were in the cache before; None where nothing is decoded.
+      options: `Options` of the call, before the module's attributes unless None.
+    """
+    attributes = {field.name: getattr(module, field.name) for field in dataclasses.fields(Attributes)}
+    chosen = attributes | {name: x for name, x in options.items() if x is not None}
+    if cached is not None:
+        if "query_offset" in chosen:
+            raise ValueError("query_offset must not be given when decoding: it is the number of tokens in the cache")
+        chosen |= {"is_causal": True, "query_offset": cached}
+    if module.dropout_rate > 0.0 and not deterministic and dropout_rng is None:
+        dropout_rng = make_rng("dropout")
+    query, key, value = promote_dtype((query, key, value), dtype=module.dtype)
+    return attend(
+        query,
+        key,
+        value,
+        mask=mask,
+        broadcast_dropout=module.broadcast_dropout,
+        dropout_rng=dropout_rng,
+        dropout_rate=module.dropout_rate,
+        deterministic=bool(deterministic),
+        precision=module.precision,
+        **chosen,
+    )
 
 
 def key_and_value_inputs(
@@ -84,11 +194,19 @@ def key_and_value_inputs(
     return inputs_k, inputs_k if inputs_v is None else inputs_v
 
 
-def append(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
-    """The cache [..., max_length, K, D] with new [..., T, K, D] written at positions index to index + T - 1.
+def append(
+    cached_key: jax.Array, cached_value: jax.Array, index: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The caches [..., max_length, K, D] with new [..., T, K, D] written from position `index` on, and index + T.
 
     As in Flax, the caller sees to it that index + T <= max_length: beyond that the last positions are overwritten.
     """
+    if query.shape[-3] != key.shape[-3]:
+        raise ValueError(f"decoding takes as many queries as keys, got {query.shape} and {key.shape}")
+    return _written(cached_key, key, index), _written(cached_value, value, index), index + key.shape[-3]
+
+
+def _written(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
     expected = (*cache.shape[:-3], new.shape[-3], *cache.shape[-2:])
     if new.shape != expected or new.shape[-3] > cache.shape[-3]:
         raise ValueError(
@@ -98,12 +216,15 @@ def append(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), index, axis=-3)
 
 
-def _fold(x: jax.Array, leading: tuple[int, ...], name: str) -> jax.Array:
-    """Broadcastable to [*leading, N, T, S] -> [prod(leading) or 1, N|1, T|1, S|1]."""
-    x, rank = arguments.array(name, x), len(leading) + 3
-    if x.ndim > rank:
-        raise ValueError(f"{name} must be broadcastable to [..., heads, q_length, kv_length], got shape {x.shape}")
-    x = x.reshape((1,) * (rank - x.ndim) + x.shape)
-    if math.prod(x.shape[:-3]) != 1:
-        x = jnp.broadcast_to(x, (*leading, *x.shape[-3:]))
-    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+def _fold(name: str, x: Any, leading: tuple[int, ...], dims: int, whole: bool) -> Any:
+    """Broadcastable to [*leading, ...] with `dims` more -> [prod(leading), ...]; unless `whole` it may be [1, ...]."""
+    shape = (1,) * (len(leading) + dims - x.ndim) + x.shape
+    lead, rest = shape[: len(leading)], shape[len(leading) :]
+    if len(rest) > dims or any(size not in (1, full) for size, full in zip(lead, leading, strict=True)):
+        raise ValueError(
+            f"{name} must be broadcastable to the leading dimensions {leading} and {dims} more, got shape {x.shape}"
+        )
+    x = x.reshape(shape)
+    if whole or math.prod(lead) != 1:
+        x = (np if isinstance(x, np.ndarray) else jnp).broadcast_to(x, (*leading, *rest))
+    return x.reshape(math.prod(x.shape[: len(leading)]), *rest)

@@ -1,11 +1,13 @@
-"""The arguments of the public functions: each is checked and brought into one form; errors name it."""
+"""The arguments of the public functions: the one list of them, and the problem and the arrays that they come to."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -13,64 +15,218 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_flash.problem import DTYPES
+from jax_flash import checks, dropout
+from jax_flash.block_sparse import BlockMask
+from jax_flash.problem import Extent, Operands, Problem
 
 Implementation = Literal["flash", "xla", "reference"]
 
 
-def flag(name: str, x: Any) -> bool:
-    """True or False. Nothing else: "False" would be true."""
-    if not isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, not {_described(x)}")
-    return bool(x)
+class SharedOptions(TypedDict, total=False):
+    """The options that Flax has no names of its own for."""
+
+    scale: float | ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: Implementation | None
+    dropout_batch_ids: ArrayLike | None
+    dropout_head_ids: ArrayLike | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    logits_soft_cap: float | None
+    query_offset: int | ArrayLike | None
+    block_mask: BlockMask | None
 
 
-def integer(name: str, x: Any, least: int = 0) -> int:
-    """An int from `least` on that has 64 bits."""
-    try:
-        value = operator.index(x)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, not {_described(x)}") from None
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")
-    if value >= 2**63:
-        raise ValueError(f"{name} must be below 2^63, not {value}")
-    return value
+class Options(SharedOptions, total=False):
+    """The keyword arguments of the public functions. What they mean: `dot_product_attention`.
+
+    What may be None is None by default, a flag is False, and a number 0.
+    """
+
+    dropout_rate: float
+    dropout_key: jax.Array | None
+    broadcast_dropout: bool
+    precision: lax.PrecisionLike
+    deterministic: bool
 
 
-def number(name: str, x: Any) -> float:
-    """A number that is known when tracing; what is larger than any float is infinite."""
-    if isinstance(x, jax.core.Tracer):
-        raise TypeError(f"{name} must be a concrete number, not a traced value: {x}")
-    try:
-        if isinstance(x, (str, bytes, bytearray, bool, np.bool_)) or np.ndim(x):
-            raise TypeError
-        return float(x)
-    except OverflowError:
-        return math.inf if x > 0 else -math.inf
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, not {_described(x)}") from None
+# The arrays with an entry for each example of the batch, and how many dims such an entry has.
+PER_EXAMPLE = {
+    "query_seq_lengths": 0,
+    "key_value_seq_lengths": 0,
+    "dropout_batch_ids": 0,
+    "query_segment_ids": 1,
+    "key_value_segment_ids": 1,
+    "query_offset": 0,
+}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def finite(name: str, x: Any, limit: float) -> float:
-    x = number(name, x)
-    if not abs(x) <= limit:
-        raise ValueError(f"{name} must be finite and at most {limit:.3g}, not {x}")
-    return x
+@functools.cache
+def defaults(kind: type) -> dict[str, Any]:
+    """The default of every option, by name, of a class that lists options."""
+    return {name: hint() if hint in (bool, float) else None for name, hint in get_type_hints(kind).items()}
 
 
-def soft_cap(cap: float | None, largest: float) -> float:
+def complete(options: Mapping[str, Any], kind: type = Options) -> dict[str, Any]:
+    """Every option of a class, as given or by default. Raises TypeError for what is none of them."""
+    for name in options:
+        if name not in defaults(kind):
+            raise TypeError(f"got an unexpected keyword argument {name!r}: there are {', '.join(defaults(kind))}")
+    return {**defaults(kind), **options}
+
+
+def lists_options(kind: type, like: Callable[..., Any] | None = None) -> Callable[[Function], Function]:
+    """A decorator: `help` and `inspect.signature` see all options of a class in place of `**options`.
+
+    The other arguments are the function's own, or those of the function that it is `like`.
+    """
+
+    def decorate(function: Function) -> Function:
+        own, result = inspect.signature(like or function), inspect.signature(function).return_annotation
+        parameters = {name: p for name, p in own.parameters.items() if p.kind is not p.VAR_KEYWORD}
+        for name, default in defaults(kind).items():
+            hint = kind.__annotations__[name]
+            hint = getattr(hint, "__forward_arg__", hint)  # a TypedDict's, as it is written
+            option = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+            parameters.setdefault(name, option)
+        signature = own.replace(parameters=[*parameters.values()], return_annotation=result)
+        setattr(function, "__signature__", signature)  # noqa: B010  # no attribute that types know of
+        return function
+
+    return decorate
+
+
+def problem_and_operands(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None, mask: ArrayLike | None, options: Options
+) -> tuple[Problem, Operands]:
+    """What a call of `dot_product_attention` with these arguments asks for, and its arrays, checked, with a batch."""
+    given = complete(options)
+    _check_implementation(given["implementation"])
+    query, key, value = map(checks.floats, ("query", "key", "value"), (query, key, value))
+    unbatched = query.ndim == 3
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim not in (3, 4):
+            raise ValueError(f"{name} must have 3 or 4 dims, [T, N, D] or [B, T, N, D], not shape {x.shape}")
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}, query {query.dtype}: they must be the same")
+    query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
+    B, T, N, D = query.shape
+    _, S, K, E = value.shape
+    if key.shape != (B, S, K, D) or value.shape[0] != B:
+        raise ValueError(
+            "query [B, T, N, D], key [B, S, K, D] and value [B, S, K, E] do not fit together: "
+            f"{query.shape}, {key.shape}, {value.shape}"
+        )
+    if not all(isinstance(size, int) for size in (B, T, N, D, S, K, E)):
+        raise NotImplementedError(f"symbolic shapes: query {query.shape}, key {key.shape}; kernels need sizes")
+    if K == 0 or N % K:
+        raise ValueError(f"query has {N} heads, key and value {K}: the first must be a multiple of the second")
+
+    largest = float(np.finfo(np.float64 if query.dtype == np.float64 else np.float32).max)
+    query, scale = _scaled(query, 1 / math.sqrt(max(D, 1)) if given["scale"] is None else given["scale"], largest)
+    window_left, window_right = _window(given["local_window_size"])
+    operands = Operands(
+        query,
+        key,
+        value,
+        scale,
+        bias=checks.broadcastable("bias", bias, (B, N, T, S), checks.floats),
+        mask=checks.broadcastable("mask", mask, (B, N, T, S), checks.booleans),
+        q_lengths=checks.lengths("query_seq_lengths", given["query_seq_lengths"], B),
+        kv_lengths=checks.lengths("key_value_seq_lengths", given["key_value_seq_lengths"], B),
+        q_segments=checks.ids("query_segment_ids", given["query_segment_ids"], (B, T), unbatched),
+        kv_segments=checks.ids("key_value_segment_ids", given["key_value_segment_ids"], (B, S), unbatched),
+        query_offset=_offsets(given["query_offset"], B),
+    )
+    if (operands.q_segments is None) != (operands.kv_segments is None):
+        raise ValueError("query_segment_ids and key_value_segment_ids must be given together")
+    drop_threshold = dropout.threshold(given["dropout_rate"])
+    broadcast_dropout = checks.flag("broadcast_dropout", given["broadcast_dropout"])
+    if drop_threshold:
+        if given["dropout_key"] is None:
+            raise ValueError(f"dropout_rate={given['dropout_rate']} needs a dropout_key")
+        ids = given["dropout_batch_ids"], given["dropout_head_ids"]
+        drawn = dropout.operands(given["dropout_key"], broadcast_dropout, *ids, B, N)
+        if drop_threshold == dropout.EVERYTHING:  # the same as without dropout and with values of 0
+            drop_threshold, drawn = 0, {"value": jnp.zeros_like(value)}
+        operands = operands._replace(**drawn)
+    problem = Problem(
+        batch=B,
+        q_len=T,
+        kv_len=S,
+        q_heads=N,
+        kv_heads=K,
+        qk_dim=D,
+        v_dim=E,
+        dtype=query.dtype.name,
+        soft_cap=_soft_cap(given["logits_soft_cap"], largest),
+        causal=checks.flag("is_causal", given["is_causal"]),
+        window_left=window_left,
+        window_right=window_right,
+        bias_dtype="none" if operands.bias is None else operands.bias.dtype.name,
+        bias=None if operands.bias is None else Extent.of(operands.bias),
+        mask=None if operands.mask is None else Extent.of(operands.mask),
+        q_lengths=operands.q_lengths is not None,
+        kv_lengths=operands.kv_lengths is not None,
+        segments=operands.q_segments is not None,
+        query_offset=operands.query_offset is not None,
+        drop_threshold=drop_threshold,
+        full_precision=_full_precision(given["precision"]),
+        deterministic=checks.flag("deterministic", given["deterministic"]),
+    )
+    block_mask = given["block_mask"]
+    if block_mask is None:
+        return problem, operands
+    operands = operands._replace(**_block_mask_operands(block_mask, B, N, T, S))
+    return problem.with_block_mask(operands.arrays(), block_mask.shape.q_block, block_mask.shape.kv_block), operands
+
+
+def _check_implementation(x: Any) -> None:
+    if isinstance(x, str) and x == "cudnn":
+        raise ValueError(
+            'implementation="cudnn" is jax.nn.dot_product_attention\'s; here "flash" is the fused kernel '
+            "(and None takes it where it can)"
+        )
+    if x is not None and not (isinstance(x, str) and x in ("flash", "xla", "reference")):
+        raise ValueError(f'implementation must be None, "flash", "xla" or "reference", not {checks.described(x)}')
+
+
+def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Array, jax.Array]:
+    """The query times the sign of τ, and |τ|: the kernels take the row maximum before they multiply with a scale.
+
+    A τ that is 0, or as good as 0, goes to the query, since its gradient is found by division.
+    """
+    dtype = np.float64 if query.dtype == np.float64 else np.float32
+    if isinstance(scale, jax.core.Tracer):
+        if scale.ndim or not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
+            raise TypeError(f"scale must be a real number, not {scale.dtype}{list(scale.shape)}")
+    else:
+        scale = checks.finite("scale", scale, largest)
+        if scale >= 2.0**-100:
+            return query, jnp.asarray(scale, dtype)
+    scale = jnp.asarray(scale, dtype)
+    small = jnp.abs(scale) < 2.0**-100
+    factor = jnp.where(small, scale, jnp.sign(scale))
+    return (query * factor).astype(query.dtype), jnp.where(small, 1, jnp.abs(scale))
+
+
+def _soft_cap(cap: float | None, largest: float) -> float:
     """0 for none. Of a cap that is much larger score / cap could be 0, and one that is much smaller is 0 itself."""
     if cap is None:
         return 0.0
     least, most = 1e8 / largest, largest / 1e8
-    cap = number("logits_soft_cap", cap)
+    cap = checks.number("logits_soft_cap", cap)
     if not least <= cap <= most:
         raise ValueError(f"logits_soft_cap must be from {least:.3g} to {most:.3g}, not {cap}")
     return cap
 
 
-def window(size: int | tuple[int, int] | None) -> tuple[int, int]:
+def _window(size: int | tuple[int, int] | None) -> tuple[int, int]:
     """(left, right), -1 for no bound."""
     if size is None:
         return -1, -1
@@ -81,17 +237,6 @@ def window(size: int | tuple[int, int] | None) -> tuple[int, int]:
     if left < 0 or right < 0:
         raise ValueError(f"local_window_size must not be negative: {size}")
     return left if left < 2**63 else -1, right if right < 2**63 else -1  # beyond 64 bits it is as good as none
-
-
-def implementation(x: Implementation | None) -> Implementation | None:
-    if isinstance(x, str) and x == "cudnn":
-        raise ValueError(
-            'implementation="cudnn" is jax.nn.dot_product_attention\'s; here "flash" is the fused kernel '
-            "(and None takes it where it can)"
-        )
-    if x is not None and not (isinstance(x, str) and x in ("flash", "xla", "reference")):
-        raise ValueError(f'implementation must be None, "flash", "xla" or "reference", not {_described(x)}')
-    return x
 
 
 # Values of jax_default_matmul_precision, which may name a dot algorithm too, that ask for more than TF32.
@@ -107,12 +252,12 @@ _FULL_PRECISIONS = (
 )
 
 
-def full_precision(precision: Any) -> bool:
+def _full_precision(precision: Any) -> bool:
     """Whether float32 products are to have all of float32's bits."""
     if precision is None:
         return jax.config.jax_default_matmul_precision in _FULL_PRECISIONS  # type: ignore[attr-defined, unused-ignore]
     if isinstance(precision, (tuple, list)) and len(precision) == 2:
-        left, right = map(full_precision, precision)
+        left, right = map(_full_precision, precision)
         return left or right
     name = getattr(precision, "name", precision)
     if isinstance(name, str) and name in lax.DotAlgorithmPreset.__members__:
@@ -126,105 +271,23 @@ def full_precision(precision: Any) -> bool:
         ) from None
 
 
-# --- arrays ---
-
-
-def array(name: str, x: ArrayLike, convert: Callable[[Any], Any] = jnp.asarray) -> Any:
-    """`convert(x)`, an array."""
-    try:
-        if x is None:
-            raise TypeError
-        return convert(x)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{name} must be an array of numbers, not {_described(x)}") from error
-
-
-def floats(name: str, x: ArrayLike) -> jax.Array:
-    converted: jax.Array = array(name, x)
-    if converted.dtype.name not in DTYPES:
-        raise TypeError(f"{name} has dtype {converted.dtype}; supported are {', '.join(DTYPES)}")
-    return converted
-
-
-def booleans(name: str, x: ArrayLike) -> jax.Array:
-    converted: jax.Array = array(name, x)
-    if converted.dtype != jnp.bool_:
-        raise TypeError(f"{name} must be boolean, not {converted.dtype}; an additive mask is a bias")
-    return converted
-
-
-def broadcastable(
-    name: str, x: ArrayLike | None, full: tuple[int, ...], kind: Callable[[str, ArrayLike], jax.Array]
-) -> jax.Array | None:
-    """As [B|1, N|1, T|1, S|1], of `floats` or `booleans`."""
-    if x is None:
-        return None
-    given = kind(name, x)
-    shape = (1,) * (4 - given.ndim) + given.shape
-    if len(shape) != 4 or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True)):
-        raise ValueError(f"{name} has shape {given.shape}, which is not broadcastable to [B, N, T, S] = {full}")
-    return given.reshape(shape)
-
-
-def integers(name: str, x: ArrayLike) -> np.ndarray | jax.Array:
-    """NumPy's if nothing in it is JAX's, which would cut 64 bits to 32 without a word."""
-
-    def convert(x: Any) -> np.ndarray | jax.Array:
-        if not all(isinstance(leaf, (int, np.generic, np.ndarray)) for leaf in jax.tree.leaves(x)):
-            return jnp.asarray(x)
-        x = np.asarray(x)
-        return np.asarray(np.clip(x, -(2**63), 2**63 - 1), np.int64) if x.dtype == object else x  # beyond 64 bits
-
-    converted: np.ndarray | jax.Array = array(name, x, convert)
-    if not jnp.issubdtype(converted.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, not {converted.dtype}")
-    return converted
-
-
-def shaped(name: str, x: Any, shape: tuple[int, ...], unbatched: bool = False) -> Any:
-    """`x`, which has this shape, or that of one batch entry."""
-    if unbatched and x.shape == shape[1:]:
-        x = x[None]
-    if x.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, not {x.shape}")
-    return x
-
-
-def lengths(name: str, x: ArrayLike | None, batch: int) -> jax.Array | None:
-    """int32 [B]. Beyond 32 bits a length is as good as the largest."""
-    return None if x is None else _saturated(shaped(name, integers(name, x), (batch,)))
-
-
-def ids(name: str, x: ArrayLike | None, shape: tuple[int, ...], unbatched: bool = False) -> jax.Array | None:
-    """int32 of this shape. Ids have 32 bits, signed or not, by which they are told apart."""
-    if x is None:
-        return None
-    given = shaped(name, integers(name, x), shape, unbatched)
-    if jnp.iinfo(given.dtype).bits > 32 and given.size:
-        if isinstance(given, jax.core.Tracer):
-            raise TypeError(f"{name} are traced {given.dtype}, of which 32 bits are compared: cast them to int32")
-        low, high = int(given.min()), int(given.max())
-        if not (-(2**31) <= low and high < 2**31 or low >= 0 and high < 2**32):
-            raise ValueError(f"{name} must be numbers of 32 bits, but there are {low} to {high}")
-    return jnp.asarray(given).astype(jnp.int32)
-
-
-def offsets(x: int | ArrayLike | None, batch: int) -> jax.Array | None:
+def _offsets(x: int | ArrayLike | None, batch: int) -> jax.Array | None:
     """int32 [B]; None for none and for 0."""
     if x is None or isinstance(x, int) and x == 0:
         return None
-    given = integers("query_offset", x)
+    given = checks.integers("query_offset", x)
     if isinstance(given, np.ndarray) and given.size and not (given.min() >= -(2**31) and given.max() < 2**31):
         raise ValueError(f"query_offset must be int32 numbers, but there are {given.min()} to {given.max()}")
     xp = np if isinstance(given, np.ndarray) else jnp
-    return _saturated(shaped("query_offset", xp.broadcast_to(given, (batch,)) if given.ndim == 0 else given, (batch,)))
+    given = xp.broadcast_to(given, (batch,)) if given.ndim == 0 else given
+    return checks.saturated(checks.shaped("query_offset", given, (batch,)))
 
 
-def _saturated(x: Any) -> jax.Array:
-    own, limits = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
-    return jnp.asarray(x.clip(max(own.min, limits.min), min(own.max, limits.max))).astype(jnp.int32)
-
-
-def _described(x: Any) -> str:
-    """Short, also of what is an array."""
-    return repr(x) if x is None or isinstance(x, (str, int, float)) and len(repr(x)) < 80 else type(x).__name__
+def _block_mask_operands(mask: BlockMask, B: int, N: int, T: int, S: int) -> dict[str, jax.Array]:
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"block_mask must be a jax_flash.BlockMask, not {type(mask).__name__}")
+    if (mask.shape.q_len, mask.shape.kv_len) != (T, S):
+        raise ValueError(f"block_mask is of {mask.shape.q_len} x {mask.shape.kv_len} entries, T x S is {T} x {S}")
+    if mask.blocks.ndim != 4 or mask.blocks.shape[0] not in (1, B) or mask.blocks.shape[1] not in (1, N):
+        raise ValueError(f"block_mask has blocks {mask.blocks.shape}, which is not [B|1, N|1, U, V] of B, N = {B}, {N}")
+    return {name: jnp.asarray(x) for name, x in mask.arrays().items()}

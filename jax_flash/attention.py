@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
-from jax_flash import arguments, blockwise, custom_calls, dropout, partitioning, reference, vjp
-from jax_flash.arguments import Implementation
-from jax_flash.block_sparse import BlockMask
-from jax_flash.problem import Extent, Operands, Problem, result_types
+from jax_flash import arguments, blockwise, checks, custom_calls, partitioning, reference, vjp
+from jax_flash.arguments import Implementation, Options
+from jax_flash.problem import Operands, Problem, result_types
 from jax_flash.varying import varying_alike
 
 
@@ -38,6 +35,7 @@ class Statistics(NamedTuple):
         return jnp.where(empty, -jnp.inf, self.m + jnp.log(jnp.where(empty, 1, self.l)))
 
 
+@overload
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -45,26 +43,42 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Implementation | None = None,
+    return_residual: Literal[False] = False,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: bool,
+    **options: Unpack[Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+@arguments.lists_options(Options)
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
     return_residual: bool = False,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    broadcast_dropout: bool = False,
-    dropout_batch_ids: ArrayLike | None = None,
-    dropout_head_ids: ArrayLike | None = None,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
-    precision: lax.PrecisionLike = None,
-    query_offset: int | ArrayLike | None = None,
-    block_mask: BlockMask | None = None,
-    deterministic: bool = False,
-) -> Any:
+    **options: Unpack[Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Scaled dot-product attention, exact and in linear memory: FlashAttention (arXiv 2205.14135, Algorithms 2 and 4).
 
     A drop-in for `jax.nn.dot_product_attention`, with more. For every batch entry and head it computes
@@ -129,62 +143,21 @@ def dot_product_attention(
       * a bias of -inf masks as `mask` does;
       * `implementation="cudnn"` is refused; "flash" is the fused kernel here.
     """
-    return_residual = arguments.flag("return_residual", return_residual)
-    o, statistics = attention_with_statistics(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        implementation=implementation,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        broadcast_dropout=broadcast_dropout,
-        dropout_batch_ids=dropout_batch_ids,
-        dropout_head_ids=dropout_head_ids,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-        logits_soft_cap=logits_soft_cap,
-        precision=precision,
-        query_offset=query_offset,
-        block_mask=block_mask,
-        deterministic=deterministic,
-    )
+    return_residual = checks.flag("return_residual", return_residual)
+    o, statistics = attention_with_statistics(query, key, value, bias, mask, **options)
     if return_residual:
         return o, jnp.swapaxes(statistics.logsumexp, -1, -2)
     return o
 
 
+@arguments.lists_options(Options)
 def attention_with_statistics(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
-    *,
-    scale: float | ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Implementation | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    broadcast_dropout: bool = False,
-    dropout_batch_ids: ArrayLike | None = None,
-    dropout_head_ids: ArrayLike | None = None,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
-    precision: lax.PrecisionLike = None,
-    query_offset: int | ArrayLike | None = None,
-    block_mask: BlockMask | None = None,
-    deterministic: bool = False,
+    **options: Unpack[Options],
 ) -> tuple[jax.Array, Statistics]:
     """`dot_product_attention` with the softmax statistics: (O, (ℓ, m)).
 
@@ -193,84 +166,10 @@ def attention_with_statistics(
 
     Arguments and errors: `dot_product_attention`. Returns O [B, T, N, E] and `Statistics` [B, N, T].
     """
-    query, key, value = map(arguments.floats, ("query", "key", "value"), (query, key, value))
-    unbatched = query.ndim == 3
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim not in (3, 4):
-            raise ValueError(f"{name} must have 3 or 4 dims, [T, N, D] or [B, T, N, D], not shape {x.shape}")
-        if x.dtype != query.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}, query {query.dtype}: they must be the same")
-    output_rank = query.ndim
-    query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
-    B, T, N, D = query.shape
-    _, S, K, E = value.shape
-    if key.shape != (B, S, K, D) or value.shape[0] != B:
-        raise ValueError(
-            "query [B, T, N, D], key [B, S, K, D] and value [B, S, K, E] do not fit together: "
-            f"{query.shape}, {key.shape}, {value.shape}"
-        )
-    if not all(isinstance(size, int) for size in (B, T, N, D, S, K, E)):
-        raise NotImplementedError(f"symbolic shapes: query {query.shape}, key {key.shape}; kernels need sizes")
-    if K == 0 or N % K:
-        raise ValueError(f"query has {N} heads, key and value {K}: the first must be a multiple of the second")
-
-    largest = float(np.finfo(np.float64 if query.dtype == np.float64 else np.float32).max)
-    query, scale = _scaled(query, 1 / math.sqrt(max(D, 1)) if scale is None else scale, largest)
-    window_left, window_right = arguments.window(local_window_size)
-    drop_threshold = dropout.threshold(dropout_rate)
-    broadcast_dropout = arguments.flag("broadcast_dropout", broadcast_dropout)
-    operands = Operands(
-        query,
-        key,
-        value,
-        scale,
-        bias=arguments.broadcastable("bias", bias, (B, N, T, S), arguments.floats),
-        mask=arguments.broadcastable("mask", mask, (B, N, T, S), arguments.booleans),
-        q_lengths=arguments.lengths("query_seq_lengths", query_seq_lengths, B),
-        kv_lengths=arguments.lengths("key_value_seq_lengths", key_value_seq_lengths, B),
-        q_segments=arguments.ids("query_segment_ids", query_segment_ids, (B, T), unbatched),
-        kv_segments=arguments.ids("key_value_segment_ids", key_value_segment_ids, (B, S), unbatched),
-        query_offset=arguments.offsets(query_offset, B),
-    )
-    if (query_segment_ids is None) != (key_value_segment_ids is None):
-        raise ValueError("query_segment_ids and key_value_segment_ids must be given together")
-    if block_mask is not None:
-        operands = operands._replace(**_block_mask_operands(block_mask, B, N, T, S))
-    if drop_threshold:
-        drawn = _dropout_operands(
-            dropout_rate, dropout_key, broadcast_dropout, dropout_batch_ids, dropout_head_ids, B, N
-        )
-        if drop_threshold == dropout.EVERYTHING:  # the same as without dropout and with values of 0
-            drop_threshold, drawn = 0, {"value": jnp.zeros_like(value)}
-        operands = operands._replace(**drawn)
-    problem = Problem(
-        batch=B,
-        q_len=T,
-        kv_len=S,
-        q_heads=N,
-        kv_heads=K,
-        qk_dim=D,
-        v_dim=E,
-        dtype=query.dtype.name,
-        soft_cap=arguments.soft_cap(logits_soft_cap, largest),
-        causal=arguments.flag("is_causal", is_causal),
-        window_left=window_left,
-        window_right=window_right,
-        bias_dtype="none" if operands.bias is None else operands.bias.dtype.name,
-        bias=None if operands.bias is None else Extent.of(operands.bias),
-        mask=None if operands.mask is None else Extent.of(operands.mask),
-        q_lengths=operands.q_lengths is not None,
-        kv_lengths=operands.kv_lengths is not None,
-        segments=operands.q_segments is not None,
-        query_offset=operands.query_offset is not None,
-        drop_threshold=drop_threshold,
-        full_precision=arguments.full_precision(precision),
-        deterministic=arguments.flag("deterministic", deterministic),
-    )
-    if block_mask is not None:
-        problem = problem.with_block_mask(operands.arrays(), block_mask.shape.q_block, block_mask.shape.kv_block)
+    problem, operands = arguments.problem_and_operands(query, key, value, bias, mask, options)
+    implementation = options.get("implementation")
     try:
-        o, l, m = _attend(problem, operands, arguments.implementation(implementation))
+        o, l, m = _attend(problem, operands, implementation)
     except TypeError as error:
         if "forward-mode" not in str(error) or implementation not in (None, "flash"):
             raise
@@ -278,7 +177,7 @@ def attention_with_statistics(
             "the fused attention has no forward-mode derivative (jvp, linearize, jacfwd); "
             'implementation="xla" has: it differentiates in any mode'
         ) from error
-    if output_rank == 3:
+    if np.ndim(query) == 3:
         o, l, m = (x[0] for x in (o, l, m))
     return o, Statistics(l, m)
 
@@ -291,7 +190,7 @@ class Choice(NamedTuple):
 
 
 def choose_implementation(problem: Problem, platform: str) -> Choice:
-    """What `implementation=None` takes for a problem on a platform ("cpu", "cuda", "tpu", …), and why.
+    """What `implementation=None` takes for a problem (see `Problem.of`) on a platform ("cpu", "cuda", …), and why.
 
     The choice is made when a program is lowered for its platform, not when it is traced.
     """
@@ -330,59 +229,3 @@ def _plain(function: Callable[..., tuple[jax.Array, ...]], problem: Problem, ope
         return function(problem, Operands.of(arrays))
 
     return partitioning.automatic(call, problem, operands.arrays(), types)
-
-
-def _block_mask_operands(mask: BlockMask, B: int, N: int, T: int, S: int) -> dict[str, jax.Array]:
-    if not isinstance(mask, BlockMask):
-        raise TypeError(f"block_mask must be a jax_flash.BlockMask, not {type(mask).__name__}")
-    if (mask.shape.q_len, mask.shape.kv_len) != (T, S):
-        raise ValueError(f"block_mask is of {mask.shape.q_len} x {mask.shape.kv_len} entries, T x S is {T} x {S}")
-    if mask.blocks.ndim != 4 or mask.blocks.shape[0] not in (1, B) or mask.blocks.shape[1] not in (1, N):
-        raise ValueError(f"block_mask has blocks {mask.blocks.shape}, which is not [B|1, N|1, U, V] of B, N = {B}, {N}")
-    return {name: jnp.asarray(x) for name, x in mask.arrays().items()}
-
-
-def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Array, jax.Array]:
-    """The query times the sign of τ, and |τ|: the kernels take the row maximum before they multiply with a scale.
-
-    A τ that is 0, or as good as 0, goes to the query, since its gradient is found by division.
-    """
-    dtype = np.float64 if query.dtype == np.float64 else np.float32
-    if isinstance(scale, jax.core.Tracer):
-        if scale.ndim or not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
-            raise TypeError(f"scale must be a real number, not {scale.dtype}{list(scale.shape)}")
-    else:
-        scale = arguments.finite("scale", scale, largest)
-        if scale >= 2.0**-100:
-            return query, jnp.asarray(scale, dtype)
-    scale = jnp.asarray(scale, dtype)
-    small = jnp.abs(scale) < 2.0**-100
-    factor = jnp.where(small, scale, jnp.sign(scale))
-    return (query * factor).astype(query.dtype), jnp.where(small, 1, jnp.abs(scale))
-
-
-def _dropout_operands(
-    rate: float,
-    key: jax.Array | None,
-    broadcast: bool,
-    batch_ids: ArrayLike | None,
-    head_ids: ArrayLike | None,
-    batch: int,
-    heads: int,
-) -> dict[str, jax.Array]:
-    if key is None:
-        raise ValueError(f"dropout_rate={rate} needs a dropout_key")
-    if broadcast and (batch_ids is not None or head_ids is not None):
-        raise ValueError("broadcast_dropout gives all batch entries and heads one mask: it takes no ids")
-
-    def ids(name: str, given: ArrayLike | None, size: int) -> jax.Array:
-        if broadcast:
-            return jnp.zeros((size,), jnp.uint32)
-        checked = arguments.ids(name, given, (size,))
-        return jnp.arange(size, dtype=jnp.uint32) if checked is None else checked.astype(jnp.uint32)
-
-    return {
-        "seed": dropout.seed_from_key(key, batch),
-        "batch_id": ids("dropout_batch_ids", batch_ids, batch),
-        "head_id": ids("dropout_head_ids", head_ids, heads),
-    }

@@ -20,7 +20,7 @@ import numpy as np
 from jax import export
 from jax.typing import ArrayLike
 
-from jax_flash.arguments import integer
+from jax_flash.checks import integer
 from jax_flash.problem import BLOCK_MASK
 
 BLOCK = 128  # rows and columns of a block by default

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import reference, tile
-from jax_flash.dropout import TILE
-from jax_flash.problem import DIFFERENTIATED, Operands, Problem
+from jax_flash.problem import DIFFERENTIATED, DIMS, Operands, Problem
 from jax_flash.varying import varying_alike
 
 BLOCK = 256  # rows and columns of a tile, at most
@@ -59,13 +58,13 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
             jnp.zeros((batch, heads, row_block), dtype),
             jnp.full((batch, heads, row_block), -jnp.inf, dtype),
         )
-        column_blocks = _blocks(row_tile, _column_axes(problem), problem.kv_len)
+        column_blocks = _blocks(row_tile, _axes(operands, "S"), problem.kv_len)
         (o, l, m), _ = jax.lax.scan(
             lambda statistics, xs: (update(statistics, *xs), None), varying_alike(start, operands), column_blocks
         )
         return {"o": tile.divide(o, l.mT[..., None]).astype(operands.query.dtype), "l": l, "m": m}
 
-    row_blocks = _blocks(operands, _row_axes(problem), problem.q_len)
+    row_blocks = _blocks(operands, _axes(operands, "T"), problem.q_len)
     results = _sum_or_join(block_row, row_blocks, {"o": 1, "l": 2, "m": 2}, problem.q_len)
     return results["o"], results["l"], results["m"]
 
@@ -84,7 +83,7 @@ def backward(
     operands, o, l, m, do, dlogsumexp = varying_alike(given, given)
     d = reference.row_products(problem, o, do, dlogsumexp)
     row_block, column_block = _block(problem.q_len), _block(problem.kv_len)
-    row_axes, column_axes = _row_axes(problem), _column_axes(problem)
+    row_axes, column_axes = _axes(operands, "T"), _axes(operands, "S")
 
     def gradient_axes(axes: dict[str, int]) -> dict[str, int]:
         return {grad: axes[name] for grad, name in DIFFERENTIATED.items() if name in axes}
@@ -122,24 +121,10 @@ def backward(
     return reference.finish(operands, gradients)
 
 
-def _row_axes(problem: Problem) -> dict[str, int]:
-    """The operands that a block of rows has its part of, with their axis of the rows."""
-    return (
-        {"query": 1}
-        | ({"q_segments": 1} if problem.segments else {})
-        | ({"bias": 2} if problem.bias and problem.bias.rows else {})
-        | ({"mask": 2} if problem.mask and problem.mask.rows else {})
-    )
-
-
-def _column_axes(problem: Problem) -> dict[str, int]:
-    """The operands that a block of columns has its part of, with their axis of the columns."""
-    return (
-        {"key": 1, "value": 1}
-        | ({"kv_segments": 1} if problem.segments else {})
-        | ({"bias": 3} if problem.bias and problem.bias.columns else {})
-        | ({"mask": 3} if problem.mask and problem.mask.columns else {})
-    )
+def _axes(operands: Operands, dim: str) -> dict[str, int]:
+    """The operands that a block of rows ("T") or of columns ("S") has its part of, with their axis of these."""
+    axes = {name: 1 + DIMS[name].index(dim) for name in operands.arrays() if dim in DIMS[name]}
+    return {name: axis for name, axis in axes.items() if getattr(operands, name).shape[axis] != 1}
 
 
 def _block(size: int) -> int:
@@ -147,7 +132,7 @@ def _block(size: int) -> int:
     if size <= BLOCK:
         return max(size, 1)
     blocks = -(-size // BLOCK)
-    return -(-size // (blocks * TILE)) * TILE
+    return -(-size // (blocks * tile.STEP)) * tile.STEP
 
 
 def _blocks(operands: Operands, axes: dict[str, int], size: int) -> tuple[dict[str, jax.Array], jax.Array]:

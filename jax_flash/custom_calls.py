@@ -14,7 +14,6 @@ Operands, results and formulas: docs/architecture.md.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable
@@ -27,7 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_flash import _native, blockwise, partitioning
 from jax_flash.partitioning import Arrays, Results
-from jax_flash.problem import BLOCK_MASK, DIFFERENTIATED, DIMS, ONE_A_CALL, Extent, Operands, Problem, result_types
+from jax_flash.problem import DIFFERENTIATED, DIMS, ONE_A_BATCH, ONE_A_CALL, Operands, Problem, result_types
 from jax_flash.varying import varying_alike
 
 for _platform, _handlers in _native.registrations().items():
@@ -190,13 +189,14 @@ def _custom_call(call: Call, arrays: Arrays) -> Results:
     """One call on one device: the leading dims become its batch."""
     lead = _lead(arrays)
     batch = math.prod(lead)
-    one_block_mask = all(math.prod(arrays[name].shape[: len(lead)]) == 1 for name in BLOCK_MASK if name in arrays)
+    ones = {name for name, x in arrays.items() if math.prod(x.shape[: len(lead)]) == 1}
+    shared = {name for group in ONE_A_BATCH if ones.issuperset(arrays.keys() & group) for name in group}
 
     def fold(name: str, x: jax.Array) -> jax.Array:
         if name in ONE_A_CALL:
             return x
-        here, dims = x.shape[: len(lead)], x.shape[len(lead) :]
-        if name in ("bias", "mask") and math.prod(here) == 1 or name in BLOCK_MASK and one_block_mask:
+        dims = x.shape[len(lead) :]
+        if name in shared:
             return x.reshape(1, *dims)
         return jnp.broadcast_to(x, (*lead, *dims)).reshape(batch, *dims)
 
@@ -208,15 +208,7 @@ def _custom_call(call: Call, arrays: Arrays) -> Results:
         return x.sum(shared, keepdims=True) if shared else x
 
     folded = {name: fold(name, arrays[name]) for name in DIMS if name in arrays}
-    problem = dataclasses.replace(
-        call.problem,
-        batch=batch,
-        q_heads=folded["query"].shape[2],
-        kv_heads=folded["key"].shape[2],
-        bias=Extent.of(folded["bias"]) if "bias" in folded else None,
-        mask=Extent.of(folded["mask"]) if "mask" in folded else None,
-        block_mask=Extent.of_blocks(folded["blocks"]) if "blocks" in folded else None,
-    )
+    problem = call.problem.with_arrays(folded)
     results = _on_each_platform(call._replace(problem=problem, arrays=tuple(folded)), tuple(folded.values()))
     return tuple(map(unfold, call.results, results))
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from jax_flash import arguments
+from jax_flash import checks
 
 TILE = 16  # the map of entries to counters repeats every 16 rows and columns
 
@@ -33,7 +34,7 @@ def threshold(rate: float) -> int:
       TypeError: `rate` is not a concrete number (the mask's threshold is compiled in).
       ValueError: `rate` is outside [0, 1], or NaN, or between 255/256 and 1 (to 15 bits).
     """
-    rate = arguments.number("dropout_rate", rate)
+    rate = checks.number("dropout_rate", rate)
     if not 0 <= rate <= 1:
         raise ValueError(f"dropout_rate must be in [0, 1], not {rate}")
     drop_threshold = round(rate * EVERYTHING)
@@ -72,6 +73,36 @@ def seed_from_key(key: jax.Array, batch: int) -> jax.Array:
     if key.shape != ():
         raise ValueError(f"dropout_key must be a single key, not an array of keys of shape {list(key.shape)}")
     return jnp.broadcast_to(jax.random.bits(key, (2,), jnp.uint32), (batch, 2))
+
+
+def operands(
+    key: jax.Array, broadcast: bool, batch_ids: ArrayLike | None, head_ids: ArrayLike | None, batch: int, heads: int
+) -> dict[str, jax.Array]:
+    """The operands `seed`, `batch_id` and `head_id`: uint32 [batch, 2], [batch] and [heads].
+
+    Args:
+      key: see `seed_from_key`.
+      broadcast: one mask for all batch entries and heads.
+      batch_ids, head_ids: integer [batch] and [heads], by default 0, 1, …
+
+    Raises:
+      TypeError: ids that are not integers; what is no key.
+      ValueError: ids of another shape, or of a mask that is broadcast; more than one key.
+    """
+    if broadcast and (batch_ids is not None or head_ids is not None):
+        raise ValueError("broadcast_dropout gives all batch entries and heads one mask: it takes no ids")
+
+    def ids(name: str, given: ArrayLike | None, size: int) -> jax.Array:
+        if broadcast:
+            return jnp.zeros((size,), jnp.uint32)
+        checked = checks.ids(name, given, (size,))
+        return jnp.arange(size, dtype=jnp.uint32) if checked is None else checked.astype(jnp.uint32)
+
+    return {
+        "seed": seed_from_key(key, batch),
+        "batch_id": ids("dropout_batch_ids", batch_ids, batch),
+        "head_id": ids("dropout_head_ids", head_ids, heads),
+    }
 
 
 def philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

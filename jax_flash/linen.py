@@ -11,46 +11,44 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any, Unpack
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.dtypes import promote_dtype
-from flax.typing import Dtype, PrecisionLike
 
-from jax_flash import arguments
-from jax_flash._flax import append, attend, key_and_value_inputs, refuse
-from jax_flash.arguments import Implementation
-from jax_flash.block_sparse import BlockMask
+from jax_flash import arguments, checks
+from jax_flash._flax import (
+    Attributes,
+    Options,
+    StockOptions,
+    append,
+    attend_as,
+    attend_in,
+    key_and_value_inputs,
+    refuse,
+)
 
 __all__ = ["MultiHeadAttention", "dot_product_attention"]
 
 
+class LinenOptions(StockOptions, total=False):
+    """With what linen's own function has alone, and is not refused."""
+
+    force_fp32_for_softmax: bool
+
+
+@arguments.lists_options(Options, like=nn.dot_product_attention)
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Dtype | None = None,
-    precision: PrecisionLike = None,
-    module: nn.Module | None = None,
-    force_fp32_for_softmax: bool = False,
-    einsum_dot_general: Callable[..., jax.Array] | None = None,
-    qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
-    attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
-    *,
-    is_causal: bool = False,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    block_mask: BlockMask | None = None,
-    implementation: Implementation | None = None,
+    *stock: Any,
+    **options: Unpack[LinenOptions],
 ) -> jax.Array:
-    """`flax.linen.dot_product_attention`, fused. The keyword-only arguments are those of `jax_flash` (see there).
+    """`flax.linen.dot_product_attention`, fused. It takes that function's arguments, also by position, and more.
 
     Args:
       query: [..., T, N, D], any number of leading dimensions.
@@ -63,6 +61,10 @@ def dot_product_attention(
       dtype: of the computation (default: promoted from query, key and value).
       precision: see `jax.lax.Precision`.
       force_fp32_for_softmax: no effect: the softmax is always in at least float32, the output in `dtype`.
+      options: those of `jax_flash.dot_product_attention`, which says what they mean, where Flax has no name of its own
+        for them: `local_window_size`, `logits_soft_cap`, `block_mask` (leading dimensions count as one batch),
+        `query_segment_ids` [..., T] and `key_value_segment_ids` [..., S], `query_offset` [...], `scale`, … Leading
+        dimensions may be broadcast. `reproducible_gradients` is its `deterministic`: the same bits in every run.
 
     Returns:
       [..., T, N, E].
@@ -70,36 +72,14 @@ def dot_product_attention(
     Raises:
       NotImplementedError: `module` (sowing the attention weights), `einsum_dot_general`, `qk_attn_weights_einsum` or
         `attn_weights_value_einsum` is set.
-      ValueError: shapes do not match, or there is dropout and no `dropout_rng`.
+      ValueError: shapes do not match, values are out of range, or there is dropout and no `dropout_rng`.
+      TypeError: an argument of a wrong kind, or one that there is not.
     """
-    refuse(
-        "jax_flash.linen.dot_product_attention",
-        module=module,
-        einsum_dot_general=einsum_dot_general,
-        qk_attn_weights_einsum=qk_attn_weights_einsum,
-        attn_weights_value_einsum=attn_weights_value_einsum,
-    )
-    query, key, value = promote_dtype(query, key, value, dtype=dtype)
-    return attend(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        dropout_rng=dropout_rng,
-        dropout_rate=dropout_rate,
-        deterministic=deterministic,
-        broadcast_dropout=broadcast_dropout,
-        precision=precision,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        block_mask=block_mask,
-        implementation=implementation,
-    )
+    args = (query, key, value, bias, mask, *stock)
+    return attend_as(nn.dot_product_attention, "jax_flash.linen.dot_product_attention", args, options)
 
 
-class MultiHeadAttention(nn.MultiHeadDotProductAttention):
+class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
     """`flax.linen.MultiHeadDotProductAttention` on the fused attention: the same attributes, the same parameter tree.
 
     With `decode=True` a call may bring any number T of new tokens (a prompt, then one at a time); the stock module
@@ -112,19 +92,17 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
       local_window_size: (left, right), or one int for both: how far from itself a token attends.
       logits_soft_cap: scores are capped smoothly, cap * tanh(scores / cap).
       implementation: see `jax_flash.dot_product_attention`.
+      reproducible_gradients: its `deterministic`: the gradients have the same bits in every run on a GPU, too.
 
     Raises (from `__call__`):
       NotImplementedError: `sow_weights`, `attention_fn`, `qk_attn_weights_einsum_cls` or
         `attn_weights_value_einsum_cls` is set.
-      ValueError: heads or features not divisible, shapes that do not fit the cache.
+      ValueError: heads or features not divisible, shapes that do not fit the cache, values out of range.
+      TypeError: an option of a wrong kind, or one that there is not.
     """
 
     attention_fn: Callable[..., jax.Array] = dot_product_attention
     num_kv_heads: int | None = None
-    is_causal: bool = False
-    local_window_size: int | tuple[int, int] | None = None
-    logits_soft_cap: float | None = None
-    implementation: Implementation | None = None
 
     @nn.compact
     def __call__(  # type: ignore[override]  # `inputs_kv` is deprecated in Flax, and not here
@@ -134,10 +112,10 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
         inputs_v: jax.Array | None = None,
         *,
         mask: jax.Array | None = None,
-        block_mask: BlockMask | None = None,
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
+        **options: Unpack[Options],
     ) -> jax.Array:
         """Projects to queries, keys and values, attends, projects back.
 
@@ -146,9 +124,11 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
           inputs_k: [..., S, features] (default: inputs_q).
           inputs_v: [..., S, features] (default: inputs_k).
           mask: bool or float, broadcastable to [..., num_heads, T, S]: nonzero where a query may attend.
-          block_mask: blocks that may attend, of T x S entries; leading dimensions count as one batch.
           deterministic: no dropout; given here or as the attribute, needed if `dropout_rate` > 0.
           dropout_rng: a JAX key (default: `self.make_rng("dropout")`).
+          options: as of this module's `dot_product_attention`: `block_mask`, `query_segment_ids` [..., T] and
+            `key_value_segment_ids` [..., S] ([..., max_length] when decoding), `query_offset` [...] (not when
+            decoding), …; one that is an attribute, too, goes before it, unless None.
 
         Returns:
           [..., T, out_features].
@@ -165,7 +145,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
         qkv_features = self.qkv_features or inputs_q.shape[-1]
         num_kv_heads = self.num_heads
         if self.num_kv_heads is not None:
-            num_kv_heads = arguments.integer("num_kv_heads", self.num_kv_heads, 1)
+            num_kv_heads = checks.integer("num_kv_heads", self.num_kv_heads, 1)
         if qkv_features % self.num_heads or self.num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must divide qkv_features={qkv_features}, and num_kv_heads={num_kv_heads} "
@@ -194,7 +174,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
             norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
             query, key = norm(name="query_ln")(query), norm(name="key_ln")(key)
 
-        offset = None
+        cached = None
         if self.decode:
             # The first call (`init`) only makes the cache, as long as its inputs.
             is_initialized = self.has_variable("cache", "cached_key")
@@ -202,35 +182,23 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
             cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
             cache_index = self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32))
             if is_initialized:
-                if query.shape[-3] != key.shape[-3]:
-                    raise ValueError(f"decoding takes as many queries as keys, got {query.shape} and {key.shape}")
-                offset, length = cache_index.value, key.shape[-3]
-                cached_key.value = key = append(cached_key.value, key, offset)
-                cached_value.value = value = append(cached_value.value, value, offset)
-                cache_index.value = offset + length
+                cached = cache_index.value
+                key, value, cache_index.value = append(cached_key.value, cached_value.value, cached, query, key, value)
+                cached_key.value, cached_value.value = key, value
 
         if self.dropout_rate > 0.0:
             deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
-            if not deterministic and dropout_rng is None:
-                dropout_rng = self.make_rng("dropout")
-
-        query, key, value = promote_dtype(query, key, value, dtype=self.dtype)
-        x = attend(
+        x = attend_in(
+            self,
             query,
             key,
             value,
-            mask=mask,
+            mask,
+            deterministic=deterministic,
             dropout_rng=dropout_rng,
-            dropout_rate=self.dropout_rate,
-            deterministic=bool(deterministic),
-            broadcast_dropout=self.broadcast_dropout,
-            precision=self.precision,
-            query_offset=offset,
-            is_causal=self.is_causal or offset is not None,
-            local_window_size=self.local_window_size,
-            logits_soft_cap=self.logits_soft_cap,
-            block_mask=block_mask,
-            implementation=self.implementation,
+            make_rng=self.make_rng,
+            cached=cached,
+            options=options,
         )
         return dense(
             self.out_features or inputs_q.shape[-1],

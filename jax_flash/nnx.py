@@ -9,43 +9,45 @@ gives zeros, where Flax gives the mean of the values; and dropout draws its mask
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, Unpack
 
 import jax
 from flax import nnx
-from flax.nnx.nn import dtypes
-from flax.typing import Dtype, PrecisionLike, PromoteDtypeFn
+from flax.typing import PromoteDtypeFn
 
-from jax_flash import arguments
-from jax_flash._flax import append, attend, key_and_value_inputs, refuse
-from jax_flash.arguments import Implementation
-from jax_flash.block_sparse import BlockMask
+from jax_flash import arguments, checks
+from jax_flash._flax import (
+    Attributes,
+    Options,
+    StockOptions,
+    append,
+    attend_as,
+    attend_in,
+    key_and_value_inputs,
+    refuse,
+)
 
 __all__ = ["MultiHeadAttention", "dot_product_attention"]
 
 
+class NnxOptions(StockOptions, total=False):
+    """With what nnx' own function has alone."""
+
+    promote_dtype: PromoteDtypeFn
+
+
+@arguments.lists_options(Options, like=nnx.dot_product_attention)
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Dtype | None = None,
-    precision: PrecisionLike = None,
-    module: nnx.Module | None = None,
-    promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
-    is_causal: bool = False,
-    *,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    block_mask: BlockMask | None = None,
-    implementation: Implementation | None = None,
+    *stock: Any,
+    **options: Unpack[NnxOptions],
 ) -> jax.Array:
-    """`flax.nnx.dot_product_attention`, fused. The keyword-only arguments are those of `jax_flash` (see there).
+    """`flax.nnx.dot_product_attention`, fused. It takes that function's arguments, also by position, and more.
 
     Args:
       query: [..., T, N, D], any number of leading dimensions.
@@ -58,36 +60,24 @@ def dot_product_attention(
       dtype: of the computation (default: promoted from query, key and value by `promote_dtype`).
       precision: see `jax.lax.Precision`.
       is_causal: query i attends to keys 0 to i.
+      options: those of `jax_flash.dot_product_attention`, which says what they mean, where Flax has no name of its own
+        for them: `local_window_size`, `logits_soft_cap`, `block_mask` (leading dimensions count as one batch),
+        `query_segment_ids` [..., T] and `key_value_segment_ids` [..., S], `query_offset` [...], `scale`, … Leading
+        dimensions may be broadcast. `reproducible_gradients` is its `deterministic`: the same bits in every run.
 
     Returns:
       [..., T, N, E].
 
     Raises:
       NotImplementedError: `module` (sowing the attention weights) is set.
-      ValueError: shapes do not match, or there is dropout and no `dropout_rng`.
+      ValueError: shapes do not match, values are out of range, or there is dropout and no `dropout_rng`.
+      TypeError: an argument of a wrong kind, or one that there is not.
     """
-    refuse("jax_flash.nnx.dot_product_attention", module=module)
-    query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    return attend(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        dropout_rng=dropout_rng,
-        dropout_rate=dropout_rate,
-        deterministic=deterministic,
-        broadcast_dropout=broadcast_dropout,
-        precision=precision,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        block_mask=block_mask,
-        implementation=implementation,
-    )
+    args = (query, key, value, bias, mask, *stock)
+    return attend_as(nnx.dot_product_attention, "jax_flash.nnx.dot_product_attention", args, options)
 
 
-class MultiHeadAttention(nnx.MultiHeadAttention):
+class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
     """`flax.nnx.MultiHeadAttention` on the fused attention: the same arguments and more, the same state.
 
     Decoding: `init_cache((..., max_length, features))`, then calls with `decode=True` that bring any number T of new
@@ -100,32 +90,31 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       local_window_size: (left, right), or one int for both: how far from itself a token attends.
       logits_soft_cap: scores are capped smoothly, cap * tanh(scores / cap).
       implementation: see `jax_flash.dot_product_attention`.
+      reproducible_gradients: its `deterministic`: the gradients have the same bits in every run on a GPU, too.
 
     Raises:
       NotImplementedError: `attention_fn`, or `sow_weights` or `input_positions` in a call, is set.
-      ValueError: heads or features not divisible, shapes that do not fit the cache, no `rngs` for dropout.
+      ValueError: heads or features not divisible, shapes that do not fit the cache, values out of range, no `rngs` for
+        dropout.
+      TypeError: an option of a wrong kind, or one that there is not.
     """
 
+    @arguments.lists_options(Attributes, like=nnx.MultiHeadAttention.__init__)
     def __init__(
         self,
         num_heads: int,
         in_features: int,
         *args: Any,
-        is_causal: bool = False,
-        local_window_size: int | tuple[int, int] | None = None,
-        logits_soft_cap: float | None = None,
-        implementation: Implementation | None = None,
         **kwargs: Any,
     ):
         refuse("jax_flash.nnx.MultiHeadAttention", attention_fn=kwargs.get("attention_fn"))
         num_kv_heads = kwargs.get("num_kv_heads", args[2] if len(args) > 2 else None)
         if num_kv_heads is not None:
-            arguments.integer("num_kv_heads", num_kv_heads, 1)
+            checks.integer("num_kv_heads", num_kv_heads, 1)
+        names = {field.name for field in dataclasses.fields(Attributes)} & kwargs.keys()
+        attributes = {name: kwargs.pop(name) for name in names}
         super().__init__(num_heads, in_features, *args, **kwargs | {"attention_fn": dot_product_attention})
-        self.is_causal = is_causal
-        self.local_window_size = local_window_size
-        self.logits_soft_cap = logits_soft_cap
-        self.implementation = implementation
+        Attributes.__init__(self, **attributes)
 
     def __call__(
         self,
@@ -134,15 +123,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         inputs_v: jax.Array | None = None,
         *,
         mask: jax.Array | None = None,
-        block_mask: BlockMask | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
-        is_causal: bool | None = None,
         out_sharding: Any = None,
         qkv_sharding: Any = None,
         input_positions: jax.Array | None = None,
+        **options: Unpack[Options],
     ) -> jax.Array:
         """Projects to queries, keys and values, attends, projects back.
 
@@ -151,10 +139,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           inputs_k: [..., S, in_kv_features] (default: inputs_q).
           inputs_v: [..., S, in_kv_features] (default: inputs_k).
           mask: bool or float, broadcastable to [..., num_heads, T, S]: nonzero where a query may attend.
-          block_mask: blocks that may attend, of T x S entries; leading dimensions count as one batch.
-          deterministic, rngs, decode, is_causal: take precedence over what the constructor was given.
+          deterministic, rngs, decode: take precedence over what the constructor was given.
           out_sharding, qkv_sharding: of the outputs of the projections.
           input_positions: refused; Flax hands them to an `attention_fn` with rotary embeddings.
+          options: as of this module's `dot_product_attention`: `block_mask`, `query_segment_ids` [..., T] and
+            `key_value_segment_ids` [..., S] ([..., max_length] when decoding), `query_offset` [...] (not when
+            decoding), …; one that is an attribute, too, goes before it, unless None.
 
         Returns:
           [..., T, out_features].
@@ -171,44 +161,39 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             assert self.query_ln is not None and self.key_ln is not None
             query, key = self.query_ln(query), self.key_ln(key)
 
-        offset = None
+        cached = None
         if self.decode if decode is None else decode:
             if self.cached_key is None or self.cached_value is None or self.cache_index is None:
                 raise ValueError("Autoregressive cache not initialized, call `init_cache` first.")
-            if query.shape[-3] != key.shape[-3]:
-                raise ValueError(f"decoding takes as many queries as keys, got {query.shape} and {key.shape}")
-            offset, length = self.cache_index[...], key.shape[-3]
-            self.cached_key[...] = key = append(self.cached_key[...], key, offset)
-            self.cached_value[...] = value = append(self.cached_value[...], value, offset)
-            self.cache_index[...] = offset + length
+            cached = self.cache_index[...]
+            key, value, self.cache_index[...] = append(
+                self.cached_key[...], self.cached_value[...], cached, query, key, value
+            )
+            self.cached_key[...], self.cached_value[...] = key, value
 
-        dropout_rng = None
         if self.dropout_rate > 0.0:
             deterministic = self.deterministic if deterministic is None else deterministic
             if deterministic is None:
                 raise ValueError("dropout_rate > 0 needs `deterministic`, from the constructor, the call or nnx.view")
-            if not deterministic:
-                rngs = self.rngs if rngs is None else rngs
-                if rngs is None:
-                    raise ValueError("dropout needs `rngs` in the call if the module was made with keep_rngs=False")
-                dropout_rng = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
 
-        query, key, value = dtypes.promote_dtype((query, key, value), dtype=self.dtype)
-        x = attend(
+        def make_rng(stream: str) -> jax.Array:
+            source = self.rngs if rngs is None else rngs
+            if source is None:
+                raise ValueError(
+                    "dropout_rate > 0 needs `rngs` in the call if the module was made with keep_rngs=False"
+                )
+            return source[stream]() if isinstance(source, nnx.Rngs) else source()
+
+        x = attend_in(
+            self,
             query,
             key,
             value,
-            mask=mask,
-            dropout_rng=dropout_rng,
-            dropout_rate=self.dropout_rate,
-            deterministic=bool(deterministic),
-            broadcast_dropout=self.broadcast_dropout,
-            precision=self.precision,
-            query_offset=offset,
-            is_causal=(self.is_causal if is_causal is None else is_causal) or offset is not None,
-            local_window_size=self.local_window_size,
-            logits_soft_cap=self.logits_soft_cap,
-            block_mask=block_mask,
-            implementation=self.implementation,
+            mask,
+            deterministic=deterministic,
+            dropout_rng=None,
+            make_rng=make_rng,
+            cached=cached,
+            options=options,
         )
         return self.out(x, out_sharding=out_sharding)

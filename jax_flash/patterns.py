@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash.arguments import integer
 from jax_flash.block_sparse import (  # internal
     BLOCK,
     ELEMENTS,
@@ -32,6 +31,7 @@ from jax_flash.block_sparse import (  # internal
     _Table,
     _traced,
 )
+from jax_flash.checks import integer
 
 
 def causal(q_len: int, kv_len: int, *, q_block: int = BLOCK, kv_block: int = BLOCK) -> BlockMask:

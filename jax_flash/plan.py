@@ -44,7 +44,7 @@ class Explanation(NamedTuple):
 
 
 def explain(problem: Problem, backward: bool = False, arch: str | None = None) -> Explanation:
-    """Which CUDA kernels do a pass of `problem`, with which tiles, and what kept it from others.
+    """Which CUDA kernels do a pass of `problem` (see `Problem.of`), with which tiles, and what kept it from others.
 
     The backward is that of query, key and value if the problem asks for no gradients. `arch` is "sm_80", "sm_90a", …, a
     GPU with as many multiprocessors as those most often have; by default it is the first GPU of this process, or

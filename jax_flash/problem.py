@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+from jax.typing import ArrayLike
 
 VERSION = 5
 
@@ -79,6 +80,41 @@ class Problem:
     dv: bool = False
     dbias: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        query: ArrayLike | jax.ShapeDtypeStruct,
+        key: ArrayLike | jax.ShapeDtypeStruct,
+        value: ArrayLike | jax.ShapeDtypeStruct,
+        bias: ArrayLike | jax.ShapeDtypeStruct | None = None,
+        mask: ArrayLike | jax.ShapeDtypeStruct | None = None,
+        **options: Any,
+    ) -> Problem:
+        """The problem of the call `jax_flash.dot_product_attention(query, key, value, bias, mask, **options)`.
+
+            q = jax.ShapeDtypeStruct((2, 1024, 8, 64), "bfloat16")
+            print(jax_flash.explain(Problem.of(q, q, q, is_causal=True, dropout_rate=0.1), backward=True))
+
+        Args:
+          query, key, value, bias, mask: the shapes and dtypes that they have in the call. They, and every array among
+            the options, may be a `jax.ShapeDtypeStruct`, since nothing is computed; so may the arrays of a `BlockMask`.
+          options: those of the call. Dropout needs no key.
+
+        Raises what the call raises: TypeError, ValueError or NotImplementedError that name the argument.
+        """
+        from jax_flash import arguments  # not above: it makes problems
+
+        keyless = {"dropout_key": jax.eval_shape(jax.random.key, 0)}
+        leaves, tree = jax.tree.flatten((query, key, value, bias, mask, keyless | options))
+        described = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
+
+        def problem(arrays: dict[int, jax.Array]) -> Problem:
+            call = jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
+            return arguments.problem_and_operands(*call)[0]
+
+        with jax.enable_x64(jax.config.read("jax_enable_x64") or any(x.dtype == "float64" for x in described.values())):
+            return jax.eval_shape(problem, described)
+
     def with_block_mask(
         self, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct], q_block: int, kv_block: int
     ) -> Problem:
@@ -91,6 +127,18 @@ class Problem:
             element_masks=arrays["element_masks"].shape[1] if "element_masks" in arrays else 0,
             row_list=arrays["row_lists"].shape[-1],
             column_list=arrays["column_lists"].shape[-1],
+        )
+
+    def with_arrays(self, arrays: Mapping[str, jax.Array]) -> Problem:
+        """The same with the batch and the heads that these operands have."""
+        return dataclasses.replace(
+            self,
+            batch=arrays["query"].shape[0],
+            q_heads=arrays["query"].shape[2],
+            kv_heads=arrays["key"].shape[2],
+            bias=Extent.of(arrays["bias"]) if "bias" in arrays else None,
+            mask=Extent.of(arrays["mask"]) if "mask" in arrays else None,
+            block_mask=Extent.of_blocks(arrays["blocks"]) if "blocks" in arrays else None,
         )
 
     @property
@@ -184,6 +232,7 @@ DIMS = {
 }
 ONE_A_CALL = ("scale", "head_id")  # they have no leading dims
 BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
+ONE_A_BATCH = (("bias",), ("mask",), BLOCK_MASK)  # what a batch may share; of several arrays either all or none
 DIFFERENTIATED = {"dq": "query", "dk": "key", "dv": "value", "dbias": "bias"}
 
 

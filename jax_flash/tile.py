@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax_flash import block_sparse, dropout
 from jax_flash.problem import Operands, Problem
 
+STEP = dropout.TILE  # a tile's first row and column are multiples of it; so are the sizes of a block mask's blocks
+
 
 def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array:
     """Which entries may attend: bool [B|1, N|1, R, C].
@@ -57,8 +59,8 @@ def may_be_visible(problem: Problem, tile: Operands, rows: jax.Array, columns: j
         tests.append((rows[0] < tile.q_lengths).any())
     if tile.kv_lengths is not None:
         tests.append((columns[0] < tile.kv_lengths).any())
-    if tile.blocks is not None:  # a block has no fewer than 16 rows and columns, and a tile begins with a block's 16
-        kinds = block_sparse.kinds_at(_block_shape(problem), tile.blocks, rows[::16], columns[::16])
+    if tile.blocks is not None:
+        kinds = block_sparse.kinds_at(_block_shape(problem), tile.blocks, rows[::STEP], columns[::STEP])
         tests.append((kinds != block_sparse.NOTHING).any())
     return jnp.all(jnp.stack(tests)) if tests else None
 
@@ -97,7 +99,7 @@ def divide(x: jax.Array, l: jax.Array) -> jax.Array:
 def kept(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
     """Z of a tile, [B, N, R, C]: keep_scale where an entry is kept, 0 where dropped; None without dropout.
 
-    The first row and the first column must be multiples of 16.
+    The first row and the first column must be multiples of `STEP`.
     """
     if not problem.drop_threshold:
         return None

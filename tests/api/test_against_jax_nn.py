@@ -190,3 +190,19 @@ def test_residual_is_f32_and_differentiable():
 
     q, k, v = arrays()
     np.testing.assert_allclose(jax.grad(residuals)(q), jax.grad(expected)(q), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [jax_flash.dot_product_attention, jax_flash.attention_with_statistics])
+def test_signature_names_every_argument(function):
+    parameters = inspect.signature(function).parameters
+    residual = {"return_residual": False} if function is jax_flash.dot_product_attention else {}
+    flags = dict.fromkeys(("is_causal", "broadcast_dropout", "deterministic"), False)
+    masks = ("bias", "mask", "scale", "local_window_size", "logits_soft_cap", "query_offset", "block_mask")
+    ids = ("query_segment_ids", "key_value_segment_ids", "dropout_batch_ids", "dropout_head_ids")
+    others = ("query_seq_lengths", "key_value_seq_lengths", "implementation", "precision", "dropout_key")
+    none = dict.fromkeys((*masks, *ids, *others))
+    wanted = dict.fromkeys(("query", "key", "value"), inspect.Parameter.empty) | residual | flags | none
+    assert {name: p.default for name, p in parameters.items()} == wanted | {"dropout_rate": 0.0}
+    annotations = {name: p.annotation for name, p in parameters.items()}
+    assert annotations["block_mask"] == "BlockMask | None" and annotations["is_causal"] == "bool"
+    assert inspect.Parameter.empty not in annotations.values()

@@ -1,11 +1,13 @@
 """`jax_flash.linen` against the stock Flax linen modules."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax_options import IDS, LEADING, OPTIONS, WRONG, functional, problems
 
 pytest.importorskip("flax")
 
@@ -387,3 +389,92 @@ def test_module_under_scan_over_layers():
         return jax.jit(jax.grad(loss))(variables)
 
     assert_close(gradients(nn.remat(MultiHeadAttention)), gradients(MultiHeadAttention), 1e-4)
+
+
+# Options beside Flax's own
+
+STACKED = normal(5, *LEADING, LENGTH, FEATURES)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_function_with_options_of_jax_flash(name):
+    """The problem, the values and the gradients of the functional call."""
+    given, wanted = OPTIONS[name]
+    inputs = tuple(normal(i, *LEADING, LENGTH, HEADS, 8) for i in range(3))
+    got, want = (
+        jax.value_and_grad(lambda *args, f=f: jnp.sin(3 * f(*args)).sum(), (0, 1, 2))
+        for f in (functools.partial(dot_product_attention, **given), functional(wanted))
+    )
+    assert_close(jax.jit(got)(*inputs), jax.jit(want)(*inputs))
+    assert problems(got, *inputs) == problems(want, *inputs)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_module_with_options_of_jax_flash(name):
+    """Of a call, and as attributes where they are some: as the stock module with the functional call in it."""
+    given, wanted = OPTIONS[name]
+    stock = nn.MultiHeadDotProductAttention(HEADS, attention_fn=functional(wanted))
+    variables = init(stock, STACKED)
+
+    def gradients(module, options):
+        loss = lambda *args: jnp.sin(3 * module.apply(*args, **options)).sum()  # noqa: E731
+        return jax.value_and_grad(loss, (0, 1))
+
+    want = gradients(stock, {})
+    expected = jax.jit(want)(variables, STACKED)
+    attributes = {name: x for name, x in given.items() if hasattr(MultiHeadAttention, name)}
+    rest = {name: x for name, x in given.items() if name not in attributes}
+    ways = [(MultiHeadAttention(HEADS), given), (MultiHeadAttention(HEADS, **attributes), rest)]
+    for module, options in ways if attributes else ways[:1]:
+        got = gradients(module, options)
+        assert_close(jax.jit(got)(variables, STACKED), expected, 1e-4)
+        assert problems(got, variables, STACKED) == problems(want, variables, STACKED)
+
+
+def test_a_call_goes_before_the_attributes():
+    module = MultiHeadAttention(HEADS, is_causal=True, local_window_size=2)
+    variables = init(module, INPUTS)
+    plain = apply(MultiHeadAttention(HEADS, local_window_size=2), variables, INPUTS)
+    assert_close(apply(module, variables, INPUTS, is_causal=False), plain)
+    np.testing.assert_array_equal(apply(module, variables, INPUTS, is_causal=None), apply(module, variables, INPUTS))
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG)
+def test_wrong_options(options, error, message):
+    query = normal(0, *LEADING, LENGTH, HEADS, 8)
+    with pytest.raises(error, match=message):
+        dot_product_attention(query, query, query, **options)
+    module = MultiHeadAttention(HEADS)
+    with pytest.raises(error, match=message):
+        module.init(jax.random.key(1), STACKED, **options)
+
+
+def test_function_takes_the_stock_arguments_by_position():
+    """All of them, in the order that Flax has them."""
+    query = normal(0, 2, 8, 2, 8)
+    by_position = (None, None, False, jax.random.key(0), 0.5, False, jnp.bfloat16)
+    by_name = {"broadcast_dropout": False, "dropout_rng": jax.random.key(0), "dropout_rate": 0.5}
+    got = dot_product_attention(query, query, query, *by_position)
+    want = dot_product_attention(query, query, query, **by_name, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(got, want)
+    assert got.dtype == jnp.bfloat16
+    parameters = list(inspect.signature(dot_product_attention).parameters)
+    stock = list(inspect.signature(nn.dot_product_attention).parameters)
+    assert parameters[: len(stock)] == stock and "query_segment_ids" in parameters[len(stock) :]
+
+
+def test_module_decodes_packed_sequences():
+    """Segment ids of the new tokens and of the whole cache; where the queries are, the cache says."""
+    module = MultiHeadAttention(HEADS, decode=True)
+    variables = init(module, INPUTS)
+    params, cache, outputs = {"params": variables["params"]}, variables["cache"], []
+    segments = {"query_segment_ids": IDS, "key_value_segment_ids": IDS}
+    whole = apply(MultiHeadAttention(HEADS, is_causal=True), params, INPUTS, **segments)
+    for start, stop in ((0, 7), (7, LENGTH)):
+        ids = {"query_segment_ids": IDS[start:stop], "key_value_segment_ids": IDS}
+        out, updated = module.apply(params | {"cache": cache}, INPUTS[:, start:stop], **ids, mutable=["cache"])
+        cache = updated["cache"]
+        outputs.append(out)
+    assert_close(np.concatenate(outputs, axis=1), whole)
+    with pytest.raises(ValueError, match="query_offset must not be given when decoding"):
+        module.apply(variables, INPUTS[:, :1], query_offset=3, mutable=["cache"])

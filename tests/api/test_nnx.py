@@ -1,6 +1,7 @@
 """`jax_flash.nnx` against the stock Flax nnx modules."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("flax")
 
 from flax import nnx
+from flax_options import IDS, LEADING, OPTIONS, WRONG, functional, problems
 
 import jax_flash
 from jax_flash.nnx import MultiHeadAttention, dot_product_attention
@@ -301,3 +303,85 @@ def test_a_variable_as_offset():
     offset = jnp.array([3, -1])
     ours = nnx.jit(lambda offset: attend(query_offset=offset))(nnx.Variable(offset))
     np.testing.assert_allclose(ours, attend(query_offset=offset), rtol=1e-6, atol=1e-6)
+
+
+# Options beside Flax's own
+
+STACKED = normal(5, *LEADING, LENGTH, FEATURES)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_function_with_options_of_jax_flash(name):
+    """The problem, the values and the gradients of the functional call."""
+    given, wanted = OPTIONS[name]
+    inputs = tuple(normal(i, *LEADING, LENGTH, HEADS, 8) for i in range(3))
+    got, want = (
+        jax.value_and_grad(lambda *args, f=f: jnp.sin(3 * f(*args)).sum(), (0, 1, 2))
+        for f in (functools.partial(dot_product_attention, **given), functional(wanted))
+    )
+    assert_close(jax.jit(got)(*inputs), jax.jit(want)(*inputs))
+    assert problems(got, *inputs) == problems(want, *inputs)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_module_with_options_of_jax_flash(name):
+    """Of a call, and as attributes where they are some: as the stock module with the functional call in it."""
+    given, wanted = OPTIONS[name]
+
+    def results(module, options):
+        loss = lambda module, x: jnp.sin(3 * module(x, **options)).sum()  # noqa: E731
+        (value, (params, inputs)) = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(module, STACKED)
+        return value, nnx.to_pure_dict(params), inputs, problems(lambda x: loss(module, x), STACKED)
+
+    is_attribute = inspect.signature(MultiHeadAttention.__init__).parameters.keys()
+    attributes = {name: x for name, x in given.items() if name in is_attribute}
+    rest = {name: x for name, x in given.items() if name not in attributes}
+    for made_with, options in ({}, given), (attributes, rest):
+        stock, fused = stock_and_fused(made_with)
+        stock.attention_fn = functional(wanted)
+        (*got, problem), (*want, expected) = results(fused, options), results(stock, {})
+        assert_close(got, want, 1e-4)
+        assert problem == expected
+
+
+def test_a_call_goes_before_the_attributes():
+    stock, module = stock_and_fused({"is_causal": True})
+    assert_close(apply(module, INPUTS, is_causal=False), apply(stock, INPUTS))
+    np.testing.assert_array_equal(apply(module, INPUTS, is_causal=None), apply(module, INPUTS))
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG)
+def test_wrong_options(options, error, message):
+    query = normal(0, *LEADING, LENGTH, HEADS, 8)
+    with pytest.raises(error, match=message):
+        dot_product_attention(query, query, query, **options)
+    module = MultiHeadAttention(HEADS, FEATURES, rngs=nnx.Rngs(0))
+    with pytest.raises(error, match=message):
+        module(STACKED, **options)
+
+
+def test_function_takes_the_stock_arguments_by_position():
+    """All of them, in the order that Flax has them."""
+    query = normal(0, 2, 8, 2, 8)
+    by_position = (None, None, False, jax.random.key(0), 0.5, False, jnp.bfloat16)
+    by_name = {"broadcast_dropout": False, "dropout_rng": jax.random.key(0), "dropout_rate": 0.5}
+    got = dot_product_attention(query, query, query, *by_position)
+    want = dot_product_attention(query, query, query, **by_name, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(got, want)
+    assert got.dtype == jnp.bfloat16
+    parameters = list(inspect.signature(dot_product_attention).parameters)
+    stock = list(inspect.signature(nnx.dot_product_attention).parameters)
+    assert parameters[: len(stock)] == stock and "query_segment_ids" in parameters[len(stock) :]
+
+
+def test_module_decodes_packed_sequences():
+    """Segment ids of the new tokens and of the whole cache; where the queries are, the cache says."""
+    module = MultiHeadAttention(HEADS, FEATURES, is_causal=True, rngs=nnx.Rngs(0))
+    whole = apply(module, INPUTS, query_segment_ids=IDS, key_value_segment_ids=IDS)
+    module.init_cache(INPUTS.shape)
+    outputs = []
+    for tokens, ids in ((INPUTS[:, :7], IDS[:7]), (INPUTS[:, 7:], IDS[7:])):
+        outputs.append(module(tokens, decode=True, query_segment_ids=ids, key_value_segment_ids=IDS))
+    assert_close(np.concatenate(outputs, axis=1), whole)
+    with pytest.raises(ValueError, match="query_offset must not be given when decoding"):
+        module(INPUTS[:, :1], decode=True, query_offset=3)

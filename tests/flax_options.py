@@ -1,0 +1,74 @@
+"""What `jax_flash.linen` and `jax_flash.nnx` take beside Flax's own arguments, for their tests."""
+
+import re
+
+import jax
+import numpy as np
+
+import jax_flash
+
+LEADING, LENGTH = (2, 3), 12  # of the inputs
+IDS = np.array([0] * 4 + [1] * 5 + [0] * 3)
+
+# Options as a Flax user gives them, and as `jax_flash.dot_product_attention` takes them, leading dims being a batch.
+OPTIONS = {
+    "segments": (
+        {"query_segment_ids": IDS, "key_value_segment_ids": (IDS + np.arange(6).reshape(2, 3, 1)) % 2},
+        {
+            "query_segment_ids": np.tile(IDS, (6, 1)),
+            "key_value_segment_ids": (IDS + np.arange(6).reshape(6, 1)) % 2,
+        },
+    ),
+    "lengths": (
+        {"key_value_seq_lengths": np.array([[3], [7]])},
+        {"key_value_seq_lengths": np.array([3, 3, 3, 7, 7, 7])},
+    ),
+    "window": ({"local_window_size": (3, 1)},) * 2,
+    "soft_cap": ({"logits_soft_cap": 0.5},) * 2,
+    "scale": ({"scale": 0.3},) * 2,
+    "offset": ({"query_offset": 2, "is_causal": True},) * 2,
+    "offsets": (
+        {"query_offset": np.array([2, -3, 0]), "local_window_size": (4, 0)},
+        {"query_offset": np.array([2, -3, 0] * 2), "local_window_size": (4, 0)},
+    ),
+    "reproducible": ({"reproducible_gradients": True}, {"deterministic": True}),
+}
+
+# The same mistakes in a call of the function and of a module, and what the error says.
+WRONG = [
+    ({"query_segment_ids": IDS}, ValueError, "key_value_segment_ids must be given together"),
+    ({"query_segment_ids": IDS[1:], "key_value_segment_ids": IDS}, ValueError, "query_segment_ids must have shape"),
+    (
+        {"query_segment_ids": IDS, "key_value_segment_ids": np.zeros((5, LENGTH), int)},
+        ValueError,
+        "key_value_segment_ids must be broadcastable to the leading dim",
+    ),
+    ({"query_segment_ids": IDS / 2, "key_value_segment_ids": IDS}, TypeError, "query_segment_ids must be integers"),
+    ({"local_window_size": -1}, ValueError, "local_window_size"),
+    ({"local_window_size": "3"}, TypeError, "local_window_size"),
+    ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap"),
+    ({"query_offset": 1.5}, TypeError, "query_offset must be integers"),
+    ({"query_offset": np.arange(2)}, ValueError, "query_offset must be broadcastable"),
+    ({"query_offset": 2**31}, ValueError, "query_offset must be int32"),
+    ({"reproducible_gradients": 1}, TypeError, "reproducible_gradients must be True or False"),
+    ({"is_causal": "yes"}, TypeError, "is_causal must be True or False"),
+    ({"dropout_key": jax.random.key(0)}, TypeError, "unexpected keyword argument 'dropout_key'"),
+    ({"return_residual": True}, TypeError, "unexpected keyword argument 'return_residual'"),
+]
+
+
+def functional(options):
+    """An `attention_fn` for Flax's own modules: `jax_flash.dot_product_attention` with these options."""
+
+    def attention_fn(query, key, value, **_):
+        folded = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        return jax_flash.dot_product_attention(*folded, **options).reshape(query.shape)
+
+    return attention_fn
+
+
+def problems(function, *args):
+    """The problems of the custom calls in `function(*args)`, as their attributes say."""
+    found = re.findall(r"version=\d+ batch[^\"]*", jax.jit(function).lower(*args).as_text())
+    assert found
+    return sorted(found)

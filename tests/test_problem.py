@@ -1,0 +1,68 @@
+"""`Problem.of`: the problem of a call, from its arguments or from their shapes and dtypes."""
+
+import dataclasses
+import re
+
+import cases
+import jax
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import BlockMask, Problem
+from jax_flash.block_sparse import Shape
+
+Q = jax.ShapeDtypeStruct((2, 64, 4, 16), "float32")
+BLOCKS = BlockMask.from_mask(np.tri(37, 45, dtype=bool), q_block=16, kv_block=32)
+
+
+def described(x):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
+
+
+@pytest.mark.parametrize("case", [*cases.FEATURES, cases.Case(block_mask=BLOCKS)], ids=str)
+def test_of_arrays_and_of_shapes(case):
+    arrays = case.arrays()
+    wanted, _ = cases.problem(case, arrays)
+    wanted = dataclasses.replace(wanted, dlogsumexp=False, dq=False, dk=False, dv=False, dbias=False)
+    assert Problem.of(**arrays, **case.options) == wanted
+    shapes = {name: described(x) for name, x in arrays.items() if name != "dropout_key"}
+    assert Problem.of(**shapes, **case.options) == wanted
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes(dtype):
+    """float64 too, whether JAX has it enabled or not: nothing is computed."""
+    query = jax.ShapeDtypeStruct(Q.shape, dtype)
+    assert Problem.of(query, query, query, bias=jax.ShapeDtypeStruct((64, 64), "float32")).dtype == dtype
+
+
+def test_is_that_of_the_call():
+    options = {"is_causal": True, "dropout_rate": 0.1, "precision": "highest", "logits_soft_cap": 3.0}
+    call = jax.jit(lambda q, key: jax_flash.dot_product_attention(q, q, q, dropout_key=key, **options))
+    key = jax.eval_shape(jax.random.key, 0)
+    (text,) = set(re.findall(r"version=\d+ batch[^\"]*", call.lower(Q, key).as_text()))
+    assert Problem.of(Q, Q, Q, **options).encode() == text
+
+
+def test_everything_dropped_is_no_dropout():
+    assert Problem.of(Q, Q, Q, dropout_rate=1) == Problem.of(Q, Q, Q)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"key": jax.ShapeDtypeStruct((2, 64, 3, 16), "float32")}, ValueError, "key"),
+        ({"value": jax.ShapeDtypeStruct(Q.shape, "float16")}, TypeError, "value has dtype float16"),
+        ({"mask": jax.ShapeDtypeStruct((64, 64), "float32")}, TypeError, "mask must be boolean"),
+        ({"query_segment_ids": jax.ShapeDtypeStruct((2, 64), "int32")}, ValueError, "key_value_segment_ids"),
+        ({"logits_soft_cap": -1}, ValueError, "logits_soft_cap"),
+        ({"implementation": "cudnn"}, ValueError, "cudnn"),
+        ({"causal": True}, TypeError, "unexpected keyword argument 'causal'"),
+        ({"block_mask": BLOCKS}, ValueError, "block_mask is of 37 x 45"),
+        ({"block_mask": Shape(64, 64)}, TypeError, "block_mask must be a jax_flash.BlockMask"),
+    ],
+)
+def test_wrong_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Problem.of(**{"query": Q, "key": Q, "value": Q} | arguments)

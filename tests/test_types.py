@@ -1,0 +1,54 @@
+"""What type checkers know of the public functions: mypy checks this file, and pytest that it says the truth."""
+
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_flash
+
+X = jnp.ones((1, 16, 2, 8))
+
+
+def test_an_array_without_the_residual():
+    o = assert_type(jax_flash.dot_product_attention(X, X, X), jax.Array)
+    causal = assert_type(
+        jax_flash.dot_product_attention(X, X, X, None, None, is_causal=True, return_residual=False), jax.Array
+    )
+    assert isinstance(o, jax.Array) and isinstance(causal, jax.Array)
+
+
+def test_a_pair_with_the_residual():
+    pair = assert_type(
+        jax_flash.dot_product_attention(X, X, X, scale=0.5, local_window_size=(3, 0), return_residual=True),
+        tuple[jax.Array, jax.Array],
+    )
+    assert [x.shape for x in pair] == [(1, 16, 2, 8), (1, 16, 2)]
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_either_where_it_is_not_known(residual: bool):
+    result = jax_flash.dot_product_attention(X, X, X, return_residual=residual)
+    assert_type(result, jax.Array | tuple[jax.Array, jax.Array])
+    assert isinstance(result, tuple) == residual
+
+
+def test_statistics():
+    o, statistics = jax_flash.attention_with_statistics(X, X, X, is_causal=True)
+    assert_type(o, jax.Array)
+    assert isinstance(assert_type(statistics, jax_flash.Statistics), jax_flash.Statistics)
+
+
+def test_wrong_arguments():
+    """mypy says that an ignored error is none if it does not see it."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
+        jax_flash.dot_product_attention(X, X, X, causal=True)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="is_causal must be True or False"):
+        jax_flash.dot_product_attention(X, X, X, is_causal="yes")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
+        jax_flash.attention_with_statistics(X, X, X, causal=True)  # type: ignore[call-arg]
+
+
+def test_a_problem():
+    assert isinstance(assert_type(jax_flash.Problem.of(X, X, X), jax_flash.Problem), jax_flash.Problem)

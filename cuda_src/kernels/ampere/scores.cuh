@@ -122,7 +122,7 @@ struct Scores {
             float s = -Infinity();
             if (x != -Infinity()) {
               s = Cap(p, x);
-              if (kSlope) slope = CapDerivative(p, s);
+              if (kSlope) slope = SlopeOf(p, s);
               if (kBias) s += score.Bias(Row(m, h), Column(c, e));
             }
             x = Exp2(fmaf(kMaximumApart ? s - maximum[m][h] : s, kLog2e, minus_l[m][h]));

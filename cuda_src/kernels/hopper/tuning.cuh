@@ -82,8 +82,7 @@ struct BackwardTuning {
       !kFormsScores && !kAlongside && (kRows == 128 ? kMask : kBlockMask && kQKDim > 96 && !kDropout);
 
   // Where ptxas must not work ahead, since it would spill registers (Never): between masks and exponentials, ...
-  static constexpr bool kStopAfterMask =
-      kPairs && !kBias && (kSoftCap || kEntryMasks || kDropout || kWindow || kLengths || kQueryOffset);
+  static constexpr bool kStopAfterMask = kPairs && !kBias && (kSoftCap || kEntryMasks || kDropout || kManyRanges);
   // ... between the exponentials of the first half of the rows and the next, whose L is not read before, ...
   static constexpr bool kStopInSoftmax = kRows == 128 && kDropout && !kAlongside;
   // ... before the words of dropout, ...

@@ -13,14 +13,15 @@ namespace jax_flash {
 constexpr bool kCausal = kProblem.causal;
 constexpr bool kWindow = kProblem.window;
 constexpr bool kLengths = kProblem.q_lengths || kProblem.kv_lengths;
-constexpr bool kQueryOffset = kProblem.query_offset;
 constexpr bool kSegments = kProblem.segments;
 constexpr bool kMask = kProblem.mask;
 constexpr bool kBlockMask = kProblem.q_block > 0;
 constexpr int kQBlock = kBlockMask ? kProblem.q_block : 16;
 constexpr int kKVBlock = kBlockMask ? kProblem.kv_block : 16;
 
-constexpr bool kLocal = kWindow || kSegments;          // keys may be hidden to the left of what is not
+constexpr bool kLocal = kWindow || kSegments;  // keys may be hidden to the left of what is not
+// Do positions decide more than that a row sees no later key?
+constexpr bool kManyRanges = kWindow || kLengths || kProblem.query_offset;
 constexpr bool kEntryMasks = kSegments || kMask;       // read entry by entry
 constexpr bool kLookedUp = kEntryMasks || kBlockMask;  // must memory be asked which keys a row sees?
 
@@ -30,7 +31,7 @@ __device__ __forceinline__ Positions PositionsOf(const Params& p, int batch) {
   Positions positions;
   positions.q_length = kProblem.q_lengths ? ClampLength(p.q_lengths[batch], p.q_len) : p.q_len;
   positions.kv_length = kProblem.kv_lengths ? ClampLength(p.kv_lengths[batch], p.kv_len) : p.kv_len;
-  positions.offset = kQueryOffset ? p.query_offset[batch] : 0;
+  positions.offset = kProblem.query_offset ? p.query_offset[batch] : 0;
   positions.causal = kCausal;
   positions.window_left = kWindow ? p.window_left : -1;
   positions.window_right = kWindow ? p.window_right : -1;

@@ -32,7 +32,7 @@ __device__ __forceinline__ float Cap(const Params& p, float x) {
 }
 
 // dc / d(scale x), from c
-__device__ __forceinline__ float CapDerivative(const Params& p, float c) {
+__device__ __forceinline__ float SlopeOf(const Params& p, float c) {
   return kSoftCap ? 1.0f - (c / p.soft_cap) * (c / p.soft_cap) : 1.0f;
 }
 
@@ -55,7 +55,7 @@ struct Score {
 
   // dc / d(scale x) of two entries, from their c.
   __device__ __forceinline__ uint32_t PackSlopes(float c, float next) const {
-    return kSoftCap ? Pack(CapDerivative(p, c), CapDerivative(p, next)) : 0;
+    return kSoftCap ? Pack(SlopeOf(p, c), SlopeOf(p, next)) : 0;
   }
 
   // (i, j) is within T and S; of the head `next` after this one.

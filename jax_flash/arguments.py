@@ -141,7 +141,7 @@ def problem_and_operands(
         kv_lengths=checks.lengths("key_value_seq_lengths", given["key_value_seq_lengths"], B),
         q_segments=checks.ids("query_segment_ids", given["query_segment_ids"], (B, T), unbatched),
         kv_segments=checks.ids("key_value_segment_ids", given["key_value_segment_ids"], (B, S), unbatched),
-        query_offset=_offsets(given["query_offset"], B),
+        query_offset=_offsets("query_offset", given["query_offset"], B),
     )
     if (operands.q_segments is None) != (operands.kv_segments is None):
         raise ValueError("query_segment_ids and key_value_segment_ids must be given together")
@@ -271,16 +271,16 @@ def _full_precision(precision: Any) -> bool:
         ) from None
 
 
-def _offsets(x: int | ArrayLike | None, batch: int) -> jax.Array | None:
+def _offsets(name: str, x: int | ArrayLike | None, batch: int) -> jax.Array | None:
     """int32 [B]; None for none and for 0."""
     if x is None or isinstance(x, int) and x == 0:
         return None
-    given = checks.integers("query_offset", x)
+    given = checks.integers(name, x)
     if isinstance(given, np.ndarray) and given.size and not (given.min() >= -(2**31) and given.max() < 2**31):
-        raise ValueError(f"query_offset must be int32 numbers, but there are {given.min()} to {given.max()}")
+        raise ValueError(f"{name} must be int32 numbers, but there are {given.min()} to {given.max()}")
     xp = np if isinstance(given, np.ndarray) else jnp
     given = xp.broadcast_to(given, (batch,)) if given.ndim == 0 else given
-    return checks.saturated(checks.shaped("query_offset", given, (batch,)))
+    return checks.saturated(checks.shaped(name, given, (batch,)))
 
 
 def _block_mask_operands(mask: BlockMask, B: int, N: int, T: int, S: int) -> dict[str, jax.Array]:

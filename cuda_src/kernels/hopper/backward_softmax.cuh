@@ -12,6 +12,8 @@ constexpr int kPFull = 4, kPRead = 5;
 // dS is computed without the factor of the kept entries, which comes with the results.
 __device__ __forceinline__ float DQKScale(const Params& p) { return ZScale(p) * ScaleOf(p); }
 
+static_assert(Tuning::kEarlyDV || !Tuning::kKeepsSlopes);
+
 // Lines 12 to 15, 18 and 20 of Algorithm 4, on the transposes.
 struct Probabilities : Products {
   const float scale_log2;

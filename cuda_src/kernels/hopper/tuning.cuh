@@ -46,7 +46,8 @@ struct BackwardTuning {
 
   // dV += P^T dO can start before dS is known where there are registers for P in both precisions.
   static constexpr bool kEarlyDV = kRows == 64;
-  static_assert(kEarlyDV || !kSoftCap);
+  // The slopes of the soft cap are kept where dS will be, and join P once dV has it.
+  static constexpr bool kKeepsSlopes = kSoftCap;
 
   // S^T can start at -L / scale: then nobody waits for L, and the subtraction costs nothing. With 128 rows to fetch it
   // costs more than it saves. (To start at 0 explicitly tells the compiler that S was not needed before.)

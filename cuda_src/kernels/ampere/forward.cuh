@@ -24,11 +24,15 @@ struct Forward {
 
   Accumulator<kWarpRows, RoundUp(kVDim, 16)> O;
   OnlineSoftmax<kLaneRows> softmax;
+  const float scale;
 
-  __device__ __forceinline__ Forward(const Params& p, const QTile& tile) : p(p), tile(tile), softmax(p) {
+  __device__ __forceinline__ Forward(const Params& p, const QTile& tile) : p(p), tile(tile), scale(ScoreScale(p)) {
     Clear(O);
     softmax.Start();
   }
+
+  // Once Q is there, and K and V are on their way: before, nobody waits for the scale.
+  __device__ __forceinline__ void Begin() { softmax.unit = Fresh(scale) * kLog2e; }
 
   // O = diag(alpha) O, of all rows of the warp if one has to be.
   __device__ __forceinline__ void Rescale() {
@@ -124,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   WarpRows<decltype(shared.q), kWarpRows / 16, Tuning::kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
   Forward forward(p, tile);
   Walk(
-      p, tile, shared.kv, [&] { LoadQ(p, tile, shared.q); }, [&] { shared.q.Landed<kThreads>(); }, [&] { q.Take(); },
+      p, tile, shared.kv, [&] { LoadQ(p, tile, shared.q); }, [&] { shared.q.Landed<kThreads>(); },
+      [&] { q.Take(), forward.Begin(); },
       [&](const KTile& k, const VTile& v, int column, const LoadNext& load_next) {
         forward.Step(q, k, v, column, load_next);
       });

@@ -162,8 +162,8 @@ struct RowsWarp {
   __device__ __forceinline__ uint64_t* Full(PackedRing<2> at) const { return &shared.rows_full[Warp()][at.Index()]; }
   __device__ __forceinline__ int Take() const { return Lane() == 0 ? atomicAdd(p.rows_taken, 1) : 0; }
   __device__ __forceinline__ int AllBlocks() const { return Fresh(p.batch) * p.q_heads * BlocksOfHead(p); }
-  __device__ __forceinline__ static int Warp() { return Fresh(threadIdx.x) / 32u - 1; }
-  __device__ __forceinline__ static int Lane() { return Fresh(threadIdx.x) % 32u; }
+  __device__ __forceinline__ static int Warp() { return Fresh(int(threadIdx.x)) / 32u - 1; }
+  __device__ __forceinline__ static int Lane() { return Fresh(int(threadIdx.x)) % 32u; }
 };
 
 }  // namespace jax_flash

@@ -87,7 +87,7 @@ struct Epilogue : Probabilities {
   template <int kDim, int kSlot, int kBox = 0>
   __device__ __forceinline__ void AddGradient(const float (&C)[kDim / 2], float* sum, const KVTile& tile) {
     constexpr int kFirst = kBox * kBoxColumns, kWidth = kDim - kFirst < kBoxColumns ? kDim - kFirst : kBoxColumns;
-    const int consumer_warp = Fresh(threadIdx.x) / 32u - 4;  // computed again, for want of registers
+    const int consumer_warp = Fresh(int(threadIdx.x)) / 32u - 4;  // computed again, for want of registers
     const int block = (tile.batch * p.kv_heads + tile.head) * KeyBlocksOfHead(p) + tile.column / 64;
     uint8_t* const slot = kSlot == 0 ? reinterpret_cast<uint8_t*>(shared.ds) : shared.staging;
     float* const staged = reinterpret_cast<float*>(slot) + consumer_warp * (16 * kBoxColumns);

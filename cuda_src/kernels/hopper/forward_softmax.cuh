@@ -12,7 +12,9 @@ struct Probabilities : Products {
   PackedZ<kCols> z;
   uint32_t seen[2][kSeenWords];  // of a tile, from the lane's first column on
 
-  __device__ __forceinline__ Probabilities(const Params& p, ForwardShared& shared) : Products(p, shared), softmax(p) {}
+  __device__ __forceinline__ Probabilities(const Params& p, ForwardShared& shared) : Products(p, shared) {
+    softmax.unit = UnitOf(p);
+  }
 
   // The two rows' keys, from the lane's first column of tile j on: begin <= offset < end.
   __device__ __forceinline__ void RowEnds(const QTile& tile, int j, int (&begin)[2], int (&end)[2]) const {

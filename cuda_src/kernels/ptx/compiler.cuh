@@ -16,6 +16,10 @@ __device__ __forceinline__ int Fresh(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ __forceinline__ float Fresh(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
 
 // Keeps the compiler from moving reads or writes of an accumulator, or other registers, across this point.
 template <int kCount>

@@ -27,11 +27,9 @@ __device__ __forceinline__ float UnitOf(const Params& p) { return ScoreScale(p) 
 // Algorithm 2. But O is divided by l at the end, and O and l are rescaled only when they have to be.
 template <int kLines>
 struct OnlineSoftmax {
-  const float unit;
+  float unit;                  // UnitOf
   float m[kLines], l[kLines];  // l: of this lane's columns only, until Finish
   float reference[kLines];     // what the exponentials are taken against: m, or a little less
-
-  __device__ __forceinline__ explicit OnlineSoftmax(const Params& p) : unit(UnitOf(p)) {}
 
   __device__ __forceinline__ void Start() {
 #pragma unroll

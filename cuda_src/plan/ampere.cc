@@ -101,7 +101,7 @@ constexpr Table kForwardTable = {kForward, kForwardF32}, kForwardSplitTable = {k
 
 // As much of a tile as divides the blocks of a block mask: all, if they are 0. `warps_have_rows`: each of its own, at
 // least 16.
-KernelTiling WithinBlocks(Tile tile, bool warps_have_rows, const Problem& p) {
+KernelTiling WithinBlocks(TileSizes tile, bool warps_have_rows, const Problem& p) {
   tile.rows = int(std::gcd(tile.rows, p.q_block));
   tile.cols = int(std::gcd(tile.cols, p.kv_block));
   if (warps_have_rows) tile.groups = std::min(tile.groups, tile.rows / 16);

@@ -17,13 +17,13 @@ bool Fits(const Row& row, const Target& target, const Problem& p) {
          !FeaturesOf(p, target, row.tile.rows).Any(row.without);
 }
 
-bool InWholeTiles(const Tile& tile, const Problem& p) {
+bool InWholeTiles(const TileSizes& tile, const Problem& p) {
   return p.q_block % tile.rows == 0 && p.kv_block % tile.cols == 0;
 }
 
 std::string Obstacle(const Rows& rows, const Target& target, const Problem& p) {
   std::vector<std::string> least;
-  Tile tile = {};
+  TileSizes tile = {};
   for (const Row& row : rows) {
     if (row.shared > target.shared || std::max(p.qk_dim, p.v_dim) > row.dim) continue;
     const Features obstacles = {FeaturesOf(p, target, row.tile.rows).bits & row.without};

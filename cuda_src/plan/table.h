@@ -11,7 +11,7 @@
 
 namespace jax_flash {
 
-struct Tile {
+struct TileSizes {
   int rows, cols;  // queries and keys
   int groups;      // warps, or on Hopper warpgroups beside the one that loads
   int stages;
@@ -21,7 +21,7 @@ struct Tile {
 struct Row {
   int shared;  // KiB of shared memory that a block must be able to have
   int dim;     // the larger head dim is at most this
-  Tile tile;
+  TileSizes tile;
   unsigned without = 0;  // the problem has none of these features
 };
 
@@ -45,7 +45,7 @@ struct Table {
 bool Fits(const Row& row, const Target& target, const Problem& p);
 
 // Whether blocks of a block mask, if there is one, are whole tiles, as Hopper's kernels want them.
-bool InWholeTiles(const Tile& tile, const Problem& p);
+bool InWholeTiles(const TileSizes& tile, const Problem& p);
 
 // Why no row is taken: the one that the fewest of the problem's features stand in the way of, and these. "its tiles of
 // 64 x 64 do not do a soft cap"

@@ -32,7 +32,7 @@ struct Forward {
   }
 
   // Once Q is there, and K and V are on their way: before, nobody waits for the scale.
-  __device__ __forceinline__ void Begin() { softmax.unit = Fresh(scale) * kLog2e; }
+  __device__ __forceinline__ void Begin() { softmax.to_log2 = Fresh(scale) * kLog2e; }
 
   // O = diag(alpha) O, of all rows of the warp if one has to be.
   __device__ __forceinline__ void Rescale() {

@@ -11,9 +11,9 @@ constexpr int kMergeWarps = kMergeThreads / 32;
 constexpr int kAtOnce = 9;  // of the parts of a warp, which seldom has more
 static_assert(kParts && !kListed);
 
-// What l_p and O_p of a part count for beside the larger m; `unit`: UnitOf, read once, before it is needed.
-__device__ __forceinline__ float Alpha(float unit, float m_p, float m) {
-  return m_p == m ? 1.0f : Exp2((m_p - m) * unit);
+// What l_p and O_p of a part count for beside the larger m; `to_log2`: ToLog2, read once, before it is needed.
+__device__ __forceinline__ float Alpha(float to_log2, float m_p, float m) {
+  return m_p == m ? 1.0f : Exp2((m_p - m) * to_log2);
 }
 
 }  // namespace jax_flash
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
   __align__(16) __shared__ float O_w[kMergeWarps][kVDim];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t at = blockIdx.x, rows = int64_t(p.batch) * p.q_heads * p.q_len;
-  const float unit = UnitOf(p);
+  const float to_log2 = ToLog2(p);
   {
     const int part = warp + lane * kMergeWarps;
     const float m_p = part < p.parts ? p.m_parts[part * rows + at] : -Infinity();
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
     };
     load(0, 0);
     const float m = LaneMax<32>(m_p);
-    const float weight = l_p * Alpha(unit, m_p, m), l = LaneSum<32>(weight);
+    const float weight = l_p * Alpha(to_log2, m_p, m), l = LaneSum<32>(weight);
     if (lane == 0) m_w[warp] = m, l_w[warp] = l;
 #pragma unroll
     for (int column = 0; column < kVDim; column += 128) {
@@ -65,12 +65,12 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
 #pragma unroll
   for (int w = 1; w < kMergeWarps; ++w) m = fmaxf(m, m_w[w]);
 #pragma unroll
-  for (int w = 0; w < kMergeWarps; ++w) l += l_w[w] * Alpha(unit, m_w[w], m);
+  for (int w = 0; w < kMergeWarps; ++w) l += l_w[w] * Alpha(to_log2, m_w[w], m);
   if (const int column = 2 * threadIdx.x; column < kVDim) {
     float a = 0.0f, b = 0.0f;
 #pragma unroll
     for (int w = 0; w < kMergeWarps; ++w) {
-      const float alpha = Alpha(unit, m_w[w], m);
+      const float alpha = Alpha(to_log2, m_w[w], m);
       a = fmaf(alpha, O_w[w][column], a), b = fmaf(alpha, O_w[w][column + 1], b);
     }
     const float factor = l == 0.0f ? 0.0f : 1.0f / l;

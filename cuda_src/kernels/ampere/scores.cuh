@@ -102,7 +102,7 @@ struct Scores {
   template <bool kSlope, int kCount, int kChunks, typename Store>
   __device__ __forceinline__ void ToP(float (&S)[kCount][kChunks][4], const float (&minus_l)[kCount][2],
                                       Store store) const {
-    const float scale_log2 = ScaleOf(p) * kLog2e;
+    const float to_log2 = ScaleOf(p) * kLog2e;
     float maximum[kCount][2];
     RowMaxima(maximum);
 #pragma unroll
@@ -127,7 +127,7 @@ struct Scores {
             }
             x = Exp2(fmaf(kMaximumApart ? s - maximum[m][h] : s, kLog2e, minus_l[m][h]));
           } else {
-            x = Exp2(fmaf(x, scale_log2, minus_l[m][h]));
+            x = Exp2(fmaf(x, to_log2, minus_l[m][h]));
           }
           kept[r] = x;
           if (kSlope) x *= slope;

@@ -16,11 +16,11 @@ static_assert(Tuning::kEarlyDV || !Tuning::kKeepsSlopes);
 
 // Lines 12 to 15, 18 and 20 of Algorithm 4, on the transposes.
 struct Probabilities : Products {
-  const float scale_log2;
+  const float to_log2;
   uint32_t hidden_in_block[2];
 
   __device__ __forceinline__ Probabilities(const Params& p, BackwardShared& shared)
-      : Products(p, shared), scale_log2(UnitOf(p)) {}
+      : Products(p, shared), to_log2(ToLog2(p)) {}
 
   __device__ __forceinline__ View<true> ViewOf(const KVTile& tile, const Step& step) const {
     return {step.row + lane % 4 * 2, Key(tile)};
@@ -100,19 +100,19 @@ struct Probabilities : Products {
     if (kFormsScores) ToScores(tile, step);
     if (step.masked) Hide(tile, step);
     if (Tuning::kStopAfterMask && Never()) return;
-    const float scale_log2 = Tuning::kLateScale ? __ldg(p.scale + Fresh(0)) * kLog2e : this->scale_log2;
+    const float to_log2 = Tuning::kLateScale ? __ldg(p.scale + Fresh(0)) * kLog2e : this->to_log2;
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
       if (Tuning::kStopInSoftmax && c == kRows / 32 && Never()) return;
       const float4 x = Tuning::kStartAtL
                            ? float4()
                            : (reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4)[4 * c];
-      const float minus_l[4] = {x.x * scale_log2, x.y * scale_log2, x.z * scale_log2, x.w * scale_log2};
+      const float minus_l[4] = {x.x * to_log2, x.y * to_log2, x.z * to_log2, x.w * to_log2};
       if (kMaximumApart) SubtractM(c);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        S[8 * c + i] = Exp2(Tuning::kStartAtL ? S[8 * c + i] * scale_log2
-                                              : fmaf(S[8 * c + i], scale_log2, minus_l[i / 4 * 2 + i % 2]));
+        S[8 * c + i] =
+            Exp2(Tuning::kStartAtL ? S[8 * c + i] * to_log2 : fmaf(S[8 * c + i], to_log2, minus_l[i / 4 * 2 + i % 2]));
       }
     }
     MarkDropped(tile, step);

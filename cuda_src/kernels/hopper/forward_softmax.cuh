@@ -13,7 +13,7 @@ struct Probabilities : Products {
   uint32_t seen[2][kSeenWords];  // of a tile, from the lane's first column on
 
   __device__ __forceinline__ Probabilities(const Params& p, ForwardShared& shared) : Products(p, shared) {
-    softmax.unit = UnitOf(p);
+    softmax.to_log2 = ToLog2(p);
   }
 
   // The two rows' keys, from the lane's first column of tile j on: begin <= offset < end.

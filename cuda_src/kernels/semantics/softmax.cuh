@@ -21,13 +21,13 @@ __device__ __forceinline__ float MinusL(float m, float l) {
 }
 
 // What S is multiplied with to be exponents of 2.
-__device__ __forceinline__ float UnitOf(const Params& p) { return ScoreScale(p) * kLog2e; }
+__device__ __forceinline__ float ToLog2(const Params& p) { return ScoreScale(p) * kLog2e; }
 
 // The forward's softmax of a lane's rows, over the tiles of S that it gets one after the other: lines 12 and 13 of
 // Algorithm 2. But O is divided by l at the end, and O and l are rescaled only when they have to be.
 template <int kLines>
 struct OnlineSoftmax {
-  float unit;                  // UnitOf
+  float to_log2;               // ToLog2
   float m[kLines], l[kLines];  // l: of this lane's columns only, until Finish
   float reference[kLines];     // what the exponentials are taken against: m, or a little less
 
@@ -43,12 +43,12 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int x = 0; x < EntriesOfLine(S); x += 2) maximum = fmaxf(maximum, fmaxf(At(S, h, x), At(S, h, x + 1)));
     m[h] = fmaxf(m[h], LaneMax<4>(maximum));
-    return (m[h] - reference[h]) * unit > kRescaleAt;
+    return (m[h] - reference[h]) * to_log2 > kRescaleAt;
   }
 
   // l_i is multiplied by alpha = exp(m_i - m_i of now), as O will have to be.
   __device__ __forceinline__ float Rescale(int h) {
-    const float alpha = Exp2((reference[h] - m[h]) * unit);
+    const float alpha = Exp2((reference[h] - m[h]) * to_log2);
     reference[h] = m[h];
     l[h] *= alpha;
     return alpha;
@@ -56,7 +56,7 @@ struct OnlineSoftmax {
 
   // What exponents are taken against.
   __device__ __forceinline__ float Shift(int h) const {
-    return reference[h] == -Infinity() ? 0.0f : kMaximumApart ? reference[h] : reference[h] * unit;
+    return reference[h] == -Infinity() ? 0.0f : kMaximumApart ? reference[h] : reference[h] * to_log2;
   }
 
   // P_ij = exp(S_ij - m_i) of line h, and l_i += rowsum(P_ij)
@@ -66,7 +66,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int x = 0; x < EntriesOfLine(S); ++x) {
       float& s = At(S, h, x);
-      s = Exp2(kMaximumApart ? (s - shift) * unit : fmaf(s, unit, -shift));
+      s = Exp2(kMaximumApart ? (s - shift) * to_log2 : fmaf(s, to_log2, -shift));
       sum[x % 2] += s;
     }
     l[h] += sum[0] + sum[1];
@@ -75,8 +75,8 @@ struct OnlineSoftmax {
   // With the m, l and reference of other keys of the same row. Its O counts `alpha`, theirs `beta`.
   __device__ __forceinline__ void Merge(int h, float other_m, float other_l, float other, float* alpha, float* beta) {
     const float common = fmaxf(reference[h], other);
-    *alpha = reference[h] == -Infinity() ? 0.0f : Exp2((reference[h] - common) * unit);
-    *beta = other == -Infinity() ? 0.0f : Exp2((other - common) * unit);
+    *alpha = reference[h] == -Infinity() ? 0.0f : Exp2((reference[h] - common) * to_log2);
+    *beta = other == -Infinity() ? 0.0f : Exp2((other - common) * to_log2);
     reference[h] = common;
     m[h] = fmaxf(m[h], other_m);
     l[h] = l[h] * *alpha + other_l * *beta;
@@ -87,7 +87,7 @@ struct OnlineSoftmax {
   // And then: l and m of the row, as the backward wants them. What was NaN or +inf in a row of S has made its l NaN,
   // but not its m.
   __device__ __forceinline__ float RowSum(int h) const {
-    return l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * unit);
+    return l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * to_log2);
   }
   __device__ __forceinline__ float RowMaximum(const Params& p, int h) const {
     return isnan(l[h]) ? l[h] : m[h] * ScoreScale(p);

@@ -25,6 +25,9 @@ constexpr int kRowThreads = 256;    // of a block of the kernels before and afte
 constexpr int kPairedKeys = 128;    // of a CTA of Hopper's backward, or of two in a cluster
 constexpr int kMergeThreads = 256;  // of a block that merges parts of the keys, each a thread's: so many parts at most
 
+constexpr int kMaskBlock = 128;    // queries, and keys, of a block that a mask operand is divided into
+constexpr int kMaskThreads = 256;  // of a block of the kernels that make a block mask of it
+
 constexpr int kSegmentBlock = 64;      // queries or keys of a SegmentBounds
 constexpr int kSegmentThreads = 1024;  // of a block that finds
 constexpr int kSegmentBlocks = 4;      // so many of them
@@ -110,17 +113,18 @@ struct SegmentBounds {
 // operands `in` and the layout of scratch, where `at` turns an offset into an address (custom_calls.cc). What the
 // problem does not have is null.
 
-// A mask of blocks (jax_flash/block_sparse.py).
-#define JAX_FLASH_BLOCK_MASK(FIELD)                                                      \
-  FIELD(const int32_t*, blocks, in.blocks)                                               \
-  FIELD(const int32_t*, row_lists, in.row_lists)                                         \
-  FIELD(const int32_t*, column_lists, in.column_lists)                                   \
-  FIELD(const uint32_t*, element_masks, in.element_masks)                                \
-  FIELD(int, element_mask_count, int(p.element_masks)) /* of a batch entry */            \
-  FIELD(int, row_width, int(p.row_list))               /* of the lists */                \
-  FIELD(int, column_width, int(p.column_list))                                           \
-  /* The next batch entry's or head's is so many heads further on; 0: it is the same. */ \
-  FIELD(int, batch, p.block_mask.batch ? (p.block_mask.heads ? int(p.q_heads) : 1) : 0)  \
+// A mask of blocks (jax_flash/block_sparse.py), or what scheduler/mask_blocks.cuh makes of a mask operand.
+#define JAX_FLASH_BLOCK_MASK(FIELD)                                                            \
+  FIELD(const int32_t*, blocks, in.blocks)                                                     \
+  FIELD(const int32_t*, row_lists, in.row_lists)                                               \
+  FIELD(const int32_t*, column_lists, in.column_lists)                                         \
+  FIELD(const uint32_t*, element_masks, in.element_masks)                                      \
+  FIELD(const uint32_t*, transposed_masks, at(layout.transposed_masks)) /* by key */           \
+  FIELD(int, element_mask_count, int(p.element_masks))                  /* of a batch entry */ \
+  FIELD(int, row_width, int(p.row_list))                                /* of the lists */     \
+  FIELD(int, column_width, int(p.column_list))                                                 \
+  /* The next batch entry's or head's is so many heads further on; 0: it is the same. */       \
+  FIELD(int, batch, p.block_mask.batch ? (p.block_mask.heads ? int(p.q_heads) : 1) : 0)        \
   FIELD(int, head, p.block_mask.heads)
 
 // Every kernel of a call has the same. What is {} the host sets pass by pass: o, l and m, which the forward writes and
@@ -180,7 +184,9 @@ struct SegmentBounds {
   FIELD(float*, o_parts, at(layout.o_parts))                                                                     \
   FIELD(float*, l_parts, at(layout.l_parts))                                                                     \
   FIELD(float*, m_parts, at(layout.m_parts))                                                                     \
-  FIELD(BlockMask, block_mask, {JAX_FLASH_BLOCK_MASK(FIELD)})                                                    \
+  FIELD(BlockMask, block_mask, block_mask(blocks_p, blocks_in))                                                  \
+  FIELD(int*, mask_counts, at(layout.mask_counts))  /* the lengths of its lists, then */                         \
+  FIELD(BlockMask, given_blocks, block_mask(p, in)) /* the operand: another one if there is a mask */            \
   /* 0 at first, what CTAs on Hopper count: tiles, of which each CTA takes the next; */                          \
   FIELD(int*, taken, at(layout.taken))                                                                           \
   /* in the backward blocks of 64 rows of Q, likewise; */                                                        \

@@ -30,7 +30,7 @@ constexpr Row kForwardF32[] = {
     {163, 128, {128, 32, 4, 2}, kScores | kFullPrecision | kBlockMask},
     {99, 128, {64, 32, 4, 2}},
     {227, 256, {64, 32, 4, 2}, kScores},
-    {163, 256, {64, 16, 4, 2}, kMask},
+    {163, 256, {64, 16, 4, 2}},
     {99, 256, {32, 16, 2, 2}},
 };
 
@@ -39,12 +39,12 @@ constexpr Row kForwardSplit[] = {
     {99, 64, {16, 64, 1, 2}, kManyRows},
     {99, 64, {32, 64, 2, 2}, kManyRows},
     {99, 64, {64, 64, 4, 3}, kManyRows},
-    {99, 64, {128, 64, 4, 3}, kOperands | kSoftCap | kDropout},
+    {99, 64, {128, 64, 4, 3}, kBias | kMask | kSoftCap | kDropout},
     {99, 64, {64, 64, 4, 3}},
     {99, 128, {16, 32, 1, 3}, kManyRows},
     {99, 128, {32, 32, 2, 2}, kManyRows},
     {99, 128, {64, 32, 4, 3}, kManyRows},
-    {99, 128, {128, 32, 4, 3}, kOperands | kSoftCap | kDropout},
+    {99, 128, {128, 32, 4, 3}, kBias | kSoftCap | kDropout},
     {99, 128, {64, 32, 4, 3}},
     {99, 256, {32, 16, 2, 2}, kManyRows},
     {99, 256, {64, 16, 4, 3}},
@@ -75,8 +75,8 @@ constexpr Row kBackwardF32[] = {
 };
 
 constexpr Row kBackwardQuery[] = {
-    {99, 64, {128, 32, 4, 2}, kBiasAndMask},   {99, 128, {128, 16, 4, 2}, kOperands},      {99, 128, {64, 32, 4, 2}},
-    {227, 256, {128, 32, 8, 2}, kBiasAndMask}, {163, 256, {64, 32, 4, 2}, kCrowdedBlocks}, {99, 256, {64, 16, 4, 2}},
+    {99, 64, {128, 32, 4, 2}},   {99, 128, {128, 16, 4, 2}, kBias},          {99, 128, {64, 32, 4, 2}},
+    {227, 256, {128, 32, 8, 2}}, {163, 256, {64, 32, 4, 2}, kCrowdedBlocks}, {99, 256, {64, 16, 4, 2}},
 };
 
 constexpr Row kBackwardQueryF32[] = {

@@ -19,16 +19,15 @@ namespace jax_flash {
   FEATURE(kQueryOffset, "a query offset", p.query_offset)                                         \
   FEATURE(kSoftCap, "a soft cap", p.soft_cap > 0)                                                 \
   FEATURE(kBias, "a bias", p.bias.present)                                                        \
-  FEATURE(kMask, "a mask", p.mask.present)                                                        \
-  FEATURE(kBiasAndMask, "a bias beside a mask", has.Any(kBias) && has.Any(kMask))                 \
+  FEATURE(kMask, "a mask", p.mask.present) /* in a forward of few queries */                      \
   FEATURE(kDropout, "dropout", p.dropout())                                                       \
   FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */ \
   FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                      \
-  FEATURE(kBlockMask, "a block mask", p.block_mask.present)                                       \
-  FEATURE(kCrowdedBlocks, "a block mask beside a window, segments, a mask or dropout",            \
-          has.Any(kBlockMask) && has.Any(kLocal | kMask | kDropout))                              \
-  FEATURE(kSeveral, "two of: a window or segments, a mask, dropout",                              \
-          has.Any(kLocal) + has.Any(kMask) + has.Any(kDropout) > 1)                               \
+  FEATURE(kBlockMask, "a mask or a block mask", p.block_mask.present)                             \
+  FEATURE(kCrowdedBlocks, "a block mask beside a window, segments or dropout",                    \
+          has.Any(kBlockMask) && has.Any(kLocal | kDropout))                                      \
+  FEATURE(kTornPairs, "blocks whose keys are no multiple of 128", p.kv_block % kPairedKeys != 0)  \
+  FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))  \
   FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)             \
   FEATURE(kNarrow, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
 
@@ -48,7 +47,6 @@ enum Feature : unsigned { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FEATU
 #undef JAX_FLASH_BIT
 
 constexpr unsigned kLocal = kWindow | kSegments;
-constexpr unsigned kOperands = kBias | kMask;
 constexpr unsigned kScores = kBias | kSoftCap;             // scores are formed entry by entry
 constexpr unsigned kRanges = kCausal | kLocal | kLengths;  // masks that need no array of all entries
 constexpr unsigned kPositions = kRanges | kQueryOffset;

@@ -10,50 +10,47 @@ namespace {
 // --- Tiles ---
 
 constexpr Row kForward[] = {
-    {227, 64, {256, 64, 4, 4}, kOperands | kDropout | kLocal | kManyKeys | kFewTiles},
-    {227, 64, {192, 128, 3, 2}, kOperands | kDropout | kLocal | kSoftCap | kFewTiles},
-    {227, 64, {256, 64, 4, 4}, kOperands | kDropout | kCausal | kFewTiles},
-    {227, 64, {192, 112, 3, 2}, kOperands | kDropout | kLocal | kFewTiles},
-    {227, 64, {128, 128, 2, 3}, kOperands | kDropout | kLocal | kBlockMask},
-    {227, 64, {128, 128, 4, 4}, kOperands | kDropout | kSegments | kCrowdedBlocks},
-    {227, 64, {128, 176, 2, 2}, kOperands | kCausal | kLocal | kBlockMask},
-    {227, 64, {128, 128, 2, 3}, kOperands},
-    {227, 64, {128, 96, 2, 3}, kBiasAndMask | kSeveral},
+    {227, 64, {256, 64, 4, 4}, kBias | kDropout | kLocal | kManyKeys | kFewTiles},
+    {227, 64, {192, 128, 3, 2}, kBias | kDropout | kLocal | kSoftCap | kFewTiles},
+    {227, 64, {256, 64, 4, 4}, kBias | kDropout | kCausal | kFewTiles},
+    {227, 64, {192, 112, 3, 2}, kBias | kDropout | kLocal | kFewTiles},
+    {227, 64, {128, 128, 2, 3}, kBias | kDropout | kLocal | kBlockMask},
+    {227, 64, {128, 128, 4, 4}, kBias | kDropout | kSegments | kCrowdedBlocks},
+    {227, 64, {128, 176, 2, 2}, kBias | kCausal | kLocal | kBlockMask},
+    {227, 64, {128, 128, 2, 3}, kBias},
+    {227, 64, {128, 96, 2, 3}, kSeveral},
     {227, 64, {128, 64, 2, 3}, kSeveral},
     {227, 64, {128, 48, 2, 3}, kDropout},
     {227, 64, {128, 32, 2, 3}},
-    {227, 96, {192, 96, 3, 2}, kOperands | kDropout | kLocal | kFewTiles},
-    {227, 128, {128, 128, 2, 2}, kOperands},
-    {227, 128, {128, 112, 2, 2}, kOperands},
-    {227, 128, {128, 96, 2, 2}, kOperands},
-    {227, 128, {128, 64, 2, 2}, kOperands},
-    {227, 128, {128, 64, 2, 2}, kBiasAndMask | kSeveral},
+    {227, 96, {192, 96, 3, 2}, kBias | kDropout | kLocal | kFewTiles},
+    {227, 128, {128, 128, 2, 2}, kBias},
+    {227, 128, {128, 112, 2, 2}, kBias},
+    {227, 128, {128, 96, 2, 2}, kBias},
+    {227, 128, {128, 64, 2, 2}, kBias},
+    {227, 128, {128, 64, 2, 2}, kSeveral},
     {227, 128, {128, 32, 2, 2}},
-    {227, 192, {128, 96, 2, 2}, kOperands | kSeveral},
-    {227, 192, {128, 64, 2, 2}, kOperands},
-    {227, 192, {128, 48, 2, 2}, kOperands},
-    {227, 192, {128, 32, 2, 2}, kBiasAndMask | kSeveral},
-    {227, 192, {128, 32, 2, 2}, kBiasAndMask | kDropout},
+    {227, 192, {128, 96, 2, 2}, kBias | kSeveral},
+    {227, 192, {128, 64, 2, 2}, kBias},
+    {227, 192, {128, 48, 2, 2}, kBias},
+    {227, 192, {128, 32, 2, 2}, kSeveral},
     {227, 192, {128, 16, 2, 2}},
-    {227, 256, {128, 64, 2, 2}, kOperands | kDropout},
-    {227, 256, {128, 48, 2, 2}, kOperands},
-    {227, 256, {128, 32, 2, 2}, kOperands},
-    {227, 256, {128, 32, 2, 2}, kBiasAndMask | kSeveral},
-    {227, 256, {128, 32, 2, 2}, kBiasAndMask | kDropout},
-    {227, 256, {128, 16, 2, 2}, kBiasAndMask},
+    {227, 256, {128, 64, 2, 2}, kBias | kDropout},
+    {227, 256, {128, 48, 2, 2}, kBias},
+    {227, 256, {128, 32, 2, 2}, kBias},
+    {227, 256, {128, 32, 2, 2}, kSeveral},
+    {227, 256, {128, 16, 2, 2}},
 };
 
-// TF32. What is not here would spill registers: above head dim 64 a mask with a bias or dropout.
+// TF32.
 constexpr Row kForwardF32[] = {
-    {227, 64, {192, 64, 3, 3}, kFullPrecision | kOperands | kDropout | kLocal | kSoftCap | kBlockMask | kFewTiles},
-    {227, 64, {128, 128, 2, 2}, kFullPrecision | kOperands | kDropout | kLocal | kSoftCap},
-    {227, 64, {128, 64, 2, 3}, kFullPrecision | kOperands},
-    {227, 64, {128, 64, 2, 3}, kFullPrecision | kMask | kDropout | kLocal | kBlockMask},
+    {227, 64, {192, 64, 3, 3}, kFullPrecision | kBias | kDropout | kLocal | kSoftCap | kBlockMask | kFewTiles},
+    {227, 64, {128, 128, 2, 2}, kFullPrecision | kBias | kDropout | kLocal | kSoftCap},
+    {227, 64, {128, 64, 2, 3}, kFullPrecision | kBias},
+    {227, 64, {128, 64, 2, 3}, kFullPrecision | kDropout | kLocal | kBlockMask},
     {227, 64, {128, 32, 2, 3}, kFullPrecision},
-    {227, 128, {128, 64, 2, 2}, kFullPrecision | kOperands | kDropout | kLocal},
-    {227, 128, {128, 64, 2, 2}, kFullPrecision | kOperands | kDropout | kSoftCap | kBlockMask},
-    {227, 128, {128, 32, 2, 2}, kFullPrecision | kMask},
-    {227, 128, {128, 32, 2, 2}, kFullPrecision | kBiasAndMask | kDropout},
+    {227, 128, {128, 64, 2, 2}, kFullPrecision | kBias | kDropout | kLocal},
+    {227, 128, {128, 64, 2, 2}, kFullPrecision | kBias | kDropout | kSoftCap | kBlockMask},
+    {227, 128, {128, 32, 2, 2}, kFullPrecision},
 };
 
 // What is not here would spill registers: a soft cap keeps its slopes beside P, and beside much else above head dim 96;
@@ -62,20 +59,18 @@ constexpr Row kBackward[] = {
     {227, 64, {128, 128, 2, 2}, kScores | kCrowdedBlocks},
     {227, 96, {64, 128, 2, 2}},
     {227, 128, {64, 128, 2, 2}, kSoftCap},
-    {227, 128, {64, 128, 2, 2}, kOperands | kBlockMask},
-    {227, 192, {64, 64, 2, 2}, kNarrow | kSoftCap | kBlockMask},
-    {227, 192, {64, 64, 2, 2}, kNarrow | kOperands | kBlockMask},
-    {227, 192, {64, 64, 2, 2}, kNarrow | kBias | kLocal | kBlockMask},
-    {227, 256, {64, 64, 2, 2}, kNarrow | kSoftCap | kBias | kBlockMask},
-    {227, 256, {64, 64, 2, 2}, kNarrow | kSoftCap | kDropout | kBlockMask},
+    {227, 128, {64, 128, 2, 2}, kBias | kBlockMask},
+    {227, 192, {64, 64, 2, 2}, kNarrow | kSoftCap | kTornPairs},
+    {227, 256, {64, 64, 2, 2}, kNarrow | kSoftCap | kBias | kTornPairs},
+    {227, 256, {64, 64, 2, 2}, kNarrow | kSoftCap | kDropout | kTornPairs},
 };
 
-// TF32. A soft cap would keep its slopes in 16 bits; crowded blocks, a bias beside a mask or a block mask, and one
-// above head dim 96, would spill registers.
+// TF32. A soft cap would keep its slopes in 16 bits; crowded blocks, a bias beside a block mask, and one above head dim
+// 96, would spill registers.
 constexpr Row kBackwardF32[] = {
     {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks},
     {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks},
-    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kBiasAndMask | kBlockMask},
+    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kBlockMask},
 };
 
 constexpr Table kForwardTable = {kForward, kForwardF32}, kBackwardTable = {kBackward, kBackwardF32};
@@ -114,14 +109,14 @@ bool Alongside(const Target& target, const Problem& p) {
   const bool shared_keys = p.group() > 1 && narrow;
   if (dropout && (has.Any(kLocal) || shared_keys)) return false;
   if (p.group() > 1 && !LeavesIdle(target, p)) return false;
-  return ElementOf(p.dtype).bytes == 2 && has.Any(kNarrow) && !has.Any(kScores | kMask) && SumsDQ(p);
+  return ElementOf(p.dtype).bytes == 2 && has.Any(kNarrow) && !has.Any(kScores) && SumsDQ(p);
 }
 
 // Whether heads of Q that share keys are walked together: of larger groups, the rows that CTAs are at would not fit
 // into the L2. (With masks of wide heads it would spill registers.)
 bool Together(const Problem& p) {
   const Features has = FeaturesOf(p);
-  const bool crowded = !has.Any(kNarrow) && has.Any(kOperands);
+  const bool crowded = !has.Any(kNarrow) && has.Any(kBias);
   return has.Any(kCausal) && p.group() > 4 && !has.Any(kBlockMask) && !crowded;
 }
 

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "cuda_src/plan/family.h"
+#include "cuda_src/plan/mask_blocks.h"
 
 namespace jax_flash {
 namespace {
@@ -82,7 +83,8 @@ int AddUnit(const std::string& kernel, const Problem& p, const KernelTiling& til
 #define VALUE(type, name, ...) __VA_ARGS__,
   const KernelConfig config = {{JAX_FLASH_KERNEL_PROBLEM(VALUE)}, tiling};
 #undef VALUE
-  const std::string room = kernel == "segments" ? "scheduler" : tiling.family == Family::kHopper ? "hopper" : "ampere";
+  const bool before = kernel == "segments" || kernel == "mask_blocks";
+  const std::string room = before ? "scheduler" : tiling.family == Family::kHopper ? "hopper" : "ampere";
   plan->units.push_back({room + "/" + kernel + ".cuh", config});
   return int(plan->units.size()) - 1;
 }
@@ -96,7 +98,14 @@ Plan MakePlan(const Problem& p, Pass pass, const Target& target) {
     plan.reasons.push_back("JAX_FLASH_CUDA_KERNELS=sm80: Hopper takes the kernels that all GPUs have");
   }
   if (p.segments) AddSegments(p, &plan);
-  (pass == Pass::kForward ? AddForward : AddBackward)(target, p, &plan);
+  const bool makes_blocks = MakesMaskBlocks(p, pass, target);
+  const Problem in_blocks = makes_blocks ? WithMaskInBlocks(p) : p;
+  if (makes_blocks) {
+    AddMaskBlocks(p, &plan);
+  } else if (ReadsMasksByKey(p, pass, target)) {
+    AddTransposedMasks(p, &plan);
+  }
+  (pass == Pass::kForward ? AddForward : AddBackward)(target, in_blocks, &plan);
   return plan;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda_src/plan/family.h"
+#include "cuda_src/plan/mask_blocks.h"
 
 namespace jax_flash {
 namespace {
@@ -22,9 +23,11 @@ std::vector<Target> AllTargets() {
 
 }  // namespace
 
-Scratch ScratchOf(const Problem& p, Pass pass, const Target& target) {
+Scratch ScratchOf(const Problem& given, Pass pass, const Target& target) {
   Scratch scratch;
-  if (!CudaRefusal(p).empty() || NothingToCompute(p)) return scratch;
+  if (!CudaRefusal(given).empty() || NothingToCompute(given)) return scratch;
+  const bool makes_blocks = MakesMaskBlocks(given, pass, target);
+  const Problem p = makes_blocks ? WithMaskInBlocks(given) : given;
   const auto take = [&](int64_t bytes) {
     const int64_t at = scratch.bytes;
     scratch.bytes += RoundUp(bytes, 256);
@@ -34,6 +37,16 @@ Scratch ScratchOf(const Problem& p, Pass pass, const Target& target) {
     scratch.q_bounds = take(p.batch * DivideUp(p.q_len, kSegmentBlock) * int64_t(sizeof(SegmentBounds)));
     scratch.kv_bounds = take(p.batch * DivideUp(p.kv_len, kSegmentBlock) * int64_t(sizeof(SegmentBounds)));
   }
+  const int64_t tables = p.block_mask.batch ? p.batch : 1, masks = 4 * tables * p.element_masks;
+  if (makes_blocks) {
+    const int64_t heads = tables * (p.block_mask.heads ? p.q_heads : 1);
+    scratch.blocks = take(4 * heads * p.block_rows() * p.block_columns());
+    scratch.row_lists = take(4 * heads * p.block_rows() * p.row_list);
+    scratch.mask_counts = take(4 * heads * (p.block_rows() + p.block_columns()));
+    scratch.column_lists = take(4 * heads * p.block_columns() * p.column_list);
+    if (ReadsMasksByRow(p, pass, target)) scratch.element_masks = take(masks * p.q_block * p.element_words());
+  }
+  if (ReadsMasksByKey(p, pass, target)) scratch.transposed_masks = take(masks * p.kv_block * DivideUp(p.q_block, 32));
   const bool backward = pass == Pass::kBackward, main = backward ? HasMain(p) : !ampere::FewQueries(target, p);
   const std::optional<KernelTiling> hopper = main ? hopper::Tiling(target, p, pass) : std::nullopt;
   const int64_t all_heads = p.batch * p.q_heads, first_zero = scratch.bytes;

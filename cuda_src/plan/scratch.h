@@ -10,7 +10,11 @@ namespace jax_flash {
 // The offsets of what is in it on one GPU; -1: not needed. Of the rows of Q a head has as many as kRowPadding makes of
 // them, and there are all heads of all batch entries, or `heads` that are used in turn.
 struct Scratch {
-  int64_t q_bounds = -1, kv_bounds = -1;         // SegmentBounds [batch, block of kSegmentBlock]
+  int64_t q_bounds = -1, kv_bounds = -1;  // SegmentBounds [batch, block of kSegmentBlock]
+  // Of a mask that is made into a block mask: the latter's arrays, as if it were an operand (mask_blocks.h); and
+  // element masks transposed, of it or of the operand.
+  int64_t blocks = -1, row_lists = -1, column_lists = -1, element_masks = -1, transposed_masks = -1;
+  int64_t mask_counts = -1;                      // s32 [head of the block mask, its rows and columns]
   int64_t logsumexp = -1, d = -1, maximum = -1;  // f32 [head, row]
   int64_t dq_sum = -1;                           // f32 [head, row, query's dim]
   int64_t dbias_parts = -1;                      // f32 [parts, shape of the bias]

@@ -137,6 +137,17 @@ T atomicMax(T* x, T y) {
 }
 
 inline void __syncthreads() { emulator::SyncThreads(); }
+inline int __syncthreads_or(int x) {
+  static int any;
+  if (threadIdx.x == 0) any = 0;
+  emulator::SyncThreads();
+  any |= x != 0;
+  emulator::SyncThreads();
+  const int all_have = any;
+  emulator::SyncThreads();
+  return all_have;
+}
+inline int __syncthreads_and(int x) { return !__syncthreads_or(!x); }
 inline void __syncwarp(unsigned mask) {
   if (mask != 0xFFFFFFFF) emulator::Fail("__syncwarp of some lanes");
   static const char site = 0;

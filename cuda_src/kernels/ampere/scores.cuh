@@ -17,7 +17,7 @@ struct Scores {
   const Params& p;
   const Entries entries;
   const Score score;
-  const Block block;
+  const Block<false> block;
   int batch, head, row, column;
 
   // `kind`: of the block that they are in.
@@ -25,7 +25,7 @@ struct Scores {
       : p(p),
         entries(p, batch, head),
         score(p, batch, head),
-        block(p, batch, kind),
+        block(p.block_mask, batch, kind),
         batch(batch),
         head(head),
         row(row),
@@ -40,22 +40,16 @@ struct Scores {
   template <int kCount, int kChunks>
   __device__ __forceinline__ void Hide(const Positions& positions, float (&S)[kCount][kChunks][4]) const {
 #pragma unroll
-    for (int i = 0; i < 2 * kCount; ++i) {
-      const int m = i / 2, h = i % 2;
-      const KeyRange keys = RowKeys(positions, Query(m, h));
-      const auto within = [&](int64_t j) { return int(min(max(j - column, int64_t(0)), int64_t(8 * kChunks))); };
-      const int lo = within(keys.lo), hi = within(keys.hi);
-      // Looked up one after the other: all at once they would not fit beside the accumulators.
-      uint32_t hidden = HiddenInBlock<kChunks>(Query(m, h));
-#pragma unroll(kEntryMasks ? 4 : 2 * kChunks)
-      for (int x = 0; x < 2 * kChunks; ++x) {
-        const int j = Column(x / 2, x % 2);
-        const bool seen = lo <= j - column && j - column < hi && !entries.Hidden(Query(m, h), j, Member(m, h));
-        hidden |= uint32_t(!seen) << x;
-      }
-#pragma unroll
-      for (int x = 0; x < 2 * kChunks; ++x) {
-        if (hidden >> x & 1) S[m][x / 2][2 * h + x % 2] = -Infinity();
+    for (int m = 0; m < kCount; ++m) {
+      const View<false> view = {Row(m, 0), Column(0, 0)};
+      const Within<false> within(positions, view, 8 * kChunks);
+      if constexpr (kLookedUp) {
+        Seen<false, 8 * kChunks> seen;
+        seen.Look(block, entries, view);
+        seen.And(within);
+        jax_flash::Hide(seen, S[m]);
+      } else {
+        jax_flash::Hide(within, S[m]);
       }
     }
   }
@@ -151,18 +145,6 @@ struct Scores {
   }
 
  private:
-  // Which of this lane's columns of a row the block mask hides, as Hide numbers them.
-  template <int kChunks>
-  __device__ __forceinline__ uint32_t HiddenInBlock(int row) const {
-    uint32_t hidden = 0;
-#pragma unroll
-    for (int pair = 0; pair < kChunks / 2; ++pair) {
-      const uint32_t seen = block.Columns(row, column + 16 * pair) >> threadIdx.x % 4 * 2;
-      hidden |= (~seen & 3 | ~seen >> 6 & 12) << 4 * pair;
-    }
-    return hidden;
-  }
-
   // What exponentials are taken against beside minus_l: the row's maximum m where it is apart.
   template <int kCount>
   __device__ __forceinline__ void RowMaxima(float (&x)[kCount][2]) const {

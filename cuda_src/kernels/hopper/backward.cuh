@@ -66,7 +66,7 @@ struct Consumer : Epilogue {
     MbarrierWait(&shared.do_full[at.index], at.parity);
     if (kDS && !Tuning::kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);  // 17
     const Step step = StepHere();
-    Look(tile, step);
+    if (!Tuning::kLateLook) Look(tile, step);
     WgmmaWait<kDS && !Tuning::kLateDP ? 1 : 0>();
     Pin(S);
     Softmax(tile, step);             // 12, 13, 14

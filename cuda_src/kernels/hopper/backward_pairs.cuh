@@ -61,6 +61,7 @@ struct ConsumerOfP : Epilogue {
     WaitForQ();
     IssueS();
     Step step = StepHere();
+    if (!Tuning::kLateLook) Look(tile, step);
     while (true) {
       const int stage = at.index;
       WgmmaWait<0>();
@@ -82,6 +83,7 @@ struct ConsumerOfP : Epilogue {
       WaitForQ();
       IssueS();
       step = StepHere();
+      if (!Tuning::kLateLook) Look(tile, step);
       WgmmaWait<1>();
       Pin(dV);
       Release(&shared.do_empty[stage]);

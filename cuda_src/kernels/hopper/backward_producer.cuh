@@ -14,6 +14,8 @@ namespace jax_flash {
 __device__ __forceinline__ auto MakeSchedule(const Params& p) {
   if constexpr (kAlongside) {
     return CountedTiles(p);
+  } else if constexpr (kListed && kPairs) {
+    return DealtLists<kCluster>(p);
   } else if constexpr (kListed) {
     return CountedLists(p);
   } else {
@@ -83,27 +85,31 @@ struct Producer {
 
   // With a block mask, whose blocks are whole tiles.
   __device__ __forceinline__ void RunListed() {
-    static_assert(!kListed || !kPairs);
-    constexpr int kTiles = kTilesOfColumn<kCols>;
+    constexpr int kAllCols = kCols * kCluster, kTiles = kTilesOfColumn<kAllCols>;
+    static_assert(!kListed || kTiles > 0);
     auto schedule = MakeSchedule(p);
     int item, t;
-    while (schedule.Next(p.batch * p.kv_heads, TilesOfHead(p), &item, &t)) {
+    while (schedule.Next(p.batch * p.kv_heads, ListedColumnTiles<kAllCols>(p), &item, &t)) {
       WaitForRows(item);
       const int head = item % p.kv_heads, batch = item / p.kv_heads;
       const BlockList blocks = ColumnList(p, batch, head * (p.q_heads / p.kv_heads), t / kTiles);
-      const int column = FirstColumn<kCols>(blocks, t % kTiles);
+      const int column = FirstColumn<kAllCols>(blocks, t % kTiles);
       const Positions positions = PositionsOf(p, batch);
-      const Visible rows = RowsOf(p, positions, batch, column, column + kCols);
-      const int every_hi = EveryHi(rows, positions);
-      ListedQTiles<kRows> at(p, batch, head, blocks, rows);
-      const KVTile tile = {column, head, batch, item, at.There()};
+      ListedColumn found = {{column + (kPairs ? ClusterRank() * kCols : 0), head, batch, item},
+                            RowsOf(p, positions, batch, column, column + kAllCols)};
+      found.rows.every_hi = EveryHi(found.rows, positions);
+      if (kPairs) shared.listed = found;
+      auto& [tile, rows] = kPairs ? shared.listed : found;
+      ListedQTiles<kRows> at(p, tile.batch, tile.head, blocks, rows);
+      tile.steps = at.There();
       if (!at.There()) schedule.Ask(), LoadKV(tile);
       for (bool first = true; at.There(); first = false) {
-        const int row = at.row, q_head = at.head, kind = KindOfBlock(p, batch, q_head, row, column);
+        const int row = at.row, q_head = at.head;
+        const int kind = KindOfBlock(p, p.block_mask, tile.batch, q_head, row, tile.column);
         at.Next();
-        const bool every = row >= rows.every_lo && row + kRows <= every_hi && kind == kEverything;
+        const bool every = row >= rows.every_lo && row + kRows <= rows.every_hi && kind == kEverything;
         if (!at.There()) schedule.Ask();
-        Load({row, q_head, RowBlock(batch, q_head, row), kind, !every, !at.There()}, batch);
+        Load({row, q_head, RowBlock(tile.batch, q_head, row), kind, !every, !at.There()}, tile.batch);
         if (first) LoadKV(tile);
       }
     }

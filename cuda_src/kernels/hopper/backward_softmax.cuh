@@ -17,7 +17,7 @@ static_assert(Tuning::kEarlyDV || !Tuning::kKeepsSlopes);
 // Lines 12 to 15, 18 and 20 of Algorithm 4, on the transposes.
 struct Probabilities : Products {
   const float to_log2;
-  uint32_t hidden_in_block[2];
+  Seen<true, kRows> seen;
 
   __device__ __forceinline__ Probabilities(const Params& p, BackwardShared& shared)
       : Products(p, shared), to_log2(ToLog2(p)) {}
@@ -42,48 +42,25 @@ struct Probabilities : Products {
     }
   }
 
-  // Entries that may not attend become -inf.
-  __device__ __forceinline__ void Hide(const KVTile& tile, const Step& step) {
-    const Positions positions = PositionsOf(p, tile.batch);
-    const Entries entries(p, tile.batch, step.head);
-    const int row = step.row + lane % 4 * 2;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int key = Key(tile) + 8 * h;
-      const RowRange rows = AnyKeyRows(positions, key, key + 1);
-      const int first = rows.lo < rows.hi ? min(rows.lo - row, int64_t(kRows)) : kRows, end = rows.hi - row;
-      uint32_t hidden = kListed ? hidden_in_block[h] : 0;
-#pragma unroll 4
-      for (int x = 0; Tuning::kFewAtOnce && kEntryMasks && x < kRows / 4; ++x) {
-        const int r = x / 2 * 8 + x % 2;
-        hidden |= uint32_t(first <= r && r < end && entries.Hidden(row + r, key)) << x;
-      }
-#pragma unroll
-      for (int i = 2 * h; i < kRows / 2; i += 4) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int r = i / 4 * 8 + e;
-          const bool outside = r < first || ((kLocal || kMask || kBias) && r >= end);
-          if (kListed && !Tuning::kFewAtOnce && (hidden >> (i / 4 * 2 + e) & 1)) S[i + e] = -Infinity();
-          if (outside || (Tuning::kFewAtOnce ? hidden >> (i / 4 * 2 + e) & 1 : entries.Hidden(row + r, key))) {
-            S[i + e] = -Infinity();
-          }
-        }
-      }
-    }
+  __device__ __forceinline__ Within<true> WithinTile(const KVTile& tile, const Step& step) const {
+    return Within<true>(PositionsOf(p, tile.batch), ViewOf(tile, step), kRows);
   }
 
-  // With lists: which of this lane's rows may not attend to its keys, as Hide numbers them.
+  // What has to be looked up in memory: which rows this lane's keys are seen by.
   __device__ __forceinline__ void Look(const KVTile& tile, const Step& step) {
-    if (!kListed || !step.masked) return;
-    const Block block(p, tile.batch, step.kind);
-    const int key = Key(tile), row = step.row + lane % 4 * 2;
-    hidden_in_block[0] = hidden_in_block[1] = 0;
-#pragma unroll 8
-    for (int x = 0; x < kRows / 4; ++x) {
-      const uint32_t hidden = ~block.Columns(row + x / 2 * 8 + x % 2, key / 16 * 16) >> key % 16;
-      hidden_in_block[0] |= (hidden & 1) << x;
-      hidden_in_block[1] |= (hidden >> 8 & 1) << x;
+    if (!kLookedUp || !step.masked) return;
+    const Block<true> block(p.block_mask, tile.batch, step.kind);
+    seen.Look(block, Entries(p, tile.batch, step.head), ViewOf(tile, step));
+  }
+
+  // Entries that may not attend become -inf.
+  __device__ __forceinline__ void HideEntries(const KVTile& tile, const Step& step) {
+    if constexpr (kLookedUp) {
+      if (Tuning::kLateLook) Look(tile, step);
+      seen.And(WithinTile(tile, step));
+      Hide(seen, S);
+    } else {
+      Hide(WithinTile(tile, step), S);
     }
   }
 
@@ -98,7 +75,7 @@ struct Probabilities : Products {
   // S^T is masked and becomes P^T.
   __device__ __forceinline__ void Softmax(const KVTile& tile, const Step& step) {
     if (kFormsScores) ToScores(tile, step);
-    if (step.masked) Hide(tile, step);
+    if (step.masked) HideEntries(tile, step);
     if (Tuning::kStopAfterMask && Never()) return;
     const float to_log2 = Tuning::kLateScale ? __ldg(p.scale + Fresh(0)) * kLog2e : this->to_log2;
 #pragma unroll

@@ -64,6 +64,12 @@ struct KVTile {
   int steps;      // tiles of Q, of all heads of the item, that see it; with a block mask: are there any?
 };
 
+// With lists, what the producer goes by: a tile of K and V, or two, and the rows that see it.
+struct ListedColumn {
+  KVTile tile;
+  Visible rows;
+};
+
 // A tile of Q, and of dO.
 struct Step {
   int row, head;
@@ -90,6 +96,7 @@ struct BackwardShared {
   alignas(16) float d[kStages][kRows];
   alignas(16) Step step[kStages];
   alignas(16) KVTile tile[2];
+  ListedColumn listed;  // if kPairs, for want of registers
   uint64_t k_full, k_empty, v_full, v_empty;
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kStages], do_empty[kStages];

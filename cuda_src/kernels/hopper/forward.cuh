@@ -40,9 +40,9 @@ struct Consumer : Epilogue {
     Draw(tile, j);
     WgmmaWait<1>();
     FinishS(last);
-    if (kFormsScores || !kMasked || !AllSeen()) ToScores<kMasked>(tile, j);  // 11
-    Maximum(alpha, shift);                                                   // 12, 13
-    Exponentials(shift);                                                     // 12
+    if (kFormsScores || !kMasked || !Tuning::kVote || !seen.All()) ToScores<kMasked>(tile, j);  // 11
+    Maximum(alpha, shift);                                                                      // 12, 13
+    Exponentials(shift);                                                                        // 12
     FinishO();
     if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
@@ -100,7 +100,7 @@ struct Consumer : Epilogue {
     if constexpr (kListed) {  // Algorithm 5, line 8: only the blocks that are not empty
       while (!listed.Last()) {
         listed = Listed();
-        if (listed.Masked() || kMask) {
+        if (listed.Masked()) {
           Step<true>(tile, listed.J(), listed.Last());
         } else {
           Step<false>(tile, listed.J(), listed.Last());
@@ -108,9 +108,7 @@ struct Consumer : Epilogue {
       }
     } else {
       for (--j; j >= unmasked_end; --j) Step<true>(tile, j, j == begin);
-      if (!kMask) {
-        for (; j >= unmasked_begin; --j) Step<false>(tile, j, j == begin);
-      }
+      for (; j >= unmasked_begin; --j) Step<false>(tile, j, j == begin);
       if (kLocal) {
         for (; j >= begin; --j) Step<true>(tile, j, j == begin);
       }

@@ -8,7 +8,6 @@
 namespace jax_flash {
 
 constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
-constexpr int kSeenWords = kLookedUp ? (kCols + 31) / 32 : 1;  // a bit for each key of a tile
 
 // Named barriers of row groups.
 constexpr int kHanded = 1 + 2 * kConsumers, kFree = kHanded + kRowGroups;

@@ -10,77 +10,46 @@ namespace jax_flash {
 struct Probabilities : Products {
   OnlineSoftmax<2> softmax;
   PackedZ<kCols> z;
-  uint32_t seen[2][kSeenWords];  // of a tile, from the lane's first column on
+  Seen<false, kCols> seen;
 
   __device__ __forceinline__ Probabilities(const Params& p, ForwardShared& shared) : Products(p, shared) {
     softmax.to_log2 = ToLog2(p);
   }
 
-  // The two rows' keys, from the lane's first column of tile j on: begin <= offset < end.
-  __device__ __forceinline__ void RowEnds(const QTile& tile, int j, int (&begin)[2], int (&end)[2]) const {
+  // Of this lane's first entry of tile j.
+  __device__ __forceinline__ View<false> ViewOf(const QTile& tile, int j) const {
+    return {Row(tile), Column(j) + lane % 4 * 2};
+  }
+  __device__ __forceinline__ Within<false> WithinTile(const QTile& tile, int j) const {
     Positions positions = PositionsOf(p, tile.batch);
     if (!kProblem.q_lengths) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
-    const int column = Column(j) + lane % 4 * 2;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const KeyRange keys = RowKeys(positions, Row(tile) + 8 * h);
-      begin[h] = int(min(keys.lo, int64_t(p.kv_len))) - column, end[h] = int(keys.hi) - column;
-    }
+    return Within<false>(positions, ViewOf(tile, j), kCols);
   }
 
   // What has to be looked up in memory: which columns of tile j this lane's rows see.
   template <bool kMasked>
   __device__ __forceinline__ void Look(const QTile& tile, int j) {
     if (!kMasked || !kLookedUp) return;
-    const Block block(p, tile.batch, kListed ? shared.listed[k.index].kind : kEverything);
-    const Entries entries(p, tile.batch, tile.head);
-    const int row = Row(tile), column = Column(j) + lane % 4 * 2;
-    const int row_in_block = RowInBlock<kRows>(tile.row) + RowInTile();
-    const int column_in_block = ColumnInBlock<kKeys>(j * kKeys) + key_group * kCols;
-    int begin[2], end[2];
-    RowEnds(tile, j, begin, end);
-#pragma unroll
-    for (int w = 0; w < kSeenWords; ++w) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        seen[h][w] = SeenBits(begin[h], end[h], 32 * w);
-        if (kListed) seen[h][w] &= block.Word<kCols>(row_in_block + 8 * h, column_in_block, 32 * w) >> lane % 4 * 2;
-      }
-#pragma unroll
-      for (int x = 0; kEntryMasks && x < 16; ++x) {
-        const int h = x / 2 % 2, bit = x / 4 * 8 + x % 2, offset = 32 * w + bit;
-        if (offset < kCols && entries.Hidden(min(row + 8 * h, p.q_len - 1), min(column + offset, p.kv_len - 1)))
-          seen[h][w] &= ~(1u << bit);
-      }
-    }
-  }
-
-  // Whether the warp's rows see all keys of the tile that was looked up.
-  __device__ __forceinline__ bool AllSeen() const {
-    if (!Tuning::kVote) return false;
-    uint32_t all = 0xFFFFFFFF;
-#pragma unroll
-    for (int w = 0; w < kSeenWords; ++w) all &= seen[0][w] & seen[1][w];
-    return __all_sync(0xFFFFFFFFu, (all & 0x03030303u) == 0x03030303u);  // a lane has two columns of each 8
+    const Block<false> block(p.block_mask, tile.batch, kListed ? shared.listed[k.index].kind : kEverything);
+    seen.Look(block, Entries(p, tile.batch, tile.head), ViewOf(tile, j));
+    seen.And(WithinTile(tile, j));
   }
 
   // From q_i k_j to s_ij, -inf where row i does not see key j. Without kFormsScores S stays without its scale.
   template <bool kMasked>
   __device__ __forceinline__ void ToScores(const QTile& tile, int j) {
-    if (!kMasked && !kFormsScores) return;
-    const int row = Row(tile), column = Column(j) + lane % 4 * 2;
     const Score score(p, tile.batch, tile.head);
-    const View<false> view = {row, column};
-    int begin[2], end[2];
-    RowEnds(tile, j, begin, end);
+    const View<false> view = ViewOf(tile, j);
 #pragma unroll
-    for (int i = 0; i < kCols / 2; ++i) {
-      const int h = i / 2 % 2, x = i / 4 * 2 + i % 2, offset = OffsetOf(x);
+    for (int i = 0; kFormsScores && i < kCols / 2; ++i) {
+      const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       S[i] = score.Of(S[i], view.Row(h, x), view.Key(h, x));
-      if (!kMasked) continue;
-      if (kLookedUp ? (seen[h][offset / 32] >> offset % 32 & 1) == 0 : Outside(begin[h], end[h], offset)) {
-        S[i] = -Infinity();
-      }
+    }
+    if (!kMasked) return;
+    if constexpr (kLookedUp) {
+      Hide(seen, S);
+    } else {
+      Hide(WithinTile(tile, j), S);
     }
   }
 

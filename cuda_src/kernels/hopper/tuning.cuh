@@ -8,6 +8,8 @@
 
 namespace jax_flash {
 
+static_assert(!kMask);  // a mask operand has become a block mask
+
 struct ForwardTuning {
   static constexpr int kRows = kTiling.rows, kConsumers = kTiling.groups;
   static constexpr int kCols = kTiling.cols * kRows / 64 / kConsumers;  // of S in a warpgroup
@@ -21,8 +23,7 @@ struct ForwardTuning {
   // Is the first tile to be computed, the last that the rows see, masked at any rate? To ask takes registers that with
   // segments are not there for wide heads or TF32, and with dropout and narrow heads more time than it saves.
   static constexpr bool kFirstMasked =
-      kMask ||
-      (!kBlockMask && (kCausal || kWindow || (kSegments && (kTF32 || kVDim > 128)) || (kDropout && kVDim <= 64)));
+      !kBlockMask && (kCausal || kWindow || (kSegments && (kTF32 || kVDim > 128)) || (kDropout && kVDim <= 64));
 
   // Do the warps ask whether their rows see all of a masked tile? They often do where others do not, and of a block
   // that a window crosses a warpgroup's half of the keys may be whole. With segments and dropout that costs more than
@@ -41,7 +42,8 @@ struct BackwardTuning {
 
   // Of 504 for the three warpgroups. A block mask beside other masks or large tiles is more to keep track of; and a
   // warp that transposes has 32 entries a lane at a time.
-  static constexpr int kProducerRegisters = kTF32 || (kBlockMask && (kRows == 128 || kCausal || kLocal)) ? 56 : 40;
+  static constexpr int kProducerRegisters =
+      kTF32 || (!kPairs && kBlockMask && (kRows == 128 || kCausal || kLocal)) ? 56 : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
 
   // dV += P^T dO can start before dS is known where there are registers for P in both precisions.
@@ -55,16 +57,15 @@ struct BackwardTuning {
 
   // To form scores entry by entry takes registers: dP has to wait for its own, ...
   static constexpr bool kLateDP = kFormsScores && kRows == 64;
-  // ... segments and the mask have to be looked up a few entries at a time, ...
-  static constexpr bool kFewAtOnce = kPairs || kBias || kSoftCap;
-  // ... and so has a bias.
+  // ... what memory is asked for which rows a key sees has to wait for S, ...
+  static constexpr bool kLateLook = kLateDP;
+  // ... and a bias has to be looked up a few entries at a time.
   static constexpr bool kBiasInParts = kPairs && kBias;
 
   // dQ is computed a step behind: then no warpgroup waits for the other's dS, and one can be at its products while the
   // other is at its exponentials. Not where there are no registers to keep track of it.
   static constexpr bool kBehind =
-      kDQ &&
-      (kRows == 128 || !(kDropout || kMask || kSoftCap || kSegments || (kBlockMask && (kBias || kCausal || kWindow))));
+      kDQ && (kRows == 128 || !(kDropout || kSoftCap || kSegments || (kBlockMask && (kBias || kCausal || kWindow))));
   // Whether the first step of a tile, which has no dQ yet, has code of its own: 2 to 4% faster. But with a causal mask
   // at most, ptxas compiles the loop over the other steps differently, up to 2.5% slower; and other head dims spill.
   static constexpr bool kOwnFirst =
@@ -80,12 +81,14 @@ struct BackwardTuning {
 
   // The scale is read in every step, or with these masks registers would be spilled.
   static constexpr bool kLateScale =
-      !kFormsScores && !kAlongside && (kRows == 128 ? kMask : kBlockMask && kQKDim > 96 && !kDropout);
+      !kFormsScores && !kAlongside && kRows == 64 && kBlockMask && kQKDim > 96 && !kDropout && !kCausal;
 
   // Where ptxas must not work ahead, since it would spill registers (Never): between masks and exponentials, ...
-  static constexpr bool kStopAfterMask = kPairs && !kBias && (kSoftCap || kEntryMasks || kDropout || kManyRanges);
+  static constexpr bool kStopAfterMask =
+      kPairs ? !kBias && (kSoftCap || kSegments || kDropout || kManyRanges) : kBias && kBlockMask && kQKDim > 96;
   // ... between the exponentials of the first half of the rows and the next, whose L is not read before, ...
-  static constexpr bool kStopInSoftmax = kRows == 128 && kDropout && !kAlongside;
+  static constexpr bool kStopInSoftmax =
+      kRows == 128 ? kDropout && !kAlongside : kBlockMask && kQKDim > 96 && !kDropout && !kFormsScores;
   // ... before the words of dropout, ...
   static constexpr bool kStopBeforeZ = kFormsScores;
   // ... and before the last of these.

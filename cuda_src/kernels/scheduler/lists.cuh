@@ -23,11 +23,11 @@ __device__ __forceinline__ BlockList ListAt(const int32_t* list, int width, int 
 
 // The t-th of a head's rows of blocks.
 __device__ __forceinline__ BlockList RowList(const Params& p, int batch, int head, int t) {
-  const int64_t list = HeadOfBlocks(p, batch, head) * BlockRows(p) + t;
+  const int64_t list = HeadOfBlocks(p.block_mask, batch, head) * BlockRows(p) + t;
   return ListAt(p.block_mask.row_lists + list * p.block_mask.row_width, p.block_mask.row_width, BlockRows(p));
 }
 __device__ __forceinline__ BlockList ColumnList(const Params& p, int batch, int head, int t) {
-  const int64_t list = HeadOfBlocks(p, batch, head) * BlockColumns(p) + t;
+  const int64_t list = HeadOfBlocks(p.block_mask, batch, head) * BlockColumns(p) + t;
   return ListAt(p.block_mask.column_lists + list * p.block_mask.column_width, p.block_mask.column_width,
                 BlockColumns(p));
 }
@@ -71,18 +71,22 @@ __device__ __forceinline__ void ListOfItem(uint32_t item, uint32_t lists, uint32
   }
 }
 
-// All lists in this order.
-struct CountedLists : Counted {
-  using Counted::Counted;
+// All lists in this order; Numbers: whence a CTA has its own.
+template <typename Numbers>
+struct Listing : Numbers {
+  using Numbers::Numbers;
 
   // The list that was asked for; false when there are no more.
   __device__ __forceinline__ bool Next(int heads, int lists, int* head, int* list) const {
     lists = Fresh(lists), heads = Fresh(heads);
-    if (number >= lists * heads) return false;
-    ListOfItem(number, lists, heads, head, list);
+    if (Numbers::number >= lists * heads) return false;
+    ListOfItem(Numbers::number, lists, heads, head, list);
     return true;
   }
 };
+using CountedLists = Listing<Counted>;
+template <int kCluster>
+using DealtLists = Listing<Dealt<kCluster>>;
 
 // The list of the same block column in another head's lists, whose order is another. Heads that share a mask share
 // `members`.
@@ -139,13 +143,13 @@ using ListedKeys = ListedTiles<kTile, kKVBlock>;
 template <int kTile>
 struct ListedQTiles {
   const Params& p;
-  const int batch;
+  const int& batch;
   int head, row;
   const int last_head, index;
   const Visible& rows;
   ListedTiles<kTile, kQBlock> tiles;
 
-  __device__ __forceinline__ ListedQTiles(const Params& p, int batch, int kv_head, const BlockList& blocks,
+  __device__ __forceinline__ ListedQTiles(const Params& p, const int& batch, int kv_head, const BlockList& blocks,
                                           const Visible& rows)
       : p(p),
         batch(batch),

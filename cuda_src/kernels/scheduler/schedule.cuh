@@ -40,6 +40,15 @@ struct Counted {
   __device__ __forceinline__ void Ask() { number = atomicAdd(p.taken, 1); }
 };
 
+// Work in the same order for all CTAs, dealt out from the start: those of a cluster have the same.
+template <int kCluster>
+struct Dealt {
+  int number = blockIdx.x / kCluster;
+
+  __device__ __forceinline__ explicit Dealt(const Params&) {}
+  __device__ __forceinline__ void Ask() { number += gridDim.x / kCluster; }
+};
+
 // All tiles, head by head. A causal head's first tile of keys, which the most rows see, comes first, as does the
 // longest list of a block mask; and of the last heads the first tiles of all come first, so that what ends last is
 // short. (Tiles with a window mostly see as many rows each.)

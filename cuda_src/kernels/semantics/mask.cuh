@@ -7,6 +7,7 @@
 #include "common/masking.h"
 #include "config.cuh"
 #include "ptx/types.cuh"
+#include "semantics/view.cuh"
 
 namespace jax_flash {
 
@@ -14,7 +15,7 @@ constexpr bool kCausal = kProblem.causal;
 constexpr bool kWindow = kProblem.window;
 constexpr bool kLengths = kProblem.q_lengths || kProblem.kv_lengths;
 constexpr bool kSegments = kProblem.segments;
-constexpr bool kMask = kProblem.mask;
+constexpr bool kMask = kProblem.mask;  // the operand: in a forward of few queries, and where a block mask is made of it
 constexpr bool kBlockMask = kProblem.q_block > 0;
 constexpr int kQBlock = kBlockMask ? kProblem.q_block : 16;
 constexpr int kKVBlock = kBlockMask ? kProblem.kv_block : 16;
@@ -41,14 +42,6 @@ __device__ __forceinline__ Positions PositionsOf(const Params& p, int batch) {
 // The first n of 32 bits; none if n < 0.
 __device__ __forceinline__ uint32_t FirstBits(int n) { return n >= 32 ? 0xFFFFFFFF : (1u << max(n, 0)) - 1; }
 
-// Of the 32 columns from `offset` on of a row that sees begin <= column < end: which it sees, bit by bit.
-__device__ __forceinline__ uint32_t SeenBits(int begin, int end, int offset) {
-  return FirstBits(end - offset) & (kWindow ? ~FirstBits(begin - offset) : 0xFFFFFFFF);
-}
-__device__ __forceinline__ bool Outside(int begin, int end, int column) {
-  return column >= end || (kWindow && column < begin);
-}
-
 // --- Segment ids and the mask operand ---
 
 // The offset of row i, column j. (Both strides fit in 32 bits, and one multiplication then does for each.)
@@ -57,7 +50,7 @@ __device__ __forceinline__ int64_t Offset(const Broadcast<T>& x, int i, int j) {
   return int64_t(i) * int(x.row) + int64_t(j) * int(x.column);
 }
 
-// For one batch entry and head. Rows and columns are within T and S.
+// For one batch entry and head.
 struct Entries {
   const Params& p;
   const int32_t *q_segments, *kv_segments;
@@ -69,8 +62,11 @@ struct Entries {
         kv_segments(kSegments ? p.kv_segments + int64_t(batch) * p.kv_len : nullptr),
         mask(kMask ? p.mask.data + batch * p.mask.batch + head * p.mask.head : nullptr) {}
 
-  // Whether entry (i, j) is hidden by what is not a matter of positions; of the head `next` after this one.
-  __device__ __forceinline__ bool Hidden(int i, int j, int next = 0) const {
+  // Whether entry (row, j) is hidden by what is not a matter of positions, with rows as they are packed. Where it is
+  // not within T and S it is something that positions hide.
+  __device__ __forceinline__ bool Hidden(int row, int j) const {
+    const int i = min(row / kPacked, p.q_len - 1), next = row % kPacked;
+    j = min(j, p.kv_len - 1);
     return (kSegments && q_segments[i] != kv_segments[j]) ||
            (kMask && mask[next * p.mask.head + Offset(p.mask, i, j)] == 0);
   }
@@ -78,74 +74,61 @@ struct Entries {
 
 // --- Block masks ---
 
-constexpr int kEverything = 1;  // of the numbers for blocks
+constexpr int kEverything = 1, kFirstElementMask = 2;  // of the numbers for blocks
 
 __device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len + kQBlock - 1) / kQBlock; }
 __device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len + kKVBlock - 1) / kKVBlock; }
 
 // Of the heads that the block mask has, the one that is meant. (An int counts their rows and columns of blocks, which
 // are multiples of 16: the plan refuses batch x heads x T / 16 beyond it, and S likewise.)
-__device__ __forceinline__ int HeadOfBlocks(const Params& p, int batch, int head) {
-  return batch * p.block_mask.batch + head * p.block_mask.head;
+__device__ __forceinline__ int HeadOfBlocks(const BlockMask& mask, int batch, int head) {
+  return batch * mask.batch + head * mask.head;
 }
 
 // The numbers in a block mask for the blocks that row i of a head is in.
-__device__ __forceinline__ const int32_t* KindsOfRow(const Params& p, int batch, int head, int i) {
-  return p.block_mask.blocks + int64_t(HeadOfBlocks(p, batch, head) * BlockRows(p) + i / kQBlock) * BlockColumns(p);
+__device__ __forceinline__ const int32_t* KindsOfRow(const Params& p, const BlockMask& mask, int batch, int head,
+                                                     int i) {
+  return mask.blocks + int64_t(HeadOfBlocks(mask, batch, head) * BlockRows(p) + i / kQBlock) * BlockColumns(p);
 }
 
 // Of them that of the block that column j is in.
 __device__ __forceinline__ int KindOfColumn(const int32_t* kinds, int j) { return kinds[j / kKVBlock]; }
 
 // That of the block that row i, column j are in; everything without a block mask.
-__device__ __forceinline__ int KindOfBlock(const Params& p, int batch, int head, int i, int j) {
-  return kBlockMask ? KindOfColumn(KindsOfRow(p, batch, head, i), j) : kEverything;
+__device__ __forceinline__ int KindOfBlock(const Params& p, const BlockMask& mask, int batch, int head, int i, int j) {
+  return kBlockMask ? KindOfColumn(KindsOfRow(p, mask, batch, head, i), j) : kEverything;
 }
 
-// How far a tile of kTile rows, or columns, begins from where its block does.
-template <int kTile>
-__device__ __forceinline__ int RowInBlock(int row) {
-  return kTile == kQBlock ? 0 : row % kQBlock;
-}
-template <int kTile>
-__device__ __forceinline__ int ColumnInBlock(int column) {
-  return kTile == kKVBlock ? 0 : column % kKVBlock;
-}
-
-// A block of this kind.
+// A block of this kind. kTransposed: with the rows of its element mask as lines of bits, or its columns.
+template <bool kTransposed>
 class Block {
  public:
-  __device__ __forceinline__ Block(const Params& p, int batch, int kind) : kind_(kind) {
-    const BlockMask& mask = p.block_mask;
-    if (kBlockMask && kind_ >= kElements && kind_ - kElements < mask.element_mask_count) {
+  static constexpr int kLines = kTransposed ? kKVBlock : kQBlock, kLength = kTransposed ? kQBlock : kKVBlock;
+
+  __device__ __forceinline__ Block(const BlockMask& mask, int batch, int kind) : kind_(kind) {
+    if (kBlockMask && kind_ >= kFirstElementMask && kind_ - kFirstElementMask < mask.element_mask_count) {
       const int64_t table = mask.batch != 0 ? int64_t(batch) * mask.element_mask_count : 0;
-      elements_ = mask.element_masks + (table + kind_ - kElements) * (kQBlock * kWords);
+      elements_ = (kTransposed ? mask.transposed_masks : mask.element_masks) +
+                  (table + kind_ - kFirstElementMask) * (kLines * kWords);
     }
   }
 
   __device__ __forceinline__ bool Everything() const { return kind_ == kEverything; }
   __device__ __forceinline__ bool Nothing() const { return !Everything() && elements_ == nullptr; }
 
-  // Which of the 16 columns from j on, a multiple of 16, row i may attend to: bit by bit.
-  __device__ __forceinline__ uint32_t Columns(int i, int j) const {
-    if (Everything()) return 0xFFFF;
-    if (elements_ == nullptr) return 0;
-    return reinterpret_cast<const uint16_t*>(elements_)[i % kQBlock * (2 * kWords) + j % kKVBlock / 16];
-  }
-  // Row i of the block, and a tile of kCols columns from j on, both of the block: which of the 32 columns (or of the 16
-  // that are left) after the tile's first `offset` the row may attend to.
-  template <int kCols>
-  __device__ __forceinline__ uint32_t Word(int i, int j, int offset) const {
+  // Of line `line` of the block, which of the 32 entries from `from` on may be attended to; of 16, if it has no more.
+  // They are of a tile of kTile entries.
+  template <int kTile>
+  __device__ __forceinline__ uint32_t Word(int line, int from) const {
     if (Everything()) return 0xFFFFFFFF;
     if (elements_ == nullptr) return 0;
-    if constexpr (kCols % 32 == 0 && kKVBlock % 32 == 0) return elements_[i * kWords + j / 32 + offset / 32];
-    const auto* halves = reinterpret_cast<const uint16_t*>(elements_) + i * (2 * kWords) + j / 16 + offset / 16;
-    return halves[0] | (offset + 16 < kCols ? halves[1] << 16 : 0);
+    if constexpr (kTile % 32 == 0 && kLength % 32 == 0) return elements_[line * kWords + from / 32];
+    const auto* halves = reinterpret_cast<const uint16_t*>(elements_) + line * (2 * kWords) + from / 16;
+    return halves[0] | (from + 16 < kLength ? halves[1] << 16 : 0);
   }
 
  private:
-  static constexpr int kElements = 2;                  // from here on a kind is an element mask
-  static constexpr int kWords = (kKVBlock + 31) / 32;  // a row of one
+  static constexpr int kWords = (kLength + 31) / 32;  // a line of one
 
   const int kind_;
   const uint32_t* elements_ = nullptr;

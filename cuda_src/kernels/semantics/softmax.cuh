@@ -2,8 +2,7 @@
 #pragma once
 
 #include "ptx/warp.cuh"
-#include "semantics/score.cuh"
-#include "semantics/view.cuh"
+#include "semantics/seen.cuh"
 
 namespace jax_flash {
 

@@ -13,6 +13,10 @@ template <int kCount>
 __device__ __forceinline__ float& At(float (&C)[kCount], int h, int x) {
   return C[x / 2 * 4 + 2 * h + x % 2];
 }
+template <int kChunks>
+__device__ __forceinline__ float& At(float (&C)[kChunks][4], int h, int x) {
+  return C[x / 2][h * 2 + x % 2];
+}
 template <int kCount, int kChunks>
 __device__ __forceinline__ float& At(float (&C)[kCount][kChunks][4], int h, int x) {
   return C[h / 2][x / 2][h % 2 * 2 + x % 2];
@@ -22,6 +26,10 @@ __device__ __forceinline__ float& At(float (&C)[kCount][kChunks][4], int h, int 
 template <int kCount>
 __host__ __device__ constexpr int EntriesOfLine(const float (&)[kCount]) {
   return kCount / 2;
+}
+template <int kChunks>
+__host__ __device__ constexpr int EntriesOfLine(const float (&)[kChunks][4]) {
+  return 2 * kChunks;
 }
 template <int kCount, int kChunks>
 __host__ __device__ constexpr int EntriesOfLine(const float (&)[kCount][kChunks][4]) {

@@ -1,0 +1,199 @@
+// Before a forward or backward with a mask operand: the block mask that they go by instead, so that blocks which the
+// mask empties cost nothing, and full ones are not looked at (Algorithm 5). The mask is read once; of a block of
+// kMaskBlock x kMaskBlock entries that is neither there are bits. Where there is a block mask operand besides, entries
+// have to be in both.
+//
+// What the mask is broadcast over has one row, or column, of such bits: `Span`.
+#pragma once
+
+#include "ptx/warp.cuh"
+#include "semantics/mask.cuh"
+
+namespace jax_flash {
+
+constexpr int kSide = kMaskBlock;
+constexpr int kWordsOfRow = kSide / 32;
+constexpr int kWarps = kMaskThreads / 32;
+
+// Only the kernels here write it.
+template <typename T>
+__device__ __forceinline__ T* Made(const T* array) {
+  return const_cast<T*>(array);
+}
+
+// The blocks of queries, or of keys, of which an element mask is: one, or all.
+struct Span {
+  int first, count;
+};
+
+// An element mask to be made.
+struct Place {
+  int batch, head;  // of the block mask that is made: 0 where it is shared
+  int kind;         // that stands for it
+  Span rows, columns;
+
+  __device__ __forceinline__ explicit Place(const Params& p) {
+    const int block_rows = (p.q_len + kSide - 1) / kSide, block_columns = (p.kv_len + kSide - 1) / kSide;
+    const bool every_row = p.mask.row == 0 && !kBlockMask, every_column = p.mask.column == 0 && !kBlockMask;
+    const int own_columns = every_column ? 1 : block_columns, own_rows = every_row ? 1 : block_rows;
+    const int of_head = blockIdx.x % (own_rows * own_columns);
+    batch = blockIdx.x / p.block_mask.element_mask_count;
+    head = blockIdx.x % p.block_mask.element_mask_count / (own_rows * own_columns);
+    kind = kFirstElementMask + blockIdx.x % p.block_mask.element_mask_count;
+    rows = {every_row ? 0 : of_head / own_columns, every_row ? block_rows : 1};
+    columns = {every_column ? 0 : of_head % own_columns, every_column ? block_columns : 1};
+  }
+};
+
+// Which of 16 bytes are not 0, bit by bit.
+__device__ __forceinline__ uint32_t NotZero(uint4 bytes) {
+  const auto of_four = [](uint32_t x) {
+    x = (((x & 0x7F7F7F7F) + 0x7F7F7F7F) | x) >> 7 & 0x01010101;
+    return x * 0x10204080 >> 28;
+  };
+  return of_four(bytes.x) | of_four(bytes.y) << 4 | of_four(bytes.z) << 8 | of_four(bytes.w) << 12;
+}
+
+// Which of the 16 columns from j on row i may attend to, within T and S.
+__device__ __forceinline__ uint32_t Attended(const Params& p, const Place& place, int i, int j) {
+  const uint8_t* const row = p.mask.data + place.batch * p.mask.batch + place.head * p.mask.head + i * p.mask.row;
+  uint32_t bits = 0;
+  if (p.mask.column == 0) {
+    bits = *row != 0 ? 0xFFFF : 0;
+  } else if (j + 16 <= p.kv_len && reinterpret_cast<size_t>(row + j) % 16 == 0) {
+    bits = NotZero(*reinterpret_cast<const uint4*>(row + j));
+  } else {
+#pragma unroll
+    for (int x = 0; x < 16; ++x) bits |= uint32_t(row[min(j + x, p.kv_len - 1)] != 0) << x;
+  }
+  if (kBlockMask) {
+    const BlockMask& given = p.given_blocks;
+    bits &= Block<false>(given, place.batch, KindOfBlock(p, given, place.batch, place.head, i, j)).Word<16>(i % kQBlock, j % kKVBlock);
+  }
+  return bits;
+}
+
+// A 32 x 32 square of bits, of which a lane has a row: it gets the column of the same number.
+__device__ __forceinline__ uint32_t Transposed(uint32_t row) {
+  uint32_t low = 0x0000FFFF;
+#pragma unroll
+  for (int s = 16; s > 0; s /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, row, s);
+    row = threadIdx.x & s ? (row & ~low) | (other & ~low) >> s : (row & low) | (other & low) << s;
+    low ^= low << s / 2;
+  }
+  return row;
+}
+
+// An element mask of `rows` rows, transposed by a CTA.
+__device__ __forceinline__ void Transpose(const uint32_t* from, uint32_t* to, int rows, int columns) {
+  const int lane = threadIdx.x % 32, across = rows / 32, along = columns / 32;
+  for (int square = threadIdx.x / 32; square < across * along; square += kWarps) {
+    const int r = square / along, c = square % along;
+    to[(32 * c + lane) * across + r] = Transposed(from[(32 * r + lane) * along + c]);
+  }
+}
+
+// A head's rows of blocks, or its columns: lists of them.
+struct Lists {
+  int count, members;          // how many lists, of so many blocks at most
+  int next_list, next_member;  // in `blocks`
+  int width;
+  const int32_t* blocks;
+  int32_t *lists, *counts;
+
+  __device__ __forceinline__ Lists(const Params& p, int64_t head, bool of_rows) {
+    const int rows = (p.q_len + kSide - 1) / kSide, columns = (p.kv_len + kSide - 1) / kSide;
+    blocks = p.block_mask.blocks + head * rows * columns;
+    count = of_rows ? rows : columns, members = of_rows ? columns : rows;
+    next_list = of_rows ? columns : 1, next_member = of_rows ? 1 : columns;
+    width = 2 + members;
+    lists = Made(of_rows ? p.block_mask.row_lists : p.block_mask.column_lists) + head * count * width;
+    counts = p.mask_counts + head * (rows + columns) + (of_rows ? 0 : rows);
+  }
+
+  __device__ __forceinline__ int Count(int list) const {
+    int n = 0;
+#pragma unroll 8
+    for (int x = 0; x < members; ++x) n += blocks[int64_t(list) * next_list + int64_t(x) * next_member] != 0;
+    return n;
+  }
+  // How many lists come before: longer ones, and those of the same length that have lower numbers.
+  __device__ __forceinline__ int Rank(int list) const {
+    const int own = counts[list];
+    int rank = 0;
+#pragma unroll 8
+    for (int x = 0; x < count; ++x) rank += counts[x] > own || (counts[x] == own && x < list);
+    return rank;
+  }
+  __device__ __forceinline__ void Write(int list) const {
+    int32_t* to = lists + int64_t(Rank(list)) * width;
+    *to++ = list;
+    *to++ = counts[list];
+#pragma unroll 8
+    for (int x = 0; x < members; ++x) {
+      if (blocks[int64_t(list) * next_list + int64_t(x) * next_member] != 0) *to++ = x;
+    }
+  }
+};
+
+}  // namespace jax_flash
+
+// A CTA for each element mask of the block mask that is made.
+extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads)
+    jax_flash_mask_blocks(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  constexpr int kChunks = kSide / 16, kRowsAtOnce = kMaskThreads / kChunks, kSteps = kSide / kRowsAtOnce;
+  __shared__ uint32_t words[kSide * kWordsOfRow];
+  const Place place(p);
+  const int chunk = threadIdx.x % kChunks, j = place.columns.first * kSide + 16 * chunk;
+  uint32_t bits[kSteps];
+  bool any = false, every = true;
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    const int r = s * kRowsAtOnce + threadIdx.x / kChunks, i = place.rows.first * kSide + r;
+    const uint32_t there = i < p.q_len ? FirstBits(p.kv_len - j) & 0xFFFF : 0;
+    bits[s] = there != 0 ? Attended(p, place, i, j) & there : 0;
+    any |= bits[s] != 0, every &= bits[s] == there;
+    reinterpret_cast<uint16_t*>(words)[r * kChunks + chunk] = uint16_t(bits[s]);
+  }
+  any = __syncthreads_or(any), every = __syncthreads_and(every);
+  const int kind = !any ? 0 : every ? kEverything : place.kind;
+  const int64_t number = blockIdx.x;
+  if (kind == place.kind && p.block_mask.element_masks != nullptr) {
+    uint32_t* const to = Made(p.block_mask.element_masks) + number * (kSide * kWordsOfRow);
+    for (int w = threadIdx.x; w < kSide * kWordsOfRow; w += kMaskThreads) to[w] = words[w];
+  }
+  if (kind == place.kind && p.block_mask.transposed_masks != nullptr) {
+    Transpose(words, Made(p.block_mask.transposed_masks) + number * (kSide * kWordsOfRow), kSide, kSide);
+  }
+  const int columns = (p.kv_len + kSide - 1) / kSide, rows = (p.q_len + kSide - 1) / kSide;
+  const int64_t head = HeadOfBlocks(p.block_mask, place.batch, place.head);
+  int32_t* const blocks = Made(p.block_mask.blocks) + head * rows * columns;
+  for (int64_t x = threadIdx.x; x < int64_t(place.rows.count) * place.columns.count; x += kMaskThreads) {
+    const int64_t row = place.rows.first + x / place.columns.count;
+    blocks[row * columns + place.columns.first + x % place.columns.count] = kind;
+  }
+}
+
+// A CTA for the block rows of each head of the block mask that is made, and one for its block columns: lists of them,
+// the longest first.
+extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads)
+    jax_flash_mask_lists(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  const Lists lists(p, blockIdx.x / 2, blockIdx.x % 2 == 0);
+  for (int x = threadIdx.x; x < lists.count; x += kMaskThreads) lists.counts[x] = lists.Count(x);
+  __syncthreads();
+  for (int x = threadIdx.x; x < lists.count; x += kMaskThreads) lists.Write(x);
+}
+
+// A CTA for each element mask of the operand, for Hopper's backward.
+extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads)
+    jax_flash_mask_transpose(const __grid_constant__ jax_flash::Params p) {
+  using namespace jax_flash;
+  static_assert(kQBlock % 16 == 0 && kKVBlock % 16 == 0);
+  constexpr int kRowWords = (kKVBlock + 31) / 32, kColumnWords = (kQBlock + 31) / 32;
+  const int64_t number = blockIdx.x;
+  Transpose(p.block_mask.element_masks + number * (kQBlock * kRowWords),
+            Made(p.block_mask.transposed_masks) + number * (kKVBlock * kColumnWords), kQBlock, kKVBlock);
+}

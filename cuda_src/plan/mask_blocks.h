@@ -1,0 +1,26 @@
+// A mask operand as the kernels have it: a block mask, which two launches before them make of it, in blocks of
+// kMaskBlock x kMaskBlock entries (kernels/scheduler/mask_blocks.cuh).
+#pragma once
+
+#include "cuda_src/plan/plan.h"
+
+namespace jax_flash {
+
+// Whether it is made into one. A forward of few queries reads so few entries that it looks at them itself.
+bool MakesMaskBlocks(const Problem& p, Pass pass, const Target& target);
+
+// The problem with the block mask that is made of its mask and its own block mask, and no other. An element mask is
+// there for each block of the mask; what the mask is broadcast over has one block.
+Problem WithMaskInBlocks(Problem p);
+
+// Whether there are kernels, of a problem as they have it, that read element masks row by row; and whether there are
+// some that read them transposed, key by key.
+bool ReadsMasksByRow(const Problem& p, Pass pass, const Target& target);
+bool ReadsMasksByKey(const Problem& p, Pass pass, const Target& target);
+
+// The launches: those that make it, ...
+void AddMaskBlocks(const Problem& p, Plan* plan);
+// ... and one that transposes the element masks of an operand.
+void AddTransposedMasks(const Problem& p, Plan* plan);
+
+}  // namespace jax_flash

@@ -1,14 +1,18 @@
 """Attention on an NVIDIA GPU: jax_flash against cuDNN and XLA (`jax.nn.dot_product_attention`) and PyTorch's SDPA.
 
-    python benchmarks/attention.py                        # every group of problems: about ten minutes
+    python benchmarks/attention.py                        # every group of problems: a quarter of an hour
     python benchmarks/attention.py --groups dense         # the tables of docs/performance.md, one group after the other
     python benchmarks/attention.py --groups dense --head-dims 128 --lengths 4096 --passes forward
+    python benchmarks/attention.py --groups arrays bias dbias soft_cap --against dense
 
 All implementations of a row are timed in turn in one process. A sample is as many calls as take some milliseconds,
 enqueued one after the other, so that the time of a launch hides behind the call before; rates are at the median time,
 in TFLOP/s, counted as in the FlashAttention papers: 2 (D + E) a visible entry of S (half of all if causal), 2.5 times
-that for the backward. bfloat16, if a group does not say otherwise. Problems with a window or documents are timed beside
-the same without them, in the column "dense", since a GPU's clock depends on what ran before.
+that for the backward. All entries count where a mask is random. bfloat16, if a group does not say otherwise. Problems
+with a window, documents, arrays or a soft cap are timed beside the same without them, in the column "dense", since a
+GPU's clock depends on what ran before; a causal mask that is given as an array, beside `is_causal`. Arrays are named by
+the dims that they have in full: a mask b1ts is the same for all heads. What a problem should reach is in the column
+"goal": TFLOP/s, milliseconds, or the rate over that of another column.
 """
 
 import argparse
@@ -18,7 +22,7 @@ import importlib.util
 import math
 import pathlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +39,7 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 TOKENS, WIDTH = 16384, 2048  # batch x N, heads x head dim
 MATRIX_LIMIT = 2**32  # elements of S, above which XLA's standard attention is left out
 PASSES = ("forward", "backward", "both")
-COLUMNS = ("jax_flash", "cudnn", "xla", "torch", "dense")  # dense: jax_flash without window and documents
+COLUMNS = ("jax_flash", "cudnn", "xla", "torch", "dense")  # dense: jax_flash on `Problem.dense`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,12 @@ class Problem:
     dropout: float = 0.0
     deterministic: bool = False
     dtype: str = "bfloat16"
+    mask: str = ""  # dims that a boolean array has in full ("b1ts"): the causal mask if causal, else a random half
+    bias: str = ""  # likewise, of normally distributed numbers
+    bias_dtype: str = "bfloat16"
+    dbias: bool = False  # the backward has the gradient of the bias, too
+    soft_cap: float | None = None
+    goals: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)  # of the passes, for people
 
     @classmethod
     def square(cls, length: int, dim: int, **options) -> "Problem":
@@ -66,13 +76,15 @@ class Problem:
         columns = float(self.S)
         if self.window is not None:
             columns = min(self.window, self.S)
+            if self.T == self.S:
+                columns -= columns**2 / (2 * self.S)  # the first rows have fewer keys
         elif self.causal and self.T == self.S:
             columns /= 2
         return self.B * self.N * self.T * columns / self.documents
 
     def dense(self) -> "Problem":
-        """Without window and documents."""
-        return dataclasses.replace(self, window=None, documents=1)
+        """Without window, documents, arrays and soft cap."""
+        return dataclasses.replace(self, window=None, documents=1, mask="", bias="", dbias=False, soft_cap=None)
 
     def flops(self, pass_: str) -> float:
         return 2 * (self.D + self.E) * self.entries() * {"forward": 1, "backward": 2.5, "both": 3.5}[pass_]
@@ -83,6 +95,10 @@ class Problem:
         length = f"{self.T}" if self.T == self.S else f"{self.T}x{self.S}"
         extras = [
             "causal" * self.causal,
+            f"mask {self.mask}" * bool(self.mask),
+            f"bias {self.bias} {self.bias_dtype}" * bool(self.bias),
+            "dbias" * self.dbias,
+            f"cap {self.soft_cap:g}" if self.soft_cap is not None else "",
             f"window {self.window}" * (self.window is not None),
             f"{self.documents} documents" * (self.documents > 1),
             f"dropout {self.dropout}" * (self.dropout > 0),
@@ -90,6 +106,20 @@ class Problem:
             self.dtype * (self.dtype != "bfloat16"),
         ]
         return " ".join([f"d={dims} N={length} B={self.B} H={heads}", *filter(None, extras)])
+
+
+def goals(*figures: str) -> dict[str, str]:
+    """Of the passes; the last one is that of the passes after it, too."""
+    return {pass_: figures[min(i, len(figures) - 1)] for i, pass_ in enumerate(PASSES)}
+
+
+def biases(dbias: bool, goals_of: dict[int, dict[str, str]]) -> list[Problem]:
+    return [
+        Problem.square(4096, d, bias=bias, bias_dtype=dtype, dbias=dbias, goals=goals_of[d])
+        for d in goals_of
+        for bias in ("11ts", "b1ts", "1nts", "bnts")
+        for dtype in ("bfloat16", "float32")
+    ]
 
 
 def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple[str, ...], list[Problem]]]:
@@ -130,6 +160,38 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
             ]
             + [Problem(1, 8192, 8192, 16, 1, 128, 128, causal=True)],
         ),
+        "arrays": (
+            PASSES[:2],
+            [
+                Problem.square(4096, d, causal=True, mask=mask, dropout=dropout, goals=goals(goal))
+                for d in (64, 128)
+                for dropout in (0.0, 0.1)
+                for mask, goal in (("11ts", "/dense 0.8"), ("b1ts", "/dense 0.8"), ("bnts", "/dense 0.8 + a read"))
+            ]
+            + [Problem.square(4096, d, mask="b1ts", goals=goals("/dense 0.75")) for d in (64, 128)],
+        ),
+        "bias": (PASSES[:2], biases(False, {64: goals("300", "330"), 128: goals("500", "440")})),
+        "dbias": (PASSES[1:], biases(True, {64: {"both": "190"}, 128: {"both": "315"}})),
+        "soft_cap": (
+            PASSES[:2],
+            [
+                Problem.square(4096, d, soft_cap=cap, goals=goals(*rates))
+                for d, rates in ((64, ("275", "350")), (128, ("460", "430")))
+                for cap in (30.0, 50.0)
+            ],
+        ),
+        "models": (
+            PASSES,
+            [
+                Problem(32, 512, 512, 12, 12, 64, 64, bias="1nts", goals={"forward": "/cudnn 1.1"}),  # T5
+                Problem(  # AlphaFold
+                    256, 256, 256, 8, 8, 32, 32, bias="1nts", dbias=True, mask="b11s", goals=goals("/cudnn 1, /xla 4")
+                ),
+                Problem(  # Gemma 2
+                    2, 8192, 8192, 8, 4, 256, 256, causal=True, window=4096, soft_cap=50.0, goals={"backward": "3 ms"}
+                ),
+            ],
+        ),
         "small": (
             PASSES,
             [Problem(32, 512, 512, WIDTH // d, WIDTH // d, d, d) for d in (64, 128)]
@@ -152,43 +214,76 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
     }
 
 
-def jax_calls(problem: Problem, implementation: str) -> dict[str, Call]:
-    """The three passes of `jax_flash`, or of jax.nn's "cudnn" or "xla"."""
-    keys = jax.random.split(jax.random.key(0), 4)
+def operands(problem: Problem) -> tuple[list[jax.Array], dict[str, Any]]:
+    """The arrays of a call: those that it is differentiated by, and the others by name."""
     p = problem
-    shapes = ((p.B, p.T, p.N, p.D), (p.B, p.S, p.K, p.D), (p.B, p.S, p.K, p.E), (p.B, p.T, p.N, p.E))
-    q, k, v, do = (jax.random.normal(key, shape, p.dtype) for key, shape in zip(keys, shapes, strict=True))
-    options: dict[str, Any] = {"is_causal": p.causal}
-    function: Callable[..., jax.Array]
+    sizes = {"b": p.B, "n": p.N, "t": p.T, "s": p.S, "1": 1}
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = ((p.B, p.T, p.N, p.D), (p.B, p.S, p.K, p.D), (p.B, p.S, p.K, p.E))
+    inputs = [jax.random.normal(key, shape, p.dtype) for key, shape in zip(keys[:3], shapes, strict=True)]
+    arrays: dict[str, Any] = {}
+    if p.mask:
+        shape = tuple(sizes[dim] for dim in p.mask)
+        below = jnp.arange(p.S) <= jnp.arange(p.T)[:, None]
+        arrays["mask"] = jnp.broadcast_to(below, shape) if p.causal else jax.random.bernoulli(keys[3], shape=shape)
+    if p.bias:
+        bias = jax.random.normal(keys[4], tuple(sizes[dim] for dim in p.bias), p.bias_dtype)
+        if p.dbias:
+            inputs.append(bias)
+        else:
+            arrays["bias"] = bias
+    if p.documents > 1:
+        ids = jnp.repeat(jnp.arange(p.documents), p.T // p.documents)[None].repeat(p.B, 0)
+        arrays |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    if p.dropout:
+        arrays["dropout_key"] = jax.random.key(1)
+    return inputs, arrays
+
+
+def options(problem: Problem) -> dict[str, Any]:
+    """What else the call is told, if it is not as by default."""
+    p = problem
+    chosen: dict[str, Any] = {"is_causal": p.causal and not p.mask}
     if p.window is not None:
-        options["local_window_size"] = (p.window - 1, 0)
+        chosen["local_window_size"] = (p.window - 1, 0)
+    if p.soft_cap is not None:
+        chosen["logits_soft_cap"] = p.soft_cap
+    if p.deterministic:
+        chosen["deterministic"] = True
+    if p.dropout:
+        chosen["dropout_rate"] = p.dropout
+    return chosen
+
+
+def jax_call(problem: Problem, implementation: str, pass_: str, more: Mapping[str, Any] | None = None) -> Call:
+    """A pass of `jax_flash`, or of jax.nn's "cudnn" or "xla". `more`: arrays that the problem does not name."""
+    inputs, arrays = operands(problem)
+    arrays |= more or {}
+    function: Callable[..., jax.Array] = jax.nn.dot_product_attention
     if implementation == "jax_flash":
-        function, options["implementation"] = jax_flash.dot_product_attention, "flash"
-        if p.deterministic:
-            options["deterministic"] = True
-        if p.documents > 1:
-            ids = jnp.repeat(jnp.arange(p.documents), p.T // p.documents)[None].repeat(p.B, 0)
-            options |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
-        if p.dropout:
-            options |= {"dropout_rate": p.dropout, "dropout_key": jax.random.key(1)}
-    else:
-        function, options["implementation"] = jax.nn.dot_product_attention, implementation
+        function, implementation = jax_flash.dot_product_attention, "flash"
+    function = functools.partial(function, implementation=implementation, **options(problem))
 
-    def attend(q, k, v):
-        return function(q, k, v, **options)
+    def attend(arrays, *inputs):
+        return function(*inputs, **arrays)
 
-    def both(q, k, v, do):
-        o, pull = jax.vjp(attend, q, k, v)
+    def pullback(arrays, *inputs):
+        return jax.vjp(functools.partial(attend, arrays), *inputs)
+
+    def both(arrays, do, *inputs):
+        o, pull = pullback(arrays, *inputs)
         return o, *pull(do)
 
-    forward = jax.jit(attend).lower(q, k, v).compile()
-    calls: dict[str, Call] = {"forward": lambda: forward(q, k, v)}
-    if p.T == p.S:
-        _, pull = jax.jit(functools.partial(jax.vjp, attend))(q, k, v)
-        backward = jax.jit(lambda pull, do: pull(do)).lower(pull, do).compile()
-        together = jax.jit(both).lower(q, k, v, do).compile()
-        calls |= {"backward": lambda: backward(pull, do), "both": lambda: together(q, k, v, do)}
-    return calls
+    run: Callable[..., object] = attend
+    given: tuple[Any, ...] = (arrays, *inputs)
+    if pass_ != "forward":
+        p = problem
+        do = jax.random.normal(jax.random.key(2), (p.B, p.T, p.N, p.E), p.dtype)
+        if pass_ == "backward":
+            run, given = lambda pull, do: pull(do), (jax.jit(pullback)(arrays, *inputs)[1], do)
+        else:
+            run, given = both, (arrays, do, *inputs)
+    return functools.partial(jax.jit(run).lower(*given).compile(), *given)
 
 
 def torch_calls(problem: Problem, backend: str) -> dict[str, Call]:
@@ -221,58 +316,46 @@ def torch_calls(problem: Problem, backend: str) -> dict[str, Call]:
     return calls
 
 
-def implementations(problem: Problem) -> tuple[dict[str, dict[str, Call]], dict[str, str]]:
-    """The calls of all that can do the problem, and why the others cannot."""
+def implementations(problem: Problem, pass_: str, against: Sequence[str]) -> tuple[dict[str, Call], dict[str, str]]:
+    """The calls of all that can do the pass, and why the others cannot."""
     p, dense = problem, problem.dense()
-    unusual = p.dropout > 0 or p.documents > 1 or p.deterministic
+    unusual = p.dropout > 0 or p.documents > 1 or p.deterministic or p.soft_cap is not None
     matrix = p.B * p.N * p.T * p.S
-    candidates: dict[str, Callable[[], dict[str, Call]]] = {"jax_flash": lambda: jax_calls(p, "jax_flash")}
+    candidates: dict[str, Callable[[], Call]] = {}
     if not unusual:
-        candidates["cudnn"] = lambda: jax_calls(p, "cudnn")
-    elif p.dropout and HAS_TORCH:  # jax.nn hands no dropout on
-        candidates["cudnn"] = lambda: torch_calls(p, "CUDNN_ATTENTION")
+        candidates["cudnn"] = lambda: jax_call(p, "cudnn", pass_)
+    elif p.dropout and p == dense and HAS_TORCH:  # jax.nn hands no dropout on
+        candidates["cudnn"] = lambda: torch_calls(p, "CUDNN_ATTENTION")[pass_]
     if not unusual and matrix <= MATRIX_LIMIT:
-        candidates["xla"] = lambda: jax_calls(p, "xla")
+        candidates["xla"] = lambda: jax_call(p, "xla", pass_)
     if HAS_TORCH and p == dense and not p.deterministic:
-        candidates["torch"] = lambda: torch_calls(p, "FLASH_ATTENTION")
+        candidates["torch"] = lambda: torch_calls(p, "FLASH_ATTENTION")[pass_]
     if p != dense:
-        candidates["dense"] = lambda: jax_calls(dense, "jax_flash")
-    calls, missing = {}, {}
-    for name, build in candidates.items():
+        candidates["dense"] = lambda: jax_call(dense, "jax_flash", pass_)
+    calls, missing = {"jax_flash": jax_call(p, "jax_flash", pass_)}, {}
+    for name in (x for x in against if x in candidates):
         try:
-            calls[name] = build()
+            call = candidates[name]()
+            measure.finish(call())  # the matrix may be too large
+            calls[name] = call
         except (ValueError, NotImplementedError, RuntimeError) as error:
-            if name == "jax_flash":
-                raise
             missing[name] = str(error).splitlines()[0][:200]
     return calls, missing
 
 
-def measure_problem(group: str, problem: Problem, passes: Sequence[str]) -> list[dict[str, Any]]:
-    calls, missing = implementations(problem)
-    rows = []
-    for pass_ in passes:
-        chosen = {name: by_pass[pass_] for name, by_pass in calls.items() if pass_ in by_pass}
-        for name in chosen.keys() - {"jax_flash"}:  # the matrix may be too large
-            try:
-                measure.finish(chosen[name]())
-            except RuntimeError as error:
-                missing[name] = str(error).splitlines()[0][:200]
-                del chosen[name]
-        times = measure.interleave_enqueued(chosen)
-        flops = {name: (problem.dense() if name == "dense" else problem).flops(pass_) for name in times}
-        rows.append(
-            {
-                "group": group,
-                "label": problem.label(),
-                **dataclasses.asdict(problem),
-                "pass": pass_,
-                "tflops": {name: measure.rate(flops[name], x) / 1e3 for name, x in times.items()},
-                "milliseconds": {name: 1e3 * statistics.median(x) for name, x in times.items()},
-                "missing": dict(missing),
-            }
-        )
-    return rows
+def measure_pass(group: str, problem: Problem, pass_: str, against: Sequence[str]) -> dict[str, Any]:
+    calls, missing = implementations(problem, pass_, against)
+    times = measure.interleave_enqueued(calls)
+    flops = {name: (problem.dense() if name == "dense" else problem).flops(pass_) for name in times}
+    return {
+        "group": group,
+        "label": problem.label(),
+        **dataclasses.asdict(problem),
+        "pass": pass_,
+        "tflops": {name: measure.rate(flops[name], x) / 1e3 for name, x in times.items()},
+        "milliseconds": {name: 1e3 * statistics.median(x) for name, x in times.items()},
+        "missing": missing,
+    }
 
 
 def main() -> None:
@@ -282,6 +365,7 @@ def main() -> None:
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256], help="of the group dense")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384], help="of the group dense")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
+    parser.add_argument("--against", nargs="*", choices=COLUMNS[1:], default=COLUMNS[1:])
     parser.add_argument(
         "--output", type=pathlib.Path, default=measure.RESULTS / "attention.json", help="a plot goes next to it"
     )
@@ -294,7 +378,8 @@ def main() -> None:
     packages = ["jax-flash", "jax", "jaxlib", "torch", "nvidia-cudnn-cu13", "nvidia-cuda-nvrtc"]
     results: dict[str, Any] = {"environment": measure.environment(packages), "rows": []}
     for name, problem, passes in track(problems, "Measuring attention"):
-        results["rows"] += measure_problem(name, problem, [x for x in passes if x in args.passes])
+        for pass_ in (x for x in passes if x in args.passes):
+            results["rows"].append(measure_pass(name, problem, pass_, args.against))
         measure.save(args.output, results)
     show(results)
     plot(results, args.output.with_suffix(".png"))
@@ -311,14 +396,18 @@ def show(results: dict[str, Any]) -> None:
         table = Table(title=f"{group}: TFLOP/s on {results['environment']['devices'][0]}")
         rows = [row for row in results["rows"] if row["group"] == group]
         columns = columns_of(rows)
-        for heading in ("problem", "pass", "ms", *columns, *(f"/{name}" for name in columns[1:])):
+        goals = any(row["pass"] in row["goals"] for row in rows)
+        for heading in ("problem", "pass", "ms", *columns, *(f"/{name}" for name in columns[1:]), *["goal"] * goals):
             table.add_column(heading, justify="left" if heading == "problem" else "right")
         for row in rows:
             rates = [row["tflops"].get(name, math.nan) for name in columns]
             cells = [f"{x:.0f}" for x in rates] + [f"{rates[0] / x:.2f}" for x in rates[1:]]
             milliseconds = f"{row['milliseconds']['jax_flash']:.3f}"
+            cells += [row["goals"].get(row["pass"], "")] * goals
             table.add_row(row["label"], row["pass"], milliseconds, *(x.replace("nan", "") for x in cells))
         console.print(table)
+        for name, reason in dict.fromkeys(item for row in rows for item in row["missing"].items()):
+            console.print(f"{name} is missing somewhere: {reason}", markup=False)
         for pass_ in PASSES:
             ratios = [
                 row["tflops"]["jax_flash"] / row["tflops"]["cudnn"]

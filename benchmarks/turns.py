@@ -70,13 +70,9 @@ def problems(args: argparse.Namespace) -> Iterator[tuple[str, tuple[str, ...], B
     """Labels, passes, and what makes the calls."""
     for name, (passes, group) in attention.groups(args.head_dims, args.lengths).items():
         for problem in group if name in args.groups else ():
-            yield problem.label(), passes, functools.partial(attention_call, problem)
+            yield problem.label(), passes, functools.partial(attention.jax_call, problem, "jax_flash")
     for n, d, pattern in itertools.product(args.lengths, args.head_dims, args.patterns):
         yield f"d={d} N={n} {pattern}", attention.PASSES, functools.partial(sparse_call, pattern, n, d)
-
-
-def attention_call(problem: attention.Problem, pass_: str) -> measure.Call:
-    return attention.jax_calls(problem, "jax_flash")[pass_]
 
 
 def sparse_call(pattern: str, n: int, d: int, pass_: str) -> measure.Call:

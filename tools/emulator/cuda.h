@@ -136,6 +136,12 @@ T atomicMax(T* x, T y) {
   return before;
 }
 
+// The sum of the products of the bytes, and of `sum`.
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
+  for (int shift = 0; shift < 32; shift += 8) sum += (a >> shift & 0xFF) * (b >> shift & 0xFF);
+  return sum;
+}
+
 inline void __syncthreads() { emulator::SyncThreads(); }
 inline int __syncthreads_or(int x) {
   static int any;

@@ -42,14 +42,13 @@ struct Scores {
 #pragma unroll
     for (int m = 0; m < kCount; ++m) {
       const View<false> view = {Row(m, 0), Column(0, 0)};
-      const Within<false> within(positions, view, 8 * kChunks);
       if constexpr (kLookedUp) {
         Seen<false, 8 * kChunks> seen;
-        seen.Look(block, entries, view);
-        seen.And(within);
-        jax_flash::Hide(seen, S[m]);
+        seen.Ask(block, view);
+        seen.Join(positions, entries, view);
+        seen.Hide(S[m]);
       } else {
-        jax_flash::Hide(within, S[m]);
+        HideOutside(positions, view, S[m]);
       }
     }
   }

@@ -42,25 +42,21 @@ struct Probabilities : Products {
     }
   }
 
-  __device__ __forceinline__ Within<true> WithinTile(const KVTile& tile, const Step& step) const {
-    return Within<true>(PositionsOf(p, tile.batch), ViewOf(tile, step), kRows);
-  }
-
   // What has to be looked up in memory: which rows this lane's keys are seen by.
   __device__ __forceinline__ void Look(const KVTile& tile, const Step& step) {
     if (!kLookedUp || !step.masked) return;
     const Block<true> block(p.block_mask, tile.batch, step.kind);
-    seen.Look(block, Entries(p, tile.batch, step.head), ViewOf(tile, step));
+    seen.Ask(block, ViewOf(tile, step));
   }
 
   // Entries that may not attend become -inf.
   __device__ __forceinline__ void HideEntries(const KVTile& tile, const Step& step) {
     if constexpr (kLookedUp) {
       if (Tuning::kLateLook) Look(tile, step);
-      seen.And(WithinTile(tile, step));
-      Hide(seen, S);
+      seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
+      seen.Hide(S);
     } else {
-      Hide(WithinTile(tile, step), S);
+      HideOutside(PositionsOf(p, tile.batch), ViewOf(tile, step), S);
     }
   }
 

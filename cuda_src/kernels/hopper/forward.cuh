@@ -40,6 +40,7 @@ struct Consumer : Epilogue {
     Draw(tile, j);
     WgmmaWait<1>();
     FinishS(last);
+    if (kMasked && kLookedUp && !Tuning::kEarlyMasks) JoinSeen(tile, j);
     if (kFormsScores || !kMasked || !Tuning::kVote || !seen.All()) ToScores<kMasked>(tile, j);  // 11
     Maximum(alpha, shift);                                                                      // 12, 13
     Exponentials(shift);                                                                        // 12
@@ -90,6 +91,7 @@ struct Consumer : Epilogue {
     WgmmaWait<0>();
     FinishS(kListed ? listed.Last() : j == begin);
     if (masked) {
+      if (kLookedUp && !Tuning::kEarlyMasks) JoinSeen(tile, j);
       ToScores<true>(tile, j);
     } else {
       ToScores<false>(tile, j);

@@ -20,19 +20,23 @@ struct Probabilities : Products {
   __device__ __forceinline__ View<false> ViewOf(const QTile& tile, int j) const {
     return {Row(tile), Column(j) + lane % 4 * 2};
   }
-  __device__ __forceinline__ Within<false> WithinTile(const QTile& tile, int j) const {
+  __device__ __forceinline__ Positions PositionsHere(const QTile& tile) const {
     Positions positions = PositionsOf(p, tile.batch);
     if (!kProblem.q_lengths) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
-    return Within<false>(positions, ViewOf(tile, j), kCols);
+    return positions;
   }
 
-  // What has to be looked up in memory: which columns of tile j this lane's rows see.
+  // Begins to look up which columns of tile j this lane's rows see.
   template <bool kMasked>
   __device__ __forceinline__ void Look(const QTile& tile, int j) {
     if (!kMasked || !kLookedUp) return;
     const Block<false> block(p.block_mask, tile.batch, kListed ? shared.listed[k.index].kind : kEverything);
-    seen.Look(block, Entries(p, tile.batch, tile.head), ViewOf(tile, j));
-    seen.And(WithinTile(tile, j));
+    seen.Ask(block, ViewOf(tile, j));
+    if (Tuning::kEarlyMasks) JoinSeen(tile, j);
+  }
+  // All that this comes to.
+  __device__ __forceinline__ void JoinSeen(const QTile& tile, int j) {
+    seen.Join(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
   }
 
   // From q_i k_j to s_ij, -inf where row i does not see key j. Without kFormsScores S stays without its scale.
@@ -47,9 +51,9 @@ struct Probabilities : Products {
     }
     if (!kMasked) return;
     if constexpr (kLookedUp) {
-      Hide(seen, S);
+      seen.Hide(S);
     } else {
-      Hide(WithinTile(tile, j), S);
+      HideOutside(PositionsHere(tile), view, S);
     }
   }
 

@@ -30,6 +30,9 @@ struct ForwardTuning {
   // it saves.
   static constexpr bool kVote = (kSegments ? !kDropout : kBlockMask) && kCols % 32 == 0;
 
+  // Are a tile's masks put together before S needs registers, rather than when S is there and memory has answered?
+  static constexpr bool kEarlyMasks = kSegments || (kDropout && kCols == 128);
+
   // Keys of V in registers at a time where it is transposed: as many as there is room for.
   static constexpr int kTransposedAtOnce = kConsumers == 2 ? 16 : 8;
 };
@@ -58,7 +61,7 @@ struct BackwardTuning {
   // To form scores entry by entry takes registers: dP has to wait for its own, ...
   static constexpr bool kLateDP = kFormsScores && kRows == 64;
   // ... what memory is asked for which rows a key sees has to wait for S, ...
-  static constexpr bool kLateLook = kLateDP;
+  static constexpr bool kLateLook = kLateDP || (kRows == 64 && kQKDim > 96 && (kCausal || kLocal));
   // ... and a bias has to be looked up a few entries at a time.
   static constexpr bool kBiasInParts = kPairs && kBias;
 
@@ -81,14 +84,14 @@ struct BackwardTuning {
 
   // The scale is read in every step, or with these masks registers would be spilled.
   static constexpr bool kLateScale =
-      !kFormsScores && !kAlongside && kRows == 64 && kBlockMask && kQKDim > 96 && !kDropout && !kCausal;
+      !kFormsScores && !kAlongside && kRows == 64 && kBlockMask && kQKDim > 96 && !kDropout && !kCausal && !kWindow;
 
   // Where ptxas must not work ahead, since it would spill registers (Never): between masks and exponentials, ...
   static constexpr bool kStopAfterMask =
       kPairs ? !kBias && (kSoftCap || kSegments || kDropout || kManyRanges) : kBias && kBlockMask && kQKDim > 96;
   // ... between the exponentials of the first half of the rows and the next, whose L is not read before, ...
   static constexpr bool kStopInSoftmax =
-      kRows == 128 ? kDropout && !kAlongside : kBlockMask && kQKDim > 96 && !kDropout && !kFormsScores;
+      kRows == 128 ? kDropout && !kAlongside : kBlockMask && kQKDim > 96 && !kTF32 && !kDropout && !kFormsScores;
   // ... before the words of dropout, ...
   static constexpr bool kStopBeforeZ = kFormsScores;
   // ... and before the last of these.

@@ -46,12 +46,13 @@ struct Place {
 };
 
 // Which of 16 bytes are not 0, bit by bit.
-__device__ __forceinline__ uint32_t NotZero(uint4 bytes) {
-  const auto of_four = [](uint32_t x) {
-    x = (((x & 0x7F7F7F7F) + 0x7F7F7F7F) | x) >> 7 & 0x01010101;
-    return x * 0x10204080 >> 28;
-  };
-  return of_four(bytes.x) | of_four(bytes.y) << 4 | of_four(bytes.z) << 8 | of_four(bytes.w) << 12;
+__device__ __forceinline__ uint32_t NotZero(uint4 x) {
+  if (((x.x | x.y | x.z | x.w) & 0xFEFEFEFE) != 0) {  // not as XLA writes a mask
+    for (uint32_t* word : {&x.x, &x.y, &x.z, &x.w})
+      *word = (((*word & 0x7F7F7F7F) + 0x7F7F7F7F) | *word) >> 7 & 0x01010101;
+  }
+  return __dp4a(x.y, 0x80402010u, __dp4a(x.x, 0x08040201u, 0u)) | __dp4a(x.w, 0x80402010u, __dp4a(x.z, 0x08040201u, 0u))
+                                                                      << 8;
 }
 
 // Which of the 16 columns from j on row i may attend to, within T and S.
@@ -68,7 +69,8 @@ __device__ __forceinline__ uint32_t Attended(const Params& p, const Place& place
   }
   if (kBlockMask) {
     const BlockMask& given = p.given_blocks;
-    bits &= Block<false>(given, place.batch, KindOfBlock(p, given, place.batch, place.head, i, j)).Word<16>(i % kQBlock, j % kKVBlock);
+    bits &= Block<false>(given, place.batch, KindOfBlock(p, given, place.batch, place.head, i, j))
+                .Word<16>(i % kQBlock, j % kKVBlock);
   }
   return bits;
 }
@@ -140,7 +142,7 @@ struct Lists {
 }  // namespace jax_flash
 
 // A CTA for each element mask of the block mask that is made.
-extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads)
+extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, 8)
     jax_flash_mask_blocks(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
   constexpr int kChunks = kSide / 16, kRowsAtOnce = kMaskThreads / kChunks, kSteps = kSide / kRowsAtOnce;

@@ -67,6 +67,7 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(int, q_block, int(p.q_block)) /* 0: there is no block mask */                  \
   FIELD(int, kv_block, int(p.kv_block))                                                \
   FIELD(bool, soft_cap, p.soft_cap > 0)                                                \
+  FIELD(bool, large_cap, p.soft_cap > 1000) /* times an error of 1e-7 too much */      \
   FIELD(bool, dropout, p.dropout())                                                    \
   FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision) /* of f32 */ \
   FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                     \
@@ -137,6 +138,7 @@ struct SegmentBounds {
   FIELD(int, kv_len, int(p.kv_len))                                                                              \
   FIELD(const float*, scale, static_cast<const float*>(in.scale)) /* τ */                                        \
   FIELD(float, soft_cap, float(p.soft_cap))                                                                      \
+  FIELD(float, inverse_soft_cap, p.soft_cap > 0 ? float(1 / p.soft_cap) : 0.0f)                                  \
   FIELD(int64_t, window_left, p.window_left) /* -1: unbounded */                                                 \
   FIELD(int64_t, window_right, p.window_right)                                                                   \
   FIELD(const void*, query, in.query)                                                                            \

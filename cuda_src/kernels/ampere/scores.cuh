@@ -45,7 +45,7 @@ struct Scores {
       if constexpr (kLookedUp) {
         Seen<false, 8 * kChunks> seen;
         seen.Ask(block, view);
-        seen.Join(positions, entries, view);
+        seen.template Join<false>(positions, entries, view);
         seen.Hide(S[m]);
       } else {
         HideOutside(positions, view, S[m]);

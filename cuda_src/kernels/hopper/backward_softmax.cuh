@@ -47,13 +47,15 @@ struct Probabilities : Products {
     if (!kLookedUp || !step.masked) return;
     const Block<true> block(p.block_mask, tile.batch, step.kind);
     seen.Ask(block, ViewOf(tile, step));
+    if (Tuning::kFoldsWords) seen.Fold();
   }
 
   // Entries that may not attend become -inf.
   __device__ __forceinline__ void HideEntries(const KVTile& tile, const Step& step) {
     if constexpr (kLookedUp) {
       if (Tuning::kLateLook) Look(tile, step);
-      seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
+      seen.template Join<Tuning::kFoldsWords>(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head),
+                                              ViewOf(tile, step));
       seen.Hide(S);
     } else {
       HideOutside(PositionsOf(p, tile.batch), ViewOf(tile, step), S);

@@ -40,7 +40,10 @@ struct Consumer : Epilogue {
     Draw(tile, j);
     WgmmaWait<1>();
     FinishS(last);
-    if (kMasked && kLookedUp && !Tuning::kEarlyMasks) JoinSeen(tile, j);
+    if (kMasked && kLookedUp && !Tuning::kEarlyMasks) {
+      if (Never()) return;  // or ptxas would have the turn wait for what memory says
+      JoinSeen(tile, j);
+    }
     if (kFormsScores || !kMasked || !Tuning::kVote || !seen.All()) ToScores<kMasked>(tile, j);  // 11
     Maximum(alpha, shift);                                                                      // 12, 13
     Exponentials(shift);                                                                        // 12

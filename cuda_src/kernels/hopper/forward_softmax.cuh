@@ -36,7 +36,7 @@ struct Probabilities : Products {
   }
   // All that this comes to.
   __device__ __forceinline__ void JoinSeen(const QTile& tile, int j) {
-    seen.Join(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
+    seen.template Join<false>(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
   }
 
   // From q_i k_j to s_ij, -inf where row i does not see key j. Without kFormsScores S stays without its scale.

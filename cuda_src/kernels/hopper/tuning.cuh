@@ -42,6 +42,7 @@ template <bool kPairs, bool kSameKeys>
 struct BackwardTuning {
   static constexpr int kRows = kTiling.rows;
   static constexpr bool kAlongside = kTiling.alongside;
+  static constexpr bool kNarrow = kQKDim <= 64 && kVDim <= 64;  // dK and dV take few registers
 
   // Of 504 for the three warpgroups. A block mask beside other masks or large tiles is more to keep track of; and a
   // warp that transposes has 32 entries a lane at a time.
@@ -59,8 +60,10 @@ struct BackwardTuning {
   static constexpr bool kStart = kRows == 64 && !(kTF32 && kSameKeys), kStartAtL = kStart && !kFormsScores;
 
   // To form scores entry by entry takes registers: dP has to wait for its own, ...
-  static constexpr bool kLateDP = kFormsScores && kRows == 64;
+  static constexpr bool kLateDP = kFormsScores && kRows == 64 && !kNarrow;
   // ... what memory is asked for which rows a key sees has to wait for S, ...
+  // ... with 128 rows the words of a block mask are folded as soon as they come, ...
+  static constexpr bool kFoldsWords = kBlockMask && kRows == 128;
   static constexpr bool kLateLook = kLateDP || (kRows == 64 && kQKDim > 96 && (kCausal || kLocal));
   // ... and a bias has to be looked up a few entries at a time.
   static constexpr bool kBiasInParts = kPairs && kBias;
@@ -68,7 +71,8 @@ struct BackwardTuning {
   // dQ is computed a step behind: then no warpgroup waits for the other's dS, and one can be at its products while the
   // other is at its exponentials. Not where there are no registers to keep track of it.
   static constexpr bool kBehind =
-      kDQ && (kRows == 128 || !(kDropout || kSoftCap || kSegments || (kBlockMask && (kBias || kCausal || kWindow))));
+      kDQ && (kRows == 128 || kNarrow ||
+              !(kDropout || kSoftCap || kSegments || (kBlockMask && (kBias || kCausal || kWindow))));
   // Whether the first step of a tile, which has no dQ yet, has code of its own: 2 to 4% faster. But with a causal mask
   // at most, ptxas compiles the loop over the other steps differently, up to 2.5% slower; and other head dims spill.
   static constexpr bool kOwnFirst =

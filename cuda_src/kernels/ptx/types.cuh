@@ -70,6 +70,17 @@ __device__ __forceinline__ float2 Unpack(uint32_t packed) {
   return x;
 }
 
+// Side by side, at an address that is a multiple of their size if that is a power of two.
+template <int kCount>
+__device__ __forceinline__ void LoadWords(const uint32_t* from, uint32_t (&words)[kCount]) {
+  struct alignas(kCount % 3 == 0 ? 4 : 4 * kCount) Words {
+    uint32_t x[kCount];
+  };
+  const Words there = *reinterpret_cast<const Words*>(from);
+#pragma unroll
+  for (int w = 0; w < kCount; ++w) words[w] = there.x[w];
+}
+
 // Element i of an array of any float type.
 template <DType kType>
 __device__ __forceinline__ float Load(const void* data, int64_t i) {

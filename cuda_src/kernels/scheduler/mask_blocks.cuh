@@ -55,24 +55,23 @@ __device__ __forceinline__ uint32_t NotZero(uint4 x) {
                                                                       << 8;
 }
 
-// Which of the 16 columns from j on row i may attend to, within T and S.
-__device__ __forceinline__ uint32_t Attended(const Params& p, const Place& place, int i, int j) {
+// Row i of the mask, 16 columns from j on; both are within T and S.
+__device__ __forceinline__ uint4 Bytes(const Params& p, const Place& place, int i, int j) {
   const uint8_t* const row = p.mask.data + place.batch * p.mask.batch + place.head * p.mask.head + i * p.mask.row;
-  uint32_t bits = 0;
-  if (p.mask.column == 0) {
-    bits = *row != 0 ? 0xFFFF : 0;
-  } else if (j + 16 <= p.kv_len && reinterpret_cast<size_t>(row + j) % 16 == 0) {
-    bits = NotZero(*reinterpret_cast<const uint4*>(row + j));
-  } else {
+  if (p.mask.column != 0 && j + 16 <= p.kv_len && reinterpret_cast<size_t>(row + j) % 16 == 0) {
+    return *reinterpret_cast<const uint4*>(row + j);
+  }
+  uint32_t words[4] = {};
 #pragma unroll
-    for (int x = 0; x < 16; ++x) bits |= uint32_t(row[min(j + x, p.kv_len - 1)] != 0) << x;
-  }
-  if (kBlockMask) {
-    const BlockMask& given = p.given_blocks;
-    bits &= Block<false>(given, place.batch, KindOfBlock(p, given, place.batch, place.head, i, j))
-                .Word<16>(i % kQBlock, j % kKVBlock);
-  }
-  return bits;
+  for (int x = 0; x < 16; ++x) words[x / 4] |= uint32_t(row[min(j + x, p.kv_len - 1) * p.mask.column]) << x % 4 * 8;
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// Which of these 16 entries the block mask operand lets attend.
+__device__ __forceinline__ uint32_t InGivenBlock(const Params& p, const Place& place, int i, int j) {
+  if (!kBlockMask) return 0xFFFF;
+  const int kind = KindOfBlock(p, p.given_blocks, place.batch, place.head, i, j);
+  return Block<false>(p.given_blocks, place.batch, kind).Half(i % kQBlock, j % kKVBlock);
 }
 
 // A 32 x 32 square of bits, of which a lane has a row: it gets the column of the same number.
@@ -142,22 +141,28 @@ struct Lists {
 }  // namespace jax_flash
 
 // A CTA for each element mask of the block mask that is made.
-extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, 8)
+extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, 6)
     jax_flash_mask_blocks(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
   constexpr int kChunks = kSide / 16, kRowsAtOnce = kMaskThreads / kChunks, kSteps = kSide / kRowsAtOnce;
   __shared__ uint32_t words[kSide * kWordsOfRow];
   const Place place(p);
   const int chunk = threadIdx.x % kChunks, j = place.columns.first * kSide + 16 * chunk;
-  uint32_t bits[kSteps];
+  const auto row = [&](int step) { return step * kRowsAtOnce + int(threadIdx.x) / kChunks; };
+  const auto there = [&](int step) {
+    return place.rows.first * kSide + row(step) < p.q_len ? FirstBits(p.kv_len - j) & 0xFFFF : 0;
+  };
+  uint4 bytes[kSteps];  // all on their way at a time
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s)
+    bytes[s] = there(s) != 0 ? Bytes(p, place, place.rows.first * kSide + row(s), j) : uint4();
   bool any = false, every = true;
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
-    const int r = s * kRowsAtOnce + threadIdx.x / kChunks, i = place.rows.first * kSide + r;
-    const uint32_t there = i < p.q_len ? FirstBits(p.kv_len - j) & 0xFFFF : 0;
-    bits[s] = there != 0 ? Attended(p, place, i, j) & there : 0;
-    any |= bits[s] != 0, every &= bits[s] == there;
-    reinterpret_cast<uint16_t*>(words)[r * kChunks + chunk] = uint16_t(bits[s]);
+    uint32_t bits = there(s);
+    if (bits != 0) bits &= NotZero(bytes[s]) & InGivenBlock(p, place, place.rows.first * kSide + row(s), j);
+    any |= bits != 0, every &= bits == there(s);
+    reinterpret_cast<uint16_t*>(words)[row(s) * kChunks + chunk] = uint16_t(bits);
   }
   any = __syncthreads_or(any), every = __syncthreads_and(every);
   const int kind = !any ? 0 : every ? kEverything : place.kind;

@@ -116,15 +116,30 @@ class Block {
   __device__ __forceinline__ bool Everything() const { return kind_ == kEverything; }
   __device__ __forceinline__ bool Nothing() const { return !Everything() && elements_ == nullptr; }
 
-  // Of line `line` of the block, which of the 32 entries from `from` on may be attended to; of 16, if it has no more.
-  // They are of a tile of kTile entries.
-  template <int kTile>
-  __device__ __forceinline__ uint32_t Word(int line, int from) const {
-    if (Everything()) return 0xFFFFFFFF;
-    if (elements_ == nullptr) return 0;
-    if constexpr (kTile % 32 == 0 && kLength % 32 == 0) return elements_[line * kWords + from / 32];
-    const auto* halves = reinterpret_cast<const uint16_t*>(elements_) + line * (2 * kWords) + from / 16;
-    return halves[0] | (from + 16 < kLength ? halves[1] << 16 : 0);
+  // Of line `line` of the block, which of the 16 entries from `from` on, a multiple of 16, may be attended to.
+  __device__ __forceinline__ uint32_t Half(uint32_t line, uint32_t from) const {
+    if (elements_ == nullptr) return Everything() ? 0xFFFF : 0;
+    return reinterpret_cast<const uint16_t*>(elements_)[line * (2 * kWords) + from / 16];
+  }
+
+  // Of lines `line` and `line` + 8, which entries of a tile of kTile that begins at `from`: 32 a word.
+  template <int kTile, int kTileWords>
+  __device__ __forceinline__ void Tile(uint32_t line, uint32_t from, uint32_t (&words)[2][kTileWords]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (elements_ == nullptr) {
+#pragma unroll
+        for (int w = 0; w < kTileWords; ++w) words[h][w] = Everything() ? 0xFFFFFFFF : 0;
+      } else if constexpr (kLength % kTile == 0 && kTile % 32 == 0) {
+        LoadWords(elements_ + int(line * kWords + from / 32) + 8 * h * kWords, words[h]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kTile / 16; ++i) {
+          const uint32_t half = Half(line + 8 * h, from + 16 * i);
+          words[h][i / 2] = i % 2 == 0 ? half : words[h][i / 2] | half << 16;
+        }
+      }
+    }
   }
 
  private:

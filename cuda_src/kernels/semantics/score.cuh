@@ -22,18 +22,18 @@ __device__ __forceinline__ float ScaleOf(const Params& p) { return __ldg(p.scale
 __device__ __forceinline__ float ScoreScale(const Params& p) { return kFormsScores ? 1.0f : ScaleOf(p); }
 
 __device__ __forceinline__ float Tanh(float x) {
-  if (kDType == DType::kF32) return tanhf(x);
+  if (kDType == DType::kF32 || kProblem.large_cap) return tanhf(x);
   return 1.0f - 2.0f * Reciprocal(1.0f + Exp2(x * (2 * kLog2e)));  // absolute error 1e-7
 }
 
 // c = cap tanh(scale x / cap)
 __device__ __forceinline__ float Cap(const Params& p, float x) {
-  return kSoftCap ? p.soft_cap * Tanh(x * (ScaleOf(p) / p.soft_cap)) : x * ScaleOf(p);
+  return kSoftCap ? p.soft_cap * Tanh(x * (ScaleOf(p) * p.inverse_soft_cap)) : x * ScaleOf(p);
 }
 
 // dc / d(scale x), from c
 __device__ __forceinline__ float SlopeOf(const Params& p, float c) {
-  return kSoftCap ? 1.0f - (c / p.soft_cap) * (c / p.soft_cap) : 1.0f;
+  return kSoftCap ? 1.0f - (c * p.inverse_soft_cap) * (c * p.inverse_soft_cap) : 1.0f;
 }
 
 // s_ij of one batch entry and head.

@@ -62,28 +62,36 @@ struct Seen {
 
   // Asks for the words of the block mask, which may come while S is computed.
   __device__ __forceinline__ void Ask(const Block<kTransposed>& block, const View<kTransposed>& view) {
-    const int line_in_block = (kTransposed ? view.key : view.row) % Block<kTransposed>::kLines;
-    const int from = ((kTransposed ? view.row : view.key) - LaneOffset()) % Block<kTransposed>::kLength;
+    if (!kBlockMask) return;
+    const uint32_t line = kTransposed ? view.key : view.row;
+    const uint32_t from = (kTransposed ? view.row : view.key) - LaneOffset();
+    block.template Tile<kTile>(line % Block<kTransposed>::kLines, from % Block<kTransposed>::kLength, words);
+  }
+
+  // The words as lines, before there is more to join: they take fewer registers.
+  __device__ __forceinline__ void Fold() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      line[h] = 0;
 #pragma unroll
-      for (int w = 0; kBlockMask && w < kWords; ++w)
-        words[h][w] = block.template Word<kTile>(line_in_block + 8 * h, from + 32 * w);
+      for (int w = 0; w < kWords; ++w) line[h] |= (words[h][w] >> LaneOffset() & kFirst32) << 2 * w;
     }
   }
 
-  // All that there is together; `positions` as Within has them.
+  // All that there is together; `positions` as Within has them. kFolded: has Fold been called?
+  template <bool kFolded>
   __device__ __forceinline__ void Join(const Positions& positions, const Entries& entries,
                                        const View<kTransposed>& view) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const Within<kTransposed> within(positions, view, h, kTile);
-      line[h] = 0;
+      uint32_t seen = 0;
 #pragma unroll
       for (int w = 0; w < (kTile + 31) / 32; ++w) {
-        const uint32_t seen = within.Word(32 * w) & (kBlockMask ? words[h][w] >> LaneOffset() : 0xFFFFFFFF);
-        line[h] |= (seen & kFirst32) << 2 * w;
+        const uint32_t word = kFolded || !kBlockMask ? 0xFFFFFFFF : words[h][w] >> LaneOffset();
+        seen |= (within.Word(32 * w) & word & kFirst32) << 2 * w;
       }
+      line[h] = kFolded ? line[h] & seen : seen;
 #pragma unroll(kEntriesAtOnce)
       for (int x = 0; kEntryMasks && x < kTile / 4; ++x)
         line[h] &= ~(uint32_t(entries.Hidden(view.Row(h, x), view.Key(h, x))) << BitOf(x));

@@ -324,8 +324,7 @@ void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given,
 
     const HeadOffset offset(p, extent, batch_unit, head_unit);
     for (int64_t r = 0; r < dbias_rows; ++r) {
-      A* to = static_cast<A*>(out.dbias) + offset.start + (own_rows.begin + r) * offset.row_stride +
-              own_columns.begin * offset.column_stride;
+      A* to = static_cast<A*>(out.dbias) + offset.At(own_rows.begin + r, own_columns.begin);
       if (extent.columns) {
         for (int64_t c = 0; c < dbias_columns; ++c) to[c] = dbias.row(r)[c];
       } else {

@@ -112,17 +112,17 @@ struct Backpropagation {
   // P and Z P.
   void ComputeP(const Block& block, int64_t n) {
     const Tile<A> s = FromColumn(scratch.p, block.c0);
-    // S = τ Q Kᵀ, masked
+    // S = τ Q Kᵀ
     Multiply(AsIs(scratch.q), FromColumn(scratch.k_transposed, block.c0), s, block.rows, block.c1 - block.c0, p.qk_dim,
              Into::kNew);
-    scores.FromProducts(scratch.p, block, n, scratch.slope);
-    // P = exp(S - m) / l, 0 in a row that attends to nothing
+    // S, masked; P = exp(S - m) / l, 0 in a row that attends to nothing
     const int64_t statistics = (b * p.q_heads + n) * p.q_len + block.i0;
     for (int64_t r = 0; r < block.rows; ++r) {
+      scores.FromProducts(FromRow(scratch.p, r), block.Rows(r, 1), n, FromRow(scratch.slope, r));
       const A m = static_cast<const A*>(given.m)[statistics + r], l = static_cast<const A*>(given.l)[statistics + r];
       const A shift = m == -kInfinity<A> ? 0 : m, inverse = l == 0 ? 0 : 1 / l;
       A* row = scratch.p.row(r);
-      for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) Store(row + c, Exp(Load(row + c) - shift) * inverse);
+      for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) Store(row + c, Exp<A>(Load(row + c) - shift) * inverse);
     }
     scratch.kept.Draw(in, block, b, n);
     scratch.kept.Apply(block, scratch.kept.scale, scratch.p, scratch.zp);

@@ -62,6 +62,8 @@ struct Block {
   bool masked;
 
   bool empty() const { return rows <= 0 || c0 >= c1; }
+  // At most `count` rows from row r of it on.
+  Block Rows(int64_t r, int64_t count) const { return {i0 + r, Min(count, rows - r), j0, c0, c1, masked}; }
 };
 
 // The scores of one sequence of the batch.
@@ -167,7 +169,7 @@ class Scores {
     const A cap = A(p_.soft_cap), inverse = A(1 / p_.soft_cap);
     for (int64_t r = 0; r < block.rows; ++r) {
       for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
-        const Vec<A> t = Tanh(Load(s.row(r) + c) * inverse);
+        const Vec<A> t = Tanh<A>(Load(s.row(r) + c) * inverse);
         Store(s.row(r) + c, t * cap);
         if (slope.data) Store(slope.row(r) + c, 1 - t * t);
       }

@@ -153,7 +153,9 @@ struct Backpropagation {
       } else {
         Vec<A> sum = {};
         for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) sum += Load(ds + c);
-        for (int lane = 0; lane < kLanes<A>; ++lane) to[0] += sum[lane];
+        A total = 0;
+        for (int lane = 0; lane < kLanes<A>; ++lane) total += sum[lane];
+        to[0] += total;
       }
     }
   }
@@ -262,7 +264,8 @@ void ZeroBias(const Problem& p, Tile<A> dbias, int64_t rows, int64_t columns) {
   Zero(dbias, p.bias.rows ? rows : 1, p.bias.columns ? columns : 1);
 }
 
-// dQ, dK and dV of a head of K and V with the query heads that share it, or of one part of its tiles.
+// dQ, dK and dV, and dbias if it is found on the way, of a head of K and V with the query heads that share it, or of one
+// part of its tiles.
 template <typename A>
 void BackwardHead(Backpropagation<A>& step, const Division& division, const QueryGradient<A>& dq,
                   const BackwardResults& out, int64_t head, int64_t part) {
@@ -288,7 +291,7 @@ void BackwardHead(Backpropagation<A>& step, const Division& division, const Quer
       const auto [i0, rows] = row_tiles[tile / group];
       const int64_t n = head * group + tile % group;
       const Block block = step.scores.Visible(n, i0, rows, j0, columns);
-      Tile<A> dbias;
+      Tile<A> dbias = {};
       if (division.dbias) {
         dbias = BiasTile<A>(p, out, b, n, i0, j0);
         const bool first = (p.bias.batch || b == 0) && (p.bias.heads || n == 0) && (p.bias.rows || i0 == 0);

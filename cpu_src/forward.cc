@@ -46,7 +46,7 @@ struct Scratch {
   }
 };
 
-// max_j S_ij of rows as many as lanes at most, one in each lane.
+// max_j S_ij of at most as many rows as a vector has lanes, one in each.
 template <typename A>
 Vec<A> RowMaxima(Tile<A> s, const Block& block) {
   constexpr int n = kLanes<A>;
@@ -62,7 +62,7 @@ Vec<A> RowMaxima(Tile<A> s, const Block& block) {
 }
 
 // m_new = max(m, rowmax(S)), P = exp(S - m_new), l <- e^{m - m_new} l + rowsum(P), O <- e^{m - m_new} O
-// of rows as many as lanes at most. P takes the place of S.
+// of at most as many rows as a vector has lanes. P takes the place of S.
 template <typename A>
 void OnlineSoftmax(Tile<A> s, const Block& block, int64_t v_dim, QueryTile<A>& query) {
   const int64_t first = block.i0 - query.i0;

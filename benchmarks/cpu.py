@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -174,7 +175,7 @@ def torch_call(arrays: list[np.ndarray], causal: bool, backward: bool) -> Callab
     return call
 
 
-def features() -> dict[str, dict[str, object]]:
+def features() -> dict[str, dict[str, Any]]:
     """Arguments by the names of calls, in [batch, heads, query, key]."""
     n = FEATURE_LENGTH
     rng = np.random.default_rng(1)
@@ -228,7 +229,7 @@ def measure_features(dims: list[int], seconds: float, output: pathlib.Path) -> N
 
 
 def feature_calls(
-    arrays: list[jax.Array], options: dict[str, object], differentiated: tuple[str, ...] = ()
+    arrays: list[jax.Array], options: dict[str, Any], differentiated: tuple[str, ...] = ()
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """The forward and the backward, which gives the gradients of q, k, v and the options that are `differentiated`."""
     q, k, v, do = arrays

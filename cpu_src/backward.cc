@@ -264,8 +264,8 @@ void ZeroBias(const Problem& p, Tile<A> dbias, int64_t rows, int64_t columns) {
   Zero(dbias, p.bias.rows ? rows : 1, p.bias.columns ? columns : 1);
 }
 
-// dQ, dK and dV, and dbias if it is found on the way, of a head of K and V with the query heads that share it, or of one
-// part of its tiles.
+// dQ, dK and dV, and dbias if it is found on the way, of a head of K and V with the query heads that share it, or of
+// one part of its tiles.
 template <typename A>
 void BackwardHead(Backpropagation<A>& step, const Division& division, const QueryGradient<A>& dq,
                   const BackwardResults& out, int64_t head, int64_t part) {

@@ -197,7 +197,7 @@ def features() -> dict[str, dict[str, Any]]:
 
 
 def measure_features(dims: list[int], seconds: float, output: pathlib.Path) -> None:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for dim, dtype in track([(d, t) for d in dims for t in ("float32", "bfloat16")], "Measuring features"):
         shape = (1, FEATURE_LENGTH, HEADS, dim)
         arrays = [jax.random.normal(key, shape, dtype) for key in jax.random.split(jax.random.key(0), 4)]
@@ -216,6 +216,11 @@ def measure_features(dims: list[int], seconds: float, output: pathlib.Path) -> N
                 )
     environment = measure.environment(["jax-flash", "jax", "jaxlib", "numpy"])
     measure.save(output, {"environment": environment, "heads": HEADS, "length": FEATURE_LENGTH, "rows": rows})
+    show_features(rows)
+    print(f"Written: {output}")
+
+
+def show_features(rows: list[dict[str, Any]]) -> None:
     columns = dict.fromkeys((row["dim"], row["dtype"], row["pass"]) for row in rows)
     table = Table(title=f"Times over those of the plain call (causal: of is_causal), N={FEATURE_LENGTH}, {HEADS} heads")
     table.add_column("d\ndtype\npass", no_wrap=True)
@@ -225,7 +230,6 @@ def measure_features(dims: list[int], seconds: float, output: pathlib.Path) -> N
         ratios = {(row["dim"], row["dtype"], row["pass"]): row["ratio"] for row in rows if row["feature"] == name}
         table.add_row(name, *(f"{ratios[column]:.2f}" if column in ratios else "" for column in columns))
     Console(width=None if sys.stdout.isatty() else 110).print(table)
-    print(f"Written: {output}")
 
 
 def feature_calls(

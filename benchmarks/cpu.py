@@ -3,7 +3,7 @@
     python benchmarks/cpu.py                         # everything the README quotes: about ten minutes on two cores
     python benchmarks/cpu.py --quick                 # a minute
     python benchmarks/cpu.py --dims 64 --lengths 2048 4096 --output /tmp/a.json
-    python benchmarks/cpu.py --features              # what a mask, a bias and a soft cap cost: five minutes
+    python benchmarks/cpu.py --features --seconds 20 # what a mask, a bias and a soft cap cost: five minutes
 
 float32 (jax_flash also bfloat16), batch 1, 8 heads. All implementations of a row, and a plain matrix product, are timed
 in turn in one process with as many threads; rates are at the median time, in GFLOP/s, counted as in the FlashAttention
@@ -229,7 +229,7 @@ def show_features(rows: list[dict[str, Any]]) -> None:
     for name in dict.fromkeys(row["feature"] for row in rows):
         ratios = {(row["dim"], row["dtype"], row["pass"]): row["ratio"] for row in rows if row["feature"] == name}
         table.add_row(name, *(f"{ratios[column]:.2f}" if column in ratios else "" for column in columns))
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
 
 
 def feature_calls(

@@ -3,22 +3,30 @@
     python benchmarks/cpu.py                         # everything the README quotes: about ten minutes on two cores
     python benchmarks/cpu.py --quick                 # a minute
     python benchmarks/cpu.py --dims 64 --lengths 2048 4096 --output /tmp/a.json
+    python benchmarks/cpu.py --features --seconds 20 # what a mask, a bias and a soft cap cost: five minutes
 
 float32 (jax_flash also bfloat16), batch 1, 8 heads. All implementations of a row, and a plain matrix product, are timed
 in turn in one process with as many threads; rates are at the median time, in GFLOP/s, counted as in the FlashAttention
 papers (half if causal).
+
+With --features: the times of calls with a mask, a bias or a soft cap over that of the plain call (a causal mask given
+as an array: over that of `is_causal`), forward and backward apart, in float32 and bfloat16. In "dbias" the backward has
+the gradient of the bias too, and is compared with the plain one all the same.
 """
 
 import argparse
 import ctypes
+import functools
 import importlib.util
 import json
 import math
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +43,7 @@ HEADS = 8
 MATMUL_SIZE = 1024
 MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 COLUMNS = {"jax_flash": "ours", "jax_flash_bf16": "bf16", "jax_nn": "jax.nn", "torch": "torch", "matmul": "matmul"}
+FEATURE_LENGTH = 2048
 LONG = {"length": 65536, "heads": 1, "dim": 64}  # the problem whose peak memory is measured
 Attention = Callable[..., jax.Array]
 
@@ -44,6 +53,7 @@ def main() -> None:
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="head dims")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--seconds", type=float, default=1.0, help="time spent on a row, if three rounds take less")
+    parser.add_argument("--features", action="store_true", help=f"masks, biases, soft caps; N={FEATURE_LENGTH}")
     parser.add_argument("--quick", action="store_true", help="head dim 64, lengths 512 and 2048, no memory measurement")
     parser.add_argument("--no-memory", action="store_true", help=f"do not measure the memory of N={LONG['length']}")
     parser.add_argument("--output", type=pathlib.Path, help="the JSON file; a plot goes next to it")
@@ -55,6 +65,9 @@ def main() -> None:
         return
     if args.quick:
         args.dims, args.lengths, args.no_memory = [64], [512, 2048], True
+    if args.features:
+        measure_features(args.dims, args.seconds, args.output or measure.RESULTS / "cpu_features.json")
+        return
     output = args.output or measure.RESULTS / ("cpu_quick.json" if args.quick else "cpu.json")
     if HAS_TORCH:
         import torch
@@ -160,6 +173,81 @@ def torch_call(arrays: list[np.ndarray], causal: bool, backward: bool) -> Callab
         return (o, *torch.autograd.grad(o, inputs, do)) if backward else o
 
     return call
+
+
+def features() -> dict[str, dict[str, Any]]:
+    """Arguments by the names of calls, in [batch, heads, query, key]."""
+    n = FEATURE_LENGTH
+    rng = np.random.default_rng(1)
+    causal = np.tri(n, dtype=bool)[None, None]
+    bias = jnp.asarray(rng.standard_normal((1, HEADS, n, n), dtype=np.float32))
+    return {
+        "plain": {},
+        "is_causal": {"is_causal": True},
+        "causal mask [1, 1, T, S]": {"mask": jnp.asarray(causal)},
+        "causal mask [1, N, T, S]": {"mask": jnp.asarray(causal.repeat(HEADS, 1))},
+        "random mask [1, 1, T, S]": {"mask": jnp.asarray(rng.random((1, 1, n, n)) < 0.5)},
+        "random mask [1, 1, 1, S]": {"mask": jnp.asarray(rng.random((1, 1, 1, n)) < 0.5)},
+        "f32 bias [1, 1, T, S]": {"bias": bias[:, :1]},
+        "f32 bias [1, N, T, S]": {"bias": bias},
+        "bf16 bias [1, 1, T, S]": {"bias": bias[:, :1].astype(jnp.bfloat16)},
+        "bf16 bias [1, N, T, S]": {"bias": bias.astype(jnp.bfloat16)},
+        "soft cap": {"logits_soft_cap": 30.0},
+    }
+
+
+def measure_features(dims: list[int], seconds: float, output: pathlib.Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for dim, dtype in track([(d, t) for d in dims for t in ("float32", "bfloat16")], "Measuring features"):
+        shape = (1, FEATURE_LENGTH, HEADS, dim)
+        arrays = [jax.random.normal(key, shape, dtype) for key in jax.random.split(jax.random.key(0), 4)]
+        calls: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "backward": {}}
+        for name, options in features().items():
+            calls["forward"][name], calls["backward"][name] = feature_calls(arrays, options)
+            if "bias" in options:
+                _, calls["backward"]["dbias, " + name] = feature_calls(arrays, options, differentiated=("bias",))
+        for pass_, by_name in calls.items():
+            times = measure.interleave(by_name, seconds, rounds=7)
+            for name, its in times.items():
+                baseline = times["is_causal" if name.startswith("causal") else "plain"]
+                ratio = statistics.median(x / y for x, y in zip(its, baseline, strict=True))
+                rows.append(
+                    {"dim": dim, "dtype": dtype, "pass": pass_, "feature": name, "ratio": ratio, "seconds": its}
+                )
+    environment = measure.environment(["jax-flash", "jax", "jaxlib", "numpy"])
+    measure.save(output, {"environment": environment, "heads": HEADS, "length": FEATURE_LENGTH, "rows": rows})
+    show_features(rows)
+    print(f"Written: {output}")
+
+
+def show_features(rows: list[dict[str, Any]]) -> None:
+    columns = dict.fromkeys((row["dim"], row["dtype"], row["pass"]) for row in rows)
+    table = Table(title=f"Times over those of the plain call (causal: of is_causal), N={FEATURE_LENGTH}, {HEADS} heads")
+    table.add_column("d\ndtype\npass", no_wrap=True)
+    for dim, dtype, pass_ in columns:
+        table.add_column(f"{dim}\n{dtype}\n{pass_}", justify="right")
+    for name in dict.fromkeys(row["feature"] for row in rows):
+        ratios = {(row["dim"], row["dtype"], row["pass"]): row["ratio"] for row in rows if row["feature"] == name}
+        table.add_row(name, *(f"{ratios[column]:.2f}" if column in ratios else "" for column in columns))
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
+
+
+def feature_calls(
+    arrays: list[jax.Array], options: dict[str, Any], differentiated: tuple[str, ...] = ()
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The forward and the backward, which gives the gradients of q, k, v and the options that are `differentiated`."""
+    q, k, v, do = arrays
+    given = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
+    static = {name: x for name, x in options.items() if name not in given}
+    inputs = {"query": q, "key": k, "value": v} | {name: given.pop(name) for name in differentiated}
+
+    def attend(given, inputs):
+        return jax_flash.dot_product_attention(**inputs, **given, **static, implementation="flash")
+
+    forward = jax.jit(attend)
+    _, pull = jax.jit(lambda given, inputs: jax.vjp(functools.partial(attend, given), inputs))(given, inputs)
+    backward = jax.jit(lambda pull, do: pull(do))
+    return lambda: forward(given, inputs), lambda: backward(pull, do)
 
 
 def memory_in_child() -> dict[str, float]:

@@ -17,7 +17,6 @@ struct Scratch {
   Tile<A> k, k_transposed, v, v_transposed, dk, dv;  // of a tile of K and V
   Tile<A> q, d_o, p, zp, ds, slope;                  // of a tile of Q; P, Z P
   Kept<A> kept;
-  Tile<A> dbias;
   int64_t bytes;
 
   Scratch(const Problem& problem, char* memory) {
@@ -35,7 +34,6 @@ struct Scratch {
     slope = Scores<A>::NewSlope(problem, &carver);
     kept = Kept<A>(problem, &carver);
     zp = kept.NewProduct(p, &carver);
-    if (problem.dbias) dbias = carver.NewTile<A>(kTileRows, kTileColumns);
     bytes = carver.used();
   }
 };
@@ -112,17 +110,17 @@ struct Backpropagation {
   // P and Z P.
   void ComputeP(const Block& block, int64_t n) {
     const Tile<A> s = FromColumn(scratch.p, block.c0);
-    // S = τ Q Kᵀ, masked
+    // S = τ Q Kᵀ
     Multiply(AsIs(scratch.q), FromColumn(scratch.k_transposed, block.c0), s, block.rows, block.c1 - block.c0, p.qk_dim,
              Into::kNew);
-    scores.FromProducts(scratch.p, block, n, scratch.slope);
-    // P = exp(S - m) / l, 0 in a row that attends to nothing
+    // S, masked; P = exp(S - m) / l, 0 in a row that attends to nothing
     const int64_t statistics = (b * p.q_heads + n) * p.q_len + block.i0;
     for (int64_t r = 0; r < block.rows; ++r) {
+      scores.FromProducts(FromRow(scratch.p, r), block.Rows(r, 1), n, FromRow(scratch.slope, r));
       const A m = static_cast<const A*>(given.m)[statistics + r], l = static_cast<const A*>(given.l)[statistics + r];
       const A shift = m == -kInfinity<A> ? 0 : m, inverse = l == 0 ? 0 : 1 / l;
       A* row = scratch.p.row(r);
-      for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) Store(row + c, Exp(Load(row + c) - shift) * inverse);
+      for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) Store(row + c, Exp<A>(Load(row + c) - shift) * inverse);
     }
     scratch.kept.Draw(in, block, b, n);
     scratch.kept.Apply(block, scratch.kept.scale, scratch.p, scratch.zp);
@@ -144,29 +142,77 @@ struct Backpropagation {
       }
     }
   }
+
+  // dbias <- dbias + dS, summed over what is broadcast.
+  void AddToBias(const Block& block, Tile<A> dbias) const {
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const A* ds = scratch.ds.row(r);
+      A* to = dbias.row(r);
+      if (p.bias.columns) {
+        for (int64_t c = block.c0; c < block.c1; ++c) to[c] += ds[c];
+      } else {
+        Vec<A> sum = {};
+        for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) sum += Load(ds + c);
+        A total = 0;
+        for (int lane = 0; lane < kLanes<A>; ++lane) total += sum[lane];
+        to[0] += total;
+      }
+    }
+  }
 };
 
-// dQ as a sum of parts: the tiles of K and V are dealt out to as many units as there are parts. Without a dQ the parts
-// are just the units.
+// Of a dimension: how many units of work, and how many indices each of them goes through.
+struct Split {
+  int64_t units, each;
+
+  static Split Of(int64_t count, bool together) { return together ? Split{1, count} : Split{count, 1}; }
+};
+
+// The work on dQ, dK and dV: batch entries, heads of K and V, and parts that the tiles of a head's keys are dealt to.
+struct Division {
+  Split batch, heads;
+  int64_t parts;
+  bool dbias;  // is found on the way: each entry belongs to one unit, which goes through all that it is a sum over
+
+  int64_t units() const { return batch.units * heads.units * parts; }
+};
+
+template <typename A>
+int64_t DQBytes(const Problem& p) {
+  return p.batch * p.q_heads * p.q_len * RoundUp(p.qk_dim, kLanes<A>) * int64_t(sizeof(A));
+}
+
+template <typename A>
+Division Divide(const Problem& p, bool dbias, int64_t threads) {
+  Division d = {Split::Of(p.batch, dbias && !p.bias.batch), Split::Of(p.kv_heads, dbias && !p.bias.heads), 1, dbias};
+  // No parts where the heads share out evenly among the threads, or nearly so.
+  const int64_t heads = d.units();
+  if (heads % threads && heads < 4 * threads) d.parts = RoundUp(4 * threads, heads) / heads;
+  d.parts = Max(1, Min(d.parts, ColumnTiles(p).count()));
+  if (p.dq) d.parts = Min(d.parts, Max(2, kPartialBytes / Max(DQBytes<A>(p), 1)));
+  return d;
+}
+
+// With dbias, unless that would leave threads without work, or entries of dbias to several units or to none.
+template <typename A>
+Division Divide(const Problem& p, const Workers& workers) {
+  const int64_t threads = workers.threads();
+  const bool possible = p.dbias && (p.dq || p.dk || p.dv) && p.bias.columns && p.batch * p.kv_heads * p.q_len > 0;
+  const Division together = Divide<A>(p, possible, threads);
+  return together.units() >= threads ? together : Divide<A>(p, false, threads);
+}
+
+// dQ as a sum of parts.
 template <typename A>
 class QueryGradient {
  public:
-  QueryGradient(const Problem& p, void* dq, Workers& workers) : p_(p), dq_(dq) {
-    const int64_t heads = p.batch * p.kv_heads, tiles = ColumnTiles(p).count();
-    const int64_t bytes = heads * p.group() * p.q_len * RoundUp(p.qk_dim, kLanes<A>) * int64_t(sizeof(A));
-    // Whole heads where they share out evenly among the threads, or nearly so.
-    const int64_t threads = workers.threads();
-    parts_ = heads % threads == 0 || heads >= 4 * threads ? 1 : RoundUp(4 * threads, heads) / heads;
-    parts_ = Max(1, Min(parts_, tiles));
+  QueryGradient(const Problem& p, void* dq, int64_t parts, Workers& workers) : p_(p), dq_(dq), parts_(parts) {
     if (!p.dq) return;
-    parts_ = Min(parts_, Max(2, kPartialBytes / Max(bytes, 1)));
     // The first part grows in the result itself where that has the accumulation dtype and whole vectors.
     in_place_ = p.dtype == (sizeof(A) == 8 ? DType::kF64 : DType::kF32) && p.qk_dim % kLanes<A> == 0;
     const int64_t allocated = parts_ - in_place_;
-    if (allocated) partials_ = reinterpret_cast<A*>(workers.Allocate(allocated * bytes));
+    if (allocated) partials_ = reinterpret_cast<A*>(workers.Allocate(allocated * DQBytes<A>(p)));
   }
-
-  int64_t parts() const { return parts_; }
 
   // Rows i0 on of a query head's dQ.
   Tile<A> Part(int64_t part, int64_t b, int64_t n, int64_t i0) const {
@@ -206,103 +252,129 @@ class QueryGradient {
   A* partials_ = nullptr;
 };
 
-// dQ, dK and dV. A unit of work is one key/value head with the query heads that share it, or one part of its tiles.
+// Rows i0 and columns j0 on of a head's dbias: the same row, or column, where they are broadcast.
 template <typename A>
-void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out, const A* d,
-                 Workers& workers) {
-  QueryGradient<A> dq(p, out.dq, workers);
+Tile<A> BiasTile(const Problem& p, const BackwardResults& out, int64_t b, int64_t n, int64_t i0, int64_t j0) {
+  const HeadOffset offset(p, p.bias, b, n);
+  return {static_cast<A*>(out.dbias) + offset.At(i0, j0), offset.row_stride};
+}
+
+template <typename A>
+void ZeroBias(const Problem& p, Tile<A> dbias, int64_t rows, int64_t columns) {
+  Zero(dbias, p.bias.rows ? rows : 1, p.bias.columns ? columns : 1);
+}
+
+// dQ, dK and dV, and dbias if it is found on the way, of a head of K and V with the query heads that share it, or of
+// one part of its tiles.
+template <typename A>
+void BackwardHead(Backpropagation<A>& step, const Division& division, const QueryGradient<A>& dq,
+                  const BackwardResults& out, int64_t head, int64_t part) {
+  const Problem& p = step.p;
+  const int64_t b = step.b, group = p.group();
   const Tiling row_tiles = RowTiles(p), column_tiles = ColumnTiles(p);
-  const int64_t group = p.group();
-  const auto propagate = [&](int64_t unit, char* memory) {
-    const int64_t part = unit % dq.parts(), head = unit / dq.parts() % p.kv_heads, b = unit / dq.parts() / p.kv_heads;
-    Backpropagation<A> step(p, in, given, d, b, memory);
-    Scratch<A>& scratch = step.scratch;
-    if (p.dq) {
-      for (int64_t n = head * group; n < (head + 1) * group; ++n) {
-        Zero(dq.Part(part, b, n, 0), p.q_len, RoundUp(p.qk_dim, kLanes<A>));
+  Scratch<A>& scratch = step.scratch;
+  if (p.dq) {
+    for (int64_t n = head * group; n < (head + 1) * group; ++n) {
+      Zero(dq.Part(part, b, n, 0), p.q_len, RoundUp(p.qk_dim, kLanes<A>));
+    }
+  }
+  for (int64_t column_tile = part; column_tile < column_tiles.count(); column_tile += division.parts) {
+    const auto [j0, columns] = column_tiles[column_tile];
+    step.LoadKeysAndValues(head, j0, columns);
+    // From here on K serves dQ = τ dX K only.
+    for (int64_t r = 0; r < columns; ++r) {
+      for (int64_t c = 0; c < p.qk_dim; ++c) scratch.k.row(r)[c] *= step.scale;
+    }
+    Zero(scratch.dk, columns, scratch.dk.stride);
+    Zero(scratch.dv, columns, scratch.dv.stride);
+    for (int64_t tile = 0; tile < row_tiles.count() * group; ++tile) {
+      const auto [i0, rows] = row_tiles[tile / group];
+      const int64_t n = head * group + tile % group;
+      const Block block = step.scores.Visible(n, i0, rows, j0, columns);
+      Tile<A> dbias = {};
+      if (division.dbias) {
+        dbias = BiasTile<A>(p, out, b, n, i0, j0);
+        const bool first = (p.bias.batch || b == 0) && (p.bias.heads || n == 0) && (p.bias.rows || i0 == 0);
+        if (first) ZeroBias(p, dbias, rows, columns);
+      }
+      if (block.empty()) continue;
+      const int64_t width = block.c1 - block.c0;
+      step.LoadQueries(n, i0, block.rows);
+      step.ComputeP(block, n);
+      // dV <- dV + (Z P)ᵀ dO
+      if (p.dv) {
+        Multiply(Transposed(FromColumn(scratch.zp, block.c0)), scratch.d_o, FromRow(scratch.dv, block.c0), width,
+                 p.v_dim, block.rows, Into::kSum);
+      }
+      if (!p.dq && !p.dk && !division.dbias) continue;
+      step.ComputeDS(block, n);
+      if (division.dbias) step.AddToBias(block, dbias);
+      step.scores.ToProducts(scratch.ds, block, scratch.slope);
+      const Tile<A> dx = FromColumn(scratch.ds, block.c0);
+      // dQ <- dQ + τ dX K
+      if (p.dq) {
+        Multiply(AsIs(dx), FromRow(scratch.k, block.c0), dq.Part(part, b, n, i0), block.rows, p.qk_dim, width,
+                 Into::kSum);
+      }
+      // dK <- dK + dXᵀ (τ Q)
+      if (p.dk) {
+        Multiply(Transposed(dx), scratch.q, FromRow(scratch.dk, block.c0), width, p.qk_dim, block.rows, Into::kSum);
       }
     }
-    for (int64_t column_tile = part; column_tile < column_tiles.count(); column_tile += dq.parts()) {
-      const auto [j0, columns] = column_tiles[column_tile];
-      step.LoadKeysAndValues(head, j0, columns);
-      // From here on K serves dQ = τ dX K only.
-      for (int64_t r = 0; r < columns; ++r) {
-        for (int64_t c = 0; c < p.qk_dim; ++c) scratch.k.row(r)[c] *= step.scale;
-      }
-      Zero(scratch.dk, columns, scratch.dk.stride);
-      Zero(scratch.dv, columns, scratch.dv.stride);
-      for (int64_t tile = 0; tile < row_tiles.count() * group; ++tile) {
-        const auto [i0, rows] = row_tiles[tile / group];
-        const int64_t n = head * group + tile % group;
-        const Block block = step.scores.Visible(n, i0, rows, j0, columns);
-        if (block.empty()) continue;
-        const int64_t width = block.c1 - block.c0;
-        step.LoadQueries(n, i0, block.rows);
-        step.ComputeP(block, n);
-        // dV <- dV + (Z P)ᵀ dO
-        if (p.dv) {
-          Multiply(Transposed(FromColumn(scratch.zp, block.c0)), scratch.d_o, FromRow(scratch.dv, block.c0), width,
-                   p.v_dim, block.rows, Into::kSum);
-        }
-        if (!p.dq && !p.dk) continue;
-        step.ComputeDS(block, n);
-        step.scores.ToProducts(scratch.ds, block, scratch.slope);
-        const Tile<A> dx = FromColumn(scratch.ds, block.c0);
-        // dQ <- dQ + τ dX K
-        if (p.dq) {
-          Multiply(AsIs(dx), FromRow(scratch.k, block.c0), dq.Part(part, b, n, i0), block.rows, p.qk_dim, width,
-                   Into::kSum);
-        }
-        // dK <- dK + dXᵀ (τ Q)
-        if (p.dk) {
-          Multiply(Transposed(dx), scratch.q, FromRow(scratch.dk, block.c0), width, p.qk_dim, block.rows, Into::kSum);
-        }
-      }
-      if (p.dk) {
-        StoreRows(scratch.dk, columns, p.qk_dim,
-                  HeadRows(out.dk, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.qk_dim));
-      }
-      if (p.dv) {
-        StoreRows(scratch.dv, columns, p.v_dim, HeadRows(out.dv, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.v_dim));
+    if (p.dk) {
+      StoreRows(scratch.dk, columns, p.qk_dim, HeadRows(out.dk, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.qk_dim));
+    }
+    if (p.dv) {
+      StoreRows(scratch.dv, columns, p.v_dim, HeadRows(out.dv, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.v_dim));
+    }
+  }
+}
+
+template <typename A>
+void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out, const A* d,
+                 const Division& division, Workers& workers) {
+  const QueryGradient<A> dq(p, out.dq, division.parts, workers);
+  const Split batch = division.batch, heads = division.heads;
+  const auto propagate = [&](int64_t unit, char* memory) {
+    const int64_t part = unit % division.parts, head_unit = unit / division.parts % heads.units;
+    const int64_t batch_unit = unit / division.parts / heads.units;
+    for (int64_t b = batch_unit * batch.each; b < (batch_unit + 1) * batch.each; ++b) {
+      Backpropagation<A> step(p, in, given, d, b, memory);
+      for (int64_t head = head_unit * heads.each; head < (head_unit + 1) * heads.each; ++head) {
+        BackwardHead(step, division, dq, out, head, part);
       }
     }
   };
-  workers.For(p.batch * p.kv_heads * dq.parts(), Scratch<A>(p, nullptr).bytes, propagate);
+  workers.For(division.units(), Scratch<A>(p, nullptr).bytes, propagate);
   if (p.dq) dq.Sum(workers);
 }
 
-// dbias = dS, summed over what the bias is broadcast over. A pass of its own that computes P and dS once more: each
+// dbias = dS, summed over what the bias is broadcast over: a pass of its own that computes P and dS once more. Each
 // unit owns a tile of dbias and sums all that goes into it in a fixed order, whatever is broadcast.
 template <typename A>
 void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out, const A* d,
                   Workers& workers) {
   const Extent& extent = p.bias;
   const Tiling row_tiles = RowTiles(p), column_tiles = ColumnTiles(p);
-  // Of each dimension: how many units, and how many indices each of them sums over.
-  struct Split {
-    int64_t units, summed;
-  };
-  const auto split = [](bool full, int64_t count) { return full ? Split{count, 1} : Split{1, count}; };
-  const Split batch = split(extent.batch, p.batch), heads = split(extent.heads, p.q_heads);
-  const Split rows = split(extent.rows, row_tiles.count()), columns = split(extent.columns, column_tiles.count());
+  const Split batch = Split::Of(p.batch, !extent.batch), heads = Split::Of(p.q_heads, !extent.heads);
+  const Split rows = Split::Of(row_tiles.count(), !extent.rows);
+  const Split columns = Split::Of(column_tiles.count(), !extent.columns);
 
   const auto sum = [&](int64_t unit, char* memory) {
     const int64_t row_unit = unit % rows.units, column_unit = unit / rows.units % columns.units;
     const int64_t head_unit = unit / (rows.units * columns.units) % heads.units;
     const int64_t batch_unit = unit / (rows.units * columns.units * heads.units);
-    const Tile<A> dbias = Scratch<A>(p, memory).dbias;
-    // Broadcast columns are summed lane by lane first.
     const Tiling::Range own_rows = row_tiles[row_unit], own_columns = column_tiles[column_unit];
-    const int64_t dbias_rows = extent.rows ? own_rows.size : 1, dbias_columns = extent.columns ? own_columns.size : 1;
-    Zero(dbias, dbias_rows, RoundUp(dbias_columns, kLanes<A>));
+    ZeroBias(p, BiasTile<A>(p, out, batch_unit, head_unit, own_rows.begin, own_columns.begin), own_rows.size,
+             own_columns.size);
 
-    for (int64_t b = batch_unit * batch.summed; b < (batch_unit + 1) * batch.summed; ++b) {
+    for (int64_t b = batch_unit * batch.each; b < (batch_unit + 1) * batch.each; ++b) {
       Backpropagation<A> step(p, in, given, d, b, memory);
-      for (int64_t n = head_unit * heads.summed; n < (head_unit + 1) * heads.summed; ++n) {
-        for (int64_t column_tile = column_unit; column_tile < column_unit + columns.summed; ++column_tile) {
+      for (int64_t n = head_unit * heads.each; n < (head_unit + 1) * heads.each; ++n) {
+        for (int64_t column_tile = column_unit; column_tile < column_unit + columns.each; ++column_tile) {
           const auto [j0, tile_columns] = column_tiles[column_tile];
           bool loaded = false;
-          for (int64_t row_tile = row_unit; row_tile < row_unit + rows.summed; ++row_tile) {
+          for (int64_t row_tile = row_unit; row_tile < row_unit + rows.each; ++row_tile) {
             const auto [i0, tile_rows] = row_tiles[row_tile];
             const Block block = step.scores.Visible(n, i0, tile_rows, j0, tile_columns);
             if (block.empty()) continue;
@@ -311,27 +383,9 @@ void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given,
             step.LoadQueries(n, i0, block.rows);
             step.ComputeP(block, n);
             step.ComputeDS(block, n);
-            for (int64_t r = 0; r < block.rows; ++r) {
-              for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
-                A* to = dbias.row(extent.rows ? r : 0) + (extent.columns ? c : 0);
-                Store(to, Load(to) + Load(step.scratch.ds.row(r) + c));
-              }
-            }
+            step.AddToBias(block, BiasTile<A>(p, out, b, n, i0, j0));
           }
         }
-      }
-    }
-
-    const HeadOffset offset(p, extent, batch_unit, head_unit);
-    for (int64_t r = 0; r < dbias_rows; ++r) {
-      A* to = static_cast<A*>(out.dbias) + offset.start + (own_rows.begin + r) * offset.row_stride +
-              own_columns.begin * offset.column_stride;
-      if (extent.columns) {
-        for (int64_t c = 0; c < dbias_columns; ++c) to[c] = dbias.row(r)[c];
-      } else {
-        A total = 0;
-        for (int lane = 0; lane < kLanes<A>; ++lane) total += dbias.row(r)[lane];
-        *to = total;
       }
     }
   };
@@ -342,8 +396,9 @@ template <typename A>
 void Backward(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out,
               Workers& workers) {
   const A* d = p.dq || p.dk || p.dbias ? ComputeD<A>(p, given, workers) : nullptr;
-  if ((p.dq || p.dk || p.dv) && p.kv_heads > 0) BackwardQKV<A>(p, in, given, out, d, workers);
-  if (p.dbias) BackwardBias<A>(p, in, given, out, d, workers);
+  const Division division = Divide<A>(p, workers);
+  if ((p.dq || p.dk || p.dv) && p.kv_heads > 0) BackwardQKV<A>(p, in, given, out, d, division, workers);
+  if (p.dbias && !division.dbias) BackwardBias<A>(p, in, given, out, d, workers);
 }
 
 }  // namespace

@@ -26,7 +26,6 @@ template <typename A>
 struct Scratch {
   QueryTile<A> queries[kUnitTiles];
   Tile<A> k, k_transposed, v, s;
-  A *tile_m, *rescale;
   Kept<A> kept;
   int64_t bytes;
 
@@ -42,55 +41,45 @@ struct Scratch {
     k_transposed = carver.NewTile<A>(p.qk_dim, kTileColumns);
     v = carver.NewTile<A>(kTileColumns, p.v_dim);
     s = carver.NewTile<A>(kTileRows, kTileColumns);
-    tile_m = carver.Array<A>(kTileRows);
-    rescale = carver.Array<A>(kTileRows);
     kept = Kept<A>(p, &carver);
     bytes = carver.used();
   }
 };
 
-// tile_m_i = max_j S_ij
+// max_j S_ij of at most as many rows as a vector has lanes, one in each.
 template <typename A>
-void RowMaxima(Tile<A> s, const Block& block, A* tile_m) {
+Vec<A> RowMaxima(Tile<A> s, const Block& block) {
   constexpr int n = kLanes<A>;
-  for (int64_t r = 0; r < block.rows; r += n) {
-    Vec<A> maxima[n];
-    for (int k = 0; k < n; ++k) {
-      maxima[k] = Broadcast(-kInfinity<A>);
-      if (r + k >= block.rows) continue;
-      for (int64_t c = block.c0; c < block.c1; c += n) maxima[k] = Max(maxima[k], Load(s.row(r + k) + c));
-    }
-    Transpose<A>(maxima);
-    for (int k = 1; k < n; ++k) maxima[0] = Max(maxima[0], maxima[k]);
-    Store(tile_m + r, maxima[0]);
+  Vec<A> maxima[n];
+  for (int r = 0; r < n; ++r) {
+    maxima[r] = Broadcast(-kInfinity<A>);
+    if (r >= block.rows) continue;
+    for (int64_t c = block.c0; c < block.c1; c += n) maxima[r] = Max(maxima[r], Load(s.row(r) + c));
   }
+  Transpose<A>(maxima);
+  for (int r = 1; r < n; ++r) maxima[0] = Max(maxima[0], maxima[r]);
+  return maxima[0];
 }
 
 // m_new = max(m, rowmax(S)), P = exp(S - m_new), l <- e^{m - m_new} l + rowsum(P), O <- e^{m - m_new} O
-// P takes the place of S.
+// of at most as many rows as a vector has lanes. P takes the place of S.
 template <typename A>
-void OnlineSoftmax(const Block& block, int64_t v_dim, Scratch<A>& scratch, QueryTile<A>& query) {
-  const Tile<A> s = scratch.s;
-  RowMaxima(s, block, scratch.tile_m);
-  for (int64_t r = 0; r < block.rows; r += kLanes<A>) {
-    const Vec<A> m = Load(query.m + r);
-    const Vec<A> m_new = Max(m, Load(scratch.tile_m + r));
-    // Where there is still nothing to attend to, S - m would be inf - inf.
-    const Vec<A> shift = m_new == -kInfinity<A> ? Vec<A>{} : m_new;
-    Store(query.m + r, m_new);
-    Store(scratch.tile_m + r, shift);
-    Store(scratch.rescale + r, Exp(m - shift));
-  }
+void OnlineSoftmax(Tile<A> s, const Block& block, int64_t v_dim, QueryTile<A>& query) {
+  const int64_t first = block.i0 - query.i0;
+  const Vec<A> m = Load(query.m + first), m_new = Max(m, RowMaxima(s, block));
+  // Where there is still nothing to attend to, S - m would be inf - inf.
+  const Vec<A> shifts = m_new == -kInfinity<A> ? Vec<A>{} : m_new, rescales = Exp<A>(m - shifts);
+  Store(query.m + first, m_new);
   for (int64_t r = 0; r < block.rows; ++r) {
-    const A shift = scratch.tile_m[r], rescale = scratch.rescale[r];
-    A *p = s.row(r), *o = query.o.row(r);
+    const A shift = shifts[r], rescale = rescales[r];
+    A *p = s.row(r), *o = query.o.row(first + r), *l = query.l.row(first + r);
     Vec<A> sum = {};
     for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
-      const Vec<A> e = Exp(Load(p + c) - shift);
+      const Vec<A> e = Exp<A>(Load(p + c) - shift);
       Store(p + c, e);
       sum += e;
     }
-    Store(query.l.row(r), Load(query.l.row(r)) * rescale + sum);
+    Store(l, Load(l) * rescale + sum);
     if (rescale == 1) continue;
     for (int64_t c = 0; c < v_dim; c += kLanes<A>) Store(o + c, Load(o + c) * rescale);
   }
@@ -164,12 +153,15 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
                    scratch.v);
           loaded = true;
         }
-        // S = τ Q Kᵀ, masked
+        // S = τ Q Kᵀ
         Multiply(AsIs(query.q), FromColumn(scratch.k_transposed, block.c0), FromColumn(scratch.s, block.c0), query.rows,
                  block.c1 - block.c0, p.qk_dim, Into::kNew);
-        scores.FromProducts(scratch.s, block, query.n);
-        // P, l, m
-        OnlineSoftmax(block, p.v_dim, scratch, query);
+        // S, masked; P, l, m. So few rows at a time stay in the L1 cache.
+        for (int64_t r = 0; r < block.rows; r += kLanes<A>) {
+          const Block some = block.Rows(r, kLanes<A>);
+          scores.FromProducts(FromRow(scratch.s, r), some, query.n);
+          OnlineSoftmax(FromRow(scratch.s, r), some, p.v_dim, query);
+        }
         // O <- O + Z P V, but for the scale of Z
         scratch.kept.Draw(in, block, b, query.n);
         scratch.kept.Apply(block, A(1), scratch.s, scratch.s);

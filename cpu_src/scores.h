@@ -51,14 +51,19 @@ struct HeadOffset {
     const int64_t batch = extent.heads ? p.q_heads * head : head;
     start = (extent.batch ? b * batch : 0) + (extent.heads ? n * head : 0);
   }
+
+  int64_t At(int64_t i, int64_t j) const { return start + i * row_stride + j * column_stride; }
 };
 
 // The part of a tile of S that is worked on: rows i0 <= i < i0 + rows, and columns j0 + c0 <= j < j0 + c1, where c0 is
-// a whole number of vectors.
+// a whole number of vectors. `masked`: the mask operand hides some of it.
 struct Block {
   int64_t i0, rows, j0, c0, c1;
+  bool masked;
 
   bool empty() const { return rows <= 0 || c0 >= c1; }
+  // At most `count` rows from row r of it on.
+  Block Rows(int64_t r, int64_t count) const { return {i0 + r, Min(count, rows - r), j0, c0, c1, masked}; }
 };
 
 // The scores of one sequence of the batch.
@@ -81,10 +86,10 @@ class Scores {
   // computed.
   Block Visible(int64_t n, int64_t i0, int64_t rows, int64_t j0, int64_t columns) const {
     const KeyRange keys = Keys(i0, i0 + rows);
-    Block block = {i0, rows, j0, Max(keys.lo - j0, 0) / kLanes<A> * kLanes<A>, Min(keys.hi - j0, columns)};
+    Block block = {i0, rows, j0, Max(keys.lo - j0, 0) / kLanes<A> * kLanes<A>, Min(keys.hi - j0, columns), false};
     if (p_.block_mask.present && !block.empty() && BlockKind(n, i0, j0) == kNothing) block.rows = 0;
     if (p_.segments && !block.empty() && !SegmentsMeet(block)) block.rows = 0;
-    if (p_.mask.present && !block.empty() && !MaskShows(block, n)) block.rows = 0;
+    if (p_.mask.present && !block.empty()) TrimToMask(&block, n);
     return block;
   }
 
@@ -92,7 +97,7 @@ class Scores {
   void FromProducts(Tile<A> s, const Block& block, int64_t n, Tile<A> slope = {}) const {
     if (p_.soft_cap > 0) SoftCap(s, block, slope);
     if (p_.bias.present) AddBias(s, block, n);
-    if (p_.mask.present) ApplyMask(s, block, n);
+    if (block.masked) ApplyMask(s, block, n);
     if (p_.block_mask.present) ApplyElementMask(s, block, n);
     if (p_.segments) ApplySegments(s, block);
     ApplyPositions(s, block);
@@ -132,23 +137,39 @@ class Scores {
     return rows.first <= columns.last && columns.first <= rows.last;
   }
 
-  // Whether the mask is true anywhere in the block.
-  bool MaskShows(const Block& block, int64_t n) const {
+  // Leaves the columns, in whole vectors, that the mask shows to any row, and finds out whether all rows see them.
+  void TrimToMask(Block* block, int64_t n) const {
     const HeadOffset offset(p_, p_.mask, b_, n);
-    uint8_t any = 0;
-    for (int64_t r = 0; r < (offset.row_stride ? block.rows : 1) && !any; ++r) {
-      const uint8_t* mask =
-          in_.mask + offset.start + (block.i0 + r) * offset.row_stride + block.j0 * offset.column_stride;
-      for (int64_t c = block.c0; c < block.c1; ++c) any |= mask[c * offset.column_stride];
+    // What is broadcast is looked at once.
+    const int64_t rows = offset.row_stride ? block->rows : 1;
+    int64_t begin = offset.column_stride ? block->c0 : 0, end = offset.column_stride ? block->c1 : 1;
+    uint8_t any[kTileColumns] = {}, every[kTileColumns];
+    std::memset(every, 1, sizeof(every));
+    for (int64_t r = 0; r < rows; ++r) {
+      const uint8_t* mask = in_.mask + offset.At(block->i0 + r, block->j0);
+      for (int64_t c = begin; c < end; ++c) {
+        any[c] |= mask[c];
+        every[c] &= mask[c];
+      }
     }
-    return any;
+    while (begin < end && !any[begin]) ++begin;
+    while (begin < end && !any[end - 1]) --end;
+    if (begin == end) {
+      block->rows = 0;
+      return;
+    }
+    if (offset.column_stride) {
+      begin = block->c0 = begin / kLanes<A> * kLanes<A>;
+      end = block->c1 = Min(RoundUp(end, kLanes<A>), block->c1);
+    }
+    for (int64_t c = begin; c < end; ++c) block->masked |= !every[c];
   }
 
   void SoftCap(Tile<A> s, const Block& block, Tile<A> slope) const {
     const A cap = A(p_.soft_cap), inverse = A(1 / p_.soft_cap);
     for (int64_t r = 0; r < block.rows; ++r) {
       for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
-        const Vec<A> t = Tanh(Load(s.row(r) + c) * inverse);
+        const Vec<A> t = Tanh<A>(Load(s.row(r) + c) * inverse);
         Store(s.row(r) + c, t * cap);
         if (slope.data) Store(slope.row(r) + c, 1 - t * t);
       }
@@ -158,9 +179,9 @@ class Scores {
   void AddBias(Tile<A> s, const Block& block, int64_t n) const {
     const HeadOffset offset(p_, p_.bias, b_, n);
     WithDType(p_.bias_dtype, [&](auto* type) {
-      const auto* bias = static_cast<decltype(type)>(in_.bias) + offset.start;
+      const auto* bias = static_cast<decltype(type)>(in_.bias);
       for (int64_t r = 0; r < block.rows; ++r) {
-        const auto* from = bias + (block.i0 + r) * offset.row_stride + block.j0 * offset.column_stride;
+        const auto* from = bias + offset.At(block.i0 + r, block.j0);
         A* row = s.row(r);
         if (offset.column_stride) {
           for (int64_t c = block.c0; c < block.c1; ++c) row[c] += To<A>(from[c]);
@@ -174,8 +195,7 @@ class Scores {
   void ApplyMask(Tile<A> s, const Block& block, int64_t n) const {
     const HeadOffset offset(p_, p_.mask, b_, n);
     for (int64_t r = 0; r < block.rows; ++r) {
-      const uint8_t* mask =
-          in_.mask + offset.start + (block.i0 + r) * offset.row_stride + block.j0 * offset.column_stride;
+      const uint8_t* mask = in_.mask + offset.At(block.i0 + r, block.j0);
       A* row = s.row(r);
       if (offset.column_stride) {
         for (int64_t c = block.c0; c < block.c1; ++c) row[c] = mask[c] ? row[c] : -kInfinity<A>;

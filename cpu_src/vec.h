@@ -114,11 +114,14 @@ inline void Transpose(Vec<A> (&rows)[kLanes<A>]) {
   Transpose<A>(rows, std::make_index_sequence<kLanes<A>>());
 }
 
-// exp(x) for x <= 1, to 1-2 units in the last place (3 near the smallest float); what would be subnormal is 0. NaN
-// stays NaN.
-//   n = round(x / ln 2), r = x - n ln 2: exp(x) = 2^n exp(r). Adding `magic` rounds and leaves n + bias in the low
-//   bits.
-inline Vec<float> Exp(Vec<float> x) {
+// exp(x) - 1 = power (1 + series r) - 1, for x <= 1: n = round(x / ln 2), r = x - n ln 2, power = 2^n.
+// Adding `magic` rounds and leaves n + bias in the low bits.
+template <typename A>
+struct Exponential {
+  Vec<A> power, series, r;
+};
+
+inline Exponential<float> Exponentiate(Vec<float> x) {
   constexpr float magic = 12582912 + 127;  // 1.5 * 2^23 + bias
   const Vec<float> t = x * 1.44269504088896341f + magic;
   const Vec<float> n = t - magic;
@@ -128,12 +131,10 @@ inline Vec<float> Exp(Vec<float> x) {
   p = p * r + 0.16666419804096222f;
   p = p * r + 0.49999991059303284f;
   p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  p *= BitCast<Vec<float>>(BitCast<IntVec<float>>(t) << 23);
-  return x < -87.336544f ? Vec<float>{} : p;
+  return {BitCast<Vec<float>>(BitCast<IntVec<float>>(t) << 23), p, r};
 }
 
-inline Vec<double> Exp(Vec<double> x) {
+inline Exponential<double> Exponentiate(Vec<double> x) {
   constexpr double magic = 6755399441055744 + 1023;  // 1.5 * 2^52 + bias
   const Vec<double> t = x * 1.44269504088896340736 + magic;
   const Vec<double> n = t - magic;
@@ -150,34 +151,27 @@ inline Vec<double> Exp(Vec<double> x) {
   p = p * r + 1.0 / 6;
   p = p * r + 0.5;
   p = p * r + 1.0;
-  p = p * r + 1.0;
-  p *= BitCast<Vec<double>>(BitCast<IntVec<double>>(t) << 52);
-  return x < -708.396418532264 ? Vec<double>{} : p;
+  return {BitCast<Vec<double>>(BitCast<IntVec<double>>(t) << 52), p, r};
 }
 
-// tanh(x) near 0 (|x| < 0.625), where the formula with exp loses digits. Coefficients: Cephes.
-inline Vec<float> TanhNear0(Vec<float> x) {
-  const Vec<float> z = x * x;
-  Vec<float> p = z * -5.70498872745e-3f + 2.06390887954e-2f;
-  p = p * z - 5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z - 3.33332819422e-1f;
-  return p * z * x + x;
+// exp(x) for x <= 1, to 1-2 units in the last place (3 near the smallest float); what would be subnormal is 0. NaN
+// stays NaN.
+template <typename A>
+inline Vec<A> Exp(Vec<A> x) {
+  const Exponential<A> e = Exponentiate(x);
+  constexpr A smallest = sizeof(A) == 8 ? A(-708.396418532264) : A(-87.336544);
+  return x < smallest ? Vec<A>{} : (e.series * e.r + 1) * e.power;
 }
 
-inline Vec<double> TanhNear0(Vec<double> x) {
-  const Vec<double> z = x * x;
-  const Vec<double> p = (z * -9.64399179425052238628e-1 - 9.92877231001918586564e1) * z - 1.61468768441708447952e3;
-  const Vec<double> q = ((z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3;
-  return p / q * z * x + x;
-}
-
-template <typename V>
-inline V Tanh(V x) {
-  const V size = x < 0 ? -x : x;
-  const V e = Exp(size * -2);
-  const V far = (1 - e) / (1 + e);
-  return size < V{} + 0.625f ? TanhNear0(x) : x < 0 ? -far : far;
+// tanh(x) = (1 - exp(-2x)) / (1 + exp(-2x)) by exp - 1, so that no digits are lost near 0.
+template <typename A>
+inline Vec<A> Tanh(Vec<A> x) {
+  Vec<A> size = x < 0 ? -x : x;
+  size = size > 20 ? Vec<A>{} + 20 : size;  // where it has long been 1
+  const Exponential<A> e = Exponentiate(size * -2);
+  const Vec<A> expm1 = e.series * e.r * e.power + (e.power - 1);
+  const Vec<A> t = expm1 / (expm1 + 2);
+  return x < 0 ? t : -t;
 }
 
 // The high and low halves of a * m: the even lanes and the odd lanes give 64-bit products.

@@ -3,12 +3,14 @@ plus a few units in the last place. Forward and backward, every feature and dtyp
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import standard
-from accuracy import ULPS, assert_accurate, check, errors
+from accuracy import ULPS, assert_accurate, by_numpy, check, errors
+from block_masks import block_mask, entries
 from cases import FEATURES, SIZES, Case, oracle, run, upcast
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -91,6 +93,32 @@ def test_bias_of_another_dtype(dtype, bias_dtype):
     for name in ("o", "bias"):
         scale = np.abs(exact[name]).max()
         np.testing.assert_allclose(results[name].astype(np.float64), exact[name], rtol=0, atol=ULPS * eps * scale)
+
+
+MANY_TILES = functools.partial(Case, T=150, S=700, D=8, E=8)
+
+
+@pytest.mark.parametrize("case", [
+    MANY_TILES(mask="11ts"),
+    MANY_TILES(mask="b1ts", bias="1nts", dropout=0.2),
+    MANY_TILES(mask="1nts", bias="11ts", segments=True, soft_cap=2.0),
+    MANY_TILES(mask="bnts", bias="b11s", causal=True, offset=True, lengths=True),
+    MANY_TILES(mask="1n1s", bias="1nt1", window=(300, 40), offset=True),
+    MANY_TILES(mask="b1t1", bias="bnts", dropout=0.2, segments=True),
+    MANY_TILES(mask="bn11", bias="1n1s"),
+    MANY_TILES(mask="11ts", bias="1nts", dropout=0.2, block_mask=block_mask(1, 150, 700, 64, 80)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_mask_with_empty_and_full_tiles(case, dtype):
+    """In every broadcast form, beside whatever else narrows tiles; biases summed over anything."""
+    sums = np.dtype(dtype)
+    arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
+    batch, heads, T, S = case.shape(case.mask)
+    arrays["mask"] = entries(4, case.T, case.S, 50, 300, batch, heads)[:, :, -T:, -S:]
+    exact = by_numpy(case, arrays, cotangents)
+    usual = errors(standard.attention(case, arrays, cotangents, sums.type), exact)
+    cancelled = standard.cancellation(case, arrays, cotangents, sums)
+    assert_accurate(run(case, arrays, cotangents), exact, usual, cancelled, sums)
 
 
 @pytest.mark.parametrize("fill", [np.finfo(np.float32).min, -1e9, -1e4])

@@ -199,18 +199,20 @@ def _check_implementation(x: Any) -> None:
 def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Array, jax.Array]:
     """The query times the sign of τ, and |τ|: the kernels take the row maximum before they multiply with a scale.
 
-    A τ that is 0, or as good as 0, goes to the query, since its gradient is found by division.
+    A τ that is 0, or so small that a gradient times τ underflows, goes to the query: its own gradient is that of the
+    query divided by it.
     """
     dtype = np.float64 if query.dtype == np.float64 else np.float32
+    least = 2.0**-14 if query.dtype == np.float16 else 2.0**-100
     if isinstance(scale, jax.core.Tracer):
-        if scale.ndim or not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
+        if not checks.is_real(scale):
             raise TypeError(f"scale must be a real number, not {scale.dtype}{list(scale.shape)}")
     else:
         scale = checks.finite("scale", scale, largest)
-        if scale >= 2.0**-100:
+        if scale >= least:
             return query, jnp.asarray(scale, dtype)
     scale = jnp.asarray(scale, dtype)
-    small = jnp.abs(scale) < 2.0**-100
+    small = jnp.abs(scale) < least
     factor = jnp.where(small, scale, jnp.sign(scale))
     return (query * factor).astype(query.dtype), jnp.where(small, 1, jnp.abs(scale))
 

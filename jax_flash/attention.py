@@ -95,7 +95,9 @@ def dot_product_attention(
       bias: added to the scores; broadcastable to [B, N, T, S] (sizes full or 1), any float dtype. Its gradient is
         summed over what was broadcast.
       mask: boolean, true where a query may attend; broadcastable to [B, N, T, S].
-      scale: τ, a real scalar; 1/√D by default. It may be traced, and has a gradient. New values never recompile.
+      scale: τ, a real scalar; 1/√D by default. It may be traced; new values never recompile. Its gradient is
+        Σ query · dquery / τ and has the accuracy of dquery, whose rounding tells in a sum of terms that cancel: give
+        float32 inputs for an exact one.
       is_causal: query i sees keys j <= i + query_offset.
       query_seq_lengths: integer [B]: rows from there on are 0.
       key_value_seq_lengths: integer [B]: keys from there on are not attended to.

@@ -1,4 +1,4 @@
-"""`dot_product_attention`: defaults, and the choice of implementation."""
+"""The public functions: `dot_product_attention`, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -196,6 +196,9 @@ def choose_implementation(problem: Problem, platform: str) -> Choice:
 
     The choice is made when a program is lowered for its platform, not when it is traced.
     """
+    problem = checks.problem(problem)
+    if not isinstance(platform, str):
+        raise TypeError(f'platform must be a str, "cpu", "cuda", …, not {checks.described(platform)}')
     if platform == "gpu":
         raise ValueError('a GPU\'s platform is "cuda" or "rocm", not "gpu"')
     refusal = custom_calls.refusal(problem, platform)

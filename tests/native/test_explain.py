@@ -67,7 +67,12 @@ def test_an_explanation_of_the_gpu_that_is_here(monkeypatch):
         ((BASE.encode(),), TypeError, "must be a jax_flash.Problem"),
         ((problem(dtype="float64"),), ValueError, "float64"),
         ((BASE, False, "sm_75"), ValueError, "sm_75: the kernels need"),
-        ((BASE, False, "hopper"), ValueError, "hopper: the kernels need"),
+        ((BASE, "True"), TypeError, "backward must be True or False"),
+        ((BASE, False, 90), TypeError, "arch must be a str, not 90"),
+        *(
+            ((BASE, False, arch), ValueError, f'arch must be "sm_80", "sm_90a", …, not {arch!r}')
+            for arch in ("hopper", "", "x_80", "sm_90junk", "sm_1000", "sm_99999999999")
+        ),
     ],
 )
 def test_what_cannot_be_explained(call, error, message):

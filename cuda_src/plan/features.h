@@ -10,6 +10,10 @@
 
 namespace jax_flash {
 
+// Whether the entries of a bias can only be looked up one by one: it is broadcast over rows or columns, or these do not
+// begin at multiples of 16 bytes.
+bool BiasByEntry(const Problem& p);
+
 // FEATURE(name, text, there): what messages call it, and whether the problem `p` has it; `has` are those above.
 #define JAX_FLASH_FEATURES(FEATURE)                                                               \
   FEATURE(kCausal, "a causal mask", p.causal)                                                     \
@@ -19,6 +23,8 @@ namespace jax_flash {
   FEATURE(kQueryOffset, "a query offset", p.query_offset)                                         \
   FEATURE(kSoftCap, "a soft cap", p.soft_cap > 0)                                                 \
   FEATURE(kBias, "a bias", p.bias.present)                                                        \
+  FEATURE(kWideBias, "a float32 bias", p.bias_dtype == DType::kF32)                               \
+  FEATURE(kBiasByEntry, "a bias that the copy engine does not load", BiasByEntry(p))              \
   FEATURE(kMask, "a mask", p.mask.present) /* in a forward of few queries */                      \
   FEATURE(kDropout, "dropout", p.dropout())                                                       \
   FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */ \

@@ -10,6 +10,9 @@ namespace {
 // --- Tiles ---
 
 constexpr Row kForward[] = {
+    {227, 64, {128, 128, 2, 2, true}, kWideBias | kSeveral},
+    {227, 64, {128, 64, 2, 2, true}},
+    {227, 128, {128, 64, 2, 2, true}},
     {227, 64, {256, 64, 4, 4}, kBias | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kBias | kDropout | kLocal | kSoftCap | kFewTiles},
     {227, 64, {256, 64, 4, 4}, kBias | kDropout | kCausal | kFewTiles},
@@ -57,6 +60,8 @@ constexpr Row kForwardF32[] = {
 // a block mask does with a soft cap above 96, and always above 128. Tiles of 64 keys are for wide heads only.
 constexpr Row kBackward[] = {
     {227, 64, {128, 128, 2, 2}, kScores | kCrowdedBlocks},
+    {227, 64, {64, 128, 2, 2, true}},
+    {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap},
     {227, 96, {64, 128, 2, 2}},
     {227, 128, {64, 128, 2, 2}, kSoftCap},
     {227, 128, {64, 128, 2, 2}, kBias | kBlockMask},
@@ -136,7 +141,8 @@ std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& 
   if (!target.hopper) return std::nullopt;
   for (const Row& row : RowsOf(p, pass)) {
     if (!Fits(row, target, p) || !InWholeTiles(row.tile, p)) continue;
-    KernelTiling tiling = {Family::kHopper, row.tile.rows, row.tile.cols, row.tile.groups, row.tile.stages};
+    KernelTiling tiling = {Family::kHopper, row.tile.rows,   row.tile.cols,
+                           row.tile.groups, row.tile.stages, row.tile.bias_tiles};
     if (pass == Pass::kBackward) {
       tiling.alongside = Alongside(target, p);
       tiling.sum_kv = tiling.alongside && p.group() > 1;

@@ -13,8 +13,9 @@ const Rows& Table::Of(DType dtype) const {
 }
 
 bool Fits(const Row& row, const Target& target, const Problem& p) {
-  return row.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= row.dim &&
-         !FeaturesOf(p, target, row.tile.rows).Any(row.without);
+  const Features has = FeaturesOf(p, target, row.tile.rows);
+  if (row.tile.bias_tiles && (!has.Any(kBias) || has.Any(kBiasByEntry))) return false;
+  return row.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= row.dim && !has.Any(row.without);
 }
 
 bool InWholeTiles(const TileSizes& tile, const Problem& p) {

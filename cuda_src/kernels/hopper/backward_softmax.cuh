@@ -37,9 +37,16 @@ struct Probabilities : Products {
       if (i % 2 == 0) continue;
       dS[i / 2] = score.PackSlopes(S[i - 1], S[i]);
 #pragma unroll
-      for (int e = i - 1; e <= i; ++e)
+      for (int e = i - 1; e <= i && !kBiasTiles; ++e)
         S[e] = score.AddBias(S[e], view.Row(e / 2 % 2, e / 4 * 2 + e % 2), view.Key(e / 2 % 2, 0));
     }
+  }
+
+  // With the tile of the bias that has come with Q.
+  __device__ __forceinline__ void AddBias() {
+#pragma unroll
+    for (int c = 0; c < kRows; c += 16)
+      AddBiasTile<true>(shared.bias[at.index] + c * kBoxBytes, first_key + 16 * warp, S + c / 2);
   }
 
   // What has to be looked up in memory: which rows this lane's keys are seen by.
@@ -73,6 +80,7 @@ struct Probabilities : Products {
   // S^T is masked and becomes P^T.
   __device__ __forceinline__ void Softmax(const KVTile& tile, const Step& step) {
     if (kFormsScores) ToScores(tile, step);
+    if (kBiasTiles) AddBias();
     if (step.masked) HideEntries(tile, step);
     if (Tuning::kStopAfterMask && Never()) return;
     const float to_log2 = Tuning::kLateScale ? __ldg(p.scale + Fresh(0)) * kLog2e : this->to_log2;

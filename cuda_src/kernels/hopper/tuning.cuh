@@ -53,8 +53,9 @@ struct BackwardTuning {
 
   // dV += P^T dO can start before dS is known where there are registers for P in both precisions.
   static constexpr bool kEarlyDV = kRows == 64;
-  // The slopes of the soft cap are kept where dS will be, and join P once dV has it.
-  static constexpr bool kKeepsSlopes = kSoftCap;
+  // The slopes of the soft cap are kept where dS will be, and join P once dV has it. Pairs, and block masks of wide
+  // heads, leave no registers for them: they are found again from P, which has no bias in it there.
+  static constexpr bool kKeepsSlopes = kSoftCap && (kBias || !(kPairs || (kBlockMask && kQKDim > 96)));
 
   // S^T can start at -L / scale: then nobody waits for L, and the subtraction costs nothing. With 128 rows to fetch it
   // costs more than it saves. (To start at 0 explicitly tells the compiler that S was not needed before.)
@@ -96,7 +97,7 @@ struct BackwardTuning {
   // ... between the exponentials of the first half of the rows and the next, whose L is not read before, ...
   static constexpr bool kStopInSoftmax =
       kRows == 128 ? kDropout && !kAlongside
-                   : kQKDim > 96 && !kTF32 && (kTiling.bias_tiles || (kBlockMask && !kDropout && !kFormsScores));
+                   : kQKDim > 96 && !kTF32 && (kTiling.bias_tiles || (kBlockMask && !kBias && (kSoftCap || !kDropout)));
   // ... before the words of dropout, ...
   static constexpr bool kStopBeforeZ = kFormsScores;
   // ... and before the last of these.

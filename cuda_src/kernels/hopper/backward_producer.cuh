@@ -105,7 +105,7 @@ struct Producer {
       if (!at.There()) schedule.Ask(), LoadKV(tile);
       for (bool first = true; at.There(); first = false) {
         const int row = at.row, q_head = at.head;
-        const int kind = KindOfBlock(p, p.block_mask, tile.batch, q_head, row, tile.column);
+        const int kind = KindOfBlock(p, tile.batch, q_head, row, tile.column);
         at.Next();
         const bool every = row >= rows.every_lo && row + kRows <= rows.every_hi && kind == kEverything;
         if (!at.There()) schedule.Ask();

@@ -52,7 +52,7 @@ struct Probabilities : Products {
   // What has to be looked up in memory: which rows this lane's keys are seen by.
   __device__ __forceinline__ void Look(const KVTile& tile, const Step& step) {
     if (!kLookedUp || !step.masked) return;
-    const Block<true> block(p.block_mask, tile.batch, step.kind);
+    const Block<true> block(p, tile.batch, step.kind);
     seen.Ask(block, ViewOf(tile, step));
     if (Tuning::kFoldsWords) seen.Fold();
   }

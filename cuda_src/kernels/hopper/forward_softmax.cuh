@@ -30,7 +30,7 @@ struct Probabilities : Products {
   template <bool kMasked>
   __device__ __forceinline__ void Look(const QTile& tile, int j) {
     if (!kMasked || !kLookedUp) return;
-    const Block<false> block(p.block_mask, tile.batch, kListed ? shared.listed[k.index].kind : kEverything);
+    const Block<false> block(p, tile.batch, kListed ? shared.listed[k.index].kind : kEverything);
     seen.Ask(block, ViewOf(tile, j));
     if (Tuning::kEarlyMasks) JoinSeen(tile, j);
   }

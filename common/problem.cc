@@ -101,8 +101,9 @@ std::string Check(const Problem& p) {
   for (const int64_t size : {p.q_block, p.kv_block}) {
     if (p.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0) return "a block size is no multiple of 16";
   }
-  // A list has an index and a count.
-  if (p.block_mask.present && std::min(p.row_list, p.column_list) < 2) return "a list of the block mask is too small";
+  if (p.block_mask.present && std::min(p.row_list, p.column_list) < kListHeader) {
+    return "a list of the block mask is too small";
+  }
   for (const int64_t size : {p.q_block, p.kv_block, p.element_masks, p.row_list, p.column_list}) {
     if (size > std::numeric_limits<int32_t>::max()) return "a size of the block mask has more than 31 bits";
   }

@@ -99,10 +99,10 @@ bool Alongside(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
   const bool listed = has.Any(kBlockMask);
-  const int64_t keys = listed ? (p.row_list - 2) * p.kv_block : p.kv_len;  // of a row
+  const int64_t keys = listed ? (p.row_list - kListHeader) * p.kv_block : p.kv_len;  // of a row
   if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
-  const bool long_lists = listed && (p.column_list - 2) * p.q_block > kMostListedRows;
+  const bool long_lists = listed && (p.column_list - kListHeader) * p.q_block > kMostListedRows;
   const bool dropout = has.Any(kDropout);
   if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
   if (listed && (p.group() > 1 || has.Any(kRanges) || long_lists || (dropout && !narrow))) return false;

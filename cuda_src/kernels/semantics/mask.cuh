@@ -4,6 +4,7 @@
 // All of a block mask is data: a number that it does not have stands for nothing, never for an address.
 #pragma once
 
+#include "common/blocks.h"
 #include "common/masking.h"
 #include "config.cuh"
 #include "ptx/types.cuh"
@@ -74,8 +75,6 @@ struct Entries {
 
 // --- Block masks ---
 
-constexpr int kEverything = 1, kFirstElementMask = 2;  // of the numbers for blocks
-
 __device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len + kQBlock - 1) / kQBlock; }
 __device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len + kKVBlock - 1) / kKVBlock; }
 
@@ -143,7 +142,7 @@ class Block {
   }
 
  private:
-  static constexpr int kWords = (kLength + 31) / 32;  // a line of one
+  static constexpr int kWords = WordsOfLine(kLength);
 
   const int kind_;
   const uint32_t* elements_ = nullptr;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/host_device.h"
 
 namespace jax_flash {
 
@@ -33,12 +34,7 @@ constexpr int kSegmentThreads = 1024;  // of a block that finds
 constexpr int kSegmentBlocks = 4;      // so many of them
 
 // Threads that a row of O takes in the mma.sync kernels' backward_prepare: 8 elements each.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-    constexpr int LanesOfRow(int dim) {
-  return dim <= 8 ? 1 : 2 * LanesOfRow((dim + 1) / 2);
-}
+JAX_FLASH_STATIC_HOST_DEVICE constexpr int LanesOfRow(int dim) { return dim <= 8 ? 1 : 2 * LanesOfRow((dim + 1) / 2); }
 
 // --- What a kernel is compiled for ---
 

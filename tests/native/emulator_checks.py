@@ -20,6 +20,7 @@ from jax_flash import BlockMask, _native
 
 ROOT = pathlib.Path(__file__).parents[2]
 KERNELS = ROOT / "cuda_src" / "kernels"
+SHARED = ("common/dtype.h", "common/host_device.h", "cuda_src/contract.h")  # with the host
 hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="with Hopper's instructions only")
 
 
@@ -247,7 +248,7 @@ extern "C" __global__ void jax_flash_test(const __grid_constant__ uint4 zeros) {
 """
     library = ctypes.CDLL(str(emulator.build()))
     headers = {str(path.relative_to(KERNELS)): path.read_text() for path in KERNELS.glob("ptx/*")}
-    headers |= {name: (ROOT / name).read_text() for name in ("common/dtype.h", "cuda_src/contract.h")}
+    headers |= {name: (ROOT / name).read_text() for name in SHARED}
     headers |= {"this_kernel.h": "#define JAX_FLASH_DTYPE 2", "test.cuh": source}
 
     def strings(texts):

@@ -33,6 +33,11 @@ constexpr int kSegmentBlock = 64;      // queries or keys of a SegmentBounds
 constexpr int kSegmentThreads = 1024;  // of a block that finds
 constexpr int kSegmentBlocks = 4;      // so many of them
 
+// The most positions that a loop over a head's queries or keys goes on at a time. It ends at a number that an int still
+// has, since no length is larger than kLongest.
+constexpr int kLargestStep = 4096;
+constexpr int kLongest = 0x7FFFFFFF - kLargestStep;
+
 // Threads that a row of O takes in the mma.sync kernels' backward_prepare: 8 elements each.
 JAX_FLASH_STATIC_HOST_DEVICE constexpr int LanesOfRow(int dim) { return dim <= 8 ? 1 : 2 * LanesOfRow((dim + 1) / 2); }
 

@@ -69,7 +69,7 @@ std::string CudaRefusal(const Problem& p) {
     }
   }
   const int64_t longest = std::max(p.q_len_in_blocks(), p.kv_len_in_blocks());
-  if (longest > kMaxSize - 512) return sized("length", longest) + ": at most " + std::to_string(kMaxSize - 512);
+  if (longest > kLongest) return sized("length", longest) + ": at most " + std::to_string(kLongest);
   if (p.batch * p.q_heads > 0 && DivideUp(longest, 16) > kMaxSize / p.batch / p.q_heads) {
     return "batch x heads x length is too large for the CUDA kernels";
   }
@@ -106,6 +106,12 @@ Plan MakePlan(const Problem& p, Pass pass, const Target& target) {
     AddTransposedMasks(p, &plan);
   }
   (pass == Pass::kForward ? AddForward : AddBackward)(target, in_blocks, &plan);
+  for (const Launch& launch : plan.launches) {
+    if (launch.blocks > std::numeric_limits<int32_t>::max()) {
+      throw std::invalid_argument(launch.entry + " would have " + std::to_string(launch.blocks) +
+                                  " blocks: batch x heads x length is too large for the CUDA kernels");
+    }
+  }
   return plan;
 }
 

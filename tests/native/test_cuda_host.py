@@ -23,6 +23,7 @@ from jax_flash.problem import Extent
         ({"qk_dim": 0}, "head dim 0"),
         ({"v_dim": 264}, "head dim 264"),
         ({"kv_len": 2**31}, "length"),
+        ({"batch": 1, "q_len": 2**31 - 4096}, "length 2147479552: at most 2147479551"),
         ({"batch": 2**20, "q_len": 2**20}, "too large"),
     ],
 )
@@ -42,6 +43,14 @@ def test_not_refused(dim, dtype):
     accepted = problem(qk_dim=dim, v_dim=dim, dtype=dtype)
     assert _native.cuda_refusal(accepted.encode()) == ""
     assert jax_flash.choose_implementation(accepted, "cuda").implementation == "flash"
+
+
+def test_more_blocks_than_a_grid_has_are_refused():
+    many = {"batch": 2**27, "q_heads": 1, "kv_heads": 1, "q_len": 1, "kv_len": 16, "qk_dim": 256, "v_dim": 256}
+    assert _native.cuda_refusal(problem(**many).encode()) == ""
+    assert kernels("sm_80", **many)
+    with pytest.raises(ValueError, match=r"jax_flash_backward_prepare would have 2147483648 blocks: .* too large"):
+        kernels("sm_80", True, **many, **GRADIENTS)
 
 
 def test_old_gpus_are_refused():

@@ -75,8 +75,9 @@ struct Entries {
 
 // --- Block masks ---
 
-__device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len + kQBlock - 1) / kQBlock; }
-__device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len + kKVBlock - 1) / kKVBlock; }
+// (A length is at least 1. To add a large block to it first would be too much for an int.)
+__device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len - 1) / kQBlock + 1; }
+__device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len - 1) / kKVBlock + 1; }
 
 // Of the heads that the block mask has, the one that is meant. (An int counts their rows and columns of blocks, which
 // are multiples of 16: the plan refuses batch x heads x T / 16 beyond it, and S likewise.)

@@ -40,7 +40,8 @@ bool Parse(std::string_view text, double* value) {
   const std::string copy(text);
   char* end = nullptr;
   *value = strtod_l(copy.c_str(), &end, locale);
-  return !copy.empty() && *end == '\0' && std::isfinite(*value);
+  const bool decimal = text.find_first_not_of("0123456789.e+-") == text.npos;  // strtod reads more than Python writes
+  return decimal && !copy.empty() && *end == '\0' && std::isfinite(*value);
 }
 
 bool Parse(std::string_view text, bool* value) {
@@ -142,9 +143,11 @@ std::string Decode(std::string_view text, Problem* problem) {
   *problem = Problem();
   bool seen[kFieldCount] = {};
   bool version_seen = false;
-  while (!text.empty()) {
-    const std::string_view entry = text.substr(0, text.find(' '));
-    text.remove_prefix(entry.size() < text.size() ? entry.size() + 1 : entry.size());
+  for (bool more = !text.empty(); more;) {
+    const size_t space = text.find(' ');
+    const std::string_view entry = text.substr(0, space);
+    more = space != text.npos;
+    if (more) text.remove_prefix(space + 1);
     const size_t equals = entry.find('=');
     if (equals == std::string_view::npos) return "problem: '" + std::string(entry) + "' is not name=value";
     const std::string_view name = entry.substr(0, equals), value = entry.substr(equals + 1);

@@ -7,9 +7,6 @@
 
 namespace jax_flash {
 
-// Do tiles come from lists, instead of ranges?
-constexpr bool kListed = kBlockMask;
-
 // Of a block row its columns in order, or of a block column its rows.
 struct BlockList {
   int index;  // of the block row or column

@@ -139,6 +139,12 @@ int64_t Problem::size(char dim, const Extent& extent) const {
   throw std::logic_error("a dim that no array has");
 }
 
+int64_t Problem::elements(const char* dims, const Extent& extent) const {
+  int64_t product = 1;
+  for (; *dims; ++dims) product *= size(*dims, extent);
+  return product;
+}
+
 std::string Decode(std::string_view text, Problem* problem) {
   *problem = Problem();
   bool seen[kFieldCount] = {};

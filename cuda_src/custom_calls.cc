@@ -244,8 +244,8 @@ void ExecuteForward(const Problem& p, const Loaded& loaded, void* stream, Buffer
   const std::string error = buffers.Error();
   if (!error.empty()) throw std::invalid_argument(error);
   if (NothingToCompute(p)) {
-    const int64_t rows = p.batch * p.q_len * p.q_heads;
-    Zero(results.o, rows * p.v_dim * ElementOf(p.dtype).bytes, stream);
+    const int64_t rows = p.elements("BTN", ExtentOf(true));
+    Zero(results.o, p.elements("BTNE", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
     Zero(results.l, rows * 4, stream);
     if (rows == 0) return;
     constexpr unsigned kMinusInfinity = 0xFF800000u;
@@ -269,14 +269,10 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
   const std::string error = buffers.Error();
   if (!error.empty()) throw std::invalid_argument(error);
   if (NothingToCompute(p)) {
-    Zero(results.dq, p.batch * p.q_len * p.q_heads * p.qk_dim * ElementOf(p.dtype).bytes, stream);
-    Zero(results.dk, p.batch * p.kv_len * p.kv_heads * p.qk_dim * ElementOf(p.dtype).bytes, stream);
-    Zero(results.dv, p.batch * p.kv_len * p.kv_heads * p.v_dim * ElementOf(p.dtype).bytes, stream);
-    const Extent& bias = p.bias;
-    Zero(results.dbias,
-         (bias.batch ? p.batch : 1) * (bias.heads ? p.q_heads : 1) * (bias.rows ? p.q_len : 1) *
-             (bias.columns ? p.kv_len : 1) * 4,
-         stream);
+    Zero(results.dq, p.elements("BTND", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
+    Zero(results.dk, p.elements("BSKD", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
+    Zero(results.dv, p.elements("BSKE", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
+    Zero(results.dbias, p.elements("BNTS", p.bias) * 4, stream);
     return;
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, given.o, given.d_o,

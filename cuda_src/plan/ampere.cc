@@ -197,11 +197,10 @@ void ampere::AddQuery(const Target& target, const Problem& p, Plan* plan) {
 ampere::BiasWork ampere::BiasWorkOf(const Target& target, const Problem& p) {
   constexpr int64_t kBlocks = 512;  // enough for any GPU
   const KernelTiling tiling = Tiling(kBackwardBiasTable, target, p);
-  BiasWork work = {1, 1, 1};
+  BiasWork work = {1, p.elements("BNTS", p.bias), 1};
   int64_t summed = 1;  // tiles of S
   const auto dimension = [&](bool own, int64_t size, int64_t step) {
     (own ? work.tiles : summed) *= DivideUp(size, step);
-    if (own) work.elements *= size;
   };
   dimension(p.bias.batch, p.batch, 1);
   dimension(p.bias.heads, p.q_heads, 1);

@@ -51,8 +51,8 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
 // (kernel_config.h). They hold what machine code depends on and nothing else: problems that differ in other things
 // share a cubin.
 
-// What a problem has, FIELD(type, name, value): `value` is the host's (plan/plan.cc), of a problem `p`. What only the
-// backward, or only its main kernel, asks for is 0 elsewhere.
+// What a problem has, FIELD(type, name, value): `value` is the host's (AddUnit in plan/plan.cc), of a problem `p`. What
+// only the backward, or only its main kernel, asks for is 0 elsewhere.
 #define JAX_FLASH_KERNEL_PROBLEM(FIELD)                                                \
   FIELD(DType, dtype, p.dtype)                                                         \
   FIELD(DType, bias_dtype, p.bias_dtype)                                               \

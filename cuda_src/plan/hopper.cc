@@ -152,7 +152,7 @@ std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
 }
 
 void hopper::AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  const int unit = AddUnit("forward", p, tiling, plan);
+  const int unit = AddUnit("hopper/forward.cuh", Asks::kOfBoth, p, tiling, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, tiles, Maps::kForward));
 }
@@ -170,7 +170,7 @@ int64_t hopper::HeadsInScratch(const Target& target, const Problem& p) {
 }
 
 void hopper::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  const int unit = AddUnit("backward", p, tiling, plan);
+  const int unit = AddUnit("hopper/backward.cuh", Asks::kOfMain, p, tiling, plan);
   const int64_t row_blocks = p.batch * p.q_heads * RoundUp(p.q_len, tiling.rows) / kRowBlock;
   if (!tiling.alongside) plan->launches.push_back({unit, "jax_flash_backward_prepare", row_blocks, kRowThreads});
   const int64_t tiles = RoundUp(p.kv_len_in_blocks(), kPairedKeys) / tiling.cols;

@@ -13,7 +13,7 @@ int AddMaskUnit(const Problem& p, Plan* plan) {
   any.mask = ExtentOf(p.mask.present);
   any.q_block = p.q_block;
   any.kv_block = p.kv_block;
-  return AddUnit("mask_blocks", any, {Family::kAmpere}, plan);
+  return AddUnit("scheduler/mask_blocks.cuh", Asks::kOfBoth, any, {Family::kAmpere}, plan);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ void AddSegments(const Problem& p, Plan* plan) {
   any.segments = true;
   const int64_t positions = kSegmentBlock * kSegmentBlocks;
   const int64_t blocks = p.batch * (DivideUp(p.q_len, positions) + DivideUp(p.kv_len, positions));
-  const int unit = AddUnit("segments", any, {Family::kAmpere}, plan);
+  const int unit = AddUnit("scheduler/segments.cuh", Asks::kOfBoth, any, {Family::kAmpere}, plan);
   plan->launches.push_back({unit, "jax_flash_segments", blocks, kSegmentThreads});
 }
 
@@ -78,14 +78,12 @@ std::string CudaRefusal(const Problem& p) {
 
 bool NothingToCompute(const Problem& p) { return p.batch == 0 || p.q_heads == 0 || p.q_len == 0 || p.kv_len == 0; }
 
-int AddUnit(const std::string& kernel, const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  const bool main = kernel == "backward", backward = kernel.substr(0, 8) == "backward";
+int AddUnit(const std::string& file, Asks asks, const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  const bool main = asks == Asks::kOfMain, backward = main || asks == Asks::kOfBackward;
 #define VALUE(type, name, ...) __VA_ARGS__,
   const KernelConfig config = {{JAX_FLASH_KERNEL_PROBLEM(VALUE)}, tiling};
 #undef VALUE
-  const bool before = kernel == "segments" || kernel == "mask_blocks";
-  const std::string room = before ? "scheduler" : tiling.family == Family::kHopper ? "hopper" : "ampere";
-  plan->units.push_back({room + "/" + kernel + ".cuh", config});
+  plan->units.push_back({file, config});
   return int(plan->units.size()) - 1;
 }
 

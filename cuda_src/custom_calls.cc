@@ -93,8 +93,7 @@ class Call {
     for (const Launch& launch : plan.launches) {
       const Unit& unit = plan.units[launch.unit];
       const int shared_bytes = launch.dynamic_shared ? SharedBytes(CachedCubin(unit, arch)) : 0;
-      const int64_t blocks =
-          launch.persistent ? std::min<int64_t>(launch.blocks, properties.multiprocessors) : launch.blocks;
+      const int64_t blocks = BlocksOf(launch, properties.multiprocessors);
       void* function = nullptr;
       Check(driver.cuModuleGetFunction(&function, LoadedModule(unit, arch, device), launch.entry.c_str()),
             launch.entry.c_str());

@@ -176,6 +176,7 @@ void hopper::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* pla
   const int64_t tiles = RoundUp(p.kv_len_in_blocks(), kPairedKeys) / tiling.cols;
   const int64_t heads = p.batch * (tiling.alongside ? p.q_heads : p.kv_heads);
   plan->launches.push_back(MainLaunch("jax_flash_backward", unit, tiling, heads * tiles, Maps::kBackward));
+  if (!FeaturesOf(p).Any(kNarrow)) plan->launches.back().cluster = kPairedKeys / tiling.cols;
   if (tiling.sum_kv && (p.dk || p.dv)) {
     const int64_t key_blocks = p.batch * p.kv_heads * RoundUp(p.kv_len, tiling.cols) / kRowBlock;
     plan->launches.push_back({unit, "jax_flash_backward_finish_keys", key_blocks, kRowThreads});

@@ -87,6 +87,11 @@ int AddUnit(const std::string& file, Asks asks, const Problem& p, const KernelTi
   return int(plan->units.size()) - 1;
 }
 
+int64_t BlocksOf(const Launch& launch, int multiprocessors) {
+  if (!launch.persistent) return launch.blocks;
+  return std::min<int64_t>(launch.blocks, std::max(multiprocessors / launch.cluster, 1) * launch.cluster);
+}
+
 Plan MakePlan(const Problem& p, Pass pass, const Target& target) {
   const std::string refusal = CudaRefusal(p);
   if (!refusal.empty()) throw std::invalid_argument(refusal + ". implementation=\"xla\" has no such limit");

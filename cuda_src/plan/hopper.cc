@@ -79,6 +79,16 @@ const Rows& RowsOf(const Problem& p, Pass pass) {
   return (pass == Pass::kForward ? kForwardTable : kBackwardTable).Of(p.dtype);
 }
 
+// The first that fits, or none.
+const Row* RowFor(const Target& target, const Problem& p, Pass pass) {
+  for (const unsigned ignored : {0u, kPreferences}) {
+    for (const Row& row : RowsOf(p, pass)) {
+      if (Fits(row, target, p, ignored) && InWholeTiles(row.tile, p)) return &row;
+    }
+  }
+  return nullptr;
+}
+
 // --- The ways of the backward ---
 
 constexpr int64_t kMostListedRows = 2048;  // of the longest list, if the backward is all in one kernel
@@ -134,17 +144,15 @@ Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling
 
 std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& p, Pass pass) {
   if (!target.hopper) return std::nullopt;
-  for (const Row& row : RowsOf(p, pass)) {
-    if (!Fits(row, target, p) || !InWholeTiles(row.tile, p)) continue;
-    KernelTiling tiling = {Family::kHopper, row.tile.rows, row.tile.cols, row.tile.groups, row.tile.stages};
-    if (pass == Pass::kBackward) {
-      tiling.alongside = Alongside(target, p);
-      tiling.sum_kv = tiling.alongside && p.group() > 1;
-      tiling.together = !tiling.alongside && Together(p);
-    }
-    return tiling;
+  const Row* const row = RowFor(target, p, pass);
+  if (!row) return std::nullopt;
+  KernelTiling tiling = {Family::kHopper, row->tile.rows, row->tile.cols, row->tile.groups, row->tile.stages};
+  if (pass == Pass::kBackward) {
+    tiling.alongside = Alongside(target, p);
+    tiling.sum_kv = tiling.alongside && p.group() > 1;
+    tiling.together = !tiling.alongside && Together(p);
   }
-  return std::nullopt;
+  return tiling;
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {

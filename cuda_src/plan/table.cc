@@ -12,9 +12,9 @@ const Rows& Table::Of(DType dtype) const {
   return bytes == 2 ? of_two : of_four;
 }
 
-bool Fits(const Row& row, const Target& target, const Problem& p) {
+bool Fits(const Row& row, const Target& target, const Problem& p, unsigned ignored) {
   return row.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= row.dim &&
-         !FeaturesOf(p, target, row.tile.rows).Any(row.without);
+         !FeaturesOf(p, target, row.tile.rows).Any(row.without & ~ignored);
 }
 
 bool InWholeTiles(const TileSizes& tile, const Problem& p) {
@@ -26,7 +26,7 @@ std::string Obstacle(const Rows& rows, const Target& target, const Problem& p) {
   TileSizes tile = {};
   for (const Row& row : rows) {
     if (row.shared > target.shared || std::max(p.qk_dim, p.v_dim) > row.dim) continue;
-    const Features obstacles = {FeaturesOf(p, target, row.tile.rows).bits & row.without};
+    const Features obstacles = {FeaturesOf(p, target, row.tile.rows).bits & row.without & ~kPreferences};
     if (obstacles.Any(kNarrow)) continue;  // as if its head dim did not fit
     std::vector<std::string> names = NamesOf(obstacles);
     if (!InWholeTiles(row.tile, p)) {

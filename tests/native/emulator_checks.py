@@ -174,6 +174,7 @@ def test_tf32(case):
         (Case(B=1, T=200, S=280, N=2, K=2, D=128, E=104, dropout=0.2), "bfloat16", (128, 128)),
         (Case(B=2, T=300, S=300, N=3, K=3, D=64, E=64), "float16", (128, 256)),  # more tiles than S has
         (Case(B=1, T=200, S=280, N=2, K=1, D=256, E=256), "bfloat16", (128, 128)),
+        (Case(B=1, T=200, S=280, N=2, K=1, D=80, E=80), "bfloat16", (192, 96)),  # tiles that are otherwise for many
         (Case(B=2, T=100, S=120, N=4, K=2, D=64, E=64, bias="1n1s", deterministic=True), "bfloat16", (16, 64)),
         (Case(B=2, T=100, S=90, N=4, K=2, D=32, E=32, window=(40, 10)), "float32", (48, 32)),
         (Case(B=1, T=300, S=280, N=2, K=1, D=128, E=96, causal=True), "tf32", (128, 64)),

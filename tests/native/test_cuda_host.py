@@ -143,6 +143,20 @@ def test_heads_that_share_keys(changes, sum_kv, together):
     assert ("jax_flash_backward_finish_keys" in launches) == sum_kv
 
 
+@pytest.mark.parametrize(
+    ("block", "dim", "lengths"), [((192, 96), 80, (1920, 1920)), ((192, 112), 64, (1920, 2016))], ids=str
+)
+@pytest.mark.parametrize("batch", [1, 64])
+def test_tiles_that_alone_fit_the_blocks_are_taken_for_few_too(block, dim, lengths, batch):
+    """Although others are preferred where there are fewer tiles than multiprocessors."""
+    blocks = {"block_mask": EVERY, "q_block": block[0], "kv_block": block[1], "row_list": 22, "column_list": 12}
+    changes = {**blocks, "batch": batch, "qk_dim": dim, "v_dim": dim, "q_len": lengths[0], "kv_len": lengths[1]}
+    assert {file for file, _ in kernels(**changes)} == {"hopper/forward.cuh"}
+    assert (fields(**changes)["rows"], fields(**changes)["cols"]) == block
+    (reason,) = jax_flash.explain(problem(**changes, drop_threshold=9), arch="sm_90a").reasons
+    assert reason.endswith(f"its tiles of {block[0]} x {block[1]} do not do dropout")
+
+
 def test_float32_on_hopper():
     """Its own kernels do TF32, up to head dim 128; in the backward not a soft cap."""
     (hopper,), (ampere,) = kernels(dtype="float32", full_precision=False), kernels("sm_80", dtype="float32")

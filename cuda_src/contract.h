@@ -77,16 +77,17 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(bool, dv, main&& p.dv)
 
 // What the plan has chosen, FIELD(type, name).
-#define JAX_FLASH_KERNEL_TILING(FIELD)                                                                            \
-  FIELD(Family, family)                                                                                           \
-  FIELD(int, rows)       /* queries of a tile of S */                                                             \
-  FIELD(int, cols)       /* keys */                                                                               \
-  FIELD(int, groups)     /* warps, or on Hopper warpgroups beside the one that loads */                           \
-  FIELD(int, stages)     /* tiles in flight */                                                                    \
-  FIELD(int, packed)     /* a forward over parts of the keys: heads whose rows share a tile; else 0 */            \
-  FIELD(bool, alongside) /* Hopper's backward is all in one kernel; */                                            \
-  FIELD(bool, sum_kv)    /* heads of Q that share keys are then computed one by one, dK and dV added up in f32 */ \
-  FIELD(bool, together)  /* or they are walked together */
+#define JAX_FLASH_KERNEL_TILING(FIELD)                                                                             \
+  FIELD(Family, family)                                                                                            \
+  FIELD(int, rows)        /* queries of a tile of S */                                                             \
+  FIELD(int, cols)        /* keys */                                                                               \
+  FIELD(int, groups)      /* warps, or on Hopper warpgroups beside the one that loads */                           \
+  FIELD(int, stages)      /* tiles in flight */                                                                    \
+  FIELD(bool, bias_tiles) /* does the copy engine load the bias? */                                                \
+  FIELD(int, packed)      /* a forward over parts of the keys: heads whose rows share a tile; else 0 */            \
+  FIELD(bool, alongside)  /* Hopper's backward is all in one kernel; */                                            \
+  FIELD(bool, sum_kv)     /* heads of Q that share keys are then computed one by one, dK and dV added up in f32 */ \
+  FIELD(bool, together)   /* or they are walked together */
 
 #define JAX_FLASH_MEMBER(type, name, ...) type name;
 struct KernelProblem {
@@ -214,8 +215,8 @@ struct alignas(64) TensorMap {
 // Hopper's kernels have these beside Params, in this order, each a parameter of its own (in a struct ptxas gives some
 // kernels other registers). The map of an array that a call does not have is not looked at; *_rows have boxes of
 // kAlongsideRows.
-#define JAX_FLASH_FORWARD_MAPS(MAP) MAP(query) MAP(key) MAP(value) MAP(o)
+#define JAX_FLASH_FORWARD_MAPS(MAP) MAP(query) MAP(key) MAP(value) MAP(o) MAP(bias)
 #define JAX_FLASH_BACKWARD_MAPS(MAP) \
-  MAP(query) MAP(key) MAP(value) MAP(d_o) MAP(dk) MAP(dv) MAP(o_rows) MAP(d_o_rows) MAP(dq_rows)
+  MAP(query) MAP(key) MAP(value) MAP(d_o) MAP(dk) MAP(dv) MAP(o_rows) MAP(d_o_rows) MAP(dq_rows) MAP(bias)
 
 }  // namespace jax_flash

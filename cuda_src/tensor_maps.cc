@@ -14,31 +14,47 @@ struct Array {
 Array OfQueries(const Problem& p, const void* data, int64_t dim) { return {data, p.q_len, p.q_heads, dim}; }
 Array OfKeys(const Problem& p, const void* data, int64_t dim) { return {data, p.kv_len, p.kv_heads, dim}; }
 
-// A map with boxes of `rows` x kBoxBytes, swizzled; `type`: one of Element's. Zeros for a gradient that nobody asked
-// for.
-TensorMap MapOf(const Problem& p, const Array& array, int type, int rows) {
-  TensorMap map = {};
-  if (!array.data) return map;
+// What is outside of the array arrives as zeros.
+TensorMap Encoded(const void* data, int type, const uint64_t (&sizes)[4], const uint64_t (&strides)[3],
+                  uint32_t box_columns, int box_rows) {
   constexpr int kNoInterleave = 0, kSwizzle128 = 3, kPromoteL2To128 = 2, kZeros = 0;
-  const uint64_t bytes = ElementOf(p.dtype).bytes, time = array.time, heads = array.heads, dim = array.dim;
-  const uint64_t sizes[] = {dim, time, heads, uint64_t(p.batch)};
-  const uint64_t strides[] = {heads * dim * bytes, dim * bytes, time * heads * dim * bytes};
-  const uint32_t box[] = {uint32_t(kBoxBytes / bytes), uint32_t(rows), 1, 1}, steps[] = {1, 1, 1, 1};
-  Check(CudaDriver().cuTensorMapEncodeTiled(&map, type, 4, const_cast<void*>(array.data), sizes, strides, box, steps,
+  const uint32_t box[] = {box_columns, uint32_t(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
+  TensorMap map = {};
+  Check(CudaDriver().cuTensorMapEncodeTiled(&map, type, 4, const_cast<void*>(data), sizes, strides, box, steps,
                                             kNoInterleave, kSwizzle128, kPromoteL2To128, kZeros),
         "cuTensorMapEncodeTiled");
   return map;
+}
+
+// A map with boxes of `rows` x kBoxBytes, swizzled; `type`: one of Element's. Zeros for a gradient that nobody asked
+// for.
+TensorMap MapOf(const Problem& p, const Array& array, int type, int rows) {
+  if (!array.data) return {};
+  const uint64_t bytes = ElementOf(p.dtype).bytes, time = array.time, heads = array.heads, dim = array.dim;
+  const uint64_t sizes[] = {dim, time, heads, uint64_t(p.batch)};
+  const uint64_t strides[] = {heads * dim * bytes, dim * bytes, time * heads * dim * bytes};
+  return Encoded(array.data, type, sizes, strides, uint32_t(kBoxBytes / bytes), rows);
+}
+
+// Of a bias that has all rows and columns, in boxes of `rows` x kBoxBytes.
+TensorMap BiasMapOf(const Problem& p, const void* data, int rows) {
+  const Element element = ElementOf(p.bias_dtype);
+  const uint64_t bytes = element.bytes, q_len = p.q_len, kv_len = p.kv_len, heads = p.bias.heads ? p.q_heads : 1;
+  const uint64_t sizes[] = {kv_len, q_len, heads, p.bias.batch ? uint64_t(p.batch) : 1};
+  const uint64_t strides[] = {kv_len * bytes, q_len * kv_len * bytes, heads * q_len * kv_len * bytes};
+  return Encoded(data, element.map_type, sizes, strides, uint32_t(kBoxBytes / bytes), rows);
 }
 
 }  // namespace
 
 ForwardMaps ForwardMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling) {
   const Element element = ElementOf(p.dtype);
-  ForwardMaps maps;
+  ForwardMaps maps = {};
   maps.query = MapOf(p, OfQueries(p, x.query, p.qk_dim), element.loaded_type, kBoxRows);
   maps.key = MapOf(p, OfKeys(p, x.key, p.qk_dim), element.loaded_type, tiling.cols);
   maps.value = MapOf(p, OfKeys(p, x.value, p.v_dim), element.loaded_type, tiling.cols);
   maps.o = MapOf(p, OfQueries(p, x.o, p.v_dim), element.map_type, kBoxRows);
+  if (tiling.bias_tiles) maps.bias = BiasMapOf(p, x.bias.data, tiling.rows);
   return maps;
 }
 
@@ -51,6 +67,7 @@ BackwardMaps BackwardMapsOf(const Problem& p, const Params& x, const KernelTilin
   maps.d_o = MapOf(p, OfQueries(p, x.d_o, p.v_dim), element.loaded_type, tiling.rows);
   maps.dk = MapOf(p, OfKeys(p, x.dk, p.qk_dim), element.map_type, kBoxRows);
   maps.dv = MapOf(p, OfKeys(p, x.dv, p.v_dim), element.map_type, kBoxRows);
+  if (tiling.bias_tiles) maps.bias = BiasMapOf(p, x.bias.data, tiling.rows);
   if (tiling.alongside) {
     maps.o_rows = MapOf(p, OfQueries(p, x.o, p.v_dim), element.map_type, kAlongsideRows);
     maps.d_o_rows = MapOf(p, OfQueries(p, x.d_o, p.v_dim), element.loaded_type, kAlongsideRows);

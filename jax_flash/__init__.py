@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import importlib.util
+import pathlib
 import pkgutil
 
 # In a clone, this folder of sources hides the package that has been installed. The modules are those of the latter.
@@ -10,11 +11,17 @@ if importlib.util.find_spec("jax_flash._native") is None:
         folder
         for folder in pkgutil.extend_path(__path__, __name__)
         if importlib.machinery.PathFinder.find_spec("jax_flash._native", [folder])
+        and pathlib.Path(folder, "__init__.py").exists()
     ]
     if not __path__:
         raise ImportError(
             f"jax_flash is not installed, and {__file__} is of a clone, where nothing is compiled: "
             "run 'pip install .' there first"
+        )
+    if pathlib.Path(__path__[0], "__init__.py").read_bytes() != pathlib.Path(__file__).read_bytes():
+        raise ImportError(
+            f"{__file__} is of a clone, and of another version than the jax_flash that is installed in {__path__[0]}: "
+            "run 'pip install .' in the clone"
         )
 
 from jax_flash import patterns

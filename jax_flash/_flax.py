@@ -16,11 +16,11 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 from jax import lax
 
-from jax_flash import arguments, attention, checks
+from jax_flash import arguments, attention, checks, dropout
 from jax_flash.arguments import PER_EXAMPLE, Implementation, SharedOptions
 
 
-class Options(SharedOptions, total=False):
+class FlaxOptions(SharedOptions, total=False):
     """The options of `jax_flash.dot_product_attention` that Flax has no names of its own for, and one that it has.
 
     An array with a batch dim there has the leading dims [...] of the query here, or dims that broadcast to them.
@@ -29,7 +29,7 @@ class Options(SharedOptions, total=False):
     reproducible_gradients: bool  # `deterministic` there, which in Flax means: no dropout
 
 
-class StockOptions(Options, total=False):
+class StockOptions(FlaxOptions, total=False):
     """With the arguments that both of Flax's own functions take after `mask`."""
 
     broadcast_dropout: bool
@@ -52,9 +52,9 @@ class Attributes:
     reproducible_gradients: bool = False
 
 
-def refuse(where: str, **arguments: Any) -> None:
+def refuse(where: str, **given: Any) -> None:
     """Raises NotImplementedError naming the first argument that is set: a fused kernel has no place for any of them."""
-    for name, value in arguments.items():
+    for name, value in given.items():
         if value is not None and value is not False:
             raise NotImplementedError(
                 f"{where} does not support `{name}`: its attention is one fused kernel, with no matrix of weights to "
@@ -81,7 +81,7 @@ def attend(
     Args:
       query: [..., T, N, D]; key: [..., S, K, D]; value: [..., S, K, E], of one float dtype; N a multiple of K.
       bias, mask: broadcastable to [..., N, T, S]; a mask of any dtype, nonzero where a query may attend.
-      options: `Options`.
+      options: `FlaxOptions`.
 
     Returns:
       [..., T, N, E], in the dtype of the query.
@@ -91,14 +91,15 @@ def attend(
             "query, key and value must be [..., length, heads, dim] with the same leading dimensions, got shapes "
             f"{query.shape}, {key.shape}, {value.shape}"
         )
-    if checks.flag("deterministic", deterministic) or dropout_rate == 0.0:
+    drop_threshold = dropout.threshold(dropout_rate)
+    if checks.flag("deterministic", deterministic) or not drop_threshold:
         dropout_rate, dropout_rng = 0.0, None
     elif dropout_rng is None:
         raise ValueError(f"dropout_rate={dropout_rate} with deterministic=False needs a `dropout_rng`")
 
     leading = query.shape[:-3]
     query, key, value = (x.reshape(math.prod(leading), *x.shape[-3:]) for x in (query, key, value))
-    options = arguments.complete(options, Options)
+    options = arguments.complete(options, FlaxOptions)
     for name, dims in PER_EXAMPLE.items():
         if options[name] is not None:
             options[name] = _fold(name, checks.integers(name, options[name]), leading, dims, whole=True)
@@ -120,15 +121,16 @@ def attend(
 
 
 def attend_as(stock: Callable[..., Any], where: str, args: tuple[Any, ...], given: Mapping[str, Any]) -> jax.Array:
-    """`attend` with the arguments of Flax's own function `stock`, and `Options` beside them."""
+    """`attend` with the arguments of Flax's own function `stock`, and `FlaxOptions` beside them."""
     signature = _signature(stock)
-    own = Options.__annotations__.keys() - signature.parameters.keys()
+    own = FlaxOptions.__annotations__.keys() - signature.parameters.keys()
     options = {name: x for name, x in given.items() if name in own}
     call = signature.bind(*args, **{name: x for name, x in given.items() if name not in own})
     call.apply_defaults()
     left = call.arguments
     promote, dtype = left.pop("promote_dtype", promote_dtype), left.pop("dtype")
-    query, key, value = promote(tuple(left.pop(name) for name in ("query", "key", "value")), dtype=dtype)
+    inputs = tuple(checks.array(name, left.pop(name)) for name in ("query", "key", "value"))
+    query, key, value = promote(inputs, dtype=dtype)
     left.pop("force_fp32_for_softmax", None)  # it always is
     taken = {name: left.pop(name) for name in left.keys() & _TAKEN}
     refuse(where, **left)
@@ -136,7 +138,7 @@ def attend_as(stock: Callable[..., Any], where: str, args: tuple[Any, ...], give
 
 
 _signature = functools.cache(inspect.signature)
-_TAKEN = inspect.signature(attend).parameters.keys() | Options.__annotations__.keys()
+_TAKEN = inspect.signature(attend).parameters.keys() | FlaxOptions.__annotations__.keys()
 
 
 def attend_in(
@@ -158,15 +160,16 @@ def attend_in(
       module: it has `Attributes` and those of the stock modules.
       make_rng: a key of the stream with this name, if one is needed and there is no `dropout_rng`.
       cached: int32 scalar, the keys that were in the cache before; None where nothing is decoded.
-      options: `Options` of the call, before the module's attributes unless None.
+      options: `FlaxOptions` of the call, before the module's attributes unless None.
     """
-    attributes = {field.name: getattr(module, field.name) for field in dataclasses.fields(Attributes)}
-    chosen = attributes | {name: x for name, x in options.items() if x is not None}
+    names = [field.name for field in dataclasses.fields(Attributes) if options.get(field.name) is None]
+    chosen = arguments.complete({**options, **{name: getattr(module, name) for name in names}}, FlaxOptions)
     if cached is not None:
-        if "query_offset" in chosen:
+        if chosen["query_offset"] is not None:
             raise ValueError("query_offset must not be given when decoding: it is the number of tokens in the cache")
         chosen |= {"is_causal": True, "query_offset": cached}
-    if module.dropout_rate > 0.0 and not deterministic and dropout_rng is None:
+    deterministic = False if deterministic is None else checks.flag("deterministic", deterministic)
+    if dropout.threshold(module.dropout_rate) and not deterministic and dropout_rng is None:
         dropout_rng = make_rng("dropout")
     query, key, value = promote_dtype((query, key, value), dtype=module.dtype)
     return attend(
@@ -177,7 +180,7 @@ def attend_in(
         broadcast_dropout=module.broadcast_dropout,
         dropout_rng=dropout_rng,
         dropout_rate=module.dropout_rate,
-        deterministic=bool(deterministic),
+        deterministic=deterministic,
         precision=module.precision,
         **chosen,
     )

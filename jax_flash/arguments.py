@@ -101,6 +101,9 @@ def lists_options(kind: type, like: Callable[..., Any] | None = None) -> Callabl
     return decorate
 
 
+lists_options(Options)(vars(Problem)["of"].__func__)  # problem.py comes before this file
+
+
 def problem_and_operands(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None, mask: ArrayLike | None, options: Options
 ) -> tuple[Problem, Operands]:
@@ -147,11 +150,13 @@ def problem_and_operands(
         raise ValueError("query_segment_ids and key_value_segment_ids must be given together")
     drop_threshold = dropout.threshold(given["dropout_rate"])
     broadcast_dropout = checks.flag("broadcast_dropout", given["broadcast_dropout"])
+    dropout_key = None if given["dropout_key"] is None else dropout.checked_key(given["dropout_key"])
+    batch_ids = checks.ids("dropout_batch_ids", given["dropout_batch_ids"], (B,))
+    head_ids = checks.ids("dropout_head_ids", given["dropout_head_ids"], (N,))
     if drop_threshold:
-        if given["dropout_key"] is None:
+        if dropout_key is None:
             raise ValueError(f"dropout_rate={given['dropout_rate']} needs a dropout_key")
-        ids = given["dropout_batch_ids"], given["dropout_head_ids"]
-        drawn = dropout.operands(given["dropout_key"], broadcast_dropout, *ids, B, N)
+        drawn = dropout.operands(dropout_key, broadcast_dropout, batch_ids, head_ids, B, N)
         if drop_threshold == dropout.EVERYTHING:  # the same as without dropout and with values of 0
             drop_threshold, drawn = 0, {"value": jnp.zeros_like(value)}
         operands = operands._replace(**drawn)
@@ -199,18 +204,20 @@ def _check_implementation(x: Any) -> None:
 def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Array, jax.Array]:
     """The query times the sign of τ, and |τ|: the kernels take the row maximum before they multiply with a scale.
 
-    A τ that is 0, or as good as 0, goes to the query, since its gradient is found by division.
+    A τ that is 0, or so small that a gradient times τ underflows, goes to the query: its own gradient is that of the
+    query divided by it.
     """
     dtype = np.float64 if query.dtype == np.float64 else np.float32
+    least = 2.0**-14 if query.dtype == np.float16 else 2.0**-100
     if isinstance(scale, jax.core.Tracer):
-        if scale.ndim or not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
+        if not checks.is_real(scale):
             raise TypeError(f"scale must be a real number, not {scale.dtype}{list(scale.shape)}")
     else:
         scale = checks.finite("scale", scale, largest)
-        if scale >= 2.0**-100:
+        if scale >= least:
             return query, jnp.asarray(scale, dtype)
     scale = jnp.asarray(scale, dtype)
-    small = jnp.abs(scale) < 2.0**-100
+    small = jnp.abs(scale) < least
     factor = jnp.where(small, scale, jnp.sign(scale))
     return (query * factor).astype(query.dtype), jnp.where(small, 1, jnp.abs(scale))
 
@@ -233,9 +240,9 @@ def _window(size: int | tuple[int, int] | None) -> tuple[int, int]:
     try:
         left, right = map(operator.index, size if isinstance(size, (tuple, list)) else (size, size))
     except (TypeError, ValueError):
-        raise TypeError(f"local_window_size must be an int or a pair of ints, not {size!r}") from None
+        raise TypeError(f"local_window_size must be an int or a pair of ints, not {checks.described(size)}") from None
     if left < 0 or right < 0:
-        raise ValueError(f"local_window_size must not be negative: {size}")
+        raise ValueError(f"local_window_size must not be negative: {checks.described(min(left, right))}")
     return left if left < 2**63 else -1, right if right < 2**63 else -1  # beyond 64 bits it is as good as none
 
 
@@ -267,13 +274,13 @@ def _full_precision(precision: Any) -> bool:
     except (TypeError, ValueError):
         raise ValueError(
             "precision must be a jax.lax.Precision or DotAlgorithmPreset, the name of one, or a pair of them, "
-            f"not {precision!r}"
+            f"not {checks.described(precision)}"
         ) from None
 
 
 def _offsets(name: str, x: int | ArrayLike | None, batch: int) -> jax.Array | None:
     """int32 [B]; None for none and for 0."""
-    if x is None or isinstance(x, int) and x == 0:
+    if x is None or type(x) is int and x == 0:
         return None
     given = checks.integers(name, x)
     if isinstance(given, np.ndarray) and given.size and not (given.min() >= -(2**31) and given.max() < 2**31):

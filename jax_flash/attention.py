@@ -1,4 +1,4 @@
-"""`dot_product_attention`: defaults, and the choice of implementation."""
+"""The public functions: `dot_product_attention`, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def dot_product_attention(
       bias: added to the scores; broadcastable to [B, N, T, S] (sizes full or 1), any float dtype. Its gradient is
         summed over what was broadcast.
       mask: boolean, true where a query may attend; broadcastable to [B, N, T, S].
-      scale: τ, a real scalar; 1/√D by default. It may be traced, and has a gradient. New values never recompile.
+      scale: τ, a real scalar; 1/√D by default. It may be traced; new values never recompile. Its gradient is
+        Σ query · dquery / τ and has the accuracy of dquery, whose rounding tells in a sum of terms that cancel: give
+        float32 inputs for an exact one.
       is_causal: query i sees keys j <= i + query_offset.
       query_seq_lengths: integer [B]: rows from there on are 0.
       key_value_seq_lengths: integer [B]: keys from there on are not attended to.
@@ -194,6 +196,9 @@ def choose_implementation(problem: Problem, platform: str) -> Choice:
 
     The choice is made when a program is lowered for its platform, not when it is traced.
     """
+    problem = checks.problem(problem)
+    if not isinstance(platform, str):
+        raise TypeError(f'platform must be a str, "cpu", "cuda", …, not {checks.described(platform)}')
     if platform == "gpu":
         raise ValueError('a GPU\'s platform is "cuda" or "rocm", not "gpu"')
     refusal = custom_calls.refusal(problem, platform)

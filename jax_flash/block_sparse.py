@@ -10,6 +10,7 @@ element masks, so that structured masks (causal, windows, documents) take no mem
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import numpy as np
 from jax import export
 from jax.typing import ArrayLike
 
-from jax_flash.checks import integer
+from jax_flash.checks import booleans, broadcastable, described, integer, matrices, numpy_array
 from jax_flash.problem import BLOCK_MASK
 
 BLOCK = 128  # rows and columns of a block by default
@@ -55,6 +56,7 @@ class Shape(NamedTuple):
 
 
 @jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class BlockMask:
     """Which entries may attend, of T rows and S columns in U·V blocks of `q_block` x `kv_block`. Immutable.
 
@@ -84,33 +86,38 @@ class BlockMask:
         Numbers of element masks that are not there count as empty blocks.
         """
         if not isinstance(shape, Shape):
-            raise TypeError(f"shape must be a jax_flash.block_sparse.Shape, not {shape!r}")
+            raise TypeError(f"shape must be a jax_flash.block_sparse.Shape, not {described(shape)}")
         shape.check()
+        blocks = numpy_array("blocks", blocks)
+        element_masks = None if element_masks is None else numpy_array("element_masks", element_masks)
         xp, blocks, element_masks = _arrays(blocks, element_masks)
-        given = np.shape(blocks)
-        if len(given) != 4 or given[2:] != shape.grid:
-            raise ValueError(f"blocks must have shape [B|1, N|1, U, V] with U, V = {shape.grid}, not {given}")
+        if blocks.ndim != 4 or blocks.shape[2:] != shape.grid:
+            raise ValueError(f"blocks must have shape [B|1, N|1, U, V] with U, V = {shape.grid}, not {blocks.shape}")
         if not jnp.issubdtype(blocks.dtype, jnp.integer):
             raise TypeError(f"blocks must be integers, not {blocks.dtype}")
         tile = (shape.q_block, _words(shape.kv_block))
         if element_masks is not None and (
-            element_masks.ndim != 4 or element_masks.shape[2:] != tile or element_masks.dtype != np.uint32
+            (element_masks.ndim, element_masks.shape[2:], element_masks.dtype) != (4, tile, np.uint32)
+            or 1 != element_masks.shape[0] != blocks.shape[0] != 1
         ):
             raise ValueError(
                 f"element_masks must be uint32 [B|1, P, {tile[0]}, {tile[1]}], "
-                f"not {element_masks.dtype} {element_masks.shape}"
+                f"not {element_masks.dtype} {element_masks.shape} with blocks {blocks.shape}"
             )
         kinds = ELEMENTS + (0 if element_masks is None else element_masks.shape[1])
         blocks = xp.where((blocks >= 0) & (blocks < kinds), blocks, NOTHING).astype(np.int32, copy=False)
-        self.shape = shape
-        self.blocks, self.element_masks = (
-            (blocks, element_masks) if xp is jnp else _compact(shape, blocks, element_masks)
-        )
-        self.row_lists = _lists(self.blocks)
-        self.column_lists = _lists(self.blocks.swapaxes(2, 3))
-        for x in self.arrays().values():  # all made here: no one else's arrays
-            if isinstance(x, np.ndarray):
+        if xp is np:
+            blocks, element_masks = _compact(shape, blocks, element_masks)
+        lists = {"row_lists": _lists(blocks), "column_lists": _lists(blocks.swapaxes(2, 3))}
+        self.__setstate__({"shape": shape, "blocks": blocks, "element_masks": element_masks, **lists})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of arrays that are no one else's: those that are made when a mask is, is copied or is unpickled."""
+        vars(self).update(state)
+        for x in self.arrays().values():
+            while isinstance(x, np.ndarray):
                 x.flags.writeable = False
+                x = x.base
 
     def tree_flatten(self):
         return (self.blocks, self.element_masks, self.row_lists, self.column_lists), self.shape
@@ -118,8 +125,8 @@ class BlockMask:
     @classmethod
     def tree_unflatten(cls, shape, children):
         mask = object.__new__(cls)
-        mask.shape = shape
-        mask.blocks, mask.element_masks, mask.row_lists, mask.column_lists = children
+        names = ("blocks", "element_masks", "row_lists", "column_lists")
+        vars(mask).update(zip(names, children, strict=True), shape=shape)
         return mask
 
     # --- constructors ---
@@ -140,12 +147,12 @@ class BlockMask:
         given.
 
         Raises:
-          TypeError: blocks are not boolean.
+          TypeError: blocks are not boolean, or sizes no integers.
           ValueError: shapes that do not fit, block sizes that are no multiples of 16.
         """
-        kept = _boolean("blocks", blocks)
-        q_len = kept.shape[-2] * q_block if q_len is None else q_len
-        kv_len = kept.shape[-1] * kv_block if kv_len is None else kv_len
+        kept = matrices("blocks", blocks)
+        q_len = kept.shape[-2] * integer("q_block", q_block) if q_len is None else q_len
+        kv_len = kept.shape[-1] * integer("kv_block", kv_block) if kv_len is None else kv_len
         return cls(Shape(q_len, kv_len, q_block, kv_block), kept.astype(np.int32))
 
     @classmethod
@@ -158,7 +165,7 @@ class BlockMask:
           TypeError: the mask is not boolean.
           ValueError: it does not have 2 to 4 dims, block sizes that are no multiples of 16.
         """
-        entries = _boolean("mask", mask)
+        entries = matrices("mask", mask)
         B, N, q_len, kv_len = entries.shape
         shape = Shape(q_len, kv_len, q_block, kv_block)
         shape.check()
@@ -191,8 +198,11 @@ class BlockMask:
 
         Raises:
           TypeError: mask_fn returns something else than booleans, or depends on traced values.
-          ValueError: block sizes that are no multiples of 16.
+          ValueError: it returns another shape, block sizes that are no multiples of 16.
         """
+        if not callable(mask_fn):
+            raise TypeError(f"mask_fn must be a function, not {described(mask_fn)}")
+        batch, heads = integer("batch", batch), integer("heads", heads)
         shape = Shape(q_len, kv_len, q_block, kv_block)
         shape.check()
         U, V = shape.grid
@@ -203,12 +213,12 @@ class BlockMask:
             i = jnp.minimum(u * q_block + jnp.arange(q_block, dtype=jnp.int32), q_len - 1)[:, None]
             j = jnp.minimum(jnp.arange(V * kv_block, dtype=jnp.int32), kv_len - 1)[None]
             try:
-                allowed = jnp.asarray(mask_fn(b, h, i, j))
+                returned = mask_fn(b, h, i, j)
             except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
                 raise TypeError("from_function: mask_fn is traced: jax.numpy's arrays and functions only") from error
-            if allowed.dtype != jnp.bool_:
-                raise TypeError(f"mask_fn must return booleans, not {allowed.dtype}")
-            tiles = jnp.broadcast_to(allowed, (q_block, V * kv_block)).reshape(q_block, V, kv_block).swapaxes(0, 1)
+            full, name = (1, 1, q_block, V * kv_block), "what mask_fn returns"
+            allowed: Any = broadcastable(name, booleans(name, returned), full, booleans)
+            tiles = jnp.broadcast_to(allowed, full).reshape(q_block, V, kv_block).swapaxes(0, 1)
             return jnp.where(tiles.all((1, 2)), EVERYTHING, jnp.where(tiles.any((1, 2)), ELEMENTS, NOTHING)), tiles
 
         blocks, table = np.zeros((batch, heads, U, V), np.int32), _Table(shape)
@@ -347,16 +357,6 @@ def _arrays(*arrays: Any) -> Any:
     """
     xp = jnp if _traced(*arrays) else np
     return xp, *(None if x is None else xp.asarray(x) for x in arrays)
-
-
-def _boolean(name: str, x: Any) -> Any:
-    """As [B|1, N|1, …, …]; on the host unless traced."""
-    x = x if _traced(x) else np.asarray(x)
-    if x.dtype != np.bool_:
-        raise TypeError(f"{name} must be boolean, not {x.dtype}")
-    if not 2 <= x.ndim <= 4:
-        raise ValueError(f"{name} must have 2 to 4 dims, not shape {x.shape}")
-    return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
 def _words(columns: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash.problem import DTYPES
+from jax_flash.problem import DTYPES, Problem
 
 
 def flag(name: str, x: Any) -> bool:
@@ -39,14 +40,19 @@ def number(name: str, x: Any) -> float:
     """A number that is known when tracing; what is larger than any float is infinite."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{name} must be a concrete number, not a traced value: {x}")
+    if not is_real(x):
+        raise TypeError(f"{name} must be a real number, not {described(x)}")
     try:
-        if isinstance(x, (str, bytes, bytearray, bool, np.bool_)) or np.ndim(x):
-            raise TypeError
         return float(x)
     except OverflowError:
         return math.inf if x > 0 else -math.inf
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, not {described(x)}") from None
+
+
+def is_real(x: Any) -> bool:
+    """Whether it is one real number, of Python's or an array of one. A truth value is none."""
+    if isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        return x.shape == () and any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def finite(name: str, x: Any, limit: float) -> float:
@@ -66,6 +72,16 @@ def array(name: str, x: ArrayLike, convert: Callable[[Any], Any] = jnp.asarray) 
         raise TypeError(f"{name} must be an array of numbers, not {described(x)}") from error
 
 
+def numpy_array(name: str, x: ArrayLike) -> Any:
+    """On the host, of numbers or truth values; itself if it is traced."""
+    if isinstance(x, jax.core.Tracer):
+        return x
+    converted: np.ndarray = array(name, x, np.asarray)
+    if not (jnp.issubdtype(converted.dtype, np.number) or converted.dtype == np.bool_):
+        raise TypeError(f"{name} must be an array of numbers, not of {converted.dtype}")
+    return converted
+
+
 def floats(name: str, x: ArrayLike) -> jax.Array:
     converted: jax.Array = array(name, x)
     if converted.dtype.name not in DTYPES:
@@ -78,6 +94,16 @@ def booleans(name: str, x: ArrayLike) -> jax.Array:
     if converted.dtype != jnp.bool_:
         raise TypeError(f"{name} must be boolean, not {converted.dtype}; an additive mask is a bias")
     return converted
+
+
+def matrices(name: str, x: ArrayLike) -> Any:
+    """bool [B|1, N|1, …, …]: a matrix, one for each head, or one for each batch entry and head; see `numpy_array`."""
+    given = numpy_array(name, x)
+    if given.dtype != np.bool_:
+        raise TypeError(f"{name} must be boolean, not {given.dtype}")
+    if not 2 <= given.ndim <= 4:
+        raise ValueError(f"{name} must have 2 to 4 dims, not shape {given.shape}")
+    return given.reshape((1,) * (4 - given.ndim) + given.shape)
 
 
 def broadcastable(
@@ -139,6 +165,12 @@ def ids(name: str, x: ArrayLike | None, shape: tuple[int, ...], unbatched: bool 
 def saturated(x: Any) -> jax.Array:
     own, limits = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
     return jnp.asarray(x.clip(max(own.min, limits.min), min(own.max, limits.max))).astype(jnp.int32)
+
+
+def problem(x: Any) -> Problem:
+    if not isinstance(x, Problem):
+        raise TypeError(f"problem must be a jax_flash.Problem, not {described(x)}")
+    return x
 
 
 def described(x: Any) -> str:

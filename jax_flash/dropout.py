@@ -11,7 +11,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from jax_flash import checks
 
@@ -48,14 +47,8 @@ def keep_scale(drop_threshold: int) -> float:
     return EVERYTHING / (EVERYTHING - drop_threshold) if drop_threshold < EVERYTHING else 0.0
 
 
-def seed_from_key(key: jax.Array, batch: int) -> jax.Array:
-    """The operand `seed`, uint32 [batch, 2], drawn once from a JAX PRNG key.
-
-    Every batch entry has the same seed: batch and heads differ by the ids in the Philox counter.
-
-    Args:
-      key: one typed key (`jax.random.key`) or raw key (`jax.random.PRNGKey`, of the default implementation).
-      batch: B.
+def checked_key(key: jax.Array) -> jax.Array:
+    """The typed key (`jax.random.key`) that this is, or this raw key (`jax.random.PRNGKey`) of the default kind has.
 
     Raises:
       TypeError: `key` is neither a typed key nor a uint32 array.
@@ -64,7 +57,7 @@ def seed_from_key(key: jax.Array, batch: int) -> jax.Array:
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not typed:
         if not isinstance(key, (jax.Array, np.ndarray)) or key.dtype != jnp.uint32:
-            kind = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
+            kind = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else checks.described(key)
             raise TypeError(f"dropout_key must be a key of jax.random.key or jax.random.PRNGKey, not {kind}")
         shape = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
         if key.shape != shape:
@@ -72,36 +65,42 @@ def seed_from_key(key: jax.Array, batch: int) -> jax.Array:
         key = jax.random.wrap_key_data(key)
     if key.shape != ():
         raise ValueError(f"dropout_key must be a single key, not an array of keys of shape {list(key.shape)}")
-    return jnp.broadcast_to(jax.random.bits(key, (2,), jnp.uint32), (batch, 2))
+    return key
+
+
+def seed_from_key(key: jax.Array, batch: int) -> jax.Array:
+    """The operand `seed`, uint32 [batch, 2], drawn once from a JAX PRNG key (see `checked_key`).
+
+    Every batch entry has the same seed: batch and heads differ by the ids in the Philox counter.
+    """
+    return jnp.broadcast_to(jax.random.bits(checked_key(key), (2,), jnp.uint32), (batch, 2))
 
 
 def operands(
-    key: jax.Array, broadcast: bool, batch_ids: ArrayLike | None, head_ids: ArrayLike | None, batch: int, heads: int
+    key: jax.Array, broadcast: bool, batch_ids: jax.Array | None, head_ids: jax.Array | None, batch: int, heads: int
 ) -> dict[str, jax.Array]:
     """The operands `seed`, `batch_id` and `head_id`: uint32 [batch, 2], [batch] and [heads].
 
     Args:
       key: see `seed_from_key`.
       broadcast: one mask for all batch entries and heads.
-      batch_ids, head_ids: integer [batch] and [heads], by default 0, 1, …
+      batch_ids, head_ids: int32 [batch] and [heads], by default 0, 1, …
 
     Raises:
-      TypeError: ids that are not integers; what is no key.
-      ValueError: ids of another shape, or of a mask that is broadcast; more than one key.
+      ValueError: ids of a mask that is broadcast.
     """
     if broadcast and (batch_ids is not None or head_ids is not None):
         raise ValueError("broadcast_dropout gives all batch entries and heads one mask: it takes no ids")
 
-    def ids(name: str, given: ArrayLike | None, size: int) -> jax.Array:
+    def ids(given: jax.Array | None, size: int) -> jax.Array:
         if broadcast:
             return jnp.zeros((size,), jnp.uint32)
-        checked = checks.ids(name, given, (size,))
-        return jnp.arange(size, dtype=jnp.uint32) if checked is None else checked.astype(jnp.uint32)
+        return jnp.arange(size, dtype=jnp.uint32) if given is None else given.astype(jnp.uint32)
 
     return {
         "seed": seed_from_key(key, batch),
-        "batch_id": ids("dropout_batch_ids", batch_ids, batch),
-        "head_id": ids("dropout_head_ids", head_ids, heads),
+        "batch_id": ids(batch_ids, batch),
+        "head_id": ids(head_ids, heads),
     }
 
 

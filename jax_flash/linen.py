@@ -17,10 +17,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jax_flash import arguments, checks
+from jax_flash import arguments, checks, dropout
 from jax_flash._flax import (
     Attributes,
-    Options,
+    FlaxOptions,
     StockOptions,
     append,
     attend_as,
@@ -38,7 +38,7 @@ class LinenOptions(StockOptions, total=False):
     force_fp32_for_softmax: bool
 
 
-@arguments.lists_options(Options, like=nn.dot_product_attention)
+@arguments.lists_options(FlaxOptions, like=nn.dot_product_attention)
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,
@@ -105,6 +105,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
     num_kv_heads: int | None = None
 
     @nn.compact
+    @arguments.lists_options(FlaxOptions)
     def __call__(  # type: ignore[override]  # `inputs_kv` is deprecated in Flax, and not here
         self,
         inputs_q: jax.Array,
@@ -115,7 +116,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[FlaxOptions],
     ) -> jax.Array:
         """Projects to queries, keys and values, attends, projects back.
 
@@ -143,15 +144,15 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
         inputs_k, inputs_v = key_and_value_inputs(inputs_q, inputs_k, inputs_v)
 
         qkv_features = self.qkv_features or inputs_q.shape[-1]
-        num_kv_heads = self.num_heads
+        num_heads = num_kv_heads = checks.integer("num_heads", self.num_heads, 1)
         if self.num_kv_heads is not None:
             num_kv_heads = checks.integer("num_kv_heads", self.num_kv_heads, 1)
-        if qkv_features % self.num_heads or self.num_heads % num_kv_heads:
+        if qkv_features % num_heads or num_heads % num_kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} must divide qkv_features={qkv_features}, and num_kv_heads={num_kv_heads} "
+                f"num_heads={num_heads} must divide qkv_features={qkv_features}, and num_kv_heads={num_kv_heads} "
                 "must divide num_heads"
             )
-        head_dim = qkv_features // self.num_heads
+        head_dim = qkv_features // num_heads
 
         dense = functools.partial(
             nn.DenseGeneral,
@@ -167,7 +168,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
             dot_general=self.qkv_dot_general,
             dot_general_cls=self.qkv_dot_general_cls,
         )
-        query = project((self.num_heads, head_dim), name="query")(inputs_q)
+        query = project((num_heads, head_dim), name="query")(inputs_q)
         key = project((num_kv_heads, head_dim), name="key")(inputs_k)
         value = project((num_kv_heads, head_dim), name="value")(inputs_v)
         if self.normalize_qk:
@@ -186,7 +187,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
                 key, value, cache_index.value = append(cached_key.value, cached_value.value, cached, query, key, value)
                 cached_key.value, cached_value.value = key, value
 
-        if self.dropout_rate > 0.0:
+        if dropout.threshold(self.dropout_rate):
             deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
         x = attend_in(
             self,

@@ -10,16 +10,17 @@ gives zeros, where Flax gives the mean of the values; and dropout draws its mask
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any, Unpack
 
 import jax
 from flax import nnx
 from flax.typing import PromoteDtypeFn
 
-from jax_flash import arguments, checks
+from jax_flash import arguments, checks, dropout
 from jax_flash._flax import (
     Attributes,
-    Options,
+    FlaxOptions,
     StockOptions,
     append,
     attend_as,
@@ -37,7 +38,7 @@ class NnxOptions(StockOptions, total=False):
     promote_dtype: PromoteDtypeFn
 
 
-@arguments.lists_options(Options, like=nnx.dot_product_attention)
+@arguments.lists_options(FlaxOptions, like=nnx.dot_product_attention)
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,
@@ -107,15 +108,18 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         *args: Any,
         **kwargs: Any,
     ):
-        refuse("jax_flash.nnx.MultiHeadAttention", attention_fn=kwargs.get("attention_fn"))
-        num_kv_heads = kwargs.get("num_kv_heads", args[2] if len(args) > 2 else None)
-        if num_kv_heads is not None:
-            checks.integer("num_kv_heads", num_kv_heads, 1)
         names = {field.name for field in dataclasses.fields(Attributes)} & kwargs.keys()
         attributes = {name: kwargs.pop(name) for name in names}
+        call = inspect.signature(super().__init__).bind_partial(num_heads, in_features, *args, **kwargs)
+        refuse("jax_flash.nnx.MultiHeadAttention", attention_fn=call.arguments.get("attention_fn"))
+        checks.integer("num_heads", num_heads, 1)
+        if call.arguments.get("num_kv_heads") is not None:
+            checks.integer("num_kv_heads", call.arguments["num_kv_heads"], 1)
+        dropout.threshold(call.arguments.get("dropout_rate", 0.0))
         super().__init__(num_heads, in_features, *args, **kwargs | {"attention_fn": dot_product_attention})
         Attributes.__init__(self, **attributes)
 
+    @arguments.lists_options(FlaxOptions)
     def __call__(
         self,
         inputs_q: jax.Array,
@@ -130,7 +134,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         out_sharding: Any = None,
         qkv_sharding: Any = None,
         input_positions: jax.Array | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[FlaxOptions],
     ) -> jax.Array:
         """Projects to queries, keys and values, attends, projects back.
 
@@ -171,7 +175,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
             )
             self.cached_key[...], self.cached_value[...] = key, value
 
-        if self.dropout_rate > 0.0:
+        if dropout.threshold(self.dropout_rate):
             deterministic = self.deterministic if deterministic is None else deterministic
             if deterministic is None:
                 raise ValueError("dropout_rate > 0 needs `deterministic`, from the constructor, the call or nnx.view")

@@ -31,7 +31,7 @@ from jax_flash.block_sparse import (  # internal
     _Table,
     _traced,
 )
-from jax_flash.checks import integer
+from jax_flash.checks import described, integer, numpy_array
 
 
 def causal(q_len: int, kv_len: int, *, q_block: int = BLOCK, kv_block: int = BLOCK) -> BlockMask:
@@ -181,6 +181,8 @@ def longformer(
     if integer("window", window) % 2:
         raise ValueError(f"window must be even, half of it on each side, not {window}")
     local = dilated_window(q_len, kv_len, window // 2, window // 2, dilation, q_block=q_block, kv_block=kv_block)
+    if not np.iterable(global_tokens):
+        raise TypeError(f"global_tokens must be a sequence of ints, not {described(global_tokens)}")
     tokens = [integer("a global token", token) for token in global_tokens]
     if max(tokens, default=-1) >= max(q_len, kv_len):
         raise ValueError(f"global token {max(tokens)} is beyond the lengths {q_len}, {kv_len}")
@@ -212,13 +214,18 @@ def bigbird(
 
     Raises:
       ValueError: window_blocks is even, or a number is negative.
+      TypeError: as all patterns, or a seed that NumPy does not take.
     """
     shape = _shape(q_len, kv_len, q_block, kv_block)
     if integer("window_blocks", window_blocks) % 2 == 0:
         raise ValueError(f"window_blocks must be odd, not {window_blocks}")
     a, b = _squares(shape)
     kept = (abs(a - b) <= window_blocks // 2) | (np.minimum(a, b) < integer("global_blocks", global_blocks))
-    lottery = np.where(kept, -1.0, np.random.default_rng(seed).random(kept.shape))
+    try:
+        generator = np.random.default_rng(seed)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"seed must be one that numpy.random.default_rng takes, not {described(seed)}") from error
+    lottery = np.where(kept, -1.0, generator.random(kept.shape))
     return _of_squares(shape, kept | _largest(lottery, integer("random_blocks", random_blocks)))
 
 
@@ -278,9 +285,12 @@ def top_k(
 
     Raises:
       ValueError: k < 1, or scores that are not those of a grid of blocks of these lengths.
+      TypeError: scores that are no numbers.
     """
-    scores = scores if _traced(scores) else np.asarray(scores)
-    kept = _largest(scores, integer("k", k, 1))
+    given = numpy_array("scores", scores)
+    if not 2 <= given.ndim <= 4:
+        raise ValueError(f"scores must have 2 to 4 dims, not shape {given.shape}")
+    kept = _largest(given, integer("k", k, 1))
     return BlockMask.from_dense(kept, q_len, kv_len, q_block=q_block, kv_block=kv_block)
 
 
@@ -402,10 +412,10 @@ def _whole_squares(name: str, entries: int, shape: Shape) -> int:
 def _integers(name: str, x: ArrayLike, instead: str) -> np.ndarray:
     if _traced(x):
         raise TypeError(f"{name} must not be traced: {instead}")
-    x = np.asarray(x)
-    if x.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be integers, not {x.dtype}")
-    return x
+    given: np.ndarray = numpy_array(name, x)
+    if given.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, not {given.dtype}")
+    return given
 
 
 def _ids(name: str, ids: ArrayLike) -> np.ndarray:

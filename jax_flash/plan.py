@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import NamedTuple
 
-from jax_flash import _native
+from jax_flash import _native, checks
 from jax_flash.problem import Problem
 
 FAMILIES = {80: "ampere", 90: "hopper"}  # of contract.h
@@ -50,10 +51,15 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None) -
     GPU with as many multiprocessors as those most often have; by default it is the first GPU of this process, or
     "sm_90a" if there is none. No kernel is compiled.
 
-    Raises TypeError if `problem` is none, and ValueError if there are no CUDA kernels for it or for the GPU.
+    Raises TypeError for an argument of a wrong kind, and ValueError if there are no CUDA kernels for the problem or for
+    the GPU.
     """
-    if not isinstance(problem, Problem):
-        raise TypeError(f"problem must be a jax_flash.Problem, not {problem!r}")
+    problem = checks.problem(problem)
+    backward = checks.flag("backward", backward)
+    if arch is not None and not isinstance(arch, str):
+        raise TypeError(f"arch must be a str, not {checks.described(arch)}")
+    if arch is not None and not re.fullmatch(r"sm_[1-9][0-9]{1,2}[af]?", arch):
+        raise ValueError(f'arch must be "sm_80", "sm_90a", …, not {checks.described(arch)}')
     if backward and not (problem.dq or problem.dk or problem.dv or problem.dbias):
         problem = dataclasses.replace(problem, dq=True, dk=True, dv=True)
     chosen, multiprocessors = (arch, 0) if arch is not None else _first_gpu()

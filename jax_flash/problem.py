@@ -98,10 +98,13 @@ class Problem:
         Args:
           query, key, value, bias, mask: the shapes and dtypes that they have in the call. They, and every array among
             the options, may be a `jax.ShapeDtypeStruct`, since nothing is computed; so may the arrays of a `BlockMask`.
-          options: those of the call. Dropout needs no key.
+          options: those of the call but `return_residual`, which is no matter of the kernels: they always give the
+            logsumexp. Dropout needs no key.
 
         Raises what the call raises: TypeError, ValueError or NotImplementedError that name the argument.
         """
+        if "return_residual" in options:
+            raise TypeError("return_residual is no option of Problem.of: the problem is the same with and without it")
         from jax_flash import arguments  # not above: it makes problems
 
         keyless = {"dropout_key": jax.eval_shape(jax.random.key, 0)}

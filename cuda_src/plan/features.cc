@@ -1,8 +1,15 @@
 #include "cuda_src/plan/features.h"
 
+#include "cuda_src/element.h"
 #include "cuda_src/plan/family.h"
 
 namespace jax_flash {
+
+bool BiasByEntry(const Problem& p) {
+  const bool loaded = p.bias_dtype == DType::kF16 || p.bias_dtype == DType::kBF16 || p.bias_dtype == DType::kF32;
+  return p.bias.present &&
+         !(loaded && p.bias.rows && p.bias.columns && p.kv_len * ElementOf(p.bias_dtype).bytes % 16 == 0);
+}
 
 #define ADD(name, text, there) has.bits |= (there) ? unsigned(name) : 0;
 

@@ -10,25 +10,33 @@
 
 namespace jax_flash {
 
+// Whether the entries of a bias can only be looked up one by one: it is broadcast over rows or columns, or these do not
+// begin at multiples of 16 bytes.
+bool BiasByEntry(const Problem& p);
+
 // FEATURE(name, text, there): what messages call it, and whether the problem `p` has it; `has` are those above.
-#define JAX_FLASH_FEATURES(FEATURE)                                                               \
-  FEATURE(kCausal, "a causal mask", p.causal)                                                     \
-  FEATURE(kWindow, "a window", p.window())                                                        \
-  FEATURE(kSegments, "segments", p.segments)                                                      \
-  FEATURE(kLengths, "lengths", p.q_lengths || p.kv_lengths)                                       \
-  FEATURE(kQueryOffset, "a query offset", p.query_offset)                                         \
-  FEATURE(kSoftCap, "a soft cap", p.soft_cap > 0)                                                 \
-  FEATURE(kBias, "a bias", p.bias.present)                                                        \
-  FEATURE(kMask, "a mask", p.mask.present) /* in a forward of few queries */                      \
-  FEATURE(kDropout, "dropout", p.dropout())                                                       \
-  FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */ \
-  FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                      \
-  FEATURE(kBlockMask, "a mask or a block mask", p.block_mask.present)                             \
-  FEATURE(kCrowdedBlocks, "a block mask beside a window, segments or dropout",                    \
-          has.Any(kBlockMask) && has.Any(kLocal | kDropout))                                      \
-  FEATURE(kTornPairs, "blocks whose keys are no multiple of 128", p.kv_block % kPairedKeys != 0)  \
-  FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))  \
-  FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)             \
+#define JAX_FLASH_FEATURES(FEATURE)                                                                                  \
+  FEATURE(kCausal, "a causal mask", p.causal)                                                                        \
+  FEATURE(kWindow, "a window", p.window())                                                                           \
+  FEATURE(kSegments, "segments", p.segments)                                                                         \
+  FEATURE(kLengths, "lengths", p.q_lengths || p.kv_lengths)                                                          \
+  FEATURE(kQueryOffset, "a query offset", p.query_offset)                                                            \
+  FEATURE(kSoftCap, "a soft cap", p.soft_cap > 0)                                                                    \
+  FEATURE(kBias, "a bias", p.bias.present)                                                                           \
+  FEATURE(kWideBias, "a float32 bias", p.bias_dtype == DType::kF32)                                                  \
+  FEATURE(kBiasByEntry, "a bias that the copy engine does not load", BiasByEntry(p))                                 \
+  FEATURE(kMask, "a mask", p.mask.present) /* in a forward of few queries */                                         \
+  FEATURE(kDropout, "dropout", p.dropout())                                                                          \
+  FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                    \
+  FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                         \
+  FEATURE(kBlockMask, "a mask or a block mask", p.block_mask.present)                                                \
+  FEATURE(kCrowdedBlocks, "a block mask beside a window, segments or dropout",                                       \
+          has.Any(kBlockMask) && has.Any(kLocal | kDropout))                                                         \
+  FEATURE(kTornPairs, "blocks whose keys are no multiple of 128", p.kv_block % kPairedKeys != 0)                     \
+  FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))                     \
+  FEATURE(kCapAndBias, "a soft cap beside a bias", has.Any(kSoftCap) && has.Any(kBias))                              \
+  FEATURE(kCrowdedCap, "a soft cap beside dropout and a window or segments", has.Any(kSoftCap) && has.Any(kSeveral)) \
+  FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)                                \
   FEATURE(kNarrow, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
 
 // Likewise of the problem in tiles of `rows` queries, on `target`.

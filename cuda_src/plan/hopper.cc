@@ -10,6 +10,9 @@ namespace {
 // --- Tiles ---
 
 constexpr Row kForward[] = {
+    {227, 64, {128, 128, 2, 2, true}},
+    {227, 128, {128, 128, 2, 2, true}, kWideBias},
+    {227, 128, {128, 96, 2, 2, true}},
     {227, 64, {256, 64, 4, 4}, kBias | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kBias | kDropout | kLocal | kSoftCap | kFewTiles},
     {227, 64, {256, 64, 4, 4}, kBias | kDropout | kCausal | kFewTiles},
@@ -53,16 +56,15 @@ constexpr Row kForwardF32[] = {
     {227, 128, {128, 32, 2, 2}, kFullPrecision},
 };
 
-// What is not here would spill registers: a soft cap keeps its slopes beside P, and beside much else above head dim 96;
-// a block mask does with a soft cap above 96, and always above 128. Tiles of 64 keys are for wide heads only.
+// What is not here would spill registers. Tiles of 64 keys are for wide heads only.
 constexpr Row kBackward[] = {
     {227, 64, {128, 128, 2, 2}, kScores | kCrowdedBlocks},
+    {227, 64, {64, 128, 2, 2, true}},
+    {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap},
     {227, 96, {64, 128, 2, 2}},
-    {227, 128, {64, 128, 2, 2}, kSoftCap},
-    {227, 128, {64, 128, 2, 2}, kBias | kBlockMask},
-    {227, 192, {64, 64, 2, 2}, kNarrow | kSoftCap | kTornPairs},
-    {227, 256, {64, 64, 2, 2}, kNarrow | kSoftCap | kBias | kTornPairs},
-    {227, 256, {64, 64, 2, 2}, kNarrow | kSoftCap | kDropout | kTornPairs},
+    {227, 128, {64, 128, 2, 2}, kCapAndBias},
+    {227, 192, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap},
+    {227, 256, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap},
 };
 
 // TF32. A soft cap would keep its slopes in 16 bits; crowded blocks, a bias beside a block mask, and one above head dim
@@ -146,7 +148,8 @@ std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& 
   if (!target.hopper) return std::nullopt;
   const Row* const row = RowFor(target, p, pass);
   if (!row) return std::nullopt;
-  KernelTiling tiling = {Family::kHopper, row->tile.rows, row->tile.cols, row->tile.groups, row->tile.stages};
+  KernelTiling tiling = {Family::kHopper,  row->tile.rows,   row->tile.cols,
+                         row->tile.groups, row->tile.stages, row->tile.bias_tiles};
   if (pass == Pass::kBackward) {
     tiling.alongside = Alongside(target, p);
     tiling.sum_kv = tiling.alongside && p.group() > 1;

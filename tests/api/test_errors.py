@@ -96,6 +96,9 @@ def test_mixed_dtypes():
         ({"scale": 1e39}, ValueError, "scale"),
         ({"scale": 10**400}, ValueError, "scale"),
         ({"scale": jnp.ones(D)}, TypeError, "scale"),
+        ({"scale": np.True_}, TypeError, "scale must be a real number"),
+        ({"logits_soft_cap": np.complex64(3 + 1j)}, TypeError, "logits_soft_cap must be a real number, not complex64"),
+        ({"logits_soft_cap": jnp.asarray(True)}, TypeError, "logits_soft_cap must be a"),
         ({"local_window_size": -1}, ValueError, "local_window_size"),
         ({"local_window_size": (3, -2)}, ValueError, "local_window_size"),
         ({"local_window_size": (1, 2, 3)}, TypeError, "local_window_size"),
@@ -118,6 +121,7 @@ def test_mixed_dtypes():
         ),
         ({"query_offset": jnp.ones(3, jnp.int32)}, ValueError, "query_offset"),
         ({"query_offset": 1.5}, TypeError, "query_offset"),
+        ({"query_offset": False}, TypeError, "query_offset must be integers, not bool"),
         ({"query_offset": 2**31}, ValueError, "query_offset"),
         ({"query_offset": np.int64(2**31)}, ValueError, "query_offset"),
         ({"query_offset": np.full(B, -(2**31) - 1)}, ValueError, "query_offset"),
@@ -132,8 +136,8 @@ def test_mixed_dtypes():
         ({"logits_soft_cap": float("nan")}, ValueError, "logits_soft_cap"),
         ({"logits_soft_cap": 1e-39}, ValueError, "logits_soft_cap must be from 2.94e-31 to 3.4e.30, not 1e-39"),
         ({"logits_soft_cap": 1e-310}, ValueError, "logits_soft_cap"),
-        ({"logits_soft_cap": "1.0"}, TypeError, "logits_soft_cap must be a number, not '1.0'"),
-        ({"logits_soft_cap": np.ones(1)}, TypeError, "logits_soft_cap must be a number, not ndarray"),
+        ({"logits_soft_cap": "1.0"}, TypeError, "logits_soft_cap must be a real number, not '1.0'"),
+        ({"logits_soft_cap": np.ones(1)}, TypeError, "logits_soft_cap must be a real number, not ndarray"),
         ({"precision": "exact"}, ValueError, "precision"),
         ({"precision": ("highest", "exact")}, ValueError, "precision"),
         ({"precision": []}, ValueError, "precision"),
@@ -152,6 +156,10 @@ def test_mixed_dtypes():
         ({"dropout_rate": 10**400, "dropout_key": jax.random.key(0)}, ValueError, "dropout_rate"),
         ({"dropout_rate": "0.5", "dropout_key": jax.random.key(0)}, TypeError, "dropout_rate"),
         ({"dropout_rate": "half", "dropout_key": jax.random.key(0)}, TypeError, "dropout_rate"),
+        ({"dropout_rate": np.complex64(0.5), "dropout_key": jax.random.key(0)}, TypeError, "dropout_rate"),
+        ({"dropout_batch_ids": "abc"}, TypeError, "dropout_batch_ids must be an array"),
+        ({"dropout_head_ids": 1.5}, TypeError, "dropout_head_ids must be integers"),
+        ({"dropout_key": "x"}, TypeError, "dropout_key must be a key .* not 'x'"),
         ({"dropout_rate": 0.1, "dropout_key": 0}, TypeError, "dropout_key"),
         ({"dropout_rate": 0.1, "dropout_key": jnp.ones(2)}, TypeError, "dropout_key"),
         ({"dropout_rate": 0.1, "dropout_key": jnp.ones(2, jnp.int32)}, TypeError, "dropout_key"),
@@ -207,6 +215,16 @@ def test_what_is_no_array(name, bad):
     dropped = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)} if name.startswith("dropout") else {}
     with pytest.raises((TypeError, ValueError), match=name):
         attend(**dropped, **{name: bad})
+
+
+@pytest.mark.parametrize(
+    "name", ["local_window_size", "precision", "scale", "dropout_rate", "dropout_key", "implementation"]
+)
+def test_errors_do_not_print_arrays(name):
+    for bad in (np.ones(999), [np.ones(999)] * 3):
+        with pytest.raises((TypeError, ValueError), match=name) as error:
+            attend(**{name: bad})
+        assert len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize("bad", ["False", 0, None, np.array([True, False]), jnp.ones(2, bool)])

@@ -114,15 +114,39 @@ def test_a_clone_where_nothing_is_installed_says_so(tmp_path):
     assert "run 'pip install .' there" in done.stderr
 
 
-def test_a_clone_takes_the_modules_of_the_installed_package(tmp_path):
+@pytest.fixture
+def installed(tmp_path):
+    """Of a package that is found in a clone: its folder, and where a Python runs which finds it."""
     for name in ("clone", "installed"):
         shutil.copytree(ROOT / "jax_flash", tmp_path / name / "jax_flash", ignore=shutil.ignore_patterns("*.so"))
     shutil.copy(_native.__file__, tmp_path / "installed" / "jax_flash")
-    script = "import jax_flash, jax_flash.attention as a; print(jax_flash._native.__file__, a.__file__, sep='\\n')"
     packages = [path for path in sys.path if path.endswith("-packages")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "installed"), *packages])}
-    files = run(sys.executable, "-S", "-c", script, cwd=tmp_path / "clone", env=environment).splitlines()
-    assert [pathlib.Path(file).parent for file in files] == [tmp_path / "installed" / "jax_flash"] * 2
+    return tmp_path / "installed" / "jax_flash", {"cwd": tmp_path / "clone", "env": environment}
+
+
+def test_a_clone_takes_the_modules_of_the_installed_package(installed):
+    folder, where = installed
+    script = "import jax_flash, jax_flash.attention as a; print(jax_flash._native.__file__, a.__file__, sep='\\n')"
+    files = run(sys.executable, "-S", "-c", script, **where).splitlines()
+    assert [pathlib.Path(file).parent for file in files] == [folder] * 2
+
+
+def test_a_clone_of_another_version_than_the_installed_package_says_so(installed):
+    folder, where = installed
+    old = (folder / "__init__.py").read_text().replace('"explain"', "")
+    (folder / "__init__.py").write_text(old)
+    done = subprocess.run([sys.executable, "-S", "-m", "jax_flash"], stderr=subprocess.PIPE, text=True, **where)
+    assert done.returncode == 1
+    assert f"of another version than the jax_flash that is installed in {folder}: run 'pip install .'" in done.stderr
+
+
+def test_what_is_left_of_a_package_is_not_installed(installed):
+    folder, where = installed
+    for file in folder.glob("*.py"):
+        file.unlink()
+    done = subprocess.run([sys.executable, "-S", "-m", "jax_flash"], stderr=subprocess.PIPE, text=True, **where)
+    assert done.returncode == 1 and "jax_flash is not installed, and" in done.stderr
 
 
 def aarch64_compiler() -> list[str]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax_options import IDS, LEADING, OPTIONS, WRONG, functional, problems
+from flax_options import IDS, LEADING, NO_INPUTS, OPTIONS, WRONG, WRONG_ATTRIBUTES, functional, problems
 
 pytest.importorskip("flax")
 
@@ -447,6 +447,31 @@ def test_wrong_options(options, error, message):
     module = MultiHeadAttention(HEADS)
     with pytest.raises(error, match=message):
         module.init(jax.random.key(1), STACKED, **options)
+
+
+@pytest.mark.parametrize(("attributes", "error", "message"), WRONG_ATTRIBUTES)
+def test_wrong_attributes(attributes, error, message):
+    with pytest.raises(error, match=message):
+        MultiHeadAttention(**{"num_heads": HEADS} | attributes).init(jax.random.key(1), STACKED)
+
+
+@pytest.mark.parametrize(("inputs", "message"), NO_INPUTS)
+def test_function_names_what_is_no_array(inputs, message):
+    query = normal(0, *LEADING, LENGTH, HEADS, 8)
+    with pytest.raises(TypeError, match=message):
+        dot_product_attention(**{"query": query, "key": query, "value": query} | inputs)
+
+
+def test_module_takes_stock_attributes_not_as_options():
+    module = MultiHeadAttention(HEADS)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dropout_rate'"):
+        module.init(jax.random.key(1), STACKED, dropout_rate=0.5)
+
+
+def test_signature_has_the_options():
+    for function in (dot_product_attention, MultiHeadAttention.__call__):
+        parameters = inspect.signature(function).parameters
+        assert {"scale", "block_mask", "reproducible_gradients"} < parameters.keys() and "options" not in parameters
 
 
 def test_function_takes_the_stock_arguments_by_position():

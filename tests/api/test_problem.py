@@ -1,6 +1,7 @@
 """`Problem.of`: the problem of a call, from its arguments or from their shapes and dtypes."""
 
 import dataclasses
+import inspect
 import re
 
 import cases
@@ -49,6 +50,24 @@ def test_everything_dropped_is_no_dropout():
     assert Problem.of(Q, Q, Q, dropout_rate=1) == Problem.of(Q, Q, Q)
 
 
+def test_signature_has_the_options():
+    ours, call = (inspect.signature(function).parameters for function in (Problem.of, jax_flash.dot_product_attention))
+    assert list(ours) == [name for name in call if name != "return_residual"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ((None, "cuda"), TypeError, "problem must be a jax_flash.Problem, not None"),
+        ((Problem.of(Q, Q, Q), None), TypeError, "platform must be a str, .* not None"),
+        ((Problem.of(Q, Q, Q), "gpu"), ValueError, 'platform is "cuda" or "rocm", not "gpu"'),
+    ],
+)
+def test_what_there_is_no_choice_for(call, error, message):
+    with pytest.raises(error, match=message):
+        jax_flash.choose_implementation(*call)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -59,6 +78,7 @@ def test_everything_dropped_is_no_dropout():
         ({"logits_soft_cap": -1}, ValueError, "logits_soft_cap"),
         ({"implementation": "cudnn"}, ValueError, "cudnn"),
         ({"causal": True}, TypeError, "unexpected keyword argument 'causal'"),
+        ({"return_residual": True}, TypeError, "return_residual is no option of Problem.of: the problem is the same"),
         ({"block_mask": BLOCKS}, ValueError, "block_mask is of 37 x 45"),
         ({"block_mask": Shape(64, 64)}, TypeError, "block_mask must be a jax_flash.BlockMask"),
     ],

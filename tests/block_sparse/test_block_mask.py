@@ -1,7 +1,9 @@
 """What a `BlockMask` says, however it is made."""
 
+import copy
 import functools
 import operator
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -229,14 +231,22 @@ def test_ways_into_a_program():
     assert jax.tree.map(lambda x: x, a) == a
 
 
-def test_arrays_are_read_only():
-    """Their contents are the hash, and the lists are made of them once. What it is made of stays the caller's."""
+def test_is_immutable():
+    """The contents are the hash, and the lists are made of them once. What it is made of stays the caller's."""
     blocks, masks = np.full((1, 1, 2, 2), 2, np.int32), np.ones((1, 1, 16, 1), np.uint32)
     mask = BlockMask(Shape(32, 32, 16, 16), blocks, masks)
-    for one in (mask, mask & ~mask, BlockMask.from_mask(mask.to_mask()), jax.tree.map(lambda x: x, mask)):
-        assert not any(x.flags.writeable for x in one.arrays().values())
+    made = mask, mask & ~mask, BlockMask.from_mask(mask.to_mask()), jax.tree.map(lambda x: x, mask)
+    copies = copy.copy(mask), copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))
+    for one in (*made, *copies):
+        for x in one.arrays().values():
+            assert not x.flags.writeable and (x.base is None or not x.base.flags.writeable)
         with pytest.raises(ValueError, match="read-only"):
             one.blocks[...] = 0
+        with pytest.raises(AttributeError, match="cannot assign to field 'blocks'"):
+            one.blocks = blocks
+        with pytest.raises(AttributeError, match="cannot delete field 'blocks'"):
+            del one.blocks
+    assert all(one == mask and hash(one) == hash(mask) for one in copies)
     blocks[...] = masks[...] = 0
     assert mask.kept == 1 and mask.element_masks.all()
 
@@ -270,20 +280,39 @@ SQUARE = np.ones((2, 2), bool)
         (lambda: BlockMask.from_dense(SQUARE, 20, 20, kv_block=2**64), ValueError, "kv_block must be below"),
         (lambda: BlockMask.from_function(lambda b, h, i, j: i > j, 2**31 - 100, 9), ValueError, "q_block.*2147483548"),
         (lambda: BlockMask(None, SQUARE), TypeError, "shape must be .*Shape, not None"),
-        (lambda: BlockMask(Shape(256, 256), None), ValueError, "blocks"),
-        (lambda: BlockMask(Shape(256, 256), np.full((1, 1, 2, 2), "a")), TypeError, "blocks must be integers"),
+        (lambda: BlockMask(Shape(256, 256), None), TypeError, "blocks must be an array of numbers, not None"),
+        (lambda: BlockMask(Shape(256, 256), np.full((1, 1, 2, 2), "a")), TypeError, "blocks must be an array of num"),
+        (lambda: BlockMask(Shape(256, 256), np.ones((1, 1, 2, 2))), TypeError, "blocks must be integers"),
+        (lambda: BlockMask.from_dense([[True], [True, False]]), TypeError, "blocks must be an array of numbers"),
+        (lambda: BlockMask.from_dense(SQUARE, q_block=None), TypeError, "q_block must be an int, not None"),
+        (lambda: BlockMask.from_dense(SQUARE, kv_block="a"), TypeError, "kv_block must be an int, not 'a'"),
         (lambda: BlockMask.from_dense(SQUARE, 256.0, 256), TypeError, "q_len"),
         (lambda: BlockMask.from_mask(np.ones((2, 2), np.int8)), TypeError, "mask.*int8"),
         (lambda: BlockMask.from_mask(SQUARE[0]), ValueError, "mask.*dims"),
         (lambda: BlockMask.from_mask(SQUARE[None, None, None]), ValueError, "mask.*dims"),
         (lambda: BlockMask.from_function(lambda b, h, i, j: i - j, 9, 9), TypeError, "mask_fn.*int32"),
         (lambda: BlockMask.from_function(lambda b, h, i, j: i > j, -1, 9), ValueError, "q_len must be at least 0"),
+        (lambda: BlockMask.from_function(None, 9, 9), TypeError, "mask_fn must be a function, not None"),
+        (lambda: BlockMask.from_function(lambda b, h, i, j: None, 9, 9), TypeError, "mask_fn returns .* not None"),
+        (
+            lambda: BlockMask.from_function(lambda *_: SQUARE[:, :1].repeat(3, 1), 9, 9),
+            ValueError,
+            r"mask_fn.*\(2, 3\)",
+        ),
+        (lambda: BlockMask.from_function(FUNCTIONS["causal"], 9, 9, batch="a"), TypeError, "batch must be an int"),
+        (lambda: BlockMask.from_function(FUNCTIONS["causal"], 9, 9, batch=-1), ValueError, "batch must be at least 0"),
+        (lambda: BlockMask.from_function(FUNCTIONS["causal"], 9, 9, heads=10**400), ValueError, "heads must be below"),
         (lambda: BlockMask.from_function(lambda b, h, i, j: np.arange(9)[i] > j, 9, 9), TypeError, "mask_fn.*traced"),
         (lambda: BlockMask.from_function(lambda b, h, i, j: i > j if h else i < j, 9, 9), TypeError, "mask_fn.*traced"),
         (lambda: BlockMask(Shape(256, 256), SQUARE[0]), ValueError, "blocks"),
         (lambda: BlockMask(Shape(256, 256), np.zeros((1, 1, 2, 3))), ValueError, "blocks"),
         (lambda: BlockMask(Shape(9, 9), [[[[2]]]], np.zeros((1, 1, 128, 3), np.uint32)), ValueError, "element_masks"),
         (lambda: BlockMask(Shape(9, 9), [[[[2]]]], np.zeros((1, 1, 128, 4), np.int32)), ValueError, "element_masks"),
+        (
+            lambda: BlockMask(Shape(9, 9), np.full((2, 1, 1, 1), 2), np.zeros((3, 1, 128, 4), np.uint32)),
+            ValueError,
+            r"element_masks .* \(3, 1, 128, 4\) with blocks \(2, 1, 1, 1\)",
+        ),
         (lambda: BlockMask.from_mask(SQUARE) & BlockMask.from_mask(SQUARE, q_block=16), ValueError, "different"),
         (lambda: BlockMask.from_mask(SQUARE) | BlockMask.from_mask(SQUARE[1:]), ValueError, "different"),
         (lambda: BlockMask.from_mask(SQUARE) & SQUARE.tolist(), TypeError, "BlockMask"),

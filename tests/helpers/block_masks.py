@@ -57,8 +57,7 @@ def assert_lists(block_mask):
 def with_arrays(mask, **changes):
     """The same mask of other arrays, which no constructor has seen."""
     copy = jax.tree.map(lambda x: x, mask)
-    for name, x in changes.items():
-        setattr(copy, name, x)
+    vars(copy).update(changes)  # as an attribute none can be set
     return copy
 
 

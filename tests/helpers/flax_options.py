@@ -34,6 +34,22 @@ OPTIONS = {
     "reproducible": ({"reproducible_gradients": True}, {"deterministic": True}),
 }
 
+# Inputs of the function that are no arrays, and what the error says.
+NO_INPUTS = [
+    ({"query": None}, "query must be an array of numbers, not None"),
+    ({"key": "keys"}, "key must be an array of numbers, not 'keys'"),
+    ({"value": None}, "value must be an array of numbers, not None"),
+]
+
+# Attributes of the modules.
+WRONG_ATTRIBUTES = [
+    *(({"num_heads": heads}, ValueError, "num_heads must be at least 1") for heads in (0, -1)),
+    *(({"num_heads": heads}, TypeError, "num_heads must be an int") for heads in ("2", None)),
+    ({"dropout_rate": "0.5"}, TypeError, "dropout_rate must be a real number, not '0.5'"),
+    ({"dropout_rate": -1.0}, ValueError, "dropout_rate must be in"),
+    ({"dropout_rate": 0.5, "deterministic": "False"}, TypeError, "deterministic must be True or False, not 'False'"),
+]
+
 # The same mistakes in a call of the function and of a module, and what the error says.
 WRONG = [
     ({"query_segment_ids": IDS}, ValueError, "key_value_segment_ids must be given together"),
@@ -52,6 +68,7 @@ WRONG = [
     ({"query_offset": 2**31}, ValueError, "query_offset must be int32"),
     ({"reproducible_gradients": 1}, TypeError, "reproducible_gradients must be True or False"),
     ({"is_causal": "yes"}, TypeError, "is_causal must be True or False"),
+    ({"deterministic": "False"}, TypeError, "deterministic must be True or False, not 'False'"),
     ({"dropout_key": jax.random.key(0)}, TypeError, "unexpected keyword argument 'dropout_key'"),
     ({"return_residual": True}, TypeError, "unexpected keyword argument 'return_residual'"),
 ]

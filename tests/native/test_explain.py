@@ -31,7 +31,7 @@ def test_an_explanation_is_the_plan():
 @pytest.mark.parametrize(
     ("changes", "backward", "reason"),
     [
-        ({"soft_cap": 2.0, "qk_dim": 256}, True, r"backward is not taken: its tiles of 64 x 64 do not do a soft cap$"),
+        ({"soft_cap": 2.0, "qk_dim": 256, **BIASED}, True, "its tiles of 64 x 64 do not do a soft cap beside a bias$"),
         ({"dtype": "float32", "full_precision": True}, False, "forward is not taken: .* do not do full precision$"),
         ({"dtype": "float32", "qk_dim": 256}, False, "no tiles for head dims 256 and 64"),
         ({"dtype": "float32", "qk_dim": 128, "soft_cap": 2.0, **BIASED}, True, "a soft cap and a bias$"),
@@ -78,7 +78,12 @@ def test_scratch_is_what_the_documentation_says():
         ((BASE.encode(),), TypeError, "must be a jax_flash.Problem"),
         ((problem(dtype="float64"),), ValueError, "float64"),
         ((BASE, False, "sm_75"), ValueError, "sm_75: the kernels need"),
-        ((BASE, False, "hopper"), ValueError, "hopper: the kernels need"),
+        ((BASE, "True"), TypeError, "backward must be True or False"),
+        ((BASE, False, 90), TypeError, "arch must be a str, not 90"),
+        *(
+            ((BASE, False, arch), ValueError, f'arch must be "sm_80", "sm_90a", …, not {arch!r}')
+            for arch in ("hopper", "", "x_80", "sm_90junk", "sm_1000", "sm_99999999999")
+        ),
     ],
 )
 def test_what_cannot_be_explained(call, error, message):

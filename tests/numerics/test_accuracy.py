@@ -95,6 +95,42 @@ def test_bias_of_another_dtype(dtype, bias_dtype):
         np.testing.assert_allclose(results[name].astype(np.float64), exact[name], rtol=0, atol=ULPS * eps * scale)
 
 
+@pytest.mark.parametrize("case", [
+    Case(B=2, T=200, S=264, D=64, E=64, bias="1nts"),
+    Case(B=2, T=136, S=328, D=64, E=64, bias="bnts", mask="b11s", dropout=0.2),
+    Case(B=1, T=200, S=264, D=128, E=128, bias="11ts", causal=True),
+    Case(B=2, T=136, S=264, D=96, E=128, bias="b1ts", soft_cap=2.0, window=(100, 9)),
+    Case(B=1, T=136, S=264, D=32, E=32, bias="1nts", segments=True, lengths=True),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("bias_dtype", ["bfloat16", "float16", "float32"])
+def test_bias_in_tiles(case, bias_dtype):
+    """Rows of whole 16 bytes, which Hopper's kernels have loaded in tiles."""
+    arrays, cotangents = case.arrays("bfloat16"), case.cotangents("bfloat16")
+    arrays["bias"] = arrays["bias"].astype(jnp.dtype(bias_dtype))
+    exact = by_numpy(case, arrays, cotangents)
+    usual = errors(standard.attention(case, arrays, cotangents, np.dtype("bfloat16").type), exact)
+    cancelled = standard.cancellation(case, arrays, cotangents, np.dtype("bfloat16"))
+    assert_accurate(run(case, arrays, cotangents), exact, usual, cancelled, np.dtype("bfloat16"))
+
+
+@pytest.mark.parametrize("case", [
+    Case(B=1, T=200, S=264, D=256, E=256, soft_cap=2.0, causal=True, window=(100, 0)),
+    Case(B=1, T=200, S=264, D=192, E=128, soft_cap=2.0, dropout=0.2, mask="1nts"),
+    Case(B=1, T=200, S=264, D=256, E=256, mask="b1ts", bias="11ts"),
+    Case(B=1, T=200, S=300, D=160, E=200, block_mask=block_mask(1, 200, 300, 64, 128), segments=True),
+    Case(B=1, T=200, S=264, D=128, E=128, soft_cap=2.0, causal=True, mask="b1ts"),
+], ids=str)  # fmt: skip
+def test_wide_heads(case):
+    """Where Hopper's backward has the fewest registers."""
+    check(case, "bfloat16")
+
+
+@pytest.mark.parametrize("cap", [1e-2, 50.0, 1e4, 1e8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_soft_caps_of_any_size(cap, dtype):
+    check(Case(B=1, T=70, S=90, N=2, K=1, D=64, E=64, soft_cap=cap), dtype)
+
+
 MANY_TILES = functools.partial(Case, T=150, S=700, D=8, E=8)
 
 

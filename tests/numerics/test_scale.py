@@ -64,13 +64,35 @@ def test_gradient(dtype, implementation):
 
     ours = jax.jit(functools.partial(gradients, functools.partial(attend, implementation=implementation)))
     standard = jax.jit(functools.partial(gradients, materialised))
-    for scale in (96**-0.5, -0.1, 0.0):
+    for scale in (96**-0.5, -0.1, 0.0, 2**-14, 1e-5, 1e-7):
         with jax.enable_x64(True):
             upcast = (x.astype("float64") for x in (q, k, v))
             exact = gradients(functools.partial(attend, implementation="reference"), scale, *upcast)
         error, allowed = (jnp.linalg.norm(f(scale, q, k, v) - exact) for f in (ours, standard))
         allowed = 2 * allowed + 2 * jnp.finfo(dtype).eps * jnp.linalg.norm(exact)
         assert error <= allowed, (scale, error, allowed)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradient_of_large_scores(dtype, implementation):
+    """Of standard deviation 4, where it is Σ QdQ / τ of terms that cancel. What is rounded to the dtype, dQ and the O
+    that D is made of, errs in each row by itself; what is computed in float32 may err alike in all rows."""
+    q, k, v = inputs(dtype)
+    q, k, scale = 2 * q, 2 * k, 96**-0.5
+
+    def gradients(implementation, scale, q, k, v):
+        o, pull = jax.vjp(lambda *xs: attend(*xs, implementation=implementation), q, k, v, scale)
+        cotangents = normal(3, 8, *q.shape, dtype=dtype)
+        return jax.vmap(lambda cotangent: pull(cotangent.astype(o.dtype))[::3])(cotangents)
+
+    with jax.enable_x64(True):
+        dq, exact = map(np.asarray, gradients("reference", scale, *(x.astype("float64") for x in (q, k, v))))
+    rows = abs(np.asarray(q, "float64") * dq).sum(-1) / scale
+    _, ours = jax.jit(functools.partial(gradients, implementation))(jnp.asarray(scale, "float32"), q, k, v)
+    rounded = float(jnp.finfo(dtype).eps) * np.linalg.norm(rows.reshape(8, -1), axis=1)
+    assert (abs(ours - exact) <= rounded + np.finfo("float32").eps * rows.sum((1, 2, 3))).all()
 
 
 @pytest.mark.usefixtures("x64")
@@ -149,11 +171,14 @@ def test_sharded(implementation, axis_type):
         (1j, r"scale must be a real number, not complex64\[\]"),
         (jnp.ones(3), r"scale must be a real number, not float32\[3\]"),
         (True, r"scale must be a real number, not bool\[\]"),
+        (np.complex64(2 + 1j), r"scale must be a real number, not complex64\[\]"),
+        (np.array(2 + 1j), r"scale must be a real number, not complex64\[\]"),
+        (jnp.asarray(True), r"scale must be a real number, not bool\[\]"),
     ],
 )
 def test_what_is_no_number_is_refused(scale, said):
     q, k, v = inputs(T=3, S=4, D=8)
     with pytest.raises(TypeError, match=said):
         jax.jit(attend)(q, k, v, scale)
-    with pytest.raises(TypeError, match="scale"):
+    with pytest.raises(TypeError, match="scale must be a real number"):
         attend(q, k, v, scale)

@@ -162,6 +162,7 @@ const struct {
     {"cvt.rn.", Pack},
     {"cvt.f32.", [](Step& s) { s.SetFloat(0, Widen(s.statement.type, uint16_t(s[1]))); }},
     {"ex2.approx.ftz.f32", [](Step& s) { s.SetFloat(0, FlushToZero(std::exp2(FlushToZero(s.Float(1))))); }},
+    {"lg2.approx.ftz.f32", [](Step& s) { s.SetFloat(0, std::log2(FlushToZero(s.Float(1)))); }},
     {"rcp.approx.ftz.f32", [](Step& s) { s.SetFloat(0, FlushToZero(1.0f / FlushToZero(s.Float(1)))); }},
     {"red.relaxed.gpu.global.add", AddToGlobal},
     {"red.release.gpu.global.add.u32", Count},

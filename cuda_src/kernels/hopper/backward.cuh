@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
   if (kPairs) ClusterSync();
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<Tuning::kProducerRegisters>();
-    if (threadIdx.x == 0) Producer{p, shared, &query_map, &key_map, &value_map, &d_o_map}.Run();
+    if (threadIdx.x == 0) Producer{p, shared, &query_map, &key_map, &value_map, &d_o_map, &bias_map}.Run();
     if constexpr (kTF32) {
       if (threadIdx.x >= 32) Transposer{shared}.Run();
     }

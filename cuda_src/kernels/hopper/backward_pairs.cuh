@@ -66,10 +66,12 @@ struct ConsumerOfP : Epilogue {
       const int stage = at.index;
       WgmmaWait<0>();
       Pin(S);
-      Softmax(tile, step);                 // 12, 13, 14
+      Softmax(tile, step);  // 12, 13, 14
+      constexpr bool kNeedsL = kSoftCap && !Tuning::kKeepsSlopes;
+      if (kNeedsL) RoundP();               // 15
       if (!Tuning::kStartAtL) SyncWarp();  // all lanes have read what is there of l and m
       ReleaseRows(&shared.q_empty[stage]);
-      RoundP();  // 15
+      if (!kNeedsL) RoundP();  // 15
       if (kDS) SendP(shared.staging);
       MbarrierWait(&shared.do_full[stage], at.parity);
       if (kDV) IssueGradient<kVDim>(dV, P, shared.d_o[stage]);  // 16

@@ -27,7 +27,7 @@ __device__ __forceinline__ auto MakeSchedule(const Params& p) {
 struct Producer {
   const Params& p;
   BackwardShared& shared;
-  const TensorMap *q_map, *k_map, *v_map, *do_map;
+  const TensorMap *q_map, *k_map, *v_map, *do_map, *bias_map;
   uint32_t kv_parity = 0;
   uint32_t loaded = 0;  // steps so far; their ring would take a register more
 
@@ -54,7 +54,7 @@ struct Producer {
       const auto load = [&](int n, int q_head, int row_block, int row) {
         const bool masked = row < rows.every_lo || row + kRows > every_hi;
         if (n == 1) schedule.Ask();
-        Load({row, q_head, row_block, kEverything, masked, n == 1}, batch);
+        Load({row, q_head, row_block, kEverything, masked, n == 1}, batch, tile.column);
         if (n == steps) LoadKV(tile);
       };
       if (steps == 0) schedule.Ask(), LoadKV(tile);
@@ -105,11 +105,11 @@ struct Producer {
       if (!at.There()) schedule.Ask(), LoadKV(tile);
       for (bool first = true; at.There(); first = false) {
         const int row = at.row, q_head = at.head;
-        const int kind = KindOfBlock(p, p.block_mask, tile.batch, q_head, row, tile.column);
+        const int kind = KindOfBlock(p, tile.batch, q_head, row, tile.column);
         at.Next();
         const bool every = row >= rows.every_lo && row + kRows <= rows.every_hi && kind == kEverything;
         if (!at.There()) schedule.Ask();
-        Load({row, q_head, RowBlock(tile.batch, q_head, row), kind, !every, !at.There()}, tile.batch);
+        Load({row, q_head, RowBlock(tile.batch, q_head, row), kind, !every, !at.There()}, tile.batch, tile.column);
         if (first) LoadKV(tile);
       }
     }
@@ -205,14 +205,17 @@ struct Producer {
     ReportAdded(added);  // a fence and a release, for which K should not wait
   }
 
-  __device__ __forceinline__ void Load(const Step& step, int batch) {
+  // A tile of Q and dO; and that of the bias which is theirs and of the keys from `column` on.
+  __device__ __forceinline__ void Load(const Step& step, int batch, int column) {
     const int stage = loaded % kStages, parity = loaded / kStages % 2;
     const int64_t statistics = int64_t(step.row_block) * kRowBlock;
     MbarrierWait(&shared.q_empty[stage], parity ^ 1);
     shared.step[stage] = step;
-    MbarrierArriveExpectTx(&shared.q_full[stage], sizeof(shared.q[0]) + sizeof(shared.minus_l[0]));
+    MbarrierArriveExpectTx(&shared.q_full[stage], sizeof(shared.q[0]) + sizeof(shared.minus_l[0]) + kBiasTile);
     for (int b = 0; b < kQKBoxes; ++b)
       TmaLoad(shared.q[stage] + b * kQBox, q_map, &shared.q_full[stage], b * kBoxColumns, step.row, step.head, batch);
+    if (kBiasTiles)
+      LoadBiasTile(p, shared.bias[stage], bias_map, &shared.q_full[stage], step.row, column, step.head, batch);
     BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, &shared.q_full[stage]);
     if (kMaximumApart)
       BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, &shared.q_full[stage]);

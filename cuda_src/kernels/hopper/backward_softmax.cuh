@@ -35,17 +35,24 @@ struct Probabilities : Products {
       if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
       S[i] = Cap(p, S[i]);
       if (i % 2 == 0) continue;
-      dS[i / 2] = score.PackSlopes(S[i - 1], S[i]);
+      if (Tuning::kKeepsSlopes) dS[i / 2] = score.PackSlopes(S[i - 1], S[i]);
 #pragma unroll
-      for (int e = i - 1; e <= i; ++e)
+      for (int e = i - 1; e <= i && !kBiasTiles; ++e)
         S[e] = score.AddBias(S[e], view.Row(e / 2 % 2, e / 4 * 2 + e % 2), view.Key(e / 2 % 2, 0));
     }
+  }
+
+  // With the tile of the bias that has come with Q.
+  __device__ __forceinline__ void AddBias() {
+#pragma unroll
+    for (int c = 0; c < kRows; c += 16)
+      AddBiasTile<true>(shared.bias[at.index] + c * kBoxBytes, first_key + 16 * warp, S + c / 2);
   }
 
   // What has to be looked up in memory: which rows this lane's keys are seen by.
   __device__ __forceinline__ void Look(const KVTile& tile, const Step& step) {
     if (!kLookedUp || !step.masked) return;
-    const Block<true> block(p.block_mask, tile.batch, step.kind);
+    const Block<true> block(p, tile.batch, step.kind);
     seen.Ask(block, ViewOf(tile, step));
     if (Tuning::kFoldsWords) seen.Fold();
   }
@@ -73,6 +80,7 @@ struct Probabilities : Products {
   // S^T is masked and becomes P^T.
   __device__ __forceinline__ void Softmax(const KVTile& tile, const Step& step) {
     if (kFormsScores) ToScores(tile, step);
+    if (kBiasTiles) AddBias();
     if (step.masked) HideEntries(tile, step);
     if (Tuning::kStopAfterMask && Never()) return;
     const float to_log2 = Tuning::kLateScale ? __ldg(p.scale + Fresh(0)) * kLog2e : this->to_log2;
@@ -110,7 +118,23 @@ struct Probabilities : Products {
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
       P[i] = PackKept(S[2 * i], S[2 * i + 1]);
-      TimesSlopes(dS[i], &S[2 * i], &S[2 * i + 1]);
+      if (Tuning::kKeepsSlopes) TimesSlopes(dS[i], &S[2 * i], &S[2 * i + 1]);
+    }
+    if (kSoftCap && !Tuning::kKeepsSlopes) TimesSlopesOfP();
+  }
+
+  // P times the slopes of its scores, c = log P + L. Where P is 0 it stays so.
+  __device__ __forceinline__ void TimesSlopesOfP() {
+    const float4* minus_l = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;
+#pragma unroll
+    for (int c = 0; c < kRows / 16; ++c) {
+      const float4 x = minus_l[4 * c];
+      const float L[4] = {-x.x, -x.y, -x.z, -x.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& P = S[8 * c + i];
+        P *= SlopeOf(p, fmaxf(fmaf(Log2(fabsf(P)), 1 / kLog2e, L[i / 4 * 2 + i % 2]), -p.soft_cap));
+      }
     }
   }
 

@@ -1,6 +1,7 @@
 // The Hopper backward's tiles, and how they lie in shared memory.
 #pragma once
 
+#include "hopper/bias_tiles.cuh"
 #include "hopper/tuning.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
@@ -87,6 +88,7 @@ struct BackwardShared {
   alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : kVBoxes * kKVBox];  // TF32, kSameKeys: then dS, and P
   alignas(1024) uint8_t q[kStages][kQKBoxes * kQBox];
   alignas(1024) uint8_t d_o[kStages][kVBoxes * kQBox];
+  alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with q
   // dS^T, boxes of [keys][64 rows]. TF32: dS, boxes of [rows][32 keys]; before, K as it comes
   alignas(1024) uint8_t ds[kTF32 ? 1 : 2][kTF32SameKeys ? 1 : kDSBytes];
   // dQ on its way out, in f32; at the end dK, if dS has no room for dV and dK. If kPairs: P from one warpgroup to the

@@ -39,14 +39,15 @@ struct Consumer : Epilogue {
     PassTurn();
     Draw(tile, j);
     WgmmaWait<1>();
+    if (kBiasTiles) AddBias();  // 11
     FinishS(last);
     if (kMasked && kLookedUp && !Tuning::kEarlyMasks) {
       if (Never()) return;  // or ptxas would have the turn wait for what memory says
       JoinSeen(tile, j);
     }
-    if (kFormsScores || !kMasked || !Tuning::kVote || !seen.All()) ToScores<kMasked>(tile, j);  // 11
-    Maximum(alpha, shift);                                                                      // 12, 13
-    Exponentials(shift);                                                                        // 12
+    if ((kFormsScores && !kBiasTiles) || !kMasked || !Tuning::kVote || !seen.All()) ToScores<kMasked>(tile, j);  // 11
+    Maximum(alpha, shift);  // 12, 13
+    Exponentials(shift);    // 12
     FinishO();
     if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
@@ -92,6 +93,7 @@ struct Consumer : Epilogue {
     if (masked) Look<true>(tile, j);
     Draw(tile, j);
     WgmmaWait<0>();
+    if (kBiasTiles) AddBias();
     FinishS(kListed ? listed.Last() : j == begin);
     if (masked) {
       if (kLookedUp && !Tuning::kEarlyMasks) JoinSeen(tile, j);
@@ -155,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<Tuning::kProducerRegisters>();
     if (threadIdx.x == 0) {
-      Producer{p, shared, &query_map, &key_map, &value_map}.Run();
+      Producer{p, shared, &query_map, &key_map, &value_map, &bias_map}.Run();
     } else if (kScout && threadIdx.x == 32) {
       Scout{p, shared}.Run();
     } else if (kTF32 && threadIdx.x >= 32) {

@@ -10,17 +10,21 @@ namespace jax_flash {
 struct Producer {
   const Params& p;
   ForwardShared& shared;
-  const TensorMap *q_map, *k_map, *v_map;
+  const TensorMap *q_map, *k_map, *v_map, *bias_map;
   Ring<kStages> at;  // the next tile of V; K is one ahead, or none
   Ring<kLandings> landing;
   PackedRing<kQBuffers> q;
 
-  __device__ __forceinline__ void LoadK(Ring<kStages> k, int j, int head, int batch, ListedTile listed = {}) {
+  // For a tile of Q; and the tile of the bias that is theirs.
+  __device__ __forceinline__ void LoadK(Ring<kStages> k, int j, int head, int batch, const QTile& tile,
+                                        ListedTile listed = {}) {
     MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
     if (kListed) shared.listed[k.index] = listed;
-    MbarrierArriveExpectTx(&shared.k_full[k.index], kQKBoxes * kKVBox);
+    MbarrierArriveExpectTx(&shared.k_full[k.index], kQKBoxes * kKVBox + kBiasTile);
     for (int b = 0; b < kQKBoxes; ++b)
       TmaLoad(shared.k[k.index] + b * kKVBox, k_map, &shared.k_full[k.index], b * kBoxColumns, j * kKeys, head, batch);
+    if (kBiasTiles)
+      LoadBiasTile(p, shared.bias[k.index], bias_map, &shared.k_full[k.index], tile.row, j * kKeys, tile.head, batch);
   }
   __device__ __forceinline__ void LoadV(int j, int head, int batch) {
     if constexpr (kTF32) {
@@ -82,10 +86,10 @@ struct Producer {
   __device__ __forceinline__ void Load(const QTile& tile) {
     const bool empty = tile.visible.any_lo == tile.visible.any_hi;
     const int kv_head = tile.head / (p.q_heads / p.kv_heads);
-    if (!empty) LoadK(at, tile.visible.any_hi - 1, kv_head, tile.batch);
+    if (!empty) LoadK(at, tile.visible.any_hi - 1, kv_head, tile.batch, tile);
     LoadQ(tile, empty);
     for (int j = tile.visible.any_hi - 1; j >= tile.visible.any_lo; --j) {
-      if (j > tile.visible.any_lo) LoadK(at.After(), j - 1, kv_head, tile.batch);
+      if (j > tile.visible.any_lo) LoadK(at.After(), j - 1, kv_head, tile.batch, tile);
       LoadV(j, kv_head, tile.batch);
     }
   }
@@ -97,12 +101,12 @@ struct Producer {
       const QTile& tile = list.Here();
       const int kv_head = tile.head / (p.q_heads / Fresh(p.kv_heads)), batch = tile.batch;
       ListedTile keys = list.NextKeys();
-      if (keys.There()) LoadK(at, keys.J(), kv_head, batch, keys);
+      if (keys.There()) LoadK(at, keys.J(), kv_head, batch, tile, keys);
       LoadQ(tile, !keys.There());
       while (keys.There()) {
         const int j = keys.J();
         keys = keys.Last() ? ListedTile{} : list.NextKeys();
-        if (keys.There()) LoadK(at.After(), keys.J(), kv_head, batch, keys);
+        if (keys.There()) LoadK(at.After(), keys.J(), kv_head, batch, tile, keys);
         LoadV(j, kv_head, batch);
       }
     }

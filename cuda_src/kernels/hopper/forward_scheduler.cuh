@@ -40,7 +40,7 @@ struct Lookup {
     const BlockList blocks = RowList(p, tile.batch, tile.head, t / kTiles);
     tile.row = FirstRow<kRows>(blocks, t % kTiles);
     tile.visible = KeysOf(p, PositionsOf(p, tile.batch), tile.batch, tile.row, tile.row + kRows);
-    kinds = KindsOfRow(p, p.block_mask, tile.batch, tile.head, tile.row);
+    kinds = KindsOfRow(p, tile.batch, tile.head, tile.row);
     keys = {blocks, tile.visible};
     if (keys.at < 0) tile.visible.any_hi = tile.visible.any_lo;
     return true;

@@ -30,7 +30,7 @@ struct Probabilities : Products {
   template <bool kMasked>
   __device__ __forceinline__ void Look(const QTile& tile, int j) {
     if (!kMasked || !kLookedUp) return;
-    const Block<false> block(p.block_mask, tile.batch, kListed ? shared.listed[k.index].kind : kEverything);
+    const Block<false> block(p, tile.batch, kListed ? shared.listed[k.index].kind : kEverything);
     seen.Ask(block, ViewOf(tile, j));
     if (Tuning::kEarlyMasks) JoinSeen(tile, j);
   }
@@ -39,13 +39,25 @@ struct Probabilities : Products {
     seen.template Join<false>(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
   }
 
-  // From q_i k_j to s_ij, -inf where row i does not see key j. Without kFormsScores S stays without its scale.
+  // s_ij from q_i k_j, with the tile of the bias that has come with K.
+  __device__ __forceinline__ void AddBias() {
+    Pin(S);
+    const uint8_t* const rows = shared.bias[k.index] + (64 * row_group + 16 * warp) * kBoxBytes;
+#pragma unroll
+    for (int i = 0; i < kCols / 2; ++i) S[i] = Cap(p, S[i]);
+#pragma unroll
+    for (int c = 0; c < kCols; c += 16) AddBiasTile<false>(rows, key_group * kCols + c, S + c / 2);
+    FenceProxyAsync();  // before the next one comes there
+  }
+
+  // From q_i k_j to s_ij, unless AddBias has been there, -inf where row i does not see key j. Without kFormsScores S
+  // stays without its scale.
   template <bool kMasked>
   __device__ __forceinline__ void ToScores(const QTile& tile, int j) {
     const Score score(p, tile.batch, tile.head);
     const View<false> view = ViewOf(tile, j);
 #pragma unroll
-    for (int i = 0; kFormsScores && i < kCols / 2; ++i) {
+    for (int i = 0; kFormsScores && !kBiasTiles && i < kCols / 2; ++i) {
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       S[i] = score.Of(S[i], view.Row(h, x), view.Key(h, x));
     }

@@ -1,6 +1,7 @@
 // The Hopper forward's tiles, and how they lie in shared memory.
 #pragma once
 
+#include "hopper/bias_tiles.cuh"
 #include "hopper/tuning.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
@@ -32,7 +33,8 @@ constexpr int kAhead = kScout ? 8 : 1;                              // tiles of 
 // O leaves through shared memory of its own, so that the next tile of Q can come: whole, or box by box by way of two;
 // or, where that is too much, through Q's. Where there is room for two tiles of Q, the next one is there in time.
 constexpr int kQBytes = kRowGroups * kQKBoxes * kQBox;
-constexpr int kKVBytes = (kQKBoxes + kVBoxes) * kStages * kKVBox + (kTF32 ? kLandings * kKVBox + 1024 : 0);
+constexpr int kKVBytes =
+    ((kQKBoxes + kVBoxes) * kKVBox + kBiasTile) * kStages + (kTF32 ? kLandings * kKVBox + 1024 : 0);
 constexpr int kHandedValues = kVDim / 2 + 6;  // of a thread: its O, and m, l and the reference of its two rows
 constexpr int kHandedBytes = kKeyGroups > 1 ? kRowGroups * kHandedValues * kWarpgroup * 4 : 0;
 constexpr int kRoom = 226 * 1024 - kKVBytes - kHandedBytes;          // for Q and O
@@ -65,7 +67,8 @@ struct ForwardShared {
   alignas(1024) uint8_t q[kQBuffers][kRowGroups][kQKBoxes * kQBox];
   alignas(1024) uint8_t o[kOInQ ? 1 : kRowGroups][kOInQ ? 1 : kOBoxes * kQBox];
   alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
-  alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];  // f32: of V^T
+  alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];                                                 // f32: of V^T
+  alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with k
   uint64_t q_full[kQBuffers][kRowGroups], q_empty[kQBuffers][kRowGroups];
   QTile tile[2 * kQBuffers][kRowGroups];  // comes with q, stays until the next tile's q goes
   uint64_t k_full[kStages], k_empty[kStages];

@@ -46,16 +46,18 @@ struct BackwardTuning {
   static constexpr bool kAlongside = kTiling.alongside;
   static constexpr bool kNarrow = kQKDim <= 64 && kVDim <= 64;  // dK and dV take few registers
 
-  // Of 504 for the three warpgroups. A block mask beside other masks or large tiles is more to keep track of; and a
-  // warp that transposes has 32 entries a lane at a time.
+  // Of 504 for the three warpgroups. A block mask beside other masks or large tiles is more to keep track of, as are
+  // tiles of a bias; and a warp that transposes has 32 entries a lane at a time.
   static constexpr int kProducerRegisters =
-      kTF32 || (!kPairs && kBlockMask && (kRows == 128 || kCausal || kLocal)) ? 56 : 40;
+      kTF32 || (kNarrow && kTiling.bias_tiles) || (!kPairs && kBlockMask && (kRows == 128 || kCausal || kLocal)) ? 56
+                                                                                                                 : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
 
   // dV += P^T dO can start before dS is known where there are registers for P in both precisions.
   static constexpr bool kEarlyDV = kRows == 64;
-  // The slopes of the soft cap are kept where dS will be, and join P once dV has it.
-  static constexpr bool kKeepsSlopes = kSoftCap;
+  // The slopes of the soft cap are kept where dS will be, and join P once dV has it. Pairs, and block masks of wide
+  // heads, leave no registers for them: they are found again from P, which has no bias in it there.
+  static constexpr bool kKeepsSlopes = kSoftCap && (kBias || !(kPairs || (kBlockMask && kQKDim > 96)));
 
   // S^T can start at -L / scale: then nobody waits for L, and the subtraction costs nothing. With 128 rows to fetch it
   // costs more than it saves. (To start at 0 explicitly tells the compiler that S was not needed before.)
@@ -63,10 +65,10 @@ struct BackwardTuning {
 
   // To form scores entry by entry takes registers: dP has to wait for its own, ...
   static constexpr bool kLateDP = kFormsScores && kRows == 64 && !kNarrow;
-  // ... what memory is asked for which rows a key sees has to wait for S, ...
-  // ... with 128 rows the words of a block mask are folded as soon as they come, ...
-  static constexpr bool kFoldsWords = kBlockMask && kRows == 128;
+  // ... memory is asked which rows a key sees when S is there, as beside these masks of wide heads, ...
   static constexpr bool kLateLook = kLateDP || (kRows == 64 && kQKDim > 96 && (kCausal || kLocal));
+  // (with 128 rows, what it has answered is put together at once)
+  static constexpr bool kFoldsWords = kBlockMask && kRows == 128;
   // ... and a bias has to be looked up a few entries at a time.
   static constexpr bool kBiasInParts = kPairs && kBias;
 
@@ -93,11 +95,11 @@ struct BackwardTuning {
       !kFormsScores && !kAlongside && kRows == 64 && kBlockMask && kQKDim > 96 && !kDropout && !kCausal && !kWindow;
 
   // Where ptxas must not work ahead, since it would spill registers (Never): between masks and exponentials, ...
-  static constexpr bool kStopAfterMask =
-      kPairs ? !kBias && (kSoftCap || kSegments || kDropout || kManyRanges) : kBias && kBlockMask && kQKDim > 96;
+  static constexpr bool kStopAfterMask = kPairs && !kBias && (kSoftCap || kSegments || kDropout || kManyRanges);
   // ... between the exponentials of the first half of the rows and the next, whose L is not read before, ...
   static constexpr bool kStopInSoftmax =
-      kRows == 128 ? kDropout && !kAlongside : kBlockMask && kQKDim > 96 && !kTF32 && !kDropout && !kFormsScores;
+      kRows == 128 ? kDropout && !kAlongside
+                   : kQKDim > 96 && !kTF32 && (kTiling.bias_tiles || (kBlockMask && !kBias && (kSoftCap || !kDropout)));
   // ... before the words of dropout, ...
   static constexpr bool kStopBeforeZ = kFormsScores;
   // ... and before the last of these.

@@ -116,6 +116,13 @@ __device__ __forceinline__ float Exp2(float x) {
   return y;
 }
 
+// lg2.approx: one MUFU operation. PTX ISA 9.7.3.20.
+__device__ __forceinline__ float Log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // rcp.approx: one MUFU operation, 1 ulp. PTX ISA 9.7.3.13.
 __device__ __forceinline__ float Reciprocal(float x) {
   float y;

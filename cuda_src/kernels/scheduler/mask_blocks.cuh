@@ -70,8 +70,8 @@ __device__ __forceinline__ uint4 Bytes(const Params& p, const Place& place, int 
 // Which of these 16 entries the block mask operand lets attend.
 __device__ __forceinline__ uint32_t InGivenBlock(const Params& p, const Place& place, int i, int j) {
   if (!kBlockMask) return 0xFFFF;
-  const int kind = KindOfBlock(p, p.given_blocks, place.batch, place.head, i, j);
-  return Block<false>(p.given_blocks, place.batch, kind).Half(i % kQBlock, j % kKVBlock);
+  const int kind = KindOfBlock(p, place.batch, place.head, i, j);
+  return Block<false>(p, place.batch, kind).Half(i % kQBlock, j % kKVBlock);
 }
 
 // A 32 x 32 square of bits, of which a lane has a row: it gets the column of the same number.

@@ -79,6 +79,9 @@ struct Entries {
 __device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len - 1) / kQBlock + 1; }
 __device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len - 1) / kKVBlock + 1; }
 
+// The block mask that a kernel goes by; or, where it makes one of a mask operand, the one that is given beside that.
+__device__ __forceinline__ const BlockMask& Blocks(const Params& p) { return kMask ? p.given_blocks : p.block_mask; }
+
 // Of the heads that the block mask has, the one that is meant. (An int counts their rows and columns of blocks, which
 // are multiples of 16: the plan refuses batch x heads x T / 16 beyond it, and S likewise.)
 __device__ __forceinline__ int HeadOfBlocks(const BlockMask& mask, int batch, int head) {
@@ -86,17 +89,17 @@ __device__ __forceinline__ int HeadOfBlocks(const BlockMask& mask, int batch, in
 }
 
 // The numbers in a block mask for the blocks that row i of a head is in.
-__device__ __forceinline__ const int32_t* KindsOfRow(const Params& p, const BlockMask& mask, int batch, int head,
-                                                     int i) {
-  return mask.blocks + int64_t(HeadOfBlocks(mask, batch, head) * BlockRows(p) + i / kQBlock) * BlockColumns(p);
+__device__ __forceinline__ const int32_t* KindsOfRow(const Params& p, int batch, int head, int i) {
+  const int64_t row = HeadOfBlocks(Blocks(p), batch, head) * BlockRows(p) + i / kQBlock;
+  return Blocks(p).blocks + row * BlockColumns(p);
 }
 
 // Of them that of the block that column j is in.
 __device__ __forceinline__ int KindOfColumn(const int32_t* kinds, int j) { return kinds[j / kKVBlock]; }
 
 // That of the block that row i, column j are in; everything without a block mask.
-__device__ __forceinline__ int KindOfBlock(const Params& p, const BlockMask& mask, int batch, int head, int i, int j) {
-  return kBlockMask ? KindOfColumn(KindsOfRow(p, mask, batch, head, i), j) : kEverything;
+__device__ __forceinline__ int KindOfBlock(const Params& p, int batch, int head, int i, int j) {
+  return kBlockMask ? KindOfColumn(KindsOfRow(p, batch, head, i), j) : kEverything;
 }
 
 // A block of this kind. kTransposed: with the rows of its element mask as lines of bits, or its columns.
@@ -105,7 +108,8 @@ class Block {
  public:
   static constexpr int kLines = kTransposed ? kKVBlock : kQBlock, kLength = kTransposed ? kQBlock : kKVBlock;
 
-  __device__ __forceinline__ Block(const BlockMask& mask, int batch, int kind) : kind_(kind) {
+  __device__ __forceinline__ Block(const Params& p, int batch, int kind) : kind_(kind) {
+    const BlockMask& mask = Blocks(p);
     if (kBlockMask && kind_ >= kFirstElementMask && kind_ - kFirstElementMask < mask.element_mask_count) {
       const int64_t table = mask.batch != 0 ? int64_t(batch) * mask.element_mask_count : 0;
       elements_ = (kTransposed ? mask.transposed_masks : mask.element_masks) +

@@ -4,11 +4,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define JAX_FLASH_STATIC_HOST_DEVICE static __host__ __device__ __forceinline__
-#else
-#define JAX_FLASH_STATIC_HOST_DEVICE static inline
-#endif
+#include "common/host_device.h"
 
 namespace jax_flash {
 

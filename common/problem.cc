@@ -40,7 +40,8 @@ bool Parse(std::string_view text, double* value) {
   const std::string copy(text);
   char* end = nullptr;
   *value = strtod_l(copy.c_str(), &end, locale);
-  return !copy.empty() && *end == '\0' && std::isfinite(*value);
+  const bool decimal = text.find_first_not_of("0123456789.e+-") == text.npos;  // strtod reads more than Python writes
+  return decimal && !copy.empty() && *end == '\0' && std::isfinite(*value);
 }
 
 bool Parse(std::string_view text, bool* value) {
@@ -101,8 +102,9 @@ std::string Check(const Problem& p) {
   for (const int64_t size : {p.q_block, p.kv_block}) {
     if (p.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0) return "a block size is no multiple of 16";
   }
-  // A list has an index and a count.
-  if (p.block_mask.present && std::min(p.row_list, p.column_list) < 2) return "a list of the block mask is too small";
+  if (p.block_mask.present && std::min(p.row_list, p.column_list) < kListHeader) {
+    return "a list of the block mask is too small";
+  }
   for (const int64_t size : {p.q_block, p.kv_block, p.element_masks, p.row_list, p.column_list}) {
     if (size > std::numeric_limits<int32_t>::max()) return "a size of the block mask has more than 31 bits";
   }
@@ -137,13 +139,21 @@ int64_t Problem::size(char dim, const Extent& extent) const {
   throw std::logic_error("a dim that no array has");
 }
 
+int64_t Problem::elements(const char* dims, const Extent& extent) const {
+  int64_t product = 1;
+  for (; *dims; ++dims) product *= size(*dims, extent);
+  return product;
+}
+
 std::string Decode(std::string_view text, Problem* problem) {
   *problem = Problem();
   bool seen[kFieldCount] = {};
   bool version_seen = false;
-  while (!text.empty()) {
-    const std::string_view entry = text.substr(0, text.find(' '));
-    text.remove_prefix(entry.size() < text.size() ? entry.size() + 1 : entry.size());
+  for (bool more = !text.empty(); more;) {
+    const size_t space = text.find(' ');
+    const std::string_view entry = text.substr(0, space);
+    more = space != text.npos;
+    if (more) text.remove_prefix(space + 1);
     const size_t equals = entry.find('=');
     if (equals == std::string_view::npos) return "problem: '" + std::string(entry) + "' is not name=value";
     const std::string_view name = entry.substr(0, equals), value = entry.substr(equals + 1);

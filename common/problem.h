@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/blocks.h"
 #include "common/dtype.h"
 
 namespace jax_flash {
@@ -70,10 +71,12 @@ struct Problem {
   // Of a dim of an array, by its letter: those above; U and V block_rows and block_columns, R row_list, C column_list,
   // P element_masks, Q q_block, W element_words, X the 2 words of a seed. 1 if the array is broadcast over it.
   int64_t size(char dim, const Extent& extent) const;
+  // Of an array with these dims.
+  int64_t elements(const char* dims, const Extent& extent) const;
   // Of the block mask: its rows and columns of blocks, and the 32-bit words of a row of an element mask.
   int64_t block_rows() const { return (q_len + q_block - 1) / q_block; }
   int64_t block_columns() const { return (kv_len + kv_block - 1) / kv_block; }
-  int64_t element_words() const { return (kv_block + 31) / 32; }
+  int64_t element_words() const { return WordsOfLine(kv_block); }
   // T and S, in whole blocks if there is a block mask.
   int64_t q_len_in_blocks() const { return block_mask.present ? block_rows() * q_block : q_len; }
   int64_t kv_len_in_blocks() const { return block_mask.present ? block_columns() * kv_block : kv_len; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/arrays.h"
+#include "common/blocks.h"
 #include "common/masking.h"
 #include "common/problem.h"
 #include "cpu_src/tile.h"
@@ -214,20 +215,18 @@ class Scores {
     }
   }
 
-  // What may attend in the block of the block mask that row i, column j are in: nothing, everything, or what element
-  // mask kind - kElements says.
-  static constexpr int32_t kNothing = 0, kEverything = 1, kElements = 2;
+  // The number for the block of the block mask that row i, column j are in (common/blocks.h).
   int32_t BlockKind(int64_t n, int64_t i, int64_t j) const {
     const Extent& extent = p_.block_mask;
     const int64_t head = (extent.batch ? b_ * (extent.heads ? p_.q_heads : 1) : 0) + (extent.heads ? n : 0);
     const int32_t kind = in_.blocks[(head * p_.block_rows() + i / p_.q_block) * p_.block_columns() + j / p_.kv_block];
-    return 0 <= kind && kind < kElements + p_.element_masks ? kind : kNothing;
+    return 0 <= kind && kind < kFirstElementMask + p_.element_masks ? kind : kNothing;
   }
 
   void ApplyElementMask(Tile<A> s, const Block& block, int64_t n) const {
     const int32_t kind = BlockKind(n, block.i0, block.j0);
-    if (kind < kElements) return;
-    const int64_t mask = (p_.block_mask.batch ? b_ * p_.element_masks : 0) + kind - kElements;
+    if (kind < kFirstElementMask) return;
+    const int64_t mask = (p_.block_mask.batch ? b_ * p_.element_masks : 0) + kind - kFirstElementMask;
     const int64_t words = p_.element_words(), column = block.j0 % p_.kv_block;
     for (int64_t r = 0; r < block.rows; ++r) {
       const uint32_t* bits = in_.element_masks + (mask * p_.q_block + (block.i0 + r) % p_.q_block) * words;

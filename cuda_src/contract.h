@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/host_device.h"
 
 namespace jax_flash {
 
@@ -32,13 +33,13 @@ constexpr int kSegmentBlock = 64;      // queries or keys of a SegmentBounds
 constexpr int kSegmentThreads = 1024;  // of a block that finds
 constexpr int kSegmentBlocks = 4;      // so many of them
 
+// The most positions that a loop over a head's queries or keys goes on at a time. It ends at a number that an int still
+// has, since no length is larger than kLongest.
+constexpr int kLargestStep = 4096;
+constexpr int kLongest = 0x7FFFFFFF - kLargestStep;
+
 // Threads that a row of O takes in the mma.sync kernels' backward_prepare: 8 elements each.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-    constexpr int LanesOfRow(int dim) {
-  return dim <= 8 ? 1 : 2 * LanesOfRow((dim + 1) / 2);
-}
+JAX_FLASH_STATIC_HOST_DEVICE constexpr int LanesOfRow(int dim) { return dim <= 8 ? 1 : 2 * LanesOfRow((dim + 1) / 2); }
 
 // --- What a kernel is compiled for ---
 
@@ -50,8 +51,8 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
 // (kernel_config.h). They hold what machine code depends on and nothing else: problems that differ in other things
 // share a cubin.
 
-// What a problem has, FIELD(type, name, value): `value` is the host's (plan/plan.cc), of a problem `p`. What only the
-// backward, or only its main kernel, asks for is 0 elsewhere.
+// What a problem has, FIELD(type, name, value): `value` is the host's (AddUnit in plan/plan.cc), of a problem `p`. What
+// only the backward, or only its main kernel, asks for is 0 elsewhere.
 #define JAX_FLASH_KERNEL_PROBLEM(FIELD)                                                \
   FIELD(DType, dtype, p.dtype)                                                         \
   FIELD(DType, bias_dtype, p.bias_dtype)                                               \

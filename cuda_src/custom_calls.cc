@@ -93,8 +93,7 @@ class Call {
     for (const Launch& launch : plan.launches) {
       const Unit& unit = plan.units[launch.unit];
       const int shared_bytes = launch.dynamic_shared ? SharedBytes(CachedCubin(unit, arch)) : 0;
-      const int64_t blocks =
-          launch.persistent ? std::min<int64_t>(launch.blocks, properties.multiprocessors) : launch.blocks;
+      const int64_t blocks = BlocksOf(launch, properties.multiprocessors);
       void* function = nullptr;
       Check(driver.cuModuleGetFunction(&function, LoadedModule(unit, arch, device), launch.entry.c_str()),
             launch.entry.c_str());
@@ -244,8 +243,8 @@ void ExecuteForward(const Problem& p, const Loaded& loaded, void* stream, Buffer
   const std::string error = buffers.Error();
   if (!error.empty()) throw std::invalid_argument(error);
   if (NothingToCompute(p)) {
-    const int64_t rows = p.batch * p.q_len * p.q_heads;
-    Zero(results.o, rows * p.v_dim * ElementOf(p.dtype).bytes, stream);
+    const int64_t rows = p.elements("BTN", ExtentOf(true));
+    Zero(results.o, p.elements("BTNE", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
     Zero(results.l, rows * 4, stream);
     if (rows == 0) return;
     constexpr unsigned kMinusInfinity = 0xFF800000u;
@@ -269,14 +268,10 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
   const std::string error = buffers.Error();
   if (!error.empty()) throw std::invalid_argument(error);
   if (NothingToCompute(p)) {
-    Zero(results.dq, p.batch * p.q_len * p.q_heads * p.qk_dim * ElementOf(p.dtype).bytes, stream);
-    Zero(results.dk, p.batch * p.kv_len * p.kv_heads * p.qk_dim * ElementOf(p.dtype).bytes, stream);
-    Zero(results.dv, p.batch * p.kv_len * p.kv_heads * p.v_dim * ElementOf(p.dtype).bytes, stream);
-    const Extent& bias = p.bias;
-    Zero(results.dbias,
-         (bias.batch ? p.batch : 1) * (bias.heads ? p.q_heads : 1) * (bias.rows ? p.q_len : 1) *
-             (bias.columns ? p.kv_len : 1) * 4,
-         stream);
+    Zero(results.dq, p.elements("BTND", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
+    Zero(results.dk, p.elements("BSKD", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
+    Zero(results.dv, p.elements("BSKE", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
+    Zero(results.dbias, p.elements("BNTS", p.bias) * 4, stream);
     return;
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, given.o, given.d_o,

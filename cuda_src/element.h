@@ -17,11 +17,11 @@ constexpr Element ElementOf(DType dtype) {
   constexpr int kFloat16 = 6, kFloat32 = 7, kBfloat16 = 9, kTFloat32 = 11;
   switch (dtype) {
     case DType::kF16:
-      return {2, kFloat16, kFloat16};
+      return {BytesOf(dtype), kFloat16, kFloat16};
     case DType::kBF16:
-      return {2, kBfloat16, kBfloat16};
+      return {BytesOf(dtype), kBfloat16, kBfloat16};
     case DType::kF32:
-      return {4, kFloat32, kTFloat32};
+      return {BytesOf(dtype), kFloat32, kTFloat32};
     case DType::kF64:
     case DType::kNone:
       break;

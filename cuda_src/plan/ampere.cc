@@ -163,7 +163,7 @@ void ampere::AddForward(const Target& target, const Problem& p, Plan* plan) {
   if (SplitsKeys(target, p)) {
     KernelTiling tiling = Tiling(kForwardSplitTable, target, p);
     tiling.packed = int(p.group());
-    const int unit = AddUnit("forward_split", p, tiling, plan);
+    const int unit = AddUnit("ampere/forward_split.cuh", Asks::kOfBoth, p, tiling, plan);
     const PartWork work = PartWorkOf(target, p);
     plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, work.tiles * work.parts));
     plan->launches.push_back({unit, "jax_flash_forward_merge", work.rows, kMergeThreads});
@@ -172,12 +172,13 @@ void ampere::AddForward(const Target& target, const Problem& p, Plan* plan) {
   const Table& table = FewQueries(target, p) ? kForwardSplitTable : kForwardTable;
   const KernelTiling tiling = Tiling(table, target, p, true);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
-  plan->launches.push_back(MainLaunch("jax_flash_forward", AddUnit("forward", p, tiling, plan), tiling, tiles));
+  plan->launches.push_back(
+      MainLaunch("jax_flash_forward", AddUnit("ampere/forward.cuh", Asks::kOfBoth, p, tiling, plan), tiling, tiles));
 }
 
 void ampere::AddBackward(const Target& target, const Problem& p, Plan* plan) {
   const KernelTiling tiling = Tiling(kBackwardTable, target, p);
-  const int unit = AddUnit("backward", p, tiling, plan);
+  const int unit = AddUnit("ampere/backward.cuh", Asks::kOfMain, p, tiling, plan);
   plan->launches.push_back(PrepareLaunch(p, unit));
   const int64_t tiles = p.batch * p.kv_heads * ColumnTiles(p, tiling.cols);
   plan->launches.push_back(MainLaunch("jax_flash_backward", unit, tiling, tiles));
@@ -189,7 +190,7 @@ void ampere::AddBackward(const Target& target, const Problem& p, Plan* plan) {
 
 void ampere::AddQuery(const Target& target, const Problem& p, Plan* plan) {
   const KernelTiling tiling = Tiling(kBackwardQueryTable, target, p, true);
-  const int unit = AddUnit("backward_query", p, tiling, plan);
+  const int unit = AddUnit("ampere/backward_query.cuh", Asks::kOfBackward, p, tiling, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   plan->launches.push_back(MainLaunch("jax_flash_backward_query", unit, tiling, tiles));
 }
@@ -197,11 +198,10 @@ void ampere::AddQuery(const Target& target, const Problem& p, Plan* plan) {
 ampere::BiasWork ampere::BiasWorkOf(const Target& target, const Problem& p) {
   constexpr int64_t kBlocks = 512;  // enough for any GPU
   const KernelTiling tiling = Tiling(kBackwardBiasTable, target, p);
-  BiasWork work = {1, 1, 1};
+  BiasWork work = {1, p.elements("BNTS", p.bias), 1};
   int64_t summed = 1;  // tiles of S
   const auto dimension = [&](bool own, int64_t size, int64_t step) {
     (own ? work.tiles : summed) *= DivideUp(size, step);
-    if (own) work.elements *= size;
   };
   dimension(p.bias.batch, p.batch, 1);
   dimension(p.bias.heads, p.q_heads, 1);
@@ -213,7 +213,7 @@ ampere::BiasWork ampere::BiasWorkOf(const Target& target, const Problem& p) {
 
 void ampere::AddBias(const Target& target, const Problem& p, bool prepared, Plan* plan) {
   const KernelTiling tiling = Tiling(kBackwardBiasTable, target, p);
-  const int unit = AddUnit("backward_bias", p, tiling, plan);
+  const int unit = AddUnit("ampere/backward_bias.cuh", Asks::kOfBackward, p, tiling, plan);
   const BiasWork work = BiasWorkOf(target, p);
   if (!prepared) plan->launches.push_back(PrepareLaunch(p, unit));
   plan->launches.push_back(MainLaunch("jax_flash_backward_bias", unit, tiling, work.tiles * work.parts));

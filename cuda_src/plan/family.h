@@ -21,8 +21,12 @@ inline bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
 // Is there work for the kernel that computes dK and dV, and dQ if it grows?
 inline bool HasMain(const Problem& p) { return p.dk || p.dv || SumsDQ(p); }
 
-// The unit of `kernel`.cuh, in the family's room of cuda_src/kernels.
-int AddUnit(const std::string& kernel, const Problem& p, const KernelTiling& tiling, Plan* plan);
+// What the kernels of a file ask of a problem: what both passes do, or what the backward does besides, or also which
+// gradients its main kernel computes.
+enum class Asks { kOfBoth, kOfBackward, kOfMain };
+
+// A unit of `file`, in cuda_src/kernels.
+int AddUnit(const std::string& file, Asks asks, const Problem& p, const KernelTiling& tiling, Plan* plan);
 
 namespace hopper {
 

@@ -54,6 +54,9 @@ enum FeaturePlace { JAX_FLASH_FEATURES(JAX_FLASH_PLACE) JAX_FLASH_TILE_FEATURES(
 enum Feature : unsigned { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FEATURES(JAX_FLASH_BIT) };
 #undef JAX_FLASH_BIT
 
+// Not what a row of tiles cannot do, but where others are faster: if no other fits, it is taken all the same.
+constexpr unsigned kPreferences = kManyKeys | kFewTiles | kManyRows;
+
 constexpr unsigned kLocal = kWindow | kSegments;
 constexpr unsigned kScores = kBias | kSoftCap;             // scores are formed entry by entry
 constexpr unsigned kRanges = kCausal | kLocal | kLengths;  // masks that need no array of all entries

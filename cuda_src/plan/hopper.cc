@@ -81,6 +81,16 @@ const Rows& RowsOf(const Problem& p, Pass pass) {
   return (pass == Pass::kForward ? kForwardTable : kBackwardTable).Of(p.dtype);
 }
 
+// The first that fits, or none.
+const Row* RowFor(const Target& target, const Problem& p, Pass pass) {
+  for (const unsigned ignored : {0u, kPreferences}) {
+    for (const Row& row : RowsOf(p, pass)) {
+      if (Fits(row, target, p, ignored) && InWholeTiles(row.tile, p)) return &row;
+    }
+  }
+  return nullptr;
+}
+
 // --- The ways of the backward ---
 
 constexpr int64_t kMostListedRows = 2048;  // of the longest list, if the backward is all in one kernel
@@ -101,10 +111,10 @@ bool Alongside(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
   const bool listed = has.Any(kBlockMask);
-  const int64_t keys = listed ? (p.row_list - 2) * p.kv_block : p.kv_len;  // of a row
+  const int64_t keys = listed ? (p.row_list - kListHeader) * p.kv_block : p.kv_len;  // of a row
   if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
-  const bool long_lists = listed && (p.column_list - 2) * p.q_block > kMostListedRows;
+  const bool long_lists = listed && (p.column_list - kListHeader) * p.q_block > kMostListedRows;
   const bool dropout = has.Any(kDropout);
   if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
   if (listed && (p.group() > 1 || has.Any(kRanges) || long_lists || (dropout && !narrow))) return false;
@@ -136,18 +146,16 @@ Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling
 
 std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& p, Pass pass) {
   if (!target.hopper) return std::nullopt;
-  for (const Row& row : RowsOf(p, pass)) {
-    if (!Fits(row, target, p) || !InWholeTiles(row.tile, p)) continue;
-    KernelTiling tiling = {Family::kHopper, row.tile.rows,   row.tile.cols,
-                           row.tile.groups, row.tile.stages, row.tile.bias_tiles};
-    if (pass == Pass::kBackward) {
-      tiling.alongside = Alongside(target, p);
-      tiling.sum_kv = tiling.alongside && p.group() > 1;
-      tiling.together = !tiling.alongside && Together(p);
-    }
-    return tiling;
+  const Row* const row = RowFor(target, p, pass);
+  if (!row) return std::nullopt;
+  KernelTiling tiling = {Family::kHopper,  row->tile.rows,   row->tile.cols,
+                         row->tile.groups, row->tile.stages, row->tile.bias_tiles};
+  if (pass == Pass::kBackward) {
+    tiling.alongside = Alongside(target, p);
+    tiling.sum_kv = tiling.alongside && p.group() > 1;
+    tiling.together = !tiling.alongside && Together(p);
   }
-  return std::nullopt;
+  return tiling;
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
@@ -155,7 +163,7 @@ std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
 }
 
 void hopper::AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  const int unit = AddUnit("forward", p, tiling, plan);
+  const int unit = AddUnit("hopper/forward.cuh", Asks::kOfBoth, p, tiling, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, tiles, Maps::kForward));
 }
@@ -173,12 +181,13 @@ int64_t hopper::HeadsInScratch(const Target& target, const Problem& p) {
 }
 
 void hopper::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  const int unit = AddUnit("backward", p, tiling, plan);
+  const int unit = AddUnit("hopper/backward.cuh", Asks::kOfMain, p, tiling, plan);
   const int64_t row_blocks = p.batch * p.q_heads * RoundUp(p.q_len, tiling.rows) / kRowBlock;
   if (!tiling.alongside) plan->launches.push_back({unit, "jax_flash_backward_prepare", row_blocks, kRowThreads});
   const int64_t tiles = RoundUp(p.kv_len_in_blocks(), kPairedKeys) / tiling.cols;
   const int64_t heads = p.batch * (tiling.alongside ? p.q_heads : p.kv_heads);
   plan->launches.push_back(MainLaunch("jax_flash_backward", unit, tiling, heads * tiles, Maps::kBackward));
+  if (!FeaturesOf(p).Any(kNarrow)) plan->launches.back().cluster = kPairedKeys / tiling.cols;
   if (tiling.sum_kv && (p.dk || p.dv)) {
     const int64_t key_blocks = p.batch * p.kv_heads * RoundUp(p.kv_len, tiling.cols) / kRowBlock;
     plan->launches.push_back({unit, "jax_flash_backward_finish_keys", key_blocks, kRowThreads});

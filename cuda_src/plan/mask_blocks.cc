@@ -13,7 +13,7 @@ int AddMaskUnit(const Problem& p, Plan* plan) {
   any.mask = ExtentOf(p.mask.present);
   any.q_block = p.q_block;
   any.kv_block = p.kv_block;
-  return AddUnit("mask_blocks", any, {Family::kAmpere}, plan);
+  return AddUnit("scheduler/mask_blocks.cuh", Asks::kOfBoth, any, {Family::kAmpere}, plan);
 }
 
 }  // namespace
@@ -30,8 +30,8 @@ Problem WithMaskInBlocks(Problem p) {
   p.q_block = p.kv_block = kMaskBlock;
   p.element_masks =
       (p.block_mask.heads ? p.q_heads : 1) * (rows ? p.block_rows() : 1) * (columns ? p.block_columns() : 1);
-  p.row_list = 2 + p.block_columns();
-  p.column_list = 2 + p.block_rows();
+  p.row_list = kListHeader + p.block_columns();
+  p.column_list = kListHeader + p.block_rows();
   return p;
 }
 

@@ -17,7 +17,7 @@ void AddSegments(const Problem& p, Plan* plan) {
   any.segments = true;
   const int64_t positions = kSegmentBlock * kSegmentBlocks;
   const int64_t blocks = p.batch * (DivideUp(p.q_len, positions) + DivideUp(p.kv_len, positions));
-  const int unit = AddUnit("segments", any, {Family::kAmpere}, plan);
+  const int unit = AddUnit("scheduler/segments.cuh", Asks::kOfBoth, any, {Family::kAmpere}, plan);
   plan->launches.push_back({unit, "jax_flash_segments", blocks, kSegmentThreads});
 }
 
@@ -69,7 +69,7 @@ std::string CudaRefusal(const Problem& p) {
     }
   }
   const int64_t longest = std::max(p.q_len_in_blocks(), p.kv_len_in_blocks());
-  if (longest > kMaxSize - 512) return sized("length", longest) + ": at most " + std::to_string(kMaxSize - 512);
+  if (longest > kLongest) return sized("length", longest) + ": at most " + std::to_string(kLongest);
   if (p.batch * p.q_heads > 0 && DivideUp(longest, 16) > kMaxSize / p.batch / p.q_heads) {
     return "batch x heads x length is too large for the CUDA kernels";
   }
@@ -78,15 +78,18 @@ std::string CudaRefusal(const Problem& p) {
 
 bool NothingToCompute(const Problem& p) { return p.batch == 0 || p.q_heads == 0 || p.q_len == 0 || p.kv_len == 0; }
 
-int AddUnit(const std::string& kernel, const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  const bool main = kernel == "backward", backward = kernel.substr(0, 8) == "backward";
+int AddUnit(const std::string& file, Asks asks, const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  const bool main = asks == Asks::kOfMain, backward = main || asks == Asks::kOfBackward;
 #define VALUE(type, name, ...) __VA_ARGS__,
   const KernelConfig config = {{JAX_FLASH_KERNEL_PROBLEM(VALUE)}, tiling};
 #undef VALUE
-  const bool before = kernel == "segments" || kernel == "mask_blocks";
-  const std::string room = before ? "scheduler" : tiling.family == Family::kHopper ? "hopper" : "ampere";
-  plan->units.push_back({room + "/" + kernel + ".cuh", config});
+  plan->units.push_back({file, config});
   return int(plan->units.size()) - 1;
+}
+
+int64_t BlocksOf(const Launch& launch, int multiprocessors) {
+  if (!launch.persistent) return launch.blocks;
+  return std::min<int64_t>(launch.blocks, std::max(multiprocessors / launch.cluster, 1) * launch.cluster);
 }
 
 Plan MakePlan(const Problem& p, Pass pass, const Target& target) {
@@ -106,6 +109,12 @@ Plan MakePlan(const Problem& p, Pass pass, const Target& target) {
     AddTransposedMasks(p, &plan);
   }
   (pass == Pass::kForward ? AddForward : AddBackward)(target, in_blocks, &plan);
+  for (const Launch& launch : plan.launches) {
+    if (launch.blocks > std::numeric_limits<int32_t>::max()) {
+      throw std::invalid_argument(launch.entry + " would have " + std::to_string(launch.blocks) +
+                                  " blocks: batch x heads x length is too large for the CUDA kernels");
+    }
+  }
   return plan;
 }
 

@@ -28,10 +28,14 @@ struct Launch {
   int64_t blocks;
   int threads;
   bool persistent = false;      // at most one block a multiprocessor: blocks take their tiles in turn
+  int cluster = 1;              // so many blocks are one
   bool dynamic_shared = false;  // as much as the file's jax_flash_shared_bytes says
   Maps maps = Maps::kNone;
   bool counts = false;  // what is to be 0 in scratch has to be so before
 };
+
+// How many blocks there are of it at a time on a GPU with so many multiprocessors: whole clusters.
+int64_t BlocksOf(const Launch& launch, int multiprocessors);
 
 struct Plan {
   std::vector<Unit> units;

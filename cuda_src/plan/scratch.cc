@@ -46,7 +46,7 @@ Scratch ScratchOf(const Problem& given, Pass pass, const Target& target) {
     scratch.column_lists = take(4 * heads * p.block_columns() * p.column_list);
     if (ReadsMasksByRow(p, pass, target)) scratch.element_masks = take(masks * p.q_block * p.element_words());
   }
-  if (ReadsMasksByKey(p, pass, target)) scratch.transposed_masks = take(masks * p.kv_block * DivideUp(p.q_block, 32));
+  if (ReadsMasksByKey(p, pass, target)) scratch.transposed_masks = take(masks * p.kv_block * WordsOfLine(p.q_block));
   const bool backward = pass == Pass::kBackward, main = backward ? HasMain(p) : !ampere::FewQueries(target, p);
   const std::optional<KernelTiling> hopper = main ? hopper::Tiling(target, p, pass) : std::nullopt;
   const int64_t all_heads = p.batch * p.q_heads, first_zero = scratch.bytes;

@@ -5,6 +5,14 @@
 #include <vector>
 
 namespace jax_flash {
+namespace {
+
+// Tiles that a bias comes with are for one that the copy engine loads.
+bool IsFor(const Row& row, const Features& has) {
+  return !row.tile.bias_tiles || (has.Any(kBias) && !has.Any(kBiasByEntry));
+}
+
+}  // namespace
 
 const Rows& Table::Of(DType dtype) const {
   const int bytes = ElementOf(dtype).bytes;
@@ -12,10 +20,10 @@ const Rows& Table::Of(DType dtype) const {
   return bytes == 2 ? of_two : of_four;
 }
 
-bool Fits(const Row& row, const Target& target, const Problem& p) {
+bool Fits(const Row& row, const Target& target, const Problem& p, unsigned ignored) {
   const Features has = FeaturesOf(p, target, row.tile.rows);
-  if (row.tile.bias_tiles && (!has.Any(kBias) || has.Any(kBiasByEntry))) return false;
-  return row.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= row.dim && !has.Any(row.without);
+  return IsFor(row, has) && row.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= row.dim &&
+         !has.Any(row.without & ~ignored);
 }
 
 bool InWholeTiles(const TileSizes& tile, const Problem& p) {
@@ -27,7 +35,8 @@ std::string Obstacle(const Rows& rows, const Target& target, const Problem& p) {
   TileSizes tile = {};
   for (const Row& row : rows) {
     if (row.shared > target.shared || std::max(p.qk_dim, p.v_dim) > row.dim) continue;
-    const Features obstacles = {FeaturesOf(p, target, row.tile.rows).bits & row.without};
+    const Features has = FeaturesOf(p, target, row.tile.rows), obstacles = {has.bits & row.without & ~kPreferences};
+    if (!IsFor(row, has)) continue;
     if (obstacles.Any(kNarrow)) continue;  // as if its head dim did not fit
     std::vector<std::string> names = NamesOf(obstacles);
     if (!InWholeTiles(row.tile, p)) {

@@ -54,7 +54,7 @@ def test_info_of_an_instruction_set_that_is_not_there(capsys, monkeypatch):
         ("--platform cpu --window 100 0 --soft-cap 30 --bias --mask --segments", "flash"),
         ("--platform cuda --window 100", "flash"),
         ("--platform cuda --window 100 100000000000000000000", "flash"),
-        ("--platform cuda --shape 1 2147483135 1 64", "flash"),
+        ("--platform cuda --shape 1 2147479551 1 64", "flash"),
         ("--platform cuda --dtype bfloat16 --causal --lengths --query-offset --deterministic", "flash"),
         ("--platform cuda --full-precision", "flash"),
         ("--platform cuda --dtype float64", "xla"),
@@ -75,8 +75,8 @@ def test_choose(capsys, flags, implementation):
 
 
 def test_choose_tells_the_longest_that_a_gpu_does(capsys):
-    assert main(["choose", *"--platform cuda --shape 1 2147483136 1 64".split()]) == 0
-    assert "xla: length 2147483136: at most 2147483135" in capsys.readouterr().out
+    assert main(["choose", *"--platform cuda --shape 1 2147479552 1 64".split()]) == 0
+    assert "xla: length 2147479552: at most 2147479551" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

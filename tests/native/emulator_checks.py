@@ -20,6 +20,7 @@ from jax_flash import BlockMask, _native
 
 ROOT = pathlib.Path(__file__).parents[2]
 KERNELS = ROOT / "cuda_src" / "kernels"
+SHARED = ("common/dtype.h", "common/host_device.h", "cuda_src/contract.h")  # with the host
 hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="with Hopper's instructions only")
 
 
@@ -53,6 +54,19 @@ def test_case(case, dtype):
 def test_many_lists(T, S):
     """Of block rows, or columns: with nine their order has a first, a middle and a last part."""
     check(sparse(128, 128, B=1, T=T, S=S, N=2, K=1, D=8, E=8, heads=2), "bfloat16")
+
+
+@pytest.mark.usefixtures("device")
+def test_blocks_as_large_as_can_be():
+    """A block and a length are together more than 31 bits have."""
+    block_mask = BlockMask.from_dense(np.array([[False], [True]]), q_len=150, kv_len=4500, kv_block=2**31 - 4224)
+    arrays = Case(B=1, T=150, S=4500, N=1, K=1, D=8, E=8).arrays("bfloat16")
+    expected, actual = (
+        np.asarray(jax_flash.dot_product_attention(**arrays, **options), np.float32)
+        for options in ({"implementation": "reference"}, {"implementation": "flash", "block_mask": block_mask})
+    )
+    np.testing.assert_allclose(actual[:, 128:], expected[:, 128:], rtol=0.02, atol=2e-3)
+    assert not actual[:, :128].any()
 
 
 @pytest.mark.usefixtures("device")
@@ -160,6 +174,7 @@ def test_tf32(case):
         (Case(B=1, T=200, S=280, N=2, K=2, D=128, E=104, dropout=0.2), "bfloat16", (128, 128)),
         (Case(B=2, T=300, S=300, N=3, K=3, D=64, E=64), "float16", (128, 256)),  # more tiles than S has
         (Case(B=1, T=200, S=280, N=2, K=1, D=256, E=256), "bfloat16", (128, 128)),
+        (Case(B=1, T=200, S=280, N=2, K=1, D=80, E=80), "bfloat16", (192, 96)),  # tiles that are otherwise for many
         (Case(B=2, T=100, S=120, N=4, K=2, D=64, E=64, bias="1n1s", deterministic=True), "bfloat16", (16, 64)),
         (Case(B=2, T=100, S=90, N=4, K=2, D=32, E=32, window=(40, 10)), "float32", (48, 32)),
         (Case(B=1, T=300, S=280, N=2, K=1, D=128, E=96, causal=True), "tf32", (128, 64)),
@@ -247,7 +262,7 @@ extern "C" __global__ void jax_flash_test(const __grid_constant__ uint4 zeros) {
 """
     library = ctypes.CDLL(str(emulator.build()))
     headers = {str(path.relative_to(KERNELS)): path.read_text() for path in KERNELS.glob("ptx/*")}
-    headers |= {name: (ROOT / name).read_text() for name in ("common/dtype.h", "cuda_src/contract.h")}
+    headers |= {name: (ROOT / name).read_text() for name in SHARED}
     headers |= {"this_kernel.h": "#define JAX_FLASH_DTYPE 2", "test.cuh": source}
 
     def strings(texts):

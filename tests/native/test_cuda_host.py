@@ -23,6 +23,7 @@ from jax_flash.problem import Extent
         ({"qk_dim": 0}, "head dim 0"),
         ({"v_dim": 264}, "head dim 264"),
         ({"kv_len": 2**31}, "length"),
+        ({"batch": 1, "q_len": 2**31 - 4096}, "length 2147479552: at most 2147479551"),
         ({"batch": 2**20, "q_len": 2**20}, "too large"),
     ],
 )
@@ -42,6 +43,14 @@ def test_not_refused(dim, dtype):
     accepted = problem(qk_dim=dim, v_dim=dim, dtype=dtype)
     assert _native.cuda_refusal(accepted.encode()) == ""
     assert jax_flash.choose_implementation(accepted, "cuda").implementation == "flash"
+
+
+def test_more_blocks_than_a_grid_has_are_refused():
+    many = {"batch": 2**27, "q_heads": 1, "kv_heads": 1, "q_len": 1, "kv_len": 16, "qk_dim": 256, "v_dim": 256}
+    assert _native.cuda_refusal(problem(**many).encode()) == ""
+    assert kernels("sm_80", **many)
+    with pytest.raises(ValueError, match=r"jax_flash_backward_prepare would have 2147483648 blocks: .* too large"):
+        kernels("sm_80", True, **many, **GRADIENTS)
 
 
 def test_old_gpus_are_refused():
@@ -81,7 +90,6 @@ NOT_ALONGSIDE = [
     {"dtype": "float32"},
     {"qk_dim": 136},
     {"soft_cap": 2.0},
-    {"mask": EVERY},
     {"bias_dtype": "float32", "bias": EVERY},
     {"causal": True, "segments": True, "kv_lengths": True},
     {"window_left": 100, "q_lengths": True, "query_offset": True},
@@ -99,7 +107,7 @@ NOT_ALONGSIDE = [
 def test_backward_alongside():
     """On Hopper one kernel can be all of a backward."""
     own = {"kv_heads": 8, **GRADIENTS}
-    listed = ({**LISTS, "batch": 64}, {**LISTS, "row_list": 3, "column_list": 18, "drop_threshold": 9})
+    listed = ({"mask": EVERY}, {**LISTS, "batch": 64}, {**LISTS, "row_list": 3, "column_list": 18, "drop_threshold": 9})
     two = ({"causal": True, "segments": True}, {"drop_threshold": 9, "causal": True})
     for common in ({}, {"causal": True}, {"v_dim": 128}, {"segments": True}, {"drop_threshold": 9}, *two, *listed):
         assert kernels("sm_90a", True, **own, **common)[-1:] == [("hopper/backward.cuh", "jax_flash_backward")]
@@ -135,6 +143,20 @@ def test_heads_that_share_keys(changes, sum_kv, together):
     assert ("jax_flash_backward_finish_keys" in launches) == sum_kv
 
 
+@pytest.mark.parametrize(
+    ("block", "dim", "lengths"), [((192, 96), 80, (1920, 1920)), ((192, 112), 64, (1920, 2016))], ids=str
+)
+@pytest.mark.parametrize("batch", [1, 64])
+def test_tiles_that_alone_fit_the_blocks_are_taken_for_few_too(block, dim, lengths, batch):
+    """Although others are preferred where there are fewer tiles than multiprocessors."""
+    blocks = {"block_mask": EVERY, "q_block": block[0], "kv_block": block[1], "row_list": 22, "column_list": 12}
+    changes = {**blocks, "batch": batch, "qk_dim": dim, "v_dim": dim, "q_len": lengths[0], "kv_len": lengths[1]}
+    assert {file for file, _ in kernels(**changes)} == {"hopper/forward.cuh"}
+    assert (fields(**changes)["rows"], fields(**changes)["cols"]) == block
+    (reason,) = jax_flash.explain(problem(**changes, drop_threshold=9), arch="sm_90a").reasons
+    assert reason.endswith(f"its tiles of {block[0]} x {block[1]} do not do dropout")
+
+
 def test_float32_on_hopper():
     """Its own kernels do TF32, up to head dim 128; in the backward not a soft cap."""
     (hopper,), (ampere,) = kernels(dtype="float32", full_precision=False), kernels("sm_80", dtype="float32")
@@ -160,7 +182,8 @@ def test_bias_in_the_tf32_backward(changes, family):
     """Up to head dim 96 and without a mask, where registers suffice."""
     biased = {"bias_dtype": "float32", "bias": EVERY}
     launches = kernels("sm_90a", True, dtype="float32", **biased, **GRADIENTS, **changes)
-    assert {file for file, _ in launches} == {f"{family}/backward.cuh"}
+    files = {file for file, _ in launches} - {"scheduler/mask_blocks.cuh"}  # which come first
+    assert files == {f"{family}/backward.cuh"}
 
 
 def test_a_family_can_be_asked_for(monkeypatch):

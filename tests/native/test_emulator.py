@@ -24,6 +24,12 @@ def test_kernels(arch):
     run_checks("emulator_checks.py", JAX_FLASH_EMULATE=arch)
 
 
+def test_odd_number_of_multiprocessors():
+    """Grids of clusters are whole clusters."""
+    case = "emulator_checks.py::test_random_schedule[cpu-clusters-0]"
+    run_checks(case, JAX_FLASH_EMULATE="sm_90", JAX_FLASH_EMULATE_MULTIPROCESSORS="3")
+
+
 def test_kernels_for_racecheck():
     """All lanes arrive at mbarriers, as their counts say."""
     names = ("causal", "three kernels", "clusters", "TF32", "wide TF32", "block mask")

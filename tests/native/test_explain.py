@@ -1,5 +1,6 @@
 """`jax_flash.explain`: what is said of the plan."""
 
+import pathlib
 import re
 
 import pytest
@@ -59,6 +60,16 @@ def test_an_explanation_of_the_gpu_that_is_here(monkeypatch):
     monkeypatch.setattr(_native, "cuda_devices", lambda: [])
     assert jax_flash.explain(BASE)[:3] == (False, "sm_90a", 132)
     assert explained(arch="sm_80").multiprocessors == 108
+
+
+def test_scratch_is_what_the_documentation_says():
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "io-complexity.md").read_text()
+    paper = {"batch": 64, "q_heads": 16, "kv_heads": 16, "q_len": 1024, "kv_len": 1024, **GRADIENTS}
+    alone, causal = (explained(True, **paper, causal=causal).scratch_bytes for causal in (False, True))
+    heads = [bytes // (4 * 1024 * (64 + 2)) for bytes in (alone, causal)]  # dQ, L and D of each
+    assert f"on an H200 {alone / 1e6:.1f} MB: dQ, L and D of the {heads[0]} of 1024 heads" in text
+    assert f"({causal / 1e6:.1f} MB if causal, of {heads[1]})" in text
+    assert f"of all heads, {explained(True, 'sm_80', **paper).scratch_bytes / 1e6:.1f} MB" in text
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,11 @@
 
 namespace {
 
-constexpr int kMultiprocessors = 132;  // of an H100 or H200, whose plans are meant
+// Of an H100 or H200, whose plans are meant, unless JAX_FLASH_EMULATE_MULTIPROCESSORS says otherwise.
+int Multiprocessors() {
+  const char* const asked = std::getenv("JAX_FLASH_EMULATE_MULTIPROCESSORS");
+  return asked ? std::atoi(asked) : 132;
+}
 
 enum Result { kSuccess = 0, kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719 };
 std::string failure;
@@ -52,7 +56,7 @@ int cuDeviceGetCount(int* count) {
 
 int cuDeviceGetAttribute(int* value, int attribute, int) {
   constexpr int kMultiprocessorCount = 16, kCapabilityMajor = 75, kCapabilityMinor = 76;
-  *value = attribute == kMultiprocessorCount ? kMultiprocessors
+  *value = attribute == kMultiprocessorCount ? Multiprocessors()
            : attribute == kCapabilityMajor   ? Capability() / 10
            : attribute == kCapabilityMinor   ? Capability() % 10
                                              : 0;

@@ -405,8 +405,8 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
   // Hopper's kernels have that many threads and dynamic shared memory. Their grids are persistent: the fewer blocks,
   // the more tiles each has.
   const bool hopper = threads >= 384 && shared_bytes > 0;
-  if (hopper) blocks = std::min(blocks, kPersistentBlocks);
   if (blocks % kernel.cluster != 0) return std::to_string(blocks) + " blocks in clusters of several";
+  if (hopper) blocks = std::min(blocks, kPersistentBlocks);
   State launch = {};
   launch.shared_bytes = shared_bytes, launch.kernel = &kernel, launch.arguments = arguments;
   if (const char* const seed = std::getenv("JAX_FLASH_EMULATE_SEED")) launch.random.emplace(std::atoi(seed));

@@ -1,8 +1,7 @@
 // S, P and dS of a tile: what a warp does with its accumulators of S and dP.
 //
-// Accumulators are float [m][c][2 h + e] as in ampere/fragments.cuh: row 16 m + 8 h + lane / 4, column 8 c + 2 (lane %
-// 4)
-// + e of the part that begins at (row, column) of S.
+// Accumulators are float [m][c][2 h + e] as in ampere/fragments.cuh: entry (16 m + 8 h + lane / 4,
+// 8 c + 2 (lane % 4) + e) of the part that begins at (row, column) of S.
 #pragma once
 
 #include "ampere/fragments.cuh"

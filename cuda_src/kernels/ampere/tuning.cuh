@@ -16,16 +16,16 @@ struct ForwardTuning {
       kThreeProducts ? 0 : (kRegisters - kWarpRows * (RoundUp(kVDim, 16) + kCols) / 32) / (kWarpRows / 4);
 
   // No registers are left to work ahead beside what these masks keep in some: ptxas must not (Never).
-  static constexpr bool kPositions = kLocal || kLengths;
+  static constexpr bool kKeepsRanges = kLocal || kLengths;
   static constexpr bool kStopBeforePV =
-      kWarpRows == 32 && ((kDType == DType::kF32 && kPositions) || (kBlockMask && (kPositions || kDropout)));
+      kWarpRows == 32 && ((kDType == DType::kF32 && kKeepsRanges) || (kBlockMask && (kKeepsRanges || kDropout)));
 
   // The loads of the next tiles are begun between the steps of S = Q K^T. But first of all where memory bounds the
   // speed; and after S, while another block multiplies, where a multiprocessor has two (an H100 or H200, with few warps
   // and 16 bits) and what else is kept leaves the registers for it.
   static constexpr bool kLoadsFirst = kParts;
   static constexpr bool kLoadsAfter =
-      !kParts && kWarps <= 4 && kQKDim <= 128 && kVDim <= 128 && !kDropout && !kPositions;
+      !kParts && kWarps <= 4 && kQKDim <= 128 && kVDim <= 128 && !kDropout && !kKeepsRanges;
 };
 
 }  // namespace jax_flash

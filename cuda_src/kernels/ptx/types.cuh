@@ -17,8 +17,12 @@ namespace jax_flash {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-constexpr int kElementBytes = DType(JAX_FLASH_DTYPE) == DType::kF32 ? 4 : 2;  // of Q, K, V, O and their gradients
-constexpr int kStep = 32 / kElementBytes;                                     // the k of one mma or wgmma
+constexpr int kElementBytes = BytesOf(DType(JAX_FLASH_DTYPE));  // of Q, K, V, O and their gradients
+static_assert(kElementBytes == 2 || kElementBytes == 4);        // 16 bits, or 32 that a product has as TF32
+constexpr int kStep = 32 / kElementBytes;                       // the k of one mma or wgmma
+
+// The preprocessor, which puts the text of PTX together, knows them as numbers.
+static_assert(int(DType::kF16) == 1 && int(DType::kF32) == 3);
 
 // For compute-sanitizer's racecheck (tools/sanitize.py), to which the lanes of a warp are like any threads: all lanes
 // arrive where one does for its warp, and ptxas does not leave out a warp's barrier because the lanes are in step.

@@ -7,9 +7,6 @@
 
 namespace jax_flash {
 
-// Do tiles come from lists, instead of ranges?
-constexpr bool kListed = kBlockMask;
-
 // Of a block row its columns in order, or of a block column its rows.
 struct BlockList {
   int index;  // of the block row or column
@@ -18,7 +15,7 @@ struct BlockList {
 };
 
 __device__ __forceinline__ BlockList ListAt(const int32_t* list, int width, int size) {
-  return {min(max(list[0], 0), size - 1), min(max(list[1], 0), width - 2), list + 2};
+  return {min(max(list[0], 0), size - 1), min(max(list[1], 0), width - kListHeader), list + kListHeader};
 }
 
 // The t-th of a head's rows of blocks.
@@ -92,7 +89,7 @@ using DealtLists = Listing<Dealt<kCluster>>;
 // `members`.
 __device__ __forceinline__ BlockList SameColumn(const Params& p, int batch, int head, int index,
                                                 const int32_t* members) {
-  if (p.block_mask.head == 0) return ListAt(members - 2, p.block_mask.column_width, BlockColumns(p));
+  if (p.block_mask.head == 0) return ListAt(members - kListHeader, p.block_mask.column_width, BlockColumns(p));
   BlockList same = {index, 0, members};
 #pragma unroll 1
   for (int t = 0; t < BlockColumns(p); ++t) {

@@ -108,7 +108,7 @@ struct Lists {
     blocks = p.block_mask.blocks + head * rows * columns;
     count = of_rows ? rows : columns, members = of_rows ? columns : rows;
     next_list = of_rows ? columns : 1, next_member = of_rows ? 1 : columns;
-    width = 2 + members;
+    width = kListHeader + members;
     lists = Made(of_rows ? p.block_mask.row_lists : p.block_mask.column_lists) + head * count * width;
     counts = p.mask_counts + head * (rows + columns) + (of_rows ? 0 : rows);
   }
@@ -116,7 +116,7 @@ struct Lists {
   __device__ __forceinline__ int Count(int list) const {
     int n = 0;
 #pragma unroll 8
-    for (int x = 0; x < members; ++x) n += blocks[int64_t(list) * next_list + int64_t(x) * next_member] != 0;
+    for (int x = 0; x < members; ++x) n += blocks[int64_t(list) * next_list + int64_t(x) * next_member] != kNothing;
     return n;
   }
   // How many lists come before: longer ones, and those of the same length that have lower numbers.
@@ -133,7 +133,7 @@ struct Lists {
     *to++ = counts[list];
 #pragma unroll 8
     for (int x = 0; x < members; ++x) {
-      if (blocks[int64_t(list) * next_list + int64_t(x) * next_member] != 0) *to++ = x;
+      if (blocks[int64_t(list) * next_list + int64_t(x) * next_member] != kNothing) *to++ = x;
     }
   }
 };
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, 6)
     reinterpret_cast<uint16_t*>(words)[row(s) * kChunks + chunk] = uint16_t(bits);
   }
   any = __syncthreads_or(any), every = __syncthreads_and(every);
-  const int kind = !any ? 0 : every ? kEverything : place.kind;
+  const int kind = !any ? kNothing : every ? kEverything : place.kind;
   const int64_t number = blockIdx.x;
   if (kind == place.kind && p.block_mask.element_masks != nullptr) {
     uint32_t* const to = Made(p.block_mask.element_masks) + number * (kSide * kWordsOfRow);
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads)
     jax_flash_mask_transpose(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
   static_assert(kQBlock % 16 == 0 && kKVBlock % 16 == 0);
-  constexpr int kRowWords = (kKVBlock + 31) / 32, kColumnWords = (kQBlock + 31) / 32;
+  constexpr int kRowWords = WordsOfLine(kKVBlock), kColumnWords = WordsOfLine(kQBlock);
   const int64_t number = blockIdx.x;
   Transpose(p.block_mask.element_masks + number * (kQBlock * kRowWords),
             Made(p.block_mask.transposed_masks) + number * (kKVBlock * kColumnWords), kQBlock, kKVBlock);

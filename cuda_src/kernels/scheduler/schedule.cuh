@@ -7,6 +7,9 @@
 
 namespace jax_flash {
 
+// Do tiles come from the lists of a block mask, instead of ranges?
+constexpr bool kListed = kBlockMask;
+
 // Each CTA has its share from the start. If causal it takes tiles in pairs, the t-th from one end and the t-th from the
 // other: each pair is the same work. The tile without a partner of each head comes last. CTAs of a cluster take the
 // same tiles.
@@ -58,7 +61,7 @@ struct CountedTiles : Counted {
   // The tile that was asked for, of `tiles` tiles of each of `heads` heads; false when there are no more.
   __device__ __forceinline__ bool Next(uint32_t heads, uint32_t tiles, int* head, int* tile) const {
     const uint32_t n = number, last_heads = p.last_heads, first = (heads - last_heads) * tiles;
-    if (((kCausal && !kWindow) || kBlockMask) && n >= first) {
+    if (((kCausal && !kWindow) || kListed) && n >= first) {
       *head = heads - last_heads + (n - first) % last_heads, *tile = (n - first) / last_heads;
     } else {
       *head = n / tiles, *tile = n % tiles;

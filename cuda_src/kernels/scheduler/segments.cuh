@@ -40,6 +40,7 @@ __device__ __forceinline__ void Find(Found (&found)[kBlocks], const Side& other)
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) first[b] = 0x7FFFFFFF, last[b] = -1, count[b] = 0;
   constexpr int kIds = 4;  // of a lane at a time, which most often are all too low or all too high
+  static_assert(kThreads * kIds <= kLargestStep);
 #pragma unroll 4
   for (int i = threadIdx.x / 32 * (32 * kIds) + threadIdx.x % 32; i < other.size; i += kThreads * kIds) {
     int ids[kIds], low = 0x7FFFFFFF, high = -0x7FFFFFFF - 1;

@@ -4,6 +4,7 @@
 // All of a block mask is data: a number that it does not have stands for nothing, never for an address.
 #pragma once
 
+#include "common/blocks.h"
 #include "common/masking.h"
 #include "config.cuh"
 #include "ptx/types.cuh"
@@ -74,10 +75,9 @@ struct Entries {
 
 // --- Block masks ---
 
-constexpr int kEverything = 1, kFirstElementMask = 2;  // of the numbers for blocks
-
-__device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len + kQBlock - 1) / kQBlock; }
-__device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len + kKVBlock - 1) / kKVBlock; }
+// (A length is at least 1. To add a large block to it first would be too much for an int.)
+__device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len - 1) / kQBlock + 1; }
+__device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len - 1) / kKVBlock + 1; }
 
 // The block mask that a kernel goes by; or, where it makes one of a mask operand, the one that is given beside that.
 __device__ __forceinline__ const BlockMask& Blocks(const Params& p) { return kMask ? p.given_blocks : p.block_mask; }
@@ -147,7 +147,7 @@ class Block {
   }
 
  private:
-  static constexpr int kWords = (kLength + 31) / 32;  // a line of one
+  static constexpr int kWords = WordsOfLine(kLength);
 
   const int kind_;
   const uint32_t* elements_ = nullptr;

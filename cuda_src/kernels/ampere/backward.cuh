@@ -110,8 +110,7 @@ struct Backward {
   __device__ __forceinline__ void Recompute(int stage, int head, int row) {
     const ScorePart part;
     if (!part.active) return;
-    const Scores scores(p, batch, head, row + part.row, column + part.column,
-                        KindOfBlock(p, batch, head, row, column));
+    const Scores scores(p, batch, head, row + part.row, column + part.column, KindOfBlock(p, batch, head, row, column));
     float minus_l[ScorePart::kHeight / 16][2], D[ScorePart::kHeight / 16][2];
     scores.RowStatistics(p.logsumexp, minus_l);
     if (kDS) scores.RowStatistics(p.d, D);

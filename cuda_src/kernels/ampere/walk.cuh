@@ -63,8 +63,7 @@ struct QTile {
 
   // This warp's rows of S and the keys from `column` on.
   __device__ __forceinline__ Scores WarpScores(const Params& p, int column) const {
-    return Scores(p, batch, head, row + threadIdx.x / 32 * kWarpRows, column,
-                  KindOfBlock(p, batch, head, row, column));
+    return Scores(p, batch, head, row + threadIdx.x / 32 * kWarpRows, column, KindOfBlock(p, batch, head, row, column));
   }
   // Whether all entries of that tile of S may attend (and are there, where there is a bias to look up).
   __device__ __forceinline__ bool Every(const Params& p, int column) const {

@@ -21,7 +21,8 @@ __device__ __forceinline__ float ScaleOf(const Params& p) { return __ldg(p.scale
 // What S has still to be multiplied with to be scores.
 __device__ __forceinline__ float ScoreScale(const Params& p) { return kFormsScores ? 1.0f : ScaleOf(p); }
 
-// c = cap tanh(u), u = scale x / cap. For 16-bit elements tanh(u) = 1 - 2 / (1 + exp(2 u)), to an absolute error of 1e-7.
+// c = cap tanh(u), u = scale x / cap. For 16-bit elements tanh(u) = 1 - 2 / (1 + exp(2 u)), to an absolute error of
+// 1e-7.
 __device__ __forceinline__ float Cap(const Params& p, float x) {
   const float u_of_x = kSoftCap ? ScaleOf(p) * p.inverse_soft_cap : 0.0f;
   if constexpr (!kSoftCap) return x * ScaleOf(p);

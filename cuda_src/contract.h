@@ -117,17 +117,17 @@ struct SegmentBounds {
 // problem does not have is null.
 
 // A mask of blocks (jax_flash/block_sparse.py), or what scheduler/mask_blocks.cuh makes of a mask operand.
-#define JAX_FLASH_BLOCK_MASK(FIELD)                                                            \
-  FIELD(const int32_t*, blocks, in.blocks)                                                     \
-  FIELD(const int32_t*, row_lists, in.row_lists)                                               \
-  FIELD(const int32_t*, column_lists, in.column_lists)                                         \
-  FIELD(const uint32_t*, element_masks, in.element_masks)                                      \
-  FIELD(const uint32_t*, transposed_masks, at(layout.transposed_masks)) /* by key */           \
-  FIELD(int, element_mask_count, int(p.element_masks))                  /* of a batch entry */ \
-  FIELD(int, row_width, int(p.row_list))                                /* of the lists */     \
-  FIELD(int, column_width, int(p.column_list))                                                 \
-  /* The next batch entry's or head's is so many heads further on; 0: it is the same. */       \
-  FIELD(int, batch, p.block_mask.batch ? (p.block_mask.heads ? int(p.q_heads) : 1) : 0)        \
+#define JAX_FLASH_BLOCK_MASK(FIELD)                                                           \
+  FIELD(const int32_t*, blocks, in.blocks)                                                    \
+  FIELD(const int32_t*, row_lists, in.row_lists)                                              \
+  FIELD(const int32_t*, column_lists, in.column_lists)                                        \
+  FIELD(const uint32_t*, element_masks, in.element_masks)                                     \
+  FIELD(const uint32_t*, transposed_masks, at(layout.transposed_bits)) /* by key */           \
+  FIELD(int, element_mask_count, int(p.element_masks))                 /* of a batch entry */ \
+  FIELD(int, row_width, int(p.row_list))                               /* of the lists */     \
+  FIELD(int, column_width, int(p.column_list))                                                \
+  /* The next batch entry's or head's is so many heads further on; 0: it is the same. */      \
+  FIELD(int, batch, p.block_mask.batch ? (p.block_mask.heads ? int(p.q_heads) : 1) : 0)       \
   FIELD(int, head, p.block_mask.heads)
 
 // Every kernel of a call has the same. What is {} the host sets pass by pass: o, l and m, which the forward writes and

@@ -179,14 +179,9 @@ struct Address {
 
 Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, void* scratch) {
   const auto at = [&](int64_t offset) { return Address{offset < 0 ? nullptr : static_cast<char*>(scratch) + offset}; };
-  const Problem blocks_p = layout.blocks < 0 ? p : WithMaskInBlocks(p);
-  Operands blocks_in = in;
-  if (layout.blocks >= 0) {
-    blocks_in.blocks = at(layout.blocks);
-    blocks_in.row_lists = at(layout.row_lists);
-    blocks_in.column_lists = at(layout.column_lists);
-    blocks_in.element_masks = at(layout.element_masks);
-  }
+  const bool made = layout.blocks >= 0;  // of a mask operand?
+  const Problem blocks_p = made ? WithMaskInBlocks(p) : p;
+  const Operands blocks_in = made ? WithMaskInBlocks(in, layout, static_cast<char*>(scratch)) : in;
 #define VALUE(type, name, ...) __VA_ARGS__,
   const auto block_mask = [&](const Problem& p, const Operands& in) -> BlockMask {
     return {JAX_FLASH_BLOCK_MASK(VALUE)};

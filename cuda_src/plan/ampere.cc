@@ -15,7 +15,7 @@ namespace {
 constexpr Row kForward[] = {
     {99, 64, {128, 64, 4, 2}, kBiasOrSoftCap},
     {99, 64, {64, 64, 4, 2}},
-    {227, 128, {128, 64, 4, 2}, kBiasOrSoftCap | kBlockMask | kSeveral | kUncommon},
+    {227, 128, {128, 64, 4, 2}, kBiasOrSoftCap | kListed | kSeveral | kUncommon},
     {99, 128, {128, 32, 4, 2}, kBiasOrSoftCap | kCrowdedBlocks},
     {99, 128, {64, 32, 4, 2}},
     {227, 256, {128, 64, 8, 2}, kBiasOrSoftCap | kCrowdedBlocks},
@@ -27,7 +27,7 @@ constexpr Row kForwardF32[] = {
     {99, 64, {128, 32, 4, 2}, kBiasOrSoftCap},
     {99, 64, {64, 32, 4, 2}},
     {227, 128, {256, 32, 8, 2}, kBiasOrSoftCap | kFullPrecision | kFewTiles},
-    {163, 128, {128, 32, 4, 2}, kBiasOrSoftCap | kFullPrecision | kBlockMask},
+    {163, 128, {128, 32, 4, 2}, kBiasOrSoftCap | kFullPrecision | kListed},
     {99, 128, {64, 32, 4, 2}},
     {227, 256, {64, 32, 4, 2}, kBiasOrSoftCap},
     {163, 256, {64, 16, 4, 2}},
@@ -56,14 +56,14 @@ constexpr Row kForwardSplitF32[] = {
 };
 
 constexpr Row kBackward[] = {
-    {227, 64, {128, 128, 8, 2}, kBiasOrSoftCap | kDropout | kBlockMask},
+    {227, 64, {128, 128, 8, 2}, kBiasOrSoftCap | kDropout | kListed},
     {163, 64, {64, 64, 4, 2}},
     {99, 64, {64, 128, 8, 1}},
-    {227, 128, {64, 128, 8, 2}, kBlockMask | kCapAndBias},
-    {163, 128, {64, 128, 8, 1}, kBiasOrSoftCap | kBlockMask},
+    {227, 128, {64, 128, 8, 2}, kListed | kCapAndBias},
+    {163, 128, {64, 128, 8, 1}, kBiasOrSoftCap | kListed},
     {163, 128, {32, 128, 8, 2}},
     {99, 128, {64, 64, 8, 1}},
-    {227, 256, {64, 64, 8, 2}, kBlockMask},
+    {227, 256, {64, 64, 8, 2}, kListed},
     {163, 256, {64, 64, 8, 1}},
     {99, 256, {32, 32, 8, 1}},
 };

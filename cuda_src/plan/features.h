@@ -29,9 +29,9 @@ bool BiasByEntry(const Problem& p);
   FEATURE(kDropout, "dropout", p.dropout())                                                                          \
   FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                    \
   FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                         \
-  FEATURE(kBlockMask, "a mask or a block mask", p.block_mask.present)                                                \
+  FEATURE(kListed, "a mask or a block mask", p.block_mask.present)                                                   \
   FEATURE(kCrowdedBlocks, "a block mask beside a window, segments or dropout",                                       \
-          has.Any(kBlockMask) && has.Any(kLocal | kDropout))                                                         \
+          has.Any(kListed) && has.Any(kLocal | kDropout))                                                            \
   FEATURE(kTornPairs, "blocks whose keys are no multiple of 128", p.kv_block % kPairedKeys != 0)                     \
   FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))                     \
   FEATURE(kCapAndBias, "a soft cap beside a bias", has.Any(kSoftCap) && has.Any(kBias))                              \

@@ -17,9 +17,9 @@ constexpr Row kForward[] = {
     {227, 64, {192, 128, 3, 2}, kBias | kDropout | kLocal | kSoftCap | kFewTiles},
     {227, 64, {256, 64, 4, 4}, kBias | kDropout | kCausal | kFewTiles},
     {227, 64, {192, 112, 3, 2}, kBias | kDropout | kLocal | kFewTiles},
-    {227, 64, {128, 128, 2, 3}, kBias | kDropout | kLocal | kBlockMask},
+    {227, 64, {128, 128, 2, 3}, kBias | kDropout | kLocal | kListed},
     {227, 64, {128, 128, 4, 4}, kBias | kDropout | kSegments | kCrowdedBlocks},
-    {227, 64, {128, 176, 2, 2}, kBias | kCausal | kLocal | kBlockMask},
+    {227, 64, {128, 176, 2, 2}, kBias | kCausal | kLocal | kListed},
     {227, 64, {128, 128, 2, 3}, kBias},
     {227, 64, {128, 96, 2, 3}, kSeveral},
     {227, 64, {128, 64, 2, 3}, kSeveral},
@@ -46,13 +46,13 @@ constexpr Row kForward[] = {
 
 // TF32.
 constexpr Row kForwardF32[] = {
-    {227, 64, {192, 64, 3, 3}, kFullPrecision | kBias | kDropout | kLocal | kSoftCap | kBlockMask | kFewTiles},
+    {227, 64, {192, 64, 3, 3}, kFullPrecision | kBias | kDropout | kLocal | kSoftCap | kListed | kFewTiles},
     {227, 64, {128, 128, 2, 2}, kFullPrecision | kBias | kDropout | kLocal | kSoftCap},
     {227, 64, {128, 64, 2, 3}, kFullPrecision | kBias},
-    {227, 64, {128, 64, 2, 3}, kFullPrecision | kDropout | kLocal | kBlockMask},
+    {227, 64, {128, 64, 2, 3}, kFullPrecision | kDropout | kLocal | kListed},
     {227, 64, {128, 32, 2, 3}, kFullPrecision},
     {227, 128, {128, 64, 2, 2}, kFullPrecision | kBias | kDropout | kLocal},
-    {227, 128, {128, 64, 2, 2}, kFullPrecision | kBias | kDropout | kSoftCap | kBlockMask},
+    {227, 128, {128, 64, 2, 2}, kFullPrecision | kBias | kDropout | kSoftCap | kListed},
     {227, 128, {128, 32, 2, 2}, kFullPrecision},
 };
 
@@ -72,7 +72,7 @@ constexpr Row kBackward[] = {
 constexpr Row kBackwardF32[] = {
     {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks},
     {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks},
-    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kBlockMask},
+    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed},
 };
 
 constexpr Table kForwardTable = {kForward, kForwardF32}, kBackwardTable = {kBackward, kBackwardF32};
@@ -110,7 +110,7 @@ bool LeavesIdle(const Target& target, const Problem& p) {
 bool Alongside(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
-  const bool listed = has.Any(kBlockMask);
+  const bool listed = has.Any(kListed);
   const int64_t keys = listed ? (p.row_list - kListHeader) * p.kv_block : p.kv_len;  // of a row
   if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
@@ -129,7 +129,7 @@ bool Alongside(const Target& target, const Problem& p) {
 bool Together(const Problem& p) {
   const Features has = FeaturesOf(p);
   const bool crowded = !has.Any(kNarrow) && has.Any(kBias);
-  return has.Any(kCausal) && p.group() > 4 && !has.Any(kBlockMask) && !crowded;
+  return has.Any(kCausal) && p.group() > 4 && !has.Any(kListed) && !crowded;
 }
 
 // --- Launches ---
@@ -168,7 +168,7 @@ void hopper::AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan
   plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, tiles, Maps::kForward));
 }
 
-bool hopper::TakesLists(const Problem& p) { return FeaturesOf(p).Any(kBlockMask); }
+bool hopper::TakesLists(const Problem& p) { return FeaturesOf(p).Any(kListed); }
 
 int64_t hopper::HeadsAtATime(const Target& target, const Problem& p) {
   return std::min(p.batch * p.q_heads, target.multiprocessors / DivideUp(p.kv_len, kPairedKeys) + 1);
@@ -177,7 +177,7 @@ int64_t hopper::HeadsAtATime(const Target& target, const Problem& p) {
 // Four times as many as are computed at a time, some before and some after; or six times, where not all tiles are
 // computed and it takes less time.
 int64_t hopper::HeadsInScratch(const Target& target, const Problem& p) {
-  return std::min(p.batch * p.q_heads, (FeaturesOf(p).Any(kCausal | kBlockMask) ? 6 : 4) * HeadsAtATime(target, p));
+  return std::min(p.batch * p.q_heads, (FeaturesOf(p).Any(kCausal | kListed) ? 6 : 4) * HeadsAtATime(target, p));
 }
 
 void hopper::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan) {

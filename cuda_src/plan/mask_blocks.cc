@@ -11,8 +11,7 @@ int AddMaskUnit(const Problem& p, Plan* plan) {
   any.dtype = DType::kBF16;
   any.qk_dim = any.v_dim = 64;
   any.mask = ExtentOf(p.mask.present);
-  any.q_block = p.q_block;
-  any.kv_block = p.kv_block;
+  any.q_block = p.q_block, any.kv_block = p.kv_block;
   return AddUnit("scheduler/mask_blocks.cuh", Asks::kOfBoth, any, {Family::kAmpere}, plan);
 }
 
@@ -23,16 +22,25 @@ bool MakesMaskBlocks(const Problem& p, Pass pass, const Target& target) {
 }
 
 Problem WithMaskInBlocks(Problem p) {
-  const auto either = [&](bool mask, bool block_mask) { return mask || (p.block_mask.present && block_mask); };
+  Extent& blocks = p.block_mask;
+  const auto either = [&](bool mask, bool other) { return mask || (blocks.present && other); };
   const bool rows = either(p.mask.rows, true), columns = either(p.mask.columns, true);
-  p.block_mask = {true, either(p.mask.batch, p.block_mask.batch), either(p.mask.heads, p.block_mask.heads), true, true};
+  blocks = {true, either(p.mask.batch, blocks.batch), either(p.mask.heads, blocks.heads), true, true};
   p.mask = {};
   p.q_block = p.kv_block = kMaskBlock;
-  p.element_masks =
-      (p.block_mask.heads ? p.q_heads : 1) * (rows ? p.block_rows() : 1) * (columns ? p.block_columns() : 1);
-  p.row_list = kListHeader + p.block_columns();
-  p.column_list = kListHeader + p.block_rows();
+  const int64_t down = p.block_rows(), across = p.block_columns();
+  p.element_masks = p.elements("N", blocks) * (rows ? down : 1) * (columns ? across : 1);
+  p.row_list = kListHeader + across;
+  p.column_list = kListHeader + down;
   return p;
+}
+
+Operands WithMaskInBlocks(Operands in, const Scratch& layout, char* scratch) {
+  in.blocks = reinterpret_cast<int32_t*>(scratch + layout.blocks);
+  in.row_lists = reinterpret_cast<int32_t*>(scratch + layout.listed_rows);
+  in.column_lists = reinterpret_cast<int32_t*>(scratch + layout.listed_columns);
+  in.element_masks = layout.mask_bits < 0 ? nullptr : reinterpret_cast<uint32_t*>(scratch + layout.mask_bits);
+  return in;
 }
 
 bool ReadsMasksByRow(const Problem& p, Pass pass, const Target& target) {
@@ -47,14 +55,16 @@ bool ReadsMasksByKey(const Problem& p, Pass pass, const Target& target) {
 void AddMaskBlocks(const Problem& p, Plan* plan) {
   const int unit = AddMaskUnit(p, plan);
   const Problem made = WithMaskInBlocks(p);
-  const int64_t tables = made.block_mask.batch ? p.batch : 1, heads = made.block_mask.heads ? p.q_heads : 1;
-  plan->launches.push_back({unit, "jax_flash_mask_blocks", tables * made.element_masks, kMaskThreads});
-  plan->launches.push_back({unit, "jax_flash_mask_lists", 2 * tables * heads, kMaskThreads});
+  const auto add = [&](const char* entry, int64_t blocks) {
+    plan->launches.push_back({unit, entry, blocks, kMaskThreads});
+  };
+  add("jax_flash_mask_blocks", made.elements("BP", made.block_mask));
+  add("jax_flash_mask_lists", 2 * made.elements("BN", made.block_mask));
 }
 
 void AddTransposedMasks(const Problem& p, Plan* plan) {
-  const int64_t tables = p.block_mask.batch ? p.batch : 1;
-  plan->launches.push_back({AddMaskUnit(p, plan), "jax_flash_mask_transpose", tables * p.element_masks, kMaskThreads});
+  const int64_t masks = p.elements("BP", p.block_mask);
+  plan->launches.push_back({AddMaskUnit(p, plan), "jax_flash_mask_transpose", masks, kMaskThreads});
 }
 
 }  // namespace jax_flash

@@ -2,7 +2,9 @@
 // kMaskBlock x kMaskBlock entries (kernels/scheduler/mask_blocks.cuh).
 #pragma once
 
+#include "common/arrays.h"
 #include "cuda_src/plan/plan.h"
+#include "cuda_src/plan/scratch.h"
 
 namespace jax_flash {
 
@@ -12,6 +14,8 @@ bool MakesMaskBlocks(const Problem& p, Pass pass, const Target& target);
 // The problem with the block mask that is made of its mask and its own block mask, and no other. An element mask is
 // there for each block of the mask; what the mask is broadcast over has one block.
 Problem WithMaskInBlocks(Problem p);
+// The operands with this block mask, which is in scratch memory.
+Operands WithMaskInBlocks(Operands in, const Scratch& layout, char* scratch);
 
 // Whether there are kernels, of a problem as they have it, that read element masks row by row; and whether there are
 // some that read them transposed, key by key.

@@ -37,16 +37,16 @@ Scratch ScratchOf(const Problem& given, Pass pass, const Target& target) {
     scratch.q_bounds = take(p.batch * DivideUp(p.q_len, kSegmentBlock) * int64_t(sizeof(SegmentBounds)));
     scratch.kv_bounds = take(p.batch * DivideUp(p.kv_len, kSegmentBlock) * int64_t(sizeof(SegmentBounds)));
   }
-  const int64_t tables = p.block_mask.batch ? p.batch : 1, masks = 4 * tables * p.element_masks;
+  const auto words = [&](const char* dims) { return 4 * p.elements(dims, p.block_mask); };
   if (makes_blocks) {
-    const int64_t heads = tables * (p.block_mask.heads ? p.q_heads : 1);
-    scratch.blocks = take(4 * heads * p.block_rows() * p.block_columns());
-    scratch.row_lists = take(4 * heads * p.block_rows() * p.row_list);
-    scratch.mask_counts = take(4 * heads * (p.block_rows() + p.block_columns()));
-    scratch.column_lists = take(4 * heads * p.block_columns() * p.column_list);
-    if (ReadsMasksByRow(p, pass, target)) scratch.element_masks = take(masks * p.q_block * p.element_words());
+    scratch.blocks = take(words("BNUV"));
+    scratch.listed_rows = take(words("BNUR"));
+    scratch.listed_columns = take(words("BNVC"));
+    scratch.mask_counts = take(words("BNU") + words("BNV"));
+    if (ReadsMasksByRow(p, pass, target)) scratch.mask_bits = take(words("BPQW"));
   }
-  if (ReadsMasksByKey(p, pass, target)) scratch.transposed_masks = take(masks * p.kv_block * WordsOfLine(p.q_block));
+  if (ReadsMasksByKey(p, pass, target))
+    scratch.transposed_bits = take(words("BP") * p.kv_block * WordsOfLine(p.q_block));
   const bool backward = pass == Pass::kBackward, main = backward ? HasMain(p) : !ampere::FewQueries(target, p);
   const std::optional<KernelTiling> hopper = main ? hopper::Tiling(target, p, pass) : std::nullopt;
   const int64_t all_heads = p.batch * p.q_heads, first_zero = scratch.bytes;

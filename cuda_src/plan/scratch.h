@@ -13,7 +13,7 @@ struct Scratch {
   int64_t q_bounds = -1, kv_bounds = -1;  // SegmentBounds [batch, block of kSegmentBlock]
   // Of a mask that is made into a block mask: the latter's arrays, as if it were an operand (mask_blocks.h); and
   // element masks transposed, of it or of the operand.
-  int64_t blocks = -1, row_lists = -1, column_lists = -1, element_masks = -1, transposed_masks = -1;
+  int64_t blocks = -1, listed_rows = -1, listed_columns = -1, mask_bits = -1, transposed_bits = -1;
   int64_t mask_counts = -1;                      // s32 [head of the block mask, its rows and columns]
   int64_t logsumexp = -1, d = -1, maximum = -1;  // f32 [head, row]
   int64_t dq_sum = -1;                           // f32 [head, row, query's dim]

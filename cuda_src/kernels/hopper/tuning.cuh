@@ -15,7 +15,7 @@ struct ForwardTuning {
   static constexpr int kCols = kTiling.cols * kRows / 64 / kConsumers;  // of S in a warpgroup
 
   // Registers a thread; together what the kernel starts with.
-  static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kBlockMask || kTF32 ? 56 : 40;
+  static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kListed || kTF32 ? 56 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 2   ? (504 - kProducerRegisters) / 2
                                             : kConsumers == 3 ? 160
                                                               : 112;
@@ -23,12 +23,12 @@ struct ForwardTuning {
   // Is the first tile to be computed, the last that the rows see, masked at any rate? To ask takes registers that with
   // segments are not there for wide heads or TF32, and with dropout and narrow heads more time than it saves.
   static constexpr bool kFirstMasked =
-      !kBlockMask && (kCausal || kWindow || (kSegments && (kTF32 || kVDim > 128)) || (kDropout && kVDim <= 64));
+      !kListed && (kCausal || kWindow || (kSegments && (kTF32 || kVDim > 128)) || (kDropout && kVDim <= 64));
 
   // Do the warps ask whether their rows see all of a masked tile? They often do where others do not, and of a block
   // that a window crosses a warpgroup's half of the keys may be whole. With segments and dropout that costs more than
   // it saves.
-  static constexpr bool kVote = (kSegments ? !kDropout : kBlockMask) && kCols % 32 == 0;
+  static constexpr bool kVote = (kSegments ? !kDropout : kListed) && kCols % 32 == 0;
 
   // Are a tile's masks put together before S needs registers, rather than when S is there and memory has answered?
   static constexpr bool kEarlyMasks = kSegments || (kDropout && kCols == 128);
@@ -49,15 +49,14 @@ struct BackwardTuning {
   // Of 504 for the three warpgroups. A block mask beside other masks or large tiles is more to keep track of, as are
   // tiles of a bias; and a warp that transposes has 32 entries a lane at a time.
   static constexpr int kProducerRegisters =
-      kTF32 || (kNarrow && kTiling.bias_tiles) || (!kPairs && kBlockMask && (kRows == 128 || kCausal || kLocal)) ? 56
-                                                                                                                 : 40;
+      kTF32 || (kNarrow && kTiling.bias_tiles) || (!kPairs && kListed && (kRows == 128 || kCausal || kLocal)) ? 56 : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
 
   // dV += P^T dO can start before dS is known where there are registers for P in both precisions.
   static constexpr bool kEarlyDV = kRows == 64;
   // The slopes of the soft cap are kept where dS will be, and join P once dV has it. Pairs, and block masks of wide
   // heads, leave no registers for them: they are found again from P, which has no bias in it there.
-  static constexpr bool kKeepsSlopes = kSoftCap && (kBias || !(kPairs || (kBlockMask && kQKDim > 96)));
+  static constexpr bool kKeepsSlopes = kSoftCap && (kBias || !(kPairs || (kListed && kQKDim > 96)));
 
   // S^T can start at -L / scale: then nobody waits for L, and the subtraction costs nothing. With 128 rows to fetch it
   // costs more than it saves. (To start at 0 explicitly tells the compiler that S was not needed before.)
@@ -68,38 +67,37 @@ struct BackwardTuning {
   // ... memory is asked which rows a key sees when S is there, as beside these masks of wide heads, ...
   static constexpr bool kLateLook = kLateDP || (kRows == 64 && kQKDim > 96 && (kCausal || kLocal));
   // (with 128 rows, what it has answered is put together at once)
-  static constexpr bool kFoldsWords = kBlockMask && kRows == 128;
+  static constexpr bool kFoldsWords = kListed && kRows == 128;
   // ... and a bias has to be looked up a few entries at a time.
   static constexpr bool kBiasInParts = kPairs && kBias;
 
   // dQ is computed a step behind: then no warpgroup waits for the other's dS, and one can be at its products while the
   // other is at its exponentials. Not where there are no registers to keep track of it.
   static constexpr bool kBehind =
-      kDQ && (kRows == 128 || kNarrow ||
-              !(kDropout || kSoftCap || kSegments || (kBlockMask && (kBias || kCausal || kWindow))));
+      kDQ &&
+      (kRows == 128 || kNarrow || !(kDropout || kSoftCap || kSegments || (kListed && (kBias || kCausal || kWindow))));
   // Whether the first step of a tile, which has no dQ yet, has code of its own: 2 to 4% faster. But with a causal mask
   // at most, ptxas compiles the loop over the other steps differently, up to 2.5% slower; and other head dims spill.
   static constexpr bool kOwnFirst =
-      kBehind && kRows == 128 && kQKDim == 64 && kVDim == 64 && (kLocal || kDropout || kBlockMask);
+      kBehind && kRows == 128 && kQKDim == 64 && kVDim == 64 && (kLocal || kDropout || kListed);
   // What a step is, which is asked twice for want of registers, is asked the second time when dQ has left.
-  static constexpr bool kAskedLate = kRows == 128 || kBlockMask;
+  static constexpr bool kAskedLate = kRows == 128 || kListed;
 
   // Whether all threads commit what one of them has stored of dV and dK. It costs nothing, and ptxas makes another loop
   // over the tiles of Q of it: 2 to 6% faster, but 5% slower at head dim 128 if dQ is a step behind; with a block mask
   // it may find too few registers for wgmmas in flight, and with dropout and 128 rows it spills some.
-  static constexpr bool kAllCommit =
-      !kBlockMask && (kRows == 128 ? !kDropout : !kBehind || (kQKDim <= 96 && kVDim <= 96));
+  static constexpr bool kAllCommit = !kListed && (kRows == 128 ? !kDropout : !kBehind || (kQKDim <= 96 && kVDim <= 96));
 
   // The scale is read in every step, or with these masks registers would be spilled.
   static constexpr bool kLateScale =
-      !kFormsScores && !kAlongside && kRows == 64 && kBlockMask && kQKDim > 96 && !kDropout && !kCausal && !kWindow;
+      !kFormsScores && !kAlongside && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kWindow;
 
   // Where ptxas must not work ahead, since it would spill registers (Never): between masks and exponentials, ...
   static constexpr bool kStopAfterMask = kPairs && !kBias && (kSoftCap || kSegments || kDropout || kManyRanges);
   // ... between the exponentials of the first half of the rows and the next, whose L is not read before, ...
   static constexpr bool kStopInSoftmax =
       kRows == 128 ? kDropout && !kAlongside
-                   : kQKDim > 96 && !kTF32 && (kTiling.bias_tiles || (kBlockMask && !kBias && (kSoftCap || !kDropout)));
+                   : kQKDim > 96 && !kTF32 && (kTiling.bias_tiles || (kListed && !kBias && (kSoftCap || !kDropout)));
   // ... before the words of dropout, ...
   static constexpr bool kStopBeforeZ = kFormsScores;
   // ... and before the last of these.

@@ -36,12 +36,13 @@ struct Place {
     const int block_rows = (p.q_len + kSide - 1) / kSide, block_columns = (p.kv_len + kSide - 1) / kSide;
     const bool every_row = p.mask.row == 0 && !kBlockMask, every_column = p.mask.column == 0 && !kBlockMask;
     const int own_columns = every_column ? 1 : block_columns, own_rows = every_row ? 1 : block_rows;
-    const int of_head = blockIdx.x % (own_rows * own_columns);
-    batch = blockIdx.x / p.block_mask.element_mask_count;
-    head = blockIdx.x % p.block_mask.element_mask_count / (own_rows * own_columns);
-    kind = kFirstElementMask + blockIdx.x % p.block_mask.element_mask_count;
-    rows = {every_row ? 0 : of_head / own_columns, every_row ? block_rows : 1};
-    columns = {every_column ? 0 : of_head % own_columns, every_column ? block_columns : 1};
+    const int of_batch = p.block_mask.element_mask_count, of_head = own_rows * own_columns,
+              place = blockIdx.x % of_head;
+    batch = blockIdx.x / of_batch;
+    head = blockIdx.x % of_batch / of_head;
+    kind = kFirstElementMask + blockIdx.x % of_batch;
+    rows = {every_row ? 0 : place / own_columns, every_row ? block_rows : 1};
+    columns = {every_column ? 0 : place % own_columns, every_column ? block_columns : 1};
   }
 };
 
@@ -105,11 +106,12 @@ struct Lists {
 
   __device__ __forceinline__ Lists(const Params& p, int64_t head, bool of_rows) {
     const int rows = (p.q_len + kSide - 1) / kSide, columns = (p.kv_len + kSide - 1) / kSide;
-    blocks = p.block_mask.blocks + head * rows * columns;
+    const BlockMask& made = p.block_mask;
+    blocks = made.blocks + head * rows * columns;
     count = of_rows ? rows : columns, members = of_rows ? columns : rows;
     next_list = of_rows ? columns : 1, next_member = of_rows ? 1 : columns;
     width = kListHeader + members;
-    lists = Made(of_rows ? p.block_mask.row_lists : p.block_mask.column_lists) + head * count * width;
+    lists = Made(of_rows ? made.row_lists : made.column_lists) + head * count * width;
     counts = p.mask_counts + head * (rows + columns) + (of_rows ? 0 : rows);
   }
 
@@ -166,17 +168,15 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, 6)
   }
   any = __syncthreads_or(any), every = __syncthreads_and(every);
   const int kind = !any ? kNothing : every ? kEverything : place.kind;
-  const int64_t number = blockIdx.x;
-  if (kind == place.kind && p.block_mask.element_masks != nullptr) {
-    uint32_t* const to = Made(p.block_mask.element_masks) + number * (kSide * kWordsOfRow);
-    for (int w = threadIdx.x; w < kSide * kWordsOfRow; w += kMaskThreads) to[w] = words[w];
-  }
-  if (kind == place.kind && p.block_mask.transposed_masks != nullptr) {
-    Transpose(words, Made(p.block_mask.transposed_masks) + number * (kSide * kWordsOfRow), kSide, kSide);
-  }
+  const BlockMask& made = p.block_mask;
+  uint32_t *const by_row = Made(made.element_masks), *const by_key = Made(made.transposed_masks);
+  const int64_t from = int64_t(blockIdx.x) * (kSide * kWordsOfRow);  // of all tables
+  for (int w = threadIdx.x; kind == place.kind && by_row != nullptr && w < kSide * kWordsOfRow; w += kMaskThreads)
+    by_row[from + w] = words[w];
+  if (kind == place.kind && by_key != nullptr) Transpose(words, by_key + from, kSide, kSide);
   const int columns = (p.kv_len + kSide - 1) / kSide, rows = (p.q_len + kSide - 1) / kSide;
-  const int64_t head = HeadOfBlocks(p.block_mask, place.batch, place.head);
-  int32_t* const blocks = Made(p.block_mask.blocks) + head * rows * columns;
+  const int64_t head = HeadOfBlocks(made, place.batch, place.head);
+  int32_t* const blocks = Made(made.blocks) + head * rows * columns;
   for (int64_t x = threadIdx.x; x < int64_t(place.rows.count) * place.columns.count; x += kMaskThreads) {
     const int64_t row = place.rows.first + x / place.columns.count;
     blocks[row * columns + place.columns.first + x % place.columns.count] = kind;
@@ -198,7 +198,6 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads)
 extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads)
     jax_flash_mask_transpose(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
-  static_assert(kQBlock % 16 == 0 && kKVBlock % 16 == 0);
   constexpr int kRowWords = WordsOfLine(kKVBlock), kColumnWords = WordsOfLine(kQBlock);
   const int64_t number = blockIdx.x;
   Transpose(p.block_mask.element_masks + number * (kQBlock * kRowWords),

@@ -7,9 +7,6 @@
 
 namespace jax_flash {
 
-// Do tiles come from the lists of a block mask, instead of ranges?
-constexpr bool kListed = kBlockMask;
-
 // Each CTA has its share from the start. If causal it takes tiles in pairs, the t-th from one end and the t-th from the
 // other: each pair is the same work. The tile without a partner of each head comes last. CTAs of a cluster take the
 // same tiles.

@@ -21,6 +21,7 @@ constexpr bool kBlockMask = kProblem.q_block > 0;
 constexpr int kQBlock = kBlockMask ? kProblem.q_block : 16;
 constexpr int kKVBlock = kBlockMask ? kProblem.kv_block : 16;
 
+constexpr bool kListed = kBlockMask;           // do tiles come from lists, instead of ranges?
 constexpr bool kLocal = kWindow || kSegments;  // keys may be hidden to the left of what is not
 // Do positions decide more than that a row sees no later key?
 constexpr bool kManyRanges = kWindow || kLengths || kProblem.query_offset;

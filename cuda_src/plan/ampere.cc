@@ -13,23 +13,23 @@ namespace {
 
 // The wide tiles of head dim 128 take all registers, and pay where two blocks of them fit on a multiprocessor.
 constexpr Row kForward[] = {
-    {99, 64, {128, 64, 4, 2}, kBiasOrSoftCap},
+    {99, 64, {128, 64, 4, 2}, kBiasOrCap},
     {99, 64, {64, 64, 4, 2}},
-    {227, 128, {128, 64, 4, 2}, kBiasOrSoftCap | kListed | kSeveral | kUncommon},
-    {99, 128, {128, 32, 4, 2}, kBiasOrSoftCap | kCrowdedBlocks},
+    {227, 128, {128, 64, 4, 2}, kBiasOrCap | kListed | kSeveral | kUncommon},
+    {99, 128, {128, 32, 4, 2}, kBiasOrCap | kCrowdedBlocks},
     {99, 128, {64, 32, 4, 2}},
-    {227, 256, {128, 64, 8, 2}, kBiasOrSoftCap | kCrowdedBlocks},
+    {227, 256, {128, 64, 8, 2}, kBiasOrCap | kCrowdedBlocks},
     {99, 256, {64, 32, 4, 2}},
 };
 
 constexpr Row kForwardF32[] = {
-    {227, 64, {256, 32, 8, 2}, kBiasOrSoftCap | kFewTiles},
-    {99, 64, {128, 32, 4, 2}, kBiasOrSoftCap},
+    {227, 64, {256, 32, 8, 2}, kBiasOrCap | kFewTiles},
+    {99, 64, {128, 32, 4, 2}, kBiasOrCap},
     {99, 64, {64, 32, 4, 2}},
-    {227, 128, {256, 32, 8, 2}, kBiasOrSoftCap | kFullPrecision | kFewTiles},
-    {163, 128, {128, 32, 4, 2}, kBiasOrSoftCap | kFullPrecision | kListed},
+    {227, 128, {256, 32, 8, 2}, kBiasOrCap | kFullPrecision | kFewTiles},
+    {163, 128, {128, 32, 4, 2}, kBiasOrCap | kFullPrecision | kListed},
     {99, 128, {64, 32, 4, 2}},
-    {227, 256, {64, 32, 4, 2}, kBiasOrSoftCap},
+    {227, 256, {64, 32, 4, 2}, kBiasOrCap},
     {163, 256, {64, 16, 4, 2}},
     {99, 256, {32, 16, 2, 2}},
 };
@@ -56,11 +56,11 @@ constexpr Row kForwardSplitF32[] = {
 };
 
 constexpr Row kBackward[] = {
-    {227, 64, {128, 128, 8, 2}, kBiasOrSoftCap | kDropout | kListed},
+    {227, 64, {128, 128, 8, 2}, kBiasOrCap | kDropout | kListed},
     {163, 64, {64, 64, 4, 2}},
     {99, 64, {64, 128, 8, 1}},
     {227, 128, {64, 128, 8, 2}, kListed | kCapAndBias},
-    {163, 128, {64, 128, 8, 1}, kBiasOrSoftCap | kListed},
+    {163, 128, {64, 128, 8, 1}, kBiasOrCap | kListed},
     {163, 128, {32, 128, 8, 2}},
     {99, 128, {64, 64, 8, 1}},
     {227, 256, {64, 64, 8, 2}, kListed},

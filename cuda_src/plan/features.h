@@ -58,7 +58,7 @@ enum Feature : unsigned { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FEATU
 constexpr unsigned kPreferences = kManyKeys | kFewTiles | kManyRows;
 
 constexpr unsigned kLocal = kWindow | kSegments;
-constexpr unsigned kBiasOrSoftCap = kBias | kSoftCap;      // scores are formed entry by entry
+constexpr unsigned kBiasOrCap = kBias | kSoftCap;          // scores are formed entry by entry
 constexpr unsigned kRanges = kCausal | kLocal | kLengths;  // masks that need no array of all entries
 constexpr unsigned kPositions = kRanges | kQueryOffset;
 

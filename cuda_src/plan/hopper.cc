@@ -58,7 +58,7 @@ constexpr Row kForwardF32[] = {
 
 // What is not here would spill registers. Tiles of 64 keys are for wide heads only.
 constexpr Row kBackward[] = {
-    {227, 64, {128, 128, 2, 2}, kBiasOrSoftCap | kCrowdedBlocks},
+    {227, 64, {128, 128, 2, 2}, kBiasOrCap | kCrowdedBlocks},
     {227, 64, {64, 128, 2, 2, true}},
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap},
     {227, 96, {64, 128, 2, 2}},
@@ -121,7 +121,7 @@ bool Alongside(const Target& target, const Problem& p) {
   const bool shared_keys = p.group() > 1 && narrow;
   if (dropout && (has.Any(kLocal) || shared_keys)) return false;
   if (p.group() > 1 && !LeavesIdle(target, p)) return false;
-  return ElementOf(p.dtype).bytes == 2 && has.Any(kNarrow) && !has.Any(kBiasOrSoftCap) && SumsDQ(p);
+  return ElementOf(p.dtype).bytes == 2 && has.Any(kNarrow) && !has.Any(kBiasOrCap) && SumsDQ(p);
 }
 
 // Whether heads of Q that share keys are walked together: of larger groups, the rows that CTAs are at would not fit

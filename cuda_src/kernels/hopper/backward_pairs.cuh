@@ -66,12 +66,11 @@ struct ConsumerOfP : Epilogue {
       const int stage = at.index;
       WgmmaWait<0>();
       Pin(S);
-      Softmax(tile, step);  // 12, 13, 14
-      constexpr bool kNeedsL = kSoftCap && !Tuning::kKeepsSlopes;
-      if (kNeedsL) RoundP();               // 15
+      Softmax(tile, step);                 // 12, 13, 14
+      if (Tuning::kFindsSlopes) RoundP();  // 15
       if (!Tuning::kStartAtL) SyncWarp();  // all lanes have read what is there of l and m
       ReleaseRows(&shared.q_empty[stage]);
-      if (!kNeedsL) RoundP();  // 15
+      if (!Tuning::kFindsSlopes) RoundP();  // 15
       if (kDS) SendP(shared.staging);
       MbarrierWait(&shared.do_full[stage], at.parity);
       if (kDV) IssueGradient<kVDim>(dV, P, shared.d_o[stage]);  // 16

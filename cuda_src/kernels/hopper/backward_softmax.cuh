@@ -120,10 +120,10 @@ struct Probabilities : Products {
       P[i] = PackKept(S[2 * i], S[2 * i + 1]);
       if (Tuning::kKeepsSlopes) TimesSlopes(dS[i], &S[2 * i], &S[2 * i + 1]);
     }
-    if (kSoftCap && !Tuning::kKeepsSlopes) TimesSlopesOfP();
+    if (Tuning::kFindsSlopes) TimesSlopesOfP();
   }
 
-  // P times the slopes of its scores, c = log P + L. Where P is 0 it stays so.
+  // P times the slopes of its scores.
   __device__ __forceinline__ void TimesSlopesOfP() {
     const float4* minus_l = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;
 #pragma unroll
@@ -131,10 +131,7 @@ struct Probabilities : Products {
       const float4 x = minus_l[4 * c];
       const float L[4] = {-x.x, -x.y, -x.z, -x.w};
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float& P = S[8 * c + i];
-        P *= SlopeOf(p, fmaxf(fmaf(Log2(fabsf(P)), 1 / kLog2e, L[i / 4 * 2 + i % 2]), -p.soft_cap));
-      }
+      for (int i = 0; i < 8; ++i) S[8 * c + i] *= SlopeOfP(p, S[8 * c + i], L[i / 4 * 2 + i % 2]);
     }
   }
 

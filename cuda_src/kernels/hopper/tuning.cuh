@@ -56,7 +56,8 @@ struct BackwardTuning {
   static constexpr bool kEarlyDV = kRows == 64;
   // The slopes of the soft cap are kept where dS will be, and join P once dV has it. Pairs, and block masks of wide
   // heads, leave no registers for them: they are found again from P, which has no bias in it there.
-  static constexpr bool kKeepsSlopes = kSoftCap && (kBias || !(kPairs || (kListed && kQKDim > 96)));
+  static constexpr bool kFindsSlopes = kSoftCap && !kBias && (kPairs || (kListed && kQKDim > 96));
+  static constexpr bool kKeepsSlopes = kSoftCap && !kFindsSlopes;
 
   // S^T can start at -L / scale: then nobody waits for L, and the subtraction costs nothing. With 128 rows to fetch it
   // costs more than it saves. (To start at 0 explicitly tells the compiler that S was not needed before.)

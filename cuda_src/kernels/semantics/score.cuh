@@ -35,6 +35,11 @@ __device__ __forceinline__ float SlopeOf(const Params& p, float c) {
   return kSoftCap ? 1.0f - (c * p.inverse_soft_cap) * (c * p.inverse_soft_cap) : 1.0f;
 }
 
+// The same from P = exp(c - L), where there is no bias. Where P is 0 its slope does not matter.
+__device__ __forceinline__ float SlopeOfP(const Params& p, float P, float L) {
+  return SlopeOf(p, fmaxf(fmaf(Log2(fabsf(P)), 1 / kLog2e, L), -p.soft_cap));
+}
+
 // s_ij of one batch entry and head.
 struct Score {
   const Params& p;

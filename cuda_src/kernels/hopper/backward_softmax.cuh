@@ -13,6 +13,7 @@ constexpr int kPFull = 4, kPRead = 5;
 __device__ __forceinline__ float DQKScale(const Params& p) { return ZScale(p) * ScaleOf(p); }
 
 static_assert(Tuning::kEarlyDV || !Tuning::kKeepsSlopes);
+static_assert(!kTF32 || !kSoftCap);  // slopes are kept where dS will be, in 16 bits
 
 // Lines 12 to 15, 18 and 20 of Algorithm 4, on the transposes.
 struct Probabilities : Products {

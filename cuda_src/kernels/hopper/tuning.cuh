@@ -40,8 +40,6 @@ struct ForwardTuning {
 // kPairs: of CTAs share dQ; kSameKeys: both warpgroups have the same 64 keys.
 template <bool kPairs, bool kSameKeys>
 struct BackwardTuning {
-  static_assert(!kTF32 || !kSoftCap);  // its slopes are kept where dS will be, in 16 bits
-
   static constexpr int kRows = kTiling.rows;
   static constexpr bool kAlongside = kTiling.alongside;
   static constexpr bool kNarrow = kQKDim <= 64 && kVDim <= 64;  // dK and dV take few registers

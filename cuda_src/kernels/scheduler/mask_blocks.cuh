@@ -62,10 +62,13 @@ __device__ __forceinline__ uint4 Bytes(const Params& p, const Place& place, int 
   if (p.mask.column != 0 && j + 16 <= p.kv_len && reinterpret_cast<size_t>(row + j) % 16 == 0) {
     return *reinterpret_cast<const uint4*>(row + j);
   }
-  uint32_t words[4] = {};
+  const auto word = [&](int from) {
+    uint32_t bytes = 0;
 #pragma unroll
-  for (int x = 0; x < 16; ++x) words[x / 4] |= uint32_t(row[min(j + x, p.kv_len - 1) * p.mask.column]) << x % 4 * 8;
-  return {words[0], words[1], words[2], words[3]};
+    for (int x = 0; x < 4; ++x) bytes |= uint32_t(row[min(from + x, p.kv_len - 1) * p.mask.column]) << 8 * x;
+    return bytes;
+  };
+  return {word(j), word(j + 4), word(j + 8), word(j + 12)};
 }
 
 // Which of these 16 entries the block mask operand lets attend.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -18,6 +19,7 @@ from jax.typing import ArrayLike
 from jax_flash import checks, dropout
 from jax_flash.block_sparse import BlockMask
 from jax_flash.problem import Extent, Operands, Problem
+from jax_flash.programs import program
 
 Implementation = Literal["flash", "xla", "reference"]
 
@@ -38,6 +40,8 @@ class SharedOptions(TypedDict, total=False):
     logits_soft_cap: float | None
     query_offset: int | ArrayLike | None
     block_mask: BlockMask | None
+    score_mod: Callable[..., jax.Array] | None
+    mask_mod: Callable[..., jax.Array] | None
 
 
 class Options(SharedOptions, total=False):
@@ -184,6 +188,7 @@ def problem_and_operands(
         full_precision=_full_precision(given["precision"]),
         deterministic=checks.flag("deterministic", given["deterministic"]),
     )
+    problem, operands = _with_programs(problem, operands, given["score_mod"], given["mask_mod"])
     block_mask = given["block_mask"]
     if block_mask is None:
         return problem, operands
@@ -288,6 +293,26 @@ def _offsets(name: str, x: int | ArrayLike | None, batch: int) -> jax.Array | No
     xp = np if isinstance(given, np.ndarray) else jnp
     given = xp.broadcast_to(given, (batch,)) if given.ndim == 0 else given
     return checks.saturated(checks.shaped(name, given, (batch,)))
+
+
+def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mod: Any) -> tuple[Problem, Operands]:
+    """The same with the user's functions of entries, and what they capture."""
+    arrays: list[jax.Array] = []
+    programs = {}
+    for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if function is not None:
+            dtype = problem.accumulation_dtype
+            programs[name], captured = program.trace(name, function, dtype, problem.sizes, len(arrays))
+            arrays += captured
+    if not programs:
+        return problem, operands
+    shapes = tuple(program.Captured(x.dtype.name, False, x.shape) for x in arrays)
+    operands = operands._replace(
+        program_batch=jnp.arange(problem.batch, dtype=jnp.int32),
+        program_head=jnp.arange(problem.q_heads, dtype=jnp.int32),
+        captured=tuple(x.reshape(1, x.size) for x in arrays),
+    )
+    return dataclasses.replace(problem, captured=shapes, **programs), operands
 
 
 def _block_mask_operands(mask: BlockMask, B: int, N: int, T: int, S: int) -> dict[str, jax.Array]:

@@ -123,6 +123,11 @@ def dot_product_attention(
         decoding, chunked prefill).
       block_mask: which blocks of entries may attend (`jax_flash.BlockMask`, `jax_flash.patterns`), together with all
         other masks; its rows and columns are those of the arrays, whatever the offset. Empty blocks cost no time.
+      score_mod: a function of (score, batch, head, query, key) that returns the score to use, in `jnp` on scalars: the
+        scaled, capped and biased score, in float32 (float64 for float64), and int32 indices, where query counts
+        query_offset in. It may look things up in arrays that it captures, which have gradients if they are floats.
+        What is there of masks and dropout comes after it. (`docs/score-programs.md`)
+      mask_mod: a function of (batch, head, query, key) that returns whether the query may attend to the key, likewise.
       deterministic: the gradients, too, have the same bits in every run on one GPU model. By default a GPU adds up the
         gradient of the query in the order in which its multiprocessors happen to finish. Everything else is always
         deterministic, as is all on a CPU.
@@ -212,8 +217,7 @@ def _attend(problem: Problem, operands: Operands, implementation: Implementation
     operands = varying_alike(operands, operands)
     match implementation:
         case None | "flash":
-            if implementation is None:
-                _warn_if_refused(problem)
+            _refuse_or_warn(problem, implementation)
             return vjp.attention(problem, implementation is None, operands)
         case "xla":
             return _plain(blockwise.forward, problem, operands)
@@ -221,14 +225,22 @@ def _attend(problem: Problem, operands: Operands, implementation: Implementation
             return _plain(reference.forward, problem, operands)
 
 
-def _warn_if_refused(problem: Problem) -> None:
-    refusal = custom_calls.refusal(problem, "cuda")
-    if refusal and jax.default_backend() == "gpu":
-        warnings.warn(f'attention on the GPU takes implementation="xla", which is slower: {refusal}', stacklevel=2)
+def _refuse_or_warn(problem: Problem, implementation: Implementation | None) -> None:
+    """What no platform's kernels do is refused when they are asked for; where others are taken instead, that is said."""
+    on_gpu = jax.default_backend() == "gpu"
+    everywhere = next((program.refusal for program in problem.programs if program.refusal), None)
+    if implementation == "flash":
+        if everywhere:
+            raise NotImplementedError(f'implementation="flash": {everywhere}; None and "xla" do it')
+        return
+    refusal = everywhere or (custom_calls.refusal(problem, "cuda") if on_gpu else None)
+    if refusal:
+        place = "attention on the GPU" if on_gpu else "attention"
+        warnings.warn(f'{place} takes implementation="xla", which is slower: {refusal}', stacklevel=2)
 
 
 def _plain(function: Callable[..., tuple[jax.Array, ...]], problem: Problem, operands: Operands):
-    types = result_types(problem, ("o", "l", "m"), (problem.batch,))
+    types = result_types(problem, ("o", "l", "m"), (problem.batch,), {})
 
     def call(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         return function(problem, Operands.of(arrays))

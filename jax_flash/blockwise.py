@@ -100,8 +100,7 @@ def backward(
             columns = _positions(column_start, column_block)
 
             def attend() -> dict[str, jax.Array]:
-                gradients = tile.gradients(problem, block, rows, columns, **results)
-                return {name: x for name, x in gradients._asdict().items() if x is not None}
+                return tile.gradients(problem, block, rows, columns, **results)
 
             def nothing() -> dict[str, jax.Array]:
                 zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(attend))
@@ -117,8 +116,7 @@ def backward(
     for name, x, axis in (("l", l, 2), ("m", m, 2), ("do", do, 1), ("d", d, 2)):
         row_arrays[name] = _split(x, axis, row_block)
     sums = _sum_or_join(block_row, (row_arrays, starts), gradient_axes(row_axes), problem.q_len)
-    gradients = tile.Gradients(**{name: sums.get(name) for name in tile.Gradients._fields})
-    return reference.finish(operands, gradients)
+    return reference.finish(operands, sums)
 
 
 def _axes(operands: Operands, dim: str) -> dict[str, int]:

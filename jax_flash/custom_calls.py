@@ -26,7 +26,16 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_flash import _native, blockwise, partitioning
 from jax_flash.partitioning import Arrays, Results
-from jax_flash.problem import DIFFERENTIATED, DIMS, ONE_A_BATCH, ONE_A_CALL, Operands, Problem, result_types
+from jax_flash.problem import (
+    DIFFERENTIATED,
+    DIMS,
+    ONE_A_BATCH,
+    ONE_A_CALL,
+    SHARED_GRADIENTS,
+    Operands,
+    Problem,
+    result_types,
+)
 from jax_flash.varying import varying_alike
 
 for _platform, _handlers in _native.registrations().items():
@@ -36,6 +45,9 @@ for _platform, _handlers in _native.registrations().items():
 
 def refusal(problem: Problem, platform: str) -> str | None:
     """Why a platform ("cpu", "cuda", …: lowering's names) has no fused kernels for a problem; None: it has."""
+    for program in problem.programs:
+        if program.refusal:
+            return program.refusal
     if platform == "cpu":
         return None
     if platform == "cuda":
@@ -77,8 +89,7 @@ def backward(
     arrays = operands.arrays() | {"o": o, "l": l, "m": m, "do": do}
     if dlogsumexp is not None:
         arrays["dlogsumexp"] = dlogsumexp
-    results = tuple(name for name in DIFFERENTIATED if getattr(problem, name))
-    return _bind(Call(tuple(arrays), results, problem, fallback), arrays.values())
+    return _bind(Call(tuple(arrays), problem.gradients, problem, fallback), arrays.values())
 
 
 # --- the primitive ----------------------------------------------------------------------------------------------------
@@ -117,11 +128,13 @@ def _batch(arrays, axes, *, call: Call, jaxpr: ClosedJaxpr):
         results = jax.lax.map(lambda one: _bind(call, (shared | one).values()), mapped)
         return results, (0,) * len(results)
 
+    gradients = {DIFFERENTIATED[name] for name in call.results if name in SHARED_GRADIENTS}
+
     def leading(name: str, x: jax.Array) -> jax.Array:
         if name in mapped or name in ONE_A_CALL:
             return x
-        # A bias that all mapped examples share still has one gradient for each of them.
-        return jnp.broadcast_to(x, (size if name == "bias" and "dbias" in call.results else 1, *x.shape))
+        # A bias that all mapped examples share still has one gradient for each of them; so has a captured array.
+        return jnp.broadcast_to(x, (size if name in gradients else 1, *x.shape))
 
     results = _bind(call, map(leading, call.arrays, arrays))
     return results, (0,) * len(results)
@@ -145,7 +158,7 @@ mlir.register_lowering(_primitive, _lower)
 
 def _plain(call: Call, arrays: Arrays) -> Results:
     """The same in plain JAX."""
-    types = result_types(call.problem, call.results, _lead(arrays), arrays.get("bias"))
+    types = result_types(call.problem, call.results, _lead(arrays), arrays)
     return partitioning.automatic(functools.partial(_mapped, call), call.problem, arrays, types)
 
 
@@ -171,7 +184,7 @@ def _blockwise(call: Call, arrays: Arrays) -> Results:
 
 
 def _sharded(call: Call, arrays: Arrays) -> Results:
-    types = result_types(call.problem, call.results, _lead(arrays), arrays.get("bias"))
+    types = result_types(call.problem, call.results, _lead(arrays), arrays)
     return partitioning.divided(functools.partial(_custom_call, call), call.problem, arrays, types)
 
 
@@ -201,10 +214,13 @@ def _custom_call(call: Call, arrays: Arrays) -> Results:
         return jnp.broadcast_to(x, (*lead, *dims)).reshape(batch, *dims)
 
     def unfold(name: str, x: jax.Array) -> jax.Array:
-        if name == "dbias" and x.shape[0] == 1:
-            return x.reshape(arrays["bias"].shape)
+        if name not in SHARED_GRADIENTS:
+            return x.reshape(*lead, *x.shape[1:])
+        operand = arrays[DIFFERENTIATED[name]]
+        if x.shape[0] == 1:
+            return x.reshape(operand.shape)
         x = x.reshape(*lead, *x.shape[1:])
-        shared = [i for i in range(len(lead)) if name == "dbias" and arrays["bias"].shape[i] == 1]
+        shared = [i for i in range(len(lead)) if operand.shape[i] == 1]
         return x.sum(shared, keepdims=True) if shared else x
 
     folded = {name: fold(name, arrays[name]) for name in DIMS if name in arrays}
@@ -229,7 +245,7 @@ def _on_each_platform(call: Call, arrays: tuple[jax.Array, ...]) -> Results:
 def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0) -> Results:
     """On a GPU what a call needs in between is its last result, so that XLA plans its memory."""
     lead, named = (call.problem.batch,), dict(zip(call.arrays, arrays, strict=True))
-    types = result_types(call.problem, call.results, lead, named.get("bias"))
+    types = result_types(call.problem, call.results, lead, named)
     scratch = [jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)] if scratch_bytes else []
     results = jax.ffi.ffi_call(call.target, [*types.values(), *scratch])(*arrays, problem=call.problem.encode())
     return varying_alike(tuple(results[: len(types)]), arrays)
@@ -240,6 +256,8 @@ def _plain_call(*arrays: jax.Array, call: Call) -> Results:
 
 
 def _lower_cpu(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
+    if call.fallback and refusal(call.problem, "cpu"):
+        return _lower_elsewhere(ctx, *arrays, call=call, jaxpr=jaxpr)
     return mlir.lower_fun(functools.partial(_ffi_call, call=call))(ctx, *arrays)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_flash.problem import DIFFERENTIATED, DIMS, Problem
+from jax_flash.problem import DIFFERENTIATED, DIMS, SHARED_GRADIENTS, Problem
 
 Arrays = dict[str, jax.Array]
 Types = dict[str, jax.ShapeDtypeStruct]
@@ -147,7 +147,7 @@ def _partition(function: Function, problem: Problem, names: tuple[str, ...], mes
         if name in ("dk", "dv") and shared_kv_head:
             zeros = jnp.zeros((*x.shape[:-2], problem.kv_heads, x.shape[-1]), x.dtype)
             return lax.psum(lax.dynamic_update_slice_in_dim(zeros, x, kv_head(), axis=-2), head_axes)
-        if name == "dbias":
+        if name in SHARED_GRADIENTS:
             shared = [over for dim, over in axes.items() if over and dim != "K" and dim not in dims[name]]
             return lax.psum(x, tuple(itertools.chain(*shared)))
         return x

@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.typing import ArrayLike
 
-VERSION = 5
+from jax_flash.programs.program import MOST_CAPTURED, Captured, Program, Sizes
+
+VERSION = 6
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -68,6 +70,11 @@ class Problem:
     element_masks: int = 0  # P of them
     row_list: int = 0  # 2 + W numbers of a list
     column_list: int = 0
+
+    captured: tuple[Captured, ...] = ()  # the arrays that programs look something up in
+    score_mod: Program | None = None
+    mask_mod: Program | None = None
+    score_grad: Program | None = None  # of the backward: the derivative of score_mod
 
     drop_threshold: int = 0  # of 2^15: an entry is kept iff its 15 random bits are at least that
     full_precision: bool = False  # float32 only: no TF32
@@ -142,7 +149,36 @@ class Problem:
             bias=Extent.of(arrays["bias"]) if "bias" in arrays else None,
             mask=Extent.of(arrays["mask"]) if "mask" in arrays else None,
             block_mask=Extent.of_blocks(arrays["blocks"]) if "blocks" in arrays else None,
+            captured=tuple(
+                x._replace(batch=arrays[name].shape[0] != 1) for name, x in zip(CAPTURED, self.captured, strict=False)
+            ),
         )
+
+    def differentiated(self, results: Collection[str], **changes: Any) -> Problem:
+        """The backward's, for these gradients (names in `DIFFERENTIATED`)."""
+        flags: dict[str, Any] = {name: name in results for name in DIFFERENTIATED if name not in DCAPTURED}
+        asked = zip(DCAPTURED, self.captured, strict=False)
+        captured = tuple(x._replace(gradient=name in results) for name, x in asked)
+        score_grad = None
+        if self.score_mod is not None and not self.score_mod.refusal:
+            score_grad = self.score_mod.gradient(captured, self.accumulation_dtype, self.sizes)
+        return dataclasses.replace(self, captured=captured, score_grad=score_grad, **flags, **changes)
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The names of those that are asked for, in their order."""
+        captured = [name for name, x in zip(DCAPTURED, self.captured, strict=False) if x.gradient]
+        return (*(name for name in DIFFERENTIATED if name not in DCAPTURED and getattr(self, name)), *captured)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Those that there are."""
+        return tuple(x for x in (self.score_mod, self.mask_mod) if x is not None)
+
+    @property
+    def sizes(self) -> Sizes:
+        """How many there are of each index that a program gets."""
+        return Sizes(self.batch, self.q_heads, None if self.query_offset else self.q_len, self.kv_len)
 
     @property
     def group(self) -> int:
@@ -162,6 +198,8 @@ class Problem:
                 return "none"
             if isinstance(value, Extent):
                 return "".join(name if there else "1" for name, there in zip("bnts", value, strict=True))
+            if isinstance(value, tuple):
+                return ",".join(map(str, value)) or "none"
             return str(int(value)) if isinstance(value, bool) else str(value)
 
         fields = {field.name: text(getattr(self, field.name)) for field in dataclasses.fields(self)}
@@ -192,19 +230,29 @@ class Operands(NamedTuple):
     seed: jax.Array | None = None  # [B, 2], uint32
     batch_id: jax.Array | None = None  # [B], uint32
     head_id: jax.Array | None = None  # [N], uint32
+    program_batch: jax.Array | None = None  # [B], int32: what programs are told of where an entry is
+    program_head: jax.Array | None = None  # [N], int32
+    captured: tuple[jax.Array | None, ...] = ()  # [B|1, elements] each: what they look up
 
     def arrays(self) -> dict[str, jax.Array]:
         """Those that are there, by name."""
-        return {name: x for name, x in self._asdict().items() if x is not None}
+        named = self._asdict() | dict(zip(CAPTURED, self.captured, strict=False))
+        return {name: x for name, x in named.items() if name != "captured" and x is not None}
 
     @classmethod
-    def of(cls, arrays: Mapping[str, jax.Array]) -> Operands:
-        return cls(**{name: x for name, x in arrays.items() if name in cls._fields})
+    def of(cls, arrays: Mapping[str, jax.Array | None]) -> Operands:
+        """Of arrays by name; what is none of a problem's operands is left out."""
+        captured = tuple(arrays[name] for name in CAPTURED if name in arrays)
+        return cls(captured=captured, **{name: arrays.get(name) for name in cls._fields if name != "captured"})
 
+
+# The captured arrays of a problem and their gradients.
+CAPTURED = tuple(f"captured{i}" for i in range(MOST_CAPTURED))
+DCAPTURED = tuple(f"dcaptured{i}" for i in range(MOST_CAPTURED))
 
 # The dims of every array after its leading dims: T and S lengths, N and K heads, D and E head dims, U and V block rows
 # and columns. Of the others only the size matters.
-DIMS = {
+DIMS: dict[str, Sequence[str]] = {
     "query": "TND",
     "key": "SKD",
     "value": "SKE",
@@ -223,6 +271,9 @@ DIMS = {
     "seed": "X",
     "batch_id": "",
     "head_id": "N",
+    "program_batch": "",
+    "program_head": "N",
+    **{name: (name,) for name in CAPTURED},
     "o": "TNE",
     "l": "NT",
     "m": "NT",
@@ -232,22 +283,36 @@ DIMS = {
     "dk": "SKD",
     "dv": "SKE",
     "dbias": "NTS",
+    **{gradient: (name,) for gradient, name in zip(DCAPTURED, CAPTURED, strict=True)},
 }
-ONE_A_CALL = ("scale", "head_id")  # they have no leading dims
+ONE_A_CALL = ("scale", "head_id", "program_head")  # they have no leading dims
 BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
-ONE_A_BATCH = (("bias",), ("mask",), BLOCK_MASK)  # what a batch may share; of several arrays either all or none
-DIFFERENTIATED = {"dq": "query", "dk": "key", "dv": "value", "dbias": "bias"}
+ONE_A_BATCH = (
+    ("bias",),
+    ("mask",),
+    BLOCK_MASK,
+    *((name,) for name in CAPTURED),
+)  # what a batch may share; of several arrays either all or none
+DIFFERENTIATED = {
+    "dq": "query",
+    "dk": "key",
+    "dv": "value",
+    "dbias": "bias",
+    **dict(zip(DCAPTURED, CAPTURED, strict=True)),
+}
+SHARED_GRADIENTS = ("dbias", *DCAPTURED)  # of what may be shared by a batch or by heads: its shape, accumulated
 
 
 def result_types(
-    problem: Problem, results: Sequence[str], lead: tuple[int, ...], bias: jax.Array | None = None
+    problem: Problem, results: Sequence[str], lead: tuple[int, ...], arrays: Mapping[str, jax.Array]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of results of the custom calls, by name, with `lead` in place of the batch."""
+    """The shapes and dtypes of results of the custom calls on these arrays, with `lead` in place of the batch."""
     sizes = {"T": problem.q_len, "S": problem.kv_len, "N": problem.q_heads, "K": problem.kv_heads}
     sizes |= {"D": problem.qk_dim, "E": problem.v_dim}
     types = {}
     for name in results:
-        accumulated = name in ("l", "m", "dbias")
-        shape = bias.shape if name == "dbias" and bias is not None else (*lead, *(sizes[dim] for dim in DIMS[name]))
+        accumulated = name in ("l", "m", *SHARED_GRADIENTS)
+        shared = name in SHARED_GRADIENTS
+        shape = arrays[DIFFERENTIATED[name]].shape if shared else (*lead, *(sizes[dim] for dim in DIMS[name]))
         types[name] = jax.ShapeDtypeStruct(shape, problem.accumulation_dtype if accumulated else problem.dtype)
     return types

@@ -7,11 +7,13 @@ differentiated by JAX, in any mode and order; m carries no gradient, so that m +
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
 from jax_flash import tile
-from jax_flash.problem import Operands, Problem
+from jax_flash.problem import DIFFERENTIATED, Operands, Problem
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -41,7 +43,7 @@ def backward(
     do: jax.Array,
     dlogsumexp: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """The gradients that the problem asks for, in the order dq, dk, dv, dbias: Algorithm 3.
+    """The gradients that the problem asks for, in the order of its `gradients`: Algorithm 3.
 
     Args:
       o, l, m: what `forward` returned.
@@ -49,7 +51,7 @@ def backward(
       dlogsumexp: [B, N, T], the cotangent of m + log ℓ, or None for zero.
 
     Returns:
-      dq, dk, dv: shape and dtype of the operand; dbias: shape of the bias, accumulation dtype.
+      dq, dk, dv: shape and dtype of the operand; the others: shape of the operand, accumulation dtype.
     """
     d = row_products(problem, o, do, dlogsumexp)
     gradients = tile.gradients(problem, operands, *_positions(problem), l, m, do, d)
@@ -63,11 +65,11 @@ def row_products(problem: Problem, o: jax.Array, do: jax.Array, dlogsumexp: jax.
     return d if dlogsumexp is None else d - dlogsumexp
 
 
-def finish(operands: Operands, gradients: tile.Gradients) -> tuple[jax.Array, ...]:
-    """The gradients asked for, those of query, key and value in the dtype of the operand."""
-    dq, dk, dv, dbias = gradients
-    sums = ((dq, operands.query.dtype), (dk, operands.key.dtype), (dv, operands.value.dtype), (dbias, None))
-    return tuple(x if dtype is None else x.astype(dtype) for x, dtype in sums if x is not None)
+def finish(operands: Operands, gradients: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """The gradients asked for, in their order, those of query, key and value in the dtype of the operand."""
+    dtypes = {"dq": operands.query.dtype, "dk": operands.key.dtype, "dv": operands.value.dtype}
+    names = [name for name in DIFFERENTIATED if name in gradients]
+    return tuple(gradients[name].astype(dtypes.get(name, gradients[name].dtype)) for name in names)
 
 
 def _positions(problem: Problem) -> tuple[jax.Array, jax.Array]:

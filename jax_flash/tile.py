@@ -8,13 +8,15 @@ A tile is R rows by C columns. Its `Operands` hold just those rows and columns o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_flash import block_sparse, dropout
-from jax_flash.problem import Operands, Problem
+from jax_flash.problem import DCAPTURED, Operands, Problem
+from jax_flash.programs.program import Program
 
 STEP = dropout.TILE  # a tile's first row and column are multiples of it; so are the sizes of a block mask's blocks
 
@@ -44,6 +46,8 @@ def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.A
         allowed &= tile.mask
     if tile.blocks is not None:
         allowed &= block_sparse.may_attend(_block_shape(problem), tile.blocks, tile.element_masks, rows, columns)
+    if problem.mask_mod is not None:
+        allowed &= _programmed(problem.mask_mod, problem, tile, tile.captured, None, rows, columns)
     return allowed
 
 
@@ -67,18 +71,23 @@ def may_be_visible(problem: Problem, tile: Operands, rows: jax.Array, columns: j
 
 class Scores(NamedTuple):
     s: jax.Array  # [B, N, R, C], masked with -inf
-    capped: jax.Array  # [B, N, R, C], after the soft cap, before bias and mask
+    capped: jax.Array  # [B, N, R, C], after the soft cap
+    biased: jax.Array  # [B, N, R, C], after the bias, before score_mod
+    seen: jax.Array  # bool [B|1, N|1, R, C]: which may attend
 
 
 def scores(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> Scores:
-    """S of a tile in the accumulation dtype: scaled, capped, biased, masked."""
+    """S of a tile in the accumulation dtype: scaled, capped, biased, as score_mod has it, masked."""
     s = tile.scale * _rows_by_columns(problem, tile.query, tile.key)
     if problem.soft_cap:
         s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)
     capped = s
     if tile.bias is not None:
         s = s + tile.bias.astype(s.dtype)
-    return Scores(jnp.where(may_attend(problem, tile, rows, columns), s, -jnp.inf), capped)
+    biased, seen = s, may_attend(problem, tile, rows, columns)
+    if problem.score_mod is not None:
+        s = _programmed(problem.score_mod, problem, tile, tile.captured, s, rows, columns)
+    return Scores(jnp.where(seen, s, -jnp.inf), capped, biased, seen)
 
 
 def exp_minus(x: jax.Array, m: jax.Array) -> jax.Array:
@@ -116,15 +125,6 @@ def weighted_values(problem: Problem, p: jax.Array, value: jax.Array) -> jax.Arr
     return product.reshape(*product.shape[:2], problem.q_heads, product.shape[-1])
 
 
-class Gradients(NamedTuple):
-    """A tile's part of the gradients in the accumulation dtype; None for what was not asked for."""
-
-    dq: jax.Array | None  # [B, R, N, D]
-    dk: jax.Array | None  # [B, C, K, D]
-    dv: jax.Array | None  # [B, C, K, E]
-    dbias: jax.Array | None  # as the tile's bias, summed over what is broadcast
-
-
 def gradients(
     problem: Problem,
     tile: Operands,
@@ -134,41 +134,80 @@ def gradients(
     m: jax.Array,
     do: jax.Array,
     d: jax.Array,
-) -> Gradients:
+) -> dict[str, jax.Array]:
     """The gradients of a tile: Algorithm 4, lines 11 to 22 (Algorithm 3 where the tile is the whole matrix).
 
     Args:
       l, m: [B, N, R], the statistics of the forward.
       do: [B, R, N, E], the cotangent of O.
       d: [B, N, R], D of docs/architecture.md.
+
+    Returns:
+      Those asked for, by name, in the accumulation dtype: dq [B, R, N, D], dk [B, C, K, D], dv [B, C, K, E]; dbias and
+      those of captured arrays as these are, summed over what shares them.
     """
-    s, capped = scores(problem, tile, rows, columns)
+    s, capped, biased, _ = scores(problem, tile, rows, columns)
     p = divide(exp_minus(s, m[..., None]), l[..., None])
     z = kept(problem, tile, rows, columns)
 
-    dv = None
+    gradients = {}
     if problem.dv:
         zp = p if z is None else z * p
-        dv = _einsum(problem, "bkgrc,brkge->bcke", _group(problem, zp, 1), _group(problem, do, 2))
-    if not (problem.dq or problem.dk or problem.dbias):
-        return Gradients(None, None, dv, None)
+        gradients["dv"] = _einsum(problem, "bkgrc,brkge->bcke", _group(problem, zp, 1), _group(problem, do, 2))
+    if problem.gradients in ((), ("dv",)):
+        return gradients
 
     dp = _rows_by_columns(problem, do, tile.value)
     ds = p * ((dp if z is None else z * dp) - d[..., None])
-    dbias = None
+    if problem.score_mod is not None:
+        ds, dcaptured = _through_program(problem, tile, biased, ds, rows, columns)
+        gradients |= dcaptured
     if problem.dbias:
         assert tile.bias is not None
         summed = tuple(axis for axis in range(4) if tile.bias.shape[axis] != ds.shape[axis])
-        dbias = ds.sum(summed, keepdims=True)
+        gradients["dbias"] = ds.sum(summed, keepdims=True)
 
     dx = tile.scale * (ds * (1 - (capped / problem.soft_cap) ** 2) if problem.soft_cap else ds)
-    dq = dk = None
     if problem.dq:
         dq = _einsum(problem, "bkgrc,bckd->brkgd", _group(problem, dx, 1), tile.key)
-        dq = dq.reshape(tile.query.shape)
+        gradients["dq"] = dq.reshape(tile.query.shape)
     if problem.dk:
-        dk = _einsum(problem, "bkgrc,brkgd->bckd", _group(problem, dx, 1), _group(problem, tile.query, 2))
-    return Gradients(dq, dk, dv, dbias)
+        gradients["dk"] = _einsum(problem, "bkgrc,brkgd->bckd", _group(problem, dx, 1), _group(problem, tile.query, 2))
+    return gradients
+
+
+def _programmed(
+    program: Program,
+    problem: Problem,
+    tile: Operands,
+    captured: Sequence[jax.Array | None],
+    s: jax.Array | None,
+    rows: jax.Array,
+    columns: jax.Array,
+) -> jax.Array:
+    """What a program says of each entry of a tile: [B, N, R, C]."""
+    assert tile.program_batch is not None and tile.program_head is not None
+    offset = jnp.zeros(problem.batch, jnp.int32) if tile.query_offset is None else tile.query_offset
+    shaped = [x.reshape(-1, *of.shape) for x, of in zip(captured, problem.captured, strict=True) if x is not None]
+    return program.on_tile(shaped, s, tile.program_batch, tile.program_head, offset[:, None] + rows, columns)
+
+
+def _through_program(
+    problem: Problem, tile: Operands, s: jax.Array, ds: jax.Array, rows: jax.Array, columns: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The cotangent of what score_mod gets, and the gradients of captured arrays that are asked for, from dS."""
+    asked = [i for i, x in enumerate(problem.captured) if x.gradient]
+
+    def scores(s: jax.Array, asked_for: list[jax.Array]) -> jax.Array:
+        captured = list(tile.captured)
+        for i, x in zip(asked, asked_for, strict=True):
+            captured[i] = x
+        assert problem.score_mod is not None
+        return _programmed(problem.score_mod, problem, tile, captured, s, rows, columns)
+
+    _, vjp = jax.vjp(scores, s, [tile.captured[i] for i in asked])
+    ds, dcaptured = vjp(ds)
+    return ds, {DCAPTURED[i]: x.astype(ds.dtype) for i, x in zip(asked, dcaptured, strict=True)}
 
 
 def _rows_by_columns(problem: Problem, a: jax.Array, b: jax.Array) -> jax.Array:

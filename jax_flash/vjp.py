@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -12,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_flash import custom_calls
-from jax_flash.problem import DIFFERENTIATED, Operands, Problem
+from jax_flash.problem import CAPTURED, DIFFERENTIATED, Operands, Problem
 
 # A remat policy that saves these by name, `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`, keeps the
 # backward from running the forward again.
@@ -30,7 +29,8 @@ def attention(problem: Problem, fallback: bool, operands: Operands) -> tuple[jax
 
 def _forward(problem, fallback, operands):
     # Which gradients are asked for is said by shapes: JAX keeps the static part of residuals once for all traces.
-    differentiated = {grad: getattr(operands, name) for grad, name in (DIFFERENTIATED | {"dscale": "scale"}).items()}
+    named = operands.arrays()
+    differentiated = {grad: named.get(name) for grad, name in (DIFFERENTIATED | {"dscale": "scale"}).items()}
     asked = {grad: jnp.zeros(int(x is not None and x.perturbed), bool) for grad, x in differentiated.items()}
     operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
     o, l, m = map(checkpoint_name, custom_calls.forward(problem, fallback, operands), RESIDUAL_NAMES)
@@ -43,20 +43,19 @@ def _backward(problem, fallback, residuals, cotangents):
     if isinstance(do, SymbolicZero):
         do = jnp.zeros_like(o)
     dlogsumexp = None if isinstance(dl, SymbolicZero) else dl * l
-    asked = {grad: x.size > 0 for grad, x in asked.items()}
-    dscale = asked.pop("dscale")
-    asked["dq"] |= dscale
-    problem = dataclasses.replace(problem, dlogsumexp=dlogsumexp is not None, **asked)
-    names = [name for grad, name in DIFFERENTIATED.items() if getattr(problem, grad)]
+    asked = {grad for grad, x in asked.items() if x.size}
+    needed = asked | ({"dq"} if "dscale" in asked else set())
+    problem = problem.differentiated(needed, dlogsumexp=dlogsumexp is not None)
+    names = [DIFFERENTIATED[grad] for grad in problem.gradients]
     results = custom_calls.backward(problem, fallback, operands, o, l, m, do, dlogsumexp)
-    grads: dict[str, Any] = dict(zip(names, results, strict=True))
-    if dscale:  # S = τ Q Kᵀ, so that τ dτ = Σ S dS = Σ Q dQ
+    arrays = operands.arrays()
+    grads: dict[str, Any] = dict.fromkeys(CAPTURED[:len(problem.captured)])
+    grads |= {name: x.astype(arrays[name].dtype) for name, x in zip(names, results, strict=True)}
+    if "dscale" in asked:  # S = τ Q Kᵀ, so that τ dτ = Σ S dS = Σ Q dQ
         query, dq = (x.astype(operands.scale.dtype) for x in (operands.query, grads["query"]))
         rows = jnp.einsum("btnd,btnd->btn", query, dq, precision="highest")  # a CPU sums all at once one by one
         grads["scale"] = rows.sum() / operands.scale
-    if "bias" in grads:
-        grads["bias"] = grads["bias"].astype(operands.bias.dtype)
-    return (Operands._make(grads.get(name) for name in Operands._fields),)
+    return (Operands.of(grads),)
 
 
 attention.defvjp(_forward, _backward, symbolic_zeros=True)

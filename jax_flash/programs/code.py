@@ -1,0 +1,219 @@
+"""Straight-line code on scalars: what the kernels run of a score program for each entry of the matrix.
+
+The text of a code, which `common/program.h` reads, is its instructions joined by ";", each an operation with its fields
+joined by ",": "score;query;key;sub.i,1,2;cast.i.f,3;add.f,0,4;result,5". An instruction's value is known by its number,
+from 0 on. Types of values: f (the accumulation dtype), i (int32), u (uint32), b (bool).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+
+
+class Value(NamedTuple):
+    """The value of an instruction: its number and its type."""
+
+    number: int
+    type: str
+
+
+class Range(NamedTuple):
+    """What an integer value can be: low <= x <= high."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, *values: int) -> Range:
+        """Of all between these; anything, if a sum or product may wrap around."""
+        low, high = min(values), max(values)
+        return cls(low, high) if INT_MIN <= low and high <= INT_MAX else ANYTHING
+
+
+ANYTHING = Range(INT_MIN, INT_MAX)
+TRUTH = Range(0, 1)
+
+Constant = bool | int | float
+
+_COMPARISONS = {
+    "eq": lambda x, y: _decided(x == y and x.low == x.high, x.high < y.low or y.high < x.low),
+    "lt": lambda x, y: _decided(x.high < y.low, x.low >= y.high),
+    "le": lambda x, y: _decided(x.high <= y.low, x.low > y.high),
+}
+
+
+def _decided(true: bool, false: bool) -> bool | None:
+    return True if true else False if false else None
+
+
+class Code:
+    """Instructions, as they are added: each once, and none whose value is known from what can be known of integers.
+
+    What is known: `sizes` says how many values each of the inputs batch, head, query and key has, from 0 on; of those
+    that it does not name nothing is known.
+    """
+
+    def __init__(self, sizes: dict[str, int]):
+        self._sizes = sizes
+        self._lines: list[tuple[str, ...]] = []
+        self._values: dict[tuple[str, ...], Value] = {}
+        self._ranges: dict[int, Range] = {}
+        self._constants: dict[int, Constant] = {}
+        self._kept: list[int] = []  # the instructions that have effects
+
+    # --- leaves ---
+
+    def input(self, name: str) -> Value:
+        """One of score, cotangent, batch, head, query, key."""
+        if name in ("score", "cotangent"):
+            return self._add("f", name)
+        size = self._sizes.get(name)
+        return self._add("i", name, known=ANYTHING if size is None else Range(0, max(size - 1, 0)))
+
+    def constant(self, type: str, x: Constant) -> Value:
+        text = (float(x).hex() if math.isfinite(x) else str(float(x))) if type == "f" else str(int(x))
+        value = self._add(type, f"const.{type}", text, known=Range.of(int(x)) if type in "ib" else ANYTHING)
+        self._constants[value.number] = x
+        return value
+
+    def load(self, type: str, array: int, indices: list[Value]) -> Value:
+        """An entry of a captured array, nearest to these indices if they are outside."""
+        return self._add(type, f"load.{type}", str(array), *indices)
+
+    # --- operations ---
+
+    def unary(self, op: str, x: Value) -> Value:
+        if op == "not" and x.type == "b" and self.known(x) is not None:
+            return self.constant("b", not self.known(x))
+        if op == "neg" and x.type == "i":
+            return self.binary("sub", self.constant("i", 0), x)
+        return self._add("b" if op == "finite" else x.type, f"{op}.{x.type}", x)
+
+    def binary(self, op: str, x: Value, y: Value) -> Value:
+        if x.type == "i":
+            return self._integers(op, x, y)
+        if x.type == "b":
+            op = {"max": "or", "min": "and"}.get(op, op)
+            for known, other in ((self.known(x), y), (self.known(y), x)):
+                if known is not None and op in ("and", "or"):
+                    return other if known == (op == "and") else self.constant("b", bool(known))
+        if x.type == "f" and op in ("mul", "div") and self.known(y) == 1:
+            return x
+        if x.type == "f" and op == "mul" and self.known(x) == 1:
+            return y
+        return self._add(x.type, f"{op}.{x.type}", x, y)
+
+    def compare(self, op: str, x: Value, y: Value) -> Value:
+        """eq, ne, lt, le, gt or ge."""
+        if x.type == "b" and op not in ("eq", "ne"):
+            x, y = self.cast(x, "i"), self.cast(y, "i")
+        if x.type in "ib":
+            if op in ("gt", "ge"):
+                return self.compare({"gt": "lt", "ge": "le"}[op], y, x)
+            decided = _COMPARISONS["eq" if op == "ne" else op](self._range(x), self._range(y))
+            if decided is not None:
+                return self.constant("b", decided != (op == "ne"))
+        return self._add("b", f"{op}.{x.type}", x, y)
+
+    def select(self, p: Value, x: Value, y: Value) -> Value:
+        """x where p, else y."""
+        known = self.known(p)
+        if known is not None or x == y:
+            return y if known is False else x
+        (a, b), (c, d) = self._range(x), self._range(y)
+        return self._add(x.type, f"select.{x.type}", p, x, y, known=Range.of(a, b, c, d))
+
+    def cast(self, x: Value, type: str) -> Value:
+        if x.type == type:
+            return x
+        known = self.known(x)
+        if known is not None and type != "u" and x.type in "ib":
+            return self.constant(type, bool(known) if type == "b" else int(known))
+        return self._add(type, f"cast.{x.type}.{type}", x, known=TRUTH if x.type == "b" else ANYTHING)
+
+    def round_to(self, dtype: str, x: Value) -> Value:
+        return self._add("f", f"round_to.{dtype}", x)
+
+    def clamp(self, x: Value, low: int, high: int) -> Value:
+        """An int32 between two numbers."""
+        return self.binary("min", self.binary("max", x, self.constant("i", low)), self.constant("i", high))
+
+    def accumulate(self, array: int, indices: list[Value], x: Value) -> None:
+        """Adds to an entry of a captured array's gradient."""
+        self._kept.append(self._add("", "accumulate", str(array), *indices, x).number)
+
+    # --- what is known ---
+
+    def known(self, x: Value) -> Constant | None:
+        """The value, if it is a constant."""
+        return self._constants.get(x.number)
+
+    def _range(self, x: Value) -> Range:
+        return self._ranges.get(x.number, TRUTH if x.type == "b" else ANYTHING)
+
+    def _integers(self, op: str, x: Value, y: Value) -> Value:
+        """int32: what follows from the ranges of x and y."""
+        (a, b), (c, d) = self._range(x), self._range(y)
+        corners = ((a, c), (a, d), (b, c), (b, d))
+        known = ANYTHING
+        if op in ("add", "sub", "mul"):
+            function: Callable[[int, int], int] = getattr(operator, op)
+            known = Range.of(*(function(*corner) for corner in corners))
+        elif op in ("min", "max"):
+            pick = min if op == "min" else max
+            known = Range(pick(a, c), pick(b, d))
+            if known == (a, b) and (b <= c if op == "min" else a >= d):
+                return x
+            if known == (c, d) and (d <= a if op == "min" else c >= b):
+                return y
+        elif op == "div" and c > 0:
+            known = Range.of(*(int(math.copysign(abs(x) // y, x)) for x, y in corners))
+        elif op == "rem" and c > 0:
+            known = Range(0 if a >= 0 else max(a, 1 - d), 0 if b <= 0 else min(b, d - 1))
+            if a >= 0 and b < c:
+                return x
+        elif op == "and" and min(a, c) >= 0:
+            known = Range(0, min(b, d))
+        elif op == "shr" and 0 <= c and d < 32:
+            known = Range.of(*(x >> y for x, y in corners))
+        if known.low == known.high:
+            return self.constant("i", known.low)
+        nothing = {"add": 0, "sub": 0, "or": 0, "xor": 0, "shl": 0, "shr": 0, "mul": 1, "div": 1}.get(op)
+        if nothing is not None and (c, d) == (nothing, nothing):
+            return x
+        if op in ("add", "mul", "or", "xor") and (a, b) == (nothing, nothing):
+            return y
+        return self._add("i", f"{op}.i", x, y, known=known)
+
+    # --- the text ---
+
+    def _add(self, type: str, op: str, *fields: Value | str, known: Range | None = None) -> Value:
+        line = (op, *(f"%{x.number}" if isinstance(x, Value) else x for x in fields))
+        if op == "accumulate" or line not in self._values:
+            self._values[line] = Value(len(self._lines), type)
+            self._lines.append(line)
+            if known is not None:
+                self._ranges[len(self._lines) - 1] = known
+        return self._values[line]
+
+    def text(self, result: Value) -> str:
+        """Of what the result needs, and of what has effects."""
+        needed: set[int] = set()
+        asked = [result.number, *self._kept]
+        while asked:
+            number = asked.pop()
+            if number not in needed:
+                needed.add(number)
+                asked += [int(field[1:]) for field in self._lines[number] if field.startswith("%")]
+        numbers = {number: i for i, number in enumerate(sorted(needed))}
+
+        def written(field: str) -> str:
+            return str(numbers[int(field[1:])]) if field.startswith("%") else field
+
+        lines = [",".join(map(written, self._lines[number])) for number in sorted(needed)]
+        return ";".join([*lines, f"result,{numbers[result.number]}"])

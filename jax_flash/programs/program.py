@@ -1,0 +1,275 @@
+"""Score programs: functions of one entry of the matrix, as the user writes them in `jnp`.
+
+A function is traced on scalars; the arrays that it captures become operands. Kernels run its code, and that of its
+derivative, which is `jax.vjp` of the function; everything else runs the function itself, mapped over a tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from jax_flash.programs import lowering
+from jax_flash.programs.code import Code
+from jax_flash.programs.lowering import Array, Lowering, Unsupported, View
+
+INDICES = ("batch", "head", "query", "key")
+MOST_CAPTURED = 32
+
+
+class Sizes(NamedTuple):
+    """How many there are of each index; None: of queries, whose positions are not known while tracing."""
+
+    batch: int
+    head: int
+    query: int | None
+    key: int
+
+
+class Captured(NamedTuple):
+    """An array that programs look something up in."""
+
+    dtype: str
+    batch: bool  # is there one for each batch entry?
+    shape: tuple[int, ...]  # after that
+    gradient: bool = False  # of the backward: is its gradient asked for?
+
+    def __str__(self) -> str:
+        lead, dims = "b" if self.batch else "1", "x".join(map(str, self.shape))
+        return f"{self.dtype}:{lead}:{dims}:{int(self.gradient)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function of captured arrays, of a score (but not for a mask), and of batch, head, query and key.
+
+    Two are equal if they compute the same, whatever the functions are that they were traced from.
+    """
+
+    text: str  # of the code; of the jaxpr if there is none
+    refusal: str | None = None  # why there is none
+    derivative: str | None = None  # its jaxpr, where the function has its own rule for it
+    first: int = 0  # the number of its first captured array
+    count: int = 0  # of its captured arrays
+    jaxpr: Jaxpr | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __call__(self, arrays: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
+        """Of one entry. `arrays` are all that are captured, this program's among them."""
+        assert self.jaxpr is not None
+        (result,) = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self._own(arrays)))(*scalars)
+        return result
+
+    def on_tile(
+        self,
+        arrays: Sequence[jax.Array],
+        score: jax.Array | None,
+        batch: jax.Array,
+        head: jax.Array,
+        query: jax.Array,
+        key: jax.Array,
+    ) -> jax.Array:
+        """Of every entry of a tile: [B, N, R, C].
+
+        Args:
+          arrays: all that are captured, each with a leading dim of B or 1.
+          score: [B, N, R, C], or None for a mask.
+          batch, head, query, key: int32 [B], [N], [B, R] and [C].
+        """
+        scores = () if score is None else (score,)
+        score_axes = (0,) * len(scores)
+        shared = [x.shape[0] == 1 for x in arrays]
+        mapped: Callable[..., jax.Array] = self
+        for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):  # of batch, head, query, key
+            mapped = jax.vmap(mapped, (None, *score_axes, *axes))
+        mapped = jax.vmap(mapped, ([None if one else 0 for one in shared], *score_axes, 0, None, 0, None))
+        arrays = [x[0] if one else x for x, one in zip(arrays, shared, strict=True)]
+        return mapped(arrays, *scores, batch, head, query, key)
+
+    def gradient(self, captured: Sequence[Captured], dtype: str, sizes: Sizes) -> Program:
+        """The code that finds the cotangent of the score, and what is added to gradients of captured arrays, from the
+        cotangent of the result."""
+        code = Code(sizes._asdict())
+        arrays, scalars, forward = self._arrays(code, captured), _inputs(code, dtype), Lowering(code, dtype)
+        leaves = _leaves(forward, self.jaxpr, arrays, scalars)
+        constants = [x for x in arrays if not isinstance(x, View)]
+        args = [*constants, *scalars, lowering.scalar(code.input("cotangent"), dtype), *leaves]
+        closed = _derivative(self.jaxpr, len(constants), args)
+        dscore, *dleaves = Lowering(code, dtype).run(closed.jaxpr, forward.constants(closed.consts), args)
+        for leaf, dleaf in zip(leaves, dleaves, strict=True):
+            for index in lowering.positions(code, leaf.shape) if captured[leaf.array].gradient else ():
+                x = dleaf.element(*index)
+                place, inside = leaf.place(index)
+                if inside is not None:
+                    x = code.select(inside, x, code.constant("f", 0.0))
+                if code.known(x) != 0:
+                    code.accumulate(leaf.array, place, x)
+        return Program(code.text(dscore.element()))
+
+    def _own(self, arrays: Sequence[Any]) -> list[Any]:
+        return list(arrays[self.first : self.first + self.count])
+
+    def _arrays(self, code: Code, captured: Sequence[Captured]) -> list[Array]:
+        own = self._own(list(enumerate(captured)))
+        return [lowering.captured(code, number, x.shape, x.dtype) for number, x in own]
+
+
+def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tuple[Program, list[jax.Array]]:
+    """A user's `score_mod` or `mask_mod`, and the arrays that it captures, which have numbers from `first` on.
+
+    Args:
+      dtype: of the scores.
+
+    Raises TypeError or ValueError that name the argument.
+    """
+    closed = _traced(name, function, dtype)
+    arrays = [jnp.asarray(x) for x in closed.consts]
+    program = Program(str(closed.jaxpr), first=first, count=len(arrays), jaxpr=closed.jaxpr)
+    captured = [Captured("", False, ())] * first + [Captured(x.dtype.name, False, x.shape) for x in arrays]
+    if first + len(arrays) > MOST_CAPTURED:
+        return dataclasses.replace(program, refusal=f"{name} captures more than {MOST_CAPTURED} arrays"), arrays
+    try:
+        code = Code(sizes._asdict())
+        inputs = _inputs(code, dtype)[0 if name == "score_mod" else 1 :]
+        forward = Lowering(code, dtype)
+        own = program._arrays(code, captured)
+        (result,) = forward.run(closed.jaxpr, own, inputs)
+        text = code.text(result.element())
+        if name == "score_mod":  # that it has a derivative too is known from the start
+            gradients = [x._replace(gradient=jnp.issubdtype(x.dtype, jnp.floating)) for x in captured[first:]]
+            dataclasses.replace(program).gradient(captured[:first] + gradients, dtype, sizes)
+    except Unsupported as e:
+        return dataclasses.replace(program, refusal=f"{name} has {e}"), arrays
+    own_rule = _has_own_rules(closed.jaxpr)
+    return dataclasses.replace(program, text=text, derivative=str(closed.jaxpr) if own_rule else None), arrays
+
+
+def _traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
+    scored = name == "score_mod"
+    names = ("score", *INDICES) if scored else INDICES
+    if not callable(function):
+        raise TypeError(f"{name} must be a function of ({', '.join(names)}), not {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError:
+        raise TypeError(f"{name} must take {len(names)} arguments: {', '.join(names)}") from None
+    except ValueError:  # of what has no signature to look at
+        pass
+    integer, expected = jax.ShapeDtypeStruct((), "int32"), jax.ShapeDtypeStruct((), dtype if scored else "bool")
+    closed, result = jax.make_jaxpr(function, return_shape=True)(*[expected] * scored, *[integer] * len(INDICES))
+    if jax.tree.structure(result) != jax.tree.structure(0) or result.shape or result.dtype != expected.dtype:
+        found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
+        raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {found}")
+    if closed.effects:
+        raise ValueError(f"{name} must not have side effects, but has {', '.join(map(str, closed.effects))}")
+    for x in closed.consts:
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise TypeError(f"{name} captures an array of dtype {x.dtype}: there are floats, integers and bool")
+    return closed
+
+
+def _inputs(code: Code, dtype: str) -> list[Array]:
+    indices = [lowering.scalar(code.input(name), "int32") for name in INDICES]
+    return [lowering.scalar(code.input("score"), dtype), *indices]
+
+
+def _leaves(forward: Lowering, jaxpr: Jaxpr, arrays: list[Array], scalars: list[Array]) -> list[View]:
+    """What is looked up in captured float arrays."""
+    for result in forward.run(jaxpr, arrays, scalars):
+        forward.use(result)
+    return forward.leaves
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        inner = lowering.inlined(eqn)
+        if inner:
+            yield from _equations(inner[0])
+
+
+def _has_own_rules(jaxpr: Jaxpr) -> bool:
+    return any(lowering.inlined(eqn) and not lowering.is_transparent(eqn) for eqn in _equations(jaxpr))
+
+
+# --- the derivative ---------------------------------------------------------------------------------------------------
+
+
+class _Looked(NamedTuple):
+    """Stands for a `lowering.View` while the function is traced."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def _derivative(jaxpr: Jaxpr, constants: int, args: Sequence[Array]) -> ClosedJaxpr:
+    """jax.vjp of the function with respect to the score and to the leaves, as a jaxpr.
+
+    Args: constants, score and indices, cotangent, leaves.
+    """
+    scalars = constants + 1 + len(INDICES)
+
+    def derivative(*args: jax.Array) -> list[jax.Array]:
+        known = iter(args[:constants])
+        floats = [jnp.issubdtype(x.aval.dtype, jnp.floating) for x in jaxpr.constvars]
+        consts = [
+            _Looked(x.aval.shape, x.aval.dtype) if there else next(known)
+            for x, there in zip(jaxpr.constvars, floats, strict=True)
+        ]
+        score, *indices = args[constants:scalars]
+        cotangent, *leaves = args[scalars:]
+
+        def function(score: jax.Array, leaves: list[jax.Array]) -> jax.Array:
+            tracing = _Tracing(leaves)
+            (result,) = tracing.run(jaxpr, consts, [score, *indices])
+            return tracing.use(result)
+
+        _, vjp = jax.vjp(function, score, leaves)
+        dscore, dleaves = vjp(cotangent)
+        return [dscore, *dleaves]
+
+    return jax.make_jaxpr(derivative)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args))
+
+
+class _Tracing:
+    """Goes through a jaxpr as `Lowering` does, so that it finds the same leaves, and takes them from arguments."""
+
+    def __init__(self, leaves: Sequence[jax.Array]):
+        self._unused = iter(leaves)
+        self._used: list[tuple[_Looked, jax.Array]] = []
+
+    def use(self, x: Any) -> Any:
+        if not isinstance(x, _Looked):
+            return x
+        for looked, leaf in self._used:
+            if looked is x:
+                return leaf
+        self._used.append((x, next(self._unused)))
+        return self._used[-1][1]
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def read(x: Any) -> Any:
+            return x.val if isinstance(x, Literal) else values[x]
+
+        for eqn in jaxpr.eqns:
+            values |= dict(zip(eqn.outvars, self._apply(eqn, [read(x) for x in eqn.invars]), strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    def _apply(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        inner = lowering.inlined(eqn)
+        if lowering.keeps_views(eqn) and isinstance(inputs[0], _Looked):
+            return [_Looked(x.aval.shape, x.aval.dtype) for x in eqn.outvars]
+        if inner and lowering.is_transparent(eqn):
+            return self.run(inner[0], inner[1], inputs)
+        values = {x: self.use(value) for x, value in zip(eqn.invars, inputs, strict=True) if not isinstance(x, Literal)}
+        return jaxpr_as_fun(ClosedJaxpr(Jaxpr((), [*values], eqn.outvars, [eqn]), ()))(*values.values())

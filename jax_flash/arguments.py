@@ -163,7 +163,7 @@ def problem_and_operands(
         drawn = dropout.operands(dropout_key, broadcast_dropout, batch_ids, head_ids, B, N)
         if drop_threshold == dropout.EVERYTHING:  # the same as without dropout and with values of 0
             drop_threshold, drawn = 0, {"value": jnp.zeros_like(value)}
-        operands = operands._replace(**drawn)
+        operands = operands.replaced(drawn)
     problem = Problem(
         batch=B,
         q_len=T,
@@ -192,7 +192,7 @@ def problem_and_operands(
     block_mask = given["block_mask"]
     if block_mask is None:
         return problem, operands
-    operands = operands._replace(**_block_mask_operands(block_mask, B, N, T, S))
+    operands = operands.replaced(_block_mask_operands(block_mask, B, N, T, S))
     return problem.with_block_mask(operands.arrays(), block_mask.shape.q_block, block_mask.shape.kv_block), operands
 
 
@@ -298,7 +298,7 @@ def _offsets(name: str, x: int | ArrayLike | None, batch: int) -> jax.Array | No
 def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mod: Any) -> tuple[Problem, Operands]:
     """The same with the user's functions of entries, and what they capture."""
     arrays: list[jax.Array] = []
-    programs = {}
+    programs: dict[str, Any] = {}
     for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if function is not None:
             dtype = problem.accumulation_dtype

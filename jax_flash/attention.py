@@ -226,7 +226,7 @@ def _attend(problem: Problem, operands: Operands, implementation: Implementation
 
 
 def _refuse_or_warn(problem: Problem, implementation: Implementation | None) -> None:
-    """What no platform's kernels do is refused when they are asked for; where others are taken instead, that is said."""
+    """Refuses what no kernels do, if they are asked for; says so where others are taken instead."""
     on_gpu = jax.default_backend() == "gpu"
     everywhere = next((program.refusal for program in problem.programs if program.refusal), None)
     if implementation == "flash":

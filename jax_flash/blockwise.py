@@ -30,12 +30,12 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
 
     @jax.checkpoint
     def block_row(row_arrays: dict[str, jax.Array], row_start: jax.Array) -> dict[str, jax.Array]:
-        row_tile = operands._replace(**row_arrays)
+        row_tile = operands.replaced(row_arrays)
         rows = _positions(row_start, row_block)
 
         @jax.checkpoint
         def update(statistics, column_arrays: dict[str, jax.Array], column_start: jax.Array):
-            block = row_tile._replace(**column_arrays)
+            block = row_tile.replaced(column_arrays)
             columns = _positions(column_start, column_block)
 
             def attend(o, l, m):
@@ -91,12 +91,12 @@ def backward(
     @jax.checkpoint
     def block_row(row_arrays: dict[str, jax.Array], row_start: jax.Array) -> dict[str, jax.Array]:
         results = {name: row_arrays.pop(name) for name in ("l", "m", "do", "d")}
-        row_tile = operands._replace(**row_arrays)
+        row_tile = operands.replaced(row_arrays)
         rows = _positions(row_start, row_block)
 
         @jax.checkpoint
         def block(column_arrays: dict[str, jax.Array], column_start: jax.Array) -> dict[str, jax.Array]:
-            block = row_tile._replace(**column_arrays)
+            block = row_tile.replaced(column_arrays)
             columns = _positions(column_start, column_block)
 
             def attend() -> dict[str, jax.Array]:

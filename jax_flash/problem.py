@@ -242,8 +242,12 @@ class Operands(NamedTuple):
     @classmethod
     def of(cls, arrays: Mapping[str, jax.Array | None]) -> Operands:
         """Of arrays by name; what is none of a problem's operands is left out."""
-        captured = tuple(arrays[name] for name in CAPTURED if name in arrays)
-        return cls(captured=captured, **{name: arrays.get(name) for name in cls._fields if name != "captured"})
+        named = {**arrays, "captured": tuple(arrays[name] for name in CAPTURED if name in arrays)}
+        return cls._make(named.get(name) for name in cls._fields)
+
+    def replaced(self, arrays: Mapping[str, jax.Array]) -> Operands:
+        """With these in place of those of the same names."""
+        return Operands.of(self.arrays() | dict(arrays))
 
 
 # The captured arrays of a problem and their gradients.

@@ -49,7 +49,7 @@ def _backward(problem, fallback, residuals, cotangents):
     names = [DIFFERENTIATED[grad] for grad in problem.gradients]
     results = custom_calls.backward(problem, fallback, operands, o, l, m, do, dlogsumexp)
     arrays = operands.arrays()
-    grads: dict[str, Any] = dict.fromkeys(CAPTURED[:len(problem.captured)])
+    grads: dict[str, Any] = dict.fromkeys(CAPTURED[: len(problem.captured)])
     grads |= {name: x.astype(arrays[name].dtype) for name, x in zip(names, results, strict=True)}
     if "dscale" in asked:  # S = τ Q Kᵀ, so that τ dτ = Σ S dS = Σ Q dQ
         query, dq = (x.astype(operands.scale.dtype) for x in (operands.query, grads["query"]))

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+MOST_INSTRUCTIONS = 4096  # of a code
+
+
+class Unsupported(NotImplementedError):
+    """What code has no instructions for."""
 
 
 class Value(NamedTuple):
@@ -40,26 +45,27 @@ TRUTH = Range(0, 1)
 
 Constant = bool | int | float
 
-_COMPARISONS = {
-    "eq": lambda x, y: _decided(x == y and x.low == x.high, x.high < y.low or y.high < x.low),
-    "lt": lambda x, y: _decided(x.high < y.low, x.low >= y.high),
-    "le": lambda x, y: _decided(x.high <= y.low, x.low > y.high),
-}
 
-
-def _decided(true: bool, false: bool) -> bool | None:
+def _decided(op: str, x: Range, y: Range) -> bool | None:
+    """What a comparison of values in these ranges always gives."""
+    true, false = {
+        "eq": (x == y and x.low == x.high, x.high < y.low or y.high < x.low),
+        "lt": (x.high < y.low, x.low >= y.high),
+        "le": (x.high <= y.low, x.low > y.high),
+    }[op]
     return True if true else False if false else None
 
 
 class Code:
     """Instructions, as they are added: each once, and none whose value is known from what can be known of integers.
 
-    What is known: `sizes` says how many values each of the inputs batch, head, query and key has, from 0 on; of those
-    that it does not name nothing is known.
+    Args:
+      dtype: of floats (`f`).
+      sizes: how many values each of the inputs batch, head, query and key has, from 0 on; None, if that is not known.
     """
 
-    def __init__(self, sizes: dict[str, int]):
-        self._sizes = sizes
+    def __init__(self, dtype: str, sizes: Mapping[str, int | None]):
+        self.dtype, self._sizes = dtype, sizes
         self._lines: list[tuple[str, ...]] = []
         self._values: dict[tuple[str, ...], Value] = {}
         self._ranges: dict[int, Range] = {}
@@ -72,7 +78,7 @@ class Code:
         """One of score, cotangent, batch, head, query, key."""
         if name in ("score", "cotangent"):
             return self._add("f", name)
-        size = self._sizes.get(name)
+        size = self._sizes[name]
         return self._add("i", name, known=ANYTHING if size is None else Range(0, max(size - 1, 0)))
 
     def constant(self, type: str, x: Constant) -> Value:
@@ -81,7 +87,7 @@ class Code:
         self._constants[value.number] = x
         return value
 
-    def load(self, type: str, array: int, indices: list[Value]) -> Value:
+    def load(self, type: str, array: int, indices: Sequence[Value]) -> Value:
         """An entry of a captured array, nearest to these indices if they are outside."""
         return self._add(type, f"load.{type}", str(array), *indices)
 
@@ -115,7 +121,7 @@ class Code:
         if x.type in "ib":
             if op in ("gt", "ge"):
                 return self.compare({"gt": "lt", "ge": "le"}[op], y, x)
-            decided = _COMPARISONS["eq" if op == "ne" else op](self._range(x), self._range(y))
+            decided = _decided("eq" if op == "ne" else op, self._range(x), self._range(y))
             if decided is not None:
                 return self.constant("b", decided != (op == "ne"))
         return self._add("b", f"{op}.{x.type}", x, y)
@@ -136,14 +142,17 @@ class Code:
             return self.constant(type, bool(known) if type == "b" else int(known))
         return self._add(type, f"cast.{x.type}.{type}", x, known=TRUTH if x.type == "b" else ANYTHING)
 
-    def round_to(self, dtype: str, x: Value) -> Value:
+    def rounded(self, x: Value, dtype: str) -> Value:
+        """A float as another dtype has it."""
+        if x.type != "f" or dtype == self.dtype or self.known(x) is not None:
+            return x
         return self._add("f", f"round_to.{dtype}", x)
 
     def clamp(self, x: Value, low: int, high: int) -> Value:
         """An int32 between two numbers."""
         return self.binary("min", self.binary("max", x, self.constant("i", low)), self.constant("i", high))
 
-    def accumulate(self, array: int, indices: list[Value], x: Value) -> None:
+    def accumulate(self, array: int, indices: Sequence[Value], x: Value) -> None:
         """Adds to an entry of a captured array's gradient."""
         self._kept.append(self._add("", "accumulate", str(array), *indices, x).number)
 
@@ -215,5 +224,7 @@ class Code:
         def written(field: str) -> str:
             return str(numbers[int(field[1:])]) if field.startswith("%") else field
 
+        if len(needed) >= MOST_INSTRUCTIONS:
+            raise Unsupported(f"more than {MOST_INSTRUCTIONS} instructions")
         lines = [",".join(map(written, self._lines[number])) for number in sorted(needed)]
         return ";".join([*lines, f"result,{numbers[result.number]}"])

@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
+from jax_flash.programs import arrays as elements
 from jax_flash.programs import lowering
-from jax_flash.programs.code import Code
-from jax_flash.programs.lowering import Array, Lowering, Unsupported, View
+from jax_flash.programs.arrays import Array, View, aval
+from jax_flash.programs.code import Code, Unsupported
+from jax_flash.programs.lowering import Lowering
 
 INDICES = ("batch", "head", "query", "key")
 MOST_CAPTURED = 32
@@ -57,14 +59,13 @@ class Program:
     derivative: str | None = None  # its jaxpr, where the function has its own rule for it
     first: int = 0  # the number of its first captured array
     count: int = 0  # of its captured arrays
-    jaxpr: Jaxpr | None = dataclasses.field(default=None, compare=False, repr=False)
+    jaxpr: Any = dataclasses.field(default=None, compare=False, repr=False)  # a Jaxpr; none of a derivative
 
     def __str__(self) -> str:
         return self.text
 
     def __call__(self, arrays: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
         """Of one entry. `arrays` are all that are captured, this program's among them."""
-        assert self.jaxpr is not None
         (result,) = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self._own(arrays)))(*scalars)
         return result
 
@@ -97,15 +98,15 @@ class Program:
     def gradient(self, captured: Sequence[Captured], dtype: str, sizes: Sizes) -> Program:
         """The code that finds the cotangent of the score, and what is added to gradients of captured arrays, from the
         cotangent of the result."""
-        code = Code(sizes._asdict())
-        arrays, scalars, forward = self._arrays(code, captured), _inputs(code, dtype), Lowering(code, dtype)
+        code = Code(dtype, sizes._asdict())
+        arrays, scalars, forward = self._arrays(code, captured), _inputs(code, dtype), Lowering(code)
         leaves = _leaves(forward, self.jaxpr, arrays, scalars)
         constants = [x for x in arrays if not isinstance(x, View)]
-        args = [*constants, *scalars, lowering.scalar(code.input("cotangent"), dtype), *leaves]
+        args = [*constants, *scalars, elements.scalar(code.input("cotangent"), dtype), *leaves]
         closed = _derivative(self.jaxpr, len(constants), args)
-        dscore, *dleaves = Lowering(code, dtype).run(closed.jaxpr, forward.constants(closed.consts), args)
+        dscore, *dleaves = Lowering(code).run(closed.jaxpr, forward.constants(closed.consts), args)
         for leaf, dleaf in zip(leaves, dleaves, strict=True):
-            for index in lowering.positions(code, leaf.shape) if captured[leaf.array].gradient else ():
+            for index in elements.positions(code, leaf.shape) if captured[leaf.array].gradient else ():
                 x = dleaf.element(*index)
                 place, inside = leaf.place(index)
                 if inside is not None:
@@ -119,7 +120,7 @@ class Program:
 
     def _arrays(self, code: Code, captured: Sequence[Captured]) -> list[Array]:
         own = self._own(list(enumerate(captured)))
-        return [lowering.captured(code, number, x.shape, x.dtype) for number, x in own]
+        return [elements.captured(code, number, x.shape, x.dtype) for number, x in own]
 
 
 def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tuple[Program, list[jax.Array]]:
@@ -137,15 +138,15 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
     if first + len(arrays) > MOST_CAPTURED:
         return dataclasses.replace(program, refusal=f"{name} captures more than {MOST_CAPTURED} arrays"), arrays
     try:
-        code = Code(sizes._asdict())
+        code = Code(dtype, sizes._asdict())
         inputs = _inputs(code, dtype)[0 if name == "score_mod" else 1 :]
-        forward = Lowering(code, dtype)
+        forward = Lowering(code)
         own = program._arrays(code, captured)
         (result,) = forward.run(closed.jaxpr, own, inputs)
         text = code.text(result.element())
-        if name == "score_mod":  # that it has a derivative too is known from the start
+        if name == "score_mod":  # whether it has a derivative too is known from the start
             gradients = [x._replace(gradient=jnp.issubdtype(x.dtype, jnp.floating)) for x in captured[first:]]
-            dataclasses.replace(program).gradient(captured[:first] + gradients, dtype, sizes)
+            program.gradient(captured[:first] + gradients, dtype, sizes)
     except Unsupported as e:
         return dataclasses.replace(program, refusal=f"{name} has {e}"), arrays
     own_rule = _has_own_rules(closed.jaxpr)
@@ -165,7 +166,7 @@ def _traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
         pass
     integer, expected = jax.ShapeDtypeStruct((), "int32"), jax.ShapeDtypeStruct((), dtype if scored else "bool")
     closed, result = jax.make_jaxpr(function, return_shape=True)(*[expected] * scored, *[integer] * len(INDICES))
-    if jax.tree.structure(result) != jax.tree.structure(0) or result.shape or result.dtype != expected.dtype:
+    if not jax.tree_util.all_leaves([result]) or result.shape or result.dtype != expected.dtype:
         found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
         raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {found}")
     if closed.effects:
@@ -177,8 +178,8 @@ def _traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
 
 
 def _inputs(code: Code, dtype: str) -> list[Array]:
-    indices = [lowering.scalar(code.input(name), "int32") for name in INDICES]
-    return [lowering.scalar(code.input("score"), dtype), *indices]
+    indices = [elements.scalar(code.input(name), "int32") for name in INDICES]
+    return [elements.scalar(code.input("score"), dtype), *indices]
 
 
 def _leaves(forward: Lowering, jaxpr: Jaxpr, arrays: list[Array], scalars: list[Array]) -> list[View]:
@@ -219,9 +220,9 @@ def _derivative(jaxpr: Jaxpr, constants: int, args: Sequence[Array]) -> ClosedJa
 
     def derivative(*args: jax.Array) -> list[jax.Array]:
         known = iter(args[:constants])
-        floats = [jnp.issubdtype(x.aval.dtype, jnp.floating) for x in jaxpr.constvars]
+        floats = [jnp.issubdtype(aval(x).dtype, jnp.floating) for x in jaxpr.constvars]
         consts = [
-            _Looked(x.aval.shape, x.aval.dtype) if there else next(known)
+            _Looked(aval(x).shape, aval(x).dtype) if there else next(known)
             for x, there in zip(jaxpr.constvars, floats, strict=True)
         ]
         score, *indices = args[constants:scalars]
@@ -268,7 +269,7 @@ class _Tracing:
     def _apply(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         inner = lowering.inlined(eqn)
         if lowering.keeps_views(eqn) and isinstance(inputs[0], _Looked):
-            return [_Looked(x.aval.shape, x.aval.dtype) for x in eqn.outvars]
+            return [_Looked(aval(x).shape, aval(x).dtype) for x in eqn.outvars]
         if inner and lowering.is_transparent(eqn):
             return self.run(inner[0], inner[1], inputs)
         values = {x: self.use(value) for x, value in zip(eqn.invars, inputs, strict=True) if not isinstance(x, Literal)}

@@ -1,0 +1,92 @@
+"""Arrays whose elements are values of a code: each is a function from indices to a value.
+
+So only those elements are computed that a scalar result needs: of a captured table the one that is looked up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash.programs.code import Code, Unsupported, Value
+
+MOST_ELEMENTS = 512  # of an array that is computed element by element: code is straight-line
+
+Index = tuple[Value, ...]
+Place = tuple[Index, Value | None]  # where an element is, and whether it is there
+
+
+class Array:
+    """A value of the jaxpr: its type, and the code of an element."""
+
+    def __init__(self, shape: Sequence[int], dtype: Any, element: Callable[[Index], Value]):
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self._element, self._elements = element, dict[Index, Value]()
+
+    def element(self, *index: Value) -> Value:
+        if index not in self._elements:
+            self._elements[index] = self._element(index)
+        return self._elements[index]
+
+
+class View(Array):
+    """Elements of a captured float array in other places: what derivatives with respect to it are of.
+
+    `place` says which of its entries an element is, and whether it is one (else it is `fill`), if that is in question.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        array: int,
+        shape: Sequence[int],
+        dtype: Any,
+        place: Callable[[Index], Place],
+        fill: float | None = None,
+    ):
+        super().__init__(shape, dtype, self._look_up)
+        self.code, self.array, self.place, self.fill = code, array, place, fill
+
+    def _look_up(self, index: Index) -> Value:
+        place, inside = self.place(index)
+        x = self.code.load("f", self.array, place)
+        if inside is None or self.fill is None:
+            return x
+        return self.code.select(inside, x, self.code.constant("f", self.fill))
+
+
+def aval(x: Any) -> jax.ShapeDtypeStruct:
+    """Of a variable or a literal of a jaxpr."""
+    return jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
+
+
+def type_of(dtype: Any) -> str:
+    """The letter of a dtype's values in code."""
+    kind = np.dtype(dtype).kind if not jnp.issubdtype(dtype, jnp.floating) else "f"
+    if kind not in "fiub" or (kind in "iu" and np.dtype(dtype).itemsize > 4):
+        raise Unsupported(f"{np.dtype(dtype).name} values; there are bool, integers up to 32 bits and floats")
+    return kind
+
+
+def captured(code: Code, number: int, shape: Sequence[int], dtype: Any) -> Array:
+    """A captured array."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return View(code, number, shape, dtype, lambda index: (index, None))
+    return Array(shape, dtype, lambda index: code.load(type_of(dtype), number, index))
+
+
+def scalar(x: Value, dtype: Any) -> Array:
+    return Array((), dtype, lambda _: x)
+
+
+def positions(code: Code, shape: Sequence[int]) -> list[Index]:
+    """The indices of all elements of a small array."""
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise Unsupported(f"an array of {list(shape)}: at most {MOST_ELEMENTS} elements are computed one by one")
+    return [tuple(code.constant("i", i) for i in index) for index in itertools.product(*map(range, shape))]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import ArrayLike
 
-VERSION = 5
+VERSION = 6
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -33,6 +33,28 @@ class Extent(NamedTuple):
     def of_blocks(cls, blocks: jax.Array | jax.ShapeDtypeStruct) -> Extent:
         """Of a block mask, which always has rows and columns."""
         return cls(blocks.shape[0] != 1, blocks.shape[1] != 1, True, True)
+
+
+class Captured(NamedTuple):
+    """An array that score programs load from."""
+
+    dtype: str
+    batch: bool
+    dims: tuple[int, ...]
+    gradient: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.dtype}:{'b' if self.batch else 1}:{'x'.join(map(str, self.dims))}:{int(self.gradient)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A score program in its text form."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @jax.tree_util.register_static
@@ -68,6 +90,11 @@ class Problem:
     element_masks: int = 0  # P of them
     row_list: int = 0  # 2 + W numbers of a list
     column_list: int = 0
+
+    captured: tuple[Captured, ...] = ()
+    score_mod: Program | None = None
+    mask_mod: Program | None = None
+    score_grad: Program | None = None
 
     drop_threshold: int = 0  # of 2^15: an entry is kept iff its 15 random bits are at least that
     full_precision: bool = False  # float32 only: no TF32
@@ -155,13 +182,15 @@ class Problem:
         return "float64" if self.dtype == "float64" else "float32"
 
     def encode(self) -> str:
-        """The text attribute of the custom calls: "version=5 batch=2 ... bias=b1ts mask=none ..."."""
+        """The text attribute of the custom calls: "version=6 batch=2 ... bias=b1ts mask=none ..."."""
 
         def text(value: object) -> str:
-            if value is None:
+            if value is None or value == ():
                 return "none"
             if isinstance(value, Extent):
                 return "".join(name if there else "1" for name, there in zip("bnts", value, strict=True))
+            if isinstance(value, tuple):
+                return ",".join(map(str, value))
             return str(int(value)) if isinstance(value, bool) else str(value)
 
         fields = {field.name: text(getattr(self, field.name)) for field in dataclasses.fields(self)}
@@ -192,6 +221,8 @@ class Operands(NamedTuple):
     seed: jax.Array | None = None  # [B, 2], uint32
     batch_id: jax.Array | None = None  # [B], uint32
     head_id: jax.Array | None = None  # [N], uint32
+    program_batch: jax.Array | None = None  # [B], int32
+    program_head: jax.Array | None = None  # [N], int32
 
     def arrays(self) -> dict[str, jax.Array]:
         """Those that are there, by name."""
@@ -223,6 +254,8 @@ DIMS = {
     "seed": "X",
     "batch_id": "",
     "head_id": "N",
+    "program_batch": "",
+    "program_head": "N",
     "o": "TNE",
     "l": "NT",
     "m": "NT",
@@ -233,7 +266,7 @@ DIMS = {
     "dv": "SKE",
     "dbias": "NTS",
 }
-ONE_A_CALL = ("scale", "head_id")  # they have no leading dims
+ONE_A_CALL = ("scale", "head_id", "program_head")  # they have no leading dims
 BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
 ONE_A_BATCH = (("bias",), ("mask",), BLOCK_MASK)  # what a batch may share; of several arrays either all or none
 DIFFERENTIATED = {"dq": "query", "dk": "key", "dv": "value", "dbias": "bias"}

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "common/program.h"
+
 namespace jax_flash {
 
 // The operands of both, in their order: OPERAND(type, name, dtype, dims, there). `dtype` is the one of a void's
@@ -27,12 +29,15 @@ namespace jax_flash {
   OPERAND(uint32_t, element_masks, DType::kNone, "BPQW", p.element_masks > 0 ? p.block_mask : Extent()) \
   OPERAND(uint32_t, seed, DType::kNone, "BX", p.dropout())                                              \
   OPERAND(uint32_t, batch_id, DType::kNone, "B", p.dropout())                                           \
-  OPERAND(uint32_t, head_id, DType::kNone, "N", p.dropout())
+  OPERAND(uint32_t, head_id, DType::kNone, "N", p.dropout())                                            \
+  OPERAND(int32_t, program_batch, DType::kNone, "B", p.programs())                                      \
+  OPERAND(int32_t, program_head, DType::kNone, "N", p.programs())
 
 struct Operands {
 #define JAX_FLASH_MEMBER(type, name, ...) const type* name;
   JAX_FLASH_OPERANDS(JAX_FLASH_MEMBER)
 #undef JAX_FLASH_MEMBER
+  const void* captured[kMaxCaptured] = {};  // after those: what the programs load from, [B or 1, size]
 };
 
 struct ForwardResults {
@@ -46,6 +51,7 @@ struct Cotangents {
 
 struct BackwardResults {
   void *dq, *dk, *dv, *dbias;
+  void* captured[kMaxCaptured] = {};  // their gradients, of the accumulation dtype
 };
 
 }  // namespace jax_flash

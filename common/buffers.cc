@@ -17,8 +17,17 @@ std::string Text(ffi::DataType dtype, ffi::Span<const int64_t> dims) {
     case ffi::S32:
       text = "s32";
       break;
+    case ffi::S8:
+      text = "s8";
+      break;
+    case ffi::S16:
+      text = "s16";
+      break;
     case ffi::U8:
       text = "u8";
+      break;
+    case ffi::U16:
+      text = "u16";
       break;
     case ffi::U32:
       text = "u32";
@@ -59,6 +68,15 @@ ffi::DataType XlaType(DType dtype) {
   return ffi::DataType::INVALID;
 }
 
+ffi::DataType XlaType(CapturedDType dtype) {
+  constexpr ffi::DataType kTypes[] = {
+#define ENTRY(text, name, ...) ffi::name,
+      JAX_FLASH_CAPTURED_DTYPES(ENTRY)
+#undef ENTRY
+  };
+  return kTypes[int(dtype)];
+}
+
 // Of an array of T; `dtype` says it of one of void.
 template <typename T>
 ffi::DataType TypeOf(DType dtype) {
@@ -68,38 +86,53 @@ ffi::DataType TypeOf(DType dtype) {
   return XlaType(dtype);
 }
 
+std::string NameOf(const char* arrays, size_t number) { return arrays + ("[" + std::to_string(number) + "]"); }
+
 }  // namespace
 
+Dims Buffers::DimsOf(const char* letters, const Extent& extent) const {
+  Dims dims;
+  for (; *letters; ++letters) dims.Add(p_.size(*letters, extent));
+  return dims;
+}
+
+Dims Buffers::DimsOf(const Captured& captured) const {
+  Dims dims;
+  dims.Add(captured.batch ? p_.batch : 1);
+  dims.Add(captured.size());
+  return dims;
+}
+
 const void* Buffers::Operand(const char* name, ffi::DataType dtype, const char* dims, const Extent& extent) {
-  if (!extent.present || !error_.empty()) return nullptr;
-  auto buffer = args_.get<ffi::AnyBuffer>(args_taken_++);
-  if (!buffer) {
-    error_ = "operand " + std::string(name) + " is missing";
-    return nullptr;
-  }
-  return Checked("operand ", name, *buffer, dtype, dims, extent);
+  return extent.present ? Operand(name, dtype, DimsOf(dims, extent)) : nullptr;
 }
 
 void* Buffers::Result(const char* name, DType dtype, const char* dims, const Extent& extent) {
-  if (!extent.present || !error_.empty()) return nullptr;
-  auto buffer = rets_.get<ffi::AnyBuffer>(rets_taken_++);
-  if (!buffer) {
-    error_ = "result " + std::string(name) + " is missing";
-    return nullptr;
-  }
-  return Checked("result ", name, **buffer, XlaType(dtype), dims, extent);
+  return extent.present ? Result(name, dtype, DimsOf(dims, extent)) : nullptr;
 }
 
-void* Buffers::Checked(const char* kind, const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
-                       const char* dims, const Extent& extent) {
-  Dims shape;
-  for (; *dims; ++dims) shape.Add(p_.size(*dims, extent));
-  const ffi::Span<const int64_t> actual = buffer.dimensions(), expected = shape.span();
+const void* Buffers::Operand(const std::string& name, ffi::DataType dtype, const Dims& dims) {
+  if (!error_.empty()) return nullptr;
+  auto buffer = args_.get<ffi::AnyBuffer>(args_taken_++);
+  if (buffer) return Checked("operand " + name, *buffer, dtype, dims);
+  error_ = "operand " + name + " is missing";
+  return nullptr;
+}
+
+void* Buffers::Result(const std::string& name, DType dtype, const Dims& dims) {
+  if (!error_.empty()) return nullptr;
+  auto buffer = rets_.get<ffi::AnyBuffer>(rets_taken_++);
+  if (buffer) return Checked("result " + name, **buffer, XlaType(dtype), dims);
+  error_ = "result " + name + " is missing";
+  return nullptr;
+}
+
+void* Buffers::Checked(const std::string& name, const ffi::AnyBuffer& buffer, ffi::DataType dtype, const Dims& dims) {
+  const ffi::Span<const int64_t> actual = buffer.dimensions(), expected = dims.span();
   if (buffer.element_type() == dtype && std::equal(actual.begin(), actual.end(), expected.begin(), expected.end())) {
     return buffer.untyped_data();
   }
-  error_ = std::string(kind) + name + " is " + Text(buffer.element_type(), actual) + ", the problem says " +
-           Text(dtype, expected);
+  error_ = name + " is " + Text(buffer.element_type(), actual) + ", the problem says " + Text(dtype, expected);
   return nullptr;
 }
 
@@ -110,6 +143,9 @@ Operands Buffers::TakeOperands() {
   in.name = static_cast<const type*>(Operand(#name, TypeOf<type>(dtype), dims, ExtentOf(there)));
   JAX_FLASH_OPERANDS(TAKE)
 #undef TAKE
+  for (size_t i = 0; i < p.captured.size(); ++i) {
+    in.captured[i] = Operand(NameOf("captured", i), XlaType(p.captured[i].dtype), DimsOf(p.captured[i]));
+  }
   return in;
 }
 
@@ -140,6 +176,10 @@ BackwardResults Buffers::TakeBackwardResults() {
   results.dk = Result("dk", p_.dtype, "BSKD", ExtentOf(p_.dk));
   results.dv = Result("dv", p_.dtype, "BSKE", ExtentOf(p_.dv));
   results.dbias = Result("dbias", p_.accumulation_dtype(), "BNTS", bias);
+  for (size_t i = 0; i < p_.captured.size(); ++i) {
+    if (!p_.captured[i].gradient) continue;
+    results.captured[i] = Result(NameOf("dcaptured", i), p_.accumulation_dtype(), DimsOf(p_.captured[i]));
+  }
   return results;
 }
 

@@ -42,8 +42,11 @@ class Buffers {
   // `dims`: a letter each.
   const void* Operand(const char* name, xla::ffi::DataType dtype, const char* dims, const Extent& extent);
   void* Result(const char* name, DType dtype, const char* dims, const Extent& extent);
-  void* Checked(const char* kind, const char* name, const xla::ffi::AnyBuffer& buffer, xla::ffi::DataType dtype,
-                const char* dims, const Extent& extent);
+  const void* Operand(const std::string& name, xla::ffi::DataType dtype, const Dims& dims);
+  void* Result(const std::string& name, DType dtype, const Dims& dims);
+  void* Checked(const std::string& name, const xla::ffi::AnyBuffer& buffer, xla::ffi::DataType dtype, const Dims& dims);
+  Dims DimsOf(const char* letters, const Extent& extent) const;
+  Dims DimsOf(const Captured& captured) const;
 
   const Problem& p_;
   xla::ffi::RemainingArgs args_;

@@ -1,16 +1,12 @@
 #include "common/problem.h"
 
-#include <locale.h>
-#include <stdlib.h>
-
 #include <algorithm>
-#include <charconv>
-#include <cmath>
 #include <limits>
 #include <stdexcept>
 #include <variant>
 
 #include "common/arrays.h"
+#include "common/numbers.h"
 
 namespace jax_flash {
 namespace {
@@ -18,31 +14,19 @@ namespace {
 // A field of the text: its name and where its value goes. The type of the value says how it is read.
 struct Field {
   std::string_view name;
-  std::variant<int64_t Problem::*, double Problem::*, bool Problem::*, DType Problem::*, Extent Problem::*> member;
+  std::variant<int64_t Problem::*, double Problem::*, bool Problem::*, DType Problem::*, Extent Problem::*,
+               std::vector<Captured> Problem::*, Program Problem::*>
+      member;
 };
 
 #define ENTRY(type, name, value) {#name, &Problem::name},
 constexpr Field kFields[] = {JAX_FLASH_PROBLEM(ENTRY)};
 #undef ENTRY
 constexpr size_t kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
-constexpr std::string_view kVersion = "5";
+constexpr std::string_view kVersion = "6";
 
-bool Parse(std::string_view text, int64_t* value) {
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, *value);
-  return error == std::errc() && stop == end;
-}
-
-bool Parse(std::string_view text, double* value) {
-  // A locale with decimal commas must not change what we read. (No streams: they do not work in every process that has
-  // more than one C++ standard library.)
-  static const locale_t locale = newlocale(LC_ALL_MASK, "C", nullptr);
-  const std::string copy(text);
-  char* end = nullptr;
-  *value = strtod_l(copy.c_str(), &end, locale);
-  const bool decimal = text.find_first_not_of("0123456789.e+-") == text.npos;  // strtod reads more than Python writes
-  return decimal && !copy.empty() && *end == '\0' && std::isfinite(*value);
-}
+bool Parse(std::string_view text, int64_t* value) { return ParseInteger(text, value); }
+bool Parse(std::string_view text, double* value) { return ParseDecimal(text, value); }
 
 bool Parse(std::string_view text, bool* value) {
   *value = text == "1";
@@ -73,12 +57,29 @@ bool Parse(std::string_view text, Extent* value) {
   return true;
 }
 
+// Its instructions are read when the other fields are there.
+bool Parse(std::string_view text, Program* value) {
+  value->text = text;
+  return true;
+}
+
 // Whether there can be such an array: what is computed of its sizes, with padding and in bytes, then has 64 bits. A
 // size of 0 counts as 1, for what is computed of the others alone.
+constexpr double kMostElements = 0x1p52;
+
 bool CanBe(const Problem& p, const char* dims, const Extent& extent) {
-  constexpr double kMostElements = 0x1p52;
   double elements = 1;
   for (; extent.present && *dims; ++dims) elements *= double(std::max<int64_t>(p.size(*dims, extent), 1));
+  return elements <= kMostElements;
+}
+
+// Likewise of one that programs load from, whose sizes are not negative.
+bool CanBe(const Problem& p, const Captured& captured) {
+  double elements = double(std::max<int64_t>(captured.batch ? p.batch : 1, 1));
+  for (int dim = 0; dim < captured.rank; ++dim) {
+    if (captured.dims[dim] < 0) return false;
+    elements *= double(std::max<int64_t>(captured.dims[dim], 1));
+  }
   return elements <= kMostElements;
 }
 
@@ -114,8 +115,26 @@ std::string Check(const Problem& p) {
   JAX_FLASH_OPERANDS(CHECK)
 #undef CHECK
   if (!CanBe(p, "BTNE", ExtentOf(true))) return too_large + "o";
+  if (p.captured.size() > kMaxCaptured) return "more than 32 captured arrays";
+  for (const Captured& captured : p.captured) {
+    if (!CanBe(p, captured)) return "a captured array has a size below 0, or more than 2^52 elements";
+    if (captured.gradient && captured.type() != Type::f) return "a captured array of integers has no gradient";
+  }
   if (p.drop_threshold > 32640) return "drop_threshold is not in [0, 32640]";
   return "";
+}
+
+// Reads the programs. Returns what is wrong with them.
+std::string DecodePrograms(Problem* p) {
+  const auto decode = [p](const char* name, ProgramKind kind, Program* program) {
+    const std::string wrong = DecodeProgram(kind, p->captured, program);
+    return wrong.empty() ? "" : std::string(name) + ": " + wrong;
+  };
+  std::string wrong = decode("score_mod", ProgramKind::kScoreMod, &p->score_mod);
+  if (wrong.empty()) wrong = decode("mask_mod", ProgramKind::kMaskMod, &p->mask_mod);
+  if (wrong.empty()) wrong = decode("score_grad", ProgramKind::kScoreGrad, &p->score_grad);
+  if (wrong.empty() && p->score_grad.present() && !p->score_mod.present()) wrong = "score_grad without score_mod";
+  return wrong;
 }
 
 }  // namespace
@@ -178,12 +197,15 @@ std::string Decode(std::string_view text, Problem* problem) {
   for (size_t i = 0; i < kFieldCount; ++i) {
     if (!seen[i]) return "problem: " + std::string(kFields[i].name) + " is missing";
   }
-  const std::string wrong = Check(*problem);
+  std::string wrong = Check(*problem);
+  if (wrong.empty()) wrong = DecodePrograms(problem);
   return wrong.empty() ? "" : "problem: " + wrong;
 }
 
 std::vector<std::pair<std::string, std::string>> ProblemFields() {
-  constexpr const char* kTypes[] = {"int", "float", "bool", "str", "Extent | None"};  // of Field::member
+  // Of Field::member.
+  constexpr const char* kTypes[] = {"int",           "float", "bool", "str", "Extent | None", "tuple[Captured, ...]",
+                                    "Program | None"};
   std::vector<std::pair<std::string, std::string>> fields;
   for (const Field& field : kFields) fields.emplace_back(field.name, kTypes[field.member.index()]);
   return fields;

@@ -11,6 +11,7 @@
 
 #include "common/blocks.h"
 #include "common/dtype.h"
+#include "common/program.h"
 
 namespace jax_flash {
 
@@ -51,6 +52,10 @@ constexpr Extent ExtentOf(const Extent& extent) { return extent; }
   FIELD(int64_t, element_masks, 0) /* of blocks that are neither empty nor full */                              \
   FIELD(int64_t, row_list, 0)      /* widths of the lists of blocks */                                          \
   FIELD(int64_t, column_list, 0)                                                                                \
+  FIELD(std::vector<Captured>, captured, {}) /* arrays that these programs load from */                         \
+  FIELD(Program, score_mod, {})              /* s <- score_mod(s, ...) after the bias is added */               \
+  FIELD(Program, mask_mod, {})               /* which entries may be attended to */                             \
+  FIELD(Program, score_grad, {})             /* the backward only: the gradient of score_mod */                 \
   FIELD(int64_t, drop_threshold, 0)  /* of 2^15: kept iff an entry's 15 random bits are >= it; 0: no dropout */ \
   FIELD(bool, full_precision, false) /* f32 only: no reduced-precision matrix units */                          \
   FIELD(bool, deterministic, false)  /* the backward: the same bits in every run */                             \
@@ -82,15 +87,17 @@ struct Problem {
   int64_t kv_len_in_blocks() const { return block_mask.present ? block_columns() * kv_block : kv_len; }
   bool window() const { return window_left >= 0 || window_right >= 0; }
   bool dropout() const { return drop_threshold > 0; }
+  bool programs() const { return score_mod.present() || mask_mod.present(); }
   // What a kept entry of P is multiplied with, so that the expectation is exact.
   double keep_scale() const { return 32768.0 / double(32768 - drop_threshold); }
 };
 
-// Reads "version=5 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
+// Reads "version=6 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
 // Returns an empty string, or what is wrong with the text.
 std::string Decode(std::string_view text, Problem* problem);
 
-// The fields' names and their types, as Python writes them ("int", "float", "bool", "str", "Extent | None").
+// The fields' names and their types, as Python writes them ("int", "float", "bool", "str", "Extent | None", "Program |
+// None", …).
 std::vector<std::pair<std::string, std::string>> ProblemFields();
 
 }  // namespace jax_flash

@@ -63,6 +63,8 @@ std::string CudaRefusal(const Problem& p) {
   constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
   const auto sized = [](const char* name, int64_t size) { return std::string(name) + " " + std::to_string(size); };
   if (p.dtype == DType::kF64) return "float64: the CUDA kernels do float16, bfloat16 and float32";
+  if (p.score_mod.present()) return "score_mod: the CUDA kernels have none";
+  if (p.mask_mod.present()) return "mask_mod: the CUDA kernels have none";
   for (const int64_t dim : {p.qk_dim, p.v_dim}) {
     if (dim % 8 != 0 || dim < 8 || dim > 256) {
       return sized("head dim", dim) + ": the CUDA kernels do multiples of 8 up to 256";

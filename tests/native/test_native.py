@@ -143,7 +143,8 @@ def test_instruction_set_that_is_not_there(isa, said):
 
 def test_operands_are_pythons():
     """In names, order and dims."""
-    dims = [(name, DIMS[name] if name in ONE_A_CALL else "B" + DIMS[name]) for name in Operands._fields]
+    names = [name for name in Operands._fields if name != "captured"]  # which are a problem's own
+    dims = [(name, DIMS[name] if name in ONE_A_CALL else f"B{DIMS[name]}") for name in names]
     assert _native.operands() == dims
 
 

@@ -1,0 +1,96 @@
+// Score programs: straight-line programs of scalars that turn the score of an entry into another (score_mod), give the
+// gradient of that (score_grad), or say whether an entry may be attended to (mask_mod). They are part of a problem's
+// text; docs/architecture.md has their instructions.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "common/dtype.h"
+#include "common/ops.h"
+
+namespace jax_flash {
+
+// The dtypes of arrays that a program may load from, CAPTURED(text, name, type, element): `type` is that of what is
+// loaded.
+#define JAX_FLASH_CAPTURED_DTYPES(CAPTURED) \
+  CAPTURED("float16", F16, f, F16)          \
+  CAPTURED("bfloat16", BF16, f, BF16)       \
+  CAPTURED("float32", F32, f, float)        \
+  CAPTURED("float64", F64, f, double)       \
+  CAPTURED("int8", S8, i, int8_t)           \
+  CAPTURED("int16", S16, i, int16_t)        \
+  CAPTURED("int32", S32, i, int32_t)        \
+  CAPTURED("uint8", U8, u, uint8_t)         \
+  CAPTURED("uint16", U16, u, uint16_t)      \
+  CAPTURED("uint32", U32, u, uint32_t)      \
+  CAPTURED("bool", PRED, b, uint8_t)
+
+enum class CapturedDType : uint8_t {
+#define JAX_FLASH_ENUMERATOR(text, name, ...) name,
+  JAX_FLASH_CAPTURED_DTYPES(JAX_FLASH_ENUMERATOR)
+#undef JAX_FLASH_ENUMERATOR
+};
+
+constexpr int kMaxCaptured = 32;
+constexpr int kMaxCapturedRank = 8;
+constexpr int kMaxInstructions = 4096;
+
+// An array that programs load from.
+struct Captured {
+  CapturedDType dtype = {};
+  bool batch = false;     // one for each entry of the batch, or one that they share
+  bool gradient = false;  // the backward only: whether it is asked for
+  int rank = 0;
+  int64_t dims[kMaxCapturedRank] = {};
+
+  // Of one batch entry.
+  int64_t size() const;
+  // Of what `load` gives.
+  Type type() const;
+};
+
+// How much larger each next key's value is, where it is not one of -1, 0 and 1.
+constexpr int8_t kNoStep = 2;
+
+struct Instruction {
+  Op op = {};
+  Type type = Type::n;  // of its value
+  // Whether its value differs from row to row, and from column to column: it is computed for as many as it needs.
+  bool rows = false, columns = false;
+  int8_t step = 0;     // of an i: from key to key
+  int16_t array = -1;  // of load and accumulate
+  int16_t count = 0;   // of its operands
+  int16_t slot = -1;   // where the value of an entry is kept: another's that is not needed any more
+  int16_t operands[kMaxCapturedRank + 1] =
+      {};  // numbers of instructions; those of load and accumulate begin with indices
+  double constant = 0;
+};
+
+// The slots of the inputs that are there for every entry.
+constexpr int kScoreSlot = 0, kCotangentSlot = 1, kFirstFreeSlot = 2;
+
+enum class ProgramKind { kScoreMod, kScoreGrad, kMaskMod };
+
+struct Program {
+  std::string text = "none";
+  std::vector<Instruction> instructions;
+  int slots = kFirstFreeSlot;
+
+  bool present() const { return !instructions.empty(); }
+  // Without functions of the standard library, for the CPU kernels.
+  const Instruction* data() const;
+  int64_t size() const;
+};
+
+// Reads "none" or "float32:1:4x63:1,int32:b::0": dtype, whether it has a batch, dims, whether its gradient is asked
+// for.
+bool Parse(std::string_view text, std::vector<Captured>* captured);
+
+// Reads the instructions of `program->text`, of a problem that has these arrays. Returns an empty string, or what is
+// wrong with them.
+std::string DecodeProgram(ProgramKind kind, const std::vector<Captured>& captured, Program* program);
+
+}  // namespace jax_flash

@@ -1,0 +1,218 @@
+"""Score programs as the compiled module reads them: what it takes, and what is wrong with what it does not."""
+
+import dataclasses
+import random
+
+import pytest
+
+from jax_flash import _native
+from jax_flash.problem import Captured, Problem, Program
+
+PROBLEM = Problem(batch=2, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v_dim=8, dtype="float32")
+ARRAYS = (
+    Captured("float32", False, (4, 63), True),
+    Captured("int32", True, ()),
+    Captured("uint8", False, (2,)),
+    Captured("bool", False, (9, 9)),
+    Captured("float16", True, (3,)),
+    Captured("float32", False, (0,), True),
+)
+SCORE, MASK, GRAD = "score_mod", "mask_mod", "score_grad"
+INPUTS = "score;query;key;const.u,3;const.b,1"  # one of each type: values 0 (f), 1 and 2 (i), 3 (u), 4 (b)
+VALUE = {"f": 0, "i": 1, "u": 3, "b": 4}
+
+FLOAT = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "rem", "min", "max", "pow", "atan2"), "ff"),
+    **dict.fromkeys("neg abs sign exp exp2 log log1p expm1 tanh logistic erf sin cos sqrt rsqrt".split(), "f"),
+    **dict.fromkeys(("floor", "ceil", "round", "rint"), "f"),
+}
+INTEGER = {
+    **dict.fromkeys("add sub mul div rem min max and or xor shl shr".split(), 2),
+    **dict.fromkeys("neg abs sign not popcount clz".split(), 1),
+}
+COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
+OPS = {  # the types of operands and of the value
+    **{f"{op}.f": (operands, "f") for op, operands in FLOAT.items()},
+    **{f"{op}.{t}": (t * count, t) for op, count in INTEGER.items() for t in "iu"},
+    **{f"{op}.{t}": (t * 2, "b") for op in COMPARE for t in "fiu"},
+    **{f"{op}.b": ("bb", "b") for op in ("and", "or", "xor", "eq", "ne")},
+    **{f"select.{t}": ("b" + t * 2, t) for t in "fiub"},
+    **{f"cast.{a}.{b}": (a, b) for a in "fiub" for b in "fiub" if a != b},
+    **{f"round_to.{dtype}": ("f", "f") for dtype in ("bfloat16", "float16", "float32")},
+    "not.b": ("b", "b"),
+    "finite.f": ("f", "b"),
+}
+
+
+def problem(kind=SCORE, text="score;result,0", captured=ARRAYS):
+    programs = {kind: Program(text)}
+    if kind == GRAD:
+        programs[SCORE] = Program("score;result,0")
+    return dataclasses.replace(PROBLEM, captured=captured, **programs)
+
+
+def said(kind, text, captured=ARRAYS):
+    """What is wrong with a program; "" if nothing is."""
+    try:
+        refusal = _native.cuda_refusal(problem(kind, text, captured).encode())
+    except ValueError as error:
+        return str(error).removeprefix("problem: ")
+    assert kind.replace("grad", "mod") in refusal
+    return ""
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_instruction(op):
+    operands, value = OPS[op]
+    fields = ",".join(str(VALUE[t]) for t in operands)
+    end = "result,5" if value == "f" else f"{'cast.b.f' if value == 'b' else f'cast.{value}.f'},5;result,6"
+    assert said(SCORE, f"{INPUTS};{op},{fields};{end}") == ""
+    assert "too many fields" in said(SCORE, f"{INPUTS};{op},{fields},0;{end}")
+    assert "too few fields" in said(
+        SCORE, f"{INPUTS};{op}{',' + fields.rpartition(',')[0] if ',' in fields else ''};{end}"
+    )
+    other = VALUE["f" if operands[-1] == "i" else "i"]
+    wrong = [*fields.split(",")[:-1], str(other)]
+    assert f"value {other} has another type" in said(SCORE, f"{INPUTS};{op},{','.join(wrong)};{end}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (SCORE, "score;result,0"),
+        (SCORE, "const.f,-0x1.8000000000000p+3;result,0"),
+        *((SCORE, f"const.f,{x};result,0") for x in ("inf", "-inf", "nan", "0x0.0p+0", "-0x0.0p+0")),
+        *((MASK, f"const.i,{x};query;lt.i,1,0;result,2") for x in (-(2**31), 2**31 - 1)),
+        (MASK, f"const.u,{2**32 - 1};cast.u.b,0;result,1"),
+        (MASK, "batch;head;query;key;ge.i,2,3;result,4"),
+        (MASK, "query;key;load.b,3,0,1;result,2"),
+        (MASK, "load.i,1;key;lt.i,1,0;result,2"),
+        (MASK, "key;load.u,2,0;cast.u.b,1;result,2"),
+        (SCORE, "head;key;load.f,0,0,1;result,2"),
+        (SCORE, "key;load.f,4,0;result,1"),
+        (GRAD, "cotangent;head;key;accumulate,0,1,2,0;result,0"),
+        (GRAD, "score;cotangent;mul.f,0,1;result,2"),
+    ],
+)
+def test_program(kind, text):
+    assert said(kind, text) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "wrong"),
+    [
+        (SCORE, "", "score_mod: instruction 0, '': there is no such instruction"),
+        (SCORE, "score", "score_mod: it has no result"),
+        (SCORE, "score;", "instruction 1, '': there is no such"),
+        (SCORE, "score;result,0;", "something follows its result"),
+        (SCORE, "score;result,0;result,0", "something follows its result"),
+        (SCORE, "score;result", "too few fields"),
+        (SCORE, "score;result,0,0", "too many fields"),
+        (SCORE, "score;score;result,0", "it is there twice"),
+        (SCORE, "score,0;result,0", "too many fields"),
+        (SCORE, "score;neg.f,1;result,0", "there is no value 1 before it"),
+        (SCORE, "score;neg.f,-1;result,0", "there is no value -1"),
+        (SCORE, "score;neg.f,99999999999999999999;result,0", "there is no value 9999"),
+        (SCORE, "score;neg.f,0x0;result,0", "there is no value 0x0"),
+        (SCORE, "score;neg.f,;result,0", "there is no value  before"),
+        (SCORE, "score;neg,0;result,0", "no such instruction"),
+        (SCORE, "score;cast.f.f,0;result,0", "no such instruction"),
+        (SCORE, "key;result,0", "value 0 has another type"),
+        (SCORE, "cotangent;result,0", "this program has no cotangent"),
+        (MASK, "score;result,0", "mask_mod: instruction 0, 'score': this program has no score"),
+        (MASK, "key;result,0", "value 0 has another type"),
+        (SCORE, "score;accumulate,0,0;result,0", "this program has no accumulate"),
+        (SCORE, "const.f;result,0", "no constant of its type"),
+        *((SCORE, f"const.f,{x};result,0", "no constant of its type") for x in ("", "INF", "infinity", "0x", "1_0")),
+        *((MASK, f"const.i,{x};result,0", "no constant of its type") for x in ("", 2**31, -(2**31) - 1, "1.0", 2**70)),
+        *((MASK, f"const.u,{x};result,0", "no constant of its type") for x in (-1, 2**32)),
+        *((MASK, f"const.b,{x};result,0", "no constant of its type") for x in (-1, 2, "true")),
+        (SCORE, "load.f;result,0", "there is no such array"),
+        *((SCORE, f"load.f,{x};result,0", "there is no such array") for x in (-1, 6, "", 2**66)),
+        (SCORE, "key;load.f,0,0;result,1", "too few fields"),
+        (SCORE, "key;load.f,0,0,0,0;result,1", "too many fields"),
+        (SCORE, "score;load.f,4,0;result,1", "value 0 has another type"),
+        (SCORE, "key;load.f,1;result,1", "the array is of another kind"),
+        (MASK, "key;load.i,2,0;result,1", "the array is of another kind"),
+        (SCORE, "key;load.f,5,0;result,1", "the array is empty"),
+        (GRAD, "cotangent;key;accumulate,5,1,0;result,0", "the array is empty"),
+        (GRAD, "cotangent;key;accumulate,4,1,0;result,0", "the array is of another kind"),
+        (GRAD, "cotangent;accumulate,0,0;result,0", "value 0 has another type"),
+        (GRAD, "cotangent;key;accumulate,0,1,1;result,0", "too few fields"),
+        (GRAD, "cotangent;key;accumulate,0,1,1,0;neg.f,2;result,0", "value 2 has another type"),
+    ],
+)
+def test_wrong_program(kind, text, wrong):
+    assert wrong in said(kind, text)
+
+
+def test_most_instructions():
+    assert said(SCORE, ";".join(["score", *["neg.f,0"] * 4094, "result,0"])) == ""
+    assert "more than 4096" in said(SCORE, ";".join(["score", *["neg.f,0"] * 4095, "result,0"]))
+
+
+def test_gradient_of_nothing():
+    text = dataclasses.replace(PROBLEM, score_grad=Program("cotangent;result,0")).encode()
+    with pytest.raises(ValueError, match="^problem: score_grad without score_mod"):
+        _native.cuda_refusal(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "float32",
+        "float32:1:4",
+        "float31:1:4:0",
+        "float32:c:4:0",
+        "float32:1:4:2",
+        "float32:1:4:0:0",
+        "float32:1:x:0",
+        "float32:1:4x:0",
+        "float32:1:1x1x1x1x1x1x1x1x1:0",
+        "float32:1:4:0,",
+        "float32::4:0",
+        "float32:1:a:0",
+    ],
+)
+def test_captured_that_cannot_be_read(text):
+    with pytest.raises(ValueError, match="^problem: cannot read captured="):
+        _native.cuda_refusal(PROBLEM.encode().replace("captured=none", f"captured={text}"))
+
+
+@pytest.mark.parametrize(
+    ("captured", "wrong"),
+    [
+        ([Captured("float32", False, (-1,))], "a size below 0"),
+        ([Captured("float32", False, (2**40, 2**40))], "more than 2.52 elements"),
+        ([Captured("float32", True, (2**52,))], "more than 2.52 elements"),
+        ([Captured("float32", False, (0, 2**62, 2**62))], "more than 2.52 elements"),
+        ([Captured("int8", False, (), True)], "has no gradient"),
+        ([Captured("int8", False, ())] * 33, "more than 32 captured arrays"),
+    ],
+)
+def test_captured_that_cannot_be(captured, wrong):
+    with pytest.raises(ValueError, match=f"^problem: .*{wrong}"):
+        _native.cuda_refusal(dataclasses.replace(PROBLEM, captured=tuple(captured)).encode())
+    assert _native.cuda_refusal(dataclasses.replace(PROBLEM, captured=ARRAYS * 5).encode()) == ""
+
+
+def test_corrupt_texts():
+    """Whatever is damaged, the answer is a sentence or a problem."""
+    rng = random.Random(0)
+    grad = "score;cotangent;head;key;load.f,0,2,3;mul.f,1,4;accumulate,0,2,3,5;const.f,0x1.8p+3;mul.f,7,5;result,8"
+    whole = problem(GRAD, grad)
+    whole = dataclasses.replace(whole, mask_mod=Program("query;key;load.b,3,0,1;result,2")).encode()
+    refused = 0
+    for _ in range(3000):
+        text = list(whole)
+        start = whole.index("captured=")
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(start, len(text))
+            text[at] = rng.choice(["", ",", ";", ":", ".", "-", "x", "0", "9", "\0", "é", text[at] * 2])
+        try:
+            _native.cuda_refusal("".join(text))
+        except ValueError as error:
+            assert str(error).startswith("problem: ")
+            refused += 1
+    assert refused > 2000

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_flash.programs.code import Code, Unsupported, Value
 
 MOST_ELEMENTS = 512  # of an array that is computed element by element: code is straight-line
+MOST_DIMS = 8  # of a captured array
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 Index = tuple[Value, ...]
 Place = tuple[Index, Value | None]  # where an element is, and whether it is there
@@ -68,17 +69,22 @@ def aval(x: Any) -> jax.ShapeDtypeStruct:
 
 def type_of(dtype: Any) -> str:
     """The letter of a dtype's values in code."""
-    kind = np.dtype(dtype).kind if not jnp.issubdtype(dtype, jnp.floating) else "f"
-    if kind not in "fiub" or (kind in "iu" and np.dtype(dtype).itemsize > 4):
+    kind = "f" if np.dtype(dtype).name in FLOATS else np.dtype(dtype).kind
+    if kind not in "fiub":
         raise Unsupported(f"{np.dtype(dtype).name} values; there are bool, integers up to 32 bits and floats")
     return kind
 
 
 def captured(code: Code, number: int, shape: Sequence[int], dtype: Any) -> Array:
     """A captured array."""
-    if jnp.issubdtype(dtype, jnp.floating):
+    type = type_of(dtype)
+    if type in "iu" and np.dtype(dtype).itemsize > 4:
+        raise Unsupported(f"a captured array of {np.dtype(dtype).name}; there are integers up to 32 bits")
+    if len(shape) > MOST_DIMS or 0 in shape:
+        raise Unsupported(f"a captured array of {list(shape)}: there may be {MOST_DIMS} dims, and none of them empty")
+    if type == "f":
         return View(code, number, shape, dtype, lambda index: (index, None))
-    return Array(shape, dtype, lambda index: code.load(type_of(dtype), number, index))
+    return Array(shape, dtype, lambda index: code.load(type, number, index))
 
 
 def scalar(x: Value, dtype: Any) -> Array:

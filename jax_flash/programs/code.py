@@ -12,6 +12,9 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 MOST_INSTRUCTIONS = 4096  # of a code
 
@@ -82,6 +85,9 @@ class Code:
         return self._add("i", name, known=ANYTHING if size is None else Range(0, max(size - 1, 0)))
 
     def constant(self, type: str, x: Constant) -> Value:
+        x = bool(x) if type == "b" else x
+        if type == "i" and not INT_MIN <= x <= INT_MAX:
+            raise Unsupported(f"the number {x}, which has more than 32 bits")
         text = (float(x).hex() if math.isfinite(x) else str(float(x))) if type == "f" else str(int(x))
         value = self._add(type, f"const.{type}", text, known=Range.of(int(x)) if type in "ib" else ANYTHING)
         self._constants[value.number] = x
@@ -104,7 +110,7 @@ class Code:
         if x.type == "i":
             return self._integers(op, x, y)
         if x.type == "b":
-            op = {"max": "or", "min": "and"}.get(op, op)
+            op = {"max": "or", "min": "and", "add": "or", "mul": "and"}.get(op, op)
             for known, other in ((self.known(x), y), (self.known(y), x)):
                 if known is not None and op in ("and", "or"):
                     return other if known == (op == "and") else self.constant("b", bool(known))
@@ -144,8 +150,11 @@ class Code:
 
     def rounded(self, x: Value, dtype: str) -> Value:
         """A float as another dtype has it."""
-        if x.type != "f" or dtype == self.dtype or self.known(x) is not None:
+        if x.type != "f" or dtype in (self.dtype, "float64"):
             return x
+        known = self.known(x)
+        if known is not None:
+            return self.constant("f", float(np.asarray(known).astype(jnp.dtype(dtype))))
         return self._add("f", f"round_to.{dtype}", x)
 
     def clamp(self, x: Value, low: int, high: int) -> Value:

@@ -26,6 +26,7 @@ class Lowering:
     def __init__(self, code: Code):
         self.code = code
         self.leaves: list[View] = []
+        self._call: JaxprEqn | None = None  # the outermost that is being lowered: it has the user's line
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -69,8 +70,13 @@ class Lowering:
         if not (looks or (inner and is_transparent(eqn))):
             inputs = [self.use(x) for x in inputs]
         if inner:
-            return self.run(inner[0], self.constants(inner[1]), inputs)
-        with _located(eqn):
+            outermost, self._call = self._call, self._call or eqn
+            results = self.run(inner[0], self.constants(inner[1]), inputs)
+            self._call = outermost
+            return results
+        with _located(eqn, self._call):
+            if not looks:
+                self._check_width(eqn)
             if looks or (name in RELABELLED and name not in ELEMENTWISE):
                 return [self._relabelled(eqn, i, inputs) for i in range(len(eqn.outvars))]
             if name in ELEMENTWISE:
@@ -106,28 +112,34 @@ class Lowering:
     def _elementwise(self, eqn: JaxprEqn, inputs: list[Array]) -> Array:
         out = aval(eqn.outvars[0])
         function = ELEMENTWISE[eqn.primitive.name]
-        arithmetic = eqn.primitive.name not in ANY_WIDTH
-        for dtype in [x.dtype for x in inputs] + [out.dtype]:
-            if arithmetic and dtype.kind in "iu" and dtype.itemsize < 4:
-                raise Unsupported(f"{dtype.name} arithmetic; convert to int32")
-            if type_of(dtype) == "f" and dtype.name == "float64" != self.code.dtype:
-                raise Unsupported("float64 values, where the scores are float32")
+        call = self._call
 
         def element(index: Index) -> Value:
             elements = [x.element(*(index if x.shape else ())) for x in inputs]
-            with _located(eqn):
+            with _located(eqn, call):
                 return self.code.rounded(function(self.code, eqn, *elements), out.dtype.name)
 
         return Array(out.shape, out.dtype, element)
 
+    def _check_width(self, eqn: JaxprEqn) -> None:
+        """Python's numbers, weakly typed and of 64 bits under x64, count as of the scores' dtype or int32."""
+        for x in (*eqn.invars, *eqn.outvars):
+            type, dtype, weak = type_of(aval(x).dtype), aval(x).dtype, getattr(x.aval, "weak_type", False)
+            if type in "iu" and dtype.itemsize < 4 and eqn.primitive.name not in ANY_WIDTH:
+                raise Unsupported(f"{dtype.name} arithmetic; convert to int32")
+            if type in "iu" and dtype.itemsize > 4 and not weak:
+                raise Unsupported(f"{dtype.name} values; there are integers up to 32 bits")
+            if dtype.name == "float64" != self.code.dtype and not weak:
+                raise Unsupported("float64 values, where the scores are float32")
+
 
 @contextlib.contextmanager
-def _located(eqn: JaxprEqn) -> Iterator[None]:
-    """What is not supported is said with the user's line."""
+def _located(eqn: JaxprEqn, call: JaxprEqn | None) -> Iterator[None]:
+    """What is not supported is said with the user's line: JAX keeps those of its own functions from their first use."""
     try:
         yield
     except Unsupported as e:
-        raise Unsupported(f"{eqn.primitive.name} at {summarize(eqn.source_info)}: {e}") from None
+        raise Unsupported(f"{eqn.primitive.name} at {summarize((call or eqn).source_info)}: {e}") from None
 
 
 def inlined(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
@@ -152,4 +164,4 @@ def is_transparent(eqn: JaxprEqn) -> bool:
     return not eqn.primitive.name.startswith("custom_")
 
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")

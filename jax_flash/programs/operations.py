@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jax_flash.programs.arrays import Array, Index, Place, aval, positions, type_of
-from jax_flash.programs.code import Code, Unsupported, Value
+from jax_flash.programs.code import INT_MAX, INT_MIN, Code, Unsupported, Value
 
 # --- elementwise ------------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def _clamp(code: Code, eqn: JaxprEqn, low: Value, x: Value, high: Value) -> Valu
 
 def _convert(code: Code, eqn: JaxprEqn, x: Value) -> Value:
     new, old = np.dtype(eqn.params["new_dtype"]), np.dtype(aval(eqn.invars[0]).dtype)
-    if new.kind in "iu" and new.itemsize < 4 and not (old.kind in "iub" and old.itemsize <= new.itemsize):
+    if new.kind in "iu" and new.itemsize < 4 and not np.can_cast(old, new):
         raise Unsupported(f"conversion from {old.name} to {new.name}")
     return code.cast(x, type_of(new))
 
@@ -135,8 +135,6 @@ ELEMENTWISE: dict[str, Callable[..., Value]] = {
     "optimization_barrier": _same,
     "reduce_precision": _reduce_precision,
 }
-# Those that are right for integers of fewer than 32 bits too.
-ANY_WIDTH = ("eq", "ne", "lt", "le", "gt", "ge", "select_n", "convert_element_type", "copy", "max", "min", "clamp")
 
 # --- elements in other places -----------------------------------------------------------------------------------------
 # Each gives a function from an index of result i to one of x, and, if some are outside of x, whether this one is not.
@@ -213,9 +211,26 @@ def _split(code: Code, eqn: JaxprEqn, i: int, shape: tuple[int, ...], others: li
     return lambda index: (tuple(code.binary("add", x, start) if d == axis else x for d, x in enumerate(index)), None)
 
 
+def _unstack(code: Code, eqn: JaxprEqn, i: int, shape: tuple[int, ...], others: list[Array]) -> Where:
+    axis = eqn.params["axis"]
+    return lambda index: ((*index[:axis], code.constant("i", i), *index[axis:]), None)
+
+
+def _tile(code: Code, eqn: JaxprEqn, i: int, shape: tuple[int, ...], others: list[Array]) -> Where:
+    sizes = [code.constant("i", size) for size in shape]
+    return lambda index: (tuple(code.binary("rem", x, size) for x, size in zip(index, sizes, strict=True)), None)
+
+
+def _signed(code: Code, start: Value) -> Value:
+    """An index as an int32: of those that it has no room for, one that is outside too."""
+    if start.type == "u":
+        start = code.binary("min", start, code.constant("u", INT_MAX))
+    return code.cast(start, "i")
+
+
 def _start(code: Code, start: Value, size: int, taken: int) -> Value:
     """Where a slice of `taken` entries starts, as JAX moves it inside."""
-    return code.clamp(code.cast(start, "i"), 0, size - taken)
+    return code.clamp(_signed(code, start), 0, size - taken)
 
 
 def _dynamic_slice(code: Code, eqn: JaxprEqn, i: int, shape: tuple[int, ...], others: list[Array]) -> Where:
@@ -242,7 +257,7 @@ def _gather(code: Code, eqn: JaxprEqn, i: int, shape: tuple[int, ...], others: l
             result[d] = batch[b]
         inside = None
         for k, d in enumerate(numbers.start_index_map):
-            start = code.cast(indices.element(*batch, code.constant("i", k)), "i")
+            start = _signed(code, indices.element(*batch, code.constant("i", k)))
             if fills:
                 not_before = code.compare("le", code.constant("i", 0), start)
                 not_after = code.compare("le", start, code.constant("i", shape[d] - taken[d]))
@@ -263,7 +278,11 @@ def fill_value(eqn: JaxprEqn, dtype: np.dtype) -> Any:
         return given
     if jnp.issubdtype(dtype, jnp.floating):
         return math.nan
-    return {"b": True, "i": np.iinfo(dtype).min if dtype.kind == "i" else 0, "u": 2**32 - 1}[dtype.kind]
+    return {
+        "b": True,
+        "i": np.iinfo(dtype).min if dtype.kind == "i" else 0,
+        "u": np.iinfo(dtype).max if dtype.kind == "u" else 0,
+    }[dtype.kind]
 
 
 RELABELLED = {
@@ -276,6 +295,8 @@ RELABELLED = {
     "rev": _rev,
     "slice": _slice,
     "split": _split,
+    "unstack": _unstack,
+    "tile": _tile,
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
 }
@@ -341,7 +362,9 @@ def _extreme(largest: bool) -> Callable[[Any], Any]:
 
 def _iota(code: Code, eqn: JaxprEqn, inputs: list[Array], out: Any) -> Array:
     d = eqn.params["dimension"]
-    return Array(out.shape, out.dtype, lambda index: code.cast(index[d], type_of(out.dtype)))
+    return Array(
+        out.shape, out.dtype, lambda index: code.rounded(code.cast(index[d], type_of(out.dtype)), out.dtype.name)
+    )
 
 
 def _concatenate(code: Code, eqn: JaxprEqn, inputs: list[Array], out: Any) -> Array:
@@ -361,6 +384,22 @@ def _concatenate(code: Code, eqn: JaxprEqn, inputs: list[Array], out: Any) -> Ar
         result = of(*parts[-1])
         for x, end in reversed(parts[:-1]):
             result = code.select(code.compare("lt", index[d], code.constant("i", end)), of(x, end), result)
+        return result
+
+    return Array(out.shape, out.dtype, element)
+
+
+def _stack(code: Code, eqn: JaxprEqn, inputs: list[Array], out: Any) -> Array:
+    axis = eqn.params["axis"]
+
+    def element(index: Index) -> Value:
+        at, rest = index[axis], (*index[:axis], *index[axis + 1 :])
+        known = code.known(at)
+        if known is not None:
+            return inputs[int(known)].element(*rest)
+        result = inputs[-1].element(*rest)
+        for i, x in reversed(list(enumerate(inputs[:-1]))):
+            result = code.select(code.compare("eq", at, code.constant("i", i)), x.element(*rest), result)
         return result
 
     return Array(out.shape, out.dtype, element)
@@ -412,10 +451,20 @@ ARRAYS = {
     "reduce_prod": _reduce("mul", lambda dtype: 1),
     "reduce_max": _reduce("max", _extreme(False)),
     "reduce_min": _reduce("min", _extreme(True)),
-    "reduce_and": _reduce("and", lambda dtype: True if dtype.kind == "b" else -1),
+    "reduce_and": _reduce("and", lambda dtype: {"b": True, "i": -1}.get(dtype.kind, INT_MAX - INT_MIN)),
     "reduce_or": _reduce("or", lambda dtype: 0),
+    "reduce_xor": _reduce("xor", lambda dtype: 0),
     "iota": _iota,
     "concatenate": _concatenate,
+    "stack": _stack,
     "pad": _pad,
     "dynamic_update_slice": _dynamic_update_slice,
+}
+
+# Those that are right for integers of fewer than 32 bits too.
+ANY_WIDTH = {
+    *("eq", "ne", "lt", "le", "gt", "ge", "select_n", "convert_element_type", "copy", "max", "min", "clamp"),
+    *("and", "or", "xor", "reduce_max", "reduce_min", "reduce_or", "reduce_xor"),
+    *("iota", "concatenate", "stack", "pad", "dynamic_update_slice"),
+    *RELABELLED,
 }

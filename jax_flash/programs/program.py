@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jax_flash.programs import arrays as elements
@@ -56,7 +57,8 @@ class Program:
 
     text: str  # of the code; of the jaxpr if there is none
     refusal: str | None = None  # why there is none
-    derivative: str | None = None  # its jaxpr, where the function has its own rule for it
+    derivative: str | None = None  # the code of that of a score, or its jaxpr if there is no code
+    constants: tuple[bytes, ...] = ()  # what its jaxpr calls with, and says nothing of
     first: int = 0  # the number of its first captured array
     count: int = 0  # of its captured arrays
     jaxpr: Any = dataclasses.field(default=None, compare=False, repr=False)  # a Jaxpr; none of a derivative
@@ -133,11 +135,13 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
     """
     closed = _traced(name, function, dtype)
     arrays = [jnp.asarray(x) for x in closed.consts]
-    program = Program(str(closed.jaxpr), first=first, count=len(arrays), jaxpr=closed.jaxpr)
+    constants = tuple(np.asarray(x).tobytes() for x in _constants_of_calls(closed.jaxpr))
+    program = Program(str(closed.jaxpr), first=first, count=len(arrays), constants=constants, jaxpr=closed.jaxpr)
     captured = [Captured("", False, ())] * first + [Captured(x.dtype.name, False, x.shape) for x in arrays]
-    if first + len(arrays) > MOST_CAPTURED:
-        return dataclasses.replace(program, refusal=f"{name} captures more than {MOST_CAPTURED} arrays"), arrays
+    derivative = None
     try:
+        if first + len(arrays) > MOST_CAPTURED:
+            raise Unsupported(f"more than {MOST_CAPTURED} captured arrays")
         code = Code(dtype, sizes._asdict())
         inputs = _inputs(code, dtype)[0 if name == "score_mod" else 1 :]
         forward = Lowering(code)
@@ -146,11 +150,11 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
         text = code.text(result.element())
         if name == "score_mod":  # whether it has a derivative too is known from the start
             gradients = [x._replace(gradient=jnp.issubdtype(x.dtype, jnp.floating)) for x in captured[first:]]
-            program.gradient(captured[:first] + gradients, dtype, sizes)
+            derivative = program.gradient(captured[:first] + gradients, dtype, sizes).text
     except Unsupported as e:
-        return dataclasses.replace(program, refusal=f"{name} has {e}"), arrays
-    own_rule = _has_own_rules(closed.jaxpr)
-    return dataclasses.replace(program, text=text, derivative=str(closed.jaxpr) if own_rule else None), arrays
+        derivative = _derivative_of_jaxpr(closed) if name == "score_mod" else None
+        return dataclasses.replace(program, refusal=f"{name} has {e}", derivative=derivative), arrays
+    return dataclasses.replace(program, text=text, derivative=derivative), arrays
 
 
 def _traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
@@ -171,6 +175,7 @@ def _traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
         raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {found}")
     if closed.effects:
         raise ValueError(f"{name} must not have side effects, but has {', '.join(map(str, closed.effects))}")
+    closed = _with_constants_of_calls(closed)
     for x in closed.consts:
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise TypeError(f"{name} captures an array of dtype {x.dtype}: there are floats, integers and bool")
@@ -189,16 +194,23 @@ def _leaves(forward: Lowering, jaxpr: Jaxpr, arrays: list[Array], scalars: list[
     return forward.leaves
 
 
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        inner = lowering.inlined(eqn)
-        if inner:
-            yield from _equations(inner[0])
+def _with_constants_of_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same where what functions under jax.jit capture is among what the function itself does."""
+    if not list(_constants_of_calls(closed.jaxpr)):
+        return closed
+    return jax.make_jaxpr(lambda *args: _Tracing(()).run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
 
 
-def _has_own_rules(jaxpr: Jaxpr) -> bool:
-    return any(lowering.inlined(eqn) and not lowering.is_transparent(eqn) for eqn in _equations(jaxpr))
+def _constants_of_calls(x: Any) -> Iterator[Any]:
+    """Those of all jaxprs in a jaxpr, or in a parameter of an equation."""
+    if isinstance(x, ClosedJaxpr):
+        yield from x.consts
+        x = x.jaxpr
+    if isinstance(x, Jaxpr):
+        x = [parameter for eqn in x.eqns for parameter in eqn.params.values()]
+    if isinstance(x, (list, tuple)):
+        for parameter in x:
+            yield from _constants_of_calls(parameter)
 
 
 # --- the derivative ---------------------------------------------------------------------------------------------------
@@ -240,6 +252,22 @@ def _derivative(jaxpr: Jaxpr, constants: int, args: Sequence[Array]) -> ClosedJa
     return jax.make_jaxpr(derivative)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args))
 
 
+def _derivative_of_jaxpr(closed: ClosedJaxpr) -> str | None:
+    """The text of jax.vjp of the function, where there is no code of it; None if it has no derivative."""
+
+    def derivative(cotangent: jax.Array, arrays: Sequence[jax.Array], *scalars: jax.Array) -> Any:
+        result, vjp = jax.vjp(
+            lambda *args: jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, args[0]))(*args[1:]), arrays, *scalars
+        )
+        return vjp([cotangent])
+
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.consts]
+    try:
+        return str(jax.make_jaxpr(derivative)(*closed.out_avals, arrays, *closed.in_avals))
+    except Exception:  # whatever a rule raises: it does again where it is differentiated
+        return None
+
+
 class _Tracing:
     """Goes through a jaxpr as `Lowering` does, so that it finds the same leaves, and takes them from arguments."""
 
@@ -263,14 +291,16 @@ class _Tracing:
             return x.val if isinstance(x, Literal) else values[x]
 
         for eqn in jaxpr.eqns:
-            values |= dict(zip(eqn.outvars, self._apply(eqn, [read(x) for x in eqn.invars]), strict=True))
+            values |= dict(zip(eqn.outvars, self._apply(jaxpr, eqn, [read(x) for x in eqn.invars]), strict=True))
         return [read(x) for x in jaxpr.outvars]
 
-    def _apply(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    def _apply(self, jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         inner = lowering.inlined(eqn)
         if lowering.keeps_views(eqn) and isinstance(inputs[0], _Looked):
             return [_Looked(aval(x).shape, aval(x).dtype) for x in eqn.outvars]
         if inner and lowering.is_transparent(eqn):
             return self.run(inner[0], inner[1], inputs)
         values = {x: self.use(value) for x, value in zip(eqn.invars, inputs, strict=True) if not isinstance(x, Literal)}
-        return jaxpr_as_fun(ClosedJaxpr(Jaxpr((), [*values], eqn.outvars, [eqn]), ()))(*values.values())
+        names = jaxpr.debug_info.with_unknown_names()
+        alone = jaxpr.replace(constvars=[], invars=[*values], outvars=eqn.outvars, eqns=[eqn], debug_info=names)
+        return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*values.values())

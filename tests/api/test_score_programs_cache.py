@@ -1,0 +1,146 @@
+"""Programs are equal if they compute the same values and derivatives: what is compiled for one serves the other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_flash
+from jax_flash import Problem, attention
+
+QUERY = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 8)), jnp.float32)
+
+
+def described(**options) -> Problem:
+    return Problem.of(QUERY, QUERY, QUERY, **options)
+
+
+def attend(query=QUERY, implementation="xla", **options):
+    return jax_flash.dot_product_attention(query, query, query, implementation=implementation, **options)
+
+
+def gradient(**options):
+    return jax.grad(lambda query: (attend(query, **options) ** 2).sum())(QUERY)
+
+
+def with_rule(rule, kind):
+    """x², with this for a derivative."""
+    if kind == "jvp":
+        square = jax.custom_jvp(lambda x: x * x)
+        square.defjvp(lambda primals, tangents: (square(*primals), rule(*primals) * tangents[0]))
+    else:
+        square = jax.custom_vjp(lambda x: x * x)
+        square.defvjp(lambda x: (x * x, x), lambda x, cotangent: (rule(x) * cotangent,))
+    return lambda score, *_: square(score)
+
+
+def test_equal_functions_are_one_program():
+    """Whatever closures they are, and whatever is in the arrays that they capture."""
+
+    def relative(table):
+        return lambda score, b, h, q, k: jax.nn.relu(score + jnp.where(q > k, table[q - k], 0.0))
+
+    one, other = (described(score_mod=relative(jnp.arange(5.0) * x)) for x in (1, 2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != described(score_mod=relative(jnp.arange(6.0)))
+    assert one != described(score_mod=relative(jnp.arange(5, dtype=jnp.int32)))
+    assert described(mask_mod=lambda b, h, q, k: q >= k) != described(mask_mod=lambda b, h, q, k: q > k)
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_another_derivative_is_another_program(kind):
+    double, half = with_rule(lambda x: 4 * x, kind), with_rule(lambda x: x, kind)
+    assert described(score_mod=double) != described(score_mod=half)
+    assert described(score_mod=double) == described(score_mod=with_rule(lambda x: 4 * x, kind))
+    assert np.abs(gradient(score_mod=double) - gradient(score_mod=half)).max() > 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_stop_gradient_is_another_program(implementation):
+    """Their values are the same."""
+    moving, still = lambda s, *_: s * 2, lambda s, *_: lax.stop_gradient(s) * 2
+    assert described(score_mod=moving) != described(score_mod=still)
+    results = [gradient(score_mod=f, implementation=implementation) for f in (moving, still)]
+    assert np.abs(results[0] - results[1]).max() > 1e-3
+
+
+def loop(score_mod):
+    """The same, three times in a way that there is no code for."""
+    return lambda score, *rest: lax.fori_loop(0, 3, lambda _, score: score_mod(score, *rest), score)
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_another_derivative_without_code(kind):
+    double, half = loop(with_rule(lambda x: 4 * x, kind)), loop(with_rule(lambda x: x, kind))
+    assert described(score_mod=double).score_mod.refusal
+    assert described(score_mod=double) != described(score_mod=half)
+    assert described(score_mod=double) == described(score_mod=double)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, loop], ids=["code", "no code"])
+def test_what_a_jitted_function_captures_is_an_operand(wrap):
+    """JAX keeps such arrays in the call's own jaxpr, of which they would be constants."""
+
+    def score_mod(table):
+        inner = jax.jit(lambda score, key: score + table[key])
+        return wrap(lambda score, b, h, q, k: jax.jit(inner)(score, k) * 0.5)
+
+    tables = [jnp.arange(5.0) * x for x in (1, -3)]
+    one, other = (attend(score_mod=score_mod(table)) for table in tables)
+    for table, result in zip(tables, (one, other), strict=True):
+        factor, bias = (0.5, 0.5 * table) if wrap is not loop else (0.125, 0.875 * table)
+        expected = attend(scale=8**-0.5 * factor, bias=bias)
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+    if wrap is not loop:
+        assert described(score_mod=score_mod(tables[0])) == described(score_mod=score_mod(tables[1]))
+        assert described(score_mod=score_mod(tables[0])).score_mod.refusal is None
+
+
+def test_what_a_function_with_its_own_rule_captures_is_told_apart():
+    """It is no operand, but another array is another program."""
+
+    def score_mod(shift):
+        inner = jax.jit(lambda x: x + shift[0])
+        function = jax.custom_jvp(lambda x: inner(x) ** 2)
+        function.defjvp(lambda primals, tangents: (function(*primals), 2 * inner(*primals) * tangents[0]))
+        return lambda score, *_: function(score)
+
+    results = [attend(score_mod=score_mod(jnp.full(2, x))) for x in (0.0, 1.0)]
+    assert np.abs(results[0] - results[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_new_values_do_not_compile_again(implementation):
+    """Outside of jax.jit, and of new functions each time; a captured number is one of the arrays."""
+    traces = []
+
+    def call(seed, query=QUERY):
+        table, number = jnp.asarray(np.random.default_rng(seed).normal(size=9), jnp.float32), jnp.float32(seed)
+
+        def score_mod(score, b, h, q, k):
+            traces.append(seed)
+            return score * number + table[q - k + 4]
+
+        return attend(query, implementation, score_mod=score_mod, mask_mod=lambda b, h, q, k: q - k < number + 4)
+
+    call(0)
+    before = attention._attend._cache_size()
+    call(1)
+    assert attention._attend._cache_size() == before
+    assert traces == [0, 1]  # each function once
+
+
+def test_new_values_under_jit():
+    @jax.jit
+    def function(query, table):
+        nonlocal traces
+        traces += 1
+        return attend(query, score_mod=lambda s, b, h, q, k: s + table[k])
+
+    traces = 0
+    results = [function(QUERY, jnp.arange(5.0) * x) for x in (1, 2)]
+    assert traces == 1
+    for x, result in zip((1, 2), results, strict=True):
+        np.testing.assert_allclose(result, attend(bias=jnp.arange(5.0) * x), rtol=1e-5, atol=1e-6)

@@ -164,6 +164,18 @@ int64_t Problem::elements(const char* dims, const Extent& extent) const {
   return product;
 }
 
+Extent Problem::mask_mod_extent() const {
+  Extent extent = {mask_mod.present(), false, false, false, false};
+  for (const Instruction& x : mask_mod.instructions) {
+    const bool loads = x.array >= 0;
+    extent.batch |= x.op == Op::batch || (x.op == Op::query && query_offset) || (loads && captured[x.array].batch);
+    extent.heads |= x.op == Op::head;
+    extent.rows |= x.op == Op::query;
+    extent.columns |= x.op == Op::key;
+  }
+  return extent;
+}
+
 std::string Decode(std::string_view text, Problem* problem) {
   *problem = Problem();
   bool seen[kFieldCount] = {};

@@ -89,6 +89,8 @@ struct Problem {
   bool window() const { return window_left >= 0 || window_right >= 0; }
   bool dropout() const { return drop_threshold > 0; }
   bool programs() const { return score_mod.present() || mask_mod.present(); }
+  // Which dimensions what mask_mod says depends on.
+  Extent mask_mod_extent() const;
   bool captured_gradients() const {
     return std::any_of(captured.begin(), captured.end(), [](const Captured& array) { return array.gradient; });
   }

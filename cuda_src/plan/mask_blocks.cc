@@ -11,6 +11,9 @@ int AddMaskUnit(const Problem& p, Plan* plan) {
   any.dtype = DType::kBF16;
   any.qk_dim = any.v_dim = 64;
   any.mask = ExtentOf(p.mask.present);
+  any.mask_mod = p.mask_mod;
+  any.captured = p.captured;
+  any.query_offset = p.mask_mod.present() && p.query_offset;
   any.q_block = p.q_block, any.kv_block = p.kv_block;
   return AddUnit("scheduler/mask_blocks.cuh", Asks::kOfBoth, any, {Family::kAmpere}, plan);
 }
@@ -18,18 +21,18 @@ int AddMaskUnit(const Problem& p, Plan* plan) {
 }  // namespace
 
 bool MakesMaskBlocks(const Problem& p, Pass pass, const Target& target) {
-  return p.mask.present && !(pass == Pass::kForward && ampere::FewQueries(target, p));
+  return (p.mask.present || p.mask_mod.present()) && !(pass == Pass::kForward && ampere::FewQueries(target, p));
 }
 
 Problem WithMaskInBlocks(Problem p) {
-  Extent& blocks = p.block_mask;
-  const auto either = [&](bool mask, bool other) { return mask || (blocks.present && other); };
-  const bool rows = either(p.mask.rows, true), columns = either(p.mask.columns, true);
-  blocks = {true, either(p.mask.batch, blocks.batch), either(p.mask.heads, blocks.heads), true, true};
+  const Extent mask = p.mask, mod = p.mask_mod_extent(), blocks = p.block_mask;
+  const bool rows = mask.rows || mod.rows || blocks.present, columns = mask.columns || mod.columns || blocks.present;
+  p.block_mask = {true, mask.batch || mod.batch || blocks.batch, mask.heads || mod.heads || blocks.heads, true, true};
   p.mask = {};
+  p.mask_mod = {};
   p.q_block = p.kv_block = kMaskBlock;
   const int64_t down = p.block_rows(), across = p.block_columns();
-  p.element_masks = p.elements("N", blocks) * (rows ? down : 1) * (columns ? across : 1);
+  p.element_masks = p.elements("N", p.block_mask) * (rows ? down : 1) * (columns ? across : 1);
   p.row_list = kListHeader + across;
   p.column_list = kListHeader + down;
   return p;

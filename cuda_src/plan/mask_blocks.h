@@ -1,5 +1,5 @@
-// A mask operand as the kernels have it: a block mask, which two launches before them make of it, in blocks of
-// kMaskBlock x kMaskBlock entries (kernels/scheduler/mask_blocks.cuh).
+// A mask operand and a mask_mod as the kernels have them: a block mask, which two launches before them make of both, in
+// blocks of kMaskBlock x kMaskBlock entries (kernels/scheduler/mask_blocks.cuh).
 #pragma once
 
 #include "common/arrays.h"
@@ -8,11 +8,11 @@
 
 namespace jax_flash {
 
-// Whether it is made into one. A forward of few queries reads so few entries that it looks at them itself.
+// Whether they are made into one. A forward of few queries has so few entries that it looks at them itself.
 bool MakesMaskBlocks(const Problem& p, Pass pass, const Target& target);
 
-// The problem with the block mask that is made of its mask and its own block mask, and no other. An element mask is
-// there for each block of the mask; what the mask is broadcast over has one block.
+// The problem with the block mask that is made of these and its own block mask, and no other. An element mask is there
+// for each block of the mask; what the mask is broadcast over has one block.
 Problem WithMaskInBlocks(Problem p);
 // The operands with this block mask, which is in scratch memory.
 Operands WithMaskInBlocks(Operands in, const Scratch& layout, char* scratch);

@@ -1,7 +1,7 @@
-// Before a forward or backward with a mask operand: the block mask that they go by instead, so that blocks which the
-// mask empties cost nothing, and full ones are not looked at (Algorithm 5). The mask is read once; of a block of
-// kMaskBlock x kMaskBlock entries that is neither there are bits. Where there is a block mask operand besides, entries
-// have to be in both.
+// Before a forward or backward with a mask operand or a mask_mod: the block mask that they go by instead, so that
+// blocks which the mask empties cost nothing, and full ones are not looked at (Algorithm 5). The mask is read, and
+// mask_mod asked, once; of a block of kMaskBlock x kMaskBlock entries that is neither there are bits. Where there is a
+// block mask operand besides, entries have to be in all of them.
 //
 // What the mask is broadcast over has one row, or column, of such bits: `Span`.
 #pragma once
@@ -34,7 +34,8 @@ struct Place {
 
   __device__ __forceinline__ explicit Place(const Params& p) {
     const int block_rows = (p.q_len + kSide - 1) / kSide, block_columns = (p.kv_len + kSide - 1) / kSide;
-    const bool every_row = p.mask.row == 0 && !kBlockMask, every_column = p.mask.column == 0 && !kBlockMask;
+    const bool every_row = p.mask.row == 0 && !kProblem.mask_mod_rows && !kBlockMask;
+    const bool every_column = p.mask.column == 0 && !kProblem.mask_mod_columns && !kBlockMask;
     const int own_columns = every_column ? 1 : block_columns, own_rows = every_row ? 1 : block_rows;
     const int of_batch = p.block_mask.element_mask_count, of_head = own_rows * own_columns,
               place = blockIdx.x % of_head;
@@ -76,6 +77,16 @@ __device__ __forceinline__ uint32_t InGivenBlock(const Params& p, const Place& p
   if (!kBlockMask) return 0xFFFF;
   const int kind = KindOfBlock(p, place.batch, place.head, i, j);
   return Block<false>(p, place.batch, kind).Half(i % kQBlock, j % kKVBlock);
+}
+
+// And mask_mod, of those that are within S.
+__device__ __forceinline__ uint32_t InProgram(const Params& p, const Place& place, int i, int j) {
+  if (!kMaskMod) return 0xFFFF;
+  uint32_t bits = 0;
+  for (int x = 0; x < min(16, p.kv_len - j); ++x) {
+    bits |= (program::MaskMod(Programs(p), PlaceOf(p, place.batch, place.head, i, j + x)) & 1) << x;
+  }
+  return bits;
 }
 
 // A 32 x 32 square of bits, of which a lane has a row: it gets the column of the same number.
@@ -146,8 +157,8 @@ struct Lists {
 }  // namespace jax_flash
 
 // A CTA for each element mask of the block mask that is made.
-extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, 6)
-    jax_flash_mask_blocks(const __grid_constant__ jax_flash::Params p) {
+extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, jax_flash::kMaskMod ? 1 : 6)
+    jax_flash_mask_blocks(const __grid_constant__ jax_flash::KernelParams p) {
   using namespace jax_flash;
   constexpr int kChunks = kSide / 16, kRowsAtOnce = kMaskThreads / kChunks, kSteps = kSide / kRowsAtOnce;
   __shared__ uint32_t words[kSide * kWordsOfRow];
@@ -160,12 +171,15 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, 6)
   uint4 bytes[kSteps];  // all on their way at a time
 #pragma unroll
   for (int s = 0; s < kSteps; ++s)
-    bytes[s] = there(s) != 0 ? Bytes(p, place, place.rows.first * kSide + row(s), j) : uint4();
+    bytes[s] = kMask && there(s) != 0 ? Bytes(p, place, place.rows.first * kSide + row(s), j) : uint4();
   bool any = false, every = true;
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     uint32_t bits = there(s);
-    if (bits != 0) bits &= NotZero(bytes[s]) & InGivenBlock(p, place, place.rows.first * kSide + row(s), j);
+    const int i = place.rows.first * kSide + row(s);
+    if (kMask && bits != 0) bits &= NotZero(bytes[s]);
+    if (bits != 0) bits &= InGivenBlock(p, place, i, j);
+    if (bits != 0) bits &= InProgram(p, place, i, j);
     any |= bits != 0, every &= bits == there(s);
     reinterpret_cast<uint16_t*>(words)[row(s) * kChunks + chunk] = uint16_t(bits);
   }

@@ -86,8 +86,10 @@ struct Entries {
 __device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len - 1) / kQBlock + 1; }
 __device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len - 1) / kKVBlock + 1; }
 
-// The block mask that a kernel goes by; or, where it makes one of a mask operand, the one that is given beside that.
-__device__ __forceinline__ const BlockMask& Blocks(const Params& p) { return kMask ? p.given_blocks : p.block_mask; }
+// The block mask that a kernel goes by; or, where it makes one of a mask, the one that is given beside that.
+__device__ __forceinline__ const BlockMask& Blocks(const Params& p) {
+  return kMask || kMaskMod ? p.given_blocks : p.block_mask;
+}
 
 // Of the heads that the block mask has, the one that is meant. (An int counts their rows and columns of blocks, which
 // are multiples of 16: the plan refuses batch x heads x T / 16 beyond it, and S likewise.)

@@ -5,10 +5,10 @@ what the paper's algorithms read and write.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import os
 import pathlib
+import pkgutil
 import platform
 import shlex
 import sys
@@ -25,7 +25,7 @@ import jax_flash
 from jax_flash import _native
 from jax_flash.block_sparse import Shape
 from jax_flash.io_model import report
-from jax_flash.problem import DIFFERENTIATED, DTYPES
+from jax_flash.problem import DCAPTURED, DIFFERENTIATED, DTYPES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     info.set_defaults(run=run_info)
     choose = commands.add_parser("choose", help="which implementation a problem would take, and why")
     add_problem_flags(choose)
+    choose.add_argument("--source", action="store_true", help="print score programs as CUDA C++, too")
     choose.add_argument("--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="(default: JAX's)")
     choose.set_defaults(run=run_choose)
     warmup = commands.add_parser(
@@ -65,6 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(run=run_info)
     args = parser.parse_args(argv)
     return args.run(args)
+
+
+def importable(name: str) -> Any:
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{name} cannot be imported: {error}") from None
 
 
 def add_problem_flags(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +107,9 @@ def add_problem_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--query-offset", action="store_true", help="with a position of the first query")
     parser.add_argument("--full-precision", action="store_true", help="float32 products in full precision")
     parser.add_argument("--deterministic", action="store_true", help="gradients that are the same in every run")
+    for name in ("score_mod", "mask_mod"):
+        flag, help = f"--{name.replace('_', '-')}", "a function that can be imported, as package.module:name"
+        parser.add_argument(flag, type=importable, metavar="FUNCTION", help=help)
 
 
 def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
@@ -138,6 +149,8 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
         query_offset=jax.ShapeDtypeStruct((B,), "int32") if args.query_offset else None,
         block_mask=block_mask,
         deterministic=args.deterministic,
+        score_mod=args.score_mod,
+        mask_mod=args.mask_mod,
     )
 
 
@@ -205,7 +218,10 @@ def run_choose(args: argparse.Namespace) -> int:
     print(f"{choice.implementation}: {choice.reason}")
     if (chosen_platform, choice.implementation) == ("cuda", "flash"):
         for backward in (False, True):
-            print(jax_flash.explain(problem, backward))
+            explanation = jax_flash.explain(problem, backward)
+            print(explanation)
+            if args.source:
+                print(explanation.source)
     return 0
 
 
@@ -238,15 +254,15 @@ def warm(args: argparse.Namespace) -> None:
     """Compiles the kernels of one problem into the cache."""
     problem = problem_of(args)
     gradients = () if args.backward is None else args.backward or ("query", "key", "value")
-    grads: dict[str, Any] = {grad: operand in gradients for grad, operand in DIFFERENTIATED.items()}
-    if grads["dbias"] and not args.bias:
+    grads = {grad for grad, operand in DIFFERENTIATED.items() if operand in gradients or grad in DCAPTURED}
+    if "bias" in gradients and not args.bias:
         raise ValueError("the gradient of a bias, but there is none: --bias")
     if args.dlogsumexp and not gradients:
         raise ValueError("--dlogsumexp of the backward, but there is none: --backward")
     for arch in args.arch or cuda_archs():
         for backward in (False, True) if gradients else (False,):
-            differentiated = grads | {"dlogsumexp": args.dlogsumexp} if backward else {}
-            text = dataclasses.replace(problem, **differentiated).encode()
+            one = problem.differentiated(grads, dlogsumexp=args.dlogsumexp) if backward else problem
+            text = one.encode()
             start = time.perf_counter()
             if not _native.cuda_cache(text, backward, arch):
                 raise OSError(f"could not write to {_native.cuda_cache_directory()}: is there space left?")

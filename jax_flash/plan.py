@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import NamedTuple
 
@@ -32,6 +31,8 @@ class Explanation(NamedTuple):
     kernels: tuple[Kernel, ...]  # one after the other
     scratch_bytes: int  # of memory beside the results
     reasons: tuple[str, ...]  # why it is not otherwise
+    programs: dict[str, str]  # score_mod, mask_mod and score_grad: their instructions (docs/score-programs.md)
+    source: str  # these as CUDA C++
 
     def __str__(self) -> str:
         name = "backward" if self.backward else "forward"
@@ -41,13 +42,14 @@ class Explanation(NamedTuple):
             unit = "warpgroups" if kernel.family == "hopper" else "warps"
             tiles = f", tiles {kernel.rows} x {kernel.cols}, {kernel.groups} {unit}, {kernel.stages} stages"
             lines.append(f"  {kernel.name}: {kernel.family}{tiles if kernel.rows else ''}")
+        lines += [f"  {name}: {text.replace(';', '; ')}" for name, text in self.programs.items()]
         return "\n".join([*lines, *(f"  because {reason}" for reason in self.reasons)])
 
 
 def explain(problem: Problem, backward: bool = False, arch: str | None = None) -> Explanation:
     """Which CUDA kernels do a pass of `problem` (see `Problem.of`), with which tiles, and what kept it from others.
 
-    The backward is that of query, key and value if the problem asks for no gradients. `arch` is "sm_80", "sm_90a", …, a
+    The backward is that of query, key and value, and of what score_mod captures, if the problem asks for no gradients. `arch` is "sm_80", "sm_90a", …, a
     GPU with as many multiprocessors as those most often have; by default it is the first GPU of this process, or
     "sm_90a" if there is none. No kernel is compiled.
 
@@ -60,8 +62,8 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None) -
         raise TypeError(f"arch must be a str, not {checks.described(arch)}")
     if arch is not None and not re.fullmatch(r"sm_[1-9][0-9]{1,2}[af]?", arch):
         raise ValueError(f'arch must be "sm_80", "sm_90a", …, not {checks.described(arch)}')
-    if backward and not (problem.dq or problem.dk or problem.dv or problem.dbias):
-        problem = dataclasses.replace(problem, dq=True, dk=True, dv=True)
+    if backward and not problem.gradients:
+        problem = problem.differentiated(problem.differentiable - {"dbias"})
     chosen, multiprocessors = (arch, 0) if arch is not None else _first_gpu()
     call = problem.encode(), backward, chosen, multiprocessors
     kernels = tuple(
@@ -69,7 +71,10 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None) -
         for _, name, fields in _native.cuda_plan(*call)
     )
     counted, scratch_bytes, reasons = _native.cuda_explain(*call)
-    return Explanation(backward, chosen, counted, kernels, scratch_bytes, tuple(reasons))
+    programs = {name: getattr(problem, name) for name in ("score_mod", "mask_mod", "score_grad")}
+    texts = {name: x.text for name, x in programs.items() if x is not None}
+    source = _native.cuda_programs(call[0]) if texts else ""
+    return Explanation(backward, chosen, counted, kernels, scratch_bytes, tuple(reasons), texts, source)
 
 
 def _first_gpu() -> tuple[str, int]:

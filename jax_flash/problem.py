@@ -158,11 +158,17 @@ class Problem:
         """The backward's, for these gradients (names in `DIFFERENTIATED`)."""
         flags: dict[str, Any] = {name: name in results for name in DIFFERENTIATED if name not in DCAPTURED}
         asked = zip(DCAPTURED, self.captured, strict=False)
-        captured = tuple(x._replace(gradient=name in results) for name, x in asked)
+        captured = tuple(x._replace(gradient=name in self.differentiable & {*results}) for name, x in asked)
         score_grad = None
         if self.score_mod is not None and not self.score_mod.refusal and set(results) - {"dv"}:
             score_grad = self.score_mod.gradient(captured, self.accumulation_dtype, self.sizes)
         return dataclasses.replace(self, captured=captured, score_grad=score_grad, **flags, **changes)
+
+    @property
+    def differentiable(self) -> set[str]:
+        """The names of the gradients that it may be asked for."""
+        floats = {name for name, x in zip(DCAPTURED, self.captured, strict=False) if "float" in x.dtype}
+        return {"dq", "dk", "dv", *floats} | ({"dbias"} if self.bias else set())
 
     @property
     def gradients(self) -> tuple[str, ...]:

@@ -164,6 +164,9 @@ int64_t Problem::elements(const char* dims, const Extent& extent) const {
   return product;
 }
 
+const Captured* Problem::captured_arrays() const { return captured.data(); }
+int64_t Problem::captured_count() const { return int64_t(captured.size()); }
+
 std::string Decode(std::string_view text, Problem* problem) {
   *problem = Problem();
   bool seen[kFieldCount] = {};

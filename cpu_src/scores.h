@@ -30,7 +30,7 @@ struct HeadOffset {
 // What the backward needs of the way from X to S: dC/dX = 1 - (C / cap)^2, and what score_mod was given.
 template <typename A>
 struct Trace {
-  Tile<A> slope, given;
+  Tile<A> slope = {}, given = {};
 
   Trace() = default;
   Trace(const Problem& p, Carver* carver) {

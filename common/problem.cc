@@ -176,6 +176,9 @@ Extent Problem::mask_mod_extent() const {
   return extent;
 }
 
+const Captured* Problem::captured_arrays() const { return captured.data(); }
+int64_t Problem::captured_count() const { return int64_t(captured.size()); }
+
 std::string Decode(std::string_view text, Problem* problem) {
   *problem = Problem();
   bool seen[kFieldCount] = {};

@@ -88,6 +88,9 @@ struct Problem {
   int64_t kv_len_in_blocks() const { return block_mask.present ? block_columns() * kv_block : kv_len; }
   bool window() const { return window_left >= 0 || window_right >= 0; }
   bool dropout() const { return drop_threshold > 0; }
+  // Of `captured`, without functions of the standard library, for the CPU kernels.
+  const Captured* captured_arrays() const;
+  int64_t captured_count() const;
   bool programs() const { return score_mod.present() || mask_mod.present(); }
   // Which dimensions what mask_mod says depends on.
   Extent mask_mod_extent() const;

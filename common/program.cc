@@ -77,8 +77,7 @@ bool Parse(std::string_view text, Captured* captured) {
 // Takes the instructions of a program one after the other.
 class Decoder {
  public:
-  Decoder(ProgramKind kind, const std::vector<Captured>& captured, Program* program)
-      : kind_(kind), captured_(captured), program_(*program) {}
+  Decoder(const std::vector<Captured>& captured, Program* program) : captured_(captured), program_(*program) {}
 
   // Returns what is wrong with the next instruction.
   std::string Add(std::string_view text) {
@@ -110,8 +109,8 @@ class Decoder {
   using Fields = std::optional<std::string_view>;
 
   bool Has(Op op) const {
-    if (op == Op::score) return kind_ != ProgramKind::kMaskMod;
-    return (op != Op::cotangent && op != Op::accumulate) || kind_ == ProgramKind::kScoreGrad;
+    if (op == Op::score) return program_.kind != ProgramKind::kMaskMod;
+    return (op != Op::cotangent && op != Op::accumulate) || program_.kind == ProgramKind::kScoreGrad;
   }
 
   std::string TakeFields(const Form& form, Fields* rest, Instruction* instruction) {
@@ -132,7 +131,7 @@ class Decoder {
         return wrong.empty() ? TakeOperand(Type::f, rest, instruction) : wrong;
       }
       case Op::result: {
-        const bool mask = kind_ == ProgramKind::kMaskMod;
+        const bool mask = program_.kind == ProgramKind::kMaskMod;
         if (!mask) instruction->rows = instruction->columns = true;
         return TakeOperand(mask ? Type::b : Type::f, rest, instruction);
       }
@@ -208,7 +207,6 @@ class Decoder {
     return int8_t(std::abs(sum) <= 1 ? sum : kNoStep);
   }
 
-  const ProgramKind kind_;
   const std::vector<Captured>& captured_;
   Program& program_;
 };
@@ -270,8 +268,9 @@ bool Parse(std::string_view text, std::vector<Captured>* captured) {
 }
 
 std::string DecodeProgram(ProgramKind kind, const std::vector<Captured>& captured, Program* program) {
+  program->kind = kind;
   if (program->text == "none") return "";
-  Decoder decoder(kind, captured, program);
+  Decoder decoder(captured, program);
   std::optional<std::string_view> rest = program->text;
   while (rest) {
     const std::string_view instruction = *Next(&rest, ';');

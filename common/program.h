@@ -75,6 +75,7 @@ enum class ProgramKind { kScoreMod, kScoreGrad, kMaskMod };
 
 struct Program {
   std::string text = "none";
+  ProgramKind kind = {};
   std::vector<Instruction> instructions;
   int slots = kFirstFreeSlot;
 

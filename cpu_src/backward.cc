@@ -1,6 +1,8 @@
 // The backward pass: Algorithm 4 of the paper. K and V are walked outside, so that dK and dV of a tile stay and are
 // written once; dQ is a sum that grows in memory. P is computed again from Q, K, l and m.
 #include "common/problem.h"
+#include "cpu_src/captured_gradient.h"
+#include "cpu_src/division.h"
 #include "cpu_src/kept.h"
 #include "cpu_src/kernels.h"
 #include "cpu_src/scores.h"
@@ -9,14 +11,13 @@
 namespace jax_flash::JAX_FLASH_ISA {
 namespace {
 
-// The partial sums of dQ may take this much memory, or else that of one dQ.
-constexpr int64_t kPartialBytes = int64_t(16) << 20;
-
 template <typename A>
 struct Scratch {
   Tile<A> k, k_transposed, v, v_transposed, dk, dv;  // of a tile of K and V
-  Tile<A> q, d_o, p, zp, ds, slope;                  // of a tile of Q; P, Z P
+  Tile<A> q, d_o, p, zp, ds;                         // of a tile of Q; P, Z P
+  Trace<A> trace;
   Kept<A> kept;
+  Programs<A> programs;
   int64_t bytes;
 
   Scratch(const Problem& problem, char* memory) {
@@ -31,8 +32,9 @@ struct Scratch {
     d_o = carver.NewTile<A>(kTileRows, problem.v_dim);
     p = carver.NewTile<A>(kTileRows, kTileColumns);
     ds = carver.NewTile<A>(kTileRows, kTileColumns);
-    slope = Scores<A>::NewSlope(problem, &carver);
+    trace = Trace<A>(problem, &carver);
     kept = Kept<A>(problem, &carver);
+    programs = Programs<A>(problem, &carver);
     zp = kept.NewProduct(p, &carver);
     bytes = carver.used();
   }
@@ -70,6 +72,9 @@ A* ComputeD(const Problem& p, const Cotangents& given, Workers& workers) {
   return d;
 }
 
+// Rows of S that are formed at a time: few, so that they stay in the L1 cache.
+constexpr int64_t kScoredRows = 8;
+
 // The inner steps on one sequence, in the scratch of one worker.
 template <typename A>
 struct Backpropagation {
@@ -79,8 +84,8 @@ struct Backpropagation {
   const A* const d;
   const A scale;  // τ
   const int64_t b;
-  const Scores<A> scores;
   Scratch<A> scratch;
+  const Scores<A> scores;
 
   Backpropagation(const Problem& problem, const Operands& operands, const Cotangents& cotangents, const A* d, int64_t b,
                   char* memory)
@@ -90,8 +95,8 @@ struct Backpropagation {
         d(d),
         scale(*static_cast<const A*>(in.scale)),
         b(b),
-        scores(p, in, b),
-        scratch(p, memory) {}
+        scratch(p, memory),
+        scores(p, in, b, &scratch.programs) {}
 
   void LoadKeysAndValues(int64_t head, int64_t j0, int64_t columns) {
     LoadRows(HeadRows(in.key, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.qk_dim), columns, p.qk_dim, A(1),
@@ -116,7 +121,9 @@ struct Backpropagation {
     // S, masked; P = exp(S - m) / l, 0 in a row that attends to nothing
     const int64_t statistics = (b * p.q_heads + n) * p.q_len + block.i0;
     for (int64_t r = 0; r < block.rows; ++r) {
-      scores.FromProducts(FromRow(scratch.p, r), block.Rows(r, 1), n, FromRow(scratch.slope, r));
+      if (r % kScoredRows == 0) {
+        scores.FromProducts(FromRow(scratch.p, r), block.Rows(r, kScoredRows), n, scratch.trace.FromRow(r));
+      }
       const A m = static_cast<const A*>(given.m)[statistics + r], l = static_cast<const A*>(given.l)[statistics + r];
       const A shift = m == -kInfinity<A> ? 0 : m, inverse = l == 0 ? 0 : 1 / l;
       A* row = scratch.p.row(r);
@@ -126,8 +133,8 @@ struct Backpropagation {
     scratch.kept.Apply(block, scratch.kept.scale, scratch.p, scratch.zp);
   }
 
-  // dS, after P.
-  void ComputeDS(const Block& block, int64_t n) {
+  // dS, after P; past score_mod, if there is one.
+  void ComputeDS(const Block& block, int64_t n, const CapturedSums<A>* sums = nullptr) {
     const Tile<A> ds = scratch.ds;
     // dP = Z dO Vᵀ
     Multiply(AsIs(scratch.d_o), FromColumn(scratch.v_transposed, block.c0), FromColumn(ds, block.c0), block.rows,
@@ -141,6 +148,7 @@ struct Backpropagation {
         Store(row + c, Load(scratch.p.row(r) + c) * (Load(row + c) - d_rows[r]));
       }
     }
+    scores.ToBias(ds, block, n, scratch.trace, sums);
   }
 
   // dbias <- dbias + dS, summed over what is broadcast.
@@ -161,45 +169,16 @@ struct Backpropagation {
   }
 };
 
-// Of a dimension: how many units of work, and how many indices each of them goes through.
-struct Split {
-  int64_t units, each;
-
-  static Split Of(int64_t count, bool together) { return together ? Split{1, count} : Split{count, 1}; }
-};
-
-// The work on dQ, dK and dV: batch entries, heads of K and V, and parts that the tiles of a head's keys are dealt to.
-struct Division {
-  Split batch, heads;
-  int64_t parts;
-  bool dbias;  // is found on the way: each entry belongs to one unit, which goes through all that it is a sum over
-
-  int64_t units() const { return batch.units * heads.units * parts; }
-};
+// So that the gradients of captured arrays need no more memory than this for their copies.
+constexpr double kCopyBytes = double(int64_t(64) << 20);
 
 template <typename A>
-int64_t DQBytes(const Problem& p) {
-  return p.batch * p.q_heads * p.q_len * RoundUp(p.qk_dim, kLanes<A>) * int64_t(sizeof(A));
-}
-
-template <typename A>
-Division Divide(const Problem& p, bool dbias, int64_t threads) {
-  Division d = {Split::Of(p.batch, dbias && !p.bias.batch), Split::Of(p.kv_heads, dbias && !p.bias.heads), 1, dbias};
-  // No parts where the heads share out evenly among the threads, or nearly so.
-  const int64_t heads = d.units();
-  if (heads % threads && heads < 4 * threads) d.parts = RoundUp(4 * threads, heads) / heads;
-  d.parts = Max(1, Min(d.parts, ColumnTiles(p).count()));
-  if (p.dq) d.parts = Min(d.parts, Max(2, kPartialBytes / Max(DQBytes<A>(p), 1)));
-  return d;
-}
-
-// With dbias, unless that would leave threads without work, or entries of dbias to several units or to none.
-template <typename A>
-Division Divide(const Problem& p, const Workers& workers) {
-  const int64_t threads = workers.threads();
-  const bool possible = p.dbias && (p.dq || p.dk || p.dv) && p.bias.columns && p.batch * p.kv_heads * p.q_len > 0;
-  const Division together = Divide<A>(p, possible, threads);
-  return together.units() >= threads ? together : Divide<A>(p, false, threads);
+Division Divide(const Problem& p, const Operands& in, const BackwardResults& out, const Workers& workers) {
+  for (unsigned bits = 0;; ++bits) {
+    const Together together = {bool(bits & 2), bool(bits & 4), bool(bits & 1)};
+    const Division division = Divide<A>(p, together, workers.threads());
+    if (bits == 7 || CapturedGradients<A>::Memory(p, in, out, division) <= kCopyBytes) return division;
+  }
 }
 
 // dQ as a sum of parts.
@@ -268,7 +247,7 @@ void ZeroBias(const Problem& p, Tile<A> dbias, int64_t rows, int64_t columns) {
 // one part of its tiles.
 template <typename A>
 void BackwardHead(Backpropagation<A>& step, const Division& division, const QueryGradient<A>& dq,
-                  const BackwardResults& out, int64_t head, int64_t part) {
+                  const BackwardResults& out, const CapturedSums<A>* sums, int64_t head, int64_t part) {
   const Problem& p = step.p;
   const int64_t b = step.b, group = p.group();
   const Tiling row_tiles = RowTiles(p), column_tiles = ColumnTiles(p);
@@ -306,10 +285,10 @@ void BackwardHead(Backpropagation<A>& step, const Division& division, const Quer
         Multiply(Transposed(FromColumn(scratch.zp, block.c0)), scratch.d_o, FromRow(scratch.dv, block.c0), width,
                  p.v_dim, block.rows, Into::kSum);
       }
-      if (!p.dq && !p.dk && !division.dbias) continue;
-      step.ComputeDS(block, n);
+      if (!p.dq && !p.dk && !division.dbias && !sums) continue;
+      step.ComputeDS(block, n, sums);
       if (division.dbias) step.AddToBias(block, dbias);
-      step.scores.ToProducts(scratch.ds, block, scratch.slope);
+      step.scores.ToProducts(scratch.ds, block, scratch.trace);
       const Tile<A> dx = FromColumn(scratch.ds, block.c0);
       // dQ <- dQ + τ dX K
       if (p.dq) {
@@ -332,7 +311,7 @@ void BackwardHead(Backpropagation<A>& step, const Division& division, const Quer
 
 template <typename A>
 void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out, const A* d,
-                 const Division& division, Workers& workers) {
+                 const Division& division, const CapturedGradients<A>& captured, Workers& workers) {
   const QueryGradient<A> dq(p, out.dq, division.parts, workers);
   const Split batch = division.batch, heads = division.heads;
   const auto propagate = [&](int64_t unit, char* memory) {
@@ -340,8 +319,9 @@ void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, 
     const int64_t batch_unit = unit / division.parts / heads.units;
     for (int64_t b = batch_unit * batch.each; b < (batch_unit + 1) * batch.each; ++b) {
       Backpropagation<A> step(p, in, given, d, b, memory);
+      const CapturedSums<A> sums = captured.Sums(b, batch_unit, head_unit, part);
       for (int64_t head = head_unit * heads.each; head < (head_unit + 1) * heads.each; ++head) {
-        BackwardHead(step, division, dq, out, head, part);
+        BackwardHead(step, division, dq, out, captured.asked() ? &sums : nullptr, head, part);
       }
     }
   };
@@ -395,9 +375,13 @@ void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given,
 template <typename A>
 void Backward(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out,
               Workers& workers) {
-  const A* d = p.dq || p.dk || p.dbias ? ComputeD<A>(p, given, workers) : nullptr;
-  const Division division = Divide<A>(p, workers);
-  if ((p.dq || p.dk || p.dv) && p.kv_heads > 0) BackwardQKV<A>(p, in, given, out, d, division, workers);
+  const Division division = Divide<A>(p, in, out, workers);
+  const CapturedGradients<A> captured(p, in, out, division, workers);
+  const A* d = p.dq || p.dk || p.dbias || captured.asked() ? ComputeD<A>(p, given, workers) : nullptr;
+  if ((p.dq || p.dk || p.dv || captured.asked()) && p.kv_heads > 0) {
+    BackwardQKV<A>(p, in, given, out, d, division, captured, workers);
+  }
+  captured.Sum(workers);
   if (p.dbias && !division.dbias) BackwardBias<A>(p, in, given, out, d, workers);
 }
 

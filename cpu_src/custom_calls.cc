@@ -65,6 +65,9 @@ ffi::Error RunForward(ffi::ThreadPool& pool, const Problem& p, Buffers& buffers)
 }
 
 ffi::Error RunBackward(ffi::ThreadPool& pool, const Problem& p, Buffers& buffers) {
+  if (p.score_mod.present() && !p.score_grad.present()) {
+    return ffi::Error::InvalidArgument("jax_flash_backward: score_mod without score_grad");
+  }
   const Operands operands = buffers.TakeOperands();
   const Cotangents given = buffers.TakeCotangents();
   const BackwardResults results = buffers.TakeBackwardResults();

@@ -27,6 +27,7 @@ struct Scratch {
   QueryTile<A> queries[kUnitTiles];
   Tile<A> k, k_transposed, v, s;
   Kept<A> kept;
+  Programs<A> programs;
   int64_t bytes;
 
   Scratch(const Problem& p, char* memory, int64_t tiles, int64_t tile_rows) {
@@ -42,6 +43,7 @@ struct Scratch {
     v = carver.NewTile<A>(kTileColumns, p.v_dim);
     s = carver.NewTile<A>(kTileRows, kTileColumns);
     kept = Kept<A>(p, &carver);
+    programs = Programs<A>(p, &carver);
     bytes = carver.used();
   }
 };
@@ -119,8 +121,8 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
     const int64_t b = index / units / p.kv_heads, head = index / units % p.kv_heads;
     // The last rows first: under a causal mask they have most to do.
     const int64_t first = (units - 1 - index % units) * unit_tiles, count = Min(unit_tiles, tiles - first);
-    const Scores<A> scores(p, in, b);
     Scratch<A> scratch(p, memory, unit_tiles, tile_rows);
+    const Scores<A> scores(p, in, b, &scratch.programs);
 
     KeyRange keys = {p.kv_len, 0};  // that any row of the unit attends to
     for (int64_t t = 0; t < count; ++t) {

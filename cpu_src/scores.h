@@ -1,44 +1,15 @@
-// From X = τQKᵀ to the scores S: soft cap, bias and masks.
+// From X = τQKᵀ to the scores S: soft cap, bias, programs and masks.
 #pragma once
 
 #include "common/arrays.h"
 #include "common/blocks.h"
 #include "common/masking.h"
 #include "common/problem.h"
+#include "cpu_src/block.h"
+#include "cpu_src/interpreter.h"
 #include "cpu_src/tile.h"
 
 namespace jax_flash::JAX_FLASH_ISA {
-
-// Rows of Q and columns (rows of K and V) that a tile of S holds. Large enough that what is done once per row of a tile
-// costs little, small enough for all tiles of an inner step to stay in the L2 cache. Dropout decides 16 x 64 entries at
-// a time.
-constexpr int64_t kTileRows = 48;
-constexpr int64_t kTileColumns = 256;
-
-// T or S in tiles of at most `tile`, none of which crosses the border of a block of a block mask.
-struct Tiling {
-  int64_t size, block, tile;
-
-  struct Range {
-    int64_t begin, size;
-  };
-
-  int64_t per_block() const { return (block + tile - 1) / tile; }
-  int64_t count() const { return size / block * per_block() + (size % block + tile - 1) / tile; }
-  // The tile that a position is in.
-  int64_t Of(int64_t position) const { return position / block * per_block() + position % block / tile; }
-  Range operator[](int64_t t) const {
-    const int64_t first = t / per_block() * block, begin = first + t % per_block() * tile;
-    return {begin, Min(Min(tile, first + block - begin), size - begin)};
-  }
-};
-
-inline Tiling RowTiles(const Problem& p) {
-  return {p.q_len, p.block_mask.present ? p.q_block : RoundUp(Max(p.q_len, 1), kTileRows), kTileRows};
-}
-inline Tiling ColumnTiles(const Problem& p) {
-  return {p.kv_len, p.block_mask.present ? p.kv_block : RoundUp(Max(p.kv_len, 1), kTileColumns), kTileColumns};
-}
 
 // Where a [B, N, T, S] operand has row 0 of one head, and how far apart its rows and columns are: 0 if broadcast.
 struct HeadOffset {
@@ -56,22 +27,31 @@ struct HeadOffset {
   int64_t At(int64_t i, int64_t j) const { return start + i * row_stride + j * column_stride; }
 };
 
-// The part of a tile of S that is worked on: rows i0 <= i < i0 + rows, and columns j0 + c0 <= j < j0 + c1, where c0 is
-// a whole number of vectors. `masked`: the mask operand hides some of it.
-struct Block {
-  int64_t i0, rows, j0, c0, c1;
-  bool masked;
+// What the backward needs of the way from X to S: dC/dX = 1 - (C / cap)^2, and what score_mod was given.
+template <typename A>
+struct Trace {
+  Tile<A> slope = {}, given = {};
 
-  bool empty() const { return rows <= 0 || c0 >= c1; }
-  // At most `count` rows from row r of it on.
-  Block Rows(int64_t r, int64_t count) const { return {i0 + r, Min(count, rows - r), j0, c0, c1, masked}; }
+  Trace() = default;
+  Trace(const Problem& p, Carver* carver) {
+    if (p.soft_cap > 0) slope = carver->NewTile<A>(kTileRows, kTileColumns);
+    if (p.score_grad.size() > 0) given = carver->NewTile<A>(kTileRows, kTileColumns);
+  }
+
+  Trace FromRow(int64_t r) const {
+    Trace rest;
+    rest.slope = JAX_FLASH_ISA::FromRow(slope, r);
+    rest.given = JAX_FLASH_ISA::FromRow(given, r);
+    return rest;
+  }
 };
 
 // The scores of one sequence of the batch.
 template <typename A>
 class Scores {
  public:
-  Scores(const Problem& problem, const Operands& operands, int64_t b) : p_(problem), in_(operands), b_(b) {
+  Scores(const Problem& problem, const Operands& operands, int64_t b, Programs<A>* programs)
+      : p_(problem), in_(operands), b_(b), programs_(*programs) {
     positions_ = {p_.q_lengths ? ClampLength(in_.q_lengths[b], p_.q_len) : p_.q_len,
                   p_.kv_lengths ? ClampLength(in_.kv_lengths[b], p_.kv_len) : p_.kv_len,
                   p_.query_offset ? in_.query_offset[b] : 0,
@@ -84,36 +64,50 @@ class Scores {
   KeyRange Keys(int64_t i0, int64_t i1) const { return AnyRowKeys(positions_, i0, i1); }
 
   // The block of head n's rows i0 <= i < i0 + rows in the tile of columns j0 <= j < j0 + columns that has to be
-  // computed.
+  // computed. The programs are prepared for it.
   Block Visible(int64_t n, int64_t i0, int64_t rows, int64_t j0, int64_t columns) const {
     const KeyRange keys = Keys(i0, i0 + rows);
-    Block block = {i0, rows, j0, Max(keys.lo - j0, 0) / kLanes<A> * kLanes<A>, Min(keys.hi - j0, columns), false};
+    Block block = {i0, rows, j0, Max(keys.lo - j0, 0) / kLanes<A> * kLanes<A>, Min(keys.hi - j0, columns)};
     if (p_.block_mask.present && !block.empty() && BlockKind(n, i0, j0) == kNothing) block.rows = 0;
     if (p_.segments && !block.empty() && !SegmentsMeet(block)) block.rows = 0;
-    if (p_.mask.present && !block.empty()) TrimToMask(&block, n);
+    if (p_.mask.present && !block.empty()) block.masked = TrimToMask(&block, MaskOf(block, n));
+    if (programs_.mask_mod.present() && !block.empty()) {
+      programs_.mask_mod.Begin(in_, b_, n, positions_.offset, block);
+      block.refused = TrimToMask(&block, programs_.mask_mod.Mask(block.i0));
+    }
+    if (programs_.score_mod.present() && !block.empty()) {
+      programs_.score_mod.Begin(in_, b_, n, positions_.offset, block);
+    }
     return block;
   }
 
-  // S from X, in place. `slope`, if there is one, becomes dC/dX = 1 - (C / cap)^2.
-  void FromProducts(Tile<A> s, const Block& block, int64_t n, Tile<A> slope = {}) const {
-    if (p_.soft_cap > 0) SoftCap(s, block, slope);
+  // S from X, in place.
+  void FromProducts(Tile<A> s, const Block& block, int64_t n, const Trace<A>& trace = {}) const {
+    if (p_.soft_cap > 0) SoftCap(s, block, trace.slope);
     if (p_.bias.present) AddBias(s, block, n);
-    if (block.masked) ApplyMask(s, block, n);
+    if (programs_.score_mod.present()) {
+      if (trace.given.data) Copy(s, block, trace.given);
+      programs_.score_mod.Score(block, s);
+    }
+    if (block.masked) ApplyMask(s, block, MaskOf(block, n));
+    if (block.refused) ApplyMask(s, block, programs_.mask_mod.Mask(block.i0));
     if (p_.block_mask.present) ApplyElementMask(s, block, n);
     if (p_.segments) ApplySegments(s, block);
     ApplyPositions(s, block);
   }
 
-  // The tile of slopes, where there are any.
-  static Tile<A> NewSlope(const Problem& p, Carver* carver) {
-    return p.soft_cap > 0 ? carver->NewTile<A>(kTileRows, kTileColumns) : Tile<A>{};
+  // From dS to what the bias gets of it, in place: past score_mod, whose arrays' gradients are added to `sums`.
+  void ToBias(Tile<A> ds, const Block& block, int64_t n, const Trace<A>& trace, const CapturedSums<A>* sums) const {
+    if (!programs_.score_grad.present()) return;
+    programs_.score_grad.Begin(in_, b_, n, positions_.offset, block);
+    programs_.score_grad.Gradient(trace.given, ds, sums);
   }
 
-  // dX = dS dC/dX, in place.
-  void ToProducts(Tile<A> ds, const Block& block, Tile<A> slope) const {
-    if (!slope.data) return;
+  // From there to dX, in place: past the soft cap.
+  void ToProducts(Tile<A> ds, const Block& block, const Trace<A>& trace) const {
+    if (!trace.slope.data) return;
     for (int64_t r = 0; r < block.rows; ++r) {
-      for (int64_t c = block.c0; c < block.c1; ++c) ds.row(r)[c] *= slope.row(r)[c];
+      for (int64_t c = block.c0; c < block.c1; ++c) ds.row(r)[c] *= trace.slope.row(r)[c];
     }
   }
 
@@ -138,32 +132,38 @@ class Scores {
     return rows.first <= columns.last && columns.first <= rows.last;
   }
 
-  // Leaves the columns, in whole vectors, that the mask shows to any row, and finds out whether all rows see them.
-  void TrimToMask(Block* block, int64_t n) const {
+  MaskBytes MaskOf(const Block& block, int64_t n) const {
     const HeadOffset offset(p_, p_.mask, b_, n);
+    return {in_.mask + offset.At(block.i0, block.j0), offset.row_stride, offset.column_stride};
+  }
+
+  // Leaves the columns, in whole vectors, that the mask shows to any row. Returns whether it hides any of what is left.
+  static bool TrimToMask(Block* block, const MaskBytes& mask) {
     // What is broadcast is looked at once.
-    const int64_t rows = offset.row_stride ? block->rows : 1;
-    int64_t begin = offset.column_stride ? block->c0 : 0, end = offset.column_stride ? block->c1 : 1;
+    const int64_t rows = mask.row_stride ? block->rows : 1;
+    int64_t begin = mask.column_stride ? block->c0 : 0, end = mask.column_stride ? block->c1 : 1;
     uint8_t any[kTileColumns] = {}, every[kTileColumns];
     std::memset(every, 1, sizeof(every));
     for (int64_t r = 0; r < rows; ++r) {
-      const uint8_t* mask = in_.mask + offset.At(block->i0 + r, block->j0);
+      const uint8_t* row = mask.data + r * mask.row_stride;
       for (int64_t c = begin; c < end; ++c) {
-        any[c] |= mask[c];
-        every[c] &= mask[c];
+        any[c] |= row[c];
+        every[c] &= row[c];
       }
     }
     while (begin < end && !any[begin]) ++begin;
     while (begin < end && !any[end - 1]) --end;
     if (begin == end) {
       block->rows = 0;
-      return;
+      return true;
     }
-    if (offset.column_stride) {
+    if (mask.column_stride) {
       begin = block->c0 = begin / kLanes<A> * kLanes<A>;
       end = block->c1 = Min(RoundUp(end, kLanes<A>), block->c1);
     }
-    for (int64_t c = begin; c < end; ++c) block->masked |= !every[c];
+    bool hides = false;
+    for (int64_t c = begin; c < end; ++c) hides |= !every[c];
+    return hides;
   }
 
   void SoftCap(Tile<A> s, const Block& block, Tile<A> slope) const {
@@ -193,14 +193,18 @@ class Scores {
     });
   }
 
-  void ApplyMask(Tile<A> s, const Block& block, int64_t n) const {
-    const HeadOffset offset(p_, p_.mask, b_, n);
+  static void Copy(Tile<A> from, const Block& block, Tile<A> to) {
+    const size_t bytes = size_t(RoundUp(block.c1 - block.c0, kLanes<A>)) * sizeof(A);
+    for (int64_t r = 0; r < block.rows; ++r) std::memcpy(to.row(r) + block.c0, from.row(r) + block.c0, bytes);
+  }
+
+  static void ApplyMask(Tile<A> s, const Block& block, const MaskBytes& mask) {
     for (int64_t r = 0; r < block.rows; ++r) {
-      const uint8_t* mask = in_.mask + offset.At(block.i0 + r, block.j0);
+      const uint8_t* visible = mask.data + r * mask.row_stride;
       A* row = s.row(r);
-      if (offset.column_stride) {
-        for (int64_t c = block.c0; c < block.c1; ++c) row[c] = mask[c] ? row[c] : -kInfinity<A>;
-      } else if (!mask[0]) {
+      if (mask.column_stride) {
+        for (int64_t c = block.c0; c < block.c1; ++c) row[c] = visible[c] ? row[c] : -kInfinity<A>;
+      } else if (!visible[0]) {
         for (int64_t c = block.c0; c < block.c1; ++c) row[c] = -kInfinity<A>;
       }
     }
@@ -253,6 +257,7 @@ class Scores {
   const Problem& p_;
   const Operands& in_;
   int64_t b_;
+  Programs<A>& programs_;
   Positions positions_;
 };
 

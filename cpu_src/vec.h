@@ -121,24 +121,16 @@ struct Exponential {
   Vec<A> power, series, r;
 };
 
-inline Exponential<float> Exponentiate(Vec<float> x) {
-  constexpr float magic = 12582912 + 127;  // 1.5 * 2^23 + bias
-  const Vec<float> t = x * 1.44269504088896341f + magic;
-  const Vec<float> n = t - magic;
-  const Vec<float> r = x - n * 0.693147180559945309f;
+// (exp(r) - 1) / r for |r| <= ln 2 / 2.
+inline Vec<float> ExpSeries(Vec<float> r) {
   Vec<float> p = r * 0.0013836835278198123f + 0.008374824188649654f;
   p = p * r + 0.04166822507977486f;
   p = p * r + 0.16666419804096222f;
   p = p * r + 0.49999991059303284f;
-  p = p * r + 1.0f;
-  return {BitCast<Vec<float>>(BitCast<IntVec<float>>(t) << 23), p, r};
+  return p * r + 1.0f;
 }
 
-inline Exponential<double> Exponentiate(Vec<double> x) {
-  constexpr double magic = 6755399441055744 + 1023;  // 1.5 * 2^52 + bias
-  const Vec<double> t = x * 1.44269504088896340736 + magic;
-  const Vec<double> n = t - magic;
-  const Vec<double> r = x - n * 6.93145751953125e-1 - n * 1.42860682030941723212e-6;
+inline Vec<double> ExpSeries(Vec<double> r) {
   Vec<double> p = r * (1.0 / 6227020800) + 1.0 / 479001600;
   p = p * r + 1.0 / 39916800;
   p = p * r + 1.0 / 3628800;
@@ -150,8 +142,23 @@ inline Exponential<double> Exponentiate(Vec<double> x) {
   p = p * r + 1.0 / 24;
   p = p * r + 1.0 / 6;
   p = p * r + 0.5;
-  p = p * r + 1.0;
-  return {BitCast<Vec<double>>(BitCast<IntVec<double>>(t) << 52), p, r};
+  return p * r + 1.0;
+}
+
+inline Exponential<float> Exponentiate(Vec<float> x) {
+  constexpr float magic = 12582912 + 127;  // 1.5 * 2^23 + bias
+  const Vec<float> t = x * 1.44269504088896341f + magic;
+  const Vec<float> n = t - magic;
+  const Vec<float> r = x - n * 0.693147180559945309f;
+  return {BitCast<Vec<float>>(BitCast<IntVec<float>>(t) << 23), ExpSeries(r), r};
+}
+
+inline Exponential<double> Exponentiate(Vec<double> x) {
+  constexpr double magic = 6755399441055744 + 1023;  // 1.5 * 2^52 + bias
+  const Vec<double> t = x * 1.44269504088896340736 + magic;
+  const Vec<double> n = t - magic;
+  const Vec<double> r = x - n * 6.93145751953125e-1 - n * 1.42860682030941723212e-6;
+  return {BitCast<Vec<double>>(BitCast<IntVec<double>>(t) << 52), ExpSeries(r), r};
 }
 
 // exp(x) for x <= 1, to 1-2 units in the last place (3 near the smallest float); what would be subnormal is 0. NaN

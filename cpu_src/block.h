@@ -1,0 +1,52 @@
+// How S is divided: into tiles, and of a tile what has to be computed.
+#pragma once
+
+#include "common/problem.h"
+#include "cpu_src/tile.h"
+
+namespace jax_flash::JAX_FLASH_ISA {
+
+// Rows of Q and columns (rows of K and V) that a tile of S holds. Large enough that what is done once per row of a tile
+// costs little, small enough for all tiles of an inner step to stay in the L2 cache. Dropout decides 16 x 64 entries at
+// a time.
+constexpr int64_t kTileRows = 48;
+constexpr int64_t kTileColumns = 256;
+
+// T or S in tiles of at most `tile`, none of which crosses the border of a block of a block mask.
+struct Tiling {
+  int64_t size, block, tile;
+
+  struct Range {
+    int64_t begin, size;
+  };
+
+  int64_t per_block() const { return (block + tile - 1) / tile; }
+  int64_t count() const { return size / block * per_block() + (size % block + tile - 1) / tile; }
+  // The tile that a position is in.
+  int64_t Of(int64_t position) const { return position / block * per_block() + position % block / tile; }
+  Range operator[](int64_t t) const {
+    const int64_t first = t / per_block() * block, begin = first + t % per_block() * tile;
+    return {begin, Min(Min(tile, first + block - begin), size - begin)};
+  }
+};
+
+inline Tiling RowTiles(const Problem& p) {
+  return {p.q_len, p.block_mask.present ? p.q_block : RoundUp(Max(p.q_len, 1), kTileRows), kTileRows};
+}
+inline Tiling ColumnTiles(const Problem& p) {
+  return {p.kv_len, p.block_mask.present ? p.kv_block : RoundUp(Max(p.kv_len, 1), kTileColumns), kTileColumns};
+}
+
+// The part of a tile of S that is worked on: rows i0 <= i < i0 + rows, and columns j0 + c0 <= j < j0 + c1, where c0 is
+// a whole number of vectors. `masked`: the mask operand hides some of it; `refused`:
+// mask_mod does.
+struct Block {
+  int64_t i0, rows, j0, c0, c1;
+  bool masked = false, refused = false;
+
+  bool empty() const { return rows <= 0 || c0 >= c1; }
+  // At most `count` rows from row r of it on.
+  Block Rows(int64_t r, int64_t count) const { return {i0 + r, Min(count, rows - r), j0, c0, c1, masked, refused}; }
+};
+
+}  // namespace jax_flash::JAX_FLASH_ISA

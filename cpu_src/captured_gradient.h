@@ -1,0 +1,150 @@
+// The gradients of the arrays that score_mod loads from. Units of work that might add to the same entry have copies,
+// which are added up in a fixed order: so they are the same bits in every run.
+#pragma once
+
+#include "common/arrays.h"
+#include "common/problem.h"
+#include "cpu_src/division.h"
+#include "cpu_src/interpreter.h"
+#include "cpu_src/workers.h"
+
+namespace jax_flash::JAX_FLASH_ISA {
+
+// Of one array: between units of different batch entries, heads and parts of the keys, whether they add to different
+// entries.
+struct Apart {
+  bool batch, heads, parts;
+
+  Apart(const Problem& p, const Operands& in, int array) {
+    const Captured& captured = p.captured_arrays()[array];
+    const auto by = [&](Op op) { return EveryIndexes(p.score_grad, captured, array, op); };
+    batch = captured.batch || Increase(in.program_batch, p.batch, by(Op::batch));
+    heads = Increase(in.program_head, p.q_heads, by(Op::head));
+    parts = by(Op::key) >= p.kv_len;
+  }
+
+  int64_t copies(const Division& d) const {
+    return (batch ? 1 : d.batch.units) * (heads ? 1 : d.heads.units) * (parts ? 1 : d.parts);
+  }
+
+ private:
+  // The least size of a dim of the array that is indexed by an input itself, if every accumulation does; or 0.
+  static int64_t EveryIndexes(const Program& program, const Captured& captured, int array, Op input) {
+    int64_t least = INT64_MAX;
+    for (int64_t i = 0; i < program.size(); ++i) {
+      const Instruction& x = program.data()[i];
+      if (x.op != Op::accumulate || x.array != array) continue;
+      int64_t size = 0;
+      for (int dim = 0; dim < captured.rank; ++dim) {
+        if (program.data()[x.operands[dim]].op == input) size = Max(size, captured.dims[dim]);
+      }
+      least = Min(least, size);
+    }
+    return least;
+  }
+
+  // Whether they are different indices of a dim of this size, as they are if they increase.
+  static bool Increase(const int32_t* numbers, int64_t count, int64_t size) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (numbers[i] < 0 || numbers[i] >= size || (i > 0 && numbers[i] <= numbers[i - 1])) return false;
+    }
+    return true;
+  }
+};
+
+template <typename A>
+class CapturedGradients {
+ public:
+  // In bytes, of the copies that there are beside the results.
+  static double Memory(const Problem& p, const Operands& in, const BackwardResults& out, const Division& division) {
+    double bytes = 0;
+    for (int i = 0; i < p.captured_count(); ++i) {
+      const int64_t copies = out.captured[i] ? Apart(p, in, i).copies(division) : 1;
+      bytes += double(copies - 1) * double(Elements(p, i)) * sizeof(A);
+    }
+    return bytes;
+  }
+
+  CapturedGradients(const Problem& p, const Operands& in, const BackwardResults& out, const Division& division,
+                    Workers& workers)
+      : p_(p), out_(out) {
+    for (int i = 0; i < p.captured_count(); ++i) {
+      if (!out.captured[i]) continue;
+      asked_ = true;
+      const Apart apart(p, in, i);
+      of_[i].copies = apart.copies(division);
+      of_[i].batch_stride = apart.batch ? 0 : 1;
+      of_[i].head_stride = apart.heads ? 0 : apart.batch ? 1 : division.batch.units;
+      of_[i].part_stride = apart.parts ? 0 : of_[i].copies / division.parts;
+      const int64_t more = (of_[i].copies - 1) * Elements(p, i);
+      if (more > 0) of_[i].memory = reinterpret_cast<A*>(workers.Allocate(more * int64_t(sizeof(A))));
+    }
+    ForEachSlice(workers, [this](int i, int64_t begin, int64_t size) {
+      for (int64_t copy = 0; copy < of_[i].copies; ++copy) {
+        std::memset(Copy(i, copy) + begin, 0, size_t(size) * sizeof(A));
+      }
+    });
+  }
+
+  // Whether there are any.
+  bool asked() const { return asked_; }
+
+  // Where a unit adds those of batch entry b.
+  CapturedSums<A> Sums(int64_t b, int64_t batch_unit, int64_t head_unit, int64_t part) const {
+    CapturedSums<A> sums;
+    for (int i = 0; i < p_.captured_count(); ++i) {
+      if (!out_.captured[i]) continue;
+      const Copies& of = of_[i];
+      const int64_t copy = batch_unit * of.batch_stride + head_unit * of.head_stride + part * of.part_stride;
+      const Captured& captured = p_.captured_arrays()[i];
+      sums.of[i] = Copy(i, copy) + (captured.batch ? b * captured.size() : 0);
+    }
+    return sums;
+  }
+
+  // The results, when all units are done.
+  void Sum(Workers& workers) const {
+    ForEachSlice(workers, [this](int i, int64_t begin, int64_t size) {
+      A* const sum = Copy(i, 0) + begin;
+      for (int64_t copy = 1; copy < of_[i].copies; ++copy) {
+        const A* const term = Copy(i, copy) + begin;
+        for (int64_t k = 0; k < size; ++k) sum[k] += term[k];
+      }
+    });
+  }
+
+ private:
+  // The first copy is the result; `memory` has the others. A unit's is given by its numbers.
+  struct Copies {
+    int64_t copies = 0, batch_stride = 0, head_stride = 0, part_stride = 0;
+    A* memory = nullptr;
+  };
+
+  static int64_t Elements(const Problem& p, int array) {
+    const Captured& captured = p.captured_arrays()[array];
+    return (captured.batch ? p.batch : 1) * captured.size();
+  }
+
+  A* Copy(int array, int64_t copy) const {
+    return copy == 0 ? static_cast<A*>(out_.captured[array]) : of_[array].memory + (copy - 1) * Elements(p_, array);
+  }
+
+  // f(array, begin, size) for parts of all arrays that have a gradient, on all threads.
+  template <typename F>
+  void ForEachSlice(Workers& workers, F f) const {
+    constexpr int64_t kSlice = 1 << 16;
+    for (int i = 0; i < p_.captured_count(); ++i) {
+      if (!out_.captured[i]) continue;
+      const int64_t elements = Elements(p_, i);
+      workers.For(RoundUp(elements, kSlice) / kSlice, 0,
+                  [&](int64_t slice, char*) { f(i, slice * kSlice, Min(kSlice, elements - slice * kSlice)); });
+    }
+  }
+
+  const Problem& p_;
+  const BackwardResults& out_;
+  bool asked_ = false;
+  Copies of_[kMaxCaptured];
+};
+
+}  // namespace jax_flash::JAX_FLASH_ISA

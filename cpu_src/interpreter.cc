@@ -1,0 +1,363 @@
+#include "cpu_src/interpreter.h"
+
+namespace jax_flash::JAX_FLASH_ISA {
+namespace {
+
+// Rows whose entries are computed at a time: few, so that their values stay in the L1 cache.
+constexpr int64_t kProgramRows = 4;
+
+// Lane by lane, so that values of every type are as far apart as those of A.
+template <typename A, Type type>
+typename Typed<A, type>::Vector Get(const char* from) {
+  typename Typed<A, type>::Vector v;
+  std::memcpy(&v, from, sizeof(v));
+  return v;
+}
+
+template <typename A, Type type, typename V>
+void Put(char* to, V value) {
+  static_assert(sizeof(V) == sizeof(typename Typed<A, type>::Vector));
+  std::memcpy(to, &value, sizeof(value));
+}
+
+template <typename A, Type type>
+typename Typed<A, type>::Vector Fill(typename Typed<A, type>::Element x) {
+  return x - typename Typed<A, type>::Vector{};
+}
+
+// An element of an array as `load` gives it.
+template <typename A, Type type, typename S>
+typename Typed<A, type>::Element Element(S x) {
+  if constexpr (type == Type::f) {
+    return To<A>(x);
+  } else {
+    return type == Type::b ? -int32_t(x != 0) : x;
+  }
+}
+
+template <typename A, Type type, typename Of>
+typename Typed<A, type>::Vector Collect(Of of) {
+  typename Typed<A, type>::Element elements[kLanes<A>];
+  for (int lane = 0; lane < kLanes<A>; ++lane) elements[lane] = Element<A, type>(of(lane));
+  return Get<A, type>(reinterpret_cast<const char*>(elements));
+}
+
+int64_t Clamp(int64_t index, int64_t last) { return index < 0 ? 0 : index < last ? index : last; }
+
+}  // namespace
+
+template <typename A>
+Interpreter<A>::Interpreter(const Problem& p, const Program& program, Carver* carver)
+    : arrays_(p.captured_arrays()), instructions_(program.data()), count_(program.size()), kind_(program.kind) {
+  if (!present()) return;
+  values_ = carver->Array<char*>(count_);
+  slots_ = carver->Array<Place>(program.slots);
+  for (int64_t i = 0; i < count_; ++i) {
+    const Instruction& x = instructions_[i];
+    if (x.slot >= 0 || x.type == Type::n) continue;
+    const int64_t vectors = (x.rows ? kTileRows : 1) * (x.columns ? kTileColumns / kLanes<A> : 1);
+    char* const value = carver->Array<char>(vectors * kVectorBytes);
+    if (value) values_[i] = value;
+  }
+  constexpr int64_t kRowBytes = kTileColumns * int64_t(sizeof(A));
+  for (int slot = kFirstFreeSlot; slot < program.slots; ++slot) {
+    char* const value = carver->Array<char>(kProgramRows * kRowBytes);
+    if (value) slots_[slot] = {value, kRowBytes, kVectorBytes};
+  }
+  if (kind_ == ProgramKind::kMaskMod) bytes_ = carver->Array<uint8_t>(kTileRows * kTileColumns);
+}
+
+template <typename A>
+void Interpreter<A>::Begin(const Operands& in, int64_t b, int64_t n, int64_t offset, const Block& block) {
+  in_ = &in;
+  b_ = b;
+  n_ = n;
+  offset_ = offset;
+  block_ = block;
+  first_ = 0;
+  rows_ = block.rows;
+  Run(false, false);
+  Run(true, false);
+  Run(false, true);
+  if (kind_ == ProgramKind::kMaskMod) RunEntries(0, block.rows, {}, {});
+}
+
+template <typename A>
+void Interpreter<A>::Score(const Block& some, Tile<A> s) {
+  RunEntries(some.i0 - block_.i0, some.rows, s, {});
+}
+
+template <typename A>
+void Interpreter<A>::Gradient(Tile<A> s, Tile<A> ds, const CapturedSums<A>* sums) {
+  sums_ = sums;
+  RunEntries(0, block_.rows, s, ds);
+}
+
+template <typename A>
+MaskBytes Interpreter<A>::Mask(int64_t i0) const {
+  const Instruction& result = instructions_[count_ - 1];
+  return {bytes_ + (result.rows ? (i0 - block_.i0) * kTileColumns : 0), result.rows ? kTileColumns : 0, result.columns};
+}
+
+template <typename A>
+void Interpreter<A>::RunEntries(int64_t first, int64_t rows, Tile<A> s, Tile<A> ds) {
+  for (int64_t r = 0; r < rows; r += kProgramRows) {
+    first_ = first + r;
+    rows_ = Min(kProgramRows, rows - r);
+    const auto place = [&](Tile<A> tile) {
+      return Place{reinterpret_cast<char*>(tile.row(r) + block_.c0), tile.stride * int64_t(sizeof(A)), kVectorBytes};
+    };
+    if (s.data) slots_[kScoreSlot] = place(s);
+    if (ds.data) slots_[kCotangentSlot] = place(ds);
+    Run(true, true);
+  }
+}
+
+template <typename A>
+void Interpreter<A>::Run(bool rows, bool columns) {
+  for (int64_t i = 0; i < count_; ++i) {
+    if (instructions_[i].rows == rows && instructions_[i].columns == columns) Execute(i);
+  }
+}
+
+template <typename A>
+typename Interpreter<A>::Place Interpreter<A>::PlaceOf(int64_t number) const {
+  const Instruction& x = instructions_[number];
+  if (x.slot >= 0) return slots_[x.slot];
+  const int64_t row_bytes = x.rows ? kVectorBytes : 0;
+  return {values_[number] + first_ * row_bytes, row_bytes, x.columns ? kVectorBytes : 0};
+}
+
+// A value of type R: f(row, vector).
+template <typename A>
+template <Type R, typename F>
+inline void Interpreter<A>::Make(int64_t number, F f) {
+  const Instruction& x = instructions_[number];
+  const Place to = PlaceOf(number);
+  const int64_t rows = RowsOf(x), vectors = VectorsOf(x);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t v = 0; v < vectors; ++v) Put<A, R>(to.At(r, v), f(r, v));
+  }
+}
+
+// A value of type R: f of the operands, of types X, Y and Z.
+template <typename A>
+template <Type R, Type X, Type Y, Type Z, typename F>
+inline void Interpreter<A>::Map(int64_t number, F f) {
+  const int16_t* const operands = instructions_[number].operands;
+  const Place x = PlaceOf(operands[0]), y = Y == Type::n ? x : PlaceOf(operands[1]),
+              z = Z == Type::n ? x : PlaceOf(operands[2]);
+  Make<R>(number,
+          [&](int64_t r, int64_t v) { return f(Get<A, X>(x.At(r, v)), Get<A, Y>(y.At(r, v)), Get<A, Z>(z.At(r, v))); });
+}
+
+template <typename A>
+void Interpreter<A>::Execute(int64_t number) {
+  const Instruction& x = instructions_[number];
+  const auto fill = [](auto value) { return [=](int64_t, int64_t) { return value; }; };
+  switch (x.op) {
+    case Op::score:
+    case Op::cotangent:
+      break;  // where they are
+    case Op::batch:
+      return Make<Type::i>(number, fill(Fill<A, Type::i>(in_->program_batch[b_])));
+    case Op::head:
+      return Make<Type::i>(number, fill(Fill<A, Type::i>(in_->program_head[n_])));
+    case Op::query:
+      return Make<Type::i>(
+          number, [&](int64_t r, int64_t) { return Fill<A, Type::i>(int32_t(block_.i0 + first_ + r + offset_)); });
+    case Op::key:
+      return Make<Type::i>(number, [&](int64_t, int64_t v) {
+        const int32_t first = int32_t(block_.j0 + block_.c0 + v * kLanes<A>);
+        return Collect<A, Type::i>([&](int lane) { return first + lane; });
+      });
+    case Op::const_f:
+      return Make<Type::f>(number, fill(Fill<A, Type::f>(A(x.constant))));
+    case Op::const_i:
+      return Make<Type::i>(number, fill(Fill<A, Type::i>(int32_t(x.constant))));
+    case Op::const_u:
+      return Make<Type::u>(number, fill(Fill<A, Type::u>(uint32_t(x.constant))));
+    case Op::const_b:
+      return Make<Type::b>(number, fill(Fill<A, Type::b>(-int32_t(x.constant))));
+    case Op::load_f:
+      return LoadArray<Type::f>(number);
+    case Op::load_i:
+      return LoadArray<Type::i>(number);
+    case Op::load_u:
+      return LoadArray<Type::u>(number);
+    case Op::load_b:
+      return LoadArray<Type::b>(number);
+    case Op::accumulate:
+      return Accumulate(x);
+    case Op::result:
+      return Result(x);
+#define JAX_FLASH_OP(name, text, R, X, Y, Z, value) \
+  case Op::name:                                    \
+    return Map<Type::R, Type::X, Type::Y, Type::Z>( \
+        number, []([[maybe_unused]] auto x, [[maybe_unused]] auto y, [[maybe_unused]] auto z) { return value; });
+      JAX_FLASH_OPS(JAX_FLASH_OP)
+#undef JAX_FLASH_OP
+  }
+}
+
+// --- captured arrays ---
+
+template <typename A>
+typename Interpreter<A>::Indices Interpreter<A>::IndicesOf(const Instruction& x) const {
+  const Captured& array = arrays_[x.array];
+  Indices indices = {};
+  indices.rank = array.rank;
+  int64_t stride = 1;
+  int differing = 0;
+  for (int dim = array.rank - 1; dim >= 0; --dim) {
+    const Instruction& operand = instructions_[x.operands[dim]];
+    indices.index[dim] = {PlaceOf(x.operands[dim]), array.dims[dim] - 1, stride, operand.columns};
+    stride *= array.dims[dim];
+    differing += operand.columns;
+    if (operand.columns && dim == array.rank - 1 && operand.step != kNoStep) indices.step = operand.step;
+  }
+  indices.columns = differing > 0;
+  if (differing > 1) indices.step = 0;
+  return indices;
+}
+
+// Of the indices that are the same in all columns.
+template <typename A>
+int64_t Interpreter<A>::RowOffset(const Indices& indices, int64_t row) {
+  int64_t offset = 0;
+  for (int dim = 0; dim < indices.rank; ++dim) {
+    const auto& index = indices.index[dim];
+    if (!index.columns) offset += Clamp(Get<A, Type::i>(index.place.At(row, 0))[0], index.last) * index.stride;
+  }
+  return offset;
+}
+
+// Whether the entries of a vector are neighbours, none of them moved by a clamp; then `first` is the first's offset
+// beside that of the row.
+template <typename A>
+bool Interpreter<A>::IsRun(const Indices& indices, int64_t row, int64_t vector, int64_t* first) {
+  if (indices.step == 0) return false;
+  const auto& index = indices.index[indices.rank - 1];
+  *first = Get<A, Type::i>(index.place.At(row, vector))[0];
+  const int64_t last = *first + indices.step * (kLanes<A> - 1), most = Min(index.last, 0x7FFFFFFF);
+  return Min(*first, last) >= 0 && Max(*first, last) <= most;
+}
+
+// Of each lane, beside that of the row.
+template <typename A>
+void Interpreter<A>::Offsets(const Indices& indices, int64_t row, int64_t vector, int64_t* offsets) {
+  for (int lane = 0; lane < kLanes<A>; ++lane) offsets[lane] = 0;
+  for (int dim = 0; dim < indices.rank; ++dim) {
+    const auto& index = indices.index[dim];
+    if (!index.columns) continue;
+    using Signed = typename Lanes<A>::Signed;
+    const int32_t last = int32_t(Min(index.last, 0x7FFFFFFF));
+    Signed at = Get<A, Type::i>(index.place.At(row, vector));
+    at = at < 0 ? Signed{} : at > last ? Signed{} + last : at;
+    int32_t lanes[kLanes<A>];
+    std::memcpy(lanes, &at, sizeof(at));
+    for (int lane = 0; lane < kLanes<A>; ++lane) offsets[lane] += lanes[lane] * index.stride;
+  }
+}
+
+template <typename A>
+template <Type R, typename S>
+void Interpreter<A>::LoadElements(int64_t number, const S* array) {
+  const Instruction& x = instructions_[number];
+  const Captured& captured = arrays_[x.array];
+  if (captured.batch) array += b_ * captured.size();
+  const Indices indices = IndicesOf(x);
+  int64_t row = -1;
+  const S* from = nullptr;
+  Make<R>(number, [&](int64_t r, int64_t v) {
+    if (r != row) from = array + RowOffset(indices, row = r);
+    if (!indices.columns) return Fill<A, R>(Element<A, R>(*from));
+    int64_t first;
+    if (IsRun(indices, r, v, &first)) {
+      const S* const run = from + first;
+      if (indices.step > 0) return Collect<A, R>([run](int lane) { return run[lane]; });
+      return Collect<A, R>([run](int lane) { return run[-lane]; });
+    }
+    int64_t offsets[kLanes<A>];
+    Offsets(indices, r, v, offsets);
+    return Collect<A, R>([&](int lane) { return from[offsets[lane]]; });
+  });
+}
+
+template <typename A>
+template <Type R>
+void Interpreter<A>::LoadArray(int64_t number) {
+  const int array = instructions_[number].array;
+  const void* const data = in_->captured[array];
+  switch (arrays_[array].dtype) {
+#define JAX_FLASH_ELEMENTS(text, name, type, element)                                          \
+  case CapturedDType::name:                                                                    \
+    if constexpr (R == Type::type) LoadElements<R>(number, static_cast<const element*>(data)); \
+    break;
+    JAX_FLASH_CAPTURED_DTYPES(JAX_FLASH_ELEMENTS)
+#undef JAX_FLASH_ELEMENTS
+  }
+}
+
+// What is linear in the cotangent, but 0 where that is: even if the derivative there is NaN or infinite.
+template <typename A>
+Vec<A> Interpreter<A>::Cotangent(const Place& value, int64_t row, int64_t vector) const {
+  const Vec<A> cotangent = Get<A, Type::f>(slots_[kCotangentSlot].At(row, vector));
+  return cotangent == 0 ? Vec<A>{} : Get<A, Type::f>(value.At(row, vector));
+}
+
+template <typename A>
+void Interpreter<A>::Accumulate(const Instruction& x) {
+  A* const sums = sums_ ? sums_->of[x.array] : nullptr;
+  if (!sums) return;
+  const Indices indices = IndicesOf(x);
+  const Place value = PlaceOf(x.operands[x.count - 1]);
+  const int64_t vectors = VectorsOf(x);
+  for (int64_t r = 0; r < rows_; ++r) {
+    A* const to = sums + RowOffset(indices, r);
+    Vec<A> sum = {};
+    for (int64_t v = 0; v < vectors; ++v) {
+      const Vec<A> term = Cotangent(value, r, v);
+      // Beyond the block's columns are entries of nobody, or of another worker.
+      const int64_t lanes = Min(kLanes<A>, Width() - v * kLanes<A>);
+      int64_t first;
+      if (lanes == kLanes<A> && !indices.columns) {
+        sum += term;
+      } else if (lanes == kLanes<A> && indices.step > 0 && IsRun(indices, r, v, &first)) {
+        Store(to + first, Load(to + first) + term);
+      } else {
+        int64_t offsets[kLanes<A>];
+        Offsets(indices, r, v, offsets);
+        for (int64_t lane = 0; lane < lanes; ++lane) to[offsets[lane]] += term[lane];
+      }
+    }
+    if (!indices.columns) {
+      for (int lane = 0; lane < kLanes<A>; ++lane) to[0] += sum[lane];
+    }
+  }
+}
+
+template <typename A>
+void Interpreter<A>::Result(const Instruction& x) {
+  const Place value = PlaceOf(x.operands[0]);
+  const int64_t rows = RowsOf(x), vectors = VectorsOf(x);
+  for (int64_t r = 0; r < rows; ++r) {
+    uint8_t* const bytes = bytes_ + (x.rows ? first_ + r : 0) * kTileColumns + (x.columns ? block_.c0 : 0);
+    for (int64_t v = 0; v < vectors; ++v) {
+      if (kind_ == ProgramKind::kMaskMod) {
+        typedef uint8_t Bytes __attribute__((vector_size(kLanes<A>)));
+        const Bytes some = __builtin_convertvector(Get<A, Type::b>(value.At(r, v)), Bytes);
+        std::memcpy(bytes + v * kLanes<A>, &some, sizeof(some));
+      } else if (kind_ == ProgramKind::kScoreGrad) {
+        Put<A, Type::f>(slots_[kCotangentSlot].At(r, v), Cotangent(value, r, v));
+      } else if (instructions_[x.operands[0]].slot != kScoreSlot) {
+        Put<A, Type::f>(slots_[kScoreSlot].At(r, v), Get<A, Type::f>(value.At(r, v)));
+      }
+    }
+  }
+}
+
+template class Interpreter<float>;
+template class Interpreter<double>;
+
+}  // namespace jax_flash::JAX_FLASH_ISA

@@ -18,6 +18,7 @@
 #include "cuda_src/jit.h"
 #include "cuda_src/plan/plan.h"
 #include "cuda_src/plan/scratch.h"
+#include "cuda_src/program_source.h"
 
 namespace nb = nanobind;
 
@@ -115,16 +116,22 @@ NB_MODULE(_native, module) {
       "Of a plan: the multiprocessors that it is for, bytes of scratch memory, and why it is not otherwise.");
   module.def(
       "cuda_compile",
-      [](const std::string& file, const jax_flash::KernelFields& fields, const std::string& arch) {
+      [](const std::string& file, const jax_flash::KernelFields& fields, const std::string& arch,
+         const std::string& programs) {
         const jax_flash::Compilation done = [&] {
           const nb::gil_scoped_release release;
-          return jax_flash::CompileUnit({file, jax_flash::ConfigOf(fields)}, arch);
+          const std::string source = programs.empty() ? jax_flash::ProgramSource(Problem()) : programs;
+          return jax_flash::CompileUnit({file, jax_flash::ConfigOf(fields), source}, arch);
         }();
         return nb::make_tuple(nb::bytes(done.cubin.data(), done.cubin.size()), done.log, done.seconds,
                               jax_flash::SharedBytes(done.cubin));
       },
-      nb::arg("file"), nb::arg("fields"), nb::arg("arch"),
-      "Compiles a file of cuda_src/kernels: cubin, log with ptxas' report, seconds, bytes of dynamic shared memory.");
+      nb::arg("file"), nb::arg("fields"), nb::arg("arch"), nb::arg("programs") = "",
+      "Compiles a file of cuda_src/kernels, with the text of cuda_programs if there are any: cubin, log with ptxas' "
+      "report, seconds, bytes of dynamic shared memory.");
+  module.def(
+      "cuda_programs", [](std::string_view problem) { return jax_flash::ProgramSource(Decoded(problem)); },
+      nb::arg("problem"), "A problem's score programs as CUDA C++.");
   module.def(
       "cuda_cache",
       [](std::string_view problem, bool backward, const std::string& arch) {

@@ -6,6 +6,8 @@
 
 namespace jax_flash {
 
+constexpr int kMaxCaptured = 32;  // arrays of a problem's programs
+
 // Of a value: the accumulation dtype, a signed or an unsigned integer of 32 bits, a truth value; n is none.
 enum class Type : uint8_t { f, i, u, b, n };
 
@@ -59,25 +61,25 @@ enum class Type : uint8_t { f, i, u, b, n };
   OP(round_to_f32, "round_to.float32", f, f, n, n, RoundTo<float>(x))
 
 // Of integers of either kind T. Bits(x) wraps around where a signed integer may not.
-#define JAX_FLASH_INTEGER_OPS(OP, T)                                           \
-  OP(add_##T, "add." #T, T, T, T, n, Bits(x) + Bits(y))                        \
-  OP(sub_##T, "sub." #T, T, T, T, n, Bits(x) - Bits(y))                        \
-  OP(mul_##T, "mul." #T, T, T, T, n, Bits(x) * Bits(y))                        \
-  OP(div_##T, "div." #T, T, T, T, n, Quotient(x, y))                           \
-  OP(rem_##T, "rem." #T, T, T, T, n, Bits(x) - Bits(y) * Bits(Quotient(x, y))) \
-  OP(min_##T, "min." #T, T, T, T, n, x < y ? x : y)                            \
-  OP(max_##T, "max." #T, T, T, T, n, x > y ? x : y)                            \
-  OP(and_##T, "and." #T, T, T, T, n, x& y)                                     \
-  OP(or_##T, "or." #T, T, T, T, n, x | y)                                      \
-  OP(xor_##T, "xor." #T, T, T, T, n, x ^ y)                                    \
-  OP(shl_##T, "shl." #T, T, T, T, n, ShiftLeft(x, y))                          \
-  OP(shr_##T, "shr." #T, T, T, T, n, ShiftRight(x, y))                         \
-  OP(neg_##T, "neg." #T, T, T, n, n, 0 - Bits(x))                              \
-  OP(abs_##T, "abs." #T, T, T, n, n, x < 0 ? 0 - Bits(x) : Bits(x))            \
-  OP(sign_##T, "sign." #T, T, T, n, n, (x < 0) - (x > 0))                      \
-  OP(not_##T, "not." #T, T, T, n, n, ~x)                                       \
-  OP(popcount_##T, "popcount." #T, T, T, n, n, CountOnes(Bits(x)))             \
-  OP(clz_##T, "clz." #T, T, T, n, n, CountLeadingZeros(Bits(x)))               \
+#define JAX_FLASH_INTEGER_OPS(OP, T)                                              \
+  OP(add_##T, "add." #T, T, T, T, n, Bits(x) + Bits(y))                           \
+  OP(sub_##T, "sub." #T, T, T, T, n, Bits(x) - Bits(y))                           \
+  OP(mul_##T, "mul." #T, T, T, T, n, Bits(x) * Bits(y))                           \
+  OP(div_##T, "div." #T, T, T, T, n, Quotient(x, y))                              \
+  OP(rem_##T, "rem." #T, T, T, T, n, Bits(x) - Bits(y) * Bits(Quotient(x, y)))    \
+  OP(min_##T, "min." #T, T, T, T, n, x < y ? x : y)                               \
+  OP(max_##T, "max." #T, T, T, T, n, x > y ? x : y)                               \
+  OP(and_##T, "and." #T, T, T, T, n, x& y)                                        \
+  OP(or_##T, "or." #T, T, T, T, n, x | y)                                         \
+  OP(xor_##T, "xor." #T, T, T, T, n, x ^ y)                                       \
+  OP(shl_##T, "shl." #T, T, T, T, n, ShiftLeft(x, y))                             \
+  OP(shr_##T, "shr." #T, T, T, T, n, ShiftRight(x, y))                            \
+  OP(neg_##T, "neg." #T, T, T, n, n, 0 - Bits(x))                                 \
+  OP(abs_##T, "abs." #T, T, T, n, n, x < 0 ? 0 - Bits(x) : Bits(x))               \
+  OP(sign_##T, "sign." #T, T, T, n, n, x > 0 ? x - x + 1 : x < 0 ? x - x - 1 : x) \
+  OP(not_##T, "not." #T, T, T, n, n, ~x)                                          \
+  OP(popcount_##T, "popcount." #T, T, T, n, n, CountOnes(Bits(x)))                \
+  OP(clz_##T, "clz." #T, T, T, n, n, CountLeadingZeros(Bits(x)))                  \
   JAX_FLASH_COMPARISONS(OP, T, )
 
 // Of truth values, all of whose bits are set or none.

@@ -2,6 +2,7 @@
 // writes it as the text attribute `problem` of a custom call, the handlers of every backend read it back with `Decode`.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -88,6 +89,9 @@ struct Problem {
   bool window() const { return window_left >= 0 || window_right >= 0; }
   bool dropout() const { return drop_threshold > 0; }
   bool programs() const { return score_mod.present() || mask_mod.present(); }
+  bool captured_gradients() const {
+    return std::any_of(captured.begin(), captured.end(), [](const Captured& array) { return array.gradient; });
+  }
   // What a kept entry of P is multiplied with, so that the expectation is exact.
   double keep_scale() const { return 32768.0 / double(32768 - drop_threshold); }
 };

@@ -34,7 +34,6 @@ enum class CapturedDType : uint8_t {
 #undef JAX_FLASH_ENUMERATOR
 };
 
-constexpr int kMaxCaptured = 32;
 constexpr int kMaxCapturedRank = 8;
 constexpr int kMaxInstructions = 4096;
 

@@ -5,6 +5,7 @@
 
 #include "common/dtype.h"
 #include "common/host_device.h"
+#include "common/ops.h"
 
 namespace jax_flash {
 
@@ -70,6 +71,9 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(bool, soft_cap, p.soft_cap > 0)                                                \
   FIELD(bool, large_cap, p.soft_cap > 1000) /* times an error of 1e-7 too much */      \
   FIELD(bool, dropout, p.dropout())                                                    \
+  FIELD(bool, score_mod, p.score_mod.present())                                        \
+  FIELD(bool, mask_mod, p.mask_mod.present())                                          \
+  FIELD(bool, score_grad, backward&& p.score_grad.present())                           \
   FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision) /* of f32 */ \
   FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                     \
   FIELD(bool, dq, main&& SumsDQ(p)) /* added up in f32 */                              \
@@ -206,6 +210,14 @@ struct Params {
   JAX_FLASH_PARAMS(JAX_FLASH_MEMBER)
 };
 #undef JAX_FLASH_MEMBER
+
+// Of kernels with score programs: what these are told of the entries of batch and heads, and the arrays that they look
+// things up in.
+struct ProgramParams : Params {
+  const int32_t *program_batch, *program_head;
+  const void* captured[kMaxCaptured];
+  float* dcaptured[kMaxCaptured];
+};
 
 // A CUtensorMap: of a [batch, time, heads, dim] array, in boxes of rows of kBoxBytes, swizzled.
 struct alignas(64) TensorMap {

@@ -190,6 +190,17 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
 #undef VALUE
 }
 
+// With what score programs look up, and the sums that they add to.
+ProgramParams ParamsOf(const Problem& p, const Operands& in, const BackwardResults& results, const Scratch& layout,
+                       void* scratch) {
+  ProgramParams params = {ParamsOf(p, in, layout, scratch), in.program_batch, in.program_head, {}, {}};
+  for (int i = 0; i < kMaxCaptured; ++i) {
+    params.captured[i] = in.captured[i];
+    params.dcaptured[i] = static_cast<float*>(results.captured[i]);
+  }
+  return params;
+}
+
 // --- Execution ---
 
 void Zero(void* array, int64_t bytes, void* stream) {
@@ -197,7 +208,7 @@ void Zero(void* array, int64_t bytes, void* stream) {
   Check(CudaDriver().cuMemsetD8Async(reinterpret_cast<uint64_t>(array), 0, bytes, stream), "cuMemsetD8Async");
 }
 
-void Run(const Problem& p, const Loaded& loaded, void* stream, Params& params) {
+void Run(const Problem& p, const Loaded& loaded, void* stream, ProgramParams& params) {
   for (const LoadedLaunch& launch : loaded.launches) {
     ForwardMaps forward;
     BackwardMaps backward;
@@ -248,7 +259,7 @@ void ExecuteForward(const Problem& p, const Loaded& loaded, void* stream, Buffer
     return;
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, results.o, scratch});
-  Params params = ParamsOf(p, operands, loaded.scratch, scratch);
+  ProgramParams params = ParamsOf(p, operands, {}, loaded.scratch, scratch);
   params.o = results.o;
   params.l = static_cast<float*>(results.l);
   params.m = static_cast<float*>(results.m);
@@ -262,6 +273,10 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
   void* const scratch = buffers.TakeScratch(loaded.scratch.bytes);
   const std::string error = buffers.Error();
   if (!error.empty()) throw std::invalid_argument(error);
+  for (size_t i = 0; i < p.captured.size(); ++i) {
+    const Captured& array = p.captured[i];
+    if (array.gradient) Zero(results.captured[i], (array.batch ? p.batch : 1) * array.size() * 4, stream);
+  }
   if (NothingToCompute(p)) {
     Zero(results.dq, p.elements("BTND", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
     Zero(results.dk, p.elements("BSKD", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
@@ -271,7 +286,7 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, given.o, given.d_o,
                 results.dq, results.dk, results.dv, results.dbias, scratch});
-  Params params = ParamsOf(p, operands, loaded.scratch, scratch);
+  ProgramParams params = ParamsOf(p, operands, results, loaded.scratch, scratch);
   params.o = const_cast<void*>(given.o);
   params.l = static_cast<float*>(const_cast<void*>(given.l));
   params.m = static_cast<float*>(const_cast<void*>(given.m));

@@ -47,7 +47,7 @@ std::vector<std::string> Options(const std::string& arch) {
 // All that a cubin depends on.
 std::string Key(const Unit& unit, const std::string& arch) {
   const Nvrtc& nvrtc = CudaNvrtc();
-  std::string key = "jax_flash 2\n" + ThisKernel(unit.config) + "sources " + kSourcesHash + "\nnvrtc " +
+  std::string key = "jax_flash 3\n" + ThisKernel(unit.config) + unit.programs + "sources " + kSourcesHash + "\nnvrtc " +
                     std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor) + "\n" + unit.file;
   for (const std::string& option : Options(arch)) key += " " + option;
   return key;
@@ -153,6 +153,7 @@ Compilation CompileUnit(const Unit& unit, const std::string& arch) {
   for (const Source& source : kSources) headers.push_back(source.text), names.push_back(source.name);
   const std::string this_kernel = ThisKernel(unit.config);
   headers.push_back(this_kernel.c_str()), names.push_back("this_kernel.h");
+  headers.push_back(unit.programs.c_str()), names.push_back("this_program.h");
   const std::vector<std::string> arguments = Options(arch);
   for (const std::string& argument : arguments) options.push_back(argument.c_str());
 

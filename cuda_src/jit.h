@@ -13,6 +13,7 @@ namespace jax_flash {
 struct Unit {
   std::string file;
   KernelConfig config;
+  std::string programs;  // the text of this_program.h (program_source.h)
 };
 
 struct Compilation {

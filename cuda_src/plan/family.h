@@ -19,7 +19,7 @@ inline int64_t ColumnTiles(const Problem& p, int cols) { return DivideUp(p.kv_le
 // dQ grows in memory, in no fixed order. Otherwise a kernel of its own computes it.
 inline bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
 // Is there work for the kernel that computes dK and dV, and dQ if it grows?
-inline bool HasMain(const Problem& p) { return p.dk || p.dv || SumsDQ(p); }
+inline bool HasMain(const Problem& p) { return p.dk || p.dv || SumsDQ(p) || p.captured_gradients(); }
 
 // What the kernels of a file ask of a problem: what both passes do, or what the backward does besides, or also which
 // gradients its main kernel computes.

@@ -58,7 +58,7 @@ constexpr Row kForwardF32[] = {
 
 // What is not here would spill registers. Tiles of 64 keys are for wide heads only.
 constexpr Row kBackward[] = {
-    {227, 64, {128, 128, 2, 2}, kBiasOrCap | kCrowdedBlocks},
+    {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks},
     {227, 64, {64, 128, 2, 2, true}},
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap},
     {227, 96, {64, 128, 2, 2}},
@@ -121,7 +121,7 @@ bool Alongside(const Target& target, const Problem& p) {
   const bool shared_keys = p.group() > 1 && narrow;
   if (dropout && (has.Any(kLocal) || shared_keys)) return false;
   if (p.group() > 1 && !LeavesIdle(target, p)) return false;
-  return ElementOf(p.dtype).bytes == 2 && has.Any(kNarrow) && !has.Any(kBiasOrCap) && SumsDQ(p);
+  return ElementOf(p.dtype).bytes == 2 && has.Any(kNarrow) && !has.Any(kFormsScores) && SumsDQ(p);
 }
 
 // Whether heads of Q that share keys are walked together: of larger groups, the rows that CTAs are at would not fit
@@ -145,7 +145,7 @@ Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling
 }  // namespace
 
 std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& p, Pass pass) {
-  if (!target.hopper) return std::nullopt;
+  if (!target.hopper || FeaturesOf(p).Any(kPrograms)) return std::nullopt;
   const Row* const row = RowFor(target, p, pass);
   if (!row) return std::nullopt;
   KernelTiling tiling = {Family::kHopper,  row->tile.rows,   row->tile.cols,
@@ -159,6 +159,7 @@ std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& 
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
+  if (FeaturesOf(p).Any(kPrograms)) return "its tiles do not do score_mod or mask_mod";
   return Obstacle(RowsOf(p, pass), target, p);
 }
 

@@ -6,6 +6,7 @@
 
 #include "cuda_src/plan/family.h"
 #include "cuda_src/plan/mask_blocks.h"
+#include "cuda_src/program_source.h"
 
 namespace jax_flash {
 namespace {
@@ -63,8 +64,9 @@ std::string CudaRefusal(const Problem& p) {
   constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
   const auto sized = [](const char* name, int64_t size) { return std::string(name) + " " + std::to_string(size); };
   if (p.dtype == DType::kF64) return "float64: the CUDA kernels do float16, bfloat16 and float32";
-  if (p.score_mod.present()) return "score_mod: the CUDA kernels have none";
-  if (p.mask_mod.present()) return "mask_mod: the CUDA kernels have none";
+  if (p.deterministic && p.captured_gradients()) {
+    return "deterministic gradients of arrays that score_mod captures: the CUDA kernels add them up as they come";
+  }
   for (const int64_t dim : {p.qk_dim, p.v_dim}) {
     if (dim % 8 != 0 || dim < 8 || dim > 256) {
       return sized("head dim", dim) + ": the CUDA kernels do multiples of 8 up to 256";
@@ -85,7 +87,7 @@ int AddUnit(const std::string& file, Asks asks, const Problem& p, const KernelTi
 #define VALUE(type, name, ...) __VA_ARGS__,
   const KernelConfig config = {{JAX_FLASH_KERNEL_PROBLEM(VALUE)}, tiling};
 #undef VALUE
-  plan->units.push_back({file, config});
+  plan->units.push_back({file, config, ProgramSource(p)});
   return int(plan->units.size()) - 1;
 }
 

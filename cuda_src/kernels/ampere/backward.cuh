@@ -26,7 +26,7 @@ constexpr int kCols = kTiling.cols;
 constexpr int kWarps = kTiling.groups;
 constexpr int kStages = kTiling.stages;
 constexpr int kThreads = 32 * kWarps;
-constexpr bool kDS = kDQ || kDK;
+constexpr bool kDS = kDQ || kDK || kScoreGrad;
 
 // [rows of dq_sum / kSumRows][columns / 8]: 16 x 8 elements each.
 __device__ __forceinline__ float* SumOfDQ(const Params& p, int64_t head, int row, int column) {
@@ -125,11 +125,12 @@ struct Backward {
       AddRowsTimesRows(dP, shared.d_o[stage], part.row, shared.v, part.column);  // 17
     }
     // 13, 14, 15
-    scores.ToP<true>(S, minus_l, [&](int m, int c, const float (&P)[4]) {
+    Scores::Capped<ScorePart::kHeight / 16, ScorePart::kWidth / 8> capped;
+    scores.ToP<true>(S, minus_l, capped, [&](int m, int c, const float (&P)[4]) {
       if (kDV) shared.p.PutOperand(part.row + 16 * m, part.column + 8 * c, P);
     });
     if (kDS) {
-      scores.ToDS(S, D, dP);  // 18, 20
+      scores.ToDS<true, true>(S, D, capped, dP);  // 18, 20
 #pragma unroll
       for (int i = 0; i < ScorePart::kHeight / 16 * ScorePart::kWidth / 8; ++i) {
         const int m = i / (ScorePart::kWidth / 8), c = i % (ScorePart::kWidth / 8);
@@ -228,7 +229,7 @@ extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardS
 
 // Head by head, for the sake of the L2; the first tiles of keys are the ones that most causal rows see.
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 256 / jax_flash::kThreads)
-    jax_flash_backward(const __grid_constant__ jax_flash::Params p) {
+    jax_flash_backward(const __grid_constant__ jax_flash::KernelParams p) {
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];
   BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);

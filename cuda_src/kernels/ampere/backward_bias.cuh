@@ -71,7 +71,7 @@ __device__ __forceinline__ int Take(int64_t* number, int count) {
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardBiasShared);
 
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
-    jax_flash_backward_bias(const __grid_constant__ jax_flash::Params p) {
+    jax_flash_backward_bias(const __grid_constant__ jax_flash::KernelParams p) {
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];
   BackwardBiasShared& shared = *reinterpret_cast<BackwardBiasShared*>(memory);
@@ -111,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     const Scores scores(p, batch, head, row + warp.row, column + warp.column, kind);
     float minus_l[ScorePart::kHeight / 16][2], D[ScorePart::kHeight / 16][2];
     Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
+    Scores::Capped<ScorePart::kHeight / 16, ScorePart::kWidth / 8> capped;
     CpAsyncWait<1>();
     shared.q.template Landed<kThreads>(), shared.k.template Landed<kThreads>();
     __syncthreads();
@@ -121,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
       AddRowsTimesRows(S, shared.q, warp.row, shared.k, warp.column);
       const bool every = keys.every_lo <= column && column + kCols <= keys.every_hi && row + kRows <= p.q_len;
       if (!every || !scores.block.Everything()) scores.Hide(positions, S);
-      scores.ToP<false>(S, minus_l, [](int, int, const float (&)[4]) {});
+      scores.ToP<false>(S, minus_l, capped, [](int, int, const float (&)[4]) {});
     }
     CpAsyncWait<0>();
     shared.d_o.template Landed<kThreads>(), shared.v.template Landed<kThreads>();
@@ -129,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     if (warp.active) {
       Clear(dP);
       AddRowsTimesRows(dP, shared.d_o, warp.row, shared.v, warp.column);
-      scores.ToDS(S, D, dP);
+      scores.ToDS<false, false>(S, D, capped, dP);
 #pragma unroll
       for (int i = 0; i < ScorePart::kHeight / 16 * ScorePart::kWidth / 2; ++i) {
         const int m = i / (ScorePart::kWidth / 2), c = i / 4 % (ScorePart::kWidth / 8);

@@ -52,10 +52,11 @@ struct BackwardQuery {
     Clear(S);
     AddRowsTimesRows(S, shared.q, row, k, 0, load_next);  // line 11 of Algorithm 4
     if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);  // 12
-    scores.ToP<true>(S, minus_l, [](int, int, const float (&)[4]) {});                                     // 13, 14
+    Scores::Capped<kWarpRows / 16, kCols / 8> capped;
+    scores.ToP<true>(S, minus_l, capped, [](int, int, const float (&)[4]) {});  // 13, 14
     Clear(dP);
     AddRowsTimesRows(dP, shared.d_o, row, v, 0);  // 17
-    scores.ToDS(S, D, dP);                        // 18, 20
+    scores.ToDS<true, false>(S, D, capped, dP);   // 18, 20
     AddTimesRows(dQ, dP, k);                      // 21
   }
 
@@ -73,7 +74,7 @@ struct BackwardQuery {
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardQueryShared);
 
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
-    jax_flash_backward_query(const __grid_constant__ jax_flash::Params p) {
+    jax_flash_backward_query(const __grid_constant__ jax_flash::KernelParams p) {
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];
   BackwardQueryShared& shared = *reinterpret_cast<BackwardQueryShared*>(memory);

@@ -120,7 +120,7 @@ struct Forward {
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::ForwardShared);
 
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
-    jax_flash_forward(const __grid_constant__ jax_flash::Params p) {
+    jax_flash_forward(const __grid_constant__ jax_flash::KernelParams p) {
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);

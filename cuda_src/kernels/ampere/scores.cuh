@@ -62,6 +62,7 @@ struct Scores {
       if (x == -Infinity()) continue;
       x = Cap(p, x);
       if (kBias) x += score.Bias(Query(m, r / 2), Column(c, r % 2), Member(m, r / 2));
+      x = score.Mod(x, Query(m, r / 2), Column(c, r % 2), Member(m, r / 2));
     }
   }
 
@@ -89,11 +90,18 @@ struct Scores {
     for (int i = 0; i < 2 * kCount; ++i) x[i / 2][i % 2] = statistics[from + Row(i / 2, i % 2)];
   }
 
+  // What ToDS needs of x beside P if there is a score_grad: c.
+  template <int kCount, int kChunks>
+  struct Capped {
+    float c[kScoreGrad ? kCount : 1][kChunks][4];
+  };
+
   // P = exp(s - L) from x. store(m, c, Z P / keep_scale) is called for each 16 x 8 entries. S becomes P, negative where
-  // it is dropped; or with kSlope P times the slope of the soft cap, dc / d(scale x).
+  // it is dropped; or with kSlope P times the slope of the soft cap, dc / d(scale x), if that need not wait for a
+  // score_grad.
   template <bool kSlope, int kCount, int kChunks, typename Store>
   __device__ __forceinline__ void ToP(float (&S)[kCount][kChunks][4], const float (&minus_l)[kCount][2],
-                                      Store store) const {
+                                      Capped<kCount, kChunks>& capped, Store store) const {
     const float to_log2 = ScaleOf(p) * kLog2e;
     float maximum[kCount][2];
     RowMaxima(maximum);
@@ -114,8 +122,10 @@ struct Scores {
             float s = -Infinity();
             if (x != -Infinity()) {
               s = Cap(p, x);
-              if (kSlope) slope = SlopeOf(p, s);
+              if (kSlope && !kScoreGrad) slope = SlopeOf(p, s);
+              if (kScoreGrad) capped.c[m][c][r] = s;
               if (kBias) s += score.Bias(Row(m, h), Column(c, e));
+              s = score.Mod(s, Row(m, h), Column(c, e));
             }
             x = Exp2(fmaf(kMaximumApart ? s - maximum[m][h] : s, kLog2e, minus_l[m][h]));
           } else {
@@ -130,15 +140,21 @@ struct Scores {
     }
   }
 
-  // dS = P (Z dP - D) from what ToP left in S; or, with its slope, dX.
-  template <int kCount, int kChunks>
+  // dS = P (Z dP - D) from what ToP left in S; or, with its slope, dX. With a score_grad it is the cotangent of what
+  // score_mod is given; kAccumulates: gradients of captured arrays grow.
+  template <bool kSlope, bool kAccumulates, int kCount, int kChunks>
   __device__ __forceinline__ void ToDS(const float (&S)[kCount][kChunks][4], const float (&D)[kCount][2],
-                                       float (&dP)[kCount][kChunks][4]) const {
+                                       const Capped<kCount, kChunks>& capped, float (&dP)[kCount][kChunks][4]) const {
 #pragma unroll
     for (int i = 0; i < kCount * kChunks * 4; ++i) {
       const int m = i / 4 / kChunks, c = i / 4 % kChunks, r = i % 4;
       float& x = dP[m][c][r];
       x = DSOf(S[m][c][r], x * ZScale(p), D[m][r / 2]);
+      if constexpr (kScoreGrad) {
+        const int i = Row(m, r / 2), j = Column(c, r % 2);
+        x = score.Unmod<kAccumulates>(score.AddBias(capped.c[m][c][r], i, j), x, i, j);
+        if (kSlope && x != 0.0f) x *= SlopeOf(p, capped.c[m][c][r]);
+      }
     }
   }
 

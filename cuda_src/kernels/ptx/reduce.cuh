@@ -13,7 +13,12 @@ constexpr bool kAddsFour = true;
 constexpr bool kAddsFour = false;
 #endif
 
-// red.global.add.f32: c to the 128 elements at `sum`, by a whole warp.
+// red.global.add.f32: PTX ISA 9.7.13.7.
+__device__ __forceinline__ void AddToGlobal(float* sum, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(sum), "f"(x) : "memory");
+}
+
+// Likewise: c to the 128 elements at `sum`, by a whole warp.
 __device__ __forceinline__ void AddToGlobal(float* sum, const float (&c)[4]) {
   const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900

@@ -1,5 +1,6 @@
-// Which keys a row may attend to: positions (causal, window, lengths, query offset), segment ids, the mask operand and
-// block masks. Here is the place to add a kind of mask. Which tiles are computed at all follows from it in scheduler/.
+// Which keys a row may attend to: positions (causal, window, lengths, query offset), segment ids, the mask operand, a
+// mask_mod and block masks. Here is the place to add a kind of mask. Which tiles are computed at all follows from it in
+// scheduler/.
 //
 // All of a block mask is data: a number that it does not have stands for nothing, never for an address.
 #pragma once
@@ -8,6 +9,7 @@
 #include "common/masking.h"
 #include "config.cuh"
 #include "ptx/types.cuh"
+#include "semantics/program.cuh"
 #include "semantics/view.cuh"
 
 namespace jax_flash {
@@ -25,8 +27,8 @@ constexpr bool kListed = kBlockMask;           // do tiles come from lists, inst
 constexpr bool kLocal = kWindow || kSegments;  // keys may be hidden to the left of what is not
 // Do positions decide more than that a row sees no later key?
 constexpr bool kManyRanges = kWindow || kLengths || kProblem.query_offset;
-constexpr bool kEntryMasks = kSegments || kMask;       // read entry by entry
-constexpr bool kLookedUp = kEntryMasks || kBlockMask;  // must memory be asked which keys a row sees?
+constexpr bool kEntryMasks = kSegments || kMask || kMaskMod;  // asked entry by entry
+constexpr bool kLookedUp = kEntryMasks || kBlockMask;         // must memory be asked which keys a row sees?
 
 // --- Positions ---
 
@@ -44,7 +46,7 @@ __device__ __forceinline__ Positions PositionsOf(const Params& p, int batch) {
 // The first n of 32 bits; none if n < 0.
 __device__ __forceinline__ uint32_t FirstBits(int n) { return n >= 32 ? 0xFFFFFFFF : (1u << max(n, 0)) - 1; }
 
-// --- Segment ids and the mask operand ---
+// --- Segment ids, the mask operand and mask_mod ---
 
 // The offset of row i, column j. (Both strides fit in 32 bits, and one multiplication then does for each.)
 template <typename T>
@@ -55,11 +57,14 @@ __device__ __forceinline__ int64_t Offset(const Broadcast<T>& x, int i, int j) {
 // For one batch entry and head.
 struct Entries {
   const Params& p;
+  int batch, head;
   const int32_t *q_segments, *kv_segments;
   const uint8_t* mask;
 
   __device__ __forceinline__ Entries(const Params& p, int batch, int head)
       : p(p),
+        batch(batch),
+        head(head),
         q_segments(kSegments ? p.q_segments + int64_t(batch) * p.q_len : nullptr),
         kv_segments(kSegments ? p.kv_segments + int64_t(batch) * p.kv_len : nullptr),
         mask(kMask ? p.mask.data + batch * p.mask.batch + head * p.mask.head : nullptr) {}
@@ -70,7 +75,8 @@ struct Entries {
     const int i = min(row / kPacked, p.q_len - 1), next = row % kPacked;
     j = min(j, p.kv_len - 1);
     return (kSegments && q_segments[i] != kv_segments[j]) ||
-           (kMask && mask[next * p.mask.head + Offset(p.mask, i, j)] == 0);
+           (kMask && mask[next * p.mask.head + Offset(p.mask, i, j)] == 0) ||
+           (kMaskMod && !program::MaskMod(Programs(p), PlaceOf(p, batch, head + next, i, j)));
   }
 };
 

@@ -4,6 +4,7 @@
 #include "config.cuh"
 #include "ptx/types.cuh"
 #include "semantics/mask.cuh"
+#include "semantics/program.cuh"
 
 namespace jax_flash {
 
@@ -11,9 +12,9 @@ constexpr DType kBiasDType = kProblem.bias_dtype;
 constexpr bool kBias = kBiasDType != DType::kNone;
 constexpr bool kSoftCap = kProblem.soft_cap;
 
-// Scores are formed entry by entry, s = cap(scale x) + bias. Otherwise the scale, which is positive, goes into the
-// exponent; that is not what full precision asks for.
-constexpr bool kFormsScores = kBias || kSoftCap || kFullPrecision;
+// Scores are formed entry by entry, s = score_mod(cap(scale x) + bias). Otherwise the scale, which is positive, goes
+// into the exponent; that is not what full precision asks for.
+constexpr bool kFormsScores = kBias || kSoftCap || kFullPrecision || kScoreMod;
 
 // τ, which is an operand so that a new value is no new program.
 __device__ __forceinline__ float ScaleOf(const Params& p) { return __ldg(p.scale); }
@@ -43,10 +44,11 @@ __device__ __forceinline__ float SlopeOfP(const Params& p, float P, float L) {
 // s_ij of one batch entry and head.
 struct Score {
   const Params& p;
+  int batch, head;
   int64_t bias;  // the offset of row 0, column 0
 
   __device__ __forceinline__ Score(const Params& p, int batch, int head)
-      : p(p), bias(kBias ? batch * p.bias.batch + head * p.bias.head : 0) {}
+      : p(p), batch(batch), head(head), bias(kBias ? batch * p.bias.batch + head * p.bias.head : 0) {}
 
   // From x where scores are formed entry by entry. Where (i, j) is not within T and S it is something that will be
   // hidden.
@@ -65,6 +67,18 @@ struct Score {
   // (i, j) is within T and S; of the head `next` after this one.
   __device__ __forceinline__ float Bias(int i, int j, int next = 0) const {
     return Load<kBiasDType>(p.bias.data, bias + next * p.bias.head + Offset(p.bias, i, j));
+  }
+
+  // What score_mod makes of s, of the head `next` after this one; and the cotangent of s from that of what it makes.
+  __device__ __forceinline__ float Mod(float s, int i, int j, int next = 0) const {
+    if constexpr (!kScoreMod) return s;
+    return program::ScoreMod(Programs(p), PlaceOf(p, batch, head + next, i, j), s);
+  }
+  // kAccumulates: also adds to the gradients of captured arrays.
+  template <bool kAccumulates>
+  __device__ __forceinline__ float Unmod(float s, float ds, int i, int j) const {
+    if (!kScoreGrad || ds == 0.0f) return ds;
+    return program::ScoreGrad<kAccumulates>(Programs(p), PlaceOf(p, batch, head, i, j), s, ds);
   }
 };
 

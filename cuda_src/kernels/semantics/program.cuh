@@ -1,0 +1,162 @@
+// Score programs: what a user has made of scores, and of which keys a row may attend to. The host writes them as
+// functions (cuda_src/program_source.h) in the vocabulary that is here. A truth value is an int, all of whose bits are
+// set or none.
+#pragma once
+
+#include "common/ops.h"
+#include "config.cuh"
+#include "ptx/reduce.cuh"
+#include "ptx/types.cuh"
+
+namespace jax_flash {
+
+constexpr bool kScoreMod = kProblem.score_mod;
+constexpr bool kMaskMod = kProblem.mask_mod;
+constexpr bool kScoreGrad = kProblem.score_grad;
+
+namespace program {
+
+template <typename T, typename Other>
+constexpr bool kIs = false;
+template <typename T>
+constexpr bool kIs<T, T> = true;
+
+// Where an entry is: of the batch entries of this call, and as programs are told.
+struct Place {
+  int row, batch, head, query, key;
+};
+
+// --- Captured arrays ---
+
+__device__ __forceinline__ int64_t Inside(int index, int64_t last) {
+  return index < 0 ? 0 : index < last ? index : last;
+}
+
+struct F16 {};
+struct BF16 {};
+
+template <typename T>
+__device__ __forceinline__ auto Look(const void* array, int64_t at) {
+  if constexpr (kIs<T, F16>) {
+    return Load<DType::kF16>(array, at);
+  } else if constexpr (kIs<T, BF16>) {
+    return Load<DType::kBF16>(array, at);
+  } else {
+    return static_cast<const T*>(array)[at];
+  }
+}
+
+// Of an entry whose score has no part in the result nothing is added, whatever the derivative is there.
+__device__ __forceinline__ void Accumulate(float* array, int64_t at, float x) {
+  if (x != 0.0f) AddToGlobal(array + at, x);
+}
+
+// --- Instructions: the words of common/ops.h ---
+
+using A = float;
+struct None {};
+
+__device__ __forceinline__ int Truth(bool x) { return x ? -1 : 0; }
+__device__ __forceinline__ int Truth(int x) { return x; }
+__device__ __forceinline__ bool OfTruth(int x) { return x != 0; }
+__device__ __forceinline__ float Broadcast(float x) { return x; }
+
+__device__ __forceinline__ float Fmod(float x, float y) { return fmodf(x, y); }
+__device__ __forceinline__ float Pow(float x, float y) { return powf(x, y); }
+__device__ __forceinline__ float Atan2(float x, float y) { return atan2f(x, y); }
+__device__ __forceinline__ float Abs(float x) { return fabsf(x); }
+__device__ __forceinline__ float UnboundedExp(float x) { return expf(x); }
+__device__ __forceinline__ float Exp2(float x) { return exp2f(x); }
+__device__ __forceinline__ float Log(float x) { return logf(x); }
+__device__ __forceinline__ float Log1p(float x) { return log1pf(x); }
+__device__ __forceinline__ float Expm1(float x) { return expm1f(x); }
+template <typename T>
+__device__ __forceinline__ float Tanh(T x) {
+  return tanhf(x);
+}
+__device__ __forceinline__ float Erf(float x) { return erff(x); }
+__device__ __forceinline__ float Sin(float x) { return sinf(x); }
+__device__ __forceinline__ float Cos(float x) { return cosf(x); }
+__device__ __forceinline__ float Sqrt(float x) { return sqrtf(x); }
+__device__ __forceinline__ float Floor(float x) { return floorf(x); }
+__device__ __forceinline__ float RoundHalfAway(float x) { return roundf(x); }
+__device__ __forceinline__ float RoundHalfEven(float x) { return rintf(x); }
+
+template <typename T>
+__device__ __forceinline__ float RoundTo(float x) {
+  if constexpr (kIs<T, BF16>) {
+    const uint32_t bits = __float_as_uint(x);
+    return x == x ? __uint_as_float((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000) : x;
+  } else if constexpr (kIs<T, F16>) {
+    const uint32_t bits = __float_as_uint(fabsf(x));
+    const float normal = __uint_as_float((bits + 0xFFF + (bits >> 13 & 1)) & 0xFFFFE000);
+    const float rounded = fabsf(x) < 0x1p-14f ? (fabsf(x) + 0.5f) - 0.5f : normal > 65504.0f ? Infinity() : normal;
+    return x == x ? copysignf(rounded, x) : x;
+  }
+  return x;
+}
+
+__device__ __forceinline__ unsigned Bits(unsigned x) { return x; }
+__device__ __forceinline__ int Quotient(int x, int y) { return y == 0 ? -1 : y == -1 ? int(0 - Bits(x)) : x / y; }
+__device__ __forceinline__ unsigned Quotient(unsigned x, unsigned y) { return y == 0 ? 0xFFFFFFFF : x / y; }
+__device__ __forceinline__ unsigned ShiftLeft(unsigned x, unsigned y) { return y < 32 ? x << y : 0; }
+__device__ __forceinline__ int ShiftRight(int x, int y) { return x >> (unsigned(y) < 32 ? y : 31); }
+__device__ __forceinline__ unsigned ShiftRight(unsigned x, unsigned y) { return y < 32 ? x >> y : 0; }
+__device__ __forceinline__ int CountOnes(unsigned x) { return __popc(x); }
+__device__ __forceinline__ int CountLeadingZeros(unsigned x) { return __clz(x); }
+__device__ __forceinline__ float ToFloats(int x) { return float(x); }
+__device__ __forceinline__ float ToFloats(unsigned x) { return float(x); }
+__device__ __forceinline__ int ToSigned(float x) {
+  return x >= 0x1p31f ? 0x7FFFFFFF : x < -0x1p31f ? int(0x80000000) : x == x ? int(x) : 0;
+}
+__device__ __forceinline__ unsigned ToUnsigned(float x) { return x >= 0x1p32f ? 0xFFFFFFFF : x > 0 ? unsigned(x) : 0; }
+
+using Of_f = float;
+using Of_i = int;
+using Of_u = unsigned;
+using Of_b = int;
+using Of_n = None;
+__device__ __forceinline__ float Result_f(float x) { return x; }
+__device__ __forceinline__ int Result_i(int x) { return x; }
+__device__ __forceinline__ unsigned Result_u(unsigned x) { return x; }
+template <typename T>
+__device__ __forceinline__ int Result_b(T x) {
+  return Truth(x);
+}
+
+#define JAX_FLASH_FUNCTION(name, text, type, of_x, of_y, of_z, value)                                            \
+  __device__ __forceinline__ Of_##type name(Of_##of_x x, Of_##of_y y = Of_##of_y(), Of_##of_z z = Of_##of_z()) { \
+    return Result_##type(value);                                                                                 \
+  }
+JAX_FLASH_OPS(JAX_FLASH_FUNCTION)
+#undef JAX_FLASH_FUNCTION
+
+}  // namespace program
+}  // namespace jax_flash
+
+#include "this_program.h"
+
+namespace jax_flash {
+
+// A kernel's parameter, and what its programs need of it.
+template <bool kPrograms>
+struct ParamsOfKernel {
+  using Type = Params;
+};
+template <>
+struct ParamsOfKernel<true> {
+  using Type = ProgramParams;
+};
+using KernelParams = ParamsOfKernel<kScoreMod || kMaskMod>::Type;
+
+__device__ __forceinline__ const ProgramParams& Programs(const Params& p) {
+  return static_cast<const ProgramParams&>(p);
+}
+
+// Of row i, column j.
+__device__ __forceinline__ program::Place PlaceOf(const Params& p, int batch, int head, int i, int j) {
+  const int offset = kProblem.query_offset ? p.query_offset[batch] : 0;
+  return {batch, __ldg(Programs(p).program_batch + batch), __ldg(Programs(p).program_head + head), i + offset, j};
+}
+
+}  // namespace jax_flash

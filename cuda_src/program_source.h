@@ -1,0 +1,14 @@
+// Score programs as CUDA C++: the header this_program.h that a kernel is compiled with.
+#pragma once
+
+#include <string>
+
+#include "common/problem.h"
+
+namespace jax_flash {
+
+// The functions ScoreMod, MaskMod and ScoreGrad of cuda_src/kernels/semantics/program.cuh, of a problem's programs;
+// what it does not have changes nothing.
+std::string ProgramSource(const Problem& problem);
+
+}  // namespace jax_flash

@@ -23,7 +23,7 @@ from jax_flash.programs.code import Code, Unsupported
 from jax_flash.programs.lowering import Lowering
 
 INDICES = ("batch", "head", "query", "key")
-MOST_CAPTURED = 32
+MOST_CAPTURED = 32  # by two functions
 
 
 class Sizes(NamedTuple):
@@ -140,8 +140,6 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
     captured = [Captured("", False, ())] * first + [Captured(x.dtype.name, False, x.shape) for x in arrays]
     derivative = None
     try:
-        if first + len(arrays) > MOST_CAPTURED:
-            raise Unsupported(f"more than {MOST_CAPTURED} captured arrays")
         code = Code(dtype, sizes._asdict())
         inputs = _inputs(code, dtype)[0 if name == "score_mod" else 1 :]
         forward = Lowering(code)
@@ -179,7 +177,7 @@ def _traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
     for x in closed.consts:
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise TypeError(f"{name} captures an array of dtype {x.dtype}: there are floats, integers and bool")
-    return closed
+    return closed if len(closed.consts) <= MOST_CAPTURED // 2 else _packed(closed)
 
 
 def _inputs(code: Code, dtype: str) -> list[Array]:
@@ -199,6 +197,22 @@ def _with_constants_of_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     if not list(_constants_of_calls(closed.jaxpr)):
         return closed
     return jax.make_jaxpr(lambda *args: _Tracing(()).run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+
+
+def _packed(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same with one array for each dtype, of which the arrays that it captures are parts."""
+    arrays = [jnp.asarray(x) for x in closed.consts]
+    dtypes = dict.fromkeys(x.dtype for x in arrays)
+    packed = {dtype: jnp.concatenate([x.ravel() for x in arrays if x.dtype == dtype]) for dtype in dtypes}
+
+    def function(*scalars: jax.Array) -> list[jax.Array]:
+        ends, parts = dict.fromkeys(dtypes, 0), []
+        for x in arrays:
+            start, ends[x.dtype] = ends[x.dtype], ends[x.dtype] + x.size
+            parts.append(jax.lax.slice(packed[x.dtype], (start,), (start + x.size,)).reshape(x.shape))
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, parts))(*scalars)
+
+    return jax.make_jaxpr(function)(*closed.in_avals)
 
 
 def _constants_of_calls(x: Any) -> Iterator[Any]:

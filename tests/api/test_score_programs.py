@@ -1,0 +1,172 @@
+"""Attention with score programs against the matrix in float64: values and all gradients, with every other feature."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case
+from programs import MASKS, SCORES, Mod, both, captured, check, exact, functions, hidden, ours, relative_table, t5
+
+import jax_flash
+from jax_flash import BlockMask
+
+pytestmark = pytest.mark.usefixtures("device")
+
+CASE = Case(B=2, T=32, S=32, N=4, K=2, D=8, E=8)
+CASES = {"flamingo": Case(B=2, T=32, S=12, N=4, K=2, D=8, E=8)}
+SMALL = functools.partial(Case, B=2, T=19, S=23, N=4, K=2, D=8, E=8)
+IMPLEMENTATIONS = ["flash", "xla"]
+
+
+@functools.cache
+def mods(program, case):
+    """What gives the mods of a program, the same function for the same case."""
+    made = program(case)
+    return lambda: (made,) if isinstance(made, Mod) else made
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("program", SCORES + MASKS, ids=lambda program: program.__name__)
+def test_program(program, implementation):
+    case = CASES.get(program.__name__, CASE)
+    check(case, mods(program, case), implementation)
+
+
+@pytest.mark.parametrize("implementation", ["reference", None])
+def test_other_implementations(implementation):
+    check(CASE, mods(both, CASE), implementation)
+
+
+BLOCKS = BlockMask.from_mask((np.arange(19)[:, None] + np.arange(23)) // 9 % 2 == 0, q_block=16, kv_block=16)
+FEATURES = [
+    SMALL(causal=True, bias="bnts", K=1),
+    SMALL(window=(5, 3), offset=True, mask="b1ts", bias="b1t1"),
+    SMALL(lengths=True, segments=True, soft_cap=1.5, bias="1n1s"),
+    SMALL(block_mask=BLOCKS, dropout=0.3, bias="11ts"),
+    SMALL(T=1, offset=True, causal=True, lengths=True),
+    SMALL(N=6, K=2, D=24, E=40, scale=0.3, dropout=0.5, broadcast_dropout=True),
+    SMALL(causal=True, window=(9, 4), bias="b1ts", mask="bn1s", lengths=True, offset=True, soft_cap=1.5, dropout=0.2),
+    SMALL(B=1, N=1, K=1, T=3, S=70, deterministic=True),
+]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", FEATURES, ids=str)
+def test_with_other_features(case, implementation):
+    """The score that a program gets is scaled, capped and biased; masks and dropout come after it."""
+    check(case, mods(both, case), implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_that_the_score_hides(implementation):
+    case = SMALL(bias="1nts")
+    check(case, mods(hidden, case), implementation)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_dtypes(implementation, dtype):
+    """Of float64 the score has all bits; of the small ones it has those of float32."""
+    case = SMALL(causal=True, bias="1nts")
+    check(case, mods(both, case), implementation, dtype)
+    if dtype == "float64":
+        check(CASE, mods(t5, CASE), implementation, dtype)
+
+
+def test_a_table_of_a_small_dtype():
+    """Its gradient has its dtype, and is rounded once."""
+    arrays, cotangents, make = CASE.arrays(), CASE.cotangents(), mods(relative_table, CASE)
+    arrays |= {"score_mod 0": captured(make())["score_mod 0"].astype(jnp.bfloat16)}
+    results, expected = ours(CASE, make, arrays, cotangents, "flash"), exact(CASE, make, arrays, cotangents)
+    assert results["score_mod 0"].dtype == jnp.bfloat16
+    errors = np.abs(results["score_mod 0"].astype(np.float64) - expected["score_mod 0"])
+    assert (errors <= 2**-8 * np.abs(expected["score_mod 0"]) + 1e-5).all()
+
+
+# --- what the function is called with, and what it gives --------------------------------------------------------------
+
+
+def attention(case, implementation):
+    """As a function of arrays and options, with the mods of `both`."""
+    make = mods(both, case)
+    options = functions(make(), jax.tree.map(jnp.asarray, captured(make())))
+    return functools.partial(jax_flash.dot_product_attention, implementation=implementation, **options)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_residual_and_unbatched(implementation):
+    case = SMALL(B=1)
+    arrays, cotangents = case.arrays(), case.cotangents()
+    attend, make = attention(case, implementation), mods(both, case)
+    expected = exact(case, make, arrays | captured(make()), cotangents)
+    o, residual = attend(**{name: x[0] for name, x in arrays.items()}, return_residual=True)
+    np.testing.assert_allclose(o, expected["o"][0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(residual, expected["logsumexp"][0].T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_query_offset(implementation):
+    """A number, an array or a traced one: the rows of the whole from there on."""
+    case = SMALL()
+    arrays, attend = case.arrays(), attention(case, implementation)
+    whole = np.asarray(attend(**arrays))
+    rest = arrays | {"query": arrays["query"][:, 7:]}
+    traced = jax.jit(lambda rest, offset: attend(**rest, query_offset=offset))
+    for result in (
+        attend(**rest, query_offset=7),
+        attend(**rest, query_offset=np.array([7, 7])),
+        traced(rest, 7),
+        traced(rest, jnp.full(2, 7)),
+    ):
+        np.testing.assert_allclose(result, whole[:, 7:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_decoding(implementation):
+    """One query at a time, under one compilation, gives the rows of the whole."""
+    case = SMALL(T=9, S=9)
+    arrays, attend = case.arrays(), attention(case, implementation)
+
+    @jax.jit
+    def step(query, offset):
+        return attend(query, arrays["key"], arrays["value"], query_offset=offset, is_causal=True)
+
+    steps = [step(arrays["query"][:, i : i + 1], i) for i in range(case.T)]
+    assert step._cache_size() == 1
+    np.testing.assert_allclose(np.concatenate(steps, 1), attend(**arrays, is_causal=True), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_some_gradients(implementation):
+    """Whatever is asked for alone is what it is together with the others."""
+    case = SMALL()
+    arrays, cotangents, make = case.arrays(), case.cotangents(), mods(both, case)
+    arrays |= captured(make())
+    every = exact(case, make, arrays, cotangents)
+    for chosen in (["query"], ["score_mod 0"], ["value", "score_mod 1"]):
+
+        def attend(some):
+            given = arrays | some
+            inputs = {name: x for name, x in given.items() if " " not in name}
+            return jax_flash.attention_with_statistics(
+                **inputs, **functions(make(), jax.tree.map(jnp.asarray, given)), implementation=implementation
+            )
+
+        def loss(some):
+            o, statistics = attend(some)
+            return (o * cotangents[0]).sum() + (statistics.logsumexp * cotangents[1]).sum()
+
+        gradients = jax.jit(jax.grad(loss))({name: jnp.asarray(arrays[name]) for name in chosen})
+        for name, x in gradients.items():
+            np.testing.assert_allclose(x, every[name], rtol=1e-5, atol=1e-5 * np.abs(every[name]).max(), err_msg=name)
+
+
+def test_a_mask_alone():
+    """`mask_mod` alone has no gradients of its own, and no score is computed anew for it."""
+    problem = jax_flash.Problem.of(
+        *(jax.ShapeDtypeStruct((1, 4, 2, 8), "float32"),) * 3, mask_mod=lambda b, h, q, k: q > k
+    )
+    assert (problem.score_mod, problem.captured) == (None, ())
+    assert problem.differentiated({"dq"}).score_grad is None

@@ -1,0 +1,422 @@
+"""Score programs from the literature, and attention with any program by materialising the matrix in float64.
+
+A program is a `Mod`: a function of the arrays that it captures, and these arrays. Sizes are a `Case`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import standard
+from cases import DIFFERENTIATED, Arrays, Case
+
+import jax_flash
+
+
+class Mod(NamedTuple):
+    kind: str  # "score_mod" or "mask_mod"
+    make: Callable[..., Callable[..., jax.Array]]  # from its arrays to the function
+    arrays: tuple[np.ndarray, ...] = ()
+
+
+def _normal(seed: int, *shape: int) -> np.ndarray:
+    return np.asarray(np.random.default_rng(seed).normal(size=shape), np.float32)
+
+
+def _integers(seed: int, low: int, high: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(low, high, shape).astype(np.int32)
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+def alibi(case: Case) -> Mod:
+    """A penalty for distance, at a rate for each head."""
+    slopes = np.float32(2) ** (-8 * np.arange(1, case.N + 1, dtype=np.float32) / case.N)
+    return Mod("score_mod", lambda slopes: lambda s, b, h, q, k: s - slopes[h] * jnp.abs(q - k), (slopes,))
+
+
+def soft_cap(case: Case) -> Mod:
+    """With a cap that is an array of no dims."""
+    return Mod("score_mod", lambda cap: lambda s, b, h, q, k: cap * jnp.tanh(s / cap), (np.asarray(1.5, np.float32),))
+
+
+def relative_table(case: Case) -> Mod:
+    """A bias for each head and distance."""
+    table = _normal(1, case.N, case.T + case.S - 1)
+    return Mod("score_mod", lambda table: lambda s, b, h, q, k: s + table[h, q - k + case.S - 1], (table,))
+
+
+def _t5(case: Case, causal: bool) -> Mod:
+    exact, buckets, farthest = 4, 8, 21.0  # for one direction; where buckets end, none is at a whole distance
+
+    def bucket(s, distance):
+        far = jnp.log(jnp.maximum(distance, 1).astype(s.dtype) / exact) / np.log(farthest / exact)
+        far = exact + (far * (buckets - exact) + 1e-3).astype(jnp.int32)
+        return jnp.where(distance < exact, distance, jnp.minimum(far, buckets - 1))
+
+    def make(table):
+        def score_mod(s, b, h, q, k):
+            if causal:
+                return s + table[bucket(s, jnp.maximum(q - k, 0)), h]
+            return s + table[bucket(s, jnp.abs(q - k)) + jnp.where(k > q, buckets, 0), h]
+
+        return score_mod
+
+    return Mod("score_mod", make, (_normal(2, buckets if causal else 2 * buckets, case.N),))
+
+
+def t5(case: Case) -> Mod:
+    """Buckets of distances that grow with the logarithm, for either direction."""
+    return _t5(case, causal=False)
+
+
+def t5_causal(case: Case) -> Mod:
+    return _t5(case, causal=True)
+
+
+def sandwich(case: Case) -> Mod:
+    """The product of sinusoidal positions, by their distance."""
+    rates = np.float32(100.0) ** (-np.arange(6, dtype=np.float32) / 6)
+
+    def make(rates):
+        return lambda s, b, h, q, k: s + 0.5 / (h + 1.0) * jnp.cos((q - k).astype(s.dtype) * rates).sum()
+
+    return Mod("score_mod", make, (rates,))
+
+
+def graphormer(case: Case) -> Mod:
+    """Biases of a graph: of the distance of two nodes, and of the edges on the way, each looked up in a table."""
+    distances, edges = _integers(3, 0, 6, case.B, case.T, case.S), _integers(4, 0, 5, case.T, case.S, 2)
+
+    def make(distances, edges, spatial, weights):
+        def score_mod(s, b, h, q, k):
+            way = weights[edges[q, k, 0], h] + 0.5 * weights[edges[q, k, 1], h]
+            return s + spatial[distances[b, q, k], h] + way
+
+        return score_mod
+
+    return Mod("score_mod", make, (distances, edges, _normal(5, 6, case.N), _normal(6, 5, case.N)))
+
+
+def log_gelu(case: Case) -> Mod:
+    return Mod(
+        "score_mod",
+        lambda shift: lambda s, b, h, q, k: jnp.log(jax.nn.gelu(s) + shift[h]),
+        (1 + _normal(7, case.N) ** 2,),
+    )
+
+
+def low_rank(case: Case) -> Mod:
+    """A bias that is a product of two thin matrices."""
+    left, right = _normal(8, case.N, case.T, 3), _normal(9, case.N, case.S, 3)
+    return Mod(
+        "score_mod", lambda left, right: lambda s, b, h, q, k: s + jnp.dot(left[h, q], right[h, k]), (left, right)
+    )
+
+
+def mla_rope(case: Case) -> Mod:
+    """Multi-head latent attention: what carries positions is a second product, of keys that heads share."""
+    queries, keys = _normal(10, case.B, case.T, case.N, 4), _normal(11, case.B, case.S, 4)
+
+    def make(queries, keys):
+        return lambda s, b, h, q, k: s + 0.3 * jnp.dot(queries[b, q, h], keys[b, k])
+
+    return Mod("score_mod", make, (queries, keys))
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def causal(case: Case) -> Mod:
+    return Mod("mask_mod", lambda: lambda b, h, q, k: q >= k)
+
+
+def sliding_window(case: Case) -> Mod:
+    return Mod("mask_mod", lambda width: lambda b, h, q, k: (q >= k) & (q - k <= width), (np.asarray(5, np.int32),))
+
+
+def dilated_window(case: Case) -> Mod:
+    return Mod("mask_mod", lambda: lambda b, h, q, k: (jnp.abs(q - k) <= 9) & ((q - k) % 3 == 0))
+
+
+def prefix_lm(case: Case) -> Mod:
+    """Each example's own prefix is seen by all."""
+    return Mod(
+        "mask_mod", lambda prefix: lambda b, h, q, k: (k < prefix[b]) | (q >= k), (_integers(12, 0, case.S, case.B),)
+    )
+
+
+def documents(case: Case) -> Mod:
+    """Packed sequences, by the ids of queries and of keys."""
+    ids = [np.sort(_integers(seed, 0, 4, case.B, size)) for seed, size in ((13, case.T), (14, case.S))]
+    return Mod("mask_mod", lambda queries, keys: lambda b, h, q, k: queries[b, q] == keys[b, k], tuple(ids))
+
+
+def documents_by_offsets(case: Case) -> Mod:
+    """Packed sequences, each causal from its own start."""
+    offsets = np.array([0, case.T // 4, case.T // 3, case.T], np.int32)
+    ids = np.repeat(np.arange(3, dtype=np.int32), np.diff(offsets))
+
+    def make(ids, offsets):
+        def mask_mod(b, h, q, k):
+            start, end = offsets[ids[q]], offsets[ids[q] + 1]
+            return (start <= k) & (k < end) & (q - start >= k - start)
+
+        return mask_mod
+
+    return Mod("mask_mod", make, (ids, offsets))
+
+
+def natten(case: Case) -> Mod:
+    """Neighbours in a plane, of a window that is moved inside at the edges."""
+    height, width, reach = case.T // 8, 8, 1
+
+    def near(x, y, size):
+        return jnp.abs(jnp.clip(x, reach, size - 1 - reach) - y) <= reach
+
+    def mask_mod(b, h, q, k):
+        return near(q // width, k // width, height) & near(q % width, k % width, width)
+
+    return Mod("mask_mod", lambda: mask_mod)
+
+
+def natten_morton(case: Case) -> Mod:
+    """Neighbours in space, where places along the sequence have Morton order: the bits of three coordinates in turn."""
+
+    def coordinates(place):
+        def gather(first):
+            bits = [(place >> (first + 3 * i)) & 1 for i in range(2)]
+            return bits[0] | (bits[1] << 1)
+
+        return [gather(axis) for axis in range(3)]
+
+    def mask_mod(b, h, q, k):
+        return functools.reduce(
+            jnp.logical_and, [jnp.abs(x - y) <= 1 for x, y in zip(coordinates(q), coordinates(k), strict=True)]
+        )
+
+    return Mod("mask_mod", lambda: mask_mod)
+
+
+def sliding_tile(case: Case) -> Mod:
+    """A plane in tiles of 2 by 2: a query sees the tiles next to its own."""
+
+    def mask_mod(b, h, q, k):
+        def tile(place):
+            return (place // 8) // 2, (place % 8) // 2
+
+        return functools.reduce(jnp.logical_and, [jnp.abs(x - y) <= 1 for x, y in zip(tile(q), tile(k), strict=True)])
+
+    return Mod("mask_mod", lambda: mask_mod)
+
+
+def block_diffusion(case: Case) -> Mod:
+    """Noisy tokens, then the same clean: a noisy block sees itself and the clean ones before, clean ones are causal."""
+    length, block = case.T // 2, 4
+
+    def mask_mod(b, h, q, k):
+        clean_q, clean_k = q >= length, k >= length
+        q_block, k_block = (jnp.where(clean, x - length, x) // block for clean, x in ((clean_q, q), (clean_k, k)))
+        diagonal = (q_block == k_block) & (clean_q == clean_k)
+        return diagonal | (clean_k & ~clean_q & (q_block > k_block)) | (clean_q & clean_k & (q_block >= k_block))
+
+    return Mod("mask_mod", lambda: mask_mod)
+
+
+def shared_prefix(case: Case) -> Mod:
+    """Several answers to one question: each sees the question and itself."""
+    prefix = case.T // 3
+    ids = np.where(np.arange(case.T) < prefix, -1, np.arange(case.T) % 97 // 7).astype(np.int32)
+    return Mod("mask_mod", lambda ids: lambda b, h, q, k: (q >= k) & ((k < prefix) | (ids[q] == ids[k])), (ids,))
+
+
+def flamingo(case: Case) -> Mod:
+    """Text sees the patches of the last image before it, none before the first."""
+    image = np.sort(_integers(15, -1, 3, case.B, case.T))
+    return Mod("mask_mod", lambda image: lambda b, h, q, k: image[b, q] == k // (case.S // 3), (image,))
+
+
+def kinds_of_heads(case: Case) -> Mod:
+    """Every head has its own kind of mask."""
+    kinds = (np.arange(case.N) % 3).astype(np.int32)
+
+    def make(kinds):
+        def mask_mod(b, h, q, k):
+            return jnp.stack([q >= k, jnp.abs(q - k) < 4, (q - k) % 4 == 0])[kinds[h]]
+
+        return mask_mod
+
+    return Mod("mask_mod", make, (kinds,))
+
+
+# --- all that a program is told, for cases of any size ----------------------------------------------------------------
+
+
+def both(case: Case) -> tuple[Mod, Mod]:
+    """A score and a mask that depend on each of their arguments, and on arrays of every kind."""
+
+    def score(table, rates, shifts):
+        def score_mod(s, b, h, q, k):
+            return s * rates[b] + table[h, jnp.clip(q - k, -8, 8) + 8] + 0.25 * jnp.sin(s) * shifts[k % 5]
+
+        return score_mod
+
+    def mask(marks, allowed):
+        return lambda b, h, q, k: ((q + k + b) % 4 != marks[h]) | allowed[k]
+
+    arrays = _normal(20, case.N, 17), 1 + 0.1 * _normal(21, case.B), _integers(22, -2, 3, 5).astype(np.int8)
+    marks = (_integers(23, 0, 4, case.N), _normal(24, case.S) > 1)
+    return Mod("score_mod", score, arrays), Mod("mask_mod", mask, marks)
+
+
+def hidden(case: Case) -> tuple[Mod]:
+    """A score of -inf is as good as a mask; some rows have nothing else."""
+    rate = (np.asarray(0.5, np.float32),)
+    return (Mod("score_mod", lambda rate: lambda s, b, h, q, k: jnp.where(q % 4 > k % 3, s * rate, -jnp.inf), rate),)
+
+
+SCORES = [alibi, soft_cap, relative_table, t5, t5_causal, sandwich, graphormer, log_gelu, low_rank, mla_rope]
+MASKS = [
+    *(causal, sliding_window, dilated_window, prefix_lm, documents, documents_by_offsets, natten, natten_morton),
+    *(sliding_tile, block_diffusion, shared_prefix, flamingo, kinds_of_heads),
+]
+
+
+# --- running them -----------------------------------------------------------------------------------------------------
+
+Mods = tuple[Mod, ...]
+Gradients = dict[str, Any]
+
+
+def captured(mods: Mods, dtype: str = "float32") -> dict[str, Any]:
+    """Their arrays by name, "score_mod 0" and so on, floats in this dtype."""
+    arrays = {f"{mod.kind} {i}": x for mod in mods for i, x in enumerate(mod.arrays)}
+    return {name: x.astype(dtype) if x.dtype.kind == "f" else x for name, x in arrays.items()}
+
+
+def functions(mods: Mods, arrays: Gradients) -> dict[str, Any]:
+    """The options that they are."""
+    return {mod.kind: mod.make(*(arrays[f"{mod.kind} {i}"] for i in range(len(mod.arrays)))) for mod in mods}
+
+
+def _split(arrays: Arrays) -> tuple[Arrays, Arrays]:
+    """What has a gradient, and the others."""
+    moving = {
+        name: x
+        for name, x in arrays.items()
+        if name in DIFFERENTIATED or (" " in name and jnp.issubdtype(x.dtype, jnp.floating))
+    }
+    return moving, {name: x for name, x in arrays.items() if name not in moving}
+
+
+def _with_gradients(attention: Any, arrays: Arrays, cotangents: Any) -> Gradients:
+    moving, others = _split(arrays)
+    (o, lse), pull = jax.vjp(lambda moving: attention(moving | others), moving)
+    (gradients,) = pull((cotangents[0].astype(o.dtype), cotangents[1].astype(lse.dtype)))
+    return {"o": o, "logsumexp": lse} | gradients
+
+
+@functools.cache
+def _ours(case: Case, make: Any, implementation: str | None) -> Any:
+    mods = make()
+
+    def attention(arrays):
+        given = {name: x for name, x in arrays.items() if " " not in name}
+        options = case.options | functions(mods, arrays)
+        o, statistics = jax_flash.attention_with_statistics(**given, **options, implementation=implementation)
+        return o, statistics.logsumexp
+
+    return jax.jit(functools.partial(_with_gradients, attention))
+
+
+@functools.cache
+def _exact(case: Case, make: Any) -> Any:
+    mods = make()
+
+    def attention(arrays, allowed, kept):
+        q, k, v = (arrays[name].transpose(0, 2, 1, 3) for name in ("query", "key", "value"))
+        k, v = (jnp.repeat(x, case.N // case.K, 1) for x in (k, v))
+        s = (case.D**-0.5 if case.scale is None else case.scale) * (q @ k.swapaxes(2, 3))
+        if case.soft_cap:
+            s = case.soft_cap * jnp.tanh(s / case.soft_cap)
+        s = s + arrays["bias"] if case.bias else s
+        offset = arrays.get("query_offset", jnp.zeros(case.B, jnp.int32))
+        places = (
+            jnp.arange(case.B, dtype=jnp.int32),
+            jnp.arange(case.N, dtype=jnp.int32),
+            offset[:, None] + jnp.arange(case.T, dtype=jnp.int32),
+            jnp.arange(case.S, dtype=jnp.int32),
+        )
+        made = functions(mods, arrays)
+        if "score_mod" in made:
+            s = everywhere(made["score_mod"], s)(s, *places)
+        if "mask_mod" in made:
+            allowed = allowed & everywhere(made["mask_mod"])(*places)
+        s = jnp.where(allowed, s, -jnp.inf)
+        m = jax.lax.stop_gradient(s.max(-1, keepdims=True))
+        p = jnp.exp(s - jnp.where(m == -jnp.inf, 0, m))
+        l = p.sum(-1, keepdims=True)
+        seen = jnp.where(l == 0, 1, l)
+        o = (kept * p / seen) @ v
+        return o.transpose(0, 2, 1, 3), jnp.where(l == 0, -jnp.inf, m + jnp.log(seen))[..., 0]
+
+    def results(arrays, allowed, kept, cotangents):
+        return _with_gradients(lambda arrays: attention(arrays, allowed, kept), arrays, cotangents)
+
+    return jax.jit(results)
+
+
+def everywhere(function: Any, *scores: Any) -> Any:
+    """A function of one entry, mapped over all: of [B, N, T, S] scores, if any, and indices [B], [N], [B, T], [S]."""
+    score = (0,) * len(scores)
+    for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, None)):
+        function = jax.vmap(function, (*score, *axes))
+    return function
+
+
+def ours(case: Case, make: Any, arrays: Arrays, cotangents: Any, implementation: str | None) -> Gradients:
+    """O, the logsumexp, and the gradients of all floats by name.
+
+    Args:
+      make: a function that gives the mods; the same one for the same mods, since what is compiled is kept by it.
+    """
+    with jax.enable_x64(arrays["query"].dtype == np.float64):
+        return jax.tree.map(np.asarray, _ours(case, make, implementation)(arrays, cotangents))
+
+
+def exact(case: Case, make: Any, arrays: Arrays, cotangents: Any) -> Gradients:
+    """The same in float64, with the matrix in memory and by JAX's derivatives."""
+
+    def upcast(x):
+        return np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    allowed, kept = standard.allowed(case, arrays), standard.z(case, arrays)
+    used = {name: x for name, x in arrays.items() if name not in ("block_mask", "mask", "dropout_key")}
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, _exact(case, make)(*jax.tree.map(upcast, (used, allowed, kept, cotangents))))
+
+
+TOLERANCES = {"float32": 1e-5, "float64": 1e-13, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+
+def assert_accurate(results: Gradients, expected: Gradients, dtype: str) -> None:
+    """Relative to the largest entry of each, and the same entries infinite."""
+    assert results.keys() == expected.keys()
+    for name, x in expected.items():
+        finite, found = np.isfinite(x), np.asarray(results[name], np.float64)
+        assert found.shape == x.shape, name
+        np.testing.assert_array_equal(found[~finite], x[~finite], err_msg=name)
+        error, largest = np.abs(found[finite] - x[finite]).max(initial=0), np.abs(x[finite]).max(initial=0)
+        assert error <= TOLERANCES[dtype] * max(largest, 1e-3), f"{name}: {error:.3g} of {largest:.3g}"
+
+
+def check(case: Case, make: Any, implementation: str | None, dtype: str = "float32") -> None:
+    arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
+    arrays |= captured(make(), "float64" if dtype == "float64" else "float32")
+    assert_accurate(ours(case, make, arrays, cotangents, implementation), exact(case, make, arrays, cotangents), dtype)

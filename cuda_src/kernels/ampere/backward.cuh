@@ -118,6 +118,7 @@ struct Backward {
     Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
     Clear(S);
     AddRowsTimesRows(S, shared.q[stage], part.row, shared.k, part.column);  // 11
+    Cap(p, S);
     if (!scores.block.Everything() || row < rows.every_lo || row + kRows > rows.every_hi)
       scores.Hide(PositionsOf(p, batch), S);  // 12
     if (kDS) {

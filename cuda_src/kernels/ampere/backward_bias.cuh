@@ -119,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
       scores.RowStatistics(p.d, D);
       Clear(S);
       AddRowsTimesRows(S, shared.q, warp.row, shared.k, warp.column);
+      Cap(p, S);
       const bool every = keys.every_lo <= column && column + kCols <= keys.every_hi && row + kRows <= p.q_len;
       if (!every || !scores.block.Everything()) scores.Hide(positions, S);
       scores.ToP<false>(S, minus_l, [](int, int, const float (&)[4]) {});

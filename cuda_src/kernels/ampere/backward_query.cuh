@@ -51,6 +51,7 @@ struct BackwardQuery {
     Accumulator<kWarpRows, kCols> S, dP;
     Clear(S);
     AddRowsTimesRows(S, shared.q, row, k, 0, load_next);  // line 11 of Algorithm 4
+    Cap(p, S);
     if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);  // 12
     scores.ToP<true>(S, minus_l, [](int, int, const float (&)[4]) {});                                     // 13, 14
     Clear(dP);

@@ -52,7 +52,7 @@ struct Scores {
     }
   }
 
-  // s from x where they are formed entry by entry. What is hidden stays so.
+  // s where they are formed in full. What is hidden stays so.
   template <int kCount, int kChunks>
   __device__ __forceinline__ void ToScores(float (&S)[kCount][kChunks][4]) const {
 #pragma unroll
@@ -60,7 +60,7 @@ struct Scores {
       const int m = i / 4 / kChunks, c = i / 4 % kChunks, r = i % 4;
       float& x = S[m][c][r];
       if (x == -Infinity()) continue;
-      x = Cap(p, x);
+      x *= Unit(p);
       if (kBias) x += score.Bias(Query(m, r / 2), Column(c, r % 2), Member(m, r / 2));
     }
   }
@@ -89,12 +89,12 @@ struct Scores {
     for (int i = 0; i < 2 * kCount; ++i) x[i / 2][i % 2] = statistics[from + Row(i / 2, i % 2)];
   }
 
-  // P = exp(s - L) from x. store(m, c, Z P / keep_scale) is called for each 16 x 8 entries. S becomes P, negative where
-  // it is dropped; or with kSlope P times the slope of the soft cap, dc / d(scale x).
+  // P = exp(s - L) from x, or what Cap has made of it. store(m, c, Z P / keep_scale) is called for each 16 x 8 entries.
+  // S becomes P, negative where it is dropped; or with kSlope P times the slope of the soft cap, dc / d(scale x).
   template <bool kSlope, int kCount, int kChunks, typename Store>
   __device__ __forceinline__ void ToP(float (&S)[kCount][kChunks][4], const float (&minus_l)[kCount][2],
                                       Store store) const {
-    const float to_log2 = ScaleOf(p) * kLog2e;
+    const float to_log2 = ToLog2(p);
     float maximum[kCount][2];
     RowMaxima(maximum);
 #pragma unroll
@@ -113,11 +113,11 @@ struct Scores {
           if constexpr (kFormsScores) {
             float s = -Infinity();
             if (x != -Infinity()) {
-              s = Cap(p, x);
-              if (kSlope) slope = SlopeOf(p, s);
+              s = kWholeScores ? x * Unit(p) : x;
+              if (kSlope) slope = SlopeOf(x);
               if (kBias) s += score.Bias(Row(m, h), Column(c, e));
             }
-            x = Exp2(fmaf(kMaximumApart ? s - maximum[m][h] : s, kLog2e, minus_l[m][h]));
+            x = Exp2(fmaf(kMaximumApart ? s - maximum[m][h] : s, to_log2, minus_l[m][h]));
           } else {
             x = Exp2(fmaf(x, to_log2, minus_l[m][h]));
           }

@@ -113,6 +113,9 @@ T __ldg(const T* x) {
   return *x;
 }
 inline float __int_as_float(int x) { return emulated_bits<float>(x); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, int n) {
+  return unsigned(((unsigned long long)high << 32 | low) >> (n & 31));
+}
 
 inline size_t __cvta_generic_to_shared(const void* pointer) { return emulator::SharedAddress(pointer); }
 

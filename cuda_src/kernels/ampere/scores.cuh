@@ -43,8 +43,9 @@ struct Scores {
       const View<false> view = {Row(m, 0), Column(0, 0)};
       if constexpr (kLookedUp) {
         Seen<false, 8 * kChunks> seen;
-        seen.Ask(block, view);
-        seen.template Join<false>(positions, entries, view);
+        seen.Ask(block, view.row, column);
+        if (kBlockMask) seen.Fold();
+        seen.Join(positions, entries, view);
         seen.Hide(S[m]);
       } else {
         HideOutside(positions, view, S[m]);

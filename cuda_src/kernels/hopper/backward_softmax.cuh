@@ -53,7 +53,7 @@ struct Probabilities : Products {
   __device__ __forceinline__ void Look(const KVTile& tile, const Step& step) {
     if (!kLookedUp || !step.masked) return;
     const Block<true> block(p, tile.batch, step.kind);
-    seen.Ask(block, ViewOf(tile, step));
+    seen.Ask(block, Key(tile), step.row);
     if (Tuning::kFoldsWords) seen.Fold();
   }
 
@@ -61,8 +61,8 @@ struct Probabilities : Products {
   __device__ __forceinline__ void HideEntries(const KVTile& tile, const Step& step) {
     if constexpr (kLookedUp) {
       if (Tuning::kLateLook) Look(tile, step);
-      seen.template Join<Tuning::kFoldsWords>(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head),
-                                              ViewOf(tile, step));
+      if (kBlockMask && !Tuning::kFoldsWords) seen.Fold();
+      seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
       seen.Hide(S);
     } else {
       HideOutside(PositionsOf(p, tile.batch), ViewOf(tile, step), S);

@@ -28,15 +28,16 @@ struct Probabilities : Products {
 
   // Begins to look up which columns of tile j this lane's rows see.
   template <bool kMasked>
-  __device__ __forceinline__ void Look(const QTile& tile, int j) {
+  __device__ __forceinline__ void Look(const QTile& tile, int j, bool inside) {
     if (!kMasked || !kLookedUp) return;
-    const Block<false> block(p, tile.batch, kListed ? shared.listed[k.index].kind : kEverything);
-    seen.Ask(block, ViewOf(tile, j));
-    if (Tuning::kEarlyMasks) JoinSeen(tile, j);
+    const Block<false> block(p, kListed ? shared.listed[k.index].elements : kAll);
+    seen.Ask(block, kQBlock == kRows ? RowInTile() : Row(tile), Column(j));  // a tile may be all of a block
+    if (Tuning::kEarlyMasks) JoinSeen(tile, j, inside);
   }
-  // All that this comes to.
-  __device__ __forceinline__ void JoinSeen(const QTile& tile, int j) {
-    seen.template Join<false>(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
+  // All that this comes to. `inside`: do a block's own bits say it all?
+  __device__ __forceinline__ void JoinSeen(const QTile& tile, int j, bool inside) {
+    if (kBlockMask) seen.Fold();
+    if (!inside) seen.Join(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
   }
 
   // s_ij from q_i k_j, with the tile of the bias that has come with K.

@@ -25,8 +25,11 @@ bool BiasByEntry(const Problem& p);
   FEATURE(kBias, "a bias", p.bias.present)                                                                           \
   FEATURE(kWideBias, "a float32 bias", p.bias_dtype == DType::kF32)                                                  \
   FEATURE(kBiasByEntry, "a bias that the copy engine does not load", BiasByEntry(p))                                 \
+  FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                           \
+          p.bias.present && !(p.bias.rows && p.bias.columns))                                                        \
   FEATURE(kMask, "a mask", p.mask.present) /* in a forward of few queries */                                         \
   FEATURE(kDropout, "dropout", p.dropout())                                                                          \
+  FEATURE(kFloat32, "float32", p.dtype == DType::kF32)                                                               \
   FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                    \
   FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                         \
   FEATURE(kListed, "a mask or a block mask", p.block_mask.present)                                                   \

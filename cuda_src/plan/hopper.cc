@@ -75,20 +75,32 @@ constexpr Row kBackwardF32[] = {
     {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed},
 };
 
+// Of dbias.
+constexpr unsigned kNotForBias = kFloat32 | kBroadcastBias;
+constexpr Row kBackwardBias[] = {
+    {227, 64, {128, 128, 2, 4, true}, kNotForBias},  {227, 128, {128, 128, 2, 3, true}, kNotForBias | kWideBias},
+    {227, 128, {128, 128, 2, 2, true}, kNotForBias}, {227, 64, {128, 128, 2, 4}, kNotForBias},
+    {227, 128, {128, 128, 2, 3}, kNotForBias},
+};
+
 constexpr Table kForwardTable = {kForward, kForwardF32}, kBackwardTable = {kBackward, kBackwardF32};
+constexpr Rows kBackwardBiasRows = kBackwardBias;
 
 const Rows& RowsOf(const Problem& p, Pass pass) {
   return (pass == Pass::kForward ? kForwardTable : kBackwardTable).Of(p.dtype);
 }
 
 // The first that fits, or none.
-const Row* RowFor(const Target& target, const Problem& p, Pass pass) {
+// None if these tiles do not fit, or the GPU is none for them.
+std::optional<KernelTiling> TilingOf(const Rows& rows, const Target& target, const Problem& p) {
   for (const unsigned ignored : {0u, kPreferences}) {
-    for (const Row& row : RowsOf(p, pass)) {
-      if (Fits(row, target, p, ignored) && InWholeTiles(row.tile, p)) return &row;
+    for (const Row& row : rows) {
+      const TileSizes& tile = row.tile;
+      if (target.hopper && Fits(row, target, p, ignored) && InWholeTiles(tile, p))
+        return KernelTiling{Family::kHopper, tile.rows, tile.cols, tile.groups, tile.stages, tile.bias_tiles};
     }
   }
-  return nullptr;
+  return std::nullopt;
 }
 
 // --- The ways of the backward ---
@@ -142,24 +154,47 @@ Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling
   return launch;
 }
 
+// Blocks of kRowBlock rows in scratch, if the backward has tiles of so many (hopper/row_blocks.cuh).
+int64_t RowBlocks(const Problem& p, int64_t rows) {
+  return p.batch * p.q_heads * RoundUp(p.q_len, p.bias.present ? kRowBlock : rows) / kRowBlock;
+}
+
 }  // namespace
 
 std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& p, Pass pass) {
-  if (!target.hopper) return std::nullopt;
-  const Row* const row = RowFor(target, p, pass);
-  if (!row) return std::nullopt;
-  KernelTiling tiling = {Family::kHopper,  row->tile.rows,   row->tile.cols,
-                         row->tile.groups, row->tile.stages, row->tile.bias_tiles};
-  if (pass == Pass::kBackward) {
-    tiling.alongside = Alongside(target, p);
-    tiling.sum_kv = tiling.alongside && p.group() > 1;
-    tiling.together = !tiling.alongside && Together(p);
+  std::optional<KernelTiling> tiling = TilingOf(RowsOf(p, pass), target, p);
+  if (tiling && pass == Pass::kBackward) {
+    tiling->alongside = Alongside(target, p);
+    tiling->sum_kv = tiling->alongside && p.group() > 1;
+    tiling->together = !tiling->alongside && Together(p);
   }
   return tiling;
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
   return Obstacle(RowsOf(p, pass), target, p);
+}
+
+std::optional<KernelTiling> hopper::BiasTiling(const Target& target, const Problem& p) {
+  return TilingOf(kBackwardBiasRows, target, p);
+}
+
+std::string hopper::WhyNotBias(const Target& target, const Problem& p) {
+  return Obstacle(kBackwardBiasRows, target, p);
+}
+
+// The fewest parts with which all multiprocessors are done soonest.
+BiasWork hopper::BiasInParts(const Target& target, const Problem& p, const KernelTiling& tiling) {
+  constexpr int64_t kBeside = 2;  // tiles of S that it takes as long to begin and to write a tile of dbias
+  BiasWork work = BiasWorkIn(p, tiling);
+  const auto time = [&](int64_t parts) {
+    return DivideUp(work.tiles * parts, target.multiprocessors) * (DivideUp(work.summed, parts) + kBeside);
+  };
+  const int64_t most = std::min(work.summed, DivideUp(4 * target.multiprocessors, work.tiles));
+  for (int64_t parts = 2; parts <= most; ++parts) {
+    if (time(parts) < time(work.parts)) work.parts = parts;
+  }
+  return work;
 }
 
 void hopper::AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
@@ -182,7 +217,7 @@ int64_t hopper::HeadsInScratch(const Target& target, const Problem& p) {
 
 void hopper::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
   const int unit = AddUnit("hopper/backward.cuh", Asks::kOfMain, p, tiling, plan);
-  const int64_t row_blocks = p.batch * p.q_heads * RoundUp(p.q_len, tiling.rows) / kRowBlock;
+  const int64_t row_blocks = RowBlocks(p, tiling.rows);
   if (!tiling.alongside) plan->launches.push_back({unit, "jax_flash_backward_prepare", row_blocks, kRowThreads});
   const int64_t tiles = RoundUp(p.kv_len_in_blocks(), kPairedKeys) / tiling.cols;
   const int64_t heads = p.batch * (tiling.alongside ? p.q_heads : p.kv_heads);
@@ -195,6 +230,16 @@ void hopper::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* pla
   if (SumsDQ(p) && !tiling.alongside) {
     plan->launches.push_back({unit, "jax_flash_backward_finish", row_blocks, kRowThreads});
   }
+}
+
+void hopper::AddBias(const Target& target, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan) {
+  const int unit = AddUnit("hopper/backward_bias.cuh", Asks::kOfBackward, p, tiling, plan);
+  const BiasWork work = BiasInParts(target, p, tiling);
+  if (!prepared) plan->launches.push_back({unit, "jax_flash_backward_prepare", RowBlocks(p, tiling.rows), kRowThreads});
+  plan->launches.push_back(
+      MainLaunch("jax_flash_backward_bias", unit, tiling, work.tiles * work.parts, Maps::kBackward));
+  plan->launches.back().counts = false;
+  AddBiasFinish(work, unit, plan);
 }
 
 }  // namespace jax_flash

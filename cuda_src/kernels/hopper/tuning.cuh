@@ -103,4 +103,9 @@ struct BackwardTuning {
   static constexpr bool kStopInZ = kRows == 128;
 };
 
+struct BackwardBiasTuning {
+  // Of 504 for the three warpgroups: a consumer has 192 for its sum, S and dP.
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+};
+
 }  // namespace jax_flash

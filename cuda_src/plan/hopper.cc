@@ -75,12 +75,16 @@ constexpr Row kBackwardF32[] = {
     {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed},
 };
 
-// Of dbias.
+// Of dbias. Windows and segments would leave wide tiles too few registers.
 constexpr unsigned kNotForBias = kFloat32 | kBroadcastBias;
 constexpr Row kBackwardBias[] = {
-    {227, 64, {128, 128, 2, 4, true}, kNotForBias},  {227, 128, {128, 128, 2, 3, true}, kNotForBias | kWideBias},
-    {227, 128, {128, 128, 2, 2, true}, kNotForBias}, {227, 64, {128, 128, 2, 4}, kNotForBias},
-    {227, 128, {128, 128, 2, 3}, kNotForBias},
+    {227, 64, {128, 128, 2, 4, true}, kNotForBias | kLocal},
+    {227, 128, {128, 128, 2, 3, true}, kNotForBias | kLocal | kWideBias},
+    {227, 128, {128, 128, 2, 2, true}, kNotForBias | kLocal},
+    {227, 128, {128, 64, 2, 4, true}, kNotForBias},
+    {227, 64, {128, 128, 2, 4}, kNotForBias | kLocal},
+    {227, 128, {128, 128, 2, 3}, kNotForBias | kLocal},
+    {227, 128, {128, 64, 2, 4}, kNotForBias},
 };
 
 constexpr Table kForwardTable = {kForward, kForwardF32}, kBackwardTable = {kBackward, kBackwardF32};

@@ -79,16 +79,16 @@ struct Consumer {
     const int before = at.index;
     at.Next();
     MbarrierWait(&shared.full[at.index], at.parity);
-    IssueRowsTimesKeys<kVDim>(dP);  // 17
+    if (!Tuning::kLateDP) IssueRowsTimesKeys<kVDim>(dP);  // 17
     const DBiasTile& tile = TileHere();
     const Step step = StepHere();
     Look(tile, step);
-    WgmmaWait<1>();
+    WgmmaWait<Tuning::kLateDP ? 0 : 1>();
     Pin(S);
     Release(&shared.empty[before]);
     ToScores(tile, step);
     if (step.masked) Hide(tile, step);  // 12
-    if (kLookedUp && Never()) return;
+    if (Tuning::kLateDP) IssueRowsTimesKeys<kVDim>(dP);
     ToP();                    // 13
     MarkDropped(tile, step);  // 14
     WgmmaWait<0>();
@@ -131,16 +131,17 @@ struct Consumer {
   __device__ __forceinline__ void ToScores(const DBiasTile& tile, const Step& step) {
     const Score score(p, step.batch, step.head);
     const View<false> view = ViewOf(tile);
+    if (kBiasTiles) MbarrierWait(&shared.bias_full, bias_parity);
 #pragma unroll
     for (int i = 0; i < kCols / 2; ++i) {
+      if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       S[i] = Cap(p, S[i]);
       if (!kBiasTiles) S[i] = score.AddBias(S[i], view.Row(h, x), view.Key(h, x));
     }
-    if (!kBiasTiles) return;
-    MbarrierWait(&shared.bias_full, bias_parity);
 #pragma unroll
-    for (int c = 0; c < kCols; c += 16) AddBiasTile<false>(shared.bias + 16 * warp * kBoxBytes, c, S + c / 2);
+    for (int c = 0; kBiasTiles && c < kCols; c += 16)
+      AddBiasTile<false>(shared.bias + 16 * warp * kBoxBytes, c, S + c / 2);
   }
 
   // Also of a tile of dbias in which nothing is added up: this one is through with its bias.
@@ -164,13 +165,14 @@ struct Consumer {
 
   // P = exp(s - m) / l
   __device__ __forceinline__ void ToP() {
+    if (Tuning::kStopAfterMask && Never()) return;
 #pragma unroll
     for (int i = 0; i < kCols / 2; ++i) S[i] = Exp2(fmaf(S[i] - m[i / 2 % 2], kLog2e, minus_l[i / 2 % 2]));
   }
 
   // Marks the dropped entries of P by their sign.
   __device__ __forceinline__ void MarkDropped(const DBiasTile& tile, const Step& step) {
-    if (!kDropout || Never()) return;
+    if (!kDropout || (Tuning::kStopBeforeZ && Never())) return;
     const Seed seed(p, step.batch, step.head);
 #pragma unroll
     for (int c = 0; c < kCols / 16; ++c)

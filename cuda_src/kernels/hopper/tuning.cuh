@@ -62,7 +62,7 @@ struct BackwardTuning {
   static constexpr bool kStart = kRows == 64 && !(kTF32 && kSameKeys), kStartAtL = kStart && !kFormsScores;
 
   // To form scores entry by entry takes registers: dP has to wait for its own, ...
-  static constexpr bool kLateDP = kFormsScores && kRows == 64 && !kNarrow;
+  static constexpr bool kLateDP = kSegments || kManyRanges;
   // ... memory is asked which rows a key sees when S is there, as beside these masks of wide heads, ...
   static constexpr bool kLateLook = kLateDP || (kRows == 64 && kQKDim > 96 && (kCausal || kLocal));
   // (with 128 rows, what it has answered is put together at once)
@@ -104,8 +104,21 @@ struct BackwardTuning {
 };
 
 struct BackwardBiasTuning {
-  // Of 504 for the three warpgroups: a consumer has 192 for its sum, S and dP.
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr bool kNarrow = kTiling.cols < 128;
+
+  // Of 504 for the three warpgroups. A consumer's sum, S and dP take 192, or half of it of narrow tiles, which windows
+  // and segments have for the sake of the producer.
+  static constexpr int kProducerRegisters = kNarrow ? 88 : kManyRanges ? 56 : 40;
+  static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
+
+  // dP has to wait for its registers until masks have hidden what they hide.
+  static constexpr bool kLateDP = kManyRanges && !kNarrow;
+
+  // Where ptxas must not work ahead, since it would spill registers (Never): between what memory says of masks and the
+  // exponentials, before the words of dropout,
+  static constexpr bool kStopAfterMask = kLookedUp, kStopBeforeZ = true;
+  // and between every 8 entries of a bias that is looked up.
+  static constexpr bool kBiasInParts = !kTiling.bias_tiles;
 };
 
 }  // namespace jax_flash

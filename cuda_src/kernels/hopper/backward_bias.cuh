@@ -54,6 +54,7 @@ struct Consumer {
     for (int i = 0; i < kCols / 2; ++i) sum[i] = 0.0f;
     while (NextStep()) Add();
     const DBiasTile tile = TileHere();
+    SyncWarp();  // all lanes have read it
     Release(&shared.empty[at.index]);
     at.Next();
     if (Uniform(tile.column) < 0) return false;
@@ -149,6 +150,7 @@ struct Consumer {
     MbarrierWait(&shared.bias_full, bias_parity);
     bias_parity ^= 1;
     FenceProxyAsync();
+    SyncWarp();  // no lane may find the next bias where it waits for this one
     Release(&shared.bias_empty);
   }
 

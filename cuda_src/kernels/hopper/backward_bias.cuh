@@ -7,11 +7,10 @@
 //   S = Q_i K_j^T;   P = exp(S - L_i);   dP = dO_i V_j^T;   dbias += P (dP - D_i)
 // The bias is the same for all that is added up: it comes once a tile of dbias, and stays in shared memory.
 //
-// Tiles have kRows (64 for each consumer) and kCols (128). The host launches
+// Tiles have kRows (64 for each consumer) and kCols (128, or 64 beside windows and segments). The host launches
 //   jax_flash_backward_prepare       as hopper/backward_rows.cuh says, if hopper/backward.cuh has not
 //   jax_flash_backward_bias          at most one CTA a multiprocessor, of kThreads and `jax_flash_shared_bytes`; boxes
-//   of
-//                                    kRows in the maps of Q, dO and the bias, of kCols in those of K and V
+//                                    of kRows in the maps of Q, dO and the bias, of kCols in those of K and V
 //   jax_flash_backward_bias_finish   if p.parts > 1, as scheduler/bias_sums.cuh says
 #pragma once
 
@@ -22,7 +21,7 @@
 
 namespace jax_flash {
 
-// A consumer warpgroup: 64 rows. A lane has two of them, Row and Row + 8.
+// A consumer warpgroup: 64 rows, of which a lane has two.
 struct Consumer {
   const Params& p;
   BackwardBiasShared& shared;
@@ -40,7 +39,7 @@ struct Consumer {
         warp(threadIdx.x / 32 - kWarpgroup / 32),
         lane(threadIdx.x % 32) {}
 
-  // The tile of dbias that there is something for. (Asked again and again, for want of registers.)
+  // The tile of dbias that something has come for. (Asked again and again, for want of registers.)
   __device__ __forceinline__ const DBiasTile& TileHere() const { return shared.tile[at.index]; }
   __device__ __forceinline__ View<false> ViewOf(const DBiasTile& tile) const {
     return {tile.row + 16 * warp + lane / 4, tile.column + lane % 4 * 2};

@@ -22,7 +22,7 @@ def test_instruction_set(isa):
     environment = os.environ | {"JAX_FLASH_CPU_ISA": isa}
     chosen = "from jax_flash import _native; print(_native.cpu_isa())"
     assert subprocess.check_output([sys.executable, "-c", chosen], env=environment, text=True).split() == [isa]
-    files = ["numerics/test_accuracy.py", "native/test_program.py"]
+    files = ["numerics/test_accuracy.py", "native/test_program.py", "native/test_program_attention.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", TESTS]
     result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-5000:]

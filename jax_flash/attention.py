@@ -233,10 +233,16 @@ def _refuse_or_warn(problem: Problem, implementation: Implementation | None) -> 
         if everywhere:
             raise NotImplementedError(f'implementation="flash": {everywhere}; None and "xla" do it')
         return
-    refusal = everywhere or (custom_calls.refusal(problem, "cuda") if on_gpu else None)
+    refusal = everywhere or (_refused_on_gpu(problem) if on_gpu else None)
     if refusal:
         place = "attention on the GPU" if on_gpu else "attention"
         warnings.warn(f'{place} takes implementation="xla", which is slower: {refusal}', stacklevel=2)
+
+
+def _refused_on_gpu(problem: Problem) -> str | None:
+    """Why the forward, or the backward that may follow, has no kernels there."""
+    backward = problem.differentiated(problem.differentiable)
+    return custom_calls.refusal(problem, "cuda") or custom_calls.refusal(backward, "cuda")
 
 
 def _plain(function: Callable[..., tuple[jax.Array, ...]], problem: Problem, operands: Operands):

@@ -435,6 +435,26 @@ def test_bad_query_spoils_its_row(dtype, bad, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("dtype", "bad"), [("float32", np.nan), ("bfloat16", np.nan), ("bfloat16", np.inf), ("float16", np.inf)]
+)
+def test_bad_query_beside_a_soft_cap(dtype, bad, implementation):
+    """NaN stays, and infinite scores are plus or minus the cap. (Of float32 full precision makes NaN of infinity.)"""
+    case = Case(T=70, S=80, soft_cap=50.0)
+    given = case.arrays(dtype)
+    usual = run(case, given, case.cotangents(dtype), implementation)
+    given["query"][1, 33, 2, 5] = bad
+    results = run(case, given, case.cotangents(dtype), implementation)
+    o, logsumexp = usual["o"].astype(np.float32), usual["logsumexp"].copy()
+    seen = given["key"][1, :, 1, 5] > 0
+    o[1, 33, 2] = given["value"][1, seen, 1].astype(np.float32).mean(0) if bad == np.inf else np.nan
+    logsumexp[1, 2, 33] = 50.0 + np.log(seen.sum()) if bad == np.inf else np.nan
+    bound = 10 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(results["o"].astype(np.float32), o, rtol=bound, atol=bound)
+    np.testing.assert_allclose(results["logsumexp"], logsumexp, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bad_key_spoils_the_rows_that_see_it(implementation):
     case = Case(T=70, S=80, causal=True)
     given = case.arrays()

@@ -39,6 +39,7 @@ hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="
         (Case(T=150, S=4500, N=1, K=1, D=8, E=8, segments="mixed"), "bfloat16"),
         (Case(T=70, S=90, D=72, E=40, bias="1nts", mask="b11s", dropout=0.1), "bfloat16"),
         (Case(T=70, S=90, D=64, E=64, soft_cap=2.0, lengths=True, deterministic=True), "bfloat16"),
+        (Case(B=1, T=150, S=200, N=2, K=1, D=128, E=128, soft_cap=5.0, causal=True), "bfloat16"),
         (Case(T=70, S=90, D=40, E=64, causal=True, bias="bn1s", deterministic=True), "float32"),
         (Case(T=3, S=1100, N=8, causal=True, offset=True, lengths=True, dropout=0.2), "bfloat16"),
         (Case(B=1, T=16, S=1100, N=3, K=1, D=64, E=40, mask="1n1s", bias="bnts", segments=True), "float32"),

@@ -133,6 +133,25 @@ def test_soft_caps_of_any_size(cap, dtype):
     check(Case(B=1, T=70, S=90, N=2, K=1, D=64, E=64, soft_cap=cap), dtype)
 
 
+@pytest.mark.parametrize(("case", "factor"), [
+    (Case(B=1, T=200, S=264, N=2, K=1, D=64, E=64, soft_cap=5.0), 8.0),
+    (Case(B=1, T=200, S=264, N=2, K=1, D=128, E=128, soft_cap=5.0, causal=True, dropout=0.2), 8.0),
+    (Case(B=1, T=136, S=264, N=2, K=1, D=64, E=64, soft_cap=5.0, bias="1nts"), 8.0),
+    (Case(B=1, T=136, S=200, N=2, K=1, D=192, E=192, soft_cap=5.0, mask="11ts"), 8.0),
+    (Case(B=1, T=70, S=90, N=2, K=1, D=32, E=32, soft_cap=2000.0), 2048.0),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scores_small_and_large_beside_the_soft_cap(case, factor, dtype):
+    """In one tile: some warps have both, others only small ones."""
+    arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
+    arrays["query"][:, ::40] *= np.asarray(factor, arrays["query"].dtype)
+    dtype = jnp.dtype(dtype)
+    exact = by_numpy(case, arrays, cotangents)
+    usual = errors(standard.attention(case, arrays, cotangents, np.float32, dtype), exact)
+    cancelled = standard.cancellation(case, arrays, cotangents, dtype)
+    assert_accurate(run(case, arrays, cotangents), exact, usual, cancelled, dtype)
+
+
 MANY_TILES = functools.partial(Case, T=150, S=700, D=8, E=8)
 
 

@@ -115,6 +115,9 @@ T __ldg(const T* x) {
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline float __int_as_float(int x) { return emulated_bits<float>(x); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, int n) {
+  return unsigned(((unsigned long long)high << 32 | low) >> (n & 31));
+}
 
 inline size_t __cvta_generic_to_shared(const void* pointer) { return emulator::SharedAddress(pointer); }
 

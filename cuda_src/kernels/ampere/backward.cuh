@@ -118,6 +118,7 @@ struct Backward {
     Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
     Clear(S);
     AddRowsTimesRows(S, shared.q[stage], part.row, shared.k, part.column);  // 11
+    Cap(p, S);
     if (!scores.block.Everything() || row < rows.every_lo || row + kRows > rows.every_hi)
       scores.Hide(PositionsOf(p, batch), S);  // 12
     if (kDS) {
@@ -125,12 +126,12 @@ struct Backward {
       AddRowsTimesRows(dP, shared.d_o[stage], part.row, shared.v, part.column);  // 17
     }
     // 13, 14, 15
-    Scores::Capped<ScorePart::kHeight / 16, ScorePart::kWidth / 8> capped;
-    scores.ToP<true>(S, minus_l, capped, [&](int m, int c, const float (&P)[4]) {
+    Scores::Before<ScorePart::kHeight / 16, ScorePart::kWidth / 8> before;
+    scores.ToP<true>(S, minus_l, before, [&](int m, int c, const float (&P)[4]) {
       if (kDV) shared.p.PutOperand(part.row + 16 * m, part.column + 8 * c, P);
     });
     if (kDS) {
-      scores.ToDS<true, true>(S, D, capped, dP);  // 18, 20
+      scores.ToDS<true, true>(S, D, before, dP);  // 18, 20
 #pragma unroll
       for (int i = 0; i < ScorePart::kHeight / 16 * ScorePart::kWidth / 8; ++i) {
         const int m = i / (ScorePart::kWidth / 8), c = i % (ScorePart::kWidth / 8);

@@ -51,12 +51,13 @@ struct BackwardQuery {
     Accumulator<kWarpRows, kCols> S, dP;
     Clear(S);
     AddRowsTimesRows(S, shared.q, row, k, 0, load_next);  // line 11 of Algorithm 4
+    Cap(p, S);
     if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);  // 12
-    Scores::Capped<kWarpRows / 16, kCols / 8> capped;
-    scores.ToP<true>(S, minus_l, capped, [](int, int, const float (&)[4]) {});  // 13, 14
+    Scores::Before<kWarpRows / 16, kCols / 8> before;
+    scores.ToP<true>(S, minus_l, before, [](int, int, const float (&)[4]) {});  // 13, 14
     Clear(dP);
     AddRowsTimesRows(dP, shared.d_o, row, v, 0);  // 17
-    scores.ToDS<true, false>(S, D, capped, dP);   // 18, 20
+    scores.ToDS<true, false>(S, D, before, dP);   // 18, 20
     AddTimesRows(dQ, dP, k);                      // 21
   }
 

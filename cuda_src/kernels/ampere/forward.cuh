@@ -66,8 +66,9 @@ struct Forward {
       AddRowsTimesRows(S, q, 0, k, 0, load_next);  // 10
     }
     if (Tuning::kLoadsAfter) load_next();
+    Cap(p, S);
     if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);  // 11
-    if (kFormsScores) scores.ToScores(S);
+    if (kWholeScores) scores.ToScores(S);
     ToP(S);            // 12, 13
     scores.ApplyZ(S);  // 14
     if (Tuning::kStopBeforePV && Never()) return;

@@ -43,8 +43,9 @@ struct Scores {
       const View<false> view = {Row(m, 0), Column(0, 0)};
       if constexpr (kLookedUp) {
         Seen<false, 8 * kChunks> seen;
-        seen.Ask(block, view);
-        seen.template Join<false>(positions, entries, view);
+        seen.Ask(block, view.row, column);
+        if (kBlockMask) seen.Fold();
+        seen.Join(positions, entries, view);
         seen.Hide(S[m]);
       } else {
         HideOutside(positions, view, S[m]);
@@ -52,7 +53,7 @@ struct Scores {
     }
   }
 
-  // s from x where they are formed entry by entry. What is hidden stays so.
+  // s where they are formed in full. What is hidden stays so.
   template <int kCount, int kChunks>
   __device__ __forceinline__ void ToScores(float (&S)[kCount][kChunks][4]) const {
 #pragma unroll
@@ -60,7 +61,7 @@ struct Scores {
       const int m = i / 4 / kChunks, c = i / 4 % kChunks, r = i % 4;
       float& x = S[m][c][r];
       if (x == -Infinity()) continue;
-      x = Cap(p, x);
+      x *= Unit(p);
       if (kBias) x += score.Bias(Query(m, r / 2), Column(c, r % 2), Member(m, r / 2));
       x = score.Mod(x, Query(m, r / 2), Column(c, r % 2), Member(m, r / 2));
     }
@@ -90,19 +91,19 @@ struct Scores {
     for (int i = 0; i < 2 * kCount; ++i) x[i / 2][i % 2] = statistics[from + Row(i / 2, i % 2)];
   }
 
-  // What ToDS needs of x beside P if there is a score_grad: c.
+  // What ToDS needs beside P if there is a score_grad: x, or what Cap has made of it.
   template <int kCount, int kChunks>
-  struct Capped {
-    float c[kScoreGrad ? kCount : 1][kChunks][4];
+  struct Before {
+    float x[kScoreGrad ? kCount : 1][kChunks][4];
   };
 
-  // P = exp(s - L) from x. store(m, c, Z P / keep_scale) is called for each 16 x 8 entries. S becomes P, negative where
-  // it is dropped; or with kSlope P times the slope of the soft cap, dc / d(scale x), if that need not wait for a
-  // score_grad.
+  // P = exp(s - L) from x, or what Cap has made of it. store(m, c, Z P / keep_scale) is called for each 16 x 8 entries.
+  // S becomes P, negative where it is dropped; or with kSlope P times the slope of the soft cap, dc / d(scale x), if
+  // that need not wait for a score_grad.
   template <bool kSlope, int kCount, int kChunks, typename Store>
   __device__ __forceinline__ void ToP(float (&S)[kCount][kChunks][4], const float (&minus_l)[kCount][2],
-                                      Capped<kCount, kChunks>& capped, Store store) const {
-    const float to_log2 = ScaleOf(p) * kLog2e;
+                                      Before<kCount, kChunks>& before, Store store) const {
+    const float to_log2 = ToLog2(p);
     float maximum[kCount][2];
     RowMaxima(maximum);
 #pragma unroll
@@ -121,13 +122,13 @@ struct Scores {
           if constexpr (kFormsScores) {
             float s = -Infinity();
             if (x != -Infinity()) {
-              s = Cap(p, x);
-              if (kSlope && !kScoreGrad) slope = SlopeOf(p, s);
-              if (kScoreGrad) capped.c[m][c][r] = s;
+              s = kWholeScores ? x * Unit(p) : x;
+              if (kSlope && !kScoreGrad) slope = SlopeOf(x);
+              if (kScoreGrad) before.x[m][c][r] = x;
               if (kBias) s += score.Bias(Row(m, h), Column(c, e));
               s = score.Mod(s, Row(m, h), Column(c, e));
             }
-            x = Exp2(fmaf(kMaximumApart ? s - maximum[m][h] : s, kLog2e, minus_l[m][h]));
+            x = Exp2(fmaf(kMaximumApart ? s - maximum[m][h] : s, to_log2, minus_l[m][h]));
           } else {
             x = Exp2(fmaf(x, to_log2, minus_l[m][h]));
           }
@@ -144,7 +145,7 @@ struct Scores {
   // score_mod is given; kAccumulates: gradients of captured arrays grow.
   template <bool kSlope, bool kAccumulates, int kCount, int kChunks>
   __device__ __forceinline__ void ToDS(const float (&S)[kCount][kChunks][4], const float (&D)[kCount][2],
-                                       const Capped<kCount, kChunks>& capped, float (&dP)[kCount][kChunks][4]) const {
+                                       const Before<kCount, kChunks>& before, float (&dP)[kCount][kChunks][4]) const {
 #pragma unroll
     for (int i = 0; i < kCount * kChunks * 4; ++i) {
       const int m = i / 4 / kChunks, c = i / 4 % kChunks, r = i % 4;
@@ -152,8 +153,8 @@ struct Scores {
       x = DSOf(S[m][c][r], x * ZScale(p), D[m][r / 2]);
       if constexpr (kScoreGrad) {
         const int i = Row(m, r / 2), j = Column(c, r % 2);
-        x = score.Unmod<kAccumulates>(score.AddBias(capped.c[m][c][r], i, j), x, i, j);
-        if (kSlope && x != 0.0f) x *= SlopeOf(p, capped.c[m][c][r]);
+        x = score.Unmod<kAccumulates>(score.Of(before.x[m][c][r], i, j), x, i, j);
+        if (kSlope) x *= SlopeOf(before.x[m][c][r]);
       }
     }
   }

@@ -31,15 +31,14 @@ struct Probabilities : Products {
   __device__ __forceinline__ void ToScores(const KVTile& tile, const Step& step) {
     const Score score(p, tile.batch, step.head);
     const View<true> view = ViewOf(tile, step);
+    Cap(p, S);
 #pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
+    for (int i = 0; Tuning::kKeepsSlopes && i < kRows / 4; ++i) dS[i] = PackSlopes(S[2 * i], S[2 * i + 1]);
+#pragma unroll
+    for (int i = 0; kWholeScores && i < kRows / 2; ++i) {
       if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
-      S[i] = Cap(p, S[i]);
-      if (i % 2 == 0) continue;
-      if (Tuning::kKeepsSlopes) dS[i / 2] = score.PackSlopes(S[i - 1], S[i]);
-#pragma unroll
-      for (int e = i - 1; e <= i && !kBiasTiles; ++e)
-        S[e] = score.AddBias(S[e], view.Row(e / 2 % 2, e / 4 * 2 + e % 2), view.Key(e / 2 % 2, 0));
+      S[i] =
+          kBiasTiles ? S[i] * Unit(p) : score.Of(S[i], view.Row(i / 2 % 2, i / 4 * 2 + i % 2), view.Key(i / 2 % 2, 0));
     }
   }
 
@@ -54,7 +53,7 @@ struct Probabilities : Products {
   __device__ __forceinline__ void Look(const KVTile& tile, const Step& step) {
     if (!kLookedUp || !step.masked) return;
     const Block<true> block(p, tile.batch, step.kind);
-    seen.Ask(block, ViewOf(tile, step));
+    seen.Ask(block, Key(tile), step.row);
     if (Tuning::kFoldsWords) seen.Fold();
   }
 
@@ -62,8 +61,8 @@ struct Probabilities : Products {
   __device__ __forceinline__ void HideEntries(const KVTile& tile, const Step& step) {
     if constexpr (kLookedUp) {
       if (Tuning::kLateLook) Look(tile, step);
-      seen.template Join<Tuning::kFoldsWords>(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head),
-                                              ViewOf(tile, step));
+      if (kBlockMask && !Tuning::kFoldsWords) seen.Fold();
+      seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
       seen.Hide(S);
     } else {
       HideOutside(PositionsOf(p, tile.batch), ViewOf(tile, step), S);

@@ -29,10 +29,11 @@ struct Consumer : Epilogue {
   using Epilogue::Epilogue;
 
   // S and P of tile j of K, and O of the tile before it, which is right of it: numbers are lines of Algorithm 2.
+  // `inside`: is nothing but its block's bits to be looked at, if it is masked?
   template <bool kMasked>
-  __device__ __forceinline__ void Step(const QTile& tile, int j, bool last) {
+  __device__ __forceinline__ void Step(const QTile& tile, int j, bool last, bool inside = false) {
     float alpha[2], shift[2];
-    Look<kMasked>(tile, j);  // before S needs registers
+    Look<kMasked>(tile, j, inside);  // before S needs registers
     TakeTurn();
     IssueS();  // 10
     IssueO();  // 15, of the tile before
@@ -43,7 +44,7 @@ struct Consumer : Epilogue {
     FinishS(last);
     if (kMasked && kLookedUp && !Tuning::kEarlyMasks) {
       if (Never()) return;  // or ptxas would have the turn wait for what memory says
-      JoinSeen(tile, j);
+      JoinSeen(tile, j, inside);
     }
     if ((kFormsScores && !kBiasTiles) || !kMasked || !Tuning::kVote || !seen.All()) ToScores<kMasked>(tile, j);  // 11
     Maximum(alpha, shift);  // 12, 13
@@ -90,13 +91,13 @@ struct Consumer : Epilogue {
 #pragma unroll
     for (int i = 0; i < kVDim / 2; ++i) O[i] = 0.0f;
     const bool masked = Tuning::kFirstMasked || (kListed ? listed.Masked() : j >= unmasked_end || j < unmasked_begin);
-    if (masked) Look<true>(tile, j);
+    if (masked) Look<true>(tile, j, kListed && listed.Inside());
     Draw(tile, j);
     WgmmaWait<0>();
     if (kBiasTiles) AddBias();
     FinishS(kListed ? listed.Last() : j == begin);
     if (masked) {
-      if (kLookedUp && !Tuning::kEarlyMasks) JoinSeen(tile, j);
+      if (kLookedUp && !Tuning::kEarlyMasks) JoinSeen(tile, j, kListed && listed.Inside());
       ToScores<true>(tile, j);
     } else {
       ToScores<false>(tile, j);
@@ -108,7 +109,7 @@ struct Consumer : Epilogue {
       while (!listed.Last()) {
         listed = Listed();
         if (listed.Masked()) {
-          Step<true>(tile, listed.J(), listed.Last());
+          Step<true>(tile, listed.J(), listed.Last(), listed.Inside());
         } else {
           Step<false>(tile, listed.J(), listed.Last());
         }

@@ -49,10 +49,10 @@ struct Lookup {
   __device__ __forceinline__ ListedTile NextKeys() {
     if (keys.at < 0) return {};
     const int column = keys.at, kind = KindOfColumn(kinds, column);
-    const bool every =
-        tile.visible.every_lo <= column && column + kKeys <= tile.visible.every_hi && kind == kEverything;
+    const bool inside = tile.visible.every_lo <= column && column + kKeys <= tile.visible.every_hi;
+    const bool masked = !inside || kind != kEverything;
     keys.Next(tile.visible);
-    return {column / kKeys * 4 + !every * 2 + (keys.at < 0), kind};
+    return {column / kKeys * 8 + inside * 4 + masked * 2 + (keys.at < 0), ElementsOf(p, tile.batch, kind)};
   }
 };
 

@@ -28,23 +28,25 @@ struct Probabilities : Products {
 
   // Begins to look up which columns of tile j this lane's rows see.
   template <bool kMasked>
-  __device__ __forceinline__ void Look(const QTile& tile, int j) {
+  __device__ __forceinline__ void Look(const QTile& tile, int j, bool inside) {
     if (!kMasked || !kLookedUp) return;
-    const Block<false> block(p, tile.batch, kListed ? shared.listed[k.index].kind : kEverything);
-    seen.Ask(block, ViewOf(tile, j));
-    if (Tuning::kEarlyMasks) JoinSeen(tile, j);
+    const Block<false> block(p, kListed ? shared.listed[k.index].elements : kAll);
+    seen.Ask(block, kQBlock == kRows ? RowInTile() : Row(tile), Column(j));  // a tile may be all of a block
+    if (Tuning::kEarlyMasks) JoinSeen(tile, j, inside);
   }
-  // All that this comes to.
-  __device__ __forceinline__ void JoinSeen(const QTile& tile, int j) {
-    seen.template Join<false>(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
+  // All that this comes to. `inside`: do a block's own bits say it all?
+  __device__ __forceinline__ void JoinSeen(const QTile& tile, int j, bool inside) {
+    if (kBlockMask) seen.Fold();
+    if (!inside) seen.Join(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
   }
 
   // s_ij from q_i k_j, with the tile of the bias that has come with K.
   __device__ __forceinline__ void AddBias() {
     Pin(S);
+    Cap(p, S);
     const uint8_t* const rows = shared.bias[k.index] + (64 * row_group + 16 * warp) * kBoxBytes;
 #pragma unroll
-    for (int i = 0; i < kCols / 2; ++i) S[i] = Cap(p, S[i]);
+    for (int i = 0; i < kCols / 2; ++i) S[i] *= Unit(p);
 #pragma unroll
     for (int c = 0; c < kCols; c += 16) AddBiasTile<false>(rows, key_group * kCols + c, S + c / 2);
     FenceProxyAsync();  // before the next one comes there
@@ -56,8 +58,9 @@ struct Probabilities : Products {
   __device__ __forceinline__ void ToScores(const QTile& tile, int j) {
     const Score score(p, tile.batch, tile.head);
     const View<false> view = ViewOf(tile, j);
+    if (!kBiasTiles) Cap(p, S);
 #pragma unroll
-    for (int i = 0; kFormsScores && !kBiasTiles && i < kCols / 2; ++i) {
+    for (int i = 0; kWholeScores && !kBiasTiles && i < kCols / 2; ++i) {
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       S[i] = score.Of(S[i], view.Row(h, x), view.Key(h, x));
     }

@@ -54,11 +54,12 @@ struct QTile {
 
 // With a block mask: a tile of K and V that comes.
 struct ListedTile {
-  int word = -1;  // 4 j + 2 masked + last; < 0: there is none
-  int kind;       // of its block
+  int word = -1;  // 8 j + 4 inside + 2 masked + last; < 0: there is none
+  int elements;   // of its block
 
   __device__ __forceinline__ bool There() const { return word >= 0; }
-  __device__ __forceinline__ int J() const { return word / 4; }
+  __device__ __forceinline__ int J() const { return word >> 3; }
+  __device__ __forceinline__ bool Inside() const { return word & 4; }
   __device__ __forceinline__ bool Masked() const { return word & 2; }
   __device__ __forceinline__ bool Last() const { return word & 1; }
 };

@@ -68,7 +68,7 @@ struct BackwardTuning {
   // (with 128 rows, what it has answered is put together at once)
   static constexpr bool kFoldsWords = kListed && kRows == 128;
   // ... and a bias has to be looked up a few entries at a time.
-  static constexpr bool kBiasInParts = kPairs && kBias;
+  static constexpr bool kBiasInParts = kBias && !kTiling.bias_tiles && (kPairs || kSoftCap);
 
   // dQ is computed a step behind: then no warpgroup waits for the other's dS, and one can be at its products while the
   // other is at its exponentials. Not where there are no registers to keep track of it.

@@ -111,28 +111,32 @@ __device__ __forceinline__ int KindOfBlock(const Params& p, int batch, int head,
   return kBlockMask ? KindOfColumn(KindsOfRow(p, batch, head, i), j) : kEverything;
 }
 
-// A block of this kind. kTransposed: with the rows of its element mask as lines of bits, or its columns.
+// What a block of this kind has of itself: the number of its element mask among those of all batch entries, or all, or
+// nothing.
+constexpr int kAll = -1, kNone = -2;
+__device__ __forceinline__ int ElementsOf(const Params& p, int batch, int kind) {
+  const BlockMask& mask = Blocks(p);
+  if (kind == kEverything) return kAll;
+  if (!kBlockMask || kind < kFirstElementMask || kind - kFirstElementMask >= mask.element_mask_count) return kNone;
+  return (mask.batch != 0 ? batch * mask.element_mask_count : 0) + kind - kFirstElementMask;
+}
+
+// A block that has these. kTransposed: with the rows of its element mask as lines of bits, or its columns.
 template <bool kTransposed>
 class Block {
  public:
   static constexpr int kLines = kTransposed ? kKVBlock : kQBlock, kLength = kTransposed ? kQBlock : kKVBlock;
 
-  __device__ __forceinline__ Block(const Params& p, int batch, int kind) : kind_(kind) {
-    const BlockMask& mask = Blocks(p);
-    if (kBlockMask && kind_ >= kFirstElementMask && kind_ - kFirstElementMask < mask.element_mask_count) {
-      const int64_t table = mask.batch != 0 ? int64_t(batch) * mask.element_mask_count : 0;
-      elements_ = (kTransposed ? mask.transposed_masks : mask.element_masks) +
-                  (table + kind_ - kFirstElementMask) * (kLines * kWords);
-    }
-  }
+  __device__ __forceinline__ Block(const Params& p, int elements) : p_(p), elements_(elements) {}
+  __device__ __forceinline__ Block(const Params& p, int batch, int kind) : Block(p, ElementsOf(p, batch, kind)) {}
 
-  __device__ __forceinline__ bool Everything() const { return kind_ == kEverything; }
-  __device__ __forceinline__ bool Nothing() const { return !Everything() && elements_ == nullptr; }
+  __device__ __forceinline__ bool Everything() const { return elements_ == kAll; }
+  __device__ __forceinline__ bool Nothing() const { return elements_ == kNone; }
 
   // Of line `line` of the block, which of the 16 entries from `from` on, a multiple of 16, may be attended to.
   __device__ __forceinline__ uint32_t Half(uint32_t line, uint32_t from) const {
-    if (elements_ == nullptr) return Everything() ? 0xFFFF : 0;
-    return reinterpret_cast<const uint16_t*>(elements_)[line * (2 * kWords) + from / 16];
+    if (elements_ < 0) return Everything() ? 0xFFFF : 0;
+    return reinterpret_cast<const uint16_t*>(Bits())[line * (2 * kWords) + from / 16];
   }
 
   // Of lines `line` and `line` + 8, which entries of a tile of kTile that begins at `from`: 32 a word.
@@ -140,11 +144,11 @@ class Block {
   __device__ __forceinline__ void Tile(uint32_t line, uint32_t from, uint32_t (&words)[2][kTileWords]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (elements_ == nullptr) {
+      if (elements_ < 0) {
 #pragma unroll
         for (int w = 0; w < kTileWords; ++w) words[h][w] = Everything() ? 0xFFFFFFFF : 0;
       } else if constexpr (kLength % kTile == 0 && kTile % 32 == 0) {
-        LoadWords(elements_ + int(line * kWords + from / 32) + 8 * h * kWords, words[h]);
+        LoadWords(Bits() + int(line * kWords + from / 32) + 8 * h * kWords, words[h]);
       } else {
 #pragma unroll
         for (int i = 0; i < kTile / 16; ++i) {
@@ -158,8 +162,14 @@ class Block {
  private:
   static constexpr int kWords = WordsOfLine(kLength);
 
-  const int kind_;
-  const uint32_t* elements_ = nullptr;
+  const Params& p_;
+  const int elements_;
+
+  // If there are any.
+  __device__ __forceinline__ const uint32_t* Bits() const {
+    return (kTransposed ? Blocks(p_).transposed_masks : Blocks(p_).element_masks) +
+           uint64_t(uint32_t(elements_)) * (kLines * kWords);
+  }
 };
 
 }  // namespace jax_flash

@@ -128,7 +128,10 @@ __device__ __forceinline__ int Result_b(T x) {
   __device__ __forceinline__ Of_##type name(Of_##of_x x, Of_##of_y y = Of_##of_y(), Of_##of_z z = Of_##of_z()) { \
     return Result_##type(value);                                                                                 \
   }
+#pragma nv_diagnostic push
+#pragma nv_diag_suppress 186  // an unsigned integer is compared with 0
 JAX_FLASH_OPS(JAX_FLASH_FUNCTION)
+#pragma nv_diagnostic pop
 #undef JAX_FLASH_FUNCTION
 
 }  // namespace program

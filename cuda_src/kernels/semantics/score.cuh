@@ -2,6 +2,7 @@
 #pragma once
 
 #include "config.cuh"
+#include "ptx/compiler.cuh"
 #include "ptx/types.cuh"
 #include "semantics/mask.cuh"
 #include "semantics/program.cuh"
@@ -12,33 +13,76 @@ constexpr DType kBiasDType = kProblem.bias_dtype;
 constexpr bool kBias = kBiasDType != DType::kNone;
 constexpr bool kSoftCap = kProblem.soft_cap;
 
-// Scores are formed entry by entry, s = score_mod(cap(scale x) + bias). Otherwise the scale, which is positive, goes
-// into the exponent; that is not what full precision asks for.
-constexpr bool kFormsScores = kBias || kSoftCap || kFullPrecision || kScoreMod;
+// Are scores formed in full, s = score_mod(unit x + bias)? Otherwise the unit, which is positive, goes into the
+// exponent; that is not what full precision asks for.
+constexpr bool kWholeScores = kBias || kFullPrecision || kScoreMod;
+constexpr bool kFormsScores = kWholeScores || kSoftCap;  // is there anything to be done entry by entry?
 
 // τ, which is an operand so that a new value is no new program.
 __device__ __forceinline__ float ScaleOf(const Params& p) { return __ldg(p.scale); }
 
+// What a score is a multiple of before the bias is added: the factor of x, or with a soft cap of what Cap makes of it.
+__device__ __forceinline__ float Unit(const Params& p) { return kSoftCap ? p.soft_cap : ScaleOf(p); }
+
 // What S has still to be multiplied with to be scores.
-__device__ __forceinline__ float ScoreScale(const Params& p) { return kFormsScores ? 1.0f : ScaleOf(p); }
+__device__ __forceinline__ float ScoreScale(const Params& p) { return kWholeScores ? 1.0f : Unit(p); }
 
-// c = cap tanh(u), u = scale x / cap. For 16-bit elements tanh(u) = 1 - 2 / (1 + exp(2 u)), to an absolute error of
-// 1e-7.
-__device__ __forceinline__ float Cap(const Params& p, float x) {
-  const float u_of_x = kSoftCap ? ScaleOf(p) * p.inverse_soft_cap : 0.0f;
-  if constexpr (!kSoftCap) return x * ScaleOf(p);
-  if constexpr (kDType == DType::kF32 || kProblem.large_cap) return p.soft_cap * tanhf(x * u_of_x);
-  return fmaf(-2.0f * p.soft_cap, Reciprocal(1.0f + Exp2(x * (u_of_x * (2 * kLog2e)))), p.soft_cap);
+// Scores are mostly small beside their cap. For 16-bit elements tanh(u) comes from y = 2 u / kSmall, whose bit 30 then
+// says that |u| is kSmall or more, infinite, or NaN.
+constexpr float kSmall = 0.625f;
+constexpr uint32_t kNotSmall = 0x40000000;
+
+// Where |u| < kSmall: the polynomial of degree 9 that is nearest, to an absolute error of 1e-7. It does without the
+// MUFU, which has 16 operations in the time in which there are 128 of these.
+__device__ __forceinline__ float SmallTanh(float y) {
+  const float z = y * y;
+  return y * fmaf(z, fmaf(z, fmaf(z, fmaf(z, 4.2317976e-7f, -1.5047184e-5f), 3.9643078e-4f), -1.0172081e-2f), 0.3125f);
 }
 
-// dc / d(scale x), from c
-__device__ __forceinline__ float SlopeOf(const Params& p, float c) {
-  return kSoftCap ? 1.0f - (c * p.inverse_soft_cap) * (c * p.inverse_soft_cap) : 1.0f;
+// Of any size, 1 - 2 / (1 + exp(2 u)): to an absolute error of 2e-7, which a large cap would multiply.
+__device__ __forceinline__ float AnyTanh(float y) {
+  if constexpr (kProblem.large_cap) return tanhf(y * (kSmall / 2));
+  return fmaf(-2.0f, Reciprocal(1.0f + Exp2(y * (kSmall * kLog2e))), 1.0f);
 }
 
-// The same from P = exp(c - L), where there is no bias. Where P is 0 its slope does not matter.
+// x becomes tanh(u), u = scale x / cap, in all entries that a lane has.
+template <int kCount>
+__device__ __forceinline__ void Cap(const Params& p, float (&S)[kCount]) {
+  if constexpr (!kSoftCap) return;
+  const float u_of_x = ScaleOf(p) * p.inverse_soft_cap;
+  if constexpr (kDType == DType::kF32) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) S[i] = tanhf(S[i] * u_of_x);
+    return;
+  }
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    S[i] *= u_of_x * (2 / kSmall);
+    bits |= __float_as_uint(S[i]);
+  }
+  if (__any_sync(0xFFFFFFFFu, (bits & kNotSmall) != 0)) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) S[i] = AnyTanh(S[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i % 16 == 0 && Never()) return;  // wide heads leave ptxas no registers to work ahead here
+      S[i] = SmallTanh(S[i]);
+    }
+  }
+}
+template <int kCount, int kChunks>
+__device__ __forceinline__ void Cap(const Params& p, float (&S)[kCount][kChunks][4]) {
+  Cap(p, reinterpret_cast<float (&)[kCount * kChunks * 4]>(S));
+}
+
+// dc / d(scale x), from t = c / cap
+__device__ __forceinline__ float SlopeOf(float t) { return kSoftCap ? 1.0f - t * t : 1.0f; }
+
+// The same from P = exp(c - L) and L / cap, where there is no bias. Where P is 0 its slope does not matter.
 __device__ __forceinline__ float SlopeOfP(const Params& p, float P, float L) {
-  return SlopeOf(p, fmaxf(fmaf(Log2(fabsf(P)), 1 / kLog2e, L), -p.soft_cap));
+  return SlopeOf(fmaxf(fmaf(Log2(fabsf(P)), p.inverse_soft_cap / kLog2e, L), -1.0f));
 }
 
 // s_ij of one batch entry and head.
@@ -50,18 +94,11 @@ struct Score {
   __device__ __forceinline__ Score(const Params& p, int batch, int head)
       : p(p), batch(batch), head(head), bias(kBias ? batch * p.bias.batch + head * p.bias.head : 0) {}
 
-  // From x where scores are formed entry by entry. Where (i, j) is not within T and S it is something that will be
-  // hidden.
+  // From x, or what Cap has made of it, where scores are formed in full. Where (i, j) is not within T and S it is
+  // something that will be hidden.
   __device__ __forceinline__ float Of(float x, int i, int j) const {
-    return AddBias(kFormsScores ? Cap(p, x) : x, i, j);
-  }
-  __device__ __forceinline__ float AddBias(float c, int i, int j) const {
+    const float c = x * Unit(p);
     return kBias ? c + Bias(min(i, p.q_len - 1), min(j, p.kv_len - 1)) : c;
-  }
-
-  // dc / d(scale x) of two entries, from their c.
-  __device__ __forceinline__ uint32_t PackSlopes(float c, float next) const {
-    return kSoftCap ? Pack(SlopeOf(p, c), SlopeOf(p, next)) : 0;
   }
 
   // (i, j) is within T and S; of the head `next` after this one.
@@ -81,6 +118,9 @@ struct Score {
     return program::ScoreGrad<kAccumulates>(Programs(p), PlaceOf(p, batch, head, i, j), s, ds);
   }
 };
+
+// dc / d(scale x) of two entries, from their c / cap.
+__device__ __forceinline__ uint32_t PackSlopes(float t, float next) { return Pack(SlopeOf(t), SlopeOf(next)); }
 
 // Two entries times their slopes.
 __device__ __forceinline__ void TimesSlopes(uint32_t slopes, float* x, float* next) {

@@ -57,29 +57,29 @@ struct Seen {
   static constexpr uint32_t kFirst32 = 0x03030303;
   __device__ __forceinline__ static constexpr int BitOf(int x) { return OffsetOf(x) % 32 + OffsetOf(x) / 32 * 2; }
 
-  uint32_t words[2][kWords];  // of the block mask, until Join
+  uint32_t words[2][kWords];  // of the block mask, until Fold
   uint32_t line[2];
 
-  // Asks for the words of the block mask, which may come while S is computed.
-  __device__ __forceinline__ void Ask(const Block<kTransposed>& block, const View<kTransposed>& view) {
+  // Asks for the words of the block mask, which may come while S is computed: of the lane's first line, and of that
+  // from `from` on, where the tile begins.
+  __device__ __forceinline__ void Ask(const Block<kTransposed>& block, uint32_t line, uint32_t from) {
     if (!kBlockMask) return;
-    const uint32_t line = kTransposed ? view.key : view.row;
-    const uint32_t from = (kTransposed ? view.row : view.key) - LaneOffset();
     block.template Tile<kTile>(line % Block<kTransposed>::kLines, from % Block<kTransposed>::kLength, words);
   }
 
-  // The words as lines, before there is more to join: they take fewer registers.
+  // The words as lines, which take fewer registers. What is no entry's bit is anything.
   __device__ __forceinline__ void Fold() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      line[h] = 0;
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) line[h] |= (words[h][w] >> LaneOffset() & kFirst32) << 2 * w;
+      for (int w = 0; w < kWords; ++w) {
+        const uint32_t those = kFirst32 << 2 * w, x = __funnelshift_r(words[h][w], words[h][w], LaneOffset() - 2 * w);
+        line[h] = w == 0 ? x : (x & those) | (line[h] & ~those);
+      }
     }
   }
 
-  // All that there is together; `positions` as Within has them. kFolded: has Fold been called?
-  template <bool kFolded>
+  // After Fold, what else there is beside the block mask; `positions` as Within has them.
   __device__ __forceinline__ void Join(const Positions& positions, const Entries& entries,
                                        const View<kTransposed>& view) {
 #pragma unroll
@@ -87,22 +87,24 @@ struct Seen {
       const Within<kTransposed> within(positions, view, h, kTile);
       uint32_t seen = 0;
 #pragma unroll
-      for (int w = 0; w < (kTile + 31) / 32; ++w) {
-        const uint32_t word = kFolded || !kBlockMask ? 0xFFFFFFFF : words[h][w] >> LaneOffset();
-        seen |= (within.Word(32 * w) & word & kFirst32) << 2 * w;
-      }
-      line[h] = kFolded ? line[h] & seen : seen;
+      for (int w = 0; w < (kTile + 31) / 32; ++w) seen |= (within.Word(32 * w) & kFirst32) << 2 * w;
+      line[h] = kBlockMask ? line[h] & seen : seen;
 #pragma unroll(kEntriesAtOnce)
       for (int x = 0; kEntryMasks && x < kTile / 4; ++x)
         line[h] &= ~(uint32_t(entries.Hidden(view.Row(h, x), view.Key(h, x))) << BitOf(x));
     }
   }
 
-  // S = -inf where an entry may not be attended to.
+  // S = -inf where an entry may not be attended to. It goes byte by byte of the line: bits that are used one after the
+  // other and lie in one byte become predicates by one instruction (R2P).
   template <typename Accumulator>
   __device__ __forceinline__ void Hide(Accumulator& S) const {
+    constexpr int kInByte = (kTile + 31) / 32 * 2;  // entries
 #pragma unroll
-    for (int h = 0; h < 2; ++h) HideLine(S, h, [&](int x) { return (line[h] >> BitOf(x) & 1) != 0; });
+    for (int i = 0; i < 2 * 4 * kInByte; ++i) {
+      const int h = i / (4 * kInByte), x = i % kInByte / 2 * 8 + i / kInByte % 4 * 2 + i % 2;
+      if (x < EntriesOfLine(S) && (line[h] >> BitOf(x) & 1) == 0) At(S, h, x) = -Infinity();
+    }
   }
 
   // Whether the warp's lines see all.

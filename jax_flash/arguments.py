@@ -310,7 +310,7 @@ def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mo
     operands = operands._replace(
         program_batch=jnp.arange(problem.batch, dtype=jnp.int32),
         program_head=jnp.arange(problem.q_heads, dtype=jnp.int32),
-        captured=tuple(x.reshape(1, x.size) for x in arrays),
+        captured=tuple(x.ravel()[None] for x in arrays),  # which axes of an ensemble's mesh allow
     )
     return dataclasses.replace(problem, captured=shapes, **programs), operands
 

@@ -14,15 +14,16 @@ def varying_alike(x: Tree, like: Any) -> Tree:
 
     Outside of `jax.shard_map` it does nothing.
     """
-    axes = frozenset[str]().union(*map(_varying_axes, jax.tree.leaves(like)))
+    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(like)))
 
     def cast(leaf: jax.Array) -> jax.Array:
-        missing = tuple(axes - _varying_axes(leaf))
+        missing = tuple(axes - varying_axes(leaf))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(cast, x)
 
 
-def _varying_axes(x: jax.Array) -> frozenset[str]:
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """The manual mesh axes that it varies over."""
     aval: Any = jax.typeof(x)  # jax 0.10 moved the attribute
     return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying

@@ -285,7 +285,9 @@ def fill_value(eqn: JaxprEqn, dtype: np.dtype) -> Any:
     }[dtype.kind]
 
 
+VARYING = ("pvary", "pcast")  # the same elements, inside of jax.shard_map
 RELABELLED = {
+    **dict.fromkeys(VARYING, _unmoved),
     "convert_element_type": _unmoved,
     "squeeze": _squeeze,
     "expand_dims": _reshape,

@@ -3,12 +3,19 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jax_flash
 
 LEADING, LENGTH = (2, 3), 12  # of the inputs
 IDS = np.array([0] * 4 + [1] * 5 + [0] * 3)
+
+SLOPES = np.arange(4, dtype=np.float32) / 8
+PROGRAMS = {
+    "score_mod": lambda s, b, h, q, k: s - jnp.asarray(SLOPES)[h] * jnp.abs(q - k) * b,
+    "mask_mod": lambda b, h, q, k: (q >= k) | (k < b),
+}
 
 # Options as a Flax user gives them, and as `jax_flash.dot_product_attention` takes them, leading dims being a batch.
 OPTIONS = {
@@ -31,6 +38,7 @@ OPTIONS = {
         {"query_offset": np.array([2, -3, 0]), "local_window_size": (4, 0)},
         {"query_offset": np.array([2, -3, 0] * 2), "local_window_size": (4, 0)},
     ),
+    "programs": (PROGRAMS,) * 2,  # leading dims are one batch
     "reproducible": ({"reproducible_gradients": True}, {"deterministic": True}),
 }
 
@@ -66,6 +74,8 @@ WRONG = [
     ({"query_offset": 1.5}, TypeError, "query_offset must be integers"),
     ({"query_offset": np.arange(2)}, ValueError, "query_offset must be broadcastable"),
     ({"query_offset": 2**31}, ValueError, "query_offset must be int32"),
+    ({"score_mod": "alibi"}, TypeError, "score_mod must be a function of"),
+    ({"mask_mod": lambda score, b, h, q, k: q > k}, TypeError, "mask_mod must take 4 arguments"),
     ({"reproducible_gradients": 1}, TypeError, "reproducible_gradients must be True or False"),
     ({"is_causal": "yes"}, TypeError, "is_causal must be True or False"),
     ({"deterministic": "False"}, TypeError, "deterministic must be True or False, not 'False'"),

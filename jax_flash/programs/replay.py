@@ -1,0 +1,103 @@
+"""A jaxpr where meshes are, evaluated in another context than that in which it was traced.
+
+An equation keeps the mesh of its context, whose axes are explicit where the user's are, and here are not. Inside of
+`jax.shard_map` arrays vary over mesh axes over which those that it was traced on did not: JAX marks what varies while
+it traces, and does not when it evaluates a jaxpr. Here everything is marked alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from jax_flash.programs import lowering
+from jax_flash.programs.arrays import aval
+from jax_flash.programs.operations import VARYING
+from jax_flash.varying import varying_alike
+
+
+def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[jax.Array]:
+    """The results, which vary as all of the arguments together."""
+    like = list(map(jnp.asarray, (*consts, *args)))
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), varying_alike(like, like), strict=True))
+    for eqn in jaxpr.eqns:
+        inputs = [jnp.asarray(x.val, aval(x).dtype) if isinstance(x, Literal) else values[x] for x in eqn.invars]
+        outputs = _apply(jaxpr, eqn, varying_alike(inputs, like))
+        values |= dict(zip(eqn.outvars, varying_alike(list(outputs), like), strict=True))
+    results = [jnp.asarray(x.val, aval(x).dtype) if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
+    return varying_alike(results, like)
+
+
+def alone(jaxpr: Jaxpr, eqn: JaxprEqn) -> tuple[list[Any], Any]:
+    """An equation of a jaxpr as a function of its variables, and these."""
+    variables = list(dict.fromkeys(x for x in eqn.invars if not isinstance(x, Literal)))
+    names = jaxpr.debug_info.with_unknown_names()
+    one = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[eqn], debug_info=names)
+    return variables, jaxpr_as_fun(ClosedJaxpr(one, ()))
+
+
+def _apply(jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[Any]) -> Sequence[jax.Array]:
+    inner = lowering.inlined(eqn)
+    if eqn.primitive.name in VARYING:
+        return inputs
+    if inner is None:
+        results = eqn.primitive.bind(*inputs, **eqn.params)
+        return results if eqn.primitive.multiple_results else [results]
+    if lowering.is_transparent(eqn):
+        return evaluate(*inner, inputs)
+    return _with_rule(jaxpr, eqn, inner, inputs)
+
+
+def _with_rule(jaxpr: Jaxpr, eqn: JaxprEqn, inner: tuple[Jaxpr, Sequence[Any]], inputs: list[Any]) -> Any:
+    """A function that has its own derivative, whose jaxpr is evaluated as its own is."""
+    variables, function = alone(jaxpr, eqn)
+    types = [aval(x) for x in variables]
+    moving = [i for i, x in enumerate(types) if jnp.issubdtype(x.dtype, jnp.floating)]
+    literals = {i: x for i, x in enumerate(inputs) if isinstance(eqn.invars[i], Literal)}
+    places = [None if isinstance(x, Literal) else variables.index(x) for x in eqn.invars]
+
+    def primal(*args: jax.Array) -> Any:
+        return tuple(evaluate(*inner, [literals[i] if at is None else args[at] for i, at in enumerate(places)]))
+
+    def of_floats(args: Sequence[Any]) -> Any:
+        def moved(*floats: jax.Array) -> Any:
+            given = dict(zip(moving, floats, strict=True))
+            return function(*(given.get(i, x) for i, x in enumerate(args)))
+
+        return moved, [args[i] for i in moving]
+
+    def jvp(args: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        moved, floats = of_floats(args)
+        return jax.jvp(moved, floats, list(tangents))
+
+    def vjp(args: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        moved, floats = of_floats(args)
+        return jax.vjp(moved, *floats)[1](list(cotangents))
+
+    def traced(rule: Any, args: Sequence[Any], others: Sequence[Any]) -> list[jax.Array]:
+        like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in others]
+        closed = jax.make_jaxpr(rule)(types, like)
+        return evaluate(closed.jaxpr, closed.consts, [*args, *others])
+
+    args: list[Any] = [inputs[eqn.invars.index(x)] for x in variables]
+    if eqn.primitive.name.startswith("custom_jvp"):
+
+        def forward(args: Any, tangents: Any) -> Any:
+            results = traced(jvp, args, [tangents[i] for i in moving])
+            return tuple(results[: len(eqn.outvars)]), tuple(results[len(eqn.outvars) :])
+
+        with_jvp = jax.custom_jvp(primal)
+        with_jvp.defjvp(forward)
+        return with_jvp(*args)
+
+    def backward(args: Any, cotangents: Any) -> Any:
+        found = dict(zip(moving, traced(vjp, args, cotangents), strict=True))
+        return tuple(found.get(i) for i in range(len(args)))
+
+    with_vjp = jax.custom_vjp(primal)
+    with_vjp.defvjp(lambda *args: (primal(*args), args), backward)
+    return with_vjp(*args)

@@ -1,0 +1,300 @@
+"""Score programs and the arrays that they capture under JAX's transformations, and divided over devices."""
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import EXPORT_CHECKS, gathers
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jax_flash
+
+B, T, S, N, K, D = 4, 5, 6, 4, 2, 8
+MOVING = tuple(range(5))  # those with gradients
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def inputs(batch=B, seed=0):
+    """Query, key and value; a table that is looked up by head and place, rates by batch entry; ids of keys."""
+    shapes = (batch, T, N, D), (batch, S, K, D), (batch, S, K, D), (N, T + S), (batch, 2)
+    ids = np.random.default_rng(seed).integers(0, 3, (batch, S)).astype(np.int32)
+    return (*(normal(seed + i, *shape) for i, shape in enumerate(shapes)), jnp.asarray(ids))
+
+
+def attend(query, key, value, table, rates, ids, implementation="flash", head=0, **options):
+    def score_mod(s, b, h, q, k):
+        return s * rates[b, 0] + jnp.tanh(table[h + head, q - k + S]) * rates[b, 1]
+
+    def mask_mod(b, h, q, k):
+        return (ids[b, k] != h + head - 1) | (q == k)
+
+    return jax_flash.dot_product_attention(
+        query, key, value, score_mod=score_mod, mask_mod=mask_mod, implementation=implementation, **options
+    )
+
+
+def loss(*args, **options):
+    return (attend(*args, **options) ** 2).sum()
+
+
+def assert_close(x, y, tolerance=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), x, y)
+
+
+@pytest.fixture(params=["flash", "xla"])
+def implementation(request):
+    return request.param
+
+
+def calls(function, *args):
+    text = jax.jit(function).lower(*args).compile().as_text()
+    return tuple(text.count(f'custom_call_target="jax_flash_{name}"') for name in ("forward", "backward"))
+
+
+def test_jit_and_not(implementation):
+    gradient = jax.value_and_grad(functools.partial(loss, implementation=implementation), MOVING)
+    expected = gradient(*inputs())
+    assert_close(jax.jit(gradient)(*inputs()), expected)
+    with jax.disable_jit():
+        assert_close(gradient(*inputs()), expected)
+
+
+# --- vmap ---
+
+
+@pytest.mark.parametrize("mapped", [(0,), (3,), (4,), (5,), (0, 4), (1, 2, 3), (0, 1, 2, 3, 4, 5)], ids=str)
+def test_vmap(mapped, implementation):
+    """Of what is mapped and of what is shared: values, and gradients for each mapped example."""
+    axes = [0 if i in mapped else None for i in range(6)]
+    others = inputs(seed=9)
+    args = [jnp.stack([x, y]) if i in mapped else x for i, (x, y) in enumerate(zip(inputs(), others, strict=True))]
+    gradient = jax.value_and_grad(functools.partial(loss, implementation=implementation), MOVING)
+    singles = [gradient(*(x[i] if axis == 0 else x for x, axis in zip(args, axes, strict=True))) for i in range(2)]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *singles)
+    assert_close(jax.jit(jax.vmap(gradient, axes))(*args), expected)
+
+
+def test_gradient_of_vmap_sums_over_what_is_shared(implementation):
+    """Also of a table that is mapped along an axis of its own, twice."""
+    query, key, value, table, rates, ids = inputs()
+    queries, tables = jnp.stack([query, -query]), jnp.stack([table, table + 1, 2 * table], 1)  # [N, 3, T + S]
+
+    def one(query, table, rates):
+        return loss(query, key, value, table, rates, ids, implementation=implementation)
+
+    def mapped(queries, tables, rates):
+        return jax.vmap(jax.vmap(one, (None, 1, None)), (0, None, None))(queries, tables, rates).sum()
+
+    def looped(queries, tables, rates):
+        pairs = itertools.product(range(2), range(3))
+        return sum(one(queries[i], tables[:, j], rates) for i, j in pairs)
+
+    args = queries, tables, rates
+    assert_close(jax.jit(jax.grad(mapped, (0, 1, 2)))(*args), jax.jit(jax.grad(looped, (0, 1, 2)))(*args))
+
+
+def test_vmap_is_one_call():
+    args = [jnp.stack([x, x]) for x in inputs()]
+    assert calls(jax.vmap(jax.grad(loss, MOVING)), *args) == (1, 1)
+
+
+# --- loops, and derivatives of derivatives ---
+
+
+def layers(implementation, wrap):
+    """Attention in a scan, each layer with a table of its own and rates that all share."""
+    query, key, value, table, rates, ids = inputs()
+    tables = jnp.stack([table, -table, table + 1])
+
+    def layer(x, table, rates):
+        return x + jnp.tanh(attend(x, key, value, table, rates, ids, implementation=implementation))
+
+    def scanned(query, tables, rates):
+        x, _ = jax.lax.scan(lambda x, table: (wrap(layer)(x, table, rates), None), query, tables)
+        return (x**2).sum()
+
+    def looped(query, tables, rates):
+        return (functools.reduce(lambda x, table: layer(x, table, rates), tables, query) ** 2).sum()
+
+    return scanned, looped, (query, tables, rates)
+
+
+POLICY = jax.checkpoint_policies.save_only_these_names(*jax_flash.RESIDUAL_NAMES)
+WRAPS = {"plain": lambda f: f, "remat": functools.partial(jax.checkpoint, policy=POLICY)}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_scan(wrap, implementation):
+    scanned, looped, args = layers(implementation, WRAPS[wrap])
+    results, expected = (jax.jit(jax.grad(function, (0, 1, 2)))(*args) for function in (scanned, looped))
+    assert_close(results, expected, 1e-4)
+    if implementation == "flash" and wrap == "remat":
+        assert calls(jax.grad(scanned), *args) == (1, 1)  # what is saved is not computed again
+
+
+def few():
+    """Inputs for which a Hessian is small."""
+    query, key, value, table, rates, ids = inputs(1)
+    return query[:, :2, :1, :2], key[:, :, :1, :2], value[:, :, :1, :2], table[:1], rates, ids
+
+
+def test_hessian(implementation):
+    """Of the query, of what is captured, and of both."""
+    query, key, value, table, rates, ids = few()
+
+    def hessian(implementation):
+        def function(query, rates):
+            return loss(query, key, value, table, rates, ids, implementation=implementation)
+
+        return jax.jit(
+            jax.hessian(function, (0, 1))
+            if implementation != "flash"
+            else jax.jacrev(jax.grad(function, (0, 1)), (0, 1))
+        )(query, rates)
+
+    assert_close(hessian(implementation), hessian("reference"), 1e-4)
+
+
+def test_second_order_by_differences(implementation, x64):
+    *moving, ids = few()
+    moving = [x.astype("float64") for x in moving]
+    function = jax.jit(lambda *moving: loss(*moving, ids, implementation=implementation))
+    check_grads(function, moving, order=2, modes=["rev"], atol=1e-5, rtol=1e-5)
+
+
+def test_forward_mode(implementation):
+    """ "xla" has it; the fused calls have it of their gradients, and say so of themselves."""
+    *moving, ids = inputs()
+    tangents = [jnp.cos(x) for x in moving]
+
+    def derivative(implementation, wrap, jit=jax.jit):
+        function = wrap(lambda *moving: loss(*moving, ids, implementation=implementation))
+        return jit(lambda moving, tangents: jax.jvp(function, moving, tangents))(moving, tangents)
+
+    if implementation == "xla":
+        assert_close(derivative("xla", lambda f: f), derivative("reference", lambda f: f), 1e-4)
+    else:
+        with pytest.raises(TypeError, match='no forward-mode .* implementation="xla" has'):
+            derivative("flash", lambda f: f, lambda f: f)
+        over = functools.partial(jax.grad, argnums=MOVING)
+        assert_close(derivative("flash", over), derivative("xla", over), 1e-4)
+
+
+# --- ahead of time ---
+
+
+def test_export(implementation):
+    """What is captured is an argument of the exported program."""
+    gradient = jax.jit(jax.value_and_grad(functools.partial(loss, implementation=implementation), MOVING))
+    exported = export.export(gradient, platforms=("cpu",), disabled_checks=EXPORT_CHECKS)(*inputs())
+    restored = export.deserialize(exported.serialize())
+    for seed in (0, 5):
+        assert_close(restored.call(*inputs(seed=seed)), gradient(*inputs(seed=seed)))
+
+
+def test_lowering_for_a_platform_without_kernels():
+    function = functools.partial(attend, implementation=None)
+    exported = export.export(jax.jit(function), platforms=("cpu", "tpu"), disabled_checks=EXPORT_CHECKS)(*inputs())
+    assert_close(exported.call(*inputs()), function(*inputs()))
+
+
+# --- devices ---
+
+MODES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+BATCH, HEADS = P("data"), P("data", None, "model")
+PLACES = (HEADS, HEADS, HEADS, P(), P(), P())
+
+
+def mesh(mode):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(MODES[mode],) * 2)
+
+
+def place(mesh, places=PLACES):
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(inputs(), places, strict=True)]
+
+
+def results(*args, **options):
+    o, pull = jax.vjp(lambda *moving: attend(*moving, args[5], **options), *args[:5])
+    return o, pull(jnp.cos(o))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
+def test_batch_and_heads_over_devices(mode, implementation):
+    """Every device has the indices of the whole; gradients of what all have are added up."""
+    expected = jax.jit(functools.partial(results, implementation="xla"))(*inputs())
+    with jax.set_mesh(mesh(mode)):
+        args = place(mesh(mode))
+        compiled = jax.jit(functools.partial(results, implementation=implementation)).lower(*args).compile()
+        ours = compiled(*args)
+        assert_close(ours, expected)
+        if implementation == "flash":
+            assert not gathers(compiled)
+            assert ours[0].sharding.shard_shape(ours[0].shape) == (1, T, N // 2, D)
+            assert compiled.as_text().count("batch=1 q_len=5 kv_len=6 q_heads=2 kv_heads=1 ") == 2
+
+
+CAPTURED_TOO = (P("data"),) * 3 + (P("model"), P("data"), P("data"))
+
+
+@pytest.mark.parametrize(("places", "mode"), [(CAPTURED_TOO, "auto"), ((P(),) * 6, "auto"), ((P(),) * 6, "explicit")])
+def test_other_places(places, mode):
+    """Captured arrays that are sharded, which then are gathered, and a mesh of which the program says nothing."""
+    expected = jax.jit(functools.partial(results, implementation="xla"))(*inputs())
+    with jax.set_mesh(mesh(mode)):
+        assert_close(jax.jit(results)(*place(mesh(mode), places)), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_vmap_over_devices(mode):
+    """An ensemble whose members, and what they capture, are on devices of their own."""
+    ensemble = [jnp.stack(x) for x in zip(*(inputs(2, seed) for seed in range(8)), strict=True)]
+    expected = jax.jit(jax.vmap(functools.partial(results, implementation="xla")))(*ensemble)
+    with jax.set_mesh(mesh(mode)):
+        placed = [jax.device_put(x, NamedSharding(mesh(mode), P(("data", "model")))) for x in ensemble]
+        compiled = jax.jit(jax.vmap(results)).lower(*placed).compile()
+        assert_close(compiled(*placed), expected)
+        assert not gathers(compiled)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("implementation", [None, "flash", "xla"])
+def test_shard_map(implementation, check_vma):
+    """A device's own indices begin at 0: which they are of the whole is told by what the function captures."""
+
+    def local(*args):
+        first = jax.lax.axis_index("model") * (N // 2)
+        return attend(*args, implementation=implementation, head=first)
+
+    over = mesh("auto")
+    places = (HEADS, HEADS, HEADS, P(), BATCH, BATCH)
+    mapped = jax.shard_map(local, mesh=over, in_specs=places, out_specs=HEADS, check_vma=check_vma)
+    assert_close(jax.jit(mapped)(*inputs()), attend(*inputs(), implementation="xla"))
+    if check_vma:
+
+        def gradient(function):
+            return jax.jit(jax.grad(lambda *args: (function(*args) ** 2).sum(), MOVING))(*inputs())
+
+        assert_close(gradient(mapped), gradient(attend))
+
+
+@pytest.mark.slow
+def test_with_gspmd():
+    """With `jax_use_shardy_partitioner=False`, which JAX reads once."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command += ["-k", "test_batch_and_heads and flash or test_other_places"]
+    environment = os.environ | {"JAX_USE_SHARDY_PARTITIONER": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]

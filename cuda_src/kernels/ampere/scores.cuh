@@ -44,7 +44,7 @@ struct Scores {
       if constexpr (kLookedUp) {
         Seen<false, 8 * kChunks> seen;
         seen.Ask(block, view.row, column);
-        if (kBlockMask) seen.Fold();
+        seen.Fold();
         seen.Join(positions, entries, view);
         seen.Hide(S[m]);
       } else {

@@ -122,7 +122,7 @@ struct Consumer {
       const int64_t at = head + Place(ViewOf(tile).Row(h, 0));
       minus_l[h] = p.logsumexp[at] * kLog2e, m[h] = p.maximum[at], D[h] = p.d[at];
     }
-    if (!kBlockMask || !step.masked) return;
+    if (!step.masked) return;
     seen.Ask(Block<false>(p, step.batch, step.kind), ViewOf(tile).row, tile.column);
     seen.Fold();
   }

@@ -61,7 +61,7 @@ struct Probabilities : Products {
   __device__ __forceinline__ void HideEntries(const KVTile& tile, const Step& step) {
     if constexpr (kLookedUp) {
       if (Tuning::kLateLook) Look(tile, step);
-      if (kBlockMask && !Tuning::kFoldsWords) seen.Fold();
+      if (!Tuning::kFoldsWords) seen.Fold();
       seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
       seen.Hide(S);
     } else {

@@ -31,12 +31,13 @@ struct Probabilities : Products {
   __device__ __forceinline__ void Look(const QTile& tile, int j, bool inside) {
     if (!kMasked || !kLookedUp) return;
     const Block<false> block(p, kListed ? shared.listed[k.index].elements : kAll);
-    seen.Ask(block, kQBlock == kRows ? RowInTile() : Row(tile), Column(j));  // a tile may be all of a block
+    seen.Ask(block, Block<false>::kLines == kRows ? RowInTile() : Row(tile),
+             Column(j));  // a tile may be all of a block
     if (Tuning::kEarlyMasks) JoinSeen(tile, j, inside);
   }
   // All that this comes to. `inside`: do a block's own bits say it all?
   __device__ __forceinline__ void JoinSeen(const QTile& tile, int j, bool inside) {
-    if (kBlockMask) seen.Fold();
+    seen.Fold();
     if (!inside) seen.Join(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
   }
 

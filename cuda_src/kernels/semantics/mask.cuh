@@ -32,11 +32,22 @@ constexpr bool kLookedUp = kEntryMasks || kBlockMask;         // must memory be 
 
 // --- Positions ---
 
+// Of the first query along the keys.
+__device__ __forceinline__ int OffsetOf(const Params& p, int batch) {
+  return kProblem.query_offset ? p.query_offset[batch] : 0;
+}
+
+// What programs are told of row i, column j.
+__device__ __forceinline__ program::Place PlaceOf(const Params& p, int batch, int head, int i, int j) {
+  return {batch, __ldg(Programs(p).program_batch + batch), __ldg(Programs(p).program_head + head),
+          i + OffsetOf(p, batch), j};
+}
+
 __device__ __forceinline__ Positions PositionsOf(const Params& p, int batch) {
   Positions positions;
   positions.q_length = kProblem.q_lengths ? ClampLength(p.q_lengths[batch], p.q_len) : p.q_len;
   positions.kv_length = kProblem.kv_lengths ? ClampLength(p.kv_lengths[batch], p.kv_len) : p.kv_len;
-  positions.offset = kProblem.query_offset ? p.query_offset[batch] : 0;
+  positions.offset = OffsetOf(p, batch);
   positions.causal = kCausal;
   positions.window_left = kWindow ? p.window_left : -1;
   positions.window_right = kWindow ? p.window_right : -1;

@@ -156,10 +156,4 @@ __device__ __forceinline__ const ProgramParams& Programs(const Params& p) {
   return static_cast<const ProgramParams&>(p);
 }
 
-// Of row i, column j.
-__device__ __forceinline__ program::Place PlaceOf(const Params& p, int batch, int head, int i, int j) {
-  const int offset = kProblem.query_offset ? p.query_offset[batch] : 0;
-  return {batch, __ldg(Programs(p).program_batch + batch), __ldg(Programs(p).program_head + head), i + offset, j};
-}
-
 }  // namespace jax_flash

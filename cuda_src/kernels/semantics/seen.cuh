@@ -69,6 +69,7 @@ struct Seen {
 
   // The words as lines, which take fewer registers. What is no entry's bit is anything.
   __device__ __forceinline__ void Fold() {
+    if (!kBlockMask) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll

@@ -92,6 +92,8 @@ struct Problem {
   const Captured* captured_arrays() const;
   int64_t captured_count() const;
   bool programs() const { return score_mod.present() || mask_mod.present(); }
+  // Of the backward: is there a gradient that depends on dS?
+  bool needs_ds() const { return dq || dk || dbias || captured_gradients(); }
   // Which dimensions what mask_mod says depends on.
   Extent mask_mod_extent() const;
   bool captured_gradients() const {

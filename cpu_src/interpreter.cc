@@ -232,15 +232,17 @@ int64_t Interpreter<A>::RowOffset(const Indices& indices, int64_t row) {
   return offset;
 }
 
-// Whether the entries of a vector are neighbours, none of them moved by a clamp; then `first` is the first's offset
-// beside that of the row.
 template <typename A>
-bool Interpreter<A>::IsRun(const Indices& indices, int64_t row, int64_t vector, int64_t* first) {
-  if (indices.step == 0) return false;
+typename Interpreter<A>::Reach Interpreter<A>::ReachOf(const Indices& indices, int64_t row, int64_t vector,
+                                                       int64_t count) {
+  if (indices.step == 0) return {Reach::kScattered, 0};
   const auto& index = indices.index[indices.rank - 1];
-  *first = Get<A, Type::i>(index.place.At(row, vector))[0];
-  const int64_t last = *first + indices.step * (kLanes<A> - 1), most = Min(index.last, 0x7FFFFFFF);
-  return Min(*first, last) >= 0 && Max(*first, last) <= most;
+  const int64_t first = Get<A, Type::i>(index.place.At(row, vector))[0], last = first + indices.step * (count - 1);
+  const int64_t low = Min(first, last), high = Max(first, last);
+  if (low < INT32_MIN || high > INT32_MAX) return {Reach::kScattered, 0};  // it wraps around
+  if (low >= index.last) return {Reach::kSame, index.last};
+  if (high <= 0) return {Reach::kSame, 0};
+  return {low >= 0 && high <= index.last ? Reach::kRun : Reach::kScattered, first};
 }
 
 // Of each lane, beside that of the row.
@@ -267,21 +269,33 @@ void Interpreter<A>::LoadElements(int64_t number, const S* array) {
   const Captured& captured = arrays_[x.array];
   if (captured.batch) array += b_ * captured.size();
   const Indices indices = IndicesOf(x);
-  int64_t row = -1;
-  const S* from = nullptr;
-  Make<R>(number, [&](int64_t r, int64_t v) {
-    if (r != row) from = array + RowOffset(indices, row = r);
-    if (!indices.columns) return Fill<A, R>(Element<A, R>(*from));
-    int64_t first;
-    if (IsRun(indices, r, v, &first)) {
-      const S* const run = from + first;
-      if (indices.step > 0) return Collect<A, R>([run](int lane) { return run[lane]; });
-      return Collect<A, R>([run](int lane) { return run[-lane]; });
+  const Place to = PlaceOf(number);
+  const int64_t rows = RowsOf(x), vectors = VectorsOf(x);
+  for (int64_t r = 0; r < rows; ++r) {
+    const S* const from = array + RowOffset(indices, r);
+    if (!indices.columns) {
+      Put<A, R>(to.At(r, 0), Fill<A, R>(Element<A, R>(*from)));
+      continue;
     }
-    int64_t offsets[kLanes<A>];
-    Offsets(indices, r, v, offsets);
-    return Collect<A, R>([&](int lane) { return from[offsets[lane]]; });
-  });
+    const Reach all = ReachOf(indices, r, 0, vectors * kLanes<A>);
+    if (all.kind == Reach::kRun && indices.step > 0) {
+      for (int64_t v = 0; v < vectors; ++v) {
+        const S* const run = from + all.first + v * kLanes<A>;
+        Put<A, R>(to.At(r, v), Collect<A, R>([run](int lane) { return run[lane]; }));
+      }
+      continue;
+    }
+    for (int64_t v = 0; v < vectors; ++v) {
+      const Reach reach = ReachOf(indices, r, v, kLanes<A>);
+      if (reach.kind == Reach::kSame) {
+        Put<A, R>(to.At(r, v), Fill<A, R>(Element<A, R>(from[reach.first])));
+      } else {
+        int64_t offsets[kLanes<A>];
+        Offsets(indices, r, v, offsets);
+        Put<A, R>(to.At(r, v), Collect<A, R>([&](int lane) { return from[offsets[lane]]; }));
+      }
+    }
+  }
 }
 
 template <typename A>
@@ -315,25 +329,31 @@ void Interpreter<A>::Accumulate(const Instruction& x) {
   const int64_t vectors = VectorsOf(x);
   for (int64_t r = 0; r < rows_; ++r) {
     A* const to = sums + RowOffset(indices, r);
+    // What goes to the same entry. The others may be another worker's: nothing is added to them, not even 0.
     Vec<A> sum = {};
+    int64_t same = -1;
+    const auto add_sum = [&] {
+      for (int lane = 0; same >= 0 && lane < kLanes<A>; ++lane) to[same] += sum[lane];
+      sum = Vec<A>{};
+    };
     for (int64_t v = 0; v < vectors; ++v) {
       const Vec<A> term = Cotangent(value, r, v);
       // Beyond the block's columns are entries of nobody, or of another worker.
       const int64_t lanes = Min(kLanes<A>, Width() - v * kLanes<A>);
-      int64_t first;
-      if (lanes == kLanes<A> && !indices.columns) {
+      const Reach reach = indices.columns ? ReachOf(indices, r, v, kLanes<A>) : Reach{Reach::kSame, 0};
+      if (lanes == kLanes<A> && reach.kind == Reach::kSame) {
+        if (reach.first != same) add_sum();
+        same = reach.first;
         sum += term;
-      } else if (lanes == kLanes<A> && indices.step > 0 && IsRun(indices, r, v, &first)) {
-        Store(to + first, Load(to + first) + term);
+      } else if (lanes == kLanes<A> && reach.kind == Reach::kRun && indices.step > 0) {
+        Store(to + reach.first, Load(to + reach.first) + term);
       } else {
         int64_t offsets[kLanes<A>];
         Offsets(indices, r, v, offsets);
         for (int64_t lane = 0; lane < lanes; ++lane) to[offsets[lane]] += term[lane];
       }
     }
-    if (!indices.columns) {
-      for (int lane = 0; lane < kLanes<A>; ++lane) to[0] += sum[lane];
-    }
+    add_sum();
   }
 }
 

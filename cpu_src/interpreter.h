@@ -63,6 +63,13 @@ class Interpreter {
     Index index[kMaxCapturedRank];
   };
 
+  // Of neighbouring columns: whether their entries are neighbours, or one and the same, beyond whose index all of
+  // theirs are, or anywhere; with the offset of the first beside that of the row.
+  struct Reach {
+    enum { kRun, kSame, kScattered } kind;
+    int64_t first;
+  };
+
   Place PlaceOf(int64_t number) const;
   int64_t RowsOf(const Instruction& x) const { return x.rows ? rows_ : 1; }
   int64_t VectorsOf(const Instruction& x) const { return x.columns ? (Width() + kLanes<A> - 1) / kLanes<A> : 1; }
@@ -85,7 +92,7 @@ class Interpreter {
 
   Indices IndicesOf(const Instruction& x) const;
   static int64_t RowOffset(const Indices& indices, int64_t row);
-  static bool IsRun(const Indices& indices, int64_t row, int64_t vector, int64_t* first);
+  static Reach ReachOf(const Indices& indices, int64_t row, int64_t vector, int64_t count);
   static void Offsets(const Indices& indices, int64_t row, int64_t vector, int64_t* offsets);
   Vec<A> Cotangent(const Place& value, int64_t row, int64_t vector) const;
 

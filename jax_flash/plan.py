@@ -49,9 +49,9 @@ class Explanation(NamedTuple):
 def explain(problem: Problem, backward: bool = False, arch: str | None = None) -> Explanation:
     """Which CUDA kernels do a pass of `problem` (see `Problem.of`), with which tiles, and what kept it from others.
 
-    The backward is that of query, key and value, and of what score_mod captures, if the problem asks for no gradients. `arch` is "sm_80", "sm_90a", …, a
-    GPU with as many multiprocessors as those most often have; by default it is the first GPU of this process, or
-    "sm_90a" if there is none. No kernel is compiled.
+    The backward is that of query, key and value, and of what score_mod captures, if the problem asks for no gradients.
+    `arch` is "sm_80", "sm_90a", …, a GPU with as many multiprocessors as those most often have; by default it is the
+    first GPU of this process, or "sm_90a" if there is none. No kernel is compiled.
 
     Raises TypeError for an argument of a wrong kind, and ValueError if there are no CUDA kernels for the problem or for
     the GPU.

@@ -160,7 +160,7 @@ class Problem:
         asked = zip(DCAPTURED, self.captured, strict=False)
         captured = tuple(x._replace(gradient=name in self.differentiable & {*results}) for name, x in asked)
         score_grad = None
-        if self.score_mod is not None and not self.score_mod.refusal and set(results) - {"dv"}:
+        if self.score_mod is not None and not self.score_mod.refusal:
             score_grad = self.score_mod.gradient(captured, self.accumulation_dtype, self.sizes)
         return dataclasses.replace(self, captured=captured, score_grad=score_grad, **flags, **changes)
 

@@ -160,6 +160,11 @@ def cover() -> Iterator[Case]:
     alone |= {"block_mask": ((128, 128), (64, 256)), "q_len": (512,), "gradients": ("all",)}
     for chosen in pairs(dims=NARROW, **FEATURES | alone):
         yield Case("sm_90a", "bfloat16", **chosen | {"kv_heads": 4})
+    # The gradient of a bias whose tiles are loaded, or whose entries are looked up one by one.
+    biased = {"bias": ("bfloat16", "float32", "float64"), "gradients": ("all",)}
+    for blocks in ({"block_mask": (None, (128, 128), (128, 64)), "mask": (False,)}, {"block_mask": (None,)}):
+        for chosen in pairs(dims=NARROW, **FEATURES | biased | blocks):
+            yield Case("sm_90a", "bfloat16", **chosen)
     for dtype, dims in (("bfloat16", DIMS), ("float32", ((64, 64), (128, 128), (8, 16)))):
         together = {"causal": (True,), "block_mask": (None,), "q_len": (4096,)}
         for chosen in pairs(dims=dims, **FEATURES | together):  # the backward with all heads of a large group

@@ -195,32 +195,20 @@ void ampere::AddQuery(const Target& target, const Problem& p, Plan* plan) {
   plan->launches.push_back(MainLaunch("jax_flash_backward_query", unit, tiling, tiles));
 }
 
-ampere::BiasWork ampere::BiasWorkOf(const Target& target, const Problem& p) {
+BiasWork ampere::BiasInParts(const Target& target, const Problem& p) {
   constexpr int64_t kBlocks = 512;  // enough for any GPU
-  const KernelTiling tiling = Tiling(kBackwardBiasTable, target, p);
-  BiasWork work = {1, p.elements("BNTS", p.bias), 1};
-  int64_t summed = 1;  // tiles of S
-  const auto dimension = [&](bool own, int64_t size, int64_t step) {
-    (own ? work.tiles : summed) *= DivideUp(size, step);
-  };
-  dimension(p.bias.batch, p.batch, 1);
-  dimension(p.bias.heads, p.q_heads, 1);
-  dimension(p.bias.rows, p.q_len, tiling.rows);
-  dimension(p.bias.columns, p.kv_len, tiling.cols);
-  work.parts = std::min(summed, DivideUp(kBlocks, work.tiles));
+  BiasWork work = BiasWorkIn(p, Tiling(kBackwardBiasTable, target, p));
+  work.parts = std::min(work.summed, DivideUp(kBlocks, work.tiles));
   return work;
 }
 
 void ampere::AddBias(const Target& target, const Problem& p, bool prepared, Plan* plan) {
   const KernelTiling tiling = Tiling(kBackwardBiasTable, target, p);
   const int unit = AddUnit("ampere/backward_bias.cuh", Asks::kOfBackward, p, tiling, plan);
-  const BiasWork work = BiasWorkOf(target, p);
+  const BiasWork work = BiasInParts(target, p);
   if (!prepared) plan->launches.push_back(PrepareLaunch(p, unit));
   plan->launches.push_back(MainLaunch("jax_flash_backward_bias", unit, tiling, work.tiles * work.parts));
-  if (work.parts > 1) {
-    const int64_t blocks = DivideUp(work.elements, kRowThreads);
-    plan->launches.push_back({unit, "jax_flash_backward_bias_finish", blocks, kRowThreads});
-  }
+  AddBiasFinish(work, unit, plan);
 }
 
 }  // namespace jax_flash

@@ -28,6 +28,19 @@ enum class Asks { kOfBoth, kOfBackward, kOfMain };
 // A unit of `file`, in cuda_src/kernels.
 int AddUnit(const std::string& file, Asks asks, const Problem& p, const KernelTiling& tiling, Plan* plan);
 
+// A tile of dbias is one block's at a time, which adds up all tiles of S that the bias is broadcast over; where few
+// tiles have much to add up, they are divided into parts.
+struct BiasWork {
+  int64_t tiles, summed;  // of dbias; of S, in each of them
+  int64_t elements, parts = 1;
+};
+// In tiles of this size, undivided.
+BiasWork BiasWorkIn(const Problem& p, const KernelTiling& tiling);
+// As it is divided on that GPU.
+BiasWork BiasWorkOf(const Target& target, const Problem& p);
+// The launch after a pass of a unit over parts, which adds them up.
+void AddBiasFinish(const BiasWork& work, int unit, Plan* plan);
+
 namespace hopper {
 
 // Of the forward, or of the backward's main kernel; none where they do not fit.
@@ -35,7 +48,14 @@ std::optional<KernelTiling> Tiling(const Target& target, const Problem& p, Pass 
 // Why there is none on a GPU that they are for.
 std::string WhyNot(const Target& target, const Problem& p, Pass pass);
 
+// Of the pass for dbias.
+std::optional<KernelTiling> BiasTiling(const Target& target, const Problem& p);
+std::string WhyNotBias(const Target& target, const Problem& p);
+BiasWork BiasInParts(const Target& target, const Problem& p, const KernelTiling& tiling);
+
 void AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan);
+// dbias. `prepared`: has Hopper's backward been before?
+void AddBias(const Target& target, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan);
 // All of the backward but what ampere:: has of it below.
 void AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan);
 
@@ -60,12 +80,7 @@ PartWork PartWorkOf(const Target& target, const Problem& p);
 // Few queries see many keys: that they are Ampere's is not for Hopper's want of tiles.
 bool FewQueries(const Target& target, const Problem& p);
 
-// A tile of dbias is one block's, which adds up all tiles of S that the bias is broadcast over; where few tiles have
-// much to add up, they are divided into parts.
-struct BiasWork {
-  int64_t tiles, elements, parts;
-};
-BiasWork BiasWorkOf(const Target& target, const Problem& p);
+BiasWork BiasInParts(const Target& target, const Problem& p);
 
 void AddForward(const Target& target, const Problem& p, Plan* plan);
 void AddBackward(const Target& target, const Problem& p, Plan* plan);

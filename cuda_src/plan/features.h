@@ -25,9 +25,12 @@ bool BiasByEntry(const Problem& p);
   FEATURE(kBias, "a bias", p.bias.present)                                                                           \
   FEATURE(kWideBias, "a float32 bias", p.bias_dtype == DType::kF32)                                                  \
   FEATURE(kBiasByEntry, "a bias that the copy engine does not load", BiasByEntry(p))                                 \
+  FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                           \
+          p.bias.present && !(p.bias.rows && p.bias.columns))                                                        \
   FEATURE(kMask, "a mask", p.mask.present) /* in a forward of few queries */                                         \
   FEATURE(kPrograms, "score_mod or mask_mod", p.programs())                                                          \
   FEATURE(kDropout, "dropout", p.dropout())                                                                          \
+  FEATURE(kFloat32, "float32", p.dtype == DType::kF32)                                                               \
   FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                    \
   FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                         \
   FEATURE(kListed, "a mask or a block mask", p.block_mask.present)                                                   \
@@ -59,6 +62,7 @@ enum Feature : unsigned { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FEATU
 constexpr unsigned kPreferences = kManyKeys | kFewTiles | kManyRows;
 
 constexpr unsigned kLocal = kWindow | kSegments;
+constexpr unsigned kAddsToScores = kBias | kPrograms;            // entry by entry, but for tiles of a bias
 constexpr unsigned kFormsScores = kBias | kSoftCap | kPrograms;  // scores are formed entry by entry
 constexpr unsigned kRanges = kCausal | kLocal | kLengths;        // masks that need no array of all entries
 constexpr unsigned kPositions = kRanges | kQueryOffset;

@@ -13,82 +13,97 @@ constexpr Row kForward[] = {
     {227, 64, {128, 128, 2, 2, true}},
     {227, 128, {128, 128, 2, 2, true}, kWideBias},
     {227, 128, {128, 96, 2, 2, true}},
-    {227, 64, {256, 64, 4, 4}, kBias | kDropout | kLocal | kManyKeys | kFewTiles},
-    {227, 64, {192, 128, 3, 2}, kBias | kDropout | kLocal | kSoftCap | kFewTiles},
-    {227, 64, {256, 64, 4, 4}, kBias | kDropout | kCausal | kFewTiles},
-    {227, 64, {192, 112, 3, 2}, kBias | kDropout | kLocal | kFewTiles},
-    {227, 64, {128, 128, 2, 3}, kBias | kDropout | kLocal | kListed},
-    {227, 64, {128, 128, 4, 4}, kBias | kDropout | kSegments | kCrowdedBlocks},
-    {227, 64, {128, 176, 2, 2}, kBias | kCausal | kLocal | kListed},
-    {227, 64, {128, 128, 2, 3}, kBias},
+    {227, 64, {256, 64, 4, 4}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
+    {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
+    {227, 64, {256, 64, 4, 4}, kAddsToScores | kDropout | kCausal | kFewTiles},
+    {227, 64, {192, 112, 3, 2}, kAddsToScores | kDropout | kLocal | kFewTiles},
+    {227, 64, {128, 128, 2, 3}, kAddsToScores | kDropout | kLocal | kListed},
+    {227, 64, {128, 128, 4, 4}, kAddsToScores | kDropout | kSegments | kCrowdedBlocks},
+    {227, 64, {128, 176, 2, 2}, kAddsToScores | kCausal | kLocal | kListed},
+    {227, 64, {128, 128, 2, 3}, kAddsToScores},
     {227, 64, {128, 96, 2, 3}, kSeveral},
     {227, 64, {128, 64, 2, 3}, kSeveral},
     {227, 64, {128, 48, 2, 3}, kDropout},
     {227, 64, {128, 32, 2, 3}},
-    {227, 96, {192, 96, 3, 2}, kBias | kDropout | kLocal | kFewTiles},
-    {227, 128, {128, 128, 2, 2}, kBias},
-    {227, 128, {128, 112, 2, 2}, kBias},
-    {227, 128, {128, 96, 2, 2}, kBias},
-    {227, 128, {128, 64, 2, 2}, kBias},
+    {227, 96, {192, 96, 3, 2}, kAddsToScores | kDropout | kLocal | kFewTiles},
+    {227, 128, {128, 128, 2, 2}, kAddsToScores},
+    {227, 128, {128, 112, 2, 2}, kAddsToScores},
+    {227, 128, {128, 96, 2, 2}, kAddsToScores},
+    {227, 128, {128, 64, 2, 2}, kAddsToScores},
     {227, 128, {128, 64, 2, 2}, kSeveral},
     {227, 128, {128, 32, 2, 2}},
-    {227, 192, {128, 96, 2, 2}, kBias | kSeveral},
-    {227, 192, {128, 64, 2, 2}, kBias},
-    {227, 192, {128, 48, 2, 2}, kBias},
+    {227, 192, {128, 96, 2, 2}, kAddsToScores | kSeveral},
+    {227, 192, {128, 64, 2, 2}, kAddsToScores},
+    {227, 192, {128, 48, 2, 2}, kAddsToScores},
     {227, 192, {128, 32, 2, 2}, kSeveral},
     {227, 192, {128, 16, 2, 2}},
-    {227, 256, {128, 64, 2, 2}, kBias | kDropout},
-    {227, 256, {128, 48, 2, 2}, kBias},
-    {227, 256, {128, 32, 2, 2}, kBias},
+    {227, 256, {128, 64, 2, 2}, kAddsToScores | kDropout},
+    {227, 256, {128, 48, 2, 2}, kAddsToScores},
+    {227, 256, {128, 32, 2, 2}, kAddsToScores},
     {227, 256, {128, 32, 2, 2}, kSeveral},
     {227, 256, {128, 16, 2, 2}},
 };
 
 // TF32.
 constexpr Row kForwardF32[] = {
-    {227, 64, {192, 64, 3, 3}, kFullPrecision | kBias | kDropout | kLocal | kSoftCap | kListed | kFewTiles},
-    {227, 64, {128, 128, 2, 2}, kFullPrecision | kBias | kDropout | kLocal | kSoftCap},
-    {227, 64, {128, 64, 2, 3}, kFullPrecision | kBias},
+    {227, 64, {192, 64, 3, 3}, kFullPrecision | kAddsToScores | kDropout | kLocal | kSoftCap | kListed | kFewTiles},
+    {227, 64, {128, 128, 2, 2}, kFullPrecision | kAddsToScores | kDropout | kLocal | kSoftCap},
+    {227, 64, {128, 64, 2, 3}, kFullPrecision | kAddsToScores},
     {227, 64, {128, 64, 2, 3}, kFullPrecision | kDropout | kLocal | kListed},
     {227, 64, {128, 32, 2, 3}, kFullPrecision},
-    {227, 128, {128, 64, 2, 2}, kFullPrecision | kBias | kDropout | kLocal},
-    {227, 128, {128, 64, 2, 2}, kFullPrecision | kBias | kDropout | kSoftCap | kListed},
+    {227, 128, {128, 64, 2, 2}, kFullPrecision | kAddsToScores | kDropout | kLocal},
+    {227, 128, {128, 64, 2, 2}, kFullPrecision | kAddsToScores | kDropout | kSoftCap | kListed},
     {227, 128, {128, 32, 2, 2}, kFullPrecision},
 };
 
 // What is not here would spill registers. Tiles of 64 keys are for wide heads only.
 constexpr Row kBackward[] = {
-    {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks},
-    {227, 64, {64, 128, 2, 2, true}},
-    {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap},
-    {227, 96, {64, 128, 2, 2}},
-    {227, 128, {64, 128, 2, 2}, kCapAndBias},
-    {227, 192, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap},
-    {227, 256, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap},
+    {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks | kPrograms},
+    {227, 64, {64, 128, 2, 2, true}, kPrograms},
+    {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap | kPrograms},
+    {227, 96, {64, 128, 2, 2}, kPrograms},
+    {227, 128, {64, 128, 2, 2}, kCapAndBias | kPrograms},
+    {227, 192, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap | kPrograms},
+    {227, 256, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap | kPrograms},
 };
 
 // TF32. A soft cap would keep its slopes in 16 bits; crowded blocks, a bias beside a block mask, and one above head dim
 // 96, would spill registers.
 constexpr Row kBackwardF32[] = {
-    {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks},
-    {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks},
-    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed},
+    {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks | kPrograms},
+    {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks | kPrograms},
+    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed | kPrograms},
+};
+
+// Of dbias. Windows and segments would leave wide tiles too few registers.
+constexpr unsigned kNotForBias = kFloat32 | kBroadcastBias;
+constexpr Row kBackwardBias[] = {
+    {227, 64, {128, 128, 2, 4, true}, kNotForBias | kLocal | kPrograms},
+    {227, 128, {128, 128, 2, 3, true}, kNotForBias | kLocal | kWideBias | kPrograms},
+    {227, 128, {128, 128, 2, 2, true}, kNotForBias | kLocal | kPrograms},
+    {227, 128, {128, 64, 2, 4, true}, kNotForBias | kPrograms},
+    {227, 64, {128, 128, 2, 4}, kNotForBias | kLocal | kPrograms},
+    {227, 128, {128, 128, 2, 3}, kNotForBias | kLocal | kPrograms},
+    {227, 128, {128, 64, 2, 4}, kNotForBias | kPrograms},
 };
 
 constexpr Table kForwardTable = {kForward, kForwardF32}, kBackwardTable = {kBackward, kBackwardF32};
+constexpr Rows kBackwardBiasRows = kBackwardBias;
 
 const Rows& RowsOf(const Problem& p, Pass pass) {
   return (pass == Pass::kForward ? kForwardTable : kBackwardTable).Of(p.dtype);
 }
 
-// The first that fits, or none.
-const Row* RowFor(const Target& target, const Problem& p, Pass pass) {
+// The first that fits; none if no tiles do, or the GPU is none for them.
+std::optional<KernelTiling> TilingOf(const Rows& rows, const Target& target, const Problem& p) {
   for (const unsigned ignored : {0u, kPreferences}) {
-    for (const Row& row : RowsOf(p, pass)) {
-      if (Fits(row, target, p, ignored) && InWholeTiles(row.tile, p)) return &row;
+    for (const Row& row : rows) {
+      const TileSizes& tile = row.tile;
+      if (target.hopper && Fits(row, target, p, ignored) && InWholeTiles(tile, p))
+        return KernelTiling{Family::kHopper, tile.rows, tile.cols, tile.groups, tile.stages, tile.bias_tiles};
     }
   }
-  return nullptr;
+  return std::nullopt;
 }
 
 // --- The ways of the backward ---
@@ -142,25 +157,47 @@ Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling
   return launch;
 }
 
+// Blocks of kRowBlock rows in scratch, if the backward has tiles of so many (hopper/row_blocks.cuh).
+int64_t RowBlocks(const Problem& p, int64_t rows) {
+  return p.batch * p.q_heads * RoundUp(p.q_len, p.bias.present ? kRowBlock : rows) / kRowBlock;
+}
+
 }  // namespace
 
 std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& p, Pass pass) {
-  if (!target.hopper || FeaturesOf(p).Any(kPrograms)) return std::nullopt;
-  const Row* const row = RowFor(target, p, pass);
-  if (!row) return std::nullopt;
-  KernelTiling tiling = {Family::kHopper,  row->tile.rows,   row->tile.cols,
-                         row->tile.groups, row->tile.stages, row->tile.bias_tiles};
-  if (pass == Pass::kBackward) {
-    tiling.alongside = Alongside(target, p);
-    tiling.sum_kv = tiling.alongside && p.group() > 1;
-    tiling.together = !tiling.alongside && Together(p);
+  std::optional<KernelTiling> tiling = TilingOf(RowsOf(p, pass), target, p);
+  if (tiling && pass == Pass::kBackward) {
+    tiling->alongside = Alongside(target, p);
+    tiling->sum_kv = tiling->alongside && p.group() > 1;
+    tiling->together = !tiling->alongside && Together(p);
   }
   return tiling;
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
-  if (FeaturesOf(p).Any(kPrograms)) return "its tiles do not do score_mod or mask_mod";
   return Obstacle(RowsOf(p, pass), target, p);
+}
+
+std::optional<KernelTiling> hopper::BiasTiling(const Target& target, const Problem& p) {
+  return TilingOf(kBackwardBiasRows, target, p);
+}
+
+std::string hopper::WhyNotBias(const Target& target, const Problem& p) {
+  return Obstacle(kBackwardBiasRows, target, p);
+}
+
+// The fewest parts with which all multiprocessors are done soonest.
+BiasWork hopper::BiasInParts(const Target& target, const Problem& p, const KernelTiling& tiling) {
+  constexpr int64_t kBeside = 2;  // tiles of S that it takes as long to begin and to write a tile of dbias
+  BiasWork work = BiasWorkIn(p, tiling);
+  const auto time = [&](int64_t parts) {
+    return DivideUp(work.tiles * parts, target.multiprocessors) * (DivideUp(work.summed, parts) + kBeside);
+  };
+  const int64_t most = std::min(work.summed, DivideUp(4 * target.multiprocessors, work.tiles));
+  for (int64_t parts = 2; parts <= most; ++parts) {
+    if (time(parts) < time(work.parts)) work.parts = parts;
+  }
+  return work;
 }
 
 void hopper::AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
@@ -183,7 +220,7 @@ int64_t hopper::HeadsInScratch(const Target& target, const Problem& p) {
 
 void hopper::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
   const int unit = AddUnit("hopper/backward.cuh", Asks::kOfMain, p, tiling, plan);
-  const int64_t row_blocks = p.batch * p.q_heads * RoundUp(p.q_len, tiling.rows) / kRowBlock;
+  const int64_t row_blocks = RowBlocks(p, tiling.rows);
   if (!tiling.alongside) plan->launches.push_back({unit, "jax_flash_backward_prepare", row_blocks, kRowThreads});
   const int64_t tiles = RoundUp(p.kv_len_in_blocks(), kPairedKeys) / tiling.cols;
   const int64_t heads = p.batch * (tiling.alongside ? p.q_heads : p.kv_heads);
@@ -196,6 +233,16 @@ void hopper::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* pla
   if (SumsDQ(p) && !tiling.alongside) {
     plan->launches.push_back({unit, "jax_flash_backward_finish", row_blocks, kRowThreads});
   }
+}
+
+void hopper::AddBias(const Target& target, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan) {
+  const int unit = AddUnit("hopper/backward_bias.cuh", Asks::kOfBackward, p, tiling, plan);
+  const BiasWork work = BiasInParts(target, p, tiling);
+  if (!prepared) plan->launches.push_back({unit, "jax_flash_backward_prepare", RowBlocks(p, tiling.rows), kRowThreads});
+  plan->launches.push_back(
+      MainLaunch("jax_flash_backward_bias", unit, tiling, work.tiles * work.parts, Maps::kBackward));
+  plan->launches.back().counts = false;
+  AddBiasFinish(work, unit, plan);
 }
 
 }  // namespace jax_flash

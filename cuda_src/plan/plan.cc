@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 
 #include "cuda_src/plan/family.h"
@@ -36,16 +37,17 @@ void AddForward(const Target& target, const Problem& p, Plan* plan) {
 }
 
 void AddBackward(const Target& target, const Problem& p, Plan* plan) {
-  bool prepared = false;  // by Ampere's kernels
+  std::optional<Family> prepared;  // whose kernels have been before
   if (HasMain(p)) {
     if (const auto tiling = hopper::Tiling(target, p, Pass::kBackward)) {
       hopper::AddBackward(p, *tiling, plan);
+      prepared = Family::kHopper;
     } else {
       if (target.hopper) {
         plan->reasons.push_back("Hopper's own backward is not taken: " + hopper::WhyNot(target, p, Pass::kBackward));
       }
       ampere::AddBackward(target, p, plan);
-      prepared = true;
+      prepared = Family::kAmpere;
     }
   }
   if (p.dq && p.deterministic) {
@@ -53,8 +55,11 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
     ampere::AddQuery(target, p, plan);
   }
   if (p.dbias) {
-    plan->reasons.push_back("the gradient of the bias is a pass of its own, by a kernel that all GPUs have");
-    ampere::AddBias(target, p, prepared, plan);
+    plan->reasons.push_back("the gradient of the bias is a pass of its own, in a fixed order");
+    if (const auto tiling = hopper::BiasTiling(target, p))
+      return hopper::AddBias(target, p, *tiling, prepared == Family::kHopper, plan);
+    if (target.hopper) plan->reasons.push_back("Hopper's own is not taken for it: " + hopper::WhyNotBias(target, p));
+    ampere::AddBias(target, p, prepared == Family::kAmpere, plan);
   }
 }
 
@@ -89,6 +94,29 @@ int AddUnit(const std::string& file, Asks asks, const Problem& p, const KernelTi
 #undef VALUE
   plan->units.push_back({file, config, ProgramSource(p)});
   return int(plan->units.size()) - 1;
+}
+
+BiasWork BiasWorkIn(const Problem& p, const KernelTiling& tiling) {
+  BiasWork work = {1, 1, p.elements("BNTS", p.bias)};
+  const auto dimension = [&](bool own, int64_t size, int64_t step) {
+    (own ? work.tiles : work.summed) *= DivideUp(size, step);
+  };
+  dimension(p.bias.batch, p.batch, 1);
+  dimension(p.bias.heads, p.q_heads, 1);
+  dimension(p.bias.rows, p.q_len, tiling.rows);
+  dimension(p.bias.columns, p.kv_len, tiling.cols);
+  return work;
+}
+
+BiasWork BiasWorkOf(const Target& target, const Problem& p) {
+  if (const auto tiling = hopper::BiasTiling(target, p)) return hopper::BiasInParts(target, p, *tiling);
+  return ampere::BiasInParts(target, p);
+}
+
+void AddBiasFinish(const BiasWork& work, int unit, Plan* plan) {
+  if (work.parts == 1) return;
+  const int64_t blocks = DivideUp(work.elements, kRowThreads);
+  plan->launches.push_back({unit, "jax_flash_backward_bias_finish", blocks, kRowThreads});
 }
 
 int64_t BlocksOf(const Launch& launch, int multiprocessors) {

@@ -79,10 +79,10 @@ Scratch ScratchOf(const Problem& given, Pass pass, const Target& target) {
       scratch.logsumexp = take(4 * rows);
       scratch.d = take(4 * rows);
     }
-    if (hopper && p.bias.present) scratch.maximum = take(4 * rows);
+    if (p.bias.present && (hopper || (p.dbias && hopper::BiasTiling(target, p)))) scratch.maximum = take(4 * rows);
     if (SumsDQ(p)) scratch.dq_sum = take(4 * rows * p.qk_dim);
     if (p.dbias) {
-      const ampere::BiasWork work = ampere::BiasWorkOf(target, p);
+      const BiasWork work = BiasWorkOf(target, p);
       scratch.parts = int(work.parts);
       if (work.parts > 1) scratch.dbias_parts = take(4 * work.parts * work.elements);
     }

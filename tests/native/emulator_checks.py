@@ -9,11 +9,13 @@ import re
 
 import emulator
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from accuracy import check, check_tf32
+import standard
+from accuracy import assert_accurate, by_numpy, check, check_tf32, errors
 from block_masks import sparse
-from cases import Case, with_gradients
+from cases import DIFFERENTIATED, Case, problem, with_gradients
 
 import jax_flash
 from jax_flash import BlockMask, _native
@@ -207,6 +209,45 @@ def test_block_mask(case, dtype, block):
         np.testing.assert_allclose(np.asarray(x, np.float64), expected, rtol=0, atol=tolerance, err_msg=name)
 
 
+@hopper
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("asked", [DIFFERENTIATED, ("bias",)], ids=["all", "alone"])
+@pytest.mark.parametrize(
+    ("case", "bias_dtype"),
+    [
+        (Case(B=5, T=136, S=264, D=32, E=32, bias="1nts", mask="b11s"), "bfloat16"),  # in parts
+        (Case(B=2, T=200, S=264, D=128, E=104, bias="11ts", causal=True, offset=True), "bfloat16"),
+        (Case(B=2, T=150, S=203, N=2, K=1, D=64, E=64, bias="b1ts", window=(90, 20), segments=True), "float16"),
+        (Case(B=2, T=150, S=201, N=2, K=2, D=40, E=96, bias="bnts", lengths=True, dropout=0.2), "float32"),
+        (Case(B=2, T=70, S=264, N=2, K=1, D=128, E=128, bias="1nts", soft_cap=2.0), "float32"),  # dK and dV: sm_80's
+        (sparse(128, 64, B=2, T=300, S=328, N=2, K=1, D=64, E=64, heads=2, bias="1nts", dropout=0.2), "float32"),
+    ],
+    ids=str,
+)
+def test_gradient_of_a_bias(case, bias_dtype, asked):
+    """By Hopper's own kernel, after a backward or without one."""
+    dtype = jnp.dtype("bfloat16")
+    arrays, cotangents = case.arrays(dtype.name), case.cotangents(dtype.name)
+    arrays["bias"] = arrays["bias"].astype(jnp.dtype(bias_dtype))
+    launches = _native.cuda_plan(problem(case, arrays)[0].encode(), True, "sm_90a")
+    assert "hopper/backward_bias.cuh" in {file for file, _, _ in launches}
+
+    def attention(differentiated):
+        o, statistics = jax_flash.attention_with_statistics(
+            **arrays | differentiated, **case.options, implementation="flash"
+        )
+        return o, statistics.logsumexp
+
+    @jax.jit
+    def gradients(differentiated, cotangents):
+        return jax.vjp(attention, differentiated)[1](cotangents)[0]
+
+    dbias = np.asarray(gradients({name: arrays[name] for name in asked}, cotangents)["bias"].astype(dtype))
+    exact = {"bias": by_numpy(case, arrays, cotangents)["bias"]}
+    usual = errors(standard.attention(case, arrays, cotangents, np.float32, dtype), exact)
+    assert_accurate({"bias": dbias}, exact, usual, {}, dtype)
+
+
 # Several tiles for some blocks, and more than a lap of the rings. All but the last have the kernels of cases above.
 SEVERAL_TILES = {
     "causal": (Case(B=1, T=260, S=260, N=3, K=1, D=64, E=64, causal=True, offset=True), "bfloat16"),
@@ -224,6 +265,8 @@ SEVERAL_TILES = {
     # whose first step has code of its own: with dK and dV added up, with more kernels, with heads walked together
     "segments": (Case(B=1, T=300, S=400, N=4, K=2, D=64, E=64, segments=True), "bfloat16"),
     "dropout": (Case(B=1, T=300, S=260, N=3, K=1, D=64, E=64, causal=True, lengths=True, dropout=0.2), "bfloat16"),
+    "dbias": (Case(B=3, T=260, S=392, N=2, K=1, D=64, E=64, bias="1nts", causal=True), "bfloat16"),
+    "wide dbias": (Case(B=3, T=260, S=264, N=2, K=1, D=128, E=128, bias="11ts", lengths=True), "bfloat16"),
     "crowded": (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, segments=True, dropout=0.2), "bfloat16"),
 }
 

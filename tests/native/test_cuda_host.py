@@ -276,10 +276,27 @@ def test_gradient_of_a_bias(arch, extent):
     biased = {"bias_dtype": "float32", "bias": bias, "dbias": True}
     launches = kernels(arch, True, **biased, **GRADIENTS)
     family = "hopper" if arch == "sm_90a" else "ampere"
-    assert launches[0] == (f"{family}/backward.cuh", "jax_flash_backward_prepare")
-    assert ("ampere/backward_bias.cuh", "jax_flash_backward_bias") in launches[1:]
-    alone = [kernel for _, kernel in kernels(arch, True, **biased)]
-    assert alone[:2] == ["jax_flash_backward_prepare", "jax_flash_backward_bias"]
+    own = "hopper" if arch == "sm_90a" and bias.rows and bias.columns else "ampere"
+    prepare = "jax_flash_backward_prepare"
+    assert launches[0] == (f"{family}/backward.cuh", prepare)
+    assert (f"{own}/backward_bias.cuh", "jax_flash_backward_bias") in launches[1:]
+    assert ((f"{own}/backward_bias.cuh", prepare) in launches) == (own != family)  # each family in its own order
+    alone = kernels(arch, True, **biased)
+    assert alone[:2] == [(f"{own}/backward_bias.cuh", name) for name in (prepare, "jax_flash_backward_bias")]
+
+
+def test_hoppers_gradient_of_a_bias():
+    """16-bit elements, head dims up to 128, blocks of whole tiles; parts fill the multiprocessors."""
+    biased = {"bias_dtype": "bfloat16", "bias": Extent(False, True, True, True), "dbias": True}
+    for changes in ({}, {"qk_dim": 128}, {"kv_len": 513}, {"soft_cap": 2.0, "drop_threshold": 9}, {"mask": EVERY}):
+        assert ("hopper/backward_bias.cuh", "jax_flash_backward_bias") in kernels("sm_90a", True, **biased | changes)
+    torn = {"block_mask": EVERY, "q_block": 64, "kv_block": 128, "row_list": 6, "column_list": 10}
+    for changes in ({"dtype": "float32"}, {"v_dim": 136}, torn):
+        assert ("ampere/backward_bias.cuh", "jax_flash_backward_bias") in kernels("sm_90a", True, **biased | changes)
+    alphafold = {"batch": 256, "q_len": 256, "kv_len": 256, "qk_dim": 32, "v_dim": 32, **biased}  # 8 heads, 32 tiles
+    rows, dbias = 256 * 8 * 256, 8 * 256 * 256
+    assert scratch("sm_90a", True, **alphafold) == 4 * (3 * rows + 4 * dbias)
+    assert scratch("sm_90a", True, **alphafold | {"batch": 1}) == 4 * 3 * 8 * 256
 
 
 @pytest.mark.parametrize("empty", ["batch", "q_len", "kv_len"])

@@ -8,6 +8,7 @@ from plans import BASE, BIASED, EVERY, GRADIENTS, fields, kernels, problem, scra
 
 import jax_flash
 from jax_flash import _native
+from jax_flash.problem import Extent
 
 
 def explained(backward=False, arch="sm_90a", **changes) -> jax_flash.Explanation:
@@ -38,7 +39,6 @@ def test_an_explanation_is_the_plan():
         ({"block_mask": EVERY, "q_block": 16, "kv_block": 48, "row_list": 4, "column_list": 4}, False, "16 x 48$"),
         ({"q_len": 1, "kv_len": 4096}, False, "few queries see many keys"),
         ({"deterministic": True}, True, "dQ is a kernel's of its own"),
-        ({"dbias": True, **BIASED}, True, "a pass of its own"),
     ],
 )
 def test_reasons(changes, backward, reason):
@@ -46,6 +46,25 @@ def test_reasons(changes, backward, reason):
     assert re.search(reason, explanation.reasons[0])
     assert f"because {explanation.reasons[0]}" in str(explanation)
     assert "ampere" in {kernel.family for kernel in explanation.kernels}
+
+
+@pytest.mark.parametrize(
+    ("changes", "family", "reason"),
+    [
+        ({}, "hopper", "^the gradient of the bias is a pass of its own"),
+        (
+            {"bias": Extent(True, True, False, True)},
+            "ampere",
+            "do not do a bias that is broadcast over rows or columns$",
+        ),
+        ({"dtype": "float32"}, "ampere", "not taken for it: its tiles of 128 x 128 do not do float32$"),
+        ({"qk_dim": 256}, "ampere", "no tiles for head dims 256 and 64$"),
+    ],
+)
+def test_reasons_of_a_gradient_of_a_bias(changes, family, reason):
+    explanation = explained(True, dbias=True, **BIASED | changes)
+    assert re.search(reason, explanation.reasons[-1])
+    assert {kernel.family for kernel in explanation.kernels if "bias" in kernel.name} == {family}
 
 
 def test_reasons_of_who_asked_for_it(monkeypatch):

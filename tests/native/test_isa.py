@@ -10,7 +10,7 @@ import pytest
 from jax_flash import _native
 
 ORDER = ("portable", "avx2", "avx512")
-TESTS = "test_head_dim or test_feature_in_f64 or test_large_scores"
+TESTS = "test_head_dim or test_feature_in_f64 or test_large_scores or instructions or test_hidden_entries"
 
 
 @pytest.mark.parametrize("isa", ORDER)
@@ -22,6 +22,7 @@ def test_instruction_set(isa):
     environment = os.environ | {"JAX_FLASH_CPU_ISA": isa}
     chosen = "from jax_flash import _native; print(_native.cpu_isa())"
     assert subprocess.check_output([sys.executable, "-c", chosen], env=environment, text=True).split() == [isa]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "numerics/test_accuracy.py", "-k", TESTS]
+    files = ["numerics/test_accuracy.py", "native/test_program.py", "native/test_program_attention.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", TESTS]
     result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-5000:]

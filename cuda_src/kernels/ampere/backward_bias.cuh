@@ -9,13 +9,14 @@
 // Tiles of S have kRows and kCols (multiples of 16). The host launches
 //   jax_flash_backward_prepare       as ampere/backward_prepare.cuh says, if ampere/backward.cuh has not
 //   jax_flash_backward_bias          p.parts blocks of kThreads for each tile of dbias
-//   jax_flash_backward_bias_finish   if p.parts > 1: a thread for each element of dbias, in blocks of kRowThreads
+//   jax_flash_backward_bias_finish   if p.parts > 1, as scheduler/bias_sums.cuh says
 #pragma once
 
 #include "ampere/backward_prepare.cuh"
 #include "ampere/parts.cuh"
 #include "ampere/scores.cuh"
 #include "ptx/warp.cuh"
+#include "scheduler/bias_sums.cuh"
 #include "scheduler/ranges.cuh"
 
 namespace jax_flash {
@@ -35,36 +36,6 @@ union BackwardBiasShared {
   };
   float sums[kRows][kCols];
 };
-
-// One dimension of [batch, head, row tile, column tile]: whether dbias has it.
-struct Dimension {
-  int count;
-  bool own;
-
-  __device__ __forceinline__ int Own() const { return own ? count : 1; }
-  __device__ __forceinline__ int Summed() const { return own ? 1 : count; }
-};
-
-struct Shape {
-  Dimension batch, head, row, column;
-
-  __device__ __forceinline__ Shape(const Params& p)
-      : batch{p.batch, p.bias.batch != 0},
-        head{p.q_heads, p.bias.head != 0},
-        row{(p.q_len + kRows - 1) / kRows, p.bias.row != 0},
-        column{(p.kv_len + kCols - 1) / kCols, p.bias.column != 0} {}
-
-  __device__ __forceinline__ int64_t Elements(const Params& p) const {
-    return int64_t(batch.Own()) * head.Own() * (row.own ? p.q_len : 1) * (column.own ? p.kv_len : 1);
-  }
-};
-
-// Takes the index within one dimension off a number that has several.
-__device__ __forceinline__ int Take(int64_t* number, int count) {
-  const int index = *number % count;
-  *number /= count;
-  return index;
-}
 
 }  // namespace jax_flash
 
@@ -172,13 +143,4 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     result[own_batch * p.bias.batch + own_head * p.bias.head + (own_row * kRows + i) * p.bias.row +
            (own_column * kCols + j) * p.bias.column] = total;
   }
-}
-
-// dbias from its parts.
-extern "C" __global__ void jax_flash_backward_bias_finish(const __grid_constant__ jax_flash::Params p) {
-  const int64_t elements = jax_flash::Shape(p).Elements(p), i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= elements) return;
-  float total = 0.0f;
-  for (int part = 0; part < p.parts; ++part) total += p.dbias_parts[part * elements + i];
-  p.dbias[i] = total;
 }

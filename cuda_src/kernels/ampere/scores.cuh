@@ -153,7 +153,7 @@ struct Scores {
       x = DSOf(S[m][c][r], x * ZScale(p), D[m][r / 2]);
       if constexpr (kScoreGrad) {
         const int i = Row(m, r / 2), j = Column(c, r % 2);
-        x = score.Unmod<kAccumulates>(score.Of(before.x[m][c][r], i, j), x, i, j);
+        x = score.Unmod<kAccumulates>(score.BeforeMod(before.x[m][c][r], i, j), x, i, j);
         if (kSlope) x *= SlopeOf(before.x[m][c][r]);
       }
     }

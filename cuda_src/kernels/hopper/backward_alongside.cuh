@@ -6,6 +6,7 @@
 #pragma once
 
 #include "hopper/backward_rows.cuh"
+#include "hopper/backward_softmax.cuh"
 #include "ptx/counter.cuh"
 #include "ptx/mma.cuh"
 

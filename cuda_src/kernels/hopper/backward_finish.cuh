@@ -3,6 +3,7 @@
 #pragma once
 
 #include "hopper/backward_rows.cuh"
+#include "hopper/backward_softmax.cuh"
 
 namespace jax_flash {
 

@@ -7,9 +7,6 @@
 
 namespace jax_flash {
 
-// L and D are stored in whole tiles, 16 rows lane by lane: one float4 is what a lane needs of a 16 x 16 tile.
-__device__ __forceinline__ int Place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
-
 __device__ __forceinline__ void SyncConsumers() { BarrierSync(1, kConsumers * kWarpgroup); }
 
 // A consumer warpgroup: 64 keys. A lane holds two of them, Key and Key + 8.

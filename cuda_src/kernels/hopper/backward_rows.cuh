@@ -2,7 +2,10 @@
 // blocks of kRowBlock rows. A small kernel does it, or if kAlongside the main kernel (hopper/backward_alongside.cuh).
 #pragma once
 
-#include "hopper/backward_epilogue.cuh"
+#include "hopper/row_blocks.cuh"
+#include "ptx/warp.cuh"
+#include "semantics/dropout.cuh"
+#include "semantics/softmax.cuh"
 
 namespace jax_flash {
 

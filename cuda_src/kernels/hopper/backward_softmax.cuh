@@ -109,7 +109,7 @@ struct Probabilities : Products {
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
       if (Tuning::kStopInZ && c == kRows / 16 - 1 && Never()) return;
-      MarkTransposed(p, seed.Words(columns, (step.row / 16 + c) * 8 + lane / 4), S + 8 * c);
+      MarkZ<true>(p, seed.Words(columns, (step.row / 16 + c) * 8 + lane / 4), S + 8 * c);
     }
   }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hopper/bias_tiles.cuh"
+#include "hopper/row_blocks.cuh"
 #include "hopper/tuning.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
@@ -27,8 +28,7 @@ static_assert(kTiling.groups == kConsumers);
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 using Tuning = BackwardTuning<kPairs, kSameKeys>;
 
-// Three warps beside the one that loads would have nothing to do: hopper/backward_alongside.cuh.
-constexpr bool kAlongside = kTiling.alongside;
+static_assert(kHeadRows == kRows);
 static_assert(!kAlongside || (kDQ && !kTF32 && !kPairs));
 // Then heads of Q that share keys are computed one by one, and their dK and dV added up in f32.
 constexpr bool kSumKV = kTiling.sum_kv;
@@ -37,8 +37,6 @@ static_assert(!kSumKV || kAlongside);
 constexpr bool kTogether = kTiling.together;
 static_assert(!kTogether || (kCausal && !kAlongside && !kListed));
 
-// Tiles are boxes of 128 bytes of columns; what is outside of the head dim is 0.
-__host__ __device__ constexpr int Boxes(int dim) { return (dim + kBoxColumns - 1) / kBoxColumns; }
 constexpr int kQKBoxes = kPairs ? (Boxes(kQKDim) + 1) / 2 * 2 : Boxes(kQKDim);
 constexpr int kHalfBoxes = (kQKBoxes + 1) / 2;  // of a CTA's half of dQ, if kPairs
 constexpr int kVBoxes = Boxes(kVDim);
@@ -126,15 +124,6 @@ __device__ __forceinline__ int KeyBlocksOfHead(const Params& p) {
 __device__ __forceinline__ int TilesOfHead(const Params& p) {
   if constexpr (kListed) return ListedColumnTiles<kCols>(p);
   return (Fresh(p.kv_len) + kCols - 1) / kCols;
-}
-
-// How many blocks of 64 rows a head has, and which is its first of those in scratch. (Asked again and again by warps
-// that have few registers.)
-__device__ __forceinline__ int BlocksOfHead(const Params& p) {
-  return (Fresh(p.q_len) + kRows - 1) / kRows * (kRows / kRowBlock);
-}
-__device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
-  return (kAlongside ? head % Fresh(p.scratch_heads) : head) * BlocksOfHead(p);
 }
 
 }  // namespace jax_flash

@@ -62,10 +62,18 @@ __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float*
     }
   } else {
     const View<kTransposed> view = {kTransposed ? lane % 4 * 2 : lane / 4, kTransposed ? lane / 4 : lane % 4 * 2};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    const auto at = [&](int i) {
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2, r = view.Row(h, x), k = view.Key(h, x);
-      S[i] += *reinterpret_cast<const float*>(box + r * kBoxBytes + ((c + k / 4) ^ r % 8) * 16 + k % 4 * 4);
+      return reinterpret_cast<const float*>(box + r * kBoxBytes + ((c + k / 4) ^ r % 8) * 16 + k % 4 * 4);
+    };
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      if constexpr (kTransposed) {
+        S[i] += *at(i), S[i + 1] += *at(i + 1);
+      } else {  // two keys side by side
+        const float2 bias = *reinterpret_cast<const float2*>(at(i));
+        S[i] += bias.x, S[i + 1] += bias.y;
+      }
     }
   }
 }

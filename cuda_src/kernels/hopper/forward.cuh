@@ -46,9 +46,10 @@ struct Consumer : Epilogue {
       if (Never()) return;  // or ptxas would have the turn wait for what memory says
       JoinSeen(tile, j, inside);
     }
-    if ((kFormsScores && !kBiasTiles) || !kMasked || !Tuning::kVote || !seen.All()) ToScores<kMasked>(tile, j);  // 11
-    Maximum(alpha, shift);  // 12, 13
-    Exponentials(shift);    // 12
+    if ((kFormsScores && (!kBiasTiles || kScoreMod)) || !kMasked || !Tuning::kVote || !seen.All())
+      ToScores<kMasked>(tile, j);  // 11
+    Maximum(alpha, shift);         // 12, 13
+    Exponentials(shift);           // 12
     FinishO();
     if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
@@ -133,7 +134,7 @@ struct Consumer : Epilogue {
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::ForwardShared);
 
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
-    jax_flash_forward(const __grid_constant__ jax_flash::Params p JAX_FLASH_FORWARD_MAPS(JAX_FLASH_MAP)) {
+    jax_flash_forward(const __grid_constant__ jax_flash::KernelParams p JAX_FLASH_FORWARD_MAPS(JAX_FLASH_MAP)) {
   using namespace jax_flash;
   extern __shared__ __align__(1024) uint8_t memory[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);

@@ -60,9 +60,9 @@ struct Probabilities : Products {
     const View<false> view = ViewOf(tile, j);
     if (!kBiasTiles) Cap(p, S);
 #pragma unroll
-    for (int i = 0; kWholeScores && !kBiasTiles && i < kCols / 2; ++i) {
-      const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
-      S[i] = score.Of(S[i], view.Row(h, x), view.Key(h, x));
+    for (int i = 0; kWholeScores && (!kBiasTiles || kScoreMod) && i < kCols / 2; ++i) {
+      const int h = i / 2 % 2, x = i / 4 * 2 + i % 2, row = view.Row(h, x), key = view.Key(h, x);
+      S[i] = kBiasTiles ? score.Mod(S[i], row, key) : score.Of(S[i], row, key);
     }
     if (!kMasked) return;
     if constexpr (kLookedUp) {

@@ -21,15 +21,15 @@ constexpr int kCols = kKeys / kKeyGroups;  // of S in one warpgroup
 static_assert(kRows % 64 == 0 && kConsumers % kRowGroups == 0 && kKeyGroups <= 2 && kKeys % kKeyGroups == 0);
 static_assert(kCols % (kTF32 ? 32 : 16) == 0 && (kKeyGroups == 1 || !kTF32));
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-constexpr int kQKBoxes = (kQKDim + kBoxColumns - 1) / kBoxColumns;  // of Q and K
-constexpr int kVBoxes = (kVDim + kBoxColumns - 1) / kBoxColumns;    // of V and O
-constexpr int kQBox = kBoxRows * kBoxBytes;                         // bytes of a box of Q or O
-constexpr int kKVBox = kKeys * kBoxBytes;                           // bytes of a box of K or V
-constexpr int kTransposedBox = kVBoxes * kBoxColumns * 128;         // bytes of 32 keys of V^T
-constexpr int kTransposers = 3;                                     // warps
-constexpr int kLandings = kCols < 64 ? 8 : 4;                       // boxes of V in flight that are to be transposed
-constexpr bool kScout = kListed && !kTF32;                          // is there a thread that looks up lists ahead?
-constexpr int kAhead = kScout ? 8 : 1;                              // tiles of K and V that it is ahead at most
+constexpr int kQKBoxes = Boxes(kQKDim);                      // of Q and K
+constexpr int kVBoxes = Boxes(kVDim);                        // of V and O
+constexpr int kQBox = kBoxRows * kBoxBytes;                  // bytes of a box of Q or O
+constexpr int kKVBox = kKeys * kBoxBytes;                    // bytes of a box of K or V
+constexpr int kTransposedBox = kVBoxes * kBoxColumns * 128;  // bytes of 32 keys of V^T
+constexpr int kTransposers = 3;                              // warps
+constexpr int kLandings = kCols < 64 ? 8 : 4;                // boxes of V in flight that are to be transposed
+constexpr bool kScout = kListed && !kTF32;                   // is there a thread that looks up lists ahead?
+constexpr int kAhead = kScout ? 8 : 1;                       // tiles of K and V that it is ahead at most
 // O leaves through shared memory of its own, so that the next tile of Q can come: whole, or box by box by way of two;
 // or, where that is too much, through Q's. Where there is room for two tiles of Q, the next one is there in time.
 constexpr int kQBytes = kRowGroups * kQKBoxes * kQBox;

@@ -103,4 +103,22 @@ struct BackwardTuning {
   static constexpr bool kStopInZ = kRows == 128;
 };
 
+struct BackwardBiasTuning {
+  static constexpr bool kNarrow = kTiling.cols < 128;
+
+  // Of 504 for the three warpgroups. A consumer's sum, S and dP take 192, or half of it of narrow tiles, which windows
+  // and segments have for the sake of the producer.
+  static constexpr int kProducerRegisters = kNarrow ? 88 : kManyRanges ? 56 : 40;
+  static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
+
+  // dP has to wait for its registers until masks have hidden what they hide.
+  static constexpr bool kLateDP = kManyRanges && !kNarrow;
+
+  // Where ptxas must not work ahead, since it would spill registers (Never): between what memory says of masks and the
+  // exponentials, before the words of dropout,
+  static constexpr bool kStopAfterMask = kLookedUp, kStopBeforeZ = true;
+  // and between every 8 entries of a bias that is looked up.
+  static constexpr bool kBiasInParts = !kTiling.bias_tiles;
+};
+
 }  // namespace jax_flash

@@ -11,6 +11,9 @@ namespace jax_flash {
 
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;
 
+// Tiles are boxes of 128 bytes of columns; what is outside of the head dim is 0.
+__host__ __device__ constexpr int Boxes(int dim) { return (dim + kBoxColumns - 1) / kBoxColumns; }
+
 // In 16 rows of a box, of the c-th 32 bytes of each: where a lane's row of the four matrices of ldmatrix or stmatrix
 // is.
 __device__ __forceinline__ uint32_t MatricesOf(const void* rows, int lane, int c) {

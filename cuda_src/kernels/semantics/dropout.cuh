@@ -96,13 +96,14 @@ struct PackedZ {
 
 // From here on what is dropped of P is marked by its sign: softmax's backward needs P too.
 
-// Marks it in the 16 x 16 entries of P^T that the words of the forward's lane decide, C = float[8] of this lane.
-// Transposed they are this lane's.
-__device__ __forceinline__ void MarkTransposed(const Params& p, const Philox4& words, float* C) {
+// Marks it in 16 x 16 entries of P, C = float[8] of this lane, whose words decide them; or in those of P^T, which the
+// words of the forward's lane decide. Transposed they are this lane's.
+template <bool kTransposed>
+__device__ __forceinline__ void MarkZ(const Params& p, const Philox4& words, float* C) {
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    const uint32_t x = Movmatrix(words.x[w]);
-    float* s = C + w / 2 * 4 + w % 2 * 2;
+    const uint32_t x = kTransposed ? Movmatrix(words.x[w]) : words.x[w];
+    float* s = kTransposed ? C + w / 2 * 4 + w % 2 * 2 : C + w % 2 * 4 + w / 2 * 2;
     if (Dropped(p, x, 0)) s[0] = -s[0];
     if (Dropped(p, x, 1)) s[1] = -s[1];
   }

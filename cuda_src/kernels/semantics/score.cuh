@@ -96,7 +96,8 @@ struct Score {
 
   // From x, or what Cap has made of it, where scores are formed in full. Where (i, j) is not within T and S it is
   // something that will be hidden.
-  __device__ __forceinline__ float Of(float x, int i, int j) const {
+  __device__ __forceinline__ float Of(float x, int i, int j) const { return Mod(BeforeMod(x, i, j), i, j); }
+  __device__ __forceinline__ float BeforeMod(float x, int i, int j) const {
     const float c = x * Unit(p);
     return kBias ? c + Bias(min(i, p.q_len - 1), min(j, p.kv_len - 1)) : c;
   }

@@ -1,0 +1,235 @@
+// dbias = dS, summed over the batch entries and heads that the bias is broadcast over; for Hopper, of a bias that has
+// all rows and columns. A CTA keeps a tile of dbias in registers and walks, in a fixed order, the tiles of S that are
+// added up in it; so there are no atomics.
+//
+// One thread of the producer warpgroup loads tiles by TMA: Q and K, then dO and V, in turn. Each consumer warpgroup
+// owns 64 rows of the tile:
+//   S = Q_i K_j^T;   P = exp(S - L_i);   dP = dO_i V_j^T;   dbias += P (dP - D_i)
+// The bias is the same for all that is added up: it comes once a tile of dbias, and stays in shared memory.
+//
+// Tiles have kRows (64 for each consumer) and kCols (128, or 64 beside windows and segments). The host launches
+//   jax_flash_backward_prepare       as hopper/backward_rows.cuh says, if hopper/backward.cuh has not
+//   jax_flash_backward_bias          at most one CTA a multiprocessor, of kThreads and `jax_flash_shared_bytes`; boxes
+//                                    of kRows in the maps of Q, dO and the bias, of kCols in those of K and V
+//   jax_flash_backward_bias_finish   if p.parts > 1, as scheduler/bias_sums.cuh says
+#pragma once
+
+#include "hopper/backward_bias_producer.cuh"
+#include "hopper/backward_rows.cuh"
+#include "ptx/wgmma.cuh"
+#include "semantics/seen.cuh"
+
+namespace jax_flash {
+
+// A consumer warpgroup: 64 rows, of which a lane has two.
+struct Consumer {
+  const Params& p;
+  BackwardBiasShared& shared;
+  const int warpgroup, warp, lane;  // warp: of all consumers', with 16 rows each
+  Ring<kStages> at;
+  uint32_t bias_parity = 0;
+  float sum[kCols / 2], S[kCols / 2], dP[kCols / 2];  // S becomes P
+  float minus_l[2], m[2], D[2];                       // of this lane's rows
+  Seen<false, kCols> seen;
+
+  __device__ __forceinline__ Consumer(const Params& p, BackwardBiasShared& shared)
+      : p(p),
+        shared(shared),
+        warpgroup(Uniform(threadIdx.x / kWarpgroup - 1)),
+        warp(threadIdx.x / 32 - kWarpgroup / 32),
+        lane(threadIdx.x % 32) {}
+
+  // The tile of dbias that something has come for. (Asked again and again, for want of registers.)
+  __device__ __forceinline__ const DBiasTile& TileHere() const { return shared.tile[at.index]; }
+  __device__ __forceinline__ View<false> ViewOf(const DBiasTile& tile) const {
+    return {tile.row + 16 * warp + lane / 4, tile.column + lane % 4 * 2};
+  }
+
+  __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
+
+  // The next tile of dbias; false when there are no more.
+  __device__ __forceinline__ bool Run() {
+#pragma unroll
+    for (int i = 0; i < kCols / 2; ++i) sum[i] = 0.0f;
+    while (NextStep()) Add();
+    const DBiasTile tile = TileHere();
+    SyncWarp();  // all lanes have read it
+    Release(&shared.empty[at.index]);
+    at.Next();
+    if (Uniform(tile.column) < 0) return false;
+    if (kBiasTiles) ReleaseBias();
+    Write(tile);
+    return true;
+  }
+
+  // Waits for a tile of S to be added up; false when all have been.
+  __device__ __forceinline__ bool NextStep() {
+    MbarrierWait(&shared.full[at.index], at.parity);
+    return Uniform(shared.step[at.index].batch) >= 0;
+  }
+  __device__ __forceinline__ Step StepHere() const {
+    const Step& step = shared.step[at.index];
+    return {Uniform(step.batch), Uniform(step.head), kListed ? Uniform(step.kind) : kEverything,
+            bool(Uniform(step.masked))};
+  }
+
+  // A tile of S to the sum: numbers are lines of Algorithm 4.
+  __device__ __forceinline__ void Add() {
+    IssueRowsTimesKeys<kQKDim>(S);  // 11
+    const int before = at.index;
+    at.Next();
+    MbarrierWait(&shared.full[at.index], at.parity);
+    if (!Tuning::kLateDP) IssueRowsTimesKeys<kVDim>(dP);  // 17
+    const DBiasTile& tile = TileHere();
+    const Step step = StepHere();
+    Look(tile, step);
+    WgmmaWait<Tuning::kLateDP ? 0 : 1>();
+    Pin(S);
+    Release(&shared.empty[before]);
+    ToScores(tile, step);
+    if (step.masked) Hide(tile, step);  // 12
+    if (Tuning::kLateDP) IssueRowsTimesKeys<kVDim>(dP);
+    ToP();                    // 13
+    MarkDropped(tile, step);  // 14
+    WgmmaWait<0>();
+    Pin(dP);
+    Release(&shared.empty[at.index]);
+    at.Next();
+#pragma unroll
+    for (int i = 0; i < kCols / 2; ++i) sum[i] += DSOf(S[i], dP[i], D[i / 2 % 2]);  // 18, 20
+  }
+
+  // C = A B^T: this warpgroup's rows of what is there, and all of its keys.
+  template <int kDim>
+  __device__ __forceinline__ void IssueRowsTimesKeys(float (&C)[kCols / 2]) {
+    const uint64_t a = Descriptor(shared.rows[at.index] + 64 * warpgroup * kBoxBytes, 0);
+    const uint64_t b = Descriptor(shared.keys[at.index], 0);
+    WgmmaFence();
+#pragma unroll
+    for (int d = 0; d < (kDim + kStep - 1) / kStep; ++d) {
+      Wgmma<kCols>::template SS<Major::kK, Major::kK>(C, Advance(a, d / 4 * kRowBox + d % 4 * 32),
+                                                      Advance(b, d / 4 * kKeyBox + d % 4 * 32), d > 0);
+    }
+    WgmmaCommit();
+  }
+
+  // What has to be looked up in memory, while the tensor cores are at work: L and D of this lane's rows, and which keys
+  // they see.
+  __device__ __forceinline__ void Look(const DBiasTile& tile, const Step& step) {
+    const int64_t head = int64_t(FirstRowBlock(p, step.batch * p.q_heads + step.head)) * kRowBlock;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t at = head + Place(ViewOf(tile).Row(h, 0));
+      minus_l[h] = p.logsumexp[at] * kLog2e, m[h] = p.maximum[at], D[h] = p.d[at];
+    }
+    if (!kBlockMask || !step.masked) return;
+    seen.Ask(Block<false>(p, step.batch, step.kind), ViewOf(tile).row, tile.column);
+    seen.Fold();
+  }
+
+  // s_ij from q_i k_j.
+  __device__ __forceinline__ void ToScores(const DBiasTile& tile, const Step& step) {
+    const Score score(p, step.batch, step.head);
+    const View<false> view = ViewOf(tile);
+    if (kBiasTiles) MbarrierWait(&shared.bias_full, bias_parity);
+    Cap(p, S);
+#pragma unroll
+    for (int i = 0; i < kCols / 2; ++i) {
+      if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
+      const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
+      S[i] = kBiasTiles ? S[i] * Unit(p) : score.Of(S[i], view.Row(h, x), view.Key(h, x));
+    }
+#pragma unroll
+    for (int c = 0; kBiasTiles && c < kCols; c += 16)
+      AddBiasTile<false>(shared.bias + 16 * warp * kBoxBytes, c, S + c / 2);
+  }
+
+  // Also of a tile of dbias in which nothing is added up: this one is through with its bias.
+  __device__ __forceinline__ void ReleaseBias() {
+    MbarrierWait(&shared.bias_full, bias_parity);
+    bias_parity ^= 1;
+    FenceProxyAsync();
+    SyncWarp();  // no lane may find the next bias where it waits for this one
+    Release(&shared.bias_empty);
+  }
+
+  // Entries that may not attend become -inf.
+  __device__ __forceinline__ void Hide(const DBiasTile& tile, const Step& step) {
+    const Positions positions = PositionsOf(p, step.batch);
+    if constexpr (kLookedUp) {
+      seen.Join(positions, Entries(p, step.batch, step.head), ViewOf(tile));
+      seen.Hide(S);
+    } else {
+      HideOutside(positions, ViewOf(tile), S);
+    }
+  }
+
+  // P = exp(s - m) / l
+  __device__ __forceinline__ void ToP() {
+    if (Tuning::kStopAfterMask && Never()) return;
+#pragma unroll
+    for (int i = 0; i < kCols / 2; ++i) S[i] = Exp2(fmaf(S[i] - m[i / 2 % 2], kLog2e, minus_l[i / 2 % 2]));
+  }
+
+  // Marks the dropped entries of P by their sign.
+  __device__ __forceinline__ void MarkDropped(const DBiasTile& tile, const Step& step) {
+    if (!kDropout || (Tuning::kStopBeforeZ && Never())) return;
+    const Seed seed(p, step.batch, step.head);
+#pragma unroll
+    for (int c = 0; c < kCols / 16; ++c)
+      MarkZ<false>(p, seed.Words(tile.column / 16 + c, RowGroup(ViewOf(tile).row)), S + 8 * c);
+  }
+
+  // This warpgroup's rows of the tile of dbias, or of its part of it.
+  __device__ __forceinline__ void Write(const DBiasTile& tile) {
+    float* const array = p.parts == 1 ? p.dbias : p.dbias_parts + tile.part * Shape(p).Elements(p);
+    float* const head = array + tile.batch * p.bias.batch + tile.head * p.bias.head;
+    const View<false> view = ViewOf(tile);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (view.Row(h, 0) >= p.q_len) continue;
+      float* const row = head + view.Row(h, 0) * p.bias.row;
+#pragma unroll
+      for (int x = 0; x < kCols / 4; x += 2) {
+        const float2 pair = {At(sum, h, x) * ZScale(p), At(sum, h, x + 1) * ZScale(p)};
+        const int key = view.Key(h, x);
+        if (p.kv_len % 2 == 0) {
+          if (key < p.kv_len) *reinterpret_cast<float2*>(row + key) = pair;
+        } else {
+          if (key < p.kv_len) row[key] = pair.x;
+          if (key + 1 < p.kv_len) row[key + 1] = pair.y;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace jax_flash
+
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardBiasShared);
+
+extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
+    jax_flash_backward_bias(const __grid_constant__ jax_flash::Params p JAX_FLASH_BACKWARD_MAPS(JAX_FLASH_MAP)) {
+  using namespace jax_flash;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  BackwardBiasShared& shared = *reinterpret_cast<BackwardBiasShared*>(memory);
+  if (threadIdx.x == 0) {
+    constexpr uint32_t kByConsumers = ArrivalsOf(4 * kConsumers);
+    for (int s = 0; s < kStages; ++s) MbarrierInit(&shared.full[s], 1), MbarrierInit(&shared.empty[s], kByConsumers);
+    MbarrierInit(&shared.bias_full, 1), MbarrierInit(&shared.bias_empty, kByConsumers);
+    FenceMbarrierInit();
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarpgroup) {
+    SetMaxRegistersDown<Tuning::kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      Producer{p, shared, &query_map, &key_map, &value_map, &d_o_map}.Run();
+    } else if (kBiasTiles && threadIdx.x == 32) {
+      BiasProducer{p, shared, &bias_map}.Run();
+    }
+  } else {
+    SetMaxRegistersUp<Tuning::kConsumerRegisters>();
+    Consumer consumer(p, shared);
+    while (consumer.Run()) continue;
+  }
+}

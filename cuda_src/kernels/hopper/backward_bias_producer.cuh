@@ -1,0 +1,80 @@
+// What the producer warpgroup of Hopper's pass for dbias does: a thread decides which tiles of S are added up next, and
+// loads Q, K, dO and V of them; a thread of another warp loads the bias.
+#pragma once
+
+#include "hopper/backward_bias_tiles.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace jax_flash {
+
+struct Producer {
+  const Params& p;
+  BackwardBiasShared& shared;
+  const TensorMap *q_map, *k_map, *v_map, *do_map;
+  Ring<kStages> at;
+
+  __device__ __forceinline__ void Run() {
+    DBiasTiles tiles{p};
+    DBiasTile tile;
+    while (tiles.Next(&tile)) {
+      const int heads = tiles.Head().Summed();
+      const int64_t all = tiles.Batch().Summed() * heads;
+      const int end = all * (tile.part + 1) / p.parts;
+      for (int n = all * tile.part / p.parts; n < end; ++n)
+        LoadWhatIsSeen(tile, tile.batch + n / heads, tile.head + n % heads);
+      LoadPair<0>(q_map, k_map, tile, {-1});
+    }
+    LoadPair<0>(q_map, k_map, {0, 0, 0, -1}, {-1});
+  }
+
+  // A tile of S, if any row sees any of its keys.
+  __device__ __forceinline__ void LoadWhatIsSeen(const DBiasTile& tile, int batch, int head) {
+    const Positions positions = PositionsOf(p, batch);
+    const Visible keys = KeysOf(p, positions, batch, tile.row, tile.row + kRows);
+    const int end = tile.column + kCols;
+    if (max(keys.any_lo, tile.column) >= min(keys.any_hi, end)) return;
+    const int kind = KindOfBlock(p, batch, head, tile.row, tile.column);
+    if (Block<false>(p, batch, kind).Nothing()) return;
+    const bool every = keys.every_lo <= tile.column && end <= keys.every_hi && kind == kEverything;
+    const Step step = {batch, head, kind, !every};
+    LoadPair<kQKBoxes>(q_map, k_map, tile, step);
+    LoadPair<kVBoxes>(do_map, v_map, tile, step);
+  }
+
+  // Two tiles that are multiplied.
+  template <int kBoxes>
+  __device__ __forceinline__ void LoadPair(const TensorMap* rows_map, const TensorMap* keys_map, const DBiasTile& tile,
+                                           const Step& step) {
+    uint64_t* const full = &shared.full[at.index];
+    const int kv_head = step.head / (p.q_heads / Fresh(p.kv_heads));
+    MbarrierWait(&shared.empty[at.index], at.parity ^ 1);
+    shared.step[at.index] = step, shared.tile[at.index] = tile;
+    MbarrierArriveExpectTx(full, kBoxes * (kRowBox + kKeyBox));
+#pragma unroll 1
+    for (int b = 0; b < kBoxes; ++b) {
+      const int d = b * kBoxColumns;
+      TmaLoad(shared.rows[at.index] + b * kRowBox, rows_map, full, d, tile.row, step.head, step.batch);
+      TmaLoad(shared.keys[at.index] + b * kKeyBox, keys_map, full, d, tile.column, kv_head, step.batch);
+    }
+    at.Next();
+  }
+};
+
+// It waits for others than the Producer, who is tiles of S ahead.
+struct BiasProducer {
+  const Params& p;
+  BackwardBiasShared& shared;
+  const TensorMap* bias_map;
+
+  __device__ __forceinline__ void Run() {
+    DBiasTiles tiles{p};
+    DBiasTile tile;
+    for (uint32_t parity = 0; tiles.Next(&tile); parity ^= 1) {
+      MbarrierWait(&shared.bias_empty, parity ^ 1);
+      MbarrierArriveExpectTx(&shared.bias_full, kBiasTile);
+      LoadBiasTile(p, shared.bias, bias_map, &shared.bias_full, tile.row, tile.column, tile.head, tile.batch);
+    }
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,77 @@
+// The tiles of Hopper's pass for dbias, which of them are a CTA's, and how they lie in shared memory.
+#pragma once
+
+#include "hopper/bias_tiles.cuh"
+#include "hopper/tuning.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+#include "scheduler/bias_sums.cuh"
+#include "scheduler/ranges.cuh"
+#include "scheduler/schedule.cuh"
+
+namespace jax_flash {
+
+static_assert(kTiling.family == Family::kHopper && kBias && !kTF32);
+constexpr int kRows = kTiling.rows;
+constexpr int kCols = kTiling.cols;
+constexpr int kStages = kTiling.stages;     // pairs of tiles in flight
+constexpr int kConsumers = kTiling.groups;  // warpgroups
+static_assert(kRows == 64 * kConsumers && kCols % 32 == 0 && kCols <= 128);
+constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+using Tuning = BackwardBiasTuning;
+
+constexpr int kQKBoxes = Boxes(kQKDim), kVBoxes = Boxes(kVDim);
+constexpr int kMostBoxes = kQKBoxes > kVBoxes ? kQKBoxes : kVBoxes;
+constexpr int kRowBox = kRows * kBoxBytes;  // bytes of a box of Q or dO
+constexpr int kKeyBox = kCols * kBoxBytes;  // bytes of a box of K or V
+
+// A tile of dbias, or a part of what is added up in it.
+struct DBiasTile {
+  int batch, head;  // 0 if all are added up
+  int row, column, part;
+};
+
+// A CTA's tiles, of all heads and batch entries that dbias has, one after the other. CTAs have neighbouring ones at a
+// time, which read the same tiles of Q and dO or of K and V; if causal in pairs that mirror each other, of which one
+// has what the other has not.
+struct DBiasTiles {
+  const Params& p;
+  Schedule<> schedule;
+
+  // What dbias has of these, and what is added up of them. (Asked again for each tile, for want of registers.)
+  __device__ __forceinline__ Dimension Batch() const { return {Fresh(p.batch), p.bias.batch != 0}; }
+  __device__ __forceinline__ Dimension Head() const { return {Fresh(p.q_heads), p.bias.head != 0}; }
+
+  // The next; false when there are no more.
+  __device__ __forceinline__ bool Next(DBiasTile* tile) {
+    const int heads = Head().Own(), columns = (Fresh(p.kv_len) + kCols - 1) / kCols;
+    const int tiles = (Fresh(p.q_len) + kRows - 1) / kRows * columns, parts = Fresh(p.parts);
+    int item, t;
+    if (!schedule.Next(Batch().Own() * heads * parts, tiles, &item, &t)) return false;
+    const int head = item / parts;
+    *tile = {head / heads, head % heads, t / columns * kRows, t % columns * kCols, item % parts};
+    return true;
+  }
+};
+
+// A tile of S of this batch entry and head, which is added up in a tile of dbias.
+struct Step {
+  int batch, head;  // batch < 0: this is none, all have been
+  int kind;         // of the block
+  bool masked;      // must entries be looked at one by one?
+};
+
+struct BackwardBiasShared {
+  // In turn Q and K, for S, and dO and V, for dP.
+  alignas(1024) uint8_t rows[kStages][kMostBoxes * kRowBox];
+  alignas(1024) uint8_t keys[kStages][kMostBoxes * kKeyBox];
+  // Of the tile of dbias: it is the same for all that is added up.
+  alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kBiasTile : 1];
+  alignas(16) Step step[kStages];  // comes with Q, or alone
+  DBiasTile tile[kStages];         // whose it is; column < 0: there are no more
+  uint64_t full[kStages], empty[kStages];
+  uint64_t bias_full, bias_empty;
+};
+static_assert(sizeof(BackwardBiasShared) <= 227 * 1024);
+
+}  // namespace jax_flash

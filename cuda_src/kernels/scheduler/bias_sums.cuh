@@ -1,0 +1,49 @@
+// What is added up in dbias: tiles of S, of kTiling.rows and kTiling.cols, of all that the bias is broadcast over. A
+// CTA has a tile of dbias at a time; or, where few tiles have much to add up, one of its p.parts, which a kernel adds
+// up.
+#pragma once
+
+#include "config.cuh"
+
+namespace jax_flash {
+
+// One dimension of [batch, head, row tile, column tile]: whether dbias has it.
+struct Dimension {
+  int count;
+  bool own;
+
+  __device__ __forceinline__ int Own() const { return own ? count : 1; }
+  __device__ __forceinline__ int Summed() const { return own ? 1 : count; }
+};
+
+struct Shape {
+  Dimension batch, head, row, column;
+
+  __device__ __forceinline__ Shape(const Params& p)
+      : batch{p.batch, p.bias.batch != 0},
+        head{p.q_heads, p.bias.head != 0},
+        row{(p.q_len + kTiling.rows - 1) / kTiling.rows, p.bias.row != 0},
+        column{(p.kv_len + kTiling.cols - 1) / kTiling.cols, p.bias.column != 0} {}
+
+  __device__ __forceinline__ int64_t Elements(const Params& p) const {
+    return int64_t(batch.Own()) * head.Own() * (row.own ? p.q_len : 1) * (column.own ? p.kv_len : 1);
+  }
+};
+
+// Takes the index within one dimension off a number that has several.
+__device__ __forceinline__ int Take(int64_t* number, int count) {
+  const int index = *number % count;
+  *number /= count;
+  return index;
+}
+
+}  // namespace jax_flash
+
+// dbias from its parts: a thread for each element of it, in blocks of kRowThreads.
+extern "C" __global__ void jax_flash_backward_bias_finish(const __grid_constant__ jax_flash::Params p) {
+  const int64_t elements = jax_flash::Shape(p).Elements(p), i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= elements) return;
+  float total = 0.0f;
+  for (int part = 0; part < p.parts; ++part) total += p.dbias_parts[part * elements + i];
+  p.dbias[i] = total;
+}

@@ -1,0 +1,54 @@
+"""Score programs as tests write them, and the custom calls with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_flash.problem import Captured, Problem, Program
+
+
+class Assembly(list):
+    """Writes a program: each instruction is known by its number."""
+
+    def __call__(self, op: str, *fields: Any) -> int:
+        self.append(",".join(map(str, (op, *fields))))
+        return len(self) - 1
+
+    def result(self, value: int) -> Program:
+        return Program(";".join([*self, f"result,{value}"]))
+
+
+def captured(x: np.ndarray, batch: bool = False, gradient: bool = False) -> Captured:
+    return Captured(x.dtype.name, batch, x.shape[batch:], gradient)
+
+
+def call(described: Problem, operands: Any, arrays: Any, cotangents: Any = None) -> list[np.ndarray]:
+    """(o, l, m), or with (o, l, m, do, dlogsumexp) the gradients: dq, dk, dv, dbias, and of captured arrays."""
+    B, T, S, N, K = described.batch, described.q_len, described.kv_len, described.q_heads, described.kv_heads
+    D, E, accumulated = described.qk_dim, described.v_dim, described.accumulation_dtype
+    flat = [x.reshape(x.shape[0] if a.batch else 1, -1) for a, x in zip(described.captured, arrays, strict=True)]
+    if cotangents is None:
+        described = dataclasses.replace(
+            described, score_grad=None, captured=tuple(a._replace(gradient=False) for a in described.captured)
+        )
+        types = [((B, T, N, E), described.dtype), ((B, N, T), accumulated), ((B, N, T), accumulated)]
+    else:
+        types = [((B, T, N, D), described.dtype), ((B, S, K, D), described.dtype), ((B, S, K, E), described.dtype)]
+        types = [t for t, there in zip(types, (described.dq, described.dk, described.dv), strict=True) if there]
+        if described.dbias:
+            types.append((operands["bias"].shape, accumulated))
+        types += [(x.shape, accumulated) for a, x in zip(described.captured, flat, strict=True) if a.gradient]
+    name = "jax_flash_forward" if cotangents is None else "jax_flash_backward"
+    with jax.enable_x64(True):
+        function = jax.ffi.ffi_call(name, [jax.ShapeDtypeStruct(*t) for t in types])
+        given = [*operands.values(), *flat, *(() if cotangents is None else cotangents)]
+        return [np.asarray(x) for x in jax.jit(lambda *given: function(*given, problem=described.encode()))(*given)]
+
+
+def with_ids(described: Problem, operands: dict[str, Any]) -> dict[str, Any]:
+    ids = {"program_batch": np.arange(described.batch, dtype=np.int32)}
+    return operands | ids | {"program_head": np.arange(described.q_heads, dtype=np.int32)}

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jax_flash.programs import lowering
@@ -57,7 +58,7 @@ def _with_rule(jaxpr: Jaxpr, eqn: JaxprEqn, inner: tuple[Jaxpr, Sequence[Any]], 
     variables, function = alone(jaxpr, eqn)
     types = [aval(x) for x in variables]
     moving = [i for i, x in enumerate(types) if jnp.issubdtype(x.dtype, jnp.floating)]
-    literals = {i: x for i, x in enumerate(inputs) if isinstance(eqn.invars[i], Literal)}
+    literals = {i: np.asarray(x.val, aval(x).dtype) for i, x in enumerate(eqn.invars) if isinstance(x, Literal)}
     places = [None if isinstance(x, Literal) else variables.index(x) for x in eqn.invars]
 
     def primal(*args: jax.Array) -> Any:

@@ -102,6 +102,9 @@ class Code:
     def unary(self, op: str, x: Value) -> Value:
         if op == "not" and x.type == "b" and self.known(x) is not None:
             return self.constant("b", not self.known(x))
+        if op == "abs" and x.type == "i" and self._range(x).low > INT_MIN:
+            low, high = self._range(x)
+            return x if low >= 0 else self._add("i", "abs.i", x, known=Range(0, max(-low, high)))
         if op == "neg" and x.type == "i":
             return self.binary("sub", self.constant("i", 0), x)
         return self._add("b" if op == "finite" else x.type, f"{op}.{x.type}", x)

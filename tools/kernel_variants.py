@@ -24,7 +24,7 @@ from typing import Any
 from allpairspy import AllPairs
 
 from jax_flash import _native
-from jax_flash.problem import Extent, Problem
+from jax_flash.problem import Captured, Extent, Problem, Program
 
 # Dynamic shared memory that a block may have: CUDA C++ Programming Guide, "Compute Capabilities".
 SHARED_LIMITS = {"sm_80": 163, "sm_89": 99, "sm_90a": 227, "sm_100": 227}  # KiB
@@ -45,11 +45,18 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "bias": ("none", "bfloat16", "float32", "float32 of one row"),
     "soft_cap": (0.0, 30.0),
     "dropout": (False, True),
+    "program": ("none", "score", "mask"),
     "dlogsumexp": (False, True),
     "gradients": GRADIENTS,
 }
 ABSENT = (False, None, "none")
+# Of relative positions, and a soft cap; of documents.
+CAPTURED = (Captured("float32", False, (4, 32768)), Captured("int32", False, (16384,)))
+SCORE_MOD = Program("score;tanh.f,0;head;query;key;sub.i,3,4;load.f,0,2,5;add.f,1,6;result,7")
+SCORE_GRAD = "score;tanh.f,0;head;query;key;sub.i,3,4;cotangent;mul.f,1,1;mul.f,7,6;sub.f,6,8;"
+MASK_MOD = Program("query;key;load.i,1,0;load.i,1,1;eq.i,2,3;result,4")
 PLAIN = {name: values[0] for name, values in FEATURES.items()}
+PLAIN_SCORES = FEATURES | {"program": ("none",)}  # Hopper's backward has no others
 # Where Hopper's backward is one kernel it has two of these at most.
 BESIDE = ("causal", "window", "lengths", "segments", "query_offset", "dropout", "dlogsumexp")
 FEW_QUERIES = FEATURES | {  # the forward divides the keys
@@ -80,10 +87,11 @@ class Variant:
     arch: str
     file: str
     fields: tuple[tuple[str, int], ...]
+    programs: str  # CUDA C++
 
     def compile(self) -> tuple[bytes, str, float, int]:
         """Cubin, log, seconds, bytes of dynamic shared memory."""
-        return _native.cuda_compile(self.file, dict(self.fields), self.arch)
+        return _native.cuda_compile(self.file, dict(self.fields), self.arch, self.programs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +107,8 @@ class Report:
 
 def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
     bias, block, gradients = features["bias"], features["block_mask"], features["gradients"]
+    program = features["program"]
+    grows = program == "score" and gradients == "all"
     full = Extent(True, True, True, True)
     return Problem(
         batch=2,
@@ -126,6 +136,10 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         bias=None if bias == "none" else full._replace(rows="one row" not in bias),
         bias_dtype=bias.split()[0],
         soft_cap=features["soft_cap"],
+        captured=() if program == "none" else (CAPTURED[0]._replace(gradient=grows), CAPTURED[1]),
+        score_mod=SCORE_MOD if program == "score" else None,
+        mask_mod=MASK_MOD if program == "mask" else None,
+        score_grad=Program(SCORE_GRAD + "accumulate,0,2,5,6;" * grows + "result,9") if program == "score" else None,
         drop_threshold=3277 * features["dropout"],
         dlogsumexp=features["dlogsumexp"],
         deterministic=gradients == "deterministic",
@@ -148,7 +162,7 @@ def cover() -> Iterator[Case]:
     for features in (FEATURES, FEW_QUERIES):
         for chosen in pairs(arch=SHARED_LIMITS, dtype=DTYPES, dims=DIMS, **features):
             yield Case(**chosen)
-    for chosen in pairs(dims=DIMS, **FEATURES | {"bias": ("none",), "mask": (False,), "gradients": ("all",)}):
+    for chosen in pairs(dims=DIMS, **PLAIN_SCORES | {"bias": ("none",), "mask": (False,), "gradients": ("all",)}):
         yield Case("sm_90a", "bfloat16", **chosen)
     # The backward as one kernel; if heads share keys, dK and dV are added up.
     for chosen in pairs(dims=NARROW, two=itertools.combinations(BESIDE, 2), q_len=(4096, 512), kv_heads=(4, 1)):
@@ -158,20 +172,23 @@ def cover() -> Iterator[Case]:
     alone = {name: FEATURES[name][:1] for name in ("bias", "mask", "soft_cap")}
     alone |= dict.fromkeys(("causal", "window", "lengths", "segments", "query_offset"), (False,))
     alone |= {"block_mask": ((128, 128), (64, 256)), "q_len": (512,), "gradients": ("all",)}
-    for chosen in pairs(dims=NARROW, **FEATURES | alone):
+    for chosen in pairs(dims=NARROW, **PLAIN_SCORES | alone):
         yield Case("sm_90a", "bfloat16", **chosen | {"kv_heads": 4})
     # The gradient of a bias whose tiles are loaded, or whose entries are looked up one by one.
     biased = {"bias": ("bfloat16", "float32", "float64"), "gradients": ("all",)}
     for blocks in ({"block_mask": (None, (128, 128), (128, 64)), "mask": (False,)}, {"block_mask": (None,)}):
-        for chosen in pairs(dims=NARROW, **FEATURES | biased | blocks):
+        for chosen in pairs(dims=NARROW, **PLAIN_SCORES | biased | blocks):
             yield Case("sm_90a", "bfloat16", **chosen)
     for dtype, dims in (("bfloat16", DIMS), ("float32", ((64, 64), (128, 128), (8, 16)))):
         together = {"causal": (True,), "block_mask": (None,), "q_len": (4096,)}
-        for chosen in pairs(dims=dims, **FEATURES | together):  # the backward with all heads of a large group
+        for chosen in pairs(dims=dims, **PLAIN_SCORES | together):  # the backward with all heads of a large group
             yield Case("sm_90a", dtype, q_heads=80, kv_heads=16, **chosen)
-    for chosen in pairs(dims=DIMS, **FEATURES | {"dlogsumexp": (False,), "gradients": ("none",)}):
+    for chosen in pairs(dims=DIMS, **PLAIN_SCORES | {"dlogsumexp": (False,), "gradients": ("none",)}):
         yield Case("sm_90a", "float32", **chosen)
-    few = FEATURES | {
+    scored = {"program": ("score",), "dlogsumexp": (False,), "gradients": ("none",)}
+    for chosen in pairs(dtype=("bfloat16", "float32"), dims=DIMS, **FEATURES | scored):
+        yield Case("sm_90a", **chosen)
+    few = PLAIN_SCORES | {
         "q_len": (4096,),
         "soft_cap": (0.0,),
         "dlogsumexp": (False,),
@@ -229,7 +246,9 @@ def planned(cases: Iterable[Case]) -> Iterator[tuple[str, Variant]]:
     for case in cases:
         for backward in (False, True):
             launches = _native.cuda_plan(case.problem.encode(), backward, case.arch)
-            files = dict.fromkeys(Variant(case.arch, file, tuple(fields.items())) for file, _, fields in launches)
+            programs = _native.cuda_programs(case.problem.encode())
+            units = (Variant(case.arch, file, tuple(fields.items()), programs) for file, _, fields in launches)
+            files = dict.fromkeys(units)
             for i, variant in enumerate(files, 1):
                 yield f"{case} {'backward' if backward else 'forward'} {i} of {len(files)}", variant
 

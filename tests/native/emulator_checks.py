@@ -11,6 +11,7 @@ import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 import standard
 from accuracy import assert_accurate, by_numpy, check, check_tf32, errors
@@ -50,6 +51,21 @@ hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="
 )
 def test_case(case, dtype):
     check(case, dtype)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (Case(B=1, T=140, S=160, D=64, E=64, bias="1nts", dropout=0.2), "bfloat16"),
+        (Case(T=150, S=300, N=2, K=2, D=128, E=128, soft_cap=2.0, mask="b11s", lengths=True), "bfloat16"),
+        (Case(T=3, S=1100, N=4, K=2, causal=True, offset=True, bias="1n1s"), "float32"),
+    ],
+    ids=str,
+)
+def test_score_programs(case, dtype):
+    """A score_mod and a mask_mod: beside tiles of a bias, where the mask is made into blocks, and of few queries."""
+    programs.check(case, lambda: (programs.relative_table(case), programs.kinds_of_heads(case)), "flash", dtype)
 
 
 @pytest.mark.usefixtures("device")

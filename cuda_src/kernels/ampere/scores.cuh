@@ -154,7 +154,7 @@ struct Scores {
       if constexpr (kScoreGrad) {
         const int i = Row(m, r / 2), j = Column(c, r % 2);
         x = score.Unmod<kAccumulates>(score.BeforeMod(before.x[m][c][r], i, j), x, i, j);
-        if (kSlope) x *= SlopeOf(before.x[m][c][r]);
+        if (kSlope && x != 0.0f) x *= SlopeOf(before.x[m][c][r]);  // what is hidden has none
       }
     }
   }

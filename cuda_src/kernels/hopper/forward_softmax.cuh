@@ -51,6 +51,7 @@ struct Probabilities : Products {
 #pragma unroll
     for (int c = 0; c < kCols; c += 16) AddBiasTile<false>(rows, key_group * kCols + c, S + c / 2);
     FenceProxyAsync();  // before the next one comes there
+    if (kBiasDType == DType::kF32) SyncWarp();  // lanes that load for themselves are through before one says so for all
   }
 
   // From q_i k_j to s_ij, unless AddBias has been there, -inf where row i does not see key j. Without kFormsScores S

@@ -302,8 +302,10 @@ def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mo
     for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if function is not None:
             dtype = problem.accumulation_dtype
-            programs[name], captured = program.trace(name, function, dtype, problem.sizes, len(arrays))
-            arrays += captured
+            traced, captured = program.trace(name, function, dtype, problem.sizes, len(arrays))
+            if not traced.changes_nothing:
+                programs[name] = traced
+                arrays += captured
     if not programs:
         return problem, operands
     shapes = tuple(program.Captured(x.dtype.name, False, x.shape) for x in arrays)

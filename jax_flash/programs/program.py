@@ -25,6 +25,7 @@ from jax_flash.programs.operations import VARYING
 from jax_flash.varying import varying_axes
 
 INDICES = ("batch", "head", "query", "key")
+SAME_SCORE, SAME_COTANGENT, ALWAYS = "score;result,0", "cotangent;result,0", "const.b,1;result,0"
 MOST_CAPTURED = 32  # by two functions
 
 
@@ -67,6 +68,11 @@ class Program:
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether attention is the same without it, and its derivative too."""
+        return (self.text, self.derivative) in ((SAME_SCORE, SAME_COTANGENT), (ALWAYS, None))
 
     def __call__(self, arrays: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
         """Of one entry. `arrays` are all that are captured, this program's among them."""

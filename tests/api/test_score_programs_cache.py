@@ -144,3 +144,11 @@ def test_new_values_under_jit():
     assert traces == 1
     for x, result in zip((1, 2), results, strict=True):
         np.testing.assert_allclose(result, attend(bias=jnp.arange(5.0) * x), rtol=1e-5, atol=1e-6)
+
+
+def test_what_changes_nothing_costs_nothing():
+    """It is no program; one that does so to values alone is."""
+    same = described(score_mod=lambda s, b, h, q, k: s, mask_mod=lambda b, h, q, k: (q >= 0) & (k < 5))
+    assert same == described()
+    assert described(score_mod=lambda s, b, h, q, k: lax.stop_gradient(s)) != described()
+    assert described(mask_mod=lambda b, h, q, k: k < 4) != described()

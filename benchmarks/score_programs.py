@@ -1,0 +1,220 @@
+"""Score programs: what they cost beside the plain call, the same built-in feature, and XLA with the same function.
+
+    python benchmarks/score_programs.py                       # on a CPU N=2048, float32: four minutes on two cores
+    python benchmarks/score_programs.py --head-dims 64 128    # on a GPU N=4096, B=4, bfloat16
+
+Every call of a row is timed in turn in one process: the program, the plain call (`is_causal` for masks that are
+causal), the built-in feature where there is one, and attention that materialises the matrix under XLA, with the same
+function mapped over it. The backward gives the gradients of q, k, v and of what a program captures ("table's gradient",
+"bias and its gradient"); elsewhere captured arrays are constants. Ratios are medians of those of the same round.
+"""
+
+import argparse
+import functools
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import measure
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import jax_flash
+
+Options = dict[str, Any]
+Arrays = dict[str, jax.Array]
+
+
+class Row(NamedTuple):
+    """A program: its function of arrays, and the built-in feature that does the same."""
+
+    program: Callable[[Arrays], Options]
+    arrays: Callable[["Size"], Arrays] = lambda size: {}
+    built_in: Callable[[Arrays], Options] | None = None
+    differentiated: bool = False
+    causal: bool = False  # the plain call's
+
+
+class Size(NamedTuple):
+    batch: int
+    heads: int
+    length: int
+    dim: int
+    dtype: str
+
+
+def relative(arrays: Arrays) -> Options:
+    table, last = arrays["table"], arrays["table"].shape[1] // 2
+    return {"score_mod": lambda score, batch, head, query, key: score + table[head, query - key + last]}
+
+
+def alibi(arrays: Arrays) -> Options:
+    slopes = arrays["slopes"]
+    return {"score_mod": lambda score, batch, head, query, key: score - slopes[head] * jnp.abs(query - key)}
+
+
+def capped(arrays: Arrays) -> Options:
+    return {"score_mod": lambda score, batch, head, query, key: 30 * jnp.tanh(score / 30)}
+
+
+def biased(arrays: Arrays) -> Options:
+    bias = arrays["bias"]
+    return {"score_mod": lambda score, batch, head, query, key: score + bias[0, head, query, key]}
+
+
+def causal(arrays: Arrays) -> Options:
+    return {"mask_mod": lambda batch, head, query, key: key <= query}
+
+
+def documents(arrays: Arrays) -> Options:
+    ids = arrays["ids"]
+    return {"mask_mod": lambda batch, head, query, key: ids[query] == ids[key]}
+
+
+def normal(*shape: int, dtype: str = "float32") -> jax.Array:
+    return jax.random.normal(jax.random.key(7), shape, dtype)
+
+
+def table(size: Size) -> Arrays:
+    return {"table": normal(size.heads, 2 * size.length - 1)}
+
+
+def bias(size: Size) -> Arrays:
+    return {"bias": normal(1, size.heads, size.length, size.length, dtype=size.dtype)}
+
+
+def eight_documents(size: Size) -> Arrays:
+    return {"ids": jnp.arange(size.length, dtype=jnp.int32) // (size.length // 8)}
+
+
+def by_segments(arrays: Arrays) -> Options:
+    return dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), arrays["ids"])
+
+
+ROWS = {
+    "does nothing": Row(lambda arrays: {"score_mod": lambda score, batch, head, query, key: score}),
+    "soft cap": Row(capped, built_in=lambda arrays: {"logits_soft_cap": 30.0}),
+    "ALiBi": Row(alibi, lambda size: {"slopes": 2.0 ** -jnp.linspace(1, 8, size.heads)}),
+    "relative table": Row(relative, table),
+    "table's gradient": Row(relative, table, differentiated=True),
+    "bias [1, N, T, S]": Row(biased, bias, lambda arrays: {"bias": arrays["bias"]}),
+    "bias and its gradient": Row(biased, bias, lambda arrays: {"bias": arrays["bias"]}, differentiated=True),
+    "causal": Row(causal, built_in=lambda arrays: {"is_causal": True}, causal=True),
+    "documents": Row(documents, eight_documents, by_segments),
+}
+
+
+def main() -> None:
+    on_gpu = jax.default_backend() == "gpu"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64])
+    parser.add_argument("--length", type=int, default=4096 if on_gpu else 2048)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--seconds", type=float, default=5.0, help="time spent on a row and pass, on a CPU")
+    parser.add_argument("--output", type=pathlib.Path, help="the JSON file")
+    args = parser.parse_args()
+    time = measure.interleave_enqueued if on_gpu else functools.partial(measure.interleave, seconds=args.seconds)
+    rows = []
+    for name, dim in track([(name, dim) for dim in args.head_dims for name in args.rows], "Measuring programs"):
+        heads = 2048 // dim if on_gpu else 8
+        size = Size(4 if on_gpu else 1, heads, args.length, dim, "bfloat16" if on_gpu else "float32")
+        for pass_, calls in calls_of(ROWS[name], size).items():
+            times = time(calls)
+            rates = {call: measure.rate(flops(size, pass_, ROWS[name]), its) for call, its in times.items()}
+            rows.append({"program": name, "pass": pass_, "size": size._asdict(), "gflops": rates, "seconds": times})
+    environment = measure.environment(["jax-flash", "jax", "jaxlib", "numpy"])
+    output = args.output or measure.RESULTS / f"score_programs_{'gpu' if on_gpu else 'cpu'}.json"
+    measure.save(output, {"environment": environment, "rows": rows})
+    show(rows)
+    print(f"Written: {output}")
+
+
+def flops(size: Size, pass_: str, row: Row) -> float:
+    both = measure.attention_flops(size.batch, size.heads, size.length, size.dim, row.causal, True)
+    forward = measure.attention_flops(size.batch, size.heads, size.length, size.dim, row.causal, False)
+    return forward if pass_ == "forward" else both - forward
+
+
+def calls_of(row: Row, size: Size) -> dict[str, dict[str, Callable[[], object]]]:
+    """By pass, then by what does it."""
+    arrays = row.arrays(size)
+    shape = (size.batch, size.length, size.heads, size.dim)
+    inputs = [jax.random.normal(key, shape, size.dtype) for key in jax.random.split(jax.random.key(0), 4)]
+    ways: dict[str, Callable[..., jax.Array]] = {
+        "program": lambda q, k, v, arrays: fused(q, k, v, row.program(arrays)),
+        "plain": lambda q, k, v, arrays: fused(q, k, v, {"is_causal": row.causal}),
+        "XLA": lambda q, k, v, arrays: materialised(q, k, v, row.program(arrays)),
+    }
+    if row.built_in is not None:
+        built_in = row.built_in
+        ways["built-in"] = lambda q, k, v, arrays: fused(q, k, v, built_in(arrays))
+    calls: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "backward": {}}
+    for name, way in ways.items():
+        moving = row.differentiated and name != "plain"
+        calls["forward"][name], calls["backward"][name] = both_passes(way, inputs, arrays, moving)
+    return calls
+
+
+def both_passes(
+    way: Callable[..., jax.Array], inputs: list[jax.Array], arrays: Arrays, moving: bool
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    q, k, v, do = inputs
+    forward = jax.jit(way)
+    known = {} if moving else arrays
+
+    def of_moving(known, q, k, v, arrays):
+        return way(q, k, v, {**known, **arrays})
+
+    @jax.jit
+    def residuals(known, *inputs):
+        return jax.vjp(functools.partial(of_moving, known), *inputs)[1]
+
+    pull = residuals(known, q, k, v, arrays if moving else {})
+    backward = jax.jit(lambda pull, do: pull(do))
+    return lambda: forward(q, k, v, arrays), lambda: backward(pull, do)
+
+
+def fused(q: jax.Array, k: jax.Array, v: jax.Array, options: Options) -> jax.Array:
+    each = {name: jnp.broadcast_to(x, q.shape[:2]) for name, x in options.items() if name.endswith("_segment_ids")}
+    options = options | each
+    return jax_flash.dot_product_attention(q, k, v, implementation="flash", **options)
+
+
+def materialised(q: jax.Array, k: jax.Array, v: jax.Array, options: Options) -> jax.Array:
+    """With the matrix in memory, as one would write it without a kernel."""
+    s = jnp.einsum("btnd,bsnd->bnts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    places = tuple(jnp.arange(size, dtype=jnp.int32) for size in s.shape)
+    scores = (s,) if "score_mod" in options else ()
+    function = options.get("score_mod") or options["mask_mod"]
+    for axis in (3, 2, 1, 0):
+        function = jax.vmap(function, (*(0 for _ in scores), *(0 if i == axis else None for i in range(4))))
+    changed = function(*scores, *places)
+    p = jax.nn.softmax(changed if scores else jnp.where(changed, s, -jnp.inf))
+    return jnp.einsum("bnts,bsnd->btnd", p.astype(v.dtype), v)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="GFLOP/s of a program, and its time over that of other calls; XLA's over its own")
+    for heading in ("program", "d", "pass", "GFLOP/s", "/ plain", "/ built-in", "XLA /"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        its = row["seconds"]
+
+        def ratio(a: str, b: str, its: dict[str, list[float]] = its) -> str:
+            if a not in its or b not in its:
+                return ""
+            return f"{statistics.median(x / y for x, y in zip(its[a], its[b], strict=True)):.2f}"
+
+        ratios = ratio("program", "plain"), ratio("program", "built-in"), ratio("XLA", "program")
+        rate = f"{row['gflops']['program']:.0f}"
+        table.add_row(row["program"], str(row["size"]["dim"]), row["pass"], rate, *ratios)
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+
+
+if __name__ == "__main__":
+    main()

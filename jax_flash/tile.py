@@ -188,7 +188,7 @@ def _programmed(
     """What a program says of each entry of a tile: [B, N, R, C]."""
     assert tile.program_batch is not None and tile.program_head is not None
     offset = jnp.zeros(problem.batch, jnp.int32) if tile.query_offset is None else tile.query_offset
-    shaped = [x.reshape(-1, *of.shape) for x, of in zip(captured, problem.captured, strict=True) if x is not None]
+    shaped = [x.reshape(len(x), *of.shape) for x, of in zip(captured, problem.captured, strict=True) if x is not None]
     return program.on_tile(shaped, s, tile.program_batch, tile.program_head, offset[:, None] + rows, columns)
 
 

@@ -156,9 +156,10 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
             gradients = [x._replace(gradient=jnp.issubdtype(x.dtype, jnp.floating)) for x in captured[first:]]
             second = _second_derivative(name, closed) if _has_rules(closed.jaxpr) else ""
             derivative = program.gradient(captured[:first] + gradients, dtype, sizes).text + second
-    except Unsupported as e:
+    except (Unsupported, RecursionError) as e:
+        reason = e if isinstance(e, Unsupported) else "too many operations, one on top of the other, on small arrays"
         derivative = _second_derivative(name, closed) if name == "score_mod" else None
-        return dataclasses.replace(program, refusal=f"{name} has {e}", derivative=derivative), arrays
+        return dataclasses.replace(program, refusal=f"{name} has {reason}", derivative=derivative), arrays
     return dataclasses.replace(program, text=text, derivative=derivative), arrays
 
 

@@ -47,7 +47,7 @@ def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.A
     if tile.blocks is not None:
         allowed &= block_sparse.may_attend(_block_shape(problem), tile.blocks, tile.element_masks, rows, columns)
     if problem.mask_mod is not None:
-        allowed &= _programmed(problem.mask_mod, problem, tile, tile.captured, None, rows, columns)
+        allowed &= _programmed(problem.mask_mod, problem, tile, tile.captured, None, rows, columns, None)
     return allowed
 
 
@@ -86,7 +86,7 @@ def scores(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array
         s = s + tile.bias.astype(s.dtype)
     biased, seen = s, may_attend(problem, tile, rows, columns)
     if problem.score_mod is not None:
-        s = _programmed(problem.score_mod, problem, tile, tile.captured, s, rows, columns)
+        s = _programmed(problem.score_mod, problem, tile, tile.captured, s, rows, columns, seen)
     return Scores(jnp.where(seen, s, -jnp.inf), capped, biased, seen)
 
 
@@ -146,7 +146,7 @@ def gradients(
       Those asked for, by name, in the accumulation dtype: dq [B, R, N, D], dk [B, C, K, D], dv [B, C, K, E]; dbias and
       those of captured arrays as these are, summed over what shares them.
     """
-    s, capped, biased, _ = scores(problem, tile, rows, columns)
+    s, capped, biased, seen = scores(problem, tile, rows, columns)
     p = divide(exp_minus(s, m[..., None]), l[..., None])
     z = kept(problem, tile, rows, columns)
 
@@ -160,7 +160,7 @@ def gradients(
     dp = _rows_by_columns(problem, do, tile.value)
     ds = p * ((dp if z is None else z * dp) - d[..., None])
     if problem.score_mod is not None:
-        ds, dcaptured = _through_program(problem, tile, biased, ds, rows, columns)
+        ds, dcaptured = _through_program(problem, tile, biased, seen, ds, rows, columns)
         gradients |= dcaptured
     if problem.dbias:
         assert tile.bias is not None
@@ -184,16 +184,35 @@ def _programmed(
     s: jax.Array | None,
     rows: jax.Array,
     columns: jax.Array,
+    seen: jax.Array | None,
 ) -> jax.Array:
-    """What a program says of each entry of a tile: [B, N, R, C]."""
+    """What a program says of each entry of a tile: [B, N, R, C].
+
+    Of entries that are not seen it says what it says of one that is. What they say does not matter, but their
+    derivatives are multiplied with 0, which does not help where they are infinite: as of log(query - key + 1) beside a
+    causal mask.
+    """
     assert tile.program_batch is not None and tile.program_head is not None
     offset = jnp.zeros(problem.batch, jnp.int32) if tile.query_offset is None else tile.query_offset
-    shaped = [x.reshape(-1, *of.shape) for x, of in zip(captured, problem.captured, strict=True) if x is not None]
-    return program.on_tile(shaped, s, tile.program_batch, tile.program_head, offset[:, None] + rows, columns)
+    shaped = [x.reshape(len(x), *of.shape) for x, of in zip(captured, problem.captured, strict=True) if x is not None]
+    places = (tile.program_batch, tile.program_head, offset[:, None] + rows, columns)
+    if s is None or seen is None:
+        return program.on_tile(shaped, s, *places)
+    dims = ((1, 2, 3), (0, 2, 3), (1, 3), (0, 1, 2))  # that batch, head, query and key lack
+    full = [jnp.broadcast_to(jnp.expand_dims(x, lacks), s.shape) for x, lacks in zip(places, dims, strict=True)]
+    seen = jnp.broadcast_to(seen, s.shape)
+    one = jnp.argmax(seen)
+    return program.on_tile(shaped, *(jnp.where(seen, x, x.ravel()[one]) for x in (s, *full)))
 
 
 def _through_program(
-    problem: Problem, tile: Operands, s: jax.Array, ds: jax.Array, rows: jax.Array, columns: jax.Array
+    problem: Problem,
+    tile: Operands,
+    s: jax.Array,
+    seen: jax.Array,
+    ds: jax.Array,
+    rows: jax.Array,
+    columns: jax.Array,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The cotangent of what score_mod gets, and the gradients of captured arrays that are asked for, from dS."""
     asked = [i for i, x in enumerate(problem.captured) if x.gradient]
@@ -203,7 +222,7 @@ def _through_program(
         for i, x in zip(asked, asked_for, strict=True):
             captured[i] = x
         assert problem.score_mod is not None
-        return _programmed(problem.score_mod, problem, tile, captured, s, rows, columns)
+        return _programmed(problem.score_mod, problem, tile, captured, s, rows, columns, seen)
 
     _, vjp = jax.vjp(scores, s, [tile.captured[i] for i in asked])
     ds, dcaptured = vjp(ds)

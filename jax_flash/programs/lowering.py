@@ -35,7 +35,12 @@ class Lowering:
             return self._literal(x) if isinstance(x, Literal) else values[x]
 
         for eqn in jaxpr.eqns:
-            values |= dict(zip(eqn.outvars, self._apply(eqn, [read(x) for x in eqn.invars]), strict=True))
+            results = self._apply(eqn, [read(x) for x in eqn.invars])
+            values |= dict(zip(eqn.outvars, results, strict=True))
+            for x in results:
+                if not x.shape and not isinstance(x, View):
+                    with contextlib.suppress(Unsupported):  # which it is again if anything needs it
+                        x.element()  # now: a long chain of functions would be too deep a recursion later
         return [read(x) for x in jaxpr.outvars]
 
     def use(self, x: Array) -> Array:

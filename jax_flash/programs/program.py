@@ -7,8 +7,9 @@ derivative, which is `jax.vjp` of the function; everything else runs the functio
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -60,8 +61,8 @@ class Program:
 
     text: str  # of the code; of the jaxpr if there is none
     refusal: str | None = None  # why there is none
-    derivative: str | None = None  # the code of that of a score, or its jaxpr if there is no code
-    constants: tuple[bytes, ...] = ()  # what its jaxpr calls with, and says nothing of
+    derivative: str | None = None  # the code of that of a score, and its jaxpr where rules say more than the code
+    constants: tuple[Any, ...] = ()  # arrays' bytes and Python functions that its jaxpr has, and its text does not tell
     first: int = 0  # the number of its first captured array
     count: int = 0  # of its captured arrays
     jaxpr: Any = dataclasses.field(default=None, compare=False, repr=False)  # a Jaxpr; none of a derivative
@@ -96,15 +97,17 @@ class Program:
         Args:
           arrays: all that are captured, each with a leading dim of B or 1.
           score: [B, N, R, C], or None for a mask.
-          batch, head, query, key: int32 [B], [N], [B, R] and [C].
+          batch, head, query, key: int32 [B], [N], [B, R] and [C], or [B, N, R, C] each.
         """
         scores = () if score is None else (score,)
         score_axes = (0,) * len(scores)
         shared = [x.shape[0] == 1 for x in arrays]
+        by_dim = ((0, None, 0, None), (None, 0, None, None), (None, None, 0, None), (None, None, None, 0))
+        by_batch, *by_other = ((0, 0, 0, 0),) * 4 if key.ndim == 4 else by_dim  # of batch, head, query, key
         mapped: Callable[..., jax.Array] = self
-        for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):  # of batch, head, query, key
+        for axes in reversed(by_other):
             mapped = jax.vmap(mapped, (None, *score_axes, *axes))
-        mapped = jax.vmap(mapped, ([None if one else 0 for one in shared], *score_axes, 0, None, 0, None))
+        mapped = jax.vmap(mapped, ([None if one else 0 for one in shared], *score_axes, *by_batch))
         arrays = [x[0] if one else x for x, one in zip(arrays, shared, strict=True)]
         return mapped(arrays, *scores, batch, head, query, key)
 
@@ -146,7 +149,7 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
     """
     closed = _traced(name, function, dtype)
     arrays = [jnp.asarray(x) for x in closed.consts]
-    constants = tuple(np.asarray(x).tobytes() for x in _constants_of_calls(closed.jaxpr))
+    constants = (*(np.asarray(x).tobytes() for x in _constants_of_calls(closed.jaxpr)), *_callbacks(closed.jaxpr))
     program = Program(str(closed.jaxpr), first=first, count=len(arrays), constants=constants, jaxpr=closed.jaxpr)
     captured = [Captured("", False, ())] * first + [Captured(x.dtype.name, False, x.shape) for x in arrays]
     derivative = None
@@ -159,10 +162,12 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
         text = code.text(result.element())
         if name == "score_mod":  # whether it has a derivative too is known from the start
             gradients = [x._replace(gradient=jnp.issubdtype(x.dtype, jnp.floating)) for x in captured[first:]]
-            derivative = program.gradient(captured[:first] + gradients, dtype, sizes).text
-    except Unsupported as e:
-        derivative = _derivative_of_jaxpr(closed) if name == "score_mod" else None
-        return dataclasses.replace(program, refusal=f"{name} has {e}", derivative=derivative), arrays
+            second = _second_derivative(name, closed) if _has_rules(closed.jaxpr) else ""
+            derivative = program.gradient(captured[:first] + gradients, dtype, sizes).text + second
+    except (Unsupported, RecursionError) as e:
+        reason = e if isinstance(e, Unsupported) else "too many operations, one on top of the other, on small arrays"
+        derivative = _second_derivative(name, closed) if name == "score_mod" else None
+        return dataclasses.replace(program, refusal=f"{name} has {reason}", derivative=derivative), arrays
     return dataclasses.replace(program, text=text, derivative=derivative), arrays
 
 
@@ -178,7 +183,8 @@ def _traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
     except ValueError:  # of what has no signature to look at
         pass
     integer, expected = jax.ShapeDtypeStruct((), "int32"), jax.ShapeDtypeStruct((), dtype if scored else "bool")
-    closed, result = jax.make_jaxpr(function, return_shape=True)(*[expected] * scored, *[integer] * len(INDICES))
+    fresh = functools.partial(function)  # JAX remembers what it traced, and the function may have changed since
+    closed, result = jax.make_jaxpr(fresh, return_shape=True)(*[expected] * scored, *[integer] * len(INDICES))
     if not jax.tree_util.all_leaves([result]) or result.shape or result.dtype != expected.dtype:
         found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
         raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {found}")
@@ -226,16 +232,40 @@ def _packed(closed: ClosedJaxpr) -> ClosedJaxpr:
     return jax.make_jaxpr(function)(*closed.in_avals)
 
 
-def _constants_of_calls(x: Any) -> Iterator[Any]:
-    """Those of all jaxprs in a jaxpr, or in a parameter of an equation."""
-    if isinstance(x, ClosedJaxpr):
-        yield from x.consts
-        x = x.jaxpr
-    if isinstance(x, Jaxpr):
-        x = [parameter for eqn in x.eqns for parameter in eqn.params.values()]
-    if isinstance(x, (list, tuple)):
-        for parameter in x:
-            yield from _constants_of_calls(parameter)
+def _constants_of_calls(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Those of all jaxprs in a jaxpr."""
+    for eqn in _equations(jaxpr):
+        for x in _parts(eqn.params.values()):
+            if isinstance(x, ClosedJaxpr):
+                yield from x.consts
+
+
+def _callbacks(jaxpr: Jaxpr) -> list[Any]:
+    """The Python functions that it calls when it runs."""
+    return [eqn.params["callback"] for eqn in _equations(jaxpr) if "callback" in eqn.params]
+
+
+def _has_rules(jaxpr: Jaxpr) -> bool:
+    """Whether derivatives do not follow from what it computes."""
+    return any(eqn.primitive.name.startswith(("custom_", "stop_gradient")) for eqn in _equations(jaxpr))
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Those of a jaxpr, and of all jaxprs in it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for x in _parts(eqn.params.values()):
+            if isinstance(x, (Jaxpr, ClosedJaxpr)):
+                yield from _equations(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
+
+
+def _parts(values: Iterable[Any]) -> Iterator[Any]:
+    """Of parameters of an equation, some of which are tuples of jaxprs."""
+    for x in values:
+        if isinstance(x, (list, tuple)):
+            yield from _parts(x)
+        else:
+            yield x
 
 
 # --- the derivative ---------------------------------------------------------------------------------------------------
@@ -277,20 +307,36 @@ def _derivative(jaxpr: Jaxpr, constants: int, args: Sequence[Array]) -> ClosedJa
     return jax.make_jaxpr(derivative)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args))
 
 
-def _derivative_of_jaxpr(closed: ClosedJaxpr) -> str | None:
-    """The text of jax.vjp of the function, where there is no code of it; None if it has no derivative."""
+def _second_derivative(name: str, closed: ClosedJaxpr) -> str:
+    """What tells functions apart that have rules of their own: jax.vjp of jax.vjp as text; nothing if there is none."""
 
-    def derivative(cotangent: jax.Array, arrays: Sequence[jax.Array], *scalars: jax.Array) -> Any:
-        result, vjp = jax.vjp(
-            lambda *args: jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, args[0]))(*args[1:]), arrays, *scalars
-        )
-        return vjp([cotangent])
+    def vjp_of(function: Callable[..., Any], *args: Any) -> list[jax.Array]:
+        *inputs, cotangents = args
+        gradients = jax.vjp(function, *inputs)[1](cotangents)
+        return [x for x in jax.tree.leaves(gradients) if jnp.issubdtype(x.dtype, jnp.floating)]
 
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.consts]
+    def function(arrays: Sequence[jax.Array], *scalars: jax.Array) -> list[jax.Array]:
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, arrays))(*scalars)
+
+    derivative: Callable[..., Any] = function
+    args: list[Any] = [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.consts], *closed.in_avals]
+    text = ""
     try:
-        return str(jax.make_jaxpr(derivative)(*closed.out_avals, arrays, *closed.in_avals))
+        for _ in range(2):
+            args.append(jax.eval_shape(derivative, *args))
+            derivative = functools.partial(vjp_of, derivative)
+            found = jax.make_jaxpr(derivative)(*args)
+            constants = [*found.consts, *_constants_of_calls(found.jaxpr)]
+            if any(isinstance(x, jax.core.Tracer) for x in constants):
+                break
+            text = " ".join([str(found), *(np.asarray(x).tobytes().hex() for x in constants)])
+        else:
+            return text
     except Exception:  # whatever a rule raises: it does again where it is differentiated
-        return None
+        return text
+    raise TypeError(
+        f"{name} calls a function whose own derivative captures a traced array: it must be an argument of it"
+    )
 
 
 class _Tracing:

@@ -170,3 +170,25 @@ def test_a_mask_alone():
     )
     assert (problem.score_mod, problem.captured) == (None, ())
     assert problem.differentiated({"dq"}).score_grad is None
+
+
+@pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
+def test_infinite_derivatives_where_nobody_looks(implementation):
+    """Of hidden entries: log(0) and the logarithms of negative numbers have no part in the gradients."""
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 33, 2, 8)), jnp.float32)
+
+    def total(rate, q, implementation):
+        def score_mod(s, b, h, i, j):
+            return s - rate * jnp.log((i - j + 1).astype(s.dtype))
+
+        options = {"is_causal": True, "implementation": implementation}
+        return (jax_flash.dot_product_attention(q, q, q, score_mod=score_mod, **options) ** 2).sum()
+
+    def by_bias(rate, q):
+        distance = jnp.maximum(jnp.arange(33)[:, None] - jnp.arange(33), 0) + 1.0
+        bias = -rate * jnp.log(distance)
+        return (jax_flash.dot_product_attention(q, q, q, bias[None, None], is_causal=True) ** 2).sum()
+
+    found = jax.grad(total, (0, 1))(0.5, q, implementation)
+    for x, expected in zip(found, jax.grad(by_bias, (0, 1))(0.5, q), strict=True):
+        np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-5)

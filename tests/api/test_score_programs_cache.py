@@ -111,6 +111,21 @@ def test_what_a_function_with_its_own_rule_captures_is_told_apart():
     assert np.abs(results[0] - results[1]).max() > 1e-3
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, loop], ids=["code", "no code"])
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_what_a_derivative_captures_is_told_apart(kind, wrap):
+    factors = [jnp.array([0.0, x]) for x in (1, 3)]
+    results = [gradient(score_mod=wrap(with_rule(lambda x, factor=factor: factor[1] * x, kind))) for factor in factors]
+    assert np.abs(results[0] - results[1]).max() > 1e-3
+
+    @jax.jit
+    def traced(factor):
+        return gradient(score_mod=wrap(with_rule(lambda x: factor[1] * x, kind)))
+
+    with pytest.raises(TypeError, match="score_mod calls a function whose own derivative captures a traced array"):
+        traced(factors[0])
+
+
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_new_values_do_not_compile_again(implementation):
     """Outside of jax.jit, and of new functions each time; a captured number is one of the arrays."""
@@ -152,3 +167,66 @@ def test_what_changes_nothing_costs_nothing():
     assert same == described()
     assert described(score_mod=lambda s, b, h, q, k: lax.stop_gradient(s)) != described()
     assert described(mask_mod=lambda b, h, q, k: k < 4) != described()
+
+
+class Scaled:
+    """A function that can be changed."""
+
+    rate, table = 1.0, jnp.ones(5)
+
+    def __call__(self, s, b, h, q, k):
+        return s + self.rate * self.table[k]
+
+
+@pytest.mark.parametrize("implementation", ["flash", "xla"])
+def test_a_function_is_read_anew_in_each_call(implementation):
+    """One that looks at what has changed since, a number or an array."""
+    function = Scaled()
+
+    def result():
+        return attend(implementation=implementation, score_mod=function)
+
+    for rate, table in ((1.0, jnp.arange(5.0)), (-2.0, jnp.arange(5.0)), (-2.0, jnp.cos(jnp.arange(5.0)))):
+        function.rate, function.table = rate, table
+        np.testing.assert_allclose(result(), attend(bias=rate * table), rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_is_read_anew_in_each_trace():
+    """What it captured in another trace is not there any more."""
+    function = Scaled()
+
+    @jax.jit
+    def call(table):
+        function.table = table
+        return attend(QUERY * 1, score_mod=function)
+
+    for table in (jnp.arange(5.0), jnp.arange(5.0)[::-1].astype(jnp.bfloat16)):
+        np.testing.assert_allclose(call(table), attend(bias=table), rtol=1e-5, atol=1e-6)
+    function.table = jnp.zeros(5)
+    np.testing.assert_allclose(attend(score_mod=function), attend(), rtol=1e-5, atol=1e-6)
+
+
+def test_another_callback_is_another_program():
+    """JAX prints both alike."""
+
+    def score_mod(rate):
+        return lambda s, *_: jax.pure_callback(lambda s: rate * s, s, s, vmap_method="broadcast_all")
+
+    for rate in (np.float32(2), np.float32(-1)):
+        result = attend(score_mod=score_mod(rate))
+        np.testing.assert_allclose(result, attend(scale=float(rate) * 8**-0.5), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["flash", "xla"])
+def test_another_second_derivative_is_another_program(implementation):
+    """Values and first derivatives are the same."""
+
+    def hessian(rule):
+        def loss(query):
+            mod = with_rule(rule, "jvp")
+            return (attend(query, implementation, score_mod=mod) ** 2).sum()
+
+        return jax.jacrev(jax.grad(loss))(QUERY[:, :2, :1, :2])
+
+    results = [hessian(rule) for rule in (lambda x: 2 * x, lambda x: 2 * lax.stop_gradient(x))]
+    assert np.abs(results[0] - results[1]).max() > 1e-3

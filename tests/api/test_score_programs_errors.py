@@ -14,6 +14,7 @@ from jax_flash import Problem
 
 QUERY = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 8)), jnp.float32)
 TABLE = jnp.arange(5.0)
+EMPTY = TABLE[:0]
 COMPLEX, KEY = jnp.ones(5, jnp.complex64), jax.random.key(0)
 
 
@@ -120,6 +121,7 @@ REFUSED = {
         lambda s, b, h, q, k: s + DEEP.at[0, 0, 0, 0, 0, 0, 0, 0, k].get(),
         "there may be 8 dims",
     ),
+    "an empty array": ("score_mod", lambda s, b, h, q, k: s + EMPTY.sum(), r"a captured array of \[0\]"),
     "many instructions": (
         "score_mod",
         lambda s, b, h, q, k: s + sum(jnp.dot(WIDE[q, :400] + i, WIDE[k, :400]) for i in range(3)),
@@ -139,7 +141,7 @@ def test_what_kernels_do_not_do(name):
     assert re.search(message, choice.reason)
 
 
-@pytest.mark.parametrize("name", ["an unsupported primitive", "of a mask", "a long dot"])
+@pytest.mark.parametrize("name", ["an unsupported primitive", "of a mask", "a long dot", "an empty array"])
 def test_what_is_taken_instead(name):
     """None warns once, and takes "xla"."""
     mod, function, message = REFUSED[name]
@@ -247,3 +249,32 @@ def test_result_of_the_wrong_width_under_x64(x64):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert attend("xla", QUERY.astype("float64"), score_mod=lambda s, b, h, q, k: s + table[k]).dtype == "float64"
+
+
+# --- long functions ---
+
+
+def test_a_long_chain():
+    """Every value of which is computed from the one before."""
+
+    def score_mod(s, b, h, q, k):
+        for _ in range(300):
+            s = jnp.where(s > 100.0, s, s * 1.001)
+        return s
+
+    result = jax.value_and_grad(lambda query: (attend("flash", query, score_mod=score_mod) ** 2).sum())(QUERY)
+    expected = jax.value_and_grad(lambda query: (attend("xla", query, scale=8**-0.5 * 1.001**300) ** 2).sum())(QUERY)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), result, expected)
+
+
+def test_a_long_chain_of_arrays():
+    """Of which there is no code: it says so."""
+
+    def score_mod(s, b, h, q, k):
+        x = jnp.stack([s, s])
+        for _ in range(700):
+            x = x * 1.001
+        return x.sum()
+
+    with pytest.raises(NotImplementedError, match='"flash": score_mod has too many .* None and "xla" do it'):
+        attend("flash", score_mod=score_mod)

@@ -86,7 +86,8 @@ def scores(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array
         s = s + tile.bias.astype(s.dtype)
     biased, seen = s, may_attend(problem, tile, rows, columns)
     if problem.score_mod is not None:
-        s = _programmed(problem.score_mod, problem, tile, tile.captured, s, rows, columns)
+        given = jnp.where(seen, s, jax.lax.stop_gradient(s))  # of what is hidden the derivative may be NaN
+        s = _programmed(problem.score_mod, problem, tile, tile.captured, given, rows, columns)
     return Scores(jnp.where(seen, s, -jnp.inf), capped, biased, seen)
 
 
@@ -206,7 +207,8 @@ def _through_program(
         return _programmed(problem.score_mod, problem, tile, captured, s, rows, columns)
 
     _, vjp = jax.vjp(scores, s, [tile.captured[i] for i in asked])
-    ds, dcaptured = vjp(ds)
+    through, dcaptured = vjp(ds)
+    ds = jnp.where(ds == 0, 0, through)  # whatever the derivative is
     return ds, {DCAPTURED[i]: x.astype(ds.dtype) for i, x in zip(asked, dcaptured, strict=True)}
 
 

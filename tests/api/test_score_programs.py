@@ -7,7 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case
-from programs import MASKS, SCORES, Mod, both, captured, check, exact, functions, hidden, ours, relative_table, t5
+from programs import (
+    MASKS,
+    SCORES,
+    Mod,
+    both,
+    captured,
+    check,
+    exact,
+    flags,
+    functions,
+    hidden,
+    ours,
+    relative_table,
+    t5,
+)
 
 import jax_flash
 from jax_flash import BlockMask
@@ -63,6 +77,11 @@ def test_with_other_features(case, implementation):
 def test_rows_that_the_score_hides(implementation):
     case = SMALL(bias="1nts")
     check(case, mods(hidden, case), implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_truth_values(implementation):
+    check(SMALL(), mods(flags, SMALL()), implementation)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])

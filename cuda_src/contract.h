@@ -27,7 +27,7 @@ constexpr int kRowThreads = 256;    // of a block of the kernels before and afte
 constexpr int kPairedKeys = 128;    // of a CTA of Hopper's backward, or of two in a cluster
 constexpr int kMergeThreads = 256;  // of a block that merges parts of the keys, each a thread's: so many parts at most
 
-constexpr int kMaskBlock = 128;    // queries, and keys, of a block that a mask operand is divided into
+constexpr int kMaskBlock = 128;    // queries, and keys, of a block that a mask operand or a mask_mod is divided into
 constexpr int kMaskThreads = 256;  // of a block of the kernels that make a block mask of it
 
 constexpr int kSegmentBlock = 64;      // queries or keys of a SegmentBounds
@@ -122,7 +122,8 @@ struct SegmentBounds {
 // operands `in` and the layout of scratch, where `at` turns an offset into an address (custom_calls.cc). What the
 // problem does not have is null.
 
-// A mask of blocks (jax_flash/block_sparse.py), or what scheduler/mask_blocks.cuh makes of a mask operand.
+// A mask of blocks (jax_flash/block_sparse.py), or what scheduler/mask_blocks.cuh makes of a mask operand and a
+// mask_mod.
 #define JAX_FLASH_BLOCK_MASK(FIELD)                                                           \
   FIELD(const int32_t*, blocks, in.blocks)                                                    \
   FIELD(const int32_t*, row_lists, in.row_lists)                                              \

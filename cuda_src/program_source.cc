@@ -71,8 +71,9 @@ std::string Expression(const Problem& p, const Instruction& x) {
     case Op::load_u:
     case Op::load_b: {
       const Captured& array = p.captured[x.array];
-      return "Look<" + std::string(kElements[int(array.dtype)]) + ">(p.captured[" + std::to_string(x.array) + "], " +
-             Offset(array, x) + ")";
+      const std::string element = "Look<" + std::string(kElements[int(array.dtype)]) + ">(p.captured[" +
+                                  std::to_string(x.array) + "], " + Offset(array, x) + ")";
+      return x.op == Op::load_b ? "Truth(" + element + " != 0)" : element;
     }
     default: {
       std::string call = kNames[int(x.op)] + std::string("(");

@@ -129,8 +129,8 @@ def dot_product_attention(
         What is there of masks and dropout comes after it. (`docs/score-programs.md`)
       mask_mod: a function of (batch, head, query, key) that returns whether the query may attend to the key, likewise.
       deterministic: the gradients, too, have the same bits in every run on one GPU model. By default a GPU adds up the
-        gradient of the query in the order in which its multiprocessors happen to finish. Everything else is always
-        deterministic, as is all on a CPU.
+        gradients of the query and of what score_mod captures in the order in which its multiprocessors happen to
+        finish. Everything else is always deterministic, as is all on a CPU.
 
     Returns:
       [B, T, N, E] or [T, N, E], in the dtype of the query; with `return_residual` a pair of it and the logsumexp.

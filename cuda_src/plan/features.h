@@ -27,8 +27,8 @@ bool BiasByEntry(const Problem& p);
   FEATURE(kBiasByEntry, "a bias that the copy engine does not load", BiasByEntry(p))                                 \
   FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                           \
           p.bias.present && !(p.bias.rows && p.bias.columns))                                                        \
-  FEATURE(kMask, "a mask", p.mask.present) /* in a forward of few queries */                                         \
-  FEATURE(kPrograms, "score_mod or mask_mod", p.programs())                                                          \
+  FEATURE(kMask, "a mask", p.mask.present)        /* in a forward of few queries */                                  \
+  FEATURE(kPrograms, "a score_mod", p.programs()) /* or, in a forward of few queries, a mask_mod */                  \
   FEATURE(kDropout, "dropout", p.dropout())                                                                          \
   FEATURE(kFloat32, "float32", p.dtype == DType::kF32)                                                               \
   FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                    \

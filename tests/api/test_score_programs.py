@@ -7,7 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case
-from programs import MASKS, SCORES, Mod, both, captured, check, exact, functions, hidden, ours, relative_table, t5
+from programs import (
+    MASKS,
+    SCORES,
+    Mod,
+    both,
+    captured,
+    check,
+    exact,
+    flags,
+    functions,
+    hidden,
+    ours,
+    relative_table,
+    t5,
+)
 
 import jax_flash
 from jax_flash import BlockMask
@@ -82,6 +96,11 @@ def test_what_is_hidden_has_no_derivative(implementation):
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
         assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_truth_values(implementation):
+    check(SMALL(), mods(flags, SMALL()), implementation)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])

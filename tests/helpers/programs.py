@@ -282,6 +282,20 @@ def hidden(case: Case) -> tuple[Mod]:
     return (Mod("score_mod", lambda rate: lambda s, b, h, q, k: jnp.where(q % 4 > k % 3, s * rate, -jnp.inf), rate),)
 
 
+def flags(case: Case) -> tuple[Mod, Mod]:
+    """Truth values that are looked up, negated and compared."""
+    rng = np.random.default_rng(11)
+    of_query, of_key = rng.random(case.T) < 0.5, rng.random(case.S) < 0.7
+
+    def doubled(of_key):
+        return lambda s, b, h, q, k: jnp.where(~of_key[k], s, 2 * s)
+
+    def equal(of_query, of_key):
+        return lambda b, h, q, k: (of_query[q] == (k % 3 > 0)) | ~(of_key[k] ^ (k > q))
+
+    return Mod("score_mod", doubled, (of_key,)), Mod("mask_mod", equal, (of_query, of_key))
+
+
 SCORES = [alibi, soft_cap, relative_table, t5, t5_causal, sandwich, graphormer, log_gelu, low_rank, mla_rope]
 MASKS = [
     *(causal, sliding_window, dilated_window, prefix_lm, documents, documents_by_offsets, natten, natten_morton),

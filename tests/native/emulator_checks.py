@@ -23,7 +23,7 @@ from jax_flash import BlockMask, _native
 
 ROOT = pathlib.Path(__file__).parents[2]
 KERNELS = ROOT / "cuda_src" / "kernels"
-SHARED = ("common/dtype.h", "common/host_device.h", "cuda_src/contract.h")  # with the host
+SHARED = ("common/dtype.h", "common/host_device.h", "common/ops.h", "cuda_src/contract.h")  # with the host
 hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="with Hopper's instructions only")
 
 
@@ -66,6 +66,20 @@ def test_case(case, dtype):
 def test_score_programs(case, dtype):
     """A score_mod and a mask_mod: beside tiles of a bias, where the mask is made into blocks, and of few queries."""
     programs.check(case, lambda: (programs.relative_table(case), programs.kinds_of_heads(case)), "flash", dtype)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=1, T=40, S=150, N=2, K=2, D=8, E=8),
+        Case(B=1, T=3, S=1100, N=2, K=1, D=8, E=8),  # mask_mod is asked entry by entry
+    ],
+    ids=str,
+)
+def test_truth_values(case):
+    """Of captured arrays."""
+    programs.check(case, lambda: programs.flags(case), "flash")
 
 
 @pytest.mark.usefixtures("device")

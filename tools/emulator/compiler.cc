@@ -130,7 +130,8 @@ int nvrtcCompileProgram(void* program, int option_count, const char* const* opti
   }
   emulator::WriteFile(folder.path + "/kernel.cc", p.source);
   std::string command =
-      "g++ -std=c++17 -O1 -fPIC -fno-gnu-unique -fno-threadsafe-statics -fno-strict-aliasing -ffp-contract=off -w";
+      "g++ -std=c++17 -O1 -fPIC -fno-gnu-unique -fno-threadsafe-statics -fno-strict-aliasing -ffp-contract=off "
+      "-ftrivial-auto-var-init=pattern -w";
   for (int i = 0; i < option_count; ++i) {
     const std::string option = options[i];
     if (option.rfind("-D", 0) == 0) command += " " + option;

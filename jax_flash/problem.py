@@ -197,7 +197,7 @@ class Problem:
         return "float64" if self.dtype == "float64" else "float32"
 
     def encode(self) -> str:
-        """The text attribute of the custom calls: "version=5 batch=2 ... bias=b1ts mask=none ..."."""
+        """The text attribute of the custom calls: "version=6 batch=2 ... bias=b1ts mask=none ..."."""
 
         def text(value: object) -> str:
             if value is None:

@@ -335,7 +335,7 @@ def _dot_general(code: Code, eqn: JaxprEqn, inputs: list[Array], out: Any) -> Ar
 
 def _reduce(op: str, empty: Callable[[Any], Any]) -> Callable[..., Array]:
     def rule(code: Code, eqn: JaxprEqn, inputs: list[Array], out: Any) -> Array:
-        (x,), axes, code = inputs, eqn.params["axes"], code
+        (x,), axes = inputs, eqn.params["axes"]
         terms = positions(code, [x.shape[d] for d in axes])
 
         def element(index: Index) -> Value:
@@ -370,7 +370,7 @@ def _iota(code: Code, eqn: JaxprEqn, inputs: list[Array], out: Any) -> Array:
 
 
 def _concatenate(code: Code, eqn: JaxprEqn, inputs: list[Array], out: Any) -> Array:
-    d, code = eqn.params["dimension"], code
+    d = eqn.params["dimension"]
     ends = list(itertools.accumulate(x.shape[d] for x in inputs))
 
     def element(index: Index) -> Value:

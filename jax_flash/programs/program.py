@@ -150,7 +150,7 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
     closed = _traced(name, function, dtype)
     arrays = [jnp.asarray(x) for x in closed.consts]
     constants = (*(np.asarray(x).tobytes() for x in _constants_of_calls(closed.jaxpr)), *_callbacks(closed.jaxpr))
-    program = Program(str(closed.jaxpr), first=first, count=len(arrays), constants=constants, jaxpr=closed.jaxpr)
+    program = Program("", first=first, count=len(arrays), constants=constants, jaxpr=closed.jaxpr)
     captured = [Captured("", False, ())] * first + [Captured(x.dtype.name, False, x.shape) for x in arrays]
     derivative = None
     try:
@@ -167,7 +167,8 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
     except (Unsupported, RecursionError) as e:
         reason = e if isinstance(e, Unsupported) else "too many operations, one on top of the other, on small arrays"
         derivative = _second_derivative(name, closed) if name == "score_mod" else None
-        return dataclasses.replace(program, refusal=f"{name} has {reason}", derivative=derivative), arrays
+        text, refusal = str(closed.jaxpr), f"{name} has {reason}"
+        return dataclasses.replace(program, text=text, refusal=refusal, derivative=derivative), arrays
     return dataclasses.replace(program, text=text, derivative=derivative), arrays
 
 
@@ -308,35 +309,36 @@ def _derivative(jaxpr: Jaxpr, constants: int, args: Sequence[Array]) -> ClosedJa
 
 
 def _second_derivative(name: str, closed: ClosedJaxpr) -> str:
-    """What tells functions apart that have rules of their own: jax.vjp of jax.vjp as text; nothing if there is none."""
-
-    def vjp_of(function: Callable[..., Any], *args: Any) -> list[jax.Array]:
-        *inputs, cotangents = args
-        gradients = jax.vjp(function, *inputs)[1](cotangents)
-        return [x for x in jax.tree.leaves(gradients) if jnp.issubdtype(x.dtype, jnp.floating)]
+    """What tells functions apart that have rules of their own: jax.vjp of jax.vjp as text, or what there is of it."""
 
     def function(arrays: Sequence[jax.Array], *scalars: jax.Array) -> list[jax.Array]:
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, arrays))(*scalars)
 
-    derivative: Callable[..., Any] = function
+    def first(args: list[Any], cotangents: Any) -> Any:
+        return _floats(jax.vjp(function, *args)[1](cotangents))
+
+    def second(args: list[Any], cotangents: Any, of_first: Any) -> Any:
+        return _floats(jax.vjp(first, args, cotangents)[1](of_first))
+
     args: list[Any] = [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.consts], *closed.in_avals]
-    text = ""
-    try:
-        for _ in range(2):
-            args.append(jax.eval_shape(derivative, *args))
-            derivative = functools.partial(vjp_of, derivative)
-            found = jax.make_jaxpr(derivative)(*args)
-            constants = [*found.consts, *_constants_of_calls(found.jaxpr)]
-            if any(isinstance(x, jax.core.Tracer) for x in constants):
-                break
-            text = " ".join([str(found), *(np.asarray(x).tobytes().hex() for x in constants)])
-        else:
-            return text
-    except Exception:  # whatever a rule raises: it does again where it is differentiated
-        return text
-    raise TypeError(
-        f"{name} calls a function whose own derivative captures a traced array: it must be an argument of it"
-    )
+    given: list[Any] = [args, closed.out_avals, _floats(args)]
+    for derivative in (second, first):
+        try:
+            found = jax.make_jaxpr(derivative)(*given)
+        except Exception:  # whatever a rule raises: it does again where it is differentiated
+            given.pop()
+            continue
+        constants = [*found.consts, *_constants_of_calls(found.jaxpr)]
+        if any(isinstance(x, jax.core.Tracer) for x in constants):
+            raise TypeError(
+                f"{name} calls a function whose own derivative captures a traced array: make it an argument"
+            )
+        return " ".join([str(found), *(np.asarray(x).tobytes().hex() for x in constants)])
+    return ""
+
+
+def _floats(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
 class _Tracing:

@@ -84,6 +84,25 @@ def test_truth_values(implementation):
     check(SMALL(), mods(flags, SMALL()), implementation)
 
 
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "reference", None])
+def test_what_is_hidden_has_no_derivative(implementation):
+    """Not even where the score and its derivative are NaN."""
+    arrays = SMALL(N=2).arrays()
+
+    def gradients(**options):
+        def loss(query, key):
+            o = jax_flash.dot_product_attention(query, key, arrays["value"], is_causal=True, **options)
+            return (o**2).sum()
+
+        return jax.grad(loss, (0, 1))(arrays["query"], arrays["key"])
+
+    mods = [lambda s, b, h, q, k, f=f: s * jnp.sqrt(f(q - k)) for f in (lambda x: x, jnp.abs)]
+    found, expected = (gradients(score_mod=mod, implementation=implementation) for mod in mods)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+        assert np.isfinite(x).all()
+
+
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_dtypes(implementation, dtype):

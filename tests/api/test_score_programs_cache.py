@@ -217,16 +217,13 @@ def test_another_callback_is_another_program():
         np.testing.assert_allclose(result, attend(scale=float(rate) * 8**-0.5), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["flash", "xla"])
-def test_another_second_derivative_is_another_program(implementation):
+def test_another_second_derivative_is_another_program():
     """Values and first derivatives are the same."""
 
-    def hessian(rule):
-        def loss(query):
-            mod = with_rule(rule, "jvp")
-            return (attend(query, implementation, score_mod=mod) ** 2).sum()
+    def second(rule):
+        mod = with_rule(rule, "jvp")
+        first = jax.grad(lambda query: (attend(query, score_mod=mod) ** 2).sum())
+        return jax.grad(lambda query: (first(query) ** 2).sum())(QUERY)
 
-        return jax.jacrev(jax.grad(loss))(QUERY[:, :2, :1, :2])
-
-    results = [hessian(rule) for rule in (lambda x: 2 * x, lambda x: 2 * lax.stop_gradient(x))]
+    results = [second(rule) for rule in (lambda x: 2 * x, lambda x: 2 * lax.stop_gradient(x))]
     assert np.abs(results[0] - results[1]).max() > 1e-3

@@ -258,12 +258,12 @@ def test_a_long_chain():
     """Every value of which is computed from the one before."""
 
     def score_mod(s, b, h, q, k):
-        for _ in range(300):
+        for _ in range(200):
             s = jnp.where(s > 100.0, s, s * 1.001)
         return s
 
     result = jax.value_and_grad(lambda query: (attend("flash", query, score_mod=score_mod) ** 2).sum())(QUERY)
-    expected = jax.value_and_grad(lambda query: (attend("xla", query, scale=8**-0.5 * 1.001**300) ** 2).sum())(QUERY)
+    expected = jax.value_and_grad(lambda query: (attend("xla", query, scale=8**-0.5 * 1.001**200) ** 2).sum())(QUERY)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), result, expected)
 
 

@@ -75,7 +75,10 @@ def test_jit_and_not(implementation):
 # --- vmap ---
 
 
-@pytest.mark.parametrize("mapped", [(0,), (3,), (4,), (5,), (0, 4), (1, 2, 3), (0, 1, 2, 3, 4, 5)], ids=str)
+MAPPED = [("flash", x) for x in ((0,), (3,), (4,), (5,), (0, 4), (1, 2, 3), (0, 1, 2, 3, 4, 5))] + [("xla", (0, 3, 5))]
+
+
+@pytest.mark.parametrize(("implementation", "mapped"), MAPPED, ids=str)
 def test_vmap(mapped, implementation):
     """Of what is mapped and of what is shared: values, and gradients for each mapped example."""
     axes = [0 if i in mapped else None for i in range(6)]

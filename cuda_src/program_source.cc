@@ -85,7 +85,8 @@ std::string Expression(const Problem& p, const Instruction& x) {
 
 // A function of these arguments: the instructions, a line each. `otherwise` is what it gives where there is no program.
 std::string Function(const Problem& p, const std::string& head, const Program& program, const char* otherwise) {
-  std::string text = "__device__ __forceinline__ " + head + " {\n";
+  const bool is_long = program.instructions.size() > size_t(kInlined);
+  std::string text = std::string("__device__ ") + (is_long ? "__noinline__ " : "__forceinline__ ") + head + " {\n";
   for (int i = 0; i < int(program.instructions.size()); ++i) {
     const Instruction& x = program.instructions[i];
     if (x.op == Op::result) {

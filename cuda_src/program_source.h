@@ -7,6 +7,10 @@
 
 namespace jax_flash {
 
+// A program of more instructions is a function of its own: inlined for every entry that a lane has, it would take the
+// compiler half a minute.
+constexpr int kInlined = 32;
+
 // The functions ScoreMod, MaskMod and ScoreGrad of cuda_src/kernels/semantics/program.cuh, of a problem's programs;
 // what it does not have changes nothing.
 std::string ProgramSource(const Problem& problem);

@@ -96,6 +96,7 @@ const Rows& RowsOf(const Problem& p, Pass pass) {
 
 // The first that fits; none if no tiles do, or the GPU is none for them.
 std::optional<KernelTiling> TilingOf(const Rows& rows, const Target& target, const Problem& p) {
+  if (FeaturesOf(p).Any(kLongProgram)) return std::nullopt;
   for (const unsigned ignored : {0u, kPreferences}) {
     for (const Row& row : rows) {
       const TileSizes& tile = row.tile;
@@ -175,6 +176,7 @@ std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& 
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
+  if (FeaturesOf(p).Any(kLongProgram)) return "its tiles do not do a score_mod of more than 32 instructions";
   return Obstacle(RowsOf(p, pass), target, p);
 }
 

@@ -17,6 +17,7 @@
 #define __grid_constant__
 #define __shared__ static  // of the one block that runs. (Dynamic shared memory: compiler.cc.)
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)  // compiler.cc
 #define __align__(bytes) alignas(bytes)

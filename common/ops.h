@@ -32,8 +32,8 @@ enum class Type : uint8_t { f, i, u, b, n };
   OP(mul_f, "mul.f", f, f, f, n, (x * y))                                                  \
   OP(div_f, "div.f", f, f, f, n, x / y)                                                    \
   OP(rem_f, "rem.f", f, f, f, n, Fmod(x, y))                                               \
-  OP(min_f, "min.f", f, f, f, n, (x < y) | (x != x) ? x : y)                               \
-  OP(max_f, "max.f", f, f, f, n, (x > y) | (x != x) ? x : y)                               \
+  OP(min_f, "min.f", f, f, f, n, ((x < y) | (x != x)) ? x : y)                             \
+  OP(max_f, "max.f", f, f, f, n, ((x > y) | (x != x)) ? x : y)                             \
   OP(pow_f, "pow.f", f, f, f, n, Pow(x, y))                                                \
   OP(atan2_f, "atan2.f", f, f, f, n, Atan2(x, y))                                          \
   OP(neg_f, "neg.f", f, f, n, n, -x)                                                       \

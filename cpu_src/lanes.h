@@ -290,14 +290,14 @@ inline V Log(V x) {
   const V s = f / (f + 2), half = f * f * A(0.5);
   const V log = e * kHigh - ((half - (s * (half + LogSeries(s * s)) + e * kLow)) - f);
   const V special = x == 0 ? V{} - kInfinity<A> : x < 0 ? V{} + A(__builtin_nan("")) : x;
-  return (x > 0) & (x < kInfinity<A>) ? log : special;
+  return ((x > 0) & (x < kInfinity<A>)) ? log : special;
 }
 
 template <typename V>
 inline V Log1p(V x) {
   const V u = x + 1, log = Log(u);
   const V rounded = (x - (u - 1)) / u;  // what u has lost of 1 + x
-  return (u > 0) & (u < kInfinity<ElementOf<V>>) ? log + rounded : log;
+  return ((u > 0) & (u < kInfinity<ElementOf<V>>)) ? log + rounded : log;
 }
 
 #define JAX_FLASH_OF_THE_C_LIBRARY(Name, function)                  \

@@ -75,16 +75,13 @@ constexpr Row kBackwardF32[] = {
     {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed | kPrograms},
 };
 
-// Of dbias. Windows and segments would leave wide tiles too few registers.
-constexpr unsigned kNotForBias = kFloat32 | kBroadcastBias;
+// Of dbias. Windows, segments and a soft cap would leave wide tiles too few registers.
+constexpr unsigned kNotForBias = kFloat32 | kBroadcastBias | kPrograms, kNotForWide = kNotForBias | kLocal | kSoftCap;
 constexpr Row kBackwardBias[] = {
-    {227, 64, {128, 128, 2, 4, true}, kNotForBias | kLocal | kPrograms},
-    {227, 128, {128, 128, 2, 3, true}, kNotForBias | kLocal | kWideBias | kPrograms},
-    {227, 128, {128, 128, 2, 2, true}, kNotForBias | kLocal | kPrograms},
-    {227, 128, {128, 64, 2, 4, true}, kNotForBias | kPrograms},
-    {227, 64, {128, 128, 2, 4}, kNotForBias | kLocal | kPrograms},
-    {227, 128, {128, 128, 2, 3}, kNotForBias | kLocal | kPrograms},
-    {227, 128, {128, 64, 2, 4}, kNotForBias | kPrograms},
+    {227, 64, {128, 128, 2, 4, true}, kNotForWide},  {227, 128, {128, 128, 2, 3, true}, kNotForWide | kWideBias},
+    {227, 128, {128, 128, 2, 2, true}, kNotForWide}, {227, 128, {128, 64, 2, 4, true}, kNotForBias},
+    {227, 64, {128, 128, 2, 4}, kNotForWide},        {227, 128, {128, 128, 2, 3}, kNotForWide},
+    {227, 128, {128, 64, 2, 4}, kNotForBias},
 };
 
 constexpr Table kForwardTable = {kForward, kForwardF32}, kBackwardTable = {kBackward, kBackwardF32};

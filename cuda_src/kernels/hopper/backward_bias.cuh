@@ -7,7 +7,8 @@
 //   S = Q_i K_j^T;   P = exp(S - L_i);   dP = dO_i V_j^T;   dbias += P (dP - D_i)
 // The bias is the same for all that is added up: it comes once a tile of dbias, and stays in shared memory.
 //
-// Tiles have kRows (64 for each consumer) and kCols (128, or 64 beside windows and segments). The host launches
+// Tiles have kRows (64 for each consumer) and kCols (128, or 64 beside windows, segments and a soft cap). The host
+// launches
 //   jax_flash_backward_prepare       as hopper/backward_rows.cuh says, if hopper/backward.cuh has not
 //   jax_flash_backward_bias          at most one CTA a multiprocessor, of kThreads and `jax_flash_shared_bytes`; boxes
 //                                    of kRows in the maps of Q, dO and the bias, of kCols in those of K and V

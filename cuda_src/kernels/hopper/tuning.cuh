@@ -68,7 +68,8 @@ struct BackwardTuning {
   // (with 128 rows, what it has answered is put together at once)
   static constexpr bool kFoldsWords = kListed && kRows == 128;
   // ... and a bias has to be looked up a few entries at a time.
-  static constexpr bool kBiasInParts = kBias && !kTiling.bias_tiles && (kPairs || kSoftCap);
+  static constexpr bool kBiasInParts =
+      kBias && !kTiling.bias_tiles && (kPairs || kSoftCap || (kListed && kDropout && kQKDim > 96));
 
   // dQ is computed a step behind: then no warpgroup waits for the other's dS, and one can be at its products while the
   // other is at its exponentials. Not where there are no registers to keep track of it.
@@ -106,8 +107,8 @@ struct BackwardTuning {
 struct BackwardBiasTuning {
   static constexpr bool kNarrow = kTiling.cols < 128;
 
-  // Of 504 for the three warpgroups. A consumer's sum, S and dP take 192, or half of it of narrow tiles, which windows
-  // and segments have for the sake of the producer.
+  // Of 504 for the three warpgroups. A consumer's sum, S and dP take 192, or half of it of narrow tiles, which windows,
+  // segments and soft caps have for the sake of the producer.
   static constexpr int kProducerRegisters = kNarrow ? 88 : kManyRanges ? 56 : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
 

@@ -241,8 +241,10 @@ def _refuse_or_warn(problem: Problem, implementation: Implementation | None) -> 
 
 def _refused_on_gpu(problem: Problem) -> str | None:
     """Why the forward, or the backward that may follow, has no kernels there."""
-    backward = problem.differentiated(problem.differentiable)
-    return custom_calls.refusal(problem, "cuda") or custom_calls.refusal(backward, "cuda")
+    refusal = custom_calls.refusal(problem, "cuda")
+    if refusal or not problem.captured:  # whose gradients are all that only a backward is refused for
+        return refusal
+    return custom_calls.refusal(problem.differentiated(problem.differentiable), "cuda")
 
 
 def _plain(function: Callable[..., tuple[jax.Array, ...]], problem: Problem, operands: Operands):

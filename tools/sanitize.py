@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
@@ -39,6 +40,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests" / "helpers"))
 
 from block_masks import GARBAGE, sparse, with_arrays
 from cases import FEATURES, Case, with_gradients
+from programs import both, captured, ours
 
 OPTIONS = ["--kernel-name", "kernel_substring=jax_flash_"]  # XLA's kernels are not ours to check
 OPTIONS += ["--error-exitcode", "1", "--print-limit", "20", "--show-backtrace", "device"]
@@ -62,13 +64,14 @@ class Call:
     dtype: str = "bfloat16"
     precision: str = "default"
     garbage: bool = False
+    programs: bool = False
 
     def __str__(self) -> str:
         """On one line, which a picture of the block mask would not be."""
         mask = self.case.block_mask
         blocks = f"-blocks={mask.shape.q_block}x{mask.shape.kv_block}" if mask is not None else ""
         case = dataclasses.replace(self.case, block_mask=None)
-        return f"{self.dtype} {self.precision} {case}{blocks}{'-garbage' if self.garbage else ''}"
+        return f"{self.dtype} {self.precision} {case}{blocks}{'-garbage' * self.garbage}{'-programs' * self.programs}"
 
 
 def enlarged(case: Case, dim: int) -> Case:
@@ -83,6 +86,8 @@ def of_dim(dim: int) -> Iterator[Call]:
     yield Call(Case(**size | {"T": 140, "S": 140}, B=4, N=40, K=20, causal=True))  # more tiles than multiprocessors
     yield Call(Case(causal=True, segments=True, dropout=0.1, deterministic=True, **size))
     yield Call(Case(**size | {"T": 1, "S": 1100}, causal=True, offset=True, lengths=True))  # parts of the keys
+    yield Call(Case(bias="1nts", soft_cap=1.5, dropout=0.1, **size), programs=True)
+    yield Call(Case(causal=True, segments=True, lengths=True, offset=True, **size), programs=True)
     for garbage in (False, True):
         yield Call(sparse(128, 128, batch=2, heads=4, dropout=0.1, **size), garbage=garbage)
         yield Call(sparse(128, 128, heads=4, K=4, **size), garbage=garbage)
@@ -118,6 +123,10 @@ def with_garbage(mask: BlockMask) -> BlockMask:
 def run(call: Call) -> None:
     """Forward and backward, each as a program of its own, so that all that they read and write are arrays of JAX."""
     arrays, cotangents = call.case.arrays(call.dtype), call.case.cotangents(call.dtype)
+    if call.programs:
+        make = functools.partial(both, call.case)
+        ours(call.case, make, arrays | captured(make()), cotangents, "flash")
+        return
     if call.garbage:
         arrays["block_mask"] = with_garbage(arrays["block_mask"])
 

@@ -107,6 +107,10 @@ def _square(code: Code, eqn: JaxprEqn, x: Value) -> Value:
     return code.binary("mul", x, x)
 
 
+def _one_minus_square(code: Code, eqn: JaxprEqn, x: Value) -> Value:
+    return code.binary("sub", code.constant(x.type, 1), code.binary("mul", x, x))
+
+
 ELEMENTWISE: dict[str, Callable[..., Value]] = {
     **{name: _binary(name) for name in ("add", "sub", "mul", "div", "rem", "max", "min", "and", "or", "xor", "atan2")},
     **{name: _unary(name) for name in ("neg", "abs", "sign", "floor", "ceil", "exp", "exp2", "log", "log1p", "expm1")},
@@ -120,6 +124,7 @@ ELEMENTWISE: dict[str, Callable[..., Value]] = {
     "is_finite": _unary("finite"),
     "integer_pow": _integer_pow,
     "square": _square,
+    "one_minus_square": _one_minus_square,  # of tanh's derivative, since jax 0.11
     "pow": _pow,
     "select_n": _select_n,
     "clamp": _clamp,

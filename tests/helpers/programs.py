@@ -419,14 +419,15 @@ def ours(case: Case, make: Any, arrays: Arrays, cotangents: Any, implementation:
 
 
 def exact(case: Case, make: Any, arrays: Arrays, cotangents: Any) -> Gradients:
-    """The same in float64, with the matrix in memory and by JAX's derivatives."""
+    """The same in float64, with the matrix in memory and by JAX's derivatives. On the CPU: for a GPU XLA of jax 0.11.2
+    compiles `natten` to other masks."""
 
     def upcast(x):
         return np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     allowed, kept = standard.allowed(case, arrays), standard.z(case, arrays)
     used = {name: x for name, x in arrays.items() if name not in ("block_mask", "mask", "dropout_key")}
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         return jax.tree.map(np.asarray, _exact(case, make)(*jax.tree.map(upcast, (used, allowed, kept, cotangents))))
 
 

@@ -168,14 +168,14 @@ Cotangents Buffers::TakeCotangents() {
   return given;
 }
 
-BackwardResults Buffers::TakeBackwardResults() {
+BackwardResults Buffers::TakeBackwardResults(DType dbias_dtype) {
   Extent bias = p_.bias;
   bias.present = p_.dbias;
   BackwardResults results;
   results.dq = Result("dq", p_.dtype, "BTND", ExtentOf(p_.dq));
   results.dk = Result("dk", p_.dtype, "BSKD", ExtentOf(p_.dk));
   results.dv = Result("dv", p_.dtype, "BSKE", ExtentOf(p_.dv));
-  results.dbias = Result("dbias", p_.accumulation_dtype(), "BNTS", bias);
+  results.dbias = Result("dbias", dbias_dtype, "BNTS", bias);
   for (size_t i = 0; i < p_.captured.size(); ++i) {
     if (!p_.captured[i].gradient) continue;
     results.captured[i] = Result(NameOf("dcaptured", i), p_.accumulation_dtype(), DimsOf(p_.captured[i]));

@@ -31,7 +31,7 @@ class Buffers {
   Operands TakeOperands();
   ForwardResults TakeForwardResults();
   Cotangents TakeCotangents();
-  BackwardResults TakeBackwardResults();
+  BackwardResults TakeBackwardResults(DType dbias_dtype);
   // The last result of a call on a GPU, which has so many bytes or more. With 0 bytes there need be none.
   void* TakeScratch(int64_t bytes);
 

@@ -70,7 +70,7 @@ ffi::Error RunBackward(ffi::ThreadPool& pool, const Problem& p, Buffers& buffers
   }
   const Operands operands = buffers.TakeOperands();
   const Cotangents given = buffers.TakeCotangents();
-  const BackwardResults results = buffers.TakeBackwardResults();
+  const BackwardResults results = buffers.TakeBackwardResults(p.accumulation_dtype());
   const std::string error = buffers.Error();
   if (!error.empty()) return ffi::Error::InvalidArgument("jax_flash_backward: " + error);
   Workers workers = XlaWorkers(pool);

@@ -183,7 +183,7 @@ struct SegmentBounds {
   FIELD(void*, dq, {})                                                                                           \
   FIELD(void*, dk, {})                                                                                           \
   FIELD(void*, dv, {})                                                                                           \
-  FIELD(float*, dbias, {})                                                                                       \
+  FIELD(void*, dbias, {})                                                                                        \
   FIELD(float*, dbias_parts, at(layout.dbias_parts)) /* [parts, of its shape], if there are several */           \
   FIELD(int, parts, layout.parts)                    /* of dbias; of the keys in a forward over parts of them */ \
   /* For how many heads scratch is used at a time, if hopper/backward_alongside.cuh does all; */                 \
@@ -233,5 +233,6 @@ struct alignas(64) TensorMap {
 #define JAX_FLASH_FORWARD_MAPS(MAP) MAP(query) MAP(key) MAP(value) MAP(o) MAP(bias)
 #define JAX_FLASH_BACKWARD_MAPS(MAP) \
   MAP(query) MAP(key) MAP(value) MAP(d_o) MAP(dk) MAP(dv) MAP(o_rows) MAP(d_o_rows) MAP(dq_rows) MAP(bias)
+#define JAX_FLASH_BACKWARD_BIAS_MAPS(MAP) MAP(query) MAP(key) MAP(value) MAP(d_o) MAP(bias) MAP(dbias)
 
 }  // namespace jax_flash

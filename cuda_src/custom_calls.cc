@@ -212,6 +212,7 @@ void Run(const Problem& p, const Loaded& loaded, void* stream, ProgramParams& pa
   for (const LoadedLaunch& launch : loaded.launches) {
     ForwardMaps forward;
     BackwardMaps backward;
+    BackwardBiasMaps backward_bias;
     void* arguments[1 + sizeof(BackwardMaps) / sizeof(TensorMap)] = {&params};
     void** next = arguments + 1;
     if (launch.maps == Maps::kForward) {
@@ -224,6 +225,12 @@ void Run(const Problem& p, const Loaded& loaded, void* stream, ProgramParams& pa
       backward = BackwardMapsOf(p, params, launch.tiling);
 #define ARGUMENT(name) *next++ = &backward.name;
       JAX_FLASH_BACKWARD_MAPS(ARGUMENT)
+#undef ARGUMENT
+    }
+    if (launch.maps == Maps::kBackwardBias) {
+      backward_bias = BackwardBiasMapsOf(p, params, launch.tiling);
+#define ARGUMENT(name) *next++ = &backward_bias.name;
+      JAX_FLASH_BACKWARD_BIAS_MAPS(ARGUMENT)
 #undef ARGUMENT
     }
     if (launch.counts) Zero(params.taken, loaded.scratch.zero_bytes, stream);
@@ -269,7 +276,7 @@ void ExecuteForward(const Problem& p, const Loaded& loaded, void* stream, Buffer
 void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffers& buffers) {
   const Operands operands = buffers.TakeOperands();
   const Cotangents given = buffers.TakeCotangents();
-  const BackwardResults results = buffers.TakeBackwardResults();
+  const BackwardResults results = buffers.TakeBackwardResults(p.dbias_dtype());
   void* const scratch = buffers.TakeScratch(loaded.scratch.bytes);
   const std::string error = buffers.Error();
   if (!error.empty()) throw std::invalid_argument(error);
@@ -281,7 +288,7 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
     Zero(results.dq, p.elements("BTND", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
     Zero(results.dk, p.elements("BSKD", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
     Zero(results.dv, p.elements("BSKE", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
-    Zero(results.dbias, p.elements("BNTS", p.bias) * 4, stream);
+    Zero(results.dbias, p.elements("BNTS", p.bias) * BytesOf(p.dbias_dtype()), stream);
     return;
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, given.o, given.d_o,
@@ -295,7 +302,7 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
   params.dq = results.dq;
   params.dk = results.dk;
   params.dv = results.dv;
-  params.dbias = static_cast<float*>(results.dbias);
+  params.dbias = results.dbias;
   Run(p, loaded, stream, params);
 }
 

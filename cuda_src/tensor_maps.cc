@@ -36,7 +36,7 @@ TensorMap MapOf(const Problem& p, const Array& array, int type, int rows) {
   return Encoded(array.data, type, sizes, strides, uint32_t(kBoxBytes / bytes), rows);
 }
 
-// Of a bias that has all rows and columns, in boxes of `rows` x kBoxBytes.
+// Of a bias that has all rows and columns, or of its gradient, in boxes of `rows` x kBoxBytes.
 TensorMap BiasMapOf(const Problem& p, const void* data, int rows) {
   const Element element = ElementOf(p.bias_dtype);
   const uint64_t bytes = element.bytes, q_len = p.q_len, kv_len = p.kv_len, heads = p.bias.heads ? p.q_heads : 1;
@@ -72,6 +72,20 @@ BackwardMaps BackwardMapsOf(const Problem& p, const Params& x, const KernelTilin
     maps.o_rows = MapOf(p, OfQueries(p, x.o, p.v_dim), element.map_type, kAlongsideRows);
     maps.d_o_rows = MapOf(p, OfQueries(p, x.d_o, p.v_dim), element.loaded_type, kAlongsideRows);
     maps.dq_rows = MapOf(p, OfQueries(p, x.dq, p.qk_dim), element.map_type, kAlongsideRows);
+  }
+  return maps;
+}
+
+BackwardBiasMaps BackwardBiasMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling) {
+  const Element element = ElementOf(p.dtype);
+  BackwardBiasMaps maps = {};
+  maps.query = MapOf(p, OfQueries(p, x.query, p.qk_dim), element.loaded_type, tiling.rows);
+  maps.key = MapOf(p, OfKeys(p, x.key, p.qk_dim), element.loaded_type, tiling.cols);
+  maps.value = MapOf(p, OfKeys(p, x.value, p.v_dim), element.loaded_type, tiling.cols);
+  maps.d_o = MapOf(p, OfQueries(p, x.d_o, p.v_dim), element.loaded_type, tiling.rows);
+  if (tiling.bias_tiles) {
+    maps.bias = BiasMapOf(p, x.bias.data, tiling.rows);
+    maps.dbias = BiasMapOf(p, x.dbias, tiling.rows);
   }
   return maps;
 }

@@ -13,9 +13,13 @@ struct ForwardMaps {
 struct BackwardMaps {
   JAX_FLASH_BACKWARD_MAPS(JAX_FLASH_MEMBER)
 };
+struct BackwardBiasMaps {
+  JAX_FLASH_BACKWARD_BIAS_MAPS(JAX_FLASH_MEMBER)
+};
 #undef JAX_FLASH_MEMBER
 
 ForwardMaps ForwardMapsOf(const Problem& problem, const Params& params, const KernelTiling& tiling);
 BackwardMaps BackwardMapsOf(const Problem& problem, const Params& params, const KernelTiling& tiling);
+BackwardBiasMaps BackwardBiasMapsOf(const Problem& problem, const Params& params, const KernelTiling& tiling);
 
 }  // namespace jax_flash

@@ -241,14 +241,19 @@ def _on_each_platform(call: Call, arrays: tuple[jax.Array, ...]) -> Results:
     return tuple(_platforms.bind(*arrays, call=call, jaxpr=_ffi_call.trace(*arrays, call=call).jaxpr))
 
 
-@functools.partial(jax.jit, static_argnames=("call", "scratch_bytes"))
-def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0) -> Results:
-    """On a GPU what a call needs in between is its last result, so that XLA plans its memory."""
+@functools.partial(jax.jit, static_argnames=("call", "scratch_bytes", "gpu"))
+def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0, gpu: bool = False) -> Results:
+    """On a GPU what a call needs in between is its last result, so that XLA plans its memory; and a bias of 16 bits has
+    a gradient of 16 bits, so that XLA has nothing to convert when the caller wants its dtype."""
     lead, named = (call.problem.batch,), dict(zip(call.arrays, arrays, strict=True))
     types = result_types(call.problem, call.results, lead, named)
+    written = dict(types)
+    if gpu and "dbias" in types and named["bias"].dtype.itemsize == 2:
+        written["dbias"] = jax.ShapeDtypeStruct(types["dbias"].shape, named["bias"].dtype)
     scratch = [jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)] if scratch_bytes else []
-    results = jax.ffi.ffi_call(call.target, [*types.values(), *scratch])(*arrays, problem=call.problem.encode())
-    return varying_alike(tuple(results[: len(types)]), arrays)
+    results = jax.ffi.ffi_call(call.target, [*written.values(), *scratch])(*arrays, problem=call.problem.encode())
+    results = [x.astype(wanted.dtype) for x, wanted in zip(results[: len(types)], types.values(), strict=True)]
+    return varying_alike(tuple(results), arrays)
 
 
 def _plain_call(*arrays: jax.Array, call: Call) -> Results:
@@ -266,7 +271,7 @@ def _lower_cuda(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
         return _lower_elsewhere(ctx, *arrays, call=call, jaxpr=jaxpr)
     exported = ctx.module_context.lowering_parameters.for_export
     scratch_bytes = _native.cuda_scratch_bytes(call.problem.encode(), call.target == "jax_flash_backward", exported)
-    return mlir.lower_fun(functools.partial(_ffi_call, call=call, scratch_bytes=scratch_bytes))(ctx, *arrays)
+    return mlir.lower_fun(functools.partial(_ffi_call, call=call, scratch_bytes=scratch_bytes, gpu=True))(ctx, *arrays)
 
 
 def _lower_elsewhere(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):

@@ -239,7 +239,7 @@ void hopper::AddBias(const Target& target, const Problem& p, const KernelTiling&
   const BiasWork work = BiasInParts(target, p, tiling);
   if (!prepared) plan->launches.push_back({unit, "jax_flash_backward_prepare", RowBlocks(p, tiling.rows), kRowThreads});
   plan->launches.push_back(
-      MainLaunch("jax_flash_backward_bias", unit, tiling, work.tiles * work.parts, Maps::kBackward));
+      MainLaunch("jax_flash_backward_bias", unit, tiling, work.tiles * work.parts, Maps::kBackwardBias));
   plan->launches.back().counts = false;
   AddBiasFinish(work, unit, plan);
 }

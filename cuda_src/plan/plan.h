@@ -20,7 +20,7 @@ std::string CudaRefusal(const Problem& problem);
 bool NothingToCompute(const Problem& problem);
 
 // What a kernel has beside Params.
-enum class Maps { kNone, kForward, kBackward };
+enum class Maps { kNone, kForward, kBackward, kBackwardBias };
 
 struct Launch {
   int unit;           // of Plan::units

@@ -296,6 +296,8 @@ SEVERAL_TILES = {
     "segments": (Case(B=1, T=300, S=400, N=4, K=2, D=64, E=64, segments=True), "bfloat16"),
     "dropout": (Case(B=1, T=300, S=260, N=3, K=1, D=64, E=64, causal=True, lengths=True, dropout=0.2), "bfloat16"),
     "dbias": (Case(B=3, T=260, S=392, N=2, K=1, D=64, E=64, bias="1nts", causal=True), "bfloat16"),
+    "dbias of all": (Case(B=2, T=260, S=392, N=3, K=1, D=64, E=64, bias="bnts"), "bfloat16"),
+    "wide dbias of all": (Case(B=2, T=260, S=264, N=3, K=1, D=128, E=128, bias="bnts", causal=True), "bfloat16"),
     "wide dbias": (Case(B=3, T=260, S=264, N=2, K=1, D=128, E=128, bias="11ts", lengths=True), "bfloat16"),
     "crowded": (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, segments=True, dropout=0.2), "bfloat16"),
 }

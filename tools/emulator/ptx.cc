@@ -117,9 +117,11 @@ void LoadCounter(Step& s) {  // ld: 9.7.9.8
   s.Set(0, *reinterpret_cast<const uint32_t*>(s[1]));
 }
 
-void Pack(Step& s) {  // cvt to two halves, the first argument in the upper: 9.7.9.22
-  const auto half = [&](float x) { return Round(s.statement.type, s.statement.relu && !(x > 0) && x == x ? 0.0f : x); };
-  s.Set(0, uint32_t(half(s.Float(1))) << 16 | half(s.Float(2)));
+void Round(Step& s) {  // cvt to a half, or to two, the first argument in the upper: 9.7.9.22
+  const auto half = [&](float x) {
+    return emulator::Round(s.statement.type, s.statement.relu && !(x > 0) && x == x ? 0.0f : x);
+  };
+  s.Set(0, s.size() == 2 ? half(s.Float(1)) : uint32_t(half(s.Float(1))) << 16 | half(s.Float(2)));
 }
 
 void NotBelow(Step& s) {  // set.geu of two halves: 9.7.7.1
@@ -159,7 +161,7 @@ const struct {
     {"set.geu.u32.bf16x2", NotBelow},
     {"cvt.rna.tf32.f32", RoundTF32},
     {"cvt.rn.tf32.f32", [](Step& s) { s.Set(0, NearestTF32(uint32_t(s[1]))); }},
-    {"cvt.rn.", Pack},
+    {"cvt.rn.", Round},
     {"cvt.f32.", [](Step& s) { s.SetFloat(0, Widen(s.statement.type, uint16_t(s[1]))); }},
     {"ex2.approx.ftz.f32", [](Step& s) { s.SetFloat(0, FlushToZero(std::exp2(FlushToZero(s.Float(1))))); }},
     {"lg2.approx.ftz.f32", [](Step& s) { s.SetFloat(0, std::log2(FlushToZero(s.Float(1)))); }},

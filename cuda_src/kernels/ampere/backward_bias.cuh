@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     if (!shape.column.own && lane % 4 == 0) *to = total;
   }
   __syncthreads();
-  float* const result = p.parts == 1 ? p.dbias : p.dbias_parts + part * shape.Elements(p);
+  const Sums sums(p, part);
   const int rows = shape.row.own ? min(kRows, p.q_len - own_row * kRows) : 1;
   const int columns = shape.column.own ? min(kCols, p.kv_len - own_column * kCols) : 1;
   for (int x = threadIdx.x; x < rows * columns; x += kThreads) {
@@ -140,7 +140,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     for (int r = i; r < (shape.row.own ? i + 1 : kRows); ++r) {
       for (int c = j; c < (shape.column.own ? j + 1 : kCols); c += ScorePart::kWidth) total += shared.sums[r][c];
     }
-    result[own_batch * p.bias.batch + own_head * p.bias.head + (own_row * kRows + i) * p.bias.row +
-           (own_column * kCols + j) * p.bias.column] = total;
+    sums.Store(own_batch * p.bias.batch + own_head * p.bias.head + (own_row * kRows + i) * p.bias.row +
+                   (own_column * kCols + j) * p.bias.column,
+               total);
   }
 }

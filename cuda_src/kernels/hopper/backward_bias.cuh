@@ -5,13 +5,14 @@
 // One thread of the producer warpgroup loads tiles by TMA: Q and K, then dO and V, in turn. Each consumer warpgroup
 // owns 64 rows of the tile:
 //   S = Q_i K_j^T;   P = exp(S - L_i);   dP = dO_i V_j^T;   dbias += P (dP - D_i)
-// The bias is the same for all that is added up: it comes once a tile of dbias, and stays in shared memory.
+// The bias is the same for all that is added up: it comes once a tile of dbias, and stays in shared memory until that
+// takes its place.
 //
 // Tiles have kRows (64 for each consumer) and kCols (128, or 64 beside windows, segments and a soft cap). The host
 // launches
 //   jax_flash_backward_prepare       as hopper/backward_rows.cuh says, if hopper/backward.cuh has not
 //   jax_flash_backward_bias          at most one CTA a multiprocessor, of kThreads and `jax_flash_shared_bytes`; boxes
-//                                    of kRows in the maps of Q, dO and the bias, of kCols in those of K and V
+//                                    of kRows in the maps of Q, dO, the bias and dbias, of kCols in those of K and V
 //   jax_flash_backward_bias_finish   if p.parts > 1, as scheduler/bias_sums.cuh says
 #pragma once
 
@@ -28,7 +29,7 @@ struct Consumer {
   BackwardBiasShared& shared;
   const int warpgroup, warp, lane;  // warp: of all consumers', with 16 rows each
   Ring<kStages> at;
-  uint32_t bias_parity = 0;
+  Ring<kBiases> bias;
   float sum[kCols / 2], S[kCols / 2], dP[kCols / 2];  // S becomes P
   float minus_l[2], m[2], D[2];                       // of this lane's rows
   Seen<false, kCols> seen;
@@ -53,13 +54,15 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kCols / 2; ++i) sum[i] = 0.0f;
     while (NextStep()) Add();
+#pragma unroll
+    for (int i = 0; kDropout && i < kCols / 2; ++i) sum[i] *= ZScale(p);
     const DBiasTile tile = TileHere();
     SyncWarp();  // all lanes have read it
     Release(&shared.empty[at.index]);
     at.Next();
     if (Uniform(tile.column) < 0) return false;
-    if (kBiasTiles) ReleaseBias();
-    Write(tile);
+    if (kBiasTiles) PutInPlace();
+    if (!kBiasTiles || p.parts > 1) Write(tile);
     return true;
   }
 
@@ -132,7 +135,7 @@ struct Consumer {
   __device__ __forceinline__ void ToScores(const DBiasTile& tile, const Step& step) {
     const Score score(p, step.batch, step.head);
     const View<false> view = ViewOf(tile);
-    if (kBiasTiles) MbarrierWait(&shared.bias_full, bias_parity);
+    if (kBiasTiles) MbarrierWait(&shared.bias_full[bias.index], bias.parity);
     Cap(p, S);
 #pragma unroll
     for (int i = 0; i < kCols / 2; ++i) {
@@ -142,16 +145,19 @@ struct Consumer {
     }
 #pragma unroll
     for (int c = 0; kBiasTiles && c < kCols; c += 16)
-      AddBiasTile<false>(shared.bias + 16 * warp * kBoxBytes, c, S + c / 2);
+      AddBiasTile<false>(shared.bias[bias.index] + 16 * warp * kBoxBytes, c, S + c / 2);
   }
 
-  // Also of a tile of dbias in which nothing is added up: this one is through with its bias.
-  __device__ __forceinline__ void ReleaseBias() {
-    MbarrierWait(&shared.bias_full, bias_parity);
-    bias_parity ^= 1;
+  // The tile of dbias takes the place of its bias (which has to be there, also if nothing was added up).
+  __device__ __forceinline__ void PutInPlace() {
+    MbarrierWait(&shared.bias_full[bias.index], bias.parity);
+    SyncWarp();
+#pragma unroll
+    for (int c = 0; c < kCols; c += 16) PutBiasTile(shared.bias[bias.index] + 16 * warp * kBoxBytes, c, sum + c / 2);
     FenceProxyAsync();
     SyncWarp();  // no lane may find the next bias where it waits for this one
-    Release(&shared.bias_empty);
+    Release(&shared.bias_empty[bias.index]);
+    bias.Next();
   }
 
   // Entries that may not attend become -inf.
@@ -181,26 +187,15 @@ struct Consumer {
       MarkZ<false>(p, seed.Words(tile.column / 16 + c, RowGroup(ViewOf(tile).row)), S + 8 * c);
   }
 
-  // This warpgroup's rows of the tile of dbias, or of its part of it.
+  // This lane's sums, to memory.
   __device__ __forceinline__ void Write(const DBiasTile& tile) {
-    float* const array = p.parts == 1 ? p.dbias : p.dbias_parts + tile.part * Shape(p).Elements(p);
-    float* const head = array + tile.batch * p.bias.batch + tile.head * p.bias.head;
+    const Sums to(p, tile.part);
     const View<false> view = ViewOf(tile);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (view.Row(h, 0) >= p.q_len) continue;
-      float* const row = head + view.Row(h, 0) * p.bias.row;
-#pragma unroll
-      for (int x = 0; x < kCols / 4; x += 2) {
-        const float2 pair = {At(sum, h, x) * ZScale(p), At(sum, h, x + 1) * ZScale(p)};
-        const int key = view.Key(h, x);
-        if (p.kv_len % 2 == 0) {
-          if (key < p.kv_len) *reinterpret_cast<float2*>(row + key) = pair;
-        } else {
-          if (key < p.kv_len) row[key] = pair.x;
-          if (key + 1 < p.kv_len) row[key + 1] = pair.y;
-        }
-      }
+    for (int i = 0; i < kCols / 2; ++i) {
+      const int row = view.Row(i / 2 % 2, 0), key = view.Key(0, i / 4 * 2 + i % 2);
+      if (row >= p.q_len || key >= p.kv_len) continue;
+      to.Store(tile.batch * p.bias.batch + tile.head * p.bias.head + row * p.bias.row + key, sum[i]);
     }
   }
 };
@@ -210,14 +205,15 @@ struct Consumer {
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardBiasShared);
 
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
-    jax_flash_backward_bias(const __grid_constant__ jax_flash::Params p JAX_FLASH_BACKWARD_MAPS(JAX_FLASH_MAP)) {
+    jax_flash_backward_bias(const __grid_constant__ jax_flash::Params p JAX_FLASH_BACKWARD_BIAS_MAPS(JAX_FLASH_MAP)) {
   using namespace jax_flash;
   extern __shared__ __align__(1024) uint8_t memory[];
   BackwardBiasShared& shared = *reinterpret_cast<BackwardBiasShared*>(memory);
   if (threadIdx.x == 0) {
     constexpr uint32_t kByConsumers = ArrivalsOf(4 * kConsumers);
     for (int s = 0; s < kStages; ++s) MbarrierInit(&shared.full[s], 1), MbarrierInit(&shared.empty[s], kByConsumers);
-    MbarrierInit(&shared.bias_full, 1), MbarrierInit(&shared.bias_empty, kByConsumers);
+    for (int b = 0; b < kBiases; ++b)
+      MbarrierInit(&shared.bias_full[b], 1), MbarrierInit(&shared.bias_empty[b], kByConsumers);
     FenceMbarrierInit();
   }
   __syncthreads();
@@ -226,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     if (threadIdx.x == 0) {
       Producer{p, shared, &query_map, &key_map, &value_map, &d_o_map}.Run();
     } else if (kBiasTiles && threadIdx.x == 32) {
-      BiasProducer{p, shared, &bias_map}.Run();
+      BiasProducer{p, shared, &bias_map, &dbias_map}.Run();
     }
   } else {
     SetMaxRegistersUp<Tuning::kConsumerRegisters>();

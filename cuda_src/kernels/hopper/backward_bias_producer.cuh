@@ -1,5 +1,5 @@
 // What the producer warpgroup of Hopper's pass for dbias does: a thread decides which tiles of S are added up next, and
-// loads Q, K, dO and V of them; a thread of another warp loads the bias.
+// loads Q, K, dO and V of them; a thread of another warp loads tiles of the bias, and stores those of dbias.
 #pragma once
 
 #include "hopper/backward_bias_tiles.cuh"
@@ -64,16 +64,38 @@ struct Producer {
 struct BiasProducer {
   const Params& p;
   BackwardBiasShared& shared;
-  const TensorMap* bias_map;
+  const TensorMap *bias_map, *dbias_map;
+  Ring<kBiases> at;
 
+  // When nobody needs a tile of the bias any more, the tile of dbias has taken its place, unless it is in parts, which
+  // the consumers write.
   __device__ __forceinline__ void Run() {
-    DBiasTiles tiles{p};
-    DBiasTile tile;
-    for (uint32_t parity = 0; tiles.Next(&tile); parity ^= 1) {
-      MbarrierWait(&shared.bias_empty, parity ^ 1);
-      MbarrierArriveExpectTx(&shared.bias_full, kBiasTile);
-      LoadBiasTile(p, shared.bias, bias_map, &shared.bias_full, tile.row, tile.column, tile.head, tile.batch);
+    DBiasTiles to_load{p}, to_store{p};
+    DBiasTile loaded, stored;
+    bool more = to_load.Next(&loaded);
+    for (int n = 0;; ++n, at.Next()) {
+      if (n >= kBiases) {
+        if (!to_store.Next(&stored)) return;
+        MbarrierWait(&shared.bias_empty[at.index], at.parity ^ 1);
+        if (Fresh(p.parts) == 1) Store(stored);
+      }
+      if (!more) continue;
+      Load(loaded);
+      more = to_load.Next(&loaded);
+      if (more) PrefetchBiasTile(p, bias_map, loaded.row, loaded.column, loaded.head, loaded.batch);
     }
+  }
+
+  __device__ __forceinline__ void Load(const DBiasTile& tile) {
+    uint64_t* const full = &shared.bias_full[at.index];
+    MbarrierArriveExpectTx(full, kBiasTile);
+    LoadBiasTile(p, shared.bias[at.index], bias_map, full, tile.row, tile.column, tile.head, tile.batch);
+  }
+
+  __device__ __forceinline__ void Store(const DBiasTile& tile) {
+    StoreBiasTile(shared.bias[at.index], dbias_map, tile.row, tile.column, tile.head, tile.batch);
+    TmaCommit();
+    TmaWaitRead<0>();
   }
 };
 

@@ -61,17 +61,23 @@ struct Step {
   bool masked;      // must entries be looked at one by one?
 };
 
+// Tiles of the bias that are there at a time. What a tile is done with makes room for its dbias, which the copy engine
+// takes away.
+constexpr int kMostShared = 227 * 1024;
+constexpr int kTileBytes = kStages * kMostBoxes * (kRowBox + kKeyBox);
+constexpr int kBiases = kTileBytes + 2 * kBiasTile <= kMostShared - 1024 ? 2 : 1;
+
 struct BackwardBiasShared {
   // In turn Q and K, for S, and dO and V, for dP.
   alignas(1024) uint8_t rows[kStages][kMostBoxes * kRowBox];
   alignas(1024) uint8_t keys[kStages][kMostBoxes * kKeyBox];
   // Of the tile of dbias: it is the same for all that is added up.
-  alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kBiasTile : 1];
+  alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiases][kBiasTiles ? kBiasTile : 1];
   alignas(16) Step step[kStages];  // comes with Q, or alone
   DBiasTile tile[kStages];         // whose it is; column < 0: there are no more
   uint64_t full[kStages], empty[kStages];
-  uint64_t bias_full, bias_empty;
+  uint64_t bias_full[kBiases], bias_empty[kBiases];
 };
-static_assert(sizeof(BackwardBiasShared) <= 227 * 1024);
+static_assert(sizeof(BackwardBiasShared) <= kMostShared);
 
 }  // namespace jax_flash

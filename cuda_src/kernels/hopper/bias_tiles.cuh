@@ -1,5 +1,6 @@
 // Tiles of a bias that the copy engine brings, with K in the forward and with Q in the backward, so that nobody waits
-// for its entries one by one. They lie as they come: boxes of kBoxBytes of keys, of all rows of a tile, swizzled.
+// for its entries one by one; and tiles of dbias that it takes away. They lie as they come: boxes of kBoxBytes of keys,
+// of all rows of a tile, swizzled.
 #pragma once
 
 #include "ptx/tma.cuh"
@@ -26,6 +27,20 @@ __device__ __forceinline__ void LoadBiasTile(const Params& p, uint8_t* to, const
   }
 }
 
+// Has it brought to the L2.
+__device__ __forceinline__ void PrefetchBiasTile(const Params& p, const TensorMap* map, int row, int key, int head,
+                                                 int batch) {
+  for (int b = 0; b < kBiasBoxes; ++b) {
+    TmaPrefetch(map, key + b * kBiasBoxKeys, row, p.bias.head != 0 ? head : 0, p.bias.batch != 0 ? batch : 0);
+  }
+}
+
+// Begins to store the tile of dbias that is in its place.
+__device__ __forceinline__ void StoreBiasTile(const uint8_t* from, const TensorMap* map, int row, int key, int head,
+                                              int batch) {
+  for (int b = 0; b < kBiasBoxes; ++b) TmaStore(map, from + b * kBiasBox, key + b * kBiasBoxKeys, row, head, batch);
+}
+
 // Two entries of 16 bits.
 __device__ __forceinline__ float2 UnpackBias(uint32_t packed) {
   if constexpr (kBiasDType == DType::kF16) {
@@ -38,17 +53,51 @@ __device__ __forceinline__ float2 UnpackBias(uint32_t packed) {
   return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000)};
 }
 
-// Adds 16 x 16 entries to those of S, or of its transpose, of which `S` is what a lane has. `rows`: the first of the 16
-// in the first box; `key`: of the tile.
+__device__ __forceinline__ uint32_t PackBias(float low, float high) {
+  uint32_t packed;
+  if constexpr (kBiasDType == DType::kF16) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+// Where 16 x 16 entries are of which a lane has 8, in the order of an accumulator. `rows`: the first of the 16 in the
+// first box; `key`: of the tile.
+template <bool kTransposed>
+struct BiasPlaces {
+  const uint8_t* const box;
+  const int chunk;  // the first 16 bytes in the box
+  const int lane;
+
+  __device__ __forceinline__ BiasPlaces(const uint8_t* rows, int key)
+      : box(rows + key / kBiasBoxKeys * kBiasBox),
+        chunk(key % kBiasBoxKeys * kBiasBytes / 16),
+        lane(threadIdx.x % 32) {}
+
+  // Of 16 bits: there is a matrix for 8 x 8 entries, and each lane gives the address of a row of one.
+  __device__ __forceinline__ uint32_t Matrices() const {
+    const int row = kTransposed ? lane / 16 * 8 + lane % 8 : lane % 16;
+    const int c = chunk + (kTransposed ? lane / 8 % 2 : lane / 16);
+    return SharedAddress(box + row * kBoxBytes + (c ^ row % 8) * 16);
+  }
+
+  // Of 32 bits: the i-th of a lane. In memory it is beside the one after it, unless kTransposed.
+  __device__ __forceinline__ float* Entry(int i) const {
+    const View<kTransposed> view = {kTransposed ? lane % 4 * 2 : lane / 4, kTransposed ? lane / 4 : lane % 4 * 2};
+    const int h = i / 2 % 2, x = i / 4 * 2 + i % 2, r = view.Row(h, x), k = view.Key(h, x);
+    const int from = r * kBoxBytes + ((chunk + k / 4) ^ r % 8) * 16 + k % 4 * 4;
+    return reinterpret_cast<float*>(const_cast<uint8_t*>(box) + from);
+  }
+};
+
+// Adds 16 x 16 entries to those of S, or of its transpose, of which `S` is what a lane has.
 template <bool kTransposed>
 __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float* S) {
-  const int lane = threadIdx.x % 32, c = key % kBiasBoxKeys * kBiasBytes / 16;  // the first 16 bytes in the box
-  const uint8_t* const box = rows + key / kBiasBoxKeys * kBiasBox;
+  const BiasPlaces<kTransposed> places(rows, key);
   if constexpr (kBiasBytes == 2) {
-    // A matrix for 8 x 8 entries, in the order of an accumulator. Each lane gives the address of a row of one.
-    const int row = kTransposed ? lane / 16 * 8 + lane % 8 : lane % 16;
-    const int chunk = c + (kTransposed ? lane / 8 % 2 : lane / 16);
-    const uint32_t from = SharedAddress(box + row * kBoxBytes + (chunk ^ row % 8) * 16);
+    const uint32_t from = places.Matrices();
     uint32_t x[4];
     if constexpr (kTransposed) {
       LdmatrixTransposed(x, from);
@@ -61,20 +110,27 @@ __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float*
       S[2 * i] += bias.x, S[2 * i + 1] += bias.y;
     }
   } else {
-    const View<kTransposed> view = {kTransposed ? lane % 4 * 2 : lane / 4, kTransposed ? lane / 4 : lane % 4 * 2};
-    const auto at = [&](int i) {
-      const int h = i / 2 % 2, x = i / 4 * 2 + i % 2, r = view.Row(h, x), k = view.Key(h, x);
-      return reinterpret_cast<const float*>(box + r * kBoxBytes + ((c + k / 4) ^ r % 8) * 16 + k % 4 * 4);
-    };
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       if constexpr (kTransposed) {
-        S[i] += *at(i), S[i + 1] += *at(i + 1);
-      } else {  // two keys side by side
-        const float2 bias = *reinterpret_cast<const float2*>(at(i));
-        S[i] += bias.x, S[i + 1] += bias.y;
+        S[i] += *places.Entry(i), S[i + 1] += *places.Entry(i + 1);
+      } else {  // lanes of odd rows have the two in the other order, or two lanes would want the same bank
+        const int odd = places.lane / 4 % 2;
+        const float first = places.Entry(i)[odd], second = places.Entry(i)[1 - odd];
+        S[i] += odd ? second : first, S[i + 1] += odd ? first : second;
       }
     }
+  }
+}
+
+// Puts 16 x 16 entries there, of which `x` is what a lane has.
+__device__ __forceinline__ void PutBiasTile(uint8_t* rows, int key, const float* x) {
+  const BiasPlaces<false> places(rows, key);
+  if constexpr (kBiasBytes == 2) {
+    Stmatrix(places.Matrices(), PackBias(x[0], x[1]), PackBias(x[2], x[3]), PackBias(x[4], x[5]), PackBias(x[6], x[7]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) *reinterpret_cast<float2*>(places.Entry(i)) = {x[i], x[i + 1]};
   }
 }
 

@@ -101,6 +101,18 @@ __device__ __forceinline__ float Load(const void* data, int64_t i) {
   }
 }
 
+// The inverse, to the nearest.
+template <DType kType>
+__device__ __forceinline__ void Store(void* data, int64_t i, float x) {
+  if constexpr (kType == DType::kF16) {
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(static_cast<uint16_t*>(data)[i]) : "f"(x));
+  } else if constexpr (kType == DType::kBF16) {
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(static_cast<uint16_t*>(data)[i]) : "f"(x));
+  } else {
+    static_cast<float*>(data)[i] = x;
+  }
+}
+
 // Of each half, as a bfloat16: all bits if it is NaN or its magnitude is not below that of the same half of `bound`, or
 // none. Hopper's. PTX ISA 9.7.4.6, 9.7.7.1.
 __device__ __forceinline__ uint32_t NotBelow(uint32_t x, uint32_t bound) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "config.cuh"
+#include "ptx/types.cuh"
 
 namespace jax_flash {
 
@@ -30,6 +31,27 @@ struct Shape {
   }
 };
 
+// A bias of 16 bits has a gradient of 16 bits, which is rounded once.
+constexpr bool kSmallBias = kProblem.bias_dtype == DType::kF16 || kProblem.bias_dtype == DType::kBF16;
+constexpr DType kDBiasDType = kSmallBias ? kProblem.bias_dtype : DType::kF32;
+
+// Where sums go: to dbias, or to one of its parts.
+struct Sums {
+  const Params& p;
+  float* part;
+
+  __device__ __forceinline__ Sums(const Params& p, int part)
+      : p(p), part(p.parts == 1 ? nullptr : p.dbias_parts + part * Shape(p).Elements(p)) {}
+
+  __device__ __forceinline__ void Store(int64_t element, float x) const {
+    if (part) {
+      part[element] = x;
+    } else {
+      jax_flash::Store<kDBiasDType>(p.dbias, element, x);
+    }
+  }
+};
+
 // Takes the index within one dimension off a number that has several.
 __device__ __forceinline__ int Take(int64_t* number, int count) {
   const int index = *number % count;
@@ -45,5 +67,5 @@ extern "C" __global__ void jax_flash_backward_bias_finish(const __grid_constant_
   if (i >= elements) return;
   float total = 0.0f;
   for (int part = 0; part < p.parts; ++part) total += p.dbias_parts[part * elements + i];
-  p.dbias[i] = total;
+  jax_flash::Store<jax_flash::kDBiasDType>(p.dbias, i, total);
 }

@@ -81,6 +81,15 @@ struct Features {
 Features FeaturesOf(const Problem& problem);
 Features FeaturesOf(const Problem& problem, const Target& target, int rows);
 
+// Whether blocks of a block mask, if there is one, are whole tiles, as Hopper's kernels want them; and what messages
+// call those that are not.
+inline bool InWholeTiles(const Problem& p, int rows, int cols) {
+  return p.q_block % rows == 0 && p.kv_block % cols == 0;
+}
+inline std::string NameOfBlocks(const Problem& p) {
+  return "blocks of " + std::to_string(p.q_block) + " x " + std::to_string(p.kv_block);
+}
+
 // What messages call those of a set, in their order.
 std::vector<std::string> NamesOf(Features features);
 

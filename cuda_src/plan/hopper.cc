@@ -97,7 +97,7 @@ std::optional<KernelTiling> TilingOf(const Rows& rows, const Target& target, con
   for (const unsigned ignored : {0u, kPreferences}) {
     for (const Row& row : rows) {
       const TileSizes& tile = row.tile;
-      if (target.hopper && Fits(row, target, p, ignored) && InWholeTiles(tile, p))
+      if (target.hopper && Fits(row, target, p, ignored) && InWholeTiles(p, tile.rows, tile.cols))
         return KernelTiling{Family::kHopper, tile.rows, tile.cols, tile.groups, tile.stages, tile.bias_tiles};
     }
   }

@@ -26,10 +26,6 @@ bool Fits(const Row& row, const Target& target, const Problem& p, unsigned ignor
          !has.Any(row.without & ~ignored);
 }
 
-bool InWholeTiles(const TileSizes& tile, const Problem& p) {
-  return p.q_block % tile.rows == 0 && p.kv_block % tile.cols == 0;
-}
-
 std::string Obstacle(const Rows& rows, const Target& target, const Problem& p) {
   std::vector<std::string> least;
   TileSizes tile = {};
@@ -39,9 +35,7 @@ std::string Obstacle(const Rows& rows, const Target& target, const Problem& p) {
     if (!IsFor(row, has)) continue;
     if (obstacles.Any(kNarrow)) continue;  // as if its head dim did not fit
     std::vector<std::string> names = NamesOf(obstacles);
-    if (!InWholeTiles(row.tile, p)) {
-      names.push_back("blocks of " + std::to_string(p.q_block) + " x " + std::to_string(p.kv_block));
-    }
+    if (!InWholeTiles(p, row.tile.rows, row.tile.cols)) names.push_back(NameOfBlocks(p));
     if (least.empty() || names.size() < least.size()) {
       least = names;
       tile = row.tile;

@@ -45,9 +45,6 @@ struct Table {
 // Do the features of the problem but the `ignored`, the head dims and the GPU allow it?
 bool Fits(const Row& row, const Target& target, const Problem& p, unsigned ignored = 0);
 
-// Whether blocks of a block mask, if there is one, are whole tiles, as Hopper's kernels want them.
-bool InWholeTiles(const TileSizes& tile, const Problem& p);
-
 // Why no row is taken: the one that the fewest of the problem's features stand in the way of, and these. Without
 // kPreferences, which do not. "its tiles of 64 x 64 do not do a soft cap"
 std::string Obstacle(const Rows& rows, const Target& target, const Problem& p);

@@ -55,7 +55,7 @@ struct Consumer {
     for (int i = 0; i < kCols / 2; ++i) sum[i] = 0.0f;
     while (NextStep()) Add();
 #pragma unroll
-    for (int i = 0; kDropout && i < kCols / 2; ++i) sum[i] *= ZScale(p);
+    for (int i = 0; i < kCols / 2; ++i) sum[i] *= ZScale(p);
     const DBiasTile tile = TileHere();
     SyncWarp();  // all lanes have read it
     Release(&shared.empty[at.index]);
@@ -93,8 +93,8 @@ struct Consumer {
     ToScores(tile, step);
     if (step.masked) Hide(tile, step);  // 12
     if (Tuning::kLateDP) IssueRowsTimesKeys<kVDim>(dP);
-    ToP();                    // 13
-    MarkDropped(tile, step);  // 14
+    ToP();               // 13
+    ApplyZ(tile, step);  // 14
     WgmmaWait<0>();
     Pin(dP);
     Release(&shared.empty[at.index]);
@@ -178,9 +178,9 @@ struct Consumer {
     for (int i = 0; i < kCols / 2; ++i) S[i] = Exp2(fmaf(S[i] - m[i / 2 % 2], kLog2e, minus_l[i / 2 % 2]));
   }
 
-  // Marks the dropped entries of P by their sign.
-  __device__ __forceinline__ void MarkDropped(const DBiasTile& tile, const Step& step) {
-    if (!kDropout || (Tuning::kStopBeforeZ && Never())) return;
+  // Marks the entries of P that Z drops by their sign.
+  __device__ __forceinline__ void ApplyZ(const DBiasTile& tile, const Step& step) {
+    if (Tuning::kStopBeforeZ && Never()) return;
     const Seed seed(p, step.batch, step.head);
 #pragma unroll
     for (int c = 0; c < kCols / 16; ++c)

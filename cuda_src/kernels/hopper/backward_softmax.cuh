@@ -98,12 +98,12 @@ struct Probabilities : Products {
             Exp2(Tuning::kStartAtL ? S[8 * c + i] * to_log2 : fmaf(S[8 * c + i], to_log2, minus_l[i / 4 * 2 + i % 2]));
       }
     }
-    MarkDropped(tile, step);
+    ApplyZ(tile, step);
   }
 
-  // Marks the dropped entries of P^T by their sign.
-  __device__ __forceinline__ void MarkDropped(const KVTile& tile, const Step& step) {
-    if (!kDropout || (Tuning::kStopBeforeZ && Never())) return;
+  // Marks the entries of P^T that Z drops by their sign.
+  __device__ __forceinline__ void ApplyZ(const KVTile& tile, const Step& step) {
+    if (Tuning::kStopBeforeZ && Never()) return;
     const Seed seed(p, tile.batch, step.head);
     const int columns = tile.column / 16 + first_key / 16 + warp;
 #pragma unroll

@@ -99,9 +99,9 @@ struct BackwardTuning {
       kRows == 128 ? kDropout && !kAlongside
                    : kQKDim > 96 && !kTF32 && (kTiling.bias_tiles || (kListed && !kBias && (kSoftCap || !kDropout)));
   // ... before the words of dropout, ...
-  static constexpr bool kStopBeforeZ = kFormsScores;
+  static constexpr bool kStopBeforeZ = kDropout && kFormsScores;
   // ... and before the last of these.
-  static constexpr bool kStopInZ = kRows == 128;
+  static constexpr bool kStopInZ = kDropout && kRows == 128;
 };
 
 struct BackwardBiasTuning {
@@ -117,7 +117,7 @@ struct BackwardBiasTuning {
 
   // Where ptxas must not work ahead, since it would spill registers (Never): between what memory says of masks and the
   // exponentials, before the words of dropout,
-  static constexpr bool kStopAfterMask = kLookedUp, kStopBeforeZ = true;
+  static constexpr bool kStopAfterMask = kLookedUp, kStopBeforeZ = kDropout;
   // and between every 8 entries of a bias that is looked up.
   static constexpr bool kBiasInParts = !kTiling.bias_tiles;
 };

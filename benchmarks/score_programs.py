@@ -1,12 +1,13 @@
 """Score programs: what they cost beside the plain call, the same built-in feature, and XLA with the same function.
 
     python benchmarks/score_programs.py                       # on a CPU N=2048, float32: four minutes on two cores
-    python benchmarks/score_programs.py --head-dims 64 128    # on a GPU N=4096, B=4, bfloat16
+    python benchmarks/score_programs.py --head-dims 64 128    # on a GPU N=4096, B=4, bfloat16: seven minutes
 
 Every call of a row is timed in turn in one process: the program, the plain call (`is_causal` for masks that are
 causal), the built-in feature where there is one, and attention that materialises the matrix under XLA, with the same
-function mapped over it. The backward gives the gradients of q, k, v and of what a program captures ("table's gradient",
-"bias and its gradient"); elsewhere captured arrays are constants. Ratios are medians of those of the same round.
+function mapped over it; on a GPU, where PyTorch is installed, its FlexAttention too. The backward gives the gradients
+of q, k, v and of what a program captures ("table's gradient", "bias and its gradient"); elsewhere captured arrays are
+constants. Ratios are medians of those of the same round.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flex
 import jax
 import jax.numpy as jnp
 import measure
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096 if on_gpu else 2048)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--seconds", type=float, default=5.0, help="time spent on a row and pass, on a CPU")
+    parser.add_argument("--without-flex", action="store_true", help="without PyTorch, which takes long to compile")
     parser.add_argument("--output", type=pathlib.Path, help="the JSON file")
     args = parser.parse_args()
     time = measure.interleave_enqueued if on_gpu else functools.partial(measure.interleave, seconds=args.seconds)
@@ -123,7 +126,10 @@ def main() -> None:
     for name, dim in track([(name, dim) for dim in args.head_dims for name in args.rows], "Measuring programs"):
         heads = 2048 // dim if on_gpu else 8
         size = Size(4 if on_gpu else 1, heads, args.length, dim, "bfloat16" if on_gpu else "float32")
-        for pass_, calls in calls_of(ROWS[name], size).items():
+        by_pass = calls_of(ROWS[name], size)
+        for pass_, way, call in flex.calls(name, *size[:4]) if on_gpu and not args.without_flex else ():
+            by_pass[pass_][way] = call
+        for pass_, calls in by_pass.items():
             times = time(calls)
             rates = {call: measure.rate(flops(size, pass_, ROWS[name]), its) for call, its in times.items()}
             rows.append({"program": name, "pass": pass_, "size": size._asdict(), "gflops": rates, "seconds": times})
@@ -199,8 +205,8 @@ def materialised(q: jax.Array, k: jax.Array, v: jax.Array, options: Options) -> 
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="GFLOP/s of a program, and its time over that of other calls; XLA's over its own")
-    for heading in ("program", "d", "pass", "GFLOP/s", "/ plain", "/ built-in", "XLA /"):
+    table = Table(title="GFLOP/s of a program, and its time over that of other calls; others' over its own")
+    for heading in ("program", "d", "pass", "GFLOP/s", "/ plain", "/ built-in", "XLA /", "Flex /"):
         table.add_column(heading, justify="right")
     for row in rows:
         its = row["seconds"]
@@ -210,7 +216,10 @@ def show(rows: list[dict[str, Any]]) -> None:
                 return ""
             return f"{statistics.median(x / y for x, y in zip(its[a], its[b], strict=True)):.2f}"
 
-        ratios = ratio("program", "plain"), ratio("program", "built-in"), ratio("XLA", "program")
+        others = {name: statistics.median(its[name]) for name in its if name.startswith("Flex")}
+        flex = min(others, key=lambda name: others[name], default="")  # the faster backend
+        pairs = (("program", "plain"), ("program", "built-in"), ("XLA", "program"), (flex, "program"))
+        ratios = [ratio(a, b) for a, b in pairs]
         rate = f"{row['gflops']['program']:.0f}"
         table.add_row(row["program"], str(row["size"]["dim"]), row["pass"], rate, *ratios)
     Console(width=None if sys.stdout.isatty() else 100).print(table)

@@ -43,6 +43,7 @@ bool BiasByEntry(const Problem& p);
   FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))                      \
   FEATURE(kCapAndBias, "a soft cap beside a bias", has.Any(kSoftCap) && has.Any(kBias))                               \
   FEATURE(kCrowdedCap, "a soft cap beside dropout and a window or segments", has.Any(kSoftCap) && has.Any(kSeveral))  \
+  FEATURE(kWithoutDQ, "a backward without the gradient of the query", !p.dq || p.deterministic) /* or apart */        \
   FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)                                 \
   FEATURE(kNarrow, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
 

@@ -59,6 +59,7 @@ constexpr Row kForwardF32[] = {
 // What is not here would spill registers. Tiles of 64 keys are for wide heads only.
 constexpr Row kBackward[] = {
     {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks | kPrograms},
+    {227, 64, {128, 128, 2, 2}, kAddsToScores | kDropout | kListed | kWithoutDQ},
     {227, 64, {64, 128, 2, 2, true}, kPrograms},
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap | kPrograms},
     {227, 96, {64, 128, 2, 2}, kPrograms},

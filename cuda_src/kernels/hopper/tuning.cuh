@@ -45,16 +45,17 @@ struct BackwardTuning {
   static constexpr bool kNarrow = kQKDim <= 64 && kVDim <= 64;  // dK and dV take few registers
 
   // Of 504 for the three warpgroups. A block mask beside other masks or large tiles is more to keep track of, as are
-  // tiles of a bias; and a warp that transposes has 32 entries a lane at a time.
-  static constexpr int kProducerRegisters =
-      kTF32 || (kNarrow && kTiling.bias_tiles) || (!kPairs && kListed && (kRows == 128 || kCausal || kLocal)) ? 56 : 40;
+  // tiles of a bias; and a warp that transposes has 32 entries a lane at a time. A soft cap leaves large tiles least.
+  static constexpr bool kTracksMuch =
+      kTF32 || (kNarrow && kTiling.bias_tiles) || (!kPairs && kListed && (kRows == 128 || kCausal || kLocal));
+  static constexpr int kProducerRegisters = kTracksMuch ? 56 : kSoftCap && kRows == 128 ? 24 : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
 
   // dV += P^T dO can start before dS is known where there are registers for P in both precisions.
   static constexpr bool kEarlyDV = kRows == 64;
   // The slopes of the soft cap are kept where dS will be, and join P once dV has it. Pairs, and block masks of wide
   // heads, leave no registers for them: they are found again from P, which has no bias in it there.
-  static constexpr bool kFindsSlopes = kSoftCap && !kBias && (kPairs || (kListed && kQKDim > 96));
+  static constexpr bool kFindsSlopes = kSoftCap && !kBias && (kRows == 128 || kPairs || (kListed && kQKDim > 96));
   static constexpr bool kKeepsSlopes = kSoftCap && !kFindsSlopes;
 
   // S^T can start at -L / scale: then nobody waits for L, and the subtraction costs nothing. With 128 rows to fetch it

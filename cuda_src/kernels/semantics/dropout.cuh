@@ -36,15 +36,19 @@ __device__ __forceinline__ bool Dropped(const Params& p, uint32_t word, int e) {
   return kDropout && fabsf(__uint_as_float(e == 0 ? word << 16 : word)) < __uint_as_float(p.drop_threshold << 16);
 }
 
-// The seed of a batch entry and head.
+// The seed of a batch entry and head. Without dropout there is none.
 struct Seed {
   uint32_t key0, key1, head_id, batch_id;
 
-  __device__ __forceinline__ Seed(const Params& p, int batch, int head)
-      : key0(p.seed[2 * batch]), key1(p.seed[2 * batch + 1]), head_id(p.head_id[head]), batch_id(p.batch_id[batch]) {}
+  __device__ __forceinline__ Seed(const Params& p, int batch, int head) {
+    if constexpr (!kDropout) return;
+    key0 = p.seed[2 * batch], key1 = p.seed[2 * batch + 1];
+    head_id = p.head_id[head], batch_id = p.batch_id[batch];
+  }
 
   // The words of a lane: of the 16 columns that are the `columns`-th, and of a row with its lane's 8th after it.
   __device__ __forceinline__ Philox4 Words(uint32_t columns, uint32_t row_group) const {
+    if constexpr (!kDropout) return {};
     return Philox({{columns * 4 + threadIdx.x % 4, row_group, head_id, batch_id}}, key0, key1);
   }
 };
@@ -100,6 +104,7 @@ struct PackedZ {
 // words of the forward's lane decide. Transposed they are this lane's.
 template <bool kTransposed>
 __device__ __forceinline__ void MarkZ(const Params& p, const Philox4& words, float* C) {
+  if constexpr (!kDropout) return;
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     const uint32_t x = kTransposed ? Movmatrix(words.x[w]) : words.x[w];

@@ -1,4 +1,4 @@
-"""The demo, end to end at a tiny size: it ends well and writes what it says."""
+"""The demo, end to end at a tiny size, and the other examples: they end well and write what they say."""
 
 import json
 import os
@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("matplotlib")
 
-DEMO = Path(__file__).parents[2] / "examples" / "train_lm.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(*flags: object) -> subprocess.CompletedProcess[str]:
+def run(*flags: object, example: str = "train_lm.py") -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"COLUMNS": "120"}
-    command = [sys.executable, str(DEMO), *map(str, flags)]
+    command = [sys.executable, str(EXAMPLES / example), *map(str, flags)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -43,3 +43,9 @@ def test_demo_names_bad_flags(tmp_path):
     assert result.returncode == 2 and "--heads 3 must divide --width 100" in result.stderr
     result = run("--text-limit", 100, "--output", tmp_path)
     assert result.returncode == 1 and "too few for --seq-len 512" in result.stderr
+
+
+def test_pictures_of_programs(tmp_path):
+    result = run("--output", tmp_path / "masks.png", example="draw_programs.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "masks.png").read_bytes().startswith(b"\x89PNG")

@@ -194,7 +194,7 @@ class BlockMask:
         """Of mask_fn(b, h, q_idx, kv_idx), called with int32 arrays that broadcast together; true: may attend.
 
         It is evaluated once, a row of blocks at a time, and must not depend on traced values: where a mask depends on
-        the data use `from_dense`, or segment ids beside the block mask.
+        the data, the attention functions take it as `mask_mod`, beside a block mask or alone.
 
         Raises:
           TypeError: mask_fn returns something else than booleans, or depends on traced values.
@@ -226,7 +226,7 @@ class BlockMask:
             for b, h, u in np.ndindex(batch, heads, U) if V else ():
                 kinds, tiles = block_row(*map(np.int32, (b, h, u)))
                 if _traced(kinds):
-                    raise TypeError("from_function: mask_fn must not depend on traced values")
+                    raise TypeError("from_function: mask_fn must not depend on traced values; as a mask_mod it may")
                 blocks[b, h, u] = kinds
                 for v in np.flatnonzero(blocks[b, h, u] == ELEMENTS):
                     blocks[b, h, u, v] = table.number(_pack(np.asarray(tiles[v])))

@@ -12,6 +12,7 @@ constants. Ratios are medians of those of the same round.
 
 import argparse
 import functools
+import importlib.util
 import pathlib
 import statistics
 import sys
@@ -118,22 +119,23 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096 if on_gpu else 2048)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--seconds", type=float, default=5.0, help="time spent on a row and pass, on a CPU")
-    parser.add_argument("--without-flex", action="store_true", help="without PyTorch, which takes long to compile")
+    parser.add_argument("--no-flex", action="store_true", help="without PyTorch's FlexAttention")
     parser.add_argument("--output", type=pathlib.Path, help="the JSON file")
     args = parser.parse_args()
     time = measure.interleave_enqueued if on_gpu else functools.partial(measure.interleave, seconds=args.seconds)
+    use_flex = on_gpu and not args.no_flex and importlib.util.find_spec("torch") is not None
     rows = []
     for name, dim in track([(name, dim) for dim in args.head_dims for name in args.rows], "Measuring programs"):
         heads = 2048 // dim if on_gpu else 8
         size = Size(4 if on_gpu else 1, heads, args.length, dim, "bfloat16" if on_gpu else "float32")
         by_pass = calls_of(ROWS[name], size)
-        for pass_, way, call in flex.calls(name, *size[:4]) if on_gpu and not args.without_flex else ():
+        for pass_, way, call in flex.calls(name, *size[:4]) if use_flex else ():
             by_pass[pass_][way] = call
         for pass_, calls in by_pass.items():
             times = time(calls)
             rates = {call: measure.rate(flops(size, pass_, ROWS[name]), its) for call, its in times.items()}
             rows.append({"program": name, "pass": pass_, "size": size._asdict(), "gflops": rates, "seconds": times})
-    environment = measure.environment(["jax-flash", "jax", "jaxlib", "numpy"])
+    environment = measure.environment(["jax-flash", "jax", "jaxlib", "numpy", "torch", "triton"])
     output = args.output or measure.RESULTS / f"score_programs_{'gpu' if on_gpu else 'cpu'}.json"
     measure.save(output, {"environment": environment, "rows": rows})
     show(rows)
@@ -216,9 +218,9 @@ def show(rows: list[dict[str, Any]]) -> None:
                 return ""
             return f"{statistics.median(x / y for x, y in zip(its[a], its[b], strict=True)):.2f}"
 
-        others = {name: statistics.median(its[name]) for name in its if name.startswith("Flex")}
-        flex = min(others, key=lambda name: others[name], default="")  # the faster backend
-        pairs = (("program", "plain"), ("program", "built-in"), ("XLA", "program"), (flex, "program"))
+        backends = {name: statistics.median(its[name]) for name in its if name.startswith("Flex")}
+        faster = min(backends, key=lambda name: backends[name], default="")
+        pairs = (("program", "plain"), ("program", "built-in"), ("XLA", "program"), (faster, "program"))
         ratios = [ratio(a, b) for a, b in pairs]
         rate = f"{row['gflops']['program']:.0f}"
         table.add_row(row["program"], str(row["size"]["dim"]), row["pass"], rate, *ratios)

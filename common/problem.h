@@ -74,7 +74,7 @@ struct Problem {
   int64_t group() const { return q_heads / kv_heads; }
   // Of all sums and of the statistics, and on a CPU of dbias.
   DType accumulation_dtype() const { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
-  // Of dbias on a GPU: that of a small array is rounded as it is written.
+  // Of dbias on a GPU: the bias's own if it has 16 bits.
   DType dbias_dtype() const { return BytesOf(bias_dtype) == 2 ? bias_dtype : DType::kF32; }
   // Of a dim of an array, by its letter: those above; U and V block_rows and block_columns, R row_list, C column_list,
   // P element_masks, Q q_block, W element_words, X the 2 words of a seed. 1 if the array is broadcast over it.

@@ -43,7 +43,8 @@ bool BiasByEntry(const Problem& p);
   FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))                      \
   FEATURE(kCapAndBias, "a soft cap beside a bias", has.Any(kSoftCap) && has.Any(kBias))                               \
   FEATURE(kCrowdedCap, "a soft cap beside dropout and a window or segments", has.Any(kSoftCap) && has.Any(kSeveral))  \
-  FEATURE(kWithoutDQ, "a backward without the gradient of the query", !p.dq || p.deterministic) /* or apart */        \
+  FEATURE(kSmallCap, "a soft cap below 0.01", p.soft_cap > 0 && p.soft_cap < 0.01)                                    \
+  FEATURE(kApartDQ, "a query gradient that is not added up beside the others", !SumsDQ(p))                            \
   FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)                                 \
   FEATURE(kNarrow, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
 

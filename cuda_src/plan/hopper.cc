@@ -56,16 +56,17 @@ constexpr Row kForwardF32[] = {
     {227, 128, {128, 32, 2, 2}, kFullPrecision},
 };
 
-// What is not here would spill registers. Tiles of 64 keys are for wide heads only.
+// What is not here would spill registers. Tiles of 64 keys are for wide heads only. Where slopes of a soft cap are
+// found again from P (hopper/tuning.cuh), rounding errors of log P are divided by the cap, which must not be small.
 constexpr Row kBackward[] = {
     {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks | kPrograms},
-    {227, 64, {128, 128, 2, 2}, kAddsToScores | kDropout | kListed | kWithoutDQ},
+    {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kDropout | kListed | kApartDQ},
     {227, 64, {64, 128, 2, 2, true}, kPrograms},
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap | kPrograms},
     {227, 96, {64, 128, 2, 2}, kPrograms},
-    {227, 128, {64, 128, 2, 2}, kCapAndBias | kPrograms},
-    {227, 192, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap | kPrograms},
-    {227, 256, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap | kPrograms},
+    {227, 128, {64, 128, 2, 2}, kCapAndBias | kSmallCap | kPrograms},
+    {227, 192, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap | kSmallCap | kPrograms},
+    {227, 256, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap | kSmallCap | kPrograms},
 };
 
 // TF32. A soft cap would keep its slopes in 16 bits; crowded blocks, a bias beside a block mask, and one above head dim

@@ -299,6 +299,7 @@ SEVERAL_TILES = {
     "dbias of all": (Case(B=2, T=260, S=392, N=3, K=1, D=64, E=64, bias="bnts"), "bfloat16"),
     "wide dbias of all": (Case(B=2, T=260, S=264, N=3, K=1, D=128, E=128, bias="bnts", causal=True), "bfloat16"),
     "wide dbias": (Case(B=3, T=260, S=264, N=2, K=1, D=128, E=128, bias="11ts", lengths=True), "bfloat16"),
+    "soft cap": (Case(B=1, T=300, S=392, N=10, K=2, D=64, E=64, soft_cap=5.0, spread=4.0, causal=True), "bfloat16"),
     "crowded": (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, segments=True, dropout=0.2), "bfloat16"),
 }
 

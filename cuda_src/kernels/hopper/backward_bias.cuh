@@ -152,8 +152,11 @@ struct Consumer {
   __device__ __forceinline__ void PutInPlace() {
     MbarrierWait(&shared.bias_full[bias.index], bias.parity);
     SyncWarp();
+    if (p.parts == 1) {
+      uint8_t* const rows = shared.bias[bias.index] + 16 * warp * kBoxBytes;
 #pragma unroll
-    for (int c = 0; c < kCols; c += 16) PutBiasTile(shared.bias[bias.index] + 16 * warp * kBoxBytes, c, sum + c / 2);
+      for (int c = 0; c < kCols; c += 16) PutBiasTile(rows, c, sum + c / 2);
+    }
     FenceProxyAsync();
     SyncWarp();  // no lane may find the next bias where it waits for this one
     Release(&shared.bias_empty[bias.index]);

@@ -60,15 +60,15 @@ struct Producer {
   }
 };
 
-// It waits for others than the Producer, who is tiles of S ahead.
+// A thread of its own, since it waits for the consumers to end a tile of dbias, when the Producer is tiles of S ahead.
 struct BiasProducer {
   const Params& p;
   BackwardBiasShared& shared;
   const TensorMap *bias_map, *dbias_map;
   Ring<kBiases> at;
 
-  // When nobody needs a tile of the bias any more, the tile of dbias has taken its place, unless it is in parts, which
-  // the consumers write.
+  // When nobody needs a tile of the bias any more, the tile of dbias has taken its place, and is stored. (If dbias is
+  // in parts, the consumers write them.)
   __device__ __forceinline__ void Run() {
     DBiasTiles to_load{p}, to_store{p};
     DBiasTile loaded, stored;

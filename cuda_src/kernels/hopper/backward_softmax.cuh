@@ -120,53 +120,39 @@ struct Probabilities : Products {
       P[i] = PackKept(S[2 * i], S[2 * i + 1]);
       if (Tuning::kKeepsSlopes) TimesSlopes(dS[i], &S[2 * i], &S[2 * i + 1]);
     }
-    if (Tuning::kFindsSlopes) TimesSlopesOfP(S);
+    if (Tuning::kFindsSlopes) TimesSlopesOfP();
   }
 
-  // x times the slopes of the scores of P.
-  __device__ __forceinline__ void TimesSlopesOfP(float (&x)[kRows / 2]) {
+  // P times the slopes of its scores.
+  __device__ __forceinline__ void TimesSlopesOfP() {
     const float4* minus_l = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
-      const float4 y = minus_l[4 * c];
-      const float L[4] = {-y.x, -y.y, -y.z, -y.w};
+      const float4 x = minus_l[4 * c];
+      const float L[4] = {-x.x, -x.y, -x.z, -x.w};
 #pragma unroll
-      for (int i = 0; i < 8; ++i) x[8 * c + i] *= SlopeOfP(p, S[8 * c + i], L[i / 4 * 2 + i % 2]);
+      for (int i = 0; i < 8; ++i) S[8 * c + i] *= SlopeOfP(p, S[8 * c + i], L[i / 4 * 2 + i % 2]);
     }
   }
 
-  // dP^T becomes dS^T, in both precisions.
+  // dP^T becomes dS^T, in both precisions. Where dV needs P until now, the slopes of its scores join here.
   __device__ __forceinline__ void ComputeDS() {
-    if (Tuning::kFindsSlopes && !Tuning::kEarlyDV) return ComputeCappedDS();
+    constexpr bool kSlopes = Tuning::kFindsSlopes && !Tuning::kEarlyDV;
     const float4* memory = reinterpret_cast<const float4*>(shared.d[at.index]) + lane % 4;
+    const float4* minus_l = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
-      const float4 x = memory[4 * c];
-      const float D[4] = {x.x, x.y, x.z, x.w};
+      const float4 x = memory[4 * c], y = kSlopes ? minus_l[4 * c] : float4();
+      const float D[4] = {x.x, x.y, x.z, x.w}, L[4] = {-y.x, -y.y, -y.z, -y.w};
 #pragma unroll
       for (int i = 8 * c; i < 8 * c + 8; ++i) {
-        const float d = D[i / 4 % 2 * 2 + i % 2];
-        dP[i] = DSOf(S[i], dP[i], d);
+        const int row = i / 4 % 2 * 2 + i % 2;
+        dP[i] = DSOf(S[i], dP[i], D[row]);
+        if (kSlopes) dP[i] *= SlopeOfP(p, S[i], L[row]);
         if (!kTF32 && i % 2 == 1) {
           dS[i / 2] = Pack(dP[i - 1], dP[i]);
           if (!Tuning::kEarlyDV) P[i / 2] = PackKept(S[i - 1], S[i]);
         }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void ComputeCappedDS() {
-    const float4* memory = reinterpret_cast<const float4*>(shared.d[at.index]) + lane % 4;
-    const float4* minus_l = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;
-#pragma unroll
-    for (int c = 0; c < kRows / 16; ++c) {
-      const float4 x = memory[4 * c], y = minus_l[4 * c];
-      const float D[4] = {x.x, x.y, x.z, x.w}, L[4] = {-y.x, -y.y, -y.z, -y.w};
-#pragma unroll
-      for (int i = 8 * c; i < 8 * c + 8; ++i) {
-        const int r = i / 4 % 2 * 2 + i % 2;
-        dP[i] = DSOf(S[i], dP[i], D[r]) * SlopeOfP(p, S[i], L[r]);
-        if (i % 2 == 1) dS[i / 2] = Pack(dP[i - 1], dP[i]), P[i / 2] = PackKept(S[i - 1], S[i]);
       }
     }
   }

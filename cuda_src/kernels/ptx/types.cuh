@@ -101,7 +101,7 @@ __device__ __forceinline__ float Load(const void* data, int64_t i) {
   }
 }
 
-// The inverse, to the nearest.
+// The inverse of Load, rounded to the nearest, of any type but f64.
 template <DType kType>
 __device__ __forceinline__ void Store(void* data, int64_t i, float x) {
   if constexpr (kType == DType::kF16) {

@@ -31,21 +31,20 @@ struct Shape {
   }
 };
 
-// A bias of 16 bits has a gradient of 16 bits, which is rounded once.
-constexpr bool kSmallBias = kProblem.bias_dtype == DType::kF16 || kProblem.bias_dtype == DType::kBF16;
-constexpr DType kDBiasDType = kSmallBias ? kProblem.bias_dtype : DType::kF32;
+// A bias of 16 bits has a gradient of 16 bits, which is rounded as it is written.
+constexpr DType kDBiasDType = BytesOf(kProblem.bias_dtype) == 2 ? kProblem.bias_dtype : DType::kF32;
 
 // Where sums go: to dbias, or to one of its parts.
 struct Sums {
   const Params& p;
-  float* part;
+  float* to;  // a part; null: dbias
 
   __device__ __forceinline__ Sums(const Params& p, int part)
-      : p(p), part(p.parts == 1 ? nullptr : p.dbias_parts + part * Shape(p).Elements(p)) {}
+      : p(p), to(p.parts == 1 ? nullptr : p.dbias_parts + part * Shape(p).Elements(p)) {}
 
   __device__ __forceinline__ void Store(int64_t element, float x) const {
-    if (part) {
-      part[element] = x;
+    if (to) {
+      to[element] = x;
     } else {
       jax_flash::Store<kDBiasDType>(p.dbias, element, x);
     }

@@ -64,7 +64,9 @@ Interpreter<A>::Interpreter(const Problem& p, const Program& program, Carver* ca
     char* const value = carver->Array<char>(kProgramRows * kRowBytes);
     if (value) slots_[slot] = {value, kRowBytes, kVectorBytes};
   }
-  if (kind_ == ProgramKind::kMaskMod) bytes_ = carver->Array<uint8_t>(kTileRows * kTileColumns);
+  if (kind_ != ProgramKind::kMaskMod) return;
+  ranges_ = carver->Array<Range>(count_);
+  bytes_ = carver->Array<uint8_t>(kTileRows * kTileColumns);
 }
 
 template <typename A>
@@ -79,7 +81,6 @@ void Interpreter<A>::Begin(const Operands& in, int64_t b, int64_t n, int64_t off
   Run(false, false);
   Run(true, false);
   Run(false, true);
-  if (kind_ == ProgramKind::kMaskMod) RunEntries(0, block.rows, {}, {});
 }
 
 template <typename A>
@@ -91,6 +92,24 @@ template <typename A>
 void Interpreter<A>::Gradient(Tile<A> s, Tile<A> ds, const CapturedSums<A>* sums) {
   sums_ = sums;
   RunEntries(0, block_.rows, s, ds);
+}
+
+template <typename A>
+Range Interpreter<A>::Verdict() {
+  for (int64_t i = 0; i < count_; ++i) {
+    const Instruction& x = instructions_[i];
+    if (x.slot < 0) continue;
+    Range operands[3] = {};
+    // Whatever the indices are, an array that is looked up here may hold anything.
+    for (int k = 0; k < x.count && x.array < 0; ++k) operands[k] = Known(x.operands[k]);
+    ranges_[i] = RangeOf<A>(x, operands);
+  }
+  return Known(instructions_[count_ - 1].operands[0]);
+}
+
+template <typename A>
+void Interpreter<A>::Ask() {
+  RunEntries(0, block_.rows, {}, {});
 }
 
 template <typename A>
@@ -198,6 +217,51 @@ void Interpreter<A>::Execute(int64_t number) {
       JAX_FLASH_OPS(JAX_FLASH_OP)
 #undef JAX_FLASH_OP
   }
+}
+
+// --- ranges ---
+
+template <typename A>
+Range Interpreter<A>::Known(int64_t number) const {
+  const Instruction& x = instructions_[number];
+  if (x.slot >= 0) return ranges_[number];
+  switch (x.type) {
+    case Type::f:
+      return Extremes<Type::f>(number);
+    case Type::i:
+      return Extremes<Type::i>(number);
+    case Type::u:
+      return Extremes<Type::u>(number);
+    default:
+      return Extremes<Type::b>(number);
+  }
+}
+
+// The least and the most of a value that has been computed for all of the block.
+template <typename A>
+template <Type R>
+Range Interpreter<A>::Extremes(int64_t number) const {
+  const Instruction& x = instructions_[number];
+  const Place from = PlaceOf(number);
+  // A NaN stays.
+  const auto least = [](auto x, auto y) { return ((x < y) | (x != x)) ? x : y; };
+  const auto most = [](auto x, auto y) { return ((x > y) | (x != x)) ? x : y; };
+  auto lows = Get<A, R>(from.data), highs = lows;
+  const int64_t rows = RowsOf(x), vectors = VectorsOf(x);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t v = 0; v < vectors; ++v) {
+      const auto value = Get<A, R>(from.At(r, v));
+      lows = least(lows, value);
+      highs = most(highs, value);
+    }
+  }
+  auto low = lows[0], high = highs[0];
+  for (int lane = 1; lane < kLanes<A>; ++lane) {
+    low = least(low, lows[lane]);
+    high = most(high, highs[lane]);
+  }
+  // The bits of a truth value make it 0 or -1.
+  return R == Type::b ? Range{-double(high), -double(low)} : RangeBetween(R, double(low), double(high));
 }
 
 // --- captured arrays ---

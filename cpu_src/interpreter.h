@@ -7,6 +7,7 @@
 #include "common/problem.h"
 #include "cpu_src/block.h"
 #include "cpu_src/lanes.h"
+#include "cpu_src/ranges.h"
 #include "cpu_src/tile.h"
 
 namespace jax_flash::JAX_FLASH_ISA {
@@ -38,7 +39,11 @@ class Interpreter {
   void Score(const Block& some, Tile<A> s);
   // score_grad: ds_0 of all of it from s_0, which is overwritten, and dS, in its place; adds to the sums.
   void Gradient(Tile<A> s, Tile<A> ds, const CapturedSums<A>* sums);
-  // mask_mod of its rows from i0 on.
+  // mask_mod: what it can say of the block's entries, from what is the same for several of them.
+  Range Verdict();
+  // It is asked entry by entry ...
+  void Ask();
+  // ... and has said this of the rows from i0 on.
   MaskBytes Mask(int64_t i0) const;
 
  private:
@@ -87,6 +92,9 @@ class Interpreter {
   void LoadArray(int64_t number);
   template <Type R, typename S>
   void LoadElements(int64_t number, const S* array);
+  Range Known(int64_t number) const;
+  template <Type R>
+  Range Extremes(int64_t number) const;
   void Accumulate(const Instruction& x);
   void Result(const Instruction& x);
 
@@ -102,6 +110,7 @@ class Interpreter {
   ProgramKind kind_ = {};
   char** values_ = nullptr;  // of instructions without a slot
   Place* slots_ = nullptr;
+  Range* ranges_ = nullptr;  // of instructions with a slot, of a mask_mod
   uint8_t* bytes_ = nullptr;
 
   // What is being worked on: rows first_ <= r < first_ + rows_ of a block.

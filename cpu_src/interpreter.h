@@ -39,7 +39,7 @@ class Interpreter {
   void Score(const Block& some, Tile<A> s);
   // score_grad: ds_0 of all of it from s_0, which is overwritten, and dS, in its place; adds to the sums.
   void Gradient(Tile<A> s, Tile<A> ds, const CapturedSums<A>* sums);
-  // mask_mod: what it can say of the block's entries, from what is the same for several of them.
+  // mask_mod: what it can say of the block's entries, as far as that follows from what several of them share.
   Range Verdict();
   // It is asked entry by entry ...
   void Ask();
@@ -92,11 +92,13 @@ class Interpreter {
   void LoadArray(int64_t number);
   template <Type R, typename S>
   void LoadElements(int64_t number, const S* array);
+  void Accumulate(const Instruction& x);
+  void Result(const Instruction& x);
+
+  // What a value is in the block, if it has been computed; what it can be, if not.
   Range Known(int64_t number) const;
   template <Type R>
   Range Extremes(int64_t number) const;
-  void Accumulate(const Instruction& x);
-  void Result(const Instruction& x);
 
   Indices IndicesOf(const Instruction& x) const;
   static int64_t RowOffset(const Indices& indices, int64_t row);

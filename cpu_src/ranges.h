@@ -15,7 +15,8 @@ struct Range {
 // Of values of a type between these two; anything, if they are beyond what the type has: integers wrap around.
 Range RangeBetween(Type type, double low, double high);
 
-// Of an instruction's value, where its operands are in these ranges and floats are of type A. It may be too wide.
+// Of an instruction's value, where its operands (at most three) are in these ranges and floats are of type A. The range
+// may be too wide.
 template <typename A>
 Range RangeOf(const Instruction& instruction, const Range* operands);
 

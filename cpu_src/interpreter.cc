@@ -71,6 +71,10 @@ Interpreter<A>::Interpreter(const Problem& p, const Program& program, Carver* ca
 
 template <typename A>
 void Interpreter<A>::Begin(const Operands& in, int64_t b, int64_t n, int64_t offset, const Block& block) {
+  // What is the same as in the block before has been computed.
+  const bool same_head = in_ == &in && b_ == b && n_ == n;
+  const bool same_rows = same_head && block_.i0 == block.i0 && block_.rows == block.rows;
+  const bool same_columns = same_head && block_.j0 == block.j0 && block_.c0 == block.c0 && block_.c1 == block.c1;
   in_ = &in;
   b_ = b;
   n_ = n;
@@ -78,9 +82,9 @@ void Interpreter<A>::Begin(const Operands& in, int64_t b, int64_t n, int64_t off
   block_ = block;
   first_ = 0;
   rows_ = block.rows;
-  Run(false, false);
-  Run(true, false);
-  Run(false, true);
+  if (!same_head) Run(false, false);
+  if (!same_rows) Run(true, false);
+  if (!same_columns) Run(false, true);
 }
 
 template <typename A>
@@ -243,25 +247,26 @@ template <Type R>
 Range Interpreter<A>::Extremes(int64_t number) const {
   const Instruction& x = instructions_[number];
   const Place from = PlaceOf(number);
-  // A NaN stays.
-  const auto least = [](auto x, auto y) { return ((x < y) | (x != x)) ? x : y; };
-  const auto most = [](auto x, auto y) { return ((x > y) | (x != x)) ? x : y; };
-  auto lows = Get<A, R>(from.data), highs = lows;
+  auto lows = Get<A, R>(from.data), highs = lows, zeros = lows - lows;  // NaN if a value is not finite
   const int64_t rows = RowsOf(x), vectors = VectorsOf(x);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t v = 0; v < vectors; ++v) {
       const auto value = Get<A, R>(from.At(r, v));
-      lows = least(lows, value);
-      highs = most(highs, value);
+      lows = value < lows ? value : lows;
+      highs = value > highs ? value : highs;
+      zeros += value - value;
     }
   }
-  auto low = lows[0], high = highs[0];
+  auto low = lows[0], high = highs[0], zero = zeros[0];
+#pragma GCC unroll 16
   for (int lane = 1; lane < kLanes<A>; ++lane) {
-    low = least(low, lows[lane]);
-    high = most(high, highs[lane]);
+    low = lows[lane] < low ? lows[lane] : low;
+    high = highs[lane] > high ? highs[lane] : high;
+    zero += zeros[lane];
   }
   // The bits of a truth value make it 0 or -1.
-  return R == Type::b ? Range{-double(high), -double(low)} : RangeBetween(R, double(low), double(high));
+  if (R == Type::b) return {-double(high), -double(low)};
+  return RangeBetween(R, double(low + zero), double(high + zero));
 }
 
 // --- captured arrays ---

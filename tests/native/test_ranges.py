@@ -69,9 +69,9 @@ def test_value_is_in_its_range(op):
         assert_in_ranges(asm, result if value == "b" else asm(f"cast.{value}.b", result), arrays)
 
 
-def grow(draw: st.DrawFn, asm: Assembly, values: dict[str, list[int]], steps: int) -> None:
+def grow(draw: st.DrawFn, asm: Assembly, values: dict[str, list[int]], ops: list[str], steps: int) -> None:
     """Adds instructions of values that are there, by their types."""
-    for op in draw(st.lists(st.sampled_from(sorted(OPS)), min_size=1, max_size=steps)):
+    for op in draw(st.lists(st.sampled_from(ops), min_size=1, max_size=steps)):
         operands, value = OPS[op]
         values[value].append(asm(op, *(draw(st.sampled_from(values[t][-6:])) for t in operands)))
 
@@ -85,7 +85,7 @@ def straight_lines(draw):
     values = {t: [] for t in POOLS}
     for i, t in enumerate(types):
         values[t].append(asm(f"load.{t}", i, 0))
-    grow(draw, asm, values, 12)
+    grow(draw, asm, values, sorted(OPS), 12)
     return asm, draw(st.sampled_from(values["b"])), arrays
 
 
@@ -96,6 +96,10 @@ def test_every_value_is_in_its_range(drawn):
     assert_in_ranges(*drawn)
 
 
+INEXACT = "div rem pow atan2 exp exp2 log log1p expm1 tanh logistic erf sin cos sqrt rsqrt".split()
+EXACT = sorted(OPS.keys() - {f"{op}.f" for op in INEXACT})  # also of floats that are multiples of 1/8
+
+
 @st.composite
 def masks(draw):
     """A mask of queries, keys and arrays of them: sorted, so that some blocks are decided."""
@@ -104,7 +108,9 @@ def masks(draw):
     asm = Assembly()
     query, key = asm("query"), asm("key")
     arrays = [np.sort(rng.integers(0, 5, size)).astype("int32") for size in (n, m)]
-    arrays += [np.sort(rng.normal(size=size)) for size in (n, m)]
+    arrays += [np.sort(rng.integers(-20, 20, size)) / 8 for size in (n, m)]
+    for x in draw(st.sampled_from([[], arrays[2:3], arrays[3:]])):
+        x[rng.integers(x.size)] = draw(st.sampled_from([np.nan, np.inf]))
     arrays += [rng.random((n, m)) < 0.5, np.sort(rng.random(n)) < 0.5]
     values = {"i": [query, key, asm("load.i", 0, query), asm("load.i", 1, key)]}
     values["f"] = [asm("load.f", 2, query), asm("load.f", 3, key)]
@@ -112,7 +118,7 @@ def masks(draw):
     values["b"] = [asm("load.b", 4, query, key), asm("load.b", 5, query)]
     constants = draw(st.lists(st.integers(-3, 300), min_size=1, max_size=2))
     values["i"] += [asm("const.i", x) for x in constants]
-    grow(draw, asm, values, 8)
+    grow(draw, asm, values, EXACT, 8)
     compared = draw(st.sampled_from(["eq", "lt", "ge"]))
     a, b = (draw(st.sampled_from(values["i"])) for _ in range(2))
     return asm.result(asm("and.b", values["b"][-1], asm(f"{compared}.i", a, b))), arrays

@@ -124,22 +124,41 @@ def masks(draw):
     return asm.result(asm("and.b", values["b"][-1], asm(f"{compared}.i", a, b))), arrays
 
 
+def attend(mask: Program, arrays: list[np.ndarray], value: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """o and l of n queries where all scores are 0: l counts the keys that a row sees."""
+    described = problem(mask, arrays, n, value.size, value.dtype.name)
+    operands = {"query": np.zeros((1, n, 1, 1), value.dtype), "key": np.zeros((1, value.size, 1, 1), value.dtype)}
+    operands |= {"value": value.reshape(1, -1, 1, 1), "scale": np.ones((), value.dtype)}
+    o, l, _ = call(described, with_ids(described, operands), arrays)
+    return o[0, :, 0, 0], l[0, 0]
+
+
 @settings(max_examples=60)
 @given(masks(), st.sampled_from(["float32", "float64"]))
 def test_masks_are_what_they_say(drawn, dtype):
-    """In the kernels: with scores of 0, l counts the keys that a row sees, and o is the sum of their values over it."""
+    """In the kernels."""
     mask, arrays = drawn
     arrays = [x.astype(dtype) if x.dtype.kind == "f" else x for x in arrays]
     n, m = arrays[4].shape
-    described = problem(mask, arrays, n, m, dtype)
-    value = np.random.default_rng(0).normal(size=(1, m, 1, 1)).astype(dtype)
-    operands = {"query": np.zeros((1, n, 1, 1), dtype), "key": np.zeros((1, m, 1, 1), dtype), "value": value}
-    o, l, _ = call(described, with_ids(described, operands | {"scale": np.ones((), dtype)}), arrays)
+    value = np.random.default_rng(0).normal(size=m).astype(dtype)
+    o, l = attend(mask, arrays, value, n)
     query, key = np.mgrid[:n, :m]
     seen, _ = interpreter.run(mask.text, {"query": query.ravel(), "key": key.ravel()}, arrays)
     seen = seen.reshape(n, m)
-    np.testing.assert_array_equal(l[0, 0], seen.sum(1))
-    np.testing.assert_allclose(o[0, :, 0, 0] * l[0, 0], seen @ value[0, :, 0, 0], atol=1e-3)
+    np.testing.assert_array_equal(l, seen.sum(1))
+    np.testing.assert_allclose(o * l, seen @ value, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("place", [0, 1, 30, 47])
+def test_one_float_that_is_not_a_number(place, dtype):
+    """It sees nothing and is not seen, where all others are."""
+    x, y = np.zeros(48, dtype), np.ones(256, dtype)
+    mask = Program("query;key;load.f,0,0;load.f,1,1;le.f,2,3;result,4")
+    for array in (x, y):
+        array[place] = np.nan
+        l = attend(mask, [x, y], np.zeros(256, dtype), 48)[1]
+        np.testing.assert_array_equal(l, (x[:, None] <= y).sum(1))
 
 
 HIDDEN, SEEN, BOTH = (0, 0), (1, 1), (0, 1)
@@ -201,13 +220,10 @@ def test_what_is_decided_is_not_asked_entry_by_entry():
     mask = asm.result(asm("and.b", same, asm("gt.i", far, asm("const.i", -n))))
 
     def seconds(ids: np.ndarray) -> float:
-        described = problem(mask, [ids], n, n, "float32")
-        operands = {name: np.zeros((1, n, 1, 1), np.float32) for name in ("query", "key", "value")}
-        operands = with_ids(described, operands | {"scale": np.ones((), np.float32)})
         start = time.perf_counter()
-        l = call(described, operands, [ids])[1]
+        l = attend(mask, [ids], np.zeros(n, np.float32), n)[1]
         taken = time.perf_counter() - start
-        np.testing.assert_array_equal(l[0, 0], n // 2)
+        np.testing.assert_array_equal(l, n // 2)
         return taken
 
     place = np.arange(n, dtype=np.int32)

@@ -13,6 +13,7 @@
 #include "common/arrays.h"
 #include "common/problem.h"
 #include "cpu_src/custom_calls.h"
+#include "cpu_src/ranges.h"
 #include "cuda_src/custom_calls.h"
 #include "cuda_src/driver.h"
 #include "cuda_src/jit.h"
@@ -62,6 +63,27 @@ NB_MODULE(_native, module) {
   module.def("cpu_isa", &jax_flash::CpuIsa,
              "The instruction set that the CPU kernels use here: portable, avx2 or avx512. The environment variable "
              "JAX_FLASH_CPU_ISA asks for a lesser one.");
+
+  module.def(
+      "mask_ranges",
+      [](std::string_view text, const std::map<int, std::pair<double, double>>& known) {
+        const Problem problem = Decoded(text);
+        const auto range_of =
+            problem.dtype == jax_flash::DType::kF64 ? jax_flash::RangeOf<double> : jax_flash::RangeOf<float>;
+        std::vector<std::pair<double, double>> ranges;
+        for (const jax_flash::Instruction& x : problem.mask_mod.instructions) {
+          jax_flash::Range operands[jax_flash::kMaxCapturedRank + 1] = {};
+          for (int k = 0; k < x.count; ++k) operands[k] = {ranges[x.operands[k]].first, ranges[x.operands[k]].second};
+          if (x.op == jax_flash::Op::result) break;
+          const jax_flash::Range range = range_of(x, operands);
+          const auto given = known.find(int(ranges.size()));
+          ranges.push_back(given == known.end() ? std::pair(range.low, range.high) : given->second);
+        }
+        return ranges;
+      },
+      nb::arg("problem"), nb::arg("known"),
+      "What the CPU kernels take the values of a problem's mask_mod to be in a block where some are known: least and "
+      "most of each instruction, by its number. (A float is anything where they are NaN.)");
 
   module.def("problem_fields", &jax_flash::ProblemFields, "The fields of a problem: names and types.");
 

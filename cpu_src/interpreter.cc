@@ -64,11 +64,17 @@ Interpreter<A>::Interpreter(const Problem& p, const Program& program, Carver* ca
     char* const value = carver->Array<char>(kProgramRows * kRowBytes);
     if (value) slots_[slot] = {value, kRowBytes, kVectorBytes};
   }
-  if (kind_ == ProgramKind::kMaskMod) bytes_ = carver->Array<uint8_t>(kTileRows * kTileColumns);
+  if (kind_ != ProgramKind::kMaskMod) return;
+  ranges_ = carver->Array<Range>(count_);
+  bytes_ = carver->Array<uint8_t>(kTileRows * kTileColumns);
 }
 
 template <typename A>
 void Interpreter<A>::Begin(const Operands& in, int64_t b, int64_t n, int64_t offset, const Block& block) {
+  // What is the same as in the block before has been computed.
+  const bool same_head = in_ == &in && b_ == b && n_ == n;
+  const bool same_rows = same_head && block_.i0 == block.i0 && block_.rows == block.rows;
+  const bool same_columns = same_head && block_.j0 == block.j0 && block_.c0 == block.c0 && block_.c1 == block.c1;
   in_ = &in;
   b_ = b;
   n_ = n;
@@ -76,10 +82,9 @@ void Interpreter<A>::Begin(const Operands& in, int64_t b, int64_t n, int64_t off
   block_ = block;
   first_ = 0;
   rows_ = block.rows;
-  Run(false, false);
-  Run(true, false);
-  Run(false, true);
-  if (kind_ == ProgramKind::kMaskMod) RunEntries(0, block.rows, {}, {});
+  if (!same_head) Run(false, false);
+  if (!same_rows) Run(true, false);
+  if (!same_columns) Run(false, true);
 }
 
 template <typename A>
@@ -91,6 +96,24 @@ template <typename A>
 void Interpreter<A>::Gradient(Tile<A> s, Tile<A> ds, const CapturedSums<A>* sums) {
   sums_ = sums;
   RunEntries(0, block_.rows, s, ds);
+}
+
+template <typename A>
+Range Interpreter<A>::Verdict() {
+  for (int64_t i = 0; i < count_; ++i) {
+    const Instruction& x = instructions_[i];
+    if (x.slot < 0) continue;
+    Range operands[3] = {};
+    // Whatever the indices are, an array that is looked up here may hold anything.
+    for (int k = 0; k < x.count && x.array < 0; ++k) operands[k] = Known(x.operands[k]);
+    ranges_[i] = RangeOf<A>(x, operands);
+  }
+  return Known(instructions_[count_ - 1].operands[0]);
+}
+
+template <typename A>
+void Interpreter<A>::Ask() {
+  RunEntries(0, block_.rows, {}, {});
 }
 
 template <typename A>
@@ -198,6 +221,52 @@ void Interpreter<A>::Execute(int64_t number) {
       JAX_FLASH_OPS(JAX_FLASH_OP)
 #undef JAX_FLASH_OP
   }
+}
+
+// --- ranges ---
+
+template <typename A>
+Range Interpreter<A>::Known(int64_t number) const {
+  const Instruction& x = instructions_[number];
+  if (x.slot >= 0) return ranges_[number];
+  switch (x.type) {
+    case Type::f:
+      return Extremes<Type::f>(number);
+    case Type::i:
+      return Extremes<Type::i>(number);
+    case Type::u:
+      return Extremes<Type::u>(number);
+    default:
+      return Extremes<Type::b>(number);
+  }
+}
+
+// The least and the most of a value that has been computed for all of the block.
+template <typename A>
+template <Type R>
+Range Interpreter<A>::Extremes(int64_t number) const {
+  const Instruction& x = instructions_[number];
+  const Place from = PlaceOf(number);
+  auto lows = Get<A, R>(from.data), highs = lows, zeros = lows - lows;  // NaN if a value is not finite
+  const int64_t rows = RowsOf(x), vectors = VectorsOf(x);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t v = 0; v < vectors; ++v) {
+      const auto value = Get<A, R>(from.At(r, v));
+      lows = value < lows ? value : lows;
+      highs = value > highs ? value : highs;
+      zeros += value - value;
+    }
+  }
+  auto low = lows[0], high = highs[0], zero = zeros[0];
+#pragma GCC unroll 16
+  for (int lane = 1; lane < kLanes<A>; ++lane) {
+    low = lows[lane] < low ? lows[lane] : low;
+    high = highs[lane] > high ? highs[lane] : high;
+    zero += zeros[lane];
+  }
+  // The bits of a truth value make it 0 or -1.
+  if (R == Type::b) return {-double(high), -double(low)};
+  return RangeBetween(R, double(low + zero), double(high + zero));
 }
 
 // --- captured arrays ---

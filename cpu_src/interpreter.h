@@ -7,6 +7,7 @@
 #include "common/problem.h"
 #include "cpu_src/block.h"
 #include "cpu_src/lanes.h"
+#include "cpu_src/ranges.h"
 #include "cpu_src/tile.h"
 
 namespace jax_flash::JAX_FLASH_ISA {
@@ -38,7 +39,11 @@ class Interpreter {
   void Score(const Block& some, Tile<A> s);
   // score_grad: ds_0 of all of it from s_0, which is overwritten, and dS, in its place; adds to the sums.
   void Gradient(Tile<A> s, Tile<A> ds, const CapturedSums<A>* sums);
-  // mask_mod of its rows from i0 on.
+  // mask_mod: what it can say of the block's entries, as far as that follows from what several of them share.
+  Range Verdict();
+  // It is asked entry by entry ...
+  void Ask();
+  // ... and has said this of the rows from i0 on.
   MaskBytes Mask(int64_t i0) const;
 
  private:
@@ -90,6 +95,11 @@ class Interpreter {
   void Accumulate(const Instruction& x);
   void Result(const Instruction& x);
 
+  // What a value is in the block, if it has been computed; what it can be, if not.
+  Range Known(int64_t number) const;
+  template <Type R>
+  Range Extremes(int64_t number) const;
+
   Indices IndicesOf(const Instruction& x) const;
   static int64_t RowOffset(const Indices& indices, int64_t row);
   static Reach ReachOf(const Indices& indices, int64_t row, int64_t vector, int64_t count);
@@ -102,6 +112,7 @@ class Interpreter {
   ProgramKind kind_ = {};
   char** values_ = nullptr;  // of instructions without a slot
   Place* slots_ = nullptr;
+  Range* ranges_ = nullptr;  // of instructions with a slot, of a mask_mod
   uint8_t* bytes_ = nullptr;
 
   // What is being worked on: rows first_ <= r < first_ + rows_ of a block.

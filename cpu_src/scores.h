@@ -73,7 +73,13 @@ class Scores {
     if (p_.mask.present && !block.empty()) block.masked = TrimToMask(&block, MaskOf(block, n));
     if (programs_.mask_mod.present() && !block.empty()) {
       programs_.mask_mod.Begin(in_, b_, n, positions_.offset, block);
-      block.refused = TrimToMask(&block, programs_.mask_mod.Mask(block.i0));
+      const Range verdict = programs_.mask_mod.Verdict();
+      if (verdict.high == 0) {
+        block.rows = 0;
+      } else if (verdict.low == 0) {
+        programs_.mask_mod.Ask();
+        block.refused = TrimToMask(&block, programs_.mask_mod.Mask(block.i0));
+      }
     }
     if (programs_.score_mod.present() && !block.empty()) {
       programs_.score_mod.Begin(in_, b_, n, positions_.offset, block);
@@ -112,24 +118,20 @@ class Scores {
   }
 
  private:
-  struct Range {
-    int32_t first, last;
-  };
-
   static Range SegmentsOf(const int32_t* ids, int64_t count) {
-    Range range = {ids[0], ids[0]};
+    int32_t low = ids[0], high = ids[0];
     for (int64_t i = 1; i < count; ++i) {
-      range.first = ids[i] < range.first ? ids[i] : range.first;
-      range.last = ids[i] > range.last ? ids[i] : range.last;
+      low = ids[i] < low ? ids[i] : low;
+      high = ids[i] > high ? ids[i] : high;
     }
-    return range;
+    return {double(low), double(high)};
   }
 
   // Whether the ranges of segment ids of the rows and of the columns overlap.
   bool SegmentsMeet(const Block& block) const {
     const Range rows = SegmentsOf(in_.q_segments + b_ * p_.q_len + block.i0, block.rows);
     const Range columns = SegmentsOf(in_.kv_segments + b_ * p_.kv_len + block.j0 + block.c0, block.c1 - block.c0);
-    return rows.first <= columns.last && columns.first <= rows.last;
+    return rows.low <= columns.high && columns.low <= rows.high;
   }
 
   MaskBytes MaskOf(const Block& block, int64_t n) const {

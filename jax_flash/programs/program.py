@@ -23,6 +23,7 @@ from jax_flash.programs.arrays import Array, View, aval
 from jax_flash.programs.code import Code, Unsupported
 from jax_flash.programs.lowering import Lowering
 from jax_flash.programs.operations import VARYING
+from jax_flash.programs.structure import Structure
 from jax_flash.varying import varying_axes
 
 INDICES = ("batch", "head", "query", "key")
@@ -151,25 +152,43 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
     arrays = [jnp.asarray(x) for x in closed.consts]
     constants = (*(np.asarray(x).tobytes() for x in _constants_of_calls(closed.jaxpr)), *_callbacks(closed.jaxpr))
     program = Program("", first=first, count=len(arrays), constants=constants, jaxpr=closed.jaxpr)
-    captured = [Captured("", False, ())] * first + [Captured(x.dtype.name, False, x.shape) for x in arrays]
-    derivative = None
+    captured = (*[Captured("", False, ())] * first, *(Captured(x.dtype.name, False, x.shape) for x in arrays))
+    scored, has_rules = name == "score_mod", _has_rules(closed.jaxpr)
+    second = _second_derivative(name, closed) if scored and has_rules else ""
+    given = (first, captured, dtype, sizes, scored, jax.config.read("jax_enable_x64"))
+    refusal = None
     try:
-        code = Code(dtype, sizes._asdict())
-        inputs = _inputs(code, dtype)[0 if name == "score_mod" else 1 :]
-        forward = Lowering(code)
-        own = program._arrays(code, captured)
-        (result,) = forward.run(closed.jaxpr, own, inputs)
-        text = code.text(result.element())
-        if name == "score_mod":  # whether it has a derivative too is known from the start
-            gradients = [x._replace(gradient=jnp.issubdtype(x.dtype, jnp.floating)) for x in captured[first:]]
-            second = _second_derivative(name, closed) if _has_rules(closed.jaxpr) else ""
-            derivative = program.gradient(captured[:first] + gradients, dtype, sizes).text + second
+        # Rules are functions, and may read what has changed.
+        text, derivative = _lower(closed.jaxpr, *given) if has_rules else _lowered(Structure.of(closed.jaxpr), *given)
+        derivative += second
     except (Unsupported, RecursionError) as e:
         reason = e if isinstance(e, Unsupported) else "too many operations, one on top of the other, on small arrays"
-        derivative = _second_derivative(name, closed) if name == "score_mod" else None
-        text, refusal = str(closed.jaxpr), f"{name} has {reason}"
-        return dataclasses.replace(program, text=text, refusal=refusal, derivative=derivative), arrays
-    return dataclasses.replace(program, text=text, derivative=derivative), arrays
+        refusal = f"{name} has {reason}"
+        text, derivative = str(closed.jaxpr), second or (_second_derivative(name, closed) if scored else "")
+    derived = derivative if scored else None
+    return dataclasses.replace(program, text=text, refusal=refusal, derivative=derived), arrays
+
+
+@functools.lru_cache(maxsize=256)
+def _lowered(structure: Structure, *given: Any) -> tuple[str, str]:
+    """`_lower`, once for what is traced to the same again. (A refusal, which says a line, is raised each time.)"""
+    return _lower(structure.jaxpr, *given)
+
+
+def _lower(
+    jaxpr: Jaxpr, first: int, captured: tuple[Captured, ...], dtype: str, sizes: Sizes, scored: bool, x64: bool
+) -> tuple[str, str]:
+    """The code of a function, and of a score's derivative: whether there is one is known from the start."""
+    with jax.enable_x64(x64):
+        program = Program("", first=first, count=len(captured) - first, jaxpr=jaxpr)
+        code = Code(dtype, sizes._asdict())
+        inputs = _inputs(code, dtype)[0 if scored else 1 :]
+        (result,) = Lowering(code).run(jaxpr, program._arrays(code, captured), inputs)
+        text = code.text(result.element())
+        if not scored:
+            return text, ""
+        own = (x._replace(gradient=jnp.issubdtype(x.dtype, jnp.floating)) for x in captured[first:])
+        return text, program.gradient((*captured[:first], *own), dtype, sizes).text
 
 
 def _traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:

@@ -8,6 +8,7 @@ from jax import lax
 
 import jax_flash
 from jax_flash import Problem, attention
+from jax_flash.programs import program
 
 QUERY = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 8)), jnp.float32)
 
@@ -169,6 +170,50 @@ def test_what_changes_nothing_costs_nothing():
     assert described(mask_mod=lambda b, h, q, k: k < 4) != described()
 
 
+def test_what_is_traced_again_is_not_lowered_again():
+    """Whatever function it is, and whatever is in its arrays."""
+
+    def lowered(number, table):
+        described(score_mod=lambda s, b, h, q, k: s * number + table[k])
+        return program._lowered.cache_info().misses
+
+    first = lowered(0.1, jnp.arange(5.0))
+    assert lowered(0.1, jnp.zeros(5)) == first
+    for i, again in enumerate([(0.2, jnp.zeros(5)), (0.1, jnp.zeros(6)), (0.1, jnp.zeros(5, jnp.bfloat16))], 1):
+        assert lowered(*again) == first + i
+
+
+def test_numbers_are_told_apart_by_their_bits():
+    next_to = np.nextafter(np.float32(0.1), np.float32(1))
+    texts = {described(score_mod=lambda s, *_, x=x: s * x).score_mod.text for x in (0.1, next_to, 0.0, -0.0)}
+    assert len(texts) == 4
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_types_that_are_not_printed_are_told_apart(order):
+    """Of a Python number, and of one that has 64 bits by itself."""
+
+    def refusal(number):
+        def score_mod(s, b, h, q, k):
+            return jnp.where(jnp.where(q > k, number(1), number(2)) + number(order) > 2, s, 2 * s)
+
+        return described(score_mod=score_mod).score_mod.refusal
+
+    with jax.enable_x64(True):
+        refusals = {number: refusal(number) for number in (int, np.int64)[::order]}
+    assert refusals[int] is None
+    assert "int64 values" in refusals[np.int64]
+
+
+def test_a_refusal_has_the_line_of_its_own_function():
+    one, other = (
+        lambda s, *_: lax.igamma(s, s),
+        lambda s, *_: lax.igamma(s, s),
+    )
+    refusals = [described(score_mod=function).score_mod.refusal for function in (one, other, one)]
+    assert refusals[0] == refusals[2] != refusals[1]
+
+
 class Scaled:
     """A function that can be changed."""
 
@@ -204,6 +249,15 @@ def test_a_function_is_read_anew_in_each_trace():
         np.testing.assert_allclose(call(table), attend(bias=table), rtol=1e-5, atol=1e-6)
     function.table = jnp.zeros(5)
     np.testing.assert_allclose(attend(score_mod=function), attend(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_a_derivative_is_read_anew_in_each_call(kind):
+    factor = 1.0
+    function = with_rule(lambda x: factor * x, kind)
+    before = gradient(score_mod=function)
+    factor = 3.0
+    assert np.abs(gradient(score_mod=function) - before).max() > 1e-3
 
 
 def test_another_callback_is_another_program():

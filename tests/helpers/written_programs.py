@@ -10,6 +10,28 @@ import numpy as np
 
 from jax_flash.problem import Captured, Problem, Program
 
+FLOAT = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "rem", "min", "max", "pow", "atan2"), "ff"),
+    **dict.fromkeys("neg abs sign exp exp2 log log1p expm1 tanh logistic erf sin cos sqrt rsqrt".split(), "f"),
+    **dict.fromkeys(("floor", "ceil", "round", "rint"), "f"),
+}
+INTEGER = {
+    **dict.fromkeys("add sub mul div rem min max and or xor shl shr".split(), 2),
+    **dict.fromkeys("neg abs sign not popcount clz".split(), 1),
+}
+COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
+OPS = {  # the types of operands and of the value
+    **{f"{op}.f": (operands, "f") for op, operands in FLOAT.items()},
+    **{f"{op}.{t}": (t * count, t) for op, count in INTEGER.items() for t in "iu"},
+    **{f"{op}.{t}": (t * 2, "b") for op in COMPARE for t in "fiu"},
+    **{f"{op}.b": ("bb", "b") for op in ("and", "or", "xor", "eq", "ne")},
+    **{f"select.{t}": ("b" + t * 2, t) for t in "fiub"},
+    **{f"cast.{a}.{b}": (a, b) for a in "fiub" for b in "fiub" if a != b},
+    **{f"round_to.{dtype}": ("f", "f") for dtype in ("bfloat16", "float16", "float32")},
+    "not.b": ("b", "b"),
+    "finite.f": ("f", "b"),
+}
+
 
 class Assembly(list):
     """Writes a program: each instruction is known by its number."""

@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 import pytest
+from written_programs import OPS
 
 from jax_flash import _native
 from jax_flash.problem import Captured, Problem, Program
@@ -20,28 +21,6 @@ ARRAYS = (
 SCORE, MASK, GRAD = "score_mod", "mask_mod", "score_grad"
 INPUTS = "score;query;key;const.u,3;const.b,1"  # one of each type: values 0 (f), 1 and 2 (i), 3 (u), 4 (b)
 VALUE = {"f": 0, "i": 1, "u": 3, "b": 4}
-
-FLOAT = {
-    **dict.fromkeys(("add", "sub", "mul", "div", "rem", "min", "max", "pow", "atan2"), "ff"),
-    **dict.fromkeys("neg abs sign exp exp2 log log1p expm1 tanh logistic erf sin cos sqrt rsqrt".split(), "f"),
-    **dict.fromkeys(("floor", "ceil", "round", "rint"), "f"),
-}
-INTEGER = {
-    **dict.fromkeys("add sub mul div rem min max and or xor shl shr".split(), 2),
-    **dict.fromkeys("neg abs sign not popcount clz".split(), 1),
-}
-COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
-OPS = {  # the types of operands and of the value
-    **{f"{op}.f": (operands, "f") for op, operands in FLOAT.items()},
-    **{f"{op}.{t}": (t * count, t) for op, count in INTEGER.items() for t in "iu"},
-    **{f"{op}.{t}": (t * 2, "b") for op in COMPARE for t in "fiu"},
-    **{f"{op}.b": ("bb", "b") for op in ("and", "or", "xor", "eq", "ne")},
-    **{f"select.{t}": ("b" + t * 2, t) for t in "fiub"},
-    **{f"cast.{a}.{b}": (a, b) for a in "fiub" for b in "fiub" if a != b},
-    **{f"round_to.{dtype}": ("f", "f") for dtype in ("bfloat16", "float16", "float32")},
-    "not.b": ("b", "b"),
-    "finite.f": ("f", "b"),
-}
 
 
 def problem(kind=SCORE, text="score;result,0", captured=ARRAYS):

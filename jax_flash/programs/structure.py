@@ -1,0 +1,48 @@
+"""Jaxprs as keys: functions outside of jax.jit are traced in each call, mostly to what has been traced before."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """A jaxpr, equal to another that differs in nothing but its variables. (What prints alike may differ in more.)"""
+
+    parts: Any
+    jaxpr: Jaxpr = dataclasses.field(compare=False)
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr) -> Structure:
+        return cls(_parts(jaxpr), jaxpr)
+
+
+def _parts(jaxpr: Jaxpr) -> Any:
+    """All that there is in it, hashable, with numbers for its variables."""
+    numbers: dict[Var, int] = {}
+
+    def part(x: Any) -> Any:
+        if isinstance(x, Var):
+            return numbers.setdefault(x, len(numbers)), x.aval
+        if isinstance(x, Literal):
+            return part(x.val), x.aval
+        if isinstance(x, Jaxpr):
+            return _parts(x)
+        if isinstance(x, ClosedJaxpr):
+            return _parts(x.jaxpr), part(x.consts)
+        if isinstance(x, dict):
+            return part(tuple(x.items()))
+        if isinstance(x, (tuple, list)):
+            return tuple(map(part, x))
+        if isinstance(x, (float, np.generic, np.ndarray, jax.Array)):
+            x = np.asarray(x)
+            return x.dtype, x.shape, x.tobytes()  # 0 is equal to -0, and NaN not to itself
+        return x
+
+    equations = [(eqn.primitive, part(eqn.invars), part(eqn.outvars), part(eqn.params)) for eqn in jaxpr.eqns]
+    return part(jaxpr.constvars), part(jaxpr.invars), tuple(equations), part(jaxpr.outvars)

@@ -30,8 +30,12 @@ bool BiasByEntry(const Problem& p);
           p.bias.present && !(p.bias.rows && p.bias.columns))                                                         \
   FEATURE(kMask, "a mask", p.mask.present)                          /* in a forward of few queries */                 \
   FEATURE(kPrograms, "a score_mod", p.programs())                   /* or, in a forward of few queries, a mask_mod */ \
-  FEATURE(kLongProgram, "a score_mod of more than 32 instructions", /* wgmmas would wait for calls */                 \
-          p.score_mod.size() > kInlined)                                                                              \
+  FEATURE(kLongProgram, "a score_mod, or its derivative, of more than 32 instructions", /* wgmmas would wait */        \
+          std::max(p.score_mod.size(), p.score_grad.size()) > kInlined)                                               \
+  FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score_grad.ResultOfScore())            \
+  FEATURE(kCapturedGradients, "gradients of captured arrays", p.captured_gradients())                                 \
+  FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score",                                 \
+          p.score_grad.GradientsOfScore())                                                                            \
   FEATURE(kDropout, "dropout", p.dropout())                                                                           \
   FEATURE(kFloat32, "float32", p.dtype == DType::kF32)                                                                \
   FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                     \
@@ -42,6 +46,8 @@ bool BiasByEntry(const Problem& p);
   FEATURE(kTornPairs, "blocks whose keys are no multiple of 128", p.kv_block % kPairedKeys != 0)                      \
   FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))                      \
   FEATURE(kCapAndBias, "a soft cap beside a bias", has.Any(kSoftCap) && has.Any(kBias))                               \
+  FEATURE(kCapAndSlopes, "a soft cap beside a score_mod whose derivative depends on the score",                       \
+          has.Any(kSoftCap) && has.Any(kScoreSlopes))                                                                 \
   FEATURE(kCrowdedCap, "a soft cap beside dropout and a window or segments", has.Any(kSoftCap) && has.Any(kSeveral))  \
   FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)                                 \
   FEATURE(kNarrow, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)

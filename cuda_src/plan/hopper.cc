@@ -56,23 +56,25 @@ constexpr Row kForwardF32[] = {
     {227, 128, {128, 32, 2, 2}, kFullPrecision},
 };
 
+constexpr unsigned kNotOfPrograms = kGradientsOfScore | kCapAndSlopes;
+
 // What is not here would spill registers. Tiles of 64 keys are for wide heads only.
 constexpr Row kBackward[] = {
-    {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks | kPrograms},
-    {227, 64, {64, 128, 2, 2, true}, kPrograms},
-    {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap | kPrograms},
-    {227, 96, {64, 128, 2, 2}, kPrograms},
-    {227, 128, {64, 128, 2, 2}, kCapAndBias | kPrograms},
-    {227, 192, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap | kPrograms},
-    {227, 256, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap | kPrograms},
+    {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks},
+    {227, 64, {64, 128, 2, 2, true}, kNotOfPrograms},
+    {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap | kNotOfPrograms},
+    {227, 96, {64, 128, 2, 2}, kNotOfPrograms},
+    {227, 128, {64, 128, 2, 2}, kCapAndBias | kNotOfPrograms},
+    {227, 192, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap | kNotOfPrograms},
+    {227, 256, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap | kNotOfPrograms},
 };
 
 // TF32. A soft cap would keep its slopes in 16 bits; crowded blocks, a bias beside a block mask, and one above head dim
 // 96, would spill registers.
 constexpr Row kBackwardF32[] = {
-    {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks | kPrograms},
-    {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks | kPrograms},
-    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed | kPrograms},
+    {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks | kNotOfPrograms},
+    {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kAddsToScores | kCrowdedBlocks},
+    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed | kNotOfPrograms},
 };
 
 // Of dbias. Windows, segments and a soft cap would leave wide tiles too few registers.
@@ -173,7 +175,7 @@ std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& 
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
-  if (FeaturesOf(p).Any(kLongProgram)) return "its tiles do not do a score_mod of more than 32 instructions";
+  if (FeaturesOf(p).Any(kLongProgram)) return "its tiles do not do a score_mod, or its derivative, of more than 32 instructions";
   return Obstacle(RowsOf(p, pass), target, p);
 }
 

@@ -52,10 +52,12 @@ struct BackwardTuning {
 
   // dV += P^T dO can start before dS is known where there are registers for P in both precisions.
   static constexpr bool kEarlyDV = kRows == 64;
-  // The slopes of the soft cap are kept where dS will be, and join P once dV has it. Pairs, and block masks of wide
-  // heads, leave no registers for them: they are found again from P, which has no bias in it there.
-  static constexpr bool kFindsSlopes = kSoftCap && !kBias && (kPairs || (kListed && kQKDim > 96));
-  static constexpr bool kKeepsSlopes = kSoftCap && !kFindsSlopes;
+  // The slopes of the soft cap, or of a score_mod where they depend on the score, are kept where dS will be. They join
+  // P once dV has it; with a score_mod, whose slopes may be negative, and whose captured arrays' gradients are sums
+  // without the cap's, they join dS. Pairs, and block masks of wide heads, leave no registers for them: those of the
+  // soft cap are found again from P, which has nothing else in it there.
+  static constexpr bool kFindsSlopes = kSoftCap && !kAddsToScores && (kPairs || (kListed && kQKDim > 96));
+  static constexpr bool kKeepsSlopes = (kSoftCap && !kFindsSlopes) || kScoreSlopes, kSlopesJoinP = kSoftCap && !kScoreMod;
 
   // S^T can start at -L / scale: then nobody waits for L, and the subtraction costs nothing. With 128 rows to fetch it
   // costs more than it saves. (To start at 0 explicitly tells the compiler that S was not needed before.)

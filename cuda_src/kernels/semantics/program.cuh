@@ -13,6 +13,8 @@ namespace jax_flash {
 constexpr bool kScoreMod = kProblem.score_mod;
 constexpr bool kMaskMod = kProblem.mask_mod;
 constexpr bool kScoreGrad = kProblem.score_grad;
+constexpr bool kScoreSlopes = kProblem.grad_of_score;  // does the derivative of score_mod depend on the score?
+constexpr bool kCapturedGradients = kProblem.captured_gradients;
 
 namespace program {
 

@@ -12,6 +12,7 @@ namespace jax_flash {
 constexpr DType kBiasDType = kProblem.bias_dtype;
 constexpr bool kBias = kBiasDType != DType::kNone;
 constexpr bool kSoftCap = kProblem.soft_cap;
+constexpr bool kAddsToScores = kBias || kScoreMod;  // can a score be anything, whatever q and k are?
 
 // Are scores formed in full, s = score_mod(unit x + bias)? Otherwise the unit, which is positive, goes into the
 // exponent; that is not what full precision asks for.
@@ -118,16 +119,19 @@ struct Score {
     if (!kScoreGrad || ds == 0.0f) return ds;
     return program::ScoreGrad<kAccumulates>(Programs(p), PlaceOf(p, batch, head, i, j), s, ds);
   }
+  // The derivative of what score_mod makes of s.
+  __device__ __forceinline__ float Slope(float s, int i, int j) const { return Unmod<false>(s, 1.0f, i, j); }
 };
 
 // dc / d(scale x) of two entries, from their c / cap.
 __device__ __forceinline__ uint32_t PackSlopes(float t, float next) { return Pack(SlopeOf(t), SlopeOf(next)); }
 
-// Two entries times their slopes.
+// Two entries times their slopes. What is hidden is 0 whatever its slope is, which a score_mod may have as NaN.
 __device__ __forceinline__ void TimesSlopes(uint32_t slopes, float* x, float* next) {
-  if (!kSoftCap) return;
+  if (!kSoftCap && !kScoreSlopes) return;
   const float2 slope = Unpack(slopes);
-  *x *= slope.x, *next *= slope.y;
+  if (!kScoreSlopes || *x != 0.0f) *x *= slope.x;
+  if (!kScoreSlopes || *next != 0.0f) *next *= slope.y;
 }
 
 }  // namespace jax_flash

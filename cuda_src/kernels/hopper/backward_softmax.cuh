@@ -28,31 +28,48 @@ struct Probabilities : Products {
     return {step.row + lane % 4 * 2, Key(tile)};
   }
 
-  // S^T becomes s^T where scores are formed entry by entry, with the tile of the bias that has come with Q. Slopes are
-  // left in dS.
+  // S^T becomes s^T where scores are formed entry by entry. Slopes are left in dS.
   __device__ __forceinline__ void ToScores(const KVTile& tile, const Step& step) {
-    const Score score(p, tile.batch, step.head);
-    const View<true> view = ViewOf(tile, step);
     Cap(p, S);
 #pragma unroll
     for (int i = 0; kSoftCap && Tuning::kKeepsSlopes && i < kRows / 4; ++i) dS[i] = PackSlopes(S[2 * i], S[2 * i + 1]);
-#pragma unroll
-    for (int i = 0; kWholeScores && i < kRows / 2; ++i) {
-      if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
-      S[i] = kBiasTiles ? S[i] * Unit(p) : score.BeforeMod(S[i], RowOf(view, i), KeyOf(view, i));
+    if (kBiasTiles) AddBias();
+    const Score score(p, tile.batch, step.head);
+    if (program::kLessWithin && IsWithin(tile, step)) {
+      FormScores<true>(score, ViewOf(tile, step));
+    } else {
+      FormScores<false>(score, ViewOf(tile, step));
     }
+  }
+
+  // With the tile of the bias that has come with Q.
+  __device__ __forceinline__ void AddBias() {
 #pragma unroll
-    for (int c = 0; kBiasTiles && c < kRows; c += 16)
+    for (int i = 0; i < kRows / 2; ++i) S[i] *= Unit(p);
+#pragma unroll
+    for (int c = 0; c < kRows; c += 16)
       AddBiasTile<true>(shared.bias[at.index] + c * kBoxBytes, first_key + 16 * warp, S + c / 2);
+  }
+
+  // Are all entries within T and S?
+  __device__ __forceinline__ bool IsWithin(const KVTile& tile, const Step& step) const {
+    return step.row + kRows <= p.q_len && tile.column + kCols <= p.kv_len;
+  }
+
+  // kWithin: they are known to be.
+  template <bool kWithin>
+  __device__ __forceinline__ void FormScores(const Score& score, const View<true>& view) {
+    float slopes[2];
 #pragma unroll
-    for (int i = 0; kScoreMod && i < kRows / 2; i += 2) {
-      if (kScoreSlopes) {
-        dS[i / 2] = Pack(score.Slope(S[i], RowOf(view, i), KeyOf(view, i)),
-                         score.Slope(S[i + 1], RowOf(view, i + 1), KeyOf(view, i + 1)));
-      }
-      S[i] = score.Mod(S[i], RowOf(view, i), KeyOf(view, i));
-      S[i + 1] = score.Mod(S[i + 1], RowOf(view, i + 1), KeyOf(view, i + 1));
+    for (int i = 0; kWholeScores && (!kBiasTiles || kScoreMod) && i < kRows / 2; ++i) {
+      if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
+      const int row = RowOf(view, i), key = KeyOf(view, i);
+      if (!kBiasTiles) S[i] = score.BeforeMod(S[i], row, key);
+      if (kScoreSlopes) slopes[i % 2] = score.Slope<kWithin>(S[i], row, key);
+      if (kScoreSlopes && i % 2 == 1) dS[i / 2] = Pack(slopes[0], slopes[1]);
+      S[i] = score.Mod<kWithin>(S[i], row, key);
     }
+    if (program::kLessWithin) PinApart<kWithin>(S);
   }
 
   // Of the i-th entry that a lane holds.
@@ -148,6 +165,14 @@ struct Probabilities : Products {
 
   // dP^T becomes dS^T, in both precisions. With a score_mod it is the cotangent of what that was given.
   __device__ __forceinline__ void ComputeDS(const KVTile& tile, const Step& step) {
+    if (program::kLessWithin && kScoreGrad && IsWithin(tile, step)) {
+      ComputeDSOf<true>(tile, step);
+    } else {
+      ComputeDSOf<false>(tile, step);
+    }
+  }
+  template <bool kWithin>
+  __device__ __forceinline__ void ComputeDSOf(const KVTile& tile, const Step& step) {
     const float4* memory = reinterpret_cast<const float4*>(shared.d[at.index]) + lane % 4;
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
@@ -157,7 +182,7 @@ struct Probabilities : Products {
       for (int i = 8 * c; i < 8 * c + 8; ++i) {
         const float d = D[i / 4 % 2 * 2 + i % 2];
         dP[i] = DSOf(S[i], dP[i], d);
-        if (kScoreGrad) BeforeMod(tile, step, i);
+        if (kScoreGrad) BeforeMod<kWithin>(tile, step, i);
         if (!kTF32 && i % 2 == 1) {
           if (Tuning::kKeepsSlopes && !Tuning::kSlopesJoinP) TimesSlopes(dS[i / 2], &dP[i - 1], &dP[i]);
           dS[i / 2] = Pack(dP[i - 1], dP[i]);
@@ -169,11 +194,12 @@ struct Probabilities : Products {
 
   // Of the i-th entry of dS^T, unless that waits for its slope; and what captured arrays' gradients grow by, which do
   // not ask for the score here.
+  template <bool kWithin>
   __device__ __forceinline__ void BeforeMod(const KVTile& tile, const Step& step, int i) {
     const Score score(p, tile.batch, step.head);
     const View<true> view = ViewOf(tile, step);
-    if (kCapturedGradients) score.Unmod<true>(0.0f, dP[i] * ZScale(p), RowOf(view, i), KeyOf(view, i));
-    if (!kScoreSlopes) dP[i] = score.Unmod<false>(0.0f, dP[i], RowOf(view, i), KeyOf(view, i));
+    if (kCapturedGradients) score.Unmod<true, kWithin>(0.0f, dP[i] * ZScale(p), RowOf(view, i), KeyOf(view, i));
+    if (!kScoreSlopes) dP[i] = score.Unmod<false, kWithin>(0.0f, dP[i], RowOf(view, i), KeyOf(view, i));
   }
 
   // If both warpgroups have the same keys: P to the other, when it has read the one before.

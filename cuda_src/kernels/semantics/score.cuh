@@ -109,18 +109,24 @@ struct Score {
   }
 
   // What score_mod makes of s, of the head `next` after this one; and the cotangent of s from that of what it makes.
+  // kWithin: (i, j) is known to be within T and S.
+  template <bool kWithin = false>
   __device__ __forceinline__ float Mod(float s, int i, int j, int next = 0) const {
     if constexpr (!kScoreMod) return s;
-    return program::ScoreMod(Programs(p), PlaceOf(p, batch, head + next, i, j), s);
+    return program::ScoreMod<kWithin>(Programs(p), PlaceOf(p, batch, head + next, i, j), s);
   }
   // kAccumulates: also adds to the gradients of captured arrays.
-  template <bool kAccumulates>
+  template <bool kAccumulates, bool kWithin = false>
   __device__ __forceinline__ float Unmod(float s, float ds, int i, int j) const {
-    if (!kScoreGrad || ds == 0.0f) return ds;
-    return program::ScoreGrad<kAccumulates>(Programs(p), PlaceOf(p, batch, head, i, j), s, ds);
+    if (!kScoreGrad) return ds;
+    const float before = program::ScoreGrad<kWithin, kAccumulates>(Programs(p), PlaceOf(p, batch, head, i, j), s, ds);
+    return ds == 0.0f ? ds : before;
   }
   // The derivative of what score_mod makes of s.
-  __device__ __forceinline__ float Slope(float s, int i, int j) const { return Unmod<false>(s, 1.0f, i, j); }
+  template <bool kWithin>
+  __device__ __forceinline__ float Slope(float s, int i, int j) const {
+    return Unmod<false, kWithin>(s, 1.0f, i, j);
+  }
 };
 
 // dc / d(scale x) of two entries, from their c / cap.

@@ -62,7 +62,7 @@ constexpr FeatureBits kNotOfMods = kGradientsOfScore | kCapAndSlopes, kNotOfWide
 
 // What is not here would spill registers. Tiles of 64 keys are for wide heads only.
 constexpr Row kBackward[] = {
-    {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks},
+    {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks | kNotOfMods},
     {227, 64, {64, 128, 2, 2, true}, kNotOfMods},
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap | kNotOfWideMods | kGradientsInBlocks},
     {227, 96, {64, 128, 2, 2}, kNotOfMods | kModAndBias},
@@ -74,12 +74,12 @@ constexpr Row kBackward[] = {
      kNarrow | kTornPairs | kCapAndSum | kCrowdedCap | kScoreSlopes | kCapturedGradients | kModAndBias},
 };
 
-// TF32. A soft cap, or a score_mod, would keep its slopes in 16 bits; crowded blocks, a bias beside a block mask, and
-// one above head dim 96, would spill registers.
+// TF32. A soft cap, or a score_mod, would keep its slopes in 16 bits; crowded blocks, a bias beside a block mask or a
+// score_mod, and one of them above head dim 96 or 64, would spill registers.
 constexpr Row kBackwardF32[] = {
     {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks | kNotOfMods | kScoreSlopes},
     {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kAddsToScores | kCrowdedBlocks},
-    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed | kNotOfMods | kScoreSlopes},
+    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed | kPrograms},
 };
 
 // Of dbias. Windows, segments and a soft cap would leave wide tiles too few registers.

@@ -60,10 +60,10 @@ struct Instruction {
   // Whether its value differs from row to row, and from column to column: it is computed for as many as it needs.
   bool rows = false, columns = false;
   bool of_score = false;  // does it depend on the score?
-  int8_t step = 0;     // of an i: from key to key
-  int16_t array = -1;  // of load and accumulate
-  int16_t count = 0;   // of its operands
-  int16_t slot = -1;   // where the value of an entry is kept: another's that is not needed any more
+  int8_t step = 0;        // of an i: from key to key
+  int16_t array = -1;     // of load and accumulate
+  int16_t count = 0;      // of its operands
+  int16_t slot = -1;      // where the value of an entry is kept: another's that is not needed any more
   int16_t operands[kMaxCapturedRank + 1] =
       {};  // numbers of instructions; those of load and accumulate begin with indices
   double constant = 0;

@@ -79,8 +79,7 @@ std::vector<Range> RangesOf(const Problem& p, const Program& program, int64_t ro
         range = {std::max(operand(0).low, operand(1).low), std::max(operand(0).high, operand(1).high)};
         break;
       case Op::abs_i:
-        range = {std::max({operand(0).low, -operand(0).high, int64_t(0)}),
-                 std::max(-operand(0).low, operand(0).high)};
+        range = {std::max({operand(0).low, -operand(0).high, int64_t(0)}), std::max(-operand(0).low, operand(0).high)};
         break;
       default:
         break;
@@ -190,7 +189,8 @@ std::string ProgramSource(const Problem& p) {
   std::string text = "#pragma once\nnamespace jax_flash::program {\n";
   text += Source{p, p.score_mod}.Function("bool kWithin", "float ScoreMod" + given + ", float score)", "score");
   text += Source{p, p.mask_mod}.Function("bool kWithin", "int MaskMod" + given + ")", "-1");
-  text += Source{p, p.score_grad}.Function("bool kWithin, bool kAccumulates", "float ScoreGrad" + given + ", float score, float cotangent)", "cotangent");
+  text += Source{p, p.score_grad}.Function("bool kWithin, bool kAccumulates",
+                                           "float ScoreGrad" + given + ", float score, float cotangent)", "cotangent");
   const bool known = text.find("Inside<kWithin>") != std::string::npos;
   text += std::string("constexpr bool kLessWithin = ") + (known ? "true" : "false") + ";\n";
   return text + "}  // namespace jax_flash::program\n";

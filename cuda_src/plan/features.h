@@ -17,46 +17,45 @@ namespace jax_flash {
 bool BiasByEntry(const Problem& p);
 
 // FEATURE(name, text, there): what messages call it, and whether the problem `p` has it; `has` are those above.
-#define JAX_FLASH_FEATURES(FEATURE)                                                                                   \
-  FEATURE(kCausal, "a causal mask", p.causal)                                                                         \
-  FEATURE(kWindow, "a window", p.window())                                                                            \
-  FEATURE(kSegments, "segments", p.segments)                                                                          \
-  FEATURE(kLengths, "lengths", p.q_lengths || p.kv_lengths)                                                           \
-  FEATURE(kQueryOffset, "a query offset", p.query_offset)                                                             \
-  FEATURE(kSoftCap, "a soft cap", p.soft_cap > 0)                                                                     \
-  FEATURE(kBias, "a bias", p.bias.present)                                                                            \
-  FEATURE(kWideBias, "a float32 bias", p.bias_dtype == DType::kF32)                                                   \
-  FEATURE(kBiasByEntry, "a bias that the copy engine does not load", BiasByEntry(p))                                  \
-  FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                            \
-          p.bias.present && !(p.bias.rows && p.bias.columns))                                                         \
-  FEATURE(kMask, "a mask", p.mask.present)                          /* in a forward of few queries */                 \
-  FEATURE(kPrograms, "a score_mod", p.programs())                   /* or, in a forward of few queries, a mask_mod */ \
+#define JAX_FLASH_FEATURES(FEATURE)                                                                                    \
+  FEATURE(kCausal, "a causal mask", p.causal)                                                                          \
+  FEATURE(kWindow, "a window", p.window())                                                                             \
+  FEATURE(kSegments, "segments", p.segments)                                                                           \
+  FEATURE(kLengths, "lengths", p.q_lengths || p.kv_lengths)                                                            \
+  FEATURE(kQueryOffset, "a query offset", p.query_offset)                                                              \
+  FEATURE(kSoftCap, "a soft cap", p.soft_cap > 0)                                                                      \
+  FEATURE(kBias, "a bias", p.bias.present)                                                                             \
+  FEATURE(kWideBias, "a float32 bias", p.bias_dtype == DType::kF32)                                                    \
+  FEATURE(kBiasByEntry, "a bias that the copy engine does not load", BiasByEntry(p))                                   \
+  FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                             \
+          p.bias.present && !(p.bias.rows && p.bias.columns))                                                          \
+  FEATURE(kMask, "a mask", p.mask.present)        /* in a forward of few queries */                                    \
+  FEATURE(kPrograms, "a score_mod", p.programs()) /* or, in a forward of few queries, a mask_mod */                    \
   FEATURE(kLongProgram, "a score_mod, or its derivative, of more than 32 instructions", /* wgmmas would wait */        \
-          std::max(p.score_mod.size(), p.score_grad.size()) > kInlined)                                               \
-  FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score_grad.ResultOfScore())            \
-  FEATURE(kCapturedGradients, "gradients of captured arrays", p.captured_gradients())                                 \
-  FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score",                                 \
-          p.score_grad.GradientsOfScore())                                                                            \
-  FEATURE(kDropout, "dropout", p.dropout())                                                                           \
-  FEATURE(kFloat32, "float32", p.dtype == DType::kF32)                                                                \
-  FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                     \
-  FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                          \
-  FEATURE(kListed, "a mask or a block mask", p.block_mask.present)                                                    \
-  FEATURE(kCrowdedBlocks, "a block mask beside a window, segments or dropout",                                        \
-          has.Any(kListed) && has.Any(kLocal | kDropout))                                                             \
-  FEATURE(kTornPairs, "blocks whose keys are no multiple of 128", p.kv_block % kPairedKeys != 0)                      \
-  FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))                      \
-  FEATURE(kCapAndSum, "a soft cap beside a bias or a score_mod", has.Any(kSoftCap) && has.Any(kAddsToScores))         \
-  FEATURE(kCapAndSlopes, "a soft cap beside a score_mod whose derivative depends on the score",                       \
-          has.Any(kSoftCap) && has.Any(kScoreSlopes))                                                                 \
-  FEATURE(kLateSlopes,                                                                                                \
-          "a score_mod whose derivative depends on the score beside dropout or gradients of captured arrays",         \
-          has.Any(kScoreSlopes) && has.Any(kDropout | kCapturedGradients))                                            \
-  FEATURE(kModAndBias, "a score_mod beside a bias", has.Any(kPrograms) && has.Any(kBias))                             \
-  FEATURE(kGradientsInBlocks, "gradients of captured arrays beside a mask or a block mask",                           \
-          has.Any(kCapturedGradients) && has.Any(kListed))                                                            \
-  FEATURE(kCrowdedCap, "a soft cap beside dropout and a window or segments", has.Any(kSoftCap) && has.Any(kSeveral))  \
-  FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)                                 \
+          std::max(p.score_mod.size(), p.score_grad.size()) > kInlined)                                                \
+  FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score_grad.ResultOfScore())             \
+  FEATURE(kCapturedGradients, "gradients of captured arrays", p.captured_gradients())                                  \
+  FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score", p.score_grad.GradientsOfScore()) \
+  FEATURE(kDropout, "dropout", p.dropout())                                                                            \
+  FEATURE(kFloat32, "float32", p.dtype == DType::kF32)                                                                 \
+  FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                      \
+  FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                           \
+  FEATURE(kListed, "a mask or a block mask", p.block_mask.present)                                                     \
+  FEATURE(kCrowdedBlocks, "a block mask beside a window, segments or dropout",                                         \
+          has.Any(kListed) && has.Any(kLocal | kDropout))                                                              \
+  FEATURE(kTornPairs, "blocks whose keys are no multiple of 128", p.kv_block % kPairedKeys != 0)                       \
+  FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))                       \
+  FEATURE(kCapAndSum, "a soft cap beside a bias or a score_mod", has.Any(kSoftCap) && has.Any(kAddsToScores))          \
+  FEATURE(kCapAndSlopes, "a soft cap beside a score_mod whose derivative depends on the score",                        \
+          has.Any(kSoftCap) && has.Any(kScoreSlopes))                                                                  \
+  FEATURE(kLateSlopes,                                                                                                 \
+          "a score_mod whose derivative depends on the score beside dropout or gradients of captured arrays",          \
+          has.Any(kScoreSlopes) && has.Any(kDropout | kCapturedGradients))                                             \
+  FEATURE(kModAndBias, "a score_mod beside a bias", has.Any(kPrograms) && has.Any(kBias))                              \
+  FEATURE(kGradientsInBlocks, "gradients of captured arrays beside a mask or a block mask",                            \
+          has.Any(kCapturedGradients) && has.Any(kListed))                                                             \
+  FEATURE(kCrowdedCap, "a soft cap beside dropout and a window or segments", has.Any(kSoftCap) && has.Any(kSeveral))   \
+  FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)                                  \
   FEATURE(kNarrow, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
 
 // Likewise of the problem in tiles of `rows` queries, on `target`.

@@ -67,7 +67,7 @@ constexpr Row kBackward[] = {
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap | kNotOfWideMods | kGradientsInBlocks},
     {227, 96, {64, 128, 2, 2}, kNotOfMods | kModAndBias},
     {227, 128, {64, 128, 2, 2}, kCapAndSum | kNotOfWideMods | kModAndBias | kGradientsInBlocks},
-    {227, 192, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndSum | kCrowdedCap | kNotOfMods | kModAndBias},
+    {227, 192, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndSum | kCrowdedCap | kNotOfWideMods | kModAndBias},
     {227,
      256,
      {64, 64, 2, 2},
@@ -83,7 +83,8 @@ constexpr Row kBackwardF32[] = {
 };
 
 // Of dbias. Windows, segments and a soft cap would leave wide tiles too few registers.
-constexpr FeatureBits kNotForBias = kFloat32 | kBroadcastBias | kPrograms, kNotForWide = kNotForBias | kLocal | kSoftCap;
+constexpr FeatureBits kNotForBias = kFloat32 | kBroadcastBias | kPrograms,
+                      kNotForWide = kNotForBias | kLocal | kSoftCap;
 constexpr Row kBackwardBias[] = {
     {227, 64, {128, 128, 2, 4, true}, kNotForWide},  {227, 128, {128, 128, 2, 3, true}, kNotForWide | kWideBias},
     {227, 128, {128, 128, 2, 2, true}, kNotForWide}, {227, 128, {128, 64, 2, 4, true}, kNotForBias},
@@ -180,7 +181,8 @@ std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& 
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
-  if (FeaturesOf(p).Any(kLongProgram)) return "its tiles do not do a score_mod, or its derivative, of more than 32 instructions";
+  if (FeaturesOf(p).Any(kLongProgram))
+    return "its tiles do not do a score_mod, or its derivative, of more than 32 instructions";
   return Obstacle(RowsOf(p, pass), target, p);
 }
 

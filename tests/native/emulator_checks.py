@@ -80,6 +80,7 @@ PROGRAMS = [
     (programs.soft_cap, Case(B=1, T=150, S=140, D=64, E=64), "bfloat16"),
     (programs.soft_cap, Case(B=1, T=150, S=140, D=128, E=128, causal=True), "float16"),
     (programs.soft_cap, Case(B=1, T=150, S=140, D=64, E=64, mask="b1ts", dropout=0.2), "bfloat16"),
+    (programs.soft_cap, Case(B=1, T=70, S=140, N=2, K=1, D=192, E=128), "bfloat16"),
     (programs.hidden, Case(B=1, T=150, S=140, D=64, E=64), "bfloat16"),
     (programs.hidden, Case(B=1, T=70, S=140, N=2, K=1, D=256, E=256), "bfloat16"),
     (programs.log_gelu, Case(B=1, T=150, S=140, D=64, E=64), "bfloat16"),

@@ -61,9 +61,7 @@ PLUS_TABLE = {
 TIMES_TABLE = {
     "captured": (TABLE,),
     "score_mod": Program("score;head;key;load.f,0,1,2;mul.f,0,3;result,4"),
-    "score_grad": Program(
-        "score;cotangent;head;key;mul.f,0,1;accumulate,0,2,3,4;load.f,0,2,3;mul.f,1,6;result,7"
-    ),
+    "score_grad": Program("score;cotangent;head;key;mul.f,0,1;accumulate,0,2,3,4;load.f,0,2,3;mul.f,1,6;result,7"),
 }
 CAPPED = {
     "score_mod": Program("score;tanh.f,0;result,1"),
@@ -89,7 +87,8 @@ PLUS_TABLE_CAPPED = {
         (CAPPED, ""),
         (CAPPED | {"qk_dim": 128}, ""),
         (CAPPED | {"qk_dim": 256}, "a score_mod whose derivative depends on the score$"),
-        (CAPPED | {"qk_dim": 128, "drop_threshold": 99}, "depends on the score beside dropout or gradients of captured"),
+        (CAPPED | {"qk_dim": 128, "drop_threshold": 99}, "depends on the score beside dropout or gradients"),
+        (CAPPED | {"qk_dim": 192, "drop_threshold": 99}, "depends on the score beside dropout or gradients"),
         (CAPPED | {"drop_threshold": 99}, ""),
         (CAPPED | {"soft_cap": 2.0}, "a soft cap beside a score_mod whose derivative depends on the score$"),
         (PLUS_TABLE_CAPPED, ""),

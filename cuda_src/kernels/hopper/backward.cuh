@@ -6,9 +6,9 @@
 //   S^T = K Q_i^T;   P^T = exp(S^T - L_i);   dP^T = V dO_i^T;   dS^T = P^T (dP^T - D_i)
 //   dV += P^T dO_i;  dK += dS^T Q_i;         dQ_i += dS K, over all CTAs, in f32
 // Only dQ needs the dS of all warpgroups; it goes through shared memory, and dQ may be a step behind. Of l and m only
-// the logsumexp L = m + log l is needed, unless there is a bias or a score_mod. What comes before and after, L and D, zeros for dQ and
-// its conversion, is in hopper/backward_rows.cuh and hopper/backward_finish.cuh (more kernels) or, of the rows of Q, in
-// hopper/backward_alongside.cuh. Head dims above 128 are in hopper/backward_pairs.cuh, f32 as TF32 in
+// the logsumexp L = m + log l is needed, unless there is a bias or a score_mod. What comes before and after, L and D,
+// zeros for dQ and its conversion, is in hopper/backward_rows.cuh and hopper/backward_finish.cuh (more kernels) or, of
+// the rows of Q, in hopper/backward_alongside.cuh. Head dims above 128 are in hopper/backward_pairs.cuh, f32 as TF32 in
 // hopper/backward_tf32.cuh.
 //
 // A tile of Q has kRows (64 or 128, or 64 for f32), a CTA kCols keys (128, or 64 if a head dim is above 128, or for f32
@@ -76,7 +76,7 @@ struct Consumer : Epilogue {
     WgmmaWait<Tuning::kEarlyDV && kDV ? 1 : 0>();
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
-    ComputeDS(tile, step);                          // 18, 20
+    ComputeDS(tile, step);                // 18, 20
     if (kFirst && Never()) return false;  // ptxas has no registers to work ahead here
     if (kDV && !Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
     if (kDQ) {

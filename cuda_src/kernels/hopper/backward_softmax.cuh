@@ -13,8 +13,9 @@ constexpr int kPFull = 4, kPRead = 5;
 __device__ __forceinline__ float DQKScale(const Params& p) { return ZScale(p) * ScaleOf(p); }
 
 static_assert(Tuning::kEarlyDV || !Tuning::kKeepsSlopes);
-static_assert(!kTF32 || !Tuning::kKeepsSlopes);  // where dS will be, in 16 bits
-static_assert(!kSoftCap || !kScoreSlopes);       // there is room for one of them
+static_assert(!kTF32 || !Tuning::kKeepsSlopes);                              // where dS will be, in 16 bits
+static_assert(!kSoftCap || !kScoreSlopes);                                   // there is room for one of them
+static_assert(!kSameKeys || !Tuning::kKeepsSlopes || Tuning::kSlopesJoinP);  // the other warpgroup has P alone
 
 // Lines 12 to 15, 18 and 20 of Algorithm 4, on the transposes.
 struct Probabilities : Products {

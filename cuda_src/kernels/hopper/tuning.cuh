@@ -71,16 +71,15 @@ struct BackwardTuning {
   // (with 128 rows, what it has answered is put together at once)
   static constexpr bool kFoldsWords = kListed && kRows == 128;
   // ... and a bias, or what a score_mod looks up, has to be looked up a few entries at a time.
-  static constexpr bool kBiasInParts = kAddsToScores && !kTiling.bias_tiles &&
-                                       (kPairs || (kBias && (kSoftCap || (kListed && kDropout && kQKDim > 96))));
+  static constexpr bool kBiasInParts =
+      kAddsToScores && !kTiling.bias_tiles && (kPairs || (kBias && (kSoftCap || (kListed && kDropout && kQKDim > 96))));
 
   // dQ is computed a step behind: then no warpgroup waits for the other's dS, and one can be at its products while the
   // other is at its exponentials. Not where there are no registers to keep track of it.
   static constexpr bool kCrowdedMod = kScoreMod && (kBias || kScoreSlopes || kCapturedGradients);
   static constexpr bool kBehind =
-      kDQ &&
-      (kRows == 128 || kNarrow ||
-       !(kDropout || kSoftCap || kSegments || kCrowdedMod || (kListed && (kBias || kCausal || kWindow))));
+      kDQ && (kRows == 128 || kNarrow ||
+              !(kDropout || kSoftCap || kSegments || kCrowdedMod || (kListed && (kBias || kCausal || kWindow))));
   // Whether the first step of a tile, which has no dQ yet, has code of its own: 2 to 4% faster. But with a causal mask
   // at most, ptxas compiles the loop over the other steps differently, up to 2.5% slower; and other head dims spill.
   static constexpr bool kOwnFirst =
@@ -98,8 +97,8 @@ struct BackwardTuning {
       !kFormsScores && !kAlongside && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kWindow;
 
   // Where ptxas must not work ahead, since it would spill registers (Never): between masks and exponentials, ...
-  static constexpr bool kStopAfterMask = (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kManyRanges)) ||
-                                         (kScoreMod && !kNarrow);
+  static constexpr bool kStopAfterMask =
+      (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kManyRanges)) || (kScoreMod && !kNarrow);
   // ... between the exponentials of the first half of the rows and the next, whose L is not read before, ...
   static constexpr bool kStopInSoftmax =
       kRows == 128 ? kDropout && !kAlongside

@@ -54,7 +54,7 @@ __device__ __forceinline__ auto Look(const void* array, int64_t batch, Index at)
 // Of an entry whose score has no part in the result nothing is added, whatever the derivative is there.
 template <typename Index>
 __device__ __forceinline__ void Accumulate(float cotangent, float* array, int64_t batch, Index at, float x) {
-  if (cotangent != 0.0f) AddToGlobal(array + batch + at, x);
+  AddToGlobalIf(cotangent != 0.0f, array + batch + at, x);
 }
 
 // --- Instructions: the words of common/ops.h ---

@@ -72,7 +72,7 @@ PROGRAMS = [
     (programs.alibi, Case(B=1, T=150, S=140, D=64, E=64), "bfloat16"),
     (programs.alibi, Case(B=1, T=150, S=140, D=64, E=64, causal=True, soft_cap=2.0), "float16"),
     (programs.alibi, Case(T=70, S=150, D=128, E=128, offset=True, lengths=True), "bfloat16"),
-    (programs.alibi, Case(B=1, T=150, S=140, N=2, K=1, D=256, E=256, causal=True), "bfloat16"),
+    (programs.relative_table, Case(B=1, T=150, S=140, N=2, K=1, D=256, E=256, causal=True), "bfloat16"),
     (programs.alibi, Case(B=1, T=150, S=140, N=2, K=1, D=64, E=40, causal=True), "tf32"),
     (programs.relative_table, Case(T=150, S=140, D=64, E=64, bias="1nts", dropout=0.2), "bfloat16"),
     (programs.relative_table, Case(T=70, S=150, D=128, E=96, mask="b1ts"), "float16"),

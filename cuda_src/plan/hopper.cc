@@ -64,7 +64,7 @@ constexpr FeatureBits kNotOfMods = kGradientsOfScore | kCapAndSlopes, kNotOfWide
 constexpr Row kBackward[] = {
     {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks | kNotOfMods},
     {227, 64, {64, 128, 2, 2, true}, kNotOfMods},
-    {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap | kNotOfWideMods | kGradientsInBlocks},
+    {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap | kNotOfWideMods | kCapturedGradients},
     {227, 96, {64, 128, 2, 2}, kNotOfMods | kModAndBias},
     {227, 128, {64, 128, 2, 2}, kCapAndSum | kNotOfWideMods | kModAndBias | kGradientsInBlocks},
     {227, 192, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndSum | kCrowdedCap | kNotOfWideMods | kModAndBias},

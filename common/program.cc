@@ -97,6 +97,7 @@ class Decoder {
     instruction.type = form->type;
     instruction.rows = form->rows;
     instruction.columns = form->columns;
+    instruction.of_score = form->op == Op::score;
     std::string wrong = TakeFields(*form, &rest, &instruction);
     if (wrong.empty() && rest) wrong = "it has too many fields";
     if (!wrong.empty()) return wrong;
@@ -193,6 +194,7 @@ class Decoder {
     instruction->operands[instruction->count++] = int16_t(number);
     instruction->rows |= operand.rows;
     instruction->columns |= operand.columns;
+    instruction->of_score |= operand.of_score;
     return "";
   }
 
@@ -253,6 +255,12 @@ int64_t Captured::size() const {
 }
 
 Type Captured::type() const { return kCapturedDTypes[int(dtype)].type; }
+
+bool Program::ResultOfScore() const { return present() && instructions.back().of_score; }
+bool Program::GradientsOfScore() const {
+  return std::any_of(instructions.begin(), instructions.end(),
+                     [](const Instruction& x) { return x.op == Op::accumulate && x.of_score; });
+}
 
 const Instruction* Program::data() const { return instructions.data(); }
 int64_t Program::size() const { return int64_t(instructions.size()); }

@@ -59,10 +59,11 @@ struct Instruction {
   Type type = Type::n;  // of its value
   // Whether its value differs from row to row, and from column to column: it is computed for as many as it needs.
   bool rows = false, columns = false;
-  int8_t step = 0;     // of an i: from key to key
-  int16_t array = -1;  // of load and accumulate
-  int16_t count = 0;   // of its operands
-  int16_t slot = -1;   // where the value of an entry is kept: another's that is not needed any more
+  bool of_score = false;  // does it depend on the score?
+  int8_t step = 0;        // of an i: from key to key
+  int16_t array = -1;     // of load and accumulate
+  int16_t count = 0;      // of its operands
+  int16_t slot = -1;      // where the value of an entry is kept: another's that is not needed any more
   int16_t operands[kMaxCapturedRank + 1] =
       {};  // numbers of instructions; those of load and accumulate begin with indices
   double constant = 0;
@@ -80,6 +81,9 @@ struct Program {
   int slots = kFirstFreeSlot;
 
   bool present() const { return !instructions.empty(); }
+  // Do what it gives, and what it adds to the gradients of captured arrays, depend on the score?
+  bool ResultOfScore() const;
+  bool GradientsOfScore() const;
   // Without functions of the standard library, for the CPU kernels.
   const Instruction* data() const;
   int64_t size() const;

@@ -76,6 +76,8 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(bool, mask_mod_rows, p.mask_mod_extent().rows) /* what it depends on */        \
   FIELD(bool, mask_mod_columns, p.mask_mod_extent().columns)                           \
   FIELD(bool, score_grad, backward&& p.score_mod.present() && p.needs_ds())            \
+  FIELD(bool, grad_of_score, backward&& p.score_grad.ResultOfScore()) /* reads it */   \
+  FIELD(bool, captured_gradients, main&& p.captured_gradients())                       \
   FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision) /* of f32 */ \
   FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                     \
   FIELD(bool, dq, main&& SumsDQ(p)) /* added up in f32 */                              \

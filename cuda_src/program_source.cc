@@ -1,8 +1,11 @@
 #include "cuda_src/program_source.h"
 
-#include <cstdio>
+#include <algorithm>
+#include <cstdint>
 #include <cstring>
-#include <iterator>
+#include <vector>
+
+#include "cuda_src/contract.h"
 
 namespace jax_flash {
 namespace {
@@ -39,19 +42,92 @@ std::string Constant(const Instruction& x) {
   return "__uint_as_float(" + std::to_string(bits) + "u)";
 }
 
-// The place of an entry in its array: indices outside are the nearest inside.
-std::string Offset(const Captured& array, const Instruction& x) {
-  std::string offset = array.batch ? "int64_t(at.row) * " + std::to_string(array.size()) + "ll" : "0ll";
-  int64_t stride = array.size();
-  for (int d = 0; d < array.rank; ++d) {
-    stride /= array.dims[d];
-    offset += " + Inside(" + Value(x.operands[d]) + ", " + std::to_string(array.dims[d] - 1) + ") * " +
-              std::to_string(stride) + "ll";
+// --- What an integer can be ---
+
+struct Range {
+  int64_t low = INT32_MIN, high = INT32_MAX;
+
+  bool IsWithin(const Range& other) const { return other.low <= low && high <= other.high; }
+};
+
+// Of every value of a program, in so many rows and keys; what may wrap around can be anything.
+std::vector<Range> RangesOf(const Problem& p, const Program& program, int64_t rows, int64_t keys) {
+  std::vector<Range> ranges;
+  for (const Instruction& x : program.instructions) {
+    const auto operand = [&](int i) { return ranges[x.operands[i]]; };
+    Range range;
+    switch (x.op) {
+      case Op::query:
+        if (!p.query_offset) range = {0, rows - 1};
+        break;
+      case Op::key:
+        range = {0, keys - 1};
+        break;
+      case Op::const_i:
+        range = {int64_t(x.constant), int64_t(x.constant)};
+        break;
+      case Op::add_i:
+        range = {operand(0).low + operand(1).low, operand(0).high + operand(1).high};
+        break;
+      case Op::sub_i:
+        range = {operand(0).low - operand(1).high, operand(0).high - operand(1).low};
+        break;
+      case Op::min_i:
+        range = {std::min(operand(0).low, operand(1).low), std::min(operand(0).high, operand(1).high)};
+        break;
+      case Op::max_i:
+        range = {std::max(operand(0).low, operand(1).low), std::max(operand(0).high, operand(1).high)};
+        break;
+      case Op::abs_i:
+        range = {std::max({operand(0).low, -operand(0).high, int64_t(0)}), std::max(-operand(0).low, operand(0).high)};
+        break;
+      default:
+        break;
+    }
+    ranges.push_back(range.IsWithin(Range()) ? range : Range());
   }
-  return offset;
+  return ranges;
 }
 
-std::string Expression(const Problem& p, const Instruction& x) {
+// --- The text ---
+
+// A program, and what its values can be: at entries within T and S, and wherever tiles have some.
+struct Source {
+  const Problem& p;
+  const Program& program;
+  const std::vector<Range> within = RangesOf(p, program, p.q_len, p.kv_len);
+  const std::vector<Range> anywhere =
+      RangesOf(p, program, p.q_len_in_blocks() + kLargestStep, p.kv_len_in_blocks() + kLargestStep);
+
+  // The index of a dimension: where it can be outside, the nearest inside.
+  std::string Index(int value, int64_t size) const {
+    const Range inside = {0, size - 1};
+    if (anywhere[value].IsWithin(inside)) return Value(value);
+    return std::string("Inside<") + (within[value].IsWithin(inside) ? "kWithin" : "false") + ">(" + Value(value) +
+           ", " + std::to_string(size - 1) + ")";
+  }
+
+  // An entry's array, of its batch entry, and its place in that.
+  std::string Place(const std::string& array, const Instruction& x) const {
+    const Captured& captured = p.captured[x.array];
+    const bool fits = captured.size() <= INT32_MAX;
+    std::string text = array + "[" + std::to_string(x.array) + "], ";
+    text += captured.batch ? "at.row * " + std::to_string(captured.size()) + "ll, " : "0, ";
+    int64_t stride = captured.size();
+    for (int d = 0; d < captured.rank; ++d) {
+      stride /= captured.dims[d];
+      text += (d > 0 ? " + " : "") + Index(x.operands[d], captured.dims[d]) + " * " + std::to_string(stride) +
+              (fits ? "" : "ll");
+    }
+    return text + (captured.rank > 0 ? "" : "0");
+  }
+
+  std::string Expression(int number) const;
+  std::string Function(const std::string& parameters, const std::string& head, const char* otherwise) const;
+};
+
+std::string Source::Expression(int number) const {
+  const Instruction& x = program.instructions[number];
   switch (x.op) {
     case Op::score:
     case Op::cotangent:
@@ -70,12 +146,15 @@ std::string Expression(const Problem& p, const Instruction& x) {
     case Op::load_i:
     case Op::load_u:
     case Op::load_b: {
-      const Captured& array = p.captured[x.array];
-      const std::string element = "Look<" + std::string(kElements[int(array.dtype)]) + ">(p.captured[" +
-                                  std::to_string(x.array) + "], " + Offset(array, x) + ")";
+      const std::string element =
+          std::string("Look<") + kElements[int(p.captured[x.array].dtype)] + ">(" + Place("p.captured", x) + ")";
       return x.op == Op::load_b ? "Truth(" + element + " != 0)" : element;
     }
     default: {
+      // As integers that do not wrap around, of which the compiler leaves constant parts to the loads.
+      const bool wraps = Range().IsWithin(anywhere[number]);
+      if (!wraps && x.op == Op::add_i) return Value(x.operands[0]) + " + " + Value(x.operands[1]);
+      if (!wraps && x.op == Op::sub_i) return Value(x.operands[0]) + " - " + Value(x.operands[1]);
       std::string call = kNames[int(x.op)] + std::string("(");
       for (int i = 0; i < x.count; ++i) call += (i ? ", " : "") + Value(x.operands[i]);
       return call + ")";
@@ -84,18 +163,19 @@ std::string Expression(const Problem& p, const Instruction& x) {
 }
 
 // A function of these arguments: the instructions, a line each. `otherwise` is what it gives where there is no program.
-std::string Function(const Problem& p, const std::string& head, const Program& program, const char* otherwise) {
+std::string Source::Function(const std::string& parameters, const std::string& head, const char* otherwise) const {
   const bool is_long = program.instructions.size() > size_t(kInlined);
-  std::string text = std::string("__device__ ") + (is_long ? "__noinline__ " : "__forceinline__ ") + head + " {\n";
+  std::string text = "template <" + parameters + ">\n__device__ ";
+  text += (is_long ? "__noinline__ " : "__forceinline__ ") + head + " {\n";
   for (int i = 0; i < int(program.instructions.size()); ++i) {
     const Instruction& x = program.instructions[i];
     if (x.op == Op::result) {
       text += "  return " + Value(x.operands[0]) + ";\n";
     } else if (x.op == Op::accumulate) {
-      text += "  if (kAccumulates) Accumulate(p.dcaptured[" + std::to_string(x.array) + "], " +
-              Offset(p.captured[x.array], x) + ", " + Value(x.operands[x.count - 1]) + ");\n";
+      text += "  if (kAccumulates) Accumulate(cotangent, " + Place("p.dcaptured", x) + ", " +
+              Value(x.operands[x.count - 1]) + ");\n";
     } else {
-      text += std::string("  const ") + kTypes[int(x.type)] + " " + Value(i) + " = " + Expression(p, x) + ";\n";
+      text += std::string("  const ") + kTypes[int(x.type)] + " " + Value(i) + " = " + Expression(i) + ";\n";
     }
   }
   if (!program.present()) text += std::string("  return ") + otherwise + ";\n";
@@ -107,10 +187,12 @@ std::string Function(const Problem& p, const std::string& head, const Program& p
 std::string ProgramSource(const Problem& p) {
   const std::string given = "(const ProgramParams& p, const Place& at";
   std::string text = "#pragma once\nnamespace jax_flash::program {\n";
-  text += Function(p, "float ScoreMod" + given + ", float score)", p.score_mod, "score");
-  text += Function(p, "int MaskMod" + given + ")", p.mask_mod, "-1");
-  text += "template <bool kAccumulates>\n";
-  text += Function(p, "float ScoreGrad" + given + ", float score, float cotangent)", p.score_grad, "cotangent");
+  text += Source{p, p.score_mod}.Function("bool kWithin", "float ScoreMod" + given + ", float score)", "score");
+  text += Source{p, p.mask_mod}.Function("bool kWithin", "int MaskMod" + given + ")", "-1");
+  text += Source{p, p.score_grad}.Function("bool kWithin, bool kAccumulates",
+                                           "float ScoreGrad" + given + ", float score, float cotangent)", "cotangent");
+  const bool known = text.find("Inside<kWithin>") != std::string::npos;
+  text += std::string("constexpr bool kLessWithin = ") + (known ? "true" : "false") + ";\n";
   return text + "}  // namespace jax_flash::program\n";
 }
 

@@ -12,7 +12,8 @@ namespace jax_flash {
 constexpr int kInlined = 32;
 
 // The functions ScoreMod, MaskMod and ScoreGrad of cuda_src/kernels/semantics/program.cuh, of a problem's programs;
-// what it does not have changes nothing.
+// what it does not have changes nothing. kWithin: they are asked of an entry within T and S, so that indices which are
+// made of its place need not be clamped; kLessWithin: are there any?
 std::string ProgramSource(const Problem& problem);
 
 }  // namespace jax_flash

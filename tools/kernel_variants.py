@@ -50,13 +50,15 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "gradients": GRADIENTS,
 }
 ABSENT = (False, None, "none")
-# Of relative positions, and a soft cap; of documents.
+# Of relative positions, and a soft cap, or without one; of documents.
 CAPTURED = (Captured("float32", False, (4, 32768)), Captured("int32", False, (16384,)))
 SCORE_MOD = Program("score;tanh.f,0;head;query;key;sub.i,3,4;load.f,0,2,5;add.f,1,6;result,7")
 SCORE_GRAD = "score;tanh.f,0;head;query;key;sub.i,3,4;cotangent;mul.f,1,1;mul.f,7,6;sub.f,6,8;"
+TABLE_MOD = Program("score;head;query;key;sub.i,2,3;load.f,0,1,4;add.f,0,5;result,6")
+TABLE_GRAD = "head;query;key;sub.i,1,2;cotangent;"
 MASK_MOD = Program("query;key;load.i,1,0;load.i,1,1;eq.i,2,3;result,4")
 PLAIN = {name: values[0] for name, values in FEATURES.items()}
-PLAIN_SCORES = FEATURES | {"program": ("none",)}  # Hopper's backward has no others
+PLAIN_SCORES = FEATURES | {"program": ("none",)}
 # Where Hopper's backward is one kernel it has two of these at most.
 BESIDE = ("causal", "window", "lengths", "segments", "query_offset", "dropout", "dlogsumexp")
 FEW_QUERIES = FEATURES | {  # the forward divides the keys
@@ -108,7 +110,11 @@ class Report:
 def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
     bias, block, gradients = features["bias"], features["block_mask"], features["gradients"]
     program = features["program"]
-    grows = program == "score" and gradients == "all"
+    mod, grad, added, grown = {
+        "score": (SCORE_MOD, SCORE_GRAD, "accumulate,0,2,5,6;", "result,9"),
+        "table": (TABLE_MOD, TABLE_GRAD, "accumulate,0,0,3,4;", "result,4"),
+    }.get(program, (None, "", "", ""))
+    grows = mod is not None and gradients == "all"
     full = Extent(True, True, True, True)
     return Problem(
         batch=2,
@@ -137,9 +143,9 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         bias_dtype=bias.split()[0],
         soft_cap=features["soft_cap"],
         captured=() if program == "none" else (CAPTURED[0]._replace(gradient=grows), CAPTURED[1]),
-        score_mod=SCORE_MOD if program == "score" else None,
+        score_mod=mod,
         mask_mod=MASK_MOD if program == "mask" else None,
-        score_grad=Program(SCORE_GRAD + "accumulate,0,2,5,6;" * grows + "result,9") if program == "score" else None,
+        score_grad=mod and Program(grad + added * grows + grown),
         drop_threshold=3277 * features["dropout"],
         dlogsumexp=features["dlogsumexp"],
         deterministic=gradients == "deterministic",
@@ -188,6 +194,11 @@ def cover() -> Iterator[Case]:
     scored = {"program": ("score",), "dlogsumexp": (False,), "gradients": ("none",)}
     for chosen in pairs(dtype=("bfloat16", "float32"), dims=DIMS, **FEATURES | scored):
         yield Case("sm_90a", **chosen)
+    # The backward with a score_mod: derivatives that depend on the score or do not, sums of captured gradients.
+    scored = {"program": ("score", "table"), "soft_cap": (0.0,), "bias": ("none",), "mask": (False,)}
+    scored |= {"block_mask": (None, (128, 128)), "gradients": ("all", "query", "key and value")}
+    for chosen in pairs(dtype=("bfloat16", "float32"), dims=DIMS, **FEATURES | scored):
+        yield Case("sm_90a", **chosen)
     few = PLAIN_SCORES | {
         "q_len": (4096,),
         "soft_cap": (0.0,),
@@ -229,6 +240,13 @@ def singles() -> Iterator[Case]:
     # TF32, with a block mask too.
     for dims, block, name, value in itertools.product(DIMS[:2], (None, (128, 128)), BESIDE, (False, True)):
         yield Case("sm_90a", "float32", dims, **PLAIN | {"causal": False, "block_mask": block} | {name: value})
+    # The backward with a score_mod.
+    for dims, program, gradients in itertools.product(DIMS[:3], ("score", "table"), ("all", "query")):
+        scored = PLAIN | {"causal": False, "program": program, "gradients": gradients}
+        for one in ({}, {"causal": True}, {"segments": True}, {"block_mask": (128, 128)}, {"dropout": True}):
+            yield Case("sm_90a", "bfloat16", dims, **scored | one)
+        yield Case("sm_90a", "bfloat16", dims, **scored | {"bias": "bfloat16"})
+        yield Case("sm_90a", "bfloat16", dims, q_heads=80, kv_heads=16, **scored | {"causal": True, "q_len": 4096})
     # The largest tiles where shared memory is least.
     for dtype, dims, gradients in itertools.product(DTYPES[1:], DIMS[1:3], GRADIENTS[:2]):
         yield Case("sm_89", dtype, dims, **PLAIN | {"gradients": gradients})

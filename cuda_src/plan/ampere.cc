@@ -59,7 +59,7 @@ constexpr Row kBackward[] = {
     {227, 64, {128, 128, 8, 2}, kFormsScores | kDropout | kListed},
     {163, 64, {64, 64, 4, 2}},
     {99, 64, {64, 128, 8, 1}},
-    {227, 128, {64, 128, 8, 2}, kListed | kCapAndBias | kPrograms},
+    {227, 128, {64, 128, 8, 2}, kListed | kCapAndSum | kPrograms},
     {163, 128, {64, 128, 8, 1}, kFormsScores | kListed},
     {163, 128, {32, 128, 8, 2}},
     {99, 128, {64, 64, 8, 1}},

@@ -11,7 +11,7 @@ bool BiasByEntry(const Problem& p) {
          !(loaded && p.bias.rows && p.bias.columns && p.kv_len * ElementOf(p.bias_dtype).bytes % 16 == 0);
 }
 
-#define ADD(name, text, there) has.bits |= (there) ? unsigned(name) : 0;
+#define ADD(name, text, there) has.bits |= (there) ? FeatureBits(name) : 0;
 
 Features FeaturesOf(const Problem& p) {
   Features has;

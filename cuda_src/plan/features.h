@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -16,36 +17,47 @@ namespace jax_flash {
 bool BiasByEntry(const Problem& p);
 
 // FEATURE(name, text, there): what messages call it, and whether the problem `p` has it; `has` are those above.
-#define JAX_FLASH_FEATURES(FEATURE)                                                                                   \
-  FEATURE(kCausal, "a causal mask", p.causal)                                                                         \
-  FEATURE(kWindow, "a window", p.window())                                                                            \
-  FEATURE(kSegments, "segments", p.segments)                                                                          \
-  FEATURE(kLengths, "lengths", p.q_lengths || p.kv_lengths)                                                           \
-  FEATURE(kQueryOffset, "a query offset", p.query_offset)                                                             \
-  FEATURE(kSoftCap, "a soft cap", p.soft_cap > 0)                                                                     \
-  FEATURE(kBias, "a bias", p.bias.present)                                                                            \
-  FEATURE(kWideBias, "a float32 bias", p.bias_dtype == DType::kF32)                                                   \
-  FEATURE(kBiasByEntry, "a bias that the copy engine does not load", BiasByEntry(p))                                  \
-  FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                            \
-          p.bias.present && !(p.bias.rows && p.bias.columns))                                                         \
-  FEATURE(kMask, "a mask", p.mask.present)                          /* in a forward of few queries */                 \
-  FEATURE(kPrograms, "a score_mod", p.programs())                   /* or, in a forward of few queries, a mask_mod */ \
-  FEATURE(kLongProgram, "a score_mod of more than 32 instructions", /* wgmmas would wait for calls */                 \
-          p.score_mod.size() > kInlined)                                                                              \
-  FEATURE(kDropout, "dropout", p.dropout())                                                                           \
-  FEATURE(kFloat32, "float32", p.dtype == DType::kF32)                                                                \
-  FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                     \
-  FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                          \
-  FEATURE(kListed, "a mask or a block mask", p.block_mask.present)                                                    \
-  FEATURE(kCrowdedBlocks, "a block mask beside a window, segments or dropout",                                        \
-          has.Any(kListed) && has.Any(kLocal | kDropout))                                                             \
-  FEATURE(kTornPairs, "blocks whose keys are no multiple of 128", p.kv_block % kPairedKeys != 0)                      \
-  FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))                      \
-  FEATURE(kCapAndBias, "a soft cap beside a bias", has.Any(kSoftCap) && has.Any(kBias))                               \
-  FEATURE(kCrowdedCap, "a soft cap beside dropout and a window or segments", has.Any(kSoftCap) && has.Any(kSeveral))  \
-  FEATURE(kSmallCap, "a soft cap below 0.01", p.soft_cap > 0 && p.soft_cap < 0.01)                                    \
-  FEATURE(kApartDQ, "a query gradient that is not added up beside the others", !SumsDQ(p))                            \
-  FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)                                 \
+#define JAX_FLASH_FEATURES(FEATURE)                                                                                    \
+  FEATURE(kCausal, "a causal mask", p.causal)                                                                          \
+  FEATURE(kWindow, "a window", p.window())                                                                             \
+  FEATURE(kSegments, "segments", p.segments)                                                                           \
+  FEATURE(kLengths, "lengths", p.q_lengths || p.kv_lengths)                                                            \
+  FEATURE(kQueryOffset, "a query offset", p.query_offset)                                                              \
+  FEATURE(kSoftCap, "a soft cap", p.soft_cap > 0)                                                                      \
+  FEATURE(kBias, "a bias", p.bias.present)                                                                             \
+  FEATURE(kWideBias, "a float32 bias", p.bias_dtype == DType::kF32)                                                    \
+  FEATURE(kBiasByEntry, "a bias that the copy engine does not load", BiasByEntry(p))                                   \
+  FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                             \
+          p.bias.present && !(p.bias.rows && p.bias.columns))                                                          \
+  FEATURE(kMask, "a mask", p.mask.present)        /* in a forward of few queries */                                    \
+  FEATURE(kPrograms, "a score_mod", p.programs()) /* or, in a forward of few queries, a mask_mod */                    \
+  FEATURE(kLongProgram, "a score_mod, or its derivative, of more than 32 instructions", /* wgmmas would wait */        \
+          std::max(p.score_mod.size(), p.score_grad.size()) > kInlined)                                                \
+  FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score_grad.ResultOfScore())             \
+  FEATURE(kCapturedGradients, "gradients of captured arrays", p.captured_gradients())                                  \
+  FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score", p.score_grad.GradientsOfScore()) \
+  FEATURE(kDropout, "dropout", p.dropout())                                                                            \
+  FEATURE(kFloat32, "float32", p.dtype == DType::kF32)                                                                 \
+  FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                      \
+  FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                           \
+  FEATURE(kListed, "a mask or a block mask", p.block_mask.present)                                                     \
+  FEATURE(kCrowdedBlocks, "a block mask beside a window, segments or dropout",                                         \
+          has.Any(kListed) && has.Any(kLocal | kDropout))                                                              \
+  FEATURE(kTornPairs, "blocks whose keys are no multiple of 128", p.kv_block % kPairedKeys != 0)                       \
+  FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))                       \
+  FEATURE(kCapAndSum, "a soft cap beside a bias or a score_mod", has.Any(kSoftCap) && has.Any(kAddsToScores))          \
+  FEATURE(kCapAndSlopes, "a soft cap beside a score_mod whose derivative depends on the score",                        \
+          has.Any(kSoftCap) && has.Any(kScoreSlopes))                                                                  \
+  FEATURE(kLateSlopes,                                                                                                 \
+          "a score_mod whose derivative depends on the score beside dropout or gradients of captured arrays",          \
+          has.Any(kScoreSlopes) && has.Any(kDropout | kCapturedGradients))                                             \
+  FEATURE(kModAndBias, "a score_mod beside a bias", has.Any(kPrograms) && has.Any(kBias))                              \
+  FEATURE(kGradientsInBlocks, "gradients of captured arrays beside a mask or a block mask",                            \
+          has.Any(kCapturedGradients) && has.Any(kListed))                                                             \
+  FEATURE(kCrowdedCap, "a soft cap beside dropout and a window or segments", has.Any(kSoftCap) && has.Any(kSeveral))   \
+  FEATURE(kSmallCap, "a soft cap below 0.01", p.soft_cap > 0 && p.soft_cap < 0.01)                                     \
+  FEATURE(kApartDQ, "a query gradient that is not added up beside the others", !SumsDQ(p))                             \
+  FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)                                  \
   FEATURE(kNarrow, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
 
 // Likewise of the problem in tiles of `rows` queries, on `target`.
@@ -59,24 +71,25 @@ enum FeaturePlace { JAX_FLASH_FEATURES(JAX_FLASH_PLACE) JAX_FLASH_TILE_FEATURES(
 #undef JAX_FLASH_PLACE
 
 // A set of them has these bits.
-#define JAX_FLASH_BIT(name, text, there) name = 1u << name##Place,
-enum Feature : unsigned { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FEATURES(JAX_FLASH_BIT) };
+using FeatureBits = uint64_t;
+#define JAX_FLASH_BIT(name, text, there) name = FeatureBits(1) << name##Place,
+enum Feature : FeatureBits { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FEATURES(JAX_FLASH_BIT) };
 #undef JAX_FLASH_BIT
 
 // Not what a row of tiles cannot do, but where others are faster: if no other fits, it is taken all the same.
-constexpr unsigned kPreferences = kManyKeys | kFewTiles | kManyRows;
+constexpr FeatureBits kPreferences = kManyKeys | kFewTiles | kManyRows;
 
-constexpr unsigned kLocal = kWindow | kSegments;
-constexpr unsigned kAddsToScores = kBias | kPrograms;            // entry by entry, but for tiles of a bias
-constexpr unsigned kFormsScores = kBias | kSoftCap | kPrograms;  // scores are formed entry by entry
-constexpr unsigned kRanges = kCausal | kLocal | kLengths;        // masks that need no array of all entries
-constexpr unsigned kPositions = kRanges | kQueryOffset;
+constexpr FeatureBits kLocal = kWindow | kSegments;
+constexpr FeatureBits kAddsToScores = kBias | kPrograms;            // entry by entry, but for tiles of a bias
+constexpr FeatureBits kFormsScores = kBias | kSoftCap | kPrograms;  // scores are formed entry by entry
+constexpr FeatureBits kRanges = kCausal | kLocal | kLengths;        // masks that need no array of all entries
+constexpr FeatureBits kPositions = kRanges | kQueryOffset;
 
 struct Features {
-  unsigned bits = 0;
+  FeatureBits bits = 0;
 
-  bool Any(unsigned set) const { return bits & set; }
-  int Count(unsigned set) const { return __builtin_popcount(bits & set); }
+  bool Any(FeatureBits set) const { return bits & set; }
+  int Count(FeatureBits set) const { return __builtin_popcountll(bits & set); }
 };
 
 // Those of a problem, and those that it has besides in tiles of so many queries.

@@ -56,29 +56,35 @@ constexpr Row kForwardF32[] = {
     {227, 128, {128, 32, 2, 2}, kFullPrecision},
 };
 
+// A score_mod's: captured arrays' gradients that depend on the score would keep it, and there is room for the slopes of
+// one alone.
+constexpr FeatureBits kNotOfMods = kGradientsOfScore | kCapAndSlopes, kNotOfWideMods = kNotOfMods | kLateSlopes;
+
 // What is not here would spill registers. Tiles of 64 keys are for wide heads only. Where slopes of a soft cap are
 // found again from P (hopper/tuning.cuh), rounding errors of log P are divided by the cap, which must not be small.
+constexpr FeatureBits kNotOfPairs = kNarrow | kTornPairs | kCapAndSum | kCrowdedCap | kSmallCap | kModAndBias;
 constexpr Row kBackward[] = {
-    {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks | kPrograms},
+    {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks},
     {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kDropout | kListed | kApartDQ},
-    {227, 64, {64, 128, 2, 2, true}, kPrograms},
-    {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap | kPrograms},
-    {227, 96, {64, 128, 2, 2}, kPrograms},
-    {227, 128, {64, 128, 2, 2}, kCapAndBias | kSmallCap | kPrograms},
-    {227, 192, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap | kSmallCap | kPrograms},
-    {227, 256, {64, 64, 2, 2}, kNarrow | kTornPairs | kCapAndBias | kCrowdedCap | kSmallCap | kPrograms},
+    {227, 64, {64, 128, 2, 2, true}, kNotOfMods},
+    {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap | kNotOfWideMods | kCapturedGradients},
+    {227, 96, {64, 128, 2, 2}, kNotOfMods | kModAndBias},
+    {227, 128, {64, 128, 2, 2}, kCapAndSum | kSmallCap | kNotOfWideMods | kModAndBias | kGradientsInBlocks},
+    {227, 192, {64, 64, 2, 2}, kNotOfPairs | kNotOfWideMods},
+    {227, 256, {64, 64, 2, 2}, kNotOfPairs | kScoreSlopes | kCapturedGradients},
 };
 
-// TF32. A soft cap would keep its slopes in 16 bits; crowded blocks, a bias beside a block mask, and one above head dim
-// 96, would spill registers.
+// TF32. A soft cap, or a score_mod, would keep its slopes in 16 bits; crowded blocks, a bias beside a block mask or a
+// score_mod, and one of them above head dim 96 or 64, would spill registers.
 constexpr Row kBackwardF32[] = {
-    {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks | kPrograms},
-    {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks | kPrograms},
+    {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks | kNotOfMods | kScoreSlopes},
+    {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kAddsToScores | kCrowdedBlocks},
     {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed | kPrograms},
 };
 
 // Of dbias. Windows, segments and a soft cap would leave wide tiles too few registers.
-constexpr unsigned kNotForBias = kFloat32 | kBroadcastBias | kPrograms, kNotForWide = kNotForBias | kLocal | kSoftCap;
+constexpr FeatureBits kNotForBias = kFloat32 | kBroadcastBias | kPrograms,
+                      kNotForWide = kNotForBias | kLocal | kSoftCap;
 constexpr Row kBackwardBias[] = {
     {227, 64, {128, 128, 2, 4, true}, kNotForWide},  {227, 128, {128, 128, 2, 3, true}, kNotForWide | kWideBias},
     {227, 128, {128, 128, 2, 2, true}, kNotForWide}, {227, 128, {128, 64, 2, 4, true}, kNotForBias},
@@ -96,7 +102,7 @@ const Rows& RowsOf(const Problem& p, Pass pass) {
 // The first that fits; none if no tiles do, or the GPU is none for them.
 std::optional<KernelTiling> TilingOf(const Rows& rows, const Target& target, const Problem& p) {
   if (FeaturesOf(p).Any(kLongProgram)) return std::nullopt;
-  for (const unsigned ignored : {0u, kPreferences}) {
+  for (const FeatureBits ignored : {FeatureBits(0), kPreferences}) {
     for (const Row& row : rows) {
       const TileSizes& tile = row.tile;
       if (target.hopper && Fits(row, target, p, ignored) && InWholeTiles(p, tile.rows, tile.cols))
@@ -175,7 +181,8 @@ std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& 
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
-  if (FeaturesOf(p).Any(kLongProgram)) return "its tiles do not do a score_mod of more than 32 instructions";
+  if (FeaturesOf(p).Any(kLongProgram))
+    return "its tiles do not do a score_mod, or its derivative, of more than 32 instructions";
   return Obstacle(RowsOf(p, pass), target, p);
 }
 

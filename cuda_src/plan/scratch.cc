@@ -79,7 +79,8 @@ Scratch ScratchOf(const Problem& given, Pass pass, const Target& target) {
       scratch.logsumexp = take(4 * rows);
       scratch.d = take(4 * rows);
     }
-    if (p.bias.present && (hopper || (p.dbias && hopper::BiasTiling(target, p)))) scratch.maximum = take(4 * rows);
+    const bool apart = p.bias.present || p.score_mod.present();
+    if (apart && (hopper || (p.dbias && hopper::BiasTiling(target, p)))) scratch.maximum = take(4 * rows);
     if (SumsDQ(p)) scratch.dq_sum = take(4 * rows * p.qk_dim);
     if (p.dbias) {
       const BiasWork work = BiasWorkOf(target, p);

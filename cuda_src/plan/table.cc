@@ -20,7 +20,7 @@ const Rows& Table::Of(DType dtype) const {
   return bytes == 2 ? of_two : of_four;
 }
 
-bool Fits(const Row& row, const Target& target, const Problem& p, unsigned ignored) {
+bool Fits(const Row& row, const Target& target, const Problem& p, FeatureBits ignored) {
   const Features has = FeaturesOf(p, target, row.tile.rows);
   return IsFor(row, has) && row.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= row.dim &&
          !has.Any(row.without & ~ignored);

@@ -23,7 +23,7 @@ struct Row {
   int shared;  // KiB of shared memory that a block must be able to have
   int dim;     // the larger head dim is at most this
   TileSizes tile;
-  unsigned without = 0;  // the problem has none of these features
+  FeatureBits without = 0;  // the problem has none of these features
 };
 
 struct Rows {
@@ -43,7 +43,7 @@ struct Table {
 };
 
 // Do the features of the problem but the `ignored`, the head dims and the GPU allow it?
-bool Fits(const Row& row, const Target& target, const Problem& p, unsigned ignored = 0);
+bool Fits(const Row& row, const Target& target, const Problem& p, FeatureBits ignored = 0);
 
 // Why no row is taken: the one that the fewest of the problem's features stand in the way of, and these. Without
 // kPreferences, which do not. "its tiles of 64 x 64 do not do a soft cap"

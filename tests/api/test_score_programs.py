@@ -14,6 +14,7 @@ from programs import (
     both,
     captured,
     check,
+    constant,
     exact,
     flags,
     functions,
@@ -111,6 +112,13 @@ def test_dtypes(implementation, dtype):
     check(case, mods(both, case), implementation, dtype)
     if dtype == "float64":
         check(CASE, mods(t5, CASE), implementation, dtype)
+
+
+@pytest.mark.parametrize("program", SCORES, ids=lambda program: program.__name__)
+def test_constant_arrays(program):
+    """Whose gradients nobody asks for."""
+    made = constant(mods(program, CASE)())
+    check(CASE, lambda: made, "flash", "float16")
 
 
 def test_a_table_of_a_small_dtype():

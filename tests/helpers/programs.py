@@ -5,6 +5,7 @@ A program is a `Mod`: a function of the arrays that it captures, and these array
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -282,6 +283,25 @@ def hidden(case: Case) -> tuple[Mod]:
     return (Mod("score_mod", lambda rate: lambda s, b, h, q, k: jnp.where(q % 4 > k % 3, s * rate, -jnp.inf), rate),)
 
 
+def undefined(case: Case, of: Callable[[jax.Array], jax.Array] = lambda distance: distance) -> tuple[Mod]:
+    """A score and a derivative, which depends on the score, that are infinite or NaN where a causal mask hides. `of`
+    jnp.abs it is the same where none does, and nowhere undefined."""
+
+    def make(rate):
+        def score_mod(s, b, h, q, k):
+            distance = of(q - k).astype(s.dtype)
+            return jnp.sin(s * jnp.sqrt(distance)) - rate[h] * jnp.log(distance + 1)
+
+        return score_mod
+
+    return (Mod("score_mod", make, (_normal(25, case.N),)),)
+
+
+def wavy(case: Case) -> tuple[Mod]:
+    """A derivative of either sign."""
+    return (Mod("score_mod", lambda: lambda s, b, h, q, k: jnp.sin(3 * s) * (1.0 + k % 2)),)
+
+
 def flags(case: Case) -> tuple[Mod, Mod]:
     """Truth values that are looked up, negated and compared."""
     rng = np.random.default_rng(11)
@@ -313,6 +333,11 @@ def captured(mods: Mods, dtype: str = "float32") -> dict[str, Any]:
     """Their arrays by name, "score_mod 0" and so on, floats in this dtype."""
     arrays = {f"{mod.kind} {i}": x for mod in mods for i, x in enumerate(mod.arrays)}
     return {name: x.astype(dtype) if x.dtype.kind == "f" else x for name, x in arrays.items()}
+
+
+def constant(mods: Mods) -> Mods:
+    """The same, with arrays that nobody asks the gradients of."""
+    return tuple(Mod(mod.kind, functools.partial(mod.make, *map(jnp.asarray, mod.arrays))) for mod in mods)
 
 
 def functions(mods: Mods, arrays: Gradients) -> dict[str, Any]:
@@ -431,7 +456,7 @@ def exact(case: Case, make: Any, arrays: Arrays, cotangents: Any) -> Gradients:
         return jax.tree.map(np.asarray, _exact(case, make)(*jax.tree.map(upcast, (used, allowed, kept, cotangents))))
 
 
-TOLERANCES = {"float32": 1e-5, "float64": 1e-13, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+TOLERANCES = {"tf32": 2.0**-9, "float32": 1e-5, "float64": 1e-13, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
 def assert_accurate(results: Gradients, expected: Gradients, dtype: str) -> None:
@@ -446,6 +471,10 @@ def assert_accurate(results: Gradients, expected: Gradients, dtype: str) -> None
 
 
 def check(case: Case, make: Any, implementation: str | None, dtype: str = "float32") -> None:
-    arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
+    """`dtype` tf32: float32 at a GPU's default precision."""
+    given = "float32" if dtype == "tf32" else dtype
+    arrays, cotangents = case.arrays(given), case.cotangents(given)
     arrays |= captured(make(), "float64" if dtype == "float64" else "float32")
-    assert_accurate(ours(case, make, arrays, cotangents, implementation), exact(case, make, arrays, cotangents), dtype)
+    with jax.default_matmul_precision("default") if dtype == "tf32" else contextlib.nullcontext():
+        results = ours(case, make, arrays, cotangents, implementation)
+    assert_accurate(results, exact(case, make, arrays, cotangents), dtype)

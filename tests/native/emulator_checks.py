@@ -68,6 +68,50 @@ def test_score_programs(case, dtype):
     programs.check(case, lambda: (programs.relative_table(case), programs.kinds_of_heads(case)), "flash", dtype)
 
 
+PROGRAMS = [
+    (programs.alibi, Case(B=1, T=150, S=140, D=64, E=64), "bfloat16"),
+    (programs.alibi, Case(B=1, T=150, S=140, D=64, E=64, causal=True, soft_cap=2.0), "float16"),
+    (programs.alibi, Case(T=70, S=150, D=128, E=128, offset=True, lengths=True), "bfloat16"),
+    (programs.relative_table, Case(B=1, T=150, S=140, N=2, K=1, D=256, E=256, causal=True), "bfloat16"),
+    (programs.alibi, Case(B=1, T=150, S=140, N=2, K=1, D=64, E=40, causal=True), "tf32"),
+    (programs.relative_table, Case(T=150, S=140, D=64, E=64, bias="1nts", dropout=0.2), "bfloat16"),
+    (programs.relative_table, Case(T=70, S=150, D=128, E=96, mask="b1ts"), "float16"),
+    (programs.relative_table, Case(T=70, S=150, D=64, E=64, segments=True), "tf32"),
+    (programs.soft_cap, Case(B=1, T=150, S=140, D=64, E=64), "bfloat16"),
+    (programs.soft_cap, Case(B=1, T=150, S=140, D=128, E=128, causal=True), "float16"),
+    (programs.soft_cap, Case(B=1, T=150, S=140, D=64, E=64, mask="b1ts", dropout=0.2), "bfloat16"),
+    (programs.soft_cap, Case(B=1, T=70, S=140, N=2, K=1, D=192, E=128), "bfloat16"),
+    (programs.hidden, Case(B=1, T=150, S=140, D=64, E=64), "bfloat16"),
+    (programs.hidden, Case(B=1, T=70, S=140, N=2, K=1, D=256, E=256), "bfloat16"),
+    (programs.log_gelu, Case(B=1, T=150, S=140, D=64, E=64), "bfloat16"),
+    (programs.low_rank, Case(B=1, T=150, S=140, D=64, E=64), "float16"),
+    (programs.wavy, Case(B=1, T=150, S=140, D=64, E=64, dropout=0.3), "bfloat16"),
+]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize(("program", "case", "dtype"), PROGRAMS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_backward_of_score_programs(program, case, dtype, constant):
+    """Derivatives that depend on the score or do not, with the gradients of captured arrays and without."""
+    made = program(case)
+    mods = (made,) if isinstance(made, programs.Mod) else made
+    if constant:
+        mods = programs.constant(mods)
+    programs.check(case, lambda: mods, "flash", dtype)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_undefined_scores_that_are_hidden(head_dim):
+    """They have no part in any gradient, whatever the derivative is there."""
+    case = Case(B=1, T=150, S=150, N=2, K=1, D=head_dim, E=head_dim, causal=True)
+    arrays, cotangents = case.arrays("bfloat16"), case.cotangents("bfloat16")
+    found, expected = (programs.constant(programs.undefined(case, *of)) for of in ((), (jnp.abs,)))
+    results = programs.ours(case, lambda: found, arrays, cotangents, "flash")
+    programs.assert_accurate(results, programs.exact(case, lambda: expected, arrays, cotangents), "bfloat16")
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     "case",

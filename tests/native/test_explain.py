@@ -8,7 +8,7 @@ from plans import BASE, BIASED, EVERY, GRADIENTS, fields, kernels, problem, scra
 
 import jax_flash
 from jax_flash import _native
-from jax_flash.problem import Extent
+from jax_flash.problem import Captured, Extent, Program
 
 
 def explained(backward=False, arch="sm_90a", **changes) -> jax_flash.Explanation:
@@ -32,7 +32,11 @@ def test_an_explanation_is_the_plan():
 @pytest.mark.parametrize(
     ("changes", "backward", "reason"),
     [
-        ({"soft_cap": 2.0, "qk_dim": 256, **BIASED}, True, "its tiles of 64 x 64 do not do a soft cap beside a bias$"),
+        (
+            {"soft_cap": 2.0, "qk_dim": 256, **BIASED},
+            True,
+            "its tiles of 64 x 64 do not do a soft cap beside a bias or a score_mod$",
+        ),
         ({"dtype": "float32", "full_precision": True}, False, "forward is not taken: .* do not do full precision$"),
         ({"dtype": "float32", "qk_dim": 256}, False, "no tiles for head dims 256 and 64"),
         ({"dtype": "float32", "qk_dim": 128, "soft_cap": 2.0, **BIASED}, True, "a soft cap and a bias$"),
@@ -46,6 +50,58 @@ def test_reasons(changes, backward, reason):
     assert re.search(reason, explanation.reasons[0])
     assert f"because {explanation.reasons[0]}" in str(explanation)
     assert "ampere" in {kernel.family for kernel in explanation.kernels}
+
+
+TABLE = Captured("float32", False, (8, 1024), True)
+PLUS_TABLE = {
+    "captured": (TABLE,),
+    "score_mod": Program("score;head;key;load.f,0,1,2;add.f,0,3;result,4"),
+    "score_grad": Program("cotangent;head;key;accumulate,0,1,2,0;result,0"),
+}
+TIMES_TABLE = {
+    "captured": (TABLE,),
+    "score_mod": Program("score;head;key;load.f,0,1,2;mul.f,0,3;result,4"),
+    "score_grad": Program("score;cotangent;head;key;mul.f,0,1;accumulate,0,2,3,4;load.f,0,2,3;mul.f,1,6;result,7"),
+}
+CAPPED = {
+    "score_mod": Program("score;tanh.f,0;result,1"),
+    "score_grad": Program("score;tanh.f,0;mul.f,1,1;cotangent;mul.f,3,2;sub.f,3,4;result,5"),
+}
+PLUS_TABLE_CAPPED = {
+    "captured": (TABLE,),
+    "score_mod": Program("score;tanh.f,0;head;key;load.f,0,2,3;add.f,1,4;result,5"),
+    "score_grad": Program(
+        "score;tanh.f,0;mul.f,1,1;cotangent;mul.f,3,2;sub.f,3,4;head;key;accumulate,0,6,7,3;result,5"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (PLUS_TABLE, ""),
+        (PLUS_TABLE | {"qk_dim": 256}, "gradients of captured arrays$"),
+        (PLUS_TABLE | {"qk_dim": 128, "mask": EVERY}, "gradients of captured arrays beside a mask or a block mask$"),
+        (PLUS_TABLE | {"bias": Extent(True, True, False, True), "bias_dtype": "float32"}, "a score_mod beside a bias$"),
+        (TIMES_TABLE, "gradients of captured arrays that depend on the score$"),
+        (CAPPED, ""),
+        (CAPPED | {"qk_dim": 128}, ""),
+        (CAPPED | {"qk_dim": 256}, "a score_mod whose derivative depends on the score$"),
+        (CAPPED | {"qk_dim": 128, "drop_threshold": 99}, "depends on the score beside dropout or gradients"),
+        (CAPPED | {"qk_dim": 192, "drop_threshold": 99}, "depends on the score beside dropout or gradients"),
+        (CAPPED | {"drop_threshold": 99}, ""),
+        (CAPPED | {"soft_cap": 2.0}, "a soft cap beside a score_mod whose derivative depends on the score$"),
+        (PLUS_TABLE_CAPPED, ""),
+        (PLUS_TABLE_CAPPED | {"qk_dim": 128}, "depends on the score beside dropout or gradients of captured arrays$"),
+        (CAPPED | {"dtype": "float32"}, "a score_mod whose derivative depends on the score$"),
+    ],
+)
+def test_reasons_of_a_score_mod(changes, reason):
+    """Hopper's backward does what there are registers for."""
+    explanation = explained(True, **GRADIENTS | changes)
+    (main,) = (kernel for kernel in explanation.kernels if kernel.name == "jax_flash_backward")
+    assert main.family == ("ampere" if reason else "hopper")
+    assert re.search(reason, explanation.reasons[0]) if reason else not explanation.reasons
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@
 //   S^T = K Q_i^T;   P^T = exp(S^T - L_i);   dP^T = V dO_i^T;   dS^T = P^T (dP^T - D_i)
 //   dV += P^T dO_i;  dK += dS^T Q_i;         dQ_i += dS K, over all CTAs, in f32
 // Only dQ needs the dS of all warpgroups; it goes through shared memory, and dQ may be a step behind. Of l and m only
-// the logsumexp L = m + log l is needed, unless there is a bias. What comes before and after, L and D, zeros for dQ and
-// its conversion, is in hopper/backward_rows.cuh and hopper/backward_finish.cuh (more kernels) or, of the rows of Q, in
-// hopper/backward_alongside.cuh. Head dims above 128 are in hopper/backward_pairs.cuh, f32 as TF32 in
+// the logsumexp L = m + log l is needed, unless there is a bias or a score_mod. What comes before and after, L and D,
+// zeros for dQ and its conversion, is in hopper/backward_rows.cuh and hopper/backward_finish.cuh (more kernels) or, of
+// the rows of Q, in hopper/backward_alongside.cuh. Head dims above 128 are in hopper/backward_pairs.cuh, f32 as TF32 in
 // hopper/backward_tf32.cuh.
 //
 // A tile of Q has kRows (64 or 128, or 64 for f32), a CTA kCols keys (128, or 64 if a head dim is above 128, or for f32
@@ -76,7 +76,7 @@ struct Consumer : Epilogue {
     WgmmaWait<Tuning::kEarlyDV && kDV ? 1 : 0>();
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
-    ComputeDS();                          // 18, 20
+    ComputeDS(tile, step);                // 18, 20
     if (kFirst && Never()) return false;  // ptxas has no registers to work ahead here
     if (kDV && !Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
     if (kDQ) {
@@ -223,7 +223,7 @@ __device__ __forceinline__ void Consume(const Params& p, BackwardShared& shared,
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardShared);
 
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_dims__(jax_flash::kCluster, 1, 1)
-    jax_flash_backward(const __grid_constant__ jax_flash::Params p JAX_FLASH_BACKWARD_MAPS(JAX_FLASH_MAP)) {
+    jax_flash_backward(const __grid_constant__ jax_flash::KernelParams p JAX_FLASH_BACKWARD_MAPS(JAX_FLASH_MAP)) {
   using namespace jax_flash;
   extern __shared__ __align__(1024) uint8_t memory[];
   BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);

@@ -125,7 +125,7 @@ struct ConsumerOfDS : Epilogue {
       ReceiveP(shared.staging, step.last);
       WgmmaWait<0>();
       Pin(dP);
-      ComputeDS();  // 18, 20
+      ComputeDS(tile, step);  // 18, 20
     }
     ReleaseRows(&shared.do_empty[at.index]);
     if (kDQ) SendDS();

@@ -155,9 +155,9 @@ struct Producer {
     Count(p.added + head, true);
   }
 
-  // Rows that see nothing have an L that hides them, if it is not from a bias of +inf.
+  // Rows that see nothing have an L that hides them, unless a bias or a score_mod makes their scores +inf.
   __device__ __forceinline__ int EveryHi(const Visible& rows, const Positions& positions) const {
-    return kBias || rows.every_hi < positions.q_length ? rows.every_hi : BlocksOfHead(p) * kRowBlock;
+    return kAddsToScores || rows.every_hi < positions.q_length ? rows.every_hi : BlocksOfHead(p) * kRowBlock;
   }
 
   __device__ __forceinline__ int RowBlock(int batch, int head, int row) const {

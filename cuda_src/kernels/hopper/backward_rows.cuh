@@ -67,7 +67,7 @@ __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, i
   p.d[block.Rows() + Place(r)] = exists ? product / ZScale(p) : 0.0f;
 }
 
-// -L of row r in the unit of S (with a bias -log l and m apart).
+// -L of row r in the unit of S (with a bias or a score_mod -log l and m apart).
 __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, int r) {
   const int64_t from = int64_t(block.Head(p)) * p.q_len + block.row + r;
   const int64_t to = block.Rows() + Place(r);

@@ -13,7 +13,9 @@ constexpr int kPFull = 4, kPRead = 5;
 __device__ __forceinline__ float DQKScale(const Params& p) { return ZScale(p) * ScaleOf(p); }
 
 static_assert(Tuning::kEarlyDV || !Tuning::kKeepsSlopes);
-static_assert(!kTF32 || !kSoftCap);  // slopes are kept where dS will be, in 16 bits
+static_assert(!kTF32 || !Tuning::kKeepsSlopes);                              // where dS will be, in 16 bits
+static_assert(!kSoftCap || !kScoreSlopes);                                   // there is room for one of them
+static_assert(!kSameKeys || !Tuning::kKeepsSlopes || Tuning::kSlopesJoinP);  // the other warpgroup has P alone
 
 // Lines 12 to 15, 18 and 20 of Algorithm 4, on the transposes.
 struct Probabilities : Products {
@@ -27,27 +29,55 @@ struct Probabilities : Products {
     return {step.row + lane % 4 * 2, Key(tile)};
   }
 
-  // S^T becomes s^T where scores are formed entry by entry. The derivative of the soft cap is left in dS.
+  // S^T becomes s^T where scores are formed entry by entry. Slopes are left in dS.
   __device__ __forceinline__ void ToScores(const KVTile& tile, const Step& step) {
-    const Score score(p, tile.batch, step.head);
-    const View<true> view = ViewOf(tile, step);
     Cap(p, S);
 #pragma unroll
-    for (int i = 0; Tuning::kKeepsSlopes && i < kRows / 4; ++i) dS[i] = PackSlopes(S[2 * i], S[2 * i + 1]);
-#pragma unroll
-    for (int i = 0; kWholeScores && i < kRows / 2; ++i) {
-      if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
-      S[i] =
-          kBiasTiles ? S[i] * Unit(p) : score.Of(S[i], view.Row(i / 2 % 2, i / 4 * 2 + i % 2), view.Key(i / 2 % 2, 0));
+    for (int i = 0; kSoftCap && Tuning::kKeepsSlopes && i < kRows / 4; ++i) dS[i] = PackSlopes(S[2 * i], S[2 * i + 1]);
+    if (kBiasTiles) AddBias();
+    const Score score(p, tile.batch, step.head);
+    if (program::kLessWithin && IsWithin(tile, step)) {
+      FormScores<true>(score, ViewOf(tile, step));
+    } else {
+      FormScores<false>(score, ViewOf(tile, step));
     }
   }
 
   // With the tile of the bias that has come with Q.
   __device__ __forceinline__ void AddBias() {
 #pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) S[i] *= Unit(p);
+#pragma unroll
     for (int c = 0; c < kRows; c += 16)
       AddBiasTile<true>(shared.bias[at.index] + c * kBoxBytes, first_key + 16 * warp, S + c / 2);
   }
+
+  // Are all entries within T and S?
+  __device__ __forceinline__ bool IsWithin(const KVTile& tile, const Step& step) const {
+    return step.row + kRows <= p.q_len && tile.column + kCols <= p.kv_len;
+  }
+
+  // kWithin: they are known to be.
+  template <bool kWithin>
+  __device__ __forceinline__ void FormScores(const Score& score, const View<true>& view) {
+    float slopes[2];
+#pragma unroll
+    for (int i = 0; kWholeScores && (!kBiasTiles || kScoreMod) && i < kRows / 2; ++i) {
+      if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
+      const int row = RowOf(view, i), key = KeyOf(view, i);
+      if (!kBiasTiles) S[i] = score.BeforeMod(S[i], row, key);
+      if (kScoreSlopes) slopes[i % 2] = score.Slope<kWithin>(S[i], row, key);
+      if (kScoreSlopes && i % 2 == 1) dS[i / 2] = Pack(slopes[0], slopes[1]);
+      S[i] = score.Mod<kWithin>(S[i], row, key);
+    }
+    if (program::kLessWithin) PinApart<kWithin>(S);
+  }
+
+  // Of the i-th entry that a lane holds.
+  __device__ __forceinline__ static int RowOf(const View<true>& view, int i) {
+    return view.Row(i / 2 % 2, i / 4 * 2 + i % 2);
+  }
+  __device__ __forceinline__ static int KeyOf(const View<true>& view, int i) { return view.Key(i / 2 % 2, 0); }
 
   // What has to be looked up in memory: which rows this lane's keys are seen by.
   __device__ __forceinline__ void Look(const KVTile& tile, const Step& step) {
@@ -80,7 +110,6 @@ struct Probabilities : Products {
   // S^T is masked and becomes P^T.
   __device__ __forceinline__ void Softmax(const KVTile& tile, const Step& step) {
     if (kFormsScores) ToScores(tile, step);
-    if (kBiasTiles) AddBias();
     if (step.masked) HideEntries(tile, step);
     if (Tuning::kStopAfterMask && Never()) return;
     const float to_log2 = Tuning::kLateScale ? __ldg(p.scale + Fresh(0)) * kLog2e : this->to_log2;
@@ -113,12 +142,12 @@ struct Probabilities : Products {
     }
   }
 
-  // P in its other precision, before the derivative of the soft cap joins it for the sake of dS.
+  // P in its other precision, before slopes join it for the sake of dS.
   __device__ __forceinline__ void RoundP() {
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
       P[i] = PackKept(S[2 * i], S[2 * i + 1]);
-      if (Tuning::kKeepsSlopes) TimesSlopes(dS[i], &S[2 * i], &S[2 * i + 1]);
+      if (Tuning::kKeepsSlopes && Tuning::kSlopesJoinP) TimesSlopes(dS[i], &S[2 * i], &S[2 * i + 1]);
     }
     if (Tuning::kFindsSlopes) TimesSlopesOfP();
   }
@@ -135,8 +164,17 @@ struct Probabilities : Products {
     }
   }
 
-  // dP^T becomes dS^T, in both precisions. Where dV needs P until now, the slopes of its scores join here.
-  __device__ __forceinline__ void ComputeDS() {
+  // dP^T becomes dS^T, in both precisions. Where dV needs P until now, the slopes of a soft cap join here. With a
+  // score_mod it is the cotangent of what that was given.
+  __device__ __forceinline__ void ComputeDS(const KVTile& tile, const Step& step) {
+    if (program::kLessWithin && kScoreGrad && IsWithin(tile, step)) {
+      ComputeDSOf<true>(tile, step);
+    } else {
+      ComputeDSOf<false>(tile, step);
+    }
+  }
+  template <bool kWithin>
+  __device__ __forceinline__ void ComputeDSOf(const KVTile& tile, const Step& step) {
     constexpr bool kSlopes = Tuning::kFindsSlopes && !Tuning::kEarlyDV;
     const float4* memory = reinterpret_cast<const float4*>(shared.d[at.index]) + lane % 4;
     const float4* minus_l = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;
@@ -149,12 +187,24 @@ struct Probabilities : Products {
         const int row = i / 4 % 2 * 2 + i % 2;
         dP[i] = DSOf(S[i], dP[i], D[row]);
         if (kSlopes) dP[i] *= SlopeOfP(p, S[i], L[row]);
+        if (kScoreGrad) BeforeMod<kWithin>(tile, step, i);
         if (!kTF32 && i % 2 == 1) {
+          if (Tuning::kKeepsSlopes && !Tuning::kSlopesJoinP) TimesSlopes(dS[i / 2], &dP[i - 1], &dP[i]);
           dS[i / 2] = Pack(dP[i - 1], dP[i]);
           if (!Tuning::kEarlyDV) P[i / 2] = PackKept(S[i - 1], S[i]);
         }
       }
     }
+  }
+
+  // Of the i-th entry of dS^T, unless that waits for its slope; and what captured arrays' gradients grow by, which do
+  // not ask for the score here.
+  template <bool kWithin>
+  __device__ __forceinline__ void BeforeMod(const KVTile& tile, const Step& step, int i) {
+    const Score score(p, tile.batch, step.head);
+    const View<true> view = ViewOf(tile, step);
+    if (kCapturedGradients) score.Unmod<true, kWithin>(0.0f, dP[i] * ZScale(p), RowOf(view, i), KeyOf(view, i));
+    if (!kScoreSlopes) dP[i] = score.Unmod<false, kWithin>(0.0f, dP[i], RowOf(view, i), KeyOf(view, i));
   }
 
   // If both warpgroups have the same keys: P to the other, when it has read the one before.

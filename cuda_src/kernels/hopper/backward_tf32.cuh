@@ -145,7 +145,7 @@ struct TF32Consumer : TF32Warpgroup {
     WgmmaWait<kDV ? 1 : 0>();
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
-    if (kDS) ComputeDS();  // 18, 20
+    if (kDS) ComputeDS(tile, step);  // 18, 20
     Round<false>(dP, dS);
     if (kDQ) {
       WaitForFreeDS();

@@ -128,7 +128,7 @@ struct TF32ConsumerOfDS : TF32Warpgroup {
       ReceiveP(shared.v + kDSBytes, step.last);
       WgmmaWait<0>();
       Pin(dP);
-      ComputeDS();  // 18, 20
+      ComputeDS(tile, step);  // 18, 20
       Round<false>(dP, dS);
     }
     SyncWarp();

@@ -43,7 +43,7 @@ constexpr int kVBoxes = Boxes(kVDim);
 constexpr int kQBox = kRows * kBoxBytes;   // bytes of a box of Q or dO
 constexpr int kKVBox = kCols * kBoxBytes;  // bytes of a box of K or V
 
-constexpr bool kDS = kDQ || kDK;  // is dS needed?
+constexpr bool kDS = kDQ || kDK || kCapturedGradients;  // is dS needed?
 
 // TF32
 constexpr bool kTF32SameKeys = kTF32 && kSameKeys;

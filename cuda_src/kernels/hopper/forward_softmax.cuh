@@ -61,10 +61,10 @@ struct Probabilities : Products {
     const Score score(p, tile.batch, tile.head);
     const View<false> view = ViewOf(tile, j);
     if (!kBiasTiles) Cap(p, S);
-#pragma unroll
-    for (int i = 0; kWholeScores && (!kBiasTiles || kScoreMod) && i < kCols / 2; ++i) {
-      const int h = i / 2 % 2, x = i / 4 * 2 + i % 2, row = view.Row(h, x), key = view.Key(h, x);
-      S[i] = kBiasTiles ? score.Mod(S[i], row, key) : score.Of(S[i], row, key);
+    if (program::kLessWithin && tile.row + kRows <= p.q_len && Column(j) + kCols <= p.kv_len) {
+      FormScores<true>(score, view);
+    } else {
+      FormScores<false>(score, view);
     }
     if (!kMasked) return;
     if constexpr (kLookedUp) {
@@ -72,6 +72,18 @@ struct Probabilities : Products {
     } else {
       HideOutside(PositionsHere(tile), view, S);
     }
+  }
+
+  // kWithin: are all entries known to be within T and S?
+  template <bool kWithin>
+  __device__ __forceinline__ void FormScores(const Score& score, const View<false>& view) {
+#pragma unroll
+    for (int i = 0; kWholeScores && (!kBiasTiles || kScoreMod) && i < kCols / 2; ++i) {
+      const int h = i / 2 % 2, x = i / 4 * 2 + i % 2, row = view.Row(h, x), key = view.Key(h, x);
+      if (!kBiasTiles) S[i] = score.BeforeMod(S[i], row, key);
+      S[i] = score.Mod<kWithin>(S[i], row, key);
+    }
+    if (program::kLessWithin) PinApart<kWithin>(S);
   }
 
   // The row maxima. O will have to be multiplied by alpha; `shift` is what the exponents are taken against.

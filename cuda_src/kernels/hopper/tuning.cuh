@@ -53,10 +53,14 @@ struct BackwardTuning {
 
   // dV += P^T dO can start before dS is known where there are registers for P in both precisions.
   static constexpr bool kEarlyDV = kRows == 64;
-  // The slopes of the soft cap are kept where dS will be, and join P once dV has it. Pairs, and block masks of wide
-  // heads, leave no registers for them: they are found again from P, which has no bias in it there.
-  static constexpr bool kFindsSlopes = kSoftCap && !kBias && (kRows == 128 || kPairs || (kListed && kQKDim > 96));
-  static constexpr bool kKeepsSlopes = kSoftCap && !kFindsSlopes;
+  // The slopes of the soft cap, or of a score_mod where they depend on the score, are kept where dS will be, and join P
+  // once dV has it: unless they may be negative, where dropout marks P by its sign, or gradients of captured arrays are
+  // sums of dS without them. Then they join dS. Pairs, and block masks of wide heads, leave no registers for those of
+  // the soft cap: they are found again from P, which has nothing else in it there.
+  static constexpr bool kFindsSlopes =
+      kSoftCap && !kAddsToScores && (kRows == 128 || kPairs || (kListed && kQKDim > 96));
+  static constexpr bool kKeepsSlopes = (kSoftCap && !kFindsSlopes) || kScoreSlopes;
+  static constexpr bool kSlopesJoinP = !kCapturedGradients && !(kScoreSlopes && kDropout);
 
   // S^T can start at -L / scale: then nobody waits for L, and the subtraction costs nothing. With 128 rows to fetch it
   // costs more than it saves. (To start at 0 explicitly tells the compiler that S was not needed before.)
@@ -68,15 +72,16 @@ struct BackwardTuning {
   static constexpr bool kLateLook = kLateDP || (kRows == 64 && kQKDim > 96 && (kCausal || kLocal));
   // (with 128 rows, what it has answered is put together at once)
   static constexpr bool kFoldsWords = kListed && kRows == 128;
-  // ... and a bias has to be looked up a few entries at a time.
+  // ... and a bias, or what a score_mod looks up, has to be looked up a few entries at a time.
   static constexpr bool kBiasInParts =
-      kBias && !kTiling.bias_tiles && (kPairs || kSoftCap || (kListed && kDropout && kQKDim > 96));
+      kAddsToScores && !kTiling.bias_tiles && (kPairs || (kBias && (kSoftCap || (kListed && kDropout && kQKDim > 96))));
 
   // dQ is computed a step behind: then no warpgroup waits for the other's dS, and one can be at its products while the
   // other is at its exponentials. Not where there are no registers to keep track of it.
+  static constexpr bool kCrowdedMod = kScoreMod && (kBias || kScoreSlopes || kCapturedGradients);
   static constexpr bool kBehind =
-      kDQ &&
-      (kRows == 128 || kNarrow || !(kDropout || kSoftCap || kSegments || (kListed && (kBias || kCausal || kWindow))));
+      kDQ && (kRows == 128 || kNarrow ||
+              !(kDropout || kSoftCap || kSegments || kCrowdedMod || (kListed && (kBias || kCausal || kWindow))));
   // Whether the first step of a tile, which has no dQ yet, has code of its own: 2 to 4% faster. But with a causal mask
   // at most, ptxas compiles the loop over the other steps differently, up to 2.5% slower; and other head dims spill.
   static constexpr bool kOwnFirst =
@@ -94,7 +99,8 @@ struct BackwardTuning {
       !kFormsScores && !kAlongside && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kWindow;
 
   // Where ptxas must not work ahead, since it would spill registers (Never): between masks and exponentials, ...
-  static constexpr bool kStopAfterMask = kPairs && !kBias && (kSoftCap || kSegments || kDropout || kManyRanges);
+  static constexpr bool kStopAfterMask =
+      (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kManyRanges)) || (kScoreMod && !kNarrow);
   // ... between the exponentials of the first half of the rows and the next, whose L is not read before, ...
   static constexpr bool kStopInSoftmax =
       kRows == 128 ? kDropout && !kAlongside

@@ -27,6 +27,12 @@ __device__ __forceinline__ void Pin(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
+// The same at the end of a branch, of which the compiler must not share code with one that has another number.
+template <int kNumber, int kCount>
+__device__ __forceinline__ void PinApart(float (&registers)[kCount]) {
+  Pin(registers);
+  asm volatile("" ::"n"(kNumber) : "memory");
+}
 template <int kCount>
 __device__ __forceinline__ void Pin(uint32_t (&registers)[kCount]) {
 #pragma unroll

@@ -18,6 +18,13 @@ __device__ __forceinline__ void AddToGlobal(float* sum, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(sum), "f"(x) : "memory");
 }
 
+// The same if `counts`, without a branch that would keep the compiler from sharing addresses.
+__device__ __forceinline__ void AddToGlobalIf(bool counts, float* sum, float x) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p red.relaxed.gpu.global.add.f32 [%0], %1;\n}" ::"l"(sum),
+               "f"(x), "r"(int(counts))
+               : "memory");
+}
+
 // Likewise: c to the 128 elements at `sum`, by a whole warp.
 __device__ __forceinline__ void AddToGlobal(float* sum, const float (&c)[4]) {
   const int lane = threadIdx.x % 32;

@@ -84,7 +84,7 @@ __device__ __forceinline__ uint32_t InProgram(const Params& p, const Place& plac
   if (!kMaskMod) return 0xFFFF;
   uint32_t bits = 0;
   for (int x = 0; x < min(16, p.kv_len - j); ++x) {
-    bits |= (program::MaskMod(Programs(p), PlaceOf(p, place.batch, place.head, i, j + x)) & 1) << x;
+    bits |= (program::MaskMod<false>(Programs(p), PlaceOf(p, place.batch, place.head, i, j + x)) & 1) << x;
   }
   return bits;
 }

@@ -87,7 +87,7 @@ struct Entries {
     j = min(j, p.kv_len - 1);
     return (kSegments && q_segments[i] != kv_segments[j]) ||
            (kMask && mask[next * p.mask.head + Offset(p.mask, i, j)] == 0) ||
-           (kMaskMod && !program::MaskMod(Programs(p), PlaceOf(p, batch, head + next, i, j)));
+           (kMaskMod && !program::MaskMod<false>(Programs(p), PlaceOf(p, batch, head + next, i, j)));
   }
 };
 

@@ -13,6 +13,8 @@ namespace jax_flash {
 constexpr bool kScoreMod = kProblem.score_mod;
 constexpr bool kMaskMod = kProblem.mask_mod;
 constexpr bool kScoreGrad = kProblem.score_grad;
+constexpr bool kScoreSlopes = kProblem.grad_of_score;  // does the derivative of score_mod depend on the score?
+constexpr bool kCapturedGradients = kProblem.captured_gradients;
 
 namespace program {
 
@@ -28,27 +30,31 @@ struct Place {
 
 // --- Captured arrays ---
 
-__device__ __forceinline__ int64_t Inside(int index, int64_t last) {
-  return index < 0 ? 0 : index < last ? index : last;
+// An index of a dimension whose last is `last`: where it is not known to be inside, the nearest that is.
+template <bool kIsInside>
+__device__ __forceinline__ int Inside(int index, int last) {
+  return kIsInside ? index : min(max(index, 0), last);
 }
 
 struct F16 {};
 struct BF16 {};
 
-template <typename T>
-__device__ __forceinline__ auto Look(const void* array, int64_t at) {
+// Element `at`, an int where that is enough, of a batch entry's part of an array.
+template <typename T, typename Index>
+__device__ __forceinline__ auto Look(const void* array, int64_t batch, Index at) {
   if constexpr (kIs<T, F16>) {
-    return Load<DType::kF16>(array, at);
+    return Load<DType::kF16>(static_cast<const uint16_t*>(array) + batch, at);
   } else if constexpr (kIs<T, BF16>) {
-    return Load<DType::kBF16>(array, at);
+    return Load<DType::kBF16>(static_cast<const uint16_t*>(array) + batch, at);
   } else {
-    return static_cast<const T*>(array)[at];
+    return __ldg(static_cast<const T*>(array) + batch + at);
   }
 }
 
 // Of an entry whose score has no part in the result nothing is added, whatever the derivative is there.
-__device__ __forceinline__ void Accumulate(float* array, int64_t at, float x) {
-  if (x != 0.0f) AddToGlobal(array + at, x);
+template <typename Index>
+__device__ __forceinline__ void Accumulate(float cotangent, float* array, int64_t batch, Index at, float x) {
+  AddToGlobalIf(cotangent != 0.0f, array + batch + at, x);
 }
 
 // --- Instructions: the words of common/ops.h ---

@@ -12,6 +12,7 @@ namespace jax_flash {
 constexpr DType kBiasDType = kProblem.bias_dtype;
 constexpr bool kBias = kBiasDType != DType::kNone;
 constexpr bool kSoftCap = kProblem.soft_cap;
+constexpr bool kAddsToScores = kBias || kScoreMod;  // can a score be anything, whatever q and k are?
 
 // Are scores formed in full, s = score_mod(unit x + bias)? Otherwise the unit, which is positive, goes into the
 // exponent; that is not what full precision asks for.
@@ -108,26 +109,35 @@ struct Score {
   }
 
   // What score_mod makes of s, of the head `next` after this one; and the cotangent of s from that of what it makes.
+  // kWithin: (i, j) is known to be within T and S.
+  template <bool kWithin = false>
   __device__ __forceinline__ float Mod(float s, int i, int j, int next = 0) const {
     if constexpr (!kScoreMod) return s;
-    return program::ScoreMod(Programs(p), PlaceOf(p, batch, head + next, i, j), s);
+    return program::ScoreMod<kWithin>(Programs(p), PlaceOf(p, batch, head + next, i, j), s);
   }
   // kAccumulates: also adds to the gradients of captured arrays.
-  template <bool kAccumulates>
+  template <bool kAccumulates, bool kWithin = false>
   __device__ __forceinline__ float Unmod(float s, float ds, int i, int j) const {
-    if (!kScoreGrad || ds == 0.0f) return ds;
-    return program::ScoreGrad<kAccumulates>(Programs(p), PlaceOf(p, batch, head, i, j), s, ds);
+    if (!kScoreGrad) return ds;
+    const float before = program::ScoreGrad<kWithin, kAccumulates>(Programs(p), PlaceOf(p, batch, head, i, j), s, ds);
+    return ds == 0.0f ? ds : before;
+  }
+  // The derivative of what score_mod makes of s.
+  template <bool kWithin>
+  __device__ __forceinline__ float Slope(float s, int i, int j) const {
+    return Unmod<false, kWithin>(s, 1.0f, i, j);
   }
 };
 
 // dc / d(scale x) of two entries, from their c / cap.
 __device__ __forceinline__ uint32_t PackSlopes(float t, float next) { return Pack(SlopeOf(t), SlopeOf(next)); }
 
-// Two entries times their slopes.
+// Two entries times their slopes. What is hidden is 0 whatever its slope is, which a score_mod may have as NaN.
 __device__ __forceinline__ void TimesSlopes(uint32_t slopes, float* x, float* next) {
-  if (!kSoftCap) return;
+  if (!kSoftCap && !kScoreSlopes) return;
   const float2 slope = Unpack(slopes);
-  *x *= slope.x, *next *= slope.y;
+  if (!kScoreSlopes || *x != 0.0f) *x *= slope.x;
+  if (!kScoreSlopes || *next != 0.0f) *next *= slope.y;
 }
 
 }  // namespace jax_flash

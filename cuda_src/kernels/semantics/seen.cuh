@@ -10,8 +10,9 @@ namespace jax_flash {
 // As far as positions tell: of line h the entries at begin <= offset < end from the lane's first.
 template <bool kTransposed>
 struct Within {
-  // Rows beyond T have P = 0 anyway, since their L is infinite, unless the bias of another row makes them NaN.
-  static constexpr bool kHasBegin = kTransposed || kWindow, kHasEnd = !kTransposed || kLocal || kBias;
+  // Rows beyond T have P = 0 anyway, since their L is infinite, unless the bias of another row or a score_mod makes
+  // them NaN.
+  static constexpr bool kHasBegin = kTransposed || kWindow, kHasEnd = !kTransposed || kLocal || kAddsToScores;
 
   int begin, end;
 

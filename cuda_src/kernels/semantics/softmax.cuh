@@ -8,7 +8,7 @@ namespace jax_flash {
 
 // Exponentials are of s - m, a difference that is exact where it matters: a bias, or what score_mod adds, can be so
 // large that log l is lost in L = m + log l, and the rounding of L is more than full precision allows.
-constexpr bool kMaximumApart = kBias || kScoreMod || kFullPrecision;
+constexpr bool kMaximumApart = kAddsToScores || kFullPrecision;
 
 // O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
 // f16.

@@ -57,15 +57,15 @@ constexpr Row kForwardF32[] = {
 };
 
 // A score_mod's: captured arrays' gradients that depend on the score would keep it, and there is room for the slopes of
-// one alone.
+// one alone. (Tiles that do no score_mod do not do these either, or Obstacle would name the wrong ones.)
 constexpr FeatureBits kNotOfMods = kGradientsOfScore | kCapAndSlopes, kNotOfWideMods = kNotOfMods | kLateSlopes;
 
 // What is not here would spill registers. Tiles of 64 keys are for wide heads only. Where slopes of a soft cap are
 // found again from P (hopper/tuning.cuh), rounding errors of log P are divided by the cap, which must not be small.
 constexpr FeatureBits kNotOfPairs = kNarrow | kTornPairs | kCapAndSum | kCrowdedCap | kSmallCap | kModAndBias;
 constexpr Row kBackward[] = {
-    {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks},
-    {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kDropout | kListed | kApartDQ},
+    {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks | kNotOfMods},
+    {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kDropout | kListed | kApartDQ | kNotOfMods},
     {227, 64, {64, 128, 2, 2, true}, kNotOfMods},
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap | kNotOfWideMods | kCapturedGradients},
     {227, 96, {64, 128, 2, 2}, kNotOfMods | kModAndBias},

@@ -121,6 +121,9 @@ class Code:
             return x
         if x.type == "f" and op == "mul" and self.known(x) == 1:
             return y
+        divisor = self.known(y) if op == "div" and x.type == "f" else None
+        if divisor is not None and 2.0**-126 <= abs(divisor) <= 2.0**126:  # as XLA has it: a division takes longer
+            return self.binary("mul", x, self.constant("f", 1 / divisor))
         return self._add(x.type, f"{op}.{x.type}", x, y)
 
     def compare(self, op: str, x: Value, y: Value) -> Value:

@@ -398,6 +398,19 @@ def test_whatever_is_not_needed_is_not_there():
     assert traced.text.count("score") == traced.text.count("select") == 0
 
 
+@pytest.mark.parametrize(
+    ("score_mod", "divides"),
+    [
+        (lambda s, b, h, q, k: s / 30, False),
+        (lambda s, b, h, q, k: 30 / s, True),
+        (lambda s, b, h, q, k: s / 1e-40, True),  # whose inverse is infinite
+    ],
+)
+def test_division_by_a_number_is_a_product(score_mod, divides):
+    traced, _ = program.trace("score_mod", score_mod, "float32", SIZES, 0)
+    assert ("div.f" in traced.text) == divides
+
+
 # --- random functions -------------------------------------------------------------------------------------------------
 
 # What an instruction computes: from which types to which. Products are bounded, and nothing jumps where floats round.

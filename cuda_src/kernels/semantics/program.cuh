@@ -7,6 +7,7 @@
 #include "config.cuh"
 #include "ptx/reduce.cuh"
 #include "ptx/types.cuh"
+#include "semantics/tanh.cuh"
 
 namespace jax_flash {
 
@@ -78,7 +79,8 @@ __device__ __forceinline__ float Log1p(float x) { return log1pf(x); }
 __device__ __forceinline__ float Expm1(float x) { return expm1f(x); }
 template <typename T>
 __device__ __forceinline__ float Tanh(T x) {
-  return tanhf(x);
+  if constexpr (kDType == DType::kF32) return tanhf(x);
+  return fabsf(x) < kSmall ? SmallTanh(x * (2 / kSmall)) : AnyTanh(x * (2 / kSmall));  // which does not branch
 }
 __device__ __forceinline__ float Erf(float x) { return erff(x); }
 __device__ __forceinline__ float Sin(float x) { return sinf(x); }

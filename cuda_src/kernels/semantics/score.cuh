@@ -6,6 +6,7 @@
 #include "ptx/types.cuh"
 #include "semantics/mask.cuh"
 #include "semantics/program.cuh"
+#include "semantics/tanh.cuh"
 
 namespace jax_flash {
 
@@ -28,23 +29,8 @@ __device__ __forceinline__ float Unit(const Params& p) { return kSoftCap ? p.sof
 // What S has still to be multiplied with to be scores.
 __device__ __forceinline__ float ScoreScale(const Params& p) { return kWholeScores ? 1.0f : Unit(p); }
 
-// Scores are mostly small beside their cap. For 16-bit elements tanh(u) comes from y = 2 u / kSmall, whose bit 30 then
-// says that |u| is kSmall or more, infinite, or NaN.
-constexpr float kSmall = 0.625f;
+// Scores are mostly small beside their cap. Bit 30 of y (tanh.cuh) says that |u| is kSmall or more, infinite, or NaN.
 constexpr uint32_t kNotSmall = 0x40000000;
-
-// Where |u| < kSmall: the polynomial of degree 9 that is nearest, to an absolute error of 1e-7. It does without the
-// MUFU, which has 16 operations in the time in which there are 128 of these.
-__device__ __forceinline__ float SmallTanh(float y) {
-  const float z = y * y;
-  return y * fmaf(z, fmaf(z, fmaf(z, fmaf(z, 4.2317976e-7f, -1.5047184e-5f), 3.9643078e-4f), -1.0172081e-2f), 0.3125f);
-}
-
-// Of any size, 1 - 2 / (1 + exp(2 u)): to an absolute error of 2e-7, which a large cap would multiply.
-__device__ __forceinline__ float AnyTanh(float y) {
-  if constexpr (kProblem.large_cap) return tanhf(y * (kSmall / 2));
-  return fmaf(-2.0f, Reciprocal(1.0f + Exp2(y * (kSmall * kLog2e))), 1.0f);
-}
 
 // x becomes tanh(u), u = scale x / cap, in all entries that a lane has.
 template <int kCount>
@@ -64,7 +50,7 @@ __device__ __forceinline__ void Cap(const Params& p, float (&S)[kCount]) {
   }
   if (__any_sync(0xFFFFFFFFu, (bits & kNotSmall) != 0)) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) S[i] = AnyTanh(S[i]);
+    for (int i = 0; i < kCount; ++i) S[i] = kProblem.large_cap ? tanhf(S[i] * (kSmall / 2)) : AnyTanh(S[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

@@ -168,7 +168,7 @@ Extent Problem::mask_mod_extent() const {
   Extent extent = {mask_mod.present(), false, false, false, false};
   for (const Instruction& x : mask_mod.instructions) {
     const bool loads = x.array >= 0;
-    extent.batch |= x.op == Op::batch || (x.op == Op::query && query_offset) || (loads && captured[x.array].batch);
+    extent.batch |= x.op == Op::batch || (x.op == Op::query && !query_is_row()) || (loads && captured[x.array].batch);
     extent.heads |= x.op == Op::head;
     extent.rows |= x.op == Op::query;
     extent.columns |= x.op == Op::key;

@@ -94,6 +94,8 @@ struct Problem {
   const Captured* captured_arrays() const;
   int64_t captured_count() const;
   bool programs() const { return score_mod.present() || mask_mod.present(); }
+  // Is a program's query the row of the array? (Else it has an offset, which may differ from batch entry to entry.)
+  bool query_is_row() const { return !query_offset; }
   // Of the backward: is there a gradient that depends on dS?
   bool needs_ds() const { return dq || dk || dbias || captured_gradients(); }
   // Which dimensions what mask_mod says depends on.

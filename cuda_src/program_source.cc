@@ -58,7 +58,7 @@ std::vector<Range> RangesOf(const Problem& p, const Program& program, int64_t ro
     Range range;
     switch (x.op) {
       case Op::query:
-        if (!p.query_offset) range = {0, rows - 1};
+        if (p.query_is_row()) range = {0, rows - 1};
         break;
       case Op::key:
         range = {0, keys - 1};

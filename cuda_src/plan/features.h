@@ -34,6 +34,8 @@ bool BiasByEntry(const Problem& p);
   FEATURE(kLongProgram, "a score_mod, or its derivative, of more than 32 instructions", /* wgmmas would wait */        \
           std::max(p.score_mod.size(), p.score_grad.size()) > kInlined)                                                \
   FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score_grad.ResultOfScore())             \
+  FEATURE(kLargeSlopes, "float16 with a score_mod whose derivative depends on the score",                              \
+          p.dtype == DType::kF16 && has.Any(kScoreSlopes)) /* and may exceed 65504 */                                  \
   FEATURE(kCapturedGradients, "gradients of captured arrays", p.captured_gradients())                                  \
   FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score", p.score_grad.GradientsOfScore()) \
   FEATURE(kDropout, "dropout", p.dropout())                                                                            \

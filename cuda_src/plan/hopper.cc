@@ -57,12 +57,15 @@ constexpr Row kForwardF32[] = {
 };
 
 // A score_mod's: captured arrays' gradients that depend on the score would keep it, and there is room for the slopes of
-// one alone. (Tiles that do no score_mod do not do these either, or Obstacle would name the wrong ones.)
-constexpr FeatureBits kNotOfMods = kGradientsOfScore | kCapAndSlopes, kNotOfWideMods = kNotOfMods | kLateSlopes;
+// one alone, in 16 bits, which are not enough for large ones in float16. (Tiles that do no score_mod do not do these
+// either, or Obstacle would name the wrong ones.)
+constexpr FeatureBits kNotOfMods = kGradientsOfScore | kCapAndSlopes | kLargeSlopes,
+                      kNotOfWideMods = kNotOfMods | kLateSlopes;
 
 // What is not here would spill registers. Tiles of 64 keys are for wide heads only. Where slopes of a soft cap are
 // found again from P (hopper/tuning.cuh), rounding errors of log P are divided by the cap, which must not be small.
-constexpr FeatureBits kNotOfPairs = kNarrow | kTornPairs | kCapAndSum | kCrowdedCap | kSmallCap | kModAndBias;
+constexpr FeatureBits kNotOfPairs =
+    kNarrow | kTornPairs | kCapAndSum | kCrowdedCap | kSmallCap | kModAndBias | kGradientsInBlocks;
 constexpr Row kBackward[] = {
     {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks | kNotOfMods},
     {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kDropout | kListed | kApartDQ | kNotOfMods},

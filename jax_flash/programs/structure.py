@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
@@ -28,9 +27,9 @@ def _parts(jaxpr: Jaxpr) -> Any:
 
     def part(x: Any) -> Any:
         if isinstance(x, Var):
-            return numbers.setdefault(x, len(numbers)), x.aval
+            return Var, numbers.setdefault(x, len(numbers)), x.aval
         if isinstance(x, Literal):
-            return part(x.val), x.aval
+            return Literal, part(np.asarray(x.val)), x.aval
         if isinstance(x, Jaxpr):
             return _parts(x)
         if isinstance(x, ClosedJaxpr):
@@ -39,10 +38,10 @@ def _parts(jaxpr: Jaxpr) -> Any:
             return part(tuple(x.items()))
         if isinstance(x, (tuple, list)):
             return tuple(map(part, x))
-        if isinstance(x, (float, np.generic, np.ndarray, jax.Array)):
+        if isinstance(x, float) or hasattr(x, "__array__"):
             x = np.asarray(x)
             return x.dtype, x.shape, x.tobytes()  # 0 is equal to -0, and NaN not to itself
-        return x
+        return type(x), x
 
     equations = [(eqn.primitive, part(eqn.invars), part(eqn.outvars), part(eqn.params)) for eqn in jaxpr.eqns]
     return part(jaxpr.constvars), part(jaxpr.invars), tuple(equations), part(jaxpr.outvars)

@@ -189,6 +189,14 @@ def test_numbers_are_told_apart_by_their_bits():
     assert len(texts) == 4
 
 
+def test_numbers_are_told_apart_from_variables():
+    def width(q, k):
+        return jnp.where(q > k, 1, 2)
+
+    mods = [lambda b, h, q, k: width(q, k) + 3 > q, lambda b, h, q, k: (lambda w: w + w)(width(q, k)) > q]
+    assert len({described(mask_mod=mod).mask_mod.text for mod in mods}) == 2
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_types_that_are_not_printed_are_told_apart(order):
     """Of a Python number, and of one that has 64 bits by itself."""

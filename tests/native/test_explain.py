@@ -94,6 +94,8 @@ PLUS_TABLE_CAPPED = {
         (PLUS_TABLE_CAPPED, ""),
         (PLUS_TABLE_CAPPED | {"qk_dim": 128}, "depends on the score beside dropout or gradients of captured arrays$"),
         (CAPPED | {"dtype": "float32"}, "a score_mod whose derivative depends on the score$"),
+        (CAPPED | {"dtype": "float16"}, "float16 with a score_mod whose derivative depends on the score$"),
+        (PLUS_TABLE | {"qk_dim": 192, "mask": EVERY}, "gradients of captured arrays beside a mask or a block mask$"),
     ],
 )
 def test_reasons_of_a_score_mod(changes, reason):

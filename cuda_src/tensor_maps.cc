@@ -45,29 +45,32 @@ TensorMap BiasMapOf(const Problem& p, const void* data, int rows) {
   return Encoded(data, element.map_type, sizes, strides, uint32_t(kBoxBytes / bytes), rows);
 }
 
+// The maps that all of these kernels have, of tiles of S; of `query_rows` queries at a time.
+template <typename AnyMaps>
+AnyMaps TileMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling, int query_rows) {
+  const int type = ElementOf(p.dtype).loaded_type;
+  AnyMaps maps = {};
+  maps.query = MapOf(p, OfQueries(p, x.query, p.qk_dim), type, query_rows);
+  maps.key = MapOf(p, OfKeys(p, x.key, p.qk_dim), type, tiling.cols);
+  maps.value = MapOf(p, OfKeys(p, x.value, p.v_dim), type, tiling.cols);
+  if (tiling.bias_tiles) maps.bias = BiasMapOf(p, x.bias.data, tiling.rows);
+  return maps;
+}
+
 }  // namespace
 
 ForwardMaps ForwardMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling) {
-  const Element element = ElementOf(p.dtype);
-  ForwardMaps maps = {};
-  maps.query = MapOf(p, OfQueries(p, x.query, p.qk_dim), element.loaded_type, kBoxRows);
-  maps.key = MapOf(p, OfKeys(p, x.key, p.qk_dim), element.loaded_type, tiling.cols);
-  maps.value = MapOf(p, OfKeys(p, x.value, p.v_dim), element.loaded_type, tiling.cols);
-  maps.o = MapOf(p, OfQueries(p, x.o, p.v_dim), element.map_type, kBoxRows);
-  if (tiling.bias_tiles) maps.bias = BiasMapOf(p, x.bias.data, tiling.rows);
+  ForwardMaps maps = TileMapsOf<ForwardMaps>(p, x, tiling, kBoxRows);
+  maps.o = MapOf(p, OfQueries(p, x.o, p.v_dim), ElementOf(p.dtype).map_type, kBoxRows);
   return maps;
 }
 
 BackwardMaps BackwardMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling) {
   const Element element = ElementOf(p.dtype);
-  BackwardMaps maps = {};
-  maps.query = MapOf(p, OfQueries(p, x.query, p.qk_dim), element.loaded_type, tiling.rows);
-  maps.key = MapOf(p, OfKeys(p, x.key, p.qk_dim), element.loaded_type, tiling.cols);
-  maps.value = MapOf(p, OfKeys(p, x.value, p.v_dim), element.loaded_type, tiling.cols);
+  BackwardMaps maps = TileMapsOf<BackwardMaps>(p, x, tiling, tiling.rows);
   maps.d_o = MapOf(p, OfQueries(p, x.d_o, p.v_dim), element.loaded_type, tiling.rows);
   maps.dk = MapOf(p, OfKeys(p, x.dk, p.qk_dim), element.map_type, kBoxRows);
   maps.dv = MapOf(p, OfKeys(p, x.dv, p.v_dim), element.map_type, kBoxRows);
-  if (tiling.bias_tiles) maps.bias = BiasMapOf(p, x.bias.data, tiling.rows);
   if (tiling.alongside) {
     maps.o_rows = MapOf(p, OfQueries(p, x.o, p.v_dim), element.map_type, kAlongsideRows);
     maps.d_o_rows = MapOf(p, OfQueries(p, x.d_o, p.v_dim), element.loaded_type, kAlongsideRows);
@@ -77,16 +80,9 @@ BackwardMaps BackwardMapsOf(const Problem& p, const Params& x, const KernelTilin
 }
 
 BackwardBiasMaps BackwardBiasMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling) {
-  const Element element = ElementOf(p.dtype);
-  BackwardBiasMaps maps = {};
-  maps.query = MapOf(p, OfQueries(p, x.query, p.qk_dim), element.loaded_type, tiling.rows);
-  maps.key = MapOf(p, OfKeys(p, x.key, p.qk_dim), element.loaded_type, tiling.cols);
-  maps.value = MapOf(p, OfKeys(p, x.value, p.v_dim), element.loaded_type, tiling.cols);
-  maps.d_o = MapOf(p, OfQueries(p, x.d_o, p.v_dim), element.loaded_type, tiling.rows);
-  if (tiling.bias_tiles) {
-    maps.bias = BiasMapOf(p, x.bias.data, tiling.rows);
-    maps.dbias = BiasMapOf(p, x.dbias, tiling.rows);
-  }
+  BackwardBiasMaps maps = TileMapsOf<BackwardBiasMaps>(p, x, tiling, tiling.rows);
+  maps.d_o = MapOf(p, OfQueries(p, x.d_o, p.v_dim), ElementOf(p.dtype).loaded_type, tiling.rows);
+  if (tiling.bias_tiles) maps.dbias = BiasMapOf(p, x.dbias, tiling.rows);
   return maps;
 }
 

@@ -15,7 +15,7 @@ def relative(table: Any) -> Callable[..., Any]:
 
 
 def alibi(slopes: Any) -> Callable[..., Any]:
-    return lambda score, batch, head, query, key: score - slopes[head] * (query - key).abs()
+    return lambda score, batch, head, query, key: score + slopes[head] * (key - query)
 
 
 def capped(cap: Any) -> Callable[..., Any]:

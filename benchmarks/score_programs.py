@@ -58,7 +58,7 @@ def relative(arrays: Arrays) -> Options:
 
 def alibi(arrays: Arrays) -> Options:
     slopes = arrays["slopes"]
-    return {"score_mod": lambda score, batch, head, query, key: score - slopes[head] * jnp.abs(query - key)}
+    return {"score_mod": lambda score, batch, head, query, key: score + slopes[head] * (key - query)}
 
 
 def capped(arrays: Arrays) -> Options:

@@ -40,11 +40,12 @@ MODS: dict[str, tuple[Callable[[Any], Any], Callable[[int, int], tuple[int, ...]
 def calls(name: str, batch: int, heads: int, length: int, dim: int) -> Iterator[tuple[str, str, measure.Call]]:
     """(pass, name of the backend, call) of those that end without an error; needs PyTorch and a GPU."""
     import torch
+    from torch._functorch import config
     from torch.nn.attention.flex_attention import flex_attention
 
     if name not in MODS:
         return
-    torch._functorch.config.donated_buffer = False  # so that a backward can be run more than once
+    config.donated_buffer = False  # so that a backward can be run more than once
     torch.compiler.reset()
     make, shape, differentiated = MODS[name]
     normal = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from jax_flash import checks, dropout
 from jax_flash.block_sparse import BlockMask
 from jax_flash.problem import Extent, Operands, Problem
-from jax_flash.programs import program
+from jax_flash.programs import features, program
 
 Implementation = Literal["flash", "xla", "reference"]
 
@@ -231,11 +231,16 @@ def _soft_cap(cap: float | None, largest: float) -> float:
     """0 for none. Of a cap that is much larger score / cap could be 0, and one that is much smaller is 0 itself."""
     if cap is None:
         return 0.0
-    least, most = 1e8 / largest, largest / 1e8
+    least, most = _caps(largest)
     cap = checks.number("logits_soft_cap", cap)
     if not least <= cap <= most:
         raise ValueError(f"logits_soft_cap must be from {least:.3g} to {most:.3g}, not {cap}")
     return cap
+
+
+def _caps(largest: float) -> tuple[float, float]:
+    """The least and the most that a soft cap may be."""
+    return 1e8 / largest, largest / 1e8
 
 
 def _window(size: int | tuple[int, int] | None) -> tuple[int, int]:
@@ -303,6 +308,11 @@ def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mo
         if function is not None:
             dtype = problem.accumulation_dtype
             traced, captured = program.trace(name, function, dtype, problem.sizes, len(arrays))
+            if name == "score_mod":
+                found = _with_feature(problem, operands, traced, captured)
+                if found is not None:
+                    problem, operands = found
+                    continue
             if not traced.changes_nothing:
                 programs[name] = traced
                 arrays += captured
@@ -315,6 +325,25 @@ def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mo
         captured=tuple(x.ravel()[None] for x in arrays),  # which axes of an ensemble's mesh allow
     )
     return dataclasses.replace(problem, captured=shapes, **programs), operands
+
+
+def _with_feature(
+    problem: Problem, operands: Operands, score_mod: program.Program, captured: list[jax.Array]
+) -> tuple[Problem, Operands] | None:
+    """The same with a score_mod as the feature that it is; None if it is none, or not in its place: the kernels cap
+    scores before they add a bias, and have one of each. The rows of a bias do not count query_offset in."""
+    if problem.bias is not None:
+        return None
+    dtype = problem.accumulation_dtype
+    cap = features.soft_cap_of(score_mod, dtype)
+    least, most = _caps(float(jnp.finfo(dtype).max))
+    if cap and least <= cap <= most and not problem.soft_cap:
+        return dataclasses.replace(problem, soft_cap=cap), operands
+    bias = None if problem.query_offset else features.bias_of(score_mod, captured, problem.sizes)
+    if bias is None:
+        return None
+    described = dataclasses.replace(problem, bias_dtype=bias.dtype.name, bias=Extent.of(bias))
+    return described, operands._replace(bias=bias)
 
 
 def _block_mask_operands(mask: BlockMask, B: int, N: int, T: int, S: int) -> dict[str, jax.Array]:

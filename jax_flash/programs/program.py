@@ -72,6 +72,11 @@ class Program:
         return self.text
 
     @property
+    def has_rules(self) -> bool:
+        """Whether derivatives do not follow from what it computes."""
+        return _has_rules(self.jaxpr)
+
+    @property
     def changes_nothing(self) -> bool:
         """Whether attention is the same without it, and its derivative too."""
         return (self.text, self.derivative) in ((SAME_SCORE, SAME_COTANGENT), (ALWAYS, None))

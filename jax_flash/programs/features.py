@@ -1,0 +1,72 @@
+"""Score programs that are a feature of the kernels, written out: a soft cap, or a bias.
+
+The kernels do these faster than they run programs, with the same values and derivatives. A function that does more is
+left as it is, since few kernels do a feature and a program together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_flash.programs.program import INDICES, Program, Sizes
+
+Expression = tuple[Any, ...]  # an operation and its fields: expressions, or what stands in the code
+
+
+def soft_cap_of(program: Program, dtype: str) -> float:
+    """c, if the program is c tanh(score / c), with scores of this dtype; 0 if it is not."""
+    match _expression(program):
+        case ("tanh.f", ("score",)):
+            return 1.0
+        case ("mul.f", ("const.f", cap), ("tanh.f", ("mul.f", ("const.f", slope), ("score",)))):
+            c = float.fromhex(cap)
+            return c if c > 0 and abs(c * float.fromhex(slope) - 1) <= jnp.finfo(dtype).eps else 0.0
+    return 0.0
+
+
+def bias_of(program: Program, arrays: Sequence[jax.Array], sizes: Sizes) -> jax.Array | None:
+    """[B|1, N|1, T, S], if the program adds to the score the entry of one of the arrays that it captures which is there
+    for its query and key, and maybe for its batch entry and head; None if it does not."""
+    match _expression(program):
+        case ("add.f", ("load.f", array, *places), ("score",)):
+            return _bias(arrays[int(array) - program.first], places, sizes)
+    return None
+
+
+def _bias(x: jax.Array, places: list[Expression], sizes: Sizes) -> jax.Array | None:
+    """An array whose axes have these indices, as a bias."""
+    size = sizes._asdict()
+    names = [place[0] for place in places if place[0] != "const.i"]
+    asked = {name for name in ("query", "key") if size[name] != 1}  # where there is one, its index is a number
+    if len({*names}) < len(names) or not asked <= {*names} <= {*INDICES}:
+        return None
+    x = x[tuple(int(at[1]) if at[0] == "const.i" else slice(size[at[0]]) for at in places)]
+    x = lax.transpose(x, [names.index(name) for name in INDICES if name in names])
+    return lax.expand_dims(x, [i for i, name in enumerate(INDICES) if name not in names])
+
+
+def _expression(program: Program) -> Expression:
+    """What a program computes; of one that does not say all about its derivatives, nothing."""
+    return () if program.refusal or program.has_rules else _parsed(program.text)
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> Expression:
+    """The result of a code, with the operands of sums and products in the order of their operations' names."""
+    values: list[Expression] = []
+    for line in text.split(";"):
+        op, *fields = line.split(",")
+        if op == "result":
+            return values[int(fields[0])]
+        first = {"const": 1, "load": 1}.get(op.partition(".")[0], 0)  # of the fields that are numbers of values
+        operands = [values[int(x)] for x in fields[first:]]
+        if op in ("add.f", "mul.f"):
+            operands.sort(key=lambda x: x[0])
+        values.append((op, *fields[:first], *operands))
+    return ()

@@ -335,11 +335,11 @@ def _with_feature(
     if problem.bias is not None:
         return None
     dtype = problem.accumulation_dtype
-    cap = features.soft_cap_of(score_mod, dtype)
+    cap = features.cap_of(score_mod, dtype)
     least, most = _caps(float(jnp.finfo(dtype).max))
     if cap and least <= cap <= most and not problem.soft_cap:
         return dataclasses.replace(problem, soft_cap=cap), operands
-    bias = None if problem.query_offset else features.bias_of(score_mod, captured, problem.sizes)
+    bias = features.bias_of(score_mod, captured, problem.sizes)
     if bias is None:
         return None
     described = dataclasses.replace(problem, bias_dtype=bias.dtype.name, bias=Extent.of(bias))

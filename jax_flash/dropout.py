@@ -36,10 +36,10 @@ def threshold(rate: float) -> int:
     rate = checks.number("dropout_rate", rate)
     if not 0 <= rate <= 1:
         raise ValueError(f"dropout_rate must be in [0, 1], not {rate}")
-    drop_threshold = round(rate * EVERYTHING)
-    if _GREATEST < drop_threshold < EVERYTHING:
+    least = round(rate * EVERYTHING)
+    if _GREATEST < least < EVERYTHING:
         raise ValueError(f"dropout_rate must be at most {_GREATEST / EVERYTHING}, or 1, not {rate}")
-    return drop_threshold
+    return least
 
 
 def keep_scale(drop_threshold: int) -> float:

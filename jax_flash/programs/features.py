@@ -19,7 +19,7 @@ from jax_flash.programs.program import INDICES, Program, Sizes
 Expression = tuple[Any, ...]  # an operation and its fields: expressions, or what stands in the code
 
 
-def soft_cap_of(program: Program, dtype: str) -> float:
+def cap_of(program: Program, dtype: str) -> float:
     """c, if the program is c tanh(score / c), with scores of this dtype; 0 if it is not."""
     match _expression(program):
         case ("tanh.f", ("score",)):
@@ -43,6 +43,8 @@ def _bias(x: jax.Array, places: list[Expression], sizes: Sizes) -> jax.Array | N
     """An array whose axes have these indices, as a bias."""
     size = sizes._asdict()
     names = [place[0] for place in places if place[0] != "const.i"]
+    if size["query"] is None:  # it is not the row
+        return None
     asked = {name for name in ("query", "key") if size[name] != 1}  # where there is one, its index is a number
     if len({*names}) < len(names) or not asked <= {*names} <= {*INDICES}:
         return None

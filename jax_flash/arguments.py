@@ -335,15 +335,14 @@ def _with_feature(
     if problem.bias is not None:
         return None
     dtype = problem.accumulation_dtype
-    cap = features.cap_of(score_mod, dtype)
+    cap, bias = features.feature_of(score_mod, captured, dtype, problem.sizes)
+    if bias is not None:
+        described = dataclasses.replace(problem, bias_dtype=bias.dtype.name, bias=Extent.of(bias))
+        return described, operands._replace(bias=bias)
     least, most = _caps(float(jnp.finfo(dtype).max))
-    if cap and least <= cap <= most and not problem.soft_cap:
-        return dataclasses.replace(problem, soft_cap=cap), operands
-    bias = features.bias_of(score_mod, captured, problem.sizes)
-    if bias is None:
+    if problem.soft_cap or not least <= cap <= most:
         return None
-    described = dataclasses.replace(problem, bias_dtype=bias.dtype.name, bias=Extent.of(bias))
-    return described, operands._replace(bias=bias)
+    return dataclasses.replace(problem, soft_cap=cap), operands
 
 
 def _block_mask_operands(mask: BlockMask, B: int, N: int, T: int, S: int) -> dict[str, jax.Array]:

@@ -19,24 +19,26 @@ from jax_flash.programs.program import INDICES, Program, Sizes
 Expression = tuple[Any, ...]  # an operation and its fields: expressions, or what stands in the code
 
 
-def cap_of(program: Program, dtype: str) -> float:
-    """c, if the program is c tanh(score / c), with scores of this dtype; 0 if it is not."""
-    match _expression(program):
+def feature_of(
+    program: Program, arrays: Sequence[jax.Array], dtype: str, sizes: Sizes
+) -> tuple[float, jax.Array | None]:
+    """The soft cap that a program of scores of this dtype is, 0 if it is none; and the bias [B|1, N|1, T, S], or None.
+
+    A bias adds the entry of one of the arrays that it captures which is there for its query and key, and maybe for its
+    batch entry and head.
+    """
+    if program.refusal or program.has_rules:  # then its code does not say all about it
+        return 0.0, None
+    match _expression(program.text):
         case ("tanh.f", ("score",)):
-            return 1.0
+            return 1.0, None
         case ("mul.f", ("const.f", cap), ("tanh.f", ("mul.f", ("const.f", slope), ("score",)))):
             c = float.fromhex(cap)
-            return c if c > 0 and abs(c * float.fromhex(slope) - 1) <= jnp.finfo(dtype).eps else 0.0
-    return 0.0
-
-
-def bias_of(program: Program, arrays: Sequence[jax.Array], sizes: Sizes) -> jax.Array | None:
-    """[B|1, N|1, T, S], if the program adds to the score the entry of one of the arrays that it captures which is there
-    for its query and key, and maybe for its batch entry and head; None if it does not."""
-    match _expression(program):
+            if c > 0 and abs(c * float.fromhex(slope) - 1) <= jnp.finfo(dtype).eps:
+                return c, None
         case ("add.f", ("load.f", array, *places), ("score",)):
-            return _bias(arrays[int(array) - program.first], places, sizes)
-    return None
+            return 0.0, _bias(arrays[int(array) - program.first], places, sizes)
+    return 0.0, None
 
 
 def _bias(x: jax.Array, places: list[Expression], sizes: Sizes) -> jax.Array | None:
@@ -53,20 +55,15 @@ def _bias(x: jax.Array, places: list[Expression], sizes: Sizes) -> jax.Array | N
     return lax.expand_dims(x, [i for i, name in enumerate(INDICES) if name not in names])
 
 
-def _expression(program: Program) -> Expression:
-    """What a program computes; of one that does not say all about its derivatives, nothing."""
-    return () if program.refusal or program.has_rules else _parsed(program.text)
-
-
 @functools.lru_cache(maxsize=256)
-def _parsed(text: str) -> Expression:
+def _expression(code: str) -> Expression:
     """The result of a code, with the operands of sums and products in the order of their operations' names."""
     values: list[Expression] = []
-    for line in text.split(";"):
+    for line in code.split(";"):
         op, *fields = line.split(",")
         if op == "result":
             return values[int(fields[0])]
-        first = {"const": 1, "load": 1}.get(op.partition(".")[0], 0)  # of the fields that are numbers of values
+        first = 1 if op.startswith(("const.", "load.")) else 0  # of the fields that are numbers of values
         operands = [values[int(x)] for x in fields[first:]]
         if op in ("add.f", "mul.f"):
             operands.sort(key=lambda x: x[0])

@@ -18,11 +18,11 @@ B, N, T, S = 2, 4, 19, 23
 CASE = functools.partial(Case, B=B, T=T, S=S, N=N, K=2, D=8, E=8)
 
 
-def array(*shape, dtype="float32"):
-    return np.random.default_rng(3).normal(size=shape).astype(dtype)
+def array(*shape):
+    return np.random.default_rng(3).normal(size=shape).astype("float32")
 
 
-def described(score_mod, T=T, S=S, **options):
+def described(score_mod, T=T, **options):
     shapes = (B, T, N, 8), (B, S, 2, 8), (B, S, 2, 8)
     return Problem.of(*(jax.ShapeDtypeStruct(x, "float32") for x in shapes), score_mod=score_mod, **options)
 
@@ -42,22 +42,22 @@ def test_soft_cap(name):
     check(CASE(causal=True), lambda: (Mod("score_mod", lambda: CAPS[name], ()),), "flash")
 
 
-# Shape, dtype, the function's look-up, and what of the bias there is.
+# Shape, dtype, the function of the array too, and what of the bias there is.
 BIASES = {
-    "each": ((B, N, T, S), "float32", lambda x, b, h, q, k: x[b, h, q, k], "bnts"),
-    "of a list of one": ((1, N, T, S), "float32", lambda x, b, h, q, k: x[0, h, q, k], "1nts"),
-    "two dims": ((T, S), "float32", lambda x, b, h, q, k: x[q, k], "11ts"),
-    "bfloat16, transposed": ((S, N, T), "bfloat16", lambda x, b, h, q, k: x[k, h, q], "1nts"),
-    "larger": ((T + 5, B + 1, S + 1), "float32", lambda x, b, h, q, k: x[q, b, k], "b1ts"),
+    "each": ((B, N, T, S), "float32", lambda x, s, b, h, q, k: s + x[b, h, q, k], "bnts"),
+    "of a list of one": ((1, N, T, S), "float32", lambda x, s, b, h, q, k: s + x[0, h, q, k], "1nts"),
+    "two dims": ((T, S), "float32", lambda x, s, b, h, q, k: x[q, k] + s, "11ts"),
+    "bfloat16, transposed": ((S, N, T), "bfloat16", lambda x, s, b, h, q, k: s + x[k, h, q], "1nts"),
+    "larger": ((T + 5, B + 1, S + 1), "float32", lambda x, s, b, h, q, k: s + x[q, b, k], "b1ts"),
 }
 
 
 @pytest.mark.parametrize("name", BIASES)
 def test_bias(name):
-    shape, dtype, look, extent = BIASES[name]
+    shape, dtype, score_mod, extent = BIASES[name]
 
     def make(x):
-        return lambda s, b, h, q, k: look(x, b, h, q, k) + s if "two" in name else s + look(x, b, h, q, k)
+        return lambda *entry: score_mod(x, *entry)
 
     x = jnp.asarray(array(*shape), dtype)
     problem = described(make(x))

@@ -48,11 +48,15 @@ bool BiasByEntry(const Problem& p);
   FEATURE(kTornPairs, "blocks whose keys are no multiple of 128", p.kv_block % kPairedKeys != 0)                       \
   FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))                       \
   FEATURE(kCapAndSum, "a soft cap beside a bias or a score_mod", has.Any(kSoftCap) && has.Any(kAddsToScores))          \
+  FEATURE(kCapAndSumInBlocks, "a soft cap beside a bias or a score_mod and a block mask with others",                  \
+          has.Any(kCapAndSum) && has.Any(kListed) && has.Any(kRanges | kDropout))                                      \
   FEATURE(kCapAndSlopes, "a soft cap beside a score_mod whose derivative depends on the score",                        \
           has.Any(kSoftCap) && has.Any(kScoreSlopes))                                                                  \
   FEATURE(kLateSlopes,                                                                                                 \
           "a score_mod whose derivative depends on the score beside dropout or gradients of captured arrays",          \
           has.Any(kScoreSlopes) && has.Any(kDropout | kCapturedGradients))                                             \
+  FEATURE(kCapAndGradients, "gradients of captured arrays beside a soft cap",                                          \
+          has.Any(kCapturedGradients) && has.Any(kSoftCap))                                                            \
   FEATURE(kModAndBias, "a score_mod beside a bias", has.Any(kPrograms) && has.Any(kBias))                              \
   FEATURE(kGradientsInBlocks, "gradients of captured arrays beside a mask or a block mask",                            \
           has.Any(kCapturedGradients) && has.Any(kListed))                                                             \

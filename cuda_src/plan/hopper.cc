@@ -60,7 +60,7 @@ constexpr Row kForwardF32[] = {
 // one alone, in 16 bits, which are not enough for large ones in float16. (Tiles that do no score_mod do not do these
 // either, or Obstacle would name the wrong ones.)
 constexpr FeatureBits kNotOfMods = kGradientsOfScore | kCapAndSlopes | kLargeSlopes,
-                      kNotOfWideMods = kNotOfMods | kLateSlopes;
+                      kNotOfWideMods = kNotOfMods | kLateSlopes | kCapAndGradients;
 
 // What is not here would spill registers. Tiles of 64 keys are for wide heads only. Where slopes of a soft cap are
 // found again from P (hopper/tuning.cuh), rounding errors of log P are divided by the cap, which must not be small.
@@ -70,9 +70,9 @@ constexpr Row kBackward[] = {
     {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks | kNotOfMods},
     {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kDropout | kListed | kApartDQ | kNotOfMods},
     {227, 64, {64, 128, 2, 2, true}, kNotOfMods},
-    {227, 128, {64, 128, 2, 2, true}, kWideBias | kSoftCap | kNotOfWideMods | kCapturedGradients},
-    {227, 96, {64, 128, 2, 2}, kNotOfMods | kModAndBias},
-    {227, 128, {64, 128, 2, 2}, kCapAndSum | kSmallCap | kNotOfWideMods | kModAndBias | kGradientsInBlocks},
+    {227, 128, {64, 128, 2, 2, true}, kWideBias | kCapAndSumInBlocks | kNotOfWideMods | kCapturedGradients},
+    {227, 96, {64, 128, 2, 2}, kNotOfMods | kModAndBias | kCapAndGradients},
+    {227, 128, {64, 128, 2, 2}, kCapAndSumInBlocks | kSmallCap | kNotOfWideMods | kModAndBias | kGradientsInBlocks},
     {227, 192, {64, 64, 2, 2}, kNotOfPairs | kNotOfWideMods},
     {227, 256, {64, 64, 2, 2}, kNotOfPairs | kScoreSlopes | kCapturedGradients},
 };

@@ -121,6 +121,9 @@ def test_bias_in_tiles(case, bias_dtype):
     Case(B=1, T=200, S=264, D=256, E=256, mask="b1ts", bias="11ts"),
     Case(B=1, T=200, S=300, D=160, E=200, block_mask=block_mask(1, 200, 300, 64, 128), segments=True),
     Case(B=1, T=200, S=264, D=128, E=128, soft_cap=2.0, causal=True, mask="b1ts"),
+    Case(B=1, T=136, S=264, D=128, E=128, soft_cap=2.0, bias="1nts", causal=True, dropout=0.2),
+    Case(B=1, T=136, S=264, D=112, E=128, soft_cap=0.001, bias="1nts", mask="1nts"),
+    Case(B=1, T=300, S=400, D=128, E=128, mask="11ts", segments=True),
 ], ids=str)  # fmt: skip
 def test_wide_heads(case):
     """Where Hopper's backward has the fewest registers."""

@@ -54,7 +54,7 @@ struct Producer {
       const auto load = [&](int n, int q_head, int row_block, int row) {
         const bool masked = row < rows.every_lo || row + kRows > every_hi;
         if (n == 1) schedule.Ask();
-        Load({row, q_head, row_block, kEverything, masked, n == 1}, batch, tile.column);
+        Load({row, q_head, row_block, kEverything, masked, false, n == 1}, batch, tile.column);
         if (n == steps) LoadKV(tile);
       };
       if (steps == 0) schedule.Ask(), LoadKV(tile);
@@ -107,9 +107,10 @@ struct Producer {
         const int row = at.row, q_head = at.head;
         const int kind = KindOfBlock(p, tile.batch, q_head, row, tile.column);
         at.Next();
-        const bool every = row >= rows.every_lo && row + kRows <= rows.every_hi && kind == kEverything;
-        if (!at.There()) schedule.Ask();
-        Load({row, q_head, RowBlock(tile.batch, q_head, row), kind, !every, !at.There()}, tile.batch, tile.column);
+        const bool inside = row >= rows.every_lo && row + kRows <= rows.every_hi, last = !at.There();
+        const bool masked = !inside || kind != kEverything;
+        if (last) schedule.Ask();
+        Load({row, q_head, RowBlock(tile.batch, q_head, row), kind, masked, inside, last}, tile.batch, tile.column);
         if (first) LoadKV(tile);
       }
     }

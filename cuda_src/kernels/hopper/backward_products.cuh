@@ -43,7 +43,8 @@ struct Warpgroup {
     const Step& step = shared.step[at.index];
     return {Uniform(step.row),          Uniform(step.head),
             Uniform(step.row_block),    kListed ? Uniform(step.kind) : kEverything,
-            bool(Uniform(step.masked)), bool(Uniform(step.last))};
+            bool(Uniform(step.masked)), Tuning::kToldInside && bool(Uniform(step.inside)),
+            bool(Uniform(step.last))};
   }
 
   template <int kCount>

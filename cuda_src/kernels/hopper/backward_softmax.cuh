@@ -92,7 +92,7 @@ struct Probabilities : Products {
     if constexpr (kLookedUp) {
       if (Tuning::kLateLook) Look(tile, step);
       if (!Tuning::kFoldsWords) seen.Fold();
-      seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
+      if (!step.inside) seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
       seen.Hide(S);
     } else {
       HideOutside(PositionsOf(p, tile.batch), ViewOf(tile, step), S);

@@ -75,6 +75,7 @@ struct Step {
   int row_block;  // of 64, among those in scratch
   int kind;       // of the block
   bool masked;    // must entries be looked at one by one?
+  bool inside;    // do a block's own bits say it all then?
   bool last;      // of this tile of K and V
 };
 

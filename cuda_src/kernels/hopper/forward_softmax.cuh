@@ -49,7 +49,10 @@ struct Probabilities : Products {
 #pragma unroll
     for (int i = 0; i < kCols / 2; ++i) S[i] *= Unit(p);
 #pragma unroll
-    for (int c = 0; c < kCols; c += 16) AddBiasTile<false>(rows, key_group * kCols + c, S + c / 2);
+    for (int c = 0; c < kCols; c += 16) {
+      if (Tuning::kBiasInParts && c % 32 == 0 && Never()) return;
+      AddBiasTile<false>(rows, key_group * kCols + c, S + c / 2);
+    }
     FenceProxyAsync();                          // before the next one comes there
     if (kBiasDType == DType::kF32) SyncWarp();  // lanes that load for themselves are through before one says so for all
   }

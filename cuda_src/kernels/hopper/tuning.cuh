@@ -33,6 +33,9 @@ struct ForwardTuning {
   // Are a tile's masks put together before S needs registers, rather than when S is there and memory has answered?
   static constexpr bool kEarlyMasks = kSegments || (kDropout && kCols == 128);
 
+  // Where ptxas must not work ahead, since it would spill registers (Never): between 32 keys each of a tile of a bias.
+  static constexpr bool kBiasInParts = kSoftCap && kDropout;
+
   // Keys of V in registers at a time where it is transposed: as many as there is room for.
   static constexpr int kTransposedAtOnce = kConsumers == 2 ? 16 : 8;
 };
@@ -48,7 +51,9 @@ struct BackwardTuning {
   // tiles of a bias; and a warp that transposes has 32 entries a lane at a time. A soft cap leaves large tiles least.
   static constexpr bool kTracksMuch =
       kTF32 || (kNarrow && kTiling.bias_tiles) || (!kPairs && kListed && (kRows == 128 || kCausal || kLocal));
-  static constexpr int kProducerRegisters = kTracksMuch ? 56 : kSoftCap && kRows == 128 ? 24 : 40;
+  static constexpr int kProducerRegisters = kTracksMuch                                                     ? 56
+                                            : kSoftCap && (kRows == 128 || (kBias && !kListed && !kNarrow)) ? 24
+                                                                                                            : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
 
   // dV += P^T dO can start before dS is known where there are registers for P in both precisions.
@@ -89,6 +94,10 @@ struct BackwardTuning {
   // What a step is, which is asked twice for want of registers, is asked the second time when dQ has left.
   static constexpr bool kAskedLate = kRows == 128 || kListed;
 
+  // Whether positions and segments are not looked at in tiles of which a block's own bits say all. Dropout and a bias
+  // leave wide heads no registers for that.
+  static constexpr bool kToldInside = kListed && (kPairs || kQKDim <= 96 || !(kDropout || kBias));
+
   // Whether all threads commit what one of them has stored of dV and dK. It costs nothing, and ptxas makes another loop
   // over the tiles of Q of it: 2 to 6% faster, but 5% slower at head dim 128 if dQ is a step behind; with a block mask
   // it may find too few registers for wgmmas in flight, and with dropout and 128 rows it spills some.
@@ -104,7 +113,8 @@ struct BackwardTuning {
   // ... between the exponentials of the first half of the rows and the next, whose L is not read before, ...
   static constexpr bool kStopInSoftmax =
       kRows == 128 ? kDropout && !kAlongside
-                   : kQKDim > 96 && !kTF32 && (kTiling.bias_tiles || (kListed && !kBias && (kSoftCap || !kDropout)));
+                   : kQKDim > 96 && !kTF32 &&
+                         (kTiling.bias_tiles || (kBias && kSoftCap) || (kListed && !kBias && (kSoftCap || !kDropout)));
   // ... before the words of dropout, ...
   static constexpr bool kStopBeforeZ = kDropout && kFormsScores;
   // ... and before the last of these.

@@ -1,11 +1,10 @@
 #include "cuda_src/program_source.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#include "cuda_src/contract.h"
+#include "cuda_src/program_analysis.h"
 
 namespace jax_flash {
 namespace {
@@ -42,68 +41,27 @@ std::string Constant(const Instruction& x) {
   return "__uint_as_float(" + std::to_string(bits) + "u)";
 }
 
-// --- What an integer can be ---
-
-struct Range {
-  int64_t low = INT32_MIN, high = INT32_MAX;
-
-  bool IsWithin(const Range& other) const { return other.low <= low && high <= other.high; }
-};
-
-// Of every value of a program, in so many rows and keys; what may wrap around can be anything.
-std::vector<Range> RangesOf(const Problem& p, const Program& program, int64_t rows, int64_t keys) {
-  std::vector<Range> ranges;
-  for (const Instruction& x : program.instructions) {
-    const auto operand = [&](int i) { return ranges[x.operands[i]]; };
-    Range range;
-    switch (x.op) {
-      case Op::query:
-        if (p.query_is_row()) range = {0, rows - 1};
-        break;
-      case Op::key:
-        range = {0, keys - 1};
-        break;
-      case Op::const_i:
-        range = {int64_t(x.constant), int64_t(x.constant)};
-        break;
-      case Op::add_i:
-        range = {operand(0).low + operand(1).low, operand(0).high + operand(1).high};
-        break;
-      case Op::sub_i:
-        range = {operand(0).low - operand(1).high, operand(0).high - operand(1).low};
-        break;
-      case Op::min_i:
-        range = {std::min(operand(0).low, operand(1).low), std::min(operand(0).high, operand(1).high)};
-        break;
-      case Op::max_i:
-        range = {std::max(operand(0).low, operand(1).low), std::max(operand(0).high, operand(1).high)};
-        break;
-      case Op::abs_i:
-        range = {std::max({operand(0).low, -operand(0).high, int64_t(0)}), std::max(-operand(0).low, operand(0).high)};
-        break;
-      default:
-        break;
-    }
-    ranges.push_back(range.IsWithin(Range()) ? range : Range());
-  }
-  return ranges;
-}
-
-// --- The text ---
-
-// A program, and what its values can be: at entries within T and S, and wherever tiles have some.
+// A program, and what is known of its values. Floats that are ramps are kept as such.
 struct Source {
   const Problem& p;
   const Program& program;
-  const std::vector<Range> within = RangesOf(p, program, p.q_len, p.kv_len);
-  const std::vector<Range> anywhere =
-      RangesOf(p, program, p.q_len_in_blocks() + kLargestStep, p.kv_len_in_blocks() + kLargestStep);
+  const std::vector<Facts> facts = FactsOf(p, program);
+
+  bool IsRamp(int number) const { return facts[number].ramp && program.instructions[number].type == Type::f; }
+  std::string ValueHere(int number) const { return Value(number) + (IsRamp(number) ? ".Here()" : ""); }
+
+  // Of an int that is one.
+  std::string Ramp(int number) const {
+    const Steps& steps = facts[number].steps;
+    return "RampOf(" + Value(number) + ", " + std::to_string(int32_t(steps.row)) + ", " +
+           std::to_string(int32_t(steps.key)) + ", at)";
+  }
 
   // The index of a dimension: where it can be outside, the nearest inside.
   std::string Index(int value, int64_t size) const {
     const Range inside = {0, size - 1};
-    if (anywhere[value].IsWithin(inside)) return Value(value);
-    return std::string("Inside<") + (within[value].IsWithin(inside) ? "kWithin" : "false") + ">(" + Value(value) +
+    if (facts[value].anywhere.IsWithin(inside)) return Value(value);
+    return std::string("Inside<") + (facts[value].within.IsWithin(inside) ? "kWithin" : "false") + ">(" + Value(value) +
            ", " + std::to_string(size - 1) + ")";
   }
 
@@ -151,12 +109,19 @@ std::string Source::Expression(int number) const {
       return x.op == Op::load_b ? "Truth(" + element + " != 0)" : element;
     }
     default: {
+      const int first = x.operands[0];
+      if (x.op == Op::cast_i_f && facts[first].ramp) return Ramp(first);
+      if (x.op == Op::cast_i_f && program.instructions[first].op == Op::abs_i) {
+        const int before = program.instructions[first].operands[0];
+        if (facts[before].ramp) return "abs_f(" + Ramp(before) + ".Here())";
+      }
       // As integers that do not wrap around, of which the compiler leaves constant parts to the loads.
-      const bool wraps = Range().IsWithin(anywhere[number]);
+      const bool wraps = Range().IsWithin(facts[number].anywhere);
       if (!wraps && x.op == Op::add_i) return Value(x.operands[0]) + " + " + Value(x.operands[1]);
       if (!wraps && x.op == Op::sub_i) return Value(x.operands[0]) + " - " + Value(x.operands[1]);
       std::string call = kNames[int(x.op)] + std::string("(");
-      for (int i = 0; i < x.count; ++i) call += (i ? ", " : "") + Value(x.operands[i]);
+      for (int i = 0; i < x.count; ++i)
+        call += (i ? ", " : "") + (IsRamp(number) ? Value(x.operands[i]) : ValueHere(x.operands[i]));
       return call + ")";
     }
   }
@@ -170,12 +135,13 @@ std::string Source::Function(const std::string& parameters, const std::string& h
   for (int i = 0; i < int(program.instructions.size()); ++i) {
     const Instruction& x = program.instructions[i];
     if (x.op == Op::result) {
-      text += "  return " + Value(x.operands[0]) + ";\n";
+      text += "  return " + ValueHere(x.operands[0]) + ";\n";
     } else if (x.op == Op::accumulate) {
       text += "  if (kAccumulates) Accumulate(cotangent, " + Place("p.dcaptured", x) + ", " +
-              Value(x.operands[x.count - 1]) + ");\n";
+              ValueHere(x.operands[x.count - 1]) + ");\n";
     } else {
-      text += std::string("  const ") + kTypes[int(x.type)] + " " + Value(i) + " = " + Expression(i) + ";\n";
+      text += std::string("  const ") + (IsRamp(i) ? "Ramp" : kTypes[int(x.type)]) + " " + Value(i) + " = " +
+              Expression(i) + ";\n";
     }
   }
   if (!program.present()) text += std::string("  return ") + otherwise + ";\n";

@@ -43,6 +43,33 @@ def alibi(case: Case) -> Mod:
     return Mod("score_mod", lambda slopes: lambda s, b, h, q, k: s - slopes[h] * jnp.abs(q - k), (slopes,))
 
 
+def ramps(case: Case) -> Mod:
+    """What goes up or down evenly, in ways in which it can be made, and what only looks as if it did."""
+
+    def make(slopes):
+        def score_mod(s, b, h, q, k):
+            slope, distance = 0.02 * slopes[h], (k - q).astype(s.dtype)
+            s = s + (slope * (k - q) + distance * 0.02) - (0.02 - -distance) * 0.1
+            return s - jnp.abs(k - q - 20) * slope - (distance - 0.01 * (q + k))
+
+        return score_mod
+
+    return Mod("score_mod", make, (_normal(26, case.N),))
+
+
+def one_way_ramps(case: Case) -> Mod:
+    """Along rows alone, along keys alone, and along both with a bend."""
+
+    def make(slopes):
+        def score_mod(s, b, h, q, k):
+            s = s + (slopes[h] - k.astype(s.dtype)) * 0.03 - 0.02 * slopes[h] * (q + q)
+            return s - jnp.maximum(q - k, 3) * 0.01 + 0.01 * (k.astype(s.dtype) + q.astype(s.dtype))
+
+        return score_mod
+
+    return Mod("score_mod", make, (_normal(27, case.N),))
+
+
 def soft_cap(case: Case) -> Mod:
     """With a cap that is an array of no dims."""
     return Mod("score_mod", lambda cap: lambda s, b, h, q, k: cap * jnp.tanh(s / cap), (np.asarray(1.5, np.float32),))
@@ -316,7 +343,10 @@ def flags(case: Case) -> tuple[Mod, Mod]:
     return Mod("score_mod", doubled, (of_key,)), Mod("mask_mod", equal, (of_query, of_key))
 
 
-SCORES = [alibi, soft_cap, relative_table, t5, t5_causal, sandwich, graphormer, log_gelu, low_rank, mla_rope]
+SCORES = [
+    *(alibi, ramps, one_way_ramps, soft_cap, relative_table, t5, t5_causal, sandwich, graphormer, log_gelu, low_rank),
+    mla_rope,
+]
 MASKS = [
     *(causal, sliding_window, dilated_window, prefix_lm, documents, documents_by_offsets, natten, natten_morton),
     *(sliding_tile, block_diffusion, shared_prefix, flamingo, kinds_of_heads),

@@ -3,6 +3,7 @@ in processes in which the CPU is a GPU: JAX_FLASH_EMULATE=sm_90 pytest tests/nat
 """
 
 import ctypes
+import dataclasses
 import os
 import pathlib
 import re
@@ -99,6 +100,34 @@ def test_backward_of_score_programs(program, case, dtype, constant):
     if constant:
         mods = programs.constant(mods)
     programs.check(case, lambda: mods, "flash", dtype)
+
+
+RAMPS = [
+    (programs.ramps, Case(B=1, T=150, S=140, N=2, K=1, D=128, E=128, window=(70, 30)), "bfloat16"),
+    (programs.ramps, Case(B=1, T=150, S=230, N=2, K=1, D=192, E=192, lengths=True, dropout=0.2), "float16"),
+    (programs.one_way_ramps, Case(B=1, T=150, S=140, N=2, K=1, D=64, E=64, causal=True), "bfloat16"),
+    (programs.one_way_ramps, Case(B=1, T=150, S=140, N=2, K=1, D=128, E=64, mask="b1ts"), "tf32"),
+]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("program", "case", "dtype"), RAMPS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_ramps(program, case, dtype):
+    mods = programs.constant((program(case),))
+    programs.check(case, lambda: mods, "flash", dtype)
+
+
+@pytest.mark.usefixtures("device")
+def test_ramps_far_from_the_diagonal():
+    """Beside a query offset, which nobody knows before, every entry's distance becomes a float for itself."""
+    case = Case(B=1, T=150, S=9000, N=2, K=1, D=64, E=64)
+    arrays, cotangents = case.arrays("bfloat16"), case.cotangents("bfloat16")
+    mods = programs.constant((programs.alibi(case),))
+    found = programs.ours(case, lambda: mods, arrays, cotangents, "flash")
+    by_entry = dataclasses.replace(case, offset=True)
+    given = arrays | {"query_offset": np.zeros(1, np.int32)}
+    expected = programs.ours(by_entry, lambda: mods, given, cotangents, "flash")
+    programs.assert_accurate(found, expected, "bfloat16")
 
 
 @pytest.mark.usefixtures("device")

@@ -176,6 +176,46 @@ def test_captured_that_cannot_be(captured, wrong):
     assert _native.cuda_refusal(dataclasses.replace(PROBLEM, captured=ARRAYS * 5).encode()) == ""
 
 
+DISTANCE = "query;key;sub.i,1,0;cast.i.f,2"
+
+
+@pytest.mark.parametrize(
+    ("text", "ramps"),
+    [
+        (f"{DISTANCE};result,3", ["RampOf(v2, -1, 1, at)"]),
+        ("key;cast.i.f,0;result,1", ["RampOf(v0, 0, 1, at)"]),
+        ("query;add.i,0,0;const.i,7;sub.i,2,1;cast.i.f,3;result,4", ["RampOf(v3, -2, 0, at)"]),
+        (f"{DISTANCE};head;load.f,0,4,4;mul.f,5,3;neg.f,6;add.f,7,3;sub.f,5,8;result,9",
+         ["RampOf(v2, -1, 1, at)", "mul_f(v5, v3)", "neg_f(v6)", "add_f(v7, v3)", "sub_f(v5, v8)"]),
+        (f"{DISTANCE};add.i,0,1;cast.i.f,4;sub.f,3,5;result,6", ["RampOf(v2, -1, 1, at)", "RampOf(v4, 1, 1, at)"]),
+        (f"{DISTANCE};mul.f,3,3;result,4", ["RampOf(v2, -1, 1, at)"]),
+        ("head;cast.i.f,0;result,1", []),  # the same for all entries
+        ("head;key;add.i,0,1;cast.i.f,2;result,3", []),  # it may wrap around
+        ("query;key;min.i,0,1;cast.i.f,2;result,3", []),
+    ],
+)  # fmt: skip
+def test_ramps(text, ramps):
+    """What goes up or down evenly is kept as such, and asked for its value where anything else needs it."""
+    source = _native.cuda_programs(problem(SCORE, text).encode())
+    assert [line.split(" = ")[1].rstrip(";") for line in source.splitlines() if "const Ramp" in line] == ramps
+    assert source.count(".Here()") == (2 if "mul.f,3,3" in text or "sub.f,3,5" in text else bool(ramps))
+
+
+def test_ramps_of_absolute_distances():
+    text = problem(SCORE, "query;key;sub.i,0,1;abs.i,2;cast.i.f,3;result,4").encode()
+    assert "abs_f(RampOf(v2, 1, -1, at).Here())" in _native.cuda_programs(text)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "exact"),
+    [({}, True), ({"kv_len": 2**24 - 5000}, True), ({"q_len": 2**24}, False), ({"query_offset": True}, False)],
+)
+def test_ramps_are_exact(sizes, exact):
+    """An int is one only as far as floats have it."""
+    text = dataclasses.replace(problem(SCORE, f"{DISTANCE};result,3"), **sizes).encode()
+    assert ("Ramp" in _native.cuda_programs(text)) == exact
+
+
 def test_corrupt_texts():
     """Whatever is damaged, the answer is a sentence or a problem."""
     rng = random.Random(0)

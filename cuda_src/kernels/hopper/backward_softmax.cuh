@@ -64,20 +64,14 @@ struct Probabilities : Products {
 #pragma unroll
     for (int i = 0; kWholeScores && (!kBiasTiles || kScoreMod) && i < kRows / 2; ++i) {
       if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
-      const int row = RowOf(view, i), key = KeyOf(view, i);
-      if (!kBiasTiles) S[i] = score.BeforeMod(S[i], row, key);
-      if (kScoreSlopes) slopes[i % 2] = score.Slope<kWithin>(S[i], row, key);
+      const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
+      if (!kBiasTiles) S[i] = score.BeforeMod(S[i], view.Row(h, x), view.Key(h, x));
+      if (kScoreSlopes) slopes[i % 2] = score.Slope<kWithin>(S[i], view, h, x);
       if (kScoreSlopes && i % 2 == 1) dS[i / 2] = Pack(slopes[0], slopes[1]);
-      S[i] = score.Mod<kWithin>(S[i], row, key);
+      S[i] = score.Mod<kWithin>(S[i], view, h, x);
     }
     if (program::kLessWithin) PinApart<kWithin>(S);
   }
-
-  // Of the i-th entry that a lane holds.
-  __device__ __forceinline__ static int RowOf(const View<true>& view, int i) {
-    return view.Row(i / 2 % 2, i / 4 * 2 + i % 2);
-  }
-  __device__ __forceinline__ static int KeyOf(const View<true>& view, int i) { return view.Key(i / 2 % 2, 0); }
 
   // What has to be looked up in memory: which rows this lane's keys are seen by.
   __device__ __forceinline__ void Look(const KVTile& tile, const Step& step) {
@@ -203,8 +197,9 @@ struct Probabilities : Products {
   __device__ __forceinline__ void BeforeMod(const KVTile& tile, const Step& step, int i) {
     const Score score(p, tile.batch, step.head);
     const View<true> view = ViewOf(tile, step);
-    if (kCapturedGradients) score.Unmod<true, kWithin>(0.0f, dP[i] * ZScale(p), RowOf(view, i), KeyOf(view, i));
-    if (!kScoreSlopes) dP[i] = score.Unmod<false, kWithin>(0.0f, dP[i], RowOf(view, i), KeyOf(view, i));
+    const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
+    if (kCapturedGradients) score.Unmod<true, kWithin>(0.0f, dP[i] * ZScale(p), view, h, x);
+    if (!kScoreSlopes) dP[i] = score.Unmod<false, kWithin>(0.0f, dP[i], view, h, x);
   }
 
   // If both warpgroups have the same keys: P to the other, when it has read the one before.

@@ -82,9 +82,9 @@ struct Probabilities : Products {
   __device__ __forceinline__ void FormScores(const Score& score, const View<false>& view) {
 #pragma unroll
     for (int i = 0; kWholeScores && (!kBiasTiles || kScoreMod) && i < kCols / 2; ++i) {
-      const int h = i / 2 % 2, x = i / 4 * 2 + i % 2, row = view.Row(h, x), key = view.Key(h, x);
-      if (!kBiasTiles) S[i] = score.BeforeMod(S[i], row, key);
-      S[i] = score.Mod<kWithin>(S[i], row, key);
+      const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
+      if (!kBiasTiles) S[i] = score.BeforeMod(S[i], view.Row(h, x), view.Key(h, x));
+      S[i] = score.Mod<kWithin>(S[i], view, h, x);
     }
     if (program::kLessWithin) PinApart<kWithin>(S);
   }

@@ -42,6 +42,14 @@ __device__ __forceinline__ program::Place PlaceOf(const Params& p, int batch, in
   return {batch, __ldg(Programs(p).program_batch + batch), __ldg(Programs(p).program_head + head),
           i + OffsetOf(p, batch), j};
 }
+template <bool kTransposed>
+__device__ __forceinline__ program::Place PlaceOf(const Params& p, int batch, int head, const View<kTransposed>& view,
+                                                  int h, int x) {
+  program::Place place = PlaceOf(p, batch, head, view.Row(h, x), view.Key(h, x));
+  place.rows = view.Row(h, x) - view.row;
+  place.keys = view.Key(h, x) - view.key;
+  return place;
+}
 
 __device__ __forceinline__ Positions PositionsOf(const Params& p, int batch) {
   Positions positions;

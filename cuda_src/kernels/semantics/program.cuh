@@ -24,10 +24,41 @@ constexpr bool kIs = false;
 template <typename T>
 constexpr bool kIs<T, T> = true;
 
-// Where an entry is: of the batch entries of this call, and as programs are told.
+// Where an entry is: of the batch entries of this call, and as programs are told; and, which the compiler knows, how
+// many rows and keys from the lane's first.
 struct Place {
   int row, batch, head, query, key;
+  int rows = 0, keys = 0;
 };
+
+// --- What goes up or down evenly ---
+
+// A float that is `first` at the lane's first entry, and at this one so many steps more: one instruction beside what
+// all of the lane's share. To round the first costs no more than to round the value and, where that is small beside it,
+// a few hundred steps: 2^-16 of a step.
+struct Ramp {
+  float first, step;
+  int steps;
+
+  __device__ __forceinline__ float Here() const { return steps == 0 ? first : fmaf(step, float(steps), first); }
+};
+
+// Of an int that floats have exactly, and that differs by so much from row to row and from key to key.
+__device__ __forceinline__ Ramp RampOf(int x, int row_step, int key_step, const Place& at) {
+  const int steps = row_step * at.rows + key_step * at.keys;
+  return {float(x - steps), 1.0f, steps};
+}
+
+// Two ramps have the same steps, and a float is the same for all entries.
+__device__ __forceinline__ Ramp neg_f(Ramp x) { return {-x.first, -x.step, x.steps}; }
+__device__ __forceinline__ Ramp add_f(Ramp x, Ramp y) { return {x.first + y.first, x.step + y.step, x.steps}; }
+__device__ __forceinline__ Ramp add_f(Ramp x, float y) { return {x.first + y, x.step, x.steps}; }
+__device__ __forceinline__ Ramp add_f(float x, Ramp y) { return add_f(y, x); }
+__device__ __forceinline__ Ramp sub_f(Ramp x, Ramp y) { return add_f(x, neg_f(y)); }
+__device__ __forceinline__ Ramp sub_f(Ramp x, float y) { return add_f(x, -y); }
+__device__ __forceinline__ Ramp sub_f(float x, Ramp y) { return add_f(x, neg_f(y)); }
+__device__ __forceinline__ Ramp mul_f(Ramp x, float y) { return {x.first * y, x.step * y, x.steps}; }
+__device__ __forceinline__ Ramp mul_f(float x, Ramp y) { return mul_f(y, x); }
 
 // --- Captured arrays ---
 

@@ -95,23 +95,39 @@ struct Score {
   }
 
   // What score_mod makes of s, of the head `next` after this one; and the cotangent of s from that of what it makes.
-  // kWithin: (i, j) is known to be within T and S.
-  template <bool kWithin = false>
   __device__ __forceinline__ float Mod(float s, int i, int j, int next = 0) const {
     if constexpr (!kScoreMod) return s;
-    return program::ScoreMod<kWithin>(Programs(p), PlaceOf(p, batch, head + next, i, j), s);
+    return program::ScoreMod<false>(Programs(p), PlaceOf(p, batch, head + next, i, j), s);
   }
   // kAccumulates: also adds to the gradients of captured arrays.
-  template <bool kAccumulates, bool kWithin = false>
+  template <bool kAccumulates>
   __device__ __forceinline__ float Unmod(float s, float ds, int i, int j) const {
     if (!kScoreGrad) return ds;
-    const float before = program::ScoreGrad<kWithin, kAccumulates>(Programs(p), PlaceOf(p, batch, head, i, j), s, ds);
-    return ds == 0.0f ? ds : before;
+    return UnmodAt<kAccumulates, false>(s, ds, PlaceOf(p, batch, head, i, j));
+  }
+
+  // The same of entry x of line h. kWithin: it is known to be within T and S.
+  template <bool kWithin, bool kTransposed>
+  __device__ __forceinline__ float Mod(float s, const View<kTransposed>& view, int h, int x) const {
+    if constexpr (!kScoreMod) return s;
+    return program::ScoreMod<kWithin>(Programs(p), PlaceOf(p, batch, head, view, h, x), s);
+  }
+  template <bool kAccumulates, bool kWithin, bool kTransposed>
+  __device__ __forceinline__ float Unmod(float s, float ds, const View<kTransposed>& view, int h, int x) const {
+    if (!kScoreGrad) return ds;
+    return UnmodAt<kAccumulates, kWithin>(s, ds, PlaceOf(p, batch, head, view, h, x));
   }
   // The derivative of what score_mod makes of s.
-  template <bool kWithin>
-  __device__ __forceinline__ float Slope(float s, int i, int j) const {
-    return Unmod<false, kWithin>(s, 1.0f, i, j);
+  template <bool kWithin, bool kTransposed>
+  __device__ __forceinline__ float Slope(float s, const View<kTransposed>& view, int h, int x) const {
+    return Unmod<false, kWithin>(s, 1.0f, view, h, x);
+  }
+
+ private:
+  template <bool kAccumulates, bool kWithin>
+  __device__ __forceinline__ float UnmodAt(float s, float ds, const program::Place& at) const {
+    const float before = program::ScoreGrad<kWithin, kAccumulates>(Programs(p), at, s, ds);
+    return ds == 0.0f ? ds : before;
   }
 };
 

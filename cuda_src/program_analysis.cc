@@ -1,0 +1,87 @@
+#include "cuda_src/program_analysis.h"
+
+#include <algorithm>
+
+#include "cuda_src/contract.h"
+
+namespace jax_flash {
+namespace {
+
+constexpr Range kExact = {-(1 << 24), 1 << 24};  // integers that are floats
+
+// In so many rows and keys.
+Range RangeOf(const Problem& p, const Instruction& x, const Range& a, const Range& b, int64_t rows, int64_t keys) {
+  Range range;
+  switch (x.op) {
+    case Op::query:
+      if (p.query_is_row()) range = {0, rows - 1};
+      break;
+    case Op::key:
+      range = {0, keys - 1};
+      break;
+    case Op::const_i:
+      range = {int64_t(x.constant), int64_t(x.constant)};
+      break;
+    case Op::add_i:
+      range = {a.low + b.low, a.high + b.high};
+      break;
+    case Op::sub_i:
+      range = {a.low - b.high, a.high - b.low};
+      break;
+    case Op::min_i:
+      range = {std::min(a.low, b.low), std::min(a.high, b.high)};
+      break;
+    case Op::max_i:
+      range = {std::max(a.low, b.low), std::max(a.high, b.high)};
+      break;
+    case Op::abs_i:
+      range = {std::max({a.low, -a.high, int64_t(0)}), std::max(-a.low, a.high)};
+      break;
+    default:
+      break;
+  }
+  return range.IsWithin(Range()) ? range : Range();
+}
+
+bool IsUniform(const Instruction& x) { return !x.rows && !x.columns; }
+
+// Of an int: whether it is linear, and its steps.
+void FindSteps(const Instruction& x, const Facts& a, const Facts& b, Facts* facts) {
+  facts->linear = IsUniform(x) || x.op == Op::query || x.op == Op::key;
+  if (x.op == Op::query) facts->steps = {1, 0};
+  if (x.op == Op::key) facts->steps = {0, 1};
+  if (x.op == Op::add_i) facts->steps = {a.steps.row + b.steps.row, a.steps.key + b.steps.key};
+  if (x.op == Op::sub_i) facts->steps = {a.steps.row - b.steps.row, a.steps.key - b.steps.key};
+  if (x.op == Op::add_i || x.op == Op::sub_i) facts->linear = a.linear && b.linear;
+  facts->ramp = facts->linear && !IsUniform(x) && facts->anywhere.IsWithin(kExact);
+}
+
+// Of a float: whether it is a ramp, and its steps.
+void FindRamp(const Instruction& x, const Facts& a, const Facts& b, bool a_uniform, bool b_uniform, Facts* facts) {
+  const bool one = (a.ramp && b_uniform) || (a_uniform && b.ramp);
+  if (x.op == Op::cast_i_f || x.op == Op::neg_f) facts->ramp = a.ramp;
+  if (x.op == Op::mul_f) facts->ramp = one;
+  if (x.op == Op::add_f || x.op == Op::sub_f) facts->ramp = one || (a.ramp && b.ramp && a.steps == b.steps);
+  facts->steps = a.ramp ? a.steps : b.steps;
+}
+
+}  // namespace
+
+std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
+  std::vector<Facts> all;
+  for (const Instruction& x : program.instructions) {
+    const auto facts_of = [&](int i) { return i < x.count ? all[x.operands[i]] : Facts(); };
+    const auto is_uniform = [&](int i) { return i < x.count && IsUniform(program.instructions[x.operands[i]]); };
+    const Facts a = facts_of(0), b = facts_of(1);
+    Facts facts;
+    facts.within = RangeOf(p, x, a.within, b.within, p.q_len, p.kv_len);
+    facts.anywhere =
+        RangeOf(p, x, a.anywhere, b.anywhere, p.q_len_in_blocks() + kLargestStep, p.kv_len_in_blocks() + kLargestStep);
+    if (x.type == Type::i) FindSteps(x, a, b, &facts);
+    if (x.type == Type::f) FindRamp(x, a, b, is_uniform(0), is_uniform(1), &facts);
+    all.push_back(facts);
+  }
+  return all;
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,41 @@
+// What can be said of a score program's values before it runs.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/problem.h"
+
+namespace jax_flash {
+
+struct Range {
+  int64_t low = INT32_MIN, high = INT32_MAX;
+
+  bool IsWithin(const Range& other) const { return other.low <= low && high <= other.high; }
+};
+
+// How much an int, which may wrap around, differs from row to row and from key to key.
+struct Steps {
+  uint32_t row = 0, key = 0;
+
+  bool operator==(const Steps& other) const { return row == other.row && key == other.key; }
+};
+
+struct Facts {
+  // Of an int: what it can be at entries within T and S, and wherever tiles have some. What may wrap around can be
+  // anything.
+  Range within, anywhere;
+
+  // Of an int: is it so many times the query and the key, plus something that is the same for all entries?
+  bool linear = false;
+  Steps steps;
+
+  // Is it such an int, and one that floats have exactly? Of a float: is it one of these times something, plus
+  // something, which are the same for all entries? Then the steps are that int's.
+  bool ramp = false;
+};
+
+// Of every value of a program.
+std::vector<Facts> FactsOf(const Problem& problem, const Program& program);
+
+}  // namespace jax_flash

@@ -43,13 +43,16 @@ std::string Constant(const Instruction& x) {
   return "__uint_as_float(" + std::to_string(bits) + "u)";
 }
 
-// A program, and what is known of its values. Floats that are ramps are kept as such.
+// A program, and what is known of its values. Floats that are ramps are kept as such where it is inlined.
 struct Source {
   const Problem& p;
   const Program& program;
   const std::vector<Facts> facts = FactsOf(p, program);
+  const bool is_long = program.instructions.size() > size_t(kInlined);
 
-  bool IsRamp(int number) const { return facts[number].ramp && program.instructions[number].type == Type::f; }
+  bool IsRamp(int number, Type type = Type::f) const {
+    return !is_long && facts[number].ramp && program.instructions[number].type == type;
+  }
   std::string ValueHere(int number) const { return Value(number) + (IsRamp(number) ? ".Here()" : ""); }
 
   // Of an int that is one.
@@ -112,10 +115,10 @@ std::string Source::Expression(int number) const {
     }
     default: {
       const int first = x.operands[0];
-      if (x.op == Op::cast_i_f && facts[first].ramp) return Ramp(first);
+      if (x.op == Op::cast_i_f && IsRamp(number)) return Ramp(first);
       if (x.op == Op::cast_i_f && program.instructions[first].op == Op::abs_i) {
         const int before = program.instructions[first].operands[0];
-        if (facts[before].ramp) return "abs_f(" + Ramp(before) + ".Here())";
+        if (IsRamp(before, Type::i)) return "abs_f(" + Ramp(before) + ".Here())";
       }
       // As integers that do not wrap around, of which the compiler leaves constant parts to the loads.
       const bool wraps = Range().IsWithin(facts[number].anywhere);
@@ -132,7 +135,6 @@ std::string Source::Expression(int number) const {
 // A function of these arguments: the instructions, a line each. `otherwise` is what it gives where there is no program.
 // Before it, along what the sums are that it adds to.
 std::string Source::Function(const std::string& parameters, const std::string& head, const char* otherwise) const {
-  const bool is_long = program.instructions.size() > size_t(kInlined);
   std::string text = "template <" + parameters + ">\n__device__ ", before;
   int sums = 0;
   text += (is_long ? "__noinline__ " : "__forceinline__ ") + head + " {\n";

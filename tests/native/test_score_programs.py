@@ -192,6 +192,7 @@ DISTANCE = "query;key;sub.i,1,0;cast.i.f,2"
         ("head;cast.i.f,0;result,1", []),  # the same for all entries
         ("head;key;add.i,0,1;cast.i.f,2;result,3", []),  # it may wrap around
         ("query;key;min.i,0,1;cast.i.f,2;result,3", []),
+        (";".join([DISTANCE, *["neg.f,3"] * 28, "result,31"]), []),  # a function of its own
     ],
 )  # fmt: skip
 def test_ramps(text, ramps):

@@ -65,6 +65,20 @@ void FindRamp(const Instruction& x, const Facts& a, const Facts& b, bool a_unifo
   facts->steps = a.ramp ? a.steps : b.steps;
 }
 
+// Of what has these steps.
+Along AlongOf(const Steps& steps) {
+  if (steps == Steps()) return Along::kNothing;
+  if (steps.key == 0) return Along::kRows;
+  if (steps.row == 0) return Along::kKeys;
+  return steps.row + steps.key == 0 ? Along::kDiagonals : Along::kEntries;
+}
+
+// Of a function of two values.
+Along Join(Along a, Along b) {
+  if (a == Along::kNothing || a == b) return b;
+  return b == Along::kNothing ? a : Along::kEntries;
+}
+
 }  // namespace
 
 std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
@@ -79,6 +93,9 @@ std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
         RangeOf(p, x, a.anywhere, b.anywhere, p.q_len_in_blocks() + kLargestStep, p.kv_len_in_blocks() + kLargestStep);
     if (x.type == Type::i) FindSteps(x, a, b, &facts);
     if (x.type == Type::f) FindRamp(x, a, b, is_uniform(0), is_uniform(1), &facts);
+    if (x.op == Op::score || x.op == Op::cotangent) facts.along = Along::kEntries;
+    for (int i = 0; i < x.count - (x.op == Op::accumulate); ++i) facts.along = Join(facts.along, facts_of(i).along);
+    if (facts.linear) facts.along = AlongOf(facts.steps);
     all.push_back(facts);
   }
   return all;

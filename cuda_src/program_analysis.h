@@ -21,6 +21,10 @@ struct Steps {
   bool operator==(const Steps& other) const { return row == other.row && key == other.key; }
 };
 
+// What a value differs with: nothing, the query, the key, the difference of both; or in no simpler way than from entry
+// to entry.
+enum class Along { kNothing, kRows, kKeys, kDiagonals, kEntries };
+
 struct Facts {
   // Of an int: what it can be at entries within T and S, and wherever tiles have some. What may wrap around can be
   // anything.
@@ -33,6 +37,9 @@ struct Facts {
   // Is it such an int, and one that floats have exactly? Of a float: is it one of these times something, plus
   // something, which are the same for all entries? Then the steps are that int's.
   bool ramp = false;
+
+  // Of a value, and of the place that an accumulation adds to: what it differs with at most.
+  Along along = Along::kNothing;
 };
 
 // Of every value of a program.

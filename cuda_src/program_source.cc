@@ -17,6 +17,8 @@ constexpr const char* kElements[] = {
 #undef ENTRY
 };
 
+constexpr const char* kAlongs[] = {"kNothing", "kRows", "kKeys", "kDiagonals"};
+
 // What the functions are called, of Op::const_f, ...: those of arithmetic as in common/ops.h.
 constexpr const char* kNames[] = {
 #define INPUT(name, ...) #name,
@@ -41,13 +43,16 @@ std::string Constant(const Instruction& x) {
   return "__uint_as_float(" + std::to_string(bits) + "u)";
 }
 
-// A program, and what is known of its values. Floats that are ramps are kept as such.
+// A program, and what is known of its values. Floats that are ramps are kept as such where it is inlined.
 struct Source {
   const Problem& p;
   const Program& program;
   const std::vector<Facts> facts = FactsOf(p, program);
+  const bool is_long = program.instructions.size() > size_t(kInlined);
 
-  bool IsRamp(int number) const { return facts[number].ramp && program.instructions[number].type == Type::f; }
+  bool IsRamp(int number, Type type = Type::f) const {
+    return !is_long && facts[number].ramp && program.instructions[number].type == type;
+  }
   std::string ValueHere(int number) const { return Value(number) + (IsRamp(number) ? ".Here()" : ""); }
 
   // Of an int that is one.
@@ -110,10 +115,10 @@ std::string Source::Expression(int number) const {
     }
     default: {
       const int first = x.operands[0];
-      if (x.op == Op::cast_i_f && facts[first].ramp) return Ramp(first);
+      if (x.op == Op::cast_i_f && IsRamp(number)) return Ramp(first);
       if (x.op == Op::cast_i_f && program.instructions[first].op == Op::abs_i) {
         const int before = program.instructions[first].operands[0];
-        if (facts[before].ramp) return "abs_f(" + Ramp(before) + ".Here())";
+        if (IsRamp(before, Type::i)) return "abs_f(" + Ramp(before) + ".Here())";
       }
       // As integers that do not wrap around, of which the compiler leaves constant parts to the loads.
       const bool wraps = Range().IsWithin(facts[number].anywhere);
@@ -128,16 +133,23 @@ std::string Source::Expression(int number) const {
 }
 
 // A function of these arguments: the instructions, a line each. `otherwise` is what it gives where there is no program.
+// Before it, along what the sums are that it adds to.
 std::string Source::Function(const std::string& parameters, const std::string& head, const char* otherwise) const {
-  const bool is_long = program.instructions.size() > size_t(kInlined);
-  std::string text = "template <" + parameters + ">\n__device__ ";
+  std::string text = "template <" + parameters + ">\n__device__ ", before;
+  int sums = 0;
   text += (is_long ? "__noinline__ " : "__forceinline__ ") + head + " {\n";
   for (int i = 0; i < int(program.instructions.size()); ++i) {
     const Instruction& x = program.instructions[i];
     if (x.op == Op::result) {
       text += "  return " + ValueHere(x.operands[0]) + ";\n";
     } else if (x.op == Op::accumulate) {
-      text += "  if (kAccumulates) Accumulate(cotangent, " + Place("p.dcaptured", x) + ", " +
+      std::string which = "Each";
+      if (facts[i].along != Along::kEntries) {
+        const std::string number = "<" + std::to_string(sums++) + ">";
+        before += "template <>\nconstexpr Along kAlong" + number + " = Along::" + kAlongs[int(facts[i].along)] + ";\n";
+        which = "Sum" + number;
+      }
+      text += "  add(" + which + "(), cotangent, " + Place("p.dcaptured", x) + ", " +
               ValueHere(x.operands[x.count - 1]) + ");\n";
     } else {
       text += std::string("  const ") + (IsRamp(i) ? "Ramp" : kTypes[int(x.type)]) + " " + Value(i) + " = " +
@@ -145,7 +157,7 @@ std::string Source::Function(const std::string& parameters, const std::string& h
     }
   }
   if (!program.present()) text += std::string("  return ") + otherwise + ";\n";
-  return text + "}\n";
+  return before + text + "}\n";
 }
 
 }  // namespace
@@ -155,8 +167,9 @@ std::string ProgramSource(const Problem& p) {
   std::string text = "#pragma once\nnamespace jax_flash::program {\n";
   text += Source{p, p.score_mod}.Function("bool kWithin", "float ScoreMod" + given + ", float score)", "score");
   text += Source{p, p.mask_mod}.Function("bool kWithin", "int MaskMod" + given + ")", "-1");
-  text += Source{p, p.score_grad}.Function("bool kWithin, bool kAccumulates",
-                                           "float ScoreGrad" + given + ", float score, float cotangent)", "cotangent");
+  text += Source{p, p.score_grad}.Function("bool kWithin, typename Add",
+                                           "float ScoreGrad" + given + ", float score, float cotangent, Add add)",
+                                           "cotangent");
   const bool known = text.find("Inside<kWithin>") != std::string::npos;
   text += std::string("constexpr bool kLessWithin = ") + (known ? "true" : "false") + ";\n";
   return text + "}  // namespace jax_flash::program\n";

@@ -226,6 +226,42 @@ def test_one_long_sequence_before_short_ones():
         np.testing.assert_allclose(ours[:1], alone, atol=0.03)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("N", "dim"), [(1000, 64), (1000, 128), (4096, 64), (4096, 128)])
+def test_gradient_of_a_table(N, dim, causal):
+    """Of relative positions: that of the bias that it is, added up along its diagonals."""
+    q, k, v, do = (normal(i, 1, N, 2, dim) for i in range(4))
+    distances = jnp.arange(N)[:, None] - jnp.arange(N) + N - 1
+
+    def by_program(table):
+        return attend(q, k, v, is_causal=causal, score_mod=lambda s, b, h, i, j: s + table[h, i - j + N - 1])
+
+    def by_bias(table):
+        return attend(q, k, v, table[:, distances][None], is_causal=causal)
+
+    table = normal(4, 2, 2 * N - 1, dtype=jnp.float32)
+    found, expected = (jax.jit(lambda x, f=f: jax.vjp(f, x)[1](do)[0])(table) for f in (by_program, by_bias))
+    assert float(jnp.linalg.norm(found - expected)) <= 0.01 * float(jnp.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_slopes_of_long_distances(causal):
+    """ALiBi as beside a query offset, which nobody knows before: each distance then becomes a float for itself."""
+    q, k, v, do = (normal(i, 1, 65536, 2, 64) for i in range(4))
+
+    @jax.jit
+    def results(offset):
+        def alibi(s, b, h, i, j):
+            return s + 0.7 * jnp.exp2(-8.0 * h) * (j - i if causal else -jnp.abs(j - i))
+
+        o, pull = jax.vjp(lambda *x: attend(*x, is_causal=causal, score_mod=alibi, query_offset=offset), q, k, v)
+        return o, *pull(do)
+
+    for ours, expected in zip(results(None), results(jnp.zeros(1, jnp.int32)), strict=True):
+        x, y = (z.astype(jnp.float32) for z in (ours, expected))
+        assert float(jnp.linalg.norm(x - y)) <= 0.004 * float(jnp.linalg.norm(y))
+
+
 def test_a_million_keys():
     q, k, v = (normal(i, 1, 2**20, 1, 64) for i in range(3))
     o = attend(q, k, v, is_causal=True)

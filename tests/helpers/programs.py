@@ -149,6 +149,20 @@ def low_rank(case: Case) -> Mod:
     )
 
 
+def sums(case: Case) -> Mod:
+    """Places of captured arrays that many entries share, of a head, a row, a key, a distance, and one for each."""
+
+    def make(rates, left, right, buckets, pairs):
+        def score_mod(s, b, h, q, k):
+            s = s + rates[h] * (k % 3 - 1) + left[b, q] * right[h, k]
+            return s + buckets[jnp.minimum(jnp.abs(q - k) >> 3, 5)] + pairs[q % 3, k % 3]
+
+        return score_mod
+
+    shapes = ((case.N,), (case.B, case.T), (case.N, case.S), (6,), (3, 3))
+    return Mod("score_mod", make, tuple(_normal(30 + i, *shape) for i, shape in enumerate(shapes)))
+
+
 def mla_rope(case: Case) -> Mod:
     """Multi-head latent attention: what carries positions is a second product, of keys that heads share."""
     queries, keys = _normal(10, case.B, case.T, case.N, 4), _normal(11, case.B, case.S, 4)
@@ -345,7 +359,7 @@ def flags(case: Case) -> tuple[Mod, Mod]:
 
 SCORES = [
     *(alibi, ramps, one_way_ramps, soft_cap, relative_table, t5, t5_causal, sandwich, graphormer, log_gelu, low_rank),
-    mla_rope,
+    *(sums, mla_rope),
 ]
 MASKS = [
     *(causal, sliding_window, dilated_window, prefix_lm, documents, documents_by_offsets, natten, natten_morton),
@@ -500,11 +514,11 @@ def assert_accurate(results: Gradients, expected: Gradients, dtype: str) -> None
         assert error <= TOLERANCES[dtype] * max(largest, 1e-3), f"{name}: {error:.3g} of {largest:.3g}"
 
 
-def check(case: Case, make: Any, implementation: str | None, dtype: str = "float32") -> None:
-    """`dtype` tf32: float32 at a GPU's default precision."""
+def check(case: Case, make: Any, implementation: str | None, dtype: str = "float32", as_if: str = "") -> None:
+    """`dtype` tf32: float32 at a GPU's default precision. `as_if`: the dtype whose errors it may have."""
     given = "float32" if dtype == "tf32" else dtype
     arrays, cotangents = case.arrays(given), case.cotangents(given)
     arrays |= captured(make(), "float64" if dtype == "float64" else "float32")
     with jax.default_matmul_precision("default") if dtype == "tf32" else contextlib.nullcontext():
         results = ours(case, make, arrays, cotangents, implementation)
-    assert_accurate(results, exact(case, make, arrays, cotangents), dtype)
+    assert_accurate(results, exact(case, make, arrays, cotangents), as_if or dtype)

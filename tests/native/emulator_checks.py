@@ -86,6 +86,7 @@ PROGRAMS = [
     (programs.hidden, Case(B=1, T=70, S=140, N=2, K=1, D=256, E=256), "bfloat16"),
     (programs.log_gelu, Case(B=1, T=150, S=140, D=64, E=64), "bfloat16"),
     (programs.low_rank, Case(B=1, T=150, S=140, D=64, E=64), "float16"),
+    (programs.relative_table, Case(T=70, S=150, N=2, K=1, D=64, E=64, causal=True, offset=True), "bfloat16"),
     (programs.wavy, Case(B=1, T=150, S=140, D=64, E=64, dropout=0.3), "bfloat16"),
 ]
 
@@ -100,6 +101,24 @@ def test_backward_of_score_programs(program, case, dtype, constant):
     if constant:
         mods = programs.constant(mods)
     programs.check(case, lambda: mods, "flash", dtype)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (Case(T=150, S=140, N=2, K=1, D=64, E=64, causal=True), "float16"),
+        (Case(T=70, S=150, N=2, K=2, D=128, E=128, window=(60, 20), dropout=0.2), "float16"),
+        (Case(T=131, S=77, N=2, K=1, D=64, E=64, segments=True, mask="b1ts"), "float16"),
+        (Case(B=1, T=150, S=140, N=2, K=1, D=192, E=192, lengths=True), "float16"),
+        (Case(B=1, T=70, S=150, N=2, K=1, D=64, E=64), "tf32"),
+    ],
+    ids=str,
+)
+def test_sums(case, dtype):
+    """What captured arrays' gradients are sums of cancels for the most part."""
+    mods = (programs.sums(case),)
+    programs.check(case, lambda: mods, "flash", dtype, as_if="bfloat16")
 
 
 RAMPS = [

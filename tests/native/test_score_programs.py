@@ -192,6 +192,7 @@ DISTANCE = "query;key;sub.i,1,0;cast.i.f,2"
         ("head;cast.i.f,0;result,1", []),  # the same for all entries
         ("head;key;add.i,0,1;cast.i.f,2;result,3", []),  # it may wrap around
         ("query;key;min.i,0,1;cast.i.f,2;result,3", []),
+        (";".join([DISTANCE, *["neg.f,3"] * 28, "result,31"]), []),  # a function of its own
     ],
 )  # fmt: skip
 def test_ramps(text, ramps):
@@ -214,6 +215,34 @@ def test_ramps_are_exact(sizes, exact):
     """An int is one only as far as floats have it."""
     text = dataclasses.replace(problem(SCORE, f"{DISTANCE};result,3"), **sizes).encode()
     assert ("Ramp" in _native.cuda_programs(text)) == exact
+
+
+@pytest.mark.parametrize(
+    ("text", "along"),
+    [
+        ("cotangent;head;const.i,3;accumulate,0,1,2,0;result,0", ["Nothing"]),
+        ("cotangent;head;query;accumulate,0,1,2,0;result,0", ["Rows"]),
+        ("cotangent;batch;key;load.u,2,2;cast.u.i,3;accumulate,0,1,4,0;result,0", ["Keys"]),
+        ("cotangent;query;key;sub.i,1,2;head;accumulate,0,4,3,0;result,0", ["Diagonals"]),
+        ("cotangent;query;key;sub.i,2,1;abs.i,3;const.i,1;shr.i,4,5;accumulate,0,5,6,0;result,0", ["Diagonals"]),
+        (
+            "cotangent;query;key;add.i,1,2;sub.i,3,2;head;accumulate,0,5,4,0;accumulate,0,5,2,0;result,0",
+            ["Rows", "Keys"],
+        ),
+        ("cotangent;query;key;accumulate,0,1,2,0;result,0", []),
+        ("cotangent;query;key;add.i,1,2;head;accumulate,0,4,3,0;result,0", []),
+        ("cotangent;query;key;sub.i,1,2;accumulate,0,2,3,0;result,0", []),
+        ("cotangent;cast.f.i,0;head;accumulate,0,2,1,0;result,0", []),
+    ],
+)
+def test_sums(text, along):
+    """What entries add to the same place of a gradient is a sum, with a query offset as without."""
+    for query_offset in (False, True):
+        source = _native.cuda_programs(dataclasses.replace(problem(GRAD, text), query_offset=query_offset).encode())
+        for i, of in enumerate(along):
+            assert f"kAlong<{i}> = Along::k{of};" in source and f"add(Sum<{i}>(), cotangent, " in source
+        assert source.count("kAlong") == len(along)
+        assert source.count("add(Each(), cotangent, ") == text.count("accumulate") - len(along)
 
 
 def test_corrupt_texts():

@@ -2,6 +2,7 @@
 // Z, dS.
 #pragma once
 
+#include "hopper/backward_captured.cuh"
 #include "hopper/backward_products.cuh"
 
 namespace jax_flash {
@@ -170,36 +171,33 @@ struct Probabilities : Products {
   template <bool kWithin>
   __device__ __forceinline__ void ComputeDSOf(const KVTile& tile, const Step& step) {
     constexpr bool kSlopes = Tuning::kFindsSlopes && !Tuning::kEarlyDV;
+    const Score score(p, tile.batch, step.head);
+    const View<true> view = ViewOf(tile, step);
     const float4* memory = reinterpret_cast<const float4*>(shared.d[at.index]) + lane % 4;
     const float4* minus_l = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
       const float4 x = memory[4 * c], y = kSlopes ? minus_l[4 * c] : float4();
       const float D[4] = {x.x, x.y, x.z, x.w}, L[4] = {-y.x, -y.y, -y.z, -y.w};
+      float cotangents[8];  // of what score_mod gave
 #pragma unroll
       for (int i = 8 * c; i < 8 * c + 8; ++i) {
         const int row = i / 4 % 2 * 2 + i % 2;
         dP[i] = DSOf(S[i], dP[i], D[row]);
         if (kSlopes) dP[i] *= SlopeOfP(p, S[i], L[row]);
-        if (kScoreGrad) BeforeMod<kWithin>(tile, step, i);
+        if (kCapturedGradients) cotangents[i % 8] = dP[i] * ZScale(p);
+        if (kScoreGrad && !kScoreSlopes) dP[i] = score.Unmod<kWithin>(0.0f, dP[i], view, i / 2 % 2, i / 4 * 2 + i % 2);
         if (!kTF32 && i % 2 == 1) {
           if (Tuning::kKeepsSlopes && !Tuning::kSlopesJoinP) TimesSlopes(dS[i / 2], &dP[i - 1], &dP[i]);
           dS[i / 2] = Pack(dP[i - 1], dP[i]);
           if (!Tuning::kEarlyDV) P[i / 2] = PackKept(S[i - 1], S[i]);
         }
       }
+      if constexpr (kCapturedGradients) {
+        const View<true> fresh = {Fresh(view.row), Fresh(view.key)};  // nothing that was looked up before is kept
+        CapturedGradients<kWithin>{score, fresh, 4 * c, lane}.Add(cotangents);
+      }
     }
-  }
-
-  // Of the i-th entry of dS^T, unless that waits for its slope; and what captured arrays' gradients grow by, which do
-  // not ask for the score here.
-  template <bool kWithin>
-  __device__ __forceinline__ void BeforeMod(const KVTile& tile, const Step& step, int i) {
-    const Score score(p, tile.batch, step.head);
-    const View<true> view = ViewOf(tile, step);
-    const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
-    if (kCapturedGradients) score.Unmod<true, kWithin>(0.0f, dP[i] * ZScale(p), view, h, x);
-    if (!kScoreSlopes) dP[i] = score.Unmod<false, kWithin>(0.0f, dP[i], view, h, x);
   }
 
   // If both warpgroups have the same keys: P to the other, when it has read the one before.

@@ -83,11 +83,28 @@ __device__ __forceinline__ auto Look(const void* array, int64_t batch, Index at)
   }
 }
 
-// Of an entry whose score has no part in the result nothing is added, whatever the derivative is there.
-template <typename Index>
-__device__ __forceinline__ void Accumulate(float cotangent, float* array, int64_t batch, Index at, float x) {
-  AddToGlobalIf(cotangent != 0.0f, array + batch + at, x);
-}
+// --- Gradients of captured arrays ---
+
+// What a place that a program adds to differs with: nothing, the query, the key, the difference of both; or in no
+// simpler way than from entry to entry. All but these are sums, which have numbers: what entries add to the same place
+// can be added up before.
+enum class Along { kNothing, kRows, kKeys, kDiagonals, kEntries };
+struct Each {};
+template <int kNumber>
+struct Sum {};
+template <int kNumber>
+constexpr Along kAlong = Along::kEntries;  // of a sum that there is something else
+
+// What ScoreGrad calls wherever a program adds x to a place, with Each or its Sum. This one adds each, or nothing. Of
+// an entry whose score has no part in the result nothing is added, whatever the derivative is there.
+template <bool kAdds>
+struct AddEach {
+  template <typename Which, typename Index>
+  __device__ __forceinline__ void operator()(Which, float cotangent, float* array, int64_t batch, Index at,
+                                             float x) const {
+    if (kAdds) AddToGlobalIf(cotangent != 0.0f, array + batch + at, x);
+  }
+};
 
 // --- Instructions: the words of common/ops.h ---
 

@@ -112,21 +112,21 @@ struct Score {
     if constexpr (!kScoreMod) return s;
     return program::ScoreMod<kWithin>(Programs(p), PlaceOf(p, batch, head, view, h, x), s);
   }
-  template <bool kAccumulates, bool kWithin, bool kTransposed>
+  template <bool kWithin, bool kTransposed>
   __device__ __forceinline__ float Unmod(float s, float ds, const View<kTransposed>& view, int h, int x) const {
     if (!kScoreGrad) return ds;
-    return UnmodAt<kAccumulates, kWithin>(s, ds, PlaceOf(p, batch, head, view, h, x));
+    return UnmodAt<false, kWithin>(s, ds, PlaceOf(p, batch, head, view, h, x));
   }
   // The derivative of what score_mod makes of s.
   template <bool kWithin, bool kTransposed>
   __device__ __forceinline__ float Slope(float s, const View<kTransposed>& view, int h, int x) const {
-    return Unmod<false, kWithin>(s, 1.0f, view, h, x);
+    return Unmod<kWithin>(s, 1.0f, view, h, x);
   }
 
  private:
   template <bool kAccumulates, bool kWithin>
   __device__ __forceinline__ float UnmodAt(float s, float ds, const program::Place& at) const {
-    const float before = program::ScoreGrad<kWithin, kAccumulates>(Programs(p), at, s, ds);
+    const float before = program::ScoreGrad<kWithin>(Programs(p), at, s, ds, program::AddEach<kAccumulates>());
     return ds == 0.0f ? ds : before;
   }
 };

@@ -1,0 +1,148 @@
+// The gradients of captured arrays in Hopper's backward: what all entries of 16 rows and 16 keys add to one place is
+// added up by their warp, and then goes to memory.
+#pragma once
+
+#include "ptx/warp.cuh"
+#include "semantics/score.cuh"
+
+namespace jax_flash {
+
+// Of 16 rows and 16 keys of S^T a lane has the entries of keys lane / 4 + 8 h and rows 8 n + lane % 4 * 2 + e, numbered
+// 4 n + 2 h + e.
+constexpr int kEntriesOfBlock = 8;
+
+// What a lane has of the sums of a block, and an entry that it is of; 0 if another lane has that.
+struct BlockSum {
+  float x;
+  int row, key;
+};
+
+// One of two sums that a lane and its partner have parts of: a, or b if it is the second of the two.
+__device__ __forceinline__ float AddOneOf(float a, float b, bool second, int partner) {
+  return (second ? b : a) + __shfl_sync(0xFFFFFFFFu, second ? a : b, partner);
+}
+
+// Of a row: 16 sums, in the lanes whose lane / 4 is even.
+__device__ __forceinline__ BlockSum SumOfRow(const float (&x)[kEntriesOfBlock], int lane) {
+  float rows[2];  // of e
+#pragma unroll
+  for (int e = 0; e < 2; ++e) rows[e] = AddOneOf(x[e] + x[2 + e], x[4 + e] + x[6 + e], lane & 16, lane ^ 16);
+  const float half = AddOneOf(rows[0], rows[1], lane & 8, lane ^ 8);
+  const float sum = half + __shfl_xor_sync(0xFFFFFFFFu, half, 4);
+  return {lane & 4 ? 0.0f : sum, lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2, 0};
+}
+
+// Of a key: 16 sums, in the lanes whose lane % 4 is less than 2.
+__device__ __forceinline__ BlockSum SumOfKey(const float (&x)[kEntriesOfBlock], int lane) {
+  const float half = AddOneOf((x[0] + x[1]) + (x[4] + x[5]), (x[2] + x[3]) + (x[6] + x[7]), lane & 1, lane ^ 1);
+  const float sum = half + __shfl_xor_sync(0xFFFFFFFFu, half, 2);
+  return {lane & 2 ? 0.0f : sum, 0, lane / 4 + lane % 2 * 8};
+}
+
+// Of a diagonal, row - key: 31 sums, and one of nothing.
+__device__ __forceinline__ BlockSum SumOfDiagonal(const float (&x)[kEntriesOfBlock], int lane) {
+  const int key = lane / 4, first = lane % 4 * 2 - key;
+  // A lane's own, of the diagonals first - 8, first, first + 8, where e = 0; and the next ones, where e = 1.
+  float even[4] = {x[2], x[0] + x[6], x[4], 0.0f};
+  const float odd[4] = {x[3], x[1] + x[7], x[5], 0.0f};
+  // The next key's odd ones are of the even ones' diagonals; the first key's after the eighth, of those 8 further back.
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float wrapped = i > 0 ? odd[i - 1] : 0.0f;
+    even[i] += __shfl_sync(0xFFFFFFFFu, key == 0 ? wrapped : odd[i], (lane + 4) % 32);
+  }
+  // Four lanes have the same diagonals: of -16, -8, 0 and 8 those first % 8 further on.
+  float diagonals[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) diagonals[i] = first < 0 ? even[i] : i > 0 ? even[i - 1] : 0.0f;
+  float halves[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) halves[i] = AddOneOf(diagonals[i], diagonals[i + 2], lane & 16, lane ^ 18);
+  const int partner = (lane ^ 8) / 4 * 4 + (lane + (lane & 8 ? 3 : 1)) % 4;
+  const float sum = AddOneOf(halves[0], halves[1], lane & 8, partner);
+  const int diagonal = max((first & 7) + lane / 8 * 8 - 16, -15);  // -16 is nothing's
+  return {sum, max(diagonal, 0), max(-diagonal, 0)};
+}
+
+template <program::Along kAlong>
+__device__ __forceinline__ BlockSum SumAlong(const float (&x)[kEntriesOfBlock], int lane) {
+  if constexpr (kAlong == program::Along::kRows) return SumOfRow(x, lane);
+  if constexpr (kAlong == program::Along::kKeys) return SumOfKey(x, lane);
+  if constexpr (kAlong == program::Along::kDiagonals) return SumOfDiagonal(x, lane);
+  const float own = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])), sum = LaneSum<32>(own);
+  return {lane == 0 ? sum : 0.0f, 0, 0};
+}
+
+// What an entry adds to sum kNumber.
+template <int kNumber>
+struct TakeTerm {
+  float& term;
+
+  template <typename Which, typename Index>
+  __device__ __forceinline__ void operator()(Which, float, float*, int64_t, Index, float) const {}
+  template <typename Index>
+  __device__ __forceinline__ void operator()(program::Sum<kNumber>, float cotangent, float*, int64_t, Index,
+                                             float x) const {
+    term = cotangent != 0.0f ? x : 0.0f;
+  }
+};
+
+// Adds that sum, where it belongs.
+template <int kNumber>
+struct AddSum {
+  float sum;
+
+  template <typename Which, typename Index>
+  __device__ __forceinline__ void operator()(Which, float, float*, int64_t, Index, float) const {}
+  template <typename Index>
+  __device__ __forceinline__ void operator()(program::Sum<kNumber>, float, float* array, int64_t batch, Index at,
+                                             float) const {
+    AddToGlobalIf(sum != 0.0f, array + batch + at, sum);
+  }
+};
+
+// Adds what is no sum, entry by entry.
+struct AddOthers : program::AddEach<true> {
+  using program::AddEach<true>::operator();
+  template <int kNumber, typename Index>
+  __device__ __forceinline__ void operator()(program::Sum<kNumber>, float, float*, int64_t, Index, float) const {}
+};
+
+// What gradients of captured arrays grow by, of 16 rows of S^T from entry x of a line on. The derivative does not ask
+// for the score. kWithin: are these rows, and the lane's keys, within T and S?
+template <bool kWithin>
+struct CapturedGradients {
+  const Score& score;
+  const View<true>& view;
+  const int x, lane;
+
+  __device__ __forceinline__ void Add(const float (&ds)[kEntriesOfBlock]) const {
+#pragma unroll
+    for (int i = 0; i < kEntriesOfBlock; ++i) Ask(i, ds[i], AddOthers());
+    AddSums<0>(ds);
+  }
+
+  template <int kNumber>
+  __device__ __forceinline__ void AddSums(const float (&ds)[kEntriesOfBlock]) const {
+    if constexpr (program::kAlong<kNumber> != program::Along::kEntries) {
+      float terms[kEntriesOfBlock];
+#pragma unroll
+      for (int i = 0; i < kEntriesOfBlock; ++i) Ask(i, ds[i], TakeTerm<kNumber>{terms[i]});
+      const BlockSum sum = SumAlong<program::kAlong<kNumber>>(terms, lane);
+      const int row = view.Row(0, x) - lane % 4 * 2, key = view.key - lane / 4;
+      Ask(PlaceOf(score.p, score.batch, score.head, row + sum.row, key + sum.key), 0.0f, AddSum<kNumber>{sum.x});
+      AddSums<kNumber + 1>(ds);
+    }
+  }
+
+  template <typename Adds>
+  __device__ __forceinline__ void Ask(int i, float ds, Adds add) const {
+    Ask(PlaceOf(score.p, score.batch, score.head, view, i / 2 % 2, x + i / 4 * 2 + i % 2), ds, add);
+  }
+  template <typename Adds>
+  __device__ __forceinline__ void Ask(const program::Place& at, float ds, Adds add) const {
+    program::ScoreGrad<kWithin>(Programs(score.p), at, 0.0f, ds, add);
+  }
+};
+
+}  // namespace jax_flash

@@ -135,6 +135,7 @@ std::string Source::Expression(int number) const {
 // A function of these arguments: the instructions, a line each. `otherwise` is what it gives where there is no program.
 // Before it, along what the sums are that it adds to.
 std::string Source::Function(const std::string& parameters, const std::string& head, const char* otherwise) const {
+  const bool is_long = program.instructions.size() > size_t(kInlined) && &program != &p.mask_mod;
   std::string text = "template <" + parameters + ">\n__device__ ", before;
   int sums = 0;
   text += (is_long ? "__noinline__ " : "__forceinline__ ") + head + " {\n";
@@ -166,12 +167,14 @@ std::string ProgramSource(const Problem& p) {
   const std::string given = "(const ProgramParams& p, const Place& at";
   std::string text = "#pragma once\nnamespace jax_flash::program {\n";
   text += Source{p, p.score_mod}.Function("bool kWithin", "float ScoreMod" + given + ", float score)", "score");
-  text += Source{p, p.mask_mod}.Function("bool kWithin", "int MaskMod" + given + ")", "-1");
   text += Source{p, p.score_grad}.Function("bool kWithin, typename Add",
                                            "float ScoreGrad" + given + ", float score, float cotangent, Add add)",
                                            "cotangent");
   const bool known = text.find("Inside<kWithin>") != std::string::npos;
   text += std::string("constexpr bool kLessWithin = ") + (known ? "true" : "false") + ";\n";
+  const bool is_long = p.mask_mod.size() > kInlined;
+  text += Source{p, p.mask_mod}.Function("bool kWithin", "int MaskMod" + given + ")", "-1");
+  text += std::string("constexpr bool kLongMask = ") + (is_long ? "true" : "false") + ";\n";
   return text + "}  // namespace jax_flash::program\n";
 }
 

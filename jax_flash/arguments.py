@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import checks, dropout
-from jax_flash.block_sparse import BlockMask
+from jax_flash.block_sparse import BlockMask, MaskOfFunction
 from jax_flash.problem import Extent, Operands, Problem
 from jax_flash.programs import features, program
 
@@ -188,11 +188,15 @@ def problem_and_operands(
         full_precision=_full_precision(given["precision"]),
         deterministic=checks.flag("deterministic", given["deterministic"]),
     )
-    problem, operands = _with_programs(problem, operands, given["score_mod"], given["mask_mod"])
-    block_mask = given["block_mask"]
+    block_mask, mask_mod = given["block_mask"], given["mask_mod"]
+    if block_mask is not None:
+        _check_block_mask(block_mask, B, N, T, S)
+    if isinstance(block_mask, MaskOfFunction):
+        mask_mod, block_mask = _with_mask_of_function(problem, operands, mask_mod, block_mask), None
+    problem, operands = _with_programs(problem, operands, given["score_mod"], mask_mod)
     if block_mask is None:
         return problem, operands
-    operands = operands.replaced(_block_mask_operands(block_mask, B, N, T, S))
+    operands = operands.replaced({name: jnp.asarray(x) for name, x in block_mask.arrays().items()})
     return problem.with_block_mask(operands.arrays(), block_mask.shape.q_block, block_mask.shape.kv_block), operands
 
 
@@ -345,11 +349,29 @@ def _with_feature(
     return dataclasses.replace(problem, soft_cap=cap), operands
 
 
-def _block_mask_operands(mask: BlockMask, B: int, N: int, T: int, S: int) -> dict[str, jax.Array]:
+def _with_mask_of_function(
+    problem: Problem, operands: Operands, mask_mod: Any, mask: MaskOfFunction
+) -> Callable[..., jax.Array]:
+    """A mask_mod that says what both say. The mask's rows are those of the arrays."""
+    traced, captured = None, list[jax.Array]()
+    if mask_mod is not None:
+        traced, captured = program.trace("mask_mod", mask_mod, problem.accumulation_dtype, problem.sizes, 0)
+
+    def both(batch: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+        row = query if operands.query_offset is None else query - jnp.asarray(operands.query_offset)[batch]
+        seen = mask.may_attend(batch, head, row, key)
+        return seen if traced is None else seen & traced(captured, batch, head, query, key)
+
+    return both
+
+
+def _check_block_mask(mask: BlockMask, B: int, N: int, T: int, S: int) -> None:
     if not isinstance(mask, BlockMask):
         raise TypeError(f"block_mask must be a jax_flash.BlockMask, not {type(mask).__name__}")
     if (mask.shape.q_len, mask.shape.kv_len) != (T, S):
         raise ValueError(f"block_mask is of {mask.shape.q_len} x {mask.shape.kv_len} entries, T x S is {T} x {S}")
-    if mask.blocks.ndim != 4 or mask.blocks.shape[0] not in (1, B) or mask.blocks.shape[1] not in (1, N):
+    if isinstance(mask, MaskOfFunction):
+        if mask.batch not in (1, B) or mask.heads not in (1, N):
+            raise ValueError(f"block_mask is of {mask.batch} batch entries and {mask.heads} heads, not B, N = {B}, {N}")
+    elif mask.blocks.ndim != 4 or mask.blocks.shape[0] not in (1, B) or mask.blocks.shape[1] not in (1, N):
         raise ValueError(f"block_mask has blocks {mask.blocks.shape}, which is not [B|1, N|1, U, V] of B, N = {B}, {N}")
-    return {name: jnp.asarray(x) for name, x in mask.arrays().items()}

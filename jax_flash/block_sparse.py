@@ -23,6 +23,7 @@ from jax.typing import ArrayLike
 
 from jax_flash.checks import booleans, broadcastable, described, integer, matrices, numpy_array
 from jax_flash.problem import BLOCK_MASK
+from jax_flash.programs import program
 
 BLOCK = 128  # rows and columns of a block by default
 NOTHING, EVERYTHING, ELEMENTS = 0, 1, 2  # of `BlockMask.blocks`; from ELEMENTS on the number of an element mask
@@ -193,11 +194,12 @@ class BlockMask:
     ) -> BlockMask:
         """Of mask_fn(b, h, q_idx, kv_idx), called with int32 arrays that broadcast together; true: may attend.
 
-        It is evaluated once, a row of blocks at a time, and must not depend on traced values: where a mask depends on
-        the data, the attention functions take it as `mask_mod`, beside a block mask or alone.
+        It is evaluated once, a row of blocks at a time. One that captures traced arrays, since the mask depends on the
+        data, is kept as it is, a `MaskOfFunction`: the attention functions ask it as they ask a `mask_mod`, so it is
+        called with scalars, and skip what it hides. The rules for it are those of docs/score-programs.md.
 
         Raises:
-          TypeError: mask_fn returns something else than booleans, or depends on traced values.
+          TypeError: mask_fn returns something else than booleans.
           ValueError: it returns another shape, block sizes that are no multiples of 16.
         """
         if not callable(mask_fn):
@@ -226,7 +228,7 @@ class BlockMask:
             for b, h, u in np.ndindex(batch, heads, U) if V else ():
                 kinds, tiles = block_row(*map(np.int32, (b, h, u)))
                 if _traced(kinds):
-                    raise TypeError("from_function: mask_fn must not depend on traced values; as a mask_mod it may")
+                    return MaskOfFunction(shape, batch, heads, mask_fn)
                 blocks[b, h, u] = kinds
                 for v in np.flatnonzero(blocks[b, h, u] == ELEMENTS):
                     blocks[b, h, u, v] = table.number(_pack(np.asarray(tiles[v])))
@@ -313,6 +315,59 @@ class BlockMask:
         ax.imshow(kinds, cmap=colors, vmin=0, vmax=2, extent=extent, interpolation="nearest", aspect="auto")
         ax.set(xlabel="key", ylabel="query", title=f"{self.kept:.1%} of the blocks kept")
         return ax
+
+
+@jax.tree_util.register_pytree_node_class
+class MaskOfFunction(BlockMask):
+    """A `BlockMask` of a function that captures traced arrays. Which blocks are empty is found out where it is used.
+
+    A pytree of the captured arrays. It has no blocks that could be looked at, combined or drawn.
+
+    Attributes:
+      shape: T and S. The block size does not matter.
+      batch, heads: how many of each the function tells apart; 1: it is the same for all.
+      program, captured: the function, and the arrays that it looks things up in.
+    """
+
+    batch: int
+    heads: int
+    program: program.Program
+    captured: tuple[jax.Array, ...]
+
+    def __init__(self, shape: Shape, batch: int, heads: int, mask_fn: MaskFunction):
+        sizes = program.Sizes(batch, heads, shape.q_len, shape.kv_len)
+        traced, captured = program.trace("mask_fn", mask_fn, "float32", sizes, 0)
+        vars(self).update(shape=shape, batch=batch, heads=heads, program=traced, captured=tuple(captured))
+
+    def tree_flatten(self):
+        return self.captured, (self.shape, self.batch, self.heads, self.program)
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        mask = object.__new__(cls)
+        shape, batch, heads, function = static
+        vars(mask).update(shape=shape, batch=batch, heads=heads, program=function, captured=tuple(children))
+        return mask
+
+    def may_attend(self, batch: jax.Array, head: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+        """What the function says of an entry of the arrays."""
+        first = jnp.zeros_like(batch)
+        places = (batch if self.batch > 1 else first, head if self.heads > 1 else first, row, column)
+        return self.program(self.captured, *places)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in BLOCK_MASK:
+            raise TypeError(
+                f"a BlockMask of a function that captures traced arrays has no {name}: it can be given to attention, "
+                "but not be looked at, compared or combined"
+            )
+        raise AttributeError(name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def __repr__(self) -> str:
+        return f"BlockMask({self.shape.q_len} x {self.shape.kv_len}, of a function that captures traced arrays)"
 
 
 export.register_pytree_node_serialization(

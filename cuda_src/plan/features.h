@@ -29,8 +29,9 @@ bool BiasByEntry(const Problem& p);
   FEATURE(kBiasByEntry, "a bias that the copy engine does not load", BiasByEntry(p))                                   \
   FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                             \
           p.bias.present && !(p.bias.rows && p.bias.columns))                                                          \
-  FEATURE(kMask, "a mask", p.mask.present)        /* in a forward of few queries */                                    \
-  FEATURE(kPrograms, "a score_mod", p.programs()) /* or, in a forward of few queries, a mask_mod */                    \
+  FEATURE(kMask, "a mask", p.mask.present) /* in a forward of few queries */                                           \
+  FEATURE(kMaskMod, "a mask_mod", p.mask_mod.present())                                                                \
+  FEATURE(kScoreMod, "a score_mod", p.score_mod.present())                                                             \
   FEATURE(kLongProgram, "a score_mod, or its derivative, of more than 32 instructions", /* wgmmas would wait */        \
           std::max(p.score_mod.size(), p.score_grad.size()) > kInlined)                                                \
   FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score_grad.ResultOfScore())             \
@@ -49,7 +50,7 @@ bool BiasByEntry(const Problem& p);
   FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))                       \
   FEATURE(kCapAndSum, "a soft cap beside a bias or a score_mod", has.Any(kSoftCap) && has.Any(kAddsToScores))          \
   FEATURE(kCapAndSumInBlocks, "a soft cap beside a bias or a score_mod and a block mask with others",                  \
-          has.Any(kCapAndSum) && has.Any(kListed) && has.Any(kRanges | kDropout))                                      \
+          has.Any(kCapAndSum) && has.Any(kListed) && has.Any(kRanges | kDropout | kMaskMod))                           \
   FEATURE(kCapAndSlopes, "a soft cap beside a score_mod whose derivative depends on the score",                        \
           has.Any(kSoftCap) && has.Any(kScoreSlopes))                                                                  \
   FEATURE(kLateSlopes,                                                                                                 \
@@ -57,7 +58,11 @@ bool BiasByEntry(const Problem& p);
           has.Any(kScoreSlopes) && has.Any(kDropout | kCapturedGradients))                                             \
   FEATURE(kCapAndGradients, "gradients of captured arrays beside a soft cap",                                          \
           has.Any(kCapturedGradients) && has.Any(kSoftCap))                                                            \
-  FEATURE(kModAndBias, "a score_mod beside a bias", has.Any(kPrograms) && has.Any(kBias))                              \
+  FEATURE(kModAndBias, "a score_mod beside a bias", has.Any(kScoreMod) && has.Any(kBias))                              \
+  FEATURE(kSeveralAndMask, "a mask_mod beside dropout and a window or segments",                                       \
+          has.Any(kMaskMod) && has.Any(kSeveral))                                                                      \
+  FEATURE(kCrowdedMask, "a mask_mod beside dropout or a bias and a causal mask, a window, segments or lengths",        \
+          has.Any(kMaskMod) && has.Any(kDropout | kBias) && has.Any(kRanges))                                          \
   FEATURE(kGradientsInBlocks, "gradients of captured arrays beside a mask or a block mask",                            \
           has.Any(kCapturedGradients) && has.Any(kListed))                                                             \
   FEATURE(kCrowdedCap, "a soft cap beside dropout and a window or segments", has.Any(kSoftCap) && has.Any(kSeveral))   \
@@ -86,8 +91,8 @@ enum Feature : FeatureBits { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FE
 constexpr FeatureBits kPreferences = kManyKeys | kFewTiles | kManyRows;
 
 constexpr FeatureBits kLocal = kWindow | kSegments;
-constexpr FeatureBits kAddsToScores = kBias | kPrograms;            // entry by entry, but for tiles of a bias
-constexpr FeatureBits kFormsScores = kBias | kSoftCap | kPrograms;  // scores are formed entry by entry
+constexpr FeatureBits kAddsToScores = kBias | kScoreMod;            // entry by entry, but for tiles of a bias
+constexpr FeatureBits kFormsScores = kBias | kSoftCap | kScoreMod;  // scores are formed entry by entry
 constexpr FeatureBits kRanges = kCausal | kLocal | kLengths;        // masks that need no array of all entries
 constexpr FeatureBits kPositions = kRanges | kQueryOffset;
 

@@ -11,14 +11,14 @@ namespace {
 
 constexpr Row kForward[] = {
     {227, 64, {128, 128, 2, 2, true}},
-    {227, 128, {128, 128, 2, 2, true}, kWideBias},
+    {227, 128, {128, 128, 2, 2, true}, kWideBias | kSeveralAndMask},
     {227, 128, {128, 96, 2, 2, true}},
     {227, 64, {256, 64, 4, 4}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
     {227, 64, {256, 64, 4, 4}, kAddsToScores | kDropout | kCausal | kFewTiles},
     {227, 64, {192, 112, 3, 2}, kAddsToScores | kDropout | kLocal | kFewTiles},
     {227, 64, {128, 128, 2, 3}, kAddsToScores | kDropout | kLocal | kListed},
-    {227, 64, {128, 128, 4, 4}, kAddsToScores | kDropout | kSegments | kCrowdedBlocks},
+    {227, 64, {128, 128, 4, 4}, kAddsToScores | kDropout | kSegments | kCrowdedBlocks | kMaskMod},
     {227, 64, {128, 176, 2, 2}, kAddsToScores | kCausal | kLocal | kListed},
     {227, 64, {128, 128, 2, 3}, kAddsToScores},
     {227, 64, {128, 96, 2, 3}, kSeveral},
@@ -66,13 +66,14 @@ constexpr FeatureBits kNotOfMods = kGradientsOfScore | kCapAndSlopes | kLargeSlo
 // found again from P (hopper/tuning.cuh), rounding errors of log P are divided by the cap, which must not be small.
 constexpr FeatureBits kNotOfPairs =
     kNarrow | kTornPairs | kCapAndSum | kCrowdedCap | kSmallCap | kModAndBias | kGradientsInBlocks;
+constexpr FeatureBits kNotOfWide = kCapAndSumInBlocks | kSmallCap | kModAndBias | kGradientsInBlocks | kCrowdedMask;
 constexpr Row kBackward[] = {
     {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks | kNotOfMods},
     {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kDropout | kListed | kApartDQ | kNotOfMods},
     {227, 64, {64, 128, 2, 2, true}, kNotOfMods},
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kCapAndSumInBlocks | kNotOfWideMods | kCapturedGradients},
     {227, 96, {64, 128, 2, 2}, kNotOfMods | kModAndBias | kCapAndGradients},
-    {227, 128, {64, 128, 2, 2}, kCapAndSumInBlocks | kSmallCap | kNotOfWideMods | kModAndBias | kGradientsInBlocks},
+    {227, 128, {64, 128, 2, 2}, kNotOfWide | kNotOfWideMods},
     {227, 192, {64, 64, 2, 2}, kNotOfPairs | kNotOfWideMods},
     {227, 256, {64, 64, 2, 2}, kNotOfPairs | kScoreSlopes | kCapturedGradients},
 };
@@ -82,11 +83,11 @@ constexpr Row kBackward[] = {
 constexpr Row kBackwardF32[] = {
     {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks | kNotOfMods | kScoreSlopes},
     {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kAddsToScores | kCrowdedBlocks},
-    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed | kPrograms},
+    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed | kScoreMod},
 };
 
 // Of dbias. Windows, segments and a soft cap would leave wide tiles too few registers.
-constexpr FeatureBits kNotForBias = kFloat32 | kBroadcastBias | kPrograms,
+constexpr FeatureBits kNotForBias = kFloat32 | kBroadcastBias | kScoreMod,
                       kNotForWide = kNotForBias | kLocal | kSoftCap;
 constexpr Row kBackwardBias[] = {
     {227, 64, {128, 128, 2, 4, true}, kNotForWide},  {227, 128, {128, 128, 2, 3, true}, kNotForWide | kWideBias},

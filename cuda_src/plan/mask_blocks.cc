@@ -19,24 +19,36 @@ int AddMaskUnit(const Problem& p, Plan* plan) {
   return AddUnit("scheduler/mask_blocks.cuh", Asks::kOfBoth, any, {Family::kAmpere}, plan);
 }
 
+// Whether blocks that are neither empty nor full have bits: where a mask operand, or a block mask, is to be read beside
+// mask_mod or alone. Otherwise the kernels ask mask_mod of their entries.
+bool StoresBits(const Problem& p) { return p.mask.present || p.block_mask.present; }
+
+// Of a batch entry, how many blocks of the mask that is made of p's are told apart: what it is broadcast over has one.
+int64_t OwnBlocks(const Problem& p, const Problem& made) {
+  const Extent mod = p.mask_mod_extent();
+  const bool rows = p.mask.rows || mod.rows || p.block_mask.present;
+  const bool columns = p.mask.columns || mod.columns || p.block_mask.present;
+  return made.elements("N", made.block_mask) * (rows ? made.block_rows() : 1) * (columns ? made.block_columns() : 1);
+}
+
 }  // namespace
 
 bool MakesMaskBlocks(const Problem& p, Pass pass, const Target& target) {
   return (p.mask.present || p.mask_mod.present()) && !(pass == Pass::kForward && ampere::FewQueries(target, p));
 }
 
-Problem WithMaskInBlocks(Problem p) {
+Problem WithMaskInBlocks(const Problem& p) {
   const Extent mask = p.mask, mod = p.mask_mod_extent(), blocks = p.block_mask;
-  const bool rows = mask.rows || mod.rows || blocks.present, columns = mask.columns || mod.columns || blocks.present;
-  p.block_mask = {true, mask.batch || mod.batch || blocks.batch, mask.heads || mod.heads || blocks.heads, true, true};
-  p.mask = {};
-  p.mask_mod = {};
-  p.q_block = p.kv_block = kMaskBlock;
-  const int64_t down = p.block_rows(), across = p.block_columns();
-  p.element_masks = p.elements("N", p.block_mask) * (rows ? down : 1) * (columns ? across : 1);
-  p.row_list = kListHeader + across;
-  p.column_list = kListHeader + down;
-  return p;
+  Problem made = p;
+  made.block_mask = {true, mask.batch || mod.batch || blocks.batch, mask.heads || mod.heads || blocks.heads, true,
+                     true};
+  made.mask = {};
+  if (StoresBits(p)) made.mask_mod = {};
+  made.q_block = made.kv_block = kMaskBlock;
+  made.element_masks = StoresBits(p) ? OwnBlocks(p, made) : 0;
+  made.row_list = kListHeader + made.block_columns();
+  made.column_list = kListHeader + made.block_rows();
+  return made;
 }
 
 Operands WithMaskInBlocks(Operands in, const Scratch& layout, char* scratch) {
@@ -62,7 +74,7 @@ void AddMaskBlocks(const Problem& p, Plan* plan) {
   const auto add = [&](const char* entry, int64_t blocks) {
     plan->launches.push_back({unit, entry, blocks, kMaskThreads});
   };
-  add("jax_flash_mask_blocks", made.elements("BP", made.block_mask));
+  add("jax_flash_mask_blocks", made.elements("B", made.block_mask) * OwnBlocks(p, made));
   add("jax_flash_mask_lists", 2 * made.elements("BN", made.block_mask));
 }
 

@@ -11,9 +11,10 @@ namespace jax_flash {
 // Whether they are made into one. A forward of few queries has so few entries that it looks at them itself.
 bool MakesMaskBlocks(const Problem& p, Pass pass, const Target& target);
 
-// The problem with the block mask that is made of these and its own block mask, and no other. An element mask is there
-// for each block of the mask; what the mask is broadcast over has one block.
-Problem WithMaskInBlocks(Problem p);
+// The problem with the block mask that is made of these and its own block mask, and no other. Of a mask_mod alone it
+// says no more than which blocks are empty, or full, and the kernels ask for the rest; else an element mask is there
+// for each block of the mask, of which there is one where it is broadcast.
+Problem WithMaskInBlocks(const Problem& p);
 // The operands with this block mask, which is in scratch memory.
 Operands WithMaskInBlocks(Operands in, const Scratch& layout, char* scratch);
 

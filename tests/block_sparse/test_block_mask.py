@@ -103,7 +103,7 @@ def test_from_function(name, T, S, q_block, kv_block):
 
 
 def test_from_function_under_transformations():
-    """A constant of the program, even there; what depends on the data is refused."""
+    """A constant of the program, even there; one that depends on the data has no entries before it runs."""
     make = functools.partial(BlockMask.from_function, q_len=50, kv_len=70, q_block=16, kv_block=32)
     limits = jnp.arange(50) + 3
     expected = np.arange(70) <= np.arange(3, 53)[:, None]

@@ -103,6 +103,30 @@ def test_backward_of_score_programs(program, case, dtype, constant):
     programs.check(case, lambda: mods, "flash", dtype)
 
 
+MASKED = [
+    (programs.causal, Case(B=1, T=300, S=300, N=2, K=2, D=64, E=64), "bfloat16"),
+    (programs.sliding_window, Case(B=1, T=300, S=300, N=2, K=1, D=128, E=128), "float16"),
+    (programs.documents, Case(T=300, S=280, N=2, K=1, D=64, E=64, causal=True, dropout=0.2), "bfloat16"),
+    (programs.documents, Case(B=1, T=150, S=300, D=128, E=96, lengths=True, offset=True), "bfloat16"),
+    (programs.documents, Case(B=1, T=150, S=300, N=2, K=2, D=256, E=256, segments=True), "bfloat16"),
+    (programs.prefix_lm, Case(T=150, S=300, N=2, K=1, D=64, E=64, window=(150, 20), soft_cap=2.0), "bfloat16"),
+    (programs.prefix_lm, Case(T=70, S=150, D=128, E=128, bias="1nts"), "bfloat16"),
+    (programs.natten_morton, Case(B=1, T=300, S=300, N=2, K=1, D=64, E=64), "bfloat16"),  # 53 instructions
+    (programs.kinds_of_heads, Case(B=1, T=150, S=300, D=64, E=64, deterministic=True), "bfloat16"),
+    (programs.kinds_of_heads, Case(B=1, T=150, S=140, D=64, E=64), "tf32"),
+    (programs.shared_prefix, Case(T=150, S=150, N=2, K=1, D=128, E=128), "tf32"),
+    (programs.documents, Case(B=2, T=3, S=1100, N=4, K=2, D=64, E=64), "bfloat16"),
+]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("program", "case", "dtype"), MASKED, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_mask_programs(program, case, dtype):
+    """Asked of the entries of blocks that are neither empty nor full."""
+    mods = (program(case),)
+    programs.check(case, lambda: mods, "flash", dtype)
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("case", "dtype"),

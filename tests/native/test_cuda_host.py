@@ -9,7 +9,7 @@ from plans import EVERY, GRADIENTS, THREE_MASKS, everywhere, fields, kernels, pr
 
 import jax_flash
 from jax_flash import _native
-from jax_flash.problem import Extent
+from jax_flash.problem import Extent, Program
 
 # --- refusals ---
 
@@ -229,6 +229,21 @@ def test_block_masks_leave_the_keys_whole():
     assert scratch(**decoding) == everywhere(**decoding) == 0
     assert scratch(**LISTS) == everywhere(**LISTS) == 256  # for a count of Hopper's
     assert scratch("sm_80", **LISTS) == 0
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("program", "heads"), [("query;key;ge.i,0,1;result,2", 1), ("head;key;ge.i,0,1;result,2", 8)])
+def test_a_mask_mod_is_not_stored(program, heads, arch, backward):
+    """Of a block of 128 x 128 there is a number and an entry of each list, for all heads that it tells apart."""
+    N, gradients = 65536, GRADIENTS if backward else {}
+    masked = {"batch": 1, "q_len": N, "kv_len": N, "mask_mod": Program(program), **gradients}
+    plain = scratch(arch, backward, **masked | {"mask_mod": None})
+    most = 12 * heads * (N // 128) ** 2 + heads * 6 * 4 * N // 128 + 2048  # lengths and heads of lists, rounding
+    assert plain <= scratch(arch, backward, **masked) <= plain + most
+    given = {"block_mask": EVERY, "q_block": 128, "kv_block": 128, "row_list": 4, "column_list": 4}
+    for bits in ({"mask": Extent(False, False, True, True)}, given):  # where other masks are read beside it, it is
+        assert scratch(arch, backward, **masked | bits) >= plain + N**2 // 8
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     const Visible keys = KeysOf(p, positions, batch, row, row + kRows);
     if (max(keys.any_lo, column) >= min(keys.any_hi, column + kCols)) continue;
     const int kind = KindOfBlock(p, batch, head, row, column);
-    if (Block<false>(p, batch, kind).Nothing()) continue;
+    if (Block<false>(p.block_mask, batch, kind).Nothing()) continue;
 
     const int kv_head = head / (p.q_heads / p.kv_heads);
     const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim), dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);

@@ -24,7 +24,7 @@ struct Scores {
       : p(p),
         entries(p, batch, head),
         score(p, batch, head),
-        block(p, batch, kind),
+        block(p.block_mask, batch, kind),
         batch(batch),
         head(head),
         row(row),

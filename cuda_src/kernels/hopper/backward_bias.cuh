@@ -127,7 +127,7 @@ struct Consumer {
       minus_l[h] = p.logsumexp[at] * kLog2e, m[h] = p.maximum[at], D[h] = p.d[at];
     }
     if (!step.masked) return;
-    seen.Ask(Block<false>(p, step.batch, step.kind), ViewOf(tile).row, tile.column);
+    seen.Ask(Block<false>(p.block_mask, step.batch, step.kind), ViewOf(tile).row, tile.column);
     seen.Fold();
   }
 
@@ -207,8 +207,8 @@ struct Consumer {
 
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardBiasShared);
 
-extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
-    jax_flash_backward_bias(const __grid_constant__ jax_flash::Params p JAX_FLASH_BACKWARD_BIAS_MAPS(JAX_FLASH_MAP)) {
+extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) jax_flash_backward_bias(
+    const __grid_constant__ jax_flash::KernelParams p JAX_FLASH_BACKWARD_BIAS_MAPS(JAX_FLASH_MAP)) {
   using namespace jax_flash;
   extern __shared__ __align__(1024) uint8_t memory[];
   BackwardBiasShared& shared = *reinterpret_cast<BackwardBiasShared*>(memory);

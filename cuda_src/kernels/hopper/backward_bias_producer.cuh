@@ -34,7 +34,7 @@ struct Producer {
     const int end = tile.column + kCols;
     if (max(keys.any_lo, tile.column) >= min(keys.any_hi, end)) return;
     const int kind = KindOfBlock(p, batch, head, tile.row, tile.column);
-    if (Block<false>(p, batch, kind).Nothing()) return;
+    if (Block<false>(p.block_mask, batch, kind).Nothing()) return;
     const bool every = keys.every_lo <= tile.column && end <= keys.every_hi && kind == kEverything;
     const Step step = {batch, head, kind, !every};
     LoadPair<kQKBoxes>(q_map, k_map, tile, step);

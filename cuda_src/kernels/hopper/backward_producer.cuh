@@ -107,8 +107,8 @@ struct Producer {
         const int row = at.row, q_head = at.head;
         const int kind = KindOfBlock(p, tile.batch, q_head, row, tile.column);
         at.Next();
-        const bool inside = row >= rows.every_lo && row + kRows <= rows.every_hi, last = !at.There();
-        const bool masked = !inside || kind != kEverything;
+        const bool within = row >= rows.every_lo && row + kRows <= rows.every_hi, last = !at.There();
+        const bool inside = within && !(kMaskMod && kind != kEverything), masked = !within || kind != kEverything;
         if (last) schedule.Ask();
         Load({row, q_head, RowBlock(tile.batch, q_head, row), kind, masked, inside, last}, tile.batch, tile.column);
         if (first) LoadKV(tile);

@@ -77,17 +77,22 @@ struct Probabilities : Products {
   // What has to be looked up in memory: which rows this lane's keys are seen by.
   __device__ __forceinline__ void Look(const KVTile& tile, const Step& step) {
     if (!kLookedUp || !step.masked) return;
-    const Block<true> block(p, tile.batch, step.kind);
+    const Block<true> block(p.block_mask, tile.batch, step.kind);
     seen.Ask(block, Key(tile), step.row);
     if (Tuning::kFoldsWords) seen.Fold();
+    if (Tuning::kEarlyMasks) JoinSeen(tile, step);
+  }
+  // All that this comes to.
+  __device__ __forceinline__ void JoinSeen(const KVTile& tile, const Step& step) {
+    if (!Tuning::kFoldsWords) seen.Fold();
+    if (!step.inside) seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
   }
 
   // Entries that may not attend become -inf.
   __device__ __forceinline__ void HideEntries(const KVTile& tile, const Step& step) {
     if constexpr (kLookedUp) {
       if (Tuning::kLateLook) Look(tile, step);
-      if (!Tuning::kFoldsWords) seen.Fold();
-      if (!step.inside) seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
+      if (!Tuning::kEarlyMasks) JoinSeen(tile, step);
       seen.Hide(S);
     } else {
       HideOutside(PositionsOf(p, tile.batch), ViewOf(tile, step), S);

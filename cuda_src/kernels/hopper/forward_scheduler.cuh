@@ -40,7 +40,7 @@ struct Lookup {
     const BlockList blocks = RowList(p, tile.batch, tile.head, t / kTiles);
     tile.row = FirstRow<kRows>(blocks, t % kTiles);
     tile.visible = KeysOf(p, PositionsOf(p, tile.batch), tile.batch, tile.row, tile.row + kRows);
-    kinds = KindsOfRow(p, tile.batch, tile.head, tile.row);
+    kinds = KindsOfRow(p, p.block_mask, tile.batch, tile.head, tile.row);
     keys = {blocks, tile.visible};
     if (keys.at < 0) tile.visible.any_hi = tile.visible.any_lo;
     return true;
@@ -49,10 +49,10 @@ struct Lookup {
   __device__ __forceinline__ ListedTile NextKeys() {
     if (keys.at < 0) return {};
     const int column = keys.at, kind = KindOfColumn(kinds, column);
-    const bool inside = tile.visible.every_lo <= column && column + kKeys <= tile.visible.every_hi;
-    const bool masked = !inside || kind != kEverything;
+    const bool within = tile.visible.every_lo <= column && column + kKeys <= tile.visible.every_hi;
+    const bool inside = within && !(kMaskMod && kind != kEverything), masked = !within || kind != kEverything;
     keys.Next(tile.visible);
-    return {column / kKeys * 8 + inside * 4 + masked * 2 + (keys.at < 0), ElementsOf(p, tile.batch, kind)};
+    return {column / kKeys * 8 + inside * 4 + masked * 2 + (keys.at < 0), ElementsOf(p.block_mask, tile.batch, kind)};
   }
 };
 

@@ -30,7 +30,7 @@ struct Probabilities : Products {
   template <bool kMasked>
   __device__ __forceinline__ void Look(const QTile& tile, int j, bool inside) {
     if (!kMasked || !kLookedUp) return;
-    const Block<false> block(p, kListed ? shared.listed[k.index].elements : kAll);
+    const Block<false> block(p.block_mask, kListed ? shared.listed[k.index].elements : kAll);
     seen.Ask(block, Block<false>::kLines == kRows ? RowInTile() : Row(tile),
              Column(j));  // a tile may be all of a block
     if (Tuning::kEarlyMasks) JoinSeen(tile, j, inside);

@@ -31,7 +31,7 @@ struct ForwardTuning {
   static constexpr bool kVote = (kSegments ? !kDropout : kListed) && kCols % 32 == 0;
 
   // Are a tile's masks put together before S needs registers, rather than when S is there and memory has answered?
-  static constexpr bool kEarlyMasks = kSegments || (kDropout && kCols == 128);
+  static constexpr bool kEarlyMasks = kSegments || kMaskMod || (kDropout && kCols == 128);
 
   // Where ptxas must not work ahead, since it would spill registers (Never): between 32 keys each of a tile of a bias.
   static constexpr bool kBiasInParts = kSoftCap && kDropout;
@@ -75,8 +75,9 @@ struct BackwardTuning {
   static constexpr bool kLateDP = kFormsScores && kRows == 64 && !kNarrow;
   // ... memory is asked which rows a key sees when S is there, as beside these masks of wide heads, ...
   static constexpr bool kLateLook = kLateDP || (kRows == 64 && kQKDim > 96 && (kCausal || kLocal));
-  // (with 128 rows, what it has answered is put together at once)
-  static constexpr bool kFoldsWords = kListed && kRows == 128;
+  // (with 128 rows, what it has answered is put together at once; a mask_mod is asked while the tensor cores are at
+  // work)
+  static constexpr bool kFoldsWords = kListed && kRows == 128, kEarlyMasks = kMaskMod;
   // ... and a bias, or what a score_mod looks up, has to be looked up a few entries at a time.
   static constexpr bool kBiasInParts =
       kAddsToScores && !kTiling.bias_tiles && (kPairs || (kBias && (kSoftCap || (kListed && kDropout && kQKDim > 96))));
@@ -108,15 +109,15 @@ struct BackwardTuning {
       !kFormsScores && !kAlongside && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kWindow;
 
   // Where ptxas must not work ahead, since it would spill registers (Never): between masks and exponentials, ...
-  static constexpr bool kStopAfterMask =
-      (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kManyRanges)) || (kScoreMod && !kNarrow);
+  static constexpr bool kStopAfterMask = (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kManyRanges)) ||
+                                         ((kScoreMod || (kMaskMod && kSoftCap)) && !kNarrow);
   // ... between the exponentials of the first half of the rows and the next, whose L is not read before, ...
   static constexpr bool kStopInSoftmax =
       kRows == 128 ? kDropout && !kAlongside
                    : kQKDim > 96 && !kTF32 &&
                          (kTiling.bias_tiles || (kBias && kSoftCap) || (kListed && !kBias && (kSoftCap || !kDropout)));
   // ... before the words of dropout, ...
-  static constexpr bool kStopBeforeZ = kDropout && kFormsScores;
+  static constexpr bool kStopBeforeZ = kDropout && (kFormsScores || kMaskMod);
   // ... and before the last of these.
   static constexpr bool kStopInZ = kDropout && kRows == 128;
 };

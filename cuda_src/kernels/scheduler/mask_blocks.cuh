@@ -1,9 +1,9 @@
 // Before a forward or backward with a mask operand or a mask_mod: the block mask that they go by instead, so that
-// blocks which the mask empties cost nothing, and full ones are not looked at (Algorithm 5). The mask is read, and
-// mask_mod asked, once; of a block of kMaskBlock x kMaskBlock entries that is neither there are bits. Where there is a
-// block mask operand besides, entries have to be in all of them.
+// blocks which the mask empties cost nothing, and full ones are not looked at (Algorithm 5). Of a block of kMaskBlock x
+// kMaskBlock entries that is neither there are bits, so that the mask is read once; of a mask_mod alone there are none,
+// and the kernels ask it again. Where there is a block mask operand besides, entries have to be in all of them.
 //
-// What the mask is broadcast over has one row, or column, of such bits: `Span`.
+// What the mask is broadcast over has one row, or column, of blocks: `Span`.
 #pragma once
 
 #include "ptx/warp.cuh"
@@ -14,6 +14,7 @@ namespace jax_flash {
 constexpr int kSide = kMaskBlock;
 constexpr int kWordsOfRow = kSide / 32;
 constexpr int kWarps = kMaskThreads / 32;
+constexpr bool kStoresBits = kMask || kBlockMask;  // else what is left of a block is for mask_mod to say
 
 // Only the kernels here write it.
 template <typename T>
@@ -21,12 +22,12 @@ __device__ __forceinline__ T* Made(const T* array) {
   return const_cast<T*>(array);
 }
 
-// The blocks of queries, or of keys, of which an element mask is: one, or all.
+// The blocks of queries, or of keys, that are alike: one, or all.
 struct Span {
   int first, count;
 };
 
-// An element mask to be made.
+// A block to be made, or those that are alike.
 struct Place {
   int batch, head;  // of the block mask that is made: 0 where it is shared
   int kind;         // that stands for it
@@ -37,11 +38,11 @@ struct Place {
     const bool every_row = p.mask.row == 0 && !kProblem.mask_mod_rows && !kBlockMask;
     const bool every_column = p.mask.column == 0 && !kProblem.mask_mod_columns && !kBlockMask;
     const int own_columns = every_column ? 1 : block_columns, own_rows = every_row ? 1 : block_rows;
-    const int of_batch = p.block_mask.element_mask_count, of_head = own_rows * own_columns,
-              place = blockIdx.x % of_head;
+    const int of_head = own_rows * own_columns, of_batch = of_head * (p.block_mask.head != 0 ? p.q_heads : 1);
+    const int place = blockIdx.x % of_head;
     batch = blockIdx.x / of_batch;
     head = blockIdx.x % of_batch / of_head;
-    kind = kFirstElementMask + blockIdx.x % of_batch;
+    kind = kFirstElementMask + (kStoresBits ? blockIdx.x % of_batch : 0);
     rows = {every_row ? 0 : place / own_columns, every_row ? block_rows : 1};
     columns = {every_column ? 0 : place % own_columns, every_column ? block_columns : 1};
   }
@@ -75,8 +76,8 @@ __device__ __forceinline__ uint4 Bytes(const Params& p, const Place& place, int 
 // Which of these 16 entries the block mask operand lets attend.
 __device__ __forceinline__ uint32_t InGivenBlock(const Params& p, const Place& place, int i, int j) {
   if (!kBlockMask) return 0xFFFF;
-  const int kind = KindOfBlock(p, place.batch, place.head, i, j);
-  return Block<false>(p, place.batch, kind).Half(i % kQBlock, j % kKVBlock);
+  const int kind = KindOfColumn(KindsOfRow(p, p.given_blocks, place.batch, place.head, i), j);
+  return Block<false>(p.given_blocks, place.batch, kind).Half(i % kQBlock, j % kKVBlock);
 }
 
 // And mask_mod, of those that are within S.
@@ -84,7 +85,7 @@ __device__ __forceinline__ uint32_t InProgram(const Params& p, const Place& plac
   if (!kMaskMod) return 0xFFFF;
   uint32_t bits = 0;
   for (int x = 0; x < min(16, p.kv_len - j); ++x) {
-    bits |= (program::MaskMod<false>(Programs(p), PlaceOf(p, place.batch, place.head, i, j + x)) & 1) << x;
+    bits |= (program::MaskMod<true>(Programs(p), PlaceOf(p, place.batch, place.head, i, j + x)) & 1) << x;
   }
   return bits;
 }
@@ -156,7 +157,7 @@ struct Lists {
 
 }  // namespace jax_flash
 
-// A CTA for each element mask of the block mask that is made.
+// A CTA for each block of the block mask that is made, or for those that are alike.
 extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, jax_flash::kMaskMod ? 1 : 6)
     jax_flash_mask_blocks(const __grid_constant__ jax_flash::KernelParams p) {
   using namespace jax_flash;

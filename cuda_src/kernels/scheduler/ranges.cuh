@@ -18,7 +18,7 @@ __device__ __forceinline__ Visible Combined(const Range& any, const Range& every
   // What begins past every position begins at the last of them: offsets go up to 2^31.
   const auto begin = [](int64_t lo) { return int(lo < 0x7FFFFFFF ? lo : 0x7FFFFFFF); };
   Visible visible = {begin(any.lo), int(any.hi), begin(every.lo), int(every.hi)};
-  if (kMask || kMaskMod) visible.every_hi = visible.every_lo;
+  if (kMask || (kMaskMod && !kAsksBlocks)) visible.every_hi = visible.every_lo;
   if (kSegments) {
     int any_lo = visible.any_hi, any_hi = visible.any_lo;
 #pragma unroll 1

@@ -28,6 +28,7 @@ constexpr bool kLocal = kWindow || kSegments;  // keys may be hidden to the left
 // Do positions decide more than that a row sees no later key?
 constexpr bool kManyRanges = kWindow || kLengths || kProblem.query_offset;
 constexpr bool kEntryMasks = kSegments || kMask || kMaskMod;  // asked entry by entry
+constexpr bool kAsksBlocks = kMaskMod && kBlockMask;          // mask_mod is, in blocks that it leaves partial
 constexpr bool kLookedUp = kEntryMasks || kBlockMask;         // must memory be asked which keys a row sees?
 
 // --- Positions ---
@@ -95,7 +96,7 @@ struct Entries {
     j = min(j, p.kv_len - 1);
     return (kSegments && q_segments[i] != kv_segments[j]) ||
            (kMask && mask[next * p.mask.head + Offset(p.mask, i, j)] == 0) ||
-           (kMaskMod && !program::MaskMod<false>(Programs(p), PlaceOf(p, batch, head + next, i, j)));
+           (kMaskMod && !program::MaskMod<true>(Programs(p), PlaceOf(p, batch, head + next, i, j)));
   }
 };
 
@@ -105,11 +106,6 @@ struct Entries {
 __device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len - 1) / kQBlock + 1; }
 __device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len - 1) / kKVBlock + 1; }
 
-// The block mask that a kernel goes by; or, where it makes one of a mask, the one that is given beside that.
-__device__ __forceinline__ const BlockMask& Blocks(const Params& p) {
-  return kMask || kMaskMod ? p.given_blocks : p.block_mask;
-}
-
 // Of the heads that the block mask has, the one that is meant. (An int counts their rows and columns of blocks, which
 // are multiples of 16: the plan refuses batch x heads x T / 16 beyond it, and S likewise.)
 __device__ __forceinline__ int HeadOfBlocks(const BlockMask& mask, int batch, int head) {
@@ -117,9 +113,10 @@ __device__ __forceinline__ int HeadOfBlocks(const BlockMask& mask, int batch, in
 }
 
 // The numbers in a block mask for the blocks that row i of a head is in.
-__device__ __forceinline__ const int32_t* KindsOfRow(const Params& p, int batch, int head, int i) {
-  const int64_t row = HeadOfBlocks(Blocks(p), batch, head) * BlockRows(p) + i / kQBlock;
-  return Blocks(p).blocks + row * BlockColumns(p);
+__device__ __forceinline__ const int32_t* KindsOfRow(const Params& p, const BlockMask& mask, int batch, int head,
+                                                     int i) {
+  const int64_t row = HeadOfBlocks(mask, batch, head) * BlockRows(p) + i / kQBlock;
+  return mask.blocks + row * BlockColumns(p);
 }
 
 // Of them that of the block that column j is in.
@@ -127,15 +124,15 @@ __device__ __forceinline__ int KindOfColumn(const int32_t* kinds, int j) { retur
 
 // That of the block that row i, column j are in; everything without a block mask.
 __device__ __forceinline__ int KindOfBlock(const Params& p, int batch, int head, int i, int j) {
-  return kBlockMask ? KindOfColumn(KindsOfRow(p, batch, head, i), j) : kEverything;
+  return kBlockMask ? KindOfColumn(KindsOfRow(p, p.block_mask, batch, head, i), j) : kEverything;
 }
 
 // What a block of this kind has of itself: the number of its element mask among those of all batch entries, or all, or
-// nothing.
-constexpr int kAll = -1, kNone = -2;
-__device__ __forceinline__ int ElementsOf(const Params& p, int batch, int kind) {
-  const BlockMask& mask = Blocks(p);
+// nothing, or what mask_mod says, for which the number after all element masks stands.
+constexpr int kAll = -1, kNone = -2, kAsked = -3;
+__device__ __forceinline__ int ElementsOf(const BlockMask& mask, int batch, int kind) {
   if (kind == kEverything) return kAll;
+  if (kAsksBlocks && kind == kFirstElementMask + mask.element_mask_count) return kAsked;
   if (!kBlockMask || kind < kFirstElementMask || kind - kFirstElementMask >= mask.element_mask_count) return kNone;
   return (mask.batch != 0 ? batch * mask.element_mask_count : 0) + kind - kFirstElementMask;
 }
@@ -146,8 +143,9 @@ class Block {
  public:
   static constexpr int kLines = kTransposed ? kKVBlock : kQBlock, kLength = kTransposed ? kQBlock : kKVBlock;
 
-  __device__ __forceinline__ Block(const Params& p, int elements) : p_(p), elements_(elements) {}
-  __device__ __forceinline__ Block(const Params& p, int batch, int kind) : Block(p, ElementsOf(p, batch, kind)) {}
+  __device__ __forceinline__ Block(const BlockMask& mask, int elements) : mask_(mask), elements_(elements) {}
+  __device__ __forceinline__ Block(const BlockMask& mask, int batch, int kind)
+      : Block(mask, ElementsOf(mask, batch, kind)) {}
 
   __device__ __forceinline__ bool Everything() const { return elements_ == kAll; }
   __device__ __forceinline__ bool Nothing() const { return elements_ == kNone; }
@@ -181,12 +179,12 @@ class Block {
  private:
   static constexpr int kWords = WordsOfLine(kLength);
 
-  const Params& p_;
+  const BlockMask& mask_;
   const int elements_;
 
   // If there are any.
   __device__ __forceinline__ const uint32_t* Bits() const {
-    return (kTransposed ? Blocks(p_).transposed_masks : Blocks(p_).element_masks) +
+    return (kTransposed ? mask_.transposed_masks : mask_.element_masks) +
            uint64_t(uint32_t(elements_)) * (kLines * kWords);
   }
 };

@@ -52,7 +52,8 @@ __device__ __forceinline__ void HideLine(Accumulator& S, int h, Sees sees) {
 template <bool kTransposed, int kTile>
 struct Seen {
   static_assert(!kLookedUp || kTile <= 128);
-  static constexpr int kWords = kBlockMask ? (kTile + 31) / 32 : 1;
+  static constexpr bool kBits = kBlockMask && !kAsksBlocks;  // do blocks have them?
+  static constexpr int kWords = kBits ? (kTile + 31) / 32 : 1;
   static constexpr int kEntriesAtOnce = 4;  // looked up beside the accumulators: all would not fit
   // A lane has two entries of each 8. Those of the first 32 are the first two bits of a byte, of the next 32 the next.
   static constexpr uint32_t kFirst32 = 0x03030303;
@@ -64,13 +65,13 @@ struct Seen {
   // Asks for the words of the block mask, which may come while S is computed: of the lane's first line, and of that
   // from `from` on, where the tile begins.
   __device__ __forceinline__ void Ask(const Block<kTransposed>& block, uint32_t line, uint32_t from) {
-    if (!kBlockMask) return;
+    if (!kBits) return;
     block.template Tile<kTile>(line % Block<kTransposed>::kLines, from % Block<kTransposed>::kLength, words);
   }
 
   // The words as lines, which take fewer registers. What is no entry's bit is anything.
   __device__ __forceinline__ void Fold() {
-    if (!kBlockMask) return;
+    if (!kBits) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -90,11 +91,13 @@ struct Seen {
       uint32_t seen = 0;
 #pragma unroll
       for (int w = 0; w < (kTile + 31) / 32; ++w) seen |= (within.Word(32 * w) & kFirst32) << 2 * w;
-      line[h] = kBlockMask ? line[h] & seen : seen;
+      line[h] = kBits ? line[h] & seen : seen;
 #pragma unroll(kEntriesAtOnce)
-      for (int x = 0; kEntryMasks && x < kTile / 4; ++x)
+      for (int x = 0; kEntryMasks && !kMaskMod && x < kTile / 4; ++x)
         line[h] &= ~(uint32_t(entries.Hidden(view.Row(h, x), view.Key(h, x))) << BitOf(x));
     }
+#pragma unroll 1
+    for (int w = 0; kMaskMod && w < (kTile + 31) / 32; ++w) Ask32(w, entries, view);
   }
 
   // S = -inf where an entry may not be attended to. It goes byte by byte of the line: bits that are used one after the
@@ -118,6 +121,20 @@ struct Seen {
   }
 
  private:
+  // Of the w-th 32 entries of both lines, with a mask_mod: it looks up much of the same for them. Their bits are those
+  // of the first 32, moved. A long one would make too much code of it all.
+  __device__ __forceinline__ void Ask32(int w, const Entries& entries, const View<kTransposed>& view) {
+    constexpr int kCount = 2 * (kTile < 32 ? kTile / 4 : 8), kAtOnce = program::kLongMask ? 2 : kCount;
+    uint32_t hidden[2] = {};
+#pragma unroll(kAtOnce)
+    for (int i = 0; i < kCount; ++i) {
+      const int h = i % 2, x = 8 * w + i / 2;
+      hidden[h] |= uint32_t(entries.Hidden(view.Row(h, x), view.Key(h, x))) << OffsetOf(i / 2);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) line[h] &= ~(hidden[h] << 2 * w);
+  }
+
   // Of the lane's first entry in each 8.
   __device__ __forceinline__ static int LaneOffset() { return threadIdx.x % 4 * 2; }
 };

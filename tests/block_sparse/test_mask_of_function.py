@@ -1,0 +1,233 @@
+"""A `BlockMask` of a function that captures traced arrays says what one of the same arrays, known before, says."""
+
+import copy
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from block_masks import IMPLEMENTATIONS
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_flash
+from jax_flash import BlockMask
+
+pytestmark = pytest.mark.usefixtures("device")
+
+B, T, S, N, K, D = 2, 40, 56, 4, 2, 8
+
+
+def arrays(*lead, seed=0):
+    """Query, key and value; ids of queries and keys, and shifts of heads."""
+    rng = np.random.default_rng(seed)
+    shapes = ((*lead, B, T, N, D), (*lead, B, S, K, D), (*lead, B, S, K, D))
+    ids = (rng.integers(0, 4, (*lead, B, size)).astype(np.int32) for size in (T, S))
+    given = (*(rng.normal(size=shape).astype(np.float32) for shape in shapes), *ids)
+    return (*map(jnp.asarray, given), jnp.asarray(rng.integers(-9, 9, (*lead, N)).astype(np.int32)))
+
+
+def mask_of(of_query, of_key, shifts, batch=B, heads=N, length=T):
+    def mask_fn(b, h, i, j):
+        return (of_query[b, i] == of_key[b, j]) | (i + shifts[h] > j)
+
+    return BlockMask.from_function(mask_fn, length, S, batch=batch, heads=heads, q_block=16, kv_block=16)
+
+
+def results(q, k, v, *of_mask, implementation="flash", made=mask_of, **options):
+    """O, and the gradients of its squares. `of_mask`: a mask, or what it is made of."""
+
+    def loss(q, k, v):
+        mask = of_mask[0] if isinstance(of_mask[0], BlockMask) else made(*of_mask)
+        o = jax_flash.dot_product_attention(q, k, v, block_mask=mask, implementation=implementation, **options)
+        return (o**2).sum(), o
+
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+
+
+def assert_close(x, y, tolerance=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), x, y)
+
+
+OPTIONS = {
+    "alone": {},
+    "other masks": {"is_causal": True, "query_seq_lengths": jnp.array([33, T]), "dropout_rate": 0.2},
+    "mask_mod": {"mask_mod": lambda b, h, q, k: (q + k) % 3 > 0},
+    "offset": {"query_offset": jnp.array([3, 11]), "mask_mod": lambda b, h, q, k: q - k < 20},
+    "mask": {"mask": np.random.default_rng(1).random((1, 1, T, S)) < 0.6, "query_offset": 5},
+    "score_mod": {"score_mod": lambda s, b, h, q, k: s * jnp.asarray([0.5, 2.0, 1.0, 3.0])[h]},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_with_other_features(name, implementation):
+    """The mask's rows are those of the arrays, where a mask_mod's queries count query_offset in."""
+    given, options = arrays(), OPTIONS[name] | {"implementation": implementation}
+    if "dropout_rate" in options:
+        options["dropout_key"] = jax.random.key(0)
+    expected = results(*given, **options)
+    assert_close(jax.jit(functools.partial(results, **options))(*given), expected)
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (1, N), (B, 1)])
+def test_shared_by_batch_and_heads(batch, heads):
+    given = arrays()
+    function = functools.partial(results, made=functools.partial(mask_of, batch=batch, heads=heads))
+    assert_close(jax.jit(function)(*given), function(*given))
+
+
+def test_one_query():
+    q, *others = arrays()
+    given = (q[:, :1], *others)
+    function = functools.partial(results, made=functools.partial(mask_of, length=1))
+    assert_close(jax.jit(function)(*given), function(*given))
+
+
+def test_jit():
+    """Returned by one program, an argument of others, which new arrays do not trace again."""
+    q, k, v, *of_mask = arrays()
+    expected, traced = results(q, k, v, *of_mask), []
+
+    @jax.jit
+    def function(q, k, v, mask):
+        traced.append(mask)
+        return results(q, k, v, mask)
+
+    mask = jax.jit(mask_of)(*of_mask)
+    assert_close(function(q, k, v, mask), expected)
+    assert_close(results(q, k, v, mask), expected)
+    assert_close(function(q, k, v, copy.copy(mask)), expected)
+    *_, ids, of_key, shifts = arrays(seed=1)
+    assert_close(function(q, k, v, jax.jit(mask_of)(ids, of_key, shifts)), results(q, k, v, ids, of_key, shifts))
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_vmap(shared):
+    """Over what it captures, made inside or outside, or shared by the examples."""
+    q, k, v, *of_mask = arrays(3)
+    masks = jax.jit(mask_of)(*(x[0] for x in of_mask)) if shared else jax.vmap(mask_of)(*of_mask)
+    each = [results(q[i], k[i], v[i], *(x[0 if shared else i] for x in of_mask)) for i in range(3)]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    assert_close(jax.jit(jax.vmap(results, (0, 0, 0, None if shared else 0)))(q, k, v, masks), expected)
+    if not shared:
+        assert_close(jax.vmap(results)(q, k, v, *of_mask), expected)
+
+
+@pytest.mark.parametrize("wrap", [lambda body: body, jax.checkpoint], ids=["plain", "remat"])
+def test_scan(wrap):
+    """A mask for every layer."""
+    _, k, v, *of_mask = arrays(3)
+    x = arrays()[0]
+
+    def layer(x, k, v, mask):
+        return x + jax_flash.dot_product_attention(x, k, v, block_mask=mask, implementation="flash")
+
+    def scanned(x, k, v):
+        body = wrap(lambda x, xs: (layer(x, *xs), None))
+        return (jax.lax.scan(body, x, (k, v, jax.vmap(mask_of)(*of_mask)))[0] ** 2).sum()
+
+    def looped(x, k, v):
+        for i in range(3):
+            x = layer(x, k[i], v[i], mask_of(*(of[i] for of in of_mask)))
+        return (x**2).sum()
+
+    assert_close(jax.jit(jax.grad(scanned, (0, 1, 2)))(x, k, v), jax.grad(looped, (0, 1, 2))(x, k, v), 1e-4)
+
+
+def test_higher_order():
+    given = arrays()
+
+    def penalty(q, *others):
+        return (results(q, *others)[1][0] ** 2).sum()
+
+    assert_close(jax.jit(jax.grad(penalty))(*given), jax.grad(penalty)(*given), 1e-4)
+
+
+@pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit])
+def test_sharding(mode, device):
+    if device.platform != "cpu":
+        pytest.skip("eight devices")
+    q, k, v, *of_mask = arrays()
+    expected = results(q, k, v, *of_mask)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(mode,) * 2)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((q, k, v), NamedSharding(mesh, P("data", None, "model")))
+        assert_close(jax.jit(results)(*placed, *jax.device_put(of_mask, NamedSharding(mesh, P()))), expected, 1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(check_vma, device):
+    """Made outside or inside, where batch entries and heads are the device's own."""
+    if device.platform != "cpu":
+        pytest.skip("eight devices")
+    q, k, v, *of_mask = arrays()
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    heads = P("data", None, "model")
+    own = functools.partial(mask_of, batch=1, heads=1)
+    expected = results(q, k, v, *of_mask, made=own)[1]
+    for masks in ((jax.jit(own)(*of_mask),), of_mask):
+        function = jax.shard_map(
+            lambda *args: results(*args, made=own)[1],
+            mesh=mesh,
+            in_specs=(heads, heads, heads, *jax.tree.map(lambda _: P(), masks)),
+            out_specs=(heads,) * 3,
+            check_vma=check_vma,
+        )
+        assert_close(jax.jit(function)(q, k, v, *masks), expected)
+
+
+def test_linen():
+    pytest.importorskip("flax")
+    import jax_flash.linen
+
+    x, (*_, ids, _, shifts) = arrays()[0].reshape(B, T, -1), arrays()
+    layer = jax_flash.linen.MultiHeadAttention(N)
+
+    def loss(variables, ids):
+        def mask_fn(b, h, i, j):
+            return (ids[b, i] == ids[b, j]) | (i + shifts[h] > j)
+
+        mask = BlockMask.from_function(mask_fn, T, T, batch=B, heads=N)
+        return (layer.apply(variables, x, block_mask=mask) ** 2).sum()
+
+    variables = layer.init(jax.random.key(0), x)
+    assert_close(jax.jit(jax.grad(loss))(variables, ids), jax.grad(loss)(variables, ids), 1e-4)
+
+
+def test_nothing_of_the_blocks_is_known():
+    mask = jax.jit(mask_of)(*arrays()[3:])
+    assert repr(mask) == f"BlockMask({T} x {S}, of a function that captures traced arrays)"
+    other = BlockMask.from_mask(np.ones((T, S), bool), q_block=16, kv_block=16)
+    for ask in (
+        *(lambda: mask.blocks, lambda: mask.kept, mask.to_mask, mask.arrays, lambda: ~mask, lambda: mask & other),
+        *(lambda: other | mask, lambda: mask == mask, lambda: hash(mask)),
+    ):
+        with pytest.raises(TypeError, match="BlockMask of a function that captures traced arrays has no"):
+            ask()
+    with pytest.raises(AttributeError, match="shapes"):
+        mask.shapes  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "match"),
+    [
+        (functools.partial(mask_of, length=T + 1), ValueError, f"block_mask.*{T + 1} x {S}.*{T} x {S}"),
+        (functools.partial(mask_of, batch=3), ValueError, "block_mask is of 3 batch entries and 4 heads.* = 2, 4"),
+        (functools.partial(mask_of, heads=K), ValueError, "block_mask is of 2 batch entries and 2 heads.* = 2, 4"),
+    ],
+)
+def test_errors_of_attention(made, error, match):
+    with pytest.raises(error, match=match):
+        jax.jit(functools.partial(results, made=made))(*arrays())
+
+
+def test_errors_of_the_function():
+    for mask_fn, match in (
+        (lambda ids: lambda b, h, i, j: ids[i] - j, "what mask_fn returns"),
+        (lambda ids: lambda b, h, i, j: np.arange(T)[i] > ids[j], "mask_fn is traced"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            jax.jit(lambda ids, mask_fn=mask_fn: BlockMask.from_function(mask_fn(ids), T, T))(arrays()[3][0])

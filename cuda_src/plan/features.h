@@ -50,7 +50,7 @@ bool BiasByEntry(const Problem& p);
   FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))                       \
   FEATURE(kCapAndSum, "a soft cap beside a bias or a score_mod", has.Any(kSoftCap) && has.Any(kAddsToScores))          \
   FEATURE(kCapAndSumInBlocks, "a soft cap beside a bias or a score_mod and a block mask with others",                  \
-          has.Any(kCapAndSum) && has.Any(kListed) && has.Any(kRanges | kDropout | kMaskMod))                           \
+          has.Any(kCapAndSum) && has.Any(kListed) && has.Any(kRanges | kDropout | kMaskMod | kScoreMod))               \
   FEATURE(kCapAndSlopes, "a soft cap beside a score_mod whose derivative depends on the score",                        \
           has.Any(kSoftCap) && has.Any(kScoreSlopes))                                                                  \
   FEATURE(kLateSlopes,                                                                                                 \

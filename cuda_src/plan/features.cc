@@ -11,6 +11,32 @@ bool BiasByEntry(const Problem& p) {
          !(loaded && p.bias.rows && p.bias.columns && p.kv_len * ElementOf(p.bias_dtype).bytes % 16 == 0);
 }
 
+bool IsLight(const Program& score_mod) {
+  constexpr size_t kFew = 16;
+  return score_mod.instructions.size() <= kFew &&
+         std::all_of(score_mod.instructions.begin(), score_mod.instructions.end(), [](const Instruction& x) {
+           switch (x.op) {
+             case Op::min_f:
+             case Op::max_f:
+             case Op::neg_f:
+             case Op::abs_f:
+             case Op::add_i:
+             case Op::sub_i:
+             case Op::mul_i:
+             case Op::min_i:
+             case Op::max_i:
+             case Op::abs_i:
+             case Op::select_f:
+             case Op::select_i:
+             case Op::cast_i_f:
+             case Op::result:
+               return true;
+             default:  // what a program is given, constants and look-ups, and the first functions of floats
+               return x.op <= Op::mul_f || (Op::eq_i <= x.op && x.op <= Op::ge_i);
+           }
+         });
+}
+
 #define ADD(name, text, there) has.bits |= (there) ? FeatureBits(name) : 0;
 
 Features FeaturesOf(const Problem& p) {

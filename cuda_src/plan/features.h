@@ -16,6 +16,9 @@ namespace jax_flash {
 // begin at multiples of 16 bytes.
 bool BiasByEntry(const Problem& p);
 
+// Whether a score_mod leaves registers for large tiles: a few sums, products, comparisons and look-ups.
+bool IsLight(const Program& score_mod);
+
 // FEATURE(name, text, there): what messages call it, and whether the problem `p` has it; `has` are those above.
 #define JAX_FLASH_FEATURES(FEATURE)                                                                                    \
   FEATURE(kCausal, "a causal mask", p.causal)                                                                          \
@@ -34,6 +37,8 @@ bool BiasByEntry(const Problem& p);
   FEATURE(kScoreMod, "a score_mod", p.score_mod.present())                                                             \
   FEATURE(kLongProgram, "a score_mod, or its derivative, of more than 32 instructions", /* wgmmas would wait */        \
           std::max(p.score_mod.size(), p.score_grad.size()) > kInlined)                                                \
+  FEATURE(kCrowdedMod, "a score_mod of many operations, or beside a query offset, dropout or a soft cap",              \
+          has.Any(kScoreMod) && (!IsLight(p.score_mod) || p.query_offset || p.dropout() || p.soft_cap > 0))            \
   FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score_grad.ResultOfScore())             \
   FEATURE(kLargeSlopes, "float16 with a score_mod whose derivative depends on the score",                              \
           p.dtype == DType::kF16 && has.Any(kScoreSlopes)) /* and may exceed 65504 */                                  \

@@ -48,10 +48,10 @@ struct Source {
   const Problem& p;
   const Program& program;
   const std::vector<Facts> facts = FactsOf(p, program);
-  const bool is_long = program.instructions.size() > size_t(kInlined);
+  const bool is_apart = program.size() > kInlined && &program != &p.mask_mod;  // is it a function of its own?
 
   bool IsRamp(int number, Type type = Type::f) const {
-    return !is_long && facts[number].ramp && program.instructions[number].type == type;
+    return !is_apart && facts[number].ramp && program.instructions[number].type == type;
   }
   std::string ValueHere(int number) const { return Value(number) + (IsRamp(number) ? ".Here()" : ""); }
 
@@ -135,10 +135,9 @@ std::string Source::Expression(int number) const {
 // A function of these arguments: the instructions, a line each. `otherwise` is what it gives where there is no program.
 // Before it, along what the sums are that it adds to.
 std::string Source::Function(const std::string& parameters, const std::string& head, const char* otherwise) const {
-  const bool is_long = program.instructions.size() > size_t(kInlined) && &program != &p.mask_mod;
   std::string text = "template <" + parameters + ">\n__device__ ", before;
   int sums = 0;
-  text += (is_long ? "__noinline__ " : "__forceinline__ ") + head + " {\n";
+  text += (is_apart ? "__noinline__ " : "__forceinline__ ") + head + " {\n";
   for (int i = 0; i < int(program.instructions.size()); ++i) {
     const Instruction& x = program.instructions[i];
     if (x.op == Op::result) {

@@ -12,8 +12,8 @@ bool BiasByEntry(const Problem& p) {
 }
 
 bool IsLight(const Program& score_mod) {
-  constexpr size_t kFew = 16;
-  return score_mod.instructions.size() <= kFew &&
+  constexpr int64_t kFew = 16;
+  return score_mod.size() <= kFew &&
          std::all_of(score_mod.instructions.begin(), score_mod.instructions.end(), [](const Instruction& x) {
            switch (x.op) {
              case Op::min_f:

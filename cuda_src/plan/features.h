@@ -37,7 +37,7 @@ bool IsLight(const Program& score_mod);
   FEATURE(kScoreMod, "a score_mod", p.score_mod.present())                                                             \
   FEATURE(kLongProgram, "a score_mod, or its derivative, of more than 32 instructions", /* wgmmas would wait */        \
           std::max(p.score_mod.size(), p.score_grad.size()) > kInlined)                                                \
-  FEATURE(kCrowdedMod, "a score_mod of many operations, or beside a query offset, dropout or a soft cap",              \
+  FEATURE(kHeavyMod, "a score_mod of many operations, or beside a query offset, dropout or a soft cap",                \
           has.Any(kScoreMod) && (!IsLight(p.score_mod) || p.query_offset || p.dropout() || p.soft_cap > 0))            \
   FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score_grad.ResultOfScore())             \
   FEATURE(kLargeSlopes, "float16 with a score_mod whose derivative depends on the score",                              \

@@ -40,6 +40,22 @@ def test_hoppers_backward_has_the_tiles_of_its_head_dims():
     assert seen == set(kernel_variants.DIMS)
 
 
+def test_light_score_mods_have_larger_tiles():
+    """Hopper's forward, where registers are left for them."""
+
+    def keys_of_tile(dims, program, **features):
+        given = kernel_variants.PLAIN | {"q_heads": 32, "gradients": "none", "program": program} | features
+        problem = kernel_variants.problem("bfloat16", dims, **given)
+        launches = _native.cuda_plan(problem.encode(), False, "sm_90a")
+        return next(fields["cols"] for file, _, fields in launches if file == "hopper/forward.cuh")
+
+    for dims in ((64, 64), (128, 128)):
+        light = keys_of_tile(dims, "table")
+        assert light > keys_of_tile(dims, "score")
+        assert light > keys_of_tile(dims, "table", dropout=True)
+        assert light > keys_of_tile(dims, "table", query_offset=True)
+
+
 def test_code_is_compared_whatever_things_are_called(nvrtc, monkeypatch, capsys, tmp_path):
     """Other names, lines and constants that nobody reads leave it what it is; other instructions do not."""
     file, header = tmp_path / "before.json", tmp_path / "renamed.h"

@@ -54,9 +54,9 @@ def materialised(q, k, v, scale):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gradient(dtype, implementation):
-    """Of several cotangents together, since one number's error may be small by chance."""
+    """Of many cotangents together: the error of a few may be small by chance, and with it what is allowed."""
     q, k, v = inputs(dtype)
-    cotangents = normal(3, 8, *q.shape)
+    cotangents = normal(3, 64, *q.shape)
 
     def gradients(attention, scale, *arrays):
         o, pull = jax.vjp(lambda scale: attention(*arrays, scale), jnp.asarray(scale, "float32"))

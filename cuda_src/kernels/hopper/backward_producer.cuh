@@ -54,7 +54,7 @@ struct Producer {
       const auto load = [&](int n, int q_head, int row_block, int row) {
         const bool masked = row < rows.every_lo || row + kRows > every_hi;
         if (n == 1) schedule.Ask();
-        Load({row, q_head, row_block, kEverything, masked, false, n == 1}, batch, tile.column);
+        Load({row, q_head, row_block, kEverything, masked ? Masks::kAll : Masks::kNone, n == 1}, batch, tile.column);
         if (n == steps) LoadKV(tile);
       };
       if (steps == 0) schedule.Ask(), LoadKV(tile);
@@ -108,9 +108,12 @@ struct Producer {
         const int kind = KindOfBlock(p, tile.batch, q_head, row, tile.column);
         at.Next();
         const bool within = row >= rows.every_lo && row + kRows <= rows.every_hi, last = !at.There();
-        const bool inside = within && !(kMaskMod && kind != kEverything), masked = !within || kind != kEverything;
+        const Masks masks = !within               ? Masks::kAll
+                            : kind == kEverything ? Masks::kNone
+                            : kMaskMod            ? Masks::kAll
+                                                  : Masks::kOfBlock;
         if (last) schedule.Ask();
-        Load({row, q_head, RowBlock(tile.batch, q_head, row), kind, masked, inside, last}, tile.batch, tile.column);
+        Load({row, q_head, RowBlock(tile.batch, q_head, row), kind, masks, last}, tile.batch, tile.column);
         if (first) LoadKV(tile);
       }
     }

@@ -41,9 +41,11 @@ struct Warpgroup {
   // The tile of Q that is there. (Better asked when the tensor cores are at work: the answer takes a while.)
   __device__ __forceinline__ Step StepHere() {
     const Step& step = shared.step[at.index];
-    return {Uniform(step.row),          Uniform(step.head),
-            Uniform(step.row_block),    kListed ? Uniform(step.kind) : kEverything,
-            bool(Uniform(step.masked)), Tuning::kToldInside && bool(Uniform(step.inside)),
+    return {Uniform(step.row),
+            Uniform(step.head),
+            Uniform(step.row_block),
+            kListed ? Uniform(step.kind) : kEverything,
+            Masks(Uniform(int(step.masks))),
             bool(Uniform(step.last))};
   }
 

@@ -76,7 +76,7 @@ struct Probabilities : Products {
 
   // What has to be looked up in memory: which rows this lane's keys are seen by.
   __device__ __forceinline__ void Look(const KVTile& tile, const Step& step) {
-    if (!kLookedUp || !step.masked) return;
+    if (!kLookedUp || step.masks == Masks::kNone) return;
     const Block<true> block(p.block_mask, tile.batch, step.kind);
     seen.Ask(block, Key(tile), step.row);
     if (Tuning::kFoldsWords) seen.Fold();
@@ -85,7 +85,8 @@ struct Probabilities : Products {
   // All that this comes to.
   __device__ __forceinline__ void JoinSeen(const KVTile& tile, const Step& step) {
     if (!Tuning::kFoldsWords) seen.Fold();
-    if (!step.inside) seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
+    if (Tuning::kToldOfBlocks && step.masks == Masks::kOfBlock) return;
+    seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
   }
 
   // Entries that may not attend become -inf.
@@ -110,7 +111,7 @@ struct Probabilities : Products {
   // S^T is masked and becomes P^T.
   __device__ __forceinline__ void Softmax(const KVTile& tile, const Step& step) {
     if (kFormsScores) ToScores(tile, step);
-    if (step.masked) HideEntries(tile, step);
+    if (step.masks != Masks::kNone) HideEntries(tile, step);
     if (Tuning::kStopAfterMask && Never()) return;
     const float to_log2 = Tuning::kLateScale ? __ldg(p.scale + Fresh(0)) * kLog2e : this->to_log2;
 #pragma unroll

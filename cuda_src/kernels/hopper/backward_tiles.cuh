@@ -69,14 +69,16 @@ struct ListedColumn {
   Visible rows;
 };
 
+// Which masks the entries of a tile have to be looked at for; kOfBlock: the bits of its block say it all.
+enum class Masks : uint8_t { kNone, kAll, kOfBlock };
+
 // A tile of Q, and of dO.
 struct Step {
   int row, head;
   int row_block;  // of 64, among those in scratch
   int kind;       // of the block
-  bool masked;    // must entries be looked at one by one?
-  bool inside;    // do a block's own bits say it all then?
-  bool last;      // of this tile of K and V
+  Masks masks;
+  bool last;  // of this tile of K and V
 };
 
 constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // of 16 rows of a box of dK or dV in f32, for each consumer warp

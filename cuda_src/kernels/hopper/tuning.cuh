@@ -97,7 +97,7 @@ struct BackwardTuning {
 
   // Whether positions and segments are not looked at in tiles of which a block's own bits say all. Dropout and a bias
   // leave wide heads no registers for that.
-  static constexpr bool kToldInside = kListed && (kPairs || kQKDim <= 96 || !(kDropout || kBias));
+  static constexpr bool kToldOfBlocks = kListed && (kPairs || kQKDim <= 96 || !(kDropout || kBias));
 
   // Whether all threads commit what one of them has stored of dV and dK. It costs nothing, and ptxas makes another loop
   // over the tiles of Q of it: 2 to 6% faster, but 5% slower at head dim 128 if dQ is a step behind; with a block mask

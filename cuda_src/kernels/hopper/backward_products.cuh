@@ -41,11 +41,15 @@ struct Warpgroup {
   // The tile of Q that is there. (Better asked when the tensor cores are at work: the answer takes a while.)
   __device__ __forceinline__ Step StepHere() {
     const Step& step = shared.step[at.index];
+    const int masks = Uniform(int(step.masks));
+    const bool of_block = Tuning::kToldOfBlocks && masks == int(Masks::kOfBlock);
     return {Uniform(step.row),
             Uniform(step.head),
             Uniform(step.row_block),
             kListed ? Uniform(step.kind) : kEverything,
-            Masks(Uniform(int(step.masks))),
+            masks == int(Masks::kNone) ? Masks::kNone
+            : of_block                 ? Masks::kOfBlock
+                                       : Masks::kAll,
             bool(Uniform(step.last))};
   }
 

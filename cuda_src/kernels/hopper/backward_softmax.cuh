@@ -85,7 +85,7 @@ struct Probabilities : Products {
   // All that this comes to.
   __device__ __forceinline__ void JoinSeen(const KVTile& tile, const Step& step) {
     if (!Tuning::kFoldsWords) seen.Fold();
-    if (Tuning::kToldOfBlocks && step.masks == Masks::kOfBlock) return;
+    if (step.masks == Masks::kOfBlock) return;
     seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
   }
 

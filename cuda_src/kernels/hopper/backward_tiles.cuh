@@ -70,7 +70,7 @@ struct ListedColumn {
 };
 
 // Which masks the entries of a tile have to be looked at for; kOfBlock: the bits of its block say it all.
-enum class Masks : uint8_t { kNone, kAll, kOfBlock };
+enum class Masks : int8_t { kNone, kAll, kOfBlock };
 
 // A tile of Q, and of dO.
 struct Step {

@@ -3,8 +3,9 @@
     python benchmarks/host.py
 
 Compilation, seconds: from tracing to the first results, in a fresh process that has used the GPU already; with an empty
-cache of kernels, then with what the run before has left there. Beside it the same program with `jax.nn`'s
-implementation "xla", which is what XLA itself takes.
+cache of kernels, then with what the run before has left there; and with an empty one beside a score_mod with a table
+of relative positions, and a mask_mod of documents. Beside it the same program with `jax.nn`'s implementation "xla",
+which is what XLA itself takes.
 
 A call, microseconds: what a program of a chain of calls takes longer for each call more, on arrays so small that the
 GPU is waiting for the host; launched one by one, and captured into a CUDA graph. Beside it the same of cuDNN's.
@@ -33,13 +34,17 @@ import jax_flash
 SHAPE = (2, 1024, 8, 128)
 SMALL = (1, 64, 1, 64)
 CHAINS = (20, 120)  # calls
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "score_mod": {"score_mod": lambda score, batch, head, query, key: score + jnp.ones(2048)[query - key + 1023]},
+    "mask_mod": {"mask_mod": lambda batch, head, query, key: jnp.arange(1024)[query] // 128 == key // 128},
+}
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 
 
 def attention(name: str):
-    """`jax_flash`, or an implementation of jax.nn."""
-    if name == "jax_flash":
-        return functools.partial(jax_flash.dot_product_attention, implementation="flash")
+    """`jax_flash`, maybe with a program, or an implementation of jax.nn."""
+    if name in ("jax_flash", *PROGRAMS):
+        return functools.partial(jax_flash.dot_product_attention, implementation="flash", **PROGRAMS.get(name, {}))
     return functools.partial(jax.nn.dot_product_attention, implementation=name)
 
 
@@ -104,6 +109,10 @@ def main() -> None:
             seconds = in_process("first", "jax_flash", JAX_FLASH_CACHE_DIR=cache)
             rows.append({"what": f"first forward and backward, {case}, s", "jax_flash": seconds})
     rows[-1]["xla"] = in_process("first", "xla")
+    for program in PROGRAMS:
+        with tempfile.TemporaryDirectory() as cache:
+            seconds = in_process("first", program, JAX_FLASH_CACHE_DIR=cache)
+        rows.append({"what": f"first forward and backward with a {program}, cold, s", "jax_flash": seconds})
     for case, given in (("a call, launched, us", f"{flags} {NO_GRAPHS}"), ("a call in a CUDA graph, us", flags)):
         names = ("jax_flash", "cudnn")
         rows.append({"what": case} | {name: in_process("each", name, XLA_FLAGS=given) for name in names})

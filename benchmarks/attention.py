@@ -22,6 +22,7 @@ import importlib.util
 import math
 import pathlib
 import statistics
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from rich.table import Table
 import jax_flash
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
+TRACING = threading.Lock()
 TOKENS, WIDTH = 16384, 2048  # batch x N, heads x head dim
 MATRIX_LIMIT = 2**32  # elements of S, above which XLA's standard attention is left out
 PASSES = ("forward", "backward", "both")
@@ -255,6 +257,13 @@ def options(problem: Problem) -> dict[str, Any]:
     return chosen
 
 
+def compiled(function: Callable[..., Any], *given: Any) -> Callable[[], Any]:
+    """The call of a function, compiled. (Threads that trace one custom_vjp at once fail in JAX 0.11 at times.)"""
+    with TRACING:
+        lowered = jax.jit(function).lower(*given)
+    return functools.partial(lowered.compile(), *given)
+
+
 def jax_call(problem: Problem, implementation: str, pass_: str, more: Mapping[str, Any] | None = None) -> Call:
     """A pass of `jax_flash`, or of jax.nn's "cudnn" or "xla". `more`: arrays that the problem does not name."""
     inputs, arrays = operands(problem)
@@ -280,10 +289,10 @@ def jax_call(problem: Problem, implementation: str, pass_: str, more: Mapping[st
         p = problem
         do = jax.random.normal(jax.random.key(2), (p.B, p.T, p.N, p.E), p.dtype)
         if pass_ == "backward":
-            run, given = lambda pull, do: pull(do), (jax.jit(pullback)(arrays, *inputs)[1], do)
+            run, given = lambda pull, do: pull(do), (compiled(pullback, arrays, *inputs)()[1], do)
         else:
             run, given = both, (arrays, do, *inputs)
-    return functools.partial(jax.jit(run).lower(*given).compile(), *given)
+    return compiled(run, *given)
 
 
 def torch_calls(problem: Problem, backend: str) -> dict[str, Call]:

@@ -23,6 +23,7 @@ namespace jax_flash {
   OPERAND(int32_t, q_segments, DType::kNone, "BT", p.segments)                                          \
   OPERAND(int32_t, kv_segments, DType::kNone, "BS", p.segments)                                         \
   OPERAND(int32_t, query_offset, DType::kNone, "B", p.query_offset)                                     \
+  OPERAND(int32_t, origin, DType::kNone, "X", p.origin)                                                 \
   OPERAND(int32_t, blocks, DType::kNone, "BNUV", p.block_mask)                                          \
   OPERAND(int32_t, row_lists, DType::kNone, "BNUR", p.block_mask)                                       \
   OPERAND(int32_t, column_lists, DType::kNone, "BNVC", p.block_mask)                                    \

@@ -23,7 +23,7 @@ struct Field {
 constexpr Field kFields[] = {JAX_FLASH_PROBLEM(ENTRY)};
 #undef ENTRY
 constexpr size_t kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
-constexpr std::string_view kVersion = "6";
+constexpr std::string_view kVersion = "7";
 
 bool Parse(std::string_view text, int64_t* value) { return ParseInteger(text, value); }
 bool Parse(std::string_view text, double* value) { return ParseDecimal(text, value); }
@@ -168,7 +168,7 @@ Extent Problem::mask_mod_extent() const {
   Extent extent = {mask_mod.present(), false, false, false, false};
   for (const Instruction& x : mask_mod.instructions) {
     const bool loads = x.array >= 0;
-    extent.batch |= x.op == Op::batch || (x.op == Op::query && !query_is_row()) || (loads && captured[x.array].batch);
+    extent.batch |= x.op == Op::batch || (x.op == Op::query && query_offset) || (loads && captured[x.array].batch);
     extent.heads |= x.op == Op::head;
     extent.rows |= x.op == Op::query;
     extent.columns |= x.op == Op::key;

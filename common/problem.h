@@ -47,6 +47,7 @@ constexpr Extent ExtentOf(const Extent& extent) { return extent; }
   FIELD(bool, kv_lengths, false)                                                                                \
   FIELD(bool, segments, false)                                                                                  \
   FIELD(bool, query_offset, false)                                                                              \
+  FIELD(bool, origin, false)    /* dropout and programs count rows and keys from there */                       \
   FIELD(Extent, block_mask, {}) /* per batch entry and head or shared; its rows and columns are always there */ \
   FIELD(int64_t, q_block, 0)    /* entries of a block, multiples of 16 */                                       \
   FIELD(int64_t, kv_block, 0)                                                                                   \
@@ -94,8 +95,6 @@ struct Problem {
   const Captured* captured_arrays() const;
   int64_t captured_count() const;
   bool programs() const { return score_mod.present() || mask_mod.present(); }
-  // Is a program's query the row of the array? (Else it has an offset, which may differ from batch entry to entry.)
-  bool query_is_row() const { return !query_offset; }
   // Of the backward: is there a gradient that depends on dS?
   bool needs_ds() const { return dq || dk || dbias || captured_gradients(); }
   // Which dimensions what mask_mod says depends on.
@@ -107,7 +106,7 @@ struct Problem {
   double keep_scale() const { return 32768.0 / double(32768 - drop_threshold); }
 };
 
-// Reads "version=6 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
+// Reads "version=7 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
 // Returns an empty string, or what is wrong with the text.
 std::string Decode(std::string_view text, Problem* problem);
 

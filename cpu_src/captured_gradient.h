@@ -20,7 +20,7 @@ struct Apart {
     const auto by = [&](Op op) { return EveryIndexes(p.score_grad, captured, array, op); };
     batch = captured.batch || Increase(in.program_batch, p.batch, by(Op::batch));
     heads = Increase(in.program_head, p.q_heads, by(Op::head));
-    parts = by(Op::key) >= p.kv_len;
+    parts = by(Op::key) >= (in.origin ? in.origin[1] : 0) + p.kv_len;
   }
 
   int64_t copies(const Division& d) const {

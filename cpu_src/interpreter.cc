@@ -79,6 +79,7 @@ void Interpreter<A>::Begin(const Operands& in, int64_t b, int64_t n, int64_t off
   b_ = b;
   n_ = n;
   offset_ = offset;
+  first_key_ = in.origin ? in.origin[1] : 0;
   block_ = block;
   first_ = 0;
   rows_ = block.rows;
@@ -187,11 +188,12 @@ void Interpreter<A>::Execute(int64_t number) {
     case Op::head:
       return Make<Type::i>(number, fill(Fill<A, Type::i>(in_->program_head[n_])));
     case Op::query:
-      return Make<Type::i>(
-          number, [&](int64_t r, int64_t) { return Fill<A, Type::i>(int32_t(block_.i0 + first_ + r + offset_)); });
+      return Make<Type::i>(number, [&](int64_t r, int64_t) {
+        return Fill<A, Type::i>(int32_t(first_key_ + block_.i0 + first_ + r + offset_));
+      });
     case Op::key:
       return Make<Type::i>(number, [&](int64_t, int64_t v) {
-        const int32_t first = int32_t(block_.j0 + block_.c0 + v * kLanes<A>);
+        const int32_t first = int32_t(first_key_ + block_.j0 + block_.c0 + v * kLanes<A>);
         return Collect<A, Type::i>([&](int lane) { return first + lane; });
       });
     case Op::const_f:

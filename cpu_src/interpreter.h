@@ -33,7 +33,8 @@ class Interpreter {
 
   bool present() const { return count_ > 0; }
 
-  // What is the same for several entries of a block of head n of batch entry b, whose row i is query i + offset.
+  // What is the same for several entries of a block of head n of batch entry b, whose row i is query i + offset,
+  // counted from its first key, as the operand origin says.
   void Begin(const Operands& in, int64_t b, int64_t n, int64_t offset, const Block& block);
   // score_mod: S of some rows of it, from s_0 in its place.
   void Score(const Block& some, Tile<A> s);
@@ -118,7 +119,7 @@ class Interpreter {
   // What is being worked on: rows first_ <= r < first_ + rows_ of a block.
   const Operands* in_ = nullptr;
   const CapturedSums<A>* sums_ = nullptr;
-  int64_t b_ = 0, n_ = 0, offset_ = 0;
+  int64_t b_ = 0, n_ = 0, offset_ = 0, first_key_ = 0;
   Block block_ = {};
   int64_t first_ = 0, rows_ = 0;
 };

@@ -27,12 +27,14 @@ class Kept {
     if (!threshold_) return;
     // A lane is one Philox call, which decides two columns of each half of a 16 x 16 tile's rows and columns.
     constexpr int kCalls = kVectorBytes / 4, kCallColumns = 4 * kCalls;
+    const int64_t row0 = in.origin ? in.origin[0] : 0, column0 = in.origin ? in.origin[1] : 0;
     U32Vec lane;
     for (int i = 0; i < kCalls; ++i) lane[i] = uint32_t(i);
     for (int64_t r = 0; r < block.rows; r = r % 16 == 7 ? r + 9 : r + 1) {
       for (int64_t c = block.c0 / kCallColumns * kCallColumns; c < block.c1; c += kCallColumns) {
-        const uint32_t row_group = uint32_t((block.i0 + r) / 16 * 8 + r % 8);
-        U32Vec x[4] = {lane + uint32_t((block.j0 + c) / 4), Fill(row_group), Fill(in.head_id[n]), Fill(in.batch_id[b])};
+        const uint32_t row_group = uint32_t((row0 + block.i0 + r) / 16 * 8 + r % 8);
+        U32Vec x[4] = {lane + uint32_t((column0 + block.j0 + c) / 4), Fill(row_group), Fill(in.head_id[n]),
+                       Fill(in.batch_id[b])};
         Philox(x, in.seed[2 * b], in.seed[2 * b + 1]);
         for (int k = 0; k < 4; ++k) {
           uint16_t* to = bits_.row(r + k / 2 * 8) + c + k % 2 * 8;

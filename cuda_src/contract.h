@@ -65,6 +65,7 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(bool, kv_lengths, p.kv_lengths)                                                \
   FIELD(bool, segments, p.segments)                                                    \
   FIELD(bool, query_offset, p.query_offset)                                            \
+  FIELD(bool, origin, p.origin)                                                        \
   FIELD(bool, mask, p.mask.present)                                                    \
   FIELD(int, q_block, int(p.q_block)) /* 0: there is no block mask */                  \
   FIELD(int, kv_block, int(p.kv_block))                                                \
@@ -206,7 +207,8 @@ struct SegmentBounds {
   FIELD(int*, rows_taken, at(layout.rows_taken))                                                                 \
   /* of each head those that are prepared, and the tiles of keys whose dQ has been added. */                     \
   FIELD(int*, prepared, at(layout.prepared))                                                                     \
-  FIELD(int*, added, at(layout.added))
+  FIELD(int*, added, at(layout.added))                                                                           \
+  FIELD(const int32_t*, origin, in.origin) /* the first row and key, as dropout and programs count them */
 
 struct BlockMask {
   JAX_FLASH_BLOCK_MASK(JAX_FLASH_MEMBER)

@@ -14,10 +14,10 @@ Range RangeOf(const Problem& p, const Instruction& x, const Range& a, const Rang
   Range range;
   switch (x.op) {
     case Op::query:
-      if (p.query_is_row()) range = {0, rows - 1};
+      if (!p.query_offset && !p.origin) range = {0, rows - 1};
       break;
     case Op::key:
-      range = {0, keys - 1};
+      if (!p.origin) range = {0, keys - 1};
       break;
     case Op::const_i:
       range = {int64_t(x.constant), int64_t(x.constant)};

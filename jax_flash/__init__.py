@@ -31,10 +31,12 @@ from jax_flash.attention import (
     attention_with_statistics,
     choose_implementation,
     dot_product_attention,
+    merge,
 )
 from jax_flash.block_sparse import BlockMask
 from jax_flash.plan import Explanation, Kernel, explain
 from jax_flash.problem import Problem
+from jax_flash.sequence import unzigzag, zigzag
 from jax_flash.vjp import RESIDUAL_NAMES
 
 __version__ = "0.1.0"
@@ -51,5 +53,8 @@ __all__ = [
     "choose_implementation",
     "dot_product_attention",
     "explain",
+    "merge",
     "patterns",
+    "unzigzag",
+    "zigzag",
 ]

@@ -8,7 +8,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax_flash import checks, dropout
 from jax_flash.block_sparse import BlockMask, MaskOfFunction
 from jax_flash.problem import Extent, Operands, Problem
 from jax_flash.programs import features, program
+from jax_flash.sequence import Division, Layout
 
 Implementation = Literal["flash", "xla", "reference"]
 
@@ -55,6 +56,8 @@ class Options(SharedOptions, total=False):
     broadcast_dropout: bool
     precision: lax.PrecisionLike
     deterministic: bool
+    sequence_axis: str | tuple[str, ...] | None
+    sequence_layout: Layout | None
 
 
 # The arrays with an entry for each example of the batch, and how many dims such an entry has.
@@ -124,6 +127,8 @@ def problem_and_operands(
     query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
     B, T, N, D = query.shape
     _, S, K, E = value.shape
+    divided = division(given)
+    whole = 1 if divided is None else divided.devices
     if key.shape != (B, S, K, D) or value.shape[0] != B:
         raise ValueError(
             "query [B, T, N, D], key [B, S, K, D] and value [B, S, K, E] do not fit together: "
@@ -142,8 +147,8 @@ def problem_and_operands(
         key,
         value,
         scale,
-        bias=checks.broadcastable("bias", bias, (B, N, T, S), checks.floats),
-        mask=checks.broadcastable("mask", mask, (B, N, T, S), checks.booleans),
+        bias=checks.broadcastable("bias", bias, (B, N, T, whole * S), checks.floats),
+        mask=checks.broadcastable("mask", mask, (B, N, T, whole * S), checks.booleans),
         q_lengths=checks.lengths("query_seq_lengths", given["query_seq_lengths"], B),
         kv_lengths=checks.lengths("key_value_seq_lengths", given["key_value_seq_lengths"], B),
         q_segments=checks.ids("query_segment_ids", given["query_segment_ids"], (B, T), unbatched),
@@ -166,8 +171,8 @@ def problem_and_operands(
         operands = operands.replaced(drawn)
     problem = Problem(
         batch=B,
-        q_len=T,
-        kv_len=S,
+        q_len=whole * T,
+        kv_len=whole * S,
         q_heads=N,
         kv_heads=K,
         qk_dim=D,
@@ -190,14 +195,37 @@ def problem_and_operands(
     )
     block_mask, mask_mod = given["block_mask"], given["mask_mod"]
     if block_mask is not None:
-        _check_block_mask(block_mask, B, N, T, S)
+        _check_block_mask(block_mask, B, N, problem.q_len, problem.kv_len)
     if isinstance(block_mask, MaskOfFunction):
         mask_mod, block_mask = _with_mask_of_function(problem, operands, mask_mod, block_mask), None
     problem, operands = _with_programs(problem, operands, given["score_mod"], mask_mod)
-    if block_mask is None:
-        return problem, operands
-    operands = operands.replaced({name: jnp.asarray(x) for name, x in block_mask.arrays().items()})
-    return problem.with_block_mask(operands.arrays(), block_mask.shape.q_block, block_mask.shape.kv_block), operands
+    if block_mask is not None:
+        operands = operands.replaced({name: jnp.asarray(x) for name, x in block_mask.arrays().items()})
+        problem = problem.with_block_mask(operands.arrays(), block_mask.shape.q_block, block_mask.shape.kv_block)
+    if divided is not None and (refusal := divided.refusal(problem)):
+        raise ValueError(f"sequence_axis={given['sequence_axis']!r}: {refusal}")
+    return problem, operands
+
+
+def division(options: Mapping[str, Any]) -> Division | None:
+    """How the sequence of a call with these options is divided over the devices of a mesh; None: it is not."""
+    axis, layout = options.get("sequence_axis"), options.get("sequence_layout")
+    if axis is None:
+        if layout is not None:
+            raise ValueError(f"sequence_layout={layout!r} needs a sequence_axis")
+        return None
+    axes = (axis,) if isinstance(axis, str) else axis
+    if not isinstance(axes, tuple) or not axes or not all(isinstance(name, str) for name in axes):
+        raise TypeError(f"sequence_axis must be the name of a mesh axis, or a tuple of them: {checks.described(axis)}")
+    if layout not in (None, *get_args(Layout)):
+        raise ValueError(f'sequence_layout must be "contiguous" or "zigzag", not {checks.described(layout)}')
+    try:
+        devices = lax.axis_size(axes)
+    except NameError:
+        raise ValueError(
+            f"sequence_axis={axis!r}: there is no such axis here; it is one of a mesh, inside of jax.shard_map over it"
+        ) from None
+    return Division(axes, devices, layout or "contiguous")
 
 
 def _check_implementation(x: Any) -> None:

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash import arguments, blockwise, checks, custom_calls, partitioning, reference, vjp
+from jax_flash import arguments, blockwise, checks, custom_calls, partitioning, reference, sequence, vjp
 from jax_flash.arguments import Implementation, Options
 from jax_flash.problem import Operands, Problem, result_types
+from jax_flash.sequence import Division
 from jax_flash.varying import varying_alike
 
 
@@ -168,15 +169,14 @@ def attention_with_statistics(
 ) -> tuple[jax.Array, Statistics]:
     """`dot_product_attention` with the softmax statistics: (O, (ℓ, m)).
 
-    Two results over different keys combine to the result over all of them (the paper's section 3.1; ring attention,
-    split keys): with m = max(m₁, m₂), ℓ = e^(m₁-m) ℓ₁ + e^(m₂-m) ℓ₂ and O = (e^(m₁-m) ℓ₁ O₁ + e^(m₂-m) ℓ₂ O₂) / ℓ.
+    `merge` makes the result over all keys of two over some each.
 
     Arguments and errors: `dot_product_attention`. Returns O [B, T, N, E] and `Statistics` [B, N, T].
     """
     problem, operands = arguments.problem_and_operands(query, key, value, bias, mask, options)
     implementation = options.get("implementation")
     try:
-        o, l, m = _attend(problem, operands, implementation)
+        o, l, m = _attend(problem, arguments.division(options), operands, implementation)
     except TypeError as error:
         if "forward-mode" not in str(error) or implementation not in (None, "flash"):
             raise
@@ -187,6 +187,23 @@ def attention_with_statistics(
     if np.ndim(query) == 3:
         o, l, m = (x[0] for x in (o, l, m))
     return o, Statistics(l, m)
+
+
+def merge(first: tuple[jax.Array, Statistics], second: tuple[jax.Array, Statistics]) -> tuple[jax.Array, Statistics]:
+    """(O, (ℓ, m)) over the keys of two results of the same queries together (section 3.1 of arXiv 2205.14135).
+
+    With m = max(m₁, m₂) they are ℓ = e^(m₁-m) ℓ₁ + e^(m₂-m) ℓ₂ and O = (e^(m₁-m) ℓ₁ O₁ + e^(m₂-m) ℓ₂ O₂) / ℓ. So a row
+    may attend to some keys here and to others elsewhere. What has seen nothing changes nothing.
+
+    Args:
+      first, second: results of `attention_with_statistics`: O [B, T, N, E] and statistics [B, N, T], or without batch.
+
+    Returns:
+      O in the dtype of the first, and statistics.
+    """
+    (o1, statistics1), (o2, statistics2) = first, second
+    o, l, m = sequence.merge((o1, *statistics1), (o2, *statistics2))
+    return o.astype(o1.dtype), Statistics(l, m)
 
 
 class Choice(NamedTuple):
@@ -212,17 +229,19 @@ def choose_implementation(problem: Problem, platform: str) -> Choice:
     return Choice("xla", f"{refusal}; blockwise attention runs anywhere")
 
 
-@functools.partial(jax.jit, static_argnames="implementation")  # so that a call outside of jit is traced once
-def _attend(problem: Problem, operands: Operands, implementation: Implementation | None) -> tuple[jax.Array, ...]:
+@functools.partial(jax.jit, static_argnames=("division", "implementation"))  # a call outside of jit is traced once
+def _attend(
+    problem: Problem, division: Division | None, operands: Operands, implementation: Implementation | None
+) -> tuple[jax.Array, ...]:
     operands = varying_alike(operands, operands)
     match implementation:
         case None | "flash":
             _refuse_or_warn(problem, implementation)
-            return vjp.attention(problem, implementation is None, operands)
+            return vjp.attention(problem, division, implementation is None, operands)
         case "xla":
-            return _plain(blockwise.forward, problem, operands)
+            return _plain(blockwise.forward, problem, division, operands)
         case "reference":
-            return _plain(reference.forward, problem, operands)
+            return _plain(reference.forward, problem, division, operands)
 
 
 def _refuse_or_warn(problem: Problem, implementation: Implementation | None) -> None:
@@ -247,10 +266,14 @@ def _refused_on_gpu(problem: Problem) -> str | None:
     return custom_calls.refusal(problem.differentiated(problem.differentiable), "cuda")
 
 
-def _plain(function: Callable[..., tuple[jax.Array, ...]], problem: Problem, operands: Operands):
-    types = result_types(problem, ("o", "l", "m"), (problem.batch,), {})
-
-    def call(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+def _plain(
+    function: Callable[..., tuple[jax.Array, ...]], problem: Problem, division: Division | None, operands: Operands
+) -> tuple[jax.Array, ...]:
+    def compute(problem: Problem, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         return function(problem, Operands.of(arrays))
 
+    if division is not None:
+        return sequence.forward(compute, problem, division, operands.arrays())
+    types = result_types(problem, ("o", "l", "m"), (problem.batch,), {})
+    call = functools.partial(compute, problem)
     return partitioning.automatic(call, problem, operands.arrays(), types)

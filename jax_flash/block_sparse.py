@@ -109,7 +109,7 @@ class BlockMask:
         blocks = xp.where((blocks >= 0) & (blocks < kinds), blocks, NOTHING).astype(np.int32, copy=False)
         if xp is np:
             blocks, element_masks = _compact(shape, blocks, element_masks)
-        lists = {"row_lists": _lists(blocks), "column_lists": _lists(blocks.swapaxes(2, 3))}
+        lists = {"row_lists": block_lists(blocks), "column_lists": block_lists(blocks.swapaxes(2, 3))}
         self.__setstate__({"shape": shape, "blocks": blocks, "element_masks": element_masks, **lists})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -520,7 +520,7 @@ def _all_masks(mask: BlockMask) -> Any:
     return xp.concatenate([np.repeat(common, mask.element_masks.shape[0], 0), mask.element_masks], 1)
 
 
-def _lists(blocks: Any) -> Any:
+def block_lists(blocks: Any) -> Any:
     """[B|1, N|1, U, V] -> [B|1, N|1, U, 2 + W]: see `BlockMask`."""
     xp = jnp if _traced(blocks) else np
     there = blocks != NOTHING

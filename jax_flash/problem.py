@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_flash.programs.program import MOST_CAPTURED, Captured, Program, Sizes
 
-VERSION = 6
+VERSION = 7
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -63,6 +63,7 @@ class Problem:
     kv_lengths: bool = False
     segments: bool = False
     query_offset: bool = False
+    origin: bool = False  # of a part of a call: where dropout and programs count rows and keys from
 
     block_mask: Extent | None = None
     q_block: int = 0  # entries of a block
@@ -229,6 +230,7 @@ class Operands(NamedTuple):
     q_segments: jax.Array | None = None  # [B, T], int32
     kv_segments: jax.Array | None = None  # [B, S], int32
     query_offset: jax.Array | None = None  # [B], int32
+    origin: jax.Array | None = None  # [2], int32, multiples of 16: the whole call's numbers of its first row and key
     blocks: jax.Array | None = None  # [B|1, N|1, U, V], int32: these four are of a BlockMask
     row_lists: jax.Array | None = None  # [B|1, N|1, U, 2 + W], int32
     column_lists: jax.Array | None = None  # [B|1, N|1, V, 2 + W], int32
@@ -274,6 +276,7 @@ DIMS: dict[str, Sequence[str]] = {
     "q_segments": "T",
     "kv_segments": "S",
     "query_offset": "",
+    "origin": "X",
     "blocks": "NUV",
     "row_lists": "NUR",
     "column_lists": "NVC",
@@ -295,7 +298,7 @@ DIMS: dict[str, Sequence[str]] = {
     "dbias": "NTS",
     **{gradient: (name,) for gradient, name in zip(DCAPTURED, CAPTURED, strict=True)},
 }
-ONE_A_CALL = ("scale", "head_id", "program_head")  # they have no leading dims
+ONE_A_CALL = ("scale", "origin", "head_id", "program_head")  # they have no leading dims
 BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
 ONE_A_BATCH = (
     ("bias",),

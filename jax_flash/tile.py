@@ -113,7 +113,9 @@ def kept(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) 
     if not problem.drop_threshold:
         return None
     assert tile.seed is not None and tile.batch_id is not None and tile.head_id is not None
-    start = (rows[0] if rows.size else 0, columns[0] if columns.size else 0)
+    start = [x[0] if x.size else 0 for x in (rows, columns)]
+    if tile.origin is not None:
+        start = [x + first for x, first in zip(start, tile.origin, strict=True)]
     shape = (rows.shape[0], columns.shape[0])
     keep = dropout.keep_mask(problem.drop_threshold, tile.seed, tile.batch_id, tile.head_id, shape, *start)
     return keep.astype(problem.accumulation_dtype) * dropout.keep_scale(problem.drop_threshold)
@@ -194,6 +196,8 @@ def _programmed(
     """
     assert tile.program_batch is not None and tile.program_head is not None
     offset = jnp.zeros(problem.batch, jnp.int32) if tile.query_offset is None else tile.query_offset
+    if tile.origin is not None:
+        offset, columns = offset + tile.origin[1], columns + tile.origin[1]
     shaped = [x.reshape(len(x), *of.shape) for x, of in zip(captured, problem.captured, strict=True) if x is not None]
     places = (tile.program_batch, tile.program_head, offset[:, None] + rows, columns)
     if s is None or seen is None:

@@ -10,47 +10,77 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_flash import custom_calls
+from jax_flash import custom_calls, sequence
 from jax_flash.problem import CAPTURED, DIFFERENTIATED, Operands, Problem
+from jax_flash.sequence import Division
 
 # A remat policy that saves these by name, `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`, keeps the
 # backward from running the forward again.
 RESIDUAL_NAMES = ("jax_flash_o", "jax_flash_l", "jax_flash_m")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attention(problem: Problem, fallback: bool, operands: Operands) -> tuple[jax.Array, ...]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def attention(problem: Problem, division: Division | None, fallback: bool, operands: Operands) -> tuple[jax.Array, ...]:
     """(o, l, m). Only what is asked for is differentiated; m counts as a constant: m + log l has its exact gradient.
 
-    The operand `scale` must be positive.
+    The operand `scale` must be positive. `division`: inside of `shard_map` the operands are a device's part of a
+    sequence.
     """
-    return custom_calls.forward(problem, fallback, operands)
+    return _forward_calls(problem, division, fallback, operands)
 
 
-def _forward(problem, fallback, operands):
+def _forward_calls(
+    problem: Problem, division: Division | None, fallback: bool, operands: Operands
+) -> tuple[jax.Array, ...]:
+    if division is None:
+        return custom_calls.forward(problem, fallback, operands)
+
+    def compute(problem: Problem, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        return custom_calls.forward(problem, fallback, Operands.of(arrays))
+
+    return sequence.forward(compute, problem, division, operands.arrays())
+
+
+def _backward_calls(
+    problem: Problem, division: Division | None, fallback: bool, operands: Operands, statistics: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    if division is None:
+        results = custom_calls.backward(problem, fallback, operands, **statistics)
+        return dict(zip(problem.gradients, results, strict=True))
+
+    def compute(problem: Problem, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        given = {name: arrays.pop(name) for name in statistics}
+        return custom_calls.backward(problem, fallback, Operands.of(arrays), **given)
+
+    return sequence.backward(compute, problem, division, operands.arrays() | statistics)
+
+
+def _forward(problem, division, fallback, operands):
     # Which gradients are asked for is said by shapes: JAX keeps the static part of residuals once for all traces.
     named = operands.arrays()
     differentiated = {grad: named.get(name) for grad, name in (DIFFERENTIATED | {"dscale": "scale"}).items()}
     asked = {grad: jnp.zeros(int(x is not None and x.perturbed), bool) for grad, x in differentiated.items()}
     operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
-    o, l, m = map(checkpoint_name, custom_calls.forward(problem, fallback, operands), RESIDUAL_NAMES)
+    o, l, m = map(checkpoint_name, _forward_calls(problem, division, fallback, operands), RESIDUAL_NAMES)
     return (o, l, m), (asked, operands, o, l, m)
 
 
-def _backward(problem, fallback, residuals, cotangents):
+def _backward(problem, division, fallback, residuals, cotangents):
     asked, operands, o, l, m = residuals
     do, dl, _ = cotangents
     if isinstance(do, SymbolicZero):
         do = jnp.zeros_like(o)
-    dlogsumexp = None if isinstance(dl, SymbolicZero) else dl * l
+    statistics = {"o": o, "l": l, "m": m, "do": do}
+    if not isinstance(dl, SymbolicZero):
+        statistics["dlogsumexp"] = dl * l
     asked = {grad for grad, x in asked.items() if x.size}
     needed = asked | ({"dq"} if "dscale" in asked else set())
-    problem = problem.differentiated(needed, dlogsumexp=dlogsumexp is not None)
-    names = [DIFFERENTIATED[grad] for grad in problem.gradients]
-    results = custom_calls.backward(problem, fallback, operands, o, l, m, do, dlogsumexp)
+    problem = problem.differentiated(needed, dlogsumexp="dlogsumexp" in statistics)
+    results = _backward_calls(problem, division, fallback, operands, statistics)
     arrays = operands.arrays()
     grads: dict[str, Any] = dict.fromkeys(CAPTURED[: len(problem.captured)])
-    grads |= {name: x.astype(arrays[name].dtype) for name, x in zip(names, results, strict=True)}
+    named = {DIFFERENTIATED[gradient]: x for gradient, x in results.items()}
+    grads |= {name: x.astype(arrays[name].dtype) for name, x in named.items()}
     if "dscale" in asked:  # S = τ Q Kᵀ, so that τ dτ = Σ S dS = Σ Q dQ
         query, dq = (x.astype(operands.scale.dtype) for x in (operands.query, grads["query"]))
         rows = jnp.einsum("btnd,btnd->btn", query, dq, precision="highest")  # a CPU sums all at once one by one

@@ -14,6 +14,7 @@ int AddMaskUnit(const Problem& p, Plan* plan) {
   any.mask_mod = p.mask_mod;
   any.captured = p.captured;
   any.query_offset = p.mask_mod.present() && p.query_offset;
+  any.origin = p.mask_mod.present() && p.origin;
   any.q_len = p.q_len, any.kv_len = p.kv_len;  // not the cubin's business, but that of the programs' integers
   any.q_block = p.q_block, any.kv_block = p.kv_block;
   return AddUnit("scheduler/mask_blocks.cuh", Asks::kOfBoth, any, {Family::kAmpere}, plan);

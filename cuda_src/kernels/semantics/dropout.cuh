@@ -36,25 +36,36 @@ __device__ __forceinline__ bool Dropped(const Params& p, uint32_t word, int e) {
   return kDropout && fabsf(__uint_as_float(e == 0 ? word << 16 : word)) < __uint_as_float(p.drop_threshold << 16);
 }
 
+// What row i is decided with: the row 8 before or after it has the same.
+__device__ __forceinline__ uint32_t RowGroup(uint32_t i) { return i / 16 * 8 + i % 8; }
+
+// The same of the call's first row, and of 4 columns the number of its first: multiples of 16 where the call is a part
+// of one.
+__device__ __forceinline__ uint32_t FirstRowGroup(const Params& p) {
+  return kProblem.origin ? RowGroup(__ldg(p.origin)) : 0;
+}
+__device__ __forceinline__ uint32_t FirstColumns(const Params& p) {
+  return kProblem.origin ? uint32_t(__ldg(p.origin + 1)) / 4 : 0;
+}
+
 // The seed of a batch entry and head. Without dropout there is none.
 struct Seed {
-  uint32_t key0, key1, head_id, batch_id;
+  uint32_t key0, key1, head_id, batch_id, first_columns, first_row_group;
 
   __device__ __forceinline__ Seed(const Params& p, int batch, int head) {
     if constexpr (!kDropout) return;
     key0 = p.seed[2 * batch], key1 = p.seed[2 * batch + 1];
     head_id = p.head_id[head], batch_id = p.batch_id[batch];
+    first_columns = FirstColumns(p), first_row_group = FirstRowGroup(p);
   }
 
   // The words of a lane: of the 16 columns that are the `columns`-th, and of a row with its lane's 8th after it.
   __device__ __forceinline__ Philox4 Words(uint32_t columns, uint32_t row_group) const {
     if constexpr (!kDropout) return {};
-    return Philox({{columns * 4 + threadIdx.x % 4, row_group, head_id, batch_id}}, key0, key1);
+    const uint32_t column = first_columns + columns * 4 + threadIdx.x % 4;
+    return Philox({{column, first_row_group + row_group, head_id, batch_id}}, key0, key1);
   }
 };
-
-// What row i is decided with: the row 8 before or after it has the same.
-__device__ __forceinline__ uint32_t RowGroup(uint32_t i) { return i / 16 * 8 + i % 8; }
 
 // Z of a tile of S with kCols columns, of two rows of a lane: of two entries all bits of their halves, or none.
 template <int kCols>
@@ -72,10 +83,11 @@ struct PackedZ {
   __device__ __forceinline__ void Draw(const Params& p, uint32_t row, int column) {
     if constexpr (!kDropout) return;
     Pin(seed);  // so that what can be computed from it beforehand does not fill the registers
+    const uint32_t row_group = FirstRowGroup(p) + RowGroup(row), first_columns = FirstColumns(p);
 #pragma unroll
     for (int c = 0; c < kCols / 16; ++c) {
-      const uint32_t columns = (column / 16 + c) * 4 + threadIdx.x % 4;
-      const Philox4 x = Philox({{columns, RowGroup(row), seed[2], seed[3]}}, seed[0], seed[1]);
+      const uint32_t columns = first_columns + (column / 16 + c) * 4 + threadIdx.x % 4;
+      const Philox4 x = Philox({{columns, row_group, seed[2], seed[3]}}, seed[0], seed[1]);
 #pragma unroll
       for (int w = 0; w < 4; ++w) kept[4 * c + w] = NotBelow(x.x[w], p.drop_threshold);
     }

@@ -40,8 +40,9 @@ __device__ __forceinline__ int OffsetOf(const Params& p, int batch) {
 
 // What programs are told of row i, column j.
 __device__ __forceinline__ program::Place PlaceOf(const Params& p, int batch, int head, int i, int j) {
+  const int first_key = kProblem.origin ? __ldg(p.origin + 1) : 0;
   return {batch, __ldg(Programs(p).program_batch + batch), __ldg(Programs(p).program_head + head),
-          i + OffsetOf(p, batch), j};
+          first_key + i + OffsetOf(p, batch), first_key + j};
 }
 template <bool kTransposed>
 __device__ __forceinline__ program::Place PlaceOf(const Params& p, int batch, int head, const View<kTransposed>& view,

@@ -273,7 +273,8 @@ def _plain(
         return function(problem, Operands.of(arrays))
 
     if division is not None:
-        return sequence.forward(compute, problem, division, operands.arrays())
+        results = sequence.forward(compute, problem, division, operands.arrays())
+        return results["o"], results["l"], results["m"]
     types = result_types(problem, ("o", "l", "m"), (problem.batch,), {})
     call = functools.partial(compute, problem)
     return partitioning.automatic(call, problem, operands.arrays(), types)

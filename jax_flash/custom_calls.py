@@ -5,7 +5,7 @@ one; each is full or 1). From the outside in, each is
 
     jax_flash             a JAX primitive: derivatives of any order go through `blockwise.py`, the same algorithm in
                           plain JAX, and a mapped axis becomes one more leading dim
-    custom_partitioning   every device computes its own leading dims and heads (`partitioning.py`)
+    custom_partitioning   every device computes its own leading dims, heads and rows (`partitioning.py`)
     jax_flash_call        the leading dims become the batch of one `Problem`: what that is, the platform says
     ffi_call              on a CPU, and with scratch memory on a GPU; elsewhere `blockwise.py`
 
@@ -184,8 +184,11 @@ def _blockwise(call: Call, arrays: Arrays) -> Results:
 
 
 def _sharded(call: Call, arrays: Arrays) -> Results:
+    def compute(problem: Problem, arrays: Arrays) -> Results:
+        return _custom_call(call._replace(problem=problem), arrays)
+
     types = result_types(call.problem, call.results, _lead(arrays), arrays)
-    return partitioning.divided(functools.partial(_custom_call, call), call.problem, arrays, types)
+    return partitioning.divided(compute, call.problem, arrays, types)
 
 
 def _lead(arrays: Arrays) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
-"""How a call is divided over the devices of a mesh: every device computes its own leading dims and heads.
+"""How a call is divided over the devices of a mesh: every device computes its own leading dims, heads and rows.
 
-Lengths and head dims are needed whole (sequences that are sharded over T or S are gathered). A gradient of what several
-devices share, a bias of a sharded batch or the key/value head of sharded query heads, is summed over them.
+A sequence that is sharded, of rows as of keys, is divided by heads where that sends less, else keys and values go round
+(`sequence.py`). Head dims, and sequences that do not divide so, are gathered. A gradient of what several devices share,
+a bias of a sharded batch or the key/value head of sharded query heads, is summed over them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_flash import sequence
 from jax_flash.problem import DIFFERENTIATED, DIMS, SHARED_GRADIENTS, Problem
+from jax_flash.sequence import Compute, Division
 
 Arrays = dict[str, jax.Array]
 Types = dict[str, jax.ShapeDtypeStruct]
@@ -26,19 +29,20 @@ Function = Callable[[Arrays], Results]
 Axes = dict[str, tuple[str, ...] | None]  # the mesh axes that divide a dim
 
 
-def divided(function: Function, problem: Problem, arrays: Arrays, types: Types) -> Results:
-    """`function(arrays)`, called on every device with what that device computes.
+def divided(compute: Compute, problem: Problem, arrays: Arrays, types: Types) -> Results:
+    """`compute(problem, arrays)`, called on every device with what that device computes.
 
     Args:
-      function: from arrays by name, with any leading dims and any number of heads, to results.
+      compute: from a problem, and arrays by name with any leading dims and any number of heads, to results.
       problem: the whole problem.
       arrays, types: the arguments and the types of the results, by name (`problem.DIMS`).
     """
+    function = functools.partial(compute, problem)
     if jax.sharding.get_abstract_mesh().manual_axes:  # inside of shard_map the arrays are this device's
         return automatic(function, problem, arrays, types)
     call = custom_partitioning(function)
     call.def_partition(
-        partition=functools.partial(_partition, function, problem, tuple(types)),
+        partition=functools.partial(_partition, compute, problem, tuple(types)),
         sharding_rule=_sharding_rule(problem, dict(sorted(arrays.items())), types),
         infer_sharding_from_operands=functools.partial(_infer, problem, tuple(types)),
     )
@@ -55,34 +59,43 @@ def automatic(function: Function, problem: Problem, arrays: Arrays, types: Types
     rows = specs["query"][-3]  # as the query's is the place of a result's rows
     taken = set((rows,) if isinstance(rows, str) else rows or ())
     axes = {dim: over for dim, over in axes.items() if not taken & set(over or ())} | {"T": rows}
-    places = [specs.get(DIFFERENTIATED.get(name, "")) or _spec(axes, name, x.shape) for name, x in types.items()]
+    places = [
+        specs.get(DIFFERENTIATED.get(name, "")) or _spec(problem, axes, name, x.shape) for name, x in types.items()
+    ]
     shardings = tuple(NamedSharding(mesh, spec) for spec in places)
     with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context
         return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)(arrays)
 
 
-def _dims(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """A name for every dim: "b0", "b1", … for leading dims, then letters; "1" for what is broadcast."""
+def _dims(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """A name for every dim: "b0", "b1", … for leading dims, then letters; "1" for what is broadcast.
+
+    Keys are "T" where they are divided as the rows are, and "S" where they are needed whole.
+    """
     lead = len(shape) - len(DIMS[name])
-    dims = (*(f"b{i}" for i in range(lead)), *DIMS[name])
+    dims = [*(f"b{i}" for i in range(lead)), *DIMS[name]]
+    if problem.q_len == problem.kv_len and "T" not in dims:
+        dims = ["T" if dim == "S" else dim for dim in dims]
     return tuple("1" if size == 1 else dim for size, dim in zip(shape, dims, strict=True))
 
 
 def _sharding_rule(problem: Problem, operands: Arrays, results: Types) -> SdyShardingRule:
-    """Leading dims and heads may be divided, lengths and head dims are needed whole."""
+    """Leading dims and heads may be divided, and lengths that are equal, alike; head dims are needed whole."""
     ones = itertools.count()
     whole: dict[str, None] = {}  # an ordered set: Shardy wants the order of appearance
+
+    divisible = {"N", "K"} | ({"T"} if problem.q_len == problem.kv_len else set())
 
     def factor(dim: str) -> str:
         if dim == "K" and problem.group == 1:
             return "N"
         name = f"one{next(ones)}" if dim == "1" else dim
-        if dim not in ("N", "K") and not dim.startswith("b"):
+        if dim not in divisible and not dim.startswith("b"):
             whole[name] = None
         return name
 
     def mappings(arrays: Arrays | Types) -> tuple[ArrayMapping, ...]:
-        return tuple(ArrayMapping(*map(factor, _dims(name, x.shape))) for name, x in arrays.items())
+        return tuple(ArrayMapping(*map(factor, _dims(problem, name, x.shape))) for name, x in arrays.items())
 
     return SdyShardingRule(
         mappings(operands),
@@ -94,9 +107,13 @@ def _sharding_rule(problem: Problem, operands: Arrays, results: Types) -> SdySha
 def _axes(
     problem: Problem, mesh: Mesh | AbstractMesh, placed: Mapping[str, tuple[tuple[int, ...], PartitionSpec]]
 ) -> Axes:
-    """The mesh axes that divide the leading dims and the heads: those of the first array that is divided there."""
+    """The mesh axes that divide the leading dims, the heads and the sequence ("T"): those of the first array that is
+    divided there."""
 
-    def divides(dim: str, size: int, parts: int) -> bool:
+    def divides(dim: str, size: int, over: tuple[str, ...]) -> bool:
+        parts = _parts(mesh, over)
+        if dim == "T":
+            return problem.q_len == problem.kv_len and Division(over, parts).refusal(problem) is None
         if dim == "N":  # whole groups to a device, or whole devices to a group
             size_kv, heads = problem.kv_heads, problem.q_heads // parts
             return size % parts == 0 and (size_kv % parts == 0 or problem.group % heads == 0)
@@ -106,9 +123,9 @@ def _axes(
     taken: set[str] = set()
     for name in (name for name in DIMS if name in placed):
         shape, spec = placed[name]
-        for dim, size, entry in zip(_dims(name, shape), shape, spec, strict=False):
+        for dim, size, entry in zip(_dims(problem, name, shape), shape, spec, strict=False):
             here = (entry,) if isinstance(entry, str) else tuple(entry or ())
-            if here and dim not in axes and not taken & set(here) and divides(dim, size, _parts(mesh, here)):
+            if here and dim not in axes and not taken & set(here) and divides(dim, size, here):
                 axes["N" if dim == "K" else dim] = here
                 taken |= set(here)
     if problem.kv_heads % _parts(mesh, axes.get("N")) == 0:
@@ -120,14 +137,20 @@ def _parts(mesh: Mesh | AbstractMesh, axes: tuple[str, ...] | None) -> int:
     return math.prod(mesh.shape[axis] for axis in axes or ())
 
 
-def _spec(axes: Axes, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-    return PartitionSpec(*(axes.get(dim) for dim in _dims(name, shape)))
+def _rows(mesh: Mesh | AbstractMesh, axes: Axes) -> Division | None:
+    """How the sequence is divided."""
+    over = axes.get("T")
+    return Division(over, _parts(mesh, over)) if over else None
 
 
-def _partition(function: Function, problem: Problem, names: tuple[str, ...], mesh: Mesh, args, results):
+def _spec(problem: Problem, axes: Axes, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    return PartitionSpec(*(axes.get(dim) for dim in _dims(problem, name, shape)))
+
+
+def _partition(compute: Compute, problem: Problem, names: tuple[str, ...], mesh: Mesh, args, results):
     (arrays,) = args
     mesh, axes = _placed(problem, mesh, arrays)
-    dims = {name: _dims(name, x.shape) for name, x in zip(names, results, strict=True)}  # of the whole results
+    dims = {name: _dims(problem, name, x.shape) for name, x in zip(names, results, strict=True)}  # of the whole results
     head_axes = axes.get("N") or ()
     shared_kv_head = "K" not in axes  # a device's query heads all read one key/value head
 
@@ -140,7 +163,14 @@ def _partition(function: Function, problem: Problem, names: tuple[str, ...], mes
             if shared_kv_head:
                 kv = {name: lax.dynamic_slice_in_dim(arrays[name], kv_head(), 1, axis=-2) for name in ("key", "value")}
                 arrays = arrays | kv
-            return tuple(map(complete, names, function(arrays)))
+            return tuple(map(complete, names, of_rows(arrays)))
+
+    def of_rows(arrays: Arrays) -> Results:
+        rows = _rows(mesh, axes)
+        if rows is None:
+            return compute(problem, arrays)
+        results = (sequence.forward if "o" in names else sequence.backward)(compute, problem, rows, arrays)
+        return tuple(results[name] for name in names)
 
     def complete(name: str, x: jax.Array) -> jax.Array:
         """Sums a gradient over the devices that hold other parts of it."""
@@ -152,14 +182,14 @@ def _partition(function: Function, problem: Problem, names: tuple[str, ...], mes
             return lax.psum(x, tuple(itertools.chain(*shared)))
         return x
 
-    places = _shardings(axes, mesh, dict(zip(names, results, strict=True)))
-    return mesh, local, tuple(places.values()), (_shardings(axes, mesh, arrays),)
+    places = _shardings(problem, axes, mesh, dict(zip(names, results, strict=True)))
+    return mesh, local, tuple(places.values()), (_shardings(problem, axes, mesh, arrays),)
 
 
 def _infer(problem: Problem, names: tuple[str, ...], mesh: Mesh, args, results) -> tuple[NamedSharding, ...]:
     """The places of the results, which GSPMD asks for where Shardy has the rule."""
     mesh, axes = _placed(problem, mesh, *args)
-    return tuple(_shardings(axes, mesh, dict(zip(names, results, strict=True))).values())
+    return tuple(_shardings(problem, axes, mesh, dict(zip(names, results, strict=True))).values())
 
 
 def _placed(problem: Problem, mesh: Mesh, arrays) -> tuple[Mesh, Axes]:
@@ -168,8 +198,13 @@ def _placed(problem: Problem, mesh: Mesh, arrays) -> tuple[Mesh, Axes]:
         place = arrays["query"].sharding  # GSPMD asks before there is any: all devices then are as one
         mesh = Mesh(tuple(place.device_set if place else jax.local_devices()[:1]), ("devices",))
     specs = {name: getattr(x.sharding, "spec", PartitionSpec()) for name, x in arrays.items()}
-    return mesh, _axes(problem, mesh, {name: (x.shape, specs[name]) for name, x in arrays.items()})
+    axes = _axes(problem, mesh, {name: (x.shape, specs[name]) for name, x in arrays.items()})
+    if rows := _rows(mesh, axes):
+        heads = (*(axes.get("N") or ()), *rows.axes)
+        if problem.kv_heads % _parts(mesh, heads) == 0 and sequence.cheaper_by_heads(problem, rows):
+            axes = {dim: over for dim, over in axes.items() if dim != "T"} | {"N": heads, "K": heads}
+    return mesh, axes
 
 
-def _shardings(axes: Axes, mesh: Mesh, arrays) -> dict[str, NamedSharding]:
-    return {name: NamedSharding(mesh, _spec(axes, name, x.shape)) for name, x in arrays.items()}
+def _shardings(problem: Problem, axes: Axes, mesh: Mesh, arrays) -> dict[str, NamedSharding]:
+    return {name: NamedSharding(mesh, _spec(problem, axes, name, x.shape)) for name, x in arrays.items()}

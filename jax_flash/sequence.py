@@ -3,7 +3,8 @@
 Every device has rows of Q of its own and, at each visit, the keys and values of another one, which are on their way to
 the next meanwhile. What it computes with them is an attention on arrays of its own, which is told by its lengths, its
 query offset and its origin where in the whole it is. Results are merged by their statistics; the backward sends the
-gradients of keys and values along with them.
+gradients of keys and values along with them. Where devices would wait for each other in the layout that the arrays
+have, as under a causal mask the first do for the last, they first exchange halves for the other layout.
 
 Arrays are by name (`problem.DIMS`) and may have any leading dims. Those that have rows or keys, Q, K, V, what is like
 them and segment ids, are those of this device; of a bias or a mask it has its own rows and all columns, in natural
@@ -54,6 +55,10 @@ class Division(NamedTuple):
         """The first row, or key, of each part of a device's."""
         numbers = [device] if self.parts == 1 else [device, 2 * self.devices - 1 - device]
         return [number * self.part(length) for number in numbers]
+
+    def device_of(self, part: int) -> int:
+        """The device that has a part of the whole."""
+        return part if part < self.devices else 2 * self.devices - 1 - part
 
     def refusal(self, problem: Problem) -> str | None:
         """Why a problem cannot be divided so; None: it can."""
@@ -108,36 +113,60 @@ class Visit(NamedTuple):
     pairs: tuple[tuple[int, int], ...]  # its parts of rows, each with a part of these keys
 
 
-def visits(problem: Problem, division: Division) -> list[Visit]:
-    """Those in which some device sees something, as far as causal masks and windows tell; the first of its own keys."""
+def entries(problem: Problem, division: Division) -> np.ndarray:
+    """How many entries causal masks and windows leave: [shift, part of rows, part of keys, device], as in `Visit`."""
     rows, keys = division.part(problem.q_len), division.part(problem.kv_len)
     devices = np.arange(division.devices)
-    row_starts = division.starts(devices, problem.q_len)
-    right = 0 if problem.causal else problem.window_right
+    left, right = problem.window_left, 0 if problem.causal else problem.window_right
 
-    def visible(row_start: np.ndarray, key_start: np.ndarray) -> bool:
+    def up_to(n: np.ndarray) -> np.ndarray:
+        """What y = ..., n - 1, n have of the keys 0 to y - 1, together."""
+        n = n.clip(0)
+        return np.where(n <= keys, n * (n + 1) // 2, keys * (keys + 1) // 2 + (n - keys) * keys)
+
+    def at_most(distance: int, first_row: np.ndarray, first_key: np.ndarray) -> np.ndarray:
+        """Entries whose key is so far to the right of their row, or less."""
+        ahead = distance + first_row - first_key
+        return up_to(ahead + rows) - up_to(ahead)
+
+    def pair(shift: int, a: int, b: int) -> np.ndarray:
+        first_row = division.starts(devices, problem.q_len)[a]
+        first_key = division.starts((devices - shift) % division.devices, problem.kv_len)[b]
+        everything = np.full(division.devices, rows * keys)
         if problem.query_offset:  # nobody knows it
-            return True
-        nearest, furthest = key_start - (row_start + rows - 1), key_start + keys - 1 - row_start  # of keys from rows
-        seen = np.ones(len(devices), bool)
-        if problem.window_left >= 0:
-            seen &= furthest >= -problem.window_left
-        if right >= 0:
-            seen &= nearest <= right
-        return bool(seen.any())
+            return everything
+        within = at_most(right, first_row, first_key) if right >= 0 else everything
+        return within - (at_most(-left - 1, first_row, first_key) if left >= 0 else 0)
 
-    found = []
-    for shift in range(division.devices):
-        key_starts = division.starts((devices - shift) % division.devices, problem.kv_len)
-        pairs = tuple(
-            (a, b)
-            for a in range(division.parts)
-            for b in range(division.parts)
-            if visible(row_starts[a], key_starts[b]) or (shift == 0 and a == b)
-        )
-        if pairs:
-            found.append(Visit(shift, pairs))
-    return found
+    parts = range(division.parts)
+    return np.array([[[pair(shift, a, b) for b in parts] for a in parts] for shift in range(division.devices)])
+
+
+def visits(problem: Problem, division: Division) -> list[Visit]:
+    """Those in which some device sees something, as far as causal masks and windows tell; the first of its own keys."""
+    seen = entries(problem, division).max(-1) > 0
+    seen[0] |= np.eye(division.parts, dtype=bool)
+    pairs = [tuple((a, b) for a, b in np.argwhere(of).tolist()) for of in seen]
+    return [Visit(shift, of) for shift, of in enumerate(pairs) if of]
+
+
+def balanced(problem: Problem, division: Division) -> Division:
+    """The division in whose layout it is computed. To exchange halves for the other one must save a tenth."""
+
+    def time(over: Division) -> int:
+        return int(entries(problem, over).sum((1, 2)).max(-1).sum())  # at every visit all wait for the last
+
+    other = division._replace(layout="zigzag" if division.layout == "contiguous" else "contiguous")
+    wins = other.refusal(problem) is None and time(other) < 0.9 * time(division)
+    return other if wins else division
+
+
+def cheaper_by_heads(problem: Problem, division: Division) -> bool:
+    """Whether fewer rows of heads are sent where every device gets all rows of some heads, by an all-to-all."""
+    over = balanced(problem, division)
+    once = problem.q_heads + problem.kv_heads  # Q and O, K and V
+    ring = (len(visits(problem, over)) - 1) * problem.kv_heads + (once if over != division else 0)
+    return once * (division.devices - 1) / division.devices <= ring
 
 
 def merge(first: Rows, second: Rows) -> Rows:
@@ -158,13 +187,15 @@ def merge(first: Rows, second: Rows) -> Rows:
     return share1 * first[0].astype(l.dtype) + share2 * second[0].astype(l.dtype), l, m
 
 
-def forward(compute: Compute, problem: Problem, division: Division, arrays: Arrays) -> Rows:
-    """O, l and m of this device's rows.
+def forward(compute: Compute, problem: Problem, division: Division, arrays: Arrays) -> Arrays:
+    """The o, l and m of this device's rows.
 
     Args:
       compute: a forward on one device, of a problem and arrays by name.
       problem: the whole one.
     """
+    division, given = balanced(problem, division), division
+    arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
     rows: list[Rows | None] = [None] * division.parts
     for visit, visitors in _tour(problem, division, arrays):
         for a, b in visit.pairs:
@@ -173,7 +204,8 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
             before = rows[a]
             rows[a] = (o, l, m) if before is None else merge(before, (o, l, m))
     o, l, m = (jnp.concatenate(parts, _axis(name)) for name, parts in zip("olm", zip(*rows, strict=True), strict=True))
-    return o.astype(arrays["query"].dtype), l, m
+    results = {"o": o.astype(arrays["query"].dtype), "l": l, "m": m}
+    return {name: _relaid(problem, name, x, division, given) for name, x in results.items()}
 
 
 def backward(compute: Compute, problem: Problem, division: Division, arrays: Arrays) -> dict[str, jax.Array]:
@@ -184,6 +216,8 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
       compute: a backward on one device, likewise.
       arrays: the operands, with the o, l and m of the forward, do and dlogsumexp.
     """
+    division, given = balanced(problem, division), division
+    arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
     dtype = problem.accumulation_dtype
     own: dict[Any, Any] = {}  # dq by part of the rows, and what has no part
     travelled: dict[Any, Any] = {}  # dk and dv, by part of the keys
@@ -203,7 +237,34 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
                 else:
                     own[name] = _with_bias_part(problem, division, arrays, own.get(name), x, visit.shift, a, b)
     travelled = _sent(travelled, division, -shift)
-    return {name: _whole(own | travelled, name, division).astype(_dtype(problem, name)) for name in problem.gradients}
+    results = {name: _whole(own | travelled, name, division) for name in problem.gradients}
+    types = {name: problem.dtype if name in ("dq", "dk", "dv") else dtype for name in results}
+    return {name: _relaid(problem, name, x.astype(types[name]), division, given) for name, x in results.items()}
+
+
+def _relaid(problem: Problem, name: str, x: jax.Array, before: Division, after: Division) -> jax.Array:
+    """This device's part of an array in one layout, of that in another: every device sends each of its halves away.
+
+    In the contiguous layout they are the parts 2 d and 2 d + 1 of the whole, in the zigzag layout one of them is even,
+    too: so the even ones of all devices are exchanged, then the odd ones.
+    """
+    axis = _divided_axis(problem, name, x)
+    if axis is None or before == after:
+        return x
+    odd = lax.axis_index(before.axes) % 2 == 1
+    to_zigzag = [[(d, before.device_of(2 * d + i)) for d in range(before.devices)] for i in range(2)]
+
+    def swapped_if_odd(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first half of a device's in the zigzag layout has the device's number."""
+        return jnp.where(odd, second, first), jnp.where(odd, first, second)
+
+    halves = jnp.split(x, 2, axis)
+    if after.layout == "zigzag":
+        came = [lax.ppermute(half, before.axes, pairs) for half, pairs in zip(halves, to_zigzag, strict=True)]
+        return jnp.concatenate(swapped_if_odd(*came), axis)
+    back = [[(to, d) for d, to in pairs] for pairs in to_zigzag]
+    came = [lax.ppermute(half, before.axes, p) for half, p in zip(swapped_if_odd(*halves), back, strict=True)]
+    return jnp.concatenate(came, axis)
 
 
 def _tour(problem: Problem, division: Division, arrays: Arrays) -> Iterator[tuple[Visit, Arrays]]:
@@ -313,11 +374,15 @@ def _whole(sums: dict[Any, Any], name: str, division: Division) -> jax.Array:
     return jnp.concatenate([sums[name, part] for part in range(division.parts)], _axis(name))
 
 
-def _dtype(problem: Problem, name: str) -> str:
-    return problem.dtype if name in ("dq", "dk", "dv") else problem.accumulation_dtype
-
-
 def _axis(name: str) -> int:
     """Of rows, or keys, counted from the last."""
     dims = DIMS[name]
     return next(i for i in range(-len(dims), 0) if dims[i] in "TS")
+
+
+def _divided_axis(problem: Problem, name: str, x: jax.Array) -> int | None:
+    """Of what this device has of an array's rows or keys; None: it is there as a whole."""
+    if name in ("bias", "mask", "dbias"):
+        extent = problem.mask if name == "mask" else problem.bias
+        return x.ndim - 2 if extent is not None and extent.rows else None
+    return _axis(name) % x.ndim if {"T", "S"} & set(DIMS[name]) else None

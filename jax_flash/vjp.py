@@ -38,7 +38,8 @@ def _forward_calls(
     def compute(problem: Problem, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         return custom_calls.forward(problem, fallback, Operands.of(arrays))
 
-    return sequence.forward(compute, problem, division, operands.arrays())
+    results = sequence.forward(compute, problem, division, operands.arrays())
+    return results["o"], results["l"], results["m"]
 
 
 def _backward_calls(

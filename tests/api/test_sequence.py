@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import DIFFERENTIATED, Case
-from jax.sharding import AxisType
+from cases import DIFFERENTIATED, Case, gathers
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
@@ -94,3 +94,53 @@ def test_as_on_one_device(case, layout):
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
     assert_close(divided(case, arrays, 4, layout), expected)
+
+
+# --- under jit: the partitioner divides it ---
+
+MODES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+RING, HEADS = "collective-permute", "all-to-all"
+
+
+def placed(mesh, arrays, batch, rows, heads):
+    """Arrays sharded in all of these dims, where they have them and are not broadcast."""
+    dims = {"query": "btn", "key": "btk", "value": "btk", "bias": "bnt", "mask": "bnt"}
+    dims |= dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), "bt")
+    dims |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "query_offset"), "b")
+
+    def spec(name, x):
+        over = {"b": batch, "t": rows, "n": heads, "k": heads if arrays["key"].shape[2] > 1 else None}
+        return P(*(over[dim] if x.shape[i] > 1 else None for i, dim in enumerate(dims.get(name, ""))))
+
+    return {name: jax.device_put(x, NamedSharding(mesh, spec(name, x))) for name, x in arrays.items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("case", "shape", "sends"),
+    [
+        (DIVIDED(K=1), (1, 8, 1), RING),
+        (DIVIDED(K=1, causal=True, dropout=0.3, bias="1nts"), (1, 4, 2), RING),
+        (DIVIDED(B=4, causal=True, window=(20, 0), segments=True, bias="b11s", mask="b1ts"), (2, 4, 1), RING),
+        (DIVIDED(lengths=True, soft_cap=1.0, bias="bnt1", mask="1n1s", dropout=0.5), (2, 2, 2), RING),
+        (DIVIDED(causal=True, offset=True), (1, 8, 1), RING),
+        (DIVIDED(N=8, K=8, causal=True, dropout=0.3, mask="b1ts"), (1, 4, 2), HEADS),
+        (DIVIDED(B=4, K=4, causal=True, bias="bnts"), (2, 4, 1), HEADS),
+    ],
+    ids=str,
+)
+def test_under_jit(case, shape, sends, mode):
+    """Batch and heads sharded, too. What has rows and no heads may be gathered where it is divided by heads."""
+    mesh = jax.make_mesh(shape, ("data", "seq", "model"), axis_types=(MODES[mode],) * 3)
+    arrays = case.arrays()
+    expected = jax.jit(functools.partial(results, case))(arrays)
+    with jax.set_mesh(mesh):
+        given = placed(mesh, arrays, "data", "seq", "model")
+        compiled = jax.jit(functools.partial(results, case)).lower(given).compile()
+        ours = compiled(given)
+    assert_close(ours, expected)
+    assert set(gathers(compiled)) - ({"all-gather"} if case.mask and sends == HEADS else set()) == {sends}
+    # Each device has its own part of the rows.
+    local = (case.B // shape[0], case.T // shape[1], case.N // shape[2], case.E)
+    assert ours["o"].sharding.shard_shape(ours["o"].shape) == local
+    assert ours["query"].sharding.shard_shape(ours["query"].shape) == local

@@ -167,6 +167,8 @@ def attend_in(
     if cached is not None:
         if chosen["query_offset"] is not None:
             raise ValueError("query_offset must not be given when decoding: it is the number of tokens in the cache")
+        if chosen["sequence_axis"] is not None:
+            raise ValueError("sequence_axis must not be given when decoding: every device has a cache of its own")
         chosen |= {"is_causal": True, "query_offset": cached}
     deterministic = False if deterministic is None else checks.flag("deterministic", deterministic)
     if dropout.threshold(module.dropout_rate) and not deterministic and dropout_rng is None:

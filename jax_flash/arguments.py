@@ -43,6 +43,8 @@ class SharedOptions(TypedDict, total=False):
     block_mask: BlockMask | None
     score_mod: Callable[..., jax.Array] | None
     mask_mod: Callable[..., jax.Array] | None
+    sequence_axis: str | tuple[str, ...] | None
+    sequence_layout: Layout | None
 
 
 class Options(SharedOptions, total=False):
@@ -56,8 +58,6 @@ class Options(SharedOptions, total=False):
     broadcast_dropout: bool
     precision: lax.PrecisionLike
     deterministic: bool
-    sequence_axis: str | tuple[str, ...] | None
-    sequence_layout: Layout | None
 
 
 # The arrays with an entry for each example of the batch, and how many dims such an entry has.

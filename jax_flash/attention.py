@@ -129,6 +129,12 @@ def dot_product_attention(
         query_offset in. It may look things up in arrays that it captures, which have gradients if they are floats.
         What is there of masks and dropout comes after it. (`docs/score-programs.md`)
       mask_mod: a function of (batch, head, query, key) that returns whether the query may attend to the key, likewise.
+      sequence_axis: inside `jax.shard_map`, the mesh axis, or axes, that the sequence is divided over; keys and values
+        then go round the devices (ring attention, arXiv 2310.01889). T and S are those of this device: it has its own
+        rows of the query and what is like it, of a bias and a mask (with all columns, in their natural order), and its
+        own keys. Lengths, offsets, a block mask, and the indices that functions are given are of the whole sequence.
+        Outside of `shard_map`, a sequence that is sharded is divided without being asked.
+      sequence_layout: which rows and keys a device has: "contiguous" ones, or those of `jax_flash.zigzag`.
       deterministic: the gradients, too, have the same bits in every run on one GPU model. By default a GPU adds up the
         gradients of the query and of what score_mod captures in the order in which its multiprocessors happen to
         finish. Everything else is always deterministic, as is all on a CPU.
@@ -138,7 +144,8 @@ def dot_product_attention(
 
     Raises:
       TypeError: a dtype or a kind of argument that is not supported.
-      ValueError: shapes that do not fit together, values out of range.
+      ValueError: shapes that do not fit together, values out of range, a sequence that does not divide (dropout wants
+        parts of a multiple of 16 rows and keys, a block mask of whole blocks; "zigzag" has two parts a device).
       NotImplementedError: symbolic shapes; when a program is lowered, "flash" for a platform without kernels. (What a
         platform's kernels refuse is an error when the program is compiled for it.)
 

@@ -150,6 +150,7 @@ def _spec(problem: Problem, axes: Axes, name: str, shape: tuple[int, ...]) -> Pa
 def _partition(compute: Compute, problem: Problem, names: tuple[str, ...], mesh: Mesh, args, results):
     (arrays,) = args
     mesh, axes = _placed(problem, mesh, arrays)
+    axes = _by_heads(problem, mesh, axes)
     dims = {name: _dims(problem, name, x.shape) for name, x in zip(names, results, strict=True)}  # of the whole results
     head_axes = axes.get("N") or ()
     shared_kv_head = "K" not in axes  # a device's query heads all read one key/value head
@@ -198,12 +199,18 @@ def _placed(problem: Problem, mesh: Mesh, arrays) -> tuple[Mesh, Axes]:
         place = arrays["query"].sharding  # GSPMD asks before there is any: all devices then are as one
         mesh = Mesh(tuple(place.device_set if place else jax.local_devices()[:1]), ("devices",))
     specs = {name: getattr(x.sharding, "spec", PartitionSpec()) for name, x in arrays.items()}
-    axes = _axes(problem, mesh, {name: (x.shape, specs[name]) for name, x in arrays.items()})
-    if rows := _rows(mesh, axes):
-        heads = (*(axes.get("N") or ()), *rows.axes)
-        if problem.kv_heads % _parts(mesh, heads) == 0 and sequence.cheaper_by_heads(problem, rows):
-            axes = {dim: over for dim, over in axes.items() if dim != "T"} | {"N": heads, "K": heads}
-    return mesh, axes
+    return mesh, _axes(problem, mesh, {name: (x.shape, specs[name]) for name, x in arrays.items()})
+
+
+def _by_heads(problem: Problem, mesh: Mesh, axes: Axes) -> Axes:
+    """Heads in place of rows, if that can be and sends less: XLA exchanges them, by all-to-all."""
+    rows = _rows(mesh, axes)
+    if rows is None:
+        return axes
+    heads = (*(axes.get("N") or ()), *rows.axes)
+    if problem.kv_heads % _parts(mesh, heads) or not sequence.cheaper_by_heads(problem, rows):
+        return axes
+    return {dim: over for dim, over in axes.items() if dim != "T"} | {"N": heads, "K": heads}
 
 
 def _shardings(problem: Problem, axes: Axes, mesh: Mesh, arrays) -> dict[str, NamedSharding]:

@@ -14,8 +14,10 @@ order; a block mask is there as a whole.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +26,15 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import block_sparse, dropout
-from jax_flash.problem import DCAPTURED, DIMS, Problem
+from jax_flash.problem import DIMS, Problem
 from jax_flash.varying import varying_alike
 
 Arrays = dict[str, jax.Array]
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # O, l and m
 Compute = Callable[[Problem, Arrays], tuple[jax.Array, ...]]
 Layout = Literal["contiguous", "zigzag"]
+Sums = dict[tuple[str, int], jax.Array]  # of gradients: names, and parts of rows or keys
+State = TypeVar("State")
 
 TRAVELLING = ("key", "value", "kv_segments")
 
@@ -109,7 +113,8 @@ def _reordered(x: ArrayLike, devices: int, axis: int, order: np.ndarray) -> jax.
 class Visit(NamedTuple):
     """What a device does with the keys of the one that is `shift` before it."""
 
-    shift: int
+    shift: Any  # an int, or a traced one
+    step: int  # from the shift of the visit before
     pairs: tuple[tuple[int, int], ...]  # its parts of rows, each with a part of these keys
 
 
@@ -147,7 +152,8 @@ def visits(problem: Problem, division: Division) -> list[Visit]:
     seen = entries(problem, division).max(-1) > 0
     seen[0] |= np.eye(division.parts, dtype=bool)
     pairs = [tuple((a, b) for a, b in np.argwhere(of).tolist()) for of in seen]
-    return [Visit(shift, of) for shift, of in enumerate(pairs) if of]
+    shifts = [shift for shift, of in enumerate(pairs) if of]
+    return [Visit(shift, shift - before, pairs[shift]) for before, shift in itertools.pairwise([0, *shifts])]
 
 
 def balanced(problem: Problem, division: Division) -> Division:
@@ -196,15 +202,18 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
     """
     division, given = balanced(problem, division), division
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
-    rows: list[Rows | None] = [None] * division.parts
-    for visit, visitors in _tour(problem, division, arrays):
+
+    def attend(visit: Visit, visitors: Arrays, rows: dict[int, Rows]) -> dict[int, Rows]:
         for a, b in visit.pairs:
-            part = _part(problem, division, arrays | visitors, visit.shift, a, b)
-            o, l, m = compute(*part)
-            before = rows[a]
-            rows[a] = (o, l, m) if before is None else merge(before, (o, l, m))
-    o, l, m = (jnp.concatenate(parts, _axis(name)) for name, parts in zip("olm", zip(*rows, strict=True), strict=True))
-    results = {"o": o.astype(arrays["query"].dtype), "l": l, "m": m}
+            o, l, m = compute(*_part(problem, division, arrays | visitors, visit.shift, a, b))
+            rows[a] = merge(rows[a], (o, l, m)) if a in rows else (o.astype(l.dtype), l, m)
+        return rows
+
+    nothing: dict[int, Rows] = {}
+    rows = _tour(problem, division, arrays, attend, nothing)
+    parts = zip(*(rows[a] for a in range(division.parts)), strict=True)
+    results = {name: jnp.concatenate(x, _axis(name)) for name, x in zip("olm", parts, strict=True)}
+    results["o"] = results["o"].astype(arrays["query"].dtype)
     return {name: _relaid(problem, name, x, division, given) for name, x in results.items()}
 
 
@@ -219,27 +228,32 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
     division, given = balanced(problem, division), division
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
     dtype = problem.accumulation_dtype
-    own: dict[Any, Any] = {}  # dq by part of the rows, and what has no part
-    travelled: dict[Any, Any] = {}  # dk and dv, by part of the keys
-    shift = 0
-    for visit, visitors in _tour(problem, division, arrays):
-        travelled, shift = _sent(travelled, division, visit.shift - shift), visit.shift
+
+    def propagate(visit: Visit, visitors: Arrays, sums: tuple[Sums, Sums]) -> tuple[Sums, Sums]:
+        own, travelled = sums[0], _sent(sums[1], division, visit.step)
         for a, b in visit.pairs:
             local, operands = _part(problem, division, arrays | visitors, visit.shift, a, b)
             for name, x in zip(problem.gradients, compute(local, operands), strict=True):
-                x = x.astype(dtype)
                 if name in ("dk", "dv"):
-                    _add(travelled, (name, b), x)
+                    _add(travelled, (name, b), x.astype(dtype))
                 elif name == "dq":
-                    _add(own, (name, a), x)
-                elif name in DCAPTURED:
-                    _add(own, name, x)
+                    _add(own, (name, a), x.astype(dtype))
+                elif name == "dbias":
+                    own[name, 0] = _with_bias_part(problem, division, arrays, own.get((name, 0)), x, visit.shift, a, b)
                 else:
-                    own[name] = _with_bias_part(problem, division, arrays, own.get(name), x, visit.shift, a, b)
-    travelled = _sent(travelled, division, -shift)
-    results = {name: _whole(own | travelled, name, division) for name in problem.gradients}
-    types = {name: problem.dtype if name in ("dq", "dk", "dv") else dtype for name in results}
-    return {name: _relaid(problem, name, x.astype(types[name]), division, given) for name, x in results.items()}
+                    _add(own, (name, 0), x)
+        return own, travelled
+
+    nothing: tuple[Sums, Sums] = {}, {}
+    own, travelled = _tour(problem, division, arrays, propagate, nothing)
+    own |= _sent(travelled, division, -visits(problem, division)[-1].shift)
+
+    def result(name: str) -> jax.Array:
+        if name not in ("dq", "dk", "dv"):
+            return own[name, 0]
+        return jnp.concatenate([own[name, part] for part in range(division.parts)], _axis(name)).astype(problem.dtype)
+
+    return {name: _relaid(problem, name, result(name), division, given) for name in problem.gradients}
 
 
 def _relaid(problem: Problem, name: str, x: jax.Array, before: Division, after: Division) -> jax.Array:
@@ -267,14 +281,34 @@ def _relaid(problem: Problem, name: str, x: jax.Array, before: Division, after: 
     return jnp.concatenate(came, axis)
 
 
-def _tour(problem: Problem, division: Division, arrays: Arrays) -> Iterator[tuple[Visit, Arrays]]:
-    """Every visit, and the keys that are there then. They are asked for before those of the visit before are used."""
-    visitors = {name: arrays[name] for name in TRAVELLING if name in arrays}
-    all_visits = visits(problem, division)
-    for visit, after in zip(all_visits, [*all_visits[1:], None], strict=True):
-        following = visitors if after is None else _sent(visitors, division, after.shift - visit.shift)
-        yield visit, visitors
-        visitors = following
+def _tour(
+    problem: Problem,
+    division: Division,
+    arrays: Arrays,
+    use: Callable[[Visit, Arrays, State], State],
+    state: State,
+) -> State:
+    """What becomes of a state at all visits. The keys of the next are on their way while those that are there are used.
+
+    Visits that are alike are a loop: the program does not grow with the devices, and XLA cannot ask for all keys at
+    once.
+    """
+
+    def at(
+        visit: Visit, ahead: int, carry: tuple[Arrays, State], shift: ArrayLike
+    ) -> tuple[tuple[Arrays, State], None]:
+        visitors, state = carry
+        return (_sent(visitors, division, ahead), use(visit._replace(shift=shift), visitors, state)), None
+
+    carry = {name: arrays[name] for name in TRAVELLING if name in arrays}, state
+    tour = visits(problem, division)
+    steps_ahead = [*(visit.step for visit in tour[1:]), 0]
+    alike = itertools.groupby(zip(tour, steps_ahead, strict=True), lambda item: (item[0]._replace(shift=0), item[1]))
+    for (visit, ahead), group in alike:
+        shifts = np.array([visit.shift for visit, _ in group], np.int32)
+        step = functools.partial(at, visit, ahead)
+        carry, _ = lax.scan(step, carry, shifts) if len(shifts) > 1 else step(carry, shifts[0])
+    return carry[1]
 
 
 def _sent(tree: Any, division: Division, shift: int) -> Any:
@@ -336,10 +370,13 @@ def _part(problem: Problem, division: Division, arrays: Arrays, shift: int, a: i
 def _shifted(arrays: Arrays, by: jax.Array, span: int) -> jax.Array:
     """The query offset of a part. One that is as far as int32 goes stays there: it is beyond all keys anyway."""
     if "query_offset" not in arrays:
-        lead = arrays["query"].ndim - 3
-        return by.astype(jnp.int32).reshape((1,) * lead)
+        return jnp.broadcast_to(by.astype(jnp.int32), arrays["query"].shape[:-3])
     limits = np.iinfo(np.int32)
     return arrays["query_offset"].clip(limits.min + span, limits.max - span) + by.astype(jnp.int32)
+
+
+def _add(sums: Sums, to: tuple[str, int], x: jax.Array) -> None:
+    sums[to] = sums[to] + x if to in sums else x
 
 
 def _with_bias_part(
@@ -361,17 +398,6 @@ def _with_bias_part(
     row = a * division.part(problem.q_len) if extent.rows else 0
     at = (*(0,) * (x.ndim - 2), row, key_start if extent.columns else 0)
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, x.shape) + x, at)
-
-
-def _add(sums: dict[Any, Any], to: Any, x: jax.Array) -> None:
-    sums[to] = sums[to] + x if to in sums else x
-
-
-def _whole(sums: dict[Any, Any], name: str, division: Division) -> jax.Array:
-    """A gradient, put together of its parts."""
-    if name in sums:
-        return sums[name]
-    return jnp.concatenate([sums[name, part] for part in range(division.parts)], _axis(name))
 
 
 def _axis(name: str) -> int:

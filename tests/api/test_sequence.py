@@ -1,17 +1,23 @@
 """A sequence that is divided over devices: they compute what one does, and K and V are not gathered."""
 
 import functools
+import os
+import subprocess
+import sys
 
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import DIFFERENTIATED, Case, gathers
+from hypothesis import given
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from jax_flash import BlockMask
+from jax_flash import BlockMask, Problem, sequence
+from jax_flash.sequence import Division
 
 LAYOUTS = ("contiguous", "zigzag")
 ROWS = {"query": 1, "key": 1, "value": 1, "query_segment_ids": 1, "key_value_segment_ids": 1, "bias": 2, "mask": 2}
@@ -96,6 +102,253 @@ def test_as_on_one_device(case, layout):
     assert_close(divided(case, arrays, 4, layout), expected)
 
 
+@pytest.mark.parametrize("devices", [3, 6])
+def test_any_number_of_devices(devices):
+    case = DIVIDED(T=96 * devices, S=96 * devices, causal=True, dropout=0.2)
+    arrays = case.arrays()
+    expected = jax.jit(functools.partial(results, case))(arrays)
+    for layout in LAYOUTS:
+        assert_close(divided(case, arrays, devices, layout), expected)
+
+
+TABLE = np.random.default_rng(0).normal(size=(4, 255)).astype(np.float32)
+SLOPES = np.arange(1, 5, dtype=np.float32) / 8
+
+
+def programs(table, slopes):
+    """Attention with a function of every kind, as one of what it captures."""
+
+    def score_mod(score, batch, head, query, key):
+        return score * slopes[head] + table[head, query - key + 127]
+
+    def mask_mod(batch, head, query, key):
+        return (query // 24 == key // 24) | (key < 8 * head)
+
+    return {"score_mod": score_mod, "mask_mod": mask_mod}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_other_implementations(implementation):
+    case = DIVIDED(B=1, T=64, S=64, K=4, causal=True)
+    arrays = case.arrays()
+    expected = jax.jit(functools.partial(results, case))(arrays)
+    assert_close(divided(case, arrays, 2, "zigzag", implementation=implementation), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_score_programs(layout):
+    """Indices are those of the whole sequence, and every device adds what it has to the captured arrays' gradients."""
+    case = DIVIDED(causal=True, dropout=0.1)
+    arrays = case.arrays() | {"table": TABLE, "slopes": SLOPES}
+    over = {name: P(None, "seq") if name in ROWS else P() for name in arrays}
+    laid = {name: jax_flash.zigzag(x, 4, 1) if name in ROWS else x for name, x in arrays.items()}
+
+    def loss(arrays, **options):
+        arrays = dict(arrays)
+        mods = programs(arrays.pop("table"), arrays.pop("slopes"))
+        o = jax_flash.dot_product_attention(**arrays, **mods, **case.options, **options)
+        return jnp.cos(o)
+
+    def whole(arrays):
+        return jax.grad(lambda x: loss(arrays | x).sum())({name: arrays[name] for name in names})
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:4]),
+        in_specs=(over,),
+        out_specs=P(None, "seq"),
+    )
+    def local(arrays):
+        return loss(arrays, sequence_axis="seq", sequence_layout=layout)
+
+    names = ("query", "key", "value", "table", "slopes")
+    chosen = laid if layout == "zigzag" else arrays
+    ours = jax.jit(jax.grad(lambda x: local(chosen | x).sum()))({name: chosen[name] for name in names})
+    if layout == "zigzag":
+        ours |= {name: jax_flash.unzigzag(x, 4, 1) for name, x in ours.items() if name in ROWS}
+    assert_close(ours, jax.jit(whole)(arrays), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_remat_scan_and_vmap(layout):
+    """Two layers over three sequences that are mapped, each computed again in the backward."""
+    case = DIVIDED(B=1, T=64, S=64, causal=True)
+    arrays = {name: np.stack([case.arrays(seed=seed)[name] for seed in range(3)]) for name in ("query", "key", "value")}
+    options = {"sequence_axis": "seq", "sequence_layout": layout}
+
+    def loss(query, key, value, **options):
+        @jax.checkpoint
+        def layer(x, _):
+            return jax_flash.dot_product_attention(x, key, value, **case.options, **options), None
+
+        return (jax.lax.scan(layer, query, length=2)[0] ** 2).sum()
+
+    def gradients(arrays, **options):
+        return jax.vmap(jax.grad(functools.partial(loss, **options), (0, 1, 2)))(*arrays)
+
+    given = tuple(arrays.values())
+    if layout == "zigzag":
+        given = tuple(jax_flash.zigzag(x, 4, 2) for x in given)
+    spec = (P(None, None, "seq"),) * 3
+    ours = jax.jit(
+        jax.shard_map(
+            functools.partial(gradients, **options),
+            mesh=jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:4]),
+            in_specs=(spec,),
+            out_specs=spec,
+        )
+    )(given)
+    if layout == "zigzag":
+        ours = tuple(jax_flash.unzigzag(x, 4, 2) for x in ours)
+    expected = jax.jit(gradients)(tuple(arrays.values()))
+    assert_close(dict(zip("qkv", ours, strict=True)), dict(zip("qkv", expected, strict=True)), rtol=1e-4, atol=1e-4)
+
+
+SHAPE = (1, 48, 2, 8)  # of a device, of two
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"sequence_axis": "rows"}, ValueError, "sequence_axis='rows': there is no such axis here"),
+        ({"sequence_axis": 0}, TypeError, "sequence_axis must be the name of a mesh axis"),
+        ({"sequence_axis": ()}, TypeError, "sequence_axis must be the name of a mesh axis"),
+        ({"sequence_layout": "zigzag"}, ValueError, "sequence_layout='zigzag' needs a sequence_axis"),
+        ({"sequence_axis": "seq", "sequence_layout": "striped"}, ValueError, 'must be "contiguous" or "zigzag", not'),
+        (
+            {"sequence_axis": "seq", "mask": np.ones((1, 1, 48, 48), bool)},
+            ValueError,
+            r"not broadcastable to \[B, N, T, S\] = \(1, 2, 48, 96\)",
+        ),
+        (
+            {
+                "sequence_axis": "seq",
+                "sequence_layout": "zigzag",
+                "dropout_rate": 0.5,
+                "dropout_key": np.uint32([0, 1]),
+            },
+            ValueError,
+            "dropout wants parts of a multiple of 16, and 4 parts of seq in the zigzag layout have 24 rows and 24 keys",
+        ),
+        (
+            {
+                "sequence_axis": "seq",
+                "block_mask": BlockMask.from_mask(np.tri(96, dtype=bool), q_block=32, kv_block=32),
+            },
+            ValueError,
+            "a block mask wants parts of whole blocks of 32 x 32",
+        ),
+    ],
+    ids=lambda x: None if isinstance(x, dict | type) else x.split(":")[0][:30],
+)
+def test_errors(options, error, match):
+    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    def attend(x):
+        return jax_flash.dot_product_attention(x, x, x, **options)
+
+    with pytest.raises(error, match=match):
+        jax.shard_map(attend, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"))(jnp.ones((1, 96, 2, 8)))
+
+
+def test_an_axis_outside_of_shard_map_and_parts_that_are_not_whole():
+    x = jnp.ones(SHAPE)
+    with pytest.raises(ValueError, match=r"there is no such axis here; it is one of a mesh, inside of jax.shard_map"):
+        jax_flash.dot_product_attention(x, x, x, sequence_axis="seq")
+    with pytest.raises(ValueError, match=r"axis 1 of shape \(1, 48, 2, 8\) does not divide into 2 x 5 parts"):
+        jax_flash.zigzag(x, 5, 1)
+    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:2])
+    odd = jax.shard_map(
+        lambda x: jax_flash.dot_product_attention(x, x, x, sequence_axis="seq", sequence_layout="zigzag"),
+        mesh=mesh,
+        in_specs=P(None, "seq"),
+        out_specs=P(None, "seq"),
+    )
+    with pytest.raises(ValueError, match="T = 90 and S = 90 do not divide into 4 parts of seq in the zigzag layout"):
+        odd(jnp.ones((1, 90, 2, 8)))
+
+
+# --- layouts, and who computes what ---
+
+
+def square(length, **options):
+    x = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.bfloat16)
+    return Problem.of(x, x, x, **options)
+
+
+def test_zigzag_and_back():
+    x = np.arange(2 * 24).reshape(2, 24)
+    laid = jax_flash.zigzag(x, 3, -1)
+    np.testing.assert_array_equal(laid[0].reshape(3, 2, 4)[:, :, 0], [[0, 20], [4, 16], [8, 12]])
+    np.testing.assert_array_equal(jax_flash.unzigzag(laid, 3, -1), x)
+
+
+@given(
+    devices=st.integers(1, 5), rows=st.integers(1, 7), keys=st.integers(1, 7), causal=st.booleans(),
+    left=st.integers(-1, 40), right=st.integers(-1, 40), layout=st.sampled_from(LAYOUTS),
+)  # fmt: skip
+def test_entries_are_those_of_the_masks(devices, rows, keys, causal, left, right, layout):
+    division = Division(("seq",), devices, layout)
+    whole = devices * division.parts
+    x, y = (jax.ShapeDtypeStruct((1, n * whole, 1, 8), jnp.float32) for n in (rows, keys))
+    window = (left if left >= 0 else 10**6, right if right >= 0 else 10**6)
+    problem = Problem.of(x, y, y, is_causal=causal, local_window_size=window)
+    i, j = np.ogrid[: rows * whole, : keys * whole]
+    seen = (j - i <= window[1]) & (i - j <= window[0]) & (~np.bool_(causal) | (j <= i))
+    found = sequence.entries(problem, division)
+    assert found.sum() == seen.sum()
+    for shift, a, b, device in np.ndindex(*found.shape):
+        row = division.starts(device, rows * whole)[a]
+        key = division.starts((device - shift) % devices, keys * whole)[b]
+        assert found[shift, a, b, device] == seen[row : row + rows, key : key + keys].sum()
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8, 64])
+def test_causal_work_is_balanced(devices):
+    """Within 5% in the zigzag layout, at every visit; so contiguous sequences are exchanged for it first."""
+    problem = square(4096 * devices, is_causal=True)
+    contiguous, zigzag = Division(("seq",), devices), Division(("seq",), devices, "zigzag")
+    at_visits = sequence.entries(problem, zigzag).sum((1, 2))
+    assert (at_visits.max(-1) < 1.05 * at_visits.min(-1)).all()
+    assert sequence.balanced(problem, contiguous) == sequence.balanced(problem, zigzag) == zigzag
+    assert sequence.balanced(square(4096 * devices), contiguous) == contiguous
+
+
+def test_windows_visit_what_they_see():
+    problem = square(8 * 1024, is_causal=True, local_window_size=(1500, 0))
+    contiguous, zigzag = Division(("seq",), 8), Division(("seq",), 8, "zigzag")
+    assert [visit.shift for visit in sequence.visits(problem, contiguous)] == [0, 1, 2]
+    assert sequence.balanced(problem, contiguous) == contiguous
+    assert len(sequence.visits(problem, zigzag)) > 3
+
+
+def test_heads_are_divided_where_that_sends_less():
+    few, many = Division(("seq",), 2), Division(("seq",), 8)
+    x, y = (jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16) for heads in (32, 8))
+    assert not sequence.cheaper_by_heads(Problem.of(x, y, y), few)
+    assert sequence.cheaper_by_heads(Problem.of(x, y, y), many)
+    assert not sequence.cheaper_by_heads(Problem.of(x, y, y, local_window_size=100), many)
+    assert sequence.cheaper_by_heads(Problem.of(x, x, x), few)
+
+
+def test_merge_is_attention_to_all_keys():
+    case = Case(T=20, S=33, N=4, K=2, D=8, E=8, lengths=True)
+    arrays = case.arrays()
+    whole = jax_flash.attention_with_statistics(**arrays)
+    ends = ((0, 15), (15, 33))
+    parts = [
+        jax_flash.attention_with_statistics(
+            **arrays
+            | {"key": arrays["key"][:, start:end], "value": arrays["value"][:, start:end]}
+            | {"key_value_seq_lengths": (arrays["key_value_seq_lengths"] - start).clip(0, end - start)}
+        )
+        for start, end in ends
+    ]
+    o, statistics = jax_flash.merge(*parts)
+    np.testing.assert_allclose(o, whole[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(statistics.logsumexp, whole[1].logsumexp, rtol=1e-5, atol=1e-6)
+
+
 # --- under jit: the partitioner divides it ---
 
 MODES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -135,12 +388,47 @@ def test_under_jit(case, shape, sends, mode):
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
     with jax.set_mesh(mesh):
-        given = placed(mesh, arrays, "data", "seq", "model")
-        compiled = jax.jit(functools.partial(results, case)).lower(given).compile()
-        ours = compiled(given)
+        arrays = placed(mesh, arrays, "data", "seq", "model")
+        compiled = jax.jit(functools.partial(results, case)).lower(arrays).compile()
+        ours = compiled(arrays)
     assert_close(ours, expected)
     assert set(gathers(compiled)) - ({"all-gather"} if case.mask and sends == HEADS else set()) == {sends}
     # Each device has its own part of the rows.
     local = (case.B // shape[0], case.T // shape[1], case.N // shape[2], case.E)
     assert ours["o"].sharding.shard_shape(ours["o"].shape) == local
     assert ours["query"].sharding.shard_shape(ours["query"].shape) == local
+
+
+def test_what_does_not_divide_is_gathered():
+    """Parts that dropout cannot count in, and lengths that differ."""
+    mesh = jax.make_mesh((8,), ("seq",), (AxisType.Auto,))
+    for case in (DIVIDED(T=40, S=40, dropout=0.3), DIVIDED(S=64, causal=True)):
+        arrays = case.arrays()
+        expected = jax.jit(functools.partial(results, case))(arrays)
+        with jax.set_mesh(mesh):
+            assert_close(jax.jit(functools.partial(results, case))(placed(mesh, arrays, None, "seq", None)), expected)
+
+
+def test_memory_of_a_device():
+    """Twice the sequence on twice the devices: what a device needs stays what it was."""
+
+    def temporary_bytes(devices):
+        mesh = jax.make_mesh((devices,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:devices])
+        place = NamedSharding(mesh, P(None, "seq"))
+        x = jax.ShapeDtypeStruct((1, 1024 * devices, 1, 32), jnp.float32, sharding=place)
+
+        def gradients(x):
+            return jax.grad(lambda x: jax_flash.dot_product_attention(x, x, x, is_causal=True).sum())(x)
+
+        with jax.set_mesh(mesh):
+            return jax.jit(gradients).lower(x).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(8) < 1.1 * temporary_bytes(4)
+
+
+def test_with_gspmd():
+    """With `jax_use_shardy_partitioner=False`, which JAX reads once."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "under_jit and auto"]
+    environment = os.environ | {"JAX_USE_SHARDY_PARTITIONER": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]

@@ -64,6 +64,17 @@ class Division(NamedTuple):
         """The device that has a part of the whole."""
         return part if part < self.devices else 2 * self.devices - 1 - part
 
+    def device(self) -> jax.Array:
+        """The number of this one."""
+        return lax.axis_index(self.axes)
+
+    def sent(self, tree: Any, shift: int) -> Any:
+        """Every device's arrays, to the one that comes so many after it."""
+        if shift % self.devices == 0:
+            return tree
+        pairs = [(i, (i + shift) % self.devices) for i in range(self.devices)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), tree)
+
     def refusal(self, problem: Problem) -> str | None:
         """Why a problem cannot be divided so; None: it can."""
         whole = self.devices * self.parts
@@ -230,7 +241,7 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
     dtype = problem.accumulation_dtype
 
     def propagate(visit: Visit, visitors: Arrays, sums: tuple[Sums, Sums]) -> tuple[Sums, Sums]:
-        own, travelled = sums[0], _sent(sums[1], division, visit.step)
+        own, travelled = sums[0], division.sent(sums[1], visit.step)
         for a, b in visit.pairs:
             local, operands = _part(problem, division, arrays | visitors, visit.shift, a, b)
             for name, x in zip(problem.gradients, compute(local, operands), strict=True):
@@ -246,7 +257,7 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
 
     nothing: tuple[Sums, Sums] = {}, {}
     own, travelled = _tour(problem, division, arrays, propagate, nothing)
-    own |= _sent(travelled, division, -visits(problem, division)[-1].shift)
+    own |= division.sent(travelled, -visits(problem, division)[-1].shift)
 
     def result(name: str) -> jax.Array:
         if name not in ("dq", "dk", "dv"):
@@ -265,7 +276,7 @@ def _relaid(problem: Problem, name: str, x: jax.Array, before: Division, after: 
     axis = _divided_axis(problem, name, x)
     if axis is None or before == after:
         return x
-    odd = lax.axis_index(before.axes) % 2 == 1
+    odd = before.device() % 2 == 1
     to_zigzag = [[(d, before.device_of(2 * d + i)) for d in range(before.devices)] for i in range(2)]
 
     def swapped_if_odd(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -298,7 +309,7 @@ def _tour(
         visit: Visit, ahead: int, carry: tuple[Arrays, State], shift: ArrayLike
     ) -> tuple[tuple[Arrays, State], None]:
         visitors, state = carry
-        return (_sent(visitors, division, ahead), use(visit._replace(shift=shift), visitors, state)), None
+        return (division.sent(visitors, ahead), use(visit._replace(shift=shift), visitors, state)), None
 
     carry = {name: arrays[name] for name in TRAVELLING if name in arrays}, state
     tour = visits(problem, division)
@@ -311,17 +322,9 @@ def _tour(
     return carry[1]
 
 
-def _sent(tree: Any, division: Division, shift: int) -> Any:
-    """Every device's arrays, to the one that comes so many after it."""
-    if shift % division.devices == 0:
-        return tree
-    pairs = [(i, (i + shift) % division.devices) for i in range(division.devices)]
-    return jax.tree.map(lambda x: lax.ppermute(x, division.axes, pairs), tree)
-
-
 def _starts(problem: Problem, division: Division, shift: int, a: int, b: int) -> tuple[jax.Array, jax.Array]:
     """The whole's numbers of the first row and key of a pair."""
-    device = lax.axis_index(division.axes)
+    device = division.device()
     source = (device - shift) % division.devices
     return division.starts(device, problem.q_len)[a], division.starts(source, problem.kv_len)[b]
 

@@ -198,10 +198,10 @@ def test_signature_names_every_argument(function):
     residual = {"return_residual": False} if function is jax_flash.dot_product_attention else {}
     flags = dict.fromkeys(("is_causal", "broadcast_dropout", "deterministic"), False)
     masks = ("bias", "mask", "scale", "local_window_size", "logits_soft_cap", "query_offset", "block_mask")
-    programs = ("score_mod", "mask_mod")
+    others = ("score_mod", "mask_mod", "sequence_axis", "sequence_layout")
     ids = ("query_segment_ids", "key_value_segment_ids", "dropout_batch_ids", "dropout_head_ids")
-    others = ("query_seq_lengths", "key_value_seq_lengths", "implementation", "precision", "dropout_key")
-    none = dict.fromkeys((*masks, *programs, *ids, *others))
+    others += ("query_seq_lengths", "key_value_seq_lengths", "implementation", "precision", "dropout_key")
+    none = dict.fromkeys((*masks, *ids, *others))
     wanted = dict.fromkeys(("query", "key", "value"), inspect.Parameter.empty) | residual | flags | none
     assert {name: p.default for name, p in parameters.items()} == wanted | {"dropout_rate": 0.0}
     annotations = {name: p.annotation for name, p in parameters.items()}

@@ -12,6 +12,7 @@ import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parts
 import programs
 import pytest
 import standard
@@ -67,6 +68,23 @@ def test_case(case, dtype):
 def test_score_programs(case, dtype):
     """A score_mod and a mask_mod: beside tiles of a bias, where the mask is made into blocks, and of few queries."""
     programs.check(case, lambda: (programs.relative_table(case), programs.kinds_of_heads(case)), "flash", dtype)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("case", "dtype", "program"),
+    [
+        (Case(B=1, T=160, S=320, N=2, K=1, D=64, E=64, causal=True, dropout=0.2), "bfloat16", programs.alibi),
+        (Case(B=1, T=160, S=320, N=1, K=1, D=128, E=128, dropout=0.01), "bfloat16", programs.relative_table),
+        (Case(B=1, T=32, S=192, N=1, K=1, D=64, E=40, dropout=0.2), "float32", programs.kinds_of_heads),
+    ],
+    ids=str,
+)
+def test_part(case, dtype, program):
+    """Of a sequence that is divided."""
+    mod = program(case)
+    tolerance = 2e-2 if dtype == "bfloat16" else 5e-5
+    parts.check(case, dtype, tolerance, **{mod.kind: mod.make(*map(jnp.asarray, mod.arrays))})
 
 
 PROGRAMS = [

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from accuracy import check_tf32
 from cases import FEATURES, Case
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
 import jax_flash
@@ -417,3 +417,37 @@ def test_several_devices():
     pmapped = jax.pmap(step, devices=devices)(*parts)
     for x, y in zip(pmapped, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(x).reshape(y.shape), y)
+
+
+@pytest.mark.parametrize("how", ["contiguous", "zigzag", "jit"])
+@pytest.mark.parametrize("K", [1, 4])
+def test_a_sequence_over_several_devices(K, how):
+    devices = jax.devices("gpu")
+    if len(devices) < 2:
+        pytest.skip("one GPU only")
+    mesh = jax.make_mesh((len(devices),), ("x",), (AxisType.Auto,), devices=devices)
+    length, spec = 512 * len(devices), PartitionSpec(None, "x")
+    q, k, v = (normal(i, 2, length, heads, 64) for i, heads in enumerate((4, K, K)))
+
+    def step(q, k, v, **options):
+        options |= {"is_causal": True, "dropout_rate": 0.2, "dropout_key": jax.random.key(3)}
+        o, pull = jax.vjp(functools.partial(attend, **options), q, k, v)
+        return o, *pull(o)
+
+    if how == "jit":
+        ours = jax.jit(step)(*(jax.device_put(x, NamedSharding(mesh, spec)) for x in (q, k, v)))
+    else:
+        mapped = jax.shard_map(
+            functools.partial(step, sequence_axis="x", sequence_layout=how),
+            mesh=mesh,
+            in_specs=(spec,) * 3,
+            out_specs=(spec,) * 4,
+        )
+        lay, back = (
+            functools.partial(f, devices=len(devices), axis=1) if how == "zigzag" else (lambda x: x)
+            for f in (jax_flash.zigzag, jax_flash.unzigzag)
+        )
+        ours = map(back, jax.jit(mapped)(*map(lay, (q, k, v))))
+    for x, expected in zip(ours, jax.jit(step)(q, k, v), strict=True):
+        x, expected = (np.asarray(y, np.float32) for y in (x, expected))
+        assert np.abs(x - expected).max() <= 2e-2 * np.abs(expected).max()

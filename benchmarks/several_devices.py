@@ -1,0 +1,214 @@
+"""Attention to a sequence that is divided over devices, causal: several ways to do it, and one device.
+
+    python benchmarks/several_devices.py --lengths 65536 262144    # on 2, 4, 8, … of the devices that are there
+    python benchmarks/several_devices.py --alone 8 --lengths 262144 1048576    # on one: what each of 8 would compute
+
+The ways: `ring` and `zigzag` are `sequence_axis` in either layout; `heads` exchanges rows for heads and back, by
+all-to-all; `gathered` has every device's keys everywhere. Calls of a length are timed in turn in one process. Printed
+are milliseconds, TFLOP/s of a device, tokens/s of all together, and the efficiency: how many times as fast as one
+device they all are, over their number. One device alone computes the whole sequence; so the same lengths tell how a
+sequence scales over devices (strong scaling), and lengths that grow with the devices what each of them still does
+(weak).
+
+`--alone` leaves out what is sent: the work of each device, one after the other, against its share of the whole call.
+"""
+
+import argparse
+import functools
+import pathlib
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import attention
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import jax_flash
+from jax_flash import arguments, custom_calls, sequence
+from jax_flash.problem import Operands, Problem
+
+PASSES = ("forward", "backward")
+attend = functools.partial(jax_flash.dot_product_attention, is_causal=True)
+
+
+# --- the ways, on what a device has -----------------------------------------------------------------------------------
+
+
+def ring(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return attend(q, k, v, sequence_axis="seq")
+
+
+def zigzag(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return attend(q, k, v, sequence_axis="seq", sequence_layout="zigzag")
+
+
+def heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    o = attend(*(lax.all_to_all(x, "seq", 2, 1, tiled=True) for x in (q, k, v)))
+    return lax.all_to_all(o, "seq", 1, 2, tiled=True)
+
+
+def gathered(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    k, v = (lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
+    return attend(q, k, v, query_offset=lax.axis_index("seq") * q.shape[1])
+
+
+WAYS = {way.__name__: way for way in (ring, zigzag, heads, gathered)}
+
+
+def calls(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measure.Call]:
+    """By "devices way"."""
+    found = {}
+    powers = [2**i for i in range(1, 8) if 2**i <= jax.device_count()]
+    for count in [1, *powers]:
+        mesh = jax.make_mesh((count,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:count])
+        for name, way in (WAYS if count > 1 else {"alone": attend}).items():
+            if name != "heads" or args.kv_heads % count == 0:
+                found[f"{count} {name}"] = call(args, length, pass_, way, mesh)
+    return found
+
+
+def call(args: argparse.Namespace, length: int, pass_: str, way: Callable[..., jax.Array], mesh: Mesh) -> measure.Call:
+    spec = P(None, "seq")
+    function = way if mesh.size == 1 else jax.shard_map(way, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    *qkv, do = inputs(args, length, NamedSharding(mesh, spec))
+    if pass_ == "forward":
+        return attention.compiled(function, *qkv)
+    pull = attention.compiled(lambda *qkv: jax.vjp(function, *qkv)[1], *qkv)()
+    return attention.compiled(lambda pull, do: pull(do), pull, do)
+
+
+def inputs(args: argparse.Namespace, length: int, place: Any = None) -> list[jax.Array]:
+    """Q, K, V and dO."""
+    kinds = [(0, args.heads), (1, args.kv_heads), (2, args.kv_heads), (3, args.heads)]
+    return [normal(seed, (1, length, heads, args.head_dim), place) for seed, heads in kinds]
+
+
+def normal(seed: int, shape: tuple[int, ...], place: Any) -> jax.Array:
+    draw = functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16)
+    return jax.jit(draw, out_shardings=place)(jax.random.key(seed))
+
+
+# --- the work of one device at a time ---------------------------------------------------------------------------------
+
+
+def alone(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measure.Call]:
+    """By the number of a device, and "whole"."""
+    q, k, v, do = inputs(args, length)
+    problem, operands = arguments.problem_and_operands(q, k, v, None, None, {"is_causal": True})
+    asked = problem.differentiated({"dq", "dk", "dv"}) if pass_ == "backward" else problem
+
+    def kernel(problem: Problem, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        if pass_ == "forward":
+            return custom_calls.forward(problem, False, Operands.of(arrays))
+        of_forward = [arrays.pop(name) for name in ("o", "l", "m", "do")]
+        return custom_calls.backward(problem, False, Operands.of(arrays), *of_forward)
+
+    arrays = operands.arrays()
+    if pass_ == "backward":
+        o, l, m = jax.jit(functools.partial(custom_calls.forward, problem, False))(operands)
+        arrays |= {"o": o, "l": l, "m": m, "do": do}
+
+    def work(rank: jax.Array, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        class Here(sequence.Division):
+            """That device, and what it is sent is there already."""
+
+            def device(self) -> jax.Array:
+                return rank
+
+            def sent(self, tree: Any, shift: int) -> Any:
+                return tree
+
+        pass_over = sequence.forward if pass_ == "forward" else sequence.backward
+        return pass_over(kernel, asked, Here(("seq",), args.alone, "zigzag"), arrays)
+
+    share = {name: part_of(name, x, args.alone) for name, x in arrays.items()}
+    of_any = jax.jit(work).lower(jnp.int32(0), share).compile()
+    ranks = {str(rank): functools.partial(of_any, jnp.int32(rank), share) for rank in range(args.alone)}
+    return ranks | {"whole": attention.compiled(functools.partial(kernel, asked), arrays)}
+
+
+def part_of(name: str, x: jax.Array, devices: int) -> jax.Array:
+    """As many rows or keys as a device has. (Which ones they are makes no difference to the time.)"""
+    axis = {"l": 2, "m": 2, "scale": None}.get(name, 1)
+    return x if axis is None else lax.slice_in_dim(x, 0, x.shape[axis] // devices, axis=axis)
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[65536])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
+    parser.add_argument("--alone", type=int, metavar="DEVICES", help="one GPU does the work of each of so many")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=pathlib.Path)
+    args = parser.parse_args()
+    output = args.output or measure.RESULTS / ("ranks.json" if args.alone else "several_devices.json")
+    rows = []
+    for length, pass_ in track([(n, p) for n in args.lengths for p in args.passes], "Measuring"):
+        built = (alone if args.alone else calls)(args, length, pass_)
+        times = measure.interleave(built, 0, args.rounds)
+        forward = measure.attention_flops(1, args.heads, length, args.head_dim, causal=True, backward=False)
+        flops = forward * (2.5 if pass_ == "backward" else 1)
+        rows += [
+            {"length": length, "pass": pass_, "call": name, "seconds": seconds, "flops": flops}
+            for name, seconds in times.items()
+        ]
+    measure.save(output, {"environment": measure.environment(["jax-flash", "jax", "jaxlib"]), "rows": rows})
+    Console().print(table_of_ranks(rows, args.alone) if args.alone else table_of_ways(rows))
+    Console().print(f"Written: {output}")
+
+
+def table_of_ways(rows: list[dict[str, Any]]) -> Table:
+    table = Table("N", "pass", "devices", "way", "ms", "TFLOP/s of a device", "tokens/s", "efficiency")
+    median = {(row["length"], row["pass"], row["call"]): statistics.median(row["seconds"]) for row in rows}
+    for row in rows:
+        length, pass_, call = row["length"], row["pass"], row["call"]
+        count, way = call.split()
+        seconds, one = median[length, pass_, call], median[length, pass_, "1 alone"]
+        rate, efficiency = row["flops"] / seconds / int(count) / 1e12, one / seconds / int(count)
+        table.add_row(
+            *map(str, (length, pass_, count, way)),
+            f"{1e3 * seconds:.2f}",
+            f"{rate:.0f}",
+            f"{length / seconds:.3g}",
+            f"{efficiency:.3f}",
+        )
+    return table
+
+
+def table_of_ranks(rows: list[dict[str, Any]], devices: int) -> Table:
+    table = Table("N", "pass", "whole, ms", f"ranks of {devices}, ms", "share of the whole / slowest")
+    for length, pass_ in dict.fromkeys((row["length"], row["pass"]) for row in rows):
+        of = {
+            row["call"]: statistics.median(row["seconds"])
+            for row in rows
+            if (length, pass_) == (row["length"], row["pass"])
+        }
+        whole = of.pop("whole")
+        ranks = np.array(list(of.values()))
+        table.add_row(
+            str(length),
+            pass_,
+            f"{1e3 * whole:.1f}",
+            " ".join(f"{1e3 * x:.1f}" for x in ranks),
+            f"{whole / devices / ranks.max():.3f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -124,8 +124,8 @@ def alone(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measur
             def device(self) -> jax.Array:
                 return rank
 
-            def sent(self, tree: Any, shift: int) -> Any:
-                return tree
+            def sent(self, arrays: dict[str, jax.Array], shift: int) -> dict[str, jax.Array]:
+                return arrays
 
         pass_over = sequence.forward if pass_ == "forward" else sequence.backward
         return pass_over(kernel, asked, Here(("seq",), args.alone, "zigzag"), arrays)

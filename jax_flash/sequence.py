@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
 from jax_flash import block_sparse, dropout
@@ -68,12 +69,12 @@ class Division(NamedTuple):
         """The number of this one."""
         return lax.axis_index(self.axes)
 
-    def sent(self, tree: Any, shift: int) -> Any:
+    def sent(self, arrays: Arrays, shift: int) -> Arrays:
         """Every device's arrays, to the one that comes so many after it."""
         if shift % self.devices == 0:
-            return tree
+            return arrays
         pairs = [(i, (i + shift) % self.devices) for i in range(self.devices)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), tree)
+        return {name: lax.ppermute(x, self.axes, pairs) for name, x in arrays.items()}
 
     def refusal(self, problem: Problem) -> str | None:
         """Why a problem cannot be divided so; None: it can."""
@@ -241,7 +242,7 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
     dtype = problem.accumulation_dtype
 
     def propagate(visit: Visit, visitors: Arrays, sums: tuple[Sums, Sums]) -> tuple[Sums, Sums]:
-        own, travelled = sums[0], division.sent(sums[1], visit.step)
+        own, travelled = sums[0], _sent_together(sums[1], division, visit.step)
         for a, b in visit.pairs:
             local, operands = _part(problem, division, arrays | visitors, visit.shift, a, b)
             for name, x in zip(problem.gradients, compute(local, operands), strict=True):
@@ -257,7 +258,7 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
 
     nothing: tuple[Sums, Sums] = {}, {}
     own, travelled = _tour(problem, division, arrays, propagate, nothing)
-    own |= division.sent(travelled, -visits(problem, division)[-1].shift)
+    own |= _sent_together(travelled, division, -visits(problem, division)[-1].shift)
 
     def result(name: str) -> jax.Array:
         if name not in ("dq", "dk", "dv"):
@@ -308,10 +309,11 @@ def _tour(
     def at(
         visit: Visit, ahead: int, carry: tuple[Arrays, State], shift: ArrayLike
     ) -> tuple[tuple[Arrays, State], None]:
-        visitors, state = carry
-        return (division.sent(visitors, ahead), use(visit._replace(shift=shift), visitors, state)), None
+        packed, state = carry
+        return (division.sent(packed, ahead), use(visit._replace(shift=shift), unpack(packed), state)), None
 
-    carry = {name: arrays[name] for name in TRAVELLING if name in arrays}, state
+    packed, unpack = _packed({name: arrays[name] for name in TRAVELLING if name in arrays})
+    carry = packed, state
     tour = visits(problem, division)
     steps_ahead = [*(visit.step for visit in tour[1:]), 0]
     alike = itertools.groupby(zip(tour, steps_ahead, strict=True), lambda item: (item[0]._replace(shift=0), item[1]))
@@ -320,6 +322,24 @@ def _tour(
         step = functools.partial(at, visit, ahead)
         carry, _ = lax.scan(step, carry, shifts) if len(shifts) > 1 else step(carry, shifts[0])
     return carry[1]
+
+
+def _packed(arrays: dict[Any, jax.Array]) -> tuple[Arrays, Callable[[Arrays], dict[Any, jax.Array]]]:
+    """Those of a dtype as one array, and what takes them apart: XLA lets one exchange at a time go on beside a kernel."""
+    dtypes = {x.dtype for x in arrays.values()}
+    raveled = {
+        dtype.name: ravel_pytree({name: x for name, x in arrays.items() if x.dtype == dtype}) for dtype in dtypes
+    }
+
+    def unpack(packed: Arrays) -> dict[Any, jax.Array]:
+        return {name: x for dtype, (_, apart) in raveled.items() for name, x in apart(packed[dtype]).items()}
+
+    return {dtype: flat for dtype, (flat, _) in raveled.items()}, unpack
+
+
+def _sent_together(sums: Sums, division: Division, shift: int) -> Sums:
+    packed, unpack = _packed(sums)
+    return unpack(division.sent(packed, shift))
 
 
 def _starts(problem: Problem, division: Division, shift: int, a: int, b: int) -> tuple[jax.Array, jax.Array]:

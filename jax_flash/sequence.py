@@ -325,7 +325,10 @@ def _tour(
 
 
 def _packed(arrays: dict[Any, jax.Array]) -> tuple[Arrays, Callable[[Arrays], dict[Any, jax.Array]]]:
-    """Those of a dtype as one array, and what takes them apart: XLA lets one exchange at a time go on beside a kernel."""
+    """Those of a dtype as one array, and what takes them apart.
+
+    XLA lets one exchange at a time go on while kernels run.
+    """
     dtypes = {x.dtype for x in arrays.values()}
     raveled = {
         dtype.name: ravel_pytree({name: x for name, x in arrays.items() if x.dtype == dtype}) for dtype in dtypes

@@ -52,7 +52,7 @@ struct Cotangents {
 
 struct BackwardResults {
   void *dq, *dk, *dv, *dbias;
-  void* dsinks;  // what each row adds to the gradient of the sinks, [B, N, T]
+  void* dsinks;                       // what each row adds to the gradient of the sinks, [B, N, T]
   void* captured[kMaxCaptured] = {};  // their gradients, of the accumulation dtype
 };
 

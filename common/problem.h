@@ -43,7 +43,7 @@ constexpr Extent ExtentOf(const Extent& extent) { return extent; }
   FIELD(DType, bias_dtype, DType::kNone)                                                                        \
   FIELD(Extent, bias, {})                                                                                       \
   FIELD(Extent, mask, {})                                                                                       \
-  FIELD(Extent, sinks, {}) /* a logit more for the softmax of each row; of batch entries and heads */           \
+  FIELD(Extent, sinks, {})      /* a logit more for the softmax of each row; of batch entries and heads */      \
   FIELD(bool, q_lengths, false) /* which of these arrays there are */                                           \
   FIELD(bool, kv_lengths, false)                                                                                \
   FIELD(bool, segments, false)                                                                                  \

@@ -192,7 +192,7 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
 
 // With what score programs look up, the sums that they add to, and the sinks.
 SinkParams ParamsOf(const Problem& p, const Operands& in, const BackwardResults& results, const Scratch& layout,
-                       void* scratch) {
+                    void* scratch) {
   ProgramParams params = {ParamsOf(p, in, layout, scratch), in.program_batch, in.program_head, {}, {}};
   for (int i = 0; i < kMaxCaptured; ++i) {
     params.captured[i] = in.captured[i];

@@ -319,7 +319,8 @@ DIFFERENTIATED = {
     "dsinks": "sinks",
     **dict(zip(DCAPTURED, CAPTURED, strict=True)),
 }
-SHARED_GRADIENTS = ("dbias", "dsinks", *DCAPTURED)  # of what may be shared by a batch or by heads: its shape, accumulated
+# Of what may be shared by a batch or by heads: of its shape, accumulated.
+SHARED_GRADIENTS = ("dbias", "dsinks", *DCAPTURED)
 
 
 def result_types(

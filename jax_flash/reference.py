@@ -60,7 +60,7 @@ def backward(
 
 
 def normalized(operands: Operands, x: jax.Array, l: jax.Array, m: jax.Array) -> jax.Array:
-    """Rows of P or O, [B, N, R, ...], of which ℓ and m are the statistics, divided by the denominator of the softmax."""
+    """Rows of P or O, [B, N, R, ...], against the maxima m, divided by the denominators of their softmax."""
     if operands.sinks is None:
         return tile.divide(x, l[..., None])
     sums = tile.with_sinks(operands.sinks, l, m)

@@ -115,7 +115,8 @@ def _forward(case: Case, arrays: Arrays, sums: Any, dtype: Any) -> Forward:
         p, sink = p / both, sink / both
     keep = z(case, arrays).astype(sums)
     o = _rounded(_rounded(keep * p, sums, dtype) @ v, sums, dtype)
-    return Forward(q, k, v, c, p, sink, plain, keep, o, np.where(empty, -np.inf, m + np.log(np.where(empty, 1, l)))[..., 0])
+    logsumexp = np.where(empty, -np.inf, m + np.log(np.where(empty, 1, l)))[..., 0]
+    return Forward(q, k, v, c, p, sink, plain, keep, o, logsumexp)
 
 
 def _propagate(case: Case, q: np.ndarray, k: np.ndarray, c: np.ndarray, ds: np.ndarray) -> Results:

@@ -10,8 +10,8 @@ constexpr int kRowLanes = LanesOfRow(kVDim);
 
 }  // namespace jax_flash
 
-// D_i = dO_i O_i - dlogsumexp_i and MinusL_i, [batch, head, row], padded; so is p.dq_sum. What D is for the sinks. Blocks of kRowThreads; a row,
-// padding included, takes kRowLanes of them.
+// D_i = dO_i O_i - dlogsumexp_i and MinusL_i, [batch, head, row], padded; so is p.dq_sum. What D is for the sinks.
+// Blocks of kRowThreads; a row, padding included, takes kRowLanes of them.
 extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ jax_flash::RowParams p) {
   using namespace jax_flash;
   const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kRowLanes;  // [batch, head, row]

@@ -45,7 +45,8 @@ struct Sink {
   float alpha = 1.0f;  // exp(m without it - m)
 };
 
-// m and l of a row become those with the sink as one score more, P = exp(s - m) / l, unless it has nothing to attend to.
+// m and l of a row become those with the sink as one score more, P = exp(s - m) / l, unless it has nothing to attend
+// to.
 __device__ __forceinline__ Sink JoinSink(const Params& p, int batch, int head, float* m, float* l) {
   if (!kSinks || *l == 0.0f) return {};
   const float z = SinkOf(p, batch, head), larger = fmaxf(*m, z);

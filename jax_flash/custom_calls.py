@@ -254,8 +254,8 @@ def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0, gpu: bool 
     if "dsinks" in types:
         written["dsinks"] = jax.ShapeDtypeStruct(named["l"].shape, named["l"].dtype)
     scratch = [jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)] if scratch_bytes else []
-    results = jax.ffi.ffi_call(call.target, [*written.values(), *scratch])(*arrays, problem=call.problem.encode())
-    results = dict(zip(types, results, strict=False))
+    returned = jax.ffi.ffi_call(call.target, [*written.values(), *scratch])(*arrays, problem=call.problem.encode())
+    results = dict(zip(types, returned, strict=False))
     if "dsinks" in types:
         results["dsinks"] = reference.summed_over_rows(results["dsinks"], named["sinks"])
     return varying_alike(tuple(x.astype(types[name].dtype) for name, x in results.items()), arrays)

@@ -175,6 +175,7 @@ def attention_with_statistics(
 
     Two results over different keys combine to the result over all of them (the paper's section 3.1; ring attention,
     split keys): with m = max(m₁, m₂), ℓ = e^(m₁-m) ℓ₁ + e^(m₂-m) ℓ₂ and O = (e^(m₁-m) ℓ₁ O₁ + e^(m₂-m) ℓ₂ O₂) / ℓ.
+    `sinks` z join afterwards: they are left out of the parts, and O is multiplied by ℓ / (ℓ + e^(z-m)).
 
     Arguments and errors: `dot_product_attention`. Returns O [B, T, N, E] and `Statistics` [B, N, T].
     """

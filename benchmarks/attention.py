@@ -87,8 +87,9 @@ class Problem:
 
     def dense(self) -> "Problem":
         """Without window, documents, arrays, soft cap and sinks."""
-        plain = {"window": None, "documents": 1, "mask": "", "bias": "", "dbias": False, "soft_cap": None, "sinks": False}
-        return dataclasses.replace(self, **plain)
+        return dataclasses.replace(
+            self, window=None, documents=1, mask="", bias="", dbias=False, soft_cap=None, sinks=False
+        )
 
     def flops(self, pass_: str) -> float:
         return 2 * (self.D + self.E) * self.entries() * {"forward": 1, "backward": 2.5, "both": 3.5}[pass_]

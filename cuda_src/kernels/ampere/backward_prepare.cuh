@@ -31,14 +31,12 @@ extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ ja
   if (batch >= p.batch) return;
   if (lane == 0) {
     const int64_t from = (batch * p.q_heads + head) * p.q_len + row;
-    float minus_l = -Infinity();
+    p.logsumexp[at] = exists ? MinusLOfRow(p, batch, head, from) : -Infinity();
     if (exists) {
-      minus_l = MinusLOfRow(p, batch, head, from);
       const RowGradients gradients(p, batch, head, from, sum);
       sum = gradients.d;
       if constexpr (kDSinks) static_cast<const SinkParams&>(p).dsinks[from] = gradients.dsink;
     }
-    p.logsumexp[at] = minus_l;
     p.d[at] = sum;
   }
   if (kDQ && p.dq_sum != nullptr) {

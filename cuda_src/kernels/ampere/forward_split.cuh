@@ -74,9 +74,10 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
       const float alpha = Alpha(to_log2, m_w[w], m);
       a = fmaf(alpha, O_w[w][column], a), b = fmaf(alpha, O_w[w][column + 1], b);
     }
-    const int row = at % p.q_len, head = at / p.q_len % p.q_heads, batch = at / p.q_len / p.q_heads;
     const float shift = kMaximumApart ? m : m * to_log2;
-    const float factor = l == 0.0f ? 0.0f : 1.0f / SumWithSink(p, batch, head, to_log2, shift, l);
+    const float with_sink = SumWithSink(p, at / p.q_len / p.q_heads, at / p.q_len % p.q_heads, to_log2, shift, l);
+    const float factor = l == 0.0f ? 0.0f : 1.0f / with_sink;
+    const int row = at % p.q_len, head = at / p.q_len % p.q_heads, batch = at / p.q_len / p.q_heads;
     StorePair(Matrix(p.o, batch, head, p.q_len, p.q_heads, kVDim).At(row, column), a * factor, b * factor);
   }
   if (threadIdx.x == 0) {

@@ -36,7 +36,7 @@ __device__ __forceinline__ float SumWithSink(const Params& p, int batch, int hea
                                              float l) {
   if (!kSinks) return l;
   const float z = SinkOf(p, batch, head);
-  return l + Exp2(kMaximumApart ? (z - shift) * to_log2 : fmaf(z, kLog2e, -shift));
+  return l + (kMaximumApart ? expf(z - shift) : Exp2(fmaf(z, kLog2e, -shift)));
 }
 
 // What the backward has of a row's sink.

@@ -66,6 +66,7 @@ class Problem:
     bias_dtype: str = "bfloat16"
     dbias: bool = False  # the backward has the gradient of the bias, too
     soft_cap: float | None = None
+    sinks: bool = False  # whose gradient the backward has, too
     goals: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)  # of the passes, for people
 
     @classmethod
@@ -85,8 +86,10 @@ class Problem:
         return self.B * self.N * self.T * columns / self.documents
 
     def dense(self) -> "Problem":
-        """Without window, documents, arrays and soft cap."""
-        return dataclasses.replace(self, window=None, documents=1, mask="", bias="", dbias=False, soft_cap=None)
+        """Without window, documents, arrays, soft cap and sinks."""
+        return dataclasses.replace(
+            self, window=None, documents=1, mask="", bias="", dbias=False, soft_cap=None, sinks=False
+        )
 
     def flops(self, pass_: str) -> float:
         return 2 * (self.D + self.E) * self.entries() * {"forward": 1, "backward": 2.5, "both": 3.5}[pass_]
@@ -101,6 +104,7 @@ class Problem:
             f"bias {self.bias} {self.bias_dtype}" * bool(self.bias),
             "dbias" * self.dbias,
             f"cap {self.soft_cap:g}" if self.soft_cap is not None else "",
+            "sinks" * self.sinks,
             f"window {self.window}" * (self.window is not None),
             f"{self.documents} documents" * (self.documents > 1),
             f"dropout {self.dropout}" * (self.dropout > 0),
@@ -216,13 +220,14 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
     }
 
 
-def operands(problem: Problem) -> tuple[list[jax.Array], dict[str, Any]]:
-    """The arrays of a call: those that it is differentiated by, and the others by name."""
+def operands(problem: Problem) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """The arrays of a call by name: those that it is differentiated by, and the others."""
     p = problem
     sizes = {"b": p.B, "n": p.N, "t": p.T, "s": p.S, "1": 1}
-    keys = jax.random.split(jax.random.key(0), 5)
+    keys = jax.random.split(jax.random.key(0), 6)
     shapes = ((p.B, p.T, p.N, p.D), (p.B, p.S, p.K, p.D), (p.B, p.S, p.K, p.E))
-    inputs = [jax.random.normal(key, shape, p.dtype) for key, shape in zip(keys[:3], shapes, strict=True)]
+    named = zip(("query", "key", "value"), keys[:3], shapes, strict=True)
+    inputs = {name: jax.random.normal(key, shape, p.dtype) for name, key, shape in named}
     arrays: dict[str, Any] = {}
     if p.mask:
         shape = tuple(sizes[dim] for dim in p.mask)
@@ -230,10 +235,9 @@ def operands(problem: Problem) -> tuple[list[jax.Array], dict[str, Any]]:
         arrays["mask"] = jnp.broadcast_to(below, shape) if p.causal else jax.random.bernoulli(keys[3], shape=shape)
     if p.bias:
         bias = jax.random.normal(keys[4], tuple(sizes[dim] for dim in p.bias), p.bias_dtype)
-        if p.dbias:
-            inputs.append(bias)
-        else:
-            arrays["bias"] = bias
+        (inputs if p.dbias else arrays)["bias"] = bias
+    if p.sinks:
+        inputs["sinks"] = jax.random.normal(keys[5], (p.N,))
     if p.documents > 1:
         ids = jnp.repeat(jnp.arange(p.documents), p.T // p.documents)[None].repeat(p.B, 0)
         arrays |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
@@ -273,25 +277,25 @@ def jax_call(problem: Problem, implementation: str, pass_: str, more: Mapping[st
         function, implementation = jax_flash.dot_product_attention, "flash"
     function = functools.partial(function, implementation=implementation, **options(problem))
 
-    def attend(arrays, *inputs):
-        return function(*inputs, **arrays)
+    def attend(arrays, inputs):
+        return function(**inputs, **arrays)
 
-    def pullback(arrays, *inputs):
-        return jax.vjp(functools.partial(attend, arrays), *inputs)
+    def pullback(arrays, inputs):
+        return jax.vjp(functools.partial(attend, arrays), inputs)
 
-    def both(arrays, do, *inputs):
-        o, pull = pullback(arrays, *inputs)
-        return o, *pull(do)
+    def both(arrays, do, inputs):
+        o, pull = pullback(arrays, inputs)
+        return o, pull(do)
 
     run: Callable[..., object] = attend
-    given: tuple[Any, ...] = (arrays, *inputs)
+    given: tuple[Any, ...] = (arrays, inputs)
     if pass_ != "forward":
         p = problem
         do = jax.random.normal(jax.random.key(2), (p.B, p.T, p.N, p.E), p.dtype)
         if pass_ == "backward":
-            run, given = lambda pull, do: pull(do), (compiled(pullback, arrays, *inputs)()[1], do)
+            run, given = lambda pull, do: pull(do), (compiled(pullback, arrays, inputs)()[1], do)
         else:
-            run, given = both, (arrays, do, *inputs)
+            run, given = both, (arrays, do, inputs)
     return compiled(run, *given)
 
 
@@ -328,7 +332,7 @@ def torch_calls(problem: Problem, backend: str) -> dict[str, Call]:
 def implementations(problem: Problem, pass_: str, against: Sequence[str]) -> tuple[dict[str, Call], dict[str, str]]:
     """The calls of all that can do the pass, and why the others cannot."""
     p, dense = problem, problem.dense()
-    unusual = p.dropout > 0 or p.documents > 1 or p.deterministic or p.soft_cap is not None
+    unusual = p.dropout > 0 or p.documents > 1 or p.deterministic or p.soft_cap is not None or p.sinks
     matrix = p.B * p.N * p.T * p.S
     candidates: dict[str, Callable[[], Call]] = {}
     if not unusual:

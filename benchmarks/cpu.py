@@ -193,6 +193,7 @@ def features() -> dict[str, dict[str, Any]]:
         "bf16 bias [1, 1, T, S]": {"bias": bias[:, :1].astype(jnp.bfloat16)},
         "bf16 bias [1, N, T, S]": {"bias": bias.astype(jnp.bfloat16)},
         "soft cap": {"logits_soft_cap": 30.0},
+        "sinks": {"sinks": jnp.asarray(rng.standard_normal(HEADS, dtype=np.float32))},
     }
 
 
@@ -203,7 +204,8 @@ def measure_features(dims: list[int], seconds: float, output: pathlib.Path) -> N
         arrays = [jax.random.normal(key, shape, dtype) for key in jax.random.split(jax.random.key(0), 4)]
         calls: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "backward": {}}
         for name, options in features().items():
-            calls["forward"][name], calls["backward"][name] = feature_calls(arrays, options)
+            sinks = tuple(options.keys() & {"sinks"})
+            calls["forward"][name], calls["backward"][name] = feature_calls(arrays, options, differentiated=sinks)
             if "bias" in options:
                 _, calls["backward"]["dbias, " + name] = feature_calls(arrays, options, differentiated=("bias",))
         for pass_, by_name in calls.items():

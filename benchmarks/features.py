@@ -43,6 +43,7 @@ FEATURES: dict[str, Callable[[Problem], dict[str, Any]]] = {
     "bias": lambda plain: {"bias": "1nts"},
     "dbias": lambda plain: {"bias": "1nts", "dbias": True},
     "soft_cap": lambda plain: {"soft_cap": 50.0},
+    "sinks": lambda plain: {"sinks": True},
     "window": lambda plain: {"window": plain.S // 4},
     "segments": lambda plain: {"documents": 4},
     "lengths": lambda plain: {},
@@ -101,11 +102,10 @@ def visible(plain: Problem, pair: Pair) -> float:
 def explain(plain: Problem, pair: Pair, pass_: str) -> jax_flash.Explanation:
     problem = with_features(plain, pair)
     inputs, arrays = jax.eval_shape(lambda: attention.operands(problem))
-    given = arrays | jax.eval_shape(lambda: more_arrays(plain, pair)) | attention.options(problem)
-    given |= dict(zip(("query", "key", "value", "bias"), inputs, strict=False))
+    given = inputs | arrays | jax.eval_shape(lambda: more_arrays(plain, pair)) | attention.options(problem)
     described = jax_flash.Problem.of(**given)
     if pass_ == "backward":
-        described = dataclasses.replace(described, dq=True, dk=True, dv=True, dbias=problem.dbias)
+        described = dataclasses.replace(described, dq=True, dk=True, dv=True, dbias=problem.dbias, dsinks=problem.sinks)
     return jax_flash.explain(described, pass_ == "backward")
 
 

@@ -18,6 +18,7 @@ namespace jax_flash {
   OPERAND(void, scale, p.accumulation_dtype(), "", true)                                                \
   OPERAND(void, bias, p.bias_dtype, "BNTS", p.bias)                                                     \
   OPERAND(uint8_t, mask, DType::kNone, "BNTS", p.mask)                                                  \
+  OPERAND(void, sinks, p.accumulation_dtype(), "BNTS", p.sinks)                                         \
   OPERAND(int32_t, q_lengths, DType::kNone, "B", p.q_lengths)                                           \
   OPERAND(int32_t, kv_lengths, DType::kNone, "B", p.kv_lengths)                                         \
   OPERAND(int32_t, q_segments, DType::kNone, "BT", p.segments)                                          \
@@ -52,6 +53,7 @@ struct Cotangents {
 
 struct BackwardResults {
   void *dq, *dk, *dv, *dbias;
+  void* dsinks;                       // what each row adds to the gradient of the sinks, [B, N, T]
   void* captured[kMaxCaptured] = {};  // their gradients, of the accumulation dtype
 };
 

@@ -176,6 +176,7 @@ BackwardResults Buffers::TakeBackwardResults(DType dbias_dtype) {
   results.dk = Result("dk", p_.dtype, "BSKD", ExtentOf(p_.dk));
   results.dv = Result("dv", p_.dtype, "BSKE", ExtentOf(p_.dv));
   results.dbias = Result("dbias", dbias_dtype, "BNTS", bias);
+  results.dsinks = Result("dsinks", p_.accumulation_dtype(), "BNT", ExtentOf(p_.dsinks));
   for (size_t i = 0; i < p_.captured.size(); ++i) {
     if (!p_.captured[i].gradient) continue;
     results.captured[i] = Result(NameOf("dcaptured", i), p_.accumulation_dtype(), DimsOf(p_.captured[i]));

@@ -100,6 +100,8 @@ std::string Check(const Problem& p) {
   if (p.dtype == DType::kNone) return "dtype is none";
   if (p.bias.present != (p.bias_dtype != DType::kNone)) return "bias and bias_dtype disagree";
   if (p.dbias && !p.bias.present) return "dbias without a bias";
+  if (p.sinks.rows || p.sinks.columns) return "sinks have rows or columns";
+  if (p.dsinks && !p.sinks.present) return "dsinks without sinks";
   for (const int64_t size : {p.q_block, p.kv_block}) {
     if (p.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0) return "a block size is no multiple of 16";
   }

@@ -43,6 +43,7 @@ constexpr Extent ExtentOf(const Extent& extent) { return extent; }
   FIELD(DType, bias_dtype, DType::kNone)                                                                        \
   FIELD(Extent, bias, {})                                                                                       \
   FIELD(Extent, mask, {})                                                                                       \
+  FIELD(Extent, sinks, {})      /* a logit more for the softmax of each row; of batch entries and heads */      \
   FIELD(bool, q_lengths, false) /* which of these arrays there are */                                           \
   FIELD(bool, kv_lengths, false)                                                                                \
   FIELD(bool, segments, false)                                                                                  \
@@ -65,7 +66,8 @@ constexpr Extent ExtentOf(const Extent& extent) { return extent; }
   FIELD(bool, dq, false)             /* and the results asked for */                                            \
   FIELD(bool, dk, false)                                                                                        \
   FIELD(bool, dv, false)                                                                                        \
-  FIELD(bool, dbias, false)
+  FIELD(bool, dbias, false)                                                                                     \
+  FIELD(bool, dsinks, false)
 
 struct Problem {
 #define JAX_FLASH_MEMBER(type, name, value) type name = value;

@@ -6,6 +6,7 @@
 #include "cpu_src/kept.h"
 #include "cpu_src/kernels.h"
 #include "cpu_src/scores.h"
+#include "cpu_src/sink.h"
 #include "cpu_src/tile.h"
 
 namespace jax_flash::JAX_FLASH_ISA {
@@ -40,9 +41,10 @@ struct Scratch {
   }
 };
 
-// D_i = dO_i · O_i - dlogsumexp_i: [B, N, T]
+// D_i = dO_i · O_i - dlogsumexp_i: [B, N, T]. (The logsumexp has no sink.) Writes what follows from it for the sinks.
 template <typename A>
-A* ComputeD(const Problem& p, const Cotangents& given, Workers& workers) {
+A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out,
+            Workers& workers) {
   A* const d = reinterpret_cast<A*>(workers.Allocate(p.batch * p.q_heads * p.q_len * int64_t(sizeof(A))));
   const int64_t tiles = RoundUp(p.q_len, kTileRows) / kTileRows;
   const auto tiles_of_o = [&p](char* memory, Tile<A>* o, Tile<A>* d_o) {
@@ -66,7 +68,10 @@ A* ComputeD(const Problem& p, const Cotangents& given, Workers& workers) {
       A sum = 0;
       for (int lane = 0; lane < kLanes<A>; ++lane) sum += products[lane];
       const int64_t row = head * p.q_len + i0 + r;
-      d[row] = sum - (p.dlogsumexp ? static_cast<const A*>(given.dlogsumexp)[row] : 0);
+      const A l = static_cast<const A*>(given.l)[row];
+      const WithSink<A> with_sink(p, in, b, n, static_cast<const A*>(given.m)[row], l);
+      d[row] = sum - (p.dlogsumexp ? static_cast<const A*>(given.dlogsumexp)[row] * with_sink.Growth(l) : 0);
+      if (p.dsinks) static_cast<A*>(out.dsinks)[row] = -with_sink.sink * sum;
     }
   });
   return d;
@@ -124,8 +129,9 @@ struct Backpropagation {
       if (r % kScoredRows == 0) {
         scores.FromProducts(FromRow(scratch.p, r), block.Rows(r, kScoredRows), n, scratch.trace.FromRow(r));
       }
-      const A m = static_cast<const A*>(given.m)[statistics + r], l = static_cast<const A*>(given.l)[statistics + r];
-      const A shift = m == -kInfinity<A> ? 0 : m, inverse = l == 0 ? 0 : 1 / l;
+      const WithSink<A> sums(p, in, b, n, static_cast<const A*>(given.m)[statistics + r],
+                             static_cast<const A*>(given.l)[statistics + r]);
+      const A shift = sums.m == -kInfinity<A> ? 0 : sums.m, inverse = sums.l == 0 ? 0 : 1 / sums.l;
       A* row = scratch.p.row(r);
       for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) Store(row + c, Exp<A>(Load(row + c) - shift) * inverse);
     }
@@ -377,7 +383,7 @@ void Backward(const Problem& p, const Operands& in, const Cotangents& given, con
               Workers& workers) {
   const Division division = Divide<A>(p, in, out, workers);
   const CapturedGradients<A> captured(p, in, out, division, workers);
-  const A* d = p.dq || p.dk || p.dbias || captured.asked() ? ComputeD<A>(p, given, workers) : nullptr;
+  const A* d = p.needs_ds() || p.dsinks ? ComputeD<A>(p, in, given, out, workers) : nullptr;
   if ((p.dq || p.dk || p.dv || captured.asked()) && p.kv_heads > 0) {
     BackwardQKV<A>(p, in, given, out, d, division, captured, workers);
   }

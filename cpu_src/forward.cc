@@ -4,6 +4,7 @@
 #include "cpu_src/kept.h"
 #include "cpu_src/kernels.h"
 #include "cpu_src/scores.h"
+#include "cpu_src/sink.h"
 #include "cpu_src/tile.h"
 
 namespace jax_flash::JAX_FLASH_ISA {
@@ -87,16 +88,18 @@ void OnlineSoftmax(Tile<A> s, const Block& block, int64_t v_dim, QueryTile<A>& q
   }
 }
 
-// O <- scale O / l; writes O, l and m.
+// O <- scale O / l, where l is with the sink; writes O, l and m.
 template <typename A>
-void Finish(const Problem& p, const ForwardResults& out, int64_t b, A scale, const QueryTile<A>& query) {
+void Finish(const Problem& p, const Operands& in, const ForwardResults& out, int64_t b, A scale,
+            const QueryTile<A>& query) {
   const int64_t statistics = (b * p.q_heads + query.n) * p.q_len + query.i0;
   for (int64_t r = 0; r < query.rows; ++r) {
     A l = 0, m = query.m[r];
     for (int lane = 0; lane < kLanes<A>; ++lane) l += query.l.row(r)[lane];
     // The maximum may have lost a NaN, the sum never does.
     if (l != l && m != kInfinity<A>) m = l;
-    const A factor = scale / l;
+    const WithSink<A> sums(p, in, b, query.n, m, l);
+    const A factor = scale * sums.alpha / sums.l;
     A* o = query.o.row(r);
     for (int64_t c = 0; c < p.v_dim; ++c) o[c] = l == 0 ? 0 : o[c] * factor;
     static_cast<A*>(out.l)[statistics + r] = l;
@@ -171,7 +174,7 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
                  block.c1 - block.c0, Into::kSum);
       }
     }
-    for (int64_t t = 0; t < count; ++t) Finish(p, out, b, scratch.kept.scale, scratch.queries[t]);
+    for (int64_t t = 0; t < count; ++t) Finish(p, in, out, b, scratch.kept.scale, scratch.queries[t]);
   };
   workers.For(sequences * units, Scratch<A>(p, nullptr, unit_tiles, tile_rows).bytes, attend);
 }

@@ -80,7 +80,9 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(bool, grad_of_score, backward&& p.score_grad.ResultOfScore()) /* reads it */   \
   FIELD(bool, captured_gradients, main&& p.captured_gradients())                       \
   FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision) /* of f32 */ \
+  FIELD(bool, sinks, p.sinks.present)                                                  \
   FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                     \
+  FIELD(bool, dsinks, backward&& p.dsinks)                                             \
   FIELD(bool, dq, main&& SumsDQ(p)) /* added up in f32 */                              \
   FIELD(bool, dk, main&& p.dk)                                                         \
   FIELD(bool, dv, main&& p.dv)
@@ -224,6 +226,12 @@ struct ProgramParams : Params {
   const int32_t *program_batch, *program_head;
   const void* captured[kMaxCaptured];
   float* dcaptured[kMaxCaptured];
+};
+
+// Of kernels whose rows have sinks. What others are given does not change with them.
+struct SinkParams : ProgramParams {
+  Broadcast<const float> sinks;
+  float* dsinks;  // [batch, head, row]: what each row adds to the gradient
 };
 
 // A CUtensorMap: of a [batch, time, heads, dim] array, in boxes of rows of kBoxBytes, swizzled.

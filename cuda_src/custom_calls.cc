@@ -190,15 +190,15 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
 #undef VALUE
 }
 
-// With what score programs look up, and the sums that they add to.
-ProgramParams ParamsOf(const Problem& p, const Operands& in, const BackwardResults& results, const Scratch& layout,
-                       void* scratch) {
+// With what score programs look up, the sums that they add to, and the sinks.
+SinkParams ParamsOf(const Problem& p, const Operands& in, const BackwardResults& results, const Scratch& layout,
+                    void* scratch) {
   ProgramParams params = {ParamsOf(p, in, layout, scratch), in.program_batch, in.program_head, {}, {}};
   for (int i = 0; i < kMaxCaptured; ++i) {
     params.captured[i] = in.captured[i];
     params.dcaptured[i] = static_cast<float*>(results.captured[i]);
   }
-  return params;
+  return {params, BroadcastOf(static_cast<const float*>(in.sinks), p.sinks, p), static_cast<float*>(results.dsinks)};
 }
 
 // --- Execution ---
@@ -208,7 +208,7 @@ void Zero(void* array, int64_t bytes, void* stream) {
   Check(CudaDriver().cuMemsetD8Async(reinterpret_cast<uint64_t>(array), 0, bytes, stream), "cuMemsetD8Async");
 }
 
-void Run(const Problem& p, const Loaded& loaded, void* stream, ProgramParams& params) {
+void Run(const Problem& p, const Loaded& loaded, void* stream, SinkParams& params) {
   for (const LoadedLaunch& launch : loaded.launches) {
     ForwardMaps forward;
     BackwardMaps backward;
@@ -266,7 +266,7 @@ void ExecuteForward(const Problem& p, const Loaded& loaded, void* stream, Buffer
     return;
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, results.o, scratch});
-  ProgramParams params = ParamsOf(p, operands, {}, loaded.scratch, scratch);
+  SinkParams params = ParamsOf(p, operands, {}, loaded.scratch, scratch);
   params.o = results.o;
   params.l = static_cast<float*>(results.l);
   params.m = static_cast<float*>(results.m);
@@ -289,11 +289,12 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
     Zero(results.dk, p.elements("BSKD", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
     Zero(results.dv, p.elements("BSKE", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
     Zero(results.dbias, p.elements("BNTS", p.bias) * BytesOf(p.dbias_dtype()), stream);
+    Zero(results.dsinks, p.elements("BNT", ExtentOf(true)) * 4, stream);
     return;
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, given.o, given.d_o,
                 results.dq, results.dk, results.dv, results.dbias, scratch});
-  ProgramParams params = ParamsOf(p, operands, results, loaded.scratch, scratch);
+  SinkParams params = ParamsOf(p, operands, results, loaded.scratch, scratch);
   params.o = const_cast<void*>(given.o);
   params.l = static_cast<float*>(const_cast<void*>(given.l));
   params.m = static_cast<float*>(const_cast<void*>(given.m));

@@ -45,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     warmup.add_argument(
         "--backward",
         nargs="*",
-        choices=("query", "key", "value", "bias"),
+        choices=("query", "key", "value", "bias", "sinks"),
         metavar="OPERAND",
-        help="the backward, too, with these gradients: query, key, value, bias (default: the first three)",
+        help="the backward, too, with these gradients: query, key, value, bias, sinks (default: the first three)",
     )
     warmup.add_argument(
         "--dlogsumexp", action="store_true", help="the backward with a cotangent of the logsumexp, m + log l, too"
@@ -98,6 +98,7 @@ def add_problem_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bias", action="store_true", help="with a bias [B, N, T, S]")
     parser.add_argument("--bias-dtype", choices=DTYPES, help="(default: that of the arrays)")
     parser.add_argument("--mask", action="store_true", help="with a mask [B, N, T, S]")
+    parser.add_argument("--sinks", action="store_true", help="with attention sinks, a logit of each head")
     parser.add_argument("--block-mask", type=int, nargs=2, metavar=("Q_BLOCK", "KV_BLOCK"), help="with a block mask")
     parser.add_argument(
         "--blocks", type=int, metavar="COUNT", help="the most that a row or column of blocks has (default: all)"
@@ -141,6 +142,7 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
         query_seq_lengths=lengths,
         key_value_seq_lengths=lengths,
         local_window_size=window,
+        sinks=jax.ShapeDtypeStruct((N,), "float32") if args.sinks else None,
         dropout_rate=args.dropout,
         query_segment_ids=jax.ShapeDtypeStruct((B, T), "int32") if args.segments else None,
         key_value_segment_ids=jax.ShapeDtypeStruct((B, S), "int32") if args.segments else None,
@@ -257,6 +259,8 @@ def warm(args: argparse.Namespace) -> None:
     grads = {grad for grad, operand in DIFFERENTIATED.items() if operand in gradients or grad in DCAPTURED}
     if "bias" in gradients and not args.bias:
         raise ValueError("the gradient of a bias, but there is none: --bias")
+    if "sinks" in gradients and not args.sinks:
+        raise ValueError("the gradient of sinks, but there are none: --sinks")
     if args.dlogsumexp and not gradients:
         raise ValueError("--dlogsumexp of the backward, but there is none: --backward")
     for arch in args.arch or cuda_archs():

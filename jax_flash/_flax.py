@@ -43,13 +43,15 @@ class StockOptions(FlaxOptions, total=False):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Attributes:
-    """The attributes that both modules have beside those of the stock ones; a call's options go before them."""
+    """The attributes that both modules have beside those of the stock ones; a call's options of the same names go
+    before them."""
 
     is_causal: bool = False
     local_window_size: int | tuple[int, int] | None = None
     logits_soft_cap: float | None = None
     implementation: Implementation | None = None
     reproducible_gradients: bool = False
+    use_sinks: bool = False
 
 
 def refuse(where: str, **given: Any) -> None:
@@ -148,6 +150,7 @@ def attend_in(
     value: jax.Array,
     mask: jax.Array | None,
     *,
+    sinks: jax.Array | None,
     deterministic: bool | None,
     dropout_rng: jax.Array | None,
     make_rng: Callable[[str], jax.Array],
@@ -158,12 +161,18 @@ def attend_in(
 
     Args:
       module: it has `Attributes` and those of the stock modules.
+      sinks: its parameter; None where it has none.
       make_rng: a key of the stream with this name, if one is needed and there is no `dropout_rng`.
       cached: int32 scalar, the keys that were in the cache before; None where nothing is decoded.
       options: `FlaxOptions` of the call, before the module's attributes unless None.
     """
-    names = [field.name for field in dataclasses.fields(Attributes) if options.get(field.name) is None]
-    chosen = arguments.complete({**options, **{name: getattr(module, name) for name in names}}, FlaxOptions)
+    shared = Attributes.__annotations__.keys() & FlaxOptions.__annotations__.keys()
+    attributes = {name: getattr(module, name) for name in shared if options.get(name) is None}
+    chosen = arguments.complete({**options, **attributes}, FlaxOptions)
+    if sinks is not None:
+        if chosen["sinks"] is not None:
+            raise ValueError("sinks must not be given with use_sinks=True: they are a parameter of the module")
+        chosen["sinks"] = sinks
     if cached is not None:
         if chosen["query_offset"] is not None:
             raise ValueError("query_offset must not be given when decoding: it is the number of tokens in the cache")

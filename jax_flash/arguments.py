@@ -34,6 +34,7 @@ class SharedOptions(TypedDict, total=False):
     key_value_seq_lengths: ArrayLike | None
     local_window_size: int | tuple[int, int] | None
     implementation: Implementation | None
+    sinks: ArrayLike | None
     dropout_batch_ids: ArrayLike | None
     dropout_head_ids: ArrayLike | None
     query_segment_ids: ArrayLike | None
@@ -149,6 +150,7 @@ def problem_and_operands(
         scale,
         bias=checks.broadcastable("bias", bias, (B, N, T, whole * S), checks.floats),
         mask=checks.broadcastable("mask", mask, (B, N, T, whole * S), checks.booleans),
+        sinks=_sinks(given["sinks"], N, scale.dtype),
         q_lengths=checks.lengths("query_seq_lengths", given["query_seq_lengths"], B),
         kv_lengths=checks.lengths("key_value_seq_lengths", given["key_value_seq_lengths"], B),
         q_segments=checks.ids("query_segment_ids", given["query_segment_ids"], (B, T), unbatched),
@@ -185,6 +187,7 @@ def problem_and_operands(
         bias_dtype="none" if operands.bias is None else operands.bias.dtype.name,
         bias=None if operands.bias is None else Extent.of(operands.bias),
         mask=None if operands.mask is None else Extent.of(operands.mask),
+        sinks=None if operands.sinks is None else Extent.of(operands.sinks),
         q_lengths=operands.q_lengths is not None,
         kv_lengths=operands.kv_lengths is not None,
         segments=operands.q_segments is not None,
@@ -257,6 +260,13 @@ def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Arr
     small = jnp.abs(scale) < least
     factor = jnp.where(small, scale, jnp.sign(scale))
     return (query * factor).astype(query.dtype), jnp.where(small, 1, jnp.abs(scale))
+
+
+def _sinks(sinks: ArrayLike | None, heads: int, dtype: Any) -> jax.Array | None:
+    """[1, N, 1, 1] of this dtype."""
+    if sinks is None:
+        return None
+    return checks.shaped("sinks", checks.floats("sinks", sinks), (heads,)).astype(dtype)[None, :, None, None]
 
 
 def _soft_cap(cap: float | None, largest: float) -> float:

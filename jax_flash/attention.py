@@ -86,6 +86,8 @@ def dot_product_attention(
 
         softmax(cap(τ Q Kᵀ) + bias, where attended) V
 
+    or, with `sinks` z, exp(s_ij) / (Σ_k exp(s_ik) + exp(z)) in place of the softmax exp(s_ij) / Σ_k exp(s_ik).
+
     Letters: B batch, T query length, S key/value length, N query heads, K key/value heads (N a multiple of K:
     multi-head, grouped-query or multi-query attention), D query/key head dim, E value head dim.
 
@@ -103,6 +105,9 @@ def dot_product_attention(
       query_seq_lengths: integer [B]: rows from there on are 0.
       key_value_seq_lengths: integer [B]: keys from there on are not attended to.
       local_window_size: w or (left, right): query i sees keys i - left <= j <= i + right (+ query_offset).
+      sinks: z, [N], any float dtype: attention sinks, a logit of each head that joins the denominator of its softmax
+        and has no value, so that a query need not attend to anything (gpt-oss, arXiv 2508.10925; the name is from
+        arXiv 2309.17453). They have a gradient. The residual is the logsumexp without the sink.
       implementation: None (the fastest that can do the job: `choose_implementation` tells which and why), "flash" (the
         fused custom calls), "xla" (the same algorithm in plain JAX: any platform, forward-mode derivatives) or
         "reference" (materialises [B, N, T, S]).
@@ -176,7 +181,8 @@ def attention_with_statistics(
 ) -> tuple[jax.Array, Statistics]:
     """`dot_product_attention` with the softmax statistics: (O, (ℓ, m)).
 
-    `merge` makes the result over all keys of two over some each.
+    `merge` makes the result over all keys of two over some each. `sinks` z are left out of the parts then, and O is
+    multiplied by ℓ / (ℓ + e^(z-m)) afterwards.
 
     Arguments and errors: `dot_product_attention`. Returns O [B, T, N, E] and `Statistics` [B, N, T].
     """

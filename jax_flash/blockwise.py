@@ -62,7 +62,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
         (o, l, m), _ = jax.lax.scan(
             lambda statistics, xs: (update(statistics, *xs), None), varying_alike(start, operands), column_blocks
         )
-        return {"o": tile.divide(o, l.mT[..., None]).astype(operands.query.dtype), "l": l, "m": m}
+        o = reference.normalized(operands, o.swapaxes(1, 2), l, m).swapaxes(1, 2)
+        return {"o": o.astype(operands.query.dtype), "l": l, "m": m}
 
     row_blocks = _blocks(operands, _axes(operands, "T"), problem.q_len)
     results = _sum_or_join(block_row, row_blocks, {"o": 1, "l": 2, "m": 2}, problem.q_len)
@@ -81,7 +82,7 @@ def backward(
     """The gradients that the problem asks for: Algorithm 4. Arguments and results: `reference.backward`."""
     given = (operands, o, l, m, do, dlogsumexp)
     operands, o, l, m, do, dlogsumexp = varying_alike(given, given)
-    d = reference.row_products(problem, o, do, dlogsumexp)
+    l, m, d, of_rows = reference.prepare(problem, operands, o, l, m, do, dlogsumexp)
     row_block, column_block = _block(problem.q_len), _block(problem.kv_len)
     row_axes, column_axes = _axes(operands, "T"), _axes(operands, "S")
 
@@ -116,7 +117,7 @@ def backward(
     for name, x, axis in (("l", l, 2), ("m", m, 2), ("do", do, 1), ("d", d, 2)):
         row_arrays[name] = _split(x, axis, row_block)
     sums = _sum_or_join(block_row, (row_arrays, starts), gradient_axes(row_axes), problem.q_len)
-    return reference.finish(operands, sums)
+    return reference.finish(operands, sums | of_rows)
 
 
 def _axes(operands: Operands, dim: str) -> dict[str, int]:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from jax_flash import _native, blockwise, partitioning
+from jax_flash import _native, blockwise, partitioning, reference
 from jax_flash.partitioning import Arrays, Results
 from jax_flash.problem import (
     DIFFERENTIATED,
@@ -85,7 +85,7 @@ def backward(
     do: jax.Array,
     dlogsumexp: jax.Array | None = None,
 ) -> Results:
-    """Algorithm 4 as one custom call: those of (dq, dk, dv, dbias) that the problem asks for."""
+    """Algorithm 4 as one custom call: those of (dq, dk, dv, dbias, dsinks, …) that the problem asks for."""
     arrays = operands.arrays() | {"o": o, "l": l, "m": m, "do": do}
     if dlogsumexp is not None:
         arrays["dlogsumexp"] = dlogsumexp
@@ -185,7 +185,8 @@ def _blockwise(call: Call, arrays: Arrays) -> Results:
 
 def _sharded(call: Call, arrays: Arrays) -> Results:
     def compute(problem: Problem, arrays: Arrays) -> Results:
-        return _custom_call(call._replace(problem=problem), arrays)
+        results = call.results if "o" in call.results else problem.gradients
+        return _custom_call(call._replace(problem=problem, results=results), arrays)
 
     types = result_types(call.problem, call.results, _lead(arrays), arrays)
     return partitioning.divided(compute, call.problem, arrays, types)
@@ -247,16 +248,21 @@ def _on_each_platform(call: Call, arrays: tuple[jax.Array, ...]) -> Results:
 @functools.partial(jax.jit, static_argnames=("call", "scratch_bytes", "gpu"))
 def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0, gpu: bool = False) -> Results:
     """On a GPU what a call needs in between is its last result, so that XLA plans its memory; and a bias of 16 bits has
-    a gradient of 16 bits, so that XLA has nothing to convert when the caller wants its dtype."""
+    a gradient of 16 bits, so that XLA has nothing to convert when the caller wants its dtype. What each row adds to the
+    gradient of the sinks is summed here, in the same order in every run."""
     lead, named = (call.problem.batch,), dict(zip(call.arrays, arrays, strict=True))
     types = result_types(call.problem, call.results, lead, named)
     written = dict(types)
     if gpu and "dbias" in types and named["bias"].dtype.itemsize == 2:
         written["dbias"] = jax.ShapeDtypeStruct(types["dbias"].shape, named["bias"].dtype)
+    if "dsinks" in types:
+        written["dsinks"] = jax.ShapeDtypeStruct(named["l"].shape, named["l"].dtype)
     scratch = [jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)] if scratch_bytes else []
-    results = jax.ffi.ffi_call(call.target, [*written.values(), *scratch])(*arrays, problem=call.problem.encode())
-    results = [x.astype(wanted.dtype) for x, wanted in zip(results[: len(types)], types.values(), strict=True)]
-    return varying_alike(tuple(results), arrays)
+    returned = jax.ffi.ffi_call(call.target, [*written.values(), *scratch])(*arrays, problem=call.problem.encode())
+    results = dict(zip(types, returned, strict=False))
+    if "dsinks" in types:
+        results["dsinks"] = reference.summed_over_rows(results["dsinks"], named["sinks"])
+    return varying_alike(tuple(x.astype(types[name].dtype) for name, x in results.items()), arrays)
 
 
 def _plain_call(*arrays: jax.Array, call: Call) -> Results:

@@ -93,6 +93,8 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
       logits_soft_cap: scores are capped smoothly, cap * tanh(scores / cap).
       implementation: see `jax_flash.dot_product_attention`.
       reproducible_gradients: its `deterministic`: the gradients have the same bits in every run on a GPU, too.
+      use_sinks: a parameter `sinks` of shape [num_heads], a logit of each head that joins the softmax and has no value.
+        It is 0 at first: then a query is as if there were one more key, of score and value 0.
 
     Raises (from `__call__`):
       NotImplementedError: `sow_weights`, `attention_fn`, `qk_attn_weights_einsum_cls` or
@@ -168,6 +170,9 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
             dot_general=self.qkv_dot_general,
             dot_general_cls=self.qkv_dot_general_cls,
         )
+        sinks = None
+        if checks.flag("use_sinks", self.use_sinks):
+            sinks = self.param("sinks", nn.initializers.zeros_init(), (num_heads,), self.param_dtype)
         query = project((num_heads, head_dim), name="query")(inputs_q)
         key = project((num_kv_heads, head_dim), name="key")(inputs_k)
         value = project((num_kv_heads, head_dim), name="value")(inputs_v)
@@ -195,6 +200,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
             key,
             value,
             mask,
+            sinks=sinks,
             deterministic=deterministic,
             dropout_rng=dropout_rng,
             make_rng=self.make_rng,

@@ -14,6 +14,7 @@ import inspect
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.typing import PromoteDtypeFn
 
@@ -92,6 +93,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
       logits_soft_cap: scores are capped smoothly, cap * tanh(scores / cap).
       implementation: see `jax_flash.dot_product_attention`.
       reproducible_gradients: its `deterministic`: the gradients have the same bits in every run on a GPU, too.
+      use_sinks: a parameter `sinks` of shape [num_heads], a logit of each head that joins the softmax and has no value.
+        It is 0 at first: then a query is as if there were one more key, of score and value 0.
 
     Raises:
       NotImplementedError: `attention_fn`, or `sow_weights` or `input_positions` in a call, is set.
@@ -118,6 +121,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         dropout.threshold(call.arguments.get("dropout_rate", 0.0))
         super().__init__(num_heads, in_features, *args, **kwargs | {"attention_fn": dot_product_attention})
         Attributes.__init__(self, **attributes)
+        use_sinks = checks.flag("use_sinks", self.use_sinks)
+        self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else None
 
     @arguments.lists_options(FlaxOptions)
     def __call__(
@@ -194,6 +199,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
             key,
             value,
             mask,
+            sinks=None if self.sinks is None else self.sinks[...],
             deterministic=deterministic,
             dropout_rng=None,
             make_rng=make_rng,

@@ -59,6 +59,7 @@ class Problem:
     bias_dtype: str = "none"
     bias: Extent | None = None
     mask: Extent | None = None
+    sinks: Extent | None = None  # which have neither rows nor columns
     q_lengths: bool = False  # which of these arrays there are
     kv_lengths: bool = False
     segments: bool = False
@@ -87,6 +88,7 @@ class Problem:
     dk: bool = False
     dv: bool = False
     dbias: bool = False
+    dsinks: bool = False
 
     @classmethod
     def of(
@@ -149,6 +151,7 @@ class Problem:
             kv_heads=arrays["key"].shape[2],
             bias=Extent.of(arrays["bias"]) if "bias" in arrays else None,
             mask=Extent.of(arrays["mask"]) if "mask" in arrays else None,
+            sinks=Extent.of(arrays["sinks"]) if "sinks" in arrays else None,
             block_mask=Extent.of_blocks(arrays["blocks"]) if "blocks" in arrays else None,
             captured=tuple(
                 x._replace(batch=arrays[name].shape[0] != 1) for name, x in zip(CAPTURED, self.captured, strict=False)
@@ -169,7 +172,8 @@ class Problem:
     def differentiable(self) -> set[str]:
         """The names of the gradients that it may be asked for."""
         floats = {name for name, x in zip(DCAPTURED, self.captured, strict=False) if "float" in x.dtype}
-        return {"dq", "dk", "dv", *floats} | ({"dbias"} if self.bias else set())
+        optional = {"dbias": self.bias, "dsinks": self.sinks}
+        return {"dq", "dk", "dv", *floats, *(name for name, operand in optional.items() if operand)}
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -198,7 +202,7 @@ class Problem:
         return "float64" if self.dtype == "float64" else "float32"
 
     def encode(self) -> str:
-        """The text attribute of the custom calls: "version=6 batch=2 ... bias=b1ts mask=none ..."."""
+        """The text attribute of the custom calls: "version=7 batch=2 ... bias=b1ts mask=none ..."."""
 
         def text(value: object) -> str:
             if value is None:
@@ -225,6 +229,7 @@ class Operands(NamedTuple):
     scale: jax.Array  # [], the accumulation dtype; positive for the fused calls
     bias: jax.Array | None = None  # [B|1, N|1, T|1, S|1], any float dtype
     mask: jax.Array | None = None  # [B|1, N|1, T|1, S|1], bool
+    sinks: jax.Array | None = None  # [B|1, N|1, 1, 1], the accumulation dtype: a logit more for the softmax of each row
     q_lengths: jax.Array | None = None  # [B], int32
     kv_lengths: jax.Array | None = None  # [B], int32
     q_segments: jax.Array | None = None  # [B, T], int32
@@ -271,6 +276,7 @@ DIMS: dict[str, Sequence[str]] = {
     "scale": "",
     "bias": "NTS",
     "mask": "NTS",
+    "sinks": "NTS",
     "q_lengths": "",
     "kv_lengths": "",
     "q_segments": "T",
@@ -296,6 +302,7 @@ DIMS: dict[str, Sequence[str]] = {
     "dk": "SKD",
     "dv": "SKE",
     "dbias": "NTS",
+    "dsinks": "NTS",
     **{gradient: (name,) for gradient, name in zip(DCAPTURED, CAPTURED, strict=True)},
 }
 ONE_A_CALL = ("scale", "origin", "head_id", "program_head")  # they have no leading dims
@@ -303,6 +310,7 @@ BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
 ONE_A_BATCH = (
     ("bias",),
     ("mask",),
+    ("sinks",),
     BLOCK_MASK,
     *((name,) for name in CAPTURED),
 )  # what a batch may share; of several arrays either all or none
@@ -311,9 +319,11 @@ DIFFERENTIATED = {
     "dk": "key",
     "dv": "value",
     "dbias": "bias",
+    "dsinks": "sinks",
     **dict(zip(DCAPTURED, CAPTURED, strict=True)),
 }
-SHARED_GRADIENTS = ("dbias", *DCAPTURED)  # of what may be shared by a batch or by heads: its shape, accumulated
+# Of what may be shared by a batch or by heads: of its shape, accumulated.
+SHARED_GRADIENTS = ("dbias", "dsinks", *DCAPTURED)
 
 
 def result_types(

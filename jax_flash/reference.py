@@ -8,6 +8,7 @@ differentiated by JAX, in any mode and order; m carries no gradient, so that m +
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     p = tile.exp_minus(s, m[..., None])
     l = p.sum(axis=-1)
-    p = tile.divide(p, l[..., None])
+    p = normalized(operands, p, l, m)
     z = tile.kept(problem, operands, rows, columns)
     o = tile.weighted_values(problem, p if z is None else z * p, operands.value)
     return o.astype(operands.query.dtype), l, m
@@ -53,16 +54,56 @@ def backward(
     Returns:
       dq, dk, dv: shape and dtype of the operand; the others: shape of the operand, accumulation dtype.
     """
-    d = row_products(problem, o, do, dlogsumexp)
+    l, m, d, of_rows = prepare(problem, operands, o, l, m, do, dlogsumexp)
     gradients = tile.gradients(problem, operands, *_positions(problem), l, m, do, d)
-    return finish(operands, gradients)
+    return finish(operands, gradients | of_rows)
 
 
-def row_products(problem: Problem, o: jax.Array, do: jax.Array, dlogsumexp: jax.Array | None) -> jax.Array:
-    """D_i = dO_i · O_i - dlogsumexp_i (equation 4): [B, N, T] in the accumulation dtype."""
+def normalized(operands: Operands, x: jax.Array, l: jax.Array, m: jax.Array) -> jax.Array:
+    """Rows of P or O, [B, N, R, ...], against the maxima m, divided by the denominators of their softmax."""
+    if operands.sinks is None:
+        return tile.divide(x, l[..., None])
+    sums = tile.with_sinks(operands.sinks, l, m)
+    return tile.divide(sums.alpha[..., None] * x, sums.l[..., None])
+
+
+class Prepared(NamedTuple):
+    l: jax.Array  # [B, N, T]: P = exp(s - m) / l, also where there is a sink
+    m: jax.Array
+    d: jax.Array  # [B, N, T], D of docs/architecture.md
+    gradients: dict[str, jax.Array]  # that follow from these: dsinks, if it is asked for
+
+
+def prepare(
+    problem: Problem,
+    operands: Operands,
+    o: jax.Array,
+    l: jax.Array,
+    m: jax.Array,
+    do: jax.Array,
+    dlogsumexp: jax.Array | None,
+) -> Prepared:
+    """What the gradients take of each row, in the accumulation dtype: D_i = dO_i · O_i - dlogsumexp_i (equation 4)."""
     dtype = problem.accumulation_dtype
     d = jnp.sum(do.astype(dtype) * o.astype(dtype), axis=-1).transpose(0, 2, 1)
-    return d if dlogsumexp is None else d - dlogsumexp
+    if operands.sinks is None:
+        return Prepared(l, m, d if dlogsumexp is None else d - dlogsumexp, {})
+    sums = tile.with_sinks(operands.sinks, l, m)
+    gradients = {}
+    if problem.dsinks:
+        gradients["dsinks"] = summed_over_rows(-tile.divide(sums.sink, sums.l) * d, operands.sinks)
+    if dlogsumexp is not None:
+        # The logsumexp has no sink, so that its derivative is not P, but P times what the denominator has grown by.
+        # (Where that is too much for the dtype all P are 0.)
+        least = 2.0**-900 if dtype == "float64" else 2.0**-115
+        d -= dlogsumexp * tile.divide(sums.l, l * jnp.maximum(sums.alpha, least))
+    return Prepared(sums.l, sums.m, d, gradients)
+
+
+def summed_over_rows(x: jax.Array, sinks: jax.Array) -> jax.Array:
+    """The gradient of the sinks from what each row adds to it, [B, N, T]."""
+    axes = (0, 2) if sinks.shape[0] == 1 else (2,)
+    return x.sum(axes).reshape(sinks.shape)
 
 
 def finish(operands: Operands, gradients: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:

@@ -26,8 +26,8 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
-from jax_flash import block_sparse, dropout
-from jax_flash.problem import DIMS, Problem
+from jax_flash import block_sparse, dropout, tile
+from jax_flash.problem import DIFFERENTIATED, DIMS, Problem
 from jax_flash.varying import varying_alike
 
 Arrays = dict[str, jax.Array]
@@ -214,6 +214,7 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
     """
     division, given = balanced(problem, division), division
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
+    sinks, problem = arrays.pop("sinks", None), dataclasses.replace(problem, sinks=None)  # they join at last, once
 
     def attend(visit: Visit, visitors: Arrays, rows: dict[int, Rows]) -> dict[int, Rows]:
         for a, b in visit.pairs:
@@ -225,6 +226,10 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
     rows = _tour(problem, division, arrays, attend, nothing)
     parts = zip(*(rows[a] for a in range(division.parts)), strict=True)
     results = {name: jnp.concatenate(x, _axis(name)) for name, x in zip("olm", parts, strict=True)}
+    if sinks is not None:
+        l, with_sinks = results["l"], tile.with_sinks(sinks, results["l"], results["m"])
+        share = tile.divide(with_sinks.alpha * l, with_sinks.l)  # that is left to the keys
+        results["o"] *= jnp.swapaxes(share, -1, -2)[..., None]
     results["o"] = results["o"].astype(arrays["query"].dtype)
     return {name: _relaid(problem, name, x, division, given) for name, x in results.items()}
 
@@ -245,7 +250,9 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
         own, travelled = sums[0], _sent_together(sums[1], division, visit.step)
         for a, b in visit.pairs:
             local, operands = _part(problem, division, arrays | visitors, visit.shift, a, b)
-            for name, x in zip(problem.gradients, compute(local, operands), strict=True):
+            if visit.step or a != b:  # what a row adds to the gradient of the sinks it adds once
+                local = dataclasses.replace(local, dsinks=False)
+            for name, x in zip(local.gradients, compute(local, operands), strict=True):
                 if name in ("dk", "dv"):
                     _add(travelled, (name, b), x.astype(dtype))
                 elif name == "dq":
@@ -358,7 +365,7 @@ def _part(problem: Problem, division: Division, arrays: Arrays, shift: int, a: i
     row_start, key_start = _starts(problem, division, shift, a, b)
     part: Arrays = {}
     for name, x in arrays.items():
-        if name in ("bias", "mask"):
+        if name in ("bias", "mask", "sinks"):
             extent = getattr(problem, name)
             if extent.rows:
                 x = lax.slice_in_dim(x, a * rows, (a + 1) * rows, axis=-2 % x.ndim)
@@ -434,7 +441,8 @@ def _axis(name: str) -> int:
 
 def _divided_axis(problem: Problem, name: str, x: jax.Array) -> int | None:
     """Of what this device has of an array's rows or keys; None: it is there as a whole."""
-    if name in ("bias", "mask", "dbias"):
-        extent = problem.mask if name == "mask" else problem.bias
+    operand = DIFFERENTIATED.get(name, name)
+    if operand in ("bias", "mask", "sinks"):
+        extent = getattr(problem, operand)
         return x.ndim - 2 if extent is not None and extent.rows else None
     return _axis(name) % x.ndim if {"T", "S"} & set(DIMS[name]) else None

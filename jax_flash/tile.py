@@ -105,6 +105,26 @@ def divide(x: jax.Array, l: jax.Array) -> jax.Array:
     return x / jnp.where(l == 0, 1, l)
 
 
+class WithSink(NamedTuple):
+    """The statistics of rows, [B, N, R], with the sink as one score more: P = exp(s - m) / l."""
+
+    l: jax.Array
+    m: jax.Array
+    alpha: jax.Array  # exp(m without the sink - m)
+    sink: jax.Array  # exp(z - m)
+
+
+def with_sinks(sinks: jax.Array, l: jax.Array, m: jax.Array) -> WithSink:
+    """Of ℓ and m without it. They stay what they are, and the sink is 0, where there is nothing to attend to.
+
+    The new m is a constant to derivatives, as that of the scores is.
+    """
+    z = jnp.where(m == -jnp.inf, m, sinks[..., 0])
+    with_sink = jax.lax.stop_gradient(jnp.maximum(m, z))
+    alpha, sink = exp_minus(m, with_sink), exp_minus(z, with_sink)
+    return WithSink(alpha * l + sink, with_sink, alpha, sink)
+
+
 def kept(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
     """Z of a tile, [B, N, R, C]: keep_scale where an entry is kept, 0 where dropped; None without dropout.
 

@@ -44,6 +44,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "block_mask": (None, (128, 128), (64, 64), (16, 48)),
     "bias": ("none", "bfloat16", "float32", "float32 of one row"),
     "soft_cap": (0.0, 30.0),
+    "sinks": (False, True),
     "dropout": (False, True),
     "program": ("none", "score", "mask"),
     "dlogsumexp": (False, True),
@@ -141,6 +142,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         column_list=4 if block else 0,
         bias=None if bias == "none" else full._replace(rows="one row" not in bias),
         bias_dtype=bias.split()[0],
+        sinks=Extent(False, True, False, False) if features["sinks"] else None,
         soft_cap=features["soft_cap"],
         captured=() if program == "none" else (CAPTURED[0]._replace(gradient=grows), CAPTURED[1]),
         score_mod=mod,
@@ -153,6 +155,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         dk=gradients in ("all", "deterministic", "key and value"),
         dv=gradients in ("all", "deterministic", "key and value"),
         dbias=bias != "none" and gradients in ("all", "deterministic"),
+        dsinks=features["sinks"] and gradients in ("all", "deterministic"),
     )
 
 

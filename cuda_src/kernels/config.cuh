@@ -19,8 +19,11 @@ constexpr bool kTF32 = kDType == DType::kF32 && !kFullPrecision;
 constexpr bool kParts = kTiling.packed > 0;
 constexpr int kPacked = kParts ? kTiling.packed : 1;
 
+constexpr bool kSinks = kProblem.sinks;
+
 // The backward only.
 constexpr bool kDLogsumexp = kProblem.dlogsumexp;
+constexpr bool kDSinks = kProblem.dsinks;
 constexpr bool kDQ = kProblem.dq;
 constexpr bool kDK = kProblem.dk;
 constexpr bool kDV = kProblem.dv;

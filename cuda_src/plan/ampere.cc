@@ -188,6 +188,11 @@ void ampere::AddBackward(const Target& target, const Problem& p, Plan* plan) {
   }
 }
 
+void ampere::AddRows(const Problem& p, Plan* plan) {
+  const int unit = AddUnit("ampere/backward_prepare.cuh", Asks::kOfBackward, p, {Family::kAmpere}, plan);
+  plan->launches.push_back(PrepareLaunch(p, unit));
+}
+
 void ampere::AddQuery(const Target& target, const Problem& p, Plan* plan) {
   const KernelTiling tiling = Tiling(kBackwardQueryTable, target, p, true);
   const int unit = AddUnit("ampere/backward_query.cuh", Asks::kOfBackward, p, tiling, plan);

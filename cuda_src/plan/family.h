@@ -84,6 +84,8 @@ BiasWork BiasInParts(const Target& target, const Problem& p);
 
 void AddForward(const Target& target, const Problem& p, Plan* plan);
 void AddBackward(const Target& target, const Problem& p, Plan* plan);
+// L and D of each row, and what they are for the sinks, where no other kernels of a backward need them.
+void AddRows(const Problem& p, Plan* plan);
 // dQ alone, and dbias, whose kernels are for every GPU. `prepared`: has Ampere's backward been before?
 void AddQuery(const Target& target, const Problem& p, Plan* plan);
 void AddBias(const Target& target, const Problem& p, bool prepared, Plan* plan);

@@ -10,9 +10,10 @@ namespace {
 // --- Tiles ---
 
 constexpr Row kForward[] = {
-    {227, 64, {128, 128, 2, 2, true}},
-    {227, 128, {128, 128, 2, 2, true}, kWideBias | kSeveralAndMask},
+    {227, 64, {128, 128, 2, 2, true}, kCrowdedMod},
+    {227, 128, {128, 128, 2, 2, true}, kWideBias | kSeveralAndMask | kCrowdedMod},
     {227, 128, {128, 96, 2, 2, true}},
+    {227, 128, {128, 64, 2, 2, true}, kWideBias | kSeveralAndMask},
     {227, 64, {256, 64, 4, 4}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
     {227, 64, {256, 64, 4, 4}, kAddsToScores | kDropout | kCausal | kFewTiles},

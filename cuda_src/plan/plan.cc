@@ -50,6 +50,7 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
       prepared = Family::kAmpere;
     }
   }
+  if (p.dsinks && !prepared && !p.dbias) ampere::AddRows(p, plan);
   if (p.dq && p.deterministic) {
     plan->reasons.push_back("deterministic: dQ is a kernel's of its own, which all GPUs have, in a fixed order");
     ampere::AddQuery(target, p, plan);

@@ -75,7 +75,7 @@ Scratch ScratchOf(const Problem& given, Pass pass, const Target& target) {
   }
   if (backward) {
     const int64_t rows = (scratch.heads > 0 ? scratch.heads : all_heads) * RoundUp(p.q_len, kRowPadding);
-    if (main || p.dbias) {
+    if (main || p.dbias || p.dsinks) {
       scratch.logsumexp = take(4 * rows);
       scratch.d = take(4 * rows);
     }

@@ -138,6 +138,10 @@ def test_mixed_dtypes():
         ({"logits_soft_cap": 1e-310}, ValueError, "logits_soft_cap"),
         ({"logits_soft_cap": "1.0"}, TypeError, "logits_soft_cap must be a real number, not '1.0'"),
         ({"logits_soft_cap": np.ones(1)}, TypeError, "logits_soft_cap must be a real number, not ndarray"),
+        ({"sinks": jnp.zeros(K)}, ValueError, r"sinks must have shape \(4,\), not \(2,\)"),
+        ({"sinks": jnp.zeros((B, N))}, ValueError, "sinks must have shape"),
+        ({"sinks": 0.0}, ValueError, "sinks must have shape"),
+        ({"sinks": jnp.zeros(N, jnp.int32)}, TypeError, "sinks has dtype int32"),
         ({"precision": "exact"}, ValueError, "precision"),
         ({"precision": ("highest", "exact")}, ValueError, "precision"),
         ({"precision": []}, ValueError, "precision"),
@@ -200,6 +204,7 @@ def test_options(options, error, match):
 
 
 ARRAYS = ["query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths", "query_offset"]
+ARRAYS += ["sinks"]
 IDS = ["query_segment_ids", "key_value_segment_ids", "dropout_batch_ids", "dropout_head_ids"]
 
 

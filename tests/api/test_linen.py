@@ -503,3 +503,17 @@ def test_module_decodes_packed_sequences():
     assert_close(np.concatenate(outputs, axis=1), whole)
     with pytest.raises(ValueError, match="query_offset must not be given when decoding"):
         module.apply(variables, INPUTS[:, :1], query_offset=3, mutable=["cache"])
+
+
+def test_sinks_as_a_parameter():
+    """They are what the option is, start at 0 and have a gradient; the option is refused beside them."""
+    module, plain = MultiHeadAttention(HEADS, use_sinks=True), MultiHeadAttention(HEADS)
+    params = dict(init(module, INPUTS)["params"])
+    np.testing.assert_array_equal(params["sinks"], np.zeros(HEADS))
+    others, sinks = {name: x for name, x in params.items() if name != "sinks"}, normal(5, HEADS)
+    got = apply(module, {"params": others | {"sinks": sinks}}, INPUTS)
+    assert_close(got, apply(plain, {"params": others}, INPUTS, sinks=sinks))
+    gradient = jax.grad(lambda params: (module.apply({"params": params}, INPUTS) ** 2).sum())(params)
+    assert np.abs(gradient["sinks"]).min() > 0
+    with pytest.raises(ValueError, match="sinks must not be given with use_sinks=True"):
+        module.apply({"params": params}, INPUTS, sinks=sinks)

@@ -410,3 +410,16 @@ def test_module_decodes_packed_sequences():
     assert_close(np.concatenate(outputs, axis=1), whole)
     with pytest.raises(ValueError, match="query_offset must not be given when decoding"):
         module(INPUTS[:, :1], decode=True, query_offset=3)
+
+
+def test_sinks_as_a_parameter():
+    """They are what the option is, start at 0 and have a gradient; the option is refused beside them."""
+    module, plain = (MultiHeadAttention(HEADS, FEATURES, use_sinks=x, rngs=nnx.Rngs(0)) for x in (True, False))
+    assert "sinks" not in nnx.to_pure_dict(nnx.state(plain, nnx.Param))
+    np.testing.assert_array_equal(module.sinks[...], np.zeros(HEADS))
+    module.sinks[...] = jnp.asarray(normal(5, HEADS))
+    assert_close(module(INPUTS, decode=False), plain(INPUTS, decode=False, sinks=normal(5, HEADS)))
+    gradient = nnx.grad(lambda module: (module(INPUTS, decode=False) ** 2).sum())(module)
+    assert np.abs(nnx.to_pure_dict(gradient)["sinks"]).min() > 0
+    with pytest.raises(ValueError, match="sinks must not be given with use_sinks=True"):
+        module(INPUTS, decode=False, sinks=normal(5, HEADS))

@@ -25,7 +25,7 @@ def described(x):
 def test_of_arrays_and_of_shapes(case):
     arrays = case.arrays()
     wanted, _ = cases.problem(case, arrays)
-    wanted = dataclasses.replace(wanted, dlogsumexp=False, dq=False, dk=False, dv=False, dbias=False)
+    wanted = dataclasses.replace(wanted, dlogsumexp=False, dq=False, dk=False, dv=False, dbias=False, dsinks=False)
     assert Problem.of(**arrays, **case.options) == wanted
     shapes = {name: described(x) for name, x in arrays.items() if name != "dropout_key"}
     assert Problem.of(**shapes, **case.options) == wanted

@@ -88,7 +88,7 @@ CASES = [
     DIVIDED(causal=True, window=(40, 0), segments=True),
     DIVIDED(window=(10, 20), bias="1nts"),
     DIVIDED(bias="b11s", mask="b1ts", lengths=True, soft_cap=1.0, dropout=0.5),
-    DIVIDED(causal=True, offset=True, bias="bnt1", K=1),
+    DIVIDED(causal=True, offset=True, bias="bnt1", K=1, sinks=1.0),
     DIVIDED(S=256, causal=True, window=(100, 7), mask="1n1s"),
     DIVIDED(block_mask=BLOCKS, causal=True),
 ]
@@ -357,7 +357,7 @@ RING, HEADS = "collective-permute", "all-to-all"
 
 def placed(mesh, arrays, batch, rows, heads):
     """Arrays sharded in all of these dims, where they have them and are not broadcast."""
-    dims = {"query": "btn", "key": "btk", "value": "btk", "bias": "bnt", "mask": "bnt"}
+    dims = {"query": "btn", "key": "btk", "value": "btk", "bias": "bnt", "mask": "bnt", "sinks": "n"}
     dims |= dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), "bt")
     dims |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "query_offset"), "b")
 
@@ -373,7 +373,7 @@ def placed(mesh, arrays, batch, rows, heads):
     ("case", "shape", "sends"),
     [
         (DIVIDED(K=1), (1, 8, 1), RING),
-        (DIVIDED(K=1, causal=True, dropout=0.3, bias="1nts"), (1, 4, 2), RING),
+        (DIVIDED(K=1, causal=True, dropout=0.3, bias="1nts", sinks=1.0), (1, 4, 2), RING),
         (DIVIDED(B=4, causal=True, window=(20, 0), segments=True, bias="b11s", mask="b1ts"), (2, 4, 1), RING),
         (DIVIDED(lengths=True, soft_cap=1.0, bias="bnt1", mask="1n1s", dropout=0.5), (2, 2, 2), RING),
         (DIVIDED(causal=True, offset=True), (1, 8, 1), RING),

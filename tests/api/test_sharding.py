@@ -52,6 +52,7 @@ def specs(case, batch="data", heads="model"):
         "value": P(batch, None, kv_heads, None),
         "bias": P(*(extent[e] for e in case.bias)),
         "mask": P(*(extent[e] for e in case.mask)),
+        "sinks": P(heads),
         **dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "query_offset"), P(batch)),
         **dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), P(batch, None)),
     }
@@ -67,7 +68,7 @@ SHARDED = functools.partial(Case, B=4, T=19, S=23, N=4, K=2, D=8, E=8)
 CASES = [
     SHARDED(),
     SHARDED(K=4, causal=True, dropout=0.3),
-    SHARDED(K=1, bias="1nts"),
+    SHARDED(K=1, bias="1nts", sinks=1.0),
     SHARDED(bias="111s", mask="b1ts", dropout=0.5, broadcast_dropout=True),
     SHARDED(bias="bnts", mask="bnts", lengths=True, soft_cap=1.0),
     SHARDED(K=1, segments=True, offset=True, window=(5, 3), dropout=0.2, bias="b1t1"),

@@ -119,6 +119,7 @@ def test_strict_promotion(implementation):
         "key_value_segment_ids": jnp.zeros((B, S), jnp.int32),
         "query_offset": per_batch,
         "logits_soft_cap": 2.0,
+        "sinks": jnp.zeros(N, jnp.bfloat16),
         "dropout_rate": 0.1,
         "dropout_key": jax.random.key(0),
         "implementation": implementation,
@@ -198,6 +199,18 @@ def test_vmap_over_what_has_no_gradient(name):
 
     expected = jax.tree.map(lambda *x: jnp.stack(x), *(function(x) for x in values))
     assert_close(jax.jit(jax.vmap(function))(values), expected)
+
+
+@pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)], ids=str)
+def test_vmap_over_sinks(mapped):
+    """In one call, of what is mapped and of what is shared."""
+    q, k, v, _ = arrays(B)
+    args = [jnp.stack([x, x + 1, x - 2]) if axis == 0 else x for x, axis in zip((q, normal(4, N)), mapped, strict=True)]
+    gradient = jax.value_and_grad(lambda q, sinks: loss(q, k, v, sinks=sinks), (0, 1))
+    singles = [gradient(*(x[i] if axis == 0 else x for x, axis in zip(args, mapped, strict=True))) for i in range(3)]
+    together = jax.vmap(gradient, in_axes=mapped)
+    assert_close(jax.jit(together)(*args), jax.tree.map(lambda *x: jnp.stack(x), *singles))
+    assert calls(together, *args) == (1, 1)
 
 
 def test_vmap_is_one_call():

@@ -90,15 +90,16 @@ def test_forward_is_the_same_every_time(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_deterministic_backward_is_the_same_every_time(dtype):
     q, k, v = (normal(i, 2, 1000, h, 64, dtype=dtype) for i, h in enumerate((4, 2, 2)))
-    bias = normal(3, 1, 4, 1, 1000, dtype=dtype)
+    bias, sinks = normal(3, 1, 4, 1, 1000, dtype=dtype), normal(4, 4, dtype=dtype)
 
-    def loss(q, k, v, bias):
-        return (attend(q, k, v, bias, is_causal=True, deterministic=True).astype(jnp.float32) ** 2).sum()
+    def loss(q, k, v, bias, sinks):
+        o = attend(q, k, v, bias, is_causal=True, sinks=sinks, deterministic=True)
+        return (o.astype(jnp.float32) ** 2).sum()
 
-    gradient = jax.jit(jax.grad(loss, (0, 1, 2, 3)))
-    first = gradient(q, k, v, bias)
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))
+    first = gradient(q, k, v, bias, sinks)
     for _ in range(20):
-        jax.tree.map(np.testing.assert_array_equal, gradient(q, k, v, bias), first)
+        jax.tree.map(np.testing.assert_array_equal, gradient(q, k, v, bias, sinks), first)
 
 
 def test_block_mask_with_short_lists():

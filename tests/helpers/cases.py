@@ -22,7 +22,7 @@ from jax_flash import BlockMask, dropout
 from jax_flash.problem import Extent, Operands, Problem
 
 Arrays = dict[str, Any]  # NumPy's, and a BlockMask of them
-DIFFERENTIATED = ("query", "key", "value", "bias")
+DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
 EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"jax_flash_{name}") for name in ("forward", "backward")]
 
 
@@ -40,6 +40,7 @@ class Case:
     window: tuple[int, int] | None = None
     bias: str = ""  # "bnts", a 1 for what is broadcast
     mask: str = ""
+    sinks: float = 0.0  # their spread
     lengths: bool = False
     segments: bool | str = False  # "mixed": in any order
     offset: bool = False
@@ -106,6 +107,8 @@ class Case:
             arrays["key_value_segment_ids"] = np.sort(rng.integers(0, 3, (B, S)).astype(np.int32))
         if self.offset:
             arrays["query_offset"] = rng.integers(-T // 2, S, B).astype(np.int32)
+        if self.sinks:
+            arrays["sinks"] = normal(N) * np.asarray(self.sinks, jnp.dtype(dtype))
         if self.dropout:
             arrays["dropout_key"] = np.asarray(jax.random.PRNGKey(seed + 1))
         if self.block_mask is not None:
@@ -148,6 +151,9 @@ FEATURES = [
     Case(mask="b1ts"),
     Case(mask="1n1s"),
     Case(mask="11t1"),
+    Case(sinks=2.0),
+    Case(sinks=30.0, causal=True, offset=True, logsumexp=False),
+    Case(sinks=2.0, bias="1nts", lengths=True, dropout=0.2, K=1, deterministic=True),
     Case(lengths=True),
     Case(segments=True),
     Case(segments=True, causal=True, logsumexp=False),
@@ -161,7 +167,7 @@ FEATURES = [
     Case(deterministic=True, causal=True, bias="1nts", K=1),
     Case(dropout=0.1, causal=True, bias="1nts", K=1, logsumexp=False),
     Case(causal=True, window=(9, 4), bias="b1ts", mask="bn1s", lengths=True, offset=True, soft_cap=1.5, dropout=0.2),
-    Case(N=1, K=1, window=(9, 9), bias="111s", mask="b111", segments=True, dropout=0.7, E=5, spread=3.0),
+    Case(N=1, K=1, sinks=1.0, window=(9, 9), bias="111s", mask="b111", segments=True, dropout=0.7, E=5, spread=3.0),
 ]
 
 # Lengths around every size of tiles.
@@ -203,6 +209,8 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
     given |= {to: jnp.asarray(arrays[name]) for name, to in names.items() if name in arrays}
     scale = case.scale if case.scale is not None else max(case.D, 1) ** -0.5
     given["scale"] = np.asarray(scale, "float64" if arrays["query"].dtype == "float64" else "float32")
+    if case.sinks:
+        given["sinks"] = arrays["sinks"].astype(given["scale"].dtype)[None, :, None, None]
     if case.dropout:
         given["seed"] = dropout.seed_from_key(arrays["dropout_key"], B)
         given["batch_id"] = jnp.arange(B, dtype=jnp.uint32) * (not case.broadcast_dropout)
@@ -226,6 +234,7 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         bias_dtype=arrays["bias"].dtype.name if case.bias else "none",
         bias=Extent(*(e != "1" for e in case.bias)) if case.bias else None,
         mask=Extent(*(e != "1" for e in case.mask)) if case.mask else None,
+        sinks=Extent.of(given["sinks"]) if case.sinks else None,
         q_lengths=case.lengths,
         kv_lengths=case.lengths,
         segments=bool(case.segments),
@@ -237,6 +246,7 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         dk=True,
         dv=True,
         dbias=bool(case.bias),
+        dsinks=bool(case.sinks),
     )
     if case.block_mask is not None:
         shape = case.block_mask.shape

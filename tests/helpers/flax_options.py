@@ -33,6 +33,7 @@ OPTIONS = {
     "window": ({"local_window_size": (3, 1)},) * 2,
     "soft_cap": ({"logits_soft_cap": 0.5},) * 2,
     "scale": ({"scale": 0.3},) * 2,
+    "sinks": ({"sinks": 8 * SLOPES},) * 2,
     "offset": ({"query_offset": 2, "is_causal": True},) * 2,
     "offsets": (
         {"query_offset": np.array([2, -3, 0]), "local_window_size": (4, 0)},
@@ -55,6 +56,7 @@ WRONG_ATTRIBUTES = [
     *(({"num_heads": heads}, TypeError, "num_heads must be an int") for heads in ("2", None)),
     ({"dropout_rate": "0.5"}, TypeError, "dropout_rate must be a real number, not '0.5'"),
     ({"dropout_rate": -1.0}, ValueError, "dropout_rate must be in"),
+    ({"use_sinks": 1}, TypeError, "use_sinks must be True or False"),
     ({"dropout_rate": 0.5, "deterministic": "False"}, TypeError, "deterministic must be True or False, not 'False'"),
 ]
 
@@ -71,6 +73,7 @@ WRONG = [
     ({"local_window_size": -1}, ValueError, "local_window_size"),
     ({"local_window_size": "3"}, TypeError, "local_window_size"),
     ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap"),
+    ({"sinks": np.zeros(5, np.float32)}, ValueError, "sinks must have shape"),
     ({"query_offset": 1.5}, TypeError, "query_offset must be integers"),
     ({"query_offset": np.arange(2)}, ValueError, "query_offset must be broadcastable"),
     ({"query_offset": 2**31}, ValueError, "query_offset must be int32"),

@@ -444,10 +444,12 @@ def _exact(case: Case, make: Any) -> Any:
             allowed = allowed & everywhere(made["mask_mod"])(*places)
         s = jnp.where(allowed, s, -jnp.inf)
         m = jax.lax.stop_gradient(s.max(-1, keepdims=True))
-        p = jnp.exp(s - jnp.where(m == -jnp.inf, 0, m))
+        shift = jnp.where(m == -jnp.inf, 0, m)
+        p = jnp.exp(s - shift)
         l = p.sum(-1, keepdims=True)
         seen = jnp.where(l == 0, 1, l)
-        o = (kept * p / seen) @ v
+        sink = jnp.exp(arrays["sinks"][:, None, None] - shift) if case.sinks else 0
+        o = (kept * p / (seen + sink)) @ v
         return o.transpose(0, 2, 1, 3), jnp.where(l == 0, -jnp.inf, m + jnp.log(seen))[..., 0]
 
     def results(arrays, allowed, kept, cotangents):

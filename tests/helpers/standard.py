@@ -78,6 +78,8 @@ class Forward(NamedTuple):
     v: np.ndarray
     c: np.ndarray  # scaled and capped scores
     p: np.ndarray
+    sink: np.ndarray  # the P of the sink of each row
+    plain: np.ndarray  # P without it
     keep: np.ndarray  # Z
     o: np.ndarray
     logsumexp: np.ndarray
@@ -100,13 +102,21 @@ def _forward(case: Case, arrays: Arrays, sums: Any, dtype: Any) -> Forward:
         c = sums(case.soft_cap) * np.tanh(c / sums(case.soft_cap))
     s = np.where(allowed(case, arrays), c + arrays["bias"].astype(sums) if case.bias else c, sums(-np.inf))
     m = s.max(-1, keepdims=True, initial=-np.inf)
-    p = np.exp(s - np.where(m == -np.inf, 0, m))
+    empty = m == -np.inf
+    p = np.exp(s - np.where(empty, 0, m))
     l = p.sum(-1, keepdims=True)
-    empty = l == 0
     p /= np.where(empty, 1, l)
+    plain, sink = p, np.zeros_like(m)
+    if case.sinks:
+        logits = arrays["sinks"].astype(sums)[:, None, None]
+        largest = np.where(empty, 0, np.maximum(m, logits))
+        p, sink = np.exp(s - largest), np.where(empty, 0, np.exp(logits - largest))
+        both = np.where(empty, 1, p.sum(-1, keepdims=True) + sink)
+        p, sink = p / both, sink / both
     keep = z(case, arrays).astype(sums)
     o = _rounded(_rounded(keep * p, sums, dtype) @ v, sums, dtype)
-    return Forward(q, k, v, c, p, keep, o, np.where(empty, -np.inf, m + np.log(np.where(empty, 1, l)))[..., 0])
+    logsumexp = np.where(empty, -np.inf, m + np.log(np.where(empty, 1, l)))[..., 0]
+    return Forward(q, k, v, c, p, sink, plain, keep, o, logsumexp)
 
 
 def _propagate(case: Case, q: np.ndarray, k: np.ndarray, c: np.ndarray, ds: np.ndarray) -> Results:
@@ -131,11 +141,16 @@ def attention(case: Case, arrays: Arrays, cotangents: Any, sums: Any, dtype: Any
     attention makes of them; "tf32" is f32 with operands of products rounded to TF32.
     """
     dtype = sums if dtype is None else dtype
-    q, k, v, c, p, keep, o, logsumexp = _forward(case, arrays, sums, dtype)
+    q, k, v, c, p, sink, plain, keep, o, logsumexp = _forward(case, arrays, sums, dtype)
     do = _rounded(cotangents[0], sums, dtype).transpose(0, 2, 1, 3)
-    d = (do * o).sum(-1, keepdims=True) - cotangents[1].astype(sums)[..., None]
+    products, dlogsumexp = (do * o).sum(-1, keepdims=True), cotangents[1].astype(sums)[..., None]
+    d = products if case.sinks else products - dlogsumexp
     ds = p * (keep * _rounded(do @ v.swapaxes(2, 3), sums, dtype) - d)
+    if case.sinks:
+        ds += plain * dlogsumexp
     gradients = _propagate(case, q, k, c, ds)
+    if case.sinks:
+        gradients["sinks"] = -(sink * products).sum((0, 2, 3))
     gradients["value"] = _per_kv_head(case, _rounded(keep * p, sums, dtype).swapaxes(2, 3) @ do)
     rounded = {name: _rounded(x, sums, dtype) for name, x in gradients.items()}
     return {"o": o.transpose(0, 2, 1, 3), "logsumexp": logsumexp, **rounded}
@@ -147,9 +162,13 @@ def cancellation(case: Case, arrays: Arrays, cotangents: Any, dtype: Any) -> dic
     A unit in the last place of the sums that Z dP and D are, and the rounding of the O that D is taken from. In rows
     that see few keys standard attention may be exact by luck: of a single key it computes both by the same sum.
     """
-    q, k, v, c, p, keep, o, _ = _forward(case, arrays, np.float64, np.float64)
+    q, k, v, c, p, sink, plain, keep, o, _ = _forward(case, arrays, np.float64, np.float64)
     do = np.abs(np.asarray(cotangents[0]).astype(np.float64).transpose(0, 2, 1, 3))
     products, sums = keep * (do @ np.abs(v).swapaxes(2, 3)), (do * np.abs(o)).sum(-1, keepdims=True)
     stored, summed = (float(jnp.finfo(kind).eps) for kind in (dtype, jnp.promote_types(dtype, jnp.float32)))
-    ds = p * (summed * (products + sums + np.abs(cotangents[1])[..., None]) + stored / 2 * sums)
-    return {name: np.abs(x).max(initial=0) for name, x in _propagate(case, np.abs(q), np.abs(k), c, ds).items()}
+    of_d = summed * sums + stored / 2 * sums
+    ds = p * (summed * products + of_d) + plain * summed * np.abs(cotangents[1])[..., None]
+    results = _propagate(case, np.abs(q), np.abs(k), c, ds)
+    if case.sinks:
+        results["sinks"] = np.sqrt(((sink * of_d) ** 2).sum((0, 2, 3)))  # rows round by themselves
+    return {name: np.abs(x).max(initial=0) for name, x in results.items()}

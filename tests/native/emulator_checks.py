@@ -55,6 +55,28 @@ def test_case(case, dtype):
     check(case, dtype)
 
 
+SINKS = [
+    (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, offset=True, lengths=True), "bfloat16"),
+    (Case(B=1, T=300, S=400, N=4, K=2, D=64, E=64, segments=True), "bfloat16"),  # the backward as one kernel
+    (Case(B=1, T=150, S=200, N=2, K=1, D=128, E=128, soft_cap=5.0, window=(90, 20)), "float16"),
+    (Case(B=1, T=150, S=200, N=2, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
+    (Case(B=1, T=140, S=160, N=2, K=1, D=64, E=64, bias="1nts", mask="b11s", dropout=0.2), "bfloat16"),
+    (Case(T=70, S=90, D=72, E=40, bias="bn1s", lengths=True, deterministic=True), "bfloat16"),
+    (Case(T=70, S=90, D=40, E=64, causal=True, dropout=0.1, deterministic=True), "float32"),
+    (Case(B=1, T=130, S=300, N=3, K=1, D=64, E=64, causal=True, offset=True), "tf32"),
+    (Case(T=3, S=1100, N=8, K=2, causal=True, offset=True, lengths=True, soft_cap=2.0, dropout=0.2), "bfloat16"),
+    (Case(B=1, T=16, S=1100, N=3, K=1, D=64, E=40, bias="1n1s", scale=-0.3), "float32"),
+    (sparse(128, 128, B=1, T=300, S=600, N=2, K=1, D=64, E=64, heads=2, dropout=0.2), "bfloat16"),
+]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("case", "dtype"), SINKS, ids=str)
+def test_sinks(case, dtype):
+    case = dataclasses.replace(case, sinks=2.0)
+    check_tf32(case) if dtype == "tf32" else check(case, dtype)
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("case", "dtype"),
@@ -62,6 +84,8 @@ def test_case(case, dtype):
         (Case(B=1, T=140, S=160, D=64, E=64, bias="1nts", dropout=0.2), "bfloat16"),
         (Case(T=150, S=300, N=2, K=2, D=128, E=128, soft_cap=2.0, mask="b11s", lengths=True), "bfloat16"),
         (Case(T=3, S=1100, N=4, K=2, causal=True, offset=True, bias="1n1s"), "float32"),
+        (Case(B=1, T=150, S=140, N=2, K=1, D=64, E=64, sinks=2.0, dropout=0.2), "bfloat16"),
+        (Case(T=3, S=1100, N=4, K=2, sinks=2.0, causal=True, offset=True), "float32"),
     ],
     ids=str,
 )
@@ -106,6 +130,9 @@ PROGRAMS = [
     (programs.low_rank, Case(B=1, T=150, S=140, D=64, E=64), "float16"),
     (programs.relative_table, Case(T=70, S=150, N=2, K=1, D=64, E=64, causal=True, offset=True), "bfloat16"),
     (programs.wavy, Case(B=1, T=150, S=140, D=64, E=64, dropout=0.3), "bfloat16"),
+    (programs.alibi, Case(B=1, T=150, S=140, D=128, E=128, sinks=2.0, causal=True, soft_cap=2.0), "float16"),
+    # tiles of 64 keys with a bias in tiles
+    (programs.hidden, sparse(128, 128, B=1, T=300, S=304, D=64, E=64, bias="1nts", window=(150, 20)), "bfloat16"),
 ]
 
 

@@ -5,6 +5,7 @@ plus a few units in the last place. Forward and backward, every feature and dtyp
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import standard
 from accuracy import ULPS, assert_accurate, by_numpy, check, errors
 from block_masks import block_mask, entries
 from cases import FEATURES, SIZES, Case, oracle, run, upcast
+
+import jax_flash
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -57,7 +60,7 @@ def test_long(dtype):
 def test_few_queries(T, dtype):
     """Decoding. GPUs divide the keys into parts; rows see nothing of some of them."""
     check(Case(T=T, S=1100, N=8, K=2, D=128, E=128, causal=True, offset=True, lengths=True), dtype)
-    check(Case(T=T, S=1037, N=4, K=4, D=64, E=64, window=(300, 0), bias="1n1s", dropout=0.2), dtype)
+    check(Case(T=T, S=1037, N=4, K=4, D=64, E=64, sinks=2.0, window=(300, 0), bias="1n1s", dropout=0.2), dtype)
     check(Case(T=T, S=1100, N=4, K=1, D=80, E=40, segments=True, mask="bnts", soft_cap=2.0), dtype)
 
 
@@ -65,7 +68,9 @@ def test_few_queries(T, dtype):
 def test_some_queries(dtype):
     """Tiles of many rows, groups that are no power of two, the least instead of the greatest score."""
     check(Case(B=1, T=33, S=1100, N=6, K=2, D=64, E=64, dropout=0.2, lengths=True, offset=True), dtype)
-    case = Case(B=1, T=5, S=1100, N=9, K=3, window=(500, 100), segments=True, bias="11ts", dropout=0.1, scale=-0.3)
+    case = Case(
+        B=1, T=5, S=1100, N=9, K=3, sinks=2.0, window=(500, 100), segments=True, bias="11ts", dropout=0.1, scale=-0.3
+    )
     check(case, dtype)
     check(Case(B=1, T=63, S=1030, N=3, K=1, D=64, E=64, mask="bnts", dropout=0.3, scale=-0.3), dtype)
     check(Case(B=9, T=3, S=1030, N=30, K=30, causal=True, offset=True, lengths=True), dtype)  # many tiles
@@ -77,6 +82,41 @@ def test_large_scores(dtype):
     an error, and those are few: several draws."""
     check(Case(T=130, S=150, spread=12.0, scale=1.0), dtype, draws=8)
     check(Case(T=130, S=150, spread=12.0, scale=1.0, soft_cap=30.0, causal=True), dtype, draws=8)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "logsumexp"), [([-np.inf, -200, 1, 40], True), ([70, 120, 3e4, 6e4], False)], ids=["low", "high"]
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": "11ts"}, {"T": 3, "S": 1100, "causal": True, "offset": True}], ids=str
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_sinks_of_any_size(sinks, logsumexp, options, dtype):
+    """None at all, those that no row notices, and those that leave nothing for the keys."""
+    case, dtype = Case(sinks=1.0, logsumexp=logsumexp, **options), jnp.dtype(dtype)
+    arrays, cotangents = case.arrays(dtype.name), case.cotangents(dtype.name)
+    arrays["sinks"] = np.array(sinks, dtype)
+    exact = by_numpy(case, arrays, cotangents)
+    usual = errors(standard.attention(case, arrays, cotangents, np.float32, dtype), exact)
+    cancelled = standard.cancellation(case, arrays, cotangents, dtype)
+    assert_accurate(run(case, arrays, cotangents), exact, usual, cancelled, dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"bias": "1nts"}], ids=str)
+@pytest.mark.parametrize("asked", [("sinks",), ("query", "sinks"), ("bias", "sinks")], ids="-".join)
+def test_gradient_of_sinks_beside_few_others(asked, options):
+    case = Case(T=70, S=90, sinks=1.0, **options)
+    arrays, cotangents = case.arrays("bfloat16"), case.cotangents("bfloat16")
+
+    @jax.jit
+    def gradients(inputs):
+        return jax.vjp(lambda inputs: jax_flash.dot_product_attention(**arrays | inputs, **case.options), inputs)[1](
+            cotangents[0]
+        )[0]
+
+    expected = run(dataclasses.replace(case, logsumexp=False), arrays, cotangents)
+    for name, x in gradients({name: arrays[name] for name in asked if name in arrays}).items():
+        np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (x, expected[name])), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("bias_dtype", ["float16", "bfloat16", "float32", "float64"])

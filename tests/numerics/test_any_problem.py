@@ -33,6 +33,7 @@ def cases():
         causal=flag, window=window, bias=extents(), mask=extents(), lengths=flag, segments=flag, offset=flag,
         soft_cap=st.sampled_from([None, 0.5, 5.0]), dropout=st.sampled_from([0.0, 0.1, 0.8]), broadcast_dropout=flag,
         scale=st.sampled_from([None, 0.3, -1.0]), spread=st.sampled_from([1.0, 3.0]), logsumexp=flag,
+        sinks=st.sampled_from([0.0, 1.0, 20.0]),
     )  # fmt: skip
 
 

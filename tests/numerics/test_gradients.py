@@ -19,12 +19,12 @@ SMALL = functools.partial(Case, B=2, T=5, S=6, N=2, K=2, D=3, E=2)
 # Every pair of masks, bias, GQA, windows, soft cap, dropout and segment ids is there with and without each other.
 PRODUCT = [
     SMALL(),
-    SMALL(N=4, causal=True, bias="bnts", mask="b1ts"),
-    SMALL(K=1, window=(2, 1), soft_cap=1.5, bias="1n1s", segments=True),
+    SMALL(N=4, causal=True, bias="bnts", mask="b1ts", sinks=1.0),
+    SMALL(K=1, window=(2, 1), soft_cap=1.5, bias="1n1s", sinks=1.0, segments=True),
     SMALL(N=4, window=(1, 2), mask="bnts", dropout=0.3, lengths=True),
     SMALL(causal=True, window=(2, 0), soft_cap=2.0, dropout=0.2, mask="11ts"),
     SMALL(K=1, causal=True, dropout=0.4, segments=True, bias="b1t1"),
-    SMALL(soft_cap=1.0, bias="1111", dropout=0.3, mask="1n11", offset=True),
+    SMALL(soft_cap=1.0, bias="1111", sinks=2.0, dropout=0.3, mask="1n11", offset=True),
     SMALL(N=4, causal=True, soft_cap=1.2, segments=True, mask="b11s", offset=True),
     SMALL(window=(3, 3), bias="bnt1", segments=True, mask="1nts", dropout=0.25, lengths=True),
 ]

@@ -30,9 +30,10 @@ def explicit(module, problem, operands, cotangents):
     """o, logsumexp and gradients by the `forward` and `backward` of `reference` or `blockwise`."""
     o, l, m = module.forward(problem, operands)
     logsumexp = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
-    names = ["query", "key", "value"] + (["bias"] if problem.dbias else [])
+    names = ["query", "key", "value"] + ["bias"] * problem.dbias + ["sinks"] * problem.dsinks
     gradients = module.backward(problem, operands, o, l, m, *cotangents)
-    return {"o": o, "logsumexp": logsumexp} | dict(zip(names, gradients, strict=True))
+    results = {"o": o, "logsumexp": logsumexp} | dict(zip(names, gradients, strict=True))
+    return results | ({"sinks": results["sinks"].ravel()} if problem.dsinks else {})
 
 
 @pytest.mark.parametrize("case", FEATURES, ids=str)

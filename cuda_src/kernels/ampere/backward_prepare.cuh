@@ -10,9 +10,9 @@ constexpr int kRowLanes = LanesOfRow(kVDim);
 
 }  // namespace jax_flash
 
-// D_i = dO_i O_i - dlogsumexp_i and MinusL_i, [batch, head, row], padded; so is p.dq_sum. Blocks of kRowThreads; a row,
-// padding included, takes kRowLanes of them.
-extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ jax_flash::Params p) {
+// D_i = dO_i O_i - dlogsumexp_i and MinusL_i, [batch, head, row], padded; so is p.dq_sum. What D is for the sinks.
+// Blocks of kRowThreads; a row, padding included, takes kRowLanes of them.
+extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ jax_flash::RowParams p) {
   using namespace jax_flash;
   const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kRowLanes;  // [batch, head, row]
   const int lane = threadIdx.x % kRowLanes;
@@ -31,8 +31,13 @@ extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ ja
   if (batch >= p.batch) return;
   if (lane == 0) {
     const int64_t from = (batch * p.q_heads + head) * p.q_len + row;
-    p.logsumexp[at] = exists ? MinusL(p.m[from], p.l[from]) : -Infinity();
-    p.d[at] = exists && kDLogsumexp ? sum - p.dlogsumexp[from] : sum;
+    p.logsumexp[at] = exists ? MinusLOfRow(p, batch, head, from) : -Infinity();
+    if (exists) {
+      const RowGradients gradients(p, batch, head, from, sum);
+      sum = gradients.d;
+      if constexpr (kDSinks) static_cast<const SinkParams&>(p).dsinks[from] = gradients.dsink;
+    }
+    p.d[at] = sum;
   }
   if (kDQ && p.dq_sum != nullptr) {
     float4* dq = reinterpret_cast<float4*>(p.dq_sum + at * kQKDim);

@@ -30,7 +30,7 @@ struct BackwardQuery {
       const int row = tile.LaneRow() + 8 * h;
       const bool inside = row < p.q_len;
       const int64_t at = tile.Statistic(p, h);
-      minus_l[h / 2][h % 2] = inside ? MinusL(p.m[at], p.l[at]) : -Infinity();
+      minus_l[h / 2][h % 2] = inside ? MinusLOfRow(p, tile.batch, tile.head, at) : -Infinity();
       float sum = 0.0f;
       for (int e = threadIdx.x % 4 * 8; inside && e < kVDim; e += 32) {
         float x[8], y[8];
@@ -40,7 +40,7 @@ struct BackwardQuery {
         for (int i = 0; i < 8; ++i) sum = fmaf(x[i], y[i], sum);
       }
       sum = LaneSum<4>(sum);
-      D[h / 2][h % 2] = kDLogsumexp && inside ? sum - p.dlogsumexp[at] : sum;
+      D[h / 2][h % 2] = inside ? RowGradients(p, tile.batch, tile.head, at, sum).d : sum;
     }
   }
 

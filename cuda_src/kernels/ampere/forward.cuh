@@ -81,7 +81,8 @@ struct Forward {
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {
       softmax.Finish(h);
-      factor[h] = softmax.l[h] == 0.0f ? 0.0f : ZScale(p) / softmax.l[h];
+      const float l = kParts ? softmax.l[h] : softmax.Denominator(p, tile.batch, tile.head, h);
+      factor[h] = softmax.l[h] == 0.0f ? 0.0f : ZScale(p) / l;
       if (threadIdx.x % 4 == 0 && tile.LaneRow() + 8 * h < tile.Rows(p)) {
         if constexpr (kParts) {
           p.l_parts[tile.Statistic(p, h)] = softmax.RowSum(h);

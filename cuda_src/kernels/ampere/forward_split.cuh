@@ -1,6 +1,7 @@
 // The forward where few queries see many keys: each CTA of ampere/forward.cuh has a part of the keys, and the parts'
 // results are merged, the same way whichever came first:
 //   m = max m_p;   l = sum l_p exp(m_p - m);   O = sum l_p exp(m_p - m) / l O_p
+// A sink joins the l of that last division, and none before.
 #pragma once
 
 #include "ampere/forward.cuh"
@@ -21,7 +22,7 @@ __device__ __forceinline__ float Alpha(float to_log2, float m_p, float m) {
 // A block of kMergeThreads threads for each row of O, [batch, head, row], and no more parts than threads. Each warp
 // merges every kMergeWarps-th part, of which a lane has one; then the warps' results are merged.
 extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
-    jax_flash_forward_merge(const __grid_constant__ jax_flash::Params p) {
+    jax_flash_forward_merge(const __grid_constant__ jax_flash::RowParams p) {
   using namespace jax_flash;
   __shared__ float m_w[kMergeWarps], l_w[kMergeWarps];
   __align__(16) __shared__ float O_w[kMergeWarps][kVDim];
@@ -73,7 +74,9 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
       const float alpha = Alpha(to_log2, m_w[w], m);
       a = fmaf(alpha, O_w[w][column], a), b = fmaf(alpha, O_w[w][column + 1], b);
     }
-    const float factor = l == 0.0f ? 0.0f : 1.0f / l;
+    const float shift = kMaximumApart ? m : m * to_log2;
+    const float with_sink = SumWithSink(p, at / p.q_len / p.q_heads, at / p.q_len % p.q_heads, to_log2, shift, l);
+    const float factor = l == 0.0f ? 0.0f : 1.0f / with_sink;
     const int row = at % p.q_len, head = at / p.q_len % p.q_heads, batch = at / p.q_len / p.q_heads;
     StorePair(Matrix(p.o, batch, head, p.q_len, p.q_heads, kVDim).At(row, column), a * factor, b * factor);
   }

@@ -60,10 +60,15 @@ __device__ __forceinline__ float DotOfEight(const void* o, const void* d_o) {
   return sum;
 }
 
-// D = rowsum(dO O) - dlogsumexp of row r.
+// D = rowsum(dO O) - dlogsumexp of row r, and what that is for the sinks.
 __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, int r, float product) {
   const bool exists = block.row + r < p.q_len;
-  if (kDLogsumexp && exists) product -= p.dlogsumexp[int64_t(block.Head(p)) * p.q_len + block.row + r];
+  if ((kDLogsumexp || kSinks) && exists) {
+    const int64_t at = int64_t(block.Head(p)) * p.q_len + block.row + r;
+    const RowGradients gradients(p, block.batch, block.head, at, product);
+    product = gradients.d;
+    if constexpr (kDSinks) static_cast<const SinkParams&>(p).dsinks[at] = gradients.dsink;
+  }
   p.d[block.Rows() + Place(r)] = exists ? product / ZScale(p) : 0.0f;
 }
 
@@ -72,7 +77,8 @@ __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, i
   const int64_t from = int64_t(block.Head(p)) * p.q_len + block.row + r;
   const int64_t to = block.Rows() + Place(r);
   const bool exists = block.row + r < p.q_len;
-  const float l = exists ? p.l[from] : 0.0f, m = exists ? p.m[from] : 0.0f;
+  float l = exists ? p.l[from] : 0.0f, m = exists ? p.m[from] : 0.0f;
+  JoinSink(p, block.batch, block.head, &m, &l);
   if constexpr (kMaximumApart) {
     p.logsumexp[to] = l == 0.0f ? -Infinity() : -logf(l);
     p.maximum[to] = l == 0.0f ? 0.0f : m;
@@ -85,7 +91,7 @@ __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, i
 
 // A block: zeros for dQ, L and D.
 extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
-    jax_flash_backward_prepare(const __grid_constant__ jax_flash::Params p) {
+    jax_flash_backward_prepare(const __grid_constant__ jax_flash::RowParams p) {
   using namespace jax_flash;
   const RowBlock block(p, blockIdx.x);
   if (kDQ) {

@@ -75,7 +75,8 @@ struct Epilogue : Probabilities {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       softmax.Finish(h);
-      factor[h] = softmax.l[h] == 0.0f ? 0.0f : ZScale(p) * Reciprocal(softmax.l[h]);
+      const float l = softmax.Denominator(p, tile.batch, tile.head, h);
+      factor[h] = softmax.l[h] == 0.0f ? 0.0f : ZScale(p) * Reciprocal(l);
     }
     uint8_t* const o = kOInQ ? shared.q[q.Index()][row_group] : shared.o[row_group];
     constexpr int kAtOnce = kOInQ || kOBoxes == kVBoxes ? kVBoxes : 1;  // boxes; if one, two take turns

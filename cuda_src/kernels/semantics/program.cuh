@@ -198,16 +198,18 @@ JAX_FLASH_OPS(JAX_FLASH_FUNCTION)
 
 namespace jax_flash {
 
-// A kernel's parameter, and what its programs need of it.
-template <bool kPrograms>
-struct ParamsOfKernel {
-  using Type = Params;
+template <bool kFirst, typename First, typename Second>
+struct OneOf {
+  using Type = First;
 };
-template <>
-struct ParamsOfKernel<true> {
-  using Type = ProgramParams;
+template <typename First, typename Second>
+struct OneOf<false, First, Second> {
+  using Type = Second;
 };
-using KernelParams = ParamsOfKernel<kScoreMod || kMaskMod>::Type;
+
+// The parameter of a kernel that does not ask programs, and of one that does; and what these need of it.
+using RowParams = OneOf<kSinks, SinkParams, Params>::Type;
+using KernelParams = OneOf<!kSinks && (kScoreMod || kMaskMod), ProgramParams, RowParams>::Type;
 
 __device__ __forceinline__ const ProgramParams& Programs(const Params& p) {
   return static_cast<const ProgramParams&>(p);

@@ -22,6 +22,69 @@ __device__ __forceinline__ float MinusL(float m, float l) {
 // What S is multiplied with to be exponents of 2.
 __device__ __forceinline__ float ToLog2(const Params& p) { return ScoreScale(p) * kLog2e; }
 
+// --- Sinks ---
+
+// z, a logit that joins the denominator of a row's softmax and has no value.
+__device__ __forceinline__ float SinkOf(const Params& p, int batch, int head) {
+  const auto& sinks = static_cast<const SinkParams&>(p).sinks;
+  return __ldg(sinks.data + batch * sinks.batch + head * sinks.head);
+}
+
+// l with the sink. `shift`: what exponents are taken against, as OnlineSoftmax::Shift has it. Where the sum is too much
+// for a float it is infinite, and O becomes 0.
+__device__ __forceinline__ float SumWithSink(const Params& p, int batch, int head, float to_log2, float shift,
+                                             float l) {
+  if (!kSinks) return l;
+  const float z = SinkOf(p, batch, head);
+  return l + (kMaximumApart ? expf(z - shift) : Exp2(fmaf(z, kLog2e, -shift)));
+}
+
+// What the backward has of a row's sink.
+struct Sink {
+  float p = 0.0f;      // its P
+  float alpha = 1.0f;  // exp(m without it - m)
+};
+
+// m and l of a row become those with the sink as one score more, P = exp(s - m) / l, unless it has nothing to attend
+// to.
+__device__ __forceinline__ Sink JoinSink(const Params& p, int batch, int head, float* m, float* l) {
+  if (!kSinks || *l == 0.0f) return {};
+  const float z = SinkOf(p, batch, head), larger = fmaxf(*m, z);
+  const float alpha = Exp2((*m - larger) * kLog2e), sink = Exp2((z - larger) * kLog2e);
+  *m = larger, *l = alpha * *l + sink;
+  return {sink / *l, alpha};
+}
+
+// MinusL of the row `at` of [batch, head, row], with its sink. An m that is taken apart stays that of the scores.
+__device__ __forceinline__ float MinusLOfRow(const Params& p, int batch, int head, int64_t at) {
+  float m = p.m[at], l = p.l[at];
+  const float of_scores = m;
+  JoinSink(p, batch, head, &m, &l);
+  const float minus_l = MinusL(m, l);
+  return kSinks && kMaximumApart && l != 0.0f ? fmaf(of_scores - m, kLog2e, minus_l) : minus_l;
+}
+
+// What follows of rowsum(dO O), `product`, for the row `at` of [batch, head, row].
+struct RowGradients {
+  float d;      // rowsum(dO O) - dlogsumexp
+  float dsink;  // what the row adds to the gradient of its sink
+
+  __device__ __forceinline__ RowGradients(const Params& p, int batch, int head, int64_t at, float product) {
+    float m = 0.0f, l = 0.0f, growth = 1.0f;
+    if (kSinks) {
+      m = p.m[at], l = p.l[at];
+      const float without = l;
+      const Sink sink = JoinSink(p, batch, head, &m, &l);
+      dsink = -sink.p * product;
+      // The logsumexp has no sink, so that its derivative is P times what the denominator has grown by. (Where that is
+      // too much for a float all P are 0.)
+      constexpr float kLeast = 0x1p-115f;
+      if (without != 0.0f) growth = l / (without * fmaxf(sink.alpha, kLeast));
+    }
+    d = kDLogsumexp ? product - p.dlogsumexp[at] * growth : product;
+  }
+};
+
 // The forward's softmax of a lane's rows, over the tiles of S that it gets one after the other: lines 12 and 13 of
 // Algorithm 2. But O is divided by l at the end, and O and l are rescaled only when they have to be.
 template <int kLines>
@@ -83,7 +146,11 @@ struct OnlineSoftmax {
 
   // All columns' l, when all tiles have been.
   __device__ __forceinline__ void Finish(int h) { l[h] = LaneSum<4>(l[h]); }
-  // And then: l and m of the row, as the backward wants them. What was NaN or +inf in a row of S has made its l NaN,
+  // And then: what O is divided by.
+  __device__ __forceinline__ float Denominator(const Params& p, int batch, int head, int h) const {
+    return SumWithSink(p, batch, head, to_log2, Shift(h), l[h]);
+  }
+  // l and m of the row, as the backward wants them. What was NaN or +inf in a row of S has made its l NaN,
   // but not its m.
   __device__ __forceinline__ float RowSum(int h) const {
     return l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * to_log2);

@@ -47,6 +47,7 @@ enum class Type : uint8_t { f, i, u, b, n };
   OP(tanh_f, "tanh.f", f, f, n, n, Tanh<A>(x))                                             \
   OP(logistic_f, "logistic.f", f, f, n, n, 1 / (UnboundedExp(-x) + 1))                     \
   OP(erf_f, "erf.f", f, f, n, n, Erf(x))                                                   \
+  OP(erfc_f, "erfc.f", f, f, n, n, Erfc(x))                                                \
   OP(sin_f, "sin.f", f, f, n, n, Sin(x))                                                   \
   OP(cos_f, "cos.f", f, f, n, n, Cos(x))                                                   \
   OP(sqrt_f, "sqrt.f", f, f, n, n, Sqrt(x))                                                \

@@ -308,6 +308,7 @@ inline V Log1p(V x) {
     return PerLane(x, [](ElementOf<V> a) { return Name(a); });      \
   }
 JAX_FLASH_OF_THE_C_LIBRARY(Erf, erf)
+JAX_FLASH_OF_THE_C_LIBRARY(Erfc, erfc)
 JAX_FLASH_OF_THE_C_LIBRARY(Sin, sin)
 JAX_FLASH_OF_THE_C_LIBRARY(Cos, cos)
 JAX_FLASH_OF_THE_C_LIBRARY(Sqrt, sqrt)

@@ -212,7 +212,7 @@ def _programmed(
 
     Of entries that are not seen it says what it says of one that is. What they say does not matter, but their
     derivatives are multiplied with 0, which does not help where they are infinite: as of log(query - key + 1) beside a
-    causal mask.
+    causal mask. Where none is seen, nothing has a derivative.
     """
     assert tile.program_batch is not None and tile.program_head is not None
     offset = jnp.zeros(problem.batch, jnp.int32) if tile.query_offset is None else tile.query_offset
@@ -225,8 +225,9 @@ def _programmed(
     dims = ((1, 2, 3), (0, 2, 3), (1, 3), (0, 1, 2))  # that batch, head, query and key lack
     full = [jnp.broadcast_to(jnp.expand_dims(x, lacks), s.shape) for x, lacks in zip(places, dims, strict=True)]
     seen = jnp.broadcast_to(seen, s.shape)
-    one = jnp.argmax(seen)
-    return program.on_tile(shaped, *(jnp.where(seen, x, x.ravel()[one]) for x in (s, *full)))
+    one, some = jnp.argmax(seen), seen.any()
+    shaped = [jnp.where(some, x, jax.lax.stop_gradient(x)) for x in shaped]
+    return program.on_tile(shaped, *(jnp.where(seen, x, jax.lax.stop_gradient(x.ravel()[one])) for x in (s, *full)))
 
 
 def _through_program(
@@ -249,7 +250,7 @@ def _through_program(
         return _programmed(problem.score_mod, problem, tile, captured, s, rows, columns, seen)
 
     _, vjp = jax.vjp(scores, s, [tile.captured[i] for i in asked])
-    ds, dcaptured = vjp(ds)
+    ds, dcaptured = vjp(ds if seen is None else jnp.where(seen, ds, 0))  # 0 there, but its derivative may be infinite
     return ds, {DCAPTURED[i]: x.astype(ds.dtype) for i, x in zip(asked, dcaptured, strict=True)}
 
 

@@ -69,9 +69,10 @@ def aval(x: Any) -> jax.ShapeDtypeStruct:
 
 def type_of(dtype: Any) -> str:
     """The letter of a dtype's values in code."""
-    kind = "f" if np.dtype(dtype).name in FLOATS else np.dtype(dtype).kind
-    if kind not in "fiub":
-        raise Unsupported(f"{np.dtype(dtype).name} values; there are bool, integers up to 32 bits and floats")
+    is_of_numpy = not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)  # as those of PRNG keys are not
+    kind = "" if not is_of_numpy else "f" if np.dtype(dtype).name in FLOATS else np.dtype(dtype).kind
+    if kind not in tuple("fiub"):
+        raise Unsupported(f"{dtype} values; there are bool, integers up to 32 bits and floats")
     return kind
 
 

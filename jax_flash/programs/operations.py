@@ -83,10 +83,6 @@ def _not(code: Code, eqn: JaxprEqn, x: Value) -> Value:
     return code.unary("not", x)
 
 
-def _erfc(code: Code, eqn: JaxprEqn, x: Value) -> Value:
-    return code.binary("sub", code.constant("f", 1.0), code.unary("erf", x))
-
-
 def _tan(code: Code, eqn: JaxprEqn, x: Value) -> Value:
     return code.binary("div", code.unary("sin", x), code.unary("cos", x))
 
@@ -114,7 +110,7 @@ def _one_minus_square(code: Code, eqn: JaxprEqn, x: Value) -> Value:
 ELEMENTWISE: dict[str, Callable[..., Value]] = {
     **{name: _binary(name) for name in ("add", "sub", "mul", "div", "rem", "max", "min", "and", "or", "xor", "atan2")},
     **{name: _unary(name) for name in ("neg", "abs", "sign", "floor", "ceil", "exp", "exp2", "log", "log1p", "expm1")},
-    **{name: _unary(name) for name in ("tanh", "logistic", "erf", "sin", "cos", "sqrt", "rsqrt", "clz")},
+    **{name: _unary(name) for name in ("tanh", "logistic", "erf", "erfc", "sin", "cos", "sqrt", "rsqrt", "clz")},
     **{name: _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     "add_any": _binary("add"),
     "shift_left": _binary("shl"),
@@ -131,7 +127,6 @@ ELEMENTWISE: dict[str, Callable[..., Value]] = {
     "convert_element_type": _convert,
     "round": _round,
     "not": _not,
-    "erfc": _erfc,
     "tan": _tan,
     "copy": _same,
     "copy_p": _same,

@@ -218,6 +218,26 @@ def test_a_mask_alone():
     assert problem.differentiated({"dq"}).score_grad is None
 
 
+@pytest.mark.parametrize("implementation", ["flash", "xla"])
+def test_infinite_derivatives_in_hidden_tiles(implementation):
+    """As `is_causal` has them, so has a `mask_mod` that hides whole tiles; second derivatives, too."""
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 300, 1, 8)), jnp.float32)
+
+    def slope(rate, **mask):
+        def total(rate):
+            def score_mod(s, b, h, i, j):
+                return s + rate * jnp.log(i - j + 1.0)
+
+            return (jax_flash.dot_product_attention(q, q, q, score_mod=score_mod, **mask) ** 2).sum()
+
+        return jax.grad(total)(rate)
+
+    causal = {"is_causal": True, "implementation": implementation}
+    by_program = {"mask_mod": lambda b, h, i, j: j <= i, "implementation": implementation}
+    for derivative in (slope, lambda rate, **mask: jax.grad(lambda rate: slope(rate, **mask) ** 2)(rate)):
+        np.testing.assert_allclose(derivative(0.5, **by_program), derivative(0.5, **causal), rtol=1e-4)
+
+
 @pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
 def test_infinite_derivatives_where_nobody_looks(implementation):
     """Of hidden entries: log(0) and the logarithms of negative numbers have no part in the gradients."""

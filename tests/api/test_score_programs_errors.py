@@ -121,6 +121,11 @@ REFUSED = {
         lambda s, b, h, q, k: s + DEEP.at[0, 0, 0, 0, 0, 0, 0, 0, k].get(),
         "there may be 8 dims",
     ),
+    "a random number": (
+        "score_mod",
+        lambda s, b, h, q, k: s + jax.random.uniform(jax.random.fold_in(jax.random.key(0), q * 5 + k)),
+        r"score_mod has .* at .*: key<fry> values; there are bool, integers up to 32 bits and floats",
+    ),
     "an empty array": ("score_mod", lambda s, b, h, q, k: s + EMPTY.sum(), r"a captured array of \[0\]"),
     "many instructions": (
         "score_mod",
@@ -141,7 +146,10 @@ def test_what_kernels_do_not_do(name):
     assert re.search(message, choice.reason)
 
 
-@pytest.mark.parametrize("name", ["an unsupported primitive", "of a mask", "a long dot", "an empty array"])
+TAKEN_INSTEAD = ["an unsupported primitive", "of a mask", "a long dot", "a random number", "an empty array"]
+
+
+@pytest.mark.parametrize("name", TAKEN_INSTEAD)
 def test_what_is_taken_instead(name):
     """None warns once, and takes "xla"."""
     mod, function, message = REFUSED[name]

@@ -12,7 +12,7 @@ from jax_flash.problem import Captured, Problem, Program
 
 FLOAT = {
     **dict.fromkeys(("add", "sub", "mul", "div", "rem", "min", "max", "pow", "atan2"), "ff"),
-    **dict.fromkeys("neg abs sign exp exp2 log log1p expm1 tanh logistic erf sin cos sqrt rsqrt".split(), "f"),
+    **dict.fromkeys("neg abs sign exp exp2 log log1p expm1 tanh logistic erf erfc sin cos sqrt rsqrt".split(), "f"),
     **dict.fromkeys(("floor", "ceil", "round", "rint"), "f"),
 }
 INTEGER = {

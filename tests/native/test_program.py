@@ -36,6 +36,7 @@ FLOAT = {
     "tanh": np.tanh,
     "logistic": scipy.special.expit,
     "erf": scipy.special.erf,
+    "erfc": scipy.special.erfc,
     "sin": np.sin,
     "cos": np.cos,
     "sqrt": np.sqrt,
@@ -153,7 +154,7 @@ def test_float_instructions(dtype, place):
         for op, function in FLOAT.items():
             count = 2 if op in ("add", "sub", "mul", "div", "rem", "min", "max", "pow", "atan2") else 1
             sheet.add(sheet.asm(f"{op}.f", *sheet.loaded[:count]))
-            in_dtype = op in ("erf", "logistic", "rem")
+            in_dtype = op in ("erf", "erfc", "logistic", "rem")
             arguments = [v.astype(np.float64) if in_dtype else v for v in (x, y)[:count]]
             expected[op] = function(*arguments)
     got = sheet.run(dtype)

@@ -132,6 +132,7 @@ __device__ __forceinline__ float Tanh(T x) {
   return fabsf(x) < kSmall ? SmallTanh(x * (2 / kSmall)) : AnyTanh(x * (2 / kSmall));
 }
 __device__ __forceinline__ float Erf(float x) { return erff(x); }
+__device__ __forceinline__ float Erfc(float x) { return erfcf(x); }
 __device__ __forceinline__ float Sin(float x) { return sinf(x); }
 __device__ __forceinline__ float Cos(float x) { return cosf(x); }
 __device__ __forceinline__ float Sqrt(float x) { return sqrtf(x); }

@@ -49,3 +49,11 @@ def test_pictures_of_programs(tmp_path):
     result = run("--output", tmp_path / "masks.png", example="draw_programs.py")
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "masks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_long_sequence_over_several_devices():
+    """Trained on one device and on eight, a model has the same losses."""
+    sizes = ["--seq-len", 256, "--steps", 3, "--layers", 1, "--width", 16, "--heads", 2]
+    result = run(*sizes, example="long_sequence.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert float(result.stdout.split("Largest difference of the losses: ")[1]) < 1e-5

@@ -197,7 +197,7 @@ def test_signature_names_every_argument(function):
     parameters = inspect.signature(function).parameters
     residual = {"return_residual": False} if function is jax_flash.dot_product_attention else {}
     flags = dict.fromkeys(("is_causal", "broadcast_dropout", "deterministic"), False)
-    masks = ("bias", "mask", "scale", "local_window_size", "logits_soft_cap", "query_offset", "block_mask")
+    masks = ("bias", "mask", "sinks", "scale", "local_window_size", "logits_soft_cap", "query_offset", "block_mask")
     others = ("score_mod", "mask_mod", "sequence_axis", "sequence_layout")
     ids = ("query_segment_ids", "key_value_segment_ids", "dropout_batch_ids", "dropout_head_ids")
     others += ("query_seq_lengths", "key_value_seq_lengths", "implementation", "precision", "dropout_key")

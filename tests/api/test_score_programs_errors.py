@@ -126,6 +126,11 @@ REFUSED = {
         lambda s, b, h, q, k: s + jax.random.uniform(jax.random.fold_in(jax.random.key(0), q * 5 + k)),
         r"score_mod has .* at .*: key<fry> values; there are bool, integers up to 32 bits and floats",
     ),
+    "of a key that is no type": (
+        "score_mod",
+        lambda s, b, h, q, k: s * jax.random.bernoulli(jax.random.fold_in(jax.random.PRNGKey(0), q)),
+        "score_mod has .* at .*: key<fry> values",
+    ),
     "an empty array": ("score_mod", lambda s, b, h, q, k: s + EMPTY.sum(), r"a captured array of \[0\]"),
     "many instructions": (
         "score_mod",

@@ -108,7 +108,7 @@ REFUSED = {
         lambda s, b, h, q, k: s + jnp.tanh(WIDE)[q, k],
         r"score_mod has an array of \[5, 513\]: at most 512 elements",
     ),
-    "small integers": ("score_mod", lambda s, b, h, q, k: s * (SMALL[q] + SMALL[k]), "score_mod has add at .*int8"),
+    "small integers": ("score_mod", lambda s, b, h, q, k: s * (SMALL[q] << 1), "score_mod has shift_left at .*int8"),
     "to small integers": ("score_mod", lambda s, b, h, q, k: s * q.astype("int8"), "from int32 to int8"),
     "signs of small integers": (
         "score_mod",

@@ -51,18 +51,18 @@ WRONG = [
     ("mask_mod", lambda b, h, q, k: printing(q > k, b, h, q, k), ValueError, "must not have side effects"),
     ("score_mod", lambda s, b, h, q, k: s + COMPLEX[k].real, TypeError, "captures an array of dtype complex64"),
     ("score_mod", lambda s, b, h, q, k: jax.random.normal(KEY), TypeError, "captures an array of dtype key<"),
-    ("score_mod", lambda s, b, h, q, k: s if q > k else 0.0, jax.errors.TracerBoolConversionError, None),
+    ("score_mod", lambda s, b, h, q, k: s if q > k else 0.0, jax.errors.TracerBoolConversionError, "is traced"),
+    ("mask_mod", lambda b, h, q, k: np.ones(5, bool)[k], jax.errors.TracerArrayConversionError, "is traced"),
 ]
 
 
 @pytest.mark.parametrize(("name", "function", "error", "message"), WRONG)
 def test_wrong_functions(name, function, error, message):
     """In a call, and where a problem is described."""
-    pattern = f"{name} {message}" if message else "boolean"
-    with pytest.raises(error, match=pattern):
+    with pytest.raises(error, match=f"{name} {message}"):
         attend(**{name: function})
     shape = jax.ShapeDtypeStruct(QUERY.shape, QUERY.dtype)
-    with pytest.raises(error, match=pattern):
+    with pytest.raises(error, match=f"{name} {message}"):
         Problem.of(shape, shape, shape, **{name: function})
 
 

@@ -71,6 +71,13 @@ class Program:
     def __str__(self) -> str:
         return self.text
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        """Itself: nothing in it changes, and jaxprs cannot be copied."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a traced score_mod, mask_mod or mask_fn is a jaxpr, which JAX cannot pickle")
+
     @property
     def has_rules(self) -> bool:
         """Whether derivatives do not follow from what it computes."""

@@ -250,7 +250,7 @@ def _through_program(
         return _programmed(problem.score_mod, problem, tile, captured, s, rows, columns, seen)
 
     _, vjp = jax.vjp(scores, s, [tile.captured[i] for i in asked])
-    ds, dcaptured = vjp(ds if seen is None else jnp.where(seen, ds, 0))  # 0 there, but its derivative may be infinite
+    ds, dcaptured = vjp(jnp.where(seen, ds, 0))  # it is 0 elsewhere, but its own derivative may be infinite
     return ds, {DCAPTURED[i]: x.astype(ds.dtype) for i, x in zip(asked, dcaptured, strict=True)}
 
 

@@ -69,11 +69,11 @@ def aval(x: Any) -> jax.ShapeDtypeStruct:
 
 def type_of(dtype: Any) -> str:
     """The letter of a dtype's values in code."""
-    is_of_numpy = not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)  # as those of PRNG keys are not
-    kind = "" if not is_of_numpy else "f" if np.dtype(dtype).name in FLOATS else np.dtype(dtype).kind
-    if kind not in tuple("fiub"):
-        raise Unsupported(f"{dtype} values; there are bool, integers up to 32 bits and floats")
-    return kind
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):  # as those of PRNG keys are, which NumPy does not know
+        kind = "f" if np.dtype(dtype).name in FLOATS else np.dtype(dtype).kind
+        if kind in "fiub":
+            return kind
+    raise Unsupported(f"{dtype} values; there are bool, integers up to 32 bits and floats")
 
 
 def captured(code: Code, number: int, shape: Sequence[int], dtype: Any) -> Array:

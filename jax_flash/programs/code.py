@@ -163,6 +163,13 @@ class Code:
             return self.constant("f", float(np.asarray(known).astype(jnp.dtype(dtype))))
         return self._add("f", f"round_to.{dtype}", x)
 
+    def wrapped(self, x: Value, bits: int) -> Value:
+        """An integer as one of so many bits has it."""
+        if x.type not in "iu" or bits >= 32:
+            return x
+        spare = self.constant(x.type, 32 - bits)
+        return self.binary("shr", self.binary("shl", x, spare), spare)
+
     def clamp(self, x: Value, low: int, high: int) -> Value:
         """An int32 between two numbers."""
         return self.binary("min", self.binary("max", x, self.constant("i", low)), self.constant("i", high))

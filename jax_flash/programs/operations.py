@@ -27,6 +27,11 @@ def _binary(op: str) -> Callable[..., Value]:
     return lambda code, eqn, x, y: code.binary(op, x, y)
 
 
+def _wrapping(op: str) -> Callable[..., Value]:
+    """Of integers of fewer than 32 bits too: JAX adds to an index that may be negative, in the index's own dtype."""
+    return lambda code, eqn, x, y: code.wrapped(code.binary(op, x, y), 8 * aval(eqn.outvars[0]).dtype.itemsize)
+
+
 def _compare(op: str) -> Callable[..., Value]:
     return lambda code, eqn, x, y: code.compare(op, x, y)
 
@@ -108,7 +113,8 @@ def _one_minus_square(code: Code, eqn: JaxprEqn, x: Value) -> Value:
 
 
 ELEMENTWISE: dict[str, Callable[..., Value]] = {
-    **{name: _binary(name) for name in ("add", "sub", "mul", "div", "rem", "max", "min", "and", "or", "xor", "atan2")},
+    **{name: _wrapping(name) for name in ("add", "sub", "mul")},
+    **{name: _binary(name) for name in ("div", "rem", "max", "min", "and", "or", "xor", "atan2")},
     **{name: _unary(name) for name in ("neg", "abs", "sign", "floor", "ceil", "exp", "exp2", "log", "log1p", "expm1")},
     **{name: _unary(name) for name in ("tanh", "logistic", "erf", "erfc", "sin", "cos", "sqrt", "rsqrt", "clz")},
     **{name: _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
@@ -466,7 +472,7 @@ ARRAYS = {
 # Those that are right for integers of fewer than 32 bits too.
 ANY_WIDTH = {
     *("eq", "ne", "lt", "le", "gt", "ge", "select_n", "convert_element_type", "copy", "max", "min", "clamp"),
-    *("and", "or", "xor", "reduce_max", "reduce_min", "reduce_or", "reduce_xor"),
+    *("add", "sub", "mul", "and", "or", "xor", "reduce_max", "reduce_min", "reduce_or", "reduce_xor"),
     *("iota", "concatenate", "stack", "pad", "dynamic_update_slice"),
     *RELABELLED,
 }

@@ -71,6 +71,13 @@ class Program:
     def __str__(self) -> str:
         return self.text
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        """Itself: nothing in it changes, and jaxprs cannot be copied."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a traced score_mod, mask_mod or mask_fn is a jaxpr, which JAX cannot pickle")
+
     @property
     def has_rules(self) -> bool:
         """Whether derivatives do not follow from what it computes."""
@@ -209,7 +216,13 @@ def _traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
         pass
     integer, expected = jax.ShapeDtypeStruct((), "int32"), jax.ShapeDtypeStruct((), dtype if scored else "bool")
     fresh = functools.partial(function)  # JAX remembers what it traced, and the function may have changed since
-    closed, result = jax.make_jaxpr(fresh, return_shape=True)(*[expected] * scored, *[integer] * len(INDICES))
+    try:
+        closed, result = jax.make_jaxpr(fresh, return_shape=True)(*[expected] * scored, *[integer] * len(INDICES))
+    except Exception as error:
+        error.add_note(f"{name} is traced on scalars: docs/score-programs.md says what it may do")
+        if type(error).__name__ == "ShardingTypeError":  # which JAX does not export
+            error.add_note("arrays that it captures must be replicated: jax.sharding.reshard(x, jax.P())")
+        raise
     if not jax.tree_util.all_leaves([result]) or result.shape or result.dtype != expected.dtype:
         found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
         raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {found}")

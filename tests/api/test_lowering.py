@@ -225,6 +225,20 @@ TABLES = {
         lambda t, i: lambda s, b, h, q, k: s * t[i[k]],
         [floats(7), np.array([0, 2**32 - 1, 3, 6, 7, 2**31], np.uint32)],
     ),
+    "small indices": (
+        lambda t, i, j: (
+            lambda s, b, h, q, k: s * t[i[q], 1] + t[j[k], 0] + t[3, j[k] + j[q]] + t[2, i[q] * j[k] - i[k]]
+        ),
+        [floats(200, 3), integers(-128, 128, 7, dtype=np.int8), integers(-(2**15), 2**15, 7, dtype=np.int16)],
+    ),
+    "sums of small integers": (
+        lambda i, j, u: lambda s, b, h, q, k: s + (i[q] + i[k]) + (j[q] * j[k] - j[q]) / 99 + (u[q] - u[k]),
+        [
+            integers(-128, 128, 7, dtype=np.int8),
+            integers(-999, 999, 7, dtype=np.int16),
+            integers(0, 256, 7, dtype=np.uint8),
+        ],
+    ),
     "nested": (lambda t, i: lambda s, b, h, q, k: s + t[i[i[q] % 7], i[k] % 3], [floats(7, 3), integers(0, 7, 7)]),
     "rows": (lambda x, y: lambda s, b, h, q, k: s + jnp.dot(x[q], y[k]), [floats(7, 4), floats(6, 4)]),
     "rows of heads": (

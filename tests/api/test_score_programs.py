@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from cases import Case
+from jax import lax
 from programs import (
     MASKS,
     SCORES,
@@ -97,6 +99,24 @@ def test_what_is_hidden_has_no_derivative(implementation):
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
         assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_tail_of_erfc(implementation):
+    """Where it is too small to be told from 0 as a difference of 1 and erf. The score of the only key is the result."""
+    x, one = jnp.linspace(0, 9, 64), jnp.ones((64, 1, 1))
+
+    def results(x):
+        def score_mod(s, b, h, q, k):
+            return jnp.log(lax.erfc(x[q]))
+
+        options = {"score_mod": score_mod, "implementation": implementation, "return_residual": True}
+        return jax_flash.dot_product_attention(one, one[:1], one[:1], **options)[1][:, 0]
+
+    exact = scipy.special.erfc(np.asarray(x, np.float64))
+    np.testing.assert_allclose(results(x), np.log(exact), rtol=0, atol=1e-5)
+    slope = -2 / np.sqrt(np.pi) * np.exp(-np.square(x, dtype=np.float64)) / exact
+    np.testing.assert_allclose(jax.grad(lambda x: results(x).sum())(x), slope, rtol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

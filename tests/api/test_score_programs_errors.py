@@ -51,18 +51,18 @@ WRONG = [
     ("mask_mod", lambda b, h, q, k: printing(q > k, b, h, q, k), ValueError, "must not have side effects"),
     ("score_mod", lambda s, b, h, q, k: s + COMPLEX[k].real, TypeError, "captures an array of dtype complex64"),
     ("score_mod", lambda s, b, h, q, k: jax.random.normal(KEY), TypeError, "captures an array of dtype key<"),
-    ("score_mod", lambda s, b, h, q, k: s if q > k else 0.0, jax.errors.TracerBoolConversionError, None),
+    ("score_mod", lambda s, b, h, q, k: s if q > k else 0.0, jax.errors.TracerBoolConversionError, "is traced"),
+    ("mask_mod", lambda b, h, q, k: np.ones(5, bool)[k], jax.errors.TracerArrayConversionError, "is traced"),
 ]
 
 
 @pytest.mark.parametrize(("name", "function", "error", "message"), WRONG)
 def test_wrong_functions(name, function, error, message):
     """In a call, and where a problem is described."""
-    pattern = f"{name} {message}" if message else "boolean"
-    with pytest.raises(error, match=pattern):
+    with pytest.raises(error, match=f"{name} {message}"):
         attend(**{name: function})
     shape = jax.ShapeDtypeStruct(QUERY.shape, QUERY.dtype)
-    with pytest.raises(error, match=pattern):
+    with pytest.raises(error, match=f"{name} {message}"):
         Problem.of(shape, shape, shape, **{name: function})
 
 
@@ -108,7 +108,7 @@ REFUSED = {
         lambda s, b, h, q, k: s + jnp.tanh(WIDE)[q, k],
         r"score_mod has an array of \[5, 513\]: at most 512 elements",
     ),
-    "small integers": ("score_mod", lambda s, b, h, q, k: s * (SMALL[q] + SMALL[k]), "score_mod has add at .*int8"),
+    "small integers": ("score_mod", lambda s, b, h, q, k: s * (SMALL[q] << 1), "score_mod has shift_left at .*int8"),
     "to small integers": ("score_mod", lambda s, b, h, q, k: s * q.astype("int8"), "from int32 to int8"),
     "signs of small integers": (
         "score_mod",
@@ -125,6 +125,11 @@ REFUSED = {
         "score_mod",
         lambda s, b, h, q, k: s + jax.random.uniform(jax.random.fold_in(jax.random.key(0), q * 5 + k)),
         r"score_mod has .* at .*: key<fry> values; there are bool, integers up to 32 bits and floats",
+    ),
+    "of a key that is no type": (
+        "score_mod",
+        lambda s, b, h, q, k: s * jax.random.bernoulli(jax.random.fold_in(jax.random.PRNGKey(0), q)),
+        "score_mod has .* at .*: key<fry> values",
     ),
     "an empty array": ("score_mod", lambda s, b, h, q, k: s + EMPTY.sum(), r"a captured array of \[0\]"),
     "many instructions": (

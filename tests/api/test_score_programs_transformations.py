@@ -261,6 +261,20 @@ def test_other_places(places, mode):
         assert_close(jax.jit(results)(*place(mesh(mode), places)), expected)
 
 
+def test_captured_arrays_that_are_sharded_explicitly():
+    """JAX looks nothing up in them: what it raises says what to do."""
+    with jax.set_mesh(mesh("explicit")):
+        query, key, value, *_ = place(mesh("explicit"))
+        table = jax.device_put(jnp.arange(8.0), NamedSharding(mesh("explicit"), P("data")))
+
+        def attend(table):
+            return jax_flash.dot_product_attention(query, key, value, score_mod=lambda s, b, h, q, k: s + table[k])
+
+        with pytest.raises(Exception, match=r"score_mod is traced .*\n.* must be replicated: jax.sharding.reshard"):
+            attend(table)
+        attend(jax.sharding.reshard(table, P()))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_vmap_over_devices(mode):
     """An ensemble whose members, and what they capture, are on devices of their own."""

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -96,9 +97,9 @@ def test_jit():
         return results(q, k, v, mask)
 
     mask = jax.jit(mask_of)(*of_mask)
-    assert_close(function(q, k, v, mask), expected)
     assert_close(results(q, k, v, mask), expected)
-    assert_close(function(q, k, v, copy.copy(mask)), expected)
+    for one in (mask, copy.copy(mask), copy.deepcopy(mask)):
+        assert_close(function(q, k, v, one), expected)
     *_, ids, of_key, shifts = arrays(seed=1)
     assert_close(function(q, k, v, jax.jit(mask_of)(ids, of_key, shifts)), results(q, k, v, ids, of_key, shifts))
     assert len(traced) == 1
@@ -209,6 +210,8 @@ def test_nothing_of_the_blocks_is_known():
             ask()
     with pytest.raises(AttributeError, match="shapes"):
         mask.shapes  # noqa: B018
+    with pytest.raises(TypeError, match="mask_fn is a jaxpr, which JAX cannot pickle"):
+        pickle.dumps(mask)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every instruction of score programs in the CPU kernels, against NumPy and Python's integers."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ FLOAT = {
     "tanh": np.tanh,
     "logistic": scipy.special.expit,
     "erf": scipy.special.erf,
-    "erfc": scipy.special.erfc,
+    "erfc": np.vectorize(math.erfc, otypes=[np.float64]),  # SciPy's loses digits where it is small
     "sin": np.sin,
     "cos": np.cos,
     "sqrt": np.sqrt,

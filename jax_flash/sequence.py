@@ -252,6 +252,8 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
             local, operands = _part(problem, division, arrays | visitors, visit.shift, a, b)
             if visit.step or a != b:  # what a row adds to the gradient of the sinks it adds once
                 local = dataclasses.replace(local, dsinks=False)
+                if not local.gradients:
+                    continue
             for name, x in zip(local.gradients, compute(local, operands), strict=True):
                 if name in ("dk", "dv"):
                     _add(travelled, (name, b), x.astype(dtype))

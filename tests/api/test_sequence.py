@@ -102,6 +102,22 @@ def test_as_on_one_device(case, layout):
     assert_close(divided(case, arrays, 4, layout), expected)
 
 
+def test_the_gradient_of_sinks_alone():
+    case = DIVIDED(B=1, T=64, S=64, sinks=1.0)
+    arrays = case.arrays()
+    sinks = jnp.asarray(arrays.pop("sinks"))
+
+    def gradient(arrays, sinks, **options):
+        return jax.grad(lambda sinks: jnp.cos(jax_flash.dot_product_attention(**arrays, sinks=sinks, **options)).sum())(
+            sinks
+        )
+
+    mesh = jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:4])
+    local = functools.partial(gradient, sequence_axis="seq")
+    ours = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(None, "seq"), P()), out_specs=P()))(arrays, sinks)
+    np.testing.assert_allclose(ours, gradient(arrays, sinks), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("devices", [3, 6])
 def test_any_number_of_devices(devices):
     case = DIVIDED(T=96 * devices, S=96 * devices, causal=True, dropout=0.2)

@@ -117,7 +117,7 @@ def alone(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measur
         o, l, m = jax.jit(functools.partial(custom_calls.forward, problem, False))(operands)
         arrays |= {"o": o, "l": l, "m": m, "do": do}
 
-    def work(rank: jax.Array, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def work(rank: jax.Array, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         class Here(sequence.Division):
             """That device, and what it is sent is there already."""
 

@@ -286,8 +286,7 @@ def _plain(
         return function(problem, Operands.of(arrays))
 
     if division is not None:
-        results = sequence.forward(compute, problem, division, operands.arrays())
-        return results["o"], results["l"], results["m"]
+        return sequence.forward(compute, problem, division, operands.arrays())
     types = result_types(problem, ("o", "l", "m"), (problem.batch,), {})
     call = functools.partial(compute, problem)
     return partitioning.automatic(call, problem, operands.arrays(), types)

@@ -62,7 +62,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
         (o, l, m), _ = jax.lax.scan(
             lambda statistics, xs: (update(statistics, *xs), None), varying_alike(start, operands), column_blocks
         )
-        o = reference.normalized(operands, o.swapaxes(1, 2), l, m).swapaxes(1, 2)
+        o = reference.normalized(operands.sinks, o.swapaxes(1, 2), l, m).swapaxes(1, 2)
         return {"o": o.astype(operands.query.dtype), "l": l, "m": m}
 
     row_blocks = _blocks(operands, _axes(operands, "T"), problem.q_len)

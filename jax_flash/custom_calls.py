@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jax_flash import _native, blockwise, partitioning, reference
-from jax_flash.partitioning import Arrays, Results
+from jax_flash.partitioning import Results
 from jax_flash.problem import (
     DIFFERENTIATED,
     DIMS,
@@ -36,6 +36,7 @@ from jax_flash.problem import (
     Problem,
     result_types,
 )
+from jax_flash.sequence import Arrays
 from jax_flash.varying import varying_alike
 
 for _platform, _handlers in _native.registrations().items():

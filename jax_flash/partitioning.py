@@ -20,9 +20,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jax_flash import sequence
 from jax_flash.problem import DIFFERENTIATED, DIMS, SHARED_GRADIENTS, Problem
-from jax_flash.sequence import Compute, Division
+from jax_flash.sequence import Arrays, Compute, Division
 
-Arrays = dict[str, jax.Array]
 Types = dict[str, jax.ShapeDtypeStruct]
 Results = tuple[jax.Array, ...]
 Function = Callable[[Arrays], Results]
@@ -170,8 +169,7 @@ def _partition(compute: Compute, problem: Problem, names: tuple[str, ...], mesh:
         rows = _rows(mesh, axes)
         if rows is None:
             return compute(problem, arrays)
-        results = (sequence.forward if "o" in names else sequence.backward)(compute, problem, rows, arrays)
-        return tuple(results[name] for name in names)
+        return (sequence.forward if "o" in names else sequence.backward)(compute, problem, rows, arrays)
 
     def complete(name: str, x: jax.Array) -> jax.Array:
         """Sums a gradient over the devices that hold other parts of it."""

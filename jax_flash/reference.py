@@ -29,7 +29,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     p = tile.exp_minus(s, m[..., None])
     l = p.sum(axis=-1)
-    p = normalized(operands, p, l, m)
+    p = normalized(operands.sinks, p, l, m)
     z = tile.kept(problem, operands, rows, columns)
     o = tile.weighted_values(problem, p if z is None else z * p, operands.value)
     return o.astype(operands.query.dtype), l, m
@@ -59,11 +59,11 @@ def backward(
     return finish(operands, gradients | of_rows)
 
 
-def normalized(operands: Operands, x: jax.Array, l: jax.Array, m: jax.Array) -> jax.Array:
+def normalized(sinks: jax.Array | None, x: jax.Array, l: jax.Array, m: jax.Array) -> jax.Array:
     """Rows of P or O, [B, N, R, ...], against the maxima m, divided by the denominators of their softmax."""
-    if operands.sinks is None:
+    if sinks is None:
         return tile.divide(x, l[..., None])
-    sums = tile.with_sinks(operands.sinks, l, m)
+    sums = tile.with_sinks(sinks, l, m)
     return tile.divide(sums.alpha[..., None] * x, sums.l[..., None])
 
 

@@ -26,7 +26,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
-from jax_flash import block_sparse, dropout, tile
+from jax_flash import block_sparse, dropout, reference, tile
 from jax_flash.problem import DIFFERENTIATED, DIMS, Problem
 from jax_flash.varying import varying_alike
 
@@ -56,10 +56,13 @@ class Division(NamedTuple):
         """The rows, or keys, of a part."""
         return length // (self.devices * self.parts)
 
+    def numbers(self, device: Any) -> list[Any]:
+        """Those of a device's parts in the whole."""
+        return [device] if self.parts == 1 else [device, 2 * self.devices - 1 - device]
+
     def starts(self, device: Any, length: int) -> list[Any]:
         """The first row, or key, of each part of a device's."""
-        numbers = [device] if self.parts == 1 else [device, 2 * self.devices - 1 - device]
-        return [number * self.part(length) for number in numbers]
+        return [number * self.part(length) for number in self.numbers(device)]
 
     def device_of(self, part: int) -> int:
         """The device that has a part of the whole."""
@@ -109,8 +112,7 @@ def unzigzag(x: ArrayLike, devices: int, axis: int) -> jax.Array:
 
 
 def _zigzag_order(devices: int) -> np.ndarray:
-    first = np.arange(devices)
-    return np.stack([first, 2 * devices - 1 - first], 1).ravel()
+    return np.stack(Division((), devices, "zigzag").numbers(np.arange(devices)), 1).ravel()
 
 
 def _reordered(x: ArrayLike, devices: int, axis: int, order: np.ndarray) -> jax.Array:
@@ -133,30 +135,25 @@ class Visit(NamedTuple):
 def entries(problem: Problem, division: Division) -> np.ndarray:
     """How many entries causal masks and windows leave: [shift, part of rows, part of keys, device], as in `Visit`."""
     rows, keys = division.part(problem.q_len), division.part(problem.kv_len)
-    devices = np.arange(division.devices)
     left, right = problem.window_left, 0 if problem.causal else problem.window_right
+    shifts, devices = np.ogrid[: division.devices, : division.devices]
+    first_rows = np.stack(division.starts(devices, problem.q_len))[None, :, None, 0]
+    first_keys = np.stack(division.starts((devices - shifts) % division.devices, problem.kv_len), 1)[:, None]
+    everything = np.full((division.devices, division.parts, division.parts, division.devices), rows * keys)
+    if problem.query_offset:  # nobody knows it
+        return everything
 
     def up_to(n: np.ndarray) -> np.ndarray:
         """What y = ..., n - 1, n have of the keys 0 to y - 1, together."""
         n = n.clip(0)
         return np.where(n <= keys, n * (n + 1) // 2, keys * (keys + 1) // 2 + (n - keys) * keys)
 
-    def at_most(distance: int, first_row: np.ndarray, first_key: np.ndarray) -> np.ndarray:
+    def at_most(distance: int) -> np.ndarray:
         """Entries whose key is so far to the right of their row, or less."""
-        ahead = distance + first_row - first_key
+        ahead = distance + first_rows - first_keys
         return up_to(ahead + rows) - up_to(ahead)
 
-    def pair(shift: int, a: int, b: int) -> np.ndarray:
-        first_row = division.starts(devices, problem.q_len)[a]
-        first_key = division.starts((devices - shift) % division.devices, problem.kv_len)[b]
-        everything = np.full(division.devices, rows * keys)
-        if problem.query_offset:  # nobody knows it
-            return everything
-        within = at_most(right, first_row, first_key) if right >= 0 else everything
-        return within - (at_most(-left - 1, first_row, first_key) if left >= 0 else 0)
-
-    parts = range(division.parts)
-    return np.array([[[pair(shift, a, b) for b in parts] for a in parts] for shift in range(division.devices)])
+    return (at_most(right) if right >= 0 else everything) - (at_most(-left - 1) if left >= 0 else 0)
 
 
 def visits(problem: Problem, division: Division) -> list[Visit]:
@@ -198,15 +195,14 @@ def merge(first: Rows, second: Rows) -> Rows:
     """
     (_, l1, m1), (_, l2, m2) = first, second
     m = lax.stop_gradient(jnp.maximum(m1, m2))
-    finite = jnp.where(m == -jnp.inf, 0, m)
-    l1, l2 = jnp.exp(m1 - finite) * l1, jnp.exp(m2 - finite) * l2
+    l1, l2 = tile.exp_minus(m1, m) * l1, tile.exp_minus(m2, m) * l2
     l = l1 + l2
-    share1, share2 = (jnp.swapaxes(x / jnp.where(l == 0, 1, l), -1, -2)[..., None] for x in (l1, l2))
+    share1, share2 = (jnp.swapaxes(tile.divide(x, l), -1, -2)[..., None] for x in (l1, l2))
     return share1 * first[0].astype(l.dtype) + share2 * second[0].astype(l.dtype), l, m
 
 
-def forward(compute: Compute, problem: Problem, division: Division, arrays: Arrays) -> Arrays:
-    """The o, l and m of this device's rows.
+def forward(compute: Compute, problem: Problem, division: Division, arrays: Arrays) -> tuple[jax.Array, ...]:
+    """What `compute` returns, (o, l, m), of this device's rows.
 
     Args:
       compute: a forward on one device, of a problem and arrays by name.
@@ -227,16 +223,16 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
     parts = zip(*(rows[a] for a in range(division.parts)), strict=True)
     results = {name: jnp.concatenate(x, _axis(name)) for name, x in zip("olm", parts, strict=True)}
     if sinks is not None:
-        l, with_sinks = results["l"], tile.with_sinks(sinks, results["l"], results["m"])
-        share = tile.divide(with_sinks.alpha * l, with_sinks.l)  # that is left to the keys
-        results["o"] *= jnp.swapaxes(share, -1, -2)[..., None]
+        l = results["l"][..., None]
+        share = reference.normalized(sinks, l, results["l"], results["m"])  # that is left to the keys
+        results["o"] *= jnp.swapaxes(share, -2, -3)
     results["o"] = results["o"].astype(arrays["query"].dtype)
-    return {name: _relaid(problem, name, x, division, given) for name, x in results.items()}
+    return tuple(_relaid(problem, name, x, division, given) for name, x in results.items())
 
 
-def backward(compute: Compute, problem: Problem, division: Division, arrays: Arrays) -> dict[str, jax.Array]:
-    """The gradients that the problem asks for, of this device's arrays: those of a bias and of captured arrays are the
-    part that its rows have in them.
+def backward(compute: Compute, problem: Problem, division: Division, arrays: Arrays) -> tuple[jax.Array, ...]:
+    """What `compute` returns, the gradients that the problem asks for, of this device's arrays: those of what is there
+    as a whole, a bias and captured arrays, are the part that its rows have in them.
 
     Args:
       compute: a backward on one device, likewise.
@@ -274,7 +270,7 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
             return own[name, 0]
         return jnp.concatenate([own[name, part] for part in range(division.parts)], _axis(name)).astype(problem.dtype)
 
-    return {name: _relaid(problem, name, result(name), division, given) for name in problem.gradients}
+    return tuple(_relaid(problem, name, result(name), division, given) for name in problem.gradients)
 
 
 def _relaid(problem: Problem, name: str, x: jax.Array, before: Division, after: Division) -> jax.Array:
@@ -367,17 +363,13 @@ def _part(problem: Problem, division: Division, arrays: Arrays, shift: int, a: i
     row_start, key_start = _starts(problem, division, shift, a, b)
     part: Arrays = {}
     for name, x in arrays.items():
-        if name in ("bias", "mask", "sinks"):
-            extent = getattr(problem, name)
-            if extent.rows:
-                x = lax.slice_in_dim(x, a * rows, (a + 1) * rows, axis=-2 % x.ndim)
-            part[name] = lax.dynamic_slice_in_dim(x, key_start, keys, axis=-1) if extent.columns else x
-        elif "T" in DIMS[name]:
-            part[name] = lax.slice_in_dim(x, a * rows, (a + 1) * rows, axis=_axis(name) % x.ndim)
-        elif "S" in DIMS[name]:
-            part[name] = lax.slice_in_dim(x, b * keys, (b + 1) * keys, axis=_axis(name) % x.ndim)
-        else:
-            part[name] = x
+        axis = _divided_axis(problem, name, x)
+        if axis is not None:
+            number, size = (a, rows) if "T" in DIMS[name] else (b, keys)
+            x = lax.slice_in_dim(x, number * size, (number + 1) * size, axis=axis)
+        if name in ("bias", "mask") and getattr(problem, name).columns:
+            x = lax.dynamic_slice_in_dim(x, key_start, keys, axis=-1)
+        part[name] = x
     if "q_lengths" in part:
         part["q_lengths"] = (part["q_lengths"] - row_start).clip(0, rows)
     if "kv_lengths" in part:
@@ -444,7 +436,5 @@ def _axis(name: str) -> int:
 def _divided_axis(problem: Problem, name: str, x: jax.Array) -> int | None:
     """Of what this device has of an array's rows or keys; None: it is there as a whole."""
     operand = DIFFERENTIATED.get(name, name)
-    if operand in ("bias", "mask", "sinks"):
-        extent = getattr(problem, operand)
-        return x.ndim - 2 if extent is not None and extent.rows else None
-    return _axis(name) % x.ndim if {"T", "S"} & set(DIMS[name]) else None
+    broadcast = operand in ("bias", "mask", "sinks") and not getattr(problem, operand).rows
+    return None if broadcast or not {"T", "S"} & set(DIMS[name]) else _axis(name) % x.ndim

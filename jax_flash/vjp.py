@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_flash import custom_calls, sequence
 from jax_flash.problem import CAPTURED, DIFFERENTIATED, Operands, Problem
-from jax_flash.sequence import Division
+from jax_flash.sequence import Arrays, Division
 
 # A remat policy that saves these by name, `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`, keeps the
 # backward from running the forward again.
@@ -32,28 +32,22 @@ def attention(problem: Problem, division: Division | None, fallback: bool, opera
 def _forward_calls(
     problem: Problem, division: Division | None, fallback: bool, operands: Operands
 ) -> tuple[jax.Array, ...]:
-    if division is None:
-        return custom_calls.forward(problem, fallback, operands)
-
-    def compute(problem: Problem, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    def compute(problem: Problem, arrays: Arrays) -> tuple[jax.Array, ...]:
         return custom_calls.forward(problem, fallback, Operands.of(arrays))
 
-    results = sequence.forward(compute, problem, division, operands.arrays())
-    return results["o"], results["l"], results["m"]
+    arrays = operands.arrays()
+    return compute(problem, arrays) if division is None else sequence.forward(compute, problem, division, arrays)
 
 
 def _backward_calls(
-    problem: Problem, division: Division | None, fallback: bool, operands: Operands, statistics: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
-    if division is None:
-        results = custom_calls.backward(problem, fallback, operands, **statistics)
-        return dict(zip(problem.gradients, results, strict=True))
-
-    def compute(problem: Problem, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    problem: Problem, division: Division | None, fallback: bool, operands: Operands, statistics: Arrays
+) -> tuple[jax.Array, ...]:
+    def compute(problem: Problem, arrays: Arrays) -> tuple[jax.Array, ...]:
         given = {name: arrays.pop(name) for name in statistics}
         return custom_calls.backward(problem, fallback, Operands.of(arrays), **given)
 
-    return sequence.backward(compute, problem, division, operands.arrays() | statistics)
+    arrays = operands.arrays() | statistics
+    return compute(problem, arrays) if division is None else sequence.backward(compute, problem, division, arrays)
 
 
 def _forward(problem, division, fallback, operands):
@@ -80,8 +74,8 @@ def _backward(problem, division, fallback, residuals, cotangents):
     results = _backward_calls(problem, division, fallback, operands, statistics)
     arrays = operands.arrays()
     grads: dict[str, Any] = dict.fromkeys(CAPTURED[: len(problem.captured)])
-    named = {DIFFERENTIATED[gradient]: x for gradient, x in results.items()}
-    grads |= {name: x.astype(arrays[name].dtype) for name, x in named.items()}
+    names = [DIFFERENTIATED[grad] for grad in problem.gradients]
+    grads |= {name: x.astype(arrays[name].dtype) for name, x in zip(names, results, strict=True)}
     if "dscale" in asked:  # S = τ Q Kᵀ, so that τ dτ = Σ S dS = Σ Q dQ
         query, dq = (x.astype(operands.scale.dtype) for x in (operands.query, grads["query"]))
         rows = jnp.einsum("btnd,btnd->btn", query, dq, precision="highest")  # a CPU sums all at once one by one

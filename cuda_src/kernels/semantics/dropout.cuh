@@ -83,11 +83,10 @@ struct PackedZ {
   __device__ __forceinline__ void Draw(const Params& p, uint32_t row, int column) {
     if constexpr (!kDropout) return;
     Pin(seed);  // so that what can be computed from it beforehand does not fill the registers
-    const uint32_t row_group = FirstRowGroup(p) + RowGroup(row), first_columns = FirstColumns(p);
 #pragma unroll
     for (int c = 0; c < kCols / 16; ++c) {
-      const uint32_t columns = first_columns + (column / 16 + c) * 4 + threadIdx.x % 4;
-      const Philox4 x = Philox({{columns, row_group, seed[2], seed[3]}}, seed[0], seed[1]);
+      const uint32_t columns = FirstColumns(p) + (column / 16 + c) * 4 + threadIdx.x % 4;
+      const Philox4 x = Philox({{columns, FirstRowGroup(p) + RowGroup(row), seed[2], seed[3]}}, seed[0], seed[1]);
 #pragma unroll
       for (int w = 0; w < 4; ++w) kept[4 * c + w] = NotBelow(x.x[w], p.drop_threshold);
     }

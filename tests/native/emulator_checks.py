@@ -102,7 +102,7 @@ def test_score_programs(case, dtype):
         (Case(B=1, T=160, S=320, N=1, K=1, D=128, E=128, dropout=0.01), "bfloat16", programs.relative_table),
         (Case(B=1, T=32, S=192, N=1, K=1, D=64, E=40, dropout=0.2), "float32", programs.kinds_of_heads),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_part(case, dtype, program):
     """Of a sequence that is divided."""

@@ -23,6 +23,8 @@ namespace jax_flash {
   OPERAND(int32_t, kv_lengths, DType::kNone, "B", p.kv_lengths)                                         \
   OPERAND(int32_t, q_segments, DType::kNone, "BT", p.segments)                                          \
   OPERAND(int32_t, kv_segments, DType::kNone, "BS", p.segments)                                         \
+  OPERAND(int32_t, keys_of_rows, DType::kNone, "BTX", p.ranges)                                         \
+  OPERAND(int32_t, rows_of_keys, DType::kNone, "BSX", p.ranges)                                         \
   OPERAND(int32_t, query_offset, DType::kNone, "B", p.query_offset)                                     \
   OPERAND(int32_t, origin, DType::kNone, "X", p.origin)                                                 \
   OPERAND(int32_t, blocks, DType::kNone, "BNUV", p.block_mask)                                          \

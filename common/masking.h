@@ -1,4 +1,5 @@
-// Which keys a query row may attend to, as far as positions decide it: causal, window, lengths and query offset.
+// Which keys a query row may attend to, as far as positions decide it: causal, window, lengths and query offset, or a
+// range of keys that each row is given.
 // (Segment ids and the mask operand are looked at entry by entry.)
 #pragma once
 
@@ -23,15 +24,26 @@ struct Positions {
   int64_t q_length, kv_length, offset;
   bool causal;
   int64_t window_left, window_right;  // -1: unbounded
+  // If `ranges` these say it, and nothing above but the lengths: the keys that each row sees, from the first of a pair
+  // up to the second, and the rows that see each key. Neither end of them falls from one row, or key, to the next.
+  bool ranges = false;
+  const int32_t *keys_of_rows = nullptr, *rows_of_keys = nullptr;
 };
 
 JAX_FLASH_STATIC_HOST_DEVICE int64_t ClampLength(int64_t length, int64_t size) {
   return length < 0 ? 0 : length < size ? length : size;
 }
 
+// What pair i says, within [0, size]: whatever the numbers are, nothing else is read.
+template <typename Range>
+JAX_FLASH_STATIC_HOST_DEVICE Range RangeAt(const int32_t* pairs, int64_t i, int64_t size) {
+  return {ClampLength(pairs[2 * i], size), ClampLength(pairs[2 * i + 1], size)};
+}
+
 // The keys that row i may attend to. Both ends grow with i, up to q_length.
 JAX_FLASH_STATIC_HOST_DEVICE KeyRange RowKeys(const Positions& positions, int64_t i) {
   if (i >= positions.q_length) return {0, 0};
+  if (positions.ranges) return RangeAt<KeyRange>(positions.keys_of_rows, i, positions.kv_length);
   const int64_t p = i + positions.offset;
   KeyRange keys = {0, positions.kv_length};
   if (positions.causal && p + 1 < keys.hi) keys.hi = p + 1;
@@ -60,6 +72,10 @@ JAX_FLASH_STATIC_HOST_DEVICE RowRange AnyKeyRows(const Positions& positions, int
   RowRange rows = {0, positions.q_length};
   if (j1 > positions.kv_length) j1 = positions.kv_length;
   if (j0 >= j1) return {0, 0};
+  if (positions.ranges) {
+    return {RangeAt<RowRange>(positions.rows_of_keys, j0, rows.hi).lo,
+            RangeAt<RowRange>(positions.rows_of_keys, j1 - 1, rows.hi).hi};
+  }
   if (positions.causal && rows.lo < j0 - positions.offset) rows.lo = j0 - positions.offset;
   if (positions.window_right >= 0 && positions.window_right < j0 - positions.offset - rows.lo) {
     rows.lo = j0 - positions.offset - positions.window_right;
@@ -74,6 +90,10 @@ JAX_FLASH_STATIC_HOST_DEVICE RowRange AnyKeyRows(const Positions& positions, int
 JAX_FLASH_STATIC_HOST_DEVICE RowRange EveryKeyRows(const Positions& positions, int64_t j0, int64_t j1) {
   RowRange rows = {0, positions.q_length};
   if (j1 > positions.kv_length) return {0, 0};
+  if (positions.ranges) {
+    return {RangeAt<RowRange>(positions.rows_of_keys, j1 - 1, rows.hi).lo,
+            RangeAt<RowRange>(positions.rows_of_keys, j0, rows.hi).hi};
+  }
   if (positions.causal && rows.lo < j1 - 1 - positions.offset) rows.lo = j1 - 1 - positions.offset;
   if (positions.window_right >= 0 && positions.window_right < j1 - 1 - positions.offset - rows.lo) {
     rows.lo = j1 - 1 - positions.offset - positions.window_right;

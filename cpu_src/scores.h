@@ -57,7 +57,10 @@ class Scores {
                   p_.query_offset ? in_.query_offset[b] : 0,
                   p_.causal,
                   p_.window_left,
-                  p_.window_right};
+                  p_.window_right,
+                  p_.ranges,
+                  p_.ranges ? in_.keys_of_rows + b * p_.q_len * 2 : nullptr,
+                  p_.ranges ? in_.rows_of_keys + b * p_.kv_len * 2 : nullptr};
   }
 
   // The keys that rows i0 <= i < i1 may attend to, as far as positions tell.

@@ -64,6 +64,7 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(bool, q_lengths, p.q_lengths)                                                  \
   FIELD(bool, kv_lengths, p.kv_lengths)                                                \
   FIELD(bool, segments, p.segments)                                                    \
+  FIELD(bool, ranges, p.ranges)                                                        \
   FIELD(bool, query_offset, p.query_offset)                                            \
   FIELD(bool, origin, p.origin)                                                        \
   FIELD(bool, mask, p.mask.present)                                                    \
@@ -210,7 +211,9 @@ struct SegmentBounds {
   /* of each head those that are prepared, and the tiles of keys whose dQ has been added. */                     \
   FIELD(int*, prepared, at(layout.prepared))                                                                     \
   FIELD(int*, added, at(layout.added))                                                                           \
-  FIELD(const int32_t*, origin, in.origin) /* the first row and key, as dropout and programs count them */
+  FIELD(const int32_t*, origin, in.origin) /* the first row and key, as dropout and programs count them */       \
+  FIELD(const int32_t*, keys_of_rows, in.keys_of_rows)                                                           \
+  FIELD(const int32_t*, rows_of_keys, in.rows_of_keys)
 
 struct BlockMask {
   JAX_FLASH_BLOCK_MASK(JAX_FLASH_MEMBER)

@@ -37,6 +37,7 @@ from jax_flash.block_sparse import BlockMask
 from jax_flash.plan import Explanation, Kernel, explain
 from jax_flash.problem import Problem
 from jax_flash.sequence import unzigzag, zigzag
+from jax_flash.varlen import varlen_attention
 from jax_flash.vjp import RESIDUAL_NAMES
 
 __version__ = "0.1.0"
@@ -56,5 +57,6 @@ __all__ = [
     "merge",
     "patterns",
     "unzigzag",
+    "varlen_attention",
     "zigzag",
 ]

@@ -142,7 +142,7 @@ def problem_and_operands(
 
     largest = float(np.finfo(np.float64 if query.dtype == np.float64 else np.float32).max)
     query, scale = _scaled(query, 1 / math.sqrt(max(D, 1)) if given["scale"] is None else given["scale"], largest)
-    window_left, window_right = _window(given["local_window_size"])
+    window_left, window_right = window(given["local_window_size"])
     operands = Operands(
         query,
         key,
@@ -285,7 +285,7 @@ def _caps(largest: float) -> tuple[float, float]:
     return 1e8 / largest, largest / 1e8
 
 
-def _window(size: int | tuple[int, int] | None) -> tuple[int, int]:
+def window(size: int | tuple[int, int] | None) -> tuple[int, int]:
     """(left, right), -1 for no bound."""
     if size is None:
         return -1, -1

@@ -187,16 +187,7 @@ def attention_with_statistics(
     Arguments and errors: `dot_product_attention`. Returns O [B, T, N, E] and `Statistics` [B, N, T].
     """
     problem, operands = arguments.problem_and_operands(query, key, value, bias, mask, options)
-    implementation = options.get("implementation")
-    try:
-        o, l, m = _attend(problem, arguments.division(options), operands, implementation)
-    except TypeError as error:
-        if "forward-mode" not in str(error) or implementation not in (None, "flash"):
-            raise
-        raise TypeError(
-            "the fused attention has no forward-mode derivative (jvp, linearize, jacfwd); "
-            'implementation="xla" has: it differentiates in any mode'
-        ) from error
+    o, l, m = attend(problem, arguments.division(options), operands, options.get("implementation"))
     if np.ndim(query) == 3:
         o, l, m = (x[0] for x in (o, l, m))
     return o, Statistics(l, m)
@@ -240,6 +231,21 @@ def choose_implementation(problem: Problem, platform: str) -> Choice:
     if refusal is None:
         return Choice("flash", f"there are fused kernels for platform {platform!r}")
     return Choice("xla", f"{refusal}; blockwise attention runs anywhere")
+
+
+def attend(
+    problem: Problem, division: Division | None, operands: Operands, implementation: Implementation | None
+) -> tuple[jax.Array, ...]:
+    """(o, l, m) by an implementation, or the fastest that can do it."""
+    try:
+        return _attend(problem, division, operands, implementation)
+    except TypeError as error:
+        if "forward-mode" not in str(error) or implementation not in (None, "flash"):
+            raise
+        raise TypeError(
+            "the fused attention has no forward-mode derivative (jvp, linearize, jacfwd); "
+            'implementation="xla" has: it differentiates in any mode'
+        ) from error
 
 
 @functools.partial(jax.jit, static_argnames=("division", "implementation"))  # a call outside of jit is traced once

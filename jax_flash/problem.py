@@ -63,6 +63,7 @@ class Problem:
     q_lengths: bool = False  # which of these arrays there are
     kv_lengths: bool = False
     segments: bool = False
+    ranges: bool = False  # in place of causal, windows and lengths
     query_offset: bool = False
     origin: bool = False  # of a part of a call: where dropout and programs count rows and keys from
 
@@ -234,6 +235,8 @@ class Operands(NamedTuple):
     kv_lengths: jax.Array | None = None  # [B], int32
     q_segments: jax.Array | None = None  # [B, T], int32
     kv_segments: jax.Array | None = None  # [B, S], int32
+    keys_of_rows: jax.Array | None = None  # [B, T, 2], int32: `ranges`, which keys a row sees, from one up to another;
+    rows_of_keys: jax.Array | None = None  # [B, S, 2], int32: by which rows a key is seen. Both ends never fall
     query_offset: jax.Array | None = None  # [B], int32
     origin: jax.Array | None = None  # [2], int32, multiples of 16: the whole call's numbers of its first row and key
     blocks: jax.Array | None = None  # [B|1, N|1, U, V], int32: these four are of a BlockMask
@@ -281,6 +284,8 @@ DIMS: dict[str, Sequence[str]] = {
     "kv_lengths": "",
     "q_segments": "T",
     "kv_segments": "S",
+    "keys_of_rows": "TX",
+    "rows_of_keys": "SX",
     "query_offset": "",
     "origin": "X",
     "blocks": "NUV",

@@ -37,7 +37,7 @@ Layout = Literal["contiguous", "zigzag"]
 Sums = dict[tuple[str, int], jax.Array]  # of gradients: names, and parts of rows or keys
 State = TypeVar("State")
 
-TRAVELLING = ("key", "value", "kv_segments")
+TRAVELLING = ("key", "value", "kv_segments", "rows_of_keys")
 
 
 class Division(NamedTuple):
@@ -374,6 +374,9 @@ def _part(problem: Problem, division: Division, arrays: Arrays, shift: int, a: i
         part["q_lengths"] = (part["q_lengths"] - row_start).clip(0, rows)
     if "kv_lengths" in part:
         part["kv_lengths"] = (part["kv_lengths"] - key_start).clip(0, keys)
+    if "keys_of_rows" in part:
+        part["keys_of_rows"] = (part["keys_of_rows"] - key_start).clip(0, keys)
+        part["rows_of_keys"] = (part["rows_of_keys"] - row_start).clip(0, rows)
     changes: dict[str, Any] = {"q_len": rows, "kv_len": keys}
     if problem.causal or max(problem.window_left, problem.window_right) >= 0 or problem.programs:
         part["query_offset"] = _shifted(part, row_start - key_start, problem.q_len + problem.kv_len)

@@ -40,6 +40,9 @@ def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.A
         allowed &= i - j <= behind
     if ahead is not None:
         allowed &= j - i <= ahead
+    if tile.keys_of_rows is not None:
+        begin, end = jnp.split(tile.keys_of_rows[:, None], 2, axis=-1)
+        allowed &= (begin <= j) & (j < end)
     if tile.q_segments is not None and tile.kv_segments is not None:
         allowed &= (tile.q_segments[:, :, None] == tile.kv_segments[:, None, :])[:, None]
     if tile.mask is not None:
@@ -63,6 +66,9 @@ def may_be_visible(problem: Problem, tile: Operands, rows: jax.Array, columns: j
         tests.append((rows[0] < tile.q_lengths).any())
     if tile.kv_lengths is not None:
         tests.append((columns[0] < tile.kv_lengths).any())
+    if tile.keys_of_rows is not None:
+        begin, end = tile.keys_of_rows[..., 0], tile.keys_of_rows[..., 1]
+        tests.append(((columns[0] < end) & (begin <= columns[-1])).any())
     if tile.blocks is not None:
         kinds = block_sparse.kinds_at(_block_shape(problem), tile.blocks, rows[::STEP], columns[::STEP])
         tests.append((kinds != block_sparse.NOTHING).any())

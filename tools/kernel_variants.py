@@ -39,6 +39,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "window": (False, True),
     "lengths": (False, True),
     "segments": (False, True),
+    "ranges": (False, True),  # in place of causal, window and lengths
     "query_offset": (False, True),
     "mask": (False, True),
     "block_mask": (None, (128, 128), (64, 64), (16, 48)),
@@ -110,7 +111,7 @@ class Report:
 
 def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
     bias, block, gradients = features["bias"], features["block_mask"], features["gradients"]
-    program = features["program"]
+    program, ranges = features["program"], features["ranges"]
     mod, grad, added, grown = {
         "score": (SCORE_MOD, SCORE_GRAD, "accumulate,0,2,5,6;", "result,9"),
         "table": (TABLE_MOD, TABLE_GRAD, "accumulate,0,0,3,4;", "result,4"),
@@ -127,10 +128,11 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         v_dim=dims[1],
         dtype=dtype.split()[0],
         full_precision=dtype.endswith("full precision"),
-        causal=features["causal"],
-        window_left=100 if features["window"] else -1,
-        q_lengths=features["lengths"],
-        kv_lengths=features["lengths"],
+        causal=features["causal"] and not ranges,
+        window_left=100 if features["window"] and not ranges else -1,
+        q_lengths=features["lengths"] and not ranges,
+        kv_lengths=features["lengths"] and not ranges,
+        ranges=ranges,
         segments=features["segments"],
         query_offset=features["query_offset"],
         mask=full if features["mask"] else None,

@@ -12,6 +12,7 @@ import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packs
 import parts
 import programs
 import pytest
@@ -109,6 +110,23 @@ def test_part(case, dtype, program):
     mod = program(case)
     tolerance = 2e-2 if dtype == "bfloat16" else 5e-5
     parts.check(case, dtype, tolerance, **{mod.kind: mod.make(*map(jnp.asarray, mod.arrays))})
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("q_lengths", "k_lengths", "case", "dtype"),
+    [
+        ((100, 0, 200, 3), (100, 0, 200, 3), Case(N=2, K=1, D=64, E=64, causal=True), "bfloat16"),
+        ((200, 60, 40), (130, 300, 0), Case(N=1, K=1, D=128, E=128, window=(90, 20), sinks=2.0), "float16"),
+        ((70, 130), (140, 70), Case(N=2, K=2, D=64, E=64, causal=True, dropout=0.2, soft_cap=2.0), "bfloat16"),
+        ((60, 90), (140, 80), Case(N=2, K=1, D=192, E=128, causal=True), "bfloat16"),
+        ((70, 90), (140, 80), Case(N=2, K=1, D=64, E=40, causal=True, deterministic=True), "float32"),
+        ((1, 1, 0, 2), (700, 20, 30, 350), Case(N=8, K=2, D=64, E=64, causal=True), "bfloat16"),
+    ],
+    ids=str,
+)
+def test_pack(q_lengths, k_lengths, case, dtype):
+    packs.check(packs.Pack(q_lengths, k_lengths, 5, case), dtype)
 
 
 PROGRAMS = [

@@ -22,7 +22,8 @@ struct Probabilities : Products {
   }
   __device__ __forceinline__ Positions PositionsHere(const QTile& tile) const {
     Positions positions = PositionsOf(p, tile.batch);
-    if (!kProblem.q_lengths) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
+    // Rows beyond T are not stored.
+    if (!kProblem.q_lengths && !kProblem.ranges) positions.q_length = int64_t(1) << 32;
     return positions;
   }
 

@@ -15,7 +15,7 @@
 namespace jax_flash {
 
 constexpr bool kCausal = kProblem.causal;
-constexpr bool kWindow = kProblem.window;
+constexpr bool kWindow = kProblem.window || kProblem.ranges;  // do positions hide keys on both sides?
 constexpr bool kLengths = kProblem.q_lengths || kProblem.kv_lengths;
 constexpr bool kSegments = kProblem.segments;
 constexpr bool kMask = kProblem.mask;  // the operand: in a forward of few queries, and where a block mask is made of it
@@ -61,6 +61,9 @@ __device__ __forceinline__ Positions PositionsOf(const Params& p, int batch) {
   positions.causal = kCausal;
   positions.window_left = kWindow ? p.window_left : -1;
   positions.window_right = kWindow ? p.window_right : -1;
+  positions.ranges = kProblem.ranges;
+  positions.keys_of_rows = kProblem.ranges ? p.keys_of_rows + int64_t(batch) * p.q_len * 2 : nullptr;
+  positions.rows_of_keys = kProblem.ranges ? p.rows_of_keys + int64_t(batch) * p.kv_len * 2 : nullptr;
   return positions;
 }
 

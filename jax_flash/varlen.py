@@ -1,0 +1,163 @@
+"""Packed sequences of any lengths, one after the other in one array, with the places where they begin."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jax_flash import arguments, attention, checks
+from jax_flash.arguments import Implementation
+
+
+class VarlenOptions(TypedDict, total=False):
+    """The keyword arguments of `varlen_attention`."""
+
+    is_causal: bool
+    local_window_size: int | tuple[int, int] | None
+    scale: float | ArrayLike | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    score_mod: Callable[..., jax.Array] | None
+    mask_mod: Callable[..., jax.Array] | None
+    dropout_rate: float
+    dropout_key: jax.Array | None
+    dropout_head_ids: ArrayLike | None
+    precision: lax.PrecisionLike
+    deterministic: bool
+    implementation: Implementation | None
+
+
+@arguments.lists_options(VarlenOptions)
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *,
+    return_residual: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`dot_product_attention` of B sequences that are packed one after the other, each with its own queries and keys.
+
+    Sequence b has the queries cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1], and the keys likewise. Other lengths never
+    recompile anything, and tiles that no sequence has a part of cost nothing.
+
+    Letters: Tq and Tk tokens of all sequences, N query heads, K key/value heads (N a multiple of K), D query/key head
+    dim, E value head dim.
+
+    Args:
+      query: [Tq, N, D]; float32, float64, bfloat16 or float16.
+      key: [Tk, K, D], same dtype.
+      value: [Tk, K, E], same dtype.
+      cu_seqlens_q: integer [B + 1], the lengths of the queries summed up: 0 first, never falling, Tq at most. Sequences
+        may be empty.
+      cu_seqlens_k: likewise of the keys, for as many sequences; None: as the queries.
+      is_causal, local_window_size: as in `dot_product_attention`, in each sequence by itself. The last query is in the
+        place of the last key: one query sees all keys of a long sequence.
+      score_mod, mask_mod: as there, with the number of the sequence for `batch`, and with the places of the query and
+        the key in their sequence, where a query's is that of the key that it is in the place of.
+      return_residual: also return the logsumexp of every row, [Tq, N].
+      scale, logits_soft_cap, sinks, dropout_rate, dropout_key, dropout_head_ids, precision, deterministic,
+        implementation: as there. Dropout's rows and keys are those of the arrays.
+
+    Returns:
+      [Tq, N, E] in the dtype of the query; with `return_residual` a pair of it and the logsumexp. Queries beyond the
+      last sequence, and those with nothing to attend to, are 0.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `dot_product_attention`. (Numbers in traced `cu_seqlens` that fall,
+      or are beyond the arrays, cannot be told: they count as the largest before them, and the end of the arrays.)
+    """
+    return_residual = checks.flag("return_residual", return_residual)
+    given = arguments.complete(options, VarlenOptions)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if np.ndim(x) != 3:
+            raise ValueError(f"{name} must have 3 dims, [tokens, heads, head dim], not shape {np.shape(x)}")
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    q_ends = _ends("cu_seqlens_q", cu_seqlens_q, np.shape(query)[0])
+    k_ends = _ends("cu_seqlens_k", cu_seqlens_k, np.shape(key)[0])
+    if q_ends.shape != k_ends.shape:
+        raise ValueError(f"cu_seqlens_q is of {len(q_ends)} sequences, cu_seqlens_k of {len(k_ends)}")
+    rows, keys = _packed(q_ends, k_ends, np.shape(query)[0]), _packed(k_ends, q_ends, np.shape(key)[0])
+    for name in ("score_mod", "mask_mod"):
+        if callable(given[name]):
+            given[name] = _within_sequences(given[name], rows)
+    left, right = arguments.window(given.pop("local_window_size"))
+    if checks.flag("is_causal", given.pop("is_causal")):
+        right = 0
+    problem, operands = arguments.problem_and_operands(query, key, value, None, None, given)
+    problem = dataclasses.replace(problem, ranges=True)
+    operands = operands._replace(
+        keys_of_rows=_ranges(rows, left, right)[None],
+        rows_of_keys=_ranges(keys, right, left)[None],
+    )
+    o, l, m = attention.attend(problem, None, operands, given["implementation"])
+    if return_residual:
+        return o[0], attention.Statistics(l[0], m[0]).logsumexp.T
+    return o[0]
+
+
+class _Packed(NamedTuple):
+    """Of every token of one side, queries or keys: where it is, and where the other side of its sequence is."""
+
+    sequence: jax.Array  # its number; that of the last + 1 beyond
+    place: jax.Array  # in the array
+    shift: jax.Array  # from there to the place of the token of the other side that is opposite
+    begin: jax.Array  # the other side's first token
+    end: jax.Array  # and last + 1
+
+
+def _ends(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:
+    """Where each sequence ends: int32 [B], never falling, from 0 to `size`."""
+    given = checks.integers(name, cu_seqlens)
+    if given.ndim != 1 or len(given) == 0:
+        raise ValueError(f"{name} must be [B + 1] for B sequences, not shape {given.shape}")
+    if isinstance(given, np.ndarray):
+        if given[0] != 0 or (np.diff(given) < 0).any() or given[-1] > size:
+            raise ValueError(f"{name} must begin with 0, never fall, and be at most {size}, not {given.tolist()}")
+    return lax.cummax(checks.saturated(given)[1:].clip(0, size))
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _packed(own_ends: jax.Array, other_ends: jax.Array, size: int) -> _Packed:
+    place = jnp.arange(size, dtype=jnp.int32)
+    sequence = jnp.sum(own_ends <= place[:, None], 1, dtype=jnp.int32)
+
+    def edges(ends: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Where a token's sequence begins and ends; what is beyond all is in one more, which is empty."""
+        beyond = ends[-1:] if len(ends) else jnp.zeros(1, jnp.int32)
+        all_edges = jnp.concatenate([jnp.zeros(1, jnp.int32), ends, beyond])
+        return all_edges[sequence], all_edges[sequence + 1]
+
+    (_, own_end), (begin, end) = edges(own_ends), edges(other_ends)
+    return _Packed(sequence, place, end - own_end, begin, end)
+
+
+@functools.partial(jax.jit, static_argnames=("before", "after"))
+def _ranges(x: _Packed, before: int, after: int) -> jax.Array:
+    """Of the other side what each token sees: int32 [tokens, 2], from the first up to the second. -1: unbounded."""
+    opposite, most = x.place + x.shift, np.iinfo(np.int32).max // 2
+    begin = x.begin if before < 0 else (opposite - min(before, most)).clip(x.begin, x.end)
+    end = x.end if after < 0 else (opposite + min(after, most) + 1).clip(x.begin, x.end)
+    return jnp.stack([begin, end], 1)
+
+
+def _within_sequences(mod: Callable[..., Any], rows: _Packed) -> Callable[..., Any]:
+    """A mod of rows and keys of the arrays, from one that counts in sequences."""
+
+    def of_arrays(*given: jax.Array) -> Any:
+        *score, _, head, query, key = given
+        first_key = rows.begin[query]
+        return mod(*score, rows.sequence[query], head, query + rows.shift[query] - first_key, key - first_key)
+
+    return of_arrays

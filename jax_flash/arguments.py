@@ -113,7 +113,12 @@ lists_options(Options)(vars(Problem)["of"].__func__)  # problem.py comes before 
 
 
 def problem_and_operands(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None, mask: ArrayLike | None, options: Options
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
+    options: Mapping[str, Any],
 ) -> tuple[Problem, Operands]:
     """What a call of `dot_product_attention` with these arguments asks for, and its arrays, checked, with a batch."""
     given = complete(options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,39 @@ class VarlenOptions(TypedDict, total=False):
     implementation: Implementation | None
 
 
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
+) -> jax.Array: ...
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *,
+    return_residual: bool,
+    **options: Unpack[VarlenOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @arguments.lists_options(VarlenOptions)
 def varlen_attention(
     query: ArrayLike,

@@ -9,6 +9,7 @@ import pytest
 import jax_flash
 
 X = jnp.ones((1, 16, 2, 8))
+ENDS = jnp.array([0, 16])
 
 
 def test_an_array_without_the_residual():
@@ -38,6 +39,14 @@ def test_statistics():
     o, statistics = jax_flash.attention_with_statistics(X, X, X, is_causal=True)
     assert_type(o, jax.Array)
     assert isinstance(assert_type(statistics, jax_flash.Statistics), jax_flash.Statistics)
+
+
+def test_packed_sequences():
+    o = assert_type(jax_flash.varlen_attention(X[0], X[0], X[0], ENDS, is_causal=True), jax.Array)
+    pair = assert_type(
+        jax_flash.varlen_attention(X[0], X[0], X[0], ENDS, return_residual=True), tuple[jax.Array, jax.Array]
+    )
+    assert [x.shape for x in (o, *pair)] == [(16, 2, 8), (16, 2, 8), (16, 2)]
 
 
 def test_wrong_arguments():

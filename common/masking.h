@@ -34,10 +34,11 @@ JAX_FLASH_STATIC_HOST_DEVICE int64_t ClampLength(int64_t length, int64_t size) {
   return length < 0 ? 0 : length < size ? length : size;
 }
 
-// What pair i says, within [0, size]: whatever the numbers are, nothing else is read.
+// What pair i says, within [0, size]: whatever the numbers are, nothing else is read. (In 32 bits, for GPUs.)
 template <typename Range>
 JAX_FLASH_STATIC_HOST_DEVICE Range RangeAt(const int32_t* pairs, int64_t i, int64_t size) {
-  return {ClampLength(pairs[2 * i], size), ClampLength(pairs[2 * i + 1], size)};
+  const int32_t most = size < 0x7FFFFFFF ? int32_t(size) : 0x7FFFFFFF, lo = pairs[2 * i], hi = pairs[2 * i + 1];
+  return {lo < 0 ? 0 : lo < most ? lo : most, hi < 0 ? 0 : hi < most ? hi : most};
 }
 
 // The keys that row i may attend to. Both ends grow with i, up to q_length.

@@ -101,7 +101,9 @@ std::string Check(const Problem& p) {
   if (p.bias.present != (p.bias_dtype != DType::kNone)) return "bias and bias_dtype disagree";
   if (p.dbias && !p.bias.present) return "dbias without a bias";
   if (p.sinks.rows || p.sinks.columns) return "sinks have rows or columns";
-  if (p.ranges && (p.causal || p.window() || p.q_lengths || p.kv_lengths)) return "ranges beside other positions";
+  if (p.ranges && (p.causal || p.window() || p.q_lengths || p.kv_lengths || p.segments)) {
+    return "ranges beside what they stand for";
+  }
   if (p.dsinks && !p.sinks.present) return "dsinks without sinks";
   for (const int64_t size : {p.q_block, p.kv_block}) {
     if (p.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0) return "a block size is no multiple of 16";

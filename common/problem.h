@@ -47,7 +47,7 @@ constexpr Extent ExtentOf(const Extent& extent) { return extent; }
   FIELD(bool, q_lengths, false) /* which of these arrays there are */                                           \
   FIELD(bool, kv_lengths, false)                                                                                \
   FIELD(bool, segments, false)                                                                                  \
-  FIELD(bool, ranges, false) /* in place of causal, windows and lengths */                                      \
+  FIELD(bool, ranges, false) /* in place of causal, windows, lengths, segments */                               \
   FIELD(bool, query_offset, false)                                                                              \
   FIELD(bool, origin, false)    /* dropout and programs count rows and keys from there */                       \
   FIELD(Extent, block_mask, {}) /* per batch entry and head or shared; its rows and columns are always there */ \

@@ -63,7 +63,7 @@ class Problem:
     q_lengths: bool = False  # which of these arrays there are
     kv_lengths: bool = False
     segments: bool = False
-    ranges: bool = False  # in place of causal, windows and lengths
+    ranges: bool = False  # in place of causal masks, windows, lengths and segments
     query_offset: bool = False
     origin: bool = False  # of a part of a call: where dropout and programs count rows and keys from
 

@@ -39,7 +39,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "window": (False, True),
     "lengths": (False, True),
     "segments": (False, True),
-    "ranges": (False, True),  # in place of causal, window and lengths
+    "ranges": (False, True),  # in place of all above but q_len
     "query_offset": (False, True),
     "mask": (False, True),
     "block_mask": (None, (128, 128), (64, 64), (16, 48)),
@@ -133,7 +133,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         q_lengths=features["lengths"] and not ranges,
         kv_lengths=features["lengths"] and not ranges,
         ranges=ranges,
-        segments=features["segments"],
+        segments=features["segments"] and not ranges,
         query_offset=features["query_offset"],
         mask=full if features["mask"] else None,
         block_mask=full if block else None,

@@ -1,5 +1,5 @@
 // What the mma.sync forward does otherwise than its algorithm says, for the compiler's sake or as measurements had it;
-// each field with its reason. docs/performance.md has the figures.
+// each field with its reason. docs/design has the figures.
 #pragma once
 
 #include "ampere/walk.cuh"

@@ -1,5 +1,5 @@
 // What Hopper's kernels do otherwise than their algorithms say, for the compiler's sake or as measurements had it: one
-// struct a kernel, each field with its reason. docs/performance.md has the figures.
+// struct a kernel, each field with its reason. docs/design has the figures.
 #pragma once
 
 #include "ptx/compiler.cuh"

@@ -112,7 +112,7 @@ struct BackwardTuning {
   // 128 rows it spills some.
   static constexpr bool kAllCommit = !kListed && (kRows == 128 ? !kDropout : !kBehind || (kQKDim <= 96 && kVDim <= 96));
 
-  // The scale is read in every step where, with these masks, registers would be spilled otherwise.
+  // The scale is read in every step, or with these masks registers would be spilled.
   static constexpr bool kLateScale =
       !kFormsScores && !kAlongside && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kWindow;
 

@@ -29,7 +29,7 @@ struct Found {
   int first, last, count;
 };
 
-// Finds the lowest and the highest id, with a warp; nothing of the other side has been looked at yet.
+// Finds the lowest and the highest id of a block, with a warp. Nothing of the other side has been found yet.
 __device__ __forceinline__ Found NothingYet(const Side& own, int block) {
   const int i = block * kSegmentBlock + threadIdx.x % 32;
   const int a = own.ids[min(i, own.size - 1)], b = own.ids[min(i + 32, own.size - 1)];

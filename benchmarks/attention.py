@@ -1,7 +1,7 @@
 """Attention on an NVIDIA GPU: jax_flash against cuDNN and XLA (`jax.nn.dot_product_attention`) and PyTorch's SDPA.
 
     python benchmarks/attention.py                        # every group of problems: a quarter of an hour
-    python benchmarks/attention.py --groups dense         # the tables of docs/performance.md, one group after the other
+    python benchmarks/attention.py --groups dense         # a table of docs/performance.md (see tables.py)
     python benchmarks/attention.py --groups dense --head-dims 128 --lengths 4096 --passes forward
     python benchmarks/attention.py --groups arrays bias dbias soft_cap --against dense
 

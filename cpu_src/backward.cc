@@ -14,8 +14,8 @@ namespace {
 
 template <typename A>
 struct Scratch {
-  Tile<A> k, k_transposed, v, v_transposed, dk, dv;  // of a tile of K and V
-  Tile<A> q, d_o, p, zp, ds;                         // of a tile of Q; P, Z P
+  Tile<A> k, k_transposed, v, v_transposed, dk, dv;  // what belongs to a tile of K and V
+  Tile<A> q, d_o, p, zp, ds;                         // what belongs to a tile of Q; zp is Z P
   Trace<A> trace;
   Kept<A> kept;
   Programs<A> programs;
@@ -41,7 +41,8 @@ struct Scratch {
   }
 };
 
-// D_i = dO_i · O_i - dlogsumexp_i: [B, N, T]. (The logsumexp has no sink.) Writes what follows from it for the sinks.
+// Writes D_i = dO_i · O_i - dlogsumexp_i as [B, N, T] (the logsumexp has no sink), and each row's part of the gradient
+// of the sinks.
 template <typename A>
 A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out,
             Workers& workers) {
@@ -117,7 +118,7 @@ struct Backpropagation {
     LoadRows(HeadRows(given.d_o, p.dtype, b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), scratch.d_o);
   }
 
-  // P and Z P.
+  // Computes P and Z P.
   void ComputeP(const Block& block, int64_t n) {
     const Tile<A> s = FromColumn(scratch.p, block.c0);
     // S = τ Q Kᵀ
@@ -139,7 +140,7 @@ struct Backpropagation {
     scratch.kept.Apply(block, scratch.kept.scale, scratch.p, scratch.zp);
   }
 
-  // dS, after P; past score_mod, if there is one.
+  // Computes dS, after P. If there is a score_mod, dS is the cotangent of the score that it is given.
   void ComputeDS(const Block& block, int64_t n, const CapturedSums<A>* sums = nullptr) {
     const Tile<A> ds = scratch.ds;
     // dP = Z dO Vᵀ
@@ -175,7 +176,7 @@ struct Backpropagation {
   }
 };
 
-// So that the gradients of captured arrays need no more memory than this for their copies.
+// The gradients of captured arrays may need this much memory for their copies.
 constexpr double kCopyBytes = double(int64_t(64) << 20);
 
 template <typename A>
@@ -199,7 +200,7 @@ class QueryGradient {
     if (allocated) partials_ = reinterpret_cast<A*>(workers.Allocate(allocated * DQBytes<A>(p)));
   }
 
-  // Rows i0 on of a query head's dQ.
+  // A query head's dQ, from row i0 on.
   Tile<A> Part(int64_t part, int64_t b, int64_t n, int64_t i0) const {
     if (in_place_ && part == 0) {
       return {static_cast<A*>(HeadRows(dq_, p_.dtype, b, i0, p_.q_len, n, p_.q_heads, p_.qk_dim).data),
@@ -237,7 +238,7 @@ class QueryGradient {
   A* partials_ = nullptr;
 };
 
-// Rows i0 and columns j0 on of a head's dbias: the same row, or column, where they are broadcast.
+// A head's dbias, from row i0 and column j0 on. Where rows, or columns, are broadcast it is always the same one.
 template <typename A>
 Tile<A> BiasTile(const Problem& p, const BackwardResults& out, int64_t b, int64_t n, int64_t i0, int64_t j0) {
   const HeadOffset offset(p, p.bias, b, n);
@@ -249,8 +250,8 @@ void ZeroBias(const Problem& p, Tile<A> dbias, int64_t rows, int64_t columns) {
   Zero(dbias, p.bias.rows ? rows : 1, p.bias.columns ? columns : 1);
 }
 
-// dQ, dK and dV, and dbias if it is found on the way, of a head of K and V with the query heads that share it, or of
-// one part of its tiles.
+// Computes dQ, dK and dV, and dbias if that is done on the way, of a head of K and V with the query heads that share
+// it, or of one part of its tiles.
 template <typename A>
 void BackwardHead(Backpropagation<A>& step, const Division& division, const QueryGradient<A>& dq,
                   const BackwardResults& out, const CapturedSums<A>* sums, int64_t head, int64_t part) {

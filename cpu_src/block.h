@@ -1,4 +1,4 @@
-// How S is divided: into tiles, and of a tile what has to be computed.
+// How S is divided into tiles, and what of a tile has to be computed.
 #pragma once
 
 #include "common/problem.h"
@@ -45,7 +45,7 @@ struct Block {
   bool masked = false, refused = false;
 
   bool empty() const { return rows <= 0 || c0 >= c1; }
-  // At most `count` rows from row r of it on.
+  // The part of it from row r on, of at most `count` rows.
   Block Rows(int64_t r, int64_t count) const { return {i0 + r, Min(count, rows - r), j0, c0, c1, masked, refused}; }
 };
 

@@ -10,8 +10,8 @@
 
 namespace jax_flash::JAX_FLASH_ISA {
 
-// Of one array: between units of different batch entries, heads and parts of the keys, whether they add to different
-// entries.
+// Whether units of different batch entries, of different heads, and of different parts of the keys add to different
+// entries of an array.
 struct Apart {
   bool batch, heads, parts;
 
@@ -28,7 +28,7 @@ struct Apart {
   }
 
  private:
-  // The least size of a dim of the array that is indexed by an input itself, if every accumulation does; or 0.
+  // The least size of a dim of the array that every accumulation indexes by this input itself; 0 if one does not.
   static int64_t EveryIndexes(const Program& program, const Captured& captured, int array, Op input) {
     int64_t least = INT64_MAX;
     for (int64_t i = 0; i < program.size(); ++i) {
@@ -43,7 +43,7 @@ struct Apart {
     return least;
   }
 
-  // Whether they are different indices of a dim of this size, as they are if they increase.
+  // Whether the numbers increase, and so are different indices of a dim of this size.
   static bool Increase(const int32_t* numbers, int64_t count, int64_t size) {
     for (int64_t i = 0; i < count; ++i) {
       if (numbers[i] < 0 || numbers[i] >= size || (i > 0 && numbers[i] <= numbers[i - 1])) return false;
@@ -55,7 +55,7 @@ struct Apart {
 template <typename A>
 class CapturedGradients {
  public:
-  // In bytes, of the copies that there are beside the results.
+  // How many bytes the copies take that there are beside the results.
   static double Memory(const Problem& p, const Operands& in, const BackwardResults& out, const Division& division) {
     double bytes = 0;
     for (int i = 0; i < p.captured_count(); ++i) {
@@ -89,7 +89,7 @@ class CapturedGradients {
   // Whether there are any.
   bool asked() const { return asked_; }
 
-  // Where a unit adds those of batch entry b.
+  // Where a unit adds the gradients of batch entry b.
   CapturedSums<A> Sums(int64_t b, int64_t batch_unit, int64_t head_unit, int64_t part) const {
     CapturedSums<A> sums;
     for (int i = 0; i < p_.captured_count(); ++i) {
@@ -102,7 +102,7 @@ class CapturedGradients {
     return sums;
   }
 
-  // The results, when all units are done.
+  // Makes the results, when all units are done.
   void Sum(Workers& workers) const {
     ForEachSlice(workers, [this](int i, int64_t begin, int64_t size) {
       A* const sum = Copy(i, 0) + begin;
@@ -129,7 +129,7 @@ class CapturedGradients {
     return copy == 0 ? static_cast<A*>(out_.captured[array]) : of_[array].memory + (copy - 1) * Elements(p_, array);
   }
 
-  // f(array, begin, size) for parts of all arrays that have a gradient, on all threads.
+  // Calls f(array, begin, size) for parts of all arrays that have a gradient, on all threads.
   template <typename F>
   void ForEachSlice(Workers& workers, F f) const {
     constexpr int64_t kSlice = 1 << 16;

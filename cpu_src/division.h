@@ -6,10 +6,10 @@
 
 namespace jax_flash::JAX_FLASH_ISA {
 
-// The partial sums of dQ may take this much memory, or else that of one dQ.
+// How much memory the partial sums of dQ may take. (Where one dQ takes more, it may be that of one dQ.)
 constexpr int64_t kPartialBytes = int64_t(16) << 20;
 
-// Of a dimension: how many units of work, and how many indices each of them goes through.
+// How a dimension is divided: into how many units of work, and how many indices each of them goes through.
 struct Split {
   int64_t units, each;
 
@@ -20,7 +20,8 @@ struct Split {
 struct Division {
   Split batch, heads;
   int64_t parts;
-  bool dbias;  // is found on the way: each entry belongs to one unit, which goes through all that it is a sum over
+  bool dbias;  // is it computed on the way? Then each of its entries is summed by one unit, which goes through all its
+               // terms
 
   int64_t units() const { return batch.units * heads.units * parts; }
 };
@@ -40,7 +41,7 @@ Division Divide(const Problem& p, bool dbias, Together together, int64_t threads
   Division d = {Split::Of(p.batch, together.batch || (dbias && !p.bias.batch)),
                 Split::Of(p.kv_heads, together.heads || (dbias && !p.bias.heads)), 1, dbias};
   if (together.parts) return d;
-  // No parts where the heads share out evenly among the threads, or nearly so.
+  // Keys are not divided into parts where the heads alone divide evenly among the threads, or nearly so.
   const int64_t heads = d.units();
   if (heads % threads && heads < 4 * threads) d.parts = RoundUp(4 * threads, heads) / heads;
   d.parts = Max(1, Min(d.parts, ColumnTiles(p).count()));
@@ -48,7 +49,8 @@ Division Divide(const Problem& p, bool dbias, Together together, int64_t threads
   return d;
 }
 
-// With dbias, unless that would leave threads without work, or entries of dbias to several units or to none.
+// The division with dbias on the way, unless threads would be left without work, or an entry of dbias would belong to
+// several units or to none.
 template <typename A>
 Division Divide(const Problem& p, Together together, int64_t threads) {
   const bool possible = p.dbias && (p.dq || p.dk || p.dv) && p.bias.columns && p.batch * p.kv_heads * p.q_len > 0;

@@ -49,7 +49,7 @@ struct Scratch {
   }
 };
 
-// max_j S_ij of at most as many rows as a vector has lanes, one in each.
+// max_j S_ij of at most as many rows as a vector has lanes, with one row in each lane.
 template <typename A>
 Vec<A> RowMaxima(Tile<A> s, const Block& block) {
   constexpr int n = kLanes<A>;
@@ -127,7 +127,7 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
     Scratch<A> scratch(p, memory, unit_tiles, tile_rows);
     const Scores<A> scores(p, in, b, &scratch.programs);
 
-    KeyRange keys = {p.kv_len, 0};  // that any row of the unit attends to
+    KeyRange keys = {p.kv_len, 0};  // the keys that any row of the unit attends to
     for (int64_t t = 0; t < count; ++t) {
       QueryTile<A>& query = scratch.queries[t];
       query.n = head * group + (first + t) % group;
@@ -161,7 +161,7 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
         // S = τ Q Kᵀ
         Multiply(AsIs(query.q), FromColumn(scratch.k_transposed, block.c0), FromColumn(scratch.s, block.c0), query.rows,
                  block.c1 - block.c0, p.qk_dim, Into::kNew);
-        // S, masked; P, l, m. So few rows at a time stay in the L1 cache.
+        // S is masked, then P, l and m: of few rows at a time, which stay in the L1 cache.
         for (int64_t r = 0; r < block.rows; r += kLanes<A>) {
           const Block some = block.Rows(r, kLanes<A>);
           scores.FromProducts(FromRow(scratch.s, r), some, query.n);

@@ -17,12 +17,13 @@ class Kept {
     if (threshold_) bits_ = carver->NewTile<uint16_t>(kTileRows, kTileColumns);
   }
 
-  // Where Z P goes: in place of P if it is the same.
+  // Where Z P goes: without dropout it is P, and stays where that is.
   Tile<A> NewProduct(Tile<A> p, Carver* carver) const {
     return threshold_ ? carver->NewTile<A>(kTileRows, kTileColumns) : p;
   }
 
-  // Z of a block of head n of batch entry b: the random bits of its entries, row i - i0, column j - j0 of `bits_`.
+  // Draws Z of a block of head n of batch entry b. The random bits of an entry are in row i - i0, column j - j0 of
+  // `bits_`.
   void Draw(const Operands& in, const Block& block, int64_t b, int64_t n) const {
     if (!threshold_) return;
     // A lane is one Philox call, which decides two columns of each half of a 16 x 16 tile's rows and columns.
@@ -57,7 +58,7 @@ class Kept {
     }
   }
 
-  A scale = 1;  // what a kept entry is multiplied with
+  A scale = 1;  // the factor of the kept entries
 
  private:
   static U32Vec Fill(uint32_t x) { return x - U32Vec{}; }

@@ -16,7 +16,7 @@ struct Lanes {
   typedef float Single __attribute__((vector_size(4 * kLanes<A>)));
 };
 
-// Of a type, as a vector and as an element. All bits of a truth value are set or none.
+// What a type is as a vector and as an element. All bits of a truth value are set, or none.
 template <typename A, Type type>
 struct Typed {
   using Element = std::conditional_t<type == Type::f, A, std::conditional_t<type == Type::u, uint32_t, int32_t>>;
@@ -49,7 +49,7 @@ inline V PerLane(V x, F f) {
 
 // --- truth values ---
 
-// Of a comparison of floats, whose result has their size; and back.
+// The truth values of a comparison of floats, whose result has the floats' size; and back.
 template <typename V>
 inline auto Truth(V comparison) {
   if constexpr (sizeof(comparison[0]) == 4) {
@@ -70,7 +70,7 @@ inline auto Bits(V x) {
   return BitCast<typename Lanes<FloatOf<V>>::Unsigned>(x);
 }
 
-// -1, all bits set, by zero.
+// Integer division. By zero it gives -1, all of whose bits are set.
 template <typename V>
 inline V Quotient(V x, V y) {
   using T = ElementOf<V>;
@@ -144,7 +144,7 @@ inline auto ToSingle(V x) {
   return __builtin_convertvector(x, typename Lanes<ElementOf<V>>::Single);
 }
 
-// As floats such that a further rounding gives what it gives of x: rounded to odd.
+// x as floats, rounded to odd, so that a further rounding gives the same as it does for x itself.
 inline Vec<float> TowardsOdd(Vec<float> x) { return x; }
 inline auto TowardsOdd(Vec<double> x) {
   const auto nearest = ToSingle(x);
@@ -211,7 +211,7 @@ inline Vec<A> Scale(Vec<A> x, IntVec<A> n) {
   return x * BitCast<Vec<A>>((half + kBias) << kMantissa) * BitCast<Vec<A>>((n - half + kBias) << kMantissa);
 }
 
-// The integer next to x, as both.
+// The integer that is nearest to x, as a float and as an integer.
 template <typename A>
 struct Nearest {
   Vec<A> value;
@@ -225,7 +225,7 @@ struct Nearest {
   }
 };
 
-// Where the exponential has long been 0 or infinity.
+// Bounds x to where the exponential is already 0 or infinite.
 template <typename V>
 inline V Within(V x, ElementOf<V> least, ElementOf<V> most) {
   x = x < least ? V{} + least : x;

@@ -12,11 +12,12 @@ struct Range {
   double low, high;
 };
 
-// Of values of a type between these two; anything, if they are beyond what the type has: integers wrap around.
+// The range of values of a type between these two. If they are beyond the type's it is all values, since integers wrap
+// around.
 Range RangeBetween(Type type, double low, double high);
 
-// Of an instruction's value, where its operands (at most three) are in these ranges and floats are of type A. The range
-// may be too wide.
+// The range of an instruction's value, where its operands (at most three) are in these ranges and floats are of type A.
+// It may be wider than it has to be.
 template <typename A>
 Range RangeOf(const Instruction& instruction, const Range* operands);
 

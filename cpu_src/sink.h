@@ -5,14 +5,14 @@
 
 namespace jax_flash::JAX_FLASH_ISA {
 
-// With the sink as one score more: P = exp(S - m) / l, where there is anything to attend to.
+// m and l with the sink as one more score, so that P = exp(S - m) / l, where there is anything to attend to.
 template <typename A>
 struct WithSink {
   A m, l;
   A alpha = 1;  // exp(m without the sink - m)
   A sink = 0;   // P of the sink
 
-  // Of m and l without it.
+  // From m and l without it.
   WithSink(const Problem& p, const Operands& in, int64_t b, int64_t n, A m, A l) : m(m), l(l) {
     if (!p.sinks.present || l == 0) return;
     const A z = static_cast<const A*>(in.sinks)[HeadOffset(p, p.sinks, b, n).At(0, 0)];
@@ -25,7 +25,7 @@ struct WithSink {
     sink = powers[1] / this->l;
   }
 
-  // What exp(m) l has grown by. (Where that is too much for the dtype all P are 0.)
+  // By what factor exp(m) l has grown. (Where that is too large for the dtype all P are 0.)
   A Growth(A l_without) const {
     constexpr A least = sizeof(A) == 8 ? A(0x1p-900) : A(0x1p-115);
     return sink == 0 ? 1 : l / (l_without * (alpha < least ? least : alpha));

@@ -2,15 +2,16 @@
 //   S = Q_i K^T;       P = exp(S - L_i)
 //   dP = dO_i V^T;     dS = P (dP - D_i)
 //   dV += P^T dO_i;    dK += dS^T Q_i;     dQ_i += dS K, over all CTAs, in f32
-// Each product is divided among all warps, in parts that are as square as can be, since it is shared memory that bounds
-// the speed; P and dS go from one to the next through shared memory. Kernels before and after prepare L and D and
-// convert dQ.
+// Each product is divided among all warps, in parts that are as square as can be, since shared memory bounds the speed.
+// P and dS go from one product to the next through shared memory. Kernels before and after prepare L and D and convert
+// dQ.
 //
-// Tiles of S have kRows and kCols (multiples of 16); kStages, tiles of Q and dO, is 1 or 2. The host launches
+// Tiles of S have kRows rows and kCols columns, both multiples of 16. Shared memory has kStages tiles of Q and of dO,
+// which is 1 or 2. The host launches
 //   jax_flash_backward_prepare   as ampere/backward_prepare.cuh says
 //   jax_flash_backward           a block of kThreads for each tile of keys of each head of K and batch entry
 //   jax_flash_backward_finish    if kDQ: batch * heads * ceil(T / kSumRows) * kQKDim threads in blocks of kRowThreads
-// With lists tiles divide blocks, and there are tiles for whole blocks.
+// With lists a tile is a part of a block of the block mask, and all blocks are divided as a whole one is.
 #pragma once
 
 #include "ampere/backward_prepare.cuh"
@@ -28,7 +29,7 @@ constexpr int kStages = kTiling.stages;
 constexpr int kThreads = 32 * kWarps;
 constexpr bool kDS = kDQ || kDK || kScoreGrad;
 
-// [rows of dq_sum / kSumRows][columns / 8]: 16 x 8 elements each.
+// Where dQ is added up in f32: [rows of dq_sum / kSumRows][columns / 8], of 16 x 8 elements each.
 __device__ __forceinline__ float* SumOfDQ(const Params& p, int64_t head, int row, int column) {
   return p.dq_sum + ((head * PaddedRows(p) + row) / kSumRows * (kQKDim / 8) + column / 8) * 128;
 }
@@ -91,7 +92,7 @@ struct Backward {
     __syncthreads();
   }
 
-  // Tile `stage` of Q and dO begins to come, or one of `parts` of it.
+  // Begins to load a tile of Q and dO to `stage`, or one of `parts` of it.
   __device__ __forceinline__ void Load(int stage, int head, int row, int part = 0, int parts = 1) {
     const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim);
     const Matrix dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);
@@ -106,7 +107,7 @@ struct Backward {
     shared.d_o[stage].template Landed<kThreads>();
   }
 
-  // P and dS of a tile: numbers are lines of Algorithm 4.
+  // Computes P and dS of a tile; numbers are lines of Algorithm 4.
   __device__ __forceinline__ void Recompute(int stage, int head, int row) {
     const ScorePart part;
     if (!part.active) return;
@@ -140,7 +141,7 @@ struct Backward {
     }
   }
 
-  // dQ_i += dS K: 21
+  // Adds dS K to dQ_i: line 21.
   __device__ __forceinline__ void AddDQ(int head, int row) {
     const QPart part;
     if (!part.active) return;
@@ -175,8 +176,9 @@ struct Backward {
       CpAsyncCommit();
       bool first = true;
       for (int stage = 0; tiles.There(); stage = kStages - 1 - stage) {
-        const int head = Fresh(tiles.head), row = Fresh(tiles.row);  // of which nothing stays in a register
-        // After the last tile it comes once more, for nobody: a branch would keep the loads together.
+        const int head = Fresh(tiles.head), row = Fresh(tiles.row);  // so that nothing of them stays in registers
+        // After the last tile it is loaded once more, for nobody. A branch around that would keep the compiler from
+        // spreading the loads over the product.
         const auto load_next = [&](int part, int parts) {
           const bool there = tiles.There();
           if (kStages == 2) Load(1 - stage, there ? tiles.head : head, there ? tiles.row : row, part, parts);
@@ -184,7 +186,7 @@ struct Backward {
         CpAsyncWait<0>();
         Landed(stage, first);
         first = false;
-        __syncthreads();  // Q_i and dO_i are there, and nobody needs P, dS and the tiles before
+        __syncthreads();  // until Q_i and dO_i are there, and nobody needs P, dS and the tiles before
         Recompute(stage, head, row);
         __syncthreads();
         tiles.Next();
@@ -202,13 +204,13 @@ struct Backward {
         CpAsyncCommit();
         if (kDQ) AddDQ(head, row);
       }
-      CpAsyncWait<0>();  // no block ends before its loads
+      CpAsyncWait<0>();  // a block may not end before its loads
     }
     if (kDK && k_part.active) Write(dK, k_part, ScaleOf(p), p.dk, kQKDim);
     if (kDV && v_part.active) Write(dV, v_part, ZScale(p), p.dv, kVDim);
   }
 
-  // The rows of dK or dV that are keys.
+  // Writes the rows of dK or dV that belong to keys which there are.
   template <typename Part, int kCount, int kChunks>
   __device__ __forceinline__ void Write(const float (&C)[kCount][kChunks][4], const Part& part, float scale, void* to,
                                         int dim) {
@@ -228,7 +230,8 @@ struct Backward {
 
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardShared);
 
-// Head by head, for the sake of the L2; the first tiles of keys are the ones that most causal rows see.
+// CTAs go head by head, so that what they read stays in the L2. The first tiles of keys come first, which the most rows
+// see if causal.
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 256 / jax_flash::kThreads)
     jax_flash_backward(const __grid_constant__ jax_flash::KernelParams p) {
   using namespace jax_flash;
@@ -249,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 256 / jax_flas
   }
 }
 
-// dQ in the problem's dtype and layout. A thread takes 8 columns of two rows.
+// Converts dQ to the problem's dtype and layout. A thread converts 8 columns of two rows.
 extern "C" __global__ void jax_flash_backward_finish(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;

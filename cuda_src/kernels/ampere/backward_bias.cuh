@@ -6,7 +6,7 @@
 // Where few CTAs would have much to add up, p.parts CTAs share a tile; each adds up its part, and a kernel after sums
 // the parts.
 //
-// Tiles of S have kRows and kCols (multiples of 16). The host launches
+// Tiles of S have kRows rows and kCols columns, both multiples of 16. The host launches
 //   jax_flash_backward_prepare       as ampere/backward_prepare.cuh says, if ampere/backward.cuh has not
 //   jax_flash_backward_bias          p.parts blocks of kThreads for each tile of dbias
 //   jax_flash_backward_bias_finish   if p.parts > 1, as scheduler/bias_sums.cuh says
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim), dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);
     const Matrix K(p.key, batch, kv_head, p.kv_len, p.kv_heads, kQKDim);
     const Matrix V(p.value, batch, kv_head, p.kv_len, p.kv_heads, kVDim);
-    __syncthreads();  // nobody needs the tiles before
+    __syncthreads();  // until nobody needs the tiles before
     shared.q.template Load<kThreads>(Q.data, Q.stride, row, positions.q_length);
     shared.k.template Load<kThreads>(K.data, K.stride, column, positions.kv_length);
     CpAsyncCommit();
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     }
   }
 
-  // What is broadcast within the tile is added up: columns here (into the first of the warp's), rows below.
+  // Adds up what is broadcast within the tile: columns here (into the first one of the warp), rows below.
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < ScorePart::kHeight / 8 && warp.active; ++i) {

@@ -1,4 +1,5 @@
-// Before the backward kernels on mma.sync: what they need of O, dO, l and m, row by row, and zeros for dQ to grow from.
+// What comes before the backward kernels on mma.sync: what they need of O, dO, l and m, row by row, and zeros to which
+// dQ is added.
 #pragma once
 
 #include "ampere/matrix.cuh"
@@ -10,8 +11,9 @@ constexpr int kRowLanes = LanesOfRow(kVDim);
 
 }  // namespace jax_flash
 
-// D_i = dO_i O_i - dlogsumexp_i and MinusL_i, [batch, head, row], padded; so is p.dq_sum. What D is for the sinks.
-// Blocks of kRowThreads; a row, padding included, takes kRowLanes of them.
+// Writes D_i = dO_i O_i - dlogsumexp_i and MinusL_i as [batch, head, row], whose rows are padded as those of p.dq_sum
+// are; and each row's part of the gradient of the sinks. Blocks have kRowThreads threads; a row, padding included,
+// takes kRowLanes.
 extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ jax_flash::RowParams p) {
   using namespace jax_flash;
   const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kRowLanes;  // [batch, head, row]

@@ -1,8 +1,8 @@
 // dQ alone, without atomics, for every GPU since Ampere: Algorithm 4 of the paper with its loops exchanged. A CTA keeps
 // a tile of Q and dO and walks K and V; each warp owns 16 or 32 rows of Q, dO and dQ:
 //   S = Q K_j^T;   P = exp(S - L);   dP = dO V_j^T;   dS = P (dP - D);   dQ += dS K_j
-// It works from m and l, of which it needs the logsumexp L = m + log l, or both apart, and O, from which it takes its
-// rows' D.
+// It computes what it needs from m, l and O itself: the logsumexp L = m + log l (or m and log l apart), and D of its
+// rows.
 #pragma once
 
 #include "ampere/walk.cuh"
@@ -10,7 +10,7 @@
 namespace jax_flash {
 
 struct BackwardQueryShared {
-  SharedTile<kRows, kQKDim> q;  // at the end dQ
+  SharedTile<kRows, kQKDim> q;  // at the end dQ takes its place
   SharedTile<kRows, kVDim> d_o;
   KVTiles kv;
 };

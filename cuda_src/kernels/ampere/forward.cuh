@@ -31,10 +31,10 @@ struct Forward {
     softmax.Start();
   }
 
-  // Once Q is there, and K and V are on their way: before, nobody waits for the scale.
+  // Called once Q is there, and K and V are on their way, so that these loads do not wait for the scale.
   __device__ __forceinline__ void Begin() { softmax.to_log2 = Fresh(scale) * kLog2e; }
 
-  // O = diag(alpha) O, of all rows of the warp if one has to be.
+  // O = diag(alpha) O. If one row of the warp has to be rescaled, all are.
   __device__ __forceinline__ void Rescale() {
     float alpha[kLaneRows];
 #pragma unroll
@@ -42,7 +42,7 @@ struct Forward {
     ScaleRows(O, alpha);
   }
 
-  // S becomes P.
+  // Turns S into P.
   __device__ __forceinline__ void ToP(Accumulator<kWarpRows, kCols>& S) {
     bool grown = false;
 #pragma unroll
@@ -52,7 +52,7 @@ struct Forward {
     for (int h = 0; h < kLaneRows; ++h) softmax.Exponentials(S, h, softmax.Shift(h));
   }
 
-  // A tile of K and V: numbers are lines of Algorithm 2.
+  // Computes one step, with a tile of K and V; numbers are lines of Algorithm 2.
   template <typename Rows>
   __device__ __forceinline__ void Step(const Rows& q, const KTile& k, const VTile& v, int column,
                                        const LoadNext& load_next) {
@@ -75,7 +75,7 @@ struct Forward {
     AddTimesRows(O, S, v);  // 15
   }
 
-  // O = diag(l)^-1 O, l and m: the end of 15, and 16.
+  // Writes O = diag(l)^-1 O, l and m: the end of line 15, and line 16.
   __device__ __forceinline__ void Write(SharedTile<kRows, kVDim>& shared) {
     float factor[kLaneRows];
 #pragma unroll
@@ -102,7 +102,7 @@ struct Forward {
   }
 
  private:
-  // O of this part of the keys, in f32.
+  // Writes O of this part of the keys, in f32.
   __device__ __forceinline__ void WritePart() {
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {

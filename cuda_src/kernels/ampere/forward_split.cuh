@@ -1,7 +1,7 @@
 // The forward where few queries see many keys: each CTA of ampere/forward.cuh has a part of the keys, and the parts'
 // results are merged, the same way whichever came first:
 //   m = max m_p;   l = sum l_p exp(m_p - m);   O = sum l_p exp(m_p - m) / l O_p
-// A sink joins the l of that last division, and none before.
+// A sink joins the l of that last division, and none of the l_p.
 #pragma once
 
 #include "ampere/forward.cuh"
@@ -9,18 +9,20 @@
 namespace jax_flash {
 
 constexpr int kMergeWarps = kMergeThreads / 32;
-constexpr int kAtOnce = 9;  // of the parts of a warp, which seldom has more
+constexpr int kAtOnce = 9;  // parts that a warp loads at once; it seldom has more
 static_assert(kParts && !kListed);
 
-// What l_p and O_p of a part count for beside the larger m; `to_log2`: ToLog2, read once, before it is needed.
+// The weight of l_p and O_p of a part, whose maximum is m_p, beside the maximum m of all. `to_log2` is ToLog2, which is
+// read once, before it is needed.
 __device__ __forceinline__ float Alpha(float to_log2, float m_p, float m) {
   return m_p == m ? 1.0f : Exp2((m_p - m) * to_log2);
 }
 
 }  // namespace jax_flash
 
-// A block of kMergeThreads threads for each row of O, [batch, head, row], and no more parts than threads. Each warp
-// merges every kMergeWarps-th part, of which a lane has one; then the warps' results are merged.
+// Merges the parts: there is a block of kMergeThreads threads for each row of O, [batch, head, row], and there are no
+// more parts than threads. Each warp merges every kMergeWarps-th part, of which a lane has one; then the results of the
+// warps are merged.
 extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
     jax_flash_forward_merge(const __grid_constant__ jax_flash::RowParams p) {
   using namespace jax_flash;
@@ -53,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
         if (first + column > 0) load(first, column);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          const float w = __shfl_sync(0xFFFFFFFFu, weight, (first + i) % 32);  // past the last, O_p is 0
+          const float w = __shfl_sync(0xFFFFFFFFu, weight, (first + i) % 32);  // after the last part O_p is 0
           O.x = fmaf(w, O_p[i].x, O.x), O.y = fmaf(w, O_p[i].y, O.y);
           O.z = fmaf(w, O_p[i].z, O.z), O.w = fmaf(w, O_p[i].w, O.w);
         }

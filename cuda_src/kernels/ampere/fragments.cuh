@@ -11,8 +11,9 @@
 //   AddColumnsTimesRows(C, a, i, b)     C += A^T B: the columns of a tile times the rows of one (dK += dS^T Q, ...)
 //   AddTileTimesRows(C, a, i, b)        C += A B: rows of a tile that PutOperand has filled times the rows of one
 //
-// Loads for later can be begun between the steps of a product, since all at once they keep its operands waiting: it
-// calls between(part, parts) for each part of them. (With kThreeProducts, whose steps are a loop, once after them.)
+// Loads for later can be begun between the steps of a product: it calls between(part, parts) for each part of them. If
+// all were begun at once, the operands of the product would have to wait behind them. (With kThreeProducts, where the
+// steps are a loop, it is called once, after the loop.)
 //
 // Rows of tiles start an odd number of 16-byte chunks apart: the 8 rows of a matrix are then in different banks, with
 // addresses that are one register and a constant. f32 has no transposing load; there the columns of a tile are read
@@ -28,15 +29,16 @@
 namespace jax_flash {
 
 constexpr bool kThreeProducts = kDType == DType::kF32 && kFullPrecision;
-constexpr int kUnroll = kThreeProducts ? 1 : 64;  // steps of k: operands in two parts leave no registers to work ahead
+constexpr int kUnroll =
+    kThreeProducts ? 1 : 64;  // steps of k; with operands in two parts there are no registers for more
 
 __host__ __device__ constexpr int RoundUp(int x, int to) { return (x + to - 1) / to * to; }
 
 template <int kM, int kN>
 using Accumulator = float[kM / 16][kN / 8][4];
 
-// f32 becomes TF32 by rounding: the mma would cut it off, and errors of one sign add up. Tiles are rounded when they
-// have landed, once for all that read them, and accumulators when they become operands.
+// f32 is rounded to TF32. The mma alone would cut it off, and errors of one sign add up. Tiles are rounded when they
+// have landed, once for all warps that read them, and accumulators when they become operands.
 __device__ __forceinline__ float Rounded(float x) { return kTF32 ? __uint_as_float(RoundTF32(__float_as_uint(x))) : x; }
 
 // f32 in full precision: x = big + small, both TF32.
@@ -57,7 +59,8 @@ struct Operand {
 using OperandA = Operand<4>;
 using OperandB = Operand<2>;
 
-// c += a b. In full precision three products of TF32, summed on their own: the mma's sums are cut off too.
+// c += a b. In full precision these are three products of TF32, which are summed apart from c, since the mma's sums are
+// cut off, too.
 __device__ __forceinline__ void Mma(float (&c)[4], const OperandA& a, const OperandB& b) {
   if constexpr (kThreeProducts) {
     float sum[4] = {};
@@ -71,7 +74,7 @@ __device__ __forceinline__ void Mma(float (&c)[4], const OperandA& a, const Oper
   }
 }
 
-// Step `s` of k of an accumulator that becomes an operand.
+// An accumulator as an operand: its step `s` of k.
 template <int kChunks>
 __device__ __forceinline__ OperandA ToOperand(const float (&c)[kChunks][4], int s) {
   if constexpr (kDType == DType::kF32) {
@@ -89,7 +92,7 @@ __device__ __forceinline__ OperandA ToOperand(const float (&c)[kChunks][4], int 
 template <int kRows, int kDim>
 struct SharedTile {
   static constexpr int kHeight = kRows, kWidth = RoundUp(kDim, 16);
-  static constexpr int kChunks = kWidth * kElementBytes / 16;  // of 16 bytes, a row
+  static constexpr int kChunks = kWidth * kElementBytes / 16;  // of 16 bytes, in a row
   static constexpr int kFilled = kDim * kElementBytes / 16;
   static constexpr int kStride = 16 * (kChunks + 1);  // bytes from row to row
   static constexpr int kSteps = RoundUp(kDim, kStep) / kStep;
@@ -97,7 +100,7 @@ struct SharedTile {
   alignas(16) uint8_t bytes[kRows * kStride];
 
   // Begins to load the rows row0, row0 + 1, ... of a matrix in HBM whose rows are `stride` bytes apart; zeros for
-  // rows from `end` on. The work of kThreads threads, or a part of it; the caller commits.
+  // rows from `end` on. kThreads threads do it together, or a part of it; the caller commits.
   template <int kThreads>
   __device__ __forceinline__ void Load(const uint8_t* matrix, int64_t stride, int row0, int end, int part = 0,
                                        int parts = 1) {
@@ -112,7 +115,7 @@ struct SharedTile {
     });
   }
 
-  // The same of rows that are anywhere: row_at(row) is the address of one.
+  // The same for rows that lie anywhere: row_at(row) is the address of one.
   template <int kThreads, typename RowAt>
   __device__ __forceinline__ void LoadRows(RowAt row_at, int row0, int end) {
     const Share<kThreads> share;
@@ -123,7 +126,7 @@ struct SharedTile {
     });
   }
 
-  // What this thread has loaded is there; the threads have yet to synchronise.
+  // Called when what this thread has loaded is there; after it the threads still have to synchronise.
   template <int kThreads>
   __device__ __forceinline__ void Landed() {
     if constexpr (kTF32) {
@@ -136,7 +139,7 @@ struct SharedTile {
     }
   }
 
-  // The other way, after the threads have synchronised: rows below `end`.
+  // Stores the rows below `end`, after the threads have synchronised.
   template <int kThreads>
   __device__ __forceinline__ void Store(uint8_t* matrix, int64_t stride, int row0, int end) const {
     const Share<kThreads> share;
@@ -150,7 +153,7 @@ struct SharedTile {
     });
   }
 
-  // The 16 x 8 elements of an accumulator at (row, column), converted.
+  // Converts the 16 x 8 elements of an accumulator, and puts them at (row, column).
   __device__ __forceinline__ void Put(int row, int column, const float (&c)[4]) {
     const int lane = threadIdx.x % 32;
     uint8_t* to = bytes + (row + lane / 4) * kStride + (column + lane % 4 * 2) * kElementBytes;
@@ -216,7 +219,8 @@ struct SharedTile {
   }
 
  private:
-  // The chunks that are this thread's: from (row, chunk) on, at distances that all threads have in common.
+  // The chunks of a row and of every few rows that are this thread's: from (row, chunk) on, at distances that are the
+  // same for all threads.
   template <int kThreads>
   struct Share {
     static constexpr int kLanes = kChunks % 32 == 0 ? 32 : kChunks & -kChunks, kPass = kThreads / kLanes;
@@ -242,12 +246,13 @@ struct SharedTile {
     }
   }
 
-  // Of this lane: matrices (rows 0-7, chunk 0), (rows 8-15, chunk 0), (rows 0-7, chunk 1), (rows 8-15, chunk 1).
+  // The address that this lane gives for the matrices (rows 0-7, chunk 0), (rows 8-15, chunk 0), (rows 0-7, chunk 1),
+  // (rows 8-15, chunk 1).
   __device__ __forceinline__ uint32_t Address16x2() const {
     const int lane = threadIdx.x % 32;
     return SharedAddress(bytes) + lane % 16 * kStride + lane / 16 * 16;
   }
-  // Matrices (rows 0-7, chunk 0), (rows 0-7, chunk 1), (rows 8-15, chunk 0), (rows 8-15, chunk 1).
+  // The same for the matrices (rows 0-7, chunk 0), (rows 0-7, chunk 1), (rows 8-15, chunk 0), (rows 8-15, chunk 1).
   __device__ __forceinline__ uint32_t Address8x2x8() const {
     const int lane = threadIdx.x % 32;
     return SharedAddress(bytes) + (lane % 8 + lane / 16 * 8) * kStride + lane / 8 % 2 * 16;
@@ -270,7 +275,7 @@ struct WarpRows {
   OperandA held[kCount][kHeldSteps + 1];
 
   __device__ __forceinline__ WarpRows(const Tile& tile, int row) : tile(tile), row(row) {}
-  // Once the tile is there.
+  // Called once the tile is there.
   __device__ __forceinline__ void Take() {
 #pragma unroll
     for (int m = 0; m < kCount; ++m) {
@@ -289,7 +294,7 @@ __device__ __forceinline__ void Clear(float (&C)[kCount][kChunks][4]) {
   for (int i = 0; i < kCount * kChunks * 4; ++i) C[i / 4 / kChunks][i / 4 % kChunks][i % 4] = 0.0f;
 }
 
-// Most products have none.
+// What most products have between their steps.
 struct Nothing {
   __device__ __forceinline__ void operator()(int, int) const {}
 };

@@ -21,12 +21,12 @@ struct Matrix {
   }
 };
 
-// Rows of a head in what the backward keeps of its own.
+// How many rows a head has in the backward's own arrays.
 __device__ __forceinline__ int PaddedRows(const Params& p) {
   return (p.q_len + kRowPadding - 1) / kRowPadding * kRowPadding;
 }
 
-// Two successive elements.
+// Stores two successive elements.
 __device__ __forceinline__ void StorePair(uint8_t* to, float a, float b) {
   if constexpr (kDType == DType::kF32) {
     *reinterpret_cast<float2*>(to) = make_float2(a, b);
@@ -35,7 +35,7 @@ __device__ __forceinline__ void StorePair(uint8_t* to, float a, float b) {
   }
 }
 
-// Eight, from and to an aligned place.
+// Loads and stores eight elements at an aligned place.
 __device__ __forceinline__ void LoadEight(const uint8_t* from, float (&x)[8]) {
   if constexpr (kDType == DType::kF32) {
 #pragma unroll

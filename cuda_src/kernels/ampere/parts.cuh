@@ -9,8 +9,9 @@ struct Division {
   int rows, columns;  // of warps
 };
 
-// Of kWidth columns, rounded up to 16, and `height` rows: the largest share of the warps that comes out even in whole
-// 16 x 16 parts, and of those the parts that read the least, the squarest. (Odd widths: the last parts are smaller.)
+// Divides `height` rows and `width` columns, rounded up to 16, in parts of whole 16 x 16 tiles: among as many of the
+// warps as get equal parts, and of these ways the one whose parts are the squarest, since they read the least. (Where
+// the width does not come out even the last parts are smaller.)
 __host__ __device__ constexpr Division Divide(int warps, int height, int width) {
   Division best = {1, 1};
   const auto part_width = [&](int columns) { return RoundUp(RoundUp(width, 16), 16 * columns) / columns; };

@@ -19,7 +19,7 @@ struct Scores {
   const Block<false> block;
   int batch, head, row, column;
 
-  // `kind`: of the block that they are in.
+  // `kind` is that of the block that they are in.
   __device__ __forceinline__ Scores(const Params& p, int batch, int head, int row, int column, int kind)
       : p(p),
         entries(p, batch, head),
@@ -35,7 +35,7 @@ struct Scores {
   __device__ __forceinline__ int Member(int m, int h) const { return Row(m, h) % kPacked; }  // its head is head + this
   __device__ __forceinline__ int Column(int c, int e) const { return column + 8 * c + threadIdx.x % 4 * 2 + e; }
 
-  // x = -inf where an entry may not attend.
+  // Makes x -inf where an entry may not attend.
   template <int kCount, int kChunks>
   __device__ __forceinline__ void Hide(const Positions& positions, float (&S)[kCount][kChunks][4]) const {
 #pragma unroll
@@ -53,7 +53,7 @@ struct Scores {
     }
   }
 
-  // s where they are formed in full. What is hidden stays so.
+  // Turns x into the score, where scores are formed in full. What is hidden stays hidden.
   template <int kCount, int kChunks>
   __device__ __forceinline__ void ToScores(float (&S)[kCount][kChunks][4]) const {
 #pragma unroll
@@ -67,7 +67,7 @@ struct Scores {
     }
   }
 
-  // P becomes Z P, without the factor of what is kept.
+  // Turns P into Z P, without the factor of the kept entries.
   template <int kCount, int kChunks>
   __device__ __forceinline__ void ApplyZ(float (&P)[kCount][kChunks][4]) const {
     if (!kDropout) return;
@@ -83,7 +83,7 @@ struct Scores {
     }
   }
 
-  // Of the backward: the statistics of this part's rows that ampere/backward_prepare.cuh left.
+  // For the backward: reads the statistics of this part's rows that ampere/backward_prepare.cuh has written.
   template <int kCount>
   __device__ __forceinline__ void RowStatistics(const float* statistics, float (&x)[kCount][2]) const {
     const int64_t from = (int64_t(batch) * p.q_heads + head) * PaddedRows(p);
@@ -91,7 +91,7 @@ struct Scores {
     for (int i = 0; i < 2 * kCount; ++i) x[i / 2][i % 2] = statistics[from + Row(i / 2, i % 2)];
   }
 
-  // What ToDS needs beside P if there is a score_grad: x, or what Cap has made of it.
+  // What ToDS needs as well as P, if there is a score_grad: x, or what Cap has made of it.
   template <int kCount, int kChunks>
   struct Before {
     float x[kScoreGrad ? kCount : 1][kChunks][4];
@@ -160,7 +160,7 @@ struct Scores {
   }
 
  private:
-  // What exponentials are taken against beside minus_l: the row's maximum m where it is apart.
+  // What is subtracted from scores as well as L: the row's maximum m, where that is apart.
   template <int kCount>
   __device__ __forceinline__ void RowMaxima(float (&x)[kCount][2]) const {
 #pragma unroll
@@ -171,12 +171,12 @@ struct Scores {
     }
   }
 
-  // The bits of this lane's entries of 16 rows and 16 columns.
+  // The random bits of this lane's entries of 16 rows and 16 columns.
   __device__ __forceinline__ Philox4 Random(int m, int pair) const {
     if constexpr (!kDropout) return {};
     const int columns = column / 16 + pair;
     if constexpr (kPacked == 1) return Seed(p, batch, head).Words(columns, (row / 16 + m) * 8 + threadIdx.x % 32 / 4);
-    Philox4 bits;  // each of the two rows is any query of any head
+    Philox4 bits;  // the two rows may be of different queries and heads
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int i = Query(m, h);

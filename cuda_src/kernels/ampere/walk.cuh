@@ -1,9 +1,9 @@
 // What the mma.sync kernels that keep a tile of Q and walk K and V have in common.
 //
-// Tiles of S have kRows (16 or 32 for each warp) and kCols (a multiple of 16); kStages (tiles of K and V in shared
-// memory) are at least 2. The host launches kThreads for each tile of Q of each head of each batch entry; over parts
-// of the keys, for each part of each tile of each key/value head. With a block mask tiles divide blocks, and there are
-// tiles for whole blocks.
+// Tiles of S have kRows rows (16 or 32 for each warp) and kCols columns (a multiple of 16). Shared memory has kStages
+// tiles of K and V, at least 2. The host launches a block of kThreads for each tile of Q of each head of each batch
+// entry; where keys are divided into parts, for each part of each tile of each key/value head. With a block mask a tile
+// is a part of a block, and all blocks are divided as a whole one is.
 #pragma once
 
 #include "ampere/matrix.cuh"
@@ -26,13 +26,13 @@ static_assert(kWarpRows % 16 == 0 && kCols % 16 == 0 && kStages >= 2);
 // The tile of Q of this CTA, and which tiles of keys it sees.
 struct QTile {
   int row, head, kv_head, batch;
-  int part;          // of the keys
-  BlockList blocks;  // that it sees, if there is a block mask
+  int part;          // the number of its part of the keys
+  BlockList blocks;  // the blocks that it sees, if there is a block mask
   Visible keys;
 
   QTile() = default;
-  // Heads one after the other, for the sake of the L2. With parts, one part of all heads before the next part: in HBM
-  // the heads of a key are side by side. Causal tiles with more to do come first.
+  // CTAs go head by head, so that what they read stays in the L2. With parts of the keys, one part of all heads comes
+  // before the next part, since the heads of a key are side by side in HBM. Causal tiles with more to do come first.
   __device__ __forceinline__ explicit QTile(const Params& p) {
     if constexpr (kListed) {
       constexpr int kTiles = kTilesOfRow<kRows>;
@@ -55,17 +55,17 @@ struct QTile {
     if (kParts) TakePart(p.parts);
   }
 
-  // Of all tiles of this head, or of the heads that are packed.
+  // How many rows all tiles of this head have, or of the heads that are packed into one.
   __device__ __forceinline__ static int Rows(const Params& p) { return p.q_len * kPacked; }
 
-  // The first row of this lane; of the others one is 8 after another.
+  // The first row of this lane; its other rows follow at distances of 8.
   __device__ __forceinline__ int LaneRow() const { return row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4; }
 
-  // This warp's rows of S and the keys from `column` on.
+  // The part of S that has this warp's rows and the keys from `column` on.
   __device__ __forceinline__ Scores WarpScores(const Params& p, int column) const {
     return Scores(p, batch, head, row + threadIdx.x / 32 * kWarpRows, column, KindOfBlock(p, batch, head, row, column));
   }
-  // Whether all entries of that tile of S may attend (and are there, where there is a bias to look up).
+  // Whether all entries of that tile of S may attend, and, if there is a bias to look up, lie within T and S.
   __device__ __forceinline__ bool Every(const Params& p, int column) const {
     return keys.every_lo <= column && column + kCols <= keys.every_hi && (!kBias || row + kRows <= Rows(p));
   }
@@ -76,7 +76,7 @@ struct QTile {
   __device__ __forceinline__ Matrix Key(const Params& p, const void* operand, int dim) const {
     return Matrix(operand, batch, kv_head, p.kv_len, p.kv_heads, dim);
   }
-  // Of row LaneRow() + 8 h in the arrays [batch, head, row], or [part, batch, head, row].
+  // The index of row LaneRow() + 8 h in arrays [batch, head, row], or [part, batch, head, row].
   __device__ __forceinline__ int64_t Statistic(const Params& p, int h) const {
     if constexpr (kParts) {
       const int r = LaneRow() + 8 * h;
@@ -86,7 +86,8 @@ struct QTile {
   }
 
  private:
-  // Of the tiles of keys that these rows see this CTA has its share, which may be none; the first parts have one more.
+  // Leaves this CTA its share of the tiles of keys that these rows see, which may be none. The first parts have one
+  // tile more than others.
   __device__ __forceinline__ void TakePart(int parts) {
     const int first = keys.any_lo / kCols, tiles = (keys.any_hi + kCols - 1) / kCols - first;
     const int share = tiles / parts, more = tiles % parts;
@@ -96,8 +97,8 @@ struct QTile {
   }
 };
 
-// This CTA's. Where accumulators need the registers it is in shared memory, and threads look up what they need of it
-// when they do; which costs 3% where they do not.
+// This CTA's tile of Q. Where accumulators need the registers it is in shared memory, and threads read what they need
+// of it when they need it. Where there are enough registers that would cost 3%.
 __device__ __forceinline__ decltype(auto) TileHere(const Params& p) {
   if constexpr (kWarpRows == 32 && kVDim > 64) {
     __shared__ QTile tile;
@@ -119,7 +120,7 @@ struct KVTiles {
 // Goes through the tiles of keys that the tile of Q sees, from right to left.
 template <bool kFromList>
 struct KeyTiles {
-  int column, left;  // tiles to come, with this one
+  int column, left;  // where the tile begins; how many tiles are to come, with this one
 
   __device__ __forceinline__ explicit KeyTiles(const QTile& tile) {
     const int end = (tile.keys.any_hi + kCols - 1) / kCols;
@@ -148,7 +149,7 @@ struct LoadNext {
   const QTile& tile;
   KVTiles& shared;
   KeyTiles<kListed> next;
-  int stage;  // of the tiles in shared memory
+  int stage;  // which of the tiles in shared memory is loaded
 
   __device__ __forceinline__ void operator()(int part = 0, int parts = 1) const {
     const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
@@ -156,7 +157,7 @@ struct LoadNext {
     shared.k[stage].template Load<kThreads>(K.data, K.stride, from, end, part, parts);
     shared.v[stage].template Load<kThreads>(V.data, V.stride, from, end, part, parts);
   }
-  // All of it is on its way.
+  // Called when all of it is on its way.
   __device__ __forceinline__ void Commit() {
     CpAsyncCommit();
     next.Next();
@@ -187,16 +188,16 @@ __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles
     CpAsyncWait<kStages - 2>();
     shared.k[stage].template Landed<kThreads>();
     shared.v[stage].template Landed<kThreads>();
-    __syncthreads();  // the tile is there, and nobody needs the one before
+    __syncthreads();  // until the tile is there, and nobody needs the one before
     step(shared.k[stage], shared.v[stage], at.Column(), load_next);
     load_next.Commit();
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
-  CpAsyncWait<0>();  // no block ends before its loads
+  CpAsyncWait<0>();  // a block may not end before its loads
   __syncthreads();
 }
 
-// Rows of Q, or those of the heads that are packed, to shared memory.
+// Begins to load the rows of Q, or those of the heads that are packed, to shared memory.
 __device__ __forceinline__ void LoadQ(const Params& p, const QTile& tile, SharedTile<kRows, kQKDim>& shared) {
   const Matrix Q = tile.Query(p, p.query, kQKDim);
   if constexpr (kPacked == 1) {
@@ -207,7 +208,7 @@ __device__ __forceinline__ void LoadQ(const Params& p, const QTile& tile, Shared
   }
 }
 
-// C = diag(x) C: x[h] is of row LaneRow() + 8 h.
+// C = diag(x) C, where x[h] is for row LaneRow() + 8 h.
 template <int kCount, int kChunks>
 __device__ __forceinline__ void ScaleRows(float (&C)[kCount][kChunks][4], const float (&x)[2 * kCount]) {
 #pragma unroll
@@ -220,7 +221,7 @@ __device__ __forceinline__ void ScaleRows(float (&C)[kCount][kChunks][4], const 
   }
 }
 
-// A result leaves through shared memory, which nobody needs for anything else any more.
+// Writes a result by way of shared memory, which nobody needs for anything else any more.
 template <int kDim, int kCount, int kChunks>
 __device__ __forceinline__ void Write(const float (&C)[kCount][kChunks][4], SharedTile<kRows, kDim>& shared,
                                       const Matrix& to, int row, int end) {

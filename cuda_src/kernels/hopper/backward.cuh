@@ -5,14 +5,15 @@
 // from registers:
 //   S^T = K Q_i^T;   P^T = exp(S^T - L_i);   dP^T = V dO_i^T;   dS^T = P^T (dP^T - D_i)
 //   dV += P^T dO_i;  dK += dS^T Q_i;         dQ_i += dS K, over all CTAs, in f32
-// Only dQ needs the dS of all warpgroups; it goes through shared memory, and dQ may be a step behind. Of l and m only
-// the logsumexp L = m + log l is needed, unless there is a bias or a score_mod. What comes before and after, L and D,
-// zeros for dQ and its conversion, is in hopper/backward_rows.cuh and hopper/backward_finish.cuh (more kernels) or, of
-// the rows of Q, in hopper/backward_alongside.cuh. Head dims above 128 are in hopper/backward_pairs.cuh, f32 as TF32 in
-// hopper/backward_tf32.cuh.
+// dQ alone needs the dS of all warpgroups. So dS goes through shared memory, and dQ may be computed a step later than
+// the rest. Of l and m only the logsumexp L = m + log l is needed, unless there is a bias or a score_mod.
 //
-// A tile of Q has kRows (64 or 128, or 64 for f32), a CTA kCols keys (128, or 64 if a head dim is above 128, or for f32
-// above 64 or with a bias). The host launches
+// L, D and zeros for dQ are prepared before, and dQ is converted after. That is done by kernels of their own
+// (hopper/backward_rows.cuh, hopper/backward_finish.cuh), or by idle warps of this one (hopper/backward_alongside.cuh).
+// Head dims above 128 are in hopper/backward_pairs.cuh, f32 as TF32 is in hopper/backward_tf32.cuh.
+//
+// A tile of Q has kRows rows (64 or 128; for f32 64). A CTA has kCols keys: 128, or 64 if a head dim is above 128, and
+// for f32 64 if a head dim is above 64 or there is a bias. The host launches
 //   jax_flash_backward_prepare      if not kAlongside: a block of kRowThreads for each kRowBlock rows of T rounded up
 //                                   to kRows, of each head
 //   jax_flash_backward              at most one CTA a multiprocessor, an even number if a head dim is above 128, of
@@ -35,29 +36,29 @@
 
 namespace jax_flash {
 
-// The warpgroups share the work on a tile of dQ: 64 rows each, or all rows and some of the columns. A part that is no
-// whole box must not leave its box.
+// The two warpgroups share the work on a tile of dQ: each computes 64 of its rows, or all rows and a part of the
+// columns. A part whose columns are no whole box must not reach into the next box.
 constexpr bool kSplitRows = kRows == 128;
 static_assert(kRows == 64 || (kRows == 128 && !kPairs));
 constexpr int kDQFirst = kSplitRows ? kQKDim : kQKDim > 64 ? 64 : (kQKDim + 8) / 16 * 8;
 constexpr int kDQSecond = kSplitRows ? kQKDim : kQKDim - kDQFirst;
 
-static_assert(kTF32 || kStages == 2);  // as dS
+static_assert(kTF32 || kStages == 2);  // dS has two buffers, which are used in step with Q's
 
-// dV and dK leave by way of dS where there is room for both: then nobody waits for the additions of the last dQ to have
-// read `staging`. Otherwise dK leaves by way of `staging`, after them.
+// dV and dK leave by way of the memory of dS where both have room there. Otherwise dK leaves by way of `staging`, and
+// has to wait until the last dQ has been added from there.
 constexpr bool kBothInDS = sizeof(BackwardShared::ds) >= (kVBoxes + kQKBoxes) * kKVBox;
 
 // A warpgroup with S, dP, dK and dV of its 64 keys.
 struct Consumer : Epilogue {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
   float dK[kQKDim / 2], dV[kVDim / 2];
-  int row_block;  // if Tuning::kBehind: of the step before; < 0 if there is none
+  int row_block;  // if Tuning::kBehind: the row block of the step before, whose dQ is still to come; < 0: there is none
 
   using Epilogue::Epilogue;
 
-  // A tile of Q and dO: numbers are lines of Algorithm 4. kFirst: a tile's first, if that has code of its own. Whether
-  // it was not the last.
+  // Computes one step, with a tile of Q and dO; numbers are lines of Algorithm 4. kFirst: this is the first step of a
+  // tile of keys, and that step has code of its own. Returns false if the step was the last.
   template <bool kFirst>
   __device__ __forceinline__ bool Walk(const KVTile& tile) {
     WaitForQ();
@@ -77,12 +78,12 @@ struct Consumer : Epilogue {
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
     ComputeDS(tile, step);                // 18, 20
-    if (kFirst && Never()) return false;  // ptxas has no registers to work ahead here
+    if (kFirst && Never()) return false;  // keeps ptxas from moving work across, for which there are no registers
     if (kDV && !Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
     if (kDQ) {
       StoreDS();
     } else {
-      FenceProxyAsync();  // as StoreDS has it, before other rows come where L and D were read
+      FenceProxyAsync();  // StoreDS has one too: the next rows' L and D come to where these were read
     }
     if (kSplitRows) {
       Finish<kDQFirst, kFirst>(step, warpgroup, 0);
@@ -95,7 +96,7 @@ struct Consumer : Epilogue {
     return !step.last;
   }
 
-  // dS^T, for both warpgroups.
+  // Stores dS^T in shared memory, where both warpgroups read it.
   __device__ __forceinline__ void StoreDS() {
     if (Tuning::kBehind) MbarrierWait(&shared.ds_empty[at.index], at.parity ^ 1);
 #pragma unroll
@@ -110,10 +111,12 @@ struct Consumer : Epilogue {
     }
   }
 
-  // dQ and dK: 21 and 22. Of dQ it is this warpgroup's part: 64 of the rows, kWidth columns. If dQ is a step behind,
-  // there is none in the first step of a tile, or without Tuning::kOwnFirst what is computed goes nowhere (a branch
-  // around it would keep all products from overlapping), and after the last one there is another. If kAlongside, the
-  // first step is when to wait until the dQ of the tile before have been added.
+  // Computes this warpgroup's part of dQ, which is 64 rows and kWidth columns, and dK: lines 21 and 22.
+  //
+  // If dQ is a step behind (Tuning::kBehind), the first step of a tile has no dQ to compute. With Tuning::kOwnFirst its
+  // code has none. Without, dQ is computed and thrown away, since a branch around it would keep all products from
+  // overlapping. The last step computes a second dQ, its own. If kAlongside, the first step is where to wait until the
+  // dQ of the tile before has been added.
   template <int kWidth, bool kFirst>
   __device__ __forceinline__ void Finish(Step step, int rows, int column) {
     const bool add = kDQ && !kFirst && (!Tuning::kBehind || Tuning::kOwnFirst || Uniform(row_block) >= 0);
@@ -125,7 +128,7 @@ struct Consumer : Epilogue {
     WgmmaWait<kDK && (kFirst || (kDQ && kWidth > 0)) ? 1 : 0>();
     Pin(dV);
     if (!kFirst) Pin(dQ.C);
-    // Once more, which takes fewer registers; where they are fewest, when dQ has left.
+    // The step is read again, since to keep it would take registers: here, or where these are fewest, when dQ has left.
     if (Tuning::kBehind && !Tuning::kAskedLate) step = StepHere();
     Release(&shared.do_empty[at.index]);
     if (!Tuning::kBehind && step.last) Release(&shared.k_empty);
@@ -151,7 +154,7 @@ struct Consumer : Epilogue {
     Release(&shared.q_empty[at.index]);
   }
 
-  // dQ = dS K: 21
+  // Begins dQ = dS K: line 21.
   template <int kWidth>
   __device__ __forceinline__ void Issue(DQ<kWidth>& dQ, const uint8_t* ds, int column) {
     if constexpr (kWidth > 0) {
@@ -167,13 +170,13 @@ struct Consumer : Epilogue {
     }
   }
 
-  // The next tile; false when there are no more.
+  // Computes the next tile of keys; returns false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     Clear(dV);
     const bool more = NextTile();
     if (kAlongside && (!more || !Tuning::kBehind)) TmaWaitAll();
-    TmaWaitRead<0>();  // the gradients before have left
+    TmaWaitRead<0>();  // until the gradients of the tile before have left
     if (!more) return false;
     const KVTile& tile = TileHere();
     SyncConsumers();
@@ -189,7 +192,7 @@ struct Consumer : Epilogue {
       if (kAlongside && Uniform(tile.batch) < 0) return true;
     }
     if (kSumKV || !kBothInDS) TmaWaitRead<0>();
-    SyncConsumers();  // the last dQ has read all of dS
+    SyncConsumers();  // until the last dQ has read all of dS
     if constexpr (kSumKV) {
       if (kDV) AddGradient<kVDim, 0>(dV, p.dv_sum, tile);
       if (kDK) AddGradient<kQKDim, kDV ? Boxes(kVDim) % 2 : 0>(dK, p.dk_sum, tile);
@@ -276,5 +279,5 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
   } else {
     Consume<ConsumerOfDS>(p, shared, &dk_map, &dv_map);
   }
-  if (kPairs) ClusterSync();  // the other may still reach this CTA's shared memory
+  if (kPairs) ClusterSync();  // the other CTA may still write to this one's shared memory
 }

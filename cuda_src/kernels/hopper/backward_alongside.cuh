@@ -1,8 +1,10 @@
-// What the Hopper backward does before and after with the rows of Q (hopper/backward_rows.cuh), if kAlongside: by three
-// warps beside the producer, head by head, some heads before they are computed and as soon as they have been. Then the
-// scratch of few heads is used, and stays in the L2. Heads, and tiles of keys, are taken in their order by whoever is
-// free, and none waits for a later one: so it comes to an end however many CTAs run at a time. The last heads, whose
-// tiles may be taken together (scheduler/schedule.cuh), have scratch at once, and none waits for another of them.
+// If kAlongside: what comes before and after the Hopper backward for the rows of Q (hopper/backward_rows.cuh), done by
+// three warps beside the producer thread. They prepare the rows of a head some heads before it is computed, and finish
+// its dQ as soon as that has been added up. So scratch is needed for few heads at a time, and stays in the L2.
+//
+// Heads, and tiles of keys, are taken in their order by whoever is free, and none waits for a later one. So it comes to
+// an end however many CTAs run at a time. The last heads, whose tiles may be taken together (scheduler/schedule.cuh),
+// all have scratch from the start, and none of them waits for another.
 #pragma once
 
 #include "hopper/backward_rows.cuh"
@@ -12,14 +14,15 @@
 
 namespace jax_flash {
 
-// One of these warps. kAlongsideRows of a box at a time, by way of its own shared memory; they are loaded one ahead.
+// One of these warps. It works on kAlongsideRows rows of a box at a time, in shared memory of its own, while the next
+// ones are loaded.
 struct RowsWarp {
   const Params& p;
   BackwardShared& shared;
   const TensorMap *o_map, *do_map, *dq_map;
-  PackedRing<2> at;  // what was loaded first of what has not been used
+  PackedRing<2> at;  // of the oldest load that has not been used
 
-  static constexpr int kSteps = kRowBlock / kAlongsideRows * kVBoxes;  // in which a block of O and dO comes
+  static constexpr int kSteps = kRowBlock / kAlongsideRows * kVBoxes;  // loads of O, and of dO, to a block
 
   __device__ __forceinline__ void Run() {
     while (true) {
@@ -31,7 +34,7 @@ struct RowsWarp {
     }
   }
 
-  // O and dO
+  // Brings O and dO of a block to the L2.
   __device__ __forceinline__ void Prefetch(const RowBlock& block) {
     const int i = Lane();
     if (i >= kSteps) return;
@@ -39,7 +42,7 @@ struct RowsWarp {
     TmaPrefetch(do_map, i % kVBoxes * 64, block.row + i / kVBoxes * kAlongsideRows, block.head, block.batch);
   }
 
-  // dQ
+  // Converts dQ of a block, once all tiles of keys have added to it.
   __device__ __forceinline__ void Finish(const RowBlock& block) {
     WaitForCount(p.added + block.Head(p), TilesOfHead(p));
     FenceProxyAsyncGlobal();
@@ -68,7 +71,8 @@ struct RowsWarp {
     SyncWarp();
   }
 
-  // dQ in the problem's dtype, where half of its f32 was. (What is outside of the head dim need not be defined.)
+  // Converts rows of dQ in place: in the problem's dtype they take half of the f32's memory. (Columns beyond the head
+  // dim may hold anything.)
   __device__ __forceinline__ void PackRows(uint8_t* rows) {
     const float4* from = reinterpret_cast<const float4*>(rows) + Lane();
     const float scale = DQKScale(p);
@@ -88,7 +92,7 @@ struct RowsWarp {
     }
   }
 
-  // Zeros for dQ, L and D
+  // Writes zeros for dQ, and L and D, of a block.
   __device__ __forceinline__ void Prepare(const RowBlock& block) {
     const auto load = [&](int i, PackedRing<2> to) {
       if (Lane() == 0) {
@@ -117,7 +121,8 @@ struct RowsWarp {
     Count(p.prepared + block.Head(p), Lane() == 0);
   }
 
-  // In the i-th step, its share of the zeros for dQ: loads of O and dO would have to wait for all at once.
+  // Stores a share of the zeros for dQ in each step. If all were stored at once, the loads of O and dO would have to
+  // wait for them.
   __device__ __forceinline__ void StoreZeros(const RowBlock& block, int i) {
     constexpr int kParts = kQKDim > 64 ? 8 : 4, kBytes = kRowBlock * kQKDim * 4 / kParts;
     static_assert(kBytes <= sizeof(BackwardShared::zeros) || !kAlongside);
@@ -127,7 +132,7 @@ struct RowsWarp {
       BulkStore(reinterpret_cast<uint8_t*>(block.DQ(p)) + part * kBytes, shared.zeros, kBytes);
   }
 
-  // O dO^T, of the first 8 rows of dO and of the others.
+  // Adds O dO^T to the products: the first one with the first 8 rows of dO, the second with the other 8.
   __device__ __forceinline__ void MultiplyRows(uint8_t* rows, float (&products)[2][4]) {
 #pragma unroll
     for (int c = 0; c < (kVDim < 64 ? (kVDim + 8) / 16 : 4); ++c) {
@@ -139,7 +144,7 @@ struct RowsWarp {
     }
   }
 
-  // Its diagonal. The rest is for nothing.
+  // Stores the diagonal of O dO^T, which is rowsum(dO O). The other entries are not needed.
   __device__ __forceinline__ void StoreDiagonal(const RowBlock& block, int first, float (&products)[2][4]) {
     const int row = Lane() / 4;
     if (Lane() % 4 == row / 2) {
@@ -150,7 +155,7 @@ struct RowsWarp {
     for (int i = 0; i < 8; ++i) products[i / 4][i % 4] = 0.0f;
   }
 
-  // What was loaded first of what has not been used.
+  // Waits for the oldest load that has not been used, and returns where it is.
   __device__ __forceinline__ uint8_t* Wait() {
     uint8_t* const rows = Slot(at);
     MbarrierWait(Full(at), at.Parity());

@@ -1,12 +1,12 @@
-// dbias = dS, summed over the batch entries and heads that the bias is broadcast over; for Hopper, of a bias that has
-// all rows and columns. A CTA keeps a tile of dbias in registers and walks, in a fixed order, the tiles of S that are
-// added up in it; so there are no atomics.
+// The gradient of a bias on Hopper: dbias = dS, summed over the batch entries and heads that the bias is broadcast
+// over. The bias has all rows and columns. A CTA keeps a tile of dbias in registers and walks, in a fixed order, the
+// tiles of S whose dS are added up in it; so there are no atomics.
 //
-// One thread of the producer warpgroup loads tiles by TMA: Q and K, then dO and V, in turn. Each consumer warpgroup
-// owns 64 rows of the tile:
+// One thread of the producer warpgroup loads tiles by TMA, in turn a pair of Q and K and a pair of dO and V. Each
+// consumer warpgroup owns 64 rows of the tile:
 //   S = Q_i K_j^T;   P = exp(S - L_i);   dP = dO_i V_j^T;   dbias += P (dP - D_i)
-// The bias is the same for all that is added up: it comes once a tile of dbias, and stays in shared memory until that
-// takes its place.
+// The tile of the bias is the same for all tiles of S that are added up. So it is loaded once for a tile of dbias, and
+// stays in shared memory until dbias takes its place there.
 //
 // Tiles have kRows (64 for each consumer) and kCols (128, or 64 beside windows, segments and a soft cap). The host
 // launches
@@ -23,14 +23,14 @@
 
 namespace jax_flash {
 
-// A consumer warpgroup: 64 rows, of which a lane has two.
+// A consumer warpgroup has 64 rows, of which a lane has two.
 struct Consumer {
   const Params& p;
   BackwardBiasShared& shared;
-  const int warpgroup, warp, lane;  // warp: of all consumers', with 16 rows each
+  const int warpgroup, warp, lane;  // warp: among those of all consumers, with 16 rows each
   Ring<kStages> at;
   Ring<kBiases> bias;
-  float sum[kCols / 2], S[kCols / 2], dP[kCols / 2];  // S becomes P
+  float sum[kCols / 2], S[kCols / 2], dP[kCols / 2];  // P takes the place of S
   float minus_l[2], m[2], D[2];                       // of this lane's rows
   Seen<false, kCols> seen;
 
@@ -41,7 +41,7 @@ struct Consumer {
         warp(threadIdx.x / 32 - kWarpgroup / 32),
         lane(threadIdx.x % 32) {}
 
-  // The tile of dbias that something has come for. (Asked again and again, for want of registers.)
+  // The tile of dbias that the tiles which have come belong to. (Read again and again, for want of registers.)
   __device__ __forceinline__ const DBiasTile& TileHere() const { return shared.tile[at.index]; }
   __device__ __forceinline__ View<false> ViewOf(const DBiasTile& tile) const {
     return {tile.row + 16 * warp + lane / 4, tile.column + lane % 4 * 2};
@@ -49,7 +49,7 @@ struct Consumer {
 
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
 
-  // The next tile of dbias; false when there are no more.
+  // Computes the next tile of dbias; returns false when there are no more.
   __device__ __forceinline__ bool Run() {
 #pragma unroll
     for (int i = 0; i < kCols / 2; ++i) sum[i] = 0.0f;
@@ -57,7 +57,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kCols / 2; ++i) sum[i] *= ZScale(p);
     const DBiasTile tile = TileHere();
-    SyncWarp();  // all lanes have read it
+    SyncWarp();  // until all lanes have read it
     Release(&shared.empty[at.index]);
     at.Next();
     if (Uniform(tile.column) < 0) return false;
@@ -66,7 +66,7 @@ struct Consumer {
     return true;
   }
 
-  // Waits for a tile of S to be added up; false when all have been.
+  // Waits for the next tile of S that is to be added up; returns false when all have been.
   __device__ __forceinline__ bool NextStep() {
     MbarrierWait(&shared.full[at.index], at.parity);
     return Uniform(shared.step[at.index].batch) >= 0;
@@ -77,7 +77,7 @@ struct Consumer {
             bool(Uniform(step.masked))};
   }
 
-  // A tile of S to the sum: numbers are lines of Algorithm 4.
+  // Adds dS of a tile of S to the sum; numbers are lines of Algorithm 4.
   __device__ __forceinline__ void Add() {
     IssueRowsTimesKeys<kQKDim>(S);  // 11
     const int before = at.index;
@@ -103,7 +103,7 @@ struct Consumer {
     for (int i = 0; i < kCols / 2; ++i) sum[i] += DSOf(S[i], dP[i], D[i / 2 % 2]);  // 18, 20
   }
 
-  // C = A B^T: this warpgroup's rows of what is there, and all of its keys.
+  // Begins C = A B^T of the pair of tiles that is there: this warpgroup's rows, and all keys.
   template <int kDim>
   __device__ __forceinline__ void IssueRowsTimesKeys(float (&C)[kCols / 2]) {
     const uint64_t a = Descriptor(shared.rows[at.index] + 64 * warpgroup * kBoxBytes, 0);
@@ -117,8 +117,7 @@ struct Consumer {
     WgmmaCommit();
   }
 
-  // What has to be looked up in memory, while the tensor cores are at work: L and D of this lane's rows, and which keys
-  // they see.
+  // Looks up in memory, while the tensor cores are at work, L and D of this lane's rows, and which keys they see.
   __device__ __forceinline__ void Look(const DBiasTile& tile, const Step& step) {
     const int64_t head = int64_t(FirstRowBlock(p, step.batch * p.q_heads + step.head)) * kRowBlock;
 #pragma unroll
@@ -131,7 +130,7 @@ struct Consumer {
     seen.Fold();
   }
 
-  // s_ij from q_i k_j.
+  // Turns q_i k_j into s_ij.
   __device__ __forceinline__ void ToScores(const DBiasTile& tile, const Step& step) {
     const Score score(p, step.batch, step.head);
     const View<false> view = ViewOf(tile);
@@ -148,7 +147,7 @@ struct Consumer {
       AddBiasTile<false>(shared.bias[bias.index] + 16 * warp * kBoxBytes, c, S + c / 2);
   }
 
-  // The tile of dbias takes the place of its bias (which has to be there, also if nothing was added up).
+  // Stores the tile of dbias in the place of its bias (whose load has to be waited for even if nothing was added up).
   __device__ __forceinline__ void PutInPlace() {
     MbarrierWait(&shared.bias_full[bias.index], bias.parity);
     SyncWarp();
@@ -158,12 +157,12 @@ struct Consumer {
       for (int c = 0; c < kCols; c += 16) PutBiasTile(rows, c, sum + c / 2);
     }
     FenceProxyAsync();
-    SyncWarp();  // no lane may find the next bias where it waits for this one
+    SyncWarp();  // otherwise a lane that still waits for this bias could find the next one there
     Release(&shared.bias_empty[bias.index]);
     bias.Next();
   }
 
-  // Entries that may not attend become -inf.
+  // Makes entries that may not attend -inf.
   __device__ __forceinline__ void Hide(const DBiasTile& tile, const Step& step) {
     const Positions positions = PositionsOf(p, step.batch);
     if constexpr (kLookedUp) {
@@ -174,7 +173,7 @@ struct Consumer {
     }
   }
 
-  // P = exp(s - m) / l
+  // Turns S into P = exp(s - m) / l.
   __device__ __forceinline__ void ToP() {
     if (Tuning::kStopAfterMask && Never()) return;
 #pragma unroll
@@ -190,7 +189,7 @@ struct Consumer {
       MarkZ<false>(p, seed.Words(tile.column / 16 + c, RowGroup(ViewOf(tile).row)), S + 8 * c);
   }
 
-  // This lane's sums, to memory.
+  // Writes this lane's sums to memory.
   __device__ __forceinline__ void Write(const DBiasTile& tile) {
     const Sums to(p, tile.part);
     const View<false> view = ViewOf(tile);

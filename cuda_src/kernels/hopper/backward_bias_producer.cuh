@@ -1,5 +1,5 @@
-// What the producer warpgroup of Hopper's pass for dbias does: a thread decides which tiles of S are added up next, and
-// loads Q, K, dO and V of them; a thread of another warp loads tiles of the bias, and stores those of dbias.
+// What the producer warpgroup of Hopper's pass for dbias does. One thread decides which tiles of S are added up next,
+// and loads their Q, K, dO and V. A thread of another warp loads tiles of the bias, and stores those of dbias.
 #pragma once
 
 #include "hopper/backward_bias_tiles.cuh"
@@ -27,7 +27,7 @@ struct Producer {
     LoadPair<0>(q_map, k_map, {0, 0, 0, -1}, {-1});
   }
 
-  // A tile of S, if any row sees any of its keys.
+  // Loads the tiles for a tile of S, if any of its rows sees any of its keys.
   __device__ __forceinline__ void LoadWhatIsSeen(const DBiasTile& tile, int batch, int head) {
     const Positions positions = PositionsOf(p, batch);
     const Visible keys = KeysOf(p, positions, batch, tile.row, tile.row + kRows);
@@ -41,7 +41,7 @@ struct Producer {
     LoadPair<kVBoxes>(do_map, v_map, tile, step);
   }
 
-  // Two tiles that are multiplied.
+  // Loads two tiles whose product is wanted.
   template <int kBoxes>
   __device__ __forceinline__ void LoadPair(const TensorMap* rows_map, const TensorMap* keys_map, const DBiasTile& tile,
                                            const Step& step) {
@@ -60,15 +60,16 @@ struct Producer {
   }
 };
 
-// A thread of its own, since it waits for the consumers to end a tile of dbias, when the Producer is tiles of S ahead.
+// The thread that loads tiles of the bias. It is a thread of its own since it waits until the consumers have ended a
+// tile of dbias, while the Producer is some tiles of S ahead of them.
 struct BiasProducer {
   const Params& p;
   BackwardBiasShared& shared;
   const TensorMap *bias_map, *dbias_map;
   Ring<kBiases> at;
 
-  // When nobody needs a tile of the bias any more, the tile of dbias has taken its place, and is stored. (If dbias is
-  // in parts, the consumers write them.)
+  // When the consumers say that a tile of the bias is not needed any more, the tile of dbias has taken its place, and
+  // is stored before the next tile is loaded. (If dbias is computed in parts, the consumers write them.)
   __device__ __forceinline__ void Run() {
     DBiasTiles to_load{p}, to_store{p};
     DBiasTile loaded, stored;

@@ -1,4 +1,4 @@
-// The tiles of Hopper's pass for dbias, which of them are a CTA's, and how they lie in shared memory.
+// The tiles of Hopper's pass for dbias, which of them a CTA computes, and how they lie in shared memory.
 #pragma once
 
 #include "hopper/bias_tiles.cuh"
@@ -27,22 +27,23 @@ constexpr int kKeyBox = kCols * kBoxBytes;  // bytes of a box of K or V
 
 // A tile of dbias, or a part of what is added up in it.
 struct DBiasTile {
-  int batch, head;  // 0 if all are added up
+  int batch, head;  // 0 if the bias is broadcast over them
   int row, column, part;
 };
 
-// A CTA's tiles, of all heads and batch entries that dbias has, one after the other. CTAs have neighbouring ones at a
-// time, which read the same tiles of Q and dO or of K and V; if causal in pairs that mirror each other, of which one
-// has what the other has not.
+// Goes through a CTA's tiles, of all heads and batch entries that dbias has. At a time CTAs have neighbouring tiles,
+// which read the same tiles of Q and dO, or of K and V. If causal they come in pairs that mirror each other, so that
+// where one of a pair has little work the other has much.
 struct DBiasTiles {
   const Params& p;
   Schedule<> schedule;
 
-  // What dbias has of these, and what is added up of them. (Asked again for each tile, for want of registers.)
+  // How many batch entries and heads dbias has, and how many are added up. (Computed for each tile, for want of
+  // registers.)
   __device__ __forceinline__ Dimension Batch() const { return {Fresh(p.batch), p.bias.batch != 0}; }
   __device__ __forceinline__ Dimension Head() const { return {Fresh(p.q_heads), p.bias.head != 0}; }
 
-  // The next; false when there are no more.
+  // Finds the next tile; returns false when there are no more.
   __device__ __forceinline__ bool Next(DBiasTile* tile) {
     const int heads = Head().Own(), columns = (Fresh(p.kv_len) + kCols - 1) / kCols;
     const int tiles = (Fresh(p.q_len) + kRows - 1) / kRows * columns, parts = Fresh(p.parts);
@@ -56,25 +57,25 @@ struct DBiasTiles {
 
 // A tile of S of this batch entry and head, which is added up in a tile of dbias.
 struct Step {
-  int batch, head;  // batch < 0: this is none, all have been
-  int kind;         // of the block
+  int batch, head;  // batch < 0: there is none; all tiles of S have been added up
+  int kind;         // of the block of a block mask
   bool masked;      // must entries be looked at one by one?
 };
 
-// Tiles of the bias that are there at a time. What a tile is done with makes room for its dbias, which the copy engine
-// takes away.
+// How many tiles of the bias shared memory has. When one is done with, its dbias takes its place until the copy engine
+// has stored that.
 constexpr int kMostShared = 227 * 1024;
 constexpr int kTileBytes = kStages * kMostBoxes * (kRowBox + kKeyBox);
 constexpr int kBiases = kTileBytes + 2 * kBiasTile <= kMostShared - 1024 ? 2 : 1;
 
 struct BackwardBiasShared {
-  // In turn Q and K, for S, and dO and V, for dP.
+  // In turn Q and K, whose product is S, and dO and V, whose product is dP.
   alignas(1024) uint8_t rows[kStages][kMostBoxes * kRowBox];
   alignas(1024) uint8_t keys[kStages][kMostBoxes * kKeyBox];
-  // Of the tile of dbias: it is the same for all that is added up.
+  // The bias of a tile of dbias, which is the same for all tiles of S that are added up.
   alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiases][kBiasTiles ? kBiasTile : 1];
-  alignas(16) Step step[kStages];  // comes with Q, or alone
-  DBiasTile tile[kStages];         // whose it is; column < 0: there are no more
+  alignas(16) Step step[kStages];  // comes with Q and K, or without them if it is none
+  DBiasTile tile[kStages];         // that the step belongs to; column < 0: there are no more
   uint64_t full[kStages], empty[kStages];
   uint64_t bias_full[kBiases], bias_empty[kBiases];
 };

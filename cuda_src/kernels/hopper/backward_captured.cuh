@@ -1,5 +1,5 @@
-// The gradients of captured arrays in Hopper's backward: what all entries of 16 rows and 16 keys add to one place is
-// added up by their warp, and then goes to memory.
+// The gradients of captured arrays in Hopper's backward. What the entries of 16 rows and 16 keys add to the same place
+// is added up by their warp before it goes to memory.
 #pragma once
 
 #include "ptx/warp.cuh"
@@ -11,20 +11,21 @@ namespace jax_flash {
 // 4 n + 2 h + e.
 constexpr int kEntriesOfBlock = 8;
 
-// What a lane has of the sums of a block, and an entry that it is of; 0 if another lane has that.
+// One sum of a block, which this lane has, and an entry (row, key) that it belongs to. 0 if another lane has the sum.
 struct BlockSum {
   float x;
   int row, key;
 };
 
-// One of two sums that a lane and its partner have parts of: a, or b if it is the second of the two.
+// A lane and its partner have parts of two sums, a and b. Returns the whole of a, or of b in the second of the two
+// lanes.
 __device__ __forceinline__ float AddOneOf(float a, float b, bool second, int partner) {
   return (second ? b : a) + __shfl_sync(0xFFFFFFFFu, second ? a : b, partner);
 }
 
-// Of a row: 16 sums, in the lanes whose lane / 4 is even.
+// The sums over rows: 16 of them, in the lanes whose lane / 4 is even.
 __device__ __forceinline__ BlockSum SumOfRow(const float (&x)[kEntriesOfBlock], int lane) {
-  float rows[2];  // of e
+  float rows[2];  // for e = 0 and 1
 #pragma unroll
   for (int e = 0; e < 2; ++e) rows[e] = AddOneOf(x[e] + x[2 + e], x[4 + e] + x[6 + e], lane & 16, lane ^ 16);
   const float half = AddOneOf(rows[0], rows[1], lane & 8, lane ^ 8);
@@ -32,26 +33,28 @@ __device__ __forceinline__ BlockSum SumOfRow(const float (&x)[kEntriesOfBlock], 
   return {lane & 4 ? 0.0f : sum, lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2, 0};
 }
 
-// Of a key: 16 sums, in the lanes whose lane % 4 is less than 2.
+// The sums over keys: 16 of them, in the lanes whose lane % 4 is less than 2.
 __device__ __forceinline__ BlockSum SumOfKey(const float (&x)[kEntriesOfBlock], int lane) {
   const float half = AddOneOf((x[0] + x[1]) + (x[4] + x[5]), (x[2] + x[3]) + (x[6] + x[7]), lane & 1, lane ^ 1);
   const float sum = half + __shfl_xor_sync(0xFFFFFFFFu, half, 2);
   return {lane & 2 ? 0.0f : sum, 0, lane / 4 + lane % 2 * 8};
 }
 
-// Of a diagonal, row - key: 31 sums, and one of nothing.
+// The sums over diagonals, where row - key is the same: 31 of them, and in one lane a sum of nothing.
 __device__ __forceinline__ BlockSum SumOfDiagonal(const float (&x)[kEntriesOfBlock], int lane) {
   const int key = lane / 4, first = lane % 4 * 2 - key;
-  // A lane's own, of the diagonals first - 8, first, first + 8, where e = 0; and the next ones, where e = 1.
+  // This lane's own sums: `even`, of the entries with e = 0, are of the diagonals first - 8, first and first + 8;
+  // `odd`, of those with e = 1, are of the diagonals after these.
   float even[4] = {x[2], x[0] + x[6], x[4], 0.0f};
   const float odd[4] = {x[3], x[1] + x[7], x[5], 0.0f};
-  // The next key's odd ones are of the even ones' diagonals; the first key's after the eighth, of those 8 further back.
+  // The odd sums of the next key are of the same diagonals as the even sums of this one. After the eighth key comes the
+  // first one again, whose odd sums are of the diagonals 8 further back.
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float wrapped = i > 0 ? odd[i - 1] : 0.0f;
     even[i] += __shfl_sync(0xFFFFFFFFu, key == 0 ? wrapped : odd[i], (lane + 4) % 32);
   }
-  // Four lanes have the same diagonals: of -16, -8, 0 and 8 those first % 8 further on.
+  // Four lanes have sums of the same diagonals, which are -16, -8, 0 and 8, plus first % 8.
   float diagonals[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) diagonals[i] = first < 0 ? even[i] : i > 0 ? even[i - 1] : 0.0f;
@@ -60,7 +63,7 @@ __device__ __forceinline__ BlockSum SumOfDiagonal(const float (&x)[kEntriesOfBlo
   for (int i = 0; i < 2; ++i) halves[i] = AddOneOf(diagonals[i], diagonals[i + 2], lane & 16, lane ^ 18);
   const int partner = (lane ^ 8) / 4 * 4 + (lane + (lane & 8 ? 3 : 1)) % 4;
   const float sum = AddOneOf(halves[0], halves[1], lane & 8, partner);
-  const int diagonal = max((first & 7) + lane / 8 * 8 - 16, -15);  // -16 is nothing's
+  const int diagonal = max((first & 7) + lane / 8 * 8 - 16, -15);  // -16, which there is not, has a sum of nothing
   return {sum, max(diagonal, 0), max(-diagonal, 0)};
 }
 
@@ -73,7 +76,7 @@ __device__ __forceinline__ BlockSum SumAlong(const float (&x)[kEntriesOfBlock], 
   return {lane == 0 ? sum : 0.0f, 0, 0};
 }
 
-// What an entry adds to sum kNumber.
+// Takes what an entry adds to the sum of this number.
 template <int kNumber>
 struct TakeTerm {
   float& term;
@@ -87,7 +90,7 @@ struct TakeTerm {
   }
 };
 
-// Adds that sum, where it belongs.
+// Adds the sum of this number to memory, where it belongs.
 template <int kNumber>
 struct AddSum {
   float sum;
@@ -101,15 +104,15 @@ struct AddSum {
   }
 };
 
-// Adds what is no sum, entry by entry.
+// Adds the others, which are not summed up, to memory entry by entry.
 struct AddOthers : program::AddEach<true> {
   using program::AddEach<true>::operator();
   template <int kNumber, typename Index>
   __device__ __forceinline__ void operator()(program::Sum<kNumber>, float, float*, int64_t, Index, float) const {}
 };
 
-// What gradients of captured arrays grow by, of 16 rows of S^T from entry x of a line on. The derivative does not ask
-// for the score. kWithin: are these rows, and the lane's keys, within T and S?
+// Adds to the gradients of captured arrays what 16 rows of S^T give, from entry x of a line on. The derivative may not
+// depend on the score. kWithin: are these rows, and the lane's keys, within T and S?
 template <bool kWithin>
 struct CapturedGradients {
   const Score& score;

@@ -1,4 +1,4 @@
-// How what a consumer warpgroup of the Hopper backward has computed leaves: dK, dV and dQ.
+// How a consumer warpgroup of the Hopper backward writes what it has computed: dK, dV and dQ.
 #pragma once
 
 #include "hopper/backward_softmax.cuh"
@@ -10,19 +10,19 @@ namespace jax_flash {
 struct Epilogue : Probabilities {
   using Probabilities::Probabilities;
 
-  // The lane; in pairs of CTAs for addresses that are not worked out beforehand.
+  // The lane. In pairs of CTAs the compiler may not work out addresses from it beforehand, which would take registers.
   __device__ __forceinline__ int LateLane() const { return kPairs ? Fresh(lane) : lane; }
 
-  // Of boxes of keys in shared memory: the c-th 32 bytes of this warp's keys. (As four addresses for all boxes, to
-  // which c / 4 is an offset in the instruction; or where even these are too many registers as one.)
+  // The address, in boxes of keys in shared memory, of the c-th 32 bytes of this warp's keys. (Four addresses do for
+  // all boxes, with c / 4 as an offset within the instruction. Where even four take too many registers there is one.)
   __device__ __forceinline__ uint32_t Matrices(const uint8_t* keys, int lane, int c) const {
     const uint8_t* const rows = keys + c / 4 * kKVBox + (first_key + 16 * warp) * 128;
     if constexpr (kSameKeys) return MatricesOf(rows, lane, c % 4);
     return SharedAddress(rows + lane % 16 * 128 + ((c % 4 * 2 + lane / 16) ^ lane % 8) * 16);
   }
 
-  // This warpgroup's part of dK or dV goes to HBM by way of `to`. kEveryThread: all commit, also those that have stored
-  // nothing.
+  // Writes this warpgroup's part of dK or dV to HBM by way of `to`. kEveryThread: all threads commit, and not only the
+  // one that has stored something.
   template <int kDim, bool kEveryThread = false>
   __device__ __forceinline__ void Leave(const float (&C)[kDim / 2], float scale, uint8_t* to, const KVTile& tile,
                                         const TensorMap* map) {
@@ -35,7 +35,7 @@ struct Epilogue : Probabilities {
 #pragma unroll
     for (int c = 0; !kTF32 && c < kDim / 8; c += 2) {
       const float* x = C + 4 * c;
-      const bool whole = c + 1 < kDim / 8;  // or what comes after is outside
+      const bool whole = c + 1 < kDim / 8;  // otherwise the last 8 of 16 columns are beyond the head dim
       Stmatrix(Matrices(to, late_lane, c / 2), Pack(x[0] * scale, x[1] * scale), Pack(x[2] * scale, x[3] * scale),
                whole ? Pack(x[4] * scale, x[5] * scale) : 0, whole ? Pack(x[6] * scale, x[7] * scale) : 0);
     }
@@ -50,13 +50,13 @@ struct Epilogue : Probabilities {
     if (kEveryThread) TmaCommit();
   }
 
-  // kWidth columns of 64 rows of dQ, from `column` on. `row_block`: of 64 rows, among those of all heads.
+  // kWidth columns of 64 rows of dQ.
   template <int kWidth>
   struct DQ {
     float C[kWidth > 0 ? kWidth / 2 : 1];
   };
 
-  // dQ in HBM += dQ
+  // Adds dQ to what is in HBM, from `column` on. `row_block` numbers the blocks of 64 rows of all heads.
   template <int kWidth>
   __device__ __forceinline__ void Add(const DQ<kWidth>& dQ, int row_block, int column) {
     if (kWidth == 0) return;
@@ -67,7 +67,7 @@ struct Epilogue : Probabilities {
     AddColumns<0, kWidth>(to, dQ.C, staged);
   }
 
-  // To what is in HBM, kWidth columns of this warp's rows of C, by way of shared memory.
+  // Adds kWidth columns of this warp's rows of C to what is in HBM, by way of shared memory.
   template <int kFirst, int kWidth, int kCount>
   __device__ __forceinline__ void AddColumns(float* to, const float (&C)[kCount], float* staged) {
     SyncWarp();
@@ -82,8 +82,8 @@ struct Epilogue : Probabilities {
     TmaCommit();
   }
 
-  // If kSumKV, this warpgroup's part of dK or dV, from its kBox-th box on: by way of ds and staging in turn, of which
-  // kSlot is the first.
+  // If kSumKV: adds this warpgroup's part of dK or dV to what is in HBM, from its kBox-th box on. Boxes go by way of ds
+  // (slot 0) and staging (slot 1) in turn, beginning with kSlot.
   template <int kDim, int kSlot, int kBox = 0>
   __device__ __forceinline__ void AddGradient(const float (&C)[kDim / 2], float* sum, const KVTile& tile) {
     constexpr int kFirst = kBox * kBoxColumns, kWidth = kDim - kFirst < kBoxColumns ? kDim - kFirst : kBoxColumns;
@@ -98,7 +98,7 @@ struct Epilogue : Probabilities {
 
   __device__ __forceinline__ void ReleaseKV() {
     TmaWaitRead<0>();
-    FenceProxyAsync();  // K or V may come where P was
+    FenceProxyAsync();  // the next K or V may come to where P was
     SyncWarp();
     Release(&shared.k_empty);
     Release(&shared.v_empty);

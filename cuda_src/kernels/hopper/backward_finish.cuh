@@ -1,5 +1,6 @@
-// After the Hopper backward: what was added up in f32, by blocks of kRowBlock rows, in the problem's dtype and layout.
-// That is dQ, if it is not done alongside (hopper/backward_alongside.cuh), and dK and dV if kSumKV.
+// What comes after the Hopper backward: sums in f32, which are in blocks of kRowBlock rows, are converted to the
+// problem's dtype and layout. These are dQ, unless that is done alongside (hopper/backward_alongside.cuh), and dK and
+// dV if kSumKV.
 #pragma once
 
 #include "hopper/backward_rows.cuh"
@@ -7,8 +8,8 @@
 
 namespace jax_flash {
 
-// The first `rows` rows of a block. In `to`, whose rows have kDim elements, they are the one numbered `first` and every
-// `stride`-th after it. A thread takes 8 columns of two rows, what four lanes held.
+// Converts the first `rows` rows of a block. In `to`, whose rows have kDim elements, they are row `first` and every
+// `stride`-th row after it. A thread converts 8 columns of two rows, which four lanes of the backward had.
 template <int kDim>
 __device__ __forceinline__ void Convert(const float* sum, float scale, void* to, int64_t first, int rows, int stride) {
   constexpr int kChunks = kDim / 8;
@@ -20,7 +21,7 @@ __device__ __forceinline__ void Convert(const float* sum, float scale, void* to,
       const int row = 16 * warp + quad + 8 * h;
       if (row >= rows) continue;
       const int64_t at = (first + int64_t(row) * stride) * kChunks + chunk;
-      float low[4], high[4];  // columns 2 j and 2 j + 1, or if f32 j and j + 4
+      float low[4], high[4];  // columns 2 j and 2 j + 1; for f32 j and j + 4
 #pragma unroll
       for (int j = 0; j < 4; ++j) low[j] = (h ? x[j].z : x[j].x) * scale, high[j] = (h ? x[j].w : x[j].y) * scale;
       if constexpr (kTF32) {
@@ -37,7 +38,7 @@ __device__ __forceinline__ void Convert(const float* sum, float scale, void* to,
 
 }  // namespace jax_flash
 
-// A block of dQ.
+// Each block of threads converts a block of dQ.
 extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
     jax_flash_backward_finish(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
                   p.q_len - block.row, p.q_heads);
 }
 
-// A block of dK and dV.
+// Each block of threads converts a block of dK and one of dV.
 extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
     jax_flash_backward_finish_keys(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;

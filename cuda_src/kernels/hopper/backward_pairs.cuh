@@ -1,10 +1,11 @@
-// The Hopper backward where a head dim is above 128: dK and dV of 64 keys do not fit into the registers of one
-// warpgroup. One has S, P and dV, the other dP, dS and dK; P goes from the one to the other through shared memory.
+// The Hopper backward where a head dim is above 128. There dK and dV of 64 keys do not fit into the registers of one
+// warpgroup. So one warpgroup has S, P and dV, the other dP, dS and dK, and P goes from the first to the second through
+// shared memory.
 //
-// dQ would leave for each 64 keys, twice as often as with smaller heads, and the L2 adds no faster than that. So two
-// CTAs of a cluster, with 64 keys each, send each other their dS, and each adds up half the columns of dQ over the keys
-// of both. For that it needs that half of the K of both; the other half of its own is needed only for S and stays in
-// registers.
+// dQ would leave once for every 64 keys, twice as often as with smaller heads, which is more than the L2 can add up. So
+// two CTAs of a cluster, with 64 keys each, send each other their dS, and each computes half the columns of dQ over the
+// keys of both. For that it needs these columns of K of both CTAs. The other columns of its own K are needed for S
+// alone, and stay in registers.
 #pragma once
 
 #include "hopper/backward_epilogue.cuh"
@@ -13,16 +14,16 @@
 
 namespace jax_flash {
 
-// S, P and dV of 64 keys.
+// The warpgroup that has S, P and dV of 64 keys.
 struct ConsumerOfP : Epilogue {
   static constexpr int kRegisters = 240;
   const int rank = Uniform(ClusterRank());
   float dV[kVDim / 2];
-  uint32_t K[4 * kHalfBoxes][4];  // the half that does not make this CTA's dQ, as left operands
+  uint32_t K[4 * kHalfBoxes][4];  // the columns that this CTA's half of dQ does not need, as left operands
 
   using Epilogue::Epilogue;
 
-  // The next tile; false when there are no more.
+  // Computes the next tile of keys; returns false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dV);
     if (!NextTile()) return false;
@@ -30,7 +31,7 @@ struct ConsumerOfP : Epilogue {
     const int late_lane = LateLane();
 #pragma unroll
     for (int d = 0; d < 4 * kHalfBoxes; ++d) Ldmatrix(K[d], Matrices(shared.staging, late_lane, d));
-    SyncWarpgroup();  // P may be written there
+    SyncWarpgroup();  // from here on P may be written there
     if (Uniform(tile.steps) > 0) Walk(tile);
     SyncConsumers();  // nobody reads V any more
     if (kDV) Leave<kVDim>(dV, ZScale(p), shared.v, tile, dv_map);
@@ -38,7 +39,7 @@ struct ConsumerOfP : Epilogue {
     return true;
   }
 
-  // S^T = K Q^T: line 11 of Algorithm 4
+  // Begins S^T = K Q^T: line 11 of Algorithm 4.
   __device__ __forceinline__ void IssueS() {
     StartS();
     const uint64_t a = Descriptor(shared.k, 0), b = Descriptor(shared.q[at.index], 0);
@@ -68,7 +69,7 @@ struct ConsumerOfP : Epilogue {
       Pin(S);
       Softmax(tile, step);                 // 12, 13, 14
       if (Tuning::kFindsSlopes) RoundP();  // 15
-      if (!Tuning::kStartAtL) SyncWarp();  // all lanes have read what is there of l and m
+      if (!Tuning::kStartAtL) SyncWarp();  // until all lanes have read l and m of these rows
       ReleaseRows(&shared.q_empty[stage]);
       if (!Tuning::kFindsSlopes) RoundP();  // 15
       if (kDS) SendP(shared.staging);
@@ -92,7 +93,7 @@ struct ConsumerOfP : Epilogue {
   }
 };
 
-// dP, dS and dK of 64 keys, and half the columns of dQ.
+// The warpgroup that has dP, dS and dK of 64 keys, and half the columns of dQ.
 struct ConsumerOfDS : Epilogue {
   static constexpr int kRegisters = 224;
   uint32_t ds_parity = 0;
@@ -100,13 +101,13 @@ struct ConsumerOfDS : Epilogue {
 
   using Epilogue::Epilogue;
 
-  // The next tile; false when there are no more.
+  // Computes the next tile of keys; returns false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     if (!NextTile()) return false;
     const KVTile& tile = TileHere();
     if (Uniform(tile.steps) > 0) {
-      if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // P may be written
+      if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // tells the other warpgroup that P may be written
       while (Walk(tile)) continue;
     }
     SyncConsumers();  // nobody reads K any more
@@ -115,7 +116,7 @@ struct ConsumerOfDS : Epilogue {
     return true;
   }
 
-  // Whether it was not the last.
+  // Computes one step; returns false if it was the last.
   __device__ __forceinline__ bool Walk(const KVTile& tile) {
     WaitForQ();
     MbarrierWait(&shared.do_full[at.index], at.parity);
@@ -146,9 +147,10 @@ struct ConsumerOfDS : Epilogue {
     return !step.last;
   }
 
-  // dS to shared memory, here and in the other CTA.
+  // Stores dS in the shared memory of this CTA and of the other one.
   __device__ __forceinline__ void SendDS() {
-    MbarrierWait(&shared.ds_empty[0], ds_parity ^ 1);  // there; the copy before has left here
+    // Until the other CTA has used the dS before. By then the copy of it has left this CTA, too.
+    MbarrierWait(&shared.ds_empty[0], ds_parity ^ 1);
     const int late_lane = LateLane();
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c)
@@ -161,7 +163,7 @@ struct ConsumerOfDS : Epilogue {
     }
   }
 
-  // dQ = dS K, over the keys of both CTAs
+  // Begins dQ = dS K over the keys of both CTAs.
   __device__ __forceinline__ void IssueDQ() {
     const uint64_t a = Descriptor(shared.ds, 0), b = Descriptor(shared.k, kKVBox);
     WgmmaFence();

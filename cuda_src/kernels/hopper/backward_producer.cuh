@@ -1,5 +1,5 @@
 // What the Hopper backward's producer warpgroup does: a thread decides which tiles are next and loads K, V, Q and dO;
-// of f32, its other warps transpose Q and dO.
+// for f32 its other warps transpose Q and dO.
 #pragma once
 
 #include "hopper/backward_tiles.cuh"
@@ -23,21 +23,21 @@ __device__ __forceinline__ auto MakeSchedule(const Params& p) {
   }
 }
 
-// One thread that loads what the consumers work on, and tells them what it is.
+// The thread that loads what the consumers work on, and tells them what it is.
 struct Producer {
   const Params& p;
   BackwardShared& shared;
   const TensorMap *q_map, *k_map, *v_map, *do_map, *bias_map;
   uint32_t kv_parity = 0;
-  uint32_t loaded = 0;  // steps so far; their ring would take a register more
+  uint32_t loaded = 0;  // steps so far; a Ring in its place would take one register more
 
   __device__ __forceinline__ void Run() {
     constexpr int kAllCols = kCols * kCluster;
     if constexpr (kListed) return RunListed();
     const int tiles = (p.kv_len + kAllCols - 1) / kAllCols;
-    const int heads = kSumKV ? p.q_heads : p.kv_heads;        // whose tiles are taken
-    const int group = kAlongside ? 1 : p.q_heads / heads;     // heads of Q to each of them
-    const int sharing = kSumKV ? p.q_heads / p.kv_heads : 1;  // of them to each head of K
+    const int heads = kSumKV ? p.q_heads : p.kv_heads;        // an item is a tile of keys of one of these
+    const int group = kAlongside ? 1 : p.q_heads / heads;     // heads of Q that an item is walked with
+    const int sharing = kSumKV ? p.q_heads / p.kv_heads : 1;  // how many of `heads` share a head of K
     auto schedule = MakeSchedule(p);
     int item, t;
     while (schedule.Next(p.batch * heads, tiles, &item, &t)) {
@@ -49,8 +49,9 @@ struct Producer {
       const int steps = rows.any_lo < rows.any_hi ? (end - first) * group : 0;
       const KVTile tile = {t * kAllCols + (kPairs ? ClusterRank() * kCols : 0), head / sharing, batch, item, steps};
       const int every_hi = EveryHi(rows, positions);
-      // The n-th tile of Q from the last. Once a tile of keys: before the last the next one is asked for; after the
-      // first, for which there is room earlier, come K and V.
+      // Loads the tile of Q that is the n-th from the end. K and V are loaded after the first tile of Q, for which
+      // there is room earlier. Before the last tile of Q the schedule is asked for the next tile of keys, whose answer
+      // takes a while.
       const auto load = [&](int n, int q_head, int row_block, int row) {
         const bool masked = row < rows.every_lo || row + kRows > every_hi;
         if (n == 1) schedule.Ask();
@@ -59,9 +60,10 @@ struct Producer {
       };
       if (steps == 0) schedule.Ask(), LoadKV(tile);
       if constexpr (kTogether) {
-        // Row by row with all members of the group. The first tile of a pair, which fewer rows see, is walked from the
-        // last row on, the second from its first row on: then all CTAs that have tiles of a head of K are at the same
-        // few rows at a time, which come to the L2 once; each at another member, or their additions to dQ would meet.
+        // All heads of Q in the group (its members) are walked together, tile of rows by tile of rows. Of a pair of
+        // tiles of keys the first, which fewer rows see, is walked from the last row on, and the second from its first
+        // row on. Then all CTAs that have tiles of one head of K are at the same few rows at a time, which come to the
+        // L2 once. Each begins with another member; otherwise their additions to dQ would meet.
         const bool down = 2 * t >= tiles;
         const int first_block = RowBlock(batch, head * group, 0), first_member = t % group;
         int row = (down ? end - 1 : first) * kRows, member = first_member;
@@ -83,7 +85,7 @@ struct Producer {
     End();
   }
 
-  // With a block mask, whose blocks are whole tiles.
+  // The same with a block mask, whose blocks are whole tiles.
   __device__ __forceinline__ void RunListed() {
     constexpr int kAllCols = kCols * kCluster, kTiles = kTilesOfColumn<kAllCols>;
     static_assert(!kListed || kTiles > 0);
@@ -120,7 +122,7 @@ struct Producer {
     End();
   }
 
-  // Until the rows of a head are prepared.
+  // Waits until the rows of a head are prepared.
   __device__ __forceinline__ void WaitForRows(int head) {
     if (!kAlongside) return;
     if (OldestHead() <= head - p.scratch_heads) Flush();
@@ -128,15 +130,16 @@ struct Producer {
     FenceProxyAsyncGlobal();
   }
 
-  // The head of the oldest tile of which it has not been reported that its dQ has been added. (Among the last heads it
-  // need not be the lowest, but none of these waits for scratch of another.)
+  // The head of the oldest tile of keys whose additions to dQ have not been reported yet. (Among the last heads it need
+  // not be the lowest, but none of these waits for the scratch of another.)
   __device__ __forceinline__ int OldestHead() const {
     const int older = shared.tile[kv_parity].item_head, newer = shared.tile[kv_parity ^ 1].item_head;
     return older >= 0 ? older : newer >= 0 ? newer : 0x7FFFFFFF;
   }
 
-  // Reports all: before a wait for scratch that a head of theirs may still have, which nobody else could end. A tile
-  // that is none goes through the consumers.
+  // Reports the additions of all tiles so far. This has to come before a wait for scratch that the head of one of them
+  // may still have: nobody else could end such a wait. To see that the consumers are done, a tile without keys is sent
+  // through them.
   __device__ __forceinline__ void Flush() {
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
     ReportAdded(Unreported());
@@ -150,8 +153,8 @@ struct Producer {
     shared.tile[kv_parity].item_head = -1;
   }
 
-  // When a tile has been computed (k_empty), all dQ of the tile before it has been added: consumers wait for that in
-  // the first step. That one's head, to be read before its slot is written again.
+  // The head of the tile before the last, to be read before its slot is written again. When a tile has been computed
+  // (k_empty), all dQ of the tile before it has been added, since consumers wait for that in their first step.
   __device__ __forceinline__ int Unreported() const { return kAlongside ? shared.tile[kv_parity].item_head : -1; }
   __device__ __forceinline__ void ReportAdded(int head) {
     if (!kAlongside || head < 0) return;
@@ -192,7 +195,7 @@ struct Producer {
     const int added = Unreported();
     shared.tile[kv_parity] = tile;
     if (kPairs) {
-      // The half of K that makes this CTA's half of dQ, of the keys of both CTAs; and the other half of its own.
+      // Of the keys of both CTAs the columns of K that this CTA's half of dQ needs; of its own keys the others, too.
       const int half = ClusterRank() * 64 * kHalfBoxes, other = 64 * kHalfBoxes - half;
       MbarrierArriveExpectTx(&shared.k_full, 3 * kHalfBoxes * kKVBox);
       for (int b = 0; b < kHalfBoxes; ++b) {
@@ -206,10 +209,10 @@ struct Producer {
       for (int b = 0; b < kQKBoxes; ++b) load(k + b * kKVBox, k_map, &shared.k_full, b * kBoxColumns, tile.column);
     }
     kv_parity ^= 1;
-    ReportAdded(added);  // a fence and a release, for which K should not wait
+    ReportAdded(added);  // last, since K should not wait for its fence and its release
   }
 
-  // A tile of Q and dO; and that of the bias which is theirs and of the keys from `column` on.
+  // Loads a tile of Q and dO, and the tile of the bias that belongs to their rows and to the keys from `column` on.
   __device__ __forceinline__ void Load(const Step& step, int batch, int column) {
     const int stage = loaded % kStages, parity = loaded / kStages % 2;
     const int64_t statistics = int64_t(step.row_block) * kRowBlock;
@@ -234,22 +237,23 @@ struct Producer {
   }
 };
 
-// TF32: the i-th square of 32 rows and columns of a tile of Q or dO goes to Q^T or dO^T.
+// For TF32: transposes the i-th square of 32 rows and columns of a tile of Q or dO.
 template <int kBoxes>
 __device__ __forceinline__ void TransposeSquareOf(const uint8_t* tile, uint8_t* transposed, int i) {
   if constexpr (kBoxes > 0)
     TransposeSquare(tile + i % kBoxes * kQBox + i / kBoxes * 32 * 128, transposed + i * kBoxColumns * 128);
 }
 
-// TF32: a warp that makes its share of dO^T and Q^T. All of these warps wait for every barrier and arrive at every one
-// that has them, even where their share is none: so that none is a lap ahead or behind.
+// For TF32: a warp that makes its share of dO^T and Q^T. All of these warps wait for every tile and say that they have
+// seen it, even where they have no share of it. Otherwise a warp could find a barrier a whole round ahead, or behind,
+// and take its phase for the right one.
 struct Transposer {
   BackwardShared& shared;
   Ring<kStages> at;
   uint32_t parity = 0;
-  int turn = threadIdx.x / 32 - 1;  // the squares until the next of this warp's
+  int turn = threadIdx.x / 32 - 1;  // how many squares come before this warp's next one
 
-  // A tile that is there, to one that has to be empty.
+  // Transposes a tile that is there; its transpose's memory has to be empty before.
   template <int kBoxes>
   __device__ __forceinline__ void Transpose(const uint8_t* from, uint8_t* to, uint64_t* from_empty, uint64_t* to_full,
                                             uint64_t* to_empty) {

@@ -9,13 +9,13 @@ namespace jax_flash {
 
 __device__ __forceinline__ void SyncConsumers() { BarrierSync(1, kConsumers * kWarpgroup); }
 
-// A consumer warpgroup: 64 keys. A lane holds two of them, Key and Key + 8.
+// A consumer warpgroup has 64 keys. A lane has two of them, Key and Key + 8.
 struct Warpgroup {
   const Params& p;
   BackwardShared& shared;
   const int warpgroup, warp, lane, first_key;
   uint32_t kv_parity = 0;
-  Ring<kStages> at;  // the tile of Q and dO
+  Ring<kStages> at;  // of the tile of Q and dO
 
   __device__ __forceinline__ Warpgroup(const Params& p, BackwardShared& shared)
       : p(p),
@@ -25,8 +25,8 @@ struct Warpgroup {
         lane(threadIdx.x % 32),
         first_key(kSameKeys ? 0 : 64 * warpgroup) {}
 
-  // Waits for the next tile; false when there are no more. TileHere: that one, which stays until the tile after the
-  // next.
+  // Waits for the next tile of keys; returns false when there are no more. TileHere is that tile. It stays until the
+  // tile after the next one comes.
   __device__ __forceinline__ bool NextTile() {
     MbarrierWait(&shared.k_full, kv_parity);
     if (Uniform(shared.tile[kv_parity].column) < 0) return false;
@@ -38,7 +38,8 @@ struct Warpgroup {
 
   __device__ __forceinline__ void WaitForQ() { MbarrierWait(&shared.q_full[at.index], at.parity); }
 
-  // The tile of Q that is there. (Better asked when the tensor cores are at work: the answer takes a while.)
+  // What the tile of Q is that is there. (To read it takes a while, so this is better called when the tensor cores are
+  // at work.)
   __device__ __forceinline__ Step StepHere() {
     const Step& step = shared.step[at.index];
     const int masks = Uniform(int(step.masks));
@@ -60,7 +61,7 @@ struct Warpgroup {
   }
 
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
-  // By a warp that has read L or D by loads: a fence before the copy engine may write there.
+  // Release by a warp that has read L or D by loads, which need a fence before the copy engine may write there.
   __device__ __forceinline__ void ReleaseRows(uint64_t* barrier) {
     FenceProxyAsync();
     Release(barrier);
@@ -74,12 +75,12 @@ struct Warpgroup {
 
 // Lines 11, 16, 17 and 22 of Algorithm 4, on the transposes.
 struct Products : Warpgroup {
-  float S[kRows / 2], dP[kRows / 2];  // transposed; S becomes P, dP becomes dS
+  float S[kRows / 2], dP[kRows / 2];  // transposes; P takes the place of S, dS that of dP
   uint32_t P[kRows / 4], dS[kRows / 4];
 
   using Warpgroup::Warpgroup;
 
-  // C = A B^T, or += : A this warpgroup's 64 rows of K or V, B a tile of Q or dO.
+  // Begins C = A B^T, or C += A B^T to accumulate: A is this warpgroup's 64 rows of K or V, B a tile of Q or dO.
   template <int kDim>
   __device__ __forceinline__ void IssueKeysTimesRows(float (&C)[kRows / 2], const uint8_t* keys, const uint8_t* rows,
                                                      bool accumulate) {
@@ -93,7 +94,7 @@ struct Products : Warpgroup {
     WgmmaCommit();
   }
 
-  // C += A B: A = P^T or dS^T, B a tile of dO or Q.
+  // Begins C += A B: A is P^T or dS^T, B a tile of dO or Q.
   template <int kDim>
   __device__ __forceinline__ void IssueGradient(float (&C)[kDim / 2], const uint32_t (&A)[kRows / 4],
                                                 const uint8_t* rows) {
@@ -105,7 +106,7 @@ struct Products : Warpgroup {
     WgmmaCommit();
   }
 
-  // S^T = -L / scale, or 0
+  // Lets S^T start at -L / scale, or at 0, so that its product is added to that.
   __device__ __forceinline__ void StartS() {
     Clear(S);
     const float4* memory = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;

@@ -1,5 +1,6 @@
-// The rows of Q before the Hopper backward: L and D, and zeros from which dQ grows in f32. All of that is in scratch by
-// blocks of kRowBlock rows. A small kernel does it, or if kAlongside the main kernel (hopper/backward_alongside.cuh).
+// What comes before the Hopper backward for the rows of Q: L, D, and zeros to which dQ is added in f32. All of that is
+// in scratch memory, in blocks of kRowBlock rows. A small kernel does it, or if kAlongside idle warps of the main
+// kernel (hopper/backward_alongside.cuh).
 #pragma once
 
 #include "hopper/row_blocks.cuh"
@@ -9,12 +10,12 @@
 
 namespace jax_flash {
 
-// kRowBlock rows of Q.
+// A block of kRowBlock rows of Q.
 struct RowBlock {
   int batch, head, row;  // the first row
-  int place;             // of blocks in scratch
+  int place;             // its number among the blocks in scratch
 
-  // That of this number among the blocks of all heads.
+  // The block of this number among the blocks of all heads.
   __device__ __forceinline__ RowBlock(const Params& p, uint32_t number) {
     const uint32_t blocks = BlocksOfHead(p), all_heads = number / blocks;
     const int heads = Fresh(p.q_heads);
@@ -23,16 +24,16 @@ struct RowBlock {
     place = FirstRowBlock(p, all_heads) + (number - all_heads * blocks);
   }
 
-  // Among those of all batches.
+  // The head's number among those of all batch entries.
   __device__ __forceinline__ int Head(const Params& p) const { return batch * p.q_heads + head; }
-  // Its rows in scratch, row by row; its dQ.
+  // Where its rows begin in scratch, counted in rows; and its dQ there.
   __device__ __forceinline__ int64_t Rows() const { return int64_t(place) * kRowBlock; }
   __device__ __forceinline__ float* DQ(const Params& p) const {
     return p.dq_sum + int64_t(place) * (kRowBlock * kQKDim);
   }
 };
 
-// To a row of O: lanes of 8 elements each, of which the last may have none.
+// A row of O is read by kRowLanes lanes with 8 elements each. The last lanes may have none.
 constexpr int kRowChunks = kVDim / 8;
 constexpr int kRowLanes = kRowChunks > 16 ? 32 : kRowChunks > 8 ? 16 : 8;
 
@@ -60,7 +61,7 @@ __device__ __forceinline__ float DotOfEight(const void* o, const void* d_o) {
   return sum;
 }
 
-// D = rowsum(dO O) - dlogsumexp of row r, and what that is for the sinks.
+// Stores D = rowsum(dO O) - dlogsumexp of row r, and the row's part of the gradient of the sinks.
 __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, int r, float product) {
   const bool exists = block.row + r < p.q_len;
   if ((kDLogsumexp || kSinks) && exists) {
@@ -72,7 +73,7 @@ __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, i
   p.d[block.Rows() + Place(r)] = exists ? product / ZScale(p) : 0.0f;
 }
 
-// -L of row r in the unit of S (with a bias or a score_mod -log l and m apart).
+// Stores -L of row r in the unit of S; with a bias or a score_mod -log l and m, each for itself.
 __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, int r) {
   const int64_t from = int64_t(block.Head(p)) * p.q_len + block.row + r;
   const int64_t to = block.Rows() + Place(r);
@@ -89,7 +90,7 @@ __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, i
 
 }  // namespace jax_flash
 
-// A block: zeros for dQ, L and D.
+// Each block of threads prepares a block of rows: zeros for dQ, L and D.
 extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
     jax_flash_backward_prepare(const __grid_constant__ jax_flash::RowParams p) {
   using namespace jax_flash;

@@ -1,5 +1,5 @@
-// What a consumer warpgroup of the Hopper backward does with its S^T and dP^T between the products: scores, masks, P,
-// Z, dS.
+// What a consumer warpgroup of the Hopper backward does with S^T and dP^T between the products: scores, masks, P,
+// dropout (Z) and dS.
 #pragma once
 
 #include "hopper/backward_captured.cuh"
@@ -7,16 +7,16 @@
 
 namespace jax_flash {
 
-// Named barriers, if both warpgroups have the same keys.
+// Named barriers by which P goes to the other warpgroup, if both have the same keys.
 constexpr int kPFull = 4, kPRead = 5;
 
 // dS is computed without the factor of the kept entries, which comes with the results.
 __device__ __forceinline__ float DQKScale(const Params& p) { return ZScale(p) * ScaleOf(p); }
 
 static_assert(Tuning::kEarlyDV || !Tuning::kKeepsSlopes);
-static_assert(!kTF32 || !Tuning::kKeepsSlopes);                              // where dS will be, in 16 bits
-static_assert(!kSoftCap || !kScoreSlopes);                                   // there is room for one of them
-static_assert(!kSameKeys || !Tuning::kKeepsSlopes || Tuning::kSlopesJoinP);  // the other warpgroup has P alone
+static_assert(!kTF32 || !Tuning::kKeepsSlopes);                              // slopes are kept as dS is, in 16 bits
+static_assert(!kSoftCap || !kScoreSlopes);                                   // there is room for one kind of slopes
+static_assert(!kSameKeys || !Tuning::kKeepsSlopes || Tuning::kSlopesJoinP);  // P alone goes to the other warpgroup
 
 // Lines 12 to 15, 18 and 20 of Algorithm 4, on the transposes.
 struct Probabilities : Products {
@@ -30,7 +30,7 @@ struct Probabilities : Products {
     return {step.row + lane % 4 * 2, Key(tile)};
   }
 
-  // S^T becomes s^T where scores are formed entry by entry. Slopes are left in dS.
+  // Turns S^T into s^T where scores are formed entry by entry. Slopes are left in the registers of dS.
   __device__ __forceinline__ void ToScores(const KVTile& tile, const Step& step) {
     Cap(p, S);
 #pragma unroll
@@ -44,7 +44,7 @@ struct Probabilities : Products {
     }
   }
 
-  // With the tile of the bias that has come with Q.
+  // Turns S^T into s^T with the tile of the bias that has come with Q.
   __device__ __forceinline__ void AddBias() {
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) S[i] *= Unit(p);
@@ -58,7 +58,7 @@ struct Probabilities : Products {
     return step.row + kRows <= p.q_len && tile.column + kCols <= p.kv_len;
   }
 
-  // kWithin: they are known to be.
+  // kWithin: all entries are known to be within T and S.
   template <bool kWithin>
   __device__ __forceinline__ void FormScores(const Score& score, const View<true>& view) {
     float slopes[2];
@@ -74,7 +74,7 @@ struct Probabilities : Products {
     if (program::kLessWithin) PinApart<kWithin>(S);
   }
 
-  // What has to be looked up in memory: which rows this lane's keys are seen by.
+  // Begins to look up in memory which rows see this lane's keys.
   __device__ __forceinline__ void Look(const KVTile& tile, const Step& step) {
     if (!kLookedUp || step.masks == Masks::kNone) return;
     const Block<true> block(p.block_mask, tile.batch, step.kind);
@@ -82,14 +82,14 @@ struct Probabilities : Products {
     if (Tuning::kFoldsWords) seen.Fold();
     if (Tuning::kEarlyMasks) JoinSeen(tile, step);
   }
-  // All that this comes to.
+  // Joins what was looked up with what the other masks say.
   __device__ __forceinline__ void JoinSeen(const KVTile& tile, const Step& step) {
     if (!Tuning::kFoldsWords) seen.Fold();
     if (step.masks == Masks::kOfBlock) return;
     seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
   }
 
-  // Entries that may not attend become -inf.
+  // Makes entries that may not attend -inf.
   __device__ __forceinline__ void HideEntries(const KVTile& tile, const Step& step) {
     if constexpr (kLookedUp) {
       if (Tuning::kLateLook) Look(tile, step);
@@ -100,7 +100,7 @@ struct Probabilities : Products {
     }
   }
 
-  // s^T - m, of 16 rows.
+  // Subtracts m from s^T, in 16 of the rows.
   __device__ __forceinline__ void SubtractM(int c) {
     const float4 x = (reinterpret_cast<const float4*>(shared.minus_l[at.index][kMaximumApart]) + lane % 4)[4 * c];
     const float m[4] = {x.x, x.y, x.z, x.w};
@@ -108,7 +108,7 @@ struct Probabilities : Products {
     for (int i = 0; i < 8; ++i) S[8 * c + i] -= m[i / 4 * 2 + i % 2];
   }
 
-  // S^T is masked and becomes P^T.
+  // Masks S^T and turns it into P^T.
   __device__ __forceinline__ void Softmax(const KVTile& tile, const Step& step) {
     if (kFormsScores) ToScores(tile, step);
     if (step.masks != Masks::kNone) HideEntries(tile, step);
@@ -143,7 +143,7 @@ struct Probabilities : Products {
     }
   }
 
-  // P in its other precision, before slopes join it for the sake of dS.
+  // Packs P as an operand. Then P itself, which only dS needs from here on, is multiplied by slopes, if there are any.
   __device__ __forceinline__ void RoundP() {
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
@@ -153,7 +153,7 @@ struct Probabilities : Products {
     if (Tuning::kFindsSlopes) TimesSlopesOfP();
   }
 
-  // P times the slopes of its scores.
+  // Multiplies P by the slopes of its scores, which are found from P and L again.
   __device__ __forceinline__ void TimesSlopesOfP() {
     const float4* minus_l = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;
 #pragma unroll
@@ -165,8 +165,8 @@ struct Probabilities : Products {
     }
   }
 
-  // dP^T becomes dS^T, in both precisions. Where dV needs P until now, the slopes of a soft cap join here. With a
-  // score_mod it is the cotangent of what that was given.
+  // Turns dP^T into dS^T, and packs it as an operand. Where dV has needed P until now, the slopes of a soft cap are
+  // multiplied in here. With a score_mod, dS is the cotangent of the score that the function was given.
   __device__ __forceinline__ void ComputeDS(const KVTile& tile, const Step& step) {
     if (program::kLessWithin && kScoreGrad && IsWithin(tile, step)) {
       ComputeDSOf<true>(tile, step);
@@ -185,7 +185,7 @@ struct Probabilities : Products {
     for (int c = 0; c < kRows / 16; ++c) {
       const float4 x = memory[4 * c], y = kSlopes ? minus_l[4 * c] : float4();
       const float D[4] = {x.x, x.y, x.z, x.w}, L[4] = {-y.x, -y.y, -y.z, -y.w};
-      float cotangents[8];  // of what score_mod gave
+      float cotangents[8];  // of the scores that score_mod returned
 #pragma unroll
       for (int i = 8 * c; i < 8 * c + 8; ++i) {
         const int row = i / 4 % 2 * 2 + i % 2;
@@ -200,13 +200,13 @@ struct Probabilities : Products {
         }
       }
       if constexpr (kCapturedGradients) {
-        const View<true> fresh = {Fresh(view.row), Fresh(view.key)};  // nothing that was looked up before is kept
+        const View<true> fresh = {Fresh(view.row), Fresh(view.key)};  // or what was looked up would stay in registers
         CapturedGradients<kWithin>{score, fresh, 4 * c, lane}.Add(cotangents);
       }
     }
   }
 
-  // If both warpgroups have the same keys: P to the other, when it has read the one before.
+  // If both warpgroups have the same keys: sends P to the other one, once that has read the P before.
   __device__ __forceinline__ void SendP(uint8_t* memory) {
     BarrierSync(kPRead, 2 * kWarpgroup);
 #pragma unroll

@@ -1,12 +1,12 @@
 // The Hopper backward of f32, taken as TF32: the copy engine rounds Q, K, V and dO, as their maps say.
 //
-// wgmma reads operands of f32 from shared memory only where their k is contiguous, and shared memory's 128 bytes a
-// cycle are the bound. So
-//   S^T = K Q^T, dP^T = V dO^T   has K in registers, for which there is room; it lands where dS will be
-//   dV += P^T dO, dK += dS^T Q   have P^T and dS^T in registers, and dO^T and Q^T from the producer's other warps
-//   dQ = dS K                    has dS in shared memory, transposed, and K^T, which is made once
-// hopper/transpose.cuh says how rows and columns are permuted, to which dS and dQ keep too. With tiles of 64 keys it
-// is hopper/backward_tf32_same_keys.cuh.
+// wgmma reads operands of f32 from shared memory only where the dimension that is summed over is contiguous, and the
+// 128 bytes a cycle of shared memory are the bound. So in
+//   S^T = K Q^T, dP^T = V dO^T   K is in registers, for which there is room; it lands where dS will be
+//   dV += P^T dO, dK += dS^T Q   P^T and dS^T are in registers; the producer's other warps make dO^T and Q^T
+//   dQ = dS K                    dS is in shared memory, transposed, and so is K^T, which is made once a tile of keys
+// Rows and columns are permuted as hopper/transpose.cuh says; dS and dQ keep to that. With tiles of 64 keys the
+// backward is in hopper/backward_tf32_same_keys.cuh.
 #pragma once
 
 #include "hopper/backward_epilogue.cuh"
@@ -14,9 +14,9 @@
 
 namespace jax_flash {
 
-constexpr int kDSFree = 6;  // named barriers, one a warpgroup: the other has read dS
+constexpr int kDSFree = 6;  // the first of two named barriers, one for each warpgroup: the other one has read dS
 
-// What all warpgroups have of f32 beside.
+// What all consumer warpgroups share for f32.
 struct TF32Warpgroup : Epilogue {
   static constexpr int kFirst = (kQKDim + 8) / 16 * 8;  // columns of dQ that the first warpgroup adds up
 
@@ -24,7 +24,7 @@ struct TF32Warpgroup : Epilogue {
 
   using Epilogue::Epilogue;
 
-  // K^T from K, by all warps.
+  // Makes K^T of K, with all warps of the consumers.
   __device__ __forceinline__ void TransposeK(const uint8_t* k) {
 #pragma unroll 1
     for (int i = 4 * warpgroup + warp; kDQ && i < kQKBoxes * (kCols / 32); i += 4 * kConsumers) {
@@ -35,14 +35,14 @@ struct TF32Warpgroup : Epilogue {
     SyncConsumers();
   }
 
-  // 64 keys as left operands.
+  // Takes 64 keys into registers, as left operands.
   template <int kSteps>
   __device__ __forceinline__ void Take(uint32_t (&A)[kSteps][4], uint8_t* keys) {
 #pragma unroll
     for (int d = 0; d < kSteps; ++d) Ldmatrix(A[d], Matrices(keys, lane, d));
   }
 
-  // C = A B^T, or += : A is K or V in registers, B a tile of Q or dO.
+  // Begins C = A B^T, or C += A B^T: A is K or V in registers, B a tile of Q or dO.
   template <int kSteps>
   __device__ __forceinline__ void IssueHeldKeysTimesRows(float (&C)[kRows / 2], const uint32_t (&A)[kSteps][4],
                                                          const uint8_t* rows, bool accumulate) {
@@ -54,7 +54,7 @@ struct TF32Warpgroup : Epilogue {
     WgmmaCommit();
   }
 
-  // C += A B: A is P^T or dS^T, B^T is dO^T or Q^T.
+  // Begins C += A B: A is P^T or dS^T, B^T is dO^T or Q^T.
   template <int kDim>
   __device__ __forceinline__ void IssueGradient(float (&C)[kDim / 2], const uint32_t (&A)[kRows / 2],
                                                 const uint8_t* transposed) {
@@ -68,7 +68,7 @@ struct TF32Warpgroup : Epilogue {
     WgmmaCommit();
   }
 
-  // An accumulator as a left operand. kIsP: without what is marked as dropped.
+  // Rounds an accumulator to a left operand. kIsP: it is P, and entries that are marked as dropped become 0.
   template <bool kIsP>
   __device__ __forceinline__ static void Round(const float (&C)[kRows / 2], uint32_t (&A)[kRows / 2]) {
 #pragma unroll
@@ -78,8 +78,8 @@ struct TF32Warpgroup : Epilogue {
     }
   }
 
-  // dS^T to shared memory, transposed. Of each 8 keys the i-th goes to i / 2 + 4 (i % 2), as in K^T; the lanes of a
-  // store are all banks.
+  // Stores dS^T in shared memory, transposed. Of each 8 keys the i-th goes to i / 2 + 4 (i % 2), as in K^T. What the
+  // lanes store at a time lies in all banks.
   __device__ __forceinline__ void StoreDS(uint8_t* ds, const uint32_t (&A)[kRows / 2]) {
     const int key = lane / 4, row = lane % 4 * 2, keys = first_key + 16 * warp;
     uint8_t* const box = ds + keys / 32 * kRows * 128 + key / 2 * 4;
@@ -92,7 +92,7 @@ struct TF32Warpgroup : Epilogue {
     }
   }
 
-  // kWidth columns of dQ = dS K
+  // Begins kWidth columns of dQ = dS K.
   template <int kWidth>
   __device__ __forceinline__ void IssueDQ(DQ<kWidth>& dQ, const uint8_t* ds, int column) {
     if constexpr (kWidth > 0) {
@@ -108,7 +108,7 @@ struct TF32Warpgroup : Epilogue {
   }
 };
 
-// A warpgroup with S, dP, dK and dV of its 64 keys, and half of the columns of dQ.
+// A warpgroup that has S, dP, dK and dV of its 64 keys, and half of the columns of dQ.
 struct TF32Consumer : TF32Warpgroup {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
 
@@ -119,13 +119,13 @@ struct TF32Consumer : TF32Warpgroup {
     FreeDS();
   }
 
-  // dS is one buffer for both warpgroups.
+  // Tells the other warpgroup that this one has read dS, of which there is one buffer for both.
   __device__ __forceinline__ void FreeDS() {
     if (kDQ) BarrierArrive(kDSFree + 1 - warpgroup, kConsumers * kWarpgroup);
   }
   __device__ __forceinline__ void WaitForFreeDS() { BarrierSync(kDSFree + warpgroup, kConsumers * kWarpgroup); }
 
-  // Whether it was not the last.
+  // Computes one step; returns false if it was the last.
   __device__ __forceinline__ bool Walk(const KVTile& tile) {
     const int stage = at.index;
     WaitForQ();
@@ -151,7 +151,7 @@ struct TF32Consumer : TF32Warpgroup {
       WaitForFreeDS();
       StoreDS(shared.ds[0], dS);
     }
-    FenceProxyAsync();  // of dS, and before other rows come where L and D were read
+    FenceProxyAsync();  // for dS; and before the next rows' L and D come to where these were read
     SyncWarp();
     Release(&shared.q_empty[stage]);
     Release(&shared.do_empty[stage]);
@@ -166,7 +166,7 @@ struct TF32Consumer : TF32Warpgroup {
     return !step.last;
   }
 
-  // dQ and dK from dS.
+  // Computes dQ and dK of dS.
   template <int kWidth>
   __device__ __forceinline__ void Finish(const uint32_t (&dS)[kRows / 2], int row_block, int column) {
     DQ<kWidth> dQ;
@@ -185,7 +185,7 @@ struct TF32Consumer : TF32Warpgroup {
     Release(&shared.q_t_empty);
   }
 
-  // The next tile; false when there are no more.
+  // Computes the next tile of keys; returns false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     Clear(dV);
@@ -199,12 +199,12 @@ struct TF32Consumer : TF32Warpgroup {
       Release(&shared.v_empty);
     }
     TmaWaitRead<0>();
-    SyncConsumers();  // the last dQ has read all of dS, and left
+    SyncConsumers();  // until the last dQ has read all of dS, and has left
     if (kDV) Leave<kVDim>(dV, ZScale(p), shared.ds[0], tile, dv_map);
     if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
     TmaWaitRead<0>();
     SyncWarp();
-    Release(&shared.k_empty);  // where dV was K may come
+    Release(&shared.k_empty);  // the next K may come to where dV was
     return true;
   }
 };

@@ -1,20 +1,20 @@
-// The Hopper backward of f32 as TF32 above head dim 64 or with a bias, where one warpgroup has no registers for both dK
-// and dV of 64 keys, and shared memory no room for more keys: both warpgroups have the same, and P goes from the one to
-// the other.
+// The Hopper backward of f32 as TF32, above head dim 64 or with a bias. There one warpgroup has no registers for both
+// dK and dV of 64 keys, and shared memory has no room for more keys. So both warpgroups have the same keys, and P goes
+// from the first to the second.
 //
-// Shared memory is full. There is one tile of Q and one of dO, whose transposes are what the next can come beside; V
-// lands where dS and P will be, K where dQ will be, and both stay in registers. What the next tile of Q waits for is
-// that this one is transposed: the second warpgroup does it, as it has time before it gets P, while the producer's
-// other warps do dO.
+// Shared memory is full. It has one tile of Q and one of dO, and their transposes, so that the next tiles can come
+// while the transposes are in use. V lands where dS and P will be, K where dQ will be, and both are then held in
+// registers. The next tile of Q waits until this one is transposed. The second warpgroup does that, since it has time
+// until it gets P, while the producer's other warps transpose dO.
 #pragma once
 
 #include "hopper/backward_tf32.cuh"
 
 namespace jax_flash {
 
-constexpr int kDSFull = 7;  // named barrier; of kDSFree there is one here
+constexpr int kDSFull = 7;  // a named barrier; there is only one of kDSFree here
 
-// S, P and dV of 64 keys, and the first half of the columns of dQ.
+// The warpgroup that has S, P and dV of 64 keys, and the first half of the columns of dQ.
 struct TF32ConsumerOfP : TF32Warpgroup {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
   uint32_t K[kQKDim / 8][4];
@@ -22,7 +22,7 @@ struct TF32ConsumerOfP : TF32Warpgroup {
 
   using TF32Warpgroup::TF32Warpgroup;
 
-  // The next tile; false when there are no more.
+  // Computes the next tile of keys; returns false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dV);
     if (!NextTile()) return false;
@@ -34,7 +34,7 @@ struct TF32ConsumerOfP : TF32Warpgroup {
       Walk(tile);
     }
     TmaWaitRead<0>();
-    SyncConsumers();  // the last dQ has read all of dS, and left
+    SyncConsumers();  // until the last dQ has read all of dS, and has left
     if (kDV) Leave<kVDim>(dV, ZScale(p), shared.v, tile, dv_map);
     ReleaseKV();
     return true;
@@ -44,7 +44,7 @@ struct TF32ConsumerOfP : TF32Warpgroup {
     if (kDQ) BarrierArrive(kDSFree, 2 * kWarpgroup);
   }
 
-  // S^T = K Q^T
+  // Begins S^T = K Q^T.
   __device__ __forceinline__ void IssueS() {
     WaitForQ();
     IssueHeldKeysTimesRows(S, K, shared.q[at.index], false);  // 11
@@ -58,7 +58,7 @@ struct TF32ConsumerOfP : TF32Warpgroup {
       WgmmaWait<0>();
       Pin(S);
       Softmax(tile, step);  // lines 12, 13, 14 of Algorithm 4
-      SyncWarp();           // all lanes have read what is there of l and m
+      SyncWarp();           // until all lanes have read l and m of these rows
       ReleaseRows(&shared.q_empty[at.index]);
       at.Next();
       if (kDS) SendP(shared.v + kDSBytes);
@@ -88,7 +88,7 @@ struct TF32ConsumerOfP : TF32Warpgroup {
   }
 };
 
-// dP, dS and dK of 64 keys, and the other half of the columns of dQ.
+// The warpgroup that has dP, dS and dK of 64 keys, and the other half of the columns of dQ.
 struct TF32ConsumerOfDS : TF32Warpgroup {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
   static constexpr int kSecond = kQKDim - kFirst;
@@ -97,7 +97,7 @@ struct TF32ConsumerOfDS : TF32Warpgroup {
 
   using TF32Warpgroup::TF32Warpgroup;
 
-  // The next tile; false when there are no more.
+  // Computes the next tile of keys; returns false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     if (!NextTile()) return false;
@@ -105,17 +105,17 @@ struct TF32ConsumerOfDS : TF32Warpgroup {
     Take(V, shared.v);
     TransposeK(shared.staging);
     if (Uniform(tile.steps) > 0) {
-      if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // P may be written
+      if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // tells the other warpgroup that P may be written
       while (Walk(tile)) continue;
     }
     TmaWaitRead<0>();
-    SyncConsumers();  // the last dQ has read all of dS, and left
+    SyncConsumers();  // until the last dQ has read all of dS, and has left
     if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
     ReleaseKV();
     return true;
   }
 
-  // Whether it was not the last.
+  // Computes one step; returns false if it was the last.
   __device__ __forceinline__ bool Walk(const KVTile& tile) {
     WaitForQ();
     const Step step = StepHere();
@@ -152,9 +152,9 @@ struct TF32ConsumerOfDS : TF32Warpgroup {
     return !step.last;
   }
 
-  // Q^T, which only this warpgroup needs.
+  // Makes Q^T, which only this warpgroup needs.
   __device__ __forceinline__ void TransposeQ() {
-    SyncWarpgroup();  // nobody reads the one before
+    SyncWarpgroup();  // until nobody reads the Q^T before
 #pragma unroll 1
     for (int i = warp; i < kQKBoxes * kRows / 32; i += 4)
       TransposeSquareOf<kQKBoxes>(shared.q[at.index], shared.q_t, i);

@@ -15,7 +15,7 @@ constexpr int kRows = kTiling.rows;
 constexpr int kCols = kTiling.cols;      // keys of a CTA
 constexpr int kStages = kTiling.stages;  // tiles of Q, and of dO, in flight
 
-constexpr bool kPairs = kQKDim > 128 || kVDim > 128;  // of CTAs share dQ
+constexpr bool kPairs = kQKDim > 128 || kVDim > 128;  // do pairs of CTAs share dQ?
 // Both warpgroups have the same 64 keys: one has S, P and dV of them, the other dP, dS and dK.
 constexpr bool kSameKeys = kPairs || (kTF32 && kCols == 64);
 static_assert(kSameKeys ? kRows == 64 && kCols == 64 : (kRows == 64 || kRows == 128) && kCols == 128);
@@ -30,15 +30,15 @@ using Tuning = BackwardTuning<kPairs, kSameKeys>;
 
 static_assert(kHeadRows == kRows);
 static_assert(!kAlongside || (kDQ && !kTF32 && !kPairs));
-// Then heads of Q that share keys are computed one by one, and their dK and dV added up in f32.
+// Whether heads of Q that share keys are computed one by one, and their dK and dV added up in f32.
 constexpr bool kSumKV = kTiling.sum_kv;
 static_assert(!kSumKV || kAlongside);
-// Whether a tile of keys is walked with all heads of Q that share them at a time.
+// Whether a tile of keys is walked with all heads of Q that share it at a time.
 constexpr bool kTogether = kTiling.together;
 static_assert(!kTogether || (kCausal && !kAlongside && !kListed));
 
 constexpr int kQKBoxes = kPairs ? (Boxes(kQKDim) + 1) / 2 * 2 : Boxes(kQKDim);
-constexpr int kHalfBoxes = (kQKBoxes + 1) / 2;  // of a CTA's half of dQ, if kPairs
+constexpr int kHalfBoxes = (kQKBoxes + 1) / 2;  // boxes of a CTA's half of dQ, if kPairs
 constexpr int kVBoxes = Boxes(kVDim);
 constexpr int kQBox = kRows * kBoxBytes;   // bytes of a box of Q or dO
 constexpr int kKVBox = kCols * kBoxBytes;  // bytes of a box of K or V
@@ -50,67 +50,67 @@ constexpr bool kTF32SameKeys = kTF32 && kSameKeys;
 constexpr int kTransposers = kTF32 ? 3 : 0;                     // warps of the producer's warpgroup
 constexpr int kQKTransposedBox = kQKBoxes * kBoxColumns * 128;  // bytes of a box of 32 keys of K^T
 constexpr int kDSBytes = kRows * kCols * kElementBytes;
-constexpr int kDOReaders = kTF32SameKeys ? 4 : 4 * kConsumers;   // warps that read dO; and dO^T
-constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // there the warpgroup that needs Q^T makes it
+constexpr int kDOReaders = kTF32SameKeys ? 4 : 4 * kConsumers;   // warps that read dO, and as many that read dO^T
+constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // if 0, the warpgroup that needs Q^T makes it
 
-// If kAlongside: bytes of 16 rows of a box of dQ in f32, or of O and of dO.
+// If kAlongside: bytes of 16 rows of a box of dQ in f32, or of a box of O and one of dO.
 constexpr int kRowsBytes = kAlongsideRows * 64 * 4;
 
 // A tile of K and V.
 struct KVTile {
-  int column, head, batch;  // column < 0: there are no more; batch < 0: this is none
-  int item_head;  // among those of all batches, of Q if kAlongside; < 0: nothing to report of its dQ, or no more
-  int steps;      // tiles of Q, of all heads of the item, that see it; with a block mask: are there any?
+  int column, head, batch;  // column < 0: there are no more tiles; batch < 0: this is no tile, but has to be passed on
+  int item_head;  // among the heads of all batch entries, of Q if kAlongside; < 0: no dQ of it is to be reported
+  int steps;      // tiles of Q, of all heads of the item, that see it; with a block mask not 0 if there are any
 };
 
-// With lists, what the producer goes by: a tile of K and V, or two, and the rows that see it.
+// With lists: what the producer walks, a tile of K and V, or two if kPairs, and the rows that see it.
 struct ListedColumn {
   KVTile tile;
   Visible rows;
 };
 
-// Which masks the entries of a tile have to be looked at for; kOfBlock: the bits of its block say it all.
+// Which masks have to be applied to the entries of a tile; kOfBlock: the bits of its block alone.
 enum class Masks : int8_t { kNone, kAll, kOfBlock };
 
 // A tile of Q, and of dO.
 struct Step {
   int row, head;
-  int row_block;  // of 64, among those in scratch
-  int kind;       // of the block
+  int row_block;  // number of its (first) block of 64 rows among those in scratch
+  int kind;       // of the block of a block mask
   Masks masks;
-  bool last;  // of this tile of K and V
+  bool last;  // is it the last step of this tile of K and V?
 };
 
-constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // of 16 rows of a box of dK or dV in f32, for each consumer warp
+constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // 16 rows of a box of dK or dV in f32, for each consumer warp
 constexpr int kStagingBytes = kPairs ? kRows * kCols * 4 : kSumKV ? kSumBytes : kRows * kQKDim * 4;
 
 struct BackwardShared {
-  alignas(1024) uint8_t k[kQKBoxes * kKVBox];  // TF32: K^T; K comes to ds, or if kSameKeys to staging
-  alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : kVBoxes * kKVBox];  // TF32, kSameKeys: then dS, and P
+  alignas(1024) uint8_t k[kQKBoxes * kKVBox];  // with TF32 K^T; K comes to ds, or if kSameKeys to staging
+  alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : kVBoxes * kKVBox];  // if kTF32SameKeys later dS, and P
   alignas(1024) uint8_t q[kStages][kQKBoxes * kQBox];
   alignas(1024) uint8_t d_o[kStages][kVBoxes * kQBox];
   alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with q
-  // dS^T, boxes of [keys][64 rows]. TF32: dS, boxes of [rows][32 keys]; before, K as it comes
+  // dS^T, in boxes of [keys][64 rows]. With TF32 at first K as it comes, then dS, in boxes of [rows][32 keys].
   alignas(1024) uint8_t ds[kTF32 ? 1 : 2][kTF32SameKeys ? 1 : kDSBytes];
-  // dQ on its way out, in f32; at the end dK, if dS has no room for dV and dK. If kPairs: P from one warpgroup to the
-  // other; before, half of K.
+  // dQ in f32 on its way to HBM; at the end dK, if dS has no room for dV and dK. If kPairs: at first half of K, then P
+  // on its way from one warpgroup to the other.
   alignas(1024) uint8_t staging[kStagingBytes > kQKBoxes* kKVBox || kPairs ? kStagingBytes : kQKBoxes * kKVBox];
   alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m apart
   alignas(16) float d[kStages][kRows];
   alignas(16) Step step[kStages];
   alignas(16) KVTile tile[2];
-  ListedColumn listed;  // if kPairs, for want of registers
+  ListedColumn listed;  // of the producer, if kPairs, for want of registers
   uint64_t k_full, k_empty, v_full, v_empty;
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kStages], do_empty[kStages];
-  uint64_t ds_full[kStages], ds_empty[kStages];  // if kPairs, of what comes from the other CTA
-  // If kAlongside, of each warp
+  uint64_t ds_full[kStages], ds_empty[kStages];  // if kPairs, for the dS that comes from the other CTA
+  // If kAlongside: what each of the warps that prepare and finish rows has.
   alignas(kAlongside ? 1024 : 1) uint8_t rows[3][2][kAlongside ? kRowsBytes : 1];
   alignas(16) uint8_t zeros[kAlongside ? kRowsBytes : 1];
   uint64_t rows_full[3][2];
-  // TF32
+  // With TF32: the transposes of Q and dO.
   uint64_t q_t_full, q_t_empty, do_t_full, do_t_empty;
-  bool more[kTF32 ? kStages : 1];  // comes with dO, or says that there is none
+  bool more[kTF32 ? kStages : 1];  // comes with dO; false if there is no more of it
   alignas(kTF32 ? 1024 : 1) uint8_t q_t[kTF32 ? kQKBoxes * kQBox : 1], do_t[kTF32 ? kVBoxes * kQBox : 1];
 };
 static_assert(kSameKeys || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::v));                // where dV leaves
@@ -118,7 +118,7 @@ static_assert(!kTF32 || kTF32SameKeys || sizeof(BackwardShared::ds) >= sizeof(Ba
 static_assert(sizeof(BackwardShared::v) >= kVBoxes * kKVBox);
 static_assert(!kSumKV || (kSumBytes <= sizeof(BackwardShared::ds) && kStagingBytes >= kRows * kQKDim * 4));
 
-// dK and dV in f32 are in blocks of 64 keys: how many a head has.
+// How many blocks of 64 keys a head has, in which dK and dV are added up in f32.
 __device__ __forceinline__ int KeyBlocksOfHead(const Params& p) {
   return (p.kv_len + kCols - 1) / kCols * (kCols / kRowBlock);
 }

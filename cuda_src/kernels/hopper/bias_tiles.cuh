@@ -1,6 +1,6 @@
-// Tiles of a bias that the copy engine brings, with K in the forward and with Q in the backward, so that nobody waits
-// for its entries one by one; and tiles of dbias that it takes away. They lie as they come: boxes of kBoxBytes of keys,
-// of all rows of a tile, swizzled.
+// Tiles of a bias, which the copy engine brings with K in the forward and with Q in the backward, so that nobody waits
+// for its entries one by one; and tiles of dbias, which it takes away. In shared memory they lie as they come: in boxes
+// of all rows of a tile and kBoxBytes of keys, swizzled.
 #pragma once
 
 #include "ptx/tma.cuh"
@@ -27,7 +27,7 @@ __device__ __forceinline__ void LoadBiasTile(const Params& p, uint8_t* to, const
   }
 }
 
-// Has it brought to the L2.
+// Has the tile brought to the L2.
 __device__ __forceinline__ void PrefetchBiasTile(const Params& p, const TensorMap* map, int row, int key, int head,
                                                  int batch) {
   for (int b = 0; b < kBiasBoxes; ++b) {
@@ -35,13 +35,13 @@ __device__ __forceinline__ void PrefetchBiasTile(const Params& p, const TensorMa
   }
 }
 
-// Begins to store the tile of dbias that is in its place.
+// Begins to store the tile of dbias that has taken the place of the bias.
 __device__ __forceinline__ void StoreBiasTile(const uint8_t* from, const TensorMap* map, int row, int key, int head,
                                               int batch) {
   for (int b = 0; b < kBiasBoxes; ++b) TmaStore(map, from + b * kBiasBox, key + b * kBiasBoxKeys, row, head, batch);
 }
 
-// Two entries of 16 bits.
+// Two entries of 16 bits as floats, and back.
 __device__ __forceinline__ float2 UnpackBias(uint32_t packed) {
   if constexpr (kBiasDType == DType::kF16) {
     float2 x;
@@ -63,8 +63,8 @@ __device__ __forceinline__ uint32_t PackBias(float low, float high) {
   return packed;
 }
 
-// Where 16 x 16 entries are of which a lane has 8, in the order of an accumulator. `rows`: the first of the 16 in the
-// first box; `key`: of the tile.
+// Where 16 x 16 entries of a tile are, of which a lane has 8, in the order of an accumulator. `rows` is the first of
+// the 16 rows in the first box, `key` the first of the 16 keys of the tile.
 template <bool kTransposed>
 struct BiasPlaces {
   const uint8_t* const box;
@@ -76,14 +76,14 @@ struct BiasPlaces {
         chunk(key % kBiasBoxKeys * kBiasBytes / 16),
         lane(threadIdx.x % 32) {}
 
-  // Of 16 bits: there is a matrix for 8 x 8 entries, and each lane gives the address of a row of one.
+  // For entries of 16 bits: a matrix has 8 x 8 entries, and each lane gives the address of a row of one.
   __device__ __forceinline__ uint32_t Matrices() const {
     const int row = kTransposed ? lane / 16 * 8 + lane % 8 : lane % 16;
     const int c = chunk + (kTransposed ? lane / 8 % 2 : lane / 16);
     return SharedAddress(box + row * kBoxBytes + (c ^ row % 8) * 16);
   }
 
-  // Of 32 bits: the i-th of a lane. In memory it is beside the one after it, unless kTransposed.
+  // For entries of 32 bits: where the i-th of a lane is. In memory it is beside the one after it, unless kTransposed.
   __device__ __forceinline__ float* Entry(int i) const {
     const View<kTransposed> view = {kTransposed ? lane % 4 * 2 : lane / 4, kTransposed ? lane / 4 : lane % 4 * 2};
     const int h = i / 2 % 2, x = i / 4 * 2 + i % 2, r = view.Row(h, x), k = view.Key(h, x);
@@ -92,7 +92,7 @@ struct BiasPlaces {
   }
 };
 
-// Adds 16 x 16 entries to those of S, or of its transpose, of which `S` is what a lane has.
+// Adds 16 x 16 entries of the bias to S, or to its transpose. `S` is this lane's part of it.
 template <bool kTransposed>
 __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float* S) {
   const BiasPlaces<kTransposed> places(rows, key);
@@ -114,7 +114,7 @@ __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float*
     for (int i = 0; i < 8; i += 2) {
       if constexpr (kTransposed) {
         S[i] += *places.Entry(i), S[i + 1] += *places.Entry(i + 1);
-      } else {  // lanes of odd rows have the two in the other order, or two lanes would want the same bank
+      } else {  // lanes of odd rows read the two in the other order; otherwise two lanes would want the same bank
         const int odd = places.lane / 4 % 2;
         const float first = places.Entry(i)[odd], second = places.Entry(i)[1 - odd];
         S[i] += odd ? second : first, S[i + 1] += odd ? first : second;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float*
   }
 }
 
-// Puts 16 x 16 entries there, of which `x` is what a lane has.
+// Stores 16 x 16 entries there. `x` is this lane's part of them.
 __device__ __forceinline__ void PutBiasTile(uint8_t* rows, int key, const float* x) {
   const BiasPlaces<false> places(rows, key);
   if constexpr (kBiasBytes == 2) {

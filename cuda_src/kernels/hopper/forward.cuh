@@ -7,16 +7,17 @@
 // right to left, and only the tiles at either end of what the rows see are masked. With a block mask, whose blocks are
 // whole tiles, a thread of the producer's goes through the list of the blocks that there are, and consumers are told.
 //
-// Where the rows are too few for all warpgroups, half of these take the first half of the keys of each tile, half the
-// second, and what they have is merged at the end.
+// Where a tile has too few rows to give each warpgroup 64 of its own, half of the warpgroups take the first half of the
+// keys of each tile and the others the second half; O, m and l of the two halves are merged at the end.
 //
 // f32 is taken as TF32: the copy engine rounds Q, K and V, as their maps say. There Q is held in registers, for the
-// sake of shared memory's bandwidth, and V lands box by box and is transposed by the other warps of the producer's.
+// sake of shared memory's bandwidth, and V lands box by box and is transposed by the other warps of the producer's
+// warpgroup.
 //
-// Tiles of S have kRows (a multiple of 64) and kKeys (of 16, or 32 for f32); there are 2, 3 or 4 consumers, one or two
-// for 64 rows. The host launches at most one CTA a multiprocessor, of kThreads and `jax_flash_shared_bytes`, with boxes
-// of kBoxRows in the maps of Q and O and of kKeys in those of K and V. What is beyond the head dim arrives as zeros,
-// and is left out of O.
+// Tiles of S have kRows rows (a multiple of 64) and kKeys columns (a multiple of 16, or of 32 for f32). There are 2, 3
+// or 4 consumer warpgroups, one or two of them for each 64 rows. The host launches at most one CTA a multiprocessor, of
+// kThreads and `jax_flash_shared_bytes`, with boxes of kBoxRows in the maps of Q and O and of kKeys in those of K and
+// V. What is beyond the head dim arrives as zeros, and is left out of O.
 #pragma once
 
 #include "hopper/forward_epilogue.cuh"
@@ -28,8 +29,8 @@ namespace jax_flash {
 struct Consumer : Epilogue {
   using Epilogue::Epilogue;
 
-  // S and P of tile j of K, and O of the tile before it, which is right of it: numbers are lines of Algorithm 2.
-  // `inside`: is nothing but its block's bits to be looked at, if it is masked?
+  // Computes S and P of tile j of K, and adds P V of the tile before it, which lies to its right, to O. Numbers are
+  // lines of Algorithm 2. `inside`: if the tile is masked, do the bits of its block alone say what is seen?
   template <bool kMasked>
   __device__ __forceinline__ void Step(const QTile& tile, int j, bool last, bool inside = false) {
     float alpha[2], shift[2];
@@ -58,18 +59,19 @@ struct Consumer : Epilogue {
     PackP();  // 14
   }
 
-  // With lists: the tile of K that is there.
+  // With lists: waits for the next tile of K, and says which one it is.
   __device__ __forceinline__ ListedTile Listed() {
     MbarrierWait(&shared.k_full[k.index], k.parity);
     return {Uniform(shared.listed[k.index].word)};
   }
 
-  // A tile of O: line 8's i, with the loop of line 6 inside. False if the producer has no more.
+  // Computes one tile of O: an i of line 8, with the loop of line 6 inside. Returns false if the producer has no more
+  // tiles.
   __device__ __forceinline__ bool Run(const TensorMap* o_map) {
     SyncWarp();  // all lanes have read the tile before, which q_empty will say
     MbarrierWait(&shared.q_full[q.Index()][row_group], q.Parity());
-    // It stays in shared memory for want of registers, but for the loop's bounds. Those all threads have, which the
-    // compiler cannot know.
+    // The tile stays in shared memory for want of registers. Only the loop's bounds are read into registers; they are
+    // the same in all threads, which the compiler cannot know.
     const QTile& tile = shared.tile[q.position][row_group];
     const int begin = kLocal || kListed ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
     const int unmasked_begin = kLocal ? Uniform(tile.visible.every_lo) : 0;
@@ -169,6 +171,6 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     SetMaxRegistersUp<Tuning::kConsumerRegisters>();
     Consumer consumer(p, shared);
     while (consumer.Run(&o_map)) consumer.q.Next();
-    TmaWaitRead<0>();  // shared memory is this CTA's until O has left
+    TmaWaitRead<0>();  // a CTA may not end before O has left its shared memory
   }
 }

@@ -9,8 +9,8 @@ namespace jax_flash {
 struct Epilogue : Probabilities {
   using Probabilities::Probabilities;
 
-  // Where two warpgroups have the keys, the O, m and l of the one go to the other. It is the first to finish, and goes
-  // on to the next tile.
+  // Where two warpgroups share the keys, the one with the first half, which is the first to finish, hands its O, m and
+  // l to the other and goes on to the next tile.
   __device__ __forceinline__ void Finish(const QTile& tile, const TensorMap* o_map) {
     if (kKeyGroups == 1) {
       Write(tile, o_map);
@@ -36,7 +36,7 @@ struct Epilogue : Probabilities {
     BarrierArrive(kHanded + row_group, 2 * kWarpgroup);
   }
 
-  // O, m, l of all keys, from those of either half.
+  // Merges the other half's O, m and l into this one's, which are then those of all keys.
   __device__ __forceinline__ void Merge() {
     const auto* const from = shared.handed[row_group];
     const int thread = threadIdx.x % kWarpgroup;
@@ -52,7 +52,7 @@ struct Epilogue : Probabilities {
     BarrierArrive(kFree + row_group, 2 * kWarpgroup);
   }
 
-  // O, l and m where there is nothing to see.
+  // Writes O, l and m of a tile whose rows see no key.
   __device__ __forceinline__ void WriteEmpty(const QTile& tile) {
     constexpr int kChunks = kVDim * kElementBytes / 16;  // of a row
     const int thread = threadIdx.x % kWarpgroup, row0 = tile.row + 64 * row_group;
@@ -69,7 +69,7 @@ struct Epilogue : Probabilities {
     Release(&shared.q_empty[q.Index()][row_group]);
   }
 
-  // O = diag(l)^-1 O, l and m.
+  // Writes O = diag(l)^-1 O, l and m.
   __device__ __forceinline__ void Write(const QTile& tile, const TensorMap* o_map) {
     float factor[2];
 #pragma unroll
@@ -84,7 +84,8 @@ struct Epilogue : Probabilities {
 #pragma unroll
     for (int first = 0; first < kVBoxes; first += kAtOnce) {
       uint8_t* const to = o + first % 2 * kQBox;
-      if (!kOInQ && first != 1) {  // what was there has left; before the first box what was in either
+      // Waits until what was in the box before has left; before the first box, what was in either of the two.
+      if (!kOInQ && first != 1) {
         first == 0 ? TmaWaitRead<0>() : TmaWaitRead<1>();
         SyncWarpgroup();
       }
@@ -100,7 +101,7 @@ struct Epilogue : Probabilities {
       }
     }
     if (kOInQ) Release(&shared.q_empty[q.Index()][row_group]);
-    WriteStatistics(tile);  // late, since the fence above waits for all stores before it
+    WriteStatistics(tile);  // after the fence above, which would wait for these stores
   }
 
   __device__ __forceinline__ void WriteStatistics(const QTile& tile) {
@@ -114,7 +115,7 @@ struct Epilogue : Probabilities {
     }
   }
 
-  // A box of O to this warp's rows of it in shared memory.
+  // Stores a box of O, divided, in this warp's rows of the box in shared memory.
   __device__ __forceinline__ void StoreBox(uint8_t* rows, int box, const float (&factor)[2]) {
 #pragma unroll
     for (int c = 0; c < 4 && (4 * box + c) * kStep < kVDim; ++c) {

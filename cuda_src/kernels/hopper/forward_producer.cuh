@@ -1,4 +1,4 @@
-// What the Hopper forward's producer warpgroup does: a thread loads Q, K and V; of f32, its other warps transpose V.
+// What the Hopper forward's producer warpgroup does: a thread loads Q, K and V; for f32 its other warps transpose V.
 #pragma once
 
 #include "hopper/forward_scheduler.cuh"
@@ -11,11 +11,11 @@ struct Producer {
   const Params& p;
   ForwardShared& shared;
   const TensorMap *q_map, *k_map, *v_map, *bias_map;
-  Ring<kStages> at;  // the next tile of V; K is one ahead, or none
+  Ring<kStages> at;  // of the next tile of V; K is at most one tile ahead of it
   Ring<kLandings> landing;
   PackedRing<kQBuffers> q;
 
-  // For a tile of Q; and the tile of the bias that is theirs.
+  // Loads the tile j of K for a tile of Q, and the tile of the bias that both have.
   __device__ __forceinline__ void LoadK(Ring<kStages> k, int j, int head, int batch, const QTile& tile,
                                         ListedTile listed = {}) {
     MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
@@ -45,7 +45,7 @@ struct Producer {
     at.Next();
   }
 
-  // To the warp whose turn it is: a box of V, or that there are no more.
+  // Tells the warp whose turn it is that a box of V lands, or that there are no more.
   __device__ __forceinline__ void Land(bool more) {
     MbarrierWait(&shared.transposed[landing.index], landing.parity ^ 1);
     shared.more[landing.index] = more;
@@ -55,7 +55,7 @@ struct Producer {
     for (int w = 0; w < kTransposers; ++w) Land(false), landing.Next();
   }
 
-  // Hands the tile to all consumers, with Q. (Lists leave no registers to unroll it.)
+  // Hands the tile to all consumers, and loads its Q. (With lists there are no registers to unroll the loop.)
   __device__ __forceinline__ void LoadQ(const QTile& tile, bool empty) {
 #pragma unroll(kListed ? 1 : kRowGroups)
     for (int w = 0; w < kRowGroups; ++w) {
@@ -94,7 +94,7 @@ struct Producer {
     }
   }
 
-  // With lists: all tiles that a Lookup or Found has.
+  // With lists: loads all tiles that a Lookup or a Found goes through.
   template <typename List>
   __device__ __forceinline__ void RunListed(List list) {
     while (list.NextTile()) {
@@ -113,9 +113,10 @@ struct Producer {
   }
 };
 
-// f32: a warp that transposes every kTransposers-th box of V. It waits for the others' boxes too, and says that it has
-// seen them, so as to be neither a lap ahead of a barrier nor one behind. (That it looks at v_empty for its own boxes
-// alone is enough because K of the next tile comes before V of this one.)
+// For f32: a warp that transposes every kTransposers-th box of V. It also waits for the boxes of the other warps, and
+// says that it has seen them; otherwise it could find a barrier a whole round ahead, or behind, and take its phase for
+// the right one. (For v_empty it is enough to look at its own boxes, since K of the next tile comes before V of this
+// one.)
 struct Transposer {
   ForwardShared& shared;
   Ring<kLandings> landing;
@@ -123,7 +124,7 @@ struct Transposer {
 
   __device__ __forceinline__ void Run() {
     const int lane = threadIdx.x % 32;
-    int turn = threadIdx.x / 32 - 1;  // the boxes until the next of this warp's
+    int turn = threadIdx.x / 32 - 1;  // how many boxes come before this warp's next one
     for (int box = 0;; ++box, --turn, landing.Next()) {
       if (box == kVBoxes) box = 0, v.Next();
       MbarrierWait(&shared.landed[landing.index], landing.parity);

@@ -9,10 +9,12 @@ namespace jax_flash {
 
 constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
 
-// Named barriers of row groups.
+// The first named barriers by which the two warpgroups of a row group hand over O, m and l: one of each kind for a
+// group.
 constexpr int kHanded = 1 + 2 * kConsumers, kFree = kHanded + kRowGroups;
 
-// A consumer warpgroup: 64 rows, and all keys of a tile or half of them. A lane holds two of the rows, Row and Row + 8.
+// A consumer warpgroup has 64 rows, and all keys of a tile or half of them. A lane has two of the rows, Row and Row
+// + 8.
 struct Warpgroup {
   const Params& p;
   ForwardShared& shared;
@@ -43,11 +45,11 @@ struct Warpgroup {
     BarrierArrive(1 + kConsumers + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
   }
 
-  // This warp's rows of a box of Q or O.
+  // Where this warp's rows of a box of Q or O begin.
   __device__ __forceinline__ uint8_t* RowsOfWarp(uint8_t* box) const { return box + 16 * warp * 128; }
 };
 
-// Lines 10 and 15 of Algorithm 2: S = Q K^T, and P V of O.
+// Lines 10 and 15 of Algorithm 2: S = Q K^T, and O += P V.
 struct Products : Warpgroup {
   float S[kCols / 2], O[kVDim / 2];
   uint32_t P[kCols / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32
@@ -64,7 +66,7 @@ struct Products : Warpgroup {
 
   // S = Q K^T
   __device__ __forceinline__ void IssueS() {
-    if (!kListed) MbarrierWait(&shared.k_full[k.index], k.parity);  // or Listed has
+    if (!kListed) MbarrierWait(&shared.k_full[k.index], k.parity);  // with lists Listed has waited for it
     WgmmaFence();
     const uint64_t a = Descriptor(shared.q[q.Index()][row_group], 0);
     const uint64_t b = Descriptor(shared.k[k.index] + key_group * kCols * 128, 0);

@@ -7,7 +7,7 @@
 
 namespace jax_flash {
 
-// The next tile of the output; false when there are no more.
+// Finds the next tile of the output; returns false when there are no more.
 __device__ __forceinline__ bool Next(const Params& p, Schedule<>* schedule, QTile* tile) {
   const int heads = p.batch * p.q_heads, tiles = (p.q_len + kRows - 1) / kRows;
   int head, t;
@@ -22,7 +22,7 @@ __device__ __forceinline__ bool Next(const Params& p, Schedule<>* schedule, QTil
   return true;
 }
 
-// With lists: goes through the tiles of the output, and through those of K and V that each of them sees.
+// With lists: goes through the tiles of the output, and through the tiles of K and V that each of them sees.
 struct Lookup {
   const Params& p;
   QTile tile;
@@ -30,7 +30,7 @@ struct Lookup {
   ListedKeys<kKeys> keys;
 
   __device__ __forceinline__ const QTile& Here() const { return tile; }
-  // Whether there is one more.
+  // Goes to the next tile; returns false when there are no more.
   __device__ __forceinline__ bool NextTile() {
     constexpr int kTiles = kTilesOfRow<kRows>;
     const int q_heads = Fresh(p.q_heads);
@@ -56,13 +56,14 @@ struct Lookup {
   }
 };
 
-// A thread that does so ahead of the one that loads: a counter, a list, its members and their kinds, each of which says
-// where the next is, take as long as the tile of a short list.
+// A thread that goes through the lists ahead of the thread that loads. To find a tile it reads a counter, then a list,
+// then the list's members and their kinds, each of which says where the next one is. That takes as long as a short
+// list's tile.
 struct Scout {
   const Params& p;
   ForwardShared& shared;
   Ring<kAhead> at;
-  Ring<kAhead + 1> tiles;  // with one more there is no need of barriers for them
+  Ring<kAhead + 1> tiles;  // one more than found tiles of K and V, so that these need no barriers of their own
 
   __device__ __forceinline__ void Run() {
     Lookup lookup{p};
@@ -95,7 +96,7 @@ struct Scout {
   }
 };
 
-// What it has found, like Lookup.
+// Goes through what a Scout has found, as a Lookup does.
 struct Found {
   ForwardShared& shared;
   Ring<kAhead> at;

@@ -16,7 +16,7 @@ struct Probabilities : Products {
     softmax.to_log2 = ToLog2(p);
   }
 
-  // Of this lane's first entry of tile j.
+  // The view of the masks from this lane's first entry of tile j.
   __device__ __forceinline__ View<false> ViewOf(const QTile& tile, int j) const {
     return {Row(tile), Column(j) + lane % 4 * 2};
   }
@@ -33,16 +33,16 @@ struct Probabilities : Products {
     if (!kMasked || !kLookedUp) return;
     const Block<false> block(p.block_mask, kListed ? shared.listed[k.index].elements : kAll);
     seen.Ask(block, Block<false>::kLines == kRows ? RowInTile() : Row(tile),
-             Column(j));  // a tile may be all of a block
+             Column(j));  // a tile may be a whole block
     if (Tuning::kEarlyMasks) JoinSeen(tile, j, inside);
   }
-  // All that this comes to. `inside`: do a block's own bits say it all?
+  // Joins what all masks say of tile j. `inside`: do the bits of its block alone say what is seen?
   __device__ __forceinline__ void JoinSeen(const QTile& tile, int j, bool inside) {
     seen.Fold();
     if (!inside) seen.Join(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
   }
 
-  // s_ij from q_i k_j, with the tile of the bias that has come with K.
+  // Turns q_i k_j into s_ij, with the tile of the bias that has come with K.
   __device__ __forceinline__ void AddBias() {
     Pin(S);
     Cap(p, S);
@@ -54,12 +54,13 @@ struct Probabilities : Products {
       if (Tuning::kBiasInParts && c % 32 == 0 && Never()) return;
       AddBiasTile<false>(rows, key_group * kCols + c, S + c / 2);
     }
-    FenceProxyAsync();                          // before the next one comes there
-    if (kBiasDType == DType::kF32) SyncWarp();  // lanes that load for themselves are through before one says so for all
+    FenceProxyAsync();  // before the next tile of the bias comes to the same place
+    if (kBiasDType == DType::kF32)
+      SyncWarp();  // each lane loads for itself, and one lane says for all that they are done
   }
 
-  // From q_i k_j to s_ij, unless AddBias has been there, -inf where row i does not see key j. Without kFormsScores S
-  // stays without its scale.
+  // Turns q_i k_j into s_ij, unless AddBias has done so, and into -inf where row i does not see key j. Without
+  // kFormsScores S stays without its scale.
   template <bool kMasked>
   __device__ __forceinline__ void ToScores(const QTile& tile, int j) {
     const Score score(p, tile.batch, tile.head);
@@ -90,7 +91,7 @@ struct Probabilities : Products {
     if (program::kLessWithin) PinApart<kWithin>(S);
   }
 
-  // The row maxima. O will have to be multiplied by alpha; `shift` is what the exponents are taken against.
+  // Updates the maxima of the rows. O will have to be multiplied by alpha; `shift` is what exponents are relative to.
   __device__ __forceinline__ void Maximum(float (&alpha)[2], float (&shift)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -100,16 +101,16 @@ struct Probabilities : Products {
     }
   }
 
-  // S becomes P, l its row sums.
+  // Turns S into P, and adds the sums of its rows to l.
   __device__ __forceinline__ void Exponentials(const float (&shift)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) softmax.Exponentials(S, h, shift[h]);
   }
 
-  // Which entries of tile j dropout keeps.
+  // Draws which entries of tile j dropout keeps.
   __device__ __forceinline__ void Draw(const QTile& tile, int j) { z.Draw(p, Row(tile), Column(j)); }
 
-  // Z P as the left operand of O.
+  // Makes Z P the left operand of O's product.
   __device__ __forceinline__ void PackP() {
 #pragma unroll
     for (int i = 0; i < kCols / kStep * 4; ++i)

@@ -30,12 +30,13 @@ constexpr int kTransposers = 3;                              // warps
 constexpr int kLandings = kCols < 64 ? 8 : 4;                // boxes of V in flight that are to be transposed
 constexpr bool kScout = kListed && !kTF32;                   // is there a thread that looks up lists ahead?
 constexpr int kAhead = kScout ? 8 : 1;                       // tiles of K and V that it is ahead at most
-// O leaves through shared memory of its own, so that the next tile of Q can come: whole, or box by box by way of two;
-// or, where that is too much, through Q's. Where there is room for two tiles of Q, the next one is there in time.
+// O leaves through shared memory of its own, so that the next tile of Q can come meanwhile: as a whole, or box by box
+// with two boxes in turn. Where there is no room for two boxes it leaves through Q's. Where there is room for two tiles
+// of Q, the next tile is loaded while this one is computed.
 constexpr int kQBytes = kRowGroups * kQKBoxes * kQBox;
 constexpr int kKVBytes =
     ((kQKBoxes + kVBoxes) * kKVBox + kBiasTile) * kStages + (kTF32 ? kLandings * kKVBox + 1024 : 0);
-constexpr int kHandedValues = kVDim / 2 + 6;  // of a thread: its O, and m, l and the reference of its two rows
+constexpr int kHandedValues = kVDim / 2 + 6;  // that a thread hands over: its O, and m, l and reference of its two rows
 constexpr int kHandedBytes = kKeyGroups > 1 ? kRowGroups * kHandedValues * kWarpgroup * 4 : 0;
 constexpr int kRoom = 226 * 1024 - kKVBytes - kHandedBytes;          // for Q and O
 constexpr int kRoomForO = (kRoom - kQBytes) / (kRowGroups * kQBox);  // boxes of each row group
@@ -45,14 +46,14 @@ constexpr int kQBuffers = 2 * kQBytes + kRowGroups * kOBoxes * kQBox > kRoom ? 1
 static_assert(kKeyGroups == 1 || !kOInQ);
 static_assert(!kOInQ || kVBoxes <= kQKBoxes);
 
-// A tile of the output, and the tiles of K and V that it sees. With a block mask these are keys, and it sees no more
-// than that.
+// A tile of the output, and the tiles of K and V that it sees. With a block mask the bounds are keys, and no key
+// outside of them is seen.
 struct QTile {
   int row, head, batch;
   Visible visible;
 };
 
-// With a block mask: a tile of K and V that comes.
+// With a block mask: the tile of K and V that comes next.
 struct ListedTile {
   int word = -1;  // 8 j + 4 inside + 2 masked + last; < 0: there is none
   int elements;   // of its block
@@ -78,7 +79,7 @@ struct ForwardShared {
   ListedTile found[kAhead];                  // by the scout
   QTile found_tile[kAhead + 1];              // comes with the first of them
   uint64_t found_full[kAhead], found_empty[kAhead];
-  // What a warpgroup hands over, thread by thread.
+  // What the threads of a warpgroup hand over: O, m and l of their half of the keys.
   float handed[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kHandedValues : 1][kKeyGroups > 1 ? kWarpgroup : 1];
   // f32: V as it comes
   uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];

@@ -1,4 +1,4 @@
-// Where the Hopper backward has what it needs of the rows of Q beside themselves: L and D, and dQ in f32, in scratch by
+// Where the Hopper backward has what belongs to the rows of Q: L, D, and dQ in f32. They are in scratch memory, in
 // blocks of kRowBlock rows.
 #pragma once
 
@@ -7,15 +7,15 @@
 
 namespace jax_flash {
 
-// Three warps beside the one that loads would have nothing to do: hopper/backward_alongside.cuh.
+// Is this done by the three warps that have nothing to do beside the one that loads (hopper/backward_alongside.cuh)?
 constexpr bool kAlongside = kTiling.alongside;
 
-// A head has a multiple of so many rows there, whole tiles of the backward. (With a bias it has tiles of 64; those of
-// dbias, which are larger, find them where they are.)
+// A head has a multiple of this many rows in scratch, which are whole tiles of the backward. (With a bias these have 64
+// rows. The pass for dbias has larger tiles, and finds the rows where they are.)
 constexpr int kHeadRows = kBias ? kRowBlock : kTiling.rows;
 
-// How many blocks a head has, and which is its first of those in scratch. (Asked again and again by warps that have few
-// registers.)
+// How many blocks a head has, and which block in scratch is its first. (Computed again and again, by warps that have
+// few registers.)
 __device__ __forceinline__ int BlocksOfHead(const Params& p) {
   return (Fresh(p.q_len) + kHeadRows - 1) / kHeadRows * (kHeadRows / kRowBlock);
 }
@@ -23,7 +23,8 @@ __device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
   return (kAlongside ? head % Fresh(p.scratch_heads) : head) * BlocksOfHead(p);
 }
 
-// L and D are stored in whole tiles, 16 rows lane by lane: one float4 is what a lane needs of a 16 x 16 tile of S^T.
+// Where row r of L and D is stored. Rows are permuted within each 16, so that what a lane needs for a 16 x 16 tile of
+// S^T is one float4.
 __device__ __forceinline__ int Place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
 
 }  // namespace jax_flash

@@ -1,8 +1,8 @@
-// TF32 wgmmas take B from shared memory only where its k is contiguous, which the keys of V are not: V is transposed.
-// (In the backward Q and dO likewise, whose k are queries, and K.)
+// A wgmma of TF32 takes B from shared memory only where the dimension that is summed over (k) is contiguous. The keys
+// of V are not, so V is transposed. In the backward so are Q and dO, which are summed over queries, and K.
 //
-// Both ways round, position 2 t + e of each 8 holds what is at t + 4 e of the other, which puts both P and O where
-// they are wanted:
+// Rows and columns are also permuted, both in the same way: of each 8, position 2 t + e of the one is t + 4 e of the
+// other. That puts both P and O where they are wanted:
 //   key 2 t + e of V is column t + 4 e of V^T, and so of P: a lane's columns of an accumulator are its k of A
 //   column t + 4 e of V is row 2 t + e of V^T, and so column of O: a lane's columns are those of stmatrix
 #pragma once
@@ -12,8 +12,8 @@
 namespace jax_flash {
 
 // A warp transposes a box of V, [kKeys][32], to 32 rows of V^T, [32] in each of its boxes of 32 keys, which are
-// `stride` bytes apart; kKeys is a multiple of 32. Each lane does a column: 32 reads, and 8 writes of 16 bytes, are of
-// all banks. kAtOnce: keys that are in registers, 8 or 16.
+// `stride` bytes apart; kKeys is a multiple of 32. Each lane transposes a column: what 32 lanes read at a time, and
+// what 8 lanes write, 16 bytes each, lies in all banks. kAtOnce: how many keys are in registers, 8 or 16.
 template <int kKeys, int kAtOnce>
 __device__ __forceinline__ void TransposeBox(const uint8_t* v, uint8_t* v_t, int stride) {
   int column = threadIdx.x % 32;
@@ -34,8 +34,8 @@ __device__ __forceinline__ void TransposeBox(const uint8_t* v, uint8_t* v_t, int
   }
 }
 
-// The same of 32 keys, in fewer steps and with more registers: a lane has 8 keys and 4 columns. What 8 lanes read or
-// write at once, 16 bytes each, is of all banks.
+// The same for 32 keys, in fewer steps and with more registers: a lane has 8 keys and 4 columns. What 8 lanes read or
+// write at a time, 16 bytes each, lies in all banks.
 __device__ __forceinline__ void TransposeSquare(const uint8_t* v, uint8_t* v_t) {
   const int lane = threadIdx.x % 32, columns = lane % 8, keys = columns / 2 ^ lane / 8;  // 4 columns, 8 keys
   const int row = columns / 2 * 8 + columns % 2;

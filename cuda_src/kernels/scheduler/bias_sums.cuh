@@ -1,6 +1,6 @@
-// What is added up in dbias: tiles of S, of kTiling.rows and kTiling.cols, of all that the bias is broadcast over. A
-// CTA has a tile of dbias at a time; or, where few tiles have much to add up, one of its p.parts, which a kernel adds
-// up.
+// What is added up in dbias. For a tile of dbias, of kTiling.rows rows and kTiling.cols columns, these are the same
+// tiles of S of all batch entries and heads that the bias is broadcast over. A CTA has a tile of dbias at a time. Where
+// few tiles have much to add up it has one of p.parts parts of the sum, and a kernel adds up the parts.
 #pragma once
 
 #include "config.cuh"
@@ -34,10 +34,10 @@ struct Shape {
 // A bias of 16 bits has a gradient of 16 bits, which is rounded as it is written.
 constexpr DType kDBiasDType = BytesOf(kProblem.bias_dtype) == 2 ? kProblem.bias_dtype : DType::kF32;
 
-// Where sums go: to dbias, or to one of its parts.
+// Where sums are written: to dbias, or to one of the parts of it.
 struct Sums {
   const Params& p;
-  float* to;  // a part; null: dbias
+  float* to;  // the part; if null, dbias itself
 
   __device__ __forceinline__ Sums(const Params& p, int part)
       : p(p), to(p.parts == 1 ? nullptr : p.dbias_parts + part * Shape(p).Elements(p)) {}
@@ -51,7 +51,7 @@ struct Sums {
   }
 };
 
-// Takes the index within one dimension off a number that has several.
+// Takes the index within one dimension off a number that indexes several.
 __device__ __forceinline__ int Take(int64_t* number, int count) {
   const int index = *number % count;
   *number /= count;
@@ -60,7 +60,7 @@ __device__ __forceinline__ int Take(int64_t* number, int count) {
 
 }  // namespace jax_flash
 
-// dbias from its parts: a thread for each element of it, in blocks of kRowThreads.
+// Adds up the parts of dbias: a thread for each of its elements, in blocks of kRowThreads threads.
 extern "C" __global__ void jax_flash_backward_bias_finish(const __grid_constant__ jax_flash::Params p) {
   const int64_t elements = jax_flash::Shape(p).Elements(p), i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= elements) return;

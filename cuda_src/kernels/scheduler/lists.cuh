@@ -1,4 +1,4 @@
-// With a block mask: the lists of blocks that are computed at all, and the order in which they are.
+// With a block mask: the lists of the blocks that are computed at all, and the order in which they are computed.
 #pragma once
 
 #include "ptx/warp.cuh"
@@ -7,7 +7,7 @@
 
 namespace jax_flash {
 
-// Of a block row its columns in order, or of a block column its rows.
+// The list of a block row has its columns in order, that of a block column its rows.
 struct BlockList {
   int index;  // of the block row or column
   int count;
@@ -29,7 +29,7 @@ __device__ __forceinline__ BlockList ColumnList(const Params& p, int batch, int 
                 BlockColumns(p));
 }
 
-// How many tiles of kRows rows, or kCols columns, a block has, and a head in all its lists.
+// How many tiles of kRows rows, or of kCols columns, a block has, and how many all lists of a head have.
 template <int kRows>
 constexpr int kTilesOfRow = kListed ? kQBlock / kRows : 1;
 template <int kCols>
@@ -53,10 +53,10 @@ __device__ __forceinline__ int FirstColumn(const BlockList& list, int part) {
   return list.index * kKVBlock + part * kCols;
 }
 
-// The order in which all heads' lists, of which the longest come first, are taken: head by head, so that few heads'
-// arrays are read at a time, for the sake of the L2. But the longest sixteenth of all heads comes first, so that none
-// of them begins late, and the shortest last, so that what ends last is short. (The one-kernel backward,
-// hopper/backward_alongside.cuh, has an order of its own.)
+// The order in which the lists of all heads are taken; in each head the longest list is the first. They are taken head
+// by head, so that the arrays of few heads are read at a time, and stay in the L2. But the longest sixteenth of the
+// lists of all heads comes first, so that none of these begins late, and the shortest sixteenth comes last, so that
+// what ends last is short. (The backward of one kernel, hopper/backward_alongside.cuh, has an order of its own.)
 __device__ __forceinline__ void ListOfItem(uint32_t item, uint32_t lists, uint32_t heads, int* head, int* list) {
   const uint32_t apart = (lists + 8) / 16, together = lists - 2 * apart, first = apart * heads;
   if (item - first < together * heads) {
@@ -68,12 +68,12 @@ __device__ __forceinline__ void ListOfItem(uint32_t item, uint32_t lists, uint32
   }
 }
 
-// All lists in this order; Numbers: whence a CTA has its own.
+// Goes through all lists in this order. Numbers says which numbers in that order are this CTA's.
 template <typename Numbers>
 struct Listing : Numbers {
   using Numbers::Numbers;
 
-  // The list that was asked for; false when there are no more.
+  // Finds the list that was asked for; returns false when there are no more.
   __device__ __forceinline__ bool Next(int heads, int lists, int* head, int* list) const {
     lists = Fresh(lists), heads = Fresh(heads);
     if (Numbers::number >= lists * heads) return false;
@@ -85,8 +85,8 @@ using CountedLists = Listing<Counted>;
 template <int kCluster>
 using DealtLists = Listing<Dealt<kCluster>>;
 
-// The list of the same block column in another head's lists, whose order is another. Heads that share a mask share
-// `members`.
+// Finds the list of the same block column among those of another head, which are in another order. Heads that share a
+// mask share `members`.
 __device__ __forceinline__ BlockList SameColumn(const Params& p, int batch, int head, int index,
                                                 const int32_t* members) {
   if (p.block_mask.head == 0) return ListAt(members - kListHeader, p.block_mask.column_width, BlockColumns(p));
@@ -99,11 +99,12 @@ __device__ __forceinline__ BlockList SameColumn(const Params& p, int batch, int 
   return same;
 }
 
-// The tiles of kTile rows (or columns) that are in the blocks of a list and may be visible, from the last to the first.
+// Goes through the tiles of kTile rows (or columns) that are in the blocks of a list and may be visible, from the last
+// to the first.
 template <int kTile, int kBlock>
 struct ListedTiles {
   int at = -1;   // where the tile begins; -1: there are no more
-  int left = 0;  // blocks to come
+  int left = 0;  // how many blocks are to come
   const int32_t* members;
 
   ListedTiles() = default;

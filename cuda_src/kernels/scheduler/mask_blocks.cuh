@@ -1,9 +1,11 @@
-// Before a forward or backward with a mask operand or a mask_mod: the block mask that they go by instead, so that
-// blocks which the mask empties cost nothing, and full ones are not looked at (Algorithm 5). Of a block of kMaskBlock x
-// kMaskBlock entries that is neither there are bits, so that the mask is read once; of a mask_mod alone there are none,
-// and the kernels ask it again. Where there is a block mask operand besides, entries have to be in all of them.
+// What comes before a forward or backward with a mask operand or a mask_mod: a block mask is made, by which they go
+// instead. Then blocks that the mask leaves empty cost nothing, and in full ones no entry is looked at (Algorithm 5).
+// For a block of kMaskBlock x kMaskBlock entries that is neither, bits are stored, so that the mask is read only once.
+// For a mask_mod alone there are no bits, and the kernels ask it again. Where there is a block mask operand as well, an
+// entry may attend only if all of them let it.
 //
-// What the mask is broadcast over has one row, or column, of blocks: `Span`.
+// Along a dimension that the mask is broadcast over there is one row, or column, of blocks, which stands for all:
+// `Span`.
 #pragma once
 
 #include "ptx/warp.cuh"
@@ -14,23 +16,23 @@ namespace jax_flash {
 constexpr int kSide = kMaskBlock;
 constexpr int kWordsOfRow = kSide / 32;
 constexpr int kWarps = kMaskThreads / 32;
-constexpr bool kStoresBits = kMask || kBlockMask;  // else what is left of a block is for mask_mod to say
+constexpr bool kStoresBits = kMask || kBlockMask;  // otherwise the kernels ask mask_mod for the entries of a block
 
-// Only the kernels here write it.
+// A pointer to what only the kernels here write.
 template <typename T>
 __device__ __forceinline__ T* Made(const T* array) {
   return const_cast<T*>(array);
 }
 
-// The blocks of queries, or of keys, that are alike: one, or all.
+// The blocks of queries, or of keys, that are alike: one of them, or all.
 struct Span {
   int first, count;
 };
 
-// A block to be made, or those that are alike.
+// A block that is to be made, or all that are alike.
 struct Place {
   int batch, head;  // of the block mask that is made: 0 where it is shared
-  int kind;         // that stands for it
+  int kind;         // the number by which its bits are found
   Span rows, columns;
 
   __device__ __forceinline__ explicit Place(const Params& p) {
@@ -48,9 +50,9 @@ struct Place {
   }
 };
 
-// Which of 16 bytes are not 0, bit by bit.
+// A bit for each of 16 bytes, which says whether it is not 0.
 __device__ __forceinline__ uint32_t NotZero(uint4 x) {
-  if (((x.x | x.y | x.z | x.w) & 0xFEFEFEFE) != 0) {  // not as XLA writes a mask
+  if (((x.x | x.y | x.z | x.w) & 0xFEFEFEFE) != 0) {  // a byte is neither 0 nor 1, which XLA does not write
     for (uint32_t* word : {&x.x, &x.y, &x.z, &x.w})
       *word = (((*word & 0x7F7F7F7F) + 0x7F7F7F7F) | *word) >> 7 & 0x01010101;
   }
@@ -58,7 +60,7 @@ __device__ __forceinline__ uint32_t NotZero(uint4 x) {
                                                                       << 8;
 }
 
-// Row i of the mask, 16 columns from j on; both are within T and S.
+// Reads row i of the mask, 16 columns from j on; both are within T and S.
 __device__ __forceinline__ uint4 Bytes(const Params& p, const Place& place, int i, int j) {
   const uint8_t* const row = p.mask.data + place.batch * p.mask.batch + place.head * p.mask.head + i * p.mask.row;
   if (p.mask.column != 0 && j + 16 <= p.kv_len && reinterpret_cast<size_t>(row + j) % 16 == 0) {
@@ -80,7 +82,7 @@ __device__ __forceinline__ uint32_t InGivenBlock(const Params& p, const Place& p
   return Block<false>(p.given_blocks, place.batch, kind).Half(i % kQBlock, j % kKVBlock);
 }
 
-// And mask_mod, of those that are within S.
+// Which of them mask_mod lets attend; those beyond S do not count.
 __device__ __forceinline__ uint32_t InProgram(const Params& p, const Place& place, int i, int j) {
   if (!kMaskMod) return 0xFFFF;
   uint32_t bits = 0;
@@ -90,7 +92,7 @@ __device__ __forceinline__ uint32_t InProgram(const Params& p, const Place& plac
   return bits;
 }
 
-// A 32 x 32 square of bits, of which a lane has a row: it gets the column of the same number.
+// Transposes a square of 32 x 32 bits: a lane has the row of its number, and gets the column of that number.
 __device__ __forceinline__ uint32_t Transposed(uint32_t row) {
   uint32_t low = 0x0000FFFF;
 #pragma unroll
@@ -102,7 +104,7 @@ __device__ __forceinline__ uint32_t Transposed(uint32_t row) {
   return row;
 }
 
-// An element mask of `rows` rows, transposed by a CTA.
+// Transposes an element mask of `rows` rows, with all threads of a CTA.
 __device__ __forceinline__ void Transpose(const uint32_t* from, uint32_t* to, int rows, int columns) {
   const int lane = threadIdx.x % 32, across = rows / 32, along = columns / 32;
   for (int square = threadIdx.x / 32; square < across * along; square += kWarps) {
@@ -111,10 +113,10 @@ __device__ __forceinline__ void Transpose(const uint32_t* from, uint32_t* to, in
   }
 }
 
-// A head's rows of blocks, or its columns: lists of them.
+// The lists of a head's rows of blocks, or of its columns.
 struct Lists {
-  int count, members;          // how many lists, of so many blocks at most
-  int next_list, next_member;  // in `blocks`
+  int count, members;          // how many lists there are, and how many blocks each has at most
+  int next_list, next_member;  // how far apart two lists, and two members of a list, are in `blocks`
   int width;
   const int32_t* blocks;
   int32_t *lists, *counts;
@@ -136,7 +138,7 @@ struct Lists {
     for (int x = 0; x < members; ++x) n += blocks[int64_t(list) * next_list + int64_t(x) * next_member] != kNothing;
     return n;
   }
-  // How many lists come before: longer ones, and those of the same length that have lower numbers.
+  // How many lists come before this one: longer ones, and those of the same length that have lower numbers.
   __device__ __forceinline__ int Rank(int list) const {
     const int own = counts[list];
     int rank = 0;
@@ -157,7 +159,7 @@ struct Lists {
 
 }  // namespace jax_flash
 
-// A CTA for each block of the block mask that is made, or for those that are alike.
+// Makes blocks: there is a CTA for each block of the block mask that is made, or for all that are alike.
 extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, jax_flash::kMaskMod ? 1 : 6)
     jax_flash_mask_blocks(const __grid_constant__ jax_flash::KernelParams p) {
   using namespace jax_flash;
@@ -169,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, jax_flash:
   const auto there = [&](int step) {
     return place.rows.first * kSide + row(step) < p.q_len ? FirstBits(p.kv_len - j) & 0xFFFF : 0;
   };
-  uint4 bytes[kSteps];  // all on their way at a time
+  uint4 bytes[kSteps];  // all loads are on their way before the first is used
 #pragma unroll
   for (int s = 0; s < kSteps; ++s)
     bytes[s] = kMask && there(s) != 0 ? Bytes(p, place, place.rows.first * kSide + row(s), j) : uint4();
@@ -188,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, jax_flash:
   const int kind = !any ? kNothing : every ? kEverything : place.kind;
   const BlockMask& made = p.block_mask;
   uint32_t *const by_row = Made(made.element_masks), *const by_key = Made(made.transposed_masks);
-  const int64_t from = int64_t(blockIdx.x) * (kSide * kWordsOfRow);  // of all tables
+  const int64_t from = int64_t(blockIdx.x) * (kSide * kWordsOfRow);  // in all tables of bits
   for (int w = threadIdx.x; kind == place.kind && by_row != nullptr && w < kSide * kWordsOfRow; w += kMaskThreads)
     by_row[from + w] = words[w];
   if (kind == place.kind && by_key != nullptr) Transpose(words, by_key + from, kSide, kSide);
@@ -201,8 +203,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, jax_flash:
   }
 }
 
-// A CTA for the block rows of each head of the block mask that is made, and one for its block columns: lists of them,
-// the longest first.
+// Makes lists, the longest first: for each head of the block mask that is made there is a CTA for the lists of its
+// block rows, and one for those of its block columns.
 extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads)
     jax_flash_mask_lists(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
@@ -212,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads)
   for (int x = threadIdx.x; x < lists.count; x += kMaskThreads) lists.Write(x);
 }
 
-// A CTA for each element mask of the operand, for Hopper's backward.
+// Transposes the element masks of the operand, for Hopper's backward: there is a CTA for each.
 extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads)
     jax_flash_mask_transpose(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;

@@ -1,5 +1,6 @@
-// Before a forward or backward with segment ids: which keys each block of 64 queries can see, and which rows each block
-// of 64 keys. Tight for packed sequences, whose segments lie one after the other; right for any ids.
+// What comes before a forward or backward with segment ids: which keys each block of 64 queries can see, and which rows
+// can see each block of 64 keys. The bounds are tight for packed sequences, whose segments lie one after the other, and
+// right for any ids.
 #pragma once
 
 #include "scheduler/ranges.cuh"
@@ -7,7 +8,7 @@
 namespace jax_flash {
 
 constexpr int kThreads = kSegmentThreads;
-constexpr int kBlocks = kSegmentBlocks;  // for all of which a CTA reads the ids of the other side once
+constexpr int kBlocks = kSegmentBlocks;  // blocks of a CTA, for all of which it reads the ids of the other side once
 constexpr uint32_t kAllLanes = 0xFFFFFFFF;
 
 // The queries, or the keys, of a batch entry.
@@ -22,13 +23,13 @@ struct Side {
   }
 };
 
-// The lowest and the highest id of a block, and where the other side has ids between them.
+// The lowest and the highest id of a block, and where on the other side there are ids between the two.
 struct Found {
   int low, high;
   int first, last, count;
 };
 
-// By a warp.
+// Finds the lowest and the highest id of a block, with a warp. Nothing of the other side has been found yet.
 __device__ __forceinline__ Found NothingYet(const Side& own, int block) {
   const int i = block * kSegmentBlock + threadIdx.x % 32;
   const int a = own.ids[min(i, own.size - 1)], b = own.ids[min(i + 32, own.size - 1)];
@@ -39,7 +40,7 @@ __device__ __forceinline__ void Find(Found (&found)[kBlocks], const Side& other)
   int first[kBlocks], last[kBlocks], count[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) first[b] = 0x7FFFFFFF, last[b] = -1, count[b] = 0;
-  constexpr int kIds = 4;  // of a lane at a time, which most often are all too low or all too high
+  constexpr int kIds = 4;  // ids that a lane looks at at a time; most often all of them are too low, or too high
   static_assert(kThreads * kIds <= kLargestStep);
 #pragma unroll 4
   for (int i = threadIdx.x / 32 * (32 * kIds) + threadIdx.x % 32; i < other.size; i += kThreads * kIds) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ SegmentBounds BoundsOf(const Found& x) {
 
 }  // namespace jax_flash
 
-// A CTA of kThreads threads for each kBlocks blocks of queries, then of keys, of each batch entry.
+// There is a CTA of kThreads threads for each kBlocks blocks of queries, and then of keys, of each batch entry.
 extern "C" __global__ void __launch_bounds__(jax_flash::kThreads)
     jax_flash_segments(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;

@@ -1,7 +1,7 @@
-// The dropout mask Z, which `jax_flash/dropout.py` specifies. One call decides the eight entries
-// {i, i+8} x {j, j+1, j+8, j+9} (i % 16 < 8, j % 16 in {0, 2, 4, 6}), 16 bits each: what one lane holds of a 16x16 tile
-// of a tensor-core accumulator. An entry is dropped iff the lower 15 of them are less than the threshold,
-// which is how the magnitudes of bfloat16 numbers compare, if the threshold is not NaN.
+// The dropout mask Z, which `jax_flash/dropout.py` specifies. One call of the generator decides the eight entries
+// {i, i+8} x {j, j+1, j+8, j+9} (i % 16 < 8, j % 16 in {0, 2, 4, 6}), with 16 bits each. These are the entries that one
+// lane has of a 16 x 16 tile of a tensor core's accumulator. An entry is dropped iff the lower 15 of its bits are less
+// than the threshold. The magnitudes of bfloat16 numbers compare in the same way, as long as the threshold is not NaN.
 #pragma once
 
 #include "config.cuh"
@@ -31,16 +31,17 @@ __device__ __forceinline__ Philox4 Philox(Philox4 c, uint32_t key0, uint32_t key
 // The factor in Z of the entries that are kept.
 __device__ __forceinline__ float ZScale(const Params& p) { return kDropout ? p.keep_scale : 1.0f; }
 
-// Whether dropout drops the entry that has the e-th half of a random word; what is below that half cannot matter.
+// Whether dropout drops the entry that has the e-th half of a random word. (For the upper half the lower one need not
+// be cleared, since it cannot change the comparison.)
 __device__ __forceinline__ bool Dropped(const Params& p, uint32_t word, int e) {
   return kDropout && fabsf(__uint_as_float(e == 0 ? word << 16 : word)) < __uint_as_float(p.drop_threshold << 16);
 }
 
-// What row i is decided with: the row 8 before or after it has the same.
+// The number of row i in the generator's counter, which it shares with the row 8 before or after it.
 __device__ __forceinline__ uint32_t RowGroup(uint32_t i) { return i / 16 * 8 + i % 8; }
 
-// The same of the call's first row, and of 4 columns the number of its first: multiples of 16 where the call is a part
-// of one.
+// The number of the call's first row, and the number of its first 4 columns. Where the call is a part of a larger one,
+// its first row and column are multiples of 16.
 __device__ __forceinline__ uint32_t FirstRowGroup(const Params& p) {
   return kProblem.origin ? RowGroup(__ldg(p.origin)) : 0;
 }
@@ -59,7 +60,7 @@ struct Seed {
     first_columns = FirstColumns(p), first_row_group = FirstRowGroup(p);
   }
 
-  // The words of a lane: of the 16 columns that are the `columns`-th, and of a row with its lane's 8th after it.
+  // The random words of a lane, for the `columns`-th 16 columns, and for a row and the one 8 after it.
   __device__ __forceinline__ Philox4 Words(uint32_t columns, uint32_t row_group) const {
     if constexpr (!kDropout) return {};
     const uint32_t column = first_columns + columns * 4 + threadIdx.x % 4;
@@ -67,10 +68,11 @@ struct Seed {
   }
 };
 
-// Z of a tile of S with kCols columns, of two rows of a lane: of two entries all bits of their halves, or none.
+// Z of two rows of a lane in a tile of S with kCols columns. A word has two entries, each with all bits of its half set
+// if it is kept, and none if it is dropped.
 template <int kCols>
 struct PackedZ {
-  uint32_t seed[4];  // with the head's and the batch entry's id
+  uint32_t seed[4];  // the key, and the ids of the head and the batch entry
   uint32_t kept[kCols / 4];
 
   __device__ __forceinline__ void Start(const Params& p, int batch, int head) {
@@ -79,10 +81,10 @@ struct PackedZ {
     seed[2] = p.head_id[head], seed[3] = p.batch_id[batch];
   }
 
-  // Of the tile from `column` on, of the rows `row` and row + 8.
+  // Draws Z of the tile that begins at `column`, of the rows `row` and row + 8.
   __device__ __forceinline__ void Draw(const Params& p, uint32_t row, int column) {
     if constexpr (!kDropout) return;
-    Pin(seed);  // so that what can be computed from it beforehand does not fill the registers
+    Pin(seed);  // or the compiler would compute much from it beforehand, and fill the registers with that
 #pragma unroll
     for (int c = 0; c < kCols / 16; ++c) {
       const uint32_t columns = FirstColumns(p) + (column / 16 + c) * 4 + threadIdx.x % 4;
@@ -93,7 +95,7 @@ struct PackedZ {
     Pin(kept);
   }
 
-  // P = Z P as a left operand, without the factor of what is kept.
+  // Applies Z to P, which is a left operand, without the factor of the entries that are kept.
   template <int kCount>
   __device__ __forceinline__ void Apply(uint32_t (&P)[kCount]) const {
     if constexpr (!kDropout) return;
@@ -109,10 +111,10 @@ struct PackedZ {
   }
 };
 
-// From here on what is dropped of P is marked by its sign: softmax's backward needs P too.
+// From here on entries of P that are dropped are marked by their sign, since softmax's backward needs their P, too.
 
-// Marks it in 16 x 16 entries of P, C = float[8] of this lane, whose words decide them; or in those of P^T, which the
-// words of the forward's lane decide. Transposed they are this lane's.
+// Marks dropped entries in 16 x 16 entries of P, of which this lane has C = float[8] and `words`. In P^T the entries of
+// this lane are decided by words that other lanes have, as in the forward: so the words are transposed.
 template <bool kTransposed>
 __device__ __forceinline__ void MarkZ(const Params& p, const Philox4& words, float* C) {
   if constexpr (!kDropout) return;
@@ -125,13 +127,14 @@ __device__ __forceinline__ void MarkZ(const Params& p, const Philox4& words, flo
   }
 }
 
-// What is not dropped, in its other precision.
+// Packs two entries of P as an operand; dropped ones become 0.
 __device__ __forceinline__ uint32_t PackKept(float low, float high) {
   return kDropout ? PackRelu(low, high) : Pack(low, high);
 }
 __device__ __forceinline__ float Kept(float x) { return kDropout && x < 0.0f ? 0.0f : x; }
 
-// dS = P (Z dP - D); `dP` with the factor of what is kept, or D without.
+// dS = P (Z dP - D), where P is marked by its sign. The factor of the kept entries in Z is either in dP, or it is left
+// out: then D has been divided by it, and dS lacks it, too.
 __device__ __forceinline__ float DSOf(float P, float dP, float D) {
   return kDropout ? fmaf(fmaxf(P, 0.0f), dP, -fabsf(P) * D) : P * (dP - D);
 }

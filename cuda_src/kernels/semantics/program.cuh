@@ -1,6 +1,5 @@
-// Score programs: what a user has made of scores, and of which keys a row may attend to. The host writes them as
-// functions (cuda_src/program_source.h) in the vocabulary that is here. A truth value is an int, all of whose bits are
-// set or none.
+// Score programs: a user's functions for scores, and for which keys a row may attend to. The host writes them as C++
+// (cuda_src/program_source.h) in the vocabulary that is here. A truth value is an int with all bits set, or none.
 #pragma once
 
 #include "common/ops.h"
@@ -24,8 +23,8 @@ constexpr bool kIs = false;
 template <typename T>
 constexpr bool kIs<T, T> = true;
 
-// Where an entry is: of the batch entries of this call, and as programs are told; and, which the compiler knows, how
-// many rows and keys from the lane's first.
+// Where an entry is: in this call's arrays, and as programs are told; and how many rows and keys it is from the lane's
+// first entry, which the compiler knows.
 struct Place {
   int row, batch, head, query, key;
   int rows = 0, keys = 0;
@@ -33,9 +32,9 @@ struct Place {
 
 // --- What goes up or down evenly ---
 
-// A float that is `first` at the lane's first entry, and at this one so many steps more: one instruction beside what
-// all of the lane's share. To round the first costs no more than to round the value and, where that is small beside it,
-// a few hundred steps: 2^-16 of a step.
+// A float that goes up by a step from entry to entry. It is `first` at the lane's first entry, and at this one it is
+// that plus so many steps, which takes one instruction an entry. Rounding `first` costs no more accuracy than rounding
+// the value does; and where the value is small beside it, no more than 2^-16 of a step, for a few hundred steps.
 struct Ramp {
   float first, step;
   int steps;
@@ -43,7 +42,8 @@ struct Ramp {
   __device__ __forceinline__ float Here() const { return steps == 0 ? first : fmaf(step, float(steps), first); }
 };
 
-// Of an int that floats have exactly, and that differs by so much from row to row and from key to key.
+// The ramp of an int that floats represent exactly, and that differs by these steps from row to row and from key to
+// key.
 __device__ __forceinline__ Ramp RampOf(int x, int row_step, int key_step, const Place& at) {
   const int steps = row_step * at.rows + key_step * at.keys;
   return {float(x - steps), 1.0f, steps};
@@ -62,7 +62,8 @@ __device__ __forceinline__ Ramp mul_f(float x, Ramp y) { return mul_f(y, x); }
 
 // --- Captured arrays ---
 
-// An index of a dimension whose last is `last`: where it is not known to be inside, the nearest that is.
+// An index into a dimension whose last index is `last`. Where it is not known to be inside, it becomes the nearest that
+// is.
 template <bool kIsInside>
 __device__ __forceinline__ int Inside(int index, int last) {
   return kIsInside ? index : min(max(index, 0), last);
@@ -71,7 +72,7 @@ __device__ __forceinline__ int Inside(int index, int last) {
 struct F16 {};
 struct BF16 {};
 
-// Element `at`, an int where that is enough, of a batch entry's part of an array.
+// Element `at` of a batch entry's part of an array. `at` is an int where that is enough.
 template <typename T, typename Index>
 __device__ __forceinline__ auto Look(const void* array, int64_t batch, Index at) {
   if constexpr (kIs<T, F16>) {
@@ -85,9 +86,9 @@ __device__ __forceinline__ auto Look(const void* array, int64_t batch, Index at)
 
 // --- Gradients of captured arrays ---
 
-// What a place that a program adds to differs with: nothing, the query, the key, the difference of both; or in no
-// simpler way than from entry to entry. All but these are sums, which have numbers: what entries add to the same place
-// can be added up before.
+// What the place that a program adds to depends on: on nothing, on the query, on the key, on their difference; or on
+// both in any other way (kEntries). All but the last are sums, which have numbers: what several entries add to the same
+// place can be added up before it goes to memory.
 enum class Along { kNothing, kRows, kKeys, kDiagonals, kEntries };
 struct Each {};
 template <int kNumber>
@@ -95,8 +96,9 @@ struct Sum {};
 template <int kNumber>
 constexpr Along kAlong = Along::kEntries;  // of a sum that there is something else
 
-// What ScoreGrad calls wherever a program adds x to a place, with Each or its Sum. This one adds each, or nothing. Of
-// an entry whose score has no part in the result nothing is added, whatever the derivative is there.
+// ScoreGrad calls this wherever a program adds x to a place, with Each, or with the Sum of that place. This one adds
+// each entry for itself, or nothing. An entry whose score has no part in the result adds nothing, whatever the
+// derivative is.
 template <bool kAdds>
 struct AddEach {
   template <typename Which, typename Index>
@@ -208,7 +210,7 @@ struct OneOf<false, First, Second> {
   using Type = Second;
 };
 
-// The parameter of a kernel that does not ask programs, and of one that does; and what these need of it.
+// The parameter of a kernel that does not call programs, and of one that does; and what programs need of it.
 using RowParams = OneOf<kSinks, SinkParams, Params>::Type;
 using KernelParams = OneOf<!kSinks && (kScoreMod || kMaskMod), ProgramParams, RowParams>::Type;
 

@@ -20,13 +20,13 @@ constexpr bool kAddsToScores = kBias || kScoreMod;  // can a score be anything, 
 constexpr bool kWholeScores = kBias || kFullPrecision || kScoreMod;
 constexpr bool kFormsScores = kWholeScores || kSoftCap;  // is there anything to be done entry by entry?
 
-// τ, which is an operand so that a new value is no new program.
+// τ. It is an operand, so that a new value does not compile a new program.
 __device__ __forceinline__ float ScaleOf(const Params& p) { return __ldg(p.scale); }
 
-// What a score is a multiple of before the bias is added: the factor of x, or with a soft cap of what Cap makes of it.
+// The factor of x, or with a soft cap of what Cap makes of x, in a score to which no bias has been added.
 __device__ __forceinline__ float Unit(const Params& p) { return kSoftCap ? p.soft_cap : ScaleOf(p); }
 
-// What S has still to be multiplied with to be scores.
+// What S still has to be multiplied by to become scores.
 __device__ __forceinline__ float ScoreScale(const Params& p) { return kWholeScores ? 1.0f : Unit(p); }
 
 // Scores are mostly small beside their cap. Bit 30 of y (tanh.cuh) says that |u| is kSmall or more, infinite, or NaN.
@@ -54,7 +54,7 @@ __device__ __forceinline__ void Cap(const Params& p, float (&S)[kCount]) {
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (i % 16 == 0 && Never()) return;  // wide heads leave ptxas no registers to work ahead here
+      if (i % 16 == 0 && Never()) return;  // keeps ptxas from moving work ahead: wide heads leave no registers for it
       S[i] = SmallTanh(S[i]);
     }
   }
@@ -64,7 +64,7 @@ __device__ __forceinline__ void Cap(const Params& p, float (&S)[kCount][kChunks]
   Cap(p, reinterpret_cast<float (&)[kCount * kChunks * 4]>(S));
 }
 
-// dc / d(scale x), from t = c / cap
+// The slope of the soft cap, dc / d(scale x), from t = c / cap.
 __device__ __forceinline__ float SlopeOf(float t) { return kSoftCap ? 1.0f - t * t : 1.0f; }
 
 // The same from P = exp(c - L) and L / cap, where there is no bias. Where P is 0 its slope does not matter.
@@ -81,20 +81,21 @@ struct Score {
   __device__ __forceinline__ Score(const Params& p, int batch, int head)
       : p(p), batch(batch), head(head), bias(kBias ? batch * p.bias.batch + head * p.bias.head : 0) {}
 
-  // From x, or what Cap has made of it, where scores are formed in full. Where (i, j) is not within T and S it is
-  // something that will be hidden.
+  // The score of x, or of what Cap has made of it, where scores are formed in full. Where (i, j) is not within T and S
+  // it is some number, which will be hidden.
   __device__ __forceinline__ float Of(float x, int i, int j) const { return Mod(BeforeMod(x, i, j), i, j); }
   __device__ __forceinline__ float BeforeMod(float x, int i, int j) const {
     const float c = x * Unit(p);
     return kBias ? c + Bias(min(i, p.q_len - 1), min(j, p.kv_len - 1)) : c;
   }
 
-  // (i, j) is within T and S; of the head `next` after this one.
+  // The bias at (i, j), which is within T and S, of the head that is `next` heads after this one.
   __device__ __forceinline__ float Bias(int i, int j, int next = 0) const {
     return Load<kBiasDType>(p.bias.data, bias + next * p.bias.head + Offset(p.bias, i, j));
   }
 
-  // What score_mod makes of s, of the head `next` after this one; and the cotangent of s from that of what it makes.
+  // What score_mod returns for s, for the head that is `next` heads after this one; and the cotangent of s from that of
+  // what it returns.
   __device__ __forceinline__ float Mod(float s, int i, int j, int next = 0) const {
     if constexpr (!kScoreMod) return s;
     return program::ScoreMod<false>(Programs(p), PlaceOf(p, batch, head + next, i, j), s);
@@ -106,7 +107,7 @@ struct Score {
     return UnmodAt<kAccumulates, false>(s, ds, PlaceOf(p, batch, head, i, j));
   }
 
-  // The same of entry x of line h. kWithin: it is known to be within T and S.
+  // The same for entry x of line h. kWithin: it is known to be within T and S.
   template <bool kWithin, bool kTransposed>
   __device__ __forceinline__ float Mod(float s, const View<kTransposed>& view, int h, int x) const {
     if constexpr (!kScoreMod) return s;
@@ -117,7 +118,7 @@ struct Score {
     if (!kScoreGrad) return ds;
     return UnmodAt<false, kWithin>(s, ds, PlaceOf(p, batch, head, view, h, x));
   }
-  // The derivative of what score_mod makes of s.
+  // The derivative of what score_mod returns, with respect to s.
   template <bool kWithin, bool kTransposed>
   __device__ __forceinline__ float Slope(float s, const View<kTransposed>& view, int h, int x) const {
     return Unmod<kWithin>(s, 1.0f, view, h, x);
@@ -134,7 +135,7 @@ struct Score {
 // dc / d(scale x) of two entries, from their c / cap.
 __device__ __forceinline__ uint32_t PackSlopes(float t, float next) { return Pack(SlopeOf(t), SlopeOf(next)); }
 
-// Two entries times their slopes. What is hidden is 0 whatever its slope is, which a score_mod may have as NaN.
+// Multiplies two entries by their slopes. What is hidden stays 0, even if a score_mod's slope is NaN there.
 __device__ __forceinline__ void TimesSlopes(uint32_t slopes, float* x, float* next) {
   if (!kSoftCap && !kScoreSlopes) return;
   const float2 slope = Unpack(slopes);

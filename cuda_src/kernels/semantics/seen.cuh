@@ -7,7 +7,7 @@
 
 namespace jax_flash {
 
-// As far as positions tell: of line h the entries at begin <= offset < end from the lane's first.
+// What positions alone say of line h: it sees the entries at begin <= offset < end, counted from the lane's first.
 template <bool kTransposed>
 struct Within {
   // Rows beyond T have P = 0 anyway, since their L is infinite, unless the bias of another row or a score_mod makes
@@ -16,7 +16,7 @@ struct Within {
 
   int begin, end;
 
-  // In a tile of `length` entries.
+  // For a tile of `length` entries.
   __device__ __forceinline__ Within(const Positions& positions, const View<kTransposed>& view, int h, int length) {
     if constexpr (kTransposed) {
       const int key = view.Key(h, 0);
@@ -33,13 +33,13 @@ struct Within {
   __device__ __forceinline__ bool Sees(int x) const {
     return (!kHasBegin || begin <= OffsetOf(x)) && (!kHasEnd || OffsetOf(x) < end);
   }
-  // Of the 32 entries from `offset` on, bit by bit.
+  // A bit for each of the 32 entries from `offset` on.
   __device__ __forceinline__ uint32_t Word(int offset) const {
     return (kHasBegin ? ~FirstBits(begin - offset) : 0xFFFFFFFF) & (kHasEnd ? FirstBits(end - offset) : 0xFFFFFFFF);
   }
 };
 
-// x = -inf in line h, but for the entries that are seen.
+// Makes entries of line h that are not seen -inf.
 template <typename Accumulator, typename Sees>
 __device__ __forceinline__ void HideLine(Accumulator& S, int h, Sees sees) {
 #pragma unroll
@@ -48,28 +48,30 @@ __device__ __forceinline__ void HideLine(Accumulator& S, int h, Sees sees) {
   }
 }
 
-// What else has to be looked up in memory, of a tile of kTile entries, and that: a bit for each entry of a line.
+// What all masks together say of a tile of kTile entries, those among them that have to be looked up in memory: a bit
+// for each entry of a line.
 template <bool kTransposed, int kTile>
 struct Seen {
   static_assert(!kLookedUp || kTile <= 128);
-  static constexpr bool kBits = kBlockMask && !kAsksBlocks;  // do blocks have them?
+  static constexpr bool kBits = kBlockMask && !kAsksBlocks;  // do blocks have bits?
   static constexpr int kWords = kBits ? (kTile + 31) / 32 : 1;
-  static constexpr int kEntriesAtOnce = 4;  // looked up beside the accumulators: all would not fit
-  // A lane has two entries of each 8. Those of the first 32 are the first two bits of a byte, of the next 32 the next.
+  static constexpr int kEntriesAtOnce = 4;  // that are looked up; for all at once there are no registers
+  // A lane has two entries of each 8. Those of the first 32 entries are the first two bits of the bytes of a line,
+  // those of the next 32 the next two bits, and so on.
   static constexpr uint32_t kFirst32 = 0x03030303;
   __device__ __forceinline__ static constexpr int BitOf(int x) { return OffsetOf(x) % 32 + OffsetOf(x) / 32 * 2; }
 
-  uint32_t words[2][kWords];  // of the block mask, until Fold
+  uint32_t words[2][kWords];  // the bits of the block mask, until Fold makes lines of them
   uint32_t line[2];
 
-  // Asks for the words of the block mask, which may come while S is computed: of the lane's first line, and of that
-  // from `from` on, where the tile begins.
+  // Asks for the words of the block mask, which may come while S is computed. `line` is the lane's first one, and
+  // `from` is where the tile begins in it.
   __device__ __forceinline__ void Ask(const Block<kTransposed>& block, uint32_t line, uint32_t from) {
     if (!kBits) return;
     block.template Tile<kTile>(line % Block<kTransposed>::kLines, from % Block<kTransposed>::kLength, words);
   }
 
-  // The words as lines, which take fewer registers. What is no entry's bit is anything.
+  // Makes lines of the words, which take fewer registers. Bits that belong to no entry may be anything.
   __device__ __forceinline__ void Fold() {
     if (!kBits) return;
 #pragma unroll
@@ -82,7 +84,7 @@ struct Seen {
     }
   }
 
-  // After Fold, what else there is beside the block mask; `positions` as Within has them.
+  // After Fold: joins what the other masks say; `positions` are as Within has them.
   __device__ __forceinline__ void Join(const Positions& positions, const Entries& entries,
                                        const View<kTransposed>& view) {
 #pragma unroll
@@ -100,8 +102,8 @@ struct Seen {
     for (int w = 0; kMaskMod && w < (kTile + 31) / 32; ++w) Ask32(w, entries, view);
   }
 
-  // S = -inf where an entry may not be attended to. It goes byte by byte of the line: bits that are used one after the
-  // other and lie in one byte become predicates by one instruction (R2P).
+  // Makes S -inf where an entry may not be attended to. It goes through a line byte by byte, since one instruction
+  // (R2P) makes predicates of bits that lie in one byte and are used one after the other.
   template <typename Accumulator>
   __device__ __forceinline__ void Hide(Accumulator& S) const {
     constexpr int kInByte = (kTile + 31) / 32 * 2;  // entries
@@ -112,7 +114,7 @@ struct Seen {
     }
   }
 
-  // Whether the warp's lines see all.
+  // Whether all lines of the warp see all entries.
   __device__ __forceinline__ bool All() const {
     uint32_t all = 0;
 #pragma unroll
@@ -121,8 +123,9 @@ struct Seen {
   }
 
  private:
-  // Of the w-th 32 entries of both lines, with a mask_mod: it looks up much of the same for them. Their bits are those
-  // of the first 32, moved. A long one would make too much code of it all.
+  // Asks a mask_mod for the w-th 32 entries of both lines, together, since it looks up much of the same for them. Their
+  // bits are where those of the first 32 are, but moved. The loop is unrolled only if the mask_mod is short, or there
+  // would be too much code.
   __device__ __forceinline__ void Ask32(int w, const Entries& entries, const View<kTransposed>& view) {
     constexpr int kCount = 2 * (kTile < 32 ? kTile / 4 : 8), kAtOnce = program::kLongMask ? 2 : kCount;
     uint32_t hidden[2] = {};
@@ -135,11 +138,11 @@ struct Seen {
     for (int h = 0; h < 2; ++h) line[h] &= ~(hidden[h] << 2 * w);
   }
 
-  // Of the lane's first entry in each 8.
+  // Where the lane's first entry of each 8 is.
   __device__ __forceinline__ static int LaneOffset() { return threadIdx.x % 4 * 2; }
 };
 
-// The same where positions alone decide.
+// Hides entries where positions alone decide.
 template <bool kTransposed, typename Accumulator>
 __device__ __forceinline__ void HideOutside(const Positions& positions, const View<kTransposed>& view, Accumulator& S) {
 #pragma unroll

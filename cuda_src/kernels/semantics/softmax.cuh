@@ -6,20 +6,22 @@
 
 namespace jax_flash {
 
-// Exponentials are of s - m, a difference that is exact where it matters: a bias, or what score_mod adds, can be so
-// large that log l is lost in L = m + log l, and the rounding of L is more than full precision allows.
+// Are exponents computed from s - m, a difference that is exact where it matters, and l apart? A bias, or what a
+// score_mod adds, can be so large that log l is lost in L = m + log l; and the rounding of L is more than full
+// precision allows.
 constexpr bool kMaximumApart = kAddsToScores || kFullPrecision;
 
-// O and l are rescaled only when the maximum has grown by more than 2^8 since: P stays below 256, well within f32 and
-// f16.
+// O and l are rescaled only when the maximum has grown so much that its exponential is more than 2^8 times what it was.
+// So P stays below 256, well within f32 and f16.
 constexpr float kRescaleAt = 8.0f;
 
-// -L log2(e) of a row, L = m + log l; or -log2 l, with m apart. -inf where a row has no key: then P = 0.
+// -L log2(e) of a row, where L = m + log l; or -log2 l, if m is apart. It is -inf where a row sees no key, so that P =
+// 0.
 __device__ __forceinline__ float MinusL(float m, float l) {
   return l == 0.0f ? -Infinity() : kMaximumApart ? -log2f(l) : -fmaf(m, kLog2e, log2f(l));
 }
 
-// What S is multiplied with to be exponents of 2.
+// What S is multiplied by to become exponents of 2.
 __device__ __forceinline__ float ToLog2(const Params& p) { return ScoreScale(p) * kLog2e; }
 
 // --- Sinks ---
@@ -30,8 +32,8 @@ __device__ __forceinline__ float SinkOf(const Params& p, int batch, int head) {
   return __ldg(sinks.data + batch * sinks.batch + head * sinks.head);
 }
 
-// l with the sink. `shift`: what exponents are taken against, as OnlineSoftmax::Shift has it. Where the sum is too much
-// for a float it is infinite, and O becomes 0.
+// l with the sink. `shift` is what exponents are relative to, as OnlineSoftmax::Shift has it. Where the sum is too
+// large for a float it is infinite, and O becomes 0.
 __device__ __forceinline__ float SumWithSink(const Params& p, int batch, int head, float to_log2, float shift,
                                              float l) {
   if (!kSinks) return l;
@@ -45,8 +47,8 @@ struct Sink {
   float alpha = 1.0f;  // exp(m without it - m)
 };
 
-// m and l of a row become those with the sink as one score more, P = exp(s - m) / l, unless it has nothing to attend
-// to.
+// Makes m and l of a row those with the sink as one more score, so that P = exp(s - m) / l; unless the row has nothing
+// to attend to.
 __device__ __forceinline__ Sink JoinSink(const Params& p, int batch, int head, float* m, float* l) {
   if (!kSinks || *l == 0.0f) return {};
   const float z = SinkOf(p, batch, head), larger = fmaxf(*m, z);
@@ -64,7 +66,7 @@ __device__ __forceinline__ float MinusLOfRow(const Params& p, int batch, int hea
   return kSinks && kMaximumApart && l != 0.0f ? fmaf(of_scores - m, kLog2e, minus_l) : minus_l;
 }
 
-// What follows of rowsum(dO O), `product`, for the row `at` of [batch, head, row].
+// What the backward computes from rowsum(dO O), which is `product`, for the row `at` of [batch, head, row].
 struct RowGradients {
   float d;      // rowsum(dO O) - dlogsumexp
   float dsink;  // what the row adds to the gradient of its sink
@@ -91,14 +93,14 @@ template <int kLines>
 struct OnlineSoftmax {
   float to_log2;               // ToLog2
   float m[kLines], l[kLines];  // l: of this lane's columns only, until Finish
-  float reference[kLines];     // what the exponentials are taken against: m, or a little less
+  float reference[kLines];     // what exponents are relative to: m, or a little less
 
   __device__ __forceinline__ void Start() {
 #pragma unroll
     for (int h = 0; h < kLines; ++h) m[h] = reference[h] = -Infinity(), l[h] = 0.0f;
   }
 
-  // m_i = max(m_i, rowmax(S_ij)) of line h. Whether O and l have to be rescaled.
+  // m_i = max(m_i, rowmax(S_ij)) of line h. Returns whether O and l have to be rescaled.
   template <typename Accumulator>
   __device__ __forceinline__ bool Maximum(Accumulator& S, int h) {
     float maximum = At(S, h, 0);
@@ -108,7 +110,7 @@ struct OnlineSoftmax {
     return (m[h] - reference[h]) * to_log2 > kRescaleAt;
   }
 
-  // l_i is multiplied by alpha = exp(m_i - m_i of now), as O will have to be.
+  // Multiplies l_i by alpha = exp(m_i of the last time - m_i of now), and returns alpha, for O.
   __device__ __forceinline__ float Rescale(int h) {
     const float alpha = Exp2((reference[h] - m[h]) * to_log2);
     reference[h] = m[h];
@@ -116,7 +118,7 @@ struct OnlineSoftmax {
     return alpha;
   }
 
-  // What exponents are taken against.
+  // What exponents are relative to.
   __device__ __forceinline__ float Shift(int h) const {
     return reference[h] == -Infinity() ? 0.0f : kMaximumApart ? reference[h] : reference[h] * to_log2;
   }
@@ -134,7 +136,8 @@ struct OnlineSoftmax {
     l[h] += sum[0] + sum[1];
   }
 
-  // With the m, l and reference of other keys of the same row. Its O counts `alpha`, theirs `beta`.
+  // Merges in the m, l and reference of other keys of the same row. The O of both have to be added with the weights
+  // alpha (this one's) and beta (the other's).
   __device__ __forceinline__ void Merge(int h, float other_m, float other_l, float other, float* alpha, float* beta) {
     const float common = fmaxf(reference[h], other);
     *alpha = reference[h] == -Infinity() ? 0.0f : Exp2((reference[h] - common) * to_log2);
@@ -144,14 +147,13 @@ struct OnlineSoftmax {
     l[h] = l[h] * *alpha + other_l * *beta;
   }
 
-  // All columns' l, when all tiles have been.
+  // After the last tile: adds up l over all columns.
   __device__ __forceinline__ void Finish(int h) { l[h] = LaneSum<4>(l[h]); }
-  // And then: what O is divided by.
+  // After Finish: what O is divided by.
   __device__ __forceinline__ float Denominator(const Params& p, int batch, int head, int h) const {
     return SumWithSink(p, batch, head, to_log2, Shift(h), l[h]);
   }
-  // l and m of the row, as the backward wants them. What was NaN or +inf in a row of S has made its l NaN,
-  // but not its m.
+  // l and m of the row, as the backward wants them. A NaN or +inf in a row of S has made its l NaN, but not its m.
   __device__ __forceinline__ float RowSum(int h) const {
     return l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * to_log2);
   }

@@ -1,14 +1,14 @@
 // Which entries of S a lane holds in an accumulator of a tensor core: of S itself, or of its transpose.
 //
-// Of an accumulator a lane has lines, every 8th, and of each line the entries 0, 1, 8, 9, 16, 17, ... from its first
-// on, numbered x = 0, 1, 2, ... In S a line is a row, in S^T a key.
+// A lane has every 8th line of an accumulator, and of each line the entries 0, 1, 8, 9, 16, 17, ... from its first one
+// on, which are numbered x = 0, 1, 2, ... A line of S is a row, a line of S^T is a key.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_flash {
 
-// Entry x of line h: of a wgmma's accumulator, which has two lines, and of those of mma.sync, which have two each.
+// Entry x of line h of a wgmma's accumulator, which has two lines, or of accumulators of mma.sync, which have two each.
 template <int kCount>
 __device__ __forceinline__ float& At(float (&C)[kCount], int h, int x) {
   return C[x / 2 * 4 + 2 * h + x % 2];
@@ -22,7 +22,7 @@ __device__ __forceinline__ float& At(float (&C)[kCount][kChunks][4], int h, int 
   return C[h / 2][x / 2][h % 2 * 2 + x % 2];
 }
 
-// How many a line has.
+// How many entries of a line a lane has.
 template <int kCount>
 __host__ __device__ constexpr int EntriesOfLine(const float (&)[kCount]) {
   return kCount / 2;

@@ -1,0 +1,708 @@
+"""The tables of the docs and the README, from the results that are committed.
+
+    python benchmarks/tables.py            # writes them
+    python benchmarks/tables.py --check    # says which of them are not what the results say, and then exits with 1
+
+A table stands in a Markdown file between `<!-- table: dense -->` and `<!-- end -->`. What is between the two is made by
+the function of that name here, of the rows of its files in benchmarks/results/, and ends with the command, the commit,
+the day, the machine and the versions that these files name. After new measurements run this.
+A new table: a function here, and its two comments in a page.
+"""
+
+import argparse
+import difflib
+import itertools
+import json
+import os
+import pathlib
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import predict_devices
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(<!-- table: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+NAMES = {
+    "jax": "jax",
+    "nvidia-cudnn-cu13": "cuDNN",
+    "nvidia-cuda-nvrtc": "NVRTC",
+    "torch": "PyTorch",
+    "triton": "Triton",
+}
+
+Row = dict[str, Any]
+Rows = list[Row]
+Results = dict[str, Any]  # of a file: its `environment`, its `rows`, and what else it has
+FILES: dict[str, Sequence[str]] = {}  # of the table of a name
+TABLES: dict[str, Callable[..., str]] = {}
+
+
+def shows(*files: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    """The function makes the table of its name, of the results in these files."""
+
+    def register(function: Callable[..., str]) -> Callable[..., str]:
+        name = function.__name__.replace("_", " ")
+        FILES[name], TABLES[name] = files, function
+        return function
+
+    return register
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines))
+
+
+def number(x: float | None, digits: int = 2) -> str:
+    return "–" if x is None else f"{x:.{digits}f}"
+
+
+def one(rows: Rows, **fields: Any) -> Row:
+    """The row with these fields; `pass_` is the field "pass"."""
+    wanted = {key.rstrip("_"): value for key, value in fields.items()}
+    (row,) = (row for row in rows if all(row[key] == value for key, value in wanted.items()))
+    return row
+
+
+def over(row: Row, other: str) -> float | None:
+    """How many times as fast as the other it is, of a row of attention.py."""
+    return row["tflops"]["jax_flash"] / row["tflops"][other] if other in row["tflops"] else None
+
+
+def beside(row: Row, other: str = "cudnn") -> str:
+    """TFLOP/s, those of the other, and the ratio."""
+    if other not in row["tflops"]:
+        return number(row["tflops"]["jax_flash"], 0)
+    return f"{row['tflops']['jax_flash']:.0f} / {row['tflops'][other]:.0f} ({over(row, other):.2f})"
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """Geometric mean, least and most."""
+    if not ratios:
+        return "–"
+    return f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def paired(row: Row, above: str, below: str) -> float | None:
+    """The median over rounds of how the times of two calls of a round compare."""
+    seconds = row["seconds"]
+    if above not in seconds or below not in seconds:
+        return None
+    return statistics.median(x / y for x, y in zip(seconds[above], seconds[below], strict=True))
+
+
+# --- the summary ------------------------------------------------------------------------------------------------------
+
+
+PASSES = ("forward", "backward")
+SUMMARY: dict[
+    str, tuple[str, list[str], str, Row]
+] = {  # what is compared, with what, in which files, by which ratio of a row, and of which rows
+    "d = 64, 128, 256; N = 1024, 4096, 16384; causal and not": ("cuDNN", ["attention"], "cudnn", {}),
+    "the same": ("XLA's attention", ["attention"], "xla", {}),
+    "d = 80, 96, 192; causal": ("cuDNN", ["attention_groups"], "cudnn", {"D": (80, 96, 192)}),
+    "32 query heads on 4 key/value heads, 16 on 1; causal": ("cuDNN", ["attention_groups"], "cudnn", {"K": (4, 1)}),
+    "a causal window of 1024, N = 16384": ("cuDNN", ["attention_masks"], "cudnn", {"window": (1024,)}),
+    "dropout 0.1, N = 4096": ("cuDNN, by way of PyTorch", ["attention_dropout"], "cudnn", {}),
+    "N = 512, and a batch of one with N = 2048": ("cuDNN", ["attention_small"], "cudnn", {}),
+    "decoding, one query": ("cuDNN", ["attention_decode"], "cudnn", {"T": (1,)}),
+    "the same one query": ("PyTorch", ["attention_decode"], "torch", {"T": (1,)}),
+    "16 queries beside a long cache": ("cuDNN", ["attention_decode"], "cudnn", {"T": (16,)}),
+    "float32, as TF32": ("XLA's attention", ["attention_float32"], "xla", {}),
+    "block masks: documents, windows, butterfly": (
+        "FlexAttention",
+        ["block_sparse_gpu", "block_sparse_gpu_4096"],
+        "flex_over_ours",
+        {},
+    ),
+    "score programs": ("FlexAttention", ["score_programs_gpu"], "flex", {}),
+}
+
+
+@shows(*dict.fromkeys(file for _, files, *_ in SUMMARY.values() for file in files))
+def summary(*results: Results) -> str:
+    rows_of = {file: found["rows"] for file, found in zip(FILES["summary"], results, strict=True)}
+
+    def ratio(row: Row, kind: str) -> float | None:
+        if kind == "flex":
+            return flex_over_ours(row)
+        return over(row, kind) if isinstance(row["tflops"], dict) else row.get(kind)
+
+    def line(case: str, against: str, files: list[str], kind: str, fields: Row) -> list[str]:
+        rows = [row for file in files for row in rows_of[file] if all(row[key] in fields[key] for key in fields)]
+        found = [[ratio(row, kind) for row in rows if row["pass"] == pass_] for pass_ in PASSES]
+        return [case, against, *(spread([x for x in ratios if x is not None]) for ratios in found)]
+
+    return table(["how many times as fast", "as", *PASSES], (line(case, *columns) for case, columns in SUMMARY.items()))
+
+
+def flex_over_ours(row: Row) -> float | None:
+    """Of a row of score_programs.py: FlexAttention with the faster of the backends that compiled it."""
+    found = [paired(row, name, "program") for name in row["seconds"] if name.startswith("Flex")]
+    return min((x for x in found if x is not None), default=None)
+
+
+# --- attention.py -----------------------------------------------------------------------------------------------------
+
+
+@shows("attention")
+def dense_readme(dense: Results) -> str:
+    def cell(dim: int, pass_: str, causal: bool) -> str:
+        row = one(dense["rows"], D=dim, T=4096, pass_=pass_, causal=causal)
+        return f"{row['tflops']['jax_flash']:.0f} ({over(row, 'cudnn'):.2f})"
+
+    columns = list(itertools.product(PASSES, (False, True)))
+    return table(
+        ["N = 4096", "forward", "causal", "backward", "causal"],
+        ([f"d = {dim}", *(cell(dim, *column) for column in columns)] for dim in (64, 128, 256)),
+    )
+
+
+@shows("attention")
+def dense(results: Results) -> str:
+    columns = list(itertools.product((1024, 4096, 16384), (False, True)))
+
+    def rows_of(pass_: str, dim: int) -> Rows:
+        return [one(results["rows"], D=dim, T=n, causal=causal, pass_=pass_) for n, causal in columns]
+
+    parts = [
+        table(
+            [name, *(f"N = {n}{', causal' if causal else ''}" for n, causal in columns)],
+            ([f"d = {dim}", *map(beside, rows_of(pass_, dim))] for dim in (64, 128, 256)),
+        )
+        for name, pass_ in {"forward": "forward", "backward": "backward", "both, in one program": "both"}.items()
+    ]
+    return "\n\n".join(parts)
+
+
+@shows("attention_dropout")
+def dropout(results: Results) -> str:
+    return by_pass_and_causal("dropout 0.1, N = 4096", results, (64, 128), "cudnn")
+
+
+@shows("attention_sm80")
+def ampere(results: Results) -> str:
+    return by_pass_and_causal("N = 16384", results, (64, 128, 256), "torch")
+
+
+def by_pass_and_causal(name: str, results: Results, dims: Sequence[int], other: str) -> str:
+    columns = list(itertools.product(PASSES, (False, True)))
+    return table(
+        [name, *(f"{pass_}{', causal' if causal else ''}" for pass_, causal in columns)],
+        (
+            [f"d = {dim}"]
+            + [beside(one(results["rows"], D=dim, pass_=pass_, causal=causal), other) for pass_, causal in columns]
+            for dim in dims
+        ),
+    )
+
+
+@shows("attention_masks")
+def masks(results: Results) -> str:
+    cases: dict[str, Row] = {
+        "not masked": {"causal": False, "documents": 1},
+        "causal": {"causal": True, "window": None},
+        "causal window of 1024": {"window": 1024},
+        "16 documents of 1024": {"documents": 16},
+    }
+    return table(
+        ["N = 16384", *(f"d = {dim}, {pass_}" for dim in (64, 128) for pass_ in PASSES)],
+        (
+            [name] + [beside(one(results["rows"], D=dim, pass_=pass_, **case)) for dim in (64, 128) for pass_ in PASSES]
+            for name, case in cases.items()
+        ),
+    )
+
+
+@shows("attention_groups")
+def heads(results: Results) -> str:
+    rows = [row for row in results["rows"] if row["group"] == "heads"]
+    forward, backward = ([row for row in rows if row["pass"] == pass_] for pass_ in PASSES)
+
+    def name(row: Row) -> str:
+        dims = f"d = {row['D']}" + (f" for Q and K, {row['E']} for V" if row["D"] != row["E"] else "")
+        shared = f", on {row['K']} key/value heads" if row["K"] < row["N"] else ""
+        return f"{row['N']} heads of {dims}{shared}; B = {row['B']}, N = {row['T']}"
+
+    return table(
+        ["causal", "forward", "backward"],
+        ([name(f), beside(f), beside(b)] for f, b in zip(forward, backward, strict=True)),
+    )
+
+
+@shows("attention_small")
+def small(results: Results) -> str:
+    forward, backward = ([row for row in results["rows"] if row["pass"] == pass_] for pass_ in PASSES)
+    return table(
+        ["", "forward", "backward"],
+        (
+            [f"B = {f['B']}, {f['N']} heads of d = {f['D']}, N = {f['T']}", beside(f), beside(b)]
+            for f, b in zip(forward, backward, strict=True)
+        ),
+    )
+
+
+@shows("attention_decode")
+def decode(results: Results) -> str:
+    def cell(batch: int, queries: int, kv_heads: int) -> str:
+        row = one(results["rows"], B=batch, T=queries, K=kv_heads)
+        times = [1e3 * row["milliseconds"][name] for name in ("jax_flash", "cudnn", "torch")]
+        read = batch * row["S"] * kv_heads * (row["D"] + row["E"]) * 2  # bytes of K and V
+        return f"{times[0]:.0f} / {times[1]:.0f} / {times[2]:.0f} ({read / times[0] / 1e6:.1f} TB/s)"
+
+    return table(
+        ["microseconds, ours / cuDNN / PyTorch", "B = 1, 131072 keys", "B = 8, 16384 keys"],
+        (
+            [f"{'one query' if queries == 1 else f'{queries} queries'}, 32 heads on {kv_heads}"]
+            + [cell(batch, queries, kv_heads) for batch in (1, 8)]
+            for queries, kv_heads in itertools.product((1, 16), (4, 8))
+        ),
+    )
+
+
+@shows("attention_float32")
+def float32(results: Results) -> str:
+    def cell(dim: int, length: int, pass_: str) -> str:
+        return beside(one(results["rows"], D=dim, T=length, pass_=pass_), "xla")
+
+    columns = list(itertools.product((2048, 8192), PASSES))
+    return table(
+        ["float32", *(f"N = {length}, {pass_}" for length, pass_ in columns)],
+        ([f"d = {dim}", *(cell(dim, *column) for column in columns)] for dim in (64, 128)),
+    )
+
+
+@shows("attention_deterministic")
+def deterministic(results: Results) -> str:
+    def cells(dim: int) -> list[str]:
+        plain, fixed = (
+            one(results["rows"], D=dim, deterministic=flag)["milliseconds"]["jax_flash"] for flag in (False, True)
+        )
+        return [f"{plain:.2f} ms", f"{fixed:.2f} ms", f"{fixed / plain:.2f}"]
+
+    return table(
+        ["causal backward, N = 4096", "as it is", "`deterministic=True`", "times as long"],
+        ([f"d = {dim}", *cells(dim)] for dim in (64, 128)),
+    )
+
+
+# --- the other benchmarks of a GPU ------------------------------------------------------------------------------------
+
+
+@shows("host")
+def host(results: Results) -> str:
+    return table(
+        ["", "jax_flash", "other"],
+        (
+            [row["what"].replace(", us", ", µs"), number(row["jax_flash"])]
+            + [", ".join(f"{number(row[name])} ({label})" for name, label in others.items() if name in row) or "–"]
+            for row in results["rows"]
+            for others in [{"xla": "XLA's attention", "cudnn": "cuDNN"}]
+        ),
+    )
+
+
+FEATURES = ["mask", "bias", "dbias", "soft_cap", "window", "segments", "lengths", "dropout", "block_mask", "gqa"]
+
+
+def feature(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def share(row: Row | None) -> str:
+    """The share of the plain call's speed. A: all kernels of a backward are Ampere's; a: a part of them is."""
+    if row is None or "share" not in row:
+        return "–"
+    families = row["families"]
+    return number(row["share"]) + ("" if "ampere" not in families else "a" if "hopper" in families else "A")
+
+
+@shows("features_gpu")
+def features(results: Results) -> str:
+    rows = {(row["dim"], *row["features"], row["pass"]): row for row in results["rows"]}
+
+    def cell(dim: int, a: str, b: str) -> str:
+        pair = (a,) if a == b else (a, b)
+        return " / ".join(share(rows.get((dim, *pair, pass_))) for pass_ in PASSES)
+
+    return "\n\n".join(
+        table(
+            [f"d = {dim}", *map(feature, FEATURES)],
+            (
+                [feature(a), *("" if j < i else cell(dim, a, b) for j, b in enumerate(FEATURES))]
+                for i, a in enumerate(FEATURES)
+            ),
+        )
+        for dim in (64, 128, 256)
+    )
+
+
+@shows("features_gpu")
+def slowest_pairs(results: Results) -> str:
+    def line(dim: int, pass_: str) -> list[str]:
+        rows = [row for row in results["rows"] if row["dim"] == dim and row["pass"] == pass_]
+        rows = sorted((row for row in rows if row.get("share", 1) < 0.35), key=lambda row: row["share"])
+        names = (f"{' + '.join(map(feature, row['features']))} {share(row)}" for row in rows)
+        return [f"d = {dim}, {pass_}", ", ".join(names) or "none"]
+
+    return table(
+        ["", "pairs below 0.35 of the plain call's speed"],
+        (line(dim, pass_) for dim in (64, 128, 256) for pass_ in PASSES),
+    )
+
+
+@shows("features_sinks")
+def sinks(results: Results) -> str:
+    def cell(dim: int, features: list[str]) -> str:
+        found = [one(results["rows"], dim=dim, features=features, pass_=p) for p in PASSES]
+        return " / ".join(map(share, found))
+
+    cases = [row["features"] for row in results["rows"] if row["dim"] == 64 and row["pass"] == "forward"]
+    return table(
+        ["share of the plain call's speed, forward / backward", "d = 64", "d = 128"],
+        ([" + ".join(map(feature, case)), cell(64, case), cell(128, case)] for case in cases if "sinks" in case),
+    )
+
+
+@shows("block_sparse_gpu")
+def block_sparse(results: Results) -> str:
+    return beside_nothing(results)
+
+
+@shows("block_sparse_16384")
+def block_sparse_cpu_long(results: Results) -> str:
+    return beside_nothing(results)
+
+
+FRACTIONS = ["1/2", "1/4", "1/8", "1/16", "1/32"]
+WITH_BACKWARD = "forward + backward"
+
+
+def beside_nothing(results: Results) -> str:
+    """How much of the ideal speed-up is reached, of both ideals; on a GPU the rate, too."""
+    columns = list(itertools.product((64, 128), ("forward", WITH_BACKWARD)))
+    on_gpu = results["environment"]["devices"] != ["cpu"]
+
+    def cell(kept: str, dim: int, pass_: str) -> str:
+        row = one(results["rows"], mask=kept, dim=dim, pass_=pass_)
+        both = f"{row['of_ideal']:.2f}, {row['of_ideal_beside_nothing']:.2f}"
+        return f"{both} ({row['tflops']:.0f})" if on_gpu else both
+
+    nothing = [one(results["rows"], mask="1/2", dim=d, pass_=p)["nothing_milliseconds"] for d, p in columns]
+    return table(
+        ["kept, N = 16384", *(f"d = {dim}, {pass_}" for dim, pass_ in columns)],
+        [
+            *([kept, *(cell(kept, *column) for column in columns)] for kept in FRACTIONS),
+            ["a call that keeps nothing", *(f"{1e3 * x:.0f} µs" if on_gpu else f"{x:.1f} ms" for x in nothing)],
+        ],
+    )
+
+
+@shows("block_sparse_butterfly")
+def butterfly(results: Results) -> str:
+    return table(
+        ["butterfly, N = 65536", "kept", "dense call", "with the mask", "times as fast", "of ideal"],
+        (
+            [f"d = {row['dim']}, {row['pass']}", f"1/{1 / row['kept']:.0f}"]
+            + [f"{row[key]:.2f} ms" for key in ("dense_milliseconds", "milliseconds")]
+            + [number(row["speedup"], 1), number(row["of_ideal"])]
+            for row in results["rows"]
+        ),
+    )
+
+
+@shows("block_sparse_gpu_4096", "block_sparse_gpu", "block_sparse_window")
+def flex(short: Results, long: Results, window: Results) -> str:
+    columns = list(itertools.product(((4096, short), (16384, long)), (64, 128)))
+
+    def cell(results: Results, dim: int, mask: str) -> str:
+        rows = [one(results["rows"], mask=mask, dim=dim, pass_=pass_) for pass_ in PASSES]
+        return " / ".join(number(row["flex_over_ours"]) for row in rows)
+
+    masks = {"document": "documents of 1024", "window": "causal window of 1024", "butterfly": "butterfly"}
+    lines = [[name, *(cell(results, dim, mask) for (_, results), dim in columns)] for mask, name in masks.items()]
+    again = ["the window in a later run", "", "", *(cell(window, dim, "window") for dim in (64, 128))]
+    return table(["forward / backward", *(f"N = {length}, d = {dim}" for (length, _), dim in columns)], [*lines, again])
+
+
+# --- benchmarks of a CPU ----------------------------------------------------------------------------------------------
+
+
+@shows("cpu")
+def cpu_readme(results: Results) -> str:
+    columns = list(itertools.product((False, True), ("forward", "forward+backward")))
+
+    def cell(dim: int, other: str, causal: bool, pass_: str) -> str:
+        rates = one(results["rows"], dim=dim, length=4096, causal=causal, pass_=pass_)["gflops"]
+        return number(rates["jax_flash"] / rates[other], 1)
+
+    lines = [
+        [f"d = {dim}, over {name}", *(cell(dim, other, *column) for column in columns)]
+        for dim in (64, 128)
+        for other, name in {"jax_nn": "jax.nn", "torch": "PyTorch"}.items()
+    ]
+    rates = [
+        one(results["rows"], dim=d, length=4096, causal=c, pass_=p)["gflops"] for d in (64, 128) for c, p in columns
+    ]
+    ranges = [f"{min(x):.0f} to {max(x):.0f}" for x in ([r[k] for r in rates] for k in ("jax_flash", "matmul"))]
+    memory = results["memory"]
+    return (
+        table(["N = 4096", *(f"{'causal ' if causal else ''}{pass_}" for causal, pass_ in columns)], lines)
+        + f"\n\nThat is {ranges[0]} GFLOP/s, beside {ranges[1]} of a plain matrix product. N = 65536, one head, "
+        f"d = 64: forward + backward peaks {memory['peak_over_inputs_mib']:.0f} MiB above the inputs, "
+        f"{memory['outputs_mib']:.0f} of them its results."
+    )
+
+
+@shows("cpu")
+def cpu(results: Results) -> str:
+    lengths = sorted({row["length"] for row in results["rows"]})
+
+    def cell(**fields: Any) -> str:
+        rates = one(results["rows"], **fields)["gflops"]
+        ratios = [rates["jax_flash"] / rates[other] for other in ("jax_nn", "torch")]
+        return f"{rates['jax_flash']:.0f} ({ratios[0]:.1f}, {ratios[1]:.2f})"
+
+    return table(
+        ["GFLOP/s (over jax.nn, over PyTorch)", *(f"N = {length}" for length in lengths)],
+        (
+            [f"d = {dim}, {'causal ' if causal else ''}{pass_}"]
+            + [cell(dim=dim, causal=causal, pass_=pass_, length=length) for length in lengths]
+            for dim in (64, 128)
+            for causal in (False, True)
+            for pass_ in ("forward", "forward+backward")
+        ),
+    )
+
+
+@shows("cpu_features")
+def cpu_features(results: Results) -> str:
+    columns = list(itertools.product((64, 128), PASSES))
+    rows = {(row["dim"], row["pass"], row["feature"], row["dtype"]): row for row in results["rows"]}
+    names = dict.fromkeys(row["feature"] for row in results["rows"] if row["pass"] == "backward")
+
+    def cell(name: str, dim: int, pass_: str) -> str:
+        found = [rows.get((dim, pass_, name, dtype)) for dtype in ("float32", "bfloat16")]
+        return " / ".join(number(row["ratio"]) for row in found if row is not None)
+
+    order = sorted(
+        names.keys() - {"plain", "is_causal"}, key=lambda name: (name.startswith("dbias"), [*names].index(name))
+    )
+    return table(
+        ["float32 / bfloat16", *(f"d = {dim}, {pass_}" for dim, pass_ in columns)],
+        ([name, *(cell(name, *column) for column in columns)] for name in order),
+    )
+
+
+@shows("block_sparse")
+def block_sparse_cpu(results: Results) -> str:
+    columns = list(itertools.product((4096, 8192), ("forward", WITH_BACKWARD)))
+
+    def cell(kept: str, length: int, pass_: str) -> str:
+        found = [one(results["rows"], mask=kept, dim=dim, length=length, pass_=pass_) for dim in (64, 128)]
+        return " / ".join(number(row["of_ideal"]) for row in found)
+
+    return table(
+        ["kept, d = 64 / d = 128", *(f"N = {length}, {pass_}" for length, pass_ in columns)],
+        ([kept, *(cell(kept, *column) for column in columns)] for kept in FRACTIONS),
+    )
+
+
+# --- score programs ---------------------------------------------------------------------------------------------------
+
+
+def ratios(results: Results, program: str, dim: int, *calls: tuple[str, str]) -> list[str]:
+    """Of each pair of calls, forward / backward."""
+    rows = [
+        next(r for r in results["rows"] if (r["program"], r["pass"], r["size"]["dim"]) == (program, pass_, dim))
+        for pass_ in PASSES
+    ]
+    cells = []
+    for above, below in calls:
+        found = [flex_over_ours(row) if above == "Flex" else paired(row, above, below) for row in rows]
+        cells.append("–" if found == [None, None] else " / ".join(map(number, found)))
+    return cells
+
+
+def programs_of(results: Results) -> list[str]:
+    return list(dict.fromkeys(row["program"] for row in results["rows"]))
+
+
+OURS = ("program", "plain"), ("program", "built-in"), ("XLA", "program")
+
+
+@shows("score_programs_cpu")
+def programs_cpu(results: Results) -> str:
+    return table(
+        ["forward / backward", "plain", "built-in", "XLA"],
+        ([program, *ratios(results, program, 64, *OURS)] for program in programs_of(results)),
+    )
+
+
+@shows("score_programs_gpu")
+def programs(results: Results) -> str:
+    def rates(program: str, dim: int) -> str:
+        rows = [row for row in results["rows"] if row["program"] == program and row["size"]["dim"] == dim]
+        return " / ".join(f"{row['gflops']['program'] / 1e3:.0f}" for row in rows)
+
+    parts = [
+        table(
+            [f"d = {dim}", "TFLOP/s", "plain", "built-in", "XLA", "Flex"],
+            (
+                [program, rates(program, dim), *ratios(results, program, dim, *OURS, ("Flex", "program"))]
+                for program in programs_of(results)
+            ),
+        )
+        for dim in (64, 128)
+    ]
+    blocks = statistics.median(results["classification_seconds"])
+    parts.append(f"To classify the blocks of a document mask at N = 65536 takes {1e3 * blocks:.1f} ms.")
+    return "\n\n".join(parts)
+
+
+# --- several devices --------------------------------------------------------------------------------------------------
+
+
+def median_of(results: Results, **fields: Any) -> float:
+    return statistics.median(one(results["rows"], **fields)["seconds"])
+
+
+@shows("ranks")
+def ranks(results: Results) -> str:
+    def line(length: int, pass_: str) -> list[str]:
+        rows = [row for row in results["rows"] if row["length"] == length and row["pass"] == pass_]
+        whole = one(rows, call="whole")
+        parts = [statistics.median(row["seconds"]) for row in rows if row["call"] != "whole"]
+        flops, share = whole["flops"] / len(parts) / 1e12, statistics.median(whole["seconds"]) / len(parts)
+        return (
+            [f"N = {length}, {pass_}"]
+            + [f"{1e3 * seconds:.1f} ms ({flops / seconds:.0f} TFLOP/s)" for seconds in (share, max(parts), min(parts))]
+            + [number(share / max(parts))]
+        )
+
+    cases = dict.fromkeys((row["length"], row["pass"]) for row in results["rows"])
+    return table(
+        ["", "whole call / 8", "slowest of 8", "fastest of 8", "times as fast"], (line(*case) for case in cases)
+    )
+
+
+WAYS = {
+    "1 alone": "one GPU",
+    "2 ring": "`sequence_axis`, contiguous",
+    "2 zigzag": "`sequence_axis`, zigzag",
+    "2 heads": "by heads, all-to-all",
+    "2 gathered": "keys and values gathered",
+}
+
+
+@shows("several_devices")
+def two_devices(results: Results) -> str:
+    def cell(call: str, length: int) -> str:
+        cells = []
+        for pass_ in PASSES:
+            seconds, alone = (median_of(results, length=length, pass_=pass_, call=c) for c in (call, "1 alone"))
+            efficiency = "" if call == "1 alone" else f" ({alone / seconds / 2:.2f})"
+            cells.append(f"{1e3 * seconds:.{1 if seconds < 0.2 else 0}f}{efficiency}")
+        return " / ".join(cells)
+
+    lengths = sorted({row["length"] for row in results["rows"]})
+    return table(
+        ["milliseconds, forward / backward", *(f"N = {length}" for length in lengths)],
+        ([name, *(cell(call, length) for length in lengths)] for call, name in WAYS.items()),
+    )
+
+
+@shows("ranks")
+def many_devices(results: Results) -> str:
+    lengths, devices = (65536, 262144, 1048576, 4194304), (8, 32, 128, 512, 1024)
+    rate = predict_devices.kernel_rate(RESULTS / "ranks.json")
+
+    def cell(length: int, count: int) -> str:
+        found = predict_devices.seconds(length, count, rate)
+        return " / ".join(number(found["kernels"] / found[way]) for way in ("ring", "all-to-all") if way in found)
+
+    return table(
+        ["N", *(f"P = {count}" for count in devices)],
+        ([str(length), *(cell(length, count) for count in devices)] for length in lengths),
+    )
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def source(name: str, page: pathlib.Path) -> str:
+    """By which command a file came about, when and where, with a link to it."""
+    found = load(name)["environment"]
+    commands = "; ".join(f"`{command}`" for command in found["command"].split("; "))
+    made = f"{commands}, commit {found['commit']}, {found['date'][:10]}"
+    versions = [f"{label} {found['versions'][key]}" for key, label in NAMES.items() if found["versions"].get(key)]
+    return f"{link(name, page)}: {', '.join([made, machine(found), *versions])}."
+
+
+def sources(names: Sequence[str], page: pathlib.Path) -> str:
+    """Of many files, whose tables say more: where and when."""
+    if len(names) <= 3:
+        return "\n".join(source(name, page) for name in names)
+    found = [load(name)["environment"] for name in names]
+    days = sorted(environment["date"][:10] for environment in found)
+    machines = " and ".join(dict.fromkeys(map(machine, found)))
+    return f"{machines}, {days[0]} to {days[-1]}: {', '.join(link(name, page) for name in names)}."
+
+
+def machine(environment: Results) -> str:
+    devices = environment["devices"]
+    if devices == ["cpu"]:
+        return f"{environment['cores']} cores of an {environment['processor']}"
+    return devices[0] if len(devices) == 1 else f"{len(devices)} {devices[0]}"
+
+
+def link(name: str, page: pathlib.Path) -> str:
+    return f"[{name}.json]({os.path.relpath(RESULTS / f'{name}.json', page.parent)})"
+
+
+def load(name: str) -> Results:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def filled(text: str, page: pathlib.Path) -> str:
+    """The page's text with the tables that the results give."""
+
+    def fill(found: re.Match[str]) -> str:
+        begin, name, _, end = found.groups()
+        if name not in TABLES:
+            raise SystemExit(f"{page.relative_to(ROOT)}: there is no table {name!r}; there are {', '.join(TABLES)}")
+        body = TABLES[name](*map(load, FILES[name]))
+        return f"{begin}{body}\n\n{sources(FILES[name], page)}\n{end}"
+
+    return BLOCK.sub(fill, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a table is not up to date")
+    args = parser.parse_args()
+    stale = False
+    for page in PAGES:
+        before = page.read_text()
+        after = filled(before, page)
+        if args.check and before != after:
+            stale = True
+            name = str(page.relative_to(ROOT))
+            old, new = (text.splitlines(keepends=True) for text in (before, after))
+            sys.stdout.writelines(difflib.unified_diff(old, new, name, f"{name}, from the results", n=0))
+        elif before != after:
+            page.write_text(after)
+    if stale:
+        sys.exit("These tables are not what the results say: run `python benchmarks/tables.py`.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The docs say what the committed results say, and their links lead somewhere."""
+
+import importlib
+import pathlib
+import re
+import subprocess
+import sys
+import unicodedata
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks/results").exists(), reason="a source package has no results")
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("tables")
+
+
+def test_tables_are_those_of_the_results():
+    done = subprocess.run([sys.executable, ROOT / "benchmarks/tables.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_table_stands_in_a_page(tables):
+    shown = {name for page in PAGES for _, name, *_ in tables.BLOCK.findall(page.read_text())}
+    assert shown == set(tables.TABLES)
+
+
+def test_a_figure_that_differs_is_found(tables, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n<!-- table: dropout -->\n<!-- end -->\n\nText.\n")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "PAGES", [page])
+    monkeypatch.setattr(sys, "argv", ["tables.py"])
+    tables.main()
+    written = page.read_text()
+    assert "| d = 64 | 284 / 182 (1.56) |" in written and written.endswith("<!-- end -->\n\nText.\n")
+
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    tables.main()
+    capsys.readouterr()
+    page.write_text(written.replace("284 / 182", "285 / 182"))
+    with pytest.raises(SystemExit, match="run `python benchmarks/tables.py`"):
+        tables.main()
+    found = capsys.readouterr().out
+    assert "-| d = 64 | 285 / 182 (1.56)" in found and "+| d = 64 | 284 / 182 (1.56)" in found
+    assert "285" in page.read_text()  # a check writes nothing
+
+
+def test_a_table_of_no_function_is_an_error(tables):
+    with pytest.raises(SystemExit, match="there is no table 'nothing'; there are summary, "):
+        tables.filled("<!-- table: nothing -->\n<!-- end -->", ROOT / "README.md")
+
+
+def test_performance_is_short(tables):
+    """1,500 words, as `wc -w` counts, without the tables that are made."""
+    text = tables.BLOCK.sub("", (ROOT / "docs/performance.md").read_text())
+    assert len(text.split()) <= 1500
+
+
+def anchors(text):
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), flags=re.M)
+    kept = ("".join(c for c in h.lower() if c in " -_" or unicodedata.category(c)[0] in "LN") for h in headings)
+    return {heading.replace(" ", "-") for heading in kept}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = page if path == "" else page.parent / path
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target.read_text()))):
+            broken.append(link)
+    assert not broken

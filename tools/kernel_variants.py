@@ -215,13 +215,18 @@ def cover() -> Iterator[Case]:
             yield Case("sm_90a", "float32", **chosen)
 
 
+def alone(features: dict[str, tuple[Any, ...]], dims: Iterable[tuple[int, int]]) -> Iterator[Case]:
+    """One feature at a time."""
+    plain = {name: values[0] for name, values in features.items()} | {"causal": False}
+    for of, (name, values) in itertools.product(dims, features.items()):
+        for value in values:
+            yield Case("sm_90a", "bfloat16", of, **plain | {name: value})
+
+
 def singles() -> Iterator[Case]:
     """One feature at a time, and some beside dropout, where registers are scarcest: what most models use."""
     for features in (FEATURES, FEW_QUERIES):
-        plain = {name: values[0] for name, values in features.items()} | {"causal": False}
-        for dims, (name, values) in itertools.product(DIMS[:3], features.items()):
-            for value in values:
-                yield Case("sm_90a", "bfloat16", dims, **plain | {name: value})
+        yield from alone(features, DIMS[:3])
     with_dropout = PLAIN | {"causal": False, "dropout": True}
     for dims, name in itertools.product(DIMS[:2], ("window", "segments", "mask", "block_mask")):
         yield Case("sm_90a", "bfloat16", dims, **with_dropout | {name: FEATURES[name][1]})
@@ -286,8 +291,8 @@ def variants(cases: Iterable[Case]) -> list[Variant]:
 
 
 def tested() -> list[Variant]:
-    """Features alone; of the cover what is needed for a pair of values to occur in a kernel, in Hopper's in a dtype and
-    in each of the ways in which its backward takes heads."""
+    """Features alone at the head dims that most models have; of the others what is needed for a pair of values to occur
+    in a kernel, in Hopper's in a dtype and in each of the ways in which its backward takes heads."""
     ways = ("dtype", "alongside", "sum_kv", "together")
 
     def pairs_of(variant: Variant) -> list[tuple[Any, ...]]:
@@ -295,9 +300,10 @@ def tested() -> list[Variant]:
         way = [fields[name] for name in ways] if fields["family"] == 90 else []
         return [(variant.file, *way, *pair) for pair in itertools.combinations((variant.arch, *variant.fields), 2)]
 
-    alone, chosen = variants(singles()), variants(itertools.chain(singles(), cover()))
+    kept = list(alone(FEATURES, DIMS[:2]))
+    chosen = variants(itertools.chain(kept, singles(), cover()))
     times = collections.Counter(itertools.chain.from_iterable(map(pairs_of, chosen)))
-    for variant in chosen[len(alone) :]:
+    for variant in chosen[len(variants(kept)) :]:
         if all(times[pair] > 1 for pair in pairs_of(variant)):
             times.subtract(pairs_of(variant))
             chosen.remove(variant)

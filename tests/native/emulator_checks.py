@@ -4,6 +4,7 @@ in processes in which the CPU is a GPU: JAX_FLASH_EMULATE=sm_90 pytest tests/nat
 
 import ctypes
 import dataclasses
+import itertools
 import os
 import pathlib
 import re
@@ -34,48 +35,30 @@ hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        (Case(B=1, T=300, S=400, D=64, E=64, causal=True, offset=True), "bfloat16"),
+        (Case(B=1, T=300, S=400, D=64, E=64, causal=True, offset=True, sinks=2.0), "bfloat16"),
         (Case(B=1, T=300, S=400, N=2, K=2, D=64, E=64, causal=True, dropout=0.2), "bfloat16"),
         (Case(B=1, T=300, S=300, N=2, K=2, D=128, E=104, window=(150, 20), segments=True), "float16"),
         (Case(B=1, T=300, S=400, D=128, E=128, window=(150, 20), segments=True), "float16"),
-        (Case(B=1, T=150, S=200, N=2, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
+        (Case(B=1, T=150, S=200, N=2, K=1, D=256, E=256, causal=True, dropout=0.2, sinks=2.0), "bfloat16"),
         (Case(B=1, T=150, S=200, N=2, K=1, D=64, E=64, dropout=0.003), "bfloat16"),
         (Case(B=1, T=300, S=70, N=3, K=3, D=256, E=256), "bfloat16"),
         (Case(B=1, T=300, S=100, N=3, K=1, D=192, E=192), "float16"),
         (Case(T=150, S=4500, N=1, K=1, D=8, E=8, segments="mixed"), "bfloat16"),
         (Case(T=70, S=90, D=72, E=40, bias="1nts", mask="b11s", dropout=0.1), "bfloat16"),
-        (Case(T=70, S=90, D=64, E=64, soft_cap=2.0, lengths=True, deterministic=True), "bfloat16"),
-        (Case(B=1, T=150, S=200, N=2, K=1, D=128, E=128, soft_cap=5.0, causal=True), "bfloat16"),
-        (Case(T=70, S=90, D=40, E=64, causal=True, bias="bn1s", deterministic=True), "float32"),
-        (Case(T=3, S=1100, N=8, causal=True, offset=True, lengths=True, dropout=0.2), "bfloat16"),
+        (Case(T=70, S=90, D=64, E=64, soft_cap=2.0, lengths=True, deterministic=True, sinks=2.0), "bfloat16"),
+        (Case(B=1, T=150, S=200, N=2, K=1, D=128, E=128, soft_cap=5.0, causal=True, sinks=2.0), "bfloat16"),
+        (Case(T=70, S=90, D=40, E=64, causal=True, bias="bn1s", deterministic=True, sinks=2.0), "float32"),
+        (Case(T=3, S=1100, N=8, causal=True, offset=True, lengths=True, dropout=0.2, sinks=2.0), "bfloat16"),
         (Case(B=1, T=16, S=1100, N=3, K=1, D=64, E=40, mask="1n1s", bias="bnts", segments=True), "float32"),
+        # sinks in the backward as one kernel, beside tiles of a bias, and with lists of blocks
+        (Case(B=1, T=300, S=400, N=4, K=2, D=64, E=64, segments=True, sinks=2.0), "bfloat16"),
+        (Case(B=1, T=140, S=160, N=2, K=1, D=64, E=64, bias="1nts", mask="b11s", sinks=2.0), "bfloat16"),
+        (sparse(128, 128, B=1, T=300, S=300, N=2, K=1, D=64, E=64, heads=2, dropout=0.2, sinks=2.0), "bfloat16"),
     ],
     ids=str,
 )
 def test_case(case, dtype):
     check(case, dtype)
-
-
-SINKS = [
-    (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, offset=True, lengths=True), "bfloat16"),
-    (Case(B=1, T=300, S=400, N=4, K=2, D=64, E=64, segments=True), "bfloat16"),  # the backward as one kernel
-    (Case(B=1, T=150, S=200, N=2, K=1, D=128, E=128, soft_cap=5.0, window=(90, 20)), "float16"),
-    (Case(B=1, T=150, S=200, N=2, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
-    (Case(B=1, T=140, S=160, N=2, K=1, D=64, E=64, bias="1nts", mask="b11s", dropout=0.2), "bfloat16"),
-    (Case(T=70, S=90, D=72, E=40, bias="bn1s", lengths=True, deterministic=True), "bfloat16"),
-    (Case(T=70, S=90, D=40, E=64, causal=True, dropout=0.1, deterministic=True), "float32"),
-    (Case(B=1, T=130, S=300, N=3, K=1, D=64, E=64, causal=True, offset=True), "tf32"),
-    (Case(T=3, S=1100, N=8, K=2, causal=True, offset=True, lengths=True, soft_cap=2.0, dropout=0.2), "bfloat16"),
-    (Case(B=1, T=16, S=1100, N=3, K=1, D=64, E=40, bias="1n1s", scale=-0.3), "float32"),
-    (sparse(128, 128, B=1, T=300, S=600, N=2, K=1, D=64, E=64, heads=2, dropout=0.2), "bfloat16"),
-]
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(("case", "dtype"), SINKS, ids=str)
-def test_sinks(case, dtype):
-    case = dataclasses.replace(case, sinks=2.0)
-    check_tf32(case) if dtype == "tf32" else check(case, dtype)
 
 
 @pytest.mark.usefixtures("device")
@@ -155,8 +138,11 @@ PROGRAMS = [
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("constant", [False, True])
-@pytest.mark.parametrize(("program", "case", "dtype"), PROGRAMS, ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.parametrize(
+    ("program", "case", "dtype", "constant"),
+    [(*x, constant) for x, constant in zip(PROGRAMS, itertools.cycle((False, True)), strict=False)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
 def test_backward_of_score_programs(program, case, dtype, constant):
     """Derivatives that depend on the score or do not, with the gradients of captured arrays and without."""
     made = program(case)
@@ -365,7 +351,7 @@ def test_tiles_that_fit_hopper_alone(case, monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(B=1, T=300, S=400, N=5, K=1, D=64, E=64, causal=True, offset=True),
+        Case(B=1, T=300, S=400, N=5, K=1, D=64, E=64, causal=True, offset=True, sinks=2.0),
         Case(B=1, T=150, S=200, N=2, K=1, D=128, E=128, window=(100, 20), segments=True),
         Case(B=1, T=150, S=200, N=2, K=1, D=128, E=104, causal=True, dropout=0.2),
         Case(T=70, S=90, D=72, E=40, bias="1nts", lengths=True, deterministic=True),

@@ -21,7 +21,13 @@ def run_checks(*arguments, **environment):
 
 @pytest.mark.parametrize("arch", emulator.ARCHS)
 def test_kernels(arch):
-    run_checks("emulator_checks.py", JAX_FLASH_EMULATE=arch)
+    run_checks("emulator_checks.py::test_case", JAX_FLASH_EMULATE=arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", emulator.ARCHS)
+def test_all_kernels(arch):
+    run_checks("emulator_checks.py", "-k", "not test_case", JAX_FLASH_EMULATE=arch)
 
 
 def test_odd_number_of_multiprocessors():

@@ -13,16 +13,21 @@ import kernel_variants
 
 from jax_flash import _native
 
+LONGEST = 5  # seconds of processor time that a kernel file may take to compile
+
 
 @pytest.mark.slow
 def test_every_feature_and_pair_of_features_compiles():
     chosen = kernel_variants.tested()
     assert {variant.arch for variant in chosen} == set(kernel_variants.SHARED_LIMITS)
-    faults = []
+    faults, slow = [], set()
     for report in kernel_variants.tabulated(kernel_variants.compile_all(chosen)):
         faults += [f"{fault}: {report}" for fault in kernel_variants.faults(report)]
-        assert report.seconds < 5, report  # processor time
+        if report.seconds > LONGEST:
+            slow.add(report.variant)
     assert not faults, "\n".join(faults)
+    for variant in slow:  # again, without the other threads of this process
+        assert kernel_variants.compile_variant(variant)[0].seconds < LONGEST, variant
 
 
 def test_hoppers_backward_has_the_tiles_of_its_head_dims():

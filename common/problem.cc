@@ -104,6 +104,7 @@ std::string Check(const Problem& p) {
   if (p.ranges && (p.causal || p.window() || p.q_lengths || p.kv_lengths || p.segments)) {
     return "ranges beside what they stand for";
   }
+  if (p.ranges && (p.mask.present || p.block_mask.present)) return "ranges beside a mask of arrays";
   if (p.dsinks && !p.sinks.present) return "dsinks without sinks";
   for (const int64_t size : {p.q_block, p.kv_block}) {
     if (p.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0) return "a block size is no multiple of 16";

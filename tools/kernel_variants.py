@@ -39,7 +39,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "window": (False, True),
     "lengths": (False, True),
     "segments": (False, True),
-    "ranges": (False, True),  # in place of all above but q_len
+    "ranges": (False, True),  # in place of all above but q_len, and of masks that are arrays
     "query_offset": (False, True),
     "mask": (False, True),
     "block_mask": (None, (128, 128), (64, 64), (16, 48)),
@@ -110,8 +110,9 @@ class Report:
 
 
 def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
-    bias, block, gradients = features["bias"], features["block_mask"], features["gradients"]
-    program, ranges = features["program"], features["ranges"]
+    ranges = features["ranges"]
+    bias, block, gradients = features["bias"], None if ranges else features["block_mask"], features["gradients"]
+    program = features["program"]
     mod, grad, added, grown = {
         "score": (SCORE_MOD, SCORE_GRAD, "accumulate,0,2,5,6;", "result,9"),
         "table": (TABLE_MOD, TABLE_GRAD, "accumulate,0,0,3,4;", "result,4"),
@@ -135,7 +136,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         ranges=ranges,
         segments=features["segments"] and not ranges,
         query_offset=features["query_offset"],
-        mask=full if features["mask"] else None,
+        mask=full if features["mask"] and not ranges else None,
         block_mask=full if block else None,
         q_block=block[0] if block else 0,
         kv_block=block[1] if block else 0,

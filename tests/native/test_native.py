@@ -148,6 +148,13 @@ def test_operands_are_pythons():
     assert _native.operands() == dims
 
 
+@pytest.mark.parametrize("beside", ["causal", "window_left", "q_lengths", "kv_lengths", "segments", "mask"])
+def test_what_ranges_are_not_beside(beside):
+    value = {"window_left": 5, "mask": EVERY}.get(beside, True)
+    with pytest.raises(ValueError, match="^problem: ranges beside "):
+        _native.cuda_refusal(dataclasses.replace(PROBLEM, ranges=True, **{beside: value}).encode())
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -113,8 +113,8 @@ struct BackwardTuning {
   static constexpr bool kAllCommit = !kListed && (kRows == 128 ? !kDropout : !kBehind || (kQKDim <= 96 && kVDim <= 96));
 
   // The scale is read in every step, or with these masks registers would be spilled.
-  static constexpr bool kLateScale = !kFormsScores && !kAlongside && kRows == 64 && kListed && kQKDim > 96 &&
-                                     !kDropout && !kCausal && !kProblem.window;
+  static constexpr bool kLateScale =
+      !kFormsScores && !kAlongside && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kWindow;
 
   // Where ptxas must not move work ahead, since it would spill registers (Never): between masks and exponentials, ...
   static constexpr bool kStopAfterMask = (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kManyRanges)) ||

@@ -37,7 +37,7 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
         super().__init__(*args, **kwargs)
         if keras.backend.backend() != "jax":
             raise RuntimeError(f"jax_flash.keras needs Keras on JAX (KERAS_BACKEND=jax), not {keras.backend.backend()}")
-        config = self.get_config()
+        config = self.get_config()  # Keras before 3.14 has no windows and no gates
         self.sliding_window = config.get("sliding_window")
         if config.get("use_gate"):
             raise NotImplementedError("jax_flash.keras.MultiHeadAttention does not support `use_gate`")

@@ -2,6 +2,7 @@
 
 import inspect
 
+import guide
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,3 +134,7 @@ def test_errors():
     with pytest.raises(ValueError, match="do not fit together"):
         ours(x, x, x[1:])
     assert "local_window_size" in inspect.signature(ours).parameters
+
+
+def test_guide():
+    assert guide.run("Equinox")["y"].shape == (2, 128, 512)

@@ -3,6 +3,7 @@
 import inspect
 import os
 
+import guide
 import jax
 import numpy as np
 import pytest
@@ -163,3 +164,7 @@ def test_refusals(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
     with pytest.raises(RuntimeError, match="KERAS_BACKEND=jax"):
         MultiHeadAttention(HEADS, DIM)
+
+
+def test_guide():
+    assert guide.run("Keras 3 on JAX")["y"].shape == (2, 128, 512)

@@ -71,6 +71,14 @@ def test_options_in_place_of_masks():
     assert_equal_with_gradients(*pair(), SELF, mask, **options)
 
 
+def test_lengths_of_each_example():
+    stock, ours = pair()
+    lengths = jnp.array([3, 12, 7])
+    got = jax.vmap(lambda x, n: ours(x, x, x, key_value_seq_lengths=n[None]))(SELF[0], lengths)
+    want = jax.vmap(lambda x, n: stock(x, x, x, jnp.tile(jnp.arange(T) < n, (T, 1))))(SELF[0], lengths)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
 def test_rotary_embedding_as_process_heads():
     rotate = jax.vmap(eqx.nn.RotaryPositionalEmbedding(FEATURES // HEADS), in_axes=1, out_axes=1)
     stock, ours = (

@@ -26,7 +26,7 @@ Implementation = Literal["flash", "xla", "reference"]
 
 
 class SharedOptions(TypedDict, total=False):
-    """The options that Flax has no names of its own for."""
+    """The options that other libraries have no names of their own for."""
 
     scale: float | ArrayLike | None
     is_causal: bool

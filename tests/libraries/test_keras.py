@@ -1,0 +1,170 @@
+"""`jax_flash.keras` against Keras's own layer, on JAX."""
+
+import inspect
+import os
+
+import guide
+import jax
+import numpy as np
+import pytest
+
+os.environ["KERAS_BACKEND"] = "jax"  # before Keras is imported
+pytest.importorskip("keras")
+
+import keras
+
+from jax_flash.keras import MultiHeadAttention
+
+B, T, S, FEATURES, HEADS, DIM = 2, 12, 9, 24, 3, 8
+PARAMETERS = inspect.signature(keras.layers.MultiHeadAttention).parameters
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+X, Y = normal(0, B, T, FEATURES), normal(1, B, S, FEATURES)
+MASK = normal(2, B, T, S) > -0.5
+
+
+def pair(**options):
+    """The stock layer and ours, with the same weights."""
+    layers = [kind(HEADS, DIM, **options) for kind in (keras.layers.MultiHeadAttention, MultiHeadAttention)]
+    for layer in layers:
+        layer.build(X.shape, Y.shape)
+    layers[1].set_weights([normal(i, *w.shape) / 4 for i, w in enumerate(layers[0].get_weights())])
+    layers[0].set_weights(layers[1].get_weights())
+    assert [w.path.split("/", 1)[1] for w in layers[0].weights] == [w.path.split("/", 1)[1] for w in layers[1].weights]
+    return layers
+
+
+def results(layer, inputs, **options):
+    """The output, and the gradients of the weights and of the inputs."""
+
+    def loss(weights, inputs):
+        out, _ = layer.stateless_call(weights, [v.value for v in layer.non_trainable_variables], *inputs, **options)
+        return (out * np.cos(np.arange(out.size)).reshape(out.shape)).sum(), out
+
+    weights = [v.value for v in layer.trainable_variables]
+    (_, out), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(weights, inputs)
+    return jax.tree.leaves((out, gradients))
+
+
+def assert_close(got, want, tolerance=2e-5):
+    """Relative to the largest of all: the gradient of the keys' bias is 0, but for rounding."""
+    largest = max(np.abs(w).max() for w in want)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance * largest)
+
+
+@pytest.mark.parametrize(
+    "inputs, options, call",
+    [
+        ((X, X), {}, {}),
+        ((X, X), {"use_bias": False}, {"use_causal_mask": True}),
+        ((X, Y), {"value_dim": 16, "output_shape": 10, "dropout": 0.5}, {"attention_mask": MASK}),
+        ((X, Y), {}, {"attention_mask": MASK[0].astype(np.float32)}),
+        ((X, Y), {}, {"attention_mask": normal(3, B, HEADS, T, S) > 0}),
+        (
+            (X, Y, normal(4, B, S, FEATURES)),
+            {},
+            {"use_causal_mask": True, "attention_mask": MASK | np.eye(T, S, dtype=bool)},
+        ),
+    ],
+)
+def test_equals_the_stock_layer(inputs, options, call):
+    stock, ours = pair(**options)
+    assert_close(results(ours, inputs, **call), results(stock, inputs, **call))
+
+
+@pytest.mark.skipif("sliding_window" not in PARAMETERS, reason="Keras has it from 3.14 on")
+@pytest.mark.parametrize("causal", [False, True])
+def test_sliding_window(causal):
+    stock, ours = pair(sliding_window=3)
+    assert_close(*(results(layer, (X, X), use_causal_mask=causal) for layer in (ours, stock)))
+
+
+def test_padding_and_training(recwarn):
+    """A model whose masks come from its embedding; padded tokens do not count in the loss."""
+    tokens = np.random.default_rng(0).integers(1, 20, (8, T))
+    tokens[1::2, -4:] = 0
+    shown = tokens != 0
+
+    def model(attention):
+        inputs = keras.Input((T,), dtype="int32")
+        x = keras.layers.Embedding(20, FEATURES, mask_zero=True)(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(20)(attention(x, x, use_causal_mask=True)))
+        model.compile(keras.optimizers.SGD(0.5), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    def losses(model):
+        return model.fit(tokens, tokens, batch_size=4, epochs=3, shuffle=False, verbose=0).history["loss"]
+
+    stock, ours = model(keras.layers.MultiHeadAttention(HEADS, DIM)), model(MultiHeadAttention(HEADS, DIM))
+    ours.set_weights(stock.get_weights())
+    got, want = (model.predict(tokens, verbose=0) for model in (ours, stock))
+    assert_close([got[shown]], [want[shown]])
+    got, want = losses(ours), losses(stock)
+    assert_close([got], [want])
+    assert got[-1] < got[0]
+    assert_close(ours.get_weights(), stock.get_weights())
+    assert not [str(w.message) for w in recwarn if "mask" in str(w.message)]
+
+
+def test_masks_given_for_keys_alone():
+    valid = np.arange(S) < np.array([[S], [4]])
+    stock, ours = pair()
+    got = results(ours, (X, Y), value_mask=valid)
+    assert_close(got, results(stock, (X, Y), attention_mask=valid[:, None]))
+    assert_close(got, results(ours, (X, Y), key_mask=valid))
+
+
+def test_dropout():
+    _, ours = pair(dropout=0.5, seed=1)
+    quiet = np.asarray(ours(X, X))
+    np.testing.assert_array_equal(ours(X, X, training=False), quiet)
+    draws = np.stack([ours(X, X, training=True) for _ in range(300)])
+    assert (draws[0] != draws[1]).mean() > 0.9
+    spread = draws.std(axis=0) / np.sqrt(len(draws))
+    assert 0.7 < np.sqrt(((draws.mean(axis=0) - quiet) ** 2).mean() / (spread**2).mean()) < 1.3
+
+
+def test_saved_models_load(tmp_path):
+    """Weights of a model with stock layers, and a whole model with ours."""
+
+    def model(kind):
+        inputs = keras.Input((T, FEATURES))
+        return keras.Model(inputs, kind(HEADS, DIM, dropout=0.5, name="attention")(inputs, inputs))
+
+    stock, ours = model(keras.layers.MultiHeadAttention), model(MultiHeadAttention)
+    stock.save_weights(tmp_path / "stock.weights.h5")
+    ours.load_weights(tmp_path / "stock.weights.h5")
+    want = stock.predict(X, verbose=0)
+    assert_close([ours.predict(X, verbose=0)], [want])
+    ours.save(tmp_path / "ours.keras")
+    loaded = keras.saving.load_model(tmp_path / "ours.keras")
+    assert isinstance(loaded.get_layer("attention"), MultiHeadAttention)
+    assert_close([loaded.predict(X, verbose=0)], [want])
+
+
+def test_mixed_precision():
+    layer = MultiHeadAttention(HEADS, DIM, dtype="mixed_bfloat16")
+    assert layer(X, X).dtype == "bfloat16" and layer.query_dense.kernel.dtype == "float32"
+
+
+def test_refusals(monkeypatch):
+    _, ours = pair()
+    with pytest.raises(NotImplementedError, match="`return_attention_scores`"):
+        ours(X, X, return_attention_scores=True)
+    with pytest.raises(NotImplementedError, match=r"inputs of shape \[B, length, dim\], not \(2, 1, 12, 24\)"):
+        MultiHeadAttention(HEADS, DIM)(X[:, None], X[:, None])
+    if "use_gate" in PARAMETERS:  # from Keras 3.14 on
+        with pytest.raises(NotImplementedError, match="`use_gate`"):
+            MultiHeadAttention(HEADS, DIM, use_gate=True)
+    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    with pytest.raises(RuntimeError, match="KERAS_BACKEND=jax"):
+        MultiHeadAttention(HEADS, DIM)
+
+
+def test_guide():
+    assert guide.run("Keras 3 on JAX")["y"].shape == (2, 128, 512)

@@ -174,8 +174,8 @@ def test_the_documentation_shows_what_the_command_prints(capsys, monkeypatch, tm
 
 
 def test_the_documentation_is_right(capsys):
-    """Its Python example, and the tables that compare with the paper."""
-    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    """Its Python examples, and the tables that compare with the paper."""
+    code = "".join(re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL))
     exec(code, {})
     comments = [comment.partition(",")[0] for comment in re.findall(r"  # (.*)", code)]
     assert capsys.readouterr().out.split("\n")[:-1] == comments

@@ -15,7 +15,7 @@ import jax_flash
 pytestmark = pytest.mark.usefixtures("device")
 
 CASE = Case(B=2, T=20, S=33, N=4, K=2, D=8, E=8)
-TOLERANCES = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 3e-2}
+TOLERANCES = {"float64": 1e-12, "float32": 5e-5, "bfloat16": 3e-2}
 # Which part each key is in.
 SPLITS = {
     "two": np.arange(33) // 15,

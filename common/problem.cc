@@ -105,6 +105,10 @@ std::string Check(const Problem& p) {
   if (p.page > 0 && (p.page % 16 != 0 || p.kv_len % p.page != 0)) return "kv_len is no number of pages";
   if (p.page > 0 && (p.dq || p.dk || p.dv || p.dbias || p.dsinks || p.captured_gradients()))
     return "gradients of pages";
+  if (p.page > 0 &&
+      (p.bias.present || p.mask.present || p.block_mask.present || p.segments || p.ranges || p.dropout())) {
+    return "pages beside a bias, masks of arrays, segments, ranges or dropout";
+  }
   if (p.ranges && (p.causal || p.window() || p.q_lengths || p.kv_lengths || p.segments)) {
     return "ranges beside what they stand for";
   }

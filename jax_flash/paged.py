@@ -106,14 +106,14 @@ def paged_attention(
     return_residual = checks.flag("return_residual", return_residual)
     given = arguments.complete(options, PagedOptions)
     query = checks.floats("query", query)
-    pages = [checks.floats(name, x) for name, x in (("key_pages", key_pages), ("value_pages", value_pages))]
+    keys, values = checks.floats("key_pages", key_pages), checks.floats("value_pages", value_pages)
     table = checks.integers("page_table", page_table)
-    if query.ndim != 4 or any(x.ndim != 4 for x in pages) or pages[0].shape[:3] != pages[1].shape[:3]:
+    if not query.ndim == keys.ndim == values.ndim == 4 or keys.shape[:3] != values.shape[:3]:
         raise ValueError(
             "query [B, T, N, D], key_pages [pages, page, K, D] and value_pages [pages, page, K, E] do not fit "
-            f"together: {query.shape}, {pages[0].shape}, {pages[1].shape}"
+            f"together: {query.shape}, {keys.shape}, {values.shape}"
         )
-    count, page = pages[0].shape[:2]
+    count, page = keys.shape[:2]
     if page % STEP or not STEP <= page <= LONGEST:
         raise ValueError(f"pages must have a multiple of {STEP} keys from {STEP} to {LONGEST}, not {page}")
     if count == 0:
@@ -126,7 +126,7 @@ def paged_attention(
     lengths = checks.saturated(lengths)
     given |= {"is_causal": True, "key_value_seq_lengths": lengths, "query_offset": lengths - T}
     problem, operands = arguments.problem_and_operands(
-        query, *pages, None, None, given, page_table=checks.saturated(table)
+        query, keys, values, None, None, given, page_table=checks.saturated(table)
     )
     o, l, m = attention.attend(problem, None, operands, given["implementation"])
     if return_residual:

@@ -489,10 +489,9 @@ SEVERAL_TILES = {
 
 @hopper
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", SEVERAL_TILES)
-def test_random_schedule(name, seed, monkeypatch):
-    monkeypatch.setenv("JAX_FLASH_EMULATE_SEED", str(seed))
+def test_random_schedule(name, monkeypatch):
+    monkeypatch.setenv("JAX_FLASH_EMULATE_SEED", "0")
     case, dtype = SEVERAL_TILES[name]
     check_tf32(case) if dtype == "tf32" else check(case, dtype)
 

@@ -32,12 +32,12 @@ def test_all_kernels(arch):
 
 def test_odd_number_of_multiprocessors():
     """Grids of clusters are whole clusters."""
-    case = "emulator_checks.py::test_random_schedule[cpu-clusters-0]"
+    case = "emulator_checks.py::test_random_schedule[cpu-clusters]"
     run_checks(case, JAX_FLASH_EMULATE="sm_90", JAX_FLASH_EMULATE_MULTIPROCESSORS="3")
 
 
 def test_kernels_for_racecheck():
     """All lanes arrive at mbarriers, as their counts say."""
     names = ("causal", "three kernels", "clusters", "TF32", "wide TF32", "block mask", "dbias")
-    cases = [f"emulator_checks.py::test_random_schedule[cpu-{name}-0]" for name in names]
+    cases = [f"emulator_checks.py::test_random_schedule[cpu-{name}]" for name in names]
     run_checks(*cases, JAX_FLASH_EMULATE="sm_90", JAX_FLASH_NVRTC_OPTIONS="-DJAX_FLASH_RACECHECK")

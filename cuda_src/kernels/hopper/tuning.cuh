@@ -91,9 +91,9 @@ struct BackwardTuning {
   // dQ is computed a step behind. Then no warpgroup waits for the other's dS, and one can be at its products while the
   // other is at its exponentials. It is not done where there are no registers to keep track of it.
   static constexpr bool kCrowdedMod = kScoreMod && (kBias || kScoreSlopes || kCapturedGradients);
-  static constexpr bool kBehind =
-      kDQ && (kRows == 128 || kNarrow ||
-              !(kDropout || kSoftCap || kSegments || kCrowdedMod || (kListed && (kBias || kCausal || kWindow))));
+  static constexpr bool kBehind = kDQ && (kRows == 128 || kNarrow ||
+                                          !(kDropout || kSoftCap || kSegments || kCrowdedMod ||
+                                            kBiasDType == DType::kF64 || (kListed && (kBias || kCausal || kWindow))));
   // Whether the first step of a tile, which has no dQ yet, has code of its own. That is 2 to 4% faster. But with no
   // mask, or a causal one alone, ptxas compiles the loop over the other steps differently, up to 2.5% slower; and other
   // head dims spill.

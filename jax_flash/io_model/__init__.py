@@ -4,7 +4,7 @@ FlashAttention: Dao, Fu, Ermon, Rudra, Ré, NeurIPS 2022, arXiv 2205.14135. What
 docs/io-complexity.md; `python -m jax_flash io` prints it for a problem.
 
 Read `memory.py` (HBM and SRAM), then `flash.py` (Algorithms 1, 2, 4, 5) beside the paper, `standard.py` (0, 3),
-`kernels.py` (the loop order of the kernels) and `closed_forms.py` (the same counts as formulas).
+`kernels.py` (the loop order of the kernels) and `closed_forms.py` (the same counts as formulas)::
 
     run = algorithm_1(Q, K, V, M=1024)
     run.outputs, run.hbm.reads, run.hbm.writes, run.sram.peak

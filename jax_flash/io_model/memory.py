@@ -99,9 +99,9 @@ class SRAM:
 class Run(NamedTuple):
     """What an algorithm returned, and the memories it ran on."""
 
-    outputs: tuple[Array, ...]
-    hbm: HBM
-    sram: SRAM
+    outputs: tuple[Array, ...]  #: what the algorithm returns
+    hbm: HBM  #: which has counted what was read and written
+    sram: SRAM  #: which knows how much it held at most
 
 
 def shape(*matrices: Array) -> tuple[int, int]:

@@ -57,13 +57,14 @@ class VisionTransformer(nnx.Module):
         return self.head(self.norm(x[:, 0]))
 
 
-def stripes(rng: np.random.Generator, count: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+def stripes(rng: np.random.Generator, count: int, size: int) -> tuple[jax.Array, jax.Array]:
     """Images [count, size, size, 1] and their classes: stripes in one of eight directions, at any place, in noise."""
     classes = rng.integers(0, CLASSES, count)
     angle, shift = (np.pi / CLASSES * classes)[:, None, None], rng.uniform(0, 2 * np.pi, (count, 1, 1))
     x, y = np.meshgrid(np.arange(size), np.arange(size))
     wave = np.sin(16 * np.pi / size * (np.cos(angle) * x + np.sin(angle) * y) + shift)
-    return (wave + rng.normal(0, 0.7, wave.shape))[..., None].astype(np.float32), classes.astype(np.int32)
+    noisy = (wave + rng.normal(0, 0.7, wave.shape)).astype(np.float32)
+    return jnp.asarray(noisy[..., None]), jnp.asarray(classes, jnp.int32)
 
 
 def loss_of(model: VisionTransformer, images: jax.Array, classes: jax.Array) -> jax.Array:
@@ -109,8 +110,8 @@ def main() -> None:
             print(f"step {step}: loss {loss:.3f}")
 
     images, classes = stripes(rng, 64, args.image)
-    said = np.asarray(nnx.jit(lambda model, images: model(images).argmax(-1))(model, images))
-    print(f"Right: {np.mean(said == classes):.0%} of {len(images)} new images")
+    said = nnx.jit(lambda model, images: model(images).argmax(-1))(model, images)
+    print(f"Right: {jnp.mean(said == classes):.0%} of {len(images)} new images")
     figure, axes = plt.subplots(2, 8, figsize=(11, 3.2), layout="constrained")
     for ax, image, right, answer in zip(axes.flat, images, classes, said, strict=False):
         ax.imshow(image[..., 0], cmap="gray")

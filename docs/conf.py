@@ -17,5 +17,6 @@ exclude_patterns = [".*", "build"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings have names in single backticks
 autodoc_typehints = "none"  # docstrings say what arrays are, and signatures have all options
+maximum_signature_line_length = 100  # of a longer one each argument has a line
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True

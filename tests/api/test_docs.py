@@ -9,9 +9,11 @@ import unicodedata
 
 import pytest
 
+import jax_flash
+
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks/results").exists(), reason="a source package has no results")
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.fixture
@@ -54,6 +56,10 @@ def test_a_figure_that_differs_is_found(tables, tmp_path, monkeypatch, capsys):
 def test_a_table_of_no_function_is_an_error(tables):
     with pytest.raises(SystemExit, match="there is no table 'nothing'; there are summary, "):
         tables.filled("<!-- table: nothing -->\n<!-- end -->", ROOT / "README.md")
+
+
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {jax_flash.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_performance_is_short(tables):

@@ -56,6 +56,7 @@ class Model(nnx.Module):
 
 @nnx.jit
 def train_step(model: Model, optimizer: nnx.Optimizer, rows: jax.Array) -> jax.Array:
+    """Of tokens, documents and positions: [3, B, T]."""
     tokens, document, position = rows
     following = jnp.roll(tokens, -1, 1)
     # The last token of a document has no next one, and padding has no tokens.

@@ -19,7 +19,8 @@ class HBM:
 
     Attributes:
       arrays: what lies in HBM now, by name; looking at it is free, so it is for inputs and results only.
-      reads, writes: elements moved to and from SRAM.
+      reads: elements moved to SRAM.
+      writes: elements moved from SRAM.
       allocated: elements that were added to the inputs.
     """
 

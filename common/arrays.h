@@ -13,9 +13,12 @@ namespace jax_flash {
 // its extent if it may be broadcast.
 #define JAX_FLASH_OPERANDS(OPERAND)                                                                     \
   OPERAND(void, query, p.dtype, "BTND", true)                                                           \
-  OPERAND(void, key, p.dtype, "BSKD", true)                                                             \
-  OPERAND(void, value, p.dtype, "BSKE", true)                                                           \
+  OPERAND(void, key, p.dtype, "BSKD", p.page == 0)                                                      \
+  OPERAND(void, value, p.dtype, "BSKE", p.page == 0)                                                    \
   OPERAND(void, scale, p.accumulation_dtype(), "", true)                                                \
+  OPERAND(void, key_pages, p.dtype, "GAKD", p.page > 0)                                                 \
+  OPERAND(void, value_pages, p.dtype, "GAKE", p.page > 0)                                               \
+  OPERAND(int32_t, page_table, DType::kNone, "BM", p.page > 0)                                          \
   OPERAND(void, bias, p.bias_dtype, "BNTS", p.bias)                                                     \
   OPERAND(uint8_t, mask, DType::kNone, "BNTS", p.mask)                                                  \
   OPERAND(void, sinks, p.accumulation_dtype(), "BNTS", p.sinks)                                         \

@@ -101,6 +101,14 @@ std::string Check(const Problem& p) {
   if (p.bias.present != (p.bias_dtype != DType::kNone)) return "bias and bias_dtype disagree";
   if (p.dbias && !p.bias.present) return "dbias without a bias";
   if (p.sinks.rows || p.sinks.columns) return "sinks have rows or columns";
+  if ((p.page > 0) != (p.pages > 0)) return "pages without keys";
+  if (p.page > 0 && (p.page % 16 != 0 || p.kv_len % p.page != 0)) return "kv_len is no number of pages";
+  if (p.page > 0 && (p.dq || p.dk || p.dv || p.dbias || p.dsinks || p.captured_gradients()))
+    return "gradients of pages";
+  if (p.page > 0 &&
+      (p.bias.present || p.mask.present || p.block_mask.present || p.segments || p.ranges || p.dropout())) {
+    return "pages beside a bias, masks of arrays, segments, ranges or dropout";
+  }
   if (p.ranges && (p.causal || p.window() || p.q_lengths || p.kv_lengths || p.segments)) {
     return "ranges beside what they stand for";
   }
@@ -151,12 +159,14 @@ int64_t Problem::size(char dim, const Extent& extent) const {
     return 1;
   }
   constexpr std::pair<char, int64_t Problem::*> kSizes[] = {
-      {'B', &Problem::batch},       {'T', &Problem::q_len},         {'S', &Problem::kv_len}, {'N', &Problem::q_heads},
-      {'K', &Problem::kv_heads},    {'D', &Problem::qk_dim},        {'E', &Problem::v_dim},  {'R', &Problem::row_list},
-      {'C', &Problem::column_list}, {'P', &Problem::element_masks}, {'Q', &Problem::q_block}};
+      {'B', &Problem::batch},    {'T', &Problem::q_len},  {'S', &Problem::kv_len},      {'N', &Problem::q_heads},
+      {'K', &Problem::kv_heads}, {'D', &Problem::qk_dim}, {'E', &Problem::v_dim},       {'R', &Problem::row_list},
+      {'G', &Problem::pages},    {'A', &Problem::page},   {'C', &Problem::column_list}, {'P', &Problem::element_masks},
+      {'Q', &Problem::q_block}};
   for (const auto& [letter, member] : kSizes) {
     if (letter == dim) return this->*member;
   }
+  if (dim == 'M') return pages_of_entry();
   if (dim == 'U') return block_rows();
   if (dim == 'V') return block_columns();
   if (dim == 'W') return element_words();

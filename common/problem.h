@@ -50,6 +50,8 @@ constexpr Extent ExtentOf(const Extent& extent) { return extent; }
   FIELD(bool, ranges, false) /* in place of causal, windows, lengths, segments */                               \
   FIELD(bool, query_offset, false)                                                                              \
   FIELD(bool, origin, false)    /* dropout and programs count rows and keys from there */                       \
+  FIELD(int64_t, page, 0)       /* keys of a page, a multiple of 16; 0: keys are not in pages */                \
+  FIELD(int64_t, pages, 0)      /* that there are */                                                            \
   FIELD(Extent, block_mask, {}) /* per batch entry and head or shared; its rows and columns are always there */ \
   FIELD(int64_t, q_block, 0)    /* entries of a block, multiples of 16 */                                       \
   FIELD(int64_t, kv_block, 0)                                                                                   \
@@ -76,12 +78,15 @@ struct Problem {
 #undef JAX_FLASH_MEMBER
 
   int64_t group() const { return q_heads / kv_heads; }
+  // Of the keys of a batch entry.
+  int64_t pages_of_entry() const { return page > 0 ? kv_len / page : 0; }
   // Of all sums and of the statistics, and on a CPU of dbias.
   DType accumulation_dtype() const { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
   // Of dbias on a GPU: the bias's own if it has 16 bits.
   DType dbias_dtype() const { return BytesOf(bias_dtype) == 2 ? bias_dtype : DType::kF32; }
-  // Of a dim of an array, by its letter: those above; U and V block_rows and block_columns, R row_list, C column_list,
-  // P element_masks, Q q_block, W element_words, X the 2 words of a seed. 1 if the array is broadcast over it.
+  // Of a dim of an array, by its letter: those above; U and V block_rows and block_columns, G pages, A page, M
+  // pages_of_entry, R row_list, C column_list, P element_masks, Q q_block, W element_words, X the 2 words of a seed. 1
+  // if the array is broadcast over it.
   int64_t size(char dim, const Extent& extent) const;
   // Of an array with these dims.
   int64_t elements(const char* dims, const Extent& extent) const;

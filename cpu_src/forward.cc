@@ -49,6 +49,22 @@ struct Scratch {
   }
 };
 
+// Rows j0 <= j < j0 + columns of K or V, which may be in pages. Whatever the table says, they are some pages of there.
+template <typename A>
+void LoadKeys(const Problem& p, const Operands& in, const void* array, int64_t b, int64_t head, int64_t dim, int64_t j0,
+              int64_t columns, Tile<A> to) {
+  if (p.page == 0) {
+    LoadRows(HeadRows(array, p.dtype, b, j0, p.kv_len, head, p.kv_heads, dim), columns, dim, A(1), to);
+    return;
+  }
+  for (int64_t c = 0; c < columns;) {
+    const int64_t j = j0 + c, in_page = j % p.page, count = Min(p.page - in_page, columns - c);
+    const int64_t page = ClampLength(in.page_table[b * p.pages_of_entry() + j / p.page], p.pages - 1);
+    LoadRows(HeadRows(array, p.dtype, page, in_page, p.page, head, p.kv_heads, dim), count, dim, A(1), FromRow(to, c));
+    c += count;
+  }
+}
+
 // max_j S_ij of at most as many rows as a vector has lanes, with one row in each lane.
 template <typename A>
 Vec<A> RowMaxima(Tile<A> s, const Block& block) {
@@ -151,11 +167,9 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
         const Block block = scores.Visible(query.n, query.i0, query.rows, j0, columns);
         if (block.empty()) continue;
         if (!loaded) {
-          LoadRows(HeadRows(in.key, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.qk_dim), columns, p.qk_dim, A(1),
-                   scratch.k);
+          LoadKeys(p, in, p.page > 0 ? in.key_pages : in.key, b, head, p.qk_dim, j0, columns, scratch.k);
           TransposeRows(scratch.k, columns, p.qk_dim, scratch.k_transposed);
-          LoadRows(HeadRows(in.value, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.v_dim), columns, p.v_dim, A(1),
-                   scratch.v);
+          LoadKeys(p, in, p.page > 0 ? in.value_pages : in.value, b, head, p.v_dim, j0, columns, scratch.v);
           loaded = true;
         }
         // S = τ Q Kᵀ

@@ -72,6 +72,7 @@ class Scores {
     const KeyRange keys = Keys(i0, i0 + rows);
     Block block = {i0, rows, j0, Max(keys.lo - j0, 0) / kLanes<A> * kLanes<A>, Min(keys.hi - j0, columns)};
     if (p_.block_mask.present && !block.empty() && BlockKind(n, i0, j0) == kNothing) block.rows = 0;
+    if (p_.ranges && !block.empty() && !RangesMeet(block)) block.rows = 0;
     if (p_.segments && !block.empty() && !SegmentsMeet(block)) block.rows = 0;
     if (p_.mask.present && !block.empty()) block.masked = TrimToMask(&block, MaskOf(block, n));
     if (programs_.mask_mod.present() && !block.empty()) {
@@ -128,6 +129,15 @@ class Scores {
       high = ids[i] > high ? ids[i] : high;
     }
     return {double(low), double(high)};
+  }
+
+  // Whether a row sees a column: between two rows' ranges may be others that none sees.
+  bool RangesMeet(const Block& block) const {
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const KeyRange keys = RowKeys(positions_, block.i0 + r);
+      if (Max(keys.lo, block.j0 + block.c0) < Min(keys.hi, block.j0 + block.c1)) return true;
+    }
+    return false;
   }
 
   // Whether the ranges of segment ids of the rows and of the columns overlap.

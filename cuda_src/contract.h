@@ -64,6 +64,7 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(bool, q_lengths, p.q_lengths)                                                  \
   FIELD(bool, kv_lengths, p.kv_lengths)                                                \
   FIELD(bool, segments, p.segments)                                                    \
+  FIELD(int, page, int(p.page)) /* 0: keys are not in pages */                         \
   FIELD(bool, ranges, p.ranges)                                                        \
   FIELD(bool, query_offset, p.query_offset)                                            \
   FIELD(bool, origin, p.origin)                                                        \
@@ -157,8 +158,8 @@ struct SegmentBounds {
   FIELD(int64_t, window_left, p.window_left) /* -1: unbounded */                                                 \
   FIELD(int64_t, window_right, p.window_right)                                                                   \
   FIELD(const void*, query, in.query)                                                                            \
-  FIELD(const void*, key, in.key)                                                                                \
-  FIELD(const void*, value, in.value)                                                                            \
+  FIELD(const void*, key, p.page > 0 ? in.key_pages : in.key)                                                    \
+  FIELD(const void*, value, p.page > 0 ? in.value_pages : in.value)                                              \
   FIELD(Broadcast<const void>, bias, BroadcastOf(in.bias, p.bias, p))                                            \
   FIELD(Broadcast<const uint8_t>, mask, BroadcastOf(in.mask, p.mask, p))                                         \
   FIELD(const int32_t*, q_lengths, in.q_lengths)                                                                 \
@@ -213,7 +214,9 @@ struct SegmentBounds {
   FIELD(int*, added, at(layout.added))                                                                           \
   FIELD(const int32_t*, origin, in.origin) /* the first row and key, as dropout and programs count them */       \
   FIELD(const int32_t*, keys_of_rows, in.keys_of_rows)                                                           \
-  FIELD(const int32_t*, rows_of_keys, in.rows_of_keys)
+  FIELD(const int32_t*, rows_of_keys, in.rows_of_keys)                                                           \
+  FIELD(const int32_t*, page_table, in.page_table) /* [batch, page of its keys] */                               \
+  FIELD(int, pages, int(p.pages))
 
 struct BlockMask {
   JAX_FLASH_BLOCK_MASK(JAX_FLASH_MEMBER)

@@ -265,7 +265,8 @@ void ExecuteForward(const Problem& p, const Loaded& loaded, void* stream, Buffer
           "cuMemsetD32Async");
     return;
   }
-  CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, results.o, scratch});
+  CheckAligned({operands.query, operands.key, operands.value, operands.key_pages, operands.value_pages, operands.bias,
+                operands.mask, results.o, scratch});
   SinkParams params = ParamsOf(p, operands, {}, loaded.scratch, scratch);
   params.o = results.o;
   params.l = static_cast<float*>(results.l);

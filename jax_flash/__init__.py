@@ -34,6 +34,7 @@ from jax_flash.attention import (
     merge,
 )
 from jax_flash.block_sparse import BlockMask
+from jax_flash.paged import paged_attention
 from jax_flash.plan import Explanation, Kernel, explain
 from jax_flash.problem import Problem
 from jax_flash.sequence import unzigzag, zigzag
@@ -55,6 +56,7 @@ __all__ = [
     "dot_product_attention",
     "explain",
     "merge",
+    "paged_attention",
     "patterns",
     "unzigzag",
     "varlen_attention",

@@ -119,8 +119,12 @@ def problem_and_operands(
     bias: ArrayLike | None,
     mask: ArrayLike | None,
     options: Mapping[str, Any],
+    page_table: jax.Array | None = None,
 ) -> tuple[Problem, Operands]:
-    """What a call of `dot_product_attention` with these arguments asks for, and its arrays, checked, with a batch."""
+    """What a call of `dot_product_attention` with these arguments asks for, and its arrays, checked, with a batch.
+
+    With a table key and value are the pages of all batch entries, [pages, page, K, D] and [pages, page, K, E].
+    """
     given = complete(options)
     _check_implementation(given["implementation"])
     query, key, value = map(checks.floats, ("query", "key", "value"), (query, key, value))
@@ -132,10 +136,12 @@ def problem_and_operands(
             raise TypeError(f"{name} has dtype {x.dtype}, query {query.dtype}: they must be the same")
     query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
     B, T, N, D = query.shape
-    _, S, K, E = value.shape
+    entries, S, K, E = value.shape
+    if page_table is not None:
+        entries, S = B, S * page_table.shape[1]
     divided = division(given)
     whole = 1 if divided is None else divided.devices
-    if key.shape != (B, S, K, D) or value.shape[0] != B:
+    if key.shape != (*value.shape[:3], D) or entries != B:
         raise ValueError(
             "query [B, T, N, D], key [B, S, K, D] and value [B, S, K, E] do not fit together: "
             f"{query.shape}, {key.shape}, {value.shape}"
@@ -212,6 +218,12 @@ def problem_and_operands(
         problem = problem.with_block_mask(operands.arrays(), block_mask.shape.q_block, block_mask.shape.kv_block)
     if divided is not None and (refusal := divided.refusal(problem)):
         raise ValueError(f"sequence_axis={given['sequence_axis']!r}: {refusal}")
+    if page_table is not None:
+        pages, page = value.shape[:2]
+        problem = dataclasses.replace(problem, pages=pages, page=page)
+        arrays = operands.arrays()
+        paged = {"key_pages": arrays.pop("key"), "value_pages": arrays.pop("value"), "page_table": page_table}
+        operands = Operands.of(arrays | paged)
     return problem, operands
 
 

@@ -161,7 +161,8 @@ def _partition(compute: Compute, problem: Problem, names: tuple[str, ...], mesh:
     def local(arrays: Arrays) -> Results:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # one device's arrays are not placed on the user's
             if shared_kv_head:
-                kv = {name: lax.dynamic_slice_in_dim(arrays[name], kv_head(), 1, axis=-2) for name in ("key", "value")}
+                names_kv = ("key_pages", "value_pages") if problem.page else ("key", "value")
+                kv = {name: lax.dynamic_slice_in_dim(arrays[name], kv_head(), 1, axis=-2) for name in names_kv}
                 arrays = arrays | kv
             return tuple(map(complete, names, of_rows(arrays)))
 

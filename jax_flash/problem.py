@@ -67,6 +67,9 @@ class Problem:
     query_offset: bool = False
     origin: bool = False  # of a part of a call: where dropout and programs count rows and keys from
 
+    page: int = 0  # keys of a page; 0: keys are not in pages
+    pages: int = 0  # that there are
+
     block_mask: Extent | None = None
     q_block: int = 0  # entries of a block
     kv_block: int = 0
@@ -149,7 +152,7 @@ class Problem:
             self,
             batch=arrays["query"].shape[0],
             q_heads=arrays["query"].shape[2],
-            kv_heads=arrays["key"].shape[2],
+            kv_heads=arrays["key_pages" if self.page else "key"].shape[2],
             bias=Extent.of(arrays["bias"]) if "bias" in arrays else None,
             mask=Extent.of(arrays["mask"]) if "mask" in arrays else None,
             sinks=Extent.of(arrays["sinks"]) if "sinks" in arrays else None,
@@ -228,6 +231,9 @@ class Operands(NamedTuple):
     key: jax.Array  # [B, S, K, D]
     value: jax.Array  # [B, S, K, E]
     scale: jax.Array  # [], the accumulation dtype; positive for the fused calls
+    key_pages: jax.Array | None = None  # [pages, page, K, D]: in place of key and value, where keys are in pages
+    value_pages: jax.Array | None = None  # [pages, page, K, E]
+    page_table: jax.Array | None = None  # [B, S / page], int32: the numbers of a batch entry's pages
     bias: jax.Array | None = None  # [B|1, N|1, T|1, S|1], any float dtype
     mask: jax.Array | None = None  # [B|1, N|1, T|1, S|1], bool
     sinks: jax.Array | None = None  # [B|1, N|1, 1, 1], the accumulation dtype: a logit more for the softmax of each row
@@ -271,12 +277,15 @@ CAPTURED = tuple(f"captured{i}" for i in range(MOST_CAPTURED))
 DCAPTURED = tuple(f"dcaptured{i}" for i in range(MOST_CAPTURED))
 
 # The dims of every array after its leading dims: T and S lengths, N and K heads, D and E head dims, U and V block rows
-# and columns. Of the others only the size matters.
+# and columns, G pages of A keys and M of a batch entry. Of the others only the size matters.
 DIMS: dict[str, Sequence[str]] = {
     "query": "TND",
     "key": "SKD",
     "value": "SKE",
     "scale": "",
+    "key_pages": "GAKD",
+    "value_pages": "GAKE",
+    "page_table": "M",
     "bias": "NTS",
     "mask": "NTS",
     "sinks": "NTS",
@@ -310,7 +319,7 @@ DIMS: dict[str, Sequence[str]] = {
     "dsinks": "NTS",
     **{gradient: (name,) for gradient, name in zip(DCAPTURED, CAPTURED, strict=True)},
 }
-ONE_A_CALL = ("scale", "origin", "head_id", "program_head")  # they have no leading dims
+ONE_A_CALL = ("key_pages", "value_pages", "scale", "origin", "head_id", "program_head")  # they have no leading dims
 BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
 ONE_A_BATCH = (
     ("bias",),

@@ -24,6 +24,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
       o: [B, T, N, E] in the problem's dtype.
       l, m: [B, N, T] in the accumulation dtype.
     """
+    problem, operands = tile.with_contiguous_keys(problem, operands)
     rows, columns = _positions(problem)
     s = tile.scores(problem, operands, rows, columns).s
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))

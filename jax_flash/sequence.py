@@ -81,6 +81,8 @@ class Division(NamedTuple):
 
     def refusal(self, problem: Problem) -> str | None:
         """Why a problem cannot be divided so; None: it can."""
+        if problem.page:
+            return "keys are in pages"
         whole = self.devices * self.parts
         parts = f"{whole} parts of {' x '.join(self.axes)} in the {self.layout} layout"
         if problem.q_len % whole or problem.kv_len % whole:

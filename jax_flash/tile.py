@@ -8,6 +8,7 @@ A tile is R rows by C columns. Its `Operands` hold just those rows and columns o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,22 @@ from jax_flash.problem import DCAPTURED, Operands, Problem
 from jax_flash.programs.program import Program
 
 STEP = dropout.TILE  # a tile's first row and column are multiples of it; so are the sizes of a block mask's blocks
+
+
+def with_contiguous_keys(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """The same with the keys and values of each batch entry one after the other, if they are in pages."""
+    if operands.key_pages is None or operands.value_pages is None or operands.page_table is None:
+        return problem, operands
+    table = operands.page_table.clip(0, problem.pages - 1)
+
+    def gathered(pages: jax.Array) -> jax.Array:
+        return pages[table].reshape(table.shape[0], problem.kv_len, *pages.shape[2:])
+
+    keys = {"key": gathered(operands.key_pages), "value": gathered(operands.value_pages)}
+    arrays = {
+        name: x for name, x in operands.arrays().items() if name not in ("key_pages", "value_pages", "page_table")
+    }
+    return dataclasses.replace(problem, page=0, pages=0), Operands.of(arrays | keys)
 
 
 def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array:

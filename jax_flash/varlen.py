@@ -82,7 +82,9 @@ def varlen_attention(
     """`dot_product_attention` of B sequences that are packed one after the other, each with its own queries and keys.
 
     Sequence b has the queries cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1], and the keys likewise. Other lengths never
-    recompile anything, and tiles that no sequence has a part of cost nothing.
+    recompile anything, and tiles that no sequence has a part of cost nothing. A tile of queries that is of several
+    sequences goes over the keys of all of them: for few queries of each and many keys, `dot_product_attention` on a
+    batch is faster.
 
     Letters: Tq and Tk tokens of all sequences, N query heads, K key/value heads (N a multiple of K), D query/key head
     dim, E value head dim.
@@ -107,21 +109,26 @@ def varlen_attention(
       last sequence, and those with nothing to attend to, are 0.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `dot_product_attention`. (Numbers in traced `cu_seqlens` that fall,
-      or are beyond the arrays, cannot be told: they count as the largest before them, and the end of the arrays.)
+      TypeError, ValueError, NotImplementedError: as `dot_product_attention`. (The numbers in `cu_seqlens` are looked
+      at if they are NumPy's or Python's. JAX's that fall, or are beyond the arrays, count as the largest before them,
+      and the end of the arrays, and the first as 0.)
+
+    NaN or inf in a token may reach other sequences that are in one tile with it, and those beyond the last sequence may
+    reach the others, too: they have to be finite.
     """
     return_residual = checks.flag("return_residual", return_residual)
     given = arguments.complete(options, VarlenOptions)
+    query, key, value = map(checks.floats, ("query", "key", "value"), (query, key, value))
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if np.ndim(x) != 3:
-            raise ValueError(f"{name} must have 3 dims, [tokens, heads, head dim], not shape {np.shape(x)}")
+        if x.ndim != 3:
+            raise ValueError(f"{name} must have 3 dims, [tokens, heads, head dim], not shape {x.shape}")
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    q_ends = _ends("cu_seqlens_q", cu_seqlens_q, np.shape(query)[0])
-    k_ends = _ends("cu_seqlens_k", cu_seqlens_k, np.shape(key)[0])
+    q_ends = _ends("cu_seqlens_q", cu_seqlens_q, query.shape[0])
+    k_ends = _ends("cu_seqlens_k", cu_seqlens_k, key.shape[0])
     if q_ends.shape != k_ends.shape:
         raise ValueError(f"cu_seqlens_q is of {len(q_ends)} sequences, cu_seqlens_k of {len(k_ends)}")
-    rows, keys = _packed(q_ends, k_ends, np.shape(query)[0]), _packed(k_ends, q_ends, np.shape(key)[0])
+    rows, keys = _packed(q_ends, k_ends, query.shape[0]), _packed(k_ends, q_ends, key.shape[0])
     for name in ("score_mod", "mask_mod"):
         if callable(given[name]):
             given[name] = _within_sequences(given[name], rows)
@@ -143,9 +150,8 @@ def varlen_attention(
 class _Packed(NamedTuple):
     """Of every token of one side, queries or keys: where it is, and where the other side of its sequence is."""
 
-    sequence: jax.Array  # its number; that of the last + 1 beyond
-    place: jax.Array  # in the array
-    shift: jax.Array  # from there to the place of the token of the other side that is opposite
+    sequence: jax.Array  # its number; beyond the last sequence one more
+    opposite: jax.Array  # the place of the token of the other side that it is in the place of
     begin: jax.Array  # the other side's first token
     end: jax.Array  # and last + 1
 
@@ -153,10 +159,12 @@ class _Packed(NamedTuple):
 def _ends(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:
     """Where each sequence ends: int32 [B], never falling, from 0 to `size`."""
     given = checks.integers(name, cu_seqlens)
-    if given.ndim != 1 or len(given) == 0:
+    if given.ndim != 1 or given.shape == (0,):
         raise ValueError(f"{name} must be [B + 1] for B sequences, not shape {given.shape}")
+    if not isinstance(given.shape[0], int):
+        raise NotImplementedError(f"symbolic shapes: {name} {given.shape}; kernels need sizes")
     if isinstance(given, np.ndarray):
-        if given[0] != 0 or (np.diff(given) < 0).any() or given[-1] > size:
+        if given[0] != 0 or (given[1:] < given[:-1]).any() or given[-1] > size:
             raise ValueError(f"{name} must begin with 0, never fall, and be at most {size}, not {given.tolist()}")
     return lax.cummax(checks.saturated(given)[1:].clip(0, size))
 
@@ -164,33 +172,27 @@ def _ends(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="size")
 def _packed(own_ends: jax.Array, other_ends: jax.Array, size: int) -> _Packed:
     place = jnp.arange(size, dtype=jnp.int32)
-    sequence = jnp.sum(own_ends <= place[:, None], 1, dtype=jnp.int32)
-
-    def edges(ends: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Where a token's sequence begins and ends; what is beyond all is in one more, which is empty."""
-        beyond = ends[-1:] if len(ends) else jnp.zeros(1, jnp.int32)
-        all_edges = jnp.concatenate([jnp.zeros(1, jnp.int32), ends, beyond])
-        return all_edges[sequence], all_edges[sequence + 1]
-
-    (_, own_end), (begin, end) = edges(own_ends), edges(other_ends)
-    return _Packed(sequence, place, end - own_end, begin, end)
+    sequence = jnp.searchsorted(own_ends, place, side="right", method="scan_unrolled").astype(jnp.int32)
+    own, other = (jnp.concatenate([jnp.zeros(1, jnp.int32), ends]) for ends in (own_ends, other_ends))
+    after = jnp.minimum(sequence + 1, len(own_ends))  # what is beyond all has nothing on the other side
+    return _Packed(sequence, place + other[after] - own[after], other[sequence], other[after])
 
 
 @functools.partial(jax.jit, static_argnames=("before", "after"))
 def _ranges(x: _Packed, before: int, after: int) -> jax.Array:
     """Of the other side what each token sees: int32 [tokens, 2], from the first up to the second. -1: unbounded."""
-    opposite, most = x.place + x.shift, np.iinfo(np.int32).max // 2
-    begin = x.begin if before < 0 else (opposite - min(before, most)).clip(x.begin, x.end)
-    end = x.end if after < 0 else (opposite + min(after, most) + 1).clip(x.begin, x.end)
+    most = np.iinfo(np.int32).max // 2
+    begin = x.begin if before < 0 else (x.opposite - min(before, most)).clip(x.begin, x.end)
+    end = x.end if after < 0 else (x.opposite + min(after, most) + 1).clip(x.begin, x.end)
     return jnp.stack([begin, end], 1)
 
 
 def _within_sequences(mod: Callable[..., Any], rows: _Packed) -> Callable[..., Any]:
     """A mod of rows and keys of the arrays, from one that counts in sequences."""
+    places = rows.opposite - rows.begin
 
     def of_arrays(*given: jax.Array) -> Any:
         *score, _, head, query, key = given
-        first_key = rows.begin[query]
-        return mod(*score, rows.sequence[query], head, query + rows.shift[query] - first_key, key - first_key)
+        return mod(*score, rows.sequence[query], head, places[query], key - rows.begin[query])
 
     return of_arrays

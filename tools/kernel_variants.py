@@ -43,6 +43,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "query_offset": (False, True),
     "mask": (False, True),
     "block_mask": (None, (128, 128), (64, 64), (16, 48)),
+    "page": (0, 16, 128),  # of a forward without most others
     "bias": ("none", "bfloat16", "float32", "float32 of one row"),
     "soft_cap": (0.0, 30.0),
     "sinks": (False, True),
@@ -113,6 +114,8 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
     ranges = features["ranges"]
     bias, block, gradients = features["bias"], None if ranges else features["block_mask"], features["gradients"]
     program = features["program"]
+    others = ranges or features["mask"] or features["segments"] or features["dropout"] or block or bias != "none"
+    page = 0 if others or gradients != "none" else features["page"]
     mod, grad, added, grown = {
         "score": (SCORE_MOD, SCORE_GRAD, "accumulate,0,2,5,6;", "result,9"),
         "table": (TABLE_MOD, TABLE_GRAD, "accumulate,0,0,3,4;", "result,4"),
@@ -137,6 +140,8 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         segments=features["segments"] and not ranges,
         query_offset=features["query_offset"],
         mask=full if features["mask"] and not ranges else None,
+        page=page,
+        pages=100 if page else 0,
         block_mask=full if block else None,
         q_block=block[0] if block else 0,
         kv_block=block[1] if block else 0,

@@ -22,7 +22,7 @@ bool IsLight(const Program& score_mod);
 // FEATURE(name, text, there): what messages call it, and whether the problem `p` has it; `has` are those above.
 #define JAX_FLASH_FEATURES(FEATURE)                                                                                    \
   FEATURE(kCausal, "a causal mask", p.causal)                                                                          \
-  FEATURE(kWindow, "a window", p.window() || p.ranges /* which hide keys on both sides as well */)                     \
+  FEATURE(kWindow, "a window or packed sequences", p.window() || p.ranges)                                             \
   FEATURE(kSegments, "segments", p.segments)                                                                           \
   FEATURE(kLengths, "lengths", p.q_lengths || p.kv_lengths)                                                            \
   FEATURE(kQueryOffset, "a query offset", p.query_offset)                                                              \

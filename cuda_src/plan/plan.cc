@@ -24,6 +24,11 @@ void AddSegments(const Problem& p, Plan* plan) {
 }
 
 void AddForward(const Target& target, const Problem& p, Plan* plan) {
+  if (p.page > 0) {
+    plan->reasons.push_back(
+        "keys are in pages: that is for the kernels that all GPUs have, which load them row by row");
+    return ampere::AddForward(target, p, plan);
+  }
   if (ampere::FewQueries(target, p)) {
     plan->reasons.push_back(
         "few queries see many keys: that is for the kernels that all GPUs have, which can divide the keys into parts");
@@ -82,6 +87,9 @@ std::string CudaRefusal(const Problem& p) {
   if (longest > kLongest) return sized("length", longest) + ": at most " + std::to_string(kLongest);
   if (p.batch * p.q_heads > 0 && DivideUp(longest, 16) > kMaxSize / p.batch / p.q_heads) {
     return "batch x heads x length is too large for the CUDA kernels";
+  }
+  if (p.page > 0 && p.pages > kLongest / p.page) {
+    return sized("page", p.page) + " x " + sized("pages", p.pages) + ": at most " + std::to_string(kLongest);
   }
   return "";
 }

@@ -4,7 +4,8 @@ FlashAttention: Dao, Fu, Ermon, Rudra, Ré, NeurIPS 2022, arXiv 2205.14135. What
 docs/io-complexity.md; `python -m jax_flash io` prints it for a problem.
 
 Read `memory.py` (HBM and SRAM), then `flash.py` (Algorithms 1, 2, 4, 5) beside the paper, `standard.py` (0, 3),
-`kernels.py` (the loop order of the kernels) and `closed_forms.py` (the same counts as formulas)::
+`memory_efficient.py` (appendix B.1), `kernels.py` (the loop order of the kernels) and `closed_forms.py` (the same
+counts as formulas)::
 
     run = algorithm_1(Q, K, V, M=1024)
     run.outputs, run.hbm.reads, run.hbm.writes, run.sram.peak
@@ -26,6 +27,7 @@ from jax_flash.io_model.flash import (
     BACKWARD_SRAM,
     FORWARD_SRAM,
     Mask,
+    Observer,
     algorithm_1,
     algorithm_2,
     algorithm_4,
@@ -37,6 +39,7 @@ from jax_flash.io_model.flash import (
 )
 from jax_flash.io_model.kernels import kernel_backward, kernel_forward
 from jax_flash.io_model.memory import HBM, SRAM, Run
+from jax_flash.io_model.memory_efficient import memory_efficient_forward
 from jax_flash.io_model.standard import STANDARD_SRAM, algorithm_0, algorithm_3
 
 __all__ = [
@@ -50,6 +53,7 @@ __all__ = [
     "Accesses",
     "Algorithm",
     "Mask",
+    "Observer",
     "Run",
     "algorithm_0",
     "algorithm_1",
@@ -67,6 +71,7 @@ __all__ = [
     "in_bytes",
     "kernel_backward",
     "kernel_forward",
+    "memory_efficient_forward",
     "reads_and_writes",
     "theta",
 ]

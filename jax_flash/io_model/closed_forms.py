@@ -12,6 +12,7 @@ With B_c = ⌈M/4d⌉ and T_c = ⌈N/B_c⌉, FlashAttention makes T_c passes ove
 | 4, block-sparse backward | 4 + 2Nd + s T_c N (4d + 2) (Q, O, dO, dQ, ℓ, m) | 3Nd + s T_c Nd (dQ) + 2Nd (dK, dV) |
 | kernels' forward | 4 + Nd + 2Nd T_c (T_c blocks of Q; K, V) | Nd + 2N |
 | kernels' backward | 4 + 4Nd + 2N (O, dO, ℓ, m; K, V) + T_c N (3d + 2) (Q, dO, dQ, L, D) | 3Nd + 2N + T_c Nd (dQ) |
+| memory-efficient forward | 2Nd + N (Q twice, L) + 3N²d (K twice and V, for every row) | Nd + N (O, L) |
 | 0 | `product_reads` of QKᵀ and PV, `softmax_reads` of S | 2N² (S, P) + Nd |
 | 3 | `product_reads` of four products, `softmax_reads` of P and dP | 2N² (dP, dS) + 3Nd |
 """
@@ -30,6 +31,7 @@ from jax_flash.io_model.standard import product_tile, softmax_block
 
 Algorithm = Literal[
     "algorithm_0",
+    "memory_efficient_forward",
     "algorithm_1",
     "algorithm_2",
     "algorithm_5",
@@ -76,6 +78,8 @@ def reads_and_writes(algorithm: Algorithm, N: int, d: int, M: int, sparsity: flo
         case "algorithm_0":
             reads = product_reads(N, N, d, M) + softmax_reads(N, M) + product_reads(N, d, N, M)
             return Accesses(reads, 2 * N**2 + Nd)
+        case "memory_efficient_forward":
+            return Accesses(2 * Nd + N + 3 * N * Nd, Nd + N)
         case "algorithm_1":
             return Accesses(2 * Nd + rows * (2 * d + 2), Nd + 2 * N + rows * (d + 2))
         case "algorithm_2" | "algorithm_5":
@@ -110,13 +114,14 @@ def softmax_reads(N: int, M: int) -> int:
 def flops(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float | Array = 1) -> float:
     """FLOPs of the matrix products of one head, a multiplication and an addition each counted (Theorem 1: O(N²d)).
 
-    2d for an entry of S and a product: two products forward, four backward, five where the backward recomputes S.
+    2d for an entry of S and a product: two products forward, four backward; one more where S is computed again, by the
+    backward, and by the second pass of the memory-efficient forward.
     """
     _check(algorithm, N, d, M, sparsity)
     if algorithm in ("algorithm_4", "block_sparse_backward", "kernel_backward"):
         products = 5
     else:
-        products = 4 if algorithm == "algorithm_3" else 2
+        products = {"algorithm_3": 4, "memory_efficient_forward": 3}.get(algorithm, 2)
     return 2 * d * products * _visited(N, d, M, sparsity).entries
 
 
@@ -125,6 +130,8 @@ def extra_memory(algorithm: Algorithm, N: int) -> int:
     match algorithm:
         case "algorithm_0" | "algorithm_3":
             return 2 * N**2  # S, P; dP, dS
+        case "memory_efficient_forward":
+            return N  # L
         case "algorithm_1":
             return 2 * N  # ℓ, m
         case "algorithm_2" | "algorithm_5":
@@ -141,7 +148,10 @@ def theta(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float = 1) -> 
     * Algorithm 5 and the block-sparse backward (Proposition 4): Nd + N²d²s/M.
     * Algorithms 0 and 3 (Theorems 2 and 5): Nd + N² where M >= d². Below, N² times d/√M: the paper's proofs read every
       matrix once, but the accesses of a product with so little SRAM are Ω(N²d/√M) (Hong and Kung, STOC 1981).
+    * The memory-efficient forward (appendix B.1): N²d, whatever M.
     """
+    if algorithm == "memory_efficient_forward":
+        return N**2 * d
     if algorithm in ("algorithm_0", "algorithm_3"):
         return N * d + N**2 * max(1, d / math.sqrt(M))
     return N**2 * d**2 / M * sparsity + (N * d if algorithm in BLOCK_SPARSE else 0)
@@ -157,8 +167,11 @@ def theta(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float = 1) -> 
 # Standard attention. A product [N, d] [d, N] or [N, N] [N, d] reads at least 2N²d/√M, since a tile has at most M
 # elements, and each of its matrices at least once. The sides of a tile are at least 0.7√M (M >= 8), or those of the
 # whole result: at most 2.9 N²d/√M + 2Nd are read for the first, 2.9 N²d/√M + N² + Nd for the second.
+#
+# The memory-efficient forward: 3N²d + 3Nd + 2N, and Nd <= N²d/8.
 CONSTANTS: dict[Algorithm, tuple[float, float]] = {
     "algorithm_0": (4, 11),
+    "memory_efficient_forward": (3, 4),
     "algorithm_1": (3, 21),
     "algorithm_2": (3, 21),
     "algorithm_5": (3, 14),

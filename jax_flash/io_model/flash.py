@@ -31,6 +31,9 @@ BACKWARD_SRAM = 10
 # mask(rows [R, 1], columns [C]) -> bool [R, C], true: may attend. A function of positions: it costs no accesses.
 Mask = Callable[[Array, Array], Array]
 
+# after_j(j, hbm): called with the block of columns that the outer loop is done with, to look at `hbm.arrays`.
+Observer = Callable[[slice, HBM], None]
+
 
 def block_sizes(d: int, M: int) -> tuple[int, int]:
     """B_c = ⌈M/4d⌉ and B_r = min(⌈M/4d⌉, d): rows of a block of K, V and of a block of Q, O.
@@ -44,12 +47,13 @@ def block_sizes(d: int, M: int) -> tuple[int, int]:
     return B_c, min(B_c, d)
 
 
-def algorithm_1(Q: Array, K: Array, V: Array, M: int) -> Run:
+def algorithm_1(Q: Array, K: Array, V: Array, M: int, *, after_j: Observer | None = None) -> Run:
     """Algorithm 1, FlashAttention: O = softmax(QKᵀ)V.
 
     Args:
       Q, K, V: [N, d].
       M: size of SRAM, in elements; at most 6M are held.
+      after_j: called at the end of each iteration of the outer loop.
 
     Returns:
       O, [N, d].
@@ -74,6 +78,8 @@ def algorithm_1(Q: Array, K: Array, V: Array, M: int) -> Run:
                 + np.exp(sram.m_tilde - sram.m_new) * (sram.P_tilde @ sram.V)
             ) / sram.l_new
             hbm["l", i], hbm["m", i] = sram.l_new, sram.m_new  # 13: write ℓ_i, m_i
+        if after_j:
+            after_j(j, hbm)
     return Run((hbm.arrays["O"],), hbm, sram)  # 16
 
 
@@ -87,9 +93,10 @@ def algorithm_2(
     mask: Mask | None = None,
     dropout_rate: float = 0.0,
     R: ArrayLike = (0, 0, 0, 0),
+    after_j: Observer | None = None,
 ) -> Run:
     """Algorithm 2, the forward with scale, mask and dropout: `algorithm_5` where no block is zero."""
-    return algorithm_5(Q, K, V, M, scale=scale, mask=mask, dropout_rate=dropout_rate, R=R)
+    return algorithm_5(Q, K, V, M, scale=scale, mask=mask, dropout_rate=dropout_rate, R=R, after_j=after_j)
 
 
 def algorithm_5(
@@ -103,6 +110,7 @@ def algorithm_5(
     mask: Mask | None = None,
     dropout_rate: float = 0.0,
     R: ArrayLike = (0, 0, 0, 0),
+    after_j: Observer | None = None,
 ) -> Run:
     """Algorithm 5, the block-sparse forward. O = dropout(softmax(mask(τQKᵀ)))V over the blocks that are not zero.
 
@@ -114,6 +122,7 @@ def algorithm_5(
       mask: which entries may attend.
       dropout_rate: p_drop.
       R: the state of the random number generator, `generator_state`.
+      after_j: called at the end of each iteration of the outer loop.
 
     Returns:
       O [N, d], ℓ and m [N, 1], R. A row with nothing to attend to has O = 0, ℓ = 0 and m = -inf.
@@ -145,6 +154,8 @@ def algorithm_5(
                     sram.l_new,
                 )
                 hbm["l", i], hbm["m", i] = sram.l_new, sram.m_new  # 16: write ℓ_i, m_i
+        if after_j:
+            after_j(j, hbm)
     return Run(tuple(hbm.arrays[x] for x in ("O", "l", "m", "R")), hbm, sram)  # 20
 
 

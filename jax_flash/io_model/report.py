@@ -24,6 +24,7 @@ from jax_flash.problem import DTYPES
 
 NAMES: dict[Algorithm, str] = {
     "algorithm_0": "0  standard",
+    "memory_efficient_forward": "B.1 memory-efficient",
     "algorithm_1": "1  FlashAttention",
     "algorithm_2": "2  with scale, mask, dropout",
     "algorithm_5": "5  block-sparse",

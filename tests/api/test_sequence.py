@@ -342,24 +342,6 @@ def test_heads_are_divided_where_that_sends_less():
     assert sequence.cheaper_by_heads(Problem.of(x, x, x), few)
 
 
-def test_merge_is_attention_to_all_keys():
-    case = Case(T=20, S=33, N=4, K=2, D=8, E=8, lengths=True)
-    arrays = case.arrays()
-    whole = jax_flash.attention_with_statistics(**arrays)
-    ends = ((0, 15), (15, 33))
-    parts = [
-        jax_flash.attention_with_statistics(
-            **arrays
-            | {"key": arrays["key"][:, start:end], "value": arrays["value"][:, start:end]}
-            | {"key_value_seq_lengths": (arrays["key_value_seq_lengths"] - start).clip(0, end - start)}
-        )
-        for start, end in ends
-    ]
-    o, statistics = jax_flash.merge(*parts)
-    np.testing.assert_allclose(o, whole[0], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(statistics.logsumexp, whole[1].logsumexp, rtol=1e-5, atol=1e-6)
-
-
 # --- under jit: the partitioner divides it ---
 
 MODES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}

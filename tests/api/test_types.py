@@ -49,6 +49,15 @@ def test_packed_sequences():
     assert [x.shape for x in (o, *pair)] == [(16, 2, 8), (16, 2, 8), (16, 2)]
 
 
+def test_pages():
+    pages, table = jnp.ones((1, 16, 2, 8)), jnp.zeros((1, 1), int)
+    o = assert_type(jax_flash.paged_attention(X, pages, pages, table, ENDS[1:]), jax.Array)
+    pair = assert_type(
+        jax_flash.paged_attention(X, pages, pages, table, ENDS[1:], return_residual=True), tuple[jax.Array, jax.Array]
+    )
+    assert [x.shape for x in (o, *pair)] == [(1, 16, 2, 8), (1, 16, 2, 8), (1, 16, 2)]
+
+
 def test_wrong_arguments():
     """mypy says that an ignored error is none if it does not see it."""
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):

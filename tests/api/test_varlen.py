@@ -154,6 +154,14 @@ def test_derivatives():
         jax.jvp(attend, (q, k), (q, k))
 
 
+def test_a_symbolic_number_of_sequences_is_refused():
+    q, (size,) = tokens(8, 2, 4), jax.export.symbolic_shape("b")
+    with pytest.raises(NotImplementedError, match=r"symbolic shapes: cu_seqlens_q \(b,\)"):
+        jax.export.export(jax.jit(lambda cu: jax_flash.varlen_attention(q, q, q, cu)))(
+            jax.ShapeDtypeStruct((size,), jnp.int32)
+        )
+
+
 def test_export():
     q, cu = tokens(40, 2, 16), np.array([0, 13, 40], np.int32)
     exported = jax.export.export(
@@ -199,6 +207,8 @@ def test_sharded(axes, kind):
         ({"cu_seqlens_q": np.array([1, 8])}, ValueError, r"must begin with 0, never fall, .* at most 8, not \[1, 8\]"),
         ({"cu_seqlens_q": np.array([0, 9])}, ValueError, "at most 8, not"),
         ({"cu_seqlens_k": np.array([0, 5, 3])}, ValueError, "cu_seqlens_k must begin with 0, never fall"),
+        ({"cu_seqlens_k": np.array([0, 5, 3], np.uint32)}, ValueError, "cu_seqlens_k must begin with 0, never fall"),
+        ({"cu_seqlens_k": np.array([0, 100, -100], np.int8)}, ValueError, "cu_seqlens_k must begin with 0, never fall"),
         ({"cu_seqlens_k": np.array([0, 5, 8])}, ValueError, "cu_seqlens_q is of 1 sequences, cu_seqlens_k of 2"),
         ({"is_causal": 1}, TypeError, "is_causal must be True or False"),
         ({"return_residual": 1}, TypeError, "return_residual must be True or False"),

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packs
+import pages
 import parts
 import programs
 import pytest
@@ -110,6 +111,21 @@ def test_part(case, dtype, program):
 )
 def test_pack(q_lengths, k_lengths, case, dtype):
     packs.check(packs.Pack(q_lengths, k_lengths, 5, case), dtype)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("lengths", "page", "case", "dtype"),
+    [
+        ((1500, 3, 0, 700), 64, Case(T=1, N=8, K=2, D=64, E=64), "bfloat16"),  # over parts of the keys
+        ((1100, 40), 16, Case(T=3, N=4, K=2, D=128, E=128, window=(600, 0), sinks=2.0), "float16"),
+        ((300, 130), 48, Case(T=100, N=2, K=1, D=64, E=40, soft_cap=2.0), "bfloat16"),
+        ((1030, 60), 256, Case(T=2, N=2, K=1, D=256, E=256), "float32"),
+    ],
+    ids=str,
+)
+def test_pages(lengths, page, case, dtype):
+    pages.check(pages.Cache(lengths, page, case), dtype)
 
 
 PROGRAMS = [
@@ -473,7 +489,7 @@ SEVERAL_TILES = {
 
 @hopper
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", SEVERAL_TILES)
 def test_random_schedule(name, seed, monkeypatch):
     monkeypatch.setenv("JAX_FLASH_EMULATE_SEED", str(seed))

@@ -148,6 +148,27 @@ def test_operands_are_pythons():
     assert _native.operands() == dims
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"page": 0}, "pages without keys"),
+        ({"page": 24}, "kv_len is no number of pages"),
+        ({"kv_len": 40}, "kv_len is no number of pages"),
+        ({"dq": True}, "gradients of pages"),
+        ({"segments": True}, "pages beside"),
+        ({"mask": EVERY}, "pages beside"),
+        ({"drop_threshold": 1}, "pages beside"),
+    ],
+    ids=str,
+)
+def test_pages(changes, said):
+    sizes = {"kv_len": 48, "page": 16, "pages": 5}
+    assert not _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes).encode())
+    assert "x pages" in _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes | {"pages": 2**30}).encode())
+    with pytest.raises(ValueError, match=f"^problem: {said}"):
+        _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes | changes).encode())
+
+
 @pytest.mark.parametrize("beside", ["causal", "window_left", "q_lengths", "kv_lengths", "segments", "mask"])
 def test_what_ranges_are_not_beside(beside):
     value = {"window_left": 5, "mask": EVERY}.get(beside, True)

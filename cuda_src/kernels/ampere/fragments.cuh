@@ -117,10 +117,12 @@ struct SharedTile {
 
   // The same for rows that lie anywhere: row_at(row) is the address of one.
   template <int kThreads, typename RowAt>
-  __device__ __forceinline__ void LoadRows(RowAt row_at, int row0, int end) {
+  __device__ __forceinline__ void LoadRows(RowAt row_at, int row0, int end, int part = 0, int parts = 1) {
     const Share<kThreads> share;
     const uint32_t to = SharedAddress(bytes) + share.offset;
+    int count = 0;
     share.ForEach([&](int row, int chunk, bool filled) {
+      if (count++ % parts != part) return;
       const int r = row0 + share.row + row;
       CpAsync(to + row * kStride + chunk * 16, row_at(r) + (share.chunk + chunk) * 16, r < end && filled);
     });

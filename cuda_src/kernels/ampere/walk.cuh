@@ -17,6 +17,7 @@ constexpr int kRows = kTiling.rows;
 constexpr int kCols = kTiling.cols;
 constexpr int kWarps = kTiling.groups;
 constexpr int kStages = kTiling.stages;
+constexpr int kPage = kProblem.page;  // keys of one; 0: they are not in pages
 
 constexpr int kThreads = 32 * kWarps;
 constexpr int kWarpRows = kRows / kWarps;
@@ -74,7 +75,7 @@ struct QTile {
     return Matrix(operand, batch, head, p.q_len, p.q_heads, dim);
   }
   __device__ __forceinline__ Matrix Key(const Params& p, const void* operand, int dim) const {
-    return Matrix(operand, batch, kv_head, p.kv_len, p.kv_heads, dim);
+    return Matrix(operand, kPage > 0 ? 0 : batch, kv_head, p.kv_len, p.kv_heads, dim);
   }
   // The index of row LaneRow() + 8 h in arrays [batch, head, row], or [part, batch, head, row].
   __device__ __forceinline__ int64_t Statistic(const Params& p, int h) const {
@@ -154,14 +155,29 @@ struct LoadNext {
   __device__ __forceinline__ void operator()(int part = 0, int parts = 1) const {
     const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
     const int from = next.There() ? next.Column() : 0, end = next.There() ? tile.keys.any_hi : 0;
-    shared.k[stage].template Load<kThreads>(K.data, K.stride, from, end, part, parts);
-    shared.v[stage].template Load<kThreads>(V.data, V.stride, from, end, part, parts);
+    if constexpr (kPage > 0) {
+      shared.k[stage].template LoadRows<kThreads>([&](int j) { return K.At(PlaceOfKey(j), 0); }, from, end, part,
+                                                  parts);
+      shared.v[stage].template LoadRows<kThreads>([&](int j) { return V.At(PlaceOfKey(j), 0); }, from, end, part,
+                                                  parts);
+    } else {
+      shared.k[stage].template Load<kThreads>(K.data, K.stride, from, end, part, parts);
+      shared.v[stage].template Load<kThreads>(V.data, V.stride, from, end, part, parts);
+    }
   }
   // Called when all of it is on its way.
   __device__ __forceinline__ void Commit() {
     CpAsyncCommit();
     next.Next();
     stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+
+ private:
+  // Among the keys of all pages. Whatever the table says, it is one of them.
+  __device__ __forceinline__ int PlaceOfKey(int j) const {
+    j = min(j, p.kv_len - 1);
+    const int page = __ldg(p.page_table + int64_t(tile.batch) * (p.kv_len / kPage) + j / kPage);
+    return min(max(page, 0), p.pages - 1) * kPage + j % kPage;
   }
 };
 

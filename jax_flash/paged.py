@@ -1,0 +1,149 @@
+"""Attention over a cache of keys and values in pages, which sequences of any lengths share (PagedAttention)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jax_flash import arguments, attention, checks
+from jax_flash.arguments import Implementation
+
+STEP, LONGEST = 16, 256  # the keys of a page are a multiple of the first, and as many as the second at most
+
+
+class PagedOptions(TypedDict, total=False):
+    """The keyword arguments of `paged_attention`."""
+
+    local_window_size: int | tuple[int, int] | None
+    scale: float | ArrayLike | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    score_mod: Callable[..., jax.Array] | None
+    mask_mod: Callable[..., jax.Array] | None
+    precision: lax.PrecisionLike
+    implementation: Implementation | None
+
+
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[PagedOptions],
+) -> jax.Array: ...
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: bool,
+    **options: Unpack[PagedOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+@arguments.lists_options(PagedOptions)
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: bool = False,
+    **options: Unpack[PagedOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Causal attention of the last queries of sequences, whose keys and values are in pages (arXiv 2309.06180).
+
+    Key j of sequence b is row j % page of page `page_table[b, j // page]`. So sequences that grow need no memory that
+    they have no tokens for, and may share pages. Nothing is copied, but by `implementation` "xla" and "reference".
+
+    Letters: B sequences, T queries of each, N query heads, K key/value heads (N a multiple of K), D query/key head
+    dim, E value head dim, M pages that a sequence may have.
+
+    Args:
+      query: [B, T, N, D]: those of the last T tokens of each sequence; float32, float64, bfloat16 or float16.
+      key_pages: [pages, page, K, D], same dtype; pages of 16 to 256 keys, a multiple of 16.
+      value_pages: [pages, page, K, E], same dtype.
+      page_table: integer [B, M]: the numbers of each sequence's pages, in its order. Those beyond its length are not
+        looked at. Numbers that are not those of a page are an error where they are known; traced ones count as the
+        nearest that is.
+      lengths: integer [B]: tokens of each sequence, with the T of the queries; M * page at most. A query before the
+        first token, where there are fewer than T, has nothing to attend to.
+      local_window_size: w or (left, right): a query sees the left keys before it, and itself.
+      score_mod, mask_mod: as in `dot_product_attention`; query and key are places in the sequence.
+      return_residual: also return the logsumexp of every row, [B, T, N].
+      scale, logits_soft_cap, sinks, precision, implementation: as there.
+
+    Returns:
+      [B, T, N, E] in the dtype of the query; with `return_residual` a pair of it and the logsumexp.
+
+    Raises:
+      TypeError, ValueError: as `dot_product_attention`, and where pages, table and lengths do not fit together.
+      NotImplementedError: when it is differentiated, unless in plain JAX ("xla", "reference"); symbolic shapes.
+    """
+    return_residual = checks.flag("return_residual", return_residual)
+    given = arguments.complete(options, PagedOptions)
+    query = checks.floats("query", query)
+    keys, values = checks.floats("key_pages", key_pages), checks.floats("value_pages", value_pages)
+    table = checks.integers("page_table", page_table)
+    if not query.ndim == keys.ndim == values.ndim == 4 or keys.shape[:3] != values.shape[:3]:
+        raise ValueError(
+            "query [B, T, N, D], key_pages [pages, page, K, D] and value_pages [pages, page, K, E] do not fit "
+            f"together: {query.shape}, {keys.shape}, {values.shape}"
+        )
+    count, page = keys.shape[:2]
+    if page % STEP or not STEP <= page <= LONGEST:
+        raise ValueError(f"pages must have a multiple of {STEP} keys from {STEP} to {LONGEST}, not {page}")
+    if count == 0:
+        raise ValueError("there must be at least one page")
+    B, T = query.shape[:2]
+    if table.ndim != 2 or len(table) != B:
+        raise ValueError(f"page_table must be [B, M] with B = {B}, not shape {table.shape}")
+    lengths = checks.shaped("lengths", checks.integers("lengths", lengths), (B,))
+    _check_numbers(table, lengths, count, page)
+    lengths = checks.saturated(lengths)
+    given |= {"is_causal": True, "key_value_seq_lengths": lengths, "query_offset": lengths - T}
+    problem, operands = arguments.problem_and_operands(
+        query, keys, values, None, None, given, page_table=checks.saturated(table)
+    )
+    o, l, m = attention.attend(problem, None, operands, given["implementation"])
+    if return_residual:
+        return o, jnp.swapaxes(attention.Statistics(l, m).logsumexp, -1, -2)
+    return o
+
+
+def _check_numbers(table: Any, lengths: Any, count: int, page: int) -> None:
+    """Of what is known: the numbers that are looked at are those of pages, and the table has enough of them."""
+    if not isinstance(lengths, np.ndarray):
+        return
+    most = table.shape[1] * page
+    if lengths.size and (lengths.min() < 0 or lengths.max() > most):
+        raise ValueError(f"lengths must be from 0 to {most}, {table.shape[1]} pages of {page}, not {lengths.tolist()}")
+    if isinstance(table, np.ndarray):
+        used = table[np.arange(table.shape[1]) < -(-lengths[:, None] // page)]
+        if used.size and (used.min() < 0 or used.max() >= count):
+            raise ValueError(
+                f"page_table must have numbers of {count} pages, but there are {used.min()} to {used.max()}"
+            )

@@ -1,0 +1,84 @@
+"""Caches of keys and values in pages, as a test sees them. The oracle has the same keys one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import standard
+from accuracy import assert_accurate, by_numpy, errors
+from cases import Arrays, Case
+
+import jax_flash
+
+RESULTS = ("o", "logsumexp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """`case` has T, the heads, the dims and the other options; the sequences have these lengths."""
+
+    lengths: tuple[int, ...]
+    page: int
+    case: Case
+    beyond: int = 1  # pages that the table has room for beyond the longest sequence
+
+    def __str__(self) -> str:
+        return f"{self.lengths}-{self.page}-{self.contiguous}".replace(" ", "")
+
+    @property
+    def contiguous(self) -> Case:
+        pages = -(-max(self.lengths) // self.page) + self.beyond
+        return dataclasses.replace(
+            self.case, B=len(self.lengths), S=pages * self.page, causal=True, lengths=True, offset=True
+        )
+
+    def arrays(self, dtype: str) -> Arrays:
+        """Of the contiguous case."""
+        lengths = np.array(self.lengths, np.int32)
+        positions = {"key_value_seq_lengths": lengths, "query_offset": lengths - self.case.T}
+        positions["query_seq_lengths"] = np.full_like(lengths, self.case.T)
+        return self.contiguous.arrays(dtype) | positions
+
+    def in_pages(self, arrays: Arrays, elsewhere: float) -> Arrays:
+        """The arguments of `paged_attention`. Pages are in any order; `elsewhere` is what no sequence has."""
+        rng = np.random.default_rng(0)
+        B, S = arrays["key"].shape[:2]
+        wanted = -(-np.array(self.lengths) // self.page)
+        numbers = iter(rng.permutation(wanted.sum() + 3))
+        table = rng.choice([-1, 2**31 - 1], (B, S // self.page)).astype(np.int32)
+        pools = {}
+        for name in ("key", "value"):
+            shape = (wanted.sum() + 3, self.page, *arrays[name].shape[2:])
+            pools[f"{name}_pages"] = np.full(shape, elsewhere, arrays[name].dtype)
+        for b, count in enumerate(wanted):
+            for i in range(count):
+                table[b, i] = next(numbers)
+                for name in ("key", "value"):
+                    rows = slice(i * self.page, min((i + 1) * self.page, self.lengths[b]))
+                    pools[f"{name}_pages"][table[b, i], : rows.stop - rows.start] = arrays[name][b, rows]
+        return {"query": arrays["query"], **pools, "page_table": table, "lengths": arrays["key_value_seq_lengths"]}
+
+
+def run(cache: Cache, arrays: Arrays, elsewhere: float, **options: Any) -> dict[str, np.ndarray]:
+    case = cache.case
+    options |= {"local_window_size": case.window, "logits_soft_cap": case.soft_cap, "scale": case.scale}
+    options |= {name: arrays[name] for name in ("sinks",) if name in arrays}
+    o, logsumexp = jax_flash.paged_attention(**cache.in_pages(arrays, elsewhere), **options, return_residual=True)
+    return {"o": np.asarray(o), "logsumexp": np.swapaxes(np.asarray(logsumexp), 1, 2)}
+
+
+def check(cache: Cache, dtype: str, elsewhere: float = np.nan, **options: Any) -> None:
+    """The error is at most twice that of standard attention in the same dtype, plus a few units in the last place."""
+    case, kind, arrays = cache.contiguous, np.dtype(dtype), cache.arrays(dtype)
+    cotangents = case.cotangents(dtype)
+
+    def results(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: found[name] for name in RESULTS}
+
+    exact = results(by_numpy(case, arrays, cotangents))
+    sums = np.float64 if dtype == "float64" else np.float32
+    usual = errors(results(standard.attention(case, arrays, cotangents, sums, kind)), exact)
+    cancelled = standard.cancellation(case, arrays, cotangents, kind)
+    assert_accurate(run(cache, arrays, elsewhere, **options), exact, usual, cancelled, kind)

@@ -1,0 +1,133 @@
+"""`merge`: attention to all keys from attention to some each, however they are divided and put together."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case
+
+import jax_flash
+
+pytestmark = pytest.mark.usefixtures("device")
+
+CASE = Case(B=2, T=20, S=33, N=4, K=2, D=8, E=8)
+TOLERANCES = {"float64": 1e-12, "float32": 5e-5, "bfloat16": 3e-2}
+# Which part each key is in.
+SPLITS = {
+    "two": np.arange(33) // 15,
+    "uneven": np.arange(33) // 32,
+    "eleven": np.arange(33) // 3,
+    "one key each": np.arange(33),
+    "not in a row": np.arange(33) % 4,
+}
+
+
+def arrays_and_mask(dtype):
+    """Query, key and value, and a mask: row 3 sees nothing at all, row 7 one key, row 8 the last ones."""
+    mask = np.random.default_rng(2).random((1, 1, CASE.T, CASE.S)) < 0.4
+    mask[..., 3, :] = mask[..., 7, :] = mask[..., 8, :] = False
+    mask[..., 7, 10] = mask[..., 8, 25:] = True
+    return [jnp.asarray(CASE.arrays(dtype)[name]) for name in ("query", "key", "value")], jnp.asarray(mask)
+
+
+def parts(arrays, mask, part_of_key):
+    """A result over the keys of each part. Many rows see nothing of some of them."""
+    return [
+        jax_flash.attention_with_statistics(*arrays, mask=mask & (part_of_key == part))
+        for part in range(part_of_key.max() + 1)
+    ]
+
+
+def assert_close(ours, expected, tolerance):
+    (o, statistics), (whole, whole_statistics) = ours, expected
+    assert o.dtype == whole.dtype and statistics.l.dtype == whole_statistics.l.dtype
+    for name, x, y in (
+        ("o", o, whole),
+        ("m", statistics.m, whole_statistics.m),
+        ("l", statistics.l, whole_statistics.l),
+        ("logsumexp", statistics.logsumexp, whole_statistics.logsumexp),
+    ):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.fixture(params=TOLERANCES)
+def dtype(request):
+    with jax.enable_x64(request.param == "float64"):
+        yield request.param
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_any_split(dtype, split):
+    arrays, mask = arrays_and_mask(dtype)
+    whole = jax_flash.attention_with_statistics(*arrays, mask=mask)
+    merged = functools.reduce(jax_flash.merge, parts(arrays, mask, SPLITS[split]))
+    assert_close(merged, whole, TOLERANCES[dtype])
+    assert (
+        (merged[0][:, 3] == 0).all() and (merged[1].l[:, :, 3] == 0).all() and (merged[1].m[:, :, 3] == -np.inf).all()
+    )
+
+
+def test_any_order(dtype):
+    """Commutative and associative but for rounding: four parts in each order, from one end and in pairs."""
+    arrays, mask = arrays_and_mask(dtype)
+    whole = jax_flash.attention_with_statistics(*arrays, mask=mask)
+    merge = jax.jit(jax_flash.merge)
+    for a, b, c, d in itertools.permutations(parts(arrays, mask, SPLITS["not in a row"])):
+        assert_close(merge(merge(merge(a, b), c), d), whole, TOLERANCES[dtype])
+        assert_close(merge(merge(a, b), merge(c, d)), whole, TOLERANCES[dtype])
+
+
+def test_what_sees_nothing_changes_nothing(dtype):
+    """Bit for bit, on either side; nothing and nothing is nothing, without NaN."""
+    arrays, mask = arrays_and_mask(dtype)
+    some = jax_flash.attention_with_statistics(*arrays, mask=mask)
+    nothing = jax_flash.attention_with_statistics(*arrays, mask=mask & False)
+    for first, second, expected in ((some, nothing, some), (nothing, some, some), (nothing, nothing, nothing)):
+        merged = jax_flash.merge(first, second)
+        jax.tree.map(np.testing.assert_array_equal, merged, expected)
+
+
+@pytest.mark.parametrize("split", ["two", "not in a row"])
+def test_gradients(dtype, split):
+    """Of O and the logsumexp, through parts and merge, against those of the whole; 0 where a row sees nothing."""
+    arrays, mask = arrays_and_mask(dtype)
+    do, dlogsumexp = map(jnp.asarray, CASE.cotangents(dtype))
+
+    def gradients(attend):
+        def loss(arrays):
+            o, statistics = attend(arrays)
+            logsumexp = jnp.where(statistics.l == 0, 0, statistics.logsumexp)
+            return (o * do).sum(dtype=dlogsumexp.dtype) + (logsumexp * dlogsumexp).sum()
+
+        return jax.jit(jax.grad(loss))(arrays)
+
+    whole = gradients(lambda arrays: jax_flash.attention_with_statistics(*arrays, mask=mask))
+    merged = gradients(lambda arrays: functools.reduce(jax_flash.merge, parts(arrays, mask, SPLITS[split])))
+    for name, ours, expected in zip(("query", "key", "value"), merged, whole, strict=True):
+        ours, expected = (np.asarray(x, np.float64) for x in (ours, expected))
+        error, largest = np.abs(ours - expected).max(), np.abs(expected).max()
+        assert error <= TOLERANCES[dtype] * largest, f"{name}: {error:.3g} of {largest:.3g}"
+    assert (merged[0][:, 3] == 0).all()
+
+
+def test_slices_of_the_keys():
+    """Keys that are cut in two, with lengths that end in the one or the other; one batch entry by itself, too."""
+    case = dataclasses.replace(CASE, lengths=True)
+    arrays = case.arrays()
+    whole = jax_flash.attention_with_statistics(**arrays)
+    pieces = [
+        jax_flash.attention_with_statistics(
+            **arrays
+            | {"key": arrays["key"][:, start:end], "value": arrays["value"][:, start:end]}
+            | {"key_value_seq_lengths": (arrays["key_value_seq_lengths"] - start).clip(0, end - start)}
+        )
+        for start, end in ((0, 15), (15, 33))
+    ]
+    assert_close(jax_flash.merge(*pieces), whole, TOLERANCES["float32"])
+    unbatched, expected = (jax.tree.map(lambda x: x[0], results) for results in (pieces, whole))
+    assert_close(jax_flash.merge(*unbatched), expected, TOLERANCES["float32"])

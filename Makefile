@@ -21,12 +21,12 @@ BUILD_TOOLS = scikit-build-core nanobind cmake ninja
 PIP = bin/python -m pip install --quiet --disable-pip-version-check
 CPP = $(wildcard bindings.cc) $(shell find $(wildcard common cpu_src cuda_src) -name '*.h' -o -name '*.cc' -o -name '*.cuh')
 EMULATOR = $(wildcard tools/emulator/*.h tools/emulator/*.cc)
-PY = jax_flash tests tools benchmarks examples
+PY = jax_flash tests tools benchmarks examples docs/conf.py
 BUILD_INPUTS = pyproject.toml $(wildcard CMakeLists.txt) $(CPP)
 say = @printf '\n\033[1m==> %s\033[0m\n' "$(1)"
 
 .DEFAULT_GOAL = help
-.PHONY: help demo test test-oldest lint format emulate sanitize kernels bench bench-gpu clean
+.PHONY: help demo test test-oldest lint format docs emulate sanitize kernels bench bench-gpu clean
 
 help:
 	@echo "make demo         train a small GPT on real text through jax_flash (examples/train_lm.py)"
@@ -37,6 +37,7 @@ help:
 	@echo "make emulate      runs the CUDA kernels on this CPU, each feature and dtype, for both families (minutes)"
 	@echo "make sanitize     runs the CUDA kernels on this GPU under compute-sanitizer (minutes)"
 	@echo "make kernels      compiles every CUDA kernel for every architecture, without a GPU: registers, spills (hours)"
+	@echo "make docs         a site of the docs and of the API; it goes to build/docs"
 	@echo "make lint         what make test checks before it runs the suite"
 	@echo "make format       format Python and C++"
 	@echo "make clean        remove the environments and everything built"
@@ -90,6 +91,12 @@ format: $(VENV)/.built
 	@$(VENV)/bin/ruff check --fix $(PY)
 	@$(VENV)/bin/ruff format $(PY)
 	@$(VENV)/bin/clang-format -i $(CPP) $(EMULATOR)
+
+docs: $(VENV)/.built
+	$(call say,Making the site; it goes to build/docs)
+	@$(VENV)/$(PIP) -e '.[docs]' --no-build-isolation --config-settings=build-dir=$(VENV)/build
+	@$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build/docs
+	@echo '<meta http-equiv="refresh" content="0; url=README.html">' > build/docs/index.html
 
 clean:
 	rm -rf $(VENV) $(VENV_OLDEST) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -26,8 +26,8 @@ class Statistics(NamedTuple):
     `logsumexp` has its exact gradient.
     """
 
-    l: jax.Array  # Σ_j exp(s_j - m); 0 for a row with nothing to attend to
-    m: jax.Array  # max_j s_j of the masked, scaled, capped and biased scores; -inf for such a row
+    l: jax.Array  #: Σ_j exp(s_j - m); 0 for a row with nothing to attend to
+    m: jax.Array  #: max_j s_j of the masked, scaled, capped and biased scores; -inf for such a row
 
     @property
     def logsumexp(self) -> jax.Array:
@@ -82,7 +82,7 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Scaled dot-product attention, exact and in linear memory: FlashAttention (arXiv 2205.14135, Algorithms 2 and 4).
 
-    A drop-in for `jax.nn.dot_product_attention`, with more. For every batch entry and head it computes
+    A drop-in for `jax.nn.dot_product_attention`, with more. For every batch entry and head it computes::
 
         softmax(cap(τ Q Kᵀ) + bias, where attended) V
 
@@ -213,8 +213,8 @@ def merge(first: tuple[jax.Array, Statistics], second: tuple[jax.Array, Statisti
 class Choice(NamedTuple):
     """What `implementation=None` takes, and a sentence for people why."""
 
-    implementation: Implementation
-    reason: str
+    implementation: Implementation  #: what is taken
+    reason: str  #: why
 
 
 def choose_implementation(problem: Problem, platform: str) -> Choice:

@@ -1,4 +1,4 @@
-"""Equinox: a `MultiheadAttention` module on the fused attention.
+"""Equinox: a `MultiheadAttention` module on the fused attention::
 
     layer = jax_flash.equinox.MultiheadAttention(num_heads=8, query_size=512, key=key)
     y = layer(x, x, x, is_causal=True)

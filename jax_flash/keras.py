@@ -1,4 +1,4 @@
-"""Keras 3 on JAX: a `MultiHeadAttention` layer on the fused attention.
+"""Keras 3 on JAX: a `MultiHeadAttention` layer on the fused attention::
 
     layer = jax_flash.keras.MultiHeadAttention(num_heads=8, key_dim=64)
     y = layer(x, x, use_causal_mask=True)

@@ -1,4 +1,4 @@
-"""Flax linen: a `MultiHeadAttention` module, and a `dot_product_attention` to pass as `attention_fn` to the stock one.
+"""Flax linen: a `MultiHeadAttention` module, and a `dot_product_attention` to pass as `attention_fn` to the stock one::
 
     layer = jax_flash.linen.MultiHeadAttention(num_heads=8, is_causal=True)
     layer = flax.linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=jax_flash.linen.dot_product_attention)
@@ -96,8 +96,8 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
       use_sinks: a parameter `sinks` of shape [num_heads], a logit of each head that joins the softmax and has no value.
         It is 0 at first: then a query is as if there were one more key, of score and value 0.
 
-    Raises (from `__call__`):
-      NotImplementedError: `sow_weights`, `attention_fn`, `qk_attn_weights_einsum_cls` or
+    Raises:
+      NotImplementedError: from a call, where `sow_weights`, `attention_fn`, `qk_attn_weights_einsum_cls` or
         `attn_weights_value_einsum_cls` is set.
       ValueError: heads or features not divisible, shapes that do not fit the cache, values out of range.
       TypeError: an option of a wrong kind, or one that there is not.

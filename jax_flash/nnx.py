@@ -1,4 +1,4 @@
-"""Flax nnx: a `MultiHeadAttention` module, and a `dot_product_attention` to pass as `attention_fn` to the stock one.
+"""Flax nnx: a `MultiHeadAttention` module, and a `dot_product_attention` to pass as `attention_fn` to the stock one::
 
     layer = jax_flash.nnx.MultiHeadAttention(num_heads=8, in_features=512, is_causal=True, rngs=rngs)
     layer = nnx.MultiHeadAttention(8, 512, attention_fn=jax_flash.nnx.dot_product_attention, decode=False, rngs=rngs)

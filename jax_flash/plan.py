@@ -14,25 +14,25 @@ FAMILIES = {80: "ampere", 90: "hopper"}  # of contract.h
 class Kernel(NamedTuple):
     """A launch. Its sizes are those of the file that the kernel is in, 0 where it has no tiles."""
 
-    name: str
-    family: str  # "ampere": for every GPU from compute capability 8.0 on; "hopper": for 9.0 alone
-    rows: int  # queries of a tile of the score matrix
-    cols: int  # keys
-    groups: int  # warps, or in Hopper's own kernels warpgroups beside the one that loads
-    stages: int  # tiles in flight
+    name: str  #: of the kernel
+    family: str  #: "ampere", for every GPU from compute capability 8.0 on, or "hopper", for 9.0 alone
+    rows: int  #: queries of a tile of the score matrix
+    cols: int  #: keys
+    groups: int  #: warps, or in Hopper's own kernels warpgroups beside the one that loads
+    stages: int  #: tiles in flight
 
 
 class Explanation(NamedTuple):
     """How a pass is done on a GPU. `print` shows it."""
 
-    backward: bool
-    arch: str
-    multiprocessors: int
-    kernels: tuple[Kernel, ...]  # one after the other
-    scratch_bytes: int  # of memory beside the results
-    reasons: tuple[str, ...]  # why it is not otherwise
-    programs: dict[str, str]  # score_mod, mask_mod and score_grad: their instructions (docs/score-programs.md)
-    source: str  # these as CUDA C++
+    backward: bool  #: whether the pass is the backward
+    arch: str  #: of the GPU
+    multiprocessors: int  #: of the GPU
+    kernels: tuple[Kernel, ...]  #: one after the other
+    scratch_bytes: int  #: of memory beside the results
+    reasons: tuple[str, ...]  #: why it is not otherwise
+    programs: dict[str, str]  #: instructions of score_mod, mask_mod and score_grad (docs/score-programs.md)
+    source: str  #: the programs as CUDA C++
 
     def __str__(self) -> str:
         name = "backward" if self.backward else "forward"

@@ -104,7 +104,7 @@ class Problem:
         mask: ArrayLike | jax.ShapeDtypeStruct | None = None,
         **options: Any,
     ) -> Problem:
-        """The problem of the call `jax_flash.dot_product_attention(query, key, value, bias, mask, **options)`.
+        """The problem of the call `jax_flash.dot_product_attention(query, key, value, bias, mask, **options)`::
 
             q = jax.ShapeDtypeStruct((2, 1024, 8, 64), "bfloat16")
             print(jax_flash.explain(Problem.of(q, q, q, is_causal=True, dropout_rate=0.1), backward=True))

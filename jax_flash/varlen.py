@@ -101,8 +101,8 @@ def varlen_attention(
       score_mod, mask_mod: as there, with the number of the sequence for `batch`, and with the places of the query and
         the key in their sequence, where a query's is that of the key that it is in the place of.
       return_residual: also return the logsumexp of every row, [Tq, N].
-      scale, logits_soft_cap, sinks, dropout_rate, dropout_key, dropout_head_ids, precision, deterministic,
-        implementation: as there. Dropout's rows and keys are those of the arrays.
+      scale, logits_soft_cap, sinks, precision, deterministic, implementation: as there.
+      dropout_rate, dropout_key, dropout_head_ids: as there. Dropout's rows and keys are those of the arrays.
 
     Returns:
       [Tq, N, E] in the dtype of the query; with `return_residual` a pair of it and the logsumexp. Queries beyond the

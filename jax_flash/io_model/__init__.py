@@ -5,7 +5,7 @@ docs/io-complexity.md; `python -m jax_flash io` prints it for a problem.
 
 Read `memory.py` (HBM and SRAM), then `flash.py` (Algorithms 1, 2, 4, 5) beside the paper, `standard.py` (0, 3),
 `memory_efficient.py` (appendix B.1), `kernels.py` (the loop order of the kernels) and `closed_forms.py` (the same
-counts as formulas).
+counts as formulas)::
 
     run = algorithm_1(Q, K, V, M=1024)
     run.outputs, run.hbm.reads, run.hbm.writes, run.sram.peak

@@ -49,8 +49,8 @@ STATE = 4  # elements of R
 class Accesses(NamedTuple):
     """Elements read from and written to HBM."""
 
-    reads: float
-    writes: float
+    reads: float  #: from HBM
+    writes: float  #: to HBM
 
 
 def hbm_accesses(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float | Array = 1) -> float:

@@ -19,7 +19,8 @@ class HBM:
 
     Attributes:
       arrays: what lies in HBM now, by name; looking at it is free, so it is for inputs and results only.
-      reads, writes: elements moved to and from SRAM.
+      reads: elements moved to SRAM.
+      writes: elements moved from SRAM.
       allocated: elements that were added to the inputs.
     """
 
@@ -99,9 +100,9 @@ class SRAM:
 class Run(NamedTuple):
     """What an algorithm returned, and the memories it ran on."""
 
-    outputs: tuple[Array, ...]
-    hbm: HBM
-    sram: SRAM
+    outputs: tuple[Array, ...]  #: what the algorithm returns
+    hbm: HBM  #: which has counted what was read and written
+    sram: SRAM  #: which knows how much it held at most
 
 
 def shape(*matrices: Array) -> tuple[int, int]:

@@ -25,7 +25,7 @@ def algorithm_0(Q: Array, K: Array, V: Array, M: int) -> Run:
       M: size of SRAM, in elements; at most 3M are held.
 
     Returns:
-      O, [N, d]. S and P, [N, N], stay in HBM: `run.hbm.arrays["P"]` is what Algorithm 3 reads.
+      O, [N, d]. S and P, [N, N], stay in HBM, where Algorithm 3 reads `run.hbm.arrays["P"]`.
     """
     N, d = shape(Q, K, V)
     hbm, sram = HBM(Q=Q, K=K, V=V), SRAM(STANDARD_SRAM * M)

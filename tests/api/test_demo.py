@@ -45,10 +45,39 @@ def test_demo_names_bad_flags(tmp_path):
     assert result.returncode == 1 and "too few for --seq-len 512" in result.stderr
 
 
-def test_pictures_of_programs(tmp_path):
-    result = run("--output", tmp_path / "masks.png", example="draw_programs.py")
+def drawn(tmp_path: Path, example: str, *flags: object) -> str:
+    """What an example prints, which has drawn a picture."""
+    result = run(*flags, "--output", tmp_path / "picture.png", example=example)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert (tmp_path / "masks.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    return result.stdout
+
+
+def test_pictures_of_programs(tmp_path):
+    drawn(tmp_path, "draw_programs.py")
+
+
+def test_packed_training(tmp_path):
+    """Packed and one a row, documents have the same losses."""
+    said = drawn(tmp_path, "packed_training.py", "--seq-len", 128, "--documents", 8, "--steps", 3, "--width", 16)
+    assert float(said.split("Largest difference of the losses: ")[1]) < 1e-4
+
+
+def test_decoding_with_a_cache(tmp_path):
+    said = drawn(tmp_path, "decode.py", "--prompt", 8, "--length", 32, "--width", 32, "--layers", 1)
+    assert "Tokens that are the same: 100.0%" in said
+
+
+def test_pictures_of_block_masks(tmp_path):
+    said = drawn(tmp_path, "block_mask.py", "--length", 256, "--block", 16, "--heads", 1, "--head-dim", 16)
+    assert said.count("times as fast") == 6
+
+
+def test_a_vision_transformer_of_odd_length(tmp_path):
+    sizes = ["--image", 28, "--batch", 4, "--steps", 2, "--layers", 1, "--width", 16, "--heads", 2]
+    said = drawn(tmp_path, "vision_transformer.py", *sizes)
+    assert "50 tokens an image" in said
+    assert float(said.split("materialised attention: ")[1].split()[0]) < 1e-4
 
 
 def test_a_long_sequence_over_several_devices():

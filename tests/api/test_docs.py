@@ -1,4 +1,4 @@
-"""The docs say what the committed results say, and their links lead somewhere."""
+"""The docs say what the committed results say, their links lead somewhere, and a site is made of them."""
 
 import importlib
 import pathlib
@@ -9,9 +9,11 @@ import unicodedata
 
 import pytest
 
+import jax_flash
+
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks/results").exists(), reason="a source package has no results")
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.fixture
@@ -56,6 +58,10 @@ def test_a_table_of_no_function_is_an_error(tables):
         tables.filled("<!-- table: nothing -->\n<!-- end -->", ROOT / "README.md")
 
 
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {jax_flash.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_performance_is_short(tables):
     """1,500 words, as `wc -w` counts, without the tables that are made."""
     text = tables.BLOCK.sub("", (ROOT / "docs/performance.md").read_text())
@@ -79,3 +85,15 @@ def test_links_lead_somewhere(page):
         if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target.read_text()))):
             broken.append(link)
     assert not broken
+
+
+@pytest.mark.slow
+def test_the_site_is_made(tmp_path):
+    """As `make docs` does it, without a warning."""
+    pytest.importorskip("furo", reason="needs the extra `docs`")
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "-c", "docs", "-d", tmp_path / "doctrees"]
+    command = [sys.executable, "-m", "sphinx", *options, ".", tmp_path / "site"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    page = (tmp_path / "site/docs/api/jax_flash.html").read_text()
+    assert "drop-in for" in page and "sequence_layout" in page  # the docstring, and a signature with all options

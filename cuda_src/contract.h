@@ -26,6 +26,7 @@ constexpr int kWarpgroup = 128;     // threads: a CTA on Hopper has one that loa
 constexpr int kRowThreads = 256;    // of a block of the kernels before and after a backward
 constexpr int kPairedKeys = 128;    // of a CTA of Hopper's backward, or of two in a cluster
 constexpr int kMergeThreads = 256;  // of a block that merges parts of the keys, each a thread's: so many parts at most
+constexpr int kLeastKeyTiles = 4;   // tiles of keys that a part has, where it can be one of several
 
 constexpr int kMaskBlock = 128;    // queries, and keys, of a block that a mask operand or a mask_mod is divided into
 constexpr int kMaskThreads = 256;  // of a block of the kernels that make a block mask of it
@@ -98,6 +99,7 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(int, stages)      /* tiles in flight */                                                                    \
   FIELD(bool, bias_tiles) /* does the copy engine load the bias? */                                                \
   FIELD(int, packed)      /* a forward over parts of the keys: heads whose rows share a tile; else 0 */            \
+  FIELD(bool, balanced)   /* it has equal stretches of all batch entries' keys instead (ampere/stretch.cuh) */     \
   FIELD(bool, alongside)  /* Hopper's backward is all in one kernel; */                                            \
   FIELD(bool, sum_kv)     /* heads of Q that share keys are then computed one by one, dK and dV added up in f32 */ \
   FIELD(bool, together)   /* or they are walked together */
@@ -123,6 +125,11 @@ struct Broadcast {
 // the same for 64 keys and the rows that see them.)
 struct SegmentBounds {
   int any_lo, any_hi, every_lo, every_hi;
+};
+
+// Which parts of the keys there are for the rows of a tile of Q.
+struct PartsOfTile {
+  int first, count;
 };
 
 // The members of BlockMask and Params are FIELD(type, name, value). The host makes `value` of the problem `p`, its
@@ -192,13 +199,15 @@ struct SegmentBounds {
   FIELD(void*, dv, {})                                                                                           \
   FIELD(void*, dbias, {})                                                                                        \
   FIELD(float*, dbias_parts, at(layout.dbias_parts)) /* [parts, of its shape], if there are several */           \
-  FIELD(int, parts, layout.parts)                    /* of dbias; of the keys in a forward over parts of them */ \
+  /* Of dbias; of the keys in a forward over parts of them, or of stretches of them if it is balanced. */        \
+  FIELD(int, parts, layout.parts)                                                                                \
   /* For how many heads scratch is used at a time, if hopper/backward_alongside.cuh does all; */                 \
   FIELD(int, scratch_heads, layout.heads)                                                                        \
   /* of all heads the last, whose tiles may be taken together; no more than scratch_heads. */                    \
   FIELD(int, last_heads, layout.last_heads)                                                                      \
   FIELD(float*, maximum, at(layout.maximum)) /* m, where the kernel on Hopper takes it apart (kMaximumApart) */  \
-  /* What each part of the keys has for O, l and m, in the forward over them: [part, batch, head, row]. */       \
+  /* What each part of the keys has for O, l and m, in the forward over them: [part, batch, head, row]; if it */ \
+  /* is balanced [part, head of the keys, row of a tile of Q]. */                                                \
   FIELD(float*, o_parts, at(layout.o_parts))                                                                     \
   FIELD(float*, l_parts, at(layout.l_parts))                                                                     \
   FIELD(float*, m_parts, at(layout.m_parts))                                                                     \
@@ -216,7 +225,8 @@ struct SegmentBounds {
   FIELD(const int32_t*, keys_of_rows, in.keys_of_rows)                                                           \
   FIELD(const int32_t*, rows_of_keys, in.rows_of_keys)                                                           \
   FIELD(const int32_t*, page_table, in.page_table) /* [batch, page of its keys] */                               \
-  FIELD(int, pages, int(p.pages))
+  FIELD(int, pages, int(p.pages))                                                                                \
+  FIELD(PartsOfTile*, tile_parts, at(layout.tile_parts)) /* [batch, tile of Q of a head], if it is balanced */
 
 struct BlockMask {
   JAX_FLASH_BLOCK_MASK(JAX_FLASH_MEMBER)

@@ -18,6 +18,7 @@ constexpr bool kTF32 = kDType == DType::kF32 && !kFullPrecision;
 // row r of it is query r / kPacked, of head r % kPacked of them.
 constexpr bool kParts = kTiling.packed > 0;
 constexpr int kPacked = kParts ? kTiling.packed : 1;
+constexpr bool kBalanced = kTiling.balanced;
 
 constexpr bool kSinks = kProblem.sinks;
 

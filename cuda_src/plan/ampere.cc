@@ -126,6 +126,19 @@ Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling
   return launch;
 }
 
+// How many blocks of ampere/forward_split.cuh a multiprocessor's shared memory has room for.
+int BlocksThatFit(const Target& target, const Problem& p, const KernelTiling& tiling) {
+  constexpr int64_t kReserved = 1024;  // of each block, by CUDA
+  const int64_t kv = int64_t(tiling.stages) * tiling.cols * (p.qk_dim + p.v_dim);
+  const int64_t elements = kv + tiling.rows * std::max(p.qk_dim, p.v_dim);
+  return int(target.shared * 1024 / (elements * BytesOf(p.dtype) + kReserved));
+}
+
+// May what the rows of one batch entry see be more than what those of another do?
+bool BatchEntriesDiffer(const Problem& p) {
+  return p.q_lengths || p.kv_lengths || p.query_offset || p.segments || p.ranges;
+}
+
 // Of ampere/backward_prepare.cuh.
 Launch PrepareLaunch(const Problem& p, int unit) {
   const int64_t threads = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding) * LanesOfRow(int(p.v_dim));
@@ -143,30 +156,43 @@ bool ampere::FewQueries(const Target& target, const Problem& p) {
 
 // Enough parts for two blocks on every multiprocessor, or for four where these are small and parts few enough to be
 // merged quickly, if a part has 4 tiles of keys or more. So 64 KB or more of K and V are on their way to a
-// multiprocessor; HBM needs 40 to 60.
+// multiprocessor; HBM needs 40 to 60. Where batch entries may see differently many keys, each block has an equal
+// stretch of what all of them see, and no block waits for another to end: two or four on every multiprocessor, if so
+// many fit.
 ampere::PartWork ampere::PartWorkOf(const Target& target, const Problem& p) {
   const KernelTiling tiling = Tiling(kForwardSplitTable, target, p);
   const int64_t few = target.multiprocessors / 2, most = kMergeThreads;
-  const int64_t tiles = p.batch * p.kv_heads * DivideUp(p.q_len * p.group(), tiling.rows);
-  const int64_t two = 2 * target.multiprocessors / tiles, four = tiling.rows <= 32 ? 2 * two : 0;
-  const int64_t parts = std::min({std::max(two, std::min(four, few)), p.kv_len / (4 * tiling.cols), most});
-  return {p.batch * p.q_heads * p.q_len, tiles, std::max<int64_t>(parts, 1)};
+  const int64_t tiles = p.batch * DivideUp(p.q_len * p.group(), tiling.rows), of_all = tiles * p.kv_heads;
+  const int64_t least = kLeastKeyTiles * tiling.cols;
+  if (p.batch > 1 && BatchEntriesDiffer(p)) {
+    const int64_t blocks = std::min(tiling.rows <= 32 ? 4 : 2, std::max(BlocksThatFit(target, p, tiling), 1));
+    const int64_t wanted = std::min({blocks * target.multiprocessors / p.kv_heads, tiles * p.kv_len / least, most});
+    const int64_t stretches = std::max<int64_t>(wanted, 1), parts = tiles + stretches;
+    return {true, stretches, stretches * p.kv_heads, tiles, parts * p.kv_heads * tiling.rows};
+  }
+  const int64_t two = 2 * target.multiprocessors / of_all, four = tiling.rows <= 32 ? 2 * two : 0;
+  const int64_t wanted = std::min({std::max(two, std::min(four, few)), p.kv_len / least, most});
+  const int64_t parts = std::max<int64_t>(wanted, 1);
+  return {false, parts, of_all * parts, tiles, parts * p.batch * p.q_heads * p.q_len};
 }
 
 // Where a part has all keys and one head there is nothing to merge: the forward over all keys does it, with the same
 // tiles.
 bool ampere::SplitsKeys(const Target& target, const Problem& p) {
-  return FewQueries(target, p) && (p.group() > 1 || PartWorkOf(target, p).parts > 1);
+  if (!FewQueries(target, p)) return false;
+  const PartWork work = PartWorkOf(target, p);
+  return p.group() > 1 || work.balanced || work.parts > 1;
 }
 
 void ampere::AddForward(const Target& target, const Problem& p, Plan* plan) {
   if (SplitsKeys(target, p)) {
     KernelTiling tiling = Tiling(kForwardSplitTable, target, p);
-    tiling.packed = int(p.group());
-    const int unit = AddUnit("ampere/forward_split.cuh", Asks::kOfBoth, p, tiling, plan);
     const PartWork work = PartWorkOf(target, p);
-    plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, work.tiles * work.parts));
-    plan->launches.push_back({unit, "jax_flash_forward_merge", work.rows, kMergeThreads});
+    tiling.packed = int(p.group());
+    tiling.balanced = work.balanced;
+    const int unit = AddUnit("ampere/forward_split.cuh", Asks::kOfBoth, p, tiling, plan);
+    plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, work.blocks));
+    plan->launches.push_back({unit, "jax_flash_forward_merge", p.batch * p.q_heads * p.q_len, kMergeThreads});
     return;
   }
   const Table& table = FewQueries(target, p) ? kForwardSplitTable : kForwardTable;

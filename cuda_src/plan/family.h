@@ -73,7 +73,11 @@ namespace ampere {
 // Whether the forward is one over parts of the keys; how it divides its work.
 bool SplitsKeys(const Target& target, const Problem& p);
 struct PartWork {
-  int64_t rows, tiles, parts;  // of Q: its rows, in all heads, and their tiles; of the keys
+  bool balanced;   // are there stretches of the keys of all batch entries, or parts of each tile of Q's?
+  int64_t parts;   // or stretches
+  int64_t blocks;  // of the grid
+  int64_t tiles;   // of Q, in all batch entries, of a head of the keys
+  int64_t rows;    // of O, l and m, of all parts
 };
 PartWork PartWorkOf(const Target& target, const Problem& p);
 

@@ -69,9 +69,10 @@ Scratch ScratchOf(const Problem& given, Pass pass, const Target& target) {
   if (!backward && ampere::SplitsKeys(target, p)) {
     const ampere::PartWork work = ampere::PartWorkOf(target, p);
     scratch.parts = int(work.parts);
-    scratch.o_parts = take(4 * work.parts * work.rows * p.v_dim);
-    scratch.l_parts = take(4 * work.parts * work.rows);
-    scratch.m_parts = take(4 * work.parts * work.rows);
+    scratch.o_parts = take(4 * work.rows * p.v_dim);
+    scratch.l_parts = take(4 * work.rows);
+    scratch.m_parts = take(4 * work.rows);
+    if (work.balanced) scratch.tile_parts = take(work.tiles * int64_t(sizeof(PartsOfTile)));
   }
   if (backward) {
     const int64_t rows = (scratch.heads > 0 ? scratch.heads : all_heads) * RoundUp(p.q_len, kRowPadding);

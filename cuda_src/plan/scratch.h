@@ -18,13 +18,14 @@ struct Scratch {
   int64_t logsumexp = -1, d = -1, maximum = -1;  // f32 [head, row]
   int64_t dq_sum = -1;                           // f32 [head, row, query's dim]
   int64_t dbias_parts = -1;                      // f32 [parts, shape of the bias]
-  int64_t o_parts = -1;                          // f32 [parts, batch, head, row, value's dim]
-  int64_t l_parts = -1, m_parts = -1;            // f32 [parts, batch, head, row]
+  int64_t o_parts = -1;                          // f32 [row of a part of the keys, value's dim]; see contract.h
+  int64_t l_parts = -1, m_parts = -1;            // f32 [row of a part of the keys]
+  int64_t tile_parts = -1;                       // PartsOfTile [batch, tile of Q]
   int64_t taken = -1, rows_taken = -1;           // s32, one each: see contract.h
   int64_t prepared = -1, added = -1;             // s32 [batch, head]
   int64_t dk_sum = -1, dv_sum = -1;              // f32 [batch, key's head, key padded likewise, dim]
   int64_t zero_bytes = 0;                        // from `taken` on, the sums included: they are 0 at first
-  int parts = 1;                                 // of the bias, or of the keys
+  int parts = 1;                                 // of the bias, or of the keys, or stretches of them
   int heads = 0, last_heads = 0;                 // see contract.h
   int64_t bytes = 0;
 };

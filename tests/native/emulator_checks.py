@@ -121,6 +121,9 @@ def test_pack(q_lengths, k_lengths, case, dtype):
         ((1100, 40), 16, Case(T=3, N=4, K=2, D=128, E=128, window=(600, 0), sinks=2.0), "float16"),
         ((300, 130), 48, Case(T=100, N=2, K=1, D=64, E=40, soft_cap=2.0), "bfloat16"),
         ((1030, 60), 256, Case(T=2, N=2, K=1, D=256, E=256), "float32"),
+        # more sequences than a warp looks at together, some of them empty, and more than a tile of Q has rows for
+        ((0, *(3 * b % 40 for b in range(38)), 1000, 0), 32, Case(T=1, N=2, K=2, D=64, E=64), "bfloat16"),
+        ((1000, 0, 500), 32, Case(T=16, N=36, K=4, D=128, E=128), "float16"),
     ],
     ids=str,
 )

@@ -264,6 +264,34 @@ def test_parts_of_the_keys_need_memory(batch, kv_heads, kv_len, parts):
     assert expected <= _native.cuda_explain(decoding.encode(), False, "sm_90a")[1] <= expected + rounding
 
 
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "kv_len", "stretches"),
+    [
+        (64, 8, 8192, 4 * 132 // 8),
+        (64, 1, 8192, 256),  # as many as the merge has threads
+        (2, 4, 1024, 2 * 1024 // (4 * 32)),  # of four tiles of keys or more
+        (3, 600, 8192, 1),
+    ],
+)
+def test_lengths_balance_the_work(batch, kv_heads, kv_len, stretches):
+    """A part of the keys more than there are tiles of Q, for each stretch but one at most."""
+    given = {"batch": batch, "q_heads": 4 * kv_heads, "kv_heads": kv_heads, "kv_len": kv_len, "q_len": 1}
+    given |= {"qk_dim": 128, "v_dim": 128, "kv_lengths": True}
+    assert fields("sm_90a", **given)["balanced"] == 1
+    assert fields("sm_90a", **given | {"batch": 1})["balanced"] == 0
+    assert fields("sm_90a", **given | {"kv_lengths": False})["balanced"] == 0
+    expected = (batch + stretches) * kv_heads * 16 * (128 + 2) * 4
+    assert expected <= scratch("sm_90a", **given) <= expected + batch * 8 + 1024
+
+
+def test_no_more_blocks_than_fit_at_once():
+    """Two of 53 KiB on the 99 KiB of an L4 would not, one does; on an A100 three of four."""
+    for arch, multiprocessors, fit in (("sm_90a", 132, 4), ("sm_80", 108, 3), ("sm_89", 132, 1)):
+        given = {"batch": 64, "q_heads": 4, "kv_heads": 4, "kv_len": 8192, "q_len": 1, "kv_lengths": True}
+        expected = (64 + min(256, fit * multiprocessors // 4)) * 4 * 16 * (128 + 2) * 4
+        assert expected <= scratch(arch, **given | {"qk_dim": 128, "v_dim": 128}) <= expected + 2048
+
+
 def test_only_the_gradients_asked_for():
     assert fields(backward=True, dk=True)["dq"] == 0
     assert fields(backward=True, dk=True)["dk"] == 1

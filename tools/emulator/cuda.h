@@ -189,6 +189,11 @@ template <typename T>
 T __shfl_xor_sync(unsigned mask, T x, int lanes) {
   return __shfl_sync(mask, x, int(threadIdx.x % 32) ^ lanes);
 }
+template <typename T>
+T __shfl_up_sync(unsigned mask, T x, int lanes) {
+  const int lane = int(threadIdx.x % 32);
+  return __shfl_sync(mask, x, lane < lanes ? lane : lane - lanes);
+}
 inline unsigned __ballot_sync(unsigned, bool x) {
   static const char site = 0;
   unsigned ballot = x;

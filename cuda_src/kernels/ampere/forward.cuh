@@ -3,6 +3,7 @@
 //   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
 #pragma once
 
+#include "ampere/stretch.cuh"
 #include "ampere/tuning.cuh"
 #include "ampere/walk.cuh"
 
@@ -83,7 +84,7 @@ struct Forward {
       softmax.Finish(h);
       const float l = kParts ? softmax.l[h] : softmax.Denominator(p, tile.batch, tile.head, h);
       factor[h] = softmax.l[h] == 0.0f ? 0.0f : ZScale(p) / l;
-      if (threadIdx.x % 4 == 0 && tile.LaneRow() + 8 * h < tile.Rows(p)) {
+      if (threadIdx.x % 4 == 0 && tile.LaneRow() + 8 * h < RowsOfHead(p)) {
         if constexpr (kParts) {
           p.l_parts[tile.Statistic(p, h)] = softmax.RowSum(h);
           p.m_parts[tile.Statistic(p, h)] = softmax.m[h];
@@ -106,7 +107,7 @@ struct Forward {
   __device__ __forceinline__ void WritePart() {
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {
-      if (tile.LaneRow() + 8 * h >= tile.Rows(p)) continue;
+      if (tile.LaneRow() + 8 * h >= RowsOfHead(p)) continue;
       float* const to = p.o_parts + tile.Statistic(p, h) * kVDim + threadIdx.x % 4 * 2;
 #pragma unroll
       for (int c = 0; c < kVDim / 8; ++c) {
@@ -117,16 +118,8 @@ struct Forward {
   }
 };
 
-}  // namespace jax_flash
-
-extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::ForwardShared);
-
-extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
-    jax_flash_forward(const __grid_constant__ jax_flash::KernelParams p) {
-  using namespace jax_flash;
-  extern __shared__ __align__(16) uint8_t memory[];
-  ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
-  const QTile& tile = TileHere(p);
+// O, l and m of a tile of Q, or of a part of its keys.
+__device__ __forceinline__ void Compute(const Params& p, const QTile& tile, ForwardShared& shared) {
   WarpRows<decltype(shared.q), kWarpRows / 16, Tuning::kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
   Forward forward(p, tile);
   Walk(
@@ -136,4 +129,23 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
         forward.Step(q, k, v, column, load_next);
       });
   forward.Write(shared.o);
+}
+
+}  // namespace jax_flash
+
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::ForwardShared);
+
+extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
+    jax_flash_forward(const __grid_constant__ jax_flash::KernelParams p) {
+  using namespace jax_flash;
+  extern __shared__ __align__(16) uint8_t memory[];
+  ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
+  if constexpr (kBalanced) {
+    for (Stretch stretch(p); stretch.There(); stretch.Next()) {
+      Compute(p, TileHere(p, stretch.Here()), shared);
+      __syncthreads();  // until nobody needs the tile
+    }
+  } else {
+    Compute(p, TileHere(p), shared);
+  }
 }

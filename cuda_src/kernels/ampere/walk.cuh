@@ -24,6 +24,22 @@ constexpr int kWarpRows = kRows / kWarps;
 constexpr int kLaneRows = kWarpRows / 8;
 static_assert(kWarpRows % 16 == 0 && kCols % 16 == 0 && kStages >= 2);
 
+// How many rows all tiles of Q of a head have, or of the heads that are packed into one; how many tiles there are.
+__device__ __forceinline__ int RowsOfHead(const Params& p) { return p.q_len * kPacked; }
+__device__ __forceinline__ int TilesOfHead(const Params& p) { return (RowsOfHead(p) + kRows - 1) / kRows; }
+
+// The keys that the rows of a tile of Q from `row` on see.
+__device__ __forceinline__ Visible KeysOfTile(const Params& p, int batch, int row) {
+  return KeysOf(p, PositionsOf(p, batch), batch, row / kPacked, (row + kRows - 1) / kPacked + 1);
+}
+
+// A tile of Q of the forward whose work is balanced, and which tiles of keys of it a CTA has (ampere/stretch.cuh).
+struct Stop {
+  int tile;         // of Q: its number among those of a head of all batch entries
+  int begin, size;  // tiles of keys, of those that the tile of Q sees
+  int part;         // the number of this part of the keys
+};
+
 // The tile of Q of this CTA, and which tiles of keys it sees.
 struct QTile {
   int row, head, kv_head, batch;
@@ -44,7 +60,7 @@ struct QTile {
       blocks = RowList(p, batch, head, list);
       row = FirstRow<kRows>(blocks, blockIdx.x % kTiles);
     } else {
-      const int tiles = (Rows(p) + kRows - 1) / kRows, tile = blockIdx.x % tiles;
+      const int tiles = TilesOfHead(p), tile = blockIdx.x % tiles;
       const int parts = kParts ? p.parts : 1, heads = p.q_heads / kPacked;
       row = (kCausal ? tiles - 1 - tile : tile) * kRows;
       head = blockIdx.x / tiles % heads * kPacked;
@@ -52,12 +68,19 @@ struct QTile {
       batch = blockIdx.x / tiles / heads / parts;
     }
     kv_head = head / (p.q_heads / p.kv_heads);
-    keys = KeysOf(p, PositionsOf(p, batch), batch, row / kPacked, (row + kRows - 1) / kPacked + 1);
+    keys = KeysOfTile(p, batch, row);
     if (kParts) TakePart(p.parts);
   }
-
-  // How many rows all tiles of this head have, or of the heads that are packed into one.
-  __device__ __forceinline__ static int Rows(const Params& p) { return p.q_len * kPacked; }
+  // The heads of the keys are side by side, for the same reason.
+  __device__ __forceinline__ QTile(const Params& p, const Stop& stop) : part(stop.part) {
+    const int tiles = TilesOfHead(p);
+    row = stop.tile % tiles * kRows;
+    batch = stop.tile / tiles;
+    kv_head = blockIdx.x % p.kv_heads;
+    head = kv_head * kPacked;
+    keys = KeysOfTile(p, batch, row);
+    TakeTiles(keys.any_lo / kCols + stop.begin, stop.size);
+  }
 
   // The first row of this lane; its other rows follow at distances of 8.
   __device__ __forceinline__ int LaneRow() const { return row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4; }
@@ -68,7 +91,7 @@ struct QTile {
   }
   // Whether all entries of that tile of S may attend, and, if there is a bias to look up, lie within T and S.
   __device__ __forceinline__ bool Every(const Params& p, int column) const {
-    return keys.every_lo <= column && column + kCols <= keys.every_hi && (!kBias || row + kRows <= Rows(p));
+    return keys.every_lo <= column && column + kCols <= keys.every_hi && (!kBias || row + kRows <= RowsOfHead(p));
   }
 
   __device__ __forceinline__ Matrix Query(const Params& p, const void* operand, int dim) const {
@@ -77,9 +100,11 @@ struct QTile {
   __device__ __forceinline__ Matrix Key(const Params& p, const void* operand, int dim) const {
     return Matrix(operand, kPage > 0 ? 0 : batch, kv_head, p.kv_len, p.kv_heads, dim);
   }
-  // The index of row LaneRow() + 8 h in arrays [batch, head, row], or [part, batch, head, row].
+  // The index of row LaneRow() + 8 h in arrays [batch, head, row], or in those of the parts.
   __device__ __forceinline__ int64_t Statistic(const Params& p, int h) const {
-    if constexpr (kParts) {
+    if constexpr (kBalanced) {
+      return (int64_t(part) * p.kv_heads + kv_head) * kRows + LaneRow() - row + 8 * h;
+    } else if constexpr (kParts) {
       const int r = LaneRow() + 8 * h;
       return ((int64_t(part) * p.batch + batch) * p.q_heads + head + r % kPacked) * p.q_len + r / kPacked;
     }
@@ -92,22 +117,25 @@ struct QTile {
   __device__ __forceinline__ void TakePart(int parts) {
     const int first = keys.any_lo / kCols, tiles = (keys.any_hi + kCols - 1) / kCols - first;
     const int share = tiles / parts, more = tiles % parts;
-    const int begin = first + part * share + min(part, more), end = begin + share + (part < more ? 1 : 0);
+    TakeTiles(first + part * share + min(part, more), share + (part < more ? 1 : 0));
+  }
+  __device__ __forceinline__ void TakeTiles(int begin, int size) {
     keys.any_lo = max(keys.any_lo, begin * kCols);
-    keys.any_hi = min(keys.any_hi, end * kCols);
+    keys.any_hi = min(keys.any_hi, (begin + size) * kCols);
   }
 };
 
-// This CTA's tile of Q. Where accumulators need the registers it is in shared memory, and threads read what they need
-// of it when they need it. Where there are enough registers that would cost 3%.
-__device__ __forceinline__ decltype(auto) TileHere(const Params& p) {
+// This CTA's tile of Q, of `from`. Where accumulators need the registers it is in shared memory, and threads read what
+// they need of it when they need it. Where there are enough registers that would cost 3%.
+template <typename... From>
+__device__ __forceinline__ decltype(auto) TileHere(const Params& p, const From&... from) {
   if constexpr (kWarpRows == 32 && kVDim > 64) {
     __shared__ QTile tile;
-    if (threadIdx.x == 0) tile = QTile(p);
+    if (threadIdx.x == 0) tile = QTile(p, from...);
     __syncthreads();
     return static_cast<const QTile&>(tile);
   } else {
-    return QTile(p);
+    return QTile(p, from...);
   }
 }
 
@@ -220,7 +248,7 @@ __device__ __forceinline__ void LoadQ(const Params& p, const QTile& tile, Shared
     shared.template Load<kThreads>(Q.data, Q.stride, tile.row, p.q_len);
   } else {
     shared.template LoadRows<kThreads>([&](int row) { return Q.At(row / kPacked, row % kPacked * kQKDim); }, tile.row,
-                                       tile.Rows(p));
+                                       RowsOfHead(p));
   }
 }
 

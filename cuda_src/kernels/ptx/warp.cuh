@@ -89,4 +89,14 @@ __device__ __forceinline__ float LaneMax(float x) {
   return LaneReduce<kLanes>(x, [](float a, float b) { return fmaxf(a, b); });
 }
 
+// The sum over the lanes of a warp up to this one.
+__device__ __forceinline__ int LanePrefixSum(int x) {
+#pragma unroll
+  for (int s = 1; s < 32; s *= 2) {
+    const int below = __shfl_up_sync(0xFFFFFFFFu, x, s);
+    if (threadIdx.x % 32 >= s) x += below;
+  }
+  return x;
+}
+
 }  // namespace jax_flash

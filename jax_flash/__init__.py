@@ -34,7 +34,7 @@ from jax_flash.attention import (
     merge,
 )
 from jax_flash.block_sparse import BlockMask
-from jax_flash.paged import paged_attention
+from jax_flash.paged import append_to_pages, paged_attention
 from jax_flash.plan import Explanation, Kernel, explain
 from jax_flash.problem import Problem
 from jax_flash.sequence import unzigzag, zigzag
@@ -51,6 +51,7 @@ __all__ = [
     "Kernel",
     "Problem",
     "Statistics",
+    "append_to_pages",
     "attention_with_statistics",
     "choose_implementation",
     "dot_product_attention",

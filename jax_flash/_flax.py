@@ -15,9 +15,11 @@ import numpy as np
 from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 from jax import lax
+from jax.typing import ArrayLike
 
 from jax_flash import arguments, attention, checks, dropout
 from jax_flash.arguments import PER_EXAMPLE, Implementation, SharedOptions
+from jax_flash.paged import PagedOptions, append_to_pages, paged_attention
 
 
 class FlaxOptions(SharedOptions, total=False):
@@ -166,13 +168,7 @@ def attend_in(
       cached: int32 scalar, the keys that were in the cache before; None where nothing is decoded.
       options: `FlaxOptions` of the call, before the module's attributes unless None.
     """
-    shared = Attributes.__annotations__.keys() & FlaxOptions.__annotations__.keys()
-    attributes = {name: getattr(module, name) for name in shared if options.get(name) is None}
-    chosen = arguments.complete({**options, **attributes}, FlaxOptions)
-    if sinks is not None:
-        if chosen["sinks"] is not None:
-            raise ValueError("sinks must not be given with use_sinks=True: they are a parameter of the module")
-        chosen["sinks"] = sinks
+    chosen = _chosen(module, sinks, options)
     if cached is not None:
         if chosen["query_offset"] is not None:
             raise ValueError("query_offset must not be given when decoding: it is the number of tokens in the cache")
@@ -195,6 +191,59 @@ def attend_in(
         precision=module.precision,
         **chosen,
     )
+
+
+def attend_in_pages(
+    module: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    pages: tuple[jax.Array, jax.Array],
+    page_table: ArrayLike | None,
+    lengths: ArrayLike | None,
+    *,
+    sinks: jax.Array | None,
+    deterministic: bool | None,
+    options: Mapping[str, Any],
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """`attend_in` with a cache in pages: writes the new keys and values to them, and attends in their dtype.
+
+    Args:
+      query: [B, T, N, D]; key, value: [B, T, K, D], of the last T tokens of each sequence.
+      mask: refused, as are options that pages do not go together with.
+      pages: of keys and of values.
+      page_table, lengths: as in `paged_attention`.
+      options: `FlaxOptions` of the call, before the module's attributes unless None.
+
+    Returns:
+      [B, T, N, D] in the dtype that the module computes in, and the pages.
+    """
+    if page_table is None or lengths is None:
+        raise ValueError("a cache in pages needs page_table and lengths in the call")
+    chosen = _chosen(module, sinks, options)
+    taken = {name: chosen.pop(name) for name in PagedOptions.__annotations__.keys() & chosen.keys()}
+    for name, x in {"mask": mask, **chosen}.items():
+        if x is not None and name not in ("is_causal", "reproducible_gradients"):
+            raise ValueError(f"{name} must not be given with a cache in pages")
+    if dropout.threshold(module.dropout_rate) and not deterministic:
+        raise ValueError("a cache in pages has no dropout: call with deterministic=True")
+    (query,) = promote_dtype((query,), dtype=module.dtype)
+    pages = append_to_pages(*pages, key, value, page_table, lengths)
+    x = paged_attention(query.astype(pages[0].dtype), *pages, page_table, lengths, precision=module.precision, **taken)
+    return x.astype(query.dtype), pages
+
+
+def _chosen(module: Any, sinks: jax.Array | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All of `FlaxOptions`: a call's options before the module's attributes, unless None, and its sinks."""
+    shared = Attributes.__annotations__.keys() & FlaxOptions.__annotations__.keys()
+    attributes = {name: getattr(module, name) for name in shared if options.get(name) is None}
+    chosen = arguments.complete({**options, **attributes}, FlaxOptions)
+    if sinks is not None:
+        if chosen["sinks"] is not None:
+            raise ValueError("sinks must not be given with use_sinks=True: they are a parameter of the module")
+        chosen["sinks"] = sinks
+    return chosen
 
 
 def key_and_value_inputs(

@@ -16,6 +16,7 @@ from typing import Any, Unpack
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_flash import arguments, checks, dropout
 from jax_flash._flax import (
@@ -25,6 +26,7 @@ from jax_flash._flax import (
     append,
     attend_as,
     attend_in,
+    attend_in_pages,
     key_and_value_inputs,
     refuse,
 )
@@ -91,6 +93,8 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
       is_causal: a token attends to itself and to those before it. Always so when decoding.
       local_window_size: (left, right), or one int for both: how far from itself a token attends.
       logits_soft_cap: scores are capped smoothly, cap * tanh(scores / cap).
+      pages, page: with `decode=True` and pages > 0 the cache has so many pages, of so many tokens each (a multiple of
+        16 from 16 to 256), which sequences of any lengths share; calls then have `page_table` and `lengths`.
       implementation: see `jax_flash.dot_product_attention`.
       reproducible_gradients: its `deterministic`: the gradients have the same bits in every run on a GPU, too.
       use_sinks: a parameter `sinks` of shape [num_heads], a logit of each head that joins the softmax and has no value.
@@ -105,6 +109,8 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
 
     attention_fn: Callable[..., jax.Array] = dot_product_attention
     num_kv_heads: int | None = None
+    pages: int = 0
+    page: int = 64
 
     @nn.compact
     @arguments.lists_options(FlaxOptions)
@@ -118,6 +124,8 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
+        page_table: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
         **options: Unpack[FlaxOptions],
     ) -> jax.Array:
         """Projects to queries, keys and values, attends, projects back.
@@ -129,6 +137,10 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
           mask: bool or float, broadcastable to [..., num_heads, T, S]: nonzero where a query may attend.
           deterministic: no dropout; given here or as the attribute, needed if `dropout_rate` > 0.
           dropout_rng: a JAX key (default: `self.make_rng("dropout")`).
+          page_table: integer [B, M], the numbers of the pages of each sequence; inputs are then [B, T, features], of
+            the last T tokens of each, which enter the cache.
+          lengths: integer [B], tokens of each sequence, with these; 0 where there is none. See
+            `jax_flash.paged_attention` and `jax_flash.append_to_pages`.
           options: as of this module's `dot_product_attention`: `block_mask`, `query_segment_ids` [..., T] and
             `key_value_segment_ids` [..., S] ([..., max_length] when decoding), `query_offset` [...] (not when
             decoding), …; one that is an attribute, too, goes before it, unless None.
@@ -180,8 +192,16 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
             norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
             query, key = norm(name="query_ln")(query), norm(name="key_ln")(key)
 
-        cached = None
-        if self.decode:
+        cached, in_pages = None, False
+        if self.decode and self.pages:
+            # The first call (`init`) only makes the cache.
+            in_pages = self.has_variable("cache", "key_pages")
+            shape = (checks.integer("pages", self.pages, 1), checks.integer("page", self.page, 16))
+            of_keys = self.variable("cache", "key_pages", jnp.zeros, (*shape, *key.shape[-2:]), key.dtype)
+            of_values = self.variable("cache", "value_pages", jnp.zeros, (*shape, *value.shape[-2:]), value.dtype)
+        elif page_table is not None or lengths is not None:
+            raise ValueError("page_table and lengths are for a cache in pages: set decode=True and pages")
+        elif self.decode:
             # The first call (`init`) only makes the cache, as long as its inputs.
             is_initialized = self.has_variable("cache", "cached_key")
             cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
@@ -194,19 +214,34 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
 
         if dropout.threshold(self.dropout_rate):
             deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
-        x = attend_in(
-            self,
-            query,
-            key,
-            value,
-            mask,
-            sinks=sinks,
-            deterministic=deterministic,
-            dropout_rng=dropout_rng,
-            make_rng=self.make_rng,
-            cached=cached,
-            options=options,
-        )
+        if in_pages:
+            x, (of_keys.value, of_values.value) = attend_in_pages(
+                self,
+                query,
+                key,
+                value,
+                mask,
+                (of_keys.value, of_values.value),
+                page_table,
+                lengths,
+                sinks=sinks,
+                deterministic=deterministic,
+                options=options,
+            )
+        else:
+            x = attend_in(
+                self,
+                query,
+                key,
+                value,
+                mask,
+                sinks=sinks,
+                deterministic=deterministic,
+                dropout_rng=dropout_rng,
+                make_rng=self.make_rng,
+                cached=cached,
+                options=options,
+            )
         return dense(
             self.out_features or inputs_q.shape[-1],
             axis=(-2, -1),

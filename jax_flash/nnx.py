@@ -16,7 +16,8 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import PromoteDtypeFn
+from flax.typing import Dtype, PromoteDtypeFn
+from jax.typing import ArrayLike
 
 from jax_flash import arguments, checks, dropout
 from jax_flash._flax import (
@@ -26,6 +27,7 @@ from jax_flash._flax import (
     append,
     attend_as,
     attend_in,
+    attend_in_pages,
     key_and_value_inputs,
     refuse,
 )
@@ -86,6 +88,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
     tokens (a prompt, then one at a time); the stock module takes one. They are written to the cache, and each attends
     to itself and to what came before it. A mask is then broadcastable to [..., num_heads, T, max_length].
 
+    Or, with a cache in pages, which sequences of any lengths share: `init_pages(count, page)`, then calls with
+    `page_table` and `lengths`.
+
     Args:
       num_heads, in_features, ...: those of the stock module (`num_kv_heads` for grouped-query attention among them).
       is_causal: a token attends to itself and to those before it. Always so when decoding.
@@ -123,6 +128,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         Attributes.__init__(self, **attributes)
         use_sinks = checks.flag("use_sinks", self.use_sinks)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else None
+        self.key_pages: nnx.Cache[jax.Array] | None = nnx.data(None)
+        self.value_pages: nnx.Cache[jax.Array] | None = nnx.data(None)
+
+    def init_pages(self, count: int, page: int = 64, dtype: Dtype = jnp.float32) -> None:
+        """Makes a cache of `count` pages, of `page` tokens each: a multiple of 16 from 16 to 256."""
+        shape = (checks.integer("count", count, 1), checks.integer("page", page, 16), self.num_kv_heads, self.head_dim)
+        self.key_pages, self.value_pages = nnx.Cache(jnp.zeros(shape, dtype)), nnx.Cache(jnp.zeros(shape, dtype))
 
     @arguments.lists_options(FlaxOptions)
     def __call__(
@@ -139,6 +151,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         out_sharding: Any = None,
         qkv_sharding: Any = None,
         input_positions: jax.Array | None = None,
+        page_table: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
         **options: Unpack[FlaxOptions],
     ) -> jax.Array:
         """Projects to queries, keys and values, attends, projects back.
@@ -151,6 +165,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
           deterministic, rngs, decode: take precedence over what the constructor was given.
           out_sharding, qkv_sharding: of the outputs of the projections.
           input_positions: refused; Flax hands them to an `attention_fn` with rotary embeddings.
+          page_table: integer [B, M], the numbers of the pages of each sequence; inputs are then [B, T, in_features], of
+            the last T tokens of each, which enter the cache.
+          lengths: integer [B], tokens of each sequence, with these; 0 where there is none. See
+            `jax_flash.paged_attention` and `jax_flash.append_to_pages`.
           options: as of this module's `dot_product_attention`: `block_mask`, `query_segment_ids` [..., T] and
             `key_value_segment_ids` [..., S] ([..., max_length] when decoding), `query_offset` [...] (not when
             decoding), …; one that is an attribute, too, goes before it, unless None.
@@ -169,6 +187,24 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         if self.normalize_qk:
             assert self.query_ln is not None and self.key_ln is not None
             query, key = self.query_ln(query), self.key_ln(key)
+
+        if page_table is not None or lengths is not None:
+            if self.key_pages is None or self.value_pages is None:
+                raise ValueError("there is no cache in pages: call `init_pages` first")
+            x, (self.key_pages[...], self.value_pages[...]) = attend_in_pages(
+                self,
+                query,
+                key,
+                value,
+                mask,
+                (self.key_pages[...], self.value_pages[...]),
+                page_table,
+                lengths,
+                sinks=None if self.sinks is None else self.sinks[...],
+                deterministic=self.deterministic if deterministic is None else deterministic,
+                options=options,
+            )
+            return self.out(x, out_sharding=out_sharding)
 
         cached = None
         if self.decode if decode is None else decode:

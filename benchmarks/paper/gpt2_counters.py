@@ -41,12 +41,13 @@ def run(quick: bool) -> dict[str, Any]:
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             missing[" ".join(map(str, case))] = str(error)[-500:]
             continue
-        row = dict(zip(("implementation", "mask", "dropout"), case, strict=True))
-        rows.append(row | {name: sum(kernel[name] for kernel in kernels) for name in METRICS} | {"kernels": kernels})
+        rows.append(
+            case._asdict() | {name: sum(kernel[name] for kernel in kernels) for name in METRICS} | {"kernels": kernels}
+        )
     return {"rows": rows, "missing": missing}
 
 
-def counted(case: tuple[str, bool, bool], quick: bool) -> list[dict[str, Any]]:
+def counted(case: gpt2_problem.Case, quick: bool) -> list[dict[str, Any]]:
     """The kernels of a call, in their order, with their metrics."""
     number = gpt2_problem.cases().index(case)
     with tempfile.TemporaryDirectory() as directory:
@@ -55,7 +56,7 @@ def counted(case: tuple[str, bool, bool], quick: bool) -> list[dict[str, Any]]:
         command += ["--clock-control", "none", "--log-file", str(log), "--metrics", ",".join(METRICS.values())]
         command += [sys.executable, "-m", "benchmarks.paper.counted", str(number), *["--quick"] * quick]
         environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {NO_GRAPHS}"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
         text = log.read_text() if log.exists() else ""
     kernels = parsed(text)
     if done.returncode or not kernels:

@@ -2,7 +2,7 @@
 
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -63,10 +63,10 @@ def program(attend: Callable[..., jax.Array], pass_: str, given: Operands, **mor
     )
 
 
-def milliseconds(calls: dict[str, Call]) -> dict[str, float]:
+def milliseconds(calls: Mapping[Any, Call]) -> dict[Any, float]:
     """Medians of samples that are taken in turn; a call of many seconds has a single one. All calls have run before."""
     once = {name: measure.sample(call, 1) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[Any, list[float]] = {name: [] for name in calls}
     for turn in range(measure.SAMPLES):
         for name, call in calls.items():
             if turn * once[name] < LONG:

@@ -6,7 +6,7 @@
 A table stands in a Markdown file between `<!-- table: dense -->` and `<!-- end -->`. What is between the two is made by
 the function of that name here, of the rows of its files in benchmarks/results/, and ends with the command, the commit,
 the day, the machine and the versions that these files name. After new measurements run this.
-A new table: a function here, and its two comments in a page.
+A new table: a function here, and its two comments in a page. Without its results it is empty.
 """
 
 import argparse
@@ -18,10 +18,12 @@ import pathlib
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import paper_tables  # noqa: F401, which has tables of its own
 import predict_devices
+from cells import FILES, TABLES, Results, Row, Rows, number, one, shows, table
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -35,41 +37,8 @@ NAMES = {
     "triton": "Triton",
 }
 
-Row = dict[str, Any]
-Rows = list[Row]
-Results = dict[str, Any]  # of a file: its `environment`, its `rows`, and what else it has
-FILES: dict[str, Sequence[str]] = {}  # of the table of a name
-TABLES: dict[str, Callable[..., str]] = {}
-
-
-def shows(*files: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """The function makes the table of its name, of the results in these files."""
-
-    def register(function: Callable[..., str]) -> Callable[..., str]:
-        name = function.__name__.replace("_", " ")
-        FILES[name], TABLES[name] = files, function
-        return function
-
-    return register
-
 
 # --- cells ------------------------------------------------------------------------------------------------------------
-
-
-def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines))
-
-
-def number(x: float | None, digits: int = 2) -> str:
-    return "–" if x is None else f"{x:.{digits}f}"
-
-
-def one(rows: Rows, **fields: Any) -> Row:
-    """The row with these fields; `pass_` is the field "pass"."""
-    wanted = {key.rstrip("_"): value for key, value in fields.items()}
-    (row,) = (row for row in rows if all(row[key] == value for key, value in wanted.items()))
-    return row
 
 
 def over(row: Row, other: str) -> float | None:
@@ -679,6 +648,8 @@ def filled(text: str, page: pathlib.Path) -> str:
         begin, name, _, end = found.groups()
         if name not in TABLES:
             raise SystemExit(f"{page.relative_to(ROOT)}: there is no table {name!r}; there are {', '.join(TABLES)}")
+        if not all((RESULTS / f"{file}.json").exists() for file in FILES[name]):
+            return begin + end
         body = TABLES[name](*map(load, FILES[name]))
         return f"{begin}{body}\n\n{sources(FILES[name], page)}\n{end}"
 

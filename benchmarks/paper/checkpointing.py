@@ -1,0 +1,20 @@
+"""Recomputation as FlashAttention does it against gradient checkpointing: time and memory of forward + backward.
+
+Standard attention that keeps P for the backward, the same under `jax.checkpoint`, which computes it again, Rabe and
+Staats's chunks, checkpointed too, and this library. The problem is that of `figure3`.
+"""
+
+from typing import Any
+
+from . import attentions
+from .figure3 import METHODS, Method, compare
+
+
+def run(quick: bool) -> dict[str, Any]:
+    methods = {
+        "standard": METHODS["standard"],
+        "checkpointed": Method(attentions.checkpointed),
+        "chunked": METHODS["chunked"],
+        "jax_flash": METHODS["jax_flash"],
+    }
+    return compare(methods, (128,) if quick else (1024, 2048, 4096, 8192), *((1, 2) if quick else (16, 8)))

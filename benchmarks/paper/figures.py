@@ -1,0 +1,77 @@
+"""The paper's figures 2 and 3, drawn of what the sections have measured: `python -m benchmarks.paper.figures`.
+
+Those whose results are there are written next to them, as paper_figure2.png and paper_figure3.png.
+"""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+import matplotlib
+import measure
+import paper_tables
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.paper.figures", description=__doc__)
+    parser.add_argument("--results", type=pathlib.Path, default=measure.RESULTS, help="directory of the JSON files")
+    args = parser.parse_args(argv)
+    for draw in (figure2, figure3):
+        path = args.results / f"paper_{draw.__name__}.json"
+        if path.exists():
+            draw(json.loads(path.read_text())).savefig(path.with_suffix(".png"), dpi=110)
+            print(f"Written: {path.with_suffix('.png')}")
+
+
+def figure2(results: dict[str, Any]) -> Any:
+    """Middle: bytes and time against the key block. Right: time against the blocks that are kept."""
+    figure, (middle, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    blocks = [row["block"] for row in results["rows"]]
+    middle.plot(blocks, [row["bytes"] / 1e9 for row in results["rows"]], "o-", color="C0")
+    middle.set(xlabel="key block", xticks=blocks, title="Size of the blocks, forward", ylim=(0, None))
+    middle.set_ylabel("GB that Algorithm 1 moves", color="C0")
+    time = middle.twinx()
+    time.plot(blocks, [row["milliseconds"] for row in results["rows"]], "s--", color="C1")
+    time.set_ylabel("milliseconds in plain JAX", color="C1")
+    time.set_ylim(0, None)
+
+    rows = [row for row in results["sparsity"] if row["pass"] == paper_tables.BOTH]
+    kept = [1.0, *(row["kept"] for row in rows)]
+    right.plot([100 * x for x in kept], [rows[0]["dense_milliseconds"], *(row["milliseconds"] for row in rows)], "o-")
+    right.set(xlabel="% of blocks kept", ylabel="milliseconds", ylim=(0, None))
+    right.set_title(f"Block-sparse, N = {rows[0]['length']}, {paper_tables.BOTH}")
+    return figure
+
+
+def figure3(results: dict[str, Any]) -> Any:
+    """Time and memory against the sequence length; a cross where a method is first out of memory."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    fields = {"milliseconds": ("milliseconds", 1.0), "GB": ("bytes", 1e9)}
+    for axis, (unit, (field, scale)) in zip(axes, fields.items(), strict=True):
+        for i, method in enumerate(paper_tables.names_in(results["rows"], "method")):
+            rows = [row for row in results["rows"] if row["method"] == method]
+            ran = [row for row in rows if row["failure"] is None]
+            if not ran:
+                continue
+            style: dict[str, Any] = {"color": f"C{i}", "linewidth": 2.5 if method == paper_tables.FLASH else 1.2}
+            places = zip(*((row["length"], row[field] / scale) for row in ran), strict=True)
+            axis.plot(*places, "o-", ms=3, label=paper_tables.NAMES[method], **style)
+            if len(ran) < len(rows) and paper_tables.out_of_memory(rows[len(ran)]):
+                axis.plot(rows[len(ran)]["length"], ran[-1][field] / scale, "x", color=f"C{i}", ms=9, mew=2)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set(xlabel="sequence length", ylabel=unit)
+        axis.grid(alpha=0.3)
+    axes[0].set_title(f"{paper_tables.BOTH}; x: out of memory")
+    axes[1].set_title("arguments, results and temporaries")
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Where the time of standard attention's training step goes, by class of operator: a layer of GPT-2 medium.
+
+The classes are those of Ivanov et al. 2021, "Data movement is all you need" (arXiv 2007.00072). Every operator is
+compiled by itself, forward and backward, so that none is fused with another: XLA would, and then a kernel's time could
+not be divided. FLOPs are XLA's count of the operator's program before it is optimised.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import measure
+from rich.progress import track
+
+from . import attentions, passes
+
+CONTRACTION, NORMALISATION, ELEMENTWISE = "tensor contraction", "statistical normalisation", "element-wise"
+
+
+class Operator(NamedTuple):
+    kind: str
+    function: Callable[..., jax.Array]  # of arrays and at last of a key
+    shapes: tuple[tuple[int, ...], ...]
+    times: int = 1  # in a layer
+
+
+def operators(batch: int, length: int, heads: int, dim: int) -> dict[str, Operator]:
+    """Of a layer with pre-normalisation and dropout, as GPT-2 has it."""
+    width = heads * dim
+    x, hidden = (batch, length, width), (batch, length, 4 * width)
+    per_head, matrix = (batch, heads, length, dim), (batch, heads, length, length)
+    causal = jnp.tril(jnp.ones((length, length), bool))
+
+    def product(x: jax.Array, y: jax.Array, _: jax.Array) -> jax.Array:
+        return x @ y
+
+    def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, _: jax.Array) -> jax.Array:
+        y = jax.nn.standardize(x.astype("float32"))
+        return (y * scale + bias).astype(x.dtype)
+
+    def masked(s: jax.Array, _: jax.Array) -> jax.Array:
+        return jnp.where(causal, s * dim**-0.5, attentions.HIDDEN)
+
+    def add(x: jax.Array, y: jax.Array, _: jax.Array) -> jax.Array:
+        return x + y
+
+    return {
+        "Q, K and V": Operator(CONTRACTION, product, (x, (width, 3 * width))),
+        "S = Q Kᵀ": Operator(CONTRACTION, lambda q, k, _: q @ k.mT, (per_head, per_head)),
+        "O = P V": Operator(CONTRACTION, product, (matrix, per_head)),
+        "output projection": Operator(CONTRACTION, product, (x, (width, width))),
+        "MLP, up": Operator(CONTRACTION, product, (x, (width, 4 * width))),
+        "MLP, down": Operator(CONTRACTION, product, (hidden, (4 * width, width))),
+        "softmax": Operator(NORMALISATION, lambda s, _: attentions.softmax(s, jnp.bool_(True)), (matrix,)),
+        "layer norm": Operator(NORMALISATION, layer_norm, (x, (width,), (width,)), 2),
+        "scale and mask of S": Operator(ELEMENTWISE, masked, (matrix,)),
+        "dropout of P": Operator(ELEMENTWISE, attentions.dropped, (matrix,)),
+        "bias of Q, K and V": Operator(ELEMENTWISE, add, ((batch, length, 3 * width), (3 * width,))),
+        "bias of width": Operator(ELEMENTWISE, add, (x, (width,)), 2),
+        "bias of 4 x width": Operator(ELEMENTWISE, add, (hidden, (4 * width,))),
+        "GELU": Operator(ELEMENTWISE, lambda x, _: jax.nn.gelu(x), (hidden,)),
+        "dropout of the result": Operator(ELEMENTWISE, attentions.dropped, (x,), 2),
+        "residual sum": Operator(ELEMENTWISE, add, (x, x), 2),
+    }
+
+
+def run(quick: bool) -> dict[str, Any]:
+    shape = (2, 64, 2, 16) if quick else (16, 1024, 16, 64)
+    rows = []
+    for name, operator in track(operators(*shape).items(), "Timing operators"):
+        call, flops = forward_and_backward(operator)
+        measure.finish(call())
+        milliseconds = passes.milliseconds({name: call})[name]
+        rows.append(
+            {
+                "operator": name,
+                "class": operator.kind,
+                "times": operator.times,
+                "flops": operator.times * flops,
+                "milliseconds": operator.times * milliseconds,
+            }
+        )
+    return {"rows": rows, "shape": list(shape)}
+
+
+def forward_and_backward(operator: Operator) -> tuple[measure.Call, float]:
+    """The call, and its FLOPs."""
+    *keys, key = jax.random.split(jax.random.key(0), len(operator.shapes) + 1)
+    arrays = [jax.random.normal(of, shape, "bfloat16") for of, shape in zip(keys, operator.shapes, strict=True)]
+    mask_key = jax.random.key(1, impl="rbg")
+    do = jax.random.normal(key, jax.eval_shape(operator.function, *arrays, mask_key).shape, "bfloat16")
+
+    def both(do: jax.Array, mask_key: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        o, pull = jax.vjp(lambda *x: operator.function(*x, mask_key), *arrays)
+        return o, *pull(do)
+
+    given = (do, mask_key, *arrays)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+    with jax.default_device(jax.devices("cpu")[0]):  # JAX's interface to a GPU counts compiled programs alone
+        cost = jax.jit(both).lower(*shapes).cost_analysis()
+    assert cost is not None
+    return functools.partial(jax.jit(both).lower(*given).compile(), *given), cost["flops"]

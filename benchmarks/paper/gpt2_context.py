@@ -46,9 +46,7 @@ def run(quick: bool, minutes: float) -> dict[str, Any]:
                     "perplexity": float(np.exp(held_out_loss)),
                 }
             )
-    by_length = {
-        length: [row["perplexity"] for row in rows if row["length"] == length] for length in lengths
-    }
+    by_length = {length: [row["perplexity"] for row in rows if row["length"] == length] for length in lengths}
     differences = [long - short for short, long in zip(*by_length.values(), strict=True)]
     return {
         "vocabulary": f"{text.VOCABULARY} bytes",

@@ -39,7 +39,8 @@ def run(quick: bool) -> dict[str, Any]:
         parameters = trainer.parameters
     gaps = {
         f"{a} and {b}": {
-            part: float(np.abs(np.subtract(curves[a][part], curves[b][part])).max()) for part in ("training", "held_out")
+            part: float(np.abs(np.subtract(curves[a][part], curves[b][part])).max())
+            for part in ("training", "held_out")
         }
         for a, b in itertools.combinations(curves, 2)
     }

@@ -50,9 +50,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.config = config
         normal = nnx.initializers.normal(0.02)
-        self.embed = nnx.Embed(
-            config.vocabulary, config.width, embedding_init=normal, dtype=jnp.bfloat16, rngs=rngs
-        )
+        self.embed = nnx.Embed(config.vocabulary, config.width, embedding_init=normal, dtype=jnp.bfloat16, rngs=rngs)
         self.positions = nnx.List([nnx.Param(normal(rngs.params(), (n, config.width))) for n in config.grid])
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.LayerNorm(config.width, dtype=jnp.bfloat16, rngs=rngs)

@@ -15,7 +15,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # the other benchmarks, which are run as files
 
-import measure  # noqa: E402
+import measure
 
 SECTIONS: tuple[str, ...] = (  # a module of this package each, in the paper's order
     "gpt2_small",

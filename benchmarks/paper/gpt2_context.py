@@ -8,7 +8,7 @@ import numpy as np
 
 from . import text
 from .gpt2 import CONFIGS
-from .training import Batch, Trainer, next_token, seconds_a_step, train
+from .training import Trainer, next_token, seconds_a_step, train
 
 RATE = 6e-4
 SEEDS = (0, 1, 2)

@@ -1,12 +1,17 @@
 """Long Range Arena (Tay et al. 2020, arXiv 2011.04006): the five tasks' shapes, and the small transformer for them."""
 
+from . import listops
 from .models import Config
 
-SMALL = {"layers": 2, "width": 64, "heads": 2, "hidden": 128}
+
+def small(length: int, vocabulary: int, classes: int, documents: int = 1) -> Config:
+    return Config(2, 64, 2, 128, (length,), vocabulary, classes=classes, documents=documents)
+
+
 TASKS = {  # with the rows of a batch
-    "listops": (Config(**SMALL, grid=(2048,), vocabulary=16, classes=10), 32),
-    "text": (Config(**SMALL, grid=(4096,), vocabulary=256, classes=2), 32),
-    "retrieval": (Config(**SMALL, grid=(4096,), vocabulary=256, classes=2, documents=2), 32),
-    "image": (Config(**SMALL, grid=(1024,), vocabulary=256, classes=10), 256),
-    "pathfinder": (Config(**SMALL, grid=(1024,), vocabulary=256, classes=2), 256),
+    "listops": (small(2048, listops.VOCABULARY, 10), 32),
+    "text": (small(4096, 256, 2), 32),
+    "retrieval": (small(4096, 256, 2, documents=2), 32),
+    "image": (small(1024, 256, 10), 256),
+    "pathfinder": (small(1024, 256, 2), 256),
 }

@@ -34,7 +34,7 @@ class Config:
         return math.prod(self.grid)
 
     def flops_per_token(self, parameters: int) -> float:
-        """Of a training step, as is usual: 6 a parameter, and 12 · layers · width · N for the attention, causal or not."""
+        """Of a training step, as is usual: 6 a parameter, 12 · layers · width · N for attention, causal or not."""
         return 6 * parameters + 12 * self.layers * self.width * self.length
 
 

@@ -106,7 +106,7 @@ def make_batch(side: int, count: int, seed: list[int], varied: bool) -> Batch:
 
 
 def stream(pool: concurrent.futures.Executor, side: int, batch: int, stage: int) -> Iterator[Batch]:
-    """Batches in the same order whatever the number of processes, made ahead of time. Stages have images of their own."""
+    """Made ahead of time, in the same order whatever the number of processes. A stage has images of its own."""
     numbers = itertools.count()
     ahead = 2 * (os.cpu_count() or 1)
     waiting = deque(pool.submit(make_batch, side, batch, [stage, next(numbers)], True) for _ in range(ahead))

@@ -30,6 +30,6 @@ def run(quick: bool) -> dict[str, Any]:
             return made
 
         compared = compare(config, label, make_batch, batch, attentions("block-sparse"), 0.1 if quick else 4)
-        rows += [{"task": task, "kept_blocks": block_mask(config).density} | row for row in compared]
+        rows += [{"task": task, "kept_blocks": float(block_mask(config).kept)} | row for row in compared]
         jax.clear_caches()
     return {"rows": rows}

@@ -54,7 +54,7 @@ def run(quick: bool, side: int, minutes: float, checkpoint: Path) -> dict[str, A
         "side": side,
         "length": config.length,
         "attention": config.attention,
-        "kept_blocks": block_mask(config).density if config.attention == "block-sparse" else 1.0,
+        "kept_blocks": float(block_mask(config).kept) if config.attention == "block-sparse" else 1.0,
         "parameters": trainer.parameters,
         "minutes": minutes,
         "batch": batch,

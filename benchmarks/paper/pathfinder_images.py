@@ -2,7 +2,7 @@
 
 An image has two long curves and shorter ones that distract. With label 1 the discs are the ends of one of the long
 curves, with label 0 an end of each. The geometry is drawn before the label is, and is kept only if both pairs of discs
-are about as far apart; so nothing but the curves tells the label.
+are about as far apart, so that their distance does not tell the label.
 """
 
 from typing import NamedTuple
@@ -59,7 +59,8 @@ def examples(side: int, count: int, seed: int | list[int], style: Style | None =
     random = np.random.default_rng(seed)
     images, labels = np.zeros((0, side, side), np.uint8), np.zeros(0, np.int32)
     while len(labels) < count:
-        drawings = plan(side, style, 128, random)
+        attempts = min(512, max(32, 16 * (count - len(labels))))  # some fifteenth of them become images
+        drawings = plan(side, style, attempts, random)
         images = np.concatenate([images, draw(side, style, drawings)])
         labels = np.concatenate([labels, drawings.labels])
     return images[:count], labels[:count]
@@ -78,16 +79,17 @@ def plan(side: int, style: Style, attempts: int, random: np.random.Generator) ->
     ends[swapped] = ends[swapped, ::-1]
     same = ends[:, 0]
     apart = np.stack([np.stack([ends[:, 0, i], ends[:, 1, j]], 1) for i in (0, 1) for j in (0, 1)], 1)
-    difference = np.abs(distance(apart) - distance(same)[:, None])
-    nearest = difference.argmin(1)
-    kept = difference.min(1) < side / 16
+    # Distances in the same interval are as frequent with either label.
+    near, far = (np.floor(distance(pairs) / (side / 16)) for pairs in (same[:, None], apart))
+    alike = near == far
+    kept, chosen = alike.any(1), alike.argmax(1)
     labels = random.integers(2, size=len(ends)).astype(np.int32)
-    discs = np.where(labels[:, None, None] == 1, same, apart[np.arange(len(ends)), nearest])
+    discs = np.where(labels[:, None, None] == 1, same, apart[np.arange(len(ends)), chosen])
 
     dashes, discs, labels = dashes[kept], discs[kept], labels[kept]
     curves = np.repeat(np.arange(len(lengths)), lengths)
-    for curve in range(2, len(lengths)):
-        grow(side, style, dashes, np.flatnonzero(curves == curve), 1, random)
+    for distractor in range(2, len(lengths)):
+        grow(side, style, dashes, np.flatnonzero(curves == distractor), 1, random)
     return Drawings(dashes, curves, discs, labels)
 
 
@@ -165,7 +167,7 @@ def strokes(images: np.ndarray, dashes: np.ndarray, half: float, radius: float) 
     image, which = np.nonzero(dashes[..., 0, 0] < FAR)
     centre, direction = np.moveaxis(dashes[image, which], 1, 0)[:, :, None, None]
     reach = int(np.ceil(half + radius + 1))
-    pixels = np.stack(np.mgrid[-reach : reach + 1, -reach : reach + 1], -1) + np.floor(centre).astype(int)
+    pixels = np.moveaxis(np.mgrid[-reach : reach + 1, -reach : reach + 1], 0, -1) + np.floor(centre).astype(int)
     offset = pixels + 0.5 - centre
     along = np.clip((offset * direction).sum(-1, keepdims=True), -half, half)
     covered = np.clip(radius + 0.5 - np.linalg.norm(offset - along * direction, axis=-1), 0, 1)

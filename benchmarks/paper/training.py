@@ -59,7 +59,7 @@ class Trainer:
         self.optimizer = optax.chain(
             optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98), optax.add_decayed_weights(0.1)
         )
-        self.compiled = jax.jit(self._step, donate_argnums=(0, 1))
+        self.compiled: Any = jax.jit(self._step, donate_argnums=(0, 1))
         self.restart(seed)
 
     def restart(self, seed: int) -> None:

@@ -37,7 +37,7 @@ def test_discs_are_connected_as_the_label_says(module, side):
     dashes = np.where(drawings.dashes < images.FAR, drawings.dashes * [[scale], [1]], images.FAR)
     large = style._replace(dash=style.dash * scale, gap=style.gap * scale, width=1.0, radius=1.0)
     count = len(drawings.labels)
-    assert count >= 5
+    assert count >= 3
     scaled = drawings._replace(dashes=dashes, discs=drawings.discs * scale)
     for drawn, discs, label in zip(
         images.draw(side * scale, large, scaled), scaled.discs, drawings.labels, strict=True
@@ -59,10 +59,10 @@ def test_pathfinder_images_are_deterministic_balanced_and_told_by_the_curves_alo
     assert drawn.shape == (300, 32, 32) and drawn.dtype == np.uint8 and drawn.max() == 255
     assert abs(labels.mean() - 0.5) < 0.1
 
-    drawings = images.plan(32, images.STYLES[32], 4000, np.random.default_rng(0))
+    drawings = images.plan(32, images.STYLES[32]._replace(distractors=0), 6000, np.random.default_rng(0))
     apart = images.distance(drawings.discs)
     by_distance = [np.mean((apart < limit) == drawings.labels) for limit in np.quantile(apart, np.linspace(0, 1, 9))]
-    assert np.abs(np.array(by_distance) - 0.5).max() < 0.07  # hundreds of images: four standard deviations
+    assert np.abs(np.array(by_distance) - 0.5).max() < 2 / np.sqrt(len(apart))  # four standard deviations
 
 
 def value(module, tokens: list[str]) -> int:

@@ -59,7 +59,7 @@ def listops_task(quick: bool) -> Task:
     config, batch = TASKS["listops"]
     shortest, examples, parts = (50, 64, 2) if quick else (500, 96_000, 64)
     if quick:
-        config, batch = dataclasses.replace(config, grid=(256,)), 8
+        config, batch = dataclasses.replace(config, layers=1, grid=(256,)), 8
     training = listops_examples(examples, parts, shortest, config.length, seed=0)
     test = listops_examples(32 if quick else 4000, 2, shortest, config.length, seed=1_000_000)
     return Task(config, shuffled(training, batch), in_order(test, batch), 0.6)
@@ -77,7 +77,7 @@ def listops_examples(count: int, parts: int, shortest: int, longest: int, seed: 
 def text_task(quick: bool) -> Task:
     config, batch = TASKS["text"]
     if quick:
-        config, batch = dataclasses.replace(config, grid=(256,)), 8
+        config, batch = dataclasses.replace(config, layers=1, grid=(256,)), 8
     files = text.sources(200 if quick else None)
     sizes = collections.Counter[str]()
     for file in files:

@@ -18,7 +18,7 @@ def run(quick: bool) -> dict[str, Any]:
     for task in ("listops", "retrieval") if quick else TASKS:
         config, batch = TASKS[task]
         if quick:
-            config, batch = dataclasses.replace(config, grid=(256,)), 2
+            config, batch = dataclasses.replace(config, layers=1, grid=(256,)), 2
 
         def make_batch(count: int, task: str = task, config: Config = config) -> Batch:
             made = {

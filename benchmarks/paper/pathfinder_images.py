@@ -151,7 +151,7 @@ def place(
 def sampled(style: Style, dashes: np.ndarray) -> np.ndarray:
     """[images, dashes, 2, 2] -> [images, 3 · dashes, 2]: both ends and the middle stand for a dash."""
     along = style.dash / 2 * np.array([-1, 0, 1], np.float32)[:, None]
-    return (dashes[:, :, None, 0] + along * dashes[:, :, None, 1]).reshape(len(dashes), -1, 2)
+    return (dashes[:, :, None, 0] + along * dashes[:, :, None, 1]).reshape(len(dashes), 3 * dashes.shape[1], 2)
 
 
 def draw(side: int, style: Style, drawings: Drawings) -> np.ndarray:

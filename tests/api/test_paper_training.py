@@ -19,7 +19,15 @@ nnx = pytest.importorskip("flax.nnx")
 
 ROOT = pathlib.Path(__file__).parents[2]
 SIDES = (32, 64, 128, 256)
-SECTIONS = ("gpt2_small", "gpt2_curves", "gpt2_context", "bert", "lra_speed", "lra_accuracy", "pathfinder")
+SECTIONS = (
+    "gpt2_small",
+    "gpt2_curves",
+    "gpt2_context",
+    "bert",
+    "lra_speed",
+    "lra_accuracy",
+    "pathfinder",
+)  # medium is as small
 
 
 @pytest.fixture
@@ -63,6 +71,12 @@ def test_pathfinder_images_are_deterministic_balanced_and_told_by_the_curves_alo
     apart = images.distance(drawings.discs)
     by_distance = [np.mean((apart < limit) == drawings.labels) for limit in np.quantile(apart, np.linspace(0, 1, 9))]
     assert np.abs(np.array(by_distance) - 0.5).max() < 2 / np.sqrt(len(apart))  # four standard deviations
+
+
+def test_no_room_for_any_image(module):
+    images = module("pathfinder_images")
+    crowded = images.STYLES[32]._replace(dashes=40)
+    assert len(images.plan(32, crowded, 4, np.random.default_rng(0)).labels) == 0
 
 
 def value(module, tokens: list[str]) -> int:

@@ -27,7 +27,7 @@ SECTIONS = (
     "lra_speed",
     "lra_accuracy",
     "pathfinder",
-)  # medium is as small
+)
 
 
 @pytest.fixture

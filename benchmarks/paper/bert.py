@@ -1,0 +1,49 @@
+"""BERT-large as it is trained for MLPerf: rows of 512 tokens with padding, of which 76 are masked; steps a second."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import text
+from .models import FLOPS_FORMULA, Config
+from .training import PEAK_FLOPS, Batch, attentions, compare, masked_tokens
+
+LARGE = Config(24, 1024, 16, 4096, (512,), 30592)  # of 30522 tokens, padded to a multiple of 128
+TINY = Config(1, 64, 1, 128, (128,), 512)
+MASK = 103  # the token that stands in place of a masked one, as in BERT's vocabulary
+MASKED = 0.15  # of a row of full length; shorter ones have as many
+SHORTEST = 0.25  # of a row, as a share of the longest
+
+
+def run(quick: bool) -> dict[str, Any]:
+    rows = []
+    training = text.tokens(text.sources(200 if quick else None), held_out=False)
+    for dropout in (0.1,) if quick else (0.1, 0.0):
+        config = dataclasses.replace(TINY if quick else LARGE, dropout=dropout)
+
+        def make_batch(count: int, config: Config = config) -> Batch:
+            return masked_batch(training, count, config.length)
+
+        rows += compare(config, masked_tokens, make_batch, 2 if quick else 32, attentions(), 0.1 if quick else 6)
+        jax.clear_caches()
+    return {
+        "flops": FLOPS_FORMULA + "; padding counts as tokens",
+        "peak_flops": PEAK_FLOPS,
+        "shortest_row": SHORTEST,
+        "masked": MASKED,
+        "rows": rows,
+    }
+
+
+def masked_batch(training: np.ndarray, count: int, length: int) -> Batch:
+    """Rows of random lengths, the same number of masked positions in each, in their part that is no padding."""
+    random = np.random.default_rng(0)
+    tokens = next(text.windows(training, count, length, seed=0)) + 256  # bytes, apart from special tokens
+    lengths = random.integers(int(SHORTEST * length), length + 1, count).astype(np.int32)
+    masked = int(MASKED * length)
+    positions = np.stack([random.permutation(size)[:masked] for size in lengths]).astype(np.int32)
+    targets = np.take_along_axis(tokens, positions, 1)
+    np.put_along_axis(tokens, positions, MASK, 1)
+    return {"tokens": tokens, "lengths": lengths, "positions": positions, "targets": targets}

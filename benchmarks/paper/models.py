@@ -1,0 +1,180 @@
+"""One transformer for every model that is trained here. What computes its attention is exchanged, and nothing else."""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jax_flash
+from jax_flash import BlockMask, patterns
+
+Attention = Literal["standard", "cudnn", "flash", "block-sparse"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    layers: int
+    width: int
+    heads: int
+    hidden: int  # width of the perceptron of a block
+    grid: tuple[int, ...]  # of the positions: (length,) of a text, (rows, columns) of an image
+    vocabulary: int
+    causal: bool = False
+    classes: int = 0  # of a whole sequence; 0: there is no such head
+    documents: int = 1  # that are classified together
+    dropout: float = 0.1
+    attention: Attention = "flash"
+    window: int = 0  # what is kept on each side of the diagonal, beside the butterfly, if block-sparse
+
+    @property
+    def length(self) -> int:
+        return math.prod(self.grid)
+
+    def flops_per_token(self, parameters: int) -> float:
+        """Of a training step, as is usual: 6 a parameter, 12 · layers · width · N for attention, causal or not."""
+        return 6 * parameters + 12 * self.layers * self.width * self.length
+
+
+FLOPS_FORMULA = "6 · parameters + 12 · layers · width · N a token; all parameters, causal attention counted in full"
+
+
+class Transformer(nnx.Module):
+    """Pre-norm, with learned positions (a table for each axis of the grid, added) and tied embeddings, as GPT-2.
+
+    bfloat16 is computed with, float32 are the weights. A key is needed for dropout; without one nothing is dropped.
+    """
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.config = config
+        normal = nnx.initializers.normal(0.02)
+        self.embed = nnx.Embed(config.vocabulary, config.width, embedding_init=normal, dtype=jnp.bfloat16, rngs=rngs)
+        self.positions = nnx.List([nnx.Param(normal(rngs.params(), (n, config.width))) for n in config.grid])
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.norm = nnx.LayerNorm(config.width, dtype=jnp.bfloat16, rngs=rngs)
+        if config.classes:
+            self.head = nnx.Linear(config.documents * config.width, config.classes, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, lengths: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
+        """Tokens [B, T], and how many of each row are no padding, [B] -> features [B, T, width]."""
+        place = jnp.zeros(self.config.width)
+        for axis, table in enumerate(self.positions):
+            place = place + jnp.expand_dims(table[...], tuple(range(1, len(self.config.grid) - axis)))
+        x = self.embed(tokens) + place.reshape(self.config.length, -1).astype(jnp.bfloat16)
+        keys = [None] * (self.config.layers + 1) if key is None else list(jax.random.split(key, self.config.layers + 1))
+        x = dropout(x, self.config.dropout, keys.pop())
+        for block, key in zip(self.blocks, keys, strict=True):
+            x = block(x, lengths, key)
+        return self.norm(x)
+
+    def logits(self, features: jax.Array) -> jax.Array:
+        """Float32 [..., vocabulary]: of a token."""
+        return self.embed.attend(features).astype(jnp.float32)
+
+    def classify(self, features: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+        """Float32 [B / documents, classes], of the mean of a row's features without padding."""
+        features = features.astype(jnp.float32)
+        if lengths is None:
+            pooled = features.mean(1)
+        else:
+            pooled = jnp.where(visible(features.shape[1], lengths)[..., None], features, 0).sum(1) / lengths[:, None]
+        return self.head(pooled.reshape(-1, self.config.documents * self.config.width))
+
+
+class Block(nnx.Module):
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.config = config
+
+        def linear(inputs: int, outputs: int) -> nnx.Linear:
+            return nnx.Linear(inputs, outputs, dtype=jnp.bfloat16, rngs=rngs)
+
+        self.attention_norm = nnx.LayerNorm(config.width, dtype=jnp.bfloat16, rngs=rngs)
+        self.qkv, self.out = linear(config.width, 3 * config.width), linear(config.width, config.width)
+        self.mlp_norm = nnx.LayerNorm(config.width, dtype=jnp.bfloat16, rngs=rngs)
+        self.up, self.down = linear(config.width, config.hidden), linear(config.hidden, config.width)
+
+    def __call__(self, x: jax.Array, lengths: jax.Array | None, key: jax.Array | None) -> jax.Array:
+        keys = (None, None, None) if key is None else jax.random.split(key, 3)
+        parts = jnp.split(self.qkv(self.attention_norm(x)), 3, axis=-1)
+        q, k, v = (part.reshape(*x.shape[:2], self.config.heads, -1) for part in parts)
+        attended = attend(self.config, q, k, v, lengths, keys[0]).reshape(x.shape)
+        x = x + dropout(self.out(attended), self.config.dropout, keys[1])
+        return x + dropout(self.down(jax.nn.gelu(self.up(self.mlp_norm(x)))), self.config.dropout, keys[2])
+
+
+def attend(
+    config: Config,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array | None,
+    dropout_key: jax.Array | None,
+) -> jax.Array:
+    """What the variants of a model differ in. All drop entries of the attention matrix, except for cuDNN's, where
+    `jax.nn.dot_product_attention` has no dropout."""
+    if config.attention == "standard":
+        rate = config.dropout
+        return standard_attention(query, key, value, lengths, causal=config.causal, rate=rate, dropout_key=dropout_key)
+    if config.attention == "cudnn":
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=config.causal,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            implementation="cudnn",
+        )
+    return jax_flash.dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=config.causal,
+        key_value_seq_lengths=lengths,
+        block_mask=block_mask(config) if config.attention == "block-sparse" else None,
+        dropout_rate=0.0 if dropout_key is None else config.dropout,
+        dropout_key=dropout_key,
+    )
+
+
+def block_mask(config: Config) -> BlockMask:
+    mask = patterns.butterfly(config.length, config.length)
+    if config.window:
+        mask = mask | patterns.local_window(config.length, config.length, config.window, config.window)
+    return mask
+
+
+def standard_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array | None,
+    *,
+    causal: bool,
+    rate: float,
+    dropout_key: jax.Array | None,
+) -> jax.Array:
+    """The arithmetic of `jax.nn.dot_product_attention(..., implementation="xla")`, and dropout of the weights."""
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32) / math.sqrt(query.shape[-1])
+    if causal:
+        scores = jnp.where(jnp.tri(query.shape[1], dtype=bool), scores, -1e9)
+    if lengths is not None:
+        scores = jnp.where(visible(key.shape[1], lengths)[:, None, None], scores, -1e9)
+    weights = dropout(jax.nn.softmax(scores).astype(value.dtype), rate, dropout_key)
+    return jnp.einsum("bnts,bsnd->btnd", weights, value)
+
+
+def visible(length: int, lengths: jax.Array) -> jax.Array:
+    """Bool [B, T]: what is no padding."""
+    return jnp.arange(length) < lengths[:, None]
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """A byte of randomness for each entry, which costs a quarter of what `nnx.Dropout` costs; a rate in 1/256."""
+    dropped = round(rate * 256)
+    if key is None or not dropped:
+        return x
+    kept = jax.random.bits(key, x.shape, "uint8") >= dropped
+    return jnp.where(kept, x * (256 / (256 - dropped)), 0)

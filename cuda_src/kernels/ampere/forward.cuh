@@ -118,19 +118,6 @@ struct Forward {
   }
 };
 
-// O, l and m of a tile of Q, or of a part of its keys.
-__device__ __forceinline__ void Compute(const Params& p, const QTile& tile, ForwardShared& shared) {
-  WarpRows<decltype(shared.q), kWarpRows / 16, Tuning::kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
-  Forward forward(p, tile);
-  Walk(
-      p, tile, shared.kv, [&] { LoadQ(p, tile, shared.q); }, [&] { shared.q.Landed<kThreads>(); },
-      [&] { q.Take(), forward.Begin(); },
-      [&](const KTile& k, const VTile& v, int column, const LoadNext& load_next) {
-        forward.Step(q, k, v, column, load_next);
-      });
-  forward.Write(shared.o);
-}
-
 }  // namespace jax_flash
 
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::ForwardShared);
@@ -140,12 +127,18 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   using namespace jax_flash;
   extern __shared__ __align__(16) uint8_t memory[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
-  if constexpr (kBalanced) {
-    for (Stretch stretch(p); stretch.There(); stretch.Next()) {
-      Compute(p, TileHere(p, stretch.Here()), shared);
-      __syncthreads();  // until nobody needs the tile
-    }
-  } else {
-    Compute(p, TileHere(p), shared);
-  }
+  Stops<kBalanced> stops(p);
+  if (!stops.There()) return;
+  do {
+    const QTile& tile = stops.Tile();
+    WarpRows<decltype(shared.q), kWarpRows / 16, Tuning::kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
+    Forward forward(p, tile);
+    Walk(
+        p, tile, shared.kv, [&] { LoadQ(p, tile, shared.q); }, [&] { shared.q.Landed<kThreads>(); },
+        [&] { q.Take(), forward.Begin(); },
+        [&](const KTile& k, const VTile& v, int column, const LoadNext& load_next) {
+          forward.Step(q, k, v, column, load_next);
+        });
+    forward.Write(shared.o);
+  } while (stops.Next());
 }

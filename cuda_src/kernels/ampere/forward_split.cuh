@@ -12,31 +12,6 @@ constexpr int kMergeWarps = kMergeThreads / 32;
 constexpr int kAtOnce = 9;  // parts that a warp loads at once; it seldom has more
 static_assert(kParts && !kListed);
 
-// Where the parts of a row are in o_parts, l_parts and m_parts: `count` of them from `first` on, `stride` apart, which
-// all end before `end`.
-struct PartsOfRow {
-  int64_t first, stride, end;
-  int count;
-
-  // Of row `at` of [batch, head, row].
-  __device__ __forceinline__ PartsOfRow(const Params& p, int64_t at) {
-    if constexpr (kBalanced) {
-      const int row = at % p.q_len, head = at / p.q_len % p.q_heads, batch = at / p.q_len / p.q_heads;
-      const int packed = row * kPacked + head % kPacked;
-      const PartsOfTile parts = p.tile_parts[batch * TilesOfHead(p) + packed / kRows];
-      stride = p.kv_heads * kRows;
-      first = parts.first * stride + head / kPacked * kRows + packed % kRows;
-      count = parts.count;
-      end = first + count * stride;
-    } else {
-      stride = int64_t(p.batch) * p.q_heads * p.q_len;
-      first = at;
-      count = p.parts;
-      end = count * stride;
-    }
-  }
-};
-
 // The weight of l_p and O_p of a part, whose maximum is m_p, beside the maximum m of all. `to_log2` is ToLog2, which is
 // read once, before it is needed.
 __device__ __forceinline__ float Alpha(float to_log2, float m_p, float m) {
@@ -55,19 +30,32 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
   __align__(16) __shared__ float O_w[kMergeWarps][kVDim];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t at = blockIdx.x;
-  const PartsOfRow parts(p, at);
+  // Where the parts of the row are in o_parts, l_parts and m_parts: so many from `first_row` on, each `rows` after the
+  // one before.
+  int64_t first_row = at, rows = int64_t(p.batch) * p.q_heads * p.q_len;
+  int parts = p.parts;
+  if constexpr (kBalanced) {
+    const int row = at % p.q_len, head = at / p.q_len % p.q_heads, batch = at / p.q_len / p.q_heads;
+    const int packed = row * kPacked + head % kPacked;
+    const PartsOfTile of_tile = p.tile_parts[batch * TilesOfHead(p) + packed / kRows];
+    parts = of_tile.count;
+    rows = p.kv_heads * kRows;
+    first_row = of_tile.first * rows + head / kPacked * kRows + packed % kRows;
+  }
   const float to_log2 = ToLog2(p);
   {
     const int part = warp + lane * kMergeWarps;
-    const float m_p = part < parts.count ? p.m_parts[part * parts.stride + parts.first] : -Infinity();
-    const float l_p = part < parts.count ? p.l_parts[part * parts.stride + parts.first] : 0.0f;
+    const float m_p = part < parts ? p.m_parts[part * rows + first_row] : -Infinity();
+    const float l_p = part < parts ? p.l_parts[part * rows + first_row] : 0.0f;
     float4 O_p[kAtOnce];  // the first are on their way while their weights are computed
     const auto load = [&](int first_part, int first_column) {
       const int column = min(first_column + 4 * lane, kVDim - 4);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int64_t row = (warp + (first_part + i) * kMergeWarps) * parts.stride + parts.first;
-        O_p[i] = row < parts.end ? *reinterpret_cast<const float4*>(p.o_parts + row * kVDim + column) : float4();
+        const int64_t row = (warp + (first_part + i) * kMergeWarps) * rows + first_row;
+        O_p[i] = row < parts * rows + (kBalanced ? first_row : 0)
+                     ? *reinterpret_cast<const float4*>(p.o_parts + row * kVDim + column)
+                     : float4();
       }
     };
     load(0, 0);
@@ -77,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
 #pragma unroll
     for (int column = 0; column < kVDim; column += 128) {
       float4 O = {};
-      for (int first = 0; warp + first * kMergeWarps < parts.count; first += kAtOnce) {
+      for (int first = 0; warp + first * kMergeWarps < parts; first += kAtOnce) {
         if (first + column > 0) load(first, column);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {

@@ -14,10 +14,23 @@
 
 namespace jax_flash {
 
-class Stretch {
+// The tiles of Q at which a CTA stops: one, unless work is balanced.
+template <bool kMany>
+struct Stops {
+  const Params& p;
+
+  __device__ __forceinline__ explicit Stops(const Params& p) : p(p) {}
+  __device__ __forceinline__ bool There() const { return true; }
+  __device__ __forceinline__ decltype(auto) Tile() const { return TileHere(p); }
+  __device__ __forceinline__ bool Next() const { return false; }
+};
+
+// Those of its stretch.
+template <>
+class Stops<true> {
  public:
   // Every warp looks at all tiles of Q, 32 at a time. The first of the grid writes down which parts a tile has.
-  __device__ __forceinline__ explicit Stretch(const Params& p) : p_(p), number_(blockIdx.x / p.kv_heads) {
+  __device__ __forceinline__ explicit Stops(const Params& p) : p_(p), number_(blockIdx.x / p.kv_heads) {
     const int tiles = p.batch * TilesOfHead(p), lane = threadIdx.x % 32;
     const auto seen = [&](int first) { return first + lane < tiles ? KeyTilesOf(first + lane) : 0; };
     int all = 0;
@@ -46,11 +59,16 @@ class Stretch {
   }
 
   __device__ __forceinline__ bool There() const { return left_ > 0; }
-  __device__ __forceinline__ Stop Here() const { return {tile_, skipped_, size_, tile_ + number_}; }
-  __device__ __forceinline__ void Next() {
+  __device__ __forceinline__ decltype(auto) Tile() const {
+    return TileHere(p_, Stop{tile_, skipped_, size_, tile_ + number_});
+  }
+  // Goes on to the next. Returns whether there is one.
+  __device__ __forceinline__ bool Next() {
+    __syncthreads();  // until nobody needs the tile of this one
     left_ -= size_;
     ++tile_, skipped_ = 0;
     Find();
+    return There();
   }
 
  private:

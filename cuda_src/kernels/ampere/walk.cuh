@@ -33,7 +33,7 @@ __device__ __forceinline__ Visible KeysOfTile(const Params& p, int batch, int ro
   return KeysOf(p, PositionsOf(p, batch), batch, row / kPacked, (row + kRows - 1) / kPacked + 1);
 }
 
-// A tile of Q of the forward whose work is balanced, and which tiles of keys of it a CTA has (ampere/stretch.cuh).
+// A tile of Q at which a CTA stops, where work is balanced, and which of its tiles of keys it has (ampere/stretch.cuh).
 struct Stop {
   int tile;         // of Q: its number among those of a head of all batch entries
   int begin, size;  // tiles of keys, of those that the tile of Q sees
@@ -125,8 +125,8 @@ struct QTile {
   }
 };
 
-// This CTA's tile of Q, of `from`. Where accumulators need the registers it is in shared memory, and threads read what
-// they need of it when they need it. Where there are enough registers that would cost 3%.
+// This CTA's tile of Q, which is made of these arguments. Where accumulators need the registers it is in shared memory,
+// and threads read what they need of it when they need it. Where there are enough registers that would cost 3%.
 template <typename... From>
 __device__ __forceinline__ decltype(auto) TileHere(const Params& p, const From&... from) {
   if constexpr (kWarpRows == 32 && kVDim > 64) {

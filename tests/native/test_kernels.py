@@ -13,21 +13,22 @@ import kernel_variants
 
 from jax_flash import _native
 
-LONGEST = 5  # seconds of processor time that a kernel file may take to compile
+LONGEST = 7  # times the processor time of a plain forward, which a kernel file may take to compile
 
 
 @pytest.mark.slow
 def test_every_feature_and_pair_of_features_compiles():
     chosen = kernel_variants.tested()
     assert {variant.arch for variant in chosen} == set(kernel_variants.SHARED_LIMITS)
-    faults, slow = [], set()
-    for report in kernel_variants.tabulated(kernel_variants.compile_all(chosen)):
-        faults += [f"{fault}: {report}" for fault in kernel_variants.faults(report)]
-        if report.seconds > LONGEST:
-            slow.add(report.variant)
+    reports = list(kernel_variants.tabulated(kernel_variants.compile_all(chosen)))
+    faults = [f"{fault}: {report}" for report in reports for fault in kernel_variants.faults(report)]
     assert not faults, "\n".join(faults)
-    for variant in slow:  # again, without the other threads of this process
-        assert kernel_variants.compile_variant(variant)[0].seconds < LONGEST, variant
+    # Each of the slowest beside a plain one, since what else runs on the machine changes what a second is.
+    (_, plain), *_ = kernel_variants.planned(kernel_variants.singles())
+    slowest = sorted({report.variant: report.seconds for report in reports}.items(), key=lambda item: item[1])[-5:]
+    for variant, _ in slowest:
+        usual, took = (kernel_variants.compile_variant(x)[0].seconds for x in (plain, variant))
+        assert took < LONGEST * usual, variant
 
 
 def test_hoppers_backward_has_the_tiles_of_its_head_dims():

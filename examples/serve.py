@@ -4,13 +4,15 @@
     python examples/serve.py --slots 64 --pages 4096 --width 2048 --heads 16 --layers 8   # a GPU
 
 All sequences share a cache in pages. A prompt enters in one call; a step then writes one token of every sequence. The
-weights are random, so what comes out is no text. At the end some requests are served alone, and get the same tokens.
+weights are random, so what comes out is no text. At the end some requests are served alone, for comparison: on a GPU
+the sums of a sequence depend on the lengths beside it, so that there a token may differ in a near tie.
 The picture has the sequences of each slot and the pages that were in use.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 
 import jax
@@ -45,7 +47,7 @@ class Model(nnx.Module):
         self.head = nnx.Linear(args.width, VOCABULARY, rngs=rngs)
 
 
-@nnx.jit
+@functools.partial(nnx.jit, donate_argnums=0)  # the pages are written where they are
 def next_tokens(model: Model, tokens: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
     """The last tokens [B, T] of sequences of these lengths enter the cache -> the token after each, [B]."""
     places = (lengths[:, None] - tokens.shape[1] + jnp.arange(tokens.shape[1])).clip(min=0)
@@ -59,16 +61,16 @@ class Server:
     """Slots for sequences, and the pages that they share."""
 
     def __init__(self, model: Model, args: argparse.Namespace):
-        self.model, self.page = model, args.page
-        self.free = list(range(args.pages))
+        self.model, self.page, self.free = model, args.page, list(range(args.pages))
         self.table = np.zeros((args.slots, -(-args.longest // args.page)), np.int32)
         self.lengths = np.zeros(args.slots, np.int32)
+        self.taken: list[list[int]] = [[] for _ in range(args.slots)]  # the pages of each slot
         self.written: list[list[int]] = [[] for _ in range(args.slots)]
 
     def start(self, slot: int, prompt: np.ndarray, tokens: int) -> None:
         """Takes pages for all tokens that the sequence will have; the prompt enters them."""
-        for i in range(-(-tokens // self.page)):
-            self.table[slot, i] = self.free.pop()
+        self.taken[slot] = [self.free.pop() for _ in range(-(-tokens // self.page))]
+        self.table[slot, : len(self.taken[slot])] = self.taken[slot]
         self.lengths[slot] = len(prompt)
         rows = 2 ** int(np.ceil(np.log2(len(prompt))))  # so that few lengths are compiled; the first are of no token
         padded = np.pad(prompt, (rows - len(prompt), 0))[None]
@@ -77,8 +79,7 @@ class Server:
 
     def step(self) -> None:
         """Writes a token of every sequence."""
-        busy = self.lengths > 0
-        self.lengths[busy] += 1
+        self.lengths[busy := self.lengths > 0] += 1
         last = np.array([[written[-1] if written else 0] for written in self.written], np.int32)
         for slot, token in enumerate(self.next(last, self.table, self.lengths)):
             if busy[slot]:
@@ -88,8 +89,7 @@ class Server:
         return np.asarray(next_tokens(self.model, *map(jnp.asarray, arrays)))
 
     def end(self, slot: int) -> list[int]:
-        pages = -(-len(self.written[slot]) // self.page)
-        self.free.extend(self.table[slot, :pages].tolist())
+        self.free += self.taken[slot]
         written, self.written[slot], self.lengths[slot] = self.written[slot], [], 0
         return written
 
@@ -129,8 +129,8 @@ def main() -> None:
         parser.error("there are too few pages for the longest sequence")
 
     rng, model = np.random.default_rng(0), Model(args, nnx.Rngs(0))
-    lengths = rng.integers(args.longest // 8, args.longest + 1, args.requests)
-    requests = [(rng.integers(0, VOCABULARY, rng.integers(1, n // 2), np.int32), int(n)) for n in lengths]
+    lengths = rng.integers(max(args.longest // 8, 4), args.longest + 1, args.requests)
+    requests = [(rng.integers(0, VOCABULARY, rng.integers(1, n // 2 + 1), np.int32), int(n)) for n in lengths]
     answers, history, in_use = serve(Server(model, args), requests)
     alone = [serve(Server(model, args), [request])[0][0] for request in requests[:3]]
     print(f"{args.requests} sequences of {sum(lengths)} tokens in {len(history)} steps of at most {args.slots}")

@@ -30,6 +30,7 @@ from jax_flash._flax import (
     key_and_value_inputs,
     refuse,
 )
+from jax_flash.paged import checked_page
 
 __all__ = ["MultiHeadAttention", "dot_product_attention"]
 
@@ -194,9 +195,8 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
 
         cached, in_pages = None, False
         if self.decode and self.pages:
-            # The first call (`init`) only makes the cache.
-            in_pages = self.has_variable("cache", "key_pages")
-            shape = (checks.integer("pages", self.pages, 1), checks.integer("page", self.page, 16))
+            in_pages = not self.is_initializing()  # `init` only makes the cache
+            shape = checks.integer("pages", self.pages, 1), checked_page(checks.integer("page", self.page, 1))
             of_keys = self.variable("cache", "key_pages", jnp.zeros, (*shape, *key.shape[-2:]), key.dtype)
             of_values = self.variable("cache", "value_pages", jnp.zeros, (*shape, *value.shape[-2:]), value.dtype)
         elif page_table is not None or lengths is not None:

@@ -31,6 +31,7 @@ from jax_flash._flax import (
     key_and_value_inputs,
     refuse,
 )
+from jax_flash.paged import checked_page
 
 __all__ = ["MultiHeadAttention", "dot_product_attention"]
 
@@ -133,7 +134,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
 
     def init_pages(self, count: int, page: int = 64, dtype: Dtype = jnp.float32) -> None:
         """Makes a cache of `count` pages, of `page` tokens each: a multiple of 16 from 16 to 256."""
-        shape = (checks.integer("count", count, 1), checks.integer("page", page, 16), self.num_kv_heads, self.head_dim)
+        of_pages = checks.integer("count", count, 1), checked_page(checks.integer("page", page, 1))
+        shape = (*of_pages, self.num_kv_heads, self.head_dim)
         self.key_pages, self.value_pages = nnx.Cache(jnp.zeros(shape, dtype)), nnx.Cache(jnp.zeros(shape, dtype))
 
     @arguments.lists_options(FlaxOptions)

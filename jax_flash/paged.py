@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from jax_flash import arguments, attention, checks
@@ -87,8 +88,8 @@ def paged_attention(
       key_pages: [pages, page, K, D], same dtype; pages of 16 to 256 keys, a multiple of 16.
       value_pages: [pages, page, K, E], same dtype.
       page_table: integer [B, M]: the numbers of each sequence's pages, in its order. Those beyond its length are not
-        looked at. Numbers that are not those of a page are an error where they are known; traced ones count as the
-        nearest that is.
+        looked at. Numbers that are not those of a page are an error where NumPy has them; those of JAX's arrays, which
+        are not read, count as the nearest that is.
       lengths: integer [B]: tokens of each sequence, with the T of the queries; M * page at most. A query before the
         first token, where there are fewer than T, has nothing to attend to.
       local_window_size: w or (left, right): a query sees the left keys before it, and itself.
@@ -138,10 +139,10 @@ def append_to_pages(
     Args:
       key_pages: [pages, page, K, D]; value_pages: [pages, page, K, E].
       key: [B, T, K, D]; value: [B, T, K, E], which become of the pages' dtypes.
-      page_table: integer [B, M]. No two sequences may have the page that one of them is written to.
+      page_table: integer [B, M]. A page that is written to is that of one sequence only.
       lengths: integer [B]: tokens of each sequence, with these T. Where there are fewer, the first of the T are not of
-        the sequence and are left out: with 0 nothing is written. So is what has no page: traced numbers that are not
-        those of a page, lengths beyond the table.
+        the sequence and are left out: with 0 nothing is written. So is what has no page, where JAX's arrays have
+        numbers that are not those of a page, or lengths beyond the table; where NumPy has them they are an error.
 
     Returns:
       key_pages and value_pages.
@@ -161,23 +162,42 @@ def append_to_pages(
             "key_pages [pages, page, K, D] and value_pages [pages, page, K, E] take key [B, T, K, D] and value "
             f"[B, T, K, E], not shapes {keys.shape}, {values.shape}, {new_keys.shape}, {new_values.shape}"
         )
-    (B, T), (count, page) = new_keys.shape[:2], keys.shape[:2]
-    table, ends = map(jnp.asarray, _table_and_lengths(page_table, lengths, B, count, page))
+    table, ends = _table_and_lengths(page_table, lengths, len(new_keys), *keys.shape[:2])
+    arrays = tuple(map(jnp.asarray, (keys, values, new_keys, new_values, table, ends)))
+    mesh = jax.typeof(arrays[0]).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return _written(*arrays)
+    places = tuple(jax.typeof(pages).sharding for pages in arrays[:2])  # the pages stay where they are
+    return jax.sharding.auto_axes(_written, axes=mesh.explicit_axes, out_sharding=places)(*arrays)
+
+
+def _written(
+    keys: jax.Array, values: jax.Array, new_keys: jax.Array, new_values: jax.Array, table: jax.Array, ends: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    (count, page), T, M = keys.shape[:2], new_keys.shape[1], table.shape[1]
+    if M == 0:
+        return keys, values
     place = ends[:, None] - T + jnp.arange(T)
     number = jnp.take_along_axis(table, place // page, axis=1, mode="clip")
-    there = (place >= 0) & (place < table.shape[1] * page) & (number >= 0)
+    there = (place >= 0) & (place < M * page) & (number >= 0)
     number = jnp.where(there, number, count)  # what is not there is dropped
     keys, values = (
-        jnp.asarray(pages).at[number, place % page].set(new.astype(pages.dtype), mode="drop")
+        pages.at[number, place % page].set(new.astype(pages.dtype), mode="drop")
         for pages, new in ((keys, new_keys), (values, new_values))
     )
     return keys, values
 
 
-def _table_and_lengths(page_table: Any, lengths: Any, B: int, count: int, page: int) -> tuple[Any, Any]:
-    """Both as int32, checked as far as they are known."""
+def checked_page(page: int) -> int:
+    """How many keys a page has, if a page may have so many."""
     if page % STEP or not STEP <= page <= LONGEST:
         raise ValueError(f"pages must have a multiple of {STEP} keys from {STEP} to {LONGEST}, not {page}")
+    return page
+
+
+def _table_and_lengths(page_table: Any, lengths: Any, B: int, count: int, page: int) -> tuple[Any, Any]:
+    """Both as int32, checked as far as they are known."""
+    checked_page(page)
     if count == 0:
         raise ValueError("there must be at least one page")
     table = checks.integers("page_table", page_table)

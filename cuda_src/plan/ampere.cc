@@ -128,15 +128,17 @@ Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling
 
 // How many blocks of ampere/forward_split.cuh a multiprocessor's shared memory has room for.
 int BlocksThatFit(const Target& target, const Problem& p, const KernelTiling& tiling) {
-  constexpr int64_t kReserved = 1024;  // of each block, by CUDA
-  const int64_t kv = int64_t(tiling.stages) * tiling.cols * (p.qk_dim + p.v_dim);
-  const int64_t elements = kv + tiling.rows * std::max(p.qk_dim, p.v_dim);
-  return int(target.shared * 1024 / (elements * BytesOf(p.dtype) + kReserved));
+  constexpr int64_t kReserved = 1024;                                                      // of each block, by CUDA
+  const auto row = [&](int64_t dim) { return RoundUp(dim, 16) * BytesOf(p.dtype) + 16; };  // of a SharedTile
+  const int64_t kv = tiling.stages * tiling.cols * (row(p.qk_dim) + row(p.v_dim));
+  return int(target.shared * 1024 / (kv + tiling.rows * row(std::max(p.qk_dim, p.v_dim)) + kReserved));
 }
 
-// May what the rows of one batch entry see be more than what those of another do?
-bool BatchEntriesDiffer(const Problem& p) {
-  return p.q_lengths || p.kv_lengths || p.query_offset || p.segments || p.ranges;
+// May the rows of one batch entry see more than those of another? (The kernel counts the tiles of keys of all of them
+// in an int.)
+bool Balances(const Problem& p, int64_t tiles, int cols) {
+  const bool differ = p.q_lengths || p.kv_lengths || p.query_offset || p.segments || p.ranges;
+  return p.batch > 1 && differ && tiles * DivideUp(p.kv_len, cols) < int64_t(1) << 31;
 }
 
 // Of ampere/backward_prepare.cuh.
@@ -164,7 +166,7 @@ ampere::PartWork ampere::PartWorkOf(const Target& target, const Problem& p) {
   const int64_t few = target.multiprocessors / 2, most = kMergeThreads;
   const int64_t tiles = p.batch * DivideUp(p.q_len * p.group(), tiling.rows), of_all = tiles * p.kv_heads;
   const int64_t least = kLeastKeyTiles * tiling.cols;
-  if (p.batch > 1 && BatchEntriesDiffer(p)) {
+  if (Balances(p, tiles, tiling.cols)) {
     const int64_t blocks = std::min(tiling.rows <= 32 ? 4 : 2, std::max(BlocksThatFit(target, p, tiling), 1));
     const int64_t wanted = std::min({blocks * target.multiprocessors / p.kv_heads, tiles * p.kv_len / least, most});
     const int64_t stretches = std::max<int64_t>(wanted, 1), parts = tiles + stretches;

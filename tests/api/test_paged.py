@@ -165,11 +165,42 @@ def test_append_keeps_what_is_nobodys():
     """Traced numbers that are no page's, and lengths that the table has no pages for, are written nowhere."""
     _, k, v, table, _ = cache()
     new, append = jnp.ones((2, 3, 2, 8)), jax.jit(jax_flash.append_to_pages)
-    for numbers, lengths in ((np.array([-1, 9]), [20, 20]), (table[:, 0], [0, -5]), (table[:, 0], [67, 2**31 - 1])):
-        for found, pool in zip(
-            append(k, v, new, new, np.stack([numbers] * 4, 1), np.array(lengths)), (k, v), strict=True
-        ):
+    nowhere = np.array([[-1] * 4, [9] * 4])
+    cases = ((nowhere, [20, 20]), (table, [0, -5]), (table, [67, 2**31 - 1]), (table[:, :0], [0, 0]))
+    for numbers, lengths in cases:
+        for found, pool in zip(append(k, v, new, new, numbers, np.array(lengths)), (k, v), strict=True):
             np.testing.assert_array_equal(found, pool)
+
+
+def test_append_in_place():
+    """Donated pages are written where they are, and may be mapped."""
+    q, k, v, table, lengths = cache()
+    table = np.arange(8).reshape(2, 4)
+    append = jax.jit(jax_flash.append_to_pages, donate_argnames=("key_pages", "value_pages"))
+    at = k.unsafe_buffer_pointer()
+    found, _ = append(k, v, q[:, :, :2], q[:, :, 2:], table, lengths)
+    assert found.unsafe_buffer_pointer() == at
+    pools = jnp.stack([found, 2 * found])
+    mapped = jax.vmap(jax_flash.append_to_pages, (0, 0, None, None, None, None))
+    again, _ = mapped(pools, pools, q[:, :, :2], q[:, :, 2:], table, lengths)
+    np.testing.assert_array_equal(again[0], found)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_append_on_several_devices(axis_type):
+    """Heads are divided, and sequences; the pages' heads stay where they are."""
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(axis_type,) * 2)
+    q, k, v, _, lengths = cache()
+    table = np.arange(8).reshape(2, 4).astype(np.int32)
+    given = (k, v, q[:, :, :2], q[:, :, 2:], table, lengths)
+    expected = jax_flash.append_to_pages(*given)
+    specs = P(None, None, "heads"), P(None, None, "heads"), *[P("batch", None, "heads")] * 2, P("batch"), P("batch")
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)]
+        for found, pool in zip(jax.jit(jax_flash.append_to_pages)(*placed), expected, strict=True):
+            np.testing.assert_array_equal(found, pool)
+            assert found.sharding.spec[2] == "heads"
 
 
 @pytest.mark.parametrize(
@@ -275,6 +306,10 @@ def test_modules_without_a_cache_in_pages():
     with pytest.raises(ValueError, match="a cache in pages has no dropout"):
         layer(x, **call)
     assert layer(x, deterministic=True, **call).shape == x.shape
+    with pytest.raises(ValueError, match="multiple of 16 keys from 16 to 256, not 24"):
+        layer.init_pages(9, 24)
+    with pytest.raises(ValueError, match="multiple of 16 keys from 16 to 256, not 24"):
+        jax_flash.linen.MultiHeadAttention(4, decode=True, pages=9, page=24).init(jax.random.key(0), x)
     for options in ({"decode": True}, {"pages": 9}):
         linen = jax_flash.linen.MultiHeadAttention(4, **options)
         state = linen.init(jax.random.key(0), x)

@@ -285,8 +285,8 @@ def test_lengths_balance_the_work(batch, kv_heads, kv_len, stretches):
 
 
 def test_no_more_blocks_than_fit_at_once():
-    """Two of 53 KiB on the 99 KiB of an L4 would not, one does; on an A100 three of four."""
-    for arch, multiprocessors, fit in (("sm_90a", 132, 4), ("sm_80", 108, 3), ("sm_89", 132, 1)):
+    """They have 55 KiB, and one more that CUDA takes: of 227, 163 and 99."""
+    for arch, multiprocessors, fit in (("sm_90a", 132, 4), ("sm_80", 108, 2), ("sm_89", 132, 1)):
         given = {"batch": 64, "q_heads": 4, "kv_heads": 4, "kv_len": 8192, "q_len": 1, "kv_lengths": True}
         expected = (64 + min(256, fit * multiprocessors // 4)) * 4 * 16 * (128 + 2) * 4
         assert expected <= scratch(arch, **given | {"qk_dim": 128, "v_dim": 128}) <= expected + 2048

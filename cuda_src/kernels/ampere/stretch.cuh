@@ -5,9 +5,9 @@
 // keys, and stops at each tile of Q that the stretch is about. So all CTAs have the same to do, whatever lengths there
 // are.
 //
-// What a stretch has of the keys of a tile of Q is a part of them. Its number is the sum of the numbers of both: where
-// the line goes on to the next part, exactly one of them, or both, go up. So no two parts have the same number, and
-// those of a tile of Q are side by side.
+// What a stretch has of the keys of a tile of Q is a part of them. Its number is the sum of the numbers of both: from
+// one part to the next the stretch's goes up, or the tile's, or both, and neither ever falls. So no two parts have the
+// same number, and those of a tile of Q are side by side. A tile that sees no key has none.
 #pragma once
 
 #include "ampere/walk.cuh"
@@ -16,13 +16,16 @@ namespace jax_flash {
 
 // The tiles of Q at which a CTA stops: one, unless work is balanced.
 template <bool kMany>
-struct Stops {
-  const Params& p;
+class Stops {
+ public:
+  __device__ __forceinline__ explicit Stops(const Params& p) : p_(p) {}
 
-  __device__ __forceinline__ explicit Stops(const Params& p) : p(p) {}
   __device__ __forceinline__ bool There() const { return true; }
-  __device__ __forceinline__ decltype(auto) Tile() const { return TileHere(p); }
+  __device__ __forceinline__ decltype(auto) Tile() const { return TileHere(p_); }
   __device__ __forceinline__ bool Next() const { return false; }
+
+ private:
+  const Params& p_;
 };
 
 // Those of its stretch.
@@ -34,7 +37,9 @@ class Stops<true> {
     const int tiles = p.batch * TilesOfHead(p), lane = threadIdx.x % 32;
     const auto seen = [&](int first) { return first + lane < tiles ? KeyTilesOf(first + lane) : 0; };
     int all = 0;
-    for (int first = 0; first < tiles; first += 32) all += LaneSum<32>(seen(first));
+#pragma unroll 4
+    for (int first = 0; first < tiles; first += 32) all += seen(first);
+    all = LaneSum<32>(all);
     const int stretches = min(p.parts, max(all / kLeastKeyTiles, 1));
     if (number_ >= stretches) return;
     const auto begin_of = [&](int number) { return int(int64_t(number) * all / stretches); };

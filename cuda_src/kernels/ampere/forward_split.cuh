@@ -12,6 +12,22 @@ constexpr int kMergeWarps = kMergeThreads / 32;
 constexpr int kAtOnce = 9;  // parts that a warp loads at once; it seldom has more
 static_assert(kParts && !kListed);
 
+// Where the parts of row `at` of [batch, head, row] are if work is balanced, in arrays that have `rows` rows a part.
+struct PartsOfRow {
+  int64_t first;
+  int count;
+
+  __device__ __forceinline__ PartsOfRow(const Params& p, int64_t at, int64_t rows) {
+    if constexpr (kBalanced) {
+      const int row = at % p.q_len, head = at / p.q_len % p.q_heads, batch = at / p.q_len / p.q_heads;
+      const int packed = row * kPacked + head % kPacked;
+      const PartsOfTile parts = p.tile_parts[batch * TilesOfHead(p) + packed / kRows];
+      first = parts.first * rows + head / kPacked * kRows + packed % kRows;
+      count = parts.count;
+    }
+  }
+};
+
 // The weight of l_p and O_p of a part, whose maximum is m_p, beside the maximum m of all. `to_log2` is ToLog2, which is
 // read once, before it is needed.
 __device__ __forceinline__ float Alpha(float to_log2, float m_p, float m) {
@@ -29,19 +45,11 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
   __shared__ float m_w[kMergeWarps], l_w[kMergeWarps];
   __align__(16) __shared__ float O_w[kMergeWarps][kVDim];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t at = blockIdx.x;
-  // Where the parts of the row are in o_parts, l_parts and m_parts: so many from `first_row` on, each `rows` after the
-  // one before.
-  int64_t first_row = at, rows = int64_t(p.batch) * p.q_heads * p.q_len;
-  int parts = p.parts;
-  if constexpr (kBalanced) {
-    const int row = at % p.q_len, head = at / p.q_len % p.q_heads, batch = at / p.q_len / p.q_heads;
-    const int packed = row * kPacked + head % kPacked;
-    const PartsOfTile of_tile = p.tile_parts[batch * TilesOfHead(p) + packed / kRows];
-    parts = of_tile.count;
-    rows = p.kv_heads * kRows;
-    first_row = of_tile.first * rows + head / kPacked * kRows + packed % kRows;
-  }
+  const int64_t at = blockIdx.x, rows = kBalanced ? p.kv_heads * kRows : int64_t(p.batch) * p.q_heads * p.q_len;
+  // Where the row's parts are in o_parts, l_parts and m_parts: from the first on they are `rows` apart.
+  const PartsOfRow of_row(p, at, rows);
+  const int64_t& first_row = kBalanced ? of_row.first : at;
+  const int& parts = kBalanced ? of_row.count : p.parts;
   const float to_log2 = ToLog2(p);
   {
     const int part = warp + lane * kMergeWarps;

@@ -66,7 +66,7 @@ def compare(methods: dict[str, Method], lengths: Sequence[int], batch: int, head
                 programs[name] = passes.program(method.attend, passes.BOTH, shared, **method.more(length))
                 measure.finish(programs[name].call())
             except (ValueError, NotImplementedError, RuntimeError) as error:
-                failed[name] = str(error).splitlines()[0][:200]
+                failed[name] = passes.reason(error)
         running = {name: program.call for name, program in programs.items() if name not in failed}
         times = passes.milliseconds(running)
         for name in methods:

@@ -49,7 +49,7 @@ def run(quick: bool) -> dict[str, Any]:
                 measure.finish(program.call())
                 programs[case] = program
             except (ValueError, NotImplementedError, RuntimeError) as error:
-                missing[case.implementation] = str(error).splitlines()[0][:200]
+                missing[case.implementation] = passes.reason(error)
         times = passes.milliseconds({case: program.call for case, program in programs.items()})
         for case, program in programs.items():
             row = case._asdict() | {"pass": pass_, "milliseconds": times[case], "memory": program.bytes}

@@ -53,7 +53,7 @@ def measured(name: str, length: int) -> dict[str, Any]:
         planned = program.temporaries
         return {"planned": planned, "allocated": allocated(program.call), "failure": None}
     except RuntimeError as error:
-        return {"planned": planned, "allocated": None, "failure": str(error).splitlines()[0][:200]}
+        return {"planned": planned, "allocated": None, "failure": passes.reason(error)}
 
 
 def allocated(call: measure.Call) -> int | None:

@@ -55,12 +55,22 @@ def program(attend: Callable[..., jax.Array], pass_: str, given: Operands, **mor
 
     function: Callable[..., object] = forward if pass_ == FORWARD else both
     more = jax.device_put(more)
-    compiled = jax.jit(function).lower(given, more).compile()
-    memory: Any = compiled.memory_analysis()
-    size = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return Program(
-        functools.partial(compiled, given, more), size, memory.temp_size_in_bytes, dict(compiled.cost_analysis() or {})
-    )
+    compiled: Any = jax.jit(function).lower(given, more).compile()
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    cost = dict(compiled.cost_analysis() or {})
+    return Program(functools.partial(compiled, given, more), planned_bytes(compiled), temporaries, cost)
+
+
+def planned_bytes(compiled: Any) -> int:
+    """What XLA plans for a program: arguments, results that do not take their place, and temporaries."""
+    memory = compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+
+
+def reason(error: Exception) -> str:
+    """Why something could not be measured, in a line."""
+    return (str(error) or repr(error)).splitlines()[0][:200]
 
 
 def milliseconds(calls: Mapping[Any, Call]) -> dict[Any, float]:

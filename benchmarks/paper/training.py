@@ -16,6 +16,7 @@ import scipy.stats
 from flax import nnx
 
 from .models import Attention, Config, Transformer
+from .passes import planned_bytes
 
 Batch = dict[str, np.ndarray]
 Loss = Callable[[Transformer, Any, jax.Array | None], jax.Array]
@@ -86,9 +87,7 @@ class Trainer:
         """The bytes that a step takes: weights, optimiser, batch, and what XLA plans for all that lies between."""
         arguments = (self.weights, self.state, batch, np.float32(0), self.key)
         self.compiled = self.compiled.lower(*arguments).compile()
-        memory = self.compiled.memory_analysis()
-        sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
-        return sum(sizes) - memory.alias_size_in_bytes
+        return planned_bytes(self.compiled)
 
     @property
     def parameters(self) -> int:

@@ -32,7 +32,8 @@ SECTIONS = (
 
 @pytest.fixture
 def module(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
+    for folder in (ROOT, ROOT / "benchmarks"):
+        monkeypatch.syspath_prepend(str(folder))
     return lambda name: importlib.import_module(f"benchmarks.paper.{name}")
 
 

@@ -25,7 +25,7 @@ constexpr int kRowBlock = 64;  // of which Hopper's kernels before and after the
 constexpr int kWarpgroup = 128;     // threads: a CTA on Hopper has one that loads, and its consumers
 constexpr int kRowThreads = 256;    // of a block of the kernels before and after a backward
 constexpr int kPairedKeys = 128;    // of a CTA of Hopper's backward, or of two in a cluster
-constexpr int kMergeThreads = 256;  // of a block that merges parts of the keys, each a thread's: so many parts at most
+constexpr int kMergeThreads = 256;  // of a block that merges parts of the keys
 constexpr int kLeastKeyTiles = 4;   // tiles of keys that a part has, where it can be one of several
 
 constexpr int kMaskBlock = 128;    // queries, and keys, of a block that a mask operand or a mask_mod is divided into
@@ -100,6 +100,7 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(bool, bias_tiles) /* does the copy engine load the bias? */                                                \
   FIELD(int, packed)      /* a forward over parts of the keys: heads whose rows share a tile; else 0 */            \
   FIELD(bool, balanced)   /* it has equal stretches of all batch entries' keys instead (ampere/stretch.cuh) */     \
+  FIELD(int, merged_rows) /* of O, whose parts a block merges: 1, 2, 4 or 8 */                                     \
   FIELD(bool, alongside)  /* Hopper's backward is all in one kernel; */                                            \
   FIELD(bool, sum_kv)     /* heads of Q that share keys are then computed one by one, dK and dV added up in f32 */ \
   FIELD(bool, together)   /* or they are walked together */

@@ -115,7 +115,9 @@ def paged_attention(
         )
     B, T = query.shape[:2]
     table, lengths = _table_and_lengths(page_table, lengths, B, *keys.shape[:2])
-    given |= {"is_causal": True, "key_value_seq_lengths": lengths, "query_offset": lengths - T}
+    given["key_value_seq_lengths"] = lengths
+    if T > 1 or any(given[name] is not None for name in ("local_window_size", "score_mod", "mask_mod")):
+        given |= {"is_causal": True, "query_offset": lengths - T}  # the last token sees all of its sequence anyway
     problem, operands = arguments.problem_and_operands(query, keys, values, None, None, given, page_table=table)
     o, l, m = attention.attend(problem, None, operands, given["implementation"])
     if return_residual:

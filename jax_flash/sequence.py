@@ -199,7 +199,9 @@ def merge(first: Rows, second: Rows) -> Rows:
     m = lax.stop_gradient(jnp.maximum(m1, m2))
     l1, l2 = tile.exp_minus(m1, m) * l1, tile.exp_minus(m2, m) * l2
     l = l1 + l2
-    share1, share2 = (jnp.swapaxes(tile.divide(x, l), -1, -2)[..., None] for x in (l1, l2))
+    # What is beside nothing has all, also where a GPU's division makes x / x not quite 1.
+    shares = (jnp.where(y == 0, jnp.sign(x), tile.divide(x, l)) for x, y in ((l1, l2), (l2, l1)))
+    share1, share2 = (jnp.swapaxes(x, -1, -2)[..., None] for x in shares)
     return share1 * first[0].astype(l.dtype) + share2 * second[0].astype(l.dtype), l, m
 
 

@@ -141,6 +141,13 @@ bool Balances(const Problem& p, int64_t tiles, int cols) {
   return p.batch > 1 && differ && tiles * DivideUp(p.kv_len, cols) < int64_t(1) << 31;
 }
 
+// So few that all rows are merged at once, if that can be: a multiprocessor has four such blocks.
+int MergedRows(const Target& target, int64_t rows) {
+  int merged = 1;
+  while (merged < kMergeThreads / 32 && rows > 4 * target.multiprocessors * merged) merged *= 2;
+  return merged;
+}
+
 // Of ampere/backward_prepare.cuh.
 Launch PrepareLaunch(const Problem& p, int unit) {
   const int64_t threads = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding) * LanesOfRow(int(p.v_dim));
@@ -150,10 +157,12 @@ Launch PrepareLaunch(const Problem& p, int unit) {
 }  // namespace
 
 // With a block for a tile of Q most of the GPU would have nothing to do, or read the keys once for each head of a
-// group. Not with a block mask, which the heads of a group need not share.
+// group. Not with a block mask, which the heads of a group need not share. Few keys are worth it if there are many
+// heads.
 bool ampere::FewQueries(const Target& target, const Problem& p) {
-  const bool few = p.q_len <= 16 || (p.q_len <= 64 && p.batch * p.q_heads < target.multiprocessors);
-  return few && p.kv_len >= 1024 && !p.block_mask.present;
+  const bool many_heads = p.batch * p.q_heads >= target.multiprocessors;
+  const bool few = p.q_len <= 16 || (p.q_len <= 64 && !many_heads);
+  return few && (p.kv_len >= 1024 || many_heads) && !p.block_mask.present;
 }
 
 // Enough parts for two blocks on every multiprocessor, or for four where these are small and parts few enough to be
@@ -163,17 +172,17 @@ bool ampere::FewQueries(const Target& target, const Problem& p) {
 // many fit.
 ampere::PartWork ampere::PartWorkOf(const Target& target, const Problem& p) {
   const KernelTiling tiling = Tiling(kForwardSplitTable, target, p);
-  const int64_t few = target.multiprocessors / 2, most = kMergeThreads;
+  const int64_t few = target.multiprocessors / 2;
   const int64_t tiles = p.batch * DivideUp(p.q_len * p.group(), tiling.rows), of_all = tiles * p.kv_heads;
   const int64_t least = kLeastKeyTiles * tiling.cols;
   if (Balances(p, tiles, tiling.cols)) {
     const int64_t blocks = std::min(tiling.rows <= 32 ? 4 : 2, std::max(BlocksThatFit(target, p, tiling), 1));
-    const int64_t wanted = std::min({blocks * target.multiprocessors / p.kv_heads, tiles * p.kv_len / least, most});
+    const int64_t wanted = std::min(blocks * target.multiprocessors / p.kv_heads, tiles * p.kv_len / least);
     const int64_t stretches = std::max<int64_t>(wanted, 1), parts = tiles + stretches;
     return {true, stretches, stretches * p.kv_heads, tiles, parts * p.kv_heads * tiling.rows};
   }
   const int64_t two = 2 * target.multiprocessors / of_all, four = tiling.rows <= 32 ? 2 * two : 0;
-  const int64_t wanted = std::min({std::max(two, std::min(four, few)), p.kv_len / least, most});
+  const int64_t wanted = std::min(std::max(two, std::min(four, few)), p.kv_len / least);
   const int64_t parts = std::max<int64_t>(wanted, 1);
   return {false, parts, of_all * parts, tiles, parts * p.batch * p.q_heads * p.q_len};
 }
@@ -192,9 +201,11 @@ void ampere::AddForward(const Target& target, const Problem& p, Plan* plan) {
     const PartWork work = PartWorkOf(target, p);
     tiling.packed = int(p.group());
     tiling.balanced = work.balanced;
+    const int64_t rows = p.batch * p.q_heads * p.q_len;
+    tiling.merged_rows = MergedRows(target, rows);
     const int unit = AddUnit("ampere/forward_split.cuh", Asks::kOfBoth, p, tiling, plan);
     plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, work.blocks));
-    plan->launches.push_back({unit, "jax_flash_forward_merge", p.batch * p.q_heads * p.q_len, kMergeThreads});
+    plan->launches.push_back({unit, "jax_flash_forward_merge", DivideUp(rows, tiling.merged_rows), kMergeThreads});
     return;
   }
   const Table& table = FewQueries(target, p) ? kForwardSplitTable : kForwardTable;

@@ -104,7 +104,7 @@ def test_what_is_hidden_has_no_derivative(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_tail_of_erfc(implementation):
     """Where it is too small to be told from 0 as a difference of 1 and erf. The score of the only key is the result."""
-    x, one = jnp.linspace(0, 9, 64), jnp.ones((64, 1, 1))
+    x, one = jnp.linspace(0, 9, 64), jnp.ones((64, 1, 8))
 
     def results(x):
         def score_mod(s, b, h, q, k):

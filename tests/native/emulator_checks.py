@@ -121,9 +121,10 @@ def test_pack(q_lengths, k_lengths, case, dtype):
         ((1100, 40), 16, Case(T=3, N=4, K=2, D=128, E=128, window=(600, 0), sinks=2.0), "float16"),
         ((300, 130), 48, Case(T=100, N=2, K=1, D=64, E=40, soft_cap=2.0), "bfloat16"),
         ((1030, 60), 256, Case(T=2, N=2, K=1, D=256, E=256), "float32"),
-        # more sequences than a warp looks at together, some of them empty, and more than a tile of Q has rows for
-        ((0, *(3 * b % 40 for b in range(38)), 1000, 0), 32, Case(T=1, N=2, K=2, D=64, E=64), "bfloat16"),
-        ((1000, 0, 500), 32, Case(T=16, N=36, K=4, D=128, E=128), "float16"),
+        # more sequences than a warp looks at together, some of them empty, and more than a tile of Q has rows for;
+        # 4 rows and 8 in a block of the merge, not all of the last one
+        ((0, *(3 * b % 40 for b in range(38)), 1000, 0), 32, Case(T=1, N=26, K=2, D=64, E=64), "bfloat16"),
+        ((1000, 0, 500), 32, Case(T=15, N=52, K=4, D=128, E=128), "float16"),
     ],
     ids=str,
 )
@@ -287,10 +288,11 @@ def test_blocks_as_large_as_can_be():
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("S", [73 * 64, 17000])
-def test_many_parts(S):
-    """Of the keys: 73, one more than the merge loads at once, and 256 (of 265 that have enough keys), the most."""
-    case = Case(B=1, T=1, S=S, N=1, K=1, D=256, E=256)
+@pytest.mark.parametrize(("T", "S", "N"), [(1, 73 * 64, 1), (1, 17000, 1), (16, 1100, 34)])
+def test_many_parts(T, S, N):
+    """Of the keys: 73, one more than a block of the merge loads at once; 264, more than it has lanes for; few of many
+    rows, two of which are a block's."""
+    case = Case(B=1, T=T, S=S, N=N, K=N, D=256, E=256)
     arrays = case.arrays("bfloat16")
     expected, actual = (
         jax_flash.attention_with_statistics(**arrays, implementation=implementation)

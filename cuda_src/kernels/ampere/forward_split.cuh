@@ -8,8 +8,10 @@
 
 namespace jax_flash {
 
-constexpr int kMergeWarps = kMergeThreads / 32;
-constexpr int kAtOnce = 9;  // parts that a warp loads at once; it seldom has more
+constexpr int kMergeWarps = kMergeThreads / 32, kMergedRows = kTiling.merged_rows;
+constexpr int kRowWarps = kMergeWarps / kMergedRows;  // of a row
+constexpr int kAtOnce = 9;                            // parts that a warp loads at once; it seldom has more
+constexpr int kOfLanes = 32 / kAtOnce * kAtOnce;      // parts that its lanes have at a time
 static_assert(kParts && !kListed);
 
 // Where the parts of row `at` of [batch, head, row] are if work is balanced, in arrays that have `rows` rows a part.
@@ -36,75 +38,100 @@ __device__ __forceinline__ float Alpha(float to_log2, float m_p, float m) {
 
 }  // namespace jax_flash
 
-// Merges the parts: there is a block of kMergeThreads threads for each row of O, [batch, head, row], and there are no
-// more parts than threads. Each warp merges every kMergeWarps-th part, of which a lane has one; then the results of the
-// warps are merged.
+// Merges the parts of kMergedRows rows of O, [batch, head, row]. A row has as many of the warps as it can have where
+// all rows are merged at once. Each of them merges every kRowWarps-th of its parts, of which a lane has one at a time;
+// then the results of the warps are merged.
 extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
     jax_flash_forward_merge(const __grid_constant__ jax_flash::RowParams p) {
   using namespace jax_flash;
   __shared__ float m_w[kMergeWarps], l_w[kMergeWarps];
   __align__(16) __shared__ float O_w[kMergeWarps][kVDim];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t at = blockIdx.x, rows = kBalanced ? p.kv_heads * kRows : int64_t(p.batch) * p.q_heads * p.q_len;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_warp = warp / kRowWarps * kRowWarps;
+  const int64_t all = int64_t(p.batch) * p.q_heads * p.q_len, rows = kBalanced ? p.kv_heads * kRows : all;
+  // (The last block may merge the last row more than once.)
+  const int64_t at = min(int64_t(blockIdx.x) * kMergedRows + warp / kRowWarps, all - 1);
   // Where the row's parts are in o_parts, l_parts and m_parts: from the first on they are `rows` apart.
   const PartsOfRow of_row(p, at, rows);
   const int64_t& first_row = kBalanced ? of_row.first : at;
   const int& parts = kBalanced ? of_row.count : p.parts;
   const float to_log2 = ToLog2(p);
+  // Its parts are those of this warp and then every kRowWarps-th.
+  const auto there = [&](int number) { return warp - first_warp + number * kRowWarps < parts; };
+  const int64_t apart = kRowWarps * rows, begin = (warp - first_warp) * rows + first_row;
+  const auto statistic = [&](const float* of_parts, int number, float nothing) {
+    return lane < kOfLanes && there(number + lane) ? of_parts[begin + (number + lane) * apart] : nothing;
+  };
   {
-    const int part = warp + lane * kMergeWarps;
-    const float m_p = part < parts ? p.m_parts[part * rows + first_row] : -Infinity();
-    const float l_p = part < parts ? p.l_parts[part * rows + first_row] : 0.0f;
     float4 O_p[kAtOnce];  // the first are on their way while their weights are computed
-    const auto load = [&](int first_part, int first_column) {
+    const float* from = p.o_parts + begin * kVDim;
+    const auto load = [&](int number, int first_column) {
       const int column = min(first_column + 4 * lane, kVDim - 4);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int64_t row = (warp + (first_part + i) * kMergeWarps) * rows + first_row;
-        O_p[i] = row < parts * rows + (kBalanced ? first_row : 0)
-                     ? *reinterpret_cast<const float4*>(p.o_parts + row * kVDim + column)
-                     : float4();
+        O_p[i] = there(number + i) ? *reinterpret_cast<const float4*>(from + i * apart * kVDim + column) : float4();
       }
     };
+    float m_p = statistic(p.m_parts, 0, -Infinity()), l_p = statistic(p.l_parts, 0, 0.0f);
     load(0, 0);
-    const float m = LaneMax<32>(m_p);
-    const float weight = l_p * Alpha(to_log2, m_p, m), l = LaneSum<32>(weight);
+    float m = m_p;
+#pragma unroll 1
+    for (int first = kOfLanes; there(first); first += kOfLanes) {
+      m = fmaxf(m, statistic(p.m_parts, first, -Infinity()));
+    }
+    m = LaneMax<32>(m);
+    float weight = l_p * Alpha(to_log2, m_p, m), l = weight;
+    float4 O[(kVDim + 127) / 128] = {};
+#pragma unroll 1
+    for (int number = 0; there(number); number += kAtOnce) {
+      if (number > 0 && number % kOfLanes == 0) {
+        m_p = statistic(p.m_parts, number, -Infinity()), l_p = statistic(p.l_parts, number, 0.0f);
+        weight = l_p * Alpha(to_log2, m_p, m), l += weight;
+      }
+#pragma unroll
+      for (int column = 0; column < kVDim; column += 128) {
+        if (number + column > 0) load(number, column);
+        float4& sum = O[column / 128];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const float w = __shfl_sync(0xFFFFFFFFu, weight, number % kOfLanes + i);
+          sum.x = fmaf(w, O_p[i].x, sum.x), sum.y = fmaf(w, O_p[i].y, sum.y);
+          sum.z = fmaf(w, O_p[i].z, sum.z), sum.w = fmaf(w, O_p[i].w, sum.w);
+        }
+      }
+      from += kAtOnce * apart * kVDim;
+    }
+    l = LaneSum<32>(l);
     if (lane == 0) m_w[warp] = m, l_w[warp] = l;
 #pragma unroll
     for (int column = 0; column < kVDim; column += 128) {
-      float4 O = {};
-      for (int first = 0; warp + first * kMergeWarps < parts; first += kAtOnce) {
-        if (first + column > 0) load(first, column);
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const float w = __shfl_sync(0xFFFFFFFFu, weight, (first + i) % 32);  // after the last part O_p is 0
-          O.x = fmaf(w, O_p[i].x, O.x), O.y = fmaf(w, O_p[i].y, O.y);
-          O.z = fmaf(w, O_p[i].z, O.z), O.w = fmaf(w, O_p[i].w, O.w);
-        }
-      }
-      *reinterpret_cast<float4*>(&O_w[warp][min(column + 4 * lane, kVDim - 4)]) = O;
+      *reinterpret_cast<float4*>(&O_w[warp][min(column + 4 * lane, kVDim - 4)]) = O[column / 128];
     }
   }
-  __syncthreads();
-  float m = m_w[0], l = 0.0f;
+  if (kRowWarps > 1) {
+    __syncthreads();
+  } else {
+    SyncWarp();
+  }
+  float m = m_w[first_warp], l = 0.0f;
 #pragma unroll
-  for (int w = 1; w < kMergeWarps; ++w) m = fmaxf(m, m_w[w]);
+  for (int w = 1; w < kRowWarps; ++w) m = fmaxf(m, m_w[first_warp + w]);
 #pragma unroll
-  for (int w = 0; w < kMergeWarps; ++w) l += l_w[w] * Alpha(to_log2, m_w[w], m);
-  if (const int column = 2 * threadIdx.x; column < kVDim) {
+  for (int w = 0; w < kRowWarps; ++w) l += l_w[first_warp + w] * Alpha(to_log2, m_w[first_warp + w], m);
+  const int thread = threadIdx.x - 32 * first_warp, row = at % p.q_len, head = at / p.q_len % p.q_heads;
+  const int batch = at / p.q_len / p.q_heads;
+#pragma unroll
+  for (int column = 2 * thread; column < kVDim; column += 64 * kRowWarps) {
     float a = 0.0f, b = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kMergeWarps; ++w) {
+    for (int w = first_warp; w < first_warp + kRowWarps; ++w) {
       const float alpha = Alpha(to_log2, m_w[w], m);
       a = fmaf(alpha, O_w[w][column], a), b = fmaf(alpha, O_w[w][column + 1], b);
     }
     const float shift = kMaximumApart ? m : m * to_log2;
-    const float with_sink = SumWithSink(p, at / p.q_len / p.q_heads, at / p.q_len % p.q_heads, to_log2, shift, l);
-    const float factor = l == 0.0f ? 0.0f : 1.0f / with_sink;
-    const int row = at % p.q_len, head = at / p.q_len % p.q_heads, batch = at / p.q_len / p.q_heads;
+    const float factor = l == 0.0f ? 0.0f : 1.0f / SumWithSink(p, batch, head, to_log2, shift, l);
     StorePair(Matrix(p.o, batch, head, p.q_len, p.q_heads, kVDim).At(row, column), a * factor, b * factor);
   }
-  if (threadIdx.x == 0) {
+  if (thread == 0) {
     p.l[at] = l;
     p.m[at] = isnan(l) ? l : m * ScoreScale(p);
   }

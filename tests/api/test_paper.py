@@ -32,12 +32,28 @@ def arrays(length):
     return q, k, v, np.array([length, length - 19], np.int32)
 
 
-@pytest.mark.parametrize("name, sizes", [("chunked", {"q_chunk": 16, "k_chunk": 32}), ("local", {}), ("flash", {})])
+EXACT = [("chunked", {"q_chunk": 16, "k_chunk": 32}), ("local", {}), ("flash", {}), ("xla", {})]
+
+
+@pytest.mark.parametrize("name, sizes", EXACT)
 def test_exact_ways_are_standard_attention(imported, name, sizes):
+    """With their gradients."""
+    attentions = imported("benchmarks.paper.attentions")
+    *qkv, lengths = arrays(64)
+
+    def both(attend, **sizes):
+        o, pull = jax.vjp(lambda *qkv: attend(*qkv, lengths, **sizes), *qkv)
+        return o, *pull(o)
+
+    for x, expected in zip(both(getattr(attentions, name), **sizes), both(attentions.standard), strict=True):
+        np.testing.assert_allclose(x, expected, atol=5e-5)
+
+
+def test_standard_attention_has_a_causal_mask(imported):
     attentions = imported("benchmarks.paper.attentions")
     q, k, v, lengths = arrays(64)
-    expected = attentions.standard(q, k, v, lengths)
-    np.testing.assert_allclose(getattr(attentions, name)(q, k, v, lengths, **sizes), expected, atol=2e-5)
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True, key_value_seq_lengths=lengths)
+    np.testing.assert_allclose(attentions.standard(q, k, v, lengths, causal=True), expected, atol=2e-5)
 
 
 def test_local_attention_sees_its_neighbours_alone(imported):

@@ -18,7 +18,7 @@ from jax_flash import patterns
 from . import attentions, passes
 from .results import Results, Row
 
-LOCAL = 256  # tokens: the projected length of Linformer, and the blocks of local attention
+MOST = 256  # tokens: the projected length of Linformer, and the blocks of local attention; at most an eighth of all
 WINDOW, GLOBAL = 512, 64  # tokens of Longformer
 
 
@@ -28,8 +28,18 @@ class Method(NamedTuple):
     more: Callable[[int], dict[str, Any]] = lambda length: {}  # what else the function is given, of a length
 
 
+def compressed(length: int) -> int:
+    """As the paper has it (E.6)."""
+    return min(MOST, length // 8)
+
+
 def projection(length: int) -> dict[str, Any]:
-    return {"projection": jax.random.normal(jax.random.key(2), (length, LOCAL), "bfloat16") * length**-0.5}
+    shape = (length, compressed(length))
+    return {"projection": jax.random.normal(jax.random.key(2), shape, "bfloat16") * length**-0.5}
+
+
+def local(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, key: jax.Array) -> jax.Array:
+    return attentions.local(q, k, v, lengths, key, size=compressed(q.shape[1]))
 
 
 METHODS = {
@@ -46,7 +56,7 @@ METHODS = {
         more=lambda n: {"blocks": patterns.longformer(n, n, WINDOW, global_tokens=range(min(n, GLOBAL)))},
     ),
     "linformer": Method(attentions.linformer, more=projection),
-    "local": Method(attentions.local),
+    "local": Method(local),
 }
 
 

@@ -23,6 +23,7 @@ TABLES += [f"paper {name}" for name in ("figure2", "figure3", "checkpointing", "
 
 @pytest.fixture
 def imported(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # of a GPU, processes that are started need some, too
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module

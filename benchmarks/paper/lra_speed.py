@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from .lra import TASKS
-from .models import FLOPS_FORMULA, block_mask
+from .models import FLOPS_FORMULA, Attention, block_mask
 from .results import Results, Row
 from .training import PEAK_FLOPS, Batch, attentions, compare, label
 
@@ -31,7 +31,8 @@ def run(results: Results, quick: bool) -> None:
             return made
 
         kept = {"kept_blocks": float(block_mask(config).kept)}
-        names, seconds, together = attentions("block-sparse"), 0.1 if quick else 4, 2 if quick else TOGETHER
+        names: list[Attention] = ["block-sparse"] if quick else attentions("block-sparse")
+        seconds, together = (0.1, 2) if quick else (4, TOGETHER)
         return [kept | row for row in compare(config, label, make_batch, batch, names, seconds, together)]
 
     results.begin(flops=FLOPS_FORMULA, peak_flops=PEAK_FLOPS)

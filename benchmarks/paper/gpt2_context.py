@@ -44,7 +44,7 @@ def run(results: Results, quick: bool) -> None:
         start = time.perf_counter()
         losses = list(train(trainer, batches_of(length, seed), RATE, steps=steps))
         seconds = time.perf_counter() - start
-        stretches = text.stretches(held_out, max(lengths) // length, length, validated)
+        stretches = text.stretches(held_out, tokens // length, length, validated)
         loss = trainer.mean_loss({"tokens": rows} for rows in stretches)
         return [
             {

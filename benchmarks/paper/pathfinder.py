@@ -50,7 +50,7 @@ def run(results: Results, quick: bool, side: int, checkpoint: Path) -> None:
     batch, tested = (2, 8) if quick else (TOKENS // side**2, TESTED[side])
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         images_per_second = generation_rate(pool, side, batch)
-        seconds = 3 if quick else SHARE * results.seconds_left()
+        seconds = 1 if quick else SHARE * results.seconds_left()
         losses = list(train(trainer, stream(pool, side, batch, len(stages)), RATE, seconds=seconds))
         stage: Row = {
             "side": side,

@@ -35,6 +35,8 @@ def sources(most: int | None = None) -> list[Source]:
             within = path.relative_to(root).parts
             if root not in installed and within[0] in ("site-packages", "dist-packages"):
                 continue  # of another root
+            if "jax_flash" in within[0]:
+                continue  # so that the text stays the same while this library changes
             content = path.read_bytes()
             package = within[0] if root in installed else "the standard library"
             found.setdefault(content, Source(package, content, zlib.crc32(content) % HELD_OUT == 0))

@@ -62,14 +62,12 @@ class Trainer:
         self.optimizer = optax.chain(
             optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98), optax.add_decayed_weights(0.1)
         )
-        self.graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
-        self.initial = jax.jit(lambda key: nnx.state(Transformer(config, nnx.Rngs(key))))
         self.compiled: Any = jax.jit(self._steps, donate_argnums=(0, 1))
         self.restart(seed)
 
     def restart(self, seed: int) -> None:
         """As new; what is compiled stays."""
-        self.weights = self.initial(jax.random.key(seed))
+        self.graph, self.weights = nnx.split(Transformer(self.config, nnx.Rngs(seed)))
         self.state = self.optimizer.init(self.weights)
         self.key, self.count = jax.random.key(seed, impl="rbg"), 0  # the generator that costs least on a GPU
 

@@ -207,7 +207,16 @@ def test_what_fails_is_a_reason_and_what_does_not_fit_is_halved(module, monkeypa
     assert row["batch"] == 1 and row["reason"] == "RESOURCE_EXHAUSTED"
 
 
+@pytest.fixture
+def fast_compilation():
+    """Nearly all of a quick run is compilation."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("fast_compilation")
 def test_quick_run(module, text, tmp_path):
     main = module("__main__")
     for name, *flags in (*((name,) for name in SECTIONS), ("pathfinder", "--side", "64")):

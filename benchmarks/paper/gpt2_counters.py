@@ -45,7 +45,7 @@ def run(results: Results, quick: bool) -> None:
         try:
             kernels = counted(case, quick)
         except (RuntimeError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
-            missing[named(key)] = f"{type(error).__name__}: {error}"[-500:]
+            missing[named(key)] = " ".join(f"{type(error).__name__}: {error}".split())[-500:]
             results.fields["missing"] = missing
             if FORBIDDEN in str(error):
                 raise SystemExit(f"ncu may not read the counters of this GPU: {missing}") from error

@@ -41,7 +41,9 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    found = [Case(*case) for case in itertools.product(IMPLEMENTATIONS, (False, True), (False, True))]
+    """First those of the paper's claims: with mask and dropout."""
+    features = itertools.product((True, False), (True, False), IMPLEMENTATIONS)
+    found = [Case(name, mask, dropout) for mask, dropout, name in features]
     return [case for case in found if case.implementation not in OF_JAX_NN or not case.dropout]
 
 

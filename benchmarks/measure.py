@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -94,17 +95,21 @@ def rate(flops: float, times: list[float]) -> float:
     return flops / statistics.median(times) / 1e9
 
 
-def environment(packages: list[str]) -> dict[str, object]:
+def environment(packages: list[str]) -> dict[str, Any]:
+    """The commit is what JAX_FLASH_COMMIT says, or git; where neither says one, there is none."""
     versions: dict[str, str | None] = {}
     for package in packages:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
+    commit = os.environ.get("JAX_FLASH_COMMIT") or _output(
+        ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]
+    )
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "commit": _output(["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]),
+        **({"commit": commit} if commit else {}),
         "processor": processor(),
         "cores": os.cpu_count(),
         "devices": [device.device_kind for device in jax.devices()],
@@ -122,8 +127,16 @@ def processor() -> str:
 
 
 def save(path: pathlib.Path, results: object) -> None:
+    """Whole or not at all, so that a run that is cut off leaves what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    written = path.with_name(path.name + ".part")
+    written.write_text(json.dumps(plain(results), indent=1, allow_nan=False) + "\n")
+    written.replace(path)
+
+
+def plain(results: object) -> Any:
+    """As they are read from a file. What is no number, as NaN, becomes None: JSON has neither NaN nor infinity."""
+    return json.loads(json.dumps(results), parse_constant=lambda _: None)
 
 
 def _output(command: list[str]) -> str:

@@ -611,7 +611,8 @@ def source(name: str, page: pathlib.Path) -> str:
     """By which command a file came about, when and where, with a link to it."""
     found = load(name)["environment"]
     commands = "; ".join(f"`{command}`" for command in found["command"].split("; "))
-    made = f"{commands}, commit {found['commit']}, {found['date'][:10]}"
+    commit = f"commit {found['commit']}, " if "commit" in found else ""
+    made = f"{commands}, {commit}{found['date'][:10]}"
     versions = [f"{label} {found['versions'][key]}" for key, label in NAMES.items() if found["versions"].get(key)]
     return f"{link(name, page)}: {', '.join([made, machine(found), *versions])}."
 

@@ -3,16 +3,25 @@
     python -m benchmarks.paper                      # every section: most of a day of an H200
     python -m benchmarks.paper gpt2_problem --quick # one of them, small: minutes, on a CPU too
 
-A section writes benchmarks/results/paper_SECTION.json, from which docs/paper.md has its tables
-(`python benchmarks/tables.py`) and figures (`python -m benchmarks.paper.figures`).
+A section writes benchmarks/results/paper_SECTION.json (with --quick: build/paper_quick/paper_SECTION.json) after every
+row. docs/paper.md has its tables (`python benchmarks/tables.py`) and figures (`python -m benchmarks.paper.figures`) of
+these files. The same command goes on from such a file, if GPU, versions and problem are the same.
+
+Exit status: 0, all is measured; 3, the minutes are over, and the same command measures what is left; 1, a section has
+failed or has nothing that could be measured.
 """
 
 import argparse
 import importlib
 import inspect
+import os
 import pathlib
+import subprocess
+import sys
 
 import measure
+
+from .results import OutOfTime, Results
 
 SECTIONS = (  # a module of this package each, in the paper's order
     "gpt2_problem",
@@ -31,7 +40,10 @@ SECTIONS = (  # a module of this package each, in the paper's order
     "lra_accuracy",
     "pathfinder",
 )
+PARENTS = ("gpt2_counters", "memory")  # sections whose child processes need the GPU's memory
 PACKAGES = ["jax-flash", "jax", "jaxlib", "nvidia-cudnn-cu13", "nvidia-cuda-nvrtc"]
+QUICK = measure.RESULTS.parents[1] / "build" / "paper_quick"
+OUT_OF_TIME = 3  # exit status
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -40,20 +52,51 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="small problems, few repetitions")
-    parser.add_argument("--output", type=pathlib.Path, default=measure.RESULTS, help="directory of the JSON files")
-    parser.add_argument("--minutes", type=float, default=8, help="gpt2_context, lra_accuracy, pathfinder: of training")
+    parser.add_argument("--fresh", action="store_true", help="do not go on from a file; --quick never does")
+    parser.add_argument("--output", type=pathlib.Path, help="directory of the JSON files")
+    parser.add_argument("--minutes", type=float, default=5, help="of a section, from the start of its process")
     parser.add_argument("--side", type=int, choices=(32, 64, 128, 256), default=32, help="pathfinder: of the images")
     checkpoint = pathlib.Path("pathfinder_checkpoint")
     parser.add_argument("--checkpoint", type=pathlib.Path, default=checkpoint, help="pathfinder: what it goes on from")
     args = parser.parse_args(argv)
-    for name in args.sections or SECTIONS:
-        section = importlib.import_module(f".{name}", __package__)
-        parameters = inspect.signature(section.run).parameters
-        taken = {option: value for option, value in vars(args).items() if option in parameters}
-        given = [f"--{option} {value}" for option, value in taken.items() if value != parser.get_default(option)]
-        command = " ".join(["python -m benchmarks.paper", name, *given]).replace("--quick True", "--quick")
-        environment = measure.environment(PACKAGES) | {"command": command}
-        measure.save(args.output / f"paper_{name}.json", {"environment": environment, **section.run(**taken)})
+    names = args.sections or SECTIONS
+    if len(names) == 1:
+        sys.exit(section(names[0], args, parser))
+    # A process each, so that a section has the GPU's memory and the minutes for itself.
+    options = options_of(args, parser, list(vars(args)))
+    command = [sys.executable, "-m", "benchmarks.paper", *options]
+    statuses = [subprocess.run([*command, name]).returncode for name in names]
+    sys.exit(next((x for x in statuses if x not in (0, OUT_OF_TIME)), max(statuses)))
+
+
+def section(name: str, args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Measures one, and returns the exit status."""
+    if name in PARENTS:
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    run = importlib.import_module(f".{name}", __package__).run
+    parameters = inspect.signature(run).parameters
+    taken = {option: value for option, value in vars(args).items() if option in parameters}
+    options = options_of(args, parser, [*taken, "minutes"])
+    environment = measure.environment(PACKAGES)
+    environment["command"] = " ".join(["python -m benchmarks.paper", name, *options])
+    path = (args.output or (QUICK if args.quick else measure.RESULTS)) / f"paper_{name}.json"
+    results = Results(path, environment, args.minutes, args.fresh or args.quick)
+    try:
+        run(results, **taken)
+    except OutOfTime as left:
+        print(f"{name}: {args.minutes:g} minutes are over. Left: {left}. The same command goes on.")
+        return OUT_OF_TIME
+    if not results.rows:
+        print(f"{name}: nothing could be measured. {results.fields.get('missing', '')}")
+        return 1
+    return 0
+
+
+def options_of(args: argparse.Namespace, parser: argparse.ArgumentParser, names: list[str]) -> list[str]:
+    """Of a command line: those of these names that are not as they are by default."""
+    given = {name: getattr(args, name) for name in names if name != "sections"}
+    changed = {name: value for name, value in given.items() if value != parser.get_default(name)}
+    return [x for name, value in changed.items() for x in (f"--{name}", *([] if value is True else [str(value)]))]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """The ways to compute attention that the paper compares, each in plain JAX unless it is a library's.
 
 All take query, key and value, [B, N, heads, d]; the length of each sequence before its padding, int [B], or None; and
-the key of a dropout mask with rate 0.1, or None. No function has a causal mask, since the paper's measurements have
-none. Arrays are bfloat16; sums and the softmax are float32 in registers, and what is written to memory is bfloat16.
+the key of a dropout mask with rate 0.1, or None. The paper measures without a causal mask; `standard` has one, for
+training. Arrays are bfloat16; sums and the softmax are float32 in registers, and what is written to memory is bfloat16,
+but for `xla`.
 """
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +18,15 @@ RATE = 0.1  # of dropout
 HIDDEN = -1e30  # a masked score: finite, so that a block with nothing but padding has a maximum
 
 
-def standard(q: jax.Array, k: jax.Array, v: jax.Array, lengths=None, key=None) -> jax.Array:
+def standard(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths=None, key=None, *, causal: bool = False, rate: float = RATE
+) -> jax.Array:
     """Algorithm 0: S and P are arrays in memory, and XLA fuses what is between the two products as it likes."""
     s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-    p = softmax(s, seen(jnp.arange(k.shape[1]), lengths))
-    return jnp.einsum("bhqk,bkhd->bqhd", dropped(p, key), v)
+    visible = seen(jnp.arange(k.shape[1]), lengths)
+    if causal:
+        visible = visible & jnp.tri(q.shape[1], k.shape[1], dtype=bool)
+    return jnp.einsum("bhqk,bkhd->bqhd", dropped(softmax(s, visible), key, rate), v)
 
 
 checkpointed = jax.checkpoint(standard)  # the backward computes S and P again, from the inputs
@@ -42,7 +48,7 @@ def chunked(
     def of_queries(i: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(q, i * q_chunk, q_chunk, 1)
 
-        @functools.partial(jax.checkpoint, prevent_cse=False)
+        @jax.checkpoint  # which keeps XLA from merging the two computations where the loop has a single chunk
         def summary(j: jax.Array) -> tuple[jax.Array, ...]:
             keys, values = (jax.lax.dynamic_slice_in_dim(x, j * k_chunk, k_chunk, 1) for x in (k, v))
             s = jnp.einsum("bqhd,bkhd->bhqk", rows, keys).astype("float32") * q.shape[-1] ** -0.5
@@ -61,10 +67,16 @@ def chunked(
     return o.transpose(1, 0, 3, 2, 4).reshape(q.shape)
 
 
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, lengths=None, key=None) -> jax.Array:
+def of_jax_nn(
+    implementation: Literal["xla", "cudnn"], q: jax.Array, k: jax.Array, v: jax.Array, lengths=None, key=None
+) -> jax.Array:
+    """It writes S in float32, with "xla"."""
     if key is not None:
         raise NotImplementedError("jax.nn.dot_product_attention has no dropout")
-    return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation="cudnn")
+    return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation=implementation)
+
+
+xla, cudnn = functools.partial(of_jax_nn, "xla"), functools.partial(of_jax_nn, "cudnn")
 
 
 def flash(q: jax.Array, k: jax.Array, v: jax.Array, lengths=None, key=None, blocks=None) -> jax.Array:
@@ -117,10 +129,31 @@ def seen(positions: jax.Array, lengths: jax.Array | None) -> jax.Array:
 
 
 def softmax(s: jax.Array, seen: jax.Array) -> jax.Array:
-    return jax.nn.softmax(jnp.where(seen, s.astype("float32"), HIDDEN)).astype(s.dtype)
+    return plain_softmax(jnp.where(seen, s, HIDDEN))
 
 
-def dropped(p: jax.Array, key: jax.Array | None) -> jax.Array:
-    if key is None:
+@jax.custom_vjp
+def plain_softmax(s: jax.Array) -> jax.Array:
+    """Float32 in registers. The backward has P as it was written; of `jax.nn.softmax` it would have it in float32."""
+    return jax.nn.softmax(s.astype("float32")).astype(s.dtype)
+
+
+def softmax_forward(s: jax.Array) -> tuple[jax.Array, jax.Array]:
+    p = plain_softmax(s)
+    return p, p
+
+
+def softmax_backward(p: jax.Array, dp: jax.Array) -> tuple[jax.Array]:
+    p32, dp32 = p.astype("float32"), dp.astype("float32")
+    return ((p32 * (dp32 - (p32 * dp32).sum(-1, keepdims=True))).astype(p.dtype),)
+
+
+plain_softmax.defvjp(softmax_forward, softmax_backward)
+
+
+def dropped(p: jax.Array, key: jax.Array | None, rate: float = RATE) -> jax.Array:
+    """A byte of randomness for each entry, a quarter of what `jax.random.bernoulli` draws; the rate is in 1/256."""
+    threshold = round(256 * rate)
+    if key is None or not threshold:
         return p
-    return jnp.where(jax.random.bernoulli(key, 1 - RATE, p.shape), p / (1 - RATE), 0)
+    return jnp.where(jax.random.bits(key, p.shape, "uint8") < threshold, 0, p * (256 / (256 - threshold)))

@@ -1,40 +1,35 @@
 """BERT-large as it is trained for MLPerf: rows of 512 tokens with padding, of which 76 are masked; steps a second."""
 
 import dataclasses
-from typing import Any
 
-import jax
 import numpy as np
 
 from . import text
 from .models import FLOPS_FORMULA, Config
+from .results import Results, Row
 from .training import PEAK_FLOPS, Batch, attentions, compare, masked_tokens
 
-LARGE = Config(24, 1024, 16, 4096, (512,), 30592)  # of 30522 tokens, padded to a multiple of 128
-TINY = Config(1, 64, 1, 128, (128,), 512)
 MASK = 103  # the token that stands in place of a masked one, as in BERT's vocabulary
 MASKED = 0.15  # of a row of full length; shorter ones have as many
+LARGE = Config(24, 1024, 16, 4096, (512,), 30592, projected=MASKED)  # of 30522 tokens, padded to a multiple of 128
+TINY = Config(1, 64, 1, 128, (128,), 512, projected=MASKED)
 SHORTEST = 0.25  # of a row, as a share of the longest
 
 
-def run(quick: bool) -> dict[str, Any]:
-    rows = []
+def run(results: Results, quick: bool) -> None:
     training = text.tokens(text.sources(200 if quick else None), held_out=False)
-    for dropout in (0.1,) if quick else (0.1, 0.0):
+
+    def rows_of(dropout: float) -> list[Row]:
         config = dataclasses.replace(TINY if quick else LARGE, dropout=dropout)
 
-        def make_batch(count: int, config: Config = config) -> Batch:
+        def make_batch(count: int) -> Batch:
             return masked_batch(training, count, config.length)
 
-        rows += compare(config, masked_tokens, make_batch, 2 if quick else 32, attentions(), 0.1 if quick else 6)
-        jax.clear_caches()
-    return {
-        "flops": FLOPS_FORMULA + "; padding counts as tokens",
-        "peak_flops": PEAK_FLOPS,
-        "shortest_row": SHORTEST,
-        "masked": MASKED,
-        "rows": rows,
-    }
+        return compare(config, masked_tokens, make_batch, 2 if quick else 32, attentions(), 0.1 if quick else 6)
+
+    formula = FLOPS_FORMULA + "; padding counts as tokens"
+    results.begin(flops=formula, peak_flops=PEAK_FLOPS, shortest_row=SHORTEST, masked=MASKED)
+    results.measure([{"dropout": dropout} for dropout in ((0.1,) if quick else (0.1, 0.0))], rows_of)
 
 
 def masked_batch(training: np.ndarray, count: int, length: int) -> Batch:

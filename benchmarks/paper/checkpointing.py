@@ -4,17 +4,17 @@ Standard attention that keeps P for the backward, the same under `jax.checkpoint
 Staats's chunks, checkpointed too, and this library. The problem is that of `figure3`.
 """
 
-from typing import Any
-
 from . import attentions
 from .figure3 import METHODS, Method, compare
+from .results import Results
 
 
-def run(quick: bool) -> dict[str, Any]:
+def run(results: Results, quick: bool) -> None:
     methods = {
         "standard": METHODS["standard"],
         "checkpointed": Method(attentions.checkpointed),
         "chunked": METHODS["chunked"],
         "jax_flash": METHODS["jax_flash"],
     }
-    return compare(methods, (128,) if quick else (1024, 2048, 4096, 8192), *((1, 2) if quick else (16, 8)))
+    lengths = (128,) if quick else (1024, 2048, 4096, 8192)
+    compare(results, methods, lengths, *((1, 2) if quick else (16, 8)))

@@ -2,21 +2,23 @@
 
 B = 16, 8 heads of d = 64, bfloat16. Memory is what XLA plans for the compiled program: arguments, results and
 temporaries (`memory` compares that with what the allocator counts). A method that has run out of memory is not tried at
-longer sequences. cuDNN is without dropout, which `jax.nn` does not hand on to it.
+longer sequences. The two of `jax.nn` are without dropout, which it does not have; `without_dropout` is jax_flash for a
+comparison with them. Sequences below 1024 are repeated within a program (see `passes.repeated`).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import measure
-from rich.progress import track
+from paper_tables import out_of_memory
 
 from jax_flash import patterns
 
 from . import attentions, passes
+from .results import Results, Row
 
-LOCAL = 256  # tokens: the projected length of Linformer, and the blocks of local attention
+MOST = 256  # tokens: the projected length of Linformer, and the blocks of local attention; at most an eighth of all
 WINDOW, GLOBAL = 512, 64  # tokens of Longformer
 
 
@@ -26,15 +28,27 @@ class Method(NamedTuple):
     more: Callable[[int], dict[str, Any]] = lambda length: {}  # what else the function is given, of a length
 
 
+def compressed(length: int) -> int:
+    """As the paper has it (E.6)."""
+    return min(MOST, length // 8)
+
+
 def projection(length: int) -> dict[str, Any]:
-    return {"projection": jax.random.normal(jax.random.key(2), (length, LOCAL), "bfloat16") * length**-0.5}
+    shape = (length, compressed(length))
+    return {"projection": jax.random.normal(jax.random.key(2), shape, "bfloat16") * length**-0.5}
+
+
+def local(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, key: jax.Array) -> jax.Array:
+    return attentions.local(q, k, v, lengths, key, size=compressed(q.shape[1]))
 
 
 METHODS = {
     "standard": Method(attentions.standard),
+    "xla": Method(attentions.xla, dropout=False),
     "chunked": Method(attentions.chunked),
     "cudnn": Method(attentions.cudnn, dropout=False),
     "jax_flash": Method(attentions.flash),
+    "without_dropout": Method(attentions.flash, dropout=False),
     "butterfly": Method(attentions.flash, more=lambda n: {"blocks": patterns.butterfly(n, n)}),
     "bigbird": Method(attentions.flash, more=lambda n: {"blocks": patterns.bigbird(n, n)}),
     "longformer": Method(
@@ -42,41 +56,38 @@ METHODS = {
         more=lambda n: {"blocks": patterns.longformer(n, n, WINDOW, global_tokens=range(min(n, GLOBAL)))},
     ),
     "linformer": Method(attentions.linformer, more=projection),
-    "local": Method(attentions.local),
+    "local": Method(local),
 }
 
 
-def run(quick: bool) -> dict[str, Any]:
+def run(results: Results, quick: bool) -> None:
     lengths = [128] if quick else [2**i for i in range(7, 17)]
-    return compare(METHODS, lengths, *((1, 2) if quick else (16, 8)))
+    compare(results, METHODS, lengths, *((1, 2) if quick else (16, 8)))
 
 
-def compare(methods: dict[str, Method], lengths: Sequence[int], batch: int, heads: int, dim: int = 64) -> Any:
+def compare(
+    results: Results, methods: dict[str, Method], lengths: Sequence[int], batch: int, heads: int, dim: int = 64
+) -> None:
     """Rows of milliseconds and bytes, None where a method fails, with the reason."""
-    rows: list[dict[str, Any]] = []
-    failed: dict[str, str] = {}
-    for length in track(lengths, "Measuring lengths"):
-        programs: dict[str, passes.Program] = {}
+
+    def rows_of(length: int) -> list[Row]:
         given = passes.operands((batch, length, heads, dim), True, True)
-        for name, method in methods.items():
-            if name in failed:
-                continue
+        shorter = [row for row in results.rows if row["length"] < length and out_of_memory(row)]
+        failed = {row["method"]: row["failure"] for row in shorter}
+
+        def maker(method: Method) -> passes.Program:
             shared = given if method.dropout else given._replace(key=None)
-            try:
-                programs[name] = passes.program(method.attend, passes.BOTH, shared, **method.more(length))
-                measure.finish(programs[name].call())
-            except (ValueError, NotImplementedError, RuntimeError) as error:
-                failed[name] = passes.reason(error)
-        running = {name: program.call for name, program in programs.items() if name not in failed}
-        times = passes.milliseconds(running)
+            return passes.program(method.attend, passes.BOTH, shared, **method.more(length))
+
+        tried = {name: functools.partial(maker, method) for name, method in methods.items() if name not in failed}
+        found = passes.measured(tried)
+        rows = []
         for name in methods:
-            rows.append(
-                {
-                    "length": length,
-                    "method": name,
-                    "milliseconds": times.get(name),
-                    "bytes": programs[name].bytes if name in programs else None,
-                    "failure": failed.get(name),
-                }
-            )
-    return {"rows": rows, "shape": [batch, heads, dim]}
+            program, milliseconds, failure = found.get(name, (None, None, failed.get(name)))
+            size = None if program is None else program.bytes
+            rows.append({"method": name, "milliseconds": milliseconds, "bytes": size, "failure": failure})
+        jax.clear_caches()
+        return rows
+
+    results.begin(shape=[batch, heads, dim], methods=list(methods))
+    results.measure([{"length": length} for length in lengths], rows_of)

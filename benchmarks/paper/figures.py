@@ -31,16 +31,17 @@ def main(argv: list[str] | None = None) -> None:
 def figure2(results: dict[str, Any]) -> Any:
     """Middle: bytes and time against the key block. Right: time against the blocks that are kept."""
     figure, (middle, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    blocks = [row["block"] for row in results["rows"]]
-    middle.plot(blocks, [row["bytes"] / 1e9 for row in results["rows"]], "o-", color="C0")
+    of_blocks = [row for row in paper_tables.part_of(results, "blocks") if row["failure"] is None]
+    blocks = [row["block"] for row in of_blocks]
+    middle.plot(blocks, [row["bytes"] / 1e9 for row in of_blocks], "o-", color="C0")
     middle.set(xlabel="key block", xticks=blocks, title="Size of the blocks, forward", ylim=(0, None))
     middle.set_ylabel("GB that Algorithm 1 moves", color="C0")
     time = middle.twinx()
-    time.plot(blocks, [row["milliseconds"] for row in results["rows"]], "s--", color="C1")
+    time.plot(blocks, [row["milliseconds"] for row in of_blocks], "s--", color="C1")
     time.set_ylabel("milliseconds in plain JAX", color="C1")
     time.set_ylim(0, None)
 
-    rows = [row for row in results["sparsity"] if row["pass"] == paper_tables.BOTH]
+    rows = [row for row in paper_tables.part_of(results, "sparsity") if row["pass"] == paper_tables.BOTH]
     kept = [1.0, *(row["kept"] for row in rows)]
     right.plot([100 * x for x in kept], [rows[0]["dense_milliseconds"], *(row["milliseconds"] for row in rows)], "o-")
     right.set(xlabel="% of blocks kept", ylabel="milliseconds", ylim=(0, None))
@@ -61,8 +62,9 @@ def figure3(results: dict[str, Any]) -> Any:
             style: dict[str, Any] = {"color": f"C{i}", "linewidth": 2.5 if method == paper_tables.FLASH else 1.2}
             places = zip(*((row["length"], row[field] / scale) for row in ran), strict=True)
             axis.plot(*places, "o-", ms=3, label=paper_tables.NAMES[method], **style)
-            if len(ran) < len(rows) and paper_tables.out_of_memory(rows[len(ran)]):
-                axis.plot(rows[len(ran)]["length"], ran[-1][field] / scale, "x", color=f"C{i}", ms=9, mew=2)
+            first = next((row for row in rows if paper_tables.out_of_memory(row)), None)
+            if first is not None:
+                axis.plot(first["length"], ran[-1][field] / scale, "x", color=f"C{i}", ms=9, mew=2)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set(xlabel="sequence length", ylabel=unit)

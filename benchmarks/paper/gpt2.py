@@ -1,12 +1,11 @@
 """GPT-2, small and medium, and the speed of training it (tables 2 and 4 of the paper)."""
 
 import dataclasses
-from typing import Any
 
-import jax
 import numpy as np
 
 from .models import FLOPS_FORMULA, Config
+from .results import Results, Row
 from .training import PEAK_FLOPS, Batch, attentions, compare, next_token
 
 VOCABULARY = 50304  # GPT-2's 50257, padded to a multiple of 128
@@ -18,18 +17,22 @@ CONFIGS = {
 TOKENS = 16384  # of a batch
 
 
-def speeds(name: str, dropouts: tuple[float, ...], quick: bool) -> dict[str, Any]:
+DROPOUTS = (0.1, 0.0)  # cuDNN has none of the attention matrix, so that without any all compute the same
+
+
+def speeds(results: Results, name: str, quick: bool) -> None:
     """Of random tokens, since a step takes as long whatever they are."""
     random = np.random.default_rng(0)
-    rows = []
-    for length in (64,) if quick else (1024, 2048, 4096):
-        for dropout in dropouts[:1] if quick else dropouts:
-            config = dataclasses.replace(CONFIGS["tiny" if quick else name], grid=(length,), dropout=dropout)
 
-            def make_batch(count: int, config: Config = config) -> Batch:
-                return {"tokens": random.integers(config.vocabulary, size=(count, config.length + 1), dtype=np.int32)}
+    def rows_of(length: int, dropout: float) -> list[Row]:
+        config = dataclasses.replace(CONFIGS["tiny" if quick else name], grid=(length,), dropout=dropout)
 
-            batch = 2 if quick else TOKENS // length
-            rows += compare(config, next_token, make_batch, batch, attentions(), 0.1 if quick else 4)
-            jax.clear_caches()
-    return {"model": name, "flops": FLOPS_FORMULA, "peak_flops": PEAK_FLOPS, "rows": rows}
+        def make_batch(count: int) -> Batch:
+            return {"tokens": random.integers(config.vocabulary, size=(count, config.length + 1), dtype=np.int32)}
+
+        batch = 2 if quick else TOKENS // length
+        return compare(config, next_token, make_batch, batch, attentions(), 0.1 if quick else 4)
+
+    results.begin(model=name, flops=FLOPS_FORMULA, peak_flops=PEAK_FLOPS)
+    lengths, dropouts = ((64,), DROPOUTS[:1]) if quick else ((1024, 2048, 4096), DROPOUTS)
+    results.measure([{"length": length, "dropout": dropout} for length in lengths for dropout in dropouts], rows_of)

@@ -1,71 +1,84 @@
 """GPT-2 small with 4096 bytes of context beside 1024: perplexity on held-out text after the same number of bytes."""
 
 import dataclasses
+import functools
+import itertools
+import math
 import statistics
-from typing import Any
+import time
+from collections.abc import Iterator
 
-import numpy as np
+import scipy.stats
 
 from . import text
 from .gpt2 import CONFIGS
-from .training import Trainer, next_token, seconds_a_step, train
+from .results import Results, Row
+from .training import Batch, Trainer, next_token, stacked, train
 
 RATE = 6e-4
 SEEDS = (0, 1, 2)
 TOKENS = 32768  # of a batch
+STEPS = 1500
+CONFIDENCE = 0.95
 
 
-def run(quick: bool, minutes: float) -> dict[str, Any]:
-    lengths, tokens, validated = ((64, 256), 512, 4096) if quick else ((1024, 4096), TOKENS, 2**22)
-    seeds, seconds = (SEEDS[:2], 4) if quick else (SEEDS, 60 * minutes)
+def run(results: Results, quick: bool) -> None:
+    lengths, tokens, steps, validated = ((64, 256), 512, 3, 1024) if quick else ((1024, 4096), TOKENS, STEPS, 2**22)
+    seeds = SEEDS[:2] if quick else SEEDS
     files = text.sources(200 if quick else None)
     training, held_out = text.tokens(files, False), text.tokens(files, True)
-    trainers = {length: make_trainer(length, quick) for length in lengths}
-    times = {}
-    for length, trainer in trainers.items():
-        batch = {"tokens": next(text.windows(training, tokens // length, length + 1, seed=0))}
-        trainer.compile(batch)
-        times[length] = seconds_a_step(trainer, batch, seconds / 100)
-    # As many steps as the time suffices for, a tenth of which is for what is not training.
-    steps = max(2, int(0.9 * seconds / (len(seeds) * sum(times.values()))))
 
-    rows: list[dict[str, Any]] = []
-    for seed in seeds:
-        for length, trainer in trainers.items():
-            trainer.restart(seed)
-            batches = ({"tokens": rows} for rows in text.windows(training, tokens // length, length + 1, seed))
-            losses = list(train(trainer, batches, RATE, steps=steps))
-            stretches = text.stretches(held_out, max(lengths) // length, length, validated)
-            held_out_loss = trainer.mean_loss({"tokens": rows} for rows in stretches)
-            rows.append(
-                {
-                    "length": length,
-                    "seed": seed,
-                    "training": losses[:: max(1, steps // 200)],
-                    "held_out": held_out_loss,
-                    "perplexity": float(np.exp(held_out_loss)),
-                }
-            )
-    by_length = {length: [row["perplexity"] for row in rows if row["length"] == length] for length in lengths}
+    @functools.cache
+    def compiled(length: int) -> Trainer:
+        config = dataclasses.replace(CONFIGS["tiny" if quick else "small"], grid=(length,), vocabulary=text.VOCABULARY)
+        trainer = Trainer(config, next_token)
+        trainer.compile(stacked(itertools.islice(batches_of(length, 0), 1)))
+        return trainer
+
+    def batches_of(length: int, seed: int) -> Iterator[Batch]:
+        return ({"tokens": rows} for rows in text.windows(training, tokens // length, length + 1, seed))
+
+    def rows_of(length: int, seed: int) -> list[Row]:
+        trainer = compiled(length)
+        trainer.restart(seed)
+        start = time.perf_counter()
+        losses = list(train(trainer, batches_of(length, seed), RATE, steps=steps))
+        seconds = time.perf_counter() - start
+        stretches = text.stretches(held_out, tokens // length, length, validated)
+        loss = trainer.mean_loss({"tokens": rows} for rows in stretches)
+        return [
+            {
+                "seconds_a_step": seconds / steps,
+                "training": losses[:: max(1, steps // 200)],
+                "held_out": loss,
+                "perplexity": math.exp(loss),
+            }
+        ]
+
+    results.begin(
+        vocabulary=f"{text.VOCABULARY} bytes",
+        training_bytes=len(training),
+        held_out_bytes=min(validated, len(held_out)),
+        steps=steps,
+        batch_tokens=tokens,
+        bytes_seen=steps * tokens,
+    )
+    results.measure([{"seed": seed, "length": length} for seed in seeds for length in lengths], rows_of)
+    found = {(row["length"], row["seed"]): row["perplexity"] for row in results.rows}
+    by_length = {length: [found[length, seed] for seed in seeds] for length in lengths}
     differences = [long - short for short, long in zip(*by_length.values(), strict=True)]
-    return {
-        "vocabulary": f"{text.VOCABULARY} bytes",
-        "training_bytes": len(training),
-        "bytes_seen": steps * tokens,
-        "batch_tokens": tokens,
-        "steps": steps,
-        "seconds_a_step": times,
-        "rows": rows,
-        "perplexity": {length: mean_and_spread(values) for length, values in by_length.items()},
-        "difference": mean_and_spread(differences),
-    }
-
-
-def make_trainer(length: int, quick: bool) -> Trainer:
-    config = CONFIGS["tiny" if quick else "small"]
-    return Trainer(dataclasses.replace(config, grid=(length,), vocabulary=text.VOCABULARY), next_token)
+    results.save(
+        perplexity={length: mean_and_spread(values) for length, values in by_length.items()},
+        difference=mean_and_spread(differences) | {"interval": interval(differences), "confidence": CONFIDENCE},
+    )
 
 
 def mean_and_spread(values: list[float]) -> dict[str, float]:
     """The spread is the standard deviation of the sample."""
     return {"mean": statistics.mean(values), "spread": statistics.stdev(values)}
+
+
+def interval(differences: list[float]) -> list[float]:
+    """Student's, of the mean of paired differences."""
+    found = scipy.stats.ttest_1samp(differences, 0).confidence_interval(CONFIDENCE)
+    return [float(found.low), float(found.high)]

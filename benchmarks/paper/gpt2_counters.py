@@ -6,18 +6,20 @@ clock that the GPU happens to have, without others in turn: `gpt2_problem` has t
 """
 
 import csv
+import math
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from typing import Any
 
 import jax
-from rich.progress import track
 
 from . import gpt2_problem
+from .results import Results, Row, named
 
 METRICS = {
     "bytes_read": "dram__bytes_read.sum",
@@ -25,26 +27,32 @@ METRICS = {
     "instructions": "smsp__inst_executed.sum",
     "nanoseconds": "gpu__time_duration.sum",
 }
+TIMEOUT = 150  # seconds, of a case
+FORBIDDEN = "ERR_NVGPUCTRPERM"  # what ncu says if the driver lets the counters be read by others alone
 ROOT = pathlib.Path(__file__).parents[2]
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="  # kernels one by one, so that each is counted
 
 
-def run(quick: bool) -> dict[str, Any]:
-    if jax.default_backend() != "gpu":
-        return {"rows": [], "missing": {"all": "no NVIDIA GPU"}}
-    if shutil.which("ncu") is None:
-        return {"rows": [], "missing": {"all": "no ncu"}}
-    rows, missing = [], {}
-    for case in track(gpt2_problem.cases(), "Counting"):
+def run(results: Results, quick: bool) -> None:
+    results.begin(shape=list(gpt2_problem.shape(quick)))
+    if jax.default_backend() != "gpu" or shutil.which("ncu") is None:
+        results.fields["missing"] = {"all": "it takes an NVIDIA GPU and ncu"}
+        return
+    missing: dict[str, str] = {}
+
+    def rows_of(**key: Any) -> list[Row]:
+        case = gpt2_problem.Case(**key)
         try:
             kernels = counted(case, quick)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            missing[" ".join(map(str, case))] = str(error)[-500:]
-            continue
-        rows.append(
-            case._asdict() | {name: sum(kernel[name] for kernel in kernels) for name in METRICS} | {"kernels": kernels}
-        )
-    return {"rows": rows, "missing": missing}
+        except (RuntimeError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
+            missing[named(key)] = " ".join(f"{type(error).__name__}: {error}".split())[-500:]
+            results.fields["missing"] = missing
+            if FORBIDDEN in str(error):
+                raise SystemExit(f"ncu may not read the counters of this GPU: {missing}") from error
+            return []
+        return [{name: sum(kernel[name] for kernel in kernels) for name in METRICS} | {"kernels": kernels}]
+
+    results.measure([case._asdict() for case in gpt2_problem.cases()], rows_of)
 
 
 def counted(case: gpt2_problem.Case, quick: bool) -> list[dict[str, Any]]:
@@ -56,19 +64,47 @@ def counted(case: gpt2_problem.Case, quick: bool) -> list[dict[str, Any]]:
         command += ["--clock-control", "none", "--log-file", str(log), "--metrics", ",".join(METRICS.values())]
         command += [sys.executable, "-m", "benchmarks.paper.counted", str(number), *["--quick"] * quick]
         environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {NO_GRAPHS}"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+        said = finished(command, environment)
         text = log.read_text() if log.exists() else ""
     kernels = parsed(text)
-    if done.returncode or not kernels:
-        raise RuntimeError(f"ncu: {text} {done.stderr}")
+    if not kernels:
+        raise RuntimeError(f"ncu has counted no kernel: {text} {said}")
     return kernels
+
+
+def finished(command: list[str], environment: dict[str, str]) -> str:
+    """What it says. It has a session of its own, so that at the end of its time what it has started ends with it."""
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as child:
+        try:
+            said, _ = child.communicate(timeout=TIMEOUT)
+        except BaseException:
+            os.killpg(child.pid, signal.SIGKILL)
+            raise
+    if child.returncode:
+        raise RuntimeError(f"ncu has ended with {child.returncode}: {said}")
+    return said
 
 
 def parsed(text: str) -> list[dict[str, Any]]:
     """Of ncu's CSV: after its messages a line of names, one of units, and one for each kernel."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     return [
-        {"name": row["Kernel Name"][:80]} | {name: float(row[of].replace(",", "")) for name, of in METRICS.items()}
+        {"name": row["Kernel Name"][:80]} | {name: count(row[of]) for name, of in METRICS.items()}
         for row in csv.DictReader(lines)
         if row["ID"]  # a line of units has none
     ]
+
+
+def count(text: str) -> float:
+    number = float(text.replace(",", ""))
+    if not math.isfinite(number):
+        raise ValueError(f"a counter is {text}")
+    return number

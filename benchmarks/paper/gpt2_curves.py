@@ -6,37 +6,54 @@ attention and cuDNN's tells.
 
 import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 
 from . import text
 from .gpt2 import CONFIGS, TOKENS
-from .models import FLOPS_FORMULA
-from .training import Trainer, attentions, next_token, train
+from .models import FLOPS_FORMULA, Attention
+from .results import Results, Row
+from .training import Trainer, attempted, attentions, next_token, train
 
 RATE = 6e-4
 EVERY = 50  # steps from one validation to the next
 
 
-def run(quick: bool) -> dict[str, Any]:
-    length, batch, steps, validated = (64, 2, 12, 2048) if quick else (1024, TOKENS // 1024, 1000, 2**19)
+def run(results: Results, quick: bool) -> None:
+    length, batch, steps, every, validated = (
+        (64, 2, 10, 5, 1024) if quick else (1024, TOKENS // 1024, 1000, EVERY, 2**19)
+    )
     files = text.sources(200 if quick else None)
     training, held_out = text.tokens(files, False), text.tokens(files, True)
     config = dataclasses.replace(
         CONFIGS["tiny" if quick else "small"], grid=(length,), vocabulary=text.VOCABULARY, dropout=0.0
     )
-    curves: dict[str, dict[str, list[float]]] = {}
-    for name in attentions():
-        trainer = Trainer(dataclasses.replace(config, attention=name), next_token)
+
+    def curve(attention: Attention) -> Row:
+        trainer = Trainer(dataclasses.replace(config, attention=attention), next_token)
         batches = ({"tokens": rows} for rows in text.windows(training, batch, length + 1, seed=0))
-        curve = curves[name] = {"training": [], "held_out": []}
+        losses, validations = [], []
         for step, loss in enumerate(train(trainer, batches, RATE, steps=steps), 1):
-            curve["training"].append(loss)
-            if step % (5 if quick else EVERY) == 0:
+            losses.append(loss)
+            if step % every == 0:
                 rows = ({"tokens": rows} for rows in text.stretches(held_out, batch, length, validated))
-                curve["held_out"].append(trainer.mean_loss(rows))
-        parameters = trainer.parameters
+                validations.append(trainer.mean_loss(rows))
+        return {"parameters": trainer.parameters, "training": losses, "held_out": validations}
+
+    results.begin(
+        vocabulary=f"{text.VOCABULARY} bytes",
+        training_bytes=len(training),
+        held_out_bytes=len(held_out),
+        length=length,
+        batch=batch,
+        steps=steps,
+        every=every,
+        flops=FLOPS_FORMULA,
+    )
+    results.measure(
+        [{"attention": name} for name in attentions()], lambda attention: [attempted(lambda: curve(attention))]
+    )
+    curves = {row["attention"]: row for row in results.rows if "reason" not in row}
     gaps = {
         f"{a} and {b}": {
             part: float(np.abs(np.subtract(curves[a][part], curves[b][part])).max())
@@ -44,15 +61,4 @@ def run(quick: bool) -> dict[str, Any]:
         }
         for a, b in itertools.combinations(curves, 2)
     }
-    return {
-        "parameters": parameters,
-        "vocabulary": f"{text.VOCABULARY} bytes",
-        "training_bytes": len(training),
-        "held_out_bytes": len(held_out),
-        "length": length,
-        "batch": batch,
-        "every": 5 if quick else EVERY,
-        "flops": FLOPS_FORMULA,
-        "curves": curves,
-        "largest_gap": gaps,
-    }
+    results.save(largest_gap=gaps)

@@ -7,14 +7,14 @@ not be divided. FLOPs are XLA's count of the operator's program before it is opt
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import measure
-from rich.progress import track
 
 from . import attentions, passes
+from .results import Results, Row
 
 CONTRACTION, NORMALISATION, ELEMENTWISE = "tensor contraction", "statistical normalisation", "element-wise"
 
@@ -31,7 +31,6 @@ def operators(batch: int, length: int, heads: int, dim: int) -> dict[str, Operat
     width = heads * dim
     x, hidden = (batch, length, width), (batch, length, 4 * width)
     per_head, matrix = (batch, heads, length, dim), (batch, heads, length, length)
-    causal = jnp.tril(jnp.ones((length, length), bool))
 
     def product(x: jax.Array, y: jax.Array, _: jax.Array) -> jax.Array:
         return x @ y
@@ -41,7 +40,7 @@ def operators(batch: int, length: int, heads: int, dim: int) -> dict[str, Operat
         return (y * scale + bias).astype(x.dtype)
 
     def masked(s: jax.Array, _: jax.Array) -> jax.Array:
-        return jnp.where(causal, s * dim**-0.5, attentions.HIDDEN)
+        return jnp.where(jnp.tri(length, dtype=bool), s * dim**-0.5, attentions.HIDDEN)
 
     def add(x: jax.Array, y: jax.Array, _: jax.Array) -> jax.Array:
         return x + y
@@ -53,7 +52,7 @@ def operators(batch: int, length: int, heads: int, dim: int) -> dict[str, Operat
         "output projection": Operator(CONTRACTION, product, (x, (width, width))),
         "MLP, up": Operator(CONTRACTION, product, (x, (width, 4 * width))),
         "MLP, down": Operator(CONTRACTION, product, (hidden, (4 * width, width))),
-        "softmax": Operator(NORMALISATION, lambda s, _: attentions.softmax(s, jnp.bool_(True)), (matrix,)),
+        "softmax": Operator(NORMALISATION, lambda s, _: attentions.plain_softmax(s), (matrix,)),
         "layer norm": Operator(NORMALISATION, layer_norm, (x, (width,), (width,)), 2),
         "scale and mask of S": Operator(ELEMENTWISE, masked, (matrix,)),
         "dropout of P": Operator(ELEMENTWISE, attentions.dropped, (matrix,)),
@@ -66,23 +65,29 @@ def operators(batch: int, length: int, heads: int, dim: int) -> dict[str, Operat
     }
 
 
-def run(quick: bool) -> dict[str, Any]:
-    shape = (2, 64, 2, 16) if quick else (16, 1024, 16, 64)
-    rows = []
-    for name, operator in track(operators(*shape).items(), "Timing operators"):
-        call, flops = forward_and_backward(operator)
+def run(results: Results, quick: bool) -> None:
+    shape = (2, 64, 2, 16) if quick else (64, 1024, 16, 64)
+    given = operators(*shape)
+
+    def rows_of(operator: str) -> list[Row]:
+        chosen = given[operator]
+        call, flops = forward_and_backward(chosen)
         measure.finish(call())
-        milliseconds = passes.milliseconds({name: call})[name]
-        rows.append(
+        failures: dict[str, str] = {}
+        seconds = passes.timed({operator: call}, failures)
+        if failures:
+            raise RuntimeError(f"{operator}: {failures[operator]}")
+        return [
             {
-                "operator": name,
-                "class": operator.kind,
-                "times": operator.times,
-                "flops": operator.times * flops,
-                "milliseconds": operator.times * milliseconds,
+                "class": chosen.kind,
+                "times": chosen.times,
+                "flops": chosen.times * flops,
+                "milliseconds": 1e3 * chosen.times * seconds[operator],
             }
-        )
-    return {"rows": rows, "shape": list(shape)}
+        ]
+
+    results.begin(shape=list(shape))
+    results.measure([{"operator": name} for name in given], rows_of)
 
 
 def forward_and_backward(operator: Operator) -> tuple[measure.Call, float]:
@@ -94,7 +99,7 @@ def forward_and_backward(operator: Operator) -> tuple[measure.Call, float]:
 
     def both(do: jax.Array, mask_key: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         o, pull = jax.vjp(lambda *x: operator.function(*x, mask_key), *arrays)
-        return o, *pull(do)
+        return o, *(gradient for gradient in pull(do) if gradient is not do)  # which would be copied
 
     given = (do, mask_key, *arrays)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)

@@ -4,17 +4,25 @@ Milliseconds, and FLOPs and bytes as the algorithms' formulas and as XLA count t
 the hardware counts. Each of padding mask and dropout is there and not, so that one sees what it costs.
 """
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import measure
-from rich.progress import track
+import jax
 
 from jax_flash import io_model
 
 from . import attentions, passes
+from .results import Results, Row
 
-IMPLEMENTATIONS = {"standard": attentions.standard, "cudnn": attentions.cudnn, "jax_flash": attentions.flash}
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "standard": attentions.standard,
+    "xla": attentions.xla,
+    "cudnn": attentions.cudnn,
+    "jax_flash": attentions.flash,
+}
+OF_JAX_NN = ("xla", "cudnn")  # which have no dropout there
 KEY_BLOCK = 256  # of the counting model: about what fits into the fast memory of a multiprocessor
 
 
@@ -33,36 +41,34 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """All; without dropout for cuDNN, which `jax.nn` does not hand it on to."""
-    found = [Case(*case) for case in itertools.product(IMPLEMENTATIONS, (False, True), (False, True))]
-    return [case for case in found if case.implementation != "cudnn" or not case.dropout]
+    """First those of the paper's claims: with mask and dropout."""
+    features = itertools.product((True, False), (True, False), IMPLEMENTATIONS)
+    found = [Case(name, mask, dropout) for mask, dropout, name in features]
+    return [case for case in found if case.implementation not in OF_JAX_NN or not case.dropout]
 
 
-def run(quick: bool) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = []
-    missing: dict[str, str] = {}
-    for pass_ in (passes.FORWARD, passes.BOTH):
-        programs: dict[Case, passes.Program] = {}
-        for case in track(cases(), f"Compiling {pass_}"):
-            try:
-                program = case.program(pass_, quick)
-                measure.finish(program.call())
-                programs[case] = program
-            except (ValueError, NotImplementedError, RuntimeError) as error:
-                missing[case.implementation] = passes.reason(error)
-        times = passes.milliseconds({case: program.call for case, program in programs.items()})
-        for case, program in programs.items():
-            row = case._asdict() | {"pass": pass_, "milliseconds": times[case], "memory": program.bytes}
-            if case.implementation == "standard":  # of the others XLA sees custom calls
-                row |= {"xla_flops": program.cost.get("flops"), "xla_bytes": program.cost.get("bytes accessed")}
-            rows.append(row)
+def run(results: Results, quick: bool) -> None:
     batch, length, heads, dim = shape(quick)
-    return {
-        "rows": rows,
-        "missing": missing,
-        "model": {name: model(name, batch * heads, length, dim) for name in MODELS},
-        "shape": [batch, length, heads, dim],
-    }
+    results.begin(
+        shape=[batch, length, heads, dim],
+        model={name: model(name, batch * heads, length, dim) for name in MODELS},
+    )
+
+    def rows_of(**key: Any) -> list[Row]:
+        makers = {case: functools.partial(case.program, key["pass"], quick) for case in cases()}
+        return [row(case, found) for case, found in passes.measured(makers).items()]
+
+    results.measure([{"pass": pass_} for pass_ in (passes.FORWARD, passes.BOTH)], rows_of)
+
+
+def row(case: Case, found: passes.Measured) -> Row:
+    made: Row = case._asdict() | {"milliseconds": found.milliseconds, "failure": found.failure}
+    if found.program is not None:
+        made["memory"] = found.program.bytes
+        if case.implementation in ("standard", "xla"):  # of the others XLA sees custom calls
+            cost = found.program.cost
+            made |= {"xla_flops": cost.get("flops"), "xla_bytes": cost.get("bytes accessed")}
+    return made
 
 
 MODELS: dict[str, tuple[io_model.Algorithm, io_model.Algorithm]] = {  # forward and backward

@@ -5,7 +5,7 @@ from .models import Config
 
 
 def small(length: int, vocabulary: int, classes: int, documents: int = 1) -> Config:
-    return Config(2, 64, 2, 128, (length,), vocabulary, classes=classes, documents=documents)
+    return Config(2, 64, 2, 128, (length,), vocabulary, classes=classes, documents=documents, projected=0.0)
 
 
 TASKS = {  # with the rows of a batch

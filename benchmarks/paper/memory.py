@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import measure
-from rich.progress import track
 
 from . import attentions, passes
+from .results import Results, Row
 
 HEADS, DIM = 16, 64
 METHODS: dict[str, Callable[..., jax.Array]] = {
@@ -25,21 +25,23 @@ METHODS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-def run(quick: bool) -> dict[str, Any]:
+def run(results: Results, quick: bool) -> None:
     lengths = [128] if quick else [2**i for i in range(10, 19)]
-    rows: list[dict[str, Any]] = []
-    for name in track(METHODS, "Measuring memory"):
+
+    def rows_of(method: str) -> list[Row]:
         spawn = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
-            rows += pool.submit(rows_of, name, lengths).result()
-    return {"rows": rows, "shape": [1, HEADS, DIM]}
+            return pool.submit(until_failure, method, lengths).result()
+
+    results.begin(shape=[1, HEADS, DIM], lengths=lengths)
+    results.measure([{"method": name} for name in METHODS], rows_of)
 
 
-def rows_of(name: str, lengths: list[int]) -> list[dict[str, Any]]:
+def until_failure(method: str, lengths: list[int]) -> list[Row]:
     """Of ever longer sequences, until one does not fit."""
-    rows = []
+    rows: list[Row] = []
     for length in lengths:
-        rows.append({"method": name, "length": length, **measured(name, length)})
+        rows.append({"length": length, **measured(method, length)})
         if rows[-1]["failure"] is not None:
             break
     return rows
@@ -52,7 +54,7 @@ def measured(name: str, length: int) -> dict[str, Any]:
         program = passes.program(METHODS[name], passes.BOTH, passes.operands((1, length, HEADS, DIM), True, True))
         planned = program.temporaries
         return {"planned": planned, "allocated": allocated(program.call), "failure": None}
-    except RuntimeError as error:
+    except passes.FAILURES as error:
         return {"planned": planned, "allocated": None, "failure": passes.reason(error)}
 
 

@@ -11,6 +11,8 @@ from flax import nnx
 import jax_flash
 from jax_flash import BlockMask, patterns
 
+from .attentions import dropped, standard
+
 Attention = Literal["standard", "cudnn", "flash", "block-sparse"]
 
 
@@ -25,6 +27,7 @@ class Config:
     causal: bool = False
     classes: int = 0  # of a whole sequence; 0: there is no such head
     documents: int = 1  # that are classified together
+    projected: float = 1.0  # share of the tokens whose features go through the vocabulary
     dropout: float = 0.1
     attention: Attention = "flash"
     window: int = 0  # what is kept on each side of the diagonal, beside the butterfly, if block-sparse
@@ -34,11 +37,18 @@ class Config:
         return math.prod(self.grid)
 
     def flops_per_token(self, parameters: int) -> float:
-        """Of a training step, as is usual: 6 a parameter, 12 · layers · width · N for attention, causal or not."""
-        return 6 * parameters + 12 * self.layers * self.width * self.length
+        """Of a training step, as is usual: 6 a parameter, 12 · layers · width · N for attention, causal or not.
+
+        The vocabulary counts for the tokens that are projected to it, since looking up the others takes no product.
+        """
+        unused = (1 - self.projected) * self.vocabulary * self.width
+        return 6 * (parameters - unused) + 12 * self.layers * self.width * self.length
 
 
-FLOPS_FORMULA = "6 · parameters + 12 · layers · width · N a token; all parameters, causal attention counted in full"
+FLOPS_FORMULA = (
+    "6 · parameters + 12 · layers · width · N a token; causal attention counted in full, "
+    "the vocabulary for the tokens that are projected to it"
+)
 
 
 class Transformer(nnx.Module):
@@ -52,7 +62,9 @@ class Transformer(nnx.Module):
         normal = nnx.initializers.normal(0.02)
         self.embed = nnx.Embed(config.vocabulary, config.width, embedding_init=normal, dtype=jnp.bfloat16, rngs=rngs)
         self.positions = nnx.List([nnx.Param(normal(rngs.params(), (n, config.width))) for n in config.grid])
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        # The layers' weights are stacked, so that a layer is compiled once, however many there are.
+        stacked = nnx.vmap(lambda rngs: Block(config, rngs), in_axes=(0,), out_axes=0)
+        self.blocks = nnx.split_rngs(splits=config.layers)(stacked)(rngs)
         self.norm = nnx.LayerNorm(config.width, dtype=jnp.bfloat16, rngs=rngs)
         if config.classes:
             self.head = nnx.Linear(config.documents * config.width, config.classes, rngs=rngs)
@@ -63,11 +75,9 @@ class Transformer(nnx.Module):
         for axis, table in enumerate(self.positions):
             place = place + jnp.expand_dims(table[...], tuple(range(1, len(self.config.grid) - axis)))
         x = self.embed(tokens) + place.reshape(self.config.length, -1).astype(jnp.bfloat16)
-        keys = [None] * (self.config.layers + 1) if key is None else list(jax.random.split(key, self.config.layers + 1))
-        x = dropout(x, self.config.dropout, keys.pop())
-        for block, key in zip(self.blocks, keys, strict=True):
-            x = block(x, lengths, key)
-        return self.norm(x)
+        first, keys = (None, None) if key is None else split(key, self.config.layers)
+        layers = nnx.scan(Block.__call__, in_axes=(0, nnx.Carry, None, 0), out_axes=nnx.Carry)
+        return self.norm(layers(self.blocks, dropped(x, first, self.config.dropout), lengths, keys))
 
     def logits(self, features: jax.Array) -> jax.Array:
         """Float32 [..., vocabulary]: of a token."""
@@ -100,8 +110,8 @@ class Block(nnx.Module):
         parts = jnp.split(self.qkv(self.attention_norm(x)), 3, axis=-1)
         q, k, v = (part.reshape(*x.shape[:2], self.config.heads, -1) for part in parts)
         attended = attend(self.config, q, k, v, lengths, keys[0]).reshape(x.shape)
-        x = x + dropout(self.out(attended), self.config.dropout, keys[1])
-        return x + dropout(self.down(jax.nn.gelu(self.up(self.mlp_norm(x)))), self.config.dropout, keys[2])
+        x = x + dropped(self.out(attended), keys[1], self.config.dropout)
+        return x + dropped(self.down(jax.nn.gelu(self.up(self.mlp_norm(x)))), keys[2], self.config.dropout)
 
 
 def attend(
@@ -115,8 +125,7 @@ def attend(
     """What the variants of a model differ in. All drop entries of the attention matrix, except for cuDNN's, where
     `jax.nn.dot_product_attention` has no dropout."""
     if config.attention == "standard":
-        rate = config.dropout
-        return standard_attention(query, key, value, lengths, causal=config.causal, rate=rate, dropout_key=dropout_key)
+        return standard(query, key, value, lengths, dropout_key, causal=config.causal, rate=config.dropout)
     if config.attention == "cudnn":
         return jax.nn.dot_product_attention(
             query,
@@ -132,6 +141,7 @@ def attend(
         key,
         value,
         is_causal=config.causal,
+        query_seq_lengths=lengths,
         key_value_seq_lengths=lengths,
         block_mask=block_mask(config) if config.attention == "block-sparse" else None,
         dropout_rate=0.0 if dropout_key is None else config.dropout,
@@ -146,35 +156,12 @@ def block_mask(config: Config) -> BlockMask:
     return mask
 
 
-def standard_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    lengths: jax.Array | None,
-    *,
-    causal: bool,
-    rate: float,
-    dropout_key: jax.Array | None,
-) -> jax.Array:
-    """The arithmetic of `jax.nn.dot_product_attention(..., implementation="xla")`, and dropout of the weights."""
-    scores = jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32) / math.sqrt(query.shape[-1])
-    if causal:
-        scores = jnp.where(jnp.tri(query.shape[1], dtype=bool), scores, -1e9)
-    if lengths is not None:
-        scores = jnp.where(visible(key.shape[1], lengths)[:, None, None], scores, -1e9)
-    weights = dropout(jax.nn.softmax(scores).astype(value.dtype), rate, dropout_key)
-    return jnp.einsum("bnts,bsnd->btnd", weights, value)
+def split(key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """A key, and so many others."""
+    keys = jax.random.split(key, count + 1)
+    return keys[0], keys[1:]
 
 
 def visible(length: int, lengths: jax.Array) -> jax.Array:
     """Bool [B, T]: what is no padding."""
     return jnp.arange(length) < lengths[:, None]
-
-
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """A byte of randomness for each entry, which costs a quarter of what `nnx.Dropout` costs; a rate in 1/256."""
-    dropped = round(rate * 256)
-    if key is None or not dropped:
-        return x
-    kept = jax.random.bits(key, x.shape, "uint8") >= dropped
-    return jnp.where(kept, x * (256 / (256 - dropped)), 0)

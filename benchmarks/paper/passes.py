@@ -1,6 +1,7 @@
 """A pass of attention: its operands, its program with the memory that it takes, and its time."""
 
 import functools
+import gc
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ from measure import Call
 
 PADDING = 20  # tokens at most: as the paper's own benchmark has it, so that hardly any work is on padding
 LONG = 2.0  # seconds of samples, after which a call is not timed again
+SHORT, REPEATS = 1024, 20  # sequences that are shorter are computed so many times in a program that is timed
+FAILURES = (ValueError, NotImplementedError, RuntimeError)  # of what cannot run here
 FORWARD, BOTH = "forward", "forward + backward"
 
 
@@ -38,7 +41,8 @@ def operands(shape: tuple[int, int, int, int], mask: bool, dropout: bool) -> Ope
 
 class Program(NamedTuple):
     call: Call
-    bytes: int  # of arguments, results and temporaries
+    repeats: int  # passes of a call
+    bytes: int  # of arguments, results and temporaries of a pass
     temporaries: int  # bytes of them alone
     cost: dict[str, float]  # as XLA counts it: "flops", "bytes accessed"; of custom calls it knows nothing
 
@@ -46,19 +50,47 @@ class Program(NamedTuple):
 def program(attend: Callable[..., jax.Array], pass_: str, given: Operands, **more: Any) -> Program:
     """A pass, compiled. `more`: what else the function is given by name."""
 
-    def forward(given: Operands, more: dict[str, Any]) -> jax.Array:
-        return attend(given.q, given.k, given.v, given.lengths, given.key, **more)
+    def forward(given: Operands, more: dict[str, Any]) -> tuple[jax.Array, ...]:
+        return (attend(given.q, given.k, given.v, given.lengths, given.key, **more),)
 
     def both(given: Operands, more: dict[str, Any]) -> tuple[jax.Array, ...]:
         o, pull = jax.vjp(lambda q, k, v: attend(q, k, v, given.lengths, given.key, **more), *given[:3])
         return o, *pull(given.do)
 
-    function: Callable[..., object] = forward if pass_ == FORWARD else both
+    function = forward if pass_ == FORWARD else both
     more = jax.device_put(more)
     compiled: Any = jax.jit(function).lower(given, more).compile()
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    planned, temporaries = planned_bytes(compiled), compiled.memory_analysis().temp_size_in_bytes
     cost = dict(compiled.cost_analysis() or {})
-    return Program(functools.partial(compiled, given, more), planned_bytes(compiled), temporaries, cost)
+    repeats = REPEATS if given.q.shape[1] < SHORT else 1
+    if repeats > 1:
+        compiled = jax.jit(functools.partial(repeated, function, repeats)).lower(given, more).compile()
+    return Program(functools.partial(compiled, given, more), repeats, planned, temporaries, cost)
+
+
+def repeated(
+    function: Callable[..., tuple[jax.Array, ...]], repeats: int, given: Operands, more: dict[str, Any]
+) -> tuple[jax.Array, ...]:
+    """The results of the last of so many passes, one after the other in one program.
+
+    Passes of short sequences take less time than Python does to start one. An entry of Q, K and V comes from the pass
+    before, and the dropout mask is another, so that XLA can take nothing out of the loop.
+    """
+
+    def step(i: jax.Array, carry: tuple[Operands, tuple[jax.Array, ...]]) -> tuple[Operands, tuple[jax.Array, ...]]:
+        before, (o, *_) = carry
+        q, k, v = (x.at[0, 0, 0, 0].set(o[0, 0, 0, 0]) for x in before[:3])
+        changed = before._replace(q=q, k=k, v=v)
+        return changed, function(changed._replace(key=numbered(given.key, i)), more)
+
+    return jax.lax.fori_loop(1, repeats, step, (given, function(given, more)))[1]
+
+
+def numbered(key: jax.Array | None, i: jax.Array) -> jax.Array | None:
+    """Another key for each number, for one addition, which is less than `jax.random.fold_in` takes."""
+    if key is None:
+        return None
+    return jax.random.wrap_key_data(jax.random.key_data(key) + i.astype("uint32"), impl=jax.random.key_impl(key))
 
 
 def planned_bytes(compiled: Any) -> int:
@@ -73,12 +105,42 @@ def reason(error: Exception) -> str:
     return (str(error) or repr(error)).splitlines()[0][:200]
 
 
-def milliseconds(calls: Mapping[Any, Call]) -> dict[Any, float]:
-    """Medians of samples that are taken in turn; a call of many seconds has a single one. All calls have run before."""
-    once = {name: measure.sample(call, 1) for name, call in calls.items()}
-    times: dict[Any, list[float]] = {name: [] for name in calls}
+class Measured(NamedTuple):
+    program: Program | None
+    milliseconds: float | None  # of a pass
+    failure: str | None  # why there is no time
+
+
+def measured(makers: Mapping[Any, Callable[[], Program]]) -> dict[Any, Measured]:
+    """Makes the programs and times them in turn. One that fails does not keep the others from being measured."""
+    programs: dict[Any, Program] = {}
+    failures: dict[Any, str] = {}
+    for name, make in makers.items():
+        try:
+            programs[name] = make()
+            measure.finish(programs[name].call())
+        except FAILURES as error:
+            failures[name] = reason(error)
+        gc.collect()  # what a failure has left, which would be in the way of the next
+    seconds = timed({name: program.call for name, program in programs.items() if name not in failures}, failures)
+    times = {name: 1e3 * x / programs[name].repeats for name, x in seconds.items()}
+    return {name: Measured(programs.get(name), times.get(name), failures.get(name)) for name in makers}
+
+
+def timed(calls: Mapping[Any, Call], failures: dict[Any, str]) -> dict[Any, float]:
+    """Seconds: medians of samples that are taken in turn; a call of many seconds has a single one.
+
+    All calls have run before. Those that fail are left out, and `failures` gets the reason.
+    """
+    once: dict[Any, float] = {}
+    samples: dict[Any, list[float]] = {name: [] for name in calls}
     for turn in range(measure.SAMPLES):
         for name, call in calls.items():
-            if turn * once[name] < LONG:
-                times[name].append(measure.sample(call, measure.calls_of_a_sample(once[name])))
-    return {name: 1e3 * statistics.median(x) for name, x in times.items()}
+            try:
+                if turn == 0:
+                    once[name] = measure.sample(call, 1)
+                if name not in failures and turn * once[name] < LONG:
+                    samples[name].append(measure.sample(call, measure.calls_of_a_sample(once[name])))
+            except FAILURES as error:
+                failures[name] = reason(error)
+    return {name: statistics.median(x) for name, x in samples.items() if name not in failures}

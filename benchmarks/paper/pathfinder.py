@@ -1,6 +1,6 @@
 """Path-X (128 x 128 pixels, 16K tokens) and Path-256 (64K): a transformer learns to follow dashed curves.
 
-    python -m benchmarks.paper pathfinder --side 32 --minutes 9 --checkpoint path    # then 64, 128, 256, from there
+    python -m benchmarks.paper pathfinder --side 32 --minutes 5 --checkpoint path    # then 64, 128, 256, from there
 
 It learns on small images first. For larger ones its positions are interpolated. The checkpoint is a directory with the
 weights and with what was reached at each stage; a stage goes on from it. Its optimiser begins anew, as its learning
@@ -20,10 +20,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import measure
 import numpy as np
 
 from . import pathfinder_images
 from .models import Config, block_mask
+from .results import Results, Row
 from .training import Batch, Trainer, label, train
 
 RATE = 5e-4
@@ -33,42 +35,55 @@ TESTED = {32: 10_000, 64: 10_000, 128: 2048, 256: 2048}  # images
 CONFIDENCE = 0.99
 ROWS = 16  # of pixels above and below that the block-sparse attention sees in full
 EASIEST = 3  # dashes of a curve
+TRAINING, TEST, TIMING = range(3)  # the first part of a seed
+PROCESSES = max(1, (os.cpu_count() or 1) - 2)  # that make images; the others are for what feeds the device
+SHARE = 0.8  # of the minutes is training; the rest is for compilation and for the test
 
 
-def run(quick: bool, side: int, minutes: float, checkpoint: Path) -> dict[str, Any]:
+def run(results: Results, quick: bool, side: int, checkpoint: Path) -> None:
     config = make_config(side, quick)
     trainer = Trainer(config, label)
     weights, log = checkpoint / "weights.npz", checkpoint / "stages.json"
-    stages = json.loads(log.read_text()) if log.exists() else []
+    stages: list[Row] = json.loads(log.read_text()) if log.exists() else []
     if stages:
         trainer.weights = interpolated(weights, trainer.weights)
     batch, tested = (2, 8) if quick else (TOKENS // side**2, TESTED[side])
-    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+    with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         images_per_second = generation_rate(pool, side, batch)
-        losses = list(
-            train(trainer, stream(pool, side, batch, 1 + len(stages)), RATE, seconds=3 if quick else 60 * minutes)
-        )
-        tests = [pool.submit(make_batch, side, batch, [0, i], False) for i in range(-(-tested // batch))]
-        accuracy = trainer.accuracy((test.result() for test in tests), CONFIDENCE)
-    stage = {
-        "side": side,
-        "length": config.length,
-        "attention": config.attention,
-        "kept_blocks": float(block_mask(config).kept) if config.attention == "block-sparse" else 1.0,
-        "parameters": trainer.parameters,
-        "minutes": minutes,
-        "batch": batch,
-        "steps": len(losses),
-        "images_seen": batch * len(losses),
-        "images_generated_per_second": images_per_second,
-        "cores": os.cpu_count(),
-        "training": [float(x.mean()) for x in np.array_split(losses, min(200, len(losses)))],
-    }
-    stages.append(stage | accuracy)
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    np.savez(weights, *jax.tree.leaves(trainer.weights))
-    log.write_text(json.dumps(stages, indent=1))
-    return {"stages": stages}
+        seconds = 1 if quick else SHARE * results.seconds_left()
+        losses = list(train(trainer, stream(pool, side, batch, len(stages)), RATE, seconds=seconds))
+        stage: Row = {
+            "side": side,
+            "length": config.length,
+            "attention": config.attention,
+            "kept_blocks": float(block_mask(config).kept) if config.attention == "block-sparse" else 1.0,
+            "parameters": trainer.parameters,
+            "seconds": seconds,
+            "batch": batch,
+            "steps": len(losses),
+            "images_seen": batch * len(losses),
+            "images_generated_per_second": images_per_second,
+            "processes": PROCESSES,
+            "training": [float(x.mean()) for x in np.array_split(losses, min(200, len(losses)))],
+        }
+        stages.append(stage)
+        save(trainer, weights)
+        measure.save(log, stages)
+        # What was learned is kept, even if the test does not come to its end.
+        tests = [pool.submit(make_batch, side, batch, [TEST, side, i], False) for i in range(-(-tested // batch))]
+        stage |= trainer.accuracy((test.result() for test in tests), CONFIDENCE)
+    measure.save(log, stages)
+    results.begin()
+    results.rows = stages
+    results.save()
+
+
+def save(trainer: Trainer, path: Path) -> None:
+    """Whole or not at all, so that a run that is cut off leaves the weights that were there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name("part.npz")
+    np.savez(written, *jax.tree.leaves(trainer.weights))
+    os.replace(written, path)
 
 
 def make_config(side: int, quick: bool) -> Config:
@@ -107,13 +122,12 @@ def make_batch(side: int, count: int, seed: list[int], varied: bool) -> Batch:
 
 def stream(pool: concurrent.futures.Executor, side: int, batch: int, stage: int) -> Iterator[Batch]:
     """Made ahead of time, in the same order whatever the number of processes. A stage has images of its own."""
-    numbers = itertools.count()
-    ahead = 2 * (os.cpu_count() or 1)
-    waiting = deque(pool.submit(make_batch, side, batch, [stage, next(numbers)], True) for _ in range(ahead))
+    seeds = ([TRAINING, stage, number] for number in itertools.count())
+    waiting = deque(pool.submit(make_batch, side, batch, next(seeds), True) for _ in range(2 * PROCESSES))
     try:
         while True:
             yield waiting.popleft().result()
-            waiting.append(pool.submit(make_batch, side, batch, [stage, next(numbers)], True))
+            waiting.append(pool.submit(make_batch, side, batch, next(seeds), True))
     finally:
         for future in waiting:
             future.cancel()
@@ -121,9 +135,11 @@ def stream(pool: concurrent.futures.Executor, side: int, batch: int, stage: int)
 
 def generation_rate(pool: concurrent.futures.Executor, side: int, batch: int) -> float:
     """Images a second of all processes together."""
-    cores = os.cpu_count() or 1
-    list(pool.map(make_batch, [side] * cores, [1] * cores, [[0, 0]] * cores, [False] * cores))  # starts them
+
+    def made(jobs: int, count: int) -> None:
+        list(pool.map(make_batch, *zip(*((side, count, [TIMING, count, i], False) for i in range(jobs)), strict=True)))
+
+    made(PROCESSES, 1)  # starts them
     start = time.perf_counter()
-    jobs = 2 * cores
-    list(pool.map(make_batch, [side] * jobs, [batch] * jobs, [[2, i] for i in range(jobs)], [False] * jobs))
-    return jobs * batch / (time.perf_counter() - start)
+    made(2 * PROCESSES, batch)
+    return 2 * PROCESSES * batch / (time.perf_counter() - start)

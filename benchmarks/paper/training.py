@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import time
@@ -16,7 +17,8 @@ import scipy.stats
 from flax import nnx
 
 from .models import Attention, Config, Transformer
-from .passes import planned_bytes
+from .passes import planned_bytes, reason
+from .results import Row
 
 Batch = dict[str, np.ndarray]
 Loss = Callable[[Transformer, Any, jax.Array | None], jax.Array]
@@ -60,7 +62,7 @@ class Trainer:
         self.optimizer = optax.chain(
             optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98), optax.add_decayed_weights(0.1)
         )
-        self.compiled: Any = jax.jit(self._step, donate_argnums=(0, 1))
+        self.compiled: Any = jax.jit(self._steps, donate_argnums=(0, 1))
         self.restart(seed)
 
     def restart(self, seed: int) -> None:
@@ -69,24 +71,35 @@ class Trainer:
         self.state = self.optimizer.init(self.weights)
         self.key, self.count = jax.random.key(seed, impl="rbg"), 0  # the generator that costs least on a GPU
 
-    def _step(self, weights: Any, state: Any, batch: Any, rate: jax.Array, key: jax.Array) -> Any:
-        def loss_of(weights: Any) -> jax.Array:
-            return self.loss(nnx.merge(self.graph, weights), batch, key)
+    def _steps(self, weights: Any, state: Any, batches: Any, rates: jax.Array, key: jax.Array, first: jax.Array) -> Any:
+        def step(weights_and_state: Any, given: Any) -> Any:
+            weights, state = weights_and_state
+            batch, rate, number = given
 
-        loss, gradients = jax.value_and_grad(loss_of)(weights)
-        updates, state = self.optimizer.update(gradients, state, weights)
-        return jax.tree.map(lambda x, update: x - rate * update, weights, updates), state, loss
+            def loss_of(weights: Any) -> jax.Array:
+                return self.loss(nnx.merge(self.graph, weights), batch, jax.random.fold_in(key, number))
 
-    def step(self, batch: Batch, rate: float) -> jax.Array:
-        key = jax.random.fold_in(self.key, self.count)
-        self.weights, self.state, loss = self.compiled(self.weights, self.state, batch, np.float32(rate), key)
-        self.count += 1
-        return loss
+            loss, gradients = jax.value_and_grad(loss_of)(weights)
+            updates, state = self.optimizer.update(gradients, state, weights)
+            return (jax.tree.map(lambda x, update: x - rate * update, weights, updates), state), loss
 
-    def compile(self, batch: Batch) -> int:
-        """The bytes that a step takes: weights, optimiser, batch, and what XLA plans for all that lies between."""
-        arguments = (self.weights, self.state, batch, np.float32(0), self.key)
-        self.compiled = self.compiled.lower(*arguments).compile()
+        given = batches, rates, first + jnp.arange(len(rates))
+        (weights, state), losses = jax.lax.scan(step, (weights, state), given)
+        return weights, state, losses
+
+    def _arguments(self, batches: Batch, rates: np.ndarray) -> tuple[Any, ...]:
+        return self.weights, self.state, batches, rates.astype(np.float32), self.key, np.int32(self.count)
+
+    def steps(self, batches: Batch, rates: np.ndarray) -> jax.Array:
+        """The losses of as many steps as there are rates, in one program. The batches of all of them are stacked."""
+        self.weights, self.state, losses = self.compiled(*self._arguments(batches, rates))
+        self.count += len(rates)
+        return losses
+
+    def compile(self, batches: Batch) -> int:
+        """The bytes that a program takes: weights, optimiser, batches, and what XLA plans for all that lies between."""
+        rates = np.zeros(len(next(iter(batches.values()))))
+        self.compiled = self.compiled.lower(*self._arguments(batches, rates)).compile()
         return planned_bytes(self.compiled)
 
     @property
@@ -119,25 +132,50 @@ class Trainer:
 
 
 def train(
-    trainer: Trainer, batches: Iterator[Batch], rate: float, *, steps: float = math.inf, seconds: float = math.inf
+    trainer: Trainer,
+    batches: Iterator[Batch],
+    rate: float,
+    *,
+    steps: float = math.inf,
+    seconds: float = math.inf,
+    together: int = 1,
 ) -> Iterator[float]:
     """The loss of each step, for so many steps or seconds. The learning rate warms up, and falls to 0 along a cosine.
 
-    The seconds count from the second step on, since the first compiles.
+    So many steps are taken together, in one program. The seconds count from the second program on, since the first has
+    to be compiled.
     """
     start = time.perf_counter()
     waiting: list[jax.Array] = []
-    for step in itertools.count():
-        if step == 1:
+    for first in itertools.count(0, together):
+        if first == together:
             start = time.perf_counter()
-        done = max(step / steps, (time.perf_counter() - start) / seconds if step else 0)
-        if done >= 1:
+        elapsed = (time.perf_counter() - start) / seconds if first else 0.0
+        numbers = first + np.arange(together)
+        done = np.maximum(numbers / steps, elapsed)
+        if done[0] >= 1:
             break
-        factor = min(1, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * done)) / 2
-        waiting.append(trainer.step(next(batches), rate * factor))
-        if len(waiting) > 2 or step == 0:  # the device always has a step to go on with, and not many
-            yield float(waiting.pop(0))
-    yield from map(float, waiting)
+        factors = np.minimum(1, (numbers + 1) / WARM_UP) * (1 + np.cos(np.pi * np.minimum(done, 1))) / 2
+        waiting.append(trainer.steps(stacked(itertools.islice(batches, together)), rate * factors))
+        if len(waiting) > 2 or not first:  # the device always has something to go on with, and not much
+            yield from np.asarray(waiting.pop(0)).tolist()
+    for losses in waiting:
+        yield from np.asarray(losses).tolist()
+
+
+def stacked(batches: Iterable[Batch]) -> Batch:
+    found = list(batches)
+    return {name: np.stack([batch[name] for batch in found]) for name in found[0]}
+
+
+def attempted(make_row: Callable[[], Row]) -> Row:
+    """The row, or the reason why there is none: what fails with one attention does not end a section."""
+    try:
+        row = make_row()
+    except Exception as error:
+        row = {"reason": reason(error)}
+    gc.collect()  # what has failed may leave arrays behind
+    return row
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -150,28 +188,44 @@ def attentions(*others: Attention) -> list[Attention]:
 
 
 def compare(
-    config: Config, loss: Loss, make_batch: Callable[[int], Batch], batch: int, names: list[Attention], seconds: float
-) -> list[dict[str, Any]]:
-    """A training step with each attention, timed in turn. A batch that does not fit into memory is halved until it
-    does; without `bytes` not even a batch of one does."""
-    rows: list[dict[str, Any]] = [
-        {"attention": name, "length": config.length, "dropout": config.dropout, "batch": batch} for name in names
+    config: Config,
+    loss: Loss,
+    make_batch: Callable[[int], Batch],
+    batch: int,
+    names: list[Attention],
+    seconds: float,
+    together: int = 1,
+) -> list[Row]:
+    """A training step with each attention, timed in turn, so many steps in one program. A batch that does not fit into
+    memory is halved until it does. What cannot be measured has a reason."""
+    rows: list[Row] = [
+        {
+            "attention": name,
+            "length": config.length,
+            "dropout": config.dropout,
+            "attention_dropout": 0.0 if name == "cudnn" else config.dropout,
+            "batch": batch,
+        }
+        for name in names
     ]
-    trainers: dict[str, tuple[Trainer, Batch]] = {}
+    trainers: dict[str, tuple[Trainer, Any]] = {}
     for row in reversed(rows):  # standard attention last, beside the weights of all others, as it is when it is timed
-        name = row["attention"]
-        variant = dataclasses.replace(config, attention=name)
-        while row["batch"] and "bytes" not in row:
-            found = fitting(variant, loss, make_batch(row["batch"]))
-            if found is None:
-                row["batch"] //= 2
-            else:
-                trainer, row["bytes"] = found
-                trainers[name] = trainer, make_batch(row["batch"])
+        variant = dataclasses.replace(config, attention=row["attention"])
+        while row["batch"] and "bytes" not in row and not row.get("reason"):
+            batches = jax.device_put(stacked([make_batch(row["batch"])] * together))
+            try:
+                trainer, row["bytes"] = ready(variant, loss, batches)
+                trainers[row["attention"]] = trainer, batches
+            except Exception as error:
+                if "RESOURCE_EXHAUSTED" in str(error) and row["batch"] > 1:
+                    row["batch"] //= 2
+                else:
+                    row["reason"] = reason(error)
+            gc.collect()  # what has failed may leave arrays behind
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for _ in range(ROUNDS):
-        for name, (trainer, data) in trainers.items():
-            times[name].append(seconds_a_step(trainer, data, seconds / ROUNDS))
+        for name, (trainer, batches) in trainers.items():
+            times[name].append(seconds_a_step(trainer, batches, seconds / ROUNDS))
     for row in rows:
         if row["attention"] in trainers:
             trainer, _ = trainers[row["attention"]]
@@ -179,31 +233,32 @@ def compare(
     return rows
 
 
-def fitting(config: Config, loss: Loss, batch: Batch) -> tuple[Trainer, int] | None:
-    """A trainer that has taken two steps, and its bytes; None if memory does not suffice."""
+def ready(config: Config, loss: Loss, batches: Any) -> tuple[Trainer, int]:
+    """A trainer that has taken steps, and its bytes."""
     trainer = Trainer(config, loss)
-    try:
-        size = trainer.compile(batch)
-        for _ in range(2):
-            jax.block_until_ready(trainer.step(batch, 1e-4))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return None
+    size = trainer.compile(batches)
+    for _ in range(2):
+        jax.block_until_ready(trainer.steps(batches, rates_of(batches)))
     return trainer, size
 
 
-def seconds_a_step(trainer: Trainer, batch: Batch, seconds: float) -> float:
-    """Of steps that are enqueued one after the other, three or more, for about so many seconds."""
+def rates_of(batches: Any) -> np.ndarray:
+    """Of steps whose time alone counts."""
+    return np.full(len(next(iter(batches.values()))), 1e-4)
 
-    def steps(count: int) -> float:
+
+def seconds_a_step(trainer: Trainer, batches: Any, seconds: float) -> float:
+    """Of programs that are enqueued one after the other, three or more, for about so many seconds."""
+    rates = rates_of(batches)
+
+    def a_program(count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
-            loss = trainer.step(batch, 1e-4)
-        jax.block_until_ready(loss)
+            losses = trainer.steps(batches, rates)
+        jax.block_until_ready(losses)
         return (time.perf_counter() - start) / count
 
-    return steps(max(3, math.ceil(seconds / steps(1))))
+    return a_program(max(3, math.ceil(seconds / a_program(1)))) / len(rates)
 
 
 def speed(config: Config, parameters: int, batch: int, seconds: float) -> dict[str, Any]:

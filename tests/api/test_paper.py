@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ TABLES += [f"paper {name}" for name in ("figure2", "figure3", "checkpointing", "
 
 @pytest.fixture
 def imported(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # of a GPU, processes that are started need some, too
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module
@@ -32,12 +34,28 @@ def arrays(length):
     return q, k, v, np.array([length, length - 19], np.int32)
 
 
-@pytest.mark.parametrize("name, sizes", [("chunked", {"q_chunk": 16, "k_chunk": 32}), ("local", {}), ("flash", {})])
+EXACT = [("chunked", {"q_chunk": 16, "k_chunk": 32}), ("local", {}), ("flash", {}), ("xla", {})]
+
+
+@pytest.mark.parametrize("name, sizes", EXACT)
 def test_exact_ways_are_standard_attention(imported, name, sizes):
+    """With their gradients."""
+    attentions = imported("benchmarks.paper.attentions")
+    *qkv, lengths = arrays(64)
+
+    def both(attend, **sizes):
+        o, pull = jax.vjp(lambda *qkv: attend(*qkv, lengths, **sizes), *qkv)
+        return o, *pull(o)
+
+    for x, expected in zip(both(getattr(attentions, name), **sizes), both(attentions.standard), strict=True):
+        np.testing.assert_allclose(x, expected, atol=5e-5)
+
+
+def test_standard_attention_has_a_causal_mask(imported):
     attentions = imported("benchmarks.paper.attentions")
     q, k, v, lengths = arrays(64)
-    expected = attentions.standard(q, k, v, lengths)
-    np.testing.assert_allclose(getattr(attentions, name)(q, k, v, lengths, **sizes), expected, atol=2e-5)
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True, key_value_seq_lengths=lengths)
+    np.testing.assert_allclose(attentions.standard(q, k, v, lengths, causal=True), expected, atol=2e-5)
 
 
 def test_local_attention_sees_its_neighbours_alone(imported):
@@ -94,20 +112,75 @@ def test_claims_of_figure3(imported):
         return {"method": method, "length": length, "milliseconds": milliseconds, "bytes": 2**20, "failure": failure}
 
     times = {"standard": (3, 20, None), "chunked": (9, 9, 9), "jax_flash": (1, 4, 16)}
-    times |= {"linformer": (2, 3, 5), "local": (2, 5, 20)}
+    times |= {"linformer": (2, 3, 5), "local": (2, 5, 20), "xla": (2, 24, None), "without_dropout": (1, 3, 12)}
     rows = [row(x, n, t) for x, all_times in times.items() for n, t in zip((128, 512, 4096), all_times, strict=True)]
     lines = cells.TABLES["paper figure3"]({"rows": rows}).splitlines()
     assert "| times as fast as standard attention, N = 128 to 2048 | up to 3 | 3.0 to 5.0 |" in lines
+    assert "| as the faster of the two at each length | – | 2.0 to 5.0 |" in lines
     assert "| Linformer is faster | from N = 512 to 1024 on | from N = 512 on |" in lines
     assert "| local attention is faster | from N = 512 to 1024 on | nowhere |" in lines
     assert "| memory of standard attention ÷ ours | up to 20 | 1.0 (N = 512) |" in lines
     assert "| standard attention | 3.000 | 20 | out of memory |" in lines
 
 
+def make_results(imported, path, minutes=5.0, fresh=False, **common):
+    results = imported("benchmarks.paper.results").Results(
+        path, {"devices": ["cpu"], "python": "3", "versions": {}, "date": "today"}, minutes, fresh
+    )
+    results.begin(**common)
+    return results
+
+
+def test_a_section_goes_on_from_its_file(imported, tmp_path):
+    path, called = tmp_path / "paper_x.json", []
+
+    def rows_of(length):
+        called.append(length)
+        return [{"method": method, "time": float("nan")} for method in "ab"]
+
+    make_results(imported, path, shape=(1, 2)).measure([{"length": 1}], rows_of)
+    again = make_results(imported, path, shape=(1, 2))
+    again.measure([{"length": 1}, {"length": 2}], rows_of)
+    assert called == [1, 2]
+    rows = [{"length": n, "method": method, "time": None} for n in (1, 2) for method in "ab"]
+    assert json.loads(path.read_text()) == {"environment": again.environment, "shape": [1, 2], "rows": rows}
+    assert make_results(imported, path, shape=(1, 2), fresh=True).rows == []
+    assert make_results(imported, path, shape=(1, 3)).rows == []
+    assert make_results(imported, path, shape=(1, 2)).rows == rows
+
+
+def test_a_section_stops_when_its_minutes_are_over(imported, tmp_path):
+    results = make_results(imported, tmp_path / "paper_x.json", minutes=0.0)
+    with pytest.raises(imported("benchmarks.paper.results").OutOfTime, match="length = 1, pass = forward; length = 2"):
+        results.measure([{"length": 1, "pass": "forward"}, {"length": 2, "pass": "forward"}], None)
+
+
+def test_a_failure_leaves_the_others_to_be_measured(imported):
+    passes, attentions = imported("benchmarks.paper.passes"), imported("benchmarks.paper.attentions")
+    given = passes.operands((2, 32, 2, 16), True, True)
+    found = passes.measured(
+        {name: lambda x=name: passes.program(getattr(attentions, x), passes.BOTH, given) for name in ("xla", "flash")}
+    )
+    assert found["xla"] == (None, None, "jax.nn.dot_product_attention has no dropout")
+    assert found["flash"].milliseconds > 0 and found["flash"].failure is None
+    assert found["flash"].program.repeats == passes.REPEATS
+
+
+def test_what_a_profiler_has_started_ends_with_its_time(imported, monkeypatch, tmp_path):
+    counters = imported("benchmarks.paper.gpt2_counters")
+    monkeypatch.setattr(counters, "TIMEOUT", 1)
+    written = tmp_path / "written"
+    with pytest.raises(subprocess.TimeoutExpired):
+        counters.finished(["sh", "-c", f"(sleep 2; echo > {written}) & wait"], dict(os.environ))
+    time.sleep(2)
+    assert not written.exists()
+
+
 @pytest.mark.slow
 def test_every_section_runs_small_and_becomes_its_table(imported, tmp_path):
     tables, main = imported("tables"), imported("benchmarks.paper.__main__")
-    files = [file for name in TABLES for file in tables.FILES[name]]
+    made = [name for name in TABLES if name != "paper gpt2 counters"]  # which take a GPU
+    files = [file for name in made for file in tables.FILES[name]]
     sections = [name for name in main.SECTIONS if f"paper_{name}" in files]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     for module in (["benchmarks.paper", *sections, "--quick", "--output"], ["benchmarks.paper.figures", "--results"]):
@@ -115,7 +188,7 @@ def test_every_section_runs_small_and_becomes_its_table(imported, tmp_path):
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
     results = {file: json.loads((tmp_path / f"{file}.json").read_text()) for file in files}
-    for name in TABLES:
+    for name in made:
         assert tables.TABLES[name](*(results[file] for file in tables.FILES[name])).startswith("| ")
     command = results["paper_memory"]["environment"]["command"]
     assert command == "python -m benchmarks.paper memory --quick"

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import paper_tables  # noqa: F401, which has tables of its own
+import paper.tables  # noqa: F401, which has tables of its own
 import predict_devices
 from cells import FILES, TABLES, Results, Row, Rows, number, one, shows, table
 

@@ -23,7 +23,7 @@ import measure
 
 from .results import OutOfTime, Results
 
-SECTIONS = (  # a module of this package each, in the paper's order
+SECTIONS = (  # a module of `sections` each, in the paper's order
     "gpt2_problem",
     "gpt2_counters",
     "gpt2_operators",
@@ -73,7 +73,7 @@ def section(name: str, args: argparse.Namespace, parser: argparse.ArgumentParser
     """Measures one, and returns the exit status."""
     if name in PARENTS:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    run = importlib.import_module(f".{name}", __package__).run
+    run = importlib.import_module(f".sections.{name}", __package__).run
     parameters = inspect.signature(run).parameters
     taken = {option: value for option, value in vars(args).items() if option in parameters}
     options = options_of(args, parser, [*taken, "minutes"])

@@ -10,11 +10,12 @@ from typing import Any
 
 import matplotlib
 import measure
-import paper_tables
 
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+
+from . import tables
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
 def figure2(results: dict[str, Any]) -> Any:
     """Middle: bytes and time against the key block. Right: time against the blocks that are kept."""
     figure, (middle, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    of_blocks = [row for row in paper_tables.part_of(results, "blocks") if row["failure"] is None]
+    of_blocks = [row for row in tables.part_of(results, "blocks") if row["failure"] is None]
     blocks = [row["block"] for row in of_blocks]
     middle.plot(blocks, [row["bytes"] / 1e9 for row in of_blocks], "o-", color="C0")
     middle.set(xlabel="key block", xticks=blocks, title="Size of the blocks, forward", ylim=(0, None))
@@ -41,11 +42,11 @@ def figure2(results: dict[str, Any]) -> Any:
     time.set_ylabel("milliseconds in plain JAX", color="C1")
     time.set_ylim(0, None)
 
-    rows = [row for row in paper_tables.part_of(results, "sparsity") if row["pass"] == paper_tables.BOTH]
+    rows = [row for row in tables.part_of(results, "sparsity") if row["pass"] == tables.BOTH]
     kept = [1.0, *(row["kept"] for row in rows)]
     right.plot([100 * x for x in kept], [rows[0]["dense_milliseconds"], *(row["milliseconds"] for row in rows)], "o-")
     right.set(xlabel="% of blocks kept", ylabel="milliseconds", ylim=(0, None))
-    right.set_title(f"Block-sparse, N = {rows[0]['length']}, {paper_tables.BOTH}")
+    right.set_title(f"Block-sparse, N = {rows[0]['length']}, {tables.BOTH}")
     return figure
 
 
@@ -54,22 +55,22 @@ def figure3(results: dict[str, Any]) -> Any:
     figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     fields = {"milliseconds": ("milliseconds", 1.0), "GB": ("bytes", 1e9)}
     for axis, (unit, (field, scale)) in zip(axes, fields.items(), strict=True):
-        for i, method in enumerate(paper_tables.names_in(results["rows"], "method")):
+        for i, method in enumerate(tables.names_in(results["rows"], "method")):
             rows = [row for row in results["rows"] if row["method"] == method]
             ran = [row for row in rows if row["failure"] is None]
             if not ran:
                 continue
-            style: dict[str, Any] = {"color": f"C{i}", "linewidth": 2.5 if method == paper_tables.FLASH else 1.2}
+            style: dict[str, Any] = {"color": f"C{i}", "linewidth": 2.5 if method == tables.FLASH else 1.2}
             places = zip(*((row["length"], row[field] / scale) for row in ran), strict=True)
-            axis.plot(*places, "o-", ms=3, label=paper_tables.NAMES[method], **style)
-            first = next((row for row in rows if paper_tables.out_of_memory(row)), None)
+            axis.plot(*places, "o-", ms=3, label=tables.NAMES[method], **style)
+            first = next((row for row in rows if tables.out_of_memory(row)), None)
             if first is not None:
                 axis.plot(first["length"], ran[-1][field] / scale, "x", color=f"C{i}", ms=9, mew=2)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set(xlabel="sequence length", ylabel=unit)
         axis.grid(alpha=0.3)
-    axes[0].set_title(f"{paper_tables.BOTH}; x: out of memory")
+    axes[0].set_title(f"{tables.BOTH}; x: out of memory")
     axes[1].set_title("arguments, results and temporaries")
     axes[0].legend(fontsize=8)
     return figure

@@ -100,7 +100,7 @@ def planned_bytes(compiled: Any) -> int:
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
-def reason(error: Exception) -> str:
+def failure(error: Exception) -> str:
     """Why something could not be measured, in a line."""
     return (str(error) or repr(error)).splitlines()[0][:200]
 
@@ -120,7 +120,7 @@ def measured(makers: Mapping[Any, Callable[[], Program]]) -> dict[Any, Measured]
             programs[name] = make()
             measure.finish(programs[name].call())
         except FAILURES as error:
-            failures[name] = reason(error)
+            failures[name] = failure(error)
         gc.collect()  # what a failure has left, which would be in the way of the next
     seconds = timed({name: program.call for name, program in programs.items() if name not in failures}, failures)
     times = {name: 1e3 * x / programs[name].repeats for name, x in seconds.items()}
@@ -142,5 +142,5 @@ def timed(calls: Mapping[Any, Call], failures: dict[Any, str]) -> dict[Any, floa
                 if name not in failures and turn * once[name] < LONG:
                     samples[name].append(measure.sample(call, measure.calls_of_a_sample(once[name])))
             except FAILURES as error:
-                failures[name] = reason(error)
+                failures[name] = failure(error)
     return {name: statistics.median(x) for name, x in samples.items() if name not in failures}

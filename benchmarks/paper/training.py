@@ -17,7 +17,7 @@ import scipy.stats
 from flax import nnx
 
 from .models import Attention, Config, Transformer
-from .passes import planned_bytes, reason
+from .passes import failure, planned_bytes
 from .results import Row
 
 Batch = dict[str, np.ndarray]
@@ -169,11 +169,11 @@ def stacked(batches: Iterable[Batch]) -> Batch:
 
 
 def attempted(make_row: Callable[[], Row]) -> Row:
-    """The row, or the reason why there is none: what fails with one attention does not end a section."""
+    """The row, or why there is none: what fails with one attention does not end a section."""
     try:
-        row = make_row()
+        row = make_row() | {"failure": None}
     except Exception as error:
-        row = {"reason": reason(error)}
+        row = {"failure": failure(error)}
     gc.collect()  # what has failed may leave arrays behind
     return row
 
@@ -197,7 +197,7 @@ def compare(
     together: int = 1,
 ) -> list[Row]:
     """A training step with each attention, timed in turn, so many steps in one program. A batch that does not fit into
-    memory is halved until it does. What cannot be measured has a reason."""
+    memory is halved until it does. What cannot be measured has a failure."""
     rows: list[Row] = [
         {
             "attention": name,
@@ -205,13 +205,14 @@ def compare(
             "dropout": config.dropout,
             "attention_dropout": 0.0 if name == "cudnn" else config.dropout,
             "batch": batch,
+            "failure": None,
         }
         for name in names
     ]
     trainers: dict[str, tuple[Trainer, Any]] = {}
     for row in reversed(rows):  # standard attention last, beside the weights of all others, as it is when it is timed
         variant = dataclasses.replace(config, attention=row["attention"])
-        while row["batch"] and "bytes" not in row and not row.get("reason"):
+        while row["batch"] and "bytes" not in row and row["failure"] is None:
             batches = jax.device_put(stacked([make_batch(row["batch"])] * together))
             try:
                 trainer, row["bytes"] = ready(variant, loss, batches)
@@ -220,7 +221,7 @@ def compare(
                 if "RESOURCE_EXHAUSTED" in str(error) and row["batch"] > 1:
                     row["batch"] //= 2
                 else:
-                    row["reason"] = reason(error)
+                    row["failure"] = failure(error)
             gc.collect()  # what has failed may leave arrays behind
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for _ in range(ROUNDS):

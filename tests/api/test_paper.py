@@ -82,17 +82,17 @@ def test_dropout_keeps_the_expectation(imported, name):
 
 
 def test_kernels_are_read_from_the_profiler(imported):
-    metrics = imported("benchmarks.paper.gpt2_counters").METRICS.values()
+    metrics = imported("benchmarks.paper.sections.gpt2_counters").METRICS.values()
     names = ",".join(f'"{name}"' for name in ("ID", "Kernel Name", *metrics))
     text = f'==PROF== Connected\n{names}\n"","","byte","byte","inst","ns"\n"0","a<b, c>","1,024","32","7","1500.5"\n'
-    kernels = imported("benchmarks.paper.gpt2_counters").parsed(text)
+    kernels = imported("benchmarks.paper.sections.gpt2_counters").parsed(text)
     assert kernels == [
         {"name": "a<b, c>", "bytes_read": 1024, "bytes_written": 32, "instructions": 7, "nanoseconds": 1500.5}
     ]
 
 
 def test_table_of_counters(imported):
-    cells, _ = imported("cells"), imported("paper_tables")
+    cells, _ = imported("cells"), imported("paper.tables")
     rows = [
         {"implementation": name, "mask": mask, "dropout": dropout, "bytes_written": 1e9}
         | {"bytes_read": 8e9 if name == "standard" else 1e9, "instructions": 1e9 * (1 + mask + dropout)}
@@ -105,7 +105,7 @@ def test_table_of_counters(imported):
 
 
 def test_claims_of_figure3(imported):
-    cells, _ = imported("cells"), imported("paper_tables")
+    cells, _ = imported("cells"), imported("paper.tables")
 
     def row(method, length, milliseconds):
         failure = None if milliseconds else "RESOURCE_EXHAUSTED: Out of memory"
@@ -167,7 +167,7 @@ def test_a_failure_leaves_the_others_to_be_measured(imported):
 
 
 def test_what_a_profiler_has_started_ends_with_its_time(imported, monkeypatch, tmp_path):
-    counters = imported("benchmarks.paper.gpt2_counters")
+    counters = imported("benchmarks.paper.sections.gpt2_counters")
     monkeypatch.setattr(counters, "TIMEOUT", 1)
     written = tmp_path / "written"
     with pytest.raises(subprocess.TimeoutExpired):

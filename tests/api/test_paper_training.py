@@ -139,7 +139,7 @@ def test_variants_of_a_model_compute_the_same(module):
 
 def test_flops_and_parameters_of_gpt2(module):
     """124 M and 355 M, but for the padding of the vocabulary."""
-    gpt2, models = module("gpt2"), module("models")
+    gpt2, models = module("gpt2_training"), module("models")
     for name, millions in (("small", 124), ("medium", 355)):
         config = gpt2.CONFIGS[name]
         shapes = nnx.eval_shape(lambda config=config: models.Transformer(config, nnx.Rngs(0)))
@@ -152,7 +152,7 @@ def test_flops_and_parameters_of_gpt2(module):
 
 
 def test_positions_are_interpolated_from_a_checkpoint(module, tmp_path):
-    models, pathfinder = module("models"), module("pathfinder")
+    models, pathfinder = module("models"), module("sections.pathfinder")
     config = small(models)
     _, weights = nnx.split(models.Transformer(config, nnx.Rngs(0)))
     _, larger = nnx.split(models.Transformer(dataclasses.replace(config, grid=(8, 16)), nnx.Rngs(1)))
@@ -181,7 +181,7 @@ def test_steps_of_a_program_are_those_of_several(module):
     np.testing.assert_allclose(*losses, rtol=1e-3)
 
 
-def test_what_fails_is_a_reason_and_what_does_not_fit_is_halved(module, monkeypatch):
+def test_what_fails_is_named_and_what_does_not_fit_is_halved(module, monkeypatch):
     models, training = module("models"), module("training")
     ready = training.ready
 
@@ -199,12 +199,12 @@ def test_what_fails_is_a_reason_and_what_does_not_fit_is_halved(module, monkeypa
 
     config = dataclasses.replace(small(models), grid=(32,), classes=0)
     failed, fits = training.compare(config, training.next_token, make_batch, 8, ["cudnn", "flash"], 0.01)
-    assert failed["reason"] == "no such kernel" and failed["attention_dropout"] == 0 and "seconds_a_step" not in failed
-    assert fits["batch"] == 2 and "reason" not in fits and fits["seconds_a_step"] > 0
+    assert failed["failure"] == "no such kernel" and failed["attention_dropout"] == 0 and "seconds_a_step" not in failed
+    assert fits["batch"] == 2 and fits["failure"] is None and fits["seconds_a_step"] > 0
 
     monkeypatch.setattr(training, "ready", lambda *_: (_ for _ in ()).throw(RuntimeError("RESOURCE_EXHAUSTED")))
     (row,) = training.compare(config, training.next_token, make_batch, 8, ["flash"], 0.01)
-    assert row["batch"] == 1 and row["reason"] == "RESOURCE_EXHAUSTED"
+    assert row["batch"] == 1 and row["failure"] == "RESOURCE_EXHAUSTED"
 
 
 @pytest.mark.slow

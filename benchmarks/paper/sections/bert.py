@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 
-from . import text
-from .models import FLOPS_FORMULA, Config
-from .results import Results, Row
-from .training import PEAK_FLOPS, Batch, attentions, compare, masked_tokens
+from .. import text
+from ..models import FLOPS_FORMULA, Config
+from ..results import Results, Row
+from ..training import PEAK_FLOPS, Batch, attentions, compare, masked_tokens
 
 MASK = 103  # the token that stands in place of a masked one, as in BERT's vocabulary
 MASKED = 0.15  # of a row of full length; shorter ones have as many

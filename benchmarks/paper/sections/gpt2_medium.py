@@ -1,7 +1,7 @@
 """GPT-2 medium, 355 M parameters: how fast it trains with each attention, with and without dropout."""
 
-from .gpt2 import speeds
-from .results import Results
+from ..gpt2_training import speeds
+from ..results import Results
 
 
 def run(results: Results, quick: bool) -> None:

@@ -13,8 +13,8 @@ import jax
 
 from jax_flash import io_model
 
-from . import attentions, passes
-from .results import Results, Row
+from .. import attentions, passes
+from ..results import Results, Row
 
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "standard": attentions.standard,

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from paper_tables import out_of_memory
 
 from jax_flash import patterns
 
-from . import attentions, passes
-from .results import Results, Row
+from .. import attentions, passes
+from ..results import Results, Row
+from ..tables import out_of_memory
 
 MOST = 256  # tokens: the projected length of Linformer, and the blocks of local attention; at most an eighth of all
 WINDOW, GLOBAL = 512, 64  # tokens of Longformer

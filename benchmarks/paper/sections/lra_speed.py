@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 
-from .lra import TASKS
-from .models import FLOPS_FORMULA, Attention, block_mask
-from .results import Results, Row
-from .training import PEAK_FLOPS, Batch, attentions, compare, label
+from ..lra_tasks import TASKS
+from ..models import FLOPS_FORMULA, Attention, block_mask
+from ..results import Results, Row
+from ..training import PEAK_FLOPS, Batch, attentions, compare, label
 
 TOGETHER = 10  # steps of a program, so that their kernels are timed and not their launches
 

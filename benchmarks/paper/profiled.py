@@ -1,6 +1,6 @@
 """One call of a case of `gpt2_problem`, for a profiler that starts with `cudaProfilerStart`: see `gpt2_counters`.
 
-ncu --profile-from-start off python -m benchmarks.paper.counted NUMBER
+ncu --profile-from-start off python -m benchmarks.paper.profiled NUMBER
 """
 
 import argparse
@@ -10,7 +10,8 @@ import jax
 import measure
 from cuda.pathfinder import load_nvidia_dynamic_lib
 
-from . import gpt2_problem, passes
+from . import passes
+from .sections import gpt2_problem
 
 
 def main() -> None:

@@ -9,11 +9,11 @@ import itertools
 
 import numpy as np
 
-from . import text
-from .gpt2 import CONFIGS, TOKENS
-from .models import FLOPS_FORMULA, Attention
-from .results import Results, Row
-from .training import Trainer, attempted, attentions, next_token, train
+from .. import text
+from ..gpt2_training import CONFIGS, TOKENS
+from ..models import FLOPS_FORMULA, Attention
+from ..results import Results, Row
+from ..training import Trainer, attempted, attentions, next_token, train
 
 RATE = 6e-4
 EVERY = 50  # steps from one validation to the next
@@ -53,7 +53,7 @@ def run(results: Results, quick: bool) -> None:
     results.measure(
         [{"attention": name} for name in attentions()], lambda attention: [attempted(lambda: curve(attention))]
     )
-    curves = {row["attention"]: row for row in results.rows if "reason" not in row}
+    curves = {row["attention"]: row for row in results.rows if row["failure"] is None}
     gaps = {
         f"{a} and {b}": {
             part: float(np.abs(np.subtract(curves[a][part], curves[b][part])).max())

@@ -15,8 +15,9 @@ import measure
 import jax_flash
 from jax_flash import blockwise, io_model
 
-from . import gpt2_problem, passes
-from .results import Results, Row
+from .. import passes
+from ..results import Results, Row
+from . import gpt2_problem
 
 BLOCKS = (64, 128, 256, 512)
 PARTS = (2, 4, 8, 16, 32)  # one block in so many is kept

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import measure
 import numpy as np
 
-from . import pathfinder_images
-from .models import Config, block_mask
-from .results import Results, Row
-from .training import Batch, Trainer, label, train
+from .. import pathfinder_images
+from ..models import Config, block_mask
+from ..results import Results, Row
+from ..training import Batch, Trainer, label, train
 
 RATE = 5e-4
 LEVELS = 16  # of grey, each a token

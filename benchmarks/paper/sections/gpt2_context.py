@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import scipy.stats
 
-from . import text
-from .gpt2 import CONFIGS
-from .results import Results, Row
-from .training import Batch, Trainer, next_token, stacked, train
+from .. import text
+from ..gpt2_training import CONFIGS
+from ..results import Results, Row
+from ..training import Batch, Trainer, next_token, stacked, train
 
 RATE = 6e-4
 SEEDS = (0, 1, 2)

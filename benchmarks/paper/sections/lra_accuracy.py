@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import listops, text
-from .lra import TASKS
-from .models import Attention, Config
-from .results import Results, Row
-from .training import Batch, Trainer, attempted, label, train
+from .. import listops, text
+from ..lra_tasks import TASKS
+from ..models import Attention, Config
+from ..results import Results, Row
+from ..training import Batch, Trainer, attempted, label, train
 
 RATE = 1e-3
 CONFIDENCE = 0.99

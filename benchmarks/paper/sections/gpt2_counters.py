@@ -1,6 +1,6 @@
 """The problem of `gpt2_problem` under the hardware's counters: bytes of HBM and instructions, forward + backward.
 
-Nsight Compute (`ncu`) runs `counted.py` for each case and counts every kernel of one call. It empties the caches
+Nsight Compute (`ncu`) runs `profiled.py` for each case and counts every kernel of one call. It empties the caches
 before each kernel, so what a kernel reads of the one before it counts as read from HBM. The time of a kernel is at the
 clock that the GPU happens to have, without others in turn: `gpt2_problem` has the times to compare.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 import jax
 
+from ..results import Results, Row, named
 from . import gpt2_problem
-from .results import Results, Row, named
 
 METRICS = {
     "bytes_read": "dram__bytes_read.sum",
@@ -29,7 +29,7 @@ METRICS = {
 }
 TIMEOUT = 150  # seconds, of a case
 FORBIDDEN = "ERR_NVGPUCTRPERM"  # what ncu says if the driver lets the counters be read by others alone
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="  # kernels one by one, so that each is counted
 
 
@@ -62,7 +62,7 @@ def counted(case: gpt2_problem.Case, quick: bool) -> list[dict[str, Any]]:
         log = pathlib.Path(directory, "ncu.csv")
         command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off"]
         command += ["--clock-control", "none", "--log-file", str(log), "--metrics", ",".join(METRICS.values())]
-        command += [sys.executable, "-m", "benchmarks.paper.counted", str(number), *["--quick"] * quick]
+        command += [sys.executable, "-m", "benchmarks.paper.profiled", str(number), *["--quick"] * quick]
         environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {NO_GRAPHS}"}
         said = finished(command, environment)
         text = log.read_text() if log.exists() else ""

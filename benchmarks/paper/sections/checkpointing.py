@@ -4,9 +4,9 @@ Standard attention that keeps P for the backward, the same under `jax.checkpoint
 Staats's chunks, checkpointed too, and this library. The problem is that of `figure3`.
 """
 
-from . import attentions
+from .. import attentions
+from ..results import Results
 from .figure3 import METHODS, Method, compare
-from .results import Results
 
 
 def run(results: Results, quick: bool) -> None:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import measure
 
-from . import attentions, passes
-from .results import Results, Row
+from .. import attentions, passes
+from ..results import Results, Row
 
 CONTRACTION, NORMALISATION, ELEMENTWISE = "tensor contraction", "statistical normalisation", "element-wise"
 

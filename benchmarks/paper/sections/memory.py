@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import measure
 
-from . import attentions, passes
-from .results import Results, Row
+from .. import attentions, passes
+from ..results import Results, Row
 
 HEADS, DIM = 16, 64
 METHODS: dict[str, Callable[..., jax.Array]] = {
@@ -55,7 +55,7 @@ def measured(name: str, length: int) -> dict[str, Any]:
         planned = program.temporaries
         return {"planned": planned, "allocated": allocated(program.call), "failure": None}
     except passes.FAILURES as error:
-        return {"planned": planned, "allocated": None, "failure": passes.reason(error)}
+        return {"planned": planned, "allocated": None, "failure": passes.failure(error)}
 
 
 def allocated(call: measure.Call) -> int | None:

@@ -1,6 +1,6 @@
-"""The paper's figures 2 and 3, drawn of what the sections have measured: `python -m benchmarks.paper.figures`.
+"""The paper's figures 2 and 3 and the curves of GPT-2, of what was measured: `python -m benchmarks.paper.figures`.
 
-Those whose results are there are written next to them, as paper_figure2.png and paper_figure3.png.
+Those whose results are there are written next to them: paper_figure2.png, paper_figure3.png, paper_gpt2_curves.png.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paper.figures", description=__doc__)
     parser.add_argument("--results", type=pathlib.Path, default=measure.RESULTS, help="directory of the JSON files")
     args = parser.parse_args(argv)
-    for draw in (figure2, figure3):
+    for draw in (figure2, figure3, gpt2_curves):
         path = args.results / f"paper_{draw.__name__}.json"
         if path.exists():
             draw(json.loads(path.read_text())).savefig(path.with_suffix(".png"), dpi=110)
@@ -73,6 +73,20 @@ def figure3(results: dict[str, Any]) -> Any:
     axes[0].set_title(f"{tables.BOTH}; x: out of memory")
     axes[1].set_title("arguments, results and temporaries")
     axes[0].legend(fontsize=8)
+    return figure
+
+
+def gpt2_curves(results: dict[str, Any]) -> Any:
+    """Held-out loss against steps. The curves lie on one another, so that each is drawn thinner than the one before."""
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    ran = [row for row in results["rows"] if row["failure"] is None]
+    for i, row in enumerate(ran):
+        steps = [results["every"] * (n + 1) for n in range(len(row["held_out"]))]
+        width = 2 * (len(ran) - i) - 1
+        axis.plot(steps, row["held_out"], color=f"C{i}", linewidth=width, label=tables.ATTENTIONS[row["attention"]])
+    axis.set(xlabel="steps", ylabel="held-out loss, nats a byte", title="GPT-2 small, the same seed, no dropout")
+    axis.grid(alpha=0.3)
+    axis.legend()
     return figure
 
 

@@ -1,7 +1,8 @@
-"""The tables of docs/paper.md about attention itself: of what `python -m benchmarks.paper` has measured."""
+"""The tables of docs/paper.md: of what `python -m benchmarks.paper` has measured."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from cells import Results, Row, Rows, number, one, shows, table
 
@@ -299,5 +300,243 @@ def paper_memory(results: Results) -> str:
         (
             [NAMES[method], *(cell(method, length) for length in lengths)]
             for method in names_in(results["rows"], "method")
+        ),
+    )
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+ATTENTIONS = {
+    "standard": NAMES[STANDARD],
+    "cudnn": "cuDNN",
+    "flash": NAMES[FLASH],
+    "block-sparse": "jax_flash, block-sparse",
+}
+SPEED = "tokens_per_second"
+PAPERS_DROPOUT = 0.1
+CURVES = ("training", "held_out")
+
+
+def find(rows: Rows, **fields: object) -> Row:
+    """The row with these fields; where there is none, one without any."""
+    return next((row for row in rows if all(row.get(key) == value for key, value in fields.items())), {})
+
+
+def beside_standard(rows: Rows, row: Row) -> str:
+    """Tokens a second over those of standard attention that drops as much."""
+    same = {key: row.get(key) for key in ("task", "length", "dropout", "attention_dropout")}
+    return times(row.get(SPEED), find(rows, attention="standard", **same).get(SPEED), 2)
+
+
+def training_steps(rows: Rows, name: Callable[[Row], str]) -> str:
+    def line(row: Row) -> list[str]:
+        what = [name(row), ATTENTIONS[row["attention"]]]
+        if row["attention_dropout"] != row["dropout"]:
+            what.append("no dropout in attention")
+        rate, share, size = (row.get(key) for key in (SPEED, "model_flop_utilisation", "bytes"))
+        return [
+            ", ".join(what),
+            str(row["batch"]),
+            "out of memory" if out_of_memory(row) else number(row.get("steps_per_second")),
+            number(rate and rate / 1e3, 1),
+            number(share and 100 * share, 1),
+            number(size and size / 1e9, 1),
+            beside_standard(rows, row),
+        ]
+
+    head = [
+        "",
+        "batch",
+        "steps a second",
+        "1000 tokens a second",
+        "% of peak FLOP/s",
+        "GB",
+        "this ÷ standard attention",
+    ]
+    return table(head, map(line, rows))
+
+
+def length_and_dropout(row: Row) -> str:
+    return f"N = {row['length']}, dropout {row['dropout']:g}"
+
+
+def gpt2_speeds(results: Results, paper: dict[int, str]) -> str:
+    """With the paper's figures, of each length."""
+    rows = results["rows"]
+
+    def rate(attention: str, length: int) -> float | None:
+        return find(rows, attention=attention, length=length, dropout=PAPERS_DROPOUT).get(SPEED)
+
+    claims = table(
+        [f"tokens a second ÷ those of standard attention with N = 1024, dropout {PAPERS_DROPOUT}", "the paper", "here"],
+        (
+            [f"jax_flash, N = {length}", figure, times(rate("flash", length), rate("standard", 1024), 2)]
+            for length, figure in paper.items()
+        ),
+    )
+    return f"{claims}\n\n{training_steps(rows, length_and_dropout)}"
+
+
+@shows("paper_gpt2_small")
+def paper_gpt2_small(results: Results) -> str:
+    return gpt2_speeds(results, {1024: "1.7 (Megatron-LM), 3.5 (Hugging Face)", 2048: "1.6", 4096: "1.3"})
+
+
+@shows("paper_gpt2_medium")
+def paper_gpt2_medium(results: Results) -> str:
+    return gpt2_speeds(results, {1024: "1.7 (Megatron-LM), 3.0 (Hugging Face)", 2048: "–", 4096: "–"})
+
+
+@shows("paper_gpt2_curves")
+def paper_gpt2_curves(results: Results) -> str:
+    gaps = table(
+        [f"largest gap of the losses in {results['steps']} steps", "training, all steps", "held out"],
+        (
+            [" and ".join(ATTENTIONS[x] for x in pair.split(" and ")), *(number(gap[x], 4) for x in CURVES)]
+            for pair, gap in results["largest_gap"].items()
+        ),
+    )
+    last = table(
+        [f"loss after {results['steps']} steps, nats a byte", "training", "held out"],
+        (
+            [ATTENTIONS[row["attention"]], *(number(None if row["failure"] else row[x][-1], 4) for x in CURVES)]
+            for row in results["rows"]
+        ),
+    )
+    return f"{gaps}\n\n{last}\n\n{text_of(results)}"
+
+
+def text_of(results: Results) -> str:
+    trained, held_out = (f"{results[key] / 1e6:.1f}" for key in ("training_bytes", "held_out_bytes"))
+    return f"The text has {trained} MB to train on, and {held_out} MB are held out."
+
+
+@shows("paper_gpt2_context")
+def paper_gpt2_context(results: Results) -> str:
+    rows, difference = results["rows"], results["difference"]
+    lengths, seeds = lengths_of(results), sorted({row["seed"] for row in rows})
+
+    def milliseconds_a_step(length: int) -> float:
+        return 1e3 * statistics.mean(row["seconds_a_step"] for row in rows if row["length"] == length)
+
+    def of_seed(seed: int) -> list[str]:
+        both = [one(rows, seed=seed, length=length)["perplexity"] for length in lengths]
+        return [f"perplexity of a byte, seed {seed}", *(f"{x:.4f}" for x in both), f"{both[1] - both[0]:+.4f}"]
+
+    def spread_of(values: dict[str, float]) -> str:
+        return f"{values['spread']:.4f}"
+
+    low, high = difference["interval"]
+    of_lengths = [results["perplexity"][str(length)] for length in lengths]
+    compared = table(
+        ["", *(f"N = {length}" for length in lengths), "difference"],
+        [
+            ["the paper: perplexity of a token, N = 1024 and 4096", "18.2", "17.5", "-0.7"],
+            *map(of_seed, seeds),
+            ["mean of the seeds", *(f"{x['mean']:.4f}" for x in of_lengths), f"{difference['mean']:+.4f}"],
+            ["standard deviation", *map(spread_of, of_lengths), spread_of(difference)],
+            [f"{100 * difference['confidence']:g}% interval of the mean", "–", "–", f"{low:+.4f} to {high:+.4f}"],
+            ["milliseconds a step", *(number(milliseconds_a_step(length), 0) for length in lengths), "–"],
+        ],
+    )
+    seen = f"Each has seen {results['bytes_seen'] / 1e6:.1f} MB, in {results['steps']} steps."
+    return f"{compared}\n\n{text_of(results)} {seen}"
+
+
+@shows("paper_bert")
+def paper_bert(results: Results) -> str:
+    rows = results["rows"]
+    flash = find(rows, attention="flash", dropout=PAPERS_DROPOUT)
+    claim = table(
+        [f"BERT-large, dropout {PAPERS_DROPOUT}", "the paper", "here"],
+        [["times as fast as", "1.15 (NVIDIA's of MLPerf 1.1)", f"{beside_standard(rows, flash)} (standard attention)"]],
+    )
+    return f"{claim}\n\n{training_steps(rows, length_and_dropout)}"
+
+
+@shows("paper_lra_speed")
+def paper_lra_speed(results: Results) -> str:
+    rows = results["rows"]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+
+    def ratio(attention: str, task: str) -> float | None:
+        mine, standard = (find(rows, attention=x, task=task).get(SPEED) for x in (attention, "standard"))
+        return mine / standard if mine and standard else None
+
+    def line(attention: str, paper: str) -> list[str]:
+        ratios = [ratio(attention, task) for task in tasks]
+        ran = [x for x in ratios if x is not None]
+        mean = statistics.geometric_mean(ran) if len(ran) == len(tasks) else None
+        return [ATTENTIONS[attention], paper, number(mean), *map(number, ratios)]
+
+    claims = table(
+        ["times as fast as standard attention", "the paper", "geometric mean", *tasks],
+        [line("flash", "2.4"), line("block-sparse", "2.8")],
+    )
+    kept = [f"{100 * find(rows, task=task)['kept_blocks']:.0f}% of {task}" for task in tasks]
+    steps = training_steps(rows, lambda row: f"{row['task']}, N = {row['length']}")
+    return f"{claims}\n\nOf its blocks the block-sparse one keeps {', '.join(kept)}.\n\n{steps}"
+
+
+@shows("paper_lra_accuracy")
+def paper_lra_accuracy(results: Results) -> str:
+    paper = {("listops", "standard"): "36.0", ("listops", "flash"): "37.6", ("listops", "block-sparse"): "37.0"}
+    groups: dict[tuple[str, str], Rows] = {}
+    for row in results["rows"]:
+        groups.setdefault((row["task"], row["attention"]), []).append(row)
+    seeds = sorted({row["seed"] for row in results["rows"]})
+
+    def line(task: str, attention: str, rows: Rows) -> list[str]:
+        ran = [row for row in rows if row["failure"] is None]
+        return [
+            f"{task}, {ATTENTIONS[attention]}",
+            paper.get((task, attention), "–"),
+            number(100 * ran[0]["chance"] if ran else None, 1),
+            *(accuracy(find(ran, seed=seed)) for seed in seeds),
+            number(100 * statistics.mean(row["accuracy"] for row in ran) if len(ran) == len(seeds) else None, 1),
+        ]
+
+    return table(
+        ["% right (99% interval)", "the paper", "largest class", *(f"seed {seed}" for seed in seeds), "mean"],
+        (line(*names, rows) for names, rows in groups.items()),
+    )
+
+
+def accuracy(row: Row) -> str:
+    """In percent, with its interval, of a row that has been tested."""
+    if "accuracy" not in row:
+        return "–"
+    low, high = row["interval"]
+    return f"{100 * row['accuracy']:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+@shows("paper_pathfinder")
+def paper_pathfinder(results: Results) -> str:
+    """A line for each stage, in their order, since a stage goes on from the one before."""
+    paper = {32: "72.7", 128: "61.4 (Path-X)", 256: "63.1 (Path-256)"}
+    return table(
+        [
+            "images",
+            "attention",
+            "steps",
+            "1000 images seen",
+            "minutes",
+            "last loss",
+            "the paper: % right",
+            "here (99%)",
+        ],
+        (
+            [
+                f"{row['side']} × {row['side']}, N = {row['length']}",
+                f"{ATTENTIONS[row['attention']]}, {100 * row['kept_blocks']:.0f}% of the blocks",
+                str(row["steps"]),
+                number(row["images_seen"] / 1e3, 1),
+                number(row["seconds"] / 60, 1),
+                number(row["training"][-1], 3),
+                paper.get(row["side"], "–"),
+                accuracy(row),
+            ]
+            for row in results["rows"]
         ),
     )

@@ -123,6 +123,118 @@ def test_claims_of_figure3(imported):
     assert "| standard attention | 3.000 | 20 | out of memory |" in lines
 
 
+def step(attention, length, tokens_per_second, **others):
+    """A row of a training step; without a speed it was out of memory."""
+    row = {"attention": attention, "length": length, "dropout": 0.1, "attention_dropout": 0.1, "batch": 4} | others
+    if tokens_per_second is None:
+        return row | {"failure": "RESOURCE_EXHAUSTED: Out of memory"}
+    speeds = {"steps_per_second": 2.0, "tokens_per_second": tokens_per_second, "model_flop_utilisation": 0.25}
+    return row | speeds | {"failure": None, "bytes": 2e9}
+
+
+def test_table_of_gpt2(imported):
+    cells, _ = imported("cells"), imported("paper.tables")
+    rows = [step("standard", 1024, 1e4), step("cudnn", 1024, 3e4, attention_dropout=0.0), step("flash", 1024, 2e4)]
+    rows += [step("standard", 4096, None), step("flash", 4096, 15e3)]
+    lines = cells.TABLES["paper gpt2 small"]({"rows": rows}).splitlines()
+    assert "| jax_flash, N = 1024 | 1.7 (Megatron-LM), 3.5 (Hugging Face) | 2.00 |" in lines
+    assert "| jax_flash, N = 4096 | 1.3 | 1.50 |" in lines
+    assert "| N = 1024, dropout 0.1, jax_flash | 4 | 2.00 | 20.0 | 25.0 | 2.0 | 2.00 |" in lines
+    assert "| N = 1024, dropout 0.1, cuDNN, no dropout in attention | 4 | 2.00 | 30.0 | 25.0 | 2.0 | – |" in lines
+    assert "| N = 4096, dropout 0.1, standard attention | 4 | out of memory | – | – | – | – |" in lines
+    assert "| N = 4096, dropout 0.1, jax_flash | 4 | 2.00 | 15.0 | 25.0 | 2.0 | – |" in lines
+
+
+def test_table_of_bert(imported):
+    cells, _ = imported("cells"), imported("paper.tables")
+    rows = [step("standard", 512, 1e4), step("flash", 512, 13e3)]
+    lines = cells.TABLES["paper bert"]({"rows": rows}).splitlines()
+    assert "| times as fast as | 1.15 (NVIDIA's of MLPerf 1.1) | 1.30 (standard attention) |" in lines
+
+
+def test_table_of_curves(imported):
+    cells, _ = imported("cells"), imported("paper.tables")
+    rows = [
+        {"attention": "standard", "training": [5.0, 4.0], "held_out": [4.5], "failure": None},
+        {"attention": "cudnn", "failure": "no cuDNN"},
+        {"attention": "flash", "training": [5.0, 4.001], "held_out": [4.5002], "failure": None},
+    ]
+    gaps = {"standard and flash": {"training": 0.001, "held_out": 0.0002}}
+    results = {"rows": rows, "largest_gap": gaps, "steps": 2, "every": 2, "training_bytes": 3e6, "held_out_bytes": 5e5}
+    lines = cells.TABLES["paper gpt2 curves"](results).splitlines()
+    assert "| standard attention and jax_flash | 0.0010 | 0.0002 |" in lines
+    assert lines[-4:-2] == ["| cuDNN | – | – |", "| jax_flash | 4.0010 | 4.5002 |"]
+    assert lines[-1] == "The text has 3.0 MB to train on, and 0.5 MB are held out."
+    curves = imported("benchmarks.paper.figures").gpt2_curves(results).axes[0].lines
+    assert [(line.get_label(), [*line.get_xdata()], [*line.get_ydata()]) for line in curves] == [
+        ("standard attention", [2], [4.5]),
+        ("jax_flash", [2], [4.5002]),
+    ]
+
+
+def test_table_of_contexts(imported):
+    cells, _ = imported("cells"), imported("paper.tables")
+    perplexities = {(1024, 0): 3.0, (4096, 0): 2.75, (1024, 1): 3.5, (4096, 1): 3.0}
+    results = {
+        "rows": [
+            {"length": length, "seed": seed, "perplexity": perplexity, "seconds_a_step": length / 1e4}
+            for (length, seed), perplexity in perplexities.items()
+        ],
+        "perplexity": {"1024": {"mean": 3.25, "spread": 0.5}, "4096": {"mean": 2.875, "spread": 0.25}},
+        "difference": {"mean": -0.375, "spread": 0.125, "interval": [-1.5, 0.75], "confidence": 0.95},
+        "training_bytes": 3e6,
+        "held_out_bytes": 5e5,
+        "bytes_seen": 2e6,
+        "steps": 10,
+    }
+    lines = cells.TABLES["paper gpt2 context"](results).splitlines()
+    assert lines[0] == "|  | N = 1024 | N = 4096 | difference |"
+    assert "| perplexity of a byte, seed 1 | 3.5000 | 3.0000 | -0.5000 |" in lines
+    assert "| mean of the seeds | 3.2500 | 2.8750 | -0.3750 |" in lines
+    assert "| 95% interval of the mean | – | – | -1.5000 to +0.7500 |" in lines
+    assert lines[-1].endswith("Each has seen 2.0 MB, in 10 steps.")
+
+
+def test_tables_of_long_range_arena(imported):
+    cells, _ = imported("cells"), imported("paper.tables")
+    speeds = {"listops": (1e4, 2e4, 8e4), "text": (1e4, 8e4, None)}
+    rows = [
+        step(name, 1024, speed, task=task, kept_blocks=0.25)
+        for task, of_task in speeds.items()
+        for name, speed in zip(("standard", "flash", "block-sparse"), of_task, strict=True)
+    ]
+    lines = cells.TABLES["paper lra speed"]({"rows": rows}).splitlines()
+    assert "| jax_flash | 2.4 | 4.00 | 2.00 | 8.00 |" in lines
+    assert "| jax_flash, block-sparse | 2.8 | – | 8.00 | – |" in lines
+    assert "Of its blocks the block-sparse one keeps 25% of listops, 25% of text." in lines
+
+    tested = {"accuracy": 0.375, "interval": [0.35, 0.4], "chance": 0.125, "failure": None}
+    rows = [{"task": "listops", "attention": "flash", "seed": seed} | tested for seed in (0, 1)]
+    rows += [{"task": "text", "attention": "flash", "seed": 0} | tested]
+    rows += [{"task": "text", "attention": "flash", "seed": 1, "failure": "out of memory"}]
+    lines = cells.TABLES["paper lra accuracy"]({"rows": rows}).splitlines()
+    of_seed = "37.5 (35.0 to 40.0)"
+    assert f"| listops, jax_flash | 37.6 | 12.5 | {of_seed} | {of_seed} | 37.5 |" in lines
+    assert f"| text, jax_flash | – | 12.5 | {of_seed} | – | – |" in lines
+
+
+def test_table_of_pathfinder(imported):
+    cells, _ = imported("cells"), imported("paper.tables")
+    stage = {"attention": "flash", "kept_blocks": 1.0, "steps": 7, "images_seen": 5000, "seconds": 240.0}
+    stage["training"] = [0.7, 0.6]
+    rows = [
+        stage | {"side": 128, "length": 16384, "accuracy": 0.75, "interval": [0.7, 0.8]},
+        stage | {"side": 256, "length": 65536, "attention": "block-sparse", "kept_blocks": 0.1},
+    ]
+    lines = cells.TABLES["paper pathfinder"]({"rows": rows}).splitlines()
+    assert lines[2:] == [
+        "| 128 × 128, N = 16384 | jax_flash, 100% of the blocks | 7 | 5.0 | 4.0 | 0.600 | 61.4 (Path-X) "
+        "| 75.0 (70.0 to 80.0) |",
+        "| 256 × 256, N = 65536 | jax_flash, block-sparse, 10% of the blocks | 7 | 5.0 | 4.0 | 0.600 "
+        "| 63.1 (Path-256) | – |",
+    ]
+
+
 def make_results(imported, path, minutes=5.0, fresh=False, **common):
     results = imported("benchmarks.paper.results").Results(
         path, {"devices": ["cpu"], "python": "3", "versions": {}, "date": "today"}, minutes, fresh

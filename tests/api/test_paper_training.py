@@ -226,3 +226,8 @@ def test_quick_run(module, text, tmp_path):
     for row in results["lra_accuracy"]["rows"]:
         assert row["interval"][0] <= row["accuracy"] <= row["interval"][1] and 0 < row["chance"] < 1
     assert [row["side"] for row in results["pathfinder"]["rows"]] == [32, 64]
+
+    pytest.importorskip("rich")  # which tables.py takes by way of another benchmark
+    tables = importlib.import_module("tables")
+    for name in SECTIONS:
+        assert tables.TABLES[f"paper {name.replace('_', ' ')}"](results[name]).startswith("| ")

@@ -1,4 +1,7 @@
-"""The claims of the FlashAttention paper (Dao et al., NeurIPS 2022), each measured by a section of its own."""
+"""The claims of the FlashAttention paper (Dao et al., NeurIPS 2022), each measured by a section of its own.
+
+The sections are in `sections`. Beside that folder lies what they share, and what makes tables and figures of them.
+"""
 
 import os
 import pathlib

@@ -50,12 +50,12 @@ def calls(of_each: np.ndarray, longest: int, kv_heads: int, dtype: str, gpu: boo
         one = jnp.ones_like(seen)
         made[CUDNN] = functools.partial(rival, q, k, v, query_seq_lengths=one, key_value_seq_lengths=seen)
     for page in PAGES:
-        table = np.random.default_rng(1).permutation(len(of_each) * (longest // page)).astype(np.int32)
+        places = np.random.default_rng(1).permutation(len(of_each) * (longest // page)).astype(np.int32)
         in_pages = [
-            jnp.zeros((len(table), page, kv_heads, DIM), dtype).at[table].set(x.reshape(-1, page, kv_heads, DIM))
+            jnp.zeros((len(places), page, kv_heads, DIM), dtype).at[places].set(x.reshape(-1, page, kv_heads, DIM))
             for x in (k, v)
         ]
-        table = jnp.asarray(table.reshape(len(of_each), -1))
+        table = jnp.asarray(places.reshape(len(of_each), -1))
         attention = jax.jit(jax_flash.paged_attention)
         made[f"pages of {page}"] = functools.partial(attention, q, *in_pages, table, seen)
     return made

@@ -191,6 +191,32 @@ def masks(results: Results) -> str:
     )
 
 
+@shows("attention_windows")
+def windows(results: Results) -> str:
+    return table(
+        ["64 heads on 8, d = 64, N = 16384, causal", *PASSES],
+        (
+            [f"window of {window}{', sinks' if sinks else ''}"]
+            + [beside(one(results["rows"], window=window, sinks=sinks, pass_=pass_)) for pass_ in PASSES]
+            for window, sinks in itertools.product((128, 1024), (False, True))
+        ),
+    )
+
+
+@shows("packed_gpu")
+def packed(results: Results) -> str:
+    def cell(dim: int, kind: str, pass_: str) -> str:
+        row = one(results["rows"], dim=dim, sequences=kind, pass_=pass_)
+        ours, theirs = (row["tflops"][name] for name in ("cumulative lengths", "segment ids"))
+        return f"{ours:.0f} / {theirs:.0f} ({row['ratio']:.2f})"
+
+    names = {"equal": "32 of 2048", "drawn": "of 16 to 4096, evenly drawn"}
+    return table(
+        ["65536 tokens in sequences, causal", *(f"d = {dim}, {pass_}" for dim in (64, 128) for pass_ in PASSES)],
+        ([name] + [cell(dim, kind, p) for dim in (64, 128) for p in PASSES] for kind, name in names.items()),
+    )
+
+
 @shows("attention_groups")
 def heads(results: Results) -> str:
     rows = [row for row in results["rows"] if row["group"] == "heads"]
@@ -235,6 +261,27 @@ def decode(results: Results) -> str:
             for queries, kv_heads in itertools.product((1, 16), (4, 8))
         ),
     )
+
+
+@shows("paged_gpu")
+def paged(results: Results) -> str:
+    ways = {
+        "in a row": "in a row",
+        **{f"pages of {n}": f"pages of {n}" for n in (16, 64, 256)},
+        "cudnn": "cuDNN, in a row",
+    }
+
+    def line(row: Row) -> list[str]:
+        lengths = f"{row['longest']}" if row["lengths"] == "equal" else f"100 to {row['longest']}"
+        speeds = row["gb_per_s"]
+        cells = (f"{speeds[way] / 1e3:.1f} ({speeds[way] / speeds['in a row']:.2f})" for way in list(ways)[1:])
+        return [
+            f"{row['sequences']} of {lengths}, 32 heads on {row['kv_heads']}",
+            f"{speeds['in a row'] / 1e3:.1f}",
+            *cells,
+        ]
+
+    return table(["TB/s (beside those in a row)", *ways.values()], map(line, results["rows"]))
 
 
 @shows("attention_float32")

@@ -490,8 +490,7 @@ def ours(case: Case, make: Any, arrays: Arrays, cotangents: Any, implementation:
 
 
 def exact(case: Case, make: Any, arrays: Arrays, cotangents: Any) -> Gradients:
-    """The same in float64, with the matrix in memory and by JAX's derivatives. On the CPU: for a GPU XLA of jax 0.11.2
-    compiles `natten` to other masks."""
+    """The same in float64, with the matrix in memory and by JAX's derivatives, on the CPU."""
 
     def upcast(x):
         return np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x

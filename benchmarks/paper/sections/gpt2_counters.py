@@ -39,14 +39,17 @@ def run(results: Results, quick: bool) -> None:
         results.fields["missing"] = {"all": "it takes an NVIDIA GPU and ncu"}
         return
     missing: dict[str, str] = {}
+    results.fields["missing"] = missing
 
     def rows_of(**key: Any) -> list[Row]:
         case = gpt2_problem.Case(**key)
         try:
             kernels = counted(case, quick)
-        except (RuntimeError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired:
+            missing[named(key)] = f"ncu did not end within {TIMEOUT} s"
+            return []
+        except (RuntimeError, ValueError, KeyError) as error:
             missing[named(key)] = " ".join(f"{type(error).__name__}: {error}".split())[-500:]
-            results.fields["missing"] = missing
             if FORBIDDEN in str(error):
                 raise SystemExit(f"ncu may not read the counters of this GPU: {missing}") from error
             return []

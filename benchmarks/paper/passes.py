@@ -31,7 +31,7 @@ class Operands(NamedTuple):
 def operands(shape: tuple[int, int, int, int], mask: bool, dropout: bool) -> Operands:
     """Random ones in bfloat16.
 
-    The key is of XLA's own generator (`rbg`), on a GPU the faster of JAX's two, for what draws its mask with JAX.
+    The key is of XLA's own generator (`rbg`), for what draws its mask with JAX.
     """
     q, k, v, do = [jax.random.normal(key, shape, "bfloat16") for key in jax.random.split(jax.random.key(0), 4)]
     lengths = shape[1] - np.random.default_rng(0).integers(0, PADDING, shape[0], dtype=np.int32)

@@ -71,6 +71,8 @@ def main() -> None:
     name = "paged_gpu.json" if gpu else "paged_cpu.json"
     parser.add_argument("--json", type=pathlib.Path, default=measure.RESULTS / name)
     args = parser.parse_args()
+    if bad := [x for x in args.sequences if args.keys % (x * max(PAGES)) or args.keys // x < SHORTEST]:
+        parser.error(f"the longest of {bad[0]} sequences must have pages of {max(PAGES)}: {args.keys} keys in all")
     interleave = measure.interleave_enqueued if gpu else functools.partial(measure.interleave, seconds=args.seconds)
     dtype = "bfloat16" if gpu else "float32"
     rows: list[dict[str, Any]] = []

@@ -141,7 +141,7 @@ bool Balances(const Problem& p, int64_t tiles, int cols) {
   return p.batch > 1 && differ && tiles * DivideUp(p.kv_len, cols) < int64_t(1) << 31;
 }
 
-// So few that all rows are merged at once, if that can be: a multiprocessor has four such blocks.
+// So few that all rows are merged at once, if that can be: a multiprocessor has about four such blocks.
 int MergedRows(const Target& target, int64_t rows) {
   int merged = 1;
   while (merged < kMergeThreads / 32 && rows > 4 * target.multiprocessors * merged) merged *= 2;
@@ -157,12 +157,12 @@ Launch PrepareLaunch(const Problem& p, int unit) {
 }  // namespace
 
 // With a block for a tile of Q most of the GPU would have nothing to do, or read the keys once for each head of a
-// group. Not with a block mask, which the heads of a group need not share. Few keys are worth it if there are many
+// group. Not with a block mask, which the heads of a group need not share. Fewer keys are worth it if there are many
 // heads.
 bool ampere::FewQueries(const Target& target, const Problem& p) {
   const bool many_heads = p.batch * p.q_heads >= target.multiprocessors;
   const bool few = p.q_len <= 16 || (p.q_len <= 64 && !many_heads);
-  return few && (p.kv_len >= 1024 || many_heads) && !p.block_mask.present;
+  return few && p.kv_len >= (many_heads ? 512 : 1024) && !p.block_mask.present;
 }
 
 // Enough parts for two blocks on every multiprocessor, or for four where these are small and parts few enough to be

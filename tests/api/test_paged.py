@@ -347,3 +347,14 @@ def test_errors(changes, error, message):
     given = dict(zip(("query", "key_pages", "value_pages", "page_table", "lengths"), cache(), strict=True))
     with pytest.raises(error, match=message):
         jax_flash.paged_attention(**given | changes)
+
+
+@pytest.mark.parametrize("shape", ["b, 1", "2, t"])
+def test_symbolic_sizes_are_refused(shape):
+    pages, (batch, queries) = jnp.zeros((3, 16, 2, 8)), jax.export.symbolic_shape(shape)
+    table, lengths = np.zeros((2, 1), np.int32), np.ones(2, np.int32)
+    attend = functools.partial(jax_flash.paged_attention, page_table=table, lengths=lengths)
+    with pytest.raises(NotImplementedError, match=r"symbolic shapes: query \(.*, 4, 8\)"):
+        jax.export.export(jax.jit(attend))(
+            jax.ShapeDtypeStruct((batch, queries, 4, 8), jnp.float32), key_pages=pages, value_pages=pages
+        )

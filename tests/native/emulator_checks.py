@@ -122,9 +122,11 @@ def test_pack(q_lengths, k_lengths, case, dtype):
         ((300, 130), 48, Case(T=100, N=2, K=1, D=64, E=40, soft_cap=2.0), "bfloat16"),
         ((1030, 60), 256, Case(T=2, N=2, K=1, D=256, E=256), "float32"),
         # more sequences than a warp looks at together, some of them empty, and more than a tile of Q has rows for;
-        # 4 rows and 8 in a block of the merge, not all of the last one
+        # 4 rows and 8 in a block of the merge, not all of the last one; many heads and fewer than 1024 keys; more parts
+        # of a row than the lanes of its warps have at a time
         ((0, *(3 * b % 40 for b in range(38)), 1000, 0), 32, Case(T=1, N=26, K=2, D=64, E=64), "bfloat16"),
-        ((1000, 0, 500), 32, Case(T=15, N=52, K=4, D=128, E=128), "float16"),
+        ((900, 0, 500), 32, Case(T=15, N=52, K=4, D=128, E=128), "float16"),
+        ((*(3 * b % 40 for b in range(9)), 20000), 32, Case(T=2, N=32, K=1, D=8, E=8), "float32"),
     ],
     ids=str,
 )

@@ -255,6 +255,7 @@ def test_a_mask_mod_is_not_stored(program, heads, arch, backward):
         (200, 4, 4096, 1),
         (1, 4, 1024, 8),
         (1, 4, 512, 0),
+        (1000, 4, 511, 0),
         (1000, 4, 512, 1),  # few keys of many heads
     ],
 )

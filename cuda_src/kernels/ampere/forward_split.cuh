@@ -10,7 +10,7 @@ namespace jax_flash {
 
 constexpr int kMergeWarps = kMergeThreads / 32, kMergedRows = kTiling.merged_rows;
 constexpr int kRowWarps = kMergeWarps / kMergedRows;  // of a row
-constexpr int kAtOnce = 9;                            // parts that a warp loads at once; it seldom has more
+constexpr int kAtOnce = 9;                            // parts that a warp loads at once
 constexpr int kOfLanes = 32 / kAtOnce * kAtOnce;      // parts that its lanes have at a time
 static_assert(kParts && !kListed);
 
@@ -38,9 +38,9 @@ __device__ __forceinline__ float Alpha(float to_log2, float m_p, float m) {
 
 }  // namespace jax_flash
 
-// Merges the parts of kMergedRows rows of O, [batch, head, row]. A row has as many of the warps as it can have where
-// all rows are merged at once. Each of them merges every kRowWarps-th of its parts, of which a lane has one at a time;
-// then the results of the warps are merged.
+// Merges the parts of kMergedRows rows of O, [batch, head, row]. A row has kRowWarps of the warps. Each of
+// them merges every kRowWarps-th of its parts, of which a lane has one at a time; then the results of the warps are
+// merged.
 extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
     jax_flash_forward_merge(const __grid_constant__ jax_flash::RowParams p) {
   using namespace jax_flash;

@@ -157,18 +157,32 @@ def attention(case: Case, arrays: Arrays, cotangents: Any, sums: Any, dtype: Any
 
 
 def cancellation(case: Case, arrays: Arrays, cotangents: Any, dtype: Any) -> dict[str, float]:
-    """What rounding leaves of dS = P (Z dP - D) where the two cancel, by gradient: the largest entry.
+    """What rounding leaves of sums whose terms cancel, by result: the largest entry.
 
-    A unit in the last place of the sums that Z dP and D are, and the rounding of the O that D is taken from. In rows
-    that see few keys standard attention may be exact by luck: of a single key it computes both by the same sum.
+    Of dS = P (Z dP - D): a unit in the last place of the sums that Z dP and D are, and the rounding of the O that D is
+    taken from. In rows that see few keys standard attention may be exact by luck: of a single key it computes both by
+    the same sum. Of the scores: a unit in the last place of the sums of their terms without signs, since another order
+    of the terms may have more luck; P then changes by P times what its score and the mean score do.
     """
     q, k, v, c, p, sink, plain, keep, o, _ = _forward(case, arrays, np.float64, np.float64)
-    do = np.abs(np.asarray(cotangents[0]).astype(np.float64).transpose(0, 2, 1, 3))
-    products, sums = keep * (do @ np.abs(v).swapaxes(2, 3)), (do * np.abs(o)).sum(-1, keepdims=True)
+    do = np.asarray(cotangents[0]).astype(np.float64).transpose(0, 2, 1, 3)
+    d = (do * o).sum(-1, keepdims=True)
+    ds = np.abs(p * (keep * (do @ v.swapaxes(2, 3)) - d))
+    q, k, v, do = map(np.abs, (q, k, v, do))
     stored, summed = (float(jnp.finfo(kind).eps) for kind in (dtype, jnp.promote_types(dtype, jnp.float32)))
-    of_d = summed * sums + stored / 2 * sums
-    ds = p * (summed * products + of_d) + plain * summed * np.abs(cotangents[1])[..., None]
-    results = _propagate(case, np.abs(q), np.abs(k), c, ds)
+    of_s = summed * np.abs(_scale(case, np.float64)) * (q @ k.swapaxes(2, 3))
+    if case.soft_cap:
+        of_s *= 1 - (c / case.soft_cap) ** 2
+    mean = (p * of_s).sum(-1, keepdims=True)
+    of_s += mean
+    of_p = keep * p * of_s
+    products, sums = keep * (do @ v.swapaxes(2, 3)), (do * np.abs(o)).sum(-1, keepdims=True)
+    of_d = summed * sums + stored / 2 * sums + (ds * of_s).sum(-1, keepdims=True)
+    of_ds = p * (summed * products + of_d) + ds * of_s
+    of_ds += plain * summed * np.abs(cotangents[1])[..., None]
+    results = _propagate(case, q, k, c, of_ds)
+    results["o"], results["value"] = of_p @ v, _per_kv_head(case, of_p.swapaxes(2, 3) @ do)
+    results["logsumexp"] = (plain * of_s).sum(-1)
     if case.sinks:
-        results["sinks"] = np.sqrt(((sink * of_d) ** 2).sum((0, 2, 3)))  # rows round by themselves
+        results["sinks"] = np.sqrt(((sink * (of_d + mean * np.abs(d))) ** 2).sum((0, 2, 3)))  # rows round by themselves
     return {name: np.abs(x).max(initial=0) for name, x in results.items()}

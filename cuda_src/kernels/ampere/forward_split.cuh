@@ -65,10 +65,10 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
     float4 O_p[kAtOnce];  // the first are on their way while their weights are computed
     const float* from = p.o_parts + begin * kVDim;
     const auto load = [&](int number, int first_column) {
-      const int column = min(first_column + 4 * lane, kVDim - 4);
+      const float* next = from + min(first_column + 4 * lane, kVDim - 4);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        O_p[i] = there(number + i) ? *reinterpret_cast<const float4*>(from + i * apart * kVDim + column) : float4();
+      for (int i = 0; i < kAtOnce; ++i, next += apart * kVDim) {
+        O_p[i] = there(number + i) ? *reinterpret_cast<const float4*>(next) : float4();
       }
     };
     float m_p = statistic(p.m_parts, 0, -Infinity()), l_p = statistic(p.l_parts, 0, 0.0f);

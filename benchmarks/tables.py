@@ -265,23 +265,16 @@ def decode(results: Results) -> str:
 
 @shows("paged_gpu")
 def paged(results: Results) -> str:
-    ways = {
-        "in a row": "in a row",
-        **{f"pages of {n}": f"pages of {n}" for n in (16, 64, 256)},
-        "cudnn": "cuDNN, in a row",
-    }
+    contiguous, *others = ["in a row", *(f"pages of {n}" for n in (16, 64, 256)), "cudnn"]
 
     def line(row: Row) -> list[str]:
         lengths = f"{row['longest']}" if row["lengths"] == "equal" else f"100 to {row['longest']}"
-        speeds = row["gb_per_s"]
-        cells = (f"{speeds[way] / 1e3:.1f} ({speeds[way] / speeds['in a row']:.2f})" for way in list(ways)[1:])
-        return [
-            f"{row['sequences']} of {lengths}, 32 heads on {row['kv_heads']}",
-            f"{speeds['in a row'] / 1e3:.1f}",
-            *cells,
-        ]
+        speed, speeds = row["gb_per_s"][contiguous], row["gb_per_s"]
+        name = f"{row['sequences']} of {lengths}, 32 heads on {row['kv_heads']}"
+        return [name, f"{speed / 1e3:.1f}", *(f"{speeds[x] / 1e3:.1f} ({speeds[x] / speed:.2f})" for x in others)]
 
-    return table(["TB/s (beside those in a row)", *ways.values()], map(line, results["rows"]))
+    head = ["TB/s (beside those in a row)", contiguous, *others[:-1], "cuDNN, in a row"]
+    return table(head, map(line, results["rows"]))
 
 
 @shows("attention_float32")

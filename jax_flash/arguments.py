@@ -146,8 +146,7 @@ def problem_and_operands(
             "query [B, T, N, D], key [B, S, K, D] and value [B, S, K, E] do not fit together: "
             f"{query.shape}, {key.shape}, {value.shape}"
         )
-    if not all(isinstance(size, int) for size in (B, T, N, D, S, K, E)):
-        raise NotImplementedError(f"symbolic shapes: query {query.shape}, key {key.shape}; kernels need sizes")
+    checks.sizes_known(query=query.shape, key=key.shape, value=value.shape)
     if K == 0 or N % K:
         raise ValueError(f"query has {N} heads, key and value {K}: the first must be a multiple of the second")
 

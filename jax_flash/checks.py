@@ -134,6 +134,13 @@ def integers(name: str, x: ArrayLike) -> np.ndarray | jax.Array:
     return converted
 
 
+def sizes_known(**shapes: tuple[Any, ...]) -> None:
+    """Refuses shapes that have symbols for sizes (`jax.export.symbolic_shape`)."""
+    if not all(isinstance(size, int) for shape in shapes.values() for size in shape):
+        named = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise NotImplementedError(f"symbolic shapes: {named}; kernels need sizes")
+
+
 def shaped(name: str, x: Any, shape: tuple[int, ...], unbatched: bool = False) -> Any:
     """`x`, which has this shape, or that of one batch entry."""
     if unbatched and x.shape == shape[1:]:

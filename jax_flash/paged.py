@@ -113,8 +113,7 @@ def paged_attention(
             "query [B, T, N, D], key_pages [pages, page, K, D] and value_pages [pages, page, K, E] do not fit "
             f"together: {query.shape}, {keys.shape}, {values.shape}"
         )
-    if not all(isinstance(size, int) for size in query.shape + keys.shape + values.shape):
-        raise NotImplementedError(f"symbolic shapes: query {query.shape}, key_pages {keys.shape}; kernels need sizes")
+    checks.sizes_known(query=query.shape, key_pages=keys.shape, value_pages=values.shape)
     B, T = query.shape[:2]
     table, lengths = _table_and_lengths(page_table, lengths, B, *keys.shape[:2])
     given["key_value_seq_lengths"] = lengths

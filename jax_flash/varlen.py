@@ -161,8 +161,7 @@ def _ends(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:
     given = checks.integers(name, cu_seqlens)
     if given.ndim != 1 or given.shape == (0,):
         raise ValueError(f"{name} must be [B + 1] for B sequences, not shape {given.shape}")
-    if not isinstance(given.shape[0], int):
-        raise NotImplementedError(f"symbolic shapes: {name} {given.shape}; kernels need sizes")
+    checks.sizes_known(**{name: given.shape})
     if isinstance(given, np.ndarray):
         if given[0] != 0 or (given[1:] < given[:-1]).any() or given[-1] > size:
             raise ValueError(f"{name} must begin with 0, never fall, and be at most {size}, not {given.tolist()}")

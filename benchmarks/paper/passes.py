@@ -29,13 +29,10 @@ class Operands(NamedTuple):
 
 
 def operands(shape: tuple[int, int, int, int], mask: bool, dropout: bool) -> Operands:
-    """Random ones in bfloat16.
-
-    The key is of XLA's own generator (`rbg`), for what draws its mask with JAX.
-    """
+    """Random ones in bfloat16."""
     q, k, v, do = [jax.random.normal(key, shape, "bfloat16") for key in jax.random.split(jax.random.key(0), 4)]
     lengths = shape[1] - np.random.default_rng(0).integers(0, PADDING, shape[0], dtype=np.int32)
-    key = jax.random.key(1, impl="rbg")
+    key = jax.random.key(1)
     return Operands(q, k, v, do, jnp.asarray(lengths) if mask else None, key if dropout else None)
 
 

@@ -503,6 +503,28 @@ def test_random_schedule(name, monkeypatch):
     check_tf32(case) if dtype == "tf32" else check(case, dtype)
 
 
+@hopper
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("multiprocessors", ["1", "3"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=1, T=600, S=600, N=3, K=1, D=64, E=64, causal=True, window=(100, 0), sinks=2.0),
+        Case(B=2, T=300, S=700, N=2, K=2, D=64, E=40, window=(30, 90), offset=True, lengths=True),
+        Case(B=2, T=520, S=300, N=2, K=1, D=8, E=8, causal=True, offset=True),
+        Case(B=1, T=600, S=600, N=3, K=1, D=64, E=64, causal=True, segments=True, soft_cap=2.0),
+        Case(B=2, T=300, S=900, N=2, K=1, D=64, E=64, segments="mixed", window=(400, 30)),
+        packs.Pack((0, 100, 3, 1, 350, 90), (40, 100, 0, 600, 20, 70), 5, Case(N=4, K=2, D=64, E=64, causal=True)),
+    ],
+    ids=str,
+)
+def test_warpgroups_that_walk_keys_of_their_own(case, multiprocessors, monkeypatch):
+    """Of tiles of 256 queries, which the plan has where they are enough for the GPU."""
+    monkeypatch.setenv("JAX_FLASH_EMULATE_MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setenv("JAX_FLASH_EMULATE_SEED", multiprocessors)
+    packs.check(case, "bfloat16") if isinstance(case, packs.Pack) else check(case, "bfloat16")
+
+
 # --- Broken kernels ---
 
 

@@ -60,7 +60,12 @@ struct Producer {
 #pragma unroll(kListed ? 1 : kRowGroups)
     for (int w = 0; w < kRowGroups; ++w) {
       MbarrierWait(&shared.q_empty[q.Index()][w], q.Parity() ^ 1);
-      shared.tile[q.position][w] = tile;
+      if (kOwnKeys && !empty) {
+        shared.tile[q.position][w] = PartOf(p, tile, w, &shared.passed[q.position][w]);
+      } else {
+        shared.tile[q.position][w] = tile;
+        if (kOwnKeys) shared.passed[q.position][w] = {0, 0};
+      }
       MbarrierArriveExpectTx(&shared.q_full[q.Index()][w], empty ? 0 : kQKBoxes * kQBox);
       for (int b = 0; !empty && b < kQKBoxes; ++b)
         TmaLoad(shared.q[q.Index()][w] + b * kQBox, q_map, &shared.q_full[q.Index()][w], b * kBoxColumns,

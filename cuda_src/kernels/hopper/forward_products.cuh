@@ -40,9 +40,24 @@ struct Warpgroup {
   __device__ __forceinline__ int Column(int j) const { return j * kKeys + key_group * kCols; }
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(1 + warpgroup, kWarpgroup); }
-  __device__ __forceinline__ void TakeTurn() { BarrierSync(1 + kConsumers + warpgroup, 2 * kWarpgroup); }
+  // Warpgroups that each walk their own keys are not at the same tile, and take no turns.
+  __device__ __forceinline__ void TakeTurn() {
+    if (!kOwnKeys) BarrierSync(1 + kConsumers + warpgroup, 2 * kWarpgroup);
+  }
   __device__ __forceinline__ void PassTurn() {
-    BarrierArrive(1 + kConsumers + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
+    if (!kOwnKeys) BarrierArrive(1 + kConsumers + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
+  }
+
+  // Leaves out tiles of K and V that others see.
+  __device__ __forceinline__ void Pass(int tiles) {
+#pragma unroll 1
+    for (; tiles > 0; --tiles, k.Next(), v.Next()) {
+      MbarrierWait(&shared.k_full[k.index], k.parity);
+      MbarrierWait(&shared.v_full[v.index], v.parity);
+      SyncWarp();  // all lanes have seen them
+      Release(&shared.k_empty[k.index]);
+      Release(&shared.v_empty[v.index]);
+    }
   }
 
   // Where this warp's rows of a box of Q or O begin.

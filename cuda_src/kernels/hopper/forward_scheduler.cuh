@@ -7,6 +7,14 @@
 
 namespace jax_flash {
 
+// The tiles of K and V that some of these rows see, and those that all of them see as a whole.
+__device__ __forceinline__ Visible TilesOf(const Params& p, int batch, int i0, int i1) {
+  const Visible keys = KeysOf(p, PositionsOf(p, batch), batch, i0, i1);
+  const int begin = keys.any_lo / kKeys;
+  const int end = keys.any_lo < keys.any_hi ? (keys.any_hi + kKeys - 1) / kKeys : begin;
+  return {begin, end, max((keys.every_lo + kKeys - 1) / kKeys, begin), max(keys.every_hi / kKeys, begin)};
+}
+
 // Finds the next tile of the output; returns false when there are no more.
 __device__ __forceinline__ bool Next(const Params& p, Schedule<>* schedule, QTile* tile) {
   const int heads = p.batch * p.q_heads, tiles = (p.q_len + kRows - 1) / kRows;
@@ -15,11 +23,19 @@ __device__ __forceinline__ bool Next(const Params& p, Schedule<>* schedule, QTil
   tile->row = t * kRows;
   tile->head = head % p.q_heads;
   tile->batch = head / p.q_heads;
-  const Visible keys = KeysOf(p, PositionsOf(p, tile->batch), tile->batch, tile->row, tile->row + kRows);
-  const int begin = keys.any_lo / kKeys;
-  const int end = keys.any_lo < keys.any_hi ? (keys.any_hi + kKeys - 1) / kKeys : begin;
-  tile->visible = {begin, end, max((keys.every_lo + kKeys - 1) / kKeys, begin), max(keys.every_hi / kKeys, begin)};
+  tile->visible = TilesOf(p, tile->batch, tile->row, tile->row + kRows);
   return true;
+}
+
+// What is a warpgroup's of a tile.
+__device__ __forceinline__ QTile PartOf(const Params& p, const QTile& tile, int row_group, Passed* passed) {
+  QTile part = tile;
+  const int row = tile.row + 64 * row_group;
+  if (row < p.q_len) part.visible = TilesOf(p, tile.batch, row, row + 64);
+  Visible& own = part.visible;
+  if (row >= p.q_len || own.any_lo == own.any_hi) own.any_lo = own.any_hi = tile.visible.any_lo;
+  *passed = {tile.visible.any_hi - own.any_hi, own.any_lo - tile.visible.any_lo};
+  return part;
 }
 
 // With lists: goes through the tiles of the output, and through the tiles of K and V that each of them sees.

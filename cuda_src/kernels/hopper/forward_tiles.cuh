@@ -46,11 +46,22 @@ constexpr int kQBuffers = 2 * kQBytes + kRowGroups * kOBoxes * kQBox > kRoom ? 1
 static_assert(kKeyGroups == 1 || !kOInQ);
 static_assert(!kOInQ || kVBoxes <= kQKBoxes);
 
+// Does each warpgroup walk the keys that its own 64 rows see? In a tile of many rows and few keys they are far fewer
+// than those of the whole tile. Warpgroups are then at different tiles of K and V and take no turns, which four of them
+// do not need.
+constexpr bool kOwnKeys = (kCausal || kLocal) && !kListed && kKeyGroups == 1 && kConsumers == 4 && kRows > kKeys;
+
 // A tile of the output, and the tiles of K and V that it sees. With a block mask the bounds are keys, and no key
 // outside of them is seen.
 struct QTile {
   int row, head, batch;
   Visible visible;
+};
+
+// Tiles of K and V of a tile of the output that a warpgroup's own rows do not see: to the right of those that they see,
+// which come before them, and to the left.
+struct Passed {
+  int before, after;
 };
 
 // With a block mask: the tile of K and V that comes next.
@@ -84,6 +95,7 @@ struct ForwardShared {
   // f32: V as it comes
   uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];
   bool more[kTF32 ? kLandings : 1];  // comes with a box, or says that there are none
+  Passed passed[kOwnKeys ? 2 * kQBuffers : 1][kOwnKeys ? kRowGroups : 1];  // comes with q, as the tile does
   alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? kKVBox : 1];
 };
 

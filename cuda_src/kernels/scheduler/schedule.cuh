@@ -7,10 +7,10 @@
 
 namespace jax_flash {
 
-// A schedule where each CTA has its share from the start. If causal it takes tiles in pairs, the t-th from one end and
-// the t-th from the other, since each pair is the same work. A head's tile without a partner comes last. CTAs of a
-// cluster take the same tiles.
-template <int kCluster = 1>
+// A schedule where each CTA has its share from the start. With kPairs it takes tiles in pairs, the t-th from one end
+// and the t-th from the other, since each pair is the same work if causal. A head's tile without a partner comes last.
+// CTAs of a cluster take the same tiles.
+template <int kCluster = 1, bool kPairs = kCausal>
 struct Schedule {
   int next = 0;  // how many tiles this CTA has had
 
@@ -18,14 +18,14 @@ struct Schedule {
 
   // Finds the next of `tiles` tiles of each of `heads` heads; returns false when there are no more.
   __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) {
-    const int per_head = kCausal ? tiles / 2 : tiles;
-    const bool second = !kCausal || next % 2 == 1;
-    const int item = blockIdx.x / kCluster + (kCausal ? next / 2 : next) * (gridDim.x / kCluster);
+    const int per_head = kPairs ? tiles / 2 : tiles;
+    const bool second = !kPairs || next % 2 == 1;
+    const int item = blockIdx.x / kCluster + (kPairs ? next / 2 : next) * (gridDim.x / kCluster);
     const bool paired = item < per_head * heads;
     *head = paired ? item / per_head : item - per_head * heads;
     *tile = !paired ? per_head : second ? item % per_head : tiles - 1 - item % per_head;
     next += paired ? 1 : 2;
-    return paired || (kCausal && tiles % 2 == 1 && *head < heads);
+    return paired || (kPairs && tiles % 2 == 1 && *head < heads);
   }
 };
 

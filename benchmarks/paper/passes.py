@@ -28,11 +28,11 @@ class Operands(NamedTuple):
     key: jax.Array | None  # of the dropout mask
 
 
-def operands(shape: tuple[int, int, int, int], mask: bool, dropout: bool) -> Operands:
-    """Random ones in bfloat16."""
+def operands(shape: tuple[int, int, int, int], mask: bool, dropout: bool, generator: str = "threefry2x32") -> Operands:
+    """Random ones in bfloat16. The generator is the key's, of which JAX draws a mask; this one is its own default."""
     q, k, v, do = [jax.random.normal(key, shape, "bfloat16") for key in jax.random.split(jax.random.key(0), 4)]
     lengths = shape[1] - np.random.default_rng(0).integers(0, PADDING, shape[0], dtype=np.int32)
-    key = jax.random.key(1)
+    key = jax.random.key(1, impl=generator)
     return Operands(q, k, v, do, jnp.asarray(lengths) if mask else None, key if dropout else None)
 
 

@@ -69,7 +69,7 @@ class Trainer:
         """As new; what is compiled stays."""
         self.graph, self.weights = nnx.split(Transformer(self.config, nnx.Rngs(seed)))
         self.state = self.optimizer.init(self.weights)
-        self.key, self.count = jax.random.key(seed, impl="rbg"), 0  # the generator that costs least on a GPU
+        self.key, self.count = jax.random.key(seed, impl="rbg"), 0  # JAX's default generator takes as long
 
     def _steps(self, weights: Any, state: Any, batches: Any, rates: jax.Array, key: jax.Array, first: jax.Array) -> Any:
         def step(weights_and_state: Any, given: Any) -> Any:

@@ -62,6 +62,7 @@ def gathered(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 WAYS = {way.__name__: way for way in (ring, zigzag, heads, gathered)}
+ALONE = "alone"  # one device, with the whole sequence
 
 
 def calls(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measure.Call]:
@@ -70,8 +71,8 @@ def calls(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measur
     powers = [2**i for i in range(1, 8) if 2**i <= jax.device_count()]
     for count in [1, *powers]:
         mesh = jax.make_mesh((count,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:count])
-        for name, way in (WAYS if count > 1 else {"alone": attend}).items():
-            if name != "heads" or args.kv_heads % count == 0:
+        for name, way in (WAYS if count > 1 else {ALONE: attend}).items():
+            if name in args.ways and (name != "heads" or args.kv_heads % count == 0):
                 found[f"{count} {name}"] = call(args, length, pass_, way, mesh)
     return found
 
@@ -145,13 +146,19 @@ def part_of(name: str, x: jax.Array, devices: int) -> jax.Array:
 # --- the tables -------------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser, ways: tuple[str, ...] = tuple(WAYS)) -> None:
+    """What to call."""
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
+    parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, (ALONE, *WAYS))
     parser.add_argument("--alone", type=int, metavar="DEVICES", help="one GPU does the work of each of so many")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=pathlib.Path)
@@ -178,14 +185,14 @@ def table_of_ways(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         length, pass_, call = row["length"], row["pass"], row["call"]
         count, way = call.split()
-        seconds, one = median[length, pass_, call], median[length, pass_, "1 alone"]
-        rate, efficiency = row["flops"] / seconds / int(count) / 1e12, one / seconds / int(count)
+        seconds, one = median[length, pass_, call], median.get((length, pass_, f"1 {ALONE}"))
+        rate = row["flops"] / seconds / int(count) / 1e12
         table.add_row(
             *map(str, (length, pass_, count, way)),
             f"{1e3 * seconds:.2f}",
             f"{rate:.0f}",
             f"{length / seconds:.3g}",
-            f"{efficiency:.3f}",
+            "–" if one is None else f"{one / seconds / int(count):.3f}",
         )
     return table
 

@@ -1,7 +1,7 @@
 """Trains a small language model on a long sequence that is divided over all devices, and on one device beside it.
 
     python examples/long_sequence.py                                  # eight virtual devices of a CPU: a minute
-    python examples/long_sequence.py --seq-len 262144 --heads 16      # the GPUs that are there
+    python examples/long_sequence.py --seq-len 131072 --width 512 --dtype bfloat16    # the GPUs that are there
 
 The tokens are placed on a mesh, sharded over time, and the train step is the same for one device and for many: under
 `jit` what works on tokens one by one is divided by XLA, and attention by jax_flash, whose keys and values go round the
@@ -30,12 +30,14 @@ import jax_flash.nnx
 class Block(nnx.Module):
     """A pre-norm transformer block with one key/value head, so that attention is a ring."""
 
-    def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
-        self.attention_norm, self.mlp_norm = nnx.RMSNorm(width, rngs=rngs), nnx.RMSNorm(width, rngs=rngs)
+    def __init__(self, args: argparse.Namespace, rngs: nnx.Rngs):
+        width, dtype = args.width, args.dtype
+        self.attention_norm, self.mlp_norm = (nnx.RMSNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
         self.attention = jax_flash.nnx.MultiHeadAttention(
-            heads, width, num_kv_heads=1, is_causal=True, decode=False, rngs=rngs
+            args.heads, width, num_kv_heads=1, is_causal=True, decode=False, dtype=dtype, rngs=rngs
         )
-        self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(self.attention_norm(x))
@@ -46,9 +48,9 @@ class Model(nnx.Module):
     """Bytes [B, T] -> logits [B, T, 256] of the byte after each."""
 
     def __init__(self, args: argparse.Namespace, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(256, args.width, rngs=rngs)
-        self.blocks = nnx.List([Block(args.width, args.heads, rngs) for _ in range(args.layers)])
-        self.head = nnx.Linear(args.width, 256, rngs=rngs)
+        self.embed = nnx.Embed(256, args.width, dtype=args.dtype, rngs=rngs)
+        self.blocks = nnx.List([Block(args, rngs) for _ in range(args.layers)])
+        self.head = nnx.Linear(args.width, 256, rngs=rngs)  # in float32
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens)
@@ -91,6 +93,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)  # of no meaning where there are GPUs

@@ -1,6 +1,7 @@
 """A sequence that is divided over devices: they compute what one does, and K and V are not gathered."""
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,21 @@ from jax_flash.sequence import Division
 
 LAYOUTS = ("contiguous", "zigzag")
 ROWS = {"query": 1, "key": 1, "value": 1, "query_segment_ids": 1, "key_value_segment_ids": 1, "bias": 2, "mask": 2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def full_precision():
+    """Of float32, on GPUs too: JAX_PLATFORMS=cuda pytest tests/api/test_sequence.py"""
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
+
+
+def devices_that_are_there(count):
+    if jax.device_count() < count:
+        pytest.skip(f"needs {count} devices")
+    return jax.devices()[:count]
 
 
 def results(case, arrays, **options):
@@ -62,7 +78,7 @@ def divided(case, arrays, devices, layout, **options):
 
     @functools.partial(
         jax.shard_map,
-        mesh=jax.make_mesh((devices,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:devices]),
+        mesh=jax.make_mesh((devices,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(devices)),
         in_specs=({name: spec(name, x) for name, x in arrays.items()},),
         out_specs={name: spec(name, shapes[name]) for name in names},
     )
@@ -112,7 +128,7 @@ def test_the_gradient_of_sinks_alone():
             sinks
         )
 
-    mesh = jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(4))
     local = functools.partial(gradient, sequence_axis="seq")
     ours = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(None, "seq"), P()), out_specs=P()))(arrays, sinks)
     np.testing.assert_allclose(ours, gradient(arrays, sinks), rtol=1e-5, atol=1e-6)
@@ -169,7 +185,7 @@ def test_score_programs(layout):
 
     @functools.partial(
         jax.shard_map,
-        mesh=jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:4]),
+        mesh=jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(4)),
         in_specs=(over,),
         out_specs=P(None, "seq"),
     )
@@ -205,7 +221,7 @@ def test_remat_scan_and_vmap():
     ours = jax.jit(
         jax.shard_map(
             functools.partial(gradients, **options),
-            mesh=jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:4]),
+            mesh=jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(4)),
             in_specs=(spec,),
             out_specs=spec,
         )
@@ -253,7 +269,7 @@ SHAPE = (1, 48, 2, 8)  # of a device, of two
     ids=lambda x: None if isinstance(x, dict | type) else x.split(":")[0][:30],
 )
 def test_errors(options, error, match):
-    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(2))
 
     def attend(x):
         return jax_flash.dot_product_attention(x, x, x, **options)
@@ -268,7 +284,7 @@ def test_an_axis_outside_of_shard_map_and_parts_that_are_not_whole():
         jax_flash.dot_product_attention(x, x, x, sequence_axis="seq")
     with pytest.raises(ValueError, match=r"axis 1 of shape \(1, 48, 2, 8\) does not divide into 2 x 5 parts"):
         jax_flash.zigzag(x, 5, 1)
-    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(2))
     odd = jax.shard_map(
         lambda x: jax_flash.dot_product_attention(x, x, x, sequence_axis="seq", sequence_layout="zigzag"),
         mesh=mesh,
@@ -376,7 +392,8 @@ def placed(mesh, arrays, batch, rows, heads):
 )
 def test_under_jit(case, shape, sends, mode):
     """Batch and heads sharded, too. What has rows and no heads may be gathered where it is divided by heads."""
-    mesh = jax.make_mesh(shape, ("data", "seq", "model"), axis_types=(MODES[mode],) * 3)
+    devices = devices_that_are_there(math.prod(shape))
+    mesh = jax.make_mesh(shape, ("data", "seq", "model"), (MODES[mode],) * 3, devices=devices)
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
     with jax.set_mesh(mesh):
@@ -393,7 +410,7 @@ def test_under_jit(case, shape, sends, mode):
 
 def test_what_does_not_divide_is_gathered():
     """Parts that dropout cannot count in, and lengths that differ."""
-    mesh = jax.make_mesh((8,), ("seq",), (AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(8))
     for case in (DIVIDED(T=40, S=40, dropout=0.3), DIVIDED(S=64, causal=True)):
         arrays = case.arrays()
         expected = jax.jit(functools.partial(results, case))(arrays)
@@ -405,7 +422,7 @@ def test_memory_of_a_device():
     """Twice the sequence on twice the devices: what a device needs stays what it was."""
 
     def temporary_bytes(devices):
-        mesh = jax.make_mesh((devices,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:devices])
+        mesh = jax.make_mesh((devices,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(devices))
         place = NamedSharding(mesh, P(None, "seq"))
         x = jax.ShapeDtypeStruct((1, 1024 * devices, 1, 32), jnp.float32, sharding=place)
 

@@ -7,6 +7,9 @@
 // right to left, and only the tiles at either end of what the rows see are masked. With a block mask, whose blocks are
 // whole tiles, a thread of the producer's goes through the list of the blocks that there are, and consumers are told.
 //
+// Where a tile has more rows than keys and a mask, a warpgroup walks the tiles of K and V that its own rows see, and
+// passes over those that only the rows of others see. Then warpgroups take no turns.
+//
 // Where a tile has too few rows to give each warpgroup 64 of its own, half of the warpgroups take the first half of the
 // keys of each tile and the others the second half; O, m and l of the two halves are merged at the end.
 //

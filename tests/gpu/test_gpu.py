@@ -87,6 +87,28 @@ def test_forward_is_the_same_every_time(dtype):
         jax.tree.map(np.testing.assert_array_equal, function(q, k, v), first)
 
 
+SEGMENTS = np.searchsorted([3, 400, 401, 700], np.arange(1100), side="right")[None].repeat(2, 0)
+HIDDEN_FROM_SOME_WARPGROUPS = {
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "local_window_size": (100, 0)},
+    "both sides": {"local_window_size": (30, 90), "query_offset": jnp.array([-200, 300])},
+    "segments": {"is_causal": True, "query_segment_ids": SEGMENTS, "key_value_segment_ids": SEGMENTS},
+    "soft cap": {"is_causal": True, "logits_soft_cap": 5.0},
+}
+
+
+@pytest.mark.parametrize("options", HIDDEN_FROM_SOME_WARPGROUPS.values(), ids=HIDDEN_FROM_SOME_WARPGROUPS)
+def test_warpgroups_that_walk_keys_of_their_own(options):
+    """More tiles of 256 queries than multiprocessors, so that Hopper's forward takes these."""
+    q, k, v = (normal(i, 2, 1100, heads, 64) for i, heads in enumerate((40, 8, 8)))
+    function = jax.jit(functools.partial(attend, **options))
+    first = function(q, k, v)
+    for _ in range(20):
+        np.testing.assert_array_equal(function(q, k, v), first)
+    expected = jax_flash.dot_product_attention(q, k, v, implementation="xla", **options)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (first, expected)), atol=0.02, rtol=0.02)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_deterministic_backward_is_the_same_every_time(dtype):
     q, k, v = (normal(i, 2, 1000, h, 64, dtype=dtype) for i, h in enumerate((4, 2, 2)))

@@ -80,7 +80,7 @@ struct Producer {
     } else if constexpr (kListed) {
       RunListed(Lookup{p});
     } else {
-      TileSchedule schedule;
+      Schedule<> schedule;
       QTile tile;
       while (Next(p, &schedule, &tile)) Load(tile);
     }

@@ -15,12 +15,8 @@ __device__ __forceinline__ Visible TilesOf(const Params& p, int batch, int i0, i
   return {begin, end, max((keys.every_lo + kKeys - 1) / kKeys, begin), max(keys.every_hi / kKeys, begin)};
 }
 
-// Packed sequences may be causal, each for itself. In any other order a CTA could have the last tile of every one, if
-// they are equally long.
-using TileSchedule = Schedule<1, kCausal || kProblem.ranges>;
-
 // Finds the next tile of the output; returns false when there are no more.
-__device__ __forceinline__ bool Next(const Params& p, TileSchedule* schedule, QTile* tile) {
+__device__ __forceinline__ bool Next(const Params& p, Schedule<>* schedule, QTile* tile) {
   const int heads = p.batch * p.q_heads, tiles = (p.q_len + kRows - 1) / kRows;
   int head, t;
   if (!schedule->Next(heads, tiles, &head, &t)) return false;

@@ -7,10 +7,13 @@
 
 namespace jax_flash {
 
-// A schedule where each CTA has its share from the start. With kPairs it takes tiles in pairs, the t-th from one end
-// and the t-th from the other, since each pair is the same work if causal. A head's tile without a partner comes last.
-// CTAs of a cluster take the same tiles.
-template <int kCluster = 1, bool kPairs = kCausal>
+// A schedule where each CTA has its share from the start. If causal it takes tiles in pairs, the t-th from one end and
+// the t-th from the other, since each pair is the same work. A head's tile without a partner comes last. CTAs of a
+// cluster take the same tiles.
+//
+// Packed sequences may be causal, each for itself. If they are equally long, a CTA that takes every n-th tile may have
+// the last one of all of them. So in every other round the CTAs come in the opposite order.
+template <int kCluster = 1>
 struct Schedule {
   int next = 0;  // how many tiles this CTA has had
 
@@ -18,14 +21,15 @@ struct Schedule {
 
   // Finds the next of `tiles` tiles of each of `heads` heads; returns false when there are no more.
   __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) {
-    const int per_head = kPairs ? tiles / 2 : tiles;
-    const bool second = !kPairs || next % 2 == 1;
-    const int item = blockIdx.x / kCluster + (kPairs ? next / 2 : next) * (gridDim.x / kCluster);
+    const int per_head = kCausal ? tiles / 2 : tiles;
+    const bool second = !kCausal || next % 2 == 1;
+    const int ctas = gridDim.x / kCluster, round = kCausal ? next / 2 : next, cta = blockIdx.x / kCluster;
+    const int item = round * ctas + (kProblem.ranges && round % 2 == 1 ? ctas - 1 - cta : cta);
     const bool paired = item < per_head * heads;
     *head = paired ? item / per_head : item - per_head * heads;
     *tile = !paired ? per_head : second ? item % per_head : tiles - 1 - item % per_head;
     next += paired ? 1 : 2;
-    return paired || (kPairs && tiles % 2 == 1 && *head < heads);
+    return paired || (kCausal && tiles % 2 == 1 && *head < heads);
   }
 };
 

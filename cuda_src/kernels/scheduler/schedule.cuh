@@ -23,8 +23,8 @@ struct Schedule {
   __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) {
     const int per_head = kCausal ? tiles / 2 : tiles;
     const bool second = !kCausal || next % 2 == 1;
-    const int ctas = gridDim.x / kCluster, round = kCausal ? next / 2 : next, cta = blockIdx.x / kCluster;
-    const int item = round * ctas + (kProblem.ranges && round % 2 == 1 ? ctas - 1 - cta : cta);
+    int item = blockIdx.x / kCluster + (kCausal ? next / 2 : next) * (gridDim.x / kCluster);
+    if (kProblem.ranges && next % 2 == 1) item += gridDim.x / kCluster - 1 - 2 * (blockIdx.x / kCluster);
     const bool paired = item < per_head * heads;
     *head = paired ? item / per_head : item - per_head * heads;
     *tile = !paired ? per_head : second ? item % per_head : tiles - 1 - item % per_head;

@@ -36,6 +36,20 @@ def test_odd_number_of_multiprocessors():
     run_checks(case, JAX_FLASH_EMULATE="sm_90", JAX_FLASH_EMULATE_MULTIPROCESSORS="3")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("multiprocessors", "options"), [("1", ""), ("3", ""), ("2", "-DJAX_FLASH_RACECHECK")], ids=["1", "3", "racecheck"]
+)
+def test_enough_tiles_for_all_multiprocessors(multiprocessors, options):
+    run_checks(
+        "emulator_checks.py",
+        *("-k", "keys_of_their_own"),
+        JAX_FLASH_EMULATE="sm_90",
+        JAX_FLASH_EMULATE_MULTIPROCESSORS=multiprocessors,
+        JAX_FLASH_NVRTC_OPTIONS=options,
+    )
+
+
 def test_kernels_for_racecheck():
     """All lanes arrive at mbarriers, as their counts say."""
     names = ("causal", "three kernels", "clusters", "TF32", "wide TF32", "block mask", "dbias")

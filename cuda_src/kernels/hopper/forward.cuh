@@ -76,8 +76,7 @@ struct Consumer : Epilogue {
     // The tile stays in shared memory for want of registers. Only the loop's bounds are read into registers; they are
     // the same in all threads, which the compiler cannot know.
     const QTile& tile = shared.tile[q.position][row_group];
-    const int begin = kLocal || kListed || kOwnKeys ? Uniform(tile.visible.any_lo) : 0,
-              end = Uniform(tile.visible.any_hi);
+    const int begin = kLocal || kListed ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
     const int unmasked_begin = kLocal ? Uniform(tile.visible.every_lo) : 0;
     const int unmasked_end = Uniform(tile.visible.every_hi);
     if (kOwnKeys) Pass(shared.passed[q.position][row_group].before);
@@ -131,7 +130,7 @@ struct Consumer : Epilogue {
     }
     IssueO();
     FinishO();
-    if (kOwnKeys) Pass(shared.passed[q.position][row_group].after);
+    if (kOwnKeys && kLocal) Pass(shared.passed[q.position][row_group].after);
     Finish(tile, o_map);
     return true;
   }

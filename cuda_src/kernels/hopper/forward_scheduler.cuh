@@ -27,14 +27,15 @@ __device__ __forceinline__ bool Next(const Params& p, Schedule<>* schedule, QTil
   return true;
 }
 
-// What is a warpgroup's of a tile.
+// What is a warpgroup's of a tile. (Ranges that are not as they should be must not lead beyond what is loaded.)
 __device__ __forceinline__ QTile PartOf(const Params& p, const QTile& tile, int row_group, Passed* passed) {
   QTile part = tile;
   const int row = tile.row + 64 * row_group;
-  if (row < p.q_len) part.visible = TilesOf(p, tile.batch, row, row + 64);
-  Visible& own = part.visible;
-  if (row >= p.q_len || own.any_lo == own.any_hi) own.any_lo = own.any_hi = tile.visible.any_lo;
-  *passed = {tile.visible.any_hi - own.any_hi, own.any_lo - tile.visible.any_lo};
+  const Visible& all = tile.visible;
+  Visible& own = part.visible = TilesOf(p, tile.batch, row, row + 64);
+  own.any_lo = max(own.any_lo, all.any_lo), own.any_hi = min(own.any_hi, all.any_hi);
+  if (own.any_lo >= own.any_hi) own.any_lo = own.any_hi = all.any_lo;
+  *passed = {all.any_hi - own.any_hi, own.any_lo - all.any_lo};
   return part;
 }
 

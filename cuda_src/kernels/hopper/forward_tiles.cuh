@@ -46,10 +46,10 @@ constexpr int kQBuffers = 2 * kQBytes + kRowGroups * kOBoxes * kQBox > kRoom ? 1
 static_assert(kKeyGroups == 1 || !kOInQ);
 static_assert(!kOInQ || kVBoxes <= kQKBoxes);
 
-// Does each warpgroup walk the keys that its own 64 rows see? In a tile of many rows and few keys they are far fewer
-// than those of the whole tile. Warpgroups are then at different tiles of K and V and take no turns, which four of them
-// do not need.
-constexpr bool kOwnKeys = (kCausal || kLocal) && !kListed && kKeyGroups == 1 && kConsumers == 4 && kRows > kKeys;
+// Does each warpgroup walk the keys that its own 64 rows see? Where four of them have many rows and few keys together,
+// these are fewer than those of the whole tile. Warpgroups are then at different tiles of K and V and take no turns,
+// which four of them do not need.
+constexpr bool kOwnKeys = (kCausal || kLocal) && !kListed && kRowGroups == 4;
 
 // A tile of the output, and the tiles of K and V that it sees. With a block mask the bounds are keys, and no key
 // outside of them is seen.

@@ -76,14 +76,14 @@ class Problem:
 
     def entries(self) -> float:
         """Of S that count, in all heads."""
-        columns = float(self.S)
+        columns = length = self.S / self.documents
         if self.window is not None:
-            columns = min(self.window, self.S)
+            columns = min(self.window, length)
             if self.T == self.S:
-                columns -= columns**2 / (2 * self.S)  # the first rows have fewer keys
+                columns -= columns**2 / (2 * length)  # the first rows of each document have fewer keys
         elif self.causal and self.T == self.S:
             columns /= 2
-        return self.B * self.N * self.T * columns / self.documents
+        return self.B * self.N * self.T * columns
 
     def dense(self) -> "Problem":
         """Without window, documents, arrays, soft cap and sinks."""
@@ -148,6 +148,20 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
                     Problem.square(16384, d, causal=True),
                     Problem.square(16384, d, causal=True, window=1024),
                     Problem.square(16384, d, documents=16),
+                )
+            ],
+        ),
+        "documents": (  # that are no whole tiles, and beside other masks
+            PASSES[:2],
+            [
+                problem
+                for d in (64, 128)
+                for problem in (
+                    Problem.square(15600, d, causal=True, documents=12),
+                    Problem.square(15600, d, causal=True, documents=48),
+                    Problem.square(15600, d, documents=48),
+                    Problem.square(16384, d, causal=True, documents=16, window=1024),
+                    Problem.square(16384, d, causal=True, documents=16, dropout=0.1),
                 )
             ],
         ),

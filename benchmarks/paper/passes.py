@@ -16,6 +16,7 @@ PADDING = 20  # tokens at most: as the paper's own benchmark has it, so that har
 LONG = 2.0  # seconds of samples, after which a call is not timed again
 SHORT, REPEATS = 1024, 20  # sequences that are shorter are computed so many times in a program that is timed
 FAILURES = (ValueError, NotImplementedError, RuntimeError)  # of what cannot run here
+THREEFRY = "threefry2x32"  # JAX's default generator
 FORWARD, BOTH = "forward", "forward + backward"
 
 
@@ -28,8 +29,8 @@ class Operands(NamedTuple):
     key: jax.Array | None  # of the dropout mask
 
 
-def operands(shape: tuple[int, int, int, int], mask: bool, dropout: bool, generator: str = "threefry2x32") -> Operands:
-    """Random ones in bfloat16. The generator is the key's, of which JAX draws a mask; this one is its own default."""
+def operands(shape: tuple[int, int, int, int], mask: bool, dropout: bool, generator: str = THREEFRY) -> Operands:
+    """Random ones in bfloat16. The generator is the key's, with which JAX draws a mask."""
     q, k, v, do = [jax.random.normal(key, shape, "bfloat16") for key in jax.random.split(jax.random.key(0), 4)]
     lengths = shape[1] - np.random.default_rng(0).integers(0, PADDING, shape[0], dtype=np.int32)
     key = jax.random.key(1, impl=generator)

@@ -14,6 +14,8 @@ constexpr Row kForward[] = {
     {227, 128, {128, 128, 2, 2, true}, kWideBias | kSeveralAndMask | kCrowdedMod},
     {227, 128, {128, 96, 2, 2, true}},
     {227, 128, {128, 64, 2, 2, true}, kWideBias | kSeveralAndMask},
+    // With 256 queries, and masks, warpgroups have keys of their own: better than larger tiles of keys, if there are
+    // enough.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kFewTiles},

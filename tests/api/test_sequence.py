@@ -27,10 +27,8 @@ ROWS = {"query": 1, "key": 1, "value": 1, "query_segment_ids": 1, "key_value_seg
 @pytest.fixture(autouse=True, scope="module")
 def full_precision():
     """Of float32, on GPUs too: JAX_PLATFORMS=cuda pytest tests/api/test_sequence.py"""
-    before = jax.config.jax_default_matmul_precision
-    jax.config.update("jax_default_matmul_precision", "highest")
-    yield
-    jax.config.update("jax_default_matmul_precision", before)
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def devices_that_are_there(count):

@@ -91,7 +91,7 @@ SEGMENTS = np.searchsorted([3, 400, 401, 700], np.arange(1100), side="right")[No
 HIDDEN_FROM_SOME_WARPGROUPS = {
     "causal": {"is_causal": True},
     "window": {"is_causal": True, "local_window_size": (100, 0)},
-    "both sides": {"local_window_size": (30, 90), "query_offset": jnp.array([-200, 300])},
+    "both sides": {"local_window_size": (30, 90), "query_offset": np.array([-200, 300], "int32")},
     "segments": {"is_causal": True, "query_segment_ids": SEGMENTS, "key_value_segment_ids": SEGMENTS},
     "soft cap": {"is_causal": True, "logits_soft_cap": 5.0},
 }

@@ -16,15 +16,15 @@ from jax_flash import io_model
 from .. import attentions, passes
 from ..results import Results, Row
 
+RBG = "standard_rbg"  # draws its mask with XLA's own generator, which takes less time in the forward, and more in both
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "standard": attentions.standard,
-    "standard_rbg": attentions.standard,
+    RBG: attentions.standard,
     "xla": attentions.xla,
     "cudnn": attentions.cudnn,
     "jax_flash": attentions.flash,
 }
 OF_JAX_NN = ("xla", "cudnn")  # which have no dropout there
-RBG = "standard_rbg"  # draws its mask with XLA's own generator, which takes less time in the forward, and more in both
 KEY_BLOCK = 256  # of the counting model: about what fits into the fast memory of a multiprocessor
 
 
@@ -38,8 +38,8 @@ class Case(NamedTuple):
     dropout: bool
 
     def program(self, pass_: str, quick: bool) -> passes.Program:
-        generator = {"generator": "rbg"} if self.implementation == RBG else {}
-        given = passes.operands(shape(quick), self.mask, self.dropout, **generator)
+        generator = "rbg" if self.implementation == RBG else passes.THREEFRY
+        given = passes.operands(shape(quick), self.mask, self.dropout, generator)
         return passes.program(IMPLEMENTATIONS[self.implementation], pass_, given)
 
 

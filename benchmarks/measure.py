@@ -50,7 +50,7 @@ def interleave(calls: dict[str, Call], seconds: float, rounds: int = 3) -> dict[
     return times
 
 
-def interleave_enqueued(calls: dict[str, Call]) -> dict[str, list[float]]:
+def interleave_enqueued(calls: dict[str, Call], samples: int = SAMPLES) -> dict[str, list[float]]:
     """Seconds per call on a GPU: samples of each in turn, a sample as many calls as take some milliseconds.
 
     They are enqueued one after the other, so that the time of a launch hides behind the call before.
@@ -60,7 +60,7 @@ def interleave_enqueued(calls: dict[str, Call]) -> dict[str, list[float]]:
         sample(call, WARM_UP)
         repeats[name] = calls_of_a_sample(sample(call, WARM_UP))
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(SAMPLES):
+    for _ in range(samples):
         for name, call in calls.items():
             times[name].append(sample(call, repeats[name]))
     return times

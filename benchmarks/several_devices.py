@@ -4,11 +4,11 @@
     python benchmarks/several_devices.py --alone 8 --lengths 262144 1048576    # on one: what each of 8 would compute
 
 The ways: `ring` and `zigzag` are `sequence_axis` in either layout; `heads` exchanges rows for heads and back, by
-all-to-all; `gathered` has every device's keys everywhere. Calls of a length are timed in turn in one process. Printed
-are milliseconds, TFLOP/s of a device, tokens/s of all together, and the efficiency: how many times as fast as one
-device they all are, over their number. One device alone computes the whole sequence; so the same lengths tell how a
-sequence scales over devices (strong scaling), and lengths that grow with the devices what each of them still does
-(weak).
+all-to-all; `gathered` has every device's keys everywhere. Calls of a length are timed in turn in one process; on GPUs
+some are enqueued one after the other, so that the host's work for a call hides behind the call before. Printed are
+milliseconds, TFLOP/s of a device, tokens/s of all together, and the efficiency: how many times as fast as one device
+they all are, over their number. One device alone computes the whole sequence; so the same lengths tell how a sequence
+scales over devices (strong scaling), and lengths that grow with the devices what each of them still does (weak).
 
 `--alone` leaves out what is sent: the work of each device, one after the other, against its share of the whole call.
 """
@@ -164,10 +164,14 @@ def main() -> None:
     parser.add_argument("--output", type=pathlib.Path)
     args = parser.parse_args()
     output = args.output or measure.RESULTS / ("ranks.json" if args.alone else "several_devices.json")
+    if jax.default_backend() == "gpu":
+        interleave = functools.partial(measure.interleave_enqueued, samples=args.rounds)
+    else:
+        interleave = functools.partial(measure.interleave, seconds=0, rounds=args.rounds)
     rows = []
     for length, pass_ in track([(n, p) for n in args.lengths for p in args.passes], "Measuring"):
         built = (alone if args.alone else calls)(args, length, pass_)
-        times = measure.interleave(built, 0, args.rounds)
+        times = interleave(built)
         forward = measure.attention_flops(1, args.heads, length, args.head_dim, causal=True, backward=False)
         flops = forward * (2.5 if pass_ == "backward" else 1)
         rows += [

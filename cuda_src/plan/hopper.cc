@@ -224,7 +224,10 @@ void hopper::AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan
   plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, tiles, Maps::kForward));
 }
 
-bool hopper::TakesLists(const Problem& p) { return FeaturesOf(p).Any(kListed); }
+bool hopper::Counts(const Problem& p, Pass pass) {
+  const bool uneven = p.q_lengths || p.kv_lengths || p.segments || p.ranges;
+  return FeaturesOf(p).Any(kListed) || (pass == Pass::kForward && uneven);
+}
 
 int64_t hopper::HeadsAtATime(const Target& target, const Problem& p) {
   return std::min(p.batch * p.q_heads, target.multiprocessors / DivideUp(p.kv_len, kPairedKeys) + 1);

@@ -115,6 +115,7 @@ T __ldg(const T* x) {
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline float __int_as_float(int x) { return emulated_bits<float>(x); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, int n) {
   return unsigned(((unsigned long long)high << 32 | low) >> (n & 31));
@@ -173,8 +174,9 @@ struct EmulatedShuffle {
   T result;
 };
 template <typename T>
-T __shfl_sync(unsigned, T x, int from) {
+T __shfl_sync(unsigned mask, T x, int from) {
   static const char site = 0;
+  if (mask == 1u << threadIdx.x % 32) return x;  // a lane that is alone
   EmulatedShuffle<T> shuffle = {x, from % 32, x};
   const auto compute = [](void* const* lanes) {
     for (int l = 0; l < 32; ++l) {

@@ -80,21 +80,28 @@ struct Producer {
     } else if constexpr (kListed) {
       RunListed(Lookup{p});
     } else {
-      Schedule<> schedule;
+      auto schedule = MakeSchedule(p);
       QTile tile;
-      while (Next(p, &schedule, &tile)) Load(tile);
+      while (Next(p, &schedule, &tile)) Load(tile, &schedule);
     }
     LoadQ({-1}, true);
     if (kTF32) EndLanding();
   }
 
-  __device__ __forceinline__ void Load(const QTile& tile) {
+  // Loads what belongs to a tile. Before the last tile of V the schedule is asked for the next one.
+  template <typename Rows>
+  __device__ __forceinline__ void Load(const QTile& tile, Rows* rows) {
     const bool empty = tile.visible.any_lo == tile.visible.any_hi;
+    if (empty) rows->Ask();
     const int kv_head = tile.head / (p.q_heads / p.kv_heads);
     if (!empty) LoadK(at, tile.visible.any_hi - 1, kv_head, tile.batch, tile);
     LoadQ(tile, empty);
     for (int j = tile.visible.any_hi - 1; j >= tile.visible.any_lo; --j) {
-      if (j > tile.visible.any_lo) LoadK(at.After(), j - 1, kv_head, tile.batch, tile);
+      if (j > tile.visible.any_lo) {
+        LoadK(at.After(), j - 1, kv_head, tile.batch, tile);
+      } else {
+        rows->Ask();
+      }
       LoadV(j, kv_head, tile.batch);
     }
   }

@@ -15,11 +15,20 @@ __device__ __forceinline__ Visible TilesOf(const Params& p, int batch, int i0, i
   return {begin, end, max((keys.every_lo + kKeys - 1) / kKeys, begin), max(keys.every_hi / kKeys, begin)};
 }
 
+__device__ __forceinline__ auto MakeSchedule(const Params& p) {
+  if constexpr (kLengths || kSegments || kProblem.ranges) {
+    return CountedRows(p);
+  } else {
+    return Schedule<>();
+  }
+}
+
 // Finds the next tile of the output; returns false when there are no more.
-__device__ __forceinline__ bool Next(const Params& p, Schedule<>* schedule, QTile* tile) {
+template <typename Rows>
+__device__ __forceinline__ bool Next(const Params& p, Rows* rows, QTile* tile) {
   const int heads = p.batch * p.q_heads, tiles = (p.q_len + kRows - 1) / kRows;
   int head, t;
-  if (!schedule->Next(heads, tiles, &head, &t)) return false;
+  if (!rows->Next(heads, tiles, &head, &t)) return false;
   tile->row = t * kRows;
   tile->head = head % p.q_heads;
   tile->batch = head / p.q_heads;

@@ -114,7 +114,7 @@ struct BackwardTuning {
 
   // The scale is read in every step, or with these masks registers would be spilled.
   static constexpr bool kLateScale =
-      !kFormsScores && !kAlongside && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kWindow;
+      !kFormsScores && !kAlongside && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kLocal;
 
   // Where ptxas must not move work ahead, since it would spill registers (Never): between masks and exponentials, ...
   static constexpr bool kStopAfterMask = (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kManyRanges)) ||

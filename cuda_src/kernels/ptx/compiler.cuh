@@ -7,6 +7,8 @@ namespace jax_flash {
 
 // x, which all lanes have: said to the compiler, which keeps what depends on it in uniform registers and branches.
 __device__ __forceinline__ int Uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
+// The same for what the first lane of a warp has, where no other lane is there.
+__device__ __forceinline__ int UniformOfOne(int x) { return __shfl_sync(1u, x, 0); }
 
 // False, which ptxas cannot know. It moves nothing across a branch: for where it has no registers to work ahead.
 __device__ __forceinline__ bool Never() { return __any_sync(0xFFFFFFFFu, false); }

@@ -10,9 +10,6 @@ namespace jax_flash {
 // A schedule where each CTA has its share from the start. If causal it takes tiles in pairs, the t-th from one end and
 // the t-th from the other, since each pair is the same work. A head's tile without a partner comes last. CTAs of a
 // cluster take the same tiles.
-//
-// Packed sequences may be causal, each for itself. If they are equally long, a CTA that takes every n-th tile may have
-// the last one of all of them. So in every other round the CTAs come in the opposite order.
 template <int kCluster = 1>
 struct Schedule {
   int next = 0;  // how many tiles this CTA has had
@@ -24,7 +21,6 @@ struct Schedule {
     const int per_head = kCausal ? tiles / 2 : tiles;
     const bool second = !kCausal || next % 2 == 1;
     int item = blockIdx.x / kCluster + (kCausal ? next / 2 : next) * (gridDim.x / kCluster);
-    if (kProblem.ranges && next % 2 == 1) item += gridDim.x / kCluster - 1 - 2 * (blockIdx.x / kCluster);
     const bool paired = item < per_head * heads;
     *head = paired ? item / per_head : item - per_head * heads;
     *tile = !paired ? per_head : second ? item % per_head : tiles - 1 - item % per_head;
@@ -33,8 +29,8 @@ struct Schedule {
   }
 };
 
-// Work that whoever is free takes from a counter, which is 0 at first. The answer takes a microsecond, so the backward
-// asks for the next tile before it is done with the last one; but not long before, since to hold a tile that nobody
+// Work that whoever is free takes from a counter, which is 0 at first. The answer takes a microsecond, so the next tile
+// is asked for before the last one is done; but in the backward not long before, since to hold a tile that nobody
 // computes yet costs up to 10%. (The forward asks some tiles of keys ahead.)
 struct Counted {
   const Params& p;
@@ -51,6 +47,20 @@ struct Dealt {
 
   __device__ __forceinline__ explicit Dealt(const Params&) {}
   __device__ __forceinline__ void Ask() { number += gridDim.x / kCluster; }
+};
+
+// All tiles of the forward, from a counter: head by head, and of a head the last rows first, which see the most keys if
+// it is causal. That is for lengths, segments and packed sequences, by which a tile may be any work: a CTA that took
+// every n-th of them might have the longest of all.
+struct CountedRows : Counted {
+  using Counted::Counted;
+
+  // Finds the tile that was asked for, of `tiles` tiles of each of `heads` heads; returns false when there are no more.
+  __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) const {
+    const int n = UniformOfOne(number);
+    *head = n / tiles, *tile = tiles - 1 - n % tiles;
+    return *head < heads;
+  }
 };
 
 // All tiles, head by head, from a counter. Of a causal head the first tile of keys, which the most rows see, comes

@@ -27,9 +27,9 @@ constexpr bool kListed = kBlockMask;           // do tiles come from lists, inst
 constexpr bool kLocal = kWindow || kSegments;  // keys may be hidden to the left of what is not
 // Do positions decide more than that a row sees no later key?
 constexpr bool kManyRanges = kWindow || kLengths || kProblem.query_offset;
-constexpr bool kEntryMasks = kSegments || kMask || kMaskMod;  // asked entry by entry
-constexpr bool kAsksBlocks = kMaskMod && kBlockMask;          // mask_mod is, in blocks that it leaves partial
-constexpr bool kLookedUp = kEntryMasks || kBlockMask;         // must memory be asked which keys a row sees?
+constexpr bool kAsksBlocks = kMaskMod && kBlockMask;  // is mask_mod asked in the blocks that it leaves partial?
+// Must memory be asked which keys a row sees?
+constexpr bool kLookedUp = kSegments || kMask || kMaskMod || kBlockMask;
 
 // --- Positions ---
 
@@ -93,13 +93,18 @@ struct Entries {
         kv_segments(kSegments ? p.kv_segments + int64_t(batch) * p.kv_len : nullptr),
         mask(kMask ? p.mask.data + batch * p.mask.batch + head * p.mask.head : nullptr) {}
 
-  // Whether entry (row, j) is hidden by what is not a matter of positions, with rows as they are packed. Where it is
-  // not within T and S it is something that positions hide.
+  // Rows are as they are packed. What is beyond T and S is something that positions hide.
+  __device__ __forceinline__ int RowOf(int row) const { return min(row / kPacked, p.q_len - 1); }
+  __device__ __forceinline__ int KeyOf(int j) const { return min(j, p.kv_len - 1); }
+
+  __device__ __forceinline__ int SegmentOfRow(int row) const { return q_segments[RowOf(row)]; }
+  __device__ __forceinline__ int SegmentOfKey(int j) const { return kv_segments[KeyOf(j)]; }
+
+  // Whether the mask operand or mask_mod hides entry (row, j).
   __device__ __forceinline__ bool Hidden(int row, int j) const {
-    const int i = min(row / kPacked, p.q_len - 1), next = row % kPacked;
-    j = min(j, p.kv_len - 1);
-    return (kSegments && q_segments[i] != kv_segments[j]) ||
-           (kMask && mask[next * p.mask.head + Offset(p.mask, i, j)] == 0) ||
+    const int i = RowOf(row), next = row % kPacked;
+    j = KeyOf(j);
+    return (kMask && mask[next * p.mask.head + Offset(p.mask, i, j)] == 0) ||
            (kMaskMod && !program::MaskMod<true>(Programs(p), PlaceOf(p, batch, head + next, i, j)));
   }
 };

@@ -54,7 +54,7 @@ template <bool kTransposed, int kTile>
 struct Seen {
   static_assert(!kLookedUp || kTile <= 128);
   static constexpr bool kBits = kBlockMask && !kAsksBlocks;  // do blocks have bits?
-  static constexpr int kWords = kBits ? (kTile + 31) / 32 : 1;
+  static constexpr int kLineWords = (kTile + 31) / 32, kWords = kBits ? kLineWords : 1;
   static constexpr int kEntriesAtOnce = 4;  // that are looked up; for all at once there are no registers
   // A lane has two entries of each 8. Those of the first 32 entries are the first two bits of the bytes of a line,
   // those of the next 32 the next two bits, and so on.
@@ -75,13 +75,7 @@ struct Seen {
   __device__ __forceinline__ void Fold() {
     if (!kBits) return;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        const uint32_t those = kFirst32 << 2 * w, x = __funnelshift_r(words[h][w], words[h][w], LaneOffset() - 2 * w);
-        line[h] = w == 0 ? x : (x & those) | (line[h] & ~those);
-      }
-    }
+    for (int h = 0; h < 2; ++h) line[h] = LineOf(words[h]);
   }
 
   // After Fold: joins what the other masks say; `positions` are as Within has them.
@@ -92,21 +86,22 @@ struct Seen {
       const Within<kTransposed> within(positions, view, h, kTile);
       uint32_t seen = 0;
 #pragma unroll
-      for (int w = 0; w < (kTile + 31) / 32; ++w) seen |= (within.Word(32 * w) & kFirst32) << 2 * w;
+      for (int w = 0; w < kLineWords; ++w) seen |= (within.Word(32 * w) & kFirst32) << 2 * w;
       line[h] = kBits ? line[h] & seen : seen;
 #pragma unroll(kEntriesAtOnce)
-      for (int x = 0; kEntryMasks && !kMaskMod && x < kTile / 4; ++x)
+      for (int x = 0; kMask && !kMaskMod && x < kTile / 4; ++x)
         line[h] &= ~(uint32_t(entries.Hidden(view.Row(h, x), view.Key(h, x))) << BitOf(x));
     }
+    if (kSegments) JoinSegments(entries, view);
 #pragma unroll 1
-    for (int w = 0; kMaskMod && w < (kTile + 31) / 32; ++w) Ask32(w, entries, view);
+    for (int w = 0; kMaskMod && w < kLineWords; ++w) Ask32(w, entries, view);
   }
 
   // Makes S -inf where an entry may not be attended to. It goes through a line byte by byte, since one instruction
   // (R2P) makes predicates of bits that lie in one byte and are used one after the other.
   template <typename Accumulator>
   __device__ __forceinline__ void Hide(Accumulator& S) const {
-    constexpr int kInByte = (kTile + 31) / 32 * 2;  // entries
+    constexpr int kInByte = 2 * kLineWords;  // entries
 #pragma unroll
     for (int i = 0; i < 2 * 4 * kInByte; ++i) {
       const int h = i / (4 * kInByte), x = i % kInByte / 2 * 8 + i / kInByte % 4 * 2 + i % 2;
@@ -123,6 +118,48 @@ struct Seen {
   }
 
  private:
+  // A line of words, of 32 of its entries each.
+  template <int kCount>
+  __device__ __forceinline__ static uint32_t LineOf(const uint32_t (&words)[kCount]) {
+    uint32_t line = 0;
+#pragma unroll
+    for (int w = 0; w < kCount; ++w) {
+      const uint32_t those = kFirst32 << 2 * w, x = __funnelshift_r(words[w], words[w], LaneOffset() - 2 * w);
+      line = w == 0 ? x : (x & those) | (line & ~those);
+    }
+    return line;
+  }
+
+  // Each lane looks up the segments of one of each 32 positions along the lines. Then the warp finds out for one
+  // segment after the other, of those that its lines have, which positions have it too. (Mostly they have one or two.)
+  __device__ __forceinline__ void JoinSegments(const Entries& entries, const View<kTransposed>& view) {
+    constexpr uint32_t kAllLanes = 0xFFFFFFFF;
+    int along[kLineWords], own[2];
+#pragma unroll
+    for (int w = 0; w < kLineWords; ++w) {
+      const int at = int(threadIdx.x % 32) - LaneOffset() + 32 * w;
+      along[w] = kTransposed ? entries.SegmentOfRow(view.row + at) : entries.SegmentOfKey(view.key + at);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      own[h] = kTransposed ? entries.SegmentOfKey(view.Key(h, 0)) : entries.SegmentOfRow(view.Row(h, 0));
+    uint32_t left[2] = {kAllLanes, kAllLanes};  // lanes whose line has not had its turn
+#pragma unroll 1
+    while ((left[0] | left[1]) != 0) {
+      const bool first = left[0] != 0;
+      const int segment = __shfl_sync(kAllLanes, first ? own[0] : own[1], __ffs(first ? left[0] : left[1]) - 1);
+      uint32_t has[kLineWords];
+#pragma unroll
+      for (int w = 0; w < kLineWords; ++w) has[w] = __ballot_sync(kAllLanes, along[w] == segment);
+      const uint32_t seen = LineOf(has);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (own[h] == segment) line[h] &= seen;
+        left[h] &= ~__ballot_sync(kAllLanes, own[h] == segment);
+      }
+    }
+  }
+
   // Asks a mask_mod for the w-th 32 entries of both lines, together, since it looks up much of the same for them. Their
   // bits are where those of the first 32 are, but moved. The loop is unrolled only if the mask_mod is short, or there
   // would be too much code.

@@ -1,14 +1,15 @@
-"""Attention to a sequence that is divided over devices, causal: several ways to do it, and one device.
+"""Attention to a sequence that is divided over devices, causal: several ways to do it, and sequences that are not.
 
     python benchmarks/several_devices.py --lengths 65536 262144    # on 2, 4, 8, … of the devices that are there
     python benchmarks/several_devices.py --alone 8 --lengths 262144 1048576    # on one: what each of 8 would compute
 
 The ways: `ring` and `zigzag` are `sequence_axis` in either layout; `heads` exchanges rows for heads and back, by
-all-to-all; `gathered` has every device's keys everywhere. Calls of a length are timed in turn in one process; on GPUs
-some are enqueued one after the other, so that the host's work for a call hides behind the call before. Printed are
-milliseconds, TFLOP/s of a device, tokens/s of all together, and the efficiency: how many times as fast as one device
-they all are, over their number. One device alone computes the whole sequence; so the same lengths tell how a sequence
-scales over devices (strong scaling), and lengths that grow with the devices what each of them still does (weak).
+all-to-all; `gathered` has every device's keys everywhere. `apart` divides nothing: each device has a whole sequence of
+its own. Calls of a length are timed in turn in one process; on GPUs some are enqueued one after the other, so that the
+host's work for a call hides behind the call before. Printed are milliseconds, TFLOP/s of a device, tokens/s of all
+together, and the efficiency, which is the rate over that of as many devices apart: devices differ, and wait for the
+slowest. The same lengths tell how a sequence scales over devices (strong scaling), and lengths that grow with the
+devices what each of them still does (weak).
 
 `--alone` leaves out what is sent: the work of each device, one after the other, against its share of the whole call.
 """
@@ -17,7 +18,7 @@ import argparse
 import functools
 import pathlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import attention
@@ -62,7 +63,7 @@ def gathered(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 WAYS = {way.__name__: way for way in (ring, zigzag, heads, gathered)}
-ALONE = "alone"  # one device, with the whole sequence
+APART = "apart"
 
 
 def calls(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measure.Call]:
@@ -71,26 +72,26 @@ def calls(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measur
     powers = [2**i for i in range(1, 8) if 2**i <= jax.device_count()]
     for count in [1, *powers]:
         mesh = jax.make_mesh((count,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:count])
-        for name, way in (WAYS if count > 1 else {ALONE: attend}).items():
-            if name in args.ways and (name != "heads" or args.kv_heads % count == 0):
-                found[f"{count} {name}"] = call(args, length, pass_, way, mesh)
+        for name in args.ways:
+            if name == APART or (count > 1 and (name != "heads" or args.kv_heads % count == 0)):
+                found[f"{count} {name}"] = call(args, length, pass_, name, mesh)
     return found
 
 
-def call(args: argparse.Namespace, length: int, pass_: str, way: Callable[..., jax.Array], mesh: Mesh) -> measure.Call:
-    spec = P(None, "seq")
-    function = way if mesh.size == 1 else jax.shard_map(way, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-    *qkv, do = inputs(args, length, NamedSharding(mesh, spec))
+def call(args: argparse.Namespace, length: int, pass_: str, way: str, mesh: Mesh) -> measure.Call:
+    batch, spec = (mesh.size, P("seq")) if way == APART else (1, P(None, "seq"))
+    function = jax.shard_map(WAYS.get(way, attend), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    *qkv, do = inputs(args, length, batch, NamedSharding(mesh, spec))
     if pass_ == "forward":
         return attention.compiled(function, *qkv)
     pull = attention.compiled(lambda *qkv: jax.vjp(function, *qkv)[1], *qkv)()
     return attention.compiled(lambda pull, do: pull(do), pull, do)
 
 
-def inputs(args: argparse.Namespace, length: int, place: Any = None) -> list[jax.Array]:
+def inputs(args: argparse.Namespace, length: int, batch: int = 1, place: Any = None) -> list[jax.Array]:
     """Q, K, V and dO."""
     kinds = [(0, args.heads), (1, args.kv_heads), (2, args.kv_heads), (3, args.heads)]
-    return [normal(seed, (1, length, heads, args.head_dim), place) for seed, heads in kinds]
+    return [normal(seed, (batch, length, heads, args.head_dim), place) for seed, heads in kinds]
 
 
 def normal(seed: int, shape: tuple[int, ...], place: Any) -> jax.Array:
@@ -125,7 +126,7 @@ def alone(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measur
             def device(self) -> jax.Array:
                 return rank
 
-            def sent(self, arrays: dict[str, jax.Array], shift: int) -> dict[str, jax.Array]:
+            def sent(self, arrays: Any, shift: int) -> Any:
                 return arrays
 
         pass_over = sequence.forward if pass_ == "forward" else sequence.backward
@@ -146,7 +147,7 @@ def part_of(name: str, x: jax.Array, devices: int) -> jax.Array:
 # --- the tables -------------------------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser, ways: tuple[str, ...] = tuple(WAYS)) -> None:
+def add_arguments(parser: argparse.ArgumentParser, ways: Sequence[str] = tuple(WAYS)) -> None:
     """What to call."""
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536])
     parser.add_argument("--heads", type=int, default=32)
@@ -158,7 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser, ways: tuple[str, ...] = tuple
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, (ALONE, *WAYS))
+    add_arguments(parser, (APART, *WAYS))
     parser.add_argument("--alone", type=int, metavar="DEVICES", help="one GPU does the work of each of so many")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=pathlib.Path)
@@ -189,14 +190,15 @@ def table_of_ways(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         length, pass_, call = row["length"], row["pass"], row["call"]
         count, way = call.split()
-        seconds, one = median[length, pass_, call], median.get((length, pass_, f"1 {ALONE}"))
-        rate = row["flops"] / seconds / int(count) / 1e12
+        sequences = int(count) if way == APART else 1
+        rate = sequences / median[length, pass_, call]  # sequences a second
+        apart = int(count) / median.get((length, pass_, f"{count} {APART}"), float("nan"))
         table.add_row(
             *map(str, (length, pass_, count, way)),
-            f"{1e3 * seconds:.2f}",
-            f"{rate:.0f}",
-            f"{length / seconds:.3g}",
-            "–" if one is None else f"{one / seconds / int(count):.3f}",
+            f"{1e3 * median[length, pass_, call]:.2f}",
+            f"{row['flops'] * rate / int(count) / 1e12:.0f}",
+            f"{length * rate:.3g}",
+            f"{rate / apart:.3f}",
         )
     return table
 

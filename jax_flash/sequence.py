@@ -36,6 +36,7 @@ Compute = Callable[[Problem, Arrays], tuple[jax.Array, ...]]
 Layout = Literal["contiguous", "zigzag"]
 Sums = dict[tuple[str, int], jax.Array]  # of gradients: names, and parts of rows or keys
 State = TypeVar("State")
+Tree = TypeVar("Tree")
 
 TRAVELLING = ("key", "value", "kv_segments", "rows_of_keys")
 
@@ -72,12 +73,12 @@ class Division(NamedTuple):
         """The number of this one."""
         return lax.axis_index(self.axes)
 
-    def sent(self, arrays: Arrays, shift: int) -> Arrays:
+    def sent(self, arrays: Tree, shift: int) -> Tree:
         """Every device's arrays, to the one that comes so many after it."""
-        if shift % self.devices == 0:
+        leaves, structure = jax.tree.flatten(arrays)
+        if shift % self.devices == 0 or not leaves:
             return arrays
-        pairs = [(i, (i + shift) % self.devices) for i in range(self.devices)]
-        return {name: lax.ppermute(x, self.axes, pairs) for name, x in arrays.items()}
+        return jax.tree.unflatten(structure, _exchanged(self, shift, leaves))
 
     def refusal(self, problem: Problem) -> str | None:
         """Why a problem cannot be divided so; None: it can."""
@@ -124,6 +125,42 @@ def _reordered(x: ArrayLike, devices: int, axis: int, order: np.ndarray) -> jax.
         raise ValueError(f"axis {axis} of shape {x.shape} does not divide into 2 x {devices} parts")
     parts = x.reshape(*x.shape[:axis], len(order), -1, *x.shape[axis + 1 :])
     return jnp.take(parts, order, axis).reshape(x.shape)
+
+
+def _permuted(division: Division, shift: int, x: jax.Array) -> jax.Array:
+    return lax.ppermute(x, division.axes, [(i, (i + shift) % division.devices) for i in range(division.devices)])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _exchanged(division: Division, shift: int, arrays: list[jax.Array]) -> list[jax.Array]:
+    """As one array of words: XLA lets one exchange at a time go on while kernels run."""
+    if len(arrays) == 1:
+        return [_permuted(division, shift, arrays[0])]
+    words = [_words(x) for x in arrays]
+    came = _permuted(division, shift, jnp.concatenate(words))
+    parts = jnp.split(came, np.cumsum([x.size for x in words])[:-1])
+    return [_of_words(part, x) for part, x in zip(parts, arrays, strict=True)]
+
+
+@_exchanged.defjvp
+def _exchanged_jvp(division, shift, primals, tangents):
+    moved = [x if x.dtype == jax.dtypes.float0 else _permuted(division, shift, x) for x in tangents[0]]
+    return _exchanged(division, shift, *primals), moved
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array, 32 a word."""
+    x = x.ravel()
+    if x.itemsize == 2:
+        x = jnp.pad(x, (0, x.size % 2)).reshape(-1, 2)
+    return lax.bitcast_convert_type(x, jnp.uint32).ravel()
+
+
+def _of_words(words: jax.Array, like: jax.Array) -> jax.Array:
+    """The array of a shape and dtype that has these bits."""
+    if like.itemsize == 8:
+        words = words.reshape(-1, 2)
+    return lax.bitcast_convert_type(words, like.dtype).ravel()[: like.size].reshape(like.shape)
 
 
 class Visit(NamedTuple):
@@ -216,14 +253,14 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
     sinks, problem = arrays.pop("sinks", None), dataclasses.replace(problem, sinks=None)  # they join at last, once
 
-    def attend(visit: Visit, visitors: Arrays, rows: dict[int, Rows]) -> dict[int, Rows]:
+    def attend(visit: Visit, visitors: Arrays, rows: dict[int, Rows], none: Sums) -> tuple[dict[int, Rows], Sums]:
         for a, b in visit.pairs:
             o, l, m = compute(*_part(problem, division, arrays | visitors, visit.shift, a, b))
             rows[a] = merge(rows[a], (o, l, m)) if a in rows else (o.astype(l.dtype), l, m)
-        return rows
+        return rows, none
 
     nothing: dict[int, Rows] = {}
-    rows = _tour(problem, division, arrays, attend, nothing)
+    rows, _ = _tour(problem, division, arrays, attend, nothing)
     parts = zip(*(rows[a] for a in range(division.parts)), strict=True)
     results = {name: jnp.concatenate(x, _axis(name)) for name, x in zip("olm", parts, strict=True)}
     if sinks is not None:
@@ -246,8 +283,7 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
     dtype = problem.accumulation_dtype
 
-    def propagate(visit: Visit, visitors: Arrays, sums: tuple[Sums, Sums]) -> tuple[Sums, Sums]:
-        own, travelled = sums[0], _sent_together(sums[1], division, visit.step)
+    def propagate(visit: Visit, visitors: Arrays, own: Sums, travelled: Sums) -> tuple[Sums, Sums]:
         for a, b in visit.pairs:
             local, operands = _part(problem, division, arrays | visitors, visit.shift, a, b)
             if visit.step or a != b:  # what a row adds to the gradient of the sinks it adds once
@@ -265,9 +301,9 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
                     _add(own, (name, 0), x)
         return own, travelled
 
-    nothing: tuple[Sums, Sums] = {}, {}
+    nothing: Sums = {}
     own, travelled = _tour(problem, division, arrays, propagate, nothing)
-    own |= _sent_together(travelled, division, -visits(problem, division)[-1].shift)
+    own |= division.sent(travelled, -visits(problem, division)[-1].shift)
 
     def result(name: str) -> jax.Array:
         if name not in ("dq", "dk", "dv"):
@@ -306,23 +342,31 @@ def _tour(
     problem: Problem,
     division: Division,
     arrays: Arrays,
-    use: Callable[[Visit, Arrays, State], State],
+    use: Callable[[Visit, Arrays, State, Sums], tuple[State, Sums]],
     state: State,
-) -> State:
-    """What becomes of a state at all visits. The keys of the next are on their way while those that are there are used.
+) -> tuple[State, Sums]:
+    """What becomes of a state at all visits, and of sums that travel with the keys.
+
+    The keys of the next visit, and the sums that this one adds to, are on their way while keys are used: together,
+    where both are sent equally far.
 
     Visits that are alike are a loop: the program does not grow with the devices, and XLA cannot ask for all keys at
     once.
     """
 
     def at(
-        visit: Visit, ahead: int, carry: tuple[Arrays, State], shift: ArrayLike
-    ) -> tuple[tuple[Arrays, State], None]:
-        packed, state = carry
-        return (division.sent(packed, ahead), use(visit._replace(shift=shift), unpack(packed), state)), None
+        visit: Visit, ahead: int, carry: tuple[Arrays, State, Sums], shift: ArrayLike
+    ) -> tuple[tuple[Arrays, State, Sums], None]:
+        packed, state, sums = carry
+        here = unpack(packed)
+        if ahead == visit.step:
+            packed, sums = division.sent((packed, sums), ahead)
+        else:
+            packed, sums = division.sent(packed, ahead), division.sent(sums, visit.step)
+        return (packed, *use(visit._replace(shift=shift), here, state, sums)), None
 
     packed, unpack = _packed({name: arrays[name] for name in TRAVELLING if name in arrays})
-    carry = packed, state
+    carry: tuple[Arrays, State, Sums] = (packed, state, {})
     tour = visits(problem, division)
     steps_ahead = [*(visit.step for visit in tour[1:]), 0]
     alike = itertools.groupby(zip(tour, steps_ahead, strict=True), lambda item: (item[0]._replace(shift=0), item[1]))
@@ -330,28 +374,20 @@ def _tour(
         shifts = np.array([visit.shift for visit, _ in group], np.int32)
         step = functools.partial(at, visit, ahead)
         carry, _ = lax.scan(step, carry, shifts) if len(shifts) > 1 else step(carry, shifts[0])
-    return carry[1]
+    return carry[1:]
 
 
-def _packed(arrays: dict[Any, jax.Array]) -> tuple[Arrays, Callable[[Arrays], dict[Any, jax.Array]]]:
-    """Those of a dtype as one array, and what takes them apart.
-
-    XLA lets one exchange at a time go on while kernels run.
-    """
+def _packed(arrays: Arrays) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
+    """Those of a dtype as one array, and what takes them apart."""
     dtypes = {x.dtype for x in arrays.values()}
     raveled = {
         dtype.name: ravel_pytree({name: x for name, x in arrays.items() if x.dtype == dtype}) for dtype in dtypes
     }
 
-    def unpack(packed: Arrays) -> dict[Any, jax.Array]:
+    def unpack(packed: Arrays) -> Arrays:
         return {name: x for dtype, (_, apart) in raveled.items() for name, x in apart(packed[dtype]).items()}
 
     return {dtype: flat for dtype, (flat, _) in raveled.items()}, unpack
-
-
-def _sent_together(sums: Sums, division: Division, shift: int) -> Sums:
-    packed, unpack = _packed(sums)
-    return unpack(division.sent(packed, shift))
 
 
 def _starts(problem: Problem, division: Division, shift: int, a: int, b: int) -> tuple[jax.Array, jax.Array]:

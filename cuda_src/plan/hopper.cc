@@ -225,7 +225,7 @@ void hopper::AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan
 }
 
 bool hopper::Counts(const Problem& p, Pass pass) {
-  const bool uneven = p.q_lengths || p.kv_lengths || p.segments || p.ranges;
+  const bool uneven = p.q_lengths || p.kv_lengths || p.segments || p.ranges || p.query_offset;
   return FeaturesOf(p).Any(kListed) || (pass == Pass::kForward && uneven);
 }
 

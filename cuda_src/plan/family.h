@@ -59,9 +59,9 @@ void AddBias(const Target& target, const Problem& p, const KernelTiling& tiling,
 // All of the backward but what ampere:: has of it below.
 void AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan);
 
-// Do CTAs take their work from a counter: the lists of a block mask, or in the forward tiles whose work is uneven?
-// (If the backward is alongside it has counters anyway.)
-bool Counts(const Problem& p, Pass pass);
+// Do CTAs take their work from a counter: the lists of a block mask, or in the forward tiles whose work is uneven, if
+// there are more than CTAs? (If the backward is alongside it has counters anyway.)
+bool Counts(const Target& target, const Problem& p, Pass pass, const KernelTiling& tiling);
 
 // Of how many heads the backward computes tiles of keys at a time; and for how many it uses scratch if it is alongside.
 int64_t HeadsAtATime(const Target& target, const Problem& p);

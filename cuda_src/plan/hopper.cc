@@ -173,6 +173,9 @@ Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling
   return launch;
 }
 
+// The tiles of the output.
+int64_t Tiles(const Problem& p, const KernelTiling& tiling) { return p.batch * p.q_heads * RowTiles(p, tiling.rows); }
+
 // Blocks of kRowBlock rows in scratch, if the backward has tiles of so many (hopper/row_blocks.cuh).
 int64_t RowBlocks(const Problem& p, int64_t rows) {
   return p.batch * p.q_heads * RoundUp(p.q_len, p.bias.present ? kRowBlock : rows) / kRowBlock;
@@ -220,13 +223,14 @@ BiasWork hopper::BiasInParts(const Target& target, const Problem& p, const Kerne
 
 void hopper::AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
   const int unit = AddUnit("hopper/forward.cuh", Asks::kOfBoth, p, tiling, plan);
-  const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
-  plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, tiles, Maps::kForward));
+  plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, Tiles(p, tiling), Maps::kForward));
 }
 
-bool hopper::Counts(const Problem& p, Pass pass) {
-  const bool uneven = p.q_lengths || p.kv_lengths || p.segments || p.ranges || p.query_offset;
-  return FeaturesOf(p).Any(kListed) || (pass == Pass::kForward && uneven);
+bool hopper::Counts(const Target& target, const Problem& p, Pass pass, const KernelTiling& tiling) {
+  const Features has = FeaturesOf(p);
+  if (has.Any(kListed)) return true;
+  const bool uneven = (has.Any(kCausal) && !has.Any(kWindow)) || has.Any(kLengths | kSegments) || p.ranges;
+  return pass == Pass::kForward && uneven && Tiles(p, tiling) > target.multiprocessors;
 }
 
 int64_t hopper::HeadsAtATime(const Target& target, const Problem& p) {

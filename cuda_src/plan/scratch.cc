@@ -57,7 +57,7 @@ Scratch ScratchOf(const Problem& given, Pass pass, const Target& target) {
     scratch.added = scratch.prepared + 4 * all_heads;
     scratch.heads = int(hopper::HeadsInScratch(target, p));
     scratch.last_heads = int(hopper::HeadsAtATime(target, p));
-  } else if (hopper && hopper::Counts(p, pass)) {
+  } else if (hopper && hopper::Counts(target, p, pass, *hopper)) {
     scratch.taken = take(4);
   }
   if (hopper && hopper->sum_kv) {

@@ -16,7 +16,7 @@ __device__ __forceinline__ Visible TilesOf(const Params& p, int batch, int i0, i
 }
 
 __device__ __forceinline__ auto MakeSchedule(const Params& p) {
-  if constexpr (kLengths || kSegments || kProblem.ranges || kProblem.query_offset) {
+  if constexpr (kUneven) {
     return CountedRows(p);
   } else {
     return Schedule<>();

@@ -49,17 +49,30 @@ struct Dealt {
   __device__ __forceinline__ void Ask() { number += gridDim.x / kCluster; }
 };
 
-// All tiles of the forward, from a counter: head by head, and of a head the last rows first, which see the most keys if
-// it is causal. That is for lengths, segments and packed sequences, by which a tile may be any work: a CTA that took
-// every n-th of them might have the longest of all.
-struct CountedRows : Counted {
-  using Counted::Counted;
+// May a tile of rows be more work than another? (With a window most of them see as many keys as others.)
+constexpr bool kUneven = (kCausal && !kWindow) || kLengths || kSegments || kProblem.ranges;
+
+// All tiles of rows, head by head: each CTA has one from the start, and takes the others from a counter, if there is
+// one (there is where the host has more tiles than CTAs). Of a causal head the last rows, which see the most keys, come
+// first. For the last heads the last rows of all of them come before the rows above, so that what ends last is short.
+// With lengths or segments a tile may be any work: a CTA that took every n-th might have the longest of all.
+struct CountedRows {
+  const Params& p;
+  int number = blockIdx.x;
+
+  __device__ __forceinline__ explicit CountedRows(const Params& p) : p(p) {}
+  __device__ __forceinline__ void Ask() {
+    number = int(gridDim.x) + (p.taken != nullptr ? atomicAdd(p.taken, 1) : number);
+  }
 
   // Finds the tile that was asked for, of `tiles` tiles of each of `heads` heads; returns false when there are no more.
   __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) const {
-    const int n = UniformOfOne(number);
-    *head = n / tiles, *tile = tiles - 1 - n % tiles;
-    return *head < heads;
+    const int n = UniformOfOne(number), last_heads = min(heads, int(gridDim.x) / tiles + 1);
+    const int first = (heads - last_heads) * tiles;
+    const bool last = n >= first;
+    *head = last ? heads - last_heads + (n - first) % last_heads : n / tiles;
+    *tile = tiles - 1 - (last ? (n - first) / last_heads : n % tiles);
+    return n < heads * tiles;
   }
 };
 

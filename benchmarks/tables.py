@@ -319,7 +319,7 @@ def host(results: Results) -> str:
     )
 
 
-FEATURES = ["mask", "bias", "dbias", "soft_cap", "window", "segments", "lengths", "dropout", "block_mask", "gqa"]
+FEATURES = "mask bias dbias soft_cap sinks window segments lengths dropout block_mask gqa".split()
 
 
 def feature(name: str) -> str:
@@ -365,19 +365,6 @@ def slowest_pairs(results: Results) -> str:
     return table(
         ["", "pairs below 0.35 of the plain call's speed"],
         (line(dim, pass_) for dim in (64, 128, 256) for pass_ in PASSES),
-    )
-
-
-@shows("features_sinks")
-def sinks(results: Results) -> str:
-    def cell(dim: int, features: list[str]) -> str:
-        found = [one(results["rows"], dim=dim, features=features, pass_=p) for p in PASSES]
-        return " / ".join(map(share, found))
-
-    cases = [row["features"] for row in results["rows"] if row["dim"] == 64 and row["pass"] == "forward"]
-    return table(
-        ["share of the plain call's speed, forward / backward", "d = 64", "d = 128"],
-        ([" + ".join(map(feature, case)), cell(64, case), cell(128, case)] for case in cases if "sinks" in case),
     )
 
 
@@ -604,28 +591,57 @@ def ranks(results: Results) -> str:
 
 
 WAYS = {
-    "1 alone": "one GPU",
-    "2 ring": "`sequence_axis`, contiguous",
-    "2 zigzag": "`sequence_axis`, zigzag",
-    "2 heads": "by heads, all-to-all",
-    "2 gathered": "keys and values gathered",
+    "apart": "a sequence for each",
+    "ring": "`sequence_axis`, contiguous",
+    "zigzag": "`sequence_axis`, zigzag",
+    "heads": "by heads, all-to-all",
+    "gathered": "keys and values gathered",
 }
 
 
-@shows("several_devices")
-def two_devices(results: Results) -> str:
-    def cell(call: str, length: int) -> str:
+@shows("several_devices", "several_devices_262144")
+def several_devices(*results: Results) -> str:
+    rows = [row for found in results for row in found["rows"]]
+    median = {(row["length"], row["pass"], row["call"]): statistics.median(row["seconds"]) for row in rows}
+
+    def cell(count: str, way: str, length: int) -> str:
         cells = []
         for pass_ in PASSES:
-            seconds, alone = (median_of(results, length=length, pass_=pass_, call=c) for c in (call, "1 alone"))
-            efficiency = "" if call == "1 alone" else f" ({alone / seconds / 2:.2f})"
+            seconds = median.get((length, pass_, f"{count} {way}"))
+            if seconds is None:
+                return "–"
+            apart = median.get((length, pass_, f"{count} apart"), median[length, pass_, "1 apart"])
+            efficiency = "" if way == "apart" else f" ({apart / seconds / int(count):.2f})"
             cells.append(f"{1e3 * seconds:.{1 if seconds < 0.2 else 0}f}{efficiency}")
         return " / ".join(cells)
 
-    lengths = sorted({row["length"] for row in results["rows"]})
+    lengths = sorted({row["length"] for row in rows})
+    calls = dict.fromkeys(tuple(row["call"].split()) for row in rows)
     return table(
         ["milliseconds, forward / backward", *(f"N = {length}" for length in lengths)],
-        ([name, *(cell(call, length) for length in lengths)] for call, name in WAYS.items()),
+        (
+            [f"{count} GPU{'s' if count > '1' else ''}, {WAYS[way]}", *(cell(count, way, length) for length in lengths)]
+            for count, way in sorted(calls, key=lambda call: call[0])
+        ),
+    )
+
+
+@shows("exchange", "exchange_1048576")
+def exchange(*results: Results) -> str:
+    numbers = {
+        "attention": "attention kernels",
+        "others": "merging, slices, …",
+        "exchange": "exchange",
+        "exchange alone": "of it alone",
+        "all": "the call",
+    }
+    rows = [row for found in results for row in found["rows"]]
+    return table(
+        ["milliseconds", *numbers.values()],
+        (
+            [f"N = {row['length']}, {WAYS[row['way']]}, {row['pass']}", *(f"{row[name]:.1f}" for name in numbers)]
+            for row in sorted(rows, key=lambda row: row["length"])
+        ),
     )
 
 

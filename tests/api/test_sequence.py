@@ -347,6 +347,43 @@ def test_windows_visit_what_they_see():
     assert len(sequence.visits(problem, zigzag)) > 3
 
 
+def test_arrays_of_several_dtypes_are_one_exchange():
+    """Bit by bit, also what does not fill its last word; their tangents are exchanged likewise."""
+    devices, division = devices_that_are_there(3), Division(("seq",), 3)
+    shapes = {"bfloat16": (3, 1, 5), "float32": (3, 2, 2), "int32": (3, 3), "float64": (3, 1, 3)}
+    mesh = jax.make_mesh((3,), ("seq",), (AxisType.Auto,), devices=devices)
+    with jax.enable_x64(True):
+        arrays = {
+            dtype: jnp.asarray(np.random.default_rng(0).normal(0, 9, shape)).astype(dtype)
+            for dtype, shape in shapes.items()
+        }
+        sent = jax.jit(jax.shard_map(lambda x: division.sent(x, 2), mesh=mesh, in_specs=P("seq"), out_specs=P("seq")))
+        assert sent.lower(arrays).as_text().count("collective_permute") == 1
+        for dtype, x in sent(arrays).items():
+            np.testing.assert_array_equal(np.asarray(x), np.roll(np.asarray(arrays[dtype]), 2, 0), err_msg=dtype)
+        floats = {dtype: x for dtype, x in arrays.items() if dtype != "int32"}
+        _, moved = jax.jvp(sent, (floats,), (floats,))
+        (back,) = jax.vjp(sent, floats)[1](moved)
+        assert all((back[dtype] == x).all() for dtype, x in floats.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_second_derivatives(layout):
+    q = jax.random.normal(jax.random.key(0), (1, 24, 2, 8))
+    mesh = jax.make_mesh((3,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(3))
+
+    def loss(q, **options):
+        return jnp.sin(jax_flash.dot_product_attention(q, q, q, is_causal=True, **options)).sum()
+
+    def second(q, **options):
+        return jax.grad(lambda q: jnp.cos(jax.grad(loss)(q, **options)).sum())(q)
+
+    local = functools.partial(second, sequence_axis="seq", sequence_layout=layout)
+    divided = jax.shard_map(local, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"))
+    lay, back = (jax_flash.zigzag, jax_flash.unzigzag) if layout == "zigzag" else (lambda x, *_: x,) * 2
+    np.testing.assert_allclose(back(jax.jit(divided)(lay(q, 3, 1)), 3, 1), second(q), rtol=1e-4, atol=1e-4)
+
+
 def test_heads_are_divided_where_that_sends_less():
     few, many = Division(("seq",), 2), Division(("seq",), 8)
     x, y = (jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16) for heads in (32, 8))

@@ -133,7 +133,7 @@ def _permuted(division: Division, shift: int, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _exchanged(division: Division, shift: int, arrays: list[jax.Array]) -> list[jax.Array]:
-    """As one array of words: XLA lets one exchange at a time go on while kernels run."""
+    """As one array of words: XLA lets one exchange at a time go on while kernels run. Tangents are sent one by one."""
     if len(arrays) == 1:
         return [_permuted(division, shift, arrays[0])]
     words = [_words(x) for x in arrays]
@@ -149,7 +149,7 @@ def _exchanged_jvp(division, shift, primals, tangents):
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array, 32 a word."""
+    """The bits of an array whose elements have 2, 4 or 8 bytes, 32 a word."""
     x = x.ravel()
     if x.itemsize == 2:
         x = jnp.pad(x, (0, x.size % 2)).reshape(-1, 2)

@@ -348,7 +348,7 @@ def test_windows_visit_what_they_see():
 
 
 def test_arrays_of_several_dtypes_are_one_exchange():
-    """Bit by bit, also what does not fill its last word; their tangents are exchanged likewise."""
+    """Bit by bit, also what does not fill its last word; and an exchange has derivatives, though bits have none."""
     devices, division = devices_that_are_there(3), Division(("seq",), 3)
     shapes = {"bfloat16": (3, 1, 5), "float32": (3, 2, 2), "int32": (3, 3), "float64": (3, 1, 3)}
     mesh = jax.make_mesh((3,), ("seq",), (AxisType.Auto,), devices=devices)

@@ -16,7 +16,7 @@ from jax_flash import io_model
 from .. import attentions, passes
 from ..results import Results, Row
 
-RBG = "standard_rbg"  # draws its mask with XLA's own generator, which takes less time in the forward, and more in both
+RBG = "standard_rbg"  # draws its mask with XLA's own generator
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "standard": attentions.standard,
     RBG: attentions.standard,

@@ -10,6 +10,9 @@ namespace jax_flash {
 // A schedule where each CTA has its share from the start. If causal it takes tiles in pairs, the t-th from one end and
 // the t-th from the other, since each pair is the same work. A head's tile without a partner comes last. CTAs of a
 // cluster take the same tiles.
+//
+// Packed sequences may be causal, each for itself. If they are equally long, a CTA that takes every n-th tile may have
+// the last one of all of them. So in every other round the CTAs come in the opposite order.
 template <int kCluster = 1>
 struct Schedule {
   int next = 0;  // how many tiles this CTA has had
@@ -21,6 +24,7 @@ struct Schedule {
     const int per_head = kCausal ? tiles / 2 : tiles;
     const bool second = !kCausal || next % 2 == 1;
     int item = blockIdx.x / kCluster + (kCausal ? next / 2 : next) * (gridDim.x / kCluster);
+    if (kProblem.ranges && next % 2 == 1) item += gridDim.x / kCluster - 1 - 2 * (blockIdx.x / kCluster);
     const bool paired = item < per_head * heads;
     *head = paired ? item / per_head : item - per_head * heads;
     *tile = !paired ? per_head : second ? item % per_head : tiles - 1 - item % per_head;

@@ -75,7 +75,10 @@ struct Seen {
   __device__ __forceinline__ void Fold() {
     if (!kBits) return;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) line[h] = LineOf(words[h]);
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) Put(w, words[h][w], &line[h]);
+    }
   }
 
   // After Fold: joins what the other masks say; `positions` are as Within has them.
@@ -118,16 +121,10 @@ struct Seen {
   }
 
  private:
-  // A line of words, of 32 of its entries each.
-  template <int kCount>
-  __device__ __forceinline__ static uint32_t LineOf(const uint32_t (&words)[kCount]) {
-    uint32_t line = 0;
-#pragma unroll
-    for (int w = 0; w < kCount; ++w) {
-      const uint32_t those = kFirst32 << 2 * w, x = __funnelshift_r(words[w], words[w], LaneOffset() - 2 * w);
-      line = w == 0 ? x : (x & those) | (line & ~those);
-    }
-    return line;
+  // Puts a word of 32 entries into a line, of which it is the w-th; one after the other, from the first on.
+  __device__ __forceinline__ static void Put(int w, uint32_t word, uint32_t* line) {
+    const uint32_t those = kFirst32 << 2 * w, x = __funnelshift_r(word, word, LaneOffset() - 2 * w);
+    *line = w == 0 ? x : (x & those) | (*line & ~those);
   }
 
   // Each lane looks up the segments of one of each 32 positions along the lines. Then the warp finds out for one
@@ -148,10 +145,11 @@ struct Seen {
     while ((left[0] | left[1]) != 0) {
       const bool first = left[0] != 0;
       const int segment = __shfl_sync(kAllLanes, first ? own[0] : own[1], __ffs(first ? left[0] : left[1]) - 1);
-      uint32_t has[kLineWords];
+      uint32_t has[kLineWords], seen = 0;
 #pragma unroll
       for (int w = 0; w < kLineWords; ++w) has[w] = __ballot_sync(kAllLanes, along[w] == segment);
-      const uint32_t seen = LineOf(has);
+#pragma unroll
+      for (int w = 0; w < kLineWords; ++w) Put(w, has[w], &seen);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if (own[h] == segment) line[h] &= seen;

@@ -74,7 +74,8 @@ class Transformer(nnx.Module):
         place = jnp.zeros(self.config.width)
         for axis, table in enumerate(self.positions):
             place = place + jnp.expand_dims(table[...], tuple(range(1, len(self.config.grid) - axis)))
-        x = self.embed(tokens) + place.reshape(self.config.length, -1).astype(jnp.bfloat16)
+        # In float32, since the gradient of a lookup in bfloat16 adds up the rows of a token in bfloat16, one by one.
+        x = (self.embed.embedding[tokens] + place.reshape(self.config.length, -1)).astype(jnp.bfloat16)
         first, keys = (None, None) if key is None else split(key, self.config.layers)
         layers = nnx.scan(Block.__call__, in_axes=(0, nnx.Carry, None, 0), out_axes=nnx.Carry)
         return self.norm(layers(self.blocks, dropped(x, first, self.config.dropout), lengths, keys))

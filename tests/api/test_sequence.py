@@ -368,20 +368,25 @@ def test_arrays_of_several_dtypes_are_one_exchange():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_second_derivatives(layout):
+@pytest.mark.parametrize("inside", [True, False])
+def test_second_derivatives(inside, layout):
+    """Taken of what each device computes, and of all together."""
     q = jax.random.normal(jax.random.key(0), (1, 24, 2, 8))
     mesh = jax.make_mesh((3,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(3))
+    on_devices = functools.partial(jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"))
 
-    def loss(q, **options):
-        return jnp.sin(jax_flash.dot_product_attention(q, q, q, is_causal=True, **options)).sum()
+    def attention(q, **options):
+        return jax_flash.dot_product_attention(q, q, q, is_causal=True, **options)
 
-    def second(q, **options):
-        return jax.grad(lambda q: jnp.cos(jax.grad(loss)(q, **options)).sum())(q)
+    def second(attention):
+        first = jax.grad(lambda q: jnp.sin(attention(q)).sum())
+        return jax.grad(lambda q: jnp.cos(first(q)).sum())
 
-    local = functools.partial(second, sequence_axis="seq", sequence_layout=layout)
-    divided = jax.shard_map(local, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"))
+    local = functools.partial(attention, sequence_axis="seq", sequence_layout=layout)
+    divided = on_devices(second(local)) if inside else second(on_devices(local))
     lay, back = (jax_flash.zigzag, jax_flash.unzigzag) if layout == "zigzag" else (lambda x, *_: x,) * 2
-    np.testing.assert_allclose(back(jax.jit(divided)(lay(q, 3, 1)), 3, 1), second(q), rtol=1e-4, atol=1e-4)
+    expected = second(attention)(q)
+    np.testing.assert_allclose(back(jax.jit(divided)(lay(q, 3, 1)), 3, 1), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_are_divided_where_that_sends_less():

@@ -442,7 +442,9 @@ def paper_gpt2_context(results: Results) -> str:
             ["milliseconds a step", *(number(milliseconds_a_step(length), 0) for length in lengths), "–"],
         ],
     )
-    seen = f"Each has seen {results['bytes_seen'] / 1e6:.1f} MB, in {results['steps']} steps."
+    seen = (
+        f"Each has seen {results['bytes_seen'] / 1e6:.1f} MB, half of them in the {results['steps']} steps of its own."
+    )
     return f"{compared}\n\n{text_of(results)} {seen}"
 
 

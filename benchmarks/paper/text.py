@@ -3,7 +3,7 @@
 import functools
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ def tokens(files: list[Source], held_out: bool) -> np.ndarray:
     return np.frombuffer(b"".join(file.content + b"\0" for file in files if file.held_out == held_out), np.uint8)
 
 
-def windows(text: np.ndarray, batch: int, length: int, seed: int) -> Iterator[np.ndarray]:
+def windows(text: np.ndarray, batch: int, length: int, seed: int | Sequence[int]) -> Iterator[np.ndarray]:
     """Int32 [batch, length], each row from a random place."""
     random = np.random.default_rng(seed)
     while True:

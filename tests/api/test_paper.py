@@ -192,7 +192,7 @@ def test_table_of_contexts(imported):
     assert "| perplexity of a byte, seed 1 | 3.5000 | 3.0000 | -0.5000 |" in lines
     assert "| mean of the seeds | 3.2500 | 2.8750 | -0.3750 |" in lines
     assert "| 95% interval of the mean | – | – | -1.5000 to +0.7500 |" in lines
-    assert lines[-1].endswith("Each has seen 2.0 MB, in 10 steps.")
+    assert lines[-1].endswith("Each has seen 2.0 MB, half of them in the 10 steps of its own.")
 
 
 def test_tables_of_long_range_arena(imported):

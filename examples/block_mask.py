@@ -1,7 +1,7 @@
 """Block masks, drawn: patterns of the literature and one of one's own, and how many times as fast a call is with them.
 
     python examples/block_mask.py                              # seconds on a CPU
-    python examples/block_mask.py --length 16384 --heads 16    # a GPU
+    python examples/block_mask.py --length 16384 --heads 16 --block 128 --dtype bfloat16    # a GPU
 
 White blocks are empty and take no time, dark ones are full, light ones have entries of both kinds.
 """

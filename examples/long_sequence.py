@@ -1,22 +1,25 @@
 """Trains a small language model on a long sequence that is divided over all devices, and on one device beside it.
 
-    python examples/long_sequence.py                                  # eight virtual devices of a CPU: a minute
+    python examples/long_sequence.py                                # eight virtual devices of a CPU: 15 seconds
+    python examples/long_sequence.py --mesh 2 2 2                   # they divide batch, sequence and heads
     python examples/long_sequence.py --seq-len 131072 --width 512 --learning-rate 3e-4 --dtype bfloat16    # GPUs
 
-The tokens are placed on a mesh, sharded over time, and the train step is the same for one device and for many: under
-`jit` what works on tokens one by one is divided by XLA, and attention by jax_flash, whose keys and values go round the
-devices. The losses are compared at the end.
+The tokens are placed on a mesh, sharded over batch and time, and the weights of attention's projections are sharded
+over the heads. The train step is the same for one device and for many: under `jit` what works on tokens one by one is
+divided by XLA, and attention by jax_flash, whose keys and values go round the devices of the axis `seq`. Both runs
+train on the same rows, one for each device of the axis `batch`. Their losses are compared at the end, and drawn.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sysconfig
 import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax import nnx
@@ -26,15 +29,23 @@ from rich.table import Table
 
 import jax_flash.nnx
 
+AXES = ("batch", "seq", "heads")
+SPLIT = {  # how the mesh's axis `heads` divides the weights of attention's projections
+    "kernel_metadata": {"out_sharding": (None, "heads")},  # of queries, keys and values: [width, heads, head dim]
+    "bias_metadata": {"out_sharding": ("heads",)},
+    "out_kernel_metadata": {"out_sharding": ("heads",)},  # [heads, head dim, width]
+    "out_bias_metadata": {"out_sharding": ()},
+}
+
 
 class Block(nnx.Module):
-    """A pre-norm transformer block with one key/value head, so that attention is a ring."""
+    """A pre-norm transformer block with one key/value head on each device, so that attention is a ring."""
 
     def __init__(self, args: argparse.Namespace, rngs: nnx.Rngs):
         width, dtype = args.width, args.dtype
         self.attention_norm, self.mlp_norm = (nnx.RMSNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
         self.attention = jax_flash.nnx.MultiHeadAttention(
-            args.heads, width, num_kv_heads=1, is_causal=True, decode=False, dtype=dtype, rngs=rngs
+            args.heads, width, num_kv_heads=args.mesh[2], is_causal=True, decode=False, dtype=dtype, rngs=rngs, **SPLIT
         )
         self.up = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
         self.down = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
@@ -69,48 +80,68 @@ def train_step(model: Model, optimizer: nnx.Optimizer, tokens: jax.Array, follow
     return loss
 
 
-def train(args: argparse.Namespace, text: np.ndarray, devices: list[jax.Device]) -> tuple[list[float], float]:
-    """The losses, and tokens a second after the first step, which compiles."""
-    mesh = jax.make_mesh((len(devices),), ("seq",), (AxisType.Auto,), devices=devices)
-    place = NamedSharding(mesh, PartitionSpec(None, "seq"))
-    model = Model(args, nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(args.learning_rate), wrt=nnx.Param)
-    everywhere = jax.device_put(nnx.state((model, optimizer)), NamedSharding(mesh, PartitionSpec()))
-    nnx.update((model, optimizer), everywhere)  # as a step leaves them, or the second one would compile again
-    losses, starts = [], np.random.default_rng(0).integers(0, len(text) - args.seq_len, args.steps)
+def train(args: argparse.Namespace, text: np.ndarray, shape: tuple[int, ...]) -> tuple[list[float], float]:
+    """The losses on a mesh of this shape, and tokens a second after two steps.
+
+    Both compile, the second for weights that lie where XLA has left them after the first.
+    """
+    mesh = jax.make_mesh(shape, AXES, (AxisType.Auto,) * 3, devices=jax.devices()[: math.prod(shape)])
+    place = NamedSharding(mesh, PartitionSpec("batch", "seq"))
+    losses, rows = [], args.mesh[0]
+    starts = np.random.default_rng(0).integers(0, len(text) - args.seq_len, (args.steps, rows, 1))
     with jax.set_mesh(mesh):
+        model = Model(args, nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(args.learning_rate), wrt=nnx.Param)
         for step, start in enumerate(starts):
-            if step == 1:
+            if step == 2:
                 begin = time.perf_counter()
-            window = text[None, start : start + args.seq_len + 1]
-            tokens, following = (jax.device_put(jnp.asarray(x), place) for x in (window[:, :-1], window[:, 1:]))
+            window = text[start + np.arange(args.seq_len + 1)]
+            tokens, following = (jax.device_put(x, place) for x in (window[:, :-1], window[:, 1:]))
             losses.append(float(train_step(model, optimizer, tokens, following)))
         jax.block_until_ready(nnx.state(model))
-    return losses, args.seq_len * (args.steps - 1) / (time.perf_counter() - begin)
+    return losses, rows * args.seq_len * (args.steps - 2) / (time.perf_counter() - begin)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq-len", type=int, default=2048, help="a multiple of twice the devices")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--mesh", type=int, nargs=3, metavar=AXES, help="devices of each axis (default: 1, all, 1)")
+    parser.add_argument("--seq-len", type=int, default=2048, help="a multiple of twice the devices of `seq`")
+    parser.add_argument("--steps", type=int, default=20, help="at least 3, of which two compile")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--output", type=Path, default=Path("long_sequence.png"))
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)  # of no meaning where there are GPUs
+    count = jax.device_count()
+    args.mesh = tuple(args.mesh or (1, count, 1))
+    if min(args.mesh) < 1 or math.prod(args.mesh) != count:
+        parser.error(f"--mesh {' '.join(map(str, args.mesh))} must have a product of {count}, the number of devices")
+    if args.steps < 3:
+        parser.error(f"--steps {args.steps} must be at least 3")
+    if args.heads % args.mesh[2]:
+        parser.error(f"--heads {args.heads} must be a multiple of the {args.mesh[2]} devices of `heads`")
+    if args.seq_len % (2 * args.mesh[1]):
+        parser.error(f"--seq-len {args.seq_len} must be a multiple of twice the {args.mesh[1]} devices of `seq`")
+
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = np.frombuffer(b"\n".join(path.read_bytes() for path in files), np.uint8).astype(np.int32)
-    table = Table("devices", "first loss", "last loss", "tokens/s")
-    losses = {}
-    for devices in (jax.devices()[:1], jax.devices()):
-        losses[len(devices)], rate = train(args, text, devices)
-        first, *_, last = losses[len(devices)]
-        table.add_row(str(len(devices)), f"{first:.4f}", f"{last:.4f}", f"{rate:.0f}")
+    table = Table("devices", "batch × seq × heads", "first loss", "last loss", "tokens/s")
+    figure, ax = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    results = []
+    for shape, style in (((1, 1, 1), "-"), (args.mesh, "--")):
+        losses, rate = train(args, text, shape)
+        results.append(losses)
+        sizes = " × ".join(map(str, shape))
+        table.add_row(str(math.prod(shape)), sizes, f"{losses[0]:.4f}", f"{losses[-1]:.4f}", f"{rate:.0f}")
+        ax.plot(losses, style, label=f"{sizes} devices")
+    ax.set(xlabel="step", ylabel="loss")
+    ax.legend()
+    figure.savefig(args.output, dpi=80)
     Console().print(table)
-    one, all_ = losses.values()
-    Console().print(f"Largest difference of the losses: {np.abs(np.subtract(one, all_)).max():.2g}")
+    Console().print(f"Largest difference of the losses: {np.ptp(results, axis=0).max():.2g}")
 
 
 if __name__ == "__main__":

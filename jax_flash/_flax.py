@@ -228,6 +228,8 @@ def attend_in_pages(
             raise ValueError(f"{name} must not be given with a cache in pages")
     if dropout.threshold(module.dropout_rate) and not deterministic:
         raise ValueError("a cache in pages has no dropout: call with deterministic=True")
+    if query.shape[-3] != key.shape[-3]:
+        raise ValueError(f"decoding takes as many queries as keys, got {query.shape} and {key.shape}")
     (query,) = promote_dtype((query,), dtype=module.dtype)
     pages = append_to_pages(*pages, key, value, page_table, lengths)
     x = paged_attention(query.astype(pages[0].dtype), *pages, page_table, lengths, precision=module.precision, **taken)

@@ -77,5 +77,6 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         dropout_rate = 0.0 if inference else self.dropout.p
         if dropout_rate and key is None:
             raise RuntimeError(f"dropout of {dropout_rate} needs a `key`, unless `inference` is true")
-        out = attention.dot_product_attention(q, k, v, mask=mask, dropout_rate=dropout_rate, dropout_key=key, **options)
+        given = arguments.complete(options, SharedOptions)
+        out = attention.dot_product_attention(q, k, v, mask=mask, dropout_rate=dropout_rate, dropout_key=key, **given)
         return jax.vmap(self.output_proj)(out.reshape(out.shape[0], -1))

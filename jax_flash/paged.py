@@ -88,8 +88,8 @@ def paged_attention(
       key_pages: [pages, page, K, D], same dtype; pages of 16 to 256 keys, a multiple of 16.
       value_pages: [pages, page, K, E], same dtype.
       page_table: integer [B, M]: the numbers of each sequence's pages, in its order. Those beyond its length are not
-        looked at. Numbers that are not those of a page are an error where NumPy has them; those of JAX's arrays, which
-        are not read, count as the nearest that is.
+        looked at. Numbers that are not those of a page are an error where NumPy has them and the lengths; those of
+        JAX's arrays, which are not read, count as the nearest that is.
       lengths: integer [B]: tokens of each sequence, with the T of the queries; M * page at most. A query before the
         first token, where there are fewer than T, has nothing to attend to.
       local_window_size: w or (left, right): a query sees the left keys before it, and itself.

@@ -243,7 +243,7 @@ def _programmed(
         offset, columns = offset + tile.origin[1], columns + tile.origin[1]
     shaped = [x.reshape(len(x), *of.shape) for x, of in zip(captured, problem.captured, strict=True) if x is not None]
     places = (tile.program_batch, tile.program_head, offset[:, None] + rows, columns)
-    if s is None or seen is None:
+    if s is None or seen is None or not s.size:
         return program.on_tile(shaped, s, *places)
     dims = ((1, 2, 3), (0, 2, 3), (1, 3), (0, 1, 2))  # that batch, head, query and key lack
     full = [jnp.broadcast_to(jnp.expand_dims(x, lacks), s.shape) for x, lacks in zip(places, dims, strict=True)]

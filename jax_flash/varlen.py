@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_flash import arguments, attention, checks
@@ -124,11 +125,12 @@ def varlen_attention(
             raise ValueError(f"{name} must have 3 dims, [tokens, heads, head dim], not shape {x.shape}")
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    q_ends = _ends("cu_seqlens_q", cu_seqlens_q, query.shape[0])
-    k_ends = _ends("cu_seqlens_k", cu_seqlens_k, key.shape[0])
-    if q_ends.shape != k_ends.shape:
-        raise ValueError(f"cu_seqlens_q is of {len(q_ends)} sequences, cu_seqlens_k of {len(k_ends)}")
-    rows, keys = _packed(q_ends, k_ends, query.shape[0]), _packed(k_ends, q_ends, key.shape[0])
+    sizes = query.shape[0], key.shape[0]
+    begins_q = _checked("cu_seqlens_q", cu_seqlens_q, sizes[0])
+    begins_k = _checked("cu_seqlens_k", cu_seqlens_k, sizes[1])
+    if begins_q.shape != begins_k.shape:
+        raise ValueError(f"cu_seqlens_q is of {len(begins_q) - 1} sequences, cu_seqlens_k of {len(begins_k) - 1}")
+    rows, keys = _packed(begins_q, begins_k, sizes)
     for name in ("score_mod", "mask_mod"):
         if callable(given[name]):
             given[name] = _within_sequences(given[name], rows)
@@ -156,8 +158,8 @@ class _Packed(NamedTuple):
     end: jax.Array  # and last + 1
 
 
-def _ends(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:
-    """Where each sequence ends: int32 [B], never falling, from 0 to `size`."""
+def _checked(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:
+    """As int32 [B + 1], checked as far as it is known."""
     given = checks.integers(name, cu_seqlens)
     if given.ndim != 1 or given.shape == (0,):
         raise ValueError(f"{name} must be [B + 1] for B sequences, not shape {given.shape}")
@@ -165,11 +167,30 @@ def _ends(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:
     if isinstance(given, np.ndarray):
         if given[0] != 0 or (given[1:] < given[:-1]).any() or given[-1] > size:
             raise ValueError(f"{name} must begin with 0, never fall, and be at most {size}, not {given.tolist()}")
-    return lax.cummax(checks.saturated(given)[1:].clip(0, size))
+    return checks.saturated(given)
 
 
-@functools.partial(jax.jit, static_argnames="size")
-def _packed(own_ends: jax.Array, other_ends: jax.Array, size: int) -> _Packed:
+def _packed(begins_q: jax.Array, begins_k: jax.Array, sizes: tuple[int, int]) -> tuple[_Packed, _Packed]:
+    """Of the queries and of the keys. All devices have both, wherever the lengths are."""
+    packed = functools.partial(_both_packed, sizes=sizes)
+    mesh = jax.typeof(begins_q).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        mesh = jax.typeof(begins_k).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return packed(begins_q, begins_k)
+    place = NamedSharding(mesh, PartitionSpec())
+    with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context
+        return jax.sharding.auto_axes(packed, axes=mesh.explicit_axes, out_sharding=place)(begins_q, begins_k)
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def _both_packed(begins_q: jax.Array, begins_k: jax.Array, sizes: tuple[int, int]) -> tuple[_Packed, _Packed]:
+    begins = zip((begins_q, begins_k), sizes, strict=True)
+    q_ends, k_ends = (lax.cummax(x[1:].clip(0, size)) for x, size in begins)
+    return _side_packed(q_ends, k_ends, sizes[0]), _side_packed(k_ends, q_ends, sizes[1])
+
+
+def _side_packed(own_ends: jax.Array, other_ends: jax.Array, size: int) -> _Packed:
     place = jnp.arange(size, dtype=jnp.int32)
     sequence = jnp.searchsorted(own_ends, place, side="right", method="scan_unrolled").astype(jnp.int32)
     own, other = (jnp.concatenate([jnp.zeros(1, jnp.int32), ends]) for ends in (own_ends, other_ends))
@@ -188,6 +209,8 @@ def _ranges(x: _Packed, before: int, after: int) -> jax.Array:
 
 def _within_sequences(mod: Callable[..., Any], rows: _Packed) -> Callable[..., Any]:
     """A mod of rows and keys of the arrays, from one that counts in sequences."""
+    if not rows.sequence.size:  # then nothing is looked up, but the function is traced all the same
+        rows = jax.tree.map(lambda x: jnp.zeros(1, x.dtype), rows)
     places = rows.opposite - rows.begin
 
     def of_arrays(*given: jax.Array) -> Any:

@@ -291,9 +291,10 @@ def fill_value(eqn: JaxprEqn, dtype: np.dtype) -> Any:
     }[dtype.kind]
 
 
-VARYING = ("pvary", "pcast")  # the same elements, inside of jax.shard_map
+# The same elements: JAX keeps account of which devices have them, in jax.shard_map and under a mesh.
+PLACEMENTS = ("pvary", "pcast", "reshard")
 RELABELLED = {
-    **dict.fromkeys(VARYING, _unmoved),
+    **dict.fromkeys(PLACEMENTS, _unmoved),
     "convert_element_type": _unmoved,
     "squeeze": _squeeze,
     "expand_dims": _reshape,

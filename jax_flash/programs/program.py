@@ -22,7 +22,7 @@ from jax_flash.programs import lowering, replay
 from jax_flash.programs.arrays import Array, View, aval
 from jax_flash.programs.code import Code, Unsupported
 from jax_flash.programs.lowering import Lowering
-from jax_flash.programs.operations import VARYING
+from jax_flash.programs.operations import PLACEMENTS
 from jax_flash.programs.structure import Structure
 from jax_flash.varying import varying_axes
 
@@ -406,7 +406,7 @@ class _Tracing:
 
     def _apply(self, jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         inner = lowering.inlined(eqn)
-        if eqn.primitive.name in VARYING:  # which here nothing does
+        if eqn.primitive.name in PLACEMENTS:  # which here nothing does
             return inputs
         if lowering.keeps_views(eqn) and isinstance(inputs[0], _Looked):
             return [_Looked(aval(x).shape, aval(x).dtype) for x in eqn.outvars]

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jax_flash.programs import lowering
 from jax_flash.programs.arrays import aval
-from jax_flash.programs.operations import VARYING
+from jax_flash.programs.operations import PLACEMENTS
 from jax_flash.varying import varying_alike
 
 
@@ -43,7 +43,7 @@ def alone(jaxpr: Jaxpr, eqn: JaxprEqn) -> tuple[list[Any], Any]:
 
 def _apply(jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[Any]) -> Sequence[jax.Array]:
     inner = lowering.inlined(eqn)
-    if eqn.primitive.name in VARYING:
+    if eqn.primitive.name in PLACEMENTS:
         return inputs
     if inner is None:
         results = eqn.primitive.bind(*inputs, **eqn.params)

@@ -86,9 +86,40 @@ def test_a_vision_transformer_of_odd_length(tmp_path):
     assert float(said.split("materialised attention: ")[1].split()[0]) < 1e-4
 
 
-def test_a_long_sequence_over_several_devices():
+@pytest.mark.parametrize("mesh", [(), ("--mesh", 2, 2, 2)], ids=["sequence", "batch, sequence and heads"])
+def test_a_long_sequence_over_several_devices(tmp_path, mesh):
     """Trained on one device and on eight, a model has the same losses."""
-    sizes = ["--seq-len", 256, "--steps", 3, "--layers", 1, "--width", 16, "--heads", 2]
-    result = run(*sizes, example="long_sequence.py")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert float(result.stdout.split("Largest difference of the losses: ")[1]) < 1e-5
+    sizes = ["--seq-len", 256, "--steps", 4, "--layers", 1, "--width", 16, "--heads", 4]
+    said = drawn(tmp_path, "long_sequence.py", *sizes, *mesh)
+    assert ("2 × 2 × 2" if mesh else "1 × 8 × 1") in said
+    assert float(said.split("Largest difference of the losses: ")[1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mesh", 2, 2, 3], "--mesh 2 2 3 must have a product of 8, the number of devices"),
+        (["--mesh", 8, -1, -1], "--mesh 8 -1 -1 must have a product of 8"),
+        (["--mesh", 1, 1, 8], "--heads 4 must be a multiple of the 8 devices of `heads`"),
+        (["--mesh", 1, 8, 1, "--seq-len", 100], "--seq-len 100 must be a multiple of twice the 8 devices of `seq`"),
+        (["--steps", 2], "--steps 2 must be at least 3"),
+    ],
+)
+def test_a_long_sequence_names_bad_sizes(flags, message):
+    result = run(*flags, example="long_sequence.py")
+    assert result.returncode == 2 and message in result.stderr
+
+
+def test_a_score_function_that_is_learned(tmp_path):
+    """The table of relative positions peaks at the distances that the heads had to find."""
+    said = drawn(
+        tmp_path, "score_function.py", "--seq-len", 128, "--steps", 80, "--distances", 5, 2, "--table-size", 16
+    )
+    losses = [float(line.split("loss ")[1]) for line in said.splitlines() if line.startswith("step ")]
+    assert losses[0] > 3 and losses[-1] < 0.5
+    assert "Peaks of the table: [5, 2]" in said
+
+
+def test_a_score_function_names_bad_distances():
+    result = run("--distances", 31, "--table-size", 32, example="score_function.py")
+    assert result.returncode == 2 and "--distances must be at least 0" in result.stderr

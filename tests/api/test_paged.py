@@ -297,6 +297,14 @@ def test_errors_of_modules(given, message):
         linen.apply(state, x, mutable="cache", **call)
 
 
+def test_modules_want_as_many_keys_as_queries():
+    """What the other queries see would never have been written."""
+    layer, _, _ = of_nnx(jnp.float32)
+    x, call = jnp.zeros((2, 3, FEATURES)), {"page_table": np.zeros((2, 2), int), "lengths": np.array([3, 3])}
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        layer(x, x[:, -2:], **call)
+
+
 def test_modules_without_a_cache_in_pages():
     x, call = jnp.zeros((2, 1, FEATURES)), {"page_table": np.zeros((2, 2), int), "lengths": np.array([1, 1])}
     layer = jax_flash.nnx.MultiHeadAttention(4, FEATURES, decode=False, dropout_rate=0.1, rngs=nnx.Rngs(0))

@@ -250,6 +250,24 @@ def test_batch_and_heads_over_devices(mode, implementation):
             assert compiled.as_text().count("batch=1 q_len=5 kv_len=6 q_heads=2 kv_heads=1 ") == 2
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_score_less_a_distance_under_a_mesh(mode):
+    """Where JAX differentiates this under a mesh, it says that a cotangent is where the score is."""
+    query, key, value, *_ = inputs()
+
+    def gradients(*args):
+        def slope(s, b, h, i, j):
+            return s - 0.1 * (h + 1) * abs(i - j)
+
+        attend = functools.partial(jax_flash.dot_product_attention, score_mod=slope, implementation="flash")
+        o, pull = jax.vjp(attend, *args)
+        return o, pull(jnp.cos(o))
+
+    expected = gradients(query, key, value)
+    with jax.set_mesh(mesh(mode)):
+        assert_close(jax.jit(gradients)(*place(mesh(mode))[:3]), expected)
+
+
 CAPTURED_TOO = (P("data"),) * 3 + (P("model"), P("data"), P("data"))
 
 

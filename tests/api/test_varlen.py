@@ -196,6 +196,34 @@ def test_sharded(axes, kind):
         assert not gathers(compiled)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_lengths_that_are_sharded(kind):
+    """Those of one call, and of a batch of packs with a device for each."""
+    mesh, q = jax.make_mesh((4,), ("x",), (kind,)), tokens(4 * 24, 4, 16).reshape(4, 24, 4, 16)
+    cu = np.array([[0, 3, 9, 24], [0, 0, 20, 21], [0, 8, 16, 24], [0, 24, 24, 24]])
+
+    def attend(q, cu):
+        return jax_flash.varlen_attention(q, q, q, cu, is_causal=True, score_mod=lambda s, b, h, i, j: s - 0.1 * i * b)
+
+    expected = jnp.stack([attend(*pack) for pack in zip(q, cu, strict=True)])
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in (q, cu)]
+        np.testing.assert_allclose(jax.vmap(attend)(*placed), expected, atol=1e-6)
+        one = jax.device_put(cu[0], NamedSharding(mesh, P("x")))
+        np.testing.assert_allclose(attend(q[0], one), expected[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
+def test_no_tokens(implementation):
+    """Of one side, also beside functions of one's own, which look their sequences up."""
+    options = {"score_mod": lambda s, b, h, i, j: s + b, "mask_mod": lambda b, h, i, j: j <= i + b}
+    q = tokens(8, 4, 16)
+    attend = functools.partial(jax_flash.varlen_attention, implementation=implementation, **options)
+    assert attend(q[:0], q, q, [0, 0], [0, 8]).shape == (0, 4, 16)
+    o, pull = jax.vjp(lambda q, k: attend(q, k, k, [0, 8], [0, 0]), q, q[:0])
+    assert not o.any() and not pull(o + 1)[0].any()
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

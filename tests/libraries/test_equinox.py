@@ -139,6 +139,9 @@ def test_errors():
     x = SELF[0][0]
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
         ours(x, x, x, causal=True)
+    for name in ("deterministic", "bias", "return_residual"):  # which dot_product_attention knows, or Equinox
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            ours(x, x, x, **{name: True})
     with pytest.raises(ValueError, match="do not fit together"):
         ours(x, x, x[1:])
     assert "local_window_size" in inspect.signature(ours).parameters

@@ -228,8 +228,7 @@ def attend_in_pages(
             raise ValueError(f"{name} must not be given with a cache in pages")
     if dropout.threshold(module.dropout_rate) and not deterministic:
         raise ValueError("a cache in pages has no dropout: call with deterministic=True")
-    if query.shape[-3] != key.shape[-3]:
-        raise ValueError(f"decoding takes as many queries as keys, got {query.shape} and {key.shape}")
+    _check_as_many(query, key)
     (query,) = promote_dtype((query,), dtype=module.dtype)
     pages = append_to_pages(*pages, key, value, page_table, lengths)
     x = paged_attention(query.astype(pages[0].dtype), *pages, page_table, lengths, precision=module.precision, **taken)
@@ -266,9 +265,13 @@ def append(
 
     As in Flax, the caller sees to it that index + T <= max_length: beyond that the last positions are overwritten.
     """
+    _check_as_many(query, key)
+    return _written(cached_key, key, index), _written(cached_value, value, index), index + key.shape[-3]
+
+
+def _check_as_many(query: jax.Array, key: jax.Array) -> None:
     if query.shape[-3] != key.shape[-3]:
         raise ValueError(f"decoding takes as many queries as keys, got {query.shape} and {key.shape}")
-    return _written(cached_key, key, index), _written(cached_value, value, index), index + key.shape[-3]
 
 
 def _written(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from jax_flash import arguments, attention, checks
+from jax_flash import arguments, attention, checks, partitioning
 from jax_flash.arguments import Implementation
 
 STEP, LONGEST = 16, 256  # the keys of a page are a multiple of the first, and as many as the second at most
@@ -167,11 +166,11 @@ def append_to_pages(
         )
     table, ends = _table_and_lengths(page_table, lengths, len(new_keys), *keys.shape[:2])
     arrays = tuple(map(jnp.asarray, (keys, values, new_keys, new_values, table, ends)))
-    mesh = jax.typeof(arrays[0]).sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types:
+    mesh = partitioning.explicit_mesh(arrays[0])
+    if mesh is None:
         return _written(*arrays)
     places = tuple(jax.typeof(pages).sharding for pages in arrays[:2])  # the pages stay where they are
-    return jax.sharding.auto_axes(_written, axes=mesh.explicit_axes, out_sharding=places)(*arrays)
+    return partitioning.placed(_written, mesh, places)(*arrays)
 
 
 def _written(

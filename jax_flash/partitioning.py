@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jax_flash.sequence import Arrays, Compute, Division
 Types = dict[str, jax.ShapeDtypeStruct]
 Results = tuple[jax.Array, ...]
 Function = Callable[[Arrays], Results]
+Tree = TypeVar("Tree")
 Axes = dict[str, tuple[str, ...] | None]  # the mesh axes that divide a dim
 
 
@@ -50,8 +52,8 @@ def divided(compute: Compute, problem: Problem, arrays: Arrays, types: Types) ->
 
 def automatic(function: Function, problem: Problem, arrays: Arrays, types: Types) -> Results:
     """`function(arrays)` where XLA places what is inside, also under a mesh with explicit axes."""
-    mesh = jax.typeof(arrays["query"]).sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types:
+    mesh = explicit_mesh(arrays["query"])
+    if mesh is None:
         return function(arrays)
     specs = {name: jax.typeof(x).sharding.spec for name, x in arrays.items()}
     axes = _axes(problem, mesh, {name: (x.shape, specs[name]) for name, x in arrays.items()})
@@ -61,9 +63,24 @@ def automatic(function: Function, problem: Problem, arrays: Arrays, types: Types
     places = [
         specs.get(DIFFERENTIATED.get(name, "")) or _spec(problem, axes, name, x.shape) for name, x in types.items()
     ]
-    shardings = tuple(NamedSharding(mesh, spec) for spec in places)
-    with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context
-        return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)(arrays)
+    return placed(function, mesh, tuple(NamedSharding(mesh, spec) for spec in places))(arrays)
+
+
+def explicit_mesh(*arrays: jax.Array) -> AbstractMesh | None:
+    """The mesh with explicit axes that one of these arrays is on."""
+    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
+def placed(function: Callable[..., Tree], mesh: AbstractMesh, shardings: Any) -> Callable[..., Tree]:
+    """The function where XLA places what is inside, for arrays on such a mesh. Its results are placed as given."""
+    by_xla = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)
+
+    def call(*args: Any) -> Tree:
+        with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context
+            return by_xla(*args)
+
+    return call
 
 
 def _dims(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:

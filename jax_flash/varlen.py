@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_flash import arguments, attention, checks
+from jax_flash import arguments, attention, checks, partitioning
 from jax_flash.arguments import Implementation
 
 
@@ -172,15 +172,11 @@ def _checked(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:
 
 def _packed(begins_q: jax.Array, begins_k: jax.Array, sizes: tuple[int, int]) -> tuple[_Packed, _Packed]:
     """Of the queries and of the keys. All devices have both, wherever the lengths are."""
-    packed = functools.partial(_both_packed, sizes=sizes)
-    mesh = jax.typeof(begins_q).sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types:
-        mesh = jax.typeof(begins_k).sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types:
-        return packed(begins_q, begins_k)
-    place = NamedSharding(mesh, PartitionSpec())
-    with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context
-        return jax.sharding.auto_axes(packed, axes=mesh.explicit_axes, out_sharding=place)(begins_q, begins_k)
+    packed: Callable[..., tuple[_Packed, _Packed]] = functools.partial(_both_packed, sizes=sizes)
+    mesh = partitioning.explicit_mesh(begins_q, begins_k)
+    if mesh is not None:
+        packed = partitioning.placed(packed, mesh, NamedSharding(mesh, PartitionSpec()))
+    return packed(begins_q, begins_k)
 
 
 @functools.partial(jax.jit, static_argnames="sizes")

@@ -45,8 +45,8 @@ def run(results: Results, quick: bool) -> None:
     def batches_of(length: int, *seed: int) -> Iterator[Batch]:
         return ({"tokens": rows} for rows in text.windows(training, tokens // length, length + 1, seed))
 
-    def trained(length: int, seed: int, stage: int, learned: Any) -> tuple[Any, Row]:
-        """The weights, and how they were learned from others, or from new ones."""
+    def learn(length: int, seed: int, stage: int, learned: Any) -> Row:
+        """Trains the model of a length, from what another has learned or from new weights; how that went."""
         trainer = compiled(length)
         trainer.restart(seed)
         if learned is not None:
@@ -54,19 +54,17 @@ def run(results: Results, quick: bool) -> None:
         start = time.perf_counter()
         losses = list(train(trainer, batches_of(length, seed, stage), RATE, steps=steps))
         seconds = time.perf_counter() - start
+        return {"length": length, "seconds_a_step": seconds / steps, "training": losses[:: max(1, steps // 200)]}
+
+    def test(length: int) -> Row:
         stretches = text.stretches(held_out, tokens // length, length, validated)
-        loss = trainer.mean_loss({"tokens": rows} for rows in stretches)
-        return jax.device_get(trainer.weights), {
-            "length": length,
-            "seconds_a_step": seconds / steps,
-            "training": losses[:: max(1, steps // 200)],
-            "held_out": loss,
-            "perplexity": math.exp(loss),
-        }
+        loss = compiled(length).mean_loss({"tokens": rows} for rows in stretches)
+        return {"held_out": loss, "perplexity": math.exp(loss)}
 
     def rows_of(seed: int) -> list[Row]:
-        learned, _ = trained(lengths[0], seed, 0, None)
-        return [trained(length, seed, 1, learned)[1] for length in lengths]
+        learn(lengths[0], seed, 0, None)
+        learned = jax.device_get(compiled(lengths[0]).weights)
+        return [learn(length, seed, 1, learned) | test(length) for length in lengths]
 
     results.begin(
         vocabulary=f"{text.VOCABULARY} bytes",

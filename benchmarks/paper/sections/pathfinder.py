@@ -35,6 +35,7 @@ TESTED = {32: 10_000, 64: 10_000, 128: 2048, 256: 2048}  # images
 CONFIDENCE = 0.99
 ROWS = 16  # of pixels above and below that the block-sparse attention sees in full
 EASIEST = 3  # dashes of a curve
+SYMMETRIES = 8  # of a square
 TRAINING, TEST, TIMING = range(3)  # the first part of a seed
 PROCESSES = max(1, (os.cpu_count() or 1) - 2)  # that make images; the others are for what feeds the device
 SHARE = 0.8  # of the minutes is training; the rest is for compilation and for the test
@@ -95,7 +96,7 @@ def make_config(side: int, quick: bool) -> Config:
         grid=(side, side),
         vocabulary=LEVELS,
         classes=2,
-        dropout=0.0,  # no image comes twice
+        dropout=0.0,  # no image comes twice as it is
         attention="block-sparse" if side == 256 else "flash",
         window=ROWS * side,
     )
@@ -121,16 +122,31 @@ def make_batch(side: int, count: int, seed: list[int], varied: bool) -> Batch:
 
 
 def stream(pool: concurrent.futures.Executor, side: int, batch: int, stage: int) -> Iterator[Batch]:
-    """Made ahead of time, in the same order whatever the number of processes. A stage has images of its own."""
+    """Made ahead of time, in the same order whatever the number of processes. A stage has images of its own.
+
+    An image is seen as it is and as its seven mirrored and turned ones, which have the same label, since the device
+    learns from images faster than the processes make them. Other batches lie between.
+    """
     seeds = ([TRAINING, stage, number] for number in itertools.count())
     waiting = deque(pool.submit(make_batch, side, batch, next(seeds), True) for _ in range(2 * PROCESSES))
     try:
         while True:
-            yield waiting.popleft().result()
-            waiting.append(pool.submit(make_batch, side, batch, next(seeds), True))
+            made = []
+            for _ in range(SYMMETRIES):
+                made.append(waiting.popleft().result())
+                waiting.append(pool.submit(make_batch, side, batch, next(seeds), True))
+            for number in range(SYMMETRIES):
+                yield from (mirrored(side, one, (number + i) % SYMMETRIES) for i, one in enumerate(made))
     finally:
         for future in waiting:
             future.cancel()
+
+
+def mirrored(side: int, batch: Batch, number: int) -> Batch:
+    """Each image of a batch by one of the symmetries of the square: turned, and from the fifth on transposed before."""
+    images = batch["tokens"].reshape(-1, side, side)
+    images = np.rot90(images if number < 4 else images.transpose(0, 2, 1), number % 4, (1, 2))
+    return batch | {"tokens": images.reshape(len(images), -1)}
 
 
 def generation_rate(pool: concurrent.futures.Executor, side: int, batch: int) -> float:

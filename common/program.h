@@ -1,6 +1,6 @@
 // Score programs: straight-line programs of scalars that turn the score of an entry into another (score_mod), give the
 // gradient of that (score_grad), or say whether an entry may be attended to (mask_mod). They are part of a problem's
-// text; docs/architecture.md has their instructions.
+// text; docs/design/score-programs.md has their instructions.
 #pragma once
 
 #include <cstdint>

@@ -39,7 +39,7 @@ import jax_flash
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 TRACING = threading.Lock()
 TOKENS, WIDTH = 16384, 2048  # batch x N, heads x head dim
-MATRIX_LIMIT = 2**32  # elements of S, above which XLA's standard attention is left out
+MATRIX_LIMIT = 2**32  # elements of S; with more than that XLA's standard attention is left out
 PASSES = ("forward", "backward", "both")
 COLUMNS = ("jax_flash", "cudnn", "xla", "torch", "dense")  # dense: jax_flash on `Problem.dense`
 
@@ -56,18 +56,18 @@ class Problem:
     D: int
     E: int
     causal: bool = False
-    window: int | None = None  # keys to the left
-    documents: int = 1  # equally long, packed
+    window: int | None = None  # how many keys to the left a query sees
+    documents: int = 1  # number of packed documents, which are equally long
     dropout: float = 0.0
     deterministic: bool = False
     dtype: str = "bfloat16"
     mask: str = ""  # dims that a boolean array has in full ("b1ts"): the causal mask if causal, else a random half
-    bias: str = ""  # likewise, of normally distributed numbers
+    bias: str = ""  # the same for a bias, of normally distributed numbers
     bias_dtype: str = "bfloat16"
     dbias: bool = False  # the backward has the gradient of the bias, too
     soft_cap: float | None = None
-    sinks: bool = False  # whose gradient the backward has, too
-    goals: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)  # of the passes, for people
+    sinks: bool = False  # the backward has their gradient, too
+    goals: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)  # for each pass a goal, in words
 
     @classmethod
     def square(cls, length: int, dim: int, **options) -> "Problem":

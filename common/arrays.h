@@ -8,9 +8,9 @@
 
 namespace jax_flash {
 
-// The operands of both, in their order: OPERAND(type, name, dtype, dims, there). `dtype` is the one of a void's
-// elements, `dims` a letter each (Problem::size), as in Python's DIMS; `there` says whether the problem `p` has it, by
-// its extent if it may be broadcast.
+// The operands of both calls, in their order: OPERAND(type, name, dtype, dims, there). `dtype` is that of the elements
+// where the type is void. `dims` has a letter for each dim (Problem::size), as in Python's DIMS. `there` says whether
+// the problem `p` has the operand; it is an extent if the operand may be broadcast.
 #define JAX_FLASH_OPERANDS(OPERAND)                                                                     \
   OPERAND(void, query, p.dtype, "BTND", true)                                                           \
   OPERAND(void, key, p.dtype, "BSKD", p.page == 0)                                                      \

@@ -77,7 +77,7 @@ ffi::DataType XlaType(CapturedDType dtype) {
   return kTypes[int(dtype)];
 }
 
-// Of an array of T; `dtype` says it of one of void.
+// The type of the elements of an array of T. Where T is void, `dtype` says it.
 template <typename T>
 ffi::DataType TypeOf(DType dtype) {
   if (std::is_same_v<T, uint8_t>) return ffi::PRED;

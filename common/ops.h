@@ -8,7 +8,8 @@ namespace jax_flash {
 
 constexpr int kMaxCaptured = 32;  // arrays of a problem's programs
 
-// Of a value: the accumulation dtype, a signed or an unsigned integer of 32 bits, a truth value; n is none.
+// The type of a value: the accumulation dtype, a signed or an unsigned integer of 32 bits, or a truth value. n stands
+// for no value.
 enum class Type : uint8_t { f, i, u, b, n };
 
 // What a program is given: INPUT(name, type, rows, columns), where the last two say whether it differs from row to row
@@ -61,7 +62,7 @@ enum class Type : uint8_t { f, i, u, b, n };
   OP(round_to_f16, "round_to.float16", f, f, n, n, RoundTo<F16>(x))                        \
   OP(round_to_f32, "round_to.float32", f, f, n, n, RoundTo<float>(x))
 
-// Of integers of either kind T. Bits(x) wraps around where a signed integer may not.
+// Functions of integers of one kind T, i or u. Bits(x) wraps around where a signed integer may not.
 #define JAX_FLASH_INTEGER_OPS(OP, T)                                              \
   OP(add_##T, "add." #T, T, T, T, n, Bits(x) + Bits(y))                           \
   OP(sub_##T, "sub." #T, T, T, T, n, Bits(x) - Bits(y))                           \
@@ -83,7 +84,7 @@ enum class Type : uint8_t { f, i, u, b, n };
   OP(clz_##T, "clz." #T, T, T, n, n, CountLeadingZeros(Bits(x)))                  \
   JAX_FLASH_COMPARISONS(OP, T, )
 
-// Of truth values, all of whose bits are set or none.
+// Functions of truth values, of which all bits are set or none.
 #define JAX_FLASH_BOOL_OPS(OP)          \
   OP(and_b, "and.b", b, b, b, n, x& y)  \
   OP(or_b, "or.b", b, b, b, n, x | y)   \
@@ -100,7 +101,7 @@ enum class Type : uint8_t { f, i, u, b, n };
   OP(gt_##T, "gt." #T, b, T, T, n, truth(x > y))  \
   OP(ge_##T, "ge." #T, b, T, T, n, truth(x >= y))
 
-// From one type to another, or of values of any.
+// Functions from one type to another, and those that there are for values of every type.
 #define JAX_FLASH_MIXED_OPS(OP)                            \
   OP(select_f, "select.f", f, b, f, f, OfTruth(x) ? y : z) \
   OP(select_i, "select.i", i, b, i, i, x ? y : z)          \

@@ -63,8 +63,8 @@ bool Parse(std::string_view text, Program* value) {
   return true;
 }
 
-// Whether there can be such an array: what is computed of its sizes, with padding and in bytes, then has 64 bits. A
-// size of 0 counts as 1, for what is computed of the others alone.
+// Whether there can be such an array: then 64 bits are enough for all that is computed from its sizes, with padding and
+// in bytes. A size of 0 counts as 1, since some of that is computed from the other sizes alone.
 constexpr double kMostElements = 0x1p52;
 
 bool CanBe(const Problem& p, const char* dims, const Extent& extent) {
@@ -73,7 +73,7 @@ bool CanBe(const Problem& p, const char* dims, const Extent& extent) {
   return elements <= kMostElements;
 }
 
-// Likewise of one that programs load from, whose sizes are not negative.
+// The same for an array that programs load from, whose sizes must not be negative either.
 bool CanBe(const Problem& p, const Captured& captured) {
   double elements = double(std::max<int64_t>(captured.batch ? p.batch : 1, 1));
   for (int dim = 0; dim < captured.rank; ++dim) {
@@ -234,7 +234,7 @@ std::string Decode(std::string_view text, Problem* problem) {
 }
 
 std::vector<std::pair<std::string, std::string>> ProblemFields() {
-  // Of Field::member.
+  // The names of the types of Field::member.
   constexpr const char* kTypes[] = {"int",           "float", "bool", "str", "Extent | None", "tuple[Captured, ...]",
                                     "Program | None"};
   std::vector<std::pair<std::string, std::string>> fields;

@@ -22,7 +22,7 @@ struct Extent {
   bool batch = false, heads = false, rows = false, columns = false;
 };
 
-// Of an operand that is there in full, or not at all; or of another.
+// The extent of an operand that is there in full or not at all; and that of one whose extent is given.
 constexpr Extent ExtentOf(bool present) { return {present, true, true, true, true}; }
 constexpr Extent ExtentOf(const Extent& extent) { return extent; }
 
@@ -78,17 +78,18 @@ struct Problem {
 #undef JAX_FLASH_MEMBER
 
   int64_t group() const { return q_heads / kv_heads; }
-  // Of the keys of a batch entry.
+  // How many pages the keys of a batch entry have.
   int64_t pages_of_entry() const { return page > 0 ? kv_len / page : 0; }
-  // Of all sums and of the statistics, and on a CPU of dbias.
+  // The dtype of all sums and of the statistics, and on a CPU of dbias.
   DType accumulation_dtype() const { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
-  // Of dbias on a GPU: the bias's own if it has 16 bits.
+  // The dtype of dbias on a GPU: that of the bias if it has 16 bits.
   DType dbias_dtype() const { return BytesOf(bias_dtype) == 2 ? bias_dtype : DType::kF32; }
-  // Of a dim of an array, by its letter: those above; U and V block_rows and block_columns, G pages, A page, M
-  // pages_of_entry, R row_list, C column_list, P element_masks, Q q_block, W element_words, X the 2 words of a seed. 1
-  // if the array is broadcast over it.
+  // The size of a dim of an array, by the letter of the dim: 1 if the array is broadcast over it. Letters stand for the
+  // sizes above; U and V for block_rows and block_columns, G for pages, A for page, M for pages_of_entry, R for
+  // row_list, C for column_list, P for element_masks, Q for q_block, W for element_words, and X for the 2 words of a
+  // seed.
   int64_t size(char dim, const Extent& extent) const;
-  // Of an array with these dims.
+  // How many elements an array with these dims has.
   int64_t elements(const char* dims, const Extent& extent) const;
   // Of the block mask: its rows and columns of blocks, and the 32-bit words of a row of an element mask.
   int64_t block_rows() const { return (q_len + q_block - 1) / q_block; }
@@ -99,13 +100,13 @@ struct Problem {
   int64_t kv_len_in_blocks() const { return block_mask.present ? block_columns() * kv_block : kv_len; }
   bool window() const { return window_left >= 0 || window_right >= 0; }
   bool dropout() const { return drop_threshold > 0; }
-  // Of `captured`, without functions of the standard library, for the CPU kernels.
+  // The elements of `captured` and their number, without functions of the standard library, for the CPU kernels.
   const Captured* captured_arrays() const;
   int64_t captured_count() const;
   bool programs() const { return score_mod.present() || mask_mod.present(); }
   // Of the backward: is there a gradient that depends on dS?
   bool needs_ds() const { return dq || dk || dbias || captured_gradients(); }
-  // Which dimensions what mask_mod says depends on.
+  // Which dimensions the result of mask_mod depends on.
   Extent mask_mod_extent() const;
   bool captured_gradients() const {
     return std::any_of(captured.begin(), captured.end(), [](const Captured& array) { return array.gradient; });

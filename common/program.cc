@@ -237,7 +237,7 @@ void AssignSlots(Program* program) {
     } else if (free.empty()) {
       instruction.slot = int16_t(program->slots++);
     } else {
-      // The score's first: there the result goes.
+      // The slot of the score is the lowest, and is taken first: there the result goes.
       const auto slot = std::min_element(free.begin(), free.end());
       instruction.slot = *slot;
       free.erase(slot);

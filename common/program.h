@@ -1,6 +1,6 @@
 // Score programs: straight-line programs of scalars that turn the score of an entry into another (score_mod), give the
 // gradient of that (score_grad), or say whether an entry may be attended to (mask_mod). They are part of a problem's
-// text; docs/architecture.md has their instructions.
+// text; docs/design/score-programs.md has their instructions.
 #pragma once
 
 #include <cstdint>
@@ -40,30 +40,30 @@ constexpr int kMaxInstructions = 4096;
 // An array that programs load from.
 struct Captured {
   CapturedDType dtype = {};
-  bool batch = false;     // one for each entry of the batch, or one that they share
-  bool gradient = false;  // the backward only: whether it is asked for
+  bool batch = false;     // is there one for each batch entry, or one that all share?
+  bool gradient = false;  // is its gradient asked for? (The backward only.)
   int rank = 0;
   int64_t dims[kMaxCapturedRank] = {};
 
-  // Of one batch entry.
+  // How many elements the array of one batch entry has.
   int64_t size() const;
-  // Of what `load` gives.
+  // The type of what `load` gives.
   Type type() const;
 };
 
-// How much larger each next key's value is, where it is not one of -1, 0 and 1.
+// Instruction::step of a value that does not grow by -1, 0 or 1 from key to key.
 constexpr int8_t kNoStep = 2;
 
 struct Instruction {
   Op op = {};
-  Type type = Type::n;  // of its value
+  Type type = Type::n;  // type of its value
   // Whether its value differs from row to row, and from column to column: it is computed for as many as it needs.
   bool rows = false, columns = false;
   bool of_score = false;  // does it depend on the score?
-  int8_t step = 0;        // of an i: from key to key
-  int16_t array = -1;     // of load and accumulate
-  int16_t count = 0;      // of its operands
-  int16_t slot = -1;      // where the value of an entry is kept: another's that is not needed any more
+  int8_t step = 0;        // how much an i grows from key to key
+  int16_t array = -1;     // number of the array of load and accumulate
+  int16_t count = 0;      // number of its operands
+  int16_t slot = -1;  // where the value of an entry is kept; slots of values that are no longer needed are used again
   int16_t operands[kMaxCapturedRank + 1] =
       {};  // numbers of instructions; those of load and accumulate begin with indices
   double constant = 0;
@@ -84,7 +84,7 @@ struct Program {
   // Do what it gives, and what it adds to the gradients of captured arrays, depend on the score?
   bool ResultOfScore() const;
   bool GradientsOfScore() const;
-  // Without functions of the standard library, for the CPU kernels.
+  // The instructions, without functions of the standard library, for the CPU kernels.
   const Instruction* data() const;
   int64_t size() const;
 };

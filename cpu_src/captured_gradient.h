@@ -86,7 +86,7 @@ class CapturedGradients {
     });
   }
 
-  // Whether there are any.
+  // Whether there are any gradients to compute.
   bool asked() const { return asked_; }
 
   // Where a unit adds the gradients of batch entry b.

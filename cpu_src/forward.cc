@@ -12,7 +12,7 @@ namespace {
 
 // Rows of Q that a unit aims at: enough to pay for preparing tiles of K and V.
 constexpr int64_t kUnitRows = 288;
-constexpr int64_t kUnitTiles = 8;  // at most
+constexpr int64_t kUnitTiles = 8;  // tiles of a unit, at most
 
 // A tile of Q with what is computed for it: O, and of each row the maximum and the sum so far.
 template <typename A>

@@ -292,7 +292,7 @@ typename Interpreter<A>::Indices Interpreter<A>::IndicesOf(const Instruction& x)
   return indices;
 }
 
-// Of the indices that are the same in all columns.
+// The part of the place that comes from indices which are the same in all columns.
 template <typename A>
 int64_t Interpreter<A>::RowOffset(const Indices& indices, int64_t row) {
   int64_t offset = 0;
@@ -316,7 +316,7 @@ typename Interpreter<A>::Reach Interpreter<A>::ReachOf(const Indices& indices, i
   return {low >= 0 && high <= index.last ? Reach::kRun : Reach::kScattered, first};
 }
 
-// Of each lane, beside that of the row.
+// The other part of the place, for each lane: what comes from indices that differ from column to column.
 template <typename A>
 void Interpreter<A>::Offsets(const Indices& indices, int64_t row, int64_t vector, int64_t* offsets) {
   for (int lane = 0; lane < kLanes<A>; ++lane) offsets[lane] = 0;

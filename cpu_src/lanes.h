@@ -31,7 +31,7 @@ using ElementOf = std::decay_t<decltype(std::declval<V&>()[0])>;
 template <typename V>
 using FloatOf = std::conditional_t<sizeof(V) == kVectorBytes, float, double>;
 
-// f of every lane, in arrays: loops over them become vector code where f is arithmetic.
+// Calls f for every lane. The lanes are in arrays, since loops over arrays become vector code where f is arithmetic.
 template <typename V, typename F>
 inline V PerLane(V x, V y, F f) {
   constexpr int kCount = sizeof(V) / sizeof(ElementOf<V>);

@@ -22,7 +22,7 @@ Range Whole(Type type) {
 
 Range Anything(Type type) { return type == Type::f ? Range{NAN, NAN} : Whole(type); }
 
-// NaN if either is.
+// Gives NaN if either operand is NaN.
 double Least(double x, double y) { return x < y || x != x ? x : y; }
 double Most(double x, double y) { return x > y || x != x ? x : y; }
 
@@ -30,7 +30,7 @@ double Most(double x, double y) { return x > y || x != x ? x : y; }
 bool Same(Range x, Range y) { return x.low == y.high && x.high == y.low; }
 bool Apart(Range x, Range y) { return x.high < y.low || x.low > y.high; }
 
-// Of a truth value: whether it is always true, and whether it is always false.
+// The range of a truth value that is always true, or never, or sometimes.
 Range Truth(bool always, bool never) { return {double(always), double(!never)}; }
 
 }  // namespace

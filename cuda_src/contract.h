@@ -11,29 +11,29 @@ namespace jax_flash {
 
 // --- Sizes ---
 
-// Of a box of a tensor map: what is beside each other is always kBoxBytes. A box of K or V in the forward and of Q, dO,
-// K or V in the backward has the rows of a tile; one of a result, and of Q in the forward, kBoxRows; one of the rows
-// that the backward does alongside (hopper/backward_alongside.cuh) kAlongsideRows.
+// A row of a box of a tensor map always has kBoxBytes. A box of K or V in the forward, and of Q, dO, K or V in the
+// backward, has as many rows as a tile. A box of a result, and of Q in the forward, has kBoxRows, and a box of what the
+// backward does alongside (hopper/backward_alongside.cuh) has kAlongsideRows.
 constexpr int kBoxBytes = 128, kBoxRows = 64, kAlongsideRows = 16;
 
-// Queries of a head in the backward's scratch, and keys where dK and dV are added up there, are a multiple of this: no
-// tile of the backward has more.
+// In the backward's scratch a head has a multiple of this many queries, and of this many keys where dK and dV are added
+// up there: no tile of the backward has more.
 constexpr int kRowPadding = 128;
-constexpr int kSumRows = 16;   // the f32 sums of dQ, dK and dV are in blocks of so many rows,
-constexpr int kRowBlock = 64;  // of which Hopper's kernels before and after the backward do so many at a time
+constexpr int kSumRows = 16;   // rows of a block, in which the f32 sums of dQ, dK and dV are stored
+constexpr int kRowBlock = 64;  // rows that Hopper's kernels before and after the backward do at a time
 
-constexpr int kWarpgroup = 128;     // threads: a CTA on Hopper has one that loads, and its consumers
-constexpr int kRowThreads = 256;    // of a block of the kernels before and after a backward
-constexpr int kPairedKeys = 128;    // of a CTA of Hopper's backward, or of two in a cluster
-constexpr int kMergeThreads = 256;  // of a block that merges parts of the keys
+constexpr int kWarpgroup = 128;     // threads of a warpgroup: on Hopper a CTA has one that loads, and its consumers
+constexpr int kRowThreads = 256;    // threads of a block of the kernels that run before and after a backward
+constexpr int kPairedKeys = 128;    // keys of a CTA of Hopper's backward, or of the two CTAs of a cluster
+constexpr int kMergeThreads = 256;  // threads of a block that merges parts of the keys
 constexpr int kLeastKeyTiles = 4;   // tiles of keys that a part has, where it can be one of several
 
 constexpr int kMaskBlock = 128;    // queries, and keys, of a block that a mask operand or a mask_mod is divided into
-constexpr int kMaskThreads = 256;  // of a block of the kernels that make a block mask of it
+constexpr int kMaskThreads = 256;  // threads of a block of the kernels that make a block mask of these
 
 constexpr int kSegmentBlock = 64;      // queries or keys of a SegmentBounds
-constexpr int kSegmentThreads = 1024;  // of a block that finds
-constexpr int kSegmentBlocks = 4;      // so many of them
+constexpr int kSegmentThreads = 1024;  // threads of a block that finds SegmentBounds
+constexpr int kSegmentBlocks = 4;      // SegmentBounds that such a block finds
 
 // The most positions that a loop over a head's queries or keys goes on at a time. It ends at a number that an int still
 // has, since no length is larger than kLongest.
@@ -152,8 +152,8 @@ struct PartsOfTile {
   FIELD(int, batch, p.block_mask.batch ? (p.block_mask.heads ? int(p.q_heads) : 1) : 0)       \
   FIELD(int, head, p.block_mask.heads)
 
-// Every kernel of a call has the same. What is {} the host sets pass by pass: o, l and m, which the forward writes and
-// the backward reads, and what only the backward has.
+// All kernels of a call are given the same. The host sets later what is {} here: o, l and m, which the forward writes
+// and the backward reads, and what only the backward has.
 #define JAX_FLASH_PARAMS(FIELD)                                                                                  \
   FIELD(int, batch, int(p.batch))                                                                                \
   FIELD(int, q_heads, int(p.q_heads))                                                                            \
@@ -237,15 +237,15 @@ struct Params {
 };
 #undef JAX_FLASH_MEMBER
 
-// Of kernels with score programs: what these are told of the entries of batch and heads, and the arrays that they look
-// things up in.
+// The arguments of kernels with score programs: the numbers that these programs are told for each batch entry and head,
+// the arrays that they look things up in, and the gradients of these arrays.
 struct ProgramParams : Params {
   const int32_t *program_batch, *program_head;
   const void* captured[kMaxCaptured];
   float* dcaptured[kMaxCaptured];
 };
 
-// Of kernels whose rows have sinks. What others are given does not change with them.
+// The arguments of kernels whose rows have sinks. They are apart, so that other kernels' arguments stay as they are.
 struct SinkParams : ProgramParams {
   Broadcast<const float> sinks;
   float* dsinks;  // [batch, head, row]: what each row adds to the gradient

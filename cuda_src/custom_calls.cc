@@ -39,7 +39,7 @@ constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SI
 
 const char* NameOf(Pass pass) { return pass == Pass::kForward ? "jax_flash_forward" : "jax_flash_backward"; }
 
-// --- What is known before the buffers are ---
+// --- What is known before there are buffers ---
 
 struct LoadedLaunch {
   void* function;
@@ -49,7 +49,7 @@ struct LoadedLaunch {
   KernelTiling tiling;
 };
 
-// On one device.
+// The kernels of a call on one device.
 struct Loaded {
   Scratch scratch;
   std::vector<LoadedLaunch> launches;
@@ -167,7 +167,7 @@ Broadcast<T> BroadcastOf(T* data, const Extent& extent, const Problem& p) {
   return x;
 }
 
-// An address, to be had as a pointer to anything.
+// An address that converts to a pointer to anything.
 struct Address {
   void* data;
 
@@ -179,7 +179,7 @@ struct Address {
 
 Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, void* scratch) {
   const auto at = [&](int64_t offset) { return Address{offset < 0 ? nullptr : static_cast<char*>(scratch) + offset}; };
-  const bool made = layout.blocks >= 0;  // of a mask operand?
+  const bool made = layout.blocks >= 0;  // is the block mask made of a mask operand?
   const Problem blocks_p = made ? WithMaskInBlocks(p) : p;
   const Operands blocks_in = made ? WithMaskInBlocks(in, layout, static_cast<char*>(scratch)) : in;
 #define VALUE(type, name, ...) __VA_ARGS__,
@@ -190,7 +190,7 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
 #undef VALUE
 }
 
-// With what score programs look up, the sums that they add to, and the sinks.
+// The same, and what score programs look up, the sums that they add to, and the sinks.
 SinkParams ParamsOf(const Problem& p, const Operands& in, const BackwardResults& results, const Scratch& layout,
                     void* scratch) {
   ProgramParams params = {ParamsOf(p, in, layout, scratch), in.program_batch, in.program_head, {}, {}};
@@ -310,7 +310,7 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
 
 // --- Handlers ---
 
-// All that can go wrong turned into an error.
+// Calls the function, and turns all that can go wrong in it into an error.
 template <typename Function>
 ffi::Error Guarded(Pass pass, Function function) try {
   function();

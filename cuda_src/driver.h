@@ -49,7 +49,7 @@ struct Nvrtc {
 
   std::string path;
   int major, minor;
-  std::vector<int> archs;  // that it compiles for: 80 is sm_80
+  std::vector<int> archs;  // architectures that it compiles for: 80 is sm_80
 };
 
 // Each throws std::runtime_error, which says where it was looked for and what to install, if there is none.

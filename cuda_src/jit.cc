@@ -95,7 +95,7 @@ void WriteEntry(const std::string& key, const std::string& cubin) {
   const fs::path path = EntryPath(key);
   std::error_code ignored;
   fs::create_directories(path.parent_path(), ignored);
-  // Other users may read what one has kept, if the umask lets them, as mkstemp never does.
+  // Not mkstemp, by which no other user could ever read the file. Here the umask decides that.
   const auto now = std::chrono::system_clock::now().time_since_epoch().count();
   const std::string temporary = path.string() + "." + std::to_string(getpid()) + "." + std::to_string(now);
   const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
@@ -127,7 +127,8 @@ Section SectionAt(std::string_view elf, int index) {
           Read<uint64_t>(elf, at + 32)};
 }
 
-// The ptxas before makes the forward's wgmmas wait for each other (C7515), and 12.6's does not know all instructions.
+// An older ptxas makes the forward's wgmmas wait for each other (its warning C7515), and that of 12.6 does not know all
+// instructions.
 constexpr std::pair<int, int> kOldestForHopper = {12, 9};
 
 // This thread's processor time, whatever else the machine does.

@@ -45,7 +45,7 @@ Range RangeOf(const Problem& p, const Instruction& x, const Range& a, const Rang
 
 bool IsUniform(const Instruction& x) { return !x.rows && !x.columns; }
 
-// Of an int: whether it is linear, and its steps.
+// Finds out of an int whether it is linear, and its steps.
 void FindSteps(const Instruction& x, const Facts& a, const Facts& b, Facts* facts) {
   facts->linear = IsUniform(x) || x.op == Op::query || x.op == Op::key;
   if (x.op == Op::query) facts->steps = {1, 0};
@@ -56,7 +56,7 @@ void FindSteps(const Instruction& x, const Facts& a, const Facts& b, Facts* fact
   facts->ramp = facts->linear && !IsUniform(x) && facts->anywhere.IsWithin(kExact);
 }
 
-// Of a float: whether it is a ramp, and its steps.
+// Finds out of a float whether it is a ramp, and its steps.
 void FindRamp(const Instruction& x, const Facts& a, const Facts& b, bool a_uniform, bool b_uniform, Facts* facts) {
   const bool one = (a.ramp && b_uniform) || (a_uniform && b.ramp);
   if (x.op == Op::cast_i_f || x.op == Op::neg_f) facts->ramp = a.ramp;
@@ -65,7 +65,7 @@ void FindRamp(const Instruction& x, const Facts& a, const Facts& b, bool a_unifo
   facts->steps = a.ramp ? a.steps : b.steps;
 }
 
-// Of what has these steps.
+// What an int with these steps differs with.
 Along AlongOf(const Steps& steps) {
   if (steps == Steps()) return Along::kNothing;
   if (steps.key == 0) return Along::kRows;
@@ -73,7 +73,7 @@ Along AlongOf(const Steps& steps) {
   return steps.row + steps.key == 0 ? Along::kDiagonals : Along::kEntries;
 }
 
-// Of a function of two values.
+// What a function of two values differs with, which differ with `a` and with `b`.
 Along Join(Along a, Along b) {
   if (a == Along::kNothing || a == b) return b;
   return b == Along::kNothing ? a : Along::kEntries;

@@ -55,7 +55,7 @@ struct Source {
   }
   std::string ValueHere(int number) const { return Value(number) + (IsRamp(number) ? ".Here()" : ""); }
 
-  // Of an int that is one.
+  // The text of the ramp that an int is.
   std::string Ramp(int number) const {
     const Steps& steps = facts[number].steps;
     return "RampOf(" + Value(number) + ", " + std::to_string(int32_t(steps.row)) + ", " +
@@ -132,8 +132,8 @@ std::string Source::Expression(int number) const {
   }
 }
 
-// A function of these arguments: the instructions, a line each. `otherwise` is what it gives where there is no program.
-// Before it, along what the sums are that it adds to.
+// The text of a function of these arguments: a line for each instruction. `otherwise` is what it gives where there is
+// no program. Before the function the text says what the places of the sums that it adds to differ with.
 std::string Source::Function(const std::string& parameters, const std::string& head, const char* otherwise) const {
   std::string text = "template <" + parameters + ">\n__device__ ", before;
   int sums = 0;

@@ -41,7 +41,7 @@ from jax_flash.sequence import unzigzag, zigzag
 from jax_flash.varlen import varlen_attention
 from jax_flash.vjp import RESIDUAL_NAMES
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "RESIDUAL_NAMES",

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jax_flash import arguments, attention, checks, partitioning
 from jax_flash.arguments import Implementation
 
-STEP, LONGEST = 16, 256  # the keys of a page are a multiple of the first, and as many as the second at most
+STEP, LONGEST = 16, 256  # a page has a multiple of STEP keys, and at most LONGEST
 
 
 class PagedOptions(TypedDict, total=False):

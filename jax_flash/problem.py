@@ -49,7 +49,7 @@ class Problem:
     kv_heads: int  # K, divides N
     qk_dim: int  # D
     v_dim: int  # E
-    dtype: str  # of DTYPES
+    dtype: str  # one of DTYPES
 
     soft_cap: float = 0.0  # 0: none
     causal: bool = False
@@ -59,34 +59,34 @@ class Problem:
     bias_dtype: str = "none"
     bias: Extent | None = None
     mask: Extent | None = None
-    sinks: Extent | None = None  # which have neither rows nor columns
-    q_lengths: bool = False  # which of these arrays there are
+    sinks: Extent | None = None  # without rows and columns
+    q_lengths: bool = False  # whether there is such an array; so for the next five
     kv_lengths: bool = False
     segments: bool = False
-    ranges: bool = False  # in place of causal masks, windows, lengths and segments
+    ranges: bool = False  # they stand in place of causal masks, windows, lengths and segments
     query_offset: bool = False
-    origin: bool = False  # of a part of a call: where dropout and programs count rows and keys from
+    origin: bool = False  # for a part of a call: where dropout and programs count rows and keys from
 
-    page: int = 0  # keys of a page; 0: keys are not in pages
-    pages: int = 0  # that there are
+    page: int = 0  # number of keys in a page; 0: keys are not in pages
+    pages: int = 0  # number of pages
 
     block_mask: Extent | None = None
-    q_block: int = 0  # entries of a block
+    q_block: int = 0  # number of queries in a block
     kv_block: int = 0
-    element_masks: int = 0  # P of them
-    row_list: int = 0  # 2 + W numbers of a list
+    element_masks: int = 0  # P, the number of them
+    row_list: int = 0  # 2 + W, how many numbers a list has
     column_list: int = 0
 
     captured: tuple[Captured, ...] = ()  # the arrays that programs look something up in
     score_mod: Program | None = None
     mask_mod: Program | None = None
-    score_grad: Program | None = None  # of the backward: the derivative of score_mod
+    score_grad: Program | None = None  # only in a backward: the derivative of score_mod
 
-    drop_threshold: int = 0  # of 2^15: an entry is kept iff its 15 random bits are at least that
+    drop_threshold: int = 0  # below 2^15: an entry is kept iff its 15 random bits are at least that
     full_precision: bool = False  # float32 only: no TF32
-    deterministic: bool = False  # the backward: the same bits in every run
+    deterministic: bool = False  # the backward gives the same bits in every run
 
-    # Of the backward: its operand, and the gradients asked for
+    # Only in a backward: whether it has this operand, and which gradients are asked for
     dlogsumexp: bool = False
     dq: bool = False
     dk: bool = False

@@ -34,7 +34,7 @@ Arrays = dict[str, jax.Array]
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # O, l and m
 Compute = Callable[[Problem, Arrays], tuple[jax.Array, ...]]
 Layout = Literal["contiguous", "zigzag"]
-Sums = dict[tuple[str, int], jax.Array]  # of gradients: names, and parts of rows or keys
+Sums = dict[tuple[str, int], jax.Array]  # sums of gradients, by the gradient's name and the part of rows or keys
 State = TypeVar("State")
 Tree = TypeVar("Tree")
 
@@ -45,7 +45,7 @@ class Division(NamedTuple):
     """How a sequence is divided."""
 
     axes: tuple[str, ...]  # the mesh axes that it is divided over
-    devices: int  # along them
+    devices: int  # how many devices there are along these axes
     layout: Layout = "contiguous"
 
     @property
@@ -167,8 +167,8 @@ class Visit(NamedTuple):
     """What a device does with the keys of the one that is `shift` before it."""
 
     shift: Any  # an int, or a traced one
-    step: int  # from the shift of the visit before
-    pairs: tuple[tuple[int, int], ...]  # its parts of rows, each with a part of these keys
+    step: int  # by how much this shift is larger than that of the visit before
+    pairs: tuple[tuple[int, int], ...]  # a part of the device's rows and a part of these keys, which meet
 
 
 def entries(problem: Problem, division: Division) -> np.ndarray:
@@ -179,7 +179,7 @@ def entries(problem: Problem, division: Division) -> np.ndarray:
     first_rows = np.stack(division.starts(devices, problem.q_len))[None, :, None, 0]
     first_keys = np.stack(division.starts((devices - shifts) % division.devices, problem.kv_len), 1)[:, None]
     everything = np.full((division.devices, division.parts, division.parts, division.devices), rows * keys)
-    if problem.query_offset:  # nobody knows it
+    if problem.query_offset:  # whose values are not known when tracing
         return everything
 
     def up_to(n: np.ndarray) -> np.ndarray:

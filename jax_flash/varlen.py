@@ -152,10 +152,10 @@ def varlen_attention(
 class _Packed(NamedTuple):
     """Of every token of one side, queries or keys: where it is, and where the other side of its sequence is."""
 
-    sequence: jax.Array  # its number; beyond the last sequence one more
-    opposite: jax.Array  # the place of the token of the other side that it is in the place of
-    begin: jax.Array  # the other side's first token
-    end: jax.Array  # and last + 1
+    sequence: jax.Array  # the number of the token's sequence; beyond the last sequence one more
+    opposite: jax.Array  # the place that the token would have on the other side, from the end of its sequence
+    begin: jax.Array  # the place of the first token of its sequence on the other side
+    end: jax.Array  # the place after the last one
 
 
 def _checked(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:

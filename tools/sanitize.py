@@ -5,7 +5,7 @@
     python tools/sanitize.py --tools racecheck --families sm90 --seconds 300
     python tools/sanitize.py --calls                      # the calls alone; on an emulated GPU too
 
-What the tools see of Hopper's kernels: docs/architecture.md.
+What the tools see of Hopper's kernels: docs/design/measuring.md.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ class Config:
     width: int
     heads: int
     hidden: int  # width of the perceptron of a block
-    grid: tuple[int, ...]  # of the positions: (length,) of a text, (rows, columns) of an image
+    grid: tuple[int, ...]  # how the positions are laid out: (length,) of a text, (rows, columns) of an image
     vocabulary: int
     causal: bool = False
-    classes: int = 0  # of a whole sequence; 0: there is no such head
-    documents: int = 1  # that are classified together
+    classes: int = 0  # into which a whole sequence is classified; 0: there is no such head
+    documents: int = 1  # how many documents are classified together
     projected: float = 1.0  # share of the tokens whose features go through the vocabulary
     dropout: float = 0.1
     attention: Attention = "flash"

@@ -12,10 +12,10 @@ import measure
 import numpy as np
 from measure import Call
 
-PADDING = 20  # tokens at most: as the paper's own benchmark has it, so that hardly any work is on padding
+PADDING = 20  # tokens of padding at most, as in the paper's own benchmark, so that hardly any work is on padding
 LONG = 2.0  # seconds of samples, after which a call is not timed again
-SHORT, REPEATS = 1024, 20  # sequences that are shorter are computed so many times in a program that is timed
-FAILURES = (ValueError, NotImplementedError, RuntimeError)  # of what cannot run here
+SHORT, REPEATS = 1024, 20  # a pass over sequences shorter than SHORT is repeated REPEATS times in a timed program
+FAILURES = (ValueError, NotImplementedError, RuntimeError)  # raised by what cannot run here
 THREEFRY = "threefry2x32"  # JAX's default generator
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -25,8 +25,8 @@ class Operands(NamedTuple):
     k: jax.Array
     v: jax.Array
     do: jax.Array
-    lengths: jax.Array | None  # int32 [B], of the sequences without their padding
-    key: jax.Array | None  # of the dropout mask
+    lengths: jax.Array | None  # int32 [B], the lengths of the sequences without their padding
+    key: jax.Array | None  # from which the dropout mask is drawn
 
 
 def operands(shape: tuple[int, int, int, int], mask: bool, dropout: bool, generator: str = THREEFRY) -> Operands:
@@ -39,9 +39,9 @@ def operands(shape: tuple[int, int, int, int], mask: bool, dropout: bool, genera
 
 class Program(NamedTuple):
     call: Call
-    repeats: int  # passes of a call
-    bytes: int  # of arguments, results and temporaries of a pass
-    temporaries: int  # bytes of them alone
+    repeats: int  # how many passes a call does
+    bytes: int  # of the arguments, results and temporaries of a pass together
+    temporaries: int  # bytes of the temporaries alone
     cost: dict[str, float]  # as XLA counts it: "flops", "bytes accessed"; of custom calls it knows nothing
 
 

@@ -9,21 +9,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-TRIES = 4  # to grow a long curve in an image
-CANDIDATES = 12  # places for the next dash, of which the first is taken that has room
-FAR = 1e6  # where dashes are that do not exist
+TRIES = 4  # how often a long curve is begun in an image before the image is given up
+CANDIDATES = 12  # how many places for the next dash are looked at; the first that has room is taken
+FAR = 1e6  # the place of dashes that are not drawn
 
 
 class Style(NamedTuple):
     """Of the images of a size, in pixels."""
 
     dash: float  # length of a dash
-    gap: float  # from its end to the next one
-    dashes: int  # of a long curve
-    distractors: int  # curves of half as many dashes; they end early where there is no room
+    gap: float  # from the end of a dash to the next one
+    dashes: int  # number of dashes in a long curve
+    distractors: int  # number of curves of half as many dashes, which end early where there is no room
     turn: float = 0.8  # radians from a dash to the next one, at most
-    width: float = 1.2  # of a line
-    radius: float = 1.7  # of a disc
+    width: float = 1.2  # width of a line
+    radius: float = 1.7  # radius of a disc
 
     @property
     def pitch(self) -> float:

@@ -21,34 +21,34 @@ inline bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
 // Is there work for the kernel that computes dK and dV, and dQ if it grows?
 inline bool HasMain(const Problem& p) { return p.dk || p.dv || SumsDQ(p) || p.captured_gradients(); }
 
-// What the kernels of a file ask of a problem: what both passes do, or what the backward does besides, or also which
-// gradients its main kernel computes.
+// How much of a problem the kernels of a file depend on: on what both passes ask of it; besides on what only the
+// backward asks; or also on which gradients the backward's main kernel computes.
 enum class Asks { kOfBoth, kOfBackward, kOfMain };
 
-// A unit of `file`, in cuda_src/kernels.
+// Adds a unit to the plan: `file`, in cuda_src/kernels, compiled for this. Returns its number.
 int AddUnit(const std::string& file, Asks asks, const Problem& p, const KernelTiling& tiling, Plan* plan);
 
-// A tile of dbias is one block's at a time, which adds up all tiles of S that the bias is broadcast over; where few
-// tiles have much to add up, they are divided into parts.
+// The work on dbias. A block has one tile of dbias at a time, and adds up all tiles of S that the bias is broadcast
+// over. Where few tiles have much to add up, each is divided into parts.
 struct BiasWork {
-  int64_t tiles, summed;  // of dbias; of S, in each of them
+  int64_t tiles, summed;  // tiles of dbias; tiles of S that are added up in each of them
   int64_t elements, parts = 1;
 };
-// In tiles of this size, undivided.
+// The work in tiles of this size, undivided.
 BiasWork BiasWorkIn(const Problem& p, const KernelTiling& tiling);
-// As it is divided on that GPU.
+// The work as it is divided on this GPU.
 BiasWork BiasWorkOf(const Target& target, const Problem& p);
-// The launch after a pass of a unit over parts, which adds them up.
+// Adds the launch that adds up the parts, if there are several.
 void AddBiasFinish(const BiasWork& work, int unit, Plan* plan);
 
 namespace hopper {
 
-// Of the forward, or of the backward's main kernel; none where they do not fit.
+// The tiles of the forward, or of the backward's main kernel; none where Hopper's kernels do not fit.
 std::optional<KernelTiling> Tiling(const Target& target, const Problem& p, Pass pass);
-// Why there is none on a GPU that they are for.
+// Why they do not fit, on a GPU that they are for.
 std::string WhyNot(const Target& target, const Problem& p, Pass pass);
 
-// Of the pass for dbias.
+// The same of the pass for dbias.
 std::optional<KernelTiling> BiasTiling(const Target& target, const Problem& p);
 std::string WhyNotBias(const Target& target, const Problem& p);
 BiasWork BiasInParts(const Target& target, const Problem& p, const KernelTiling& tiling);
@@ -56,14 +56,15 @@ BiasWork BiasInParts(const Target& target, const Problem& p, const KernelTiling&
 void AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan);
 // dbias. `prepared`: has Hopper's backward been before?
 void AddBias(const Target& target, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan);
-// All of the backward but what ampere:: has of it below.
+// Adds all launches of the backward but those that are added by ampere::, below.
 void AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan);
 
 // Do CTAs take their work from a counter: the lists of a block mask, or in the forward tiles whose work is uneven, if
 // there are more than CTAs? (If the backward is alongside it has counters anyway.)
 bool Counts(const Target& target, const Problem& p, Pass pass, const KernelTiling& tiling);
 
-// Of how many heads the backward computes tiles of keys at a time; and for how many it uses scratch if it is alongside.
+// How many heads' tiles of keys the backward computes at a time; and how many heads have scratch if rows are prepared
+// and finished alongside.
 int64_t HeadsAtATime(const Target& target, const Problem& p);
 int64_t HeadsInScratch(const Target& target, const Problem& p);
 
@@ -75,14 +76,14 @@ namespace ampere {
 bool SplitsKeys(const Target& target, const Problem& p);
 struct PartWork {
   bool balanced;   // are there stretches of the keys of all batch entries, or parts of each tile of Q's?
-  int64_t parts;   // or stretches
-  int64_t blocks;  // of the grid
-  int64_t tiles;   // of Q, in all batch entries, of a head of the keys
-  int64_t rows;    // of O, l and m, of all parts
+  int64_t parts;   // parts of the keys, or stretches
+  int64_t blocks;  // blocks of the grid
+  int64_t tiles;   // tiles of Q that a head of the keys has, in all batch entries
+  int64_t rows;    // rows of O, l and m that all parts have together
 };
 PartWork PartWorkOf(const Target& target, const Problem& p);
 
-// Few queries see many keys: that they are Ampere's is not for Hopper's want of tiles.
+// Whether few queries see many keys. Such a forward is Ampere's by choice, and not because no tiles of Hopper's fit.
 bool FewQueries(const Target& target, const Problem& p);
 
 BiasWork BiasInParts(const Target& target, const Problem& p);

@@ -94,7 +94,7 @@ using FeatureBits = uint64_t;
 enum Feature : FeatureBits { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FEATURES(JAX_FLASH_BIT) };
 #undef JAX_FLASH_BIT
 
-// Not what a row of tiles cannot do, but where others are faster: if no other fits, it is taken all the same.
+// Features with which a row of tiles works, but is slower than others: if no other row fits, it is taken all the same.
 constexpr FeatureBits kPreferences = kManyKeys | kFewTiles | kManyRows;
 
 constexpr FeatureBits kLocal = kWindow | kSegments;
@@ -110,7 +110,7 @@ struct Features {
   int Count(FeatureBits set) const { return __builtin_popcountll(bits & set); }
 };
 
-// Those of a problem, and those that it has besides in tiles of so many queries.
+// The features of a problem; and these together with those that it has in tiles of so many queries on this GPU.
 Features FeaturesOf(const Problem& problem);
 Features FeaturesOf(const Problem& problem, const Target& target, int rows);
 
@@ -123,7 +123,7 @@ inline std::string NameOfBlocks(const Problem& p) {
   return "blocks of " + std::to_string(p.q_block) + " x " + std::to_string(p.kv_block);
 }
 
-// What messages call those of a set, in their order.
+// The names of the features of a set, as messages have them, in the order of the list above.
 std::vector<std::string> NamesOf(Features features);
 
 }  // namespace jax_flash

@@ -124,7 +124,7 @@ std::optional<KernelTiling> TilingOf(const Rows& rows, const Target& target, con
 
 // --- The ways of the backward ---
 
-constexpr int64_t kMostListedRows = 2048;  // of the longest list, if the backward is all in one kernel
+constexpr int64_t kMostListedRows = 2048;  // rows in the longest list, for the backward to be one kernel
 
 // Whether a part of the GPU would have nothing to do with the tiles of keys that the backward has, in pairs if causal.
 // (More than a sixth of the time.)
@@ -134,9 +134,9 @@ bool LeavesIdle(const Target& target, const Problem& p) {
 }
 
 // Whether the backward does what comes before and after it alongside (hopper/backward_alongside.cuh). Three warps a
-// block have to keep up: they do where a row has many keys, or all rows are prepared at once. Not where registers are
-// few, beside three masks or dropout and two, or some would be spilled. Heads of Q that share keys are computed one by
-// one then, or too many would be under way at a time: which is worth it where they are few. The lists of a block mask
+// block have to keep up: they do where a row has many keys, or all rows are prepared at once. It is not done beside
+// three masks, or two and dropout, where registers would be spilled. Heads of Q that share keys are computed one by one
+// then, or too many would be under way at a time; that is worth it where there are few tiles. The lists of a block mask
 // are taken head by head, and a long one would hold up the heads after its own.
 bool Alongside(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);

@@ -19,7 +19,7 @@ std::string CudaRefusal(const Problem& problem);
 // No entry of the results depends on an operand: there is nothing to attend to, or nobody to do it.
 bool NothingToCompute(const Problem& problem);
 
-// What a kernel has beside Params.
+// Which tensor maps a kernel has beside Params.
 enum class Maps { kNone, kForward, kBackward, kBackwardBias };
 
 struct Launch {
@@ -28,10 +28,10 @@ struct Launch {
   int64_t blocks;
   int threads;
   bool persistent = false;      // at most one block a multiprocessor: blocks take their tiles in turn
-  int cluster = 1;              // so many blocks are one
+  int cluster = 1;              // blocks of a cluster
   bool dynamic_shared = false;  // as much as the file's jax_flash_shared_bytes says
   Maps maps = Maps::kNone;
-  bool counts = false;  // what is to be 0 in scratch has to be so before
+  bool counts = false;  // does it count in scratch, which has to be 0 before?
 };
 
 // How many blocks there are of it at a time on a GPU with so many multiprocessors: whole clusters.

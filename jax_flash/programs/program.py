@@ -28,7 +28,7 @@ from jax_flash.varying import varying_axes
 
 INDICES = ("batch", "head", "query", "key")
 SAME_SCORE, SAME_COTANGENT, ALWAYS = "score;result,0", "cotangent;result,0", "const.b,1;result,0"
-MOST_CAPTURED = 32  # by two functions
+MOST_CAPTURED = 32  # how many arrays the two functions of a call may capture
 
 
 class Sizes(NamedTuple):
@@ -45,8 +45,8 @@ class Captured(NamedTuple):
 
     dtype: str
     batch: bool  # is there one for each batch entry?
-    shape: tuple[int, ...]  # after that
-    gradient: bool = False  # of the backward: is its gradient asked for?
+    shape: tuple[int, ...]  # without the batch dim
+    gradient: bool = False  # is its gradient asked for? (In a backward.)
 
     def __str__(self) -> str:
         lead, dims = "b" if self.batch else "1", "x".join(map(str, self.shape))
@@ -60,13 +60,13 @@ class Program:
     Two are equal if they compute the same, whatever the functions are that they were traced from.
     """
 
-    text: str  # of the code; of the jaxpr if there is none
-    refusal: str | None = None  # why there is none
-    derivative: str | None = None  # the code of that of a score, and its jaxpr where rules say more than the code
+    text: str  # the code; or the text of the jaxpr, if there is no code for it
+    refusal: str | None = None  # why there is no code
+    derivative: str | None = None  # the code of a score's derivative, and its jaxpr where rules say more than the code
     constants: tuple[Any, ...] = ()  # arrays' bytes and Python functions that its jaxpr has, and its text does not tell
     first: int = 0  # the number of its first captured array
-    count: int = 0  # of its captured arrays
-    jaxpr: Any = dataclasses.field(default=None, compare=False, repr=False)  # a Jaxpr; none of a derivative
+    count: int = 0  # how many arrays it captures
+    jaxpr: Any = dataclasses.field(default=None, compare=False, repr=False)  # a Jaxpr; a derivative has none
 
     def __str__(self) -> str:
         return self.text

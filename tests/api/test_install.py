@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 
@@ -173,16 +174,26 @@ def aarch64_compiler() -> list[str]:
     pytest.skip("no cross compiler: aarch64-linux-gnu-g++, or ziglang from the extra `ci`")
 
 
-SOURCES = sorted(path for folder in ("common", "cpu_src", "cuda_src") for path in ROOT.glob(f"{folder}/*.cc"))
+FOLDERS = [ROOT / name for name in ("common", "cpu_src", "cuda_src")]
+SOURCES = [ROOT / "bindings.cc", *sorted(path for folder in FOLDERS for path in folder.rglob("*.cc"))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_compiles_for_aarch64(source, tmp_path):
     import jax
+    import nanobind
 
-    include = ["-I", ROOT, "-isystem", jax.ffi.include_dir()]
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-DJAX_FLASH_ISA=portable"]
+    # Debian's Python has its settings in a folder for each processor. Those of this one, whose types are as large, do.
+    python = pathlib.Path(sysconfig.get_path("include"))
+    settings = python.parent / str(sysconfig.get_config_var("MULTIARCH")) / python.name
+    if settings.exists():
+        shutil.copytree(settings, tmp_path / "aarch64-linux-gnu" / python.name)
+    headers = jax.ffi.include_dir(), nanobind.include_dir(), python, tmp_path
+    include = ["-I", ROOT, *(x for folder in headers for x in ("-isystem", folder))]
+    # GCC warns of members that are left at their defaults.
+    warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers"]
+    flags = ["-std=c++17", "-O2", *warnings, "-DJAX_FLASH_ISA=portable"]
     run(*aarch64_compiler(), *flags, *include, "-c", source, "-o", tmp_path / "object.o", stderr=subprocess.STDOUT)
     header = (tmp_path / "object.o").read_bytes()[:20]
     assert header[:4] == b"\x7fELF"

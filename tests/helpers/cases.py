@@ -38,17 +38,17 @@ class Case:
 
     causal: bool = False
     window: tuple[int, int] | None = None
-    bias: str = ""  # "bnts", a 1 for what is broadcast
+    bias: str = ""  # its dims, "bnts", with a 1 for a dim that is broadcast
     mask: str = ""
-    sinks: float = 0.0  # their spread
+    sinks: float = 0.0  # standard deviation of the sinks; 0: there are none
     lengths: bool = False
-    segments: bool | str = False  # "mixed": in any order
+    segments: bool | str = False  # "mixed": the ids are in any order
     offset: bool = False
     soft_cap: float | None = None
     dropout: float = 0.0
     broadcast_dropout: bool = False
     scale: float | None = None
-    spread: float = 1.0  # of query and key: large for a softmax near one-hot
+    spread: float = 1.0  # standard deviation of query and key: a large one makes the softmax nearly one-hot
     logsumexp: bool = True  # whether the logsumexp gets a cotangent
     deterministic: bool = False
     block_mask: BlockMask | None = None

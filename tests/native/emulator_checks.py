@@ -341,9 +341,9 @@ def test_more_heads_than_have_scratch_with_a_block_mask():
 @pytest.mark.parametrize(
     "case",
     [
-        Case(B=1, T=150, S=300, N=3, K=1, D=128, E=88),  # one by one
-        Case(B=2, T=70, S=300, N=40, K=20, D=8, E=8),  # in turn
-        Case(B=1, T=300, S=400, N=5, K=1, D=64, E=64, causal=True, offset=True, lengths=True),  # together; likewise
+        Case(B=1, T=150, S=300, N=3, K=1, D=128, E=88),  # one head after the other
+        Case(B=2, T=70, S=300, N=40, K=20, D=8, E=8),  # scratch is used in turn
+        Case(B=1, T=300, S=400, N=5, K=1, D=64, E=64, causal=True, offset=True, lengths=True),  # together, as below
         Case(B=1, T=300, S=300, N=5, K=1, D=128, E=96, causal=True, window=(150, 20), segments=True),
         Case(B=1, T=150, S=300, N=10, K=2, D=256, E=256, causal=True, lengths=True),
     ],

@@ -24,8 +24,8 @@ from ..training import Batch, Trainer, next_token, stacked, train
 
 RATE = 6e-4
 SEEDS = (0, 1, 2)
-TOKENS = 16384  # of a batch
-STEPS = 1500  # of the model that both go on from, and then of each
+TOKENS = 16384  # in a batch
+STEPS = 1500  # for the model that both go on from, and as many for each of them
 CONFIDENCE = 0.95
 
 

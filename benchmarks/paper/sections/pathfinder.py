@@ -29,16 +29,16 @@ from ..results import Results, Row
 from ..training import Batch, Trainer, label, train
 
 RATE = 5e-4
-LEVELS = 16  # of grey, each a token
-TOKENS = 2**18  # of a batch
-TESTED = {32: 10_000, 64: 10_000, 128: 2048, 256: 2048}  # images
+LEVELS = 16  # of grey; each level is a token
+TOKENS = 2**18  # in a batch
+TESTED = {32: 10_000, 64: 10_000, 128: 2048, 256: 2048}  # how many images the test has
 CONFIDENCE = 0.99
-ROWS = 16  # of pixels above and below that the block-sparse attention sees in full
-EASIEST = 3  # dashes of a curve
+ROWS = 16  # how many rows of pixels above and below the block-sparse attention sees in full
+EASIEST = 3  # dashes in a curve of the easiest images
 SYMMETRIES = 8  # of a square
-TRAINING, TEST, TIMING = range(3)  # the first part of a seed
-PROCESSES = max(1, (os.cpu_count() or 1) - 2)  # that make images; the others are for what feeds the device
-SHARE = 0.8  # of the minutes is training; the rest is for compilation and for the test
+TRAINING, TEST, TIMING = range(3)  # the first part of a seed says what it is for
+PROCESSES = max(1, (os.cpu_count() or 1) - 2)  # that make images; the other cores feed the device
+SHARE = 0.8  # of the minutes is spent on training; the rest is for compilation and for the test
 
 
 def run(results: Results, quick: bool, side: int, checkpoint: Path) -> None:
@@ -124,8 +124,8 @@ def make_batch(side: int, count: int, seed: list[int], varied: bool) -> Batch:
 def stream(pool: concurrent.futures.Executor, side: int, batch: int, stage: int) -> Iterator[Batch]:
     """Made ahead of time, in the same order whatever the number of processes. A stage has images of its own.
 
-    An image is seen as it is and as its seven mirrored and turned ones, which have the same label, since the device
-    learns from images faster than the processes make them. Other batches lie between.
+    An image is seen as it is and as its seven mirrored and turned ones, which have the same label, so that few
+    processes are enough. Other batches lie between.
     """
     seeds = ([TRAINING, stage, number] for number in itertools.count())
     waiting = deque(pool.submit(make_batch, side, batch, next(seeds), True) for _ in range(2 * PROCESSES))

@@ -32,7 +32,9 @@ struct Scores {
 
   __device__ __forceinline__ int Row(int m, int h) const { return row + 16 * m + 8 * h + threadIdx.x % 32 / 4; }
   __device__ __forceinline__ int Query(int m, int h) const { return Row(m, h) / kPacked; }
-  __device__ __forceinline__ int Member(int m, int h) const { return Row(m, h) % kPacked; }  // its head is head + this
+  __device__ __forceinline__ int Member(int m, int h) const {
+    return Row(m, h) % kPacked;
+  }  // the row is of head + Member
   __device__ __forceinline__ int Column(int c, int e) const { return column + 8 * c + threadIdx.x % 4 * 2 + e; }
 
   // Makes x -inf where an entry may not attend.

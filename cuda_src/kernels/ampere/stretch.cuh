@@ -28,7 +28,7 @@ class Stops {
   const Params& p_;
 };
 
-// Those of its stretch.
+// Where work is balanced: the tiles of Q that a CTA's stretch is about.
 template <>
 class Stops<true> {
  public:
@@ -67,7 +67,7 @@ class Stops<true> {
   __device__ __forceinline__ decltype(auto) Tile() const {
     return TileHere(p_, Stop{tile_, skipped_, size_, tile_ + number_});
   }
-  // Goes on to the next. Returns whether there is one.
+  // Goes on to the next tile of Q. Returns whether there is one.
   __device__ __forceinline__ bool Next() {
     __syncthreads();  // until nobody needs the tile of this one
     left_ -= size_;
@@ -79,9 +79,9 @@ class Stops<true> {
  private:
   const Params& p_;
   int number_;
-  int left_ = 0;                // tiles of keys to come
-  int tile_ = 0, skipped_ = 0;  // the tile of Q that it is at, and how many of its tiles of keys others have
-  int size_ = 0;                // how many of them this has
+  int left_ = 0;                // tiles of keys of the stretch that are still to come
+  int tile_ = 0, skipped_ = 0;  // this tile of Q, and how many of its tiles of keys the CTAs before have
+  int size_ = 0;                // how many of its tiles of keys this CTA has
 
   // How many tiles of keys a tile of Q sees.
   __device__ __forceinline__ int KeyTilesOf(int tile) const {

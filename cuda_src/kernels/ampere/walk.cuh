@@ -71,7 +71,7 @@ struct QTile {
     keys = KeysOfTile(p, batch, row);
     if (kParts) TakePart(p.parts);
   }
-  // The heads of the keys are side by side, for the same reason.
+  // Where work is balanced CTAs of different heads of the keys are side by side, for the same reason.
   __device__ __forceinline__ QTile(const Params& p, const Stop& stop) : part(stop.part) {
     const int tiles = TilesOfHead(p);
     row = stop.tile % tiles * kRows;
@@ -193,7 +193,7 @@ struct LoadNext {
       shared.v[stage].template Load<kThreads>(V.data, V.stride, from, end, part, parts);
     }
   }
-  // Called when all of it is on its way.
+  // Called when all loads of these tiles have been issued.
   __device__ __forceinline__ void Commit() {
     CpAsyncCommit();
     next.Next();
@@ -201,7 +201,7 @@ struct LoadNext {
   }
 
  private:
-  // Among the keys of all pages. Whatever the table says, it is one of them.
+  // The place of key j among the keys of all pages. Whatever the table says, it is a place that there is.
   __device__ __forceinline__ int PlaceOfKey(int j) const {
     j = min(j, p.kv_len - 1);
     const int page = __ldg(p.page_table + int64_t(tile.batch) * (p.kv_len / kPage) + j / kPage);

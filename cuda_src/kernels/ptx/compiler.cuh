@@ -5,15 +5,17 @@
 
 namespace jax_flash {
 
-// x, which all lanes have: said to the compiler, which keeps what depends on it in uniform registers and branches.
+// x, which is the same in all lanes. The compiler is told so, and keeps what depends on it in uniform registers and
+// branches.
 __device__ __forceinline__ int Uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
-// The same for what the first lane of a warp has, where no other lane is there.
+// The same where only the first lane of a warp is there.
 __device__ __forceinline__ int UniformOfOne(int x) { return __shfl_sync(1u, x, 0); }
 
-// False, which ptxas cannot know. It moves nothing across a branch: for where it has no registers to work ahead.
+// False, but ptxas cannot know that, and moves nothing across a branch that depends on it. For places where it has no
+// registers to work ahead.
 __device__ __forceinline__ bool Never() { return __any_sync(0xFFFFFFFFu, false); }
 
-// x, from which nothing is worked out before it is needed: for a thread that has few registers, in a loop.
+// x, but the compiler works out nothing from it before that is needed. For a thread that has few registers, in a loop.
 __device__ __forceinline__ int Fresh(int x) {
   asm volatile("" : "+r"(x));
   return x;

@@ -24,8 +24,8 @@ __device__ __forceinline__ void MbarrierArrive(uint64_t* barrier, bool elected =
       : "memory");
 }
 
-// A warp's arrival, when all of its lanes have done what it is to say: one lane's, but for kRacecheck. ArrivalsOf: for
-// MbarrierInit.
+// Whether this lane arrives for its warp, once all lanes have done what the arrival is to say. It is one lane, or with
+// kRacecheck every lane. ArrivalsOf is how many arrivals MbarrierInit has to be told of for so many warps.
 __device__ __forceinline__ bool ArrivesForWarp(int lane) { return kRacecheck || lane == 0; }
 __host__ __device__ constexpr uint32_t ArrivalsOf(int warps) { return kRacecheck ? 32 * warps : warps; }
 

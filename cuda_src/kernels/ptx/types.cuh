@@ -113,8 +113,9 @@ __device__ __forceinline__ void Store(void* data, int64_t i, float x) {
   }
 }
 
-// Of each half, as a bfloat16: all bits if it is NaN or its magnitude is not below that of the same half of `bound`, or
-// none. Hopper's. PTX ISA 9.7.4.6, 9.7.7.1.
+// Compares the halves of x with those of `bound`, as bfloat16 numbers. All bits of a half of the result are set if that
+// half of x is NaN, or if its magnitude is not below that of `bound`; otherwise none is. For Hopper (PTX ISA 9.7.4.6,
+// 9.7.7.1).
 __device__ __forceinline__ uint32_t NotBelow(uint32_t x, uint32_t bound) {
   asm("abs.bf16x2 %0, %0;" : "+r"(x));
   asm("set.geu.u32.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(bound));

@@ -33,7 +33,7 @@ constexpr bool kLookedUp = kSegments || kMask || kMaskMod || kBlockMask;
 
 // --- Positions ---
 
-// Of the first query along the keys.
+// The position of the first query along the keys.
 __device__ __forceinline__ int OffsetOf(const Params& p, int batch) {
   return kProblem.query_offset ? p.query_offset[batch] : 0;
 }
@@ -115,8 +115,9 @@ struct Entries {
 __device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len - 1) / kQBlock + 1; }
 __device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len - 1) / kKVBlock + 1; }
 
-// Of the heads that the block mask has, the one that is meant. (An int counts their rows and columns of blocks, which
-// are multiples of 16: the plan refuses batch x heads x T / 16 beyond it, and S likewise.)
+// The number of a head among those that the block mask has. (An int counts the rows and columns of blocks of all of
+// them: blocks have at least 16 rows and keys, and the plan refuses more than an int has of batch x heads x T / 16, and
+// of S likewise.)
 __device__ __forceinline__ int HeadOfBlocks(const BlockMask& mask, int batch, int head) {
   return batch * mask.batch + head * mask.head;
 }
@@ -128,10 +129,10 @@ __device__ __forceinline__ const int32_t* KindsOfRow(const Params& p, const Bloc
   return mask.blocks + row * BlockColumns(p);
 }
 
-// Of them that of the block that column j is in.
+// Of these numbers the one for the block that column j is in.
 __device__ __forceinline__ int KindOfColumn(const int32_t* kinds, int j) { return kinds[j / kKVBlock]; }
 
-// That of the block that row i, column j are in; everything without a block mask.
+// The number for the block that row i, column j are in; that for everything if there is no block mask.
 __device__ __forceinline__ int KindOfBlock(const Params& p, int batch, int head, int i, int j) {
   return kBlockMask ? KindOfColumn(KindsOfRow(p, p.block_mask, batch, head, i), j) : kEverything;
 }
@@ -191,7 +192,7 @@ class Block {
   const BlockMask& mask_;
   const int elements_;
 
-  // If there are any.
+  // The bits of the element mask, if the block has one.
   __device__ __forceinline__ const uint32_t* Bits() const {
     return (kTransposed ? mask_.transposed_masks : mask_.element_masks) +
            uint64_t(uint32_t(elements_)) * (kLines * kWords);

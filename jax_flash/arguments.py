@@ -279,10 +279,11 @@ def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Arr
 
 
 def _sinks(sinks: ArrayLike | None, heads: int, dtype: Any) -> jax.Array | None:
-    """[1, N, 1, 1] of this dtype."""
+    """[1, N, 1, 1] of this dtype. The largest number takes all of the probability, as +inf does, but makes no NaN."""
     if sinks is None:
         return None
-    return checks.shaped("sinks", checks.floats("sinks", sinks), (heads,)).astype(dtype)[None, :, None, None]
+    given = checks.shaped("sinks", checks.floats("sinks", sinks), (heads,)).astype(dtype)
+    return jnp.minimum(given, jnp.finfo(dtype).max)[None, :, None, None]
 
 
 def _soft_cap(cap: float | None, largest: float) -> float:

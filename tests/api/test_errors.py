@@ -499,6 +499,23 @@ def test_bad_bias_spoils_its_row(bad, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_infinite_sinks(dtype, implementation):
+    """+inf takes all of the probability, as 1e4 does beside these scores; -inf is none; NaN spoils its head."""
+    case = Case(T=70, S=80, K=4, sinks=1.0, logsumexp=False)
+    sinks = np.array([np.inf, -np.inf, np.nan, 0.5])
+    given, cotangents = case.arrays(dtype) | {"sinks": sinks.astype(dtype)}, case.cotangents(dtype)
+    results = run(case, given, cotangents, implementation)
+    finite = given | {"sinks": np.where(sinks == np.inf, 1e4, sinks)}
+    tolerance = 1e-5 if dtype != "bfloat16" else 0.1
+    for name, x in standard.attention(case, finite, cotangents, np.float64).items():
+        found = results[name].astype(np.float64)
+        np.testing.assert_allclose(found, x, rtol=tolerance, atol=tolerance, err_msg=name)
+    assert not any(results[name][:, :, 0].any() for name in ("o", "query", "key", "value"))
+    assert not results["sinks"][:2].any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bad_cotangent_spoils_its_row(implementation):
     case = Case(T=70, S=80)
     do, dlogsumexp = case.cotangents()

@@ -108,7 +108,7 @@ def paged_attention(
     given = arguments.complete(options, PagedOptions)
     query = checks.floats("query", query)
     keys, values = checks.floats("key_pages", key_pages), checks.floats("value_pages", value_pages)
-    if not query.ndim == keys.ndim == values.ndim == 4 or keys.shape[:3] != values.shape[:3]:
+    if not query.ndim == keys.ndim == values.ndim == 4 or keys.shape != (*values.shape[:3], query.shape[3]):
         raise ValueError(
             "query [B, T, N, D], key_pages [pages, page, K, D] and value_pages [pages, page, K, E] do not fit "
             f"together: {query.shape}, {keys.shape}, {values.shape}"

@@ -123,6 +123,11 @@ def varlen_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 3:
             raise ValueError(f"{name} must have 3 dims, [tokens, heads, head dim], not shape {x.shape}")
+    if key.shape != (*value.shape[:2], query.shape[2]):
+        raise ValueError(
+            "query [Tq, N, D], key [Tk, K, D] and value [Tk, K, E] do not fit together: "
+            f"{query.shape}, {key.shape}, {value.shape}"
+        )
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     sizes = query.shape[0], key.shape[0]

@@ -58,6 +58,12 @@ def test_shapes(changes, match, implementation):
         attend(implementation, **arrays(**changes))
 
 
+def test_shapes_without_a_batch():
+    message = r"query \[T, N, D\], .* do not fit together: \(7, 4, 8\), \(9, 2, 9\), \(9, 2, 8\)"
+    with pytest.raises(ValueError, match=message):
+        attend(**arrays(query=(T, N, D), key=(S, K, D + 1), value=(S, K, D)))
+
+
 @pytest.mark.parametrize("dtype", ["int32", "bool", "complex64", "float8_e4m3fn"])
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_dtypes(name, dtype):
@@ -208,7 +214,7 @@ ARRAYS += ["sinks"]
 IDS = ["query_segment_ids", "key_value_segment_ids", "dropout_batch_ids", "dropout_head_ids"]
 
 
-NO_ARRAYS = ["array", b"array", object(), 10**400, [[1.0], [1.0, 2.0]], {}]
+NO_ARRAYS = ["array", b"array", "08", ["08"], "\0", object(), 10**400, [[1.0], [1.0, 2.0]], {}]
 
 
 @pytest.mark.parametrize(

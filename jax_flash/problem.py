@@ -174,7 +174,9 @@ class Problem:
 
     @property
     def differentiable(self) -> set[str]:
-        """The names of the gradients that it may be asked for."""
+        """The names of the gradients that it may be asked for. Pages have none."""
+        if self.page:
+            return set()
         floats = {name for name, x in zip(DCAPTURED, self.captured, strict=False) if "float" in x.dtype}
         optional = {"dbias": self.bias, "dsinks": self.sinks}
         return {"dq", "dk", "dv", *floats, *(name for name, operand in optional.items() if operand)}

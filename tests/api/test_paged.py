@@ -131,6 +131,14 @@ def test_traced_numbers_of_no_page_are_those_of_one():
     np.testing.assert_array_equal(attend(q, k, v, wild, lengths), attend(q, k, v, near, lengths))
 
 
+def test_captured_arrays_on_a_gpu(monkeypatch):
+    """Nothing there asks for a backward, which has what no kernels do said of it in advance."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    table = jnp.linspace(-1, 1, 64)
+    attend = functools.partial(jax_flash.paged_attention, score_mod=lambda s, b, h, q, k: s + table[k] * (h + 1))
+    assert jax.eval_shape(attend, *cache()).shape == (2, 2, 4, 8)
+
+
 def test_gradients_are_refused_by_name():
     q, k, v, table, lengths = cache()
     with pytest.raises(NotImplementedError, match="paged_attention has no gradient: keys in pages are for inference"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import arguments, attention, checks, partitioning
 from jax_flash.arguments import Implementation
+from jax_flash.problem import Operands, Problem
 
 STEP, LONGEST = 16, 256  # the keys of a page are a multiple of the first, and as many as the second at most
 
@@ -105,6 +106,25 @@ def paged_attention(
       NotImplementedError: when it is differentiated, unless in plain JAX ("xla", "reference"); symbolic shapes.
     """
     return_residual = checks.flag("return_residual", return_residual)
+    problem, operands = problem_and_operands(query, key_pages, value_pages, page_table, lengths, options)
+    o, l, m = attention.attend(problem, None, operands, options.get("implementation"))
+    if return_residual:
+        return o, jnp.swapaxes(attention.Statistics(l, m).logsumexp, -1, -2)
+    return o
+
+
+arguments.lists_options(PagedOptions)(vars(Problem)["of_paged"].__func__)
+
+
+def problem_and_operands(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    options: Mapping[str, Any],
+) -> tuple[Problem, Operands]:
+    """What a call of `paged_attention` with these arguments asks for, and its arrays, checked."""
     given = arguments.complete(options, PagedOptions)
     query = checks.floats("query", query)
     keys, values = checks.floats("key_pages", key_pages), checks.floats("value_pages", value_pages)
@@ -119,11 +139,7 @@ def paged_attention(
     given["key_value_seq_lengths"] = lengths
     if T > 1 or any(given[name] is not None for name in ("local_window_size", "score_mod", "mask_mod")):
         given |= {"is_causal": True, "query_offset": lengths - T}  # the last token sees all of its sequence anyway
-    problem, operands = arguments.problem_and_operands(query, keys, values, None, None, given, page_table=table)
-    o, l, m = attention.attend(problem, None, operands, given["implementation"])
-    if return_residual:
-        return o, jnp.swapaxes(attention.Statistics(l, m).logsumexp, -1, -2)
-    return o
+    return arguments.problem_and_operands(query, keys, values, None, None, given, page_table=table)
 
 
 def append_to_pages(

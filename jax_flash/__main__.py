@@ -22,7 +22,7 @@ import jax.extend
 import jaxlib
 
 import jax_flash
-from jax_flash import _native
+from jax_flash import _native, paged
 from jax_flash.block_sparse import Shape
 from jax_flash.io_model import report
 from jax_flash.problem import DCAPTURED, DIFFERENTIATED, DTYPES
@@ -89,6 +89,9 @@ def add_problem_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-heads", type=int, metavar="K", help="heads of key and value (default: N)")
     parser.add_argument("--value-dim", type=int, metavar="E", help="head dim of the value (default: D)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: float32)")
+    keys = parser.add_mutually_exclusive_group()
+    keys.add_argument("--packed", action="store_true", help="the B sequences in one array (varlen_attention)")
+    keys.add_argument("--page", type=int, metavar="KEYS", help="keys in pages of so many (paged_attention)")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument(
         "--window", type=int, nargs="+", metavar=("LEFT", "RIGHT"), help="local window (default: RIGHT is LEFT)"
@@ -114,7 +117,7 @@ def add_problem_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
-    """The problem that the flags describe; raises what `dot_product_attention` raises if there is no such problem."""
+    """The problem that the flags describe; raises what the call of it raises if there is no such problem."""
     B, T, N, D = args.shape
     S = T if args.kv_len is None else args.kv_len
     K = N if args.kv_heads is None else args.kv_heads
@@ -129,31 +132,40 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
     if args.bias_dtype and not args.bias:
         raise ValueError("--bias-dtype of a bias, but there is none: --bias")
     window = args.window * 2 if args.window and len(args.window) == 1 else args.window
-    query, key, value = (jax.ShapeDtypeStruct(x, args.dtype) for x in ((B, T, N, D), (B, S, K, D), (B, S, K, E)))
     lengths = jax.ShapeDtypeStruct((B,), "int32") if args.lengths else None
-    block_mask = described_block_mask(Shape(T, S, *args.block_mask), args.blocks) if args.block_mask else None
-    return jax_flash.Problem.of(
-        query,
-        key,
-        value,
-        bias=jax.ShapeDtypeStruct((B, N, T, S), args.bias_dtype or args.dtype) if args.bias else None,
-        mask=jax.ShapeDtypeStruct((B, N, T, S), "bool") if args.mask else None,
-        is_causal=args.causal,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        local_window_size=window,
-        sinks=jax.ShapeDtypeStruct((N,), "float32") if args.sinks else None,
-        dropout_rate=args.dropout,
-        query_segment_ids=jax.ShapeDtypeStruct((B, T), "int32") if args.segments else None,
-        key_value_segment_ids=jax.ShapeDtypeStruct((B, S), "int32") if args.segments else None,
-        logits_soft_cap=args.soft_cap,
-        precision="highest" if args.full_precision else "default",
-        query_offset=jax.ShapeDtypeStruct((B,), "int32") if args.query_offset else None,
-        block_mask=block_mask,
-        deterministic=args.deterministic,
-        score_mod=args.score_mod,
-        mask_mod=args.mask_mod,
-    )
+    options = {
+        "bias": jax.ShapeDtypeStruct((B, N, T, S), args.bias_dtype or args.dtype) if args.bias else None,
+        "mask": jax.ShapeDtypeStruct((B, N, T, S), "bool") if args.mask else None,
+        "is_causal": args.causal,
+        "query_seq_lengths": lengths,
+        "key_value_seq_lengths": lengths,
+        "local_window_size": window,
+        "sinks": jax.ShapeDtypeStruct((N,), "float32") if args.sinks else None,
+        "dropout_rate": args.dropout or None,
+        "query_segment_ids": jax.ShapeDtypeStruct((B, T), "int32") if args.segments else None,
+        "key_value_segment_ids": jax.ShapeDtypeStruct((B, S), "int32") if args.segments else None,
+        "logits_soft_cap": args.soft_cap,
+        "precision": "highest" if args.full_precision else "default",
+        "query_offset": jax.ShapeDtypeStruct((B,), "int32") if args.query_offset else None,
+        "block_mask": described_block_mask(Shape(T, S, *args.block_mask), args.blocks) if args.block_mask else None,
+        "deterministic": args.deterministic,
+        "score_mod": args.score_mod,
+        "mask_mod": args.mask_mod,
+    }
+    given = {name: x for name, x in options.items() if x is not None and x is not False}
+
+    def arrays(dtype: str, *shapes: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+    if args.packed:
+        packed = arrays(args.dtype, (B * T, N, D), (B * S, K, D), (B * S, K, E))
+        return jax_flash.Problem.of_varlen(*packed, *arrays("int32", (B + 1,), (B + 1,)), **given)
+    if args.page is not None:
+        page = paged.checked_page(args.page)
+        M = -(-S // page)
+        pages = arrays(args.dtype, (B, T, N, D), (B * M, page, K, D), (B * M, page, K, E))
+        return jax_flash.Problem.of_paged(*pages, *arrays("int32", (B, M), (B,)), **given)
+    return jax_flash.Problem.of(*arrays(args.dtype, (B, T, N, D), (B, S, K, D), (B, S, K, E)), **given)
 
 
 def described_block_mask(shape: Shape, most: int | None) -> jax_flash.BlockMask:
@@ -219,7 +231,7 @@ def run_choose(args: argparse.Namespace) -> int:
         return 1
     print(f"{choice.implementation}: {choice.reason}")
     if (chosen_platform, choice.implementation) == ("cuda", "flash"):
-        for backward in (False, True):
+        for backward in (False, True) if problem.differentiable else (False,):
             explanation = jax_flash.explain(problem, backward)
             print(explanation)
             if args.source:

@@ -127,13 +127,16 @@ def problem_and_operands(
     """
     given = complete(options)
     _check_implementation(given["implementation"])
-    query, key, value = map(checks.floats, ("query", "key", "value"), (query, key, value))
-    unbatched = query.ndim == 3
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    names = ("query", "key", "value") if page_table is None else ("query", "key_pages", "value_pages")
+    query, key, value = map(checks.floats, names, (query, key, value))
+    for name, x in zip(names, (query, key, value), strict=True):
         if x.ndim not in (3, 4):
             raise ValueError(f"{name} must have 3 or 4 dims, [T, N, D] or [B, T, N, D], not shape {x.shape}")
         if x.dtype != query.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, query {query.dtype}: they must be the same")
+    shapes = query.shape, key.shape, value.shape
+    checks.sizes_known(**dict(zip(names, shapes, strict=True)))
+    unbatched = query.ndim == 3
     query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
     B, T, N, D = query.shape
     entries, S, K, E = value.shape
@@ -142,13 +145,14 @@ def problem_and_operands(
     divided = division(given)
     whole = 1 if divided is None else divided.devices
     if key.shape != (*value.shape[:3], D) or entries != B:
+        batch = "" if unbatched else "B, "
         raise ValueError(
-            "query [B, T, N, D], key [B, S, K, D] and value [B, S, K, E] do not fit together: "
-            f"{query.shape}, {key.shape}, {value.shape}"
+            f"query [{batch}T, N, D], key [{batch}S, K, D] and value [{batch}S, K, E] do not fit together: "
+            + ", ".join(map(str, shapes))
         )
-    checks.sizes_known(query=query.shape, key=key.shape, value=value.shape)
     if K == 0 or N % K:
-        raise ValueError(f"query has {N} heads, key and value {K}: the first must be a multiple of the second")
+        of_keys = " and ".join(names[1:])
+        raise ValueError(f"query has {N} heads, {of_keys} {K}: the first must be a multiple of the second")
 
     largest = float(np.finfo(np.float64 if query.dtype == np.float64 else np.float32).max)
     query, scale = _scaled(query, 1 / math.sqrt(max(D, 1)) if given["scale"] is None else given["scale"], largest)
@@ -279,10 +283,11 @@ def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Arr
 
 
 def _sinks(sinks: ArrayLike | None, heads: int, dtype: Any) -> jax.Array | None:
-    """[1, N, 1, 1] of this dtype."""
+    """[1, N, 1, 1] of this dtype. The largest number takes all of the probability, as +inf does, but makes no NaN."""
     if sinks is None:
         return None
-    return checks.shaped("sinks", checks.floats("sinks", sinks), (heads,)).astype(dtype)[None, :, None, None]
+    given = checks.shaped("sinks", checks.floats("sinks", sinks), (heads,)).astype(dtype)
+    return jnp.minimum(given, jnp.finfo(dtype).max)[None, :, None, None]
 
 
 def _soft_cap(cap: float | None, largest: float) -> float:

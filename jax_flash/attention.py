@@ -107,7 +107,8 @@ def dot_product_attention(
       local_window_size: w or (left, right): query i sees keys i - left <= j <= i + right (+ query_offset).
       sinks: z, [N], any float dtype: attention sinks, a logit of each head that joins the denominator of its softmax
         and has no value, so that a query need not attend to anything (gpt-oss, arXiv 2508.10925; the name is from
-        arXiv 2309.17453). They have a gradient. The residual is the logsumexp without the sink.
+        arXiv 2309.17453). -inf is no sink, and +inf takes all of the probability: the rows are 0. They have a gradient.
+        The residual is the logsumexp without the sink.
       implementation: None (the fastest that can do the job: `choose_implementation` tells which and why), "flash" (the
         fused custom calls), "xla" (the same algorithm in plain JAX: any platform, forward-mode derivatives) or
         "reference" (materialises [B, N, T, S]).

@@ -65,7 +65,7 @@ def finite(name: str, x: Any, limit: float) -> float:
 def array(name: str, x: ArrayLike, convert: Callable[[Any], Any] = jnp.asarray) -> Any:
     """`convert(x)`, an array."""
     try:
-        if x is None:
+        if x is None or any(isinstance(leaf, (str, bytes)) for leaf in jax.tree.leaves(x)):  # JAX sees dtypes in text
             raise TypeError
         return convert(x)
     except (TypeError, ValueError, OverflowError) as error:

@@ -87,10 +87,10 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
         if any(mask is not None for mask in (query_mask, value_mask, key_mask)):  # padding has ids that none else has
             query_ids, key_ids = jnp.zeros(q.shape[:2], jnp.int32), jnp.zeros(k.shape[:2], jnp.int32)
             if query_mask is not None:
-                query_ids = jnp.where(query_mask, query_ids, 1)
+                query_ids = jnp.where(jnp.asarray(query_mask), query_ids, 1)
             for mask in (value_mask, key_mask):
                 if mask is not None:
-                    key_ids = jnp.where(mask, key_ids, 2)
+                    key_ids = jnp.where(jnp.asarray(mask), key_ids, 2)
         if attention_mask is not None:
             attention_mask = jnp.asarray(attention_mask).astype(bool)
             if attention_mask.ndim == 3:

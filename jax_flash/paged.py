@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import arguments, attention, checks, partitioning
 from jax_flash.arguments import Implementation
+from jax_flash.problem import Operands, Problem
 
 STEP, LONGEST = 16, 256  # a page has a multiple of STEP keys, and at most LONGEST
 
@@ -77,7 +78,8 @@ def paged_attention(
     """Causal attention of the last queries of sequences, whose keys and values are in pages (arXiv 2309.06180).
 
     Key j of sequence b is row j % page of page `page_table[b, j // page]`. So sequences that grow need no memory that
-    they have no tokens for, and may share pages. Nothing is copied, but by `implementation` "xla" and "reference".
+    they have no tokens for, and may share pages. Pages of no sequence, and rows beyond a sequence's length, may hold
+    anything, NaN too. Nothing is copied, but by `implementation` "xla" and "reference".
 
     Letters: B sequences, T queries of each, N query heads, K key/value heads (N a multiple of K), D query/key head
     dim, E value head dim, M pages that a sequence may have.
@@ -104,10 +106,29 @@ def paged_attention(
       NotImplementedError: when it is differentiated, unless in plain JAX ("xla", "reference"); symbolic shapes.
     """
     return_residual = checks.flag("return_residual", return_residual)
+    problem, operands = problem_and_operands(query, key_pages, value_pages, page_table, lengths, options)
+    o, l, m = attention.attend(problem, None, operands, options.get("implementation"))
+    if return_residual:
+        return o, jnp.swapaxes(attention.Statistics(l, m).logsumexp, -1, -2)
+    return o
+
+
+arguments.lists_options(PagedOptions)(vars(Problem)["of_paged"].__func__)
+
+
+def problem_and_operands(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    options: Mapping[str, Any],
+) -> tuple[Problem, Operands]:
+    """What a call of `paged_attention` with these arguments asks for, and its arrays, checked."""
     given = arguments.complete(options, PagedOptions)
     query = checks.floats("query", query)
     keys, values = checks.floats("key_pages", key_pages), checks.floats("value_pages", value_pages)
-    if not query.ndim == keys.ndim == values.ndim == 4 or keys.shape[:3] != values.shape[:3]:
+    if not query.ndim == keys.ndim == values.ndim == 4 or keys.shape != (*values.shape[:3], query.shape[3]):
         raise ValueError(
             "query [B, T, N, D], key_pages [pages, page, K, D] and value_pages [pages, page, K, E] do not fit "
             f"together: {query.shape}, {keys.shape}, {values.shape}"
@@ -118,11 +139,7 @@ def paged_attention(
     given["key_value_seq_lengths"] = lengths
     if T > 1 or any(given[name] is not None for name in ("local_window_size", "score_mod", "mask_mod")):
         given |= {"is_causal": True, "query_offset": lengths - T}  # the last token sees all of its sequence anyway
-    problem, operands = arguments.problem_and_operands(query, keys, values, None, None, given, page_table=table)
-    o, l, m = attention.attend(problem, None, operands, given["implementation"])
-    if return_residual:
-        return o, jnp.swapaxes(attention.Statistics(l, m).logsumexp, -1, -2)
-    return o
+    return arguments.problem_and_operands(query, keys, values, None, None, given, page_table=table)
 
 
 def append_to_pages(

@@ -58,6 +58,8 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None) -
     """
     problem = checks.problem(problem)
     backward = checks.flag("backward", backward)
+    if backward and not problem.differentiable:
+        raise ValueError("keys in pages are for inference: there is no backward")
     if arch is not None and not isinstance(arch, str):
         raise TypeError(f"arch must be a str, not {checks.described(arch)}")
     if arch is not None and not re.fullmatch(r"sm_[1-9][0-9]{1,2}[af]?", arch):

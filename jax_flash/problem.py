@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -117,20 +117,40 @@ class Problem:
 
         Raises what the call raises: TypeError, ValueError or NotImplementedError that name the argument.
         """
-        if "return_residual" in options:
-            raise TypeError("return_residual is no option of Problem.of: the problem is the same with and without it")
         from jax_flash import arguments  # not above: it makes problems
 
-        keyless = {"dropout_key": jax.eval_shape(jax.random.key, 0)}
-        leaves, tree = jax.tree.flatten((query, key, value, bias, mask, keyless | options))
-        described = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
+        return _of_call(arguments.problem_and_operands, _with_key(options), query, key, value, bias, mask)
 
-        def problem(arrays: dict[int, jax.Array]) -> Problem:
-            call = jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
-            return arguments.problem_and_operands(*call)[0]
+    @classmethod
+    def of_varlen(
+        cls,
+        query: ArrayLike | jax.ShapeDtypeStruct,
+        key: ArrayLike | jax.ShapeDtypeStruct,
+        value: ArrayLike | jax.ShapeDtypeStruct,
+        cu_seqlens_q: ArrayLike | jax.ShapeDtypeStruct,
+        cu_seqlens_k: ArrayLike | jax.ShapeDtypeStruct | None = None,
+        **options: Any,
+    ) -> Problem:
+        """That of the call `jax_flash.varlen_attention(query, …, **options)`, as `of`."""
+        from jax_flash import varlen
 
-        with jax.enable_x64(jax.config.read("jax_enable_x64") or any(x.dtype == "float64" for x in described.values())):
-            return jax.eval_shape(problem, described)
+        arrays = query, key, value, cu_seqlens_q, cu_seqlens_k
+        return _of_call(varlen.problem_and_operands, _with_key(options), *arrays)
+
+    @classmethod
+    def of_paged(
+        cls,
+        query: ArrayLike | jax.ShapeDtypeStruct,
+        key_pages: ArrayLike | jax.ShapeDtypeStruct,
+        value_pages: ArrayLike | jax.ShapeDtypeStruct,
+        page_table: ArrayLike | jax.ShapeDtypeStruct,
+        lengths: ArrayLike | jax.ShapeDtypeStruct,
+        **options: Any,
+    ) -> Problem:
+        """That of the call `jax_flash.paged_attention(query, …, **options)`, as `of`."""
+        from jax_flash import paged
+
+        return _of_call(paged.problem_and_operands, options, query, key_pages, value_pages, page_table, lengths)
 
     def with_block_mask(
         self, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct], q_block: int, kv_block: int
@@ -174,7 +194,9 @@ class Problem:
 
     @property
     def differentiable(self) -> set[str]:
-        """The names of the gradients that it may be asked for."""
+        """The names of the gradients that it may be asked for. Pages have none."""
+        if self.page:
+            return set()
         floats = {name for name, x in zip(DCAPTURED, self.captured, strict=False) if "float" in x.dtype}
         optional = {"dbias": self.bias, "dsinks": self.sinks}
         return {"dq", "dk", "dv", *floats, *(name for name, operand in optional.items() if operand)}
@@ -219,6 +241,27 @@ class Problem:
 
         fields = {field.name: text(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return " ".join(f"{name}={value}" for name, value in {"version": VERSION, **fields}.items())
+
+
+def _of_call(
+    problem_and_operands: Callable[..., tuple[Problem, Operands]], options: dict[str, Any], *arrays: Any
+) -> Problem:
+    """The problem of a call, of which arrays may be described."""
+    if "return_residual" in options:
+        raise TypeError("return_residual is no option of a problem, which is the same with and without it")
+    leaves, tree = jax.tree.flatten((*arrays, options))
+    described = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
+
+    def problem(given: dict[int, jax.Array]) -> Problem:
+        return problem_and_operands(*jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)]))[0]
+
+    with jax.enable_x64(jax.config.read("jax_enable_x64") or any(x.dtype == "float64" for x in described.values())):
+        return jax.eval_shape(problem, described)
+
+
+def _with_key(options: dict[str, Any]) -> dict[str, Any]:
+    """With a key for dropout, which the problem does not depend on."""
+    return {"dropout_key": jax.eval_shape(jax.random.key, 0)} | options
 
 
 class Operands(NamedTuple):

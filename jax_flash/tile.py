@@ -23,13 +23,19 @@ STEP = dropout.TILE  # a tile's first row and column are multiples of it; so are
 
 
 def with_contiguous_keys(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
-    """The same with the keys and values of each batch entry one after the other, if they are in pages."""
+    """The same with the keys and values of each batch entry one after the other, if they are in pages.
+
+    What is left in pages beyond a length may be NaN, which a product with 0 would keep.
+    """
     if operands.key_pages is None or operands.value_pages is None or operands.page_table is None:
         return problem, operands
+    assert operands.kv_lengths is not None
     table = operands.page_table.clip(0, problem.pages - 1)
+    there = jnp.arange(problem.kv_len) < operands.kv_lengths[:, None]
 
     def gathered(pages: jax.Array) -> jax.Array:
-        return pages[table].reshape(table.shape[0], problem.kv_len, *pages.shape[2:])
+        rows = pages[table].reshape(table.shape[0], problem.kv_len, *pages.shape[2:])
+        return jnp.where(there[..., None, None], rows, 0)
 
     keys = {"key": gathered(operands.key_pages), "value": gathered(operands.value_pages)}
     arrays = {

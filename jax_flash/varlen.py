@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import arguments, attention, checks, partitioning
 from jax_flash.arguments import Implementation
+from jax_flash.problem import Operands, Problem
 
 
 class VarlenOptions(TypedDict, total=False):
@@ -118,11 +119,35 @@ def varlen_attention(
     reach the others, too: they have to be finite.
     """
     return_residual = checks.flag("return_residual", return_residual)
+    problem, operands = problem_and_operands(query, key, value, cu_seqlens_q, cu_seqlens_k, options)
+    o, l, m = attention.attend(problem, None, operands, options.get("implementation"))
+    if return_residual:
+        return o[0], attention.Statistics(l[0], m[0]).logsumexp.T
+    return o[0]
+
+
+arguments.lists_options(VarlenOptions)(vars(Problem)["of_varlen"].__func__)
+
+
+def problem_and_operands(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None,
+    options: Mapping[str, Any],
+) -> tuple[Problem, Operands]:
+    """What a call of `varlen_attention` with these arguments asks for, and its arrays, checked: one batch entry."""
     given = arguments.complete(options, VarlenOptions)
     query, key, value = map(checks.floats, ("query", "key", "value"), (query, key, value))
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 3:
             raise ValueError(f"{name} must have 3 dims, [tokens, heads, head dim], not shape {x.shape}")
+    if key.shape != (*value.shape[:2], query.shape[2]):
+        raise ValueError(
+            "query [Tq, N, D], key [Tk, K, D] and value [Tk, K, E] do not fit together: "
+            f"{query.shape}, {key.shape}, {value.shape}"
+        )
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     sizes = query.shape[0], key.shape[0]
@@ -138,15 +163,8 @@ def varlen_attention(
     if checks.flag("is_causal", given.pop("is_causal")):
         right = 0
     problem, operands = arguments.problem_and_operands(query, key, value, None, None, given)
-    problem = dataclasses.replace(problem, ranges=True)
-    operands = operands._replace(
-        keys_of_rows=_ranges(rows, left, right)[None],
-        rows_of_keys=_ranges(keys, right, left)[None],
-    )
-    o, l, m = attention.attend(problem, None, operands, given["implementation"])
-    if return_residual:
-        return o[0], attention.Statistics(l[0], m[0]).logsumexp.T
-    return o[0]
+    ranges = {"keys_of_rows": _ranges(rows, left, right)[None], "rows_of_keys": _ranges(keys, right, left)[None]}
+    return dataclasses.replace(problem, ranges=True), operands.replaced(ranges)
 
 
 class _Packed(NamedTuple):

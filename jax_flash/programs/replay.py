@@ -1,4 +1,4 @@
-"""A jaxpr where meshes are, evaluated in another context than that in which it was traced.
+"""A jaxpr, evaluated in another context than that in which it was traced, as of meshes.
 
 An equation keeps the mesh of its context, whose axes are explicit where the user's are, and here are not. Inside of
 `jax.shard_map` arrays vary over mesh axes over which those that it was traced on did not: JAX marks what varies while
@@ -46,11 +46,19 @@ def _apply(jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[Any]) -> Sequence[jax.Array
     if eqn.primitive.name in PLACEMENTS:
         return inputs
     if inner is None:
-        results = eqn.primitive.bind(*inputs, **eqn.params)
+        results = eqn.primitive.bind(*inputs, **jax.tree.map(_traced_here, eqn.params))
         return results if eqn.primitive.multiple_results else [results]
     if lowering.is_transparent(eqn):
         return evaluate(*inner, inputs)
     return _with_rule(jaxpr, eqn, inner, inputs)
+
+
+def _traced_here(x: Any) -> Any:
+    """A part of an equation's parameters: a jaxpr, as of a loop or a branch, is traced again, in this context."""
+    if not isinstance(x, ClosedJaxpr):
+        return x
+    types = [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in x.in_avals]
+    return jax.make_jaxpr(lambda *args: evaluate(x.jaxpr, x.consts, args))(*types)
 
 
 def _with_rule(jaxpr: Jaxpr, eqn: JaxprEqn, inner: tuple[Jaxpr, Sequence[Any]], inputs: list[Any]) -> Any:

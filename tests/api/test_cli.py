@@ -57,6 +57,8 @@ def test_info_of_an_instruction_set_that_is_not_there(capsys, monkeypatch):
         ("--platform cuda --shape 1 2147479551 1 64", "flash"),
         ("--platform cuda --dtype bfloat16 --causal --lengths --query-offset --deterministic", "flash"),
         ("--platform cuda --full-precision", "flash"),
+        ("--platform cuda --packed --shape 4 100 8 64 --causal --dropout 0.1", "flash"),
+        ("--platform cuda --page 16 --shape 8 1 8 128 --kv-len 4000 --kv-heads 2", "flash"),
         ("--platform cuda --dtype float64", "xla"),
         ("--platform cuda --shape 1 64 2 20", "xla"),
         ("--platform cuda --shape 1 64 2 512", "xla"),
@@ -70,7 +72,7 @@ def test_choose(capsys, flags, implementation):
     chosen, _, reason = first.partition(": ")
     assert chosen == implementation
     assert reason
-    passes = ["forward", "backward"] if "cuda" in flags and chosen == "flash" else []
+    passes = ["forward", "backward"][: 1 if "--page" in flags else 2] if "cuda" in flags and chosen == "flash" else []
     assert [line.split()[0] for line in plan if not line.startswith(" ")] == passes
 
 
@@ -90,6 +92,8 @@ def test_choose_tells_the_longest_that_a_gpu_does(capsys):
         ("--window 1 2 3", "local_window_size must be an int or a pair"),
         ("--soft-cap -2", "logits_soft_cap"),
         ("--dropout 1.5", "1.5"),
+        ("--packed --bias", "unexpected keyword argument 'bias'"),
+        ("--page 24", "multiple of 16 keys from 16 to 256, not 24"),
     ],
 )
 def test_choose_says_why_there_is_none(capsys, flags, message):

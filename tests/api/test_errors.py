@@ -58,6 +58,12 @@ def test_shapes(changes, match, implementation):
         attend(implementation, **arrays(**changes))
 
 
+def test_shapes_without_a_batch():
+    message = r"query \[T, N, D\], .* do not fit together: \(7, 4, 8\), \(9, 2, 9\), \(9, 2, 8\)"
+    with pytest.raises(ValueError, match=message):
+        attend(**arrays(query=(T, N, D), key=(S, K, D + 1), value=(S, K, D)))
+
+
 @pytest.mark.parametrize("dtype", ["int32", "bool", "complex64", "float8_e4m3fn"])
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_dtypes(name, dtype):
@@ -208,7 +214,7 @@ ARRAYS += ["sinks"]
 IDS = ["query_segment_ids", "key_value_segment_ids", "dropout_batch_ids", "dropout_head_ids"]
 
 
-NO_ARRAYS = ["array", b"array", object(), 10**400, [[1.0], [1.0, 2.0]], {}]
+NO_ARRAYS = ["array", b"array", "08", ["08"], "\0", object(), 10**400, [[1.0], [1.0, 2.0]], {}]
 
 
 @pytest.mark.parametrize(
@@ -496,6 +502,23 @@ def test_bad_bias_spoils_its_row(bad, implementation):
     expected[:, 20] = True
     np.testing.assert_array_equal(nan_rows(results["o"]), expected)
     np.testing.assert_array_equal(np.isnan(results["bias"][0, 0]).any(-1), expected[0, :, 0])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_infinite_sinks(dtype, implementation):
+    """+inf takes all of the probability, as 1e4 does beside these scores; -inf is none; NaN spoils its head."""
+    case = Case(T=70, S=80, K=4, sinks=1.0, logsumexp=False)
+    sinks = np.array([np.inf, -np.inf, np.nan, 0.5])
+    given, cotangents = case.arrays(dtype) | {"sinks": sinks.astype(dtype)}, case.cotangents(dtype)
+    results = run(case, given, cotangents, implementation)
+    finite = given | {"sinks": np.where(sinks == np.inf, 1e4, sinks)}
+    tolerance = 1e-5 if dtype != "bfloat16" else 0.1
+    for name, x in standard.attention(case, finite, cotangents, np.float64).items():
+        found = results[name].astype(np.float64)
+        np.testing.assert_allclose(found, x, rtol=tolerance, atol=tolerance, err_msg=name)
+    assert not any(results[name][:, :, 0].any() for name in ("o", "query", "key", "value"))
+    assert not results["sinks"][:2].any()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

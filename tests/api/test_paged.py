@@ -35,8 +35,7 @@ def test_accuracy(cache, dtype):
 @pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 def test_implementations(cache, implementation):
-    """In plain JAX, NaN where no sequence has anything reach products with 0."""
-    pages.check(cache, "float64", np.nan if implementation == "flash" else 1e3, implementation=implementation)
+    pages.check(cache, "float64", implementation=implementation)
 
 
 def cache(B=2, T=2, N=4, K=2, D=8, page=16, count=9, M=4, seed=0):
@@ -130,6 +129,14 @@ def test_traced_numbers_of_no_page_are_those_of_one():
     near = np.where(table == table.max(), len(k) - 1, table)
     attend = jax.jit(jax_flash.paged_attention)
     np.testing.assert_array_equal(attend(q, k, v, wild, lengths), attend(q, k, v, near, lengths))
+
+
+def test_captured_arrays_on_a_gpu(monkeypatch):
+    """Nothing there asks for a backward, which has what no kernels do said of it in advance."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    table = jnp.linspace(-1, 1, 64)
+    attend = functools.partial(jax_flash.paged_attention, score_mod=lambda s, b, h, q, k: s + table[k] * (h + 1))
+    assert jax.eval_shape(attend, *cache()).shape == (2, 2, 4, 8)
 
 
 def test_gradients_are_refused_by_name():
@@ -334,12 +341,13 @@ def pools(*shape):
     [
         ({"query": jnp.zeros((2, 4, 8))}, ValueError, "do not fit together"),
         ({"key_pages": jnp.zeros((9, 16, 2, 9))}, ValueError, "do not fit together"),
+        (pools(9, 16, 2, 9), ValueError, r"key_pages .* do not fit together: \(2, 2, 4, 8\), \(9, 16, 2, 9\)"),
         ({"value_pages": jnp.zeros((9, 32, 2, 8))}, ValueError, "do not fit together"),
-        ({"key_pages": jnp.zeros((9, 16, 2, 8), jnp.bfloat16)}, TypeError, "dtype"),
+        ({"key_pages": jnp.zeros((9, 16, 2, 8), jnp.bfloat16)}, TypeError, "key_pages has dtype bfloat16"),
         (pools(9, 24, 2, 8), ValueError, "multiple of 16 keys from 16 to 256, not 24"),
         (pools(9, 512, 2, 8), ValueError, "multiple of 16 keys from 16 to 256, not 512"),
         (pools(0, 16, 2, 8), ValueError, "at least one page"),
-        (pools(9, 16, 3, 8), ValueError, "4 heads, key and value 3"),
+        (pools(9, 16, 3, 8), ValueError, "4 heads, key_pages and value_pages 3"),
         ({"page_table": np.zeros((3, 4), int)}, ValueError, r"page_table must be .* B = 2, not shape \(3, 4\)"),
         ({"page_table": np.zeros((2, 4))}, TypeError, "page_table must be integers"),
         ({"page_table": np.full((2, 4), 9)}, ValueError, "numbers of 9 pages, but there are 9 to 9"),

@@ -46,13 +46,41 @@ def test_is_that_of_the_call():
     assert Problem.of(Q, Q, Q, **options).encode() == text
 
 
+def test_of_packs():
+    query, cu_seqlens = jax.ShapeDtypeStruct((100, 4, 16), "float32"), jax.ShapeDtypeStruct((4,), "int32")
+    given, options = (query, query, query, cu_seqlens), {"is_causal": True, "dropout_rate": 0.1}
+    call = jax.jit(lambda key, *given: jax_flash.varlen_attention(*given, dropout_key=key, **options))
+    text = call.lower(jax.eval_shape(jax.random.key, 0), *given).as_text()
+    problem = Problem.of_varlen(*given, **options)
+    assert problem.ranges and problem.encode() in text
+    with pytest.raises(ValueError, match="cu_seqlens_q must begin with 0"):
+        Problem.of_varlen(query, query, query, np.array([1, 100]))
+
+
+def test_of_pages():
+    query, pages = jax.ShapeDtypeStruct((2, 1, 4, 16), "bfloat16"), jax.ShapeDtypeStruct((9, 16, 2, 16), "bfloat16")
+    given = (query, pages, pages, jax.ShapeDtypeStruct((2, 4), "int32"), jax.ShapeDtypeStruct((2,), "int32"))
+    call = jax.jit(lambda *given: jax_flash.paged_attention(*given, logits_soft_cap=3.0))
+    problem = Problem.of_paged(*given, logits_soft_cap=3.0)
+    assert problem.page == 16 and problem.encode() in call.lower(*given).as_text()
+    with pytest.raises(ValueError, match="keys in pages are for inference: there is no backward"):
+        jax_flash.explain(problem, backward=True, arch="sm_90a")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dropout_rate'"):
+        Problem.of_paged(*given, dropout_rate=0.1)
+
+
 def test_everything_dropped_is_no_dropout():
     assert Problem.of(Q, Q, Q, dropout_rate=1) == Problem.of(Q, Q, Q)
 
 
 def test_signature_has_the_options():
-    ours, call = (inspect.signature(function).parameters for function in (Problem.of, jax_flash.dot_product_attention))
-    assert list(ours) == [name for name in call if name != "return_residual"]
+    for pair in (
+        (Problem.of, jax_flash.dot_product_attention),
+        (Problem.of_varlen, jax_flash.varlen_attention),
+        (Problem.of_paged, jax_flash.paged_attention),
+    ):
+        ours, call = (inspect.signature(function).parameters for function in pair)
+        assert list(ours) == [name for name in call if name != "return_residual"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +106,7 @@ def test_what_there_is_no_choice_for(call, error, message):
         ({"logits_soft_cap": -1}, ValueError, "logits_soft_cap"),
         ({"implementation": "cudnn"}, ValueError, "cudnn"),
         ({"causal": True}, TypeError, "unexpected keyword argument 'causal'"),
-        ({"return_residual": True}, TypeError, "return_residual is no option of Problem.of: the problem is the same"),
+        ({"return_residual": True}, TypeError, "return_residual is no option of a problem"),
         ({"block_mask": BLOCKS}, ValueError, "block_mask is of 37 x 45"),
         ({"block_mask": Shape(64, 64)}, TypeError, "block_mask must be a jax_flash.BlockMask"),
     ],

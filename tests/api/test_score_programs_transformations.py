@@ -268,6 +268,39 @@ def test_a_score_less_a_distance_under_a_mesh(mode):
         assert_close(jax.jit(gradients)(*place(mesh(mode))[:3]), expected)
 
 
+def a_special_function(s, table, key):
+    return s + jax.lax.igamma(jnp.abs(table[0, key]) + 1, 2.0)
+
+
+def a_loop(s, table, key):
+    return jax.lax.fori_loop(0, 3, lambda i, x: 0.9 * x + table[i, key], s)
+
+
+def branches(s, table, key):
+    return jax.lax.cond(key > 2, lambda s: jnp.sin(s) + table[0, 0], lambda s: s, s)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("mod", [a_special_function, a_loop, branches])
+@pytest.mark.filterwarnings("ignore:attention takes")
+def test_what_has_no_instructions_under_a_mesh(mod, implementation, mode):
+    """Plain JAX does it, on every device, where there are no explicit axes."""
+
+    def gradients(query, key, value, table):
+        def attend(*args):
+            *arrays, table = args
+            options = {"score_mod": lambda s, b, h, q, k: mod(s, table, k), "implementation": implementation}
+            return jax_flash.dot_product_attention(*arrays, **options)
+
+        o, pull = jax.vjp(attend, query, key, value, table)
+        return o, pull(jnp.cos(o))
+
+    expected = gradients(*inputs()[:4])
+    with jax.set_mesh(mesh(mode)):
+        assert_close(jax.jit(gradients)(*place(mesh(mode))[:4]), expected)
+
+
 CAPTURED_TOO = (P("data"),) * 3 + (P("model"), P("data"), P("data"))
 
 

@@ -228,7 +228,10 @@ def test_no_tokens(implementation):
     ("changes", "error", "message"),
     [
         ({"query": jnp.zeros((1, 8, 2, 4))}, ValueError, r"query must have 3 dims, .* not shape \(1, 8, 2, 4\)"),
-        ({"key": jnp.zeros((8, 2, 5))}, ValueError, "do not fit together"),
+        ({"key": jnp.zeros((8, 2, 5))}, ValueError, r"do not fit together: \(8, 2, 4\), \(8, 2, 5\), \(8, 2, 4\)"),
+        ({"value": jnp.zeros((9, 2, 4))}, ValueError, r"value \[Tk, K, E\] do not fit together"),
+        ({"cu_seqlens_q": "08"}, TypeError, "cu_seqlens_q must be an array of numbers, not '08'"),
+        ({"cu_seqlens_k": [b"0", b"8"]}, TypeError, "cu_seqlens_k must be an array of numbers, not list"),
         ({"cu_seqlens_q": np.array([0.0, 8.0])}, TypeError, "cu_seqlens_q must be integers, not float64"),
         ({"cu_seqlens_q": np.array([[0, 8]])}, ValueError, r"cu_seqlens_q must be \[B \+ 1\] .*, not shape \(1, 2\)"),
         ({"cu_seqlens_q": np.array([], int)}, ValueError, r"cu_seqlens_q must be \[B \+ 1\]"),

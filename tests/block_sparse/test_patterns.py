@@ -322,7 +322,7 @@ def test_top_k(k, lead):
         (lambda: patterns.top_k(np.zeros((1, 2)), 1, 9, 9), ValueError, r"U, V = \(1, 1\)"),
         (lambda: patterns.top_k(np.zeros(3), 1, 9, 9), ValueError, "scores must have 2 to 4 dims"),
         (lambda: patterns.top_k(None, 1, 9, 9), TypeError, "scores must be an array of numbers, not None"),
-        (lambda: patterns.top_k("a", 1, 9, 9), TypeError, "scores must be an array of numbers, not of <U1"),
+        (lambda: patterns.top_k("a", 1, 9, 9), TypeError, "scores must be an array of numbers, not 'a'"),
         (lambda: patterns.longformer(9, 8, 2, global_tokens=5), TypeError, "global_tokens must be a sequence .* not 5"),
         (lambda: patterns.bigbird(9, 9, seed="a"), TypeError, "seed must be .* not 'a'"),
         (lambda: patterns.bigbird(9, 9, seed=-1), ValueError, "seed must be .* not -1"),

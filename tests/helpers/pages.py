@@ -41,8 +41,8 @@ class Cache:
         positions["query_seq_lengths"] = np.full_like(lengths, self.case.T)
         return self.contiguous.arrays(dtype) | positions
 
-    def in_pages(self, arrays: Arrays, elsewhere: float) -> Arrays:
-        """The arguments of `paged_attention`. Pages are in any order; `elsewhere` is what no sequence has."""
+    def in_pages(self, arrays: Arrays) -> Arrays:
+        """The arguments of `paged_attention`. Pages are in any order; what no sequence has is NaN."""
         rng = np.random.default_rng(0)
         B, S = arrays["key"].shape[:2]
         wanted = -(-np.array(self.lengths) // self.page)
@@ -51,7 +51,7 @@ class Cache:
         pools = {}
         for name in ("key", "value"):
             shape = (wanted.sum() + 3, self.page, *arrays[name].shape[2:])
-            pools[f"{name}_pages"] = np.full(shape, elsewhere, arrays[name].dtype)
+            pools[f"{name}_pages"] = np.full(shape, np.nan, arrays[name].dtype)
         for b, count in enumerate(wanted):
             for i in range(count):
                 table[b, i] = next(numbers)
@@ -61,15 +61,15 @@ class Cache:
         return {"query": arrays["query"], **pools, "page_table": table, "lengths": arrays["key_value_seq_lengths"]}
 
 
-def run(cache: Cache, arrays: Arrays, elsewhere: float, **options: Any) -> dict[str, np.ndarray]:
+def run(cache: Cache, arrays: Arrays, **options: Any) -> dict[str, np.ndarray]:
     case = cache.case
     options |= {"local_window_size": case.window, "logits_soft_cap": case.soft_cap, "scale": case.scale}
     options |= {name: arrays[name] for name in ("sinks",) if name in arrays}
-    o, logsumexp = jax_flash.paged_attention(**cache.in_pages(arrays, elsewhere), **options, return_residual=True)
+    o, logsumexp = jax_flash.paged_attention(**cache.in_pages(arrays), **options, return_residual=True)
     return {"o": np.asarray(o), "logsumexp": np.swapaxes(np.asarray(logsumexp), 1, 2)}
 
 
-def check(cache: Cache, dtype: str, elsewhere: float = np.nan, **options: Any) -> None:
+def check(cache: Cache, dtype: str, **options: Any) -> None:
     """The error is at most twice that of standard attention in the same dtype, plus a few units in the last place."""
     case, kind, arrays = cache.contiguous, np.dtype(dtype), cache.arrays(dtype)
     cotangents = case.cotangents(dtype)
@@ -81,4 +81,4 @@ def check(cache: Cache, dtype: str, elsewhere: float = np.nan, **options: Any) -
     sums = np.float64 if dtype == "float64" else np.float32
     usual = errors(results(standard.attention(case, arrays, cotangents, sums, kind)), exact)
     cancelled = standard.cancellation(case, arrays, cotangents, kind)
-    assert_accurate(run(cache, arrays, elsewhere, **options), exact, usual, cancelled, kind)
+    assert_accurate(run(cache, arrays, **options), exact, usual, cancelled, kind)

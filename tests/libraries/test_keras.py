@@ -119,6 +119,17 @@ def test_masks_given_for_keys_alone():
     assert_close(got, results(ours, (X, Y), key_mask=valid))
 
 
+def test_masks_as_lists():
+    """And numbers as truth values, as the stock layer takes them."""
+    lengths = {"query_mask": (T, 5), "value_mask": (S, 4), "key_mask": (3, S)}
+    masks = {name: (np.arange(max(x)) < np.array(x)[:, None]).astype(int).tolist() for name, x in lengths.items()}
+    masks["attention_mask"] = (MASK | (np.arange(S) == 0)).tolist()  # a key for every query
+    stock, ours = pair()
+    shown = np.array(masks["query_mask"], bool)
+    got, want = (np.asarray(layer(X, Y, **masks))[shown] for layer in (ours, stock))
+    assert_close([got], [want])
+
+
 def test_dropout():
     _, ours = pair(dropout=0.5, seed=1)
     quiet = np.asarray(ours(X, X))

@@ -1,7 +1,7 @@
 """Decodes with a key/value cache, and without one: the same tokens, and what each of them takes.
 
-    python examples/decode.py                                                                 # seconds on a CPU
-    python examples/decode.py --length 16384 --width 2048 --heads 16 --kv-heads 4 --layers 8  # a GPU
+    python examples/decode.py                                                      # seconds on a CPU
+    python examples/decode.py --prompt 16000 --length 16384 --width 2048 --heads 16 --kv-heads 4 --layers 8   # a GPU
 
 The prompt enters the cache in one call, then one token at a time. Without a cache every token computes the whole
 sequence again. The weights are random, so what comes out is no text. The picture has the milliseconds of every token.

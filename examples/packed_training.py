@@ -1,7 +1,7 @@
 """Trains a small language model on documents of many lengths, packed into rows, and one document a row beside it.
 
-    python examples/packed_training.py                                             # seconds on a CPU
-    python examples/packed_training.py --seq-len 4096 --width 1024 --heads 16      # a GPU
+    python examples/packed_training.py                                                               # seconds on a CPU
+    python examples/packed_training.py --seq-len 4096 --width 1024 --heads 16 --learning-rate 1e-4   # a GPU
 
 Both see the same documents in every step: paragraphs of Python's standard library. Packed, each row holds as many as
 fit, and segment ids keep them apart. So the losses are the same, and there is less padding to compute. The picture has

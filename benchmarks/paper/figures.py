@@ -1,10 +1,12 @@
-"""The paper's figures 2 and 3 and the curves of GPT-2, of what was measured: `python -m benchmarks.paper.figures`.
+"""The paper's figures 2 and 3, the curves of GPT-2 and of Pathfinder, as measured: `python -m benchmarks.paper.figures`.
 
-Those whose results are there are written next to them: paper_figure2.png, paper_figure3.png, paper_gpt2_curves.png.
+Those whose results are there are written next to them: paper_figure2.png, paper_figure3.png, paper_gpt2_curves.png,
+paper_pathfinder.png.
 """
 
 import argparse
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -22,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paper.figures", description=__doc__)
     parser.add_argument("--results", type=pathlib.Path, default=measure.RESULTS, help="directory of the JSON files")
     args = parser.parse_args(argv)
-    for draw in (figure2, figure3, gpt2_curves):
+    for draw in (figure2, figure3, gpt2_curves, pathfinder):
         path = args.results / f"paper_{draw.__name__}.json"
         if path.exists():
             draw(json.loads(path.read_text())).savefig(path.with_suffix(".png"), dpi=110)
@@ -87,6 +89,21 @@ def gpt2_curves(results: dict[str, Any]) -> Any:
     axis.set(xlabel="steps", ylabel="held-out loss, nats a byte", title="GPT-2 small, the same seed, no dropout")
     axis.grid(alpha=0.3)
     axis.legend()
+    return figure
+
+
+def pathfinder(results: dict[str, Any]) -> Any:
+    """The training loss of each stage against the share of its steps, beside that of a guess."""
+    count = len(results["rows"])
+    figure, (axes,) = plt.subplots(1, count, figsize=(12, 3), sharey=True, squeeze=False, layout="constrained")
+    for axis, row in zip(axes, results["rows"], strict=True):
+        losses = row["training"]
+        steps = [row["steps"] * (n + 1) / len(losses) for n in range(len(losses))]
+        axis.axhline(math.log(2), color="grey", linestyle=":", label="a guess")
+        axis.plot(steps, losses, linewidth=1)
+        axis.set(title=f"{row['side']} × {row['side']}, N = {row['length']}", xlabel="steps", ylim=(0.6, 0.76))
+    axes[0].set_ylabel("loss, mean of some steps")
+    axes[0].legend()
     return figure
 
 

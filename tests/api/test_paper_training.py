@@ -56,19 +56,6 @@ def test_discs_are_connected_as_the_label_says(module, side):
         assert first and second and (first == second) == bool(label)
 
 
-def test_mirrored_images_of_the_path_are_all_of_a_square_s_symmetries(module):
-    pathfinder = module("sections.pathfinder")
-    batch = {"tokens": np.arange(2 * 16).reshape(2, 16), "labels": np.array([0, 1])}
-    mirrored = [pathfinder.mirrored(4, batch, number) for number in range(pathfinder.SYMMETRIES)]
-    assert np.array_equal(mirrored[0]["tokens"], batch["tokens"])
-    assert len({one["tokens"].tobytes() for one in mirrored}) == 8
-    for one in mirrored:
-        assert np.array_equal(one["labels"], batch["labels"])
-        # What is in the middle stays there.
-        square = one["tokens"][0].reshape(4, 4)
-        assert sorted(square[1:3, 1:3].ravel()) == [5, 6, 9, 10]
-
-
 def test_pathfinder_images_are_deterministic_balanced_and_told_by_the_curves_alone(module):
     images = module("pathfinder_images")
     drawn, labels = images.examples(32, 300, [1, 2])

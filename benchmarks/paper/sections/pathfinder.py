@@ -35,7 +35,6 @@ TESTED = {32: 10_000, 64: 10_000, 128: 2048, 256: 2048}  # how many images the t
 CONFIDENCE = 0.99
 ROWS = 16  # how many rows of pixels above and below the block-sparse attention sees in full
 EASIEST = 3  # dashes in a curve of the easiest images
-SYMMETRIES = 8  # of a square
 TRAINING, TEST, TIMING = range(3)  # the first part of a seed says what it is for
 PROCESSES = max(1, (os.cpu_count() or 1) - 2)  # that make images; the other cores feed the device
 SHARE = 0.8  # of the minutes is spent on training; the rest is for compilation and for the test
@@ -96,7 +95,7 @@ def make_config(side: int, quick: bool) -> Config:
         grid=(side, side),
         vocabulary=LEVELS,
         classes=2,
-        dropout=0.0,  # no image comes twice as it is
+        dropout=0.0,  # no image comes twice
         attention="block-sparse" if side == 256 else "flash",
         window=ROWS * side,
     )
@@ -122,31 +121,16 @@ def make_batch(side: int, count: int, seed: list[int], varied: bool) -> Batch:
 
 
 def stream(pool: concurrent.futures.Executor, side: int, batch: int, stage: int) -> Iterator[Batch]:
-    """Made ahead of time, in the same order whatever the number of processes. A stage has images of its own.
-
-    An image is seen as it is and as its seven mirrored and turned ones, which have the same label, so that few
-    processes are enough. Other batches lie between.
-    """
+    """Made ahead of time, in the same order whatever the number of processes. A stage has images of its own."""
     seeds = ([TRAINING, stage, number] for number in itertools.count())
     waiting = deque(pool.submit(make_batch, side, batch, next(seeds), True) for _ in range(2 * PROCESSES))
     try:
         while True:
-            made = []
-            for _ in range(SYMMETRIES):
-                made.append(waiting.popleft().result())
-                waiting.append(pool.submit(make_batch, side, batch, next(seeds), True))
-            for number in range(SYMMETRIES):
-                yield from (mirrored(side, one, (number + i) % SYMMETRIES) for i, one in enumerate(made))
+            yield waiting.popleft().result()
+            waiting.append(pool.submit(make_batch, side, batch, next(seeds), True))
     finally:
         for future in waiting:
             future.cancel()
-
-
-def mirrored(side: int, batch: Batch, number: int) -> Batch:
-    """Each image of a batch by one of the symmetries of the square: turned, and from the fifth on transposed before."""
-    images = batch["tokens"].reshape(-1, side, side)
-    images = np.rot90(images if number < 4 else images.transpose(0, 2, 1), number % 4, (1, 2))
-    return batch | {"tokens": images.reshape(len(images), -1)}
 
 
 def generation_rate(pool: concurrent.futures.Executor, side: int, batch: int) -> float:

@@ -1,7 +1,8 @@
-"""Serves requests by continuous batching: a sequence that is done makes room for the next, and frees its pages.
+r"""Serves requests by continuous batching: a sequence that is done makes room for the next, and frees its pages.
 
-    python examples/serve.py                                                      # seconds on a CPU
-    python examples/serve.py --requests 96 --longest 512 --slots 32 --pages 4096 --width 2048 --heads 16 --layers 8  # GPU
+    python examples/serve.py                                                                       # seconds on a CPU
+    python examples/serve.py --requests 96 --longest 512 --slots 32 --pages 4096 --width 2048 \
+        --heads 16 --layers 8                                                                      # a GPU
 
 All sequences share a cache in pages. A prompt enters in one call; a step then writes one token of every sequence. The
 weights are random, so what comes out is no text. At the end some requests are served alone, for comparison: on a GPU

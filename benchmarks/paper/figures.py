@@ -1,4 +1,4 @@
-"""The paper's figures 2 and 3, the curves of GPT-2 and of Pathfinder, as measured: `python -m benchmarks.paper.figures`.
+"""Draws the paper's figures 2 and 3 and the curves of GPT-2 and Pathfinder: `python -m benchmarks.paper.figures`.
 
 Those whose results are there are written next to them: paper_figure2.png, paper_figure3.png, paper_gpt2_curves.png,
 paper_pathfinder.png.

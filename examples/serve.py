@@ -1,13 +1,12 @@
-r"""Serves requests by continuous batching: a sequence that is done makes room for the next, and frees its pages.
+"""Serves requests by continuous batching: a sequence that is done makes room for the next, and frees its pages.
 
-    python examples/serve.py                                                                       # seconds on a CPU
-    python examples/serve.py --requests 96 --longest 512 --slots 32 --pages 4096 --width 2048 \
-        --heads 16 --layers 8                                                                      # a GPU
+    python examples/serve.py    # seconds on a CPU; for a GPU:
+    python examples/serve.py --requests 96 --longest 512 --slots 32 --pages 4096 --width 2048 --heads 16 --layers 8
 
 All sequences share a cache in pages. A prompt enters in one call; a step then writes one token of every sequence. The
 weights are random, so what comes out is no text. At the end some requests are served alone, for comparison: on a GPU
-the sums of a sequence depend on the lengths beside it, so that there a token may differ in a near tie.
-The picture has the sequences of each slot and the pages that were in use.
+the sums of a sequence depend on the lengths beside it, so that there a token may differ in a near tie. The picture has
+the sequences of each slot and the pages that were in use.
 """
 
 from __future__ import annotations

@@ -34,6 +34,15 @@ class Style(NamedTuple):
         """Between dashes that do not follow one another."""
         return 2 * self.gap + 1
 
+    def enlarged(self, times: float) -> "Style":
+        """The same picture, of so many times as many pixels a side."""
+        return self._replace(**{name: times * getattr(self, name) for name in ("dash", "gap", "width", "radius")})
+
+    def mixed(self, other: "Style", share: float) -> "Style":
+        """With this share of the other in each number."""
+        numbers = [(1 - share) * mine + share * its for mine, its in zip(self, other, strict=True)]
+        return Style(*numbers)._replace(dashes=round(numbers[2]), distractors=round(numbers[3]))
+
 
 # The long curves, end to end, are about as long as a side.
 STYLES = {

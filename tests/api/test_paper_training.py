@@ -1,7 +1,9 @@
 """The paper's training sections: generators that tell the truth, models that differ in attention alone, a quick run."""
 
+import concurrent.futures
 import dataclasses
 import importlib
+import itertools
 import json
 import pathlib
 
@@ -149,6 +151,40 @@ def test_flops_and_parameters_of_gpt2(module):
         assert config.flops_per_token(count) == 6 * count + attention
         none_projected = dataclasses.replace(config, projected=0.0)
         assert none_projected.flops_per_token(count) == 6 * (count - gpt2.VOCABULARY * config.width) + attention
+
+
+def test_easier_images_are_between_those_of_half_the_size_and_those_of_this_size(module):
+    images, pathfinder = module("pathfinder_images"), module("sections.pathfinder")
+    half, whole = images.STYLES[64], images.STYLES[128]
+    assert whole.mixed(half.enlarged(2), 0.0) == whole
+    assert whole.mixed(half.enlarged(2), 1.0) == half.enlarged(2)
+    assert half.enlarged(2).pitch == 2 * half.pitch
+    random = np.random.default_rng(0)
+    for _ in range(10):
+        easier = pathfinder.easier(128, random)
+        assert all(min(ends) <= x <= max(ends) for x, *ends in zip(easier, half.enlarged(2), whole, strict=True))
+        assert pathfinder.EASIEST <= pathfinder.easier(32, random).dashes < images.STYLES[32].dashes
+
+
+def test_an_image_is_seen_again_turned_after_many_others(module, monkeypatch):
+    pathfinder = module("sections.pathfinder")
+    monkeypatch.setattr(pathfinder, "APART", 3)
+    monkeypatch.setattr(pathfinder, "TIMES", {8: 2})
+
+    def made(side, batch, seed, varied):
+        return {
+            "tokens": np.random.default_rng(seed).integers(16, size=(batch, side * side)),
+            "labels": np.arange(batch),
+        }
+
+    monkeypatch.setattr(pathfinder, "make_batch", made)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        batches = list(itertools.islice(pathfinder.stream(pool, 8, 2, 0), 11))
+    new = [made(8, 2, [pathfinder.TRAINING, 0, number], True)["tokens"] for number in range(7)]
+    again = [np.rot90(x.reshape(2, 8, 8), 1, (1, 2)).reshape(2, 64) for x in new]
+    expected = [*new[:4], again[0], new[4], again[1], new[5], again[2], new[6], again[3]]
+    assert all(np.array_equal(batch["tokens"], tokens) for batch, tokens in zip(batches, expected, strict=True))
+    assert all(np.array_equal(batch["labels"], [0, 1]) for batch in batches)
 
 
 def test_positions_are_interpolated_from_a_checkpoint(module, tmp_path):

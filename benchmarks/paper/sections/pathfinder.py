@@ -28,10 +28,12 @@ from ..models import Config, block_mask
 from ..results import Results, Row
 from ..training import Batch, Trainer, label, train
 
-RATE = 5e-4
+RATES = {32: 1e-3, 64: 5e-4, 128: 3e-4, 256: 3e-4}  # the larger ones go on from what was learned
 LEVELS = 16  # of grey; each level is a token
 TOKENS = 2**18  # in a batch
-TESTED = {32: 10_000, 64: 10_000, 128: 2048, 256: 2048}  # how many images the test has
+TESTED = {32: 10_000, 64: 10_000, 128: 10_000, 256: 2048}  # how many images the test has
+TIMES = {32: 4, 64: 2, 128: 1, 256: 1}  # how often an image is seen, so that the processes keep up with a GPU
+APART = 64  # how many new batches come before a batch is seen again
 CONFIDENCE = 0.99
 ROWS = 16  # how many rows of pixels above and below the block-sparse attention sees in full
 EASIEST = 3  # dashes in a curve of the easiest images
@@ -51,7 +53,7 @@ def run(results: Results, quick: bool, side: int, checkpoint: Path) -> None:
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         images_per_second = generation_rate(pool, side, batch)
         seconds = 1 if quick else SHARE * results.seconds_left()
-        losses = list(train(trainer, stream(pool, side, batch, len(stages)), RATE, seconds=seconds))
+        losses = list(train(trainer, stream(pool, side, batch, len(stages)), RATES[side], seconds=seconds))
         stage: Row = {
             "side": side,
             "length": config.length,
@@ -88,14 +90,14 @@ def save(trainer: Trainer, path: Path) -> None:
 
 def make_config(side: int, quick: bool) -> Config:
     return Config(
-        layers=1 if quick else 6,
-        width=64 if quick else 256,
-        heads=1 if quick else 4,
-        hidden=128 if quick else 512,
+        layers=1 if quick else 4,
+        width=64 if quick else 128,
+        heads=1 if quick else 2,
+        hidden=128 if quick else 256,
         grid=(side, side),
         vocabulary=LEVELS,
         classes=2,
-        dropout=0.0,  # no image comes twice
+        dropout=0.0,  # hardly an image comes twice
         attention="block-sparse" if side == 256 else "flash",
         window=ROWS * side,
     )
@@ -111,26 +113,46 @@ def interpolated(path: Path, weights: Any) -> Any:
 
 
 def make_batch(side: int, count: int, seed: list[int], varied: bool) -> Batch:
-    """Half of the varied batches have shorter curves, on which it is easier to begin."""
-    style = pathfinder_images.STYLES[side]
+    """Half of the varied batches are easier."""
     random = np.random.default_rng(seed)
-    if varied and random.random() < 0.5:
-        style = style._replace(dashes=int(random.integers(EASIEST, style.dashes)))
+    easy = varied and random.random() < 0.5
+    style = easier(side, random) if easy else pathfinder_images.STYLES[side]
     images, labels = pathfinder_images.examples(side, count, seed, style)
     return {"tokens": (images // (256 // LEVELS)).reshape(count, -1), "labels": labels}
 
 
+def easier(side: int, random: np.random.Generator) -> pathfinder_images.Style:
+    """Between the images of half the size, enlarged, and those of this size; of the smallest, shorter curves."""
+    style, half = pathfinder_images.STYLES[side], pathfinder_images.STYLES.get(side // 2)
+    if half is None:
+        return style._replace(dashes=int(random.integers(EASIEST, style.dashes)))
+    return style.mixed(half.enlarged(2), random.random())
+
+
 def stream(pool: concurrent.futures.Executor, side: int, batch: int, stage: int) -> Iterator[Batch]:
-    """Made ahead of time, in the same order whatever the number of processes. A stage has images of its own."""
+    """Made ahead of time, in the same order whatever the number of processes. A stage has images of its own.
+
+    When an image is seen again, it is turned by 90 degrees.
+    """
     seeds = ([TRAINING, stage, number] for number in itertools.count())
     waiting = deque(pool.submit(make_batch, side, batch, next(seeds), True) for _ in range(2 * PROCESSES))
+    seen: deque[Batch] = deque(maxlen=APART * (TIMES[side] - 1))
     try:
         while True:
-            yield waiting.popleft().result()
+            new = waiting.popleft().result()
             waiting.append(pool.submit(make_batch, side, batch, next(seeds), True))
+            yield new
+            for turns, place in enumerate(range(APART, len(seen) + 1, APART), 1):
+                yield turned(seen[-place], side, turns)
+            seen.append(new)
     finally:
         for future in waiting:
             future.cancel()
+
+
+def turned(batch: Batch, side: int, turns: int) -> Batch:
+    images = np.rot90(batch["tokens"].reshape(-1, side, side), turns, (1, 2))
+    return batch | {"tokens": images.reshape(len(images), -1)}
 
 
 def generation_rate(pool: concurrent.futures.Executor, side: int, batch: int) -> float:

@@ -69,12 +69,10 @@ def decode(model: Model, prompt: np.ndarray, length: int, cached: bool) -> tuple
     tokens, known = np.zeros((len(prompt), length), np.int32), prompt.shape[1]
     tokens[:, :known] = prompt
     new, milliseconds = prompt, []
+    step = nnx.cached_partial(with_cache if cached else without_cache, model)  # looks for the model's arrays once
     for place in range(known, length):
         begin = time.perf_counter()
-        if cached:
-            chosen = with_cache(model, jnp.asarray(new), place - new.shape[1])
-        else:
-            chosen = without_cache(model, jnp.asarray(tokens), place)
+        chosen = step(jnp.asarray(new), place - new.shape[1]) if cached else step(jnp.asarray(tokens), place)
         tokens[:, place] = np.asarray(chosen)
         milliseconds.append(1e3 * (time.perf_counter() - begin))
         new = tokens[:, place : place + 1]

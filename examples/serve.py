@@ -4,9 +4,8 @@
     python examples/serve.py --requests 96 --longest 512 --slots 32 --pages 4096 --width 2048 --heads 16 --layers 8
 
 All sequences share a cache in pages. A prompt enters in one call; a step then writes one token of every sequence. The
-weights are random, so what comes out is no text. At the end some requests are served alone, for comparison: on a GPU
-the sums of a sequence depend on the lengths beside it, so that there a token may differ in a near tie. The picture has
-the sequences of each slot and the pages that were in use.
+weights are random. At the end some requests are served alone, for comparison: on a GPU the sums of a sequence depend on
+the lengths beside it, so a token may differ in a near tie. The picture has the slots' sequences and the pages in use.
 """
 
 from __future__ import annotations
@@ -61,7 +60,8 @@ class Server:
     """Slots for sequences, and the pages that they share."""
 
     def __init__(self, model: Model, args: argparse.Namespace):
-        self.model, self.page, self.free = model, args.page, list(range(args.pages))
+        self.next_tokens = nnx.cached_partial(next_tokens, model)  # looks for the arrays of the model once
+        self.page, self.free = args.page, list(range(args.pages))
         self.table = np.zeros((args.slots, -(-args.longest // args.page)), np.int32)
         self.lengths = np.zeros(args.slots, np.int32)
         self.taken: list[list[int]] = [[] for _ in range(args.slots)]  # the pages of each slot
@@ -86,7 +86,7 @@ class Server:
                 self.written[slot].append(int(token))
 
     def next(self, *arrays: np.ndarray) -> np.ndarray:
-        return np.asarray(next_tokens(self.model, *map(jnp.asarray, arrays)))
+        return np.asarray(self.next_tokens(*map(jnp.asarray, arrays)))
 
     def end(self, slot: int) -> list[int]:
         self.free += self.taken[slot]

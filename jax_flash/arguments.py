@@ -239,16 +239,18 @@ def division(options: Mapping[str, Any]) -> Division | None:
         return None
     axes = (axis,) if isinstance(axis, str) else axis
     if not isinstance(axes, tuple) or not axes or not all(isinstance(name, str) for name in axes):
-        raise TypeError(f"sequence_axis must be the name of a mesh axis, or a tuple of them: {checks.described(axis)}")
+        wanted = "sequence_axis must be the name of a mesh axis or a tuple of them"
+        raise TypeError(f"{wanted}, not {checks.described(axis)}")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"sequence_axis={axis!r} names an axis twice")
     if layout not in (None, *get_args(Layout)):
         raise ValueError(f'sequence_layout must be "contiguous" or "zigzag", not {checks.described(layout)}')
-    try:
-        devices = lax.axis_size(axes)
-    except NameError:
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(axes) <= set(mesh.manual_axes):
         raise ValueError(
             f"sequence_axis={axis!r}: there is no such axis here; it is one of a mesh, inside of jax.shard_map over it"
-        ) from None
-    return Division(axes, devices, layout or "contiguous")
+        )
+    return Division.over(axes, mesh.shape, layout or "contiguous")
 
 
 def _check_implementation(x: Any) -> None:

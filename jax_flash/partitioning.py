@@ -11,22 +11,21 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_flash import sequence
+from jax_flash.explicit import explicit_mesh, placed
 from jax_flash.problem import DIFFERENTIATED, DIMS, SHARED_GRADIENTS, Problem
 from jax_flash.sequence import Arrays, Compute, Division
 
 Types = dict[str, jax.ShapeDtypeStruct]
 Results = tuple[jax.Array, ...]
 Function = Callable[[Arrays], Results]
-Tree = TypeVar("Tree")
 Axes = dict[str, tuple[str, ...] | None]  # the mesh axes that divide a dim
 
 
@@ -64,23 +63,6 @@ def automatic(function: Function, problem: Problem, arrays: Arrays, types: Types
         specs.get(DIFFERENTIATED.get(name, "")) or _spec(problem, axes, name, x.shape) for name, x in types.items()
     ]
     return placed(function, mesh, tuple(NamedSharding(mesh, spec) for spec in places))(arrays)
-
-
-def explicit_mesh(*arrays: jax.Array) -> AbstractMesh | None:
-    """The mesh with explicit axes that one of these arrays is on."""
-    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
-    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
-
-
-def placed(function: Callable[..., Tree], mesh: AbstractMesh, shardings: Any) -> Callable[..., Tree]:
-    """The function where XLA places what is inside, for arrays on such a mesh. Its results are placed as given."""
-    by_xla = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)
-
-    def call(*args: Any) -> Tree:
-        with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context
-            return by_xla(*args)
-
-    return call
 
 
 def _dims(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -129,7 +111,7 @@ def _axes(
     def divides(dim: str, size: int, over: tuple[str, ...]) -> bool:
         parts = _parts(mesh, over)
         if dim == "T":
-            return problem.q_len == problem.kv_len and Division(over, parts).refusal(problem) is None
+            return problem.q_len == problem.kv_len and Division.over(over, mesh.shape).refusal(problem) is None
         if dim == "N":  # whole groups to a device, or whole devices to a group
             size_kv, heads = problem.kv_heads, problem.q_heads // parts
             return size % parts == 0 and (size_kv % parts == 0 or problem.group % heads == 0)
@@ -156,7 +138,7 @@ def _parts(mesh: Mesh | AbstractMesh, axes: tuple[str, ...] | None) -> int:
 def _rows(mesh: Mesh | AbstractMesh, axes: Axes) -> Division | None:
     """How the sequence is divided."""
     over = axes.get("T")
-    return Division(over, _parts(mesh, over)) if over else None
+    return Division.over(over, mesh.shape) if over else None
 
 
 def _spec(problem: Problem, axes: Axes, name: str, shape: tuple[int, ...]) -> PartitionSpec:
@@ -164,6 +146,11 @@ def _spec(problem: Problem, axes: Axes, name: str, shape: tuple[int, ...]) -> Pa
 
 
 def _partition(compute: Compute, problem: Problem, names: tuple[str, ...], mesh: Mesh, args, results):
+    if problem.dtype == "float64" and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            "arrays of float64 that are sharded need jax_enable_x64 for the whole process "
+            '(`jax.config.update("jax_enable_x64", True)`): XLA divides a program on a thread of its own'
+        )
     (arrays,) = args
     mesh, axes = _placed(problem, mesh, arrays)
     axes = _by_heads(problem, mesh, axes)
@@ -224,7 +211,8 @@ def _by_heads(problem: Problem, mesh: Mesh, axes: Axes) -> Axes:
     if rows is None:
         return axes
     heads = (*(axes.get("N") or ()), *rows.axes)
-    if problem.kv_heads % _parts(mesh, heads) or not sequence.cheaper_by_heads(problem, rows):
+    whole = any(of is not None and of.rows and not of.heads for of in (problem.bias, problem.mask))  # on every device
+    if whole or problem.kv_heads % _parts(mesh, heads) or not sequence.cheaper_by_heads(problem, rows):
         return axes
     return {dim: over for dim, over in axes.items() if dim != "T"} | {"N": heads, "K": heads}
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -26,7 +27,8 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
-from jax_flash import block_sparse, dropout, reference, tile
+from jax_flash import block_sparse, checks, dropout, reference, tile
+from jax_flash.explicit import explicit_mesh, placed
 from jax_flash.problem import DIFFERENTIATED, DIMS, Problem
 from jax_flash.varying import varying_alike
 
@@ -44,9 +46,18 @@ TRAVELLING = ("key", "value", "kv_segments", "rows_of_keys")
 class Division(NamedTuple):
     """How a sequence is divided."""
 
-    axes: tuple[str, ...]  # the mesh axes that it is divided over
+    axes: tuple[str, ...]  # the mesh axes that it is divided over, the first of them in the largest steps
     devices: int  # how many devices there are along these axes
     layout: Layout = "contiguous"
+    ranks: tuple[int, ...] = ()  # the number of each device in the mesh's order of the axes, if that is another one
+
+    @classmethod
+    def over(cls, axes: tuple[str, ...], shape: Mapping[str, int], layout: Layout = "contiguous") -> Division:
+        """The division over axes of a mesh of this shape."""
+        sizes = {axis: size for axis, size in shape.items() if axis in axes}
+        ranks = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+        ranks = ranks.transpose([list(sizes).index(axis) for axis in axes]).ravel()
+        return cls(axes, ranks.size, layout, () if tuple(sizes) == axes else tuple(ranks.tolist()))
 
     @property
     def parts(self) -> int:
@@ -72,6 +83,11 @@ class Division(NamedTuple):
     def device(self) -> jax.Array:
         """The number of this one."""
         return lax.axis_index(self.axes)
+
+    def permuted(self, x: jax.Array, to: Sequence[int]) -> jax.Array:
+        """Every device's array, to the device that this says for its number."""
+        ranks = self.ranks or range(self.devices)  # ppermute counts in the mesh's order, whatever that of the axes
+        return lax.ppermute(x, self.axes, [(ranks[device], ranks[other]) for device, other in enumerate(to)])
 
     def sent(self, arrays: Tree, shift: int) -> Tree:
         """Every device's arrays, to the one that comes so many after it."""
@@ -104,7 +120,8 @@ def zigzag(x: ArrayLike, devices: int, axis: int) -> jax.Array:
     the devices. `unzigzag` undoes it.
 
     Raises:
-      ValueError: the axis does not divide into 2·devices parts.
+      TypeError: devices or axis is no int.
+      ValueError: there is no such axis, or it does not divide into 2·devices parts.
     """
     return _reordered(x, devices, axis, _zigzag_order(devices))
 
@@ -115,20 +132,29 @@ def unzigzag(x: ArrayLike, devices: int, axis: int) -> jax.Array:
 
 
 def _zigzag_order(devices: int) -> np.ndarray:
+    devices = checks.integer("devices", devices, least=1)
     return np.stack(Division((), devices, "zigzag").numbers(np.arange(devices)), 1).ravel()
 
 
 def _reordered(x: ArrayLike, devices: int, axis: int, order: np.ndarray) -> jax.Array:
     x = jnp.asarray(x)
+    axis = checks.integer("axis", axis, least=-x.ndim)
+    if axis >= x.ndim:
+        raise ValueError(f"axis={axis}: the shape is {x.shape}")
     axis %= x.ndim
     if x.shape[axis] % len(order):
         raise ValueError(f"axis {axis} of shape {x.shape} does not divide into 2 x {devices} parts")
-    parts = x.reshape(*x.shape[:axis], len(order), -1, *x.shape[axis + 1 :])
-    return jnp.take(parts, order, axis).reshape(x.shape)
+
+    def reordered(x: jax.Array) -> jax.Array:
+        parts = x.reshape(*x.shape[:axis], len(order), -1, *x.shape[axis + 1 :])
+        return jnp.take(parts, order, axis).reshape(x.shape)
+
+    mesh = explicit_mesh(x)
+    return reordered(x) if mesh is None else placed(reordered, mesh, jax.typeof(x).sharding)(x)
 
 
 def _permuted(division: Division, shift: int, x: jax.Array) -> jax.Array:
-    return lax.ppermute(x, division.axes, [(i, (i + shift) % division.devices) for i in range(division.devices)])
+    return division.permuted(x, [(device + shift) % division.devices for device in range(division.devices)])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -174,7 +200,8 @@ class Visit(NamedTuple):
 def entries(problem: Problem, division: Division) -> np.ndarray:
     """How many entries causal masks and windows leave: [shift, part of rows, part of keys, device], as in `Visit`."""
     rows, keys = division.part(problem.q_len), division.part(problem.kv_len)
-    left, right = problem.window_left, 0 if problem.causal else problem.window_right
+    span = problem.q_len + problem.kv_len  # a window that is larger hides nothing
+    left, right = (min(x, span) for x in (problem.window_left, 0 if problem.causal else problem.window_right))
     shifts, devices = np.ogrid[: division.devices, : division.devices]
     first_rows = np.stack(division.starts(devices, problem.q_len))[None, :, None, 0]
     first_keys = np.stack(division.starts((devices - shifts) % division.devices, problem.kv_len), 1)[:, None]
@@ -323,7 +350,7 @@ def _relaid(problem: Problem, name: str, x: jax.Array, before: Division, after: 
     if axis is None or before == after:
         return x
     odd = before.device() % 2 == 1
-    to_zigzag = [[(d, before.device_of(2 * d + i)) for d in range(before.devices)] for i in range(2)]
+    to_zigzag = [[before.device_of(2 * d + i) for d in range(before.devices)] for i in range(2)]
 
     def swapped_if_odd(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first half of a device's in the zigzag layout has the device's number."""
@@ -331,10 +358,10 @@ def _relaid(problem: Problem, name: str, x: jax.Array, before: Division, after: 
 
     halves = jnp.split(x, 2, axis)
     if after.layout == "zigzag":
-        came = [lax.ppermute(half, before.axes, pairs) for half, pairs in zip(halves, to_zigzag, strict=True)]
+        came = [before.permuted(half, to) for half, to in zip(halves, to_zigzag, strict=True)]
         return jnp.concatenate(swapped_if_odd(*came), axis)
-    back = [[(to, d) for d, to in pairs] for pairs in to_zigzag]
-    came = [lax.ppermute(half, before.axes, p) for half, p in zip(swapped_if_odd(*halves), back, strict=True)]
+    back = [np.argsort(to).tolist() for to in to_zigzag]
+    came = [before.permuted(half, to) for half, to in zip(swapped_if_odd(*halves), back, strict=True)]
     return jnp.concatenate(came, axis)
 
 

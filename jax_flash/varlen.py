@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_flash import arguments, attention, checks, partitioning
+from jax_flash import arguments, attention, checks
 from jax_flash.arguments import Implementation
+from jax_flash.explicit import explicit_mesh, placed
 from jax_flash.problem import Operands, Problem
 
 
@@ -191,9 +192,9 @@ def _checked(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:
 def _packed(begins_q: jax.Array, begins_k: jax.Array, sizes: tuple[int, int]) -> tuple[_Packed, _Packed]:
     """Of the queries and of the keys. All devices have both, wherever the lengths are."""
     packed: Callable[..., tuple[_Packed, _Packed]] = functools.partial(_both_packed, sizes=sizes)
-    mesh = partitioning.explicit_mesh(begins_q, begins_k)
+    mesh = explicit_mesh(begins_q, begins_k)
     if mesh is not None:
-        packed = partitioning.placed(packed, mesh, NamedSharding(mesh, PartitionSpec()))
+        packed = placed(packed, mesh, NamedSharding(mesh, PartitionSpec()))
     return packed(begins_q, begins_k)
 
 

@@ -5,7 +5,7 @@ curves, with label 0 an end of each. The geometry is drawn before the label is, 
 are about as far apart, so that their distance does not tell the label.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,8 +40,9 @@ class Style(NamedTuple):
 
     def mixed(self, other: "Style", share: float) -> "Style":
         """With this share of the other in each number."""
-        numbers = [(1 - share) * mine + share * its for mine, its in zip(self, other, strict=True)]
-        return Style(*numbers)._replace(dashes=round(numbers[2]), distractors=round(numbers[3]))
+        mixed: Any = [(1 - share) * mine + share * its for mine, its in zip(self, other, strict=True)]
+        dash, gap, dashes, distractors, *rest = mixed
+        return Style(dash, gap, round(dashes), round(distractors), *rest)
 
 
 # The long curves, end to end, are about as long as a side.

@@ -238,6 +238,8 @@ SHAPE = (1, 48, 2, 8)  # of a device, of two
         ({"sequence_axis": "rows"}, ValueError, "sequence_axis='rows': there is no such axis here"),
         ({"sequence_axis": 0}, TypeError, "sequence_axis must be the name of a mesh axis"),
         ({"sequence_axis": ()}, TypeError, "sequence_axis must be the name of a mesh axis"),
+        ({"sequence_axis": ["seq"]}, TypeError, "the name of a mesh axis or a tuple of them, not list"),
+        ({"sequence_axis": ("seq", "seq")}, ValueError, "names an axis twice"),
         ({"sequence_layout": "zigzag"}, ValueError, "sequence_layout='zigzag' needs a sequence_axis"),
         ({"sequence_axis": "seq", "sequence_layout": "striped"}, ValueError, 'must be "contiguous" or "zigzag", not'),
         (
@@ -308,15 +310,42 @@ def test_zigzag_and_back():
     np.testing.assert_array_equal(jax_flash.unzigzag(laid, 3, -1), x)
 
 
+@pytest.mark.parametrize(
+    ("devices", "axis", "error", "match"),
+    [
+        (2, 2, ValueError, "axis=2: the shape is"),
+        (2, -3, ValueError, "axis must be at least -2"),
+        (2, 1.0, TypeError, "axis must be an int"),
+        (0, 1, ValueError, "devices must be at least 1"),
+        (2.0, 1, TypeError, "devices must be an int"),
+    ],
+)
+def test_what_zigzag_refuses(devices, axis, error, match):
+    for lay in (jax_flash.zigzag, jax_flash.unzigzag):
+        with pytest.raises(error, match=match):
+            lay(np.zeros((2, 24)), devices, axis)
+
+
+def test_zigzag_of_an_array_on_explicit_axes():
+    mesh = jax.make_mesh((4,), ("seq",), (AxisType.Explicit,), devices=devices_that_are_there(4))
+    x = np.arange(2 * 24).reshape(2, 24)
+    place = NamedSharding(mesh, P(None, "seq"))
+    laid = jax.jit(lambda x: jax_flash.zigzag(x, 4, 1))(jax.device_put(x, place))
+    assert laid.sharding == place
+    np.testing.assert_array_equal(laid, jax_flash.zigzag(x, 4, 1))
+    np.testing.assert_array_equal(jax_flash.unzigzag(laid, 4, 1), x)
+
+
 @given(
     devices=st.integers(1, 5), rows=st.integers(1, 7), keys=st.integers(1, 7), causal=st.booleans(),
-    left=st.integers(-1, 40), right=st.integers(-1, 40), layout=st.sampled_from(LAYOUTS),
+    left=st.integers(-1, 40), right=st.integers(-1, 40), unbounded=st.sampled_from((10**6, 2**63 - 1)),
+    layout=st.sampled_from(LAYOUTS),
 )  # fmt: skip
-def test_entries_are_those_of_the_masks(devices, rows, keys, causal, left, right, layout):
+def test_entries_are_those_of_the_masks(devices, rows, keys, causal, left, right, unbounded, layout):
     division = Division(("seq",), devices, layout)
     whole = devices * division.parts
     x, y = (jax.ShapeDtypeStruct((1, n * whole, 1, 8), jnp.float32) for n in (rows, keys))
-    window = (left if left >= 0 else 10**6, right if right >= 0 else 10**6)
+    window = (left if left >= 0 else unbounded, right if right >= 0 else unbounded)
     problem = Problem.of(x, y, y, is_causal=causal, local_window_size=window)
     i, j = np.ogrid[: rows * whole, : keys * whole]
     seen = (j - i <= window[1]) & (i - j <= window[0]) & (~np.bool_(causal) | (j <= i))
@@ -425,13 +454,14 @@ def placed(mesh, arrays, batch, rows, heads):
         (DIVIDED(B=4, causal=True, window=(20, 0), segments=True, bias="b11s", mask="b1ts"), (2, 4, 1), RING, "auto"),
         (DIVIDED(lengths=True, soft_cap=1.0, bias="bnt1", mask="1n1s", dropout=0.5), (2, 2, 2), RING, "explicit"),
         (DIVIDED(causal=True, offset=True), (1, 8, 1), RING, "auto"),
-        (DIVIDED(N=8, K=8, causal=True, dropout=0.3, mask="b1ts"), (1, 4, 2), HEADS, "auto"),
+        (DIVIDED(N=8, K=8, causal=True, dropout=0.3, mask="b11s"), (1, 4, 2), HEADS, "auto"),
+        (DIVIDED(N=8, K=8, mask="b1ts"), (1, 8, 1), RING, "auto"),
         (DIVIDED(B=4, K=4, causal=True, bias="bnts"), (2, 4, 1), HEADS, "explicit"),
     ],
     ids=str,
 )
 def test_under_jit(case, shape, sends, mode):
-    """Batch and heads sharded, too. What has rows and no heads may be gathered where it is divided by heads."""
+    """Batch and heads sharded, too. What has rows and no heads would be gathered where it is divided by heads."""
     devices = devices_that_are_there(math.prod(shape))
     mesh = jax.make_mesh(shape, ("data", "seq", "model"), (MODES[mode],) * 3, devices=devices)
     arrays = case.arrays()
@@ -441,11 +471,39 @@ def test_under_jit(case, shape, sends, mode):
         compiled = jax.jit(functools.partial(results, case)).lower(arrays).compile()
         ours = compiled(arrays)
     assert_close(ours, expected)
-    assert set(gathers(compiled)) - ({"all-gather"} if case.mask and sends == HEADS else set()) == {sends}
+    assert set(gathers(compiled)) == {sends}
     # Each device has its own part of the rows.
     local = (case.B // shape[0], case.T // shape[1], case.N // shape[2], case.E)
     assert ours["o"].sharding.shard_shape(ours["o"].shape) == local
     assert ours["query"].sharding.shard_shape(ours["query"].shape) == local
+
+
+@pytest.mark.parametrize("over", [("b", "a"), ("a", "c"), ("c", "a"), ("c", "b", "a")], ids="-".join)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sequence_over_several_axes(over, mode):
+    """In whatever order: a device's rows follow from that of the axes, and its neighbours from that of the mesh."""
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), (MODES[mode],) * 3, devices=devices_that_are_there(8))
+    case = DIVIDED(K=1, causal=True)
+    arrays = case.arrays()
+    expected = jax.jit(functools.partial(results, case))(arrays)
+    place = NamedSharding(mesh, P(None, over))
+    with jax.set_mesh(mesh):
+        arrays = {name: jax.device_put(x, place) for name, x in arrays.items()}
+        assert_close(jax.jit(functools.partial(results, case))(arrays), expected)
+
+        @functools.partial(jax.shard_map, in_specs=P(None, over), out_specs=P(None, over))
+        def attend(arrays):
+            return jax_flash.dot_product_attention(**arrays, is_causal=True, sequence_axis=over)
+
+        np.testing.assert_allclose(attend(arrays), expected["o"], atol=1e-5)
+
+
+def test_float64_that_is_sharded_wants_x64_for_the_process():
+    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(2))
+    with jax.enable_x64(True):
+        x = jax.device_put(jnp.ones((1, 32, 2, 8), "float64"), NamedSharding(mesh, P(None, "seq")))
+        with pytest.raises(Exception, match="need jax_enable_x64 for the whole process"):
+            jax.jit(lambda x: jax_flash.dot_product_attention(x, x, x))(x)
 
 
 def test_what_does_not_divide_is_gathered():

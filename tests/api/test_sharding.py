@@ -134,7 +134,7 @@ def test_one_axis_or_both_as_one(axes, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("where", [("query",), ("key", "value"), ("query", "key", "value", "bias")], ids=str)
 def test_sharded_sequences_are_correct(where, mode):
-    """They are gathered, for now."""
+    """Of lengths that differ: they are gathered."""
     case = Case(B=2, T=16, S=24, N=2, K=2, D=8, E=8, causal=True, bias="bnts", dropout=0.2)
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)

@@ -5,11 +5,12 @@
 Causal attention in the zigzag layout, forward and backward together. Each of P devices has 1/P of the work, at the rate
 that the work of a rank had. The ring sends K and V to the next device at every visit, in the backward their gradients
 too, in float32; that goes on beside the kernels, so that a visit takes as long as the longer of both, and the way home
-of the gradients is waited for. All-to-all sends Q, K, V and O once, in the backward twice as much, and nothing goes on
+of the gradients is waited for. What a visit gives, O or dQ, is merged into a sum in float32. All-to-all sends Q, K, V and O once, in the backward twice as much, and nothing goes on
 beside it; every device then has heads of its own, so P is at most the number of key/value heads.
 
 Eight GPUs are on one host, with links of NVLINK bytes a second in each direction; between hosts every GPU has a network
-card of NETWORK. In a ring over hosts the slowest link is the network's.
+card of NETWORK. In a ring over hosts the slowest link is the network's. What it takes to start kernels and exchanges is
+left out, and kernels are as fast for short sequences as for long ones: so the shorter ones are predicted too well.
 """
 
 import argparse
@@ -22,8 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 NVLINK, NETWORK, HOST = 370e9, 45e9, 8  # bytes a second: 450 and 50 less what protocols take; GPUs of a host
+MEMORY = 3e12  # bytes a second that elementwise kernels move
 HEADS, KV_HEADS, DIM = 32, 8, 128
 BF16, F32 = 2, 4  # bytes
+LENGTHS, DEVICES = (16384, 65536, 262144, 1048576, 4194304), (2, 4, 8, 32, 128, 512, 1024)
 
 
 def kernel_rate(path: pathlib.Path) -> float:
@@ -46,9 +49,11 @@ def seconds(length: int, devices: int, rate: float) -> dict[str, float]:
     link = NVLINK if devices <= HOST else NETWORK
     shard = length / devices * KV_HEADS * DIM * 2  # elements of K and V
     visits = devices - 1
+    results = 3 / 2 * length / devices * HEADS * DIM  # elements of O, of the three pairs of halves of a visit
+    merging = 2 * visits * results * (BF16 + 2 * F32) / MEMORY  # in the forward and in the backward
     forward = max(kernels / 3.5 / devices, shard * BF16 / link) * visits + kernels / 3.5 / devices
     backward = max(kernels * 2.5 / 3.5 / devices, shard * (BF16 + F32) / link) * visits + kernels * 2.5 / 3.5 / devices
-    found = {"kernels": kernels, "ring": forward + backward + shard * F32 / link}
+    found = {"kernels": kernels, "ring": forward + backward + merging + shard * F32 / link}
     if devices <= KV_HEADS:
         elements = length / devices * DIM * (2 * HEADS + 2 * KV_HEADS)  # Q, O, K and V
         sent = (1 + 2) * elements * BF16 * (devices - 1) / devices
@@ -59,8 +64,8 @@ def seconds(length: int, devices: int, rate: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=pathlib.Path, default=measure.RESULTS / "ranks.json")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144, 1048576, 4194304])
-    parser.add_argument("--devices", type=int, nargs="+", default=[8, 32, 128, 512, 1024])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--devices", type=int, nargs="+", default=DEVICES)
     args = parser.parse_args()
     rate = kernel_rate(args.ranks)
     table = Table("N", *(f"P = {devices}" for devices in args.devices))

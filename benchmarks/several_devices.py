@@ -69,8 +69,8 @@ APART = "apart"
 def calls(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measure.Call]:
     """By "devices way"."""
     found = {}
-    powers = [2**i for i in range(1, 8) if 2**i <= jax.device_count()]
-    for count in [1, *powers]:
+    powers = [2**i for i in range(8) if 2**i < jax.device_count()]
+    for count in [*powers, jax.device_count()]:
         mesh = jax.make_mesh((count,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:count])
         for name in args.ways:
             if name == APART or (count > 1 and (name != "heads" or args.kv_heads % count == 0)):

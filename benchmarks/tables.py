@@ -647,7 +647,7 @@ def exchange(*results: Results) -> str:
 
 @shows("ranks")
 def many_devices(results: Results) -> str:
-    lengths, devices = (65536, 262144, 1048576, 4194304), (8, 32, 128, 512, 1024)
+    lengths, devices = predict_devices.LENGTHS, predict_devices.DEVICES
     rate = predict_devices.kernel_rate(RESULTS / "ranks.json")
 
     def cell(length: int, count: int) -> str:

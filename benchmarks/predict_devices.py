@@ -5,8 +5,9 @@
 Causal attention in the zigzag layout, forward and backward together. Each of P devices has 1/P of the work, at the rate
 that the work of a rank had. The ring sends K and V to the next device at every visit, in the backward their gradients
 too, in float32; that goes on beside the kernels, so that a visit takes as long as the longer of both, and the way home
-of the gradients is waited for. What a visit gives, O or dQ, is merged into a sum in float32. All-to-all sends Q, K, V and O once, in the backward twice as much, and nothing goes on
-beside it; every device then has heads of its own, so P is at most the number of key/value heads.
+of the gradients is waited for. What a visit gives, O or dQ, is merged into a sum in float32. All-to-all sends Q, K, V
+and O once, in the backward twice as much, and nothing goes on beside it; every device then has heads of its own, so P
+is at most the number of key/value heads.
 
 Eight GPUs are on one host, with links of NVLINK bytes a second in each direction; between hosts every GPU has a network
 card of NETWORK. In a ring over hosts the slowest link is the network's. What it takes to start kernels and exchanges is

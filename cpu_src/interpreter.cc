@@ -42,6 +42,12 @@ typename Typed<A, type>::Vector Collect(Of of) {
   return Get<A, type>(reinterpret_cast<const char*>(elements));
 }
 
+// From neighbouring entries to neighbouring columns and back: with a step of -1 the last entry is the first column's.
+template <typename V>
+V InOrder(V run, int8_t step) {
+  return step > 0 ? run : Reversed(run);
+}
+
 int64_t Clamp(int64_t index, int64_t last) { return index < 0 ? 0 : index < last ? index : last; }
 
 }  // namespace
@@ -313,7 +319,7 @@ typename Interpreter<A>::Reach Interpreter<A>::ReachOf(const Indices& indices, i
   if (low < INT32_MIN || high > INT32_MAX) return {Reach::kScattered, 0};  // it wraps around
   if (low >= index.last) return {Reach::kSame, index.last};
   if (high <= 0) return {Reach::kSame, 0};
-  return {low >= 0 && high <= index.last ? Reach::kRun : Reach::kScattered, first};
+  return {low >= 0 && high <= index.last ? Reach::kRun : Reach::kScattered, low};
 }
 
 // The other part of the place, for each lane: what comes from indices that differ from column to column.
@@ -349,10 +355,10 @@ void Interpreter<A>::LoadElements(int64_t number, const S* array) {
       continue;
     }
     const Reach all = ReachOf(indices, r, 0, vectors * kLanes<A>);
-    if (all.kind == Reach::kRun && indices.step > 0) {
+    if (all.kind == Reach::kRun) {
       for (int64_t v = 0; v < vectors; ++v) {
-        const S* const run = from + all.first + v * kLanes<A>;
-        Put<A, R>(to.At(r, v), Collect<A, R>([run](int lane) { return run[lane]; }));
+        const S* const run = from + all.first + (indices.step > 0 ? v : vectors - 1 - v) * kLanes<A>;
+        Put<A, R>(to.At(r, v), InOrder(Collect<A, R>([run](int lane) { return run[lane]; }), indices.step));
       }
       continue;
     }
@@ -416,8 +422,8 @@ void Interpreter<A>::Accumulate(const Instruction& x) {
         if (reach.first != same) add_sum();
         same = reach.first;
         sum += term;
-      } else if (lanes == kLanes<A> && reach.kind == Reach::kRun && indices.step > 0) {
-        Store(to + reach.first, Load(to + reach.first) + term);
+      } else if (lanes == kLanes<A> && reach.kind == Reach::kRun) {
+        Store(to + reach.first, Load(to + reach.first) + InOrder(term, indices.step));
       } else {
         int64_t offsets[kLanes<A>];
         Offsets(indices, r, v, offsets);

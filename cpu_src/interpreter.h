@@ -70,7 +70,7 @@ class Interpreter {
   };
 
   // Of neighbouring columns: whether their entries are neighbours, or one and the same, beyond whose index all of
-  // theirs are, or anywhere; with the offset of the first beside that of the row.
+  // theirs are, or anywhere; with the offset of the entry with the least index beside that of the row.
   struct Reach {
     enum { kRun, kSame, kScattered } kind;
     int64_t first;

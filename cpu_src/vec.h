@@ -83,13 +83,24 @@ inline V Max(V a, V b) {
 }
 
 // Lanes I of a and b, which are numbered one after the other. (GCC has __builtin_shufflevector only from 12 on.)
-template <typename A, int... I>
-inline Vec<A> Shuffle(Vec<A> a, Vec<A> b) {
+template <int... I, typename V>
+inline V Shuffle(V a, V b) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, I...);
 #else
-  return __builtin_shuffle(a, b, IntVec<A>{I...});
+  return __builtin_shuffle(a, b, decltype(a < b){I...});
 #endif
+}
+
+// The last lane first.
+template <typename V, size_t... I>
+inline V Reversed(V x, std::index_sequence<I...>) {
+  return Shuffle<(sizeof...(I) - 1 - I)...>(x, x);
+}
+
+template <typename V>
+inline V Reversed(V x) {
+  return Reversed(x, std::make_index_sequence<sizeof(V) / sizeof(x[0])>());
 }
 
 // Row i, lane j becomes row j, lane i: each of log2(lanes) perfect shuffles interleaves the two halves of the rows.
@@ -101,8 +112,8 @@ inline void Transpose(Vec<A>* rows, std::index_sequence<I...>) {
 #pragma GCC unroll 8
     for (int i = 0; i < n / 2; ++i) {
       const Vec<A> a = rows[i], b = rows[i + n / 2];
-      next[2 * i] = Shuffle<A, (I % 2 * n + I / 2)...>(a, b);
-      next[2 * i + 1] = Shuffle<A, (I % 2 * n + (I + n) / 2)...>(a, b);
+      next[2 * i] = Shuffle<(I % 2 * n + I / 2)...>(a, b);
+      next[2 * i + 1] = Shuffle<(I % 2 * n + (I + n) / 2)...>(a, b);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < n; ++i) rows[i] = next[i];

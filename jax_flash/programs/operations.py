@@ -78,10 +78,9 @@ def _round(code: Code, eqn: JaxprEqn, x: Value) -> Value:
     return code.unary("round" if int(eqn.params["rounding_method"]) == 0 else "rint", x)
 
 
-def _shift_right_logical(code: Code, eqn: JaxprEqn, x: Value, y: Value) -> Value:
-    if x.type == "u":
-        return code.binary("shr", x, y)
-    return code.cast(code.binary("shr", code.cast(x, "u"), code.cast(y, "u")), "i")
+def _shift_right(type: str) -> Callable[..., Value]:
+    """Of integers of either type, as those of this one are shifted."""
+    return lambda code, eqn, x, y: code.cast(code.binary("shr", code.cast(x, type), code.cast(y, type)), x.type)
 
 
 def _not(code: Code, eqn: JaxprEqn, x: Value) -> Value:
@@ -120,8 +119,8 @@ ELEMENTWISE: dict[str, Callable[..., Value]] = {
     **{name: _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     "add_any": _binary("add"),
     "shift_left": _binary("shl"),
-    "shift_right_arithmetic": _binary("shr"),
-    "shift_right_logical": _shift_right_logical,
+    "shift_right_arithmetic": _shift_right("i"),
+    "shift_right_logical": _shift_right("u"),
     "population_count": _unary("popcount"),
     "is_finite": _unary("finite"),
     "integer_pow": _integer_pow,

@@ -91,6 +91,9 @@ ELEMENTWISE = {
     "divmod": lambda s, b, h, q, k: s + sum(jnp.divmod(q - k, 3)) + jnp.fmod(q - k, 3) + jnp.remainder(k - q, h + 1),
     "shifts": lambda s, b, h, q, k: s + ((q - 3) << k) + ((q - 300) >> k) + lax.shift_right_logical(q - 3, k + 20),
     "shifts by too much": lambda s, b, h, q, k: s + ((q - 3) << (k + 30)) + ((q - 3) >> (k + 30)),
+    "shifts of unsigned": lambda s, b, h, q, k: (
+        s + lax.shift_right_arithmetic(jnp.uint32(q) * jnp.uint32(0x55555555), jnp.uint32(7 * k))
+    ),
     "unsigned": lambda s, b, h, q, k: (
         s + ((jnp.uint32(q) * jnp.uint32(2654435761)) >> jnp.uint32(20)) + jnp.uint32(k) // 3 + jnp.uint32(k) % 3
     ),

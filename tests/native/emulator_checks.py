@@ -232,6 +232,20 @@ def test_ramps(program, case, dtype):
     programs.check(case, lambda: mods, "flash", dtype)
 
 
+ABOVE = {programs.sums, *(program for program, *_ in PROGRAMS + MASKED + RAMPS)}
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "program", [x for x in programs.SCORES + programs.MASKS if x not in ABOVE], ids=lambda x: x.__name__
+)
+def test_other_programs(program):
+    """With the gradients of all that they capture."""
+    case = Case(B=1, T=144, S=144, N=2, K=1, D=64, E=64)
+    mods = (program(case),)
+    programs.check(case, lambda: mods, "flash", "bfloat16")
+
+
 @pytest.mark.usefixtures("device")
 def test_ramps_far_from_the_diagonal():
     """Beside a query offset, which nobody knows before, every entry's distance becomes a float for itself."""

@@ -10,7 +10,10 @@ import pytest
 from jax_flash import _native
 
 ORDER = ("portable", "avx2", "avx512")
-TESTS = "test_head_dim or test_feature_in_f64 or test_large_scores or instructions or test_hidden_entries or test_masks"
+TESTS = (
+    "test_head_dim or test_feature_in_f64 or test_large_scores or instructions or test_hidden_entries or test_masks"
+    " or test_relative_tables"
+)
 
 
 @pytest.mark.parametrize("isa", ORDER)

@@ -262,6 +262,53 @@ def test_ids_of_a_call(ids):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("step", [1, -1])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_relative_tables(dtype, step):
+    """Of elements of every type, read forwards and backwards; one has fewer entries than there are distances."""
+    case = Case(B=1, T=37, S=301, N=2, K=1)
+    distances, rng = case.T + case.S - 1, np.random.default_rng(0)
+    floats = [rng.normal(size=(case.N, size)).astype(dtype) for size in (distances, distances // 2)]
+    wholes = [rng.integers(0, 2, (case.N, distances)).astype(x) for x in ("int8", "uint16", "bool")]
+    arrays = (*floats, *wholes)
+
+    def begin():
+        """The program that knows the place of an entry."""
+        asm = Assembly()
+        head, query, key = (asm(name) for name in ("head", "query", "key"))
+        distance = asm("sub.i", key, query) if step > 0 else asm("sub.i", query, key)
+        return asm, head, asm("add.i", distance, asm("const.i", case.T - 1 if step > 0 else case.S - 1))
+
+    asm, *at = begin()
+    total = asm("score")
+    for i, of in enumerate("ffiub"):
+        value = asm(f"load.{of}", i, *at)
+        total = asm("add.f", total, value if of == "f" else asm(f"cast.{of}.f", value))
+    score = asm.result(total)
+    asm, *at = begin()
+    cotangent = asm("cotangent")
+    asm("accumulate", 0, *at, cotangent), asm("accumulate", 1, *at, cotangent)
+    described, operands, do = made(
+        case, dtype, score_mod=score, score_grad=asm.result(cotangent),
+        captured=tuple(captured(x, False, x.dtype == dtype) for x in arrays),
+    )  # fmt: skip
+    results, gradients = two_passes(described, operands, arrays, do)
+
+    query, key = np.ogrid[: case.T, : case.S]
+    place = key - query + case.T - 1 if step > 0 else query - key + case.S - 1
+    places = [np.minimum(place, x.shape[1] - 1) for x in arrays]
+    biased, given, _ = made(dataclasses.replace(case, bias="1nts"), dtype)
+    given["bias"] = sum(x[None, :, at].astype(dtype) for x, at in zip(arrays, places, strict=True))
+    exact, (*expected, dbias) = two_passes(biased, given, (), do)
+    for x, at in zip(floats, places, strict=False):
+        sums = np.zeros_like(x)
+        np.add.at(sums, (slice(None), at), dbias.reshape(case.N, case.T, case.S))
+        expected.append(sums.reshape(1, -1))
+    tolerance = 5e-6 if dtype == "float32" else 1e-13
+    for a, b in zip([*results, *gradients], [*exact, *expected], strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+
 @pytest.mark.parametrize("asked", [(), ("dv",), ("dq",), ("dq", "dk", "dv")], ids=str)
 def test_gradients_asked_for(asked):
     """A gradient of a captured array does not need others; one that would need too many copies has none."""

@@ -156,7 +156,12 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
 
     Raises TypeError or ValueError that name the argument.
     """
-    closed = _traced(name, function, dtype)
+    closed = traced(name, function, dtype)
+    for x in closed.consts:
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise TypeError(f"{name} captures an array of dtype {x.dtype}: there are floats, integers and bool")
+    if len(closed.consts) > MOST_CAPTURED // 2:
+        closed = _packed(closed)
     arrays = [jnp.asarray(x) for x in closed.consts]
     constants = (*(np.asarray(x).tobytes() for x in _constants_of_calls(closed.jaxpr)), *_callbacks(closed.jaxpr))
     program = Program("", first=first, count=len(arrays), constants=constants, jaxpr=closed.jaxpr)
@@ -199,7 +204,8 @@ def _lower(
         return text, program.gradient((*captured[:first], *own), dtype, sizes).text
 
 
-def _traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
+def traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
+    """The jaxpr of a user's function, whose constants are all that it captures. Arguments and errors: see `trace`."""
     scored = name == "score_mod"
     names = ("score", *INDICES) if scored else INDICES
     if not callable(function):
@@ -224,11 +230,7 @@ def _traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
         raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {found}")
     if closed.effects:
         raise ValueError(f"{name} must not have side effects, but has {', '.join(map(str, closed.effects))}")
-    closed = _with_constants_of_calls(closed)
-    for x in closed.consts:
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or jnp.issubdtype(x.dtype, jnp.complexfloating):
-            raise TypeError(f"{name} captures an array of dtype {x.dtype}: there are floats, integers and bool")
-    return closed if len(closed.consts) <= MOST_CAPTURED // 2 else _packed(closed)
+    return _with_constants_of_calls(closed)
 
 
 def _inputs(code: Code, dtype: str) -> list[Array]:

@@ -228,6 +228,12 @@ def traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
     if not jax.tree_util.all_leaves([result]) or result.shape or result.dtype != expected.dtype:
         found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
         raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {found}")
+    axes = [x.name for x in closed.effects if type(x).__name__ == "NamedAxisEffect"]  # which JAX does not export
+    if axes:
+        raise ValueError(
+            f"{name} must not ask for the index of a mesh axis, here of {', '.join(map(repr, axes))}: compute "
+            "jax.lax.axis_index outside of it, and let it capture that"
+        )
     if closed.effects:
         raise ValueError(f"{name} must not have side effects, but has {', '.join(map(str, closed.effects))}")
     return _with_constants_of_calls(closed)

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.extend.core import jaxpr_as_fun
 from jax.typing import ArrayLike
 
-from jax_flash.checks import booleans, broadcastable, described, integer, matrices, numpy_array
+from jax_flash.checks import described, integer, matrices, numpy_array
 from jax_flash.problem import BLOCK_MASK
 from jax_flash.programs import program
 
@@ -192,44 +193,41 @@ class BlockMask:
         q_block: int = BLOCK,
         kv_block: int = BLOCK,
     ) -> BlockMask:
-        """Of mask_fn(b, h, q_idx, kv_idx), called with int32 arrays that broadcast together; true: may attend.
+        """Of mask_fn(b, h, q_idx, kv_idx), called with int32 scalars; true: may attend.
 
-        It is evaluated once, a row of blocks at a time. One that captures traced arrays, since the mask depends on the
-        data, is kept as it is, a `MaskOfFunction`: the attention functions ask it as they ask a `mask_mod`, so it is
-        called with scalars, and skip what it hides. The rules for it are those of docs/score-programs.md.
+        It is traced as a `mask_mod` is, by the rules of docs/score-programs.md, and evaluated once, a row of blocks at
+        a time. One that captures traced arrays, since the mask depends on the data, is kept as it is, a
+        `MaskOfFunction`: the attention functions ask it as they ask a `mask_mod`, and skip what it hides.
 
         Raises:
-          TypeError: mask_fn returns something else than booleans.
-          ValueError: it returns another shape, block sizes that are no multiples of 16.
+          TypeError: mask_fn takes other arguments, or returns something else than one bool.
+          ValueError: it has side effects, block sizes that are no multiples of 16.
         """
-        if not callable(mask_fn):
-            raise TypeError(f"mask_fn must be a function, not {described(mask_fn)}")
         batch, heads = integer("batch", batch), integer("heads", heads)
         shape = Shape(q_len, kv_len, q_block, kv_block)
         shape.check()
         U, V = shape.grid
+        blocks, table = np.zeros((batch, heads, U, V), np.int32), _Table(shape)
+        if not blocks.size:  # nothing to ask
+            return cls(shape, blocks)
+        function = program.traced("mask_fn", mask_fn, "float32")
+        if _traced(*function.consts):
+            return MaskOfFunction(shape, batch, heads, mask_fn)
+        row_of_entries = jax.vmap(jaxpr_as_fun(function), (None, None, None, 0))
+        entries = jax.vmap(row_of_entries, (None, None, 0, None))
 
         @jax.jit
         def block_row(b, h, u):
             # Beyond the lengths as at the ends, so that a block at the border can be full.
-            i = jnp.minimum(u * q_block + jnp.arange(q_block, dtype=jnp.int32), q_len - 1)[:, None]
-            j = jnp.minimum(jnp.arange(V * kv_block, dtype=jnp.int32), kv_len - 1)[None]
-            try:
-                returned = mask_fn(b, h, i, j)
-            except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-                raise TypeError("from_function: mask_fn is traced: jax.numpy's arrays and functions only") from error
-            full, name = (1, 1, q_block, V * kv_block), "what mask_fn returns"
-            allowed: Any = broadcastable(name, booleans(name, returned), full, booleans)
-            tiles = jnp.broadcast_to(allowed, full).reshape(q_block, V, kv_block).swapaxes(0, 1)
+            i = jnp.minimum(u * q_block + jnp.arange(q_block, dtype=jnp.int32), q_len - 1)
+            j = jnp.minimum(jnp.arange(V * kv_block, dtype=jnp.int32), kv_len - 1)
+            (allowed,) = entries(b, h, i, j)
+            tiles = allowed.reshape(q_block, V, kv_block).swapaxes(0, 1)
             return jnp.where(tiles.all((1, 2)), EVERYTHING, jnp.where(tiles.any((1, 2)), ELEMENTS, NOTHING)), tiles
 
-        blocks, table = np.zeros((batch, heads, U, V), np.int32), _Table(shape)
         with jax.ensure_compile_time_eval():
-            for b, h, u in np.ndindex(batch, heads, U) if V else ():
-                kinds, tiles = block_row(*map(np.int32, (b, h, u)))
-                if _traced(kinds):
-                    return MaskOfFunction(shape, batch, heads, mask_fn)
-                blocks[b, h, u] = kinds
+            for b, h, u in np.ndindex(batch, heads, U):
+                blocks[b, h, u], tiles = block_row(*map(np.int32, (b, h, u)))
                 for v in np.flatnonzero(blocks[b, h, u] == ELEMENTS):
                     blocks[b, h, u, v] = table.number(_pack(np.asarray(tiles[v])))
         return cls(shape, blocks, table.masks())

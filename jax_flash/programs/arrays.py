@@ -18,6 +18,7 @@ from jax_flash.programs.code import Code, Unsupported, Value
 MOST_ELEMENTS = 512  # of an array that is computed element by element: code is straight-line
 MOST_DIMS = 8  # of a captured array
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+CAPTURED = (*FLOATS, "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32")
 
 Index = tuple[Value, ...]
 Place = tuple[Index, Value | None]  # where an element is, and whether it is there
@@ -78,11 +79,12 @@ def type_of(dtype: Any) -> str:
 
 def captured(code: Code, number: int, shape: Sequence[int], dtype: Any) -> Array:
     """A captured array."""
-    type = type_of(dtype)
-    if type in "iu" and np.dtype(dtype).itemsize > 4:
-        raise Unsupported(f"a captured array of {np.dtype(dtype).name}; there are integers up to 32 bits")
+    name = np.dtype(dtype).name
+    if name not in CAPTURED:
+        raise Unsupported(f"a captured array of {name}; there are {', '.join(CAPTURED)}")
     if len(shape) > MOST_DIMS or 0 in shape:
         raise Unsupported(f"a captured array of {list(shape)}: there may be {MOST_DIMS} dims, and none of them empty")
+    type = type_of(dtype)
     if type == "f":
         return View(code, number, shape, dtype, lambda index: (index, None))
     return Array(shape, dtype, lambda index: code.load(type, number, index))

@@ -156,7 +156,12 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
 
     Raises TypeError or ValueError that name the argument.
     """
-    closed = _traced(name, function, dtype)
+    closed = traced(name, function, dtype)
+    for x in closed.consts:
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise TypeError(f"{name} captures an array of dtype {x.dtype}: there are floats, integers and bool")
+    if len(closed.consts) > MOST_CAPTURED // 2:
+        closed = _packed(closed)
     arrays = [jnp.asarray(x) for x in closed.consts]
     constants = (*(np.asarray(x).tobytes() for x in _constants_of_calls(closed.jaxpr)), *_callbacks(closed.jaxpr))
     program = Program("", first=first, count=len(arrays), constants=constants, jaxpr=closed.jaxpr)
@@ -199,7 +204,8 @@ def _lower(
         return text, program.gradient((*captured[:first], *own), dtype, sizes).text
 
 
-def _traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
+def traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
+    """The jaxpr of a user's function, whose constants are all that it captures. Arguments and errors: see `trace`."""
     scored = name == "score_mod"
     names = ("score", *INDICES) if scored else INDICES
     if not callable(function):
@@ -222,13 +228,15 @@ def _traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
     if not jax.tree_util.all_leaves([result]) or result.shape or result.dtype != expected.dtype:
         found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
         raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {found}")
+    axes = [x.name for x in closed.effects if type(x).__name__ == "NamedAxisEffect"]  # which JAX does not export
+    if axes:
+        raise ValueError(
+            f"{name} must not ask for the index of a mesh axis, here of {', '.join(map(repr, axes))}: compute "
+            "jax.lax.axis_index outside of it, and let it capture that"
+        )
     if closed.effects:
         raise ValueError(f"{name} must not have side effects, but has {', '.join(map(str, closed.effects))}")
-    closed = _with_constants_of_calls(closed)
-    for x in closed.consts:
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or jnp.issubdtype(x.dtype, jnp.complexfloating):
-            raise TypeError(f"{name} captures an array of dtype {x.dtype}: there are floats, integers and bool")
-    return closed if len(closed.consts) <= MOST_CAPTURED // 2 else _packed(closed)
+    return _with_constants_of_calls(closed)
 
 
 def _inputs(code: Code, dtype: str) -> list[Array]:

@@ -91,7 +91,7 @@ def loops(s, b, h, q, k):
 
 WIDE = jnp.asarray(np.random.default_rng(1).normal(size=(5, 513)) / 9, jnp.float32)
 SMALL = jnp.ones(5, jnp.int8)
-EIGHT_BITS = jnp.ones(5, jnp.float8_e4m3fn)
+FOUR_BITS, EIGHT_BITS = jnp.ones(5, jnp.int4), jnp.ones(5, jnp.float8_e4m3fn)
 DEEP = TABLE.reshape(1, 1, 1, 1, 1, 1, 1, 1, 5)
 # What there is no code for: the name, the function, and what the refusal says of it, with the line.
 REFUSED = {
@@ -115,7 +115,16 @@ REFUSED = {
         lambda s, b, h, q, k: s * SMALL[q].astype("uint8"),
         "conversion from int8 to uint8",
     ),
-    "eight bits": ("score_mod", lambda s, b, h, q, k: s * EIGHT_BITS[k].astype("float32"), "float8_e4m3fn values"),
+    "four bits": (
+        "score_mod",
+        lambda s, b, h, q, k: s * FOUR_BITS[k].astype("float32"),
+        "score_mod has a captured array of int4; there are float16, .*, uint32",
+    ),
+    "eight bits": (
+        "score_mod",
+        lambda s, b, h, q, k: s * EIGHT_BITS[k].astype("float32"),
+        "score_mod has a captured array of float8_e4m3fn; there are",
+    ),
     "many dims": (
         "score_mod",
         lambda s, b, h, q, k: s + DEEP.at[0, 0, 0, 0, 0, 0, 0, 0, k].get(),

@@ -359,6 +359,21 @@ def test_shard_map(implementation, check_vma):
         assert_close(gradient(mapped), gradient(attend))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_axis_index_inside_of_a_function(check_vma):
+    """It is an effect to JAX, and the error says what to do instead."""
+
+    def local(query, key, value):
+        def mask_mod(b, h, q, k):
+            return k <= q + jax.lax.axis_index("model")
+
+        return jax_flash.dot_product_attention(query, key, value, mask_mod=mask_mod)
+
+    mapped = jax.shard_map(local, mesh=mesh("auto"), in_specs=HEADS, out_specs=HEADS, check_vma=check_vma)
+    with pytest.raises(ValueError, match="mask_mod must not ask .* mesh axis, here of 'model': .* let it capture"):
+        jax.jit(mapped)(*inputs()[:3])
+
+
 @pytest.mark.parametrize("implementation", ["flash", "xla"])
 def test_own_derivatives_in_shard_map(implementation):
     """Functions with rules of their own keep them, on arrays that vary over the devices."""

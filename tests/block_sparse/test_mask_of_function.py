@@ -229,7 +229,7 @@ def test_errors_of_attention(made, error, match):
 
 def test_errors_of_the_function():
     for mask_fn, match in (
-        (lambda ids: lambda b, h, i, j: ids[i] - j, "what mask_fn returns"),
+        (lambda ids: lambda b, h, i, j: ids[i] - j, "mask_fn must return one bool scalar"),
         (lambda ids: lambda b, h, i, j: np.arange(T)[i] > ids[j], "mask_fn is traced"),
     ):
         with pytest.raises(TypeError, match=match):

@@ -208,7 +208,7 @@ class BlockMask:
         shape.check()
         U, V = shape.grid
         blocks, table = np.zeros((batch, heads, U, V), np.int32), _Table(shape)
-        if not blocks.size:  # nothing to ask
+        if not blocks.size and callable(mask_fn):  # nothing to ask
             return cls(shape, blocks)
         function = program.traced("mask_fn", mask_fn, "float32")
         if _traced(*function.consts):

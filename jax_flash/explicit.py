@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 Tree = TypeVar("Tree")
 
@@ -17,12 +17,19 @@ def explicit_mesh(*arrays: jax.Array) -> AbstractMesh | None:
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
-def placed(function: Callable[..., Tree], mesh: AbstractMesh, shardings: Any) -> Callable[..., Tree]:
-    """The function where XLA places what is inside, for arrays on such a mesh. Its results are placed as given."""
+def placed(function: Callable[..., Tree], places: Any, *arrays: Any) -> Tree:
+    """`function(*arrays)`, where XLA places what is inside. Of arrays on explicit axes the results are placed as given.
+
+    Args:
+      places: PartitionSpecs, of each result or of several together.
+      arrays: trees of arrays.
+    """
+    mesh = explicit_mesh(*jax.tree.leaves(arrays))
+    if mesh is None:
+        return function(*arrays)
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), places, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
     by_xla = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)
-
-    def call(*args: Any) -> Tree:
-        with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context
-            return by_xla(*args)
-
-    return call
+    with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context
+        return by_xla(*arrays)

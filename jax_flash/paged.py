@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import arguments, attention, checks
 from jax_flash.arguments import Implementation
-from jax_flash.explicit import explicit_mesh, placed
+from jax_flash.explicit import placed
 from jax_flash.problem import Operands, Problem
 
 STEP, LONGEST = 16, 256  # a page has a multiple of STEP keys, and at most LONGEST
@@ -184,11 +184,8 @@ def append_to_pages(
         )
     table, ends = _table_and_lengths(page_table, lengths, len(new_keys), *keys.shape[:2])
     arrays = tuple(map(jnp.asarray, (keys, values, new_keys, new_values, table, ends)))
-    mesh = explicit_mesh(arrays[0])
-    if mesh is None:
-        return _written(*arrays)
-    places = tuple(jax.typeof(pages).sharding for pages in arrays[:2])  # the pages stay where they are
-    return placed(_written, mesh, places)(*arrays)
+    places = tuple(jax.typeof(pages).sharding.spec for pages in arrays[:2])  # the pages stay where they are
+    return placed(_written, places, *arrays)
 
 
 def _written(

@@ -62,7 +62,7 @@ def automatic(function: Function, problem: Problem, arrays: Arrays, types: Types
     places = [
         specs.get(DIFFERENTIATED.get(name, "")) or _spec(problem, axes, name, x.shape) for name, x in types.items()
     ]
-    return placed(function, mesh, tuple(NamedSharding(mesh, spec) for spec in places))(arrays)
+    return placed(function, tuple(places), arrays)
 
 
 def _dims(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:

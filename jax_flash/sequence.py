@@ -28,7 +28,7 @@ from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
 from jax_flash import block_sparse, checks, dropout, reference, tile
-from jax_flash.explicit import explicit_mesh, placed
+from jax_flash.explicit import placed
 from jax_flash.problem import DIFFERENTIATED, DIMS, Problem
 from jax_flash.varying import varying_alike
 
@@ -149,8 +149,7 @@ def _reordered(x: ArrayLike, devices: int, axis: int, order: np.ndarray) -> jax.
         parts = x.reshape(*x.shape[:axis], len(order), -1, *x.shape[axis + 1 :])
         return jnp.take(parts, order, axis).reshape(x.shape)
 
-    mesh = explicit_mesh(x)
-    return reordered(x) if mesh is None else placed(reordered, mesh, jax.typeof(x).sharding)(x)
+    return placed(reordered, jax.typeof(x).sharding.spec, x)
 
 
 def _permuted(division: Division, shift: int, x: jax.Array) -> jax.Array:

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_flash import arguments, attention, checks
 from jax_flash.arguments import Implementation
-from jax_flash.explicit import explicit_mesh, placed
+from jax_flash.explicit import placed
 from jax_flash.problem import Operands, Problem
 
 
@@ -156,7 +156,8 @@ def problem_and_operands(
     begins_k = _checked("cu_seqlens_k", cu_seqlens_k, sizes[1])
     if begins_q.shape != begins_k.shape:
         raise ValueError(f"cu_seqlens_q is of {len(begins_q) - 1} sequences, cu_seqlens_k of {len(begins_k) - 1}")
-    rows, keys = _packed(begins_q, begins_k, sizes)
+    # All devices have both, wherever the lengths are.
+    rows, keys = placed(functools.partial(_packed, sizes=sizes), PartitionSpec(), begins_q, begins_k)
     for name in ("score_mod", "mask_mod"):
         if callable(given[name]):
             given[name] = _within_sequences(given[name], rows)
@@ -189,17 +190,9 @@ def _checked(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:
     return checks.saturated(given)
 
 
-def _packed(begins_q: jax.Array, begins_k: jax.Array, sizes: tuple[int, int]) -> tuple[_Packed, _Packed]:
-    """Of the queries and of the keys. All devices have both, wherever the lengths are."""
-    packed: Callable[..., tuple[_Packed, _Packed]] = functools.partial(_both_packed, sizes=sizes)
-    mesh = explicit_mesh(begins_q, begins_k)
-    if mesh is not None:
-        packed = placed(packed, mesh, NamedSharding(mesh, PartitionSpec()))
-    return packed(begins_q, begins_k)
-
-
 @functools.partial(jax.jit, static_argnames="sizes")
-def _both_packed(begins_q: jax.Array, begins_k: jax.Array, sizes: tuple[int, int]) -> tuple[_Packed, _Packed]:
+def _packed(begins_q: jax.Array, begins_k: jax.Array, sizes: tuple[int, int]) -> tuple[_Packed, _Packed]:
+    """Of the queries and of the keys."""
     begins = zip((begins_q, begins_k), sizes, strict=True)
     q_ends, k_ends = (lax.cummax(x[1:].clip(0, size)) for x, size in begins)
     return _side_packed(q_ends, k_ends, sizes[0]), _side_packed(k_ends, q_ends, sizes[1])

@@ -324,6 +324,7 @@ SQUARE = np.ones((2, 2), bool)
         (lambda: BlockMask.from_function(lambda b, h, i, j: i - j, 9, 9), TypeError, "mask_fn must return one bool"),
         (lambda: BlockMask.from_function(lambda b, h, i, j: i > j, -1, 9), ValueError, "q_len must be at least 0"),
         (lambda: BlockMask.from_function(None, 9, 9), TypeError, "mask_fn must be a function of .*NoneType"),
+        (lambda: BlockMask.from_function(None, 0, 9), TypeError, "mask_fn must be a function of .*NoneType"),
         (lambda: BlockMask.from_function(lambda b, h, i, j: None, 9, 9), TypeError, "mask_fn must return .* not None"),
         (lambda: BlockMask.from_function(lambda *_: SQUARE, 9, 9), TypeError, r"mask_fn must return .*bool\[2, 2\]"),
         (lambda: BlockMask.from_function(lambda b, h, i: i > 3, 9, 9), TypeError, "mask_fn must take 4 arguments"),

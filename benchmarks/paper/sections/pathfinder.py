@@ -97,7 +97,7 @@ def make_config(side: int, quick: bool) -> Config:
         grid=(side, side),
         vocabulary=LEVELS,
         classes=2,
-        dropout=0.0,  # hardly an image comes twice
+        dropout=0.0,  # an image comes a few times at most
         attention="block-sparse" if side == 256 else "flash",
         window=ROWS * side,
     )

@@ -14,6 +14,7 @@ from jax_flash import BlockMask, patterns
 from .attentions import dropped, standard
 
 Attention = Literal["standard", "cudnn", "flash", "block-sparse"]
+LONGEST = 100.0  # tokens: the longest wave of rotary positions, over 2 pi
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +27,11 @@ class Config:
     vocabulary: int
     causal: bool = False
     classes: int = 0  # into which a whole sequence is classified; 0: there is no such head
+    background: int | None = None  # a token that does not count when a whole image is classified
     documents: int = 1  # how many documents are classified together
     projected: float = 1.0  # share of the tokens whose features go through the vocabulary
     dropout: float = 0.1
+    rotary: bool = False  # positions rotate queries and keys, in place of learned ones that are added to the tokens
     attention: Attention = "flash"
     window: int = 0  # what is kept on each side of the diagonal, beside the butterfly, if block-sparse
 
@@ -52,7 +55,7 @@ FLOPS_FORMULA = (
 
 
 class Transformer(nnx.Module):
-    """Pre-norm, with learned positions (a table for each axis of the grid, added) and tied embeddings, as GPT-2.
+    """Pre-norm, with tied embeddings, as GPT-2, and learned positions (a table for each axis of the grid, added).
 
     bfloat16 is computed with, float32 are the weights. A key is needed for dropout; without one nothing is dropped.
     """
@@ -61,7 +64,8 @@ class Transformer(nnx.Module):
         self.config = config
         normal = nnx.initializers.normal(0.02)
         self.embed = nnx.Embed(config.vocabulary, config.width, embedding_init=normal, dtype=jnp.bfloat16, rngs=rngs)
-        self.positions = nnx.List([nnx.Param(normal(rngs.params(), (n, config.width))) for n in config.grid])
+        learned = () if config.rotary else config.grid
+        self.positions = nnx.List([nnx.Param(normal(rngs.params(), (n, config.width))) for n in learned])
         # The layers' weights are stacked, so that a layer is compiled once, however many there are.
         stacked = nnx.vmap(lambda rngs: Block(config, rngs), in_axes=(0,), out_axes=0)
         self.blocks = nnx.split_rngs(splits=config.layers)(stacked)(rngs)
@@ -75,7 +79,7 @@ class Transformer(nnx.Module):
         for axis, table in enumerate(self.positions):
             place = place + jnp.expand_dims(table[...], tuple(range(1, len(self.config.grid) - axis)))
         # In float32, since the gradient of a lookup in bfloat16 adds up the rows of a token in bfloat16, one by one.
-        x = (self.embed.embedding[tokens] + place.reshape(self.config.length, -1)).astype(jnp.bfloat16)
+        x = (self.embed.embedding[tokens] + place.reshape(-1, self.config.width)).astype(jnp.bfloat16)
         first, keys = (None, None) if key is None else split(key, self.config.layers)
         layers = nnx.scan(Block.__call__, in_axes=(0, nnx.Carry, None, 0), out_axes=nnx.Carry)
         return self.norm(layers(self.blocks, dropped(x, first, self.config.dropout), lengths, keys))
@@ -84,13 +88,10 @@ class Transformer(nnx.Module):
         """Float32 [..., vocabulary]: of a token."""
         return self.embed.attend(features).astype(jnp.float32)
 
-    def classify(self, features: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
-        """Float32 [B / documents, classes], of the mean of a row's features without padding."""
-        features = features.astype(jnp.float32)
-        if lengths is None:
-            pooled = features.mean(1)
-        else:
-            pooled = jnp.where(visible(features.shape[1], lengths)[..., None], features, 0).sum(1) / lengths[:, None]
+    def classify(self, features: jax.Array, counted: jax.Array | None = None) -> jax.Array:
+        """Float32 [B / documents, classes], of the mean of a row's features, or of those that count, bool [B, T]."""
+        where = None if counted is None else counted[..., None]
+        pooled = features.astype(jnp.float32).mean(1, where=where)
         return self.head(pooled.reshape(-1, self.config.documents * self.config.width))
 
 
@@ -110,9 +111,25 @@ class Block(nnx.Module):
         keys = (None, None, None) if key is None else jax.random.split(key, 3)
         parts = jnp.split(self.qkv(self.attention_norm(x)), 3, axis=-1)
         q, k, v = (part.reshape(*x.shape[:2], self.config.heads, -1) for part in parts)
+        if self.config.rotary:
+            q, k = rotated(q, self.config.grid), rotated(k, self.config.grid)
         attended = attend(self.config, q, k, v, lengths, keys[0]).reshape(x.shape)
         x = x + dropped(self.out(attended), keys[1], self.config.dropout)
         return x + dropped(self.down(jax.nn.gelu(self.up(self.mlp_norm(x)))), keys[2], self.config.dropout)
+
+
+def rotated(x: jax.Array, grid: tuple[int, ...]) -> jax.Array:
+    """[B, T, heads, d] with rotary positions (Su et al. 2021, arXiv 2104.09864); each axis has a share of d.
+
+    They do not depend on the size of the grid, so that what is learned on a small one is of use on a larger one.
+    """
+    count = x.shape[-1] // (2 * len(grid))
+    frequencies = LONGEST ** (-jnp.arange(count) / count)
+    places = jnp.stack(jnp.meshgrid(*map(jnp.arange, grid), indexing="ij"), -1)
+    angles = (places[..., None] * frequencies).reshape(-1, 1, x.shape[-1] // 2)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], -1).astype(x.dtype)
 
 
 def attend(
@@ -163,6 +180,8 @@ def split(key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return keys[0], keys[1:]
 
 
-def visible(length: int, lengths: jax.Array) -> jax.Array:
-    """Bool [B, T]: what is no padding."""
-    return jnp.arange(length) < lengths[:, None]
+def counted(config: Config, tokens: jax.Array, lengths: jax.Array | None) -> jax.Array | None:
+    """Bool [B, T]: which tokens tell the class of a row, where not all do: neither padding nor background."""
+    if config.background is not None:
+        return tokens != config.background
+    return None if lengths is None else jnp.arange(tokens.shape[1]) < lengths[:, None]

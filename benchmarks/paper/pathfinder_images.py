@@ -34,10 +34,6 @@ class Style(NamedTuple):
         """Between dashes that do not follow one another."""
         return 2 * self.gap + 1
 
-    def enlarged(self, times: float) -> "Style":
-        """The same picture, of so many times as many pixels a side."""
-        return self._replace(**{name: times * getattr(self, name) for name in ("dash", "gap", "width", "radius")})
-
     def mixed(self, other: "Style", share: float) -> "Style":
         """With this share of the other in each number."""
         mixed: Any = [(1 - share) * mine + share * its for mine, its in zip(self, other, strict=True)]

@@ -16,7 +16,7 @@ import optax
 import scipy.stats
 from flax import nnx
 
-from .models import Attention, Config, Transformer
+from .models import Attention, Config, Transformer, counted
 from .passes import failure, planned_bytes
 from .results import Row
 
@@ -48,7 +48,8 @@ def label(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
 
 
 def class_logits(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
-    return model.classify(model(batch["tokens"], batch.get("lengths"), key), batch.get("lengths"))
+    lengths = batch.get("lengths")
+    return model.classify(model(batch["tokens"], lengths, key), counted(model.config, batch["tokens"], lengths))
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------

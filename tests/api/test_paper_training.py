@@ -130,7 +130,7 @@ def test_variants_of_a_model_compute_the_same(module):
     def outputs(**options):
         config = small(models, **options)
         model = models.Transformer(config, nnx.Rngs(0))
-        return model.classify(model(tokens, lengths), lengths)
+        return model.classify(model(tokens, lengths), models.counted(config, tokens, lengths))
 
     # With one block the butterfly is everything.
     for causal in (False, True):
@@ -156,49 +156,66 @@ def test_flops_and_parameters_of_gpt2(module):
 def test_easier_images_are_between_those_of_half_the_size_and_those_of_this_size(module):
     images, pathfinder = module("pathfinder_images"), module("sections.pathfinder")
     half, whole = images.STYLES[64], images.STYLES[128]
-    assert whole.mixed(half.enlarged(2), 0.0) == whole
-    assert whole.mixed(half.enlarged(2), 1.0) == half.enlarged(2)
-    assert half.enlarged(2).pitch == 2 * half.pitch
+    assert whole.mixed(half, 0.0) == whole
+    assert whole.mixed(half, 1.0) == half
     random = np.random.default_rng(0)
     for _ in range(10):
         easier = pathfinder.easier(128, random)
-        assert all(min(ends) <= x <= max(ends) for x, *ends in zip(easier, half.enlarged(2), whole, strict=True))
+        assert all(min(ends) <= x <= max(ends) for x, *ends in zip(easier, half, whole, strict=True))
         assert pathfinder.EASIEST <= pathfinder.easier(32, random).dashes < images.STYLES[32].dashes
 
 
-def test_an_image_is_seen_again_turned_after_many_others(module, monkeypatch):
+def test_images_come_in_the_order_of_their_seeds_however_many_processes_make_them(module, monkeypatch):
     pathfinder = module("sections.pathfinder")
-    monkeypatch.setattr(pathfinder, "APART", 3)
-    monkeypatch.setattr(pathfinder, "TIMES", {8: 2})
-
-    def made(side, batch, seed, varied):
-        return {
-            "tokens": np.random.default_rng(seed).integers(16, size=(batch, side * side)),
-            "labels": np.arange(batch),
-        }
-
-    monkeypatch.setattr(pathfinder, "make_batch", made)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        batches = list(itertools.islice(pathfinder.stream(pool, 8, 2, 0), 11))
-    new = [made(8, 2, [pathfinder.TRAINING, 0, number], True)["tokens"] for number in range(7)]
-    again = [np.rot90(x.reshape(2, 8, 8), 1, (1, 2)).reshape(2, 64) for x in new]
-    expected = [*new[:4], again[0], new[4], again[1], new[5], again[2], new[6], again[3]]
-    assert all(np.array_equal(batch["tokens"], tokens) for batch, tokens in zip(batches, expected, strict=True))
-    assert all(np.array_equal(batch["labels"], [0, 1]) for batch in batches)
+    monkeypatch.setattr(pathfinder, "make_batch", lambda side, batch, seed, varied: (side, batch, seed, varied))
+    for processes in (1, 3):
+        monkeypatch.setattr(pathfinder, "PROCESSES", processes)
+        with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+            batches = list(itertools.islice(pathfinder.stream(pool, 8, 2, 5), 9))
+        assert batches == [(8, 2, [pathfinder.TRAINING, 5, number], True) for number in range(9)]
 
 
-def test_positions_are_interpolated_from_a_checkpoint(module, tmp_path):
-    models, pathfinder = module("models"), module("sections.pathfinder")
+def test_rotary_positions_turn_a_score_by_the_distance_alone(module):
+    """And by the distance along both axes."""
+    rotated, grid = module("models").rotated, (6, 8)
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 32))
+    q, k = (rotated(jnp.broadcast_to(x, (1, 48, 1, 32)), grid)[0, :, 0].reshape(*grid, 32) for x in (q, k))
+    scores = jnp.einsum("abd,xyd->abxy", q, k)
+    np.testing.assert_allclose(scores[0, 0, 2, 3], scores[3, 4, 5, 7], rtol=1e-4)
+    np.testing.assert_allclose(scores[2, 3, 0, 1], scores[4, 5, 2, 3], rtol=1e-4)
+    others = np.array([scores[0, 0, 3, 2], scores[0, 0, 2, 4], scores[0, 0, 3, 3], scores[2, 3, 0, 0]])
+    assert np.abs(others - scores[0, 0, 2, 3]).min() > 0.05
+    np.testing.assert_allclose(jnp.linalg.norm(q, axis=-1), jnp.linalg.norm(q[0, 0]), rtol=1e-5)
+
+
+def test_the_weights_of_a_checkpoint_serve_every_size(module, tmp_path):
+    training, pathfinder = module("training"), module("sections.pathfinder")
+    small, large = (dataclasses.replace(pathfinder.make_config(32, True), grid=(side, side)) for side in (8, 16))
+    trainer = training.Trainer(small, training.label)
+    pathfinder.save(trainer, tmp_path / "weights.npz")
+    other = training.Trainer(large, training.label, seed=1)
+    loaded = pathfinder.loaded(tmp_path / "weights.npz", other.weights)
+    assert jax.tree.structure(loaded) == jax.tree.structure(other.weights)
+    for old, new, shape in zip(*map(jax.tree.leaves, (trainer.weights, loaded, other.weights)), strict=True):
+        np.testing.assert_array_equal(old, new)
+        assert new.shape == shape.shape
+
+
+def test_neither_padding_nor_background_tells_the_class(module):
+    models = module("models")
     config = small(models)
-    _, weights = nnx.split(models.Transformer(config, nnx.Rngs(0)))
-    _, larger = nnx.split(models.Transformer(dataclasses.replace(config, grid=(8, 16)), nnx.Rngs(1)))
-    np.savez(tmp_path / "weights.npz", *jax.tree.leaves(weights))
-    stretched = pathfinder.interpolated(tmp_path / "weights.npz", larger)
-    assert jax.tree.structure(stretched) == jax.tree.structure(larger)
-    for old, new, expected in zip(*map(jax.tree.leaves, (weights, stretched, larger)), strict=True):
-        assert new.shape == expected.shape
-        if old.shape == new.shape:
-            np.testing.assert_array_equal(old, new)
+    model = models.Transformer(config, nnx.Rngs(0))
+    tokens = jnp.array([[3, 0, 5, 0], [0, 0, 7, 1]])
+    features = jax.random.normal(jax.random.key(0), (2, 4, config.width))
+    padding = models.counted(config, tokens, jnp.array([4, 3]))
+    background = models.counted(dataclasses.replace(config, background=0), tokens, None)
+    assert models.counted(config, tokens, None) is None
+    np.testing.assert_array_equal(background, tokens > 0)
+    np.testing.assert_array_equal(padding, [[True] * 4, [True] * 3 + [False]])
+    for counted in (padding, background):
+        unseen = jnp.where(counted[..., None], features, jnp.nan)
+        expected = [model.classify(row[seen][None])[0] for row, seen in zip(features, counted, strict=True)]
+        np.testing.assert_allclose(model.classify(unseen, counted), expected, rtol=1e-5)
 
 
 def test_steps_of_a_program_are_those_of_several(module):

@@ -2,9 +2,10 @@
 
     python -m benchmarks.paper pathfinder --side 32 --minutes 5 --checkpoint path    # then 64, 128, 256, from there
 
-It learns on small images first. For larger ones its positions are interpolated. The checkpoint is a directory with the
-weights and with what was reached at each stage; a stage goes on from it. Its optimiser begins anew, as its learning
-rate does. Attention is dense up to 128 x 128, and block-sparse for 256 x 256.
+It learns on small images first, and goes on with larger ones: since its positions rotate queries and keys, pixel by
+pixel, its weights do not depend on the size. The checkpoint is a directory with the weights and with what was reached
+at each stage; a stage goes on from it. Its optimiser begins anew, as its learning rate does. Attention is dense up to
+128 x 128, and block-sparse for 256 x 256.
 """
 
 import concurrent.futures
@@ -32,8 +33,6 @@ RATES = {32: 1e-3, 64: 5e-4, 128: 3e-4, 256: 3e-4}  # the larger ones go on from
 LEVELS = 16  # of grey; each level is a token
 TOKENS = 2**18  # in a batch
 TESTED = {32: 10_000, 64: 10_000, 128: 10_000, 256: 2048}  # how many images the test has
-TIMES = {32: 4, 64: 2, 128: 1, 256: 1}  # how often an image is seen, so that the processes keep up with a GPU
-APART = 64  # how many new batches come before a batch is seen again
 CONFIDENCE = 0.99
 ROWS = 16  # how many rows of pixels above and below the block-sparse attention sees in full
 EASIEST = 3  # dashes in a curve of the easiest images
@@ -48,7 +47,7 @@ def run(results: Results, quick: bool, side: int, checkpoint: Path) -> None:
     weights, log = checkpoint / "weights.npz", checkpoint / "stages.json"
     stages: list[Row] = json.loads(log.read_text()) if log.exists() else []
     if stages:
-        trainer.weights = interpolated(weights, trainer.weights)
+        trainer.weights = loaded(weights, trainer.weights)
     batch, tested = (2, 8) if quick else (TOKENS // side**2, TESTED[side])
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         images_per_second = generation_rate(pool, side, batch)
@@ -97,19 +96,18 @@ def make_config(side: int, quick: bool) -> Config:
         grid=(side, side),
         vocabulary=LEVELS,
         classes=2,
-        dropout=0.0,  # an image comes a few times at most
+        background=0,
+        dropout=0.0,  # no image comes twice
+        rotary=True,
         attention="block-sparse" if side == 256 else "flash",
         window=ROWS * side,
     )
 
 
-def interpolated(path: Path, weights: Any) -> Any:
-    """The weights in the file, the tables of positions stretched to as many as there are now."""
-    leaves, structure = jax.tree.flatten(weights)
+def loaded(path: Path, weights: Any) -> Any:
+    """What is in the file, arranged as these weights are."""
     with np.load(path) as saved:
-        loaded = [jnp.asarray(saved[f"arr_{i}"]) for i in range(len(leaves))]
-    fitted = [jax.image.resize(old, new.shape, "linear") for old, new in zip(loaded, leaves, strict=True)]
-    return jax.tree.unflatten(structure, fitted)
+        return jax.tree.unflatten(jax.tree.structure(weights), [jnp.asarray(saved[name]) for name in saved.files])
 
 
 def make_batch(side: int, count: int, seed: list[int], varied: bool) -> Batch:
@@ -122,37 +120,25 @@ def make_batch(side: int, count: int, seed: list[int], varied: bool) -> Batch:
 
 
 def easier(side: int, random: np.random.Generator) -> pathfinder_images.Style:
-    """Between the images of half the size, enlarged, and those of this size; of the smallest, shorter curves."""
+    """Drawn with lines between those of half the size and those of this size; of the smallest, with shorter ones."""
     style, half = pathfinder_images.STYLES[side], pathfinder_images.STYLES.get(side // 2)
     if half is None:
         return style._replace(dashes=int(random.integers(EASIEST, style.dashes)))
-    return style.mixed(half.enlarged(2), random.random())
+    return style.mixed(half, random.random())
 
 
 def stream(pool: concurrent.futures.Executor, side: int, batch: int, stage: int) -> Iterator[Batch]:
-    """Made ahead of time, in the same order whatever the number of processes. A stage has images of its own.
-
-    When an image is seen again, it is turned by 90 degrees.
-    """
+    """Made ahead of time, in the same order whatever the number of processes. A stage has images of its own."""
     seeds = ([TRAINING, stage, number] for number in itertools.count())
-    waiting = deque(pool.submit(make_batch, side, batch, next(seeds), True) for _ in range(2 * PROCESSES))
-    seen: deque[Batch] = deque(maxlen=APART * (TIMES[side] - 1))
+    waiting = deque(pool.submit(make_batch, side, batch, next(seeds), True) for _ in range(4 * PROCESSES))
     try:
         while True:
-            new = waiting.popleft().result()
+            made = waiting.popleft().result()
             waiting.append(pool.submit(make_batch, side, batch, next(seeds), True))
-            yield new
-            for turns, place in enumerate(range(APART, len(seen) + 1, APART), 1):
-                yield turned(seen[-place], side, turns)
-            seen.append(new)
+            yield made
     finally:
         for future in waiting:
             future.cancel()
-
-
-def turned(batch: Batch, side: int, turns: int) -> Batch:
-    images = np.rot90(batch["tokens"].reshape(-1, side, side), turns, (1, 2))
-    return batch | {"tokens": images.reshape(len(images), -1)}
 
 
 def generation_rate(pool: concurrent.futures.Executor, side: int, batch: int) -> float:

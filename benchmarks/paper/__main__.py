@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=pathlib.Path, help="directory of the JSON files")
     parser.add_argument("--minutes", type=float, default=5, help="of a section, from the start of its process")
     parser.add_argument("--side", type=int, choices=(32, 64, 128, 256), default=32, help="pathfinder: of the images")
+    parser.add_argument("--labels-alone", action="store_true", help="pathfinder: no targets for pixels")
     checkpoint = pathlib.Path("pathfinder_checkpoint")
     parser.add_argument("--checkpoint", type=pathlib.Path, default=checkpoint, help="pathfinder: what it goes on from")
     args = parser.parse_args(argv)
@@ -96,7 +97,11 @@ def options_of(args: argparse.Namespace, parser: argparse.ArgumentParser, names:
     """Of a command line: those of these names that are not as they are by default."""
     given = {name: getattr(args, name) for name in names if name != "sections"}
     changed = {name: value for name, value in given.items() if value != parser.get_default(name)}
-    return [x for name, value in changed.items() for x in (f"--{name}", *([] if value is True else [str(value)]))]
+    return [
+        x
+        for name, value in changed.items()
+        for x in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    ]
 
 
 if __name__ == "__main__":

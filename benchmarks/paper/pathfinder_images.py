@@ -55,21 +55,27 @@ class Drawings(NamedTuple):
 
     dashes: np.ndarray  # float32 [images, dashes, 2, (y, x)]: the centre, and a direction of length 1
     curves: np.ndarray  # int [dashes]: which curve a dash is of; 0 and 1 are the long ones
+    counts: np.ndarray  # int [images, dashes]: how many discs are on the curve that a dash is of
     discs: np.ndarray  # [images, 2, (y, x)]
     labels: np.ndarray  # int32 [images]
 
 
-def examples(side: int, count: int, seed: int | list[int], style: Style | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Images, uint8 [count, side, side], and labels, int32 [count]. Without a style, that of the size."""
+class Examples(NamedTuple):
+    images: np.ndarray  # uint8 [images, side, side]
+    targets: np.ndarray  # uint8 [images, side, side]: how many discs are on the curve of a pixel, and 1; 0 on none
+    labels: np.ndarray  # int32 [images]
+
+
+def examples(side: int, count: int, seed: int | list[int], style: Style | None = None) -> Examples:
+    """Without a style, of that of the size."""
     style = style or STYLES[side]
     random = np.random.default_rng(seed)
-    images, labels = np.zeros((0, side, side), np.uint8), np.zeros(0, np.int32)
-    while len(labels) < count:
-        attempts = min(512, max(32, 16 * (count - len(labels))))  # some fifteenth of them become images
+    parts: list[Examples] = []
+    while (missing := count - sum(len(part.labels) for part in parts)) > 0:
+        attempts = min(512, max(32, 16 * missing))  # some fifteenth of them become images
         drawings = plan(side, style, attempts, random)
-        images = np.concatenate([images, draw(side, style, drawings)])
-        labels = np.concatenate([labels, drawings.labels])
-    return images[:count], labels[:count]
+        parts.append(Examples(*draw(side, style, drawings), drawings.labels))
+    return Examples(*(np.concatenate(arrays)[:count] for arrays in zip(*parts, strict=True)))
 
 
 def plan(side: int, style: Style, attempts: int, random: np.random.Generator) -> Drawings:
@@ -92,11 +98,12 @@ def plan(side: int, style: Style, attempts: int, random: np.random.Generator) ->
     labels = random.integers(2, size=len(ends)).astype(np.int32)
     discs = np.where(labels[:, None, None] == 1, same, apart[np.arange(len(ends)), chosen])
 
-    dashes, discs, labels = dashes[kept], discs[kept], labels[kept]
+    dashes, discs, labels, swapped = dashes[kept], discs[kept], labels[kept], swapped[kept]
     curves = np.repeat(np.arange(len(lengths)), lengths)
+    counts = np.where(labels[:, None] == 1, 2 * (curves == swapped[:, None]), curves < 2)
     for distractor in range(2, len(lengths)):
         grow(side, style, dashes, np.flatnonzero(curves == distractor), 1, random)
-    return Drawings(dashes, curves, discs, labels)
+    return Drawings(dashes, curves, counts, discs, labels)
 
 
 def distance(pairs: np.ndarray) -> np.ndarray:
@@ -160,16 +167,22 @@ def sampled(style: Style, dashes: np.ndarray) -> np.ndarray:
     return (dashes[:, :, None, 0] + along * dashes[:, :, None, 1]).reshape(len(dashes), 3 * dashes.shape[1], 2)
 
 
-def draw(side: int, style: Style, drawings: Drawings) -> np.ndarray:
-    """Uint8 [images, side, side], anti-aliased."""
-    images = np.zeros((len(drawings.labels), side, side), np.float32)
-    strokes(images, drawings.dashes, style.dash / 2, style.width / 2)
-    strokes(images, np.stack([drawings.discs, np.zeros_like(drawings.discs)], 2), 0.0, style.radius)
-    return np.round(images * 255).astype(np.uint8)
+def draw(side: int, style: Style, drawings: Drawings) -> tuple[np.ndarray, np.ndarray]:
+    """The images, anti-aliased, and their targets."""
+    covered = np.zeros((len(drawings.labels), side, side), np.float32)
+    strokes(covered, drawings.dashes, style.dash / 2, style.width / 2, drawings.counts)
+    targets = np.ceil(covered)
+    images = covered - np.maximum(targets - 1, 0)
+    discs = np.stack([drawings.discs, np.zeros_like(drawings.discs)], 2)
+    strokes(images, discs, 0.0, style.radius, np.zeros(discs.shape[:2]))
+    return np.round(images * 255).astype(np.uint8), targets.astype(np.uint8)
 
 
-def strokes(images: np.ndarray, dashes: np.ndarray, half: float, radius: float) -> None:
-    """Draws lines of a half length, with round ends of a radius: a pixel is as bright as the line covers it, about."""
+def strokes(images: np.ndarray, dashes: np.ndarray, half: float, radius: float, floors: np.ndarray) -> None:
+    """Draws lines of a half length, with round ends of a radius: a pixel is as bright as the line covers it, about.
+
+    What a line covers is brighter than its floor.
+    """
     image, which = np.nonzero(dashes[..., 0, 0] < FAR)
     centre, direction = np.moveaxis(dashes[image, which], 1, 0)[:, :, None, None]
     reach = int(np.ceil(half + radius + 1))
@@ -177,5 +190,6 @@ def strokes(images: np.ndarray, dashes: np.ndarray, half: float, radius: float) 
     offset = pixels + 0.5 - centre
     along = np.clip((offset * direction).sum(-1, keepdims=True), -half, half)
     covered = np.clip(radius + 0.5 - np.linalg.norm(offset - along * direction, axis=-1), 0, 1)
+    above = np.where(covered > 0, floors[image, which, None, None] + covered, 0)
     y, x = np.clip(pixels, 0, images.shape[1] - 1).transpose(3, 0, 1, 2)  # beyond the border nothing is covered
-    np.maximum.at(images, (image[:, None, None], y, x), covered.astype(np.float32))
+    np.maximum.at(images, (image[:, None, None], y, x), above.astype(np.float32))

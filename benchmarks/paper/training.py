@@ -47,6 +47,16 @@ def label(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(class_logits(model, batch, key), batch["labels"]).mean()
 
 
+def label_and_targets(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
+    """And the mean of the tokens that have a target: one that is not 0."""
+    tokens, targets = batch["tokens"], batch["targets"]
+    features = model(tokens, None, key)
+    of_rows = model.classify(features, counted(model.config, tokens, None))
+    found = optax.softmax_cross_entropy_with_integer_labels
+    of_tokens = found(model.logits(features), targets).mean(where=targets > 0)
+    return found(of_rows, batch["labels"]).mean() + of_tokens
+
+
 def class_logits(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
     lengths = batch.get("lengths")
     return model.classify(model(batch["tokens"], lengths, key), counted(model.config, batch["tokens"], lengths))

@@ -49,9 +49,8 @@ def test_discs_are_connected_as_the_label_says(module, side):
     count = len(drawings.labels)
     assert count >= 3
     scaled = drawings._replace(dashes=dashes, discs=drawings.discs * scale)
-    for drawn, discs, label in zip(
-        images.draw(side * scale, large, scaled), scaled.discs, drawings.labels, strict=True
-    ):
+    drawn_images, _ = images.draw(side * scale, large, scaled)
+    for drawn, discs, label in zip(drawn_images, scaled.discs, drawings.labels, strict=True):
         near = ndimage.distance_transform_edt(drawn < 128) <= scale * (style.gap + 0.3) / 2
         components, _ = ndimage.label(near)
         first, second = (components[tuple(disc.astype(int))] for disc in discs)
@@ -60,11 +59,10 @@ def test_discs_are_connected_as_the_label_says(module, side):
 
 def test_pathfinder_images_are_deterministic_balanced_and_told_by_the_curves_alone(module):
     images = module("pathfinder_images")
-    drawn, labels = images.examples(32, 300, [1, 2])
-    again, same = images.examples(32, 300, [1, 2])
-    other, _ = images.examples(32, 300, [1, 3])
-    np.testing.assert_array_equal(drawn, again)
-    np.testing.assert_array_equal(labels, same)
+    drawn, targets, labels = images.examples(32, 300, [1, 2])
+    for made, again in zip((drawn, targets, labels), images.examples(32, 300, [1, 2]), strict=True):
+        np.testing.assert_array_equal(made, again)
+    other = images.examples(32, 300, [1, 3]).images
     assert not np.array_equal(drawn, other)
     assert drawn.shape == (300, 32, 32) and drawn.dtype == np.uint8 and drawn.max() == 255
     assert abs(labels.mean() - 0.5) < 0.1
@@ -73,6 +71,24 @@ def test_pathfinder_images_are_deterministic_balanced_and_told_by_the_curves_alo
     apart = images.distance(drawings.discs)
     by_distance = [np.mean((apart < limit) == drawings.labels) for limit in np.quantile(apart, np.linspace(0, 1, 9))]
     assert np.abs(np.array(by_distance) - 0.5).max() < 2 / np.sqrt(len(apart))  # four standard deviations
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_targets_of_pixels_say_how_many_discs_are_on_their_curve(module, side):
+    """A curve with both discs, or two curves with one each; and nothing else changes in an image."""
+    images = module("pathfinder_images")
+    style = images.STYLES[side]
+    drawings = images.plan(side, style, 100, np.random.default_rng(0))
+    drawn, targets = images.draw(side, style, drawings)
+    of_discs = np.where(drawings.labels == 1, 2, 1)
+    for target, discs, count in zip(targets, drawings.discs.astype(int), of_discs, strict=True):
+        assert all(target[y, x] == count + 1 for y, x in discs)
+        assert set(np.unique(target)) == {0, 1, count + 1}
+    drawn_alike, _ = images.draw(side, style, drawings._replace(counts=np.zeros_like(drawings.counts)))
+    np.testing.assert_array_equal(drawn, drawn_alike)
+    with_discs = np.where((drawings.counts > 0)[..., None, None], drawings.dashes, images.FAR)
+    _, alone = images.draw(side, style, drawings._replace(dashes=with_discs))
+    np.testing.assert_array_equal(alone > 0, targets > 1)
 
 
 def test_no_room_for_any_image(module):

@@ -6,6 +6,8 @@ It learns on small images first, and goes on with larger ones: since its positio
 pixel, its weights do not depend on the size. The checkpoint is a directory with the weights and with what was reached
 at each stage; a stage goes on from it. Its optimiser begins anew, as its learning rate does. Attention is dense up to
 128 x 128, and block-sparse for 256 x 256.
+
+In training, each pixel of a curve has a target, too: how many discs lie on its curve. `--labels-alone` goes without.
 """
 
 import concurrent.futures
@@ -27,7 +29,7 @@ import numpy as np
 from .. import pathfinder_images
 from ..models import Config, block_mask
 from ..results import Results, Row
-from ..training import Batch, Trainer, label, train
+from ..training import Batch, Trainer, label, label_and_targets, train
 
 RATES = {32: 1e-3, 64: 5e-4, 128: 3e-4, 256: 3e-4}  # the larger ones go on from what was learned
 LEVELS = 16  # of grey; each level is a token
@@ -41,9 +43,9 @@ PROCESSES = max(1, (os.cpu_count() or 1) - 2)  # that make images; the other cor
 SHARE = 0.8  # of the minutes is spent on training; the rest is for compilation and for the test
 
 
-def run(results: Results, quick: bool, side: int, checkpoint: Path) -> None:
+def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint: Path) -> None:
     config = make_config(side, quick)
-    trainer = Trainer(config, label)
+    trainer = Trainer(config, label if labels_alone else label_and_targets)
     weights, log = checkpoint / "weights.npz", checkpoint / "stages.json"
     stages: list[Row] = json.loads(log.read_text()) if log.exists() else []
     if stages:
@@ -55,6 +57,7 @@ def run(results: Results, quick: bool, side: int, checkpoint: Path) -> None:
         losses = list(train(trainer, stream(pool, side, batch, len(stages)), RATES[side], seconds=seconds))
         stage: Row = {
             "side": side,
+            "targets": not labels_alone,
             "length": config.length,
             "attention": config.attention,
             "kept_blocks": float(block_mask(config).kept) if config.attention == "block-sparse" else 1.0,
@@ -115,8 +118,9 @@ def make_batch(side: int, count: int, seed: list[int], varied: bool) -> Batch:
     random = np.random.default_rng(seed)
     easy = varied and random.random() < 0.5
     style = easier(side, random) if easy else pathfinder_images.STYLES[side]
-    images, labels = pathfinder_images.examples(side, count, seed, style)
-    return {"tokens": (images // (256 // LEVELS)).reshape(count, -1), "labels": labels}
+    images, targets, labels = pathfinder_images.examples(side, count, seed, style)
+    tokens = images // (256 // LEVELS)
+    return {"tokens": tokens.reshape(count, -1), "targets": targets.reshape(count, -1), "labels": labels}
 
 
 def easier(side: int, random: np.random.Generator) -> pathfinder_images.Style:

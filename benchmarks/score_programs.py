@@ -7,7 +7,7 @@ Every call of a row is timed in turn in one process: the program, the plain call
 causal), the built-in feature where there is one, and attention that materialises the matrix under XLA, with the same
 function mapped over it; on a GPU, where PyTorch is installed, its FlexAttention too. The backward gives the gradients
 of q, k, v and of what a program captures ("table's gradient", "bias and its gradient"); elsewhere captured arrays are
-constants. Ratios are medians of those of the same round.
+constants. Ratios are medians of those of the same round. What does not fit into memory is left out.
 
 On a GPU also how long it takes to find out which blocks a mask_mod leaves empty or full, at N=65536: a forward, of one
 head, with documents that no query and key share, so that nothing else is left to do.
@@ -131,13 +131,7 @@ def main() -> None:
     for name, dim in track([(name, dim) for dim in args.head_dims for name in args.rows], "Measuring programs"):
         heads = 2048 // dim if on_gpu else 8
         size = Size(4 if on_gpu else 1, heads, args.length, dim, "bfloat16" if on_gpu else "float32")
-        by_pass = calls_of(ROWS[name], size)
-        for pass_, way, call in flex.calls(name, *size[:4]) if use_flex else ():
-            by_pass[pass_][way] = call
-        for pass_, calls in by_pass.items():
-            times = time(calls)
-            rates = {call: measure.rate(flops(size, pass_, ROWS[name]), its) for call, its in times.items()}
-            rows.append({"program": name, "pass": pass_, "size": size._asdict(), "gflops": rates, "seconds": times})
+        rows += measured(name, size, time, use_flex)
     environment = measure.environment(["jax-flash", "jax", "jaxlib", "numpy", "torch", "triton"])
     output = args.output or measure.RESULTS / f"score_programs_{'gpu' if on_gpu else 'cpu'}.json"
     results: dict[str, Any] = {"environment": environment, "rows": rows}
@@ -147,6 +141,19 @@ def main() -> None:
     measure.save(output, results)
     show(rows)
     print(f"Written: {output}")
+
+
+def measured(name: str, size: Size, time: Callable[..., Any], use_flex: bool) -> list[dict[str, Any]]:
+    """A row of the results for each pass. What it took of the memory is free again afterwards."""
+    by_pass = calls_of(ROWS[name], size)
+    for pass_, way, call in flex.calls(name, *size[:4]) if use_flex else ():
+        by_pass[pass_][way] = call
+    rows = []
+    for pass_, calls in by_pass.items():
+        times = time(calls)
+        rates = {call: measure.rate(flops(size, pass_, ROWS[name]), its) for call, its in times.items()}
+        rows.append({"program": name, "pass": pass_, "size": size._asdict(), "gflops": rates, "seconds": times})
+    return rows
 
 
 def flops(size: Size, pass_: str, row: Row) -> float:
@@ -163,15 +170,24 @@ def calls_of(row: Row, size: Size) -> dict[str, dict[str, Callable[[], object]]]
     ways: dict[str, Callable[..., jax.Array]] = {
         "program": lambda q, k, v, arrays: fused(q, k, v, row.program(arrays)),
         "plain": lambda q, k, v, arrays: fused(q, k, v, {"is_causal": row.causal}),
-        "XLA": lambda q, k, v, arrays: materialised(q, k, v, row.program(arrays)),
     }
     if row.built_in is not None:
         built_in = row.built_in
         ways["built-in"] = lambda q, k, v, arrays: fused(q, k, v, built_in(arrays))
+    ways["XLA"] = lambda q, k, v, arrays: materialised(q, k, v, row.program(arrays))  # beside what the others keep
     calls: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "backward": {}}
     for name, way in ways.items():
         moving = row.differentiated and name != "plain"
-        calls["forward"][name], calls["backward"][name] = both_passes(way, inputs, arrays, moving)
+        try:
+            forward, backward = both_passes(way, inputs, arrays, moving)
+            for call in (forward, backward):
+                measure.sample(call, measure.WARM_UP)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            print(f"There is no memory for {name}.")
+        else:
+            calls["forward"][name], calls["backward"][name] = forward, backward
     return calls
 
 

@@ -8,6 +8,7 @@ at each stage; a stage goes on from it. Its optimiser begins anew, as its learni
 128 x 128, and block-sparse for 256 x 256.
 
 In training, each pixel of a curve has a target, too: how many discs lie on its curve. `--labels-alone` goes without.
+The file of results has the stages of each checkpoint.
 """
 
 import concurrent.futures
@@ -56,6 +57,7 @@ def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint
         seconds = 1 if quick else SHARE * results.seconds_left()
         losses = list(train(trainer, stream(pool, side, batch, len(stages)), RATES[side], seconds=seconds))
         stage: Row = {
+            "checkpoint": checkpoint.name,
             "side": side,
             "targets": not labels_alone,
             "length": config.length,
@@ -78,7 +80,7 @@ def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint
         stage |= trainer.accuracy((test.result() for test in tests), CONFIDENCE)
     measure.save(log, stages)
     results.begin()
-    results.rows = stages
+    results.rows = [row for row in results.rows if row["checkpoint"] != checkpoint.name] + stages
     results.save()
 
 

@@ -93,17 +93,19 @@ def gpt2_curves(results: dict[str, Any]) -> Any:
 
 
 def pathfinder(results: dict[str, Any]) -> Any:
-    """The training loss of each stage against the share of its steps, beside that of a guess."""
-    count = len(results["rows"])
-    figure, (axes,) = plt.subplots(1, count, figsize=(12, 3), sharey=True, squeeze=False, layout="constrained")
-    for axis, row in zip(axes, results["rows"], strict=True):
+    """The training loss of each stage; beside it that of a guess, where it is the label's alone."""
+    rows = results["rows"]
+    figure, axes = plt.subplots(1, len(rows), figsize=(12, 3), squeeze=False, layout="constrained")
+    for axis, row in zip(axes[0], rows, strict=True):
         losses = row["training"]
         steps = [row["steps"] * (n + 1) / len(losses) for n in range(len(losses))]
-        axis.axhline(math.log(2), color="grey", linestyle=":", label="a guess")
         axis.plot(steps, losses, linewidth=1)
-        axis.set(title=f"{row['side']} × {row['side']}, N = {row['length']}", xlabel="steps", ylim=(0.6, 0.76))
-    axes[0].set_ylabel("loss, mean of some steps")
-    axes[0].legend()
+        if not row["targets"]:
+            axis.axhline(math.log(2), color="grey", linestyle=":", label="a guess")
+            axis.legend()
+        learned = "pixels, labels" if row["targets"] else "labels alone"
+        axis.set(title=f"{row['side']} × {row['side']}\n{learned}", xlabel="steps", ylim=(0, 0.8 + row["targets"]))
+    axes[0][0].set_ylabel("loss, mean of some steps")
     return figure
 
 

@@ -517,12 +517,14 @@ def accuracy(row: Row) -> str:
 
 @shows("paper_pathfinder")
 def paper_pathfinder(results: Results) -> str:
-    """A line for each stage, in their order, since a stage goes on from the one before."""
+    """A line for each stage, in their order, since a stage goes on from the one before of its checkpoint."""
     paper = {32: "72.7", 128: "61.4 (Path-X)", 256: "63.1 (Path-256)"}
     return table(
         [
             "images",
+            "learned from",
             "attention",
+            "GPU",
             "steps",
             "1000 images seen",
             "minutes",
@@ -533,7 +535,9 @@ def paper_pathfinder(results: Results) -> str:
         (
             [
                 f"{row['side']} × {row['side']}, N = {row['length']}",
+                "pixels and labels" if row["targets"] else "labels alone",
                 f"{ATTENTIONS[row['attention']]}, {100 * row['kept_blocks']:.0f}% of the blocks",
+                row["device"],
                 str(row["steps"]),
                 number(row["images_seen"] / 1e3, 1),
                 number(row["seconds"] / 60, 1),

@@ -58,6 +58,7 @@ def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint
         losses = list(train(trainer, stream(pool, side, batch, len(stages)), RATES[side], seconds=seconds))
         stage: Row = {
             "checkpoint": checkpoint.name,
+            "device": jax.devices()[0].device_kind,
             "side": side,
             "targets": not labels_alone,
             "length": config.length,

@@ -77,6 +77,10 @@ def causal(arrays: Arrays) -> Options:
     return {"mask_mod": lambda batch, head, query, key: key <= query}
 
 
+def prefix(arrays: Arrays) -> Options:
+    return {"mask_mod": lambda batch, head, query, key: (key <= query) | (key < 128)}
+
+
 def documents(arrays: Arrays) -> Options:
     ids = arrays["ids"]
     return {"mask_mod": lambda batch, head, query, key: ids[query] == ids[key]}
@@ -111,6 +115,7 @@ ROWS = {
     "bias [1, N, T, S]": Row(biased, bias, lambda arrays: {"bias": arrays["bias"]}),
     "bias and its gradient": Row(biased, bias, lambda arrays: {"bias": arrays["bias"]}, differentiated=True),
     "causal": Row(causal, built_in=lambda arrays: {"is_causal": True}, causal=True),
+    "causal, and a prefix": Row(prefix, causal=True),
     "documents": Row(documents, eight_documents, by_segments),
 }
 

@@ -378,6 +378,9 @@ def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mo
                 if found is not None:
                     problem, operands = found
                     continue
+            elif (bounds := features.window_of(traced)) is not None:
+                problem = _with_window(problem, *bounds)
+                continue
             if not traced.changes_nothing:
                 programs[name] = traced
                 arrays += captured
@@ -408,6 +411,20 @@ def _with_feature(
     if problem.soft_cap or not least <= cap <= most:
         return None
     return dataclasses.replace(problem, soft_cap=cap), operands
+
+
+def _with_window(problem: Problem, left: int, right: int) -> Problem:
+    """The same with what is visible in this window alone; -1: unbounded."""
+
+    def narrower(first: int, second: int) -> int:
+        return max(first, second) if min(first, second) < 0 else min(first, second)
+
+    return dataclasses.replace(
+        problem,
+        causal=problem.causal or right == 0,
+        window_left=narrower(problem.window_left, left),
+        window_right=problem.window_right if right == 0 else narrower(problem.window_right, right),
+    )
 
 
 def _with_mask_of_function(

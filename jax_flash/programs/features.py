@@ -1,4 +1,4 @@
-"""Score programs that are a feature of the kernels, written out: a soft cap, or a bias.
+"""Score programs that are a feature of the kernels, written out: a soft cap, a bias, a causal mask, or a window.
 
 The kernels do these faster than they run programs, with the same values and derivatives. A function that does more is
 left as it is, since few kernels do a feature and a program together.
@@ -17,6 +17,8 @@ from jax import lax
 from jax_flash.programs.program import INDICES, Program, Sizes
 
 Expression = tuple[Any, ...]  # an operation and its fields: expressions, or what stands in the code
+SIDES = "left", "right"
+FARTHEST = 2**30  # of larger numbers sums with an index could wrap
 
 
 def feature_of(
@@ -53,6 +55,55 @@ def _bias(x: jax.Array, places: list[Expression], sizes: Sizes) -> jax.Array | N
     x = x[tuple(int(at[1]) if at[0] == "const.i" else slice(size[at[0]]) for at in places)]
     x = lax.transpose(x, [names.index(name) for name in INDICES if name in names])
     return lax.expand_dims(x, [i for i, name in enumerate(INDICES) if name not in names])
+
+
+def window_of(program: Program) -> tuple[int, int] | None:
+    """(left, right), -1 for no bound, of a mask_mod that bounds query - key by numbers; None of any other.
+
+    A causal mask has 0 on its right.
+    """
+    bounds = None if program.refusal else _bounds(_expression(program.text))
+    if bounds is None or any(distance < 0 for _, distance in bounds):
+        return None
+    left, right = (min((distance for side, distance in bounds if side == wanted), default=-1) for wanted in SIDES)
+    return left, right
+
+
+def _bounds(mask: Expression) -> list[tuple[str, int]] | None:
+    """What each comparison says: how far away keys may be, and on which side; None if it says anything else."""
+    match mask:
+        case ("and.b", first, second):
+            one, other = _bounds(first), _bounds(second)
+            return None if one is None or other is None else one + other
+        case ("not.b", ("lt.i" | "le.i" as op, first, second)):
+            return _bounds(("le.i" if op == "lt.i" else "lt.i", second, first))
+        case ("lt.i" | "le.i" as op, ("abs.i", x), most):
+            return _bounds(("and.b", (op, x, most), (op, ("sub.i", ("const.i", "0"), x), most)))
+        case ("lt.i" | "le.i" as op, less, more):
+            difference = _linear(("sub.i", more, less))
+            if difference is not None:
+                query, key, constant = difference
+                distance = constant - (op == "lt.i")
+                if (query, key) in ((1, -1), (-1, 1)):
+                    return [("right" if query == 1 else "left", distance)]
+    return None
+
+
+def _linear(x: Expression) -> tuple[int, int, int] | None:
+    """(a, b, c) of a · query + b · key + c; None of any other number."""
+    match x:
+        case ("query",):
+            return 1, 0, 0
+        case ("key",):
+            return 0, 1, 0
+        case ("const.i", number) if abs(int(number)) < FARTHEST:
+            return 0, 0, int(number)
+        case ("add.i" | "sub.i" as op, first, second):
+            left, right = _linear(first), _linear(second)
+            if left is not None and right is not None:
+                a, b, c = (x + y if op == "add.i" else x - y for x, y in zip(left, right, strict=True))
+                return a, b, c
+    return None
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,5 @@
-"""A score_mod that is a soft cap or a bias and nothing else is what the kernels have as a feature."""
+"""A score_mod that is a soft cap or a bias and nothing else is what the kernels have as a feature; a mask_mod that is a
+causal mask or a window, too."""
 
 import functools
 
@@ -22,7 +23,7 @@ def array(*shape):
     return np.random.default_rng(3).normal(size=shape).astype("float32")
 
 
-def described(score_mod, T=T, **options):
+def described(score_mod=None, T=T, **options):
     shapes = (B, T, N, 8), (B, S, 2, 8), (B, S, 2, 8)
     return Problem.of(*(jax.ShapeDtypeStruct(x, "float32") for x in shapes), score_mod=score_mod, **options)
 
@@ -136,3 +137,100 @@ def test_transformations():
 
     found, expected = results("flash"), results("xla")
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, expected)
+
+
+# The function, and how far to the left and to the right a query sees: -1 for everything.
+WINDOWS = {
+    "causal": (lambda b, h, q, k: k <= q, -1, 0),
+    "causal, from the query": (lambda b, h, q, k: q >= k, -1, 0),
+    "causal, by the distance": (lambda b, h, q, k: q - k >= 0, -1, 0),
+    "causal, negated": (lambda b, h, q, k: ~(k > q), -1, 0),
+    "not what lies behind": (lambda b, h, q, k: jnp.logical_not(q > k), 0, -1),
+    "less than": (lambda b, h, q, k: k < q + 1, -1, 0),
+    "and the next ones": (lambda b, h, q, k: k - q < 4, -1, 3),
+    "sliding": (lambda b, h, q, k: (k <= q) & (q - k < 7), 6, 0),
+    "sliding, the last keys": (lambda b, h, q, k: (k > q - 7) & (q >= k), 6, 0),
+    "both sides": (lambda b, h, q, k: jnp.abs(q - k) <= 5, 5, 5),
+    "both sides, less than": (lambda b, h, q, k: abs(k - q) < 5, 4, 4),
+    "negated distances": (lambda b, h, q, k: (-k >= -q - 2) & (k + 3 >= q), 3, 2),
+    "the narrower one": (lambda b, h, q, k: (q - k <= 9) & ((k <= q + 4) & (q - k <= 3)), 3, 4),
+    "of a function that is jitted": (jax.jit(lambda b, h, q, k: (k <= q) & (q - k <= np.int32(2))), 2, 0),
+    "itself": (lambda b, h, q, k: (q - k <= 0) & (k <= q), 0, 0),
+}
+
+
+def extent(problem):
+    return problem.window_left, 0 if problem.causal else problem.window_right
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_window(name):
+    mask_mod, left, right = WINDOWS[name]
+    problem = described(mask_mod=mask_mod)
+    assert problem.mask_mod is None and problem.captured == ()
+    assert extent(problem) == (left, right) and problem.causal == (right == 0)
+    made = (Mod("mask_mod", lambda: mask_mod, ()),)
+    check(CASE(), lambda: made, "flash")
+    check(CASE(T=S, S=T, offset=True, segments=True, dropout=0.3), lambda: made, "flash")
+
+
+def test_a_window_beside_others():
+    """The narrower one on each side."""
+    both, ahead = (lambda b, h, q, k: abs(q - k) <= 5), (lambda b, h, q, k: k <= q + 2)
+    assert extent(described(mask_mod=both, is_causal=True)) == (5, 0)
+    assert extent(described(mask_mod=both, local_window_size=(3, 9))) == (3, 5)
+    assert extent(described(mask_mod=ahead, local_window_size=(3, 9))) == (3, 2)
+    assert extent(described(mask_mod=ahead, is_causal=True)) == (-1, 0)
+    assert extent(described(mask_mod=WINDOWS["causal"][0], local_window_size=(3, 9))) == (3, 0)
+    wider = described(mask_mod=both, local_window_size=(3, 9), score_mod=LEFT_ALONE["for keys alone"], query_offset=2)
+    assert extent(wider) == (3, 5) and wider.mask_mod is None and wider.score_mod is not None
+    case = CASE(causal=True)
+    check(case, lambda: (Mod("mask_mod", lambda: both, ()),), "flash")
+
+
+WIDTH = jnp.int32(5)
+OTHER_MASKS = {
+    "strictly before": lambda b, h, q, k: k < q,
+    "far away alone": lambda b, h, q, k: q - k >= 5,
+    "before the window": lambda b, h, q, k: (q - k <= 9) & (q - k >= 2),
+    "one or the other": lambda b, h, q, k: (k <= q) | (k < 5),
+    "a width that is an array": lambda b, h, q, k: abs(q - k) <= WIDTH,
+    "of each head": lambda b, h, q, k: q - k <= h,
+    "dilated": lambda b, h, q, k: (k <= q) & (k % 2 == 0),
+    "keys alone": lambda b, h, q, k: k < 9,
+    "queries alone": lambda b, h, q, k: q < 9,
+    "the sum": lambda b, h, q, k: q + k < 20,
+    "twice as far": lambda b, h, q, k: 2 * q >= k,
+    "not both": lambda b, h, q, k: ~((k > q) & (q - k < 5)),
+    "equal": lambda b, h, q, k: q == k,
+    "numbers that wrap": lambda b, h, q, k: q - k + np.int32(2**31 - 4) >= 0,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MASKS)
+def test_other_masks_stay_programs(name):
+    problem = described(mask_mod=OTHER_MASKS[name])
+    assert problem.mask_mod is not None and extent(problem) == (-1, -1)
+
+
+@pytest.mark.parametrize("transform", ["jit", "vmap", "sharded"])
+def test_windows_under_transformations(transform):
+    q, k, v = (jnp.asarray(array(B, n, 2, 8)) for n in (T, S, S))
+
+    def loss(q, k, v, **options):
+        return (jax_flash.dot_product_attention(q, k, v, implementation="flash", **options) ** 2).sum()
+
+    def gradients(**options):
+        f = jax.grad(lambda *x: loss(*x, **options), (0, 1, 2))
+        if transform == "jit":
+            return jax.jit(f)(q, k, v)
+        if transform == "vmap":
+            return jax.vmap(f)(q, k, v)
+        mesh = jax.make_mesh((B,), ("data",), devices=jax.devices()[:B]) if len(jax.devices()) >= B else None
+        if mesh is None:
+            pytest.skip("there are too few devices")
+        place = jax.sharding.NamedSharding(mesh, jax.P("data"))
+        return jax.jit(f)(*(jax.device_put(x, place) for x in (q, k, v)))
+
+    found, expected = gradients(mask_mod=WINDOWS["sliding"][0]), gradients(is_causal=True, local_window_size=(6, 0))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

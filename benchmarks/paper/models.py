@@ -124,7 +124,7 @@ def rotated(x: jax.Array, grid: tuple[int, ...]) -> jax.Array:
     They do not depend on the size of the grid, so that what is learned on a small one is of use on a larger one.
     """
     count = x.shape[-1] // (2 * len(grid))
-    frequencies = LONGEST ** (-jnp.arange(count) / count)
+    frequencies = LONGEST ** -jnp.linspace(0, 1, count)
     places = jnp.stack(jnp.meshgrid(*map(jnp.arange, grid), indexing="ij"), -1)
     angles = (places[..., None] * frequencies).reshape(-1, 1, x.shape[-1] // 2)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -1,17 +1,23 @@
 """Pathfinder (Linsley et al. 2018, arXiv 1805.08315; Long Range Arena): do two discs lie on the same dashed curve?
 
-An image has two long curves and shorter ones that distract. With label 1 the discs are the ends of one of the long
-curves, with label 0 an end of each. The geometry is drawn before the label is, and is kept only if both pairs of discs
-are about as far apart, so that their distance does not tell the label.
+An image has two long curves and shorter ones that distract. A disc is on the first dash of a long curve, the other one
+on the last dash of the same curve with label 1, and of the other curve with label 0. Where the discs are, how far
+apart, and in which directions their dashes point, should not tell the label. So where these make one label likelier
+than the other, some of its images are left out, until both are as likely.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy.special
 
 TRIES = 4  # how often a long curve is begun in an image before the image is given up
 CANDIDATES = 12  # how many places for the next dash are looked at; the first that has room is taken
 FAR = 1e6  # the place of dashes that are not drawn
+POOL = 2048  # how many images are begun together: what their discs tell is found from those that have room
+STEPS = 10  # of Newton's method
+PENALTY = 3.0  # of the squares of a regression's weights
 
 
 class Style(NamedTuple):
@@ -55,9 +61,12 @@ class Drawings(NamedTuple):
 
     dashes: np.ndarray  # float32 [images, dashes, 2, (y, x)]: the centre, and a direction of length 1
     curves: np.ndarray  # int [dashes]: which curve a dash is of; 0 and 1 are the long ones
-    counts: np.ndarray  # int [images, dashes]: how many discs are on the curve that a dash is of
-    discs: np.ndarray  # [images, 2, (y, x)]
-    labels: np.ndarray  # int32 [images]
+    discs: np.ndarray  # int [images, 2]: which long curve the first disc begins, and which the second one ends
+    places: np.ndarray  # [images, 2, (y, x)]: of the discs
+
+    @property
+    def labels(self) -> np.ndarray:
+        return (self.discs[:, 0] == self.discs[:, 1]).astype(np.int32)
 
 
 class Examples(NamedTuple):
@@ -71,43 +80,75 @@ def examples(side: int, count: int, seed: int | list[int], style: Style | None =
     style = style or STYLES[side]
     random = np.random.default_rng(seed)
     parts: list[Examples] = []
-    while (missing := count - sum(len(part.labels) for part in parts)) > 0:
-        attempts = min(512, max(32, 16 * missing))  # some fifteenth of them become images
-        drawings = plan(side, style, attempts, random)
+    while sum(len(part.labels) for part in parts) < count:
+        drawings = plan(side, style, random)
         parts.append(Examples(*draw(side, style, drawings), drawings.labels))
     return Examples(*(np.concatenate(arrays)[:count] for arrays in zip(*parts, strict=True)))
 
 
-def plan(side: int, style: Style, attempts: int, random: np.random.Generator) -> Drawings:
-    """Of as many images as there is room for among so many attempts."""
+def plan(side: int, style: Style, random: np.random.Generator) -> Drawings:
+    """Of those images of a pool that have room, and are not left out for what their discs tell."""
     lengths = [style.dashes] * 2 + [max(2, style.dashes // 2)] * style.distractors
-    dashes = np.full((attempts, sum(lengths), 2, 2), FAR, np.float32)
+    dashes = np.full((POOL, sum(lengths), 2, 2), FAR, np.float32)
     first, second = np.split(np.arange(2 * style.dashes), 2)
     for curve in (first, second):
         dashes = dashes[grow(side, style, dashes, curve, TRIES, random)]
+    if not len(dashes):
+        raise ValueError(f"images of {side} x {side} pixels have no room for two curves as in {style}")
 
-    ends = dashes[:, [first[0], first[-1], second[0], second[-1]], 0].reshape(-1, 2, 2, 2)
-    swapped = random.random(len(ends)) < 0.5
-    ends[swapped] = ends[swapped, ::-1]
-    same = ends[:, 0]
-    apart = np.stack([np.stack([ends[:, 0, i], ends[:, 1, j]], 1) for i in (0, 1) for j in (0, 1)], 1)
-    # Distances in the same interval are as frequent with either label.
-    near, far = (np.floor(distance(pairs) / (side / 16)) for pairs in (same[:, None], apart))
-    alike = near == far
-    kept, chosen = alike.any(1), alike.argmax(1)
-    labels = random.integers(2, size=len(ends)).astype(np.int32)
-    discs = np.where(labels[:, None, None] == 1, same, apart[np.arange(len(ends)), chosen])
+    def ends(discs: np.ndarray) -> np.ndarray:
+        """The dashes with the discs: [images, 2, 2, (y, x)]."""
+        numbers = np.stack([first[0] + style.dashes * discs[:, 0], first[-1] + style.dashes * discs[:, 1]], 1)
+        return dashes[np.arange(len(dashes))[:, None], numbers]
 
-    dashes, discs, labels, swapped = dashes[kept], discs[kept], labels[kept], swapped[kept]
+    every = np.concatenate(
+        [surroundings(side, ends(np.full((len(dashes), 2), x))) for x in ([0, 0], [1, 1], [0, 1], [1, 0])]
+    )
+    # An image stays with a probability that is the odds against its label, at most 1.
+    odds = log_odds(every, np.arange(len(every)) < len(every) // 2)
+    discs = random.integers(2, size=(len(dashes), 2))
+    likelier = odds(surroundings(side, ends(discs))) * np.where(discs[:, 0] == discs[:, 1], 1, -1)
+    kept = np.log(random.random(len(dashes))) < -likelier
+    places, dashes, discs = ends(discs)[kept, :, 0], dashes[kept], discs[kept]
     curves = np.repeat(np.arange(len(lengths)), lengths)
-    counts = np.where(labels[:, None] == 1, 2 * (curves == swapped[:, None]), curves < 2)
     for distractor in range(2, len(lengths)):
         grow(side, style, dashes, np.flatnonzero(curves == distractor), 1, random)
-    return Drawings(dashes, curves, counts, discs, labels)
+    return Drawings(dashes, curves, discs, places)
 
 
-def distance(pairs: np.ndarray) -> np.ndarray:
-    return np.linalg.norm(pairs[..., 0, :] - pairs[..., 1, :], axis=-1)
+def surroundings(side: int, ends: np.ndarray) -> np.ndarray:
+    """What can be seen of discs without following a curve, whatever way an image is turned or mirrored: [images, 10].
+
+    From their dashes [images, 2, 2, (y, x)]: how far apart they are, where the dashes point as seen from the line
+    between them, and how far each disc, and the middle between them, is from the middle of the image.
+    """
+    places, directions = ends[:, :, 0] / side - 0.5, ends[:, :, 1] * [[1], [-1]]
+    line = places[:, 1] - places[:, 0]
+    apart = np.linalg.norm(line, axis=-1, keepdims=True)
+    y, x = np.moveaxis(line / apart, -1, 0)[:, :, None]
+    along = directions[..., 0] * y + directions[..., 1] * x
+    across = directions[..., 0] * x - directions[..., 1] * y
+    across = across * np.sign(across[:, :1])
+    middle = np.linalg.norm(places.mean(1), axis=-1, keepdims=True)
+    return np.concatenate([apart, along, across, middle, np.sort(np.abs(places), axis=-1).reshape(-1, 4)], 1)
+
+
+def log_odds(features: np.ndarray, labels: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Of label 1, as a function of features: a logistic regression on them, their squares and their products."""
+    mean, deviation = features.mean(0), features.std(0)
+
+    def terms(features: np.ndarray) -> np.ndarray:
+        x = (features - mean) / deviation
+        products = [x[:, i : i + 1] * x[:, i:] for i in range(x.shape[1])]
+        return np.concatenate([np.ones((len(x), 1)), x, *products], 1)
+
+    x = terms(features)
+    weights = np.zeros(x.shape[1])
+    for _ in range(STEPS):
+        likely = scipy.special.expit(x @ weights)
+        curvature = (x.T * (likely * (1 - likely))) @ x + PENALTY * np.eye(len(weights))
+        weights -= np.linalg.solve(curvature, x.T @ (likely - labels) + PENALTY * weights)
+    return lambda features: terms(features) @ weights
 
 
 def grow(
@@ -169,20 +210,21 @@ def sampled(style: Style, dashes: np.ndarray) -> np.ndarray:
 
 def draw(side: int, style: Style, drawings: Drawings) -> tuple[np.ndarray, np.ndarray]:
     """The images, anti-aliased, and their targets."""
-    covered = np.zeros((len(drawings.labels), side, side), np.float32)
-    strokes(covered, drawings.dashes, style.dash / 2, style.width / 2, drawings.counts)
-    targets = np.ceil(covered)
-    images = covered - np.maximum(targets - 1, 0)
-    discs = np.stack([drawings.discs, np.zeros_like(drawings.discs)], 2)
-    strokes(images, discs, 0.0, style.radius, np.zeros(discs.shape[:2]))
-    return np.round(images * 255).astype(np.uint8), targets.astype(np.uint8)
+    images = np.zeros((len(drawings.dashes), side, side), np.float32)
+    targets = np.zeros(images.shape, np.uint8)
+    counts = (drawings.discs[:, :, None] == drawings.curves).sum(1)  # [images, dashes]: discs on the curve of a dash
+    dash, pixels, covered = strokes(side, drawings.dashes, style.dash / 2, style.width / 2)
+    np.maximum.at(images, pixels, covered)
+    np.maximum.at(targets, pixels, np.where(covered > 0, counts[dash][:, None, None] + 1, 0).astype(np.uint8))
+    places = np.stack([drawings.places, np.zeros_like(drawings.places)], 2)
+    _, pixels, covered = strokes(side, places, 0.0, style.radius)
+    np.maximum.at(images, pixels, covered)
+    return np.round(images * 255).astype(np.uint8), targets
 
 
-def strokes(images: np.ndarray, dashes: np.ndarray, half: float, radius: float, floors: np.ndarray) -> None:
-    """Draws lines of a half length, with round ends of a radius: a pixel is as bright as the line covers it, about.
-
-    What a line covers is brighter than its floor.
-    """
+def strokes(side: int, dashes: np.ndarray, half: float, radius: float) -> tuple[Any, Any, np.ndarray]:
+    """Of lines of a half length, with round ends of a radius: which lines there are (image, number), the pixels around
+    each (image, y, x), and how much of a pixel the line covers, about: float32 [lines, rows, columns]."""
     image, which = np.nonzero(dashes[..., 0, 0] < FAR)
     centre, direction = np.moveaxis(dashes[image, which], 1, 0)[:, :, None, None]
     reach = int(np.ceil(half + radius + 1))
@@ -190,6 +232,5 @@ def strokes(images: np.ndarray, dashes: np.ndarray, half: float, radius: float, 
     offset = pixels + 0.5 - centre
     along = np.clip((offset * direction).sum(-1, keepdims=True), -half, half)
     covered = np.clip(radius + 0.5 - np.linalg.norm(offset - along * direction, axis=-1), 0, 1)
-    above = np.where(covered > 0, floors[image, which, None, None] + covered, 0)
-    y, x = np.clip(pixels, 0, images.shape[1] - 1).transpose(3, 0, 1, 2)  # beyond the border nothing is covered
-    np.maximum.at(images, (image[:, None, None], y, x), above.astype(np.float32))
+    y, x = np.clip(pixels, 0, side - 1).transpose(3, 0, 1, 2)  # beyond the border nothing is covered
+    return (image, which), (image[:, None, None], y, x), covered.astype(np.float32)

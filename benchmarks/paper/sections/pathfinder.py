@@ -8,7 +8,7 @@ at each stage; a stage goes on from it. Its optimiser begins anew, as its learni
 128 x 128, and block-sparse for 256 x 256.
 
 In training, each pixel of a curve has a target, too: how many discs lie on its curve. `--labels-alone` goes without.
-The file of results has the stages of each checkpoint.
+The file of results has the stages of each checkpoint, with the GPU and the command of each.
 """
 
 import concurrent.futures
@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from ..training import Batch, Trainer, label, label_and_targets, train
 RATES = {32: 1e-3, 64: 5e-4, 128: 3e-4, 256: 3e-4}  # the larger ones go on from what was learned
 LEVELS = 16  # of grey; each level is a token
 TOKENS = 2**18  # in a batch
+IMAGES = 256  # that a process makes at a time
 TESTED = {32: 10_000, 64: 10_000, 128: 10_000, 256: 2048}  # how many images the test has
 CONFIDENCE = 0.99
 ROWS = 16  # how many rows of pixels above and below the block-sparse attention sees in full
@@ -50,15 +51,20 @@ def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint
     weights, log = checkpoint / "weights.npz", checkpoint / "stages.json"
     stages: list[Row] = json.loads(log.read_text()) if log.exists() else []
     if stages:
+        if stages[-1]["targets"] == labels_alone:
+            raise SystemExit(f"{checkpoint} has learned {'with targets' if labels_alone else 'from labels alone'}")
         trainer.weights = loaded(weights, trainer.weights)
     batch, tested = (2, 8) if quick else (TOKENS // side**2, TESTED[side])
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        images_per_second = generation_rate(pool, side, batch)
+        images_per_second = generation_rate(pool, side)
         seconds = 1 if quick else SHARE * results.seconds_left()
-        losses = list(train(trainer, stream(pool, side, batch, len(stages)), RATES[side], seconds=seconds))
+        seed = [TRAINING, len(stages)]
+        losses = list(train(trainer, batched(images(pool, side, seed, True), batch), RATES[side], seconds=seconds))
         stage: Row = {
             "checkpoint": checkpoint.name,
             "device": jax.devices()[0].device_kind,
+            "command": results.environment["command"],
+            "commit": results.environment["commit"],
             "side": side,
             "targets": not labels_alone,
             "length": config.length,
@@ -77,11 +83,13 @@ def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint
         save(trainer, weights)
         measure.save(log, stages)
         # What was learned is kept, even if the test does not come to its end.
-        tests = [pool.submit(make_batch, side, batch, [TEST, side, i], False) for i in range(-(-tested // batch))]
-        stage |= trainer.accuracy((test.result() for test in tests), CONFIDENCE)
+        tests = batched(images(pool, side, [TEST, side], False), batch)
+        stage |= trainer.accuracy(itertools.islice(tests, -(-tested // batch)), CONFIDENCE)
+        tests.close()
     measure.save(log, stages)
     results.begin()
-    results.rows = [row for row in results.rows if row["checkpoint"] != checkpoint.name] + stages
+    found = json.loads(results.path.read_text())["rows"] if results.path.exists() else []
+    results.rows = [row for row in found if row["checkpoint"] != checkpoint.name] + stages
     results.save()
 
 
@@ -112,18 +120,25 @@ def make_config(side: int, quick: bool) -> Config:
 
 def loaded(path: Path, weights: Any) -> Any:
     """What is in the file, arranged as these weights are."""
+    leaves, structure = jax.tree.flatten(weights)
     with np.load(path) as saved:
-        return jax.tree.unflatten(jax.tree.structure(weights), [jnp.asarray(saved[name]) for name in saved.files])
+        found = [jnp.asarray(saved[name]) for name in saved.files]
+    if [x.shape for x in found] != [x.shape for x in leaves]:
+        raise SystemExit(f"{path} is of another model")
+    return jax.tree.unflatten(structure, found)
 
 
-def make_batch(side: int, count: int, seed: list[int], varied: bool) -> Batch:
-    """Half of the varied batches are easier."""
+def make_images(side: int, seed: list[int], varied: bool) -> Batch:
+    """Where they are varied, half of them are easier."""
     random = np.random.default_rng(seed)
-    easy = varied and random.random() < 0.5
-    style = easier(side, random) if easy else pathfinder_images.STYLES[side]
-    images, targets, labels = pathfinder_images.examples(side, count, seed, style)
-    tokens = images // (256 // LEVELS)
-    return {"tokens": tokens.reshape(count, -1), "targets": targets.reshape(count, -1), "labels": labels}
+    parts = [pathfinder_images.STYLES[side], easier(side, random)] if varied else [pathfinder_images.STYLES[side]]
+    made = [
+        pathfinder_images.examples(side, IMAGES // len(parts), [*seed, part], style) for part, style in enumerate(parts)
+    ]
+    order = random.permutation(IMAGES)
+    drawn, targets, labels = (np.concatenate(arrays)[order] for arrays in zip(*made, strict=True))
+    tokens = drawn // (256 // LEVELS)
+    return {"tokens": tokens.reshape(IMAGES, -1), "targets": targets.reshape(IMAGES, -1), "labels": labels}
 
 
 def easier(side: int, random: np.random.Generator) -> pathfinder_images.Style:
@@ -134,27 +149,34 @@ def easier(side: int, random: np.random.Generator) -> pathfinder_images.Style:
     return style.mixed(half, random.random())
 
 
-def stream(pool: concurrent.futures.Executor, side: int, batch: int, stage: int) -> Iterator[Batch]:
-    """Made ahead of time, in the same order whatever the number of processes. A stage has images of its own."""
-    seeds = ([TRAINING, stage, number] for number in itertools.count())
-    waiting = deque(pool.submit(make_batch, side, batch, next(seeds), True) for _ in range(4 * PROCESSES))
+def images(pool: concurrent.futures.Executor, side: int, seed: list[int], varied: bool) -> Generator[Batch]:
+    """Without end, made ahead of time, in the same order whatever the number of processes."""
+    numbers = itertools.count()
+    waiting = deque(pool.submit(make_images, side, [*seed, next(numbers)], varied) for _ in range(2 * PROCESSES))
     try:
         while True:
             made = waiting.popleft().result()
-            waiting.append(pool.submit(make_batch, side, batch, next(seeds), True))
+            waiting.append(pool.submit(make_images, side, [*seed, next(numbers)], varied))
             yield made
     finally:
         for future in waiting:
             future.cancel()
 
 
-def generation_rate(pool: concurrent.futures.Executor, side: int, batch: int) -> float:
+def batched(made: Iterator[Batch], size: int) -> Generator[Batch]:
+    """The same in batches of this size, which divides theirs."""
+    for arrays in made:
+        for begin in range(0, IMAGES, size):
+            yield {name: x[begin : begin + size] for name, x in arrays.items()}
+
+
+def generation_rate(pool: concurrent.futures.Executor, side: int) -> float:
     """Images a second of all processes together."""
 
-    def made(jobs: int, count: int) -> None:
-        list(pool.map(make_batch, *zip(*((side, count, [TIMING, count, i], False) for i in range(jobs)), strict=True)))
+    def make(jobs: int) -> None:
+        list(pool.map(make_images, *zip(*((side, [TIMING, i], False) for i in range(jobs)), strict=True)))
 
-    made(PROCESSES, 1)  # starts them
+    make(PROCESSES)  # starts them
     start = time.perf_counter()
-    made(2 * PROCESSES, batch)
-    return 2 * PROCESSES * batch / (time.perf_counter() - start)
+    make(2 * PROCESSES)
+    return 2 * PROCESSES * IMAGES / (time.perf_counter() - start)

@@ -90,20 +90,21 @@ def _bounds(mask: Expression) -> list[tuple[str, int]] | None:
 
 
 def _linear(x: Expression) -> tuple[int, int, int] | None:
-    """(a, b, c) of a · query + b · key + c; None of any other number."""
+    """(a, b, c) of a · query + b · key + c; None of any other number, and where it could wrap."""
+    found = None
     match x:
         case ("query",):
-            return 1, 0, 0
+            found = 1, 0, 0
         case ("key",):
-            return 0, 1, 0
-        case ("const.i", number) if abs(int(number)) < FARTHEST:
-            return 0, 0, int(number)
+            found = 0, 1, 0
+        case ("const.i", number):
+            found = 0, 0, int(number)
         case ("add.i" | "sub.i" as op, first, second):
             left, right = _linear(first), _linear(second)
             if left is not None and right is not None:
                 a, b, c = (x + y if op == "add.i" else x - y for x, y in zip(left, right, strict=True))
-                return a, b, c
-    return None
+                found = a, b, c
+    return found if found and abs(found[2]) < FARTHEST else None
 
 
 @functools.lru_cache(maxsize=256)

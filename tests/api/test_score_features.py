@@ -203,6 +203,7 @@ OTHER_MASKS = {
     "twice as far": lambda b, h, q, k: 2 * q >= k,
     "not both": lambda b, h, q, k: ~((k > q) & (q - k < 5)),
     "equal": lambda b, h, q, k: q == k,
+    "sums that wrap": lambda b, h, q, k: q - k + np.int32(2**30 - 1) + np.int32(2**30 - 1) + np.int32(2**30 - 1) >= 0,
     "numbers that wrap": lambda b, h, q, k: q - k + np.int32(2**31 - 4) >= 0,
 }
 

@@ -80,14 +80,14 @@ def examples(side: int, count: int, seed: int | list[int], style: Style | None =
     style = style or STYLES[side]
     random = np.random.default_rng(seed)
     parts: list[Examples] = []
-    while sum(len(part.labels) for part in parts) < count:
-        drawings = plan(side, style, random)
+    while (missing := count - sum(len(part.labels) for part in parts)) > 0:
+        drawings = plan(side, style, random, missing)
         parts.append(Examples(*draw(side, style, drawings), drawings.labels))
-    return Examples(*(np.concatenate(arrays)[:count] for arrays in zip(*parts, strict=True)))
+    return Examples(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def plan(side: int, style: Style, random: np.random.Generator) -> Drawings:
-    """Of those images of a pool that have room, and are not left out for what their discs tell."""
+def plan(side: int, style: Style, random: np.random.Generator, most: int = POOL) -> Drawings:
+    """Of so many images of a pool, of those that have room and are not left out for what their discs tell."""
     lengths = [style.dashes] * 2 + [max(2, style.dashes // 2)] * style.distractors
     dashes = np.full((POOL, sum(lengths), 2, 2), FAR, np.float32)
     first, second = np.split(np.arange(2 * style.dashes), 2)
@@ -101,14 +101,15 @@ def plan(side: int, style: Style, random: np.random.Generator) -> Drawings:
         numbers = np.stack([first[0] + style.dashes * discs[:, 0], first[-1] + style.dashes * discs[:, 1]], 1)
         return dashes[np.arange(len(dashes))[:, None], numbers]
 
-    every = np.concatenate(
-        [surroundings(side, ends(np.full((len(dashes), 2), x))) for x in ([0, 0], [1, 1], [0, 1], [1, 0])]
-    )
     # An image stays with a probability that is the odds against its label, at most 1.
-    odds = log_odds(every, np.arange(len(every)) < len(every) // 2)
-    discs = random.integers(2, size=(len(dashes), 2))
-    likelier = odds(surroundings(side, ends(discs))) * np.where(discs[:, 0] == discs[:, 1], 1, -1)
-    kept = np.log(random.random(len(dashes))) < -likelier
+    number, ways = np.arange(len(dashes)), np.array([[0, 0], [1, 1], [0, 1], [1, 0]])
+    same = ways[:, 0] == ways[:, 1]
+    features = np.stack([surroundings(side, ends(np.tile(way, (len(dashes), 1)))) for way in ways])
+    odds = log_odds(np.concatenate(features), np.repeat(same, len(dashes)))
+    chosen = random.integers(len(ways), size=len(dashes))
+    discs = ways[chosen]
+    likelier = odds(features[chosen, number]) * np.where(same[chosen], 1, -1)
+    kept = np.flatnonzero(np.log(random.random(len(dashes))) < -likelier)[:most]
     places, dashes, discs = ends(discs)[kept, :, 0], dashes[kept], discs[kept]
     curves = np.repeat(np.arange(len(lengths)), lengths)
     for distractor in range(2, len(lengths)):

@@ -25,6 +25,7 @@ Loss = Callable[[Transformer, Any, jax.Array | None], jax.Array]
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bfloat16, by the vendor
 WARM_UP = 100  # steps until the learning rate is full
 ROUNDS = 5
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
 # --- losses: of a model and a batch, with a key for dropout or none ---------------------------------------------------
@@ -33,18 +34,18 @@ ROUNDS = 5
 def next_token(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
     """The mean cross-entropy, in nats a token."""
     logits = model.logits(model(batch["tokens"][:, :-1], key=key))
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
+    return cross_entropy(logits, batch["tokens"][:, 1:]).mean()
 
 
 def masked_tokens(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
     """Only the masked positions, [B, M], go through the vocabulary."""
     features = model(batch["tokens"], batch["lengths"], key)
     logits = model.logits(jnp.take_along_axis(features, batch["positions"][..., None], 1))
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+    return cross_entropy(logits, batch["targets"]).mean()
 
 
 def label(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(class_logits(model, batch, key), batch["labels"]).mean()
+    return cross_entropy(class_logits(model, batch, key), batch["labels"]).mean()
 
 
 def label_and_targets(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
@@ -52,9 +53,8 @@ def label_and_targets(model: Transformer, batch: Any, key: jax.Array | None) -> 
     tokens, targets = batch["tokens"], batch["targets"]
     features = model(tokens, None, key)
     of_rows = model.classify(features, counted(model.config, tokens, None))
-    found = optax.softmax_cross_entropy_with_integer_labels
-    of_tokens = found(model.logits(features), targets).mean(where=targets > 0)
-    return found(of_rows, batch["labels"]).mean() + of_tokens
+    of_tokens = cross_entropy(model.logits(features), targets).mean(where=targets > 0)
+    return cross_entropy(of_rows, batch["labels"]).mean() + of_tokens
 
 
 def class_logits(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:

@@ -12,13 +12,14 @@ The file of results has the stages of each checkpoint, with the GPU and the comm
 """
 
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         images_per_second = generation_rate(pool, side)
         seconds = 1 if quick else SHARE * results.seconds_left()
-        seed = [TRAINING, len(stages)]
-        losses = list(train(trainer, batched(images(pool, side, seed, True), batch), RATES[side], seconds=seconds))
+        with contextlib.closing(batched(images(pool, side, [TRAINING, len(stages)], True), batch)) as batches:
+            losses = list(train(trainer, batches, RATES[side], seconds=seconds))
         stage: Row = {
             "checkpoint": checkpoint.name,
             "device": jax.devices()[0].device_kind,
@@ -83,9 +84,8 @@ def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint
         save(trainer, weights)
         measure.save(log, stages)
         # What was learned is kept, even if the test does not come to its end.
-        tests = batched(images(pool, side, [TEST, side], False), batch)
-        stage |= trainer.accuracy(itertools.islice(tests, -(-tested // batch)), CONFIDENCE)
-        tests.close()
+        with contextlib.closing(batched(images(pool, side, [TEST, side], False), batch)) as tests:
+            stage |= trainer.accuracy(itertools.islice(tests, -(-tested // batch)), CONFIDENCE)
     measure.save(log, stages)
     results.begin()
     found = json.loads(results.path.read_text())["rows"] if results.path.exists() else []
@@ -163,18 +163,19 @@ def images(pool: concurrent.futures.Executor, side: int, seed: list[int], varied
             future.cancel()
 
 
-def batched(made: Iterator[Batch], size: int) -> Generator[Batch]:
-    """The same in batches of this size, which divides theirs."""
-    for arrays in made:
-        for begin in range(0, IMAGES, size):
-            yield {name: x[begin : begin + size] for name, x in arrays.items()}
+def batched(made: Generator[Batch], size: int) -> Generator[Batch]:
+    """The same in batches of this size, which divides theirs. When it is closed, they are."""
+    with contextlib.closing(made):
+        for arrays in made:
+            for begin in range(0, IMAGES, size):
+                yield {name: x[begin : begin + size] for name, x in arrays.items()}
 
 
 def generation_rate(pool: concurrent.futures.Executor, side: int) -> float:
-    """Images a second of all processes together."""
+    """Images a second of all processes together, varied as in training."""
 
     def make(jobs: int) -> None:
-        list(pool.map(make_images, *zip(*((side, [TIMING, i], False) for i in range(jobs)), strict=True)))
+        list(pool.map(make_images, *zip(*((side, [TIMING, i], True) for i in range(jobs)), strict=True)))
 
     make(PROCESSES)  # starts them
     start = time.perf_counter()

@@ -158,49 +158,41 @@ def grow(
     """Adds a curve, of the dashes of these numbers, to each image; returns where all of it found room."""
     missing = np.arange(len(dashes))
     for _ in range(tries):
-        tried = dashes[missing]
-        tried[:, curve] = FAR
-        grown = np.ones(len(missing), bool)
+        dashes[missing[:, None], curve] = FAR
+        growing = missing
         for dash in curve:
-            grown &= place(side, style, tried, dash, dash == curve[0], grown, random)
-        dashes[missing] = tried
-        missing = missing[~grown]
+            found, room = next_dash(side, style, dashes[growing, :dash], dash == curve[0], random)
+            growing = growing[room]
+            dashes[growing, dash] = found[room]
+        missing = np.setdiff1d(missing, growing, assume_unique=True)
     return ~np.isin(np.arange(len(dashes)), missing)
 
 
-def place(
-    side: int,
-    style: Style,
-    dashes: np.ndarray,
-    dash: int,
-    begins: bool,
-    wanted: np.ndarray,
-    random: np.random.Generator,
-) -> np.ndarray:
-    """Adds a dash to each image where it is wanted and there is room; returns where it was added."""
+def next_dash(
+    side: int, style: Style, dashes: np.ndarray, begins: bool, random: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """A dash for each image, after those that there are, and where it has room. Unless it begins a curve, it follows
+    the last one."""
     images = len(dashes)
     if begins:
-        others = dashes[:, :dash]
+        others = dashes
         angle = random.uniform(-np.pi, np.pi, (images, CANDIDATES))
         direction = np.stack([np.sin(angle), np.cos(angle)], -1)
         centre = random.uniform(0, side, (images, CANDIDATES, 2))
     else:
-        others, before = dashes[:, : dash - 1], dashes[:, None, dash - 1]
+        others, before = dashes[:, :-1], dashes[:, None, -1]
         turn = random.uniform(-style.turn, style.turn, (images, CANDIDATES))
         angle = np.arctan2(before[..., 1, 0], before[..., 1, 1]) + turn
         direction = np.stack([np.sin(angle), np.cos(angle)], -1)
         centre = before[..., 0, :] + style.pitch / 2 * (before[..., 1, :] + direction)
     border = style.pitch / 2 + style.radius
-    room = wanted[:, None] & ((border < centre) & (centre < side - border)).all(-1)
+    room = ((border < centre) & (centre < side - border)).all(-1)
     candidates = np.stack([centre, direction], 2).astype(np.float32)
     mine, theirs = (sampled(style, x) for x in (candidates, others))
     squares = (mine[:, :, None, 0] - theirs[:, None, :, 0]) ** 2 + (mine[:, :, None, 1] - theirs[:, None, :, 1]) ** 2
-    near = (squares < style.margin**2).any(2).reshape(images, CANDIDATES, 3).any(-1)
-    room &= ~near
+    room &= ~(squares < style.margin**2).any(2).reshape(images, CANDIDATES, 3).any(-1)
     chosen = np.arange(images), room.argmax(1)
-    added = room[chosen]
-    dashes[added, dash] = candidates[chosen][added]
-    return added
+    return candidates[chosen], room[chosen]
 
 
 def sampled(style: Style, dashes: np.ndarray) -> np.ndarray:

@@ -56,6 +56,7 @@ def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint
             raise SystemExit(f"{checkpoint} has learned {'with targets' if labels_alone else 'from labels alone'}")
         trainer.weights = loaded(weights, trainer.weights)
     batch, tested = (2, 8) if quick else (TOKENS // side**2, TESTED[side])
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the processes below, which have a core each
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         images_per_second = generation_rate(pool, side)
         seconds = 1 if quick else SHARE * results.seconds_left()

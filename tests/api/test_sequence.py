@@ -498,6 +498,7 @@ def test_a_sequence_over_several_axes(over, mode):
         np.testing.assert_allclose(attend(arrays), expected["o"], atol=1e-5)
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the GPU's kernels do not do float64")
 def test_float64_that_is_sharded_wants_x64_for_the_process():
     mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(2))
     with jax.enable_x64(True):

@@ -415,16 +415,17 @@ def _with_feature(
 
 def _with_window(problem: Problem, left: int, right: int) -> Problem:
     """The same with what is visible in this window alone; -1: unbounded."""
-
-    def narrower(first: int, second: int) -> int:
-        return max(first, second) if min(first, second) < 0 else min(first, second)
-
     return dataclasses.replace(
         problem,
         causal=problem.causal or right == 0,
         window_left=narrower(problem.window_left, left),
         window_right=problem.window_right if right == 0 else narrower(problem.window_right, right),
     )
+
+
+def narrower(first: int, second: int) -> int:
+    """Of two bounds of a window on the same side; -1: unbounded."""
+    return max(first, second) if min(first, second) < 0 else min(first, second)
 
 
 def _with_mask_of_function(

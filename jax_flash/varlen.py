@@ -18,6 +18,7 @@ from jax_flash import arguments, attention, checks
 from jax_flash.arguments import Implementation
 from jax_flash.explicit import placed
 from jax_flash.problem import Operands, Problem
+from jax_flash.programs import features, program
 
 
 class VarlenOptions(TypedDict, total=False):
@@ -158,12 +159,15 @@ def problem_and_operands(
         raise ValueError(f"cu_seqlens_q is of {len(begins_q) - 1} sequences, cu_seqlens_k of {len(begins_k) - 1}")
     # All devices have both, wherever the lengths are.
     rows, keys = placed(functools.partial(_packed, sizes=sizes), PartitionSpec(), begins_q, begins_k)
-    for name in ("score_mod", "mask_mod"):
-        if callable(given[name]):
-            given[name] = _within_sequences(given[name], rows)
     left, right = arguments.window(given.pop("local_window_size"))
     if checks.flag("is_causal", given.pop("is_causal")):
         right = 0
+    if (bounds := _window_of(given["mask_mod"], len(begins_q) - 1, query.shape[1], sizes[1])) is not None:
+        left, right = map(arguments.narrower, (left, right), bounds)
+        given["mask_mod"] = None
+    for name in ("score_mod", "mask_mod"):
+        if callable(given[name]):
+            given[name] = _within_sequences(given[name], rows)
     problem, operands = arguments.problem_and_operands(query, key, value, None, None, given)
     ranges = {"keys_of_rows": _ranges(rows, left, right)[None], "rows_of_keys": _ranges(keys, right, left)[None]}
     return dataclasses.replace(problem, ranges=True), operands.replaced(ranges)
@@ -213,6 +217,14 @@ def _ranges(x: _Packed, before: int, after: int) -> jax.Array:
     begin = x.begin if before < 0 else (x.opposite - min(before, most)).clip(x.begin, x.end)
     end = x.end if after < 0 else (x.opposite + min(after, most) + 1).clip(x.begin, x.end)
     return jnp.stack([begin, end], 1)
+
+
+def _window_of(mask_mod: Any, batch: int, heads: int, keys: int) -> tuple[int, int] | None:
+    """The window in each sequence that it is, which no look-up of places hides yet; None if it is none."""
+    if not callable(mask_mod):
+        return None
+    traced, _ = program.trace("mask_mod", mask_mod, "float32", program.Sizes(batch, heads, None, keys), 0)
+    return features.window_of(traced)
 
 
 def _within_sequences(mod: Callable[..., Any], rows: _Packed) -> Callable[..., Any]:

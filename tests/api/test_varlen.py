@@ -86,6 +86,29 @@ def test_mods_count_in_sequences(kind):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("mask_mod", "given", "window"),
+    [
+        (lambda b, h, i, j: j <= i, {}, {"is_causal": True}),
+        (lambda b, h, i, j: abs(i - j) <= 5, {}, {"local_window_size": 5}),
+        (lambda b, h, i, j: abs(i - j) <= 5, {"is_causal": True}, {"local_window_size": (5, 0)}),
+        (lambda b, h, i, j: (j <= i) & (i - j < 9), {"local_window_size": (3, 20)}, {"local_window_size": (3, 0)}),
+    ],
+)
+def test_a_mask_mod_that_is_a_window(mask_mod, given, window):
+    """In each sequence: it is no program. Where a sequence has more queries than keys, its first ones see nothing."""
+    packs = ([0, 5, 5, 35, 52], [0, 25, 30, 60, 71]), ([0, 30], [0, 12]), ([0], [0])
+    q, k = tokens(55, 2, 16), tokens(75, 1, 16, 1)
+    for cu in packs:
+        described = jax_flash.Problem.of_varlen(q, k, k, *cu, mask_mod=mask_mod, **given)
+        assert described.mask_mod is None and described == jax_flash.Problem.of_varlen(q, k, k, *cu, **window)
+        attend = functools.partial(jax_flash.varlen_attention, q, k, k, *cu)
+        o = attend(mask_mod=mask_mod, **given)
+        np.testing.assert_array_equal(o, attend(**window))
+        beside = {"mask_mod": lambda *x: mask_mod(*x) & (x[0] >= 0), "implementation": "reference"}
+        np.testing.assert_allclose(o, attend(**beside, **given), atol=1e-5)
+
+
 def test_new_lengths_do_not_recompile():
     @jax.jit
     def attend(q, cu):

@@ -59,6 +59,10 @@ def relative(arrays: Arrays) -> Options:
     return {"score_mod": lambda score, batch, head, query, key: score + table[head, query - key + last]}
 
 
+def relative_at_an_offset(arrays: Arrays) -> Options:
+    return relative(arrays) | {"query_offset": arrays["offset"]}
+
+
 def alibi(arrays: Arrays) -> Options:
     slopes = arrays["slopes"]
     return {"score_mod": lambda score, batch, head, query, key: score + slopes[head] * (key - query)}
@@ -94,6 +98,10 @@ def table(size: Size) -> Arrays:
     return {"table": normal(size.heads, 2 * size.length - 1)}
 
 
+def table_and_offset(size: Size) -> Arrays:
+    return table(size) | {"offset": jnp.zeros(size.batch, jnp.int32)}
+
+
 def bias(size: Size) -> Arrays:
     return {"bias": normal(1, size.heads, size.length, size.length, dtype=size.dtype)}
 
@@ -111,6 +119,7 @@ ROWS = {
     "soft cap": Row(capped, built_in=lambda arrays: {"logits_soft_cap": 30.0}),
     "ALiBi": Row(alibi, lambda size: {"slopes": 2.0 ** -jnp.linspace(1, 8, size.heads)}),
     "relative table": Row(relative, table),
+    "relative table, query offset": Row(relative_at_an_offset, table_and_offset),
     "table's gradient": Row(relative, table, differentiated=True),
     "bias [1, N, T, S]": Row(biased, bias, lambda arrays: {"bias": arrays["bias"]}),
     "bias and its gradient": Row(biased, bias, lambda arrays: {"bias": arrays["bias"]}, differentiated=True),

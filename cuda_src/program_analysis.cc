@@ -9,15 +9,18 @@ namespace {
 
 constexpr Range kExact = {-(1 << 24), 1 << 24};  // integers that are floats
 
-// In so many rows and keys.
-Range RangeOf(const Problem& p, const Instruction& x, const Range& a, const Range& b, int64_t rows, int64_t keys) {
+constexpr Range kTrue = {-1, -1}, kFalse = {0, 0};
+
+// Of queries and keys that are in these ranges, from the ranges of the operands.
+Range RangeOf(const Instruction& x, const Range& a, const Range& b, const Range& c, const Range& query,
+              const Range& key) {
   Range range;
   switch (x.op) {
     case Op::query:
-      if (!p.query_offset && !p.origin) range = {0, rows - 1};
+      range = query;
       break;
     case Op::key:
-      if (!p.origin) range = {0, keys - 1};
+      range = key;
       break;
     case Op::const_i:
       range = {int64_t(x.constant), int64_t(x.constant)};
@@ -37,10 +40,30 @@ Range RangeOf(const Problem& p, const Instruction& x, const Range& a, const Rang
     case Op::abs_i:
       range = {std::max({a.low, -a.high, int64_t(0)}), std::max(-a.low, a.high)};
       break;
+    case Op::lt_i:
+      if (a.high < b.low) range = kTrue;
+      if (a.low >= b.high) range = kFalse;
+      break;
+    case Op::select_i:
+      range = {std::min(b.low, c.low), std::max(b.high, c.high)};
+      if (a == kTrue) range = b;
+      if (a == kFalse) range = c;
+      break;
     default:
       break;
   }
   return range.IsWithin(Range()) ? range : Range();
+}
+
+// The operand that a value is the same as, from the operands' ranges; -1 if none is known to be.
+int SameAs(const Instruction& x, const Range& a, const Range& b) {
+  if (x.op == Op::select_i && a == kTrue) return 1;
+  if (x.op == Op::select_i && a == kFalse) return 2;
+  if (x.op == Op::max_i && a.low >= b.high) return 0;
+  if (x.op == Op::max_i && b.low >= a.high) return 1;
+  if (x.op == Op::min_i && a.high <= b.low) return 0;
+  if (x.op == Op::min_i && b.high <= a.low) return 1;
+  return -1;
 }
 
 bool IsUniform(const Instruction& x) { return !x.rows && !x.columns; }
@@ -82,15 +105,21 @@ Along Join(Along a, Along b) {
 }  // namespace
 
 std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
+  const bool asked_anywhere = &program == &p.mask_mod;
+  const int64_t rows = p.q_len_in_blocks() + kLargestStep, keys = p.kv_len_in_blocks() + kLargestStep;
+  Range query, key, query_anywhere, key_anywhere;
+  if (!p.origin) key = {0, p.kv_len - 1}, key_anywhere = {0, keys - 1};
+  if (!p.origin && !p.query_offset) query = {0, p.q_len - 1}, query_anywhere = {0, rows - 1};
+  if (!p.origin && p.query_offset && !asked_anywhere) query = key;
   std::vector<Facts> all;
   for (const Instruction& x : program.instructions) {
     const auto facts_of = [&](int i) { return i < x.count ? all[x.operands[i]] : Facts(); };
     const auto is_uniform = [&](int i) { return i < x.count && IsUniform(program.instructions[x.operands[i]]); };
-    const Facts a = facts_of(0), b = facts_of(1);
+    const Facts a = facts_of(0), b = facts_of(1), c = facts_of(2);
     Facts facts;
-    facts.within = RangeOf(p, x, a.within, b.within, p.q_len, p.kv_len);
-    facts.anywhere =
-        RangeOf(p, x, a.anywhere, b.anywhere, p.q_len_in_blocks() + kLargestStep, p.kv_len_in_blocks() + kLargestStep);
+    facts.within = RangeOf(x, a.within, b.within, c.within, query, key);
+    facts.anywhere = RangeOf(x, a.anywhere, b.anywhere, c.anywhere, query_anywhere, key_anywhere);
+    facts.same = SameAs(x, a.within, b.within);
     if (x.type == Type::i) FindSteps(x, a, b, &facts);
     if (x.type == Type::f) FindRamp(x, a, b, is_uniform(0), is_uniform(1), &facts);
     if (x.op == Op::score || x.op == Op::cotangent) facts.along = Along::kEntries;

@@ -12,6 +12,7 @@ struct Range {
   int64_t low = INT32_MIN, high = INT32_MAX;
 
   bool IsWithin(const Range& other) const { return other.low <= low && high <= other.high; }
+  bool operator==(const Range& other) const { return low == other.low && high == other.high; }
 };
 
 // How much an int, which may wrap around, differs from row to row and from key to key.
@@ -26,9 +27,12 @@ struct Steps {
 enum class Along { kNothing, kRows, kKeys, kDiagonals, kEntries };
 
 struct Facts {
-  // Of an int: what it can be at entries within T and S, and wherever tiles have some. What may wrap around can be
-  // anything.
+  // Of an int, or a truth value: what it can be at entries within T and S, and wherever tiles have some. What may wrap
+  // around can be anything. With a query offset a score program's entries are within where queries have places of keys.
   Range within, anywhere;
+
+  // Of an int: the operand that it is the same as, within; -1 for none.
+  int same = -1;
 
   // Of an int: is it so many times the query and the key, plus something that is the same for all entries?
   bool linear = false;

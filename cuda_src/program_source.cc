@@ -121,13 +121,16 @@ std::string Source::Expression(int number) const {
         if (IsRamp(before, Type::i)) return "abs_f(" + Ramp(before) + ".Here())";
       }
       // As integers that do not wrap around, of which the compiler leaves constant parts to the loads.
-      const bool wraps = Range().IsWithin(facts[number].anywhere);
-      if (!wraps && x.op == Op::add_i) return Value(x.operands[0]) + " + " + Value(x.operands[1]);
-      if (!wraps && x.op == Op::sub_i) return Value(x.operands[0]) + " - " + Value(x.operands[1]);
+      const char* sign = x.op == Op::add_i ? " + " : x.op == Op::sub_i ? " - " : nullptr;
+      const std::string sum = sign == nullptr ? "" : Value(x.operands[0]) + sign + Value(x.operands[1]);
+      if (sign != nullptr && !Range().IsWithin(facts[number].anywhere)) return sum;
       std::string call = kNames[int(x.op)] + std::string("(");
       for (int i = 0; i < x.count; ++i)
         call += (i ? ", " : "") + (IsRamp(number) ? Value(x.operands[i]) : ValueHere(x.operands[i]));
-      return call + ")";
+      call += ")";
+      if (sign != nullptr && !Range().IsWithin(facts[number].within)) return "kWithin ? " + sum + " : " + call;
+      if (facts[number].same < 0) return call;
+      return "Known<kWithin>(" + Value(x.operands[facts[number].same]) + ", " + call + ")";
     }
   }
 }
@@ -169,7 +172,7 @@ std::string ProgramSource(const Problem& p) {
   text += Source{p, p.score_grad}.Function("bool kWithin, typename Add",
                                            "float ScoreGrad" + given + ", float score, float cotangent, Add add)",
                                            "cotangent");
-  const bool known = text.find("Inside<kWithin>") != std::string::npos;
+  const bool known = text.find("<kWithin>") != std::string::npos;
   text += std::string("constexpr bool kLessWithin = ") + (known ? "true" : "false") + ";\n";
   const bool is_long = p.mask_mod.size() > kInlined;
   text += Source{p, p.mask_mod}.Function("bool kWithin", "int MaskMod" + given + ")", "-1");

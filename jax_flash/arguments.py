@@ -424,7 +424,7 @@ def _with_window(problem: Problem, left: int, right: int) -> Problem:
 
 
 def narrower(first: int, second: int) -> int:
-    """Of two bounds of a window on the same side; -1: unbounded."""
+    """Returns the bound that hides more, of two on the same side of a window. -1 bounds nothing."""
     return max(first, second) if min(first, second) < 0 else min(first, second)
 
 

@@ -220,7 +220,7 @@ def _ranges(x: _Packed, before: int, after: int) -> jax.Array:
 
 
 def _window_of(mask_mod: Any, batch: int, heads: int, keys: int) -> tuple[int, int] | None:
-    """The window in each sequence that it is, which no look-up of places hides yet; None if it is none."""
+    """Returns the window in each sequence that a mask_mod is, or None. `_within_sequences` would hide that it is one."""
     if not callable(mask_mod):
         return None
     traced, _ = program.trace("mask_mod", mask_mod, "float32", program.Sizes(batch, heads, None, keys), 0)
@@ -233,6 +233,7 @@ def _within_sequences(mod: Callable[..., Any], rows: _Packed) -> Callable[..., A
         rows = jax.tree.map(lambda x: jnp.zeros(1, x.dtype), rows)
     places = rows.opposite - rows.begin
 
+    @functools.wraps(mod, updated=())  # so that errors are about its arguments
     def of_arrays(*given: jax.Array) -> Any:
         *score, _, head, query, key = given
         return mod(*score, rows.sequence[query], head, places[query], key - rows.begin[query])

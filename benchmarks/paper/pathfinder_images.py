@@ -156,23 +156,23 @@ def grow(
     side: int, style: Style, dashes: np.ndarray, curve: np.ndarray, tries: int, random: np.random.Generator
 ) -> np.ndarray:
     """Adds a curve, of the dashes of these numbers, to each image; returns where all of it found room."""
-    missing = np.arange(len(dashes))
+    found = np.zeros(len(dashes), bool)
     for _ in range(tries):
-        dashes[missing[:, None], curve] = FAR
-        growing = missing
+        growing = np.flatnonzero(~found)
+        dashes[growing[:, None], curve] = FAR
         for dash in curve:
-            found, room = next_dash(side, style, dashes[growing, :dash], dash == curve[0], random)
+            added, room = next_dash(side, style, dashes[growing, :dash], dash == curve[0], random)
             growing = growing[room]
-            dashes[growing, dash] = found[room]
-        missing = np.setdiff1d(missing, growing, assume_unique=True)
-    return ~np.isin(np.arange(len(dashes)), missing)
+            dashes[growing, dash] = added[room]
+        found[growing] = True
+    return found
 
 
 def next_dash(
     side: int, style: Style, dashes: np.ndarray, begins: bool, random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A dash for each image, after those that there are, and where it has room. Unless it begins a curve, it follows
-    the last one."""
+    """Returns a dash for each image, and whether there is room for it. Unless it begins a curve, it follows the last
+    one."""
     images = len(dashes)
     if begins:
         others = dashes

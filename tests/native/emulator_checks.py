@@ -260,6 +260,21 @@ def test_ramps_far_from_the_diagonal():
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("head_dim", "constant"), [(64, False), (64, True), (128, True), (256, True)])
+def test_look_ups_beside_a_query_offset(head_dim, constant):
+    """Indices are not clamped in tiles whose queries are in places of keys. Others' are: before them, after them, where
+    a sum with the offset wraps, and, as `table[-1]` is the last entry, counted from the end of the table."""
+    case = Case(B=6, T=260, S=500, N=1, K=1, D=head_dim, E=head_dim, offset=True, logsumexp=False)
+    table = np.random.default_rng(1).normal(size=2 * case.S - 1).astype(np.float32)
+    mod = programs.Mod("score_mod", lambda table: lambda s, b, h, q, k: s + table[q - k + case.S - 1], (table,))
+    mods = programs.constant((mod,)) if constant else (mod,)
+    arrays, cotangents = case.arrays("bfloat16") | programs.captured(mods), case.cotangents("bfloat16")
+    arrays["query_offset"] = np.array([0, 240, -100, 400, -1500, 2**31 - 200], np.int32)
+    results = programs.ours(case, lambda: mods, arrays, cotangents, "flash")
+    programs.assert_accurate(results, programs.exact(case, lambda: mods, arrays, cotangents), "bfloat16")
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_undefined_scores_that_are_hidden(head_dim):
     """They have no part in any gradient, whatever the derivative is there."""

@@ -56,7 +56,8 @@ def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint
             raise SystemExit(f"{checkpoint} has learned {'with targets' if labels_alone else 'from labels alone'}")
         trainer.weights = loaded(weights, trainer.weights)
     batch, tested = (2, 8) if quick else (TOKENS // side**2, TESTED[side])
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the processes below, which have a core each
+    # The processes that make images have a core each. With a thread for every core each of them is many times slower.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         images_per_second = generation_rate(pool, side)
         seconds = 1 if quick else SHARE * results.seconds_left()

@@ -53,12 +53,13 @@ struct Probabilities : Products {
       AddBiasTile<true>(shared.bias[at.index] + c * kBoxBytes, first_key + 16 * warp, S + c / 2);
   }
 
-  // Are all entries within T and S?
+  // Are all entries within T and S, and queries among the keys?
   __device__ __forceinline__ bool IsWithin(const KVTile& tile, const Step& step) const {
-    return step.row + kRows <= p.q_len && tile.column + kCols <= p.kv_len;
+    return step.row + kRows <= p.q_len && tile.column + kCols <= p.kv_len &&
+           (!kProblem.query_offset || AreAmongKeys(p, tile.batch, step.row, kRows));
   }
 
-  // kWithin: all entries are known to be within T and S.
+  // kWithin: that is so.
   template <bool kWithin>
   __device__ __forceinline__ void FormScores(const Score& score, const View<true>& view) {
     float slopes[2];

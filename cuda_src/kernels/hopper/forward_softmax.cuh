@@ -66,7 +66,8 @@ struct Probabilities : Products {
     const Score score(p, tile.batch, tile.head);
     const View<false> view = ViewOf(tile, j);
     if (!kBiasTiles) Cap(p, S);
-    if (program::kLessWithin && tile.row + kRows <= p.q_len && Column(j) + kCols <= p.kv_len) {
+    if (program::kLessWithin && tile.row + kRows <= p.q_len && Column(j) + kCols <= p.kv_len &&
+        (!kProblem.query_offset || AreAmongKeys(p, tile.batch, tile.row, kRows))) {
       FormScores<true>(score, view);
     } else {
       FormScores<false>(score, view);
@@ -79,7 +80,7 @@ struct Probabilities : Products {
     }
   }
 
-  // kWithin: are all entries known to be within T and S?
+  // kWithin: are all entries known to be within T and S, and queries among the keys?
   template <bool kWithin>
   __device__ __forceinline__ void FormScores(const Score& score, const View<false>& view) {
 #pragma unroll

@@ -38,6 +38,13 @@ __device__ __forceinline__ int OffsetOf(const Params& p, int batch) {
   return kProblem.query_offset ? p.query_offset[batch] : 0;
 }
 
+// Are so many rows of a batch entry, with their query offset, in places of keys? Score programs rely on it where they
+// are told that entries are within T and S.
+__device__ __forceinline__ bool AreAmongKeys(const Params& p, int batch, int row, int count) {
+  const int first = row + OffsetOf(p, batch);
+  return first >= 0 && first <= p.kv_len - count;
+}
+
 // What programs are told of row i, column j.
 __device__ __forceinline__ program::Place PlaceOf(const Params& p, int batch, int head, int i, int j) {
   const int first_key = kProblem.origin ? __ldg(p.origin + 1) : 0;

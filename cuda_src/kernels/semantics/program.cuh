@@ -69,6 +69,12 @@ __device__ __forceinline__ int Inside(int index, int last) {
   return kIsInside ? index : min(max(index, 0), last);
 }
 
+// A value that is known from how it came about, or is as it is computed.
+template <bool kIsKnown>
+__device__ __forceinline__ int Known(int known, int computed) {
+  return kIsKnown ? known : computed;
+}
+
 struct F16 {};
 struct BF16 {};
 

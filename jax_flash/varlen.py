@@ -220,7 +220,7 @@ def _ranges(x: _Packed, before: int, after: int) -> jax.Array:
 
 
 def _window_of(mask_mod: Any, batch: int, heads: int, keys: int) -> tuple[int, int] | None:
-    """Returns the window in each sequence that a mask_mod is, or None. `_within_sequences` would hide that it is one."""
+    """Returns the window that a mask_mod is in each sequence, or None. `_within_sequences` would hide that."""
     if not callable(mask_mod):
         return None
     traced, _ = program.trace("mask_mod", mask_mod, "float32", program.Sizes(batch, heads, None, keys), 0)

@@ -270,6 +270,8 @@ def test_no_tokens(implementation):
         ({"local_window_size": -1}, ValueError, "local_window_size must not be negative"),
         ({"bias": jnp.zeros((8, 8))}, TypeError, "unexpected keyword argument 'bias'"),
         ({"mask_mod": 3}, TypeError, "mask_mod"),
+        ({"mask_mod": lambda query, key: key <= query}, TypeError, "mask_mod must take 4 arguments: batch, head"),
+        ({"score_mod": lambda score, query, key: score}, TypeError, "score_mod must take 5 arguments: score, batch"),
         ({"dropout_rate": 0.1}, ValueError, "needs a dropout_key"),
     ],
 )

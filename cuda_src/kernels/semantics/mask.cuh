@@ -41,7 +41,7 @@ __device__ __forceinline__ int OffsetOf(const Params& p, int batch) {
 // Are so many rows of a batch entry, with their query offset, in places of keys? Score programs rely on it where they
 // are told that entries are within T and S.
 __device__ __forceinline__ bool AreAmongKeys(const Params& p, int batch, int row, int count) {
-  const int first = row + OffsetOf(p, batch);
+  const int64_t first = int64_t(row) + OffsetOf(p, batch);
   return first >= 0 && first <= p.kv_len - count;
 }
 

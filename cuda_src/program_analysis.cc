@@ -108,9 +108,16 @@ std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
   const bool asked_anywhere = &program == &p.mask_mod;
   const int64_t rows = p.q_len_in_blocks() + kLargestStep, keys = p.kv_len_in_blocks() + kLargestStep;
   Range query, key, query_anywhere, key_anywhere;
-  if (!p.origin) key = {0, p.kv_len - 1}, key_anywhere = {0, keys - 1};
-  if (!p.origin && !p.query_offset) query = {0, p.q_len - 1}, query_anywhere = {0, rows - 1};
-  if (!p.origin && p.query_offset && !asked_anywhere) query = key;
+  if (!p.origin) {
+    key = {0, p.kv_len - 1};
+    key_anywhere = {0, keys - 1};
+    if (!p.query_offset) {
+      query = {0, p.q_len - 1};
+      query_anywhere = {0, rows - 1};
+    } else if (!asked_anywhere) {
+      query = key;
+    }
+  }
   std::vector<Facts> all;
   for (const Instruction& x : program.instructions) {
     const auto facts_of = [&](int i) { return i < x.count ? all[x.operands[i]] : Facts(); };

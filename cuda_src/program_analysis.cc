@@ -46,8 +46,6 @@ Range RangeOf(const Instruction& x, const Range& a, const Range& b, const Range&
       break;
     case Op::select_i:
       range = {std::min(b.low, c.low), std::max(b.high, c.high)};
-      if (a == kTrue) range = b;
-      if (a == kFalse) range = c;
       break;
     default:
       break;
@@ -124,9 +122,9 @@ std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
     const auto is_uniform = [&](int i) { return i < x.count && IsUniform(program.instructions[x.operands[i]]); };
     const Facts a = facts_of(0), b = facts_of(1), c = facts_of(2);
     Facts facts;
-    facts.within = RangeOf(x, a.within, b.within, c.within, query, key);
-    facts.anywhere = RangeOf(x, a.anywhere, b.anywhere, c.anywhere, query_anywhere, key_anywhere);
     facts.same = SameAs(x, a.within, b.within);
+    facts.within = facts.same >= 0 ? facts_of(facts.same).within : RangeOf(x, a.within, b.within, c.within, query, key);
+    facts.anywhere = RangeOf(x, a.anywhere, b.anywhere, c.anywhere, query_anywhere, key_anywhere);
     if (x.type == Type::i) FindSteps(x, a, b, &facts);
     if (x.type == Type::f) FindRamp(x, a, b, is_uniform(0), is_uniform(1), &facts);
     if (x.op == Op::score || x.op == Op::cotangent) facts.along = Along::kEntries;

@@ -169,7 +169,8 @@ def main() -> None:
         interleave = functools.partial(measure.interleave_enqueued, samples=args.rounds)
     else:
         interleave = functools.partial(measure.interleave, seconds=0, rounds=args.rounds)
-    rows = []
+    environment = measure.environment(["jax-flash", "jax", "jaxlib"])
+    rows: list[dict[str, Any]] = []
     for length, pass_ in track([(n, p) for n in args.lengths for p in args.passes], "Measuring"):
         built = (alone if args.alone else calls)(args, length, pass_)
         times = interleave(built)
@@ -179,7 +180,7 @@ def main() -> None:
             {"length": length, "pass": pass_, "call": name, "seconds": seconds, "flops": flops}
             for name, seconds in times.items()
         ]
-    measure.save(output, {"environment": measure.environment(["jax-flash", "jax", "jaxlib"]), "rows": rows})
+        measure.save(output, {"environment": environment, "rows": rows})
     Console().print(table_of_ranks(rows, args.alone) if args.alone else table_of_ways(rows))
     Console().print(f"Written: {output}")
 

@@ -169,11 +169,11 @@ std::string ProgramSource(const Problem& p) {
   const std::string given = "(const ProgramParams& p, const Place& at";
   std::string text = "#pragma once\nnamespace jax_flash::program {\n";
   text += Source{p, p.score_mod}.Function("bool kWithin", "float ScoreMod" + given + ", float score)", "score");
+  const bool known = text.find("<kWithin>") != std::string::npos;
+  text += std::string("constexpr bool kLessWithin = ") + (known ? "true" : "false") + ";\n";
   text += Source{p, p.score_grad}.Function("bool kWithin, typename Add",
                                            "float ScoreGrad" + given + ", float score, float cotangent, Add add)",
                                            "cotangent");
-  const bool known = text.find("<kWithin>") != std::string::npos;
-  text += std::string("constexpr bool kLessWithin = ") + (known ? "true" : "false") + ";\n";
   const bool is_long = p.mask_mod.size() > kInlined;
   text += Source{p, p.mask_mod}.Function("bool kWithin", "int MaskMod" + given + ")", "-1");
   text += std::string("constexpr bool kLongMask = ") + (is_long ? "true" : "false") + ";\n";

@@ -55,10 +55,11 @@ FEATURES: dict[str, tuple[Any, ...]] = {
 ABSENT = (False, None, "none")
 # Of relative positions, and a soft cap, or without one; of documents.
 CAPTURED = (Captured("float32", False, (4, 32768)), Captured("int32", False, (16384,)))
-SCORE_MOD = Program("score;tanh.f,0;head;query;key;sub.i,3,4;load.f,0,2,5;add.f,1,6;result,7")
-SCORE_GRAD = "score;tanh.f,0;head;query;key;sub.i,3,4;cotangent;mul.f,1,1;mul.f,7,6;sub.f,6,8;"
-TABLE_MOD = Program("score;head;query;key;sub.i,2,3;load.f,0,1,4;add.f,0,5;result,6")
-TABLE_GRAD = "head;query;key;sub.i,1,2;cotangent;"
+# Within T and S, of at most 16384 places, the index of a relative position is inside of its array.
+SCORE_MOD = Program("score;tanh.f,0;head;query;key;sub.i,3,4;const.i,16383;add.i,5,6;load.f,0,2,7;add.f,1,8;result,9")
+SCORE_GRAD = "score;tanh.f,0;head;query;key;sub.i,3,4;const.i,16383;add.i,5,6;cotangent;mul.f,1,1;mul.f,9,8;sub.f,8,10;"
+TABLE_MOD = Program("score;head;query;key;sub.i,2,3;const.i,16383;add.i,4,5;load.f,0,1,6;add.f,0,7;result,8")
+TABLE_GRAD = "head;query;key;sub.i,1,2;const.i,16383;add.i,3,4;cotangent;"
 MASK_MOD = Program("query;key;load.i,1,0;load.i,1,1;eq.i,2,3;result,4")
 PLAIN = {name: values[0] for name, values in FEATURES.items()}
 PLAIN_SCORES = FEATURES | {"program": ("none",)}
@@ -117,8 +118,8 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
     others = ranges or features["mask"] or features["segments"] or features["dropout"] or block or bias != "none"
     page = 0 if others or gradients != "none" else features["page"]
     mod, grad, added, grown = {
-        "score": (SCORE_MOD, SCORE_GRAD, "accumulate,0,2,5,6;", "result,9"),
-        "table": (TABLE_MOD, TABLE_GRAD, "accumulate,0,0,3,4;", "result,4"),
+        "score": (SCORE_MOD, SCORE_GRAD, "accumulate,0,2,7,8;", "result,11"),
+        "table": (TABLE_MOD, TABLE_GRAD, "accumulate,0,0,5,6;", "result,6"),
     }.get(program, (None, "", "", ""))
     grows = mod is not None and gradients == "all"
     full = Extent(True, True, True, True)

@@ -112,8 +112,7 @@ struct AddOthers : program::AddEach<true> {
 };
 
 // Adds to the gradients of captured arrays what 16 rows of S^T give, from entry x of a line on. The derivative may not
-// depend on the score. kWithin: are these rows, and the lane's keys, within T and S?
-template <bool kWithin>
+// depend on the score.
 struct CapturedGradients {
   const Score& score;
   const View<true>& view;
@@ -144,7 +143,7 @@ struct CapturedGradients {
   }
   template <typename Adds>
   __device__ __forceinline__ void Ask(const program::Place& at, float ds, Adds add) const {
-    program::ScoreGrad<kWithin>(Programs(score.p), at, 0.0f, ds, add);
+    program::ScoreGrad<false>(Programs(score.p), at, 0.0f, ds, add);
   }
 };
 

@@ -36,12 +36,7 @@ struct Probabilities : Products {
 #pragma unroll
     for (int i = 0; kSoftCap && Tuning::kKeepsSlopes && i < kRows / 4; ++i) dS[i] = PackSlopes(S[2 * i], S[2 * i + 1]);
     if (kBiasTiles) AddBias();
-    const Score score(p, tile.batch, step.head);
-    if (program::kLessWithin && IsWithin(tile, step)) {
-      FormScores<true>(score, ViewOf(tile, step));
-    } else {
-      FormScores<false>(score, ViewOf(tile, step));
-    }
+    FormScores(Score(p, tile.batch, step.head), ViewOf(tile, step));
   }
 
   // Turns S^T into s^T with the tile of the bias that has come with Q.
@@ -53,14 +48,6 @@ struct Probabilities : Products {
       AddBiasTile<true>(shared.bias[at.index] + c * kBoxBytes, first_key + 16 * warp, S + c / 2);
   }
 
-  // Are all entries within T and S, and queries among the keys?
-  __device__ __forceinline__ bool IsWithin(const KVTile& tile, const Step& step) const {
-    return step.row + kRows <= p.q_len && tile.column + kCols <= p.kv_len &&
-           (!kProblem.query_offset || AreAmongKeys(p, tile.batch, step.row, kRows));
-  }
-
-  // kWithin: that is so.
-  template <bool kWithin>
   __device__ __forceinline__ void FormScores(const Score& score, const View<true>& view) {
     float slopes[2];
 #pragma unroll
@@ -68,11 +55,10 @@ struct Probabilities : Products {
       if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       if (!kBiasTiles) S[i] = score.BeforeMod(S[i], view.Row(h, x), view.Key(h, x));
-      if (kScoreSlopes) slopes[i % 2] = score.Slope<kWithin>(S[i], view, h, x);
+      if (kScoreSlopes) slopes[i % 2] = score.Slope(S[i], view, h, x);
       if (kScoreSlopes && i % 2 == 1) dS[i / 2] = Pack(slopes[0], slopes[1]);
-      S[i] = score.Mod<kWithin>(S[i], view, h, x);
+      S[i] = score.Mod<false>(S[i], view, h, x);
     }
-    if (program::kLessWithin) PinApart<kWithin>(S);
   }
 
   // Begins to look up in memory which rows see this lane's keys.
@@ -169,14 +155,6 @@ struct Probabilities : Products {
   // Turns dP^T into dS^T, and packs it as an operand. Where dV has needed P until now, the slopes of a soft cap are
   // multiplied in here. With a score_mod, dS is the cotangent of the score that the function was given.
   __device__ __forceinline__ void ComputeDS(const KVTile& tile, const Step& step) {
-    if (program::kLessWithin && kScoreGrad && IsWithin(tile, step)) {
-      ComputeDSOf<true>(tile, step);
-    } else {
-      ComputeDSOf<false>(tile, step);
-    }
-  }
-  template <bool kWithin>
-  __device__ __forceinline__ void ComputeDSOf(const KVTile& tile, const Step& step) {
     constexpr bool kSlopes = Tuning::kFindsSlopes && !Tuning::kEarlyDV;
     const Score score(p, tile.batch, step.head);
     const View<true> view = ViewOf(tile, step);
@@ -193,7 +171,7 @@ struct Probabilities : Products {
         dP[i] = DSOf(S[i], dP[i], D[row]);
         if (kSlopes) dP[i] *= SlopeOfP(p, S[i], L[row]);
         if (kCapturedGradients) cotangents[i % 8] = dP[i] * ZScale(p);
-        if (kScoreGrad && !kScoreSlopes) dP[i] = score.Unmod<kWithin>(0.0f, dP[i], view, i / 2 % 2, i / 4 * 2 + i % 2);
+        if (kScoreGrad && !kScoreSlopes) dP[i] = score.Unmod(0.0f, dP[i], view, i / 2 % 2, i / 4 * 2 + i % 2);
         if (!kTF32 && i % 2 == 1) {
           if (Tuning::kKeepsSlopes && !Tuning::kSlopesJoinP) TimesSlopes(dS[i / 2], &dP[i - 1], &dP[i]);
           dS[i / 2] = Pack(dP[i - 1], dP[i]);
@@ -202,7 +180,7 @@ struct Probabilities : Products {
       }
       if constexpr (kCapturedGradients) {
         const View<true> fresh = {Fresh(view.row), Fresh(view.key)};  // or what was looked up would stay in registers
-        CapturedGradients<kWithin>{score, fresh, 4 * c, lane}.Add(cotangents);
+        CapturedGradients{score, fresh, 4 * c, lane}.Add(cotangents);
       }
     }
   }

@@ -104,7 +104,7 @@ struct Score {
   template <bool kAccumulates>
   __device__ __forceinline__ float Unmod(float s, float ds, int i, int j) const {
     if (!kScoreGrad) return ds;
-    return UnmodAt<kAccumulates, false>(s, ds, PlaceOf(p, batch, head, i, j));
+    return UnmodAt<kAccumulates>(s, ds, PlaceOf(p, batch, head, i, j));
   }
 
   // The same for entry x of line h. kWithin: it is known to be within T and S.
@@ -113,21 +113,21 @@ struct Score {
     if constexpr (!kScoreMod) return s;
     return program::ScoreMod<kWithin>(Programs(p), PlaceOf(p, batch, head, view, h, x), s);
   }
-  template <bool kWithin, bool kTransposed>
+  template <bool kTransposed>
   __device__ __forceinline__ float Unmod(float s, float ds, const View<kTransposed>& view, int h, int x) const {
     if (!kScoreGrad) return ds;
-    return UnmodAt<false, kWithin>(s, ds, PlaceOf(p, batch, head, view, h, x));
+    return UnmodAt<false>(s, ds, PlaceOf(p, batch, head, view, h, x));
   }
   // The derivative of what score_mod returns, with respect to s.
-  template <bool kWithin, bool kTransposed>
+  template <bool kTransposed>
   __device__ __forceinline__ float Slope(float s, const View<kTransposed>& view, int h, int x) const {
-    return Unmod<kWithin>(s, 1.0f, view, h, x);
+    return Unmod(s, 1.0f, view, h, x);
   }
 
  private:
-  template <bool kAccumulates, bool kWithin>
+  template <bool kAccumulates>
   __device__ __forceinline__ float UnmodAt(float s, float ds, const program::Place& at) const {
-    const float before = program::ScoreGrad<kWithin>(Programs(p), at, s, ds, program::AddEach<kAccumulates>());
+    const float before = program::ScoreGrad<false>(Programs(p), at, s, ds, program::AddEach<kAccumulates>());
     return ds == 0.0f ? ds : before;
   }
 };

@@ -64,8 +64,9 @@ bool IsLight(const Program& score_mod);
   FEATURE(kCapAndGradients, "gradients of captured arrays beside a soft cap",                                          \
           has.Any(kCapturedGradients) && has.Any(kSoftCap))                                                            \
   FEATURE(kModAndBias, "a score_mod beside a bias", has.Any(kScoreMod) && has.Any(kBias))                              \
-  FEATURE(kCrowdedMod, "a score_mod of many operations beside a bias and a block mask with a window or segments",      \
-          has.Any(kModAndBias) && !IsLight(p.score_mod) && has.Any(kListed) && has.Any(kLocal))                        \
+  FEATURE(                                                                                                             \
+      kCrowdedMod, "a score_mod beside a bias and dropout or a crowded block mask",                                    \
+      has.Any(kModAndBias) && (has.Any(kDropout) || (has.Any(kListed) && (has.Any(kLocal) || !IsLight(p.score_mod))))) \
   FEATURE(kSeveralAndMask, "a mask_mod beside dropout and a window or segments",                                       \
           has.Any(kMaskMod) && has.Any(kSeveral))                                                                      \
   FEATURE(kCrowdedMask, "a mask_mod beside dropout or a bias and a causal mask, a window, segments or lengths",        \

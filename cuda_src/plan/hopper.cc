@@ -12,8 +12,8 @@ namespace {
 constexpr Row kForward[] = {
     {227, 64, {128, 128, 2, 2, true}, kCrowdedMod},
     {227, 128, {128, 128, 2, 2, true}, kWideBias | kSeveralAndMask | kCrowdedMod},
-    {227, 128, {128, 96, 2, 2, true}},
     {227, 128, {128, 64, 2, 2, true}, kWideBias | kSeveralAndMask},
+    {227, 128, {128, 96, 2, 2, true}},
     // With 256 queries, and masks, warpgroups have keys of their own: better than larger tiles of keys, if there are
     // enough.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
@@ -36,7 +36,7 @@ constexpr Row kForward[] = {
     {227, 128, {128, 112, 2, 2}, kAddsToScores},
     {227, 128, {128, 96, 2, 2}, kAddsToScores},
     {227, 128, {128, 64, 2, 2}, kAddsToScores},
-    {227, 128, {128, 64, 2, 2}, kSeveral},
+    {227, 128, {128, 64, 2, 2}, kSeveral | kCrowdedMod},
     {227, 128, {128, 32, 2, 2}},
     {227, 192, {128, 96, 2, 2}, kAddsToScores | kSeveral},
     {227, 192, {128, 64, 2, 2}, kAddsToScores},

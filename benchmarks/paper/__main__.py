@@ -39,6 +39,7 @@ SECTIONS = (  # a module of `sections` each, in the paper's order
     "lra_speed",
     "lra_accuracy",
     "pathfinder",
+    "pathfinder_discs",
 )
 PARENTS = ("gpt2_counters", "memory")  # sections whose child processes need the GPU's memory
 PACKAGES = ["jax-flash", "jax", "jaxlib", "nvidia-cudnn-cu13", "nvidia-cuda-nvrtc"]

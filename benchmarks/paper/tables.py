@@ -515,6 +515,12 @@ def accuracy(row: Row) -> str:
     return f"{100 * row['accuracy']:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
+@shows("paper_pathfinder_discs")
+def paper_pathfinder_discs(results: Results) -> str:
+    lines = ([f"{row['side']} × {row['side']}", accuracy(row)] for row in results["rows"])
+    return table(["images", "% that the discs alone tell (99%)"], lines)
+
+
 @shows("paper_pathfinder")
 def paper_pathfinder(results: Results) -> str:
     """A line for each stage, in their order, since a stage goes on from the one before of its checkpoint."""

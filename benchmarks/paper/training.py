@@ -131,15 +131,19 @@ class Trainer:
         return float(np.mean([float(self.evaluate(self.weights, batch)) for batch in batches]))
 
     def accuracy(self, batches: Iterable[Batch], confidence: float) -> dict[str, Any]:
-        """With the exact binomial (Clopper-Pearson) interval."""
-        right = np.concatenate([self.predict(self.weights, batch) == batch["labels"] for batch in batches])
-        interval = scipy.stats.binomtest(int(right.sum()), right.size).proportion_ci(confidence)
-        return {
-            "accuracy": float(right.mean()),
-            "interval": [float(interval.low), float(interval.high)],
-            "confidence": confidence,
-            "examples": int(right.size),
-        }
+        right = [self.predict(self.weights, batch) == batch["labels"] for batch in batches]
+        return accuracy_of(np.concatenate(right), confidence)
+
+
+def accuracy_of(right: np.ndarray, confidence: float) -> dict[str, Any]:
+    """With the exact binomial (Clopper-Pearson) interval."""
+    interval = scipy.stats.binomtest(int(right.sum()), right.size).proportion_ci(confidence)
+    return {
+        "accuracy": float(right.mean()),
+        "interval": [float(interval.low), float(interval.high)],
+        "confidence": confidence,
+        "examples": int(right.size),
+    }
 
 
 def train(

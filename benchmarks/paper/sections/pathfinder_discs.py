@@ -1,0 +1,48 @@
+"""What Pathfinder's discs tell of the label without a curve: how often boosted trees are right about the surroundings
+of discs in the images of the test, asked about images that they have not learned from. On a CPU; it takes scikit-learn.
+"""
+
+import importlib.util
+
+import numpy as np
+
+from .. import pathfinder_images
+from ..results import Results, Row
+from ..training import accuracy_of
+from .pathfinder import CONFIDENCE
+
+PARTS = 5  # all but one of them are learned from, and each is asked about in turn
+
+
+def run(results: Results, quick: bool) -> None:
+    examples = 200 if quick else 20_000
+    results.begin(examples=examples)
+    if importlib.util.find_spec("sklearn") is None:
+        results.fields["missing"] = {"all": "it takes scikit-learn"}
+        return
+
+    def rows_of(side: int) -> list[Row]:
+        from sklearn.ensemble import HistGradientBoostingClassifier
+        from sklearn.model_selection import cross_val_predict
+
+        seen, labels = seen_of_discs(side, examples)
+        trees = HistGradientBoostingClassifier(learning_rate=0.05, max_iter=150)
+        right = cross_val_predict(trees, seen, labels, cv=PARTS) == labels
+        return [accuracy_of(right, CONFIDENCE)]
+
+    results.measure([{"side": side} for side in sorted(pathfinder_images.STYLES)[: 1 if quick else None]], rows_of)
+
+
+def seen_of_discs(side: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Features and labels of so many images, in which curves that distract are left out."""
+    style = pathfinder_images.STYLES[side]._replace(distractors=0)
+    random = np.random.default_rng(side)
+    features: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
+    while sum(map(len, labels)) < count:
+        drawings = pathfinder_images.plan(side, style, random)
+        ends = drawings.discs * style.dashes + [0, style.dashes - 1]
+        dashes = drawings.dashes[np.arange(len(ends))[:, None], ends]
+        features.append(pathfinder_images.surroundings(side, dashes))
+        labels.append(drawings.labels)
+    return np.concatenate(features)[:count], np.concatenate(labels)[:count]

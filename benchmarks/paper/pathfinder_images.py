@@ -6,7 +6,9 @@ apart, and in which directions their dashes point, should not tell the label. So
 than the other, some of its images are left out, until both are as likely.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import combinations_with_replacement, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +17,13 @@ import scipy.special
 TRIES = 4  # how often a long curve is begun in an image before the image is given up
 CANDIDATES = 12  # how many places for the next dash are looked at; the first that has room is taken
 FAR = 1e6  # the place of dashes that are not drawn
-POOL = 2048  # how many images are begun together: what their discs tell is found from those that have room
+POOL = 2048  # how many images are begun together at most
+SPARE = 6  # how many are begun for one that is asked for, since not all have room and some are left out
+POOLS = 14  # of images with room, from which it is found what discs tell
+DIRECTIONS = 5  # features of the distance and the directions, which tell most
 STEPS = 10  # of Newton's method
 PENALTY = 3.0  # of the squares of a regression's weights
+WAYS = list(product(range(2), repeat=2))  # to put discs on two curves
 
 
 class Style(NamedTuple):
@@ -56,13 +62,28 @@ STYLES = {
 }
 
 
+class Odds(NamedTuple):
+    """The log odds of label 1 as a function of what can be seen of discs: a logistic regression."""
+
+    mean: np.ndarray
+    deviation: np.ndarray
+    weights: np.ndarray
+
+    def __call__(self, features: np.ndarray) -> np.ndarray:
+        return terms((features - self.mean) / self.deviation) @ self.weights
+
+
 class Drawings(NamedTuple):
     """What images are drawn from."""
 
     dashes: np.ndarray  # float32 [images, dashes, 2, (y, x)]: the centre, and a direction of length 1
     curves: np.ndarray  # int [dashes]: which curve a dash is of; 0 and 1 are the long ones
     discs: np.ndarray  # int [images, 2]: which long curve the first disc begins, and which the second one ends
-    places: np.ndarray  # [images, 2, (y, x)]: of the discs
+
+    @property
+    def ends(self) -> np.ndarray:
+        """The dashes that the discs are on: [images, 2, 2, (y, x)]."""
+        return dashes_of_discs(self.dashes, self.discs, np.count_nonzero(self.curves == 0))
 
     @property
     def labels(self) -> np.ndarray:
@@ -75,46 +96,63 @@ class Examples(NamedTuple):
     labels: np.ndarray  # int32 [images]
 
 
-def examples(side: int, count: int, seed: int | list[int], style: Style | None = None) -> Examples:
-    """Without a style, of that of the size."""
-    style = style or STYLES[side]
+def examples(side: int, count: int, seed: int | list[int], style: Style, odds: Odds) -> Examples:
+    """With the odds of this size and style."""
     random = np.random.default_rng(seed)
     parts: list[Examples] = []
     while (missing := count - sum(len(part.labels) for part in parts)) > 0:
-        drawings = plan(side, style, random, missing)
+        drawings = plan(side, style, odds, random, missing)
         parts.append(Examples(*draw(side, style, drawings), drawings.labels))
     return Examples(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def plan(side: int, style: Style, random: np.random.Generator, most: int = POOL) -> Drawings:
-    """Of so many images of a pool, of those that have room and are not left out for what their discs tell."""
-    lengths = [style.dashes] * 2 + [max(2, style.dashes // 2)] * style.distractors
-    dashes = np.full((POOL, sum(lengths), 2, 2), FAR, np.float32)
-    first, second = np.split(np.arange(2 * style.dashes), 2)
-    for curve in (first, second):
-        dashes = dashes[grow(side, style, dashes, curve, TRIES, random)]
-    if not len(dashes):
-        raise ValueError(f"images of {side} x {side} pixels have no room for two curves as in {style}")
-
-    def ends(discs: np.ndarray) -> np.ndarray:
-        """The dashes with the discs: [images, 2, 2, (y, x)]."""
-        numbers = np.stack([first[0] + style.dashes * discs[:, 0], first[-1] + style.dashes * discs[:, 1]], 1)
-        return dashes[np.arange(len(dashes))[:, None], numbers]
-
+def plan(side: int, style: Style, odds: Odds, random: np.random.Generator, most: int) -> Drawings:
+    """Of at most so many images, those that have room and are not left out for what their discs tell."""
+    dashes = long_curves(side, style, random, min(POOL, SPARE * most))
     # An image stays with a probability that is the odds against its label, at most 1.
-    number, ways = np.arange(len(dashes)), np.array([[0, 0], [1, 1], [0, 1], [1, 0]])
-    same = ways[:, 0] == ways[:, 1]
-    features = np.stack([surroundings(side, ends(np.tile(way, (len(dashes), 1)))) for way in ways])
-    odds = log_odds(np.concatenate(features), np.repeat(same, len(dashes)))
-    chosen = random.integers(len(ways), size=len(dashes))
-    discs = ways[chosen]
-    likelier = odds(features[chosen, number]) * np.where(same[chosen], 1, -1)
+    discs = random.integers(2, size=(len(dashes), 2))
+    told = odds(surroundings(side, dashes_of_discs(dashes, discs, style.dashes)))
+    likelier = np.where(discs[:, 0] == discs[:, 1], told, -told)
     kept = np.flatnonzero(np.log(random.random(len(dashes))) < -likelier)[:most]
-    places, dashes, discs = ends(discs)[kept, :, 0], dashes[kept], discs[kept]
+    lengths = [style.dashes] * 2 + [max(2, style.dashes // 2)] * style.distractors
     curves = np.repeat(np.arange(len(lengths)), lengths)
+    drawings = Drawings(np.full((len(kept), len(curves), 2, 2), FAR, np.float32), curves, discs[kept])
+    drawings.dashes[:, curves < 2] = dashes[kept]
     for distractor in range(2, len(lengths)):
-        grow(side, style, dashes, np.flatnonzero(curves == distractor), 1, random)
-    return Drawings(dashes, curves, discs, places)
+        grow(side, style, drawings.dashes, np.flatnonzero(curves == distractor), 1, random)
+    return drawings
+
+
+def long_curves(side: int, style: Style, random: np.random.Generator, begun: int) -> np.ndarray:
+    """The dashes of both long curves of an image, one curve after the other, where both have room."""
+    dashes = np.full((begun, 2 * style.dashes, 2, 2), FAR, np.float32)
+    for curve in np.split(np.arange(2 * style.dashes), 2):
+        dashes = dashes[grow(side, style, dashes, curve, TRIES, random)]
+    return dashes
+
+
+def dashes_of_discs(dashes: np.ndarray, discs: np.ndarray, length: int) -> np.ndarray:
+    """[images, 2, 2, (y, x)], of long curves of so many dashes."""
+    return dashes[np.arange(len(dashes))[:, None], length * discs + [0, length - 1]]
+
+
+def odds_of(side: int, style: Style, apply: Callable[..., Iterable[np.ndarray]] = map) -> Odds:
+    """What discs tell of the label. With the `map` of a pool of processes these make the images.
+
+    Raises ValueError if the style has no room in images of this size.
+    """
+    seen = np.concatenate(list(apply(partial(seen_of_discs, side, style), range(POOLS))), 1)
+    if not seen.size:
+        raise ValueError(f"images of {side} x {side} pixels have no room for two curves as in {style}")
+    labels = [first == second for first, second in WAYS]
+    return log_odds(np.concatenate(seen), np.repeat(labels, seen.shape[1]))
+
+
+def seen_of_discs(side: int, style: Style, seed: int) -> np.ndarray:
+    """In a pool of images, with the discs in all ways: [ways, images, features]."""
+    dashes = long_curves(side, style, np.random.default_rng(seed), POOL)
+    discs = [np.tile(way, (len(dashes), 1)) for way in WAYS]
+    return np.stack([surroundings(side, dashes_of_discs(dashes, x, style.dashes)) for x in discs])
 
 
 def surroundings(side: int, ends: np.ndarray) -> np.ndarray:
@@ -134,22 +172,23 @@ def surroundings(side: int, ends: np.ndarray) -> np.ndarray:
     return np.concatenate([apart, along, across, middle, np.sort(np.abs(places), axis=-1).reshape(-1, 4)], 1)
 
 
-def log_odds(features: np.ndarray, labels: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Of label 1, as a function of features: a logistic regression on them, their squares and their products."""
+def log_odds(features: np.ndarray, labels: np.ndarray) -> Odds:
+    """Of label 1."""
     mean, deviation = features.mean(0), features.std(0)
-
-    def terms(features: np.ndarray) -> np.ndarray:
-        x = (features - mean) / deviation
-        products = [x[:, i : i + 1] * x[:, i:] for i in range(x.shape[1])]
-        return np.concatenate([np.ones((len(x), 1)), x, *products], 1)
-
-    x = terms(features)
+    x = terms((features - mean) / deviation)
     weights = np.zeros(x.shape[1])
     for _ in range(STEPS):
         likely = scipy.special.expit(x @ weights)
         curvature = (x.T * (likely * (1 - likely))) @ x + PENALTY * np.eye(len(weights))
         weights -= np.linalg.solve(curvature, x.T @ (likely - labels) + PENALTY * weights)
-    return lambda features: terms(features) @ weights
+    return Odds(mean, deviation, weights)
+
+
+def terms(x: np.ndarray) -> np.ndarray:
+    """Products of up to two features, and of up to four of the distance and the directions."""
+    each = [range(x.shape[1])] * 3 + [range(DIRECTIONS)] * 2
+    factors = [chosen for n, of in enumerate(each) for chosen in combinations_with_replacement(of, n)]
+    return np.stack([x[:, list(chosen)].prod(1) for chosen in factors], 1)
 
 
 def grow(
@@ -209,7 +248,7 @@ def draw(side: int, style: Style, drawings: Drawings) -> tuple[np.ndarray, np.nd
     dash, pixels, covered = strokes(side, drawings.dashes, style.dash / 2, style.width / 2)
     np.maximum.at(images, pixels, covered)
     np.maximum.at(targets, pixels, np.where(covered > 0, counts[dash][:, None, None] + 1, 0).astype(np.uint8))
-    places = np.stack([drawings.places, np.zeros_like(drawings.places)], 2)
+    places = drawings.ends * [[1], [0]]
     _, pixels, covered = strokes(side, places, 0.0, style.radius)
     np.maximum.at(images, pixels, covered)
     return np.round(images * 255).astype(np.uint8), targets

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.spatial
 
 pytest.importorskip("optax")
 ndimage = pytest.importorskip("scipy.ndimage")
@@ -42,11 +43,12 @@ def text(module):
 def planned(module, monkeypatch):
     """The module of images, the style of a size, and drawings in it."""
     images = module("pathfinder_images")
-    monkeypatch.setattr(images, "POOL", 200)
+    monkeypatch.setattr(images, "POOL", 400)
+    monkeypatch.setattr(images, "POOLS", 2)
 
     def plan(side, **changes):
         style = images.STYLES[side]._replace(**changes)
-        drawings = images.plan(side, style, np.random.default_rng(0))
+        drawings = images.plan(side, style, images.odds_of(side, style), np.random.default_rng(0), 100)
         assert len(drawings.labels) >= 5
         return images, style, drawings
 
@@ -60,9 +62,9 @@ def test_discs_are_connected_as_the_label_says(planned, side):
     scale = 6
     dashes = np.where(drawings.dashes < images.FAR, drawings.dashes * [[scale], [1]], images.FAR)
     large = style._replace(dash=style.dash * scale, gap=style.gap * scale, width=1.0, radius=1.0)
-    scaled = drawings._replace(dashes=dashes, places=drawings.places * scale)
+    scaled = drawings._replace(dashes=dashes)
     drawn_images, _ = images.draw(side * scale, large, scaled)
-    for drawn, discs, label in zip(drawn_images, scaled.places, drawings.labels, strict=True):
+    for drawn, discs, label in zip(drawn_images, scaled.ends[:, :, 0], drawings.labels, strict=True):
         near = ndimage.distance_transform_edt(drawn < 128) <= scale * (style.gap + 0.3) / 2
         components, _ = ndimage.label(near)
         first, second = (components[tuple(disc.astype(int))] for disc in discs)
@@ -75,7 +77,7 @@ def test_targets_of_pixels_say_how_many_discs_are_on_their_curve(planned, side):
     images, style, drawings = planned(side)
     _, targets = images.draw(side, style, drawings)
     of_discs = np.where(drawings.labels == 1, 2, 1)
-    for target, discs, count in zip(targets, drawings.places.astype(int), of_discs, strict=True):
+    for target, discs, count in zip(targets, drawings.ends[:, :, 0].astype(int), of_discs, strict=True):
         assert all(target[y, x] == count + 1 for y, x in discs)
         assert set(np.unique(target)) == {0, 1, count + 1}
     on_curves = (drawings.discs[:, :, None] == drawings.curves).any(1)
@@ -84,37 +86,38 @@ def test_targets_of_pixels_say_how_many_discs_are_on_their_curve(planned, side):
     np.testing.assert_array_equal(alone > 0, targets > 1)
 
 
-def test_pathfinder_images_are_deterministic_and_balanced(module):
+def test_pathfinder_images_are_deterministic_and_balanced(module, monkeypatch):
     images = module("pathfinder_images")
-    drawn, targets, labels = images.examples(32, 300, [1, 2])
-    for made, again in zip((drawn, targets, labels), images.examples(32, 300, [1, 2]), strict=True):
-        np.testing.assert_array_equal(made, again)
-    other = images.examples(32, 300, [1, 3]).images
+    monkeypatch.setattr(images, "POOLS", 3)
+    kind = images.STYLES[32], images.odds_of(32, images.STYLES[32])
+    drawn, targets, labels = images.examples(32, 300, [1, 2], *kind)
+    again = images.examples(32, 300, [1, 2], images.STYLES[32], images.odds_of(32, images.STYLES[32]))
+    for first, second in zip((drawn, targets, labels), again, strict=True):
+        np.testing.assert_array_equal(first, second)
+    other = images.examples(32, 300, [1, 3], *kind).images
     assert not np.array_equal(drawn, other)
     assert drawn.shape == targets.shape == (300, 32, 32) and drawn.dtype == np.uint8 and drawn.max() == 255
     assert abs(labels.mean() - 0.5) < 0.1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("side", "most"), [(32, 0.76), (64, 0.56), (128, 0.55)])
-def test_what_can_be_seen_near_the_discs_hardly_tells_the_label(module, side, most):
-    """A regression on half of the images, asked about the others: right by chance, but where curves are short."""
+@pytest.mark.parametrize(("side", "most"), [(32, 0.66), (64, 0.59), (128, 0.56)])
+def test_what_can_be_seen_of_the_discs_hardly_tells_the_label(module, side, most):
+    """Half of the images are asked about, from the 25 most alike of the others: right by chance, but where curves are
+    short."""
+    section = module("sections.pathfinder_discs")
+    x, y = section.seen_of_discs(side, 6000)
+    x = (x - x.mean(0)) / x.std(0)
+    _, near = scipy.spatial.cKDTree(x[::2]).query(x[1::2], 25)
+    assert np.mean((y[::2][near].mean(1) > 0.5) == y[1::2]) < most
+
+
+def test_log_odds_are_learned(module):
     images = module("pathfinder_images")
-    random, style = np.random.default_rng(0), images.STYLES[side]._replace(distractors=0)
-    features, labels = [], []
-    while sum(map(len, labels)) < 3000:
-        drawings = images.plan(side, style, random)
-        ends = drawings.discs * style.dashes + [0, style.dashes - 1]
-        dashes = drawings.dashes[np.arange(len(ends))[:, None], ends]
-        np.testing.assert_array_equal(dashes[:, :, 0], drawings.places)
-        features.append(images.surroundings(side, dashes))
-        labels.append(drawings.labels)
-    x, y = np.concatenate(features), np.concatenate(labels)
-    half = len(y) // 2
-    right = np.mean((images.log_odds(x[:half], y[:half])(x[half:]) > 0) == y[half:])
-    assert right < most
-    far = images.log_odds(x[:half], x[:half, 0] > 0.5)  # what the features do say is learned
-    assert np.mean((far(x[half:]) > 0) == (x[half:, 0] > 0.5)) > 0.95
+    x = np.random.default_rng(0).normal(size=(4000, 10))
+    labels = x[:, 0] * x[:, 1] * x[:, 2] + x[:, 8] * x[:, 9] > 0
+    odds = images.log_odds(x[:2000], labels[:2000])
+    assert np.mean((odds(x[2000:]) > 0) == labels[2000:]) > 0.9
 
 
 def test_no_room_for_any_image(planned):
@@ -199,34 +202,34 @@ def test_easier_images_are_between_those_of_half_the_size_and_those_of_this_size
     half, whole = images.STYLES[64], images.STYLES[128]
     assert whole.mixed(half, 0.0) == whole
     assert whole.mixed(half, 1.0) == half
-    random = np.random.default_rng(0)
-    for _ in range(10):
-        easier = pathfinder.easier(128, random)
+    for easier in pathfinder.easier(128):
         assert all(min(ends) <= x <= max(ends) for x, *ends in zip(easier, half, whole, strict=True))
-        assert pathfinder.EASIEST <= pathfinder.easier(32, random).dashes < images.STYLES[32].dashes
+    assert all(pathfinder.EASIEST <= easier.dashes < images.STYLES[32].dashes for easier in pathfinder.easier(32))
 
 
 def test_images_come_in_the_order_of_their_seeds_however_many_processes_make_them(module, monkeypatch):
     pathfinder = module("sections.pathfinder")
     monkeypatch.setattr(pathfinder, "IMAGES", 6)
     monkeypatch.setattr(
-        pathfinder, "make_images", lambda side, seed, varied: {"labels": np.arange(6) + 6 * seed[-1], "seed": seed * 6}
+        pathfinder, "make_images", lambda side, seed, kinds: {"labels": np.arange(6) + 6 * seed[-1], "seed": seed * 6}
     )
     for processes in (1, 3):
         monkeypatch.setattr(pathfinder, "PROCESSES", processes)
         with concurrent.futures.ThreadPoolExecutor(processes) as pool:
-            made = pathfinder.batched(pathfinder.images(pool, 8, [4, 5], True), 2)
+            made = pathfinder.batched(pathfinder.images(pool, 8, [4, 5], []), 2)
             batches = list(itertools.islice(made, 20))
         np.testing.assert_array_equal(np.concatenate([batch["labels"] for batch in batches]), np.arange(40))
         assert batches[0]["seed"] == [4, 5] and all(len(batch["labels"]) == 2 for batch in batches)
 
 
-def test_half_of_the_varied_images_are_easier(module, monkeypatch):
-    pathfinder = module("sections.pathfinder")
+def test_half_of_the_images_are_easier_where_there_are_easier_kinds(module, monkeypatch):
+    images, pathfinder = module("pathfinder_images"), module("sections.pathfinder")
     monkeypatch.setattr(pathfinder, "IMAGES", 60)
-    batch = pathfinder.make_images(32, [1, 2], True)
+    monkeypatch.setattr(images, "POOLS", 2)
+    kinds = [(style, images.odds_of(32, style)) for style in (images.STYLES[32], *pathfinder.easier(32))]
+    batch = pathfinder.make_images(32, [1, 2], kinds)
     assert batch["tokens"].shape == batch["targets"].shape == (60, 1024) and batch["tokens"].max() < pathfinder.LEVELS
-    usual = pathfinder.make_images(32, [1, 2], False)
+    usual = pathfinder.make_images(32, [1, 2], kinds[:1])
     assert 0.4 < (batch["tokens"] > 0).sum() / (usual["tokens"] > 0).sum() < 0.97
     assert set(batch["labels"]) == {0, 1}
 

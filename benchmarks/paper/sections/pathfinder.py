@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,12 @@ TESTED = {32: 10_000, 64: 10_000, 128: 10_000, 256: 2048}  # how many images the
 CONFIDENCE = 0.99
 ROWS = 16  # how many rows of pixels above and below the block-sparse attention sees in full
 EASIEST = 5  # dashes in a curve of the easiest images
+SHARES = (0.25, 0.5, 0.75, 1.0)  # of the style of half the size in easier images
 TRAINING, TEST, TIMING = range(3)  # the first part of a seed says what it is for
 PROCESSES = max(1, (os.cpu_count() or 1) - 2)  # that make images; the other cores feed the device
 SHARE = 0.8  # of the minutes is spent on training; the rest is for compilation and for the test
+
+Kind = tuple[pathfinder_images.Style, pathfinder_images.Odds]
 
 
 def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint: Path) -> None:
@@ -59,9 +62,11 @@ def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint
     # The processes that make images have a core each. With a thread for every core each of them is many times slower.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        images_per_second = generation_rate(pool, side)
+        styles = [pathfinder_images.STYLES[side], *easier(side)]
+        kinds = [(style, pathfinder_images.odds_of(side, style, pool.map)) for style in styles]
+        images_per_second = generation_rate(pool, side, kinds)
         seconds = 1 if quick else SHARE * results.seconds_left()
-        with contextlib.closing(batched(images(pool, side, [TRAINING, len(stages)], True), batch)) as batches:
+        with contextlib.closing(batched(images(pool, side, [TRAINING, len(stages)], kinds), batch)) as batches:
             losses = list(train(trainer, batches, RATES[side], seconds=seconds))
         stage: Row = {
             "checkpoint": checkpoint.name,
@@ -86,7 +91,7 @@ def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint
         save(trainer, weights)
         measure.save(log, stages)
         # What was learned is kept, even if the test does not come to its end.
-        with contextlib.closing(batched(images(pool, side, [TEST, side], False), batch)) as tests:
+        with contextlib.closing(batched(images(pool, side, [TEST, side], kinds[:1]), batch)) as tests:
             stage |= trainer.accuracy(itertools.islice(tests, -(-tested // batch)), CONFIDENCE)
     measure.save(log, stages)
     results.begin()
@@ -130,12 +135,12 @@ def loaded(path: Path, weights: Any) -> Any:
     return jax.tree.unflatten(structure, found)
 
 
-def make_images(side: int, seed: list[int], varied: bool) -> Batch:
-    """Where they are varied, half of them are easier."""
+def make_images(side: int, seed: list[int], kinds: Sequence[Kind]) -> Batch:
+    """Half of them are of one of the kinds after the first, if there are any."""
     random = np.random.default_rng(seed)
-    parts = [pathfinder_images.STYLES[side], easier(side, random)] if varied else [pathfinder_images.STYLES[side]]
+    parts = [kinds[0], *([kinds[random.integers(1, len(kinds))]] if len(kinds) > 1 else [])]
     made = [
-        pathfinder_images.examples(side, IMAGES // len(parts), [*seed, part], style) for part, style in enumerate(parts)
+        pathfinder_images.examples(side, IMAGES // len(parts), [*seed, part], *kind) for part, kind in enumerate(parts)
     ]
     order = random.permutation(IMAGES)
     drawn, targets, labels = (np.concatenate(arrays)[order] for arrays in zip(*made, strict=True))
@@ -143,22 +148,22 @@ def make_images(side: int, seed: list[int], varied: bool) -> Batch:
     return {"tokens": tokens.reshape(IMAGES, -1), "targets": targets.reshape(IMAGES, -1), "labels": labels}
 
 
-def easier(side: int, random: np.random.Generator) -> pathfinder_images.Style:
-    """Drawn with lines between those of half the size and those of this size; of the smallest, with shorter ones."""
+def easier(side: int) -> list[pathfinder_images.Style]:
+    """Between the lines of this size and those of half the size; of the smallest, with shorter ones."""
     style, half = pathfinder_images.STYLES[side], pathfinder_images.STYLES.get(side // 2)
     if half is None:
-        return style._replace(dashes=int(random.integers(EASIEST, style.dashes)))
-    return style.mixed(half, random.random())
+        return [style._replace(dashes=dashes) for dashes in range(EASIEST, style.dashes)]
+    return [style.mixed(half, share) for share in SHARES]
 
 
-def images(pool: concurrent.futures.Executor, side: int, seed: list[int], varied: bool) -> Generator[Batch]:
+def images(pool: concurrent.futures.Executor, side: int, seed: list[int], kinds: Sequence[Kind]) -> Generator[Batch]:
     """Without end, made ahead of time, in the same order whatever the number of processes."""
     numbers = itertools.count()
-    waiting = deque(pool.submit(make_images, side, [*seed, next(numbers)], varied) for _ in range(2 * PROCESSES))
+    waiting = deque(pool.submit(make_images, side, [*seed, next(numbers)], kinds) for _ in range(2 * PROCESSES))
     try:
         while True:
             made = waiting.popleft().result()
-            waiting.append(pool.submit(make_images, side, [*seed, next(numbers)], varied))
+            waiting.append(pool.submit(make_images, side, [*seed, next(numbers)], kinds))
             yield made
     finally:
         for future in waiting:
@@ -173,11 +178,11 @@ def batched(made: Generator[Batch], size: int) -> Generator[Batch]:
                 yield {name: x[begin : begin + size] for name, x in arrays.items()}
 
 
-def generation_rate(pool: concurrent.futures.Executor, side: int) -> float:
-    """Images a second of all processes together, varied as in training."""
+def generation_rate(pool: concurrent.futures.Executor, side: int, kinds: Sequence[Kind]) -> float:
+    """Images a second of all processes together."""
 
     def make(jobs: int) -> None:
-        list(pool.map(make_images, *zip(*((side, [TIMING, i], True) for i in range(jobs)), strict=True)))
+        list(pool.map(make_images, *zip(*((side, [TIMING, i], kinds) for i in range(jobs)), strict=True)))
 
     make(PROCESSES)  # starts them
     start = time.perf_counter()

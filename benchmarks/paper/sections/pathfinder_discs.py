@@ -36,13 +36,11 @@ def run(results: Results, quick: bool) -> None:
 def seen_of_discs(side: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Features and labels of so many images, in which curves that distract are left out."""
     style = pathfinder_images.STYLES[side]._replace(distractors=0)
-    random = np.random.default_rng(side)
+    odds, random = pathfinder_images.odds_of(side, style), np.random.default_rng(side)
     features: list[np.ndarray] = []
     labels: list[np.ndarray] = []
-    while sum(map(len, labels)) < count:
-        drawings = pathfinder_images.plan(side, style, random)
-        ends = drawings.discs * style.dashes + [0, style.dashes - 1]
-        dashes = drawings.dashes[np.arange(len(ends))[:, None], ends]
-        features.append(pathfinder_images.surroundings(side, dashes))
+    while (missing := count - sum(map(len, labels))) > 0:
+        drawings = pathfinder_images.plan(side, style, odds, random, missing)
+        features.append(pathfinder_images.surroundings(side, drawings.ends))
         labels.append(drawings.labels)
-    return np.concatenate(features)[:count], np.concatenate(labels)[:count]
+    return np.concatenate(features), np.concatenate(labels)

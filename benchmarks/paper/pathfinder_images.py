@@ -83,7 +83,7 @@ class Drawings(NamedTuple):
     @property
     def ends(self) -> np.ndarray:
         """The dashes that the discs are on: [images, 2, 2, (y, x)]."""
-        return dashes_of_discs(self.dashes, self.discs, np.count_nonzero(self.curves == 0))
+        return dashes_of_discs(self.dashes, self.discs, int(np.count_nonzero(self.curves == 0)))
 
     @property
     def labels(self) -> np.ndarray:

@@ -138,7 +138,9 @@ def loaded(path: Path, weights: Any) -> Any:
 def make_images(side: int, seed: list[int], kinds: Sequence[Kind]) -> Batch:
     """Half of them are of one of the kinds after the first, if there are any."""
     random = np.random.default_rng(seed)
-    parts = [kinds[0], *([kinds[random.integers(1, len(kinds))]] if len(kinds) > 1 else [])]
+    parts = [kinds[0]]
+    if len(kinds) > 1:
+        parts.append(kinds[int(random.integers(1, len(kinds)))])
     made = [
         pathfinder_images.examples(side, IMAGES // len(parts), [*seed, part], *kind) for part, kind in enumerate(parts)
     ]

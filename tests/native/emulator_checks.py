@@ -156,6 +156,7 @@ PROGRAMS = [
     (programs.wavy, Case(B=1, T=150, S=140, D=64, E=64, dropout=0.3), "bfloat16"),
     (programs.alibi, Case(B=1, T=150, S=140, D=128, E=128, sinks=2.0, causal=True, soft_cap=2.0), "float16"),
     # tiles of 64 keys with a bias in tiles
+    (programs.relative_table, Case(B=1, T=150, S=304, N=2, K=1, D=64, E=64, bias="1nts", dropout=0.2), "bfloat16"),
     (programs.hidden, sparse(128, 128, B=1, T=300, S=304, D=64, E=64, bias="1nts", window=(150, 20)), "bfloat16"),
 ]
 

@@ -21,6 +21,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 SAMPLE_SECONDS, SAMPLES, WARM_UP = 0.01, 11, 2  # of `interleave_enqueued`
+LONG_SECONDS = 0.5  # a call that takes as long is warm after two
 Call = Callable[[], object]
 
 
@@ -58,7 +59,7 @@ def interleave_enqueued(calls: dict[str, Call], samples: int = SAMPLES) -> dict[
     repeats = {}
     for name, call in calls.items():
         sample(call, 1)
-        if (seconds := sample(call, 1)) < SAMPLE_SECONDS:  # a longer one is warm
+        if (seconds := sample(call, 1)) < LONG_SECONDS:
             sample(call, WARM_UP)
             seconds = sample(call, WARM_UP)
         repeats[name] = calls_of_a_sample(seconds)

@@ -13,8 +13,9 @@ constexpr int kInlined = 32;
 
 // The functions ScoreMod, MaskMod and ScoreGrad of cuda_src/kernels/semantics/program.cuh, of a problem's programs;
 // what it does not have changes nothing. kWithin: they are asked of an entry within T and S (Facts::within), so that
-// indices which are made of its place need not be clamped or counted from the end; kLessWithin: does ScoreMod have any?
-// kAlong, of each sum that ScoreGrad adds to.
+// indices which are made of its place need not be clamped or counted from the end (a MaskMod always is, ScoreGrad
+// never, which has no time for two forms); kLessWithin: does ScoreMod have such indices? kAlong, of each sum that
+// ScoreGrad adds to.
 std::string ProgramSource(const Problem& problem);
 
 }  // namespace jax_flash

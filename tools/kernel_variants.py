@@ -244,6 +244,10 @@ def singles() -> Iterator[Case]:
         {"bias": "bfloat16", "mask": True},
         {"segments": True, "mask": True},
         {"bias": "bfloat16", "dropout": True},
+        {"bias": "bfloat16", "block_mask": (128, 96)},
+        {"bias": "bfloat16", "program": "table", "dropout": True},
+        {"bias": "bfloat16", "program": "score", "query_offset": True, "segments": True, "soft_cap": 30.0},
+        {"bias": "bfloat16", "program": "score", "window": True, "lengths": True},
     ):
         for dims in ((64, 64), (128, 128), (192, 192), (256, 256)):
             yield Case("sm_90a", "bfloat16", dims, **PLAIN | {"causal": False, "gradients": "none"} | features)

@@ -518,7 +518,7 @@ def accuracy(row: Row) -> str:
 @shows("paper_pathfinder_discs")
 def paper_pathfinder_discs(results: Results) -> str:
     lines = ([f"{row['side']} × {row['side']}", accuracy(row)] for row in results["rows"])
-    return table(["images", "% that the discs alone tell (99%)"], lines)
+    return table(["images", "% right from the discs alone (99%)"], lines)
 
 
 @shows("paper_pathfinder")

@@ -12,8 +12,8 @@ namespace {
 constexpr Row kForward[] = {
     {227, 64, {128, 128, 2, 2, true}, kCrowdedMod},
     {227, 128, {128, 128, 2, 2, true}, kWideBias | kSeveralAndMask | kCrowdedMod},
-    {227, 128, {128, 64, 2, 2, true}, kWideBias | kSeveralAndMask},
     {227, 128, {128, 96, 2, 2, true}},
+    {227, 128, {128, 64, 2, 2, true}, kWideBias | kSeveralAndMask},
     // With 256 queries, and masks, warpgroups have keys of their own: better than larger tiles of keys, if there are
     // enough.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},

@@ -4,12 +4,15 @@
 #include <string>
 #include <vector>
 
+#include "cuda_src/contract.h"
+
 namespace jax_flash {
 namespace {
 
-// Tiles that a bias comes with are for one that the copy engine loads.
-bool IsFor(const Row& row, const Features& has) {
-  return !row.tile.bias_tiles || (has.Any(kBias) && !has.Any(kBiasByEntry));
+// Tiles that a bias comes with are for one that the copy engine loads, in whole boxes.
+bool IsFor(const Row& row, const Problem& p, const Features& has) {
+  return !row.tile.bias_tiles ||
+         (has.Any(kBias) && !has.Any(kBiasByEntry) && row.tile.cols * ElementOf(p.bias_dtype).bytes % kBoxBytes == 0);
 }
 
 }  // namespace
@@ -22,7 +25,7 @@ const Rows& Table::Of(DType dtype) const {
 
 bool Fits(const Row& row, const Target& target, const Problem& p, FeatureBits ignored) {
   const Features has = FeaturesOf(p, target, row.tile.rows);
-  return IsFor(row, has) && row.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= row.dim &&
+  return IsFor(row, p, has) && row.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= row.dim &&
          !has.Any(row.without & ~ignored);
 }
 
@@ -32,7 +35,7 @@ std::string Obstacle(const Rows& rows, const Target& target, const Problem& p) {
   for (const Row& row : rows) {
     if (row.shared > target.shared || std::max(p.qk_dim, p.v_dim) > row.dim) continue;
     const Features has = FeaturesOf(p, target, row.tile.rows), obstacles = {has.bits & row.without & ~kPreferences};
-    if (!IsFor(row, has)) continue;
+    if (!IsFor(row, p, has)) continue;
     if (obstacles.Any(kNarrow)) continue;  // as if its head dim did not fit
     std::vector<std::string> names = NamesOf(obstacles);
     if (!InWholeTiles(p, row.tile.rows, row.tile.cols)) names.push_back(NameOfBlocks(p));

@@ -112,6 +112,17 @@ def test_what_can_be_seen_of_the_discs_hardly_tells_the_label(module, side, most
     assert np.mean((y[::2][near].mean(1) > 0.5) == y[1::2]) < most
 
 
+def test_what_discs_tell_becomes_a_table(module, monkeypatch, tmp_path):
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(module("pathfinder_images"), "POOLS", 2)
+    results = module("results").Results(tmp_path / "discs.json", {}, minutes=60, fresh=True)
+    module("sections.pathfinder_discs").run(results, quick=True)
+    (row,) = results.rows
+    assert row["side"] == 32 and row["examples"] == 200 and 0.3 < row["accuracy"] < 0.9
+    table = importlib.import_module("tables").TABLES["paper pathfinder discs"]({"rows": results.rows})
+    assert f"{100 * row['accuracy']:.1f} (" in table
+
+
 def test_log_odds_are_learned(module):
     images = module("pathfinder_images")
     x = np.random.default_rng(0).normal(size=(4000, 10))

@@ -42,7 +42,7 @@ CONFIDENCE = 0.99
 ROWS = 16  # how many rows of pixels above and below the block-sparse attention sees in full
 EASIEST = 5  # dashes in a curve of the easiest images
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the style of half the size in easier images
-TRAINING, TEST, TIMING = range(3)  # the first part of a seed says what it is for
+TRAINING, TEST, TIMING = range(1, 4)  # the first part of a seed says what it is for
 PROCESSES = max(1, (os.cpu_count() or 1) - 2)  # that make images; the other cores feed the device
 SHARE = 0.8  # of the minutes is spent on training; the rest is for compilation and for the test
 
@@ -142,7 +142,8 @@ def make_images(side: int, seed: list[int], kinds: Sequence[Kind]) -> Batch:
     if len(kinds) > 1:
         parts.append(kinds[int(random.integers(1, len(kinds)))])
     made = [
-        pathfinder_images.examples(side, IMAGES // len(parts), [*seed, part], *kind) for part, kind in enumerate(parts)
+        pathfinder_images.examples(side, IMAGES // len(parts), [*seed, part], *kind)
+        for part, kind in enumerate(parts, 1)  # without a part it is the order's
     ]
     order = random.permutation(IMAGES)
     drawn, targets, labels = (np.concatenate(arrays)[order] for arrays in zip(*made, strict=True))

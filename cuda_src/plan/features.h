@@ -64,10 +64,10 @@ bool IsLight(const Program& score_mod);
   FEATURE(kCapAndGradients, "gradients of captured arrays beside a soft cap",                                          \
           has.Any(kCapturedGradients) && has.Any(kSoftCap))                                                            \
   FEATURE(kModAndBias, "a score_mod beside a bias", has.Any(kScoreMod) && has.Any(kBias))                              \
-  FEATURE(kCrowdedMod, "a score_mod beside a bias and dropout, a block mask or positions",                             \
-          has.Any(kModAndBias) &&                                                                                      \
-              (has.Any(kDropout) || (IsLight(p.score_mod) ? has.Any(kListed) && has.Any(kLocal)                        \
-                                                          : has.Any(kListed | kLocal | kLengths | kQueryOffset))))     \
+  FEATURE(kModBiasDropout, "a score_mod beside a bias and dropout", has.Any(kModAndBias) && has.Any(kDropout))         \
+  FEATURE(kCrowdedMod, "a score_mod beside a bias and a block mask or positions",                                      \
+          has.Any(kModAndBias) && (IsLight(p.score_mod) ? has.Any(kListed) && has.Any(kLocal)                          \
+                                                        : has.Any(kListed | kLocal | kLengths | kQueryOffset)))        \
   FEATURE(kSeveralAndMask, "a mask_mod beside dropout and a window or segments",                                       \
           has.Any(kMaskMod) && has.Any(kSeveral))                                                                      \
   FEATURE(kCrowdedMask, "a mask_mod beside dropout or a bias and a causal mask, a window, segments or lengths",        \

@@ -10,8 +10,8 @@ namespace {
 // --- Tiles ---
 
 constexpr Row kForward[] = {
-    {227, 64, {128, 128, 2, 2, true}, kCrowdedMod},
-    {227, 128, {128, 128, 2, 2, true}, kWideBias | kSeveralAndMask | kCrowdedMod},
+    {227, 64, {128, 128, 2, 2, true}, kModBiasDropout | kCrowdedMod},
+    {227, 128, {128, 128, 2, 2, true}, kWideBias | kSeveralAndMask | kModBiasDropout | kCrowdedMod},
     {227, 128, {128, 96, 2, 2, true}},
     {227, 128, {128, 64, 2, 2, true}, kWideBias | kSeveralAndMask},
     // With 256 queries, and masks, warpgroups have keys of their own: better than larger tiles of keys, if there are
@@ -27,7 +27,7 @@ constexpr Row kForward[] = {
     {227, 64, {128, 176, 2, 2}, kAddsToScores | kSoftCap | kCausal | kLocal | kListed},
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kSoftCap | kLengths | kQueryOffset | kListed | kFewTiles},
     {227, 64, {128, 128, 2, 3}, kAddsToScores},
-    {227, 64, {128, 96, 2, 3}, kSeveral},
+    {227, 64, {128, 96, 2, 3}, kSeveral | kCrowdedMod},
     {227, 64, {128, 64, 2, 3}, kSeveral},
     {227, 64, {128, 48, 2, 3}, kDropout},
     {227, 64, {128, 32, 2, 3}},
@@ -36,7 +36,7 @@ constexpr Row kForward[] = {
     {227, 128, {128, 112, 2, 2}, kAddsToScores},
     {227, 128, {128, 96, 2, 2}, kAddsToScores},
     {227, 128, {128, 64, 2, 2}, kAddsToScores},
-    {227, 128, {128, 64, 2, 2}, kSeveral | kCrowdedMod},
+    {227, 128, {128, 64, 2, 2}, kSeveral | kModBiasDropout},
     {227, 128, {128, 32, 2, 2}},
     {227, 192, {128, 96, 2, 2}, kAddsToScores | kSeveral},
     {227, 192, {128, 64, 2, 2}, kAddsToScores},

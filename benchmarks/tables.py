@@ -630,11 +630,6 @@ def several_devices(*results: Results) -> str:
     )
 
 
-@shows("several_devices_h100")
-def several_devices_h100(results: Results) -> str:
-    return several_devices(results)
-
-
 @shows("exchange", "exchange_1048576")
 def exchange(*results: Results) -> str:
     numbers = {

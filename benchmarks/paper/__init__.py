@@ -14,4 +14,5 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # the other benchmar
 # Whether a problem fits must not depend on how the allocator has grown. The names are those that jax reads when it
 # first asks for a device.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
-os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", ".92")
+if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name: with both, jax finds no GPU and takes the CPU
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", ".92")

@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=pathlib.Path, help="directory of the JSON files")
     parser.add_argument("--minutes", type=float, default=5, help="of a section, from the start of its process")
     parser.add_argument("--side", type=int, choices=(32, 64, 128, 256), default=32, help="pathfinder: of the images")
+    kinds = ("flash", "block-sparse")
+    parser.add_argument("--attention", choices=kinds, help="pathfinder: by default block-sparse at 256 alone")
     parser.add_argument("--labels-alone", action="store_true", help="pathfinder: no targets for pixels")
     checkpoint = pathlib.Path("pathfinder_checkpoint")
     parser.add_argument("--checkpoint", type=pathlib.Path, default=checkpoint, help="pathfinder: what it goes on from")

@@ -258,9 +258,12 @@ def test_rotary_positions_turn_a_score_by_the_distance_alone(module):
     np.testing.assert_allclose(jnp.linalg.norm(q, axis=-1), jnp.linalg.norm(q[0, 0]), rtol=1e-5)
 
 
-def test_the_weights_of_a_checkpoint_serve_every_size(module, tmp_path):
+def test_the_weights_of_a_checkpoint_serve_every_size_and_attention(module, tmp_path):
     training, pathfinder = module("training"), module("sections.pathfinder")
-    small, large = (dataclasses.replace(pathfinder.make_config(32, True), grid=(side, side)) for side in (8, 16))
+    small, large = (
+        dataclasses.replace(pathfinder.make_config(32, True, attention), grid=(side, side))
+        for side, attention in ((8, "flash"), (16, "block-sparse"))
+    )
     trainer = training.Trainer(small, training.label)
     pathfinder.save(trainer, tmp_path / "weights.npz")
     other = training.Trainer(large, training.label, seed=1)

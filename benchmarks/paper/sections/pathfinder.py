@@ -5,7 +5,8 @@
 It learns on small images first, and goes on with larger ones: since its positions rotate queries and keys, pixel by
 pixel, its weights do not depend on the size. The checkpoint is a directory with the weights and with what was reached
 at each stage; a stage goes on from it. Its optimiser begins anew, as its learning rate does. Attention is dense up to
-128 x 128, and block-sparse for 256 x 256.
+128 x 128 and block-sparse for 256 x 256, unless `--attention` says another: with block-sparse attention at 128 x 128 a
+stage leads over from the one to the other.
 
 In training, each pixel of a curve has a target, too: how many discs lie on its curve. `--labels-alone` goes without.
 The file of results has the stages of each checkpoint, with the GPU and the command of each.
@@ -29,7 +30,7 @@ import measure
 import numpy as np
 
 from .. import pathfinder_images
-from ..models import Config, block_mask
+from ..models import Attention, Config, block_mask
 from ..results import Results, Row
 from ..training import Batch, Trainer, label, label_and_targets, train
 
@@ -49,8 +50,10 @@ SHARE = 0.8  # of the minutes is spent on training; the rest is for compilation 
 Kind = tuple[pathfinder_images.Style, pathfinder_images.Odds]
 
 
-def run(results: Results, quick: bool, side: int, labels_alone: bool, checkpoint: Path) -> None:
-    config = make_config(side, quick)
+def run(
+    results: Results, quick: bool, side: int, attention: Attention | None, labels_alone: bool, checkpoint: Path
+) -> None:
+    config = make_config(side, quick, attention or ("block-sparse" if side == 256 else "flash"))
     trainer = Trainer(config, label if labels_alone else label_and_targets)
     weights, log = checkpoint / "weights.npz", checkpoint / "stages.json"
     stages: list[Row] = json.loads(log.read_text()) if log.exists() else []
@@ -108,7 +111,7 @@ def save(trainer: Trainer, path: Path) -> None:
     os.replace(written, path)
 
 
-def make_config(side: int, quick: bool) -> Config:
+def make_config(side: int, quick: bool, attention: Attention) -> Config:
     return Config(
         layers=1 if quick else 4,
         width=64 if quick else 128,
@@ -120,7 +123,7 @@ def make_config(side: int, quick: bool) -> Config:
         background=0,
         dropout=0.0,  # no image comes twice
         rotary=True,
-        attention="block-sparse" if side == 256 else "flash",
+        attention=attention,
         window=ROWS * side,
     )
 

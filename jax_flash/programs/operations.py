@@ -275,12 +275,13 @@ def _gather(code: Code, eqn: JaxprEqn, i: int, shape: tuple[int, ...], others: l
 
 
 def fill_value(eqn: JaxprEqn, dtype: np.dtype) -> Any:
-    """What a gather gives for what is outside; None where it does not ask."""
+    """What a gather of this dtype gives for what is outside; None where it does not ask."""
     if eqn.params.get("mode") != jax.lax.GatherScatterMode.FILL_OR_DROP:
         return None
     given = eqn.params.get("fill_value")
     if given is not None:
-        return given
+        with np.errstate(all="ignore"):  # 1e5 is infinite in float16, and -1 is 255 in uint8
+            return np.asarray(given).astype(dtype).item()
     if jnp.issubdtype(dtype, jnp.floating):
         return math.nan
     return {

@@ -129,7 +129,10 @@ class Program:
         constants = [x for x in arrays if not isinstance(x, View)]
         args = [*constants, *scalars, elements.scalar(code.input("cotangent"), dtype), *leaves]
         closed = _derivative(self.jaxpr, len(constants), args)
-        dscore, *dleaves = Lowering(code).run(closed.jaxpr, forward.constants(closed.consts), args)
+        try:
+            dscore, *dleaves = Lowering(code).run(closed.jaxpr, forward.constants(closed.consts), args)
+        except Unsupported as e:  # which the user did not write
+            raise Unsupported(f"a derivative with {e}") from None
         for leaf, dleaf in zip(leaves, dleaves, strict=True):
             for index in elements.positions(code, leaf.shape) if captured[leaf.array].gradient else ():
                 x = dleaf.element(*index)
@@ -231,8 +234,8 @@ def traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
     axes = [x.name for x in closed.effects if type(x).__name__ == "NamedAxisEffect"]  # which JAX does not export
     if axes:
         raise ValueError(
-            f"{name} must not ask for the index of a mesh axis, here of {', '.join(map(repr, axes))}: compute "
-            "jax.lax.axis_index outside of it, and let it capture that"
+            f"{name} must not use a named axis, here {', '.join(map(repr, axes))}: compute what needs it "
+            "(jax.lax.axis_index, jax.lax.psum) outside of it, and let it capture that"
         )
     if closed.effects:
         raise ValueError(f"{name} must not have side effects, but has {', '.join(map(str, closed.effects))}")

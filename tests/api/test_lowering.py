@@ -223,6 +223,17 @@ TABLES = {
         ),
         [integers(0, 9, 5), integers(0, 9, 4, dtype=np.uint8)],
     ),
+    "fill that the dtype changes": (
+        lambda t, u, i: (
+            lambda s, b, h, q, k: (
+                s
+                + t.at[q].get(mode="fill", fill_value=0.1).astype("float32")
+                + u.at[k].get(mode="fill", fill_value=-1) / 99
+                + i.at[q].get(mode="fill", fill_value=300) / 9
+            )
+        ),
+        [floats(5).astype(jnp.bfloat16), integers(0, 9, 4, dtype=np.uint8), integers(0, 9, 5, dtype=np.int8)],
+    ),
     "promise": (lambda t: lambda s, b, h, q, k: s + t.at[q, k].get(mode="promise_in_bounds"), [floats(7, 6)]),
     "unsigned indices": (
         lambda t, i: lambda s, b, h, q, k: s * t[i[k]],

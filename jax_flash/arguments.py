@@ -405,7 +405,10 @@ def _with_feature(
     dtype = problem.accumulation_dtype
     cap, bias = features.feature_of(score_mod, captured, dtype, problem.sizes)
     if bias is not None:
-        described = dataclasses.replace(problem, bias_dtype=bias.dtype.name, bias=Extent.of(bias))
+        extent = Extent.of(bias)
+        if extent.rows and operands.query.shape[1] < problem.q_len:
+            return None  # of a divided sequence a device has its own rows of a bias, but all of what a program captures
+        described = dataclasses.replace(problem, bias_dtype=bias.dtype.name, bias=extent)
         return described, operands._replace(bias=bias)
     least, most = _caps(float(jnp.finfo(dtype).max))
     if problem.soft_cap or not least <= cap <= most:

@@ -492,7 +492,7 @@ def _with_bias_part(
         total = varying_alike(jnp.zeros((*x.shape[:-2], *bias.shape[-2:]), x.dtype), x)
     _, key_start = _starts(problem, division, shift, a, b)
     row = a * division.part(problem.q_len) if extent.rows else 0
-    at = (*(0,) * (x.ndim - 2), row, key_start if extent.columns else 0)
+    at = [jnp.asarray(i, jnp.int32) for i in (*(0,) * (x.ndim - 2), row, key_start if extent.columns else 0)]
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, x.shape) + x, at)
 
 

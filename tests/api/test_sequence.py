@@ -116,6 +116,16 @@ def test_as_on_one_device(case, layout):
     assert_close(divided(case, arrays, 4, layout), expected)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_x64(layout):
+    """Where some indices would have 64 bits, and others 32."""
+    case = DIVIDED(B=1, bias="1nts", causal=True, block_mask=BLOCKS, offset=True, dropout=0.3)
+    with jax.enable_x64(True):
+        arrays = case.arrays()
+        expected = jax.jit(functools.partial(results, case))(arrays)
+        assert_close(divided(case, arrays, 4, layout), expected)
+
+
 def test_the_gradient_of_sinks_alone():
     case = DIVIDED(B=1, T=64, S=64, sinks=1.0)
     arrays = case.arrays()
@@ -145,7 +155,7 @@ SLOPES = np.arange(1, 5, dtype=np.float32) / 8
 
 
 def programs(table, slopes):
-    """Attention with a function of every kind, as one of what it captures."""
+    """A function of each kind, as one of what they capture."""
 
     def score_mod(score, batch, head, query, key):
         return score * slopes[head] + table[head, query - key + 127]
@@ -154,6 +164,14 @@ def programs(table, slopes):
         return (query // 24 == key // 24) | (key < 8 * head)
 
     return {"score_mod": score_mod, "mask_mod": mask_mod}
+
+
+BIAS = np.random.default_rng(1).normal(size=(4, 128, 128)).astype(np.float32)
+
+
+def bias_of_all_rows(table, slopes):
+    """What is a bias where one device has all rows."""
+    return {"score_mod": lambda score, batch, head, query, key: score + table[head, query, key]}
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -165,10 +183,11 @@ def test_other_implementations(implementation):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_score_programs(layout):
+@pytest.mark.parametrize(("programs", "table"), [(programs, TABLE), (bias_of_all_rows, BIAS)], ids=["both", "a bias"])
+def test_score_programs(programs, table, layout):
     """Indices are those of the whole sequence, and every device adds what it has to the captured arrays' gradients."""
     case = DIVIDED(causal=True, dropout=0.1)
-    arrays = case.arrays() | {"table": TABLE, "slopes": SLOPES}
+    arrays = case.arrays() | {"table": table, "slopes": SLOPES}
     over = {name: P(None, "seq") if name in ROWS else P() for name in arrays}
     laid = {name: jax_flash.zigzag(x, 4, 1) if name in ROWS else x for name, x in arrays.items()}
 

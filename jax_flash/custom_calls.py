@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from jax_flash import _native, blockwise, partitioning, reference
+from jax_flash import _native, blockwise, explicit, partitioning, reference
 from jax_flash.partitioning import Results
 from jax_flash.problem import (
     DIFFERENTIATED,
@@ -126,8 +126,10 @@ def _batch(arrays, axes, *, call: Call, jaxpr: ClosedJaxpr):
     mapped = {name: x for name, x, axis in zip(call.arrays, arrays, axes, strict=True) if axis is not None}
     if not mapped.keys().isdisjoint(ONE_A_CALL):  # then there is a call for each example
         shared = dict(zip(call.arrays, arrays, strict=True))
-        results = jax.lax.map(lambda one: _bind(call, (shared | one).values()), mapped)
-        return results, (0,) * len(results)
+        axis = explicit.first_axis(*mapped.values())
+        everywhere = {name: explicit.on_first_axis(x, None) for name, x in mapped.items()}
+        results = jax.lax.map(lambda one: _bind(call, (shared | one).values()), everywhere)
+        return [explicit.on_first_axis(x, axis) for x in results], (0,) * len(results)
 
     gradients = {DIFFERENTIATED[name] for name in call.results if name in SHARED_GRADIENTS}
 

@@ -17,6 +17,21 @@ def explicit_mesh(*arrays: jax.Array) -> AbstractMesh | None:
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
+def first_axis(*arrays: jax.Array) -> Any:
+    """The explicit mesh axis, or axes, that the first dim of one of these arrays is divided over; None: of none."""
+    specs = (jax.typeof(x).sharding.spec for x in arrays if explicit_mesh(x) is not None)
+    return next((spec[0] for spec in specs if spec[0] is not None), None)
+
+
+def on_first_axis(x: jax.Array, axis: Any) -> jax.Array:
+    """`x` on its mesh, with its first dim divided over this explicit axis, or not at all."""
+    mesh = explicit_mesh(x)
+    if mesh is None:
+        return x
+    with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context
+        return jax.sharding.reshard(x, PartitionSpec(axis, *jax.typeof(x).sharding.spec[1:]))
+
+
 def placed(function: Callable[..., Tree], places: Any, *arrays: Any) -> Tree:
     """`function(*arrays)`, where XLA places what is inside. Of arrays on explicit axes the results are placed as given.
 

@@ -134,9 +134,10 @@ def problem_and_operands(
             "query [B, T, N, D], key_pages [pages, page, K, D] and value_pages [pages, page, K, E] do not fit "
             f"together: {query.shape}, {keys.shape}, {values.shape}"
         )
-    checks.sizes_known(query=query.shape, key_pages=keys.shape, value_pages=values.shape)
+    table = checks.integers("page_table", page_table)
+    checks.sizes_known(query=query.shape, key_pages=keys.shape, value_pages=values.shape, page_table=table.shape)
     B, T = query.shape[:2]
-    table, lengths = _table_and_lengths(page_table, lengths, B, *keys.shape[:2])
+    table, lengths = _table_and_lengths(table, lengths, B, *keys.shape[:2])
     given["key_value_seq_lengths"] = lengths
     if T > 1 or any(given[name] is not None for name in ("local_window_size", "score_mod", "mask_mod")):
         given |= {"is_causal": True, "query_offset": lengths - T}  # the last token sees all of its sequence anyway

@@ -146,7 +146,7 @@ def _reordered(x: ArrayLike, devices: int, axis: int, order: np.ndarray) -> jax.
         raise ValueError(f"axis {axis} of shape {x.shape} does not divide into 2 x {devices} parts")
 
     def reordered(x: jax.Array) -> jax.Array:
-        parts = x.reshape(*x.shape[:axis], len(order), -1, *x.shape[axis + 1 :])
+        parts = x.reshape(*x.shape[:axis], len(order), x.shape[axis] // len(order), *x.shape[axis + 1 :])
         return jnp.take(parts, order, axis).reshape(x.shape)
 
     return placed(reordered, jax.typeof(x).sharding.spec, x)

@@ -150,6 +150,7 @@ def problem_and_operands(
             "query [Tq, N, D], key [Tk, K, D] and value [Tk, K, E] do not fit together: "
             f"{query.shape}, {key.shape}, {value.shape}"
         )
+    checks.sizes_known(query=query.shape, key=key.shape, value=value.shape)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     sizes = query.shape[0], key.shape[0]

@@ -52,7 +52,10 @@ def _backward_calls(
 
 def _forward(problem, division, fallback, operands):
     if problem.page:
-        raise NotImplementedError("paged_attention has no gradient: keys in pages are for inference")
+        raise NotImplementedError(
+            "paged_attention has no gradient: keys in pages are for inference, and it is "
+            'implementation="xla" and "reference" alone that have one'
+        )
     # Which gradients are asked for is said by shapes: JAX keeps the static part of residuals once for all traces.
     named = operands.arrays()
     differentiated = {grad: named.get(name) for grad, name in (DIFFERENTIATED | {"dscale": "scale"}).items()}

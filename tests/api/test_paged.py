@@ -365,6 +365,13 @@ def test_errors(changes, error, message):
         jax_flash.paged_attention(**given | changes)
 
 
+def test_a_symbolic_number_of_pages_of_a_sequence_is_refused():
+    (query, *pages), shape = cache()[:3], jax.export.symbolic_shape("2, m")
+    attend = functools.partial(jax_flash.paged_attention, query, *pages, lengths=jnp.ones(2, jnp.int32))
+    with pytest.raises(NotImplementedError, match=r"symbolic shapes: .* page_table \(2, m\)"):
+        jax.export.export(jax.jit(attend))(jax.ShapeDtypeStruct(shape, jnp.int32))
+
+
 @pytest.mark.parametrize("shape", ["b, 1", "2, t"])
 def test_symbolic_sizes_are_refused(shape):
     pages, (batch, queries) = jnp.zeros((3, 16, 2, 8)), jax.export.symbolic_shape(shape)

@@ -327,6 +327,7 @@ def test_zigzag_and_back():
     laid = jax_flash.zigzag(x, 3, -1)
     np.testing.assert_array_equal(laid[0].reshape(3, 2, 4)[:, :, 0], [[0, 20], [4, 16], [8, 12]])
     np.testing.assert_array_equal(jax_flash.unzigzag(laid, 3, -1), x)
+    assert jax_flash.zigzag(np.zeros((0, 24)), 3, -1).shape == (0, 24)
 
 
 @pytest.mark.parametrize(

@@ -357,3 +357,28 @@ def test_shard_map_over_one_axis_and_not_the_other(mode):
         in_specs = (dict.fromkeys(("query", "key", "value"), P("data")) | {"bias": P()},)
         mapped = jax.shard_map(attention, in_specs=in_specs, out_specs=P("data"), axis_names={"data"})
         assert_close(gradient(mapped)(placed), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["scale", "dropout_head_ids"])
+def test_mapped_over_what_a_call_has_one_of(name, mode):
+    """Each example is a call, wherever the examples are."""
+    examples = Case(B=8, T=32, S=32, N=4, K=2).arrays()
+    given = {"scale": jnp.linspace(0.1, 0.8, 8), "dropout_head_ids": jnp.arange(32).reshape(8, 4)}[name]
+
+    def loss(query, given):
+        attend = functools.partial(jax_flash.dot_product_attention, dropout_rate=0.5, dropout_key=jax.random.key(0))
+        o = jax.vmap(lambda q, k, v, x: attend(q, k, v, **{name: x}))(query, examples["key"], examples["value"], given)
+        return jnp.cos(o).sum()
+
+    def both(query, given):
+        return jax.value_and_grad(loss)(query, given)
+
+    expected = both(jnp.asarray(examples["query"]), given)
+    on = mesh(mode, 4)
+    with jax.set_mesh(on):
+        examples = place(on, examples, dict.fromkeys(examples, P("data")))
+        given = jax.device_put(given, NamedSharding(on, P("data")))
+        value, gradient = jax.jit(both)(examples["query"], given)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-5)

@@ -178,6 +178,12 @@ def test_derivatives():
         jax.jvp(attend, (q, k), (q, k))
 
 
+def test_a_symbolic_number_of_tokens_is_refused():
+    q = jax.ShapeDtypeStruct(jax.export.symbolic_shape("t, 2, 4"), jnp.float32)
+    with pytest.raises(NotImplementedError, match=r"symbolic shapes: query \(t, 2, 4\)"):
+        jax.export.export(jax.jit(lambda q: jax_flash.varlen_attention(q, q, q, np.array([0, 5]))))(q)
+
+
 def test_a_symbolic_number_of_sequences_is_refused():
     q, (size,) = tokens(8, 2, 4), jax.export.symbolic_shape("b")
     with pytest.raises(NotImplementedError, match=r"symbolic shapes: cu_seqlens_q \(b,\)"):

@@ -31,16 +31,14 @@ struct Apart {
   // The greatest size of a dim of the array that each accumulation indexes by this input itself; 0 if there is none.
   // (In t[h, k] + t[k, h] the head indexes a dim of either, but not the same, and two heads add to the same entries.)
   static int64_t EveryIndexes(const Program& program, const Captured& captured, int array, Op input) {
-    bool indexed[kMaxCapturedRank];
-    for (int dim = 0; dim < captured.rank; ++dim) indexed[dim] = true;
-    for (int64_t i = 0; i < program.size(); ++i) {
-      const Instruction& x = program.data()[i];
-      if (x.op != Op::accumulate || x.array != array) continue;
-      for (int dim = 0; dim < captured.rank; ++dim) indexed[dim] &= program.data()[x.operands[dim]].op == input;
-    }
     int64_t most = 0;
     for (int dim = 0; dim < captured.rank; ++dim) {
-      if (indexed[dim]) most = Max(most, captured.dims[dim]);
+      bool every = true;
+      for (int64_t i = 0; i < program.size(); ++i) {
+        const Instruction& x = program.data()[i];
+        every &= x.op != Op::accumulate || x.array != array || program.data()[x.operands[dim]].op == input;
+      }
+      if (every) most = Max(most, captured.dims[dim]);
     }
     return most;
   }

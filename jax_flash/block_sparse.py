@@ -56,6 +56,11 @@ class Shape(NamedTuple):
             if max(-(-length // block), 1) * block >= 2**31:  # positions are int32
                 raise ValueError(f"{name} {block} is too large, or {length} positions: whole blocks must be below 2^31")
 
+    def check_grid(self, name: str, array: Any, leading: int) -> None:
+        """Raises ValueError for an array that is not of U·V blocks after so many leading dims."""
+        if array.shape[leading:] != self.grid:
+            raise ValueError(f"{name} must have shape [B|1, N|1, U, V] with U, V = {self.grid}, not {array.shape}")
+
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -93,8 +98,7 @@ class BlockMask:
         blocks = numpy_array("blocks", blocks)
         element_masks = None if element_masks is None else numpy_array("element_masks", element_masks)
         xp, blocks, element_masks = _arrays(blocks, element_masks)
-        if blocks.ndim != 4 or blocks.shape[2:] != shape.grid:
-            raise ValueError(f"blocks must have shape [B|1, N|1, U, V] with U, V = {shape.grid}, not {blocks.shape}")
+        shape.check_grid("blocks", blocks, 2)
         if not jnp.issubdtype(blocks.dtype, jnp.integer):
             raise TypeError(f"blocks must be integers, not {blocks.dtype}")
         tile = (shape.q_block, _words(shape.kv_block))

@@ -19,17 +19,8 @@ def explicit_mesh(*arrays: jax.Array) -> AbstractMesh | None:
 
 def first_axis(*arrays: jax.Array) -> Any:
     """The explicit mesh axis, or axes, that the first dim of one of these arrays is divided over; None: of none."""
-    specs = (jax.typeof(x).sharding.spec for x in arrays if explicit_mesh(x) is not None)
-    return next((spec[0] for spec in specs if spec[0] is not None), None)
-
-
-def on_first_axis(x: jax.Array, axis: Any) -> jax.Array:
-    """`x` on its mesh, with its first dim divided over this explicit axis, or not at all."""
-    mesh = explicit_mesh(x)
-    if mesh is None:
-        return x
-    with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context
-        return jax.sharding.reshard(x, PartitionSpec(axis, *jax.typeof(x).sharding.spec[1:]))
+    axes = (jax.typeof(x).sharding.spec[0] for x in arrays)
+    return next((axis for axis in axes if axis is not None), None)
 
 
 def placed(function: Callable[..., Tree], places: Any, *arrays: Any) -> Tree:
@@ -48,3 +39,8 @@ def placed(function: Callable[..., Tree], places: Any, *arrays: Any) -> Tree:
     by_xla = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)
     with jax.sharding.use_abstract_mesh(mesh):  # a transformation may run outside of the user's context
         return by_xla(*arrays)
+
+
+def on_first_axis(x: jax.Array, axis: Any) -> jax.Array:
+    """`x` with its first dim divided over this explicit axis of its mesh, or not at all."""
+    return placed(lambda x: x, PartitionSpec(axis, *jax.typeof(x).sharding.spec[1:]), x)

@@ -183,7 +183,8 @@ def append_to_pages(
             "key_pages [pages, page, K, D] and value_pages [pages, page, K, E] take key [B, T, K, D] and value "
             f"[B, T, K, E], not shapes {keys.shape}, {values.shape}, {new_keys.shape}, {new_values.shape}"
         )
-    table, ends = _table_and_lengths(page_table, lengths, len(new_keys), *keys.shape[:2])
+    table = checks.integers("page_table", page_table)
+    table, ends = _table_and_lengths(table, lengths, len(new_keys), *keys.shape[:2])
     arrays = tuple(map(jnp.asarray, (keys, values, new_keys, new_values, table, ends)))
     places = tuple(jax.typeof(pages).sharding.spec for pages in arrays[:2])  # the pages stay where they are
     return placed(_written, places, *arrays)
@@ -213,12 +214,11 @@ def checked_page(page: int) -> int:
     return page
 
 
-def _table_and_lengths(page_table: Any, lengths: Any, B: int, count: int, page: int) -> tuple[Any, Any]:
-    """Both as int32, checked as far as they are known."""
+def _table_and_lengths(table: Any, lengths: Any, B: int, count: int, page: int) -> tuple[Any, Any]:
+    """Both as int32, checked as far as they are known. The table is of integers."""
     checked_page(page)
     if count == 0:
         raise ValueError("there must be at least one page")
-    table = checks.integers("page_table", page_table)
     if table.ndim != 2 or len(table) != B:
         raise ValueError(f"page_table must be [B, M] with B = {B}, not shape {table.shape}")
     lengths = checks.shaped("lengths", checks.integers("lengths", lengths), (B,))

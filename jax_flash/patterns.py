@@ -292,8 +292,7 @@ def top_k(
         raise ValueError(f"scores must have 2 to 4 dims, not shape {given.shape}")
     shape = Shape(q_len, kv_len, q_block, kv_block)
     shape.check()
-    if given.shape[-2:] != shape.grid:
-        raise ValueError(f"scores must have shape [B|1, N|1, U, V] with U, V = {shape.grid}, not {given.shape}")
+    shape.check_grid("scores", given, given.ndim - 2)
     kept = _largest(given, integer("k", k, 1))
     return BlockMask.from_dense(kept, q_len, kv_len, q_block=q_block, kv_block=kv_block)
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jax_flash
@@ -33,7 +34,8 @@ class Config:
     dropout: float = 0.1
     rotary: bool = False  # positions rotate queries and keys, in place of learned ones that are added to the tokens
     attention: Attention = "flash"
-    window: int = 0  # what is kept on each side of the diagonal, beside the butterfly, if block-sparse
+    tile: tuple[int, int] = (1, 1)  # the tokens of an image go tile by tile, of (rows, columns); by default row by row
+    reach: int = 0  # how many pixels apart tiles, each a block, are kept, beside the butterfly, if block-sparse
 
     @property
     def length(self) -> int:
@@ -112,21 +114,29 @@ class Block(nnx.Module):
         parts = jnp.split(self.qkv(self.attention_norm(x)), 3, axis=-1)
         q, k, v = (part.reshape(*x.shape[:2], self.config.heads, -1) for part in parts)
         if self.config.rotary:
-            q, k = rotated(q, self.config.grid), rotated(k, self.config.grid)
+            places = tuple(in_tiles(axis, self.config.tile) for axis in np.indices(self.config.grid))
+            q, k = rotated(q, places), rotated(k, places)
         attended = attend(self.config, q, k, v, lengths, keys[0]).reshape(x.shape)
         x = x + dropped(self.out(attended), keys[1], self.config.dropout)
         return x + dropped(self.down(jax.nn.gelu(self.up(self.mlp_norm(x)))), keys[2], self.config.dropout)
 
 
-def rotated(x: jax.Array, grid: tuple[int, ...]) -> jax.Array:
+def in_tiles(images: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
+    """[..., rows, columns] -> [..., tokens]: the pixels of a tile follow one another."""
+    *leading, rows, columns = images.shape
+    tiles = images.reshape(*leading, rows // tile[0], tile[0], columns // tile[1], tile[1])
+    return tiles.swapaxes(-3, -2).reshape(*leading, rows * columns)
+
+
+def rotated(x: jax.Array, places: tuple[np.ndarray, ...]) -> jax.Array:
     """[B, T, heads, d] with rotary positions (Su et al. 2021, arXiv 2104.09864); each axis has a share of d.
 
-    They do not depend on the size of the grid, so that what is learned on a small one is of use on a larger one.
+    The places along an axis are [T]. Scores depend on their differences alone and not on the size of an image, so that
+    what is learned on a small one is of use on a larger one.
     """
-    count = x.shape[-1] // (2 * len(grid))
+    count = x.shape[-1] // (2 * len(places))
     frequencies = LONGEST ** -jnp.linspace(0, 1, count)
-    places = jnp.stack(jnp.meshgrid(*map(jnp.arange, grid), indexing="ij"), -1)
-    angles = (places[..., None] * frequencies).reshape(-1, 1, x.shape[-1] // 2)
+    angles = jnp.concatenate([jnp.asarray(place)[:, None, None] * frequencies for place in places], -1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], -1).astype(x.dtype)
@@ -169,9 +179,15 @@ def attend(
 
 def block_mask(config: Config) -> BlockMask:
     mask = patterns.butterfly(config.length, config.length)
-    if config.window:
-        mask = mask | patterns.local_window(config.length, config.length, config.window, config.window)
+    if config.reach:
+        mask = mask | BlockMask.from_dense(neighbours(config.grid, config.tile, config.reach))
     return mask
+
+
+def neighbours(grid: tuple[int, ...], tile: tuple[int, int], reach: int) -> np.ndarray:
+    """Bool [tiles, tiles]: which are at most so many pixels apart along each axis."""
+    rows, columns = (place.ravel() for place in np.mgrid[: grid[0] : tile[0], : grid[1] : tile[1]])
+    return (np.abs(rows[:, None] - rows) <= reach) & (np.abs(columns[:, None] - columns) <= reach)
 
 
 def split(key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -543,7 +543,7 @@ def paper_pathfinder(results: Results) -> str:
                 f"{row['side']} × {row['side']}, N = {row['length']}",
                 "pixels and labels" if row["targets"] else "labels alone",
                 f"{ATTENTIONS[row['attention']]}, {100 * row['kept_blocks']:.0f}% of the blocks",
-                row["device"],
+                f"{row['devices']} × {row['device']}",
                 str(row["steps"]),
                 number(row["images_seen"] / 1e3, 1),
                 number(row["seconds"] / 60, 1),

@@ -6,7 +6,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import scipy.stats
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .models import Attention, Config, Transformer, counted
 from .passes import failure, planned_bytes
@@ -66,10 +67,14 @@ def class_logits(model: Transformer, batch: Any, key: jax.Array | None) -> jax.A
 
 
 class Trainer:
-    """The weights of a model and the state of AdamW. Weights and dropout follow from the seed."""
+    """The weights of a model and the state of AdamW. Weights and dropout follow from the seed.
 
-    def __init__(self, config: Config, loss: Loss, seed: int = 0):
+    Each device has all of the weights, and its share of a batch.
+    """
+
+    def __init__(self, config: Config, loss: Loss, seed: int = 0, devices: Sequence[jax.Device] | None = None):
         self.config, self.loss = config, loss
+        self.mesh = Mesh(np.array(devices or jax.devices()[:1]), ("batch",))
         self.optimizer = optax.chain(
             optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98), optax.add_decayed_weights(0.1)
         )
@@ -78,9 +83,13 @@ class Trainer:
 
     def restart(self, seed: int) -> None:
         """As new; what is compiled stays."""
-        self.graph, self.weights = nnx.split(Transformer(self.config, nnx.Rngs(seed)))
-        self.state = self.optimizer.init(self.weights)
+        self.graph, weights = nnx.split(Transformer(self.config, nnx.Rngs(seed)))
+        self.weights, self.state = self.placed((weights, self.optimizer.init(weights)))
         self.key, self.count = jax.random.key(seed, impl="rbg"), 0  # JAX's default generator takes as long
+
+    def placed(self, arrays: Any, *dims: str | None) -> Any:
+        """On the devices, which share the dims that are a "batch"."""
+        return jax.device_put(arrays, NamedSharding(self.mesh, PartitionSpec(*dims)))
 
     def _steps(self, weights: Any, state: Any, batches: Any, rates: jax.Array, key: jax.Array, first: jax.Array) -> Any:
         def step(weights_and_state: Any, given: Any) -> Any:
@@ -131,7 +140,7 @@ class Trainer:
         return float(np.mean([float(self.evaluate(self.weights, batch)) for batch in batches]))
 
     def accuracy(self, batches: Iterable[Batch], confidence: float) -> dict[str, Any]:
-        right = [self.predict(self.weights, batch) == batch["labels"] for batch in batches]
+        right = [self.predict(self.weights, self.placed(batch, "batch")) == batch["labels"] for batch in batches]
         return accuracy_of(np.concatenate(right), confidence)
 
 
@@ -171,7 +180,8 @@ def train(
         if done[0] >= 1:
             break
         factors = np.minimum(1, (numbers + 1) / WARM_UP) * (1 + np.cos(np.pi * np.minimum(done, 1))) / 2
-        waiting.append(trainer.steps(stacked(itertools.islice(batches, together)), rate * factors))
+        given = trainer.placed(stacked(itertools.islice(batches, together)), None, "batch")
+        waiting.append(trainer.steps(given, rate * factors))
         if len(waiting) > 2 or not first:  # the device always has something to go on with, and not much
             yield from np.asarray(waiting.pop(0)).tolist()
     for losses in waiting:

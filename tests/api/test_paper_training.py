@@ -247,9 +247,10 @@ def test_half_of_the_images_are_easier_where_there_are_easier_kinds(module, monk
 
 def test_rotary_positions_turn_a_score_by_the_distance_alone(module):
     """And by the distance along both axes."""
-    rotated, grid = module("models").rotated, (6, 8)
+    models, grid = module("models"), (6, 8)
+    places = tuple(axis.ravel() for axis in np.indices(grid))
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 32))
-    q, k = (rotated(jnp.broadcast_to(x, (1, 48, 1, 32)), grid)[0, :, 0].reshape(*grid, 32) for x in (q, k))
+    q, k = (models.rotated(jnp.broadcast_to(x, (1, 48, 1, 32)), places)[0, :, 0].reshape(*grid, 32) for x in (q, k))
     scores = jnp.einsum("abd,xyd->abxy", q, k)
     np.testing.assert_allclose(scores[0, 0, 2, 3], scores[3, 4, 5, 7], rtol=1e-4)
     np.testing.assert_allclose(scores[2, 3, 0, 1], scores[4, 5, 2, 3], rtol=1e-4)
@@ -262,7 +263,7 @@ def test_the_weights_of_a_checkpoint_serve_every_size_and_attention(module, tmp_
     training, pathfinder = module("training"), module("sections.pathfinder")
     small, large = (
         dataclasses.replace(pathfinder.make_config(32, True, attention), grid=(side, side))
-        for side, attention in ((8, "flash"), (16, "block-sparse"))
+        for side, attention in ((16, "flash"), (64, "block-sparse"))
     )
     trainer = training.Trainer(small, training.label)
     pathfinder.save(trainer, tmp_path / "weights.npz")
@@ -274,6 +275,47 @@ def test_the_weights_of_a_checkpoint_serve_every_size_and_attention(module, tmp_
     wider = training.Trainer(dataclasses.replace(large, width=128), training.label)
     with pytest.raises(SystemExit, match="of another model"):
         pathfinder.loaded(tmp_path / "weights.npz", wider.weights)
+
+
+def test_the_order_of_the_pixels_changes_neither_features_nor_what_they_say(module):
+    models, pathfinder = module("models"), module("sections.pathfinder")
+    tiled = dataclasses.replace(pathfinder.make_config(32, True, "flash"), grid=(16, 32))
+    by_rows = dataclasses.replace(tiled, tile=(1, 1))
+    image = jax.random.randint(jax.random.key(0), (2, 16, 32), 0, 16)
+    order = models.in_tiles(np.arange(16 * 32).reshape(16, 32), tiled.tile)
+    np.testing.assert_array_equal(order[[0, 15, 16, 127, 128]], [0, 15, 32, 7 * 32 + 15, 16])
+    expected = models.Transformer(by_rows, nnx.Rngs(0))(image.reshape(2, -1))[:, order]
+    features = models.Transformer(tiled, nnx.Rngs(0))(models.in_tiles(image, tiled.tile))
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (features, expected)), atol=0.06)
+
+
+def test_block_sparse_attention_sees_all_pixels_within_its_reach(module):
+    models, pathfinder = module("models"), module("sections.pathfinder")
+    config = dataclasses.replace(pathfinder.make_config(64, True, "block-sparse"), reach=16)
+    y, x = (models.in_tiles(axis, config.tile) for axis in np.indices(config.grid))
+    near = (np.abs(y[:, None] - y) <= 16) & (np.abs(x[:, None] - x) <= 16)
+    mask = models.block_mask(config)
+    assert mask.kept < 0.7 and mask.to_mask()[0, 0][near].all()
+
+
+def test_devices_that_share_a_batch_learn_what_one_does(module):
+    training, pathfinder = module("training"), module("sections.pathfinder")
+    config = pathfinder.make_config(32, True, "block-sparse")
+    random = np.random.default_rng(0)
+    batches = [
+        {
+            "tokens": random.integers(16, size=(4, 1024)),
+            "targets": random.integers(4, size=(4, 1024)),
+            "labels": random.integers(2, size=4),
+        }
+        for _ in range(3)
+    ]
+    found = []
+    for count in (1, min(4, jax.device_count())):
+        trainer = training.Trainer(config, training.label_and_targets, devices=jax.devices()[:count])
+        found.append([*training.train(trainer, iter(batches), 1e-3, steps=3), trainer.accuracy(batches, 0.99)])
+    np.testing.assert_allclose(found[0][:3], found[1][:3], rtol=1e-3)
+    assert found[0][3]["examples"] == found[1][3]["examples"] == 12
 
 
 def test_the_loss_of_targets_is_of_the_tokens_that_have_one(module):

@@ -5,8 +5,11 @@
 It learns on small images first, and goes on with larger ones: since its positions rotate queries and keys, pixel by
 pixel, its weights do not depend on the size. The checkpoint is a directory with the weights and with what was reached
 at each stage; a stage goes on from it. Its optimiser begins anew, as its learning rate does. Attention is dense up to
-128 x 128 and block-sparse for 256 x 256, unless `--attention` says another: with block-sparse attention at 128 x 128 a
-stage leads over from the one to the other.
+128 x 128 and block-sparse for 256 x 256, unless `--attention` says another. A batch is shared by all GPUs.
+
+A block of tokens is a tile of the image. Block-sparse attention sees the tiles around each, within a reach, so that a
+curve can be followed in every direction. (With the pixels in rows, as many blocks are 16 rows on both sides, and what
+runs upwards leaves them soon.)
 
 In training, each pixel of a curve has a target, too: how many discs lie on its curve. `--labels-alone` goes without.
 The file of results has the stages of each checkpoint, with the GPU and the command of each.
@@ -16,6 +19,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import time
@@ -25,27 +29,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import measure
 import numpy as np
 
 from .. import pathfinder_images
-from ..models import Attention, Config, block_mask
+from ..models import Attention, Config, block_mask, in_tiles
 from ..results import Results, Row
 from ..training import Batch, Trainer, label, label_and_targets, train
 
 RATES = {32: 1e-3, 64: 5e-4, 128: 3e-4, 256: 3e-4}  # the larger ones go on from what was learned
 LEVELS = 16  # of grey; each level is a token
-TOKENS = 2**18  # in a batch
+BATCH = {32: 256, 64: 64, 128: 16, 256: 8}
 IMAGES = 256  # that a process makes at a time
 TESTED = {32: 10_000, 64: 10_000, 128: 10_000, 256: 2048}  # how many images the test has
 CONFIDENCE = 0.99
-ROWS = 16  # how many rows of pixels above and below the block-sparse attention sees in full
+TILE = (8, 16)  # pixels: a block of block-sparse attention
+REACH = 48  # pixels that block-sparse attention sees in each direction, at least
 EASIEST = 5  # dashes in a curve of the easiest images
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the style of half the size in easier images
 TRAINING, TEST, TIMING = range(1, 4)  # the first part of a seed says what it is for
 PROCESSES = max(1, (os.cpu_count() or 1) - 2)  # that make images; the other cores feed the device
-SHARE = 0.8  # of the minutes is spent on training; the rest is for compilation and for the test
+RESERVED = 50  # seconds for compilation and for the test
 
 Kind = tuple[pathfinder_images.Style, pathfinder_images.Odds]
 
@@ -54,26 +58,28 @@ def run(
     results: Results, quick: bool, side: int, attention: Attention | None, labels_alone: bool, checkpoint: Path
 ) -> None:
     config = make_config(side, quick, attention or ("block-sparse" if side == 256 else "flash"))
-    trainer = Trainer(config, label if labels_alone else label_and_targets)
+    batch, tested = (2, 8) if quick else (BATCH[side], TESTED[side])
+    devices = jax.devices()[: math.gcd(batch, jax.device_count())]
+    trainer = Trainer(config, label if labels_alone else label_and_targets, devices=devices)
     weights, log = checkpoint / "weights.npz", checkpoint / "stages.json"
     stages: list[Row] = json.loads(log.read_text()) if log.exists() else []
     if stages:
         if stages[-1]["targets"] == labels_alone:
             raise SystemExit(f"{checkpoint} has learned {'with targets' if labels_alone else 'from labels alone'}")
-        trainer.weights = loaded(weights, trainer.weights)
-    batch, tested = (2, 8) if quick else (TOKENS // side**2, TESTED[side])
+        trainer.weights = trainer.placed(loaded(weights, trainer.weights))
     # The processes that make images have a core each. With a thread for every core each of them is many times slower.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         styles = [pathfinder_images.STYLES[side], *easier(side)]
         kinds = [(style, pathfinder_images.odds_of(side, style, pool.map)) for style in styles]
         images_per_second = generation_rate(pool, side, kinds)
-        seconds = 1 if quick else SHARE * results.seconds_left()
+        seconds = 1.0 if quick else max(1.0, results.seconds_left() - RESERVED)
         with contextlib.closing(batched(images(pool, side, [TRAINING, len(stages)], kinds), batch)) as batches:
             losses = list(train(trainer, batches, RATES[side], seconds=seconds))
         stage: Row = {
             "checkpoint": checkpoint.name,
-            "device": jax.devices()[0].device_kind,
+            "device": devices[0].device_kind,
+            "devices": len(devices),
             "command": results.environment["command"],
             "commit": results.environment["commit"],
             "side": side,
@@ -118,13 +124,14 @@ def make_config(side: int, quick: bool, attention: Attention) -> Config:
         heads=1 if quick else 2,
         hidden=128 if quick else 256,
         grid=(side, side),
+        tile=TILE,
         vocabulary=LEVELS,
         classes=2,
         background=0,
         dropout=0.0,  # no image comes twice
         rotary=True,
         attention=attention,
-        window=ROWS * side,
+        reach=REACH,
     )
 
 
@@ -132,7 +139,7 @@ def loaded(path: Path, weights: Any) -> Any:
     """What is in the file, arranged as these weights are."""
     leaves, structure = jax.tree.flatten(weights)
     with np.load(path) as saved:
-        found = [jnp.asarray(saved[name]) for name in saved.files]
+        found = [saved[name] for name in saved.files]
     if [x.shape for x in found] != [x.shape for x in leaves]:
         raise SystemExit(f"{path} is of another model")
     return jax.tree.unflatten(structure, found)
@@ -151,7 +158,7 @@ def make_images(side: int, seed: list[int], kinds: Sequence[Kind]) -> Batch:
     order = random.permutation(IMAGES)
     drawn, targets, labels = (np.concatenate(arrays)[order] for arrays in zip(*made, strict=True))
     tokens = drawn // (256 // LEVELS)
-    return {"tokens": tokens.reshape(IMAGES, -1), "targets": targets.reshape(IMAGES, -1), "labels": labels}
+    return {"tokens": in_tiles(tokens, TILE), "targets": in_tiles(targets, TILE), "labels": labels}
 
 
 def easier(side: int) -> list[pathfinder_images.Style]:

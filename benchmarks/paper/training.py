@@ -137,7 +137,7 @@ class Trainer:
         return jax.jit(lambda weights, batch: class_logits(nnx.merge(self.graph, weights), batch, None).argmax(-1))
 
     def mean_loss(self, batches: Iterable[Batch]) -> float:
-        return float(np.mean([float(self.evaluate(self.weights, batch)) for batch in batches]))
+        return float(np.mean([float(self.evaluate(self.weights, self.placed(batch, "batch"))) for batch in batches]))
 
     def accuracy(self, batches: Iterable[Batch], confidence: float) -> dict[str, Any]:
         right = [self.predict(self.weights, self.placed(batch, "batch")) == batch["labels"] for batch in batches]

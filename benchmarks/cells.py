@@ -30,6 +30,10 @@ def number(x: float | None, digits: int = 2) -> str:
     return "–" if x is None else f"{x:.{digits}f}"
 
 
+def counted(count: int, name: str) -> str:
+    return name if count == 1 else f"{count} {name}"
+
+
 def one(rows: Rows, **fields: Any) -> Row:
     """The row with these fields; `pass_` is the field "pass"."""
     wanted = {key.rstrip("_"): value for key, value in fields.items()}

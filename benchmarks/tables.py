@@ -23,7 +23,7 @@ from typing import Any
 
 import paper.tables  # noqa: F401, which has tables of its own
 import predict_devices
-from cells import FILES, TABLES, Results, Row, Rows, number, one, shows, table
+from cells import FILES, TABLES, Results, Row, Rows, counted, number, one, shows, table
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -691,7 +691,7 @@ def machine(environment: Results) -> str:
     devices = environment["devices"]
     if devices == ["cpu"]:
         return f"{environment['cores']} cores of an {environment['processor']}"
-    return devices[0] if len(devices) == 1 else f"{len(devices)} {devices[0]}"
+    return counted(len(devices), devices[0])
 
 
 def link(name: str, page: pathlib.Path) -> str:

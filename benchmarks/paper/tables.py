@@ -4,7 +4,7 @@ import re
 import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from cells import Results, Row, Rows, number, one, shows, table
+from cells import Results, Row, Rows, counted, number, one, shows, table
 
 FLASH, STANDARD, RBG, XLA = "jax_flash", "standard", "standard_rbg", "xla"
 PLAIN = "without_dropout"  # jax_flash, to compare with what has no dropout
@@ -543,7 +543,7 @@ def paper_pathfinder(results: Results) -> str:
                 f"{row['side']} × {row['side']}, N = {row['length']}",
                 "pixels and labels" if row["targets"] else "labels alone",
                 f"{ATTENTIONS[row['attention']]}, {100 * row['kept_blocks']:.0f}% of the blocks",
-                f"{row['devices']} × {row['device']}",
+                counted(row["devices"], row["device"]),
                 str(row["steps"]),
                 number(row["images_seen"] / 1e3, 1),
                 number(row["seconds"] / 60, 1),

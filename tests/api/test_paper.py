@@ -221,13 +221,14 @@ def test_tables_of_long_range_arena(imported):
 def test_table_of_pathfinder(imported):
     cells, _ = imported("cells"), imported("paper.tables")
     stage = {"attention": "flash", "kept_blocks": 1.0, "steps": 7, "images_seen": 5000, "seconds": 240.0}
-    stage |= {"training": [0.7, 0.6], "device": "a GPU", "targets": True}
+    stage |= {"training": [0.7, 0.6], "device": "a GPU", "devices": 1, "targets": True}
     rows = [
         stage | {"side": 128, "length": 16384, "accuracy": 0.75, "interval": [0.7, 0.8], "targets": False},
         stage | {"side": 256, "length": 65536, "attention": "block-sparse", "kept_blocks": 0.1},
     ]
-    lines = cells.TABLES["paper pathfinder"]({"rows": rows}).splitlines()
-    assert lines[2:] == [
+    lines = cells.TABLES["paper pathfinder"]({"rows": [*rows, rows[0] | {"devices": 4}]}).splitlines()
+    assert lines[4] == lines[2].replace("a GPU", "4 a GPU")
+    assert lines[2:4] == [
         "| 128 × 128, N = 16384 | labels alone | jax_flash, 100% of the blocks | a GPU | 7 | 5.0 | 4.0 | 0.600 "
         "| 61.4 (Path-X) | 75.0 (70.0 to 80.0) |",
         "| 256 × 256, N = 65536 | pixels and labels | jax_flash, block-sparse, 10% of the blocks | a GPU | 7 | 5.0 "

@@ -125,6 +125,7 @@ std::optional<KernelTiling> TilingOf(const Rows& rows, const Target& target, con
 // --- The ways of the backward ---
 
 constexpr int64_t kMostListedRows = 2048;  // rows in the longest list, for the backward to be one kernel
+constexpr int64_t kLongHead = 32768;       // rows of a head; Q, dO and dQ of several such heads do not fit into the L2
 
 // Whether a part of the GPU would have nothing to do with the tiles of keys that the backward has, in pairs if causal.
 // (More than a sixth of the time.)
@@ -136,8 +137,9 @@ bool LeavesIdle(const Target& target, const Problem& p) {
 // Whether the backward does what comes before and after it alongside (hopper/backward_alongside.cuh). Three warps a
 // block have to keep up: they do where a row has many keys, or all rows are prepared at once. It is not done beside
 // three masks, or two and dropout, where registers would be spilled. Heads of Q that share keys are computed one by one
-// then, or too many would be under way at a time; that is worth it where there are few tiles. The lists of a block mask
-// are taken head by head, and a long one would hold up the heads after its own.
+// then, or too many would be under way at a time; that is worth it where there are few tiles, or where each key is seen
+// by so many rows that those of a whole group would not stay in the L2. The lists of a block mask are taken head by
+// head, and a long one would hold up the heads after its own.
 bool Alongside(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
@@ -151,7 +153,8 @@ bool Alongside(const Target& target, const Problem& p) {
   if (listed && (p.group() > 1 || has.Any(kRanges) || long_lists || (dropout && !narrow))) return false;
   const bool shared_keys = p.group() > 1 && narrow;
   if (dropout && (has.Any(kLocal) || shared_keys)) return false;
-  if (p.group() > 1 && !LeavesIdle(target, p)) return false;
+  const bool long_heads = p.q_len >= kLongHead && !has.Any(kLocal);
+  if (p.group() > 1 && !long_heads && !LeavesIdle(target, p)) return false;
   return ElementOf(p.dtype).bytes == 2 && has.Any(kNarrow) && !has.Any(kFormsScores) && SumsDQ(p);
 }
 

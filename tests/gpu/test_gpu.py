@@ -218,12 +218,12 @@ def test_more_heads_than_have_scratch(causal):
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 1), (4, 8), (4, 16)])
-def test_heads_that_share_keys(batch, kv_heads, causal, dim):
+@pytest.mark.parametrize(("batch", "N", "kv_heads"), [(1, 1000, 1), (4, 1000, 8), (4, 1000, 16), (1, 32768, 16)])
+def test_heads_that_share_keys(batch, N, kv_heads, causal, dim):
     """In the backward: one by one, in turn, or if causal and many together. As if each had keys of its own."""
-    shape = batch, 1000, 48, dim
+    shape = batch, N, 48, dim
     q, do = normal(0, *shape), normal(1, *shape)
-    k, v = (normal(i, batch, 1000, kv_heads, dim) for i in (2, 3))
+    k, v = (normal(i, batch, N, kv_heads, dim) for i in (2, 3))
 
     @jax.jit
     def gradients(q, k, v):

@@ -603,31 +603,36 @@ WAYS = {
 }
 
 
-@shows("several_devices", "several_devices_262144")
-def several_devices(*results: Results) -> str:
-    rows = [row for found in results for row in found["rows"]]
-    median = {(row["length"], row["pass"], row["call"]): statistics.median(row["seconds"]) for row in rows}
+def several_devices(pass_: str, *results: Results) -> str:
+    """Of the rows of a length the latest."""
+    latest = {row["length"]: found for found in results for row in found["rows"] if row["pass"] == pass_}
+    rows = [row for length, found in latest.items() for row in found["rows"] if row["length"] == length]
+    median = {(row["length"], row["call"]): statistics.median(row["seconds"]) for row in rows if row["pass"] == pass_}
 
     def cell(count: str, way: str, length: int) -> str:
-        cells = []
-        for pass_ in PASSES:
-            seconds = median.get((length, pass_, f"{count} {way}"))
-            if seconds is None:
-                return "–"
-            apart = median.get((length, pass_, f"{count} apart"), median[length, pass_, "1 apart"])
-            efficiency = "" if way == "apart" else f" ({apart / seconds / int(count):.2f})"
-            cells.append(f"{1e3 * seconds:.{1 if seconds < 0.2 else 0}f}{efficiency}")
-        return " / ".join(cells)
+        seconds = median[length, f"{count} {way}"]
+        efficiency = "" if way == "apart" else f" ({median[length, f'{count} apart'] / seconds / int(count):.2f})"
+        return f"{1e3 * seconds:.{1 if seconds < 0.2 else 0}f}{efficiency}"
 
-    lengths = sorted({row["length"] for row in rows})
+    lengths = sorted(latest)
     calls = dict.fromkeys(tuple(row["call"].split()) for row in rows)
     return table(
-        ["milliseconds, forward / backward", *(f"N = {length}" for length in lengths)],
+        [f"milliseconds, {pass_}", *(f"N = {length}" for length in lengths)],
         (
             [f"{count} GPU{'s' if count > '1' else ''}, {WAYS[way]}", *(cell(count, way, length) for length in lengths)]
             for count, way in sorted(calls, key=lambda call: call[0])
         ),
     )
+
+
+@shows("several_devices", "several_devices_262144")
+def several_devices_forward(*results: Results) -> str:
+    return several_devices("forward", *results)
+
+
+@shows("several_devices", "several_devices_backward")
+def several_devices_backward(*results: Results) -> str:
+    return several_devices("backward", *results)
 
 
 @shows("exchange", "exchange_1048576")

@@ -604,7 +604,7 @@ WAYS = {
 
 
 def several_devices(pass_: str, *results: Results) -> str:
-    """Of the rows of a length the latest."""
+    """Of a length that several results have, the last of them counts."""
     latest = {row["length"]: found for found in results for row in found["rows"] if row["pass"] == pass_}
     rows = [row for length, found in latest.items() for row in found["rows"] if row["length"] == length]
     median = {(row["length"], row["call"]): statistics.median(row["seconds"]) for row in rows if row["pass"] == pass_}

@@ -125,7 +125,7 @@ std::optional<KernelTiling> TilingOf(const Rows& rows, const Target& target, con
 // --- The ways of the backward ---
 
 constexpr int64_t kMostListedRows = 2048;  // rows in the longest list, for the backward to be one kernel
-constexpr int64_t kLongHead = 32768;       // rows of a head; Q, dO and dQ of several such heads do not fit into the L2
+constexpr int64_t kLongHead = 1 << 23;     // entries of Q and dO, which are 16 MB, and 16 MB of a f32 dQ: half the L2
 
 // Whether a part of the GPU would have nothing to do with the tiles of keys that the backward has, in pairs if causal.
 // (More than a sixth of the time.)
@@ -137,9 +137,9 @@ bool LeavesIdle(const Target& target, const Problem& p) {
 // Whether the backward does what comes before and after it alongside (hopper/backward_alongside.cuh). Three warps a
 // block have to keep up: they do where a row has many keys, or all rows are prepared at once. It is not done beside
 // three masks, or two and dropout, where registers would be spilled. Heads of Q that share keys are computed one by one
-// then, or too many would be under way at a time; that is worth it where there are few tiles, or where each key is seen
-// by so many rows that those of a whole group would not stay in the L2. The lists of a block mask are taken head by
-// head, and a long one would hold up the heads after its own.
+// then, or too many would be under way at a time, and dK and dV are added up in f32. That is worth it where there are
+// few tiles, or where many heads share keys that so many rows see that these do not stay in the L2. The lists of a
+// block mask are taken head by head, and a long one would hold up the heads after its own.
 bool Alongside(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
@@ -153,8 +153,9 @@ bool Alongside(const Target& target, const Problem& p) {
   if (listed && (p.group() > 1 || has.Any(kRanges) || long_lists || (dropout && !narrow))) return false;
   const bool shared_keys = p.group() > 1 && narrow;
   if (dropout && (has.Any(kLocal) || shared_keys)) return false;
-  const bool long_heads = p.q_len >= kLongHead && !has.Any(kLocal);
-  if (p.group() > 1 && !long_heads && !LeavesIdle(target, p)) return false;
+  const bool long_heads = p.q_len * (p.qk_dim + p.v_dim) >= kLongHead && p.kv_len <= p.q_len && !has.Any(kLocal);
+  const bool one_by_one = LeavesIdle(target, p) || (long_heads && p.group() >= 4);
+  if (p.group() > 1 && !one_by_one) return false;
   return ElementOf(p.dtype).bytes == 2 && has.Any(kNarrow) && !has.Any(kFormsScores) && SumsDQ(p);
 }
 

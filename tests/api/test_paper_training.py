@@ -55,7 +55,7 @@ def planned(module, monkeypatch):
     return plan
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", [*SIDES[:-1], pytest.param(SIDES[-1], marks=pytest.mark.slow)])
 def test_discs_are_connected_as_the_label_says(planned, side):
     """On the skeleton, drawn large: what lies no farther apart than a gap belongs together."""
     images, style, drawings = planned(side)

@@ -117,6 +117,9 @@ def test_backward_alongside():
         assert last == ["jax_flash_backward_prepare", "jax_flash_backward", "jax_flash_backward_finish"]
 
 
+LONG = {"batch": 64, "q_len": 2**16, "kv_len": 2**16}
+
+
 @pytest.mark.parametrize(
     ("changes", "sum_kv", "together"),
     [
@@ -132,15 +135,19 @@ def test_backward_alongside():
         ({"batch": 64, "kv_heads": 1, "causal": True, "qk_dim": 256}, False, True),
         ({"batch": 64, "kv_heads": 1, "causal": True, "dtype": "float32"}, False, True),
         ({"batch": 64, "kv_heads": 8, "causal": True}, False, False),
-        ({"batch": 64, "kv_heads": 4, "q_len": 2**15, "kv_len": 2**15}, True, False),
-        ({"batch": 64, "kv_heads": 1, "q_len": 2**15, "kv_len": 2**15, "causal": True}, True, False),
-        ({"batch": 64, "kv_heads": 4, "q_len": 2**15, "kv_len": 2**15, "window_left": 100}, False, False),
+        ({**LONG, "kv_heads": 2}, True, False),
+        ({**LONG, "kv_heads": 1, "causal": True}, True, False),
+        ({**LONG, "kv_heads": 2, "window_left": 100}, False, False),
+        ({**LONG, "kv_heads": 2, "kv_len": 2**17}, False, False),
+        ({**LONG, "kv_heads": 2, "q_len": 2**15, "kv_len": 2**15}, False, False),
+        ({**LONG, "kv_heads": 2, "q_len": 2**15, "kv_len": 2**15, "qk_dim": 128, "v_dim": 128}, True, False),
+        ({**LONG, "kv_heads": 4}, False, False),
     ],
     ids=str,
 )
 def test_heads_that_share_keys(changes, sum_kv, together):
-    """Hopper's backward takes them one by one where their tiles are few or their rows many; else causal ones of large
-    groups together."""
+    """Hopper's backward takes them one by one where their tiles are few, or many share keys that many rows see; else
+    causal ones of large groups together."""
     last = fields("sm_90a", True, **GRADIENTS | changes)
     assert (last["sum_kv"], last["together"]) == (sum_kv, together)
     launches = [kernel for _, kernel in kernels("sm_90a", True, **GRADIENTS | changes)]

@@ -50,6 +50,7 @@ def test_enough_tiles_for_all_multiprocessors(multiprocessors, options):
     )
 
 
+@pytest.mark.slow
 def test_kernels_for_racecheck():
     """All lanes arrive at mbarriers, as their counts say."""
     names = ("causal", "three kernels", "clusters", "TF32", "wide TF32", "block mask", "dbias")

@@ -16,6 +16,7 @@ TESTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ORDER)
 def test_instruction_set(isa):
     if ORDER.index(isa) > ORDER.index(_native.cpu_isa()):

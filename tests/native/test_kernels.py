@@ -62,6 +62,7 @@ def test_light_score_mods_have_larger_tiles():
         assert light > keys_of_tile(dims, "table", query_offset=True)
 
 
+@pytest.mark.slow
 def test_code_is_compared_whatever_things_are_called(nvrtc, monkeypatch, capsys, tmp_path):
     """Other names, lines and constants that nobody reads leave it what it is; other instructions do not."""
     file, header = tmp_path / "before.json", tmp_path / "renamed.h"

@@ -27,7 +27,7 @@ METRICS = {
     "instructions": "smsp__inst_executed.sum",
     "nanoseconds": "gpu__time_duration.sum",
 }
-TIMEOUT = 150  # seconds, of a case
+TIMEOUT = 150  # seconds, of a run
 FORBIDDEN = "ERR_NVGPUCTRPERM"  # what ncu says if the driver lets the counters be read by others alone
 ROOT = pathlib.Path(__file__).parents[3]
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="  # kernels one by one, so that each is counted
@@ -45,8 +45,8 @@ def run(results: Results, quick: bool) -> None:
         case = gpt2_problem.Case(**key)
         try:
             kernels = counted(case, quick)
-        except subprocess.TimeoutExpired:
-            missing[named(key)] = f"ncu did not end within {TIMEOUT} s"
+        except subprocess.TimeoutExpired as error:
+            missing[named(key)] = f"{pathlib.Path(error.cmd[0]).name} did not end within {TIMEOUT} s"
             return []
         except (RuntimeError, ValueError, KeyError) as error:
             missing[named(key)] = " ".join(f"{type(error).__name__}: {error}".split())[-500:]
@@ -62,7 +62,7 @@ def counted(case: gpt2_problem.Case, quick: bool) -> list[dict[str, Any]]:
     """The kernels of a call, in their order, with their metrics."""
     number = gpt2_problem.cases().index(case)
     program = [sys.executable, "-m", "benchmarks.paper.profiled", str(number), *["--quick"] * quick]
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:  # what was killed may still write there
         log = pathlib.Path(directory, "ncu.csv")
         command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off"]
         command += ["--clock-control", "none", "--log-file", str(log), "--metrics", ",".join(METRICS.values())]
@@ -96,7 +96,7 @@ def finished(command: list[str], environment: dict[str, str]) -> str:
             os.killpg(child.pid, signal.SIGKILL)
             raise
     if child.returncode:
-        raise RuntimeError(f"ncu has ended with {child.returncode}: {said}")
+        raise RuntimeError(f"{pathlib.Path(command[0]).name} has ended with {child.returncode}: {said}")
     return said
 
 

@@ -183,9 +183,11 @@ def cover() -> Iterator[Case]:
     for chosen in pairs(dims=DIMS, **PLAIN_SCORES | {"bias": ("none",), "mask": (False,), "gradients": ("all",)}):
         yield Case("sm_90a", "bfloat16", **chosen)
     # The backward as one kernel; if heads share keys, dK and dV are added up.
-    for chosen in pairs(dims=NARROW, two=itertools.combinations(BESIDE, 2), q_len=(4096, 512), kv_heads=(4, 1)):
-        two = dict.fromkeys(BESIDE, False) | dict.fromkeys(chosen.pop("two"), True)
-        yield Case("sm_90a", "bfloat16", **PLAIN | chosen | two)
+    beside = {"q_len": (4096, 512), "sinks": (False, True), "gradients": ("all", "query")}
+    for kv_heads in (4, 1):
+        for chosen in pairs(dims=NARROW, two=itertools.combinations(BESIDE, 2), **beside):
+            two = dict.fromkeys(BESIDE, False) | dict.fromkeys(chosen.pop("two"), True)
+            yield Case("sm_90a", "bfloat16", **PLAIN | chosen | two, kv_heads=kv_heads)
     # Likewise with a block mask.
     alone = {name: FEATURES[name][:1] for name in ("bias", "mask", "soft_cap")}
     alone |= dict.fromkeys(("causal", "window", "lengths", "segments", "query_offset"), (False,))

@@ -604,17 +604,16 @@ WAYS = {
 
 
 def several_devices(pass_: str, *results: Results) -> str:
-    """Of a length that several results have, the last of them counts."""
-    latest = {row["length"]: found for found in results for row in found["rows"] if row["pass"] == pass_}
-    rows = [row for length, found in latest.items() for row in found["rows"] if row["length"] == length]
-    median = {(row["length"], row["call"]): statistics.median(row["seconds"]) for row in rows if row["pass"] == pass_}
+    """Of a call that several results have, the last of them counts."""
+    rows = [row for found in results for row in found["rows"] if row["pass"] == pass_]
+    median = {(row["length"], row["call"]): statistics.median(row["seconds"]) for row in rows}
 
     def cell(count: str, way: str, length: int) -> str:
         seconds = median[length, f"{count} {way}"]
         efficiency = "" if way == "apart" else f" ({median[length, f'{count} apart'] / seconds / int(count):.2f})"
         return f"{1e3 * seconds:.{1 if seconds < 0.2 else 0}f}{efficiency}"
 
-    lengths = sorted(latest)
+    lengths = sorted({row["length"] for row in rows})
     calls = dict.fromkeys(tuple(row["call"].split()) for row in rows)
     return table(
         [f"milliseconds, {pass_}", *(f"N = {length}" for length in lengths)],

@@ -1,5 +1,5 @@
-// Which keys a query row may attend to, as far as positions decide it: causal, window, lengths and query offset, or a
-// range of keys that each row is given.
+// Which keys a query row may attend to, as far as positions decide it: causal, window, lengths and query offset, or
+// lengths and a range of keys that each row is given.
 // (Segment ids and the mask operand are looked at entry by entry.)
 #pragma once
 

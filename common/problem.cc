@@ -109,9 +109,8 @@ std::string Check(const Problem& p) {
       (p.bias.present || p.mask.present || p.block_mask.present || p.segments || p.ranges || p.dropout())) {
     return "pages beside a bias, masks of arrays, segments, ranges or dropout";
   }
-  if (p.ranges && (p.causal || p.window() || p.q_lengths || p.kv_lengths || p.segments)) {
-    return "ranges beside what they stand for";
-  }
+  if (p.ranges && (p.causal || p.window() || p.q_lengths || p.segments)) return "ranges beside what they stand for";
+  if (p.ranges && !p.kv_lengths) return "ranges without kv_lengths";
   if (p.ranges && (p.mask.present || p.block_mask.present)) return "ranges beside a mask of arrays";
   if (p.dsinks && !p.sinks.present) return "dsinks without sinks";
   for (const int64_t size : {p.q_block, p.kv_block}) {

@@ -63,7 +63,7 @@ class Problem:
     q_lengths: bool = False  # whether there is such an array; so for the next five
     kv_lengths: bool = False
     segments: bool = False
-    ranges: bool = False  # they stand in place of causal masks, windows, lengths and segments
+    ranges: bool = False  # in place of causal masks, windows, q_lengths and segments; kv_lengths are there
     query_offset: bool = False
     origin: bool = False  # for a part of a call: where dropout and programs count rows and keys from
 

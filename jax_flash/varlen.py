@@ -159,7 +159,7 @@ def problem_and_operands(
     if begins_q.shape != begins_k.shape:
         raise ValueError(f"cu_seqlens_q is of {len(begins_q) - 1} sequences, cu_seqlens_k of {len(begins_k) - 1}")
     # All devices have both, wherever the lengths are.
-    rows, keys = placed(functools.partial(_packed, sizes=sizes), PartitionSpec(), begins_q, begins_k)
+    rows, keys, key_end = placed(functools.partial(_packed, sizes=sizes), PartitionSpec(), begins_q, begins_k)
     left, right = arguments.window(given.pop("local_window_size"))
     if checks.flag("is_causal", given.pop("is_causal")):
         right = 0
@@ -170,8 +170,12 @@ def problem_and_operands(
         if callable(given[name]):
             given[name] = _within_sequences(given[name], rows)
     problem, operands = arguments.problem_and_operands(query, key, value, None, None, given)
-    ranges = {"keys_of_rows": _ranges(rows, left, right)[None], "rows_of_keys": _ranges(keys, right, left)[None]}
-    return dataclasses.replace(problem, ranges=True), operands.replaced(ranges)
+    positions = {
+        "kv_lengths": key_end,
+        "keys_of_rows": _ranges(rows, left, right)[None],
+        "rows_of_keys": _ranges(keys, right, left)[None],
+    }
+    return dataclasses.replace(problem, ranges=True, kv_lengths=True), operands.replaced(positions)
 
 
 class _Packed(NamedTuple):
@@ -196,18 +200,19 @@ def _checked(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
-def _packed(begins_q: jax.Array, begins_k: jax.Array, sizes: tuple[int, int]) -> tuple[_Packed, _Packed]:
-    """Of the queries and of the keys."""
-    begins = zip((begins_q, begins_k), sizes, strict=True)
-    q_ends, k_ends = (lax.cummax(x[1:].clip(0, size)) for x, size in begins)
-    return _side_packed(q_ends, k_ends, sizes[0]), _side_packed(k_ends, q_ends, sizes[1])
+def _packed(begins_q: jax.Array, begins_k: jax.Array, sizes: tuple[int, int]) -> tuple[_Packed, _Packed, jax.Array]:
+    """Return the queries, the keys, and the end of the last sequence's keys, [1]."""
+    q, k = (
+        jnp.concatenate([jnp.zeros(1, jnp.int32), lax.cummax(x[1:].clip(0, size))])
+        for x, size in zip((begins_q, begins_k), sizes, strict=True)
+    )
+    return _side_packed(q, k, sizes[0]), _side_packed(k, q, sizes[1]), k[-1:]
 
 
-def _side_packed(own_ends: jax.Array, other_ends: jax.Array, size: int) -> _Packed:
+def _side_packed(own: jax.Array, other: jax.Array, size: int) -> _Packed:
     place = jnp.arange(size, dtype=jnp.int32)
-    sequence = jnp.searchsorted(own_ends, place, side="right", method="scan_unrolled").astype(jnp.int32)
-    own, other = (jnp.concatenate([jnp.zeros(1, jnp.int32), ends]) for ends in (own_ends, other_ends))
-    after = jnp.minimum(sequence + 1, len(own_ends))  # what is beyond all has nothing on the other side
+    sequence = jnp.searchsorted(own[1:], place, side="right", method="scan_unrolled").astype(jnp.int32)
+    after = jnp.minimum(sequence + 1, len(own) - 1)  # what is beyond all has nothing on the other side
     return _Packed(sequence, place + other[after] - own[after], other[sequence], other[after])
 
 

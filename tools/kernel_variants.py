@@ -39,7 +39,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "window": (False, True),
     "lengths": (False, True),
     "segments": (False, True),
-    "ranges": (False, True),  # in place of all above but q_len, and of masks that are arrays
+    "ranges": (False, True),  # with kv_lengths, in place of all above but q_len, and of masks that are arrays
     "query_offset": (False, True),
     "mask": (False, True),
     "block_mask": (None, (128, 128), (64, 64), (16, 48)),
@@ -136,7 +136,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         causal=features["causal"] and not ranges,
         window_left=100 if features["window"] and not ranges else -1,
         q_lengths=features["lengths"] and not ranges,
-        kv_lengths=features["lengths"] and not ranges,
+        kv_lengths=features["lengths"] or ranges,
         ranges=ranges,
         segments=features["segments"] and not ranges,
         query_offset=features["query_offset"],

@@ -52,7 +52,7 @@ def test_of_packs():
     call = jax.jit(lambda key, *given: jax_flash.varlen_attention(*given, dropout_key=key, **options))
     text = call.lower(jax.eval_shape(jax.random.key, 0), *given).as_text()
     problem = Problem.of_varlen(*given, **options)
-    assert problem.ranges and problem.encode() in text
+    assert problem.ranges and problem.kv_lengths and problem.encode() in text
     with pytest.raises(ValueError, match="cu_seqlens_q must begin with 0"):
         Problem.of_varlen(query, query, query, np.array([1, 100]))
 

@@ -169,11 +169,16 @@ def test_pages(changes, said):
         _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes | changes).encode())
 
 
-@pytest.mark.parametrize("beside", ["causal", "window_left", "q_lengths", "kv_lengths", "segments", "mask"])
+@pytest.mark.parametrize("beside", ["causal", "window_left", "q_lengths", "segments", "mask"])
 def test_what_ranges_are_not_beside(beside):
     value = {"window_left": 5, "mask": EVERY}.get(beside, True)
     with pytest.raises(ValueError, match="^problem: ranges beside "):
-        _native.cuda_refusal(dataclasses.replace(PROBLEM, ranges=True, **{beside: value}).encode())
+        _native.cuda_refusal(dataclasses.replace(PROBLEM, ranges=True, kv_lengths=True, **{beside: value}).encode())
+
+
+def test_ranges_need_the_end_of_the_keys():
+    with pytest.raises(ValueError, match="^problem: ranges without kv_lengths"):
+        _native.cuda_refusal(dataclasses.replace(PROBLEM, ranges=True).encode())
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def problem_and_operands(
         if x.dtype != query.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, query {query.dtype}: they must be the same")
     shapes = query.shape, key.shape, value.shape
-    checks.sizes_known(**dict(zip(names, shapes, strict=True)))
+    checks.heads_known(**dict(zip(names, shapes, strict=True)))
     unbatched = query.ndim == 3
     query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
     B, T, N, D = query.shape
@@ -360,8 +360,8 @@ def _offsets(name: str, x: int | ArrayLike | None, batch: int) -> jax.Array | No
     given = checks.integers(name, x)
     if isinstance(given, np.ndarray) and given.size and not (given.min() >= -(2**31) and given.max() < 2**31):
         raise ValueError(f"{name} must be int32 numbers, but there are {given.min()} to {given.max()}")
-    xp = np if isinstance(given, np.ndarray) else jnp
-    given = xp.broadcast_to(given, (batch,)) if given.ndim == 0 else given
+    if given.ndim == 0:
+        return jnp.broadcast_to(checks.saturated(given), (batch,))
     return checks.saturated(checks.shaped(name, given, (batch,)))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Unpack, overload
 
@@ -17,6 +16,7 @@ from jax_flash.arguments import Implementation, Options
 from jax_flash.problem import Operands, Problem, result_types
 from jax_flash.sequence import Division
 from jax_flash.varying import varying_alike
+from jax_flash.warn import warn
 
 
 class Statistics(NamedTuple):
@@ -111,7 +111,7 @@ def dot_product_attention(
         The residual is the logsumexp without the sink.
       implementation: None (the fastest that can do the job: `choose_implementation` tells which and why), "flash" (the
         fused custom calls), "xla" (the same algorithm in plain JAX: any platform, forward-mode derivatives) or
-        "reference" (materialises [B, N, T, S]).
+        "reference" (materialises [B, N, T, S]). With a symbolic batch or length (`jax.export`) None is "xla".
       return_residual: also return the logsumexp of every row, [B, T, N] or [T, N].
       dropout_rate: up to 255/256, or 1; entries of the attention matrix are dropped with this probability (to 15
         bits), the others scaled so that the expectation is unchanged. The mask depends only on the key and on an
@@ -152,8 +152,9 @@ def dot_product_attention(
       TypeError: a dtype or a kind of argument that is not supported.
       ValueError: shapes that do not fit together, values out of range, a sequence that does not divide (dropout wants
         parts of a multiple of 16 rows and keys, a block mask of whole blocks; "zigzag" has two parts a device).
-      NotImplementedError: symbolic shapes; when a program is lowered, "flash" for a platform without kernels. (What a
-        platform's kernels refuse is an error when the program is compiled for it.)
+      NotImplementedError: symbolic heads or head dims; when a program is lowered, "flash" with a symbolic batch or
+        length, or for a platform without kernels. (What a platform's kernels refuse is an error when the program is
+        compiled for it.)
 
     Differences from `jax.nn.dot_product_attention`:
       * a row with nothing to attend to is 0 (there: the mean of the values); so is its gradient;
@@ -265,17 +266,22 @@ def _attend(
 
 
 def _refuse_or_warn(problem: Problem, implementation: Implementation | None) -> None:
-    """Refuses what no kernels do, if they are asked for; says so where others are taken instead."""
+    """Refuses what no kernels do, if they are asked for; says so where others are taken instead.
+
+    Symbolic sizes are no matter here: a program of them may never be lowered.
+    """
     on_gpu = jax.default_backend() == "gpu"
     everywhere = next((program.refusal for program in problem.programs if program.refusal), None)
     if implementation == "flash":
         if everywhere:
             raise NotImplementedError(f'implementation="flash": {everywhere}; None and "xla" do it')
         return
+    if problem.symbolic:
+        return
     refusal = everywhere or (_refused_on_gpu(problem) if on_gpu else None)
     if refusal:
         place = "attention on the GPU" if on_gpu else "attention"
-        warnings.warn(f'{place} takes implementation="xla", which is slower: {refusal}', stacklevel=2)
+        warn(f'{place} takes implementation="xla", which is slower: {refusal}')
 
 
 def _refused_on_gpu(problem: Problem) -> str | None:

@@ -127,7 +127,12 @@ def _axes(operands: Operands, dim: str) -> dict[str, int]:
 
 
 def _block(size: int) -> int:
-    """The block size: as even as possible, a multiple of 16 (for the dropout mask) unless one block is all."""
+    """The block size: as even as possible, a multiple of 16 (for the dropout mask) unless one block is all.
+
+    A symbolic size has blocks of `BLOCK`.
+    """
+    if not isinstance(size, int):
+        return BLOCK
     if size <= BLOCK:
         return max(size, 1)
     blocks = -(-size // BLOCK)

@@ -134,6 +134,13 @@ def integers(name: str, x: ArrayLike) -> np.ndarray | jax.Array:
     return converted
 
 
+def heads_known(**shapes: tuple[Any, ...]) -> None:
+    """Refuses symbolic numbers of heads and symbolic head dims (`jax.export.symbolic_shape`)."""
+    if not all(isinstance(size, int) for shape in shapes.values() for size in shape[-2:]):
+        named = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise NotImplementedError(f"heads and head dims must be numbers, not symbolic: {named}")
+
+
 def sizes_known(**shapes: tuple[Any, ...]) -> None:
     """Refuses shapes that have symbols for sizes (`jax.export.symbolic_shape`)."""
     if not all(isinstance(size, int) for shape in shapes.values() for size in shape):

@@ -38,6 +38,7 @@ from jax_flash.problem import (
 )
 from jax_flash.sequence import Arrays
 from jax_flash.varying import varying_alike
+from jax_flash.warn import warn
 
 for _platform, _handlers in _native.registrations().items():
     for _target, _handler in _handlers.items():
@@ -46,6 +47,9 @@ for _platform, _handlers in _native.registrations().items():
 
 def refusal(problem: Problem, platform: str) -> str | None:
     """Why a platform ("cpu", "cuda", …: lowering's names) has no fused kernels for a problem; None: it has."""
+    if problem.symbolic:
+        sizes = ", ".join(f"{name} {size}" for name, size in problem.symbolic.items())
+        return f"kernels are compiled for sizes that are numbers, and these are symbolic: {sizes}"
     for program in problem.programs:
         if program.refusal:
             return program.refusal
@@ -109,7 +113,8 @@ def _bind(call: Call, arrays: Iterable[jax.Array]) -> Results:
 
 @functools.partial(jax.jit, static_argnames="call")
 def _evaluate(*arrays: jax.Array, call: Call) -> Results:
-    return _sharded(call, dict(zip(call.arrays, arrays, strict=True)))
+    named = dict(zip(call.arrays, arrays, strict=True))
+    return _plain(call, named) if call.problem.symbolic else _sharded(call, named)
 
 
 def _jvp(primals, tangents, *, call: Call, jaxpr: ClosedJaxpr):
@@ -144,12 +149,22 @@ def _batch(arrays, axes, *, call: Call, jaxpr: ClosedJaxpr):
 
 
 def _lower(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
+    if call.problem.symbolic:
+        _refuse_or_warn_of_symbols(call)
     for platform in ctx.platforms or ctx.module_context.platforms:
         if not call.fallback and platform not in ("cpu", "cuda"):
             raise NotImplementedError(
                 f'implementation="flash": {refusal(call.problem, platform)}; None and "xla" run anywhere'
             )
     return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *arrays)
+
+
+def _refuse_or_warn_of_symbols(call: Call) -> None:
+    """Refuses symbolic sizes where kernels are asked for, and warns where plain JAX takes their place."""
+    reason = refusal(call.problem, "cpu")
+    if not call.fallback:
+        raise NotImplementedError(f'implementation="flash": {reason}; None, "xla" and "reference" take symbols')
+    warn(f'attention takes implementation="xla", which is slower: {reason}')
 
 
 _primitive.def_impl(lambda *arrays, call, jaxpr: _evaluate(*arrays, call=call))

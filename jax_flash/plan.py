@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from jax_flash import _native, checks
+from jax_flash import _native, checks, custom_calls
 from jax_flash.problem import Problem
 
 FAMILIES = {80: "ampere", 90: "hopper"}  # of contract.h
@@ -60,6 +60,8 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None) -
     backward = checks.flag("backward", backward)
     if backward and not problem.differentiable:
         raise ValueError("keys in pages are for inference: there is no backward")
+    if problem.symbolic:
+        raise ValueError(custom_calls.refusal(problem, "cuda"))
     if arch is not None and not isinstance(arch, str):
         raise TypeError(f"arch must be a str, not {checks.described(arch)}")
     if arch is not None and not re.fullmatch(r"sm_[1-9][0-9]{1,2}[af]?", arch):

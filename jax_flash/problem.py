@@ -213,9 +213,16 @@ class Problem:
         return tuple(x for x in (self.score_mod, self.mask_mod) if x is not None)
 
     @property
+    def symbolic(self) -> dict[str, Any]:
+        """The sizes that are symbols of `jax.export.symbolic_shape`, by name."""
+        sizes = {"batch": self.batch, "query length": self.q_len, "key/value length": self.kv_len}
+        return {name: size for name, size in sizes.items() if not isinstance(size, int)}
+
+    @property
     def sizes(self) -> Sizes:
         """How many there are of each index that a program gets."""
-        return Sizes(self.batch, self.q_heads, None if self.query_offset else self.q_len, self.kv_len)
+        batch, q_len, kv_len = (x if isinstance(x, int) else None for x in (self.batch, self.q_len, self.kv_len))
+        return Sizes(batch, self.q_heads, None if self.query_offset else q_len, kv_len)
 
     @property
     def group(self) -> int:

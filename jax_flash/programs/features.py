@@ -47,7 +47,7 @@ def _bias(x: jax.Array, places: list[Expression], sizes: Sizes) -> jax.Array | N
     """An array whose axes have these indices, as a bias."""
     size = sizes._asdict()
     names = [place[0] for place in places if place[0] != "const.i"]
-    if size["query"] is None:  # it is not the row
+    if None in sizes:  # the query is not the row, or a size is symbolic
         return None
     asked = {name for name in ("query", "key") if size[name] != 1}  # where there is one, its index is a number
     if len({*names}) < len(names) or not asked <= {*names} <= {*INDICES}:

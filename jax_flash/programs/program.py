@@ -31,12 +31,12 @@ MOST_CAPTURED = 32  # how many arrays the two functions of a call may capture
 
 
 class Sizes(NamedTuple):
-    """How many there are of each index; None: of queries, whose positions are not known while tracing."""
+    """How many there are of each index; None: not known while tracing, as positions of queries or symbolic sizes."""
 
-    batch: int
+    batch: int | None
     head: int
     query: int | None
-    key: int
+    key: int | None
 
 
 class Captured(NamedTuple):

@@ -384,14 +384,6 @@ def test_export_for_a_platform_without_kernels():
     assert_close(export.deserialize(exported.serialize()).call(q, k, v), function(q, k, v))
 
 
-def test_export_refuses_symbolic_shapes():
-    q, k, v, _ = arrays(B)
-    (batch,) = export.symbolic_shape("b")
-    symbolic = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (q, k, v)]
-    with pytest.raises(NotImplementedError, match="symbolic"):
-        export.export(jax.jit(jax_flash.dot_product_attention))(*symbolic)
-
-
 def test_donated_arguments():
     q, k, v, _ = arrays(B)
     expected = attend(q, k, v)

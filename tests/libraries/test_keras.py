@@ -111,6 +111,30 @@ def test_padding_and_training(recwarn):
     assert not [str(w.message) for w in recwarn if "mask" in str(w.message)]
 
 
+def test_a_block_in_a_functional_model_of_any_length():
+    """Keras evaluates the layer inside of another one on symbolic shapes, where batch and length are one symbol."""
+
+    class Block(keras.layers.Layer):
+        def __init__(self, kind):
+            super().__init__()
+            self.attention, self.norm = kind(HEADS, DIM), keras.layers.LayerNormalization()
+
+        def call(self, x):
+            return self.norm(x + self.attention(x, x, use_causal_mask=True))
+
+    def model(kind):
+        inputs = keras.Input((None, FEATURES))
+        return keras.Model(inputs, Block(kind)(inputs))
+
+    stock, ours = model(keras.layers.MultiHeadAttention), model(MultiHeadAttention)
+    assert ours.output_shape == (None, None, FEATURES)
+    ours.set_weights(stock.get_weights())
+    for x in (X, Y):
+        assert_close([ours.predict(x, verbose=0)], [stock.predict(x, verbose=0)])
+    ours.compile("sgd", "mse")
+    assert np.isfinite(ours.fit(X, X, verbose=0).history["loss"]).all()
+
+
 def test_masks_given_for_keys_alone():
     valid = np.arange(S) < np.array([[S], [4]])
     stock, ours = pair()

@@ -34,6 +34,7 @@ from jax_flash.attention import (
     merge,
 )
 from jax_flash.block_sparse import BlockMask
+from jax_flash.jax_nn import JaxNNPatch, patch_jax_nn
 from jax_flash.paged import append_to_pages, paged_attention
 from jax_flash.plan import Explanation, Kernel, explain
 from jax_flash.problem import Problem
@@ -48,6 +49,7 @@ __all__ = [
     "BlockMask",
     "Choice",
     "Explanation",
+    "JaxNNPatch",
     "Kernel",
     "Problem",
     "Statistics",
@@ -58,6 +60,7 @@ __all__ = [
     "explain",
     "merge",
     "paged_attention",
+    "patch_jax_nn",
     "patterns",
     "unzigzag",
     "varlen_attention",

@@ -162,7 +162,7 @@ def problem_and_operands(
         key,
         value,
         scale,
-        bias=checks.broadcastable("bias", bias, (B, N, T, whole * S), checks.floats),
+        bias=checks.broadcastable("bias", bias, (B, N, T, whole * S), checks.biases),
         mask=checks.broadcastable("mask", mask, (B, N, T, whole * S), checks.booleans),
         sinks=_sinks(given["sinks"], N, scale.dtype),
         q_lengths=checks.lengths("query_seq_lengths", given["query_seq_lengths"], B),

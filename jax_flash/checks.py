@@ -89,6 +89,14 @@ def floats(name: str, x: ArrayLike) -> jax.Array:
     return converted
 
 
+def biases(name: str, x: ArrayLike) -> jax.Array:
+    """Floats. The bias is the fourth positional argument, where other libraries have the mask."""
+    converted: jax.Array = array(name, x)
+    if converted.dtype == jnp.bool_:
+        raise TypeError(f"{name} must be floats, not a boolean array: pass a mask by name, as mask=")
+    return floats(name, converted)
+
+
 def booleans(name: str, x: ArrayLike) -> jax.Array:
     converted: jax.Array = array(name, x)
     if converted.dtype != jnp.bool_:

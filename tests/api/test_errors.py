@@ -93,6 +93,7 @@ def test_mixed_dtypes():
         ({"bias": jnp.ones((1, 1, 1, 1, 1))}, ValueError, "bias"),
         ({"bias": jnp.ones((1, K, T, S))}, ValueError, "bias"),
         ({"bias": jnp.ones((T, S), jnp.int32)}, TypeError, "bias"),
+        ({"bias": jnp.ones((T, S), bool)}, TypeError, "bias must be floats, not a boolean array: .* mask="),
         ({"mask": jnp.ones((B, N, T + 1, S), bool)}, ValueError, "mask"),
         ({"mask": jnp.ones((B, N, T, S))}, TypeError, "mask"),
         ({"mask": jnp.ones((B, N, T, S), jnp.int32)}, TypeError, "mask"),

@@ -1,6 +1,7 @@
 #include "cuda_src/jit.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -74,14 +75,26 @@ std::string Header(const std::string& key, std::string_view cubin) {
   return key + "\nbytes " + std::to_string(cubin.size()) + "\nchecksum " + std::to_string(Hash(cubin)) + "\n\n";
 }
 
+// Cubins have some hundred KB, with line numbers some MB.
+constexpr off_t kLargestEntry = off_t(64) << 20;
+
+// The bytes of an open file, if it can be an entry: a regular file of limited size that this user or root owns. A GPU
+// runs what an entry holds, so files of other users count as none.
+std::string EntryBytes(int file) {
+  struct stat status;
+  if (fstat(file, &status) != 0 || !S_ISREG(status.st_mode) || status.st_size > kLargestEntry) return "";
+  if (status.st_uid != geteuid() && status.st_uid != 0) return "";
+  std::string bytes(size_t(status.st_size), '\0');
+  bytes.resize(size_t(std::max<ssize_t>(read(file, bytes.data(), bytes.size()), 0)));
+  return bytes;
+}
+
 std::optional<std::string> ReadEntry(const std::string& key) {
   if (CacheDirectory().empty()) return std::nullopt;
-  const int file = open(EntryPath(key).c_str(), O_RDONLY | O_CLOEXEC);
+  // O_NONBLOCK: to open a FIFO would otherwise wait for a writer.
+  const int file = open(EntryPath(key).c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
   if (file < 0) return std::nullopt;
-  std::string entry;
-  char part[1 << 16];
-  ssize_t size;
-  while ((size = read(file, part, sizeof part)) > 0) entry.append(part, size);
+  const std::string entry = EntryBytes(file);
   close(file);
   const size_t end = entry.find("\n\n");
   if (end == std::string::npos) return std::nullopt;
@@ -110,7 +123,7 @@ void WriteEntry(const std::string& key, const std::string& cubin) {
 
 template <typename T>
 T Read(std::string_view bytes, size_t at) {
-  if (at + sizeof(T) > bytes.size()) throw std::runtime_error("a cubin is not ELF");
+  if (at > bytes.size() || bytes.size() - at < sizeof(T)) throw std::runtime_error("a cubin is not ELF");
   T value;
   std::memcpy(&value, bytes.data() + at, sizeof(T));
   return value;

@@ -30,8 +30,8 @@ Compilation CompileUnit(const Unit& unit, const std::string& arch);
 // The cubin of a unit: from memory, from the cache directory, or compiled. Safe with many threads and processes.
 //
 // The directory is JAX_FLASH_CACHE_DIR (empty: none), by default jax_flash in the user's cache directory. An entry is
-// named by all that it depends on; one that is damaged counts as none; a directory that cannot be written to only costs
-// the caching.
+// named by all that it depends on. A damaged entry counts as none, and so does a file that is not regular, is larger
+// than 64 MiB or belongs to a user other than this one and root. Without write access kernels compile in each process.
 const std::string& CachedCubin(const Unit& unit, const std::string& arch);
 
 // CachedCubin of several units, compiled at the same time.

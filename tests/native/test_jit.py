@@ -3,6 +3,8 @@
 import ctypes
 import os
 import pathlib
+import resource
+import struct
 import subprocess
 import sys
 
@@ -84,7 +86,7 @@ def start(directory: object, text: str = BASE.encode(), arch: str = "sm_80", uma
 
 def fill(directory: object, *args: str) -> dict[pathlib.Path, tuple[int, int]]:
     """Compiles in a new process; which files are there then, when written and how large."""
-    assert start(directory, *args).wait() == 0
+    assert start(directory, *args).wait(timeout=300) == 0
     files = pathlib.Path(directory).glob("*") if directory else ()
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
@@ -115,6 +117,32 @@ def test_a_damaged_entry_is_compiled_again(nvrtc, tmp_path, damage):
     assert path.stat().st_size == len(entry)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.touch() or os.truncate(path, 1 << 40),
+    ],
+    ids=["a FIFO", "an endless device", "a huge sparse file"],
+)
+def test_a_file_that_cannot_be_an_entry_is_replaced(nvrtc, tmp_path, make):
+    """It is neither waited for nor read to its end."""
+    ((path, (_, size)),) = fill(tmp_path).items()
+    path.unlink()
+    make(path)
+    ((_, (_, replaced)),) = fill(tmp_path).items()
+    assert path.is_file() and not path.is_symlink() and replaced == size
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_an_entry_of_another_user_is_replaced(nvrtc, tmp_path):
+    ((path, _),) = fill(tmp_path).items()
+    os.chown(path, 12345, -1)
+    fill(tmp_path)
+    assert path.stat().st_uid == 0
+
+
 def test_an_entry_of_another_key_is_none(nvrtc, tmp_path):
     """As if their hashes were equal."""
     ((path, _),) = fill(tmp_path).items()
@@ -142,6 +170,18 @@ def test_what_a_cubin_depends_on_is_in_its_key(nvrtc, monkeypatch, tmp_path):
 @pytest.mark.parametrize("directory", ["", "/dev/null/cache"], ids=["none", "unwritable"])
 def test_without_a_directory_kernels_compile(nvrtc, directory):
     assert fill(directory) == {}
+
+
+def test_a_full_disk_only_costs_the_caching(nvrtc, tmp_path, monkeypatch):
+    """Writes fail after some bytes, as with a limit on the size of files."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        process = start(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert process.wait(timeout=300) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_many_processes_at_once(nvrtc, tmp_path):
@@ -193,15 +233,15 @@ except RuntimeError as error:
         assert part in message
 
 
-def test_an_nvrtc_that_is_too_old_for_hopper_says_so(tmp_path):
-    functions = "CreateProgram CompileProgram GetProgramLogSize GetProgramLog GetCUBINSize GetCUBIN DestroyProgram"
-    source = "int nvrtcVersion(int* major, int* minor) { *major = 12, *minor = 8; return 0; }"
-    for name in ("GetNumSupportedArchs", "GetSupportedArchs", *functions.split()):
-        source += f"\nint nvrtc{name}() {{ return 0; }}"
-    (tmp_path / "nvrtc.c").write_text(source)
-    library = tmp_path / "libnvrtc.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, tmp_path / "nvrtc.c"], check=True)
-    script = """
+FAKE_NVRTC = """
+#include <stddef.h>
+#include <string.h>
+static const unsigned char cubin[] = {%s};
+int nvrtcVersion(int* major, int* minor) { *major = %d, *minor = %d; return 0; }
+int nvrtcGetCUBINSize(void* program, size_t* size) { *size = sizeof cubin; return 0; }
+int nvrtcGetCUBIN(void* program, char* to) { memcpy(to, cubin, sizeof cubin); return 0; }
+"""
+COMPILE = """
 import sys
 import jax_flash.cuda
 from jax_flash import _native
@@ -212,10 +252,34 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    run = [sys.executable, "-c", script, str(library), BASE.encode()]
-    message = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def error_of(library: pathlib.Path, version: tuple[int, int], cubin: bytes = b"\0") -> str:
+    """The error of compiling with a library in place of NVRTC, which has this version and returns this cubin."""
+    source = FAKE_NVRTC % (",".join(map(str, cubin)), *version)
+    others = "CreateProgram CompileProgram GetProgramLogSize GetProgramLog DestroyProgram"
+    for name in ("GetNumSupportedArchs", "GetSupportedArchs", *others.split()):
+        source += f"int nvrtc{name}() {{ return 0; }}\n"
+    code = library.with_suffix(".c")
+    code.write_text(source)
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, code], check=True)
+    run = [sys.executable, "-c", COMPILE, str(library), BASE.encode()]
+    return subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def test_an_nvrtc_that_is_too_old_for_hopper_says_so(tmp_path):
+    library = tmp_path / "libnvrtc.so"
+    message = error_of(library, (12, 8))
     for part in (f"NVRTC 12.8 ({library})", "12.9 or later", "nvidia-cuda-nvrtc-cu12", "JAX_FLASH_CUDA_KERNELS=sm80"):
         assert part in message
+
+
+@pytest.mark.parametrize("sections", [64, 2**40, 2**64 - 8], ids=["at the end", "far behind it", "before the start"])
+def test_a_cubin_whose_sections_are_not_in_it(tmp_path, sections):
+    """No byte outside of it is read."""
+    elf = struct.pack("<40xQ10xHH2x", sections, 64, 1)
+    assert len(elf) == 64
+    assert error_of(tmp_path / "libnvrtc.so", (13, 0), elf) == "a cubin is not ELF\n"
 
 
 @pytest.mark.skipif(finds("libcuda.so.1"), reason="there is a driver")

@@ -37,13 +37,14 @@ int UsualMultiprocessors(int capability) {
 Target TargetOf(const std::string& arch, int multiprocessors) {
   const int capability = std::atoi(arch.c_str() + arch.find('_') + 1);
   if (capability < 80) throw std::invalid_argument(arch + ": the kernels need compute capability 8.0 or later");
-  const char* const forced = std::getenv("JAX_FLASH_CUDA_KERNELS");
-  if (forced && forced != std::string("sm80")) {
-    throw std::invalid_argument("JAX_FLASH_CUDA_KERNELS=" + std::string(forced) + " is not known: only sm80 is");
+  const char* const variable = std::getenv("JAX_FLASH_CUDA_KERNELS");
+  const std::string forced = variable ? variable : "";  // an empty variable counts as unset
+  if (!forced.empty() && forced != "sm80") {
+    throw std::invalid_argument("JAX_FLASH_CUDA_KERNELS=" + forced + " is not known: only sm80 is");
   }
   if (multiprocessors <= 0) multiprocessors = UsualMultiprocessors(capability);
   return {capability, std::min(multiprocessors, kMostMultiprocessors), SharedOf(capability),
-          capability == 90 && !forced};
+          capability == 90 && forced.empty()};
 }
 
 Target TargetOf(const Device& device) {

@@ -203,6 +203,8 @@ def test_a_family_can_be_asked_for(monkeypatch):
     monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm70")
     with pytest.raises(ValueError, match="JAX_FLASH_CUDA_KERNELS=sm70"):
         kernels()
+    monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "")
+    assert kernels() == [("hopper/forward.cuh", "jax_flash_forward")]
 
 
 def test_segments_come_first():

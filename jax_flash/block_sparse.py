@@ -11,6 +11,7 @@ element masks, so that structured masks (causal, windows, documents) take no mem
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.extend.core import jaxpr_as_fun
 from jax.typing import ArrayLike
 
 from jax_flash.checks import described, integer, matrices, numpy_array
 from jax_flash.problem import BLOCK_MASK
-from jax_flash.programs import program
+from jax_flash.programs import program, replay
+from jax_flash.programs.structure import Structure
 
 BLOCK = 128  # rows and columns of a block by default
 NOTHING, EVERYTHING, ELEMENTS = 0, 1, 2  # of `BlockMask.blocks`; from ELEMENTS on the number of an element mask
@@ -217,21 +218,10 @@ class BlockMask:
         function = program.traced("mask_fn", mask_fn, "float32")
         if _traced(*function.consts):
             return MaskOfFunction(shape, batch, heads, mask_fn)
-        row_of_entries = jax.vmap(jaxpr_as_fun(function), (None, None, None, 0))
-        entries = jax.vmap(row_of_entries, (None, None, 0, None))
-
-        @jax.jit
-        def block_row(b, h, u):
-            # Beyond the lengths as at the ends, so that a block at the border can be full.
-            i = jnp.minimum(u * q_block + jnp.arange(q_block, dtype=jnp.int32), q_len - 1)
-            j = jnp.minimum(jnp.arange(V * kv_block, dtype=jnp.int32), kv_len - 1)
-            (allowed,) = entries(b, h, i, j)
-            tiles = allowed.reshape(q_block, V, kv_block).swapaxes(0, 1)
-            return jnp.where(tiles.all((1, 2)), EVERYTHING, jnp.where(tiles.any((1, 2)), ELEMENTS, NOTHING)), tiles
-
+        row_of_blocks = _row_of_blocks(Structure.of(function.jaxpr), shape)
         with jax.ensure_compile_time_eval():
             for b, h, u in np.ndindex(batch, heads, U):
-                blocks[b, h, u], tiles = block_row(*map(np.int32, (b, h, u)))
+                blocks[b, h, u], tiles = row_of_blocks(function.consts, *map(np.int32, (b, h, u)))
                 for v in np.flatnonzero(blocks[b, h, u] == ELEMENTS):
                     blocks[b, h, u, v] = table.number(_pack(np.asarray(tiles[v])))
         return cls(shape, blocks, table.masks())
@@ -401,6 +391,30 @@ def kinds_at(shape: Shape, blocks: Any, rows: Any, columns: Any, xp: Any = jnp) 
     # Positions past the ends (the padding of a tile) are another mask's business.
     u, v = xp.minimum(rows // shape.q_block, U - 1), xp.minimum(columns // shape.kv_block, V - 1)
     return blocks[:, :, u][..., v]
+
+
+@functools.lru_cache(maxsize=64)
+def _row_of_blocks(function: Structure, shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """A compiled function that evaluates a mask function for a row of blocks: kinds int32 [V], entries bool [V, …].
+
+    It is kept, because a mask function that is written in a loop traces to the same jaxpr each time.
+    """
+    q_len, kv_len, q_block, kv_block = shape
+    V = shape.grid[1]
+
+    @jax.jit
+    def row_of_blocks(captured: list[jax.Array], b: jax.Array, h: jax.Array, u: jax.Array) -> Any:
+        def entry(i: jax.Array, j: jax.Array) -> jax.Array:
+            return replay.evaluate(function.jaxpr, captured, (b, h, i, j))[0]
+
+        # Beyond the lengths as at the ends, so that a block at the border can be full.
+        rows = jnp.minimum(u * q_block + jnp.arange(q_block, dtype=jnp.int32), q_len - 1)
+        columns = jnp.minimum(jnp.arange(V * kv_block, dtype=jnp.int32), kv_len - 1)
+        allowed = jax.vmap(jax.vmap(entry, (None, 0)), (0, None))(rows, columns)
+        tiles = allowed.reshape(q_block, V, kv_block).swapaxes(0, 1)
+        return jnp.where(tiles.all((1, 2)), EVERYTHING, jnp.where(tiles.any((1, 2)), ELEMENTS, NOTHING)), tiles
+
+    return row_of_blocks
 
 
 def _traced(*arrays: Any) -> bool:

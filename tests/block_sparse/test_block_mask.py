@@ -149,6 +149,21 @@ def test_from_function_under_transformations():
             transform(lambda n: make(lambda b, h, i, j: j <= i + n).to_mask())(n)
 
 
+def test_from_function_compiles_once(caplog):
+    """Whatever closures they are, and whatever is in the arrays that they capture."""
+
+    def make(width):
+        limits = jnp.arange(50) + width
+        return BlockMask.from_function(lambda b, h, i, j: j <= limits[i], 50, 70, q_block=16, kv_block=32)
+
+    first = make(3)
+    with jax.log_compiles():
+        second = make(5)
+    assert not [record for record in caplog.records if "compil" in record.getMessage().lower()]
+    np.testing.assert_array_equal(second.to_mask()[0, 0], np.arange(70) <= np.arange(5, 55)[:, None])
+    assert first != second
+
+
 def test_from_function_gets_int32(x64):
     dtypes = []
     BlockMask.from_function(lambda *indices: dtypes.extend(x.dtype for x in indices) or indices[2] > indices[3], 9, 9)

@@ -176,14 +176,19 @@ struct Backpropagation {
   }
 };
 
+// How many threads the work is divided for where the results must not depend on their number: enough for most machines,
+// and few enough that the partial sums stay small.
+constexpr int64_t kDeterministicThreads = 16;
+
 // The gradients of captured arrays may need this much memory for their copies.
 constexpr double kCopyBytes = double(int64_t(64) << 20);
 
 template <typename A>
 Division Divide(const Problem& p, const Operands& in, const BackwardResults& out, const Workers& workers) {
+  const int64_t threads = p.deterministic ? kDeterministicThreads : workers.threads();
   for (unsigned bits = 0;; ++bits) {
     const Together together = {bool(bits & 2), bool(bits & 4), bool(bits & 1)};
-    const Division division = Divide<A>(p, together, workers.threads());
+    const Division division = Divide<A>(p, together, threads);
     if (bits == 7 || CapturedGradients<A>::Memory(p, in, out, division) <= kCopyBytes) return division;
   }
 }

@@ -141,9 +141,10 @@ def dot_product_attention(
         own keys. Lengths, offsets, a block mask, and the indices that functions are given are of the whole sequence.
         Outside of `shard_map`, a sequence that is sharded is divided without being asked.
       sequence_layout: which rows and keys a device has: "contiguous" ones, or those of `jax_flash.zigzag`.
-      deterministic: the gradients, too, have the same bits in every run on one GPU model. By default a GPU adds up the
-        gradients of the query and of what score_mod captures in the order in which its multiprocessors happen to
-        finish. Everything else is always deterministic, as is all on a CPU.
+      deterministic: the gradients, too, have the same bits in every run on one GPU model, and on a CPU whatever the
+        number of threads. By default a GPU adds up the gradients of the query and of what score_mod captures in the
+        order in which its multiprocessors happen to finish. On a CPU every run with the same number of threads has the
+        same bits; the number of threads can change the last bits of gradients. Outputs are always deterministic.
 
     Returns:
       [B, T, N, E] or [T, N, E], in the dtype of the query; with `return_residual` a pair of it and the logsumexp.

@@ -4,6 +4,9 @@ plus a few units in the last place. Forward and backward, every feature and dtyp
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -255,3 +258,36 @@ def test_results_are_the_same_every_time():
     for _ in range(5):
         for name, x in run(case, arrays, cotangents).items():
             np.testing.assert_array_equal(x, first[name], err_msg=name)
+
+
+GRADIENTS = """
+import hashlib
+import jax
+from jax_flash import dot_product_attention
+
+names = ("query", "bias", "table", "scale", "sinks")
+keys = dict(zip(names, jax.random.split(jax.random.key(0), 5)))
+shapes = {"query": (1, 600, 3, 24), "bias": (1, 1, 1, 600), "table": (3, 1199), "scale": (), "sinks": (3,)}
+arrays = {name: jax.random.normal(keys[name], shapes[name]) for name in names}
+
+def loss(arrays, deterministic):
+    table = arrays.pop("table")
+    score_mod = lambda score, batch, head, query, key: score + table[head, query - key + 599]
+    query = arrays.pop("query")
+    options = {"score_mod": score_mod, "deterministic": deterministic, **arrays}
+    return (dot_product_attention(query, query, query, **options) ** 2).sum()
+
+for deterministic in (False, True):
+    gradients = jax.jit(jax.grad(loss), static_argnums=1)(arrays, deterministic)
+    print(hashlib.sha256(b"".join(gradients[name].tobytes() for name in names)).hexdigest())
+"""
+
+
+def test_deterministic_gradients_do_not_depend_on_the_number_of_threads():
+    def hashes(threads):
+        environment = os.environ | {"NPROC": str(threads), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        return subprocess.check_output([sys.executable, "-c", GRADIENTS], env=environment, text=True).split()
+
+    (default, deterministic), (other_default, other_deterministic) = hashes(1), hashes(3)
+    assert deterministic == other_deterministic
+    assert default != other_default  # or the environment variable has no effect

@@ -1,6 +1,8 @@
 """Every instruction set that the CPU kernels are compiled for, as far as this processor has it."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +33,31 @@ def test_instruction_set(isa):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", TESTS]
     result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-5000:]
+
+
+OBJECTS = sorted(Path(sys.prefix, "build").glob("CMakeFiles/kernels_*.dir/cpu_src/*.o"))
+
+
+def shared_functions(file: Path, isa: str) -> list[str]:
+    """The functions of an object file that another file may define, too, and that are not of this instruction set."""
+    symbols = subprocess.check_output(["nm", "--demangle", "--defined-only", file], text=True)
+    weak = re.findall(r"^[0-9a-f]+ [WVu] (?!DW\.ref\.)(.*)$", symbols, re.MULTILINE)
+    return [name for name in weak if f"jax_flash::{isa}::" not in name]
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="binutils are not installed")
+@pytest.mark.skipif(not OBJECTS, reason="this environment was not made by make, which keeps the object files")
+def test_kernels_share_no_inline_functions():
+    """The linker keeps one copy of such a function for the whole module, for whichever instruction set it is."""
+    isas = [file.parts[-3].removeprefix("kernels_").removesuffix(".dir") for file in OBJECTS]
+    assert set(isas) <= set(ORDER)
+    assert [name for file, isa in zip(OBJECTS, isas, strict=True) for name in shared_functions(file, isa)] == []
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="binutils are not installed")
+def test_a_shared_inline_function_is_found(tmp_path):
+    source, file = tmp_path / "kernel.cc", tmp_path / "kernel.o"
+    function = "inline long Shared(long x) {{ return x; }} long (*{name})(long) = Shared;"
+    source.write_text(f"{function.format(name='f')} namespace jax_flash::avx2 {{ {function.format(name='g')} }}")
+    subprocess.run(["c++", "-std=c++17", "-c", source, "-o", file], check=True)
+    assert shared_functions(file, "avx2") == ["Shared(long)"]

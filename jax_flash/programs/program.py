@@ -27,6 +27,19 @@ from jax_flash.programs.structure import Structure
 
 INDICES = ("batch", "head", "query", "key")
 SAME_SCORE, SAME_COTANGENT, ALWAYS = "score;result,0", "cotangent;result,0", "const.b,1;result,0"
+# Why a function cannot be traced, by the error that JAX raises. The last error is a base class of others.
+NEEDS_VALUES = {
+    jax.errors.TracerBoolConversionError: "must not branch on a traced value: write jnp.where(condition, x, y) for if, "
+    "and &, | and ~ for and, or and not",
+    jax.errors.TracerArrayConversionError: "must not pass a traced value to NumPy: use jax.numpy, and convert a NumPy "
+    "array that it looks something up in, as in jnp.asarray(table)[key]",
+    jax.errors.TracerIntegerConversionError: "must not use a traced value as a Python integer, such as the index of a "
+    "list: look up in an array, as in jnp.asarray(values)[key]",
+    jax.errors.NonConcreteBooleanIndexError: "must not select elements by a traced condition: write "
+    "jnp.where(condition, x, y)",
+    jax.errors.ConcretizationTypeError: "must not need the number that a traced value stands for, as Python's int, "
+    "float and range do, and array shapes",
+}
 MOST_CAPTURED = 32  # how many arrays the two functions of a call may capture
 
 
@@ -220,10 +233,21 @@ def traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
     except ValueError:  # of what has no signature to look at
         pass
     integer, expected = jax.ShapeDtypeStruct((), "int32"), jax.ShapeDtypeStruct((), dtype if scored else "bool")
-    fresh = functools.partial(function)  # JAX remembers what it traced, and the function may have changed since
+    returned: list[Any] = []
+
+    def fresh(*args: jax.Array) -> Any:  # JAX remembers what it traced, and the function may have changed since
+        returned.append(function(*args))
+        return returned[0]
+
     try:
         closed, result = jax.make_jaxpr(fresh, return_shape=True)(*[expected] * scored, *[integer] * len(INDICES))
     except Exception as error:
+        for kind, reason in NEEDS_VALUES.items():
+            if isinstance(error, kind):
+                raise TypeError(f"{name} is traced on scalars, and {reason}") from error
+        if returned and not isinstance(returned[0], jax.Array):  # and JAX does not take it for one either
+            found = type(returned[0]).__name__
+            raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {found}") from error
         error.add_note(f"{name} is traced on scalars: docs/score-programs.md says what it may do")
         if type(error).__name__ == "ShardingTypeError":  # which JAX does not export
             error.add_note("arrays that it captures must be replicated: jax.sharding.reshard(x, jax.P())")

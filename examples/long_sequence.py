@@ -141,7 +141,7 @@ def main() -> None:
     ax.legend()
     figure.savefig(args.output, dpi=80)
     Console().print(table)
-    Console().print(f"Largest difference of the losses: {np.ptp(results, axis=0).max():.2g}")
+    Console().print(f"Largest difference of the losses: {np.max(np.ptp(results, axis=0)):.2g}")
 
 
 if __name__ == "__main__":

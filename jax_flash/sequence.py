@@ -49,7 +49,8 @@ class Division(NamedTuple):
     axes: tuple[str, ...]  # the mesh axes that it is divided over, the first of them in the largest steps
     devices: int  # how many devices there are along these axes
     layout: Layout = "contiguous"
-    ranks: tuple[int, ...] = ()  # the number of each device in the mesh's order of the axes, if that is another one
+    mesh_axes: tuple[str, ...] = ()  # the axes in the mesh's order, if that order differs
+    ranks: tuple[int, ...] = ()  # the number of each device in the mesh's order, if that order differs
 
     @classmethod
     def over(cls, axes: tuple[str, ...], shape: Mapping[str, int], layout: Layout = "contiguous") -> Division:
@@ -57,7 +58,9 @@ class Division(NamedTuple):
         sizes = {axis: size for axis, size in shape.items() if axis in axes}
         ranks = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
         ranks = ranks.transpose([list(sizes).index(axis) for axis in axes]).ravel()
-        return cls(axes, ranks.size, layout, () if tuple(sizes) == axes else tuple(ranks.tolist()))
+        if tuple(sizes) == axes:
+            return cls(axes, ranks.size, layout)
+        return cls(axes, ranks.size, layout, tuple(sizes), tuple(ranks.tolist()))
 
     @property
     def parts(self) -> int:
@@ -85,9 +88,11 @@ class Division(NamedTuple):
         return lax.axis_index(self.axes)
 
     def permuted(self, x: jax.Array, to: Sequence[int]) -> jax.Array:
-        """Every device's array, to the device that this says for its number."""
-        ranks = self.ranks or range(self.devices)  # ppermute counts in the mesh's order, whatever that of the axes
-        return lax.ppermute(x, self.axes, [(ranks[device], ranks[other]) for device, other in enumerate(to)])
+        """Send the array of device number i to device number to[i]."""
+        # ppermute numbers devices in the mesh's order. Since jax 0.12 it refuses axes in another order.
+        ranks = self.ranks or range(self.devices)
+        pairs = [(ranks[device], ranks[other]) for device, other in enumerate(to)]
+        return lax.ppermute(x, self.mesh_axes or self.axes, pairs)
 
     def sent(self, arrays: Tree, shift: int) -> Tree:
         """Every device's arrays, to the one that comes so many after it."""

@@ -13,7 +13,7 @@ from jax.extend.source_info_util import summarize
 
 from jax_flash.programs.arrays import Array, Index, Place, View, aval, type_of
 from jax_flash.programs.code import Code, Unsupported, Value
-from jax_flash.programs.operations import ANY_WIDTH, ARRAYS, ELEMENTWISE, RELABELLED, fill_value
+from jax_flash.programs.operations import ANY_WIDTH, ARRAYS, ELEMENTWISE, RELABELLED, fill_value, operation
 
 
 class Lowering:
@@ -69,8 +69,8 @@ class Lowering:
         return Array(x.shape, x.dtype, element)
 
     def _apply(self, eqn: JaxprEqn, inputs: list[Array]) -> list[Array]:
-        name = eqn.primitive.name
-        inner = inlined(eqn)
+        name = operation(eqn)
+        inner = None if name in ELEMENTWISE else inlined(eqn)
         looks = keeps_views(eqn) and isinstance(inputs[0], View)
         if not (looks or (inner and is_transparent(eqn))):
             inputs = [self.use(x) for x in inputs]
@@ -116,11 +116,13 @@ class Lowering:
 
     def _elementwise(self, eqn: JaxprEqn, inputs: list[Array]) -> Array:
         out = aval(eqn.outvars[0])
-        function = ELEMENTWISE[eqn.primitive.name]
-        call = self._call
+        function = ELEMENTWISE[operation(eqn)]
+        call, zero = self._call, self.code.constant("i", 0)
 
         def element(index: Index) -> Value:
-            elements = [x.element(*(index if x.shape else ())) for x in inputs]
+            # Scalars are broadcast. So are dims of size 1, in `polynomial`.
+            places = ((zero if n == 1 else i for i, n in zip(index, x.shape, strict=False)) for x in inputs)
+            elements = [x.element(*place) for x, place in zip(inputs, places, strict=True)]
             with _located(eqn, call):
                 return self.code.rounded(function(self.code, eqn, *elements), out.dtype.name)
 

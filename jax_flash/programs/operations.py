@@ -111,6 +111,22 @@ def _one_minus_square(code: Code, eqn: JaxprEqn, x: Value) -> Value:
     return code.binary("sub", code.constant(x.type, 1), code.binary("mul", x, x))
 
 
+def _log2(code: Code, eqn: JaxprEqn, x: Value) -> Value:
+    return code.binary("div", code.unary("log", x), code.constant("f", math.log(2)))
+
+
+def _polynomial(code: Code, eqn: JaxprEqn, x: Value, *coefficients: Value) -> Value:
+    """Horner's rule. The coefficients come from the lowest degree to the highest."""
+    result = coefficients[-1]
+    for coefficient in reversed(coefficients[:-1]):
+        result = code.binary("add", code.binary("mul", result, x), coefficient)
+    return result
+
+
+def _exp_neg_sq(code: Code, eqn: JaxprEqn, x: Value) -> Value:
+    return code.unary("exp", code.unary("neg", code.binary("mul", x, x)))
+
+
 ELEMENTWISE: dict[str, Callable[..., Value]] = {
     **{name: _wrapping(name) for name in ("add", "sub", "mul")},
     **{name: _binary(name) for name in ("div", "rem", "max", "min", "and", "or", "xor", "atan2")},
@@ -126,6 +142,9 @@ ELEMENTWISE: dict[str, Callable[..., Value]] = {
     "integer_pow": _integer_pow,
     "square": _square,
     "one_minus_square": _one_minus_square,  # of tanh's derivative, since jax 0.11
+    "log2": _log2,  # since jax 0.12
+    "polynomial": _polynomial,  # since jax 0.12
+    "exp_neg_sq": _exp_neg_sq,  # JAX's function in the derivatives of erf and erfc, since jax 0.12
     "pow": _pow,
     "select_n": _select_n,
     "clamp": _clamp,
@@ -140,6 +159,20 @@ ELEMENTWISE: dict[str, Callable[..., Value]] = {
     "optimization_barrier": _same,
     "reduce_precision": _reduce_precision,
 }
+
+
+def operation(eqn: JaxprEqn) -> str:
+    """Return the name that the tables have for an equation.
+
+    It is the name of the primitive, or of a function of JAX that works on the bits of floats. There are no instructions
+    for those bits.
+    """
+    if eqn.primitive.name == "custom_jvp_call":
+        name, _, place = eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info.partition(" at ")
+        if name in ELEMENTWISE and "/jax/_src/" in place:
+            return name
+    return eqn.primitive.name
+
 
 # --- elements in other places -----------------------------------------------------------------------------------------
 # Each gives a function from an index of result i to one of x, and, if some are outside of x, whether this one is not.

@@ -255,7 +255,8 @@ def traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
     if not jax.tree_util.all_leaves([result]) or result.shape or result.dtype != expected.dtype:
         found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
         raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {found}")
-    axes = [x.name for x in closed.effects if type(x).__name__ == "NamedAxisEffect"]  # which JAX does not export
+    effects: Iterable[Any] = closed.effects  # of classes that JAX does not export
+    axes = [x.name for x in effects if type(x).__name__ == "NamedAxisEffect"]
     if axes:
         raise ValueError(
             f"{name} must not use a named axis, here {', '.join(map(repr, axes))}: compute what needs it "

@@ -44,7 +44,7 @@ def wholes(*limits):
 ELEMENTWISE = {
     "arithmetic": lambda s, b, h, q, k: -(s + q) * (s - k) / (s * s + 1) + abs(s) - jnp.sign(s - 0.5),
     "exponentials": lambda s, b, h, q, k: (
-        jnp.exp(s) + jnp.exp2(-s) + jnp.expm1(s) + jnp.log(s * s + 1) + jnp.log1p(s * s)
+        jnp.exp(s) + jnp.exp2(-s) + jnp.expm1(s) + jnp.log(s * s + 1) + jnp.log1p(s * s) + jnp.log2(s * s + 1)
     ),
     "trigonometry": lambda s, b, h, q, k: (
         jnp.sin(s) + jnp.cos(s) * jnp.tan(s / 8) + jnp.tanh(s) + jnp.arctan2(s, 1.0 + k)
@@ -193,6 +193,12 @@ ELEMENTWISE = {
     ),
     "one hot": lambda s, b, h, q, k: (jax.nn.one_hot(h, 3) * jnp.stack([s, s * s, 0 * s])).sum(),
 }
+
+if hasattr(lax, "polynomial"):  # since jax 0.12
+    ELEMENTWISE["polynomial"] = lambda s, b, h, q, k: (
+        lax.polynomial(s, [1, s, q / 2])
+        + lax.polynomial(jnp.full((2, 3), s), [0.5, jnp.ones((2, 1)), s * jnp.ones((1, 3))]).sum()
+    )
 
 TABLES = {
     "look-up": (lambda t: lambda s, b, h, q, k: s + t[h, q] * t[h, k], [floats(3, 7)]),

@@ -7,7 +7,8 @@ one; each is full or 1). From the outside in, each is
                           plain JAX, and a mapped axis becomes one more leading dim
     custom_partitioning   every device computes its own leading dims, heads and rows (`partitioning.py`)
     jax_flash_call        the leading dims become the batch of one `Problem`: what that is, the platform says
-    ffi_call              on a CPU, and with scratch memory on a GPU; elsewhere `blockwise.py`
+    jax_flash_forward     on a CPU, and with scratch memory on a GPU; elsewhere `blockwise.py`. So named, or
+                          jax_flash_backward, in profiles
 
 Operands, results and formulas: docs/architecture.md.
 """
@@ -263,6 +264,18 @@ def _on_each_platform(call: Call, arrays: tuple[jax.Array, ...]) -> Results:
     return tuple(_platforms.bind(*arrays, call=call, jaxpr=_ffi_call.trace(*arrays, call=call).jaxpr))
 
 
+def _ffi_primitive(target: str) -> Primitive:
+    """An FFI call as a primitive with its name, which profiles show. All others are "ffi_call" there."""
+    primitive, lowering = Primitive(target), jax.ffi.ffi_lowering(target)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *arrays, types, problem: [jax.core.ShapedArray(x.shape, x.dtype) for x in types])
+    mlir.register_lowering(primitive, lambda ctx, *arrays, types, problem: lowering(ctx, *arrays, problem=problem))
+    return primitive
+
+
+_ffi = {name: _ffi_primitive(name) for name in ("jax_flash_forward", "jax_flash_backward")}
+
+
 @functools.partial(jax.jit, static_argnames=("call", "scratch_bytes", "gpu"))
 def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0, gpu: bool = False) -> Results:
     """On a GPU what a call needs in between is its last result, so that XLA plans its memory; and a bias of 16 bits has
@@ -276,7 +289,7 @@ def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0, gpu: bool 
     if "dsinks" in types:
         written["dsinks"] = jax.ShapeDtypeStruct(named["l"].shape, named["l"].dtype)
     scratch = [jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)] if scratch_bytes else []
-    returned = jax.ffi.ffi_call(call.target, [*written.values(), *scratch])(*arrays, problem=call.problem.encode())
+    returned = _ffi[call.target].bind(*arrays, types=(*written.values(), *scratch), problem=call.problem.encode())
     results = dict(zip(types, returned, strict=False))
     if "dsinks" in types:
         results["dsinks"] = reference.summed_over_rows(results["dsinks"], named["sinks"])

@@ -207,6 +207,31 @@ class Problem:
         captured = [name for name, x in zip(DCAPTURED, self.captured, strict=False) if x.gradient]
         return (*(name for name in DIFFERENTIATED if name not in DCAPTURED and getattr(self, name)), *captured)
 
+    def flops(self, backward: bool = False) -> int:
+        """The floating point operations of the products of one pass: model FLOPs, as in the papers' TFLOP/s.
+
+        The forward has 2 · (D + E) for each visible entry of each query head. With `backward=True` it is the backward
+        alone: 2 · (3 D + 2 E), where D is once more for S, which is computed again. What is visible follows from the
+        sizes, `is_causal` and `local_window_size`. Masks that are arrays or functions, lengths, segments and a
+        `query_offset` hide nothing, because their contents are not part of the problem: then this is an upper bound.
+        `docs/guides/mfu.md` shows how to use it.
+
+        Raises TypeError if `backward` is no bool, and ValueError for symbolic sizes and for a backward of pages.
+        """
+        from jax_flash import costs  # not above: it counts problems
+
+        return costs.flops(self, backward)
+
+    def bytes(self, backward: bool = False) -> int:
+        """The bytes of the operands and results of one pass, each counted once.
+
+        It is the least that the pass moves. The backward alone is that of the gradients that the problem asks for, or
+        of query, key and value. Raises as `flops`.
+        """
+        from jax_flash import costs
+
+        return costs.bytes_moved(self, backward)
+
     @property
     def programs(self) -> tuple[Program, ...]:
         """Those that there are."""

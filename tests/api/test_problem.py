@@ -8,6 +8,7 @@ import cases
 import jax
 import numpy as np
 import pytest
+import standard
 
 import jax_flash
 from jax_flash import BlockMask, Problem
@@ -114,3 +115,87 @@ def test_what_there_is_no_choice_for(call, error, message):
 def test_wrong_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         Problem.of(**{"query": Q, "key": Q, "value": Q} | arguments)
+
+
+def moved(function, *arrays):
+    """The bytes of the operands and results of each pass that a function runs, by the name of its custom call."""
+    found = {}
+
+    def walk(x):
+        for equation in getattr(x, "eqns", ()):
+            name = equation.primitive.name
+            if name in ("jax_flash_forward", "jax_flash_backward"):
+                avals = [x.aval for x in (*equation.invars, *equation.outvars)]
+                found[name] = sum(x.size * x.dtype.itemsize for x in avals)
+            inside = equation.params["branches"][:1] if name == "cond" else list(equation.params.values())
+            jax.tree.map(walk, inside, is_leaf=lambda x: hasattr(x, "eqns"))
+
+    walk(jax.make_jaxpr(function)(*arrays).jaxpr)
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.Case(E=24, K=1, logsumexp=False),
+        cases.Case(causal=True, bias="b1t1", mask="1n1s", lengths=True, offset=True, dropout=0.2, sinks=2.0),
+        cases.Case(segments=True, block_mask=BLOCKS),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bytes_are_those_of_the_calls(case, dtype):
+    arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
+
+    def attention(arrays):
+        o, statistics = jax_flash.attention_with_statistics(**arrays, **case.options)
+        return o, statistics.logsumexp
+
+    found = moved(lambda *given: cases.with_gradients(attention, *given, logsumexp=case.logsumexp), arrays, cotangents)
+    problem = Problem.of(**arrays, **case.options)
+    assert problem.bytes() == found["jax_flash_forward"]
+    asked = problem.differentiated(problem.differentiable, dlogsumexp=case.logsumexp)
+    assert asked.bytes(backward=True) == found["jax_flash_backward"]
+
+
+def test_bytes_of_packs_pages_and_captured_arrays():
+    x, lengths = jax.ShapeDtypeStruct((100, 4, 16), "float16"), jax.ShapeDtypeStruct((4,), "int32")
+    found = moved(lambda *given: jax_flash.varlen_attention(*given), x, x, x, lengths)
+    assert Problem.of_varlen(x, x, x, lengths).bytes() == found["jax_flash_forward"]
+
+    pages, table = jax.ShapeDtypeStruct((9, 16, 2, 16), "float32"), jax.ShapeDtypeStruct((2, 3), "int32")
+    given = Q, pages, pages, table, jax.ShapeDtypeStruct((2,), "int32")
+    found = moved(lambda *given: jax_flash.paged_attention(*given), *given)
+    assert Problem.of_paged(*given).bytes() == found["jax_flash_forward"]
+
+    slopes = jax.numpy.ones((4, 7))
+    options = {"score_mod": lambda s, b, h, i, j: s * slopes[h, i % 7]}
+    found = moved(lambda q: jax_flash.dot_product_attention(q, q, q, **options), Q)
+    assert Problem.of(Q, Q, Q, **options).bytes() == found["jax_flash_forward"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"local_window_size": (5, 9)}, {"local_window_size": (2**62, 0)}],
+    ids=str,
+)
+@pytest.mark.parametrize("sizes", [(37, 45), (45, 37)])
+def test_flops_of_what_is_visible(options, sizes):
+    T, S = sizes
+    case = cases.Case(T=T, S=S, E=24, causal="is_causal" in options, window=options.get("local_window_size"))
+    visible = standard.allowed(case, {})[0, 0].sum()
+    problem = Problem.of(**{name: described(x) for name, x in case.arrays().items()}, **options)
+    assert problem.flops() == 2 * visible * (16 + 24) * case.B * case.N
+    assert problem.flops(backward=True) == 2 * visible * (3 * 16 + 2 * 24) * case.B * case.N
+
+
+def test_costs_that_are_not_known():
+    offset = jax.ShapeDtypeStruct((2,), "int32")
+    bound = Problem.of(Q, Q, Q, is_causal=True, query_offset=offset)
+    assert bound.flops() == Problem.of(Q, Q, Q).flops() > Problem.of(Q, Q, Q, is_causal=True).flops()
+    with pytest.raises(TypeError, match="backward must be True or False, not 1"):
+        bound.bytes(backward=1)
+    symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, t, 4, 16"), "float32")
+    for cost in ("flops", "bytes"):
+        with pytest.raises(ValueError, match=f"{cost} needs sizes that are numbers, not symbols: batch b"):
+            getattr(Problem.of(symbolic, symbolic, symbolic), cost)()

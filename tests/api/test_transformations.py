@@ -68,8 +68,8 @@ def traced_calls(function, *args):
         if hasattr(x, "eqns"):
             for equation in x.eqns:
                 params = equation.params
-                if equation.primitive.name == "ffi_call":
-                    count[params["target_name"]] += 1
+                if equation.primitive.name in count:
+                    count[equation.primitive.name] += 1
                 inside = params["branches"][:1] if equation.primitive.name == "cond" else list(params.values())
                 jax.tree.map(walk, inside, is_leaf=lambda x: hasattr(x, "eqns"))
 
@@ -382,6 +382,16 @@ def test_export_for_a_platform_without_kernels():
     exported = export.export(function, platforms=("cpu", "cuda", "tpu"), disabled_checks=EXPORT_CHECKS)(q, k, v)
     assert exported.platforms == ("cpu", "cuda", "tpu")
     assert_close(export.deserialize(exported.serialize()).call(q, k, v), function(q, k, v))
+
+
+def test_names_of_the_calls():
+    """Of instructions and operations, which profiles show."""
+    q, k, v, _ = arrays(B)
+    with jax.named_scope("layer3"):
+        text = jax.jit(jax.grad(loss)).lower(q, k, v).compile().as_text()
+    for name in ("jax_flash_forward", "jax_flash_backward"):
+        assert re.search(rf'%{name}[.\d]* = .*op_name="[^"]*/{name}"', text)
+    assert "ffi_call" not in re.sub(r"_ffi_call\)", "", text)
 
 
 def test_donated_arguments():

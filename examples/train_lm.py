@@ -35,7 +35,7 @@ import numpy as np
 import optax
 from flax import nnx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import jax_flash
@@ -207,6 +207,7 @@ def train(args: argparse.Namespace, corpus: np.ndarray, steps: int, name: str) -
     losses: list[float] = []
     rate = 0.0
     with Progress(
+        SpinnerColumn(),  # turns while the first step compiles
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),

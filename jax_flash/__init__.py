@@ -66,3 +66,9 @@ __all__ = [
     "varlen_attention",
     "zigzag",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for tab completion. Modules that the user imports, such as `linen`, are public too."""
+    modules = ("equinox", "io_model", "keras", "linen", "nnx")
+    return [*__all__, "__version__", *(name for name in modules if name in globals())]

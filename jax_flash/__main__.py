@@ -27,6 +27,8 @@ from jax_flash.block_sparse import Shape
 from jax_flash.io_model import report
 from jax_flash.problem import DCAPTURED, DIFFERENTIATED, DTYPES
 
+NO_GPU = "no NVIDIA GPU here"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_flash", description=__doc__)
@@ -198,8 +200,10 @@ def cpu_info() -> str:
 
 def cuda_info() -> str:
     try:
-        path, major, minor = _native.cuda_nvrtc()
         archs = cuda_archs()
+        if not archs:
+            return NO_GPU
+        path, major, minor = _native.cuda_nvrtc()
     except RuntimeError as error:
         return f"no fused kernels: {error}"
     compiled = f"compiled by NVRTC {major}.{minor} ({path})"
@@ -209,16 +213,35 @@ def cuda_info() -> str:
 
 
 def cuda_archs() -> list[str]:
-    """What kernels are compiled for to run on the GPUs of this process. Raises RuntimeError if they run on none."""
+    """Return the architectures to compile for, so that kernels run on this machine's GPUs. It is empty without a GPU.
+
+    Raises:
+      RuntimeError: there are GPUs, but the driver does not work, or all of them are too old.
+    """
+    try:
+        devices = _native.cuda_devices()
+    except RuntimeError:
+        if has_nvidia_gpu():
+            raise
+        devices = []
     archs, refusals = set(), []
-    for major, minor, _ in _native.cuda_devices():
+    for major, minor, _ in devices:
         try:
             archs.add(_native.cuda_arch(major, minor))
         except ValueError as error:
             refusals.append(str(error))
-    if not archs:
-        raise RuntimeError("; ".join(refusals) or "there is no NVIDIA GPU here")
+    if refusals and not archs:
+        raise RuntimeError("; ".join(refusals))
     return sorted(archs)
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether a PCI device of this machine is an NVIDIA GPU, with or without a driver."""
+    for device in pathlib.Path("/sys/bus/pci/devices").glob("*"):
+        vendor, kind = (device.joinpath(name).read_text().strip() for name in ("vendor", "class"))
+        if vendor == "0x10de" and kind.startswith("0x03"):  # NVIDIA; a display controller
+            return True
+    return False
 
 
 def run_choose(args: argparse.Namespace) -> int:
@@ -275,7 +298,10 @@ def warm(args: argparse.Namespace) -> None:
         raise ValueError("the gradient of sinks, but there are none: --sinks")
     if args.dlogsumexp and not gradients:
         raise ValueError("--dlogsumexp of the backward, but there is none: --backward")
-    for arch in args.arch or cuda_archs():
+    archs = args.arch or cuda_archs()
+    if not archs:
+        raise ValueError(f"{NO_GPU}: name the architectures to compile for, such as --arch sm_80 sm_90a")
+    for arch in archs:
         for backward in (False, True) if gradients else (False,):
             one = problem.differentiated(grads, dlogsumexp=args.dlogsumexp) if backward else problem
             text = one.encode()

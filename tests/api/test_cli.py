@@ -19,13 +19,13 @@ def test_info_names_versions_and_backends():
     done = subprocess.run([sys.executable, "-m", "jax_flash"], cwd=root, check=True, stdout=subprocess.PIPE, text=True)
     assert f"jax_flash {jax_flash.__version__}, jax {jax.__version__}" in done.stdout
     assert "cpu   fused kernels, instruction set " in done.stdout
-    assert re.search("cuda  (no )?fused kernels", done.stdout)
+    assert re.search("cuda  (no NVIDIA GPU here\n|(no )?fused kernels)", done.stdout)
 
 
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        ([], "no fused kernels: there is no NVIDIA GPU"),
+        ([], "no NVIDIA GPU here\n"),
         ([(7, 0, 80)], "no fused kernels: .*7.0: the kernels need 8.0"),
         ([(7, 0, 80), (8, 0, 108)], "fused kernels for sm_80, "),
     ],
@@ -34,6 +34,28 @@ def test_info_of_gpus(nvrtc, capsys, monkeypatch, devices, said):
     monkeypatch.setattr(_native, "cuda_devices", lambda: devices)
     assert main([]) == 0
     assert re.search(rf"cuda  {said}", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "info", "warmup"),
+    [
+        (False, "no NVIDIA GPU here", "no NVIDIA GPU here: name the architectures to compile for, such as --arch"),
+        (True, "no fused kernels: libcuda.so.1 was not found", "libcuda.so.1 was not found"),
+    ],
+)
+def test_without_a_driver(capsys, monkeypatch, tmp_path, gpu, info, warmup):
+    """A missing driver is a fault only if there is a GPU."""
+
+    def cuda_devices():
+        raise RuntimeError("libcuda.so.1 was not found")
+
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_native, "cuda_devices", cuda_devices)
+    monkeypatch.setattr("jax_flash.__main__.has_nvidia_gpu", lambda: gpu)
+    assert main([]) == 0
+    assert f"  cuda  {info}\n" in capsys.readouterr().out
+    assert main(["warmup"]) == 1
+    assert capsys.readouterr().err.startswith(warmup)
 
 
 def test_info_of_an_instruction_set_that_is_not_there(capsys, monkeypatch):

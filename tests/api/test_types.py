@@ -68,5 +68,13 @@ def test_wrong_arguments():
         jax_flash.attention_with_statistics(X, X, X, causal=True)  # type: ignore[call-arg]
 
 
+def test_tab_completion_shows_public_names():
+    """Modules that a user has imported are public, too. All names are there."""
+    names = set(dir(jax_flash))
+    assert set(jax_flash.__all__) <= names
+    assert names - set(jax_flash.__all__) <= {"__version__", "equinox", "io_model", "keras", "linen", "nnx"}
+    assert all(hasattr(jax_flash, name) for name in names)
+
+
 def test_a_problem():
     assert isinstance(assert_type(jax_flash.Problem.of(X, X, X), jax_flash.Problem), jax_flash.Problem)

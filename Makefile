@@ -1,6 +1,8 @@
 # A fresh machine needs Python 3.11 or later, a C++17 compiler and make. Everything else is installed into $(VENV).
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
+# The environment of the demo. It needs fewer packages than the tests, but can use their environment.
+DEMO_BUILT = $(firstword $(wildcard $(VENV)/.built) $(VENV)/.demo)
 # Leave out what builds packages; `make test PYTEST_ARGS=` runs everything.
 PYTEST_ARGS ?= -m "not slow"
 # Most of the suite's time is spent compiling, one program a process. A process that is done takes over what another has
@@ -18,7 +20,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 pytho
 GPU = $(shell command -v nvidia-smi)
 JAX = $(if $(GPU),jax[cuda13],jax)
 BUILD_TOOLS = scikit-build-core nanobind cmake ninja
-PIP = bin/python -m pip install --quiet --disable-pip-version-check
+PIP = bin/python -m pip install --disable-pip-version-check
 CPP = $(wildcard bindings.cc) $(shell find $(wildcard common cpu_src cuda_src) -name '*.h' -o -name '*.cc' -o -name '*.cuh')
 EMULATOR = $(wildcard tools/emulator/*.h tools/emulator/*.cc)
 PY = jax_flash tests tools benchmarks examples docs/conf.py
@@ -30,7 +32,8 @@ say = @printf '\n\033[1m==> %s\033[0m\n' "$(1)"
 
 help:
 	@echo "make demo         train a small GPT on real text through jax_flash (examples/train_lm.py)"
-	@echo "make test         formatting, lint, types and the test suite"
+	@echo "make test         the test suite"
+	@echo "make lint         formatting, lint and types"
 	@echo "make test-oldest  the test suite with jax $(OLDEST_JAX), the oldest supported"
 	@echo "make bench        jax_flash against jax.nn and PyTorch on this CPU (BENCH_ARGS=--quick for a short one)"
 	@echo "make bench-gpu    jax_flash against cuDNN, XLA and PyTorch on this GPU"
@@ -38,21 +41,19 @@ help:
 	@echo "make sanitize     runs the CUDA kernels on this GPU under compute-sanitizer (minutes)"
 	@echo "make kernels      compiles every CUDA kernel for every architecture, without a GPU: registers, spills (hours)"
 	@echo "make docs         a site of the docs and of the API; it goes to build/docs"
-	@echo "make lint         what make test checks before it runs the suite"
 	@echo "make format       format Python and C++"
 	@echo "make clean        remove the environments and everything built"
 
-demo: $(VENV)/.built
+demo: $(DEMO_BUILT)
 	$(call say,Training a small GPT on the source text of Python's standard library; results go to demo_output/)
 	@$(VENV)/bin/python examples/train_lm.py $(DEMO_ARGS)
 
-test: lint
+test: $(VENV)/.built
 	$(call say,Running the test suite)
 	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
 
-test-oldest: $(VENV_OLDEST)/.built
-	$(call say,Running the test suite with jax $(OLDEST_JAX))
-	@$(VENV_OLDEST)/$(PYTEST) $(PYTEST_ARGS)
+test-oldest:
+	@$(MAKE) --no-print-directory test VENV=$(VENV_OLDEST) EXTRAS=test JAX='jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)'
 
 bench: $(VENV)/.built
 	$(call say,Measuring attention on this CPU; results go to benchmarks/results/)
@@ -102,23 +103,16 @@ clean:
 	rm -rf $(VENV) $(VENV_OLDEST) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(PY) -name __pycache__ -prune -exec rm -rf {} +
 
-# One environment: made once, then only rebuilt when the C++ or pyproject.toml changes (CMake compiles what changed).
-$(VENV)/.built: $(BUILD_INPUTS) $(VENV)/.tools
+# An environment is made once. It is only rebuilt when the C++ or pyproject.toml changes, and CMake compiles what changed.
+$(VENV)/.demo: EXTRAS = demo
+$(VENV)/.built $(VENV)/.demo: $(BUILD_INPUTS) $(VENV)/.tools
 	$(call say,Compiling jax_flash and installing what it needs into $(VENV))
-	@$(VENV)/$(PIP) --no-build-isolation --config-settings=build-dir=$(VENV)/build -e '.[$(EXTRAS)]'
+	@$(VENV)/$(PIP) --no-build-isolation --config-settings=build-dir=$(VENV)/build -e '.[$(EXTRAS)]' $(JAX)
 	@touch $@
 
-$(VENV_OLDEST)/.built: $(BUILD_INPUTS) $(VENV_OLDEST)/.tools
-	$(call say,Compiling jax_flash and installing what it needs into $(VENV_OLDEST))
-	@$(VENV_OLDEST)/$(PIP) --no-build-isolation --config-settings=build-dir=$(VENV_OLDEST)/build -e '.[test]' \
-	  jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
-	@touch $@
-
-$(VENV)/.tools: JAX_TO_INSTALL = $(JAX)
-$(VENV_OLDEST)/.tools: JAX_TO_INSTALL = jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
-%/.tools:
+$(VENV)/.tools:
 	@test -n "$(PYTHON)" || { echo "jax_flash needs Python 3.11 or later; set PYTHON=/path/to/python"; exit 1; }
-	$(call say,Creating the environment $(@D) with $(PYTHON): build tools and JAX ($(JAX_TO_INSTALL)))
-	@$(PYTHON) -m venv $(@D) || { echo "On Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
-	@$(@D)/$(PIP) $(BUILD_TOOLS) $(JAX_TO_INSTALL)
+	$(call say,Creating the environment $(VENV) with $(PYTHON): build tools and JAX ($(JAX)))
+	@$(PYTHON) -m venv $(VENV) || { echo "On Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
+	@$(VENV)/$(PIP) $(BUILD_TOOLS) $(JAX)
 	@touch $@

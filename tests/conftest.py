@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import tempfile
 
 _EMULATED = os.environ.get("JAX_FLASH_EMULATE", "")
 _GPU = shutil.which("nvidia-smi") is not None and not _EMULATED
@@ -21,6 +22,11 @@ if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11
 os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 if "PYTEST_XDIST_WORKER" in os.environ:  # NumPy's products have the worker's core, not every core for each worker
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+elif not _GPU:  # the workers share what they compile: many tests differ in how they run a program, not in the program
+    _PROGRAMS = tempfile.TemporaryDirectory()  # until pytest ends
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _PROGRAMS.name)
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 if _GPU:  # the CPU stays the default device, and the GPU's memory is for several processes
     os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash import arguments, blockwise, checks, custom_calls, partitioning, reference, sequence, vjp
+from jax_flash import arguments, bits, blockwise, checks, custom_calls, partitioning, reference, sequence, vjp
 from jax_flash.arguments import Implementation, Options
 from jax_flash.problem import Operands, Problem, result_types
 from jax_flash.sequence import Division
@@ -29,11 +29,17 @@ class Statistics(NamedTuple):
     l: jax.Array  #: Σ_j exp(s_j - m); 0 for a row with nothing to attend to
     m: jax.Array  #: max_j s_j of the masked, scaled, capped and biased scores; -inf for such a row
 
+    @classmethod
+    def of_bits(cls, l: jax.Array, m_bits: jax.Array) -> Statistics:
+        """The statistics that `attend` returns."""
+        return cls(l, bits.to(l.dtype, m_bits))
+
     @property
     def logsumexp(self) -> jax.Array:
         """m + log l, the row's log Σ_j exp(s_j); -inf for a row with nothing to attend to."""
-        empty = self.l == 0
-        return jnp.where(empty, -jnp.inf, self.m + jnp.log(jnp.where(empty, 1, self.l)))
+        with jax.debug_infs(False):
+            empty = self.l == 0
+            return jnp.where(empty, -jnp.inf, self.m + jnp.log(jnp.where(empty, 1, self.l)))
 
 
 @overload
@@ -167,9 +173,9 @@ def dot_product_attention(
       * `implementation="cudnn"` is refused; "flash" is the fused kernel here.
     """
     return_residual = checks.flag("return_residual", return_residual)
-    o, statistics = attention_with_statistics(query, key, value, bias, mask, **options)
+    o, *statistics = _attention(query, key, value, bias, mask, options)
     if return_residual:
-        return o, jnp.swapaxes(statistics.logsumexp, -1, -2)
+        return o, by_rows(*statistics)
     return o
 
 
@@ -189,11 +195,28 @@ def attention_with_statistics(
 
     Arguments and errors: `dot_product_attention`. Returns O [B, T, N, E] and `Statistics` [B, N, T].
     """
+    o, *statistics = _attention(query, key, value, bias, mask, options)
+    return o, Statistics.of_bits(*statistics)
+
+
+def _attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
+    options: Options,
+) -> tuple[jax.Array, ...]:
+    """The results of `attend`, without a batch dim if the query has none."""
     problem, operands = arguments.problem_and_operands(query, key, value, bias, mask, options)
-    o, l, m = attend(problem, arguments.division(options), operands, options.get("implementation"))
-    if np.ndim(query) == 3:
-        o, l, m = (x[0] for x in (o, l, m))
-    return o, Statistics(l, m)
+    results = attend(problem, arguments.division(options), operands, options.get("implementation"))
+    return tuple(x[0] for x in results) if np.ndim(query) == 3 else results
+
+
+def by_rows(l: jax.Array, m_bits: jax.Array) -> jax.Array:
+    """The residual that the public functions return, [..., T, N], from what `attend` returns."""
+    with jax.debug_infs(False):
+        return jnp.swapaxes(Statistics.of_bits(l, m_bits).logsumexp, -1, -2)
 
 
 def merge(first: tuple[jax.Array, Statistics], second: tuple[jax.Array, Statistics]) -> tuple[jax.Array, Statistics]:
@@ -209,7 +232,8 @@ def merge(first: tuple[jax.Array, Statistics], second: tuple[jax.Array, Statisti
       O in the dtype of the first, and statistics.
     """
     (o1, statistics1), (o2, statistics2) = first, second
-    o, l, m = sequence.merge((o1, *statistics1), (o2, *statistics2))
+    with jax.debug_infs(False):
+        o, l, m = sequence.merge((o1, *statistics1), (o2, *statistics2))
     return o.astype(o1.dtype), Statistics(l, m)
 
 
@@ -239,7 +263,7 @@ def choose_implementation(problem: Problem, platform: str) -> Choice:
 def attend(
     problem: Problem, division: Division | None, operands: Operands, implementation: Implementation | None
 ) -> tuple[jax.Array, ...]:
-    """(o, l, m) by an implementation, or the fastest that can do it."""
+    """(o, l, bits of m) by an implementation, or the fastest that can do it."""
     try:
         return _attend(problem, division, operands, implementation)
     except TypeError as error:
@@ -259,11 +283,12 @@ def _attend(
     match implementation:
         case None | "flash":
             _refuse_or_warn(problem, implementation)
-            return vjp.attention(problem, division, implementation is None, operands)
+            o, l, m = vjp.attention(problem, division, implementation is None, operands)
         case "xla":
-            return _plain(blockwise.forward, problem, division, operands)
+            o, l, m = _plain(blockwise.forward, problem, division, operands)
         case "reference":
-            return _plain(reference.forward, problem, division, operands)
+            o, l, m = _plain(reference.forward, problem, division, operands)
+    return o, l, bits.of(m)
 
 
 def _refuse_or_warn(problem: Problem, implementation: Implementation | None) -> None:

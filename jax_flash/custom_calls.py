@@ -168,7 +168,23 @@ def _refuse_or_warn_of_symbols(call: Call) -> None:
     warn(f'attention takes implementation="xla", which is slower: {reason}')
 
 
-_primitive.def_impl(lambda *arrays, call, jaxpr: _evaluate(*arrays, call=call))
+def _eager(*arrays: jax.Array, call: Call, jaxpr: ClosedJaxpr) -> Results:
+    """Evaluate a call outside of `jax.jit`: under jax.disable_jit(), or where JAX looks for the operation that made a
+    NaN or an infinity (jax_debug_nans, jax_debug_infs).
+
+    JAX would not accept the -inf in m, and would search on inside of the call. So the results are checked here.
+    """
+    unwanted = [kind for kind in ("nan", "inf") if getattr(jax.config, f"jax_debug_{kind}s")]
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        results = _evaluate(*arrays, call=call)
+        for name, x in zip(call.results, results, strict=True):
+            for kind in unwanted:
+                if name != "m" and getattr(jnp, f"is{kind}")(x).any():
+                    raise FloatingPointError(f"invalid value ({kind}) in result {name} of {call.target}")
+    return results
+
+
+_primitive.def_impl(_eager)
 _primitive.def_abstract_eval(lambda *arrays, call, jaxpr: jaxpr.out_avals)
 ad.primitive_jvps[_primitive] = _jvp
 batching.primitive_batchers[_primitive] = _batch
@@ -318,13 +334,6 @@ def _lower_elsewhere(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
     return mlir.lower_fun(functools.partial(_plain_call if call.fallback else _ffi_call, call=call))(ctx, *arrays)
 
 
-def _eager(*arrays: jax.Array, call: Call, jaxpr: ClosedJaxpr) -> Results:
-    """Under jax.disable_jit()."""
-    with jax.disable_jit(False):
-        return jax.jit(functools.partial(_platforms.bind, call=call, jaxpr=jaxpr))(*arrays)
-
-
-_platforms.def_impl(_eager)
 _platforms.def_abstract_eval(lambda *arrays, call, jaxpr: jaxpr.out_avals)
 mlir.register_lowering(_platforms, _lower_elsewhere)
 mlir.register_lowering(_platforms, _lower_cpu, platform="cpu")

@@ -108,9 +108,9 @@ def paged_attention(
     """
     return_residual = checks.flag("return_residual", return_residual)
     problem, operands = problem_and_operands(query, key_pages, value_pages, page_table, lengths, options)
-    o, l, m = attention.attend(problem, None, operands, options.get("implementation"))
+    o, *statistics = attention.attend(problem, None, operands, options.get("implementation"))
     if return_residual:
-        return o, jnp.swapaxes(attention.Statistics(l, m).logsumexp, -1, -2)
+        return o, attention.by_rows(*statistics)
     return o
 
 

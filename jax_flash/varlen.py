@@ -122,9 +122,9 @@ def varlen_attention(
     """
     return_residual = checks.flag("return_residual", return_residual)
     problem, operands = problem_and_operands(query, key, value, cu_seqlens_q, cu_seqlens_k, options)
-    o, l, m = attention.attend(problem, None, operands, options.get("implementation"))
+    o, *statistics = attention.attend(problem, None, operands, options.get("implementation"))
     if return_residual:
-        return o[0], attention.Statistics(l[0], m[0]).logsumexp.T
+        return o[0], attention.by_rows(*(x[0] for x in statistics))
     return o[0]
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_flash import custom_calls, sequence
+from jax_flash import bits, custom_calls, sequence
 from jax_flash.problem import CAPTURED, DIFFERENTIATED, Operands, Problem
 from jax_flash.sequence import Arrays, Division
 
@@ -61,16 +61,17 @@ def _forward(problem, division, fallback, operands):
     differentiated = {grad: named.get(name) for grad, name in (DIFFERENTIATED | {"dscale": "scale"}).items()}
     asked = {grad: jnp.zeros(int(x is not None and x.perturbed), bool) for grad, x in differentiated.items()}
     operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
-    o, l, m = map(checkpoint_name, _forward_calls(problem, division, fallback, operands), RESIDUAL_NAMES)
-    return (o, l, m), (asked, operands, o, l, m)
+    o, l, m = _forward_calls(problem, division, fallback, operands)
+    o, l, m_bits = map(checkpoint_name, (o, l, bits.of(m)), RESIDUAL_NAMES)
+    return (o, l, bits.to(l.dtype, m_bits)), (asked, operands, o, l, m_bits)
 
 
 def _backward(problem, division, fallback, residuals, cotangents):
-    asked, operands, o, l, m = residuals
+    asked, operands, o, l, m_bits = residuals
     do, dl, _ = cotangents
     if isinstance(do, SymbolicZero):
         do = jnp.zeros_like(o)
-    statistics = {"o": o, "l": l, "m": m, "do": do}
+    statistics = {"o": o, "l": l, "m": bits.to(l.dtype, m_bits), "do": do}
     if not isinstance(dl, SymbolicZero):
         statistics["dlogsumexp"] = dl * l
     asked = {grad for grad, x in asked.items() if x.size}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -220,21 +220,52 @@ def by_rows(l: jax.Array, m_bits: jax.Array) -> jax.Array:
 
 
 def merge(first: tuple[jax.Array, Statistics], second: tuple[jax.Array, Statistics]) -> tuple[jax.Array, Statistics]:
-    """(O, (ℓ, m)) over the keys of two results of the same queries together (section 3.1 of arXiv 2205.14135).
+    """Merge attention over two disjoint sets of keys (section 3.1 of arXiv 2205.14135).
 
-    With m = max(m₁, m₂) they are ℓ = e^(m₁-m) ℓ₁ + e^(m₂-m) ℓ₂ and O = (e^(m₁-m) ℓ₁ O₁ + e^(m₂-m) ℓ₂ O₂) / ℓ. So a row
-    may attend to some keys here and to others elsewhere. What has seen nothing changes nothing.
+    The result equals attention over all of the keys, up to rounding. With m = max(m₁, m₂) it is
+    ℓ = e^(m₁-m) ℓ₁ + e^(m₂-m) ℓ₂ and O = (e^(m₁-m) ℓ₁ O₁ + e^(m₂-m) ℓ₂ O₂) / ℓ. A row that sees no keys on one side
+    keeps the result of the other side, bit for bit.
 
     Args:
-      first, second: results of `attention_with_statistics`: O [B, T, N, E] and statistics [B, N, T], or without batch.
+      first, second: results of `attention_with_statistics` for the same queries, with equal shapes: O [B, T, N, E] and
+        statistics [B, N, T], or [T, N, E] and [N, T].
 
     Returns:
-      O in the dtype of the first, and statistics.
+      The merged O, in the dtype of the first, and the merged statistics.
+
+    Raises:
+      TypeError: an argument is not such a result, or the statistics differ in dtype.
+      ValueError: the shapes differ, or O and its statistics do not fit together.
     """
-    (o1, statistics1), (o2, statistics2) = first, second
+    parts = _result("first", first), _result("second", second)
+    (o1, l1, _), (o2, l2, _) = parts
+    if o1.shape != o2.shape:
+        raise ValueError(f"first and second must have O of equal shapes, not {o1.shape} and {o2.shape}")
+    if l1.dtype != l2.dtype:
+        raise TypeError(f"first and second must have statistics of equal dtypes, not {l1.dtype} and {l2.dtype}")
     with jax.debug_infs(False):
-        o, l, m = sequence.merge((o1, *statistics1), (o2, *statistics2))
+        o, l, m = sequence.merge(*parts)
     return o.astype(o1.dtype), Statistics(l, m)
+
+
+def _result(name: str, given: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """O, l and m of an argument of `merge`."""
+    match given:
+        case (o, (l, m)):
+            o, l, m = (checks.floats(f"{name}'s {of}", x) for of, x in (("O", o), ("l", l), ("m", m)))
+        case _:
+            raise TypeError(
+                f"{name} must be a pair (O, Statistics), as attention_with_statistics returns, "
+                f"not {checks.described(given)}; the residual of dot_product_attention does not suffice"
+            )
+    if o.ndim not in (3, 4):
+        raise ValueError(f"{name}'s O must have shape [B, T, N, E] or [T, N, E], not {o.shape}")
+    expected = (*o.shape[:-3], o.shape[-2], o.shape[-3])
+    if l.shape != expected or m.shape != expected:
+        raise ValueError(f"{name}'s O {o.shape} needs l and m of shape {expected}, not {l.shape} and {m.shape}")
+    if l.dtype != m.dtype:
+        raise TypeError(f"{name}'s l and m must have equal dtypes, not {l.dtype} and {m.dtype}")
+    return o, l, m
 
 
 class Choice(NamedTuple):

@@ -131,3 +131,27 @@ def test_slices_of_the_keys():
     assert_close(jax_flash.merge(*pieces), whole, TOLERANCES["float32"])
     unbatched, expected = (jax.tree.map(lambda x: x[0], results) for results in (pieces, whole))
     assert_close(jax_flash.merge(*unbatched), expected, TOLERANCES["float32"])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda o, l, m: None, TypeError, "second must be a pair .* not None"),
+        (lambda o, l, m: (o, l), TypeError, "second must be a pair .* residual"),
+        (lambda o, l, m: (o, (l.astype(int), m)), TypeError, "second's l has dtype int"),
+        (lambda o, l, m: (o, (l, m.astype("bfloat16"))), TypeError, "second's l and m .* float32 and bfloat16"),
+        (lambda o, l, m: (o, (l.astype("float16"), m.astype("float16"))), TypeError, "dtypes, not float32 and float16"),
+        (lambda o, l, m: (o[..., 0], (l, m)), ValueError, "second's O .* needs l and m of shape"),
+        (lambda o, l, m: (o[0, ..., 0], (l, m)), ValueError, "second's O must have shape"),
+        (lambda o, l, m: (o[:, :, :1], (l, m)), ValueError, "second's O .* needs l and m of shape"),
+        (lambda o, l, m: (o[:, :, :1], (l[:, :1], m[:, :1])), ValueError, "O of equal shapes"),
+        (lambda o, l, m: (o[:, :1], (l[..., :1], m[..., :1])), ValueError, "O of equal shapes"),
+        (lambda o, l, m: (o[:1], (l[:1], m[:1])), ValueError, "O of equal shapes"),
+        (lambda o, l, m: (o[0], (l[0], m[0])), ValueError, "O of equal shapes"),
+    ],
+)
+def test_refuses_what_does_not_fit(change, error, match):
+    """Arrays that JAX would broadcast, and what is no result of `attention_with_statistics`."""
+    first = jnp.ones((2, 5, 4, 3)), jax_flash.Statistics(*jnp.ones((2, 2, 4, 5)))
+    with pytest.raises(error, match=match):
+        jax_flash.merge(first, change(first[0], *first[1]))

@@ -31,7 +31,7 @@ def with_contiguous_keys(problem: Problem, operands: Operands) -> tuple[Problem,
         return problem, operands
     assert operands.kv_lengths is not None
     table = operands.page_table.clip(0, problem.pages - 1)
-    there = jnp.arange(problem.kv_len) < operands.kv_lengths[:, None]
+    there = jnp.arange(problem.kv_len)[None] < operands.kv_lengths[:, None]
 
     def gathered(pages: jax.Array) -> jax.Array:
         rows = pages[table].reshape(table.shape[0], problem.kv_len, *pages.shape[2:])
@@ -248,7 +248,7 @@ def _programmed(
     if tile.origin is not None:
         offset, columns = offset + tile.origin[1], columns + tile.origin[1]
     shaped = [x.reshape(len(x), *of.shape) for x, of in zip(captured, problem.captured, strict=True) if x is not None]
-    places = (tile.program_batch, tile.program_head, offset[:, None] + rows, columns)
+    places = (tile.program_batch, tile.program_head, offset[:, None] + rows[None], columns)
     if s is None or seen is None or not s.size:
         return program.on_tile(shaped, s, *places)
     dims = ((1, 2, 3), (0, 2, 3), (1, 3), (0, 1, 2))  # that batch, head, query and key lack

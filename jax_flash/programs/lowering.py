@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -162,7 +163,8 @@ def keeps_views(eqn: JaxprEqn) -> bool:
     """Whether the results are elements of the first operand in other places, or in a larger dtype."""
     if eqn.primitive.name == "convert_element_type":
         new, old = eqn.params["new_dtype"], aval(eqn.invars[0]).dtype
-        return jnp.issubdtype(new, jnp.floating) and jnp.promote_types(new, old) == new
+        with jax.numpy_dtype_promotion("standard"):  # which the user may have set to "strict"
+            return jnp.issubdtype(new, jnp.floating) and jnp.promote_types(new, old) == new
     return eqn.primitive.name in RELABELLED
 
 

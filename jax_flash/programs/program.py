@@ -233,11 +233,13 @@ def traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
     except ValueError:  # of what has no signature to look at
         pass
     integer, expected = jax.ShapeDtypeStruct((), "int32"), jax.ShapeDtypeStruct((), dtype if scored else "bool")
-    returned: list[Any] = []
+    wrong_types: list[str] = []  # and not the result, which jax_check_tracer_leaks would take for a leak
 
     def fresh(*args: jax.Array) -> Any:  # JAX remembers what it traced, and the function may have changed since
-        returned.append(function(*args))
-        return returned[0]
+        result = function(*args)
+        if not isinstance(result, jax.Array):
+            wrong_types.append(type(result).__name__)
+        return result
 
     try:
         closed, result = jax.make_jaxpr(fresh, return_shape=True)(*[expected] * scored, *[integer] * len(INDICES))
@@ -245,9 +247,8 @@ def traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
         for kind, reason in NEEDS_VALUES.items():
             if isinstance(error, kind):
                 raise TypeError(f"{name} is traced on scalars, and {reason}") from error
-        if returned and not isinstance(returned[0], jax.Array):  # and JAX does not take it for one either
-            found = type(returned[0]).__name__
-            raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {found}") from error
+        if wrong_types:  # and JAX does not take it for an array either
+            raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {wrong_types[0]}") from error
         error.add_note(f"{name} is traced on scalars: docs/score-programs.md says what it may do")
         if type(error).__name__ == "ShardingTypeError":  # which JAX does not export
             error.add_note("arrays that it captures must be replicated: jax.sharding.reshard(x, jax.P())")

@@ -87,3 +87,82 @@ def test_debug_nans_and_infs_find_what_they_look_for(kind):
             jax.jit(lambda: attend())()
         with pytest.raises(FloatingPointError, match=rf"\({kind}\) in result d. of jax_flash_backward"):
             pull(bad)
+
+
+# Settings under which JAX refuses what it otherwise converts, or looks for faults of the program.
+STRICT = {
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_numpy_rank_promotion": "raise",
+    "jax_default_matmul_precision": "bfloat16",
+    "jax_check_tracer_leaks": True,
+    "jax_debug_key_reuse": True,
+    "jax_debug_nans": True,
+    "jax_debug_infs": True,
+    "jax_legacy_prng_key": "error",
+    "jax_check_static_indices": True,
+}
+
+
+def everything(implementation, q, bias, table, sinks, key):
+    """Results of all public functions, with every kind of mask, score and dtype."""
+    options = {"implementation": implementation, "precision": "highest"}
+    lengths, ids = np.array([T - 1, T]), np.zeros((B, T), np.int32)
+    attend = functools.partial(jax_flash.dot_product_attention, q, q, q, **options)
+    masks = attend(
+        bias,
+        jnp.arange(T)[:, None] != 3,
+        scale=jnp.exp(sinks[0]),
+        is_causal=True,
+        local_window_size=5,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        query_segment_ids=ids,
+        key_value_segment_ids=ids,
+        query_offset=lengths - T,
+        logits_soft_cap=2.0,
+        sinks=sinks,
+        dropout_rate=0.1,
+        dropout_key=key,
+    )
+    programs = attend(
+        score_mod=lambda score, batch, head, query, key: score + table[head, query].astype(score.dtype),
+        mask_mod=lambda batch, head, query, key: table[head, query] > table[head, key],
+        query_offset=lengths - T,
+    )
+    blocks = attend(block_mask=jax_flash.patterns.causal(T, T, q_block=16, kv_block=16))
+    merged, _ = jax_flash.merge(*[jax_flash.attention_with_statistics(q, q, q, **options)] * 2)
+    packed = jax_flash.varlen_attention(q[0], q[1], q[1], np.array([0, 3, 6]), is_causal=True, **options)
+    pages = jax.lax.stop_gradient(jnp.concatenate([q, q], 1))
+    paged = jax_flash.paged_attention(pages[:, :1], pages, pages, np.array([[0], [1]]), lengths, **options)
+    return [masks, programs, blocks, merged, packed, paged]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "settings"),
+    [
+        (None, STRICT),
+        ("xla", STRICT),
+        ("reference", STRICT),
+        (None, {"jax_enable_x64": True}),
+        ("reference", {"jax_enable_x64": True}),
+        (None, {"jax_disable_jit": True}),
+    ],
+)
+def test_results_do_not_depend_on_settings(implementation, settings):
+    arrays = normal(0, B, T, N, D), normal(1, 1, N, T, T).astype("bfloat16"), normal(2, N, T).astype("bfloat16")
+    arguments = *arrays, normal(3, N), jax.random.key(4)
+
+    @jax.jit
+    def gradients(q, bias, table, sinks, key):
+        def loss(q, bias, table, sinks):
+            return sum((x**2).sum() for x in everything(implementation, q, bias, table, sinks, key))
+
+        return jax.grad(loss, (0, 1, 2, 3))(q, bias, table, sinks)
+
+    expected = gradients(*arguments)
+    with contextlib.ExitStack() as stack:
+        for name, value in settings.items():
+            stack.enter_context(setting(name, value))
+        for x, y in zip(gradients(*arguments), expected, strict=True):
+            assert x.dtype == y.dtype
+            np.testing.assert_allclose(*(np.asarray(z, np.float32) for z in (x, y)), rtol=1e-4, atol=1e-5)

@@ -105,31 +105,6 @@ def test_eval_shape():
     assert [g.shape for g in gradients] == [x.shape for x in (q, k, v, bias)]
 
 
-@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
-def test_strict_promotion(implementation):
-    """JAX may be told to promote neither ranks nor dtypes."""
-    per_batch = jnp.array([5, 9])
-    options = {
-        "mask": jnp.ones((B, 1, T, S), bool),
-        "is_causal": True,
-        "local_window_size": 9,
-        "query_seq_lengths": per_batch,
-        "key_value_seq_lengths": per_batch,
-        "query_segment_ids": jnp.zeros((B, T), jnp.int32),
-        "key_value_segment_ids": jnp.zeros((B, S), jnp.int32),
-        "query_offset": per_batch,
-        "logits_soft_cap": 2.0,
-        "sinks": jnp.zeros(N, jnp.bfloat16),
-        "dropout_rate": 0.1,
-        "dropout_key": jax.random.key(0),
-        "implementation": implementation,
-    }
-    args = [x.astype(jnp.bfloat16) for x in arrays(B)]
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        gradients = jax.eval_shape(jax.grad(functools.partial(loss, **options), (0, 1, 2, 3)), *args)
-    assert [g.shape for g in gradients] == [x.shape for x in args]
-
-
 # --- vmap ---
 
 

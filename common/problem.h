@@ -47,7 +47,7 @@ constexpr Extent ExtentOf(const Extent& extent) { return extent; }
   FIELD(bool, q_lengths, false) /* which of these arrays there are */                                           \
   FIELD(bool, kv_lengths, false)                                                                                \
   FIELD(bool, segments, false)                                                                                  \
-  FIELD(bool, ranges, false) /* in place of causal, windows, q_lengths, segments */                               \
+  FIELD(bool, ranges, false) /* in place of causal, windows, q_lengths, segments */                             \
   FIELD(bool, query_offset, false)                                                                              \
   FIELD(bool, origin, false)    /* dropout and programs count rows and keys from there */                       \
   FIELD(int64_t, page, 0)       /* keys of a page, a multiple of 16; 0: keys are not in pages */                \

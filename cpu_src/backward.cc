@@ -64,12 +64,17 @@ A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const
     LoadRows(HeadRows(given.o, p.dtype, b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), o);
     LoadRows(HeadRows(given.d_o, p.dtype, b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), d_o);
     for (int64_t r = 0; r < rows; ++r) {
+      const int64_t row = head * p.q_len + i0 + r;
+      const A l = static_cast<const A*>(given.l)[row];
+      if (l == 0) {  // nothing to attend to: the cotangents may be NaN
+        d[row] = 0;
+        if (p.dsinks) static_cast<A*>(out.dsinks)[row] = 0;
+        continue;
+      }
       Vec<A> products = {};
       for (int64_t c = 0; c < p.v_dim; c += kLanes<A>) products += Load(o.row(r) + c) * Load(d_o.row(r) + c);
       A sum = 0;
       for (int lane = 0; lane < kLanes<A>; ++lane) sum += products[lane];
-      const int64_t row = head * p.q_len + i0 + r;
-      const A l = static_cast<const A*>(given.l)[row];
       const WithSink<A> with_sink(p, in, b, n, static_cast<const A*>(given.m)[row], l);
       d[row] = sum - (p.dlogsumexp ? static_cast<const A*>(given.dlogsumexp)[row] * with_sink.Growth(l) : 0);
       if (p.dsinks) static_cast<A*>(out.dsinks)[row] = -with_sink.sink * sum;
@@ -105,17 +110,23 @@ struct Backpropagation {
         scores(p, in, b, &scratch.programs) {}
 
   void LoadKeysAndValues(int64_t head, int64_t j0, int64_t columns) {
-    LoadRows(HeadRows(in.key, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.qk_dim), columns, p.qk_dim, A(1),
-             scratch.k);
-    TransposeRows(scratch.k, columns, p.qk_dim, scratch.k_transposed);
-    LoadRows(HeadRows(in.value, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.v_dim), columns, p.v_dim, A(1),
-             scratch.v);
-    TransposeRows(scratch.v, columns, p.v_dim, scratch.v_transposed);
+    const int64_t count = scores.WithinLength(j0, columns);
+    LoadRows(HeadRows(in.key, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.qk_dim), count, p.qk_dim, A(1), scratch.k);
+    TransposeRows(scratch.k, count, p.qk_dim, scratch.k_transposed);
+    LoadRows(HeadRows(in.value, p.dtype, b, j0, p.kv_len, head, p.kv_heads, p.v_dim), count, p.v_dim, A(1), scratch.v);
+    TransposeRows(scratch.v, count, p.v_dim, scratch.v_transposed);
   }
 
   void LoadQueries(int64_t n, int64_t i0, int64_t rows) {
     LoadRows(HeadRows(in.query, p.dtype, b, i0, p.q_len, n, p.q_heads, p.qk_dim), rows, p.qk_dim, scale, scratch.q);
     LoadRows(HeadRows(given.d_o, p.dtype, b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), scratch.d_o);
+    // A row with nothing to attend to may hold NaN, and P = 0 times NaN would reach dK and dV.
+    const A* const l = static_cast<const A*>(given.l) + (b * p.q_heads + n) * p.q_len + i0;
+    for (int64_t r = 0; r < rows; ++r) {
+      if (l[r] != 0) continue;
+      Zero(FromRow(scratch.q, r), 1, scratch.q.stride);
+      Zero(FromRow(scratch.d_o, r), 1, scratch.d_o.stride);
+    }
   }
 
   // Computes P and Z P.

@@ -167,9 +167,10 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
         const Block block = scores.Visible(query.n, query.i0, query.rows, j0, columns);
         if (block.empty()) continue;
         if (!loaded) {
-          LoadKeys(p, in, p.page > 0 ? in.key_pages : in.key, b, head, p.qk_dim, j0, columns, scratch.k);
-          TransposeRows(scratch.k, columns, p.qk_dim, scratch.k_transposed);
-          LoadKeys(p, in, p.page > 0 ? in.value_pages : in.value, b, head, p.v_dim, j0, columns, scratch.v);
+          const int64_t count = scores.WithinLength(j0, columns);
+          LoadKeys(p, in, p.page > 0 ? in.key_pages : in.key, b, head, p.qk_dim, j0, count, scratch.k);
+          TransposeRows(scratch.k, count, p.qk_dim, scratch.k_transposed);
+          LoadKeys(p, in, p.page > 0 ? in.value_pages : in.value, b, head, p.v_dim, j0, count, scratch.v);
           loaded = true;
         }
         // S = τ Q Kᵀ

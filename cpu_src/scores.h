@@ -63,6 +63,9 @@ class Scores {
                   p_.ranges ? in_.rows_of_keys + b * p_.kv_len * 2 : nullptr};
   }
 
+  // The keys of a tile that are within the sequence's length. No block has others, and they are not read.
+  int64_t WithinLength(int64_t j0, int64_t columns) const { return Min(columns, positions_.kv_length - j0); }
+
   // The keys that rows i0 <= i < i1 may attend to, as far as positions tell.
   KeyRange Keys(int64_t i0, int64_t i1) const { return AnyRowKeys(positions_, i0, i1); }
 

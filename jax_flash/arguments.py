@@ -281,7 +281,10 @@ def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Arr
     scale = jnp.asarray(scale, dtype)
     small = jnp.abs(scale) < least
     factor = jnp.where(small, scale, jnp.sign(scale))
-    return (query * factor).astype(query.dtype), jnp.where(small, 1, jnp.abs(scale))
+    # The gradient of the factor takes finite entries only: padding may be NaN.
+    value = lax.stop_gradient(factor)
+    scaled = query * value + jnp.where(jnp.isfinite(query), query, 0) * (factor - value)
+    return scaled.astype(query.dtype), jnp.where(small, 1, jnp.abs(scale))
 
 
 def _sinks(sinks: ArrayLike | None, heads: int, dtype: Any) -> jax.Array | None:

@@ -163,10 +163,15 @@ def dot_product_attention(
         length, or for a platform without kernels. (What a platform's kernels refuse is an error when the program is
         compiled for it.)
 
+    Padding is the tokens beyond `query_seq_lengths` and `key_value_seq_lengths`, and the queries to which the masks
+    leave nothing. It may hold anything, NaN and inf included, and so may its cotangents. It affects nothing else,
+    forward or backward, and its own output and gradients are 0. If a bias of -inf alone empties a row, this is true of
+    the row's cotangents, but the query has to be finite.
+
     Differences from `jax.nn.dot_product_attention`:
       * a row with nothing to attend to is 0 (there: the mean of the values); so is its gradient;
-      * NaN or inf in a masked key or value may or may not reach the result: tiles with nothing to attend to are not
-        read (there: it always does);
+      * NaN or inf in a masked key or value that is not padding may or may not reach the result: tiles with nothing to
+        attend to are not read (there: it always does);
       * the residual is float32 and differentiable (there: the dtype of the key, and not differentiable);
       * a value's head dim may differ from the query's; float64 is computed in float64 throughout;
       * a bias of -inf masks as `mask` does;

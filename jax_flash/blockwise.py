@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash import reference, tile
+from jax_flash import padding, reference, tile
 from jax_flash.problem import DIFFERENTIATED, DIMS, Operands, Problem
 from jax_flash.varying import varying_alike
 
@@ -24,6 +24,7 @@ BLOCK = 256  # rows and columns of a tile, at most
 def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
     """O, ℓ and m: Algorithm 2. Arguments and results: `reference.forward`."""
     problem, operands = tile.with_contiguous_keys(problem, varying_alike(operands, operands))
+    operands = padding.without_padded_keys(operands)
     dtype = problem.accumulation_dtype
     batch, heads = problem.batch, problem.q_heads
     row_block, column_block = _block(problem.q_len), _block(problem.kv_len)
@@ -32,6 +33,17 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
     def block_row(row_arrays: dict[str, jax.Array], row_start: jax.Array) -> dict[str, jax.Array]:
         row_tile = operands.replaced(row_arrays)
         rows = _positions(row_start, row_block)
+        column_blocks = _blocks(row_tile, _axes(operands, "S"), problem.kv_len)
+        if problem.may_empty_rows:
+
+            def look(seen: jax.Array, xs: tuple[dict[str, jax.Array], jax.Array]) -> tuple[jax.Array, None]:
+                column_arrays, column_start = xs
+                block, columns = row_tile.replaced(column_arrays), _positions(column_start, column_block)
+                return seen | tile.may_attend(problem, block, rows, columns).any(-1), None
+
+            none_seen = varying_alike(jnp.zeros((batch, heads, row_block), bool), operands)
+            seen, _ = jax.lax.scan(look, none_seen, column_blocks)
+            row_tile = row_tile._replace(query=padding.zero_rows(seen, row_tile.query))
 
         @jax.checkpoint
         def update(statistics, column_arrays: dict[str, jax.Array], column_start: jax.Array):
@@ -58,12 +70,13 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
             jnp.zeros((batch, heads, row_block), dtype),
             jnp.full((batch, heads, row_block), -jnp.inf, dtype),
         )
-        column_blocks = _blocks(row_tile, _axes(operands, "S"), problem.kv_len)
         (o, l, m), _ = jax.lax.scan(
             lambda statistics, xs: (update(statistics, *xs), None), varying_alike(start, operands), column_blocks
         )
         o = reference.normalized(operands.sinks, o.swapaxes(1, 2), l, m).swapaxes(1, 2)
-        return {"o": o.astype(operands.query.dtype), "l": l, "m": m}
+        live = padding.live_rows(problem, m)
+        o = padding.zero_rows(live, o).astype(operands.query.dtype)
+        return {"o": o, "l": padding.zero_statistics(live, l), "m": m}
 
     row_blocks = _blocks(operands, _axes(operands, "T"), problem.q_len)
     results = _sum_or_join(block_row, row_blocks, {"o": 1, "l": 2, "m": 2}, problem.q_len)
@@ -82,7 +95,7 @@ def backward(
     """The gradients that the problem asks for: Algorithm 4. Arguments and results: `reference.backward`."""
     given = (operands, o, l, m, do, dlogsumexp)
     operands, o, l, m, do, dlogsumexp = varying_alike(given, given)
-    l, m, d, of_rows = reference.prepare(problem, operands, o, l, m, do, dlogsumexp)
+    prepared = reference.prepare(problem, operands, o, l, m, do, dlogsumexp)
     row_block, column_block = _block(problem.q_len), _block(problem.kv_len)
     row_axes, column_axes = _axes(operands, "T"), _axes(operands, "S")
 
@@ -92,7 +105,7 @@ def backward(
     @jax.checkpoint
     def block_row(row_arrays: dict[str, jax.Array], row_start: jax.Array) -> dict[str, jax.Array]:
         results = {name: row_arrays.pop(name) for name in ("l", "m", "do", "d")}
-        row_tile = operands.replaced(row_arrays)
+        row_tile = prepared.operands.replaced(row_arrays)
         rows = _positions(row_start, row_block)
 
         @jax.checkpoint
@@ -113,11 +126,11 @@ def backward(
         column_blocks = _blocks(row_tile, column_axes, problem.kv_len)
         return _sum_or_join(block, column_blocks, gradient_axes(column_axes), problem.kv_len)
 
-    row_arrays, starts = _blocks(operands, row_axes, problem.q_len)
-    for name, x, axis in (("l", l, 2), ("m", m, 2), ("do", do, 1), ("d", d, 2)):
-        row_arrays[name] = _split(x, axis, row_block)
+    row_arrays, starts = _blocks(prepared.operands, row_axes, problem.q_len)
+    for name, axis in (("l", 2), ("m", 2), ("do", 1), ("d", 2)):
+        row_arrays[name] = _split(getattr(prepared, name), axis, row_block)
     sums = _sum_or_join(block_row, (row_arrays, starts), gradient_axes(row_axes), problem.q_len)
-    return reference.finish(operands, sums | of_rows)
+    return reference.finish(problem, operands, m, sums | prepared.gradients)
 
 
 def _axes(operands: Operands, dim: str) -> dict[str, int]:

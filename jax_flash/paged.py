@@ -79,8 +79,8 @@ def paged_attention(
     """Causal attention of the last queries of sequences, whose keys and values are in pages (arXiv 2309.06180).
 
     Key j of sequence b is row j % page of page `page_table[b, j // page]`. So sequences that grow need no memory that
-    they have no tokens for, and may share pages. Pages of no sequence, and rows beyond a sequence's length, may hold
-    anything, NaN too. Nothing is copied, but by `implementation` "xla" and "reference".
+    they have no tokens for, and may share pages. Pages of no sequence, rows beyond a sequence's length, and queries
+    before the first token may hold anything, NaN too. Nothing is copied, but by `implementation` "xla" and "reference".
 
     Letters: B sequences, T queries of each, N query heads, K key/value heads (N a multiple of K), D query/key head
     dim, E value head dim, M pages that a sequence may have.

@@ -233,6 +233,16 @@ class Problem:
         return costs.bytes_moved(self, backward)
 
     @property
+    def may_empty_rows(self) -> bool:
+        """Whether some row may have nothing to attend to: its masks hide all keys, or all of its scores are -inf."""
+        arrays = (self.bias, self.mask, self.block_mask, self.score_mod, self.mask_mod)
+        if any(x is not None for x in arrays) or self.q_lengths or self.kv_lengths or self.segments or self.ranges:
+            return True
+        if self.query_offset and (self.causal or self.window_left >= 0 or self.window_right >= 0):
+            return True
+        return self.window_left >= 0 and (bool(self.symbolic) or self.window_left < self.q_len - self.kv_len)
+
+    @property
     def programs(self) -> tuple[Program, ...]:
         """Those that there are."""
         return tuple(x for x in (self.score_mod, self.mask_mod) if x is not None)

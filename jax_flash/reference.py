@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_flash import tile
+from jax_flash import padding, tile
 from jax_flash.problem import DIFFERENTIATED, Operands, Problem
 
 
@@ -26,6 +26,10 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
     """
     problem, operands = tile.with_contiguous_keys(problem, operands)
     rows, columns = _positions(problem)
+    operands = padding.without_padded_keys(operands)
+    if problem.may_empty_rows:
+        seen = tile.may_attend(problem, operands, rows, columns).any(-1)
+        operands = operands._replace(query=padding.zero_rows(seen, operands.query))
     s = tile.scores(problem, operands, rows, columns).s
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     p = tile.exp_minus(s, m[..., None])
@@ -33,7 +37,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
     p = normalized(operands.sinks, p, l, m)
     z = tile.kept(problem, operands, rows, columns)
     o = tile.weighted_values(problem, p if z is None else z * p, operands.value)
-    return o.astype(operands.query.dtype), l, m
+    live = padding.live_rows(problem, m)
+    return padding.zero_rows(live, o).astype(operands.query.dtype), padding.zero_statistics(live, l), m
 
 
 def backward(
@@ -55,9 +60,9 @@ def backward(
     Returns:
       dq, dk, dv: shape and dtype of the operand; the others: shape of the operand, accumulation dtype.
     """
-    l, m, d, of_rows = prepare(problem, operands, o, l, m, do, dlogsumexp)
-    gradients = tile.gradients(problem, operands, *_positions(problem), l, m, do, d)
-    return finish(operands, gradients | of_rows)
+    given = prepare(problem, operands, o, l, m, do, dlogsumexp)
+    gradients = tile.gradients(problem, given.operands, *_positions(problem), given.l, given.m, given.do, given.d)
+    return finish(problem, operands, m, gradients | given.gradients)
 
 
 def normalized(sinks: jax.Array | None, x: jax.Array, l: jax.Array, m: jax.Array) -> jax.Array:
@@ -69,6 +74,8 @@ def normalized(sinks: jax.Array | None, x: jax.Array, l: jax.Array, m: jax.Array
 
 
 class Prepared(NamedTuple):
+    operands: Operands  # with zeros for padding
+    do: jax.Array
     l: jax.Array  # [B, N, T]: P = exp(s - m) / l, also where there is a sink
     m: jax.Array
     d: jax.Array  # [B, N, T], D of docs/architecture.md
@@ -86,9 +93,15 @@ def prepare(
 ) -> Prepared:
     """What the gradients take of each row, in the accumulation dtype: D_i = dO_i · O_i - dlogsumexp_i (equation 4)."""
     dtype = problem.accumulation_dtype
+    live = padding.live_rows(problem, m)
+    operands = padding.without_padded_keys(operands)
+    operands = operands._replace(query=padding.zero_rows(live, operands.query))
+    do = padding.zero_rows(live, do)
+    if dlogsumexp is not None:
+        dlogsumexp = padding.zero_statistics(live, dlogsumexp)
     d = jnp.sum(do.astype(dtype) * o.astype(dtype), axis=-1).transpose(0, 2, 1)
     if operands.sinks is None:
-        return Prepared(l, m, d if dlogsumexp is None else d - dlogsumexp, {})
+        return Prepared(operands, do, l, m, d if dlogsumexp is None else d - dlogsumexp, {})
     sums = tile.with_sinks(operands.sinks, l, m)
     gradients = {}
     if problem.dsinks:
@@ -98,7 +111,7 @@ def prepare(
         # (Where that is too much for the dtype all P are 0.)
         least = 2.0**-900 if dtype == "float64" else 2.0**-115
         d -= dlogsumexp * tile.divide(sums.l, l * jnp.maximum(sums.alpha, least))
-    return Prepared(sums.l, sums.m, d, gradients)
+    return Prepared(operands, do, sums.l, sums.m, d, gradients)
 
 
 def summed_over_rows(x: jax.Array, sinks: jax.Array) -> jax.Array:
@@ -107,11 +120,23 @@ def summed_over_rows(x: jax.Array, sinks: jax.Array) -> jax.Array:
     return x.sum(axes).reshape(sinks.shape)
 
 
-def finish(operands: Operands, gradients: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """The gradients asked for, in their order, those of query, key and value in the dtype of the operand."""
-    dtypes = {"dq": operands.query.dtype, "dk": operands.key.dtype, "dv": operands.value.dtype}
-    names = [name for name in DIFFERENTIATED if name in gradients]
-    return tuple(gradients[name].astype(dtypes.get(name, gradients[name].dtype)) for name in names)
+def finish(
+    problem: Problem, operands: Operands, m: jax.Array, gradients: Mapping[str, jax.Array]
+) -> tuple[jax.Array, ...]:
+    """The gradients asked for, in their order, those of query, key and value in the dtype of the operand.
+
+    Padding has no gradient, and no cotangent of it reaches a derivative of these.
+    """
+
+    def finished(name: str) -> jax.Array:
+        match name:
+            case "dq":
+                return padding.zero_rows(padding.live_rows(problem, m), gradients[name]).astype(operands.query.dtype)
+            case "dk" | "dv":
+                return padding.zero_keys(operands.kv_lengths, gradients[name]).astype(operands.key.dtype)
+        return gradients[name]
+
+    return tuple(finished(name) for name in DIFFERENTIATED if name in gradients)
 
 
 def _positions(problem: Problem) -> tuple[jax.Array, jax.Array]:

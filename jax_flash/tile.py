@@ -23,19 +23,13 @@ STEP = dropout.TILE  # a tile's first row and column are multiples of it; so are
 
 
 def with_contiguous_keys(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
-    """The same with the keys and values of each batch entry one after the other, if they are in pages.
-
-    What is left in pages beyond a length may be NaN, which a product with 0 would keep.
-    """
+    """The same with the keys and values of each batch entry one after the other, if they are in pages."""
     if operands.key_pages is None or operands.value_pages is None or operands.page_table is None:
         return problem, operands
-    assert operands.kv_lengths is not None
     table = operands.page_table.clip(0, problem.pages - 1)
-    there = jnp.arange(problem.kv_len)[None] < operands.kv_lengths[:, None]
 
     def gathered(pages: jax.Array) -> jax.Array:
-        rows = pages[table].reshape(table.shape[0], problem.kv_len, *pages.shape[2:])
-        return jnp.where(there[..., None, None], rows, 0)
+        return pages[table].reshape(table.shape[0], problem.kv_len, *pages.shape[2:])
 
     keys = {"key": gathered(operands.key_pages), "value": gathered(operands.value_pages)}
     arrays = {
@@ -210,6 +204,8 @@ def gradients(
 
     dp = _rows_by_columns(problem, do, tile.value)
     ds = p * ((dp if z is None else z * dp) - d[..., None])
+    if problem.may_empty_rows:  # P is 0, but not its derivative times a cotangent of padding
+        ds = jnp.where(seen & (m != -jnp.inf)[..., None], ds, 0)
     if problem.score_mod is not None:
         ds, dcaptured = _through_program(problem, tile, biased, seen, ds, rows, columns)
         gradients |= dcaptured

@@ -117,8 +117,9 @@ def varlen_attention(
       at if they are NumPy's or Python's. JAX's that fall, or are beyond the arrays, count as the largest before them,
       and the end of the arrays, and the first as 0.)
 
-    NaN or inf in a token may reach other sequences that are in one tile with it, and those beyond the last sequence may
-    reach the others, too: they have to be finite.
+    Tokens beyond the last sequence, and queries with nothing to attend to, are padding as in `dot_product_attention`:
+    they may hold anything, NaN and inf included, and affect nothing else. NaN or inf in any other token may reach the
+    sequences that share a tile with it.
     """
     return_residual = checks.flag("return_residual", return_residual)
     problem, operands = problem_and_operands(query, key, value, cu_seqlens_q, cu_seqlens_k, options)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_flash import bits, custom_calls, sequence
+from jax_flash import bits, custom_calls, padding, sequence
+from jax_flash.explicit import placed
 from jax_flash.problem import CAPTURED, DIFFERENTIATED, Operands, Problem
 from jax_flash.sequence import Arrays, Division
 
@@ -73,7 +74,7 @@ def _backward(problem, division, fallback, residuals, cotangents):
         do = jnp.zeros_like(o)
     statistics = {"o": o, "l": l, "m": bits.to(l.dtype, m_bits), "do": do}
     if not isinstance(dl, SymbolicZero):
-        statistics["dlogsumexp"] = dl * l
+        statistics["dlogsumexp"] = jnp.where(l == 0, 0, dl * l)  # where nothing is attended to, dl may be NaN
     asked = {grad for grad, x in asked.items() if x.size}
     needed = asked | ({"dq"} if "dscale" in asked else set())
     problem = problem.differentiated(needed, dlogsumexp="dlogsumexp" in statistics)
@@ -83,7 +84,10 @@ def _backward(problem, division, fallback, residuals, cotangents):
     names = [DIFFERENTIATED[grad] for grad in problem.gradients]
     grads |= {name: x.astype(arrays[name].dtype) for name, x in zip(names, results, strict=True)}
     if "dscale" in asked:  # S = τ Q Kᵀ, so that τ dτ = Σ S dS = Σ Q dQ
-        query, dq = (x.astype(operands.scale.dtype) for x in (operands.query, grads["query"]))
+        query, live = operands.query, padding.live_rows(problem, statistics["m"])
+        if live is not None:
+            query = placed(padding.zero_rows, jax.typeof(query).sharding.spec, live, query)
+        query, dq = (x.astype(operands.scale.dtype) for x in (query, grads["query"]))
         rows = jnp.einsum("btnd,btnd->btn", query, dq, precision="highest")  # a CPU sums all at once one by one
         grads["scale"] = rows.sum() / operands.scale
     return (Operands.of(grads),)

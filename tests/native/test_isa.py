@@ -14,7 +14,7 @@ from jax_flash import _native
 ORDER = ("portable", "avx2", "avx512")
 TESTS = (
     "test_head_dim or test_feature_in_f64 or test_large_scores or instructions or test_hidden_entries or test_masks"
-    " or test_relative_tables"
+    " or test_relative_tables or test_fused"
 )
 
 
@@ -29,7 +29,7 @@ def test_instruction_set(isa):
     chosen = "from jax_flash import _native; print(_native.cpu_isa())"
     assert subprocess.check_output([sys.executable, "-c", chosen], env=environment, text=True).split() == [isa]
     native = ("test_program.py", "test_program_attention.py", "test_ranges.py")
-    files = ["numerics/test_accuracy.py", *(f"native/{name}" for name in native)]
+    files = ["numerics/test_accuracy.py", "numerics/test_padding.py", *(f"native/{name}" for name in native)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", TESTS]
     result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-5000:]

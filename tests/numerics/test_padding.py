@@ -1,0 +1,150 @@
+"""Padding is inert: tokens beyond a length, and rows that have nothing to attend to, may hold NaN or inf."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import padded
+import pages
+import pytest
+from accuracy import by_numpy
+from cases import Case
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_flash
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("cause", padded.CAUSES)
+def test_fused(cause):
+    padded.check(cause, "float32", sinks=2.0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("cause", padded.CAUSES)
+def test_plain(cause, implementation):
+    padded.check(cause, "float64", implementation)
+
+
+def test_a_small_scale():
+    """It is multiplied into the query, so that its gradient is a sum over all rows of the query."""
+    padded.check("query lengths", "float64", scale=1e-33)
+
+
+@pytest.mark.parametrize("dtype", ["tf32", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("cause", padded.CAUSES)
+def test_tiles(cause, dim, dtype, device):
+    """Padding in the middle of the CUDA kernels' tiles. Those for few queries divide the keys of a decoding call."""
+    if device.platform == "cpu" and not os.environ.get("JAX_FLASH_EMULATE"):
+        pytest.skip("not a CUDA kernel")
+    sizes = {"T": 1, "S": 1100} if cause == "decoding" else {"T": 197, "S": 333}
+    padded.check(cause, dtype, **sizes, D=dim, E=dim)
+
+
+SEQUENCE = {
+    **dict.fromkeys(("query", "key", "value", "query_segment_ids", "key_value_segment_ids", "o"), P(None, "seq")),
+    "logsumexp": P(None, None, "seq"),
+    "mask": P(None, None, "seq"),
+}
+
+
+def divided(function):
+    """The same inside of shard_map, with the sequence over four devices."""
+    mesh = jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
+
+    def of_whole(arrays, cotangents):
+        specs = {name: SEQUENCE.get(name, P()) for name in arrays}
+        names = ("o", "logsumexp", *(name for name in padded.DIFFERENTIATED if name in arrays))
+        local = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=(specs, (SEQUENCE["o"], SEQUENCE["logsumexp"])),
+            out_specs={name: SEQUENCE.get(name, P()) for name in names},
+        )
+        return local(arrays, cotangents)
+
+    return of_whole
+
+
+@pytest.mark.parametrize(
+    ("cause", "implementation"),
+    [("lengths", "flash"), ("mask", "flash"), ("segments", "xla"), ("offset", "flash"), ("offset", "xla")],
+)
+def test_sequence_over_devices(cause, implementation):
+    """Also rows that see nothing of what one device has."""
+    options = {"sequence_axis": "seq"}
+    padded.check(cause, "float64", implementation, options, divided, T=64, S=64, sinks=2.0)
+
+
+@pytest.mark.parametrize("implementation", ["flash", "xla"])
+def test_packs_over_devices(implementation):
+    def placed(function):
+        mesh = jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
+        place = NamedSharding(mesh, SEQUENCE["query"])
+
+        def on_mesh(arrays, cotangents):
+            tokens = {name: jax.lax.with_sharding_constraint(arrays[name], place) for name in ("query", "key", "value")}
+            return function(arrays | tokens, cotangents)
+
+        return on_mesh
+
+    padded.check(
+        "packs", "float32" if implementation == "flash" else "float64", implementation, None, placed, T=16, S=32
+    )
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
+def test_second_derivatives(implementation):
+    """A norm of rows that are 0 has a NaN derivative there, in the first backward and in the second."""
+    case, T, S = Case(B=1, T=12, S=11, N=2, K=1, D=4, E=4, bias="bnts", sinks=1.0), 7, 8
+    parts = {"query": np.s_[:, :T], "key": np.s_[:, :S], "value": np.s_[:, :S], "bias": np.s_[:, :, :T, :S]}
+    clean, weights = case.arrays("float64"), case.arrays("float64", seed=1)
+    weights["o"] = case.cotangents("float64")[0]
+    parts["o"] = parts["query"]
+
+    def without_padding(arrays):
+        return {name: x[parts.get(name, ...)] for name, x in arrays.items()}
+
+    def with_padding(arrays, padding):
+        padded = {name: np.full_like(x, padding) for name, x in arrays.items()}
+        for name, x in arrays.items():
+            padded[name][parts.get(name, ...)] = x[parts.get(name, ...)]
+        return padded
+
+    def second(arrays, weights, **lengths):
+        def score(name, x):
+            rows = x * jnp.sqrt((x**2).sum(-1, keepdims=True))
+            return (jnp.where(weights[name] == 0, 0, rows) * weights[name]).sum()
+
+        def first(arrays):
+            o = jax_flash.dot_product_attention(**arrays, **lengths, implementation=implementation)
+            return score("o", o)
+
+        def of_gradients(arrays):
+            return sum(score(name, x) for name, x in jax.grad(first)(arrays).items())
+
+        return jax.jit(jax.grad(of_gradients))(arrays)
+
+    expected = with_padding(clean, 0) | second(*map(without_padding, (clean, weights)))
+    given = with_padding(clean, np.nan) | {"bias": clean["bias"]}
+    lengths = {"query_seq_lengths": np.array([T]), "key_value_seq_lengths": np.array([S])}
+    for name, x in second(given, with_padding(weights, 0), **lengths).items():
+        np.testing.assert_allclose(x[parts.get(name, ...)], expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
+        assert np.count_nonzero(x) == np.count_nonzero(expected[name]), name
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
+def test_pages(implementation):
+    """Slots that nothing was written to, and queries before the first token."""
+    cache = pages.Cache((20, 2, 0), 16, Case(T=3, N=4, K=2, D=16, E=16, sinks=2.0))
+    arrays = cache.arrays("float32")
+    exact = by_numpy(cache.contiguous, arrays, cache.contiguous.cotangents("float32"))
+    before = np.arange(cache.case.T) < cache.case.T - np.array(cache.lengths)[:, None]
+    arrays["query"][before] = np.nan
+    for name, x in pages.run(cache, arrays, implementation=implementation).items():
+        np.testing.assert_allclose(x, exact[name], rtol=1e-5, atol=1e-5)

@@ -32,7 +32,7 @@ def zero_keys(kv_lengths: jax.Array | None, x: jax.Array) -> jax.Array:
     """Return x, [B, S, K, D], with zeros beyond the lengths: int32 [B]; None: all keys are there."""
     if kv_lengths is None:
         return x
-    there = jnp.arange(x.shape[1], dtype=jnp.int32) < kv_lengths[:, None]
+    there = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < kv_lengths[:, None]
     return jnp.where(there[..., None, None], x, 0)
 
 

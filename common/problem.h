@@ -100,6 +100,11 @@ struct Problem {
   int64_t kv_len_in_blocks() const { return block_mask.present ? block_columns() * kv_block : kv_len; }
   bool window() const { return window_left >= 0 || window_right >= 0; }
   bool dropout() const { return drop_threshold > 0; }
+  // Can a row be empty, that is have l = 0? Without these features every row sees the first key.
+  bool may_have_empty_rows() const {
+    return window() || ranges || q_lengths || kv_lengths || segments || query_offset || mask.present ||
+           block_mask.present || bias.present || programs();
+  }
   // The elements of `captured` and their number, without functions of the standard library, for the CPU kernels.
   const Captured* captured_arrays() const;
   int64_t captured_count() const;

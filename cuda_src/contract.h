@@ -84,6 +84,7 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(bool, captured_gradients, main&& p.captured_gradients())                       \
   FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision) /* of f32 */ \
   FIELD(bool, sinks, p.sinks.present)                                                  \
+  FIELD(bool, empty_rows, backward&& p.may_have_empty_rows())                          \
   FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                     \
   FIELD(bool, dsinks, backward&& p.dsinks)                                             \
   FIELD(bool, dq, main&& SumsDQ(p)) /* added up in f32 */                              \
@@ -227,7 +228,9 @@ struct PartsOfTile {
   FIELD(const int32_t*, rows_of_keys, in.rows_of_keys)                                                           \
   FIELD(const int32_t*, page_table, in.page_table) /* [batch, page of its keys] */                               \
   FIELD(int, pages, int(p.pages))                                                                                \
-  FIELD(PartsOfTile*, tile_parts, at(layout.tile_parts)) /* [batch, tile of Q of a head], if it is balanced */
+  FIELD(PartsOfTile*, tile_parts, at(layout.tile_parts)) /* [batch, tile of Q of a head], if it is balanced */   \
+  /* A bit for each row of Q on Hopper, in the order of d: is it empty? If kEmptyRows. */                        \
+  FIELD(uint32_t*, empty_rows, at(layout.empty_rows))
 
 struct BlockMask {
   JAX_FLASH_BLOCK_MASK(JAX_FLASH_MEMBER)

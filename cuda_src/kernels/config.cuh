@@ -23,6 +23,8 @@ constexpr bool kBalanced = kTiling.balanced;
 constexpr bool kSinks = kProblem.sinks;
 
 // The backward only.
+// Can rows be empty (l = 0)? The content of an empty row and of its dO may be NaN and must not matter.
+constexpr bool kEmptyRows = kProblem.empty_rows;
 constexpr bool kDLogsumexp = kProblem.dlogsumexp;
 constexpr bool kDSinks = kProblem.dsinks;
 constexpr bool kDQ = kProblem.dq;

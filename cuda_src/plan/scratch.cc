@@ -81,7 +81,9 @@ Scratch ScratchOf(const Problem& given, Pass pass, const Target& target) {
       scratch.d = take(4 * rows);
     }
     const bool apart = p.bias.present || p.score_mod.present();
-    if (apart && (hopper || (p.dbias && hopper::BiasTiling(target, p)))) scratch.maximum = take(4 * rows);
+    const bool by_hopper = hopper || (p.dbias && hopper::BiasTiling(target, p));
+    if (apart && by_hopper) scratch.maximum = take(4 * rows);
+    if (p.may_have_empty_rows() && by_hopper) scratch.empty_rows = take(rows / 8);
     if (SumsDQ(p)) scratch.dq_sum = take(4 * rows * p.qk_dim);
     if (p.dbias) {
       const BiasWork work = BiasWorkOf(target, p);

@@ -16,6 +16,7 @@ struct Scratch {
   int64_t blocks = -1, listed_rows = -1, listed_columns = -1, mask_bits = -1, transposed_bits = -1;
   int64_t mask_counts = -1;                      // s32 [head of the block mask, its rows and columns]
   int64_t logsumexp = -1, d = -1, maximum = -1;  // f32 [head, row]
+  int64_t empty_rows = -1;                       // a bit [head, row]
   int64_t dq_sum = -1;                           // f32 [head, row, query's dim]
   int64_t dbias_parts = -1;                      // f32 [parts, shape of the bias]
   int64_t o_parts = -1;                          // f32 [row of a part of the keys, value's dim]; see contract.h

@@ -110,6 +110,10 @@ To emulated_bits(From from) {
 inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
 template <typename T>
+T __ldcg(const T* x) {
+  return *x;
+}
+template <typename T>
 T __ldg(const T* x) {
   return *x;
 }

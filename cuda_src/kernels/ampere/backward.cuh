@@ -96,8 +96,9 @@ struct Backward {
   __device__ __forceinline__ void Load(int stage, int head, int row, int part = 0, int parts = 1) {
     const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim);
     const Matrix dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);
-    shared.q[stage].template Load<kThreads>(Q.data, Q.stride, row, rows.any_hi, part, parts);
-    shared.d_o[stage].template Load<kThreads>(dO.data, dO.stride, row, rows.any_hi, part, parts);
+    const NonEmptyRows wanted(p, batch, head);
+    shared.q[stage].template Load<kThreads>(Q.data, Q.stride, row, rows.any_hi, part, parts, wanted);
+    shared.d_o[stage].template Load<kThreads>(dO.data, dO.stride, row, rows.any_hi, part, parts, wanted);
   }
 
   __device__ __forceinline__ void Landed(int stage, bool first) {

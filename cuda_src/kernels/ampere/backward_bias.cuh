@@ -72,10 +72,11 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     const Matrix K(p.key, batch, kv_head, p.kv_len, p.kv_heads, kQKDim);
     const Matrix V(p.value, batch, kv_head, p.kv_len, p.kv_heads, kVDim);
     __syncthreads();  // until nobody needs the tiles before
-    shared.q.template Load<kThreads>(Q.data, Q.stride, row, positions.q_length);
+    const NonEmptyRows wanted(p, batch, head);
+    shared.q.template Load<kThreads>(Q.data, Q.stride, row, positions.q_length, 0, 1, wanted);
     shared.k.template Load<kThreads>(K.data, K.stride, column, positions.kv_length);
     CpAsyncCommit();
-    shared.d_o.template Load<kThreads>(dO.data, dO.stride, row, positions.q_length);
+    shared.d_o.template Load<kThreads>(dO.data, dO.stride, row, positions.q_length, 0, 1, wanted);
     shared.v.template Load<kThreads>(V.data, V.stride, column, positions.kv_length);
     CpAsyncCommit();
 

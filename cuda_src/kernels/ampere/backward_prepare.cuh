@@ -3,7 +3,6 @@
 #pragma once
 
 #include "ampere/matrix.cuh"
-#include "semantics/softmax.cuh"
 
 namespace jax_flash {
 

@@ -85,8 +85,9 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
   Walk(
       p, tile, shared.kv,
       [&] {
-        shared.q.Load<kThreads>(Q.data, Q.stride, tile.row, p.q_len);
-        shared.d_o.Load<kThreads>(dO.data, dO.stride, tile.row, p.q_len);
+        const NonEmptyRows wanted(p, tile.batch, tile.head);
+        shared.q.Load<kThreads>(Q.data, Q.stride, tile.row, p.q_len, 0, 1, wanted);
+        shared.d_o.Load<kThreads>(dO.data, dO.stride, tile.row, p.q_len, 0, 1, wanted);
       },
       [&] { shared.q.Landed<kThreads>(), shared.d_o.Landed<kThreads>(); }, [] {},
       [&](const KTile& k, const VTile& v, int column, const LoadNext& load_next) {

@@ -89,6 +89,11 @@ __device__ __forceinline__ OperandA ToOperand(const float (&c)[kChunks][4], int 
   }
 }
 
+// Which rows of a matrix a tile wants: all.
+struct AllRows {
+  __device__ __forceinline__ bool operator()(int) const { return true; }
+};
+
 template <int kRows, int kDim>
 struct SharedTile {
   static constexpr int kHeight = kRows, kWidth = RoundUp(kDim, 16);
@@ -100,18 +105,19 @@ struct SharedTile {
   alignas(16) uint8_t bytes[kRows * kStride];
 
   // Begins to load the rows row0, row0 + 1, ... of a matrix in HBM whose rows are `stride` bytes apart; zeros for
-  // rows from `end` on. kThreads threads do it together, or a part of it; the caller commits.
-  template <int kThreads>
+  // rows from `end` on, and for those that are not `wanted`. kThreads threads do it together, or a part of it; the
+  // caller commits.
+  template <int kThreads, typename Wanted = AllRows>
   __device__ __forceinline__ void Load(const uint8_t* matrix, int64_t stride, int row0, int end, int part = 0,
-                                       int parts = 1) {
+                                       int parts = 1, Wanted wanted = {}) {
     const Share<kThreads> share;
     const uint32_t to = SharedAddress(bytes) + share.offset;
     const uint8_t* from = matrix + (row0 + share.row) * stride + share.chunk * 16;
     int count = 0;
     share.ForEach([&](int row, int chunk, bool filled) {
       if (count++ % parts != part) return;
-      CpAsync(to + row * kStride + chunk * 16, from + row * stride + chunk * 16,
-              row0 + share.row + row < end && filled);
+      const int r = row0 + share.row + row;
+      CpAsync(to + row * kStride + chunk * 16, from + row * stride + chunk * 16, r < end && filled && wanted(r));
     });
   }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "ampere/fragments.cuh"
-#include "cuda_src/contract.h"
+#include "semantics/softmax.cuh"
 
 namespace jax_flash {
 
@@ -19,6 +19,16 @@ struct Matrix {
   __device__ __forceinline__ uint8_t* At(int row, int column) const {
     return data + row * stride + column * kElementBytes;
   }
+};
+
+// The rows of Q and dO that are not empty. The others are loaded as zeros: 0 times their content may be NaN.
+struct NonEmptyRows {
+  const Params& p;
+  int64_t first;  // row 0 of the head in [batch, head, row]
+
+  __device__ __forceinline__ NonEmptyRows(const Params& p, int batch, int head)
+      : p(p), first((int64_t(batch) * p.q_heads + head) * p.q_len) {}
+  __device__ __forceinline__ bool operator()(int row) const { return !IsEmpty(p, first + row); }
 };
 
 // How many rows a head has in the backward's own arrays.

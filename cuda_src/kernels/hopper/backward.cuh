@@ -246,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
       MbarrierInit(&shared.do_t_empty, ArrivalsOf(kDOReaders));
     }
     for (int i = 0; i < 6; ++i) MbarrierInit(&shared.rows_full[i / 2][i % 2], 1);
+    shared.uncleared.Init();
     FenceMbarrierInit();
     shared.tile[0].item_head = shared.tile[1].item_head = -1;
   }
@@ -257,7 +258,9 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
   if (kPairs) ClusterSync();
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<Tuning::kProducerRegisters>();
-    if (threadIdx.x == 0) Producer{p, shared, &query_map, &key_map, &value_map, &d_o_map, &bias_map}.Run();
+    if (threadIdx.x == 0) {
+      Producer{p, shared, &query_map, &key_map, &value_map, &d_o_map, &bias_map}.Run();
+    }
     if constexpr (kTF32) {
       if (threadIdx.x >= 32) Transposer{shared}.Run();
     }

@@ -100,7 +100,10 @@ struct Consumer {
     Release(&shared.empty[at.index]);
     at.Next();
 #pragma unroll
-    for (int i = 0; i < kCols / 2; ++i) sum[i] += DSOf(S[i], dP[i], D[i / 2 % 2]);  // 18, 20
+    for (int i = 0; i < kCols / 2; ++i) {
+      const int h = i / 2 % 2;
+      if (minus_l[h] != -Infinity()) sum[i] += DSOf(S[i], dP[i], D[h]);  // 18, 20; the dP of an empty row may be NaN
+    }
   }
 
   // Begins C = A B^T of the pair of tiles that is there: this warpgroup's rows, and all keys.
@@ -216,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) jax_flash_b
     for (int s = 0; s < kStages; ++s) MbarrierInit(&shared.full[s], 1), MbarrierInit(&shared.empty[s], kByConsumers);
     for (int b = 0; b < kBiases; ++b)
       MbarrierInit(&shared.bias_full[b], 1), MbarrierInit(&shared.bias_empty[b], kByConsumers);
+    shared.uncleared.Init();
     FenceMbarrierInit();
   }
   __syncthreads();

@@ -38,14 +38,17 @@ struct Producer {
     const bool every = keys.every_lo <= tile.column && end <= keys.every_hi && kind == kEverything;
     const Step step = {batch, head, kind, !every};
     LoadPair<kQKBoxes>(q_map, k_map, tile, step);
-    LoadPair<kVBoxes>(do_map, v_map, tile, step);
+    // Keys beyond kv_length become 0 in V. Their P is 0, but V may be NaN. (Their scores are replaced, whatever K is.)
+    const int there = kProblem.kv_lengths ? min(int(positions.kv_length) - tile.column, kCols) : kCols;
+    LoadPair<kVBoxes>(do_map, v_map, tile, step, there);
   }
 
-  // Loads two tiles whose product is wanted.
+  // Loads two tiles whose product is wanted. Keys from `keys` on become 0.
   template <int kBoxes>
   __device__ __forceinline__ void LoadPair(const TensorMap* rows_map, const TensorMap* keys_map, const DBiasTile& tile,
-                                           const Step& step) {
-    uint64_t* const full = &shared.full[at.index];
+                                           const Step& step, int keys = kCols) {
+    const bool clears = keys < kCols;
+    uint64_t* const full = clears ? &shared.uncleared.barrier : &shared.full[at.index];
     const int kv_head = step.head / (p.q_heads / Fresh(p.kv_heads));
     MbarrierWait(&shared.empty[at.index], at.parity ^ 1);
     shared.step[at.index] = step, shared.tile[at.index] = tile;
@@ -55,6 +58,10 @@ struct Producer {
       const int d = b * kBoxColumns;
       TmaLoad(shared.rows[at.index] + b * kRowBox, rows_map, full, d, tile.row, step.head, step.batch);
       TmaLoad(shared.keys[at.index] + b * kKeyBox, keys_map, full, d, tile.column, kv_head, step.batch);
+    }
+    if (clears) {
+      shared.uncleared.Wait();
+      ClearRowsFrom<kBoxes>(shared.keys[at.index], kKeyBox, keys, &shared.full[at.index]);
     }
     at.Next();
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hopper/bias_tiles.cuh"
+#include "hopper/cleared_rows.cuh"
 #include "hopper/tuning.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
@@ -78,6 +79,7 @@ struct BackwardBiasShared {
   DBiasTile tile[kStages];         // that the step belongs to; column < 0: there are no more
   uint64_t full[kStages], empty[kStages];
   uint64_t bias_full[kBiases], bias_empty[kBiases];
+  LandingBarrier uncleared;  // counts loads of tiles that the producer clears (hopper/cleared_rows.cuh)
 };
 static_assert(sizeof(BackwardBiasShared) <= kMostShared);
 

@@ -44,16 +44,21 @@ struct Producer {
       WaitForRows(item);
       const int head = item % heads, batch = item / heads;
       const Positions positions = PositionsOf(p, batch);
-      const Visible rows = RowsOf(p, positions, batch, t * kAllCols, (t + 1) * kAllCols);
-      const int first = rows.any_lo / kRows, end = (rows.any_hi + kRows - 1) / kRows;
-      const int steps = rows.any_lo < rows.any_hi ? (end - first) * group : 0;
-      const KVTile tile = {t * kAllCols + (kPairs ? ClusterRank() * kCols : 0), head / sharing, batch, item, steps};
-      const int every_hi = EveryHi(rows, positions);
+      Column found = {{t * kAllCols + (kPairs ? ClusterRank() * kCols : 0), head / sharing, batch, item},
+                      RowsOf(p, positions, batch, t * kAllCols, (t + 1) * kAllCols)};
+      const int first = found.rows.any_lo / kRows, end = (found.rows.any_hi + kRows - 1) / kRows;
+      const int steps = found.rows.any_lo < found.rows.any_hi ? (end - first) * group : 0;
+      found.tile.steps = steps;
+      found.rows.every_hi = EveryHi(found.rows, positions);
+      if (kColumnInShared) shared.column = found;
+      const Column& column = kColumnInShared ? shared.column : found;
+      const KVTile& tile = column.tile;
+      const Visible& rows = column.rows;
       // Loads the tile of Q that is the n-th from the end. K and V are loaded after the first tile of Q, for which
       // there is room earlier. Before the last tile of Q the schedule is asked for the next tile of keys, whose answer
       // takes a while.
       const auto load = [&](int n, int q_head, int row_block, int row) {
-        const bool masked = row < rows.every_lo || row + kRows > every_hi;
+        const bool masked = row < rows.every_lo || row + kRows > rows.every_hi;
         if (n == 1) schedule.Ask();
         Load({row, q_head, row_block, kEverything, masked ? Masks::kAll : Masks::kNone, n == 1}, batch, tile.column);
         if (n == steps) LoadKV(tile);
@@ -97,11 +102,11 @@ struct Producer {
       const BlockList blocks = ColumnList(p, batch, head * (p.q_heads / p.kv_heads), t / kTiles);
       const int column = FirstColumn<kAllCols>(blocks, t % kTiles);
       const Positions positions = PositionsOf(p, batch);
-      ListedColumn found = {{column + (kPairs ? ClusterRank() * kCols : 0), head, batch, item},
-                            RowsOf(p, positions, batch, column, column + kAllCols)};
+      Column found = {{column + (kPairs ? ClusterRank() * kCols : 0), head, batch, item},
+                      RowsOf(p, positions, batch, column, column + kAllCols)};
       found.rows.every_hi = EveryHi(found.rows, positions);
-      if (kPairs) shared.listed = found;
-      auto& [tile, rows] = kPairs ? shared.listed : found;
+      if (kColumnInShared) shared.column = found;
+      auto& [tile, rows] = kColumnInShared ? shared.column : found;
       ListedQTiles<kRows> at(p, tile.batch, tile.head, blocks, rows);
       tile.steps = at.There();
       if (!at.There()) schedule.Ask(), LoadKV(tile);
@@ -188,52 +193,97 @@ struct Producer {
     const auto load = [&](uint8_t* to, const TensorMap* map, uint64_t* full, int d, int column) {
       TmaLoad(to, map, full, d, column, tile.head, tile.batch);
     };
+    // How many keys from `column` on there are. The others become 0: their P is 0, but their K and V may be NaN.
+    const auto keys = [&](int column) {
+      if (!kProblem.kv_lengths) return kCols;
+      return min(max(int(PositionsOf(p, tile.batch).kv_length) - column, 0), kCols);
+    };
+    const int own = keys(tile.column), other = kPairs ? keys(tile.column ^ kCols) : kCols;
+
     MbarrierWait(&shared.v_empty, kv_parity ^ 1);
-    MbarrierArriveExpectTx(&shared.v_full, kVBoxes * kKVBox);
-    for (int b = 0; b < kVBoxes; ++b) load(shared.v + b * kKVBox, v_map, &shared.v_full, b * kBoxColumns, tile.column);
+    uint64_t* const v_landed = LandsAt(&shared.v_full, own < kCols);
+    MbarrierArriveExpectTx(v_landed, kVBoxes * kKVBox);
+    for (int b = 0; b < kVBoxes; ++b) load(shared.v + b * kKVBox, v_map, v_landed, b * kBoxColumns, tile.column);
+    if (own < kCols) {
+      shared.uncleared.Wait();
+      ClearRowsFrom<kVBoxes>(shared.v, kKVBox, own, &shared.v_full);
+    }
+
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
     const int added = Unreported();
     shared.tile[kv_parity] = tile;
+    uint64_t* const k_landed = LandsAt(&shared.k_full, own < kCols || other < kCols);
     if (kPairs) {
       // Of the keys of both CTAs the columns of K that this CTA's half of dQ needs; of its own keys the others, too.
-      const int half = ClusterRank() * 64 * kHalfBoxes, other = 64 * kHalfBoxes - half;
-      MbarrierArriveExpectTx(&shared.k_full, 3 * kHalfBoxes * kKVBox);
+      const int half = ClusterRank() * 64 * kHalfBoxes, rest = 64 * kHalfBoxes - half;
+      MbarrierArriveExpectTx(k_landed, 3 * kHalfBoxes * kKVBox);
       for (int b = 0; b < kHalfBoxes; ++b) {
-        load(shared.k + b * kKVBox, k_map, &shared.k_full, half + b * 64, tile.column);
-        load(shared.k + (kHalfBoxes + b) * kKVBox, k_map, &shared.k_full, half + b * 64, tile.column ^ kCols);
-        load(shared.staging + b * kKVBox, k_map, &shared.k_full, other + b * 64, tile.column);
+        load(shared.k + b * kKVBox, k_map, k_landed, half + b * 64, tile.column);
+        load(shared.k + (kHalfBoxes + b) * kKVBox, k_map, k_landed, half + b * 64, tile.column ^ kCols);
+        load(shared.staging + b * kKVBox, k_map, k_landed, rest + b * 64, tile.column);
+      }
+      if (own < kCols || other < kCols) {
+        shared.uncleared.Wait();
+        MbarrierArriveExpectTx(&shared.k_full, (2 * (kCols - own) + kCols - other) * kHalfBoxes * kBoxBytes);
+        ClearRows<kHalfBoxes>(shared.k, kKVBox, own, kCols - own, &shared.k_full);
+        ClearRows<kHalfBoxes>(shared.k + kHalfBoxes * kKVBox, kKVBox, other, kCols - other, &shared.k_full);
+        ClearRows<kHalfBoxes>(shared.staging, kKVBox, own, kCols - own, &shared.k_full);
       }
     } else {
-      MbarrierArriveExpectTx(&shared.k_full, sizeof(shared.k));
+      MbarrierArriveExpectTx(k_landed, sizeof(shared.k));
       uint8_t* const k = kTF32SameKeys ? shared.staging : kTF32 ? shared.ds[0] : shared.k;
-      for (int b = 0; b < kQKBoxes; ++b) load(k + b * kKVBox, k_map, &shared.k_full, b * kBoxColumns, tile.column);
+      for (int b = 0; b < kQKBoxes; ++b) load(k + b * kKVBox, k_map, k_landed, b * kBoxColumns, tile.column);
+      if (own < kCols) {
+        shared.uncleared.Wait();
+        ClearRowsFrom<kQKBoxes>(k, kKVBox, own, &shared.k_full);
+      }
     }
     kv_parity ^= 1;
     ReportAdded(added);  // last, since K should not wait for its fence and its release
+  }
+
+  // The barrier that counts the loads of a tile which consumers await at `full`.
+  __device__ __forceinline__ uint64_t* LandsAt(uint64_t* full, bool clears) const {
+    return clears ? &shared.uncleared.barrier : full;
   }
 
   // Loads a tile of Q and dO, and the tile of the bias that belongs to their rows and to the keys from `column` on.
   __device__ __forceinline__ void Load(const Step& step, int batch, int column) {
     const int stage = loaded % kStages, parity = loaded / kStages % 2;
     const int64_t statistics = int64_t(step.row_block) * kRowBlock;
+    const bool clears = EmptyRowsOf(step).Any();
     MbarrierWait(&shared.q_empty[stage], parity ^ 1);
     shared.step[stage] = step;
-    MbarrierArriveExpectTx(&shared.q_full[stage], sizeof(shared.q[0]) + sizeof(shared.minus_l[0]) + kBiasTile);
+    uint64_t* const q_landed = LandsAt(&shared.q_full[stage], clears);
+    MbarrierArriveExpectTx(q_landed, sizeof(shared.q[0]) + sizeof(shared.minus_l[0]) + kBiasTile);
     for (int b = 0; b < kQKBoxes; ++b)
-      TmaLoad(shared.q[stage] + b * kQBox, q_map, &shared.q_full[stage], b * kBoxColumns, step.row, step.head, batch);
-    if (kBiasTiles)
-      LoadBiasTile(p, shared.bias[stage], bias_map, &shared.q_full[stage], step.row, column, step.head, batch);
-    BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, &shared.q_full[stage]);
-    if (kMaximumApart)
-      BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, &shared.q_full[stage]);
+      TmaLoad(shared.q[stage] + b * kQBox, q_map, q_landed, b * kBoxColumns, step.row, step.head, batch);
+    if (kBiasTiles) LoadBiasTile(p, shared.bias[stage], bias_map, q_landed, step.row, column, step.head, batch);
+    BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, q_landed);
+    if (kMaximumApart) BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, q_landed);
+    if (clears) ClearEmptyRows<kQKBoxes>(shared.q[stage], &shared.q_full[stage], stage);
+
     MbarrierWait(&shared.do_empty[stage], parity ^ 1);
     if (kTF32) shared.more[stage] = true;
-    MbarrierArriveExpectTx(&shared.do_full[stage], sizeof(shared.d_o[0]) + kRows * 4);
+    uint64_t* const do_landed = LandsAt(&shared.do_full[stage], clears);
+    MbarrierArriveExpectTx(do_landed, sizeof(shared.d_o[0]) + kRows * 4);
     for (int b = 0; b < kVBoxes; ++b)
-      TmaLoad(shared.d_o[stage] + b * kQBox, do_map, &shared.do_full[stage], b * kBoxColumns, step.row, step.head,
-              batch);
-    BulkLoad(shared.d[stage], p.d + statistics, kRows * 4, &shared.do_full[stage]);
+      TmaLoad(shared.d_o[stage] + b * kQBox, do_map, do_landed, b * kBoxColumns, step.row, step.head, batch);
+    BulkLoad(shared.d[stage], p.d + statistics, kRows * 4, do_landed);
+    if (clears) ClearEmptyRows<kVBoxes>(shared.d_o[stage], &shared.do_full[stage], stage);
     ++loaded;
+  }
+
+  // Clears the empty rows of a tile of Q or dO, once it has landed.
+  template <int kBoxes>
+  __device__ __forceinline__ void ClearEmptyRows(uint8_t* tile, uint64_t* full, int stage) {
+    shared.uncleared.Wait();
+    const EmptyRows empty = EmptyRowsOf(shared.step[stage]);
+    MbarrierArriveExpectTx(full, kBoxes * empty.Count() * kBoxBytes);
+    empty.Clear<kBoxes>(tile, kQBox, full);
+  }
+  __device__ __forceinline__ EmptyRows EmptyRowsOf(const Step& step) const {
+    return {p.empty_rows + step.row_block * (kRowBlock / 32), kRows / 32};
   }
 };
 

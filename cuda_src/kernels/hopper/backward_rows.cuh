@@ -64,7 +64,7 @@ __device__ __forceinline__ float DotOfEight(const void* o, const void* d_o) {
 // Stores D = rowsum(dO O) - dlogsumexp of row r, and the row's part of the gradient of the sinks.
 __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, int r, float product) {
   const bool exists = block.row + r < p.q_len;
-  if ((kDLogsumexp || kSinks) && exists) {
+  if ((kDLogsumexp || kSinks || kEmptyRows) && exists) {
     const int64_t at = int64_t(block.Head(p)) * p.q_len + block.row + r;
     const RowGradients gradients(p, block.batch, block.head, at, product);
     product = gradients.d;
@@ -73,12 +73,17 @@ __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, i
   p.d[block.Rows() + Place(r)] = exists ? product / ZScale(p) : 0.0f;
 }
 
-// Stores -L of row r in the unit of S; with a bias or a score_mod -log l and m, each for itself.
+// Stores -L of row r in the unit of S; with a bias or a score_mod -log l and m, each for itself. Also stores which rows
+// are empty, 32 at a time: row r is the one of this lane, and r is lane 0's modulo 32.
 __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, int r) {
   const int64_t from = int64_t(block.Head(p)) * p.q_len + block.row + r;
   const int64_t to = block.Rows() + Place(r);
   const bool exists = block.row + r < p.q_len;
   float l = exists ? p.l[from] : 0.0f, m = exists ? p.m[from] : 0.0f;
+  if constexpr (kEmptyRows) {
+    const uint32_t empty = __ballot_sync(0xFFFFFFFF, exists && l == 0.0f);
+    if (r % 32 == 0) p.empty_rows[(block.Rows() + r) / 32] = empty;
+  }
   JoinSink(p, block.batch, block.head, &m, &l);
   if constexpr (kMaximumApart) {
     p.logsumexp[to] = l == 0.0f ? -Infinity() : -logf(l);

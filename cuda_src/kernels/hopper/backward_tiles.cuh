@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hopper/bias_tiles.cuh"
+#include "hopper/cleared_rows.cuh"
 #include "hopper/row_blocks.cuh"
 #include "hopper/tuning.cuh"
 #include "ptx/tma.cuh"
@@ -63,11 +64,14 @@ struct KVTile {
   int steps;      // tiles of Q, of all heads of the item, that see it; with a block mask not 0 if there are any
 };
 
-// With lists: what the producer walks, a tile of K and V, or two if kPairs, and the rows that see it.
-struct ListedColumn {
+// What the producer walks: a tile of K and V, or two if kPairs, and the rows that see it.
+struct Column {
   KVTile tile;
   Visible rows;
 };
+// Does the producer keep it in shared memory, for want of registers?
+constexpr bool kColumnInShared =
+    (kListed || kEmptyRows) && (kPairs || (kListed && Tuning::kProducerRegisters < 56));
 
 // Which masks have to be applied to the entries of a tile; kOfBlock: the bits of its block alone.
 enum class Masks : int8_t { kNone, kAll, kOfBlock };
@@ -99,7 +103,7 @@ struct BackwardShared {
   alignas(16) float d[kStages][kRows];
   alignas(16) Step step[kStages];
   alignas(16) KVTile tile[2];
-  ListedColumn listed;  // of the producer, if kPairs, for want of registers
+  Column column;  // the producer's, if kColumnInShared
   uint64_t k_full, k_empty, v_full, v_empty;
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kStages], do_empty[kStages];
@@ -112,6 +116,7 @@ struct BackwardShared {
   uint64_t q_t_full, q_t_empty, do_t_full, do_t_empty;
   bool more[kTF32 ? kStages : 1];  // comes with dO; false if there is no more of it
   alignas(kTF32 ? 1024 : 1) uint8_t q_t[kTF32 ? kQKBoxes * kQBox : 1], do_t[kTF32 ? kVBoxes * kQBox : 1];
+  LandingBarrier uncleared;  // counts loads of tiles that the producer clears (hopper/cleared_rows.cuh)
 };
 static_assert(kSameKeys || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::v));                // where dV leaves
 static_assert(!kTF32 || kTF32SameKeys || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::k));  // where K comes

@@ -30,29 +30,44 @@ struct Producer {
     if constexpr (kTF32) {
 #pragma unroll 1
       for (int b = 0; b < kVBoxes; ++b) {
-        Land(true);
-        TmaLoad(shared.landing[landing.index], v_map, &shared.landed[landing.index], b * kBoxColumns, j * kKeys, head,
-                batch);
+        WaitForLanding(true);
+        LoadBoxesOfV<1>(shared.landing[landing.index], &shared.landed[landing.index], b, j, head, batch);
         landing.Next();
       }
     } else {
       MbarrierWait(&shared.v_empty[at.index], at.parity ^ 1);
-      MbarrierArriveExpectTx(&shared.v_full[at.index], kVBoxes * kKVBox);
-      for (int b = 0; b < kVBoxes; ++b)
-        TmaLoad(shared.v[at.index] + b * kKVBox, v_map, &shared.v_full[at.index], b * kBoxColumns, j * kKeys, head,
-                batch);
+      LoadBoxesOfV<kVBoxes>(shared.v[at.index], &shared.v_full[at.index], 0, j, head, batch);
     }
     at.Next();
   }
 
-  // Tells the warp whose turn it is that a box of V lands, or that there are no more.
-  __device__ __forceinline__ void Land(bool more) {
+  // Loads boxes of the tile j of V, from box `first` on. Keys beyond kv_length become 0: their P is 0, but their V may
+  // be NaN.
+  template <int kCount>
+  __device__ __forceinline__ void LoadBoxesOfV(uint8_t* boxes, uint64_t* full, int first, int j, int head, int batch) {
+    const int there = kProblem.kv_lengths ? int(PositionsOf(p, batch).kv_length) - j * kKeys : kKeys;
+    const bool clears = there < kKeys;
+    uint64_t* const landed = clears ? &shared.uncleared.barrier : full;
+    MbarrierArriveExpectTx(landed, kCount * kKVBox);
+    for (int b = 0; b < kCount; ++b)
+      TmaLoad(boxes + b * kKVBox, v_map, landed, (first + b) * kBoxColumns, j * kKeys, head, batch);
+    if (!clears) return;
+    shared.uncleared.Wait();
+    ClearRowsFrom<kCount>(boxes, kKVBox, max(there, 0), full);
+  }
+
+  // Waits for room where a box of V lands, and tells the warp whose turn it is whether one comes.
+  __device__ __forceinline__ void WaitForLanding(bool more) {
     MbarrierWait(&shared.transposed[landing.index], landing.parity ^ 1);
     shared.more[landing.index] = more;
-    MbarrierArriveExpectTx(&shared.landed[landing.index], more ? kKVBox : 0);
   }
+  // Tells the warps that there are no more boxes.
   __device__ __forceinline__ void EndLanding() {
-    for (int w = 0; w < kTransposers; ++w) Land(false), landing.Next();
+    for (int w = 0; w < kTransposers; ++w) {
+      WaitForLanding(false);
+      MbarrierArrive(&shared.landed[landing.index]);
+      landing.Next();
+    }
   }
 
   // Hands the tile to all consumers, and loads its Q. (With lists there are no registers to unroll the loop.)

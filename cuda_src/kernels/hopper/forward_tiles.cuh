@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hopper/bias_tiles.cuh"
+#include "hopper/cleared_rows.cuh"
 #include "hopper/tuning.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
@@ -97,6 +98,7 @@ struct ForwardShared {
   bool more[kTF32 ? kLandings : 1];  // comes with a box, or says that there are none
   Passed passed[kOwnKeys ? 2 * kQBuffers : 1][kOwnKeys ? kRowGroups : 1];  // comes with q, as the tile does
   alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? kKVBox : 1];
+  LandingBarrier uncleared;  // counts loads of V that the producer clears (hopper/cleared_rows.cuh)
 };
 
 static_assert(sizeof(ForwardShared) <= 227 * 1024);

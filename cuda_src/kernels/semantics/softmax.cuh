@@ -66,12 +66,17 @@ __device__ __forceinline__ float MinusLOfRow(const Params& p, int batch, int hea
   return kSinks && kMaximumApart && l != 0.0f ? fmaf(of_scores - m, kLog2e, minus_l) : minus_l;
 }
 
+// Is the row `at` of [batch, head, row] empty? The masks hide all keys from it, or all its scores are -inf.
+__device__ __forceinline__ bool IsEmpty(const Params& p, int64_t at) { return kEmptyRows && p.l[at] == 0.0f; }
+
 // What the backward computes from rowsum(dO O), which is `product`, for the row `at` of [batch, head, row].
 struct RowGradients {
-  float d;      // rowsum(dO O) - dlogsumexp
+  float d;      // rowsum(dO O) - dlogsumexp; 0 for an empty row
   float dsink;  // what the row adds to the gradient of its sink
 
   __device__ __forceinline__ RowGradients(const Params& p, int batch, int head, int64_t at, float product) {
+    d = dsink = 0.0f;
+    if (IsEmpty(p, at)) return;
     float m = 0.0f, l = 0.0f, growth = 1.0f;
     if (kSinks) {
       m = p.m[at], l = p.l[at];

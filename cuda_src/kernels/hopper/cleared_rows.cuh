@@ -1,0 +1,87 @@
+// Rows of a tile in shared memory that the copy engine sets to 0 after the tile has landed.
+//
+// wgmma multiplies whole tiles, and 0 times NaN is NaN. So rows whose content must not matter (empty rows of Q and dO,
+// keys from the length on) are cleared before a consumer sees them. The producer thread does that: it counts the loads
+// of such a tile at a barrier of its own, waits for them, and then copies zeros over the rows. The consumers' barrier
+// counts these copies instead of the loads. Consumers do the same as with any other tile.
+#pragma once
+
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "semantics/mask.cuh"
+
+namespace jax_flash {
+
+constexpr int kMostCleared = 256;  // rows of a box
+
+__device__ uint4 zero_rows[kMostCleared * kBoxBytes / sizeof(uint4)];
+
+// Rows [first, first + count) of a tile of kBoxes boxes; the bytes are counted by `barrier`.
+template <int kBoxes>
+__device__ __forceinline__ void ClearRows(uint8_t* tile, int box_bytes, int first, int count, uint64_t* barrier) {
+#pragma unroll 1
+  for (int b = 0; count > 0 && b < kBoxes; ++b)
+    BulkLoad(tile + b * box_bytes + first * kBoxBytes, zero_rows, count * kBoxBytes, barrier);
+}
+
+// The same for all rows from `first` on, which are all bytes that the barrier's phase waits for.
+template <int kBoxes>
+__device__ __forceinline__ void ClearRowsFrom(uint8_t* tile, int box_bytes, int first, uint64_t* barrier) {
+  const int count = box_bytes / kBoxBytes - first;
+  MbarrierArriveExpectTx(barrier, kBoxes * count * kBoxBytes);
+  ClearRows<kBoxes>(tile, box_bytes, first, count, barrier);
+}
+
+// The barrier, in shared memory, that counts the loads of tiles that have to be cleared, one tile after the other.
+struct LandingBarrier {
+  uint64_t barrier;
+  uint32_t parity;  // here, since the producer has no register for it
+
+  __device__ __forceinline__ void Init() {
+    MbarrierInit(&barrier, 1);
+    parity = 0;
+  }
+  __device__ __forceinline__ void Wait() {
+    MbarrierWait(&barrier, parity);
+    parity ^= 1;
+  }
+};
+
+// Which rows of a tile of Q or dO are empty: words with a bit for each row.
+struct EmptyRows {
+  const uint32_t* words;
+  int count;  // of words
+
+  __device__ __forceinline__ bool Any() const {
+    uint32_t some = 0;
+    for (int w = 0; kEmptyRows && w < count; ++w) some |= Word(w);
+    return some != 0;
+  }
+
+  __device__ __forceinline__ int Count() const {
+    int rows = 0;
+#pragma unroll 1
+    for (int w = 0; w < count; ++w) rows += __popc(Word(w));
+    return rows;
+  }
+
+  // Clears these rows, run by run.
+  template <int kBoxes>
+  __device__ __forceinline__ void Clear(uint8_t* tile, int box_bytes, uint64_t* barrier) const {
+#pragma unroll 1
+    for (int w = 0; w < count; ++w) {
+#pragma unroll 1
+      for (uint32_t left = Word(w); left != 0;) {
+        const int first = __ffs(left) - 1, end_of_run = __ffs(~(left >> first)) - 1, run = end_of_run < 0 ? 32 : end_of_run;
+        ClearRows<kBoxes>(tile, box_bytes, 32 * w + first, run, barrier);
+        left &= ~(FirstBits(run) << first);
+      }
+    }
+  }
+
+ private:
+  // From the L2, since a CTA may have read the same place for another head before (hopper/backward_alongside.cuh).
+  __device__ __forceinline__ uint32_t Word(int w) const { return __ldcg(words + w); }
+};
+
+}  // namespace jax_flash

@@ -58,6 +58,7 @@ class Problem:
     causal: bool = False
     window: int | None = None  # how many keys to the left a query sees
     documents: int = 1  # number of packed documents, which are equally long
+    padding: int = 0  # tokens at the end of each sequence that sequence lengths exclude
     dropout: float = 0.0
     deterministic: bool = False
     dtype: str = "bfloat16"
@@ -76,19 +77,19 @@ class Problem:
 
     def entries(self) -> float:
         """Of S that count, in all heads."""
-        columns = length = self.S / self.documents
+        columns = length = (self.S - self.padding) / self.documents
         if self.window is not None:
             columns = min(self.window, length)
             if self.T == self.S:
                 columns -= columns**2 / (2 * length)  # the first rows of each document have fewer keys
         elif self.causal and self.T == self.S:
             columns /= 2
-        return self.B * self.N * self.T * columns
+        return self.B * self.N * (self.T - self.padding) * columns
 
     def dense(self) -> "Problem":
         """Without window, documents, arrays, soft cap and sinks."""
         return dataclasses.replace(
-            self, window=None, documents=1, mask="", bias="", dbias=False, soft_cap=None, sinks=False
+            self, window=None, documents=1, padding=0, mask="", bias="", dbias=False, soft_cap=None, sinks=False
         )
 
     def flops(self, pass_: str) -> float:
@@ -107,6 +108,7 @@ class Problem:
             "sinks" * self.sinks,
             f"window {self.window}" * (self.window is not None),
             f"{self.documents} documents" * (self.documents > 1),
+            f"{self.padding} padding" * (self.padding > 0),
             f"dropout {self.dropout}" * (self.dropout > 0),
             "deterministic" * self.deterministic,
             self.dtype * (self.dtype != "bfloat16"),
@@ -163,6 +165,15 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
                     Problem.square(16384, d, causal=True, documents=16, window=1024),
                     Problem.square(16384, d, causal=True, documents=16, dropout=0.1),
                 )
+            ],
+        ),
+        "lengths": (
+            PASSES[:2],
+            [
+                Problem.square(n, d, causal=causal, padding=n // 8 + 5)
+                for d in (64, 128, 256)
+                for n in (512, 1024, 4096)
+                for causal in masks
             ],
         ),
         "windows": (  # gpt-oss
@@ -263,6 +274,9 @@ def operands(problem: Problem) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     if p.documents > 1:
         ids = jnp.repeat(jnp.arange(p.documents), p.T // p.documents)[None].repeat(p.B, 0)
         arrays |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    if p.padding:
+        arrays["query_seq_lengths"] = jnp.full(p.B, p.T - p.padding)
+        arrays["key_value_seq_lengths"] = jnp.full(p.B, p.S - p.padding)
     if p.dropout:
         arrays["dropout_key"] = jax.random.key(1)
     return inputs, arrays

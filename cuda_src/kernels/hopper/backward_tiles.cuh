@@ -70,8 +70,7 @@ struct Column {
   Visible rows;
 };
 // Does the producer keep it in shared memory, for want of registers?
-constexpr bool kColumnInShared =
-    (kListed || kEmptyRows) && (kPairs || (kListed && Tuning::kProducerRegisters < 56));
+constexpr bool kColumnInShared = (kListed || kEmptyRows) && (kPairs || Tuning::kProducerRegisters < 56);
 
 // Which masks have to be applied to the entries of a tile; kOfBlock: the bits of its block alone.
 enum class Masks : int8_t { kNone, kAll, kOfBlock };

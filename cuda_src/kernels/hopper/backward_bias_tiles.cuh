@@ -79,7 +79,7 @@ struct BackwardBiasShared {
   DBiasTile tile[kStages];         // that the step belongs to; column < 0: there are no more
   uint64_t full[kStages], empty[kStages];
   uint64_t bias_full[kBiases], bias_empty[kBiases];
-  LandingBarrier uncleared;  // counts loads of tiles that the producer clears (hopper/cleared_rows.cuh)
+  LandingBarrier uncleared;  // counts loads of V that the producer clears
 };
 static_assert(sizeof(BackwardBiasShared) <= kMostShared);
 

@@ -201,18 +201,15 @@ struct Producer {
     const int own = keys(tile.column), other = kPairs ? keys(tile.column ^ kCols) : kCols;
 
     MbarrierWait(&shared.v_empty, kv_parity ^ 1);
-    uint64_t* const v_landed = LandsAt(&shared.v_full, own < kCols);
+    uint64_t* const v_landed = own < kCols ? &shared.uncleared[0].barrier : &shared.v_full;
     MbarrierArriveExpectTx(v_landed, kVBoxes * kKVBox);
     for (int b = 0; b < kVBoxes; ++b) load(shared.v + b * kKVBox, v_map, v_landed, b * kBoxColumns, tile.column);
-    if (own < kCols) {
-      shared.uncleared.Wait();
-      ClearRowsFrom<kVBoxes>(shared.v, kKVBox, own, &shared.v_full);
-    }
 
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
     const int added = Unreported();
     shared.tile[kv_parity] = tile;
-    uint64_t* const k_landed = LandsAt(&shared.k_full, own < kCols || other < kCols);
+    uint64_t* const k_landed = own < kCols || other < kCols ? &shared.uncleared[1].barrier : &shared.k_full;
+    uint8_t* const k = kTF32SameKeys ? shared.staging : kTF32 ? shared.ds[0] : shared.k;
     if (kPairs) {
       // Of the keys of both CTAs the columns of K that this CTA's half of dQ needs; of its own keys the others, too.
       const int half = ClusterRank() * 64 * kHalfBoxes, rest = 64 * kHalfBoxes - half;
@@ -222,19 +219,23 @@ struct Producer {
         load(shared.k + (kHalfBoxes + b) * kKVBox, k_map, k_landed, half + b * 64, tile.column ^ kCols);
         load(shared.staging + b * kKVBox, k_map, k_landed, rest + b * 64, tile.column);
       }
-      if (own < kCols || other < kCols) {
-        shared.uncleared.Wait();
+    } else {
+      MbarrierArriveExpectTx(k_landed, sizeof(shared.k));
+      for (int b = 0; b < kQKBoxes; ++b) load(k + b * kKVBox, k_map, k_landed, b * kBoxColumns, tile.column);
+    }
+
+    if (own < kCols) {
+      shared.uncleared[0].Wait();
+      ClearRowsFrom<kVBoxes>(shared.v, kKVBox, own, &shared.v_full);
+    }
+    if (own < kCols || other < kCols) {
+      shared.uncleared[1].Wait();
+      if (kPairs) {
         MbarrierArriveExpectTx(&shared.k_full, (2 * (kCols - own) + kCols - other) * kHalfBoxes * kBoxBytes);
         ClearRows<kHalfBoxes>(shared.k, kKVBox, own, kCols - own, &shared.k_full);
         ClearRows<kHalfBoxes>(shared.k + kHalfBoxes * kKVBox, kKVBox, other, kCols - other, &shared.k_full);
         ClearRows<kHalfBoxes>(shared.staging, kKVBox, own, kCols - own, &shared.k_full);
-      }
-    } else {
-      MbarrierArriveExpectTx(k_landed, sizeof(shared.k));
-      uint8_t* const k = kTF32SameKeys ? shared.staging : kTF32 ? shared.ds[0] : shared.k;
-      for (int b = 0; b < kQKBoxes; ++b) load(k + b * kKVBox, k_map, k_landed, b * kBoxColumns, tile.column);
-      if (own < kCols) {
-        shared.uncleared.Wait();
+      } else {
         ClearRowsFrom<kQKBoxes>(k, kKVBox, own, &shared.k_full);
       }
     }
@@ -242,48 +243,40 @@ struct Producer {
     ReportAdded(added);  // last, since K should not wait for its fence and its release
   }
 
-  // The barrier that counts the loads of a tile which consumers await at `full`.
-  __device__ __forceinline__ uint64_t* LandsAt(uint64_t* full, bool clears) const {
-    return clears ? &shared.uncleared.barrier : full;
-  }
-
   // Loads a tile of Q and dO, and the tile of the bias that belongs to their rows and to the keys from `column` on.
   __device__ __forceinline__ void Load(const Step& step, int batch, int column) {
     const int stage = loaded % kStages, parity = loaded / kStages % 2;
     const int64_t statistics = int64_t(step.row_block) * kRowBlock;
-    const bool clears = EmptyRowsOf(step).Any();
+    const bool clears = kEmptyRows && shared.empty_rows.Read(p.empty_rows + step.row_block * (kRowBlock / 32));
+    uint64_t* const q_landed = clears ? &shared.uncleared[0].barrier : &shared.q_full[stage];
+    uint64_t* const do_landed = clears ? &shared.uncleared[1].barrier : &shared.do_full[stage];
+    const auto clear_q = [&] {
+      shared.uncleared[0].Wait();
+      shared.empty_rows.Clear<kQKBoxes>(shared.q[stage], &shared.q_full[stage]);
+    };
+
     MbarrierWait(&shared.q_empty[stage], parity ^ 1);
     shared.step[stage] = step;
-    uint64_t* const q_landed = LandsAt(&shared.q_full[stage], clears);
     MbarrierArriveExpectTx(q_landed, sizeof(shared.q[0]) + sizeof(shared.minus_l[0]) + kBiasTile);
     for (int b = 0; b < kQKBoxes; ++b)
       TmaLoad(shared.q[stage] + b * kQBox, q_map, q_landed, b * kBoxColumns, step.row, step.head, batch);
     if (kBiasTiles) LoadBiasTile(p, shared.bias[stage], bias_map, q_landed, step.row, column, step.head, batch);
     BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, q_landed);
     if (kMaximumApart) BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, q_landed);
-    if (clears) ClearEmptyRows<kQKBoxes>(shared.q[stage], &shared.q_full[stage], stage);
+    if (kStages == 1 && clears) clear_q();  // there may be no room for dO until consumers have seen this Q
 
     MbarrierWait(&shared.do_empty[stage], parity ^ 1);
     if (kTF32) shared.more[stage] = true;
-    uint64_t* const do_landed = LandsAt(&shared.do_full[stage], clears);
     MbarrierArriveExpectTx(do_landed, sizeof(shared.d_o[0]) + kRows * 4);
     for (int b = 0; b < kVBoxes; ++b)
       TmaLoad(shared.d_o[stage] + b * kQBox, do_map, do_landed, b * kBoxColumns, step.row, step.head, batch);
     BulkLoad(shared.d[stage], p.d + statistics, kRows * 4, do_landed);
-    if (clears) ClearEmptyRows<kVBoxes>(shared.d_o[stage], &shared.do_full[stage], stage);
+    if (kStages > 1 && clears) clear_q();
+    if (clears) {
+      shared.uncleared[1].Wait();
+      shared.empty_rows.Clear<kVBoxes>(shared.d_o[stage], &shared.do_full[stage]);
+    }
     ++loaded;
-  }
-
-  // Clears the empty rows of a tile of Q or dO, once it has landed.
-  template <int kBoxes>
-  __device__ __forceinline__ void ClearEmptyRows(uint8_t* tile, uint64_t* full, int stage) {
-    shared.uncleared.Wait();
-    const EmptyRows empty = EmptyRowsOf(shared.step[stage]);
-    MbarrierArriveExpectTx(full, kBoxes * empty.Count() * kBoxBytes);
-    empty.Clear<kBoxes>(tile, kQBox, full);
-  }
-  __device__ __forceinline__ EmptyRows EmptyRowsOf(const Step& step) const {
-    return {p.empty_rows + step.row_block * (kRowBlock / 32), kRows / 32};
   }
 };
 

@@ -111,11 +111,12 @@ struct BackwardShared {
   alignas(kAlongside ? 1024 : 1) uint8_t rows[3][2][kAlongside ? kRowsBytes : 1];
   alignas(16) uint8_t zeros[kAlongside ? kRowsBytes : 1];
   uint64_t rows_full[3][2];
+  LandingBarrier uncleared[2];  // count loads of Q or V, and of dO or K, that the producer clears
+  EmptyRows<kRows> empty_rows;  // of the tile that the producer loads
   // With TF32: the transposes of Q and dO.
   uint64_t q_t_full, q_t_empty, do_t_full, do_t_empty;
   bool more[kTF32 ? kStages : 1];  // comes with dO; false if there is no more of it
   alignas(kTF32 ? 1024 : 1) uint8_t q_t[kTF32 ? kQKBoxes * kQBox : 1], do_t[kTF32 ? kVBoxes * kQBox : 1];
-  LandingBarrier uncleared;  // counts loads of tiles that the producer clears (hopper/cleared_rows.cuh)
 };
 static_assert(kSameKeys || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::v));                // where dV leaves
 static_assert(!kTF32 || kTF32SameKeys || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::k));  // where K comes

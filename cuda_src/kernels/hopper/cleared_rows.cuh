@@ -47,41 +47,42 @@ struct LandingBarrier {
   }
 };
 
-// Which rows of a tile of Q or dO are empty: words with a bit for each row.
+// Which of the rows of a tile of Q or dO are empty: a bit for each. In shared memory, where the producer alone reads it.
+template <int kRows>
 struct EmptyRows {
-  const uint32_t* words;
-  int count;  // of words
+  static constexpr int kWords = kRows / 32;
+  uint32_t words[kWords];
 
-  __device__ __forceinline__ bool Any() const {
+  // Reads the bits from scratch; returns whether there are any. (From the L2, since the place may have been another
+  // head's before: hopper/backward_alongside.cuh.)
+  __device__ __forceinline__ bool Read(const uint32_t* bits) {
     uint32_t some = 0;
-    for (int w = 0; kEmptyRows && w < count; ++w) some |= Word(w);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const uint32_t word = __ldcg(bits + w);
+      words[w] = word;
+      some |= word;
+    }
     return some != 0;
   }
 
-  __device__ __forceinline__ int Count() const {
+  // Clears these rows of a tile of kBoxes boxes, run by run; the bytes are all that the barrier's phase waits for.
+  template <int kBoxes>
+  __device__ __forceinline__ void Clear(uint8_t* tile, uint64_t* barrier) const {
     int rows = 0;
 #pragma unroll 1
-    for (int w = 0; w < count; ++w) rows += __popc(Word(w));
-    return rows;
-  }
-
-  // Clears these rows, run by run.
-  template <int kBoxes>
-  __device__ __forceinline__ void Clear(uint8_t* tile, int box_bytes, uint64_t* barrier) const {
+    for (int w = 0; w < kWords; ++w) rows += __popc(words[w]);
+    MbarrierArriveExpectTx(barrier, kBoxes * rows * kBoxBytes);
 #pragma unroll 1
-    for (int w = 0; w < count; ++w) {
+    for (int w = 0; w < kWords; ++w) {
 #pragma unroll 1
-      for (uint32_t left = Word(w); left != 0;) {
-        const int first = __ffs(left) - 1, end_of_run = __ffs(~(left >> first)) - 1, run = end_of_run < 0 ? 32 : end_of_run;
-        ClearRows<kBoxes>(tile, box_bytes, 32 * w + first, run, barrier);
+      for (uint32_t left = words[w]; left != 0;) {
+        const int first = __ffs(left) - 1, after = __ffs(~(left >> first)) - 1, run = after < 0 ? 32 : after;
+        ClearRows<kBoxes>(tile, kRows * kBoxBytes, 32 * w + first, run, barrier);
         left &= ~(FirstBits(run) << first);
       }
     }
   }
-
- private:
-  // From the L2, since a CTA may have read the same place for another head before (hopper/backward_alongside.cuh).
-  __device__ __forceinline__ uint32_t Word(int w) const { return __ldcg(words + w); }
 };
 
 }  // namespace jax_flash

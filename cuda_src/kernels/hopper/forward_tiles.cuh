@@ -87,6 +87,7 @@ struct ForwardShared {
   QTile tile[2 * kQBuffers][kRowGroups];  // comes with q, stays until the next tile's q goes
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
+  LandingBarrier uncleared;  // counts loads of V that the producer clears
   ListedTile listed[kListed ? kStages : 1];  // comes with k
   ListedTile found[kAhead];                  // by the scout
   QTile found_tile[kAhead + 1];              // comes with the first of them
@@ -98,7 +99,6 @@ struct ForwardShared {
   bool more[kTF32 ? kLandings : 1];  // comes with a box, or says that there are none
   Passed passed[kOwnKeys ? 2 * kQBuffers : 1][kOwnKeys ? kRowGroups : 1];  // comes with q, as the tile does
   alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? kKVBox : 1];
-  LandingBarrier uncleared;  // counts loads of V that the producer clears (hopper/cleared_rows.cuh)
 };
 
 static_assert(sizeof(ForwardShared) <= 227 * 1024);

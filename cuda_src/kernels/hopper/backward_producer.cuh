@@ -49,8 +49,8 @@ struct Producer {
       const int first = found.rows.any_lo / kRows, end = (found.rows.any_hi + kRows - 1) / kRows;
       const int steps = found.rows.any_lo < found.rows.any_hi ? (end - first) * group : 0;
       found.tile.steps = steps;
-      found.rows.every_hi = EveryHi(found.rows, positions);
       if (kColumnInShared) shared.column = found;
+      const int every_hi = EveryHi(found.rows, positions);
       const Column& column = kColumnInShared ? shared.column : found;
       const KVTile& tile = column.tile;
       const Visible& rows = column.rows;
@@ -58,9 +58,11 @@ struct Producer {
       // there is room earlier. Before the last tile of Q the schedule is asked for the next tile of keys, whose answer
       // takes a while.
       const auto load = [&](int n, int q_head, int row_block, int row) {
-        const bool masked = row < rows.every_lo || row + kRows > rows.every_hi;
+        const bool masked = row < rows.every_lo || row + kRows > every_hi;
+        const bool hides = row < rows.every_lo || row + kRows > rows.every_hi;
         if (n == 1) schedule.Ask();
-        Load({row, q_head, row_block, kEverything, masked ? Masks::kAll : Masks::kNone, n == 1}, batch, tile.column);
+        Load({row, q_head, row_block, kEverything, masked ? Masks::kAll : Masks::kNone, n == 1}, batch, tile.column,
+             hides);
         if (n == steps) LoadKV(tile);
       };
       if (steps == 0) schedule.Ask(), LoadKV(tile);
@@ -120,7 +122,7 @@ struct Producer {
                             : kMaskMod            ? Masks::kAll
                                                   : Masks::kOfBlock;
         if (last) schedule.Ask();
-        Load({row, q_head, RowBlock(tile.batch, q_head, row), kind, masks, last}, tile.batch, tile.column);
+        Load({row, q_head, RowBlock(tile.batch, q_head, row), kind, masks, last}, tile.batch, tile.column, true);
         if (first) LoadKV(tile);
       }
     }
@@ -244,10 +246,12 @@ struct Producer {
   }
 
   // Loads a tile of Q and dO, and the tile of the bias that belongs to their rows and to the keys from `column` on.
-  __device__ __forceinline__ void Load(const Step& step, int batch, int column) {
+  // `hides`: do masks hide entries of the tile? Otherwise no row is empty, unless its scores are -inf.
+  __device__ __forceinline__ void Load(const Step& step, int batch, int column, bool hides) {
     const int stage = loaded % kStages, parity = loaded / kStages % 2;
     const int64_t statistics = int64_t(step.row_block) * kRowBlock;
-    const bool clears = kEmptyRows && shared.empty_rows.Read(p.empty_rows + step.row_block * (kRowBlock / 32));
+    const bool clears = kEmptyRows && (hides || kBias || kScoreMod) &&
+                        shared.empty_rows.Read(p.empty_rows + step.row_block * (kRowBlock / 32));
     uint64_t* const q_landed = clears ? &shared.uncleared[0].barrier : &shared.q_full[stage];
     uint64_t* const do_landed = clears ? &shared.uncleared[1].barrier : &shared.do_full[stage];
     const auto clear_q = [&] {

@@ -47,7 +47,8 @@ struct LandingBarrier {
   }
 };
 
-// Which of the rows of a tile of Q or dO are empty: a bit for each. In shared memory, where the producer alone reads it.
+// Which of the rows of a tile of Q or dO are empty: a bit for each. In shared memory, where the producer alone reads
+// it.
 template <int kRows>
 struct EmptyRows {
   static constexpr int kWords = kRows / 32;

@@ -87,7 +87,7 @@ struct ForwardShared {
   QTile tile[2 * kQBuffers][kRowGroups];  // comes with q, stays until the next tile's q goes
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
-  LandingBarrier uncleared;  // counts loads of V that the producer clears
+  LandingBarrier uncleared;                  // counts loads of V that the producer clears
   ListedTile listed[kListed ? kStages : 1];  // comes with k
   ListedTile found[kAhead];                  // by the scout
   QTile found_tile[kAhead + 1];              // comes with the first of them

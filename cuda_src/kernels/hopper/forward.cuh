@@ -55,11 +55,12 @@ struct Consumer : Epilogue {
     Maximum(alpha, shift);         // 12, 13
     Exponentials(shift);           // 12
     FinishO();
+    if (Tuning::kEarlyPack) PackP();  // 14
     if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
       for (int i = 0; i < kVDim / 2; ++i) O[i] *= alpha[i / 2 % 2];
     }
-    PackP();  // 14
+    if (!Tuning::kEarlyPack) PackP();
   }
 
   // With lists: waits for the next tile of K, and says which one it is.

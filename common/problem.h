@@ -101,7 +101,7 @@ struct Problem {
   bool window() const { return window_left >= 0 || window_right >= 0; }
   bool dropout() const { return drop_threshold > 0; }
   // Can a row be empty, that is have l = 0? Without these features every row sees the first key.
-  bool may_have_empty_rows() const {
+  bool may_empty_rows() const {
     return window() || ranges || q_lengths || kv_lengths || segments || query_offset || mask.present ||
            block_mask.present || bias.present || programs();
   }

@@ -24,7 +24,7 @@ bool IsLight(const Program& score_mod);
   FEATURE(kCausal, "a causal mask", p.causal)                                                                          \
   FEATURE(kWindow, "a window or packed sequences", p.window() || p.ranges)                                             \
   FEATURE(kSegments, "segments", p.segments)                                                                           \
-  FEATURE(kLengths, "lengths", p.q_lengths || p.kv_lengths)                                                            \
+  FEATURE(kLengths, "lengths", (p.q_lengths || p.kv_lengths) && !p.ranges)                                             \
   FEATURE(kQueryOffset, "a query offset", p.query_offset)                                                              \
   FEATURE(kSoftCap, "a soft cap", p.soft_cap > 0)                                                                      \
   FEATURE(kBias, "a bias", p.bias.present)                                                                             \

@@ -83,7 +83,7 @@ Scratch ScratchOf(const Problem& given, Pass pass, const Target& target) {
     const bool apart = p.bias.present || p.score_mod.present();
     const bool by_hopper = hopper || (p.dbias && hopper::BiasTiling(target, p));
     if (apart && by_hopper) scratch.maximum = take(4 * rows);
-    if (p.may_have_empty_rows() && by_hopper) scratch.empty_rows = take(rows / 8);
+    if (p.may_empty_rows() && by_hopper) scratch.empty_rows = take(rows / 8);
     if (SumsDQ(p)) scratch.dq_sum = take(4 * rows * p.qk_dim);
     if (p.dbias) {
       const BiasWork work = BiasWorkOf(target, p);

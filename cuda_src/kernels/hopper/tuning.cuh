@@ -40,8 +40,9 @@ struct ForwardTuning {
   static constexpr bool kBiasInParts = kSoftCap && kDropout;
 
   // Is P packed before warps vote whether to rescale O? The vote ends in a branch, and ptxas moves nothing across it:
-  // packing before the branch fills the wait for O. Narrow heads wait less than the packing takes.
-  static constexpr bool kEarlyPack = kVDim > 64;
+  // packing before the branch fills the wait for O. Narrow heads wait less than the packing takes, and beside a bias or
+  // a score_mod registers would be spilled.
+  static constexpr bool kEarlyPack = kVDim > 64 && !kAddsToScores;
 
   // How many keys of V are in registers at a time where it is transposed: as many as there is room for.
   static constexpr int kTransposedAtOnce = kConsumers == 2 ? 16 : 8;

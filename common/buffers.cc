@@ -151,7 +151,7 @@ Operands Buffers::TakeOperands() {
 
 ForwardResults Buffers::TakeForwardResults() {
   ForwardResults results;
-  results.o = Result("o", p_.dtype, "BTNE", ExtentOf(true));
+  results.o = Result("o", p_.output_dtype(), "BTNE", ExtentOf(true));
   results.l = Result("l", p_.accumulation_dtype(), "BNT", ExtentOf(true));
   results.m = Result("m", p_.accumulation_dtype(), "BNT", ExtentOf(true));
   return results;
@@ -160,7 +160,7 @@ ForwardResults Buffers::TakeForwardResults() {
 Cotangents Buffers::TakeCotangents() {
   const ffi::DataType dtype = XlaType(p_.dtype), accumulated = XlaType(p_.accumulation_dtype());
   Cotangents given;
-  given.o = Operand("o", dtype, "BTNE", ExtentOf(true));
+  given.o = Operand("o", XlaType(p_.output_dtype()), "BTNE", ExtentOf(true));
   given.l = Operand("l", accumulated, "BNT", ExtentOf(true));
   given.m = Operand("m", accumulated, "BNT", ExtentOf(true));
   given.d_o = Operand("do", dtype, "BTNE", ExtentOf(true));
@@ -172,7 +172,7 @@ BackwardResults Buffers::TakeBackwardResults(DType dbias_dtype) {
   Extent bias = p_.bias;
   bias.present = p_.dbias;
   BackwardResults results;
-  results.dq = Result("dq", p_.dtype, "BTND", ExtentOf(p_.dq));
+  results.dq = Result("dq", p_.output_dtype(), "BTND", ExtentOf(p_.dq));
   results.dk = Result("dk", p_.dtype, "BSKD", ExtentOf(p_.dk));
   results.dv = Result("dv", p_.dtype, "BSKE", ExtentOf(p_.dv));
   results.dbias = Result("dbias", dbias_dtype, "BNTS", bias);

@@ -65,6 +65,7 @@ constexpr Extent ExtentOf(const Extent& extent) { return extent; }
   FIELD(int64_t, drop_threshold, 0)  /* of 2^15: kept iff an entry's 15 random bits are >= it; 0: no dropout */ \
   FIELD(bool, full_precision, false) /* f32 only: no reduced-precision matrix units */                          \
   FIELD(bool, deterministic, false)  /* the backward: the same bits in every run */                             \
+  FIELD(bool, unrounded, false)      /* o and dq have the accumulation dtype */                                 \
   FIELD(bool, dlogsumexp, false)     /* the backward only: an operand, the cotangent of m + log ℓ; */           \
   FIELD(bool, dq, false)             /* and the results asked for */                                            \
   FIELD(bool, dk, false)                                                                                        \
@@ -82,6 +83,8 @@ struct Problem {
   int64_t pages_of_entry() const { return page > 0 ? kv_len / page : 0; }
   // The dtype of all sums and of the statistics, and on a CPU of dbias.
   DType accumulation_dtype() const { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
+  // The dtype of o and dq.
+  DType output_dtype() const { return unrounded ? accumulation_dtype() : dtype; }
   // The dtype of dbias on a GPU: that of the bias if it has 16 bits.
   DType dbias_dtype() const { return BytesOf(bias_dtype) == 2 ? bias_dtype : DType::kF32; }
   // The size of a dim of an array, by the letter of the dim: 1 if the array is broadcast over it. Letters stand for the

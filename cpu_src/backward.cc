@@ -61,7 +61,7 @@ A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const
     tiles_of_o(memory, &o, &d_o);
     const int64_t head = unit / tiles, i0 = unit % tiles * kTileRows, rows = Min(kTileRows, p.q_len - i0);
     const int64_t b = head / p.q_heads, n = head % p.q_heads;
-    LoadRows(HeadRows(given.o, p.dtype, b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), o);
+    LoadRows(HeadRows(given.o, p.output_dtype(), b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), o);
     LoadRows(HeadRows(given.d_o, p.dtype, b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), d_o);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = head * p.q_len + i0 + r;
@@ -211,7 +211,7 @@ class QueryGradient {
   QueryGradient(const Problem& p, void* dq, int64_t parts, Workers& workers) : p_(p), dq_(dq), parts_(parts) {
     if (!p.dq) return;
     // The first part grows in the result itself where that has the accumulation dtype and whole vectors.
-    in_place_ = p.dtype == (sizeof(A) == 8 ? DType::kF64 : DType::kF32) && p.qk_dim % kLanes<A> == 0;
+    in_place_ = p.output_dtype() == p.accumulation_dtype() && p.qk_dim % kLanes<A> == 0;
     const int64_t allocated = parts_ - in_place_;
     if (allocated) partials_ = reinterpret_cast<A*>(workers.Allocate(allocated * DQBytes<A>(p)));
   }
@@ -219,7 +219,7 @@ class QueryGradient {
   // A query head's dQ, from row i0 on.
   Tile<A> Part(int64_t part, int64_t b, int64_t n, int64_t i0) const {
     if (in_place_ && part == 0) {
-      return {static_cast<A*>(HeadRows(dq_, p_.dtype, b, i0, p_.q_len, n, p_.q_heads, p_.qk_dim).data),
+      return {static_cast<A*>(HeadRows(dq_, p_.output_dtype(), b, i0, p_.q_len, n, p_.q_heads, p_.qk_dim).data),
               p_.q_heads * p_.qk_dim};
     }
     const int64_t width = RoundUp(p_.qk_dim, kLanes<A>);
@@ -242,7 +242,7 @@ class QueryGradient {
         }
       }
       if (in_place_) return;
-      StoreRows(sum, rows, p_.qk_dim, HeadRows(dq_, p_.dtype, b, i0, p_.q_len, n, p_.q_heads, p_.qk_dim));
+      StoreRows(sum, rows, p_.qk_dim, HeadRows(dq_, p_.output_dtype(), b, i0, p_.q_len, n, p_.q_heads, p_.qk_dim));
     });
   }
 

@@ -121,7 +121,8 @@ void Finish(const Problem& p, const Operands& in, const ForwardResults& out, int
     static_cast<A*>(out.l)[statistics + r] = l;
     static_cast<A*>(out.m)[statistics + r] = m;
   }
-  StoreRows(query.o, query.rows, p.v_dim, HeadRows(out.o, p.dtype, b, query.i0, p.q_len, query.n, p.q_heads, p.v_dim));
+  StoreRows(query.o, query.rows, p.v_dim,
+            HeadRows(out.o, p.output_dtype(), b, query.i0, p.q_len, query.n, p.q_heads, p.v_dim));
 }
 
 template <typename A>

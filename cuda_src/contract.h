@@ -85,6 +85,7 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision) /* of f32 */ \
   FIELD(bool, sinks, p.sinks.present)                                                  \
   FIELD(bool, empty_rows, backward&& p.may_empty_rows())                               \
+  FIELD(bool, unrounded, p.output_dtype() != p.dtype) /* o and dq are f32 */           \
   FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                     \
   FIELD(bool, dsinks, backward&& p.dsinks)                                             \
   FIELD(bool, dq, main&& SumsDQ(p)) /* added up in f32 */                              \

@@ -257,7 +257,7 @@ void ExecuteForward(const Problem& p, const Loaded& loaded, void* stream, Buffer
   if (!error.empty()) throw std::invalid_argument(error);
   if (NothingToCompute(p)) {
     const int64_t rows = p.elements("BTN", ExtentOf(true));
-    Zero(results.o, p.elements("BTNE", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
+    Zero(results.o, p.elements("BTNE", ExtentOf(true)) * BytesOf(p.output_dtype()), stream);
     Zero(results.l, rows * 4, stream);
     if (rows == 0) return;
     constexpr unsigned kMinusInfinity = 0xFF800000u;
@@ -286,7 +286,7 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
     if (array.gradient) Zero(results.captured[i], (array.batch ? p.batch : 1) * array.size() * 4, stream);
   }
   if (NothingToCompute(p)) {
-    Zero(results.dq, p.elements("BTND", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
+    Zero(results.dq, p.elements("BTND", ExtentOf(true)) * BytesOf(p.output_dtype()), stream);
     Zero(results.dk, p.elements("BSKD", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
     Zero(results.dv, p.elements("BSKE", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
     Zero(results.dbias, p.elements("BNTS", p.bias) * BytesOf(p.dbias_dtype()), stream);

@@ -5,6 +5,7 @@ what the paper's algorithms read and write.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import pathlib
@@ -47,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     warmup.add_argument(
         "--backward",
         nargs="*",
-        choices=("query", "key", "value", "bias", "sinks"),
+        choices=("query", "key", "value", "bias", "sinks", "scale"),
         metavar="OPERAND",
-        help="the backward, too, with these gradients: query, key, value, bias, sinks (default: the first three)",
+        help="also the backward, with these gradients: query, key, value (the default), bias, sinks, scale",
     )
     warmup.add_argument(
         "--dlogsumexp", action="store_true", help="the backward with a cotangent of the logsumexp, m + log l, too"
@@ -292,6 +293,9 @@ def warm(args: argparse.Namespace) -> None:
     problem = problem_of(args)
     gradients = () if args.backward is None else args.backward or ("query", "key", "value")
     grads = {grad for grad, operand in DIFFERENTIATED.items() if operand in gradients or grad in DCAPTURED}
+    if "scale" in gradients:
+        problem = dataclasses.replace(problem, unrounded=True)
+        grads.add("dq")  # the scale's gradient is made of it
     if "bias" in gradients and not args.bias:
         raise ValueError("the gradient of a bias, but there is none: --bias")
     if "sinks" in gradients and not args.sinks:

@@ -75,7 +75,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
         )
         o = reference.normalized(operands.sinks, o.swapaxes(1, 2), l, m).swapaxes(1, 2)
         live = padding.live_rows(problem, m)
-        o = padding.zero_rows(live, o).astype(operands.query.dtype)
+        o = padding.zero_rows(live, o).astype(problem.result_dtype("o"))
         return {"o": o, "l": padding.zero_statistics(live, l), "m": m}
 
     row_blocks = _blocks(operands, _axes(operands, "T"), problem.q_len)

@@ -85,6 +85,7 @@ class Problem:
     drop_threshold: int = 0  # below 2^15: an entry is kept iff its 15 random bits are at least that
     full_precision: bool = False  # float32 only: no TF32
     deterministic: bool = False  # the backward gives the same bits in every run
+    unrounded: bool = False  # O and dQ have the accumulation dtype: the scale's gradient needs them so
 
     # Only in a backward: whether it has this operand, and which gradients are asked for
     dlogsumexp: bool = False
@@ -269,6 +270,12 @@ class Problem:
         """The dtype of all sums, of the statistics and of dbias."""
         return "float64" if self.dtype == "float64" else "float32"
 
+    def result_dtype(self, name: str) -> str:
+        """The dtype of a result of the custom calls."""
+        if name in ("dk", "dv") or (name in ("o", "dq") and not self.unrounded):
+            return self.dtype
+        return self.accumulation_dtype
+
     def encode(self) -> str:
         """The text attribute of the custom calls: "version=7 batch=2 ... bias=b1ts mask=none ..."."""
 
@@ -433,8 +440,7 @@ def result_types(
     sizes |= {"D": problem.qk_dim, "E": problem.v_dim}
     types = {}
     for name in results:
-        accumulated = name in ("l", "m", *SHARED_GRADIENTS)
         shared = name in SHARED_GRADIENTS
         shape = arrays[DIFFERENTIATED[name]].shape if shared else (*lead, *(sizes[dim] for dim in DIMS[name]))
-        types[name] = jax.ShapeDtypeStruct(shape, problem.accumulation_dtype if accumulated else problem.dtype)
+        types[name] = jax.ShapeDtypeStruct(shape, problem.result_dtype(name))
     return types

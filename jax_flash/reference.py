@@ -38,7 +38,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
     z = tile.kept(problem, operands, rows, columns)
     o = tile.weighted_values(problem, p if z is None else z * p, operands.value)
     live = padding.live_rows(problem, m)
-    return padding.zero_rows(live, o).astype(operands.query.dtype), padding.zero_statistics(live, l), m
+    return padding.zero_rows(live, o).astype(problem.result_dtype("o")), padding.zero_statistics(live, l), m
 
 
 def backward(
@@ -58,7 +58,7 @@ def backward(
       dlogsumexp: [B, N, T], the cotangent of m + log ℓ, or None for zero.
 
     Returns:
-      dq, dk, dv: shape and dtype of the operand; the others: shape of the operand, accumulation dtype.
+      The shapes of the operands, in the dtypes of `Problem.result_dtype`.
     """
     given = prepare(problem, operands, o, l, m, do, dlogsumexp)
     gradients = tile.gradients(problem, given.operands, *_positions(problem), given.l, given.m, given.do, given.d)
@@ -123,7 +123,7 @@ def summed_over_rows(x: jax.Array, sinks: jax.Array) -> jax.Array:
 def finish(
     problem: Problem, operands: Operands, m: jax.Array, gradients: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """The gradients asked for, in their order, those of query, key and value in the dtype of the operand.
+    """Return the gradients asked for, in their order and in the dtypes of the custom call's results.
 
     Padding has no gradient, and no cotangent of it reaches a derivative of these.
     """
@@ -131,10 +131,12 @@ def finish(
     def finished(name: str) -> jax.Array:
         match name:
             case "dq":
-                return padding.zero_rows(padding.live_rows(problem, m), gradients[name]).astype(operands.query.dtype)
+                x = padding.zero_rows(padding.live_rows(problem, m), gradients[name])
             case "dk" | "dv":
-                return padding.zero_keys(operands.kv_lengths, gradients[name]).astype(operands.key.dtype)
-        return gradients[name]
+                x = padding.zero_keys(operands.kv_lengths, gradients[name])
+            case _:
+                x = gradients[name]
+        return x.astype(problem.result_dtype(name))
 
     return tuple(finished(name) for name in DIFFERENTIATED if name in gradients)
 

@@ -298,7 +298,7 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
         l = results["l"][..., None]
         share = reference.normalized(sinks, l, results["l"], results["m"])  # that is left to the keys
         results["o"] *= jnp.swapaxes(share, -2, -3)
-    results["o"] = results["o"].astype(arrays["query"].dtype)
+    results["o"] = results["o"].astype(problem.result_dtype("o"))
     return tuple(_relaid(problem, name, x, division, given) for name, x in results.items())
 
 
@@ -339,7 +339,8 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
     def result(name: str) -> jax.Array:
         if name not in ("dq", "dk", "dv"):
             return own[name, 0]
-        return jnp.concatenate([own[name, part] for part in range(division.parts)], _axis(name)).astype(problem.dtype)
+        x = jnp.concatenate([own[name, part] for part in range(division.parts)], _axis(name))
+        return x.astype(problem.result_dtype(name))
 
     return tuple(_relaid(problem, name, result(name), division, given) for name in problem.gradients)
 

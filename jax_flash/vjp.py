@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -62,19 +63,21 @@ def _forward(problem, division, fallback, operands):
     differentiated = {grad: named.get(name) for grad, name in (DIFFERENTIATED | {"dscale": "scale"}).items()}
     asked = {grad: jnp.zeros(int(x is not None and x.perturbed), bool) for grad, x in differentiated.items()}
     operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
-    o, l, m = _forward_calls(problem, division, fallback, operands)
+    unrounded = _unrounded(problem, asked["dscale"])
+    o, l, m = _forward_calls(unrounded, division, fallback, operands)
     o, l, m_bits = map(checkpoint_name, (o, l, bits.of(m)), RESIDUAL_NAMES)
-    return (o, l, bits.to(l.dtype, m_bits)), (asked, operands, o, l, m_bits)
+    return (o.astype(problem.dtype), l, bits.to(l.dtype, m_bits)), (asked, operands, o, l, m_bits)
 
 
 def _backward(problem, division, fallback, residuals, cotangents):
     asked, operands, o, l, m_bits = residuals
     do, dl, _ = cotangents
     if isinstance(do, SymbolicZero):
-        do = jnp.zeros_like(o)
+        do = jnp.zeros_like(o, problem.dtype)
     statistics = {"o": o, "l": l, "m": bits.to(l.dtype, m_bits), "do": do}
     if not isinstance(dl, SymbolicZero):
         statistics["dlogsumexp"] = jnp.where(l == 0, 0, dl * l)  # where nothing is attended to, dl may be NaN
+    problem = _unrounded(problem, asked["dscale"])
     asked = {grad for grad, x in asked.items() if x.size}
     needed = asked | ({"dq"} if "dscale" in asked else set())
     problem = problem.differentiated(needed, dlogsumexp="dlogsumexp" in statistics)
@@ -82,15 +85,25 @@ def _backward(problem, division, fallback, residuals, cotangents):
     arrays = operands.arrays()
     grads: dict[str, Any] = dict.fromkeys(CAPTURED[: len(problem.captured)])
     names = [DIFFERENTIATED[grad] for grad in problem.gradients]
-    grads |= {name: x.astype(arrays[name].dtype) for name, x in zip(names, results, strict=True)}
+    grads |= dict(zip(names, results, strict=True))
     if "dscale" in asked:  # S = τ Q Kᵀ, so that τ dτ = Σ S dS = Σ Q dQ
         query, live = operands.query, padding.live_rows(problem, statistics["m"])
         if live is not None:
             query = placed(padding.zero_rows, jax.typeof(query).sharding.spec, live, query)
-        query, dq = (x.astype(operands.scale.dtype) for x in (query, grads["query"]))
-        rows = jnp.einsum("btnd,btnd->btn", query, dq, precision="highest")  # a CPU sums all at once one by one
+        query = query.astype(operands.scale.dtype)
+        rows = jnp.einsum("btnd,btnd->btn", query, grads["query"], precision="highest")  # a CPU sums one by one
         grads["scale"] = rows.sum() / operands.scale
+    grads = {name: x if x is None else x.astype(arrays[name].dtype) for name, x in grads.items()}
     return (Operands.of(grads),)
+
+
+def _unrounded(problem: Problem, asked: jax.Array) -> Problem:
+    """Return the problem of the calls, whose O and dQ are not rounded if the gradient of the scale is asked for.
+
+    dS = P (dP - D) sums to zero over the keys, and D = dO · O. A rounded O shifts D, so each row of the scale's
+    gradient, Σ S dS, would err by the shift times the mean score of the row.
+    """
+    return dataclasses.replace(problem, unrounded=asked.size > 0)
 
 
 attention.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -160,7 +160,8 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         drop_threshold=3277 * features["dropout"],
         dlogsumexp=features["dlogsumexp"],
         deterministic=gradients == "deterministic",
-        dq=gradients in ("all", "deterministic", "query"),
+        unrounded=gradients == "query and scale",
+        dq=gradients in ("all", "deterministic", "query", "query and scale"),
         dk=gradients in ("all", "deterministic", "key and value"),
         dv=gradients in ("all", "deterministic", "key and value"),
         dbias=bias != "none" and gradients in ("all", "deterministic"),
@@ -188,6 +189,10 @@ def cover() -> Iterator[Case]:
         for chosen in pairs(dims=NARROW, two=itertools.combinations(BESIDE, 2), **beside):
             two = dict.fromkeys(BESIDE, False) | dict.fromkeys(chosen.pop("two"), True)
             yield Case("sm_90a", "bfloat16", **PLAIN | chosen | two, kv_heads=kv_heads)
+    # O and dQ in float32, for the gradient of the scale; of few queries, the merge of parts writes O.
+    some = {name: FEATURES[name] for name in ("causal", "soft_cap", "sinks", "dropout")}
+    for chosen in pairs(arch=SHARED_LIMITS, dims=DIMS, q_len=(4096, 512, 16), **some):
+        yield Case(dtype="bfloat16", **PLAIN | {"gradients": "query and scale"} | chosen)
     # Likewise with a block mask.
     alone = {name: FEATURES[name][:1] for name in ("bias", "mask", "soft_cap")}
     alone |= dict.fromkeys(("causal", "window", "lengths", "segments", "query_offset"), (False,))

@@ -22,6 +22,9 @@ constexpr bool kBalanced = kTiling.balanced;
 
 constexpr bool kSinks = kProblem.sinks;
 
+constexpr bool kUnrounded = kProblem.unrounded;  // O and dQ are f32, the other arrays have 16 bits
+constexpr int kOutputBytes = kUnrounded ? 4 : BytesOf(kDType);
+
 // The backward only.
 // Can rows be empty (l = 0)? The content of an empty row and of its dO may be NaN and must not matter.
 constexpr bool kEmptyRows = kProblem.empty_rows;

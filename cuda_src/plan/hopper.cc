@@ -134,12 +134,12 @@ bool LeavesIdle(const Target& target, const Problem& p) {
   return 6 * items < 5 * RoundUp(items, target.multiprocessors);
 }
 
-// Whether the backward does what comes before and after it alongside (hopper/backward_alongside.cuh). Three warps a
-// block have to keep up: they do where a row has many keys, or all rows are prepared at once. It is not done beside
-// three masks, or two and dropout, where registers would be spilled. Heads of Q that share keys are computed one by one
-// then, or too many would be under way at a time, and dK and dV are added up in f32. That is worth it where there are
-// few tiles, or where many heads share keys that so many rows see that these do not stay in the L2. The lists of a
-// block mask are taken head by head, and a long one would hold up the heads after its own.
+// Whether the backward does what comes before and after it alongside (hopper/backward_alongside.cuh), where all arrays
+// have 16 bits. Three warps a block have to keep up: they do where a row has many keys, or all rows are prepared at
+// once. It is not done beside three masks, or two and dropout, where registers would be spilled. Heads of Q that share
+// keys are computed one by one then, or too many would be under way at a time, and dK and dV are added up in f32. That
+// is worth it where there are few tiles, or where many heads share keys that so many rows see that these do not stay in
+// the L2. The lists of a block mask are taken head by head, and a long one would hold up the heads after its own.
 bool Alongside(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
@@ -156,7 +156,7 @@ bool Alongside(const Target& target, const Problem& p) {
   const bool long_heads = p.q_len * (p.qk_dim + p.v_dim) >= kLongHead && p.kv_len <= p.q_len && !has.Any(kLocal);
   const bool one_by_one = LeavesIdle(target, p) || (long_heads && p.group() >= 4);
   if (p.group() > 1 && !one_by_one) return false;
-  return ElementOf(p.dtype).bytes == 2 && has.Any(kNarrow) && !has.Any(kFormsScores) && SumsDQ(p);
+  return ElementOf(p.dtype).bytes == 2 && !p.unrounded && has.Any(kNarrow) && !has.Any(kFormsScores) && SumsDQ(p);
 }
 
 // Whether heads of Q that share keys are walked together: of larger groups, the rows that CTAs are at would not fit

@@ -163,7 +163,7 @@ def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
         "# forward and backward",
         "--block-mask 128 256 --blocks 2 --backward  # of 4 and 8",
         "",
-        "--bias --bias-dtype float32 --backward key --dlogsumexp",
+        "--bias --bias-dtype float32 --backward key scale --dlogsumexp",
     )
     problems.write_text("\n".join(lines))
     compiled, flags = [], "--dtype bfloat16 --arch sm_90a --problems"
@@ -175,6 +175,7 @@ def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
     assert [x["kv_block"] for x in fields] == [256, 256, 0, 0]
     assert [x["bias_dtype"] for x in fields] == [0, 0, 3, 3]
     assert [x["dlogsumexp"] for x in fields] == [0, 0, 0, 1]
+    assert [x["unrounded"] for x in fields] == [0, 0, 1, 1]
     for line, message in (
         ("--block-mask 128 24", "24"),
         ("--shape 0 1 1 8\n--problems x", "in a list"),

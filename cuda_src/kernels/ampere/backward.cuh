@@ -222,7 +222,7 @@ struct Backward {
       const int key = column + part.row + 16 * m + 8 * h + LaneRowOfColumns();
       const int d = part.column + 8 * c + threadIdx.x % 4 * 2;
       if (key < p.kv_len && (Part::kWhole || d < dim))
-        StorePair(matrix.At(key, d), C[m][c][2 * h] * scale, C[m][c][2 * h + 1] * scale);
+        StorePair<kElementBytes>(matrix.At(key, d), C[m][c][2 * h] * scale, C[m][c][2 * h + 1] * scale);
     }
   }
 };
@@ -264,11 +264,11 @@ extern "C" __global__ void jax_flash_backward_finish(const __grid_constant__ jax
   if (batch >= p.batch) return;
   float x[2][8];
   LoadSum(SumOfDQ(p, batch * p.q_heads + head, row, column), quad, x);
-  const Matrix dQ(p.dq, batch, head, p.q_len, p.q_heads, kQKDim);
+  const OutputMatrix dQ(p.dq, batch, head, p.q_len, p.q_heads, kQKDim);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[h][i] *= ScaleOf(p);
-    if (row + quad + 8 * h < p.q_len) StoreEight(dQ.At(row + quad + 8 * h, column), x[h]);
+    if (row + quad + 8 * h < p.q_len) StoreEight<kOutputBytes>(dQ.At(row + quad + 8 * h, column), x[h]);
   }
 }

@@ -23,8 +23,8 @@ extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ ja
   float sum = 0.0f;
   if (exists && lane < kVDim / 8) {
     float o[8], d_o[8];
-    LoadEight(Matrix(p.o, batch, head, p.q_len, p.q_heads, kVDim).At(row, 8 * lane), o);
-    LoadEight(Matrix(p.d_o, batch, head, p.q_len, p.q_heads, kVDim).At(row, 8 * lane), d_o);
+    LoadEight<kOutputBytes>(OutputMatrix(p.o, batch, head, p.q_len, p.q_heads, kVDim).At(row, 8 * lane), o);
+    LoadEight<kElementBytes>(Matrix(p.d_o, batch, head, p.q_len, p.q_heads, kVDim).At(row, 8 * lane), d_o);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum += o[i] * d_o[i];
   }

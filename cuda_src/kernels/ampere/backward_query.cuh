@@ -24,7 +24,8 @@ struct BackwardQuery {
 
   __device__ __forceinline__ BackwardQuery(const Params& p, const QTile& tile) : p(p), tile(tile) {
     Clear(dQ);
-    const Matrix o = tile.Query(p, p.o, kVDim), d_o = tile.Query(p, p.d_o, kVDim);
+    const OutputMatrix o = tile.Output(p, p.o, kVDim);
+    const Matrix d_o = tile.Query(p, p.d_o, kVDim);
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {
       const int row = tile.LaneRow() + 8 * h;
@@ -34,8 +35,8 @@ struct BackwardQuery {
       float sum = 0.0f;
       for (int e = threadIdx.x % 4 * 8; inside && e < kVDim; e += 32) {
         float x[8], y[8];
-        LoadEight(o.At(row, e), x);
-        LoadEight(d_o.At(row, e), y);
+        LoadEight<kOutputBytes>(o.At(row, e), x);
+        LoadEight<kElementBytes>(d_o.At(row, e), y);
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum = fmaf(x[i], y[i], sum);
       }
@@ -66,7 +67,7 @@ struct BackwardQuery {
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) scale[h] = ScaleOf(p);
     ScaleRows(dQ, scale);
-    jax_flash::Write(dQ, shared, tile.Query(p, p.dq, kQKDim), tile.row, p.q_len);
+    WriteOutput(dQ, shared, tile.Output(p, p.dq, kQKDim), tile.row, p.q_len);
   }
 };
 

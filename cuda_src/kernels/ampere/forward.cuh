@@ -98,7 +98,7 @@ struct Forward {
     if constexpr (kParts) {
       WritePart();
     } else {
-      jax_flash::Write(O, shared, tile.Query(p, p.o, kVDim), tile.row, p.q_len);
+      WriteOutput(O, shared, tile.Output(p, p.o, kVDim), tile.row, p.q_len);
     }
   }
 

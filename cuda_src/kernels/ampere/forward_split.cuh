@@ -129,7 +129,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
     }
     const float shift = kMaximumApart ? m : m * to_log2;
     const float factor = l == 0.0f ? 0.0f : 1.0f / SumWithSink(p, batch, head, to_log2, shift, l);
-    StorePair(Matrix(p.o, batch, head, p.q_len, p.q_heads, kVDim).At(row, column), a * factor, b * factor);
+    const OutputMatrix O(p.o, batch, head, p.q_len, p.q_heads, kVDim);
+    StorePair<kOutputBytes>(O.At(row, column), a * factor, b * factor);
   }
   if (thread == 0) {
     p.l[at] = l;

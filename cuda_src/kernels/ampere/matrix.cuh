@@ -6,20 +6,20 @@
 
 namespace jax_flash {
 
-// A [batch, time, head, dim] operand in HBM, seen by one head.
-struct Matrix {
+// A [batch, time, head, dim] array in HBM, of elements of kBytes, seen by one head.
+template <int kBytes>
+struct MatrixOf {
   uint8_t* data;
   int64_t stride;  // bytes from row to row
 
-  __device__ __forceinline__ Matrix(const void* operand, int batch, int head, int length, int heads, int dim)
-      : data(static_cast<uint8_t*>(const_cast<void*>(operand)) +
-             (int64_t(batch) * length * heads + head) * dim * kElementBytes),
-        stride(int64_t(heads) * dim * kElementBytes) {}
+  __device__ __forceinline__ MatrixOf(const void* array, int batch, int head, int length, int heads, int dim)
+      : data(static_cast<uint8_t*>(const_cast<void*>(array)) + (int64_t(batch) * length * heads + head) * dim * kBytes),
+        stride(int64_t(heads) * dim * kBytes) {}
 
-  __device__ __forceinline__ uint8_t* At(int row, int column) const {
-    return data + row * stride + column * kElementBytes;
-  }
+  __device__ __forceinline__ uint8_t* At(int row, int column) const { return data + row * stride + column * kBytes; }
 };
+using Matrix = MatrixOf<kElementBytes>;
+using OutputMatrix = MatrixOf<kOutputBytes>;  // O and dQ
 
 // The rows of Q and dO that are not empty. The others are loaded as zeros: 0 times their content may be NaN.
 struct NonEmptyRows {
@@ -36,18 +36,20 @@ __device__ __forceinline__ int PaddedRows(const Params& p) {
   return (p.q_len + kRowPadding - 1) / kRowPadding * kRowPadding;
 }
 
-// Stores two successive elements.
+// Stores two successive elements of kBytes.
+template <int kBytes>
 __device__ __forceinline__ void StorePair(uint8_t* to, float a, float b) {
-  if constexpr (kDType == DType::kF32) {
+  if constexpr (kBytes == 4) {
     *reinterpret_cast<float2*>(to) = make_float2(a, b);
   } else {
     *reinterpret_cast<uint32_t*>(to) = Pack(a, b);
   }
 }
 
-// Loads and stores eight elements at an aligned place.
+// Loads and stores eight elements of kBytes at an aligned place.
+template <int kBytes>
 __device__ __forceinline__ void LoadEight(const uint8_t* from, float (&x)[8]) {
-  if constexpr (kDType == DType::kF32) {
+  if constexpr (kBytes == 4) {
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
       const float4 y = reinterpret_cast<const float4*>(from)[i / 4];
@@ -63,8 +65,9 @@ __device__ __forceinline__ void LoadEight(const uint8_t* from, float (&x)[8]) {
     }
   }
 }
+template <int kBytes>
 __device__ __forceinline__ void StoreEight(uint8_t* to, const float (&x)[8]) {
-  if constexpr (kDType == DType::kF32) {
+  if constexpr (kBytes == 4) {
     reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
     reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
   } else {

@@ -97,6 +97,9 @@ struct QTile {
   __device__ __forceinline__ Matrix Query(const Params& p, const void* operand, int dim) const {
     return Matrix(operand, batch, head, p.q_len, p.q_heads, dim);
   }
+  __device__ __forceinline__ OutputMatrix Output(const Params& p, const void* array, int dim) const {
+    return OutputMatrix(array, batch, head, p.q_len, p.q_heads, dim);
+  }
   __device__ __forceinline__ Matrix Key(const Params& p, const void* operand, int dim) const {
     return Matrix(operand, kPage > 0 ? 0 : batch, kv_head, p.kv_len, p.kv_heads, dim);
   }
@@ -276,6 +279,26 @@ __device__ __forceinline__ void Write(const float (&C)[kCount][kChunks][4], Shar
   }
   __syncthreads();
   shared.template Store<kThreads>(to.data, to.stride, row, end);
+}
+
+// The same for O and dQ. In f32 they do not go by way of shared memory, where there is room for 16-bit elements.
+template <int kDim, int kCount, int kChunks>
+__device__ __forceinline__ void WriteOutput(const float (&C)[kCount][kChunks][4], SharedTile<kRows, kDim>& shared,
+                                            const OutputMatrix& to, int row, int end) {
+  if constexpr (kUnrounded) {
+#pragma unroll
+    for (int h = 0; h < 2 * kCount; ++h) {
+      const int r = row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4 + 8 * h;
+      if (r >= end) continue;
+#pragma unroll
+      for (int c = 0; c < kDim / 8; ++c) {
+        const float* const x = C[h / 2][c] + h % 2 * 2;
+        StorePair<4>(to.At(r, 8 * c + threadIdx.x % 4 * 2), x[0], x[1]);
+      }
+    }
+  } else {
+    Write(C, shared, to, row, end);
+  }
 }
 
 }  // namespace jax_flash

@@ -9,8 +9,9 @@
 namespace jax_flash {
 
 // Converts the first `rows` rows of a block. In `to`, whose rows have kDim elements, they are row `first` and every
-// `stride`-th row after it. A thread converts 8 columns of two rows, which four lanes of the backward had.
-template <int kDim>
+// `stride`-th row after it; its elements are f32 if kF32. A thread converts 8 columns of two rows, which four lanes of
+// the backward had.
+template <int kDim, bool kF32 = kTF32>
 __device__ __forceinline__ void Convert(const float* sum, float scale, void* to, int64_t first, int rows, int stride) {
   constexpr int kChunks = kDim / 8;
   for (int i = threadIdx.x; i < 32 * kChunks; i += kRowThreads) {
@@ -28,6 +29,10 @@ __device__ __forceinline__ void Convert(const float* sum, float scale, void* to,
         float4* const out = static_cast<float4*>(to) + 2 * at;
         out[0] = make_float4(low[0], low[1], low[2], low[3]);
         out[1] = make_float4(high[0], high[1], high[2], high[3]);
+      } else if constexpr (kF32) {
+        float4* const out = static_cast<float4*>(to) + 2 * at;
+        out[0] = make_float4(low[0], high[0], low[1], high[1]);
+        out[1] = make_float4(low[2], high[2], low[3], high[3]);
       } else {
         static_cast<uint4*>(to)[at] =
             make_uint4(Pack(low[0], high[0]), Pack(low[1], high[1]), Pack(low[2], high[2]), Pack(low[3], high[3]));
@@ -43,8 +48,9 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
     jax_flash_backward_finish(const __grid_constant__ jax_flash::Params p) {
   using namespace jax_flash;
   const RowBlock block(p, blockIdx.x);
-  Convert<kQKDim>(block.DQ(p), DQKScale(p), p.dq, (int64_t(block.batch) * p.q_len + block.row) * p.q_heads + block.head,
-                  p.q_len - block.row, p.q_heads);
+  Convert<kQKDim, kTF32 || kUnrounded>(block.DQ(p), DQKScale(p), p.dq,
+                                       (int64_t(block.batch) * p.q_len + block.row) * p.q_heads + block.head,
+                                       p.q_len - block.row, p.q_heads);
 }
 
 // Each block of threads converts a block of dK and one of dV.

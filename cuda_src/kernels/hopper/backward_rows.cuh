@@ -50,6 +50,14 @@ __device__ __forceinline__ float DotOfEight(const void* o, const void* d_o) {
       const float4 x = static_cast<const float4*>(o)[i], y = static_cast<const float4*>(d_o)[i];
       sum += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
     }
+  } else if constexpr (kUnrounded) {
+    const uint4 y = *static_cast<const uint4*>(d_o);
+    const uint32_t pairs[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 a = static_cast<const float2*>(o)[i], b = Unpack(pairs[i]);
+      sum += a.x * b.x + a.y * b.y;
+    }
   } else {
     const uint4 x = *static_cast<const uint4*>(o), y = *static_cast<const uint4*>(d_o);
     const auto dot = [](uint32_t packed_a, uint32_t packed_b) {
@@ -109,8 +117,9 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
 #pragma unroll 2
   for (int i = 0; i < kRowBlock; i += kRowThreads / kRowLanes) {
     const int r = i + threadIdx.x / kRowLanes;
-    const int64_t at = (ChunkOfO(p, block, r) + lane) * 8 * kElementBytes;
-    const uint8_t *o = static_cast<const uint8_t*>(p.o) + at, *d_o = static_cast<const uint8_t*>(p.d_o) + at;
+    const int64_t at = (ChunkOfO(p, block, r) + lane) * 8;
+    const uint8_t* const o = static_cast<const uint8_t*>(p.o) + at * kOutputBytes;
+    const uint8_t* const d_o = static_cast<const uint8_t*>(p.d_o) + at * kElementBytes;
     float sum = block.row + r < p.q_len && lane < kRowChunks ? DotOfEight(o, d_o) : 0.0f;
     sum = LaneSum<kRowLanes>(sum);
     if (lane == 0) StoreD(p, block, r, sum);

@@ -54,7 +54,7 @@ struct Epilogue : Probabilities {
 
   // Writes O, l and m of a tile whose rows see no key.
   __device__ __forceinline__ void WriteEmpty(const QTile& tile) {
-    constexpr int kChunks = kVDim * kElementBytes / 16;  // of a row
+    constexpr int kChunks = kVDim * kOutputBytes / 16;  // of a row
     const int thread = threadIdx.x % kWarpgroup, row0 = tile.row + 64 * row_group;
     const int rows = key_group == 0 ? min(64, p.q_len - row0) : 0;
     if (thread < rows) {
@@ -78,6 +78,17 @@ struct Epilogue : Probabilities {
       const float l = softmax.Denominator(p, tile.batch, tile.head, h);
       factor[h] = softmax.l[h] == 0.0f ? 0.0f : ZScale(p) * Reciprocal(l);
     }
+    if constexpr (kUnrounded) {
+      WriteUnrounded(tile, factor);
+    } else {
+      WriteBoxes(tile, o_map, factor);
+    }
+    if (kOInQ) Release(&shared.q_empty[q.Index()][row_group]);
+    WriteStatistics(tile);  // after the fence of the boxes, which would wait for these stores
+  }
+
+  // Writes O by TMA, by way of boxes in shared memory.
+  __device__ __forceinline__ void WriteBoxes(const QTile& tile, const TensorMap* o_map, const float (&factor)[2]) {
     uint8_t* const o = kOInQ ? shared.q[q.Index()][row_group] : shared.o[row_group];
     constexpr int kAtOnce = kOInQ || kOBoxes == kVBoxes ? kVBoxes : 1;  // boxes; if one, two take turns
     static_assert(kAtOnce == kVBoxes || kOBoxes == 2);
@@ -100,8 +111,20 @@ struct Epilogue : Probabilities {
         if (kOInQ) TmaWaitRead<0>();
       }
     }
-    if (kOInQ) Release(&shared.q_empty[q.Index()][row_group]);
-    WriteStatistics(tile);  // after the fence above, which would wait for these stores
+  }
+
+  // Writes O in f32 from registers, since the boxes have 16-bit elements.
+  __device__ __forceinline__ void WriteUnrounded(const QTile& tile, const float (&factor)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = Row(tile) + 8 * h;
+      if (row >= p.q_len) continue;
+      const int64_t at = (int64_t(tile.batch) * p.q_len + row) * p.q_heads + tile.head;
+      float2* const to = static_cast<float2*>(p.o) + at * (kVDim / 2) + lane % 4;
+#pragma unroll
+      for (int c = 0; c < kVDim / 8; ++c)
+        to[4 * c] = make_float2(O[4 * c + 2 * h] * factor[h], O[4 * c + 2 * h + 1] * factor[h]);
+    }
   }
 
   __device__ __forceinline__ void WriteStatistics(const QTile& tile) {

@@ -61,7 +61,7 @@ AnyMaps TileMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling
 
 ForwardMaps ForwardMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling) {
   ForwardMaps maps = TileMapsOf<ForwardMaps>(p, x, tiling, kBoxRows);
-  if (!p.unrounded) maps.o = MapOf(p, OfQueries(p, x.o, p.v_dim), ElementOf(p.dtype).map_type, kBoxRows);
+  if (p.output_dtype() == p.dtype) maps.o = MapOf(p, OfQueries(p, x.o, p.v_dim), ElementOf(p.dtype).map_type, kBoxRows);
   return maps;
 }
 

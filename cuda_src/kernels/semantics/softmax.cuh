@@ -75,11 +75,11 @@ struct RowGradients {
   float dsink;  // what the row adds to the gradient of its sink
 
   __device__ __forceinline__ RowGradients(const Params& p, int batch, int head, int64_t at, float product) {
-    d = dsink = 0.0f;
-    if (IsEmpty(p, at)) return;
-    float m = 0.0f, l = 0.0f, growth = 1.0f;
+    float m = 0.0f, l = kSinks || kEmptyRows ? p.l[at] : 0.0f, growth = 1.0f;
+    const bool empty = kEmptyRows && l == 0.0f;
+    if (empty) product = 0.0f;
     if (kSinks) {
-      m = p.m[at], l = p.l[at];
+      m = p.m[at];
       const float without = l;
       const Sink sink = JoinSink(p, batch, head, &m, &l);
       dsink = -sink.p * product;
@@ -88,7 +88,7 @@ struct RowGradients {
       constexpr float kLeast = 0x1p-115f;
       if (without != 0.0f) growth = l / (without * fmaxf(sink.alpha, kLeast));
     }
-    d = kDLogsumexp ? product - p.dlogsumexp[at] * growth : product;
+    d = kDLogsumexp && !empty ? product - p.dlogsumexp[at] * growth : product;
   }
 };
 

@@ -34,6 +34,7 @@ from jax_flash.attention import (
     merge,
 )
 from jax_flash.block_sparse import BlockMask
+from jax_flash.custom_calls import export_checks
 from jax_flash.jax_nn import JaxNNPatch, patch_jax_nn
 from jax_flash.paged import append_to_pages, paged_attention
 from jax_flash.plan import Explanation, Kernel, explain
@@ -58,6 +59,7 @@ __all__ = [
     "choose_implementation",
     "dot_product_attention",
     "explain",
+    "export_checks",
     "merge",
     "paged_attention",
     "patch_jax_nn",

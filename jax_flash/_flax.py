@@ -174,6 +174,11 @@ def attend_in(
             raise ValueError("query_offset must not be given when decoding: it is the number of tokens in the cache")
         if chosen["sequence_axis"] is not None:
             raise ValueError("sequence_axis must not be given when decoding: every device has a cache of its own")
+        if mask is not None and np.ndim(mask) and np.shape(mask)[-1] not in (1, key.shape[-3]):
+            raise ValueError(
+                f"mask has shape {np.shape(mask)}, but when decoding its last dim is the {key.shape[-3]} tokens of the "
+                "cache: leave out a causal mask, because decoding is causal by itself"
+            )
         chosen |= {"is_causal": True, "query_offset": cached}
     deterministic = False if deterministic is None else checks.flag("deterministic", deterministic)
     if dropout.threshold(module.dropout_rate) and not deterministic and dropout_rng is None:

@@ -71,6 +71,16 @@ PER_EXAMPLE = {
     "query_offset": 0,
 }
 
+# The names that other attention libraries have for options.
+ELSEWHERE = {
+    "causal": "is_causal",
+    "window_size": "local_window_size",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "softcap": "logits_soft_cap",
+    "dropout_p": "dropout_rate",
+}
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -84,7 +94,9 @@ def complete(options: Mapping[str, Any], kind: type = Options) -> dict[str, Any]
     """Every option of a class, as given or by default. Raises TypeError for what is none of them."""
     for name in options:
         if name not in defaults(kind):
-            raise TypeError(f"got an unexpected keyword argument {name!r}: there are {', '.join(defaults(kind))}")
+            meant = ELSEWHERE.get(name)
+            hint = f"; {name} is {meant} here" if meant in defaults(kind) else ""
+            raise TypeError(f"got an unexpected keyword argument {name!r}: there are {', '.join(defaults(kind))}{hint}")
     return {**defaults(kind), **options}
 
 
@@ -301,6 +313,8 @@ def _soft_cap(cap: float | None, largest: float) -> float:
         return 0.0
     least, most = _caps(largest)
     cap = checks.number("logits_soft_cap", cap)
+    if cap == 0:
+        raise ValueError("logits_soft_cap must not be 0: for no cap leave it out, or pass None")
     if not least <= cap <= most:
         raise ValueError(f"logits_soft_cap must be from {least:.3g} to {most:.3g}, not {cap}")
     return cap
@@ -315,13 +329,29 @@ def window(size: int | tuple[int, int] | None) -> tuple[int, int]:
     """(left, right), -1 for no bound."""
     if size is None:
         return -1, -1
-    try:
-        left, right = map(operator.index, size if isinstance(size, (tuple, list)) else (size, size))
-    except (TypeError, ValueError):
-        raise TypeError(f"local_window_size must be an int or a pair of ints, not {checks.described(size)}") from None
-    if left < 0 or right < 0:
-        raise ValueError(f"local_window_size must not be negative: {checks.described(min(left, right))}")
+    pair = isinstance(size, (tuple, list))
+    if pair and len(size) != 2:
+        raise TypeError(f"local_window_size must be an int or a pair of ints, not {len(size)} elements")
+    left, right = (
+        _bound(x, f"local_window_size[{i}]" if pair else "local_window_size")
+        for i, x in enumerate(size if pair else (size, size))
+    )
     return left if left < 2**63 else -1, right if right < 2**63 else -1  # beyond 64 bits it is as good as none
+
+
+def _bound(x: Any, name: str) -> int:
+    """One side of a window. Other libraries write None or -1 for a side without a bound."""
+    unbounded = (
+        "for a side without a bound give a number as large as the longest sequence, and for no window leave it out"
+    )
+    try:
+        bound = operator.index(x)
+    except TypeError:
+        hint = f": {unbounded}" if x is None else ""
+        raise TypeError(f"{name} must be an int, not {checks.described(x)}{hint}") from None
+    if bound < 0:
+        raise ValueError(f"{name} must not be negative, but is {checks.described(bound)}: {unbounded}")
+    return bound
 
 
 # Values of jax_default_matmul_precision, which may name a dot algorithm too, that ask for more than TF32.

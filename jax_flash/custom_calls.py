@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
@@ -44,6 +45,18 @@ from jax_flash.warn import warn
 for _platform, _handlers in _native.registrations().items():
     for _target, _handler in _handlers.items():
         jax.ffi.register_ffi_target(_target, _handler, platform=_platform)
+
+
+TARGETS = ("jax_flash_forward", "jax_flash_backward")
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """Return what `jax.export.export` needs as `disabled_checks` for programs with the fused attention.
+
+    JAX exports only custom calls that it knows. These two are stable as far as the version of this package is: a
+    program of another version is refused when it is loaded.
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 
 
 def refusal(problem: Problem, platform: str) -> str | None:
@@ -289,7 +302,7 @@ def _ffi_primitive(target: str) -> Primitive:
     return primitive
 
 
-_ffi = {name: _ffi_primitive(name) for name in ("jax_flash_forward", "jax_flash_backward")}
+_ffi = {name: _ffi_primitive(name) for name in TARGETS}
 
 
 @functools.partial(jax.jit, static_argnames=("call", "scratch_bytes", "gpu"))

@@ -107,8 +107,10 @@ def test_mixed_dtypes():
         ({"logits_soft_cap": np.complex64(3 + 1j)}, TypeError, "logits_soft_cap must be a real number, not complex64"),
         ({"logits_soft_cap": jnp.asarray(True)}, TypeError, "logits_soft_cap must be a"),
         ({"local_window_size": -1}, ValueError, "local_window_size"),
-        ({"local_window_size": (3, -2)}, ValueError, "local_window_size"),
-        ({"local_window_size": (1, 2, 3)}, TypeError, "local_window_size"),
+        ({"local_window_size": (3, -2)}, ValueError, r"local_window_size\[1\] must not be negative, but is -2"),
+        ({"local_window_size": (-1, -1)}, ValueError, r"size\[0\] must not .* is -1: .* for no window leave it out"),
+        ({"local_window_size": (3, None)}, TypeError, r"size\[1\] must be an int, not None: .* the longest sequence"),
+        ({"local_window_size": (1, 2, 3)}, TypeError, "local_window_size must be .* a pair of ints, not 3 elements"),
         ({"local_window_size": 1.5}, TypeError, "local_window_size"),
         ({"query_seq_lengths": jnp.ones(3, jnp.int32)}, ValueError, "query_seq_lengths"),
         ({"query_seq_lengths": jnp.ones(B)}, TypeError, "query_seq_lengths"),
@@ -137,7 +139,8 @@ def test_mixed_dtypes():
             ValueError,
             "key_value_segment_ids must be numbers of 32 bits",
         ),
-        ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap"),
+        ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must not be 0: for no cap leave it out"),
+        ({"causal": True}, TypeError, "unexpected keyword argument 'causal': .*; causal is is_causal here"),
         ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap"),
         ({"logits_soft_cap": 1e36}, ValueError, "logits_soft_cap"),
         ({"logits_soft_cap": float("nan")}, ValueError, "logits_soft_cap"),
@@ -245,6 +248,8 @@ def test_flags_are_true_or_false(name, bad):
     with pytest.raises(TypeError, match=f"{name} must be True or False"):
         attend(**{name: bad})
     attend(**{name: np.True_})
+    with pytest.raises(TypeError, match=rf"{name} must be True or False, not the traced bool\[\]: .* static"):
+        jax.jit(lambda flag: attend(**{name: flag}))(True)
 
 
 @pytest.mark.parametrize("vary", ["query", "key_value"])

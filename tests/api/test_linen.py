@@ -317,6 +317,8 @@ def test_module_decode_names_what_does_not_fit():
         step(np.concatenate([INPUTS, INPUTS], axis=1))
     with pytest.raises(ValueError, match="as many queries as keys"):
         step(INPUTS[:, :1], INPUTS[:, :2])
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 2\), .* of the cache: leave out a causal mask"):
+        step(INPUTS[:, :2], mask=np.tri(2, dtype=bool))
 
 
 def test_module_dropout_rngs():

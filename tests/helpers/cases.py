@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from jax_flash.problem import Extent, Operands, Problem
 
 Arrays = dict[str, Any]  # NumPy's, and a BlockMask of them
 DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
-EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"jax_flash_{name}") for name in ("forward", "backward")]
+EXPORT_CHECKS = jax_flash.export_checks()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -281,11 +281,12 @@ inline V Log(V x) {
   constexpr A kLow = sizeof(A) == 4 ? A(9.0580006145e-06) : A(1.90821492927058770002e-10);
   constexpr A kSmallest = sizeof(A) == 4 ? A(0x1p-126) : A(0x1p-1022), kUp = sizeof(A) == 4 ? A(0x1p23) : A(0x1p52);
   const IntVec<A> subnormal = x < kSmallest;
-  const IntVec<A> bits = BitCast<IntVec<A>>(subnormal ? x * kUp : x);
-  const IntVec<A> root = BitCast<IntVec<A>>(Broadcast(A(0.707106781186547524)));
+  // Differences of bits are unsigned: those of a small negative x, or of -0, are less than any signed integer.
+  const UIntVec<A> bits = BitCast<UIntVec<A>>(subnormal ? x * kUp : x);
+  const UIntVec<A> root = BitCast<UIntVec<A>>(Broadcast(A(0.707106781186547524)));
   // x = 2^n m, m between the roots of 1/2 and 2.
-  const IntVec<A> n = (bits - root) >> kMantissa;
-  const V f = BitCast<V>(bits - (n << kMantissa)) - 1;
+  const IntVec<A> n = BitCast<IntVec<A>>(bits - root) >> kMantissa;
+  const V f = BitCast<V>(bits - (BitCast<UIntVec<A>>(n) << kMantissa)) - 1;
   const V e = __builtin_convertvector(n - (subnormal & kMantissa), V);
   const V s = f / (f + 2), half = f * f * A(0.5);
   const V log = e * kHigh - ((half - (s * (half + LogSeries(s * s)) + e * kLow)) - f);

@@ -33,17 +33,21 @@ template <>
 struct VecTypes<float> {
   typedef float Vec __attribute__((vector_size(kVectorBytes)));
   typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
+  typedef uint32_t UInt __attribute__((vector_size(kVectorBytes)));
 };
 template <>
 struct VecTypes<double> {
   typedef double Vec __attribute__((vector_size(kVectorBytes)));
   typedef int64_t Int __attribute__((vector_size(kVectorBytes)));
+  typedef uint64_t UInt __attribute__((vector_size(kVectorBytes)));
 };
 template <typename A>
 using Vec = typename VecTypes<A>::Vec;  // of floats or doubles
 template <typename A>
 using IntVec = typename VecTypes<A>::Int;  // of as many integers of the same size
-typedef uint32_t U32Vec __attribute__((vector_size(kVectorBytes)));
+template <typename A>
+using UIntVec = typename VecTypes<A>::UInt;
+using U32Vec = UIntVec<float>;
 
 template <typename A>
 constexpr int kLanes = kVectorBytes / int(sizeof(A));

@@ -102,7 +102,7 @@ std::string Check(const Problem& p) {
   if (p.dbias && !p.bias.present) return "dbias without a bias";
   if (p.sinks.rows || p.sinks.columns) return "sinks have rows or columns";
   if ((p.page > 0) != (p.pages > 0)) return "pages without keys";
-  if (p.page > 0 && (p.page % 16 != 0 || p.kv_len % p.page != 0)) return "kv_len is no number of pages";
+  if (p.page > 0 && (p.page % 8 != 0 || p.kv_len % p.page != 0)) return "kv_len is no number of pages";
   if (p.page > 0 && (p.dq || p.dk || p.dv || p.dbias || p.dsinks || p.captured_gradients()))
     return "gradients of pages";
   if (p.page > 0 &&

@@ -145,7 +145,10 @@ def problem_and_operands(
         if x.ndim not in (3, 4):
             raise ValueError(f"{name} must have 3 or 4 dims, [T, N, D] or [B, T, N, D], not shape {x.shape}")
         if x.dtype != query.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}, query {query.dtype}: they must be the same")
+            raise TypeError(
+                f"{name} has dtype {x.dtype}, but query has {query.dtype}: cast one of them, as by "
+                f"{name}.astype(query.dtype)"
+            )
     shapes = query.shape, key.shape, value.shape
     checks.heads_known(**dict(zip(names, shapes, strict=True)))
     unbatched = query.ndim == 3
@@ -329,13 +332,12 @@ def window(size: int | tuple[int, int] | None) -> tuple[int, int]:
     """(left, right), -1 for no bound."""
     if size is None:
         return -1, -1
-    pair = isinstance(size, (tuple, list))
-    if pair and len(size) != 2:
+    if not isinstance(size, (tuple, list)):
+        left = right = _bound(size, "local_window_size")
+    elif len(size) == 2:
+        left, right = (_bound(x, f"local_window_size[{i}]") for i, x in enumerate(size))
+    else:
         raise TypeError(f"local_window_size must be an int or a pair of ints, not {len(size)} elements")
-    left, right = (
-        _bound(x, f"local_window_size[{i}]" if pair else "local_window_size")
-        for i, x in enumerate(size if pair else (size, size))
-    )
     return left if left < 2**63 else -1, right if right < 2**63 else -1  # beyond 64 bits it is as good as none
 
 

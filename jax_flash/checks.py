@@ -20,8 +20,8 @@ def flag(name: str, x: Any) -> bool:
     """True or False. Nothing else: "False" would be true."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
-            f"{name} must be True or False, not the traced {x.dtype}{list(x.shape)}: make the argument that it comes from "
-            "static (static_argnames of jax.jit), or choose by jax.lax.cond"
+            f"{name} must be True or False, not the traced {x.dtype}{list(x.shape)}: make the argument that it comes "
+            "from static (static_argnames of jax.jit), or choose by jax.lax.cond"
         )
     if not isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, not {described(x)}")

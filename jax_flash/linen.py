@@ -95,7 +95,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
       local_window_size: (left, right), or one int for both: how far from itself a token attends.
       logits_soft_cap: scores are capped smoothly, cap * tanh(scores / cap).
       pages, page: with `decode=True` and pages > 0 the cache has so many pages, of so many tokens each (a multiple of
-        16 from 16 to 256), which sequences of any lengths share; calls then have `page_table` and `lengths`.
+        8 from 8 to 1024), which sequences of any lengths share; calls then have `page_table` and `lengths`.
       implementation: see `jax_flash.dot_product_attention`.
       reproducible_gradients: its `deterministic`: the gradients have the same bits in every run on a GPU, too.
       use_sinks: a parameter `sinks` of shape [num_heads], a logit of each head that joins the softmax and has no value.

@@ -133,7 +133,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         self.value_pages: nnx.Cache[jax.Array] | None = nnx.data(None)
 
     def init_pages(self, count: int, page: int = 64, dtype: Dtype = jnp.float32) -> None:
-        """Makes a cache of `count` pages, of `page` tokens each: a multiple of 16 from 16 to 256."""
+        """Makes a cache of `count` pages, of `page` tokens each: a multiple of 8 from 8 to 1024."""
         of_pages = checks.integer("count", count, 1), checked_page(checks.integer("page", page, 1))
         shape = (*of_pages, self.num_kv_heads, self.head_dim)
         self.key_pages, self.value_pages = nnx.Cache(jnp.zeros(shape, dtype)), nnx.Cache(jnp.zeros(shape, dtype))

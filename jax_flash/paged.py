@@ -16,7 +16,7 @@ from jax_flash.arguments import Implementation
 from jax_flash.explicit import placed
 from jax_flash.problem import Operands, Problem
 
-STEP, LONGEST = 16, 256  # a page has a multiple of STEP keys, and at most LONGEST
+STEP, LONGEST = 8, 1024  # a page has a multiple of STEP keys, and at most LONGEST
 
 
 class PagedOptions(TypedDict, total=False):
@@ -87,7 +87,7 @@ def paged_attention(
 
     Args:
       query: [B, T, N, D]: those of the last T tokens of each sequence; float32, float64, bfloat16 or float16.
-      key_pages: [pages, page, K, D], same dtype; pages of 16 to 256 keys, a multiple of 16.
+      key_pages: [pages, page, K, D], same dtype; pages of 8 to 1024 keys, a multiple of 8.
       value_pages: [pages, page, K, E], same dtype.
       page_table: integer [B, M]: the numbers of each sequence's pages, in its order. Those beyond its length are not
         looked at. Numbers that are not those of a page are an error where NumPy has them and the lengths; those of

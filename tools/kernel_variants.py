@@ -43,7 +43,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "query_offset": (False, True),
     "mask": (False, True),
     "block_mask": (None, (128, 128), (64, 64), (16, 48)),
-    "page": (0, 16, 128),  # of a forward without most others
+    "page": (0, 8, 1024),  # of a forward without most others
     "bias": ("none", "bfloat16", "float32", "float32 of one row"),
     "soft_cap": (0.0, 30.0),
     "sinks": (False, True),

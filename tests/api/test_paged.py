@@ -18,8 +18,8 @@ import jax_flash.linen
 import jax_flash.nnx
 
 CACHES = [
-    Cache((5, 96, 1, 0), 16, Case(T=1, N=4, K=2, D=16, E=24)),
-    Cache((40, 300, 17), 64, Case(T=3, N=4, K=1, D=16, E=16, window=(50, 0), sinks=2.0)),
+    Cache((5, 96, 1, 0), 8, Case(T=1, N=4, K=2, D=16, E=24)),
+    Cache((40, 600, 17), 544, Case(T=3, N=4, K=1, D=16, E=16, window=(50, 0), sinks=2.0)),
     Cache((200, 130), 48, Case(T=70, N=2, K=2, D=16, E=16, soft_cap=2.0)),
 ]
 
@@ -321,10 +321,10 @@ def test_modules_without_a_cache_in_pages():
     with pytest.raises(ValueError, match="a cache in pages has no dropout"):
         layer(x, **call)
     assert layer(x, deterministic=True, **call).shape == x.shape
-    with pytest.raises(ValueError, match="multiple of 16 keys from 16 to 256, not 24"):
-        layer.init_pages(9, 24)
-    with pytest.raises(ValueError, match="multiple of 16 keys from 16 to 256, not 24"):
-        jax_flash.linen.MultiHeadAttention(4, decode=True, pages=9, page=24).init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="multiple of 8 keys from 8 to 1024, not 20"):
+        layer.init_pages(9, 20)
+    with pytest.raises(ValueError, match="multiple of 8 keys from 8 to 1024, not 20"):
+        jax_flash.linen.MultiHeadAttention(4, decode=True, pages=9, page=20).init(jax.random.key(0), x)
     for options in ({"decode": True}, {"pages": 9}):
         linen = jax_flash.linen.MultiHeadAttention(4, **options)
         state = linen.init(jax.random.key(0), x)
@@ -343,9 +343,13 @@ def pools(*shape):
         ({"key_pages": jnp.zeros((9, 16, 2, 9))}, ValueError, "do not fit together"),
         (pools(9, 16, 2, 9), ValueError, r"key_pages .* do not fit together: \(2, 2, 4, 8\), \(9, 16, 2, 9\)"),
         ({"value_pages": jnp.zeros((9, 32, 2, 8))}, ValueError, "do not fit together"),
-        ({"key_pages": jnp.zeros((9, 16, 2, 8), jnp.bfloat16)}, TypeError, "key_pages has dtype bfloat16"),
-        (pools(9, 24, 2, 8), ValueError, "multiple of 16 keys from 16 to 256, not 24"),
-        (pools(9, 512, 2, 8), ValueError, "multiple of 16 keys from 16 to 256, not 512"),
+        (
+            {"key_pages": jnp.zeros((9, 16, 2, 8), jnp.bfloat16)},
+            TypeError,
+            r"key_pages has dtype bfloat16, .* key_pages\.astype\(query\.dtype\)",
+        ),
+        (pools(9, 12, 2, 8), ValueError, "multiple of 8 keys from 8 to 1024, not 12"),
+        (pools(9, 1032, 2, 8), ValueError, "multiple of 8 keys from 8 to 1024, not 1032"),
         (pools(0, 16, 2, 8), ValueError, "at least one page"),
         (pools(9, 16, 3, 8), ValueError, "4 heads, key_pages and value_pages 3"),
         ({"page_table": np.zeros((3, 4), int)}, ValueError, r"page_table must be .* B = 2, not shape \(3, 4\)"),

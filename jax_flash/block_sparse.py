@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from jax_flash.checks import described, integer, matrices, numpy_array
 from jax_flash.problem import BLOCK_MASK
 from jax_flash.programs import program, replay
-from jax_flash.programs.structure import Structure
+from jax_flash.programs.structure import Structure, without_constants
 
 BLOCK = 128  # rows and columns of a block by default
 NOTHING, EVERYTHING, ELEMENTS = 0, 1, 2  # of `BlockMask.blocks`; from ELEMENTS on the number of an element mask
@@ -218,7 +218,7 @@ class BlockMask:
         function = program.traced("mask_fn", mask_fn, "float32")
         if _traced(*function.consts):
             return MaskOfFunction(shape, batch, heads, mask_fn)
-        row_of_blocks = _row_of_blocks(Structure.of(function.jaxpr), shape)
+        row_of_blocks = _row_of_blocks(Structure.of(without_constants(function)), shape)
         with jax.ensure_compile_time_eval():
             for b, h, u in np.ndindex(batch, heads, U):
                 blocks[b, h, u], tiles = row_of_blocks(function.consts, *map(np.int32, (b, h, u)))

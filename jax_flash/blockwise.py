@@ -24,7 +24,7 @@ BLOCK = 256  # rows and columns of a tile, at most
 def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
     """O, ℓ and m: Algorithm 2. Arguments and results: `reference.forward`."""
     problem, operands = tile.with_contiguous_keys(problem, varying_alike(operands, operands))
-    operands = padding.without_padded_keys(operands)
+    operands = tile.in_accumulation_dtype(problem, padding.without_padded_keys(operands))
     dtype = problem.accumulation_dtype
     batch, heads = problem.batch, problem.q_heads
     row_block, column_block = _block(problem.q_len), _block(problem.kv_len)

@@ -26,7 +26,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
     """
     problem, operands = tile.with_contiguous_keys(problem, operands)
     rows, columns = _positions(problem)
-    operands = padding.without_padded_keys(operands)
+    operands = tile.in_accumulation_dtype(problem, padding.without_padded_keys(operands))
     if problem.may_empty_rows:
         seen = tile.may_attend(problem, operands, rows, columns).any(-1)
         operands = operands._replace(query=padding.zero_rows(seen, operands.query))
@@ -94,9 +94,9 @@ def prepare(
     """What the gradients take of each row, in the accumulation dtype: D_i = dO_i · O_i - dlogsumexp_i (equation 4)."""
     dtype = problem.accumulation_dtype
     live = padding.live_rows(problem, m)
-    operands = padding.without_padded_keys(operands)
+    operands = tile.in_accumulation_dtype(problem, padding.without_padded_keys(operands))
     operands = operands._replace(query=padding.zero_rows(live, operands.query))
-    do = padding.zero_rows(live, do)
+    do = padding.zero_rows(live, do.astype(dtype))
     if dlogsumexp is not None:
         dlogsumexp = padding.zero_statistics(live, dlogsumexp)
     d = jnp.sum(do.astype(dtype) * o.astype(dtype), axis=-1).transpose(0, 2, 1)

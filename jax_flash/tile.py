@@ -38,6 +38,17 @@ def with_contiguous_keys(problem: Problem, operands: Operands) -> tuple[Problem,
     return dataclasses.replace(problem, page=0, pages=0), Operands.of(arrays | keys)
 
 
+def in_accumulation_dtype(problem: Problem, operands: Operands) -> Operands:
+    """Return the operands with the arrays that scores and sums are made of in the accumulation dtype.
+
+    This is done once, before they are divided into tiles. JAX sums the gradient of an array in the dtype of the array,
+    so the tiles' parts of a 16-bit array's gradient would be rounded one by one.
+    """
+    names = ("query", "key", "value", "bias", "sinks")
+    arrays = {name: x for name, x in operands.arrays().items() if name in names}
+    return operands.replaced({name: x.astype(problem.accumulation_dtype) for name, x in arrays.items()})
+
+
 def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array:
     """Which entries may attend: bool [B|1, N|1, R, C].
 

@@ -23,7 +23,7 @@ from jax_flash.programs.arrays import Array, View, aval
 from jax_flash.programs.code import Code, Unsupported
 from jax_flash.programs.lowering import Lowering
 from jax_flash.programs.operations import PLACEMENTS
-from jax_flash.programs.structure import Structure
+from jax_flash.programs.structure import Structure, without_constants
 
 INDICES = ("batch", "head", "query", "key")
 SAME_SCORE, SAME_COTANGENT, ALWAYS = "score;result,0", "cotangent;result,0", "const.b,1;result,0"
@@ -178,22 +178,22 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
             raise TypeError(f"{name} captures an array of dtype {x.dtype}: there are floats, integers and bool")
     if len(closed.consts) > MOST_CAPTURED // 2:
         closed = _packed(closed)
-    arrays = [jnp.asarray(x) for x in closed.consts]
-    constants = (*(np.asarray(x).tobytes() for x in _constants_of_calls(closed.jaxpr)), *_callbacks(closed.jaxpr))
-    program = Program("", first=first, count=len(arrays), constants=constants, jaxpr=closed.jaxpr)
+    arrays, jaxpr = [jnp.asarray(x) for x in closed.consts], without_constants(closed)
+    constants = (*(np.asarray(x).tobytes() for x in _constants_of_calls(jaxpr)), *_callbacks(jaxpr))
+    program = Program("", first=first, count=len(arrays), constants=constants, jaxpr=jaxpr)
     captured = (*[Captured("", False, ())] * first, *(Captured(x.dtype.name, False, x.shape) for x in arrays))
-    scored, has_rules = name == "score_mod", _has_rules(closed.jaxpr)
+    scored, has_rules = name == "score_mod", _has_rules(jaxpr)
     second = _second_derivative(name, closed) if scored and has_rules else ""
     given = (first, captured, dtype, sizes, scored, jax.config.read("jax_enable_x64"))
     refusal = None
     try:
         # Rules are functions, and may read what has changed.
-        text, derivative = _lower(closed.jaxpr, *given) if has_rules else _lowered(Structure.of(closed.jaxpr), *given)
+        text, derivative = _lower(jaxpr, *given) if has_rules else _lowered(Structure.of(jaxpr), *given)
         derivative += second
     except (Unsupported, RecursionError) as e:
         reason = e if isinstance(e, Unsupported) else "too many operations, one on top of the other, on small arrays"
         refusal = f"{name} has {reason}"
-        text, derivative = str(closed.jaxpr), second or (_second_derivative(name, closed) if scored else "")
+        text, derivative = str(jaxpr), second or (_second_derivative(name, closed) if scored else "")
     derived = derivative if scored else None
     return dataclasses.replace(program, text=text, refusal=refusal, derivative=derived), arrays
 

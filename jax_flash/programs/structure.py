@@ -21,6 +21,15 @@ class Structure:
         return cls(_parts(jaxpr), jaxpr)
 
 
+def without_constants(closed: ClosedJaxpr) -> Jaxpr:
+    """Return the jaxpr of a closed one, without the values of its constants.
+
+    Since jax 0.12 the two are one class. Whoever keeps such a jaxpr keeps the constants, which may be tracers.
+    """
+    jaxpr: Any = closed.jaxpr
+    return jaxpr.with_consts([None] * len(closed.consts)) if jaxpr is closed else jaxpr
+
+
 def _parts(jaxpr: Jaxpr) -> Any:
     """All that there is in it, hashable, with numbers for its variables."""
     numbers: dict[Var, int] = {}
@@ -30,10 +39,10 @@ def _parts(jaxpr: Jaxpr) -> Any:
             return Var, numbers.setdefault(x, len(numbers)), x.aval
         if isinstance(x, Literal):
             return Literal, part(np.asarray(x.val)), x.aval
+        if isinstance(x, ClosedJaxpr):  # before Jaxpr: since jax 0.12 the two are one class
+            return _parts(x.jaxpr), part(x.consts)
         if isinstance(x, Jaxpr):
             return _parts(x)
-        if isinstance(x, ClosedJaxpr):
-            return _parts(x.jaxpr), part(x.consts)
         if isinstance(x, dict):
             return part(tuple(x.items()))
         if isinstance(x, (tuple, list)):

@@ -154,3 +154,17 @@ def test_rows_with_nothing_to_attend_to(implementation):
     assert all(jnp.isfinite(g).all() for g in gradients)
     second = jax.grad(lambda q: (jax.grad(lambda q: loss(q, key, value)[0])(q) ** 2).sum())(query)
     assert jnp.isfinite(second).all() and not second[1, 3].any()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_parts_of_16_bit_gradients_are_summed_in_float32(implementation):
+    """dV of few keys is a sum over 16 tiles of rows, of one sign, and is rounded once."""
+    rng = np.random.default_rng(0)
+    shapes = ((1, n, 1, 8) for n in (4096, 8, 8, 4096))
+    query, key, value, do = (jnp.asarray(rng.uniform(0.5, 1, shape), jnp.bfloat16) for shape in shapes)
+    attend = functools.partial(jax_flash.dot_product_attention, query, key, implementation=implementation)
+    (dvalue,) = jax.jit(lambda value, do: jax.vjp(attend, value)[1](do))(value, do)
+    q, k, d = (np.asarray(x, np.float64)[0, :, 0] for x in (query, key, do))
+    p = np.exp(q @ k.T / np.sqrt(8))
+    exact = (p / p.sum(axis=-1, keepdims=True)).T @ d
+    np.testing.assert_allclose(np.asarray(dvalue, np.float64)[0, :, 0], exact, rtol=2.0**-8)

@@ -136,7 +136,8 @@ bool LeavesIdle(const Target& target, const Problem& p) {
 
 // Whether the backward does what comes before and after it alongside (hopper/backward_alongside.cuh), where all arrays
 // have 16 bits. Three warps a block have to keep up: they do where a row has many keys, or all rows are prepared at
-// once. It is not done beside three masks, or two and dropout, where registers would be spilled. Heads of Q that share
+// once. It is not done beside three masks, two and dropout, or with wide heads and empty rows where sinks and the
+// logsumexp have gradients: registers would be spilled. Heads of Q that share
 // keys are computed one by one then, or too many would be under way at a time, and dK and dV are added up in f32. That
 // is worth it where there are few tiles, or where many heads share keys that so many rows see that these do not stay in
 // the L2. The lists of a block mask are taken head by head, and a long one would hold up the heads after its own.
@@ -150,6 +151,7 @@ bool Alongside(const Target& target, const Problem& p) {
   const bool long_lists = listed && (p.column_list - kListHeader) * p.q_block > kMostListedRows;
   const bool dropout = has.Any(kDropout);
   if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
+  if (p.dsinks && p.dlogsumexp && !narrow && p.may_empty_rows()) return false;
   if (listed && (p.group() > 1 || has.Any(kRanges) || long_lists || (dropout && !narrow))) return false;
   const bool shared_keys = p.group() > 1 && narrow;
   if (dropout && (has.Any(kLocal) || shared_keys)) return false;

@@ -26,8 +26,8 @@ def without_constants(closed: ClosedJaxpr) -> Jaxpr:
 
     Since jax 0.12 the two are one class. Whoever keeps such a jaxpr keeps the constants, which may be tracers.
     """
-    jaxpr: Any = closed.jaxpr
-    return jaxpr.with_consts([None] * len(closed.consts)) if jaxpr is closed else jaxpr
+    with_constants: Any = getattr(closed.jaxpr, "with_consts", None)
+    return with_constants([None] * len(closed.consts)) if with_constants else closed.jaxpr
 
 
 def _parts(jaxpr: Jaxpr) -> Any:

@@ -152,7 +152,7 @@ def test_operands_are_pythons():
     ("changes", "said"),
     [
         ({"page": 0}, "pages without keys"),
-        ({"page": 24}, "kv_len is no number of pages"),
+        ({"page": 12}, "kv_len is no number of pages"),
         ({"kv_len": 40}, "kv_len is no number of pages"),
         ({"dq": True}, "gradients of pages"),
         ({"segments": True}, "pages beside"),

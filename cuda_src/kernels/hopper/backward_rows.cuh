@@ -88,16 +88,16 @@ __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, i
   const int64_t to = block.Rows() + Place(r);
   const bool exists = block.row + r < p.q_len;
   float l = exists ? p.l[from] : 0.0f, m = exists ? p.m[from] : 0.0f;
-  if constexpr (kEmptyRows) {
-    const uint32_t empty = __ballot_sync(0xFFFFFFFF, exists && l == 0.0f);
-    if (r % 32 == 0) p.empty_rows[(block.Rows() + r) / 32] = empty;
-  }
   JoinSink(p, block.batch, block.head, &m, &l);
   if constexpr (kMaximumApart) {
     p.logsumexp[to] = l == 0.0f ? -Infinity() : -logf(l);
     p.maximum[to] = l == 0.0f ? 0.0f : m;
   } else {
     p.logsumexp[to] = l == 0.0f ? -Infinity() : -(m + logf(l)) / ScoreScale(p);
+  }
+  if constexpr (kEmptyRows) {
+    const uint32_t empty = __ballot_sync(0xFFFFFFFF, exists && l == 0.0f);  // a sink leaves it 0
+    if (r % 32 == 0) p.empty_rows[(block.Rows() + r) / 32] = empty;
   }
 }
 

@@ -487,6 +487,11 @@ def _check_block_mask(mask: BlockMask, B: int, N: int, T: int, S: int) -> None:
         raise TypeError(f"block_mask must be a jax_flash.BlockMask, not {type(mask).__name__}")
     if (mask.shape.q_len, mask.shape.kv_len) != (T, S):
         raise ValueError(f"block_mask is of {mask.shape.q_len} x {mask.shape.kv_len} entries, T x S is {T} x {S}")
+    if mask.is_stack:
+        raise ValueError(
+            "block_mask is a stack of masks, one for each layer: pass the mask of this layer, "
+            "which jax.lax.scan or jax.vmap over the stack gives"
+        )
     if isinstance(mask, MaskOfFunction):
         if mask.batch not in (1, B) or mask.heads not in (1, N):
             raise ValueError(f"block_mask is of {mask.batch} batch entries and {mask.heads} heads, not B, N = {B}, {N}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ from jax.typing import ArrayLike
 from jax_flash.checks import described, integer, matrices, numpy_array
 from jax_flash.problem import BLOCK_MASK
 from jax_flash.programs import program, replay
+from jax_flash.programs.arrays import aval
 from jax_flash.programs.structure import Structure, without_constants
 
 BLOCK = 128  # rows and columns of a block by default
@@ -71,6 +72,7 @@ class BlockMask:
     A pytree, whose arrays may be traced. One of concrete arrays is hashable too, by its blocks and element masks: it
     can be a static argument of `jax.jit`, an attribute of a Flax module (of nnx as `nnx.data(mask)`), or a constant of
     the program. Made by the constructors below and by `patterns.py`; combined by `&`, `|` and `~`, entry by entry.
+    `mask[:512, :512]` is the mask of shorter inputs, and `BlockMask.stack(masks)` has a mask for each layer.
 
     Attributes:
       shape: T, S and the block size.
@@ -226,7 +228,47 @@ class BlockMask:
                     blocks[b, h, u, v] = table.number(_pack(np.asarray(tiles[v])))
         return cls(shape, blocks, table.masks())
 
+    @staticmethod
+    def stack(masks: Sequence[BlockMask]) -> BlockMask:
+        """Stack the masks of layers: a pytree whose arrays have a leading dim of layers.
+
+        `jax.lax.scan` over the stack gives one mask to each step, and `jax.vmap` one to each example. The masks must
+        have equal lengths and block sizes. Each has 1 or B batch entries and 1 or N heads. Masks of functions that
+        capture traced arrays can be stacked if the function is the same and only the values of the arrays differ.
+
+        Raises:
+          TypeError: masks is not a list or tuple of block masks.
+          ValueError: there are no masks, one is a stack itself, or they do not fit together.
+        """
+        sequence = isinstance(masks, (list, tuple))
+        wrong = [x for x in masks if not isinstance(x, BlockMask)] if sequence else [masks]
+        if wrong:
+            raise TypeError(f"masks must be a list or tuple of block masks, not {described(wrong[0])}")
+        if not masks:
+            raise ValueError("masks must have at least one block mask, but it is empty")
+        for number, mask in enumerate(masks):
+            mask._check_one_layer()
+            if mask.shape != masks[0].shape:
+                raise ValueError(
+                    "masks must have equal lengths and block sizes: "
+                    f"masks[{number}] has {mask.shape}, masks[0] has {masks[0].shape}"
+                )
+        functions = any(isinstance(mask, MaskOfFunction) for mask in masks)
+        return _stacked_functions(masks) if functions else _stacked(masks)
+
     # --- what it says ---
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether the arrays have leading dims, such as one of layers."""
+        return bool(self.blocks.ndim > 4)
+
+    def _check_one_layer(self) -> None:
+        if self.is_stack:
+            raise ValueError(
+                "this block mask is a stack, which cannot be sliced, combined, drawn or stacked: "
+                "do this with the masks of the layers, and then call BlockMask.stack"
+            )
 
     @property
     def kept(self) -> float:
@@ -240,9 +282,34 @@ class BlockMask:
 
     def to_mask(self) -> jax.Array | np.ndarray:
         """All entries: bool [B|1, N|1, T, S]. For tests and small masks."""
+        self._check_one_layer()
         xp, blocks, element_masks = _arrays(self.blocks, self.element_masks)
         rows, columns = xp.arange(self.shape.q_len), xp.arange(self.shape.kv_len)
         return may_attend(self.shape, blocks, element_masks, rows, columns, xp)
+
+    def __getitem__(self, part: tuple[slice, slice]) -> BlockMask:
+        """Return the mask of a range of queries and a range of keys: ``mask[:512, :512]`` is that of shorter inputs.
+
+        A range starts at a multiple of the block and may end anywhere. Its positions count from its start.
+
+        Raises:
+          TypeError: part is not two slices of integers that are known when tracing.
+          ValueError: a range starts inside a block, or a slice has a step.
+        """
+        self._check_one_layer()
+        if not isinstance(part, tuple) or [type(x) for x in part] != [slice, slice]:
+            raise TypeError("a block mask takes two slices, of queries and of keys, such as mask[:512, :512]")
+        row, q_len = _range("queries", part[0], self.shape.q_len, self.shape.q_block)
+        column, kv_len = _range("keys", part[1], self.shape.kv_len, self.shape.kv_block)
+        return self._part(self.shape._replace(q_len=q_len, kv_len=kv_len), row, column)
+
+    def _part(self, shape: Shape, row: int, column: int) -> BlockMask:
+        """The mask of this shape that starts at this row and column."""
+        xp, blocks, element_masks = _arrays(self.blocks, self.element_masks)
+        u, v = row // shape.q_block, column // shape.kv_block
+        U, V = shape.grid
+        part = BlockMask(shape, blocks[:, :, u : u + U, v : v + V], element_masks)
+        return _with_extended_ends(part) if xp is np else part
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """Where both allow."""
@@ -254,6 +321,7 @@ class BlockMask:
 
     def __invert__(self) -> BlockMask:
         """Where it does not allow."""
+        self._check_one_layer()
         xp, blocks, element_masks = _arrays(self.blocks, self.element_masks)
         inverted = xp.where(blocks < ELEMENTS, EVERYTHING - blocks, blocks)
         masks = None if element_masks is None else element_masks ^ _every(self.shape)[None, None]
@@ -281,6 +349,8 @@ class BlockMask:
         concrete = isinstance(self.blocks, (np.ndarray, jax.Array)) and not _traced(self.blocks)
         if not concrete:  # JAX puts all kinds of things into pytrees
             return f"{head}, traced)"
+        if self.is_stack:
+            return f"{head}, a stack of {' x '.join(map(str, self.blocks.shape[:-4]))})"
         blocks = np.asarray(self.blocks)
         full = (blocks == EVERYTHING).mean() if blocks.size else 0.0
         size = " x ".join(map(str, blocks.shape[:2]))
@@ -296,6 +366,7 @@ class BlockMask:
         Returns:
           The axes.
         """
+        self._check_one_layer()
         import matplotlib.pyplot as plt
         from matplotlib.colors import ListedColormap
 
@@ -313,7 +384,8 @@ class BlockMask:
 class MaskOfFunction(BlockMask):
     """A `BlockMask` of a function that captures traced arrays. Which blocks are empty is found out where it is used.
 
-    A pytree of the captured arrays. It has no blocks that could be looked at, combined or drawn.
+    A pytree of the captured arrays. It has no blocks that could be looked at, combined or drawn. It can be sliced, and
+    stacked with masks of the same function.
 
     Attributes:
       shape: T and S. The block size does not matter.
@@ -340,6 +412,17 @@ class MaskOfFunction(BlockMask):
         shape, batch, heads, function = static
         vars(mask).update(shape=shape, batch=batch, heads=heads, program=function, captured=tuple(children))
         return mask
+
+    @property
+    def is_stack(self) -> bool:
+        shapes = zip(self.captured, self.program.jaxpr.constvars, strict=True)
+        return any(array.ndim > aval(variable).ndim for array, variable in shapes)
+
+    def _part(self, shape: Shape, row: int, column: int) -> BlockMask:
+        def mask_fn(b: jax.Array, h: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+            return self.program(self.captured, b, h, i + row, j + column)
+
+        return MaskOfFunction(shape, self.batch, self.heads, mask_fn)
 
     def may_attend(self, batch: jax.Array, head: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
         """What the function says of an entry of the arrays."""
@@ -488,9 +571,96 @@ def _compact(shape: Shape, blocks: np.ndarray, element_masks: Any) -> tuple[np.n
     return kinds[inverse].reshape(blocks.shape), table.masks()
 
 
+def _range(name: str, part: slice, length: int, block: int) -> tuple[int, int]:
+    """Where a slice starts, and how long it is."""
+    try:
+        start, stop, step = part.indices(length)
+    except TypeError:
+        raise TypeError(
+            f"the slice of a block mask's {name} must have integers that are known when tracing, not {part}"
+        ) from None
+    if step != 1:
+        raise ValueError(f"the slice of a block mask's {name} must have no step, not {step}")
+    if start % block:
+        raise ValueError(
+            f"the slice of a block mask's {name} must start at a multiple of the block size {block}, not at {start}"
+        )
+    return start, max(stop - start, 0)
+
+
+def _with_extended_ends(mask: BlockMask) -> BlockMask:
+    """Repeat the last row and column beyond the lengths, so that a block at the border can be empty or full."""
+    q_len, kv_len, q_block, kv_block = mask.shape
+    rows, columns = np.arange(q_block), np.arange(kv_block)
+    rows_of = rows, np.minimum(rows, (q_len - 1) % q_block)  # inside, and at the border
+    columns_of = columns, np.minimum(columns, (kv_len - 1) % kv_block)
+    U, V = mask.shape.grid
+    below, right = np.arange(U)[:, None] == U - 1, np.arange(V) == V - 1
+    used, inverse = np.unique(np.asarray(mask.blocks) * 4 + below * 2 + right, return_inverse=True)
+    masks, table, kinds = _all_masks(mask), _Table(mask.shape), []
+    for code in used:
+        row, column = rows_of[code // 2 % 2], columns_of[code % 2]
+        bits = masks[0, code // 4][row][:, column // WORD] >> (column % WORD).astype(np.uint32)
+        kinds.append(table.number(_pack((bits & 1).astype(bool))))
+    return BlockMask(mask.shape, np.array(kinds, np.int32)[inverse].reshape(mask.blocks.shape), table.masks())
+
+
+def _stacked(masks: Sequence[BlockMask]) -> BlockMask:
+    """Stack masks that have blocks. Lists and tables become as long as the longest."""
+    shape, xp = masks[0].shape, jnp if _traced(*jax.tree.leaves(masks)) else np
+    extents = [mask.blocks.shape[:2] for mask in masks]
+    try:
+        np.broadcast_shapes(*extents)
+    except ValueError:
+        raise ValueError(f"masks must have 1 or B batch entries and 1 or N heads, but they have {extents}") from None
+
+    def stacked(arrays: list[Any], axis: int, filling: int) -> Any:
+        longest = max(x.shape[axis] for x in arrays)
+        padded = []
+        for x in arrays:
+            widths = [(0, 0)] * x.ndim
+            widths[axis] = (0, longest - x.shape[axis])
+            padded.append(xp.pad(x, widths, constant_values=filling))
+        return xp.stack(xp.broadcast_arrays(*padded))
+
+    no_table = np.zeros((1, 0, shape.q_block, _words(shape.kv_block)), np.uint32)
+    tables = [no_table if mask.element_masks is None else mask.element_masks for mask in masks]
+    stack = object.__new__(BlockMask)
+    stack.__setstate__(
+        {
+            "shape": shape,
+            "blocks": stacked([mask.blocks for mask in masks], -1, NOTHING),
+            "element_masks": stacked(tables, 1, 0) if any(x.shape[1] for x in tables) else None,
+            "row_lists": stacked([mask.row_lists for mask in masks], -1, -1),
+            "column_lists": stacked([mask.column_lists for mask in masks], -1, -1),
+        }
+    )
+    return stack
+
+
+def _stacked_functions(masks: Sequence[BlockMask]) -> BlockMask:
+    """Masks of one function, one after the other."""
+
+    def structure(mask: BlockMask) -> Any:
+        leaves, tree = jax.tree.flatten(mask)
+        return tree, [(x.shape, x.dtype) for x in leaves]
+
+    for number, mask in enumerate(masks):
+        if structure(mask) != structure(masks[0]):
+            raise ValueError(
+                "masks of functions that capture traced arrays must be of one function, of captured arrays that differ "
+                f"in their values alone: masks[{number}] differs from masks[0] in more. Put what differs into an array "
+                "that the function captures, or make all masks from concrete arrays"
+            )
+    stack: BlockMask = jax.tree.map(lambda *arrays: jnp.stack(arrays), *masks)
+    return stack
+
+
 def _combined(op: Callable[[Any, Any], Any], a: BlockMask, b: object) -> BlockMask:
     if not isinstance(b, BlockMask):
         return NotImplemented
+    a._check_one_layer()
+    b._check_one_layer()
     if a.shape != b.shape:
         raise ValueError(f"block masks of different lengths or block sizes do not combine: {a.shape}, {b.shape}")
     if _traced(*jax.tree.leaves((a, b))):

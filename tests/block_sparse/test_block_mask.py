@@ -16,7 +16,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_flash import BlockMask
+from jax_flash import BlockMask, patterns
 from jax_flash.block_sparse import ELEMENTS, EVERYTHING, NOTHING, Shape
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -216,6 +216,62 @@ def test_combinations_traced(name, partial):
     np.testing.assert_array_equal(jax.jit(lambda: combine(a, b).to_mask())(), expected)
 
 
+@given(masks(), st.data())
+def test_slice(mask, data):
+    """As if made of these entries, blocks that the ends cut included. Traced masks keep their tables."""
+    _, T, S, q_block, kv_block, _, _ = mask
+    ends = data.draw(st.tuples(st.integers(-T, T + 9), st.integers(0, S)))
+    starts = (data.draw(st.integers(0, (n - 1) // block)) * block for n, block in ((T, q_block), (S, kv_block)))
+    part = tuple(slice(start or None, end) for start, end in zip(starts, ends, strict=True))
+    whole, expected = block_mask(*mask), entries(*mask)[:, :, *part]
+    assert_says(whole[part], expected)
+    assert whole[part] == BlockMask.from_mask(expected, q_block=q_block, kv_block=kv_block)
+    traced = jax.jit(lambda mask: mask[part])(whole)
+    np.testing.assert_array_equal(traced.to_mask(), expected)
+    assert_lists(traced)
+
+
+def test_slice_of_a_pattern():
+    """Made once for the longest input, and equal to the mask made for a shorter one."""
+    assert patterns.causal(1000, 1000)[:300, :300] == patterns.causal(300, 300)
+    assert patterns.causal(512, 1000)[128:400, 128:600] == patterns.causal(272, 472)
+
+
+LAYERS = [
+    block_mask(0, 70, 90, 16, 48, 1, 3),
+    BlockMask.from_dense(np.eye(5, 2, dtype=bool), 70, 90, q_block=16, kv_block=48),
+    block_mask(1, 70, 90, 16, 48, 2, 1),
+    jax.tree.map(jnp.asarray, block_mask(2, 70, 90, 16, 48)),
+    BlockMask.from_dense(np.zeros((5, 2), bool), 70, 90, q_block=16, kv_block=48),
+]
+
+
+@pytest.mark.parametrize("layers", [LAYERS, LAYERS[1:2]], ids=["of all kinds", "without element masks"])
+@pytest.mark.parametrize("made", [BlockMask.stack, jax.jit(BlockMask.stack)], ids=["concrete", "traced"])
+def test_stack(layers, made):
+    stack = made(layers)
+    lead = np.broadcast_shapes(*(layer.blocks.shape[:2] for layer in layers))
+    assert stack.blocks.shape[:3] == (len(layers), *lead)
+    for i, layer in enumerate(layers):
+        one = jax.tree.map(operator.itemgetter(i), stack)
+        np.testing.assert_array_equal(one.to_mask(), np.broadcast_to(layer.to_mask(), (*lead, 70, 90)))
+        assert_lists(one)
+    if made is BlockMask.stack:
+        assert not any(x.flags.writeable for x in stack.arrays().values())
+        assert hash(stack) == hash(BlockMask.stack(layers)) and stack == BlockMask.stack(layers)
+
+
+def test_a_stack_is_not_one_mask():
+    stack = BlockMask.stack(LAYERS)
+    assert repr(stack) == "BlockMask(70 x 90 in blocks of 16 x 48, a stack of 5)"
+    for use in (
+        *(stack.to_mask, stack.plot, lambda: ~stack, lambda: stack[:9, :9], lambda: LAYERS[0] & stack),
+        *(lambda: stack | LAYERS[0], lambda: BlockMask.stack([stack])),
+    ):
+        with pytest.raises(ValueError, match="this block mask is a stack"):
+            use()
+
+
 def test_element_masks_of_every_batch_entry():
     """vmap makes a table of each example."""
     x = entries(3, 70, 90, 16, 48, 3)
@@ -361,6 +417,22 @@ SQUARE = np.ones((2, 2), bool)
         (lambda: BlockMask.from_mask(SQUARE) & BlockMask.from_mask(SQUARE, q_block=16), ValueError, "different"),
         (lambda: BlockMask.from_mask(SQUARE) | BlockMask.from_mask(SQUARE[1:]), ValueError, "different"),
         (lambda: BlockMask.from_mask(SQUARE) & SQUARE.tolist(), TypeError, "BlockMask"),
+        (lambda: BlockMask.from_mask(SQUARE)[:1], TypeError, r"two slices, .* such as mask\[:512, :512\]"),
+        (lambda: BlockMask.from_mask(SQUARE)[0, :1], TypeError, "two slices"),
+        (lambda: list(BlockMask.from_mask(SQUARE)), TypeError, "two slices"),
+        (lambda: BlockMask.from_mask(SQUARE)[:1, :1.0], TypeError, "slice of .* keys must have integers.*1.0"),
+        (lambda: jax.jit(lambda n: BlockMask.from_mask(SQUARE)[:n, :1])(1), TypeError, "slice of .* queries.*known"),
+        (lambda: BlockMask.from_mask(SQUARE)[::2, :1], ValueError, "slice of .* queries must have no step, not 2"),
+        (
+            lambda: BlockMask.from_dense(SQUARE)[:9, 64:],
+            ValueError,
+            "slice of .* keys .* of .* 128, not at 64",
+        ),
+        (lambda: BlockMask.stack([]), ValueError, "masks .* empty"),
+        (lambda: BlockMask.stack(BlockMask.from_mask(SQUARE)), TypeError, "masks must be a list or tuple.*BlockMask"),
+        (lambda: BlockMask.stack([BlockMask.from_mask(SQUARE), None]), TypeError, "masks must be a list.*None"),
+        (lambda: BlockMask.stack([LAYERS[0], LAYERS[0][:69, :]]), ValueError, r"masks\[1\] has .*q_len=69"),
+        (lambda: BlockMask.stack([LAYERS[0], block_mask(0, 70, 90, 16, 48, 1, 2)]), ValueError, r"\(1, 3\), \(1, 2\)"),
     ],
 )
 def test_errors(make, error, match):

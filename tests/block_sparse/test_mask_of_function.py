@@ -126,9 +126,11 @@ def test_scan(wrap):
     def layer(x, k, v, mask):
         return x + jax_flash.dot_product_attention(x, k, v, block_mask=mask, implementation="flash")
 
+    masks = [jax.jit(mask_of)(*(of[i] for of in of_mask)) for i in range(3)]
+
     def scanned(x, k, v):
         body = wrap(lambda x, xs: (layer(x, *xs), None))
-        return (jax.lax.scan(body, x, (k, v, jax.vmap(mask_of)(*of_mask)))[0] ** 2).sum()
+        return (jax.lax.scan(body, x, (k, v, BlockMask.stack(masks)))[0] ** 2).sum()
 
     def looped(x, k, v):
         for i in range(3):
@@ -136,6 +138,34 @@ def test_scan(wrap):
         return (x**2).sum()
 
     assert_close(jax.jit(jax.grad(scanned, (0, 1, 2)))(x, k, v), jax.grad(looped, (0, 1, 2))(x, k, v), 1e-4)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_slice(implementation):
+    """Positions count from where the slice starts."""
+    q, k, v, *of_mask = arrays()
+    given = q[:, 16:37], k[:, 32:], v[:, 32:]
+
+    def function(*args):
+        return results(*args, made=lambda *args: mask_of(*args)[16:37, 32:], implementation=implementation)
+
+    assert_close(jax.jit(function)(*given, *of_mask), function(*given, *of_mask))
+
+
+def test_stacks_of_one_function():
+    _, _, _, *of_mask = arrays()
+    mask = jax.jit(mask_of)(*of_mask)
+    stack = BlockMask.stack([mask, mask])
+    with pytest.raises(ValueError, match="block_mask is a stack of masks"):
+        jax.eval_shape(lambda *given: results(*given, stack), *arrays()[:3])
+    with pytest.raises(ValueError, match="this block mask is a stack"):
+        stack[:16, :16]
+    other = jax.jit(functools.partial(mask_of, heads=1))(*of_mask)
+    shorter = jax.jit(mask_of)(of_mask[0], of_mask[1], jnp.pad(of_mask[2], (0, 1)))
+    concrete = mask_of(*of_mask)
+    for masks in ([mask, other], [mask, shorter], [concrete, mask], [mask, concrete]):
+        with pytest.raises(ValueError, match=r"of one function.* masks\[1\] differs from masks\[0\]"):
+            BlockMask.stack(masks)
 
 
 def test_higher_order():

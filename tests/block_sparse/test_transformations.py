@@ -161,24 +161,50 @@ def layer(x, w, mask):
     return x + jnp.tanh(attend(q, k, v, block_mask=mask, is_causal=True))
 
 
+def layers_of_all_kinds():
+    """With and without element masks and heads; one is a part of a longer mask."""
+    whole = of(entries(0, T + 30, T + 30, 16, 16))[:T, :T]
+    return [of(entries(1, T, T, 16, 16, 1, N)), BlockMask.from_dense(np.eye(3, dtype=bool), T, T, **BLOCKS), whole]
+
+
 @pytest.mark.parametrize("remat", [False, True])
-def test_scan_over_layers(remat):
-    """A mask for every layer."""
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_scan_over_layers(remat, where):
+    """A mask for every layer, stacked outside of the program or inside."""
     rng = np.random.default_rng(0)
     x, w = jnp.asarray(rng.normal(size=(B, T, N, D)), jnp.float32), jnp.asarray(rng.normal(size=(3, 3, D, D)) / D)
-    masks = np.stack([entries(seed, T, T, 16, 16, 1, N) for seed in range(3)])
+    masks = layers_of_all_kinds()
     body = jax.checkpoint(layer) if remat else layer
 
     def scanned(x, w, masks):
-        return (jax.lax.scan(lambda x, xs: (body(x, *xs), None), x, (w, masks))[0] ** 2).sum()
+        stack = BlockMask.stack(masks) if where == "inside" else masks
+        return (jax.lax.scan(lambda x, xs: (body(x, *xs), None), x, (w, stack))[0] ** 2).sum()
 
     def looped(x, w):
         for weights, mask in zip(w, masks, strict=True):
-            x = layer(x, weights, of(mask))
+            x = layer(x, weights, mask)
         return (x**2).sum()
 
-    ours = jax.jit(jax.grad(scanned, (0, 1)))(x, w, jax.vmap(of)(masks))
+    ours = jax.jit(jax.grad(scanned, (0, 1)))(x, w, masks if where == "inside" else BlockMask.stack(masks))
     assert_close(ours, jax.jit(jax.grad(looped, (0, 1)))(x, w), 1e-4)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_vmap_over_a_stack(implementation):
+    """The masks are those of the examples; a slice is of all of them."""
+    q, k, v = arrays(B)
+    masks = [of(small(0, 1, N)), BlockMask.from_dense(np.eye(3, 4, dtype=bool), T, S, **BLOCKS), of(small(1))]
+
+    def function(q, k, v, mask):
+        def loss(q, k, v):
+            o = jax_flash.dot_product_attention(q, k, v, block_mask=mask[:30, 16:], implementation=implementation)
+            return (o**2).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+
+    given = q[:, :30], k[:, 16:], v[:, 16:]
+    expected = stacked([function(*given, mask) for mask in masks])
+    assert_close(jax.jit(jax.vmap(function, (None, None, None, 0)))(*given, BlockMask.stack(masks)), expected)
 
 
 @pytest.mark.parametrize("implementation", ["flash", None])
@@ -311,7 +337,7 @@ def test_higher_order_and_vmap_under_a_mesh(mesh):
         (of(np.ones((S, T), bool)), ValueError, "block_mask.*56"),
         (of(small(0, 3, 1)), ValueError, r"block_mask.*\(3, 1, 3, 4\)"),
         (of(small(0, 1, K)), ValueError, r"block_mask.*\(1, 2, 3, 4\)"),
-        (jax.vmap(of)(small(0, 2, 1)), ValueError, "block_mask"),
+        (BlockMask.stack([of(small(0)), of(small(1))]), ValueError, "block_mask is a stack of masks"),
     ],
     ids=str,
 )

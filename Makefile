@@ -14,7 +14,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 SANITIZE_ARGS ?=
 
-OLDEST_JAX = 0.9.1
+OLDEST_JAX = 0.9.2
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
   $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
 GPU = $(shell command -v nvidia-smi)

@@ -115,7 +115,7 @@ def test_choose_tells_the_longest_that_a_gpu_does(capsys):
         ("--soft-cap -2", "logits_soft_cap"),
         ("--dropout 1.5", "1.5"),
         ("--packed --bias", "unexpected keyword argument 'bias'"),
-        ("--page 24", "multiple of 16 keys from 16 to 256, not 24"),
+        ("--page 20", "multiple of 8 keys from 8 to 1024, not 20"),
     ],
 )
 def test_choose_says_why_there_is_none(capsys, flags, message):

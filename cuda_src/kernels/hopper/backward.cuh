@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
       MbarrierInit(&shared.do_t_empty, ArrivalsOf(kDOReaders));
     }
     for (int i = 0; i < 6; ++i) MbarrierInit(&shared.rows_full[i / 2][i % 2], 1);
-    shared.uncleared[0].Init(), shared.uncleared[1].Init();
+    if (kEmptyRows) shared.uncleared[0].Init(), shared.uncleared[1].Init();
     FenceMbarrierInit();
     shared.tile[0].item_head = shared.tile[1].item_head = -1;
   }

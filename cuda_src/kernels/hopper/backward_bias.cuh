@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) jax_flash_b
     for (int s = 0; s < kStages; ++s) MbarrierInit(&shared.full[s], 1), MbarrierInit(&shared.empty[s], kByConsumers);
     for (int b = 0; b < kBiases; ++b)
       MbarrierInit(&shared.bias_full[b], 1), MbarrierInit(&shared.bias_empty[b], kByConsumers);
-    shared.uncleared.Init();
+    if (kProblem.kv_lengths) shared.uncleared.Init();
     FenceMbarrierInit();
   }
   __syncthreads();

@@ -81,8 +81,8 @@ __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, i
   p.d[block.Rows() + Place(r)] = exists ? product / ZScale(p) : 0.0f;
 }
 
-// Stores -L of row r in the unit of S; with a bias or a score_mod -log l and m, each for itself. Also stores which rows
-// are empty, 32 at a time: row r is the one of this lane, and r is lane 0's modulo 32.
+// Stores -L of row r in the unit of S; with a bias or a score_mod -log l and m, each for itself. The lanes of a warp
+// have 32 consecutive rows, and store together a word that has a bit for each empty row.
 __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, int r) {
   const int64_t from = int64_t(block.Head(p)) * p.q_len + block.row + r;
   const int64_t to = block.Rows() + Place(r);

@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
       MbarrierInit(&shared.found_full[s], 1), MbarrierInit(&shared.found_empty[s], 1);
     for (int s = 0; kTF32 && s < kLandings; ++s)
       MbarrierInit(&shared.landed[s], 1), MbarrierInit(&shared.transposed[s], ArrivalsOf(kTransposers));
-    shared.uncleared.Init();
+    if (kProblem.kv_lengths) shared.uncleared.Init();
     FenceMbarrierInit();
   }
   __syncthreads();

@@ -1,0 +1,43 @@
+"""Draw docs/speed.png, the picture of the README, from the committed results of attention.py.
+
+python benchmarks/picture.py
+"""
+
+import json
+import pathlib
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from cells import one
+
+ROOT = pathlib.Path(__file__).parents[1]
+LIBRARIES = {
+    "jax_flash": ("jax-flash", "#1f5fbf"),
+    "cudnn": ("cuDNN (jax.nn)", "#e08a1e"),
+    "torch": ("FlashAttention-2 (PyTorch)", "#9aa3ad"),
+    "xla": ("XLA (jax.nn)", "#c9ced4"),
+}
+DIMS = (64, 128, 256)
+
+
+def main() -> None:
+    results = json.loads((ROOT / "benchmarks/results/attention.json").read_text())
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True, layout="constrained", facecolor="white")
+    for axis, pass_ in zip(axes, ("forward", "backward"), strict=True):
+        rows = [one(results["rows"], D=dim, T=4096, causal=True, pass_=pass_)["tflops"] for dim in DIMS]
+        for i, (name, (label, color)) in enumerate(LIBRARIES.items()):
+            places, heights = [x + 0.2 * i for x in range(3)], [row[name] for row in rows]
+            bars = axis.bar(places, heights, 0.19, label=label, color=color)
+            axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
+        axis.set_xticks([x + 0.3 for x in range(3)], [f"head dim {dim}" for dim in DIMS])
+        axis.set_title(f"{pass_}, causal, 4 × 4096 tokens, bfloat16", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel(f"TFLOP/s on one {results['environment']['devices'][0]}", fontsize=9)
+    axes[1].legend(frameon=False, fontsize=8)
+    figure.savefig(ROOT / "docs/speed.png", dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,11 @@
-"""Equinox: a `MultiheadAttention` module on the fused attention::
+"""Equinox: a `MultiheadAttention` module with fused kernels::
 
     layer = jax_flash.equinox.MultiheadAttention(num_heads=8, query_size=512, key=key)
     y = layer(x, x, x, is_causal=True)
 
-It has the fields of the stock module, so that the leaves of either fit the other. It differs from it as `jax_flash`
-does: a query with nothing to attend to gives zeros, where Equinox gives the mean of the values; and dropout draws its
-mask from its own generator.
+The module has the fields of the stock module, so its parameters load into the stock module and vice versa. The results
+differ in two ways. A query that sees no key gives zeros, where Equinox gives the mean of the values. Dropout masks come
+from jax_flash's own generator.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ Heads = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class MultiheadAttention(eqx.nn.MultiheadAttention):
-    """`equinox.nn.MultiheadAttention` on the fused attention: the same arguments, the same fields.
+    """Multi-head attention with fused kernels, a drop-in for `equinox.nn.MultiheadAttention`.
 
-    As every layer of Equinox it takes one example; `jax.vmap` over a batch is one call of the kernels.
+    The constructor and the fields are the same as in the stock module. Like every Equinox layer, it takes one example.
+    Use `jax.vmap` for a batch: the batch is then one kernel call.
     """
 
     @arguments.lists_options(SharedOptions)
@@ -44,28 +45,28 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         process_heads: Callable[[jax.Array, jax.Array, jax.Array], Heads] | None = None,
         **options: Unpack[SharedOptions],
     ) -> jax.Array:
-        """Projects to queries, keys and values, attends, projects back.
+        """Project the inputs to queries, keys and values, attend, and project the result.
 
         Args:
-          query: [T, query_size].
-          key_: [S, key_size].
-          value: [S, value_size].
-          mask: boolean, true where a query may attend; broadcastable to [num_heads, T, S].
-          key: a JAX PRNG key for dropout.
-          inference: no dropout (default: as of the module's `dropout`).
-          process_heads: a function of queries [T, num_heads, qk_size], keys [S, num_heads, qk_size] and values
-            [S, num_heads, vo_size] that returns those to use, such as rotated ones.
-          options: those of `jax_flash.dot_product_attention`, which says what they mean: `is_causal`,
-            `local_window_size`, `query_segment_ids` [T] and `key_value_segment_ids` [S], … The example is a batch of
-            one: what has an entry for each example, such as `key_value_seq_lengths`, is of shape [1].
+          query: array [T, query_size].
+          key_: array [S, key_size].
+          value: array [S, value_size].
+          mask: bool array, broadcastable to [num_heads, T, S]. True means that the query may attend to the key.
+          key: JAX PRNG key for dropout.
+          inference: whether to turn dropout off. Default: `inference` of the module's `dropout`.
+          process_heads: function that takes queries [T, num_heads, qk_size], keys [S, num_heads, qk_size] and values
+            [S, num_heads, vo_size] and returns the arrays to use instead, for example with rotary embeddings.
+          options: options of `jax_flash.dot_product_attention`, such as `is_causal`, `local_window_size`,
+            `query_segment_ids` [T] and `key_value_segment_ids` [S]. An option with one entry per example, such as
+            `key_value_seq_lengths`, has shape [1].
 
         Returns:
-          [T, output_size].
+          Array [T, output_size].
 
         Raises:
-          RuntimeError: there is dropout and no `key`.
-          ValueError: shapes that do not fit together, values out of range.
-          TypeError: an argument of a wrong kind, or one that there is not.
+          RuntimeError: if dropout is on without `key`.
+          ValueError: if shapes do not match or a value is out of range.
+          TypeError: if an argument has a wrong type or an unknown name.
         """
         projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
         q, k, v = (jax.vmap(project)(x).reshape(x.shape[0], self.num_heads, -1) for project, x in projections)
@@ -76,7 +77,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         inference = self.dropout.inference if inference is None else inference
         dropout_rate = 0.0 if inference else self.dropout.p
         if dropout_rate and key is None:
-            raise RuntimeError(f"dropout of {dropout_rate} needs a `key`, unless `inference` is true")
+            raise RuntimeError(f"dropout of {dropout_rate} needs a `key`: pass a JAX PRNG key, or inference=True")
         given = arguments.complete(options, SharedOptions)
         out = attention.dot_product_attention(q, k, v, mask=mask, dropout_rate=dropout_rate, dropout_key=key, **given)
         return jax.vmap(self.output_proj)(out.reshape(out.shape[0], -1))

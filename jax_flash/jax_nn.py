@@ -1,4 +1,4 @@
-"""The fused attention in the place of `jax.nn.dot_product_attention`, for code that cannot be changed."""
+"""A patch that replaces `jax.nn.dot_product_attention`, for code that you cannot change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax_flash import attention
 
 
 class JaxNNPatch(AbstractContextManager["JaxNNPatch"]):
-    """A patch of `jax.nn.dot_product_attention`, as `patch_jax_nn` returns it. Leaving its `with` block restores."""
+    """A patch of `jax.nn.dot_product_attention`, made by `patch_jax_nn`. Leaving its `with` block calls `restore`."""
 
     def __init__(self) -> None:
         self._before = jax.nn.dot_product_attention
@@ -25,16 +25,16 @@ class JaxNNPatch(AbstractContextManager["JaxNNPatch"]):
         self._patched = jax.nn.dot_product_attention = dot_product_attention
 
     def restore(self) -> None:
-        """Put back the function that the patch replaced. Further calls do nothing.
+        """Restore the function that the patch replaced. Further calls do nothing.
 
         Raises:
-          RuntimeError: `jax.nn.dot_product_attention` was patched again afterwards. Restore that patch first.
+          RuntimeError: if `jax.nn.dot_product_attention` was patched again later. Restore the later patch first.
         """
         if self._restored:
             return
         if jax.nn.dot_product_attention is not self._patched:
             raise RuntimeError(
-                "jax.nn.dot_product_attention was patched again after this patch: restore that one first"
+                "jax.nn.dot_product_attention was patched again after this patch: restore the later patch first"
             )
         jax.nn.dot_product_attention = self._before
         self._restored = True
@@ -44,17 +44,18 @@ class JaxNNPatch(AbstractContextManager["JaxNNPatch"]):
 
 
 def patch_jax_nn() -> JaxNNPatch:
-    """Replace `jax.nn.dot_product_attention` by `jax_flash.dot_product_attention`, at once and in the whole process.
+    """Replace `jax.nn.dot_product_attention` by `jax_flash.dot_product_attention` in the whole process.
 
-    For libraries that call `jax.nn`, such as Keras and Flax nnx. Call it before such a library is imported: what has
-    been imported by `from jax.nn import dot_product_attention` stays as it is. So do programs that `jax.jit` has traced
-    before, and programs traced under the patch keep the fused attention after `restore()`.
+    Use it with libraries that call `jax.nn`, such as Keras and Flax nnx. The patch takes effect immediately. Call it
+    before you import such a library, because it cannot change a function that was imported by
+    `from jax.nn import dot_product_attention`. It does not change programs that `jax.jit` has already traced. A program
+    that is traced under the patch keeps the fused attention after `restore()`.
 
-    The new function ignores `implementation`: code written for `jax.nn` passes "xla" or "cudnn", and here both mean the
-    default of `jax_flash.dot_product_attention`, which is the fused calls where the platform has kernels.
+    The replacement ignores `implementation`, because code written for `jax.nn` passes "xla" or "cudnn". It always uses
+    the default of `jax_flash.dot_product_attention`: fused kernels if the platform has them.
 
     Returns:
-      An object with `restore()`, which is also a context manager::
+      A `JaxNNPatch`: call its `restore()`, or use it as a context manager::
 
           with jax_flash.patch_jax_nn():
               train(model)

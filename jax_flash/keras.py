@@ -1,12 +1,11 @@
-"""Keras 3 on JAX: a `MultiHeadAttention` layer on the fused attention::
+"""Keras 3 on JAX: a `MultiHeadAttention` layer with fused kernels::
 
     layer = jax_flash.keras.MultiHeadAttention(num_heads=8, key_dim=64)
     y = layer(x, x, use_causal_mask=True)
 
-It has the weights of the stock layer. Keras has no switch that exchanges the attention function: this overrides the
-public method `call`. It differs from the stock layer as `jax_flash` does: a query with nothing to attend to gives
-zeros, where Keras gives the mean of the values; and dropout draws its mask from its own generator. The masks of its
-inputs stay where they are, where Keras takes them off.
+The layer has the weights of the stock layer, so saved weights load. It overrides the public method `call`. The results
+differ in two ways. A query that sees no key gives zeros, where Keras gives the mean of the values. Dropout masks come
+from jax_flash's own generator. The layer keeps the Keras masks on its inputs, where the stock layer removes them.
 """
 
 from __future__ import annotations
@@ -24,23 +23,29 @@ __all__ = ["MultiHeadAttention"]
 
 @keras.saving.register_keras_serializable("jax_flash")
 class MultiHeadAttention(keras.layers.MultiHeadAttention):
-    """`keras.layers.MultiHeadAttention` on the fused attention: the same arguments, the same weights.
+    """Multi-head attention with fused kernels, a drop-in for `keras.layers.MultiHeadAttention`.
 
-    Causal masks, windows and padding are never arrays of T x S entries. `flash_attention` has no effect.
+    The arguments and the weights are the same as in the stock layer. `flash_attention` has no effect, because attention
+    is always fused. Causal masks, windows and padding masks never become T x S arrays.
 
     Raises:
-      NotImplementedError: `use_gate`; from a call: `return_attention_scores`, inputs that are not [B, length, dim].
-      RuntimeError: Keras runs on another backend than JAX.
+      NotImplementedError: if `use_gate` is set. From a call, if `return_attention_scores` is set, or if inputs are not
+        [B, length, dim].
+      RuntimeError: if Keras does not run on JAX.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if keras.backend.backend() != "jax":
-            raise RuntimeError(f"jax_flash.keras needs Keras on JAX (KERAS_BACKEND=jax), not {keras.backend.backend()}")
+            raise RuntimeError(
+                f"jax_flash.keras needs Keras on JAX, not on {keras.backend.backend()}: set KERAS_BACKEND=jax"
+            )
         config = self.get_config()  # Keras before 3.14 has no windows and no gates
         self.sliding_window = config.get("sliding_window")
         if config.get("use_gate"):
-            raise NotImplementedError("jax_flash.keras.MultiHeadAttention does not support `use_gate`")
+            raise NotImplementedError(
+                "jax_flash.keras.MultiHeadAttention does not support `use_gate`: leave it out, or use Keras's own layer"
+            )
         if self.dropout:
             self.seed_generator = keras.random.SeedGenerator(config["seed"])
 
@@ -57,34 +62,37 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
         training: bool | None = None,
         use_causal_mask: bool = False,
     ) -> jax.Array:
-        """Projects to queries, keys and values, attends, projects back.
+        """Project the inputs to queries, keys and values, attend, and project the result.
 
         Args:
-          query: [B, T, dim].
-          value: [B, S, dim].
-          key: [B, S, dim] (default: value).
-          query_mask, value_mask, key_mask: [B, T], [B, S] and [B, S], true where there is no padding. Keras sets them.
-          attention_mask: true where a query may attend: [T, S], [B, T, S] or [B, num_heads, T, S], sizes full or 1.
-          training: whether there is dropout.
-          use_causal_mask: query i sees keys j <= i.
+          query: array [B, T, dim].
+          value: array [B, S, dim].
+          key: array [B, S, dim]. Default: value.
+          query_mask, value_mask, key_mask: bool arrays [B, T], [B, S] and [B, S]. False means padding. Keras sets them.
+          attention_mask: array [T, S], [B, T, S] or [B, num_heads, T, S]. Each size is full or 1. Nonzero means that
+            the query may attend to the key.
+          return_attention_scores: not supported.
+          training: whether to apply dropout.
+          use_causal_mask: whether query i sees only keys j <= i.
 
         Returns:
-          [B, T, output_shape].
+          Array [B, T, output_shape].
         """
         if return_attention_scores:
             raise NotImplementedError(
-                "jax_flash.keras.MultiHeadAttention does not support `return_attention_scores`: its attention is one "
-                "fused kernel, with no matrix of scores"
+                "jax_flash.keras.MultiHeadAttention does not support `return_attention_scores`, because a fused kernel "
+                "computes no matrix of scores: leave it out, or use Keras's own layer"
             )
         if query.ndim != 3:
             raise NotImplementedError(
-                f"jax_flash.keras.MultiHeadAttention takes inputs of shape [B, length, dim], not {query.shape}"
+                f"jax_flash.keras.MultiHeadAttention takes inputs of shape [B, length, dim], not {query.shape}: "
+                "reshape them"
             )
-        # Keras's masks are attributes of arrays, which the projections would warn of: copies have none.
+        # Keras stores masks as attributes of arrays, and the projections would warn about them. Copies have none.
         query, key, value = (jnp.array(x) for x in (query, value if key is None else key, value))
         q, k, v = self.query_dense(query), self.key_dense(key), self.value_dense(value)
         query_ids = key_ids = None
-        if any(mask is not None for mask in (query_mask, value_mask, key_mask)):  # padding has ids that none else has
+        if any(mask is not None for mask in (query_mask, value_mask, key_mask)):  # padding gets its own segment ids
             query_ids, key_ids = jnp.zeros(q.shape[:2], jnp.int32), jnp.zeros(k.shape[:2], jnp.int32)
             if query_mask is not None:
                 query_ids = jnp.where(jnp.asarray(query_mask), query_ids, 1)

@@ -1,10 +1,10 @@
-"""Flax linen: a `MultiHeadAttention` module, and a `dot_product_attention` to pass as `attention_fn` to the stock one::
+"""Flax linen: a `MultiHeadAttention` module, and a `dot_product_attention` for the stock module's `attention_fn`::
 
     layer = jax_flash.linen.MultiHeadAttention(num_heads=8, is_causal=True)
     layer = flax.linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=jax_flash.linen.dot_product_attention)
 
-Both have the parameter tree of the stock module. They differ from it as `jax_flash` does: a query with nothing to
-attend to gives zeros, where Flax gives the mean of the values; and dropout draws its mask from its own generator.
+Both keep the parameter tree of the stock module, so its checkpoints load. The results differ in two ways. A query that
+sees no key gives zeros, where Flax gives the mean of the values. Dropout masks come from jax_flash's own generator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["MultiHeadAttention", "dot_product_attention"]
 
 
 class LinenOptions(StockOptions, total=False):
-    """With what linen's own function has alone, and is not refused."""
+    """`StockOptions`, and the supported argument that only linen's own function has."""
 
     force_fp32_for_softmax: bool
 
@@ -51,61 +51,72 @@ def dot_product_attention(
     *stock: Any,
     **options: Unpack[LinenOptions],
 ) -> jax.Array:
-    """`flax.linen.dot_product_attention`, fused. It takes that function's arguments, also by position, and more.
+    """Compute scaled dot-product attention with `flax.linen.dot_product_attention`'s arguments, by fused kernels.
+
+    All arguments of Flax's function can be passed, by name or by position. Most options of
+    `jax_flash.dot_product_attention` can be passed as well.
 
     Args:
-      query: [..., T, N, D], any number of leading dimensions.
-      key: [..., S, K, D], with N a multiple of K.
-      value: [..., S, K, E].
-      bias: added to the scores, broadcastable to [..., N, T, S].
-      mask: bool or float, broadcastable to [..., N, T, S]: nonzero where a query may attend.
-      broadcast_dropout: one dropout mask [T, S] for all leading dimensions and heads.
-      dropout_rng, dropout_rate, deterministic: dropout of the attention weights, unless deterministic.
-      dtype: of the computation (default: promoted from query, key and value).
-      precision: see `jax.lax.Precision`.
-      force_fp32_for_softmax: no effect: the softmax is always in at least float32, the output in `dtype`.
-      options: those of `jax_flash.dot_product_attention`, which says what they mean, where Flax has no name of its own
-        for them: `local_window_size`, `logits_soft_cap`, `block_mask` (leading dimensions count as one batch),
-        `query_segment_ids` [..., T] and `key_value_segment_ids` [..., S], `query_offset` [...], `scale`, … Leading
-        dimensions may be broadcast. `reproducible_gradients` is its `deterministic`: the same bits in every run.
+      query: array [..., T, N, D] with any number of leading dimensions.
+      key: array [..., S, K, D], where K divides N.
+      value: array [..., S, K, E].
+      bias: array that is added to the scores, broadcastable to [..., N, T, S].
+      mask: bool or float array, broadcastable to [..., N, T, S]. Nonzero means that the query may attend to the key.
+      broadcast_dropout: whether all leading dimensions and heads share one dropout mask [T, S].
+      dropout_rng: JAX PRNG key for dropout.
+      dropout_rate: probability of dropping an attention weight.
+      deterministic: whether to turn dropout off.
+      dtype: dtype of the computation. Default: the common dtype of query, key and value.
+      precision: precision of float32 products, as in `jax.lax.Precision`.
+      force_fp32_for_softmax: no effect. The softmax is always computed in at least float32.
+      options: options of `jax_flash.dot_product_attention` under the same names, such as `is_causal`,
+        `local_window_size`, `logits_soft_cap`, `scale`, `block_mask`, `query_segment_ids` [..., T],
+        `key_value_segment_ids` [..., S] and `query_offset` [...]. Leading dimensions count as one batch and may be
+        broadcast. `reproducible_gradients` is the option that `jax_flash.dot_product_attention` calls
+        `deterministic`: gradients have the same bits in every run.
 
     Returns:
-      [..., T, N, E].
+      Array [..., T, N, E] in the dtype of the computation.
 
     Raises:
-      NotImplementedError: `module` (sowing the attention weights), `einsum_dot_general`, `qk_attn_weights_einsum` or
-        `attn_weights_value_einsum` is set.
-      ValueError: shapes do not match, values are out of range, or there is dropout and no `dropout_rng`.
-      TypeError: an argument of a wrong kind, or one that there is not.
+      NotImplementedError: if `module`, `einsum_dot_general`, `qk_attn_weights_einsum` or `attn_weights_value_einsum` is
+        set. A fused kernel has no attention weights to sow and no einsum to replace.
+      ValueError: if shapes do not match, a value is out of range, or dropout is on without `dropout_rng`.
+      TypeError: if an argument has a wrong type or an unknown name.
     """
     args = (query, key, value, bias, mask, *stock)
     return attend_as(nn.dot_product_attention, "jax_flash.linen.dot_product_attention", args, options)
 
 
 class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
-    """`flax.linen.MultiHeadDotProductAttention` on the fused attention: the same attributes, the same parameter tree.
+    """Multi-head attention with fused kernels, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
 
-    With `decode=True` a call may bring any number T of new tokens (a prompt, then one at a time); the stock module
-    takes one. They are written to the cache, and each attends to itself and to what came before it. A mask is then
-    broadcastable to [..., num_heads, T, max_length].
+    The module has the attributes of the stock module and those below. It has the same parameter tree.
+
+    With `decode=True`, a call takes any number T of new tokens: first the prompt, then one token at a time. (The stock
+    module takes one token per call.) The new keys and values enter the cache. Each new token attends to itself and to
+    all earlier tokens. When decoding, a mask must be broadcastable to [..., num_heads, T, max_length].
 
     Attributes:
-      num_kv_heads: heads of key and value, a divisor of `num_heads` (default: `num_heads`; fewer is grouped-query).
-      is_causal: a token attends to itself and to those before it. Always so when decoding.
-      local_window_size: (left, right), or one int for both: how far from itself a token attends.
-      logits_soft_cap: scores are capped smoothly, cap * tanh(scores / cap).
-      pages, page: with `decode=True` and pages > 0 the cache has so many pages, of so many tokens each (a multiple of
-        8 from 8 to 1024), which sequences of any lengths share; calls then have `page_table` and `lengths`.
-      implementation: see `jax_flash.dot_product_attention`.
-      reproducible_gradients: its `deterministic`: the gradients have the same bits in every run on a GPU, too.
-      use_sinks: a parameter `sinks` of shape [num_heads], a logit of each head that joins the softmax and has no value.
-        It is 0 at first: then a query is as if there were one more key, of score and value 0.
+      num_kv_heads: number of key/value heads, a divisor of `num_heads`. Default: `num_heads`. A smaller number gives
+        grouped-query attention.
+      is_causal: whether a token attends only to itself and to earlier tokens. Decoding is always causal.
+      local_window_size: (left, right), or one int for both. A token sees keys within this distance.
+      logits_soft_cap: soft cap of the scores: cap * tanh(scores / cap).
+      pages: number of pages of a paged cache, which sequences of different lengths share. It needs `decode=True`, and
+        calls then take `page_table` and `lengths`. 0 means a contiguous cache.
+      page: tokens per page, a multiple of 8 from 8 to 1024.
+      implementation: as in `jax_flash.dot_product_attention`.
+      reproducible_gradients: whether gradients have the same bits in every run. `jax_flash.dot_product_attention` calls
+        this option `deterministic`.
+      use_sinks: whether the module has a parameter `sinks` [num_heads]: one logit per head that joins the softmax and
+        has no value. It starts at 0, which acts like one more key with score 0 and value 0.
 
     Raises:
-      NotImplementedError: from a call, where `sow_weights`, `attention_fn`, `qk_attn_weights_einsum_cls` or
+      NotImplementedError: from a call, if `sow_weights`, `attention_fn`, `qk_attn_weights_einsum_cls` or
         `attn_weights_value_einsum_cls` is set.
-      ValueError: heads or features not divisible, shapes that do not fit the cache, values out of range.
-      TypeError: an option of a wrong kind, or one that there is not.
+      ValueError: if heads or features do not divide evenly, a shape does not fit the cache, or a value is out of range.
+      TypeError: if an option has a wrong type or an unknown name.
     """
 
     attention_fn: Callable[..., jax.Array] = dot_product_attention
@@ -129,25 +140,27 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
         lengths: ArrayLike | None = None,
         **options: Unpack[FlaxOptions],
     ) -> jax.Array:
-        """Projects to queries, keys and values, attends, projects back.
+        """Project the inputs to queries, keys and values, attend, and project the result.
 
         Args:
-          inputs_q: [..., T, features].
-          inputs_k: [..., S, features] (default: inputs_q).
-          inputs_v: [..., S, features] (default: inputs_k).
-          mask: bool or float, broadcastable to [..., num_heads, T, S]: nonzero where a query may attend.
-          deterministic: no dropout; given here or as the attribute, needed if `dropout_rate` > 0.
-          dropout_rng: a JAX key (default: `self.make_rng("dropout")`).
-          page_table: integer [B, M], the numbers of the pages of each sequence; inputs are then [B, T, features], of
-            the last T tokens of each, which enter the cache.
-          lengths: integer [B], tokens of each sequence, with these; 0 where there is none. See
-            `jax_flash.paged_attention` and `jax_flash.append_to_pages`.
-          options: as of this module's `dot_product_attention`: `block_mask`, `query_segment_ids` [..., T] and
-            `key_value_segment_ids` [..., S] ([..., max_length] when decoding), `query_offset` [...] (not when
-            decoding), …; one that is an attribute, too, goes before it, unless None.
+          inputs_q: array [..., T, features].
+          inputs_k: array [..., S, features]. Default: inputs_q.
+          inputs_v: array [..., S, features]. Default: inputs_k.
+          mask: bool or float array, broadcastable to [..., num_heads, T, S]. Nonzero means that the query may attend to
+            the key.
+          deterministic: whether to turn dropout off. If `dropout_rate` > 0, set it here or as the attribute.
+          dropout_rng: JAX PRNG key for dropout. Default: `self.make_rng("dropout")`.
+          sow_weights: not supported.
+          page_table: integer array [B, M], the page numbers of each sequence in a paged cache. The inputs are then the
+            last T tokens of each sequence, [B, T, features], and enter the cache.
+          lengths: integer array [B], the tokens of each sequence including the new ones; 0 for an unused row. It goes
+            with `page_table`; see `jax_flash.paged_attention` and `jax_flash.append_to_pages`.
+          options: options of `jax_flash.linen.dot_product_attention`, such as `block_mask`, `query_segment_ids`
+            [..., T], `key_value_segment_ids` [..., S] ([..., max_length] when decoding), and `query_offset` [...] (not
+            when decoding). An option that is not None overrides the module's attribute of the same name.
 
         Returns:
-          [..., T, out_features].
+          Array [..., T, out_features].
         """
         refuse(
             "jax_flash.linen.MultiHeadAttention",
@@ -164,8 +177,8 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
             num_kv_heads = checks.integer("num_kv_heads", self.num_kv_heads, 1)
         if qkv_features % num_heads or num_heads % num_kv_heads:
             raise ValueError(
-                f"num_heads={num_heads} must divide qkv_features={qkv_features}, and num_kv_heads={num_kv_heads} "
-                "must divide num_heads"
+                "num_heads must divide qkv_features, and num_kv_heads must divide num_heads, not "
+                f"num_heads={num_heads}, qkv_features={qkv_features}, num_kv_heads={num_kv_heads}"
             )
         head_dim = qkv_features // num_heads
 
@@ -200,7 +213,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
             of_keys = self.variable("cache", "key_pages", jnp.zeros, (*shape, *key.shape[-2:]), key.dtype)
             of_values = self.variable("cache", "value_pages", jnp.zeros, (*shape, *value.shape[-2:]), value.dtype)
         elif page_table is not None or lengths is not None:
-            raise ValueError("page_table and lengths are for a cache in pages: set decode=True and pages")
+            raise ValueError("page_table and lengths need a paged cache: set decode=True and pages on the module")
         elif self.decode:
             # The first call (`init`) only makes the cache, as long as its inputs.
             is_initialized = self.has_variable("cache", "cached_key")

@@ -1,10 +1,10 @@
-"""Flax nnx: a `MultiHeadAttention` module, and a `dot_product_attention` to pass as `attention_fn` to the stock one::
+"""Flax nnx: a `MultiHeadAttention` module, and a `dot_product_attention` for the stock module's `attention_fn`::
 
     layer = jax_flash.nnx.MultiHeadAttention(num_heads=8, in_features=512, is_causal=True, rngs=rngs)
     layer = nnx.MultiHeadAttention(8, 512, attention_fn=jax_flash.nnx.dot_product_attention, decode=False, rngs=rngs)
 
-Both have the state of the stock module. They differ from it as `jax_flash` does: a query with nothing to attend to
-gives zeros, where Flax gives the mean of the values; and dropout draws its mask from its own generator.
+Both keep the state of the stock module, so its checkpoints load. The results differ in two ways. A query that sees no
+key gives zeros, where Flax gives the mean of the values. Dropout masks come from jax_flash's own generator.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["MultiHeadAttention", "dot_product_attention"]
 
 
 class NnxOptions(StockOptions, total=False):
-    """With what nnx' own function has alone."""
+    """`StockOptions`, and the argument that only nnx' own function has."""
 
     promote_dtype: PromoteDtypeFn
 
@@ -52,61 +52,71 @@ def dot_product_attention(
     *stock: Any,
     **options: Unpack[NnxOptions],
 ) -> jax.Array:
-    """`flax.nnx.dot_product_attention`, fused. It takes that function's arguments, also by position, and more.
+    """Compute scaled dot-product attention with `flax.nnx.dot_product_attention`'s arguments, by fused kernels.
+
+    All arguments of Flax's function can be passed, by name or by position. Most options of
+    `jax_flash.dot_product_attention` can be passed as well.
 
     Args:
-      query: [..., T, N, D], any number of leading dimensions.
-      key: [..., S, K, D], with N a multiple of K.
-      value: [..., S, K, E].
-      bias: added to the scores, broadcastable to [..., N, T, S].
-      mask: bool or float, broadcastable to [..., N, T, S]: nonzero where a query may attend.
-      broadcast_dropout: one dropout mask [T, S] for all leading dimensions and heads.
-      dropout_rng, dropout_rate, deterministic: dropout of the attention weights, unless deterministic.
-      dtype: of the computation (default: promoted from query, key and value by `promote_dtype`).
-      precision: see `jax.lax.Precision`.
-      is_causal: query i attends to keys 0 to i.
-      options: those of `jax_flash.dot_product_attention`, which says what they mean, where Flax has no name of its own
-        for them: `local_window_size`, `logits_soft_cap`, `block_mask` (leading dimensions count as one batch),
-        `query_segment_ids` [..., T] and `key_value_segment_ids` [..., S], `query_offset` [...], `scale`, … Leading
-        dimensions may be broadcast. `reproducible_gradients` is its `deterministic`: the same bits in every run.
+      query: array [..., T, N, D] with any number of leading dimensions.
+      key: array [..., S, K, D], where K divides N.
+      value: array [..., S, K, E].
+      bias: array that is added to the scores, broadcastable to [..., N, T, S].
+      mask: bool or float array, broadcastable to [..., N, T, S]. Nonzero means that the query may attend to the key.
+      broadcast_dropout: whether all leading dimensions and heads share one dropout mask [T, S].
+      dropout_rng: JAX PRNG key for dropout.
+      dropout_rate: probability of dropping an attention weight.
+      deterministic: whether to turn dropout off.
+      dtype: dtype of the computation. By default `promote_dtype` promotes query, key and value to a common dtype.
+      precision: precision of float32 products, as in `jax.lax.Precision`.
+      is_causal: whether query i attends to keys 0 to i only.
+      options: options of `jax_flash.dot_product_attention` under the same names, such as `local_window_size`,
+        `logits_soft_cap`, `scale`, `block_mask`, `query_segment_ids` [..., T], `key_value_segment_ids` [..., S] and
+        `query_offset` [...]. Leading dimensions count as one batch and may be broadcast. `reproducible_gradients` is
+        the option that `jax_flash.dot_product_attention` calls `deterministic`: gradients have the same bits in every
+        run.
 
     Returns:
-      [..., T, N, E].
+      Array [..., T, N, E].
 
     Raises:
-      NotImplementedError: `module` (sowing the attention weights) is set.
-      ValueError: shapes do not match, values are out of range, or there is dropout and no `dropout_rng`.
-      TypeError: an argument of a wrong kind, or one that there is not.
+      NotImplementedError: if `module` is set, because a fused kernel has no attention weights to sow.
+      ValueError: if shapes do not match, a value is out of range, or dropout is on without `dropout_rng`.
+      TypeError: if an argument has a wrong type or an unknown name.
     """
     args = (query, key, value, bias, mask, *stock)
     return attend_as(nnx.dot_product_attention, "jax_flash.nnx.dot_product_attention", args, options)
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
-    """`flax.nnx.MultiHeadAttention` on the fused attention: the same arguments and more, the same state.
+    """Multi-head attention with fused kernels, a drop-in for `flax.nnx.MultiHeadAttention`.
 
-    Decoding: `init_cache((..., max_length, features))`, then calls with `decode=True` that bring any number T of new
-    tokens (a prompt, then one at a time); the stock module takes one. They are written to the cache, and each attends
-    to itself and to what came before it. A mask is then broadcastable to [..., num_heads, T, max_length].
+    The module takes the arguments of the stock module and those below. It has the same state.
 
-    Or, with a cache in pages, which sequences of any lengths share: `init_pages(count, page)`, then calls with
-    `page_table` and `lengths`.
+    To decode, call `init_cache((..., max_length, features))` once. Then call the module with `decode=True` and any
+    number T of new tokens: first the prompt, then one token at a time. (The stock module takes one token per call.)
+    The new keys and values enter the cache. Each new token attends to itself and to all earlier tokens. When decoding,
+    a mask must be broadcastable to [..., num_heads, T, max_length].
+
+    Sequences of different lengths can share a paged cache. Call `init_pages(count, page)` once, then call the module
+    with `page_table` and `lengths`.
 
     Args:
-      num_heads, in_features, ...: those of the stock module (`num_kv_heads` for grouped-query attention among them).
-      is_causal: a token attends to itself and to those before it. Always so when decoding.
-      local_window_size: (left, right), or one int for both: how far from itself a token attends.
-      logits_soft_cap: scores are capped smoothly, cap * tanh(scores / cap).
-      implementation: see `jax_flash.dot_product_attention`.
-      reproducible_gradients: its `deterministic`: the gradients have the same bits in every run on a GPU, too.
-      use_sinks: a parameter `sinks` of shape [num_heads], a logit of each head that joins the softmax and has no value.
-        It is 0 at first: then a query is as if there were one more key, of score and value 0.
+      num_heads, in_features, ...: arguments of the stock module, including `num_kv_heads` for grouped-query attention.
+      is_causal: whether a token attends only to itself and to earlier tokens. Decoding is always causal.
+      local_window_size: (left, right), or one int for both. A token sees keys within this distance.
+      logits_soft_cap: soft cap of the scores: cap * tanh(scores / cap).
+      implementation: as in `jax_flash.dot_product_attention`.
+      reproducible_gradients: whether gradients have the same bits in every run. `jax_flash.dot_product_attention` calls
+        this option `deterministic`.
+      use_sinks: whether the module has a parameter `sinks` [num_heads]: one logit per head that joins the softmax and
+        has no value. It starts at 0, which acts like one more key with score 0 and value 0.
 
     Raises:
-      NotImplementedError: `attention_fn`, or `sow_weights` or `input_positions` in a call, is set.
-      ValueError: heads or features not divisible, shapes that do not fit the cache, values out of range, no `rngs` for
-        dropout.
-      TypeError: an option of a wrong kind, or one that there is not.
+      NotImplementedError: if `attention_fn` is set, or `sow_weights` or `input_positions` in a call.
+      ValueError: if heads or features do not divide evenly, a shape does not fit the cache, a value is out of range, or
+        dropout is on without `rngs`.
+      TypeError: if an option has a wrong type or an unknown name.
     """
 
     @arguments.lists_options(Attributes, like=nnx.MultiHeadAttention.__init__)
@@ -133,7 +143,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         self.value_pages: nnx.Cache[jax.Array] | None = nnx.data(None)
 
     def init_pages(self, count: int, page: int = 64, dtype: Dtype = jnp.float32) -> None:
-        """Makes a cache of `count` pages, of `page` tokens each: a multiple of 8 from 8 to 1024."""
+        """Allocate a paged cache for decoding.
+
+        Args:
+          count: number of pages.
+          page: tokens per page, a multiple of 8 from 8 to 1024.
+          dtype: dtype of the cached keys and values.
+        """
         of_pages = checks.integer("count", count, 1), checked_page(checks.integer("page", page, 1))
         shape = (*of_pages, self.num_kv_heads, self.head_dim)
         self.key_pages, self.value_pages = nnx.Cache(jnp.zeros(shape, dtype)), nnx.Cache(jnp.zeros(shape, dtype))
@@ -157,26 +173,31 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         lengths: ArrayLike | None = None,
         **options: Unpack[FlaxOptions],
     ) -> jax.Array:
-        """Projects to queries, keys and values, attends, projects back.
+        """Project the inputs to queries, keys and values, attend, and project the result.
 
         Args:
-          inputs_q: [..., T, in_features].
-          inputs_k: [..., S, in_kv_features] (default: inputs_q).
-          inputs_v: [..., S, in_kv_features] (default: inputs_k).
-          mask: bool or float, broadcastable to [..., num_heads, T, S]: nonzero where a query may attend.
-          deterministic, rngs, decode: take precedence over what the constructor was given.
-          out_sharding, qkv_sharding: of the outputs of the projections.
-          input_positions: refused; Flax hands them to an `attention_fn` with rotary embeddings.
-          page_table: integer [B, M], the numbers of the pages of each sequence; inputs are then [B, T, in_features], of
-            the last T tokens of each, which enter the cache.
-          lengths: integer [B], tokens of each sequence, with these; 0 where there is none. See
-            `jax_flash.paged_attention` and `jax_flash.append_to_pages`.
-          options: as of this module's `dot_product_attention`: `block_mask`, `query_segment_ids` [..., T] and
-            `key_value_segment_ids` [..., S] ([..., max_length] when decoding), `query_offset` [...] (not when
-            decoding), …; one that is an attribute, too, goes before it, unless None.
+          inputs_q: array [..., T, in_features].
+          inputs_k: array [..., S, in_kv_features]. Default: inputs_q.
+          inputs_v: array [..., S, in_kv_features]. Default: inputs_k.
+          mask: bool or float array, broadcastable to [..., num_heads, T, S]. Nonzero means that the query may attend to
+            the key.
+          deterministic: whether to turn dropout off. Default: the constructor's value.
+          rngs: random streams for dropout. Default: the constructor's value.
+          sow_weights: not supported.
+          decode: whether to use the cache. Default: the constructor's value.
+          out_sharding: sharding of the output.
+          qkv_sharding: sharding of the projected queries, keys and values.
+          input_positions: not supported. Flax passes it to an `attention_fn` that applies rotary embeddings.
+          page_table: integer array [B, M], the page numbers of each sequence in a paged cache. The inputs are then the
+            last T tokens of each sequence, [B, T, in_features], and enter the cache.
+          lengths: integer array [B], the tokens of each sequence including the new ones; 0 for an unused row. It goes
+            with `page_table`; see `jax_flash.paged_attention` and `jax_flash.append_to_pages`.
+          options: options of `jax_flash.nnx.dot_product_attention`, such as `block_mask`, `query_segment_ids` [..., T],
+            `key_value_segment_ids` [..., S] ([..., max_length] when decoding), and `query_offset` [...] (not when
+            decoding). An option that is not None overrides the module's attribute of the same name.
 
         Returns:
-          [..., T, out_features].
+          Array [..., T, out_features].
         """
         refuse("jax_flash.nnx.MultiHeadAttention", sow_weights=sow_weights, input_positions=input_positions)
         inputs_k, inputs_v = key_and_value_inputs(inputs_q, inputs_k, inputs_v)
@@ -192,7 +213,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
 
         if page_table is not None or lengths is not None:
             if self.key_pages is None or self.value_pages is None:
-                raise ValueError("there is no cache in pages: call `init_pages` first")
+                raise ValueError("page_table and lengths need a paged cache: call `init_pages` first")
             x, (self.key_pages[...], self.value_pages[...]) = attend_in_pages(
                 self,
                 query,
@@ -211,7 +232,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         cached = None
         if self.decode if decode is None else decode:
             if self.cached_key is None or self.cached_value is None or self.cache_index is None:
-                raise ValueError("Autoregressive cache not initialized, call `init_cache` first.")
+                raise ValueError("decode=True needs a cache: call `init_cache` first")
             cached = self.cache_index[...]
             key, value, self.cache_index[...] = append(
                 self.cached_key[...], self.cached_value[...], cached, query, key, value
@@ -221,13 +242,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         if dropout.threshold(self.dropout_rate):
             deterministic = self.deterministic if deterministic is None else deterministic
             if deterministic is None:
-                raise ValueError("dropout_rate > 0 needs `deterministic`, from the constructor, the call or nnx.view")
+                raise ValueError(
+                    "dropout_rate > 0 needs `deterministic`: pass it to the constructor or the call, or use nnx.view"
+                )
 
         def make_rng(stream: str) -> jax.Array:
             source = self.rngs if rngs is None else rngs
             if source is None:
                 raise ValueError(
-                    "dropout_rate > 0 needs `rngs` in the call if the module was made with keep_rngs=False"
+                    "dropout_rate > 0 needs `rngs`: pass it in the call, because the module has keep_rngs=False"
                 )
             return source[stream]() if isinstance(source, nnx.Rngs) else source()
 

@@ -286,8 +286,8 @@ def test_modules(made, options, dtype):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mask": jnp.ones((1, 1, 1, 32), bool)}, "mask must not be given with a cache in pages"),
-        ({"query_segment_ids": jnp.zeros((2, 1), int)}, "query_segment_ids must not be given with a cache in pages"),
+        ({"mask": jnp.ones((1, 1, 1, 32), bool)}, "mask must not be given with a paged cache"),
+        ({"query_segment_ids": jnp.zeros((2, 1), int)}, "query_segment_ids must not be given with a paged cache"),
         ({"query_offset": 3}, "query_offset must not be given"),
         ({"lengths": None}, "needs page_table and lengths"),
     ],
@@ -318,7 +318,7 @@ def test_modules_without_a_cache_in_pages():
     with pytest.raises(ValueError, match="call `init_pages` first"):
         layer(x, **call)
     layer.init_pages(9)
-    with pytest.raises(ValueError, match="a cache in pages has no dropout"):
+    with pytest.raises(ValueError, match="a paged cache does not support dropout"):
         layer(x, **call)
     assert layer(x, deterministic=True, **call).shape == x.shape
     with pytest.raises(ValueError, match="multiple of 8 keys from 8 to 1024, not 20"):

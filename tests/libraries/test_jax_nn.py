@@ -87,7 +87,7 @@ def test_the_patch_is_made_at_once_and_taken_back_in_order():
     first = jax_flash.patch_jax_nn()
     assert jax.nn.dot_product_attention is not stock
     second = jax_flash.patch_jax_nn()
-    with pytest.raises(RuntimeError, match="restore that one first"):
+    with pytest.raises(RuntimeError, match="restore the later patch first"):
         first.restore()
     second.restore()
     first.restore()

@@ -76,15 +76,15 @@ SUMMARY: dict[
     str, tuple[str, list[str], str, Row]
 ] = {  # what is compared, with what, in which files, by which ratio of a row, and of which rows
     "d = 64, 128, 256; N = 1024, 4096, 16384; causal and not": ("cuDNN", ["attention"], "cudnn", {}),
-    "the same": ("XLA's attention", ["attention"], "xla", {}),
+    "the same cases": ("XLA's attention", ["attention"], "xla", {}),
     "d = 80, 96, 192; causal": ("cuDNN", ["attention_groups"], "cudnn", {"D": (80, 96, 192)}),
     "32 query heads on 4 key/value heads, 16 on 1; causal": ("cuDNN", ["attention_groups"], "cudnn", {"K": (4, 1)}),
     "a causal window of 1024, N = 16384": ("cuDNN", ["attention_masks"], "cudnn", {"window": (1024,)}),
-    "dropout 0.1, N = 4096": ("cuDNN, by way of PyTorch", ["attention_dropout"], "cudnn", {}),
+    "dropout 0.1, N = 4096": ("cuDNN, called by PyTorch", ["attention_dropout"], "cudnn", {}),
     "N = 512, and a batch of one with N = 2048": ("cuDNN", ["attention_small"], "cudnn", {}),
     "decoding, one query": ("cuDNN", ["attention_decode"], "cudnn", {"T": (1,)}),
-    "the same one query": ("PyTorch", ["attention_decode"], "torch", {"T": (1,)}),
-    "16 queries beside a long cache": ("cuDNN", ["attention_decode"], "cudnn", {"T": (16,)}),
+    "the same decoding cases": ("PyTorch", ["attention_decode"], "torch", {"T": (1,)}),
+    "16 queries and a long cache": ("cuDNN", ["attention_decode"], "cudnn", {"T": (16,)}),
     "float32, as TF32": ("XLA's attention", ["attention_float32"], "xla", {}),
     "block masks: documents, windows, butterfly": (
         "FlexAttention",
@@ -110,7 +110,7 @@ def summary(*results: Results) -> str:
         found = [[ratio(row, kind) for row in rows if row["pass"] == pass_] for pass_ in PASSES]
         return [case, against, *(spread([x for x in ratios if x is not None]) for ratios in found)]
 
-    return table(["how many times as fast", "as", *PASSES], (line(case, *columns) for case, columns in SUMMARY.items()))
+    return table(["case", "speed-up over", *PASSES], (line(case, *columns) for case, columns in SUMMARY.items()))
 
 
 def flex_over_ours(row: Row) -> float | None:
@@ -144,7 +144,7 @@ def dense_readme(dense: Results) -> str:
 
     columns = list(itertools.product(PASSES, (False, True)))
     return table(
-        ["N = 4096", "forward", "causal", "backward", "causal"],
+        ["N = 4096", "forward", "forward, causal", "backward", "backward, causal"],
         ([f"d = {dim}", *(cell(dim, *column) for column in columns)] for dim in (64, 128, 256)),
     )
 
@@ -161,7 +161,7 @@ def dense(results: Results) -> str:
             [name, *(f"N = {n}{', causal' if causal else ''}" for n, causal in columns)],
             ([f"d = {dim}", *map(beside, rows_of(pass_, dim))] for dim in (64, 128, 256)),
         )
-        for name, pass_ in {"forward": "forward", "backward": "backward", "both, in one program": "both"}.items()
+        for name, pass_ in {"forward": "forward", "backward": "backward", "forward and backward": "both"}.items()
     ]
     return "\n\n".join(parts)
 
@@ -191,7 +191,7 @@ def by_pass_and_causal(name: str, results: Results, dims: Sequence[int], other: 
 @shows("attention_masks")
 def masks(results: Results) -> str:
     cases: dict[str, Row] = {
-        "not masked": {"causal": False, "documents": 1},
+        "no mask": {"causal": False, "documents": 1},
         "causal": {"causal": True, "window": None},
         "causal window of 1024": {"window": 1024},
         "16 documents of 1024": {"documents": 16},
@@ -224,11 +224,15 @@ def packed(results: Results) -> str:
         ours, theirs = (row["tflops"][name] for name in ("cumulative lengths", "segment ids"))
         return f"{ours:.0f} / {theirs:.0f} ({row['ratio']:.2f})"
 
-    names = {"equal": "32 of 2048", "drawn": "of 16 to 4096, evenly drawn"}
+    names = {"equal": "32 sequences of 2048", "drawn": "lengths 16 to 4096, uniform"}
     return table(
-        ["65536 tokens in sequences, causal", *(f"d = {dim}, {pass_}" for dim in (64, 128) for pass_ in PASSES)],
+        ["65536 tokens, causal", *(f"d = {dim}, {pass_}" for dim in (64, 128) for pass_ in PASSES)],
         ([name] + [cell(dim, kind, p) for dim in (64, 128) for p in PASSES] for kind, name in names.items()),
     )
+
+
+def counted_heads(kv_heads: int) -> str:
+    return f"{kv_heads} key/value head{'s' if kv_heads > 1 else ''}"
 
 
 @shows("attention_groups")
@@ -238,8 +242,8 @@ def heads(results: Results) -> str:
 
     def name(row: Row) -> str:
         dims = f"d = {row['D']}" + (f" for Q and K, {row['E']} for V" if row["D"] != row["E"] else "")
-        shared = f", on {row['K']} key/value heads" if row["K"] < row["N"] else ""
-        return f"{row['N']} heads of {dims}{shared}; B = {row['B']}, N = {row['T']}"
+        shared = f", {counted_heads(row['K'])}" if row["K"] < row["N"] else ""
+        return f"{row['N']} query heads of {dims}{shared}; B = {row['B']}, N = {row['T']}"
 
     return table(
         ["causal", "forward", "backward"],
@@ -268,9 +272,9 @@ def decode(results: Results) -> str:
         return f"{times[0]:.0f} / {times[1]:.0f} / {times[2]:.0f} ({read / times[0] / 1e6:.1f} TB/s)"
 
     return table(
-        ["microseconds, ours / cuDNN / PyTorch", "B = 1, 131072 keys", "B = 8, 16384 keys"],
+        ["µs: jax-flash / cuDNN / PyTorch", "B = 1, 131072 keys", "B = 8, 16384 keys"],
         (
-            [f"{'one query' if queries == 1 else f'{queries} queries'}, 32 heads on {kv_heads}"]
+            [f"{'one query' if queries == 1 else f'{queries} queries'}, {counted_heads(kv_heads)}"]
             + [cell(batch, queries, kv_heads) for batch in (1, 8)]
             for queries, kv_heads in itertools.product((1, 16), (4, 8))
         ),
@@ -284,10 +288,10 @@ def paged(results: Results) -> str:
     def line(row: Row) -> list[str]:
         lengths = f"{row['longest']}" if row["lengths"] == "equal" else f"100 to {row['longest']}"
         speed, speeds = row["gb_per_s"][contiguous], row["gb_per_s"]
-        name = f"{row['sequences']} of {lengths}, 32 heads on {row['kv_heads']}"
+        name = f"{row['sequences']} of {lengths}, {counted_heads(row['kv_heads'])}"
         return [name, f"{speed / 1e3:.1f}", *(f"{speeds[x] / 1e3:.1f} ({speeds[x] / speed:.2f})" for x in others)]
 
-    head = ["TB/s (beside those in a row)", contiguous, *others[:-1], "cuDNN, in a row"]
+    head = ["TB/s (relative to contiguous)", "contiguous", *others[:-1], "cuDNN, contiguous"]
     return table(head, map(line, results["rows"]))
 
 
@@ -312,7 +316,7 @@ def deterministic(results: Results) -> str:
         return [f"{plain:.2f} ms", f"{fixed:.2f} ms", f"{fixed / plain:.2f}"]
 
     return table(
-        ["causal backward, N = 4096", "as it is", "`deterministic=True`", "times as long"],
+        ["causal backward, N = 4096", "default", "`deterministic=True`", "slowdown"],
         ([f"d = {dim}", *cells(dim)] for dim in (64, 128)),
     )
 
@@ -377,7 +381,7 @@ def slowest_pairs(results: Results) -> str:
         return [f"d = {dim}, {pass_}", ", ".join(names) or "none"]
 
     return table(
-        ["", "features and pairs below 0.35 of the plain call's speed"],
+        ["", "features and pairs below 0.35 of the speed of a call without them"],
         (line(dim, pass_) for dim in (64, 128, 256) for pass_ in PASSES),
     )
 
@@ -408,10 +412,10 @@ def beside_nothing(results: Results) -> str:
 
     nothing = [one(results["rows"], mask="1/2", dim=d, pass_=p)["nothing_milliseconds"] for d, p in columns]
     return table(
-        ["kept, N = 16384", *(f"d = {dim}, {pass_}" for dim, pass_ in columns)],
+        ["fraction kept, N = 16384", *(f"d = {dim}, {pass_}" for dim, pass_ in columns)],
         [
             *([kept, *(cell(kept, *column) for column in columns)] for kept in FRACTIONS),
-            ["a call that keeps nothing", *(f"{1e3 * x:.0f} µs" if on_gpu else f"{x:.1f} ms" for x in nothing)],
+            ["a call with an empty mask", *(f"{1e3 * x:.0f} µs" if on_gpu else f"{x:.1f} ms" for x in nothing)],
         ],
     )
 
@@ -419,7 +423,7 @@ def beside_nothing(results: Results) -> str:
 @shows("block_sparse_butterfly")
 def butterfly(results: Results) -> str:
     return table(
-        ["butterfly, N = 65536", "kept", "dense call", "with the mask", "times as fast", "of ideal"],
+        ["butterfly, N = 65536", "fraction kept", "dense call", "with the mask", "speed-up", "share of ideal"],
         (
             [f"d = {row['dim']}, {row['pass']}", f"1/{1 / row['kept']:.0f}"]
             + [f"{row[key]:.2f} ms" for key in ("dense_milliseconds", "milliseconds")]
@@ -439,7 +443,7 @@ def flex(short: Results, long: Results, window: Results) -> str:
 
     masks = {"document": "documents of 1024", "window": "causal window of 1024", "butterfly": "butterfly"}
     lines = [[name, *(cell(results, dim, mask) for (_, results), dim in columns)] for mask, name in masks.items()]
-    again = ["the window in a later run", "", "", *(cell(window, dim, "window") for dim in (64, 128))]
+    again = ["causal window, later run", "", "", *(cell(window, dim, "window") for dim in (64, 128))]
     return table(["forward / backward", *(f"N = {length}, d = {dim}" for (length, _), dim in columns)], [*lines, again])
 
 
@@ -455,7 +459,7 @@ def cpu_readme(results: Results) -> str:
         return number(rates["jax_flash"] / rates[other], 1)
 
     lines = [
-        [f"d = {dim}, over {name}", *(cell(dim, other, *column) for column in columns)]
+        [f"d = {dim}, speed-up over {name}", *(cell(dim, other, *column) for column in columns)]
         for dim in (64, 128)
         for other, name in {"jax_nn": "jax.nn", "torch": "PyTorch"}.items()
     ]
@@ -482,7 +486,7 @@ def cpu(results: Results) -> str:
         return f"{rates['jax_flash']:.0f} ({ratios[0]:.1f}, {ratios[1]:.2f})"
 
     return table(
-        ["GFLOP/s (over jax.nn, over PyTorch)", *(f"N = {length}" for length in lengths)],
+        ["GFLOP/s (speed-up over jax.nn, over PyTorch)", *(f"N = {length}" for length in lengths)],
         (
             [f"d = {dim}, {'causal ' if causal else ''}{pass_}"]
             + [cell(dim=dim, causal=causal, pass_=pass_, length=length) for length in lengths]
@@ -521,7 +525,7 @@ def block_sparse_cpu(results: Results) -> str:
         return " / ".join(number(row["of_ideal"]) for row in found)
 
     return table(
-        ["kept, d = 64 / d = 128", *(f"N = {length}, {pass_}" for length, pass_ in columns)],
+        ["fraction kept, d = 64 / d = 128", *(f"N = {length}, {pass_}" for length, pass_ in columns)],
         ([kept, *(cell(kept, *column) for column in columns)] for kept in FRACTIONS),
     )
 
@@ -547,12 +551,13 @@ def programs_of(results: Results) -> list[str]:
 
 
 OURS = ("program", "plain"), ("program", "built-in"), ("XLA", "program")
+PROGRAM_COLUMNS = "time over plain", "time over built-in", "speed-up over XLA"
 
 
 @shows("score_programs_cpu")
 def programs_cpu(results: Results) -> str:
     return table(
-        ["forward / backward", "plain", "built-in", "XLA"],
+        ["forward / backward", *PROGRAM_COLUMNS],
         ([program, *ratios(results, program, 64, *OURS)] for program in programs_of(results)),
     )
 
@@ -569,7 +574,7 @@ def programs(every: Results, masks: Results) -> str:
 
     parts = [
         table(
-            [f"d = {dim}", "TFLOP/s", "plain", "built-in", "XLA", "Flex"],
+            [f"d = {dim}", "TFLOP/s", *PROGRAM_COLUMNS, "speed-up over Flex"],
             (
                 [program, rates(program, dim), *ratios(results, program, dim, *OURS, ("Flex", "program"))]
                 for program in programs_of(results)
@@ -578,7 +583,7 @@ def programs(every: Results, masks: Results) -> str:
         for dim in (64, 128)
     ]
     blocks = statistics.median(results["classification_seconds"])
-    parts.append(f"To classify the blocks of a document mask at N = 65536 takes {1e3 * blocks:.1f} ms.")
+    parts.append(f"Classifying the blocks of a document mask at N = 65536 takes {1e3 * blocks:.1f} ms.")
     return "\n\n".join(parts)
 
 
@@ -603,13 +608,11 @@ def ranks(results: Results) -> str:
         )
 
     cases = dict.fromkeys((row["length"], row["pass"]) for row in results["rows"])
-    return table(
-        ["", "whole call / 8", "slowest of 8", "fastest of 8", "times as fast"], (line(*case) for case in cases)
-    )
+    return table(["", "whole call / 8", "slowest of 8", "fastest of 8", "efficiency"], (line(*case) for case in cases))
 
 
 WAYS = {
-    "apart": "a sequence for each",
+    "apart": "one sequence per GPU",
     "ring": "`sequence_axis`, contiguous",
     "zigzag": "`sequence_axis`, zigzag",
     "heads": "by heads, all-to-all",
@@ -652,10 +655,10 @@ def several_devices_backward(*results: Results) -> str:
 def exchange(*results: Results) -> str:
     numbers = {
         "attention": "attention kernels",
-        "others": "merging, slices, …",
+        "others": "merging and slicing",
         "exchange": "exchange",
-        "exchange alone": "of it alone",
-        "all": "the call",
+        "exchange alone": "exchange, not overlapped",
+        "all": "whole call",
     }
     rows = [row for found in results for row in found["rows"]]
     return table(

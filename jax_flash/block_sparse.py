@@ -1,8 +1,7 @@
-"""`BlockMask`: which entries of the attention matrix may attend, block by block (Algorithm 5 of arXiv 2205.14135).
+"""`BlockMask`: a mask in blocks, for block-sparse attention (Algorithm 5 of arXiv 2205.14135).
 
-Blocks that are empty cost nothing, forward and backward. Blocks that are neither empty nor full share a table of
-element masks, so that structured masks (causal, windows, documents) take no memory of the order of T·S entries.
-`patterns.py` has the masks of the literature.
+The kernels skip empty blocks, forward and backward. Partial blocks share a table of element masks, so structured masks
+(causal, windows, documents) need far less memory than T·S entries. `patterns.py` has the masks of the literature::
 
     mask = patterns.butterfly(seq_len, seq_len) & patterns.causal(seq_len, seq_len)
     o = jax_flash.dot_product_attention(q, k, v, block_mask=mask)
@@ -36,7 +35,7 @@ MaskFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Shape(NamedTuple):
-    """What is static in a block mask: T and S in entries, and the block size."""
+    """The static sizes of a block mask: lengths T and S in entries, and the block size."""
 
     q_len: int
     kv_len: int
@@ -45,21 +44,23 @@ class Shape(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """U and V, the number of block rows and block columns."""
+        """U and V, the numbers of block rows and block columns."""
         return -(-self.q_len // self.q_block), -(-self.kv_len // self.kv_block)
 
     def check(self) -> None:
-        """Raises TypeError or ValueError for sizes that no mask can have."""
+        """Raise TypeError or ValueError if no mask can have these sizes."""
         names = ("q_block", "kv_block", "q_len", "kv_len")
         q_block, kv_block, q_len, kv_len = (integer(name, getattr(self, name)) for name in names)
         for name, block, length in (("q_block", q_block, q_len), ("kv_block", kv_block, kv_len)):
             if block <= 0 or block % 16:
                 raise ValueError(f"{name} must be a positive multiple of 16, not {block}")
             if max(-(-length // block), 1) * block >= 2**31:  # positions are int32
-                raise ValueError(f"{name} {block} is too large, or {length} positions: whole blocks must be below 2^31")
+                raise ValueError(
+                    f"{name} {block} is too large for {length} positions: the whole blocks must end below 2^31"
+                )
 
     def check_grid(self, name: str, array: Any, leading: int) -> None:
-        """Raises ValueError for an array that is not of U·V blocks after so many leading dims."""
+        """Raise ValueError if the array's shape after the leading dims is not [U, V]."""
         if array.shape[leading:] != self.grid:
             raise ValueError(f"{name} must have shape [B|1, N|1, U, V] with U, V = {self.grid}, not {array.shape}")
 
@@ -67,21 +68,24 @@ class Shape(NamedTuple):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class BlockMask:
-    """Which entries may attend, of T rows and S columns in U·V blocks of `q_block` x `kv_block`. Immutable.
+    """An immutable attention mask of T queries and S keys, stored as U x V blocks of `q_block` x `kv_block` entries.
 
-    A pytree, whose arrays may be traced. One of concrete arrays is hashable too, by its blocks and element masks: it
-    can be a static argument of `jax.jit`, an attribute of a Flax module (of nnx as `nnx.data(mask)`), or a constant of
-    the program. Made by the constructors below and by `patterns.py`; combined by `&`, `|` and `~`, entry by entry.
-    `mask[:512, :512]` is the mask of shorter inputs, and `BlockMask.stack(masks)` has a mask for each layer.
+    Create a mask with one of the constructors below or with `jax_flash.patterns`. Combine masks entry by entry with
+    `&`, `|` and `~`. `mask[:512, :512]` is the mask for shorter inputs. `BlockMask.stack(masks)` stacks the masks of
+    several layers.
+
+    A mask is a pytree, and its arrays may be traced. A mask of concrete arrays is also hashable. It can be a static
+    argument of `jax.jit`, a constant of the program, or an attribute of a Flax module (in nnx as `nnx.data(mask)`).
 
     Attributes:
-      shape: T, S and the block size.
-      blocks: int32 [B|1, N|1, U, V]: 0 for an empty block, 1 for a full one, else 2 + the number of its element mask.
-      element_masks: uint32 [B|1, P, q_block, kv_block / 32], bit j % 32 of word j / 32 is column j of the block; None
-        if there are none.
-      row_lists: int32 [B|1, N|1, U, 2 + W], the block rows, those with most blocks first: of each its index, the number
-        of its blocks, and their columns in order.
-      column_lists: int32 [B|1, N|1, V, 2 + W], likewise the block columns.
+      shape: the lengths T and S and the block size.
+      blocks: int32 array [B|1, N|1, U, V]: 0 for an empty block, 1 for a full block, and 2 + p for a partial block with
+        element mask number p.
+      element_masks: uint32 array [B|1, P, q_block, kv_block / 32], or None if no block is partial. Bit j % 32 of word
+        j // 32 is column j of the block.
+      row_lists: int32 array [B|1, N|1, U, 2 + W], one list for each block row, the longest first: the row's index, the
+        number of its non-empty blocks, and their columns in order.
+      column_lists: int32 array [B|1, N|1, V, 2 + W], the same for block columns.
     """
 
     shape: Shape
@@ -91,9 +95,18 @@ class BlockMask:
     column_lists: Any
 
     def __init__(self, shape: Shape, blocks: Any, element_masks: Any = None):
-        """Of these blocks; the lists are made here, once. Mostly called by the constructors.
+        """Create a mask from its arrays, and compute the lists. Most users call one of the constructors instead.
 
-        Numbers of element masks that are not there count as empty blocks.
+        A number of an element mask that does not exist counts as an empty block.
+
+        Args:
+          shape: the lengths and the block size.
+          blocks: integer array [B|1, N|1, U, V], as in the attribute.
+          element_masks: uint32 array [B|1, P, q_block, kv_block / 32], as in the attribute, or None.
+
+        Raises:
+          TypeError: if an argument has a wrong type or dtype.
+          ValueError: if shapes do not match or a size is not allowed.
         """
         if not isinstance(shape, Shape):
             raise TypeError(f"shape must be a jax_flash.block_sparse.Shape, not {described(shape)}")
@@ -121,7 +134,7 @@ class BlockMask:
         self.__setstate__({"shape": shape, "blocks": blocks, "element_masks": element_masks, **lists})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of arrays that are no one else's: those that are made when a mask is, is copied or is unpickled."""
+        """Set the arrays and make them read-only. The mask must own them: it was just made, copied or unpickled."""
         vars(self).update(state)
         for x in self.arrays().values():
             while isinstance(x, np.ndarray):
@@ -150,14 +163,17 @@ class BlockMask:
         q_block: int = BLOCK,
         kv_block: int = BLOCK,
     ) -> BlockMask:
-        """The paper's M: bool [U, V], [N|1, U, V] or [B|1, N|1, U, V], true for the blocks that are kept.
+        """Create a mask of whole blocks (M in the paper).
 
-        It may be traced: a pattern that depends on the data, under `jax.jit`. Lengths are those of whole blocks unless
-        given.
+        Args:
+          blocks: bool array [U, V], [N|1, U, V] or [B|1, N|1, U, V]. True keeps the block. The array may be traced, for
+            a pattern that depends on data.
+          q_len, kv_len: the lengths T and S. Default: all positions of the blocks.
+          q_block, kv_block: queries and keys per block, multiples of 16.
 
         Raises:
-          TypeError: blocks are not boolean, or sizes no integers.
-          ValueError: shapes that do not fit, block sizes that are no multiples of 16.
+          TypeError: if blocks is not boolean or a size is not an integer.
+          ValueError: if shapes do not match or a block size is not a multiple of 16.
         """
         kept = matrices("blocks", blocks)
         q_len = kept.shape[-2] * integer("q_block", q_block) if q_len is None else q_len
@@ -166,13 +182,17 @@ class BlockMask:
 
     @classmethod
     def from_mask(cls, mask: ArrayLike, *, q_block: int = BLOCK, kv_block: int = BLOCK) -> BlockMask:
-        """Of a bool [T, S], [N|1, T, S] or [B|1, N|1, T, S]: true where an entry may attend.
+        """Create a mask from all of its entries.
 
-        A traced mask keeps every block as an element mask: T·S bits, and no block is skipped for being empty.
+        A traced mask stores T·S bits, because every block becomes an element mask. The kernels then skip no blocks.
+
+        Args:
+          mask: bool array [T, S], [N|1, T, S] or [B|1, N|1, T, S]. True means that the query may attend to the key.
+          q_block, kv_block: queries and keys per block, multiples of 16.
 
         Raises:
-          TypeError: the mask is not boolean.
-          ValueError: it does not have 2 to 4 dims, block sizes that are no multiples of 16.
+          TypeError: if the mask is not boolean.
+          ValueError: if the mask does not have 2 to 4 dims, or a block size is not a multiple of 16.
         """
         entries = matrices("mask", mask)
         B, N, q_len, kv_len = entries.shape
@@ -200,15 +220,21 @@ class BlockMask:
         q_block: int = BLOCK,
         kv_block: int = BLOCK,
     ) -> BlockMask:
-        """Of mask_fn(b, h, q_idx, kv_idx), called with int32 scalars; true: may attend.
+        """Create a mask from a function of positions.
 
-        It is traced as a `mask_mod` is, by the rules of docs/score-programs.md, and evaluated once, a row of blocks at
-        a time. One that captures traced arrays, since the mask depends on the data, is kept as it is, a
-        `MaskOfFunction`: the attention functions ask it as they ask a `mask_mod`, and skip what it hides.
+        The function is traced like a `mask_mod` and follows the same rules (docs/score-programs.md). It is evaluated
+        once, one block row at a time. If it captures traced arrays, the result is a `MaskOfFunction` without blocks:
+        attention evaluates the function in the kernel, like a `mask_mod`, and skips blocks that it hides.
+
+        Args:
+          mask_fn: function (b, h, q_idx, kv_idx) of int32 scalars. True means that the query may attend to the key.
+          q_len, kv_len: the lengths T and S.
+          batch, heads: how many batch entries and heads have different masks. 1 means that all share one mask.
+          q_block, kv_block: queries and keys per block, multiples of 16.
 
         Raises:
-          TypeError: mask_fn takes other arguments, or returns something else than one bool.
-          ValueError: it has side effects, block sizes that are no multiples of 16.
+          TypeError: if mask_fn takes other arguments or does not return one bool.
+          ValueError: if mask_fn has side effects or a block size is not a multiple of 16.
         """
         batch, heads = integer("batch", batch), integer("heads", heads)
         shape = Shape(q_len, kv_len, q_block, kv_block)
@@ -230,15 +256,18 @@ class BlockMask:
 
     @staticmethod
     def stack(masks: Sequence[BlockMask]) -> BlockMask:
-        """Stack the masks of layers: a pytree whose arrays have a leading dim of layers.
+        """Stack the masks of several layers into one pytree with a leading dimension.
 
-        `jax.lax.scan` over the stack gives one mask to each step, and `jax.vmap` one to each example. The masks must
-        have equal lengths and block sizes. Each has 1 or B batch entries and 1 or N heads. Masks of functions that
-        capture traced arrays can be stacked if the function is the same and only the values of the arrays differ.
+        `jax.lax.scan` over the stack gives one mask to each step, and `jax.vmap` gives one to each example.
+
+        Args:
+          masks: list or tuple of masks with equal lengths and block sizes. Each has 1 or B batch entries and 1 or N
+            heads. Masks of functions that capture traced arrays must share one function: only the values of the
+            captured arrays may differ.
 
         Raises:
-          TypeError: masks is not a list or tuple of block masks.
-          ValueError: there are no masks, one is a stack itself, or they do not fit together.
+          TypeError: if masks is not a list or tuple of block masks.
+          ValueError: if masks is empty, a mask is itself a stack, or the masks do not match.
         """
         sequence = isinstance(masks, (list, tuple))
         wrong = [x for x in masks if not isinstance(x, BlockMask)] if sequence else [masks]
@@ -256,55 +285,60 @@ class BlockMask:
         functions = any(isinstance(mask, MaskOfFunction) for mask in masks)
         return _stacked_functions(masks) if functions else _stacked(masks)
 
-    # --- what it says ---
+    # --- contents ---
 
     @property
     def is_stack(self) -> bool:
-        """Whether the arrays have leading dims, such as one of layers."""
+        """Whether this is a stack of masks: the arrays have leading dimensions."""
         return bool(self.blocks.ndim > 4)
 
     def _check_one_layer(self) -> None:
         if self.is_stack:
             raise ValueError(
-                "this block mask is a stack, which cannot be sliced, combined, drawn or stacked: "
-                "do this with the masks of the layers, and then call BlockMask.stack"
+                "this block mask is a stack of masks, which cannot be sliced, combined, drawn or stacked: "
+                "change the masks of the layers first, then call BlockMask.stack"
             )
 
     @property
     def kept(self) -> float:
-        """The fraction of blocks that are not empty; of traced masks an array."""
+        """The fraction of blocks that are not empty. For a traced mask it is a traced array."""
         _, blocks = _arrays(self.blocks)
         return (blocks != NOTHING).mean() if blocks.size else 0.0
 
     def arrays(self) -> dict[str, Any]:
-        """Those that are there, by name: operands of the custom calls."""
+        """Return the arrays that are not None, by name. They are operands of the custom calls."""
         return {name: x for name in BLOCK_MASK if (x := getattr(self, name)) is not None}
 
     def to_mask(self) -> jax.Array | np.ndarray:
-        """All entries: bool [B|1, N|1, T, S]. For tests and small masks."""
+        """Return all entries as a bool array [B|1, N|1, T, S], for tests and small masks."""
         self._check_one_layer()
         xp, blocks, element_masks = _arrays(self.blocks, self.element_masks)
         rows, columns = xp.arange(self.shape.q_len), xp.arange(self.shape.kv_len)
         return may_attend(self.shape, blocks, element_masks, rows, columns, xp)
 
     def __getitem__(self, part: tuple[slice, slice]) -> BlockMask:
-        """Return the mask of a range of queries and a range of keys: ``mask[:512, :512]`` is that of shorter inputs.
+        """Return the mask of a range of queries and keys. ``mask[:512, :512]`` is the mask for shorter inputs.
 
-        A range starts at a multiple of the block and may end anywhere. Its positions count from its start.
+        Positions in the result count from the start of the range.
+
+        Args:
+          part: two slices of Python integers, without steps. Each starts at a multiple of the block size.
 
         Raises:
-          TypeError: part is not two slices of integers that are known when tracing.
-          ValueError: a range starts inside a block, or a slice has a step.
+          TypeError: if part is not two slices, or a bound is traced or not an integer.
+          ValueError: if a slice starts inside a block or has a step.
         """
         self._check_one_layer()
         if not isinstance(part, tuple) or [type(x) for x in part] != [slice, slice]:
-            raise TypeError("a block mask takes two slices, of queries and of keys, such as mask[:512, :512]")
+            raise TypeError(
+                f"a block mask takes two slices, one of queries and one of keys, such as mask[:512, :512], not {part!r}"
+            )
         row, q_len = _range("queries", part[0], self.shape.q_len, self.shape.q_block)
         column, kv_len = _range("keys", part[1], self.shape.kv_len, self.shape.kv_block)
         return self._part(self.shape._replace(q_len=q_len, kv_len=kv_len), row, column)
 
     def _part(self, shape: Shape, row: int, column: int) -> BlockMask:
-        """The mask of this shape that starts at this row and column."""
+        """Return the mask of this shape that starts at this row and column."""
         xp, blocks, element_masks = _arrays(self.blocks, self.element_masks)
         u, v = row // shape.q_block, column // shape.kv_block
         U, V = shape.grid
@@ -312,15 +346,15 @@ class BlockMask:
         return _with_extended_ends(part) if xp is np else part
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """Where both allow."""
+        """Return a mask that lets a query attend to a key if both masks do."""
         return _combined(operator.and_, self, other)
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        """Where either allows."""
+        """Return a mask that lets a query attend to a key if either mask does."""
         return _combined(operator.or_, self, other)
 
     def __invert__(self) -> BlockMask:
-        """Where it does not allow."""
+        """Return a mask that lets a query attend to a key if this mask does not."""
         self._check_one_layer()
         xp, blocks, element_masks = _arrays(self.blocks, self.element_masks)
         inverted = xp.where(blocks < ELEMENTS, EVERYTHING - blocks, blocks)
@@ -337,10 +371,10 @@ class BlockMask:
         return hash((self.shape, *(x.tobytes() for x in self._contents())))
 
     def _contents(self) -> list[np.ndarray]:
-        """What tells it from others."""
+        """Return the arrays that equality and hashing compare."""
         contents = [x for x in (self.blocks, self.element_masks) if x is not None]
         if _traced(*contents):
-            raise TypeError("a traced BlockMask cannot be compared or hashed")
+            raise TypeError("a traced BlockMask cannot be compared or hashed: create the mask from concrete arrays")
         return [np.asarray(x) for x in contents]
 
     def __repr__(self) -> str:
@@ -358,10 +392,11 @@ class BlockMask:
         return "\n".join([head, *_picture(blocks)])
 
     def plot(self, batch: int = 0, head: int = 0, ax: Any = None) -> Any:
-        """Draws the blocks of one head: empty white, partial light, full dark. Needs matplotlib.
+        """Draw the blocks of one head: empty white, partial light blue, full dark blue. It needs matplotlib.
 
         Args:
-          ax: the `matplotlib` axes to draw on; new ones if None.
+          batch, head: indices of the batch entry and the head.
+          ax: `matplotlib` axes to draw on. Default: new axes.
 
         Returns:
           The axes.
@@ -382,15 +417,16 @@ class BlockMask:
 
 @jax.tree_util.register_pytree_node_class
 class MaskOfFunction(BlockMask):
-    """A `BlockMask` of a function that captures traced arrays. Which blocks are empty is found out where it is used.
+    """A `BlockMask` of a function that captures traced arrays. The kernels evaluate the function.
 
-    A pytree of the captured arrays. It has no blocks that could be looked at, combined or drawn. It can be sliced, and
-    stacked with masks of the same function.
+    `BlockMask.from_function` returns it. It is a pytree of the captured arrays. It has no blocks, so it cannot be
+    converted, combined or drawn. It can be sliced, and stacked with masks of the same function.
 
     Attributes:
-      shape: T and S. The block size does not matter.
-      batch, heads: how many of each the function tells apart; 1: it is the same for all.
-      program, captured: the function, and the arrays that it looks things up in.
+      shape: the lengths T and S. The block size has no effect.
+      batch, heads: how many batch entries and heads have different masks. 1 means that all share one mask.
+      program: the traced function.
+      captured: the arrays that the function reads.
     """
 
     batch: int
@@ -425,7 +461,7 @@ class MaskOfFunction(BlockMask):
         return MaskOfFunction(shape, self.batch, self.heads, mask_fn)
 
     def may_attend(self, batch: jax.Array, head: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
-        """What the function says of an entry of the arrays."""
+        """Evaluate the function for a row and a column of the arrays."""
         first = jnp.zeros_like(batch)
         places = (batch if self.batch > 1 else first, head if self.heads > 1 else first, row, column)
         return self.program(self.captured, *places)
@@ -433,8 +469,8 @@ class MaskOfFunction(BlockMask):
     def __getattr__(self, name: str) -> Any:
         if name in BLOCK_MASK:
             raise TypeError(
-                f"a BlockMask of a function that captures traced arrays has no {name}: it can be given to attention, "
-                "but not be looked at, compared or combined"
+                f"a BlockMask of a function that captures traced arrays has no {name}: pass it to attention, or create "
+                "it from concrete arrays to convert, compare or combine it"
             )
         raise AttributeError(name)
 
@@ -454,7 +490,7 @@ export.register_pytree_node_serialization(
 
 
 def may_attend(shape: Shape, blocks: Any, element_masks: Any, rows: Any, columns: Any, xp: Any = jnp) -> Any:
-    """Which entries of these rows and columns (int [R] and [C]) the blocks allow: bool [B|1, N|1, R, C]."""
+    """Return whether these rows may attend to these columns (int [R] and [C]): bool [B|1, N|1, R, C]."""
     kinds = kinds_at(shape, blocks, rows, columns, xp)
     if element_masks is None:
         return kinds == EVERYTHING
@@ -467,7 +503,7 @@ def may_attend(shape: Shape, blocks: Any, element_masks: Any, rows: Any, columns
 
 
 def kinds_at(shape: Shape, blocks: Any, rows: Any, columns: Any, xp: Any = jnp) -> Any:
-    """What `blocks` says at these rows and columns: int32 [B|1, N|1, R, C]."""
+    """Return the entry of `blocks` for each of these rows and columns: int32 [B|1, N|1, R, C]."""
     U, V = shape.grid
     if 0 in shape.grid:
         return xp.zeros((*blocks.shape[:2], rows.size, columns.size), np.int32)
@@ -541,7 +577,7 @@ class _Table:
         self._numbers: dict[bytes, int] = {}
 
     def number(self, mask: np.ndarray) -> int:
-        """What `BlockMask.blocks` says of a block with this mask."""
+        """Return the entry of `BlockMask.blocks` for a block with this mask."""
         if not mask.any():
             return NOTHING
         if np.array_equal(mask, self._every):
@@ -577,10 +613,11 @@ def _range(name: str, part: slice, length: int, block: int) -> tuple[int, int]:
         start, stop, step = part.indices(length)
     except TypeError:
         raise TypeError(
-            f"the slice of a block mask's {name} must have integers that are known when tracing, not {part}"
+            f"the slice of a block mask's {name} must have integers that are known when tracing, not {part}: "
+            "pass Python integers"
         ) from None
     if step != 1:
-        raise ValueError(f"the slice of a block mask's {name} must have no step, not {step}")
+        raise ValueError(f"the slice of a block mask's {name} must have no step, but has step {step}")
     if start % block:
         raise ValueError(
             f"the slice of a block mask's {name} must start at a multiple of the block size {block}, not at {start}"
@@ -648,9 +685,9 @@ def _stacked_functions(masks: Sequence[BlockMask]) -> BlockMask:
     for number, mask in enumerate(masks):
         if structure(mask) != structure(masks[0]):
             raise ValueError(
-                "masks of functions that capture traced arrays must be of one function, of captured arrays that differ "
-                f"in their values alone: masks[{number}] differs from masks[0] in more. Put what differs into an array "
-                "that the function captures, or make all masks from concrete arrays"
+                "masks of functions that capture traced arrays must share one function and differ only in the values "
+                f"of the captured arrays, but masks[{number}] differs from masks[0] in more. Put the difference into a "
+                "captured array, or create all masks from concrete arrays"
             )
     stack: BlockMask = jax.tree.map(lambda *arrays: jnp.stack(arrays), *masks)
     return stack
@@ -662,7 +699,10 @@ def _combined(op: Callable[[Any, Any], Any], a: BlockMask, b: object) -> BlockMa
     a._check_one_layer()
     b._check_one_layer()
     if a.shape != b.shape:
-        raise ValueError(f"block masks of different lengths or block sizes do not combine: {a.shape}, {b.shape}")
+        raise ValueError(
+            f"block masks with different lengths or block sizes cannot be combined: {a.shape} and {b.shape}. "
+            "Create both with the same sizes"
+        )
     if _traced(*jax.tree.leaves((a, b))):
         return _combined_traced(op, a, b)
     a, b = _with_one_table(a), _with_one_table(b)

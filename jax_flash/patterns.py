@@ -1,13 +1,16 @@
-"""The sparsity patterns of the literature, as block masks. `&`, `|` and `~` combine them.
+"""Sparsity patterns of the literature, as block masks. Combine them with `&`, `|` and `~`.
 
-Butterfly, strided, fixed, BigBird and top-k keep whole blocks, and are causal only where the paper says so; the others
-are exact, entry by entry. i is the position of a query and j that of a key, both from 0; u and v number the block rows
-and block columns. Every function also takes the block size, `q_block` x `kv_block` entries, and raises ValueError for
-sizes that are no multiples of 16, for negative lengths and for whole blocks that reach 2^31, TypeError for numbers that
-are no integers.
+Butterfly, strided, fixed, BigBird and top-k keep or skip whole blocks. They are causal only if the paper's pattern is.
+The other patterns are exact, entry by entry.
 
-Nothing takes time or memory of the order of T·S entries: of blocks that are alike one is evaluated, and only if it is
-neither empty nor full.
+In the formulas, i is the position of a query and j the position of a key, both from 0. u and v are the indices of a
+block row and a block column.
+
+Every function takes the lengths T (`q_len`) and S (`kv_len`) in tokens, and a block size of `q_block` x `kv_block`
+entries. It raises ValueError if a block size is not a multiple of 16, a length is negative, or the blocks reach beyond
+2^31 positions. It raises TypeError if a number is not an integer.
+
+No function needs time or memory proportional to T·S, because equal blocks are evaluated once.
 """
 
 from __future__ import annotations
@@ -35,17 +38,20 @@ from jax_flash.checks import described, integer, numpy_array
 
 
 def causal(q_len: int, kv_len: int, *, q_block: int = BLOCK, kv_block: int = BLOCK) -> BlockMask:
-    """j <= i: "Attention Is All You Need" (Vaswani et al. 2017, arXiv 1706.03762), section 3.2.3."""
+    """Causal mask: j <= i ("Attention Is All You Need", Vaswani et al. 2017, arXiv 1706.03762, section 3.2.3)."""
     return _causal(_shape(q_len, kv_len, q_block, kv_block))
 
 
 def local_window(
     q_len: int, kv_len: int, left: int | None, right: int | None, *, q_block: int = BLOCK, kv_block: int = BLOCK
 ) -> BlockMask:
-    """i - left <= j <= i + right; None: no bound. The sliding window of Longformer (see there), section 3.1.
+    """Sliding window: i - left <= j <= i + right (Longformer, Beltagy et al. 2020, arXiv 2004.05150, section 3.1).
+
+    Args:
+      left, right: how far from i a visible key may be, in tokens. None means no bound.
 
     Raises:
-      ValueError: left or right is negative.
+      ValueError: if left or right is negative.
     """
     return dilated_window(q_len, kv_len, left, right, 1, q_block=q_block, kv_block=kv_block)
 
@@ -60,12 +66,16 @@ def dilated_window(
     q_block: int = BLOCK,
     kv_block: int = BLOCK,
 ) -> BlockMask:
-    """Every dilation-th key: j = i - dilation n, -right <= n <= left; None: no bound. Longformer, section 3.1.
+    """Dilated sliding window: j = i - dilation·n with -right <= n <= left (Longformer, section 3.1).
 
-    The window spans `dilation` times as many blocks, none of them full.
+    Compared with `local_window`, the window covers `dilation` times more blocks, and all of them are partial.
+
+    Args:
+      left, right: how many keys on each side are visible. None means no bound.
+      dilation: distance between visible keys, in tokens.
 
     Raises:
-      ValueError: left or right is negative, or dilation < 1.
+      ValueError: if left or right is negative, or dilation < 1.
     """
     shape = _shape(q_len, kv_len, q_block, kv_block)
     least = -math.inf if right is None else -integer("right", right)
@@ -88,18 +98,19 @@ def butterfly(
     q_block: int = BLOCK,
     kv_block: int = BLOCK,
 ) -> BlockMask:
-    """The flat block butterfly of "Pixelated Butterfly" (Dao, Chen et al. 2021, arXiv 2112.00029), section 3.
+    """Flat block butterfly of "Pixelated Butterfly" (Dao, Chen et al. 2021, arXiv 2112.00029), section 3.
 
-    It is the sum of the block butterfly factors, I + B_2 + B_4 + … + B_k with k = `max_stride`: block (u, v) is kept
-    iff u = v or u ^ v is a power of two below k; log2(k) + 1 blocks a row. FlashAttention (arXiv 2205.14135, section
-    3.3) uses it as its fixed pattern. A grid that is not square has the pattern of its shorter side, stretched.
+    The pattern is the sum of the block butterfly factors, I + B_2 + B_4 + … + B_k with k = `max_stride`. It keeps block
+    (u, v) if u = v or if u ^ v is a power of two below k, which gives log2(k) + 1 blocks per row. FlashAttention
+    (arXiv 2205.14135, section 3.3) uses this pattern. If the grid of blocks is not square, the pattern of the shorter
+    side is stretched.
 
     Args:
-      max_stride: k, in blocks; None: that of the whole grid.
-      global_blocks: so many leading block rows and block columns are kept too: the paper's low-rank term.
+      max_stride: k, in blocks, a power of two. Default: the largest stride of the grid.
+      global_blocks: number of leading block rows and block columns that are kept as well (the paper's low-rank term).
 
     Raises:
-      ValueError: max_stride is no power of two, or global_blocks is negative.
+      ValueError: if max_stride is not a power of two, or global_blocks is negative.
     """
     U, V = _shape(q_len, kv_len, q_block, kv_block).grid
     n = min(U, V)
@@ -114,16 +125,17 @@ def butterfly(
 
 
 def strided(q_len: int, kv_len: int, stride: int, *, q_block: int = BLOCK, kv_block: int = BLOCK) -> BlockMask:
-    """The strided pattern of Sparse Transformers (Child et al. 2019, arXiv 1904.10509), section 4.3, in one head (5.1).
+    """Strided pattern of Sparse Transformers (Child et al. 2019, arXiv 1904.10509), section 4.3, in one head (5.1).
 
-    There i attends to j <= i if i - j <= l or (i - j) mod l = 0. Here the same holds for blocks, squares of
-    n = lcm(q_block, kv_block) entries a side: i // n, j // n and l / n in place of i, j and l; j <= i stays exact.
+    In the paper, i attends to j <= i if i - j <= l or (i - j) mod l = 0. This function applies the rule to square
+    blocks with n = lcm(q_block, kv_block) entries per side: i // n, j // n and l / n replace i, j and l. The causal
+    bound j <= i stays exact.
 
     Args:
-      stride: l, in entries: a multiple of n.
+      stride: l, in tokens, a positive multiple of n.
 
     Raises:
-      ValueError: it is not, or not positive.
+      ValueError: if stride is not a positive multiple of n.
     """
     shape = _shape(q_len, kv_len, q_block, kv_block)
     a, b = _squares(shape)
@@ -134,24 +146,26 @@ def strided(q_len: int, kv_len: int, stride: int, *, q_block: int = BLOCK, kv_bl
 def fixed(
     q_len: int, kv_len: int, stride: int, summary: int | None = None, *, q_block: int = BLOCK, kv_block: int = BLOCK
 ) -> BlockMask:
-    """The fixed pattern of Sparse Transformers (Child et al. 2019, arXiv 1904.10509), section 4.3, in one head (5.1).
+    """Fixed pattern of Sparse Transformers (Child et al. 2019, arXiv 1904.10509), section 4.3, in one head (5.1).
 
-    There i attends to j <= i if i // l = j // l, both are in one stretch of l positions, or if j mod l >= l - c, the
-    end of a stretch, which summarises it. Here the same holds for blocks, as in `strided`; j <= i stays exact.
+    In the paper, the sequence is split into segments of l positions, and the last c positions of each segment summarise
+    it. i attends to j <= i if both are in the same segment (i // l = j // l), or if j is a summary position
+    (j mod l >= l - c). This function applies the rule to square blocks as `strided` does. The causal bound j <= i stays
+    exact.
 
     Args:
-      stride: l, in entries: a multiple of n = lcm(q_block, kv_block).
-      summary: c, in entries: likewise; None: n.
+      stride: l, in tokens, a positive multiple of n = lcm(q_block, kv_block).
+      summary: c, in tokens, a positive multiple of n. Default: n.
 
     Raises:
-      ValueError: one is no positive multiple of n, or summary > stride.
+      ValueError: if stride or summary is not a positive multiple of n, or summary > stride.
     """
     shape = _shape(q_len, kv_len, q_block, kv_block)
     a, b = _squares(shape)
     l = _whole_squares("stride", stride, shape)
     c = 1 if summary is None else _whole_squares("summary", summary, shape)
     if c > l:
-        raise ValueError(f"summary must not exceed the stride: {summary} > {stride}")
+        raise ValueError(f"summary must be at most the stride, {stride}, not {summary}")
     return _of_squares(shape, (a // l == b // l) | (b % l >= l - c)) & _causal(shape)
 
 
@@ -165,27 +179,28 @@ def longformer(
     q_block: int = BLOCK,
     kv_block: int = BLOCK,
 ) -> BlockMask:
-    """Longformer (Beltagy et al. 2020, arXiv 2004.05150), section 3.1: a sliding window and global tokens.
+    """Longformer's sliding window with global tokens (Beltagy et al. 2020, arXiv 2004.05150, section 3.1).
 
-    i attends to itself and to window / 2 keys on each side, with gaps if dilation > 1. A global token attends to all
-    keys, and all queries attend to it.
+    i attends to itself and to window / 2 keys on each side. A global token attends to all keys, and all queries attend
+    to it.
 
     Args:
-      window: the paper's w: even.
-      global_tokens: their positions.
+      window: size of the window in keys (w in the paper), an even number.
+      dilation: distance between visible keys, in tokens.
+      global_tokens: positions of the global tokens.
 
     Raises:
-      ValueError: window is odd or negative, dilation < 1, or a global token is beyond both lengths.
+      ValueError: if window is odd or negative, dilation < 1, or a global token is beyond both lengths.
     """
     shape = _shape(q_len, kv_len, q_block, kv_block)
     if integer("window", window) % 2:
-        raise ValueError(f"window must be even, half of it on each side, not {window}")
+        raise ValueError(f"window must be even, because half of it is on each side, not {window}")
     local = dilated_window(q_len, kv_len, window // 2, window // 2, dilation, q_block=q_block, kv_block=kv_block)
     if not np.iterable(global_tokens):
         raise TypeError(f"global_tokens must be a sequence of ints, not {described(global_tokens)}")
     tokens = [integer("a global token", token) for token in global_tokens]
     if max(tokens, default=-1) >= max(q_len, kv_len):
-        raise ValueError(f"global token {max(tokens)} is beyond the lengths {q_len}, {kv_len}")
+        raise ValueError(f"global_tokens must be below {max(q_len, kv_len)}, the longer length, not {max(tokens)}")
     rows, columns = np.isin(np.arange(q_len), tokens), np.isin(np.arange(kv_len), tokens)
     everywhere = _rectangle(shape, rows, np.full(kv_len, True)) | _rectangle(shape, np.full(q_len, True), columns)
     return local | everywhere
@@ -202,19 +217,20 @@ def bigbird(
     q_block: int = BLOCK,
     kv_block: int = BLOCK,
 ) -> BlockMask:
-    """BigBird-ITC (Zaheer et al. 2020, arXiv 2007.14062), section 2, in blocks as in its appendix D.
+    """BigBird-ITC (Zaheer et al. 2020, arXiv 2007.14062, section 2), in blocks as in its appendix D.
 
-    Blocks are squares of lcm(q_block, kv_block) entries. A block row attends to the window around the diagonal, to the
-    leading global blocks, and to random ones among the others (all if there are no more). Global block rows attend
-    to everything.
+    Blocks are squares with lcm(q_block, kv_block) entries per side. Each block row attends to a window around the
+    diagonal, to the leading global blocks, and to random other blocks. Global block rows attend to all keys.
 
     Args:
-      window_blocks: blocks in the window: odd.
-      seed: of the random blocks, for `numpy.random.default_rng`.
+      window_blocks: blocks in the window, an odd number.
+      global_blocks: number of global block rows and block columns.
+      random_blocks: number of random blocks per block row. If fewer blocks are left, all of them are kept.
+      seed: seed of the random blocks, for `numpy.random.default_rng`.
 
     Raises:
-      ValueError: window_blocks is even, or a number is negative.
-      TypeError: as all patterns, or a seed that NumPy does not take.
+      ValueError: if window_blocks is even or a number is negative.
+      TypeError: if a number is not an integer, or NumPy does not accept the seed.
     """
     shape = _shape(q_len, kv_len, q_block, kv_block)
     if integer("window_blocks", window_blocks) % 2 == 0:
@@ -224,7 +240,7 @@ def bigbird(
     try:
         generator = np.random.default_rng(seed)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"seed must be one that numpy.random.default_rng takes, not {described(seed)}") from error
+        raise type(error)(f"seed must be a seed for numpy.random.default_rng, not {described(seed)}") from error
     lottery = np.where(kept, -1.0, generator.random(kept.shape))
     return _of_squares(shape, kept | _largest(lottery, integer("random_blocks", random_blocks)))
 
@@ -232,41 +248,45 @@ def bigbird(
 def document(
     query_ids: ArrayLike, kv_ids: ArrayLike | None = None, *, q_block: int = BLOCK, kv_block: int = BLOCK
 ) -> BlockMask:
-    """query_ids[i] = kv_ids[j]: packed documents, none of which sees another.
+    """Document mask: query_ids[i] = kv_ids[j]. Packed documents do not see each other.
 
-    As in Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783), section 3.2. Often together with `& causal(...)`.
+    Llama 3 uses this mask (Grattafiori et al. 2024, arXiv 2407.21783, section 3.2). Add `& causal(...)` for a language
+    model.
 
     Args:
-      query_ids: integer [T] or [B, T], concrete: any numbers in any order, though documents in one piece are fastest.
-      kv_ids: integer [S] or [B, S]; None: as query_ids.
+      query_ids: concrete integer array [T] or [B, T], the document of each query. Ids may come in any order, but
+        attention is fastest if each document is contiguous.
+      kv_ids: concrete integer array [S] or [B, S], the document of each key. Default: query_ids.
 
     Raises:
-      TypeError: ids are no integers, or traced: `dot_product_attention` takes such ones as segment ids.
-      ValueError: ids of another rank, or of different batches.
+      TypeError: if ids are not integers or are traced. For traced ids use the segment ids of `dot_product_attention`.
+      ValueError: if ids do not have 1 or 2 dims, or the batch sizes differ.
     """
     q_ids = _ids("query_ids", query_ids)
     kv_ids = q_ids if kv_ids is None else _ids("kv_ids", kv_ids)
     if q_ids.shape[0] != kv_ids.shape[0] and 1 not in (q_ids.shape[0], kv_ids.shape[0]):
-        raise ValueError(f"query_ids and kv_ids are of different batches: {q_ids.shape}, {kv_ids.shape}")
+        raise ValueError(
+            f"query_ids and kv_ids must have equal batch sizes, but have shapes {q_ids.shape} and {kv_ids.shape}"
+        )
     return _where_equal(_shape(q_ids.shape[1], kv_ids.shape[1], q_block, kv_block), q_ids, kv_ids)
 
 
 def prefix_lm(
     q_len: int, kv_len: int, prefix_len: int | ArrayLike, *, q_block: int = BLOCK, kv_block: int = BLOCK
 ) -> BlockMask:
-    """j <= i or j < prefix_len: T5 (Raffel et al. 2020, arXiv 1910.10683), section 3.2.1.
+    """Prefix-LM mask: j <= i or j < prefix_len (T5, Raffel et al. 2020, arXiv 1910.10683, section 3.2.1).
 
     Args:
-      prefix_len: an int or integer [B], concrete.
+      prefix_len: length of the prefix in tokens, an int or a concrete integer array [B].
 
     Raises:
-      TypeError: prefix_len is traced, or no integer.
-      ValueError: it is negative, longer than kv_len or not of shape [] or [B].
+      TypeError: if prefix_len is traced or not an integer.
+      ValueError: if prefix_len is negative, longer than kv_len, or has more than one dimension.
     """
     shape = _shape(q_len, kv_len, q_block, kv_block)
-    prefix = _integers("prefix_len", prefix_len, "give dot_product_attention a mask")
+    prefix = _integers("prefix_len", prefix_len, "pass a mask to dot_product_attention instead")
     if prefix.ndim > 1 or ((prefix < 0) | (prefix > kv_len)).any():
-        raise ValueError(f"prefix_len must be an int or [B] ints between 0 and {kv_len}, not {prefix_len}")
+        raise ValueError(f"prefix_len must be an int, or ints [B], between 0 and {kv_len}, not {prefix_len}")
     visible = _rectangle(shape, np.full(q_len, True), np.arange(kv_len) < prefix.reshape(-1, 1))
     return visible | _causal(shape)
 
@@ -274,18 +294,19 @@ def prefix_lm(
 def top_k(
     scores: ArrayLike, k: int, q_len: int, kv_len: int, *, q_block: int = BLOCK, kv_block: int = BLOCK
 ) -> BlockMask:
-    """The k blocks of every block row with the largest scores: a pattern that depends on the data.
+    """Data-dependent mask: the k blocks with the largest scores in each block row.
 
-    As in e.g. MoBA (Lu et al. 2025, arXiv 2502.13189), section 2.2, where every query chooses by itself. Exactly
-    min(k, V) blocks a row, the first ones of equal scores; NaN counts as largest. With `& causal(...)` blocks of the
-    future should score -inf.
+    MoBA selects blocks in a similar way, but for each query (Lu et al. 2025, arXiv 2502.13189, section 2.2). Each row
+    keeps min(k, V) blocks. If scores are equal, the first block wins. NaN counts as the largest score. If you combine
+    the mask with `causal(...)`, give future blocks a score of -inf.
 
     Args:
-      scores: [U, V], [N|1, U, V] or [B|1, N|1, U, V] of any ordered type; they may be traced (jit, vmap).
+      scores: array [U, V], [N|1, U, V] or [B|1, N|1, U, V] of numbers, one for each block. It may be traced.
+      k: number of blocks per block row.
 
     Raises:
-      ValueError: k < 1, or scores that are not those of a grid of blocks of these lengths.
-      TypeError: scores that are no numbers.
+      ValueError: if k < 1, or the shape of scores does not match the grid of blocks.
+      TypeError: if scores are not numbers.
     """
     given = numpy_array("scores", scores)
     if not 2 <= given.ndim <= 4:
@@ -422,7 +443,7 @@ def _integers(name: str, x: ArrayLike, instead: str) -> np.ndarray:
 
 
 def _ids(name: str, ids: ArrayLike) -> np.ndarray:
-    ids = _integers(name, ids, "give dot_product_attention query_segment_ids and key_value_segment_ids")
+    ids = _integers(name, ids, "pass query_segment_ids and key_value_segment_ids to dot_product_attention instead")
     if ids.ndim not in (1, 2):
         raise ValueError(f"{name} must have shape [length] or [B, length], not {ids.shape}")
     return np.atleast_2d(ids)

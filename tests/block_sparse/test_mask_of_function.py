@@ -164,7 +164,7 @@ def test_stacks_of_one_function():
     shorter = jax.jit(mask_of)(of_mask[0], of_mask[1], jnp.pad(of_mask[2], (0, 1)))
     concrete = mask_of(*of_mask)
     for masks in ([mask, other], [mask, shorter], [concrete, mask], [mask, concrete]):
-        with pytest.raises(ValueError, match=r"of one function.* masks\[1\] differs from masks\[0\]"):
+        with pytest.raises(ValueError, match=r"share one function.* masks\[1\] differs from masks\[0\]"):
             BlockMask.stack(masks)
 
 

@@ -701,7 +701,7 @@ def source(name: str, page: pathlib.Path) -> str:
 def sources(names: Sequence[str], page: pathlib.Path) -> str:
     """Of many files, whose tables say more: where and when."""
     if len(names) <= 3:
-        return "\n".join(source(name, page) for name in names)
+        return "\n\n".join(source(name, page) for name in names)
     found = [load(name)["environment"] for name in names]
     days = sorted(environment["date"][:10] for environment in found)
     machines = " and ".join(dict.fromkeys(map(machine, found)))

@@ -1,4 +1,4 @@
-"""What one pass of a problem costs: floating point operations, and bytes of its operands and results."""
+"""The cost of one pass of a problem: floating point operations, and bytes of its operands and results."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def flops(problem: Problem, backward: bool) -> int:
 
 
 def visible(problem: Problem) -> int:
-    """How many entries of one head may attend, as far as sizes, a causal mask and a window tell.
+    """Return the number of visible entries of one head, from the sizes, the causal mask and the local window.
 
-    Lengths, segments, ranges, offsets and masks are arrays or functions, whose contents are not known here: they hide
-    nothing.
+    Lengths, segments, ranges, offsets and masks are arrays or functions. Their contents are unknown here, so they count
+    as hiding nothing.
     """
     T, S = problem.q_len, problem.kv_len
     if problem.query_offset:
@@ -50,14 +50,14 @@ def bytes_moved(problem: Problem, backward: bool) -> int:
 
 def _check(name: str, problem: Problem, backward: bool) -> None:
     if checks.flag("backward", backward) and not problem.differentiable:
-        raise ValueError("keys in pages are for inference: there is no backward")
+        raise ValueError("paged_attention is for inference and has no backward kernels: leave out backward=True")
     if problem.symbolic:
         sizes = ", ".join(f"{size} {symbol}" for size, symbol in problem.symbolic.items())
-        raise ValueError(f"{name} needs sizes that are numbers, not symbols: {sizes}")
+        raise ValueError(f"{name} needs a problem with concrete sizes, but these are symbolic: {sizes}")
 
 
 def _operands(problem: Problem) -> list[str]:
-    """The names of the operands of both passes."""
+    """Return the names of the operands of both passes."""
     groups = {
         ("query", "scale"): True,
         ("key", "value"): not problem.page,
@@ -76,7 +76,7 @@ def _operands(problem: Problem) -> list[str]:
 
 
 def _elements(problem: Problem, name: str) -> int:
-    """How many elements an array has."""
+    """Return the number of elements of an array."""
     name = DIFFERENTIATED.get(name, name)
     if name in CAPTURED:
         captured = problem.captured[CAPTURED.index(name)]
@@ -98,7 +98,7 @@ def _elements(problem: Problem, name: str) -> int:
 
 
 def _itemsize(problem: Problem, name: str) -> int:
-    """The bytes of an element of an array."""
+    """Return the bytes per element of an array."""
     dtype = "int32"
     if name in CAPTURED:
         dtype = problem.captured[CAPTURED.index(name)].dtype

@@ -51,19 +51,19 @@ TARGETS = ("jax_flash_forward", "jax_flash_backward")
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """Return what `jax.export.export` needs as `disabled_checks` for programs with the fused attention.
+    """Return the `disabled_checks` that `jax.export.export` needs for programs with fused attention.
 
-    JAX exports only custom calls that it knows. These two are stable as far as the version of this package is: a
-    program of another version is refused when it is loaded.
+    By default JAX exports only its own custom calls, and jax_flash has two others. If a later version changes them, an
+    older exported program raises an error: export it again.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 
 
 def refusal(problem: Problem, platform: str) -> str | None:
-    """Why a platform ("cpu", "cuda", …: lowering's names) has no fused kernels for a problem; None: it has."""
+    """Return why a platform ("cpu", "cuda", …) has no fused kernels for a problem, or None if it has."""
     if problem.symbolic:
         sizes = ", ".join(f"{name} {size}" for name, size in problem.symbolic.items())
-        return f"kernels are compiled for sizes that are numbers, and these are symbolic: {sizes}"
+        return f"fused kernels need concrete sizes, but these are symbolic: {sizes}"
     for program in problem.programs:
         if program.refusal:
             return program.refusal
@@ -168,16 +168,20 @@ def _lower(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
     for platform in ctx.platforms or ctx.module_context.platforms:
         if not call.fallback and platform not in ("cpu", "cuda"):
             raise NotImplementedError(
-                f'implementation="flash": {refusal(call.problem, platform)}; None and "xla" run anywhere'
+                f'implementation="flash": {refusal(call.problem, platform)}. '
+                'Use implementation=None or "xla", which run on any platform'
             )
     return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *arrays)
 
 
 def _refuse_or_warn_of_symbols(call: Call) -> None:
-    """Refuses symbolic sizes where kernels are asked for, and warns where plain JAX takes their place."""
+    """Raise an error if "flash" was requested with symbolic sizes. Warn if plain JAX is used instead."""
     reason = refusal(call.problem, "cpu")
     if not call.fallback:
-        raise NotImplementedError(f'implementation="flash": {reason}; None, "xla" and "reference" take symbols')
+        raise NotImplementedError(
+            f'implementation="flash": {reason}. '
+            'Use implementation=None, "xla" or "reference", which accept symbolic sizes'
+        )
     warn(f'attention takes implementation="xla", which is slower: {reason}')
 
 

@@ -1,4 +1,4 @@
-"""Attention over a cache of keys and values in pages, which sequences of any lengths share (PagedAttention)."""
+"""Attention over a paged cache of keys and values, which sequences of different lengths share (PagedAttention)."""
 
 from __future__ import annotations
 
@@ -76,35 +76,37 @@ def paged_attention(
     return_residual: bool = False,
     **options: Unpack[PagedOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Causal attention of the last queries of sequences, whose keys and values are in pages (arXiv 2309.06180).
+    """Compute causal attention of the last T tokens of each sequence to a paged cache (arXiv 2309.06180).
 
-    Key j of sequence b is row j % page of page `page_table[b, j // page]`. So sequences that grow need no memory that
-    they have no tokens for, and may share pages. Pages of no sequence, rows beyond a sequence's length, and queries
-    before the first token may hold anything, NaN too. Nothing is copied, but by `implementation` "xla" and "reference".
+    Key j of sequence b is row j % page of page `page_table[b, j // page]`. Sequences can grow without reserved memory
+    and can share pages. The kernels read the pages without a copy; implementations "xla" and "reference" copy them.
+    Unused pages, rows beyond a sequence's length, and queries before the first token may hold any value, including NaN.
 
-    Letters: B sequences, T queries of each, N query heads, K key/value heads (N a multiple of K), D query/key head
-    dim, E value head dim, M pages that a sequence may have.
+    Letters: B sequences, T queries per sequence, N query heads, K key/value heads (K divides N), D query/key head dim,
+    E value head dim, M pages per sequence at most.
 
     Args:
-      query: [B, T, N, D]: those of the last T tokens of each sequence; float32, float64, bfloat16 or float16.
-      key_pages: [pages, page, K, D], same dtype; pages of 8 to 1024 keys, a multiple of 8.
-      value_pages: [pages, page, K, E], same dtype.
-      page_table: integer [B, M]: the numbers of each sequence's pages, in its order. Those beyond its length are not
-        looked at. Numbers that are not those of a page are an error where NumPy has them and the lengths; those of
-        JAX's arrays, which are not read, count as the nearest that is.
-      lengths: integer [B]: tokens of each sequence, with the T of the queries; M * page at most. A query before the
-        first token, where there are fewer than T, has nothing to attend to.
-      local_window_size: w or (left, right): a query sees the left keys before it, and itself.
-      score_mod, mask_mod: as in `dot_product_attention`; query and key are places in the sequence.
-      return_residual: also return the logsumexp of every row, [B, T, N].
-      scale, logits_soft_cap, sinks, precision, implementation: as there.
+      query: array [B, T, N, D], the queries of the last T tokens; float32, float64, bfloat16 or float16.
+      key_pages: array [pages, page, K, D] in the same dtype. `page` is a multiple of 8 from 8 to 1024.
+      value_pages: array [pages, page, K, E] in the same dtype.
+      page_table: integer array [B, M], the page numbers of each sequence in order. Entries beyond a sequence's length
+        are ignored. An out-of-range page number is an error if page_table and lengths are NumPy arrays or Python
+        numbers. In JAX arrays it is clamped.
+      lengths: integer array [B], the tokens of each sequence including the T new ones, at most M * page. If a sequence
+        is shorter than T, its first queries lie before the first token and see no key.
+      local_window_size: w or (left, right). A query sees itself and the `left` keys before it.
+      score_mod, mask_mod: as in `dot_product_attention`. The query and key indices are positions in the sequence.
+      return_residual: whether to return the logsumexp of every row as well.
+      scale, logits_soft_cap, sinks, precision, implementation: as in `dot_product_attention`.
 
     Returns:
-      [B, T, N, E] in the dtype of the query; with `return_residual` a pair of it and the logsumexp.
+      Array [B, T, N, E] in the dtype of the query. With `return_residual`, a pair of this array and the logsumexp
+      [B, T, N].
 
     Raises:
-      TypeError, ValueError: as `dot_product_attention`, and where pages, table and lengths do not fit together.
-      NotImplementedError: when it is differentiated, unless in plain JAX ("xla", "reference"); symbolic shapes.
+      TypeError, ValueError: as in `dot_product_attention`, and if the pages, the table and the lengths do not match.
+      NotImplementedError: if shapes are symbolic, or if the call is differentiated. Use implementation "xla" or
+        "reference" for gradients.
     """
     return_residual = checks.flag("return_residual", return_residual)
     problem, operands = problem_and_operands(query, key_pages, value_pages, page_table, lengths, options)
@@ -125,14 +127,14 @@ def problem_and_operands(
     lengths: ArrayLike,
     options: Mapping[str, Any],
 ) -> tuple[Problem, Operands]:
-    """What a call of `paged_attention` with these arguments asks for, and its arrays, checked."""
+    """Check the arguments of a call of `paged_attention`, and return its problem and arrays."""
     given = arguments.complete(options, PagedOptions)
     query = checks.floats("query", query)
     keys, values = checks.floats("key_pages", key_pages), checks.floats("value_pages", value_pages)
     if not query.ndim == keys.ndim == values.ndim == 4 or keys.shape != (*values.shape[:3], query.shape[3]):
         raise ValueError(
             "query [B, T, N, D], key_pages [pages, page, K, D] and value_pages [pages, page, K, E] do not fit "
-            f"together: {query.shape}, {keys.shape}, {values.shape}"
+            f"together: their shapes are {query.shape}, {keys.shape}, {values.shape}"
         )
     table = checks.integers("page_table", page_table)
     checks.sizes_known(query=query.shape, key_pages=keys.shape, value_pages=values.shape, page_table=table.shape)
@@ -152,24 +154,26 @@ def append_to_pages(
     page_table: ArrayLike,
     lengths: ArrayLike,
 ) -> tuple[jax.Array, jax.Array]:
-    """The pages with the keys and values of the last T tokens of each sequence, which `paged_attention` then sees.
+    """Write the keys and values of the last T tokens of each sequence to a paged cache.
 
-    Under `jit` with `donate_argnames=("key_pages", "value_pages")` they are written in place. Letters and arrays are
-    those of `paged_attention`.
+    Call it before `paged_attention`. Under `jit` with `donate_argnames=("key_pages", "value_pages")` it writes in
+    place. The letters are those in `paged_attention`.
 
     Args:
-      key_pages: [pages, page, K, D]; value_pages: [pages, page, K, E].
-      key: [B, T, K, D]; value: [B, T, K, E], which become of the pages' dtypes.
-      page_table: integer [B, M]. A page that is written to is that of one sequence only.
-      lengths: integer [B]: tokens of each sequence, with these T. Where there are fewer, the first of the T are not of
-        the sequence and are left out: with 0 nothing is written. So is what has no page, where JAX's arrays have
-        numbers that are not those of a page, or lengths beyond the table; where NumPy has them they are an error.
+      key_pages: array [pages, page, K, D].
+      value_pages: array [pages, page, K, E].
+      key: array [B, T, K, D]. It is cast to the dtype of key_pages.
+      value: array [B, T, K, E]. It is cast to the dtype of value_pages.
+      page_table: integer array [B, M], the page numbers of each sequence. Two sequences must not write to one page.
+      lengths: integer array [B], the tokens of each sequence including the T new ones. If a sequence is shorter than T,
+        only its last tokens are written; 0 writes nothing. Page numbers out of range and lengths beyond the table are
+        an error if both arguments are NumPy arrays or Python numbers. In JAX arrays such tokens are not written.
 
     Returns:
-      key_pages and value_pages.
+      The updated key_pages and value_pages.
 
     Raises:
-      TypeError, ValueError: as `paged_attention`.
+      TypeError, ValueError: as in `paged_attention`.
     """
     keys, values = checks.floats("key_pages", key_pages), checks.floats("value_pages", value_pages)
     new_keys, new_values = checks.floats("key", key), checks.floats("value", value)
@@ -181,7 +185,7 @@ def append_to_pages(
     ):
         raise ValueError(
             "key_pages [pages, page, K, D] and value_pages [pages, page, K, E] take key [B, T, K, D] and value "
-            f"[B, T, K, E], not shapes {keys.shape}, {values.shape}, {new_keys.shape}, {new_values.shape}"
+            f"[B, T, K, E], but their shapes are {keys.shape}, {values.shape}, {new_keys.shape}, {new_values.shape}"
         )
     table = checks.integers("page_table", page_table)
     table, ends = _table_and_lengths(table, lengths, len(new_keys), *keys.shape[:2])
@@ -208,34 +212,36 @@ def _written(
 
 
 def checked_page(page: int) -> int:
-    """How many keys a page has, if a page may have so many."""
+    """Return the number of keys in a page. Raise ValueError if it is not allowed."""
     if page % STEP or not STEP <= page <= LONGEST:
-        raise ValueError(f"pages must have a multiple of {STEP} keys from {STEP} to {LONGEST}, not {page}")
+        raise ValueError(f"the page size must be a multiple of {STEP} keys from {STEP} to {LONGEST}, not {page}")
     return page
 
 
 def _table_and_lengths(table: Any, lengths: Any, B: int, count: int, page: int) -> tuple[Any, Any]:
-    """Both as int32, checked as far as they are known. The table is of integers."""
+    """Return both as int32, with the checks that are possible. The table has integers."""
     checked_page(page)
     if count == 0:
-        raise ValueError("there must be at least one page")
+        raise ValueError("key_pages and value_pages must have at least one page, not 0")
     if table.ndim != 2 or len(table) != B:
-        raise ValueError(f"page_table must be [B, M] with B = {B}, not shape {table.shape}")
+        raise ValueError(f"page_table must have shape [B, M] with B = {B}, not {table.shape}")
     lengths = checks.shaped("lengths", checks.integers("lengths", lengths), (B,))
     _check_numbers(table, lengths, count, page)
     return checks.saturated(table), checks.saturated(lengths)
 
 
 def _check_numbers(table: Any, lengths: Any, count: int, page: int) -> None:
-    """Of what is known: the numbers that are looked at are those of pages, and the table has enough of them."""
+    """Check concrete lengths against the table, and the page numbers in use against the number of pages."""
     if not isinstance(lengths, np.ndarray):
         return
     most = table.shape[1] * page
     if lengths.size and (lengths.min() < 0 or lengths.max() > most):
-        raise ValueError(f"lengths must be from 0 to {most}, {table.shape[1]} pages of {page}, not {lengths.tolist()}")
+        raise ValueError(
+            f"lengths must be from 0 to {most}, the tokens in {table.shape[1]} pages of {page}, not {lengths.tolist()}"
+        )
     if isinstance(table, np.ndarray):
         used = table[np.arange(table.shape[1]) < -(-lengths[:, None] // page)]
         if used.size and (used.min() < 0 or used.max() >= count):
             raise ValueError(
-                f"page_table must have numbers of {count} pages, but there are {used.min()} to {used.max()}"
+                f"page_table must have page numbers from 0 to {count - 1}, but has {used.min()} to {used.max()}"
             )

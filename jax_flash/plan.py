@@ -1,4 +1,4 @@
-"""Which CUDA kernels a problem takes, and why: what `cuda_src/plan` decides, for people."""
+"""`explain`: a readable report of the CUDA kernels that `cuda_src/plan` chooses for a problem."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ FAMILIES = {80: "ampere", 90: "hopper"}  # of contract.h
 
 
 class Kernel(NamedTuple):
-    """A launch. Its sizes are those of the file that the kernel is in, 0 where it has no tiles."""
+    """One kernel launch. The tile sizes are 0 if the kernel has no tiles."""
 
-    name: str  #: of the kernel
-    family: str  #: "ampere", for every GPU from compute capability 8.0 on, or "hopper", for 9.0 alone
-    rows: int  #: queries of a tile of the score matrix
-    cols: int  #: keys
-    groups: int  #: warps, or in Hopper's own kernels warpgroups beside the one that loads
-    stages: int  #: tiles in flight
+    name: str  #: name of the kernel
+    family: str  #: "hopper" for compute capability 9.0, or "ampere" for every GPU from 8.0 on
+    rows: int  #: queries in a tile of the score matrix
+    cols: int  #: keys in a tile of the score matrix
+    groups: int  #: warps per CTA; in Hopper kernels the consumer warpgroups
+    stages: int  #: stages of the pipeline that loads tiles
 
 
 class Explanation(NamedTuple):
-    """How a pass is done on a GPU. `print` shows it."""
+    """The kernels of one pass on a GPU, with the reasons for them. Print it to read it."""
 
     backward: bool  #: whether the pass is the backward
-    arch: str  #: of the GPU
-    multiprocessors: int  #: of the GPU
-    kernels: tuple[Kernel, ...]  #: one after the other
-    scratch_bytes: int  #: of memory beside the results
-    reasons: tuple[str, ...]  #: why it is not otherwise
+    arch: str  #: architecture of the GPU, such as "sm_90a"
+    multiprocessors: int  #: number of multiprocessors of the GPU
+    kernels: tuple[Kernel, ...]  #: the launches in order
+    scratch_bytes: int  #: scratch memory in bytes, in addition to the results
+    reasons: tuple[str, ...]  #: why other kernels or tiles were not chosen
     programs: dict[str, str]  #: instructions of score_mod, mask_mod and score_grad (docs/score-programs.md)
     source: str  #: the programs as CUDA C++
 
@@ -47,19 +47,26 @@ class Explanation(NamedTuple):
 
 
 def explain(problem: Problem, backward: bool = False, arch: str | None = None) -> Explanation:
-    """Which CUDA kernels do a pass of `problem` (see `Problem.of`), with which tiles, and what kept it from others.
+    """Report the CUDA kernels and tiles of one pass of a problem, and why they were chosen. It compiles nothing.
 
-    The backward is that of query, key and value, and of what score_mod captures, if the problem asks for no gradients.
-    `arch` is "sm_80", "sm_90a", …, a GPU with as many multiprocessors as those most often have; by default it is the
-    first GPU of this process, or "sm_90a" if there is none. No kernel is compiled.
+    Args:
+      problem: the problem, see `Problem.of`.
+      backward: whether to report the backward pass. It computes the gradients that the problem requests, or by default
+        those for query, key, value and the float arrays that score_mod captures.
+      arch: architecture of the GPU, such as "sm_80" or "sm_90a", with its usual number of multiprocessors. Default: the
+        first GPU of this process, or "sm_90a" if this process has no GPU.
 
-    Raises TypeError for an argument of a wrong kind, and ValueError if there are no CUDA kernels for the problem or for
-    the GPU.
+    Returns:
+      An `Explanation`. Print it to read it.
+
+    Raises:
+      TypeError: if an argument has a wrong type.
+      ValueError: if there are no CUDA kernels for the problem or the GPU.
     """
     problem = checks.problem(problem)
     backward = checks.flag("backward", backward)
     if backward and not problem.differentiable:
-        raise ValueError("keys in pages are for inference: there is no backward")
+        raise ValueError("paged_attention is for inference and has no backward kernels: leave out backward=True")
     if problem.symbolic:
         raise ValueError(custom_calls.refusal(problem, "cuda"))
     if arch is not None and not isinstance(arch, str):
@@ -82,7 +89,7 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None) -
 
 
 def _first_gpu() -> tuple[str, int]:
-    """Its architecture and multiprocessors; 0 of these: as usual."""
+    """Return the architecture and the number of multiprocessors. 0 means the usual number."""
     try:
         major, minor, multiprocessors = _native.cuda_devices()[0]
     except (RuntimeError, IndexError):  # no driver, or no GPU

@@ -1,6 +1,6 @@
-"""One attention problem: everything about a call that is known before its buffers are.
+"""`Problem`: the static description of one attention call, without its arrays.
 
-`Problem` is the Python twin of `common/problem.h`. Its text form is the one attribute of both custom calls.
+It is the Python twin of `common/problem.h`. Its text form is the only attribute of both custom calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class Extent(NamedTuple):
-    """Which dimensions of a [B, N, T, S] operand are there in full; the others have size 1 and are broadcast."""
+    """The dimensions of a [B, N, T, S] operand that have full size. The others have size 1 and are broadcast."""
 
     batch: bool
     heads: bool
@@ -33,14 +33,18 @@ class Extent(NamedTuple):
 
     @classmethod
     def of_blocks(cls, blocks: jax.Array | jax.ShapeDtypeStruct) -> Extent:
-        """Of a block mask, which always has rows and columns."""
+        """Return the extent of a block mask, which always has rows and columns."""
         return cls(blocks.shape[0] != 1, blocks.shape[1] != 1, True, True)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Everything about one attention problem that is known before its arrays are: shapes, dtypes, masks, options."""
+    """The static description of one attention call: shapes, dtypes, masks and options, but no arrays.
+
+    `jax_flash.explain` and `jax_flash.choose_implementation` take a problem. Create one with `of`, `of_varlen` or
+    `of_paged`.
+    """
 
     batch: int  # B
     q_len: int  # T
@@ -53,14 +57,14 @@ class Problem:
 
     soft_cap: float = 0.0  # 0: none
     causal: bool = False
-    window_left: int = -1  # -1: unbounded, likewise to the right
+    window_left: int = -1  # -1: unbounded; the same for window_right
     window_right: int = -1
 
     bias_dtype: str = "none"
     bias: Extent | None = None
     mask: Extent | None = None
     sinks: Extent | None = None  # without rows and columns
-    q_lengths: bool = False  # whether there is such an array; so for the next five
+    q_lengths: bool = False  # whether the array is present; the same for the next five
     kv_lengths: bool = False
     segments: bool = False
     ranges: bool = False  # in place of causal masks, windows, q_lengths and segments; kv_lengths are there
@@ -77,17 +81,17 @@ class Problem:
     row_list: int = 0  # 2 + W, how many numbers a list has
     column_list: int = 0
 
-    captured: tuple[Captured, ...] = ()  # the arrays that programs look something up in
+    captured: tuple[Captured, ...] = ()  # the arrays that programs read
     score_mod: Program | None = None
     mask_mod: Program | None = None
     score_grad: Program | None = None  # only in a backward: the derivative of score_mod
 
-    drop_threshold: int = 0  # below 2^15: an entry is kept iff its 15 random bits are at least that
+    drop_threshold: int = 0  # below 2^15: an entry is kept if its 15 random bits are at least the threshold
     full_precision: bool = False  # float32 only: no TF32
     deterministic: bool = False  # the backward gives the same bits in every run
     unrounded: bool = False  # O and dQ have the accumulation dtype: the scale's gradient needs them so
 
-    # Only in a backward: whether it has this operand, and which gradients are asked for
+    # Only in a backward: whether dlogsumexp is present, and which gradients are requested
     dlogsumexp: bool = False
     dq: bool = False
     dk: bool = False
@@ -105,18 +109,21 @@ class Problem:
         mask: ArrayLike | jax.ShapeDtypeStruct | None = None,
         **options: Any,
     ) -> Problem:
-        """The problem of the call `jax_flash.dot_product_attention(query, key, value, bias, mask, **options)`::
+        """Return the problem of a call `jax_flash.dot_product_attention(query, key, value, bias, mask, **options)`::
 
             q = jax.ShapeDtypeStruct((2, 1024, 8, 64), "bfloat16")
             print(jax_flash.explain(Problem.of(q, q, q, is_causal=True, dropout_rate=0.1), backward=True))
 
-        Args:
-          query, key, value, bias, mask: the shapes and dtypes that they have in the call. They, and every array among
-            the options, may be a `jax.ShapeDtypeStruct`, since nothing is computed; so may the arrays of a `BlockMask`.
-          options: those of the call but `return_residual`, which is no matter of the kernels: they always give the
-            logsumexp. Dropout needs no key.
+        Nothing is computed. Each array may be a `jax.ShapeDtypeStruct`, including arrays in the options and the arrays
+        of a `BlockMask`.
 
-        Raises what the call raises: TypeError, ValueError or NotImplementedError that name the argument.
+        Args:
+          query, key, value, bias, mask: arrays as in the call, or their shapes and dtypes.
+          options: options of the call, except `return_residual`: the problem is the same with and without it. Dropout
+            needs no key here.
+
+        Raises:
+          TypeError, ValueError, NotImplementedError: if the call would raise the error.
         """
         from jax_flash import arguments  # not above: it makes problems
 
@@ -132,7 +139,7 @@ class Problem:
         cu_seqlens_k: ArrayLike | jax.ShapeDtypeStruct | None = None,
         **options: Any,
     ) -> Problem:
-        """That of the call `jax_flash.varlen_attention(query, …, **options)`, as `of`."""
+        """Return the problem of a call `jax_flash.varlen_attention(query, …, **options)`. See `of`."""
         from jax_flash import varlen
 
         arrays = query, key, value, cu_seqlens_q, cu_seqlens_k
@@ -148,7 +155,7 @@ class Problem:
         lengths: ArrayLike | jax.ShapeDtypeStruct,
         **options: Any,
     ) -> Problem:
-        """That of the call `jax_flash.paged_attention(query, …, **options)`, as `of`."""
+        """Return the problem of a call `jax_flash.paged_attention(query, …, **options)`. See `of`."""
         from jax_flash import paged
 
         return _of_call(paged.problem_and_operands, options, query, key_pages, value_pages, page_table, lengths)
@@ -156,7 +163,7 @@ class Problem:
     def with_block_mask(
         self, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct], q_block: int, kv_block: int
     ) -> Problem:
-        """The same with the block mask that has these arrays (those of `BLOCK_MASK` that are there), or such."""
+        """Return this problem with a block mask that has these arrays, which are named as in `BLOCK_MASK`."""
         return dataclasses.replace(
             self,
             block_mask=Extent.of_blocks(arrays["blocks"]),
@@ -168,7 +175,7 @@ class Problem:
         )
 
     def with_arrays(self, arrays: Mapping[str, jax.Array]) -> Problem:
-        """The same with the batch and the heads that these operands have."""
+        """Return this problem with the batch size and the numbers of heads of these operands."""
         return dataclasses.replace(
             self,
             batch=arrays["query"].shape[0],
@@ -184,7 +191,7 @@ class Problem:
         )
 
     def differentiated(self, results: Collection[str], **changes: Any) -> Problem:
-        """The backward's, for these gradients (names in `DIFFERENTIATED`)."""
+        """Return the problem of the backward that computes these gradients, named as in `DIFFERENTIATED`."""
         flags: dict[str, Any] = {name: name in results for name in DIFFERENTIATED if name not in DCAPTURED}
         asked = zip(DCAPTURED, self.captured, strict=False)
         captured = tuple(x._replace(gradient=name in self.differentiable & {*results}) for name, x in asked)
@@ -195,7 +202,7 @@ class Problem:
 
     @property
     def differentiable(self) -> set[str]:
-        """The names of the gradients that it may be asked for. Pages have none."""
+        """The names of the gradients that the backward can compute. Paged attention has none."""
         if self.page:
             return set()
         floats = {name for name, x in zip(DCAPTURED, self.captured, strict=False) if "float" in x.dtype}
@@ -204,30 +211,42 @@ class Problem:
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """The names of those that are asked for, in their order."""
+        """The names of the requested gradients, in order."""
         captured = [name for name, x in zip(DCAPTURED, self.captured, strict=False) if x.gradient]
         return (*(name for name in DIFFERENTIATED if name not in DCAPTURED and getattr(self, name)), *captured)
 
     def flops(self, backward: bool = False) -> int:
-        """The floating point operations of the products of one pass: model FLOPs, as in the papers' TFLOP/s.
+        """Return the floating point operations of one pass, counted as model FLOPs (the convention of the papers).
 
-        The forward has 2 · (D + E) for each visible entry of each query head. With `backward=True` it is the backward
-        alone: 2 · (3 D + 2 E), where D is once more for S, which is computed again. What is visible follows from the
-        sizes, `is_causal` and `local_window_size`. Masks that are arrays or functions, lengths, segments and a
-        `query_offset` hide nothing, because their contents are not part of the problem: then this is an upper bound.
-        `docs/guides/mfu.md` shows how to use it.
+        The forward has 2 · (D + E) operations for each visible entry of each query head. The backward has
+        2 · (3 D + 2 E), including 2 · D to recompute the scores.
 
-        Raises TypeError if `backward` is no bool, and ValueError for symbolic sizes and for a backward of pages.
+        The visible entries follow from the sizes, `is_causal` and `local_window_size`. Masks that are arrays or
+        functions, lengths, segments and a `query_offset` count as hiding nothing, because a problem does not contain
+        their values. The result is then an upper bound. `docs/guides/mfu.md` shows how to use it.
+
+        Args:
+          backward: whether to count the backward alone instead of the forward.
+
+        Raises:
+          TypeError: if `backward` is not a bool.
+          ValueError: if a size is symbolic, or for the backward of paged attention, which does not exist.
         """
         from jax_flash import costs  # not above: it counts problems
 
         return costs.flops(self, backward)
 
     def bytes(self, backward: bool = False) -> int:
-        """The bytes of the operands and results of one pass, each counted once.
+        """Return the bytes of the operands and results of one pass, each counted once.
 
-        It is the least that the pass moves. The backward alone is that of the gradients that the problem asks for, or
-        of query, key and value. Raises as `flops`.
+        This is a lower bound of the memory traffic.
+
+        Args:
+          backward: whether to count the backward alone instead of the forward. It computes the gradients that the
+            problem requests, or by default those for query, key and value.
+
+        Raises:
+          TypeError, ValueError: as in `flops`.
         """
         from jax_flash import costs
 
@@ -235,7 +254,7 @@ class Problem:
 
     @property
     def may_empty_rows(self) -> bool:
-        """Whether some row may have nothing to attend to: its masks hide all keys, or all of its scores are -inf."""
+        """Whether some query may see no key, because masks hide all keys or all scores are -inf."""
         arrays = (self.bias, self.mask, self.block_mask, self.score_mod, self.mask_mod)
         if any(x is not None for x in arrays) or self.q_lengths or self.kv_lengths or self.segments or self.ranges:
             return True
@@ -245,24 +264,24 @@ class Problem:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """Those that there are."""
+        """The score_mod and the mask_mod, if present."""
         return tuple(x for x in (self.score_mod, self.mask_mod) if x is not None)
 
     @property
     def symbolic(self) -> dict[str, Any]:
-        """The sizes that are symbols of `jax.export.symbolic_shape`, by name."""
+        """The symbolic sizes (`jax.export.symbolic_shape`), by name."""
         sizes = {"batch": self.batch, "query length": self.q_len, "key/value length": self.kv_len}
         return {name: size for name, size in sizes.items() if not isinstance(size, int)}
 
     @property
     def sizes(self) -> Sizes:
-        """How many there are of each index that a program gets."""
+        """The number of values of each index that a program gets."""
         batch, q_len, kv_len = (x if isinstance(x, int) else None for x in (self.batch, self.q_len, self.kv_len))
         return Sizes(batch, self.q_heads, None if self.query_offset else q_len, kv_len)
 
     @property
     def group(self) -> int:
-        """Query heads that share one key/value head."""
+        """The number of query heads that share one key/value head."""
         return self.q_heads // self.kv_heads
 
     @property
@@ -271,13 +290,13 @@ class Problem:
         return "float64" if self.dtype == "float64" else "float32"
 
     def result_dtype(self, name: str) -> str:
-        """The dtype of a result of the custom calls."""
+        """Return the dtype of a result of the custom calls."""
         if name in ("dk", "dv") or (name in ("o", "dq") and not self.unrounded):
             return self.dtype
         return self.accumulation_dtype
 
     def encode(self) -> str:
-        """The text attribute of the custom calls: "version=7 batch=2 ... bias=b1ts mask=none ..."."""
+        """Return the text attribute of the custom calls: "version=7 batch=2 ... bias=b1ts mask=none ..."."""
 
         def text(value: object) -> str:
             if value is None:
@@ -295,9 +314,9 @@ class Problem:
 def _of_call(
     problem_and_operands: Callable[..., tuple[Problem, Operands]], options: dict[str, Any], *arrays: Any
 ) -> Problem:
-    """The problem of a call, of which arrays may be described."""
+    """Return the problem of a call. Arrays may be `jax.ShapeDtypeStruct`s."""
     if "return_residual" in options:
-        raise TypeError("return_residual is no option of a problem, which is the same with and without it")
+        raise TypeError("return_residual is not an option of a problem: leave it out, it does not change the problem")
     leaves, tree = jax.tree.flatten((*arrays, options))
     described = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
 
@@ -309,12 +328,12 @@ def _of_call(
 
 
 def _with_key(options: dict[str, Any]) -> dict[str, Any]:
-    """With a key for dropout, which the problem does not depend on."""
+    """Return the options with a dropout key. The problem does not depend on the key."""
     return {"dropout_key": jax.eval_shape(jax.random.key, 0)} | options
 
 
 class Operands(NamedTuple):
-    """The arrays of one problem, in the order of the custom calls' operands; None for what the problem does not have.
+    """The arrays of one problem, in the order of the custom calls' operands. Absent operands are None.
 
     B batch, T query length, S key/value length, N query heads, K key/value heads, D query/key dim, E value dim.
     """
@@ -349,18 +368,18 @@ class Operands(NamedTuple):
     captured: tuple[jax.Array | None, ...] = ()  # [B|1, elements] each: what they look up
 
     def arrays(self) -> dict[str, jax.Array]:
-        """Those that are there, by name."""
+        """Return the arrays that are present, by name."""
         named = self._asdict() | dict(zip(CAPTURED, self.captured, strict=False))
         return {name: x for name, x in named.items() if name != "captured" and x is not None}
 
     @classmethod
     def of(cls, arrays: Mapping[str, jax.Array | None]) -> Operands:
-        """Of arrays by name; what is none of a problem's operands is left out."""
+        """Create operands from arrays by name. Other names are ignored."""
         named = {**arrays, "captured": tuple(arrays[name] for name in CAPTURED if name in arrays)}
         return cls._make(named.get(name) for name in cls._fields)
 
     def replaced(self, arrays: Mapping[str, jax.Array]) -> Operands:
-        """With these in place of those of the same names."""
+        """Return the operands with these arrays replaced or added."""
         return Operands.of(self.arrays() | dict(arrays))
 
 
@@ -428,14 +447,14 @@ DIFFERENTIATED = {
     "dsinks": "sinks",
     **dict(zip(DCAPTURED, CAPTURED, strict=True)),
 }
-# Of what may be shared by a batch or by heads: of its shape, accumulated.
+# Gradients of operands that a batch or heads may share. They are summed, and have the operand's shape.
 SHARED_GRADIENTS = ("dbias", "dsinks", *DCAPTURED)
 
 
 def result_types(
     problem: Problem, results: Sequence[str], lead: tuple[int, ...], arrays: Mapping[str, jax.Array]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of results of the custom calls on these arrays, with `lead` in place of the batch."""
+    """Return the shapes and dtypes of results of the custom calls, with `lead` as the batch dimensions."""
     sizes = {"T": problem.q_len, "S": problem.kv_len, "N": problem.q_heads, "K": problem.kv_heads}
     sizes |= {"D": problem.qk_dim, "E": problem.v_dim}
     types = {}

@@ -55,8 +55,8 @@ def _backward_calls(
 def _forward(problem, division, fallback, operands):
     if problem.page:
         raise NotImplementedError(
-            "paged_attention has no gradient: keys in pages are for inference, and it is "
-            'implementation="xla" and "reference" alone that have one'
+            "paged_attention has no gradient in the fused kernels, because they are for inference: "
+            'use implementation="xla" or "reference"'
         )
     # Which gradients are asked for is said by shapes: JAX keeps the static part of residuals once for all traces.
     named = operands.arrays()

@@ -141,7 +141,7 @@ def test_captured_arrays_on_a_gpu(monkeypatch):
 
 def test_gradients_are_refused_by_name():
     q, k, v, table, lengths = cache()
-    with pytest.raises(NotImplementedError, match="paged_attention has no gradient: keys in pages are for inference"):
+    with pytest.raises(NotImplementedError, match="paged_attention has no gradient in the fused kernels"):
         jax.grad(lambda q: jax_flash.paged_attention(q, k, v, table, lengths).sum())(q)
 
 
@@ -217,7 +217,7 @@ def test_append_on_several_devices(axis_type):
         ({"value": jnp.zeros((2, 4, 2, 8))}, ValueError, "take key"),
         ({"value_pages": jnp.zeros((9, 32, 2, 8))}, ValueError, "take key"),
         ({"key": np.zeros((2, 3, 2, 8), int)}, TypeError, "key"),
-        ({"page_table": np.full((2, 4), 9)}, ValueError, "numbers of 9 pages"),
+        ({"page_table": np.full((2, 4), 9)}, ValueError, "page numbers from 0 to 8"),
         ({"lengths": np.array([3, 65])}, ValueError, "lengths must be from 0 to 64"),
         ({"lengths": np.array([3])}, ValueError, r"lengths must have shape \(2,\)"),
     ],
@@ -341,7 +341,7 @@ def pools(*shape):
     [
         ({"query": jnp.zeros((2, 4, 8))}, ValueError, "do not fit together"),
         ({"key_pages": jnp.zeros((9, 16, 2, 9))}, ValueError, "do not fit together"),
-        (pools(9, 16, 2, 9), ValueError, r"key_pages .* do not fit together: \(2, 2, 4, 8\), \(9, 16, 2, 9\)"),
+        (pools(9, 16, 2, 9), ValueError, r"key_pages .* do not fit together: .* \(2, 2, 4, 8\), \(9, 16, 2, 9\)"),
         ({"value_pages": jnp.zeros((9, 32, 2, 8))}, ValueError, "do not fit together"),
         (
             {"key_pages": jnp.zeros((9, 16, 2, 8), jnp.bfloat16)},
@@ -352,12 +352,12 @@ def pools(*shape):
         (pools(9, 1032, 2, 8), ValueError, "multiple of 8 keys from 8 to 1024, not 1032"),
         (pools(0, 16, 2, 8), ValueError, "at least one page"),
         (pools(9, 16, 3, 8), ValueError, "4 heads, key_pages and value_pages 3"),
-        ({"page_table": np.zeros((3, 4), int)}, ValueError, r"page_table must be .* B = 2, not shape \(3, 4\)"),
+        ({"page_table": np.zeros((3, 4), int)}, ValueError, r"page_table must have .* B = 2, not \(3, 4\)"),
         ({"page_table": np.zeros((2, 4))}, TypeError, "page_table must be integers"),
-        ({"page_table": np.full((2, 4), 9)}, ValueError, "numbers of 9 pages, but there are 9 to 9"),
-        ({"page_table": np.full((2, 4), -1)}, ValueError, "there are -1 to -1"),
+        ({"page_table": np.full((2, 4), 9)}, ValueError, "page numbers from 0 to 8, but has 9 to 9"),
+        ({"page_table": np.full((2, 4), -1)}, ValueError, "but has -1 to -1"),
         ({"lengths": np.array([1])}, ValueError, r"lengths must have shape \(2,\)"),
-        ({"lengths": np.array([3, 65])}, ValueError, r"lengths must be from 0 to 64, 4 pages of 16, not \[3, 65\]"),
+        ({"lengths": np.array([3, 65])}, ValueError, r"lengths must be from 0 to 64, .* 4 pages of 16, not \[3, 65\]"),
         ({"lengths": np.array([-1, 5])}, ValueError, "lengths must be from 0"),
         ({"is_causal": True}, TypeError, "unexpected keyword argument 'is_causal'"),
         ({"return_residual": None}, TypeError, "return_residual must be True or False"),

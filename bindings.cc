@@ -12,8 +12,8 @@
 
 #include "common/arrays.h"
 #include "common/problem.h"
+#include "common/ranges.h"
 #include "cpu_src/custom_calls.h"
-#include "cpu_src/ranges.h"
 #include "cuda_src/custom_calls.h"
 #include "cuda_src/driver.h"
 #include "cuda_src/jit.h"

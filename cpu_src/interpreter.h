@@ -5,9 +5,9 @@
 
 #include "common/arrays.h"
 #include "common/problem.h"
+#include "common/ranges.h"
 #include "cpu_src/block.h"
 #include "cpu_src/lanes.h"
-#include "cpu_src/ranges.h"
 #include "cpu_src/tile.h"
 
 namespace jax_flash::JAX_FLASH_ISA {

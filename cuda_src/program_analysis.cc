@@ -9,48 +9,12 @@ namespace {
 
 constexpr Range kExact = {-(1 << 24), 1 << 24};  // integers that are floats
 
-constexpr Range kTrue = {-1, -1}, kFalse = {0, 0};
-
-// Of queries and keys that are in these ranges, from the ranges of the operands.
-Range RangeOf(const Instruction& x, const Range& a, const Range& b, const Range& c, const Range& query,
-              const Range& key) {
-  Range range;
-  switch (x.op) {
-    case Op::query:
-      range = query;
-      break;
-    case Op::key:
-      range = key;
-      break;
-    case Op::const_i:
-      range = {int64_t(x.constant), int64_t(x.constant)};
-      break;
-    case Op::add_i:
-      range = {a.low + b.low, a.high + b.high};
-      break;
-    case Op::sub_i:
-      range = {a.low - b.high, a.high - b.low};
-      break;
-    case Op::min_i:
-      range = {std::min(a.low, b.low), std::min(a.high, b.high)};
-      break;
-    case Op::max_i:
-      range = {std::max(a.low, b.low), std::max(a.high, b.high)};
-      break;
-    case Op::abs_i:
-      range = {std::max({a.low, -a.high, int64_t(0)}), std::max(-a.low, a.high)};
-      break;
-    case Op::lt_i:
-      if (a.high < b.low) range = kTrue;
-      if (a.low >= b.high) range = kFalse;
-      break;
-    case Op::select_i:
-      range = {std::min(b.low, c.low), std::max(b.high, c.high)};
-      break;
-    default:
-      break;
-  }
-  return range.IsWithin(Range()) ? range : Range();
+// The range of a value, for queries and keys in these ranges and operands in those.
+Range KnownRange(const Instruction& x, const Range& query, const Range& key, const Range* operands) {
+  if (x.op == Op::query) return query;
+  if (x.op == Op::key) return key;
+  if (x.type == Type::f) return EveryValue(Type::f);  // a GPU may round a product and a sum only once
+  return RangeOf<float>(x, operands);
 }
 
 // The operand that a value is the same as, from the operands' ranges; -1 if none is known to be.
@@ -105,13 +69,13 @@ Along Join(Along a, Along b) {
 std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
   const bool asked_anywhere = &program == &p.mask_mod;
   const int64_t rows = p.q_len_in_blocks() + kLargestStep, keys = p.kv_len_in_blocks() + kLargestStep;
-  Range query, key, query_anywhere, key_anywhere;
+  Range query = EveryValue(Type::i), key = query, query_anywhere = query, key_anywhere = query;
   if (!p.origin) {
-    key = {0, p.kv_len - 1};
-    key_anywhere = {0, keys - 1};
+    key = {0, double(p.kv_len - 1)};
+    key_anywhere = {0, double(keys - 1)};
     if (!p.query_offset) {
-      query = {0, p.q_len - 1};
-      query_anywhere = {0, rows - 1};
+      query = {0, double(p.q_len - 1)};
+      query_anywhere = {0, double(rows - 1)};
     } else if (!asked_anywhere) {
       query = key;
     }
@@ -121,10 +85,11 @@ std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
     const auto facts_of = [&](int i) { return i < x.count ? all[x.operands[i]] : Facts(); };
     const auto is_uniform = [&](int i) { return i < x.count && IsUniform(program.instructions[x.operands[i]]); };
     const Facts a = facts_of(0), b = facts_of(1), c = facts_of(2);
+    const Range within[] = {a.within, b.within, c.within}, anywhere[] = {a.anywhere, b.anywhere, c.anywhere};
     Facts facts;
     facts.same = SameAs(x, a.within, b.within);
-    facts.within = facts.same >= 0 ? facts_of(facts.same).within : RangeOf(x, a.within, b.within, c.within, query, key);
-    facts.anywhere = RangeOf(x, a.anywhere, b.anywhere, c.anywhere, query_anywhere, key_anywhere);
+    facts.within = facts.same >= 0 ? within[facts.same] : KnownRange(x, query, key, within);
+    facts.anywhere = KnownRange(x, query_anywhere, key_anywhere, anywhere);
     if (x.type == Type::i) FindSteps(x, a, b, &facts);
     if (x.type == Type::f) FindRamp(x, a, b, is_uniform(0), is_uniform(1), &facts);
     if (x.op == Op::score || x.op == Op::cotangent) facts.along = Along::kEntries;

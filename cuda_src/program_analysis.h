@@ -5,15 +5,9 @@
 #include <vector>
 
 #include "common/problem.h"
+#include "common/ranges.h"
 
 namespace jax_flash {
-
-struct Range {
-  int64_t low = INT32_MIN, high = INT32_MAX;
-
-  bool IsWithin(const Range& other) const { return other.low <= low && high <= other.high; }
-  bool operator==(const Range& other) const { return low == other.low && high == other.high; }
-};
 
 // How much an int, which may wrap around, differs from row to row and from key to key.
 struct Steps {
@@ -27,9 +21,9 @@ struct Steps {
 enum class Along { kNothing, kRows, kKeys, kDiagonals, kEntries };
 
 struct Facts {
-  // Of an int, or a truth value: what it can be at entries within T and S, and wherever tiles have some. What may wrap
-  // around can be anything. With a query offset a score program's entries are within where queries have places of keys.
-  Range within, anywhere;
+  // The range of an int, an unsigned int or a truth value at entries within T and S, and at every entry of a tile. With
+  // a query offset, a score program's entries are within if queries have positions of keys.
+  Range within = EveryValue(Type::i), anywhere = within;
 
   // Of an int: the operand that it is the same as, within; -1 for none.
   int same = -1;

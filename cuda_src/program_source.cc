@@ -31,6 +31,9 @@ constexpr const char* kNames[] = {
 #undef OP
 };
 
+// Whether an int may wrap around, for all that is known of it.
+bool MayWrap(const Range& range) { return range == EveryValue(Type::i); }
+
 std::string Value(int number) { return "v" + std::to_string(number); }
 
 std::string Constant(const Instruction& x) {
@@ -64,7 +67,7 @@ struct Source {
 
   // The index of a dimension: where it can be outside, the nearest inside.
   std::string Index(int value, int64_t size) const {
-    const Range inside = {0, size - 1};
+    const Range inside = {0, double(size - 1)};
     if (facts[value].anywhere.IsWithin(inside)) return Value(value);
     return std::string("Inside<") + (facts[value].within.IsWithin(inside) ? "kWithin" : "false") + ">(" + Value(value) +
            ", " + std::to_string(size - 1) + ")";
@@ -123,12 +126,12 @@ std::string Source::Expression(int number) const {
       // As integers that do not wrap around, of which the compiler leaves constant parts to the loads.
       const char* sign = x.op == Op::add_i ? " + " : x.op == Op::sub_i ? " - " : nullptr;
       const std::string sum = sign == nullptr ? "" : Value(x.operands[0]) + sign + Value(x.operands[1]);
-      if (sign != nullptr && !Range().IsWithin(facts[number].anywhere)) return sum;
+      if (sign != nullptr && !MayWrap(facts[number].anywhere)) return sum;
       std::string call = kNames[int(x.op)] + std::string("(");
       for (int i = 0; i < x.count; ++i)
         call += (i ? ", " : "") + (IsRamp(number) ? Value(x.operands[i]) : ValueHere(x.operands[i]));
       call += ")";
-      if (sign != nullptr && !Range().IsWithin(facts[number].within)) return "kWithin ? " + sum + " : " + call;
+      if (sign != nullptr && !MayWrap(facts[number].within)) return "kWithin ? " + sum + " : " + call;
       if (facts[number].same < 0) return call;
       return "Known<kWithin>(" + Value(x.operands[facts[number].same]) + ", " + call + ")";
     }

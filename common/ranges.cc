@@ -1,4 +1,4 @@
-#include "cpu_src/ranges.h"
+#include "common/ranges.h"
 
 #include <cfloat>
 #include <cmath>
@@ -6,7 +6,7 @@
 namespace jax_flash {
 namespace {
 
-// All that a value of a type is, but for floats that are not finite.
+// Every finite value of a type.
 Range Whole(Type type) {
   switch (type) {
     case Type::i:
@@ -19,8 +19,6 @@ Range Whole(Type type) {
       return {-DBL_MAX, DBL_MAX};
   }
 }
-
-Range Anything(Type type) { return type == Type::f ? Range{NAN, NAN} : Whole(type); }
 
 // Gives NaN if either operand is NaN.
 double Least(double x, double y) { return x < y || x != x ? x : y; }
@@ -35,9 +33,11 @@ Range Truth(bool always, bool never) { return {double(always), double(!never)}; 
 
 }  // namespace
 
+Range EveryValue(Type type) { return type == Type::f ? Range{NAN, NAN} : Whole(type); }
+
 Range RangeBetween(Type type, double low, double high) {
   const Range whole = Whole(type);
-  return low >= whole.low && high <= whole.high ? Range{low, high} : Anything(type);
+  return low >= whole.low && high <= whole.high ? Range{low, high} : EveryValue(type);
 }
 
 // The labels of an operation on floats and on integers of either kind, and of one on integers alone.
@@ -50,7 +50,7 @@ Range RangeOf(const Instruction& instruction, const Range* operands) {
   const Range x = operands[0], y = operands[instruction.count > 1 ? 1 : 0];
   // Of a function that, whatever the other operand is, never falls or never rises with one: from one corner to another.
   const auto corners = [=](auto f) {
-    if (x.low != x.low || y.low != y.low) return Anything(type);
+    if (x.low != x.low || y.low != y.low) return EveryValue(type);
     Range range = {INFINITY, -INFINITY};
     for (const double a : {x.low, x.high}) {
       for (const double b : {y.low, y.high}) {
@@ -62,6 +62,11 @@ Range RangeOf(const Instruction& instruction, const Range* operands) {
   };
 
   switch (instruction.op) {
+    case NUMBERS(const):
+    case Op::const_b: {
+      const double value = type == Type::f ? A(instruction.constant) : instruction.constant;
+      return RangeBetween(type, value, value);
+    }
     case NUMBERS(add):
       return corners([](double x, double y) { return x + y; });
     case NUMBERS(sub):
@@ -148,7 +153,7 @@ Range RangeOf(const Instruction& instruction, const Range* operands) {
     case Op::cast_f_b:
     case Op::cast_i_b:
     case Op::cast_u_b:
-      return Truth(Apart(x, {0, 0}), Same(x, {0, 0}));
+      return Truth(Apart(x, kFalse), Same(x, kFalse));
     case Op::cast_i_f:
     case Op::cast_u_f:
     case Op::cast_b_f:
@@ -161,7 +166,7 @@ Range RangeOf(const Instruction& instruction, const Range* operands) {
     default:  // what is looked up among others
       break;
   }
-  return Anything(type);
+  return EveryValue(type);
 }
 
 #undef NUMBERS

@@ -99,6 +99,12 @@ class Problem:
     dbias: bool = False
     dsinks: bool = False
 
+    def __repr__(self) -> str:
+        """Return the fields that differ from their defaults: a jaxpr prints its problem several times."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        shown = ", ".join(f"{name}={value!r}" for name, (value, default) in values.items() if value != default)
+        return f"Problem({shown})"
+
     @classmethod
     def of(
         cls,

@@ -3,6 +3,7 @@
 With JAX_FLASH_EMULATE=sm_80 or sm_90 the CPU runs the CUDA kernels (tools/emulator/README.md).
 """
 
+import collections
 import importlib.metadata
 import importlib.util
 import os
@@ -58,6 +59,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print one line for each reason to skip: thousands of tests need a GPU."""
+    reasons = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"SKIPPED [{count}] {reason.removeprefix('Skipped: ')}")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

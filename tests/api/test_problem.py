@@ -199,3 +199,8 @@ def test_costs_that_are_not_known():
     for cost in ("flops", "bytes"):
         with pytest.raises(ValueError, match=f"{cost} needs .* concrete sizes, but these are symbolic: batch b"):
             getattr(Problem.of(symbolic, symbolic, symbolic), cost)()
+
+
+def test_repr_is_of_fields_that_differ_from_defaults():
+    sizes = "batch=2, q_len=64, kv_len=64, q_heads=4, kv_heads=4, qk_dim=16, v_dim=16"
+    assert repr(Problem.of(Q, Q, Q, is_causal=True)) == f"Problem({sizes}, dtype='float32', causal=True)"

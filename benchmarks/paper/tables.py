@@ -81,7 +81,7 @@ def paper_gpt2_problem(results: Results) -> str:
             compared("GB that the algorithms move", modelled("bytes", STANDARD, "flash")),
             compared("the same, in the kernels' order", modelled("bytes", STANDARD, FLASH)),
             [
-                "GB that XLA counts of its program, calls of cuBLAS aside",
+                "GB that XLA counts for its program, without calls of cuBLAS",
                 number(xla_bytes and xla_bytes / 1e9, 1),
                 "–",
                 "–",
@@ -127,7 +127,7 @@ def paper_gpt2_counters(results: Results) -> str:
         ]
 
     counted = table(
-        [BOTH, "GB read", "GB written", "standard ÷ this", "10⁹ instructions of a warp", "over neither"],
+        [BOTH, "GB read", "GB written", "standard ÷ this", "10⁹ warp instructions", "relative to neither"],
         map(line, rows.values()),
     )
     return "\n\n".join([counted, *(f"Not counted, {what}: {why}" for what, why in results.get("missing", {}).items())])
@@ -179,7 +179,7 @@ def paper_figure2(results: Results) -> str:
 
     dense = [number(one(rows, mask=next(iter(fractions)), pass_=x)["dense_milliseconds"], 3) for x in ("forward", BOTH)]
     sparsity = table(
-        ["blocks kept", *(f"milliseconds, {pass_} (times as fast)" for pass_ in ("forward", BOTH))],
+        ["blocks kept", *(f"milliseconds, {pass_} (speed-up)" for pass_ in ("forward", BOTH))],
         [["all", *dense], *([mask, cell(mask, "forward"), cell(mask, BOTH)] for mask in fractions)],
     )
     return f"{blocks}\n\n{sparsity}"
@@ -231,15 +231,15 @@ def paper_figure3(results: Results) -> str:
     claims = table(
         ["", "the paper", "here"],
         [
-            ["times as fast as standard attention, N = 128 to 2048", "up to 3", spread(beside_standard.values())],
-            ["as XLA's through jax.nn, neither with dropout", "–", spread(beside_xla.values())],
-            ["as the faster of the two at each length", "–", spread(least)],
+            ["speed-up over standard attention, N = 128 to 2048", "up to 3", spread(beside_standard.values())],
+            ["speed-up over XLA through jax.nn, both without dropout", "–", spread(beside_xla.values())],
+            ["speed-up over the faster of the two at each length", "–", spread(least)],
             *([f"{NAMES[x]} is faster", "from N = 512 to 1024 on", crossover(results, x)] for x in APPROXIMATE),
             *(
-                [f"memory of {NAMES[x]} ÷ ours", paper, ratio_at_longest(results, x, "bytes")]
+                [f"memory of {NAMES[x]} ÷ jax_flash", paper, ratio_at_longest(results, x, "bytes")]
                 for x, paper in {STANDARD: "up to 20", "chunked": "–", "linformer": "2"}.items()
             ),
-            ["the longest sequence that runs", "65536", str(longest(results, FLASH) or "–")],
+            ["longest sequence that runs", "65536", str(longest(results, FLASH) or "–")],
         ],
     )
     return "\n\n".join([claims, *time_and_memory(results)])
@@ -350,11 +350,11 @@ def training_steps(rows: Rows, name: Callable[[Row], str]) -> str:
     head = [
         "",
         "batch",
-        "steps a second",
-        "1000 tokens a second",
+        "steps/s",
+        "1000 tokens/s",
         "% of peak FLOP/s",
         "GB",
-        "this ÷ standard attention",
+        "speed-up over standard attention",
     ]
     return table(head, map(line, rows))
 
@@ -371,7 +371,7 @@ def gpt2_speeds(results: Results, paper: dict[int, str]) -> str:
         return find(rows, attention=attention, length=length, dropout=PAPERS_DROPOUT).get(SPEED)
 
     claims = table(
-        [f"tokens a second ÷ those of standard attention with N = 1024, dropout {PAPERS_DROPOUT}", "the paper", "here"],
+        [f"speed-up (tokens/s) over standard attention with N = 1024, dropout {PAPERS_DROPOUT}", "the paper", "here"],
         (
             [f"jax_flash, N = {length}", figure, times(rate("flash", length), rate("standard", 1024), 2)]
             for length, figure in paper.items()
@@ -393,14 +393,14 @@ def paper_gpt2_medium(results: Results) -> str:
 @shows("paper_gpt2_curves")
 def paper_gpt2_curves(results: Results) -> str:
     gaps = table(
-        [f"largest gap of the losses in {results['steps']} steps", "training, all steps", "held out"],
+        [f"largest gap between losses in {results['steps']} steps", "training, all steps", "held out"],
         (
             [" and ".join(ATTENTIONS[x] for x in pair.split(" and ")), *(number(gap[x], 4) for x in CURVES)]
             for pair, gap in results["largest_gap"].items()
         ),
     )
     last = table(
-        [f"loss after {results['steps']} steps, nats a byte", "training", "held out"],
+        [f"loss after {results['steps']} steps, nats per byte", "training", "held out"],
         (
             [ATTENTIONS[row["attention"]], *(number(None if row["failure"] else row[x][-1], 4) for x in CURVES)]
             for row in results["rows"]
@@ -439,12 +439,10 @@ def paper_gpt2_context(results: Results) -> str:
             ["mean of the seeds", *(f"{x['mean']:.4f}" for x in of_lengths), f"{difference['mean']:+.4f}"],
             ["standard deviation", *map(spread_of, of_lengths), spread_of(difference)],
             [f"{100 * difference['confidence']:g}% interval of the mean", "–", "–", f"{low:+.4f} to {high:+.4f}"],
-            ["milliseconds a step", *(number(milliseconds_a_step(length), 0) for length in lengths), "–"],
+            ["milliseconds per step", *(number(milliseconds_a_step(length), 0) for length in lengths), "–"],
         ],
     )
-    seen = (
-        f"Each has seen {results['bytes_seen'] / 1e6:.1f} MB, half of them in the {results['steps']} steps of its own."
-    )
+    seen = f"Each has seen {results['bytes_seen'] / 1e6:.1f} MB, half of them in its own {results['steps']} steps."
     return f"{compared}\n\n{text_of(results)} {seen}"
 
 
@@ -454,7 +452,7 @@ def paper_bert(results: Results) -> str:
     flash = find(rows, attention="flash", dropout=PAPERS_DROPOUT)
     claim = table(
         [f"BERT-large, dropout {PAPERS_DROPOUT}", "the paper", "here"],
-        [["times as fast as", "1.15 (NVIDIA's of MLPerf 1.1)", f"{beside_standard(rows, flash)} (standard attention)"]],
+        [["speed-up", "1.15 (over NVIDIA's MLPerf 1.1)", f"{beside_standard(rows, flash)} (over standard attention)"]],
     )
     return f"{claim}\n\n{training_steps(rows, length_and_dropout)}"
 
@@ -475,12 +473,12 @@ def paper_lra_speed(results: Results) -> str:
         return [ATTENTIONS[attention], paper, number(mean), *map(number, ratios)]
 
     claims = table(
-        ["times as fast as standard attention", "the paper", "geometric mean", *tasks],
+        ["speed-up over standard attention", "the paper", "geometric mean", *tasks],
         [line("flash", "2.4"), line("block-sparse", "2.8")],
     )
-    kept = [f"{100 * find(rows, task=task)['kept_blocks']:.0f}% of {task}" for task in tasks]
+    kept = [f"{100 * find(rows, task=task)['kept_blocks']:.0f}% ({task})" for task in tasks]
     steps = training_steps(rows, lambda row: f"{row['task']}, N = {row['length']}")
-    return f"{claims}\n\nOf its blocks the block-sparse one keeps {', '.join(kept)}.\n\n{steps}"
+    return f"{claims}\n\nThe block-sparse mask keeps this share of the blocks: {', '.join(kept)}.\n\n{steps}"
 
 
 @shows("paper_lra_accuracy")
@@ -502,7 +500,7 @@ def paper_lra_accuracy(results: Results) -> str:
         ]
 
     return table(
-        ["% right (99% interval)", "the paper", "largest class", *(f"seed {seed}" for seed in seeds), "mean"],
+        ["% correct (99% interval)", "the paper", "largest class", *(f"seed {seed}" for seed in seeds), "mean"],
         (line(*names, rows) for names, rows in groups.items()),
     )
 
@@ -518,7 +516,7 @@ def accuracy(row: Row) -> str:
 @shows("paper_pathfinder_discs")
 def paper_pathfinder_discs(results: Results) -> str:
     lines = ([f"{row['side']} × {row['side']}", accuracy(row)] for row in results["rows"])
-    return table(["images", "% right from the discs alone (99%)"], lines)
+    return table(["images", "% correct from the discs alone (99%)"], lines)
 
 
 @shows("paper_pathfinder")
@@ -535,7 +533,7 @@ def paper_pathfinder(results: Results) -> str:
             "1000 images seen",
             "minutes",
             "last loss",
-            "the paper: % right",
+            "the paper: % correct",
             "here (99%)",
         ],
         (

@@ -5,7 +5,7 @@ import importlib.util
 import pathlib
 import pkgutil
 
-# In a clone, this folder of sources hides the package that has been installed. The modules are those of the latter.
+# In a clone, this source folder hides the installed package. Import the modules of the installed package instead.
 if importlib.util.find_spec("jax_flash._native") is None:
     __path__[:] = [
         folder
@@ -15,12 +15,12 @@ if importlib.util.find_spec("jax_flash._native") is None:
     ]
     if not __path__:
         raise ImportError(
-            f"jax_flash is not installed, and {__file__} is of a clone, where nothing is compiled: "
-            "run 'pip install .' there first"
+            f"jax_flash is not installed: {__file__} belongs to a clone, which has no compiled kernels. "
+            "Run 'pip install .' in the clone"
         )
     if pathlib.Path(__path__[0], "__init__.py").read_bytes() != pathlib.Path(__file__).read_bytes():
         raise ImportError(
-            f"{__file__} is of a clone, and of another version than the jax_flash that is installed in {__path__[0]}: "
+            f"{__file__} belongs to a clone with another version than the jax_flash installed in {__path__[0]}: "
             "run 'pip install .' in the clone"
         )
 

@@ -1,5 +1,5 @@
-"""`python -m jax_flash`: versions and backends, which implementation a problem would take, kernels compiled ahead, and
-what the paper's algorithms read and write.
+"""`python -m jax_flash` shows versions and backends, explains which implementation a problem uses, compiles kernels
+ahead of time, and counts the memory accesses of the paper's algorithms.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ NO_GPU = "no NVIDIA GPU here"
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_flash", description=__doc__)
     commands = parser.add_subparsers(title="commands", metavar="{info,choose,warmup,io}")
-    info = commands.add_parser("info", help="versions and backends (the default)")
+    info = commands.add_parser("info", help="print versions and backends (the default command)")
     info.set_defaults(run=run_info)
-    choose = commands.add_parser("choose", help="which implementation a problem would take, and why")
+    choose = commands.add_parser("choose", help="print which implementation a problem uses, and why")
     add_problem_flags(choose)
-    choose.add_argument("--source", action="store_true", help="print score programs as CUDA C++, too")
-    choose.add_argument("--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="(default: JAX's)")
+    choose.add_argument("--source", action="store_true", help="also print score programs as CUDA C++")
+    choose.add_argument(
+        "--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="platform (default: JAX's default platform)"
+    )
     choose.set_defaults(run=run_choose)
     warmup = commands.add_parser(
-        "warmup", help="compile problems' CUDA kernels into the cache, so that their first call finds them there"
+        "warmup", help="compile CUDA kernels into the cache, to make the first call of a problem fast"
     )
     add_problem_flags(warmup)
     warmup.add_argument(
@@ -50,20 +52,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="*",
         choices=("query", "key", "value", "bias", "sinks", "scale"),
         metavar="OPERAND",
-        help="also the backward, with these gradients: query, key, value (the default), bias, sinks, scale",
+        help="also compile the backward with gradients for query, key, value (the default), bias, sinks or scale",
     )
     warmup.add_argument(
-        "--dlogsumexp", action="store_true", help="the backward with a cotangent of the logsumexp, m + log l, too"
+        "--dlogsumexp", action="store_true", help="compile the backward for calls that differentiate the logsumexp"
     )
-    warmup.add_argument("--arch", nargs="+", metavar="ARCH", help="sm_80, sm_90a, … (default: the GPUs that are here)")
+    warmup.add_argument(
+        "--arch", nargs="+", metavar="ARCH", help="GPU architectures, such as sm_80 sm_90a (default: this machine's)"
+    )
     warmup.add_argument(
         "--problems",
         type=pathlib.Path,
         metavar="FILE",
-        help="a list of problems: a line of these flags for each, beside those given here; # begins a comment",
+        help="file with one problem per line, written as these flags and added to those given here; # starts a comment",
     )
     warmup.set_defaults(run=functools.partial(run_warmup, warmup))
-    io = commands.add_parser("io", help="HBM accesses of the paper's algorithms, as a table and as figures")
+    io = commands.add_parser("io", help="print the HBM accesses of the paper's algorithms as a table, or plot them")
     report.add_flags(io)
     io.set_defaults(run=report.run)
     parser.set_defaults(run=run_info)
@@ -79,61 +83,65 @@ def importable(name: str) -> Any:
 
 
 def add_problem_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that describe one attention problem, for `problem_of`."""
+    """Add the flags that describe one attention problem, for `problem_of`."""
     parser.add_argument(
         "--shape",
         type=int,
         nargs=4,
         metavar=("B", "T", "N", "D"),
         default=(1, 1024, 8, 64),
-        help="of the query: batch, length, heads, head dim (default: 1 1024 8 64)",
+        help="shape of the query: batch, length, heads, head dim (default: 1 1024 8 64)",
     )
     parser.add_argument("--kv-len", type=int, metavar="S", help="length of key and value (default: T)")
-    parser.add_argument("--kv-heads", type=int, metavar="K", help="heads of key and value (default: N)")
+    parser.add_argument("--kv-heads", type=int, metavar="K", help="number of key/value heads (default: N)")
     parser.add_argument("--value-dim", type=int, metavar="E", help="head dim of the value (default: D)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: float32)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the arrays (default: float32)")
     keys = parser.add_mutually_exclusive_group()
-    keys.add_argument("--packed", action="store_true", help="the B sequences in one array (varlen_attention)")
-    keys.add_argument("--page", type=int, metavar="KEYS", help="keys in pages of so many (paged_attention)")
-    parser.add_argument("--causal", action="store_true")
+    keys.add_argument("--packed", action="store_true", help="pack the B sequences in one array (varlen_attention)")
+    keys.add_argument("--page", type=int, metavar="KEYS", help="page size of a paged cache (paged_attention)")
+    parser.add_argument("--causal", action="store_true", help="add a causal mask")
     parser.add_argument(
-        "--window", type=int, nargs="+", metavar=("LEFT", "RIGHT"), help="local window (default: RIGHT is LEFT)"
+        "--window", type=int, nargs="+", metavar=("LEFT", "RIGHT"), help="add a local window (default of RIGHT: LEFT)"
     )
-    parser.add_argument("--soft-cap", type=float, metavar="CAP", help="logits soft cap")
-    parser.add_argument("--dropout", type=float, metavar="RATE", default=0.0)
-    parser.add_argument("--bias", action="store_true", help="with a bias [B, N, T, S]")
-    parser.add_argument("--bias-dtype", choices=DTYPES, help="(default: that of the arrays)")
-    parser.add_argument("--mask", action="store_true", help="with a mask [B, N, T, S]")
-    parser.add_argument("--sinks", action="store_true", help="with attention sinks, a logit of each head")
-    parser.add_argument("--block-mask", type=int, nargs=2, metavar=("Q_BLOCK", "KV_BLOCK"), help="with a block mask")
+    parser.add_argument("--soft-cap", type=float, metavar="CAP", help="cap the logits softly at CAP")
+    parser.add_argument("--dropout", type=float, metavar="RATE", default=0.0, help="dropout rate (default: 0)")
+    parser.add_argument("--bias", action="store_true", help="add a bias [B, N, T, S]")
+    parser.add_argument("--bias-dtype", choices=DTYPES, help="dtype of the bias (default: the dtype of the arrays)")
+    parser.add_argument("--mask", action="store_true", help="add a boolean mask [B, N, T, S]")
+    parser.add_argument("--sinks", action="store_true", help="add attention sinks, one logit per head")
     parser.add_argument(
-        "--blocks", type=int, metavar="COUNT", help="the most that a row or column of blocks has (default: all)"
+        "--block-mask", type=int, nargs=2, metavar=("Q_BLOCK", "KV_BLOCK"), help="add a block mask with this block size"
     )
-    parser.add_argument("--segments", action="store_true", help="with segment ids (packed sequences)")
-    parser.add_argument("--lengths", action="store_true", help="with lengths of query and key/value sequences")
-    parser.add_argument("--query-offset", action="store_true", help="with a position of the first query")
-    parser.add_argument("--full-precision", action="store_true", help="float32 products in full precision")
-    parser.add_argument("--deterministic", action="store_true", help="gradients that are the same in every run")
+    parser.add_argument(
+        "--blocks", type=int, metavar="COUNT", help="most blocks in a row or column of the block mask (default: all)"
+    )
+    parser.add_argument("--segments", action="store_true", help="add segment ids (packed sequences)")
+    parser.add_argument("--lengths", action="store_true", help="add lengths of the query and key/value sequences")
+    parser.add_argument("--query-offset", action="store_true", help="add an offset of the first query (decoding)")
+    parser.add_argument("--full-precision", action="store_true", help="compute float32 products in full precision")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="compute gradients with the same bits in every run"
+    )
     for name in ("score_mod", "mask_mod"):
-        flag, help = f"--{name.replace('_', '-')}", "a function that can be imported, as package.module:name"
+        flag, help = f"--{name.replace('_', '-')}", "importable function, as package.module:name"
         parser.add_argument(flag, type=importable, metavar="FUNCTION", help=help)
 
 
 def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
-    """The problem that the flags describe; raises what the call of it raises if there is no such problem."""
+    """Return the problem that the flags describe. Raise the error that the call would raise."""
     B, T, N, D = args.shape
     S = T if args.kv_len is None else args.kv_len
     K = N if args.kv_heads is None else args.kv_heads
     E = D if args.value_dim is None else args.value_dim
     numbers = (B, T, N, D, S, K, E, args.blocks or 0, *(args.block_mask or ()))
     if min(numbers) < 0:
-        raise ValueError("sizes must not be negative")
+        raise ValueError(f"sizes must not be negative, not {min(numbers)}")
     if max(numbers) >= 2**63:
         raise ValueError(f"sizes must be less than 2^63, not {max(numbers)}")
     if args.blocks is not None and args.block_mask is None:
-        raise ValueError("--blocks of a block mask, but there is none: --block-mask")
+        raise ValueError("--blocks needs a block mask: add --block-mask Q_BLOCK KV_BLOCK")
     if args.bias_dtype and not args.bias:
-        raise ValueError("--bias-dtype of a bias, but there is none: --bias")
+        raise ValueError("--bias-dtype needs a bias: add --bias")
     window = args.window * 2 if args.window and len(args.window) == 1 else args.window
     lengths = jax.ShapeDtypeStruct((B,), "int32") if args.lengths else None
     options = {
@@ -172,7 +180,7 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
 
 
 def described_block_mask(shape: Shape, most: int | None) -> jax_flash.BlockMask:
-    """A block mask of which only shapes are known; `most` blocks in a row or column, None for all."""
+    """Return a block mask that has shapes but no arrays, with at most `most` blocks per row and column (None: all)."""
     shape.check()
     rows, columns = shape.grid
     most = max(rows, columns) if most is None else most
@@ -188,7 +196,7 @@ def run_info(args: argparse.Namespace) -> int:
     print("Backends:")
     print(f"  cpu   {cpu_info()}")
     print(f"  cuda  {cuda_info()}")
-    print("Which implementation a problem takes, and why: python -m jax_flash choose --help")
+    print("To see which implementation a problem uses: python -m jax_flash choose --help")
     return 0
 
 
@@ -214,10 +222,10 @@ def cuda_info() -> str:
 
 
 def cuda_archs() -> list[str]:
-    """Return the architectures to compile for, so that kernels run on this machine's GPUs. It is empty without a GPU.
+    """Return the architectures of this machine's GPUs, or an empty list if it has none.
 
     Raises:
-      RuntimeError: there are GPUs, but the driver does not work, or all of them are too old.
+      RuntimeError: if the machine has GPUs, but the driver does not work or all of them are too old.
     """
     try:
         devices = _native.cuda_devices()
@@ -267,7 +275,10 @@ def run_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
     try:
         directory = _native.cuda_cache_directory()
         if not directory:
-            raise RuntimeError("there is no cache directory: JAX_FLASH_CACHE_DIR is empty, or HOME not set")
+            raise RuntimeError(
+                "there is no cache directory, because JAX_FLASH_CACHE_DIR is empty or HOME is not set: "
+                "set JAX_FLASH_CACHE_DIR to a directory"
+            )
         os.makedirs(directory, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):  # or an OSError: a program would go on without a cache
             pass
@@ -279,7 +290,7 @@ def run_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
                     print(*flags)
                     one = parser.parse_args(flags, argparse.Namespace(**vars(args) | {"problems": None}))
                     if one.problems is not None:
-                        raise ValueError("--problems in a list of problems")
+                        raise ValueError("--problems must not be in a list of problems: remove it")
                     warm(one)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
@@ -289,7 +300,7 @@ def run_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
 
 
 def warm(args: argparse.Namespace) -> None:
-    """Compiles the kernels of one problem into the cache."""
+    """Compile the kernels of one problem into the cache."""
     problem = problem_of(args)
     gradients = () if args.backward is None else args.backward or ("query", "key", "value")
     grads = {grad for grad, operand in DIFFERENTIATED.items() if operand in gradients or grad in DCAPTURED}
@@ -297,11 +308,11 @@ def warm(args: argparse.Namespace) -> None:
         problem = dataclasses.replace(problem, unrounded=True)
         grads.add("dq")  # the scale's gradient is made of it
     if "bias" in gradients and not args.bias:
-        raise ValueError("the gradient of a bias, but there is none: --bias")
+        raise ValueError("--backward bias needs a bias: add --bias")
     if "sinks" in gradients and not args.sinks:
-        raise ValueError("the gradient of sinks, but there are none: --sinks")
+        raise ValueError("--backward sinks needs sinks: add --sinks")
     if args.dlogsumexp and not gradients:
-        raise ValueError("--dlogsumexp of the backward, but there is none: --backward")
+        raise ValueError("--dlogsumexp needs the backward: add --backward")
     archs = args.arch or cuda_archs()
     if not archs:
         raise ValueError(f"{NO_GPU}: name the architectures to compile for, such as --arch sm_80 sm_90a")
@@ -318,7 +329,7 @@ def warm(args: argparse.Namespace) -> None:
 
 
 def this_platform() -> str:
-    """The name that lowering has for the default backend."""
+    """Return the name of the default platform: "cpu", "cuda", "rocm", …"""
     backend = jax.default_backend()
     if backend != "gpu":
         return backend

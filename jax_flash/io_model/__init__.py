@@ -1,11 +1,11 @@
-"""The algorithms of the paper as it writes them, in NumPy, on two memories that count: where its theorems can be run.
+"""NumPy implementations of the FlashAttention paper's algorithms that count memory accesses.
 
-FlashAttention: Dao, Fu, Ermon, Rudra, Ré, NeurIPS 2022, arXiv 2205.14135. What comes out is told in
-docs/io-complexity.md; `python -m jax_flash io` prints it for a problem.
+They follow the paper line by line (Dao, Fu, Ermon, Rudra, Ré, NeurIPS 2022, arXiv 2205.14135). Tests use them to check
+its theorems. docs/io-complexity.md has the results. `python -m jax_flash io` prints the counts for a problem.
 
-Read `memory.py` (HBM and SRAM), then `flash.py` (Algorithms 1, 2, 4, 5) beside the paper, `standard.py` (0, 3),
-`memory_efficient.py` (appendix B.1), `kernels.py` (the loop order of the kernels) and `closed_forms.py` (the same
-counts as formulas)::
+Start with `memory.py` (HBM and SRAM). Then read `flash.py` (Algorithms 1, 2, 4, 5), `standard.py` (0, 3),
+`memory_efficient.py` (appendix B.1), `kernels.py` (the loop order of the kernels), and `closed_forms.py` (the counts as
+formulas)::
 
     run = algorithm_1(Q, K, V, M=1024)
     run.outputs, run.hbm.reads, run.hbm.writes, run.sram.peak

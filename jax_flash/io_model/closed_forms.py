@@ -1,7 +1,7 @@
-"""What the algorithms cost, as formulas: HBM accesses, FLOPs and extra memory, each equal to what a run counts.
+"""Formulas for HBM accesses, FLOPs and extra memory of the algorithms. They equal the counts of a run.
 
-Letters: N sequence length, d head dim, M size of SRAM in elements, s the fraction of blocks that are not zero.
-Everything is for one head, in elements; `in_bytes` converts. Algorithms are named like the functions that run them.
+Letters: N sequence length, d head dim, M size of SRAM in elements, s fraction of non-zero blocks. All results are for
+one head and in elements; `in_bytes` converts them. Each algorithm has the name of the function that runs it.
 
 With B_c = ⌈M/4d⌉ and T_c = ⌈N/B_c⌉, FlashAttention makes T_c passes over the rows of Q:
 
@@ -47,29 +47,29 @@ STATE = 4  # elements of R
 
 
 class Accesses(NamedTuple):
-    """Elements read from and written to HBM."""
+    """Numbers of elements read from and written to HBM."""
 
-    reads: float  #: from HBM
-    writes: float  #: to HBM
+    reads: float  #: elements read from HBM
+    writes: float  #: elements written to HBM
 
 
 def hbm_accesses(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float | Array = 1) -> float:
-    """Elements that one head reads from and writes to HBM, exactly: an int, unless `sparsity` is a fraction.
+    """Return the exact number of elements that one head reads from and writes to HBM.
 
     Args:
       algorithm: one of `ALGORITHMS`.
-      N, d, M: sequence length, head dim, elements of SRAM; d <= M.
-      sparsity: of the block-sparse algorithms. Either the block mask, bool [T_r, T_c], or the fraction s of its blocks
-        that are not zero; for a fraction the result is the mean over all places where those blocks can be.
+      N, d, M: sequence length, head dim, and size of SRAM in elements, with d <= M.
+      sparsity: the block mask, bool [T_r, T_c], or the fraction s of its non-zero blocks. Only for the block-sparse
+        algorithms. For a fraction, the result is the mean over all placements of the blocks, and may not be an int.
 
     Raises:
-      ValueError: there is no such algorithm or problem.
+      ValueError: if the algorithm does not exist, or N, d, M or sparsity is out of range.
     """
     return sum(reads_and_writes(algorithm, N, d, M, sparsity))
 
 
 def reads_and_writes(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float | Array = 1) -> Accesses:
-    """`hbm_accesses`, reads and writes by themselves."""
+    """Return the reads and the writes of `hbm_accesses` separately. The arguments and errors are the same."""
     _check(algorithm, N, d, M, sparsity)
     T_c = _ceil(N, block_sizes(d, M)[0])
     rows = _visited(N, d, M, sparsity).rows
@@ -96,26 +96,30 @@ def reads_and_writes(algorithm: Algorithm, N: int, d: int, M: int, sparsity: flo
 
 
 def product_reads(rows: int, columns: int, inner: int, M: int) -> int:
-    """Elements read for a product [rows, inner] [inner, columns] by the tiles of `product_tile`.
+    """Return the elements read for a product [rows, inner] [inner, columns] with the tiles of `product_tile`.
 
-    Each tile of the result needs its rows of the one matrix and its columns of the other: the first is read once for
-    every column of tiles, the second once for every row of tiles.
+    Each tile of the result needs its rows of the first matrix and its columns of the second. The first matrix is read
+    once for every column of tiles, and the second once for every row of tiles.
     """
     tile_rows, tile_columns = product_tile(rows, columns, M)
     return inner * (rows * _ceil(columns, tile_columns) + columns * _ceil(rows, tile_rows))
 
 
 def softmax_reads(N: int, M: int) -> int:
-    """Elements of an [N, N] matrix read for a softmax over its rows: N² if a row fits in SRAM, else up to 2N²."""
+    """Return the elements read for a softmax over the rows of an [N, N] matrix.
+
+    The result is N² if a row fits in SRAM, else at most 2N².
+    """
     _, piece = softmax_block(N, M)
     return N**2 + N * piece * (_ceil(N, piece) - 1)
 
 
 def flops(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float | Array = 1) -> float:
-    """FLOPs of the matrix products of one head, a multiplication and an addition each counted (Theorem 1: O(N²d)).
+    """Return the FLOPs of the matrix products of one head (Theorem 1: O(N²d)).
 
-    2d for an entry of S and a product: two products forward, four backward; one more where S is computed again, by the
-    backward, and by the second pass of the memory-efficient forward.
+    Each product needs 2d FLOPs per entry of S. The forward has two products, and the backward has four. Recomputing S
+    costs one more product, in a backward or in the second pass of the memory-efficient forward. The arguments and
+    errors are those in `hbm_accesses`.
     """
     _check(algorithm, N, d, M, sparsity)
     if algorithm in ("algorithm_4", "block_sparse_backward", "kernel_backward"):
@@ -126,7 +130,7 @@ def flops(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float | Array 
 
 
 def extra_memory(algorithm: Algorithm, N: int) -> int:
-    """Elements of HBM beyond inputs, O and gradients (Theorem 1: O(N) for FlashAttention)."""
+    """Return the elements of HBM in addition to inputs, O and gradients (Theorem 1: O(N) for FlashAttention)."""
     match algorithm:
         case "algorithm_0" | "algorithm_3":
             return 2 * N**2  # S, P; dP, dS
@@ -142,13 +146,15 @@ def extra_memory(algorithm: Algorithm, N: int) -> int:
 
 
 def theta(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float = 1) -> float:
-    """The expression that `hbm_accesses` is Θ of for d <= M <= Nd; `CONSTANTS` has the constants.
+    """Return the value of f(N, d, M, s), where `hbm_accesses` is Θ(f) for d <= M <= Nd.
 
-    * Algorithms 1, 2, 4 and the kernels' order (Theorems 2 and 5): N²d²/M.
-    * Algorithm 5 and the block-sparse backward (Proposition 4): Nd + N²d²s/M.
-    * Algorithms 0 and 3 (Theorems 2 and 5): Nd + N² where M >= d². Below, N² times d/√M: the paper's proofs read every
-      matrix once, but the accesses of a product with so little SRAM are Ω(N²d/√M) (Hong and Kung, STOC 1981).
-    * The memory-efficient forward (appendix B.1): N²d, whatever M.
+    `CONSTANTS` has the constants of the lower and upper bounds.
+
+    * Algorithms 1, 2, 4 and the kernels' order (Theorems 2 and 5): f = N²d²/M.
+    * Algorithm 5 and the block-sparse backward (Proposition 4): f = Nd + N²d²s/M.
+    * Algorithms 0 and 3 (Theorems 2 and 5): f = Nd + N² if M >= d². If M < d², f = Nd + N²d/√M, because a product then
+      needs Ω(N²d/√M) accesses (Hong and Kung, STOC 1981). The paper's proofs assume that each matrix is read once.
+    * The memory-efficient forward (appendix B.1): f = N²d for every M.
     """
     if algorithm == "memory_efficient_forward":
         return N**2 * d
@@ -184,12 +190,12 @@ CONSTANTS: dict[Algorithm, tuple[float, float]] = {
 
 
 def in_bytes(elements: float, dtype: str) -> float:
-    """Bytes that so many elements have in a dtype by name, "bfloat16" among them."""
+    """Return the size in bytes of a number of elements of a named dtype, such as "bfloat16"."""
     return elements * jnp.dtype(dtype).itemsize
 
 
 class _Visited(NamedTuple):
-    """What a block mask leaves: rows of Q_i in all its blocks together, and entries of S."""
+    """The rows of Q_i and the entries of S in all non-zero blocks together."""
 
     rows: float
     entries: float

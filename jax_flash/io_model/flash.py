@@ -1,15 +1,16 @@
-"""Algorithms 1, 2, 4 and 5: FlashAttention as the paper writes it, with its names and its line numbers.
+"""Algorithms 1, 2, 4 and 5: FlashAttention as in the paper, with its names and its line numbers.
 
-One head: Q, K, V, O and their gradients are [N, d]; vectors such as ℓ and m are columns, [N, 1]. The block-sparse
-algorithms are those for dense attention with blocks left out, and so they are written here: Algorithm 2 is Algorithm 5
-without a block mask (lines 9 to 16 are the same), the block-sparse backward is Algorithm 4 with one.
+All arrays are for one head. Q, K, V, O and their gradients are [N, d]. Vectors such as ℓ and m are columns [N, 1].
+Algorithm 2 is Algorithm 5 without a block mask (lines 9 to 16 are the same). The block-sparse backward is Algorithm 4
+with a block mask.
 
-SRAM. The blocks of K, V, Q and O fill M, S_ij and the statistics come on top, and ⌈M/4d⌉ rounds up. With
-B_r <= B_c = ⌈M/4d⌉, and the buffers that the code below assigns to, the forward holds at most
-2 B_c d + 2 B_r d + 2 B_r B_c + 6 B_r + 4 elements, the backward 4 B_c d + 4 B_r d + 6 B_r B_c + 3 B_r + 4. For d >= 8:
+Size of SRAM: the blocks of K, V, Q and O fill M. S_ij and the statistics need more, and ⌈M/4d⌉ rounds up. With
+B_r <= B_c = ⌈M/4d⌉ and the buffers of the code below, the forward holds at most
+2 B_c d + 2 B_r d + 2 B_r B_c + 6 B_r + 4 elements, and the backward 4 B_c d + 4 B_r d + 6 B_r B_c + 3 B_r + 4. For
+d >= 8:
 
-* B_c = 1 (M <= 4d): 4d + 12 and 8d + 13, at most 5.5M and 9.7M since M >= d.
-* B_c >= 2: then B_r B_c <= d B_c < M/2, since M > 4d (B_c - 1) >= 2d B_c: less than 3.5M and 7.4M.
+* B_c = 1 (M <= 4d): 4d + 12 and 8d + 13 elements. Because M >= d, this is at most 5.5M and 9.7M.
+* B_c >= 2: M > 4d (B_c - 1) >= 2d B_c, so B_r B_c <= d B_c < M/2. This is less than 3.5M and 7.4M.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from numpy.typing import ArrayLike
 from jax_flash import dropout
 from jax_flash.io_model.memory import HBM, SRAM, Array, Run, blocks, shape
 
-# What SRAM may hold, in units of M, for d >= 8.
+# The capacity of SRAM in units of M, for d >= 8.
 FORWARD_SRAM = 6
 BACKWARD_SRAM = 10
 
@@ -36,10 +37,10 @@ Observer = Callable[[slice, HBM], None]
 
 
 def block_sizes(d: int, M: int) -> tuple[int, int]:
-    """B_c = ⌈M/4d⌉ and B_r = min(⌈M/4d⌉, d): rows of a block of K, V and of a block of Q, O.
+    """Return B_c = ⌈M/4d⌉, the rows in a block of K and V, and B_r = min(⌈M/4d⌉, d), the rows in a block of Q and O.
 
     Raises:
-      ValueError: not 1 <= d <= M.
+      ValueError: unless 1 <= d <= M.
     """
     if not 1 <= d <= M:
         raise ValueError(f"1 <= d <= M must hold, not d = {d}, M = {M}")
@@ -51,12 +52,12 @@ def algorithm_1(Q: Array, K: Array, V: Array, M: int, *, after_j: Observer | Non
     """Algorithm 1, FlashAttention: O = softmax(QKᵀ)V.
 
     Args:
-      Q, K, V: [N, d].
-      M: size of SRAM, in elements; at most 6M are held.
-      after_j: called at the end of each iteration of the outer loop.
+      Q, K, V: arrays [N, d].
+      M: size of SRAM in elements. The algorithm holds at most 6M.
+      after_j: function (columns, hbm) that is called after each iteration of the outer loop.
 
     Returns:
-      O, [N, d].
+      O [N, d].
     """
     N, d = shape(Q, K, V)
     hbm, sram = HBM(Q=Q, K=K, V=V), SRAM(FORWARD_SRAM * M)
@@ -95,7 +96,7 @@ def algorithm_2(
     R: ArrayLike = (0, 0, 0, 0),
     after_j: Observer | None = None,
 ) -> Run:
-    """Algorithm 2, the forward with scale, mask and dropout: `algorithm_5` where no block is zero."""
+    """Algorithm 2, the forward with scale, mask and dropout: `algorithm_5` without a block mask."""
     return algorithm_5(Q, K, V, M, scale=scale, mask=mask, dropout_rate=dropout_rate, R=R, after_j=after_j)
 
 
@@ -112,20 +113,20 @@ def algorithm_5(
     R: ArrayLike = (0, 0, 0, 0),
     after_j: Observer | None = None,
 ) -> Run:
-    """Algorithm 5, the block-sparse forward. O = dropout(softmax(mask(τQKᵀ)))V over the blocks that are not zero.
+    """Algorithm 5, the block-sparse forward: O = dropout(softmax(mask(τQKᵀ)))V over the non-zero blocks.
 
     Args:
-      Q, K, V: [N, d].
-      M: size of SRAM, in elements; at most 6M are held.
-      block_mask: bool [T_r, T_c], the paper's M_ij; part of the program, so that looking at it is no access.
+      Q, K, V: arrays [N, d].
+      M: size of SRAM in elements. The algorithm holds at most 6M.
+      block_mask: bool array [T_r, T_c], M_ij in the paper. It is part of the program, so reading it is not counted.
       scale: τ.
-      mask: which entries may attend.
+      mask: function of rows and columns. True means that the row may attend to the column.
       dropout_rate: p_drop.
-      R: the state of the random number generator, `generator_state`.
-      after_j: called at the end of each iteration of the outer loop.
+      R: state of the random number generator, see `generator_state`.
+      after_j: function (columns, hbm) that is called after each iteration of the outer loop.
 
     Returns:
-      O [N, d], ℓ and m [N, 1], R. A row with nothing to attend to has O = 0, ℓ = 0 and m = -inf.
+      O [N, d], ℓ and m [N, 1], and R. A row that sees no column has O = 0, ℓ = 0 and m = -inf.
     """
     N, d = shape(Q, K, V)
     hbm, sram = HBM(Q=Q, K=K, V=V), SRAM(FORWARD_SRAM * M)
@@ -178,12 +179,13 @@ def algorithm_4(
     """Algorithm 4, the backward.
 
     Args:
-      Q, K, V, O, dO: [N, d].
-      l, m, R: [N, 1] and the generator's state, as the forward returned them.
-      M, block_mask, scale, mask, dropout_rate: as for the forward; at most 10M elements are held.
+      Q, K, V, O, dO: arrays [N, d].
+      l, m, R: results of the forward: arrays [N, 1], and the state of the random number generator.
+      M: size of SRAM in elements. The algorithm holds at most 10M.
+      block_mask, scale, mask, dropout_rate: as in the forward.
 
     Returns:
-      dQ, dK, dV, [N, d].
+      dQ, dK, dV [N, d].
     """
     N, d = shape(Q, K, V, O, dO)
     hbm, sram = HBM(Q=Q, K=K, V=V, O=O, dO=dO, l=l, m=m, R=R), SRAM(BACKWARD_SRAM * M)
@@ -231,54 +233,54 @@ def block_sparse_backward(
     mask: Mask | None = None,
     dropout_rate: float = 0.0,
 ) -> Run:
-    """The backward of Algorithm 5, which the paper implies: `algorithm_4` over the blocks that are not zero."""
+    """Backward of Algorithm 5: `algorithm_4` over the non-zero blocks. The paper implies this algorithm."""
     return algorithm_4(Q, K, V, O, dO, l, m, R, M, block_mask, scale=scale, mask=mask, dropout_rate=dropout_rate)
 
 
-# --- what lines 11 to 15 are made of; the kernels' order shares it ---
+# --- parts of lines 11 to 15, which kernels.py shares ---
 
 
 def nonzero_blocks(block_mask: Array | None, T_r: int, T_c: int) -> Array:
-    """M_ij, bool [T_r, T_c]; without a block mask no block is zero."""
+    """Return M_ij, bool [T_r, T_c]. Without a block mask all entries are true."""
     if block_mask is None:
         return np.ones((T_r, T_c), bool)
     if block_mask.shape != (T_r, T_c) or block_mask.dtype != bool:
-        raise ValueError(f"the block mask must be bool {[T_r, T_c]}, not {block_mask.dtype} {list(block_mask.shape)}")
+        raise ValueError(f"block_mask must be bool {[T_r, T_c]}, not {block_mask.dtype} {list(block_mask.shape)}")
     return block_mask
 
 
 def causal(rows: Array, columns: Array) -> Array:
-    """The mask of a causal model: row i may attend to columns up to i."""
+    """Return the causal mask: row i may attend to columns up to i."""
     return columns <= rows
 
 
 def masked(S: Array, mask: Mask | None, i: slice, j: slice) -> Array:
-    """S_ij with -inf where the mask does not let rows i attend to columns j."""
+    """Return S_ij with -inf in masked entries."""
     if mask is None:
         return S
     return np.where(mask(np.arange(i.start, i.stop)[:, None], np.arange(j.start, j.stop)), S, -np.inf)
 
 
 def exp_minus(x: Array, m: Array) -> Array:
-    """exp(x - m), and 0 where m = -inf: rows with nothing to attend to so far, of which the paper has none."""
+    """Return exp(x - m), and 0 where m = -inf. Such rows have seen no column yet. They do not occur in the paper."""
     return np.exp(x - np.where(m == -np.inf, 0.0, m))
 
 
 def divide(x: Array, l: Array) -> Array:
-    """diag(ℓ)⁻¹ x, and 0 in the rows that have nothing to attend to."""
+    """Return diag(ℓ)⁻¹ x, and 0 in rows that see no column."""
     return x / np.where(l == 0, 1.0, l)
 
 
 def generator_state(key: jax.Array, batch_id: int = 0, head_id: int = 0) -> Array:
-    """R: the two words that the library draws from a JAX key, and which head of which batch entry this is; uint32 [4].
+    """Return R, uint32 [4]: the two words that the library draws from a JAX key, the batch index and the head index.
 
-    The generator is counter-based: R with an entry's place gives its random bits, and R never changes.
+    The generator is counter-based. R and the position of an entry give its random bits, and R never changes.
     """
     return np.array([*np.asarray(dropout.seed_from_key(key, 1))[0], batch_id, head_id], np.uint32)
 
 
 def dropout_mask(R: Array, dropout_rate: float, i: slice, j: slice) -> Array:
-    """Z_ij, the library's own dropout mask: 1 / (1 - p_drop) where an entry of rows i, columns j is kept, else 0."""
+    """Return Z_ij, the library's dropout mask: 1 / (1 - p_drop) for kept entries of rows i and columns j, else 0."""
     threshold = dropout.threshold(dropout_rate)
     if not threshold:
         return np.ones(())
@@ -290,7 +292,7 @@ def dropout_mask(R: Array, dropout_rate: float, i: slice, j: slice) -> Array:
 
 
 def _room(length: int) -> int:
-    """The next power of two: few shapes to compile for."""
+    """Return the next power of two. It limits the number of shapes to compile for."""
     return 1 << (length - 1).bit_length()
 
 

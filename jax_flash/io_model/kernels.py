@@ -1,10 +1,10 @@
-"""The loop order of the kernels, on the same memories: what has changed since the paper, and what it saves.
+"""The loop order of jax_flash's kernels on the same memories, which saves accesses compared with the paper.
 
-* The forward keeps Q_i, O_i, ℓ_i and m_i in SRAM and walks over K and V (FlashAttention-2, arXiv 2307.08691): O, ℓ
-  and m are written once, never read or initialised. The block sizes exchange roles: what stays has ⌈M/4d⌉ rows.
-* O_i is divided by ℓ_i once, at the end, which costs no accesses and saves work.
-* The backward keeps K_j and V_j as in Algorithm 4, but D = rowsum(dO ∘ O) is computed once, before, so that O is not
-  read again in every pass, and L = m + log ℓ takes the place of m and ℓ. dK and dV are not initialised in HBM.
+* The forward keeps Q_i, O_i, ℓ_i and m_i in SRAM and loops over K and V (FlashAttention-2, arXiv 2307.08691). O, ℓ and
+  m are written once and never read or initialised. The block sizes exchange roles: a block of Q has ⌈M/4d⌉ rows.
+* O_i is divided by ℓ_i once, at the end. This changes no accesses and saves work.
+* The backward keeps K_j and V_j as in Algorithm 4. It computes D = rowsum(dO ∘ O) once in advance, so O is not read in
+  every pass. L = m + log ℓ replaces m and ℓ. dK and dV are not initialised in HBM.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def kernel_forward(
     mask: Mask | None = None,
     dropout_rate: float = 0.0,
 ) -> Run:
-    """The forward with Q resident. Arguments and results as for `algorithm_2`; at most 6M elements are held."""
+    """Forward with Q resident in SRAM, which holds at most 6M elements.
+
+    Arguments and results are as in `algorithm_2`.
+    """
     N, d = shape(Q, K, V)
     hbm, sram = HBM(Q=Q, K=K, V=V, R=R), SRAM(FORWARD_SRAM * M)
     hbm.allocate(O=(N, d), l=(N, 1), m=(N, 1))
@@ -77,7 +80,10 @@ def kernel_backward(
     mask: Mask | None = None,
     dropout_rate: float = 0.0,
 ) -> Run:
-    """The backward with K and V resident. Arguments and results as for `algorithm_4`; at most 10M elements are held."""
+    """Backward with K and V resident in SRAM, which holds at most 10M elements.
+
+    Arguments and results are as in `algorithm_4`.
+    """
     N, d = shape(Q, K, V, O, dO)
     hbm, sram = HBM(Q=Q, K=K, V=V, O=O, dO=dO, l=l, m=m, R=R), SRAM(BACKWARD_SRAM * M)
     hbm.allocate(D=(N, 1), L=(N, 1), dK=(N, d), dV=(N, d))

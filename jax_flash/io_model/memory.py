@@ -1,7 +1,7 @@
-"""The two memories of the paper: HBM, large and slow, every access counted; SRAM, fast, of a limited size.
+"""The two memories of the paper: HBM is large and slow and counts accesses. SRAM is fast and has a limited size.
 
-The unit is one element of an array, whatever its dtype. An algorithm moves blocks with
-`sram.K = hbm["K", rows]` and `hbm["O", rows] = sram.O`, and computes on nothing but what `sram` holds.
+Counts are in array elements of any dtype. An algorithm moves blocks with `sram.K = hbm["K", rows]` and
+`hbm["O", rows] = sram.O`. It computes only on arrays in `sram`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Array = NDArray[Any]
 
 
 class HBM:
-    """Slow memory: named arrays, and how many of their elements were read and written.
+    """Slow memory: named arrays, and counts of the elements read and written.
 
     Attributes:
-      arrays: what lies in HBM now, by name; looking at it is free, so it is for inputs and results only.
+      arrays: the arrays in HBM, by name. Access through this attribute is not counted. Use it for inputs and results.
       reads: elements moved to SRAM.
       writes: elements moved from SRAM.
-      allocated: elements that were added to the inputs.
+      allocated: elements allocated in addition to the inputs.
     """
 
     def __init__(self, **inputs: Array) -> None:
@@ -29,44 +29,44 @@ class HBM:
         self.reads = self.writes = self.allocated = 0
 
     def allocate(self, **shapes: tuple[int, ...]) -> None:
-        """Makes room for arrays; nothing is written yet, and what is read before it is written is NaN."""
+        """Allocate arrays without writing them. Elements are NaN until written."""
         for name, shape in shapes.items():
             self.arrays[name] = np.full(shape, np.nan)
             self.allocated += self.arrays[name].size
 
     def initialize(self, **arrays: Array) -> None:
-        """Makes room for arrays and writes their first values."""
+        """Allocate arrays and write their initial values."""
         for name, x in arrays.items():
             self.arrays[name] = x.copy()
             self.allocated += x.size
             self.writes += x.size
 
     def __getitem__(self, key: tuple[Any, ...]) -> Array:
-        """`hbm["Q", rows]` reads those rows of Q, `hbm["S", rows, columns]` a block of S."""
+        """Read a block: `hbm["Q", rows]` for rows of Q, `hbm["S", rows, columns]` for a block of S."""
         name, *block = key
         x = self.arrays[name][tuple(block)].copy()
         self.reads += x.size
         return x
 
     def __setitem__(self, key: tuple[Any, ...], value: ArrayLike) -> None:
-        """`hbm["O", rows] = x` writes those rows of O."""
+        """Write a block: `hbm["O", rows] = x` for rows of O."""
         name, *block = key
         self.arrays[name][tuple(block)] = value
         self.writes += self.arrays[name][tuple(block)].size
 
 
 class SRAM:
-    """Fast memory: its attributes are the arrays it holds, each in a buffer of its own until it is assigned anew.
+    """Fast memory: each attribute is an array with its own buffer, until the attribute is assigned again.
 
-    An expression is evaluated in place, entry by entry: what it assigns counts, its temporaries do not.
+    Assigned arrays count. Temporaries of an expression do not, because it can be evaluated entry by entry.
 
     Attributes:
-      size: elements that fit.
-      peak: the most elements that it held at a time.
+      size: capacity in elements.
+      peak: largest number of elements held at one time.
 
     Raises:
-      MemoryError: an assignment would exceed `size`.
-      AttributeError: what is asked for is not held.
+      MemoryError: if an assignment would exceed `size`.
+      AttributeError: if an array is read that SRAM does not hold.
     """
 
     size: int
@@ -77,11 +77,11 @@ class SRAM:
 
     @property
     def held(self) -> dict[str, int]:
-        """Elements of each array that is held now."""
+        """The number of elements of each array in SRAM, by name."""
         return {name: x.size for name, x in vars(self).items() if isinstance(x, np.ndarray)}
 
     def clear(self) -> None:
-        """Frees all buffers."""
+        """Free all buffers."""
         for name in self.held:
             del vars(self)[name]
 
@@ -98,25 +98,25 @@ class SRAM:
 
 
 class Run(NamedTuple):
-    """What an algorithm returned, and the memories it ran on."""
+    """The results of an algorithm, and the memories that it used."""
 
-    outputs: tuple[Array, ...]  #: what the algorithm returns
-    hbm: HBM  #: which has counted what was read and written
-    sram: SRAM  #: which knows how much it held at most
+    outputs: tuple[Array, ...]  #: the results of the algorithm
+    hbm: HBM  #: the HBM, with its counts of reads and writes
+    sram: SRAM  #: the SRAM, with its peak size
 
 
 def shape(*matrices: Array) -> tuple[int, int]:
-    """N and d of the matrices of one head: Q, K, V and all that have their shape.
+    """Return N and d of the matrices of one head, which all have the shape [N, d].
 
     Raises:
-      ValueError: they are not all [N, d], or there are no rows.
+      ValueError: if the shapes differ or N is 0.
     """
     shapes = [x.shape for x in matrices]
     if len(shapes[0]) != 2 or not shapes[0][0] or len(set(shapes)) > 1:
-        raise ValueError(f"Q, K, V, O and dO must all be [N, d], N positive, not {', '.join(map(str, shapes))}")
+        raise ValueError(f"Q, K, V, O and dO must all be [N, d] with N positive, not {', '.join(map(str, shapes))}")
     return shapes[0]
 
 
 def blocks(length: int, size: int) -> list[slice]:
-    """Divides `length` rows into ⌈length / size⌉ blocks of `size`; the last one has what is left."""
+    """Split `length` rows into ⌈length / size⌉ blocks of `size`. The last block may be shorter."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]

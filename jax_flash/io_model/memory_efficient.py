@@ -1,7 +1,8 @@
-"""The memory-efficient forward pass of the paper's appendix B.1: linear memory without blocks, and what that costs.
+"""The memory-efficient forward pass of the paper's appendix B.1: linear memory without blocks.
 
-Softmax couples the keys of a row only by its normalization constant. With that computed first, the keys can be visited
-one by one, and no N×N matrix is needed; but each row reads all of K twice and all of V, however large SRAM is.
+Softmax couples the keys of a row only through its normalization constant. The algorithm computes this constant first.
+Then it visits the keys one by one and needs no N×N matrix. Its cost is high: each row reads all of K twice and all of V
+once, even if SRAM is large.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from jax_flash.io_model.memory import HBM, SRAM, Array, Run, shape
 
 
 def memory_efficient_forward(Q: Array, K: Array, V: Array) -> Run:
-    """The forward in two passes: O = softmax(QKᵀ)V, without the max-shifting step of softmax, as the paper writes it.
+    """Compute O = softmax(QKᵀ)V in two passes. As in the paper, the softmax does not subtract the row maximum.
+
+    It holds at most 4d + 2 elements in SRAM.
 
     Args:
-      Q, K, V: [N, d]; exp(QKᵀ) must be finite. At most 4d + 2 elements of SRAM are held.
+      Q, K, V: arrays [N, d]. exp(QKᵀ) must be finite.
 
     Returns:
-      O, [N, d]. L, [N, 1], stays in HBM.
+      O [N, d]. L [N, 1] stays in HBM.
     """
     N, d = shape(Q, K, V)
     hbm, sram = HBM(Q=Q, K=K, V=V), SRAM(4 * d + 2)

@@ -1,4 +1,4 @@
-"""`python -m jax_flash io`: what the algorithms cost for a problem, as a table and as figures."""
+"""`python -m jax_flash io`: the cost of the algorithms for one problem, as a table and as figures."""
 
 from __future__ import annotations
 
@@ -38,35 +38,35 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "KIB": 2**10, "MIB": 2**20, "B": 1}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seq-len", type=int, default=1024, metavar="N", help="(default: 1024)")
-    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="(default: 64)")
+    parser.add_argument("--seq-len", type=int, default=1024, metavar="N", help="sequence length (default: 1024)")
+    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="head dim (default: 64)")
     parser.add_argument(
         "--sram",
         default="192KiB",
         metavar="M",
-        help="bytes with a unit (192KiB, 100KB), else elements (default: 192KiB)",
+        help="size of SRAM: bytes with a unit (192KiB, 100KB), or a number of elements (default: 192KiB)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float16", help="of every element (default: float16)")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="(default: 1)")
-    parser.add_argument("--heads", type=int, default=1, metavar="H", help="(default: 1)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float16", help="dtype of all elements (default: float16)")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="batch size (default: 1)")
+    parser.add_argument("--heads", type=int, default=1, metavar="H", help="number of heads (default: 1)")
     parser.add_argument(
-        "--sparsity", type=float, default=0.25, metavar="S", help="share of blocks that are not zero (default: 0.25)"
+        "--sparsity", type=float, default=0.25, metavar="S", help="fraction of non-zero blocks (default: 0.25)"
     )
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw accesses against N, M and sparsity")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="plot accesses against N, M and sparsity")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table, and draws the figure if asked to; the exit code."""
+    """Print the table, draw the figure if requested, and return the exit code."""
     try:
         if min(args.batch, args.heads) < 1:
-            raise ValueError("--batch and --heads must be positive")
+            raise ValueError(f"--batch and --heads must be positive, not {args.batch} and {args.heads}")
         M = sram_elements(args.sram, args.dtype)
         print_table(args.seq_len, args.head_dim, M, args.sparsity, args.batch * args.heads, args.dtype)
         if args.plot:
             plot(args.seq_len, args.head_dim, M, args.plot)
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        print(f"{package} is not installed; this command needs pip install 'jax-flash[io]'", file=sys.stderr)
+        print(f"{package} is not installed: run pip install 'jax-flash[io]'", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sram_elements(text: str, dtype: str) -> int:
-    """M: "192KiB" of a dtype, or "98304" elements."""
+    """Return M in elements, from a text such as "192KiB" or "98304"."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?([A-Za-z]*)", text)
     if match is None or match[2].upper() not in UNITS:
         raise ValueError(f"--sram must be a number of elements, or of bytes with KiB, MiB, KB, MB or B, not {text!r}")
@@ -84,7 +84,7 @@ def sram_elements(text: str, dtype: str) -> int:
 
 
 def print_table(N: int, d: int, M: int, sparsity: float, copies: int, dtype: str) -> None:
-    """One row for each algorithm; `copies` heads, all together."""
+    """Print one row for each algorithm. The numbers are totals over `copies` heads."""
     from rich.console import Console
     from rich.table import Table
 
@@ -119,7 +119,7 @@ def print_table(N: int, d: int, M: int, sparsity: float, copies: int, dtype: str
 
 
 def short(number: float) -> str:
-    """Three digits and a decimal prefix: 4.85 M."""
+    """Format a number with three digits and a decimal prefix, such as 4.85 M."""
     for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if number >= 0.9995 * 10**power:
             return f"{number / 10**power:#.3g} {prefix}".replace(". ", " ")
@@ -127,7 +127,7 @@ def short(number: float) -> str:
 
 
 def plot(N: int, d: int, M: int, path: pathlib.Path) -> None:
-    """Accesses of forward and backward together, against N, M and the share of blocks that are not zero."""
+    """Plot the accesses of forward and backward together against N, M and the fraction of non-zero blocks."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
 """Algorithms 0 and 3: standard attention, with the N×N matrices in HBM.
 
-The paper leaves open how the matrices are streamed "by blocks"; here every product keeps a tile of its result in SRAM,
-as large as fits, which is optimal up to a constant (Hong and Kung, STOC 1981).
+The paper does not specify how matrices are streamed "by blocks". Here every product keeps the largest possible tile of
+its result in SRAM, which is optimal up to a constant (Hong and Kung, STOC 1981).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def algorithm_0(Q: Array, K: Array, V: Array, M: int) -> Run:
     """Algorithm 0, standard attention: O = softmax(QKᵀ)V.
 
     Args:
-      Q, K, V: [N, d].
-      M: size of SRAM, in elements; at most 3M are held.
+      Q, K, V: arrays [N, d].
+      M: size of SRAM in elements. The algorithm holds at most 3M.
 
     Returns:
-      O, [N, d]. S and P, [N, N], stay in HBM, where Algorithm 3 reads `run.hbm.arrays["P"]`.
+      O [N, d]. S and P [N, N] stay in HBM. Algorithm 3 takes P from `run.hbm.arrays["P"]`.
     """
     N, d = shape(Q, K, V)
     hbm, sram = HBM(Q=Q, K=K, V=V), SRAM(STANDARD_SRAM * M)
@@ -40,12 +40,12 @@ def algorithm_3(Q: Array, K: Array, V: Array, P: Array, dO: Array, M: int) -> Ru
     """Algorithm 3, the backward of standard attention.
 
     Args:
-      Q, K, V, dO: [N, d].
-      P: [N, N], saved by the forward.
-      M: size of SRAM, in elements; at most 3M are held.
+      Q, K, V, dO: arrays [N, d].
+      P: array [N, N], saved by the forward.
+      M: size of SRAM in elements. The algorithm holds at most 3M.
 
     Returns:
-      dQ, dK, dV, [N, d].
+      dQ, dK, dV [N, d].
     """
     N, d = shape(Q, K, V, dO)
     hbm, sram = HBM(Q=Q, K=K, V=V, P=P, dO=dO), SRAM(STANDARD_SRAM * M)
@@ -59,21 +59,22 @@ def algorithm_3(Q: Array, K: Array, V: Array, P: Array, dO: Array, M: int) -> Ru
 
 
 def product_tile(rows: int, columns: int, M: int) -> tuple[int, int]:
-    """Rows and columns of the tile of a product that stays in SRAM: as square as the result allows, at most M elements.
+    """Return the rows and columns of the product tile that stays in SRAM.
 
-    The other two sides of the tiles that are streamed past it are as long as fits in M elements each.
+    The tile has at most M elements and is as square as the result allows. The tiles of the two factors have at most M
+    elements each.
     """
     tile_columns = min(columns, math.isqrt(M))
     return min(rows, M // tile_columns), tile_columns
 
 
 def softmax_block(N: int, M: int) -> tuple[int, int]:
-    """Rows and columns of the block that a softmax over rows of N holds: whole rows if one fits, else pieces of one."""
+    """Return the rows and columns of a softmax's block: whole rows of N if one fits, else part of a row."""
     return max(1, min(N, M // N)), min(N, M)
 
 
 def _multiply(hbm: HBM, sram: SRAM, M: int, C: str, A: str, B: str) -> None:
-    """C = AB, by tiles of C. A name that ends in ".T" is that matrix transposed."""
+    """Compute C = AB by tiles of C. A name that ends in ".T" refers to the transposed matrix."""
     a, b, c = (hbm.arrays[name.removesuffix(".T")] for name in (A, B, C))
     (rows, columns), inner = c.shape, a.size // c.shape[0]
     assert inner == b.size // columns
@@ -90,7 +91,7 @@ def _multiply(hbm: HBM, sram: SRAM, M: int, C: str, A: str, B: str) -> None:
 
 
 def _softmax(hbm: HBM, sram: SRAM, M: int) -> None:
-    """P = softmax(S). If not even one row fits, all but the last piece of it are read twice."""
+    """Compute P = softmax(S). If one row does not fit, all of its blocks except the last are read twice."""
     N = len(hbm.arrays["S"])
     row_block, column_block = softmax_block(N, M)
     for i in blocks(N, row_block):
@@ -109,7 +110,7 @@ def _softmax(hbm: HBM, sram: SRAM, M: int) -> None:
 
 
 def _softmax_gradient(hbm: HBM, sram: SRAM, M: int) -> None:
-    """dS = P ∘ (dP - rowsum(P ∘ dP)), streamed like `_softmax`."""
+    """Compute dS = P ∘ (dP - rowsum(P ∘ dP)), streamed like `_softmax`."""
     N = len(hbm.arrays["P"])
     row_block, column_block = softmax_block(N, M)
     for i in blocks(N, row_block):

@@ -127,8 +127,8 @@ def test_a_clone_where_nothing_is_installed_says_so(tmp_path):
     # Without the hook of an editable installation, which -S leaves out.
     done = subprocess.run([sys.executable, "-S", "-m", "jax_flash"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
-    assert f"jax_flash is not installed, and {tmp_path}/jax_flash/__init__.py is of a clone" in done.stderr
-    assert "run 'pip install .' there" in done.stderr
+    assert f"jax_flash is not installed: {tmp_path}/jax_flash/__init__.py belongs to a clone" in done.stderr
+    assert "Run 'pip install .' in the clone" in done.stderr
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_clone_of_another_version_than_the_installed_package_says_so(installed
     (folder / "__init__.py").write_text(old)
     done = subprocess.run([sys.executable, "-S", "-m", "jax_flash"], stderr=subprocess.PIPE, text=True, **where)
     assert done.returncode == 1
-    assert f"of another version than the jax_flash that is installed in {folder}: run 'pip install .'" in done.stderr
+    assert f"with another version than the jax_flash installed in {folder}: run 'pip install .'" in done.stderr
 
 
 def test_what_is_left_of_a_package_is_not_installed(installed):

@@ -413,7 +413,7 @@ def test_matrices_of_different_shapes_are_refused():
             lambda K: io_model.kernel_forward(Q, K, V, R, 64),
             lambda K: io_model.kernel_backward(Q, K, V, O, dO, l, m, R, 64),
         ):
-            with pytest.raises(ValueError, match=r"must all be \[N, d\], N positive, not \(64, 8\), "):
+            with pytest.raises(ValueError, match=r"must all be \[N, d\] with N positive, not \(64, 8\), "):
                 run(other)
     with pytest.raises(ValueError, match="N positive"):
         io_model.algorithm_0(Q[:0], Q[:0], Q[:0], 64)

@@ -85,7 +85,4 @@ def test_the_command_says_what_is_wrong(capsys, flags, message):
 def test_missing_packages_are_named(capsys, monkeypatch, tmp_path, package):
     monkeypatch.setitem(__import__("sys").modules, package, None)
     assert main(["io", "--plot", str(tmp_path / "io.png")]) == 1
-    assert (
-        f"{package.partition('.')[0]} is not installed; this command needs pip install 'jax-flash[io]'"
-        in capsys.readouterr().err
-    )
+    assert f"{package.partition('.')[0]} is not installed: run pip install 'jax-flash[io]'" in capsys.readouterr().err

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import block_sparse, dropout
-from jax_flash.problem import DCAPTURED, Operands, Problem
+from jax_flash.problem import CAPTURED, DCAPTURED, Operands, Problem
+from jax_flash.programs import replay
 from jax_flash.programs.program import Program
 
 STEP = dropout.TILE  # a tile's first row and column are multiples of it; so are the sizes of a block mask's blocks
@@ -42,11 +43,13 @@ def in_accumulation_dtype(problem: Problem, operands: Operands) -> Operands:
     """Return the operands with the arrays that scores and sums are made of in the accumulation dtype.
 
     This is done once, before they are divided into tiles. JAX sums the gradient of an array in the dtype of the array,
-    so the tiles' parts of a 16-bit array's gradient would be rounded one by one.
+    so the tiles' parts of a 16-bit array's gradient would be rounded one by one. Programs still get the numbers of the
+    captured arrays' own dtypes (`programs/replay.py`).
     """
-    names = ("query", "key", "value", "bias", "sinks")
-    arrays = {name: x for name, x in operands.arrays().items() if name in names}
-    return operands.replaced({name: x.astype(problem.accumulation_dtype) for name, x in arrays.items()})
+    names, dtype = ("query", "key", "value", "bias", "sinks"), problem.accumulation_dtype
+    arrays = {name: x.astype(dtype) for name, x in operands.arrays().items() if name in names}
+    captured = {name: replay.widened(x, dtype) for name, x in operands.arrays().items() if name in CAPTURED}
+    return operands.replaced(arrays | captured)
 
 
 def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array:

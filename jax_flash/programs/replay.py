@@ -3,10 +3,15 @@
 An equation keeps the mesh of its context, whose axes are explicit where the user's are, and here are not. Inside of
 `jax.shard_map` arrays vary over mesh axes over which those that it was traced on did not: JAX marks what varies while
 it traces, and does not when it evaluates a jaxpr. Here everything is marked alike.
+
+A value has a wider float dtype than its variable if an argument that it depends on has. It is computed in the wider
+dtype and rounded to the numbers of its variable's dtype, as kernels do it. Derivatives go straight through the
+rounding. So the gradient of what entries share, which is a sum over them, is summed in the wider dtype.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,12 +22,19 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jax_flash.programs import lowering
 from jax_flash.programs.arrays import aval
-from jax_flash.programs.operations import PLACEMENTS
+from jax_flash.programs.operations import ARRAYS, ELEMENTWISE, PLACEMENTS, RELABELLED
 from jax_flash.varying import varying_alike
+
+# The primitives that are evaluated in a wider dtype. Others, such as calls with rules of their own, may depend on the
+# dtype: they are evaluated in that of their variables.
+WIDENED = {*ARRAYS, *ELEMENTWISE, *RELABELLED, "cond", "scan", "while"}
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[jax.Array]:
-    """The results, which vary as all of the arguments together."""
+    """The results, which vary as all of the arguments together.
+
+    Arguments may have wider float dtypes than their variables, and then results may, too.
+    """
     like = list(map(jnp.asarray, (*consts, *args)))
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), varying_alike(like, like), strict=True))
     for eqn in jaxpr.eqns:
@@ -41,24 +53,60 @@ def alone(jaxpr: Jaxpr, eqn: JaxprEqn) -> tuple[list[Any], Any]:
     return variables, jaxpr_as_fun(ClosedJaxpr(one, ()))
 
 
-def _apply(jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[Any]) -> Sequence[jax.Array]:
+def widened(x: jax.Array, wide: Any) -> jax.Array:
+    """Return a float array in a wider dtype. Other arrays, and all if there is no wider dtype, stay what they are."""
+    return x.astype(wide) if _is_wider(wide, x.dtype) else x
+
+
+def _is_wider(wide: Any, dtype: Any) -> bool:
+    if wide is None or not (jnp.issubdtype(wide, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)):
+        return False
+    return np.dtype(wide).itemsize > np.dtype(dtype).itemsize
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Round to a narrower dtype. The derivative is that of x."""
+    return x.astype(dtype).astype(x.dtype)
+
+
+_rounded.defjvp(lambda dtype, primals, tangents: (_rounded(*primals, dtype), *tangents))
+
+
+def _apply(jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[jax.Array]) -> Sequence[jax.Array]:
     inner = lowering.inlined(eqn)
     if eqn.primitive.name in PLACEMENTS:
         return inputs
-    if inner is None:
-        results = eqn.primitive.bind(*inputs, **jax.tree.map(_traced_here, eqn.params))
-        return results if eqn.primitive.multiple_results else [results]
-    if lowering.is_transparent(eqn):
+    if inner and lowering.is_transparent(eqn):
         return evaluate(*inner, inputs)
-    return _with_rule(jaxpr, eqn, inner, inputs)
+    dtypes, result_dtypes = ([aval(x).dtype for x in variables] for variables in (eqn.invars, eqn.outvars))
+    wide = next((x.dtype for x, dtype in zip(inputs, dtypes, strict=True) if _is_wider(x.dtype, dtype)), None)
+    if wide is None:
+        return _with_rule(jaxpr, eqn, inner, inputs) if inner else _bind(eqn, inputs)
+    if eqn.primitive.name in WIDENED:
+        results = _bind(eqn, [widened(x, wide) for x in inputs], wide)
+        pairs = zip(results, result_dtypes, strict=True)
+        return [_rounded(x, dtype) if _is_wider(x.dtype, dtype) else x for x, dtype in pairs]
+    pairs = zip(inputs, dtypes, strict=True)
+    inputs = [x.astype(dtype) if _is_wider(x.dtype, dtype) else x for x, dtype in pairs]
+    results = _with_rule(jaxpr, eqn, inner, inputs) if inner else _bind(eqn, inputs)
+    return [widened(x, wide) for x in results]
 
 
-def _traced_here(x: Any) -> Any:
+def _bind(eqn: JaxprEqn, inputs: list[jax.Array], wide: Any = None) -> Sequence[jax.Array]:
+    """Apply the primitive of an equation, whose own float dtypes are widened if there is a wider dtype."""
+    results = eqn.primitive.bind(*inputs, **jax.tree.map(functools.partial(_parameter, wide), eqn.params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def _parameter(wide: Any, x: Any) -> Any:
     """A part of an equation's parameters: a jaxpr, as of a loop or a branch, is traced again, in this context."""
+    if isinstance(x, np.dtype):
+        return wide if _is_wider(wide, x) else x
     if not isinstance(x, ClosedJaxpr):
         return x
-    types = [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in x.in_avals]
-    return jax.make_jaxpr(lambda *args: evaluate(x.jaxpr, x.consts, args))(*types)
+    types = [jax.ShapeDtypeStruct(of.shape, _parameter(wide, of.dtype)) for of in x.in_avals]
+    return jax.make_jaxpr(lambda *args: [widened(y, wide) for y in evaluate(x.jaxpr, x.consts, args)])(*types)
 
 
 def _with_rule(jaxpr: Jaxpr, eqn: JaxprEqn, inner: tuple[Jaxpr, Sequence[Any]], inputs: list[Any]) -> Any:

@@ -102,6 +102,40 @@ def test_what_is_hidden_has_no_derivative(implementation):
         assert np.isfinite(x).all()
 
 
+def uses(case):
+    """Each of its arrays is used in another way. They are multiples of 1/8, so that 16 bits round nothing."""
+
+    def make(least, table, factor, doubled, branch, loop, ruled):
+        def score_mod(s, b, h, q, k):
+            s = jnp.maximum(s, least[b].astype(s.dtype)) + table[jnp.clip(q - k, -4, 4) + 4]
+            s = s * (factor * (1 + k % 3)) + (2 * doubled)[k % 4]
+            s = lax.cond(q > k, lambda: s * branch[0], lambda: s + branch[k % 4])
+            s = lax.fori_loop(0, 2, lambda n, s: s * loop[(k + n) % 4], s)
+            return s * jax.nn.relu(ruled)[k % 4]
+
+        return score_mod
+
+    rng = np.random.default_rng(0)
+    shapes = (case.B,), (9,), (), (4,), (4,), (4,), (4,)
+    return Mod("score_mod", make, tuple(np.asarray(rng.integers(3, 16, n) / 8, np.float32) for n in shapes))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_gradients_of_16_bit_arrays_are_rounded_once(implementation, dtype):
+    """Sums over 2^18 entries err by half a unit in the last place, and by what they err for float32 arrays."""
+    case = Case(B=1, T=512, S=512, N=1, K=1, D=8, E=8)
+    make, arrays, cotangents = mods(uses, case), case.arrays(), case.cotangents()
+    in_16_bits = arrays | captured(make(), dtype)
+    expected = exact(case, make, in_16_bits, cotangents)
+    in_float32 = ours(case, make, arrays | captured(make()), cotangents, implementation)
+    results = ours(case, make, in_16_bits, cotangents, implementation)
+    for name, x in expected.items():
+        rounding = float(jnp.finfo(results[name].dtype).eps) / 2 * np.abs(x)
+        error, error_in_float32 = (np.abs(y[name].astype(x.dtype) - x) for y in (results, in_float32))
+        assert (error <= rounding + 2 * error_in_float32.max()).all(), name
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_tail_of_erfc(implementation):
     """Where it is too small to be told from 0 as a difference of 1 and erf. The score of the only key is the result."""

@@ -366,6 +366,66 @@ def test_shard_map(implementation, check_vma):
         assert_close(gradient(mapped), gradient(attend))
 
 
+def gradient(function):
+    return jax.grad(lambda *args: function(*args).sum())
+
+
+def derivative_along(function):
+    return lambda table, query: jax.jvp(lambda table: function(table, query), (table,), (table[::-1],))[1]
+
+
+def second_derivative(function):
+    of_query = jax.grad(lambda *args: function(*args).sum(), 1)
+    return gradient(lambda *args: of_query(*args) ** 2)
+
+
+def mapped(function):
+    return lambda table, query: jax.vmap(gradient(function), (0, None))(jnp.stack([table, -table]), query)
+
+
+def in_a_scan(function):
+    def layers(table, query):
+        return jax.lax.scan(lambda x, _: (jax.checkpoint(function)(table, x), None), query, length=2)[0]
+
+    return gradient(layers)
+
+
+def sharded_explicitly(function):
+    def call(table, query):
+        over = mesh("explicit")
+        with jax.set_mesh(over):
+            return jax.jit(gradient(function))(table, jax.device_put(query, NamedSharding(over, BATCH)))
+
+    return call
+
+
+def in_shard_map(function):
+    return jax.shard_map(gradient(function), mesh=mesh("auto"), in_specs=(P(), BATCH), out_specs=P())
+
+
+TRANSFORMS = [derivative_along, second_derivative, mapped, in_a_scan, sharded_explicitly, in_shard_map]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
+def test_16_bit_arrays(transform, implementation):
+    """Derivatives are those of float32 arrays, rounded. The arrays are multiples of 1/8: values are the same."""
+    if implementation == "flash" and transform is derivative_along:
+        pytest.skip("the fused calls have no forward mode")
+    query, key, value, *_ = inputs()
+    table = jnp.asarray(np.random.default_rng(0).integers(-8, 9, (N, T + S)) / 8, jnp.float32)
+
+    def function(table, query):
+        def score_mod(s, b, h, q, k):
+            return s * (2 * table)[h, q - k + S] + jnp.where(q > k, table[0, 0] * table[h, k], table[h, q])
+
+        options = {"score_mod": score_mod, "implementation": implementation}
+        return jnp.sin(jax_flash.dot_product_attention(query, key[: len(query)], value[: len(query)], **options))
+
+    result, expected = (transform(function)(table.astype(dtype), query) for dtype in ("bfloat16", "float32"))
+    assert result.dtype == (jnp.float32 if transform is derivative_along else jnp.bfloat16)
+    assert_close(result.astype("float32") / abs(expected).max(), expected / abs(expected).max(), 2.0**-8)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_axis_index_inside_of_a_function(check_vma):
     """It is an effect to JAX, and the error says what to do instead."""

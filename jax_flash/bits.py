@@ -1,4 +1,4 @@
-"""The row maximum m as words, which jax_debug_infs does not look at.
+"""Conversion of the row maximum m to words and back. jax_debug_infs does not check words.
 
 m of a fully masked row is -inf. Under jax_debug_infs JAX raises an error for every jitted function that returns an
 infinity, and the residuals of a derivative are such results. So m leaves a jitted function as words. XLA removes the

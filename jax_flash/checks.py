@@ -1,4 +1,4 @@
-"""Kinds of arguments: a flag, a number, an array. Each is checked and brought into one form; errors name it."""
+"""Checks of arguments. Each returns the argument in a normal form, or raises an error that names it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jax_flash.problem import DTYPES, Problem
 
 
 def flag(name: str, x: Any) -> bool:
-    """True or False. Nothing else: "False" would be true."""
+    """Return True or False. Other values are errors, because the text "False" would count as true."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
-            f"{name} must be True or False, not the traced {x.dtype}{list(x.shape)}: make the argument that it comes "
-            "from static (static_argnames of jax.jit), or choose by jax.lax.cond"
+            f"{name} must be True or False, not the traced {x.dtype}{list(x.shape)}: make the argument of your "
+            "function static (static_argnames of jax.jit), or branch with jax.lax.cond"
         )
     if not isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, not {described(x)}")
@@ -29,7 +29,7 @@ def flag(name: str, x: Any) -> bool:
 
 
 def integer(name: str, x: Any, least: int = 0) -> int:
-    """An int from `least` on that has 64 bits."""
+    """Return an int that is at least `least` and fits in 64 bits."""
     try:
         value = operator.index(x)
     except TypeError:
@@ -42,9 +42,12 @@ def integer(name: str, x: Any, least: int = 0) -> int:
 
 
 def number(name: str, x: Any) -> float:
-    """A number that is known when tracing; what is larger than any float is infinite."""
+    """Return a concrete number as a float. A number beyond the range of floats becomes infinite."""
     if isinstance(x, jax.core.Tracer):
-        raise TypeError(f"{name} must be a concrete number, not a traced value: {x}")
+        raise TypeError(
+            f"{name} must be a concrete number, not the traced value {x}: pass a Python number, or make the argument "
+            "of your function static (static_argnames of jax.jit)"
+        )
     if not is_real(x):
         raise TypeError(f"{name} must be a real number, not {described(x)}")
     try:
@@ -54,7 +57,7 @@ def number(name: str, x: Any) -> float:
 
 
 def is_real(x: Any) -> bool:
-    """Whether it is one real number, of Python's or an array of one. A truth value is none."""
+    """Return whether x is one real number: a Python number or an array of one. A bool is not a number."""
     if isinstance(x, (jax.Array, np.ndarray, np.generic)):
         return x.shape == () and any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer))
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
@@ -63,12 +66,12 @@ def is_real(x: Any) -> bool:
 def finite(name: str, x: Any, limit: float) -> float:
     x = number(name, x)
     if not abs(x) <= limit:
-        raise ValueError(f"{name} must be finite and at most {limit:.3g}, not {x}")
+        raise ValueError(f"{name} must be finite and at most {limit:.3g} in absolute value, not {x}")
     return x
 
 
 def array(name: str, x: ArrayLike, convert: Callable[[Any], Any] = jnp.asarray) -> Any:
-    """`convert(x)`, an array."""
+    """Return the array `convert(x)`, or raise an error that names the argument."""
     try:
         if x is None or any(isinstance(leaf, (str, bytes)) for leaf in jax.tree.leaves(x)):  # JAX sees dtypes in text
             raise TypeError
@@ -78,39 +81,39 @@ def array(name: str, x: ArrayLike, convert: Callable[[Any], Any] = jnp.asarray) 
 
 
 def numpy_array(name: str, x: ArrayLike) -> Any:
-    """On the host, of numbers or truth values; itself if it is traced."""
+    """Return a NumPy array of numbers or bools. A traced array is returned unchanged."""
     if isinstance(x, jax.core.Tracer):
         return x
     converted: np.ndarray = array(name, x, np.asarray)
     if not (jnp.issubdtype(converted.dtype, np.number) or converted.dtype == np.bool_):
-        raise TypeError(f"{name} must be an array of numbers, not of {converted.dtype}")
+        raise TypeError(f"{name} must be an array of numbers, not an array of {converted.dtype}")
     return converted
 
 
 def floats(name: str, x: ArrayLike) -> jax.Array:
     converted: jax.Array = array(name, x)
     if converted.dtype.name not in DTYPES:
-        raise TypeError(f"{name} has dtype {converted.dtype}; supported are {', '.join(DTYPES)}")
+        raise TypeError(f"{name} has dtype {converted.dtype}, but must have {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
     return converted
 
 
 def biases(name: str, x: ArrayLike) -> jax.Array:
-    """Floats. The bias is the fourth positional argument, where other libraries have the mask."""
+    """Return floats. Other libraries take the mask as the fourth positional argument, which is the bias here."""
     converted: jax.Array = array(name, x)
     if converted.dtype == jnp.bool_:
-        raise TypeError(f"{name} must be floats, not a boolean array: pass a mask by name, as mask=")
+        raise TypeError(f"{name} must be a float array, not a boolean array: pass a mask by name, as mask=...")
     return floats(name, converted)
 
 
 def booleans(name: str, x: ArrayLike) -> jax.Array:
     converted: jax.Array = array(name, x)
     if converted.dtype != jnp.bool_:
-        raise TypeError(f"{name} must be boolean, not {converted.dtype}; an additive mask is a bias")
+        raise TypeError(f"{name} must be boolean, not {converted.dtype}: pass an additive mask as bias=...")
     return converted
 
 
 def matrices(name: str, x: ArrayLike) -> Any:
-    """bool [B|1, N|1, …, …]: a matrix, one for each head, or one for each batch entry and head; see `numpy_array`."""
+    """Return bools [B|1, N|1, …, …] from one matrix, one per head, or one per batch entry and head."""
     given = numpy_array(name, x)
     if given.dtype != np.bool_:
         raise TypeError(f"{name} must be boolean, not {given.dtype}")
@@ -122,7 +125,7 @@ def matrices(name: str, x: ArrayLike) -> Any:
 def broadcastable(
     name: str, x: ArrayLike | None, full: tuple[int, ...], kind: Callable[[str, ArrayLike], jax.Array]
 ) -> jax.Array | None:
-    """As [B|1, N|1, T|1, S|1], of `floats` or `booleans`."""
+    """Return [B|1, N|1, T|1, S|1], checked by `kind`."""
     if x is None:
         return None
     given = kind(name, x)
@@ -133,7 +136,7 @@ def broadcastable(
 
 
 def integers(name: str, x: ArrayLike) -> np.ndarray | jax.Array:
-    """NumPy's if nothing in it is JAX's, which would cut 64 bits to 32 without a word."""
+    """Return a NumPy array unless x contains a JAX array, because JAX silently truncates 64-bit integers to 32 bits."""
 
     def convert(x: Any) -> np.ndarray | jax.Array:
         if not all(isinstance(leaf, (int, np.generic, np.ndarray)) for leaf in jax.tree.leaves(x)):
@@ -148,21 +151,23 @@ def integers(name: str, x: ArrayLike) -> np.ndarray | jax.Array:
 
 
 def heads_known(**shapes: tuple[Any, ...]) -> None:
-    """Refuses symbolic numbers of heads and symbolic head dims (`jax.export.symbolic_shape`)."""
+    """Raise NotImplementedError for symbolic numbers of heads and symbolic head dims (`jax.export.symbolic_shape`)."""
     if not all(isinstance(size, int) for shape in shapes.values() for size in shape[-2:]):
         named = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise NotImplementedError(f"heads and head dims must be numbers, not symbolic: {named}")
+        raise NotImplementedError(f"heads and head dims must be numbers, not symbolic, but the shapes are {named}")
 
 
 def sizes_known(**shapes: tuple[Any, ...]) -> None:
-    """Refuses shapes that have symbols for sizes (`jax.export.symbolic_shape`)."""
+    """Raise NotImplementedError for shapes with symbolic sizes (`jax.export.symbolic_shape`)."""
     if not all(isinstance(size, int) for shape in shapes.values() for size in shape):
         named = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise NotImplementedError(f"symbolic shapes: {named}; kernels need sizes")
+        raise NotImplementedError(
+            f"this function does not support symbolic shapes: {named}. Pass arrays of known shapes"
+        )
 
 
 def shaped(name: str, x: Any, shape: tuple[int, ...], unbatched: bool = False) -> Any:
-    """`x`, which has this shape, or that of one batch entry."""
+    """Return `x` after a check of its shape. An unbatched argument may lack the batch dimension."""
     if unbatched and x.shape == shape[1:]:
         x = x[None]
     if x.shape != shape:
@@ -171,21 +176,21 @@ def shaped(name: str, x: Any, shape: tuple[int, ...], unbatched: bool = False) -
 
 
 def lengths(name: str, x: ArrayLike | None, batch: int) -> jax.Array | None:
-    """int32 [B]. Beyond 32 bits a length is as good as the largest."""
+    """Return int32 [B]. Lengths beyond 32 bits are clamped."""
     return None if x is None else saturated(shaped(name, integers(name, x), (batch,)))
 
 
 def ids(name: str, x: ArrayLike | None, shape: tuple[int, ...], unbatched: bool = False) -> jax.Array | None:
-    """int32 of this shape. Ids have 32 bits, signed or not, by which they are told apart."""
+    """Return int32 of this shape. Ids have 32 bits, signed or unsigned."""
     if x is None:
         return None
     given = shaped(name, integers(name, x), shape, unbatched)
     if jnp.iinfo(given.dtype).bits > 32 and given.size:
         if isinstance(given, jax.core.Tracer):
-            raise TypeError(f"{name} are traced {given.dtype}, of which 32 bits are compared: cast them to int32")
+            raise TypeError(f"{name} are traced {given.dtype}, but ids have 32 bits: cast them to int32")
         low, high = int(given.min()), int(given.max())
         if not (-(2**31) <= low and high < 2**31 or low >= 0 and high < 2**32):
-            raise ValueError(f"{name} must be numbers of 32 bits, but there are {low} to {high}")
+            raise ValueError(f"{name} must be 32-bit integers, but range from {low} to {high}: renumber them")
     return jnp.asarray(given).astype(jnp.int32)
 
 
@@ -196,10 +201,10 @@ def saturated(x: Any) -> jax.Array:
 
 def problem(x: Any) -> Problem:
     if not isinstance(x, Problem):
-        raise TypeError(f"problem must be a jax_flash.Problem, not {described(x)}")
+        raise TypeError(f"problem must be a jax_flash.Problem, not {described(x)}: create one with Problem.of")
     return x
 
 
 def described(x: Any) -> str:
-    """Short, also of what is an array."""
+    """Return a short text for an error message. It is the name of the type for arrays and other objects."""
     return repr(x) if x is None or isinstance(x, (str, int, float)) and len(repr(x)) < 80 else type(x).__name__

@@ -1,9 +1,10 @@
 """The dropout mask as a JAX function: the specification that every kernel follows bit for bit.
 
-An entry (b, n, i, j) of P is kept iff its 15 random bits are at least `threshold(rate)`. The bits come from
-Philox4x32-7, a counter-based generator (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3;
-SC 2011): they depend on nothing but the seed and the entry's place, so that the backward regenerates them, and no tile
-size, device or sharding changes them. (The paper, arXiv 2205.14135, saves the generator's state: Algorithms 2 and 4.)
+An entry (b, n, i, j) of P is kept if and only if its 15 random bits are at least `threshold(rate)`. The bits come from
+Philox4x32-7, a counter-based generator (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC
+2011). They depend only on the seed and the position of the entry. The backward can therefore regenerate them, and they
+do not change with the tile size, the device or the sharding. (The paper, arXiv 2205.14135, saves the generator's state
+instead: Algorithms 2 and 4.)
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
-EVERYTHING = 1 << 15  # the threshold that no entry reaches
+EVERYTHING = 1 << 15  # no random bits reach this threshold
 _GREATEST = 0x7F80  # below that: more would be NaN as a bfloat16, and Hopper compares two entries at once as such
 
 
 def threshold(rate: float) -> int:
-    """The drop threshold round(2¹⁵ · rate): an entry is kept iff its 15 random bits are at least it.
+    """Return the drop threshold round(2¹⁵ · rate). An entry is kept if its 15 random bits are at least the threshold.
 
-    The rate in effect is threshold / 2¹⁵; below 2⁻¹⁶ it is exactly no dropout, from 1 - 2⁻¹⁶ on everything is dropped.
+    The effective rate is threshold / 2¹⁵. A rate below 2⁻¹⁶ drops nothing, and a rate of at least 1 - 2⁻¹⁶ drops all
+    entries.
 
     Raises:
-      TypeError: `rate` is not a concrete number (the mask's threshold is compiled in).
-      ValueError: `rate` is outside [0, 1], or NaN, or between 255/256 and 1 (to 15 bits).
+      TypeError: if `rate` is not a concrete number, because the threshold is compiled into the kernels.
+      ValueError: if `rate` is outside [0, 1], NaN, or between 255/256 and 1 (after rounding to 15 bits).
     """
     rate = checks.number("dropout_rate", rate)
     if not 0 <= rate <= 1:
-        raise ValueError(f"dropout_rate must be in [0, 1], not {rate}")
+        raise ValueError(f"dropout_rate must be from 0 to 1, not {rate}")
     least = round(rate * EVERYTHING)
     if _GREATEST < least < EVERYTHING:
         raise ValueError(f"dropout_rate must be at most {_GREATEST / EVERYTHING}, or 1, not {rate}")
@@ -43,22 +45,22 @@ def threshold(rate: float) -> int:
 
 
 def keep_scale(drop_threshold: int) -> float:
-    """What a kept entry is multiplied with, so that the expectation is exact; 0 when everything is dropped."""
+    """Return the factor of a kept entry, which makes the expectation exact, or 0 if all entries are dropped."""
     return EVERYTHING / (EVERYTHING - drop_threshold) if drop_threshold < EVERYTHING else 0.0
 
 
 def checked_key(key: jax.Array) -> jax.Array:
-    """The typed key (`jax.random.key`) that this is, or this raw key (`jax.random.PRNGKey`) of the default kind has.
+    """Return a typed key (`jax.random.key`) for a typed key or a raw key (`jax.random.PRNGKey`) of the default kind.
 
     Raises:
-      TypeError: `key` is neither a typed key nor a uint32 array.
-      ValueError: `key` is not a single key.
+      TypeError: if `key` is neither a typed key nor a uint32 array.
+      ValueError: if `key` is not a single key.
     """
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not typed:
         if not isinstance(key, (jax.Array, np.ndarray)) or key.dtype != jnp.uint32:
             kind = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else checks.described(key)
-            raise TypeError(f"dropout_key must be a key of jax.random.key or jax.random.PRNGKey, not {kind}")
+            raise TypeError(f"dropout_key must be a key from jax.random.key or jax.random.PRNGKey, not {kind}")
         shape = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
         if key.shape != shape:
             raise ValueError(f"dropout_key must be a single raw key, uint32{list(shape)}, not uint32{list(key.shape)}")
@@ -69,9 +71,9 @@ def checked_key(key: jax.Array) -> jax.Array:
 
 
 def seed_from_key(key: jax.Array, batch: int) -> jax.Array:
-    """The operand `seed`, uint32 [batch, 2], drawn once from a JAX PRNG key (see `checked_key`).
+    """Return the operand `seed`, uint32 [batch, 2], drawn once from a JAX PRNG key (see `checked_key`).
 
-    Every batch entry has the same seed: batch and heads differ by the ids in the Philox counter.
+    All batch entries have the same seed. Batch entries and heads differ by the ids in the Philox counter.
     """
     return jnp.broadcast_to(jax.random.bits(checked_key(key), (2,), jnp.uint32), (batch, 2))
 
@@ -79,18 +81,21 @@ def seed_from_key(key: jax.Array, batch: int) -> jax.Array:
 def operands(
     key: jax.Array, broadcast: bool, batch_ids: jax.Array | None, head_ids: jax.Array | None, batch: int, heads: int
 ) -> dict[str, jax.Array]:
-    """The operands `seed`, `batch_id` and `head_id`: uint32 [batch, 2], [batch] and [heads].
+    """Return the operands `seed`, `batch_id` and `head_id`: uint32 [batch, 2], [batch] and [heads].
 
     Args:
-      key: see `seed_from_key`.
-      broadcast: one mask for all batch entries and heads.
-      batch_ids, head_ids: int32 [batch] and [heads], by default 0, 1, …
+      key: JAX PRNG key, see `seed_from_key`.
+      broadcast: whether all batch entries and heads share one mask.
+      batch_ids, head_ids: int32 arrays [batch] and [heads]. Default: 0, 1, …
 
     Raises:
-      ValueError: ids of a mask that is broadcast.
+      ValueError: if a broadcast mask is given ids.
     """
     if broadcast and (batch_ids is not None or head_ids is not None):
-        raise ValueError("broadcast_dropout gives all batch entries and heads one mask: it takes no ids")
+        raise ValueError(
+            "broadcast_dropout=True gives all batch entries and heads the same mask: "
+            "leave out dropout_batch_ids and dropout_head_ids"
+        )
 
     def ids(given: jax.Array | None, size: int) -> jax.Array:
         if broadcast:
@@ -105,11 +110,11 @@ def operands(
 
 
 def philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Philox4x32-7.
+    """Compute Philox4x32-7.
 
     Args:
       counter: four uint32 arrays.
-      key: two uint32 arrays; all six broadcast against each other.
+      key: two uint32 arrays. All six arrays broadcast against each other.
 
     Returns:
       Four uint32 arrays of random bits.
@@ -124,7 +129,7 @@ def philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tuple[
 
 
 def _multiply(constant: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The high and the low word of the 64-bit product, by 16-bit halves: JAX has no 64-bit integers by default."""
+    """Return the high and the low word of the 64-bit product. JAX has no 64-bit integers by default."""
     a_high, a_low = jnp.uint32(constant >> 16), jnp.uint32(constant & 0xFFFF)
     x_high, x_low = x >> 16, x & 0xFFFF
     low_low, high_low, low_high = a_low * x_low, a_high * x_low, a_low * x_high
@@ -141,17 +146,17 @@ def random_bits(
     row_start: jax.Array | int = 0,
     column_start: jax.Array | int = 0,
 ) -> jax.Array:
-    """The random bits of a block of entries; only that block is computed.
+    """Return the random bits of a block of entries. Only this block is computed.
 
     Args:
-      seed: uint32 [B, 2], the Philox keys.
-      batch_id: uint32 [B], global ids.
-      head_id: uint32 [N], global ids.
+      seed: uint32 array [B, 2], the Philox keys.
+      batch_id: uint32 array [B], the global ids of the batch entries.
+      head_id: uint32 array [N], the global ids of the heads.
       shape: (R, C), the rows and columns of the block.
-      row_start, column_start: its first row and column, multiples of 16 (may be traced).
+      row_start, column_start: first row and column of the block, multiples of 16. They may be traced.
 
     Returns:
-      uint32 [B, N, R, C], each below 2¹⁵.
+      uint32 array [B, N, R, C] with values below 2¹⁵.
     """
     rows, columns = shape
     batch, heads = batch_id.shape[0], head_id.shape[0]
@@ -183,6 +188,6 @@ def keep_mask(
     row_start: jax.Array | int = 0,
     column_start: jax.Array | int = 0,
 ) -> jax.Array:
-    """Which entries of a block of P are kept: bool [B, N, R, C] (arguments: `random_bits`)."""
+    """Return whether each entry of a block of P is kept: bool [B, N, R, C]. The arguments are as in `random_bits`."""
     bits = random_bits(seed, batch_id, head_id, shape, row_start, column_start)
     return bits >= jnp.uint32(drop_threshold)

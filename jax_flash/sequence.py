@@ -1,14 +1,16 @@
-"""Attention over a sequence that is divided over devices: keys and values go round (ring attention, arXiv 2310.01889).
+"""Attention over a sequence that is sharded over devices (ring attention, arXiv 2310.01889).
 
-Every device has rows of Q of its own and, at each visit, the keys and values of another one, which are on their way to
-the next meanwhile. What it computes with them is an attention on arrays of its own, which is told by its lengths, its
-query offset and its origin where in the whole it is. Results are merged by their statistics; the backward sends the
-gradients of keys and values along with them. Where devices would wait for each other in the layout that the arrays
-have, as under a causal mask the first do for the last, they first exchange halves for the other layout.
+Each device keeps its rows of Q. The keys and values of the other devices visit it one after the other. They travel to
+the next device while this device computes. Each visit is an ordinary attention call on local arrays. Its lengths, query
+offset and origin give its position in the full sequence. The results are merged by their statistics. In the backward,
+the gradients of keys and values travel with them.
 
-Arrays are by name (`problem.DIMS`) and may have any leading dims. Those that have rows or keys, Q, K, V, what is like
-them and segment ids, are those of this device; of a bias or a mask it has its own rows and all columns, in natural
-order; a block mask is there as a whole.
+In some layouts devices would wait for each other. Under a causal mask and a contiguous layout, for example, the first
+devices have less work than the last. The devices then first exchange halves of their arrays to get the other layout.
+
+Functions take arrays by name (`problem.DIMS`), with any leading dims. A device has its own part of each array with rows
+or keys, such as Q, K, V and the segment ids. For a bias or a mask it has its own rows and all columns, in natural
+order. A block mask is not divided.
 """
 
 from __future__ import annotations
@@ -44,17 +46,17 @@ TRAVELLING = ("key", "value", "kv_segments", "rows_of_keys")
 
 
 class Division(NamedTuple):
-    """How a sequence is divided."""
+    """The division of a sequence over devices."""
 
-    axes: tuple[str, ...]  # the mesh axes that it is divided over, the first of them in the largest steps
-    devices: int  # how many devices there are along these axes
+    axes: tuple[str, ...]  # the mesh axes that divide the sequence, major axis first
+    devices: int  # number of devices along these axes
     layout: Layout = "contiguous"
     mesh_axes: tuple[str, ...] = ()  # the axes in the mesh's order, if that order differs
     ranks: tuple[int, ...] = ()  # the number of each device in the mesh's order, if that order differs
 
     @classmethod
     def over(cls, axes: tuple[str, ...], shape: Mapping[str, int], layout: Layout = "contiguous") -> Division:
-        """The division over axes of a mesh of this shape."""
+        """Return the division over axes of a mesh of this shape."""
         sizes = {axis: size for axis, size in shape.items() if axis in axes}
         ranks = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
         ranks = ranks.transpose([list(sizes).index(axis) for axis in axes]).ravel()
@@ -64,27 +66,27 @@ class Division(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Parts of the sequence that a device has. In the zigzag layout a short row's is beside a long one's."""
+        """The number of parts per device. In the zigzag layout one has short causal rows and the other long ones."""
         return 2 if self.layout == "zigzag" else 1
 
     def part(self, length: int) -> int:
-        """The rows, or keys, of a part."""
+        """Return the number of rows or keys in a part."""
         return length // (self.devices * self.parts)
 
     def numbers(self, device: Any) -> list[Any]:
-        """Those of a device's parts in the whole."""
+        """Return the global indices of a device's parts."""
         return [device] if self.parts == 1 else [device, 2 * self.devices - 1 - device]
 
     def starts(self, device: Any, length: int) -> list[Any]:
-        """The first row, or key, of each part of a device's."""
+        """Return the first row or key of each part of a device."""
         return [number * self.part(length) for number in self.numbers(device)]
 
     def device_of(self, part: int) -> int:
-        """The device that has a part of the whole."""
+        """Return the device that has the part with this global index."""
         return part if part < self.devices else 2 * self.devices - 1 - part
 
     def device(self) -> jax.Array:
-        """The number of this one."""
+        """Return the index of this device."""
         return lax.axis_index(self.axes)
 
     def permuted(self, x: jax.Array, to: Sequence[int]) -> jax.Array:
@@ -95,44 +97,52 @@ class Division(NamedTuple):
         return lax.ppermute(x, self.mesh_axes or self.axes, pairs)
 
     def sent(self, arrays: Tree, shift: int) -> Tree:
-        """Every device's arrays, to the one that comes so many after it."""
+        """Send each device's arrays to the device `shift` places after it."""
         leaves, structure = jax.tree.flatten(arrays)
         if shift % self.devices == 0 or not leaves:
             return arrays
         return jax.tree.unflatten(structure, _exchanged(self, shift, leaves))
 
     def refusal(self, problem: Problem) -> str | None:
-        """Why a problem cannot be divided so; None: it can."""
+        """Return why this problem cannot be divided, or None if it can."""
         if problem.page:
-            return "keys are in pages"
+            return "a paged cache cannot be divided over devices"
         whole = self.devices * self.parts
-        parts = f"{whole} parts of {' x '.join(self.axes)} in the {self.layout} layout"
+        parts = f"{whole} parts over {' x '.join(self.axes)} in the {self.layout} layout"
         if problem.q_len % whole or problem.kv_len % whole:
-            return f"T = {problem.q_len} and S = {problem.kv_len} do not divide into {parts}"
+            return f"T = {problem.q_len} and S = {problem.kv_len} must be multiples of {whole}, for {parts}"
         rows, keys = self.part(problem.q_len), self.part(problem.kv_len)
         if problem.drop_threshold and (rows % dropout.TILE or keys % dropout.TILE):
-            return f"dropout wants parts of a multiple of {dropout.TILE}, and {parts} have {rows} rows and {keys} keys"
+            return f"dropout needs a multiple of {dropout.TILE} rows and keys per part, not {rows} and {keys} ({parts})"
         if problem.block_mask and (rows % problem.q_block or keys % problem.kv_block):
             blocks = f"blocks of {problem.q_block} x {problem.kv_block}"
-            return f"a block mask wants parts of whole {blocks}, and {parts} have {rows} rows and {keys} keys"
+            return f"a block mask needs whole {blocks} per part, not {rows} rows and {keys} keys ({parts})"
         return None
 
 
 def zigzag(x: ArrayLike, devices: int, axis: int) -> jax.Array:
-    """A sequence in the order in which `sequence_layout="zigzag"` has it, so that causal work is equal on all devices.
+    """Reorder a sequence for `sequence_layout="zigzag"`, which balances causal attention over devices.
 
-    Of 2·devices parts of the axis, device r gets the parts r and 2·devices - 1 - r: the axis is then to be sharded over
-    the devices. `unzigzag` undoes it.
+    The axis is split into 2·devices parts. Device r gets parts r and 2·devices - 1 - r. Reorder the inputs, shard the
+    axis of the result over the devices, and call `unzigzag` on the output.
+
+    Args:
+      x: array with a sequence axis.
+      devices: number of devices that will share the sequence.
+      axis: the sequence axis. Its size must be a multiple of 2·devices.
+
+    Returns:
+      Array with the shape and dtype of x.
 
     Raises:
-      TypeError: devices or axis is no int.
-      ValueError: there is no such axis, or it does not divide into 2·devices parts.
+      TypeError: if devices or axis is not an int.
+      ValueError: if the axis does not exist, or its size is not a multiple of 2·devices.
     """
     return _reordered(x, devices, axis, _zigzag_order(devices))
 
 
 def unzigzag(x: ArrayLike, devices: int, axis: int) -> jax.Array:
-    """The inverse of `zigzag`, with the same arguments."""
+    """Restore the natural order of a sequence: the inverse of `zigzag`, with the same arguments and errors."""
     return _reordered(x, devices, axis, np.argsort(_zigzag_order(devices)))
 
 
@@ -145,10 +155,12 @@ def _reordered(x: ArrayLike, devices: int, axis: int, order: np.ndarray) -> jax.
     x = jnp.asarray(x)
     axis = checks.integer("axis", axis, least=-x.ndim)
     if axis >= x.ndim:
-        raise ValueError(f"axis={axis}: the shape is {x.shape}")
+        raise ValueError(f"axis must be below {x.ndim} for shape {x.shape}, not {axis}")
     axis %= x.ndim
     if x.shape[axis] % len(order):
-        raise ValueError(f"axis {axis} of shape {x.shape} does not divide into 2 x {devices} parts")
+        raise ValueError(
+            f"axis {axis} must be divisible by 2 x {devices}, for two parts per device, but the shape is {x.shape}"
+        )
 
     def reordered(x: jax.Array) -> jax.Array:
         parts = x.reshape(*x.shape[:axis], len(order), x.shape[axis] // len(order), *x.shape[axis + 1 :])
@@ -163,7 +175,7 @@ def _permuted(division: Division, shift: int, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _exchanged(division: Division, shift: int, arrays: list[jax.Array]) -> list[jax.Array]:
-    """As one array of words: XLA lets one exchange at a time go on while kernels run. Tangents are sent one by one."""
+    """Send arrays as one array of words: XLA overlaps only one exchange with kernels. Tangents go one by one."""
     if len(arrays) == 1:
         return [_permuted(division, shift, arrays[0])]
     words = [_words(x) for x in arrays]
@@ -179,7 +191,7 @@ def _exchanged_jvp(division, shift, primals, tangents):
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array whose elements have 2, 4 or 8 bytes, 32 a word."""
+    """Return the bits of an array in 32-bit words. Its elements have 2, 4 or 8 bytes."""
     x = x.ravel()
     if x.itemsize == 2:
         x = jnp.pad(x, (0, x.size % 2)).reshape(-1, 2)
@@ -187,22 +199,22 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _of_words(words: jax.Array, like: jax.Array) -> jax.Array:
-    """The array of a shape and dtype that has these bits."""
+    """Return the array with these bits and the shape and dtype of `like`."""
     if like.itemsize == 8:
         words = words.reshape(-1, 2)
     return lax.bitcast_convert_type(words, like.dtype).ravel()[: like.size].reshape(like.shape)
 
 
 class Visit(NamedTuple):
-    """What a device does with the keys of the one that is `shift` before it."""
+    """One visit: a device attends to the keys of the device `shift` places before it."""
 
-    shift: Any  # an int, or a traced one
-    step: int  # by how much this shift is larger than that of the visit before
-    pairs: tuple[tuple[int, int], ...]  # a part of the device's rows and a part of these keys, which meet
+    shift: Any  # an int, may be traced
+    step: int  # difference between this shift and the shift of the previous visit
+    pairs: tuple[tuple[int, int], ...]  # pairs of a part of the device's rows and a part of the visiting keys
 
 
 def entries(problem: Problem, division: Division) -> np.ndarray:
-    """How many entries causal masks and windows leave: [shift, part of rows, part of keys, device], as in `Visit`."""
+    """Count the entries visible under causal masks and windows: [shift, part of rows, part of keys, device]."""
     rows, keys = division.part(problem.q_len), division.part(problem.kv_len)
     span = problem.q_len + problem.kv_len  # a window that is larger hides nothing
     left, right = (min(x, span) for x in (problem.window_left, 0 if problem.causal else problem.window_right))
@@ -210,16 +222,16 @@ def entries(problem: Problem, division: Division) -> np.ndarray:
     first_rows = np.stack(division.starts(devices, problem.q_len))[None, :, None, 0]
     first_keys = np.stack(division.starts((devices - shifts) % division.devices, problem.kv_len), 1)[:, None]
     everything = np.full((division.devices, division.parts, division.parts, division.devices), rows * keys)
-    if problem.query_offset:  # whose values are not known when tracing
+    if problem.query_offset:  # its values are unknown when tracing
         return everything
 
     def up_to(n: np.ndarray) -> np.ndarray:
-        """What y = ..., n - 1, n have of the keys 0 to y - 1, together."""
+        """Return the sum of min(y, keys) over y from 1 to n."""
         n = n.clip(0)
         return np.where(n <= keys, n * (n + 1) // 2, keys * (keys + 1) // 2 + (n - keys) * keys)
 
     def at_most(distance: int) -> np.ndarray:
-        """Entries whose key is so far to the right of their row, or less."""
+        """Count the entries with a key at most `distance` to the right of their row."""
         ahead = distance + first_rows - first_keys
         return up_to(ahead + rows) - up_to(ahead)
 
@@ -227,7 +239,7 @@ def entries(problem: Problem, division: Division) -> np.ndarray:
 
 
 def visits(problem: Problem, division: Division) -> list[Visit]:
-    """Those in which some device sees something, as far as causal masks and windows tell; the first of its own keys."""
+    """Return the visits in which some device sees a key, judged by causal masks and windows. Own keys come first."""
     seen = entries(problem, division).max(-1) > 0
     seen[0] |= np.eye(division.parts, dtype=bool)
     pairs = [tuple((a, b) for a, b in np.argwhere(of).tolist()) for of in seen]
@@ -236,10 +248,10 @@ def visits(problem: Problem, division: Division) -> list[Visit]:
 
 
 def balanced(problem: Problem, division: Division) -> Division:
-    """The division in whose layout it is computed. To exchange halves for the other one must save a tenth."""
+    """Return the division to compute in. Exchanging halves for the other layout must save at least a tenth."""
 
     def time(over: Division) -> int:
-        return int(entries(problem, over).sum((1, 2)).max(-1).sum())  # at every visit all wait for the last
+        return int(entries(problem, over).sum((1, 2)).max(-1).sum())  # each visit lasts as long as its slowest device
 
     other = division._replace(layout="zigzag" if division.layout == "contiguous" else "contiguous")
     wins = other.refusal(problem) is None and time(other) < 0.9 * time(division)
@@ -247,7 +259,7 @@ def balanced(problem: Problem, division: Division) -> Division:
 
 
 def cheaper_by_heads(problem: Problem, division: Division) -> bool:
-    """Whether fewer rows of heads are sent where every device gets all rows of some heads, by an all-to-all."""
+    """Return whether an all-to-all over heads sends fewer rows than ring attention."""
     over = balanced(problem, division)
     once = problem.q_heads + problem.kv_heads  # Q and O, K and V
     ring = (len(visits(problem, over)) - 1) * problem.kv_heads + (once if over != division else 0)
@@ -255,34 +267,37 @@ def cheaper_by_heads(problem: Problem, division: Division) -> bool:
 
 
 def merge(first: Rows, second: Rows) -> Rows:
-    """O, l and m over the keys of two results of the same rows together: O in the dtype of the statistics.
+    """Merge O, l and m of the same rows over two disjoint sets of keys (section 3.1 of arXiv 2205.14135).
 
-    With m = max(m1, m2), l = e^(m1-m) l1 + e^(m2-m) l2 and O = (e^(m1-m) l1 O1 + e^(m2-m) l2 O2) / l (section 3.1 of
-    arXiv 2205.14135). Rows that have seen nothing are l = 0, m = -inf and O = 0, and change nothing.
+    With m = max(m1, m2), l = e^(m1-m) l1 + e^(m2-m) l2 and O = (e^(m1-m) l1 O1 + e^(m2-m) l2 O2) / l. A row that has
+    seen no keys has l = 0, m = -inf and O = 0, and does not change the other side.
 
     Args:
       first, second: O [..., T, N, E], l and m [..., N, T].
+
+    Returns:
+      The merged O in the dtype of the statistics, l and m.
     """
     (_, l1, m1), (_, l2, m2) = first, second
     m = lax.stop_gradient(jnp.maximum(m1, m2))
     l1, l2 = tile.exp_minus(m1, m) * l1, tile.exp_minus(m2, m) * l2
     l = l1 + l2
-    # What is beside nothing has all, also where a GPU's division makes x / x not quite 1.
+    # If one side saw no keys, the other side's weight is exactly 1. On a GPU x / x may differ from 1.
     shares = (jnp.where(y == 0, jnp.sign(x), tile.divide(x, l)) for x, y in ((l1, l2), (l2, l1)))
     share1, share2 = (jnp.swapaxes(x, -1, -2)[..., None] for x in shares)
     return share1 * first[0].astype(l.dtype) + share2 * second[0].astype(l.dtype), l, m
 
 
 def forward(compute: Compute, problem: Problem, division: Division, arrays: Arrays) -> tuple[jax.Array, ...]:
-    """What `compute` returns, (o, l, m), of this device's rows.
+    """Return (o, l, m) of this device's rows.
 
     Args:
-      compute: a forward on one device, of a problem and arrays by name.
-      problem: the whole one.
+      compute: function of a problem and arrays by name that computes the forward on one device.
+      problem: the problem of the full sequence.
     """
     division, given = balanced(problem, division), division
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
-    sinks, problem = arrays.pop("sinks", None), dataclasses.replace(problem, sinks=None)  # they join at last, once
+    sinks, problem = arrays.pop("sinks", None), dataclasses.replace(problem, sinks=None)  # they join once, at the end
 
     def attend(visit: Visit, visitors: Arrays, rows: dict[int, Rows], none: Sums) -> tuple[dict[int, Rows], Sums]:
         for a, b in visit.pairs:
@@ -303,12 +318,13 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
 
 
 def backward(compute: Compute, problem: Problem, division: Division, arrays: Arrays) -> tuple[jax.Array, ...]:
-    """What `compute` returns, the gradients that the problem asks for, of this device's arrays: those of what is there
-    as a whole, a bias and captured arrays, are the part that its rows have in them.
+    """Return the requested gradients of this device's arrays.
+
+    A bias and captured arrays are not divided. Their gradients are the contribution of this device's rows.
 
     Args:
-      compute: a backward on one device, likewise.
-      arrays: the operands, with the o, l and m of the forward, do and dlogsumexp.
+      compute: function of a problem and arrays by name that computes the backward on one device.
+      arrays: the operands, with o, l and m of the forward, do and dlogsumexp.
     """
     division, given = balanced(problem, division), division
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
@@ -317,7 +333,7 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
     def propagate(visit: Visit, visitors: Arrays, own: Sums, travelled: Sums) -> tuple[Sums, Sums]:
         for a, b in visit.pairs:
             local, operands = _part(problem, division, arrays | visitors, visit.shift, a, b)
-            if visit.step or a != b:  # what a row adds to the gradient of the sinks it adds once
+            if visit.step or a != b:  # each row contributes to the gradient of the sinks once
                 local = dataclasses.replace(local, dsinks=False)
                 if not local.gradients:
                     continue
@@ -346,10 +362,10 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
 
 
 def _relaid(problem: Problem, name: str, x: jax.Array, before: Division, after: Division) -> jax.Array:
-    """This device's part of an array in one layout, of that in another: every device sends each of its halves away.
+    """Move this device's part of an array from one layout to the other.
 
-    In the contiguous layout they are the parts 2 d and 2 d + 1 of the whole, in the zigzag layout one of them is even,
-    too: so the even ones of all devices are exchanged, then the odd ones.
+    Each device sends both of its halves. In the contiguous layout they have the global indices 2 d and 2 d + 1. In the
+    zigzag layout one of the indices is even and the other odd. So the devices exchange the even halves, then the odd.
     """
     axis = _divided_axis(problem, name, x)
     if axis is None or before == after:
@@ -358,7 +374,7 @@ def _relaid(problem: Problem, name: str, x: jax.Array, before: Division, after: 
     to_zigzag = [[before.device_of(2 * d + i) for d in range(before.devices)] for i in range(2)]
 
     def swapped_if_odd(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first half of a device's in the zigzag layout has the device's number."""
+        """Swap the halves on odd devices: in the zigzag layout the first half has the index of the device."""
         return jnp.where(odd, second, first), jnp.where(odd, first, second)
 
     halves = jnp.split(x, 2, axis)
@@ -377,13 +393,13 @@ def _tour(
     use: Callable[[Visit, Arrays, State, Sums], tuple[State, Sums]],
     state: State,
 ) -> tuple[State, Sums]:
-    """What becomes of a state at all visits, and of sums that travel with the keys.
+    """Update a state, and sums that travel with the keys, at all visits.
 
-    The keys of the next visit, and the sums that this one adds to, are on their way while keys are used: together,
-    where both are sent equally far.
+    The keys of the next visit and the sums of this visit are sent while the current keys are used. They are sent
+    together if both go equally far.
 
-    Visits that are alike are a loop: the program does not grow with the devices, and XLA cannot ask for all keys at
-    once.
+    Equal visits become a loop. The program then does not grow with the number of devices, and XLA cannot prefetch all
+    keys.
     """
 
     def at(
@@ -410,7 +426,7 @@ def _tour(
 
 
 def _packed(arrays: Arrays) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
-    """Those of a dtype as one array, and what takes them apart."""
+    """Concatenate the arrays of each dtype. Return the results and a function that splits them."""
     dtypes = {x.dtype for x in arrays.values()}
     raveled = {
         dtype.name: ravel_pytree({name: x for name, x in arrays.items() if x.dtype == dtype}) for dtype in dtypes
@@ -423,14 +439,14 @@ def _packed(arrays: Arrays) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
 
 
 def _starts(problem: Problem, division: Division, shift: int, a: int, b: int) -> tuple[jax.Array, jax.Array]:
-    """The whole's numbers of the first row and key of a pair."""
+    """Return the global indices of the first row and the first key of a pair."""
     device = division.device()
     source = (device - shift) % division.devices
     return division.starts(device, problem.q_len)[a], division.starts(source, problem.kv_len)[b]
 
 
 def _part(problem: Problem, division: Division, arrays: Arrays, shift: int, a: int, b: int) -> tuple[Problem, Arrays]:
-    """The attention of part a of the rows to part b of the keys that are there."""
+    """Return the problem and the arrays for part a of the rows and part b of the visiting keys."""
     rows, keys = division.part(problem.q_len), division.part(problem.kv_len)
     row_start, key_start = _starts(problem, division, shift, a, b)
     part: Arrays = {}
@@ -470,7 +486,7 @@ def _part(problem: Problem, division: Division, arrays: Arrays, shift: int, a: i
 
 
 def _shifted(arrays: Arrays, by: jax.Array, span: int) -> jax.Array:
-    """The query offset of a part. One that is as far as int32 goes stays there: it is beyond all keys anyway."""
+    """Return the query offset of a part. It is clamped to int32, because such an offset is beyond all keys anyway."""
     if "query_offset" not in arrays:
         return jnp.broadcast_to(by.astype(jnp.int32), arrays["query"].shape[:-3])
     limits = np.iinfo(np.int32)
@@ -491,7 +507,7 @@ def _with_bias_part(
     a: int,
     b: int,
 ) -> jax.Array:
-    """The gradient of this device's part of the bias, with that of a pair."""
+    """Add the bias gradient of a pair to the bias gradient of this device."""
     bias, extent = arrays["bias"], problem.bias
     assert extent is not None
     if total is None:
@@ -503,13 +519,13 @@ def _with_bias_part(
 
 
 def _axis(name: str) -> int:
-    """Of rows, or keys, counted from the last."""
+    """Return the axis of rows or keys, counted from the last."""
     dims = DIMS[name]
     return next(i for i in range(-len(dims), 0) if dims[i] in "TS")
 
 
 def _divided_axis(problem: Problem, name: str, x: jax.Array) -> int | None:
-    """Of what this device has of an array's rows or keys; None: it is there as a whole."""
+    """Return the axis along which an array is divided over devices, or None if it is not divided."""
     operand = DIFFERENTIATED.get(name, name)
     broadcast = operand in ("bias", "mask", "sinks") and not getattr(problem, operand).rows
     return None if broadcast or not {"T", "S"} & set(DIMS[name]) else _axis(name) % x.ndim

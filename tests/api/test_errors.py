@@ -93,7 +93,7 @@ def test_mixed_dtypes():
         ({"bias": jnp.ones((1, 1, 1, 1, 1))}, ValueError, "bias"),
         ({"bias": jnp.ones((1, K, T, S))}, ValueError, "bias"),
         ({"bias": jnp.ones((T, S), jnp.int32)}, TypeError, "bias"),
-        ({"bias": jnp.ones((T, S), bool)}, TypeError, "bias must be floats, not a boolean array: .* mask="),
+        ({"bias": jnp.ones((T, S), bool)}, TypeError, "bias must be a float array, not a boolean array: .* mask="),
         ({"mask": jnp.ones((B, N, T + 1, S), bool)}, ValueError, "mask"),
         ({"mask": jnp.ones((B, N, T, S))}, TypeError, "mask"),
         ({"mask": jnp.ones((B, N, T, S), jnp.int32)}, TypeError, "mask"),
@@ -137,7 +137,7 @@ def test_mixed_dtypes():
         (
             {"query_segment_ids": np.full((B, T), 1), "key_value_segment_ids": np.full((B, S), 2**32 + 1)},
             ValueError,
-            "key_value_segment_ids must be numbers of 32 bits",
+            "key_value_segment_ids must be 32-bit integers",
         ),
         ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must not be 0: for no cap leave it out"),
         ({"causal": True}, TypeError, "unexpected keyword argument 'causal': .*; causal is is_causal here"),

@@ -274,7 +274,7 @@ SHAPE = (1, 48, 2, 8)  # of a device, of two
                 "dropout_key": np.uint32([0, 1]),
             },
             ValueError,
-            "dropout wants parts of a multiple of 16, and 4 parts of seq in the zigzag layout have 24 rows and 24 keys",
+            "dropout needs a multiple of 16 rows and keys per part, not 24 and 24 .4 parts over seq in the zigzag",
         ),
         (
             {
@@ -282,7 +282,7 @@ SHAPE = (1, 48, 2, 8)  # of a device, of two
                 "block_mask": BlockMask.from_mask(np.tri(96, dtype=bool), q_block=32, kv_block=32),
             },
             ValueError,
-            "a block mask wants parts of whole blocks of 32 x 32",
+            "a block mask needs whole blocks of 32 x 32 per part, not 48 rows",
         ),
     ],
     ids=lambda x: None if isinstance(x, dict | type) else x.split(":")[0][:30],
@@ -301,7 +301,7 @@ def test_an_axis_outside_of_shard_map_and_parts_that_are_not_whole():
     x = jnp.ones(SHAPE)
     with pytest.raises(ValueError, match=r"there is no such axis here; it is one of a mesh, inside of jax.shard_map"):
         jax_flash.dot_product_attention(x, x, x, sequence_axis="seq")
-    with pytest.raises(ValueError, match=r"axis 1 of shape \(1, 48, 2, 8\) does not divide into 2 x 5 parts"):
+    with pytest.raises(ValueError, match=r"axis 1 must be divisible by 2 x 5, .* the shape is \(1, 48, 2, 8\)"):
         jax_flash.zigzag(x, 5, 1)
     mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(2))
     odd = jax.shard_map(
@@ -310,7 +310,7 @@ def test_an_axis_outside_of_shard_map_and_parts_that_are_not_whole():
         in_specs=P(None, "seq"),
         out_specs=P(None, "seq"),
     )
-    with pytest.raises(ValueError, match="T = 90 and S = 90 do not divide into 4 parts of seq in the zigzag layout"):
+    with pytest.raises(ValueError, match="T = 90 and S = 90 must be multiples of 4, for 4 parts over seq"):
         odd(jnp.ones((1, 90, 2, 8)))
 
 
@@ -333,7 +333,7 @@ def test_zigzag_and_back():
 @pytest.mark.parametrize(
     ("devices", "axis", "error", "match"),
     [
-        (2, 2, ValueError, "axis=2: the shape is"),
+        (2, 2, ValueError, "axis must be below 2 for shape .*, not 2"),
         (2, -3, ValueError, "axis must be at least -2"),
         (2, 1.0, TypeError, "axis must be an int"),
         (0, 1, ValueError, "devices must be at least 1"),

@@ -55,7 +55,7 @@ WRONG_ATTRIBUTES = [
     *(({"num_heads": heads}, ValueError, "num_heads must be at least 1") for heads in (0, -1)),
     *(({"num_heads": heads}, TypeError, "num_heads must be an int") for heads in ("2", None)),
     ({"dropout_rate": "0.5"}, TypeError, "dropout_rate must be a real number, not '0.5'"),
-    ({"dropout_rate": -1.0}, ValueError, "dropout_rate must be in"),
+    ({"dropout_rate": -1.0}, ValueError, "dropout_rate must be from 0 to 1"),
     ({"use_sinks": 1}, TypeError, "use_sinks must be True or False"),
     ({"dropout_rate": 0.5, "deterministic": "False"}, TypeError, "deterministic must be True or False, not 'False'"),
 ]

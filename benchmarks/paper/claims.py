@@ -98,7 +98,7 @@ def paper_claims(*results: Results) -> str:
 
     def curves() -> str:
         gap = named["gpt2_curves"]["largest_gap"]["standard and flash"]["held_out"]
-        return f"held-out losses differ by up to {gap:.3f} nats a byte"
+        return f"held-out losses differ by up to {gap:.3f} nats per byte"
 
     def context() -> str:
         means = [named["gpt2_context"]["perplexity"][n]["mean"] for n in ("1024", "4096")]

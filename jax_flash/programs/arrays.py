@@ -1,6 +1,6 @@
-"""Arrays whose elements are values of a code: each is a function from indices to a value.
+"""Lazy arrays of code values: each array is a function from indices to a value.
 
-So only those elements are computed that a scalar result needs: of a captured table the one that is looked up.
+Only the elements that a scalar result needs are computed, such as one entry of a captured table.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Array:
 
 
 class View(Array):
-    """Elements of a captured float array in other places: what derivatives with respect to it are of.
+    """A rearrangement of a captured float array. Derivatives are taken with respect to its elements.
 
-    `place` says which of its entries an element is, and whether it is one (else it is `fill`), if that is in question.
+    `place` maps an index to an entry of the captured array, and to a condition (or None). If the condition is false,
+    the element is `fill`.
     """
 
     def __init__(
@@ -64,26 +65,26 @@ class View(Array):
 
 
 def aval(x: Any) -> jax.ShapeDtypeStruct:
-    """Of a variable or a literal of a jaxpr."""
+    """Return the shape and dtype of a variable or a literal of a jaxpr."""
     return jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
 
 
 def type_of(dtype: Any) -> str:
-    """The letter of a dtype's values in code."""
+    """Return the letter of a dtype in code: f, i, u or b."""
     if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):  # as those of PRNG keys are, which NumPy does not know
         kind = "f" if np.dtype(dtype).name in FLOATS else np.dtype(dtype).kind
         if kind in "fiub":
             return kind
-    raise Unsupported(f"{dtype} values; there are bool, integers up to 32 bits and floats")
+    raise Unsupported(f"{dtype} values: use bool, integers of at most 32 bits, or floats")
 
 
 def captured(code: Code, number: int, shape: Sequence[int], dtype: Any) -> Array:
-    """A captured array."""
+    """Return the array for a captured operand."""
     name = np.dtype(dtype).name
     if name not in CAPTURED:
-        raise Unsupported(f"a captured array of {name}; there are {', '.join(CAPTURED)}")
+        raise Unsupported(f"a captured array of {name}: use {', '.join(CAPTURED[:-1])} or {CAPTURED[-1]}")
     if len(shape) > MOST_DIMS or 0 in shape:
-        raise Unsupported(f"a captured array of {list(shape)}: there may be {MOST_DIMS} dims, and none of them empty")
+        raise Unsupported(f"a captured array of {list(shape)}: use at most {MOST_DIMS} dims, none of size 0")
     type = type_of(dtype)
     if type == "f":
         return View(code, number, shape, dtype, lambda index: (index, None))
@@ -95,7 +96,7 @@ def scalar(x: Value, dtype: Any) -> Array:
 
 
 def positions(code: Code, shape: Sequence[int]) -> list[Index]:
-    """The indices of all elements of a small array."""
+    """Return the indices of all elements of a small array."""
     if math.prod(shape) > MOST_ELEMENTS:
-        raise Unsupported(f"an array of {list(shape)}: at most {MOST_ELEMENTS} elements are computed one by one")
+        raise Unsupported(f"an array of {list(shape)}: a computed array may have at most {MOST_ELEMENTS} elements")
     return [tuple(code.constant("i", i) for i in index) for index in itertools.product(*map(range, shape))]

@@ -20,7 +20,7 @@ MOST_INSTRUCTIONS = 4096  # of a code
 
 
 class Unsupported(NotImplementedError):
-    """What code has no instructions for."""
+    """An operation that the kernels do not support."""
 
 
 class Value(NamedTuple):
@@ -31,14 +31,14 @@ class Value(NamedTuple):
 
 
 class Range(NamedTuple):
-    """What an integer value can be: low <= x <= high."""
+    """The range of an integer value: low <= x <= high."""
 
     low: int
     high: int
 
     @classmethod
     def of(cls, *values: int) -> Range:
-        """Of all between these; anything, if a sum or product may wrap around."""
+        """Return the smallest range with these values, or all integers if an operation may wrap around."""
         low, high = min(values), max(values)
         return cls(low, high) if INT_MIN <= low and high <= INT_MAX else ANYTHING
 
@@ -60,11 +60,11 @@ def _decided(op: str, x: Range, y: Range) -> bool | None:
 
 
 class Code:
-    """Instructions, as they are added: each once, and none whose value is known from what can be known of integers.
+    """A list of instructions without duplicates. Values that follow from ranges of integers become constants.
 
     Args:
-      dtype: of floats (`f`).
-      sizes: how many values each of the inputs batch, head, query and key has, from 0 on; None, if that is not known.
+      dtype: dtype of floats (`f`).
+      sizes: number of values of each input batch, head, query and key, which start at 0. None means unknown.
     """
 
     def __init__(self, dtype: str, sizes: Mapping[str, int | None]):
@@ -87,14 +87,14 @@ class Code:
     def constant(self, type: str, x: Constant) -> Value:
         x = bool(x) if type == "b" else x
         if type == "i" and not INT_MIN <= x <= INT_MAX:
-            raise Unsupported(f"the number {x}, which has more than 32 bits")
+            raise Unsupported(f"the number {x}, which does not fit in 32 bits")
         text = (float(x).hex() if math.isfinite(x) else str(float(x))) if type == "f" else str(int(x))
         value = self._add(type, f"const.{type}", text, known=Range.of(int(x)) if type in "ib" else ANYTHING)
         self._constants[value.number] = x
         return value
 
     def load(self, type: str, array: int, indices: Sequence[Value]) -> Value:
-        """An entry of a captured array, nearest to these indices if they are outside."""
+        """Return an entry of a captured array. Indices out of range are clamped."""
         return self._add(type, f"load.{type}", str(array), *indices)
 
     # --- operations ---
@@ -155,7 +155,7 @@ class Code:
         return self._add(type, f"cast.{x.type}.{type}", x, known=TRUTH if x.type == "b" else ANYTHING)
 
     def rounded(self, x: Value, dtype: str) -> Value:
-        """A float as another dtype has it."""
+        """Return a float rounded to another dtype."""
         if x.type != "f" or dtype in (self.dtype, "float64"):
             return x
         known = self.known(x)
@@ -164,7 +164,7 @@ class Code:
         return self._add("f", f"round_to.{dtype}", x)
 
     def wrapped(self, x: Value, bits: int) -> Value:
-        """An integer as one of so many bits has it."""
+        """Return an integer truncated to this number of bits."""
         if x.type not in "iu" or bits >= 32:
             return x
         spare = self.constant(x.type, 32 - bits)
@@ -175,7 +175,7 @@ class Code:
         return self.binary("min", self.binary("max", x, self.constant("i", low)), self.constant("i", high))
 
     def accumulate(self, array: int, indices: Sequence[Value], x: Value) -> None:
-        """Adds to an entry of a captured array's gradient."""
+        """Add to an entry of the gradient of a captured array."""
         self._kept.append(self._add("", "accumulate", str(array), *indices, x).number)
 
     # --- what is known ---
@@ -233,7 +233,7 @@ class Code:
         return self._values[line]
 
     def text(self, result: Value) -> str:
-        """Of what the result needs, and of what has effects."""
+        """Return the text of all instructions that the result needs or that have effects."""
         needed: set[int] = set()
         asked = [result.number, *self._kept]
         while asked:

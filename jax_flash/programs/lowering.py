@@ -45,7 +45,7 @@ class Lowering:
         return [read(x) for x in jaxpr.outvars]
 
     def use(self, x: Array) -> Array:
-        """Notes that a view is needed as an array of its own, and gives the array."""
+        """Record that a view is used as an array, and return the array."""
         if not isinstance(x, View):
             return x
         if not any(x is leaf for leaf in self.leaves):
@@ -64,7 +64,7 @@ class Lowering:
         def element(index: Index) -> Value:
             places: list[Any] = [self.code.known(i) for i in index]
             if None in places:
-                raise Unsupported("a constant array that is not captured")
+                raise Unsupported("an index into a constant array: capture the array instead")
             return self.code.constant(type, x.item(*places))
 
         return Array(x.shape, x.dtype, element)
@@ -89,17 +89,17 @@ class Lowering:
                 return [self._elementwise(eqn, inputs)]
             if name in ARRAYS:
                 return [ARRAYS[name](self.code, eqn, inputs, aval(eqn.outvars[0]))]
-            raise Unsupported("there are no instructions for it")
+            raise Unsupported("the kernels do not support this operation")
 
     def _relabelled(self, eqn: JaxprEqn, i: int, inputs: list[Array]) -> Array:
-        """Result i of what only looks at the elements of its first operand in other places."""
+        """Return result i of an equation that only rearranges the elements of its first operand."""
         x, *others = inputs
         out, code = aval(eqn.outvars[i]), self.code
         where = RELABELLED[eqn.primitive.name](code, eqn, i, x.shape, others)
         fill = fill_value(eqn, x.dtype)
         if isinstance(x, View):
             if fill is not None and x.fill is not None:
-                raise Unsupported("a look-up with a fill value in the result of another")
+                raise Unsupported("a gather with a fill value from the result of another such gather")
 
             def place(index: Index) -> Place:
                 index, inside = where(index)
@@ -134,16 +134,16 @@ class Lowering:
         for x in (*eqn.invars, *eqn.outvars):
             type, dtype, weak = type_of(aval(x).dtype), aval(x).dtype, getattr(x.aval, "weak_type", False)
             if type in "iu" and dtype.itemsize < 4 and eqn.primitive.name not in ANY_WIDTH:
-                raise Unsupported(f"{dtype.name} arithmetic; convert to int32")
+                raise Unsupported(f"{dtype.name} arithmetic: convert to int32")
             if type in "iu" and dtype.itemsize > 4 and not weak:
-                raise Unsupported(f"{dtype.name} values; there are integers up to 32 bits")
+                raise Unsupported(f"{dtype.name} values: use integers of at most 32 bits")
             if dtype.name == "float64" != self.code.dtype and not weak:
-                raise Unsupported("float64 values, where the scores are float32")
+                raise Unsupported("float64 values with float32 scores: use float32")
 
 
 @contextlib.contextmanager
 def _located(eqn: JaxprEqn, call: JaxprEqn | None) -> Iterator[None]:
-    """What is not supported is said with the user's line: JAX keeps those of its own functions from their first use."""
+    """Add the user's line to an `Unsupported` error. JAX keeps the lines of its own functions from their first use."""
     try:
         yield
     except Unsupported as e:
@@ -169,7 +169,7 @@ def keeps_views(eqn: JaxprEqn) -> bool:
 
 
 def is_transparent(eqn: JaxprEqn) -> bool:
-    """Whether derivatives of a call are those of what it calls."""
+    """Return whether a call has the derivatives of the function that it calls, and no custom rule."""
     return not eqn.primitive.name.startswith("custom_")
 
 

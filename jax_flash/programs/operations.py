@@ -50,7 +50,7 @@ def _integer_pow(code: Code, eqn: JaxprEqn, x: Value) -> Value:
 
 def _pow(code: Code, eqn: JaxprEqn, x: Value, y: Value) -> Value:
     if x.type != "f":
-        raise Unsupported("a power of integers")
+        raise Unsupported("a power of integers: convert the base to float")
     return code.binary("pow", x, code.cast(y, "f"))
 
 
@@ -70,7 +70,7 @@ def _clamp(code: Code, eqn: JaxprEqn, low: Value, x: Value, high: Value) -> Valu
 def _convert(code: Code, eqn: JaxprEqn, x: Value) -> Value:
     new, old = np.dtype(eqn.params["new_dtype"]), np.dtype(aval(eqn.invars[0]).dtype)
     if new.kind in "iu" and new.itemsize < 4 and not np.can_cast(old, new):
-        raise Unsupported(f"conversion from {old.name} to {new.name}")
+        raise Unsupported(f"conversion from {old.name} to {new.name}: convert to int32")
     return code.cast(x, type_of(new))
 
 
@@ -100,7 +100,7 @@ def _reduce_precision(code: Code, eqn: JaxprEqn, x: Value) -> Value:
         info = jnp.finfo(dtype)
         if (info.nexp, info.nmant) == (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]):
             return code.rounded(x, dtype)
-    raise Unsupported("a precision that is no dtype's")
+    raise Unsupported("a rounding to a precision that no dtype has")
 
 
 def _square(code: Code, eqn: JaxprEqn, x: Value) -> Value:

@@ -1,7 +1,7 @@
-"""Score programs: functions of one entry of the matrix, as the user writes them in `jnp`.
+"""Score programs: functions of one entry of the score matrix, which the user writes in `jnp`.
 
-A function is traced on scalars; the arrays that it captures become operands. Kernels run its code, and that of its
-derivative, which is `jax.vjp` of the function; everything else runs the function itself, mapped over a tile.
+A function is traced on scalars. The arrays that it captures become operands. The kernels run its code and the code of
+its derivative (`jax.vjp` of the function). Plain JAX runs the function itself, mapped over a tile.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ NEEDS_VALUES = {
     jax.errors.TracerBoolConversionError: "must not branch on a traced value: write jnp.where(condition, x, y) for if, "
     "and &, | and ~ for and, or and not",
     jax.errors.TracerArrayConversionError: "must not pass a traced value to NumPy: use jax.numpy, and convert a NumPy "
-    "array that it looks something up in, as in jnp.asarray(table)[key]",
+    "array before you index it, as in jnp.asarray(table)[key]",
     jax.errors.TracerIntegerConversionError: "must not use a traced value as a Python integer, such as the index of a "
-    "list: look up in an array, as in jnp.asarray(values)[key]",
+    "list: index an array instead, as in jnp.asarray(values)[key]",
     jax.errors.NonConcreteBooleanIndexError: "must not select elements by a traced condition: write "
     "jnp.where(condition, x, y)",
-    jax.errors.ConcretizationTypeError: "must not need the number that a traced value stands for, as Python's int, "
-    "float and range do, and array shapes",
+    jax.errors.ConcretizationTypeError: "must not convert a traced value to a Python number, as int, float and range "
+    "do, and array shapes: use jax.numpy",
 }
 MOST_CAPTURED = 32  # how many arrays the two functions of a call may capture
 
@@ -88,7 +88,10 @@ class Program:
         return self
 
     def __reduce__(self) -> Any:
-        raise TypeError("a traced score_mod, mask_mod or mask_fn is a jaxpr, which JAX cannot pickle")
+        raise TypeError(
+            "a traced score_mod, mask_mod or mask_fn is a jaxpr, which JAX cannot pickle: pickle what the function is "
+            "made from instead"
+        )
 
     @property
     def has_rules(self) -> bool:
@@ -101,7 +104,7 @@ class Program:
         return (self.text, self.derivative) in ((SAME_SCORE, SAME_COTANGENT), (ALWAYS, None))
 
     def __call__(self, arrays: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
-        """Of one entry. `arrays` are all that are captured, this program's among them."""
+        """Evaluate one entry. `arrays` are the captured arrays of all programs of the call."""
         (result,) = replay.evaluate(self.jaxpr, self._own(arrays), scalars)
         return result
 
@@ -114,10 +117,10 @@ class Program:
         query: jax.Array,
         key: jax.Array,
     ) -> jax.Array:
-        """Of every entry of a tile: [B, N, R, C].
+        """Evaluate every entry of a tile: [B, N, R, C].
 
         Args:
-          arrays: all that are captured, each with a leading dim of B or 1.
+          arrays: captured arrays of all programs of the call, each with a leading dim of B or 1.
           score: [B, N, R, C], or None for a mask.
           batch, head, query, key: int32 [B], [N], [B, R] and [C], or [B, N, R, C] each.
         """
@@ -134,8 +137,11 @@ class Program:
         return mapped(arrays, *scores, batch, head, query, key)
 
     def gradient(self, captured: Sequence[Captured], dtype: str, sizes: Sizes) -> Program:
-        """The code that finds the cotangent of the score, and what is added to gradients of captured arrays, from the
-        cotangent of the result."""
+        """Return the code of the derivative.
+
+        From the cotangent of the result it computes the cotangent of the score, and adds to the gradients of captured
+        arrays.
+        """
         code = Code(dtype, sizes._asdict())
         arrays, scalars, forward = self._arrays(code, captured), _inputs(code, dtype), Lowering(code)
         leaves = _leaves(forward, self.jaxpr, arrays, scalars)
@@ -165,17 +171,24 @@ class Program:
 
 
 def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tuple[Program, list[jax.Array]]:
-    """A user's `score_mod` or `mask_mod`, and the arrays that it captures, which have numbers from `first` on.
+    """Trace a user's `score_mod` or `mask_mod`. Return the program and the arrays that it captures.
 
     Args:
-      dtype: of the scores.
+      name: name of the argument, for error messages.
+      function: the user's function.
+      dtype: dtype of the scores.
+      sizes: number of values of each index.
+      first: number of the first captured array.
 
-    Raises TypeError or ValueError that name the argument.
+    Raises:
+      TypeError, ValueError: if the function breaks a rule of docs/score-programs.md. The message names the argument.
     """
     closed = traced(name, function, dtype)
     for x in closed.consts:
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or jnp.issubdtype(x.dtype, jnp.complexfloating):
-            raise TypeError(f"{name} captures an array of dtype {x.dtype}: there are floats, integers and bool")
+            raise TypeError(
+                f"{name} captures an array of dtype {x.dtype}: captured arrays must be floats, integers or bools"
+            )
     if len(closed.consts) > MOST_CAPTURED // 2:
         closed = _packed(closed)
     arrays, jaxpr = [jnp.asarray(x) for x in closed.consts], without_constants(closed)
@@ -191,7 +204,7 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
         text, derivative = _lower(jaxpr, *given) if has_rules else _lowered(Structure.of(jaxpr), *given)
         derivative += second
     except (Unsupported, RecursionError) as e:
-        reason = e if isinstance(e, Unsupported) else "too many operations, one on top of the other, on small arrays"
+        reason = e if isinstance(e, Unsupported) else "too many nested operations on small arrays"
         refusal = f"{name} has {reason}"
         text, derivative = str(jaxpr), second or (_second_derivative(name, closed) if scored else "")
     derived = derivative if scored else None
@@ -221,7 +234,7 @@ def _lower(
 
 
 def traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
-    """The jaxpr of a user's function, whose constants are all that it captures. Arguments and errors: see `trace`."""
+    """Return the jaxpr of a user's function. Its constants are the captured arrays. See `trace` for the arguments."""
     scored = name == "score_mod"
     names = ("score", *INDICES) if scored else INDICES
     if not callable(function):
@@ -249,9 +262,9 @@ def traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
                 raise TypeError(f"{name} is traced on scalars, and {reason}") from error
         if wrong_types:  # and JAX does not take it for an array either
             raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {wrong_types[0]}") from error
-        error.add_note(f"{name} is traced on scalars: docs/score-programs.md says what it may do")
+        error.add_note(f"{name} is traced on scalars: see docs/score-programs.md for its rules")
         if type(error).__name__ == "ShardingTypeError":  # which JAX does not export
-            error.add_note("arrays that it captures must be replicated: jax.sharding.reshard(x, jax.P())")
+            error.add_note("captured arrays must be replicated: use jax.sharding.reshard(x, jax.P())")
         raise
     if not jax.tree_util.all_leaves([result]) or result.shape or result.dtype != expected.dtype:
         found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
@@ -260,11 +273,14 @@ def traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
     axes = [x.name for x in effects if type(x).__name__ == "NamedAxisEffect"]
     if axes:
         raise ValueError(
-            f"{name} must not use a named axis, here {', '.join(map(repr, axes))}: compute what needs it "
-            "(jax.lax.axis_index, jax.lax.psum) outside of it, and let it capture that"
+            f"{name} must not use a named axis, but uses {', '.join(map(repr, axes))}: call jax.lax.axis_index or "
+            "jax.lax.psum outside of the function, and let it capture the result"
         )
     if closed.effects:
-        raise ValueError(f"{name} must not have side effects, but has {', '.join(map(str, closed.effects))}")
+        raise ValueError(
+            f"{name} must not have side effects, but has {', '.join(map(str, closed.effects))}: remove them, "
+            "such as jax.debug.print"
+        )
     return _with_constants_of_calls(closed)
 
 
@@ -401,7 +417,8 @@ def _second_derivative(name: str, closed: ClosedJaxpr) -> str:
         constants = [*found.consts, *_constants_of_calls(found.jaxpr)]
         if any(isinstance(x, jax.core.Tracer) for x in constants):
             raise TypeError(
-                f"{name} calls a function whose own derivative captures a traced array: make it an argument"
+                f"{name} calls a function with a custom derivative rule that captures a traced array: pass the array "
+                "to the function as an argument"
             )
         return " ".join([str(found), *(np.asarray(x).tobytes().hex() for x in constants)])
     return ""

@@ -93,11 +93,10 @@ format: $(VENV)/.built
 	@$(VENV)/bin/ruff format $(PY)
 	@$(VENV)/bin/clang-format -i $(CPP) $(EMULATOR)
 
-docs: $(VENV)/.built
+docs: $(VENV)/.docs
 	$(call say,Making the site; it goes to build/docs)
-	@$(VENV)/$(PIP) -e '.[docs]' --no-build-isolation --config-settings=build-dir=$(VENV)/build
 	@$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build/docs
-	@echo '<meta http-equiv="refresh" content="0; url=README.html">' > build/docs/index.html
+	@echo '<meta http-equiv="refresh" content="0; url=docs/index.html">' > build/docs/index.html
 
 clean:
 	rm -rf $(VENV) $(VENV_OLDEST) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -105,7 +104,8 @@ clean:
 
 # An environment is made once. It is only rebuilt when the C++ or pyproject.toml changes, and CMake compiles what changed.
 $(VENV)/.demo: EXTRAS = demo
-$(VENV)/.built $(VENV)/.demo: $(BUILD_INPUTS) $(VENV)/.tools
+$(VENV)/.docs: EXTRAS = docs
+$(VENV)/.built $(VENV)/.demo $(VENV)/.docs: $(BUILD_INPUTS) $(VENV)/.tools
 	$(call say,Compiling jax_flash and installing what it needs into $(VENV))
 	@$(VENV)/$(PIP) --no-build-isolation --config-settings=build-dir=$(VENV)/build -e '.[$(EXTRAS)]' $(JAX)
 	@touch $@

@@ -33,7 +33,7 @@ say = @printf '\n\033[1m==> %s\033[0m\n' "$(1)"
 help:
 	@echo "make demo         train a small GPT on real text through jax_flash (examples/train_lm.py)"
 	@echo "make test         the test suite"
-	@echo "make lint         formatting, lint and types"
+	@echo "make lint         formatting, lint, spelling and types"
 	@echo "make test-oldest  the test suite with jax $(OLDEST_JAX), the oldest supported"
 	@echo "make bench        jax_flash against jax.nn and PyTorch on this CPU (BENCH_ARGS=--quick for a short one)"
 	@echo "make bench-gpu    jax_flash against cuDNN, XLA and PyTorch on this GPU"
@@ -85,6 +85,8 @@ lint: $(VENV)/.built
 	@$(VENV)/bin/ruff format --check $(PY)
 	$(call say,Checking the format of the C++ with clang-format)
 	@$(VENV)/bin/clang-format --dry-run -Werror $(CPP) $(EMULATOR)
+	$(call say,Checking spelling with codespell)
+	@$(VENV)/bin/codespell
 	$(call say,Checking types with mypy)
 	@$(VENV)/bin/mypy
 

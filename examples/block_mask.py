@@ -1,9 +1,9 @@
-"""Block masks, drawn: patterns of the literature and one of one's own, and how many times as fast a call is with them.
+"""Draw block masks of the literature and a custom one, and measure the speed-up of a call with each.
 
     python examples/block_mask.py                              # seconds on a CPU
     python examples/block_mask.py --length 16384 --heads 16 --block 128 --dtype bfloat16    # a GPU
 
-White blocks are empty and take no time, dark ones are full, light ones have entries of both kinds.
+White blocks are empty and take no time. Dark blocks are full. Light blocks have visible and masked entries.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jax_flash import BlockMask, dot_product_attention, patterns
 
 
 def masks(length: int, block: int) -> dict[str, BlockMask]:
-    """Masks of length x length entries, by name."""
+    """Return masks of length x length entries, by name."""
     size = {"q_block": block, "kv_block": block}
     causal = patterns.causal(length, length, **size)
     document = np.sort(np.random.default_rng(0).integers(0, 5, length))
 
     def dilating(batch: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
-        """Keys near the query, and of those further back every block whose distance is a power of two."""
+        """Allow keys near the query, and earlier blocks at a distance that is a power of two."""
         distance = query // block - key // block
         return (key <= query) & (distance & (distance - 1) == 0)
 
@@ -42,7 +42,7 @@ def masks(length: int, block: int) -> dict[str, BlockMask]:
 
 
 def seconds(q: jax.Array, k: jax.Array, v: jax.Array, mask: BlockMask | None) -> float:
-    """The least time of some calls, forward and backward."""
+    """Return the smallest time of several calls, forward and backward."""
 
     @jax.jit
     def gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
@@ -63,7 +63,7 @@ def seconds(q: jax.Array, k: jax.Array, v: jax.Array, mask: BlockMask | None) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--block", type=int, default=64, help="entries of a block's side; 128 for a GPU's kernels")
+    parser.add_argument("--block", type=int, default=64, help="block size; use 128 on a GPU")
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="float32")

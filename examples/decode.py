@@ -1,10 +1,10 @@
-"""Decodes with a key/value cache, and without one: the same tokens, and what each of them takes.
+"""Generate tokens with a key/value cache, and without one: the tokens are the same, the time is not.
 
     python examples/decode.py                                                      # seconds on a CPU
     python examples/decode.py --prompt 16000 --length 16384 --width 2048 --heads 16 --kv-heads 4 --layers 8   # a GPU
 
-The prompt enters the cache in one call, then one token at a time. Without a cache every token computes the whole
-sequence again. The weights are random, so what comes out is no text. The picture has the milliseconds of every token.
+The prompt enters the cache in one call, then each new token enters it. Without a cache, every token computes the whole
+sequence again. The weights are random, so the output is not text. The picture shows the milliseconds of every token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Tokens [B, T], the first of which are at `begin` -> logits [B, T, vocabulary]."""
+    """Map tokens [B, T], which start at position `begin`, to logits [B, T, vocabulary]."""
 
     def __init__(self, args: argparse.Namespace, rngs: nnx.Rngs):
         self.embed = nnx.Embed(args.vocabulary, args.width, rngs=rngs)
@@ -54,22 +54,22 @@ class Model(nnx.Module):
 
 @nnx.jit
 def with_cache(model: Model, tokens: jax.Array, begin: int) -> jax.Array:
-    """New tokens [B, T], which enter the cache -> the token after them, [B]."""
+    """Write new tokens [B, T] into the cache, and return the token after them, [B]."""
     return model(tokens, begin, decode=True)[:, -1].argmax(-1)
 
 
 @nnx.jit
 def without_cache(model: Model, tokens: jax.Array, length: int) -> jax.Array:
-    """All tokens [B, longest], of which `length` are known -> the token after those, [B]."""
+    """Return the token [B] after the first `length` of the tokens [B, longest]."""
     return model(tokens)[:, length - 1].argmax(-1)
 
 
 def decode(model: Model, prompt: np.ndarray, length: int, cached: bool) -> tuple[np.ndarray, list[float]]:
-    """Tokens [B, length], of which the first are the prompt, and the milliseconds of each that was added."""
+    """Return tokens [B, length] that start with the prompt, and the milliseconds of each new token."""
     tokens, known = np.zeros((len(prompt), length), np.int32), prompt.shape[1]
     tokens[:, :known] = prompt
     new, milliseconds = prompt, []
-    step = nnx.cached_partial(with_cache if cached else without_cache, model)  # looks for the model's arrays once
+    step = nnx.cached_partial(with_cache if cached else without_cache, model)  # collects the model's arrays once
     for place in range(known, length):
         begin = time.perf_counter()
         chosen = step(jnp.asarray(new), place - new.shape[1]) if cached else step(jnp.asarray(tokens), place)
@@ -81,8 +81,8 @@ def decode(model: Model, prompt: np.ndarray, length: int, cached: bool) -> tuple
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of the prompt")
-    parser.add_argument("--length", type=int, default=256, help="tokens in all, the length of the cache")
+    parser.add_argument("--prompt", type=int, default=32, help="number of tokens in the prompt")
+    parser.add_argument("--length", type=int, default=256, help="total number of tokens, and length of the cache")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
@@ -100,14 +100,14 @@ def main() -> None:
         for block in model.blocks:
             block.attention.init_cache((args.batch, args.length, args.width))
         written[name], milliseconds = decode(model, prompt, args.length, cached)
-        later = milliseconds[2:]  # the first two compile: the prompt's call, and that of one token
+        later = milliseconds[2:]  # the first two calls compile: the prompt, and one token
         axes.plot(range(args.prompt + 2, args.length), later, label=name)
-        print(f"{name}: {np.median(later):.2f} ms a token, in the median")
+        print(f"{name}: median {np.median(later):.2f} ms per token")
     axes.set(xlabel="tokens so far", ylabel="ms a token", ylim=0)
     axes.legend()
     figure.savefig(args.output, dpi=80)
     one, other = written.values()
-    print(f"Tokens that are the same: {np.mean(one == other):.1%}")
+    print(f"Equal tokens: {np.mean(one == other):.1%}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Pictures of score programs: which keys (columns) each query (row) attends to, and how much, as the kernels have it.
+"""Draw score programs: which keys (columns) each query (row) attends to, and how much, as the kernels compute it.
 
     python examples/draw_programs.py --output docs/score_programs.png
 
-Scores are 0 before the programs, and the values are the rows of the identity: so the output is P itself.
+Scores are 0 before the programs, and the values are the rows of the identity, so the output is P itself.
 """
 
 import argparse
@@ -51,7 +51,9 @@ def main() -> None:
     drawn |= {name: probabilities(score_mod=f) for name, f in SCORES.items()}
     figure, axes = plt.subplots(2, 4, figsize=(11, 5.8), layout="constrained")
     for ax, (name, p) in zip(axes.flat, drawn.items(), strict=True):
-        ax.imshow(p / p.max(1, keepdims=True), cmap="Blues", vmin=0, vmax=1.2)  # each row beside its largest
+        ax.imshow(
+            p / p.max(1, keepdims=True), cmap="Blues", vmin=0, vmax=1.2
+        )  # relative to the largest entry of each row
         ax.set(title=name, xticks=[], yticks=[])
     axes[1, 0].set(xlabel="key", ylabel="query")
     figure.savefig(args.output, dpi=80)

@@ -1,13 +1,13 @@
-"""Trains a small language model on a long sequence that is divided over all devices, and on one device beside it.
+"""Train a small language model on a long sequence that is divided over all devices, and on one device for comparison.
 
     python examples/long_sequence.py                                # eight virtual devices of a CPU: 15 seconds
     python examples/long_sequence.py --mesh 2 2 2                   # they divide batch, sequence and heads
     python examples/long_sequence.py --seq-len 131072 --width 512 --learning-rate 3e-4 --dtype bfloat16    # GPUs
 
-The tokens are placed on a mesh, sharded over batch and time, and the weights of attention's projections are sharded
-over the heads. The train step is the same for one device and for many: under `jit` what works on tokens one by one is
-divided by XLA, and attention by jax_flash, whose keys and values go round the devices of the axis `seq`. Both runs
-train on the same rows, one for each device of the axis `batch`. Their losses are compared at the end, and drawn.
+The tokens are sharded over batch and time. The weights of the attention projections are sharded over the heads. The
+train step is the same for one device and for many. Under `jit`, XLA divides the operations on single tokens. jax_flash
+divides attention: its keys and values move around the devices of the axis `seq`. Both runs train on the same rows, one
+row for each device of the axis `batch`. At the end, their losses are compared and drawn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import jax_flash.nnx
 
 AXES = ("batch", "seq", "heads")
 SPLIT = {  # how the mesh's axis `heads` divides the weights of attention's projections
-    "kernel_metadata": {"out_sharding": (None, "heads")},  # of queries, keys and values: [width, heads, head dim]
+    "kernel_metadata": {"out_sharding": (None, "heads")},  # queries, keys and values: [width, heads, head dim]
     "bias_metadata": {"out_sharding": ("heads",)},
     "out_kernel_metadata": {"out_sharding": ("heads",)},  # [heads, head dim, width]
     "out_bias_metadata": {"out_sharding": ()},
@@ -39,7 +39,7 @@ SPLIT = {  # how the mesh's axis `heads` divides the weights of attention's proj
 
 
 class Block(nnx.Module):
-    """A pre-norm transformer block with one key/value head on each device, so that attention is a ring."""
+    """A pre-norm transformer block. Each device has one key/value head, which makes attention a ring."""
 
     def __init__(self, args: argparse.Namespace, rngs: nnx.Rngs):
         width, dtype = args.width, args.dtype
@@ -56,7 +56,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Bytes [B, T] -> logits [B, T, 256] of the byte after each."""
+    """Map bytes [B, T] to logits [B, T, 256] of the next byte."""
 
     def __init__(self, args: argparse.Namespace, rngs: nnx.Rngs):
         self.embed = nnx.Embed(256, args.width, dtype=args.dtype, rngs=rngs)
@@ -81,9 +81,9 @@ def train_step(model: Model, optimizer: nnx.Optimizer, tokens: jax.Array, follow
 
 
 def train(args: argparse.Namespace, text: np.ndarray, shape: tuple[int, ...]) -> tuple[list[float], float]:
-    """The losses on a mesh of this shape, and tokens a second after two steps.
+    """Return the losses on a mesh of this shape, and the tokens per second after two steps.
 
-    Both compile, the second for weights that lie where XLA has left them after the first.
+    The first two steps compile. The second compiles again for the sharding of weights that XLA chose in the first.
     """
     mesh = jax.make_mesh(shape, AXES, (AxisType.Auto,) * 3, devices=jax.devices()[: math.prod(shape)])
     place = NamedSharding(mesh, PartitionSpec("batch", "seq"))
@@ -104,17 +104,21 @@ def train(args: argparse.Namespace, text: np.ndarray, shape: tuple[int, ...]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", type=int, nargs=3, metavar=AXES, help="devices of each axis (default: 1, all, 1)")
-    parser.add_argument("--seq-len", type=int, default=2048, help="a multiple of twice the devices of `seq`")
-    parser.add_argument("--steps", type=int, default=20, help="at least 3, of which two compile")
+    parser.add_argument(
+        "--mesh", type=int, nargs=3, metavar=AXES, help="number of devices along each axis (default: 1, all, 1)"
+    )
+    parser.add_argument(
+        "--seq-len", type=int, default=2048, help="sequence length, a multiple of twice the devices along `seq`"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="number of steps, at least 3; the first two compile")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the computation")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--output", type=Path, default=Path("long_sequence.png"))
     args = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", 8)  # of no meaning where there are GPUs
+    jax.config.update("jax_num_cpu_devices", 8)  # has no effect on GPUs
     count = jax.device_count()
     args.mesh = tuple(args.mesh or (1, count, 1))
     if min(args.mesh) < 1 or math.prod(args.mesh) != count:

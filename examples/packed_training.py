@@ -1,11 +1,11 @@
-"""Trains a small language model on documents of many lengths, packed into rows, and one document a row beside it.
+"""Train a small language model on documents of many lengths, packed into rows, and with one document in each row.
 
     python examples/packed_training.py                                                               # seconds on a CPU
     python examples/packed_training.py --seq-len 4096 --width 1024 --heads 16 --learning-rate 1e-4   # a GPU
 
-Both see the same documents in every step: paragraphs of Python's standard library. Packed, each row holds as many as
-fit, and segment ids keep them apart. So the losses are the same, and there is less padding to compute. The picture has
-one batch both ways, and the losses.
+Both runs see the same documents in every step: paragraphs of Python's standard library. When packed, each row is filled
+with documents, and segment ids separate them. The losses are the same, with less padding to compute. The picture shows
+one batch in both forms, and the losses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flax import nnx
 
 import jax_flash.nnx
 
-PADDING = -1  # as the number of a document
+PADDING = -1  # the document id of padding
 
 
 class Block(nnx.Module):
@@ -39,7 +39,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Bytes, documents and positions, each [B, T] -> logits [B, T, 256] of the byte after each."""
+    """Map bytes, documents and positions, each [B, T], to logits [B, T, 256] of the next byte."""
 
     def __init__(self, args: argparse.Namespace, rngs: nnx.Rngs):
         self.embed = nnx.Embed(256, args.width, rngs=rngs)
@@ -56,7 +56,7 @@ class Model(nnx.Module):
 
 @nnx.jit
 def train_step(model: Model, optimizer: nnx.Optimizer, rows: jax.Array) -> jax.Array:
-    """Of tokens, documents and positions: [3, B, T]."""
+    """Return the loss for tokens, documents and positions, stacked to [3, B, T]."""
     tokens, document, position = rows
     following = jnp.roll(tokens, -1, 1)
     # The last token of a document has no next one, and padding has no tokens.
@@ -73,7 +73,7 @@ def train_step(model: Model, optimizer: nnx.Optimizer, rows: jax.Array) -> jax.A
 
 
 def in_rows(documents: list[bytes], seq_len: int, packed: bool) -> list[list[bytes]]:
-    """Which documents each row holds: one, or as many as fit, each in the first row that has room."""
+    """Assign documents to rows: one to each row, or each document to the first row with enough room."""
     rows: list[list[bytes]] = []
     for document in documents:
         room = (row for row in rows if packed and sum(map(len, row)) + len(document) <= seq_len)
@@ -85,7 +85,7 @@ def in_rows(documents: list[bytes], seq_len: int, packed: bool) -> list[list[byt
 
 
 def arrays(rows: list[list[bytes]], count: int, seq_len: int) -> np.ndarray:
-    """Tokens, documents and positions: int32 [3, count, seq_len]."""
+    """Return tokens, documents and positions: int32 [3, count, seq_len]."""
     tokens, numbers, positions = result = np.zeros((3, count, seq_len), np.int32)
     numbers[:] = PADDING
     for row, documents in enumerate(rows):
@@ -99,7 +99,7 @@ def arrays(rows: list[list[bytes]], count: int, seq_len: int) -> np.ndarray:
 
 
 def train(args: argparse.Namespace, batches: list[np.ndarray]) -> tuple[list[float], float]:
-    """The losses, and the seconds after the first step, which compiles."""
+    """Return the losses, and the seconds of all steps except the first, which compiles."""
     model = Model(args, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(args.learning_rate), wrt=nnx.Param)
     losses = [float(train_step(model, optimizer, jnp.asarray(batches[0])))]
@@ -110,8 +110,8 @@ def train(args: argparse.Namespace, batches: list[np.ndarray]) -> tuple[list[flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq-len", type=int, default=512, help="of a row; longer documents are cut")
-    parser.add_argument("--documents", type=int, default=32, help="in a batch")
+    parser.add_argument("--seq-len", type=int, default=512, help="length of a row; longer documents are cut")
+    parser.add_argument("--documents", type=int, default=32, help="number of documents in a batch")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--width", type=int, default=32)

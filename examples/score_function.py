@@ -1,12 +1,12 @@
-"""Trains attention with a score function of one's own, which looks up a table of relative positions that is learned.
+"""Train attention with a score function that looks up a learned table of relative positions.
 
     python examples/score_function.py                                                           # seconds on a CPU
     python examples/score_function.py --seq-len 4096 --head-dim 64 --steps 400 --dtype bfloat16              # a GPU
 
-The tokens are random, and each head is to say which token was a certain number of places before: 3, 7, 12 or 20. What
-a query and a key contain does not tell how far apart they are, but their scores are those of the content plus
-`table[head, distance]`. `score_mod` captures the table, so it has a gradient and is trained with everything else. After
-training each head's row peaks at the head's distance, as the picture shows.
+The tokens are random. Each head must name the token at a fixed distance before: 3, 7, 12 or 20. The content of a query
+and a key does not reveal their distance, but the score adds `table[head, distance]` to the content. `score_mod`
+captures the table, so it has a gradient and is trained like all other parameters. After training, the row of each head
+peaks at the distance of the head, as the picture shows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VOCABULARY = 32
 
 
 class Model(nnx.Module):
-    """Tokens [B, T] -> logits [B, T, heads, VOCABULARY]: what each head says about an earlier token."""
+    """Map tokens [B, T] to logits [B, T, heads, VOCABULARY]: each head predicts an earlier token."""
 
     def __init__(self, args: argparse.Namespace, rngs: nnx.Rngs):
         heads, dim = len(args.distances), args.head_dim
@@ -42,7 +42,7 @@ class Model(nnx.Module):
         def relative(
             score: jax.Array, batch: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array
         ) -> jax.Array:
-            """The last entry of a row is for all keys that are at least so far away."""
+            """Add the table entry of the distance; the last entry of a row covers all larger distances."""
             return score + table[head, jnp.clip(query - key, 0, furthest)]
 
         q, k, v = jnp.moveaxis(self.project(self.embed(tokens)), 2, 0)
@@ -68,10 +68,12 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--distances", type=int, nargs="+", default=[3, 7, 12, 20], help="one for each head")
-    parser.add_argument("--table-size", type=int, default=32, help="entries of a head, more than the largest distance")
+    parser.add_argument("--distances", type=int, nargs="+", default=[3, 7, 12, 20], help="distance for each head")
+    parser.add_argument(
+        "--table-size", type=int, default=32, help="entries for each head; must exceed the largest distance"
+    )
     parser.add_argument("--head-dim", type=int, default=32)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the computation")
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--output", type=Path, default=Path("score_function.png"))
     args = parser.parse_args()

@@ -1,11 +1,12 @@
-"""Serves requests by continuous batching: a sequence that is done makes room for the next, and frees its pages.
+"""Serve requests with continuous batching: a finished sequence frees its pages and its slot for the next one.
 
     python examples/serve.py    # seconds on a CPU; for a GPU:
     python examples/serve.py --requests 96 --longest 512 --slots 32 --pages 4096 --width 2048 --heads 16 --layers 8
 
-All sequences share a cache in pages. A prompt enters in one call; a step then writes one token of every sequence. The
-weights are random. At the end some requests are served alone, for comparison: on a GPU the sums of a sequence depend on
-the lengths beside it, so a token may differ in a near tie. The picture has the slots' sequences and the pages in use.
+All sequences share a cache in pages. A prompt enters in one call. Each step then generates one token for every
+sequence. The weights are random. At the end, some requests are served alone for comparison. On a GPU, the order of sums
+depends on the other lengths in the batch, so a token may differ in a near tie. The picture shows the sequence in each
+slot, and the pages in use.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Model(nnx.Module):
         self.head = nnx.Linear(args.width, VOCABULARY, rngs=rngs)
 
 
-@functools.partial(nnx.jit, donate_argnums=0)  # the pages are written where they are
+@functools.partial(nnx.jit, donate_argnums=0)  # the pages are updated in place
 def next_tokens(model: Model, tokens: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
-    """The last tokens [B, T] of sequences of these lengths enter the cache -> the token after each, [B]."""
+    """Write the last tokens [B, T] of sequences of these lengths into the cache, and return the next tokens [B]."""
     places = (lengths[:, None] - tokens.shape[1] + jnp.arange(tokens.shape[1])).clip(min=0)
     x = model.embed(tokens) + model.embed_position(places)
     for block in model.blocks:
@@ -60,7 +61,7 @@ class Server:
     """Slots for sequences, and the pages that they share."""
 
     def __init__(self, model: Model, args: argparse.Namespace):
-        self.next_tokens = nnx.cached_partial(next_tokens, model)  # looks for the arrays of the model once
+        self.next_tokens = nnx.cached_partial(next_tokens, model)  # collects the arrays of the model once
         self.page, self.free = args.page, list(range(args.pages))
         self.table = np.zeros((args.slots, -(-args.longest // args.page)), np.int32)
         self.lengths = np.zeros(args.slots, np.int32)
@@ -68,17 +69,17 @@ class Server:
         self.written: list[list[int]] = [[] for _ in range(args.slots)]
 
     def start(self, slot: int, prompt: np.ndarray, tokens: int) -> None:
-        """Takes pages for all tokens that the sequence will have; the prompt enters them."""
+        """Reserve pages for all tokens of the sequence, and write the prompt into them."""
         self.taken[slot] = [self.free.pop() for _ in range(-(-tokens // self.page))]
         self.table[slot, : len(self.taken[slot])] = self.taken[slot]
         self.lengths[slot] = len(prompt)
-        rows = 2 ** int(np.ceil(np.log2(len(prompt))))  # so that few lengths are compiled; the first are of no token
+        rows = 2 ** int(np.ceil(np.log2(len(prompt))))  # powers of two limit compilation; the first rows are padding
         padded = np.pad(prompt, (rows - len(prompt), 0))[None]
         token = self.next(padded, self.table[slot : slot + 1], self.lengths[slot : slot + 1])
         self.written[slot] = [*prompt.tolist(), int(token[0])]
 
     def step(self) -> None:
-        """Writes a token of every sequence."""
+        """Generate one token for every sequence."""
         self.lengths[busy := self.lengths > 0] += 1
         last = np.array([[written[-1] if written else 0] for written in self.written], np.int32)
         for slot, token in enumerate(self.next(last, self.table, self.lengths)):
@@ -117,10 +118,10 @@ def serve(server: Server, requests: list[tuple[np.ndarray, int]]) -> tuple[list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--slots", type=int, default=4, help="sequences at a time")
-    parser.add_argument("--longest", type=int, default=128, help="tokens of a sequence, with its prompt")
+    parser.add_argument("--slots", type=int, default=4, help="number of sequences at a time")
+    parser.add_argument("--longest", type=int, default=128, help="largest length of a sequence, including its prompt")
     parser.add_argument("--pages", type=int, default=24)
-    parser.add_argument("--page", type=int, default=16, help="tokens of a page")
+    parser.add_argument("--page", type=int, default=16, help="tokens in a page")
     for name, default in (("layers", 2), ("width", 64), ("heads", 4), ("kv-heads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--output", type=Path, default=Path("serve.png"))
@@ -135,7 +136,7 @@ def main() -> None:
     alone = [serve(Server(model, args), [request])[0][0] for request in requests[:3]]
     print(f"{args.requests} sequences of {sum(lengths)} tokens in {len(history)} steps of at most {args.slots}")
     same = np.mean(np.concatenate(answers[:3]) == np.concatenate(alone))
-    print(f"Tokens that are those of a sequence alone: {same:.1%}")
+    print(f"Tokens equal to those of the sequence alone: {same:.1%}")
 
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 4), sharex=True, layout="constrained")
     top.imshow(np.ma.masked_less(history.T, 0), aspect="auto", interpolation="none", cmap="tab20")

@@ -1,16 +1,19 @@
-"""Trains a small GPT on the source code of Python's standard library, with fused attention, and checks the claims.
+"""Train a small GPT on the source code of Python's standard library with fused attention, and check the claims.
 
     python examples/train_lm.py             # two minutes on two CPU cores
     python examples/train_lm.py --help      # every size is a flag
     python examples/train_lm.py --layers 12 --width 768 --heads 12 --seq-len 1024 --batch 32 --steps 5000   # a GPU
 
-What it shows:
+The example shows:
 
-  1. `jax_flash.nnx.MultiHeadAttention` inside one jitted train step, with dropout on the attention weights;
-  2. that the loss curve is that of standard attention with the same dropout masks (it is exact, not an approximation);
-  3. what the attention call costs, time and memory, against XLA's standard attention; on a GPU also how fast the whole
-     model trains with it, with XLA's attention and with cuDNN's;
-  4. generation with the same module: the prompt enters the key/value cache in one call, then a token at a time.
+  1. `jax_flash.nnx.MultiHeadAttention` in one jitted train step, with dropout on the attention weights;
+
+  2. the same loss curve as standard attention with the same dropout masks, because the result is exact;
+
+  3. the time and memory of the attention call, compared with XLA's standard attention. On a GPU it also compares the
+     speed of training with XLA's and cuDNN's attention;
+
+  4. generation with the same module: the prompt enters the key/value cache in one call, then one token at a time.
 
 The output directory receives `loss.png`, `sample.txt` and `results.json`.
 """
@@ -64,7 +67,7 @@ class Vocabulary:
         self.ids = {piece: i for i, piece in enumerate(self.pieces)}
 
     def encode(self, text: str) -> np.ndarray:
-        """ASCII text -> int32 [tokens]; a chunk that has no token of its own is spelled out."""
+        """ASCII text -> int32 [tokens]; a chunk without a token is split into characters."""
         ids: list[int] = []
         for chunk in self.chunks.findall(text):
             if chunk in self.ids:
@@ -95,7 +98,7 @@ def sinusoids(length: int, width: int) -> np.ndarray:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :width].astype(np.float32)
 
 
-# What jax.nn.dot_product_attention calls them.
+# Names of the implementations of jax.nn.dot_product_attention.
 JAX_NN: dict[str, Literal["xla", "cudnn"]] = {"jax.nn": "xla", "cudnn": "cudnn"}
 
 
@@ -144,7 +147,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """A decoder-only transformer whose first layers see only the last few tokens, which helps it to learn to spell."""
+    """A decoder-only transformer. Its first layers see only a few tokens, which helps it to learn to spell."""
 
     def __init__(self, args: argparse.Namespace, rngs: nnx.Rngs):
         self.seq_len, self.width, self.dtype = args.seq_len, args.width, args.dtype
@@ -159,7 +162,7 @@ class GPT(nnx.Module):
     def __call__(self, tokens: jax.Array, position: jax.Array | None = None) -> jax.Array:
         """Tokens [B, T] -> logits [B, T, vocabulary] of the token after each.
 
-        With a position, that of tokens[:, 0], the model decodes: it attends to its cache and does not drop anything.
+        `position` is the position of tokens[:, 0]. If it is given, the model attends to its cache, without dropout.
         """
         decode = position is not None
         positions = jnp.arange(tokens.shape[1]) + (0 if position is None else position)
@@ -314,7 +317,7 @@ def compare_models(args: argparse.Namespace, corpus: np.ndarray) -> dict[str, fl
 
 
 def plot(losses: list[float], standard: list[float], path: Path) -> None:
-    """The loss curve, smoothed over it, and the first steps once more next to those of standard attention."""
+    """Draw the loss curve, a smoothed curve, and the first steps compared with standard attention."""
     figure, (whole, first) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(2, 1), layout="constrained")
     window = max(1, len(losses) // 40)
     smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
@@ -340,29 +343,43 @@ def parse_args() -> argparse.Namespace:
     model.add_argument("--layers", type=int, default=4)
     model.add_argument("--width", type=int, default=128)
     model.add_argument("--heads", type=int, default=4)
-    model.add_argument("--kv-heads", type=int, help="fewer than --heads: grouped-query; None: as many as --heads")
-    model.add_argument("--local-layers", type=int, default=2, help="the first layers, which attend within --window")
-    model.add_argument("--window", type=int, default=4, help="how many tokens back a local layer attends")
+    model.add_argument(
+        "--kv-heads",
+        type=int,
+        help="key/value heads; fewer than --heads for grouped-query attention; None: equal to --heads",
+    )
+    model.add_argument("--local-layers", type=int, default=2, help="number of first layers that attend within --window")
+    model.add_argument("--window", type=int, default=4, help="number of previous tokens that a local layer sees")
     model.add_argument("--seq-len", type=int, default=512, help="context, in tokens")
-    model.add_argument("--vocabulary", type=int, default=1024, help="tokens: 128 characters, the rest frequent chunks")
+    model.add_argument(
+        "--vocabulary", type=int, default=1024, help="number of tokens: 128 characters, and frequent chunks"
+    )
     dtypes = ("float32", "bfloat16")
-    model.add_argument("--dtype", choices=dtypes, help="of the computation; None: bfloat16 on a GPU, else float32")
+    model.add_argument(
+        "--dtype", choices=dtypes, help="dtype of the computation; None: bfloat16 on a GPU, else float32"
+    )
     implementations = ("flash", "xla", "reference")
-    model.add_argument("--implementation", choices=implementations, help="of the attention; None: the fastest")
+    model.add_argument(
+        "--implementation", choices=implementations, help="implementation of attention; None: the fastest"
+    )
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=700)
     training.add_argument("--batch", type=int, default=2)
     training.add_argument("--learning-rate", type=float, default=3e-3)
-    training.add_argument("--dropout", type=float, default=0.1, help="of the attention weights")
+    training.add_argument("--dropout", type=float, default=0.1, help="dropout rate of the attention weights")
     training.add_argument("--seed", type=int, default=0)
     checks = parser.add_argument_group("what comes after")
-    checks.add_argument("--compare-steps", type=int, default=20, help="steps repeated with standard attention")
-    checks.add_argument("--long-seq-len", type=int, default=4096, help="the longer sequence attention is measured at")
+    checks.add_argument(
+        "--compare-steps", type=int, default=20, help="number of steps to repeat with standard attention"
+    )
+    checks.add_argument(
+        "--long-seq-len", type=int, default=4096, help="length of the longer sequence for measuring attention"
+    )
     checks.add_argument("--prompt", default="class")
-    checks.add_argument("--sample-length", type=int, help="tokens, at most --seq-len; None: --seq-len")
+    checks.add_argument("--sample-length", type=int, help="tokens in the sample, at most --seq-len; None: --seq-len")
     checks.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--text-limit", type=int, help="read no more than so many characters; None: all")
-    parser.add_argument("--output", type=Path, default=Path("demo_output"), help="directory for what is written")
+    parser.add_argument("--text-limit", type=int, help="largest number of characters to read; None: all")
+    parser.add_argument("--output", type=Path, default=Path("demo_output"), help="output directory")
     args = parser.parse_args()
 
     if args.width % args.heads:
@@ -387,7 +404,7 @@ def main() -> None:
 
     text = read_standard_library()[: args.text_limit]
     vocabulary = Vocabulary(text, args.vocabulary)
-    args.vocabulary = len(vocabulary.pieces)  # a short text does not have as many chunks
+    args.vocabulary = len(vocabulary.pieces)  # a short text has fewer chunks
     corpus, prompt = vocabulary.encode(text), vocabulary.encode(args.prompt)
     if len(corpus) <= args.seq_len:
         raise SystemExit(f"the text has {len(corpus)} tokens, too few for --seq-len {args.seq_len}")
@@ -406,7 +423,9 @@ def main() -> None:
     final = statistics.mean(losses[-20:])
     console.print(f"{parameters / 1e6:.2f} M parameters, loss {losses[0]:.2f} -> {final:.2f}, {rate:,.0f} tokens/s")
 
-    console.print(f"\n[bold]2. The same curve?[/] {args.compare_steps} steps again, attention materialised, same seed")
+    console.print(
+        f"\n[bold]2. The same curve?[/] {args.compare_steps} steps again with materialised attention and the same seed"
+    )
     standard_args = argparse.Namespace(**vars(args) | {"implementation": "reference"})
     _, standard_losses, standard_rate = train(standard_args, corpus, args.compare_steps, "standard attention")
     difference = float(np.max(np.abs(np.subtract(losses[: args.compare_steps], standard_losses))))

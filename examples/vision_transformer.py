@@ -1,11 +1,11 @@
-"""Trains a small vision transformer, whose sequences have an odd length: a token of the class beside those of patches.
+"""Train a small vision transformer on sequences of odd length: the tokens of the patches and one class token.
 
     python examples/vision_transformer.py                                                      # seconds on a CPU
     python examples/vision_transformer.py --image 224 --patch 16 --width 768 --heads 12 --layers 12 --batch 64  # a GPU
 
-14 x 14 patches and the token of the class are 197 tokens, a prime number. Nothing is padded: the kernels take any
-length. The images are stripes in noise, and the class is their direction. The first loss is compared with that of
-materialised attention. The picture has images that the model has not seen, and what it says of them.
+14 x 14 patches and the class token are 197 tokens, a prime number. Nothing is padded, because the kernels take any
+length. The images are stripes in noise, and the class is their direction. The first loss is compared with materialised
+attention. The picture shows images that the model has not seen, and its predictions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Block(nnx.Module):
 
 
 class VisionTransformer(nnx.Module):
-    """Images [B, height, width, 1] -> logits [B, CLASSES], by the token of the class."""
+    """Map images [B, height, width, 1] to logits [B, CLASSES], read from the class token."""
 
     def __init__(self, args: argparse.Namespace, rngs: nnx.Rngs):
         patch = (args.patch, args.patch)
@@ -80,8 +80,8 @@ def train_step(model: VisionTransformer, optimizer: nnx.Optimizer, images: jax.A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--image", type=int, default=56, help="pixels of a side")
-    parser.add_argument("--patch", type=int, default=4, help="pixels of a patch's side, a divisor of it")
+    parser.add_argument("--image", type=int, default=56, help="side of an image, in pixels")
+    parser.add_argument("--patch", type=int, default=4, help="side of a patch, in pixels; must divide --image")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--layers", type=int, default=2)
@@ -94,7 +94,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     model = VisionTransformer(args, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(args.learning_rate), wrt=nnx.Param)
-    print(f"{len(model.position[...])} tokens an image")
+    print(f"{len(model.position[...])} tokens in an image")
 
     batch = stripes(rng, args.batch, args.image)
     fused = nnx.jit(loss_of)(model, *batch)
@@ -111,7 +111,7 @@ def main() -> None:
 
     images, classes = stripes(rng, 64, args.image)
     said = nnx.jit(lambda model, images: model(images).argmax(-1))(model, images)
-    print(f"Right: {jnp.mean(said == classes):.0%} of {len(images)} new images")
+    print(f"Correct: {jnp.mean(said == classes):.0%} of {len(images)} new images")
     figure, axes = plt.subplots(2, 8, figsize=(11, 3.2), layout="constrained")
     for ax, image, right, answer in zip(axes.flat, images, classes, said, strict=False):
         ax.imshow(image[..., 0], cmap="gray")

@@ -65,13 +65,13 @@ def test_packed_training(tmp_path):
 
 def test_decoding_with_a_cache(tmp_path):
     said = drawn(tmp_path, "decode.py", "--prompt", 8, "--length", 32, "--width", 32, "--layers", 1)
-    assert "Tokens that are the same: 100.0%" in said
+    assert "Equal tokens: 100.0%" in said
 
 
 def test_serving_by_continuous_batching(tmp_path):
     """With so few pages that a free slot has to wait for them."""
     sizes = ["--requests", 5, "--slots", 3, "--longest", 48, "--pages", 6, "--width", 32, "--layers", 1]
-    assert "Tokens that are those of a sequence alone: 100.0%" in drawn(tmp_path, "serve.py", *sizes)
+    assert "Tokens equal to those of the sequence alone: 100.0%" in drawn(tmp_path, "serve.py", *sizes)
 
 
 def test_pictures_of_block_masks(tmp_path):
@@ -82,7 +82,7 @@ def test_pictures_of_block_masks(tmp_path):
 def test_a_vision_transformer_of_odd_length(tmp_path):
     sizes = ["--image", 28, "--batch", 4, "--steps", 2, "--layers", 1, "--width", 16, "--heads", 2]
     said = drawn(tmp_path, "vision_transformer.py", *sizes)
-    assert "50 tokens an image" in said
+    assert "50 tokens in an image" in said
     assert float(said.split("materialised attention: ")[1].split()[0]) < 1e-4
 
 

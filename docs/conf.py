@@ -32,6 +32,7 @@ autodoc_typehints = "none"  # `signature` below writes types; autodoc would show
 maximum_signature_line_length = 80  # a longer signature has one line per argument
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 
 
 class Name:
@@ -61,7 +62,8 @@ def signature(app, what, name, subject, options, arguments, result):
         for parameter in found.parameters.values()
         if parameter.name != "self"
     ]
-    arguments = stringify_signature(found.replace(parameters=parameters), show_return_annotation=False)
+    shown = found.replace(parameters=parameters, return_annotation=found.empty)
+    arguments = stringify_signature(shown, unqualified_typehints=True)
     return arguments, None if what == "class" else stringify_annotation(found.return_annotation)
 
 

@@ -131,10 +131,10 @@ def exp_minus(x: jax.Array, m: jax.Array) -> jax.Array:
     """exp(x - m) for x <= m, and 0 where m = -inf (a row with nothing to attend to yet), with finite derivatives there.
 
     XLA may round scale·qk - m once, where m is the maximum of scale·qk rounded: of large scores the difference can be
-    far from that of m and x. A comparison in between, which changes x by rounding at most, keeps it from that.
+    far from that of m and x. A minimum in between, which changes x by rounding at most, keeps it from that.
     """
     m = jnp.where(m == -jnp.inf, 0, m)
-    return jnp.exp(jnp.where(x > m, x + jax.lax.stop_gradient(m - x), x) - m)
+    return jnp.exp(x + jax.lax.stop_gradient(jnp.minimum(m - x, 0)) - m)
 
 
 def divide(x: jax.Array, l: jax.Array) -> jax.Array:

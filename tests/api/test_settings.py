@@ -63,12 +63,13 @@ def test_debug_infs_accepts_a_fully_masked_row(use):
         np.testing.assert_allclose(USES[use](lambda x: attend(x), q), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_debug_infs_accepts_statistics_of_a_fully_masked_row():
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_debug_nans_and_infs_accept_statistics_of_a_fully_masked_row(kind):
     q = normal(0, B, T, N, D)
     results = functools.partial(jax_flash.attention_with_statistics, q, q, q, mask=jnp.arange(T)[:, None] != 3)
     varlen = functools.partial(jax_flash.varlen_attention, *[q[0]] * 3, np.array([0, 3, 6]), return_residual=True)
     expected = results(), varlen()
-    with setting("jax_debug_infs", True):
+    with setting(f"jax_debug_{kind}s", True):
         found = results(), varlen()
         jax.tree.map(np.testing.assert_array_equal, found, expected)
         _, merged = jax_flash.merge(found[0], found[0])

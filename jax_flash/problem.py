@@ -261,6 +261,8 @@ class Problem:
     @property
     def may_empty_rows(self) -> bool:
         """Whether some query may see no key, because masks hide all keys or all scores are -inf."""
+        if self.kv_len == 0:
+            return True
         arrays = (self.bias, self.mask, self.block_mask, self.score_mod, self.mask_mod)
         if any(x is not None for x in arrays) or self.q_lengths or self.kv_lengths or self.segments or self.ranges:
             return True

@@ -33,6 +33,21 @@ def test_a_small_scale():
     padded.check("query lengths", "float64", scale=1e-33)
 
 
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
+def test_no_keys(implementation):
+    """All rows are padding, though nothing masks them."""
+    query, key = jnp.full((1, 3, 2, 8), np.nan), jnp.zeros((1, 0, 2, 8))
+
+    def attention(query, sinks, scale):
+        options = {"sinks": sinks, "scale": scale, "implementation": implementation}
+        return jax_flash.dot_product_attention(query, key, key, **options)
+
+    o, pull = jax.vjp(attention, query, jnp.ones(2), 0.5)
+    for x in (o, *pull(query)):
+        assert not np.asarray(x).any()
+
+
 @pytest.mark.parametrize("dtype", ["tf32", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("cause", padded.CAUSES)

@@ -50,7 +50,7 @@ constexpr Extent ExtentOf(const Extent& extent) { return extent; }
   FIELD(bool, ranges, false) /* in place of causal, windows, q_lengths, segments */                             \
   FIELD(bool, query_offset, false)                                                                              \
   FIELD(bool, origin, false)    /* dropout and programs count rows and keys from there */                       \
-  FIELD(int64_t, page, 0)       /* keys of a page, a multiple of 8; 0:  keys are not in pages */                \
+  FIELD(int64_t, page, 0)       /* keys of a page, a multiple of 8; 0: keys are not in pages */                 \
   FIELD(int64_t, pages, 0)      /* that there are */                                                            \
   FIELD(Extent, block_mask, {}) /* per batch entry and head or shared; its rows and columns are always there */ \
   FIELD(int64_t, q_block, 0)    /* entries of a block, multiples of 16 */                                       \

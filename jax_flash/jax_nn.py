@@ -55,7 +55,7 @@ def patch_jax_nn() -> JaxNNPatch:
     the default of `jax_flash.dot_product_attention`: fused kernels if the platform has them.
 
     Returns:
-      A `JaxNNPatch`: call its `restore()`, or use it as a context manager::
+      A `JaxNNPatch`. Call its `restore()`, or use it as a context manager::
 
           with jax_flash.patch_jax_nn():
               train(model)

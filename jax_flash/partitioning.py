@@ -148,8 +148,8 @@ def _spec(problem: Problem, axes: Axes, name: str, shape: tuple[int, ...]) -> Pa
 def _partition(compute: Compute, problem: Problem, names: tuple[str, ...], mesh: Mesh, args, results):
     if problem.dtype == "float64" and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            "arrays of float64 that are sharded need jax_enable_x64 for the whole process "
-            '(`jax.config.update("jax_enable_x64", True)`): XLA divides a program on a thread of its own'
+            "sharded float64 arrays need jax_enable_x64 for the whole process, because XLA partitions a program "
+            'in another thread: call jax.config.update("jax_enable_x64", True) first'
         )
     (arrays,) = args
     mesh, axes = _placed(problem, mesh, arrays)

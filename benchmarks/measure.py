@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -130,17 +130,30 @@ def processor() -> str:
     return platform.machine()
 
 
-def save(path: pathlib.Path, results: object) -> None:
-    """Whole or not at all, so that a run that is cut off leaves what was there."""
+def save(path: pathlib.Path, results: Mapping[str, Any]) -> None:
+    """Write a file of results, whole or not at all: a run that is cut off leaves the file that was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(path.name + ".part")
-    written.write_text(json.dumps(plain(results), indent=1, allow_nan=False) + "\n")
+    fields = ",\n".join(f"{json.dumps(name)}: {_lines(x)}" for name, x in plain(results).items())
+    written.write_text(f"{{\n{fields}\n}}\n")
     written.replace(path)
 
 
+def _lines(x: Any) -> str:
+    """Return x as JSON: a list of rows has one line for each row."""
+    if isinstance(x, list) and x and isinstance(x[0], dict):
+        return "[\n{}\n]".format(",\n".join(map(json.dumps, x)))
+    return json.dumps(x)
+
+
 def plain(results: object) -> Any:
-    """As they are read from a file. What is no number, as NaN, becomes None: JSON has neither NaN nor infinity."""
-    return json.loads(json.dumps(results), parse_constant=lambda _: None)
+    """Return results as they are read from a file.
+
+    Floats have seven significant digits. NaN and infinity become None, because JSON has neither.
+    """
+    return json.loads(
+        json.dumps(results), parse_float=lambda x: float(f"{float(x):.7g}"), parse_constant=lambda _: None
+    )
 
 
 def _output(command: list[str]) -> str:

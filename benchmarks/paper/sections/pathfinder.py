@@ -62,7 +62,7 @@ def run(
     devices = jax.devices()[: math.gcd(batch, jax.device_count())]
     trainer = Trainer(config, label if labels_alone else label_and_targets, devices=devices)
     weights, log = checkpoint / "weights.npz", checkpoint / "stages.json"
-    stages: list[Row] = json.loads(log.read_text()) if log.exists() else []
+    stages: list[Row] = json.loads(log.read_text())["stages"] if log.exists() else []
     if stages:
         if stages[-1]["targets"] == labels_alone:
             raise SystemExit(f"{checkpoint} has learned {'with targets' if labels_alone else 'from labels alone'}")
@@ -98,11 +98,11 @@ def run(
         }
         stages.append(stage)
         save(trainer, weights)
-        measure.save(log, stages)
+        measure.save(log, {"stages": stages})
         # What was learned is kept, even if the test does not come to its end.
         with contextlib.closing(batched(images(pool, side, [TEST, side], kinds[:1]), batch)) as tests:
             stage |= trainer.accuracy(itertools.islice(tests, -(-tested // batch)), CONFIDENCE)
-    measure.save(log, stages)
+    measure.save(log, {"stages": stages})
     results.begin()
     found = json.loads(results.path.read_text())["rows"] if results.path.exists() else []
     results.rows = [row for row in found if row["checkpoint"] != checkpoint.name] + stages

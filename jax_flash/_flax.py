@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 from jax_flash import arguments, attention, checks, dropout
 from jax_flash.arguments import PER_EXAMPLE, Implementation, SharedOptions
 from jax_flash.paged import PagedOptions, append_to_pages, paged_attention
+from jax_flash.windows import Window
 
 
 class FlaxOptions(SharedOptions, total=False):
@@ -52,7 +53,7 @@ class Attributes:
     """
 
     is_causal: bool = False
-    local_window_size: int | tuple[int, int] | None = None
+    local_window_size: Window | None = None
     logits_soft_cap: float | None = None
     implementation: Implementation | None = None
     reproducible_gradients: bool = False

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
@@ -16,11 +15,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_flash import checks, dropout
+from jax_flash import checks, dropout, windows
 from jax_flash.block_sparse import BlockMask, MaskOfFunction
 from jax_flash.problem import Extent, Operands, Problem
 from jax_flash.programs import features, program
 from jax_flash.sequence import Division, Layout
+from jax_flash.windows import Window
 
 Implementation = Literal["flash", "xla", "reference"]
 
@@ -32,7 +32,7 @@ class SharedOptions(TypedDict, total=False):
     is_causal: bool
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
-    local_window_size: int | tuple[int, int] | None
+    local_window_size: Window | None
     implementation: Implementation | None
     sinks: ArrayLike | None
     dropout_batch_ids: ArrayLike | None
@@ -171,7 +171,7 @@ def problem_and_operands(
 
     largest = float(np.finfo(np.float64 if query.dtype == np.float64 else np.float32).max)
     query, scale = _scaled(query, 1 / math.sqrt(max(D, 1)) if given["scale"] is None else given["scale"], largest)
-    window_left, window_right = window(given["local_window_size"])
+    window = windows.checked(given["local_window_size"])
     operands = Operands(
         query,
         key,
@@ -211,8 +211,8 @@ def problem_and_operands(
         dtype=query.dtype.name,
         soft_cap=_soft_cap(given["logits_soft_cap"], largest),
         causal=checks.flag("is_causal", given["is_causal"]),
-        window_left=window_left,
-        window_right=window_right,
+        window_left=window.numbers[0],
+        window_right=window.numbers[1],
         bias_dtype="none" if operands.bias is None else operands.bias.dtype.name,
         bias=None if operands.bias is None else Extent.of(operands.bias),
         mask=None if operands.mask is None else Extent.of(operands.mask),
@@ -229,8 +229,15 @@ def problem_and_operands(
     if block_mask is not None:
         _check_block_mask(block_mask, B, N, problem.q_len, problem.kv_len)
     if isinstance(block_mask, MaskOfFunction):
-        mask_mod, block_mask = _with_mask_of_function(problem, operands, mask_mod, block_mask), None
+        mask_mod, block_mask = _both(problem, mask_mod, _mod_of_mask(operands, block_mask)), None
+    # Ranges are faster than a mask_mod, but the kernels do not combine them with these.
+    beside = (block_mask, page_table, divided, operands.mask, operands.q_segments)
+    takes_ranges = window.is_traced and all(x is None for x in beside)
+    if window.is_traced and not takes_ranges:
+        mask_mod = _both(problem, mask_mod, windows.mask_mod(window.traced))
     problem, operands = _with_programs(problem, operands, given["score_mod"], mask_mod)
+    if takes_ranges:
+        problem, operands = windows.as_ranges(problem, operands, window.traced)
     if block_mask is not None:
         operands = operands.replaced({name: jnp.asarray(x) for name, x in block_mask.arrays().items()})
         problem = problem.with_block_mask(operands.arrays(), block_mask.shape.q_block, block_mask.shape.kv_block)
@@ -326,34 +333,6 @@ def _soft_cap(cap: float | None, largest: float) -> float:
 def _caps(largest: float) -> tuple[float, float]:
     """The least and the most that a soft cap may be."""
     return 1e8 / largest, largest / 1e8
-
-
-def window(size: int | tuple[int, int] | None) -> tuple[int, int]:
-    """(left, right), -1 for no bound."""
-    if size is None:
-        return -1, -1
-    if not isinstance(size, (tuple, list)):
-        left = right = _bound(size, "local_window_size")
-    elif len(size) == 2:
-        left, right = (_bound(x, f"local_window_size[{i}]") for i, x in enumerate(size))
-    else:
-        raise TypeError(f"local_window_size must be an int or a pair of ints, not {len(size)} elements")
-    return left if left < 2**63 else -1, right if right < 2**63 else -1  # beyond 64 bits it is as good as none
-
-
-def _bound(x: Any, name: str) -> int:
-    """One side of a window. Other libraries write None or -1 for a side without a bound."""
-    unbounded = (
-        "for a side without a bound give a number as large as the longest sequence, and for no window leave it out"
-    )
-    try:
-        bound = operator.index(x)
-    except TypeError:
-        hint = f": {unbounded}" if x is None else ""
-        raise TypeError(f"{name} must be an int, not {checks.described(x)}{hint}") from None
-    if bound < 0:
-        raise ValueError(f"{name} must not be negative, but is {checks.described(bound)}: {unbounded}")
-    return bound
 
 
 # Values of jax_default_matmul_precision, which may name a dot algorithm too, that ask for more than TF32.
@@ -456,30 +435,27 @@ def _with_window(problem: Problem, left: int, right: int) -> Problem:
     return dataclasses.replace(
         problem,
         causal=problem.causal or right == 0,
-        window_left=narrower(problem.window_left, left),
-        window_right=problem.window_right if right == 0 else narrower(problem.window_right, right),
+        window_left=windows.narrower(problem.window_left, left),
+        window_right=problem.window_right if right == 0 else windows.narrower(problem.window_right, right),
     )
 
 
-def narrower(first: int, second: int) -> int:
-    """Returns the bound that hides more, of two on the same side of a window. -1 bounds nothing."""
-    return max(first, second) if min(first, second) < 0 else min(first, second)
+def _both(problem: Problem, mask_mod: Any, other: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A mask_mod that allows what the user's mask_mod, if there is one, and another one both allow."""
+    if mask_mod is None:
+        return other
+    traced, captured = program.trace("mask_mod", mask_mod, problem.accumulation_dtype, problem.sizes, 0)
+    return lambda *place: other(*place) & traced(captured, *place)
 
 
-def _with_mask_of_function(
-    problem: Problem, operands: Operands, mask_mod: Any, mask: MaskOfFunction
-) -> Callable[..., jax.Array]:
-    """A mask_mod that says what both say. The mask's rows are those of the arrays."""
-    traced, captured = None, list[jax.Array]()
-    if mask_mod is not None:
-        traced, captured = program.trace("mask_mod", mask_mod, problem.accumulation_dtype, problem.sizes, 0)
+def _mod_of_mask(operands: Operands, mask: MaskOfFunction) -> Callable[..., jax.Array]:
+    """A mask_mod that says what the mask says. The mask's rows are those of the arrays."""
 
-    def both(batch: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+    def mod(batch: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
         row = query if operands.query_offset is None else query - jnp.asarray(operands.query_offset)[batch]
-        seen = mask.may_attend(batch, head, row, key)
-        return seen if traced is None else seen & traced(captured, batch, head, query, key)
+        return mask.may_attend(batch, head, row, key)
 
-    return both
+    return mod
 
 
 def _check_block_mask(mask: BlockMask, B: int, N: int, T: int, S: int) -> None:

@@ -110,7 +110,11 @@ def dot_product_attention(
       is_causal: query i sees keys j <= i + query_offset.
       query_seq_lengths: integer [B]: rows from there on are 0.
       key_value_seq_lengths: integer [B]: keys from there on are not attended to.
-      local_window_size: w or (left, right): query i sees keys i - left <= j <= i + right (+ query_offset).
+      local_window_size: w or (left, right): query i sees keys i - left <= j <= i + right (+ query_offset). Each side is
+        an int or an integer scalar. A scalar may be traced, so layers in a `jax.lax.scan` can have different windows.
+        New values of a traced scalar never recompile, but it is slower than an int
+        (`docs/guides/moving-from-jax-nn.md`). For a side without a bound, pass a number as large as the longest
+        sequence, such as 2**31 - 1. A negative int is an error. A negative traced value counts as 0.
       sinks: z, [N], any float dtype: attention sinks, a logit of each head that joins the denominator of its softmax
         and has no value, so that a query need not attend to anything (gpt-oss, arXiv 2508.10925; the name is from
         arXiv 2309.17453). -inf is no sink, and +inf takes all of the probability: the rows are 0. They have a gradient.

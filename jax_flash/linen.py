@@ -102,6 +102,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
         grouped-query attention.
       is_causal: whether a token attends only to itself and to earlier tokens. Decoding is always causal.
       local_window_size: (left, right), or one int for both: how many tokens before and after itself a token sees.
+        Pass a traced integer as an option of the call.
       logits_soft_cap: soft cap of the scores: cap * tanh(scores / cap).
       pages: number of pages of a paged cache, which sequences of different lengths share. It needs `decode=True`, and
         calls then take `page_table` and `lengths`. 0 means a contiguous cache.

@@ -105,6 +105,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
       num_heads, in_features, ...: arguments of the stock module, including `num_kv_heads` for grouped-query attention.
       is_causal: whether a token attends only to itself and to earlier tokens. Decoding is always causal.
       local_window_size: (left, right), or one int for both: how many tokens before and after itself a token sees.
+        Pass a traced integer as an option of the call.
       logits_soft_cap: soft cap of the scores: cap * tanh(scores / cap).
       implementation: as in `jax_flash.dot_product_attention`.
       reproducible_gradients: whether gradients have the same bits in every run. `jax_flash.dot_product_attention` calls

@@ -15,6 +15,7 @@ from jax_flash import arguments, attention, checks
 from jax_flash.arguments import Implementation
 from jax_flash.explicit import placed
 from jax_flash.problem import Operands, Problem
+from jax_flash.windows import Window
 
 STEP, LONGEST = 8, 1024  # a page has a multiple of STEP keys, and at most LONGEST
 
@@ -22,7 +23,7 @@ STEP, LONGEST = 8, 1024  # a page has a multiple of STEP keys, and at most LONGE
 class PagedOptions(TypedDict, total=False):
     """The keyword arguments of `paged_attention`."""
 
-    local_window_size: int | tuple[int, int] | None
+    local_window_size: Window | None
     scale: float | ArrayLike | None
     logits_soft_cap: float | None
     sinks: ArrayLike | None
@@ -94,7 +95,8 @@ def paged_attention(
         numbers. In JAX arrays it is clamped.
       lengths: integer array [B], the tokens of each sequence including the T new ones, at most M * page. If a sequence
         is shorter than T, its first queries lie before the first token and see no key.
-      local_window_size: w or (left, right). A query sees itself and the `left` keys before it.
+      local_window_size: w or (left, right), each an int or an integer scalar, which may be traced. A query sees itself
+        and the `left` keys before it.
       score_mod, mask_mod: as in `dot_product_attention`. The query and key indices are positions in the sequence.
       return_residual: whether to return the logsumexp of every row as well.
       scale, logits_soft_cap, sinks, precision, implementation: as in `dot_product_attention`.

@@ -228,8 +228,8 @@ class Problem:
         2 · (3 D + 2 E), including 2 · D to recompute the scores.
 
         The visible entries follow from the sizes, `is_causal` and `local_window_size`. Masks that are arrays or
-        functions, lengths, segments and a `query_offset` count as hiding nothing, because a problem does not contain
-        their values. The result is then an upper bound. `docs/guides/mfu.md` shows how to use it.
+        functions, lengths, segments, traced windows and a `query_offset` count as hiding nothing, because a problem
+        does not contain their values. The result is then an upper bound. `docs/guides/mfu.md` shows how to use it.
 
         Args:
           backward: whether to count the backward alone instead of the forward.

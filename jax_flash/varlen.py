@@ -14,18 +14,19 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_flash import arguments, attention, checks
+from jax_flash import arguments, attention, checks, windows
 from jax_flash.arguments import Implementation
 from jax_flash.explicit import placed
 from jax_flash.problem import Operands, Problem
 from jax_flash.programs import features, program
+from jax_flash.windows import Window
 
 
 class VarlenOptions(TypedDict, total=False):
     """The keyword arguments of `varlen_attention`."""
 
     is_causal: bool
-    local_window_size: int | tuple[int, int] | None
+    local_window_size: Window | None
     scale: float | ArrayLike | None
     logits_soft_cap: float | None
     sinks: ArrayLike | None
@@ -161,20 +162,21 @@ def problem_and_operands(
         raise ValueError(f"cu_seqlens_q is of {len(begins_q) - 1} sequences, cu_seqlens_k of {len(begins_k) - 1}")
     # All devices have both, wherever the lengths are.
     rows, keys, key_end = placed(functools.partial(_packed, sizes=sizes), PartitionSpec(), begins_q, begins_k)
-    left, right = arguments.window(given.pop("local_window_size"))
+    left, right = windows.checked(given.pop("local_window_size"))
     if checks.flag("is_causal", given.pop("is_causal")):
         right = 0
     if (bounds := _window_of(given["mask_mod"], len(begins_q) - 1, query.shape[1], sizes[1])) is not None:
-        left, right = map(arguments.narrower, (left, right), bounds)
+        left, right = map(windows.narrower, (left, right), bounds)
         given["mask_mod"] = None
     for name in ("score_mod", "mask_mod"):
         if callable(given[name]):
             given[name] = _within_sequences(given[name], rows)
     problem, operands = arguments.problem_and_operands(query, key, value, None, None, given)
+    first, last = windows.reach(left, right)
     positions = {
         "kv_lengths": key_end,
-        "keys_of_rows": _ranges(rows, left, right)[None],
-        "rows_of_keys": _ranges(keys, right, left)[None],
+        "keys_of_rows": windows.ranges(rows.opposite, first, last, rows.begin, rows.end)[None],
+        "rows_of_keys": windows.ranges(keys.opposite, -last, -first, keys.begin, keys.end)[None],
     }
     return dataclasses.replace(problem, ranges=True, kv_lengths=True), operands.replaced(positions)
 
@@ -215,15 +217,6 @@ def _side_packed(own: jax.Array, other: jax.Array, size: int) -> _Packed:
     sequence = jnp.searchsorted(own[1:], place, side="right", method="scan_unrolled").astype(jnp.int32)
     after = jnp.minimum(sequence + 1, len(own) - 1)  # what is beyond all has nothing on the other side
     return _Packed(sequence, place + other[after] - own[after], other[sequence], other[after])
-
-
-@functools.partial(jax.jit, static_argnames=("before", "after"))
-def _ranges(x: _Packed, before: int, after: int) -> jax.Array:
-    """Of the other side what each token sees: int32 [tokens, 2], from the first up to the second. -1: unbounded."""
-    most = np.iinfo(np.int32).max // 2
-    begin = x.begin if before < 0 else (x.opposite - min(before, most)).clip(x.begin, x.end)
-    end = x.end if after < 0 else (x.opposite + min(after, most) + 1).clip(x.begin, x.end)
-    return jnp.stack([begin, end], 1)
 
 
 def _window_of(mask_mod: Any, batch: int, heads: int, keys: int) -> tuple[int, int] | None:

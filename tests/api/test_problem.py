@@ -22,7 +22,7 @@ def described(x):
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
 
 
-@pytest.mark.parametrize("case", [*cases.FEATURES, cases.Case(block_mask=BLOCKS)], ids=str)
+@pytest.mark.parametrize("case", [*(x for x in cases.FEATURES if not x.traced), cases.Case(block_mask=BLOCKS)], ids=str)
 def test_of_arrays_and_of_shapes(case):
     arrays = case.arrays()
     wanted, _ = cases.problem(case, arrays)

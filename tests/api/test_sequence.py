@@ -105,6 +105,7 @@ CASES = [
     DIVIDED(causal=True, offset=True, bias="bnt1", K=1, sinks=1.0),
     DIVIDED(S=256, causal=True, window=(100, 7), mask="1n1s"),
     DIVIDED(block_mask=BLOCKS, causal=True),
+    DIVIDED(window=(40, 5), traced=True, lengths=True, causal=True),
 ]
 
 
@@ -474,6 +475,7 @@ def placed(mesh, arrays, batch, rows, heads):
         (DIVIDED(B=4, causal=True, window=(20, 0), segments=True, bias="b11s", mask="b1ts"), (2, 4, 1), RING, "auto"),
         (DIVIDED(lengths=True, soft_cap=1.0, bias="bnt1", mask="1n1s", dropout=0.5), (2, 2, 2), RING, "explicit"),
         (DIVIDED(causal=True, offset=True), (1, 8, 1), RING, "auto"),
+        (DIVIDED(causal=True, window=(40, 0), traced=True, lengths=True), (2, 2, 2), RING, "explicit"),
         (DIVIDED(N=8, K=8, causal=True, dropout=0.3, mask="b11s"), (1, 4, 2), HEADS, "auto"),
         (DIVIDED(N=8, K=8, mask="b1ts"), (1, 8, 1), RING, "auto"),
         (DIVIDED(B=4, K=4, causal=True, bias="bnts"), (2, 4, 1), HEADS, "explicit"),

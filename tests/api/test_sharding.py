@@ -72,6 +72,7 @@ CASES = [
     SHARDED(bias="111s", mask="b1ts", dropout=0.5, broadcast_dropout=True),
     SHARDED(bias="bnts", mask="bnts", lengths=True, soft_cap=1.0),
     SHARDED(K=1, segments=True, offset=True, window=(5, 3), dropout=0.2, bias="b1t1"),
+    SHARDED(window=(5, 3), traced=True, lengths=True, offset=True, causal=True),
 ]
 
 

@@ -32,18 +32,27 @@ def described(tree, symbols):
 
 
 @pytest.mark.filterwarnings("ignore:attention takes implementation")
-@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
-def test_one_export_computes_every_size(implementation):
+@pytest.mark.parametrize(
+    ("everything", "implementation"),
+    [
+        (EVERYTHING, None),
+        (EVERYTHING, "xla"),
+        (EVERYTHING, "reference"),
+        (Case(causal=True, window=(200, 4), traced=True, lengths=True, offset=True), "xla"),
+    ],
+    ids=str,
+)
+def test_one_export_computes_every_size(everything, implementation):
     """Forward and backward, with sizes above and below the size of a block, and none a multiple of 16."""
 
     def attention(arrays):
         o, statistics = jax_flash.attention_with_statistics(
-            **arrays, **EVERYTHING.options, implementation=implementation
+            **arrays, **everything.options, implementation=implementation
         )
         return o, statistics.logsumexp
 
     def given(**sizes):
-        case = dataclasses.replace(EVERYTHING, **sizes)
+        case = dataclasses.replace(everything, **sizes)
         return case, case.arrays(), case.cotangents()
 
     case, *arguments = given(B=3, T=37, S=45)

@@ -20,6 +20,7 @@ PACKS = [
     Pack((5, 0, 30, 1, 20), (5, 0, 30, 1, 20), case=SMALL),
     Pack((5, 0, 30, 1, 20), (20, 10, 18, 70, 0), 7, Case(N=4, K=2, D=16, E=24, causal=True)),
     Pack((40, 3, 60), (30, 50, 40), 3, Case(N=2, K=2, D=16, E=16, window=(7, 4), sinks=2.0, soft_cap=2.0)),
+    Pack((40, 3, 60), (30, 50, 40), 3, Case(N=2, K=2, D=16, E=16, window=(7, 4), traced=True)),
     Pack((1, 1, 1, 1), (300, 17, 0, 64), 0, Case(N=8, K=2, D=16, E=16, causal=True, window=(50, 0))),
     Pack((130, 70), (130, 70), 5, Case(N=2, K=1, D=16, E=16, causal=True, dropout=0.2, deterministic=True)),
     Pack((), (), 20, SMALL),

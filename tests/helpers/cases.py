@@ -37,6 +37,7 @@ class Case:
 
     causal: bool = False
     window: tuple[int, int] | None = None
+    traced: bool = False  # whether the window is traced
     bias: str = ""  # its dims, "bnts", with a 1 for a dim that is broadcast
     mask: str = ""
     sinks: float = 0.0  # standard deviation of the sinks; 0: there are none
@@ -65,12 +66,18 @@ class Case:
         return {
             "scale": self.scale,
             "is_causal": self.causal,
-            "local_window_size": self.window,
+            **({} if self.traced else {"local_window_size": self.window}),
             "logits_soft_cap": self.soft_cap,
             "dropout_rate": self.dropout,
             "broadcast_dropout": self.broadcast_dropout,
             "deterministic": self.deterministic,
         }
+
+    def traced_window(self) -> Arrays:
+        """The window as an argument, if it is traced."""
+        if self.window is None or not self.traced:
+            return {}
+        return {"local_window_size": tuple(np.asarray(x, np.int32) for x in self.window)}
 
     def shape(self, extent: str) -> tuple[int, ...]:
         return tuple(1 if e == "1" else size for e, size in zip(extent, (self.B, self.N, self.T, self.S), strict=True))
@@ -112,7 +119,7 @@ class Case:
             arrays["dropout_key"] = np.asarray(jax.random.PRNGKey(seed + 1))
         if self.block_mask is not None:
             arrays["block_mask"] = self.block_mask
-        return arrays
+        return arrays | self.traced_window()
 
     def cotangents(self, dtype: str = "float32", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Of O, [B, T, N, E], and of the logsumexp, [B, N, T]."""
@@ -141,6 +148,9 @@ FEATURES = [
     Case(window=(0, 0)),
     Case(window=(7, 0), causal=True, logsumexp=False),
     Case(window=(2**40, 3)),
+    Case(window=(5, 2**31 - 1), traced=True),
+    Case(window=(9, 4), traced=True, causal=True, lengths=True, offset=True, sinks=2.0, dropout=0.2),
+    Case(window=(9, 4), traced=True, offset=True, mask="b1ts", bias="1nts", segments=True),
     Case(bias="bnts"),
     Case(bias="1nts", logsumexp=False),
     Case(bias="bn1s"),

@@ -84,7 +84,7 @@ def _compiled(pack: Pack, implementation: str | None):
 def run(pack: Pack, arrays: Arrays, cotangents: Any, implementation: str | None = "flash") -> Results:
     """The results of `varlen_attention`, jitted, forward and backward, of arrays as those of `pack.whole`."""
     given = {name: x for name, x in arrays.items() if name != "mask"}
-    given |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), pack.cu_seqlens(), strict=True))
+    given |= pack.case.traced_window() | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), pack.cu_seqlens(), strict=True))
     with jax.enable_x64(arrays["query"].dtype == np.float64):
         return jax.tree.map(np.asarray, _compiled(pack, implementation)(given, cotangents))
 

@@ -79,7 +79,7 @@ def padded(cause: str, dtype: str, **fields: Any) -> Padded:
         case "key lengths":
             changes = {"query_seq_lengths": np.full(B, T), "key_value_seq_lengths": np.resize([S - 7, 0], B)}
             omitted = {"query_seq_lengths"}
-        case "lengths" | "lengths and bias" | "lengths and score_mod" | "decoding":
+        case "lengths" | "traced window" | "lengths and bias" | "lengths and score_mod" | "decoding":
             changes = {"query_seq_lengths": np.resize([T, T // 2], B)}
             changes["key_value_seq_lengths"] = np.resize([S // 2 + 3, S - 1], B)
         case "mask":
@@ -149,6 +149,7 @@ CASES: dict[str, dict[str, Any]] = {
     "offset": {"causal": True, "offset": True},
     "window": {"window": (3, 2)},
     "window and offset": {"window": (9, 4), "offset": True},
+    "traced window": {"window": (9, 4), "traced": True, "lengths": True},
     "blocks": {},
     "bias": {"bias": "bnts"},
 }

@@ -22,7 +22,7 @@ BLOCK = 256  # rows and columns of a tile, at most
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """O, ℓ and m: Algorithm 2. Arguments and results: `reference.forward`."""
+    """Compute O, ℓ and m with Algorithm 2. Arguments and results are as in `reference.forward`."""
     problem, operands = tile.with_contiguous_keys(problem, varying_alike(operands, operands))
     operands = tile.in_accumulation_dtype(problem, padding.without_padded_keys(operands))
     dtype = problem.accumulation_dtype
@@ -92,7 +92,7 @@ def backward(
     do: jax.Array,
     dlogsumexp: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """The gradients that the problem asks for: Algorithm 4. Arguments and results: `reference.backward`."""
+    """Compute the requested gradients with Algorithm 4. Arguments and results are as in `reference.backward`."""
     given = (operands, o, l, m, do, dlogsumexp)
     operands, o, l, m, do, dlogsumexp = varying_alike(given, given)
     prepared = reference.prepare(problem, operands, o, l, m, do, dlogsumexp)

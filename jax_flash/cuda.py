@@ -1,4 +1,4 @@
-"""Where the CUDA libraries are. Imported when a kernel has to be compiled, not before."""
+"""Location of the CUDA libraries. This module is imported only when a kernel must be compiled."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from cuda import pathfinder
 
 
 def find_nvrtc() -> str:
-    """The path of libnvrtc: of NVIDIA's Python packages (`jax[cuda13]`), conda, a CUDA toolkit or the system.
+    """Return the path of libnvrtc from NVIDIA's Python packages (`jax[cuda13]`), conda, a CUDA toolkit or the system.
 
-    Raises what the pathfinder raises, which says where it looked.
+    If the library is not found, the error of the pathfinder lists the places that it searched.
     """
     library = pathfinder.load_nvidia_dynamic_lib("nvrtc")
     assert library.abs_path is not None, library

@@ -1,14 +1,14 @@
 """The two XLA custom calls, `jax_flash_forward` and `jax_flash_backward`, as JAX functions.
 
-`forward` and `backward` take the arrays of a problem with any number of leading dims in place of the batch (`vmap` adds
-one; each is full or 1). From the outside in, each is
+`forward` and `backward` take the arrays of a problem with any number of leading dims instead of the batch. `vmap` adds
+one, and each has full size or size 1. Each call has these layers, from the outside in:
 
-    jax_flash             a JAX primitive: derivatives of any order go through `blockwise.py`, the same algorithm in
-                          plain JAX, and a mapped axis becomes one more leading dim
-    custom_partitioning   every device computes its own leading dims, heads and rows (`partitioning.py`)
-    jax_flash_call        the leading dims become the batch of one `Problem`: what that is, the platform says
-    jax_flash_forward     on a CPU, and with scratch memory on a GPU; elsewhere `blockwise.py`. So named, or
-                          jax_flash_backward, in profiles
+    jax_flash             a JAX primitive: derivatives of any order use `blockwise.py`, the same algorithm in plain JAX,
+                          and a mapped axis becomes one more leading dim
+    custom_partitioning   each device computes its own leading dims, heads and rows (`partitioning.py`)
+    jax_flash_call        the leading dims become the batch of one `Problem`, and the platform selects the next layer
+    jax_flash_forward     the custom call on a CPU, or on a GPU with scratch memory; `blockwise.py` on other platforms.
+                          Profiles show this name, or jax_flash_backward
 
 Operands, results and formulas: docs/architecture.md.
 """
@@ -75,21 +75,21 @@ def refusal(problem: Problem, platform: str) -> str | None:
 
 
 class Call(NamedTuple):
-    """What is static in a call."""
+    """The static part of a call."""
 
-    arrays: tuple[str, ...]  # names in DIMS, as those of the results
+    arrays: tuple[str, ...]  # names in DIMS, as in `results`
     results: tuple[str, ...]
     problem: Problem
     fallback: bool  # to `blockwise.py` on a platform that has no handler; otherwise XLA refuses to compile it there
 
     @property
     def target(self) -> str:
-        """The custom call's name."""
+        """The name of the custom call."""
         return "jax_flash_forward" if "o" in self.results else "jax_flash_backward"
 
 
 def forward(problem: Problem, fallback: bool, operands: Operands) -> Results:
-    """Algorithm 2 as one custom call: (o, l, m)."""
+    """Compute (o, l, m) with Algorithm 2 as one custom call."""
     arrays = operands.arrays()
     return _bind(Call(tuple(arrays), ("o", "l", "m"), problem, fallback), arrays.values())
 
@@ -104,7 +104,7 @@ def backward(
     do: jax.Array,
     dlogsumexp: jax.Array | None = None,
 ) -> Results:
-    """Algorithm 4 as one custom call: those of (dq, dk, dv, dbias, dsinks, …) that the problem asks for."""
+    """Compute the gradients that the problem requests with Algorithm 4 as one custom call."""
     arrays = operands.arrays() | {"o": o, "l": l, "m": m, "do": do}
     if dlogsumexp is not None:
         arrays["dlogsumexp"] = dlogsumexp

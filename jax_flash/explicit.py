@@ -1,4 +1,4 @@
-"""Functions whose arrays are on a mesh with explicit axes: what is inside is placed by XLA."""
+"""Calls of functions with arrays on a mesh with explicit axes. XLA places the arrays inside of the function."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ Tree = TypeVar("Tree")
 
 
 def explicit_mesh(*arrays: jax.Array) -> AbstractMesh | None:
-    """The mesh with explicit axes that one of these arrays is on."""
+    """Return the mesh with explicit axes of one of these arrays, or None."""
     meshes = (jax.typeof(x).sharding.mesh for x in arrays)
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
 def first_axis(*arrays: jax.Array) -> Any:
-    """The explicit mesh axis, or axes, that the first dim of one of these arrays is divided over; None: of none."""
+    """Return the explicit mesh axis or axes that divide the first dim of one of these arrays, or None."""
     axes = (jax.typeof(x).sharding.spec[0] for x in arrays)
     return next((axis for axis in axes if axis is not None), None)
 
 
 def placed(function: Callable[..., Tree], places: Any, *arrays: Any) -> Tree:
-    """`function(*arrays)`, where XLA places what is inside. Of arrays on explicit axes the results are placed as given.
+    """Call `function(*arrays)`. XLA places the arrays inside of the function.
 
     Args:
-      places: PartitionSpecs, of each result or of several together.
+      function: the function to call.
+      places: PartitionSpecs of the results, used if the arrays are on explicit axes. One may hold for several results.
       arrays: trees of arrays.
     """
     mesh = explicit_mesh(*jax.tree.leaves(arrays))
@@ -42,5 +43,5 @@ def placed(function: Callable[..., Tree], places: Any, *arrays: Any) -> Tree:
 
 
 def on_first_axis(x: jax.Array, axis: Any) -> jax.Array:
-    """`x` with its first dim divided over this explicit axis of its mesh, or not at all."""
+    """Return `x` with its first dim divided over this explicit axis of its mesh. None means not divided."""
     return placed(lambda x: x, PartitionSpec(axis, *jax.typeof(x).sharding.spec[1:]), x)

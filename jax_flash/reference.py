@@ -1,8 +1,8 @@
 """Standard attention with the matrix in memory: the oracle of every test, and `implementation="reference"`.
 
-Algorithms 0 and 3 of arXiv 2205.14135 (appendix B), with masking and dropout as in B.3 and B.4, in the accumulation
-dtype throughout. Exact formulas, also for rows with nothing to attend to: docs/architecture.md. Both functions can be
-differentiated by JAX, in any mode and order; m carries no gradient, so that m + log ℓ has the right one through ℓ.
+Algorithms 0 and 3 of arXiv 2205.14135 (appendix B), with masking and dropout as in B.3 and B.4. All computations use
+the accumulation dtype. docs/architecture.md has the exact formulas, including fully masked rows. JAX can differentiate
+both functions in any mode and order. m has no gradient, and m + log ℓ has its gradient through ℓ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax_flash.problem import DIFFERENTIATED, Operands, Problem
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """O, ℓ and m: Algorithm 0.
+    """Compute O, ℓ and m with Algorithm 0.
 
     Returns:
       o: [B, T, N, E] in the problem's dtype.
@@ -50,10 +50,10 @@ def backward(
     do: jax.Array,
     dlogsumexp: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """The gradients that the problem asks for, in the order of its `gradients`: Algorithm 3.
+    """Compute the requested gradients, in the order of `problem.gradients`, with Algorithm 3.
 
     Args:
-      o, l, m: what `forward` returned.
+      o, l, m: results of `forward`.
       do: [B, T, N, E], the cotangent of O.
       dlogsumexp: [B, N, T], the cotangent of m + log ℓ, or None for zero.
 
@@ -66,7 +66,7 @@ def backward(
 
 
 def normalized(sinks: jax.Array | None, x: jax.Array, l: jax.Array, m: jax.Array) -> jax.Array:
-    """Rows of P or O, [B, N, R, ...], against the maxima m, divided by the denominators of their softmax."""
+    """Divide rows of P or O, [B, N, R, ...], relative to the maxima m, by the denominators of their softmax."""
     if sinks is None:
         return tile.divide(x, l[..., None])
     sums = tile.with_sinks(sinks, l, m)
@@ -91,7 +91,7 @@ def prepare(
     do: jax.Array,
     dlogsumexp: jax.Array | None,
 ) -> Prepared:
-    """What the gradients take of each row, in the accumulation dtype: D_i = dO_i · O_i - dlogsumexp_i (equation 4)."""
+    """Prepare the inputs of the gradients in the accumulation dtype: D_i = dO_i · O_i - dlogsumexp_i (equation 4)."""
     dtype = problem.accumulation_dtype
     live = padding.live_rows(problem, m)
     operands = tile.in_accumulation_dtype(problem, padding.without_padded_keys(operands))
@@ -115,7 +115,7 @@ def prepare(
 
 
 def summed_over_rows(x: jax.Array, sinks: jax.Array) -> jax.Array:
-    """The gradient of the sinks from what each row adds to it, [B, N, T]."""
+    """Sum the contributions of the rows, [B, N, T], to the gradient of the sinks."""
     axes = (0, 2) if sinks.shape[0] == 1 else (2,)
     return x.sum(axes).reshape(sinks.shape)
 
@@ -123,7 +123,7 @@ def summed_over_rows(x: jax.Array, sinks: jax.Array) -> jax.Array:
 def finish(
     problem: Problem, operands: Operands, m: jax.Array, gradients: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """Return the gradients asked for, in their order and in the dtypes of the custom call's results.
+    """Return the requested gradients in order and in the dtypes of the custom call's results.
 
     Padding has no gradient, and no cotangent of it reaches a derivative of these.
     """

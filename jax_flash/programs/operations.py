@@ -1,4 +1,4 @@
-"""What each primitive of JAX means for elements of arrays, as instructions of a code."""
+"""The translation of JAX primitives to instructions on array elements."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def _gather(code: Code, eqn: JaxprEqn, i: int, shape: tuple[int, ...], others: l
 
 
 def fill_value(eqn: JaxprEqn, dtype: np.dtype) -> Any:
-    """What a gather of this dtype gives for what is outside; None where it does not ask."""
+    """Return the value of a gather for indices out of range, or None if it clamps them."""
     if eqn.params.get("mode") != jax.lax.GatherScatterMode.FILL_OR_DROP:
         return None
     given = eqn.params.get("fill_value")

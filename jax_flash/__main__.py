@@ -322,7 +322,10 @@ def warm(args: argparse.Namespace) -> None:
             text = one.encode()
             start = time.perf_counter()
             if not _native.cuda_cache(text, backward, arch):
-                raise OSError(f"could not write to {_native.cuda_cache_directory()}: is there space left?")
+                raise OSError(
+                    f"could not write a kernel to {_native.cuda_cache_directory()}: check its permissions, the space "
+                    "left, and that no folder has the kernel's name"
+                )
             seconds = time.perf_counter() - start
             files = dict.fromkeys(file for file, _, _ in _native.cuda_plan(text, backward, arch))
             print(f"{arch} {'backward' if backward else 'forward'}: {', '.join(files)} in {seconds:.2f} s")

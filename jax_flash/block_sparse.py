@@ -618,7 +618,7 @@ def _range(name: str, part: slice, length: int, block: int) -> tuple[int, int]:
         ) from None
     if step != 1:
         raise ValueError(f"the slice of a block mask's {name} must have no step, but has step {step}")
-    if start % block:
+    if start % block and start < stop:
         raise ValueError(
             f"the slice of a block mask's {name} must start at a multiple of the block size {block}, not at {start}"
         )

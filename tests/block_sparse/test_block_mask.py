@@ -235,6 +235,7 @@ def test_slice_of_a_pattern():
     """Made once for the longest input, and equal to the mask made for a shorter one."""
     assert patterns.causal(1000, 1000)[:300, :300] == patterns.causal(300, 300)
     assert patterns.causal(512, 1000)[128:400, 128:600] == patterns.causal(272, 472)
+    assert patterns.causal(300, 300)[384:, :300].to_mask().shape[2:] == (0, 300)  # beyond the end, as in NumPy
 
 
 LAYERS = [

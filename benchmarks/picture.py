@@ -22,7 +22,7 @@ LIBRARIES = {
 DIMS = (64, 128, 256)
 
 
-def main() -> None:
+def draw(path: pathlib.Path) -> None:
     results = json.loads((ROOT / "benchmarks/results/attention.json").read_text())
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True, layout="constrained", facecolor="white")
     for axis, pass_ in zip(axes, ("forward", "backward"), strict=True):
@@ -36,8 +36,8 @@ def main() -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel(f"TFLOP/s on one {results['environment']['devices'][0]}", fontsize=9)
     axes[1].legend(frameon=False, fontsize=8)
-    figure.savefig(ROOT / "docs/speed.png", dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
-    main()
+    draw(ROOT / "docs/speed.png")

@@ -60,6 +60,12 @@ def test_a_table_of_no_function_is_an_error(tables):
         tables.filled("<!-- table: nothing -->\n<!-- end -->", ROOT / "README.md")
 
 
+def test_the_picture_of_the_readme_is_drawn_from_results(tables, tmp_path):
+    pytest.importorskip("matplotlib")
+    importlib.import_module("picture").draw(tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_citation_is_of_this_version():
     assert f"\nversion: {jax_flash.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 

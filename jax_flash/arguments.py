@@ -1,4 +1,4 @@
-"""The arguments of the public functions: the one list of them, and the problem and the arrays that they come to."""
+"""The arguments of the public functions: their list, their checks, and the conversion to a `Problem` and its arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Implementation = Literal["flash", "xla", "reference"]
 
 
 class SharedOptions(TypedDict, total=False):
-    """The options that other libraries have no names of their own for."""
+    """Options of the public functions that the modules for other libraries accept under the same names."""
 
     scale: float | ArrayLike | None
     is_causal: bool
@@ -49,9 +49,9 @@ class SharedOptions(TypedDict, total=False):
 
 
 class Options(SharedOptions, total=False):
-    """The keyword arguments of the public functions. What they mean: `dot_product_attention`.
+    """The keyword arguments of the public functions, described in `dot_product_attention`.
 
-    What may be None is None by default, a flag is False, and a number 0.
+    An option that may be None is None by default. A flag is False by default, and a number is 0.
     """
 
     dropout_rate: float
@@ -61,7 +61,7 @@ class Options(SharedOptions, total=False):
     deterministic: bool
 
 
-# The arrays with an entry for each example of the batch, and how many dims such an entry has.
+# The arrays with one entry per example, and the number of dims of an entry.
 PER_EXAMPLE = {
     "query_seq_lengths": 0,
     "key_value_seq_lengths": 0,
@@ -71,7 +71,7 @@ PER_EXAMPLE = {
     "query_offset": 0,
 }
 
-# The names that other attention libraries have for options.
+# Names of options in other attention libraries, with the names here.
 ELSEWHERE = {
     "causal": "is_causal",
     "window_size": "local_window_size",
@@ -86,24 +86,24 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @functools.cache
 def defaults(kind: type) -> dict[str, Any]:
-    """The default of every option, by name, of a class that lists options."""
+    """Return the defaults of the options in a class, by name."""
     return {name: hint() if hint in (bool, float) else None for name, hint in get_type_hints(kind).items()}
 
 
 def complete(options: Mapping[str, Any], kind: type = Options) -> dict[str, Any]:
-    """Every option of a class, as given or by default. Raises TypeError for what is none of them."""
+    """Return every option of a class, as given or by default. Raise TypeError for an unknown option."""
     for name in options:
         if name not in defaults(kind):
             meant = ELSEWHERE.get(name)
-            hint = f"; {name} is {meant} here" if meant in defaults(kind) else ""
-            raise TypeError(f"got an unexpected keyword argument {name!r}: there are {', '.join(defaults(kind))}{hint}")
+            hint = f"use {meant} instead" if meant in defaults(kind) else f"the options are {', '.join(defaults(kind))}"
+            raise TypeError(f"got an unexpected keyword argument {name!r}: {hint}")
     return {**defaults(kind), **options}
 
 
 def lists_options(kind: type, like: Callable[..., Any] | None = None) -> Callable[[Function], Function]:
-    """A decorator: `help` and `inspect.signature` see all options of a class in place of `**options`.
+    """Return a decorator that shows the options of a class instead of `**options` in `help` and `inspect.signature`.
 
-    The other arguments are the function's own, or those of the function that it is `like`.
+    The other arguments are the arguments of the decorated function, or of `like`.
     """
 
     def decorate(function: Function) -> Function:
@@ -133,9 +133,9 @@ def problem_and_operands(
     options: Mapping[str, Any],
     page_table: jax.Array | None = None,
 ) -> tuple[Problem, Operands]:
-    """What a call of `dot_product_attention` with these arguments asks for, and its arrays, checked, with a batch.
+    """Check the arguments of a call of `dot_product_attention`. Return its problem and its arrays with a batch dim.
 
-    With a table key and value are the pages of all batch entries, [pages, page, K, D] and [pages, page, K, E].
+    With a page table, key and value are the pages of all batch entries: [pages, page, K, D] and [pages, page, K, E].
     """
     given = complete(options)
     _check_implementation(given["implementation"])
@@ -143,10 +143,10 @@ def problem_and_operands(
     query, key, value = map(checks.floats, names, (query, key, value))
     for name, x in zip(names, (query, key, value), strict=True):
         if x.ndim not in (3, 4):
-            raise ValueError(f"{name} must have 3 or 4 dims, [T, N, D] or [B, T, N, D], not shape {x.shape}")
+            raise ValueError(f"{name} must have shape [length, heads, dim] or [B, length, heads, dim], not {x.shape}")
         if x.dtype != query.dtype:
             raise TypeError(
-                f"{name} has dtype {x.dtype}, but query has {query.dtype}: cast one of them, as by "
+                f"{name} has dtype {x.dtype}, but query has {query.dtype}: cast one of them, such as "
                 f"{name}.astype(query.dtype)"
             )
     shapes = query.shape, key.shape, value.shape
@@ -163,11 +163,11 @@ def problem_and_operands(
         batch = "" if unbatched else "B, "
         raise ValueError(
             f"query [{batch}T, N, D], key [{batch}S, K, D] and value [{batch}S, K, E] do not fit together: "
-            + ", ".join(map(str, shapes))
+            "their shapes are " + ", ".join(map(str, shapes))
         )
     if K == 0 or N % K:
         of_keys = " and ".join(names[1:])
-        raise ValueError(f"query has {N} heads, {of_keys} {K}: the first must be a multiple of the second")
+        raise ValueError(f"query has {N} heads, which must be a multiple of the {K} heads in {of_keys}")
 
     largest = float(np.finfo(np.float64 if query.dtype == np.float64 else np.float32).max)
     query, scale = _scaled(query, 1 / math.sqrt(max(D, 1)) if given["scale"] is None else given["scale"], largest)
@@ -195,7 +195,7 @@ def problem_and_operands(
     head_ids = checks.ids("dropout_head_ids", given["dropout_head_ids"], (N,))
     if drop_threshold:
         if dropout_key is None:
-            raise ValueError(f"dropout_rate={given['dropout_rate']} needs a dropout_key")
+            raise ValueError(f"dropout_rate={given['dropout_rate']} needs a dropout_key: pass a JAX PRNG key")
         drawn = dropout.operands(dropout_key, broadcast_dropout, batch_ids, head_ids, B, N)
         if drop_threshold == dropout.EVERYTHING:  # the same as without dropout and with values of 0
             drop_threshold, drawn = 0, {"value": jnp.zeros_like(value)}
@@ -253,11 +253,11 @@ def problem_and_operands(
 
 
 def division(options: Mapping[str, Any]) -> Division | None:
-    """How the sequence of a call with these options is divided over the devices of a mesh; None: it is not."""
+    """Return the division of the sequence over devices that these options request, or None."""
     axis, layout = options.get("sequence_axis"), options.get("sequence_layout")
     if axis is None:
         if layout is not None:
-            raise ValueError(f"sequence_layout={layout!r} needs a sequence_axis")
+            raise ValueError(f"sequence_layout={layout!r} needs a sequence_axis: pass the mesh axis of the sequence")
         return None
     axes = (axis,) if isinstance(axis, str) else axis
     if not isinstance(axes, tuple) or not axes or not all(isinstance(name, str) for name in axes):
@@ -270,7 +270,7 @@ def division(options: Mapping[str, Any]) -> Division | None:
     mesh = jax.sharding.get_abstract_mesh()
     if not set(axes) <= set(mesh.manual_axes):
         raise ValueError(
-            f"sequence_axis={axis!r}: there is no such axis here; it is one of a mesh, inside of jax.shard_map over it"
+            f"sequence_axis={axis!r} is no axis of an enclosing jax.shard_map: call inside jax.shard_map over this axis"
         )
     return Division.over(axes, mesh.shape, layout or "contiguous")
 
@@ -278,18 +278,17 @@ def division(options: Mapping[str, Any]) -> Division | None:
 def _check_implementation(x: Any) -> None:
     if isinstance(x, str) and x == "cudnn":
         raise ValueError(
-            'implementation="cudnn" is jax.nn.dot_product_attention\'s; here "flash" is the fused kernel '
-            "(and None takes it where it can)"
+            'implementation="cudnn" is only for jax.nn.dot_product_attention: use "flash" for the fused kernels here, '
+            "or leave it out"
         )
     if x is not None and not (isinstance(x, str) and x in ("flash", "xla", "reference")):
         raise ValueError(f'implementation must be None, "flash", "xla" or "reference", not {checks.described(x)}')
 
 
 def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Array, jax.Array]:
-    """The query times the sign of τ, and |τ|: the kernels take the row maximum before they multiply with a scale.
+    """Return the query times the sign of τ, and |τ|, because the kernels take the row maximum before they scale.
 
-    A τ that is 0, or so small that a gradient times τ underflows, goes to the query: its own gradient is that of the
-    query divided by it.
+    If τ is 0, or so small that a gradient times τ underflows, the query is multiplied by τ instead.
     """
     dtype = np.float64 if query.dtype == np.float64 else np.float32
     least = 2.0**-14 if query.dtype == np.float16 else 2.0**-100
@@ -310,7 +309,7 @@ def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Arr
 
 
 def _sinks(sinks: ArrayLike | None, heads: int, dtype: Any) -> jax.Array | None:
-    """[1, N, 1, 1] of this dtype. The largest number takes all of the probability, as +inf does, but makes no NaN."""
+    """Return the sinks as [1, N, 1, 1] of this dtype. +inf becomes the largest number, which makes no NaN."""
     if sinks is None:
         return None
     given = checks.shaped("sinks", checks.floats("sinks", sinks), (heads,)).astype(dtype)
@@ -318,24 +317,24 @@ def _sinks(sinks: ArrayLike | None, heads: int, dtype: Any) -> jax.Array | None:
 
 
 def _soft_cap(cap: float | None, largest: float) -> float:
-    """0 for none. Of a cap that is much larger score / cap could be 0, and one that is much smaller is 0 itself."""
+    """Return the cap, or 0 for None. The limits keep score / cap and the cap itself from underflowing to 0."""
     if cap is None:
         return 0.0
     least, most = _caps(largest)
     cap = checks.number("logits_soft_cap", cap)
     if cap == 0:
-        raise ValueError("logits_soft_cap must not be 0: for no cap leave it out, or pass None")
+        raise ValueError("logits_soft_cap must not be 0: leave it out or pass None to turn it off")
     if not least <= cap <= most:
         raise ValueError(f"logits_soft_cap must be from {least:.3g} to {most:.3g}, not {cap}")
     return cap
 
 
 def _caps(largest: float) -> tuple[float, float]:
-    """The least and the most that a soft cap may be."""
+    """Return the smallest and the largest soft cap."""
     return 1e8 / largest, largest / 1e8
 
 
-# Values of jax_default_matmul_precision, which may name a dot algorithm too, that ask for more than TF32.
+# Values of jax_default_matmul_precision that need more than TF32. It may also name a dot algorithm.
 _FULL_PRECISIONS = (
     "highest",
     "float32",
@@ -349,7 +348,7 @@ _FULL_PRECISIONS = (
 
 
 def _full_precision(precision: Any) -> bool:
-    """Whether float32 products are to have all of float32's bits."""
+    """Return whether float32 products need full float32 precision."""
     if precision is None:
         return jax.config.jax_default_matmul_precision in _FULL_PRECISIONS  # type: ignore[attr-defined, unused-ignore]
     if isinstance(precision, (tuple, list)) and len(precision) == 2:
@@ -368,19 +367,19 @@ def _full_precision(precision: Any) -> bool:
 
 
 def _offsets(name: str, x: int | ArrayLike | None, batch: int) -> jax.Array | None:
-    """int32 [B]; None for none and for 0."""
+    """Return int32 [B], or None for None and 0."""
     if x is None or type(x) is int and x == 0:
         return None
     given = checks.integers(name, x)
     if isinstance(given, np.ndarray) and given.size and not (given.min() >= -(2**31) and given.max() < 2**31):
-        raise ValueError(f"{name} must be int32 numbers, but there are {given.min()} to {given.max()}")
+        raise ValueError(f"{name} must fit in int32, but ranges from {given.min()} to {given.max()}")
     if given.ndim == 0:
         return jnp.broadcast_to(checks.saturated(given), (batch,))
     return checks.saturated(checks.shaped(name, given, (batch,)))
 
 
 def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mod: Any) -> tuple[Problem, Operands]:
-    """The same with the user's functions of entries, and what they capture."""
+    """Return the problem and the operands with the user's score_mod and mask_mod, and the arrays that they capture."""
     arrays: list[jax.Array] = []
     programs: dict[str, Any] = {}
     for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
@@ -412,8 +411,10 @@ def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mo
 def _with_feature(
     problem: Problem, operands: Operands, score_mod: program.Program, captured: list[jax.Array]
 ) -> tuple[Problem, Operands] | None:
-    """The same with a score_mod as the feature that it is; None if it is none, or not in its place: the kernels cap
-    scores before they add a bias, and have one of each. The rows of a bias do not count query_offset in."""
+    """Return the problem and the operands with a score_mod replaced by an equal soft cap or bias, or None.
+
+    The kernels cap scores before they add a bias, and have one of each. The rows of a bias do not include query_offset.
+    """
     if problem.bias is not None:
         return None
     dtype = problem.accumulation_dtype
@@ -421,7 +422,7 @@ def _with_feature(
     if bias is not None:
         extent = Extent.of(bias)
         if extent.rows and operands.query.shape[1] < problem.q_len:
-            return None  # of a divided sequence a device has its own rows of a bias, but all of what a program captures
+            return None  # on a divided sequence, a device has its own rows of a bias, but full captured arrays
         described = dataclasses.replace(problem, bias_dtype=bias.dtype.name, bias=extent)
         return described, operands._replace(bias=bias)
     least, most = _caps(float(jnp.finfo(dtype).max))
@@ -431,7 +432,7 @@ def _with_feature(
 
 
 def _with_window(problem: Problem, left: int, right: int) -> Problem:
-    """The same with what is visible in this window alone; -1: unbounded."""
+    """Return the problem restricted to this window. -1 means no bound."""
     return dataclasses.replace(
         problem,
         causal=problem.causal or right == 0,
@@ -441,7 +442,7 @@ def _with_window(problem: Problem, left: int, right: int) -> Problem:
 
 
 def _both(problem: Problem, mask_mod: Any, other: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A mask_mod that allows what the user's mask_mod, if there is one, and another one both allow."""
+    """Return the conjunction of the user's mask_mod, if present, and another mask_mod."""
     if mask_mod is None:
         return other
     traced, captured = program.trace("mask_mod", mask_mod, problem.accumulation_dtype, problem.sizes, 0)
@@ -449,7 +450,7 @@ def _both(problem: Problem, mask_mod: Any, other: Callable[..., jax.Array]) -> C
 
 
 def _mod_of_mask(operands: Operands, mask: MaskOfFunction) -> Callable[..., jax.Array]:
-    """A mask_mod that says what the mask says. The mask's rows are those of the arrays."""
+    """Return a mask_mod that equals a mask of a function. The rows of the mask are array rows."""
 
     def mod(batch: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
         row = query if operands.query_offset is None else query - jnp.asarray(operands.query_offset)[batch]
@@ -460,16 +461,26 @@ def _mod_of_mask(operands: Operands, mask: MaskOfFunction) -> Callable[..., jax.
 
 def _check_block_mask(mask: BlockMask, B: int, N: int, T: int, S: int) -> None:
     if not isinstance(mask, BlockMask):
-        raise TypeError(f"block_mask must be a jax_flash.BlockMask, not {type(mask).__name__}")
+        raise TypeError(
+            f"block_mask must be a jax_flash.BlockMask, not {type(mask).__name__}: "
+            "BlockMask.from_mask and BlockMask.from_dense convert arrays"
+        )
     if (mask.shape.q_len, mask.shape.kv_len) != (T, S):
-        raise ValueError(f"block_mask is of {mask.shape.q_len} x {mask.shape.kv_len} entries, T x S is {T} x {S}")
+        raise ValueError(
+            f"block_mask must have T x S = {T} x {S} entries, not {mask.shape.q_len} x {mask.shape.kv_len}"
+        )
     if mask.is_stack:
         raise ValueError(
-            "block_mask is a stack of masks, one for each layer: pass the mask of this layer, "
+            "block_mask is a stack of masks, one for each layer: pass the mask of one layer, "
             "which jax.lax.scan or jax.vmap over the stack gives"
         )
     if isinstance(mask, MaskOfFunction):
         if mask.batch not in (1, B) or mask.heads not in (1, N):
-            raise ValueError(f"block_mask is of {mask.batch} batch entries and {mask.heads} heads, not B, N = {B}, {N}")
+            raise ValueError(
+                f"block_mask must have 1 or B = {B} batch entries and 1 or N = {N} heads, "
+                f"not {mask.batch} and {mask.heads}"
+            )
     elif mask.blocks.ndim != 4 or mask.blocks.shape[0] not in (1, B) or mask.blocks.shape[1] not in (1, N):
-        raise ValueError(f"block_mask has blocks {mask.blocks.shape}, which is not [B|1, N|1, U, V] of B, N = {B}, {N}")
+        raise ValueError(
+            f"block_mask must have blocks [B|1, N|1, U, V] with B = {B} and N = {N}, not shape {mask.blocks.shape}"
+        )

@@ -1,4 +1,4 @@
-"""The public functions: `dot_product_attention`, and the choice of its implementation."""
+"""`dot_product_attention`, related public functions, and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from jax_flash.warn import warn
 
 
 class Statistics(NamedTuple):
-    """The softmax statistics of every row, float32 [B, N, T] ([N, T] for unbatched inputs; float64 for float64).
+    """The softmax statistics of every row: arrays [B, N, T] ([N, T] for unbatched inputs).
 
-    m counts as a constant when differentiating (a gradient through `l` is that of Σ exp(s - m) at fixed m), so that
-    `logsumexp` has its exact gradient.
+    The dtype is float32, or float64 for float64 inputs. In derivatives m is a constant, and l has the gradient of
+    Σ exp(s - m) at fixed m. `logsumexp` therefore has its exact gradient.
     """
 
-    l: jax.Array  #: Σ_j exp(s_j - m); 0 for a row with nothing to attend to
-    m: jax.Array  #: max_j s_j of the masked, scaled, capped and biased scores; -inf for such a row
+    l: jax.Array  #: Σ_j exp(s_j - m); 0 for a query that sees no key
+    m: jax.Array  #: max_j s_j of the scores after scale, cap, bias and masks; -inf for a query that sees no key
 
     @classmethod
     def of_bits(cls, l: jax.Array, m_bits: jax.Array) -> Statistics:
-        """The statistics that `attend` returns."""
+        """Create the statistics from the results of `attend`."""
         return cls(l, bits.to(l.dtype, m_bits))
 
     @property
     def logsumexp(self) -> jax.Array:
-        """m + log l, the row's log Σ_j exp(s_j); -inf for a row with nothing to attend to."""
+        """The log Σ_j exp(s_j) = m + log l of each row; -inf for a query that sees no key."""
         with jax.debug_infs(False):
             empty = self.l == 0
             return jnp.where(empty, -jnp.inf, self.m + jnp.log(jnp.where(empty, 1, self.l)))
@@ -86,100 +86,98 @@ def dot_product_attention(
     return_residual: bool = False,
     **options: Unpack[Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Scaled dot-product attention, exact and in linear memory: FlashAttention (arXiv 2205.14135, Algorithms 2 and 4).
+    r"""Compute exact scaled dot-product attention in linear memory with FlashAttention (arXiv 2205.14135).
 
-    A drop-in for `jax.nn.dot_product_attention`, with more. For every batch entry and head it computes::
+    A drop-in for `jax.nn.dot_product_attention` with more options. For each batch entry and head it computes::
 
-        softmax(cap(τ Q Kᵀ) + bias, where attended) V
+        softmax(cap(scale · Q Kᵀ) + bias, masked) V
 
-    or, with `sinks` z, exp(s_ij) / (Σ_k exp(s_ik) + exp(z)) in place of the softmax exp(s_ij) / Σ_k exp(s_ik).
-
-    Letters: B batch, T query length, S key/value length, N query heads, K key/value heads (N a multiple of K:
-    multi-head, grouped-query or multi-query attention), D query/key head dim, E value head dim.
+    Letters: B batch size, T query length, S key/value length, N query heads, K key/value heads, D query/key head dim, E
+    value head dim. K must divide N: K = N is multi-head, K < N grouped-query, and K = 1 multi-query attention.
 
     Args:
-      query: [B, T, N, D] or [T, N, D]; float32, float64, bfloat16 or float16.
-      key: [B, S, K, D] or [S, K, D], same dtype.
-      value: [B, S, K, E] or [S, K, E], same dtype.
-      bias: added to the scores; broadcastable to [B, N, T, S] (sizes full or 1), any float dtype. Its gradient is
-        summed over what was broadcast.
-      mask: boolean, true where a query may attend; broadcastable to [B, N, T, S].
-      scale: τ, a real scalar; 1/√D by default. It may be traced; new values never recompile. Its gradient is
-        Σ query · dquery / τ and has the accuracy of dquery, whose rounding tells in a sum of terms that cancel: give
-        float32 inputs for an exact one.
-      is_causal: query i sees keys j <= i + query_offset.
-      query_seq_lengths: integer [B]: rows from there on are 0.
-      key_value_seq_lengths: integer [B]: keys from there on are not attended to.
-      local_window_size: w or (left, right): query i sees keys i - left <= j <= i + right (+ query_offset). Each side is
-        an int or an integer scalar. A scalar may be traced, so layers in a `jax.lax.scan` can have different windows.
-        New values of a traced scalar never recompile, but it is slower than an int
+      query: array [B, T, N, D] or [T, N, D]; float32, float64, bfloat16 or float16.
+      key: array [B, S, K, D] or [S, K, D] in the same dtype.
+      value: array [B, S, K, E] or [S, K, E] in the same dtype.
+      bias: float array that is added to the scores. Its shape is [B, N, T, S], where each size may be 1 and leading
+        dimensions may be missing. Its gradient has the same shape.
+      mask: bool array, broadcastable to [B, N, T, S]. True means that the query may attend to the key.
+      scale: real scalar, 1/√D by default. It may be traced, and new values need no compilation. Its gradient is
+        Σ query · dquery / scale. In 16-bit dtypes, rounding errors can dominate if the terms of this sum cancel.
+        float32 inputs give a precise gradient.
+      is_causal: whether query i sees only keys j <= i + query_offset.
+      query_seq_lengths: integer array [B], the number of valid queries per batch entry. Later queries give 0.
+      key_value_seq_lengths: integer array [B], the number of valid keys per batch entry. Later keys are masked.
+      local_window_size: w or (left, right). Query i sees keys i - left <= j <= i + right, shifted by query_offset. Each
+        side is an int or an integer scalar. A scalar may be traced, so layers in a `jax.lax.scan` can have different
+        windows. New values of a traced scalar need no compilation, but ints are faster
         (`docs/guides/moving-from-jax-nn.md`). For a side without a bound, pass a number as large as the longest
-        sequence, such as 2**31 - 1. A negative int is an error. A negative traced value counts as 0.
-      sinks: z, [N], any float dtype: attention sinks, a logit of each head that joins the denominator of its softmax
-        and has no value, so that a query need not attend to anything (gpt-oss, arXiv 2508.10925; the name is from
-        arXiv 2309.17453). -inf is no sink, and +inf takes all of the probability: the rows are 0. They have a gradient.
-        The residual is the logsumexp without the sink.
-      implementation: None (the fastest that can do the job: `choose_implementation` tells which and why), "flash" (the
-        fused custom calls), "xla" (the same algorithm in plain JAX: any platform, forward-mode derivatives) or
-        "reference" (materialises [B, N, T, S]). With a symbolic batch or length (`jax.export`) None is "xla".
-      return_residual: also return the logsumexp of every row, [B, T, N] or [T, N].
-      dropout_rate: up to 255/256, or 1; entries of the attention matrix are dropped with this probability (to 15
-        bits), the others scaled so that the expectation is unchanged. The mask depends only on the key and on an
-        entry's place, not on the platform, the implementation or the sharding.
-      dropout_key: a JAX PRNG key, typed or raw; needed if the rate is above 0.
-      broadcast_dropout: one mask for all batch entries and heads.
-      dropout_batch_ids, dropout_head_ids: integer [B] and [N], by default 0, 1, …: which batch entries and heads of
-        the mask these are. Inside `shard_map`, pass the global ids to get the mask of the unsharded call.
-      query_segment_ids, key_value_segment_ids: integer [B, T] and [B, S] (or [T], [S]): a query sees the keys of its
-        own segment (packed sequences). Ids have 32 bits, signed or not, and so does the dtype of traced ones.
-      logits_soft_cap: c: scores become c tanh(score / c), before the bias is added and before masking. From 3e-31 to
-        3e30, for float64 from 6e-301 to 1e300.
-      precision: of float32 products, as for `jax.lax.dot` (a `DotAlgorithm` only as a preset); None follows
-        `jax.default_matmul_precision`. The CPU kernels always have full float32 accuracy.
-      query_offset: int or integer [B]: position of the first query along the keys, for causal masks and windows (cached
-        decoding, chunked prefill).
-      block_mask: which blocks of entries may attend (`jax_flash.BlockMask`, `jax_flash.patterns`), together with all
-        other masks; its rows and columns are those of the arrays, whatever the offset. Empty blocks cost no time.
-      score_mod: a function of (score, batch, head, query, key) that returns the score to use, in `jnp` on scalars: the
-        scaled, capped and biased score, in float32 (float64 for float64), and int32 indices, where query counts
-        query_offset in. It may look things up in arrays that it captures, which have gradients if they are floats.
-        What is there of masks and dropout comes after it. (`docs/score-programs.md`)
-      mask_mod: a function of (batch, head, query, key) that returns whether the query may attend to the key, likewise.
-      sequence_axis: inside `jax.shard_map`, the mesh axis, or axes, that the sequence is divided over; keys and values
-        then go round the devices (ring attention, arXiv 2310.01889). T and S are those of this device: it has its own
-        rows of the query and what is like it, of a bias and a mask (with all columns, in their natural order), and its
-        own keys. Lengths, offsets, a block mask, and the indices that functions are given are of the whole sequence.
-        Outside of `shard_map`, a sequence that is sharded is divided without being asked.
-      sequence_layout: which rows and keys a device has: "contiguous" ones, or those of `jax_flash.zigzag`.
-      deterministic: the gradients, too, have the same bits in every run on one GPU model, and on a CPU whatever the
-        number of threads. By default a GPU adds up the gradients of the query and of what score_mod captures in the
-        order in which its multiprocessors happen to finish. On a CPU every run with the same number of threads has the
-        same bits; the number of threads can change the last bits of gradients. Outputs are always deterministic.
+        sequence, such as 2**31 - 1. A negative int is an error, and a negative traced value counts as 0.
+      sinks: float array [N] of attention sinks, with gradient (gpt-oss, arXiv 2508.10925). A sink z is one more logit
+        in the softmax of its head, and has no value: the softmax is exp(s_ij) / (Σ_k exp(s_ik) + exp(z)). -inf turns a
+        sink off, and +inf makes the output 0. The residual does not include the sink.
+      implementation: None, "flash", "xla" or "reference". "flash" is the fused kernels. "xla" is the same algorithm in
+        plain JAX, for any platform and for forward-mode derivatives. "reference" stores the [B, N, T, S] scores. None
+        takes the fastest one that supports the call (see `choose_implementation`), and "xla" for symbolic sizes.
+      return_residual: whether to return the logsumexp of every row as well.
+      dropout_rate: probability of dropping an entry of the attention matrix, rounded to 15 bits. It must be at most
+        255/256, or 1. Kept entries are scaled to keep the expectation. The dropout mask depends only on the key and on
+        the position of an entry. It is the same for every platform, implementation and sharding.
+      dropout_key: JAX PRNG key, typed or raw. It is required if the rate is above 0.
+      broadcast_dropout: whether all batch entries and heads share one dropout mask.
+      dropout_batch_ids, dropout_head_ids: integer arrays [B] and [N], the indices of batch entries and heads in the
+        dropout mask. Default: 0, 1, … Inside `shard_map`, pass global indices to get the mask of the unsharded call.
+      query_segment_ids, key_value_segment_ids: integer arrays [B, T] and [B, S], or [T] and [S]. A query sees only keys
+        with the same id (packed sequences). Ids have 32 bits, signed or unsigned.
+      logits_soft_cap: cap c of the scores: c · tanh(score / c), before bias and masks. It must be from 3e-31 to 3e30
+        (float64: from 6e-301 to 1e300).
+      precision: precision of float32 products, as in `jax.lax.dot`. None uses `jax.default_matmul_precision`. A
+        `DotAlgorithm` must be a preset. CPU kernels always have full float32 precision.
+      query_offset: int or integer array [B], the position of the first query relative to the keys, for causal masks and
+        windows. Use it for decoding with a cache and for chunked prefill.
+      block_mask: block-sparse mask (`jax_flash.BlockMask`, `jax_flash.patterns`). The kernels skip its empty blocks. It
+        combines with all other masks. Its rows and columns are array indices, so query_offset does not shift it.
+      score_mod: function (score, batch, head, query, key) that returns a new score. It takes scalars and uses `jnp`.
+        The score is float32 (float64 for float64 inputs) and includes scale, cap and bias. The indices are int32, and
+        `query` includes query_offset. The function may read arrays that it captures, and float arrays get gradients.
+        Masks and dropout apply afterwards. See docs/score-programs.md.
+      mask_mod: function (batch, head, query, key) that returns True if the query may attend to the key. The same rules
+        apply.
+      sequence_axis: mesh axis or axes that shard the sequence, inside `jax.shard_map`. Keys and values then travel from
+        device to device (ring attention, arXiv 2310.01889). T and S are local lengths. A bias or a mask has local rows
+        and all columns in natural order. Lengths, offsets, block masks, and the indices of score_mod and mask_mod are
+        global. Outside of `shard_map`, leave it out: sharded sequences are detected.
+      sequence_layout: order of a sharded sequence: "contiguous", or "zigzag" (see `jax_flash.zigzag`).
+      deterministic: whether gradients have the same bits in every run on one GPU model, and on a CPU for any number of
+        threads. By default, a GPU sums the gradients of the query and of captured arrays in varying order, and on a CPU
+        the last bits of gradients can depend on the number of threads. Outputs are always deterministic.
 
     Returns:
-      [B, T, N, E] or [T, N, E], in the dtype of the query; with `return_residual` a pair of it and the logsumexp.
+      Array [B, T, N, E] or [T, N, E] in the dtype of the query. With `return_residual`, a pair of this array and the
+      logsumexp [B, T, N] or [T, N].
 
     Raises:
-      TypeError: a dtype or a kind of argument that is not supported.
-      ValueError: shapes that do not fit together, values out of range, a sequence that does not divide (dropout wants
-        parts of a multiple of 16 rows and keys, a block mask of whole blocks; "zigzag" has two parts a device).
-      NotImplementedError: symbolic heads or head dims; when a program is lowered, "flash" with a symbolic batch or
-        length, or for a platform without kernels. (What a platform's kernels refuse is an error when the program is
-        compiled for it.)
+      TypeError: if an argument has an unsupported dtype or type, or an unknown name.
+      ValueError: if shapes do not match, a value is out of range, or a sharded sequence does not divide evenly. Each
+        device needs one part ("zigzag": two). With dropout, a part must be a multiple of 16 rows and keys. With a block
+        mask, it must be whole blocks.
+      NotImplementedError: if the number of heads or a head dim is symbolic. With implementation "flash", also when the
+        program is lowered with a symbolic batch or length, or for a platform without kernels.
 
-    Padding is the tokens beyond `query_seq_lengths` and `key_value_seq_lengths`, and the queries to which the masks
-    leave nothing. It may hold anything, NaN and inf included, and so may its cotangents. It affects nothing else,
-    forward or backward, and its own output and gradients are 0. If a bias of -inf alone empties a row, this is true of
-    the row's cotangents, but the query has to be finite.
+    Padding: tokens beyond `query_seq_lengths` and `key_value_seq_lengths`, and queries that see no key under the masks,
+    are padding. They and their cotangents may hold any value, including NaN. They do not affect other tokens, forward
+    or backward. Their output and gradients are 0. If only a bias of -inf hides all keys of a query, the query must be
+    finite, and its cotangents may hold any value.
 
     Differences from `jax.nn.dot_product_attention`:
-      * a row with nothing to attend to is 0 (there: the mean of the values); so is its gradient;
-      * NaN or inf in a masked key or value that is not padding may or may not reach the result: tiles with nothing to
-        attend to are not read (there: it always does);
-      * the residual is float32 and differentiable (there: the dtype of the key, and not differentiable);
-      * a value's head dim may differ from the query's; float64 is computed in float64 throughout;
-      * a bias of -inf masks as `mask` does;
-      * `implementation="cudnn"` is refused; "flash" is the fused kernel here.
+      * A query that sees no key gives 0 and has zero gradients. (jax.nn gives the mean of the values.)
+      * NaN or inf in a masked key or value may or may not reach the output, unless it is padding, because fully masked
+        tiles are not read. (In jax.nn it always does.)
+      * The residual is float32 (float64 for float64 inputs) and has a gradient. (In jax.nn it has the dtype of the key
+        and no gradient.)
+      * The head dim of the value may differ from the head dim of the query. float64 is computed in float64.
+      * A bias of -inf has the effect of a mask.
+      * `implementation="flash"` selects the fused kernels, and "cudnn" is an error.
     """
     return_residual = checks.flag("return_residual", return_residual)
     o, *statistics = _attention(query, key, value, bias, mask, options)
@@ -197,12 +195,15 @@ def attention_with_statistics(
     mask: ArrayLike | None = None,
     **options: Unpack[Options],
 ) -> tuple[jax.Array, Statistics]:
-    """`dot_product_attention` with the softmax statistics: (O, (ℓ, m)).
+    """Compute `dot_product_attention` and return its softmax statistics as well.
 
-    `merge` makes the result over all keys of two over some each. `sinks` z are left out of the parts then, and O is
-    multiplied by ℓ / (ℓ + e^(z-m)) afterwards.
+    Call it on disjoint sets of keys, and use `merge` to combine the results. If you have `sinks` z, leave them out of
+    these calls and multiply the merged O by ℓ / (ℓ + e^(z-m)).
 
-    Arguments and errors: `dot_product_attention`. Returns O [B, T, N, E] and `Statistics` [B, N, T].
+    The arguments and errors are those in `dot_product_attention`.
+
+    Returns:
+      A pair of O [B, T, N, E] and `Statistics` [B, N, T].
     """
     o, *statistics = _attention(query, key, value, bias, mask, options)
     return o, Statistics.of_bits(*statistics)
@@ -216,14 +217,14 @@ def _attention(
     mask: ArrayLike | None,
     options: Options,
 ) -> tuple[jax.Array, ...]:
-    """The results of `attend`, without a batch dim if the query has none."""
+    """Return the results of `attend`, without a batch dim if the query has none."""
     problem, operands = arguments.problem_and_operands(query, key, value, bias, mask, options)
     results = attend(problem, arguments.division(options), operands, options.get("implementation"))
     return tuple(x[0] for x in results) if np.ndim(query) == 3 else results
 
 
 def by_rows(l: jax.Array, m_bits: jax.Array) -> jax.Array:
-    """The residual that the public functions return, [..., T, N], from what `attend` returns."""
+    """Return the residual of the public functions, [..., T, N], from the results of `attend`."""
     with jax.debug_infs(False):
         return jnp.swapaxes(Statistics.of_bits(l, m_bits).logsumexp, -1, -2)
 
@@ -231,87 +232,97 @@ def by_rows(l: jax.Array, m_bits: jax.Array) -> jax.Array:
 def merge(first: tuple[jax.Array, Statistics], second: tuple[jax.Array, Statistics]) -> tuple[jax.Array, Statistics]:
     """Merge attention over two disjoint sets of keys (section 3.1 of arXiv 2205.14135).
 
-    The result equals attention over all of the keys, up to rounding. With m = max(m₁, m₂) it is
-    ℓ = e^(m₁-m) ℓ₁ + e^(m₂-m) ℓ₂ and O = (e^(m₁-m) ℓ₁ O₁ + e^(m₂-m) ℓ₂ O₂) / ℓ. A row that sees no keys on one side
-    keeps the result of the other side, bit for bit.
+    The result equals attention over the union of the keys, up to rounding. With m = max(m₁, m₂), it is
+    ℓ = e^(m₁-m) ℓ₁ + e^(m₂-m) ℓ₂ and O = (e^(m₁-m) ℓ₁ O₁ + e^(m₂-m) ℓ₂ O₂) / ℓ. If a query sees no key on one side,
+    the result of the other side is kept bit for bit.
 
     Args:
       first, second: results of `attention_with_statistics` for the same queries, with equal shapes: O [B, T, N, E] and
         statistics [B, N, T], or [T, N, E] and [N, T].
 
     Returns:
-      The merged O, in the dtype of the first, and the merged statistics.
+      The merged O in the dtype of the first O, and the merged statistics.
 
     Raises:
-      TypeError: an argument is not such a result, or the statistics differ in dtype.
-      ValueError: the shapes differ, or O and its statistics do not fit together.
+      TypeError: if an argument is not such a result, or the dtypes of the statistics differ.
+      ValueError: if the shapes differ, or O and its statistics do not match.
     """
     parts = _result("first", first), _result("second", second)
     (o1, l1, _), (o2, l2, _) = parts
     if o1.shape != o2.shape:
-        raise ValueError(f"first and second must have O of equal shapes, not {o1.shape} and {o2.shape}")
+        raise ValueError(f"O of first and second must have equal shapes, not {o1.shape} and {o2.shape}")
     if l1.dtype != l2.dtype:
-        raise TypeError(f"first and second must have statistics of equal dtypes, not {l1.dtype} and {l2.dtype}")
+        raise TypeError(f"statistics of first and second must have equal dtypes, not {l1.dtype} and {l2.dtype}")
     with jax.debug_infs(False):
         o, l, m = sequence.merge(*parts)
     return o.astype(o1.dtype), Statistics(l, m)
 
 
 def _result(name: str, given: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """O, l and m of an argument of `merge`."""
+    """Return O, l and m of an argument of `merge`, checked."""
     match given:
         case (o, (l, m)):
             o, l, m = (checks.floats(f"{name}'s {of}", x) for of, x in (("O", o), ("l", l), ("m", m)))
         case _:
             raise TypeError(
-                f"{name} must be a pair (O, Statistics), as attention_with_statistics returns, "
-                f"not {checks.described(given)}; the residual of dot_product_attention does not suffice"
+                f"{name} must be a pair (O, Statistics) from attention_with_statistics, not {checks.described(given)}: "
+                "the residual of dot_product_attention is not enough"
             )
     if o.ndim not in (3, 4):
         raise ValueError(f"{name}'s O must have shape [B, T, N, E] or [T, N, E], not {o.shape}")
     expected = (*o.shape[:-3], o.shape[-2], o.shape[-3])
     if l.shape != expected or m.shape != expected:
-        raise ValueError(f"{name}'s O {o.shape} needs l and m of shape {expected}, not {l.shape} and {m.shape}")
+        raise ValueError(
+            f"{name}'s l and m must have shape {expected} for O of shape {o.shape}, not {l.shape} and {m.shape}"
+        )
     if l.dtype != m.dtype:
         raise TypeError(f"{name}'s l and m must have equal dtypes, not {l.dtype} and {m.dtype}")
     return o, l, m
 
 
 class Choice(NamedTuple):
-    """What `implementation=None` takes, and a sentence for people why."""
+    """The implementation that `implementation=None` selects, and the reason."""
 
-    implementation: Implementation  #: what is taken
-    reason: str  #: why
+    implementation: Implementation  #: the selected implementation
+    reason: str  #: the reason, as a readable sentence
 
 
 def choose_implementation(problem: Problem, platform: str) -> Choice:
-    """What `implementation=None` takes for a problem (see `Problem.of`) on a platform ("cpu", "cuda", …), and why.
+    """Return the implementation that `implementation=None` selects for a problem on a platform, and the reason.
 
-    The choice is made when a program is lowered for its platform, not when it is traced.
+    JAX makes this choice when it lowers a program for its platform, not when it traces the program.
+
+    Args:
+      problem: the problem, see `Problem.of`.
+      platform: name of the platform in JAX: "cpu", "cuda", "rocm", "tpu", …
+
+    Raises:
+      TypeError: if an argument has a wrong type.
+      ValueError: if the platform is "gpu". Use "cuda" or "rocm".
     """
     problem = checks.problem(problem)
     if not isinstance(platform, str):
-        raise TypeError(f'platform must be a str, "cpu", "cuda", …, not {checks.described(platform)}')
+        raise TypeError(f'platform must be a str, such as "cpu" or "cuda", not {checks.described(platform)}')
     if platform == "gpu":
-        raise ValueError('a GPU\'s platform is "cuda" or "rocm", not "gpu"')
+        raise ValueError('platform must be "cuda" or "rocm" for a GPU, not "gpu"')
     refusal = custom_calls.refusal(problem, platform)
     if refusal is None:
-        return Choice("flash", f"there are fused kernels for platform {platform!r}")
-    return Choice("xla", f"{refusal}; blockwise attention runs anywhere")
+        return Choice("flash", f"fused kernels support this problem on platform {platform!r}")
+    return Choice("xla", f"{refusal}. Plain JAX runs on any platform")
 
 
 def attend(
     problem: Problem, division: Division | None, operands: Operands, implementation: Implementation | None
 ) -> tuple[jax.Array, ...]:
-    """(o, l, bits of m) by an implementation, or the fastest that can do it."""
+    """Return o, l and the bits of m, computed by an implementation, or by the fastest one that supports the problem."""
     try:
         return _attend(problem, division, operands, implementation)
     except TypeError as error:
         if "forward-mode" not in str(error) or implementation not in (None, "flash"):
             raise
         raise TypeError(
-            "the fused attention has no forward-mode derivative (jvp, linearize, jacfwd); "
-            'implementation="xla" has: it differentiates in any mode'
+            "fused attention has no forward-mode derivative (jvp, linearize, jacfwd): "
+            'use implementation="xla", which differentiates in any mode'
         ) from error
 
 
@@ -332,15 +343,17 @@ def _attend(
 
 
 def _refuse_or_warn(problem: Problem, implementation: Implementation | None) -> None:
-    """Refuses what no kernels do, if they are asked for; says so where others are taken instead.
+    """Raise an error if "flash" was requested and no kernels support the problem. Warn if None becomes "xla".
 
-    Symbolic sizes are no matter here: a program of them may never be lowered.
+    Symbolic sizes are not checked here, because a program with symbolic sizes may never be lowered.
     """
     on_gpu = jax.default_backend() == "gpu"
     everywhere = next((program.refusal for program in problem.programs if program.refusal), None)
     if implementation == "flash":
         if everywhere:
-            raise NotImplementedError(f'implementation="flash": {everywhere}; None and "xla" do it')
+            raise NotImplementedError(
+                f'implementation="flash": {everywhere}. Use implementation=None or "xla", which support it'
+            )
         return
     if problem.symbolic:
         return
@@ -351,9 +364,9 @@ def _refuse_or_warn(problem: Problem, implementation: Implementation | None) -> 
 
 
 def _refused_on_gpu(problem: Problem) -> str | None:
-    """Why the forward, or the backward that may follow, has no kernels there."""
+    """Return why a GPU has no kernels for the forward or for a backward that may follow, or None if it has."""
     refusal = custom_calls.refusal(problem, "cuda")
-    if refusal or not problem.captured:  # whose gradients are all that only a backward is refused for
+    if refusal or not problem.captured:  # only gradients of captured arrays can make a backward unsupported
         return refusal
     return custom_calls.refusal(problem.differentiated(problem.differentiable), "cuda")
 

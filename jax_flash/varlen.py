@@ -1,4 +1,4 @@
-"""Packed sequences of any lengths, one after the other in one array, with the places where they begin."""
+"""`varlen_attention`: attention over sequences of different lengths that are packed in one array."""
 
 from __future__ import annotations
 
@@ -84,43 +84,47 @@ def varlen_attention(
     return_residual: bool = False,
     **options: Unpack[VarlenOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`dot_product_attention` of B sequences that are packed one after the other, each with its own queries and keys.
+    """Compute attention for B sequences of different lengths that are packed one after the other in one array.
 
-    Sequence b has the queries cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1], and the keys likewise. Other lengths never
-    recompile anything, and tiles that no sequence has a part of cost nothing. A tile of queries that is of several
-    sequences goes over the keys of all of them: for few queries of each and many keys, `dot_product_attention` on a
-    batch is faster.
+    Sequence b has queries cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1] and keys cu_seqlens_k[b] <= j <
+    cu_seqlens_k[b + 1]. A query sees only keys of the same sequence. New lengths need no compilation, and the kernels
+    skip tiles that no sequence uses.
 
-    Letters: Tq and Tk tokens of all sequences, N query heads, K key/value heads (N a multiple of K), D query/key head
-    dim, E value head dim.
+    A tile of queries attends to the keys of all sequences in the tile. If sequences have few queries and many keys, a
+    batched `dot_product_attention` is faster.
+
+    Letters: Tq and Tk tokens of all sequences, N query heads, K key/value heads (K divides N), D query/key head dim, E
+    value head dim.
 
     Args:
-      query: [Tq, N, D]; float32, float64, bfloat16 or float16.
-      key: [Tk, K, D], same dtype.
-      value: [Tk, K, E], same dtype.
-      cu_seqlens_q: integer [B + 1], the lengths of the queries summed up: 0 first, never falling, Tq at most. Sequences
-        may be empty.
-      cu_seqlens_k: likewise of the keys, for as many sequences; None: as the queries.
-      is_causal, local_window_size: as in `dot_product_attention`, in each sequence by itself. The last query is in the
-        place of the last key: one query sees all keys of a long sequence.
-      score_mod, mask_mod: as there, with the number of the sequence for `batch`, and with the places of the query and
-        the key in their sequence, where a query's is that of the key that it is in the place of.
-      return_residual: also return the logsumexp of every row, [Tq, N].
-      scale, logits_soft_cap, sinks, precision, deterministic, implementation: as there.
-      dropout_rate, dropout_key, dropout_head_ids: as there. Dropout's rows and keys are those of the arrays.
+      query: array [Tq, N, D]; float32, float64, bfloat16 or float16.
+      key: array [Tk, K, D] in the same dtype.
+      value: array [Tk, K, E] in the same dtype.
+      cu_seqlens_q: integer array [B + 1], the cumulative query lengths. It starts with 0, never decreases, and ends at
+        Tq or less. Sequences may be empty.
+      cu_seqlens_k: integer array [B + 1], the cumulative key lengths. Default: cu_seqlens_q.
+      is_causal, local_window_size: as in `dot_product_attention`, for each sequence separately and bottom-right
+        aligned: the last query of a sequence is aligned with its last key.
+      score_mod, mask_mod: as in `dot_product_attention`. `batch` is the index of the sequence. `key` is the position in
+        the sequence, and `query` is the position of the key that the query is aligned with.
+      return_residual: whether to return the logsumexp of every row as well.
+      scale, logits_soft_cap, sinks, precision, deterministic, implementation: as in `dot_product_attention`.
+      dropout_rate, dropout_key, dropout_head_ids: as in `dot_product_attention`. The dropout mask is indexed by the
+        positions in the packed arrays.
 
     Returns:
-      [Tq, N, E] in the dtype of the query; with `return_residual` a pair of it and the logsumexp. Queries beyond the
-      last sequence, and those with nothing to attend to, are 0.
+      Array [Tq, N, E] in the dtype of the query. With `return_residual`, a pair of this array and the logsumexp [Tq,
+      N]. Queries beyond the last sequence and queries that see no key give 0.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `dot_product_attention`. (The numbers in `cu_seqlens` are looked
-      at if they are NumPy's or Python's. JAX's that fall, or are beyond the arrays, count as the largest before them,
-      and the end of the arrays, and the first as 0.)
+      TypeError, ValueError, NotImplementedError: as in `dot_product_attention`, and if cu_seqlens is not as described.
+        The values of JAX arrays are not checked: the first counts as 0, a value below an earlier value counts as the
+        earlier value, and a value beyond the array is clamped.
 
-    Tokens beyond the last sequence, and queries with nothing to attend to, are padding as in `dot_product_attention`:
-    they may hold anything, NaN and inf included, and affect nothing else. NaN or inf in any other token may reach the
-    sequences that share a tile with it.
+    Padding: tokens beyond the last sequence and queries that see no key are padding, as in `dot_product_attention`.
+      They
+    may hold any value, including NaN, and do not affect other tokens. NaN or inf in other tokens may reach the
+    sequences that share a tile with them.
     """
     return_residual = checks.flag("return_residual", return_residual)
     problem, operands = problem_and_operands(query, key, value, cu_seqlens_q, cu_seqlens_k, options)
@@ -141,15 +145,15 @@ def problem_and_operands(
     cu_seqlens_k: ArrayLike | None,
     options: Mapping[str, Any],
 ) -> tuple[Problem, Operands]:
-    """What a call of `varlen_attention` with these arguments asks for, and its arrays, checked: one batch entry."""
+    """Check the arguments of a call of `varlen_attention`. Return its problem and arrays with one batch entry."""
     given = arguments.complete(options, VarlenOptions)
     query, key, value = map(checks.floats, ("query", "key", "value"), (query, key, value))
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 3:
-            raise ValueError(f"{name} must have 3 dims, [tokens, heads, head dim], not shape {x.shape}")
+            raise ValueError(f"{name} must have shape [tokens, heads, head dim], not {x.shape}")
     if key.shape != (*value.shape[:2], query.shape[2]):
         raise ValueError(
-            "query [Tq, N, D], key [Tk, K, D] and value [Tk, K, E] do not fit together: "
+            "query [Tq, N, D], key [Tk, K, D] and value [Tk, K, E] do not fit together: their shapes are "
             f"{query.shape}, {key.shape}, {value.shape}"
         )
     checks.sizes_known(query=query.shape, key=key.shape, value=value.shape)
@@ -159,8 +163,11 @@ def problem_and_operands(
     begins_q = _checked("cu_seqlens_q", cu_seqlens_q, sizes[0])
     begins_k = _checked("cu_seqlens_k", cu_seqlens_k, sizes[1])
     if begins_q.shape != begins_k.shape:
-        raise ValueError(f"cu_seqlens_q is of {len(begins_q) - 1} sequences, cu_seqlens_k of {len(begins_k) - 1}")
-    # All devices have both, wherever the lengths are.
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_k must have equally many sequences, not "
+            f"{len(begins_q) - 1} and {len(begins_k) - 1}"
+        )
+    # Each device has both in full, regardless of the sharding of the lengths.
     rows, keys, key_end = placed(functools.partial(_packed, sizes=sizes), PartitionSpec(), begins_q, begins_k)
     left, right = windows.checked(given.pop("local_window_size"))
     if checks.flag("is_causal", given.pop("is_causal")):
@@ -182,23 +189,23 @@ def problem_and_operands(
 
 
 class _Packed(NamedTuple):
-    """Of every token of one side, queries or keys: where it is, and where the other side of its sequence is."""
+    """For each token of one side (queries or keys): its sequence, and the place of the sequence on the other side."""
 
-    sequence: jax.Array  # the number of the token's sequence; beyond the last sequence one more
-    opposite: jax.Array  # the place that the token would have on the other side, from the end of its sequence
-    begin: jax.Array  # the place of the first token of its sequence on the other side
-    end: jax.Array  # the place after the last one
+    sequence: jax.Array  # index of the token's sequence; one more for tokens beyond the last sequence
+    opposite: jax.Array  # the position on the other side that the token is aligned with
+    begin: jax.Array  # the position of the first token of its sequence on the other side
+    end: jax.Array  # the position after the last token of its sequence on the other side
 
 
 def _checked(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:
-    """As int32 [B + 1], checked as far as it is known."""
+    """Return cu_seqlens as int32 [B + 1]. Check the values if they are concrete."""
     given = checks.integers(name, cu_seqlens)
     if given.ndim != 1 or given.shape == (0,):
-        raise ValueError(f"{name} must be [B + 1] for B sequences, not shape {given.shape}")
+        raise ValueError(f"{name} must have shape [B + 1] for B sequences, not {given.shape}")
     checks.sizes_known(**{name: given.shape})
     if isinstance(given, np.ndarray):
         if given[0] != 0 or (given[1:] < given[:-1]).any() or given[-1] > size:
-            raise ValueError(f"{name} must begin with 0, never fall, and be at most {size}, not {given.tolist()}")
+            raise ValueError(f"{name} must begin with 0, never decrease, and be at most {size}, not {given.tolist()}")
     return checks.saturated(given)
 
 
@@ -215,12 +222,12 @@ def _packed(begins_q: jax.Array, begins_k: jax.Array, sizes: tuple[int, int]) ->
 def _side_packed(own: jax.Array, other: jax.Array, size: int) -> _Packed:
     place = jnp.arange(size, dtype=jnp.int32)
     sequence = jnp.searchsorted(own[1:], place, side="right", method="scan_unrolled").astype(jnp.int32)
-    after = jnp.minimum(sequence + 1, len(own) - 1)  # what is beyond all has nothing on the other side
+    after = jnp.minimum(sequence + 1, len(own) - 1)  # tokens beyond the last sequence get an empty range
     return _Packed(sequence, place + other[after] - own[after], other[sequence], other[after])
 
 
 def _window_of(mask_mod: Any, batch: int, heads: int, keys: int) -> tuple[int, int] | None:
-    """Returns the window that a mask_mod is in each sequence, or None. `_within_sequences` would hide that."""
+    """Return the local window that a mask_mod equals, or None. `_within_sequences` would hide it."""
     if not callable(mask_mod):
         return None
     traced, _ = program.trace("mask_mod", mask_mod, "float32", program.Sizes(batch, heads, None, keys), 0)
@@ -228,12 +235,12 @@ def _window_of(mask_mod: Any, batch: int, heads: int, keys: int) -> tuple[int, i
 
 
 def _within_sequences(mod: Callable[..., Any], rows: _Packed) -> Callable[..., Any]:
-    """A mod of rows and keys of the arrays, from one that counts in sequences."""
-    if not rows.sequence.size:  # then nothing is looked up, but the function is traced all the same
+    """Return a function of array positions for a score_mod or mask_mod of positions in sequences."""
+    if not rows.sequence.size:  # nothing is evaluated then, but the function is traced
         rows = jax.tree.map(lambda x: jnp.zeros(1, x.dtype), rows)
     places = rows.opposite - rows.begin
 
-    @functools.wraps(mod, updated=())  # so that errors are about its arguments
+    @functools.wraps(mod, updated=())  # errors then name its arguments
     def of_arrays(*given: jax.Array) -> Any:
         *score, _, head, query, key = given
         return mod(*score, rows.sequence[query], head, places[query], key - rows.begin[query])

@@ -55,22 +55,22 @@ def checked(size: Any) -> Bounds:
         bound = _checked_side(size, "local_window_size")
         return Bounds(bound, bound)
     if len(size) != 2:
-        raise TypeError(f"local_window_size must be an int or a pair of ints, not {len(size)} elements")
+        raise TypeError(f"local_window_size must be an int or a pair (left, right) of ints, not {len(size)} elements")
     return Bounds(*(_checked_side(x, f"local_window_size[{i}]") for i, x in enumerate(size)))
 
 
 def _checked_side(x: Any, name: str) -> Size:
-    """Other libraries write None or -1 for a side without a bound."""
+    """Return one side of a window. Other libraries write None or -1 for a side without a bound."""
     unbounded = (
-        "for a side without a bound give a number as large as the longest sequence, and for no window leave it out"
+        "pass a number as large as the longest sequence for a side without a bound, or leave it out for no window"
     )
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"{name} must be an int, not {x.dtype}{list(x.shape)}: cast it to int32")
         if x.shape:
             raise ValueError(
-                f"{name} must be an int or an integer scalar, not {x.dtype}{list(x.shape)}: for both sides give a pair "
-                "(left, right) of scalars, and for several windows use jax.vmap or a mask_mod"
+                f"{name} must be an int or an integer scalar, not {x.dtype}{list(x.shape)}: pass a pair (left, right) "
+                "of scalars for both sides, and use jax.vmap or a mask_mod for several windows"
             )
     if isinstance(x, jax.core.Tracer):
         return x.clip(0, min(FARTHEST, int(jnp.iinfo(x.dtype).max))).astype(jnp.int32)

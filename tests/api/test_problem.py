@@ -89,7 +89,7 @@ def test_signature_has_the_options():
     [
         ((None, "cuda"), TypeError, "problem must be a jax_flash.Problem, not None"),
         ((Problem.of(Q, Q, Q), None), TypeError, "platform must be a str, .* not None"),
-        ((Problem.of(Q, Q, Q), "gpu"), ValueError, 'platform is "cuda" or "rocm", not "gpu"'),
+        ((Problem.of(Q, Q, Q), "gpu"), ValueError, 'platform must be "cuda" or "rocm" for a GPU, not "gpu"'),
     ],
 )
 def test_what_there_is_no_choice_for(call, error, message):
@@ -108,7 +108,7 @@ def test_what_there_is_no_choice_for(call, error, message):
         ({"implementation": "cudnn"}, ValueError, "cudnn"),
         ({"causal": True}, TypeError, "unexpected keyword argument 'causal'"),
         ({"return_residual": True}, TypeError, "return_residual is not an option of a problem"),
-        ({"block_mask": BLOCKS}, ValueError, "block_mask is of 37 x 45"),
+        ({"block_mask": BLOCKS}, ValueError, "block_mask must have .* entries, not 37 x 45"),
         ({"block_mask": Shape(64, 64)}, TypeError, "block_mask must be a jax_flash.BlockMask"),
     ],
 )

@@ -255,7 +255,7 @@ SHAPE = (1, 48, 2, 8)  # of a device, of two
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"sequence_axis": "rows"}, ValueError, "sequence_axis='rows': there is no such axis here"),
+        ({"sequence_axis": "rows"}, ValueError, "sequence_axis='rows' is no axis of an enclosing jax.shard_map"),
         ({"sequence_axis": 0}, TypeError, "sequence_axis must be the name of a mesh axis"),
         ({"sequence_axis": ()}, TypeError, "sequence_axis must be the name of a mesh axis"),
         ({"sequence_axis": ["seq"]}, TypeError, "the name of a mesh axis or a tuple of them, not list"),
@@ -300,7 +300,7 @@ def test_errors(options, error, match):
 
 def test_an_axis_outside_of_shard_map_and_parts_that_are_not_whole():
     x = jnp.ones(SHAPE)
-    with pytest.raises(ValueError, match=r"there is no such axis here; it is one of a mesh, inside of jax.shard_map"):
+    with pytest.raises(ValueError, match=r"sequence_axis='seq' is no axis of an enclosing jax.shard_map: call inside"):
         jax_flash.dot_product_attention(x, x, x, sequence_axis="seq")
     with pytest.raises(ValueError, match=r"axis 1 must be divisible by 2 x 5, .* the shape is \(1, 48, 2, 8\)"):
         jax_flash.zigzag(x, 5, 1)

@@ -175,7 +175,7 @@ def test_derivatives():
 
     check_grads(attend, (q, k), 2, modes=["rev"], atol=1e-3, rtol=1e-3)
     check_grads(functools.partial(attend, implementation="xla"), (q, k), 1, modes=["fwd"], atol=1e-3, rtol=1e-3)
-    with pytest.raises(TypeError, match='implementation="xla" has'):
+    with pytest.raises(TypeError, match='use implementation="xla"'):
         jax.jvp(attend, (q, k), (q, k))
 
 
@@ -258,20 +258,20 @@ def test_no_tokens(implementation):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"query": jnp.zeros((1, 8, 2, 4))}, ValueError, r"query must have 3 dims, .* not shape \(1, 8, 2, 4\)"),
-        ({"key": jnp.zeros((8, 2, 5))}, ValueError, r"do not fit together: \(8, 2, 4\), \(8, 2, 5\), \(8, 2, 4\)"),
+        ({"query": jnp.zeros((1, 8, 2, 4))}, ValueError, r"query must have shape .* not \(1, 8, 2, 4\)"),
+        ({"key": jnp.zeros((8, 2, 5))}, ValueError, r"do not fit together: .* \(8, 2, 4\), \(8, 2, 5\), \(8, 2, 4\)"),
         ({"value": jnp.zeros((9, 2, 4))}, ValueError, r"value \[Tk, K, E\] do not fit together"),
         ({"cu_seqlens_q": "08"}, TypeError, "cu_seqlens_q must be an array of numbers, not '08'"),
         ({"cu_seqlens_k": [b"0", b"8"]}, TypeError, "cu_seqlens_k must be an array of numbers, not list"),
         ({"cu_seqlens_q": np.array([0.0, 8.0])}, TypeError, "cu_seqlens_q must be integers, not float64"),
-        ({"cu_seqlens_q": np.array([[0, 8]])}, ValueError, r"cu_seqlens_q must be \[B \+ 1\] .*, not shape \(1, 2\)"),
-        ({"cu_seqlens_q": np.array([], int)}, ValueError, r"cu_seqlens_q must be \[B \+ 1\]"),
-        ({"cu_seqlens_q": np.array([1, 8])}, ValueError, r"must begin with 0, never fall, .* at most 8, not \[1, 8\]"),
+        ({"cu_seqlens_q": np.array([[0, 8]])}, ValueError, r"cu_seqlens_q must have shape \[B \+ 1\] .*, not \(1, 2\)"),
+        ({"cu_seqlens_q": np.array([], int)}, ValueError, r"cu_seqlens_q must have shape \[B \+ 1\]"),
+        ({"cu_seqlens_q": np.array([1, 8])}, ValueError, r"must begin with 0, .* at most 8, not \[1, 8\]"),
         ({"cu_seqlens_q": np.array([0, 9])}, ValueError, "at most 8, not"),
-        ({"cu_seqlens_k": np.array([0, 5, 3])}, ValueError, "cu_seqlens_k must begin with 0, never fall"),
-        ({"cu_seqlens_k": np.array([0, 5, 3], np.uint32)}, ValueError, "cu_seqlens_k must begin with 0, never fall"),
-        ({"cu_seqlens_k": np.array([0, 100, -100], np.int8)}, ValueError, "cu_seqlens_k must begin with 0, never fall"),
-        ({"cu_seqlens_k": np.array([0, 5, 8])}, ValueError, "cu_seqlens_q is of 1 sequences, cu_seqlens_k of 2"),
+        ({"cu_seqlens_k": np.array([0, 5, 3])}, ValueError, "cu_seqlens_k must .* never decrease"),
+        ({"cu_seqlens_k": np.array([0, 5, 3], np.uint32)}, ValueError, "cu_seqlens_k must .* never decrease"),
+        ({"cu_seqlens_k": np.array([0, 100, -100], np.int8)}, ValueError, "cu_seqlens_k must .* never decrease"),
+        ({"cu_seqlens_k": np.array([0, 5, 8])}, ValueError, "must have equally many sequences, not 1 and 2"),
         ({"is_causal": 1}, TypeError, "is_causal must be True or False"),
         ({"return_residual": 1}, TypeError, "return_residual must be True or False"),
         ({"local_window_size": -1}, ValueError, "local_window_size must not be negative"),

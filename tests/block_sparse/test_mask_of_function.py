@@ -247,9 +247,9 @@ def test_nothing_of_the_blocks_is_known():
 @pytest.mark.parametrize(
     ("made", "error", "match"),
     [
-        (functools.partial(mask_of, length=T + 1), ValueError, f"block_mask.*{T + 1} x {S}.*{T} x {S}"),
-        (functools.partial(mask_of, batch=3), ValueError, "block_mask is of 3 batch entries and 4 heads.* = 2, 4"),
-        (functools.partial(mask_of, heads=K), ValueError, "block_mask is of 2 batch entries and 2 heads.* = 2, 4"),
+        (functools.partial(mask_of, length=T + 1), ValueError, f"block_mask.*{T} x {S}.*{T + 1} x {S}"),
+        (functools.partial(mask_of, batch=3), ValueError, "block_mask .* B = 2 .* N = 4 heads, not 3 and 4"),
+        (functools.partial(mask_of, heads=K), ValueError, "block_mask .* B = 2 .* N = 4 heads, not 2 and 2"),
     ],
 )
 def test_errors_of_attention(made, error, match):

@@ -76,7 +76,7 @@ WRONG = [
     ({"sinks": np.zeros(5, np.float32)}, ValueError, "sinks must have shape"),
     ({"query_offset": 1.5}, TypeError, "query_offset must be integers"),
     ({"query_offset": np.arange(2)}, ValueError, "query_offset must be broadcastable"),
-    ({"query_offset": 2**31}, ValueError, "query_offset must be int32"),
+    ({"query_offset": 2**31}, ValueError, "query_offset must fit in int32"),
     ({"score_mod": "alibi"}, TypeError, "score_mod must be a function of"),
     ({"mask_mod": lambda score, b, h, q, k: q > k}, TypeError, "mask_mod must take 4 arguments"),
     ({"reproducible_gradients": 1}, TypeError, "reproducible_gradients must be True or False"),

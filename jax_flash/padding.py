@@ -1,4 +1,4 @@
-"""Padding in plain JAX: tokens whose content reaches nothing, forward or backward.
+"""Padding in plain JAX: tokens that must not affect any result, forward or backward.
 
 Padding is the keys beyond `kv_lengths`, and the rows that have nothing to attend to. Both may hold NaN or inf, and 0
 times NaN is NaN. So selections replace padding by zeros before each product. A selection stops cotangents as well as

@@ -1,7 +1,7 @@
-"""Score programs that are a feature of the kernels, written out: a soft cap, a bias, a causal mask, or a window.
+"""Detection of score programs that equal a feature of the kernels: a soft cap, a bias, a causal mask, or a window.
 
-The kernels do these faster than they run programs, with the same values and derivatives. A function that does more is
-left as it is, since few kernels do a feature and a program together.
+The kernels compute such a feature faster than a program, with the same values and derivatives. A function that does
+more stays a program, because few kernels support a feature and a program together.
 """
 
 from __future__ import annotations

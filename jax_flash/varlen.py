@@ -90,8 +90,8 @@ def varlen_attention(
     cu_seqlens_k[b + 1]. A query sees only keys of the same sequence. New lengths need no compilation, and the kernels
     skip tiles that no sequence uses.
 
-    A tile of queries attends to the keys of all sequences in the tile. If sequences have few queries and many keys, a
-    batched `dot_product_attention` is faster.
+    The kernels compute the queries in tiles. For each tile they read the keys of all sequences in the tile. If
+    sequences have few queries and many keys, a batched `dot_product_attention` is faster.
 
     Letters: Tq and Tk tokens of all sequences, N query heads, K key/value heads (K divides N), D query/key head dim, E
     value head dim.
@@ -113,8 +113,8 @@ def varlen_attention(
         positions in the packed arrays.
 
     Returns:
-      Array [Tq, N, E] in the dtype of the query. With `return_residual`, a pair of this array and the logsumexp [Tq,
-      N]. Queries beyond the last sequence and queries that see no key give 0.
+      Array [Tq, N, E] in the dtype of the query. With `return_residual`, a pair of this array and the logsumexp
+      [Tq, N]. Queries beyond the last sequence and queries that see no key give 0.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as in `dot_product_attention`, and if cu_seqlens is not as described.
@@ -122,8 +122,7 @@ def varlen_attention(
         earlier value, and a value beyond the array is clamped.
 
     Padding: tokens beyond the last sequence and queries that see no key are padding, as in `dot_product_attention`.
-      They
-    may hold any value, including NaN, and do not affect other tokens. NaN or inf in other tokens may reach the
+    They may hold any value, including NaN, and do not affect other tokens. NaN or inf in other tokens may reach the
     sequences that share a tile with them.
     """
     return_residual = checks.flag("return_residual", return_residual)

@@ -1,5 +1,7 @@
 """Attention on an NVIDIA GPU: jax_flash against cuDNN and XLA (`jax.nn.dot_product_attention`) and PyTorch's SDPA.
 
+FlashAttention-3 is measured too if dew-flash-attn is installed, and FlashAttention-4 if flash-attn-4 and PyTorch are.
+
     python benchmarks/attention.py                        # every group of problems: a quarter of an hour
     python benchmarks/attention.py --groups dense         # a table of docs/performance.md (see tables.py)
     python benchmarks/attention.py --groups dense --head-dims 128 --lengths 4096 --passes forward
@@ -36,12 +38,14 @@ from rich.table import Table
 
 import jax_flash
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_TORCH, HAS_FA3, HAS_FA4 = (
+    importlib.util.find_spec(x) is not None for x in ("torch", "dew_flash_attn", "flash_attn")
+)
 TRACING = threading.Lock()
 TOKENS, WIDTH = 16384, 2048  # batch x N, heads x head dim
 MATRIX_LIMIT = 2**32  # elements of S; with more than that XLA's standard attention is left out
 PASSES = ("forward", "backward", "both")
-COLUMNS = ("jax_flash", "cudnn", "xla", "torch", "dense")  # dense: jax_flash on `Problem.dense`
+COLUMNS = ("jax_flash", "cudnn", "fa3", "fa4", "xla", "torch", "dense")  # dense: jax_flash on `Problem.dense`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,13 +309,19 @@ def compiled(function: Callable[..., Any], *given: Any) -> Callable[[], Any]:
 
 
 def jax_call(problem: Problem, implementation: str, pass_: str, more: Mapping[str, Any] | None = None) -> Call:
-    """A pass of `jax_flash`, or of jax.nn's "cudnn" or "xla". `more`: arrays that the problem does not name."""
+    """A pass of "jax_flash", "fa3", or jax.nn's "cudnn" or "xla". `more`: arrays that the problem does not name."""
     inputs, arrays = operands(problem)
     arrays |= more or {}
-    function: Callable[..., jax.Array] = jax.nn.dot_product_attention
+    function: Callable[..., jax.Array]
     if implementation == "jax_flash":
-        function, implementation = jax_flash.dot_product_attention, "flash"
-    function = functools.partial(function, implementation=implementation, **options(problem))
+        function = functools.partial(jax_flash.dot_product_attention, implementation="flash")
+    elif implementation == "fa3":
+        import dew_flash_attn
+
+        function = dew_flash_attn.flash_mha
+    else:
+        function = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
+    function = functools.partial(function, **options(problem))
 
     def attend(arrays, inputs):
         return function(**inputs, **arrays)
@@ -335,34 +345,48 @@ def jax_call(problem: Problem, implementation: str, pass_: str, more: Mapping[st
     return compiled(run, *given)
 
 
-def torch_calls(problem: Problem, backend: str) -> dict[str, Call]:
+def torch_calls(problem: Problem, attend: Callable[..., Any]) -> dict[str, Call]:
+    """The three passes of a PyTorch function of query, key and value, [B, T, N, D] each."""
+    import torch
+
+    p = problem
+    dtype = getattr(torch, p.dtype)
+    shapes = (p.T, p.N, p.D), (p.S, p.K, p.D), (p.S, p.K, p.E), (p.T, p.N, p.E)
+    *inputs, do = (torch.randn(p.B, *shape, device="cuda", dtype=dtype) for shape in shapes)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    calls: dict[str, Call] = {"forward": lambda: attend(*inputs)}
+    if p.T == p.S:
+        o = attend(*leaves)
+        calls["backward"] = lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+        calls["both"] = lambda: torch.autograd.grad(attend(*leaves), leaves, do)
+    return calls
+
+
+def sdpa_calls(problem: Problem, backend: str) -> dict[str, Call]:
     """The three passes of PyTorch's SDPA with one of its backends."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     p = problem
-    dtype = getattr(torch, p.dtype)
 
-    def normal(length: int, heads: int, dim: int, requires_grad: bool = True):
-        x = torch.randn(p.B, length, heads, dim, device="cuda", dtype=dtype)
-        return x.transpose(1, 2).requires_grad_(requires_grad)
-
-    inputs = [normal(p.T, p.N, p.D), normal(p.S, p.K, p.D), normal(p.S, p.K, p.E)]
-    do = normal(p.T, p.N, p.E, False)
-
-    def attend(q, k, v):
+    def attend(*inputs):
         with sdpa_kernel(getattr(SDPBackend, backend)):
             return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=p.causal, dropout_p=p.dropout, enable_gqa=p.N != p.K
-            )
+                *(x.transpose(1, 2) for x in inputs), is_causal=p.causal, dropout_p=p.dropout, enable_gqa=p.N != p.K
+            ).transpose(1, 2)
 
-    detached = [x.detach() for x in inputs]
-    calls: dict[str, Call] = {"forward": lambda: attend(*detached)}
-    if p.T == p.S:
-        o = attend(*inputs)
-        calls["backward"] = lambda: torch.autograd.grad(o, inputs, do, retain_graph=True)
-        calls["both"] = lambda: torch.autograd.grad(attend(*inputs), inputs, do)
-    return calls
+    return torch_calls(p, attend)
+
+
+def fa4_calls(problem: Problem) -> dict[str, Call]:
+    """The three passes of FlashAttention-4."""
+    from flash_attn.cute import flash_attn_func
+
+    def attend(*inputs):
+        o = flash_attn_func(*inputs, causal=problem.causal)
+        return o[0] if isinstance(o, tuple) else o  # some versions also return the logsumexp
+
+    return torch_calls(problem, attend)
 
 
 def implementations(problem: Problem, pass_: str, against: Sequence[str]) -> tuple[dict[str, Call], dict[str, str]]:
@@ -375,11 +399,16 @@ def implementations(problem: Problem, pass_: str, against: Sequence[str]) -> tup
     if not unusual:
         candidates["cudnn"] = lambda: jax_call(known, "cudnn", pass_)
     elif p.dropout and p == dense and HAS_TORCH:  # jax.nn hands no dropout on
-        candidates["cudnn"] = lambda: torch_calls(p, "CUDNN_ATTENTION")[pass_]
+        candidates["cudnn"] = lambda: sdpa_calls(p, "CUDNN_ATTENTION")[pass_]
     if not unusual and matrix <= MATRIX_LIMIT:
         candidates["xla"] = lambda: jax_call(known, "xla", pass_)
     if HAS_TORCH and p == dense and not p.deterministic:
-        candidates["torch"] = lambda: torch_calls(p, "FLASH_ATTENTION")[pass_]
+        candidates["torch"] = lambda: sdpa_calls(p, "FLASH_ATTENTION")[pass_]
+    if not unusual and p == dense and p.T == p.S and p.dtype != "float32":
+        if HAS_FA3:
+            candidates["fa3"] = lambda: jax_call(p, "fa3", pass_)
+        if HAS_FA4 and HAS_TORCH:
+            candidates["fa4"] = lambda: fa4_calls(p)[pass_]
     if p != dense:
         candidates["dense"] = lambda: jax_call(dense, "jax_flash", pass_)
     calls, missing = {"jax_flash": jax_call(p, "jax_flash", pass_)}, {}
@@ -426,6 +455,7 @@ def main() -> None:
     chosen = {name: x for name, x in groups(args.head_dims, args.lengths).items() if name in args.groups}
     problems = [(name, problem, passes) for name, (passes, group) in chosen.items() for problem in group]
     packages = ["jax-flash", "jax", "jaxlib", "torch", "nvidia-cudnn-cu13", "nvidia-cuda-nvrtc"]
+    packages += ["dew-flash-attn-cu13"] * HAS_FA3 + ["flash-attn-4"] * HAS_FA4
     results: dict[str, Any] = {"environment": measure.environment(packages), "rows": []}
     for name, problem, passes in track(problems, "Measuring attention"):
         for pass_ in (x for x in passes if x in args.passes):

@@ -36,6 +36,8 @@ NAMES = {
     "nvidia-cuda-nvrtc": "NVRTC",
     "torch": "PyTorch",
     "triton": "Triton",
+    "dew-flash-attn-cu13": "dew-flash-attn",
+    "flash-attn-4": "FlashAttention-4",
 }
 
 

@@ -104,7 +104,7 @@ def dot_product_attention(
       mask: bool array, broadcastable to [B, N, T, S]. True means that the query may attend to the key.
       scale: real scalar, 1/√D by default. It may be traced, and new values need no compilation. Its gradient is
         Σ query · dquery / scale. In 16-bit dtypes, rounding errors can dominate if the terms of this sum cancel.
-        float32 inputs give a precise gradient.
+        Use float32 inputs for a precise gradient.
       is_causal: whether query i sees only keys j <= i + query_offset.
       query_seq_lengths: integer array [B], the number of valid queries per batch entry. Later queries give 0.
       key_value_seq_lengths: integer array [B], the number of valid keys per batch entry. Later keys are masked.
@@ -121,14 +121,16 @@ def dot_product_attention(
         takes the fastest one that supports the call (see `choose_implementation`), and "xla" for symbolic sizes.
       return_residual: whether to return the logsumexp of every row as well.
       dropout_rate: probability of dropping an entry of the attention matrix, rounded to 15 bits. It must be at most
-        255/256, or 1. Kept entries are scaled to keep the expectation. The dropout mask depends only on the key and on
-        the position of an entry. It is the same for every platform, implementation and sharding.
+        255/256, or 1. Kept entries are scaled to keep the expectation. The mask depends only on `dropout_key` and
+        on the position of an entry. It is the same for every platform, implementation and sharding.
       dropout_key: JAX PRNG key, typed or raw. It is required if the rate is above 0.
       broadcast_dropout: whether all batch entries and heads share one dropout mask.
-      dropout_batch_ids, dropout_head_ids: integer arrays [B] and [N], the indices of batch entries and heads in the
-        dropout mask. Default: 0, 1, … Inside `shard_map`, pass global indices to get the mask of the unsharded call.
-      query_segment_ids, key_value_segment_ids: integer arrays [B, T] and [B, S], or [T] and [S]. A query sees only keys
-        with the same id (packed sequences). Ids have 32 bits, signed or unsigned.
+      dropout_batch_ids: integer array [B], the indices of the batch entries in the dropout mask. Default: 0, 1, …
+        Inside `shard_map`, pass global indices to get the mask of the unsharded call.
+      dropout_head_ids: integer array [N], the indices of the heads in the dropout mask. Default: 0, 1, …
+      query_segment_ids: integer array [B, T] or [T]. A query sees only keys with the same segment id (packed
+        sequences). Ids have 32 bits, signed or unsigned.
+      key_value_segment_ids: integer array [B, S] or [S], the segment ids of the keys.
       logits_soft_cap: cap c of the scores: c · tanh(score / c), before bias and masks. It must be from 3e-31 to 3e30
         (float64: from 6e-301 to 1e300).
       precision: precision of float32 products, as in `jax.lax.dot`. None uses `jax.default_matmul_precision`. A
@@ -158,9 +160,9 @@ def dot_product_attention(
 
     Raises:
       TypeError: if an argument has an unsupported dtype or type, or an unknown name.
-      ValueError: if shapes do not match, a value is out of range, or a sharded sequence does not divide evenly. Each
-        device needs one part ("zigzag": two). With dropout, a part must be a multiple of 16 rows and keys. With a block
-        mask, it must be whole blocks.
+      ValueError: if shapes do not match, a value is out of range, or a sharded sequence does not divide into equal
+        parts: one per device, or two with "zigzag". With dropout, each part must have a multiple of 16 queries and
+        keys. With a block mask, each part must consist of whole blocks.
       NotImplementedError: if the number of heads or a head dim is symbolic. With implementation "flash", also when the
         program is lowered with a symbolic batch or length, or for a platform without kernels.
 
@@ -172,7 +174,7 @@ def dot_product_attention(
     Differences from `jax.nn.dot_product_attention`:
       * A query that sees no key gives 0 and has zero gradients. (jax.nn gives the mean of the values.)
       * NaN or inf in a masked key or value may or may not reach the output, unless it is padding, because fully masked
-        tiles are not read. (In jax.nn it always does.)
+        tiles are not read. (In jax.nn it always reaches the output.)
       * The residual is float32 (float64 for float64 inputs) and has a gradient. (In jax.nn it has the dtype of the key
         and no gradient.)
       * The head dim of the value may differ from the head dim of the query. float64 is computed in float64.

@@ -168,8 +168,10 @@ class BlockMask:
         Args:
           blocks: bool array [U, V], [N|1, U, V] or [B|1, N|1, U, V]. True keeps the block. The array may be traced, for
             a pattern that depends on data.
-          q_len, kv_len: the lengths T and S. Default: all positions of the blocks.
-          q_block, kv_block: queries and keys per block, multiples of 16.
+          q_len: number of queries T. Default: all positions of the blocks.
+          kv_len: number of keys S. Default: all positions of the blocks.
+          q_block: queries per block, a multiple of 16.
+          kv_block: keys per block, a multiple of 16.
 
         Raises:
           TypeError: if blocks is not boolean or a size is not an integer.
@@ -188,7 +190,8 @@ class BlockMask:
 
         Args:
           mask: bool array [T, S], [N|1, T, S] or [B|1, N|1, T, S]. True means that the query may attend to the key.
-          q_block, kv_block: queries and keys per block, multiples of 16.
+          q_block: queries per block, a multiple of 16.
+          kv_block: keys per block, a multiple of 16.
 
         Raises:
           TypeError: if the mask is not boolean.
@@ -228,9 +231,12 @@ class BlockMask:
 
         Args:
           mask_fn: function (b, h, q_idx, kv_idx) of int32 scalars. True means that the query may attend to the key.
-          q_len, kv_len: the lengths T and S.
-          batch, heads: how many batch entries and heads have different masks. 1 means that all share one mask.
-          q_block, kv_block: queries and keys per block, multiples of 16.
+          q_len: number of queries T.
+          kv_len: number of keys S.
+          batch: number of batch entries with different masks. 1 means that all batch entries share one mask.
+          heads: number of heads with different masks. 1 means that all heads share one mask.
+          q_block: queries per block, a multiple of 16.
+          kv_block: keys per block, a multiple of 16.
 
         Raises:
           TypeError: if mask_fn takes other arguments or does not return one bool.
@@ -289,7 +295,7 @@ class BlockMask:
 
     @property
     def is_stack(self) -> bool:
-        """Whether this is a stack of masks: the arrays have leading dimensions."""
+        """Whether this is a stack of masks, with leading dimensions on its arrays."""
         return bool(self.blocks.ndim > 4)
 
     def _check_one_layer(self) -> None:
@@ -395,7 +401,8 @@ class BlockMask:
         """Draw the blocks of one head: empty white, partial light blue, full dark blue. It needs matplotlib.
 
         Args:
-          batch, head: indices of the batch entry and the head.
+          batch: index of the batch entry.
+          head: index of the head.
           ax: `matplotlib` axes to draw on. Default: new axes.
 
         Returns:
@@ -424,7 +431,8 @@ class MaskOfFunction(BlockMask):
 
     Attributes:
       shape: the lengths T and S. The block size has no effect.
-      batch, heads: how many batch entries and heads have different masks. 1 means that all share one mask.
+      batch: number of batch entries with different masks. 1 means that all batch entries share one mask.
+      heads: number of heads with different masks. 1 means that all heads share one mask.
       program: the traced function.
       captured: the arrays that the function reads.
     """

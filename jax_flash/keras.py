@@ -68,7 +68,8 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
           query: array [B, T, dim].
           value: array [B, S, dim].
           key: array [B, S, dim]. Default: value.
-          query_mask, value_mask, key_mask: bool arrays [B, T], [B, S] and [B, S]. False means padding. Keras sets them.
+          query_mask: bool array [B, T]. False means padding. Keras sets it.
+          value_mask, key_mask: bool arrays [B, S]. False means padding. Keras sets them.
           attention_mask: array [T, S], [B, T, S] or [B, num_heads, T, S]. Each size is full or 1. Nonzero means that
             the query may attend to the key.
           return_attention_scores: not supported.

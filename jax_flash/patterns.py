@@ -48,7 +48,8 @@ def local_window(
     """Sliding window: i - left <= j <= i + right (Longformer, Beltagy et al. 2020, arXiv 2004.05150, section 3.1).
 
     Args:
-      left, right: how far from i a visible key may be, in tokens. None means no bound.
+      left: how far before i a visible key may be, in tokens. None means no bound.
+      right: how far after i a visible key may be, in tokens. None means no bound.
 
     Raises:
       ValueError: if left or right is negative.
@@ -71,7 +72,8 @@ def dilated_window(
     Compared with `local_window`, the window covers `dilation` times more blocks, and all of them are partial.
 
     Args:
-      left, right: how many keys on each side are visible. None means no bound.
+      left: number of visible keys before i. None means no bound.
+      right: number of visible keys after i. None means no bound.
       dilation: distance between visible keys, in tokens.
 
     Raises:

@@ -102,19 +102,20 @@ std::string Check(const Problem& p) {
   if (p.dbias && !p.bias.present) return "dbias without a bias";
   if (p.sinks.rows || p.sinks.columns) return "sinks have rows or columns";
   if ((p.page > 0) != (p.pages > 0)) return "pages without keys";
-  if (p.page > 0 && (p.page % 8 != 0 || p.kv_len % p.page != 0)) return "kv_len is no number of pages";
+  if (p.page > 0 && (p.page % 8 != 0 || p.kv_len % p.page != 0)) return "kv_len is not a multiple of page";
   if (p.page > 0 && (p.dq || p.dk || p.dv || p.dbias || p.dsinks || p.captured_gradients()))
-    return "gradients of pages";
+    return "pages have no gradients";
   if (p.page > 0 &&
       (p.bias.present || p.mask.present || p.block_mask.present || p.segments || p.ranges || p.dropout())) {
-    return "pages beside a bias, masks of arrays, segments, ranges or dropout";
+    return "pages are not supported with a bias, mask arrays, segments, ranges or dropout";
   }
-  if (p.ranges && (p.causal || p.window() || p.q_lengths || p.segments)) return "ranges beside what they stand for";
+  if (p.ranges && (p.causal || p.window() || p.q_lengths || p.segments))
+    return "ranges are not supported with causal masks, windows, q_lengths or segments, which they contain";
   if (p.ranges && !p.kv_lengths) return "ranges without kv_lengths";
-  if (p.ranges && (p.mask.present || p.block_mask.present)) return "ranges beside a mask of arrays";
+  if (p.ranges && (p.mask.present || p.block_mask.present)) return "ranges are not supported with mask arrays";
   if (p.dsinks && !p.sinks.present) return "dsinks without sinks";
   for (const int64_t size : {p.q_block, p.kv_block}) {
-    if (p.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0) return "a block size is no multiple of 16";
+    if (p.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0) return "a block size is not a multiple of 16";
   }
   if (p.block_mask.present && std::min(p.row_list, p.column_list) < kListHeader) {
     return "a list of the block mask is too small";
@@ -207,7 +208,7 @@ std::string Decode(std::string_view text, Problem* problem) {
     if (equals == std::string_view::npos) return "problem: '" + std::string(entry) + "' is not name=value";
     const std::string_view name = entry.substr(0, equals), value = entry.substr(equals + 1);
     if (name == "version") {
-      if (version_seen) return "problem: version is there twice";
+      if (version_seen) return "problem: version appears twice";
       if (value != kVersion) {
         return "problem: version " + std::string(value) + ", but this build reads version " + std::string(kVersion);
       }
@@ -217,7 +218,7 @@ std::string Decode(std::string_view text, Problem* problem) {
     size_t i = 0;
     while (i < kFieldCount && kFields[i].name != name) ++i;
     if (i == kFieldCount) return "problem: unknown field '" + std::string(name) + "'";
-    if (seen[i]) return "problem: " + std::string(name) + " is there twice";
+    if (seen[i]) return "problem: " + std::string(name) + " appears twice";
     seen[i] = true;
     if (!std::visit([&](auto member) { return Parse(value, &(problem->*member)); }, kFields[i].member)) {
       return "problem: cannot read " + std::string(entry);

@@ -45,7 +45,7 @@ const Kernels& ChosenKernels() {
     for (const Kernels& kernels : usable) {
       if (!wanted || !*wanted || kernels.isa == wanted) return kernels;
     }
-    throw std::invalid_argument("JAX_FLASH_CPU_ISA=" + std::string(wanted) + " is not to be had on this processor");
+    throw std::invalid_argument("JAX_FLASH_CPU_ISA=" + std::string(wanted) + " is not available on this processor");
   }();
   return chosen;
 }

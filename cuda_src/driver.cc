@@ -24,10 +24,10 @@ Driver LoadDriver() {
   constexpr char kName[] = "libcuda.so.1";
   void* const library = dlopen(kName, RTLD_NOW | RTLD_LOCAL);
   if (!library) {
-    throw std::runtime_error(
-        std::string("the CUDA driver was not found: ") + dlerror() +
-        ". It was looked for as libcuda.so.1 on the dynamic linker's path and in LD_LIBRARY_PATH. It belongs to the "
-        "NVIDIA driver of the machine (not to a Python package)");
+    throw std::runtime_error(std::string("the CUDA driver was not found: ") + dlerror() +
+                             ". Searched for libcuda.so.1 on the dynamic linker's path and in LD_LIBRARY_PATH. The "
+                             "NVIDIA driver installs it, "
+                             "not a Python package");
   }
   Driver driver;
 #define FIND(name) Find(library, kName, #name, &driver.name)

@@ -160,8 +160,8 @@ Compilation CompileUnit(const Unit& unit, const std::string& arch) {
   if (unit.config.tiling.family == Family::kHopper && std::make_pair(nvrtc.major, nvrtc.minor) < kOldestForHopper) {
     throw std::runtime_error(compiler + " is too old for Hopper's kernels, which need " +
                              std::to_string(kOldestForHopper.first) + "." + std::to_string(kOldestForHopper.second) +
-                             " or later: pip install --upgrade nvidia-cuda-nvrtc-cu12, or jax[cuda13]; with " +
-                             "JAX_FLASH_CUDA_KERNELS=sm80 slower kernels do without");
+                             " or later: pip install --upgrade nvidia-cuda-nvrtc-cu12, or jax[cuda13]; or set " +
+                             "JAX_FLASH_CUDA_KERNELS=sm80 to use slower kernels");
   }
   std::vector<const char*> headers = {kStdint}, names = {"cstdint"}, options;
   for (const Source& source : kSources) headers.push_back(source.text), names.push_back(source.name);

@@ -29,7 +29,7 @@ bool IsLight(const Program& score_mod);
   FEATURE(kSoftCap, "a soft cap", p.soft_cap > 0)                                                                      \
   FEATURE(kBias, "a bias", p.bias.present)                                                                             \
   FEATURE(kWideBias, "a float32 bias", p.bias_dtype == DType::kF32)                                                    \
-  FEATURE(kBiasByEntry, "a bias that the copy engine does not load", BiasByEntry(p))                                   \
+  FEATURE(kBiasByEntry, "a bias that TMA cannot load", BiasByEntry(p))                                                 \
   FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                             \
           p.bias.present && !(p.bias.rows && p.bias.columns))                                                          \
   FEATURE(kMask, "a mask", p.mask.present) /* in a forward of few queries */                                           \
@@ -37,7 +37,7 @@ bool IsLight(const Program& score_mod);
   FEATURE(kScoreMod, "a score_mod", p.score_mod.present())                                                             \
   FEATURE(kLongProgram, "a score_mod, or its derivative, of more than 32 instructions", /* wgmmas would wait */        \
           std::max(p.score_mod.size(), p.score_grad.size()) > kInlined)                                                \
-  FEATURE(kHeavyMod, "a score_mod of many operations, or beside a query offset, dropout or a soft cap",                \
+  FEATURE(kHeavyMod, "a score_mod of many operations, or one with a query offset, dropout or a soft cap",              \
           has.Any(kScoreMod) && (!IsLight(p.score_mod) || p.query_offset || p.dropout() || p.soft_cap > 0))            \
   FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score_grad.ResultOfScore())             \
   FEATURE(kLargeSlopes, "float16 with a score_mod whose derivative depends on the score",                              \
@@ -49,34 +49,33 @@ bool IsLight(const Program& score_mod);
   FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                      \
   FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                           \
   FEATURE(kListed, "a mask or a block mask", p.block_mask.present)                                                     \
-  FEATURE(kCrowdedBlocks, "a block mask beside a window, segments or dropout",                                         \
+  FEATURE(kCrowdedBlocks, "a block mask with a window, segments or dropout",                                           \
           has.Any(kListed) && has.Any(kLocal | kDropout))                                                              \
-  FEATURE(kTornPairs, "blocks whose keys are no multiple of 128", p.kv_block % kPairedKeys != 0)                       \
-  FEATURE(kSeveral, "dropout beside a window or segments", has.Any(kLocal) && has.Any(kDropout))                       \
-  FEATURE(kCapAndSum, "a soft cap beside a bias or a score_mod", has.Any(kSoftCap) && has.Any(kAddsToScores))          \
-  FEATURE(kCapAndSumInBlocks, "a soft cap beside a bias or a score_mod and a block mask with others",                  \
+  FEATURE(kTornPairs, "blocks of keys whose size is not a multiple of 128", p.kv_block % kPairedKeys != 0)             \
+  FEATURE(kSeveral, "dropout with a window or segments", has.Any(kLocal) && has.Any(kDropout))                         \
+  FEATURE(kCapAndSum, "a soft cap with a bias or a score_mod", has.Any(kSoftCap) && has.Any(kAddsToScores))            \
+  FEATURE(kCapAndSumInBlocks, "a soft cap with a bias or a score_mod and a block mask with others",                    \
           has.Any(kCapAndSum) && has.Any(kListed) && has.Any(kRanges | kDropout | kMaskMod | kScoreMod))               \
-  FEATURE(kCapAndSlopes, "a soft cap beside a score_mod whose derivative depends on the score",                        \
+  FEATURE(kCapAndSlopes, "a soft cap with a score_mod whose derivative depends on the score",                          \
           has.Any(kSoftCap) && has.Any(kScoreSlopes))                                                                  \
   FEATURE(kLateSlopes,                                                                                                 \
-          "a score_mod whose derivative depends on the score beside dropout or gradients of captured arrays",          \
+          "a score_mod whose derivative depends on the score with dropout or gradients of captured arrays",            \
           has.Any(kScoreSlopes) && has.Any(kDropout | kCapturedGradients))                                             \
-  FEATURE(kCapAndGradients, "gradients of captured arrays beside a soft cap",                                          \
+  FEATURE(kCapAndGradients, "gradients of captured arrays with a soft cap",                                            \
           has.Any(kCapturedGradients) && has.Any(kSoftCap))                                                            \
-  FEATURE(kModAndBias, "a score_mod beside a bias", has.Any(kScoreMod) && has.Any(kBias))                              \
-  FEATURE(kModBiasDropout, "a score_mod beside a bias and dropout", has.Any(kModAndBias) && has.Any(kDropout))         \
-  FEATURE(kCrowdedMod, "a score_mod beside a bias and a block mask or positions",                                      \
+  FEATURE(kModAndBias, "a score_mod with a bias", has.Any(kScoreMod) && has.Any(kBias))                                \
+  FEATURE(kModBiasDropout, "a score_mod with a bias and dropout", has.Any(kModAndBias) && has.Any(kDropout))           \
+  FEATURE(kCrowdedMod, "a score_mod with a bias and a block mask or positions",                                        \
           has.Any(kModAndBias) && (IsLight(p.score_mod) ? has.Any(kListed) && has.Any(kLocal)                          \
                                                         : has.Any(kListed | kLocal | kLengths | kQueryOffset)))        \
-  FEATURE(kSeveralAndMask, "a mask_mod beside dropout and a window or segments",                                       \
-          has.Any(kMaskMod) && has.Any(kSeveral))                                                                      \
-  FEATURE(kCrowdedMask, "a mask_mod beside dropout or a bias and a causal mask, a window, segments or lengths",        \
+  FEATURE(kSeveralAndMask, "a mask_mod with dropout and a window or segments", has.Any(kMaskMod) && has.Any(kSeveral)) \
+  FEATURE(kCrowdedMask, "a mask_mod with dropout or a bias and a causal mask, a window, segments or lengths",          \
           has.Any(kMaskMod) && has.Any(kDropout | kBias) && has.Any(kRanges))                                          \
-  FEATURE(kGradientsInBlocks, "gradients of captured arrays beside a mask or a block mask",                            \
+  FEATURE(kGradientsInBlocks, "gradients of captured arrays with a mask or a block mask",                              \
           has.Any(kCapturedGradients) && has.Any(kListed))                                                             \
-  FEATURE(kCrowdedCap, "a soft cap beside dropout and a window or segments", has.Any(kSoftCap) && has.Any(kSeveral))   \
+  FEATURE(kCrowdedCap, "a soft cap with dropout and a window or segments", has.Any(kSoftCap) && has.Any(kSeveral))     \
   FEATURE(kSmallCap, "a soft cap below 0.01", p.soft_cap > 0 && p.soft_cap < 0.01)                                     \
-  FEATURE(kApartDQ, "a query gradient that is not added up beside the others", !SumsDQ(p))                             \
+  FEATURE(kApartDQ, "a query gradient from a separate kernel", !SumsDQ(p))                                             \
   FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)                                  \
   FEATURE(kNarrow, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
 

@@ -201,7 +201,7 @@ std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& 
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
   if (FeaturesOf(p).Any(kLongProgram))
-    return "its tiles do not do a score_mod, or its derivative, of more than 32 instructions";
+    return "its tiles do not support a score_mod, or its derivative, of more than 32 instructions";
   return Obstacle(RowsOf(p, pass), target, p);
 }
 

@@ -25,18 +25,16 @@ void AddSegments(const Problem& p, Plan* plan) {
 
 void AddForward(const Target& target, const Problem& p, Plan* plan) {
   if (p.page > 0) {
-    plan->reasons.push_back(
-        "keys are in pages: that is for the kernels that all GPUs have, which load them row by row");
+    plan->reasons.push_back("keys are in pages: the kernels for Ampere and later load them row by row");
     return ampere::AddForward(target, p, plan);
   }
   if (ampere::FewQueries(target, p)) {
-    plan->reasons.push_back(
-        "few queries see many keys: that is for the kernels that all GPUs have, which can divide the keys into parts");
+    plan->reasons.push_back("few queries see many keys: the kernels for Ampere and later can split the keys");
     return ampere::AddForward(target, p, plan);
   }
   if (const auto tiling = hopper::Tiling(target, p, Pass::kForward)) return hopper::AddForward(p, *tiling, plan);
   if (target.hopper) {
-    plan->reasons.push_back("Hopper's own forward is not taken: " + hopper::WhyNot(target, p, Pass::kForward));
+    plan->reasons.push_back("the Hopper forward is not used: " + hopper::WhyNot(target, p, Pass::kForward));
   }
   ampere::AddForward(target, p, plan);
 }
@@ -49,7 +47,7 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
       prepared = Family::kHopper;
     } else {
       if (target.hopper) {
-        plan->reasons.push_back("Hopper's own backward is not taken: " + hopper::WhyNot(target, p, Pass::kBackward));
+        plan->reasons.push_back("the Hopper backward is not used: " + hopper::WhyNot(target, p, Pass::kBackward));
       }
       ampere::AddBackward(target, p, plan);
       prepared = Family::kAmpere;
@@ -57,14 +55,15 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
   }
   if (p.dsinks && !prepared && !p.dbias) ampere::AddRows(p, plan);
   if (p.dq && p.deterministic) {
-    plan->reasons.push_back("deterministic: dQ is a kernel's of its own, which all GPUs have, in a fixed order");
+    plan->reasons.push_back("deterministic: a separate kernel for Ampere and later sums dQ in a fixed order");
     ampere::AddQuery(target, p, plan);
   }
   if (p.dbias) {
-    plan->reasons.push_back("the gradient of the bias is a pass of its own, in a fixed order");
+    plan->reasons.push_back("a separate pass sums the gradient of the bias in a fixed order");
     if (const auto tiling = hopper::BiasTiling(target, p))
       return hopper::AddBias(target, p, *tiling, prepared == Family::kHopper, plan);
-    if (target.hopper) plan->reasons.push_back("Hopper's own is not taken for it: " + hopper::WhyNotBias(target, p));
+    if (target.hopper)
+      plan->reasons.push_back("the Hopper kernel is not used for it: " + hopper::WhyNotBias(target, p));
     ampere::AddBias(target, p, prepared == Family::kAmpere, plan);
   }
 }
@@ -74,22 +73,24 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
 std::string CudaRefusal(const Problem& p) {
   constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
   const auto sized = [](const char* name, int64_t size) { return std::string(name) + " " + std::to_string(size); };
-  if (p.dtype == DType::kF64) return "float64: the CUDA kernels do float16, bfloat16 and float32";
+  if (p.dtype == DType::kF64) return "float64: the CUDA kernels support float16, bfloat16 and float32";
   if (p.deterministic && p.captured_gradients()) {
-    return "deterministic gradients of arrays that score_mod captures: the CUDA kernels add them up as they come";
+    return "deterministic gradients of arrays that score_mod captures: the CUDA kernels add them in no fixed order";
   }
   for (const int64_t dim : {p.qk_dim, p.v_dim}) {
     if (dim % 8 != 0 || dim < 8 || dim > 256) {
-      return sized("head dim", dim) + ": the CUDA kernels do multiples of 8 up to 256";
+      return sized("head dim", dim) + ": the CUDA kernels support multiples of 8 up to 256";
     }
   }
   const int64_t longest = std::max(p.q_len_in_blocks(), p.kv_len_in_blocks());
-  if (longest > kLongest) return sized("length", longest) + ": at most " + std::to_string(kLongest);
+  if (longest > kLongest)
+    return sized("length", longest) + ": the CUDA kernels support at most " + std::to_string(kLongest);
   if (p.batch * p.q_heads > 0 && DivideUp(longest, 16) > kMaxSize / p.batch / p.q_heads) {
     return "batch x heads x length is too large for the CUDA kernels";
   }
   if (p.page > 0 && p.pages > kLongest / p.page) {
-    return sized("page", p.page) + " x " + sized("pages", p.pages) + ": at most " + std::to_string(kLongest);
+    return sized("page", p.page) + " x " + sized("pages", p.pages) + ": the CUDA kernels support at most " +
+           std::to_string(kLongest);
   }
   return "";
 }
@@ -139,7 +140,7 @@ Plan MakePlan(const Problem& p, Pass pass, const Target& target) {
   Plan plan;
   if (NothingToCompute(p)) return plan;
   if (target.capability == 90 && !target.hopper) {
-    plan.reasons.push_back("JAX_FLASH_CUDA_KERNELS=sm80: Hopper takes the kernels that all GPUs have");
+    plan.reasons.push_back("JAX_FLASH_CUDA_KERNELS=sm80: Hopper uses the kernels for Ampere and later");
   }
   if (p.segments) AddSegments(p, &plan);
   const bool makes_blocks = MakesMaskBlocks(p, pass, target);

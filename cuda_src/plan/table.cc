@@ -47,7 +47,8 @@ std::string Obstacle(const Rows& rows, const Target& target, const Problem& p) {
   if (least.empty()) {
     return "it has no tiles for head dims " + std::to_string(p.qk_dim) + " and " + std::to_string(p.v_dim);
   }
-  std::string text = "its tiles of " + std::to_string(tile.rows) + " x " + std::to_string(tile.cols) + " do not do ";
+  std::string text =
+      "its tiles of " + std::to_string(tile.rows) + " x " + std::to_string(tile.cols) + " do not support ";
   for (const std::string& name : least) text += (&name == &least.front() ? "" : " and ") + name;
   return text;
 }

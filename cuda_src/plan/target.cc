@@ -40,7 +40,7 @@ Target TargetOf(const std::string& arch, int multiprocessors) {
   const char* const variable = std::getenv("JAX_FLASH_CUDA_KERNELS");
   const std::string forced = variable ? variable : "";  // an empty variable counts as unset
   if (!forced.empty() && forced != "sm80") {
-    throw std::invalid_argument("JAX_FLASH_CUDA_KERNELS=" + forced + " is not known: only sm80 is");
+    throw std::invalid_argument("JAX_FLASH_CUDA_KERNELS=" + forced + ": the only value is sm80");
   }
   if (multiprocessors <= 0) multiprocessors = UsualMultiprocessors(capability);
   return {capability, std::min(multiprocessors, kMostMultiprocessors), SharedOf(capability),

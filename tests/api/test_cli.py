@@ -60,11 +60,11 @@ def test_without_a_driver(capsys, monkeypatch, tmp_path, gpu, info, warmup):
 
 def test_info_of_an_instruction_set_that_is_not_there(capsys, monkeypatch):
     def cpu_isa():
-        raise ValueError("JAX_FLASH_CPU_ISA=nope is not to be had")
+        raise ValueError("JAX_FLASH_CPU_ISA=nope is not available")
 
     monkeypatch.setattr(_native, "cpu_isa", cpu_isa)
     assert main([]) == 0
-    assert "cpu   no fused kernels: JAX_FLASH_CPU_ISA=nope is not to be had" in capsys.readouterr().out
+    assert "cpu   no fused kernels: JAX_FLASH_CPU_ISA=nope is not available" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_choose(capsys, flags, implementation):
 
 def test_choose_tells_the_longest_that_a_gpu_does(capsys):
     assert main(["choose", *"--platform cuda --shape 1 2147479552 1 64".split()]) == 0
-    assert "xla: length 2147479552: at most 2147479551" in capsys.readouterr().out
+    assert "xla: length 2147479552: the CUDA kernels support at most 2147479551" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from jax_flash.problem import Extent, Program
         ({"qk_dim": 0}, "head dim 0"),
         ({"v_dim": 264}, "head dim 264"),
         ({"kv_len": 2**31}, "length"),
-        ({"batch": 1, "q_len": 2**31 - 4096}, "length 2147479552: at most 2147479551"),
+        ({"batch": 1, "q_len": 2**31 - 4096}, "length 2147479552: the CUDA kernels support at most 2147479551"),
         ({"batch": 2**20, "q_len": 2**20}, "too large"),
     ],
 )
@@ -165,7 +165,7 @@ def test_tiles_that_alone_fit_the_blocks_are_taken_for_few_too(block, dim, lengt
     assert {file for file, _ in kernels(**changes)} == {"hopper/forward.cuh"}
     assert (fields(**changes)["rows"], fields(**changes)["cols"]) == block
     (reason,) = jax_flash.explain(problem(**changes, drop_threshold=9), arch="sm_90a").reasons
-    assert reason.endswith(f"its tiles of {block[0]} x {block[1]} do not do dropout")
+    assert reason.endswith(f"its tiles of {block[0]} x {block[1]} do not support dropout")
 
 
 def test_float32_on_hopper():

@@ -21,7 +21,7 @@ EVERY = Extent(True, True, True, True)
     [
         (" causal=0", " causal", "'causal' is not name=value"),
         (" causal=0", " causal=yes", "cannot read causal=yes"),
-        (" causal=0", " causal=0 causal=0", "causal is there twice"),
+        (" causal=0", " causal=0 causal=0", "causal appears twice"),
         (" causal=0", "", "causal is missing"),
         (" causal=0", " causal=0 casual=0", "unknown field 'casual'"),
         (" batch=1", " batch=1x", "cannot read batch=1x"),
@@ -93,7 +93,7 @@ def test_fields_are_pythons():
 def test_version():
     text = PROBLEM.encode()
     version, _, fields = text.partition(" ")
-    with pytest.raises(ValueError, match="version is there twice"):
+    with pytest.raises(ValueError, match="version appears twice"):
         _native.cuda_refusal(f"{version} {text}")
     with pytest.raises(ValueError, match="version is missing"):
         _native.cuda_refusal(fields)
@@ -131,7 +131,7 @@ def test_problem_of_a_call():
         jax.block_until_ready(call(problem=""))
 
 
-@pytest.mark.parametrize(("isa", "said"), [("mmx", "JAX_FLASH_CPU_ISA=mmx is not to be had"), ("", "")])
+@pytest.mark.parametrize(("isa", "said"), [("mmx", "JAX_FLASH_CPU_ISA=mmx is not available"), ("", "")])
 def test_instruction_set_that_is_not_there(isa, said):
     """Empty counts as unset."""
     script = "import jax.numpy as jnp, jax_flash; x = jnp.ones((1, 4, 1, 8)); jax_flash.dot_product_attention(x, x, x)"
@@ -152,12 +152,12 @@ def test_operands_are_pythons():
     ("changes", "said"),
     [
         ({"page": 0}, "pages without keys"),
-        ({"page": 12}, "kv_len is no number of pages"),
-        ({"kv_len": 40}, "kv_len is no number of pages"),
-        ({"dq": True}, "gradients of pages"),
-        ({"segments": True}, "pages beside"),
-        ({"mask": EVERY}, "pages beside"),
-        ({"drop_threshold": 1}, "pages beside"),
+        ({"page": 12}, "kv_len is not a multiple of page"),
+        ({"kv_len": 40}, "kv_len is not a multiple of page"),
+        ({"dq": True}, "pages have no gradients"),
+        ({"segments": True}, "pages are not supported with"),
+        ({"mask": EVERY}, "pages are not supported with"),
+        ({"drop_threshold": 1}, "pages are not supported with"),
     ],
     ids=str,
 )
@@ -172,7 +172,7 @@ def test_pages(changes, said):
 @pytest.mark.parametrize("beside", ["causal", "window_left", "q_lengths", "segments", "mask"])
 def test_what_ranges_are_not_beside(beside):
     value = {"window_left": 5, "mask": EVERY}.get(beside, True)
-    with pytest.raises(ValueError, match="^problem: ranges beside "):
+    with pytest.raises(ValueError, match="^problem: ranges are not supported with "):
         _native.cuda_refusal(dataclasses.replace(PROBLEM, ranges=True, kv_lengths=True, **{beside: value}).encode())
 
 

@@ -90,7 +90,9 @@ def dot_product_attention(
 
     A drop-in for `jax.nn.dot_product_attention` with more options. For each batch entry and head it computes::
 
-        softmax(cap(scale · Q Kᵀ) + bias, masked) V
+        softmax(mask(score_mod(cap(scale · Q Kᵀ) + bias))) V,
+
+    with dropout on the softmax.
 
     Letters: B batch size, T query length, S key/value length, N query heads, K key/value heads, D query/key head dim, E
     value head dim. K must divide N: K = N is multi-head, K < N grouped-query, and K = 1 multi-query attention.
@@ -103,14 +105,14 @@ def dot_product_attention(
         dimensions may be missing. Its gradient has the same shape.
       mask: bool array, broadcastable to [B, N, T, S]. True means that the query may attend to the key.
       scale: real scalar, 1/√D by default. It may be traced, and new values need no compilation. Its gradient is
-        Σ query · dquery / scale. In 16-bit dtypes, rounding errors can dominate if the terms of this sum cancel.
-        Use float32 inputs for a precise gradient.
+        Σ(query·dquery) / scale. In 16-bit dtypes, rounding errors can dominate if the terms of this sum cancel. Use
+        float32 inputs for a precise gradient.
       is_causal: whether query i sees only keys j <= i + query_offset.
       query_seq_lengths: integer array [B], the number of valid queries per batch entry. Later queries give 0.
       key_value_seq_lengths: integer array [B], the number of valid keys per batch entry. Later keys are masked.
-      local_window_size: w or (left, right). Query i sees keys i - left <= j <= i + right, shifted by query_offset. Each
-        side is an int or an integer scalar. A scalar may be traced, so layers in a `jax.lax.scan` can have different
-        windows. New values of a traced scalar need no compilation, but ints are faster
+      local_window_size: w or (left, right). Query i sees keys p - left <= j <= p + right, where p = i + query_offset.
+        Each side is a Python int or a scalar integer array. An array may be traced, so layers in a `jax.lax.scan` can
+        have different windows. New values of a traced scalar need no compilation, but ints are faster
         (`docs/guides/moving-from-jax-nn.md`). For a side without a bound, pass a number as large as the longest
         sequence, such as 2**31 - 1. A negative int is an error, and a negative traced value counts as 0.
       sinks: float array [N] of attention sinks, with gradient (gpt-oss, arXiv 2508.10925). A sink z is one more logit
@@ -121,8 +123,8 @@ def dot_product_attention(
         takes the fastest one that supports the call (see `choose_implementation`), and "xla" for symbolic sizes.
       return_residual: whether to return the logsumexp of every row as well.
       dropout_rate: probability of dropping an entry of the attention matrix, rounded to 15 bits. It must be at most
-        255/256, or 1. Kept entries are scaled to keep the expectation. The mask depends only on `dropout_key` and
-        on the position of an entry. It is the same for every platform, implementation and sharding.
+        255/256, or 1. Kept entries are scaled to keep the expectation. The mask depends only on `dropout_key` and on
+        the position of an entry. It is the same for every platform, implementation and sharding.
       dropout_key: JAX PRNG key, typed or raw. It is required if the rate is above 0.
       broadcast_dropout: whether all batch entries and heads share one dropout mask.
       dropout_batch_ids: integer array [B], the indices of the batch entries in the dropout mask. Default: 0, 1, …
@@ -133,26 +135,27 @@ def dot_product_attention(
       key_value_segment_ids: integer array [B, S] or [S], the segment ids of the keys.
       logits_soft_cap: cap c of the scores: c · tanh(score / c), before bias and masks. It must be from 3e-31 to 3e30
         (float64: from 6e-301 to 1e300).
-      precision: precision of float32 products, as in `jax.lax.dot`. None uses `jax.default_matmul_precision`. A
-        `DotAlgorithm` must be a preset. CPU kernels always have full float32 precision.
+      precision: precision of float32 products, as in `jax.lax.dot`. None uses `jax.default_matmul_precision`. Of JAX's
+        dot algorithms, only presets are accepted. CPU kernels always have full float32 precision.
       query_offset: int or integer array [B], the position of the first query relative to the keys, for causal masks and
-        windows. Use it for decoding with a cache and for chunked prefill.
+        windows. By default it is 0: the first query is aligned with the first key. Use it for decoding with a cache and
+        for chunked prefill.
       block_mask: block-sparse mask (`jax_flash.BlockMask`, `jax_flash.patterns`). The kernels skip its empty blocks. It
         combines with all other masks. Its rows and columns are array indices, so query_offset does not shift it.
       score_mod: function (score, batch, head, query, key) that returns a new score. It takes scalars and uses `jnp`.
         The score is float32 (float64 for float64 inputs) and includes scale, cap and bias. The indices are int32, and
         `query` includes query_offset. The function may read arrays that it captures, and float arrays get gradients.
         Masks and dropout apply afterwards. See docs/score-programs.md.
-      mask_mod: function (batch, head, query, key) that returns True if the query may attend to the key. The same rules
-        apply.
+      mask_mod: function (batch, head, query, key) that returns True if the query may attend to the key. Its indices and
+        captured arrays follow the rules of score_mod.
       sequence_axis: mesh axis or axes that shard the sequence, inside `jax.shard_map`. Keys and values then travel from
-        device to device (ring attention, arXiv 2310.01889). T and S are local lengths. A bias or a mask has local rows
-        and all columns in natural order. Lengths, offsets, block masks, and the indices of score_mod and mask_mod are
-        global. Outside of `shard_map`, leave it out: sharded sequences are detected.
+        device to device (ring attention, arXiv 2310.01889). T and S are local lengths. A bias or a mask has the rows of
+        this device's queries, and all columns in unsharded order. Lengths, offsets, block masks, and the indices of
+        score_mod and mask_mod are global. Outside of `shard_map`, leave it out: sharded sequences are detected.
       sequence_layout: order of a sharded sequence: "contiguous", or "zigzag" (see `jax_flash.zigzag`).
-      deterministic: whether gradients have the same bits in every run on one GPU model, and on a CPU for any number of
-        threads. By default, a GPU sums the gradients of the query and of captured arrays in varying order, and on a CPU
-        the last bits of gradients can depend on the number of threads. Outputs are always deterministic.
+      deterministic: whether gradients are bitwise reproducible: between runs on one GPU model, and for any number of
+        threads on a CPU. By default, a GPU sums the gradients of the query and of captured arrays in varying order, and
+        on a CPU the last bits of gradients can depend on the number of threads. Outputs are always deterministic.
 
     Returns:
       Array [B, T, N, E] or [T, N, E] in the dtype of the query. With `return_residual`, a pair of this array and the
@@ -163,18 +166,18 @@ def dot_product_attention(
       ValueError: if shapes do not match, a value is out of range, or a sharded sequence does not divide into equal
         parts: one per device, or two with "zigzag". With dropout, each part must have a multiple of 16 queries and
         keys. With a block mask, each part must consist of whole blocks.
-      NotImplementedError: if the number of heads or a head dim is symbolic. With implementation "flash", also when the
-        program is lowered with a symbolic batch or length, or for a platform without kernels.
+      NotImplementedError: if the number of heads or a head dim is symbolic. The implementation "flash" also raises it
+        when a program is lowered with a symbolic batch or length, or for a platform without kernels.
 
     Padding: tokens beyond `query_seq_lengths` and `key_value_seq_lengths`, and queries that see no key under the masks,
     are padding. They and their cotangents may hold any value, including NaN. They do not affect other tokens, forward
-    or backward. Their output and gradients are 0. If only a bias of -inf hides all keys of a query, the query must be
-    finite, and its cotangents may hold any value.
+    or backward. Their output and gradients are 0. A query whose keys are all hidden by a bias of -inf must be finite.
+    Its cotangents may hold any value.
 
     Differences from `jax.nn.dot_product_attention`:
       * A query that sees no key gives 0 and has zero gradients. (jax.nn gives the mean of the values.)
-      * NaN or inf in a masked key or value may or may not reach the output, unless it is padding, because fully masked
-        tiles are not read. (In jax.nn it always reaches the output.)
+      * NaN or inf in a masked key or value may reach the output, because only fully masked tiles are skipped. Padding
+        never does. (In jax.nn NaN or inf always reaches the output.)
       * The residual is float32 (float64 for float64 inputs) and has a gradient. (In jax.nn it has the dtype of the key
         and no gradient.)
       * The head dim of the value may differ from the head dim of the query. float64 is computed in float64.

@@ -104,9 +104,10 @@ def varlen_attention(
         Tq or less. Sequences may be empty.
       cu_seqlens_k: integer array [B + 1], the cumulative key lengths. Default: cu_seqlens_q.
       is_causal, local_window_size: as in `dot_product_attention`, for each sequence separately and bottom-right
-        aligned: the last query of a sequence is aligned with its last key.
+        aligned: the last query of a sequence is aligned with its last key. (In `dot_product_attention`, the first query
+        is aligned with the first key.)
       score_mod, mask_mod: as in `dot_product_attention`. `batch` is the index of the sequence. `key` is the position in
-        the sequence, and `query` is the position of the key that the query is aligned with.
+        the sequence, and `query` is the position of the query plus the number of keys minus the number of queries.
       return_residual: whether to return the logsumexp of every row as well.
       scale, logits_soft_cap, sinks, precision, deterministic, implementation: as in `dot_product_attention`.
       dropout_rate, dropout_key, dropout_head_ids: as in `dot_product_attention`. The dropout mask is indexed by the
@@ -118,12 +119,12 @@ def varlen_attention(
 
     Raises:
       TypeError, ValueError, NotImplementedError: as in `dot_product_attention`, and if cu_seqlens is not as described.
-        The values of JAX arrays are not checked: the first counts as 0, a value below an earlier value counts as the
-        earlier value, and a value beyond the array is clamped.
+        If cu_seqlens is a JAX array, its values are not checked. Instead, the first value counts as 0, a value below an
+        earlier value counts as the earlier value, and a value beyond the array is clamped.
 
     Padding: tokens beyond the last sequence and queries that see no key are padding, as in `dot_product_attention`.
-    They may hold any value, including NaN, and do not affect other tokens. NaN or inf in other tokens may reach the
-    sequences that share a tile with them.
+    They may hold any value, including NaN, and do not affect other tokens. NaN or inf in a token of a sequence
+    may reach the other sequences in the same tile.
     """
     return_residual = checks.flag("return_residual", return_residual)
     problem, operands = problem_and_operands(query, key, value, cu_seqlens_q, cu_seqlens_k, options)

@@ -101,6 +101,7 @@ class Scores {
     if (programs_.score_mod.present()) {
       if (trace.given.data) Copy(s, block, trace.given);
       programs_.score_mod.Score(block, s);
+      if (p_.bias.present) ApplyBiasMask(s, block, n);
     }
     if (block.masked) ApplyMask(s, block, MaskOf(block, n));
     if (block.refused) ApplyMask(s, block, programs_.mask_mod.Mask(block.i0));
@@ -196,6 +197,17 @@ class Scores {
   }
 
   void AddBias(Tile<A> s, const Block& block, int64_t n) const {
+    ForEachBias(s, block, n, [](A score, A bias) { return score + bias; });
+  }
+
+  // A bias of -inf masks, whatever score_mod has made of the sum.
+  void ApplyBiasMask(Tile<A> s, const Block& block, int64_t n) const {
+    ForEachBias(s, block, n, [](A score, A bias) { return bias == -kInfinity<A> ? -kInfinity<A> : score; });
+  }
+
+  // Replaces each score by f(score, bias).
+  template <typename F>
+  void ForEachBias(Tile<A> s, const Block& block, int64_t n, F f) const {
     const HeadOffset offset(p_, p_.bias, b_, n);
     WithDType(p_.bias_dtype, [&](auto* type) {
       const auto* bias = static_cast<decltype(type)>(in_.bias);
@@ -203,9 +215,9 @@ class Scores {
         const auto* from = bias + offset.At(block.i0 + r, block.j0);
         A* row = s.row(r);
         if (offset.column_stride) {
-          for (int64_t c = block.c0; c < block.c1; ++c) row[c] += To<A>(from[c]);
+          for (int64_t c = block.c0; c < block.c1; ++c) row[c] = f(row[c], To<A>(from[c]));
         } else {
-          for (int64_t c = block.c0; c < block.c1; ++c) row[c] += To<A>(from[0]);
+          for (int64_t c = block.c0; c < block.c1; ++c) row[c] = f(row[c], To<A>(from[0]));
         }
       }
     });

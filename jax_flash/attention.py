@@ -181,7 +181,7 @@ def dot_product_attention(
       * The residual is float32 (float64 for float64 inputs) and has a gradient. (In jax.nn it has the dtype of the key
         and no gradient.)
       * The head dim of the value may differ from the head dim of the query. float64 is computed in float64.
-      * A bias of -inf has the effect of a mask.
+      * A bias of -inf masks an entry, whatever `score_mod` returns there.
       * `implementation="flash"` selects the fused kernels, and "cudnn" is an error.
     """
     return_residual = checks.flag("return_residual", return_residual)

@@ -110,7 +110,7 @@ class Scores(NamedTuple):
     s: jax.Array  # [B, N, R, C], masked with -inf
     capped: jax.Array  # [B, N, R, C], after the soft cap
     biased: jax.Array  # [B, N, R, C], after the bias, before score_mod
-    seen: jax.Array  # bool [B|1, N|1, R, C]: which may attend
+    seen: jax.Array  # bool [B|1, N|1, R, C]: which may attend, and with a score_mod have no bias of -inf
 
 
 def scores(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> Scores:
@@ -119,10 +119,13 @@ def scores(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array
     if problem.soft_cap:
         s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)
     capped = s
-    if tile.bias is not None:
-        s = s + tile.bias.astype(s.dtype)
+    bias = None if tile.bias is None else tile.bias.astype(s.dtype)
+    if bias is not None:
+        s = s + bias
     biased, seen = s, may_attend(problem, tile, rows, columns)
     if problem.score_mod is not None:
+        if bias is not None:  # a bias of -inf masks, whatever score_mod makes of it
+            seen &= bias != -jnp.inf
         s = _programmed(problem.score_mod, problem, tile, tile.captured, s, rows, columns, seen)
     return Scores(jnp.where(seen, s, -jnp.inf), capped, biased, seen)
 

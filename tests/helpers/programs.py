@@ -394,7 +394,7 @@ def _split(arrays: Arrays) -> tuple[Arrays, Arrays]:
     moving = {
         name: x
         for name, x in arrays.items()
-        if name in DIFFERENTIATED or (" " in name and jnp.issubdtype(x.dtype, jnp.floating))
+        if name in (*DIFFERENTIATED, "scale") or (" " in name and jnp.issubdtype(x.dtype, jnp.floating))
     }
     return moving, {name: x for name, x in arrays.items() if name not in moving}
 
@@ -412,8 +412,8 @@ def _ours(case: Case, make: Any, implementation: str | None) -> Any:
 
     def attention(arrays):
         given = {name: x for name, x in arrays.items() if " " not in name}
-        options = case.options | functions(mods, arrays)
-        o, statistics = jax_flash.attention_with_statistics(**given, **options, implementation=implementation)
+        options = case.options | given | functions(mods, arrays)
+        o, statistics = jax_flash.attention_with_statistics(**options, implementation=implementation)
         return o, statistics.logsumexp
 
     return jax.jit(functools.partial(_with_gradients, attention))
@@ -472,7 +472,7 @@ def _refusal(case: Case, make: Any, arrays: Arrays) -> str:
     platform = "cuda" if device is not None and device.platform == "gpu" else "cpu"
     given = {name: x for name, x in arrays.items() if " " not in name}
     mods = functions(make(), {name: jnp.asarray(x) for name, x in arrays.items() if " " in name})
-    problem = jax_flash.Problem.of(**given, **case.options, **mods)
+    problem = jax_flash.Problem.of(**case.options | given, **mods)
     choice = jax_flash.choose_implementation(problem.differentiated(problem.differentiable), platform)
     return choice.reason if choice.implementation != "flash" else ""
 

@@ -10,6 +10,7 @@ import pathlib
 import re
 
 import emulator
+import hiding
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -670,3 +671,31 @@ WGMMA = """
 )
 def test_broken_kernel(body, error):
     assert re.search(error, launch(body), re.DOTALL) if error else launch(body) == ""
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("make", "case", "dtype", "bias_dtype"),
+    [
+        # tiles of a bias
+        (hiding.replaced, Case(B=1, T=150, S=304, N=2, K=1, D=64, E=64, bias="1nts"), "bfloat16", "float32"),
+        (
+            hiding.capped,
+            Case(B=1, T=150, S=304, N=2, K=1, D=64, E=64, bias="bnts", sinks=2.0, deterministic=True),
+            "bfloat16",
+            "",
+        ),
+        # entry by entry
+        (
+            hiding.bounded,
+            Case(T=70, S=91, N=2, D=64, E=64, bias="b1ts", soft_cap=2.0, dropout=0.2),
+            "bfloat16",
+            "float16",
+        ),
+        (hiding.replaced, Case(T=3, S=1100, N=4, K=2, D=64, E=64, bias="1n1s"), "float32", ""),  # parts of the keys
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_hiding_bias(make, case, dtype, bias_dtype):
+    """A score_mod makes a finite score of -inf."""
+    hiding.check(case, make(case), "flash", dtype, bias_dtype)

@@ -64,7 +64,7 @@ struct Scores {
       float& x = S[m][c][r];
       if (x == -Infinity()) continue;
       x *= Unit(p);
-      if (kBias) x += score.Bias(Query(m, r / 2), Column(c, r % 2), Member(m, r / 2));
+      if (kBias) x = WithBias(x, score.Bias(Query(m, r / 2), Column(c, r % 2), Member(m, r / 2)));
       x = score.Mod(x, Query(m, r / 2), Column(c, r % 2), Member(m, r / 2));
     }
   }
@@ -127,7 +127,7 @@ struct Scores {
               s = kWholeScores ? x * Unit(p) : x;
               if (kSlope && !kScoreGrad) slope = SlopeOf(x);
               if (kScoreGrad) before.x[m][c][r] = x;
-              if (kBias) s += score.Bias(Row(m, h), Column(c, e));
+              if (kBias) s = WithBias(s, score.Bias(Row(m, h), Column(c, e)));
               s = score.Mod(s, Row(m, h), Column(c, e));
             }
             x = Exp2(fmaf(kMaximumApart ? s - maximum[m][h] : s, to_log2, minus_l[m][h]));

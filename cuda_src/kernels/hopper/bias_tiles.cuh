@@ -107,17 +107,17 @@ __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float*
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 bias = UnpackBias(x[i]);
-      S[2 * i] += bias.x, S[2 * i + 1] += bias.y;
+      S[2 * i] = WithBias(S[2 * i], bias.x), S[2 * i + 1] = WithBias(S[2 * i + 1], bias.y);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       if constexpr (kTransposed) {
-        S[i] += *places.Entry(i), S[i + 1] += *places.Entry(i + 1);
+        S[i] = WithBias(S[i], *places.Entry(i)), S[i + 1] = WithBias(S[i + 1], *places.Entry(i + 1));
       } else {  // lanes of odd rows read the two in the other order; otherwise two lanes would want the same bank
         const int odd = places.lane / 4 % 2;
         const float first = places.Entry(i)[odd], second = places.Entry(i)[1 - odd];
-        S[i] += odd ? second : first, S[i + 1] += odd ? first : second;
+        S[i] = WithBias(S[i], odd ? second : first), S[i + 1] = WithBias(S[i + 1], odd ? first : second);
       }
     }
   }

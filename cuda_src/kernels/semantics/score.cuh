@@ -72,6 +72,15 @@ __device__ __forceinline__ float SlopeOfP(const Params& p, float P, float L) {
   return SlopeOf(fmaxf(fmaf(Log2(fabsf(P)), p.inverse_soft_cap / kLog2e, L), -1.0f));
 }
 
+// What score_mod is given where the bias is -inf. Such a bias masks, whatever score_mod makes of -inf, so Mod looks for
+// this NaN. Arithmetic never returns it: NaNs that a GPU computes have no sign.
+__device__ __forceinline__ constexpr uint32_t MaskedByBias() { return 0xFFC0B1A5; }
+
+// A score c with its bias.
+__device__ __forceinline__ float WithBias(float c, float bias) {
+  return kScoreMod && bias == -Infinity() ? __uint_as_float(MaskedByBias()) : c + bias;
+}
+
 // s_ij of one batch entry and head.
 struct Score {
   const Params& p;
@@ -86,7 +95,7 @@ struct Score {
   __device__ __forceinline__ float Of(float x, int i, int j) const { return Mod(BeforeMod(x, i, j), i, j); }
   __device__ __forceinline__ float BeforeMod(float x, int i, int j) const {
     const float c = x * Unit(p);
-    return kBias ? c + Bias(min(i, p.q_len - 1), min(j, p.kv_len - 1)) : c;
+    return kBias ? WithBias(c, Bias(min(i, p.q_len - 1), min(j, p.kv_len - 1))) : c;
   }
 
   // The bias at (i, j), which is within T and S, of the head that is `next` heads after this one.
@@ -98,7 +107,7 @@ struct Score {
   // what it returns.
   __device__ __forceinline__ float Mod(float s, int i, int j, int next = 0) const {
     if constexpr (!kScoreMod) return s;
-    return program::ScoreMod<false>(Programs(p), PlaceOf(p, batch, head + next, i, j), s);
+    return Masked(s, program::ScoreMod<false>(Programs(p), PlaceOf(p, batch, head + next, i, j), s));
   }
   // kAccumulates: also adds to the gradients of captured arrays.
   template <bool kAccumulates>
@@ -111,7 +120,7 @@ struct Score {
   template <bool kWithin, bool kTransposed>
   __device__ __forceinline__ float Mod(float s, const View<kTransposed>& view, int h, int x) const {
     if constexpr (!kScoreMod) return s;
-    return program::ScoreMod<kWithin>(Programs(p), PlaceOf(p, batch, head, view, h, x), s);
+    return Masked(s, program::ScoreMod<kWithin>(Programs(p), PlaceOf(p, batch, head, view, h, x), s));
   }
   template <bool kTransposed>
   __device__ __forceinline__ float Unmod(float s, float ds, const View<kTransposed>& view, int h, int x) const {
@@ -125,6 +134,11 @@ struct Score {
   }
 
  private:
+  // What score_mod made of s, or -inf where the bias masks.
+  __device__ __forceinline__ static float Masked(float s, float made) {
+    return kBias && __float_as_uint(s) == MaskedByBias() ? -Infinity() : made;
+  }
+
   template <bool kAccumulates>
   __device__ __forceinline__ float UnmodAt(float s, float ds, const program::Place& at) const {
     const float before = program::ScoreGrad<false>(Programs(p), at, s, ds, program::AddEach<kAccumulates>());

@@ -110,11 +110,11 @@ def dot_product_attention(
       is_causal: whether query i sees only keys j <= i + query_offset.
       query_seq_lengths: integer array [B], the number of valid queries per batch entry. Later queries give 0.
       key_value_seq_lengths: integer array [B], the number of valid keys per batch entry. Later keys are masked.
-      local_window_size: w or (left, right). Query i sees keys p - left <= j <= p + right, where p = i + query_offset.
-        Each side is a Python int or a scalar integer array. An array may be traced, so layers in a `jax.lax.scan` can
-        have different windows. New values of a traced scalar need no compilation, but ints are faster
-        (`docs/guides/moving-from-jax-nn.md`). For a side without a bound, pass a number as large as the longest
-        sequence, such as 2**31 - 1. A negative int is an error, and a negative traced value counts as 0.
+      local_window_size: (left, right), or one number for both sides. Query i sees keys p - left <= j <= p + right,
+        where p = i + query_offset. Each side is a Python int or a scalar integer array. An array may be traced, so
+        layers in a `jax.lax.scan` can have different windows. New values of a traced scalar need no compilation, but
+        ints are faster (`docs/guides/moving-from-jax-nn.md`). For a side without a bound, pass a number as large as the
+        longest sequence, such as 2**31 - 1. A negative int is an error, and a negative traced value counts as 0.
       sinks: float array [N] of attention sinks, with gradient (gpt-oss, arXiv 2508.10925). A sink z is one more logit
         in the softmax of its head, and has no value: the softmax is exp(s_ij) / (Σ_k exp(s_ik) + exp(z)). -inf turns a
         sink off, and +inf makes the output 0. The residual does not include the sink.
@@ -122,9 +122,9 @@ def dot_product_attention(
         plain JAX, for any platform and for forward-mode derivatives. "reference" stores the [B, N, T, S] scores. None
         takes the fastest one that supports the call (see `choose_implementation`), and "xla" for symbolic sizes.
       return_residual: whether to return the logsumexp of every row as well.
-      dropout_rate: probability of dropping an entry of the attention matrix, rounded to 15 bits. It must be at most
-        255/256, or 1. Kept entries are scaled to keep the expectation. The mask depends only on `dropout_key` and on
-        the position of an entry. It is the same for every platform, implementation and sharding.
+      dropout_rate: probability of dropping an entry of the attention matrix, rounded to 15 bits. It must be 1, or at
+        most 255/256. Kept entries are scaled to keep the expectation. The mask depends only on `dropout_key` and on the
+        position of an entry. It is the same for every platform, implementation and sharding.
       dropout_key: JAX PRNG key, typed or raw. It is required if the rate is above 0.
       broadcast_dropout: whether all batch entries and heads share one dropout mask.
       dropout_batch_ids: integer array [B], the indices of the batch entries in the dropout mask. Default: 0, 1, …
@@ -135,8 +135,9 @@ def dot_product_attention(
       key_value_segment_ids: integer array [B, S] or [S], the segment ids of the keys.
       logits_soft_cap: cap c of the scores: c · tanh(score / c), before bias and masks. It must be from 3e-31 to 3e30
         (float64: from 6e-301 to 1e300).
-      precision: precision of float32 products, as in `jax.lax.dot`. None uses `jax.default_matmul_precision`. Of JAX's
-        dot algorithms, only presets are accepted. CPU kernels always have full float32 precision.
+      precision: precision of float32 products, as in `jax.lax.dot`. None uses `jax.default_matmul_precision`, which
+        means TF32 on a GPU if it is not set. Of JAX's dot algorithms, only presets are accepted. CPU kernels always
+        have full float32 precision.
       query_offset: int or integer array [B], the position of the first query relative to the keys, for causal masks and
         windows. By default it is 0: the first query is aligned with the first key. Use it for decoding with a cache and
         for chunked prefill.
@@ -182,7 +183,8 @@ def dot_product_attention(
         and no gradient.)
       * The head dim of the value may differ from the head dim of the query. float64 is computed in float64.
       * A bias of -inf masks an entry, whatever `score_mod` returns there.
-      * `implementation="flash"` selects the fused kernels, and "cudnn" is an error.
+      * `implementation="flash"` selects the fused kernels, "xla" is the same algorithm in plain JAX, and "cudnn" is an
+        error.
     """
     return_residual = checks.flag("return_residual", return_residual)
     o, *statistics = _attention(query, key, value, bias, mask, options)

@@ -702,7 +702,7 @@ def source(name: str, page: pathlib.Path) -> str:
 
 
 def sources(names: Sequence[str], page: pathlib.Path) -> str:
-    """Of many files, whose tables say more: where and when."""
+    """Return the files of some tables, with their machines and days."""
     if len(names) <= 3:
         return "\n\n".join(source(name, page) for name in names)
     found = [load(name)["environment"] for name in names]

@@ -158,7 +158,7 @@ class Scores {
 
   // Leaves the columns, in whole vectors, that the mask shows to any row. Returns whether it hides any of what is left.
   static bool TrimToMask(Block* block, const MaskBytes& mask) {
-    // What is broadcast is looked at once.
+    // A broadcast dimension is read once.
     const int64_t rows = mask.row_stride ? block->rows : 1;
     int64_t begin = mask.column_stride ? block->c0 : 0, end = mask.column_stride ? block->c1 : 1;
     uint8_t any[kTileColumns] = {}, every[kTileColumns];

@@ -250,11 +250,11 @@ def _programmed(
     columns: jax.Array,
     seen: jax.Array | None,
 ) -> jax.Array:
-    """What a program says of each entry of a tile: [B, N, R, C].
+    """Return the values of a program at each entry of a tile: [B, N, R, C].
 
-    Of entries that are not seen it says what it says of one that is. What they say does not matter, but their
-    derivatives are multiplied with 0, which does not help where they are infinite: as of log(query - key + 1) beside a
-    causal mask. Where none is seen, nothing has a derivative.
+    Masked entries are evaluated at the inputs of some visible entry, so their derivatives stay finite. A derivative of a
+    masked entry is multiplied by 0, which gives NaN if it is infinite, as for log(query - key + 1) with a causal mask.
+    A tile without visible entries has no derivative.
     """
     assert tile.program_batch is not None and tile.program_head is not None
     offset = jnp.zeros(problem.batch, jnp.int32) if tile.query_offset is None else tile.query_offset

@@ -58,7 +58,7 @@ def _forward(problem, division, fallback, operands):
             "paged_attention has no gradient in the fused kernels, because they are for inference: "
             'use implementation="xla" or "reference"'
         )
-    # Which gradients are asked for is said by shapes: JAX keeps the static part of residuals once for all traces.
+    # The requested gradients are encoded in array shapes, because JAX caches static residuals across traces.
     named = operands.arrays()
     differentiated = {grad: named.get(name) for grad, name in (DIFFERENTIATED | {"dscale": "scale"}).items()}
     asked = {grad: jnp.zeros(int(x is not None and x.perturbed), bool) for grad, x in differentiated.items()}

@@ -70,7 +70,7 @@ def window_of(program: Program) -> tuple[int, int] | None:
 
 
 def _bounds(mask: Expression) -> list[tuple[str, int]] | None:
-    """What each comparison says: how far away keys may be, and on which side; None if it says anything else."""
+    """Return the side and the largest distance of keys for each comparison; None if one has another form."""
     match mask:
         case ("and.b", first, second):
             one, other = _bounds(first), _bounds(second)

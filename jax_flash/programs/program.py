@@ -395,7 +395,7 @@ def _derivative(jaxpr: Jaxpr, constants: int, args: Sequence[Array]) -> ClosedJa
 
 
 def _second_derivative(name: str, closed: ClosedJaxpr) -> str:
-    """What tells functions apart that have rules of their own: jax.vjp of jax.vjp as text, or what there is of it."""
+    """Return the text of jax.vjp of jax.vjp, as far as it exists. It distinguishes functions with custom rules."""
 
     def function(arrays: Sequence[jax.Array], *scalars: jax.Array) -> list[jax.Array]:
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, arrays))(*scalars)

@@ -184,7 +184,7 @@ SIZES = [1, 2, 15, 16, 17, 31, 33, 47, 63, 64, 65, 127, 128, 129, 191, 255, 257,
 
 
 def upcast(x: Any) -> Any:
-    """Floating point arrays in f64, all others as they are: the problem whose exact result is asked for."""
+    """Return floating-point arrays in float64 and all others unchanged, for the exact result."""
 
     def cast(leaf: np.ndarray) -> np.ndarray:
         return leaf.astype(np.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf

@@ -252,8 +252,8 @@ def _programmed(
 ) -> jax.Array:
     """Return the values of a program at each entry of a tile: [B, N, R, C].
 
-    Masked entries are evaluated at the inputs of some visible entry, so their derivatives stay finite. A derivative of a
-    masked entry is multiplied by 0, which gives NaN if it is infinite, as for log(query - key + 1) with a causal mask.
+    Masked entries are evaluated at the inputs of some visible entry, so their derivatives stay finite. A derivative of
+    a masked entry is multiplied by 0, which gives NaN if it is infinite, as in causal log(query - key + 1).
     A tile without visible entries has no derivative.
     """
     assert tile.program_batch is not None and tile.program_head is not None

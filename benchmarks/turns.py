@@ -134,13 +134,15 @@ def main() -> None:
 
     builds = [Build(directory) for directory in args.builds]
     table = Table("problem", "pass", *args.builds, *(f"{directory}, times as fast" for directory in args.builds[1:]))
-    for number, (label, passes, _) in enumerate(chosen):
-        for pass_ in (x for x in passes if x in args.passes):
-            base, *others = times = take_turns(builds, number, pass_)
-            ratios = (statistics.median(a / b for a, b in zip(base, x, strict=True)) for x in others)
-            cells = [f"{1e6 * statistics.median(x):.1f}" for x in times] + [f"{x:.3f}" for x in ratios]
-            table.add_row(label, pass_, *cells)
-    Console().print(table)
+    try:
+        for number, (label, passes, _) in enumerate(chosen):
+            for pass_ in (x for x in passes if x in args.passes):
+                base, *others = times = take_turns(builds, number, pass_)
+                ratios = (statistics.median(a / b for a, b in zip(base, x, strict=True)) for x in others)
+                cells = [f"{1e6 * statistics.median(x):.1f}" for x in times] + [f"{x:.3f}" for x in ratios]
+                table.add_row(label, pass_, *cells)
+    finally:  # Ctrl-C ends the measurements, not the table
+        Console().print(table)
 
 
 if __name__ == "__main__":

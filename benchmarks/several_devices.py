@@ -35,7 +35,8 @@ from rich.table import Table
 
 import jax_flash
 from jax_flash import arguments, custom_calls, sequence
-from jax_flash.problem import Operands, Problem
+from jax_flash.operands import Operands
+from jax_flash.problem import Problem
 
 PASSES = ("forward", "backward")
 attend = functools.partial(jax_flash.dot_product_attention, is_causal=True)

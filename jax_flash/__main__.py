@@ -26,7 +26,7 @@ import jax_flash
 from jax_flash import _native, paged
 from jax_flash.block_sparse import Shape
 from jax_flash.io_model import report
-from jax_flash.problem import DCAPTURED, DIFFERENTIATED, DTYPES
+from jax_flash.operands import DCAPTURED, DIFFERENTIATED, DTYPES
 
 NO_GPU = "no NVIDIA GPU here"
 

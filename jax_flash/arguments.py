@@ -17,7 +17,8 @@ from jax.typing import ArrayLike
 
 from jax_flash import checks, dropout, windows
 from jax_flash.block_sparse import BlockMask, MaskOfFunction
-from jax_flash.problem import Extent, Operands, Problem
+from jax_flash.operands import Operands
+from jax_flash.problem import CALL_CHECKS, Extent, Problem
 from jax_flash.programs import features, program
 from jax_flash.sequence import Division, Layout
 from jax_flash.windows import Window
@@ -121,9 +122,21 @@ def lists_options(kind: type, like: Callable[..., Any] | None = None) -> Callabl
     return decorate
 
 
-lists_options(Options)(vars(Problem)["of"].__func__)  # problem.py comes before this file
+def checks_call(method: str, kind: type) -> Callable[[Function], Function]:
+    """Return a decorator for the checks of a public function's arguments, which a method of `Problem` calls.
+
+    The method then shows the options of this class in its signature.
+    """
+
+    def decorate(function: Function) -> Function:
+        lists_options(kind)(vars(Problem)[method].__func__)
+        CALL_CHECKS[method] = function
+        return function
+
+    return decorate
 
 
+@checks_call("of", Options)
 def problem_and_operands(
     query: ArrayLike,
     key: ArrayLike,

@@ -13,7 +13,8 @@ from jax.typing import ArrayLike
 
 from jax_flash import arguments, bits, blockwise, checks, custom_calls, partitioning, reference, sequence, vjp
 from jax_flash.arguments import Implementation, Options
-from jax_flash.problem import Operands, Problem, result_types
+from jax_flash.operands import Operands
+from jax_flash.problem import Problem, checked_problem, result_types
 from jax_flash.sequence import Division
 from jax_flash.varying import varying_alike
 from jax_flash.warn import warn
@@ -307,7 +308,7 @@ def choose_implementation(problem: Problem, platform: str) -> Choice:
       TypeError: if an argument has a wrong type.
       ValueError: if the platform is "gpu". Use "cuda" or "rocm".
     """
-    problem = checks.problem(problem)
+    problem = checked_problem(problem)
     if not isinstance(platform, str):
         raise TypeError(f'platform must be a str, such as "cpu" or "cuda", not {checks.described(platform)}')
     if platform == "gpu":

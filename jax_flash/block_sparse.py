@@ -22,7 +22,7 @@ from jax import export
 from jax.typing import ArrayLike
 
 from jax_flash.checks import described, integer, matrices, numpy_array
-from jax_flash.problem import BLOCK_MASK
+from jax_flash.operands import BLOCK_MASK
 from jax_flash.programs import program, replay
 from jax_flash.programs.arrays import aval
 from jax_flash.programs.structure import Structure, without_constants

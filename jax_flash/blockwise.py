@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import padding, reference, tile
-from jax_flash.problem import DIFFERENTIATED, DIMS, Operands, Problem
+from jax_flash.operands import DIFFERENTIATED, DIMS, Operands
+from jax_flash.problem import Problem
 from jax_flash.varying import varying_alike
 
 BLOCK = 256  # rows and columns of a tile, at most

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash.problem import DTYPES, Problem
+from jax_flash.operands import DTYPES
 
 
 def flag(name: str, x: Any) -> bool:
@@ -197,12 +197,6 @@ def ids(name: str, x: ArrayLike | None, shape: tuple[int, ...], unbatched: bool 
 def saturated(x: Any) -> jax.Array:
     own, limits = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
     return jnp.asarray(x.clip(max(own.min, limits.min), min(own.max, limits.max))).astype(jnp.int32)
-
-
-def problem(x: Any) -> Problem:
-    if not isinstance(x, Problem):
-        raise TypeError(f"problem must be a jax_flash.Problem, not {described(x)}: create one with Problem.of")
-    return x
 
 
 def described(x: Any) -> str:

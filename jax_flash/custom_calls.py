@@ -27,17 +27,9 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jax_flash import _native, blockwise, explicit, partitioning, reference
+from jax_flash.operands import DIFFERENTIATED, DIMS, ONE_A_BATCH, ONE_A_CALL, SHARED_GRADIENTS, Operands
 from jax_flash.partitioning import Results
-from jax_flash.problem import (
-    DIFFERENTIATED,
-    DIMS,
-    ONE_A_BATCH,
-    ONE_A_CALL,
-    SHARED_GRADIENTS,
-    Operands,
-    Problem,
-    result_types,
-)
+from jax_flash.problem import Problem, result_types
 from jax_flash.sequence import Arrays
 from jax_flash.varying import varying_alike
 from jax_flash.warn import warn

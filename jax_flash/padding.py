@@ -10,7 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_flash.problem import Operands, Problem
+from jax_flash.operands import Operands
+from jax_flash.problem import Problem
 
 
 def live_rows(problem: Problem, m: jax.Array) -> jax.Array | None:

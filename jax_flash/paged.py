@@ -14,7 +14,8 @@ from jax.typing import ArrayLike
 from jax_flash import arguments, attention, checks
 from jax_flash.arguments import Implementation
 from jax_flash.explicit import placed
-from jax_flash.problem import Operands, Problem
+from jax_flash.operands import Operands
+from jax_flash.problem import Problem
 from jax_flash.windows import Window
 
 STEP, LONGEST = 8, 1024  # a page has a multiple of STEP keys, and at most LONGEST
@@ -118,9 +119,7 @@ def paged_attention(
     return o
 
 
-arguments.lists_options(PagedOptions)(vars(Problem)["of_paged"].__func__)
-
-
+@arguments.checks_call("of_paged", PagedOptions)
 def problem_and_operands(
     query: ArrayLike,
     key_pages: ArrayLike,

@@ -20,7 +20,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_flash import sequence
 from jax_flash.explicit import explicit_mesh, placed
-from jax_flash.problem import DIFFERENTIATED, DIMS, SHARED_GRADIENTS, Problem
+from jax_flash.operands import DIFFERENTIATED, DIMS, SHARED_GRADIENTS
+from jax_flash.problem import Problem
 from jax_flash.sequence import Arrays, Compute, Division
 
 Types = dict[str, jax.ShapeDtypeStruct]
@@ -35,7 +36,7 @@ def divided(compute: Compute, problem: Problem, arrays: Arrays, types: Types) ->
     Args:
       compute: from a problem, and arrays by name with any leading dims and any number of heads, to results.
       problem: the whole problem.
-      arrays, types: the arguments and the types of the results, by name (`problem.DIMS`).
+      arrays, types: the arguments and the types of the results, by name (`operands.DIMS`).
     """
     function = functools.partial(compute, problem)
     if jax.sharding.get_abstract_mesh().manual_axes:  # inside of shard_map the arrays are this device's

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from jax_flash import _native, checks, custom_calls
-from jax_flash.problem import Problem
+from jax_flash.problem import Problem, checked_problem
 
 FAMILIES = {80: "ampere", 90: "hopper"}  # of contract.h
 
@@ -63,7 +63,7 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None) -
       TypeError: if an argument has a wrong type.
       ValueError: if there are no CUDA kernels for the problem or the GPU.
     """
-    problem = checks.problem(problem)
+    problem = checked_problem(problem)
     backward = checks.flag("backward", backward)
     if backward and not problem.differentiable:
         raise ValueError("paged_attention is for inference and has no backward kernels: leave out backward=True")

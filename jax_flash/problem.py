@@ -6,17 +6,33 @@ It is the Python twin of `common/problem.h`. Its text form is the only attribute
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash.programs.program import MOST_CAPTURED, Captured, Program, Sizes
+from jax_flash import checks
+from jax_flash.operands import (
+    BLOCK_MASK,
+    CAPTURED,
+    DCAPTURED,
+    DIFFERENTIATED,
+    DIMS,
+    ONE_A_CALL,
+    SHARED_GRADIENTS,
+    Operands,
+)
+from jax_flash.programs.program import Captured, Program, Sizes
 
 VERSION = 7
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+# The checks of a public function's arguments, by the method of `Problem` that calls them. The modules of the public
+# functions create problems, so they import this module and add their checks here (`arguments.checks_call`).
+CALL_CHECKS: dict[str, Callable[..., tuple[Problem, Operands]]] = {}
 
 
 class Extent(NamedTuple):
@@ -131,9 +147,7 @@ class Problem:
         Raises:
           TypeError, ValueError, NotImplementedError: if the call would raise the error.
         """
-        from jax_flash import arguments  # not above: it makes problems
-
-        return _of_call(arguments.problem_and_operands, _with_key(options), query, key, value, bias, mask)
+        return _of_call("of", _with_key(options), query, key, value, bias, mask)
 
     @classmethod
     def of_varlen(
@@ -146,10 +160,7 @@ class Problem:
         **options: Any,
     ) -> Problem:
         """Return the problem of a call `jax_flash.varlen_attention(query, …, **options)`. See `of`."""
-        from jax_flash import varlen
-
-        arrays = query, key, value, cu_seqlens_q, cu_seqlens_k
-        return _of_call(varlen.problem_and_operands, _with_key(options), *arrays)
+        return _of_call("of_varlen", _with_key(options), query, key, value, cu_seqlens_q, cu_seqlens_k)
 
     @classmethod
     def of_paged(
@@ -162,9 +173,7 @@ class Problem:
         **options: Any,
     ) -> Problem:
         """Return the problem of a call `jax_flash.paged_attention(query, …, **options)`. See `of`."""
-        from jax_flash import paged
-
-        return _of_call(paged.problem_and_operands, options, query, key_pages, value_pages, page_table, lengths)
+        return _of_call("of_paged", options, query, key_pages, value_pages, page_table, lengths)
 
     def with_block_mask(
         self, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct], q_block: int, kv_block: int
@@ -238,9 +247,10 @@ class Problem:
           TypeError: if `backward` is not a bool.
           ValueError: if a size is symbolic, or for the backward of paged attention, which does not exist.
         """
-        from jax_flash import costs  # not above: it counts problems
-
-        return costs.flops(self, backward)
+        self._check_cost("flops", backward)
+        by_d, by_e = (3, 2) if backward else (1, 1)  # the products S, dQ, dK over D, and O or dP, dV over E
+        each = 2 * self._visible() * (by_d * self.qk_dim + by_e * self.v_dim)
+        return self.batch * self.q_heads * each
 
     def bytes(self, backward: bool = False) -> int:
         """Return the bytes of the operands and results of one pass, each counted once.
@@ -254,9 +264,81 @@ class Problem:
         Raises:
           TypeError, ValueError: as in `flops`.
         """
-        from jax_flash import costs
+        self._check_cost("bytes", backward)
+        names = [*self._operand_names(), "o", "l", "m"]
+        if backward:
+            asked = self.gradients or ("dq", "dk", "dv")
+            # Each row writes its own part of the sinks' gradient.
+            names += ["do", *(["dlogsumexp"] if self.dlogsumexp else []), *("l" if x == "dsinks" else x for x in asked)]
+        return sum(self._elements(name) * jnp.dtype(self._dtype_of(name)).itemsize for name in names)
 
-        return costs.bytes_moved(self, backward)
+    def _check_cost(self, name: str, backward: bool) -> None:
+        if checks.flag("backward", backward) and not self.differentiable:
+            raise ValueError("paged_attention is for inference and has no backward kernels: leave out backward=True")
+        if self.symbolic:
+            sizes = ", ".join(f"{size} {symbol}" for size, symbol in self.symbolic.items())
+            raise ValueError(f"{name} needs a problem with concrete sizes, but these are symbolic: {sizes}")
+
+    def _visible(self) -> int:
+        """Return the number of visible entries of one head, from the sizes, the causal mask and the local window."""
+        T, S = self.q_len, self.kv_len
+        if self.query_offset:
+            return T * S
+        left, right = (min(x, T + S) if x >= 0 else T + S for x in (self.window_left, self.window_right))
+        i = np.arange(T)
+        first, end = np.maximum(i - left, 0), np.minimum(i + (0 if self.causal else right) + 1, S)
+        return int(np.maximum(end - first, 0).sum())
+
+    def _operand_names(self) -> list[str]:
+        """Return the names of the operands of both passes."""
+        groups = {
+            ("query", "scale"): True,
+            ("key", "value"): not self.page,
+            ("key_pages", "value_pages", "page_table"): self.page,
+            ("q_segments", "kv_segments"): self.segments,
+            ("keys_of_rows", "rows_of_keys"): self.ranges,
+            ("blocks", "row_lists", "column_lists"): self.block_mask,
+            ("element_masks",): self.element_masks,
+            ("seed", "batch_id", "head_id"): self.drop_threshold,
+            ("program_batch", "program_head"): self.programs,
+            CAPTURED[: len(self.captured)]: True,
+        }
+        alone = ("bias", "mask", "sinks", "q_lengths", "kv_lengths", "query_offset", "origin")
+        groups |= {(name,): getattr(self, name) for name in alone}
+        return [name for names, there in groups.items() if there for name in names]
+
+    def _elements(self, name: str) -> int:
+        """Return the number of elements of an operand or result."""
+        name = DIFFERENTIATED.get(name, name)
+        if name in CAPTURED:
+            captured = self.captured[CAPTURED.index(name)]
+            return math.prod((self.batch if captured.batch else 1, *captured.shape))
+        sizes = {"T": self.q_len, "S": self.kv_len, "N": self.q_heads, "K": self.kv_heads}
+        sizes |= {"D": self.qk_dim, "E": self.v_dim, "X": 2}
+        if self.page:
+            sizes |= {"G": self.pages, "A": self.page, "M": self.kv_len // self.page}
+        if self.block_mask:
+            sizes |= {"U": -(-self.q_len // self.q_block), "V": -(-self.kv_len // self.kv_block)}
+            sizes |= {"R": self.row_list, "C": self.column_list}
+            sizes |= {"P": self.element_masks, "Q": self.q_block, "W": -(-self.kv_block // 32)}
+        batch = 1 if name in ONE_A_CALL else self.batch
+        extent = self.block_mask if name in BLOCK_MASK else getattr(self, name, None)
+        if isinstance(extent, tuple):  # what is broadcast has size 1
+            batch = batch if extent[0] else 1
+            sizes |= {dim: 1 for dim, there in zip("NTS", extent[1:], strict=True) if not there}
+        return batch * math.prod(sizes[dim] for dim in DIMS[name])
+
+    def _dtype_of(self, name: str) -> str:
+        """Return the dtype of an operand or result."""
+        if name in CAPTURED:
+            return self.captured[CAPTURED.index(name)].dtype
+        if name in ("scale", "sinks", "l", "m", "dlogsumexp", *SHARED_GRADIENTS):
+            return self.accumulation_dtype
+        if name in ("query", "key", "value", "key_pages", "value_pages", "o", "do", "dq", "dk", "dv"):
+            return self.dtype
+        if name in ("bias", "mask"):
+            return self.bias_dtype if name == "bias" else "bool"
+        return "int32"
 
     @property
     def may_empty_rows(self) -> bool:
@@ -319,17 +401,25 @@ class Problem:
         return " ".join(f"{name}={value}" for name, value in {"version": VERSION, **fields}.items())
 
 
-def _of_call(
-    problem_and_operands: Callable[..., tuple[Problem, Operands]], options: dict[str, Any], *arrays: Any
-) -> Problem:
-    """Return the problem of a call. Arrays may be `jax.ShapeDtypeStruct`s."""
+def checked_problem(x: Any) -> Problem:
+    """Return the argument `problem` of a public function."""
+    if not isinstance(x, Problem):
+        raise TypeError(f"problem must be a jax_flash.Problem, not {checks.described(x)}: create one with Problem.of")
+    return x
+
+
+def _of_call(method: str, options: dict[str, Any], *arrays: Any) -> Problem:
+    """Return the problem of a call whose arguments `CALL_CHECKS[method]` checks.
+
+    Arrays may be `jax.ShapeDtypeStruct`s.
+    """
     if "return_residual" in options:
         raise TypeError("return_residual is not an option of a problem: leave it out, it does not change the problem")
     leaves, tree = jax.tree.flatten((*arrays, options))
     described = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
 
     def problem(given: dict[int, jax.Array]) -> Problem:
-        return problem_and_operands(*jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)]))[0]
+        return CALL_CHECKS[method](*jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)]))[0]
 
     with jax.enable_x64(jax.config.read("jax_enable_x64") or any(x.dtype == "float64" for x in described.values())):
         return jax.eval_shape(problem, described)
@@ -338,125 +428,6 @@ def _of_call(
 def _with_key(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with a dropout key. The problem does not depend on the key."""
     return {"dropout_key": jax.eval_shape(jax.random.key, 0)} | options
-
-
-class Operands(NamedTuple):
-    """The arrays of one problem, in the order of the custom calls' operands. Absent operands are None.
-
-    B batch, T query length, S key/value length, N query heads, K key/value heads, D query/key dim, E value dim.
-    """
-
-    query: jax.Array  # [B, T, N, D]
-    key: jax.Array  # [B, S, K, D]
-    value: jax.Array  # [B, S, K, E]
-    scale: jax.Array  # [], the accumulation dtype; positive for the fused calls
-    key_pages: jax.Array | None = None  # [pages, page, K, D]: in place of key and value, where keys are in pages
-    value_pages: jax.Array | None = None  # [pages, page, K, E]
-    page_table: jax.Array | None = None  # [B, S / page], int32: the numbers of a batch entry's pages
-    bias: jax.Array | None = None  # [B|1, N|1, T|1, S|1], any float dtype
-    mask: jax.Array | None = None  # [B|1, N|1, T|1, S|1], bool
-    sinks: jax.Array | None = None  # [B|1, N|1, 1, 1], the accumulation dtype: a logit more for the softmax of each row
-    q_lengths: jax.Array | None = None  # [B], int32
-    kv_lengths: jax.Array | None = None  # [B], int32
-    q_segments: jax.Array | None = None  # [B, T], int32
-    kv_segments: jax.Array | None = None  # [B, S], int32
-    keys_of_rows: jax.Array | None = None  # [B, T, 2], int32: `ranges`, which keys a row sees, from one up to another;
-    rows_of_keys: jax.Array | None = None  # [B, S, 2], int32: by which rows a key is seen. Both ends never fall
-    query_offset: jax.Array | None = None  # [B], int32
-    origin: jax.Array | None = None  # [2], int32, multiples of 16: the whole call's numbers of its first row and key
-    blocks: jax.Array | None = None  # [B|1, N|1, U, V], int32: these four are of a BlockMask
-    row_lists: jax.Array | None = None  # [B|1, N|1, U, 2 + W], int32
-    column_lists: jax.Array | None = None  # [B|1, N|1, V, 2 + W], int32
-    element_masks: jax.Array | None = None  # [B|1, P, q_block, words], uint32
-    seed: jax.Array | None = None  # [B, 2], uint32
-    batch_id: jax.Array | None = None  # [B], uint32
-    head_id: jax.Array | None = None  # [N], uint32
-    program_batch: jax.Array | None = None  # [B], int32: what programs are told of where an entry is
-    program_head: jax.Array | None = None  # [N], int32
-    captured: tuple[jax.Array | None, ...] = ()  # [B|1, elements] each: what they look up
-
-    def arrays(self) -> dict[str, jax.Array]:
-        """Return the arrays that are present, by name."""
-        named = self._asdict() | dict(zip(CAPTURED, self.captured, strict=False))
-        return {name: x for name, x in named.items() if name != "captured" and x is not None}
-
-    @classmethod
-    def of(cls, arrays: Mapping[str, jax.Array | None]) -> Operands:
-        """Create operands from arrays by name. Other names are ignored."""
-        named = {**arrays, "captured": tuple(arrays[name] for name in CAPTURED if name in arrays)}
-        return cls._make(named.get(name) for name in cls._fields)
-
-    def replaced(self, arrays: Mapping[str, jax.Array]) -> Operands:
-        """Return the operands with these arrays replaced or added."""
-        return Operands.of(self.arrays() | dict(arrays))
-
-
-# The captured arrays of a problem and their gradients.
-CAPTURED = tuple(f"captured{i}" for i in range(MOST_CAPTURED))
-DCAPTURED = tuple(f"dcaptured{i}" for i in range(MOST_CAPTURED))
-
-# The dims of every array after its leading dims: T and S lengths, N and K heads, D and E head dims, U and V block rows
-# and columns, G pages of A keys and M of a batch entry. Of the others only the size matters.
-DIMS: dict[str, Sequence[str]] = {
-    "query": "TND",
-    "key": "SKD",
-    "value": "SKE",
-    "scale": "",
-    "key_pages": "GAKD",
-    "value_pages": "GAKE",
-    "page_table": "M",
-    "bias": "NTS",
-    "mask": "NTS",
-    "sinks": "NTS",
-    "q_lengths": "",
-    "kv_lengths": "",
-    "q_segments": "T",
-    "kv_segments": "S",
-    "keys_of_rows": "TX",
-    "rows_of_keys": "SX",
-    "query_offset": "",
-    "origin": "X",
-    "blocks": "NUV",
-    "row_lists": "NUR",
-    "column_lists": "NVC",
-    "element_masks": "PQW",
-    "seed": "X",
-    "batch_id": "",
-    "head_id": "N",
-    "program_batch": "",
-    "program_head": "N",
-    **{name: (name,) for name in CAPTURED},
-    "o": "TNE",
-    "l": "NT",
-    "m": "NT",
-    "do": "TNE",
-    "dlogsumexp": "NT",
-    "dq": "TND",
-    "dk": "SKD",
-    "dv": "SKE",
-    "dbias": "NTS",
-    "dsinks": "NTS",
-    **{gradient: (name,) for gradient, name in zip(DCAPTURED, CAPTURED, strict=True)},
-}
-ONE_A_CALL = ("key_pages", "value_pages", "scale", "origin", "head_id", "program_head")  # they have no leading dims
-BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
-ONE_A_BATCH = (
-    ("bias",),
-    ("mask",),
-    ("sinks",),
-    BLOCK_MASK,
-    *((name,) for name in CAPTURED),
-)  # what a batch may share; of several arrays either all or none
-DIFFERENTIATED = {
-    "dq": "query",
-    "dk": "key",
-    "dv": "value",
-    "dbias": "bias",
-    "dsinks": "sinks",
-    **dict(zip(DCAPTURED, CAPTURED, strict=True)),
-}
-# Gradients of operands that a batch or heads may share. They are summed, and have the operand's shape.
-SHARED_GRADIENTS = ("dbias", "dsinks", *DCAPTURED)
 
 
 def result_types(

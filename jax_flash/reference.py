@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import padding, tile
-from jax_flash.problem import DIFFERENTIATED, Operands, Problem
+from jax_flash.operands import DIFFERENTIATED, Operands
+from jax_flash.problem import Problem
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:

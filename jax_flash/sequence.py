@@ -8,8 +8,8 @@ the gradients of keys and values travel with them.
 In some layouts devices would wait for each other. Under a causal mask and a contiguous layout, for example, the first
 devices have less work than the last. The devices then first exchange halves of their arrays to get the other layout.
 
-Functions take arrays by name (`problem.DIMS`), with any leading dims. A device has its own part of each array with rows
-or keys, such as Q, K, V and the segment ids. For a bias or a mask it has its own rows and all columns, in natural
+Functions take arrays by name (`operands.DIMS`), with any leading dims. A device has its own part of each array with
+rows or keys, such as Q, K, V and the segment ids. For a bias or a mask it has its own rows and all columns, in natural
 order. A block mask is not divided.
 """
 
@@ -31,7 +31,8 @@ from jax.typing import ArrayLike
 
 from jax_flash import block_sparse, checks, dropout, reference, tile
 from jax_flash.explicit import placed
-from jax_flash.problem import DIFFERENTIATED, DIMS, Problem
+from jax_flash.operands import DIFFERENTIATED, DIMS
+from jax_flash.problem import Problem
 from jax_flash.varying import varying_alike
 
 Arrays = dict[str, jax.Array]

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import block_sparse, dropout
-from jax_flash.problem import CAPTURED, DCAPTURED, Operands, Problem
+from jax_flash.operands import CAPTURED, DCAPTURED, Operands
+from jax_flash.problem import Problem
 from jax_flash.programs import replay
 from jax_flash.programs.program import Program
 

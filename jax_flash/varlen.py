@@ -17,7 +17,8 @@ from jax.typing import ArrayLike
 from jax_flash import arguments, attention, checks, windows
 from jax_flash.arguments import Implementation
 from jax_flash.explicit import placed
-from jax_flash.problem import Operands, Problem
+from jax_flash.operands import Operands
+from jax_flash.problem import Problem
 from jax_flash.programs import features, program
 from jax_flash.windows import Window
 
@@ -134,9 +135,7 @@ def varlen_attention(
     return o[0]
 
 
-arguments.lists_options(VarlenOptions)(vars(Problem)["of_varlen"].__func__)
-
-
+@arguments.checks_call("of_varlen", VarlenOptions)
 def problem_and_operands(
     query: ArrayLike,
     key: ArrayLike,

@@ -13,7 +13,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_flash import bits, custom_calls, padding, sequence
 from jax_flash.explicit import placed
-from jax_flash.problem import CAPTURED, DIFFERENTIATED, Operands, Problem
+from jax_flash.operands import CAPTURED, DIFFERENTIATED, Operands
+from jax_flash.problem import Problem
 from jax_flash.sequence import Arrays, Division
 
 # A remat policy that saves these by name, `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`, keeps the

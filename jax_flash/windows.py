@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import checks
-from jax_flash.problem import Operands, Problem
+from jax_flash.operands import Operands
+from jax_flash.problem import Problem
 
 Size = int | jax.Array  # of one side, as an int or an integer scalar
 Window = Size | tuple[Size, Size]

@@ -20,7 +20,7 @@ from jax_flash.io_model.closed_forms import (
     reads_and_writes,
 )
 from jax_flash.io_model.flash import block_sizes
-from jax_flash.problem import DTYPES
+from jax_flash.operands import DTYPES
 
 NAMES: dict[Algorithm, str] = {
     "algorithm_0": "0  standard",

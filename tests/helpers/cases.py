@@ -18,7 +18,8 @@ import pytest
 
 import jax_flash
 from jax_flash import BlockMask, dropout
-from jax_flash.problem import Extent, Operands, Problem
+from jax_flash.operands import Operands
+from jax_flash.problem import Extent, Problem
 
 Arrays = dict[str, Any]  # NumPy's, and a BlockMask of them
 DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")

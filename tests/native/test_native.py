@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jax_flash import _native
-from jax_flash.problem import DIMS, ONE_A_CALL, Extent, Operands, Problem
+from jax_flash.operands import DIMS, ONE_A_CALL, Operands
+from jax_flash.problem import Extent, Problem
 
 PROBLEM = Problem(batch=1, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v_dim=8, dtype="float32")
 EVERY = Extent(True, True, True, True)

@@ -1,0 +1,132 @@
+"""The arrays of the two custom calls: `Operands`, and names and dims of every operand and result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+
+from jax_flash.programs.program import MOST_CAPTURED
+
+# The dtypes of query, key and value.
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class Operands(NamedTuple):
+    """The arrays of one problem, in the order of the custom calls' operands. Absent operands are None.
+
+    B batch, T query length, S key/value length, N query heads, K key/value heads, D query/key dim, E value dim.
+    """
+
+    query: jax.Array  # [B, T, N, D]
+    key: jax.Array  # [B, S, K, D]
+    value: jax.Array  # [B, S, K, E]
+    scale: jax.Array  # [], the accumulation dtype; positive for the fused calls
+    key_pages: jax.Array | None = None  # [pages, page, K, D]: in place of key and value, where keys are in pages
+    value_pages: jax.Array | None = None  # [pages, page, K, E]
+    page_table: jax.Array | None = None  # [B, S / page], int32: the numbers of a batch entry's pages
+    bias: jax.Array | None = None  # [B|1, N|1, T|1, S|1], any float dtype
+    mask: jax.Array | None = None  # [B|1, N|1, T|1, S|1], bool
+    sinks: jax.Array | None = None  # [B|1, N|1, 1, 1], the accumulation dtype: a logit more for the softmax of each row
+    q_lengths: jax.Array | None = None  # [B], int32
+    kv_lengths: jax.Array | None = None  # [B], int32
+    q_segments: jax.Array | None = None  # [B, T], int32
+    kv_segments: jax.Array | None = None  # [B, S], int32
+    keys_of_rows: jax.Array | None = None  # [B, T, 2], int32: `ranges`, which keys a row sees, from one up to another;
+    rows_of_keys: jax.Array | None = None  # [B, S, 2], int32: by which rows a key is seen. Both ends never fall
+    query_offset: jax.Array | None = None  # [B], int32
+    origin: jax.Array | None = None  # [2], int32, multiples of 16: the whole call's numbers of its first row and key
+    blocks: jax.Array | None = None  # [B|1, N|1, U, V], int32: these four are of a BlockMask
+    row_lists: jax.Array | None = None  # [B|1, N|1, U, 2 + W], int32
+    column_lists: jax.Array | None = None  # [B|1, N|1, V, 2 + W], int32
+    element_masks: jax.Array | None = None  # [B|1, P, q_block, words], uint32
+    seed: jax.Array | None = None  # [B, 2], uint32
+    batch_id: jax.Array | None = None  # [B], uint32
+    head_id: jax.Array | None = None  # [N], uint32
+    program_batch: jax.Array | None = None  # [B], int32: what programs are told of where an entry is
+    program_head: jax.Array | None = None  # [N], int32
+    captured: tuple[jax.Array | None, ...] = ()  # [B|1, elements] each: what they look up
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Return the arrays that are present, by name."""
+        named = self._asdict() | dict(zip(CAPTURED, self.captured, strict=False))
+        return {name: x for name, x in named.items() if name != "captured" and x is not None}
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, jax.Array | None]) -> Operands:
+        """Create operands from arrays by name. Other names are ignored."""
+        named = {**arrays, "captured": tuple(arrays[name] for name in CAPTURED if name in arrays)}
+        return cls._make(named.get(name) for name in cls._fields)
+
+    def replaced(self, arrays: Mapping[str, jax.Array]) -> Operands:
+        """Return the operands with these arrays replaced or added."""
+        return Operands.of(self.arrays() | dict(arrays))
+
+
+# The captured arrays of a problem and their gradients.
+CAPTURED = tuple(f"captured{i}" for i in range(MOST_CAPTURED))
+DCAPTURED = tuple(f"dcaptured{i}" for i in range(MOST_CAPTURED))
+
+# The dims of every array after its leading dims: T and S lengths, N and K heads, D and E head dims, U and V block rows
+# and columns, G pages of A keys and M of a batch entry. Of the others only the size matters.
+DIMS: dict[str, Sequence[str]] = {
+    "query": "TND",
+    "key": "SKD",
+    "value": "SKE",
+    "scale": "",
+    "key_pages": "GAKD",
+    "value_pages": "GAKE",
+    "page_table": "M",
+    "bias": "NTS",
+    "mask": "NTS",
+    "sinks": "NTS",
+    "q_lengths": "",
+    "kv_lengths": "",
+    "q_segments": "T",
+    "kv_segments": "S",
+    "keys_of_rows": "TX",
+    "rows_of_keys": "SX",
+    "query_offset": "",
+    "origin": "X",
+    "blocks": "NUV",
+    "row_lists": "NUR",
+    "column_lists": "NVC",
+    "element_masks": "PQW",
+    "seed": "X",
+    "batch_id": "",
+    "head_id": "N",
+    "program_batch": "",
+    "program_head": "N",
+    **{name: (name,) for name in CAPTURED},
+    "o": "TNE",
+    "l": "NT",
+    "m": "NT",
+    "do": "TNE",
+    "dlogsumexp": "NT",
+    "dq": "TND",
+    "dk": "SKD",
+    "dv": "SKE",
+    "dbias": "NTS",
+    "dsinks": "NTS",
+    **{gradient: (name,) for gradient, name in zip(DCAPTURED, CAPTURED, strict=True)},
+}
+ONE_A_CALL = ("key_pages", "value_pages", "scale", "origin", "head_id", "program_head")  # they have no leading dims
+BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
+ONE_A_BATCH = (
+    ("bias",),
+    ("mask",),
+    ("sinks",),
+    BLOCK_MASK,
+    *((name,) for name in CAPTURED),
+)  # what a batch may share; of several arrays either all or none
+DIFFERENTIATED = {
+    "dq": "query",
+    "dk": "key",
+    "dv": "value",
+    "dbias": "bias",
+    "dsinks": "sinks",
+    **dict(zip(DCAPTURED, CAPTURED, strict=True)),
+}
+# Gradients of operands that a batch or heads may share. They are summed, and have the operand's shape.
+SHARED_GRADIENTS = ("dbias", "dsinks", *DCAPTURED)

@@ -1,4 +1,4 @@
-"""What `jax_flash.linen` and `jax_flash.nnx` take beside Flax's own arguments, for their tests."""
+"""Options that `jax_flash.linen` and `jax_flash.nnx` have in addition to Flax's own, and wrong values of them."""
 
 import re
 
@@ -97,8 +97,8 @@ def functional(options):
     return attention_fn
 
 
-def problems(function, *args):
-    """The problems of the custom calls in `function(*args)`, as their attributes say."""
-    found = re.findall(r"version=\d+ batch[^\"]*", jax.jit(function).lower(*args).as_text())
+def problems(lowered):
+    """The problems of the custom calls in a lowered program, as their attributes say."""
+    found = re.findall(r"version=\d+ batch[^\"]*", lowered.as_text())
     assert found
     return sorted(found)

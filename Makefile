@@ -33,7 +33,7 @@ say = @printf '\n\033[1m==> %s\033[0m\n' "$(1)"
 help:
 	@echo "make demo         train a small GPT on real text through jax_flash (examples/train_lm.py)"
 	@echo "make test         the test suite"
-	@echo "make lint         formatting, lint, spelling and types"
+	@echo "make lint         formatting, lint, spelling, types and commit subjects"
 	@echo "make test-oldest  the test suite with jax $(OLDEST_JAX), the oldest supported"
 	@echo "make bench        jax_flash against jax.nn and PyTorch on this CPU (BENCH_ARGS=--quick for a short one)"
 	@echo "make bench-gpu    jax_flash against cuDNN, XLA and PyTorch on this GPU"
@@ -89,6 +89,8 @@ lint: $(VENV)/.built
 	@$(VENV)/bin/codespell
 	$(call say,Checking types with mypy)
 	@$(VENV)/bin/mypy
+	$(call say,Checking that the last 50 commit subjects have at most 72 characters)
+	@test ! -e .git || ! git log -50 --no-merges --format=%s | grep -E '^.{73}'
 
 format: $(VENV)/.built
 	@$(VENV)/bin/ruff check --fix $(PY)

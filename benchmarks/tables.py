@@ -130,9 +130,9 @@ def headline(results: Results) -> str:
 
     cudnn, xla = ([mean(other, pass_) for pass_ in PASSES] for other in ("cudnn", "xla"))
     return (
-        f"**{cudnn[0]} times as fast as cuDNN forward, and {cudnn[1]} times backward.** Over XLA, the factors are "
-        f"{xla[0]} and {xla[1]}, without cases in which XLA runs out of memory. These are geometric means over head "
-        "dims 64, 128 and 256, lengths 1024, 4096 and 16384, causal and not."
+        f"**{cudnn[0]} times as fast as cuDNN forward, and {cudnn[1]} times backward.** It is {xla[0]} and "
+        f"{xla[1]} times as fast as XLA. The figures are geometric means over head dims 64, 128 and 256, lengths 1024, "
+        "4096 and 16384, causal and not. Cases in which XLA runs out of memory are left out."
     )
 
 
@@ -473,9 +473,9 @@ def cpu_readme(results: Results) -> str:
     memory = results["memory"]
     return (
         table(["N = 4096", *(f"{'causal ' if causal else ''}{pass_}" for causal, pass_ in columns)], lines)
-        + f"\n\nThese calls reach {ranges[0]} GFLOP/s; a plain matrix product reaches {ranges[1]}. At N = 65536 "
-        f"with one head of d = 64, forward and backward need {memory['peak_over_inputs_mib']:.0f} MiB in addition to "
-        f"the inputs. The results take {memory['outputs_mib']:.0f} MiB of these."
+        + f"\n\nThese calls reach {ranges[0]} GFLOP/s. A plain matrix product reaches {ranges[1]}. With "
+        f"N = 65536 and one head of d = 64, forward and backward need {memory['peak_over_inputs_mib']:.0f} MiB in "
+        f"addition to the inputs, and {memory['outputs_mib']:.0f} MiB of these are the output and the gradients."
     )
 
 

@@ -5,6 +5,7 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # jax_flash.keras refuses another
 
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.inspect import stringify_signature
 from sphinx.util.typing import stringify_annotation
 
@@ -23,12 +24,13 @@ default_role = "code"  # docstrings have names in single backticks
 
 html_theme = "furo"
 html_theme_options = {"top_of_page_buttons": []}  # the default links to the source text of a page
+html_static_path = ["_static"]
+html_css_files = ["dark.css"]
 html_copy_source = False
 pygments_dark_style = "github-dark"  # furo's default underlines the names of modules, like links
 html_search_scorer = "docs/scorer.js"
 copybutton_prompt_text = "$ "
 
-autodoc_typehints = "none"  # `signature` below writes types; autodoc would show overloads without the options
 maximum_signature_line_length = 80  # a longer signature has one line per argument
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True
@@ -49,6 +51,9 @@ def signature(app, what, name, subject, options, arguments, result):
     """Return the signature to show, with types as they are written in the code."""
     if not arguments or not subject.__module__.startswith("jax_flash"):
         return None
+    analyzer = ModuleAnalyzer.for_module(subject.__module__)  # autodoc would show overloads, which hide the options
+    analyzer.analyze()
+    analyzer.overloads.clear()
     if what == "class" and name.count(".") == 1:  # functions return the classes of jax_flash; users do not call them
         return "", None
     found = inspect.signature(subject)

@@ -25,8 +25,21 @@ __all__ = ["MultiHeadAttention"]
 class MultiHeadAttention(keras.layers.MultiHeadAttention):
     """Multi-head attention with fused kernels, a drop-in for `keras.layers.MultiHeadAttention`.
 
-    The arguments and the weights are the same as in the stock layer. `flash_attention` has no effect, because attention
-    is always fused. Causal masks, windows and padding masks never become T x S arrays.
+    The arguments and the weights are the same as in the stock layer. Causal masks, windows and padding masks never
+    become T x S arrays.
+
+    Args:
+      num_heads: int, number of heads.
+      key_dim: int, head dim of queries and keys.
+      value_dim: int, head dim of values. Default: key_dim.
+      dropout: float, probability of dropping an attention weight.
+      use_bias: bool, whether the projections add a bias.
+      output_shape: int or tuple of ints, size of the last dims of the result. Default: the last dim of the query.
+      sliding_window: int. A query sees only keys at most sliding_window - 1 positions away.
+      flash_attention: no effect, because attention is always fused.
+      seed: int, seed for dropout.
+
+    Other arguments are described in Keras.
 
     Raises:
       NotImplementedError: if `use_gate` is set. From a call, if `return_attention_scores` is set, or if inputs are not

@@ -49,6 +49,7 @@ def test_signatures_have_types_and_all_arguments(site):
     nnx = signatures(site, "nnx")["jax_flash.nnx.MultiHeadAttention"]
     assert "num_heads: int" in nnx and "is_causal: bool = False" in nnx and "&lt;" not in nnx
     assert "key_dim" in signatures(site, "keras")["jax_flash.keras.MultiHeadAttention"]
+    assert signatures(site, "jax_flash")["jax_flash.Choice.reason"].startswith("reason: str")
 
 
 def test_search_finds_guides_first_and_contributors_pages_last(site):

@@ -89,13 +89,12 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Compute exact scaled dot-product attention in linear memory with FlashAttention (arXiv 2205.14135).
 
-    A drop-in for `jax.nn.dot_product_attention` with more options. For each batch entry and head it computes::
+    A drop-in replacement for `jax.nn.dot_product_attention` with more options. For each batch entry and head it
+    computes::
 
-        softmax(mask(score_mod(cap(scale · Q Kᵀ) + bias))) V,
+        dropout(softmax(mask(score_mod(cap(scale · Q Kᵀ) + bias)))) V
 
-    with dropout on the softmax.
-
-    Letters: B batch size, T query length, S key/value length, N query heads, K key/value heads, D query/key head dim, E
+    The dimensions are: B batch size, T query length, S key/value length, N query heads, K key/value heads, D query/key head dim, E
     value head dim. K must divide N: K = N is multi-head, K < N grouped-query, and K = 1 multi-query attention.
 
     Args:
@@ -124,8 +123,8 @@ def dot_product_attention(
         takes the fastest one that supports the call (see `choose_implementation`), and "xla" for symbolic sizes.
       return_residual: whether to return the logsumexp of every row as well.
       dropout_rate: probability of dropping an entry of the attention matrix, rounded to 15 bits. It must be 1, or at
-        most 255/256. Kept entries are scaled to keep the expectation. The mask depends only on `dropout_key` and on the
-        position of an entry. It is the same for every platform, implementation and sharding.
+        most 255/256. Kept entries are divided by the probability of keeping them. The dropout mask depends only on
+        `dropout_key` and on the position of an entry. It is the same for every platform, implementation and sharding.
       dropout_key: JAX PRNG key, typed or raw. It is required if the rate is above 0.
       broadcast_dropout: whether all batch entries and heads share one dropout mask.
       dropout_batch_ids: integer array [B], the indices of the batch entries in the dropout mask. Default: 0, 1, …
@@ -136,14 +135,14 @@ def dot_product_attention(
       key_value_segment_ids: integer array [B, S] or [S], the segment ids of the keys.
       logits_soft_cap: cap c of the scores: c · tanh(score / c), before bias and masks. It must be from 3e-31 to 3e30
         (float64: from 6e-301 to 1e300).
-      precision: precision of float32 products, as in `jax.lax.dot`. None uses `jax.default_matmul_precision`, which
-        means TF32 on a GPU if it is not set. Of JAX's dot algorithms, only presets are accepted. CPU kernels always
-        have full float32 precision.
+      precision: precision of float32 products, as in `jax.lax.dot`: a `jax.lax.Precision`, a
+        `jax.lax.DotAlgorithmPreset`, or the name of one. None uses `jax.default_matmul_precision`. If that is not set,
+        GPU kernels use TF32. CPU kernels always have full float32 precision.
       query_offset: int or integer array [B], the position of the first query relative to the keys, for causal masks and
         windows. By default it is 0: the first query is aligned with the first key. Use it for decoding with a cache and
         for chunked prefill.
-      block_mask: block-sparse mask (`jax_flash.BlockMask`, `jax_flash.patterns`). The kernels skip its empty blocks. It
-        combines with all other masks. Its rows and columns are array indices, so query_offset does not shift it.
+      block_mask: block-sparse mask (`jax_flash.BlockMask`, `jax_flash.patterns`). The kernels skip its empty blocks. All
+        other masks apply as well. Its rows and columns are array indices, so query_offset does not shift it.
       score_mod: function (score, batch, head, query, key) that returns a new score. It takes scalars and uses `jnp`.
         The score is float32 (float64 for float64 inputs) and includes scale, cap and bias. The indices are int32, and
         `query` includes query_offset. The function may read arrays that it captures, and float arrays get gradients.
@@ -155,9 +154,9 @@ def dot_product_attention(
         this device's queries, and all columns in unsharded order. Lengths, offsets, block masks, and the indices of
         score_mod and mask_mod are global. Outside of `shard_map`, leave it out: sharded sequences are detected.
       sequence_layout: order of a sharded sequence: "contiguous", or "zigzag" (see `jax_flash.zigzag`).
-      deterministic: whether gradients are bitwise reproducible: between runs on one GPU model, and for any number of
-        threads on a CPU. By default, a GPU sums the gradients of the query and of captured arrays in varying order, and
-        on a CPU the last bits of gradients can depend on the number of threads. Outputs are always deterministic.
+      deterministic: whether gradients have the same bits in every run on one GPU model, and with any number of threads
+        on a CPU. By default, a GPU sums the gradients of the query and of captured arrays in varying order, and on a
+        CPU the last bits of gradients can depend on the number of threads. Outputs are always deterministic.
 
     Returns:
       Array [B, T, N, E] or [T, N, E] in the dtype of the query. With `return_residual`, a pair of this array and the
@@ -173,8 +172,8 @@ def dot_product_attention(
 
     Padding: tokens beyond `query_seq_lengths` and `key_value_seq_lengths`, and queries that see no key under the masks,
     are padding. They and their cotangents may hold any value, including NaN. They do not affect other tokens, forward
-    or backward. Their output and gradients are 0. A query whose keys are all hidden by a bias of -inf must be finite.
-    Its cotangents may hold any value.
+    or backward. Their output and gradients are 0. If only a bias of -inf hides all keys from a query, its cotangents
+    may hold any value, but the query itself must be finite.
 
     Differences from `jax.nn.dot_product_attention`:
       * A query that sees no key gives 0 and has zero gradients. (jax.nn gives the mean of the values.)

@@ -140,9 +140,13 @@ class Problem:
         of a `BlockMask`.
 
         Args:
-          query, key, value, bias, mask: arrays as in the call, or their shapes and dtypes.
-          options: options of the call, except `return_residual`: the problem is the same with and without it. Dropout
-            needs no key here.
+          query: array [B, T, N, D] or [T, N, D], or its shape and dtype.
+          key: array [B, S, K, D] or [S, K, D], or its shape and dtype.
+          value: array [B, S, K, E] or [S, K, E], or its shape and dtype.
+          bias: array broadcastable to [B, N, T, S], or its shape and dtype.
+          mask: bool array broadcastable to [B, N, T, S], or its shape and dtype.
+          options: options of the call. Leave out `return_residual`, which does not change the problem. Dropout needs no
+            key here.
 
         Raises:
           TypeError, ValueError, NotImplementedError: if the call would raise the error.
@@ -233,12 +237,12 @@ class Problem:
     def flops(self, backward: bool = False) -> int:
         """Return the floating point operations of one pass, counted as model FLOPs (the convention of the papers).
 
-        The forward has 2 · (D + E) operations for each visible entry of each query head. The backward has
-        2 · (3 D + 2 E), including 2 · D to recompute the scores.
+        The forward has 2 · (D + E) operations for each pair of a query and a key that may attend, and for each query
+        head. The backward has 2 · (3 D + 2 E), including 2 · D to recompute the scores.
 
-        The visible entries follow from the sizes, `is_causal` and `local_window_size`. Masks that are arrays or
-        functions, lengths, segments, traced windows and a `query_offset` count as hiding nothing, because a problem
-        does not contain their values. The result is then an upper bound. `docs/guides/mfu.md` shows how to use it.
+        Only `is_causal` and a `local_window_size` of Python ints reduce the count. A problem does not contain the
+        values of arrays. So it ignores masks that are arrays or functions, lengths, segment ids, traced windows and a
+        `query_offset`, and the result is then an upper bound. `docs/guides/mfu.md` shows how to use it.
 
         Args:
           backward: whether to count the backward alone instead of the forward.

@@ -94,7 +94,7 @@ def dot_product_attention(
 
         dropout(softmax(mask(score_mod(cap(scale · Q Kᵀ) + bias)))) V
 
-    The dimensions are: B batch size, T query length, S key/value length, N query heads, K key/value heads, D query/key head dim, E
+    Letters: B batch size, T query length, S key/value length, N query heads, K key/value heads, D query/key head dim, E
     value head dim. K must divide N: K = N is multi-head, K < N grouped-query, and K = 1 multi-query attention.
 
     Args:
@@ -141,8 +141,8 @@ def dot_product_attention(
       query_offset: int or integer array [B], the position of the first query relative to the keys, for causal masks and
         windows. By default it is 0: the first query is aligned with the first key. Use it for decoding with a cache and
         for chunked prefill.
-      block_mask: block-sparse mask (`jax_flash.BlockMask`, `jax_flash.patterns`). The kernels skip its empty blocks. All
-        other masks apply as well. Its rows and columns are array indices, so query_offset does not shift it.
+      block_mask: block-sparse mask (`jax_flash.BlockMask`, `jax_flash.patterns`). The kernels skip its empty blocks.
+        All other masks apply as well. Its rows and columns are array indices, so query_offset does not shift it.
       score_mod: function (score, batch, head, query, key) that returns a new score. It takes scalars and uses `jnp`.
         The score is float32 (float64 for float64 inputs) and includes scale, cap and bias. The indices are int32, and
         `query` includes query_offset. The function may read arrays that it captures, and float arrays get gradients.

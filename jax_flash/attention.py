@@ -121,7 +121,7 @@ def dot_product_attention(
       implementation: None, "flash", "xla" or "reference". "flash" is the fused kernels. "xla" is the same algorithm in
         plain JAX, for any platform and for forward-mode derivatives. "reference" stores the [B, N, T, S] scores. None
         takes the fastest one that supports the call (see `choose_implementation`), and "xla" for symbolic sizes.
-      return_residual: whether to return the logsumexp of every row as well.
+      return_residual: whether to return the logsumexp of the scores of each query as well.
       dropout_rate: probability of dropping an entry of the attention matrix, rounded to 15 bits. It must be 1, or at
         most 255/256. Kept entries are divided by the probability of keeping them. The dropout mask depends only on
         `dropout_key` and on the position of an entry. It is the same for every platform, implementation and sharding.

@@ -40,7 +40,7 @@ def draw(path: pathlib.Path) -> None:
         axis.set_title(f"{pass_}, causal, 4 × 4096 tokens, bfloat16", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel(f"TFLOP/s on one {results['environment']['devices'][0]}", fontsize=9)
-    axes[1].legend(frameon=False, fontsize=8)
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
 
 

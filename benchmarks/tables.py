@@ -40,6 +40,8 @@ NAMES = {
     "flash-attn-4": "FlashAttention-4",
 }
 
+RIVALS = {"cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4"}
+
 
 # --- cells ------------------------------------------------------------------------------------------------------------
 
@@ -47,6 +49,11 @@ NAMES = {
 def over(row: Row, other: str) -> float | None:
     """How many times as fast as the other it is, of a row of attention.py."""
     return row["tflops"]["jax_flash"] / row["tflops"][other] if other in row["tflops"] else None
+
+
+def fastest(row: Row) -> str:
+    """The fastest other library that was measured: a key of RIVALS."""
+    return max((name for name in RIVALS if name in row["tflops"]), key=row["tflops"].__getitem__)
 
 
 def beside(row: Row, other: str = "cudnn") -> str:
@@ -75,31 +82,33 @@ def paired(row: Row, above: str, below: str) -> float | None:
 
 
 PASSES = ("forward", "backward")
-SUMMARY: dict[
-    str, tuple[str, list[str], str, Row]
-] = {  # what is compared, with what, in which files, by which ratio of a row, and of which rows
-    "d = 64, 128, 256; N = 1024, 4096, 16384; causal and not": ("cuDNN", ["attention"], "cudnn", {}),
-    "the same cases": ("XLA's attention", ["attention"], "xla", {}),
-    "d = 80, 96, 192; causal": ("cuDNN", ["attention_groups"], "cudnn", {"D": (80, 96, 192)}),
-    "32 query heads on 4 key/value heads, 16 on 1; causal": ("cuDNN", ["attention_groups"], "cudnn", {"K": (4, 1)}),
-    "a causal window of 1024, N = 16384": ("cuDNN", ["attention_masks"], "cudnn", {"window": (1024,)}),
-    "dropout 0.1, N = 4096": ("cuDNN, called by PyTorch", ["attention_dropout"], "cudnn", {}),
-    "N = 512, and a batch of one with N = 2048": ("cuDNN", ["attention_small"], "cudnn", {}),
-    "decoding, one query": ("cuDNN", ["attention_decode"], "cudnn", {"T": (1,)}),
-    "the same decoding cases": ("PyTorch", ["attention_decode"], "torch", {"T": (1,)}),
-    "16 queries and a long cache": ("cuDNN", ["attention_decode"], "cudnn", {"T": (16,)}),
-    "float32, as TF32": ("XLA's attention", ["attention_float32"], "xla", {}),
-    "block masks: documents, windows, butterfly": (
+# What is compared, with what, in which files, by which ratio of a row, and of which rows.
+SUMMARY: list[tuple[str, str, list[str], str, Row]] = [
+    ("d = 64, 128, 256; N = 1024, 4096, 16384; causal and not", "cuDNN", ["attention"], "cudnn", {}),
+    ("the same cases", "FlashAttention-3", ["attention"], "fa3", {}),
+    ("the same cases", "FlashAttention-4", ["attention"], "fa4", {}),
+    ("the same cases", "XLA's attention", ["attention"], "xla", {}),
+    ("d = 80, 96, 192; causal", "cuDNN", ["attention_groups"], "cudnn", {"D": (80, 96, 192)}),
+    ("32 query heads on 4 key/value heads, 16 on 1; causal", "cuDNN", ["attention_groups"], "cudnn", {"K": (4, 1)}),
+    ("a causal window of 1024, N = 16384", "cuDNN", ["attention_masks"], "cudnn", {"window": (1024,)}),
+    ("dropout 0.1, N = 4096", "cuDNN, called by PyTorch", ["attention_dropout"], "cudnn", {}),
+    ("N = 512, and a batch of one with N = 2048", "cuDNN", ["attention_small"], "cudnn", {}),
+    ("decoding, one query", "cuDNN", ["attention_decode"], "cudnn", {"T": (1,)}),
+    ("the same decoding cases", "PyTorch", ["attention_decode"], "torch", {"T": (1,)}),
+    ("16 queries and a long cache", "cuDNN", ["attention_decode"], "cudnn", {"T": (16,)}),
+    ("float32, as TF32", "XLA's attention", ["attention_float32"], "xla", {}),
+    (
+        "block masks: documents, windows, butterfly",
         "FlexAttention",
         ["block_sparse_gpu", "block_sparse_gpu_4096"],
         "flex_over_ours",
         {},
     ),
-    "score programs": ("FlexAttention", ["score_programs_gpu"], "flex", {}),
-}
+    ("score programs", "FlexAttention", ["score_programs_gpu"], "flex", {}),
+]
 
 
-@shows(*dict.fromkeys(file for _, files, *_ in SUMMARY.values() for file in files))
+@shows(*dict.fromkeys(file for _, _, files, *_ in SUMMARY for file in files))
 def summary(*results: Results) -> str:
     rows_of = {file: found["rows"] for file, found in zip(FILES["summary"], results, strict=True)}
 
@@ -113,7 +122,7 @@ def summary(*results: Results) -> str:
         found = [[ratio(row, kind) for row in rows if row["pass"] == pass_] for pass_ in PASSES]
         return [case, against, *(spread([x for x in ratios if x is not None]) for ratios in found)]
 
-    return table(["case", "speed-up over", *PASSES], (line(case, *columns) for case, columns in SUMMARY.items()))
+    return table(["case", "speed-up over", *PASSES], (line(*row) for row in SUMMARY))
 
 
 def flex_over_ours(row: Row) -> float | None:
@@ -128,11 +137,12 @@ def headline(results: Results) -> str:
         ratios = [over(row, other) for row in results["rows"] if row["pass"] == pass_]
         return f"{statistics.geometric_mean(x for x in ratios if x is not None):.2f}"
 
-    cudnn, xla = ([mean(other, pass_) for pass_ in PASSES] for other in ("cudnn", "xla"))
+    cudnn, fa3, fa4, xla = ([mean(other, pass_) for pass_ in PASSES] for other in ("cudnn", "fa3", "fa4", "xla"))
     return (
-        f"**{cudnn[0]} times as fast as cuDNN forward, and {cudnn[1]} times backward.** It is {xla[0]} and "
-        f"{xla[1]} times as fast as XLA. The figures are geometric means over head dims 64, 128 and 256, lengths 1024, "
-        "4096 and 16384, causal and not. Cases in which XLA runs out of memory are left out."
+        f"**{cudnn[0]} times as fast as cuDNN forward, and {cudnn[1]} times backward.** It is {fa3[0]} and {fa3[1]} "
+        f"times as fast as FlashAttention-3, {fa4[0]} and {fa4[1]} times as fast as FlashAttention-4, and {xla[0]} and "
+        f"{xla[1]} times as fast as XLA, all timed alternately. These are geometric means over head dims 64, 128 and "
+        "256, lengths 1024, 4096 and 16384, causal and not, where XLA has enough memory."
     )
 
 
@@ -143,7 +153,7 @@ def headline(results: Results) -> str:
 def dense_readme(dense: Results) -> str:
     def cell(dim: int, pass_: str, causal: bool) -> str:
         row = one(dense["rows"], D=dim, T=4096, pass_=pass_, causal=causal)
-        return f"{row['tflops']['jax_flash']:.0f} ({over(row, 'cudnn'):.2f})"
+        return f"{row['tflops']['jax_flash']:.0f} ({over(row, fastest(row)):.2f})"
 
     columns = list(itertools.product(PASSES, (False, True)))
     return table(
@@ -159,10 +169,14 @@ def dense(results: Results) -> str:
     def rows_of(pass_: str, dim: int) -> Rows:
         return [one(results["rows"], D=dim, T=n, causal=causal, pass_=pass_) for n, causal in columns]
 
+    def cell(row: Row) -> str:
+        other = fastest(row)
+        return beside(row, other).replace(" (", f" {RIVALS[other]} (")
+
     parts = [
         table(
             [name, *(f"N = {n}{', causal' if causal else ''}" for n, causal in columns)],
-            ([f"d = {dim}", *map(beside, rows_of(pass_, dim))] for dim in (64, 128, 256)),
+            ([f"d = {dim}", *map(cell, rows_of(pass_, dim))] for dim in (64, 128, 256)),
         )
         for name, pass_ in {"forward": "forward", "backward": "backward", "forward and backward": "both"}.items()
     ]

@@ -489,7 +489,7 @@ def cpu_readme(results: Results) -> str:
         table(["N = 4096", *(f"{'causal ' if causal else ''}{pass_}" for causal, pass_ in columns)], lines)
         + f"\n\nThese calls reach {ranges[0]} GFLOP/s. A plain matrix product reaches {ranges[1]}. With "
         f"N = 65536 and one head of d = 64, forward and backward need {memory['peak_over_inputs_mib']:.0f} MiB in "
-        f"addition to the inputs, and {memory['outputs_mib']:.0f} MiB of these are the output and the gradients."
+        f"addition to the inputs. The output and the gradients are {memory['outputs_mib']:.0f} MiB of these."
     )
 
 

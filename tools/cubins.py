@@ -24,11 +24,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-# What tells two cubins that run alike apart are the names and numbers of symbols, of the sources' constants too, which
-# nobody reads: they are in .nv.global.init, and their addresses in .nv.constant4.
+# Two cubins that run alike can differ in the names and numbers of symbols. The sources' constants are such symbols,
+# though no kernel reads them: they are in .nv.global.init, and their addresses in .nv.constant4.
 CODE = (".text.", ".nv.constant0.", ".nv.constant2.", ".nv.constant3", ".nv.shared.", ".nv.info")
 # Attributes of a kernel that are symbols' numbers: where its parameters are, what it has from outside.
 PARAM_CBANK, EXTERNS = 0x0A, 0x0F
+# LDC and ULDC read a constant bank, which on Hopper holds the addresses of symbols at bank 4. The lower 64 of their
+# 128 bits have the opcode, the offset and the bank.
+OPCODE, LOADS, OFFSET, BANK, ADDRESSES = 0xFFF, (0xB82, 0xAB9), 0xFFFF << 38, 0x1F << 54, 4 << 54
 
 
 def sections(elf: bytes) -> Iterator[tuple[str, int, bytes]]:
@@ -52,6 +55,15 @@ def attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
         at += 4 + (len(payload) if form == 4 else 0)
 
 
+def instructions(text: bytes) -> bytes:
+    """A section .text without the offsets of symbols' addresses, which other symbols shift."""
+    words = [word for (word,) in struct.iter_unpack("<Q", text)]
+    for i, word in enumerate(words[::2]):
+        if word & OPCODE in LOADS and word & BANK == ADDRESSES:
+            words[2 * i] = word & ~OFFSET
+    return struct.pack(f"<{len(words)}Q", *words)
+
+
 def code_hash(cubin: bytes) -> str:
     """The SHA-256 of what runs: instructions, constants, shared memory and what the driver is told of the kernels."""
     parts = []
@@ -61,6 +73,8 @@ def code_hash(cubin: bytes) -> str:
         elif name.startswith(".nv.info."):
             known = [(x, value) for x, value in attributes(content) if x not in (PARAM_CBANK, EXTERNS)]
             parts.append(repr((name, known)))
+        elif name.startswith(".text."):
+            parts.append(repr((name, instructions(content))))
         elif name.startswith(CODE):
             parts.append(repr((name, size, content)))
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()

@@ -69,7 +69,7 @@ constexpr FeatureBits kNotOfMods = kGradientsOfScore | kCapAndSlopes | kLargeSlo
                       kNotOfWideMods = kNotOfMods | kLateSlopes | kCapAndGradients;
 
 // What is not here would spill registers. Tiles of 64 keys are for wide heads only. Where slopes of a soft cap are
-// found again from P (hopper/tuning.cuh), rounding errors of log P are divided by the cap, which must not be small.
+// found again from P (hopper/backward_tuning.cuh), rounding errors of log P are divided by the cap, which must not be small.
 constexpr FeatureBits kNotOfPairs =
     kNarrow | kTornPairs | kCapAndSum | kCrowdedCap | kSmallCap | kModAndBias | kGradientsInBlocks;
 constexpr FeatureBits kNotOfWide = kCapAndSumInBlocks | kSmallCap | kModAndBias | kGradientsInBlocks | kCrowdedMask;

@@ -80,6 +80,10 @@ std::string Translated(std::string text) {
   for (std::sregex_iterator i(text.begin(), text.end(), kernel), end; i != end; ++i) {
     kernels += "EMULATED_KERNEL(" + (*i)[2].str() + ", " + ((*i)[1].matched ? (*i)[1].str() : "1") + ")\n";
   }
+  // A file has one namespace at most, and its kernels are in it.
+  std::smatch space;
+  if (!kernels.empty() && std::regex_search(text, space, std::regex(R"(\nnamespace ([\w:]+) \{\n)")))
+    kernels = "namespace " + space[1].str() + " {\n" + kernels + "}\n";
   return text + kernels;
 }
 

@@ -20,7 +20,7 @@
 #include "ptx/reduce.cuh"
 #include "scheduler/lists.cuh"
 
-namespace jax_flash {
+namespace jax_flash::ampere::backward {
 
 constexpr int kRows = kTiling.rows;
 constexpr int kCols = kTiling.cols;
@@ -34,7 +34,7 @@ __device__ __forceinline__ float* SumOfDQ(const Params& p, int64_t head, int row
   return p.dq_sum + ((head * PaddedRows(p) + row) / kSumRows * (kQKDim / 8) + column / 8) * 128;
 }
 
-struct BackwardShared {
+struct Shared {
   SharedTile<kCols, kQKDim> k;
   SharedTile<kCols, kVDim> v;
   SharedTile<kRows, kQKDim> q[kStages];
@@ -77,7 +77,7 @@ struct Backward {
   using QPart = PartOf<kWarps, kRows, kQKDim>;
 
   const Params& p;
-  BackwardShared& shared;
+  Shared& shared;
   const int column, kv_head, batch;  // of the tile of K and V
   const BlockList blocks;            // that see it, if there is a block mask
   const Visible& rows;
@@ -85,7 +85,7 @@ struct Backward {
   Accumulator<KPart::kHeight, KPart::kWidth> dK;
   Accumulator<VPart::kHeight, VPart::kWidth> dV;
 
-  __device__ __forceinline__ Backward(const Params& p, BackwardShared& shared, int tile, int kv_head, int batch,
+  __device__ __forceinline__ Backward(const Params& p, Shared& shared, int tile, int kv_head, int batch,
                                       const BlockList& blocks)
       : p(p), shared(shared), column(tile * kCols), kv_head(kv_head), batch(batch), blocks(blocks), rows(shared.rows) {
     if (threadIdx.x == 0) shared.rows = RowsOf(p, PositionsOf(p, batch), batch, column, column + kCols);
@@ -227,17 +227,14 @@ struct Backward {
   }
 };
 
-}  // namespace jax_flash
-
-extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardShared);
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(Shared);
 
 // CTAs go head by head, so that what they read stays in the L2. The first tiles of keys come first, which the most rows
 // see if causal.
-extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 256 / jax_flash::kThreads)
-    jax_flash_backward(const __grid_constant__ jax_flash::KernelParams p) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
+    jax_flash_backward(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
-  BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   if constexpr (kListed) {
     constexpr int kTiles = kTilesOfColumn<kCols>;
     int item, list;  // of the key/value heads of all batch entries
@@ -254,8 +251,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 256 / jax_flas
 }
 
 // Converts dQ to the problem's dtype and layout. A thread converts 8 columns of two rows.
-extern "C" __global__ void jax_flash_backward_finish(const __grid_constant__ jax_flash::Params p) {
-  using namespace jax_flash;
+extern "C" __global__ void jax_flash_backward_finish(const __grid_constant__ Params p) {
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   const int column = thread % (kQKDim / 8) * 8, quad = thread / (kQKDim / 8) % 8;
   const int64_t tile = thread / kQKDim;  // kSumRows rows
@@ -272,3 +268,5 @@ extern "C" __global__ void jax_flash_backward_finish(const __grid_constant__ jax
     if (row + quad + 8 * h < p.q_len) StoreEight<kOutputBytes>(dQ.At(row + quad + 8 * h, column), x[h]);
   }
 }
+
+}  // namespace jax_flash::ampere::backward

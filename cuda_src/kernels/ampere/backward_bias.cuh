@@ -19,7 +19,7 @@
 #include "scheduler/bias_sums.cuh"
 #include "scheduler/ranges.cuh"
 
-namespace jax_flash {
+namespace jax_flash::ampere::dbias {
 
 constexpr int kRows = kTiling.rows;
 constexpr int kCols = kTiling.cols;
@@ -27,7 +27,7 @@ constexpr int kWarps = kTiling.groups;
 constexpr int kThreads = 32 * kWarps;
 using ScorePart = PartOf<kWarps, kRows, kCols>;
 
-union BackwardBiasShared {
+union Shared {
   struct {
     SharedTile<kRows, kQKDim> q;
     SharedTile<kCols, kQKDim> k;
@@ -37,15 +37,12 @@ union BackwardBiasShared {
   float sums[kRows][kCols];
 };
 
-}  // namespace jax_flash
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(Shared);
 
-extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardBiasShared);
-
-extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
-    jax_flash_backward_bias(const __grid_constant__ jax_flash::KernelParams p) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    jax_flash_backward_bias(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
-  BackwardBiasShared& shared = *reinterpret_cast<BackwardBiasShared*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Shape shape(p);
   const ScorePart warp;
   int64_t block = blockIdx.x;
@@ -146,3 +143,5 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
                total);
   }
 }
+
+}  // namespace jax_flash::ampere::dbias

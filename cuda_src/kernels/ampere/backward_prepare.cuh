@@ -4,17 +4,14 @@
 
 #include "ampere/matrix.cuh"
 
-namespace jax_flash {
+namespace jax_flash::ampere {
 
 constexpr int kRowLanes = LanesOfRow(kVDim);
-
-}  // namespace jax_flash
 
 // Writes D_i = dO_i O_i - dlogsumexp_i and MinusL_i as [batch, head, row], whose rows are padded as those of p.dq_sum
 // are; and each row's part of the gradient of the sinks. Blocks have kRowThreads threads; a row, padding included,
 // takes kRowLanes.
-extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ jax_flash::RowParams p) {
-  using namespace jax_flash;
+extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ RowParams p) {
   const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kRowLanes;  // [batch, head, row]
   const int lane = threadIdx.x % kRowLanes;
   const int row = at % PaddedRows(p), head = at / PaddedRows(p) % p.q_heads;
@@ -45,3 +42,5 @@ extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ ja
     for (int i = lane; i < kQKDim / 4; i += kRowLanes) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 }
+
+}  // namespace jax_flash::ampere

@@ -7,9 +7,9 @@
 
 #include "ampere/walk.cuh"
 
-namespace jax_flash {
+namespace jax_flash::ampere::backward_query {
 
-struct BackwardQueryShared {
+struct Shared {
   SharedTile<kRows, kQKDim> q;  // at the end dQ takes its place
   SharedTile<kRows, kVDim> d_o;
   KVTiles kv;
@@ -45,7 +45,7 @@ struct BackwardQuery {
     }
   }
 
-  __device__ __forceinline__ void Step(const BackwardQueryShared& shared, const KTile& k, const VTile& v, int column,
+  __device__ __forceinline__ void Step(const Shared& shared, const KTile& k, const VTile& v, int column,
                                        const LoadNext& load_next) {
     const int row = threadIdx.x / 32 * kWarpRows;
     const Scores scores = tile.WarpScores(p, column);
@@ -71,15 +71,12 @@ struct BackwardQuery {
   }
 };
 
-}  // namespace jax_flash
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(Shared);
 
-extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardQueryShared);
-
-extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
-    jax_flash_backward_query(const __grid_constant__ jax_flash::KernelParams p) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    jax_flash_backward_query(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
-  BackwardQueryShared& shared = *reinterpret_cast<BackwardQueryShared*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const QTile& tile = TileHere(p);
   const Matrix Q = tile.Query(p, p.query, kQKDim), dO = tile.Query(p, p.d_o, kVDim);
   BackwardQuery backward(p, tile);
@@ -96,3 +93,5 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
       });
   backward.Write(shared.q);
 }
+
+}  // namespace jax_flash::ampere::backward_query

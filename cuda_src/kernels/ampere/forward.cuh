@@ -7,11 +7,9 @@
 #include "ampere/tuning.cuh"
 #include "ampere/walk.cuh"
 
-namespace jax_flash {
+namespace jax_flash::ampere::forward {
 
-using Tuning = ForwardTuning;
-
-struct ForwardShared {
+struct Shared {
   union {
     SharedTile<kRows, kQKDim> q;
     SharedTile<kRows, kVDim> o;
@@ -118,15 +116,11 @@ struct Forward {
   }
 };
 
-}  // namespace jax_flash
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(Shared);
 
-extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::ForwardShared);
-
-extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
-    jax_flash_forward(const __grid_constant__ jax_flash::KernelParams p) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kThreads, 1) jax_flash_forward(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
-  ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   Stops<kBalanced> stops(p);
   if (!stops.There()) return;
   do {
@@ -142,3 +136,5 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     forward.Write(shared.o);
   } while (stops.Next());
 }
+
+}  // namespace jax_flash::ampere::forward

@@ -6,7 +6,7 @@
 
 #include "ampere/forward.cuh"
 
-namespace jax_flash {
+namespace jax_flash::ampere::forward {
 
 constexpr int kMergeWarps = kMergeThreads / 32, kMergedRows = kTiling.merged_rows;
 constexpr int kRowWarps = kMergeWarps / kMergedRows;  // of a row
@@ -36,14 +36,11 @@ __device__ __forceinline__ float Alpha(float to_log2, float m_p, float m) {
   return m_p == m ? 1.0f : Exp2((m_p - m) * to_log2);
 }
 
-}  // namespace jax_flash
-
 // Merges the parts of kMergedRows rows of O, [batch, head, row]. A row has kRowWarps of the warps. Each of
 // them merges every kRowWarps-th of its parts, of which a lane has one at a time; then the results of the warps are
 // merged.
-extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
-    jax_flash_forward_merge(const __grid_constant__ jax_flash::RowParams p) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kMergeThreads)
+    jax_flash_forward_merge(const __grid_constant__ RowParams p) {
   __shared__ float m_w[kMergeWarps], l_w[kMergeWarps];
   __align__(16) __shared__ float O_w[kMergeWarps][kVDim];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_warp = warp / kRowWarps * kRowWarps;
@@ -137,3 +134,5 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMergeThreads)
     p.m[at] = isnan(l) ? l : m * ScoreScale(p);
   }
 }
+
+}  // namespace jax_flash::ampere::forward

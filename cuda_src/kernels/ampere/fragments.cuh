@@ -26,7 +26,7 @@
 #include "ptx/mma.cuh"
 #include "ptx/warp.cuh"
 
-namespace jax_flash {
+namespace jax_flash::ampere {
 
 constexpr bool kThreeProducts = kDType == DType::kF32 && kFullPrecision;
 constexpr int kUnroll =
@@ -408,4 +408,4 @@ __device__ __forceinline__ int LaneRowOfColumns() {
   return kDType == DType::kF32 ? row % 4 * 2 + row / 4 : row;
 }
 
-}  // namespace jax_flash
+}  // namespace jax_flash::ampere

@@ -4,7 +4,7 @@
 #include "ampere/fragments.cuh"
 #include "semantics/softmax.cuh"
 
-namespace jax_flash {
+namespace jax_flash::ampere {
 
 // A [batch, time, head, dim] array in HBM, of elements of kBytes, seen by one head.
 template <int kBytes>
@@ -75,4 +75,4 @@ __device__ __forceinline__ void StoreEight(uint8_t* to, const float (&x)[8]) {
   }
 }
 
-}  // namespace jax_flash
+}  // namespace jax_flash::ampere

@@ -3,7 +3,7 @@
 
 #include "ampere/fragments.cuh"
 
-namespace jax_flash {
+namespace jax_flash::ampere {
 
 struct Division {
   int rows, columns;  // of warps
@@ -45,4 +45,4 @@ struct PartOf {
                (kWidth * (kDivision.columns - 1) < kColumns || column < kColumns)) {}
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::ampere

@@ -9,7 +9,7 @@
 #include "semantics/dropout.cuh"
 #include "semantics/softmax.cuh"
 
-namespace jax_flash {
+namespace jax_flash::ampere {
 
 // A warp's part of a tile of S of one batch entry and query head.
 struct Scores {
@@ -190,4 +190,4 @@ struct Scores {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::ampere

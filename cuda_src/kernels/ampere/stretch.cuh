@@ -12,7 +12,7 @@
 
 #include "ampere/walk.cuh"
 
-namespace jax_flash {
+namespace jax_flash::ampere::forward {
 
 // The tiles of Q at which a CTA stops: one, unless work is balanced.
 template <bool kMany>
@@ -99,4 +99,4 @@ class Stops<true> {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::ampere::forward

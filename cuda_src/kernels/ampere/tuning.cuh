@@ -4,9 +4,9 @@
 
 #include "ampere/walk.cuh"
 
-namespace jax_flash {
+namespace jax_flash::ampere::forward {
 
-struct ForwardTuning {
+struct Tuning {
   // As many steps of k of Q stay in registers as there is room for beside O and S. There is less room with 32 rows to a
   // warp, with f32 and with features, and none with operands of two parts.
   static constexpr int kRegisters = kFormsScores || kMask || kListed || kLocal || kDropout ? 128
@@ -29,4 +29,4 @@ struct ForwardTuning {
       !kParts && kWarps <= 4 && kQKDim <= 128 && kVDim <= 128 && !kDropout && !kKeepsRanges;
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::ampere::forward

@@ -11,7 +11,7 @@
 #include "ptx/warp.cuh"
 #include "scheduler/lists.cuh"
 
-namespace jax_flash {
+namespace jax_flash::ampere {
 
 constexpr int kRows = kTiling.rows;
 constexpr int kCols = kTiling.cols;
@@ -301,4 +301,4 @@ __device__ __forceinline__ void WriteOutput(const float (&C)[kCount][kChunks][4]
   }
 }
 
-}  // namespace jax_flash
+}  // namespace jax_flash::ampere

@@ -34,7 +34,7 @@
 #include "hopper/backward_tf32.cuh"
 #include "hopper/backward_tf32_same_keys.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::backward {
 
 // The two warpgroups share the work on a tile of dQ: each computes 64 of its rows, or all rows and a part of the
 // columns. A part whose columns are no whole box must not reach into the next box.
@@ -47,7 +47,7 @@ static_assert(kTF32 || kStages == 2);  // dS has two buffers, which are used in 
 
 // dV and dK leave by way of the memory of dS where both have room there. Otherwise dK leaves by way of `staging`, and
 // has to wait until the last dQ has been added from there.
-constexpr bool kBothInDS = sizeof(BackwardShared::ds) >= (kVBoxes + kQKBoxes) * kKVBox;
+constexpr bool kBothInDS = sizeof(Shared::ds) >= (kVBoxes + kQKBoxes) * kKVBox;
 
 // A warpgroup with S, dP, dK and dV of its 64 keys.
 struct Consumer : Epilogue {
@@ -209,7 +209,7 @@ struct Consumer : Epilogue {
 
 // A consumer warpgroup's way through all tiles.
 template <typename Consumer>
-__device__ __forceinline__ void Consume(const Params& p, BackwardShared& shared, const TensorMap* dk_map,
+__device__ __forceinline__ void Consume(const Params& p, Shared& shared, const TensorMap* dk_map,
                                         const TensorMap* dv_map) {
   SetMaxRegistersUp<Consumer::kRegisters>();
   Consumer consumer(p, shared);
@@ -221,15 +221,12 @@ __device__ __forceinline__ void Consume(const Params& p, BackwardShared& shared,
   Count(p.added + last, threadIdx.x == kWarpgroup && last >= 0);
 }
 
-}  // namespace jax_flash
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(Shared);
 
-extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardShared);
-
-extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_dims__(jax_flash::kCluster, 1, 1)
-    jax_flash_backward(const __grid_constant__ jax_flash::KernelParams p JAX_FLASH_BACKWARD_MAPS(JAX_FLASH_MAP)) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
+    jax_flash_backward(const __grid_constant__ KernelParams p JAX_FLASH_BACKWARD_MAPS(JAX_FLASH_MAP)) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     constexpr uint32_t kByConsumers = ArrivalsOf(4 * kConsumers);
     MbarrierInit(&shared.k_full, 1), MbarrierInit(&shared.k_empty, kByConsumers);
@@ -268,19 +265,21 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) __cluster_d
       if (threadIdx.x >= 32) RowsWarp{p, shared, &o_rows_map, &d_o_rows_map, &dq_rows_map}.Run();
     }
   } else if constexpr (kTF32 && !kSameKeys) {
-    Consume<TF32Consumer>(p, shared, &dk_map, &dv_map);
+    Consume<tf32::Consumer>(p, shared, &dk_map, &dv_map);
   } else if constexpr (!kSameKeys) {
     Consume<Consumer>(p, shared, &dk_map, &dv_map);
   } else if constexpr (kTF32) {
     if (threadIdx.x < 2 * kWarpgroup) {
-      Consume<TF32ConsumerOfP>(p, shared, &dk_map, &dv_map);
+      Consume<tf32::ConsumerOfP>(p, shared, &dk_map, &dv_map);
     } else {
-      Consume<TF32ConsumerOfDS>(p, shared, &dk_map, &dv_map);
+      Consume<tf32::ConsumerOfDS>(p, shared, &dk_map, &dv_map);
     }
   } else if (threadIdx.x < 2 * kWarpgroup) {
-    Consume<ConsumerOfP>(p, shared, &dk_map, &dv_map);
+    Consume<pairs::ConsumerOfP>(p, shared, &dk_map, &dv_map);
   } else {
-    Consume<ConsumerOfDS>(p, shared, &dk_map, &dv_map);
+    Consume<pairs::ConsumerOfDS>(p, shared, &dk_map, &dv_map);
   }
   if (kPairs) ClusterSync();  // the other CTA may still write to this one's shared memory
 }
+
+}  // namespace jax_flash::hopper::backward

@@ -12,13 +12,13 @@
 #include "ptx/counter.cuh"
 #include "ptx/mma.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::backward {
 
 // One of these warps. It works on kAlongsideRows rows of a box at a time, in shared memory of its own, while the next
 // ones are loaded.
 struct RowsWarp {
   const Params& p;
-  BackwardShared& shared;
+  Shared& shared;
   const TensorMap *o_map, *do_map, *dq_map;
   PackedRing<2> at;  // of the oldest load that has not been used
 
@@ -125,7 +125,7 @@ struct RowsWarp {
   // wait for them.
   __device__ __forceinline__ void StoreZeros(const RowBlock& block, int i) {
     constexpr int kParts = kQKDim > 64 ? 8 : 4, kBytes = kRowBlock * kQKDim * 4 / kParts;
-    static_assert(kBytes <= sizeof(BackwardShared::zeros) || !kAlongside);
+    static_assert(kBytes <= sizeof(Shared::zeros) || !kAlongside);
     if (Lane() > 0) return;
 #pragma unroll 1
     for (int part = i; part < kParts; part += kSteps)
@@ -172,4 +172,4 @@ struct RowsWarp {
   __device__ __forceinline__ static int Lane() { return Fresh(int(threadIdx.x)) % 32u; }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::backward

@@ -21,12 +21,12 @@
 #include "ptx/wgmma.cuh"
 #include "semantics/seen.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::dbias {
 
 // A consumer warpgroup has 64 rows, of which a lane has two.
 struct Consumer {
   const Params& p;
-  BackwardBiasShared& shared;
+  Shared& shared;
   const int warpgroup, warp, lane;  // warp: among those of all consumers, with 16 rows each
   Ring<kStages> at;
   Ring<kBiases> bias;
@@ -34,7 +34,7 @@ struct Consumer {
   float minus_l[2], m[2], D[2];                       // of this lane's rows
   Seen<false, kCols> seen;
 
-  __device__ __forceinline__ Consumer(const Params& p, BackwardBiasShared& shared)
+  __device__ __forceinline__ Consumer(const Params& p, Shared& shared)
       : p(p),
         shared(shared),
         warpgroup(Uniform(threadIdx.x / kWarpgroup - 1)),
@@ -205,15 +205,12 @@ struct Consumer {
   }
 };
 
-}  // namespace jax_flash
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(Shared);
 
-extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::BackwardBiasShared);
-
-extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) jax_flash_backward_bias(
-    const __grid_constant__ jax_flash::KernelParams p JAX_FLASH_BACKWARD_BIAS_MAPS(JAX_FLASH_MAP)) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    jax_flash_backward_bias(const __grid_constant__ KernelParams p JAX_FLASH_BACKWARD_BIAS_MAPS(JAX_FLASH_MAP)) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  BackwardBiasShared& shared = *reinterpret_cast<BackwardBiasShared*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     constexpr uint32_t kByConsumers = ArrivalsOf(4 * kConsumers);
     for (int s = 0; s < kStages; ++s) MbarrierInit(&shared.full[s], 1), MbarrierInit(&shared.empty[s], kByConsumers);
@@ -236,3 +233,5 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1) jax_flash_b
     while (consumer.Run()) continue;
   }
 }
+
+}  // namespace jax_flash::hopper::dbias

@@ -5,11 +5,11 @@
 #include "hopper/backward_bias_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::dbias {
 
 struct Producer {
   const Params& p;
-  BackwardBiasShared& shared;
+  Shared& shared;
   const TensorMap *q_map, *k_map, *v_map, *do_map;
   Ring<kStages> at;
 
@@ -71,7 +71,7 @@ struct Producer {
 // tile of dbias, while the Producer is some tiles of S ahead of them.
 struct BiasProducer {
   const Params& p;
-  BackwardBiasShared& shared;
+  Shared& shared;
   const TensorMap *bias_map, *dbias_map;
   Ring<kBiases> at;
 
@@ -107,4 +107,4 @@ struct BiasProducer {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::dbias

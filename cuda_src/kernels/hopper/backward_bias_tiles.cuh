@@ -1,25 +1,25 @@
 // The tiles of Hopper's pass for dbias, which of them a CTA computes, and how they lie in shared memory.
 #pragma once
 
+#include "hopper/backward_bias_tuning.cuh"
 #include "hopper/bias_tiles.cuh"
 #include "hopper/cleared_rows.cuh"
-#include "hopper/tuning.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
 #include "scheduler/bias_sums.cuh"
 #include "scheduler/ranges.cuh"
 #include "scheduler/schedule.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::dbias {
 
 static_assert(kTiling.family == Family::kHopper && kBias && !kTF32);
+static_assert(!kMask);  // a mask operand has become a block mask
 constexpr int kRows = kTiling.rows;
 constexpr int kCols = kTiling.cols;
 constexpr int kStages = kTiling.stages;     // pairs of tiles in flight
 constexpr int kConsumers = kTiling.groups;  // warpgroups
 static_assert(kRows == 64 * kConsumers && kCols % 32 == 0 && kCols <= 128);
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-using Tuning = BackwardBiasTuning;
 
 constexpr int kQKBoxes = Boxes(kQKDim), kVBoxes = Boxes(kVDim);
 constexpr int kMostBoxes = kQKBoxes > kVBoxes ? kQKBoxes : kVBoxes;
@@ -69,7 +69,7 @@ constexpr int kMostShared = 227 * 1024;
 constexpr int kTileBytes = kStages * kMostBoxes * (kRowBox + kKeyBox);
 constexpr int kBiases = kTileBytes + 2 * kBiasTile <= kMostShared - 1024 ? 2 : 1;
 
-struct BackwardBiasShared {
+struct Shared {
   // In turn Q and K, whose product is S, and dO and V, whose product is dP.
   alignas(1024) uint8_t rows[kStages][kMostBoxes * kRowBox];
   alignas(1024) uint8_t keys[kStages][kMostBoxes * kKeyBox];
@@ -81,6 +81,6 @@ struct BackwardBiasShared {
   uint64_t bias_full[kBiases], bias_empty[kBiases];
   LandingBarrier uncleared;  // counts loads of V that the producer clears
 };
-static_assert(sizeof(BackwardBiasShared) <= kMostShared);
+static_assert(sizeof(Shared) <= kMostShared);
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::dbias

@@ -5,7 +5,7 @@
 #include "ptx/warp.cuh"
 #include "semantics/score.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::backward {
 
 // Of 16 rows and 16 keys of S^T a lane has the entries of keys lane / 4 + 8 h and rows 8 n + lane % 4 * 2 + e, numbered
 // 4 n + 2 h + e.
@@ -147,4 +147,4 @@ struct CapturedGradients {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::backward

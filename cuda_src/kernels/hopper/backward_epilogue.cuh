@@ -4,7 +4,7 @@
 #include "hopper/backward_softmax.cuh"
 #include "ptx/tma.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::backward {
 
 // Lines 21 and 24 of Algorithm 4.
 struct Epilogue : Probabilities {
@@ -105,4 +105,4 @@ struct Epilogue : Probabilities {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::backward

@@ -6,7 +6,7 @@
 #include "hopper/backward_rows.cuh"
 #include "hopper/backward_softmax.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::backward {
 
 // Converts the first `rows` rows of a block. In `to`, whose rows have kDim elements, they are row `first` and every
 // `stride`-th row after it; its elements are f32 if kF32. A thread converts 8 columns of two rows, which four lanes of
@@ -41,12 +41,8 @@ __device__ __forceinline__ void Convert(const float* sum, float scale, void* to,
   }
 }
 
-}  // namespace jax_flash
-
 // Each block of threads converts a block of dQ.
-extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
-    jax_flash_backward_finish(const __grid_constant__ jax_flash::Params p) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kRowThreads) jax_flash_backward_finish(const __grid_constant__ Params p) {
   const RowBlock block(p, blockIdx.x);
   Convert<kQKDim, kTF32 || kUnrounded>(block.DQ(p), DQKScale(p), p.dq,
                                        (int64_t(block.batch) * p.q_len + block.row) * p.q_heads + block.head,
@@ -54,9 +50,8 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
 }
 
 // Each block of threads converts a block of dK and one of dV.
-extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
-    jax_flash_backward_finish_keys(const __grid_constant__ jax_flash::Params p) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kRowThreads)
+    jax_flash_backward_finish_keys(const __grid_constant__ Params p) {
   if constexpr (!kSumKV) return;
   const uint32_t blocks = KeyBlocksOfHead(p), all_heads = blockIdx.x / blocks;
   const int key = blockIdx.x % blocks * kRowBlock, head = all_heads % p.kv_heads, batch = all_heads / p.kv_heads;
@@ -65,3 +60,5 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
   if (kDK) Convert<kQKDim>(p.dk_sum + before * kQKDim, DQKScale(p), p.dk, first, p.kv_len - key, p.kv_heads);
   if (kDV) Convert<kVDim>(p.dv_sum + before * kVDim, ZScale(p), p.dv, first, p.kv_len - key, p.kv_heads);
 }
+
+}  // namespace jax_flash::hopper::backward

@@ -12,7 +12,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/reduce.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::backward::pairs {
 
 // The warpgroup that has S, P and dV of 64 keys.
 struct ConsumerOfP : Epilogue {
@@ -186,4 +186,4 @@ struct ConsumerOfDS : Epilogue {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::backward::pairs

@@ -9,7 +9,7 @@
 #include "ptx/mbarrier.cuh"
 #include "scheduler/schedule.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::backward {
 
 __device__ __forceinline__ auto MakeSchedule(const Params& p) {
   if constexpr (kAlongside) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ auto MakeSchedule(const Params& p) {
 // The thread that loads what the consumers work on, and tells them what it is.
 struct Producer {
   const Params& p;
-  BackwardShared& shared;
+  Shared& shared;
   const TensorMap *q_map, *k_map, *v_map, *do_map, *bias_map;
   uint32_t kv_parity = 0;
   uint32_t loaded = 0;  // steps so far; a Ring in its place would take one register more
@@ -295,7 +295,7 @@ __device__ __forceinline__ void TransposeSquareOf(const uint8_t* tile, uint8_t* 
 // seen it, even where they have no share of it. Otherwise a warp could find a barrier a whole round ahead, or behind,
 // and take its phase for the right one.
 struct Transposer {
-  BackwardShared& shared;
+  Shared& shared;
   Ring<kStages> at;
   uint32_t parity = 0;
   int turn = threadIdx.x / 32 - 1;  // how many squares come before this warp's next one
@@ -336,4 +336,4 @@ struct Transposer {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::backward

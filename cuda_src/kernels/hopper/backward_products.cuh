@@ -5,19 +5,19 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::backward {
 
 __device__ __forceinline__ void SyncConsumers() { BarrierSync(1, kConsumers * kWarpgroup); }
 
 // A consumer warpgroup has 64 keys. A lane has two of them, Key and Key + 8.
 struct Warpgroup {
   const Params& p;
-  BackwardShared& shared;
+  Shared& shared;
   const int warpgroup, warp, lane, first_key;
   uint32_t kv_parity = 0;
   Ring<kStages> at;  // of the tile of Q and dO
 
-  __device__ __forceinline__ Warpgroup(const Params& p, BackwardShared& shared)
+  __device__ __forceinline__ Warpgroup(const Params& p, Shared& shared)
       : p(p),
         shared(shared),
         warpgroup(Uniform(threadIdx.x / kWarpgroup - 1)),
@@ -121,4 +121,4 @@ struct Products : Warpgroup {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::backward

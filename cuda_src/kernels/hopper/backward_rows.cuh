@@ -8,7 +8,7 @@
 #include "semantics/dropout.cuh"
 #include "semantics/softmax.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper {
 
 // A block of kRowBlock rows of Q.
 struct RowBlock {
@@ -101,12 +101,9 @@ __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, i
   }
 }
 
-}  // namespace jax_flash
-
 // Each block of threads prepares a block of rows: zeros for dQ, L and D.
-extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
-    jax_flash_backward_prepare(const __grid_constant__ jax_flash::RowParams p) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kRowThreads)
+    jax_flash_backward_prepare(const __grid_constant__ RowParams p) {
   const RowBlock block(p, blockIdx.x);
   if (kDQ) {
     float4* const dq = reinterpret_cast<float4*>(block.DQ(p));
@@ -125,3 +122,5 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kRowThreads)
     if (lane == 0) StoreD(p, block, r, sum);
   }
 }
+
+}  // namespace jax_flash::hopper

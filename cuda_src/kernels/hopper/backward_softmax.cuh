@@ -5,7 +5,7 @@
 #include "hopper/backward_captured.cuh"
 #include "hopper/backward_products.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::backward {
 
 // Named barriers by which P goes to the other warpgroup, if both have the same keys.
 constexpr int kPFull = 4, kPRead = 5;
@@ -23,8 +23,7 @@ struct Probabilities : Products {
   const float to_log2;
   Seen<true, kRows> seen;
 
-  __device__ __forceinline__ Probabilities(const Params& p, BackwardShared& shared)
-      : Products(p, shared), to_log2(ToLog2(p)) {}
+  __device__ __forceinline__ Probabilities(const Params& p, Shared& shared) : Products(p, shared), to_log2(ToLog2(p)) {}
 
   __device__ __forceinline__ View<true> ViewOf(const KVTile& tile, const Step& step) const {
     return {step.row + lane % 4 * 2, Key(tile)};
@@ -206,4 +205,4 @@ struct Probabilities : Products {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::backward

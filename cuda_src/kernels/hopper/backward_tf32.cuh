@@ -12,12 +12,12 @@
 #include "hopper/backward_epilogue.cuh"
 #include "hopper/backward_producer.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::backward::tf32 {
 
 constexpr int kDSFree = 6;  // the first of two named barriers, one for each warpgroup: the other one has read dS
 
 // What all consumer warpgroups share for f32.
-struct TF32Warpgroup : Epilogue {
+struct CommonConsumer : Epilogue {
   static constexpr int kFirst = (kQKDim + 8) / 16 * 8;  // columns of dQ that the first warpgroup adds up
 
   uint32_t parity = 0;  // of Q^T and dO^T
@@ -109,15 +109,13 @@ struct TF32Warpgroup : Epilogue {
 };
 
 // A warpgroup that has S, dP, dK and dV of its 64 keys, and half of the columns of dQ.
-struct TF32Consumer : TF32Warpgroup {
+struct Consumer : CommonConsumer {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
 
   uint32_t K[kQKDim / 8][4];  // as left operands
   float dK[kQKDim / 2], dV[kVDim / 2];
 
-  __device__ __forceinline__ TF32Consumer(const Params& p, BackwardShared& shared) : TF32Warpgroup(p, shared) {
-    FreeDS();
-  }
+  __device__ __forceinline__ Consumer(const Params& p, Shared& shared) : CommonConsumer(p, shared) { FreeDS(); }
 
   // Tells the other warpgroup that this one has read dS, of which there is one buffer for both.
   __device__ __forceinline__ void FreeDS() {
@@ -209,4 +207,4 @@ struct TF32Consumer : TF32Warpgroup {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::backward::tf32

@@ -10,17 +10,17 @@
 
 #include "hopper/backward_tf32.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::backward::tf32 {
 
 constexpr int kDSFull = 7;  // a named barrier; there is only one of kDSFree here
 
 // The warpgroup that has S, P and dV of 64 keys, and the first half of the columns of dQ.
-struct TF32ConsumerOfP : TF32Warpgroup {
+struct ConsumerOfP : CommonConsumer {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
   uint32_t K[kQKDim / 8][4];
   float dV[kVDim / 2];
 
-  using TF32Warpgroup::TF32Warpgroup;
+  using CommonConsumer::CommonConsumer;
 
   // Computes the next tile of keys; returns false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
@@ -89,13 +89,13 @@ struct TF32ConsumerOfP : TF32Warpgroup {
 };
 
 // The warpgroup that has dP, dS and dK of 64 keys, and the other half of the columns of dQ.
-struct TF32ConsumerOfDS : TF32Warpgroup {
+struct ConsumerOfDS : CommonConsumer {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
   static constexpr int kSecond = kQKDim - kFirst;
   uint32_t V[kVDim / 8][4];
   float dK[kQKDim / 2];
 
-  using TF32Warpgroup::TF32Warpgroup;
+  using CommonConsumer::CommonConsumer;
 
   // Computes the next tile of keys; returns false when there are no more.
   __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
@@ -163,4 +163,4 @@ struct TF32ConsumerOfDS : TF32Warpgroup {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::backward::tf32

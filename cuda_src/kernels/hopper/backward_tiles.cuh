@@ -1,42 +1,14 @@
 // The Hopper backward's tiles, and how they lie in shared memory.
 #pragma once
 
+#include "hopper/backward_tuning.cuh"
 #include "hopper/bias_tiles.cuh"
 #include "hopper/cleared_rows.cuh"
-#include "hopper/row_blocks.cuh"
-#include "hopper/tuning.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
 #include "scheduler/lists.cuh"
 
-namespace jax_flash {
-
-static_assert(kTiling.family == Family::kHopper);
-constexpr int kRows = kTiling.rows;
-constexpr int kCols = kTiling.cols;      // keys of a CTA
-constexpr int kStages = kTiling.stages;  // tiles of Q, and of dO, in flight
-
-constexpr bool kPairs = kQKDim > 128 || kVDim > 128;  // do pairs of CTAs share dQ?
-// Both warpgroups have the same 64 keys: one has S, P and dV of them, the other dP, dS and dK.
-constexpr bool kSameKeys = kPairs || (kTF32 && kCols == 64);
-static_assert(kSameKeys ? kRows == 64 && kCols == 64 : (kRows == 64 || kRows == 128) && kCols == 128);
-constexpr int kCluster = kPairs ? 2 : 1;  // CTAs with neighbouring keys and the same tiles of Q
-static_assert(!kPairs || kCols * kCluster == kPairedKeys);
-static_assert(kRows <= kRowPadding && kCols <= kRowPadding);
-
-constexpr int kConsumers = 2;  // warpgroups
-static_assert(kTiling.groups == kConsumers);
-constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-using Tuning = BackwardTuning<kPairs, kSameKeys>;
-
-static_assert(kHeadRows == kRows);
-static_assert(!kAlongside || (kDQ && !kTF32 && !kPairs));
-// Whether heads of Q that share keys are computed one by one, and their dK and dV added up in f32.
-constexpr bool kSumKV = kTiling.sum_kv;
-static_assert(!kSumKV || kAlongside);
-// Whether a tile of keys is walked with all heads of Q that share it at a time.
-constexpr bool kTogether = kTiling.together;
-static_assert(!kTogether || (kCausal && !kAlongside && !kListed));
+namespace jax_flash::hopper::backward {
 
 constexpr int kQKBoxes = kPairs ? (Boxes(kQKDim) + 1) / 2 * 2 : Boxes(kQKDim);
 constexpr int kHalfBoxes = (kQKBoxes + 1) / 2;  // boxes of a CTA's half of dQ, if kPairs
@@ -87,7 +59,7 @@ struct Step {
 constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // 16 rows of a box of dK or dV in f32, for each consumer warp
 constexpr int kStagingBytes = kPairs ? kRows * kCols * 4 : kSumKV ? kSumBytes : kRows * kQKDim * 4;
 
-struct BackwardShared {
+struct Shared {
   alignas(1024) uint8_t k[kQKBoxes * kKVBox];  // with TF32 K^T; K comes to ds, or if kSameKeys to staging
   alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : kVBoxes * kKVBox];  // if kTF32SameKeys later dS, and P
   alignas(1024) uint8_t q[kStages][kQKBoxes * kQBox];
@@ -118,10 +90,10 @@ struct BackwardShared {
   bool more[kTF32 ? kStages : 1];  // comes with dO; false if there is no more of it
   alignas(kTF32 ? 1024 : 1) uint8_t q_t[kTF32 ? kQKBoxes * kQBox : 1], do_t[kTF32 ? kVBoxes * kQBox : 1];
 };
-static_assert(kSameKeys || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::v));                // where dV leaves
-static_assert(!kTF32 || kTF32SameKeys || sizeof(BackwardShared::ds) >= sizeof(BackwardShared::k));  // where K comes
-static_assert(sizeof(BackwardShared::v) >= kVBoxes * kKVBox);
-static_assert(!kSumKV || (kSumBytes <= sizeof(BackwardShared::ds) && kStagingBytes >= kRows * kQKDim * 4));
+static_assert(kSameKeys || sizeof(Shared::ds) >= sizeof(Shared::v));                // where dV leaves
+static_assert(!kTF32 || kTF32SameKeys || sizeof(Shared::ds) >= sizeof(Shared::k));  // where K comes
+static_assert(sizeof(Shared::v) >= kVBoxes * kKVBox);
+static_assert(!kSumKV || (kSumBytes <= sizeof(Shared::ds) && kStagingBytes >= kRows * kQKDim * 4));
 
 // How many blocks of 64 keys a head has, in which dK and dV are added up in f32.
 __device__ __forceinline__ int KeyBlocksOfHead(const Params& p) {
@@ -134,4 +106,4 @@ __device__ __forceinline__ int TilesOfHead(const Params& p) {
   return (Fresh(p.kv_len) + kCols - 1) / kCols;
 }
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::backward

@@ -8,7 +8,7 @@
 #include "semantics/score.cuh"
 #include "semantics/view.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper {
 
 constexpr bool kBiasTiles = kTiling.bias_tiles;
 constexpr int kBiasBytes = kBiasDType == DType::kF32 ? 4 : 2;  // of an entry
@@ -134,4 +134,4 @@ __device__ __forceinline__ void PutBiasTile(uint8_t* rows, int key, const float*
   }
 }
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper

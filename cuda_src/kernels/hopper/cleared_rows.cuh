@@ -10,7 +10,7 @@
 #include "ptx/tma.cuh"
 #include "semantics/mask.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper {
 
 constexpr int kMostCleared = 256;  // rows of a box
 
@@ -86,4 +86,4 @@ struct EmptyRows {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper

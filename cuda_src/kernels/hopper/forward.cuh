@@ -26,7 +26,7 @@
 #include "hopper/forward_epilogue.cuh"
 #include "hopper/forward_producer.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::forward {
 
 // All that a consumer warpgroup does.
 struct Consumer : Epilogue {
@@ -137,15 +137,12 @@ struct Consumer : Epilogue {
   }
 };
 
-}  // namespace jax_flash
+extern "C" __constant__ int jax_flash_shared_bytes = sizeof(Shared);
 
-extern "C" __constant__ int jax_flash_shared_bytes = sizeof(jax_flash::ForwardShared);
-
-extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
-    jax_flash_forward(const __grid_constant__ jax_flash::KernelParams p JAX_FLASH_FORWARD_MAPS(JAX_FLASH_MAP)) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    jax_flash_forward(const __grid_constant__ KernelParams p JAX_FLASH_FORWARD_MAPS(JAX_FLASH_MAP)) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     constexpr uint32_t kByConsumers = ArrivalsOf(4 * kConsumers);
     for (int b = 0; b < kQBuffers; ++b) {
@@ -181,3 +178,5 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads, 1)
     TmaWaitRead<0>();  // a CTA may not end before O has left its shared memory
   }
 }
+
+}  // namespace jax_flash::hopper::forward

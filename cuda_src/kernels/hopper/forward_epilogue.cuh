@@ -4,7 +4,7 @@
 #include "hopper/forward_softmax.cuh"
 #include "ptx/tma.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::forward {
 
 struct Epilogue : Probabilities {
   using Probabilities::Probabilities;
@@ -157,4 +157,4 @@ struct Epilogue : Probabilities {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::forward

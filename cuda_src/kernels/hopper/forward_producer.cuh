@@ -4,12 +4,12 @@
 #include "hopper/forward_scheduler.cuh"
 #include "hopper/transpose.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::forward {
 
 // Lines 7 and 9 of Algorithm 2, ahead of the consumers.
 struct Producer {
   const Params& p;
-  ForwardShared& shared;
+  Shared& shared;
   const TensorMap *q_map, *k_map, *v_map, *bias_map;
   Ring<kStages> at;  // of the next tile of V; K is at most one tile ahead of it
   Ring<kLandings> landing;
@@ -145,7 +145,7 @@ struct Producer {
 // the right one. (For v_empty it is enough to look at its own boxes, since K of the next tile comes before V of this
 // one.)
 struct Transposer {
-  ForwardShared& shared;
+  Shared& shared;
   Ring<kLandings> landing;
   Ring<kStages> v;
 
@@ -173,4 +173,4 @@ struct Transposer {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::forward

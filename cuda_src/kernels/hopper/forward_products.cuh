@@ -5,7 +5,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::forward {
 
 constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
 
@@ -17,12 +17,12 @@ constexpr int kHanded = 1 + 2 * kConsumers, kFree = kHanded + kRowGroups;
 // + 8.
 struct Warpgroup {
   const Params& p;
-  ForwardShared& shared;
+  Shared& shared;
   const int warpgroup, row_group, key_group, warp, lane;
   Ring<kStages> k, v;
   PackedRing<kQBuffers> q;
 
-  __device__ __forceinline__ Warpgroup(const Params& p, ForwardShared& shared)
+  __device__ __forceinline__ Warpgroup(const Params& p, Shared& shared)
       : p(p),
         shared(shared),
         warpgroup(__shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroup, 0) - 1),
@@ -124,4 +124,4 @@ struct Products : Warpgroup {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::forward

@@ -5,7 +5,7 @@
 #include "ptx/mbarrier.cuh"
 #include "scheduler/schedule.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::forward {
 
 // The tiles of K and V that some of these rows see, and those that all of them see as a whole.
 __device__ __forceinline__ Visible TilesOf(const Params& p, int batch, int i0, int i1) {
@@ -87,7 +87,7 @@ struct Lookup {
 // list's tile.
 struct Scout {
   const Params& p;
-  ForwardShared& shared;
+  Shared& shared;
   Ring<kAhead> at;
   Ring<kAhead + 1> tiles;  // one more than found tiles of K and V, so that these need no barriers of their own
 
@@ -124,7 +124,7 @@ struct Scout {
 
 // Goes through what a Scout has found, as a Lookup does.
 struct Found {
-  ForwardShared& shared;
+  Shared& shared;
   Ring<kAhead> at;
   Ring<kAhead + 1> tiles;
   const QTile* tile;
@@ -145,4 +145,4 @@ struct Found {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::forward

@@ -4,7 +4,7 @@
 
 #include "hopper/forward_products.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::forward {
 
 // Lines 11 to 14 of Algorithm 2: from S to Z P.
 struct Probabilities : Products {
@@ -12,7 +12,7 @@ struct Probabilities : Products {
   PackedZ<kCols> z;
   Seen<false, kCols> seen;
 
-  __device__ __forceinline__ Probabilities(const Params& p, ForwardShared& shared) : Products(p, shared) {
+  __device__ __forceinline__ Probabilities(const Params& p, Shared& shared) : Products(p, shared) {
     softmax.to_log2 = ToLog2(p);
   }
 
@@ -120,4 +120,4 @@ struct Probabilities : Products {
   }
 };
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::forward

@@ -3,25 +3,13 @@
 
 #include "hopper/bias_tiles.cuh"
 #include "hopper/cleared_rows.cuh"
-#include "hopper/tuning.cuh"
+#include "hopper/forward_tuning.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
 #include "scheduler/lists.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper::forward {
 
-using Tuning = ForwardTuning;
-
-static_assert(kTiling.family == Family::kHopper);
-constexpr int kRows = kTiling.rows, kKeys = kTiling.cols;  // of tiles of Q, and of K and V
-constexpr int kConsumers = kTiling.groups;
-constexpr int kStages = kTiling.stages;  // tiles of K, and of V, in flight
-
-constexpr int kRowGroups = kRows / 64, kKeyGroups = kConsumers / kRowGroups;
-constexpr int kCols = kKeys / kKeyGroups;  // of S in one warpgroup
-static_assert(kRows % 64 == 0 && kConsumers % kRowGroups == 0 && kKeyGroups <= 2 && kKeys % kKeyGroups == 0);
-static_assert(kCols % (kTF32 ? 32 : 16) == 0 && (kKeyGroups == 1 || !kTF32));
-constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 constexpr int kQKBoxes = Boxes(kQKDim);                      // of Q and K
 constexpr int kVBoxes = Boxes(kVDim);                        // of V and O
 constexpr int kQBox = kBoxRows * kBoxBytes;                  // bytes of a box of Q or O
@@ -77,7 +65,7 @@ struct ListedTile {
   __device__ __forceinline__ bool Last() const { return word & 1; }
 };
 
-struct ForwardShared {
+struct Shared {
   alignas(1024) uint8_t q[kQBuffers][kRowGroups][kQKBoxes * kQBox];
   alignas(1024) uint8_t o[kOInQ ? 1 : kRowGroups][kOInQ ? 1 : kOBoxes * kQBox];
   alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
@@ -101,6 +89,6 @@ struct ForwardShared {
   alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? kKVBox : 1];
 };
 
-static_assert(sizeof(ForwardShared) <= 227 * 1024);
+static_assert(sizeof(Shared) <= 227 * 1024);
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper::forward

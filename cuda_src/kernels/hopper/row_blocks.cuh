@@ -5,7 +5,7 @@
 #include "ptx/compiler.cuh"
 #include "semantics/score.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper {
 
 // Is this done by the three warps that have nothing to do beside the one that loads (hopper/backward_alongside.cuh)?
 constexpr bool kAlongside = kTiling.alongside;
@@ -27,4 +27,4 @@ __device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
 // S^T is one float4.
 __device__ __forceinline__ int Place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper

@@ -9,7 +9,7 @@
 
 #include "ptx/types.cuh"
 
-namespace jax_flash {
+namespace jax_flash::hopper {
 
 // A warp transposes a box of V, [kKeys][32], to 32 rows of V^T, [32] in each of its boxes of 32 keys, which are
 // `stride` bytes apart; kKeys is a multiple of 32. Each lane transposes a column: what 32 lanes read at a time, and
@@ -55,4 +55,4 @@ __device__ __forceinline__ void TransposeSquare(const uint8_t* v, uint8_t* v_t) 
   }
 }
 
-}  // namespace jax_flash
+}  // namespace jax_flash::hopper

@@ -58,13 +58,13 @@ __device__ __forceinline__ int Take(int64_t* number, int count) {
   return index;
 }
 
-}  // namespace jax_flash
-
 // Adds up the parts of dbias: a thread for each of its elements, in blocks of kRowThreads threads.
-extern "C" __global__ void jax_flash_backward_bias_finish(const __grid_constant__ jax_flash::Params p) {
-  const int64_t elements = jax_flash::Shape(p).Elements(p), i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+extern "C" __global__ void jax_flash_backward_bias_finish(const __grid_constant__ Params p) {
+  const int64_t elements = Shape(p).Elements(p), i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= elements) return;
   float total = 0.0f;
   for (int part = 0; part < p.parts; ++part) total += p.dbias_parts[part * elements + i];
-  jax_flash::Store<jax_flash::kDBiasDType>(p.dbias, i, total);
+  Store<kDBiasDType>(p.dbias, i, total);
 }
+
+}  // namespace jax_flash

@@ -157,12 +157,9 @@ struct Lists {
   }
 };
 
-}  // namespace jax_flash
-
 // Makes blocks: there is a CTA for each block of the block mask that is made, or for all that are alike.
-extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, jax_flash::kMaskMod ? 1 : 6)
-    jax_flash_mask_blocks(const __grid_constant__ jax_flash::KernelParams p) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kMaskThreads, kMaskMod ? 1 : 6)
+    jax_flash_mask_blocks(const __grid_constant__ KernelParams p) {
   constexpr int kChunks = kSide / 16, kRowsAtOnce = kMaskThreads / kChunks, kSteps = kSide / kRowsAtOnce;
   __shared__ uint32_t words[kSide * kWordsOfRow];
   const Place place(p);
@@ -205,9 +202,7 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads, jax_flash:
 
 // Makes lists, the longest first: for each head of the block mask that is made there is a CTA for the lists of its
 // block rows, and one for those of its block columns.
-extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads)
-    jax_flash_mask_lists(const __grid_constant__ jax_flash::Params p) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kMaskThreads) jax_flash_mask_lists(const __grid_constant__ Params p) {
   const Lists lists(p, blockIdx.x / 2, blockIdx.x % 2 == 0);
   for (int x = threadIdx.x; x < lists.count; x += kMaskThreads) lists.counts[x] = lists.Count(x);
   __syncthreads();
@@ -215,11 +210,11 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads)
 }
 
 // Transposes the element masks of the operand, for Hopper's backward: there is a CTA for each.
-extern "C" __global__ void __launch_bounds__(jax_flash::kMaskThreads)
-    jax_flash_mask_transpose(const __grid_constant__ jax_flash::Params p) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kMaskThreads) jax_flash_mask_transpose(const __grid_constant__ Params p) {
   constexpr int kRowWords = WordsOfLine(kKVBlock), kColumnWords = WordsOfLine(kQBlock);
   const int64_t number = blockIdx.x;
   Transpose(p.block_mask.element_masks + number * (kQBlock * kRowWords),
             Made(p.block_mask.transposed_masks) + number * (kKVBlock * kColumnWords), kQBlock, kKVBlock);
 }
+
+}  // namespace jax_flash

@@ -77,12 +77,8 @@ __device__ __forceinline__ SegmentBounds BoundsOf(const Found& x) {
   return {x.first, end, x.first, end};  // one id on both sides
 }
 
-}  // namespace jax_flash
-
 // There is a CTA of kThreads threads for each kBlocks blocks of queries, and then of keys, of each batch entry.
-extern "C" __global__ void __launch_bounds__(jax_flash::kThreads)
-    jax_flash_segments(const __grid_constant__ jax_flash::Params p) {
-  using namespace jax_flash;
+extern "C" __global__ void __launch_bounds__(kThreads) jax_flash_segments(const __grid_constant__ Params p) {
   const auto ctas = [](int size) { return (SegmentBlocks(size) + kBlocks - 1) / kBlocks; };
   const int q_ctas = ctas(p.q_len), all_ctas = q_ctas + ctas(p.kv_len);
   const int cta = blockIdx.x % all_ctas, batch = blockIdx.x / all_ctas;
@@ -97,3 +93,5 @@ extern "C" __global__ void __launch_bounds__(jax_flash::kThreads)
   __syncthreads();
   if (i < kBlocks && first_block + i < SegmentBlocks(own.size)) own.bounds[first_block + i] = BoundsOf(found[i]);
 }
+
+}  // namespace jax_flash

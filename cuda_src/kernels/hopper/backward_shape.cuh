@@ -1,0 +1,35 @@
+// The shape of the Hopper backward's tiles, and how CTAs and warpgroups divide the keys.
+#pragma once
+
+#include "hopper/row_blocks.cuh"
+
+namespace jax_flash::hopper::backward {
+
+static_assert(kTiling.family == Family::kHopper);
+static_assert(!kMask);  // a mask operand has become a block mask
+constexpr int kRows = kTiling.rows;
+constexpr int kCols = kTiling.cols;      // keys of a CTA
+constexpr int kStages = kTiling.stages;  // tiles of Q, and of dO, in flight
+
+constexpr bool kPairs = kQKDim > 128 || kVDim > 128;  // do pairs of CTAs share dQ?
+// Both warpgroups have the same 64 keys: one has S, P and dV of them, the other dP, dS and dK.
+constexpr bool kSameKeys = kPairs || (kTF32 && kCols == 64);
+static_assert(kSameKeys ? kRows == 64 && kCols == 64 : (kRows == 64 || kRows == 128) && kCols == 128);
+constexpr int kCluster = kPairs ? 2 : 1;  // CTAs with neighbouring keys and the same tiles of Q
+static_assert(!kPairs || kCols * kCluster == kPairedKeys);
+static_assert(kRows <= kRowPadding && kCols <= kRowPadding);
+
+constexpr int kConsumers = 2;  // warpgroups
+static_assert(kTiling.groups == kConsumers);
+constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+
+static_assert(kHeadRows == kRows);
+static_assert(!kAlongside || (kDQ && !kTF32 && !kPairs));
+// Whether heads of Q that share keys are computed one by one, and their dK and dV added up in f32.
+constexpr bool kSumKV = kTiling.sum_kv;
+static_assert(!kSumKV || kAlongside);
+// Whether a tile of keys is walked with all heads of Q that share it at a time.
+constexpr bool kTogether = kTiling.together;
+static_assert(!kTogether || (kCausal && !kAlongside && !kListed));
+
+}  // namespace jax_flash::hopper::backward

@@ -13,23 +13,23 @@ namespace {
 
 // The wide tiles of head dim 128 take all registers, and pay where two blocks of them fit on a multiprocessor.
 constexpr Row kForward[] = {
-    {99, 64, {128, 64, 4, 2}, kFormsScores},
+    {99, 64, {128, 64, 4, 2}, kScoreFeatures},
     {99, 64, {64, 64, 4, 2}},
-    {227, 128, {128, 64, 4, 2}, kFormsScores | kListed | kSeveral | kUncommon},
-    {99, 128, {128, 32, 4, 2}, kFormsScores | kCrowdedBlocks},
+    {227, 128, {128, 64, 4, 2}, kScoreFeatures | kListed | kSeveral | kUncommon},
+    {99, 128, {128, 32, 4, 2}, kScoreFeatures | kCrowdedBlocks},
     {99, 128, {64, 32, 4, 2}},
-    {227, 256, {128, 64, 8, 2}, kFormsScores | kCrowdedBlocks},
+    {227, 256, {128, 64, 8, 2}, kScoreFeatures | kCrowdedBlocks},
     {99, 256, {64, 32, 4, 2}},
 };
 
 constexpr Row kForwardF32[] = {
-    {227, 64, {256, 32, 8, 2}, kFormsScores | kFewTiles},
-    {99, 64, {128, 32, 4, 2}, kFormsScores},
+    {227, 64, {256, 32, 8, 2}, kScoreFeatures | kFewTiles},
+    {99, 64, {128, 32, 4, 2}, kScoreFeatures},
     {99, 64, {64, 32, 4, 2}},
-    {227, 128, {256, 32, 8, 2}, kFormsScores | kFullPrecision | kFewTiles},
-    {163, 128, {128, 32, 4, 2}, kFormsScores | kFullPrecision | kListed},
+    {227, 128, {256, 32, 8, 2}, kScoreFeatures | kFullPrecision | kFewTiles},
+    {163, 128, {128, 32, 4, 2}, kScoreFeatures | kFullPrecision | kListed},
     {99, 128, {64, 32, 4, 2}},
-    {227, 256, {64, 32, 4, 2}, kFormsScores},
+    {227, 256, {64, 32, 4, 2}, kScoreFeatures},
     {163, 256, {64, 16, 4, 2}},
     {99, 256, {32, 16, 2, 2}},
 };
@@ -39,12 +39,12 @@ constexpr Row kForwardSplit[] = {
     {99, 64, {16, 64, 1, 2}, kManyRows},
     {99, 64, {32, 64, 2, 2}, kManyRows},
     {99, 64, {64, 64, 4, 3}, kManyRows},
-    {99, 64, {128, 64, 4, 3}, kFormsScores | kMask | kMaskMod | kDropout},
+    {99, 64, {128, 64, 4, 3}, kScoreFeatures | kMask | kMaskMod | kDropout},
     {99, 64, {64, 64, 4, 3}},
     {99, 128, {16, 32, 1, 3}, kManyRows},
     {99, 128, {32, 32, 2, 2}, kManyRows},
     {99, 128, {64, 32, 4, 3}, kManyRows},
-    {99, 128, {128, 32, 4, 3}, kFormsScores | kDropout},
+    {99, 128, {128, 32, 4, 3}, kScoreFeatures | kDropout},
     {99, 128, {64, 32, 4, 3}},
     {99, 256, {32, 16, 2, 2}, kManyRows},
     {99, 256, {64, 16, 4, 3}},
@@ -56,11 +56,11 @@ constexpr Row kForwardSplitF32[] = {
 };
 
 constexpr Row kBackward[] = {
-    {227, 64, {128, 128, 8, 2}, kFormsScores | kDropout | kListed},
+    {227, 64, {128, 128, 8, 2}, kScoreFeatures | kDropout | kListed},
     {163, 64, {64, 64, 4, 2}},
     {99, 64, {64, 128, 8, 1}},
     {227, 128, {64, 128, 8, 2}, kListed | kCapAndSum | kScoreMod},
-    {163, 128, {64, 128, 8, 1}, kFormsScores | kListed},
+    {163, 128, {64, 128, 8, 1}, kScoreFeatures | kListed},
     {163, 128, {32, 128, 8, 2}},
     {99, 128, {64, 64, 8, 1}},
     {227, 256, {64, 64, 8, 2}, kListed},

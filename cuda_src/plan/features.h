@@ -77,7 +77,7 @@ bool IsLight(const Program& score_mod);
   FEATURE(kSmallCap, "a soft cap below 0.01", p.soft_cap > 0 && p.soft_cap < 0.01)                                     \
   FEATURE(kApartDQ, "a query gradient from a separate kernel", !SumsDQ(p))                                             \
   FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)                                  \
-  FEATURE(kNarrow, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
+  FEATURE(kHeadDimsUpTo128, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
 
 // Likewise of the problem in tiles of `rows` queries, on `target`.
 #define JAX_FLASH_TILE_FEATURES(FEATURE)                                          \
@@ -99,9 +99,9 @@ enum Feature : FeatureBits { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FE
 constexpr FeatureBits kPreferences = kManyKeys | kFewTiles | kManyRows;
 
 constexpr FeatureBits kLocal = kWindow | kSegments;
-constexpr FeatureBits kAddsToScores = kBias | kScoreMod;            // entry by entry, but for tiles of a bias
-constexpr FeatureBits kFormsScores = kBias | kSoftCap | kScoreMod;  // scores are formed entry by entry
-constexpr FeatureBits kRanges = kCausal | kLocal | kLengths;        // masks that need no array of all entries
+constexpr FeatureBits kAddsToScores = kBias | kScoreMod;              // entry by entry, but for tiles of a bias
+constexpr FeatureBits kScoreFeatures = kBias | kSoftCap | kScoreMod;  // scores are formed entry by entry
+constexpr FeatureBits kRanges = kCausal | kLocal | kLengths;          // masks that need no array of all entries
 constexpr FeatureBits kPositions = kRanges | kQueryOffset;
 
 struct Features {

@@ -69,12 +69,13 @@ constexpr FeatureBits kNotOfMods = kGradientsOfScore | kCapAndSlopes | kLargeSlo
                       kNotOfWideMods = kNotOfMods | kLateSlopes | kCapAndGradients;
 
 // What is not here would spill registers. Tiles of 64 keys are for wide heads only. Where slopes of a soft cap are
-// found again from P (hopper/backward_tuning.cuh), rounding errors of log P are divided by the cap, which must not be small.
+// found again from P (hopper/backward_tuning.cuh), rounding errors of log P are divided by the cap, which must not be
+// small.
 constexpr FeatureBits kNotOfPairs =
-    kNarrow | kTornPairs | kCapAndSum | kCrowdedCap | kSmallCap | kModAndBias | kGradientsInBlocks;
+    kHeadDimsUpTo128 | kTornPairs | kCapAndSum | kCrowdedCap | kSmallCap | kModAndBias | kGradientsInBlocks;
 constexpr FeatureBits kNotOfWide = kCapAndSumInBlocks | kSmallCap | kModAndBias | kGradientsInBlocks | kCrowdedMask;
 constexpr Row kBackward[] = {
-    {227, 64, {128, 128, 2, 2}, kFormsScores | kCrowdedBlocks | kNotOfMods},
+    {227, 64, {128, 128, 2, 2}, kScoreFeatures | kCrowdedBlocks | kNotOfMods},
     {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kDropout | kListed | kApartDQ | kNotOfMods},
     {227, 64, {64, 128, 2, 2, true}, kNotOfMods},
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kCapAndSumInBlocks | kNotOfWideMods | kCapturedGradients},
@@ -158,14 +159,15 @@ bool Alongside(const Target& target, const Problem& p) {
   const bool long_heads = p.q_len * (p.qk_dim + p.v_dim) >= kLongHead && p.kv_len <= p.q_len && !has.Any(kLocal);
   const bool one_by_one = LeavesIdle(target, p) || (long_heads && p.group() >= 4);
   if (p.group() > 1 && !one_by_one) return false;
-  return ElementOf(p.dtype).bytes == 2 && !p.unrounded && has.Any(kNarrow) && !has.Any(kFormsScores) && SumsDQ(p);
+  return ElementOf(p.dtype).bytes == 2 && !p.unrounded && has.Any(kHeadDimsUpTo128) && !has.Any(kScoreFeatures) &&
+         SumsDQ(p);
 }
 
 // Whether heads of Q that share keys are walked together: of larger groups, the rows that CTAs are at would not fit
 // into the L2. (With masks of wide heads it would spill registers.)
 bool Together(const Problem& p) {
   const Features has = FeaturesOf(p);
-  const bool crowded = !has.Any(kNarrow) && has.Any(kBias);
+  const bool crowded = !has.Any(kHeadDimsUpTo128) && has.Any(kBias);
   return has.Any(kCausal) && p.group() > 4 && !has.Any(kListed) && !crowded;
 }
 
@@ -256,7 +258,7 @@ void hopper::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* pla
   const int64_t tiles = RoundUp(p.kv_len_in_blocks(), kPairedKeys) / tiling.cols;
   const int64_t heads = p.batch * (tiling.alongside ? p.q_heads : p.kv_heads);
   plan->launches.push_back(MainLaunch("jax_flash_backward", unit, tiling, heads * tiles, Maps::kBackward));
-  if (!FeaturesOf(p).Any(kNarrow)) plan->launches.back().cluster = kPairedKeys / tiling.cols;
+  if (!FeaturesOf(p).Any(kHeadDimsUpTo128)) plan->launches.back().cluster = kPairedKeys / tiling.cols;
   if (tiling.sum_kv && (p.dk || p.dv)) {
     const int64_t key_blocks = p.batch * p.kv_heads * RoundUp(p.kv_len, tiling.cols) / kRowBlock;
     plan->launches.push_back({unit, "jax_flash_backward_finish_keys", key_blocks, kRowThreads});

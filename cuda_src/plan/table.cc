@@ -36,7 +36,7 @@ std::string Obstacle(const Rows& rows, const Target& target, const Problem& p) {
     if (row.shared > target.shared || std::max(p.qk_dim, p.v_dim) > row.dim) continue;
     const Features has = FeaturesOf(p, target, row.tile.rows), obstacles = {has.bits & row.without & ~kPreferences};
     if (!IsFor(row, p, has)) continue;
-    if (obstacles.Any(kNarrow)) continue;  // as if its head dim did not fit
+    if (obstacles.Any(kHeadDimsUpTo128)) continue;  // as if its head dim did not fit
     std::vector<std::string> names = NamesOf(obstacles);
     if (!InWholeTiles(p, row.tile.rows, row.tile.cols)) names.push_back(NameOfBlocks(p));
     if (least.empty() || names.size() < least.size()) {

@@ -6,7 +6,7 @@
 // P and dS go from one product to the next through shared memory. Kernels before and after prepare L and D and convert
 // dQ.
 //
-// Tiles of S have kRows rows and kCols columns, both multiples of 16. Shared memory has kStages tiles of Q and of dO,
+// Tiles of S have kRows rows and kKeys columns, both multiples of 16. Shared memory has kStages tiles of Q and of dO,
 // which is 1 or 2. The host launches
 //   jax_flash_backward_prepare   as ampere/backward_prepare.cuh says
 //   jax_flash_backward           a block of kThreads for each tile of keys of each head of K and batch entry
@@ -23,7 +23,7 @@
 namespace jax_flash::ampere::backward {
 
 constexpr int kRows = kTiling.rows;
-constexpr int kCols = kTiling.cols;
+constexpr int kKeys = kTiling.cols;
 constexpr int kWarps = kTiling.groups;
 constexpr int kStages = kTiling.stages;
 constexpr int kThreads = 32 * kWarps;
@@ -35,11 +35,11 @@ __device__ __forceinline__ float* SumOfDQ(const Params& p, int64_t head, int row
 }
 
 struct Shared {
-  SharedTile<kCols, kQKDim> k;
-  SharedTile<kCols, kVDim> v;
+  SharedTile<kKeys, kQKDim> k;
+  SharedTile<kKeys, kVDim> v;
   SharedTile<kRows, kQKDim> q[kStages];
   SharedTile<kRows, kVDim> d_o[kStages];
-  SharedTile<kRows, kCols> p, ds;
+  SharedTile<kRows, kKeys> p, ds;
   Visible rows;  // that see the tile of K and V
 };
 
@@ -57,7 +57,7 @@ struct QTiles {
         first(row),
         rows(rows) {}
 
-  __device__ __forceinline__ bool There() const { return head <= last_head; }
+  __device__ __forceinline__ bool Exists() const { return head <= last_head; }
   __device__ __forceinline__ void Next() {
     const bool end = row + kRows >= rows.any_hi;
     row = end ? first : row + kRows;
@@ -71,9 +71,9 @@ struct QTiles<true> : ListedQTiles<kRows> {
 };
 
 struct Backward {
-  using ScorePart = PartOf<kWarps, kRows, kCols>;
-  using KPart = PartOf<kWarps, kCols, kQKDim>;
-  using VPart = PartOf<kWarps, kCols, kVDim>;
+  using ScorePart = PartOf<kWarps, kRows, kKeys>;
+  using KPart = PartOf<kWarps, kKeys, kQKDim>;
+  using VPart = PartOf<kWarps, kKeys, kVDim>;
   using QPart = PartOf<kWarps, kRows, kQKDim>;
 
   const Params& p;
@@ -87,8 +87,8 @@ struct Backward {
 
   __device__ __forceinline__ Backward(const Params& p, Shared& shared, int tile, int kv_head, int batch,
                                       const BlockList& blocks)
-      : p(p), shared(shared), column(tile * kCols), kv_head(kv_head), batch(batch), blocks(blocks), rows(shared.rows) {
-    if (threadIdx.x == 0) shared.rows = RowsOf(p, PositionsOf(p, batch), batch, column, column + kCols);
+      : p(p), shared(shared), column(tile * kKeys), kv_head(kv_head), batch(batch), blocks(blocks), rows(shared.rows) {
+    if (threadIdx.x == 0) shared.rows = RowsOf(p, PositionsOf(p, batch), batch, column, column + kKeys);
     __syncthreads();
   }
 
@@ -169,19 +169,19 @@ struct Backward {
     Clear(dK);
     Clear(dV);
     QTiles<kListed> tiles(p, batch, kv_head, blocks, rows);
-    if (rows.any_lo < rows.any_hi && (!kListed || tiles.There())) {
+    if (rows.any_lo < rows.any_hi && (!kListed || tiles.Exists())) {
       const int kv_length = PositionsOf(p, batch).kv_length;
       shared.k.template Load<kThreads>(K.data, K.stride, column, kv_length);
       if (kDS) shared.v.template Load<kThreads>(V.data, V.stride, column, kv_length);
       Load(0, tiles.head, tiles.row);
       CpAsyncCommit();
       bool first = true;
-      for (int stage = 0; tiles.There(); stage = kStages - 1 - stage) {
+      for (int stage = 0; tiles.Exists(); stage = kStages - 1 - stage) {
         const int head = Fresh(tiles.head), row = Fresh(tiles.row);  // so that nothing of them stays in registers
         // After the last tile it is loaded once more, for nobody. A branch around that would keep the compiler from
         // spreading the loads over the product.
         const auto load_next = [&](int part, int parts) {
-          const bool there = tiles.There();
+          const bool there = tiles.Exists();
           if (kStages == 2) Load(1 - stage, there ? tiles.head : head, there ? tiles.row : row, part, parts);
         };
         CpAsyncWait<0>();
@@ -200,7 +200,7 @@ struct Backward {
         if (kDK && k_part.active) AddColumnsTimesRows(dK, shared.ds, k_part.row, shared.q[stage], k_part.column);
         if (kStages == 1) {
           __syncthreads();
-          if (tiles.There()) Load(0, tiles.head, tiles.row);
+          if (tiles.Exists()) Load(0, tiles.head, tiles.row);
         }
         CpAsyncCommit();
         if (kDQ) AddDQ(head, row);
@@ -236,14 +236,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
   extern __shared__ __align__(16) uint8_t memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   if constexpr (kListed) {
-    constexpr int kTiles = kTilesOfColumn<kCols>;
+    constexpr int kTiles = kTilesOfColumn<kKeys>;
     int item, list;  // of the key/value heads of all batch entries
     ListOfItem(blockIdx.x / kTiles, BlockColumns(p), p.batch * p.kv_heads, &item, &list);
     const int kv_head = item % p.kv_heads, batch = item / p.kv_heads;
     const BlockList blocks = ColumnList(p, batch, kv_head * (p.q_heads / p.kv_heads), list);
     Backward(p, shared, blocks.index * kTiles + blockIdx.x % kTiles, kv_head, batch, blocks).Run();
   } else {
-    const int tiles = (p.kv_len + kCols - 1) / kCols;
+    const int tiles = (p.kv_len + kKeys - 1) / kKeys;
     Backward(p, shared, blockIdx.x % tiles, blockIdx.x / tiles % p.kv_heads, blockIdx.x / tiles / p.kv_heads,
              BlockList())
         .Run();

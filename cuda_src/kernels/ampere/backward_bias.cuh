@@ -6,7 +6,7 @@
 // Where few CTAs would have much to add up, p.parts CTAs share a tile; each adds up its part, and a kernel after sums
 // the parts.
 //
-// Tiles of S have kRows rows and kCols columns, both multiples of 16. The host launches
+// Tiles of S have kRows rows and kKeys columns, both multiples of 16. The host launches
 //   jax_flash_backward_prepare       as ampere/backward_prepare.cuh says, if ampere/backward.cuh has not
 //   jax_flash_backward_bias          p.parts blocks of kThreads for each tile of dbias
 //   jax_flash_backward_bias_finish   if p.parts > 1, as scheduler/bias_sums.cuh says
@@ -22,19 +22,19 @@
 namespace jax_flash::ampere::dbias {
 
 constexpr int kRows = kTiling.rows;
-constexpr int kCols = kTiling.cols;
+constexpr int kKeys = kTiling.cols;
 constexpr int kWarps = kTiling.groups;
 constexpr int kThreads = 32 * kWarps;
-using ScorePart = PartOf<kWarps, kRows, kCols>;
+using ScorePart = PartOf<kWarps, kRows, kKeys>;
 
 union Shared {
   struct {
     SharedTile<kRows, kQKDim> q;
-    SharedTile<kCols, kQKDim> k;
+    SharedTile<kKeys, kQKDim> k;
     SharedTile<kRows, kVDim> d_o;
-    SharedTile<kCols, kVDim> v;
+    SharedTile<kKeys, kVDim> v;
   };
-  float sums[kRows][kCols];
+  float sums[kRows][kKeys];
 };
 
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(Shared);
@@ -56,11 +56,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   for (int64_t n = all * part / p.parts; n < all * (part + 1) / p.parts; ++n) {
     int64_t item = n;
     const int row = (own_row + Take(&item, shape.row.Summed())) * kRows;
-    const int column = (own_column + Take(&item, shape.column.Summed())) * kCols;
+    const int column = (own_column + Take(&item, shape.column.Summed())) * kKeys;
     const int head = own_head + Take(&item, shape.head.Summed()), batch = own_batch + int(item);
     const Positions positions = PositionsOf(p, batch);
     const Visible keys = KeysOf(p, positions, batch, row, row + kRows);
-    if (max(keys.any_lo, column) >= min(keys.any_hi, column + kCols)) continue;
+    if (max(keys.any_lo, column) >= min(keys.any_hi, column + kKeys)) continue;
     const int kind = KindOfBlock(p, batch, head, row, column);
     if (Block<false>(p.block_mask, batch, kind).Nothing()) continue;
 
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       Clear(S);
       AddRowsTimesRows(S, shared.q, warp.row, shared.k, warp.column);
       Cap(p, S);
-      const bool every = keys.every_lo <= column && column + kCols <= keys.every_hi && row + kRows <= p.q_len;
+      const bool every = keys.every_lo <= column && column + kKeys <= keys.every_hi && row + kRows <= p.q_len;
       if (!every || !scores.block.Everything()) scores.Hide(positions, S);
       scores.ToP<false>(S, minus_l, before, [](int, int, const float (&)[4]) {});
     }
@@ -131,15 +131,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const Sums sums(p, part);
   const int rows = shape.row.own ? min(kRows, p.q_len - own_row * kRows) : 1;
-  const int columns = shape.column.own ? min(kCols, p.kv_len - own_column * kCols) : 1;
+  const int columns = shape.column.own ? min(kKeys, p.kv_len - own_column * kKeys) : 1;
   for (int x = threadIdx.x; x < rows * columns; x += kThreads) {
     const int i = x / columns, j = x % columns;
     float total = 0.0f;
     for (int r = i; r < (shape.row.own ? i + 1 : kRows); ++r) {
-      for (int c = j; c < (shape.column.own ? j + 1 : kCols); c += ScorePart::kWidth) total += shared.sums[r][c];
+      for (int c = j; c < (shape.column.own ? j + 1 : kKeys); c += ScorePart::kWidth) total += shared.sums[r][c];
     }
     sums.Store(own_batch * p.bias.batch + own_head * p.bias.head + (own_row * kRows + i) * p.bias.row +
-                   (own_column * kCols + j) * p.bias.column,
+                   (own_column * kKeys + j) * p.bias.column,
                total);
   }
 }

@@ -49,12 +49,12 @@ struct BackwardQuery {
                                        const LoadNext& load_next) {
     const int row = threadIdx.x / 32 * kWarpRows;
     const Scores scores = tile.WarpScores(p, column);
-    Accumulator<kWarpRows, kCols> S, dP;
+    Accumulator<kWarpRows, kKeys> S, dP;
     Clear(S);
     AddRowsTimesRows(S, shared.q, row, k, 0, load_next);  // line 11 of Algorithm 4
     Cap(p, S);
     if (!scores.block.Everything() || !tile.Every(p, column)) scores.Hide(PositionsOf(p, tile.batch), S);  // 12
-    Scores::Before<kWarpRows / 16, kCols / 8> before;
+    Scores::Before<kWarpRows / 16, kKeys / 8> before;
     scores.ToP<true>(S, minus_l, before, [](int, int, const float (&)[4]) {});  // 13, 14
     Clear(dP);
     AddRowsTimesRows(dP, shared.d_o, row, v, 0);  // 17

@@ -42,7 +42,7 @@ struct Forward {
   }
 
   // Turns S into P.
-  __device__ __forceinline__ void ToP(Accumulator<kWarpRows, kCols>& S) {
+  __device__ __forceinline__ void ToP(Accumulator<kWarpRows, kKeys>& S) {
     bool grown = false;
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) grown |= softmax.Maximum(S, h);
@@ -56,7 +56,7 @@ struct Forward {
   __device__ __forceinline__ void Step(const Rows& q, const KTile& k, const VTile& v, int column,
                                        const LoadNext& load_next) {
     const Scores scores = tile.WarpScores(p, column);
-    Accumulator<kWarpRows, kCols> S;
+    Accumulator<kWarpRows, kKeys> S;
     Clear(S);
     if (Tuning::kLoadsFirst) load_next();
     if constexpr (Tuning::kLoadsFirst || Tuning::kLoadsAfter) {
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) jax_flash_forward(cons
   extern __shared__ __align__(16) uint8_t memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   Stops<kBalanced> stops(p);
-  if (!stops.There()) return;
+  if (!stops.Exists()) return;
   do {
     const QTile& tile = stops.Tile();
     WarpRows<decltype(shared.q), kWarpRows / 16, Tuning::kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);

@@ -20,7 +20,7 @@ class Stops {
  public:
   __device__ __forceinline__ explicit Stops(const Params& p) : p_(p) {}
 
-  __device__ __forceinline__ bool There() const { return true; }
+  __device__ __forceinline__ bool Exists() const { return true; }
   __device__ __forceinline__ decltype(auto) Tile() const { return TileHere(p_); }
   __device__ __forceinline__ bool Next() const { return false; }
 
@@ -63,7 +63,7 @@ class Stops<true> {
     Find();
   }
 
-  __device__ __forceinline__ bool There() const { return left_ > 0; }
+  __device__ __forceinline__ bool Exists() const { return left_ > 0; }
   __device__ __forceinline__ decltype(auto) Tile() const {
     return TileHere(p_, Stop{tile_, skipped_, size_, tile_ + number_});
   }
@@ -73,7 +73,7 @@ class Stops<true> {
     left_ -= size_;
     ++tile_, skipped_ = 0;
     Find();
-    return There();
+    return Exists();
   }
 
  private:
@@ -87,7 +87,7 @@ class Stops<true> {
   __device__ __forceinline__ int KeyTilesOf(int tile) const {
     const int tiles = TilesOfHead(p_);
     const Visible keys = KeysOfTile(p_, tile / tiles, tile % tiles * kRows);
-    return keys.any_lo < keys.any_hi ? (keys.any_hi + kCols - 1) / kCols - keys.any_lo / kCols : 0;
+    return keys.any_lo < keys.any_hi ? (keys.any_hi + kKeys - 1) / kKeys - keys.any_lo / kKeys : 0;
   }
 
   // Goes on to a tile of Q that sees keys.

@@ -9,11 +9,11 @@ namespace jax_flash::ampere::forward {
 struct Tuning {
   // As many steps of k of Q stay in registers as there is room for beside O and S. There is less room with 32 rows to a
   // warp, with f32 and with features, and none with operands of two parts.
-  static constexpr int kRegisters = kFormsScores || kMask || kListed || kLocal || kDropout ? 128
-                                    : kWarpRows == 32 || kDType == DType::kF32             ? 160
-                                                                                           : 192;
+  static constexpr int kRegisterBudget = kFormsScores || kMask || kListed || kLocal || kDropout ? 128
+                                         : kWarpRows == 32 || kDType == DType::kF32             ? 160
+                                                                                                : 192;
   static constexpr int kHeldSteps =
-      kThreeProducts ? 0 : (kRegisters - kWarpRows * (RoundUp(kVDim, 16) + kCols) / 32) / (kWarpRows / 4);
+      kThreeProducts ? 0 : (kRegisterBudget - kWarpRows * (RoundUp(kVDim, 16) + kKeys) / 32) / (kWarpRows / 4);
 
   // These masks keep ranges in registers, so that none are left for ptxas to move work ahead, which it must not do
   // (Never).

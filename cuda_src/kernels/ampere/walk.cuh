@@ -1,6 +1,6 @@
 // What the mma.sync kernels that keep a tile of Q and walk K and V have in common.
 //
-// Tiles of S have kRows rows (16 or 32 for each warp) and kCols columns (a multiple of 16). Shared memory has kStages
+// Tiles of S have kRows rows (16 or 32 for each warp) and kKeys columns (a multiple of 16). Shared memory has kStages
 // tiles of K and V, at least 2. The host launches a block of kThreads for each tile of Q of each head of each batch
 // entry; where keys are divided into parts, for each part of each tile of each key/value head. With a block mask a tile
 // is a part of a block, and all blocks are divided as a whole one is.
@@ -14,7 +14,7 @@
 namespace jax_flash::ampere {
 
 constexpr int kRows = kTiling.rows;
-constexpr int kCols = kTiling.cols;
+constexpr int kKeys = kTiling.cols;
 constexpr int kWarps = kTiling.groups;
 constexpr int kStages = kTiling.stages;
 constexpr int kPage = kProblem.page;  // keys of one; 0: they are not in pages
@@ -22,7 +22,7 @@ constexpr int kPage = kProblem.page;  // keys of one; 0: they are not in pages
 constexpr int kThreads = 32 * kWarps;
 constexpr int kWarpRows = kRows / kWarps;
 constexpr int kLaneRows = kWarpRows / 8;
-static_assert(kWarpRows % 16 == 0 && kCols % 16 == 0 && kStages >= 2);
+static_assert(kWarpRows % 16 == 0 && kKeys % 16 == 0 && kStages >= 2);
 
 // How many rows all tiles of Q of a head have, or of the heads that are packed into one; how many tiles there are.
 __device__ __forceinline__ int RowsOfHead(const Params& p) { return p.q_len * kPacked; }
@@ -79,7 +79,7 @@ struct QTile {
     kv_head = blockIdx.x % p.kv_heads;
     head = kv_head * kPacked;
     keys = KeysOfTile(p, batch, row);
-    TakeTiles(keys.any_lo / kCols + stop.begin, stop.size);
+    TakeTiles(keys.any_lo / kKeys + stop.begin, stop.size);
   }
 
   // The first row of this lane; its other rows follow at distances of 8.
@@ -91,7 +91,7 @@ struct QTile {
   }
   // Whether all entries of that tile of S may attend, and, if there is a bias to look up, lie within T and S.
   __device__ __forceinline__ bool Every(const Params& p, int column) const {
-    return keys.every_lo <= column && column + kCols <= keys.every_hi && (!kBias || row + kRows <= RowsOfHead(p));
+    return keys.every_lo <= column && column + kKeys <= keys.every_hi && (!kBias || row + kRows <= RowsOfHead(p));
   }
 
   __device__ __forceinline__ Matrix Query(const Params& p, const void* operand, int dim) const {
@@ -118,13 +118,13 @@ struct QTile {
   // Leaves this CTA its share of the tiles of keys that these rows see, which may be none. The first parts have one
   // tile more than others.
   __device__ __forceinline__ void TakePart(int parts) {
-    const int first = keys.any_lo / kCols, tiles = (keys.any_hi + kCols - 1) / kCols - first;
+    const int first = keys.any_lo / kKeys, tiles = (keys.any_hi + kKeys - 1) / kKeys - first;
     const int share = tiles / parts, more = tiles % parts;
     TakeTiles(first + part * share + min(part, more), share + (part < more ? 1 : 0));
   }
   __device__ __forceinline__ void TakeTiles(int begin, int size) {
-    keys.any_lo = max(keys.any_lo, begin * kCols);
-    keys.any_hi = min(keys.any_hi, (begin + size) * kCols);
+    keys.any_lo = max(keys.any_lo, begin * kKeys);
+    keys.any_hi = min(keys.any_hi, (begin + size) * kKeys);
   }
 };
 
@@ -142,8 +142,8 @@ __device__ __forceinline__ decltype(auto) TileHere(const Params& p, const From&.
   }
 }
 
-using KTile = SharedTile<kCols, kQKDim>;
-using VTile = SharedTile<kCols, kVDim>;
+using KTile = SharedTile<kKeys, kQKDim>;
+using VTile = SharedTile<kKeys, kVDim>;
 struct KVTiles {
   KTile k[kStages];
   VTile v[kStages];
@@ -155,22 +155,22 @@ struct KeyTiles {
   int column, left;  // where the tile begins; how many tiles are to come, with this one
 
   __device__ __forceinline__ explicit KeyTiles(const QTile& tile) {
-    const int end = (tile.keys.any_hi + kCols - 1) / kCols;
-    column = (end - 1) * kCols;
-    left = tile.keys.any_lo < tile.keys.any_hi ? end - tile.keys.any_lo / kCols : 0;
+    const int end = (tile.keys.any_hi + kKeys - 1) / kKeys;
+    column = (end - 1) * kKeys;
+    left = tile.keys.any_lo < tile.keys.any_hi ? end - tile.keys.any_lo / kKeys : 0;
   }
-  __device__ __forceinline__ bool There() const { return left > 0; }
+  __device__ __forceinline__ bool Exists() const { return left > 0; }
   __device__ __forceinline__ int Column() const { return column; }
-  __device__ __forceinline__ void Next() { column -= kCols, --left; }
+  __device__ __forceinline__ void Next() { column -= kKeys, --left; }
 };
 
 template <>
-struct KeyTiles<true> : ListedKeys<kCols> {
+struct KeyTiles<true> : ListedKeys<kKeys> {
   const Visible& keys;
 
   __device__ __forceinline__ explicit KeyTiles(const QTile& tile)
       : ListedTiles(tile.blocks, tile.keys), keys(tile.keys) {}
-  __device__ __forceinline__ bool There() const { return at >= 0; }
+  __device__ __forceinline__ bool Exists() const { return at >= 0; }
   __device__ __forceinline__ int Column() const { return at; }
   __device__ __forceinline__ void Next() { ListedTiles::Next(keys); }
 };
@@ -185,7 +185,7 @@ struct LoadNext {
 
   __device__ __forceinline__ void operator()(int part = 0, int parts = 1) const {
     const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
-    const int from = next.There() ? next.Column() : 0, end = next.There() ? tile.keys.any_hi : 0;
+    const int from = next.Exists() ? next.Column() : 0, end = next.Exists() ? tile.keys.any_hi : 0;
     if constexpr (kPage > 0) {
       shared.k[stage].template LoadRows<kThreads>([&](int j) { return K.At(PlaceOfKey(j), 0); }, from, end, part,
                                                   parts);
@@ -231,7 +231,7 @@ __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles
   landed();
   __syncthreads();
   loaded();
-  for (int stage = 0; at.There(); at.Next()) {
+  for (int stage = 0; at.Exists(); at.Next()) {
     CpAsyncWait<kStages - 2>();
     shared.k[stage].template Landed<kThreads>();
     shared.v[stage].template Landed<kThreads>();

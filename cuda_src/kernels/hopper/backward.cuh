@@ -12,17 +12,17 @@
 // (hopper/backward_rows.cuh, hopper/backward_finish.cuh), or by idle warps of this one (hopper/backward_alongside.cuh).
 // Head dims above 128 are in hopper/backward_pairs.cuh, f32 as TF32 is in hopper/backward_tf32.cuh.
 //
-// A tile of Q has kRows rows (64 or 128; for f32 64). A CTA has kCols keys: 128, or 64 if a head dim is above 128, and
+// A tile of Q has kRows rows (64 or 128; for f32 64). A CTA has kKeys keys: 128, or 64 if a head dim is above 128, and
 // for f32 64 if a head dim is above 64 or there is a bias. The host launches
 //   jax_flash_backward_prepare      if not kAlongside: a block of kRowThreads for each kRowBlock rows of T rounded up
 //                                   to kRows, of each head
 //   jax_flash_backward              at most one CTA a multiprocessor, an even number if a head dim is above 128, of
 //                                   kThreads and `jax_flash_shared_bytes`; boxes of kRows in the maps of Q and dO, of
-//                                   kCols in those of K and V, of kBoxRows in those of dK and dV (where they are asked
+//                                   kKeys in those of K and V, of kBoxRows in those of dK and dV (where they are asked
 //                                   for), and of kAlongsideRows in those of O, dO and dQ that kAlongside needs
 //   jax_flash_backward_finish       if dQ is asked for, and not kAlongside: likewise
 //   jax_flash_backward_finish_keys  if kSumKV: a block of kRowThreads for each kRowBlock keys of S rounded up to
-//                                   kCols, of each head of K
+//                                   kKeys, of each head of K
 #pragma once
 
 #include "hopper/backward_alongside.cuh"
@@ -60,14 +60,14 @@ struct Consumer : Epilogue {
   // Computes one step, with a tile of Q and dO; numbers are lines of Algorithm 4. kFirst: this is the first step of a
   // tile of keys, and that step has code of its own. Returns false if the step was the last.
   template <bool kFirst>
-  __device__ __forceinline__ bool Walk(const KVTile& tile) {
+  __device__ __forceinline__ bool ComputeStep(const KVTile& tile) {
     WaitForQ();
     if (Tuning::kStart) StartS();
     IssueKeysTimesRows<kQKDim>(S, shared.k, shared.q[at.index], Tuning::kStart);  // 11
     MbarrierWait(&shared.do_full[at.index], at.parity);
     if (kDS && !Tuning::kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);  // 17
     const Step step = StepHere();
-    if (!Tuning::kLateLook) Look(tile, step);
+    if (!Tuning::kLateMasks) FetchMasks(tile, step);
     WgmmaWait<kDS && !Tuning::kLateDP ? 1 : 0>();
     Pin(S);
     Softmax(tile, step);             // 12, 13, 14
@@ -86,11 +86,11 @@ struct Consumer : Epilogue {
       FenceProxyAsync();  // StoreDS has one too: the next rows' L and D come to where these were read
     }
     if (kSplitRows) {
-      Finish<kDQFirst, kFirst>(step, warpgroup, 0);
+      ComputeDQAndDK<kDQFirst, kFirst>(step, warpgroup, 0);
     } else if (kDQFirst == kDQSecond || warpgroup == 0) {
-      Finish<kDQFirst, kFirst>(step, 0, warpgroup * kDQFirst);
+      ComputeDQAndDK<kDQFirst, kFirst>(step, 0, warpgroup * kDQFirst);
     } else {
-      Finish<kDQSecond, kFirst>(step, 0, kDQFirst);
+      ComputeDQAndDK<kDQSecond, kFirst>(step, 0, kDQFirst);
     }
     at.Next();
     return !step.last;
@@ -118,12 +118,12 @@ struct Consumer : Epilogue {
   // overlapping. The last step computes a second dQ, its own. If kAlongside, the first step is where to wait until the
   // dQ of the tile before has been added.
   template <int kWidth, bool kFirst>
-  __device__ __forceinline__ void Finish(Step step, int rows, int column) {
+  __device__ __forceinline__ void ComputeDQAndDK(Step step, int rows, int column) {
     const bool add = kDQ && !kFirst && (!Tuning::kBehind || Tuning::kOwnFirst || Uniform(row_block) >= 0);
     const Ring<kStages> from = Tuning::kBehind && add ? at.Before() : at;
     DQ<kWidth> dQ;
     if (Tuning::kBehind && !kFirst) MbarrierWait(&shared.ds_full[from.index], from.parity);
-    if (kDQ && !kFirst) Issue(dQ, shared.ds[from.index] + rows * kKVBox, column);
+    if (kDQ && !kFirst) IssueDQ(dQ, shared.ds[from.index] + rows * kKVBox, column);
     if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
     WgmmaWait<kDK && (kFirst || (kDQ && kWidth > 0)) ? 1 : 0>();
     Pin(dV);
@@ -134,7 +134,7 @@ struct Consumer : Epilogue {
     if (!Tuning::kBehind && step.last) Release(&shared.k_empty);
     if (Tuning::kBehind && add) Release(&shared.ds_empty[from.index]);
     if (add) {
-      Add(dQ, (Tuning::kBehind ? row_block : step.row_block) + rows, column);
+      AddDQ(dQ, (Tuning::kBehind ? row_block : step.row_block) + rows, column);
     } else if (kAlongside) {
       TmaWaitAll();
     }
@@ -142,12 +142,12 @@ struct Consumer : Epilogue {
     row_block = step.row_block;
     if (Tuning::kBehind && step.last) {
       MbarrierWait(&shared.ds_full[at.index], at.parity);
-      Issue(dQ, shared.ds[at.index] + rows * kKVBox, column);
+      IssueDQ(dQ, shared.ds[at.index] + rows * kKVBox, column);
       WgmmaWait<0>();
       Pin(dQ.C);
       Release(&shared.ds_empty[at.index]);
       Release(&shared.k_empty);
-      Add(dQ, row_block + rows, column);
+      AddDQ(dQ, row_block + rows, column);
     }
     WgmmaWait<0>();
     Pin(dK);
@@ -156,13 +156,13 @@ struct Consumer : Epilogue {
 
   // Begins dQ = dS K: line 21.
   template <int kWidth>
-  __device__ __forceinline__ void Issue(DQ<kWidth>& dQ, const uint8_t* ds, int column) {
+  __device__ __forceinline__ void IssueDQ(DQ<kWidth>& dQ, const uint8_t* ds, int column) {
     if constexpr (kWidth > 0) {
       const uint64_t a = Descriptor(ds, 0);
       const uint64_t b = Descriptor(shared.k + column / 64 * kKVBox + column % 64 * 2, kKVBox);
       WgmmaFence();
 #pragma unroll
-      for (int j = 0; j < kCols / 16; ++j) {
+      for (int j = 0; j < kKeys / 16; ++j) {
         Wgmma<kWidth>::template SS<Major::kMN, Major::kMN>(dQ.C, Advance(a, j * 16 * 128), Advance(b, j * 16 * 128),
                                                            j > 0);
       }
@@ -171,7 +171,7 @@ struct Consumer : Epilogue {
   }
 
   // Computes the next tile of keys; returns false when there are no more.
-  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+  __device__ __forceinline__ bool ComputeKVTile(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     Clear(dV);
     const bool more = NextTile();
@@ -182,8 +182,8 @@ struct Consumer : Epilogue {
     SyncConsumers();
     if (Uniform(tile.steps) > 0) {
       row_block = -1;
-      if (!Tuning::kOwnFirst || Walk<true>(tile)) {
-        while (Walk<false>(tile)) continue;
+      if (!Tuning::kOwnFirst || ComputeStep<true>(tile)) {
+        while (ComputeStep<false>(tile)) continue;
       }
     } else {
       if (kAlongside) TmaWaitAll();
@@ -199,10 +199,10 @@ struct Consumer : Epilogue {
       return true;
     }
     uint8_t* const ds = shared.ds[0];
-    if (kDV) Leave<kVDim, Tuning::kAllCommit>(dV, ZScale(p), ds, tile, dv_map);
+    if (kDV) StoreGradient<kVDim, Tuning::kAllCommit>(dV, ZScale(p), ds, tile, dv_map);
     if (kDK)
-      Leave<kQKDim, Tuning::kAllCommit>(dK, DQKScale(p), kBothInDS ? ds + kVBoxes * kKVBox : shared.staging, tile,
-                                        dk_map);
+      StoreGradient<kQKDim, Tuning::kAllCommit>(dK, DQKScale(p), kBothInDS ? ds + kVBoxes * kKVBox : shared.staging,
+                                                tile, dk_map);
     return true;
   }
 };
@@ -213,7 +213,7 @@ __device__ __forceinline__ void Consume(const Params& p, Shared& shared, const T
                                         const TensorMap* dv_map) {
   SetMaxRegistersUp<Consumer::kRegisters>();
   Consumer consumer(p, shared);
-  while (consumer.Run(dk_map, dv_map)) continue;
+  while (consumer.ComputeKVTile(dk_map, dv_map)) continue;
   if (!kAlongside) return;
   SyncConsumers();
   const int last = consumer.TileHere().item_head;

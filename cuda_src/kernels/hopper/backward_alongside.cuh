@@ -26,7 +26,7 @@ struct RowsWarp {
 
   __device__ __forceinline__ void Run() {
     while (true) {
-      const int next = Uniform(Take()), before = next - p.scratch_heads * BlocksOfHead(p);
+      const int next = Uniform(TakeBlock()), before = next - p.scratch_heads * BlocksOfHead(p);
       if (before >= AllBlocks()) return;
       if (next < AllBlocks()) Prefetch(RowBlock(p, next));
       if (before >= 0) Finish(RowBlock(p, before));
@@ -124,12 +124,12 @@ struct RowsWarp {
   // Stores a share of the zeros for dQ in each step. If all were stored at once, the loads of O and dO would have to
   // wait for them.
   __device__ __forceinline__ void StoreZeros(const RowBlock& block, int i) {
-    constexpr int kParts = kQKDim > 64 ? 8 : 4, kBytes = kRowBlock * kQKDim * 4 / kParts;
+    constexpr int kPieces = kQKDim > 64 ? 8 : 4, kBytes = kRowBlock * kQKDim * 4 / kPieces;
     static_assert(kBytes <= sizeof(Shared::zeros) || !kAlongside);
     if (Lane() > 0) return;
 #pragma unroll 1
-    for (int part = i; part < kParts; part += kSteps)
-      BulkStore(reinterpret_cast<uint8_t*>(block.DQ(p)) + part * kBytes, shared.zeros, kBytes);
+    for (int piece = i; piece < kPieces; piece += kSteps)
+      BulkStore(reinterpret_cast<uint8_t*>(block.DQ(p)) + piece * kBytes, shared.zeros, kBytes);
   }
 
   // Adds O dO^T to the products: the first one with the first 8 rows of dO, the second with the other 8.
@@ -166,7 +166,7 @@ struct RowsWarp {
   __device__ __forceinline__ static uint32_t Matrices(uint8_t* rows, int c) { return MatricesOf(rows, Lane(), c); }
   __device__ __forceinline__ uint8_t* Slot(PackedRing<2> at) const { return shared.rows[Warp()][at.Index()]; }
   __device__ __forceinline__ uint64_t* Full(PackedRing<2> at) const { return &shared.rows_full[Warp()][at.Index()]; }
-  __device__ __forceinline__ int Take() const { return Lane() == 0 ? atomicAdd(p.rows_taken, 1) : 0; }
+  __device__ __forceinline__ int TakeBlock() const { return Lane() == 0 ? atomicAdd(p.rows_taken, 1) : 0; }
   __device__ __forceinline__ int AllBlocks() const { return Fresh(p.batch) * p.q_heads * BlocksOfHead(p); }
   __device__ __forceinline__ static int Warp() { return Fresh(int(threadIdx.x)) / 32u - 1; }
   __device__ __forceinline__ static int Lane() { return Fresh(int(threadIdx.x)) % 32u; }

@@ -8,11 +8,11 @@
 // The tile of the bias is the same for all tiles of S that are added up. So it is loaded once for a tile of dbias, and
 // stays in shared memory until dbias takes its place there.
 //
-// Tiles have kRows (64 for each consumer) and kCols (128, or 64 beside windows, segments and a soft cap). The host
+// Tiles have kRows (64 for each consumer) and kKeys (128, or 64 beside windows, segments and a soft cap). The host
 // launches
 //   jax_flash_backward_prepare       as hopper/backward_rows.cuh says, if hopper/backward.cuh has not
 //   jax_flash_backward_bias          at most one CTA a multiprocessor, of kThreads and `jax_flash_shared_bytes`; boxes
-//                                    of kRows in the maps of Q, dO, the bias and dbias, of kCols in those of K and V
+//                                    of kRows in the maps of Q, dO, the bias and dbias, of kKeys in those of K and V
 //   jax_flash_backward_bias_finish   if p.parts > 1, as scheduler/bias_sums.cuh says
 #pragma once
 
@@ -29,10 +29,10 @@ struct Consumer {
   Shared& shared;
   const int warpgroup, warp, lane;  // warp: among those of all consumers, with 16 rows each
   Ring<kStages> at;
-  Ring<kBiases> bias;
-  float sum[kCols / 2], S[kCols / 2], dP[kCols / 2];  // P takes the place of S
+  Ring<kBiasStages> bias;
+  float sum[kKeys / 2], S[kKeys / 2], dP[kKeys / 2];  // P takes the place of S
   float minus_l[2], m[2], D[2];                       // of this lane's rows
-  Seen<false, kCols> seen;
+  Seen<false, kKeys> seen;
 
   __device__ __forceinline__ Consumer(const Params& p, Shared& shared)
       : p(p),
@@ -50,18 +50,18 @@ struct Consumer {
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
 
   // Computes the next tile of dbias; returns false when there are no more.
-  __device__ __forceinline__ bool Run() {
+  __device__ __forceinline__ bool ComputeDBiasTile() {
 #pragma unroll
-    for (int i = 0; i < kCols / 2; ++i) sum[i] = 0.0f;
-    while (NextStep()) Add();
+    for (int i = 0; i < kKeys / 2; ++i) sum[i] = 0.0f;
+    while (NextStep()) AddStep();
 #pragma unroll
-    for (int i = 0; i < kCols / 2; ++i) sum[i] *= ZScale(p);
+    for (int i = 0; i < kKeys / 2; ++i) sum[i] *= ZScale(p);
     const DBiasTile tile = TileHere();
     SyncWarp();  // until all lanes have read it
     Release(&shared.empty[at.index]);
     at.Next();
     if (Uniform(tile.column) < 0) return false;
-    if (kBiasTiles) PutInPlace();
+    if (kBiasTiles) StoreInPlaceOfBias();
     if (!kBiasTiles || p.parts > 1) Write(tile);
     return true;
   }
@@ -78,7 +78,7 @@ struct Consumer {
   }
 
   // Adds dS of a tile of S to the sum; numbers are lines of Algorithm 4.
-  __device__ __forceinline__ void Add() {
+  __device__ __forceinline__ void AddStep() {
     IssueRowsTimesKeys<kQKDim>(S);  // 11
     const int before = at.index;
     at.Next();
@@ -86,12 +86,12 @@ struct Consumer {
     if (!Tuning::kLateDP) IssueRowsTimesKeys<kVDim>(dP);  // 17
     const DBiasTile& tile = TileHere();
     const Step step = StepHere();
-    Look(tile, step);
+    FetchRowsAndMasks(tile, step);
     WgmmaWait<Tuning::kLateDP ? 0 : 1>();
     Pin(S);
     Release(&shared.empty[before]);
     ToScores(tile, step);
-    if (step.masked) Hide(tile, step);  // 12
+    if (step.masked) ApplyMasks(tile, step);  // 12
     if (Tuning::kLateDP) IssueRowsTimesKeys<kVDim>(dP);
     ToP();               // 13
     ApplyZ(tile, step);  // 14
@@ -100,7 +100,7 @@ struct Consumer {
     Release(&shared.empty[at.index]);
     at.Next();
 #pragma unroll
-    for (int i = 0; i < kCols / 2; ++i) {
+    for (int i = 0; i < kKeys / 2; ++i) {
       const int h = i / 2 % 2;
       if (minus_l[h] != -Infinity()) sum[i] += DSOf(S[i], dP[i], D[h]);  // 18, 20; the dP of an empty row may be NaN
     }
@@ -108,24 +108,24 @@ struct Consumer {
 
   // Begins C = A B^T of the pair of tiles that is there: this warpgroup's rows, and all keys.
   template <int kDim>
-  __device__ __forceinline__ void IssueRowsTimesKeys(float (&C)[kCols / 2]) {
+  __device__ __forceinline__ void IssueRowsTimesKeys(float (&C)[kKeys / 2]) {
     const uint64_t a = Descriptor(shared.rows[at.index] + 64 * warpgroup * kBoxBytes, 0);
     const uint64_t b = Descriptor(shared.keys[at.index], 0);
     WgmmaFence();
 #pragma unroll
     for (int d = 0; d < (kDim + kStep - 1) / kStep; ++d) {
-      Wgmma<kCols>::template SS<Major::kK, Major::kK>(C, Advance(a, d / 4 * kRowBox + d % 4 * 32),
+      Wgmma<kKeys>::template SS<Major::kK, Major::kK>(C, Advance(a, d / 4 * kRowBox + d % 4 * 32),
                                                       Advance(b, d / 4 * kKeyBox + d % 4 * 32), d > 0);
     }
     WgmmaCommit();
   }
 
   // Looks up in memory, while the tensor cores are at work, L and D of this lane's rows, and which keys they see.
-  __device__ __forceinline__ void Look(const DBiasTile& tile, const Step& step) {
+  __device__ __forceinline__ void FetchRowsAndMasks(const DBiasTile& tile, const Step& step) {
     const int64_t head = int64_t(FirstRowBlock(p, step.batch * p.q_heads + step.head)) * kRowBlock;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int64_t at = head + Place(ViewOf(tile).Row(h, 0));
+      const int64_t at = head + PlaceOfRow(ViewOf(tile).Row(h, 0));
       minus_l[h] = p.logsumexp[at] * kLog2e, m[h] = p.maximum[at], D[h] = p.d[at];
     }
     if (!step.masked) return;
@@ -140,24 +140,24 @@ struct Consumer {
     if (kBiasTiles) MbarrierWait(&shared.bias_full[bias.index], bias.parity);
     Cap(p, S);
 #pragma unroll
-    for (int i = 0; i < kCols / 2; ++i) {
+    for (int i = 0; i < kKeys / 2; ++i) {
       if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       S[i] = kBiasTiles ? S[i] * Unit(p) : score.Of(S[i], view.Row(h, x), view.Key(h, x));
     }
 #pragma unroll
-    for (int c = 0; kBiasTiles && c < kCols; c += 16)
+    for (int c = 0; kBiasTiles && c < kKeys; c += 16)
       AddBiasTile<false>(shared.bias[bias.index] + 16 * warp * kBoxBytes, c, S + c / 2);
   }
 
   // Stores the tile of dbias in the place of its bias (whose load has to be waited for even if nothing was added up).
-  __device__ __forceinline__ void PutInPlace() {
+  __device__ __forceinline__ void StoreInPlaceOfBias() {
     MbarrierWait(&shared.bias_full[bias.index], bias.parity);
     SyncWarp();
     if (p.parts == 1) {
       uint8_t* const rows = shared.bias[bias.index] + 16 * warp * kBoxBytes;
 #pragma unroll
-      for (int c = 0; c < kCols; c += 16) PutBiasTile(rows, c, sum + c / 2);
+      for (int c = 0; c < kKeys; c += 16) PutBiasTile(rows, c, sum + c / 2);
     }
     FenceProxyAsync();
     SyncWarp();  // otherwise a lane that still waits for this bias could find the next one there
@@ -166,7 +166,7 @@ struct Consumer {
   }
 
   // Makes entries that may not attend -inf.
-  __device__ __forceinline__ void Hide(const DBiasTile& tile, const Step& step) {
+  __device__ __forceinline__ void ApplyMasks(const DBiasTile& tile, const Step& step) {
     const Positions positions = PositionsOf(p, step.batch);
     if constexpr (kLookedUp) {
       seen.Join(positions, Entries(p, step.batch, step.head), ViewOf(tile));
@@ -180,7 +180,7 @@ struct Consumer {
   __device__ __forceinline__ void ToP() {
     if (Tuning::kStopAfterMask && Never()) return;
 #pragma unroll
-    for (int i = 0; i < kCols / 2; ++i) S[i] = Exp2(fmaf(S[i] - m[i / 2 % 2], kLog2e, minus_l[i / 2 % 2]));
+    for (int i = 0; i < kKeys / 2; ++i) S[i] = Exp2(fmaf(S[i] - m[i / 2 % 2], kLog2e, minus_l[i / 2 % 2]));
   }
 
   // Marks the entries of P that Z drops by their sign.
@@ -188,7 +188,7 @@ struct Consumer {
     if (Tuning::kStopBeforeZ && Never()) return;
     const Seed seed(p, step.batch, step.head);
 #pragma unroll
-    for (int c = 0; c < kCols / 16; ++c)
+    for (int c = 0; c < kKeys / 16; ++c)
       MarkZ<false>(p, seed.Words(tile.column / 16 + c, RowGroup(ViewOf(tile).row)), S + 8 * c);
   }
 
@@ -197,7 +197,7 @@ struct Consumer {
     const Sums to(p, tile.part);
     const View<false> view = ViewOf(tile);
 #pragma unroll
-    for (int i = 0; i < kCols / 2; ++i) {
+    for (int i = 0; i < kKeys / 2; ++i) {
       const int row = view.Row(i / 2 % 2, 0), key = view.Key(0, i / 4 * 2 + i % 2);
       if (row >= p.q_len || key >= p.kv_len) continue;
       to.Store(tile.batch * p.bias.batch + tile.head * p.bias.head + row * p.bias.row + key, sum[i]);
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     constexpr uint32_t kByConsumers = ArrivalsOf(4 * kConsumers);
     for (int s = 0; s < kStages; ++s) MbarrierInit(&shared.full[s], 1), MbarrierInit(&shared.empty[s], kByConsumers);
-    for (int b = 0; b < kBiases; ++b)
+    for (int b = 0; b < kBiasStages; ++b)
       MbarrierInit(&shared.bias_full[b], 1), MbarrierInit(&shared.bias_empty[b], kByConsumers);
     if (kProblem.kv_lengths) shared.uncleared.Init();
     FenceMbarrierInit();
@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     SetMaxRegistersUp<Tuning::kConsumerRegisters>();
     Consumer consumer(p, shared);
-    while (consumer.Run()) continue;
+    while (consumer.ComputeDBiasTile()) continue;
   }
 }
 

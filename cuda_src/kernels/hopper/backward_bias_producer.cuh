@@ -31,7 +31,7 @@ struct Producer {
   __device__ __forceinline__ void LoadWhatIsSeen(const DBiasTile& tile, int batch, int head) {
     const Positions positions = PositionsOf(p, batch);
     const Visible keys = KeysOf(p, positions, batch, tile.row, tile.row + kRows);
-    const int end = tile.column + kCols;
+    const int end = tile.column + kKeys;
     if (max(keys.any_lo, tile.column) >= min(keys.any_hi, end)) return;
     const int kind = KindOfBlock(p, batch, head, tile.row, tile.column);
     if (Block<false>(p.block_mask, batch, kind).Nothing()) return;
@@ -39,15 +39,15 @@ struct Producer {
     const Step step = {batch, head, kind, !every};
     LoadPair<kQKBoxes>(q_map, k_map, tile, step);
     // Keys beyond kv_length become 0 in V. Their P is 0, but V may be NaN. (Their scores are replaced, whatever K is.)
-    const int there = kProblem.kv_lengths ? min(int(positions.kv_length) - tile.column, kCols) : kCols;
+    const int there = kProblem.kv_lengths ? min(int(positions.kv_length) - tile.column, kKeys) : kKeys;
     LoadPair<kVBoxes>(do_map, v_map, tile, step, there);
   }
 
   // Loads two tiles whose product is wanted. Keys from `keys` on become 0.
   template <int kBoxes>
   __device__ __forceinline__ void LoadPair(const TensorMap* rows_map, const TensorMap* keys_map, const DBiasTile& tile,
-                                           const Step& step, int keys = kCols) {
-    const bool clears = keys < kCols;
+                                           const Step& step, int keys = kKeys) {
+    const bool clears = keys < kKeys;
     uint64_t* const full = clears ? &shared.uncleared.barrier : &shared.full[at.index];
     const int kv_head = step.head / (p.q_heads / Fresh(p.kv_heads));
     MbarrierWait(&shared.empty[at.index], at.parity ^ 1);
@@ -73,7 +73,7 @@ struct BiasProducer {
   const Params& p;
   Shared& shared;
   const TensorMap *bias_map, *dbias_map;
-  Ring<kBiases> at;
+  Ring<kBiasStages> at;
 
   // When the consumers say that a tile of the bias is not needed any more, the tile of dbias has taken its place, and
   // is stored before the next tile is loaded. (If dbias is computed in parts, the consumers write them.)
@@ -82,7 +82,7 @@ struct BiasProducer {
     DBiasTile loaded, stored;
     bool more = to_load.Next(&loaded);
     for (int n = 0;; ++n, at.Next()) {
-      if (n >= kBiases) {
+      if (n >= kBiasStages) {
         if (!to_store.Next(&stored)) return;
         MbarrierWait(&shared.bias_empty[at.index], at.parity ^ 1);
         if (Fresh(p.parts) == 1) Store(stored);

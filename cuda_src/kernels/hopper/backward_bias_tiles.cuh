@@ -15,16 +15,16 @@ namespace jax_flash::hopper::dbias {
 static_assert(kTiling.family == Family::kHopper && kBias && !kTF32);
 static_assert(!kMask);  // a mask operand has become a block mask
 constexpr int kRows = kTiling.rows;
-constexpr int kCols = kTiling.cols;
+constexpr int kKeys = kTiling.cols;
 constexpr int kStages = kTiling.stages;     // pairs of tiles in flight
 constexpr int kConsumers = kTiling.groups;  // warpgroups
-static_assert(kRows == 64 * kConsumers && kCols % 32 == 0 && kCols <= 128);
+static_assert(kRows == 64 * kConsumers && kKeys % 32 == 0 && kKeys <= 128);
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 
 constexpr int kQKBoxes = Boxes(kQKDim), kVBoxes = Boxes(kVDim);
 constexpr int kMostBoxes = kQKBoxes > kVBoxes ? kQKBoxes : kVBoxes;
 constexpr int kRowBox = kRows * kBoxBytes;  // bytes of a box of Q or dO
-constexpr int kKeyBox = kCols * kBoxBytes;  // bytes of a box of K or V
+constexpr int kKeyBox = kKeys * kBoxBytes;  // bytes of a box of K or V
 
 // A tile of dbias, or a part of what is added up in it.
 struct DBiasTile {
@@ -46,12 +46,12 @@ struct DBiasTiles {
 
   // Finds the next tile; returns false when there are no more.
   __device__ __forceinline__ bool Next(DBiasTile* tile) {
-    const int heads = Head().Own(), columns = (Fresh(p.kv_len) + kCols - 1) / kCols;
+    const int heads = Head().Own(), columns = (Fresh(p.kv_len) + kKeys - 1) / kKeys;
     const int tiles = (Fresh(p.q_len) + kRows - 1) / kRows * columns, parts = Fresh(p.parts);
     int item, t;
     if (!schedule.Next(Batch().Own() * heads * parts, tiles, &item, &t)) return false;
     const int head = item / parts;
-    *tile = {head / heads, head % heads, t / columns * kRows, t % columns * kCols, item % parts};
+    *tile = {head / heads, head % heads, t / columns * kRows, t % columns * kKeys, item % parts};
     return true;
   }
 };
@@ -63,22 +63,22 @@ struct Step {
   bool masked;      // must entries be looked at one by one?
 };
 
-// How many tiles of the bias shared memory has. When one is done with, its dbias takes its place until the copy engine
+// How many tiles of the bias shared memory has. When one is done with, its dbias takes its place until TMA
 // has stored that.
 constexpr int kMostShared = 227 * 1024;
 constexpr int kTileBytes = kStages * kMostBoxes * (kRowBox + kKeyBox);
-constexpr int kBiases = kTileBytes + 2 * kBiasTile <= kMostShared - 1024 ? 2 : 1;
+constexpr int kBiasStages = kTileBytes + 2 * kBiasTile <= kMostShared - 1024 ? 2 : 1;
 
 struct Shared {
   // In turn Q and K, whose product is S, and dO and V, whose product is dP.
   alignas(1024) uint8_t rows[kStages][kMostBoxes * kRowBox];
   alignas(1024) uint8_t keys[kStages][kMostBoxes * kKeyBox];
   // The bias of a tile of dbias, which is the same for all tiles of S that are added up.
-  alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiases][kBiasTiles ? kBiasTile : 1];
+  alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasStages][kBiasTiles ? kBiasTile : 1];
   alignas(16) Step step[kStages];  // comes with Q and K, or without them if it is none
   DBiasTile tile[kStages];         // that the step belongs to; column < 0: there are no more
   uint64_t full[kStages], empty[kStages];
-  uint64_t bias_full[kBiases], bias_empty[kBiases];
+  uint64_t bias_full[kBiasStages], bias_empty[kBiasStages];
   LandingBarrier uncleared;  // counts loads of V that the producer clears
 };
 static_assert(sizeof(Shared) <= kMostShared);

@@ -24,8 +24,8 @@ struct Epilogue : Probabilities {
   // Writes this warpgroup's part of dK or dV to HBM by way of `to`. kEveryThread: all threads commit, and not only the
   // one that has stored something.
   template <int kDim, bool kEveryThread = false>
-  __device__ __forceinline__ void Leave(const float (&C)[kDim / 2], float scale, uint8_t* to, const KVTile& tile,
-                                        const TensorMap* map) {
+  __device__ __forceinline__ void StoreGradient(const float (&C)[kDim / 2], float scale, uint8_t* to,
+                                                const KVTile& tile, const TensorMap* map) {
     const int late_lane = LateLane();
 #pragma unroll
     for (int c = 0; kTF32 && c < kDim / 8; ++c) {
@@ -58,7 +58,7 @@ struct Epilogue : Probabilities {
 
   // Adds dQ to what is in HBM, from `column` on. `row_block` numbers the blocks of 64 rows of all heads.
   template <int kWidth>
-  __device__ __forceinline__ void Add(const DQ<kWidth>& dQ, int row_block, int column) {
+  __device__ __forceinline__ void AddDQ(const DQ<kWidth>& dQ, int row_block, int column) {
     if (kWidth == 0) return;
     float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * column;
     float* staged =

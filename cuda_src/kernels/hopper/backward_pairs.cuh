@@ -24,7 +24,7 @@ struct ConsumerOfP : Epilogue {
   using Epilogue::Epilogue;
 
   // Computes the next tile of keys; returns false when there are no more.
-  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+  __device__ __forceinline__ bool ComputeKVTile(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dV);
     if (!NextTile()) return false;
     const KVTile& tile = TileHere();
@@ -32,9 +32,9 @@ struct ConsumerOfP : Epilogue {
 #pragma unroll
     for (int d = 0; d < 4 * kHalfBoxes; ++d) Ldmatrix(K[d], Matrices(shared.staging, late_lane, d));
     SyncWarpgroup();  // from here on P may be written there
-    if (Uniform(tile.steps) > 0) Walk(tile);
+    if (Uniform(tile.steps) > 0) ComputeSteps(tile);
     SyncConsumers();  // nobody reads V any more
-    if (kDV) Leave<kVDim>(dV, ZScale(p), shared.v, tile, dv_map);
+    if (kDV) StoreGradient<kVDim>(dV, ZScale(p), shared.v, tile, dv_map);
     ReleaseKV();
     return true;
   }
@@ -58,11 +58,11 @@ struct ConsumerOfP : Epilogue {
     WgmmaCommit();
   }
 
-  __device__ __forceinline__ void Walk(const KVTile& tile) {
+  __device__ __forceinline__ void ComputeSteps(const KVTile& tile) {
     WaitForQ();
     IssueS();
     Step step = StepHere();
-    if (!Tuning::kLateLook) Look(tile, step);
+    if (!Tuning::kLateMasks) FetchMasks(tile, step);
     while (true) {
       const int stage = at.index;
       WgmmaWait<0>();
@@ -85,7 +85,7 @@ struct ConsumerOfP : Epilogue {
       WaitForQ();
       IssueS();
       step = StepHere();
-      if (!Tuning::kLateLook) Look(tile, step);
+      if (!Tuning::kLateMasks) FetchMasks(tile, step);
       WgmmaWait<1>();
       Pin(dV);
       Release(&shared.do_empty[stage]);
@@ -102,22 +102,22 @@ struct ConsumerOfDS : Epilogue {
   using Epilogue::Epilogue;
 
   // Computes the next tile of keys; returns false when there are no more.
-  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+  __device__ __forceinline__ bool ComputeKVTile(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     if (!NextTile()) return false;
     const KVTile& tile = TileHere();
     if (Uniform(tile.steps) > 0) {
       if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // tells the other warpgroup that P may be written
-      while (Walk(tile)) continue;
+      while (ComputeStep(tile)) continue;
     }
     SyncConsumers();  // nobody reads K any more
-    if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.k, tile, dk_map);
+    if (kDK) StoreGradient<kQKDim>(dK, DQKScale(p), shared.k, tile, dk_map);
     ReleaseKV();
     return true;
   }
 
   // Computes one step; returns false if it was the last.
-  __device__ __forceinline__ bool Walk(const KVTile& tile) {
+  __device__ __forceinline__ bool ComputeStep(const KVTile& tile) {
     WaitForQ();
     MbarrierWait(&shared.do_full[at.index], at.parity);
     if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);  // 17

@@ -32,9 +32,9 @@ struct Producer {
   uint32_t loaded = 0;  // steps so far; a Ring in its place would take one register more
 
   __device__ __forceinline__ void Run() {
-    constexpr int kAllCols = kCols * kCluster;
+    constexpr int kClusterKeys = kKeys * kCluster;
     if constexpr (kListed) return RunListed();
-    const int tiles = (p.kv_len + kAllCols - 1) / kAllCols;
+    const int tiles = (p.kv_len + kClusterKeys - 1) / kClusterKeys;
     const int heads = kSumKV ? p.q_heads : p.kv_heads;        // an item is a tile of keys of one of these
     const int group = kAlongside ? 1 : p.q_heads / heads;     // heads of Q that an item is walked with
     const int sharing = kSumKV ? p.q_heads / p.kv_heads : 1;  // how many of `heads` share a head of K
@@ -44,8 +44,8 @@ struct Producer {
       WaitForRows(item);
       const int head = item % heads, batch = item / heads;
       const Positions positions = PositionsOf(p, batch);
-      Column found = {{t * kAllCols + (kPairs ? ClusterRank() * kCols : 0), head / sharing, batch, item},
-                      RowsOf(p, positions, batch, t * kAllCols, (t + 1) * kAllCols)};
+      Column found = {{t * kClusterKeys + (kPairs ? ClusterRank() * kKeys : 0), head / sharing, batch, item},
+                      RowsOf(p, positions, batch, t * kClusterKeys, (t + 1) * kClusterKeys)};
       const int first = found.rows.any_lo / kRows, end = (found.rows.any_hi + kRows - 1) / kRows;
       const int steps = found.rows.any_lo < found.rows.any_hi ? (end - first) * group : 0;
       found.tile.steps = steps;
@@ -72,7 +72,7 @@ struct Producer {
         // row on. Then all CTAs that have tiles of one head of K are at the same few rows at a time, which come to the
         // L2 once. Each begins with another member; otherwise their additions to dQ would meet.
         const bool down = 2 * t >= tiles;
-        const int first_block = RowBlock(batch, head * group, 0), first_member = t % group;
+        const int first_block = RowBlockOf(batch, head * group, 0), first_member = t % group;
         int row = (down ? end - 1 : first) * kRows, member = first_member;
         for (int n = steps; n > 0; --n) {
           load(n, head * group + member, first_block + member * BlocksOfHead(p) + row / kRowBlock, row);
@@ -82,7 +82,7 @@ struct Producer {
       } else {
         int q_tile = first, q_head = head * group, row_block = 0;
         for (int n = steps; n > 0; --n) {
-          if (q_tile == first) row_block = RowBlock(batch, q_head, q_tile * kRows);
+          if (q_tile == first) row_block = RowBlockOf(batch, q_head, q_tile * kRows);
           load(n, q_head, row_block, q_tile * kRows);
           row_block += kRows / kRowBlock;
           if (++q_tile == end) q_tile = first, ++q_head;
@@ -94,35 +94,35 @@ struct Producer {
 
   // The same with a block mask, whose blocks are whole tiles.
   __device__ __forceinline__ void RunListed() {
-    constexpr int kAllCols = kCols * kCluster, kTiles = kTilesOfColumn<kAllCols>;
+    constexpr int kClusterKeys = kKeys * kCluster, kTiles = kTilesOfColumn<kClusterKeys>;
     static_assert(!kListed || kTiles > 0);
     auto schedule = MakeSchedule(p);
     int item, t;
-    while (schedule.Next(p.batch * p.kv_heads, ListedColumnTiles<kAllCols>(p), &item, &t)) {
+    while (schedule.Next(p.batch * p.kv_heads, ListedColumnTiles<kClusterKeys>(p), &item, &t)) {
       WaitForRows(item);
       const int head = item % p.kv_heads, batch = item / p.kv_heads;
       const BlockList blocks = ColumnList(p, batch, head * (p.q_heads / p.kv_heads), t / kTiles);
-      const int column = FirstColumn<kAllCols>(blocks, t % kTiles);
+      const int column = FirstColumn<kClusterKeys>(blocks, t % kTiles);
       const Positions positions = PositionsOf(p, batch);
-      Column found = {{column + (kPairs ? ClusterRank() * kCols : 0), head, batch, item},
-                      RowsOf(p, positions, batch, column, column + kAllCols)};
+      Column found = {{column + (kPairs ? ClusterRank() * kKeys : 0), head, batch, item},
+                      RowsOf(p, positions, batch, column, column + kClusterKeys)};
       found.rows.every_hi = EveryHi(found.rows, positions);
       if (kColumnInShared) shared.column = found;
       auto& [tile, rows] = kColumnInShared ? shared.column : found;
       ListedQTiles<kRows> at(p, tile.batch, tile.head, blocks, rows);
-      tile.steps = at.There();
-      if (!at.There()) schedule.Ask(), LoadKV(tile);
-      for (bool first = true; at.There(); first = false) {
+      tile.steps = at.Exists();
+      if (!at.Exists()) schedule.Ask(), LoadKV(tile);
+      for (bool first = true; at.Exists(); first = false) {
         const int row = at.row, q_head = at.head;
         const int kind = KindOfBlock(p, tile.batch, q_head, row, tile.column);
         at.Next();
-        const bool within = row >= rows.every_lo && row + kRows <= rows.every_hi, last = !at.There();
+        const bool within = row >= rows.every_lo && row + kRows <= rows.every_hi, last = !at.Exists();
         const Masks masks = !within               ? Masks::kAll
                             : kind == kEverything ? Masks::kNone
                             : kMaskMod            ? Masks::kAll
                                                   : Masks::kOfBlock;
         if (last) schedule.Ask();
-        Load({row, q_head, RowBlock(tile.batch, q_head, row), kind, masks, last}, tile.batch, tile.column, true);
+        Load({row, q_head, RowBlockOf(tile.batch, q_head, row), kind, masks, last}, tile.batch, tile.column, true);
         if (first) LoadKV(tile);
       }
     }
@@ -174,7 +174,7 @@ struct Producer {
     return kAddsToScores || rows.every_hi < positions.q_length ? rows.every_hi : BlocksOfHead(p) * kRowBlock;
   }
 
-  __device__ __forceinline__ int RowBlock(int batch, int head, int row) const {
+  __device__ __forceinline__ int RowBlockOf(int batch, int head, int row) const {
     return FirstRowBlock(p, batch * p.q_heads + head) + row / kRowBlock;
   }
 
@@ -197,20 +197,20 @@ struct Producer {
     };
     // How many keys from `column` on there are. The others become 0: their P is 0, but their K and V may be NaN.
     const auto keys = [&](int column) {
-      if (!kProblem.kv_lengths) return kCols;
-      return min(max(int(PositionsOf(p, tile.batch).kv_length) - column, 0), kCols);
+      if (!kProblem.kv_lengths) return kKeys;
+      return min(max(int(PositionsOf(p, tile.batch).kv_length) - column, 0), kKeys);
     };
-    const int own = keys(tile.column), other = kPairs ? keys(tile.column ^ kCols) : kCols;
+    const int own = keys(tile.column), other = kPairs ? keys(tile.column ^ kKeys) : kKeys;
 
     MbarrierWait(&shared.v_empty, kv_parity ^ 1);
-    uint64_t* const v_landed = own < kCols ? &shared.uncleared[0].barrier : &shared.v_full;
+    uint64_t* const v_landed = own < kKeys ? &shared.uncleared[0].barrier : &shared.v_full;
     MbarrierArriveExpectTx(v_landed, kVBoxes * kKVBox);
     for (int b = 0; b < kVBoxes; ++b) load(shared.v + b * kKVBox, v_map, v_landed, b * kBoxColumns, tile.column);
 
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
     const int added = Unreported();
     shared.tile[kv_parity] = tile;
-    uint64_t* const k_landed = own < kCols || other < kCols ? &shared.uncleared[1].barrier : &shared.k_full;
+    uint64_t* const k_landed = own < kKeys || other < kKeys ? &shared.uncleared[1].barrier : &shared.k_full;
     uint8_t* const k = kTF32SameKeys ? shared.staging : kTF32 ? shared.ds[0] : shared.k;
     if (kPairs) {
       // Of the keys of both CTAs the columns of K that this CTA's half of dQ needs; of its own keys the others, too.
@@ -218,7 +218,7 @@ struct Producer {
       MbarrierArriveExpectTx(k_landed, 3 * kHalfBoxes * kKVBox);
       for (int b = 0; b < kHalfBoxes; ++b) {
         load(shared.k + b * kKVBox, k_map, k_landed, half + b * 64, tile.column);
-        load(shared.k + (kHalfBoxes + b) * kKVBox, k_map, k_landed, half + b * 64, tile.column ^ kCols);
+        load(shared.k + (kHalfBoxes + b) * kKVBox, k_map, k_landed, half + b * 64, tile.column ^ kKeys);
         load(shared.staging + b * kKVBox, k_map, k_landed, rest + b * 64, tile.column);
       }
     } else {
@@ -226,17 +226,17 @@ struct Producer {
       for (int b = 0; b < kQKBoxes; ++b) load(k + b * kKVBox, k_map, k_landed, b * kBoxColumns, tile.column);
     }
 
-    if (own < kCols) {
+    if (own < kKeys) {
       shared.uncleared[0].Wait();
       ClearRowsFrom<kVBoxes>(shared.v, kKVBox, own, &shared.v_full);
     }
-    if (own < kCols || other < kCols) {
+    if (own < kKeys || other < kKeys) {
       shared.uncleared[1].Wait();
       if (kPairs) {
-        MbarrierArriveExpectTx(&shared.k_full, (2 * (kCols - own) + kCols - other) * kHalfBoxes * kBoxBytes);
-        ClearRows<kHalfBoxes>(shared.k, kKVBox, own, kCols - own, &shared.k_full);
-        ClearRows<kHalfBoxes>(shared.k + kHalfBoxes * kKVBox, kKVBox, other, kCols - other, &shared.k_full);
-        ClearRows<kHalfBoxes>(shared.staging, kKVBox, own, kCols - own, &shared.k_full);
+        MbarrierArriveExpectTx(&shared.k_full, (2 * (kKeys - own) + kKeys - other) * kHalfBoxes * kBoxBytes);
+        ClearRows<kHalfBoxes>(shared.k, kKVBox, own, kKeys - own, &shared.k_full);
+        ClearRows<kHalfBoxes>(shared.k + kHalfBoxes * kKVBox, kKVBox, other, kKeys - other, &shared.k_full);
+        ClearRows<kHalfBoxes>(shared.staging, kKVBox, own, kKeys - own, &shared.k_full);
       } else {
         ClearRowsFrom<kQKBoxes>(k, kKVBox, own, &shared.k_full);
       }

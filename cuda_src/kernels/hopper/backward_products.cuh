@@ -7,7 +7,19 @@
 
 namespace jax_flash::hopper::backward {
 
-__device__ __forceinline__ void SyncConsumers() { BarrierSync(1, kConsumers * kWarpgroup); }
+// Named barriers. 0 is that of __syncthreads.
+enum NamedBarrier {
+  kConsumersBarrier = 1,
+  kWarpgroupBarrier = 2,  // and 3: one for each warpgroup
+  // If both warpgroups have the same keys: P is in shared memory, and has been read.
+  kPFull = 4,
+  kPRead = 5,
+  // With TF32: dS has been read, and 7 for the second warpgroup; or, if both have the same keys, is in shared memory.
+  kDSFree = 6,
+  kDSFull = 7
+};
+
+__device__ __forceinline__ void SyncConsumers() { BarrierSync(kConsumersBarrier, kConsumers * kWarpgroup); }
 
 // A consumer warpgroup has 64 keys. A lane has two of them, Key and Key + 8.
 struct Warpgroup {
@@ -61,12 +73,12 @@ struct Warpgroup {
   }
 
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
-  // Release by a warp that has read L or D by loads, which need a fence before the copy engine may write there.
+  // Release by a warp that has read L or D by loads, which need a fence before TMA may write there.
   __device__ __forceinline__ void ReleaseRows(uint64_t* barrier) {
     FenceProxyAsync();
     Release(barrier);
   }
-  __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(2 + warpgroup, kWarpgroup); }
+  __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(kWarpgroupBarrier + warpgroup, kWarpgroup); }
 
   __device__ __forceinline__ int Key(const KVTile& tile) const {
     return tile.column + first_key + 16 * warp + lane / 4;

@@ -78,14 +78,14 @@ __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, i
     product = gradients.d;
     if constexpr (kDSinks) static_cast<const SinkParams&>(p).dsinks[at] = gradients.dsink;
   }
-  p.d[block.Rows() + Place(r)] = exists ? product / ZScale(p) : 0.0f;
+  p.d[block.Rows() + PlaceOfRow(r)] = exists ? product / ZScale(p) : 0.0f;
 }
 
 // Stores -L of row r in the unit of S; with a bias or a score_mod -log l and m, each for itself. The lanes of a warp
 // have 32 consecutive rows, and store together a word that has a bit for each empty row.
 __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, int r) {
   const int64_t from = int64_t(block.Head(p)) * p.q_len + block.row + r;
-  const int64_t to = block.Rows() + Place(r);
+  const int64_t to = block.Rows() + PlaceOfRow(r);
   const bool exists = block.row + r < p.q_len;
   float l = exists ? p.l[from] : 0.0f, m = exists ? p.m[from] : 0.0f;
   JoinSink(p, block.batch, block.head, &m, &l);

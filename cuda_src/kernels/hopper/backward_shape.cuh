@@ -8,16 +8,16 @@ namespace jax_flash::hopper::backward {
 static_assert(kTiling.family == Family::kHopper);
 static_assert(!kMask);  // a mask operand has become a block mask
 constexpr int kRows = kTiling.rows;
-constexpr int kCols = kTiling.cols;      // keys of a CTA
+constexpr int kKeys = kTiling.cols;      // keys of a CTA
 constexpr int kStages = kTiling.stages;  // tiles of Q, and of dO, in flight
 
 constexpr bool kPairs = kQKDim > 128 || kVDim > 128;  // do pairs of CTAs share dQ?
 // Both warpgroups have the same 64 keys: one has S, P and dV of them, the other dP, dS and dK.
-constexpr bool kSameKeys = kPairs || (kTF32 && kCols == 64);
-static_assert(kSameKeys ? kRows == 64 && kCols == 64 : (kRows == 64 || kRows == 128) && kCols == 128);
+constexpr bool kSameKeys = kPairs || (kTF32 && kKeys == 64);
+static_assert(kSameKeys ? kRows == 64 && kKeys == 64 : (kRows == 64 || kRows == 128) && kKeys == 128);
 constexpr int kCluster = kPairs ? 2 : 1;  // CTAs with neighbouring keys and the same tiles of Q
-static_assert(!kPairs || kCols * kCluster == kPairedKeys);
-static_assert(kRows <= kRowPadding && kCols <= kRowPadding);
+static_assert(!kPairs || kKeys * kCluster == kPairedKeys);
+static_assert(kRows <= kRowPadding && kKeys <= kRowPadding);
 
 constexpr int kConsumers = 2;  // warpgroups
 static_assert(kTiling.groups == kConsumers);

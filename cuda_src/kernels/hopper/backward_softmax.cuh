@@ -7,9 +7,6 @@
 
 namespace jax_flash::hopper::backward {
 
-// Named barriers by which P goes to the other warpgroup, if both have the same keys.
-constexpr int kPFull = 4, kPRead = 5;
-
 // dS is computed without the factor of the kept entries, which comes with the results.
 __device__ __forceinline__ float DQKScale(const Params& p) { return ZScale(p) * ScaleOf(p); }
 
@@ -61,25 +58,25 @@ struct Probabilities : Products {
   }
 
   // Begins to look up in memory which rows see this lane's keys.
-  __device__ __forceinline__ void Look(const KVTile& tile, const Step& step) {
+  __device__ __forceinline__ void FetchMasks(const KVTile& tile, const Step& step) {
     if (!kLookedUp || step.masks == Masks::kNone) return;
     const Block<true> block(p.block_mask, tile.batch, step.kind);
     seen.Ask(block, Key(tile), step.row);
     if (Tuning::kFoldsWords) seen.Fold();
-    if (Tuning::kEarlyMasks) JoinSeen(tile, step);
+    if (Tuning::kEarlyMasks) JoinMasks(tile, step);
   }
   // Joins what was looked up with what the other masks say.
-  __device__ __forceinline__ void JoinSeen(const KVTile& tile, const Step& step) {
+  __device__ __forceinline__ void JoinMasks(const KVTile& tile, const Step& step) {
     if (!Tuning::kFoldsWords) seen.Fold();
     if (step.masks == Masks::kOfBlock) return;
     seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
   }
 
   // Makes entries that may not attend -inf.
-  __device__ __forceinline__ void HideEntries(const KVTile& tile, const Step& step) {
+  __device__ __forceinline__ void ApplyMasks(const KVTile& tile, const Step& step) {
     if constexpr (kLookedUp) {
-      if (Tuning::kLateLook) Look(tile, step);
-      if (!Tuning::kEarlyMasks) JoinSeen(tile, step);
+      if (Tuning::kLateMasks) FetchMasks(tile, step);
+      if (!Tuning::kEarlyMasks) JoinMasks(tile, step);
       seen.Hide(S);
     } else {
       HideOutside(PositionsOf(p, tile.batch), ViewOf(tile, step), S);
@@ -97,7 +94,7 @@ struct Probabilities : Products {
   // Masks S^T and turns it into P^T.
   __device__ __forceinline__ void Softmax(const KVTile& tile, const Step& step) {
     if (kFormsScores) ToScores(tile, step);
-    if (step.masks != Masks::kNone) HideEntries(tile, step);
+    if (step.masks != Masks::kNone) ApplyMasks(tile, step);
     if (Tuning::kStopAfterMask && Never()) return;
     const float to_log2 = Tuning::kLateScale ? __ldg(p.scale + Fresh(0)) * kLog2e : this->to_log2;
 #pragma unroll

@@ -1,4 +1,4 @@
-// The Hopper backward of f32, taken as TF32: the copy engine rounds Q, K, V and dO, as their maps say.
+// The Hopper backward of f32, taken as TF32: TMA rounds Q, K, V and dO, as their maps say.
 //
 // wgmma reads operands of f32 from shared memory only where the dimension that is summed over is contiguous, and the
 // 128 bytes a cycle of shared memory are the bound. So in
@@ -14,11 +14,9 @@
 
 namespace jax_flash::hopper::backward::tf32 {
 
-constexpr int kDSFree = 6;  // the first of two named barriers, one for each warpgroup: the other one has read dS
-
 // What all consumer warpgroups share for f32.
 struct CommonConsumer : Epilogue {
-  static constexpr int kFirst = (kQKDim + 8) / 16 * 8;  // columns of dQ that the first warpgroup adds up
+  static constexpr int kDQFirst = (kQKDim + 8) / 16 * 8;  // columns of dQ that the first warpgroup adds up
 
   uint32_t parity = 0;  // of Q^T and dO^T
 
@@ -27,8 +25,8 @@ struct CommonConsumer : Epilogue {
   // Makes K^T of K, with all warps of the consumers.
   __device__ __forceinline__ void TransposeK(const uint8_t* k) {
 #pragma unroll 1
-    for (int i = 4 * warpgroup + warp; kDQ && i < kQKBoxes * (kCols / 32); i += 4 * kConsumers) {
-      const int box = i / (kCols / 32), keys = i % (kCols / 32);
+    for (int i = 4 * warpgroup + warp; kDQ && i < kQKBoxes * (kKeys / 32); i += 4 * kConsumers) {
+      const int box = i / (kKeys / 32), keys = i % (kKeys / 32);
       TransposeSquare(k + box * kKVBox + keys * 32 * 128, shared.k + keys * kQKTransposedBox + box * kBoxColumns * 128);
     }
     FenceProxyAsync();
@@ -37,7 +35,7 @@ struct CommonConsumer : Epilogue {
 
   // Takes 64 keys into registers, as left operands.
   template <int kSteps>
-  __device__ __forceinline__ void Take(uint32_t (&A)[kSteps][4], uint8_t* keys) {
+  __device__ __forceinline__ void LoadKeys(uint32_t (&A)[kSteps][4], uint8_t* keys) {
 #pragma unroll
     for (int d = 0; d < kSteps; ++d) Ldmatrix(A[d], Matrices(keys, lane, d));
   }
@@ -99,7 +97,7 @@ struct CommonConsumer : Epilogue {
       const uint64_t a = Descriptor(ds, 0), b = Descriptor(shared.k + column * 128, 0);
       WgmmaFence();
 #pragma unroll
-      for (int j = 0; j < kCols / 8; ++j) {
+      for (int j = 0; j < kKeys / 8; ++j) {
         Wgmma<kWidth>::template SS<Major::kK, Major::kK>(dQ.C, Advance(a, j / 4 * kRows * 128 + j % 4 * 32),
                                                          Advance(b, j / 4 * kQKTransposedBox + j % 4 * 32), j > 0);
       }
@@ -124,7 +122,7 @@ struct Consumer : CommonConsumer {
   __device__ __forceinline__ void WaitForFreeDS() { BarrierSync(kDSFree + warpgroup, kConsumers * kWarpgroup); }
 
   // Computes one step; returns false if it was the last.
-  __device__ __forceinline__ bool Walk(const KVTile& tile) {
+  __device__ __forceinline__ bool ComputeStep(const KVTile& tile) {
     const int stage = at.index;
     WaitForQ();
     StartS();
@@ -132,7 +130,7 @@ struct Consumer : CommonConsumer {
     MbarrierWait(&shared.do_full[stage], at.parity);
     if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[stage], false);  // 17
     const Step step = StepHere();
-    Look(tile, step);
+    FetchMasks(tile, step);
     WgmmaWait<kDS ? 1 : 0>();
     Pin(S);
     Softmax(tile, step);  // lines 12, 13, 14 of Algorithm 4
@@ -154,10 +152,10 @@ struct Consumer : CommonConsumer {
     Release(&shared.q_empty[stage]);
     Release(&shared.do_empty[stage]);
     if (kDQ) SyncConsumers();
-    if (kFirst == kQKDim - kFirst || warpgroup == 0) {
-      Finish<kFirst>(dS, step.row_block, warpgroup * kFirst);
+    if (kDQFirst == kQKDim - kDQFirst || warpgroup == 0) {
+      ComputeDQAndDK<kDQFirst>(dS, step.row_block, warpgroup * kDQFirst);
     } else {
-      Finish<kQKDim - kFirst>(dS, step.row_block, kFirst);
+      ComputeDQAndDK<kQKDim - kDQFirst>(dS, step.row_block, kDQFirst);
     }
     at.Next();
     parity ^= 1;
@@ -166,7 +164,7 @@ struct Consumer : CommonConsumer {
 
   // Computes dQ and dK of dS.
   template <int kWidth>
-  __device__ __forceinline__ void Finish(const uint32_t (&dS)[kRows / 2], int row_block, int column) {
+  __device__ __forceinline__ void ComputeDQAndDK(const uint32_t (&dS)[kRows / 2], int row_block, int column) {
     DQ<kWidth> dQ;
     if (kDQ) IssueDQ(dQ, shared.ds[0], column);  // 21
     WgmmaWait<(kDQ && kWidth > 0) ? 1 : 0>();
@@ -177,29 +175,29 @@ struct Consumer : CommonConsumer {
     WgmmaWait<(kDQ && kDK && kWidth > 0) ? 1 : 0>();
     Pin(dQ.C);
     FreeDS();
-    if (kDQ) Add(dQ, row_block, column);
+    if (kDQ) AddDQ(dQ, row_block, column);
     WgmmaWait<0>();
     Pin(dK);
     Release(&shared.q_t_empty);
   }
 
   // Computes the next tile of keys; returns false when there are no more.
-  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+  __device__ __forceinline__ bool ComputeKVTile(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     Clear(dV);
     if (!NextTile()) return false;
     const KVTile& tile = TileHere();
-    Take(K, shared.ds[0]);
+    LoadKeys(K, shared.ds[0]);
     TransposeK(shared.ds[0]);
     if (Uniform(tile.steps) > 0) {
-      while (Walk(tile)) continue;
+      while (ComputeStep(tile)) continue;
     } else {
       Release(&shared.v_empty);
     }
     TmaWaitRead<0>();
     SyncConsumers();  // until the last dQ has read all of dS, and has left
-    if (kDV) Leave<kVDim>(dV, ZScale(p), shared.ds[0], tile, dv_map);
-    if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
+    if (kDV) StoreGradient<kVDim>(dV, ZScale(p), shared.ds[0], tile, dv_map);
+    if (kDK) StoreGradient<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
     TmaWaitRead<0>();
     SyncWarp();
     Release(&shared.k_empty);  // the next K may come to where dV was

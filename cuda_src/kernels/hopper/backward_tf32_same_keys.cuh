@@ -12,8 +12,6 @@
 
 namespace jax_flash::hopper::backward::tf32 {
 
-constexpr int kDSFull = 7;  // a named barrier; there is only one of kDSFree here
-
 // The warpgroup that has S, P and dV of 64 keys, and the first half of the columns of dQ.
 struct ConsumerOfP : CommonConsumer {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
@@ -23,19 +21,19 @@ struct ConsumerOfP : CommonConsumer {
   using CommonConsumer::CommonConsumer;
 
   // Computes the next tile of keys; returns false when there are no more.
-  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+  __device__ __forceinline__ bool ComputeKVTile(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dV);
     if (!NextTile()) return false;
     const KVTile& tile = TileHere();
-    Take(K, shared.staging);
+    LoadKeys(K, shared.staging);
     TransposeK(shared.staging);
     if (Uniform(tile.steps) > 0) {
       FreeDS();
-      Walk(tile);
+      ComputeSteps(tile);
     }
     TmaWaitRead<0>();
     SyncConsumers();  // until the last dQ has read all of dS, and has left
-    if (kDV) Leave<kVDim>(dV, ZScale(p), shared.v, tile, dv_map);
+    if (kDV) StoreGradient<kVDim>(dV, ZScale(p), shared.v, tile, dv_map);
     ReleaseKV();
     return true;
   }
@@ -50,11 +48,11 @@ struct ConsumerOfP : CommonConsumer {
     IssueHeldKeysTimesRows(S, K, shared.q[at.index], false);  // 11
   }
 
-  __device__ __forceinline__ void Walk(const KVTile& tile) {
+  __device__ __forceinline__ void ComputeSteps(const KVTile& tile) {
     IssueS();
     while (true) {
       const Step step = StepHere();
-      Look(tile, step);
+      FetchMasks(tile, step);
       WgmmaWait<0>();
       Pin(S);
       Softmax(tile, step);  // lines 12, 13, 14 of Algorithm 4
@@ -66,7 +64,7 @@ struct ConsumerOfP : CommonConsumer {
       Round<true>(S, P);  // 15
       MbarrierWait(&shared.do_t_full, parity);
       if (kDV) IssueGradient<kVDim>(dV, P, shared.do_t);  // 16
-      DQ<kFirst> dQ;
+      DQ<kDQFirst> dQ;
       if (kDQ) {
         BarrierSync(kDSFull, 2 * kWarpgroup);
         IssueDQ(dQ, shared.v, 0);  // 21
@@ -78,12 +76,12 @@ struct ConsumerOfP : CommonConsumer {
       WgmmaWait<0>();
       Pin(dQ.C);
       if (step.last) {
-        if (kDQ) Add(dQ, step.row_block, 0);
+        if (kDQ) AddDQ(dQ, step.row_block, 0);
         return;
       }
       FreeDS();
       IssueS();
-      if (kDQ) Add(dQ, step.row_block, 0);
+      if (kDQ) AddDQ(dQ, step.row_block, 0);
     }
   }
 };
@@ -91,32 +89,32 @@ struct ConsumerOfP : CommonConsumer {
 // The warpgroup that has dP, dS and dK of 64 keys, and the other half of the columns of dQ.
 struct ConsumerOfDS : CommonConsumer {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
-  static constexpr int kSecond = kQKDim - kFirst;
+  static constexpr int kDQSecond = kQKDim - kDQFirst;
   uint32_t V[kVDim / 8][4];
   float dK[kQKDim / 2];
 
   using CommonConsumer::CommonConsumer;
 
   // Computes the next tile of keys; returns false when there are no more.
-  __device__ __forceinline__ bool Run(const TensorMap* dk_map, const TensorMap* dv_map) {
+  __device__ __forceinline__ bool ComputeKVTile(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     if (!NextTile()) return false;
     const KVTile& tile = TileHere();
-    Take(V, shared.v);
+    LoadKeys(V, shared.v);
     TransposeK(shared.staging);
     if (Uniform(tile.steps) > 0) {
       if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // tells the other warpgroup that P may be written
-      while (Walk(tile)) continue;
+      while (ComputeStep(tile)) continue;
     }
     TmaWaitRead<0>();
     SyncConsumers();  // until the last dQ has read all of dS, and has left
-    if (kDK) Leave<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
+    if (kDK) StoreGradient<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
     ReleaseKV();
     return true;
   }
 
   // Computes one step; returns false if it was the last.
-  __device__ __forceinline__ bool Walk(const KVTile& tile) {
+  __device__ __forceinline__ bool ComputeStep(const KVTile& tile) {
     WaitForQ();
     const Step step = StepHere();
     if (kDK) TransposeQ();
@@ -134,19 +132,19 @@ struct ConsumerOfDS : CommonConsumer {
     SyncWarp();
     ReleaseRows(&shared.do_empty[at.index]);
     at.Next();
-    DQ<kSecond> dQ;
+    DQ<kDQSecond> dQ;
     if (kDQ) {
       BarrierSync(kDSFree, 2 * kWarpgroup);
       StoreDS(shared.v, dS);
       FenceProxyAsync();
       BarrierArrive(kDSFull, 2 * kWarpgroup);
       SyncWarpgroup();
-      IssueDQ(dQ, shared.v, kFirst);  // 21
+      IssueDQ(dQ, shared.v, kDQFirst);  // 21
     }
     if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q_t);  // 22
-    WgmmaWait<(kDQ && kDK && kSecond > 0) ? 1 : 0>();
+    WgmmaWait<(kDQ && kDK && kDQSecond > 0) ? 1 : 0>();
     Pin(dQ.C);
-    if (kDQ) Add(dQ, step.row_block, kFirst);
+    if (kDQ) AddDQ(dQ, step.row_block, kDQFirst);
     WgmmaWait<0>();
     Pin(dK);
     return !step.last;

@@ -14,7 +14,7 @@ constexpr int kQKBoxes = kPairs ? (Boxes(kQKDim) + 1) / 2 * 2 : Boxes(kQKDim);
 constexpr int kHalfBoxes = (kQKBoxes + 1) / 2;  // boxes of a CTA's half of dQ, if kPairs
 constexpr int kVBoxes = Boxes(kVDim);
 constexpr int kQBox = kRows * kBoxBytes;   // bytes of a box of Q or dO
-constexpr int kKVBox = kCols * kBoxBytes;  // bytes of a box of K or V
+constexpr int kKVBox = kKeys * kBoxBytes;  // bytes of a box of K or V
 
 constexpr bool kDS = kDQ || kDK || kCapturedGradients;  // is dS needed?
 
@@ -22,7 +22,7 @@ constexpr bool kDS = kDQ || kDK || kCapturedGradients;  // is dS needed?
 constexpr bool kTF32SameKeys = kTF32 && kSameKeys;
 constexpr int kTransposers = kTF32 ? 3 : 0;                     // warps of the producer's warpgroup
 constexpr int kQKTransposedBox = kQKBoxes * kBoxColumns * 128;  // bytes of a box of 32 keys of K^T
-constexpr int kDSBytes = kRows * kCols * kElementBytes;
+constexpr int kDSBytes = kRows * kKeys * kElementBytes;
 constexpr int kDOReaders = kTF32SameKeys ? 4 : 4 * kConsumers;   // warps that read dO, and as many that read dO^T
 constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // if 0, the warpgroup that needs Q^T makes it
 
@@ -57,7 +57,7 @@ struct Step {
 };
 
 constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // 16 rows of a box of dK or dV in f32, for each consumer warp
-constexpr int kStagingBytes = kPairs ? kRows * kCols * 4 : kSumKV ? kSumBytes : kRows * kQKDim * 4;
+constexpr int kStagingBytes = kPairs ? kRows * kKeys * 4 : kSumKV ? kSumBytes : kRows * kQKDim * 4;
 
 struct Shared {
   alignas(1024) uint8_t k[kQKBoxes * kKVBox];  // with TF32 K^T; K comes to ds, or if kSameKeys to staging
@@ -97,13 +97,13 @@ static_assert(!kSumKV || (kSumBytes <= sizeof(Shared::ds) && kStagingBytes >= kR
 
 // How many blocks of 64 keys a head has, in which dK and dV are added up in f32.
 __device__ __forceinline__ int KeyBlocksOfHead(const Params& p) {
-  return (p.kv_len + kCols - 1) / kCols * (kCols / kRowBlock);
+  return (p.kv_len + kKeys - 1) / kKeys * (kKeys / kRowBlock);
 }
 
 // How many tiles of keys a head has.
 __device__ __forceinline__ int TilesOfHead(const Params& p) {
-  if constexpr (kListed) return ListedColumnTiles<kCols>(p);
-  return (Fresh(p.kv_len) + kCols - 1) / kCols;
+  if constexpr (kListed) return ListedColumnTiles<kKeys>(p);
+  return (Fresh(p.kv_len) + kKeys - 1) / kKeys;
 }
 
 }  // namespace jax_flash::hopper::backward

@@ -10,16 +10,17 @@
 namespace jax_flash::hopper::backward {
 
 struct Tuning {
-  static constexpr bool kNarrow = kQKDim <= 64 && kVDim <= 64;  // dK and dV take few registers
+  static constexpr bool kHeadDimsUpTo64 = kQKDim <= 64 && kVDim <= 64;  // dK and dV take few registers
 
   // Registers of a thread, of the 504 that the three warpgroups have together. The producer needs more where it has
   // much to keep track of: a block mask beside other masks or with large tiles, tiles of a bias, or a warp that
   // transposes, with 32 entries in each lane at a time. With a soft cap large tiles leave it the fewest.
   static constexpr bool kTracksMuch =
-      kTF32 || (kNarrow && kTiling.bias_tiles) || (!kPairs && kListed && (kRows == 128 || kCausal || kLocal));
-  static constexpr int kProducerRegisters = kTracksMuch                                                     ? 56
-                                            : kSoftCap && (kRows == 128 || (kBias && !kListed && !kNarrow)) ? 24
-                                                                                                            : 40;
+      kTF32 || (kHeadDimsUpTo64 && kTiling.bias_tiles) || (!kPairs && kListed && (kRows == 128 || kCausal || kLocal));
+  static constexpr int kProducerRegisters = kTracksMuch ? 56
+                                            : kSoftCap && (kRows == 128 || (kBias && !kListed && !kHeadDimsUpTo64))
+                                                ? 24
+                                                : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
 
   // dV += P^T dO can start before dS is known where there are registers for P both in f32 and packed.
@@ -40,9 +41,9 @@ struct Tuning {
   static constexpr bool kStart = kRows == 64 && !(kTF32 && kSameKeys), kStartAtL = kStart && !kFormsScores;
 
   // To form scores entry by entry takes registers: so the product for dP has to wait, ...
-  static constexpr bool kLateDP = kFormsScores && kRows == 64 && !kNarrow;
+  static constexpr bool kLateDP = kFormsScores && kRows == 64 && !kHeadDimsUpTo64;
   // ... memory is asked which rows a key sees when S is there, as beside these masks of wide heads, ...
-  static constexpr bool kLateLook = kLateDP || (kRows == 64 && kQKDim > 96 && (kCausal || kLocal));
+  static constexpr bool kLateMasks = kLateDP || (kRows == 64 && kQKDim > 96 && (kCausal || kLocal));
   // (with a block mask and 128 rows, the answers are folded into words at once; a mask_mod is asked while the tensor
   // cores are at work)
   static constexpr bool kFoldsWords = kListed && kRows == 128, kEarlyMasks = kMaskMod;
@@ -52,9 +53,9 @@ struct Tuning {
 
   // dQ is computed a step behind. Then no warpgroup waits for the other's dS, and one can be at its products while the
   // other is at its exponentials. It is not done where there are no registers to keep track of it.
-  static constexpr bool kCrowdedMod = kScoreMod && (kBias || kScoreSlopes || kCapturedGradients);
-  static constexpr bool kBehind = kDQ && (kRows == 128 || kNarrow ||
-                                          !(kDropout || kSoftCap || kSegments || kCrowdedMod ||
+  static constexpr bool kModNeedsRegisters = kScoreMod && (kBias || kScoreSlopes || kCapturedGradients);
+  static constexpr bool kBehind = kDQ && (kRows == 128 || kHeadDimsUpTo64 ||
+                                          !(kDropout || kSoftCap || kSegments || kModNeedsRegisters ||
                                             kBiasDType == DType::kF64 || (kListed && (kBias || kCausal || kWindow))));
   // Whether the first step of a tile, which has no dQ yet, has code of its own. That is 2 to 4% faster. But with no
   // mask, or a causal one alone, ptxas compiles the loop over the other steps differently, up to 2.5% slower; and other
@@ -80,7 +81,7 @@ struct Tuning {
 
   // Where ptxas must not move work ahead, since it would spill registers (Never): between masks and exponentials, ...
   static constexpr bool kStopAfterMask = (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kManyRanges)) ||
-                                         ((kScoreMod || (kMaskMod && kSoftCap)) && !kNarrow);
+                                         ((kScoreMod || (kMaskMod && kSoftCap)) && !kHeadDimsUpTo64);
   // ... between the exponentials of the first half of the rows and those of the second, so that L of the second half is
   // not read before, ...
   static constexpr bool kStopInSoftmax =

@@ -1,4 +1,4 @@
-// Tiles of a bias, which the copy engine brings with K in the forward and with Q in the backward, so that nobody waits
+// Tiles of a bias, which TMA brings with K in the forward and with Q in the backward, so that nobody waits
 // for its entries one by one; and tiles of dbias, which it takes away. In shared memory they lie as they come: in boxes
 // of all rows of a tile and kBoxBytes of keys, swizzled.
 #pragma once

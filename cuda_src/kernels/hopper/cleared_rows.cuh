@@ -1,4 +1,4 @@
-// Rows of a tile in shared memory that the copy engine sets to 0 after the tile has landed.
+// Rows of a tile in shared memory that TMA sets to 0 after the tile has landed.
 //
 // wgmma multiplies whole tiles, and 0 times NaN is NaN. So rows whose content must not matter (empty rows of Q and dO,
 // keys from the length on) are cleared before a consumer sees them. The producer thread does that: it counts the loads

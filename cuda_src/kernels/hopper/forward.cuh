@@ -13,7 +13,7 @@
 // Where a tile has too few rows to give each warpgroup 64 of its own, half of the warpgroups take the first half of the
 // keys of each tile and the others the second half; O, m and l of the two halves are merged at the end.
 //
-// f32 is taken as TF32: the copy engine rounds Q, K and V, as their maps say. There Q is held in registers, for the
+// f32 is taken as TF32: TMA rounds Q, K and V, as their maps say. There Q is held in registers, for the
 // sake of shared memory's bandwidth, and V lands box by box and is transposed by the other warps of the producer's
 // warpgroup.
 //
@@ -35,20 +35,20 @@ struct Consumer : Epilogue {
   // Computes S and P of tile j of K, and adds P V of the tile before it, which lies to its right, to O. Numbers are
   // lines of Algorithm 2. `inside`: if the tile is masked, do the bits of its block alone say what is seen?
   template <bool kMasked>
-  __device__ __forceinline__ void Step(const QTile& tile, int j, bool last, bool inside = false) {
+  __device__ __forceinline__ void ComputeSTile(const QTile& tile, int j, bool last, bool inside = false) {
     float alpha[2], shift[2];
-    Look<kMasked>(tile, j, inside);  // before S needs registers
+    FetchMasks<kMasked>(tile, j, inside);  // before S needs registers
     TakeTurn();
     IssueS();  // 10
     IssueO();  // 15, of the tile before
     PassTurn();
-    Draw(tile, j);
+    DrawZ(tile, j);
     WgmmaWait<1>();
     if (kBiasTiles) AddBias();  // 11
     FinishS(last);
     if (kMasked && kLookedUp && !Tuning::kEarlyMasks) {
       if (Never()) return;  // or ptxas would have the turn wait for what memory says
-      JoinSeen(tile, j, inside);
+      JoinMasks(tile, j, inside);
     }
     if ((kFormsScores && (!kBiasTiles || kScoreMod)) || !kMasked || !Tuning::kVote || !seen.All())
       ToScores<kMasked>(tile, j);  // 11
@@ -71,7 +71,7 @@ struct Consumer : Epilogue {
 
   // Computes one tile of O: an i of line 8, with the loop of line 6 inside. Returns false if the producer has no more
   // tiles.
-  __device__ __forceinline__ bool Run(const TensorMap* o_map) {
+  __device__ __forceinline__ bool ComputeOTile(const TensorMap* o_map) {
     SyncWarp();  // all lanes have read the tile before, which q_empty will say
     MbarrierWait(&shared.q_full[q.Index()][row_group], q.Parity());
     // The tile stays in shared memory for want of registers. Only the loop's bounds are read into registers; they are
@@ -80,7 +80,7 @@ struct Consumer : Epilogue {
     const int begin = kLocal || kListed ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
     const int unmasked_begin = kLocal ? Uniform(tile.visible.every_lo) : 0;
     const int unmasked_end = Uniform(tile.visible.every_hi);
-    if (kOwnKeys) Pass(shared.passed[q.position][row_group].before);
+    if (kOwnKeys) SkipTiles(shared.skipped[q.position][row_group].before);
     if (begin == end) {
       if (tile.row < 0) return false;
       WriteEmpty(tile);
@@ -99,13 +99,13 @@ struct Consumer : Epilogue {
 #pragma unroll
     for (int i = 0; i < kVDim / 2; ++i) O[i] = 0.0f;
     const bool masked = Tuning::kFirstMasked || (kListed ? listed.Masked() : j >= unmasked_end || j < unmasked_begin);
-    if (masked) Look<true>(tile, j, kListed && listed.Inside());
-    Draw(tile, j);
+    if (masked) FetchMasks<true>(tile, j, kListed && listed.Inside());
+    DrawZ(tile, j);
     WgmmaWait<0>();
     if (kBiasTiles) AddBias();
     FinishS(kListed ? listed.Last() : j == begin);
     if (masked) {
-      if (kLookedUp && !Tuning::kEarlyMasks) JoinSeen(tile, j, kListed && listed.Inside());
+      if (kLookedUp && !Tuning::kEarlyMasks) JoinMasks(tile, j, kListed && listed.Inside());
       ToScores<true>(tile, j);
     } else {
       ToScores<false>(tile, j);
@@ -117,21 +117,21 @@ struct Consumer : Epilogue {
       while (!listed.Last()) {
         listed = Listed();
         if (listed.Masked()) {
-          Step<true>(tile, listed.J(), listed.Last(), listed.Inside());
+          ComputeSTile<true>(tile, listed.J(), listed.Last(), listed.Inside());
         } else {
-          Step<false>(tile, listed.J(), listed.Last());
+          ComputeSTile<false>(tile, listed.J(), listed.Last());
         }
       }
     } else {
-      for (--j; j >= unmasked_end; --j) Step<true>(tile, j, j == begin);
-      for (; j >= unmasked_begin; --j) Step<false>(tile, j, j == begin);
+      for (--j; j >= unmasked_end; --j) ComputeSTile<true>(tile, j, j == begin);
+      for (; j >= unmasked_begin; --j) ComputeSTile<false>(tile, j, j == begin);
       if (kLocal) {
-        for (; j >= begin; --j) Step<true>(tile, j, j == begin);
+        for (; j >= begin; --j) ComputeSTile<true>(tile, j, j == begin);
       }
     }
     IssueO();
     FinishO();
-    if (kOwnKeys && kLocal) Pass(shared.passed[q.position][row_group].after);
+    if (kOwnKeys && kLocal) SkipTiles(shared.skipped[q.position][row_group].after);
     Finish(tile, o_map);
     return true;
   }
@@ -154,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       MbarrierInit(&shared.v_full[s], kTF32 ? ArrivalsOf(kVBoxes) : 1);
       MbarrierInit(&shared.v_empty[s], kByConsumers);
     }
-    for (int s = 0; kScout && s < kAhead; ++s)
-      MbarrierInit(&shared.found_full[s], 1), MbarrierInit(&shared.found_empty[s], 1);
+    for (int s = 0; kPrefetchesLists && s < kPrefetchDepth; ++s)
+      MbarrierInit(&shared.prefetched_full[s], 1), MbarrierInit(&shared.prefetched_empty[s], 1);
     for (int s = 0; kTF32 && s < kLandings; ++s)
       MbarrierInit(&shared.landed[s], 1), MbarrierInit(&shared.transposed[s], ArrivalsOf(kTransposers));
     if (kProblem.kv_lengths) shared.uncleared.Init();
@@ -166,15 +166,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     SetMaxRegistersDown<Tuning::kProducerRegisters>();
     if (threadIdx.x == 0) {
       Producer{p, shared, &query_map, &key_map, &value_map, &bias_map}.Run();
-    } else if (kScout && threadIdx.x == 32) {
-      Scout{p, shared}.Run();
+    } else if (kPrefetchesLists && threadIdx.x == 32) {
+      ListPrefetcher{p, shared}.Run();
     } else if (kTF32 && threadIdx.x >= 32) {
       Transposer{shared}.Run();
     }
   } else {
     SetMaxRegistersUp<Tuning::kConsumerRegisters>();
     Consumer consumer(p, shared);
-    while (consumer.Run(&o_map)) consumer.q.Next();
+    while (consumer.ComputeOTile(&o_map)) consumer.q.Next();
     TmaWaitRead<0>();  // a CTA may not end before O has left its shared memory
   }
 }

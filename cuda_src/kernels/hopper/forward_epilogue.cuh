@@ -15,17 +15,17 @@ struct Epilogue : Probabilities {
     if (kKeyGroups == 1) {
       Write(tile, o_map);
     } else if (key_group == 0) {
-      HandOver();
+      SendPartial();
     } else {
-      Merge();
+      MergePartial();
       Write(tile, o_map);
     }
   }
 
-  __device__ __forceinline__ void HandOver() {
-    auto* const to = shared.handed[row_group];
+  __device__ __forceinline__ void SendPartial() {
+    auto* const to = shared.partial[row_group];
     const int thread = threadIdx.x % kWarpgroup;
-    BarrierSync(kFree + row_group, 2 * kWarpgroup);
+    BarrierSync(kPartialFree + row_group, 2 * kWarpgroup);
 #pragma unroll
     for (int i = 0; i < kVDim / 2; ++i) to[i][thread] = O[i];
 #pragma unroll
@@ -33,15 +33,15 @@ struct Epilogue : Probabilities {
       auto* const row = to + kVDim / 2 + 3 * h;
       row[0][thread] = softmax.m[h], row[1][thread] = softmax.l[h], row[2][thread] = softmax.reference[h];
     }
-    BarrierArrive(kHanded + row_group, 2 * kWarpgroup);
+    BarrierArrive(kPartialFull + row_group, 2 * kWarpgroup);
   }
 
   // Merges the other half's O, m and l into this one's, which are then those of all keys.
-  __device__ __forceinline__ void Merge() {
-    const auto* const from = shared.handed[row_group];
+  __device__ __forceinline__ void MergePartial() {
+    const auto* const from = shared.partial[row_group];
     const int thread = threadIdx.x % kWarpgroup;
     float alpha[2], beta[2];
-    BarrierSync(kHanded + row_group, 2 * kWarpgroup);
+    BarrierSync(kPartialFull + row_group, 2 * kWarpgroup);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const auto* const row = from + kVDim / 2 + 3 * h;
@@ -49,7 +49,7 @@ struct Epilogue : Probabilities {
     }
 #pragma unroll
     for (int i = 0; i < kVDim / 2; ++i) O[i] = O[i] * alpha[i / 2 % 2] + from[i][thread] * beta[i / 2 % 2];
-    BarrierArrive(kFree + row_group, 2 * kWarpgroup);
+    BarrierArrive(kPartialFree + row_group, 2 * kWarpgroup);
   }
 
   // Writes O, l and m of a tile whose rows see no key.

@@ -76,10 +76,10 @@ struct Producer {
     for (int w = 0; w < kRowGroups; ++w) {
       MbarrierWait(&shared.q_empty[q.Index()][w], q.Parity() ^ 1);
       if (kOwnKeys && !empty) {
-        shared.tile[q.position][w] = PartOf(p, tile, w, &shared.passed[q.position][w]);
+        shared.tile[q.position][w] = PartOf(p, tile, w, &shared.skipped[q.position][w]);
       } else {
         shared.tile[q.position][w] = tile;
-        if (kOwnKeys) shared.passed[q.position][w] = {0, 0};
+        if (kOwnKeys) shared.skipped[q.position][w] = {0, 0};
       }
       MbarrierArriveExpectTx(&shared.q_full[q.Index()][w], empty ? 0 : kQKBoxes * kQBox);
       for (int b = 0; !empty && b < kQKBoxes; ++b)
@@ -90,10 +90,10 @@ struct Producer {
   }
 
   __device__ __forceinline__ void Run() {
-    if constexpr (kScout) {
-      RunListed(Found{shared});
+    if constexpr (kPrefetchesLists) {
+      RunListed(PrefetchedLists{shared});
     } else if constexpr (kListed) {
-      RunListed(Lookup{p});
+      RunListed(ListReader{p});
     } else {
       auto schedule = MakeSchedule(p);
       QTile tile;
@@ -121,19 +121,19 @@ struct Producer {
     }
   }
 
-  // With lists: loads all tiles that a Lookup or a Found goes through.
+  // With lists: loads all tiles that a ListReader or a PrefetchedLists goes through.
   template <typename List>
   __device__ __forceinline__ void RunListed(List list) {
     while (list.NextTile()) {
-      const QTile& tile = list.Here();
+      const QTile& tile = list.Tile();
       const int kv_head = tile.head / (p.q_heads / Fresh(p.kv_heads)), batch = tile.batch;
       ListedTile keys = list.NextKeys();
-      if (keys.There()) LoadK(at, keys.J(), kv_head, batch, tile, keys);
-      LoadQ(tile, !keys.There());
-      while (keys.There()) {
+      if (keys.Exists()) LoadK(at, keys.J(), kv_head, batch, tile, keys);
+      LoadQ(tile, !keys.Exists());
+      while (keys.Exists()) {
         const int j = keys.J();
         keys = keys.Last() ? ListedTile{} : list.NextKeys();
-        if (keys.There()) LoadK(at.After(), keys.J(), kv_head, batch, tile, keys);
+        if (keys.Exists()) LoadK(at.After(), keys.J(), kv_head, batch, tile, keys);
         LoadV(j, kv_head, batch);
       }
     }
@@ -162,8 +162,8 @@ struct Transposer {
       }
       if (!shared.more[landing.index]) return;
       MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
-      TransposeBox<kCols, Tuning::kTransposedAtOnce>(shared.landing[landing.index],
-                                                     shared.v[v.index] + box * kBoxColumns * 128, kTransposedBox);
+      TransposeBox<kWarpgroupKeys, Tuning::kTransposedAtOnce>(
+          shared.landing[landing.index], shared.v[v.index] + box * kBoxColumns * 128, kTransposedBox);
       FenceProxyAsync();
       SyncWarp();
       MbarrierArrive(&shared.v_full[v.index], ArrivesForWarp(lane));

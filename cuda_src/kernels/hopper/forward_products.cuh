@@ -9,9 +9,14 @@ namespace jax_flash::hopper::forward {
 
 constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
 
-// The first named barriers by which the two warpgroups of a row group hand over O, m and l: one of each kind for a
-// group.
-constexpr int kHanded = 1 + 2 * kConsumers, kFree = kHanded + kRowGroups;
+// Named barriers, each the first of several: one for each consumer warpgroup, or for each row group. 0 is that of
+// __syncthreads.
+enum NamedBarrier {
+  kWarpgroupBarrier = 1,
+  kTurnBarrier = kWarpgroupBarrier + kConsumers,
+  kPartialFull = kTurnBarrier + kConsumers,  // O, m and l of the first half of the keys are in shared memory ...
+  kPartialFree = kPartialFull + kRowGroups   // ... and have been read
+};
 
 // A consumer warpgroup has 64 rows, and all keys of a tile or half of them. A lane has two of the rows, Row and Row
 // + 8.
@@ -31,25 +36,25 @@ struct Warpgroup {
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32) {
     if (warpgroup == kConsumers - 1) PassTurn();  // the first turn is the first warpgroup's
-    if (kKeyGroups > 1 && key_group == 1) BarrierArrive(kFree + row_group, 2 * kWarpgroup);
+    if (kKeyGroups > 1 && key_group == 1) BarrierArrive(kPartialFree + row_group, 2 * kWarpgroup);
   }
 
   __device__ __forceinline__ int RowInTile() const { return 64 * row_group + 16 * warp + lane / 4; }
   __device__ __forceinline__ int Row(const QTile& tile) const { return tile.row + RowInTile(); }
   // The first of this warpgroup's keys in tile j.
-  __device__ __forceinline__ int Column(int j) const { return j * kKeys + key_group * kCols; }
+  __device__ __forceinline__ int Column(int j) const { return j * kKeys + key_group * kWarpgroupKeys; }
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
-  __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(1 + warpgroup, kWarpgroup); }
+  __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(kWarpgroupBarrier + warpgroup, kWarpgroup); }
   // Warpgroups that each walk their own keys are not at the same tile, and take no turns.
   __device__ __forceinline__ void TakeTurn() {
-    if (!kOwnKeys) BarrierSync(1 + kConsumers + warpgroup, 2 * kWarpgroup);
+    if (!kOwnKeys) BarrierSync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
   }
   __device__ __forceinline__ void PassTurn() {
-    if (!kOwnKeys) BarrierArrive(1 + kConsumers + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
+    if (!kOwnKeys) BarrierArrive(kTurnBarrier + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
   }
 
   // Leaves out tiles of K and V that others see.
-  __device__ __forceinline__ void Pass(int tiles) {
+  __device__ __forceinline__ void SkipTiles(int tiles) {
 #pragma unroll 1
     for (; tiles > 0; --tiles, k.Next(), v.Next()) {
       MbarrierWait(&shared.k_full[k.index], k.parity);
@@ -66,8 +71,8 @@ struct Warpgroup {
 
 // Lines 10 and 15 of Algorithm 2: S = Q K^T, and O += P V.
 struct Products : Warpgroup {
-  float S[kCols / 2], O[kVDim / 2];
-  uint32_t P[kCols / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32
+  float S[kWarpgroupKeys / 2], O[kVDim / 2];
+  uint32_t P[kWarpgroupKeys / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32
 
   using Warpgroup::Warpgroup;
 
@@ -84,14 +89,14 @@ struct Products : Warpgroup {
     if (!kListed) MbarrierWait(&shared.k_full[k.index], k.parity);  // with lists Listed has waited for it
     WgmmaFence();
     const uint64_t a = Descriptor(shared.q[q.Index()][row_group], 0);
-    const uint64_t b = Descriptor(shared.k[k.index] + key_group * kCols * 128, 0);
+    const uint64_t b = Descriptor(shared.k[k.index] + key_group * kWarpgroupKeys * 128, 0);
 #pragma unroll
     for (int d = 0; d < kQKSteps; ++d) {
       const uint64_t b_d = Advance(b, d / 4 * kKVBox + d % 4 * 32);
       if constexpr (kTF32) {
-        Wgmma<kCols>::template RS<Major::kK>(S, Q[d], b_d, d > 0);
+        Wgmma<kWarpgroupKeys>::template RS<Major::kK>(S, Q[d], b_d, d > 0);
       } else {
-        Wgmma<kCols>::template SS<Major::kK, Major::kK>(S, Advance(a, d / 4 * kQBox + d % 4 * 32), b_d, d > 0);
+        Wgmma<kWarpgroupKeys>::template SS<Major::kK, Major::kK>(S, Advance(a, d / 4 * kQBox + d % 4 * 32), b_d, d > 0);
       }
     }
     WgmmaCommit();
@@ -108,9 +113,9 @@ struct Products : Warpgroup {
   __device__ __forceinline__ void IssueO() {
     MbarrierWait(&shared.v_full[v.index], v.parity);
     WgmmaFence();
-    const uint64_t b = Descriptor(shared.v[v.index] + key_group * kCols * 128, kKVBox);
+    const uint64_t b = Descriptor(shared.v[v.index] + key_group * kWarpgroupKeys * 128, kKVBox);
 #pragma unroll
-    for (int c = 0; c < kCols / kStep; ++c) {
+    for (int c = 0; c < kWarpgroupKeys / kStep; ++c) {
       const int at = kTF32 ? c / 4 * kTransposedBox + c % 4 * 32 : c * 16 * 128;
       Wgmma<kVDim>::template RS<kTF32 ? Major::kK : Major::kMN>(O, P + 4 * c, Advance(b, at), true);
     }

@@ -37,25 +37,25 @@ __device__ __forceinline__ bool Next(const Params& p, Rows* rows, QTile* tile) {
 }
 
 // What is a warpgroup's of a tile. (Ranges that are not as they should be must not lead beyond what is loaded.)
-__device__ __forceinline__ QTile PartOf(const Params& p, const QTile& tile, int row_group, Passed* passed) {
+__device__ __forceinline__ QTile PartOf(const Params& p, const QTile& tile, int row_group, SkippedTiles* skipped) {
   QTile part = tile;
   const int row = tile.row + 64 * row_group;
   const Visible& all = tile.visible;
   Visible& own = part.visible = TilesOf(p, tile.batch, row, row + 64);
   own.any_lo = max(own.any_lo, all.any_lo), own.any_hi = min(own.any_hi, all.any_hi);
   if (own.any_lo >= own.any_hi) own.any_lo = own.any_hi = all.any_lo;
-  *passed = {all.any_hi - own.any_hi, own.any_lo - all.any_lo};
+  *skipped = {all.any_hi - own.any_hi, own.any_lo - all.any_lo};
   return part;
 }
 
 // With lists: goes through the tiles of the output, and through the tiles of K and V that each of them sees.
-struct Lookup {
+struct ListReader {
   const Params& p;
   QTile tile;
   const int32_t* kinds;
   ListedKeys<kKeys> keys;
 
-  __device__ __forceinline__ const QTile& Here() const { return tile; }
+  __device__ __forceinline__ const QTile& Tile() const { return tile; }
   // Goes to the next tile; returns false when there are no more.
   __device__ __forceinline__ bool NextTile() {
     constexpr int kTiles = kTilesOfRow<kRows>;
@@ -85,61 +85,62 @@ struct Lookup {
 // A thread that goes through the lists ahead of the thread that loads. To find a tile it reads a counter, then a list,
 // then the list's members and their kinds, each of which says where the next one is. That takes as long as a short
 // list's tile.
-struct Scout {
+struct ListPrefetcher {
   const Params& p;
   Shared& shared;
-  Ring<kAhead> at;
-  Ring<kAhead + 1> tiles;  // one more than found tiles of K and V, so that these need no barriers of their own
+  Ring<kPrefetchDepth> at;
+  Ring<kPrefetchDepth + 1>
+      tiles;  // one more than prefetched tiles of K and V, so that these need no barriers of their own
 
   __device__ __forceinline__ void Run() {
-    Lookup lookup{p};
-    while (lookup.NextTile()) {
-      ListedTile keys = lookup.NextKeys();
+    ListReader reader{p};
+    while (reader.NextTile()) {
+      ListedTile keys = reader.NextKeys();
       Wait();
-      Tell(lookup.tile);
-      Tell(keys);
-      while (keys.There() && !keys.Last()) {
-        keys = lookup.NextKeys();
+      Publish(reader.tile);
+      Publish(keys);
+      while (keys.Exists() && !keys.Last()) {
+        keys = reader.NextKeys();
         Wait();
-        Tell(keys);
+        Publish(keys);
       }
     }
     Wait();
-    Tell(QTile{-1});
-    Tell(ListedTile{});
+    Publish(QTile{-1});
+    Publish(ListedTile{});
   }
 
  private:
-  __device__ __forceinline__ void Wait() { MbarrierWait(&shared.found_empty[at.index], at.parity ^ 1); }
-  __device__ __forceinline__ void Tell(const QTile& next) {
-    shared.found_tile[tiles.index] = next;
+  __device__ __forceinline__ void Wait() { MbarrierWait(&shared.prefetched_empty[at.index], at.parity ^ 1); }
+  __device__ __forceinline__ void Publish(const QTile& next) {
+    shared.prefetched_tile[tiles.index] = next;
     tiles.Next();
   }
-  __device__ __forceinline__ void Tell(ListedTile keys) {
-    shared.found[at.index] = keys;
-    MbarrierArrive(&shared.found_full[at.index]);
+  __device__ __forceinline__ void Publish(ListedTile keys) {
+    shared.prefetched[at.index] = keys;
+    MbarrierArrive(&shared.prefetched_full[at.index]);
     at.Next();
   }
 };
 
-// Goes through what a Scout has found, as a Lookup does.
-struct Found {
+// Goes through what a ListPrefetcher has found, as a ListReader does.
+struct PrefetchedLists {
   Shared& shared;
-  Ring<kAhead> at;
-  Ring<kAhead + 1> tiles;
+  Ring<kPrefetchDepth> at;
+  Ring<kPrefetchDepth + 1> tiles;
   const QTile* tile;
 
-  __device__ __forceinline__ const QTile& Here() const { return *tile; }
+  __device__ __forceinline__ const QTile& Tile() const { return *tile; }
   __device__ __forceinline__ bool NextTile() {
-    MbarrierWait(&shared.found_full[at.index], at.parity);
-    tile = &shared.found_tile[tiles.index];
+    MbarrierWait(&shared.prefetched_full[at.index], at.parity);
+    tile = &shared.prefetched_tile[tiles.index];
     tiles.Next();
     return tile->row >= 0;
   }
   __device__ __forceinline__ ListedTile NextKeys() {
-    MbarrierWait(&shared.found_full[at.index], at.parity);
-    const ListedTile keys = shared.found[at.index];
-    MbarrierArrive(&shared.found_empty[at.index]);
+    MbarrierWait(&shared.prefetched_full[at.index], at.parity);
+    const ListedTile keys = shared.prefetched[at.index];
+    MbarrierArrive(&shared.prefetched_empty[at.index]);
     at.Next();
     return keys;
   }

@@ -13,8 +13,8 @@ constexpr int kConsumers = kTiling.groups;                 // warpgroups
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 
 constexpr int kRowGroups = kRows / 64, kKeyGroups = kConsumers / kRowGroups;
-constexpr int kCols = kKeys / kKeyGroups;  // of S in one warpgroup
+constexpr int kWarpgroupKeys = kKeys / kKeyGroups;  // of S in one warpgroup
 static_assert(kRows % 64 == 0 && kConsumers % kRowGroups == 0 && kKeyGroups <= 2 && kKeys % kKeyGroups == 0);
-static_assert(kCols % (kTF32 ? 32 : 16) == 0 && (kKeyGroups == 1 || !kTF32));
+static_assert(kWarpgroupKeys % (kTF32 ? 32 : 16) == 0 && (kKeyGroups == 1 || !kTF32));
 
 }  // namespace jax_flash::hopper::forward

@@ -9,8 +9,8 @@ namespace jax_flash::hopper::forward {
 // Lines 11 to 14 of Algorithm 2: from S to Z P.
 struct Probabilities : Products {
   OnlineSoftmax<2> softmax;
-  PackedZ<kCols> z;
-  Seen<false, kCols> seen;
+  PackedZ<kWarpgroupKeys> z;
+  Seen<false, kWarpgroupKeys> seen;
 
   __device__ __forceinline__ Probabilities(const Params& p, Shared& shared) : Products(p, shared) {
     softmax.to_log2 = ToLog2(p);
@@ -29,15 +29,15 @@ struct Probabilities : Products {
 
   // Begins to look up which columns of tile j this lane's rows see.
   template <bool kMasked>
-  __device__ __forceinline__ void Look(const QTile& tile, int j, bool inside) {
+  __device__ __forceinline__ void FetchMasks(const QTile& tile, int j, bool inside) {
     if (!kMasked || !kLookedUp) return;
-    const Block<false> block(p.block_mask, kListed ? shared.listed[k.index].elements : kAll);
+    const Block<false> block(p.block_mask, kListed ? shared.listed[k.index].elements : kAllVisible);
     seen.Ask(block, Block<false>::kLines == kRows ? RowInTile() : Row(tile),
              Column(j));  // a tile may be a whole block
-    if (Tuning::kEarlyMasks) JoinSeen(tile, j, inside);
+    if (Tuning::kEarlyMasks) JoinMasks(tile, j, inside);
   }
   // Joins what all masks say of tile j. `inside`: do the bits of its block alone say what is seen?
-  __device__ __forceinline__ void JoinSeen(const QTile& tile, int j, bool inside) {
+  __device__ __forceinline__ void JoinMasks(const QTile& tile, int j, bool inside) {
     seen.Fold();
     if (!inside) seen.Join(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
   }
@@ -48,11 +48,11 @@ struct Probabilities : Products {
     Cap(p, S);
     const uint8_t* const rows = shared.bias[k.index] + (64 * row_group + 16 * warp) * kBoxBytes;
 #pragma unroll
-    for (int i = 0; i < kCols / 2; ++i) S[i] *= Unit(p);
+    for (int i = 0; i < kWarpgroupKeys / 2; ++i) S[i] *= Unit(p);
 #pragma unroll
-    for (int c = 0; c < kCols; c += 16) {
+    for (int c = 0; c < kWarpgroupKeys; c += 16) {
       if (Tuning::kBiasInParts && c % 32 == 0 && Never()) return;
-      AddBiasTile<false>(rows, key_group * kCols + c, S + c / 2);
+      AddBiasTile<false>(rows, key_group * kWarpgroupKeys + c, S + c / 2);
     }
     FenceProxyAsync();  // before the next tile of the bias comes to the same place
     if (kBiasDType == DType::kF32)
@@ -66,7 +66,7 @@ struct Probabilities : Products {
     const Score score(p, tile.batch, tile.head);
     const View<false> view = ViewOf(tile, j);
     if (!kBiasTiles) Cap(p, S);
-    if (program::kLessWithin && tile.row + kRows <= p.q_len && Column(j) + kCols <= p.kv_len &&
+    if (program::kLessWithin && tile.row + kRows <= p.q_len && Column(j) + kWarpgroupKeys <= p.kv_len &&
         (!kProblem.query_offset || AreAmongKeys(p, tile.batch, tile.row, kRows))) {
       FormScores<true>(score, view);
     } else {
@@ -84,7 +84,7 @@ struct Probabilities : Products {
   template <bool kWithin>
   __device__ __forceinline__ void FormScores(const Score& score, const View<false>& view) {
 #pragma unroll
-    for (int i = 0; kWholeScores && (!kBiasTiles || kScoreMod) && i < kCols / 2; ++i) {
+    for (int i = 0; kWholeScores && (!kBiasTiles || kScoreMod) && i < kWarpgroupKeys / 2; ++i) {
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       if (!kBiasTiles) S[i] = score.BeforeMod(S[i], view.Row(h, x), view.Key(h, x));
       S[i] = score.Mod<kWithin>(S[i], view, h, x);
@@ -109,12 +109,12 @@ struct Probabilities : Products {
   }
 
   // Draws which entries of tile j dropout keeps.
-  __device__ __forceinline__ void Draw(const QTile& tile, int j) { z.Draw(p, Row(tile), Column(j)); }
+  __device__ __forceinline__ void DrawZ(const QTile& tile, int j) { z.Draw(p, Row(tile), Column(j)); }
 
   // Makes Z P the left operand of O's product.
   __device__ __forceinline__ void PackP() {
 #pragma unroll
-    for (int i = 0; i < kCols / kStep * 4; ++i)
+    for (int i = 0; i < kWarpgroupKeys / kStep * 4; ++i)
       P[i] = kTF32 ? RoundTF32(__float_as_uint(S[i / 4 * 4 + i % 2 * 2 + i / 2 % 2])) : Pack(S[2 * i], S[2 * i + 1]);
     z.Apply(P);
   }

@@ -16,18 +16,19 @@ constexpr int kQBox = kBoxRows * kBoxBytes;                  // bytes of a box o
 constexpr int kKVBox = kKeys * kBoxBytes;                    // bytes of a box of K or V
 constexpr int kTransposedBox = kVBoxes * kBoxColumns * 128;  // bytes of 32 keys of V^T
 constexpr int kTransposers = 3;                              // warps
-constexpr int kLandings = kCols < 64 ? 8 : 4;                // boxes of V in flight that are to be transposed
-constexpr bool kScout = kListed && !kTF32;                   // is there a thread that looks up lists ahead?
-constexpr int kAhead = kScout ? 8 : 1;                       // tiles of K and V that it is ahead at most
+constexpr int kLandings = kWarpgroupKeys < 64 ? 8 : 4;       // boxes of V in flight that are to be transposed
+constexpr bool kPrefetchesLists = kListed && !kTF32;         // is there a thread that looks up lists ahead?
+constexpr int kPrefetchDepth = kPrefetchesLists ? 8 : 1;     // tiles of K and V that it is ahead at most
 // O leaves through shared memory of its own, so that the next tile of Q can come meanwhile: as a whole, or box by box
 // with two boxes in turn. Where there is no room for two boxes it leaves through Q's. Where there is room for two tiles
 // of Q, the next tile is loaded while this one is computed.
 constexpr int kQBytes = kRowGroups * kQKBoxes * kQBox;
 constexpr int kKVBytes =
     ((kQKBoxes + kVBoxes) * kKVBox + kBiasTile) * kStages + (kTF32 ? kLandings * kKVBox + 1024 : 0);
-constexpr int kHandedValues = kVDim / 2 + 6;  // that a thread hands over: its O, and m, l and reference of its two rows
-constexpr int kHandedBytes = kKeyGroups > 1 ? kRowGroups * kHandedValues * kWarpgroup * 4 : 0;
-constexpr int kRoom = 226 * 1024 - kKVBytes - kHandedBytes;          // for Q and O
+constexpr int kPartialValues =
+    kVDim / 2 + 6;  // that a thread hands over: its O, and m, l and reference of its two rows
+constexpr int kPartialBytes = kKeyGroups > 1 ? kRowGroups * kPartialValues * kWarpgroup * 4 : 0;
+constexpr int kRoom = 226 * 1024 - kKVBytes - kPartialBytes;         // for Q and O
 constexpr int kRoomForO = (kRoom - kQBytes) / (kRowGroups * kQBox);  // boxes of each row group
 constexpr int kOBoxes = kRoomForO >= kVBoxes ? kVBoxes : kRoomForO >= 2 ? 2 : 0;
 constexpr bool kOInQ = kOBoxes == 0;
@@ -49,7 +50,7 @@ struct QTile {
 
 // Tiles of K and V of a tile of the output that a warpgroup's own rows do not see: to the right of those that they see,
 // which come before them, and to the left.
-struct Passed {
+struct SkippedTiles {
   int before, after;
 };
 
@@ -58,7 +59,7 @@ struct ListedTile {
   int word = -1;  // 8 j + 4 inside + 2 masked + last; < 0: there is none
   int elements;   // of its block
 
-  __device__ __forceinline__ bool There() const { return word >= 0; }
+  __device__ __forceinline__ bool Exists() const { return word >= 0; }
   __device__ __forceinline__ int J() const { return word >> 3; }
   __device__ __forceinline__ bool Inside() const { return word & 4; }
   __device__ __forceinline__ bool Masked() const { return word & 2; }
@@ -75,17 +76,17 @@ struct Shared {
   QTile tile[2 * kQBuffers][kRowGroups];  // comes with q, stays until the next tile's q goes
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
-  LandingBarrier uncleared;                  // counts loads of V that the producer clears
-  ListedTile listed[kListed ? kStages : 1];  // comes with k
-  ListedTile found[kAhead];                  // by the scout
-  QTile found_tile[kAhead + 1];              // comes with the first of them
-  uint64_t found_full[kAhead], found_empty[kAhead];
+  LandingBarrier uncleared;                   // counts loads of V that the producer clears
+  ListedTile listed[kListed ? kStages : 1];   // comes with k
+  ListedTile prefetched[kPrefetchDepth];      // by the ListPrefetcher
+  QTile prefetched_tile[kPrefetchDepth + 1];  // comes with the first of them
+  uint64_t prefetched_full[kPrefetchDepth], prefetched_empty[kPrefetchDepth];
   // What the threads of a warpgroup hand over: O, m and l of their half of the keys.
-  float handed[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kHandedValues : 1][kKeyGroups > 1 ? kWarpgroup : 1];
+  float partial[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kPartialValues : 1][kKeyGroups > 1 ? kWarpgroup : 1];
   // f32: V as it comes
   uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];
   bool more[kTF32 ? kLandings : 1];  // comes with a box, or says that there are none
-  Passed passed[kOwnKeys ? 2 * kQBuffers : 1][kOwnKeys ? kRowGroups : 1];  // comes with q, as the tile does
+  SkippedTiles skipped[kOwnKeys ? 2 * kQBuffers : 1][kOwnKeys ? kRowGroups : 1];  // comes with q, as the tile does
   alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? kKVBox : 1];
 };
 

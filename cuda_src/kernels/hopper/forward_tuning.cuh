@@ -25,11 +25,11 @@ struct Tuning {
   // Do warps vote whether their rows see all of a masked tile, and then hide nothing? Some warps' rows often do where
   // those of others do not; and where a window crosses a block, one warpgroup's half of the keys may be seen as a
   // whole. With segments and dropout the vote costs more than it saves.
-  static constexpr bool kVote = (kSegments ? !kDropout : kListed) && kCols % 32 == 0;
+  static constexpr bool kVote = (kSegments ? !kDropout : kListed) && kWarpgroupKeys % 32 == 0;
 
   // Are a tile's masks joined before S needs registers? Otherwise that is done when S is there, and memory has
   // answered.
-  static constexpr bool kEarlyMasks = kSegments || kMaskMod || (kDropout && kCols == 128);
+  static constexpr bool kEarlyMasks = kSegments || kMaskMod || (kDropout && kWarpgroupKeys == 128);
 
   // Where ptxas must not move work ahead, since it would spill registers (Never): between each 32 keys of a tile of a
   // bias.

@@ -25,6 +25,8 @@ __device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
 
 // Where row r of L and D is stored. Rows are permuted within each 16, so that what a lane needs for a 16 x 16 tile of
 // S^T is one float4.
-__device__ __forceinline__ int Place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
+__device__ __forceinline__ int PlaceOfRow(int row) {
+  return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
+}
 
 }  // namespace jax_flash::hopper

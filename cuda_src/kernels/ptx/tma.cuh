@@ -81,7 +81,7 @@ __device__ __forceinline__ void TmaWaitRead() {
 // cp.async.bulk.wait_group: until all groups are complete, and others can see what they wrote.
 __device__ __forceinline__ void TmaWaitAll() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// fence.proxy.async: what this thread wrote to shared memory is visible to the copy engine and the tensor cores, and
+// fence.proxy.async: what this thread wrote to shared memory is visible to TMA and the tensor cores, and
 // what they write there later is not to what it has read.
 __device__ __forceinline__ void FenceProxyAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

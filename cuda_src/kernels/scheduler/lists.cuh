@@ -29,18 +29,18 @@ __device__ __forceinline__ BlockList ColumnList(const Params& p, int batch, int 
                 BlockColumns(p));
 }
 
-// How many tiles of kRows rows, or of kCols columns, a block has, and how many all lists of a head have.
+// How many tiles of kRows rows, or of kKeys columns, a block has, and how many all lists of a head have.
 template <int kRows>
 constexpr int kTilesOfRow = kListed ? kQBlock / kRows : 1;
-template <int kCols>
-constexpr int kTilesOfColumn = kListed ? kKVBlock / kCols : 1;
+template <int kKeys>
+constexpr int kTilesOfColumn = kListed ? kKVBlock / kKeys : 1;
 template <int kRows>
 __device__ __forceinline__ int ListedRowTiles(const Params& p) {
   return BlockRows(p) * kTilesOfRow<kRows>;
 }
-template <int kCols>
+template <int kKeys>
 __device__ __forceinline__ int ListedColumnTiles(const Params& p) {
-  return BlockColumns(p) * kTilesOfColumn<kCols>;
+  return BlockColumns(p) * kTilesOfColumn<kKeys>;
 }
 
 // The first row, or column, of the part-th tile of a list's own blocks.
@@ -48,9 +48,9 @@ template <int kRows>
 __device__ __forceinline__ int FirstRow(const BlockList& list, int part) {
   return list.index * kQBlock + part * kRows;
 }
-template <int kCols>
+template <int kKeys>
 __device__ __forceinline__ int FirstColumn(const BlockList& list, int part) {
-  return list.index * kKVBlock + part * kCols;
+  return list.index * kKVBlock + part * kKeys;
 }
 
 // The order in which the lists of all heads are taken; in each head the longest list is the first. They are taken head
@@ -159,7 +159,7 @@ struct ListedQTiles {
     TakeHead();
   }
 
-  __device__ __forceinline__ bool There() const { return head <= last_head; }
+  __device__ __forceinline__ bool Exists() const { return head <= last_head; }
   __device__ __forceinline__ void Next() {
     tiles.Next(rows);
     TakeHead();

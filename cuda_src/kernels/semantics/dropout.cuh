@@ -68,12 +68,12 @@ struct Seed {
   }
 };
 
-// Z of two rows of a lane in a tile of S with kCols columns. A word has two entries, each with all bits of its half set
+// Z of two rows of a lane in a tile of S with kKeys columns. A word has two entries, each with all bits of its half set
 // if it is kept, and none if it is dropped.
-template <int kCols>
+template <int kKeys>
 struct PackedZ {
   uint32_t seed[4];  // the key, and the ids of the head and the batch entry
-  uint32_t kept[kCols / 4];
+  uint32_t kept[kKeys / 4];
 
   __device__ __forceinline__ void Start(const Params& p, int batch, int head) {
     if constexpr (!kDropout) return;
@@ -86,7 +86,7 @@ struct PackedZ {
     if constexpr (!kDropout) return;
     Pin(seed);  // or the compiler would compute much from it beforehand, and fill the registers with that
 #pragma unroll
-    for (int c = 0; c < kCols / 16; ++c) {
+    for (int c = 0; c < kKeys / 16; ++c) {
       const uint32_t columns = FirstColumns(p) + (column / 16 + c) * 4 + threadIdx.x % 4;
       const Philox4 x = Philox({{columns, FirstRowGroup(p) + RowGroup(row), seed[2], seed[3]}}, seed[0], seed[1]);
 #pragma unroll
@@ -100,7 +100,7 @@ struct PackedZ {
   __device__ __forceinline__ void Apply(uint32_t (&P)[kCount]) const {
     if constexpr (!kDropout) return;
 #pragma unroll
-    for (int i = 0; i < kCols / 4; ++i) {
+    for (int i = 0; i < kKeys / 4; ++i) {
       const int c = i / 4 * 2 + i % 2, h = i / 2 % 2;
       if constexpr (kTF32) {
         P[4 * c + h] &= int32_t(kept[i] << 16) >> 16, P[4 * c + h + 2] &= int32_t(kept[i]) >> 16;

@@ -146,11 +146,12 @@ __device__ __forceinline__ int KindOfBlock(const Params& p, int batch, int head,
 
 // What a block of this kind has of itself: the number of its element mask among those of all batch entries, or all, or
 // nothing, or what mask_mod says, for which the number after all element masks stands.
-constexpr int kAll = -1, kNone = -2, kAsked = -3;
+constexpr int kAllVisible = -1, kNoneVisible = -2, kAsksMaskMod = -3;
 __device__ __forceinline__ int ElementsOf(const BlockMask& mask, int batch, int kind) {
-  if (kind == kEverything) return kAll;
-  if (kAsksBlocks && kind == kFirstElementMask + mask.element_mask_count) return kAsked;
-  if (!kBlockMask || kind < kFirstElementMask || kind - kFirstElementMask >= mask.element_mask_count) return kNone;
+  if (kind == kEverything) return kAllVisible;
+  if (kAsksBlocks && kind == kFirstElementMask + mask.element_mask_count) return kAsksMaskMod;
+  if (!kBlockMask || kind < kFirstElementMask || kind - kFirstElementMask >= mask.element_mask_count)
+    return kNoneVisible;
   return (mask.batch != 0 ? batch * mask.element_mask_count : 0) + kind - kFirstElementMask;
 }
 
@@ -164,8 +165,8 @@ class Block {
   __device__ __forceinline__ Block(const BlockMask& mask, int batch, int kind)
       : Block(mask, ElementsOf(mask, batch, kind)) {}
 
-  __device__ __forceinline__ bool Everything() const { return elements_ == kAll; }
-  __device__ __forceinline__ bool Nothing() const { return elements_ == kNone; }
+  __device__ __forceinline__ bool Everything() const { return elements_ == kAllVisible; }
+  __device__ __forceinline__ bool Nothing() const { return elements_ == kNoneVisible; }
 
   // Of line `line` of the block, which of the 16 entries from `from` on, a multiple of 16, may be attended to.
   __device__ __forceinline__ uint32_t Half(uint32_t line, uint32_t from) const {

@@ -18,7 +18,6 @@
 #include "cuda_src/driver.h"
 #include "cuda_src/jit.h"
 #include "cuda_src/plan/plan.h"
-#include "cuda_src/plan/scratch.h"
 #include "cuda_src/program_source.h"
 
 namespace nb = nanobind;
@@ -118,7 +117,7 @@ NB_MODULE(_native, module) {
         const Target target = jax_flash::TargetOf(arch, multiprocessors);
         const jax_flash::Plan plan = jax_flash::MakePlan(Decoded(problem), PassOf(backward), target);
         for (const jax_flash::Launch& launch : plan.launches) {
-          const Unit& unit = plan.units[launch.unit];
+          const jax_flash::PlannedUnit& unit = plan.units[launch.unit];
           launches.emplace_back(unit.file, launch.entry, jax_flash::FieldsOf(unit.config));
         }
         return launches;
@@ -130,9 +129,8 @@ NB_MODULE(_native, module) {
       "cuda_explain",
       [](std::string_view problem, bool backward, const std::string& arch, int multiprocessors) {
         const Target target = jax_flash::TargetOf(arch, multiprocessors);
-        const Problem decoded = Decoded(problem);
-        return std::tuple(target.multiprocessors, jax_flash::ScratchBytes(decoded, PassOf(backward), {target}),
-                          jax_flash::MakePlan(decoded, PassOf(backward), target).reasons);
+        const jax_flash::Plan plan = jax_flash::MakePlan(Decoded(problem), PassOf(backward), target);
+        return std::tuple(target.multiprocessors, plan.scratch.bytes, plan.reasons);
       },
       nb::arg("problem"), nb::arg("backward"), nb::arg("arch"), nb::arg("multiprocessors") = 0,
       "Of a plan: the multiprocessors that it is for, bytes of scratch memory, and why it is not otherwise.");
@@ -159,7 +157,7 @@ NB_MODULE(_native, module) {
       [](std::string_view problem, bool backward, const std::string& arch) {
         bool kept = true;
         for (const Target& target : jax_flash::TargetsOf(arch)) {
-          const std::vector<Unit> units = jax_flash::MakePlan(Decoded(problem), PassOf(backward), target).units;
+          const std::vector<Unit> units = UnitsOf(jax_flash::MakePlan(Decoded(problem), PassOf(backward), target));
           jax_flash::CacheCubins(units, arch);
           kept &= std::all_of(units.begin(), units.end(), [&](const Unit& unit) { return IsKept(unit, arch); });
         }

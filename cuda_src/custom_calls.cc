@@ -26,7 +26,6 @@
 #include "cuda_src/jit.h"
 #include "cuda_src/plan/mask_blocks.h"
 #include "cuda_src/plan/plan.h"
-#include "cuda_src/plan/scratch.h"
 #include "cuda_src/tensor_maps.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -44,7 +43,7 @@ const char* NameOf(Pass pass) { return pass == Pass::kForward ? "jax_flash_forwa
 struct LoadedLaunch {
   void* function;
   unsigned blocks, threads, shared_bytes;
-  bool counts;
+  int64_t zero_bytes;
   Maps maps;
   KernelTiling tiling;
 };
@@ -68,7 +67,7 @@ class Call {
     for (const Device& device : CudaDevices()) {
       try {
         const std::string arch = ArchOf(device.major, device.minor);
-        CacheCubins(MakePlan(p, pass, TargetOf(device)).units, arch);
+        CacheCubins(UnitsOf(MakePlan(p, pass, TargetOf(device))), arch);
         compiled = true;
       } catch (const std::invalid_argument&) {
         refusal = std::current_exception();
@@ -84,14 +83,14 @@ class Call {
     const Driver& driver = CudaDriver();
     const Device& properties = CudaDevices().at(device);
     const std::string arch = ArchOf(properties.major, properties.minor);
-    const Target target = TargetOf(properties);
-    const Plan plan = MakePlan(p, pass, target);
-    CacheCubins(plan.units, arch);
+    const Plan plan = MakePlan(p, pass, TargetOf(properties));
+    const std::vector<Unit> units = UnitsOf(plan);
+    CacheCubins(units, arch);
     const PrimaryContext context(device);
     auto loaded = std::make_unique<Loaded>();
-    loaded->scratch = ScratchOf(p, pass, target);
+    loaded->scratch = plan.scratch;
     for (const Launch& launch : plan.launches) {
-      const Unit& unit = plan.units[launch.unit];
+      const Unit& unit = units[launch.unit];
       const int shared_bytes = launch.dynamic_shared ? SharedBytes(CachedCubin(unit, arch)) : 0;
       const int64_t blocks = BlocksOf(launch, properties.multiprocessors);
       void* function = nullptr;
@@ -102,7 +101,7 @@ class Call {
               (launch.entry + ", " + std::to_string(shared_bytes) + " bytes of shared memory").c_str());
       }
       loaded->launches.push_back({function, unsigned(blocks), unsigned(launch.threads), unsigned(shared_bytes),
-                                  launch.counts, launch.maps, unit.config.tiling});
+                                  launch.zero_bytes, launch.maps, unit.config.tiling});
     }
     loaded_.at(device).store(loaded.release(), std::memory_order_release);
   }
@@ -233,7 +232,7 @@ void Run(const Problem& p, const Loaded& loaded, void* stream, SinkParams& param
       JAX_FLASH_BACKWARD_BIAS_MAPS(ARGUMENT)
 #undef ARGUMENT
     }
-    if (launch.counts) Zero(params.taken, loaded.scratch.zero_bytes, stream);
+    Zero(params.taken, launch.zero_bytes, stream);
     Check(CudaDriver().cuLaunchKernel(launch.function, launch.blocks, 1, 1, launch.threads, 1, 1, launch.shared_bytes,
                                       stream, arguments, nullptr),
           "cuLaunchKernel");

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "cuda_src/plan/family.h"
+#include "cuda_src/plan/mask_blocks.h"
 #include "cuda_src/plan/table.h"
 
 namespace jax_flash {
@@ -141,36 +142,21 @@ bool Balances(const Problem& p, int64_t tiles, int cols) {
   return p.batch > 1 && differ && tiles * DivideUp(p.kv_len, cols) < int64_t(1) << 31;
 }
 
-// So few that all rows are merged at once, if that can be: a multiprocessor has about four such blocks.
-int MergedRows(const Target& target, int64_t rows) {
-  int merged = 1;
-  while (merged < kMergeThreads / 32 && rows > 4 * target.multiprocessors * merged) merged *= 2;
-  return merged;
-}
-
-// Of ampere/backward_prepare.cuh.
-Launch PrepareLaunch(const Problem& p, int unit) {
-  const int64_t threads = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding) * LanesOfRow(int(p.v_dim));
-  return {unit, "jax_flash_backward_prepare", DivideUp(threads, kRowThreads), kRowThreads};
-}
-
-}  // namespace
-
-// With a block for a tile of Q most of the GPU would have nothing to do, or read the keys once for each head of a
-// group. Not with a block mask, which the heads of a group need not share. Fewer keys are worth it if there are many
-// heads.
-bool ampere::FewQueries(const Target& target, const Problem& p) {
-  const bool many_heads = p.batch * p.q_heads >= target.multiprocessors;
-  const bool few = p.q_len <= 16 || (p.q_len <= 64 && !many_heads);
-  return few && p.kv_len >= (many_heads ? 512 : 1024) && !p.block_mask.present;
-}
+// How a forward over parts of the keys divides its work.
+struct PartWork {
+  bool balanced;   // are there stretches of the keys of all batch entries, or parts of each tile of Q's?
+  int64_t parts;   // parts of the keys, or stretches
+  int64_t blocks;  // blocks of the grid
+  int64_t tiles;   // tiles of Q that a head of the keys has, in all batch entries
+  int64_t rows;    // rows of O, l and m that all parts have together
+};
 
 // Enough parts for two blocks on every multiprocessor, or for four where these are small and parts few enough to be
 // merged quickly, if a part has 4 tiles of keys or more. So 64 KB or more of K and V are on their way to a
 // multiprocessor; HBM needs 40 to 60. Where batch entries may see differently many keys, each block has an equal
 // stretch of what all of them see, and no block waits for another to end: two or four on every multiprocessor, if so
 // many fit.
-ampere::PartWork ampere::PartWorkOf(const Target& target, const Problem& p) {
+PartWork PartWorkOf(const Target& target, const Problem& p) {
   const KernelTiling tiling = Tiling(kForwardSplitTable, target, p);
   const int64_t few = target.multiprocessors / 2;
   const int64_t tiles = p.batch * DivideUp(p.q_len * p.group(), tiling.rows), of_all = tiles * p.kv_heads;
@@ -187,35 +173,74 @@ ampere::PartWork ampere::PartWorkOf(const Target& target, const Problem& p) {
   return {false, parts, of_all * parts, tiles, parts * p.batch * p.q_heads * p.q_len};
 }
 
-// Where a part has all keys and one head there is nothing to merge: the forward over all keys does it, with the same
-// tiles.
-bool ampere::SplitsKeys(const Target& target, const Problem& p) {
-  if (!FewQueries(target, p)) return false;
-  const PartWork work = PartWorkOf(target, p);
-  return p.group() > 1 || work.balanced || work.parts > 1;
+// So few that all rows are merged at once, if that can be: a multiprocessor has about four such blocks.
+int MergedRows(const Target& target, int64_t rows) {
+  int merged = 1;
+  while (merged < kMergeThreads / 32 && rows > 4 * target.multiprocessors * merged) merged *= 2;
+  return merged;
+}
+
+// Of ampere/backward_prepare.cuh.
+Launch PrepareLaunch(const Problem& p, int unit) {
+  const int64_t threads = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding) * LanesOfRow(int(p.v_dim));
+  return {unit, "jax_flash_backward_prepare", DivideUp(threads, kRowThreads), kRowThreads};
+}
+
+void AddSplitForward(const Target& target, const Problem& p, const PartWork& work, Plan* plan) {
+  Scratch& scratch = plan->scratch;
+  scratch.parts = int(work.parts);
+  scratch.Reserve(&Scratch::o_parts, 4 * work.rows * p.v_dim);
+  scratch.Reserve(&Scratch::l_parts, 4 * work.rows);
+  scratch.Reserve(&Scratch::m_parts, 4 * work.rows);
+  if (work.balanced) scratch.Reserve(&Scratch::tile_parts, work.tiles * int64_t(sizeof(PartsOfTile)));
+  KernelTiling tiling = Tiling(kForwardSplitTable, target, p);
+  tiling.packed = int(p.group());
+  tiling.balanced = work.balanced;
+  const int64_t rows = p.batch * p.q_heads * p.q_len;
+  tiling.merged_rows = MergedRows(target, rows);
+  const int unit = AddUnit("ampere/forward_split.cuh", Asks::kOfBoth, p, tiling, plan);
+  plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, work.blocks));
+  plan->launches.push_back({unit, "jax_flash_forward_merge", DivideUp(rows, tiling.merged_rows), kMergeThreads});
+}
+
+// The work on dbias, in parts for so many blocks that every GPU is busy.
+BiasWork BiasInParts(const Target& target, const Problem& p) {
+  constexpr int64_t kBlocks = 512;
+  BiasWork work = BiasWorkIn(p, Tiling(kBackwardBiasTable, target, p));
+  work.parts = std::min(work.summed, DivideUp(kBlocks, work.tiles));
+  return work;
+}
+
+}  // namespace
+
+// With a block for a tile of Q most of the GPU would have nothing to do, or read the keys once for each head of a
+// group. Not with a block mask, which the heads of a group need not share. Fewer keys are worth it if there are many
+// heads.
+bool ampere::FewQueries(const Target& target, const Problem& p) {
+  const bool many_heads = p.batch * p.q_heads >= target.multiprocessors;
+  const bool few = p.q_len <= 16 || (p.q_len <= 64 && !many_heads);
+  return few && p.kv_len >= (many_heads ? 512 : 1024) && !p.block_mask.present;
 }
 
 void ampere::AddForward(const Target& target, const Problem& p, Plan* plan) {
-  if (SplitsKeys(target, p)) {
-    KernelTiling tiling = Tiling(kForwardSplitTable, target, p);
+  const bool few = FewQueries(target, p);
+  if (few) {
     const PartWork work = PartWorkOf(target, p);
-    tiling.packed = int(p.group());
-    tiling.balanced = work.balanced;
-    const int64_t rows = p.batch * p.q_heads * p.q_len;
-    tiling.merged_rows = MergedRows(target, rows);
-    const int unit = AddUnit("ampere/forward_split.cuh", Asks::kOfBoth, p, tiling, plan);
-    plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, work.blocks));
-    plan->launches.push_back({unit, "jax_flash_forward_merge", DivideUp(rows, tiling.merged_rows), kMergeThreads});
-    return;
+    // Where a part has all keys and one head there is nothing to merge: the forward over all keys does it, with the
+    // same tiles.
+    if (p.group() > 1 || work.balanced || work.parts > 1) return AddSplitForward(target, p, work, plan);
   }
-  const Table& table = FewQueries(target, p) ? kForwardSplitTable : kForwardTable;
-  const KernelTiling tiling = Tiling(table, target, p, true);
+  ReadMasksByRow(p, plan);
+  const KernelTiling tiling = Tiling(few ? kForwardSplitTable : kForwardTable, target, p, true);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   plan->launches.push_back(
       MainLaunch("jax_flash_forward", AddUnit("ampere/forward.cuh", Asks::kOfBoth, p, tiling, plan), tiling, tiles));
 }
 
 void ampere::AddBackward(const Target& target, const Problem& p, Plan* plan) {
+  ReadMasksByRow(p, plan);
+  const int64_t scratch_rows = ReserveRows(p, plan);
+  if (SumsDQ(p)) plan->scratch.Reserve(&Scratch::dq_sum, 4 * scratch_rows * p.qk_dim);
   const KernelTiling tiling = Tiling(kBackwardTable, target, p);
   const int unit = AddUnit("ampere/backward.cuh", Asks::kOfMain, p, tiling, plan);
   plan->launches.push_back(PrepareLaunch(p, unit));
@@ -228,25 +253,22 @@ void ampere::AddBackward(const Target& target, const Problem& p, Plan* plan) {
 }
 
 void ampere::AddRows(const Problem& p, Plan* plan) {
+  ReserveRows(p, plan);
   const int unit = AddUnit("ampere/backward_prepare.cuh", Asks::kOfBackward, p, {Family::kAmpere}, plan);
   plan->launches.push_back(PrepareLaunch(p, unit));
 }
 
 void ampere::AddQuery(const Target& target, const Problem& p, Plan* plan) {
+  ReadMasksByRow(p, plan);
   const KernelTiling tiling = Tiling(kBackwardQueryTable, target, p, true);
   const int unit = AddUnit("ampere/backward_query.cuh", Asks::kOfBackward, p, tiling, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   plan->launches.push_back(MainLaunch("jax_flash_backward_query", unit, tiling, tiles));
 }
 
-BiasWork ampere::BiasInParts(const Target& target, const Problem& p) {
-  constexpr int64_t kBlocks = 512;  // enough for any GPU
-  BiasWork work = BiasWorkIn(p, Tiling(kBackwardBiasTable, target, p));
-  work.parts = std::min(work.summed, DivideUp(kBlocks, work.tiles));
-  return work;
-}
-
 void ampere::AddBias(const Target& target, const Problem& p, bool prepared, Plan* plan) {
+  ReadMasksByRow(p, plan);
+  ReserveRows(p, plan);
   const KernelTiling tiling = Tiling(kBackwardBiasTable, target, p);
   const int unit = AddUnit("ampere/backward_bias.cuh", Asks::kOfBackward, p, tiling, plan);
   const BiasWork work = BiasInParts(target, p);

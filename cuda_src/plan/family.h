@@ -36,10 +36,11 @@ struct BiasWork {
 };
 // The work in tiles of this size, undivided.
 BiasWork BiasWorkIn(const Problem& p, const KernelTiling& tiling);
-// The work as it is divided on this GPU.
-BiasWork BiasWorkOf(const Target& target, const Problem& p);
-// Adds the launch that adds up the parts, if there are several.
+// Reserves scratch memory for the parts, if there are several, and adds the launch that adds them up.
 void AddBiasFinish(const BiasWork& work, int unit, Plan* plan);
+
+// Reserves L and D of each row of Q. Returns the number of rows in scratch memory.
+int64_t ReserveRows(const Problem& p, Plan* plan);
 
 namespace hopper {
 
@@ -51,42 +52,19 @@ std::string WhyNot(const Target& target, const Problem& p, Pass pass);
 // The same of the pass for dbias.
 std::optional<KernelTiling> BiasTiling(const Target& target, const Problem& p);
 std::string WhyNotBias(const Target& target, const Problem& p);
-BiasWork BiasInParts(const Target& target, const Problem& p, const KernelTiling& tiling);
 
-void AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan);
+void AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
 // dbias. `prepared`: has Hopper's backward been before?
 void AddBias(const Target& target, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan);
 // Adds all launches of the backward but those that are added by ampere::, below.
-void AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan);
-
-// Do CTAs take their work from a counter: the lists of a block mask, or in the forward tiles whose work is uneven, if
-// there are more than CTAs? (If the backward is alongside it has counters anyway.)
-bool Counts(const Target& target, const Problem& p, Pass pass, const KernelTiling& tiling);
-
-// How many heads' tiles of keys the backward computes at a time; and how many heads have scratch if rows are prepared
-// and finished alongside.
-int64_t HeadsAtATime(const Target& target, const Problem& p);
-int64_t HeadsInScratch(const Target& target, const Problem& p);
+void AddBackward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
 
 }  // namespace hopper
 
 namespace ampere {
 
-// Whether the forward is one over parts of the keys; how it divides its work.
-bool SplitsKeys(const Target& target, const Problem& p);
-struct PartWork {
-  bool balanced;   // are there stretches of the keys of all batch entries, or parts of each tile of Q's?
-  int64_t parts;   // parts of the keys, or stretches
-  int64_t blocks;  // blocks of the grid
-  int64_t tiles;   // tiles of Q that a head of the keys has, in all batch entries
-  int64_t rows;    // rows of O, l and m that all parts have together
-};
-PartWork PartWorkOf(const Target& target, const Problem& p);
-
 // Whether few queries see many keys. Such a forward is Ampere's by choice, and not because no tiles of Hopper's fit.
 bool FewQueries(const Target& target, const Problem& p);
-
-BiasWork BiasInParts(const Target& target, const Problem& p);
 
 void AddForward(const Target& target, const Problem& p, Plan* plan);
 void AddBackward(const Target& target, const Problem& p, Plan* plan);

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cuda_src/plan/family.h"
+#include "cuda_src/plan/mask_blocks.h"
 #include "cuda_src/plan/table.h"
 
 namespace jax_flash {
@@ -176,7 +177,7 @@ bool Together(const Problem& p) {
 // At most a CTA for each multiprocessor.
 Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling, int64_t tiles, Maps maps) {
   Launch launch = {unit, entry, tiles, kWarpgroup * (tiling.groups + 1)};
-  launch.persistent = launch.dynamic_shared = launch.counts = true;
+  launch.persistent = launch.dynamic_shared = true;
   launch.maps = maps;
   return launch;
 }
@@ -187,6 +188,64 @@ int64_t Tiles(const Problem& p, const KernelTiling& tiling) { return p.batch * p
 // Blocks of kRowBlock rows in scratch, if the backward has tiles of so many (hopper/row_blocks.cuh).
 int64_t RowBlocks(const Problem& p, int64_t rows) {
   return p.batch * p.q_heads * RoundUp(p.q_len, p.bias.present ? kRowBlock : rows) / kRowBlock;
+}
+
+// The fewest parts with which all multiprocessors are done soonest.
+BiasWork BiasInParts(const Target& target, const Problem& p, const KernelTiling& tiling) {
+  constexpr int64_t kBeside = 2;  // tiles of S that it takes as long to begin and to write a tile of dbias
+  BiasWork work = BiasWorkIn(p, tiling);
+  const auto time = [&](int64_t parts) {
+    return DivideUp(work.tiles * parts, target.multiprocessors) * (DivideUp(work.summed, parts) + kBeside);
+  };
+  const int64_t most = std::min(work.summed, DivideUp(4 * target.multiprocessors, work.tiles));
+  for (int64_t parts = 2; parts <= most; ++parts) {
+    if (time(parts) < time(work.parts)) work.parts = parts;
+  }
+  return work;
+}
+
+// How many heads' tiles of keys the backward computes at a time.
+int64_t HeadsAtATime(const Target& target, const Problem& p) {
+  return std::min(p.batch * p.q_heads, target.multiprocessors / DivideUp(p.kv_len, kPairedKeys) + 1);
+}
+
+// How many heads have scratch memory, if rows are prepared and finished alongside: four times as many as are computed
+// at a time, some before and some after; or six times, where not all tiles are computed and it takes less time.
+int64_t HeadsInScratch(const Target& target, const Problem& p) {
+  return std::min(p.batch * p.q_heads, (FeaturesOf(p).Any(kCausal | kListed) ? 6 : 4) * HeadsAtATime(target, p));
+}
+
+// Reserves what the kernels have of each row of Q. Returns the number of rows in scratch memory.
+int64_t ReserveHopperRows(const Problem& p, Plan* plan) {
+  const int64_t rows = ReserveRows(p, plan);
+  if (p.bias.present || p.score_mod.present()) plan->scratch.Reserve(&Scratch::maximum, 4 * rows);
+  if (p.may_empty_rows()) plan->scratch.Reserve(&Scratch::empty_rows, rows / 8);
+  return rows;
+}
+
+// Reserves the scratch memory of the backward. Returns the bytes that have to be 0 before: counters, and sums of dK and
+// dV.
+int64_t ReserveBackward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  Scratch& scratch = plan->scratch;
+  const int64_t before = scratch.bytes, heads = p.batch * p.q_heads;
+  if (tiling.alongside) {
+    scratch.Reserve(&Scratch::taken, 4 * (2 + 2 * heads));
+    scratch.rows_taken = scratch.taken + 4;
+    scratch.prepared = scratch.rows_taken + 4;
+    scratch.added = scratch.prepared + 4 * heads;
+    scratch.heads = int(HeadsInScratch(target, p));
+    scratch.last_heads = int(HeadsAtATime(target, p));
+  } else if (FeaturesOf(p).Any(kListed)) {  // CTAs take the lists of a block mask from a counter
+    scratch.Reserve(&Scratch::taken, 4);
+  }
+  if (tiling.sum_kv) {
+    const int64_t keys = p.batch * p.kv_heads * RoundUp(p.kv_len, kRowPadding);
+    if (p.dk) scratch.Reserve(&Scratch::dk_sum, 4 * keys * p.qk_dim);
+    if (p.dv) scratch.Reserve(&Scratch::dv_sum, 4 * keys * p.v_dim);
+  }
+  const int64_t zero_bytes = scratch.bytes - before, rows = ReserveHopperRows(p, plan);
+  if (SumsDQ(p)) scratch.Reserve(&Scratch::dq_sum, 4 * rows * p.qk_dim);
+  return zero_bytes;
 }
 
 }  // namespace
@@ -215,50 +274,33 @@ std::string hopper::WhyNotBias(const Target& target, const Problem& p) {
   return Obstacle(kBackwardBiasRows, target, p);
 }
 
-// The fewest parts with which all multiprocessors are done soonest.
-BiasWork hopper::BiasInParts(const Target& target, const Problem& p, const KernelTiling& tiling) {
-  constexpr int64_t kBeside = 2;  // tiles of S that it takes as long to begin and to write a tile of dbias
-  BiasWork work = BiasWorkIn(p, tiling);
-  const auto time = [&](int64_t parts) {
-    return DivideUp(work.tiles * parts, target.multiprocessors) * (DivideUp(work.summed, parts) + kBeside);
-  };
-  const int64_t most = std::min(work.summed, DivideUp(4 * target.multiprocessors, work.tiles));
-  for (int64_t parts = 2; parts <= most; ++parts) {
-    if (time(parts) < time(work.parts)) work.parts = parts;
-  }
-  return work;
-}
-
-void hopper::AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
+// CTAs take their work from a counter if it is uneven and there are more tiles than CTAs, or if there are lists of a
+// block mask.
+void hopper::AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  ReadMasksByRow(p, plan);
   const int unit = AddUnit("hopper/forward.cuh", Asks::kOfBoth, p, tiling, plan);
-  plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, Tiles(p, tiling), Maps::kForward));
-}
-
-bool hopper::Counts(const Target& target, const Problem& p, Pass pass, const KernelTiling& tiling) {
+  Launch launch = MainLaunch("jax_flash_forward", unit, tiling, Tiles(p, tiling), Maps::kForward);
   const Features has = FeaturesOf(p);
-  if (has.Any(kListed)) return true;
   const bool uneven = (has.Any(kCausal) && !has.Any(kWindow)) || has.Any(kLengths | kSegments) || p.ranges;
-  return pass == Pass::kForward && uneven && Tiles(p, tiling) > target.multiprocessors;
+  if (has.Any(kListed) || (uneven && launch.blocks > target.multiprocessors)) {
+    const int64_t before = plan->scratch.bytes;
+    plan->scratch.Reserve(&Scratch::taken, 4);
+    launch.zero_bytes = plan->scratch.bytes - before;
+  }
+  plan->launches.push_back(launch);
 }
 
-int64_t hopper::HeadsAtATime(const Target& target, const Problem& p) {
-  return std::min(p.batch * p.q_heads, target.multiprocessors / DivideUp(p.kv_len, kPairedKeys) + 1);
-}
-
-// Four times as many as are computed at a time, some before and some after; or six times, where not all tiles are
-// computed and it takes less time.
-int64_t hopper::HeadsInScratch(const Target& target, const Problem& p) {
-  return std::min(p.batch * p.q_heads, (FeaturesOf(p).Any(kCausal | kListed) ? 6 : 4) * HeadsAtATime(target, p));
-}
-
-void hopper::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
+void hopper::AddBackward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  ReadMasksByKey(p, plan);
   const int unit = AddUnit("hopper/backward.cuh", Asks::kOfMain, p, tiling, plan);
   const int64_t row_blocks = RowBlocks(p, tiling.rows);
   if (!tiling.alongside) plan->launches.push_back({unit, "jax_flash_backward_prepare", row_blocks, kRowThreads});
   const int64_t tiles = RoundUp(p.kv_len_in_blocks(), kPairedKeys) / tiling.cols;
   const int64_t heads = p.batch * (tiling.alongside ? p.q_heads : p.kv_heads);
-  plan->launches.push_back(MainLaunch("jax_flash_backward", unit, tiling, heads * tiles, Maps::kBackward));
-  if (!FeaturesOf(p).Any(kHeadDimsUpTo128)) plan->launches.back().cluster = kPairedKeys / tiling.cols;
+  Launch launch = MainLaunch("jax_flash_backward", unit, tiling, heads * tiles, Maps::kBackward);
+  if (!FeaturesOf(p).Any(kHeadDimsUpTo128)) launch.cluster = kPairedKeys / tiling.cols;
+  launch.zero_bytes = ReserveBackward(target, p, tiling, plan);
+  plan->launches.push_back(launch);
   if (tiling.sum_kv && (p.dk || p.dv)) {
     const int64_t key_blocks = p.batch * p.kv_heads * RoundUp(p.kv_len, tiling.cols) / kRowBlock;
     plan->launches.push_back({unit, "jax_flash_backward_finish_keys", key_blocks, kRowThreads});
@@ -269,12 +311,13 @@ void hopper::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* pla
 }
 
 void hopper::AddBias(const Target& target, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan) {
+  ReadMasksByRow(p, plan);
+  ReserveHopperRows(p, plan);
   const int unit = AddUnit("hopper/backward_bias.cuh", Asks::kOfBackward, p, tiling, plan);
   const BiasWork work = BiasInParts(target, p, tiling);
   if (!prepared) plan->launches.push_back({unit, "jax_flash_backward_prepare", RowBlocks(p, tiling.rows), kRowThreads});
   plan->launches.push_back(
       MainLaunch("jax_flash_backward_bias", unit, tiling, work.tiles * work.parts, Maps::kBackwardBias));
-  plan->launches.back().counts = false;
   AddBiasFinish(work, unit, plan);
 }
 

@@ -60,18 +60,14 @@ Operands WithMaskInBlocks(Operands in, const Scratch& layout, char* scratch) {
   return in;
 }
 
-bool ReadsMasksByRow(const Problem& p, Pass pass, const Target& target) {
-  const bool main = pass == Pass::kForward || (HasMain(p) && !hopper::Tiling(target, p, pass));
-  return p.element_masks > 0 && (main || p.dbias || (p.dq && p.deterministic));
-}
-
-bool ReadsMasksByKey(const Problem& p, Pass pass, const Target& target) {
-  return p.element_masks > 0 && pass == Pass::kBackward && HasMain(p) && hopper::Tiling(target, p, pass);
-}
-
 void AddMaskBlocks(const Problem& p, Plan* plan) {
   const int unit = AddMaskUnit(p, plan);
   const Problem made = WithMaskInBlocks(p);
+  const auto words = [&](const char* dims) { return 4 * made.elements(dims, made.block_mask); };
+  plan->scratch.Reserve(&Scratch::blocks, words("BNUV"));
+  plan->scratch.Reserve(&Scratch::listed_rows, words("BNUR"));
+  plan->scratch.Reserve(&Scratch::listed_columns, words("BNVC"));
+  plan->scratch.Reserve(&Scratch::mask_counts, words("BNU") + words("BNV"));
   const auto add = [&](const char* entry, int64_t blocks) {
     plan->launches.push_back({unit, entry, blocks, kMaskThreads});
   };
@@ -79,9 +75,17 @@ void AddMaskBlocks(const Problem& p, Plan* plan) {
   add("jax_flash_mask_lists", 2 * made.elements("BN", made.block_mask));
 }
 
-void AddTransposedMasks(const Problem& p, Plan* plan) {
+void ReadMasksByRow(const Problem& p, Plan* plan) {
+  const bool made = plan->scratch.blocks >= 0;
+  if (made && p.element_masks > 0) plan->scratch.Reserve(&Scratch::mask_bits, 4 * p.elements("BPQW", p.block_mask));
+}
+
+void ReadMasksByKey(const Problem& p, Plan* plan) {
+  if (p.element_masks == 0) return;
+  const bool made = plan->scratch.blocks >= 0;
   const int64_t masks = p.elements("BP", p.block_mask);
-  plan->launches.push_back({AddMaskUnit(p, plan), "jax_flash_mask_transpose", masks, kMaskThreads});
+  plan->scratch.Reserve(&Scratch::transposed_bits, 4 * masks * p.kv_block * WordsOfLine(p.q_block));
+  if (!made) plan->launches.push_back({AddMaskUnit(p, plan), "jax_flash_mask_transpose", masks, kMaskThreads});
 }
 
 }  // namespace jax_flash

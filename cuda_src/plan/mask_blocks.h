@@ -4,7 +4,6 @@
 
 #include "common/arrays.h"
 #include "cuda_src/plan/plan.h"
-#include "cuda_src/plan/scratch.h"
 
 namespace jax_flash {
 
@@ -18,14 +17,13 @@ Problem WithMaskInBlocks(const Problem& p);
 // The operands with this block mask, which is in scratch memory.
 Operands WithMaskInBlocks(Operands in, const Scratch& layout, char* scratch);
 
-// Whether there are kernels, of a problem as they have it, that read element masks row by row; and whether there are
-// some that read them transposed, key by key.
-bool ReadsMasksByRow(const Problem& p, Pass pass, const Target& target);
-bool ReadsMasksByKey(const Problem& p, Pass pass, const Target& target);
-
-// The launches: those that make it, ...
+// Adds the launches that make the block mask.
 void AddMaskBlocks(const Problem& p, Plan* plan);
-// ... and one that transposes the element masks of an operand.
-void AddTransposedMasks(const Problem& p, Plan* plan);
+
+// Called before a launch is added that reads the element masks of `p`, the problem with the block mask. They reserve
+// the masks in scratch memory that the launches before do not need: those of a block mask that is made, in its own
+// order, and transposed masks. They add the launch that transposes the masks of an operand.
+void ReadMasksByRow(const Problem& p, Plan* plan);
+void ReadMasksByKey(const Problem& p, Plan* plan);
 
 }  // namespace jax_flash

@@ -19,6 +19,11 @@ void AddSegments(const Problem& p, Plan* plan) {
   any.segments = true;
   const int64_t positions = kSegmentBlock * kSegmentBlocks;
   const int64_t blocks = p.batch * (DivideUp(p.q_len, positions) + DivideUp(p.kv_len, positions));
+  const auto bounds = [&](int64_t length) {
+    return p.batch * DivideUp(length, kSegmentBlock) * int64_t(sizeof(SegmentBounds));
+  };
+  plan->scratch.Reserve(&Scratch::q_bounds, bounds(p.q_len));
+  plan->scratch.Reserve(&Scratch::kv_bounds, bounds(p.kv_len));
   const int unit = AddUnit("scheduler/segments.cuh", Asks::kOfBoth, any, {Family::kAmpere}, plan);
   plan->launches.push_back({unit, "jax_flash_segments", blocks, kSegmentThreads});
 }
@@ -32,7 +37,8 @@ void AddForward(const Target& target, const Problem& p, Plan* plan) {
     plan->reasons.push_back("few queries see many keys: the kernels for Ampere and later can split the keys");
     return ampere::AddForward(target, p, plan);
   }
-  if (const auto tiling = hopper::Tiling(target, p, Pass::kForward)) return hopper::AddForward(p, *tiling, plan);
+  if (const auto tiling = hopper::Tiling(target, p, Pass::kForward))
+    return hopper::AddForward(target, p, *tiling, plan);
   if (target.hopper) {
     plan->reasons.push_back("the Hopper forward is not used: " + hopper::WhyNot(target, p, Pass::kForward));
   }
@@ -43,7 +49,7 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
   std::optional<Family> prepared;  // whose kernels have been before
   if (HasMain(p)) {
     if (const auto tiling = hopper::Tiling(target, p, Pass::kBackward)) {
-      hopper::AddBackward(p, *tiling, plan);
+      hopper::AddBackward(target, p, *tiling, plan);
       prepared = Family::kHopper;
     } else {
       if (target.hopper) {
@@ -66,6 +72,33 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
       plan->reasons.push_back("the Hopper kernel is not used for it: " + hopper::WhyNotBias(target, p));
     ampere::AddBias(target, p, prepared == Family::kAmpere, plan);
   }
+}
+
+// The plan of a problem that the kernels support, for a GPU that may be too small for its blocks.
+Plan PlanOf(const Problem& p, Pass pass, const Target& target) {
+  Plan plan;
+  if (NothingToCompute(p)) return plan;
+  if (target.capability == 90 && !target.hopper) {
+    plan.reasons.push_back("JAX_FLASH_CUDA_KERNELS=sm80: Hopper uses the kernels for Ampere and later");
+  }
+  if (p.segments) AddSegments(p, &plan);
+  const bool makes_blocks = MakesMaskBlocks(p, pass, target);
+  if (makes_blocks) AddMaskBlocks(p, &plan);
+  (pass == Pass::kForward ? AddForward : AddBackward)(target, makes_blocks ? WithMaskInBlocks(p) : p, &plan);
+  return plan;
+}
+
+// All GPUs that differ in a plan's scratch memory.
+std::vector<Target> AllTargets() {
+  std::vector<Target> targets;
+  for (int multiprocessors = 1; multiprocessors <= kMostMultiprocessors; ++multiprocessors) {
+    for (const bool hopper : {false, true}) {
+      Target target = TargetOf(hopper ? "sm_90a" : "sm_80", multiprocessors);
+      target.hopper = hopper;
+      targets.push_back(target);
+    }
+  }
+  return targets;
 }
 
 }  // namespace
@@ -102,7 +135,7 @@ int AddUnit(const std::string& file, Asks asks, const Problem& p, const KernelTi
 #define VALUE(type, name, ...) __VA_ARGS__,
   const KernelConfig config = {{JAX_FLASH_KERNEL_PROBLEM(VALUE)}, tiling};
 #undef VALUE
-  plan->units.push_back({file, config, ProgramSource(p)});
+  plan->units.push_back({file, config, p});
   return int(plan->units.size()) - 1;
 }
 
@@ -118,13 +151,19 @@ BiasWork BiasWorkIn(const Problem& p, const KernelTiling& tiling) {
   return work;
 }
 
-BiasWork BiasWorkOf(const Target& target, const Problem& p) {
-  if (const auto tiling = hopper::BiasTiling(target, p)) return hopper::BiasInParts(target, p, *tiling);
-  return ampere::BiasInParts(target, p);
+int64_t ReserveRows(const Problem& p, Plan* plan) {
+  Scratch& scratch = plan->scratch;
+  const int64_t heads = scratch.heads > 0 ? scratch.heads : p.batch * p.q_heads;
+  const int64_t rows = heads * RoundUp(p.q_len, kRowPadding);
+  scratch.Reserve(&Scratch::logsumexp, 4 * rows);
+  scratch.Reserve(&Scratch::d, 4 * rows);
+  return rows;
 }
 
 void AddBiasFinish(const BiasWork& work, int unit, Plan* plan) {
+  plan->scratch.parts = int(work.parts);
   if (work.parts == 1) return;
+  plan->scratch.Reserve(&Scratch::dbias_parts, 4 * work.parts * work.elements);
   const int64_t blocks = DivideUp(work.elements, kRowThreads);
   plan->launches.push_back({unit, "jax_flash_backward_bias_finish", blocks, kRowThreads});
 }
@@ -137,20 +176,7 @@ int64_t BlocksOf(const Launch& launch, int multiprocessors) {
 Plan MakePlan(const Problem& p, Pass pass, const Target& target) {
   const std::string refusal = CudaRefusal(p);
   if (!refusal.empty()) throw std::invalid_argument(refusal + ". implementation=\"xla\" has no such limit");
-  Plan plan;
-  if (NothingToCompute(p)) return plan;
-  if (target.capability == 90 && !target.hopper) {
-    plan.reasons.push_back("JAX_FLASH_CUDA_KERNELS=sm80: Hopper uses the kernels for Ampere and later");
-  }
-  if (p.segments) AddSegments(p, &plan);
-  const bool makes_blocks = MakesMaskBlocks(p, pass, target);
-  const Problem in_blocks = makes_blocks ? WithMaskInBlocks(p) : p;
-  if (makes_blocks) {
-    AddMaskBlocks(p, &plan);
-  } else if (ReadsMasksByKey(p, pass, target)) {
-    AddTransposedMasks(p, &plan);
-  }
-  (pass == Pass::kForward ? AddForward : AddBackward)(target, in_blocks, &plan);
+  Plan plan = PlanOf(p, pass, target);
   for (const Launch& launch : plan.launches) {
     if (launch.blocks > std::numeric_limits<int32_t>::max()) {
       throw std::invalid_argument(launch.entry + " would have " + std::to_string(launch.blocks) +
@@ -158,6 +184,20 @@ Plan MakePlan(const Problem& p, Pass pass, const Target& target) {
     }
   }
   return plan;
+}
+
+std::vector<Unit> UnitsOf(const Plan& plan) {
+  std::vector<Unit> units;
+  for (const PlannedUnit& x : plan.units) units.push_back({x.file, x.config, ProgramSource(x.problem)});
+  return units;
+}
+
+int64_t ScratchBytes(const Problem& p, Pass pass, const std::vector<Target>& targets) {
+  if (!CudaRefusal(p).empty()) return 0;
+  if (targets.empty()) return ScratchBytes(p, pass, AllTargets());
+  int64_t bytes = 0;
+  for (const Target& target : targets) bytes = std::max(bytes, PlanOf(p, pass, target).scratch.bytes);
+  return bytes;
 }
 
 }  // namespace jax_flash

@@ -1,4 +1,4 @@
-// Which kernels do a pass of a problem on a GPU, with which tiles and how many blocks, and why these.
+// The plan of a pass of a problem on a GPU: its kernels, tiles, numbers of blocks and scratch memory, and the reasons.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 
 #include "common/problem.h"
 #include "cuda_src/jit.h"
+#include "cuda_src/plan/scratch.h"
 #include "cuda_src/plan/target.h"
 
 namespace jax_flash {
@@ -22,6 +23,13 @@ bool NothingToCompute(const Problem& problem);
 // Which tensor maps a kernel has beside Params.
 enum class Maps { kNone, kForward, kBackward, kBackwardBias };
 
+// A file of cuda_src/kernels with the configuration and the problem that it is compiled for.
+struct PlannedUnit {
+  std::string file;
+  KernelConfig config;
+  Problem problem;
+};
+
 struct Launch {
   int unit;           // of Plan::units
   std::string entry;  // name of the kernel
@@ -31,19 +39,27 @@ struct Launch {
   int cluster = 1;              // blocks of a cluster
   bool dynamic_shared = false;  // as much as the file's jax_flash_shared_bytes says
   Maps maps = Maps::kNone;
-  bool counts = false;  // does it count in scratch, which has to be 0 before?
+  int64_t zero_bytes = 0;  // bytes of scratch memory, from Scratch::taken on, that have to be 0 before
 };
 
 // How many blocks there are of it at a time on a GPU with so many multiprocessors: whole clusters.
 int64_t BlocksOf(const Launch& launch, int multiprocessors);
 
 struct Plan {
-  std::vector<Unit> units;
+  std::vector<PlannedUnit> units;
   std::vector<Launch> launches;      // one after the other
+  Scratch scratch;                   // what the launches need
   std::vector<std::string> reasons;  // why it is not otherwise, as sentences
 };
 
 // Throws std::invalid_argument if that GPU cannot do it.
 Plan MakePlan(const Problem& problem, Pass pass, const Target& target);
+
+// The units as the compiler takes them, with the source of their score programs.
+std::vector<Unit> UnitsOf(const Plan& plan);
+
+// The bytes of scratch memory that are enough for each of these GPUs; if there are none, for any GPU. 0 if there are no
+// kernels for the problem.
+int64_t ScratchBytes(const Problem& problem, Pass pass, const std::vector<Target>& targets);
 
 }  // namespace jax_flash

@@ -1,19 +1,18 @@
-// The scratch memory that the kernels of a pass share: one buffer, the last result of a call.
+// The layout of the scratch memory of a pass: one buffer, the last result of a call, which all of its kernels share.
 #pragma once
 
 #include <cstdint>
 
-#include "cuda_src/plan/plan.h"
-
 namespace jax_flash {
 
-// The offsets of what is in it on one GPU; -1: not needed. Of the rows of Q a head has as many as kRowPadding makes of
-// them, and there are all heads of all batch entries, or `heads` that are used in turn.
+// The offsets of the arrays in the buffer; -1: the plan has no such array. Where a plan adds a launch, it reserves the
+// arrays that this launch needs. A head has a multiple of kRowPadding rows of Q. The arrays have rows for all heads of
+// all batch entries, or for `heads` of them, which are used in turn.
 struct Scratch {
   int64_t q_bounds = -1, kv_bounds = -1;  // SegmentBounds [batch, block of kSegmentBlock]
-  // Of a mask that is made into a block mask: the latter's arrays, as if it were an operand (mask_blocks.h); and
-  // element masks transposed, of it or of the operand.
-  int64_t blocks = -1, listed_rows = -1, listed_columns = -1, mask_bits = -1, transposed_bits = -1;
+  // The arrays of the block mask that is made of a mask or a mask_mod (mask_blocks.h), and its element masks.
+  int64_t blocks = -1, listed_rows = -1, listed_columns = -1, mask_bits = -1;
+  int64_t transposed_bits = -1;                  // the element masks of this block mask, or of the operand, transposed
   int64_t mask_counts = -1;                      // s32 [head of the block mask, its rows and columns]
   int64_t logsumexp = -1, d = -1, maximum = -1;  // f32 [head, row]
   int64_t empty_rows = -1;                       // a bit [head, row]
@@ -25,14 +24,19 @@ struct Scratch {
   int64_t taken = -1, rows_taken = -1;           // s32, one each: see contract.h
   int64_t prepared = -1, added = -1;             // s32 [batch, head]
   int64_t dk_sum = -1, dv_sum = -1;              // f32 [batch, key's head, key padded likewise, dim]
-  int64_t zero_bytes = 0;                        // from `taken` on, the sums included: they are 0 at first
   int parts = 1;                                 // of the bias, or of the keys, or stretches of them
   int heads = 0, last_heads = 0;                 // see contract.h
-  int64_t bytes = 0;
-};
-Scratch ScratchOf(const Problem& problem, Pass pass, const Target& target);
+  int64_t bytes = 0;                             // of the buffer
 
-// As many bytes as any of these GPUs needs; if there are none, as any GPU may need.
-int64_t ScratchBytes(const Problem& problem, Pass pass, const std::vector<Target>& targets);
+  // Reserves an array, if no launch before has reserved it.
+  void Reserve(int64_t Scratch::* array, int64_t size) {
+    if (this->*array >= 0) return;
+    this->*array = bytes;
+    bytes += (size + kAlignment - 1) / kAlignment * kAlignment;
+  }
+
+ private:
+  static constexpr int64_t kAlignment = 256;
+};
 
 }  // namespace jax_flash

@@ -244,6 +244,13 @@ def test_block_masks_leave_the_keys_whole():
     assert scratch("sm_80", **LISTS) == 0
 
 
+def test_a_paged_prefill_reserves_nothing():
+    """Causal tiles on Hopper take a counter, but the kernels for pages are those for Ampere."""
+    prefill = {"batch": 40, "causal": True, "kv_lengths": True, "query_offset": True}
+    assert scratch(**prefill) == 256
+    assert scratch(**prefill, page=16, pages=100) == 0
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(("program", "heads"), [("query;key;ge.i,0,1;result,2", 1), ("head;key;ge.i,0,1;result,2", 8)])

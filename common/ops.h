@@ -6,7 +6,7 @@
 
 namespace jax_flash {
 
-constexpr int kMaxCaptured = 32;  // arrays of a problem's programs
+constexpr int kMaxCaptured = 32;  // arrays that the programs of a problem capture
 
 // The type of a value: the accumulation dtype, a signed or an unsigned integer of 32 bits, or a truth value. n stands
 // for no value.

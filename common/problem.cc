@@ -23,7 +23,6 @@ struct Field {
 constexpr Field kFields[] = {JAX_FLASH_PROBLEM(ENTRY)};
 #undef ENTRY
 constexpr size_t kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
-constexpr std::string_view kVersion = "7";
 
 bool Parse(std::string_view text, int64_t* value) { return ParseInteger(text, value); }
 bool Parse(std::string_view text, double* value) { return ParseDecimal(text, value); }
@@ -102,7 +101,7 @@ std::string Check(const Problem& p) {
   if (p.dbias && !p.bias.present) return "dbias without a bias";
   if (p.sinks.rows || p.sinks.columns) return "sinks have rows or columns";
   if ((p.page > 0) != (p.pages > 0)) return "pages without keys";
-  if (p.page > 0 && (p.page % 8 != 0 || p.kv_len % p.page != 0)) return "kv_len is not a multiple of page";
+  if (p.page > 0 && (p.page % kPageStep != 0 || p.kv_len % p.page != 0)) return "kv_len is not a multiple of page";
   if (p.page > 0 && (p.dq || p.dk || p.dv || p.dbias || p.dsinks || p.captured_gradients()))
     return "pages have no gradients";
   if (p.page > 0 &&
@@ -129,7 +128,7 @@ std::string Check(const Problem& p) {
   JAX_FLASH_OPERANDS(CHECK)
 #undef CHECK
   if (!CanBe(p, "BTNE", ExtentOf(true))) return too_large + "o";
-  if (p.captured.size() > kMaxCaptured) return "more than 32 captured arrays";
+  if (p.captured.size() > kMaxCaptured) return "more than " + std::to_string(kMaxCaptured) + " captured arrays";
   for (const Captured& captured : p.captured) {
     if (!CanBe(p, captured)) return "a captured array has a size below 0, or more than 2^52 elements";
     if (captured.gradient && captured.type() != Type::f) return "a captured array of integers has no gradient";
@@ -209,8 +208,9 @@ std::string Decode(std::string_view text, Problem* problem) {
     const std::string_view name = entry.substr(0, equals), value = entry.substr(equals + 1);
     if (name == "version") {
       if (version_seen) return "problem: version appears twice";
-      if (value != kVersion) {
-        return "problem: version " + std::string(value) + ", but this build reads version " + std::string(kVersion);
+      const std::string version = std::to_string(kProblemVersion);
+      if (value != version) {
+        return "problem: version " + std::string(value) + ", but this build reads version " + version;
       }
       version_seen = true;
       continue;

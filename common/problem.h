@@ -16,6 +16,9 @@
 
 namespace jax_flash {
 
+constexpr int kProblemVersion = 7;  // of the text; changes when older readers would not understand it
+constexpr int kPageStep = 8;        // a page has a multiple of so many keys
+
 // Which dimensions of a [B, N, T, S] operand are there in full; the others have size 1 and are broadcast.
 struct Extent {
   bool present = false;
@@ -50,7 +53,7 @@ constexpr Extent ExtentOf(const Extent& extent) { return extent; }
   FIELD(bool, ranges, false) /* in place of causal, windows, q_lengths, segments */                             \
   FIELD(bool, query_offset, false)                                                                              \
   FIELD(bool, origin, false)    /* dropout and programs count rows and keys from there */                       \
-  FIELD(int64_t, page, 0)       /* keys of a page, a multiple of 8; 0: keys are not in pages */                 \
+  FIELD(int64_t, page, 0)       /* keys of a page, a multiple of kPageStep; 0: there are no pages */            \
   FIELD(int64_t, pages, 0)      /* that there are */                                                            \
   FIELD(Extent, block_mask, {}) /* per batch entry and head or shared; its rows and columns are always there */ \
   FIELD(int64_t, q_block, 0)    /* entries of a block, multiples of 16 */                                       \

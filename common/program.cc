@@ -282,7 +282,8 @@ std::string DecodeProgram(ProgramKind kind, const std::vector<Captured>& capture
   std::optional<std::string_view> rest = program->text;
   while (rest) {
     const std::string_view instruction = *Next(&rest, ';');
-    if (program->size() == kMaxInstructions) return "it has more than 4096 instructions";
+    if (program->size() == kMaxInstructions)
+      return "it has more than " + std::to_string(kMaxInstructions) + " instructions";
     const std::string wrong = decoder.Add(instruction);
     if (!wrong.empty()) {
       return "instruction " + std::to_string(program->size()) + ", '" + std::string(instruction) + "': " + wrong;

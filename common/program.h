@@ -34,8 +34,8 @@ enum class CapturedDType : uint8_t {
 #undef JAX_FLASH_ENUMERATOR
 };
 
-constexpr int kMaxCapturedRank = 8;
-constexpr int kMaxInstructions = 4096;
+constexpr int kMaxCapturedRank = 8;     // dims of a captured array
+constexpr int kMaxInstructions = 4096;  // of a program
 
 // An array that programs load from.
 struct Captured {

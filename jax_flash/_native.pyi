@@ -1,5 +1,11 @@
 """The compiled module (bindings.cc)."""
 
+PROBLEM_VERSION: int  # of the text of a problem
+PAGE_STEP: int  # the number of keys in a page is a multiple of it
+MAX_CAPTURED: int  # arrays that the score_mod and the mask_mod of a call capture together
+MAX_CAPTURED_DIMS: int  # dims of such an array
+MAX_INSTRUCTIONS: int  # of a program
+
 def registrations() -> dict[str, dict[str, object]]: ...
 def cpu_isa() -> str: ...
 def mask_ranges(problem: str, known: dict[int, tuple[float, float]]) -> list[tuple[float, float]]: ...

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from jax_flash.programs.program import MOST_CAPTURED
+from jax_flash import _native
 
 # The dtypes of query, key and value.
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -65,8 +65,8 @@ class Operands(NamedTuple):
 
 
 # The captured arrays of a problem and their gradients.
-CAPTURED = tuple(f"captured{i}" for i in range(MOST_CAPTURED))
-DCAPTURED = tuple(f"dcaptured{i}" for i in range(MOST_CAPTURED))
+CAPTURED = tuple(f"captured{i}" for i in range(_native.MAX_CAPTURED))
+DCAPTURED = tuple(f"dcaptured{i}" for i in range(_native.MAX_CAPTURED))
 
 # The dims of every array after its leading dims: T and S lengths, N and K heads, D and E head dims, U and V block rows
 # and columns, G pages of A keys and M of a batch entry. Of the others only the size matters.

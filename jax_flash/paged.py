@@ -11,14 +11,14 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_flash import arguments, attention, checks
+from jax_flash import _native, arguments, attention, checks
 from jax_flash.arguments import Implementation
 from jax_flash.explicit import placed
 from jax_flash.operands import Operands
 from jax_flash.problem import Problem
 from jax_flash.windows import Window
 
-STEP, LONGEST = 8, 1024  # a page has a multiple of STEP keys, and at most LONGEST
+STEP, LONGEST = _native.PAGE_STEP, 1024  # a page has a multiple of STEP keys, and at most LONGEST
 
 
 class PagedOptions(TypedDict, total=False):

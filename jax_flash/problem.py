@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash import checks
+from jax_flash import _native, checks
 from jax_flash.operands import (
     BLOCK_MASK,
     CAPTURED,
@@ -27,8 +27,6 @@ from jax_flash.operands import (
     Operands,
 )
 from jax_flash.programs.program import Captured, Program, Sizes
-
-VERSION = 7
 
 # The checks of a public function's arguments, by the method of `Problem` that calls them. The modules of the public
 # functions create problems, so they import this module and add their checks here (`arguments.checks_call`).
@@ -402,7 +400,7 @@ class Problem:
             return str(int(value)) if isinstance(value, bool) else str(value)
 
         fields = {field.name: text(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return " ".join(f"{name}={value}" for name, value in {"version": VERSION, **fields}.items())
+        return " ".join(f"{name}={value}" for name, value in {"version": _native.PROBLEM_VERSION, **fields}.items())
 
 
 def checked_problem(x: Any) -> Problem:

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_flash import _native
 from jax_flash.programs.code import Code, Unsupported, Value
 
 MOST_ELEMENTS = 512  # of an array that is computed element by element: code is straight-line
-MOST_DIMS = 8  # of a captured array
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 CAPTURED = (*FLOATS, "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32")
 
@@ -83,8 +83,9 @@ def captured(code: Code, number: int, shape: Sequence[int], dtype: Any) -> Array
     name = np.dtype(dtype).name
     if name not in CAPTURED:
         raise Unsupported(f"a captured array of {name}: use {', '.join(CAPTURED[:-1])} or {CAPTURED[-1]}")
-    if len(shape) > MOST_DIMS or 0 in shape:
-        raise Unsupported(f"a captured array of {list(shape)}: use at most {MOST_DIMS} dims, none of size 0")
+    most = _native.MAX_CAPTURED_DIMS
+    if len(shape) > most or 0 in shape:
+        raise Unsupported(f"a captured array of {list(shape)}: use at most {most} dims, none of size 0")
     type = type_of(dtype)
     if type == "f":
         return View(code, number, shape, dtype, lambda index: (index, None))

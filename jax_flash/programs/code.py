@@ -15,8 +15,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jax_flash import _native
+
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-MOST_INSTRUCTIONS = 4096  # of a code
 
 
 class Unsupported(NotImplementedError):
@@ -246,7 +247,7 @@ class Code:
         def written(field: str) -> str:
             return str(numbers[int(field[1:])]) if field.startswith("%") else field
 
-        if len(needed) >= MOST_INSTRUCTIONS:
-            raise Unsupported(f"more than {MOST_INSTRUCTIONS} instructions")
+        if len(needed) >= _native.MAX_INSTRUCTIONS:
+            raise Unsupported(f"more than {_native.MAX_INSTRUCTIONS} instructions")
         lines = [",".join(map(written, self._lines[number])) for number in sorted(needed)]
         return ";".join([*lines, f"result,{numbers[result.number]}"])

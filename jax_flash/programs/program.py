@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
+from jax_flash import _native
 from jax_flash.programs import arrays as elements
 from jax_flash.programs import lowering, replay
 from jax_flash.programs.arrays import Array, View, aval
@@ -40,7 +41,6 @@ NEEDS_VALUES = {
     jax.errors.ConcretizationTypeError: "must not convert a traced value to a Python number, as int, float and range "
     "do, and array shapes: use jax.numpy",
 }
-MOST_CAPTURED = 32  # how many arrays the two functions of a call may capture
 
 
 class Sizes(NamedTuple):
@@ -189,7 +189,7 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
             raise TypeError(
                 f"{name} captures an array of dtype {x.dtype}: captured arrays must be floats, integers or bools"
             )
-    if len(closed.consts) > MOST_CAPTURED // 2:
+    if len(closed.consts) > _native.MAX_CAPTURED // 2:
         closed = _packed(closed)
     arrays, jaxpr = [jnp.asarray(x) for x in closed.consts], without_constants(closed)
     constants = (*(np.asarray(x).tobytes() for x in _constants_of_calls(jaxpr)), *_callbacks(jaxpr))

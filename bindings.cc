@@ -96,11 +96,26 @@ NB_MODULE(_native, module) {
   module.def(
       "operands",
       [] {
-#define ENTRY(type, name, dtype, dims, there) {#name, dims},
-        return std::vector<std::pair<std::string, std::string>>{JAX_FLASH_OPERANDS(ENTRY)};
-#undef ENTRY
+        std::vector<std::tuple<std::string, std::string, bool, std::string>> operands;
+        for (const jax_flash::ArrayDeclaration& x : jax_flash::DeclaredOperands())
+          operands.emplace_back(x.name, x.dims, x.broadcast, x.gradient);
+        return operands;
       },
-      "The operands of both custom calls: names and dims, a letter each.");
+      "The operands of both custom calls: the name, the dims (a letter each), whether dims may have size 1, and the "
+      "name of the gradient (empty: none).");
+  module.def(
+      "results",
+      [] {
+        std::vector<std::pair<std::string, std::string>> results;
+        for (const jax_flash::ArrayDeclaration& x : jax_flash::DeclaredResults()) results.emplace_back(x.name, x.dims);
+        return results;
+      },
+      "The results of the forward, and the cotangents, which are operands of the backward: names and dims.");
+  module.def(
+      "array_bytes",
+      [](std::string_view problem, bool backward) { return jax_flash::BytesOfArrays(Decoded(problem), backward); },
+      nb::arg("problem"), nb::arg("backward"),
+      "The bytes of all operands and results of a pass, without captured arrays and their gradients.");
 
   // A problem is the text of Problem.encode(). What may have to look for NVRTC does not hold the GIL meanwhile: another
   // thread may be looking for it too.

@@ -1,16 +1,23 @@
-// The buffers of the two custom calls, checked against the problem (docs/architecture.md lists their shapes). What the
-// problem does not have is null.
+// The arrays of the two custom calls. These tables declare each array once. The structs below, the checks of buffers
+// (buffers.cc), Python's jax_flash/operands.py and the table in docs/architecture.md follow from them.
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
-#include "common/program.h"
+#include "common/problem.h"
 
 namespace jax_flash {
 
-// The operands of both calls, in their order: OPERAND(type, name, dtype, dims, there). `dtype` is that of the elements
-// where the type is void. `dims` has a letter for each dim (Problem::size), as in Python's DIMS. `there` says whether
-// the problem `p` has the operand; it is an extent if the operand may be broadcast.
+// The columns of the tables:
+//   type    of the elements; void: their dtype is in the next column
+//   name    in C++ and in Python
+//   dtype   of the elements, for the problem `p`
+//   dims    a letter for each dim (Problem::size)
+//   there   whether the problem `p` has the array; an Extent if the array may be broadcast
+
+// The operands of both calls, in order. The arrays that programs capture come after them.
 #define JAX_FLASH_OPERANDS(OPERAND)                                                                     \
   OPERAND(void, query, p.dtype, "BTND", true)                                                           \
   OPERAND(void, key, p.dtype, "BSKD", p.page == 0)                                                      \
@@ -40,26 +47,61 @@ namespace jax_flash {
   OPERAND(int32_t, program_batch, DType::kNone, "B", p.programs())                                      \
   OPERAND(int32_t, program_head, DType::kNone, "N", p.programs())
 
+// The results of the forward. They are also operands of the backward, after the operands above.
+#define JAX_FLASH_FORWARD_RESULTS(RESULT)              \
+  RESULT(void, o, p.output_dtype(), "BTNE", true)      \
+  RESULT(void, l, p.accumulation_dtype(), "BNT", true) \
+  RESULT(void, m, p.accumulation_dtype(), "BNT", true)
+
+// The last operands of the backward. (Python's name of d_o is do.)
+#define JAX_FLASH_COTANGENTS(OPERAND)       \
+  OPERAND(void, d_o, p.dtype, "BTNE", true) \
+  OPERAND(void, dlogsumexp, p.accumulation_dtype(), "BNT", p.dlogsumexp)
+
+// The results of the backward, each the gradient of an operand: GRADIENT(operand, name, dtype, dims, there). Each row
+// writes its own part of dsinks. The gradients of captured arrays come after them.
+#define JAX_FLASH_GRADIENTS(GRADIENT)                                     \
+  GRADIENT(query, dq, p.output_dtype(), "BTND", p.dq)                     \
+  GRADIENT(key, dk, p.dtype, "BSKD", p.dk)                                \
+  GRADIENT(value, dv, p.dtype, "BSKE", p.dv)                              \
+  GRADIENT(bias, dbias, dbias_dtype, "BNTS", p.dbias ? p.bias : Extent()) \
+  GRADIENT(sinks, dsinks, p.accumulation_dtype(), "BNT", p.dsinks)
+
+// The buffers of a call. Arrays that the problem does not have are null.
+#define JAX_FLASH_OPERAND(type, name, ...) const type* name;
+#define JAX_FLASH_RESULT(type, name, ...) void* name;
 struct Operands {
-#define JAX_FLASH_MEMBER(type, name, ...) const type* name;
-  JAX_FLASH_OPERANDS(JAX_FLASH_MEMBER)
-#undef JAX_FLASH_MEMBER
-  const void* captured[kMaxCaptured] = {};  // after those: what the programs load from, [B or 1, size]
+  JAX_FLASH_OPERANDS(JAX_FLASH_OPERAND)
+  const void* captured[kMaxCaptured] = {};  // [B or 1, elements]
 };
 
 struct ForwardResults {
-  void *o, *l, *m;
+  JAX_FLASH_FORWARD_RESULTS(JAX_FLASH_RESULT)
 };
 
-// What the backward reads beside the operands.
 struct Cotangents {
-  const void *o, *l, *m, *d_o, *dlogsumexp;
+  JAX_FLASH_FORWARD_RESULTS(JAX_FLASH_OPERAND)
+  JAX_FLASH_COTANGENTS(JAX_FLASH_OPERAND)
 };
 
 struct BackwardResults {
-  void *dq, *dk, *dv, *dbias;
-  void* dsinks;                       // what each row adds to the gradient of the sinks, [B, N, T]
-  void* captured[kMaxCaptured] = {};  // their gradients, of the accumulation dtype
+  JAX_FLASH_GRADIENTS(JAX_FLASH_RESULT)
+  void* captured[kMaxCaptured] = {};  // in the accumulation dtype
 };
+#undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_RESULT
+
+// An array as Python sees it.
+struct ArrayDeclaration {
+  std::string name, dims;
+  bool broadcast;        // may dims have size 1?
+  std::string gradient;  // its name; empty if the array has none
+};
+std::vector<ArrayDeclaration> DeclaredOperands();
+// The forward's results and the cotangents.
+std::vector<ArrayDeclaration> DeclaredResults();
+
+// The bytes of all operands and results of a pass, without captured arrays and their gradients.
+int64_t BytesOfArrays(const Problem& p, bool backward);
 
 }  // namespace jax_flash

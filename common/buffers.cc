@@ -136,53 +136,48 @@ void* Buffers::Checked(const std::string& name, const ffi::AnyBuffer& buffer, ff
   return nullptr;
 }
 
+#define TAKE_OPERAND(type, name, dtype, dims, there) \
+  given.name = static_cast<const type*>(Operand(#name, TypeOf<type>(dtype), dims, ExtentOf(there)));
+#define TAKE_RESULT(of, name, dtype, dims, there) results.name = Result(#name, dtype, dims, ExtentOf(there));
+
 Operands Buffers::TakeOperands() {
   const Problem& p = p_;
-  Operands in;
-#define TAKE(type, name, dtype, dims, there) \
-  in.name = static_cast<const type*>(Operand(#name, TypeOf<type>(dtype), dims, ExtentOf(there)));
-  JAX_FLASH_OPERANDS(TAKE)
-#undef TAKE
+  Operands given;
+  JAX_FLASH_OPERANDS(TAKE_OPERAND)
   for (size_t i = 0; i < p.captured.size(); ++i) {
-    in.captured[i] = Operand(NameOf("captured", i), XlaType(p.captured[i].dtype), DimsOf(p.captured[i]));
+    given.captured[i] = Operand(NameOf("captured", i), XlaType(p.captured[i].dtype), DimsOf(p.captured[i]));
   }
-  return in;
+  return given;
 }
 
 ForwardResults Buffers::TakeForwardResults() {
+  const Problem& p = p_;
   ForwardResults results;
-  results.o = Result("o", p_.output_dtype(), "BTNE", ExtentOf(true));
-  results.l = Result("l", p_.accumulation_dtype(), "BNT", ExtentOf(true));
-  results.m = Result("m", p_.accumulation_dtype(), "BNT", ExtentOf(true));
+  JAX_FLASH_FORWARD_RESULTS(TAKE_RESULT)
   return results;
 }
 
 Cotangents Buffers::TakeCotangents() {
-  const ffi::DataType dtype = XlaType(p_.dtype), accumulated = XlaType(p_.accumulation_dtype());
+  const Problem& p = p_;
   Cotangents given;
-  given.o = Operand("o", XlaType(p_.output_dtype()), "BTNE", ExtentOf(true));
-  given.l = Operand("l", accumulated, "BNT", ExtentOf(true));
-  given.m = Operand("m", accumulated, "BNT", ExtentOf(true));
-  given.d_o = Operand("do", dtype, "BTNE", ExtentOf(true));
-  given.dlogsumexp = Operand("dlogsumexp", accumulated, "BNT", ExtentOf(p_.dlogsumexp));
+  JAX_FLASH_FORWARD_RESULTS(TAKE_OPERAND)
+  JAX_FLASH_COTANGENTS(TAKE_OPERAND)
   return given;
 }
 
 BackwardResults Buffers::TakeBackwardResults(DType dbias_dtype) {
-  Extent bias = p_.bias;
-  bias.present = p_.dbias;
+  const Problem& p = p_;
   BackwardResults results;
-  results.dq = Result("dq", p_.output_dtype(), "BTND", ExtentOf(p_.dq));
-  results.dk = Result("dk", p_.dtype, "BSKD", ExtentOf(p_.dk));
-  results.dv = Result("dv", p_.dtype, "BSKE", ExtentOf(p_.dv));
-  results.dbias = Result("dbias", dbias_dtype, "BNTS", bias);
-  results.dsinks = Result("dsinks", p_.accumulation_dtype(), "BNT", ExtentOf(p_.dsinks));
-  for (size_t i = 0; i < p_.captured.size(); ++i) {
-    if (!p_.captured[i].gradient) continue;
-    results.captured[i] = Result(NameOf("dcaptured", i), p_.accumulation_dtype(), DimsOf(p_.captured[i]));
+  JAX_FLASH_GRADIENTS(TAKE_RESULT)
+  for (size_t i = 0; i < p.captured.size(); ++i) {
+    if (!p.captured[i].gradient) continue;
+    results.captured[i] = Result(NameOf("dcaptured", i), p.accumulation_dtype(), DimsOf(p.captured[i]));
   }
   return results;
 }
+
+#undef TAKE_OPERAND
+#undef TAKE_RESULT
 
 void* Buffers::TakeScratch(int64_t bytes) {
   if (!error_.empty() || (bytes == 0 && rets_taken_ == rets_.size())) return nullptr;

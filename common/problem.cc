@@ -89,6 +89,14 @@ bool AtLeast(const T&, const T&) {
   return true;
 }
 
+bool HasOperand(const Problem& p, std::string_view operand) {
+#define FIND(type, name, dtype, dims, there) \
+  if (operand == #name) return ExtentOf(there).present;
+  JAX_FLASH_OPERANDS(FIND)
+#undef FIND
+  return false;
+}
+
 // What is wrong with the values, each of which could be read.
 std::string Check(const Problem& p) {
   for (const Field& field : kFields) {
@@ -98,12 +106,16 @@ std::string Check(const Problem& p) {
   if (p.kv_heads > 0 ? p.q_heads % p.kv_heads != 0 : p.q_heads != 0) return "kv_heads does not divide q_heads";
   if (p.dtype == DType::kNone) return "dtype is none";
   if (p.bias.present != (p.bias_dtype != DType::kNone)) return "bias and bias_dtype disagree";
-  if (p.dbias && !p.bias.present) return "dbias without a bias";
   if (p.sinks.rows || p.sinks.columns) return "sinks have rows or columns";
   if ((p.page > 0) != (p.pages > 0)) return "pages without keys";
   if (p.page > 0 && (p.page % kPageStep != 0 || p.kv_len % p.page != 0)) return "kv_len is not a multiple of page";
-  if (p.page > 0 && (p.dq || p.dk || p.dv || p.dbias || p.dsinks || p.captured_gradients()))
-    return "pages have no gradients";
+#define REQUESTED(operand, name, ...) || p.name
+  if (p.page > 0 && (p.captured_gradients() JAX_FLASH_GRADIENTS(REQUESTED))) return "pages have no gradients";
+#undef REQUESTED
+#define CHECK(operand, name, ...) \
+  if (p.name && !HasOperand(p, #operand)) return #name " without " #operand;
+  JAX_FLASH_GRADIENTS(CHECK)
+#undef CHECK
   if (p.page > 0 &&
       (p.bias.present || p.mask.present || p.block_mask.present || p.segments || p.ranges || p.dropout())) {
     return "pages are not supported with a bias, mask arrays, segments, ranges or dropout";
@@ -112,7 +124,6 @@ std::string Check(const Problem& p) {
     return "ranges are not supported with causal masks, windows, q_lengths or segments, which they contain";
   if (p.ranges && !p.kv_lengths) return "ranges without kv_lengths";
   if (p.ranges && (p.mask.present || p.block_mask.present)) return "ranges are not supported with mask arrays";
-  if (p.dsinks && !p.sinks.present) return "dsinks without sinks";
   for (const int64_t size : {p.q_block, p.kv_block}) {
     if (p.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0) return "a block size is not a multiple of 16";
   }
@@ -126,8 +137,8 @@ std::string Check(const Problem& p) {
 #define CHECK(type, name, dtype, dims, there) \
   if (!CanBe(p, dims, ExtentOf(there))) return too_large + #name;
   JAX_FLASH_OPERANDS(CHECK)
+  JAX_FLASH_FORWARD_RESULTS(CHECK)
 #undef CHECK
-  if (!CanBe(p, "BTNE", ExtentOf(true))) return too_large + "o";
   if (p.captured.size() > kMaxCaptured) return "more than " + std::to_string(kMaxCaptured) + " captured arrays";
   for (const Captured& captured : p.captured) {
     if (!CanBe(p, captured)) return "a captured array has a size below 0, or more than 2^52 elements";

@@ -285,11 +285,11 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
     if (array.gradient) Zero(results.captured[i], (array.batch ? p.batch : 1) * array.size() * 4, stream);
   }
   if (NothingToCompute(p)) {
-    Zero(results.dq, p.elements("BTND", ExtentOf(true)) * BytesOf(p.output_dtype()), stream);
-    Zero(results.dk, p.elements("BSKD", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
-    Zero(results.dv, p.elements("BSKE", ExtentOf(true)) * ElementOf(p.dtype).bytes, stream);
-    Zero(results.dbias, p.elements("BNTS", p.bias) * BytesOf(p.dbias_dtype()), stream);
-    Zero(results.dsinks, p.elements("BNT", ExtentOf(true)) * 4, stream);
+    const DType dbias_dtype = p.dbias_dtype();
+#define ZERO(operand, name, dtype, dims, there) \
+  Zero(results.name, p.elements(dims, ExtentOf(there)) * BytesOf(dtype), stream);
+    JAX_FLASH_GRADIENTS(ZERO)
+#undef ZERO
     return;
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, given.o, given.d_o,

@@ -227,9 +227,6 @@ def problem_and_operands(
         window_left=window.numbers[0],
         window_right=window.numbers[1],
         bias_dtype="none" if operands.bias is None else operands.bias.dtype.name,
-        bias=None if operands.bias is None else Extent.of(operands.bias),
-        mask=None if operands.mask is None else Extent.of(operands.mask),
-        sinks=None if operands.sinks is None else Extent.of(operands.sinks),
         q_lengths=operands.q_lengths is not None,
         kv_lengths=operands.kv_lengths is not None,
         segments=operands.q_segments is not None,
@@ -237,7 +234,7 @@ def problem_and_operands(
         drop_threshold=drop_threshold,
         full_precision=_full_precision(given["precision"]),
         deterministic=checks.flag("deterministic", given["deterministic"]),
-    )
+    ).with_arrays(operands.arrays())
     block_mask, mask_mod = given["block_mask"], given["mask_mod"]
     if block_mask is not None:
         _check_block_mask(block_mask, B, N, problem.q_len, problem.kv_len)

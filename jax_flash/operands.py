@@ -68,65 +68,30 @@ class Operands(NamedTuple):
 CAPTURED = tuple(f"captured{i}" for i in range(_native.MAX_CAPTURED))
 DCAPTURED = tuple(f"dcaptured{i}" for i in range(_native.MAX_CAPTURED))
 
+# The tables below follow from those in common/arrays.h. `do` has another name there, because it is a keyword of C++.
+_OPERANDS = _native.operands()
+_RESULTS = [(name.replace("d_o", "do"), dims) for name, dims in _native.results()]
+
+# The operand of each gradient.
+DIFFERENTIATED = {gradient: name for name, _, _, gradient in _OPERANDS if gradient}
+DIFFERENTIATED |= dict(zip(DCAPTURED, CAPTURED, strict=True))
+
 # The dims of every array after its leading dims: T and S lengths, N and K heads, D and E head dims, U and V block rows
 # and columns, G pages of A keys and M of a batch entry. Of the others only the size matters.
 DIMS: dict[str, Sequence[str]] = {
-    "query": "TND",
-    "key": "SKD",
-    "value": "SKE",
-    "scale": "",
-    "key_pages": "GAKD",
-    "value_pages": "GAKE",
-    "page_table": "M",
-    "bias": "NTS",
-    "mask": "NTS",
-    "sinks": "NTS",
-    "q_lengths": "",
-    "kv_lengths": "",
-    "q_segments": "T",
-    "kv_segments": "S",
-    "keys_of_rows": "TX",
-    "rows_of_keys": "SX",
-    "query_offset": "",
-    "origin": "X",
-    "blocks": "NUV",
-    "row_lists": "NUR",
-    "column_lists": "NVC",
-    "element_masks": "PQW",
-    "seed": "X",
-    "batch_id": "",
-    "head_id": "N",
-    "program_batch": "",
-    "program_head": "N",
+    **{name: dims.removeprefix("B") for name, dims, *_ in _OPERANDS},
     **{name: (name,) for name in CAPTURED},
-    "o": "TNE",
-    "l": "NT",
-    "m": "NT",
-    "do": "TNE",
-    "dlogsumexp": "NT",
-    "dq": "TND",
-    "dk": "SKD",
-    "dv": "SKE",
-    "dbias": "NTS",
-    "dsinks": "NTS",
-    **{gradient: (name,) for gradient, name in zip(DCAPTURED, CAPTURED, strict=True)},
+    **{name: dims.removeprefix("B") for name, dims in _RESULTS},
 }
-ONE_A_CALL = ("key_pages", "value_pages", "scale", "origin", "head_id", "program_head")  # they have no leading dims
+DIMS |= {gradient: DIMS[name] for gradient, name in DIFFERENTIATED.items()}
+
+# The operands without leading dims.
+ONE_A_CALL = tuple(name for name, dims, *_ in _OPERANDS if not dims.startswith("B"))
+
 BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
-ONE_A_BATCH = (
-    ("bias",),
-    ("mask",),
-    ("sinks",),
-    BLOCK_MASK,
-    *((name,) for name in CAPTURED),
-)  # what a batch may share; of several arrays either all or none
-DIFFERENTIATED = {
-    "dq": "query",
-    "dk": "key",
-    "dv": "value",
-    "dbias": "bias",
-    "dsinks": "sinks",
-    **dict(zip(DCAPTURED, CAPTURED, strict=True)),
-}
+# The operands that have an `Extent` of their own.
+BROADCAST = tuple(name for name, _, broadcast, _ in _OPERANDS if broadcast and name not in BLOCK_MASK)
+# Operands that a batch may share. All or none of the arrays in a group are shared.
+ONE_A_BATCH = (*((name,) for name in (*BROADCAST, *CAPTURED)), BLOCK_MASK)
 # Gradients of operands that a batch or heads may share. They are summed, and have the operand's shape.
-SHARED_GRADIENTS = ("dbias", "dsinks", *DCAPTURED)
+SHARED_GRADIENTS = tuple(gradient for gradient, name in DIFFERENTIATED.items() if name in (*BROADCAST, *CAPTURED))

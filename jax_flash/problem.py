@@ -16,17 +16,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _native, checks
-from jax_flash.operands import (
-    BLOCK_MASK,
-    CAPTURED,
-    DCAPTURED,
-    DIFFERENTIATED,
-    DIMS,
-    ONE_A_CALL,
-    SHARED_GRADIENTS,
-    Operands,
-)
-from jax_flash.programs.program import Captured, Program, Sizes
+from jax_flash.operands import BROADCAST, CAPTURED, DCAPTURED, DIFFERENTIATED, DIMS, SHARED_GRADIENTS, Operands
+from jax_flash.programs.program import ALWAYS, SAME_SCORE, Captured, Program, Sizes
 
 # The checks of a public function's arguments, by the method of `Problem` that calls them. The modules of the public
 # functions create problems, so they import this module and add their checks here (`arguments.checks_call`).
@@ -192,15 +183,14 @@ class Problem:
         )
 
     def with_arrays(self, arrays: Mapping[str, jax.Array]) -> Problem:
-        """Return this problem with the batch size and the numbers of heads of these operands."""
+        """Return this problem with the batch size, the numbers of heads and the extents of these operands."""
+        extents: dict[str, Any] = {name: Extent.of(arrays[name]) if name in arrays else None for name in BROADCAST}
         return dataclasses.replace(
             self,
             batch=arrays["query"].shape[0],
             q_heads=arrays["query"].shape[2],
             kv_heads=arrays["key_pages" if self.page else "key"].shape[2],
-            bias=Extent.of(arrays["bias"]) if "bias" in arrays else None,
-            mask=Extent.of(arrays["mask"]) if "mask" in arrays else None,
-            sinks=Extent.of(arrays["sinks"]) if "sinks" in arrays else None,
+            **extents,
             block_mask=Extent.of_blocks(arrays["blocks"]) if "blocks" in arrays else None,
             captured=tuple(
                 x._replace(batch=arrays[name].shape[0] != 1) for name, x in zip(CAPTURED, self.captured, strict=False)
@@ -223,8 +213,8 @@ class Problem:
         if self.page:
             return set()
         floats = {name for name, x in zip(DCAPTURED, self.captured, strict=False) if "float" in x.dtype}
-        optional = {"dbias": self.bias, "dsinks": self.sinks}
-        return {"dq", "dk", "dv", *floats, *(name for name, operand in optional.items() if operand)}
+        absent = {name for name in BROADCAST if getattr(self, name) is None}
+        return {name for name, operand in DIFFERENTIATED.items() if operand not in (*CAPTURED, *absent)} | floats
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -267,12 +257,18 @@ class Problem:
           TypeError, ValueError: as in `flops`.
         """
         self._check_cost("bytes", backward)
-        names = [*self._operand_names(), "o", "l", "m"]
-        if backward:
-            asked = self.gradients or ("dq", "dk", "dv")
-            # Each row writes its own part of the sinks' gradient.
-            names += ["do", *(["dlogsumexp"] if self.dlogsumexp else []), *("l" if x == "dsinks" else x for x in asked)]
-        return sum(self._elements(name) * jnp.dtype(self._dtype_of(name)).itemsize for name in names)
+        # The arrays are the same for any code, and a program may have none.
+        score_mod, mask_mod = self.score_mod and Program(SAME_SCORE), self.mask_mod and Program(ALWAYS)
+        problem = dataclasses.replace(self, score_mod=score_mod, mask_mod=mask_mod, score_grad=None)
+        if backward and not self.gradients:
+            problem = dataclasses.replace(problem, dq=True, dk=True, dv=True)
+        captured = 0
+        for x in self.captured:
+            itemsize = jnp.dtype(x.dtype).itemsize
+            if backward and x.gradient:
+                itemsize += jnp.dtype(self.accumulation_dtype).itemsize
+            captured += math.prod((self.batch if x.batch else 1, *x.shape)) * itemsize
+        return _native.array_bytes(problem.encode(), backward) + captured
 
     def _check_cost(self, name: str, backward: bool) -> None:
         if checks.flag("backward", backward) and not self.differentiable:
@@ -290,57 +286,6 @@ class Problem:
         i = np.arange(T)
         first, end = np.maximum(i - left, 0), np.minimum(i + (0 if self.causal else right) + 1, S)
         return int(np.maximum(end - first, 0).sum())
-
-    def _operand_names(self) -> list[str]:
-        """Return the names of the operands of both passes."""
-        groups = {
-            ("query", "scale"): True,
-            ("key", "value"): not self.page,
-            ("key_pages", "value_pages", "page_table"): self.page,
-            ("q_segments", "kv_segments"): self.segments,
-            ("keys_of_rows", "rows_of_keys"): self.ranges,
-            ("blocks", "row_lists", "column_lists"): self.block_mask,
-            ("element_masks",): self.element_masks,
-            ("seed", "batch_id", "head_id"): self.drop_threshold,
-            ("program_batch", "program_head"): self.programs,
-            CAPTURED[: len(self.captured)]: True,
-        }
-        alone = ("bias", "mask", "sinks", "q_lengths", "kv_lengths", "query_offset", "origin")
-        groups |= {(name,): getattr(self, name) for name in alone}
-        return [name for names, there in groups.items() if there for name in names]
-
-    def _elements(self, name: str) -> int:
-        """Return the number of elements of an operand or result."""
-        name = DIFFERENTIATED.get(name, name)
-        if name in CAPTURED:
-            captured = self.captured[CAPTURED.index(name)]
-            return math.prod((self.batch if captured.batch else 1, *captured.shape))
-        sizes = {"T": self.q_len, "S": self.kv_len, "N": self.q_heads, "K": self.kv_heads}
-        sizes |= {"D": self.qk_dim, "E": self.v_dim, "X": 2}
-        if self.page:
-            sizes |= {"G": self.pages, "A": self.page, "M": self.kv_len // self.page}
-        if self.block_mask:
-            sizes |= {"U": -(-self.q_len // self.q_block), "V": -(-self.kv_len // self.kv_block)}
-            sizes |= {"R": self.row_list, "C": self.column_list}
-            sizes |= {"P": self.element_masks, "Q": self.q_block, "W": -(-self.kv_block // 32)}
-        batch = 1 if name in ONE_A_CALL else self.batch
-        extent = self.block_mask if name in BLOCK_MASK else getattr(self, name, None)
-        if isinstance(extent, tuple):  # what is broadcast has size 1
-            batch = batch if extent[0] else 1
-            sizes |= {dim: 1 for dim, there in zip("NTS", extent[1:], strict=True) if not there}
-        return batch * math.prod(sizes[dim] for dim in DIMS[name])
-
-    def _dtype_of(self, name: str) -> str:
-        """Return the dtype of an operand or result."""
-        if name in CAPTURED:
-            return self.captured[CAPTURED.index(name)].dtype
-        if name in ("scale", "sinks", "l", "m", "dlogsumexp", *SHARED_GRADIENTS):
-            return self.accumulation_dtype
-        if name in ("query", "key", "value", "key_pages", "value_pages", "o", "do", "dq", "dk", "dv"):
-            return self.dtype
-        if name in ("bias", "mask"):
-            return self.bias_dtype if name == "bias" else "bool"
-        return "int32"
 
     @property
     def may_empty_rows(self) -> bool:

@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import block_sparse, checks, dropout, reference, tile
 from jax_flash.explicit import placed
-from jax_flash.operands import DIFFERENTIATED, DIMS
+from jax_flash.operands import BROADCAST, DIFFERENTIATED, DIMS
 from jax_flash.problem import Problem
 from jax_flash.varying import varying_alike
 
@@ -528,5 +528,5 @@ def _axis(name: str) -> int:
 def _divided_axis(problem: Problem, name: str, x: jax.Array) -> int | None:
     """Return the axis along which an array is divided over devices, or None if it is not divided."""
     operand = DIFFERENTIATED.get(name, name)
-    broadcast = operand in ("bias", "mask", "sinks") and not getattr(problem, operand).rows
+    broadcast = operand in BROADCAST and not getattr(problem, operand).rows
     return None if broadcast or not {"T", "S"} & set(DIMS[name]) else _axis(name) % x.ndim

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import block_sparse, dropout
-from jax_flash.operands import CAPTURED, DCAPTURED, Operands
+from jax_flash.operands import CAPTURED, DCAPTURED, DIFFERENTIATED, Operands
 from jax_flash.problem import Problem
 from jax_flash.programs import replay
 from jax_flash.programs.program import Program
@@ -47,8 +47,9 @@ def in_accumulation_dtype(problem: Problem, operands: Operands) -> Operands:
     so the tiles' parts of a 16-bit array's gradient would be rounded one by one. Programs still get the numbers of the
     captured arrays' own dtypes (`programs/replay.py`).
     """
-    names, dtype = ("query", "key", "value", "bias", "sinks"), problem.accumulation_dtype
-    arrays = {name: x.astype(dtype) for name, x in operands.arrays().items() if name in names}
+    dtype = problem.accumulation_dtype
+    floats = {*DIFFERENTIATED.values()} - {*CAPTURED}
+    arrays = {name: x.astype(dtype) for name, x in operands.arrays().items() if name in floats}
     captured = {name: replay.widened(x, dtype) for name, x in operands.arrays().items() if name in CAPTURED}
     return operands.replaced(arrays | captured)
 

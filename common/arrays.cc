@@ -1,0 +1,61 @@
+#include "common/arrays.h"
+
+#include <string_view>
+#include <type_traits>
+
+namespace jax_flash {
+namespace {
+
+std::string GradientOf(std::string_view operand) {
+#define FIND(of, name, ...) \
+  if (operand == #of) return #name;
+  JAX_FLASH_GRADIENTS(FIND)
+#undef FIND
+  return "";
+}
+
+// The size of an element of an array of T. If T is void, it has this dtype.
+template <typename T>
+int64_t SizeOf(DType dtype) {
+  if constexpr (std::is_void_v<T>) {
+    return BytesOf(dtype);
+  } else {
+    return sizeof(T);
+  }
+}
+
+}  // namespace
+
+std::vector<ArrayDeclaration> DeclaredOperands() {
+  const Problem p;
+#define ENTRY(type, name, dtype, dims, there) \
+  {#name, dims, std::is_same_v<std::decay_t<decltype(there)>, Extent>, GradientOf(#name)},
+  return {JAX_FLASH_OPERANDS(ENTRY)};
+}
+
+std::vector<ArrayDeclaration> DeclaredResults() {
+  const Problem p;
+  return {JAX_FLASH_FORWARD_RESULTS(ENTRY) JAX_FLASH_COTANGENTS(ENTRY)};
+#undef ENTRY
+}
+
+int64_t BytesOfArrays(const Problem& p, bool backward) {
+  const DType dbias_dtype = p.accumulation_dtype();
+  int64_t bytes = 0;
+  const auto add = [&](const char* dims, const Extent& extent, int64_t size) {
+    if (extent.present) bytes += p.elements(dims, extent) * size;
+  };
+#define ADD(type, name, dtype, dims, there) add(dims, ExtentOf(there), SizeOf<type>(dtype));
+#define ADD_GRADIENT(operand, name, dtype, dims, there) add(dims, ExtentOf(there), BytesOf(dtype));
+  JAX_FLASH_OPERANDS(ADD)
+  JAX_FLASH_FORWARD_RESULTS(ADD)
+  if (backward) {
+    JAX_FLASH_COTANGENTS(ADD)
+    JAX_FLASH_GRADIENTS(ADD_GRADIENT)
+  }
+#undef ADD
+#undef ADD_GRADIENT
+  return bytes;
+}
+
+}  // namespace jax_flash

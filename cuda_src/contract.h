@@ -135,9 +135,9 @@ struct PartsOfTile {
   int first, count;
 };
 
-// The members of BlockMask and Params are FIELD(type, name, value). The host makes `value` of the problem `p`, its
-// operands `in` and the layout of scratch, where `at` turns an offset into an address (custom_calls.cc). What the
-// problem does not have is null.
+// The members of BlockMask, Params and SinkParams are FIELD(type, name, value). The host computes `value` from the
+// problem `p`, its operands `in`, the results of the forward, the cotangents, the gradients and the layout of scratch
+// memory, where `at` turns an offset into an address (custom_calls.cc). Arrays that the call does not have are null.
 
 // A mask of blocks (jax_flash/block_sparse.py), or what scheduler/mask_blocks.cuh makes of a mask operand and a
 // mask_mod.
@@ -154,8 +154,7 @@ struct PartsOfTile {
   FIELD(int, batch, p.block_mask.batch ? (p.block_mask.heads ? int(p.q_heads) : 1) : 0)       \
   FIELD(int, head, p.block_mask.heads)
 
-// All kernels of a call are given the same. The host sets later what is {} here: o, l and m, which the forward writes
-// and the backward reads, and what only the backward has.
+// All kernels of a call are given the same.
 #define JAX_FLASH_PARAMS(FIELD)                                                                                  \
   FIELD(int, batch, int(p.batch))                                                                                \
   FIELD(int, q_heads, int(p.q_heads))                                                                            \
@@ -185,11 +184,11 @@ struct PartsOfTile {
   /* In both halves, for what takes two entries at once. */                                                      \
   FIELD(uint32_t, drop_threshold, uint32_t(p.drop_threshold) * 0x10001)                                          \
   FIELD(float, keep_scale, float(p.keep_scale()))                                                                \
-  FIELD(void*, o, {})                                                                                            \
-  FIELD(float*, l, {}) /* [batch, head, row] */                                                                  \
-  FIELD(float*, m, {})                                                                                           \
-  FIELD(const void*, d_o, {})                                                                                    \
-  FIELD(const float*, dlogsumexp, {}) /* [batch, head, row] */                                                   \
+  FIELD(void*, o, forward.o)                                                                                     \
+  FIELD(float*, l, static_cast<float*>(forward.l)) /* [batch, head, row] */                                      \
+  FIELD(float*, m, static_cast<float*>(forward.m))                                                               \
+  FIELD(const void*, d_o, cotangents.d_o)                                                                        \
+  FIELD(const float*, dlogsumexp, static_cast<const float*>(cotangents.dlogsumexp)) /* [batch, head, row] */     \
   /* What a kernel needs of m, l and D, and dQ in f32, in the kernel's own order; */                             \
   FIELD(float*, logsumexp, at(layout.logsumexp))                                                                 \
   FIELD(float*, d, at(layout.d))                                                                                 \
@@ -197,10 +196,10 @@ struct PartsOfTile {
   /* and if heads of Q that share keys are computed one by one (kSumKV), 0 at first */                           \
   FIELD(float*, dk_sum, at(layout.dk_sum))                                                                       \
   FIELD(float*, dv_sum, at(layout.dv_sum))                                                                       \
-  FIELD(void*, dq, {})                                                                                           \
-  FIELD(void*, dk, {})                                                                                           \
-  FIELD(void*, dv, {})                                                                                           \
-  FIELD(void*, dbias, {})                                                                                        \
+  FIELD(void*, dq, gradients.dq)                                                                                 \
+  FIELD(void*, dk, gradients.dk)                                                                                 \
+  FIELD(void*, dv, gradients.dv)                                                                                 \
+  FIELD(void*, dbias, gradients.dbias)                                                                           \
   FIELD(float*, dbias_parts, at(layout.dbias_parts)) /* [parts, of its shape], if there are several */           \
   /* Of dbias; of the keys in a forward over parts of them, or of stretches of them if it is balanced. */        \
   FIELD(int, parts, layout.parts)                                                                                \
@@ -239,7 +238,6 @@ struct BlockMask {
 struct Params {
   JAX_FLASH_PARAMS(JAX_FLASH_MEMBER)
 };
-#undef JAX_FLASH_MEMBER
 
 // The arguments of kernels with score programs: the numbers that these programs are told for each batch entry and head,
 // the arrays that they look things up in, and the gradients of these arrays.
@@ -250,10 +248,13 @@ struct ProgramParams : Params {
 };
 
 // The arguments of kernels whose rows have sinks. They are apart, so that other kernels' arguments stay as they are.
+#define JAX_FLASH_SINK_PARAMS(FIELD)                                                                 \
+  FIELD(Broadcast<const float>, sinks, BroadcastOf(static_cast<const float*>(in.sinks), p.sinks, p)) \
+  FIELD(float*, dsinks, static_cast<float*>(gradients.dsinks)) /* [batch, head, row]: each row's part */
 struct SinkParams : ProgramParams {
-  Broadcast<const float> sinks;
-  float* dsinks;  // [batch, head, row]: what each row adds to the gradient
+  JAX_FLASH_SINK_PARAMS(JAX_FLASH_MEMBER)
 };
+#undef JAX_FLASH_MEMBER
 
 // A CUtensorMap: of a [batch, time, heads, dim] array, in boxes of rows of kBoxBytes, swizzled.
 struct alignas(64) TensorMap {

@@ -176,7 +176,9 @@ struct Address {
   }
 };
 
-Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, void* scratch) {
+// The parameters of all kernels of a call. A forward has no cotangents and no gradients.
+SinkParams ParamsOf(const Problem& p, const Operands& in, const ForwardResults& forward, const Cotangents& cotangents,
+                    const BackwardResults& gradients, const Scratch& layout, void* scratch) {
   const auto at = [&](int64_t offset) { return Address{offset < 0 ? nullptr : static_cast<char*>(scratch) + offset}; };
   const bool made = layout.blocks >= 0;  // is the block mask made of a mask operand?
   const Problem blocks_p = made ? WithMaskInBlocks(p) : p;
@@ -185,19 +187,13 @@ Params ParamsOf(const Problem& p, const Operands& in, const Scratch& layout, voi
   const auto block_mask = [&](const Problem& p, const Operands& in) -> BlockMask {
     return {JAX_FLASH_BLOCK_MASK(VALUE)};
   };
-  return {JAX_FLASH_PARAMS(VALUE)};
-#undef VALUE
-}
-
-// The same, and what score programs look up, the sums that they add to, and the sinks.
-SinkParams ParamsOf(const Problem& p, const Operands& in, const BackwardResults& results, const Scratch& layout,
-                    void* scratch) {
-  ProgramParams params = {ParamsOf(p, in, layout, scratch), in.program_batch, in.program_head, {}, {}};
+  ProgramParams params = {{JAX_FLASH_PARAMS(VALUE)}, in.program_batch, in.program_head, {}, {}};
   for (int i = 0; i < kMaxCaptured; ++i) {
     params.captured[i] = in.captured[i];
-    params.dcaptured[i] = static_cast<float*>(results.captured[i]);
+    params.dcaptured[i] = static_cast<float*>(gradients.captured[i]);
   }
-  return {params, BroadcastOf(static_cast<const float*>(in.sinks), p.sinks, p), static_cast<float*>(results.dsinks)};
+  return {params, JAX_FLASH_SINK_PARAMS(VALUE)};
+#undef VALUE
 }
 
 // --- Execution ---
@@ -266,10 +262,7 @@ void ExecuteForward(const Problem& p, const Loaded& loaded, void* stream, Buffer
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.key_pages, operands.value_pages, operands.bias,
                 operands.mask, results.o, scratch});
-  SinkParams params = ParamsOf(p, operands, {}, loaded.scratch, scratch);
-  params.o = results.o;
-  params.l = static_cast<float*>(results.l);
-  params.m = static_cast<float*>(results.m);
+  SinkParams params = ParamsOf(p, operands, results, {}, {}, loaded.scratch, scratch);
   Run(p, loaded, stream, params);
 }
 
@@ -294,16 +287,10 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, given.o, given.d_o,
                 results.dq, results.dk, results.dv, results.dbias, scratch});
-  SinkParams params = ParamsOf(p, operands, results, loaded.scratch, scratch);
-  params.o = const_cast<void*>(given.o);
-  params.l = static_cast<float*>(const_cast<void*>(given.l));
-  params.m = static_cast<float*>(const_cast<void*>(given.m));
-  params.d_o = given.d_o;
-  params.dlogsumexp = static_cast<const float*>(given.dlogsumexp);
-  params.dq = results.dq;
-  params.dk = results.dk;
-  params.dv = results.dv;
-  params.dbias = results.dbias;
+#define WRITABLE(type, name, ...) const_cast<void*>(given.name),
+  const ForwardResults forward = {JAX_FLASH_FORWARD_RESULTS(WRITABLE)};
+#undef WRITABLE
+  SinkParams params = ParamsOf(p, operands, forward, given, results, loaded.scratch, scratch);
   Run(p, loaded, stream, params);
 }
 

@@ -13,14 +13,16 @@ import tempfile
 
 _EMULATED = os.environ.get("JAX_FLASH_EMULATE", "")
 _GPU = shutil.which("nvidia-smi") is not None and not _EMULATED
-# Before jax starts its backends. Most of the suite's time is XLA's, for programs that run once on small arrays: LLVM
-# does not optimise, and loops are written for it at once, not in MLIR first.
+# Set before jax starts its backends. Most of the suite's time is XLA's, for programs that run once on small arrays.
 _FLAGS = "--xla_force_host_platform_device_count=8"
+_FLAGS += " --xla_cpu_parallel_codegen_split_count=1"  # one LLVM module per program: the workers use all cores
+_MLIR = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) >= (0, 11)
+if not _MLIR:  # loops are written as LLVM IR at once, not in MLIR first; later versions do not have the choice
+    _FLAGS += " --xla_cpu_use_fusion_emitters=false"
 if not _GPU:  # for a GPU XLA of jax 0.11.2 makes wrong code of some integer arithmetic if LLVM does not optimise
     _FLAGS += " --xla_backend_optimization_level=0"
-# Later ones may not know it, and end.
-if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
-    _FLAGS += " --xla_cpu_use_fusion_emitters=false"
+    if _MLIR:  # a single operation is no fusion, for which MLIR would be written
+        _FLAGS += " --xla_disable_hlo_passes=fusion-wrapper"
 os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 if "PYTEST_XDIST_WORKER" in os.environ:  # NumPy's products have the worker's core, not every core for each worker
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

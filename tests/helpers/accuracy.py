@@ -21,15 +21,20 @@ def errors(results, exact):
 
 
 def usual_errors(case, dtype, seed=0, rounding=None, draws=1):
-    """Those of standard attention in this dtype; of more draws where there are few entries to take the largest of."""
-    largest = {}
+    """Return the errors of standard attention in this dtype, and the inputs and exact results of the first draws.
+
+    Cases with few entries take the largest error of more draws.
+    """
+    largest, checked = {}, []
     for draw in range(seed, seed + max(draws, min(32, 16384 // (case.T * case.S)))):
-        arrays, cotangents = case.arrays(dtype.name, draw), case.cotangents(dtype.name, draw)
+        inputs = case.arrays(dtype.name, draw), case.cotangents(dtype.name, draw)
         sums = np.float64 if dtype == np.float64 else np.float32
-        results = standard.attention(case, arrays, cotangents, sums, rounding or dtype)
-        for name, error in errors(results, by_numpy(case, arrays, cotangents)).items():
+        exact = by_numpy(case, *inputs)
+        for name, error in errors(standard.attention(case, *inputs, sums, rounding or dtype), exact).items():
             largest[name] = max(largest.get(name, 0), error)
-    return largest
+        if len(checked) < draws:
+            checked.append((inputs, exact))
+    return largest, checked
 
 
 def assert_accurate(results, exact, usual, cancelled, dtype):
@@ -50,23 +55,20 @@ def assert_accurate(results, exact, usual, cancelled, dtype):
 
 def check(case, dtype, seed=0, draws=1):
     dtype = jnp.dtype(dtype)
-    usual = usual_errors(case, dtype, seed, draws=draws)
-    for draw in range(seed, seed + draws):
-        arrays, cotangents = case.arrays(dtype.name, draw), case.cotangents(dtype.name, draw)
-        cancelled = standard.cancellation(case, arrays, cotangents, dtype)
-        results = run(case, arrays, cotangents)
-        assert_accurate(results, by_numpy(case, arrays, cotangents), usual, cancelled, dtype)
+    usual, checked = usual_errors(case, dtype, seed, draws=draws)
+    for inputs, exact in checked:
+        cancelled = standard.cancellation(case, *inputs, dtype)
+        assert_accurate(run(case, *inputs), exact, usual, cancelled, dtype)
 
 
 def check_tf32(case, draws=1):
-    """float32 at a GPU's default precision, held against standard attention with operands rounded to TF32."""
+    """float32 at a GPU's default precision, compared with standard attention with operands rounded to TF32."""
     dtype = np.dtype(np.float32)
-    usual = usual_errors(case, dtype, rounding="tf32", draws=draws)
-    for draw in range(draws):
-        arrays, cotangents = case.arrays(seed=draw), case.cotangents(seed=draw)
+    usual, checked = usual_errors(case, dtype, rounding="tf32", draws=draws)
+    for inputs, exact in checked:
         with jax.default_matmul_precision("default"):
-            results = run(case, arrays, cotangents)
-        assert_accurate(results, by_numpy(case, arrays, cotangents), usual, {}, dtype)
+            results = run(case, *inputs)
+        assert_accurate(results, exact, usual, {}, dtype)
 
 
 def by_numpy(case, arrays, cotangents):

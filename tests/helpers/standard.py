@@ -25,11 +25,12 @@ def philox(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def random_bits(seed: np.ndarray, batch_id: Any, head_id: Any, T: int, S: int) -> np.ndarray:
-    """The dropout bits of every entry by itself: uint32 [B, N, T, S]."""
-    b, n, i, j = np.meshgrid(batch_id, head_id, np.arange(T), np.arange(S), indexing="ij")
-    counter = np.stack([j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, n, b], -1)
-    words = philox(counter, seed[:, None, None, None, :])
-    word = np.take_along_axis(words, (i // 8 % 2 * 2 + j // 8 % 2)[..., None], -1)[..., 0]
+    """Return the dropout bits of every entry, uint32 [B, N, T, S]: half a word of the counter that 8 entries share."""
+    rows, columns = np.arange(-(-T // 16) * 8), np.arange(-(-S // 16) * 4)
+    b, n, row, column = np.meshgrid(batch_id, head_id, rows, columns, indexing="ij")
+    words = philox(np.stack([column, row, n, b], -1), seed[:, None, None, None, :])
+    i, j = np.ogrid[:T, :S]
+    word = words[:, :, i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2, i // 8 % 2 * 2 + j // 8 % 2]
     return np.where(j % 2, word >> 16, word) & 0x7FFF
 
 

@@ -367,11 +367,11 @@ def test_shard_map(implementation, check_vma):
 
 
 def gradient(function):
-    return jax.grad(lambda *args: function(*args).sum())
+    return jax.jit(jax.grad(lambda *args: function(*args).sum()))
 
 
 def derivative_along(function):
-    return lambda table, query: jax.jvp(lambda table: function(table, query), (table,), (table[::-1],))[1]
+    return jax.jit(lambda table, query: jax.jvp(lambda table: function(table, query), (table,), (table[::-1],))[1])
 
 
 def second_derivative(function):
@@ -394,7 +394,7 @@ def sharded_explicitly(function):
     def call(table, query):
         over = mesh("explicit")
         with jax.set_mesh(over):
-            return jax.jit(gradient(function))(table, jax.device_put(query, NamedSharding(over, BATCH)))
+            return gradient(function)(table, jax.device_put(query, NamedSharding(over, BATCH)))
 
     return call
 

@@ -3,14 +3,16 @@
     python benchmarks/tables.py            # writes them
     python benchmarks/tables.py --check    # says which of them are not what the results say, and then exits with 1
 
-A table stands in a Markdown file between `<!-- table: dense -->` and `<!-- end -->`. What is between the two is made by
-the function of that name here, of the rows of its files in benchmarks/results/, and ends with the command, the commit,
-the day, the machine and the versions that these files name. After new measurements run this.
-A new table: a function here, and its two comments in a page. Without its results it is empty.
+A table stands in a Markdown file between `<!-- table: dense -->` and `<!-- end -->`. A declaration or a function of its
+name makes the text from the rows of files in benchmarks/results/. The text ends with the command,
+the commit, the day, the machine and the versions that these files record. Run this after new measurements.
+To add a table, declare it here (`cells.Grid`, `cells.Listing`), or write a function if it has another form, and put its
+two comments into a page. Without its results a table is empty.
 """
 
 import argparse
 import difflib
+import functools
 import itertools
 import json
 import os
@@ -24,7 +26,24 @@ from typing import Any
 import paper.claims
 import paper.tables  # noqa: F401 (both register tables)
 import predict_devices
-from cells import FILES, TABLES, Results, Row, Rows, counted, number, one, shows, table
+from cells import (
+    FILES,
+    TABLES,
+    Cases,
+    Grid,
+    Listing,
+    Results,
+    Row,
+    cases,
+    counted,
+    declare,
+    named,
+    number,
+    one,
+    product,
+    shows,
+    table,
+)
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -61,6 +80,9 @@ def beside(row: Row, other: str = "cudnn") -> str:
     if other not in row["tflops"]:
         return number(row["tflops"]["jax_flash"], 0)
     return f"{row['tflops']['jax_flash']:.0f} / {row['tflops'][other]:.0f} ({over(row, other):.2f})"
+
+
+beside_torch, beside_xla = (functools.partial(beside, other=other) for other in ("torch", "xla"))
 
 
 def spread(ratios: Sequence[float]) -> str:
@@ -149,153 +171,81 @@ def headline(results: Results) -> str:
 # --- attention.py -----------------------------------------------------------------------------------------------------
 
 
-@shows("attention")
-def dense_readme(dense: Results) -> str:
-    def cell(dim: int, pass_: str, causal: bool) -> str:
-        row = one(dense["rows"], D=dim, T=4096, pass_=pass_, causal=causal)
-        return f"{row['tflops']['jax_flash']:.0f} ({over(row, fastest(row)):.2f})"
-
-    columns = list(itertools.product(PASSES, (False, True)))
-    return table(
-        ["N = 4096", "forward", "forward, causal", "backward", "backward, causal"],
-        ([f"d = {dim}", *(cell(dim, *column) for column in columns)] for dim in (64, 128, 256)),
-    )
-
-
-@shows("attention")
-def dense(results: Results) -> str:
-    columns = list(itertools.product((1024, 4096, 16384), (False, True)))
-
-    def rows_of(pass_: str, dim: int) -> Rows:
-        return [one(results["rows"], D=dim, T=n, causal=causal, pass_=pass_) for n, causal in columns]
-
-    def cell(row: Row) -> str:
-        other = fastest(row)
-        return beside(row, other).replace(" (", f" {RIVALS[other]} (")
-
-    parts = [
-        table(
-            [name, *(f"N = {n}{', causal' if causal else ''}" for n, causal in columns)],
-            ([f"d = {dim}", *map(cell, rows_of(pass_, dim))] for dim in (64, 128, 256)),
-        )
-        for name, pass_ in {"forward": "forward", "backward": "backward", "forward and backward": "both"}.items()
-    ]
-    return "\n\n".join(parts)
+LENGTHS = functools.partial(cases, "N = {}", "T")
+DIMS = functools.partial(cases, "d = {}", "D")
+PASS = cases("{}", "pass", *PASSES)
+CAUSAL: Cases = {"": {"causal": False}, "causal": {"causal": True}}
+PASS_CAUSAL = product(PASS, CAUSAL)
+MASKS: Cases = {
+    "no mask": {"causal": False, "documents": 1},
+    "causal": {"causal": True, "window": None},
+    "causal window of 1024": {"window": 1024},
+    "16 documents of 1024": {"documents": 16},
+}
 
 
-@shows("attention_dropout")
-def dropout(results: Results) -> str:
-    return by_pass_and_causal("dropout 0.1, N = 4096", results, (64, 128), "cudnn")
+def rate_and_ratio(row: Row) -> str:
+    return f"{row['tflops']['jax_flash']:.0f} ({over(row, fastest(row)):.2f})"
 
 
-@shows("attention_sm80")
-def ampere(results: Results) -> str:
-    return by_pass_and_causal("N = 16384", results, (64, 128, 256), "torch")
+def beside_fastest(row: Row) -> str:
+    other = fastest(row)
+    return beside(row, other).replace(" (", f" {RIVALS[other]} (")
 
 
-def by_pass_and_causal(name: str, results: Results, dims: Sequence[int], other: str) -> str:
-    columns = list(itertools.product(PASSES, (False, True)))
-    return table(
-        [name, *(f"{pass_}{', causal' if causal else ''}" for pass_, causal in columns)],
-        (
-            [f"d = {dim}"]
-            + [beside(one(results["rows"], D=dim, pass_=pass_, causal=causal), other) for pass_, causal in columns]
-            for dim in dims
-        ),
-    )
-
-
-@shows("attention_masks")
-def masks(results: Results) -> str:
-    cases: dict[str, Row] = {
-        "no mask": {"causal": False, "documents": 1},
-        "causal": {"causal": True, "window": None},
-        "causal window of 1024": {"window": 1024},
-        "16 documents of 1024": {"documents": 16},
-    }
-    return table(
-        ["N = 16384", *(f"d = {dim}, {pass_}" for dim in (64, 128) for pass_ in PASSES)],
-        (
-            [name] + [beside(one(results["rows"], D=dim, pass_=pass_, **case)) for dim in (64, 128) for pass_ in PASSES]
-            for name, case in cases.items()
-        ),
-    )
-
-
-@shows("attention_windows")
-def windows(results: Results) -> str:
-    return table(
-        ["64 heads on 8, d = 64, N = 16384, causal", *PASSES],
-        (
-            [f"window of {window}{', sinks' if sinks else ''}"]
-            + [beside(one(results["rows"], window=window, sinks=sinks, pass_=pass_)) for pass_ in PASSES]
-            for window, sinks in itertools.product((128, 1024), (False, True))
-        ),
-    )
-
-
-@shows("packed_gpu")
-def packed(results: Results) -> str:
-    def cell(dim: int, kind: str, pass_: str) -> str:
-        row = one(results["rows"], dim=dim, sequences=kind, pass_=pass_)
-        ours, theirs = (row["tflops"][name] for name in ("cumulative lengths", "segment ids"))
-        return f"{ours:.0f} / {theirs:.0f} ({row['ratio']:.2f})"
-
-    names = {"equal": "32 sequences of 2048", "drawn": "lengths 16 to 4096, uniform"}
-    return table(
-        ["65536 tokens, causal", *(f"d = {dim}, {pass_}" for dim in (64, 128) for pass_ in PASSES)],
-        ([name] + [cell(dim, kind, p) for dim in (64, 128) for p in PASSES] for kind, name in names.items()),
-    )
+def lengths_or_ids(row: Row) -> str:
+    ours, theirs = (row["tflops"][name] for name in ("cumulative lengths", "segment ids"))
+    return f"{ours:.0f} / {theirs:.0f} ({row['ratio']:.2f})"
 
 
 def counted_heads(kv_heads: int) -> str:
     return f"{kv_heads} key/value head{'s' if kv_heads > 1 else ''}"
 
 
-@shows("attention_groups")
-def heads(results: Results) -> str:
-    rows = [row for row in results["rows"] if row["group"] == "heads"]
-    forward, backward = ([row for row in rows if row["pass"] == pass_] for pass_ in PASSES)
-
-    def name(row: Row) -> str:
-        dims = f"d = {row['D']}" + (f" for Q and K, {row['E']} for V" if row["D"] != row["E"] else "")
-        shared = f", {counted_heads(row['K'])}" if row["K"] < row["N"] else ""
-        return f"{row['N']} query heads of {dims}{shared}; B = {row['B']}, N = {row['T']}"
-
-    return table(
-        ["causal", "forward", "backward"],
-        ([name(f), beside(f), beside(b)] for f, b in zip(forward, backward, strict=True)),
-    )
+def heads_and_size(row: Row) -> str:
+    dims = f"d = {row['D']}" + (f" for Q and K, {row['E']} for V" if row["D"] != row["E"] else "")
+    shared = f", {counted_heads(row['K'])}" if row["K"] < row["N"] else ""
+    return f"{row['N']} query heads of {dims}{shared}; B = {row['B']}, N = {row['T']}"
 
 
-@shows("attention_small")
-def small(results: Results) -> str:
-    forward, backward = ([row for row in results["rows"] if row["pass"] == pass_] for pass_ in PASSES)
-    return table(
-        ["", "forward", "backward"],
-        (
-            [f"B = {f['B']}, {f['N']} heads of d = {f['D']}, N = {f['T']}", beside(f), beside(b)]
-            for f, b in zip(forward, backward, strict=True)
-        ),
-    )
+def microseconds(row: Row) -> str:
+    times = [1e3 * row["milliseconds"][name] for name in ("jax_flash", "cudnn", "torch")]
+    read = row["B"] * row["S"] * row["K"] * (row["D"] + row["E"]) * 2  # bytes of K and V
+    return f"{times[0]:.0f} / {times[1]:.0f} / {times[2]:.0f} ({read / times[0] / 1e6:.1f} TB/s)"
 
 
-@shows("attention_decode")
-def decode(results: Results) -> str:
-    def cell(batch: int, queries: int, kv_heads: int) -> str:
-        row = one(results["rows"], B=batch, T=queries, K=kv_heads)
-        times = [1e3 * row["milliseconds"][name] for name in ("jax_flash", "cudnn", "torch")]
-        read = batch * row["S"] * kv_heads * (row["D"] + row["E"]) * 2  # bytes of K and V
-        return f"{times[0]:.0f} / {times[1]:.0f} / {times[2]:.0f} ({read / times[0] / 1e6:.1f} TB/s)"
-
-    return table(
-        ["µs: jax-flash / cuDNN / PyTorch", "B = 1, 131072 keys", "B = 8, 16384 keys"],
-        (
-            [f"{'one query' if queries == 1 else f'{queries} queries'}, {counted_heads(kv_heads)}"]
-            + [cell(batch, queries, kv_heads) for batch in (1, 8)]
-            for queries, kv_heads in itertools.product((1, 16), (4, 8))
-        ),
-    )
+declare({
+    "dense readme": ["attention", Grid("N = 4096", DIMS(64, 128, 256), PASS_CAUSAL, rate_and_ratio, {"T": 4096})],
+    "dense": ["attention", *(
+        Grid(name, DIMS(64, 128, 256), product(LENGTHS(1024, 4096, 16384), CAUSAL), beside_fastest, {"pass": pass_})
+        for name, pass_ in {"forward": "forward", "backward": "backward", "forward and backward": "both"}.items()
+    )],
+    "dropout": ["attention_dropout", Grid("dropout 0.1, N = 4096", DIMS(64, 128), PASS_CAUSAL, beside)],
+    "ampere": ["attention_sm80", Grid("N = 16384", DIMS(64, 128, 256), PASS_CAUSAL, beside_torch)],
+    "masks": ["attention_masks", Grid("N = 16384", MASKS, product(DIMS(64, 128), PASS), beside)],
+    "windows": ["attention_windows", Grid(
+        "64 heads on 8, d = 64, N = 16384, causal",
+        product(cases("window of {}", "window", 128, 1024), {"": {"sinks": False}, "sinks": {"sinks": True}}),
+        PASS, beside,
+    )],
+    "packed": ["packed_gpu", Grid(
+        "65536 tokens, causal",
+        {"32 sequences of 2048": {"sequences": "equal"}, "lengths 16 to 4096, uniform": {"sequences": "drawn"}},
+        product(cases("d = {}", "dim", 64, 128), PASS), lengths_or_ids,
+    )],
+    "heads": ["attention_groups", Grid("causal", named(heads_and_size, *"NDEKBT"), PASS, beside, {"group": "heads"})],
+    "small": ["attention_small", Grid(
+        "", named("B = {B}, {N} heads of d = {D}, N = {T}".format_map, *"BNDT"), PASS, beside
+    )],
+    "decode": ["attention_decode", Grid(
+        "µs: jax-flash / cuDNN / PyTorch",
+        product({"one query": {"T": 1}, "16 queries": {"T": 16}}, {counted_heads(n): {"K": n} for n in (4, 8)}),
+        {"B = 1, 131072 keys": {"B": 1}, "B = 8, 16384 keys": {"B": 8}}, microseconds,
+    )],
+    "float32": ["attention_float32", Grid(
+        "float32", DIMS(64, 128), product(LENGTHS(2048, 8192), PASS), beside_xla
+    )],
+})  # fmt: skip
 
 
 @shows("paged_gpu")
@@ -310,18 +260,6 @@ def paged(results: Results) -> str:
 
     head = ["TB/s (relative to contiguous)", "contiguous", *others[:-1], "cuDNN, contiguous"]
     return table(head, map(line, results["rows"]))
-
-
-@shows("attention_float32")
-def float32(results: Results) -> str:
-    def cell(dim: int, length: int, pass_: str) -> str:
-        return beside(one(results["rows"], D=dim, T=length, pass_=pass_), "xla")
-
-    columns = list(itertools.product((2048, 8192), PASSES))
-    return table(
-        ["float32", *(f"N = {length}, {pass_}" for length, pass_ in columns)],
-        ([f"d = {dim}", *(cell(dim, *column) for column in columns)] for dim in (64, 128)),
-    )
 
 
 @shows("attention_deterministic")
@@ -437,17 +375,16 @@ def beside_nothing(results: Results) -> str:
     )
 
 
-@shows("block_sparse_butterfly")
-def butterfly(results: Results) -> str:
-    return table(
-        ["butterfly, N = 65536", "fraction kept", "dense call", "with the mask", "speed-up", "share of ideal"],
-        (
-            [f"d = {row['dim']}, {row['pass']}", f"1/{1 / row['kept']:.0f}"]
-            + [f"{row[key]:.2f} ms" for key in ("dense_milliseconds", "milliseconds")]
-            + [number(row["speedup"], 1), number(row["of_ideal"])]
-            for row in results["rows"]
-        ),
-    )
+declare({
+    "butterfly": ["block_sparse_butterfly", Listing({
+        "butterfly, N = 65536": "d = {dim}, {pass}".format_map,
+        "fraction kept": lambda row: f"1/{1 / row['kept']:.0f}",
+        "dense call": "{dense_milliseconds:.2f} ms".format_map,
+        "with the mask": "{milliseconds:.2f} ms".format_map,
+        "speed-up": "{speedup:.1f}".format_map,
+        "share of ideal": "{of_ideal:.2f}".format_map,
+    })],
+})  # fmt: skip
 
 
 @shows("block_sparse_gpu_4096", "block_sparse_gpu", "block_sparse_window")
@@ -493,25 +430,29 @@ def cpu_readme(results: Results) -> str:
     )
 
 
-@shows("cpu")
-def cpu(results: Results) -> str:
-    lengths = sorted({row["length"] for row in results["rows"]})
+def rate_and_speedups(row: Row) -> str:
+    rates = row["gflops"]
+    ratios = [rates["jax_flash"] / rates[other] for other in ("jax_nn", "torch")]
+    return f"{rates['jax_flash']:.0f} ({ratios[0]:.1f}, {ratios[1]:.2f})"
 
-    def cell(**fields: Any) -> str:
-        rates = one(results["rows"], **fields)["gflops"]
-        ratios = [rates["jax_flash"] / rates[other] for other in ("jax_nn", "torch")]
-        return f"{rates['jax_flash']:.0f} ({ratios[0]:.1f}, {ratios[1]:.2f})"
 
-    return table(
-        ["GFLOP/s (speed-up over jax.nn, over PyTorch)", *(f"N = {length}" for length in lengths)],
-        (
-            [f"d = {dim}, {'causal ' if causal else ''}{pass_}"]
-            + [cell(dim=dim, causal=causal, pass_=pass_, length=length) for length in lengths]
-            for dim in (64, 128)
-            for causal in (False, True)
-            for pass_ in ("forward", "forward+backward")
-        ),
-    )
+CPU_DIMS = cases("d = {}", "dim", 64, 128)
+CPU_PASSES: Cases = {
+    f"{causal}{pass_}": {"causal": bool(causal), "pass": pass_}
+    for causal in ("", "causal ")
+    for pass_ in ("forward", "forward+backward")
+}
+declare({
+    "cpu": ["cpu", Grid(
+        "GFLOP/s (speed-up over jax.nn, over PyTorch)", product(CPU_DIMS, CPU_PASSES),
+        named("N = {length}".format_map, "length"), rate_and_speedups,
+    )],
+    "block sparse cpu": ["block_sparse", Grid(
+        "fraction kept, d = 64 / d = 128", cases("{}", "mask", *FRACTIONS),
+        product(cases("N = {}", "length", 4096, 8192), cases("{}", "pass", "forward", WITH_BACKWARD)),
+        "{of_ideal:.2f}".format_map, each=list(CPU_DIMS.values()),
+    )],
+})  # fmt: skip
 
 
 @shows("cpu_features")
@@ -530,20 +471,6 @@ def cpu_features(results: Results) -> str:
     return table(
         ["float32 / bfloat16", *(f"d = {dim}, {pass_}" for dim, pass_ in columns)],
         ([name, *(cell(name, *column) for column in columns)] for name in order),
-    )
-
-
-@shows("block_sparse")
-def block_sparse_cpu(results: Results) -> str:
-    columns = list(itertools.product((4096, 8192), ("forward", WITH_BACKWARD)))
-
-    def cell(kept: str, length: int, pass_: str) -> str:
-        found = [one(results["rows"], mask=kept, dim=dim, length=length, pass_=pass_) for dim in (64, 128)]
-        return " / ".join(number(row["of_ideal"]) for row in found)
-
-    return table(
-        ["fraction kept, d = 64 / d = 128", *(f"N = {length}, {pass_}" for length, pass_ in columns)],
-        ([kept, *(cell(kept, *column) for column in columns)] for kept in FRACTIONS),
     )
 
 

@@ -4,7 +4,7 @@ import re
 import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from cells import Results, Row, Rows, counted, number, one, shows, table
+from cells import Listing, Results, Row, Rows, counted, declare, number, one, shows, table
 
 FLASH, STANDARD, RBG, XLA = "jax_flash", "standard", "standard_rbg", "xla"
 PLAIN = "without_dropout"  # jax_flash, to compare with what has no dropout
@@ -513,42 +513,24 @@ def accuracy(row: Row) -> str:
     return f"{100 * row['accuracy']:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
-@shows("paper_pathfinder_discs")
-def paper_pathfinder_discs(results: Results) -> str:
-    lines = ([f"{row['side']} × {row['side']}", accuracy(row)] for row in results["rows"])
-    return table(["images", "% correct from the discs alone (99%)"], lines)
+PAPERS_ACCURACY = {32: "72.7", 128: "61.4 (Path-X)", 256: "63.1 (Path-256)"}  # by side
 
-
-@shows("paper_pathfinder")
-def paper_pathfinder(results: Results) -> str:
-    """A line for each stage, in their order, since a stage goes on from the one before of its checkpoint."""
-    paper = {32: "72.7", 128: "61.4 (Path-X)", 256: "63.1 (Path-256)"}
-    return table(
-        [
-            "images",
-            "learned from",
-            "attention",
-            "GPU",
-            "steps",
-            "1000 images seen",
-            "minutes",
-            "last loss",
-            "the paper: % correct",
-            "here (99%)",
-        ],
-        (
-            [
-                f"{row['side']} × {row['side']}, N = {row['length']}",
-                "pixels and labels" if row["targets"] else "labels alone",
-                f"{ATTENTIONS[row['attention']]}, {100 * row['kept_blocks']:.0f}% of the blocks",
-                counted(row["devices"], row["device"]),
-                str(row["steps"]),
-                number(row["images_seen"] / 1e3, 1),
-                number(row["seconds"] / 60, 1),
-                number(row["training"][-1], 3),
-                paper.get(row["side"], "–"),
-                accuracy(row),
-            ]
-            for row in results["rows"]
-        ),
-    )
+declare({
+    "paper pathfinder discs": ["paper_pathfinder_discs", Listing({
+        "images": "{side} × {side}".format_map,
+        "% correct from the discs alone (99%)": accuracy,
+    })],
+    # The stages in their order: each continues from the checkpoint of the one before.
+    "paper pathfinder": ["paper_pathfinder", Listing({
+        "images": "{side} × {side}, N = {length}".format_map,
+        "learned from": lambda row: "pixels and labels" if row["targets"] else "labels alone",
+        "attention": lambda row: f"{ATTENTIONS[row['attention']]}, {100 * row['kept_blocks']:.0f}% of the blocks",
+        "GPU": lambda row: counted(row["devices"], row["device"]),
+        "steps": "{steps}".format_map,
+        "1000 images seen": lambda row: number(row["images_seen"] / 1e3, 1),
+        "minutes": lambda row: number(row["seconds"] / 60, 1),
+        "last loss": lambda row: number(row["training"][-1], 3),
+        "the paper: % correct": lambda row: PAPERS_ACCURACY.get(row["side"], "–"),
+        "here (99%)": accuracy,
+    })],
+})  # fmt: skip

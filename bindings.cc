@@ -96,13 +96,13 @@ NB_MODULE(_native, module) {
   module.def(
       "operands",
       [] {
-        std::vector<std::tuple<std::string, std::string, bool, std::string>> operands;
+        std::vector<std::tuple<std::string, std::string, bool, std::string, std::string>> operands;
         for (const jax_flash::ArrayDeclaration& x : jax_flash::DeclaredOperands())
-          operands.emplace_back(x.name, x.dims, x.broadcast, x.gradient);
+          operands.emplace_back(x.name, x.dims, x.broadcast, x.gradient, x.gradient_dims);
         return operands;
       },
-      "The operands of both custom calls: the name, the dims (a letter each), whether dims may have size 1, and the "
-      "name of the gradient (empty: none).");
+      "The operands of both custom calls: the name, the dims (a letter each), whether dims may have size 1, and name "
+      "and dims of the gradient (empty: none).");
   module.def(
       "results",
       [] {

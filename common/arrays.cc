@@ -6,14 +6,6 @@
 namespace jax_flash {
 namespace {
 
-std::string GradientOf(std::string_view operand) {
-#define FIND(of, name, ...) \
-  if (operand == #of) return #name;
-  JAX_FLASH_GRADIENTS(FIND)
-#undef FIND
-  return "";
-}
-
 // The size of an element of an array of T. If T is void, it has this dtype.
 template <typename T>
 int64_t SizeOf(DType dtype) {
@@ -29,8 +21,17 @@ int64_t SizeOf(DType dtype) {
 std::vector<ArrayDeclaration> DeclaredOperands() {
   const Problem p;
 #define ENTRY(type, name, dtype, dims, there) \
-  {#name, dims, std::is_same_v<std::decay_t<decltype(there)>, Extent>, GradientOf(#name)},
-  return {JAX_FLASH_OPERANDS(ENTRY)};
+  {#name, dims, std::is_same_v<std::decay_t<decltype(there)>, Extent>, "", ""},
+  std::vector<ArrayDeclaration> operands = {JAX_FLASH_OPERANDS(ENTRY)};
+  const auto add_gradient = [&](std::string_view operand, const char* name, const char* dims) {
+    for (ArrayDeclaration& x : operands) {
+      if (x.name == operand) x.gradient = name, x.gradient_dims = dims;
+    }
+  };
+#define ADD(operand, name, dtype, dims, there) add_gradient(#operand, #name, dims);
+  JAX_FLASH_GRADIENTS(ADD)
+#undef ADD
+  return operands;
 }
 
 std::vector<ArrayDeclaration> DeclaredResults() {

@@ -14,7 +14,7 @@ namespace jax_flash {
 //   type    of the elements; void: their dtype is in the next column
 //   name    in C++ and in Python
 //   dtype   of the elements, for the problem `p`
-//   dims    a letter for each dim (Problem::size)
+//   dims    a letter for each dim (Problem::size), or 1
 //   there   whether the problem `p` has the array; an Extent if the array may be broadcast
 
 // The operands of both calls, in order. The arrays that programs capture come after them.
@@ -28,7 +28,7 @@ namespace jax_flash {
   OPERAND(int32_t, page_table, DType::kNone, "BM", p.page > 0)                                          \
   OPERAND(void, bias, p.bias_dtype, "BNTS", p.bias)                                                     \
   OPERAND(uint8_t, mask, DType::kNone, "BNTS", p.mask)                                                  \
-  OPERAND(void, sinks, p.accumulation_dtype(), "BNTS", p.sinks)                                         \
+  OPERAND(void, sinks, p.accumulation_dtype(), "BN11", p.sinks)                                         \
   OPERAND(int32_t, q_lengths, DType::kNone, "B", p.q_lengths)                                           \
   OPERAND(int32_t, kv_lengths, DType::kNone, "B", p.kv_lengths)                                         \
   OPERAND(int32_t, q_segments, DType::kNone, "BT", p.segments)                                          \
@@ -59,7 +59,7 @@ namespace jax_flash {
   OPERAND(void, dlogsumexp, p.accumulation_dtype(), "BNT", p.dlogsumexp)
 
 // The results of the backward, each the gradient of an operand: GRADIENT(operand, name, dtype, dims, there). Each row
-// writes its own part of dsinks. The gradients of captured arrays come after them.
+// writes its part of dsinks, and Python sums them. The gradients of captured arrays come after them.
 #define JAX_FLASH_GRADIENTS(GRADIENT)                                     \
   GRADIENT(query, dq, p.output_dtype(), "BTND", p.dq)                     \
   GRADIENT(key, dk, p.dtype, "BSKD", p.dk)                                \
@@ -94,8 +94,8 @@ struct BackwardResults {
 // An array as Python sees it.
 struct ArrayDeclaration {
   std::string name, dims;
-  bool broadcast;        // may dims have size 1?
-  std::string gradient;  // its name; empty if the array has none
+  bool broadcast;                       // may dims have size 1?
+  std::string gradient, gradient_dims;  // empty if the array has no gradient
 };
 std::vector<ArrayDeclaration> DeclaredOperands();
 // The forward's results and the cotangents.

@@ -164,7 +164,7 @@ std::string DecodePrograms(Problem* p) {
 }  // namespace
 
 int64_t Problem::size(char dim, const Extent& extent) const {
-  if ((dim == 'B' && !extent.batch) || (dim == 'N' && !extent.heads) || (dim == 'T' && !extent.rows) ||
+  if (dim == '1' || (dim == 'B' && !extent.batch) || (dim == 'N' && !extent.heads) || (dim == 'T' && !extent.rows) ||
       (dim == 'S' && !extent.columns)) {
     return 1;
   }

@@ -92,8 +92,8 @@ struct Problem {
   DType dbias_dtype() const { return BytesOf(bias_dtype) == 2 ? bias_dtype : DType::kF32; }
   // The size of a dim of an array, by the letter of the dim: 1 if the array is broadcast over it. Letters stand for the
   // sizes above; U and V for block_rows and block_columns, G for pages, A for page, M for pages_of_entry, R for
-  // row_list, C for column_list, P for element_masks, Q for q_block, W for element_words, and X for the 2 words of a
-  // seed.
+  // row_list, C for column_list, P for element_masks, Q for q_block, W for element_words, X for the 2 words of a seed,
+  // and 1 for 1.
   int64_t size(char dim, const Extent& extent) const;
   // How many elements an array with these dims has.
   int64_t elements(const char* dims, const Extent& extent) const;

@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jax_flash import _native, blockwise, explicit, partitioning, reference
-from jax_flash.operands import DIFFERENTIATED, DIMS, ONE_A_BATCH, ONE_A_CALL, SHARED_GRADIENTS, Operands
+from jax_flash.operands import DIFFERENTIATED, DIMS, ONE_A_BATCH, ONE_A_CALL, PER_ROW, SHARED_GRADIENTS, Operands
 from jax_flash.partitioning import Results
 from jax_flash.problem import Problem, result_types
 from jax_flash.sequence import Arrays
@@ -304,20 +304,20 @@ _ffi = {name: _ffi_primitive(name) for name in TARGETS}
 @functools.partial(jax.jit, static_argnames=("call", "scratch_bytes", "gpu"))
 def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0, gpu: bool = False) -> Results:
     """On a GPU what a call needs in between is its last result, so that XLA plans its memory; and a bias of 16 bits has
-    a gradient of 16 bits, so that XLA has nothing to convert when the caller wants its dtype. What each row adds to the
-    gradient of the sinks is summed here, in the same order in every run."""
+    a gradient of 16 bits, so that XLA has nothing to convert when the caller wants its dtype. What each row adds to a
+    gradient in PER_ROW is summed here, in the same order in every run."""
     lead, named = (call.problem.batch,), dict(zip(call.arrays, arrays, strict=True))
     types = result_types(call.problem, call.results, lead, named)
     written = dict(types)
     if gpu and "dbias" in types and named["bias"].dtype.itemsize == 2:
         written["dbias"] = jax.ShapeDtypeStruct(types["dbias"].shape, named["bias"].dtype)
-    if "dsinks" in types:
-        written["dsinks"] = jax.ShapeDtypeStruct(named["l"].shape, named["l"].dtype)
+    per_row = [name for name in PER_ROW if name in types]
+    written |= {name: jax.ShapeDtypeStruct(named["l"].shape, named["l"].dtype) for name in per_row}
     scratch = [jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)] if scratch_bytes else []
     returned = _ffi[call.target].bind(*arrays, types=(*written.values(), *scratch), problem=call.problem.encode())
     results = dict(zip(types, returned, strict=False))
-    if "dsinks" in types:
-        results["dsinks"] = reference.summed_over_rows(results["dsinks"], named["sinks"])
+    for name in per_row:
+        results[name] = reference.summed_over_rows(results[name], named[DIFFERENTIATED[name]])
     return varying_alike(tuple(x.astype(types[name].dtype) for name, x in results.items()), arrays)
 
 

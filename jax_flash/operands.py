@@ -73,11 +73,11 @@ _OPERANDS = _native.operands()
 _RESULTS = [(name.replace("d_o", "do"), dims) for name, dims in _native.results()]
 
 # The operand of each gradient.
-DIFFERENTIATED = {gradient: name for name, _, _, gradient in _OPERANDS if gradient}
+DIFFERENTIATED = {gradient: name for name, _, _, gradient, _ in _OPERANDS if gradient}
 DIFFERENTIATED |= dict(zip(DCAPTURED, CAPTURED, strict=True))
 
 # The dims of every array after its leading dims: T and S lengths, N and K heads, D and E head dims, U and V block rows
-# and columns, G pages of A keys and M of a batch entry. Of the others only the size matters.
+# and columns, G pages of A keys and M of a batch entry. A dim "1" has size 1. Of the others only the size matters.
 DIMS: dict[str, Sequence[str]] = {
     **{name: dims.removeprefix("B") for name, dims, *_ in _OPERANDS},
     **{name: (name,) for name in CAPTURED},
@@ -90,8 +90,10 @@ ONE_A_CALL = tuple(name for name, dims, *_ in _OPERANDS if not dims.startswith("
 
 BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
 # The operands that have an `Extent` of their own.
-BROADCAST = tuple(name for name, _, broadcast, _ in _OPERANDS if broadcast and name not in BLOCK_MASK)
+BROADCAST = tuple(name for name, _, broadcast, *_ in _OPERANDS if broadcast and name not in BLOCK_MASK)
 # Operands that a batch may share. All or none of the arrays in a group are shared.
 ONE_A_BATCH = (*((name,) for name in (*BROADCAST, *CAPTURED)), BLOCK_MASK)
 # Gradients of operands that a batch or heads may share. They are summed, and have the operand's shape.
 SHARED_GRADIENTS = tuple(gradient for gradient, name in DIFFERENTIATED.items() if name in (*BROADCAST, *CAPTURED))
+# Gradients to which each row contributes: the custom call returns the contributions, [B, N, T].
+PER_ROW = tuple(gradient for _, _, _, gradient, dims in _OPERANDS if dims == "BNT")

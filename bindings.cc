@@ -46,12 +46,16 @@ Pass PassOf(bool backward) { return backward ? Pass::kBackward : Pass::kForward;
 }  // namespace
 
 NB_MODULE(_native, module) {
-  // Limits that Python checks too, to name the user's argument.
+  // Limits that Python checks too. Its errors name the user's argument.
   module.attr("PROBLEM_VERSION") = jax_flash::kProblemVersion;
   module.attr("PAGE_STEP") = jax_flash::kPageStep;
   module.attr("MAX_CAPTURED") = jax_flash::kMaxCaptured;
   module.attr("MAX_CAPTURED_DIMS") = jax_flash::kMaxCapturedRank;
   module.attr("MAX_INSTRUCTIONS") = jax_flash::kMaxInstructions;
+  module.attr("MAX_DROP_THRESHOLD") = jax_flash::kMaxDropThreshold;
+#define ENTRY(text, ...) text,
+  module.attr("CAPTURED_DTYPES") = std::vector<std::string>{JAX_FLASH_CAPTURED_DTYPES(ENTRY)};
+#undef ENTRY
 
   module.def(
       "registrations",

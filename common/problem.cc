@@ -144,7 +144,8 @@ std::string Check(const Problem& p) {
     if (!CanBe(p, captured)) return "a captured array has a size below 0, or more than 2^52 elements";
     if (captured.gradient && captured.type() != Type::f) return "a captured array of integers has no gradient";
   }
-  if (p.drop_threshold > 32640) return "drop_threshold is not in [0, 32640]";
+  if (p.drop_threshold > kMaxDropThreshold)
+    return "drop_threshold is not in [0, " + std::to_string(kMaxDropThreshold) + "]";
   return "";
 }
 

@@ -18,6 +18,8 @@ namespace jax_flash {
 
 constexpr int kProblemVersion = 7;  // of the text; changes when older readers would not understand it
 constexpr int kPageStep = 8;        // a page has a multiple of so many keys
+// More would be NaN as a bfloat16, and Hopper compares two entries at once as such.
+constexpr int kMaxDropThreshold = 0x7F80;
 
 // Which dimensions of a [B, N, T, S] operand are there in full; the others have size 1 and are broadcast.
 struct Extent {

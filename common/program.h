@@ -20,13 +20,13 @@ namespace jax_flash {
   CAPTURED("bfloat16", BF16, f, BF16)       \
   CAPTURED("float32", F32, f, float)        \
   CAPTURED("float64", F64, f, double)       \
+  CAPTURED("bool", PRED, b, uint8_t)        \
   CAPTURED("int8", S8, i, int8_t)           \
   CAPTURED("int16", S16, i, int16_t)        \
   CAPTURED("int32", S32, i, int32_t)        \
   CAPTURED("uint8", U8, u, uint8_t)         \
   CAPTURED("uint16", U16, u, uint16_t)      \
-  CAPTURED("uint32", U32, u, uint32_t)      \
-  CAPTURED("bool", PRED, b, uint8_t)
+  CAPTURED("uint32", U32, u, uint32_t)
 
 enum class CapturedDType : uint8_t {
 #define JAX_FLASH_ENUMERATOR(text, name, ...) name,

@@ -5,6 +5,8 @@ PAGE_STEP: int  # the number of keys in a page is a multiple of it
 MAX_CAPTURED: int  # arrays that the score_mod and the mask_mod of a call capture together
 MAX_CAPTURED_DIMS: int  # dims of such an array
 MAX_INSTRUCTIONS: int  # of a program
+MAX_DROP_THRESHOLD: int  # of the 15 random bits of an entry
+CAPTURED_DTYPES: list[str]  # the dtypes of arrays that a program may capture
 
 def registrations() -> dict[str, dict[str, object]]: ...
 def cpu_isa() -> str: ...

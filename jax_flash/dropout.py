@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import checks
+from jax_flash import _native, checks
 
 TILE = 16  # the map of entries to counters repeats every 16 rows and columns
 
@@ -22,7 +22,6 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 EVERYTHING = 1 << 15  # no random bits reach this threshold
-_GREATEST = 0x7F80  # below that: more would be NaN as a bfloat16, and Hopper compares two entries at once as such
 
 
 def threshold(rate: float) -> int:
@@ -39,8 +38,8 @@ def threshold(rate: float) -> int:
     if not 0 <= rate <= 1:
         raise ValueError(f"dropout_rate must be from 0 to 1, not {rate}")
     least = round(rate * EVERYTHING)
-    if _GREATEST < least < EVERYTHING:
-        raise ValueError(f"dropout_rate must be at most {_GREATEST / EVERYTHING}, or 1, not {rate}")
+    if _native.MAX_DROP_THRESHOLD < least < EVERYTHING:
+        raise ValueError(f"dropout_rate must be at most {_native.MAX_DROP_THRESHOLD / EVERYTHING}, or 1, not {rate}")
     return least
 
 

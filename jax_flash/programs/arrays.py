@@ -18,7 +18,6 @@ from jax_flash.programs.code import Code, Unsupported, Value
 
 MOST_ELEMENTS = 512  # of an array that is computed element by element: code is straight-line
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-CAPTURED = (*FLOATS, "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32")
 
 Index = tuple[Value, ...]
 Place = tuple[Index, Value | None]  # where an element is, and whether it is there
@@ -81,8 +80,9 @@ def type_of(dtype: Any) -> str:
 def captured(code: Code, number: int, shape: Sequence[int], dtype: Any) -> Array:
     """Return the array for a captured operand."""
     name = np.dtype(dtype).name
-    if name not in CAPTURED:
-        raise Unsupported(f"a captured array of {name}: use {', '.join(CAPTURED[:-1])} or {CAPTURED[-1]}")
+    *others, last = _native.CAPTURED_DTYPES
+    if name not in (*others, last):
+        raise Unsupported(f"a captured array of {name}: use {', '.join(others)} or {last}")
     most = _native.MAX_CAPTURED_DIMS
     if len(shape) > most or 0 in shape:
         raise Unsupported(f"a captured array of {list(shape)}: use at most {most} dims, none of size 0")

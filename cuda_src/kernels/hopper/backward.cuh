@@ -47,7 +47,7 @@ static_assert(kTF32 || kStages == 2);  // dS has two buffers, which are used in 
 
 // dV and dK leave by way of the memory of dS where both have room there. Otherwise dK leaves by way of `staging`, and
 // has to wait until the last dQ has been added from there.
-constexpr bool kBothInDS = sizeof(Shared::ds) >= (kVBoxes + kQKBoxes) * kKVBox;
+constexpr bool kBothInDS = sizeof(Shared::ds) >= SharedV::kBytes + SharedK::kBytes;
 
 // A warpgroup with S, dP, dK and dV of its 64 keys.
 struct Consumer : Epilogue {
@@ -63,23 +63,24 @@ struct Consumer : Epilogue {
   __device__ __forceinline__ bool ComputeStep(const KVTile& tile) {
     WaitForQ();
     if (Tuning::kStart) StartS();
-    IssueKeysTimesRows<kQKDim>(S, shared.k, shared.q[at.index], Tuning::kStart);  // 11
+    IssueKeysTimesRows<kQKDim>(S, SharedK{shared.k}, SharedQ{shared.q[at.index]}, Tuning::kStart);  // 11
     MbarrierWait(&shared.do_full[at.index], at.parity);
-    if (kDS && !Tuning::kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);  // 17
+    if (kDS && !Tuning::kLateDP)
+      IssueKeysTimesRows<kVDim>(dP, SharedV{shared.v}, SharedDO{shared.d_o[at.index]}, false);  // 17
     const Step step = StepHere();
     if (!Tuning::kLateMasks) FetchMasks(tile, step);
     WgmmaWait<kDS && !Tuning::kLateDP ? 1 : 0>();
     Pin(S);
     Softmax(tile, step);             // 12, 13, 14
     if (Tuning::kEarlyDV) RoundP();  // 15
-    if (kDS && Tuning::kLateDP) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);
-    if (kDV && Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);  // 16
+    if (kDS && Tuning::kLateDP) IssueKeysTimesRows<kVDim>(dP, SharedV{shared.v}, SharedDO{shared.d_o[at.index]}, false);
+    if (kDV && Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, SharedDO{shared.d_o[at.index]});  // 16
     WgmmaWait<Tuning::kEarlyDV && kDV ? 1 : 0>();
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
     ComputeDS(tile, step);                // 18, 20
     if (kFirst && Never()) return false;  // keeps ptxas from moving work across, for which there are no registers
-    if (kDV && !Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, shared.d_o[at.index]);
+    if (kDV && !Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, SharedDO{shared.d_o[at.index]});
     if (kDQ) {
       StoreDS();
     } else {
@@ -101,7 +102,8 @@ struct Consumer : Epilogue {
     if (Tuning::kBehind) MbarrierWait(&shared.ds_empty[at.index], at.parity ^ 1);
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c)
-      Stmatrix(Matrices(shared.ds[at.index], lane, c), dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
+      Stmatrix(Matrices(SharedDSTransposed{shared.ds[at.index]}, lane, c), dS[4 * c], dS[4 * c + 1], dS[4 * c + 2],
+               dS[4 * c + 3]);
     FenceProxyAsync();
     if (Tuning::kBehind) {
       SyncWarp();
@@ -123,8 +125,8 @@ struct Consumer : Epilogue {
     const Ring<kStages> from = Tuning::kBehind && add ? at.Before() : at;
     DQ<kWidth> dQ;
     if (Tuning::kBehind && !kFirst) MbarrierWait(&shared.ds_full[from.index], from.parity);
-    if (kDQ && !kFirst) IssueDQ(dQ, shared.ds[from.index] + rows * kKVBox, column);
-    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);
+    if (kDQ && !kFirst) IssueDQ(dQ, SharedDSTransposed{shared.ds[from.index]}, rows, column);
+    if (kDK) IssueGradient<kQKDim>(dK, dS, SharedQ{shared.q[at.index]});
     WgmmaWait<kDK && (kFirst || (kDQ && kWidth > 0)) ? 1 : 0>();
     Pin(dV);
     if (!kFirst) Pin(dQ.C);
@@ -142,7 +144,7 @@ struct Consumer : Epilogue {
     row_block = step.row_block;
     if (Tuning::kBehind && step.last) {
       MbarrierWait(&shared.ds_full[at.index], at.parity);
-      IssueDQ(dQ, shared.ds[at.index] + rows * kKVBox, column);
+      IssueDQ(dQ, SharedDSTransposed{shared.ds[at.index]}, rows, column);
       WgmmaWait<0>();
       Pin(dQ.C);
       Release(&shared.ds_empty[at.index]);
@@ -156,15 +158,14 @@ struct Consumer : Epilogue {
 
   // Begins dQ = dS K: line 21.
   template <int kWidth>
-  __device__ __forceinline__ void IssueDQ(DQ<kWidth>& dQ, const uint8_t* ds, int column) {
+  __device__ __forceinline__ void IssueDQ(DQ<kWidth>& dQ, SharedDSTransposed ds, int rows, int column) {
     if constexpr (kWidth > 0) {
-      const uint64_t a = Descriptor(ds, 0);
-      const uint64_t b = Descriptor(shared.k + column / 64 * kKVBox + column % 64 * 2, kKVBox);
+      const auto a = ds.MNMajorBox(rows);
+      const auto b = SharedK{shared.k}.MNMajor(0, column);
       WgmmaFence();
 #pragma unroll
       for (int j = 0; j < kKeys / 16; ++j) {
-        Wgmma<kWidth>::template SS<Major::kMN, Major::kMN>(dQ.C, Advance(a, j * 16 * 128), Advance(b, j * 16 * 128),
-                                                           j > 0);
+        Wgmma<kWidth>::template SS<Major::kMN, Major::kMN>(dQ.C, a.KStep(j), b.KStep(j), j > 0);
       }
       WgmmaCommit();
     }
@@ -201,7 +202,7 @@ struct Consumer : Epilogue {
     uint8_t* const ds = shared.ds[0];
     if (kDV) StoreGradient<kVDim, Tuning::kAllCommit>(dV, ZScale(p), ds, tile, dv_map);
     if (kDK)
-      StoreGradient<kQKDim, Tuning::kAllCommit>(dK, DQKScale(p), kBothInDS ? ds + kVBoxes * kKVBox : shared.staging,
+      StoreGradient<kQKDim, Tuning::kAllCommit>(dK, DQKScale(p), kBothInDS ? ds + SharedV::kBytes : shared.staging,
                                                 tile, dk_map);
     return true;
   }

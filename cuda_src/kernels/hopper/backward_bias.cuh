@@ -109,13 +109,12 @@ struct Consumer {
   // Begins C = A B^T of the pair of tiles that is there: this warpgroup's rows, and all keys.
   template <int kDim>
   __device__ __forceinline__ void IssueRowsTimesKeys(float (&C)[kKeys / 2]) {
-    const uint64_t a = Descriptor(shared.rows[at.index] + 64 * warpgroup * kBoxBytes, 0);
-    const uint64_t b = Descriptor(shared.keys[at.index], 0);
+    const auto a = SharedRows{shared.rows[at.index]}.KMajor(64 * warpgroup);
+    const auto b = SharedKeys{shared.keys[at.index]}.KMajor();
     WgmmaFence();
 #pragma unroll
     for (int d = 0; d < (kDim + kStep - 1) / kStep; ++d) {
-      Wgmma<kKeys>::template SS<Major::kK, Major::kK>(C, Advance(a, d / 4 * kRowBox + d % 4 * 32),
-                                                      Advance(b, d / 4 * kKeyBox + d % 4 * 32), d > 0);
+      Wgmma<kKeys>::template SS<Major::kK, Major::kK>(C, a.KStep(d), b.KStep(d), d > 0);
     }
     WgmmaCommit();
   }

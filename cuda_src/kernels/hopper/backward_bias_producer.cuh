@@ -52,16 +52,17 @@ struct Producer {
     const int kv_head = step.head / (p.q_heads / Fresh(p.kv_heads));
     MbarrierWait(&shared.empty[at.index], at.parity ^ 1);
     shared.step[at.index] = step, shared.tile[at.index] = tile;
-    MbarrierArriveExpectTx(full, kBoxes * (kRowBox + kKeyBox));
+    MbarrierArriveExpectTx(full, kBoxes * (SharedRows::kBox + SharedKeys::kBox));
 #pragma unroll 1
     for (int b = 0; b < kBoxes; ++b) {
       const int d = b * kBoxColumns;
-      TmaLoad(shared.rows[at.index] + b * kRowBox, rows_map, full, d, tile.row, step.head, step.batch);
-      TmaLoad(shared.keys[at.index] + b * kKeyBox, keys_map, full, d, tile.column, kv_head, step.batch);
+      TmaLoad(SharedRows{shared.rows[at.index]}.Box(b), rows_map, full, d, tile.row, step.head, step.batch);
+      TmaLoad(SharedKeys{shared.keys[at.index]}.Box(b), keys_map, full, d, tile.column, kv_head, step.batch);
     }
     if (clears) {
+      using Keys = SharedTile<kKeys, kBoxes == 0 ? 1 : kBoxes>;  // without boxes there is nothing to clear
       shared.uncleared.Wait();
-      ClearRowsFrom<kBoxes>(shared.keys[at.index], kKeyBox, keys, &shared.full[at.index]);
+      ClearRowsFrom(Keys{shared.keys[at.index]}, keys, &shared.full[at.index]);
     }
     at.Next();
   }

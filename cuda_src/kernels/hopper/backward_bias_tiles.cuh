@@ -4,7 +4,7 @@
 #include "hopper/backward_bias_tuning.cuh"
 #include "hopper/bias_tiles.cuh"
 #include "hopper/cleared_rows.cuh"
-#include "ptx/tma.cuh"
+#include "hopper/shared_tile.cuh"
 #include "ptx/warp.cuh"
 #include "scheduler/bias_sums.cuh"
 #include "scheduler/ranges.cuh"
@@ -23,8 +23,8 @@ constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 
 constexpr int kQKBoxes = Boxes(kQKDim), kVBoxes = Boxes(kVDim);
 constexpr int kMostBoxes = kQKBoxes > kVBoxes ? kQKBoxes : kVBoxes;
-constexpr int kRowBox = kRows * kBoxBytes;  // bytes of a box of Q or dO
-constexpr int kKeyBox = kKeys * kBoxBytes;  // bytes of a box of K or V
+using SharedRows = SharedTile<kRows, kMostBoxes>;  // of Q or dO
+using SharedKeys = SharedTile<kKeys, kMostBoxes>;  // of K or V
 
 // A tile of dbias, or a part of what is added up in it.
 struct DBiasTile {
@@ -66,13 +66,13 @@ struct Step {
 // How many tiles of the bias shared memory has. When one is done with, its dbias takes its place until TMA
 // has stored that.
 constexpr int kMostShared = 227 * 1024;
-constexpr int kTileBytes = kStages * kMostBoxes * (kRowBox + kKeyBox);
+constexpr int kTileBytes = kStages * (SharedRows::kBytes + SharedKeys::kBytes);
 constexpr int kBiasStages = kTileBytes + 2 * kBiasTile <= kMostShared - 1024 ? 2 : 1;
 
 struct Shared {
   // In turn Q and K, whose product is S, and dO and V, whose product is dP.
-  alignas(1024) uint8_t rows[kStages][kMostBoxes * kRowBox];
-  alignas(1024) uint8_t keys[kStages][kMostBoxes * kKeyBox];
+  alignas(1024) uint8_t rows[kStages][SharedRows::kBytes];
+  alignas(1024) uint8_t keys[kStages][SharedKeys::kBytes];
   // The bias of a tile of dbias, which is the same for all tiles of S that are added up.
   alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasStages][kBiasTiles ? kBiasTile : 1];
   alignas(16) Step step[kStages];  // comes with Q and K, or without them if it is none

@@ -13,19 +13,21 @@ struct Epilogue : Probabilities {
   // The lane. In pairs of CTAs the compiler may not work out addresses from it beforehand, which would take registers.
   __device__ __forceinline__ int LateLane() const { return kPairs ? Fresh(lane) : lane; }
 
-  // The address, in boxes of keys in shared memory, of the c-th 32 bytes of this warp's keys. (Four addresses do for
+  // The address, in a tile in shared memory, of the c-th 32 bytes of this warp's keys. (Four addresses do for
   // all boxes, with c / 4 as an offset within the instruction. Where even four take too many registers there is one.)
-  __device__ __forceinline__ uint32_t Matrices(const uint8_t* keys, int lane, int c) const {
-    const uint8_t* const rows = keys + c / 4 * kKVBox + (first_key + 16 * warp) * 128;
+  template <int kBoxes>
+  __device__ __forceinline__ uint32_t Matrices(SharedTile<kKeys, kBoxes> keys, int lane, int c) const {
+    const uint8_t* const rows = keys.memory + c / 4 * keys.kBox + (first_key + 16 * warp) * kBoxBytes;
     if constexpr (kSameKeys) return MatricesOf(rows, lane, c % 4);
     return SharedAddress(rows + lane % 16 * 128 + ((c % 4 * 2 + lane / 16) ^ lane % 8) * 16);
   }
 
-  // Writes this warpgroup's part of dK or dV to HBM by way of `to`. kEveryThread: all threads commit, and not only the
-  // one that has stored something.
+  // Writes this warpgroup's part of dK or dV to HBM by way of `memory`. kEveryThread: all threads commit, and not only
+  // the one that has stored something.
   template <int kDim, bool kEveryThread = false>
-  __device__ __forceinline__ void StoreGradient(const float (&C)[kDim / 2], float scale, uint8_t* to,
+  __device__ __forceinline__ void StoreGradient(const float (&C)[kDim / 2], float scale, uint8_t* memory,
                                                 const KVTile& tile, const TensorMap* map) {
+    const SharedTile<kKeys, Boxes(kDim)> to{memory};
     const int late_lane = LateLane();
 #pragma unroll
     for (int c = 0; kTF32 && c < kDim / 8; ++c) {
@@ -43,7 +45,7 @@ struct Epilogue : Probabilities {
     SyncWarpgroup();
     if (threadIdx.x % kWarpgroup == 0) {
       for (int b = 0; b < Boxes(kDim); ++b)
-        TmaStore(map, to + b * kKVBox + first_key * 128, b * kBoxColumns, tile.column + first_key, tile.head,
+        TmaStore(map, to.Box(b) + first_key * kBoxBytes, b * kBoxColumns, tile.column + first_key, tile.head,
                  tile.batch);
       if (!kEveryThread) TmaCommit();
     }

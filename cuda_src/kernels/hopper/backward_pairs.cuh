@@ -30,7 +30,7 @@ struct ConsumerOfP : Epilogue {
     const KVTile& tile = TileHere();
     const int late_lane = LateLane();
 #pragma unroll
-    for (int d = 0; d < 4 * kHalfBoxes; ++d) Ldmatrix(K[d], Matrices(shared.staging, late_lane, d));
+    for (int d = 0; d < 4 * kHalfBoxes; ++d) Ldmatrix(K[d], Matrices(SharedHalfK{shared.staging}, late_lane, d));
     SyncWarpgroup();  // from here on P may be written there
     if (Uniform(tile.steps) > 0) ComputeSteps(tile);
     SyncConsumers();  // nobody reads V any more
@@ -42,18 +42,16 @@ struct ConsumerOfP : Epilogue {
   // Begins S^T = K Q^T: line 11 of Algorithm 4.
   __device__ __forceinline__ void IssueS() {
     StartS();
-    const uint64_t a = Descriptor(shared.k, 0), b = Descriptor(shared.q[at.index], 0);
+    const auto a = SharedK{shared.k}.KMajor();
+    const auto b = SharedQ{shared.q[at.index]}.KMajor();
     WgmmaFence();
 #pragma unroll
     for (int d = 0; d < 4 * kHalfBoxes; ++d) {
-      Wgmma<kRows>::template SS<Major::kK, Major::kK>(S, Advance(a, d / 4 * kKVBox + d % 4 * 32),
-                                                      Advance(b, (rank * kHalfBoxes + d / 4) * kQBox + d % 4 * 32),
-                                                      true);
+      Wgmma<kRows>::template SS<Major::kK, Major::kK>(S, a.KStep(d), b.KStep(d, rank * kHalfBoxes), true);
     }
 #pragma unroll
     for (int d = 0; d < 4 * kHalfBoxes; ++d) {
-      Wgmma<kRows>::template RS<Major::kK>(S, K[d], Advance(b, ((1 - rank) * kHalfBoxes + d / 4) * kQBox + d % 4 * 32),
-                                           true);
+      Wgmma<kRows>::template RS<Major::kK>(S, K[d], b.KStep(d, (1 - rank) * kHalfBoxes), true);
     }
     WgmmaCommit();
   }
@@ -74,7 +72,7 @@ struct ConsumerOfP : Epilogue {
       if (!Tuning::kFindsSlopes) RoundP();  // 15
       if (kDS) SendP(shared.staging);
       MbarrierWait(&shared.do_full[stage], at.parity);
-      if (kDV) IssueGradient<kVDim>(dV, P, shared.d_o[stage]);  // 16
+      if (kDV) IssueGradient<kVDim>(dV, P, SharedDO{shared.d_o[stage]});  // 16
       at.Next();
       if (step.last) {
         WgmmaWait<0>();
@@ -120,7 +118,7 @@ struct ConsumerOfDS : Epilogue {
   __device__ __forceinline__ bool ComputeStep(const KVTile& tile) {
     WaitForQ();
     MbarrierWait(&shared.do_full[at.index], at.parity);
-    if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[at.index], false);  // 17
+    if (kDS) IssueKeysTimesRows<kVDim>(dP, SharedV{shared.v}, SharedDO{shared.d_o[at.index]}, false);  // 17
     const Step step = StepHere();
     if (kDS) {
       ReceiveP(shared.staging, step.last);
@@ -130,7 +128,7 @@ struct ConsumerOfDS : Epilogue {
     }
     ReleaseRows(&shared.do_empty[at.index]);
     if (kDQ) SendDS();
-    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q[at.index]);  // 22
+    if (kDK) IssueGradient<kQKDim>(dK, dS, SharedQ{shared.q[at.index]});  // 22
     WgmmaWait<0>();
     Pin(dK);
     Release(&shared.q_empty[at.index]);
@@ -154,7 +152,8 @@ struct ConsumerOfDS : Epilogue {
     const int late_lane = LateLane();
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c)
-      Stmatrix(Matrices(shared.ds[0], late_lane, c), dS[4 * c], dS[4 * c + 1], dS[4 * c + 2], dS[4 * c + 3]);
+      Stmatrix(Matrices(SharedDSTransposed{shared.ds[0]}, late_lane, c), dS[4 * c], dS[4 * c + 1], dS[4 * c + 2],
+               dS[4 * c + 3]);
     FenceProxyAsync();
     SyncWarpgroup();
     if (threadIdx.x % kWarpgroup == 0) {
@@ -165,12 +164,13 @@ struct ConsumerOfDS : Epilogue {
 
   // Begins dQ = dS K over the keys of both CTAs.
   __device__ __forceinline__ void IssueDQ() {
-    const uint64_t a = Descriptor(shared.ds, 0), b = Descriptor(shared.k, kKVBox);
+    const auto a = SharedTile<kCluster * kKeys, 1>{shared.ds[0]}.MNMajorBox(0);
+    const auto b = SharedK{shared.k}.MNMajor();
     WgmmaFence();
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      Wgmma<64 * kHalfBoxes>::template SS<Major::kMN, Major::kMN>(
-          dQ, Advance(a, j * 16 * 128), Advance(b, j / 4 * kHalfBoxes * kKVBox + j % 4 * 16 * 128), j > 0);
+      Wgmma<64 * kHalfBoxes>::template SS<Major::kMN, Major::kMN>(dQ, a.KStep(j), b.KStep(j % 4, j / 4 * kHalfBoxes),
+                                                                  j > 0);
     }
     WgmmaCommit();
   }

@@ -202,43 +202,47 @@ struct Producer {
     };
     const int own = keys(tile.column), other = kPairs ? keys(tile.column ^ kKeys) : kKeys;
 
+    const SharedV v{shared.v};
     MbarrierWait(&shared.v_empty, kv_parity ^ 1);
     uint64_t* const v_landed = own < kKeys ? &shared.uncleared[0].barrier : &shared.v_full;
-    MbarrierArriveExpectTx(v_landed, kVBoxes * kKVBox);
-    for (int b = 0; b < kVBoxes; ++b) load(shared.v + b * kKVBox, v_map, v_landed, b * kBoxColumns, tile.column);
+    MbarrierArriveExpectTx(v_landed, v.kBytes);
+    for (int b = 0; b < kVBoxes; ++b) load(v.Box(b), v_map, v_landed, b * kBoxColumns, tile.column);
 
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
     const int added = Unreported();
     shared.tile[kv_parity] = tile;
     uint64_t* const k_landed = own < kKeys || other < kKeys ? &shared.uncleared[1].barrier : &shared.k_full;
-    uint8_t* const k = kTF32SameKeys ? shared.staging : kTF32 ? shared.ds[0] : shared.k;
+    const SharedK k{kTF32SameKeys ? shared.staging : kTF32 ? shared.ds[0] : shared.k};
+    // If kPairs: the half of the columns that this CTA's dQ needs, of its own keys and of the other CTA's; the other
+    // half.
+    const SharedHalfK own_half{shared.k}, other_half{SharedK{shared.k}.Box(kHalfBoxes)}, rest_of_k{shared.staging};
     if (kPairs) {
       // Of the keys of both CTAs the columns of K that this CTA's half of dQ needs; of its own keys the others, too.
       const int half = ClusterRank() * 64 * kHalfBoxes, rest = 64 * kHalfBoxes - half;
-      MbarrierArriveExpectTx(k_landed, 3 * kHalfBoxes * kKVBox);
+      MbarrierArriveExpectTx(k_landed, 3 * SharedHalfK::kBytes);
       for (int b = 0; b < kHalfBoxes; ++b) {
-        load(shared.k + b * kKVBox, k_map, k_landed, half + b * 64, tile.column);
-        load(shared.k + (kHalfBoxes + b) * kKVBox, k_map, k_landed, half + b * 64, tile.column ^ kKeys);
-        load(shared.staging + b * kKVBox, k_map, k_landed, rest + b * 64, tile.column);
+        load(own_half.Box(b), k_map, k_landed, half + b * 64, tile.column);
+        load(other_half.Box(b), k_map, k_landed, half + b * 64, tile.column ^ kKeys);
+        load(rest_of_k.Box(b), k_map, k_landed, rest + b * 64, tile.column);
       }
     } else {
       MbarrierArriveExpectTx(k_landed, sizeof(shared.k));
-      for (int b = 0; b < kQKBoxes; ++b) load(k + b * kKVBox, k_map, k_landed, b * kBoxColumns, tile.column);
+      for (int b = 0; b < kQKBoxes; ++b) load(k.Box(b), k_map, k_landed, b * kBoxColumns, tile.column);
     }
 
     if (own < kKeys) {
       shared.uncleared[0].Wait();
-      ClearRowsFrom<kVBoxes>(shared.v, kKVBox, own, &shared.v_full);
+      ClearRowsFrom(v, own, &shared.v_full);
     }
     if (own < kKeys || other < kKeys) {
       shared.uncleared[1].Wait();
       if (kPairs) {
         MbarrierArriveExpectTx(&shared.k_full, (2 * (kKeys - own) + kKeys - other) * kHalfBoxes * kBoxBytes);
-        ClearRows<kHalfBoxes>(shared.k, kKVBox, own, kKeys - own, &shared.k_full);
-        ClearRows<kHalfBoxes>(shared.k + kHalfBoxes * kKVBox, kKVBox, other, kKeys - other, &shared.k_full);
-        ClearRows<kHalfBoxes>(shared.staging, kKVBox, own, kKeys - own, &shared.k_full);
+        ClearRows(own_half, own, kKeys - own, &shared.k_full);
+        ClearRows(other_half, other, kKeys - other, &shared.k_full);
+        ClearRows(rest_of_k, own, kKeys - own, &shared.k_full);
       } else {
-        ClearRowsFrom<kQKBoxes>(k, kKVBox, own, &shared.k_full);
+        ClearRowsFrom(k, own, &shared.k_full);
       }
     }
     kv_parity ^= 1;
@@ -256,14 +260,13 @@ struct Producer {
     uint64_t* const do_landed = clears ? &shared.uncleared[1].barrier : &shared.do_full[stage];
     const auto clear_q = [&] {
       shared.uncleared[0].Wait();
-      shared.empty_rows.Clear<kQKBoxes>(shared.q[stage], &shared.q_full[stage]);
+      shared.empty_rows.Clear(SharedQ{shared.q[stage]}, &shared.q_full[stage]);
     };
 
     MbarrierWait(&shared.q_empty[stage], parity ^ 1);
     shared.step[stage] = step;
     MbarrierArriveExpectTx(q_landed, sizeof(shared.q[0]) + sizeof(shared.minus_l[0]) + kBiasTile);
-    for (int b = 0; b < kQKBoxes; ++b)
-      TmaLoad(shared.q[stage] + b * kQBox, q_map, q_landed, b * kBoxColumns, step.row, step.head, batch);
+    SharedQ{shared.q[stage]}.Load(q_map, q_landed, step.row, step.head, batch);
     if (kBiasTiles) LoadBiasTile(p, shared.bias[stage], bias_map, q_landed, step.row, column, step.head, batch);
     BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, q_landed);
     if (kMaximumApart) BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, q_landed);
@@ -272,13 +275,12 @@ struct Producer {
     MbarrierWait(&shared.do_empty[stage], parity ^ 1);
     if (kTF32) shared.more[stage] = true;
     MbarrierArriveExpectTx(do_landed, sizeof(shared.d_o[0]) + kRows * 4);
-    for (int b = 0; b < kVBoxes; ++b)
-      TmaLoad(shared.d_o[stage] + b * kQBox, do_map, do_landed, b * kBoxColumns, step.row, step.head, batch);
+    SharedDO{shared.d_o[stage]}.Load(do_map, do_landed, step.row, step.head, batch);
     BulkLoad(shared.d[stage], p.d + statistics, kRows * 4, do_landed);
     if (kStages > 1 && clears) clear_q();
     if (clears) {
       shared.uncleared[1].Wait();
-      shared.empty_rows.Clear<kVBoxes>(shared.d_o[stage], &shared.do_full[stage]);
+      shared.empty_rows.Clear(SharedDO{shared.d_o[stage]}, &shared.do_full[stage]);
     }
     ++loaded;
   }
@@ -286,9 +288,8 @@ struct Producer {
 
 // For TF32: transposes the i-th square of 32 rows and columns of a tile of Q or dO.
 template <int kBoxes>
-__device__ __forceinline__ void TransposeSquareOf(const uint8_t* tile, uint8_t* transposed, int i) {
-  if constexpr (kBoxes > 0)
-    TransposeSquare(tile + i % kBoxes * kQBox + i / kBoxes * 32 * 128, transposed + i * kBoxColumns * 128);
+__device__ __forceinline__ void TransposeSquareOf(SharedTile<kRows, kBoxes> tile, uint8_t* transposed, int i) {
+  TransposeSquare(tile.Box(i % kBoxes) + i / kBoxes * 32 * kBoxBytes, transposed + i * kBoxColumns * kBoxBytes);
 }
 
 // For TF32: a warp that makes its share of dO^T and Q^T. All of these warps wait for every tile and say that they have
@@ -300,16 +301,16 @@ struct Transposer {
   uint32_t parity = 0;
   int turn = threadIdx.x / 32 - 1;  // how many squares come before this warp's next one
 
-  // Transposes a tile that is there; its transpose's memory has to be empty before.
-  template <int kBoxes>
-  __device__ __forceinline__ void Transpose(const uint8_t* from, uint8_t* to, uint64_t* from_empty, uint64_t* to_full,
-                                            uint64_t* to_empty) {
+  // Transposes a tile that is there, if kWanted; its transpose's memory has to be empty before.
+  template <bool kWanted, int kBoxes>
+  __device__ __forceinline__ void Transpose(SharedTile<kRows, kBoxes> from, uint8_t* to, uint64_t* from_empty,
+                                            uint64_t* to_full, uint64_t* to_empty) {
     const bool arrives = ArrivesForWarp(threadIdx.x % 32);
     MbarrierWait(to_empty, parity ^ 1);
 #pragma unroll 1
-    for (int i = 0; i < kBoxes * kRows / 32; ++i, --turn) {
+    for (int i = 0; kWanted && i < kBoxes * kRows / 32; ++i, --turn) {
       if (turn > 0) continue;
-      TransposeSquareOf<kBoxes>(from, to, i);
+      TransposeSquareOf(from, to, i);
       turn = kTransposers;
     }
     FenceProxyAsync();
@@ -323,12 +324,12 @@ struct Transposer {
       const int stage = at.index;
       MbarrierWait(&shared.do_full[stage], at.parity);
       if (!Uniform(shared.more[stage])) return;
-      Transpose<kDV ? kVBoxes : 0>(shared.d_o[stage], shared.do_t, &shared.do_empty[stage], &shared.do_t_full,
-                                   &shared.do_t_empty);
+      Transpose<kDV>(SharedDO{shared.d_o[stage]}, shared.do_t, &shared.do_empty[stage], &shared.do_t_full,
+                     &shared.do_t_empty);
       if (kQTransposers > 0) {
         MbarrierWait(&shared.q_full[stage], at.parity);
-        Transpose<kDK ? kQKBoxes : 0>(shared.q[stage], shared.q_t, &shared.q_empty[stage], &shared.q_t_full,
-                                      &shared.q_t_empty);
+        Transpose<kDK>(SharedQ{shared.q[stage]}, shared.q_t, &shared.q_empty[stage], &shared.q_t_full,
+                       &shared.q_t_empty);
       }
       at.Next();
       parity ^= 1;

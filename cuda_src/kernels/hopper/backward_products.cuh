@@ -93,28 +93,27 @@ struct Products : Warpgroup {
   using Warpgroup::Warpgroup;
 
   // Begins C = A B^T, or C += A B^T to accumulate: A is this warpgroup's 64 rows of K or V, B a tile of Q or dO.
-  template <int kDim>
-  __device__ __forceinline__ void IssueKeysTimesRows(float (&C)[kRows / 2], const uint8_t* keys, const uint8_t* rows,
-                                                     bool accumulate) {
-    const uint64_t a = Descriptor(keys + first_key * 128, 0), b = Descriptor(rows, 0);
+  template <int kDim, int kBoxes>
+  __device__ __forceinline__ void IssueKeysTimesRows(float (&C)[kRows / 2], SharedTile<kKeys, kBoxes> keys,
+                                                     SharedTile<kRows, kBoxes> rows, bool accumulate) {
+    const auto a = keys.KMajor(first_key);
+    const auto b = rows.KMajor();
     WgmmaFence();
 #pragma unroll
     for (int d = 0; d < (kDim + kStep - 1) / kStep; ++d) {
-      Wgmma<kRows>::template SS<Major::kK, Major::kK>(C, Advance(a, d / 4 * kKVBox + d % 4 * 32),
-                                                      Advance(b, d / 4 * kQBox + d % 4 * 32), accumulate || d > 0);
+      Wgmma<kRows>::template SS<Major::kK, Major::kK>(C, a.KStep(d), b.KStep(d), accumulate || d > 0);
     }
     WgmmaCommit();
   }
 
   // Begins C += A B: A is P^T or dS^T, B a tile of dO or Q.
-  template <int kDim>
+  template <int kDim, int kBoxes>
   __device__ __forceinline__ void IssueGradient(float (&C)[kDim / 2], const uint32_t (&A)[kRows / 4],
-                                                const uint8_t* rows) {
-    const uint64_t b = Descriptor(rows, kQBox);
+                                                SharedTile<kRows, kBoxes> rows) {
+    const auto b = rows.MNMajor();
     WgmmaFence();
 #pragma unroll
-    for (int i = 0; i < kRows / 16; ++i)
-      Wgmma<kDim>::template RS<Major::kMN>(C, A + 4 * i, Advance(b, i * 16 * 128), true);
+    for (int i = 0; i < kRows / 16; ++i) Wgmma<kDim>::template RS<Major::kMN>(C, A + 4 * i, b.KStep(i), true);
     WgmmaCommit();
   }
 

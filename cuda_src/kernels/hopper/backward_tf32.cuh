@@ -23,45 +23,44 @@ struct CommonConsumer : Epilogue {
   using Epilogue::Epilogue;
 
   // Makes K^T of K, with all warps of the consumers.
-  __device__ __forceinline__ void TransposeK(const uint8_t* k) {
+  __device__ __forceinline__ void TransposeK(SharedK k) {
+    const SharedKTransposed k_t{shared.k};
 #pragma unroll 1
     for (int i = 4 * warpgroup + warp; kDQ && i < kQKBoxes * (kKeys / 32); i += 4 * kConsumers) {
       const int box = i / (kKeys / 32), keys = i % (kKeys / 32);
-      TransposeSquare(k + box * kKVBox + keys * 32 * 128, shared.k + keys * kQKTransposedBox + box * kBoxColumns * 128);
+      TransposeSquare(k.Box(box) + keys * 32 * kBoxBytes, k_t.Box(keys) + box * kBoxColumns * kBoxBytes);
     }
     FenceProxyAsync();
     SyncConsumers();
   }
 
   // Takes 64 keys into registers, as left operands.
-  template <int kSteps>
-  __device__ __forceinline__ void LoadKeys(uint32_t (&A)[kSteps][4], uint8_t* keys) {
+  template <int kSteps, int kBoxes>
+  __device__ __forceinline__ void LoadKeys(uint32_t (&A)[kSteps][4], SharedTile<kKeys, kBoxes> keys) {
 #pragma unroll
     for (int d = 0; d < kSteps; ++d) Ldmatrix(A[d], Matrices(keys, lane, d));
   }
 
   // Begins C = A B^T, or C += A B^T: A is K or V in registers, B a tile of Q or dO.
-  template <int kSteps>
+  template <int kSteps, int kBoxes>
   __device__ __forceinline__ void IssueHeldKeysTimesRows(float (&C)[kRows / 2], const uint32_t (&A)[kSteps][4],
-                                                         const uint8_t* rows, bool accumulate) {
-    const uint64_t b = Descriptor(rows, 0);
+                                                         SharedTile<kRows, kBoxes> rows, bool accumulate) {
+    const auto b = rows.KMajor();
     WgmmaFence();
 #pragma unroll
-    for (int d = 0; d < kSteps; ++d)
-      Wgmma<kRows>::template RS<Major::kK>(C, A[d], Advance(b, d / 4 * kQBox + d % 4 * 32), accumulate || d > 0);
+    for (int d = 0; d < kSteps; ++d) Wgmma<kRows>::template RS<Major::kK>(C, A[d], b.KStep(d), accumulate || d > 0);
     WgmmaCommit();
   }
 
   // Begins C += A B: A is P^T or dS^T, B^T is dO^T or Q^T.
-  template <int kDim>
+  template <int kDim, int kColumns>
   __device__ __forceinline__ void IssueGradient(float (&C)[kDim / 2], const uint32_t (&A)[kRows / 2],
-                                                const uint8_t* transposed) {
-    const uint64_t b = Descriptor(transposed, 0);
+                                                SharedTile<kColumns, Boxes(kRows)> transposed) {
+    const auto b = transposed.KMajor();
     WgmmaFence();
 #pragma unroll
     for (int i = 0; i < kRows / 8; ++i) {
-      Wgmma<kDim>::template RS<Major::kK>(C, A + 4 * i,
-                                          Advance(b, i / 4 * Boxes(kDim) * kBoxColumns * 128 + i % 4 * 32), true);
+      Wgmma<kDim>::template RS<Major::kK>(C, A + 4 * i, b.KStep(i), true);
     }
     WgmmaCommit();
   }
@@ -78,28 +77,28 @@ struct CommonConsumer : Epilogue {
 
   // Stores dS^T in shared memory, transposed. Of each 8 keys the i-th goes to i / 2 + 4 (i % 2), as in K^T. What the
   // lanes store at a time lies in all banks.
-  __device__ __forceinline__ void StoreDS(uint8_t* ds, const uint32_t (&A)[kRows / 2]) {
+  __device__ __forceinline__ void StoreDS(SharedDS ds, const uint32_t (&A)[kRows / 2]) {
     const int key = lane / 4, row = lane % 4 * 2, keys = first_key + 16 * warp;
-    uint8_t* const box = ds + keys / 32 * kRows * 128 + key / 2 * 4;
+    uint8_t* const box = ds.memory + keys / 32 * ds.kBox + key / 2 * 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int h = i % 2, e = i / 2, chunk = (keys % 32 / 4 + 2 * h + key % 2) ^ (row + e);
 #pragma unroll
       for (int c = 0; c < kRows / 8; ++c)
-        *reinterpret_cast<uint32_t*>(box + (8 * c + row + e) * 128 + chunk * 16) = A[4 * c + i];
+        *reinterpret_cast<uint32_t*>(box + (8 * c + row + e) * kBoxBytes + chunk * 16) = A[4 * c + i];
     }
   }
 
   // Begins kWidth columns of dQ = dS K.
   template <int kWidth>
-  __device__ __forceinline__ void IssueDQ(DQ<kWidth>& dQ, const uint8_t* ds, int column) {
+  __device__ __forceinline__ void IssueDQ(DQ<kWidth>& dQ, SharedDS ds, int column) {
     if constexpr (kWidth > 0) {
-      const uint64_t a = Descriptor(ds, 0), b = Descriptor(shared.k + column * 128, 0);
+      const auto a = ds.KMajor();
+      const auto b = SharedKTransposed{shared.k}.KMajor(column);
       WgmmaFence();
 #pragma unroll
       for (int j = 0; j < kKeys / 8; ++j) {
-        Wgmma<kWidth>::template SS<Major::kK, Major::kK>(dQ.C, Advance(a, j / 4 * kRows * 128 + j % 4 * 32),
-                                                         Advance(b, j / 4 * kQKTransposedBox + j % 4 * 32), j > 0);
+        Wgmma<kWidth>::template SS<Major::kK, Major::kK>(dQ.C, a.KStep(j), b.KStep(j), j > 0);
       }
       WgmmaCommit();
     }
@@ -126,9 +125,9 @@ struct Consumer : CommonConsumer {
     const int stage = at.index;
     WaitForQ();
     StartS();
-    IssueHeldKeysTimesRows(S, K, shared.q[stage], true);  // 11
+    IssueHeldKeysTimesRows(S, K, SharedQ{shared.q[stage]}, true);  // 11
     MbarrierWait(&shared.do_full[stage], at.parity);
-    if (kDS) IssueKeysTimesRows<kVDim>(dP, shared.v, shared.d_o[stage], false);  // 17
+    if (kDS) IssueKeysTimesRows<kVDim>(dP, SharedV{shared.v}, SharedDO{shared.d_o[stage]}, false);  // 17
     const Step step = StepHere();
     FetchMasks(tile, step);
     WgmmaWait<kDS ? 1 : 0>();
@@ -137,7 +136,7 @@ struct Consumer : CommonConsumer {
     uint32_t P[kRows / 2], dS[kRows / 2];
     Round<true>(S, P);  // 15
     MbarrierWait(&shared.do_t_full, parity);
-    if (kDV) IssueGradient<kVDim>(dV, P, shared.do_t);  // 16
+    if (kDV) IssueGradient<kVDim>(dV, P, SharedDOTransposed{shared.do_t});  // 16
     WgmmaWait<kDV ? 1 : 0>();
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
@@ -145,7 +144,7 @@ struct Consumer : CommonConsumer {
     Round<false>(dP, dS);
     if (kDQ) {
       WaitForFreeDS();
-      StoreDS(shared.ds[0], dS);
+      StoreDS(SharedDS{shared.ds[0]}, dS);
     }
     FenceProxyAsync();  // for dS; and before the next rows' L and D come to where these were read
     SyncWarp();
@@ -166,12 +165,12 @@ struct Consumer : CommonConsumer {
   template <int kWidth>
   __device__ __forceinline__ void ComputeDQAndDK(const uint32_t (&dS)[kRows / 2], int row_block, int column) {
     DQ<kWidth> dQ;
-    if (kDQ) IssueDQ(dQ, shared.ds[0], column);  // 21
+    if (kDQ) IssueDQ(dQ, SharedDS{shared.ds[0]}, column);  // 21
     WgmmaWait<(kDQ && kWidth > 0) ? 1 : 0>();
     Pin(dV);
     Release(&shared.do_t_empty);
     MbarrierWait(&shared.q_t_full, parity);
-    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q_t);  // 22
+    if (kDK) IssueGradient<kQKDim>(dK, dS, SharedQTransposed{shared.q_t});  // 22
     WgmmaWait<(kDQ && kDK && kWidth > 0) ? 1 : 0>();
     Pin(dQ.C);
     FreeDS();
@@ -187,8 +186,9 @@ struct Consumer : CommonConsumer {
     Clear(dV);
     if (!NextTile()) return false;
     const KVTile& tile = TileHere();
-    LoadKeys(K, shared.ds[0]);
-    TransposeK(shared.ds[0]);
+    const SharedK landed{shared.ds[0]};
+    LoadKeys(K, landed);
+    TransposeK(landed);
     if (Uniform(tile.steps) > 0) {
       while (ComputeStep(tile)) continue;
     } else {

@@ -25,8 +25,9 @@ struct ConsumerOfP : CommonConsumer {
     Clear(dV);
     if (!NextTile()) return false;
     const KVTile& tile = TileHere();
-    LoadKeys(K, shared.staging);
-    TransposeK(shared.staging);
+    const SharedK landed{shared.staging};
+    LoadKeys(K, landed);
+    TransposeK(landed);
     if (Uniform(tile.steps) > 0) {
       FreeDS();
       ComputeSteps(tile);
@@ -45,7 +46,7 @@ struct ConsumerOfP : CommonConsumer {
   // Begins S^T = K Q^T.
   __device__ __forceinline__ void IssueS() {
     WaitForQ();
-    IssueHeldKeysTimesRows(S, K, shared.q[at.index], false);  // 11
+    IssueHeldKeysTimesRows(S, K, SharedQ{shared.q[at.index]}, false);  // 11
   }
 
   __device__ __forceinline__ void ComputeSteps(const KVTile& tile) {
@@ -63,11 +64,11 @@ struct ConsumerOfP : CommonConsumer {
       uint32_t P[kRows / 2];
       Round<true>(S, P);  // 15
       MbarrierWait(&shared.do_t_full, parity);
-      if (kDV) IssueGradient<kVDim>(dV, P, shared.do_t);  // 16
+      if (kDV) IssueGradient<kVDim>(dV, P, SharedDOTransposed{shared.do_t});  // 16
       DQ<kDQFirst> dQ;
       if (kDQ) {
         BarrierSync(kDSFull, 2 * kWarpgroup);
-        IssueDQ(dQ, shared.v, 0);  // 21
+        IssueDQ(dQ, SharedDS{shared.v}, 0);  // 21
       }
       WgmmaWait<kDQ ? 1 : 0>();
       Pin(dV);
@@ -100,8 +101,8 @@ struct ConsumerOfDS : CommonConsumer {
     Clear(dK);
     if (!NextTile()) return false;
     const KVTile& tile = TileHere();
-    LoadKeys(V, shared.v);
-    TransposeK(shared.staging);
+    LoadKeys(V, SharedV{shared.v});
+    TransposeK(SharedK{shared.staging});
     if (Uniform(tile.steps) > 0) {
       if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // tells the other warpgroup that P may be written
       while (ComputeStep(tile)) continue;
@@ -120,7 +121,7 @@ struct ConsumerOfDS : CommonConsumer {
     if (kDK) TransposeQ();
     Release(&shared.q_empty[at.index]);
     MbarrierWait(&shared.do_full[at.index], at.parity);
-    if (kDS) IssueHeldKeysTimesRows(dP, V, shared.d_o[at.index], false);  // 17
+    if (kDS) IssueHeldKeysTimesRows(dP, V, SharedDO{shared.d_o[at.index]}, false);  // 17
     uint32_t dS[kRows / 2];
     if (kDS) {
       ReceiveP(shared.v + kDSBytes, step.last);
@@ -135,13 +136,13 @@ struct ConsumerOfDS : CommonConsumer {
     DQ<kDQSecond> dQ;
     if (kDQ) {
       BarrierSync(kDSFree, 2 * kWarpgroup);
-      StoreDS(shared.v, dS);
+      StoreDS(SharedDS{shared.v}, dS);
       FenceProxyAsync();
       BarrierArrive(kDSFull, 2 * kWarpgroup);
       SyncWarpgroup();
-      IssueDQ(dQ, shared.v, kDQFirst);  // 21
+      IssueDQ(dQ, SharedDS{shared.v}, kDQFirst);  // 21
     }
-    if (kDK) IssueGradient<kQKDim>(dK, dS, shared.q_t);  // 22
+    if (kDK) IssueGradient<kQKDim>(dK, dS, SharedQTransposed{shared.q_t});  // 22
     WgmmaWait<(kDQ && kDK && kDQSecond > 0) ? 1 : 0>();
     Pin(dQ.C);
     if (kDQ) AddDQ(dQ, step.row_block, kDQFirst);
@@ -154,8 +155,7 @@ struct ConsumerOfDS : CommonConsumer {
   __device__ __forceinline__ void TransposeQ() {
     SyncWarpgroup();  // until nobody reads the Q^T before
 #pragma unroll 1
-    for (int i = warp; i < kQKBoxes * kRows / 32; i += 4)
-      TransposeSquareOf<kQKBoxes>(shared.q[at.index], shared.q_t, i);
+    for (int i = warp; i < kQKBoxes * kRows / 32; i += 4) TransposeSquareOf(SharedQ{shared.q[at.index]}, shared.q_t, i);
     FenceProxyAsync();
     SyncWarpgroup();
   }

@@ -4,7 +4,7 @@
 #include "hopper/backward_tuning.cuh"
 #include "hopper/bias_tiles.cuh"
 #include "hopper/cleared_rows.cuh"
-#include "ptx/tma.cuh"
+#include "hopper/shared_tile.cuh"
 #include "ptx/warp.cuh"
 #include "scheduler/lists.cuh"
 
@@ -13,15 +13,22 @@ namespace jax_flash::hopper::backward {
 constexpr int kQKBoxes = kPairs ? (Boxes(kQKDim) + 1) / 2 * 2 : Boxes(kQKDim);
 constexpr int kHalfBoxes = (kQKBoxes + 1) / 2;  // boxes of a CTA's half of dQ, if kPairs
 constexpr int kVBoxes = Boxes(kVDim);
-constexpr int kQBox = kRows * kBoxBytes;   // bytes of a box of Q or dO
-constexpr int kKVBox = kKeys * kBoxBytes;  // bytes of a box of K or V
+using SharedQ = SharedTile<kRows, kQKBoxes>;
+using SharedDO = SharedTile<kRows, kVBoxes>;
+using SharedK = SharedTile<kKeys, kQKBoxes>;
+using SharedV = SharedTile<kKeys, kVBoxes>;
+using SharedHalfK = SharedTile<kKeys, kHalfBoxes>;
+using SharedDSTransposed = SharedTile<kKeys, Boxes(kRows)>;  // dS^T
 
 constexpr bool kDS = kDQ || kDK || kCapturedGradients;  // is dS needed?
 
 // TF32
 constexpr bool kTF32SameKeys = kTF32 && kSameKeys;
-constexpr int kTransposers = kTF32 ? 3 : 0;                     // warps of the producer's warpgroup
-constexpr int kQKTransposedBox = kQKBoxes * kBoxColumns * 128;  // bytes of a box of 32 keys of K^T
+using SharedQTransposed = SharedTile<kQKBoxes * kBoxColumns, Boxes(kRows)>;
+using SharedDOTransposed = SharedTile<kVBoxes * kBoxColumns, Boxes(kRows)>;
+using SharedKTransposed = SharedTile<kQKBoxes * kBoxColumns, Boxes(kKeys)>;
+using SharedDS = SharedTile<kRows, Boxes(kKeys)>;
+constexpr int kTransposers = kTF32 ? 3 : 0;  // warps of the producer's warpgroup
 constexpr int kDSBytes = kRows * kKeys * kElementBytes;
 constexpr int kDOReaders = kTF32SameKeys ? 4 : 4 * kConsumers;   // warps that read dO, and as many that read dO^T
 constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // if 0, the warpgroup that needs Q^T makes it
@@ -60,16 +67,16 @@ constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // 16 rows of a box of dK o
 constexpr int kStagingBytes = kPairs ? kRows * kKeys * 4 : kSumKV ? kSumBytes : kRows * kQKDim * 4;
 
 struct Shared {
-  alignas(1024) uint8_t k[kQKBoxes * kKVBox];  // with TF32 K^T; K comes to ds, or if kSameKeys to staging
-  alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : kVBoxes * kKVBox];  // if kTF32SameKeys later dS, and P
-  alignas(1024) uint8_t q[kStages][kQKBoxes * kQBox];
-  alignas(1024) uint8_t d_o[kStages][kVBoxes * kQBox];
+  alignas(1024) uint8_t k[SharedK::kBytes];  // with TF32 K^T; K comes to ds, or if kSameKeys to staging
+  alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : SharedV::kBytes];  // if kTF32SameKeys later dS, and P
+  alignas(1024) uint8_t q[kStages][SharedQ::kBytes];
+  alignas(1024) uint8_t d_o[kStages][SharedDO::kBytes];
   alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with q
   // dS^T, in boxes of [keys][64 rows]. With TF32 at first K as it comes, then dS, in boxes of [rows][32 keys].
   alignas(1024) uint8_t ds[kTF32 ? 1 : 2][kTF32SameKeys ? 1 : kDSBytes];
   // dQ in f32 on its way to HBM; at the end dK, if dS has no room for dV and dK. If kPairs: at first half of K, then P
   // on its way from one warpgroup to the other.
-  alignas(1024) uint8_t staging[kStagingBytes > kQKBoxes* kKVBox || kPairs ? kStagingBytes : kQKBoxes * kKVBox];
+  alignas(1024) uint8_t staging[kStagingBytes > SharedK::kBytes || kPairs ? kStagingBytes : SharedK::kBytes];
   alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m apart
   alignas(16) float d[kStages][kRows];
   alignas(16) Step step[kStages];
@@ -88,11 +95,12 @@ struct Shared {
   // With TF32: the transposes of Q and dO.
   uint64_t q_t_full, q_t_empty, do_t_full, do_t_empty;
   bool more[kTF32 ? kStages : 1];  // comes with dO; false if there is no more of it
-  alignas(kTF32 ? 1024 : 1) uint8_t q_t[kTF32 ? kQKBoxes * kQBox : 1], do_t[kTF32 ? kVBoxes * kQBox : 1];
+  alignas(kTF32 ? 1024 : 1) uint8_t q_t[kTF32 ? SharedQTransposed::kBytes : 1];
+  alignas(kTF32 ? 1024 : 1) uint8_t do_t[kTF32 ? SharedDOTransposed::kBytes : 1];
 };
 static_assert(kSameKeys || sizeof(Shared::ds) >= sizeof(Shared::v));                // where dV leaves
 static_assert(!kTF32 || kTF32SameKeys || sizeof(Shared::ds) >= sizeof(Shared::k));  // where K comes
-static_assert(sizeof(Shared::v) >= kVBoxes * kKVBox);
+static_assert(sizeof(Shared::v) >= SharedV::kBytes);
 static_assert(!kSumKV || (kSumBytes <= sizeof(Shared::ds) && kStagingBytes >= kRows * kQKDim * 4));
 
 // How many blocks of 64 keys a head has, in which dK and dV are added up in f32.

@@ -6,8 +6,8 @@
 // counts these copies instead of the loads. Consumers do the same as with any other tile.
 #pragma once
 
+#include "hopper/shared_tile.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/tma.cuh"
 #include "semantics/mask.cuh"
 
 namespace jax_flash::hopper {
@@ -16,20 +16,20 @@ constexpr int kMostCleared = 256;  // rows of a box
 
 __device__ uint4 zero_rows[kMostCleared * kBoxBytes / sizeof(uint4)];
 
-// Rows [first, first + count) of a tile of kBoxes boxes; the bytes are counted by `barrier`.
-template <int kBoxes>
-__device__ __forceinline__ void ClearRows(uint8_t* tile, int box_bytes, int first, int count, uint64_t* barrier) {
+// Clears the rows [first, first + count) of a tile; the bytes are counted by `barrier`.
+template <int kRows, int kBoxes>
+__device__ __forceinline__ void ClearRows(SharedTile<kRows, kBoxes> tile, int first, int count, uint64_t* barrier) {
 #pragma unroll 1
   for (int b = 0; count > 0 && b < kBoxes; ++b)
-    BulkLoad(tile + b * box_bytes + first * kBoxBytes, zero_rows, count * kBoxBytes, barrier);
+    BulkLoad(tile.Box(b) + first * kBoxBytes, zero_rows, count * kBoxBytes, barrier);
 }
 
 // The same for all rows from `first` on, which are all bytes that the barrier's phase waits for.
-template <int kBoxes>
-__device__ __forceinline__ void ClearRowsFrom(uint8_t* tile, int box_bytes, int first, uint64_t* barrier) {
-  const int count = box_bytes / kBoxBytes - first;
+template <int kRows, int kBoxes>
+__device__ __forceinline__ void ClearRowsFrom(SharedTile<kRows, kBoxes> tile, int first, uint64_t* barrier) {
+  const int count = kRows - first;
   MbarrierArriveExpectTx(barrier, kBoxes * count * kBoxBytes);
-  ClearRows<kBoxes>(tile, box_bytes, first, count, barrier);
+  ClearRows(tile, first, count, barrier);
 }
 
 // The barrier, in shared memory, that counts the loads of tiles that have to be cleared, one tile after the other.
@@ -67,9 +67,9 @@ struct EmptyRows {
     return some != 0;
   }
 
-  // Clears these rows of a tile of kBoxes boxes, run by run; the bytes are all that the barrier's phase waits for.
+  // Clears these rows of a tile, run by run; the bytes are all that the barrier's phase waits for.
   template <int kBoxes>
-  __device__ __forceinline__ void Clear(uint8_t* tile, uint64_t* barrier) const {
+  __device__ __forceinline__ void Clear(SharedTile<kRows, kBoxes> tile, uint64_t* barrier) const {
     int rows = 0;
 #pragma unroll 1
     for (int w = 0; w < kWords; ++w) rows += __popc(words[w]);
@@ -79,7 +79,7 @@ struct EmptyRows {
 #pragma unroll 1
       for (uint32_t left = words[w]; left != 0;) {
         const int first = __ffs(left) - 1, after = __ffs(~(left >> first)) - 1, run = after < 0 ? 32 : after;
-        ClearRows<kBoxes>(tile, kRows * kBoxBytes, 32 * w + first, run, barrier);
+        ClearRows(tile, 32 * w + first, run, barrier);
         left &= ~(FirstBits(run) << first);
       }
     }

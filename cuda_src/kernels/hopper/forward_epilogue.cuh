@@ -89,24 +89,25 @@ struct Epilogue : Probabilities {
 
   // Writes O by TMA, by way of boxes in shared memory.
   __device__ __forceinline__ void WriteBoxes(const QTile& tile, const TensorMap* o_map, const float (&factor)[2]) {
-    uint8_t* const o = kOInQ ? shared.q[q.Index()][row_group] : shared.o[row_group];
+    using SharedO = SharedTile<kBoxRows, kVBoxes>;  // of which shared memory may have two boxes only
+    const SharedO o{kOInQ ? shared.q[q.Index()][row_group] : shared.o[row_group]};
     constexpr int kAtOnce = kOInQ || kOBoxes == kVBoxes ? kVBoxes : 1;  // boxes; if one, two take turns
     static_assert(kAtOnce == kVBoxes || kOBoxes == 2);
 #pragma unroll
     for (int first = 0; first < kVBoxes; first += kAtOnce) {
-      uint8_t* const to = o + first % 2 * kQBox;
+      const int to = first % 2;  // the first box
       // Waits until what was in the box before has left; before the first box, what was in either of the two.
       if (!kOInQ && first != 1) {
         first == 0 ? TmaWaitRead<0>() : TmaWaitRead<1>();
         SyncWarpgroup();
       }
 #pragma unroll
-      for (int b = 0; b < kAtOnce; ++b) StoreBox(RowsOfWarp(to + b * kQBox), first + b, factor);
+      for (int b = 0; b < kAtOnce; ++b) StoreBox(o.Box(to + b) + 16 * warp * kBoxBytes, first + b, factor);
       FenceProxyAsync();
       SyncWarpgroup();
       if (threadIdx.x % kWarpgroup == 0) {
         for (int b = 0; b < kAtOnce; ++b)
-          TmaStore(o_map, to + b * kQBox, (first + b) * kBoxColumns, tile.row + 64 * row_group, tile.head, tile.batch);
+          TmaStore(o_map, o.Box(to + b), (first + b) * kBoxColumns, tile.row + 64 * row_group, tile.head, tile.batch);
         TmaCommit();
         if (kOInQ) TmaWaitRead<0>();
       }

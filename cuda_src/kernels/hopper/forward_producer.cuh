@@ -20,9 +20,10 @@ struct Producer {
                                         ListedTile listed = {}) {
     MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
     if (kListed) shared.listed[k.index] = listed;
-    MbarrierArriveExpectTx(&shared.k_full[k.index], kQKBoxes * kKVBox + kBiasTile);
+    MbarrierArriveExpectTx(&shared.k_full[k.index], SharedK::kBytes + kBiasTile);
     for (int b = 0; b < kQKBoxes; ++b)
-      TmaLoad(shared.k[k.index] + b * kKVBox, k_map, &shared.k_full[k.index], b * kBoxColumns, j * kKeys, head, batch);
+      TmaLoad(shared.k[k.index] + b * SharedK::kBox, k_map, &shared.k_full[k.index], b * kBoxColumns, j * kKeys, head,
+              batch);
     if (kBiasTiles)
       LoadBiasTile(p, shared.bias[k.index], bias_map, &shared.k_full[k.index], tile.row, j * kKeys, tile.head, batch);
   }
@@ -31,12 +32,13 @@ struct Producer {
 #pragma unroll 1
       for (int b = 0; b < kVBoxes; ++b) {
         WaitForLanding(true);
-        LoadBoxesOfV<1>(shared.landing[landing.index], &shared.landed[landing.index], b, j, head, batch);
+        LoadBoxesOfV(SharedTile<kKeys, 1>{shared.landing[landing.index]}, &shared.landed[landing.index], b, j, head,
+                     batch);
         landing.Next();
       }
     } else {
       MbarrierWait(&shared.v_empty[at.index], at.parity ^ 1);
-      LoadBoxesOfV<kVBoxes>(shared.v[at.index], &shared.v_full[at.index], 0, j, head, batch);
+      LoadBoxesOfV(SharedV{shared.v[at.index]}, &shared.v_full[at.index], 0, j, head, batch);
     }
     at.Next();
   }
@@ -44,16 +46,17 @@ struct Producer {
   // Loads boxes of the tile j of V, from box `first` on. Keys beyond kv_length become 0: their P is 0, but their V may
   // be NaN.
   template <int kCount>
-  __device__ __forceinline__ void LoadBoxesOfV(uint8_t* boxes, uint64_t* full, int first, int j, int head, int batch) {
+  __device__ __forceinline__ void LoadBoxesOfV(SharedTile<kKeys, kCount> boxes, uint64_t* full, int first, int j,
+                                               int head, int batch) {
     const int there = kProblem.kv_lengths ? int(PositionsOf(p, batch).kv_length) - j * kKeys : kKeys;
     const bool clears = there < kKeys;
     uint64_t* const landed = clears ? &shared.uncleared.barrier : full;
-    MbarrierArriveExpectTx(landed, kCount * kKVBox);
+    MbarrierArriveExpectTx(landed, boxes.kBytes);
     for (int b = 0; b < kCount; ++b)
-      TmaLoad(boxes + b * kKVBox, v_map, landed, (first + b) * kBoxColumns, j * kKeys, head, batch);
+      TmaLoad(boxes.Box(b), v_map, landed, (first + b) * kBoxColumns, j * kKeys, head, batch);
     if (!clears) return;
     shared.uncleared.Wait();
-    ClearRowsFrom<kCount>(boxes, kKVBox, max(there, 0), full);
+    ClearRowsFrom(boxes, max(there, 0), full);
   }
 
   // Waits for room where a box of V lands, and tells the warp whose turn it is whether one comes.
@@ -81,9 +84,9 @@ struct Producer {
         shared.tile[q.position][w] = tile;
         if (kOwnKeys) shared.skipped[q.position][w] = {0, 0};
       }
-      MbarrierArriveExpectTx(&shared.q_full[q.Index()][w], empty ? 0 : kQKBoxes * kQBox);
+      MbarrierArriveExpectTx(&shared.q_full[q.Index()][w], empty ? 0 : SharedQ::kBytes);
       for (int b = 0; !empty && b < kQKBoxes; ++b)
-        TmaLoad(shared.q[q.Index()][w] + b * kQBox, q_map, &shared.q_full[q.Index()][w], b * kBoxColumns,
+        TmaLoad(SharedQ{shared.q[q.Index()][w]}.Box(b), q_map, &shared.q_full[q.Index()][w], b * kBoxColumns,
                 tile.row + 64 * w, tile.head, tile.batch);
     }
     q.Next();
@@ -163,7 +166,7 @@ struct Transposer {
       if (!shared.more[landing.index]) return;
       MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
       TransposeBox<kWarpgroupKeys, Tuning::kTransposedAtOnce>(
-          shared.landing[landing.index], shared.v[v.index] + box * kBoxColumns * 128, kTransposedBox);
+          shared.landing[landing.index], shared.v[v.index] + box * kBoxColumns * kBoxBytes, SharedVTransposed::kBox);
       FenceProxyAsync();
       SyncWarp();
       MbarrierArrive(&shared.v_full[v.index], ArrivesForWarp(lane));

@@ -64,9 +64,6 @@ struct Warpgroup {
       Release(&shared.v_empty[v.index]);
     }
   }
-
-  // Where this warp's rows of a box of Q or O begin.
-  __device__ __forceinline__ uint8_t* RowsOfWarp(uint8_t* box) const { return box + 16 * warp * 128; }
 };
 
 // Lines 10 and 15 of Algorithm 2: S = Q K^T, and O += P V.
@@ -77,10 +74,10 @@ struct Products : Warpgroup {
   using Warpgroup::Warpgroup;
 
   __device__ __forceinline__ void TakeQ() {
-    uint8_t* const rows = RowsOfWarp(shared.q[q.Index()][row_group]);
+    const SharedQ rows{shared.q[q.Index()][row_group] + 16 * warp * kBoxBytes};
     const int fresh_lane = Fresh(lane);
 #pragma unroll
-    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], MatricesOf(rows + d / 4 * kQBox, fresh_lane, d % 4));
+    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], rows.Matrices(fresh_lane, d));
     FenceProxyAsync();  // before the next Q comes
   }
 
@@ -88,15 +85,15 @@ struct Products : Warpgroup {
   __device__ __forceinline__ void IssueS() {
     if (!kListed) MbarrierWait(&shared.k_full[k.index], k.parity);  // with lists Listed has waited for it
     WgmmaFence();
-    const uint64_t a = Descriptor(shared.q[q.Index()][row_group], 0);
-    const uint64_t b = Descriptor(shared.k[k.index] + key_group * kWarpgroupKeys * 128, 0);
+    const auto a = SharedQ{shared.q[q.Index()][row_group]}.KMajor();
+    const auto b = SharedK{shared.k[k.index]}.KMajor(key_group * kWarpgroupKeys);
 #pragma unroll
     for (int d = 0; d < kQKSteps; ++d) {
-      const uint64_t b_d = Advance(b, d / 4 * kKVBox + d % 4 * 32);
+      const uint64_t b_d = b.KStep(d);
       if constexpr (kTF32) {
         Wgmma<kWarpgroupKeys>::template RS<Major::kK>(S, Q[d], b_d, d > 0);
       } else {
-        Wgmma<kWarpgroupKeys>::template SS<Major::kK, Major::kK>(S, Advance(a, d / 4 * kQBox + d % 4 * 32), b_d, d > 0);
+        Wgmma<kWarpgroupKeys>::template SS<Major::kK, Major::kK>(S, a.KStep(d), b_d, d > 0);
       }
     }
     WgmmaCommit();
@@ -113,11 +110,16 @@ struct Products : Warpgroup {
   __device__ __forceinline__ void IssueO() {
     MbarrierWait(&shared.v_full[v.index], v.parity);
     WgmmaFence();
-    const uint64_t b = Descriptor(shared.v[v.index] + key_group * kWarpgroupKeys * 128, kKVBox);
+    const auto b = SharedV{shared.v[v.index]}.MNMajor(key_group * kWarpgroupKeys);
+    // f32: V^T in the place of V. A K-major operand ignores the distance between boxes, which the descriptor has too.
+    const KMajorOperand<kVBoxes * kBoxColumns> b_transposed{b.descriptor};
 #pragma unroll
     for (int c = 0; c < kWarpgroupKeys / kStep; ++c) {
-      const int at = kTF32 ? c / 4 * kTransposedBox + c % 4 * 32 : c * 16 * 128;
-      Wgmma<kVDim>::template RS<kTF32 ? Major::kK : Major::kMN>(O, P + 4 * c, Advance(b, at), true);
+      if constexpr (kTF32) {
+        Wgmma<kVDim>::template RS<Major::kK>(O, P + 4 * c, b_transposed.KStep(c), true);
+      } else {
+        Wgmma<kVDim>::template RS<Major::kMN>(O, P + 4 * c, b.KStep(c), true);
+      }
     }
     WgmmaCommit();
   }

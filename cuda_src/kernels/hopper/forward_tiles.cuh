@@ -4,35 +4,36 @@
 #include "hopper/bias_tiles.cuh"
 #include "hopper/cleared_rows.cuh"
 #include "hopper/forward_tuning.cuh"
-#include "ptx/tma.cuh"
+#include "hopper/shared_tile.cuh"
 #include "ptx/warp.cuh"
 #include "scheduler/lists.cuh"
 
 namespace jax_flash::hopper::forward {
 
-constexpr int kQKBoxes = Boxes(kQKDim);                      // of Q and K
-constexpr int kVBoxes = Boxes(kVDim);                        // of V and O
-constexpr int kQBox = kBoxRows * kBoxBytes;                  // bytes of a box of Q or O
-constexpr int kKVBox = kKeys * kBoxBytes;                    // bytes of a box of K or V
-constexpr int kTransposedBox = kVBoxes * kBoxColumns * 128;  // bytes of 32 keys of V^T
-constexpr int kTransposers = 3;                              // warps
-constexpr int kLandings = kWarpgroupKeys < 64 ? 8 : 4;       // boxes of V in flight that are to be transposed
-constexpr bool kPrefetchesLists = kListed && !kTF32;         // is there a thread that looks up lists ahead?
-constexpr int kPrefetchDepth = kPrefetchesLists ? 8 : 1;     // tiles of K and V that it is ahead at most
+constexpr int kQKBoxes = Boxes(kQKDim);          // of Q and K
+constexpr int kVBoxes = Boxes(kVDim);            // of V and O
+using SharedQ = SharedTile<kBoxRows, kQKBoxes>;  // of the 64 rows of a row group
+using SharedK = SharedTile<kKeys, kQKBoxes>;
+using SharedV = SharedTile<kKeys, kVBoxes>;
+using SharedVTransposed = SharedTile<kVBoxes * kBoxColumns, Boxes(kKeys)>;  // f32: V^T in the place of V
+constexpr int kTransposers = 3;                                             // warps
+constexpr int kLandings = kWarpgroupKeys < 64 ? 8 : 4;    // boxes of V in flight that are to be transposed
+constexpr bool kPrefetchesLists = kListed && !kTF32;      // is there a thread that looks up lists ahead?
+constexpr int kPrefetchDepth = kPrefetchesLists ? 8 : 1;  // tiles of K and V that it is ahead at most
 // O leaves through shared memory of its own, so that the next tile of Q can come meanwhile: as a whole, or box by box
 // with two boxes in turn. Where there is no room for two boxes it leaves through Q's. Where there is room for two tiles
 // of Q, the next tile is loaded while this one is computed.
-constexpr int kQBytes = kRowGroups * kQKBoxes * kQBox;
+constexpr int kQBytes = kRowGroups * SharedQ::kBytes;
 constexpr int kKVBytes =
-    ((kQKBoxes + kVBoxes) * kKVBox + kBiasTile) * kStages + (kTF32 ? kLandings * kKVBox + 1024 : 0);
+    (SharedK::kBytes + SharedV::kBytes + kBiasTile) * kStages + (kTF32 ? kLandings * SharedV::kBox + 1024 : 0);
 constexpr int kPartialValues =
     kVDim / 2 + 6;  // that a thread hands over: its O, and m, l and reference of its two rows
 constexpr int kPartialBytes = kKeyGroups > 1 ? kRowGroups * kPartialValues * kWarpgroup * 4 : 0;
-constexpr int kRoom = 226 * 1024 - kKVBytes - kPartialBytes;         // for Q and O
-constexpr int kRoomForO = (kRoom - kQBytes) / (kRowGroups * kQBox);  // boxes of each row group
+constexpr int kRoom = 226 * 1024 - kKVBytes - kPartialBytes;                 // for Q and O
+constexpr int kRoomForO = (kRoom - kQBytes) / (kRowGroups * SharedQ::kBox);  // boxes of each row group
 constexpr int kOBoxes = kRoomForO >= kVBoxes ? kVBoxes : kRoomForO >= 2 ? 2 : 0;
 constexpr bool kOInQ = kOBoxes == 0;
-constexpr int kQBuffers = 2 * kQBytes + kRowGroups * kOBoxes * kQBox > kRoom ? 1 : 2;
+constexpr int kQBuffers = 2 * kQBytes + kRowGroups * kOBoxes * SharedQ::kBox > kRoom ? 1 : 2;
 static_assert(kKeyGroups == 1 || !kOInQ);
 static_assert(!kOInQ || kVBoxes <= kQKBoxes);
 
@@ -67,10 +68,10 @@ struct ListedTile {
 };
 
 struct Shared {
-  alignas(1024) uint8_t q[kQBuffers][kRowGroups][kQKBoxes * kQBox];
-  alignas(1024) uint8_t o[kOInQ ? 1 : kRowGroups][kOInQ ? 1 : kOBoxes * kQBox];
-  alignas(1024) uint8_t k[kStages][kQKBoxes * kKVBox];
-  alignas(1024) uint8_t v[kStages][kVBoxes * kKVBox];                                                 // f32: of V^T
+  alignas(1024) uint8_t q[kQBuffers][kRowGroups][SharedQ::kBytes];
+  alignas(1024) uint8_t o[kOInQ ? 1 : kRowGroups][kOInQ ? 1 : kOBoxes * SharedQ::kBox];
+  alignas(1024) uint8_t k[kStages][SharedK::kBytes];
+  alignas(1024) uint8_t v[kStages][SharedV::kBytes];                                                  // f32: V^T
   alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with k
   uint64_t q_full[kQBuffers][kRowGroups], q_empty[kQBuffers][kRowGroups];
   QTile tile[2 * kQBuffers][kRowGroups];  // comes with q, stays until the next tile's q goes
@@ -87,7 +88,7 @@ struct Shared {
   uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];
   bool more[kTF32 ? kLandings : 1];  // comes with a box, or says that there are none
   SkippedTiles skipped[kOwnKeys ? 2 * kQBuffers : 1][kOwnKeys ? kRowGroups : 1];  // comes with q, as the tile does
-  alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? kKVBox : 1];
+  alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? SharedV::kBox : 1];
 };
 
 static_assert(sizeof(Shared) <= 227 * 1024);

@@ -289,11 +289,6 @@ def run(case: Case, arrays: Arrays, cotangents: Any, implementation: str | None 
         return jax.tree.map(np.asarray, _compiled(case, implementation)(arrays, cotangents))
 
 
-def oracle(case: Case, arrays: Arrays, cotangents: Any) -> Results:
-    """The exact results: `reference.py` in f64."""
-    return run(case, upcast(arrays), upcast(cotangents), "reference")
-
-
 def gathers(compiled: Any) -> list[str]:
     """The collectives of a compiled program that move operands about; sums over shards are none."""
     return re.findall(r"\b(all-gather|all-to-all|collective-permute|all-gather-start)\(", compiled.as_text())

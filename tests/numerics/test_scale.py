@@ -51,59 +51,74 @@ def materialised(q, k, v, scale):
     return jnp.einsum("bnts,bsnd->btnd", p, v)
 
 
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_gradient(dtype, implementation):
-    """Check the errors of many cotangents together: the standard error of a few, our bound, may be small by chance.
+def gradients(attention, scale, *arrays):
+    """Return the gradient of the scale for each of many cotangents."""
+    o, pull = jax.vjp(lambda scale: attention(*arrays, scale), jnp.asarray(scale, "float32"))
+    return jax.vmap(lambda cotangent: pull(cotangent.astype(o.dtype))[0])(normal(3, 64, *o.shape))
+
+
+@functools.cache
+def cases_of_gradients(dtype):
+    """Return arrays, scale and exact gradients of each case.
 
     Equal queries, keys and values have large scores on the diagonal, so that errors of D do not cancel. (In float32 D
     has the dtype of O: `test_gradient_of_large_scores` has the bound.)
     """
-    q, k, v = inputs(dtype)
-    equal = jnp.repeat(k[:, : q.shape[1]], q.shape[2] // k.shape[2], axis=2), k, k
-    cotangents = normal(3, 64, *q.shape)
-
-    def gradients(attention, scale, *arrays):
-        o, pull = jax.vjp(lambda scale: attention(*arrays, scale), jnp.asarray(scale, "float32"))
-        return jax.vmap(lambda cotangent: pull(cotangent.astype(o.dtype))[0])(cotangents)
-
-    ours = jax.jit(functools.partial(gradients, functools.partial(attend, implementation=implementation)))
-    standard = jax.jit(functools.partial(gradients, materialised))
+    q, k, v = map(np.asarray, inputs(dtype))
+    equal = np.repeat(k[:, : q.shape[1]], q.shape[2] // k.shape[2], axis=2), k, k
     scales = (96**-0.5, -0.1, 0.0, 2**-14, 1e-5, 1e-7)
     cases = [((q, k, v), scale) for scale in scales]
     cases += [(equal, scale) for scale in scales[:2] if dtype != "float32"]
-    for arrays, scale in cases:
-        with jax.enable_x64(True):
-            exact = gradients(functools.partial(attend, implementation="reference"), scale, *upcast(arrays))
-        error, allowed = (jnp.linalg.norm(f(scale, *arrays) - exact) for f in (ours, standard))
-        allowed = 2 * allowed + 2 * jnp.finfo(dtype).eps * jnp.linalg.norm(exact)
+    exact = jax.jit(functools.partial(gradients, functools.partial(attend, implementation="reference")))
+    with jax.enable_x64(True):
+        return [(arrays, scale, np.asarray(exact(scale, *upcast(arrays)))) for arrays, scale in cases]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradient(dtype, implementation):
+    """Check the errors of many cotangents together: the standard error of a few, our bound, may be small by chance."""
+    ours = jax.jit(functools.partial(gradients, functools.partial(attend, implementation=implementation)))
+    standard = jax.jit(functools.partial(gradients, materialised))
+    for arrays, scale, exact in cases_of_gradients(dtype):
+        error, allowed = (np.linalg.norm(f(scale, *arrays) - exact) for f in (ours, standard))
+        allowed = 2 * allowed + 2 * jnp.finfo(dtype).eps * np.linalg.norm(exact)
         assert error <= allowed, (scale, error, allowed)
+
+
+def gradients_of_large_scores(implementation, dtype, scale, q, k, v):
+    """Return the gradients of the query and of the scale for each of 8 cotangents."""
+    o, pull = jax.vjp(lambda *xs: attend(*xs, implementation=implementation), q, k, v, scale)
+    cotangents = normal(3, 8, *q.shape, dtype=dtype)
+    return jax.vmap(lambda cotangent: pull(cotangent.astype(o.dtype))[::3])(cotangents)
+
+
+@functools.cache
+def case_of_large_scores(dtype):
+    """Return a scale, arrays with scores of standard deviation 4, and the exact gradients of query and scale."""
+    q, k, v = inputs(dtype)
+    scale, arrays = 96**-0.5, tuple(map(np.asarray, (2 * q, 2 * k, v)))
+    with jax.enable_x64(True):
+        exact = gradients_of_large_scores("reference", dtype, scale, *upcast(arrays))
+    return scale, arrays, *map(np.asarray, exact)
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gradient_of_large_scores(dtype, implementation):
-    """Check scores of standard deviation 4, where the gradient is a sum Σ QdQ / τ of terms that cancel.
+    """Check large scores, where the gradient is a sum Σ QdQ / τ of terms that cancel.
 
     What is rounded to the dtype, P and dS on a GPU, errs in each row by itself. What is computed in float32 may err
     alike in all rows.
     """
-    q, k, v = inputs(dtype)
-    q, k, scale = 2 * q, 2 * k, 96**-0.5
-
-    def gradients(implementation, scale, q, k, v):
-        o, pull = jax.vjp(lambda *xs: attend(*xs, implementation=implementation), q, k, v, scale)
-        cotangents = normal(3, 8, *q.shape, dtype=dtype)
-        return jax.vmap(lambda cotangent: pull(cotangent.astype(o.dtype))[::3])(cotangents)
-
-    with jax.enable_x64(True):
-        dq, exact = map(np.asarray, gradients("reference", scale, *(x.astype("float64") for x in (q, k, v))))
-    rows = abs(np.asarray(q, "float64") * dq).sum(-1) / scale
-    _, ours = jax.jit(functools.partial(gradients, implementation))(jnp.asarray(scale, "float32"), q, k, v)
+    scale, arrays, dq, exact = case_of_large_scores(dtype)
+    rows = abs(arrays[0].astype("float64") * dq).sum(-1) / scale
+    ours = jax.jit(functools.partial(gradients_of_large_scores, implementation, dtype))
+    _, found = ours(jnp.asarray(scale, "float32"), *arrays)
     rounded = float(jnp.finfo(dtype).eps) * np.linalg.norm(rows.reshape(8, -1), axis=1)
-    assert (abs(ours - exact) <= rounded + np.finfo("float32").eps * rows.sum((1, 2, 3))).all()
+    assert (abs(found - exact) <= rounded + np.finfo("float32").eps * rows.sum((1, 2, 3))).all()
 
 
 @pytest.mark.usefixtures("device")

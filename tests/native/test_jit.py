@@ -3,11 +3,11 @@
 import ctypes
 import os
 import pathlib
-import resource
 import struct
 import subprocess
 import sys
 
+import compiling
 import jax
 import jax.numpy as jnp
 import pytest
@@ -72,21 +72,17 @@ def test_architectures(nvrtc):
 
 # --- the cache directory ---
 
-CACHE = """
-import sys
-from jax_flash import _native
-_native.cuda_cache(sys.argv[1], False, sys.argv[2])
-"""
 
-
-def start(directory: object, text: str = BASE.encode(), arch: str = "sm_80", umask: int = -1) -> subprocess.Popen:
-    environment = os.environ | {"JAX_FLASH_CACHE_DIR": str(directory), "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen([sys.executable, "-c", CACHE, text, arch], env=environment, umask=umask)
+def exit_code(directory: object, text: str = BASE.encode(), arch: str = "sm_80", **limits: int) -> int | None:
+    """The exit code of a new process that compiles."""
+    process = compiling.start(directory, text, arch, **limits)
+    process.join(timeout=300)
+    return process.exitcode
 
 
 def fill(directory: object, *args: str) -> dict[pathlib.Path, tuple[int, int]]:
     """Compiles in a new process; which files are there then, when written and how large."""
-    assert start(directory, *args).wait(timeout=300) == 0
+    assert exit_code(directory, *args) == 0
     files = pathlib.Path(directory).glob("*") if directory else ()
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
@@ -99,7 +95,7 @@ def test_a_second_process_finds_the_cubin(nvrtc, tmp_path):
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_others_may_read_an_entry_if_the_umask_lets_them(nvrtc, tmp_path, umask, mode):
-    assert start(tmp_path, umask=umask).wait() == 0
+    assert exit_code(tmp_path, umask=umask) == 0
     assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [mode]
 
 
@@ -174,19 +170,15 @@ def test_without_a_directory_kernels_compile(nvrtc, directory):
 
 def test_a_full_disk_only_costs_the_caching(nvrtc, tmp_path, monkeypatch):
     """Writes fail after some bytes, as with a limit on the size of files."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
-    try:
-        process = start(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert process.wait(timeout=300) == 0
+    assert exit_code(tmp_path, file_size=4096) == 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_many_processes_at_once(nvrtc, tmp_path):
-    processes = [start(tmp_path) for _ in range(4)]
-    assert [process.wait() for process in processes] == [0] * 4
+    processes = [compiling.start(tmp_path, BASE.encode(), "sm_80") for _ in range(4)]
+    for process in processes:
+        process.join(timeout=300)
+    assert [process.exitcode for process in processes] == [0] * 4
     assert [path.suffix for path in tmp_path.iterdir()] == [".cubin"]  # and no temporary file
     assert len(fill(tmp_path)) == 1
 

@@ -38,6 +38,7 @@ struct Consumer : Epilogue {
   __device__ __forceinline__ void ComputeSTile(const QTile& tile, int j, bool last, bool inside = false) {
     float alpha[2], shift[2];
     FetchMasks<kMasked>(tile, j, inside);  // before S needs registers
+    WaitForK();                            // before the turn, which others wait for
     TakeTurn();
     IssueS();  // 10
     IssueO();  // 15, of the tile before
@@ -93,6 +94,7 @@ struct Consumer : Epilogue {
     ListedTile listed = kListed ? Listed() : ListedTile();
     int j = kListed ? listed.J() : end - 1;
     float alpha[2], shift[2];  // alpha of the first tile is not used: there is no O yet
+    WaitForK();                // before the turn, which others wait for
     TakeTurn();
     IssueS();
     PassTurn();

@@ -81,9 +81,12 @@ struct Products : Warpgroup {
     FenceProxyAsync();  // before the next Q comes
   }
 
+  __device__ __forceinline__ void WaitForK() {
+    if (!kListed) MbarrierWait(&shared.k_full[k.index], k.parity);  // with lists Listed has waited for it
+  }
+
   // S = Q K^T
   __device__ __forceinline__ void IssueS() {
-    if (!kListed) MbarrierWait(&shared.k_full[k.index], k.parity);  // with lists Listed has waited for it
     WgmmaFence();
     const auto a = SharedQ{shared.q[q.Index()][row_group]}.KMajor();
     const auto b = SharedK{shared.k[k.index]}.KMajor(key_group * kWarpgroupKeys);

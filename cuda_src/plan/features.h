@@ -49,6 +49,8 @@ bool IsLight(const Program& score_mod);
   FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                      \
   FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                           \
   FEATURE(kListed, "a mask or a block mask", p.block_mask.present)                                                     \
+  FEATURE(kLongCausal, "a causal mask, and no other, of more than 4096 keys",                                          \
+          has.Any(kCausal) && p.kv_len > 4096 && !has.Any(kLocal | kLengths | kQueryOffset | kListed | kSoftCap))      \
   FEATURE(kCrowdedBlocks, "a block mask with a window, segments or dropout",                                           \
           has.Any(kListed) && has.Any(kLocal | kDropout))                                                              \
   FEATURE(kTornPairs, "blocks of keys whose size is not a multiple of 128", p.kv_block % kPairedKeys != 0)             \
@@ -96,7 +98,7 @@ enum Feature : FeatureBits { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FE
 #undef JAX_FLASH_BIT
 
 // Features with which a row of tiles works, but is slower than others: if no other row fits, it is taken all the same.
-constexpr FeatureBits kPreferences = kManyKeys | kFewTiles | kManyRows;
+constexpr FeatureBits kPreferences = kManyKeys | kLongCausal | kFewTiles | kManyRows;
 
 constexpr FeatureBits kLocal = kWindow | kSegments;
 constexpr FeatureBits kAddsToScores = kBias | kScoreMod;              // entry by entry, but for tiles of a bias

@@ -19,7 +19,7 @@ constexpr Row kForward[] = {
     // enough.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
-    {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kFewTiles},
+    {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kLongCausal | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
     {227, 64, {256, 64, 4, 4}, kAddsToScores | kDropout | kCausal | kFewTiles},
     {227, 64, {192, 112, 3, 2}, kBias | kHeavyMod | kDropout | kLocal | kFewTiles},

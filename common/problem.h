@@ -108,10 +108,12 @@ struct Problem {
   int64_t kv_len_in_blocks() const { return block_mask.present ? block_columns() * kv_block : kv_len; }
   bool window() const { return window_left >= 0 || window_right >= 0; }
   bool dropout() const { return drop_threshold > 0; }
-  // Can a row be empty, that is have l = 0? Without these features every row sees the first key.
+  // Can a row be empty, that is have l = 0? Otherwise every row sees the first key, or with a window the key of its own
+  // position or the last key. (Problem.may_empty_rows in Python is the same.)
   bool may_empty_rows() const {
-    return window() || ranges || q_lengths || kv_lengths || segments || query_offset || mask.present ||
-           block_mask.present || bias.present || programs();
+    const bool beyond_keys = window_left >= 0 && window_left < q_len - kv_len;  // the window of the last row
+    return beyond_keys || ranges || q_lengths || kv_lengths || segments || (query_offset && (causal || window())) ||
+           mask.present || block_mask.present || bias.present || programs();
   }
   // The elements of `captured` and their number, without functions of the standard library, for the CPU kernels.
   const Captured* captured_arrays() const;

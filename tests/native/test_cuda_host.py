@@ -323,6 +323,26 @@ def test_only_the_gradients_asked_for():
     assert "jax_flash_backward_finish" not in [kernel for _, kernel in kernels(backward=True, dk=True)]
 
 
+@pytest.mark.parametrize(
+    ("changes", "empty"),
+    [
+        ({"causal": True}, False),
+        ({"window_left": 100, "window_right": 0}, False),
+        ({"window_right": 3}, False),
+        ({"window_left": 100, "q_len": 612}, False),
+        ({"window_left": 100, "q_len": 613}, True),  # the window of the last row lies beyond the keys
+        ({"query_offset": True}, False),
+        ({"query_offset": True, "causal": True}, True),
+        ({"kv_lengths": True}, True),
+        ({"segments": True}, True),
+        ({"bias_dtype": "float32", "bias": EVERY}, True),
+    ],
+)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_empty_rows_cost_something_where_there_may_be_some(arch, changes, empty):
+    assert fields(arch, True, **changes | GRADIENTS)["empty_rows"] == empty == problem(**changes).may_empty_rows
+
+
 def test_deterministic_gradients_take_no_sum_by_many_blocks():
     launches = _native.cuda_plan(problem(deterministic=True, **GRADIENTS).encode(), True, "sm_90a")
     assert [kernel for _, kernel, _ in launches] == [

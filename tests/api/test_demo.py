@@ -1,12 +1,12 @@
 """The demo, end to end at a tiny size, and the other examples: they end well and write what they say."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import one_device
 
 pytest.importorskip("flax")
 pytest.importorskip("matplotlib")
@@ -15,9 +15,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(*flags: object, example: str = "train_lm.py") -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"COLUMNS": "120"}
     command = [sys.executable, str(EXAMPLES / example), *map(str, flags)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=one_device(COLUMNS="120"), capture_output=True, text=True, timeout=300)
 
 
 def test_demo_runs_and_writes_what_it_says(tmp_path):

@@ -11,6 +11,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from processes import one_device
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="a source package has no benchmarks")
@@ -295,10 +296,9 @@ def test_every_section_runs_small_and_becomes_its_table(imported, tmp_path):
     made = [name for name in TABLES if name != "paper gpt2 counters"]  # which take a GPU
     files = [file for name in made for file in tables.FILES[name]]
     sections = [name for name in main.SECTIONS if f"paper_{name}" in files]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     for module in (["benchmarks.paper", *sections, "--quick", "--output"], ["benchmarks.paper.figures", "--results"]):
         command = [sys.executable, "-m", *module, str(tmp_path)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, cwd=ROOT, env=one_device(), capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
     results = {file: json.loads((tmp_path / f"{file}.json").read_text()) for file in files}
     for name in made:

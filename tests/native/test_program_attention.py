@@ -1,6 +1,7 @@
 """Attention with score programs in the CPU kernels: forward, backward, gradients of captured arrays."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +17,10 @@ from jax_flash.problem import Captured, Problem, Program
 
 
 class Mods(NamedTuple):
-    """score_mod as programs and as a function of JAX arrays, with what it captures."""
+    """`score_mod` as programs, with what it captures."""
 
     score: Program
     grad: Program
-    function: Any  # f(s, b, h, q, k, *arrays)
     arrays: tuple[np.ndarray, ...]
     batch: tuple[bool, ...]
 
@@ -28,18 +28,19 @@ class Mods(NamedTuple):
         return tuple(captured(x, b, gradient) for x, b in zip(self.arrays, self.batch, strict=True))
 
 
+def score_mod(s, b, h, q, k, slope, table, bias, u, v, scale):
+    s = 3 * jnp.tanh(s * slope[h]) + table[h, jnp.clip(k - q + 5, 0, 62)]
+    T, S = bias.shape[2:]
+    q, k = jnp.clip(q, 0, T - 1), jnp.clip(k, 0, S - 1)
+    return (s + bias[b, h, q, k] + u[b, q] - v[k]) * scale
+
+
 def mods(case: Case, dtype: str) -> Mods:
-    """(3 tanh(slope[h] s) + table[h, k - q + 5] + bias[b][h, q, k] + u[b][q] - v[k]) all."""
+    """Return `score_mod` as programs."""
     rng = np.random.default_rng(5)
     B, N, T, S = case.B, case.N, case.T, case.S
     shapes = {"slope": (N,), "table": (N, 63), "bias": (B, N, T, S), "u": (B, T), "v": (S,), "all": ()}
     arrays = tuple(rng.normal(size=shape).astype(dtype) for shape in shapes.values())
-
-    def function(s, b, h, q, k, slope, table, bias, u, v, scale):
-        s = 3 * jnp.tanh(s * slope[h]) + table[h, jnp.clip(k - q + 5, 0, 62)]
-        T, S = bias.shape[2:]
-        q, k = jnp.clip(q, 0, T - 1), jnp.clip(k, 0, S - 1)
-        return (s + bias[b, h, q, k] + u[b, q] - v[k]) * scale
 
     def forward(asm):
         s, h, q, k = (asm(name) for name in ("score", "head", "query", "key"))
@@ -68,7 +69,7 @@ def mods(case: Case, dtype: str) -> Mods:
     inner = asm("mul.f", asm("mul.f", scaled, three), asm("sub.f", one, asm("mul.f", t, t)))
     asm("accumulate", 0, h, asm("mul.f", inner, s))
     grad = asm.result(asm("mul.f", inner, slope))
-    return Mods(score, grad, function, arrays, (False, False, True, True, False, False))
+    return Mods(score, grad, arrays, (False, False, True, True, False, False))
 
 
 def mask_mod() -> tuple[Program, Any]:
@@ -83,8 +84,8 @@ def mask_mod() -> tuple[Program, Any]:
     return program, lambda b, h, q, k: (q // 40 >= k // 40) & ~((h % 2 == 1) & (k % 7 == 0))
 
 
-def attention(case: Case, mod: Mods, allowed: np.ndarray, z: np.ndarray, offset: Any, inputs: Any, given: Any) -> Any:
-    """o [B, T, N, E] and the logsumexp in plain JAX; no row without keys."""
+def attention(case: Case, allowed: np.ndarray, z: np.ndarray, offset: Any, inputs: Any, given: Any) -> Any:
+    """Return o [B, T, N, E] and the logsumexp in plain JAX. Rows without keys give 0."""
     query, key, value, *bias = inputs
     key, value = (jnp.repeat(x, case.N // case.K, 2) for x in (key, value))
     scores = jnp.einsum("btnd,bsnd->bnts", query, key) * case.D**-0.5
@@ -93,11 +94,19 @@ def attention(case: Case, mod: Mods, allowed: np.ndarray, z: np.ndarray, offset:
     if bias:
         scores = scores + bias[0]
     b, h, i, j = np.ogrid[: case.B, : case.N, : case.T, : case.S]
-    scores = mod.function(scores, b, h, i + offset[:, None, None, None], j, *given)
+    scores = score_mod(scores, b, h, i + offset[:, None, None, None], j, *given)
     empty = ~allowed.any(-1, keepdims=True)
     scores = jnp.where(allowed, scores, jnp.where(empty, 0.0, -jnp.inf))
     p = jnp.where(empty, 0, jax.nn.softmax(scores, -1))
     return jnp.einsum("bnts,bsne->btne", p * z, value), jnp.where(empty[..., 0], 0, jax.nn.logsumexp(scores, -1))
+
+
+@functools.partial(jax.jit, static_argnames="case")
+def exact_results(case: Case, allowed: Any, z: Any, offset: Any, inputs: Any, given: Any, cotangents: Any) -> Any:
+    """Return o, the logsumexp, and the gradients of the inputs and of the captured arrays."""
+    results, pull = jax.vjp(functools.partial(attention, case, allowed, z, offset), inputs, given)
+    gradients, captured_gradients = pull(cotangents)
+    return *results, [*gradients, *captured_gradients]
 
 
 CASES = [
@@ -138,11 +147,8 @@ def test_attention(case, dtype, masked):
         inputs = [arrays[name].astype(np.float64) for name in ("query", "key", "value", "bias") if name in arrays]
         captures = [x.astype(np.float64) for x in mod.arrays]
         z = standard.z(case, arrays)
-        (o, lse), pull = jax.vjp(
-            lambda inputs, captures: attention(case, mod, allowed, z, offset, inputs, captures), inputs, captures
-        )
-        grads, captured_grads = pull((do.astype(np.float64), dlogsumexp.astype(np.float64)))
-    expected = [np.asarray(x) for x in (*grads, *captured_grads)]
+        cotangents = do.astype(np.float64), dlogsumexp.astype(np.float64)
+        o, lse, expected = exact_results(case, allowed, z, offset, inputs, captures, cotangents)
 
     got_o, l, m = call(described, given, mod.arrays)
     tolerance = 1e-12 if dtype == "float64" else 5e-5

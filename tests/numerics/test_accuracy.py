@@ -4,7 +4,6 @@ plus a few units in the last place. Forward and backward, every feature and dtyp
 
 import dataclasses
 import functools
-import os
 import subprocess
 import sys
 
@@ -16,6 +15,7 @@ import standard
 from accuracy import ULPS, assert_accurate, by_numpy, check, errors
 from block_masks import block_mask, entries
 from cases import FEATURES, SIZES, Case, run, upcast
+from processes import one_device
 
 import jax_flash
 
@@ -285,7 +285,7 @@ for deterministic in (False, True):
 
 def test_deterministic_gradients_do_not_depend_on_the_number_of_threads():
     def hashes(threads):
-        environment = os.environ | {"NPROC": str(threads), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        environment = one_device(NPROC=str(threads), JAX_PLATFORMS="cpu")
         return subprocess.check_output([sys.executable, "-c", GRADIENTS], env=environment, text=True).split()
 
     (default, deterministic), (other_default, other_deterministic) = hashes(1), hashes(3)

@@ -40,6 +40,12 @@ std::vector<ArrayDeclaration> DeclaredResults() {
 #undef ENTRY
 }
 
+bool HasGradientPerRow(const Problem& p) {
+#define PER_ROW(operand, name, dtype, dims, there) || (p.name && std::string_view(dims) == "BNT")
+  return false JAX_FLASH_GRADIENTS(PER_ROW);
+#undef PER_ROW
+}
+
 int64_t BytesOfArrays(const Problem& p, bool backward) {
   const DType dbias_dtype = p.accumulation_dtype();
   int64_t bytes = 0;

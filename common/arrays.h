@@ -101,6 +101,9 @@ std::vector<ArrayDeclaration> DeclaredOperands();
 // The forward's results and the cotangents.
 std::vector<ArrayDeclaration> DeclaredResults();
 
+// Whether a gradient is requested to which each row of queries contributes: its dims are BNT.
+bool HasGradientPerRow(const Problem& p);
+
 // The bytes of all operands and results of a pass, without captured arrays and their gradients.
 int64_t BytesOfArrays(const Problem& p, bool backward);
 

@@ -82,6 +82,16 @@ bool CanBe(const Problem& p, const Captured& captured) {
   return elements <= kMostElements;
 }
 
+// Whether each dim of an array that is always 1 is 1 in its extent, too.
+bool FitsDims(const char* dims, const Extent& extent) {
+  const std::string_view letters = dims;
+  const bool full[] = {extent.batch, extent.heads, extent.rows, extent.columns};
+  for (size_t i = 0; i < letters.size(); ++i) {
+    if (letters[i] == '1' && full[i]) return false;
+  }
+  return true;
+}
+
 bool AtLeast(int64_t value, int64_t least) { return value >= least; }
 bool AtLeast(double value, double least) { return value >= least; }
 template <typename T>
@@ -106,7 +116,6 @@ std::string Check(const Problem& p) {
   if (p.kv_heads > 0 ? p.q_heads % p.kv_heads != 0 : p.q_heads != 0) return "kv_heads does not divide q_heads";
   if (p.dtype == DType::kNone) return "dtype is none";
   if (p.bias.present != (p.bias_dtype != DType::kNone)) return "bias and bias_dtype disagree";
-  if (p.sinks.rows || p.sinks.columns) return "sinks have rows or columns";
   if ((p.page > 0) != (p.pages > 0)) return "pages without keys";
   if (p.page > 0 && (p.page % kPageStep != 0 || p.kv_len % p.page != 0)) return "kv_len is not a multiple of page";
 #define REQUESTED(operand, name, ...) || p.name
@@ -134,7 +143,8 @@ std::string Check(const Problem& p) {
     if (size > std::numeric_limits<int32_t>::max()) return "a size of the block mask has more than 31 bits";
   }
   const std::string too_large = "an array has more than 2^52 elements: ";
-#define CHECK(type, name, dtype, dims, there) \
+#define CHECK(type, name, dtype, dims, there)                                         \
+  if (!FitsDims(dims, ExtentOf(there))) return #name " does not have the dims " dims; \
   if (!CanBe(p, dims, ExtentOf(there))) return too_large + #name;
   JAX_FLASH_OPERANDS(CHECK)
   JAX_FLASH_FORWARD_RESULTS(CHECK)

@@ -400,7 +400,7 @@ void Backward(const Problem& p, const Operands& in, const Cotangents& given, con
               Workers& workers) {
   const Division division = Divide<A>(p, in, out, workers);
   const CapturedGradients<A> captured(p, in, out, division, workers);
-  const A* d = p.needs_ds() || p.dsinks ? ComputeD<A>(p, in, given, out, workers) : nullptr;
+  const A* d = p.needs_ds() || HasGradientPerRow(p) ? ComputeD<A>(p, in, given, out, workers) : nullptr;
   if ((p.dq || p.dk || p.dv || captured.asked()) && p.kv_heads > 0) {
     BackwardQKV<A>(p, in, given, out, d, division, captured, workers);
   }

@@ -26,7 +26,7 @@ import jax_flash
 from jax_flash import _native, paged
 from jax_flash.block_sparse import Shape
 from jax_flash.io_model import report
-from jax_flash.operands import DCAPTURED, DIFFERENTIATED, DTYPES
+from jax_flash.operands import BROADCAST, CAPTURED, DCAPTURED, DIFFERENTIATED, DTYPES
 
 NO_GPU = "no NVIDIA GPU here"
 
@@ -47,12 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "warmup", help="compile CUDA kernels into the cache, to make the first call of a problem fast"
     )
     add_problem_flags(warmup)
+    differentiable = (*(name for name in DIFFERENTIATED.values() if name not in CAPTURED), "scale")
     warmup.add_argument(
         "--backward",
         nargs="*",
-        choices=("query", "key", "value", "bias", "sinks", "scale"),
+        choices=differentiable,
         metavar="OPERAND",
-        help="also compile the backward with gradients for query, key, value (the default), bias, sinks or scale",
+        help=f"also compile the backward with gradients for some of {', '.join(differentiable)} (default: the first 3)",
     )
     warmup.add_argument(
         "--dlogsumexp", action="store_true", help="compile the backward for calls that differentiate the logsumexp"
@@ -307,10 +308,9 @@ def warm(args: argparse.Namespace) -> None:
     if "scale" in gradients:
         problem = dataclasses.replace(problem, unrounded=True)
         grads.add("dq")  # the scale's gradient is made of it
-    if "bias" in gradients and not args.bias:
-        raise ValueError("--backward bias needs a bias: add --bias")
-    if "sinks" in gradients and not args.sinks:
-        raise ValueError("--backward sinks needs sinks: add --sinks")
+    for name in BROADCAST:
+        if name in gradients and not getattr(args, name):
+            raise ValueError(f"--backward {name} needs this operand: add --{name}")
     if args.dlogsumexp and not gradients:
         raise ValueError("--dlogsumexp needs the backward: add --backward")
     archs = args.arch or cuda_archs()

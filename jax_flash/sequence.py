@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import block_sparse, checks, dropout, reference, tile
 from jax_flash.explicit import placed
-from jax_flash.operands import BROADCAST, DIFFERENTIATED, DIMS
+from jax_flash.operands import BROADCAST, DIFFERENTIATED, DIMS, PER_ROW
 from jax_flash.problem import Problem
 from jax_flash.varying import varying_alike
 
@@ -330,12 +330,13 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
     division, given = balanced(problem, division), division
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
     dtype = problem.accumulation_dtype
+    not_again: dict[str, Any] = dict.fromkeys(PER_ROW, False)
 
     def propagate(visit: Visit, visitors: Arrays, own: Sums, travelled: Sums) -> tuple[Sums, Sums]:
         for a, b in visit.pairs:
             local, operands = _part(problem, division, arrays | visitors, visit.shift, a, b)
-            if visit.step or a != b:  # each row contributes to the gradient of the sinks once
-                local = dataclasses.replace(local, dsinks=False)
+            if visit.step or a != b:  # each row contributes to these gradients once
+                local = dataclasses.replace(local, **not_again)
                 if not local.gradients:
                     continue
             for name, x in zip(local.gradients, compute(local, operands), strict=True):

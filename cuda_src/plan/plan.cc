@@ -5,6 +5,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "common/arrays.h"
 #include "cuda_src/plan/family.h"
 #include "cuda_src/plan/mask_blocks.h"
 #include "cuda_src/program_source.h"
@@ -59,7 +60,7 @@ void AddBackward(const Target& target, const Problem& p, Plan* plan) {
       prepared = Family::kAmpere;
     }
   }
-  if (p.dsinks && !prepared && !p.dbias) ampere::AddRows(p, plan);
+  if (HasGradientPerRow(p) && !prepared && !p.dbias) ampere::AddRows(p, plan);
   if (p.dq && p.deterministic) {
     plan->reasons.push_back("deterministic: a separate kernel for Ampere and later sums dQ in a fixed order");
     ampere::AddQuery(target, p, plan);

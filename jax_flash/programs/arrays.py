@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from jax_flash import _native
+from jax_flash.operands import DTYPES
 from jax_flash.programs.code import Code, Unsupported, Value
 
 MOST_ELEMENTS = 512  # of an array that is computed element by element: code is straight-line
-FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 Index = tuple[Value, ...]
 Place = tuple[Index, Value | None]  # where an element is, and whether it is there
@@ -71,7 +71,7 @@ def aval(x: Any) -> jax.ShapeDtypeStruct:
 def type_of(dtype: Any) -> str:
     """Return the letter of a dtype in code: f, i, u or b."""
     if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):  # as those of PRNG keys are, which NumPy does not know
-        kind = "f" if np.dtype(dtype).name in FLOATS else np.dtype(dtype).kind
+        kind = "f" if np.dtype(dtype).name in DTYPES else np.dtype(dtype).kind
         if kind in "fiub":
             return kind
     raise Unsupported(f"{dtype} values: use bool, integers of at most 32 bits, or floats")

@@ -192,6 +192,7 @@ def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
         ("--arch sm_75", "8.0"),
         ("--dtype float64 --arch sm_90a", "float64"),
         ("--backward bias --arch sm_90a", "--bias"),
+        ("--backward scale sinks --arch sm_90a", "--sinks"),
         ("--bias-dtype float32 --arch sm_90a", "--bias"),
         ("--dlogsumexp --arch sm_90a", "--backward"),
         ("--blocks 2 --arch sm_90a", "--block-mask"),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_flash import _native
-from jax_flash.operands import Operands
+from jax_flash.operands import BLOCK_MASK, BROADCAST, Operands
 from jax_flash.problem import Extent, Problem
 
 PROBLEM = Problem(batch=1, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v_dim=8, dtype="float32")
@@ -50,6 +50,7 @@ ROOT = pathlib.Path(__file__).parents[2]
         (" dtype=float32", " dtype=none", "dtype is none"),
         (" bias=none", " bias=11ts", "bias and bias_dtype disagree"),
         (" dbias=0", " dbias=1", "dbias without bias"),
+        (" sinks=none", " sinks=1nt1", "sinks does not have the dims BN11"),
         (" soft_cap=0.0", " soft_cap=-1.0", "soft_cap is too small"),
         (" window_left=-1", " window_left=-2", "window_left is too small"),
         (" q_block=0", " q_block=16", "a block size"),
@@ -154,7 +155,7 @@ def documented(declaration: str, name: str, dtype: str, dims: str, there: str) -
     """A row of the table of operands in docs/architecture.md, from a row of the table in common/arrays.h."""
     sizes = {"G": "pages", "A": "page", "M": "S / page", "R": "row_list", "C": "column_list", "P": "element_masks"}
     sizes |= {"Q": "q_block", "W": "⌈kv_block / 32⌉", "X": "2"}
-    if re.search(r"p\.(bias|mask|sinks|block_mask)\b", there):
+    if name in (*BROADCAST, *BLOCK_MASK):
         sizes |= {dim: f"{dim} or 1" for dim in "BNTS"}
     shape = ", ".join(sizes.get(dim, dim) for dim in dims)
     types = {"int32_t": "s32", "uint32_t": "u32", "uint8_t": "pred"}

@@ -1,26 +1,30 @@
-// The forward for Hopper: Algorithm 2 of the paper with its loops exchanged. A CTA keeps a tile of Q and walks K and V.
+// The Hopper forward: Algorithm 2 of the paper with its loops exchanged. Each CTA keeps one tile of Q and loops over
+// tiles of K and V.
 //
-// One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup has 64 rows of Q and O:
+// Roles. One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup has 64 rows of Q and O:
 //   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
-// S of the next tile is issued together with P V, so that the tensor cores work while the softmax runs; and the
-// warpgroups take turns in issuing, so that one's softmax runs under the other's products. K and V are walked from
-// right to left, and only the tiles at either end of what the rows see are masked. With a block mask, whose blocks are
-// whole tiles, a thread of the producer's goes through the list of the blocks that there are, and consumers are told.
 //
-// Where a tile has more rows than keys and a mask, a warpgroup walks the tiles of K and V that its own rows see, and
-// passes over those that only the rows of others see. Then warpgroups take no turns.
+// Overlap. A consumer issues S of the next tile together with P V of the current one, so the tensor cores stay busy
+// during the softmax. Consumers take turns to issue products: one computes its softmax while another multiplies (the
+// ping-pong schedule of FlashAttention-3).
 //
-// Where a tile has too few rows to give each warpgroup 64 of its own, half of the warpgroups take the first half of the
-// keys of each tile and the others the second half; O, m and l of the two halves are merged at the end.
+// Masks. The loop over K and V runs from right to left. Only tiles at either end of the visible range are masked. With
+// a block mask, whose blocks are whole tiles, a thread of the producer warpgroup walks the list of non-empty blocks and
+// tells the consumers which tile comes next.
 //
-// f32 is taken as TF32: TMA rounds Q, K and V, as their maps say. There Q is held in registers, for the
-// sake of shared memory's bandwidth, and V lands box by box and is transposed by the other warps of the producer's
-// warpgroup.
+// Few keys in a tile. If a tile has 256 rows and a mask, each warpgroup visits only the tiles of K and V that its own
+// 64 rows see, and skips the others. Then warpgroups take no turns.
 //
-// Tiles of S have kRows rows (a multiple of 64) and kKeys columns (a multiple of 16, or of 32 for f32). There are 2, 3
-// or 4 consumer warpgroups, one or two of them for each 64 rows. The host launches at most one CTA a multiprocessor, of
-// kThreads and `jax_flash_shared_bytes`, with boxes of kBoxRows in the maps of Q and O and of kKeys in those of K and
-// V. What is beyond the head dim arrives as zeros, and is left out of O.
+// Few rows in a tile. If the warpgroups outnumber the groups of 64 rows, two warpgroups share 64 rows: one has the
+// first half of the keys of each tile, the other the second half. At the end they merge their O, m and l (split-KV
+// within a CTA).
+//
+// f32 is computed as TF32; TMA rounds Q, K and V. Q stays in registers, which saves bandwidth of shared memory. V lands
+// box by box, and the other warps of the producer warpgroup transpose it.
+//
+// The host launches at most one CTA for each multiprocessor, with kThreads threads and `jax_flash_shared_bytes` of
+// shared memory. Boxes have kBoxRows rows in the tensor maps of Q and O, and kKeys rows in those of K and V. Columns
+// beyond the head dim arrive as zeros, and are not stored in O.
 #pragma once
 
 #include "hopper/forward_epilogue.cuh"
@@ -28,12 +32,12 @@
 
 namespace jax_flash::hopper::forward {
 
-// All that a consumer warpgroup does.
+// A consumer warpgroup.
 struct Consumer : Epilogue {
   using Epilogue::Epilogue;
 
-  // Computes S and P of tile j of K, and adds P V of the tile before it, which lies to its right, to O. Numbers are
-  // lines of Algorithm 2. `inside`: if the tile is masked, do the bits of its block alone say what is seen?
+  // Computes S and P of tile j of K. Adds P V of the previous tile, which is to the right of tile j, to O. The numbers
+  // are lines of Algorithm 2. `inside`: the tile is masked by the bits of its block alone.
   template <bool kMasked>
   __device__ __forceinline__ void ComputeSTile(const QTile& tile, int j, bool last, bool inside = false) {
     float alpha[2], shift[2];
@@ -48,7 +52,7 @@ struct Consumer : Epilogue {
     if (kBiasTiles) AddBias();  // 11
     FinishS(last);
     if (kMasked && kLookedUp && !Tuning::kEarlyMasks) {
-      if (Never()) return;  // or ptxas would have the turn wait for what memory says
+      if (Never()) return;  // otherwise ptxas lets the turn wait for the masks in memory
       JoinMasks(tile, j, inside);
     }
     if ((kFormsScores && (!kBiasTiles || kScoreMod)) || !kMasked || !Tuning::kVote || !seen.All())
@@ -64,19 +68,19 @@ struct Consumer : Epilogue {
     if (!Tuning::kEarlyPack) PackP();
   }
 
-  // With lists: waits for the next tile of K, and says which one it is.
+  // With a block mask: waits for the next tile of K, and returns which one it is.
   __device__ __forceinline__ ListedTile Listed() {
     MbarrierWait(&shared.k_full[k.index], k.parity);
     return {Uniform(shared.listed[k.index].word)};
   }
 
-  // Computes one tile of O: an i of line 8, with the loop of line 6 inside. Returns false if the producer has no more
-  // tiles.
+  // Computes one tile of O: one iteration of line 8, with the loop of line 6 inside. Returns false if the producer has
+  // no more tiles.
   __device__ __forceinline__ bool ComputeOTile(const TensorMap* o_map) {
-    SyncWarp();  // all lanes have read the tile before, which q_empty will say
+    SyncWarp();  // all lanes have read the previous tile, before q_empty is signalled
     MbarrierWait(&shared.q_full[q.Index()][row_group], q.Parity());
-    // The tile stays in shared memory for want of registers. Only the loop's bounds are read into registers; they are
-    // the same in all threads, which the compiler cannot know.
+    // The tile stays in shared memory to save registers. Only the bounds of the loop are in registers. All threads read
+    // the same bounds; Uniform tells the compiler.
     const QTile& tile = shared.tile[q.position][row_group];
     const int begin = kLocal || kListed ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
     const int unmasked_begin = kLocal ? Uniform(tile.visible.every_lo) : 0;
@@ -93,7 +97,7 @@ struct Consumer : Epilogue {
     if (kTF32) TakeQ();
     ListedTile listed = kListed ? Listed() : ListedTile();
     int j = kListed ? listed.J() : end - 1;
-    float alpha[2], shift[2];  // alpha of the first tile is not used: there is no O yet
+    float alpha[2], shift[2];  // the first tile does not use alpha: O is still 0
     WaitForK();                // before the turn, which others wait for
     TakeTurn();
     IssueS();
@@ -115,7 +119,7 @@ struct Consumer : Epilogue {
     Maximum(alpha, shift);
     Exponentials(shift);
     PackP();
-    if constexpr (kListed) {  // Algorithm 5, line 8: only the blocks that are not empty
+    if constexpr (kListed) {  // Algorithm 5, line 8: skip empty blocks
       while (!listed.Last()) {
         listed = Listed();
         if (listed.Masked()) {

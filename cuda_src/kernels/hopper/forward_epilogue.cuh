@@ -1,4 +1,5 @@
-// How O, l and m of a consumer warpgroup of the Hopper forward leave: lines 15 and 16 of Algorithm 2, once a tile of Q.
+// The epilogue of the Hopper forward: a consumer warpgroup writes O, l and m (lines 15 and 16 of Algorithm 2), once for
+// each tile of Q.
 #pragma once
 
 #include "hopper/forward_softmax.cuh"
@@ -9,8 +10,8 @@ namespace jax_flash::hopper::forward {
 struct Epilogue : Probabilities {
   using Probabilities::Probabilities;
 
-  // Where two warpgroups share the keys, the one with the first half, which is the first to finish, hands its O, m and
-  // l to the other and goes on to the next tile.
+  // If two warpgroups share 64 rows, the one with the first half of the keys sends its partial O, m and l to the other
+  // one, and continues with the next tile. It is the first to finish.
   __device__ __forceinline__ void Finish(const QTile& tile, const TensorMap* o_map) {
     if (kKeyGroups == 1) {
       Write(tile, o_map);
@@ -36,7 +37,7 @@ struct Epilogue : Probabilities {
     BarrierArrive(kPartialFull + row_group, 2 * kWarpgroup);
   }
 
-  // Merges the other half's O, m and l into this one's, which are then those of all keys.
+  // Merges the partial O, m and l of the first half of the keys into those of the second half.
   __device__ __forceinline__ void MergePartial() {
     const auto* const from = shared.partial[row_group];
     const int thread = threadIdx.x % kWarpgroup;
@@ -52,7 +53,7 @@ struct Epilogue : Probabilities {
     BarrierArrive(kPartialFree + row_group, 2 * kWarpgroup);
   }
 
-  // Writes O, l and m of a tile whose rows see no key.
+  // Writes O, l and m of a tile whose rows are all fully masked.
   __device__ __forceinline__ void WriteEmpty(const QTile& tile) {
     constexpr int kChunks = kVDim * kOutputBytes / 16;  // of a row
     const int thread = threadIdx.x % kWarpgroup, row0 = tile.row + 64 * row_group;
@@ -84,10 +85,10 @@ struct Epilogue : Probabilities {
       WriteBoxes(tile, o_map, factor);
     }
     if (kOInQ) Release(&shared.q_empty[q.Index()][row_group]);
-    WriteStatistics(tile);  // after the fence of the boxes, which would wait for these stores
+    WriteStatistics(tile);  // after the fence for the boxes, which would otherwise wait for these stores
   }
 
-  // Writes O by TMA, by way of boxes in shared memory.
+  // Writes O by TMA through boxes in shared memory.
   __device__ __forceinline__ void WriteBoxes(const QTile& tile, const TensorMap* o_map, const float (&factor)[2]) {
     using SharedO = SharedTile<kBoxRows, kVBoxes>;  // of which shared memory may have two boxes only
     const SharedO o{kOInQ ? shared.q[q.Index()][row_group] : shared.o[row_group]};
@@ -96,7 +97,7 @@ struct Epilogue : Probabilities {
 #pragma unroll
     for (int first = 0; first < kVBoxes; first += kAtOnce) {
       const int to = first % 2;  // the first box
-      // Waits until what was in the box before has left; before the first box, what was in either of the two.
+      // Waits until the previous store from this box has read it; before the first box, all stores.
       if (!kOInQ && first != 1) {
         first == 0 ? TmaWaitRead<0>() : TmaWaitRead<1>();
         SyncWarpgroup();
@@ -139,7 +140,7 @@ struct Epilogue : Probabilities {
     }
   }
 
-  // Stores a box of O, divided, in this warp's rows of the box in shared memory.
+  // Writes O / l to this warp's rows of a box in shared memory.
   __device__ __forceinline__ void StoreBox(uint8_t* rows, int box, const float (&factor)[2]) {
 #pragma unroll
     for (int c = 0; c < 4 && (4 * box + c) * kStep < kVDim; ++c) {

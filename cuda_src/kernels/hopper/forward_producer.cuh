@@ -1,4 +1,4 @@
-// What the Hopper forward's producer warpgroup does: a thread loads Q, K and V; for f32 its other warps transpose V.
+// The producer warpgroup of the Hopper forward: one thread loads Q, K and V; for f32 the other warps transpose V.
 #pragma once
 
 #include "hopper/forward_scheduler.cuh"
@@ -15,7 +15,7 @@ struct Producer {
   Ring<kLandings> landing;
   PackedRing<kQBuffers> q;
 
-  // Loads the tile j of K for a tile of Q, and the tile of the bias that both have.
+  // Loads tile j of K, and the tile of the bias for this tile of Q and of K.
   __device__ __forceinline__ void LoadK(Ring<kStages> k, int j, int head, int batch, const QTile& tile,
                                         ListedTile listed = {}) {
     MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
@@ -43,8 +43,8 @@ struct Producer {
     at.Next();
   }
 
-  // Loads boxes of the tile j of V, from box `first` on. Keys beyond kv_length become 0: their P is 0, but their V may
-  // be NaN.
+  // Loads boxes of tile j of V, from box `first` on. Keys beyond kv_length are set to 0: their P is 0, but 0 times a
+  // NaN in V would be NaN.
   template <int kCount>
   __device__ __forceinline__ void LoadBoxesOfV(SharedTile<kKeys, kCount> boxes, uint64_t* full, int first, int j,
                                                int head, int batch) {
@@ -59,7 +59,7 @@ struct Producer {
     ClearRowsFrom(boxes, max(there, 0), full);
   }
 
-  // Waits for room where a box of V lands, and tells the warp whose turn it is whether one comes.
+  // Waits for a free landing buffer. Tells the warp that owns it whether another box of V comes.
   __device__ __forceinline__ void WaitForLanding(bool more) {
     MbarrierWait(&shared.transposed[landing.index], landing.parity ^ 1);
     shared.more[landing.index] = more;
@@ -73,7 +73,7 @@ struct Producer {
     }
   }
 
-  // Hands the tile to all consumers, and loads its Q. (With lists there are no registers to unroll the loop.)
+  // Passes the tile to all consumers, and loads its Q. (With a block mask there are no registers to unroll the loop.)
   __device__ __forceinline__ void LoadQ(const QTile& tile, bool empty) {
 #pragma unroll(kListed ? 1 : kRowGroups)
     for (int w = 0; w < kRowGroups; ++w) {
@@ -106,7 +106,8 @@ struct Producer {
     if (kTF32) EndLanding();
   }
 
-  // Loads what belongs to a tile. Before the last tile of V the schedule is asked for the next one.
+  // Loads everything for a tile of O. The schedule is asked for the next tile before the last tile of V is loaded,
+  // since its answer takes a while.
   template <typename Rows>
   __device__ __forceinline__ void Load(const QTile& tile, Rows* rows) {
     const bool empty = tile.visible.any_lo == tile.visible.any_hi;
@@ -124,7 +125,7 @@ struct Producer {
     }
   }
 
-  // With lists: loads all tiles that a ListReader or a PrefetchedLists goes through.
+  // With a block mask: loads all tiles that a ListReader or a PrefetchedLists finds.
   template <typename List>
   __device__ __forceinline__ void RunListed(List list) {
     while (list.NextTile()) {
@@ -143,10 +144,10 @@ struct Producer {
   }
 };
 
-// For f32: a warp that transposes every kTransposers-th box of V. It also waits for the boxes of the other warps, and
-// says that it has seen them; otherwise it could find a barrier a whole round ahead, or behind, and take its phase for
-// the right one. (For v_empty it is enough to look at its own boxes, since K of the next tile comes before V of this
-// one.)
+// For f32: a warp that transposes every kTransposers-th box of V. It also waits for the boxes of the other warps and
+// arrives at their barriers. Otherwise a barrier could be two phases ahead, and a wait on its parity would succeed too
+// early. (At v_empty it waits only for its own boxes: K of the next tile is loaded before V of this one, which keeps
+// the phases together.)
 struct Transposer {
   Shared& shared;
   Ring<kLandings> landing;

@@ -18,7 +18,7 @@ enum NamedBarrier {
   kPartialFree = kPartialFull + kRowGroups   // ... and have been read
 };
 
-// A consumer warpgroup has 64 rows, and all keys of a tile or half of them. A lane has two of the rows, Row and Row
+// A consumer warpgroup has 64 rows, and all keys of a tile or half of them. A lane has two of the rows: Row and Row
 // + 8.
 struct Warpgroup {
   const Params& p;
@@ -35,7 +35,7 @@ struct Warpgroup {
         key_group(kKeyGroups > 1 ? warpgroup / kRowGroups : 0),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32) {
-    if (warpgroup == kConsumers - 1) PassTurn();  // the first turn is the first warpgroup's
+    if (warpgroup == kConsumers - 1) PassTurn();  // the first warpgroup begins
     if (kKeyGroups > 1 && key_group == 1) BarrierArrive(kPartialFree + row_group, 2 * kWarpgroup);
   }
 
@@ -45,7 +45,7 @@ struct Warpgroup {
   __device__ __forceinline__ int Column(int j) const { return j * kKeys + key_group * kWarpgroupKeys; }
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(kWarpgroupBarrier + warpgroup, kWarpgroup); }
-  // Warpgroups that each walk their own keys are not at the same tile, and take no turns.
+  // With kOwnKeys warpgroups are at different tiles and take no turns.
   __device__ __forceinline__ void TakeTurn() {
     if (!kOwnKeys) BarrierSync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
   }
@@ -53,13 +53,13 @@ struct Warpgroup {
     if (!kOwnKeys) BarrierArrive(kTurnBarrier + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
   }
 
-  // Leaves out tiles of K and V that others see.
+  // Skips tiles of K and V that only other warpgroups need.
   __device__ __forceinline__ void SkipTiles(int tiles) {
 #pragma unroll 1
     for (; tiles > 0; --tiles, k.Next(), v.Next()) {
       MbarrierWait(&shared.k_full[k.index], k.parity);
       MbarrierWait(&shared.v_full[v.index], v.parity);
-      SyncWarp();  // all lanes have seen them
+      SyncWarp();  // all lanes have passed the barriers
       Release(&shared.k_empty[k.index]);
       Release(&shared.v_empty[v.index]);
     }
@@ -82,7 +82,7 @@ struct Products : Warpgroup {
   }
 
   __device__ __forceinline__ void WaitForK() {
-    if (!kListed) MbarrierWait(&shared.k_full[k.index], k.parity);  // with lists Listed has waited for it
+    if (!kListed) MbarrierWait(&shared.k_full[k.index], k.parity);  // with a block mask Listed has waited
   }
 
   // S = Q K^T
@@ -104,7 +104,8 @@ struct Products : Warpgroup {
   __device__ __forceinline__ void FinishS(bool last) {
     Pin(S);
     Release(&shared.k_empty[k.index]);
-    // No branch here: it would part the block in which the compiler places the wait for O among the exponentials.
+    // No branch here: it would split the basic block in which the compiler schedules the wait for O between the
+    // exponentials.
     if (!kOInQ) MbarrierArrive(&shared.q_empty[q.Index()][row_group], ArrivesForWarp(lane) && last);
     k.Next();
   }

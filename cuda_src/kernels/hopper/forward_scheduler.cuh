@@ -1,4 +1,5 @@
-// Which tile the Hopper forward computes next, and which tiles of K and V it sees: from ranges, or from lists.
+// The tile scheduler of the Hopper forward: which tile of O comes next, and which tiles of K and V it sees. Tiles come
+// from ranges, or with a block mask from lists.
 #pragma once
 
 #include "hopper/forward_tiles.cuh"
@@ -7,7 +8,7 @@
 
 namespace jax_flash::hopper::forward {
 
-// The tiles of K and V that some of these rows see, and those that all of them see as a whole.
+// The tiles of K and V that some of the rows [i0, i1) see, and the tiles that all of them see entirely.
 __device__ __forceinline__ Visible TilesOf(const Params& p, int batch, int i0, int i1) {
   const Visible keys = KeysOf(p, PositionsOf(p, batch), batch, i0, i1);
   const int begin = keys.any_lo / kKeys;
@@ -23,7 +24,7 @@ __device__ __forceinline__ auto MakeSchedule(const Params& p) {
   }
 }
 
-// Finds the next tile of the output; returns false when there are no more.
+// Finds the next tile of O; returns false when there are no more.
 template <typename Rows>
 __device__ __forceinline__ bool Next(const Params& p, Rows* rows, QTile* tile) {
   const int heads = p.batch * p.q_heads, tiles = (p.q_len + kRows - 1) / kRows;
@@ -36,7 +37,8 @@ __device__ __forceinline__ bool Next(const Params& p, Rows* rows, QTile* tile) {
   return true;
 }
 
-// What is a warpgroup's of a tile. (Ranges that are not as they should be must not lead beyond what is loaded.)
+// The part of a tile that a warpgroup computes. The result is clamped to the tiles that are loaded: ranges from the
+// user may be inconsistent.
 __device__ __forceinline__ QTile PartOf(const Params& p, const QTile& tile, int row_group, SkippedTiles* skipped) {
   QTile part = tile;
   const int row = tile.row + 64 * row_group;
@@ -48,7 +50,7 @@ __device__ __forceinline__ QTile PartOf(const Params& p, const QTile& tile, int 
   return part;
 }
 
-// With lists: goes through the tiles of the output, and through the tiles of K and V that each of them sees.
+// With a block mask: iterates over the tiles of O, and for each over the tiles of K and V that it sees.
 struct ListReader {
   const Params& p;
   QTile tile;
@@ -82,15 +84,14 @@ struct ListReader {
   }
 };
 
-// A thread that goes through the lists ahead of the thread that loads. To find a tile it reads a counter, then a list,
-// then the list's members and their kinds, each of which says where the next one is. That takes as long as a short
-// list's tile.
+// A thread that reads the lists ahead of the thread that loads tiles. To find a tile takes four dependent reads: the
+// counter, the list, its members, and their kinds. Together they take as long as the computation of a short list.
 struct ListPrefetcher {
   const Params& p;
   Shared& shared;
   Ring<kPrefetchDepth> at;
-  Ring<kPrefetchDepth + 1>
-      tiles;  // one more than prefetched tiles of K and V, so that these need no barriers of their own
+  // One more than tiles of K and V, so that tiles of O need no barriers of their own.
+  Ring<kPrefetchDepth + 1> tiles;
 
   __device__ __forceinline__ void Run() {
     ListReader reader{p};
@@ -123,7 +124,7 @@ struct ListPrefetcher {
   }
 };
 
-// Goes through what a ListPrefetcher has found, as a ListReader does.
+// Iterates over what a ListPrefetcher has read; it has the functions of ListReader.
 struct PrefetchedLists {
   Shared& shared;
   Ring<kPrefetchDepth> at;

@@ -1,5 +1,4 @@
-// What a consumer warpgroup of the Hopper forward does with its S between the products: masks, scores, softmax,
-// dropout.
+// A consumer warpgroup of the Hopper forward between its two products: scores, masks, softmax and dropout.
 #pragma once
 
 #include "hopper/forward_products.cuh"
@@ -16,7 +15,7 @@ struct Probabilities : Products {
     softmax.to_log2 = ToLog2(p);
   }
 
-  // The view of the masks from this lane's first entry of tile j.
+  // The rows and keys of this lane's entries in tile j.
   __device__ __forceinline__ View<false> ViewOf(const QTile& tile, int j) const {
     return {Row(tile), Column(j) + lane % 4 * 2};
   }
@@ -27,7 +26,7 @@ struct Probabilities : Products {
     return positions;
   }
 
-  // Begins to look up which columns of tile j this lane's rows see.
+  // Begins to load the masks of this lane's rows in tile j, if they are in memory.
   template <bool kMasked>
   __device__ __forceinline__ void FetchMasks(const QTile& tile, int j, bool inside) {
     if (!kMasked || !kLookedUp) return;
@@ -36,13 +35,13 @@ struct Probabilities : Products {
              Column(j));  // a tile may be a whole block
     if (Tuning::kEarlyMasks) JoinMasks(tile, j, inside);
   }
-  // Joins what all masks say of tile j. `inside`: do the bits of its block alone say what is seen?
+  // Combines all masks of tile j. `inside`: the bits of its block are the only mask.
   __device__ __forceinline__ void JoinMasks(const QTile& tile, int j, bool inside) {
     seen.Fold();
     if (!inside) seen.Join(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
   }
 
-  // Turns q_i k_j into s_ij, with the tile of the bias that has come with K.
+  // Turns q_i k_j into s_ij with the tile of the bias, which was loaded with K.
   __device__ __forceinline__ void AddBias() {
     Pin(S);
     Cap(p, S);
@@ -54,13 +53,12 @@ struct Probabilities : Products {
       if (Tuning::kBiasInParts && c % 32 == 0 && Never()) return;
       AddBiasTile<false>(rows, key_group * kWarpgroupKeys + c, S + c / 2);
     }
-    FenceProxyAsync();  // before the next tile of the bias comes to the same place
-    if (kBiasDType == DType::kF32)
-      SyncWarp();  // each lane loads for itself, and one lane says for all that they are done
+    FenceProxyAsync();                          // before the next tile of the bias comes to the same place
+    if (kBiasDType == DType::kF32) SyncWarp();  // each lane reads for itself, and one lane releases the tile for all
   }
 
-  // Turns q_i k_j into s_ij, unless AddBias has done so, and into -inf where row i does not see key j. Without
-  // kFormsScores S stays without its scale.
+  // Turns q_i k_j into s_ij, unless AddBias has done so, and sets masked entries to -inf. Without kFormsScores the
+  // scale is not applied here but in the exponent.
   template <bool kMasked>
   __device__ __forceinline__ void ToScores(const QTile& tile, int j) {
     const Score score(p, tile.batch, tile.head);
@@ -80,7 +78,7 @@ struct Probabilities : Products {
     }
   }
 
-  // kWithin: are all entries known to be within T and S, and queries among the keys?
+  // kWithin: all entries are known to be within T and S, and the positions of the queries within those of the keys.
   template <bool kWithin>
   __device__ __forceinline__ void FormScores(const Score& score, const View<false>& view) {
 #pragma unroll
@@ -92,7 +90,7 @@ struct Probabilities : Products {
     if (program::kLessWithin) PinApart<kWithin>(S);
   }
 
-  // Updates the maxima of the rows. O will have to be multiplied by alpha; `shift` is what exponents are relative to.
+  // Updates the row maxima m. O has to be multiplied by alpha. `shift` is subtracted in the exponents.
   __device__ __forceinline__ void Maximum(float (&alpha)[2], float (&shift)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -102,16 +100,16 @@ struct Probabilities : Products {
     }
   }
 
-  // Turns S into P, and adds the sums of its rows to l.
+  // Turns S into P, and adds its row sums to l.
   __device__ __forceinline__ void Exponentials(const float (&shift)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) softmax.Exponentials(S, h, shift[h]);
   }
 
-  // Draws which entries of tile j dropout keeps.
+  // Draws the dropout mask Z of tile j.
   __device__ __forceinline__ void DrawZ(const QTile& tile, int j) { z.Draw(p, Row(tile), Column(j)); }
 
-  // Makes Z P the left operand of O's product.
+  // Packs Z P as the left operand of P V.
   __device__ __forceinline__ void PackP() {
 #pragma unroll
     for (int i = 0; i < kWarpgroupKeys / kStep * 4; ++i)

@@ -1,4 +1,4 @@
-// The Hopper forward's tiles, and how they lie in shared memory.
+// The tiles of the Hopper forward, and their layout in shared memory.
 #pragma once
 
 #include "hopper/bias_tiles.cuh"
@@ -17,17 +17,16 @@ using SharedK = SharedTile<kKeys, kQKBoxes>;
 using SharedV = SharedTile<kKeys, kVBoxes>;
 using SharedVTransposed = SharedTile<kVBoxes * kBoxColumns, Boxes(kKeys)>;  // f32: V^T in the place of V
 constexpr int kTransposers = 3;                                             // warps
-constexpr int kLandings = kWarpgroupKeys < 64 ? 8 : 4;    // boxes of V in flight that are to be transposed
-constexpr bool kPrefetchesLists = kListed && !kTF32;      // is there a thread that looks up lists ahead?
-constexpr int kPrefetchDepth = kPrefetchesLists ? 8 : 1;  // tiles of K and V that it is ahead at most
-// O leaves through shared memory of its own, so that the next tile of Q can come meanwhile: as a whole, or box by box
-// with two boxes in turn. Where there is no room for two boxes it leaves through Q's. Where there is room for two tiles
-// of Q, the next tile is loaded while this one is computed.
+constexpr int kLandings = kWarpgroupKeys < 64 ? 8 : 4;    // boxes of V in flight, before they are transposed
+constexpr bool kPrefetchesLists = kListed && !kTF32;      // does a thread read lists ahead of the loads?
+constexpr int kPrefetchDepth = kPrefetchesLists ? 8 : 1;  // how many tiles of K and V it may be ahead
+// O is stored through its own shared memory, so the next tile of Q can be loaded at the same time. O has room for the
+// whole tile, or for two boxes in turn. Without room for two boxes, O is stored through the memory of Q (kOInQ). With
+// room for two tiles of Q, the next tile is loaded while the current one is computed.
 constexpr int kQBytes = kRowGroups * SharedQ::kBytes;
 constexpr int kKVBytes =
     (SharedK::kBytes + SharedV::kBytes + kBiasTile) * kStages + (kTF32 ? kLandings * SharedV::kBox + 1024 : 0);
-constexpr int kPartialValues =
-    kVDim / 2 + 6;  // that a thread hands over: its O, and m, l and reference of its two rows
+constexpr int kPartialValues = kVDim / 2 + 6;  // of a thread: its O, and m, l and reference of its two rows
 constexpr int kPartialBytes = kKeyGroups > 1 ? kRowGroups * kPartialValues * kWarpgroup * 4 : 0;
 constexpr int kRoom = 226 * 1024 - kKVBytes - kPartialBytes;                 // for Q and O
 constexpr int kRoomForO = (kRoom - kQBytes) / (kRowGroups * SharedQ::kBox);  // boxes of each row group
@@ -37,28 +36,27 @@ constexpr int kQBuffers = 2 * kQBytes + kRowGroups * kOBoxes * SharedQ::kBox > k
 static_assert(kKeyGroups == 1 || !kOInQ);
 static_assert(!kOInQ || kVBoxes <= kQKBoxes);
 
-// Does each warpgroup walk the keys that its own 64 rows see? Where four of them have many rows and few keys together,
-// these are fewer than those of the whole tile. Warpgroups are then at different tiles of K and V and take no turns,
-// which four of them do not need.
+// Does each warpgroup visit only the keys that its own 64 rows see? With 256 rows in a tile, these are clearly fewer
+// than the keys that all rows see. Warpgroups are then at different tiles of K and V and take no turns. Four warpgroups
+// overlap well without turns.
 constexpr bool kOwnKeys = (kCausal || kLocal) && !kListed && kRowGroups == 4;
 
-// A tile of the output, and the tiles of K and V that it sees. With a block mask the bounds are keys, and no key
-// outside of them is seen.
+// A tile of O, and the tiles of K and V that it sees. With a block mask, `visible` counts keys instead of tiles.
 struct QTile {
   int row, head, batch;
   Visible visible;
 };
 
-// Tiles of K and V of a tile of the output that a warpgroup's own rows do not see: to the right of those that they see,
-// which come before them, and to the left.
+// How many tiles of K and V a warpgroup skips, because only the rows of other warpgroups see them: before the first
+// tile that it computes, which are on the right, and after the last one.
 struct SkippedTiles {
   int before, after;
 };
 
-// With a block mask: the tile of K and V that comes next.
+// With a block mask: the next tile of K and V.
 struct ListedTile {
-  int word = -1;  // 8 j + 4 inside + 2 masked + last; < 0: there is none
-  int elements;   // of its block
+  int word = -1;  // 8 j + 4 inside + 2 masked + last; < 0: no tile
+  int elements;   // ElementsOf its block
 
   __device__ __forceinline__ bool Exists() const { return word >= 0; }
   __device__ __forceinline__ int J() const { return word >> 3; }
@@ -82,11 +80,11 @@ struct Shared {
   ListedTile prefetched[kPrefetchDepth];      // by the ListPrefetcher
   QTile prefetched_tile[kPrefetchDepth + 1];  // comes with the first of them
   uint64_t prefetched_full[kPrefetchDepth], prefetched_empty[kPrefetchDepth];
-  // What the threads of a warpgroup hand over: O, m and l of their half of the keys.
+  // O, m and l of the first half of the keys, on their way to the warpgroup with the second half.
   float partial[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kPartialValues : 1][kKeyGroups > 1 ? kWarpgroup : 1];
-  // f32: V as it comes
+  // f32: boxes of V before they are transposed.
   uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];
-  bool more[kTF32 ? kLandings : 1];  // comes with a box, or says that there are none
+  bool more[kTF32 ? kLandings : 1];  // true: a box comes; false: there are no more boxes
   SkippedTiles skipped[kOwnKeys ? 2 * kQBuffers : 1][kOwnKeys ? kRowGroups : 1];  // comes with q, as the tile does
   alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? SharedV::kBox : 1];
 };

@@ -1,28 +1,31 @@
-// The backward for Hopper: Algorithm 4 of the paper. A CTA keeps a tile of K and V and walks Q and dO.
+// The Hopper backward: Algorithm 4 of the paper. Each CTA keeps one tile of K and V and loops over tiles of Q and dO.
 //
-// One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup owns 64 rows of K and V, and of dK
-// and dV in registers. It works on the transposes, whose rows are keys, so that P^T and dS^T are left operands straight
-// from registers:
+// Roles. One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup has 64 rows of K and V, and
+// their dK and dV in registers. It works on transposes, whose rows are keys. So P^T and dS^T are left operands in
+// registers:
 //   S^T = K Q_i^T;   P^T = exp(S^T - L_i);   dP^T = V dO_i^T;   dS^T = P^T (dP^T - D_i)
 //   dV += P^T dO_i;  dK += dS^T Q_i;         dQ_i += dS K, over all CTAs, in f32
-// dQ alone needs the dS of all warpgroups. So dS goes through shared memory, and dQ may be computed a step later than
-// the rest. Of l and m only the logsumexp L = m + log l is needed, unless there is a bias or a score_mod.
+// Only dQ needs the dS of all warpgroups. So dS goes through shared memory, and dQ may be computed one step later than
+// the rest. P needs only the logsumexp L = m + log l; with a bias or a score_mod it needs m and l separately.
 //
-// L, D and zeros for dQ are prepared before, and dQ is converted after. That is done by kernels of their own
-// (hopper/backward_rows.cuh, hopper/backward_finish.cuh), or by idle warps of this one (hopper/backward_alongside.cuh).
-// Head dims above 128 are in hopper/backward_pairs.cuh, f32 as TF32 is in hopper/backward_tf32.cuh.
+// Before and after. L, D and zeros for dQ are prepared before, and dQ is converted after. Separate kernels do this
+// (hopper/backward_rows.cuh, hopper/backward_finish.cuh), or idle warps of this one (hopper/backward_alongside.cuh).
+//
+// Variants. Head dims above 128 are in hopper/backward_pairs.cuh, f32 as TF32 is in hopper/backward_tf32.cuh.
 //
 // A tile of Q has kRows rows (64 or 128; for f32 64). A CTA has kKeys keys: 128, or 64 if a head dim is above 128, and
 // for f32 64 if a head dim is above 64 or there is a bias. The host launches
-//   jax_flash_backward_prepare      if not kAlongside: a block of kRowThreads for each kRowBlock rows of T rounded up
-//                                   to kRows, of each head
-//   jax_flash_backward              at most one CTA a multiprocessor, an even number if a head dim is above 128, of
-//                                   kThreads and `jax_flash_shared_bytes`; boxes of kRows in the maps of Q and dO, of
-//                                   kKeys in those of K and V, of kBoxRows in those of dK and dV (where they are asked
-//                                   for), and of kAlongsideRows in those of O, dO and dQ that kAlongside needs
-//   jax_flash_backward_finish       if dQ is asked for, and not kAlongside: likewise
-//   jax_flash_backward_finish_keys  if kSumKV: a block of kRowThreads for each kRowBlock keys of S rounded up to
-//                                   kKeys, of each head of K
+//   jax_flash_backward_prepare      if not kAlongside: a block of kRowThreads threads for each kRowBlock rows of each
+//                                   head, with T rounded up to kRows
+//   jax_flash_backward              at most one CTA for each multiprocessor, an even number if a head dim is above 128,
+//                                   with kThreads threads and `jax_flash_shared_bytes` of shared memory. Boxes have
+//                                   kRows rows in the tensor maps of Q and dO, kKeys in those of K and V, kBoxRows in
+//                                   those of dK and dV (if they are requested), and kAlongsideRows in those of O, dO
+//                                   and dQ that kAlongside needs
+//   jax_flash_backward_finish       if dQ is requested, and not kAlongside: the same grid as _prepare
+//   jax_flash_backward_finish_keys  if kSumKV: a block of kRowThreads threads for each kRowBlock keys of each head of
+//   K,
+//                                   with S rounded up to kKeys
 #pragma once
 
 #include "hopper/backward_alongside.cuh"
@@ -36,29 +39,29 @@
 
 namespace jax_flash::hopper::backward {
 
-// The two warpgroups share the work on a tile of dQ: each computes 64 of its rows, or all rows and a part of the
-// columns. A part whose columns are no whole box must not reach into the next box.
+// The two warpgroups divide a tile of dQ: each computes 64 rows, or all rows and a part of the columns. A part of the
+// columns must not cross from one box into the next unless it has whole boxes.
 constexpr bool kSplitRows = kRows == 128;
 static_assert(kRows == 64 || (kRows == 128 && !kPairs));
 constexpr int kDQFirst = kSplitRows ? kQKDim : kQKDim > 64 ? 64 : (kQKDim + 8) / 16 * 8;
 constexpr int kDQSecond = kSplitRows ? kQKDim : kQKDim - kDQFirst;
 
-static_assert(kTF32 || kStages == 2);  // dS has two buffers, which are used in step with Q's
+static_assert(kTF32 || kStages == 2);  // dS has two buffers, with the same index as those of Q
 
-// dV and dK leave by way of the memory of dS where both have room there. Otherwise dK leaves by way of `staging`, and
-// has to wait until the last dQ has been added from there.
+// dV and dK are stored through the memory of dS if both fit there. Otherwise dK is stored through `staging`, after the
+// last dQ has been added from there.
 constexpr bool kBothInDS = sizeof(Shared::ds) >= SharedV::kBytes + SharedK::kBytes;
 
 // A warpgroup with S, dP, dK and dV of its 64 keys.
 struct Consumer : Epilogue {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
   float dK[kQKDim / 2], dV[kVDim / 2];
-  int row_block;  // if Tuning::kBehind: the row block of the step before, whose dQ is still to come; < 0: there is none
+  int row_block;  // if Tuning::kBehind: the row block of the previous step, whose dQ comes next; < 0: no previous step
 
   using Epilogue::Epilogue;
 
-  // Computes one step, with a tile of Q and dO; numbers are lines of Algorithm 4. kFirst: this is the first step of a
-  // tile of keys, and that step has code of its own. Returns false if the step was the last.
+  // Computes one step: one tile of Q and dO. The numbers are lines of Algorithm 4. kFirst: the first step of a tile of
+  // keys, if it has its own code. Returns false if the step was the last.
   template <bool kFirst>
   __device__ __forceinline__ bool ComputeStep(const KVTile& tile) {
     WaitForQ();
@@ -79,12 +82,12 @@ struct Consumer : Epilogue {
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
     ComputeDS(tile, step);                // 18, 20
-    if (kFirst && Never()) return false;  // keeps ptxas from moving work across, for which there are no registers
+    if (kFirst && Never()) return false;  // keeps ptxas from moving work across, which would spill registers
     if (kDV && !Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, SharedDO{shared.d_o[at.index]});
     if (kDQ) {
       StoreDS();
     } else {
-      FenceProxyAsync();  // StoreDS has one too: the next rows' L and D come to where these were read
+      FenceProxyAsync();  // before TMA overwrites L and D, which were read here (StoreDS has this fence, too)
     }
     if (kSplitRows) {
       ComputeDQAndDK<kDQFirst, kFirst>(step, warpgroup, 0);
@@ -97,7 +100,7 @@ struct Consumer : Epilogue {
     return !step.last;
   }
 
-  // Stores dS^T in shared memory, where both warpgroups read it.
+  // Writes dS^T to shared memory, for both warpgroups.
   __device__ __forceinline__ void StoreDS() {
     if (Tuning::kBehind) MbarrierWait(&shared.ds_empty[at.index], at.parity ^ 1);
 #pragma unroll
@@ -115,10 +118,10 @@ struct Consumer : Epilogue {
 
   // Computes this warpgroup's part of dQ, which is 64 rows and kWidth columns, and dK: lines 21 and 22.
   //
-  // If dQ is a step behind (Tuning::kBehind), the first step of a tile has no dQ to compute. With Tuning::kOwnFirst its
-  // code has none. Without, dQ is computed and thrown away, since a branch around it would keep all products from
-  // overlapping. The last step computes a second dQ, its own. If kAlongside, the first step is where to wait until the
-  // dQ of the tile before has been added.
+  // If dQ is one step behind (Tuning::kBehind), the first step of a tile of keys has no dQ to compute. With
+  // Tuning::kOwnFirst the code of the first step omits it. Otherwise a dQ is computed and discarded: a branch around it
+  // would serialize all products. The last step also computes its own dQ. If kAlongside, the first step waits until the
+  // dQ of the previous tile of keys has been added.
   template <int kWidth, bool kFirst>
   __device__ __forceinline__ void ComputeDQAndDK(Step step, int rows, int column) {
     const bool add = kDQ && !kFirst && (!Tuning::kBehind || Tuning::kOwnFirst || Uniform(row_block) >= 0);
@@ -130,7 +133,8 @@ struct Consumer : Epilogue {
     WgmmaWait<kDK && (kFirst || (kDQ && kWidth > 0)) ? 1 : 0>();
     Pin(dV);
     if (!kFirst) Pin(dQ.C);
-    // The step is read again, since to keep it would take registers: here, or where these are fewest, when dQ has left.
+    // The step is read again, which takes fewer registers than keeping it: here, or if registers are scarcest, after dQ
+    // has been added.
     if (Tuning::kBehind && !Tuning::kAskedLate) step = StepHere();
     Release(&shared.do_empty[at.index]);
     if (!Tuning::kBehind && step.last) Release(&shared.k_empty);
@@ -177,7 +181,7 @@ struct Consumer : Epilogue {
     Clear(dV);
     const bool more = NextTile();
     if (kAlongside && (!more || !Tuning::kBehind)) TmaWaitAll();
-    TmaWaitRead<0>();  // until the gradients of the tile before have left
+    TmaWaitRead<0>();  // until the stores of the previous tile's gradients have read shared memory
     if (!more) return false;
     const KVTile& tile = TileHere();
     SyncConsumers();
@@ -208,7 +212,7 @@ struct Consumer : Epilogue {
   }
 };
 
-// A consumer warpgroup's way through all tiles.
+// Runs a consumer warpgroup until there are no more tiles of keys.
 template <typename Consumer>
 __device__ __forceinline__ void Consume(const Params& p, Shared& shared, const TensorMap* dk_map,
                                         const TensorMap* dv_map) {

@@ -1,4 +1,4 @@
-// How a consumer warpgroup of the Hopper backward writes what it has computed: dK, dV and dQ.
+// The epilogue of the Hopper backward: a consumer warpgroup writes dK and dV, and adds dQ.
 #pragma once
 
 #include "hopper/backward_softmax.cuh"
@@ -10,11 +10,11 @@ namespace jax_flash::hopper::backward {
 struct Epilogue : Probabilities {
   using Probabilities::Probabilities;
 
-  // The lane. In pairs of CTAs the compiler may not work out addresses from it beforehand, which would take registers.
+  // The lane. In pairs of CTAs this keeps the compiler from precomputing addresses, which would take registers.
   __device__ __forceinline__ int LateLane() const { return kPairs ? Fresh(lane) : lane; }
 
-  // The address, in a tile in shared memory, of the c-th 32 bytes of this warp's keys. (Four addresses do for
-  // all boxes, with c / 4 as an offset within the instruction. Where even four take too many registers there is one.)
+  // The address of the c-th 32 bytes of this warp's keys in a tile. (Four addresses are enough for all boxes: c / 4 is
+  // an immediate offset. If four take too many registers, MatricesOf derives them from one.)
   template <int kBoxes>
   __device__ __forceinline__ uint32_t Matrices(SharedTile<kKeys, kBoxes> keys, int lane, int c) const {
     const uint8_t* const rows = keys.memory + c / 4 * keys.kBox + (first_key + 16 * warp) * kBoxBytes;
@@ -22,7 +22,7 @@ struct Epilogue : Probabilities {
     return SharedAddress(rows + lane % 16 * 128 + ((c % 4 * 2 + lane / 16) ^ lane % 8) * 16);
   }
 
-  // Writes this warpgroup's part of dK or dV to HBM by way of `memory`. kEveryThread: all threads commit, and not only
+  // Writes this warpgroup's part of dK or dV to HBM through `memory`. kEveryThread: all threads commit, and not only
   // the one that has stored something.
   template <int kDim, bool kEveryThread = false>
   __device__ __forceinline__ void StoreGradient(const float (&C)[kDim / 2], float scale, uint8_t* memory,
@@ -58,7 +58,7 @@ struct Epilogue : Probabilities {
     float C[kWidth > 0 ? kWidth / 2 : 1];
   };
 
-  // Adds dQ to what is in HBM, from `column` on. `row_block` numbers the blocks of 64 rows of all heads.
+  // Adds dQ to the sums in HBM, from `column` on. `row_block` numbers the blocks of 64 rows of all heads.
   template <int kWidth>
   __device__ __forceinline__ void AddDQ(const DQ<kWidth>& dQ, int row_block, int column) {
     if (kWidth == 0) return;
@@ -69,7 +69,7 @@ struct Epilogue : Probabilities {
     AddColumns<0, kWidth>(to, dQ.C, staged);
   }
 
-  // Adds kWidth columns of this warp's rows of C to what is in HBM, by way of shared memory.
+  // Adds kWidth columns of this warp's rows of C to sums in HBM, through shared memory.
   template <int kFirst, int kWidth, int kCount>
   __device__ __forceinline__ void AddColumns(float* to, const float (&C)[kCount], float* staged) {
     SyncWarp();
@@ -84,12 +84,12 @@ struct Epilogue : Probabilities {
     TmaCommit();
   }
 
-  // If kSumKV: adds this warpgroup's part of dK or dV to what is in HBM, from its kBox-th box on. Boxes go by way of ds
+  // If kSumKV: adds this warpgroup's part of dK or dV to sums in HBM, from its kBox-th box on. Boxes go through ds
   // (slot 0) and staging (slot 1) in turn, beginning with kSlot.
   template <int kDim, int kSlot, int kBox = 0>
   __device__ __forceinline__ void AddGradient(const float (&C)[kDim / 2], float* sum, const KVTile& tile) {
     constexpr int kFirst = kBox * kBoxColumns, kWidth = kDim - kFirst < kBoxColumns ? kDim - kFirst : kBoxColumns;
-    const int consumer_warp = Fresh(int(threadIdx.x)) / 32u - 4;  // computed again, for want of registers
+    const int consumer_warp = Fresh(int(threadIdx.x)) / 32u - 4;  // recomputed to save registers
     const int block = (tile.batch * p.kv_heads + tile.head) * KeyBlocksOfHead(p) + tile.column / 64;
     uint8_t* const slot = kSlot == 0 ? reinterpret_cast<uint8_t*>(shared.ds) : shared.staging;
     float* const staged = reinterpret_cast<float*>(slot) + consumer_warp * (16 * kBoxColumns);

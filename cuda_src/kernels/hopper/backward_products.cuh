@@ -37,8 +37,8 @@ struct Warpgroup {
         lane(threadIdx.x % 32),
         first_key(kSameKeys ? 0 : 64 * warpgroup) {}
 
-  // Waits for the next tile of keys; returns false when there are no more. TileHere is that tile. It stays until the
-  // tile after the next one comes.
+  // Waits for the next tile of keys; returns false when there are no more. Afterwards TileHere is that tile. It stays
+  // valid until NextTile has been called twice.
   __device__ __forceinline__ bool NextTile() {
     MbarrierWait(&shared.k_full, kv_parity);
     if (Uniform(shared.tile[kv_parity].column) < 0) return false;
@@ -50,8 +50,7 @@ struct Warpgroup {
 
   __device__ __forceinline__ void WaitForQ() { MbarrierWait(&shared.q_full[at.index], at.parity); }
 
-  // What the tile of Q is that is there. (To read it takes a while, so this is better called when the tensor cores are
-  // at work.)
+  // The current step. (Reading it takes a while, so call this while the tensor cores are busy.)
   __device__ __forceinline__ Step StepHere() {
     const Step& step = shared.step[at.index];
     const int masks = Uniform(int(step.masks));
@@ -73,7 +72,7 @@ struct Warpgroup {
   }
 
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
-  // Release by a warp that has read L or D by loads, which need a fence before TMA may write there.
+  // Releases memory with L or D, which the warp has read by loads. TMA may overwrite it only after this fence.
   __device__ __forceinline__ void ReleaseRows(uint64_t* barrier) {
     FenceProxyAsync();
     Release(barrier);
@@ -117,7 +116,7 @@ struct Products : Warpgroup {
     WgmmaCommit();
   }
 
-  // Lets S^T start at -L / scale, or at 0, so that its product is added to that.
+  // Initializes S^T to -L / scale, or to 0. The product is added to it.
   __device__ __forceinline__ void StartS() {
     Clear(S);
     const float4* memory = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;

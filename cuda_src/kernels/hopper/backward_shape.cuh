@@ -12,7 +12,7 @@ constexpr int kKeys = kTiling.cols;      // keys of a CTA
 constexpr int kStages = kTiling.stages;  // tiles of Q, and of dO, in flight
 
 constexpr bool kPairs = kQKDim > 128 || kVDim > 128;  // do pairs of CTAs share dQ?
-// Both warpgroups have the same 64 keys: one has S, P and dV of them, the other dP, dS and dK.
+// Do both warpgroups have the same 64 keys? Then one computes S, P and dV, the other dP, dS and dK.
 constexpr bool kSameKeys = kPairs || (kTF32 && kKeys == 64);
 static_assert(kSameKeys ? kRows == 64 && kKeys == 64 : (kRows == 64 || kRows == 128) && kKeys == 128);
 constexpr int kCluster = kPairs ? 2 : 1;  // CTAs with neighbouring keys and the same tiles of Q
@@ -25,10 +25,10 @@ constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 
 static_assert(kHeadRows == kRows);
 static_assert(!kAlongside || (kDQ && !kTF32 && !kPairs));
-// Whether heads of Q that share keys are computed one by one, and their dK and dV added up in f32.
+// Are heads of Q that share keys computed one by one, and their dK and dV added in f32?
 constexpr bool kSumKV = kTiling.sum_kv;
 static_assert(!kSumKV || kAlongside);
-// Whether a tile of keys is walked with all heads of Q that share it at a time.
+// Does a tile of keys loop over the rows of all heads of Q that share it, tile of rows by tile of rows?
 constexpr bool kTogether = kTiling.together;
 static_assert(!kTogether || (kCausal && !kAlongside && !kListed));
 

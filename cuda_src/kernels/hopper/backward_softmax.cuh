@@ -1,5 +1,5 @@
-// What a consumer warpgroup of the Hopper backward does with S^T and dP^T between the products: scores, masks, P,
-// dropout (Z) and dS.
+// A consumer warpgroup of the Hopper backward between its products: S^T and dP^T become P^T and dS^T, with scores,
+// masks and dropout (Z).
 #pragma once
 
 #include "hopper/backward_captured.cuh"
@@ -7,7 +7,7 @@
 
 namespace jax_flash::hopper::backward {
 
-// dS is computed without the factor of the kept entries, which comes with the results.
+// dS lacks the factor 1 / (1 - dropout rate). It is applied to dQ and dK at the end.
 __device__ __forceinline__ float DQKScale(const Params& p) { return ZScale(p) * ScaleOf(p); }
 
 static_assert(Tuning::kEarlyDV || !Tuning::kKeepsSlopes);
@@ -26,7 +26,7 @@ struct Probabilities : Products {
     return {step.row + lane % 4 * 2, Key(tile)};
   }
 
-  // Turns S^T into s^T where scores are formed entry by entry. Slopes are left in the registers of dS.
+  // Turns S^T into scores s^T, entry by entry. Leaves slopes in the registers of dS.
   __device__ __forceinline__ void ToScores(const KVTile& tile, const Step& step) {
     Cap(p, S);
 #pragma unroll
@@ -35,7 +35,7 @@ struct Probabilities : Products {
     FormScores(Score(p, tile.batch, step.head), ViewOf(tile, step));
   }
 
-  // Turns S^T into s^T with the tile of the bias that has come with Q.
+  // Adds the tile of the bias, which was loaded with Q.
   __device__ __forceinline__ void AddBias() {
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) S[i] *= Unit(p);
@@ -57,7 +57,7 @@ struct Probabilities : Products {
     }
   }
 
-  // Begins to look up in memory which rows see this lane's keys.
+  // Begins to load the masks of this lane's keys, if they are in memory.
   __device__ __forceinline__ void FetchMasks(const KVTile& tile, const Step& step) {
     if (!kLookedUp || step.masks == Masks::kNone) return;
     const Block<true> block(p.block_mask, tile.batch, step.kind);
@@ -65,14 +65,14 @@ struct Probabilities : Products {
     if (Tuning::kFoldsWords) seen.Fold();
     if (Tuning::kEarlyMasks) JoinMasks(tile, step);
   }
-  // Joins what was looked up with what the other masks say.
+  // Combines the masks that were loaded with the other masks.
   __device__ __forceinline__ void JoinMasks(const KVTile& tile, const Step& step) {
     if (!Tuning::kFoldsWords) seen.Fold();
     if (step.masks == Masks::kOfBlock) return;
     seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
   }
 
-  // Makes entries that may not attend -inf.
+  // Sets masked entries to -inf.
   __device__ __forceinline__ void ApplyMasks(const KVTile& tile, const Step& step) {
     if constexpr (kLookedUp) {
       if (Tuning::kLateMasks) FetchMasks(tile, step);
@@ -114,7 +114,7 @@ struct Probabilities : Products {
     ApplyZ(tile, step);
   }
 
-  // Marks the entries of P^T that Z drops by their sign.
+  // Negates the entries of P^T that dropout drops.
   __device__ __forceinline__ void ApplyZ(const KVTile& tile, const Step& step) {
     if (Tuning::kStopBeforeZ && Never()) return;
     const Seed seed(p, tile.batch, step.head);
@@ -126,7 +126,7 @@ struct Probabilities : Products {
     }
   }
 
-  // Packs P as an operand. Then P itself, which only dS needs from here on, is multiplied by slopes, if there are any.
+  // Packs P as an operand of dV. Then multiplies P by the slopes, if there are any: from here on only dS needs P.
   __device__ __forceinline__ void RoundP() {
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
@@ -136,7 +136,7 @@ struct Probabilities : Products {
     if (Tuning::kFindsSlopes) TimesSlopesOfP();
   }
 
-  // Multiplies P by the slopes of its scores, which are found from P and L again.
+  // Multiplies P by the slopes of its scores, which are recomputed from P and L.
   __device__ __forceinline__ void TimesSlopesOfP() {
     const float4* minus_l = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;
 #pragma unroll
@@ -148,8 +148,8 @@ struct Probabilities : Products {
     }
   }
 
-  // Turns dP^T into dS^T, and packs it as an operand. Where dV has needed P until now, the slopes of a soft cap are
-  // multiplied in here. With a score_mod, dS is the cotangent of the score that the function was given.
+  // Turns dP^T into dS^T, and packs it as an operand. If P was still needed for dV, the slopes of a soft cap are
+  // applied here. With a score_mod, dS is the cotangent of the score that the function received.
   __device__ __forceinline__ void ComputeDS(const KVTile& tile, const Step& step) {
     constexpr bool kSlopes = Tuning::kFindsSlopes && !Tuning::kEarlyDV;
     const Score score(p, tile.batch, step.head);
@@ -175,13 +175,14 @@ struct Probabilities : Products {
         }
       }
       if constexpr (kCapturedGradients) {
-        const View<true> fresh = {Fresh(view.row), Fresh(view.key)};  // or what was looked up would stay in registers
+        const View<true> fresh = {Fresh(view.row),
+                                  Fresh(view.key)};  // otherwise the loaded values would stay in registers
         CapturedGradients{score, fresh, 4 * c, lane}.Add(cotangents);
       }
     }
   }
 
-  // If both warpgroups have the same keys: sends P to the other one, once that has read the P before.
+  // If both warpgroups have the same keys: sends P to the other one, after that has read the previous P.
   __device__ __forceinline__ void SendP(uint8_t* memory) {
     BarrierSync(kPRead, 2 * kWarpgroup);
 #pragma unroll

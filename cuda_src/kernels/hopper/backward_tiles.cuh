@@ -1,4 +1,4 @@
-// The Hopper backward's tiles, and how they lie in shared memory.
+// The tiles of the Hopper backward, and their layout in shared memory.
 #pragma once
 
 #include "hopper/backward_tuning.cuh"
@@ -31,33 +31,33 @@ using SharedDS = SharedTile<kRows, Boxes(kKeys)>;
 constexpr int kTransposers = kTF32 ? 3 : 0;  // warps of the producer's warpgroup
 constexpr int kDSBytes = kRows * kKeys * kElementBytes;
 constexpr int kDOReaders = kTF32SameKeys ? 4 : 4 * kConsumers;   // warps that read dO, and as many that read dO^T
-constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // if 0, the warpgroup that needs Q^T makes it
+constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // if 0, the warpgroup that needs Q^T transposes Q
 
 // If kAlongside: bytes of 16 rows of a box of dQ in f32, or of a box of O and one of dO.
 constexpr int kRowsBytes = kAlongsideRows * 64 * 4;
 
 // A tile of K and V.
 struct KVTile {
-  int column, head, batch;  // column < 0: there are no more tiles; batch < 0: this is no tile, but has to be passed on
-  int item_head;  // among the heads of all batch entries, of Q if kAlongside; < 0: no dQ of it is to be reported
-  int steps;      // tiles of Q, of all heads of the item, that see it; with a block mask not 0 if there are any
+  int column, head, batch;  // column < 0: there are no more tiles; batch < 0: an empty tile (Producer::Flush)
+  int item_head;  // among the heads of all batch entries, of Q if kAlongside; < 0: nothing to report in p.added
+  int steps;      // how many tiles of Q of all its heads see it; with a block mask only whether any does
 };
 
-// What the producer walks: a tile of K and V, or two if kPairs, and the rows that see it.
+// A tile of K and V, or two if kPairs, and the rows that see it.
 struct Column {
   KVTile tile;
   Visible rows;
 };
-// Does the producer keep it in shared memory, for want of registers?
+// Does the producer keep it in shared memory, because it lacks registers?
 constexpr bool kColumnInShared = (kListed || kEmptyRows) && (kPairs || Tuning::kProducerRegisters < 56);
 
-// Which masks have to be applied to the entries of a tile; kOfBlock: the bits of its block alone.
+// The masks to apply to a tile of S; kOfBlock: only the bits of its block.
 enum class Masks : int8_t { kNone, kAll, kOfBlock };
 
-// A tile of Q, and of dO.
+// One step of the loop: a tile of Q and of dO.
 struct Step {
   int row, head;
-  int row_block;  // number of its (first) block of 64 rows among those in scratch
+  int row_block;  // the number of its first block of 64 rows in scratch
   int kind;       // of the block of a block mask
   Masks masks;
   bool last;  // is it the last step of this tile of K and V?
@@ -72,10 +72,10 @@ struct Shared {
   alignas(1024) uint8_t q[kStages][SharedQ::kBytes];
   alignas(1024) uint8_t d_o[kStages][SharedDO::kBytes];
   alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with q
-  // dS^T, in boxes of [keys][64 rows]. With TF32 at first K as it comes, then dS, in boxes of [rows][32 keys].
+  // dS^T, in boxes of [keys][64 rows]. With TF32 first K before it is transposed, then dS, in boxes of [rows][32 keys].
   alignas(1024) uint8_t ds[kTF32 ? 1 : 2][kTF32SameKeys ? 1 : kDSBytes];
-  // dQ in f32 on its way to HBM; at the end dK, if dS has no room for dV and dK. If kPairs: at first half of K, then P
-  // on its way from one warpgroup to the other.
+  // dQ in f32 before it is added in HBM; at the end dK, if dV and dK do not fit into ds. If kPairs: first half of K,
+  // then P on its way from one warpgroup to the other.
   alignas(1024) uint8_t staging[kStagingBytes > SharedK::kBytes || kPairs ? kStagingBytes : SharedK::kBytes];
   alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m apart
   alignas(16) float d[kStages][kRows];
@@ -86,7 +86,7 @@ struct Shared {
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kStages], do_empty[kStages];
   uint64_t ds_full[kStages], ds_empty[kStages];  // if kPairs, for the dS that comes from the other CTA
-  // If kAlongside: what each of the warps that prepare and finish rows has.
+  // If kAlongside: two buffers for each warp that prepares and finishes rows.
   alignas(kAlongside ? 1024 : 1) uint8_t rows[3][2][kAlongside ? kRowsBytes : 1];
   alignas(16) uint8_t zeros[kAlongside ? kRowsBytes : 1];
   uint64_t rows_full[3][2];
@@ -94,7 +94,7 @@ struct Shared {
   EmptyRows<kRows> empty_rows;  // of the tile that the producer loads
   // With TF32: the transposes of Q and dO.
   uint64_t q_t_full, q_t_empty, do_t_full, do_t_empty;
-  bool more[kTF32 ? kStages : 1];  // comes with dO; false if there is no more of it
+  bool more[kTF32 ? kStages : 1];  // comes with dO; false: there are no more steps
   alignas(kTF32 ? 1024 : 1) uint8_t q_t[kTF32 ? SharedQTransposed::kBytes : 1];
   alignas(kTF32 ? 1024 : 1) uint8_t do_t[kTF32 ? SharedDOTransposed::kBytes : 1];
 };
@@ -103,7 +103,7 @@ static_assert(!kTF32 || kTF32SameKeys || sizeof(Shared::ds) >= sizeof(Shared::k)
 static_assert(sizeof(Shared::v) >= SharedV::kBytes);
 static_assert(!kSumKV || (kSumBytes <= sizeof(Shared::ds) && kStagingBytes >= kRows * kQKDim * 4));
 
-// How many blocks of 64 keys a head has, in which dK and dV are added up in f32.
+// How many blocks of 64 keys a head has in the f32 sums of dK and dV.
 __device__ __forceinline__ int KeyBlocksOfHead(const Params& p) {
   return (p.kv_len + kKeys - 1) / kKeys * (kKeys / kRowBlock);
 }

@@ -1,19 +1,20 @@
-// The gradient of a bias on Hopper: dbias = dS, summed over the batch entries and heads that the bias is broadcast
-// over. The bias has all rows and columns. A CTA keeps a tile of dbias in registers and walks, in a fixed order, the
-// tiles of S whose dS are added up in it; so there are no atomics.
+// dbias on Hopper, as a separate pass: dbias = dS, summed over the batch entries and heads that the bias is broadcast
+// over. The bias has all rows and columns. Each CTA keeps one tile of dbias in registers and loops, in a fixed order,
+// over the tiles of S that contribute to it. So there are no atomics.
 //
-// One thread of the producer warpgroup loads tiles by TMA, in turn a pair of Q and K and a pair of dO and V. Each
-// consumer warpgroup owns 64 rows of the tile:
+// Roles. One thread of the producer warpgroup loads tiles by TMA: Q and K, then dO and V. Each consumer warpgroup has
+// 64 rows of the tile:
 //   S = Q_i K_j^T;   P = exp(S - L_i);   dP = dO_i V_j^T;   dbias += P (dP - D_i)
-// The tile of the bias is the same for all tiles of S that are added up. So it is loaded once for a tile of dbias, and
-// stays in shared memory until dbias takes its place there.
+// All tiles of S that contribute to a tile of dbias have the same tile of the bias. It is loaded once for a tile of
+// dbias, and stays in shared memory until dbias replaces it.
 //
-// Tiles have kRows (64 for each consumer) and kKeys (128, or 64 beside windows, segments and a soft cap). The host
-// launches
-//   jax_flash_backward_prepare       as hopper/backward_rows.cuh says, if hopper/backward.cuh has not
-//   jax_flash_backward_bias          at most one CTA a multiprocessor, of kThreads and `jax_flash_shared_bytes`; boxes
-//                                    of kRows in the maps of Q, dO, the bias and dbias, of kKeys in those of K and V
-//   jax_flash_backward_bias_finish   if p.parts > 1, as scheduler/bias_sums.cuh says
+// Tiles have kRows rows (64 for each consumer) and kKeys keys (128, or 64 with windows, segments or a soft cap). The
+// host launches
+//   jax_flash_backward_prepare       as in hopper/backward_rows.cuh, if hopper/backward.cuh has not
+//   jax_flash_backward_bias          at most one CTA for each multiprocessor, with kThreads threads and
+//                                    `jax_flash_shared_bytes` of shared memory. Boxes have kRows rows in the tensor
+//                                    maps of Q, dO, the bias and dbias, and kKeys in those of K and V
+//   jax_flash_backward_bias_finish   if p.parts > 1, as in scheduler/bias_sums.cuh
 #pragma once
 
 #include "hopper/backward_bias_producer.cuh"
@@ -23,7 +24,7 @@
 
 namespace jax_flash::hopper::dbias {
 
-// A consumer warpgroup has 64 rows, of which a lane has two.
+// A consumer warpgroup has 64 rows. A lane has two of them.
 struct Consumer {
   const Params& p;
   Shared& shared;
@@ -41,7 +42,7 @@ struct Consumer {
         warp(threadIdx.x / 32 - kWarpgroup / 32),
         lane(threadIdx.x % 32) {}
 
-  // The tile of dbias that the tiles which have come belong to. (Read again and again, for want of registers.)
+  // The current tile of dbias. (Read again at each use, to save registers.)
   __device__ __forceinline__ const DBiasTile& TileHere() const { return shared.tile[at.index]; }
   __device__ __forceinline__ View<false> ViewOf(const DBiasTile& tile) const {
     return {tile.row + 16 * warp + lane / 4, tile.column + lane % 4 * 2};
@@ -66,7 +67,7 @@ struct Consumer {
     return true;
   }
 
-  // Waits for the next tile of S that is to be added up; returns false when all have been.
+  // Waits for the next tile of S that contributes to this tile of dbias; returns false when there are no more.
   __device__ __forceinline__ bool NextStep() {
     MbarrierWait(&shared.full[at.index], at.parity);
     return Uniform(shared.step[at.index].batch) >= 0;
@@ -77,7 +78,7 @@ struct Consumer {
             bool(Uniform(step.masked))};
   }
 
-  // Adds dS of a tile of S to the sum; numbers are lines of Algorithm 4.
+  // Adds dS of a tile of S to the sum. The numbers are lines of Algorithm 4.
   __device__ __forceinline__ void AddStep() {
     IssueRowsTimesKeys<kQKDim>(S);  // 11
     const int before = at.index;
@@ -106,7 +107,7 @@ struct Consumer {
     }
   }
 
-  // Begins C = A B^T of the pair of tiles that is there: this warpgroup's rows, and all keys.
+  // Begins C = A B^T of the current pair of tiles: this warpgroup's rows, and all keys.
   template <int kDim>
   __device__ __forceinline__ void IssueRowsTimesKeys(float (&C)[kKeys / 2]) {
     const auto a = SharedRows{shared.rows[at.index]}.KMajor(64 * warpgroup);
@@ -119,7 +120,7 @@ struct Consumer {
     WgmmaCommit();
   }
 
-  // Looks up in memory, while the tensor cores are at work, L and D of this lane's rows, and which keys they see.
+  // Loads L and D of this lane's rows, and their masks, while the tensor cores are busy.
   __device__ __forceinline__ void FetchRowsAndMasks(const DBiasTile& tile, const Step& step) {
     const int64_t head = int64_t(FirstRowBlock(p, step.batch * p.q_heads + step.head)) * kRowBlock;
 #pragma unroll
@@ -149,7 +150,7 @@ struct Consumer {
       AddBiasTile<false>(shared.bias[bias.index] + 16 * warp * kBoxBytes, c, S + c / 2);
   }
 
-  // Stores the tile of dbias in the place of its bias (whose load has to be waited for even if nothing was added up).
+  // Writes the tile of dbias over its bias. (The load of the bias must have landed, even if no tile of S contributed.)
   __device__ __forceinline__ void StoreInPlaceOfBias() {
     MbarrierWait(&shared.bias_full[bias.index], bias.parity);
     SyncWarp();
@@ -159,12 +160,12 @@ struct Consumer {
       for (int c = 0; c < kKeys; c += 16) PutBiasTile(rows, c, sum + c / 2);
     }
     FenceProxyAsync();
-    SyncWarp();  // otherwise a lane that still waits for this bias could find the next one there
+    SyncWarp();  // otherwise a lane that still waits for this bias could wait for the next phase
     Release(&shared.bias_empty[bias.index]);
     bias.Next();
   }
 
-  // Makes entries that may not attend -inf.
+  // Sets masked entries to -inf.
   __device__ __forceinline__ void ApplyMasks(const DBiasTile& tile, const Step& step) {
     const Positions positions = PositionsOf(p, step.batch);
     if constexpr (kLookedUp) {
@@ -182,7 +183,7 @@ struct Consumer {
     for (int i = 0; i < kKeys / 2; ++i) S[i] = Exp2(fmaf(S[i] - m[i / 2 % 2], kLog2e, minus_l[i / 2 % 2]));
   }
 
-  // Marks the entries of P that Z drops by their sign.
+  // Negates the entries of P that dropout drops.
   __device__ __forceinline__ void ApplyZ(const DBiasTile& tile, const Step& step) {
     if (Tuning::kStopBeforeZ && Never()) return;
     const Seed seed(p, step.batch, step.head);

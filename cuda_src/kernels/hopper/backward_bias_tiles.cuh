@@ -1,4 +1,4 @@
-// The tiles of Hopper's pass for dbias, which of them a CTA computes, and how they lie in shared memory.
+// The tiles of Hopper's dbias pass, their order, and their layout in shared memory.
 #pragma once
 
 #include "hopper/backward_bias_tuning.cuh"
@@ -32,9 +32,8 @@ struct DBiasTile {
   int row, column, part;
 };
 
-// Goes through a CTA's tiles, of all heads and batch entries that dbias has. At a time CTAs have neighbouring tiles,
-// which read the same tiles of Q and dO, or of K and V. If causal they come in pairs that mirror each other, so that
-// where one of a pair has little work the other has much.
+// Iterates over the tiles of a CTA, of all heads and batch entries that dbias has. Concurrent CTAs have neighbouring
+// tiles, which read the same tiles of Q and dO, or of K and V. Causal tiles come in pairs with the same total work.
 struct DBiasTiles {
   const Params& p;
   Schedule<> schedule;
@@ -63,8 +62,7 @@ struct Step {
   bool masked;      // must entries be looked at one by one?
 };
 
-// How many tiles of the bias shared memory has. When one is done with, its dbias takes its place until TMA
-// has stored that.
+// How many tiles of the bias shared memory has. dbias replaces a tile of the bias until TMA has stored dbias.
 constexpr int kMostShared = 227 * 1024;
 constexpr int kTileBytes = kStages * (SharedRows::kBytes + SharedKeys::kBytes);
 constexpr int kBiasStages = kTileBytes + 2 * kBiasTile <= kMostShared - 1024 ? 2 : 1;

@@ -1,11 +1,11 @@
-// The Hopper backward where a head dim is above 128. There dK and dV of 64 keys do not fit into the registers of one
-// warpgroup. So one warpgroup has S, P and dV, the other dP, dS and dK, and P goes from the first to the second through
-// shared memory.
+// The Hopper backward for head dims above 128. dK and dV of 64 keys do not fit into the registers of one warpgroup. So
+// one warpgroup computes S, P and dV, the other dP, dS and dK. P goes from the first to the second through shared
+// memory.
 //
-// dQ would leave once for every 64 keys, twice as often as with smaller heads, which is more than the L2 can add up. So
-// two CTAs of a cluster, with 64 keys each, send each other their dS, and each computes half the columns of dQ over the
-// keys of both. For that it needs these columns of K of both CTAs. The other columns of its own K are needed for S
-// alone, and stay in registers.
+// A tile of 64 keys adds to dQ twice as often as one of 128, which is more than the L2 can add. So two CTAs of a
+// cluster, with 64 keys each, exchange their dS, and each computes half of the columns of dQ over the keys of both. For
+// that it needs these columns of K of both CTAs, in shared memory. The other columns of its own K are needed only for
+// S, and stay in registers.
 #pragma once
 
 #include "hopper/backward_epilogue.cuh"
@@ -19,7 +19,7 @@ struct ConsumerOfP : Epilogue {
   static constexpr int kRegisters = 240;
   const int rank = Uniform(ClusterRank());
   float dV[kVDim / 2];
-  uint32_t K[4 * kHalfBoxes][4];  // the columns that this CTA's half of dQ does not need, as left operands
+  uint32_t K[4 * kHalfBoxes][4];  // the columns that only S needs, as left operands
 
   using Epilogue::Epilogue;
 
@@ -145,9 +145,9 @@ struct ConsumerOfDS : Epilogue {
     return !step.last;
   }
 
-  // Stores dS in the shared memory of this CTA and of the other one.
+  // Writes dS to the shared memory of both CTAs.
   __device__ __forceinline__ void SendDS() {
-    // Until the other CTA has used the dS before. By then the copy of it has left this CTA, too.
+    // Waits until the other CTA has used the previous dS. By then the copy from this CTA is complete, too.
     MbarrierWait(&shared.ds_empty[0], ds_parity ^ 1);
     const int late_lane = LateLane();
 #pragma unroll

@@ -1,5 +1,5 @@
-// What the Hopper backward's producer warpgroup does: a thread decides which tiles are next and loads K, V, Q and dO;
-// for f32 its other warps transpose Q and dO.
+// The producer warpgroup of the Hopper backward: one thread chooses the next tiles and loads K, V, Q and dO; for f32
+// the other warps transpose Q and dO.
 #pragma once
 
 #include "hopper/backward_tiles.cuh"
@@ -23,20 +23,20 @@ __device__ __forceinline__ auto MakeSchedule(const Params& p) {
   }
 }
 
-// The thread that loads what the consumers work on, and tells them what it is.
+// The thread that loads tiles, and tells the consumers which ones they are.
 struct Producer {
   const Params& p;
   Shared& shared;
   const TensorMap *q_map, *k_map, *v_map, *do_map, *bias_map;
   uint32_t kv_parity = 0;
-  uint32_t loaded = 0;  // steps so far; a Ring in its place would take one register more
+  uint32_t loaded = 0;  // steps so far; a Ring instead would take one more register
 
   __device__ __forceinline__ void Run() {
     constexpr int kClusterKeys = kKeys * kCluster;
     if constexpr (kListed) return RunListed();
     const int tiles = (p.kv_len + kClusterKeys - 1) / kClusterKeys;
     const int heads = kSumKV ? p.q_heads : p.kv_heads;        // an item is a tile of keys of one of these
-    const int group = kAlongside ? 1 : p.q_heads / heads;     // heads of Q that an item is walked with
+    const int group = kAlongside ? 1 : p.q_heads / heads;     // heads of Q that an item loops over
     const int sharing = kSumKV ? p.q_heads / p.kv_heads : 1;  // how many of `heads` share a head of K
     auto schedule = MakeSchedule(p);
     int item, t;
@@ -54,9 +54,9 @@ struct Producer {
       const Column& column = kColumnInShared ? shared.column : found;
       const KVTile& tile = column.tile;
       const Visible& rows = column.rows;
-      // Loads the tile of Q that is the n-th from the end. K and V are loaded after the first tile of Q, for which
-      // there is room earlier. Before the last tile of Q the schedule is asked for the next tile of keys, whose answer
-      // takes a while.
+      // Loads the n-th tile of Q from the end. The first tile of Q is loaded before K and V, since its buffer is free
+      // earlier. The schedule is asked for the next tile of keys before the last tile of Q, since its answer takes a
+      // while.
       const auto load = [&](int n, int q_head, int row_block, int row) {
         const bool masked = row < rows.every_lo || row + kRows > every_hi;
         const bool hides = row < rows.every_lo || row + kRows > rows.every_hi;
@@ -67,10 +67,10 @@ struct Producer {
       };
       if (steps == 0) schedule.Ask(), LoadKV(tile);
       if constexpr (kTogether) {
-        // All heads of Q in the group (its members) are walked together, tile of rows by tile of rows. Of a pair of
-        // tiles of keys the first, which fewer rows see, is walked from the last row on, and the second from its first
-        // row on. Then all CTAs that have tiles of one head of K are at the same few rows at a time, which come to the
-        // L2 once. Each begins with another member; otherwise their additions to dQ would meet.
+        // Loops over tiles of rows, and for each over all heads of Q in the group (its members). A causal schedule has
+        // pairs of tiles of keys. The first of a pair, which fewer rows see, starts at the last row, the second at its
+        // first row. So all CTAs with keys of one head of K are at the same few rows at a time, and HBM delivers these
+        // rows once. Each CTA starts with another member, otherwise their additions to dQ would collide.
         const bool down = 2 * t >= tiles;
         const int first_block = RowBlockOf(batch, head * group, 0), first_member = t % group;
         int row = (down ? end - 1 : first) * kRows, member = first_member;
@@ -92,7 +92,7 @@ struct Producer {
     End();
   }
 
-  // The same with a block mask, whose blocks are whole tiles.
+  // The same with a block mask. Blocks have whole tiles.
   __device__ __forceinline__ void RunListed() {
     constexpr int kClusterKeys = kKeys * kCluster, kTiles = kTilesOfColumn<kClusterKeys>;
     static_assert(!kListed || kTiles > 0);
@@ -137,16 +137,16 @@ struct Producer {
     FenceProxyAsyncGlobal();
   }
 
-  // The head of the oldest tile of keys whose additions to dQ have not been reported yet. (Among the last heads it need
-  // not be the lowest, but none of these waits for the scratch of another.)
+  // The head of the oldest tile of keys whose additions to dQ have not been reported. (Among the last heads it may not
+  // be the lowest. But these heads do not wait for each other's scratch.)
   __device__ __forceinline__ int OldestHead() const {
     const int older = shared.tile[kv_parity].item_head, newer = shared.tile[kv_parity ^ 1].item_head;
     return older >= 0 ? older : newer >= 0 ? newer : 0x7FFFFFFF;
   }
 
-  // Reports the additions of all tiles so far. This has to come before a wait for scratch that the head of one of them
-  // may still have: nobody else could end such a wait. To see that the consumers are done, a tile without keys is sent
-  // through them.
+  // Reports the additions of all tiles so far. This must precede a wait for scratch that one of these heads may still
+  // use; otherwise the wait would be a deadlock. An empty tile is sent through the consumers: when they release it,
+  // they are done with all tiles before it.
   __device__ __forceinline__ void Flush() {
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
     ReportAdded(Unreported());
@@ -160,8 +160,8 @@ struct Producer {
     shared.tile[kv_parity].item_head = -1;
   }
 
-  // The head of the tile before the last, to be read before its slot is written again. When a tile has been computed
-  // (k_empty), all dQ of the tile before it has been added, since consumers wait for that in their first step.
+  // The head of the second to last tile. Read it before its slot is overwritten. When a tile has been computed
+  // (k_empty), all dQ of the tile before it has been added: consumers wait for that in their first step.
   __device__ __forceinline__ int Unreported() const { return kAlongside ? shared.tile[kv_parity].item_head : -1; }
   __device__ __forceinline__ void ReportAdded(int head) {
     if (!kAlongside || head < 0) return;
@@ -169,7 +169,8 @@ struct Producer {
     Count(p.added + head, true);
   }
 
-  // Rows that see nothing have an L that hides them, unless a bias or a score_mod makes their scores +inf.
+  // The end of the rows that need no masks. For fully masked rows L makes P 0, unless a bias or a score_mod makes their
+  // scores +inf.
   __device__ __forceinline__ int EveryHi(const Visible& rows, const Positions& positions) const {
     return kAddsToScores || rows.every_hi < positions.q_length ? rows.every_hi : BlocksOfHead(p) * kRowBlock;
   }
@@ -195,7 +196,7 @@ struct Producer {
     const auto load = [&](uint8_t* to, const TensorMap* map, uint64_t* full, int d, int column) {
       TmaLoad(to, map, full, d, column, tile.head, tile.batch);
     };
-    // How many keys from `column` on there are. The others become 0: their P is 0, but their K and V may be NaN.
+    // How many keys from `column` on exist. The others are set to 0: their P is 0, but 0 times a NaN in K or V is NaN.
     const auto keys = [&](int column) {
       if (!kProblem.kv_lengths) return kKeys;
       return min(max(int(PositionsOf(p, tile.batch).kv_length) - column, 0), kKeys);
@@ -213,11 +214,10 @@ struct Producer {
     shared.tile[kv_parity] = tile;
     uint64_t* const k_landed = own < kKeys || other < kKeys ? &shared.uncleared[1].barrier : &shared.k_full;
     const SharedK k{kTF32SameKeys ? shared.staging : kTF32 ? shared.ds[0] : shared.k};
-    // If kPairs: the half of the columns that this CTA's dQ needs, of its own keys and of the other CTA's; the other
-    // half.
+    // If kPairs, as below.
     const SharedHalfK own_half{shared.k}, other_half{SharedK{shared.k}.Box(kHalfBoxes)}, rest_of_k{shared.staging};
     if (kPairs) {
-      // Of the keys of both CTAs the columns of K that this CTA's half of dQ needs; of its own keys the others, too.
+      // K of both CTAs in the columns of this CTA's half of dQ, and K of its own keys in the other columns.
       const int half = ClusterRank() * 64 * kHalfBoxes, rest = 64 * kHalfBoxes - half;
       MbarrierArriveExpectTx(k_landed, 3 * SharedHalfK::kBytes);
       for (int b = 0; b < kHalfBoxes; ++b) {
@@ -249,8 +249,8 @@ struct Producer {
     ReportAdded(added);  // last, since K should not wait for its fence and its release
   }
 
-  // Loads a tile of Q and dO, and the tile of the bias that belongs to their rows and to the keys from `column` on.
-  // `hides`: do masks hide entries of the tile? Otherwise no row is empty, unless its scores are -inf.
+  // Loads a tile of Q and dO, and the tile of the bias for their rows and for the keys from `column` on. `hides`: masks
+  // hide entries of the tile. Otherwise a row can be empty only if its scores are -inf.
   __device__ __forceinline__ void Load(const Step& step, int batch, int column, bool hides) {
     const int stage = loaded % kStages, parity = loaded / kStages % 2;
     const int64_t statistics = int64_t(step.row_block) * kRowBlock;
@@ -270,7 +270,7 @@ struct Producer {
     if (kBiasTiles) LoadBiasTile(p, shared.bias[stage], bias_map, q_landed, step.row, column, step.head, batch);
     BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, q_landed);
     if (kMaximumApart) BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, q_landed);
-    if (kStages == 1 && clears) clear_q();  // there may be no room for dO until consumers have seen this Q
+    if (kStages == 1 && clears) clear_q();  // dO may have no room until consumers have read this Q
 
     MbarrierWait(&shared.do_empty[stage], parity ^ 1);
     if (kTF32) shared.more[stage] = true;
@@ -292,16 +292,16 @@ __device__ __forceinline__ void TransposeSquareOf(SharedTile<kRows, kBoxes> tile
   TransposeSquare(tile.Box(i % kBoxes) + i / kBoxes * 32 * kBoxBytes, transposed + i * kBoxColumns * kBoxBytes);
 }
 
-// For TF32: a warp that makes its share of dO^T and Q^T. All of these warps wait for every tile and say that they have
-// seen it, even where they have no share of it. Otherwise a warp could find a barrier a whole round ahead, or behind,
-// and take its phase for the right one.
+// For TF32: a warp that makes its share of dO^T and Q^T. Each of these warps waits for every tile and arrives at its
+// barriers, even if it has no share of the tile. Otherwise a barrier could be two phases ahead, and a wait on its
+// parity would succeed too early.
 struct Transposer {
   Shared& shared;
   Ring<kStages> at;
   uint32_t parity = 0;
-  int turn = threadIdx.x / 32 - 1;  // how many squares come before this warp's next one
+  int turn = threadIdx.x / 32 - 1;  // how many squares to skip before this warp's next one
 
-  // Transposes a tile that is there, if kWanted; its transpose's memory has to be empty before.
+  // Transposes a tile that has landed, if kWanted, when the memory of its transpose is free.
   template <bool kWanted, int kBoxes>
   __device__ __forceinline__ void Transpose(SharedTile<kRows, kBoxes> from, uint8_t* to, uint64_t* from_empty,
                                             uint64_t* to_full, uint64_t* to_empty) {

@@ -1,12 +1,12 @@
-// The Hopper backward of f32, taken as TF32: TMA rounds Q, K, V and dO, as their maps say.
+// The Hopper backward of f32, computed as TF32; TMA rounds Q, K, V and dO.
 //
-// wgmma reads operands of f32 from shared memory only where the dimension that is summed over is contiguous, and the
-// 128 bytes a cycle of shared memory are the bound. So in
-//   S^T = K Q^T, dP^T = V dO^T   K is in registers, for which there is room; it lands where dS will be
-//   dV += P^T dO, dK += dS^T Q   P^T and dS^T are in registers; the producer's other warps make dO^T and Q^T
+// wgmma reads f32 operands from shared memory only if they are K-major (hopper/shared_tile.cuh), and the bandwidth of
+// shared memory, 128 bytes a cycle, is the bottleneck. So in
+//   S^T = K Q^T, dP^T = V dO^T   K is in registers, which have room for it. It lands in the memory of dS
+//   dV += P^T dO, dK += dS^T Q   P^T and dS^T are in registers. The other warps of the producer make dO^T and Q^T
 //   dQ = dS K                    dS is in shared memory, transposed, and so is K^T, which is made once a tile of keys
-// Rows and columns are permuted as hopper/transpose.cuh says; dS and dQ keep to that. With tiles of 64 keys the
-// backward is in hopper/backward_tf32_same_keys.cuh.
+// Rows and columns are permuted as hopper/transpose.cuh describes, also those of dS and dQ. Tiles of 64 keys are in
+// hopper/backward_tf32_same_keys.cuh.
 #pragma once
 
 #include "hopper/backward_epilogue.cuh"
@@ -14,9 +14,9 @@
 
 namespace jax_flash::hopper::backward::tf32 {
 
-// What all consumer warpgroups share for f32.
+// The functions that all consumer warpgroups share for f32.
 struct CommonConsumer : Epilogue {
-  static constexpr int kDQFirst = (kQKDim + 8) / 16 * 8;  // columns of dQ that the first warpgroup adds up
+  static constexpr int kDQFirst = (kQKDim + 8) / 16 * 8;  // columns of dQ that the first warpgroup computes
 
   uint32_t parity = 0;  // of Q^T and dO^T
 
@@ -34,7 +34,7 @@ struct CommonConsumer : Epilogue {
     SyncConsumers();
   }
 
-  // Takes 64 keys into registers, as left operands.
+  // Loads 64 keys into registers, as left operands.
   template <int kSteps, int kBoxes>
   __device__ __forceinline__ void LoadKeys(uint32_t (&A)[kSteps][4], SharedTile<kKeys, kBoxes> keys) {
 #pragma unroll
@@ -65,7 +65,7 @@ struct CommonConsumer : Epilogue {
     WgmmaCommit();
   }
 
-  // Rounds an accumulator to a left operand. kIsP: it is P, and entries that are marked as dropped become 0.
+  // Rounds an accumulator to a left operand. kIsP: it is P, and dropped entries become 0.
   template <bool kIsP>
   __device__ __forceinline__ static void Round(const float (&C)[kRows / 2], uint32_t (&A)[kRows / 2]) {
 #pragma unroll
@@ -75,8 +75,8 @@ struct CommonConsumer : Epilogue {
     }
   }
 
-  // Stores dS^T in shared memory, transposed. Of each 8 keys the i-th goes to i / 2 + 4 (i % 2), as in K^T. What the
-  // lanes store at a time lies in all banks.
+  // Writes dS to shared memory, from the accumulator dS^T. The i-th of each 8 keys goes to position i / 2 + 4 (i % 2),
+  // as in K^T. Stores have no bank conflicts.
   __device__ __forceinline__ void StoreDS(SharedDS ds, const uint32_t (&A)[kRows / 2]) {
     const int key = lane / 4, row = lane % 4 * 2, keys = first_key + 16 * warp;
     uint8_t* const box = ds.memory + keys / 32 * ds.kBox + key / 2 * 4;
@@ -105,7 +105,7 @@ struct CommonConsumer : Epilogue {
   }
 };
 
-// A warpgroup that has S, dP, dK and dV of its 64 keys, and half of the columns of dQ.
+// The warpgroup that computes S, dP, dK and dV of its 64 keys, and half of the columns of dQ.
 struct Consumer : CommonConsumer {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
 
@@ -114,7 +114,7 @@ struct Consumer : CommonConsumer {
 
   __device__ __forceinline__ Consumer(const Params& p, Shared& shared) : CommonConsumer(p, shared) { FreeDS(); }
 
-  // Tells the other warpgroup that this one has read dS, of which there is one buffer for both.
+  // Tells the other warpgroup that this one has read dS, which has only one buffer.
   __device__ __forceinline__ void FreeDS() {
     if (kDQ) BarrierArrive(kDSFree + 1 - warpgroup, kConsumers * kWarpgroup);
   }

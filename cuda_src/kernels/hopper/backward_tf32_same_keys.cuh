@@ -1,18 +1,18 @@
-// The Hopper backward of f32 as TF32, above head dim 64 or with a bias. There one warpgroup has no registers for both
-// dK and dV of 64 keys, and shared memory has no room for more keys. So both warpgroups have the same keys, and P goes
+// The Hopper backward of f32 as TF32, for head dims above 64 or with a bias. One warpgroup has no registers for both dK
+// and dV of 64 keys, and shared memory has no room for more keys. So both warpgroups have the same keys, and P goes
 // from the first to the second.
 //
-// Shared memory is full. It has one tile of Q and one of dO, and their transposes, so that the next tiles can come
-// while the transposes are in use. V lands where dS and P will be, K where dQ will be, and both are then held in
-// registers. The next tile of Q waits until this one is transposed. The second warpgroup does that, since it has time
-// until it gets P, while the producer's other warps transpose dO.
+// Shared memory is full. It has one tile of Q, one of dO, and their transposes, so the next tiles can be loaded while
+// the transposes are in use. V lands in the memory of dS and P, K in that of dQ; then both are loaded into registers.
+// The next tile of Q waits until the current one is transposed. The second warpgroup does that while it waits for P.
+// The other warps of the producer transpose dO.
 #pragma once
 
 #include "hopper/backward_tf32.cuh"
 
 namespace jax_flash::hopper::backward::tf32 {
 
-// The warpgroup that has S, P and dV of 64 keys, and the first half of the columns of dQ.
+// The warpgroup that computes S, P and dV of 64 keys, and the first half of the columns of dQ.
 struct ConsumerOfP : CommonConsumer {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
   uint32_t K[kQKDim / 8][4];
@@ -87,7 +87,7 @@ struct ConsumerOfP : CommonConsumer {
   }
 };
 
-// The warpgroup that has dP, dS and dK of 64 keys, and the other half of the columns of dQ.
+// The warpgroup that computes dP, dS and dK of 64 keys, and the other half of the columns of dQ.
 struct ConsumerOfDS : CommonConsumer {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
   static constexpr int kDQSecond = kQKDim - kDQFirst;

@@ -99,7 +99,7 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(int, cols)        /* keys */                                                                               \
   FIELD(int, groups)      /* warps, or on Hopper warpgroups beside the one that loads */                           \
   FIELD(int, stages)      /* tiles in flight */                                                                    \
-  FIELD(bool, bias_tiles) /* does the copy engine load the bias? */                                                \
+  FIELD(bool, bias_tiles) /* does TMA load the bias? */                                                            \
   FIELD(int, packed)      /* a forward over parts of the keys: heads whose rows share a tile; else 0 */            \
   FIELD(bool, balanced)   /* it has equal stretches of all batch entries' keys instead (ampere/stretch.cuh) */     \
   FIELD(int, merged_rows) /* of O, whose parts a block merges: 1, 2, 4 or 8 */                                     \

@@ -9,7 +9,7 @@
 namespace jax_flash {
 namespace {
 
-// Tiles that a bias comes with are for one that the copy engine loads, in whole boxes.
+// Tilings with bias_tiles are for a bias that TMA loads, in whole boxes.
 bool IsFor(const Row& row, const Problem& p, const Features& has) {
   return !row.tile.bias_tiles ||
          (has.Any(kBias) && !has.Any(kBiasByEntry) && row.tile.cols * ElementOf(p.bias_dtype).bytes % kBoxBytes == 0);

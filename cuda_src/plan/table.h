@@ -15,7 +15,7 @@ struct TileSizes {
   int rows, cols;  // queries and keys
   int groups;      // warps, or on Hopper warpgroups beside the one that loads
   int stages;
-  bool bias_tiles = false;  // for a bias that the copy engine loads, or not for one
+  bool bias_tiles = false;  // for a bias that TMA loads, or not for one
 };
 
 // {shared, dim, {rows, cols, groups, stages}, without}

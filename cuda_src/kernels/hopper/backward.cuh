@@ -71,7 +71,7 @@ struct Consumer : Epilogue {
     if (kDS && !Tuning::kLateDP)
       IssueKeysTimesRows<kVDim>(dP, SharedV{shared.v}, SharedDO{shared.d_o[at.index]}, false);  // 17
     const Step step = StepHere();
-    if (!Tuning::kLateMasks) FetchMasks(tile, step);
+    if (!Tuning::kLateMaskFetch) FetchMasks(tile, step);
     WgmmaWait<kDS && !Tuning::kLateDP ? 1 : 0>();
     Pin(S);
     Softmax(tile, step);             // 12, 13, 14
@@ -135,7 +135,7 @@ struct Consumer : Epilogue {
     if (!kFirst) Pin(dQ.C);
     // The step is read again, which takes fewer registers than keeping it: here, or if registers are scarcest, after dQ
     // has been added.
-    if (Tuning::kBehind && !Tuning::kAskedLate) step = StepHere();
+    if (Tuning::kBehind && !Tuning::kLateStepReread) step = StepHere();
     Release(&shared.do_empty[at.index]);
     if (!Tuning::kBehind && step.last) Release(&shared.k_empty);
     if (Tuning::kBehind && add) Release(&shared.ds_empty[from.index]);
@@ -144,7 +144,7 @@ struct Consumer : Epilogue {
     } else if (kAlongside) {
       TmaWaitAll();
     }
-    if (Tuning::kBehind && Tuning::kAskedLate) step = StepHere();
+    if (Tuning::kBehind && Tuning::kLateStepReread) step = StepHere();
     row_block = step.row_block;
     if (Tuning::kBehind && step.last) {
       MbarrierWait(&shared.ds_full[at.index], at.parity);

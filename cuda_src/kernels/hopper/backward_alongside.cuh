@@ -1,10 +1,11 @@
-// If kAlongside: what comes before and after the Hopper backward for the rows of Q (hopper/backward_rows.cuh), done by
-// three warps beside the producer thread. They prepare the rows of a head some heads before it is computed, and finish
-// its dQ as soon as that has been added up. So scratch is needed for few heads at a time, and stays in the L2.
+// If kAlongside: the work before and after the Hopper backward for the rows of Q (hopper/backward_rows.cuh), done by
+// the three idle warps of the producer warpgroup. They prepare the rows of a head some heads ahead of its computation,
+// and convert its dQ as soon as all additions are done. So scratch is needed for few heads at a time, and stays in the
+// L2.
 //
-// Heads, and tiles of keys, are taken in their order by whoever is free, and none waits for a later one. So it comes to
-// an end however many CTAs run at a time. The last heads, whose tiles may be taken together (scheduler/schedule.cuh),
-// all have scratch from the start, and none of them waits for another.
+// Warps take heads and tiles of keys in order, and never wait for a later one. So there is no deadlock, however many
+// CTAs run at a time. The last heads, whose tiles may be taken together (scheduler/schedule.cuh), all have scratch from
+// the start, and do not wait for each other.
 #pragma once
 
 #include "hopper/backward_rows.cuh"
@@ -14,13 +15,13 @@
 
 namespace jax_flash::hopper::backward {
 
-// One of these warps. It works on kAlongsideRows rows of a box at a time, in shared memory of its own, while the next
-// ones are loaded.
+// One of these warps. It has its own shared memory, with kAlongsideRows rows of a box at a time, while the next rows
+// are loaded.
 struct RowsWarp {
   const Params& p;
   Shared& shared;
   const TensorMap *o_map, *do_map, *dq_map;
-  PackedRing<2> at;  // of the oldest load that has not been used
+  PackedRing<2> at;  // of the oldest load that has not been consumed
 
   static constexpr int kSteps = kRowBlock / kAlongsideRows * kVBoxes;  // loads of O, and of dO, to a block
 
@@ -34,7 +35,7 @@ struct RowsWarp {
     }
   }
 
-  // Brings O and dO of a block to the L2.
+  // Prefetches O and dO of a block to the L2.
   __device__ __forceinline__ void Prefetch(const RowBlock& block) {
     const int i = Lane();
     if (i >= kSteps) return;
@@ -71,8 +72,8 @@ struct RowsWarp {
     SyncWarp();
   }
 
-  // Converts rows of dQ in place: in the problem's dtype they take half of the f32's memory. (Columns beyond the head
-  // dim may hold anything.)
+  // Converts rows of dQ in place: the result takes half of the memory of f32. (Columns beyond the head dim are
+  // undefined.)
   __device__ __forceinline__ void PackRows(uint8_t* rows) {
     const float4* from = reinterpret_cast<const float4*>(rows) + Lane();
     const float scale = DQKScale(p);
@@ -121,8 +122,7 @@ struct RowsWarp {
     Count(p.prepared + block.Head(p), Lane() == 0);
   }
 
-  // Stores a share of the zeros for dQ in each step. If all were stored at once, the loads of O and dO would have to
-  // wait for them.
+  // Stores a share of the zeros for dQ in each step. Storing all at once would delay the loads of O and dO.
   __device__ __forceinline__ void StoreZeros(const RowBlock& block, int i) {
     constexpr int kPieces = kQKDim > 64 ? 8 : 4, kBytes = kRowBlock * kQKDim * 4 / kPieces;
     static_assert(kBytes <= sizeof(Shared::zeros) || !kAlongside);
@@ -144,7 +144,7 @@ struct RowsWarp {
     }
   }
 
-  // Stores the diagonal of O dO^T, which is rowsum(dO O). The other entries are not needed.
+  // Stores the diagonal of O dO^T, which is rowsum(dO O). The other entries are discarded.
   __device__ __forceinline__ void StoreDiagonal(const RowBlock& block, int first, float (&products)[2][4]) {
     const int row = Lane() / 4;
     if (Lane() % 4 == row / 2) {
@@ -155,7 +155,7 @@ struct RowsWarp {
     for (int i = 0; i < 8; ++i) products[i / 4][i % 4] = 0.0f;
   }
 
-  // Waits for the oldest load that has not been used, and returns where it is.
+  // Waits for the oldest load that has not been consumed, and returns its buffer.
   __device__ __forceinline__ uint8_t* Wait() {
     uint8_t* const rows = Slot(at);
     MbarrierWait(Full(at), at.Parity());

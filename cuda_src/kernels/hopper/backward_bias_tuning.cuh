@@ -1,5 +1,6 @@
-// Where Hopper's pass for dbias differs from its algorithm, for the compiler's sake or because measurements said so.
-// Each field has its reason; docs/design has the figures.
+// Where Hopper's dbias pass differs from its algorithm because of the compiler, or because that is measurably faster.
+// Each field has its reason; docs/design has the figures. ptxas "must not move work ahead" where that would spill
+// registers; Never() stops it (ptx/compiler.cuh).
 #pragma once
 
 #include "ptx/compiler.cuh"
@@ -11,19 +12,18 @@ namespace jax_flash::hopper::dbias {
 struct Tuning {
   static constexpr bool kNarrowTiles = kTiling.cols < 128;
 
-  // Registers of a thread, of the 504 that the three warpgroups have together. A consumer's sum, S and dP take 192 of
-  // them, or half as many with narrow tiles, which windows, segments and soft caps have so that the producer has
-  // enough.
+  // Registers of a thread; the three warpgroups have 504 together. A consumer's sum, S and dP take 192 of them, or half
+  // as many with narrow tiles. Windows, segments and soft caps have narrow tiles, so that the producer has enough
+  // registers.
   static constexpr int kProducerRegisters = kNarrowTiles ? 88 : kManyRanges ? 56 : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
 
-  // The product for dP has to wait for registers until the masks have been applied.
+  // Does the product for dP start after the masks? Before, it has no registers.
   static constexpr bool kLateDP = kManyRanges && !kNarrowTiles;
 
-  // Where ptxas must not move work ahead, since it would spill registers (Never): between what memory says of masks and
-  // the exponentials, before the random words of dropout,
+  // ptxas must not move work ahead of the exponentials, after masks in memory, of the random words of dropout,
   static constexpr bool kStopAfterMask = kLookedUp, kStopBeforeZ = kDropout;
-  // and between every 8 entries of a bias that is looked up.
+  // and of the next 8 entries of a bias that is loaded entry by entry.
   static constexpr bool kBiasInParts = !kTiling.bias_tiles;
 };
 

@@ -1,5 +1,5 @@
-// The gradients of captured arrays in Hopper's backward. What the entries of 16 rows and 16 keys add to the same place
-// is added up by their warp before it goes to memory.
+// The gradients of captured arrays in the Hopper backward. A warp adds up the contributions of 16 rows and 16 keys to
+// the same element before it adds them in HBM.
 #pragma once
 
 #include "ptx/warp.cuh"

@@ -1,6 +1,5 @@
-// What comes after the Hopper backward: sums in f32, which are in blocks of kRowBlock rows, are converted to the
-// problem's dtype and layout. These are dQ, unless that is done alongside (hopper/backward_alongside.cuh), and dK and
-// dV if kSumKV.
+// After the Hopper backward: f32 sums, in blocks of kRowBlock rows, are converted to the dtype and layout of the
+// results. These are dQ, unless it is converted alongside (hopper/backward_alongside.cuh), and dK and dV if kSumKV.
 #pragma once
 
 #include "hopper/backward_rows.cuh"

@@ -60,7 +60,7 @@ struct ConsumerOfP : Epilogue {
     WaitForQ();
     IssueS();
     Step step = StepHere();
-    if (!Tuning::kLateMasks) FetchMasks(tile, step);
+    if (!Tuning::kLateMaskFetch) FetchMasks(tile, step);
     while (true) {
       const int stage = at.index;
       WgmmaWait<0>();
@@ -83,7 +83,7 @@ struct ConsumerOfP : Epilogue {
       WaitForQ();
       IssueS();
       step = StepHere();
-      if (!Tuning::kLateMasks) FetchMasks(tile, step);
+      if (!Tuning::kLateMaskFetch) FetchMasks(tile, step);
       WgmmaWait<1>();
       Pin(dV);
       Release(&shared.do_empty[stage]);

@@ -54,7 +54,7 @@ struct Warpgroup {
   __device__ __forceinline__ Step StepHere() {
     const Step& step = shared.step[at.index];
     const int masks = Uniform(int(step.masks));
-    const bool of_block = Tuning::kToldOfBlocks && masks == int(Masks::kOfBlock);
+    const bool of_block = Tuning::kBlockBitsAlone && masks == int(Masks::kOfBlock);
     return {Uniform(step.row),
             Uniform(step.head),
             Uniform(step.row_block),

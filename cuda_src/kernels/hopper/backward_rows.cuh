@@ -1,6 +1,6 @@
-// What comes before the Hopper backward for the rows of Q: L, D, and zeros to which dQ is added in f32. All of that is
-// in scratch memory, in blocks of kRowBlock rows. A small kernel does it, or if kAlongside idle warps of the main
-// kernel (hopper/backward_alongside.cuh).
+// Before the Hopper backward, for the rows of Q: L, D, and zeros to which dQ is added in f32. They are in scratch, in
+// blocks of kRowBlock rows. A small kernel prepares them, or if kAlongside idle warps of the main kernel
+// (hopper/backward_alongside.cuh).
 #pragma once
 
 #include "hopper/row_blocks.cuh"

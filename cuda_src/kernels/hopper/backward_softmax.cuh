@@ -63,7 +63,7 @@ struct Probabilities : Products {
     const Block<true> block(p.block_mask, tile.batch, step.kind);
     seen.Ask(block, Key(tile), step.row);
     if (Tuning::kFoldsWords) seen.Fold();
-    if (Tuning::kEarlyMasks) JoinMasks(tile, step);
+    if (Tuning::kEarlyMaskJoin) JoinMasks(tile, step);
   }
   // Combines the masks that were loaded with the other masks.
   __device__ __forceinline__ void JoinMasks(const KVTile& tile, const Step& step) {
@@ -75,8 +75,8 @@ struct Probabilities : Products {
   // Sets masked entries to -inf.
   __device__ __forceinline__ void ApplyMasks(const KVTile& tile, const Step& step) {
     if constexpr (kLookedUp) {
-      if (Tuning::kLateMasks) FetchMasks(tile, step);
-      if (!Tuning::kEarlyMasks) JoinMasks(tile, step);
+      if (Tuning::kLateMaskFetch) FetchMasks(tile, step);
+      if (!Tuning::kEarlyMaskJoin) JoinMasks(tile, step);
       seen.Hide(S);
     } else {
       HideOutside(PositionsOf(p, tile.batch), ViewOf(tile, step), S);

@@ -1,6 +1,6 @@
-// Tiles of a bias, which TMA brings with K in the forward and with Q in the backward, so that nobody waits
-// for its entries one by one; and tiles of dbias, which it takes away. In shared memory they lie as they come: in boxes
-// of all rows of a tile and kBoxBytes of keys, swizzled.
+// Tiles of a bias, which TMA loads with K in the forward and with Q in the backward, so that nobody waits for single
+// entries; and tiles of dbias, which TMA stores. In shared memory they are boxes of all rows of a tile and kBoxBytes of
+// keys, swizzled.
 #pragma once
 
 #include "ptx/tma.cuh"
@@ -18,7 +18,7 @@ constexpr int kBiasBox = kTiling.rows * kBoxBytes;  // bytes of a box
 constexpr int kBiasTile = kBiasBoxes * kBiasBox;    // of a tile
 static_assert(!kBiasTiles || (kBias && kTiling.cols % kBiasBoxKeys == 0));
 
-// Begins to load the tile at (row, key), whose bytes `barrier` has been told to expect.
+// Begins to load the tile at (row, key). `barrier` has been told to expect its bytes.
 __device__ __forceinline__ void LoadBiasTile(const Params& p, uint8_t* to, const TensorMap* map, uint64_t* barrier,
                                              int row, int key, int head, int batch) {
   for (int b = 0; b < kBiasBoxes; ++b) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void LoadBiasTile(const Params& p, uint8_t* to, const
   }
 }
 
-// Has the tile brought to the L2.
+// Prefetches the tile to the L2.
 __device__ __forceinline__ void PrefetchBiasTile(const Params& p, const TensorMap* map, int row, int key, int head,
                                                  int batch) {
   for (int b = 0; b < kBiasBoxes; ++b) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void PrefetchBiasTile(const Params& p, const TensorMa
   }
 }
 
-// Begins to store the tile of dbias that has taken the place of the bias.
+// Begins to store the tile of dbias that has replaced the bias.
 __device__ __forceinline__ void StoreBiasTile(const uint8_t* from, const TensorMap* map, int row, int key, int head,
                                               int batch) {
   for (int b = 0; b < kBiasBoxes; ++b) TmaStore(map, from + b * kBiasBox, key + b * kBiasBoxKeys, row, head, batch);
@@ -63,7 +63,7 @@ __device__ __forceinline__ uint32_t PackBias(float low, float high) {
   return packed;
 }
 
-// Where 16 x 16 entries of a tile are, of which a lane has 8, in the order of an accumulator. `rows` is the first of
+// Addresses of 16 x 16 entries of a tile. A lane has 8 of them, in the order of an accumulator. `rows` is the first of
 // the 16 rows in the first box, `key` the first of the 16 keys of the tile.
 template <bool kTransposed>
 struct BiasPlaces {
@@ -83,7 +83,7 @@ struct BiasPlaces {
     return SharedAddress(box + row * kBoxBytes + (c ^ row % 8) * 16);
   }
 
-  // For entries of 32 bits: where the i-th of a lane is. In memory it is beside the one after it, unless kTransposed.
+  // For entries of 32 bits: the address of the i-th entry of a lane. Entry i + 1 follows in memory, unless kTransposed.
   __device__ __forceinline__ float* Entry(int i) const {
     const View<kTransposed> view = {kTransposed ? lane % 4 * 2 : lane / 4, kTransposed ? lane / 4 : lane % 4 * 2};
     const int h = i / 2 % 2, x = i / 4 * 2 + i % 2, r = view.Row(h, x), k = view.Key(h, x);
@@ -114,7 +114,7 @@ __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float*
     for (int i = 0; i < 8; i += 2) {
       if constexpr (kTransposed) {
         S[i] = WithBias(S[i], *places.Entry(i)), S[i + 1] = WithBias(S[i + 1], *places.Entry(i + 1));
-      } else {  // lanes of odd rows read the two in the other order; otherwise two lanes would want the same bank
+      } else {  // lanes of odd rows read the two entries in the other order, to avoid bank conflicts
         const int odd = places.lane / 4 % 2;
         const float first = places.Entry(i)[odd], second = places.Entry(i)[1 - odd];
         S[i] = WithBias(S[i], odd ? second : first), S[i + 1] = WithBias(S[i + 1], odd ? first : second);

@@ -1,9 +1,9 @@
-// Rows of a tile in shared memory that TMA sets to 0 after the tile has landed.
+// Rows of a tile in shared memory that are set to 0 after the tile has landed.
 //
 // wgmma multiplies whole tiles, and 0 times NaN is NaN. So rows whose content must not matter (empty rows of Q and dO,
-// keys from the length on) are cleared before a consumer sees them. The producer thread does that: it counts the loads
-// of such a tile at a barrier of its own, waits for them, and then copies zeros over the rows. The consumers' barrier
-// counts these copies instead of the loads. Consumers do the same as with any other tile.
+// and keys beyond the length) are cleared before a consumer reads them. The producer thread does this: it counts the
+// loads of such a tile at a separate barrier, waits for them, and then copies zeros over the rows by TMA. The barrier
+// of the consumers counts these copies instead of the loads. Consumers need no special case.
 #pragma once
 
 #include "hopper/shared_tile.cuh"
@@ -32,10 +32,10 @@ __device__ __forceinline__ void ClearRowsFrom(SharedTile<kRows, kBoxes> tile, in
   ClearRows(tile, first, count, barrier);
 }
 
-// The barrier, in shared memory, that counts the loads of tiles that have to be cleared, one tile after the other.
+// The barrier, in shared memory, for the loads of a tile that has to be cleared; one tile at a time.
 struct LandingBarrier {
   uint64_t barrier;
-  uint32_t parity;  // here, since the producer has no register for it
+  uint32_t parity;  // in shared memory, since the producer has no register for it
 
   __device__ __forceinline__ void Init() {
     MbarrierInit(&barrier, 1);
@@ -47,15 +47,14 @@ struct LandingBarrier {
   }
 };
 
-// Which of the rows of a tile of Q or dO are empty: a bit for each. In shared memory, where the producer alone reads
-// it.
+// The empty rows of a tile of Q or dO: a bit for each. It is in shared memory; only the producer reads it.
 template <int kRows>
 struct EmptyRows {
   static constexpr int kWords = kRows / 32;
   uint32_t words[kWords];
 
-  // Reads the bits from scratch; returns whether there are any. (From the L2, since the place may have been another
-  // head's before: hopper/backward_alongside.cuh.)
+  // Reads the bits from scratch; returns whether any is set. (From the L2, since another head may have used this memory
+  // before: hopper/backward_alongside.cuh.)
   __device__ __forceinline__ bool Read(const uint32_t* bits) {
     uint32_t some = 0;
 #pragma unroll

@@ -51,7 +51,7 @@ struct Consumer : Epilogue {
     WgmmaWait<1>();
     if (kBiasTiles) AddBias();  // 11
     FinishS(last);
-    if (kMasked && kLookedUp && !Tuning::kEarlyMasks) {
+    if (kMasked && kLookedUp && !Tuning::kEarlyMaskJoin) {
       if (Never()) return;  // otherwise ptxas lets the turn wait for the masks in memory
       JoinMasks(tile, j, inside);
     }
@@ -111,7 +111,7 @@ struct Consumer : Epilogue {
     if (kBiasTiles) AddBias();
     FinishS(kListed ? listed.Last() : j == begin);
     if (masked) {
-      if (kLookedUp && !Tuning::kEarlyMasks) JoinMasks(tile, j, kListed && listed.Inside());
+      if (kLookedUp && !Tuning::kEarlyMaskJoin) JoinMasks(tile, j, kListed && listed.Inside());
       ToScores<true>(tile, j);
     } else {
       ToScores<false>(tile, j);

@@ -33,7 +33,7 @@ struct Probabilities : Products {
     const Block<false> block(p.block_mask, kListed ? shared.listed[k.index].elements : kAllVisible);
     seen.Ask(block, Block<false>::kLines == kRows ? RowInTile() : Row(tile),
              Column(j));  // a tile may be a whole block
-    if (Tuning::kEarlyMasks) JoinMasks(tile, j, inside);
+    if (Tuning::kEarlyMaskJoin) JoinMasks(tile, j, inside);
   }
   // Combines all masks of tile j. `inside`: the bits of its block are the only mask.
   __device__ __forceinline__ void JoinMasks(const QTile& tile, int j, bool inside) {

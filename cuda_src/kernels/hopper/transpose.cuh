@@ -1,8 +1,8 @@
-// A wgmma of TF32 takes B from shared memory only where the dimension that is summed over (k) is contiguous. The keys
-// of V are not, so V is transposed. In the backward so are Q and dO, which are summed over queries, and K.
+// Transposition in shared memory, for TF32. wgmma reads a TF32 operand from shared memory only if it is K-major
+// (hopper/shared_tile.cuh). V is not, so it is transposed. In the backward Q, dO and K are transposed.
 //
-// Rows and columns are also permuted, both in the same way: of each 8, position 2 t + e of the one is t + 4 e of the
-// other. That puts both P and O where they are wanted:
+// Rows and columns are also permuted, both in the same way: of each 8, position 2 t + e of the one is position t + 4 e
+// of the other. So P and O have the layouts that are needed:
 //   key 2 t + e of V is column t + 4 e of V^T, and so of P: a lane's columns of an accumulator are its k of A
 //   column t + 4 e of V is row 2 t + e of V^T, and so column of O: a lane's columns are those of stmatrix
 #pragma once
@@ -12,12 +12,12 @@
 namespace jax_flash::hopper {
 
 // A warp transposes a box of V, [kKeys][32], to 32 rows of V^T, [32] in each of its boxes of 32 keys, which are
-// `stride` bytes apart; kKeys is a multiple of 32. Each lane transposes a column: what 32 lanes read at a time, and
-// what 8 lanes write, 16 bytes each, lies in all banks. kAtOnce: how many keys are in registers, 8 or 16.
+// `stride` bytes apart; kKeys is a multiple of 32. Each lane transposes a column. Reads of 32 lanes, and writes of 8
+// lanes with 16 bytes each, have no bank conflicts. kAtOnce: how many keys are in registers, 8 or 16.
 template <int kKeys, int kAtOnce>
 __device__ __forceinline__ void TransposeBox(const uint8_t* v, uint8_t* v_t, int stride) {
   int column = threadIdx.x % 32;
-  asm volatile("" : "+r"(column));  // so that addresses of all boxes do not fill the registers
+  asm volatile("" : "+r"(column));  // keeps the compiler from precomputing addresses of all boxes
   const int row = column / 8 * 8 + column % 4 * 2 + column / 4 % 2;
 #pragma unroll 1
   for (int key = 0; key < kKeys; key += kAtOnce) {
@@ -34,13 +34,13 @@ __device__ __forceinline__ void TransposeBox(const uint8_t* v, uint8_t* v_t, int
   }
 }
 
-// The same for 32 keys, in fewer steps and with more registers: a lane has 8 keys and 4 columns. What 8 lanes read or
-// write at a time, 16 bytes each, lies in all banks.
+// The same for 32 keys, in fewer steps and with more registers: a lane has 8 keys and 4 columns. Reads and writes of 8
+// lanes, 16 bytes each, have no bank conflicts.
 __device__ __forceinline__ void TransposeSquare(const uint8_t* v, uint8_t* v_t) {
   const int lane = threadIdx.x % 32, columns = lane % 8, keys = columns / 2 ^ lane / 8;  // 4 columns, 8 keys
   const int row = columns / 2 * 8 + columns % 2;
   int from = keys * 8 * 128 + columns * 16, to = row * 128 + (keys * 2 ^ row % 8) * 16;
-  asm volatile("" : "+r"(from), "+r"(to));  // so that addresses of all squares do not fill the registers
+  asm volatile("" : "+r"(from), "+r"(to));  // keeps the compiler from precomputing all addresses
   alignas(16) float x[8][4];
 #pragma unroll
   for (int key = 0; key < 8; ++key)

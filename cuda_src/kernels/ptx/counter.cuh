@@ -25,7 +25,7 @@ __device__ __forceinline__ void WaitForCount(const int* counter, int count) {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
-// fence.proxy.async: between what threads read and write in HBM and what the copy engine does.
+// fence.proxy.async: between what threads read and write in HBM and what TMA does.
 __device__ __forceinline__ void FenceProxyAsyncGlobal() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 }  // namespace jax_flash

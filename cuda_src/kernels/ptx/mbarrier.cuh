@@ -10,7 +10,7 @@ __device__ __forceinline__ void MbarrierInit(uint64_t* barrier, uint32_t arrival
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(arrivals));
 }
 
-// fence.mbarrier_init: makes the initialised barriers visible to the copy engine.
+// fence.mbarrier_init: makes the initialised barriers visible to TMA.
 __device__ __forceinline__ void FenceMbarrierInit() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -52,8 +52,8 @@ __device__ __forceinline__ uint32_t PackRelu(float low, float high) {
   return packed;
 }
 
-// cvt.*.tf32.f32: to 11 significant bits, the nearest. Of two it is the even one from sm_90 on, as the copy engine has
-// it: the backward must find the scores of the forward. PTX ISA 9.7.9.22.
+// cvt.*.tf32.f32: to the nearest number with 11 significant bits. From sm_90 on ties go to even, as with TMA: the
+// backward must recompute the scores of the forward. PTX ISA 9.7.9.22.
 __device__ __forceinline__ uint32_t RoundTF32(uint32_t x) {
   uint32_t y;
 #if __CUDA_ARCH__ >= 900

@@ -159,12 +159,14 @@ def headline(results: Results) -> str:
         ratios = [over(row, other) for row in results["rows"] if row["pass"] == pass_]
         return f"{statistics.geometric_mean(x for x in ratios if x is not None):.2f}"
 
+    device = results["environment"]["devices"][0].removeprefix("NVIDIA ")
     cudnn, fa3, fa4, xla = ([mean(other, pass_) for pass_ in PASSES] for other in ("cudnn", "fa3", "fa4", "xla"))
     return (
-        f"**{cudnn[0]} times as fast as cuDNN forward, and {cudnn[1]} times backward.** The speed-up, forward and "
-        f"backward, is {fa3[0]} and {fa3[1]} over FlashAttention-3, {fa4[0]} and {fa4[1]} over FlashAttention-4, and "
-        f"{xla[0]} and {xla[1]} over XLA. These are geometric means over head dims 64, 128 and 256, lengths 1024, 4096 "
-        "and 16384, causal and not. XLA's means omit cases in which it runs out of memory."
+        f"**{cudnn[0]} times as fast as cuDNN forward, and {cudnn[1]} times backward**, on an {device}, in "
+        f"bfloat16. The speed-up, forward and backward, is {fa3[0]} and {fa3[1]} over FlashAttention-3, {fa4[0]} and "
+        f"{fa4[1]} over FlashAttention-4, and {xla[0]} and {xla[1]} over XLA's attention in `jax.nn`. These are "
+        "geometric means over head dims 64, 128 and 256, lengths 1024, 4096 and 16384, causal and not. XLA's means "
+        "omit cases in which it runs out of memory."
     )
 
 
@@ -668,16 +670,23 @@ def load(name: str) -> Results:
 
 
 def filled(text: str, page: pathlib.Path) -> str:
-    """The page's text with the tables that the results give."""
+    """Return the text of a page with the tables that the results give.
+
+    Two tables in a row with the same source name it once.
+    """
+    last = ""
 
     def fill(found: re.Match[str]) -> str:
+        nonlocal last
         begin, name, _, end = found.groups()
         if name not in TABLES:
             raise SystemExit(f"{page.relative_to(ROOT)}: there is no table {name!r}; there are {', '.join(TABLES)}")
         if not all((RESULTS / f"{file}.json").exists() for file in FILES[name]):
             return begin + end
         body = TABLES[name](*map(load, FILES[name]))
-        return f"{begin}{body}\n\n{sources(FILES[name], page)}\n{end}"
+        made = sources(FILES[name], page)
+        shown, last = "Measured as above." if made == last else made, made
+        return f"{begin}{body}\n\n{shown}\n{end}"
 
     return BLOCK.sub(fill, text)
 

@@ -94,6 +94,8 @@ def dot_product_attention(
 
         dropout(softmax(mask(score_mod(cap(scale · Q Kᵀ) + bias)))) V
 
+    With `sinks`, the softmax has one more logit.
+
     Letters: B batch size, T query length, S key/value length, N query heads, K key/value heads, D query/key head dim, E
     value head dim. K must divide N: K = N is multi-head, K < N grouped-query, and K = 1 multi-query attention.
 
@@ -120,11 +122,14 @@ def dot_product_attention(
         sink off, and +inf makes the output 0. The residual does not include the sink.
       implementation: None, "flash", "xla" or "reference". "flash" is the fused kernels. "xla" is the same algorithm in
         plain JAX, for any platform and for forward-mode derivatives. "reference" stores the [B, N, T, S] scores. None
-        takes the fastest one that supports the call (see `choose_implementation`), and "xla" for symbolic sizes.
+        takes "flash" if its kernels support the call, and "xla" otherwise or for symbolic sizes (see
+        `choose_implementation`).
       return_residual: whether to return the logsumexp of the scores of each query as well.
-      dropout_rate: probability of dropping an entry of the attention matrix, rounded to 15 bits. It must be 1, or at
-        most 255/256. Kept entries are divided by the probability of keeping them. The dropout mask depends only on
-        `dropout_key` and on the position of an entry. It is the same for every platform, implementation and sharding.
+      dropout_rate: probability of dropping an entry of the attention matrix, from 0 to 255/256, or 1. It is rounded to
+        a multiple of 2^-15. Kept entries are divided by the probability of keeping them. The dropout mask depends only
+        on `dropout_key` and on the position in the attention matrix. It is the same for every platform and
+        implementation and, under `jit`, every sharding. Inside `shard_map`, pass `dropout_batch_ids` and
+        `dropout_head_ids`.
       dropout_key: JAX PRNG key, typed or raw. It is required if the rate is above 0.
       broadcast_dropout: whether all batch entries and heads share one dropout mask.
       dropout_batch_ids: integer array [B], the indices of the batch entries in the dropout mask. Default: 0, 1, …
@@ -138,9 +143,9 @@ def dot_product_attention(
       precision: precision of float32 products, as in `jax.lax.dot`: a `jax.lax.Precision`, a
         `jax.lax.DotAlgorithmPreset`, or the name of one. None uses `jax.default_matmul_precision`. If that is not set,
         GPU kernels use TF32. CPU kernels always have full float32 precision.
-      query_offset: int or integer array [B], the position of the first query relative to the keys, for causal masks and
-        windows. By default it is 0: the first query is aligned with the first key. Use it for decoding with a cache and
-        for chunked prefill.
+      query_offset: int, integer scalar (may be traced) or integer array [B], the position of the first query relative
+        to the keys, for causal masks and windows. By default it is 0: the first query is aligned with the first key.
+        Use it for decoding with a cache and for chunked prefill.
       block_mask: block-sparse mask (`jax_flash.BlockMask`, `jax_flash.patterns`). The kernels skip its empty blocks.
         All other masks apply as well. Its rows and columns are array indices, so query_offset does not shift it.
       score_mod: function (score, batch, head, query, key) that returns a new score. It takes scalars and uses `jnp`.
@@ -151,8 +156,9 @@ def dot_product_attention(
         captured arrays follow the rules of score_mod.
       sequence_axis: mesh axis or axes that shard the sequence, inside `jax.shard_map`. Keys and values then travel from
         device to device (ring attention, arXiv 2310.01889). T and S are local lengths. A bias or a mask has the rows of
-        this device's queries, and all columns in unsharded order. Lengths, offsets, block masks, and the indices of
-        score_mod and mask_mod are global. Outside of `shard_map`, leave it out: sharded sequences are detected.
+        this device's queries, and all columns in unsharded order. Lengths, offsets, block masks, and the query and key
+        indices of score_mod and mask_mod are global. Their batch and head indices are local. Outside of `shard_map`,
+        leave it out: sharded sequences are detected.
       sequence_layout: order of a sharded sequence: "contiguous", or "zigzag" (see `jax_flash.zigzag`).
       deterministic: whether gradients have the same bits in every run on one GPU model, and with any number of threads
         on a CPU. By default, a GPU sums the gradients of the query and of captured arrays in varying order, and on a
@@ -172,8 +178,8 @@ def dot_product_attention(
 
     Padding: tokens beyond `query_seq_lengths` and `key_value_seq_lengths`, and queries that see no key under the masks,
     are padding. They and their cotangents may hold any value, including NaN. They do not affect other tokens, forward
-    or backward. Their output and gradients are 0. If only a bias of -inf hides all keys from a query, its cotangents
-    may hold any value, but the query itself must be finite.
+    or backward. Their output and gradients are 0. A query whose keys are hidden only by a bias of -inf must be finite.
+    Its cotangents may hold any value.
 
     Differences from `jax.nn.dot_product_attention`:
       * A query that sees no key gives 0 and has zero gradients. (jax.nn gives the mean of the values.)

@@ -229,8 +229,9 @@ class Problem:
         head. The backward has 2 · (3 D + 2 E), including 2 · D to recompute the scores.
 
         Only `is_causal` and a `local_window_size` of Python ints reduce the count. A problem does not contain the
-        values of arrays. So it ignores masks that are arrays or functions, lengths, segment ids, traced windows and a
-        `query_offset`, and the result is then an upper bound. `docs/guides/mfu.md` shows how to use it.
+        values of arrays. So it ignores masks that are arrays or functions, lengths, segment ids, and traced windows.
+        With a `query_offset`, all pairs count, even if `is_causal` is set. The result is then an upper bound.
+        `docs/guides/mfu.md` shows how to use it.
 
         Args:
           backward: whether to count the backward alone instead of the forward.

@@ -10,6 +10,8 @@ import unicodedata
 import pytest
 
 import jax_flash
+from jax_flash import _native
+from jax_flash.operands import BLOCK_MASK, BROADCAST
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks/results").exists(), reason="a source package has no results")
@@ -107,3 +109,23 @@ def test_links_lead_somewhere(page):
         if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target.read_text()))):
             broken.append(link)
     assert not broken
+
+
+def documented(declaration: str, name: str, dtype: str, dims: str, there: str) -> str:
+    """A row of the table of operands in docs/architecture.md, from a row of the table in common/arrays.h."""
+    sizes = {"G": "pages", "A": "page", "M": "S / page", "R": "row_list", "C": "column_list", "P": "element_masks"}
+    sizes |= {"Q": "q_block", "W": "⌈kv_block / 32⌉", "X": "2"}
+    if name in (*BROADCAST, *BLOCK_MASK):
+        sizes |= {dim: f"{dim} or 1" for dim in "BNTS"}
+    shape = ", ".join(sizes.get(dim, dim) for dim in dims)
+    types = {"int32_t": "s32", "uint32_t": "u32", "uint8_t": "pred"}
+    dtype = types.get(declaration, re.sub(r"p\.|\(\)", "", dtype).replace("accumulation_dtype", "accumulation dtype"))
+    condition = re.sub(r" \?.*|p\.|\(\)", "", there).replace("==", "=").replace("true", "always")
+    return f"| {name} | [{shape}] | {dtype} | {condition} |"
+
+
+def test_the_architecture_lists_the_operands():
+    header, _, _ = (ROOT / "common/arrays.h").read_text().partition("#define JAX_FLASH_FORWARD_RESULTS")
+    declared = re.findall(r'  OPERAND\((\w+), (\w+), (\S+), "(\w*)", (.+)\) *\\?', header)
+    assert [name for _, name, *_ in declared] == [name for name, *_ in _native.operands()]
+    assert "\n".join(documented(*row) for row in declared) in (ROOT / "docs/architecture.md").read_text()

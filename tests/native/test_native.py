@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_flash import _native
-from jax_flash.operands import BLOCK_MASK, BROADCAST, Operands
+from jax_flash.operands import Operands
 from jax_flash.problem import Extent, Problem
 
 PROBLEM = Problem(batch=1, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v_dim=8, dtype="float32")
@@ -149,26 +148,6 @@ def test_instruction_set_that_is_not_there(isa, said):
 def test_operands_are_pythons():
     """In names and order."""
     assert [name for name, *_ in _native.operands()] == [name for name in Operands._fields if name != "captured"]
-
-
-def documented(declaration: str, name: str, dtype: str, dims: str, there: str) -> str:
-    """A row of the table of operands in docs/architecture.md, from a row of the table in common/arrays.h."""
-    sizes = {"G": "pages", "A": "page", "M": "S / page", "R": "row_list", "C": "column_list", "P": "element_masks"}
-    sizes |= {"Q": "q_block", "W": "⌈kv_block / 32⌉", "X": "2"}
-    if name in (*BROADCAST, *BLOCK_MASK):
-        sizes |= {dim: f"{dim} or 1" for dim in "BNTS"}
-    shape = ", ".join(sizes.get(dim, dim) for dim in dims)
-    types = {"int32_t": "s32", "uint32_t": "u32", "uint8_t": "pred"}
-    dtype = types.get(declaration, re.sub(r"p\.|\(\)", "", dtype).replace("accumulation_dtype", "accumulation dtype"))
-    condition = re.sub(r" \?.*|p\.|\(\)", "", there).replace("==", "=").replace("true", "always")
-    return f"| {name} | [{shape}] | {dtype} | {condition} |"
-
-
-def test_the_docs_list_the_operands():
-    header, _, _ = (ROOT / "common/arrays.h").read_text().partition("#define JAX_FLASH_FORWARD_RESULTS")
-    declared = re.findall(r'  OPERAND\((\w+), (\w+), (\S+), "(\w*)", (.+)\) *\\?', header)
-    assert [name for _, name, *_ in declared] == [name for name, *_ in _native.operands()]
-    assert "\n".join(documented(*row) for row in declared) in (ROOT / "docs/architecture.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -291,6 +291,17 @@ def test_module_decodes_as_one_causal_pass(api, options):
         assert cache["cache_index"] == LENGTH
 
 
+def test_nnx_module_decodes_if_the_call_says_so():
+    """A causal module, whose attribute `decode` is None; `nnx.jit` updates the cache."""
+    module = Nnx.fused(HEADS, FEATURES, is_causal=True, rngs=nnx.Rngs(0))
+    whole = module(INPUTS, decode=False)
+    module.init_cache(INPUTS.shape)
+    step = nnx.jit(lambda module, tokens: module(tokens, decode=True))
+    outputs = [step(module, tokens) for tokens in np.split(INPUTS, [5, 6, 7], axis=1)]
+    assert_close(np.concatenate(outputs, axis=1), whole)
+    assert module.cache_index[...] == LENGTH
+
+
 @pytest.mark.parametrize("options", [{"api": Linen}, {"api": Nnx, "num_kv_heads": 2}], ids=["linen", "nnx"])
 def test_module_decodes_like_stock(options):
     """Step by step the same outputs and the same cache, with a mask that hides a token."""

@@ -160,13 +160,15 @@ def headline(results: Results) -> str:
         return f"{statistics.geometric_mean(x for x in ratios if x is not None):.2f}"
 
     device = results["environment"]["devices"][0].removeprefix("NVIDIA ")
-    cudnn, fa3, fa4, xla = ([mean(other, pass_) for pass_ in PASSES] for other in ("cudnn", "fa3", "fa4", "xla"))
+    cudnn = [mean("cudnn", pass_) for pass_ in PASSES]
+    names = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4", "xla": "XLA's attention in `jax.nn`"}
+    measured = [name for name in names if any(name in row["tflops"] for row in results["rows"])]
+    *others, last = [" and ".join(mean(name, pass_) for pass_ in PASSES) + f" over {names[name]}" for name in measured]
     return (
-        f"**{cudnn[0]} times as fast as cuDNN forward, and {cudnn[1]} times backward**, on an {device}, in "
-        f"bfloat16. The speed-up, forward and backward, is {fa3[0]} and {fa3[1]} over FlashAttention-3, {fa4[0]} and "
-        f"{fa4[1]} over FlashAttention-4, and {xla[0]} and {xla[1]} over XLA's attention in `jax.nn`. These are "
-        "geometric means over head dims 64, 128 and 256, lengths 1024, 4096 and 16384, causal and not. XLA's means "
-        "omit cases in which it runs out of memory."
+        f"**{cudnn[0]} times as fast as cuDNN forward, and {cudnn[1]} times backward**, on an {device}, in bfloat16. "
+        f"The speed-up, forward and backward, is {', '.join(others)}{', and ' if others else ''}{last}. "
+        "These are geometric means over head dims 64, 128 and 256, lengths 1024, 4096 and 16384, causal and not. "
+        "XLA's means omit cases in which it runs out of memory."
     )
 
 

@@ -109,7 +109,7 @@ struct Problem {
   bool window() const { return window_left >= 0 || window_right >= 0; }
   bool dropout() const { return drop_threshold > 0; }
   // Can a row be empty, that is have l = 0? Otherwise every row sees the first key, or with a window the key of its own
-  // position or the last key. (Problem.may_empty_rows in Python is the same.)
+  // position or the last key. (As Problem.may_empty_rows in Python, which also knows symbolic sizes.)
   bool may_empty_rows() const {
     const bool beyond_keys = window_left >= 0 && window_left < q_len - kv_len;  // the window of the last row
     return beyond_keys || ranges || q_lengths || kv_lengths || segments || (query_offset && (causal || window())) ||

@@ -255,7 +255,7 @@ class Problem:
             problem requests, or by default those for query, key and value.
 
         Raises:
-          TypeError, ValueError: as in `flops`.
+          TypeError, ValueError: as in `flops`. ValueError also if an array has more than 2^52 elements.
         """
         self._check_cost("bytes", backward)
         # The arrays are the same for any code, and a program may have none.

@@ -174,12 +174,15 @@ def dot_product_attention(
         parts: one per device, or two with "zigzag". With dropout, each part must have a multiple of 16 queries and
         keys. With a block mask, each part must consist of whole blocks.
       NotImplementedError: if the number of heads or a head dim is symbolic. The implementation "flash" also raises it
-        when a program is lowered with a symbolic batch or length, or for a platform without kernels.
+        if its kernels do not support an operation in `score_mod` or `mask_mod`, and when a program is lowered with a
+        symbolic batch or length, or for a platform without kernels.
+      jax.errors.JaxRuntimeError: if "flash" is compiled for a GPU, and the GPU kernels do not support the call, such as
+        float64 or a head dim above 256.
 
     Padding: tokens beyond `query_seq_lengths` and `key_value_seq_lengths`, and queries that see no key under the masks,
     are padding. They and their cotangents may hold any value, including NaN. They do not affect other tokens, forward
-    or backward. Their output and gradients are 0. A query whose keys are hidden only by a bias of -inf must be finite.
-    Its cotangents may hold any value.
+    or backward. Their output and gradients are 0. If only a bias of -inf hides a query's keys, the query must be
+    finite, because it is no padding. Its cotangents need not be finite.
 
     Differences from `jax.nn.dot_product_attention`:
       * A query that sees no key gives 0 and has zero gradients. (jax.nn gives the mean of the values.)
@@ -191,6 +194,7 @@ def dot_product_attention(
       * A bias of -inf masks an entry, whatever `score_mod` returns there.
       * `implementation="flash"` selects the fused kernels, "xla" is the same algorithm in plain JAX, and "cudnn" is an
         error.
+      * The fused kernels have no forward-mode derivatives (`jax.jvp`, `jax.linearize`, `jax.jacfwd`). "xla" has them.
     """
     return_residual = checks.flag("return_residual", return_residual)
     o, *statistics = _attention(query, key, value, bias, mask, options)

@@ -247,7 +247,7 @@ struct ProgramParams : Params {
   float* dcaptured[kMaxCaptured];
 };
 
-// The arguments of kernels whose rows have sinks. They are apart, so that other kernels' arguments stay as they are.
+// The arguments of kernels whose rows have sinks. A struct of its own keeps the arguments of other kernels unchanged.
 #define JAX_FLASH_SINK_PARAMS(FIELD)                                                                 \
   FIELD(Broadcast<const float>, sinks, BroadcastOf(static_cast<const float*>(in.sinks), p.sinks, p)) \
   FIELD(float*, dsinks, static_cast<float*>(gradients.dsinks)) /* [batch, head, row]: each row's part */

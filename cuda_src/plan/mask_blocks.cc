@@ -24,7 +24,7 @@ int AddMaskUnit(const Problem& p, Plan* plan) {
 // mask_mod or alone. Otherwise the kernels ask mask_mod of their entries.
 bool StoresBits(const Problem& p) { return p.mask.present || p.block_mask.present; }
 
-// Of a batch entry, how many blocks of the mask that is made of p's are told apart: what it is broadcast over has one.
+// The number of blocks that a batch entry has of its own in the mask made from p's mask. A broadcast dim counts once.
 int64_t OwnBlocks(const Problem& p, const Problem& made) {
   const Extent mod = p.mask_mod_extent();
   const bool rows = p.mask.rows || mod.rows || p.block_mask.present;

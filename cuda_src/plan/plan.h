@@ -20,7 +20,7 @@ std::string CudaRefusal(const Problem& problem);
 // No entry of the results depends on an operand: there is nothing to attend to, or nobody to do it.
 bool NothingToCompute(const Problem& problem);
 
-// Which tensor maps a kernel has beside Params.
+// The tensor maps that a kernel takes in addition to Params.
 enum class Maps { kNone, kForward, kBackward, kBackwardBias };
 
 // A file of cuda_src/kernels with the configuration and the problem that it is compiled for.

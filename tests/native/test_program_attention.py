@@ -191,7 +191,7 @@ IDENTITY = {"score_mod": Program("score;result,0"), "score_grad": Program("cotan
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_identity_changes_nothing(dtype):
-    """Nor does a mask_mod that says what causal says."""
+    """A score_mod that returns its score, and a mask_mod that repeats the causal mask."""
     case = Case(T=100, S=300, causal=True, offset=True, bias="1nts")
     without = two_passes(*made(case, dtype)[:2], (), made(case, dtype)[2])
     for changes in (IDENTITY, IDENTITY | {"causal": False, "mask_mod": Program("query;key;ge.i,0,1;result,2")}):

@@ -128,8 +128,8 @@ struct QTile {
   }
 };
 
-// This CTA's tile of Q, which is made of these arguments. Where accumulators need the registers it is in shared memory,
-// and threads read what they need of it when they need it. Where there are enough registers that would cost 3%.
+// This CTA's tile of Q, made from these arguments. If the accumulators need the registers, the tile is in shared
+// memory, and threads read its fields when they need them. With enough registers, shared memory would be 3% slower.
 template <typename... From>
 __device__ __forceinline__ decltype(auto) TileHere(const Params& p, const From&... from) {
   if constexpr (kWarpRows == 32 && kVDim > 64) {

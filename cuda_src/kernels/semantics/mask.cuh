@@ -45,7 +45,7 @@ __device__ __forceinline__ bool AreAmongKeys(const Params& p, int batch, int row
   return first >= 0 && first <= p.kv_len - count;
 }
 
-// What programs are told of row i, column j.
+// The position of row i, column j, which programs receive.
 __device__ __forceinline__ program::Place PlaceOf(const Params& p, int batch, int head, int i, int j) {
   const int first_key = kProblem.origin ? __ldg(p.origin + 1) : 0;
   return {batch, __ldg(Programs(p).program_batch + batch), __ldg(Programs(p).program_head + head),

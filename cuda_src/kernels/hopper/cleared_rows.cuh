@@ -52,34 +52,39 @@ template <int kRows>
 struct EmptyRows {
   static constexpr int kWords = kRows / 32;
   uint32_t words[kWords];
+  // Counted when the bits are read, while the tile has not landed: afterwards consumers would wait for the count.
+  int first, count;
+  bool one_run;  // are these rows consecutive?
 
   // Reads the bits from scratch; returns whether any is set. (From the L2, since another head may have used this memory
   // before: hopper/backward_alongside.cuh.)
   __device__ __forceinline__ bool Read(const uint32_t* bits) {
-    uint32_t some = 0;
+    int lowest = kRows, highest = -1, total = 0;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       const uint32_t word = __ldcg(bits + w);
       words[w] = word;
-      some |= word;
+      if (word == 0) continue;
+      total += __popc(word);
+      lowest = min(lowest, 32 * w + __ffs(word) - 1);
+      highest = 32 * w + 31 - __clz(word);
     }
-    return some != 0;
+    first = lowest, count = total, one_run = highest - lowest + 1 == total;
+    return total != 0;
   }
 
   // Clears these rows of a tile, run by run; the bytes are all that the barrier's phase waits for.
   template <int kBoxes>
   __device__ __forceinline__ void Clear(SharedTile<kRows, kBoxes> tile, uint64_t* barrier) const {
-    int rows = 0;
-#pragma unroll 1
-    for (int w = 0; w < kWords; ++w) rows += __popc(words[w]);
-    MbarrierArriveExpectTx(barrier, kBoxes * rows * kBoxBytes);
+    MbarrierArriveExpectTx(barrier, kBoxes * count * kBoxBytes);
+    if (one_run) return ClearRows(tile, first, count, barrier);
 #pragma unroll 1
     for (int w = 0; w < kWords; ++w) {
 #pragma unroll 1
       for (uint32_t left = words[w]; left != 0;) {
-        const int first = __ffs(left) - 1, after = __ffs(~(left >> first)) - 1, run = after < 0 ? 32 : after;
-        ClearRows(tile, 32 * w + first, run, barrier);
-        left &= ~(FirstBits(run) << first);
+        const int begin = __ffs(left) - 1, after = __ffs(~(left >> begin)) - 1, run = after < 0 ? 32 : after;
+        ClearRows(tile, 32 * w + begin, run, barrier);
+        left &= ~(FirstBits(run) << begin);
       }
     }
   }

@@ -35,6 +35,7 @@ from rich.table import Table
 
 import jax_flash
 from jax_flash import arguments, custom_calls, sequence
+from jax_flash.call import Call
 from jax_flash.operands import Operands
 from jax_flash.problem import Problem
 
@@ -106,7 +107,7 @@ def normal(seed: int, shape: tuple[int, ...], place: Any) -> jax.Array:
 def alone(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measure.Call]:
     """By the number of a device, and "whole"."""
     q, k, v, do = inputs(args, length)
-    problem, operands = arguments.problem_and_operands(q, k, v, None, None, {"is_causal": True})
+    problem, operands = arguments.problem_and_operands(q, k, v, None, None, Call(is_causal=True))
     asked = problem.differentiated({"dq", "dk", "dv"}) if pass_ == "backward" else problem
 
     def kernel(problem: Problem, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:

@@ -57,9 +57,11 @@ def signature(app, what, name, subject, options, arguments, result):
     if what == "class" and name.count(".") == 1:  # functions return the classes of jax_flash; users do not call them
         return "", None
     found = inspect.signature(subject)
-    if what == "class" and "args" in found.parameters:  # Flax and Keras wrap the constructor that names its arguments
-        constructors = (inspect.signature(cls.__init__) for cls in subject.__mro__)
-        found = next(constructor for constructor in constructors if "args" not in constructor.parameters)
+    if what == "class" and "args" in found.parameters:  # the constructor adds arguments to those of Flax or Keras
+        constructors = [inspect.signature(cls.__init__) for cls in subject.__mro__]
+        stock = next(constructor for constructor in constructors if "args" not in constructor.parameters)
+        own = {name: p for name, p in constructors[0].parameters.items() if name not in ("args", "kwargs")}
+        found = stock.replace(parameters=sorted({**stock.parameters, **own}.values(), key=lambda p: p.kind))
     parameters = [
         parameter.replace(default=Name(parameter.default))
         if parameter.default is not parameter.empty and repr(parameter.default).startswith("<")

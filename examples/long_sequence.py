@@ -17,6 +17,7 @@ import math
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import matplotlib.pyplot as plt
@@ -30,7 +31,7 @@ from rich.table import Table
 import jax_flash.nnx
 
 AXES = ("batch", "seq", "heads")
-SPLIT = {  # how the mesh's axis `heads` divides the weights of attention's projections
+SPLIT: dict[str, Any] = {  # how the mesh's axis `heads` divides the weights of attention's projections
     "kernel_metadata": {"out_sharding": (None, "heads")},  # queries, keys and values: [width, heads, head dim]
     "bias_metadata": {"out_sharding": ("heads",)},
     "out_kernel_metadata": {"out_sharding": ("heads",)},  # [heads, head dim, width]

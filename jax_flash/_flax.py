@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.nnx.nn.dtypes import promote_dtype
-from flax.typing import Dtype, PrecisionLike
+from flax.typing import Dtype
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_flash import arguments, attention, checks, dropout
-from jax_flash.arguments import PER_EXAMPLE, Implementation, SharedOptions
-from jax_flash.paged import PagedOptions, append_to_pages, paged_attention
+from jax_flash import attention, checks, dropout
+from jax_flash.call import Call, Implementation
+from jax_flash.paged import append_to_pages, paged_attention
 from jax_flash.windows import Window
 
-
-class FlaxOptions(SharedOptions, total=False):
-    """Options of `jax_flash.dot_product_attention` that Flax's own functions lack.
-
-    An array with a batch dimension in `jax_flash` has the query's leading dimensions [...] here, or dimensions that
-    broadcast to them.
-    """
-
-    reproducible_gradients: bool  # `deterministic` in jax_flash. In Flax `deterministic` means no dropout.
+Value = TypeVar("Value")
 
 
-class StockOptions(FlaxOptions, total=False):
-    """`FlaxOptions`, and the arguments that both of Flax's own functions take after `mask`."""
-
-    broadcast_dropout: bool
-    dropout_rng: jax.Array | None
-    dropout_rate: float
-    deterministic: bool
-    dtype: Dtype | None
-    precision: PrecisionLike
-    module: Any
+# The arrays with one entry per example, and the number of dims of an entry.
+PER_EXAMPLE = {
+    "query_seq_lengths": 0,
+    "key_value_seq_lengths": 0,
+    "dropout_batch_ids": 0,
+    "query_segment_ids": 1,
+    "key_value_segment_ids": 1,
+    "query_offset": 0,
+}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -60,6 +49,22 @@ class Attributes:
     use_sinks: bool = False
 
 
+def chosen(option: Value | None, attribute: Value) -> Value:
+    """Return the option of a call, or the module's attribute if the option is None."""
+    return attribute if option is None else option
+
+
+def chosen_sinks(sinks: ArrayLike | None, parameter: jax.Array | None) -> ArrayLike | None:
+    """Return the sinks of a call, or the module's parameter if it has one."""
+    if parameter is None:
+        return sinks
+    if sinks is not None:
+        raise ValueError(
+            "sinks must not be given with use_sinks=True: leave it out, because the module has its own parameter"
+        )
+    return parameter
+
+
 def refuse(where: str, **given: Any) -> None:
     """Raise NotImplementedError if one of these arguments is set, because a fused kernel cannot support it."""
     for name, value in given.items():
@@ -74,22 +79,20 @@ def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    call: Call,
     *,
-    broadcast_dropout: bool,
-    dropout_rng: jax.Array | None,
-    dropout_rate: float,
     deterministic: bool,
-    precision: PrecisionLike,
-    **options: Any,
 ) -> jax.Array:
-    """Call `jax_flash.dot_product_attention` with Flax's leading dimensions, masks and dropout arguments.
+    """Compute `jax_flash.dot_product_attention` with Flax's leading dimensions, masks and dropout arguments.
 
     Args:
       query, key, value: arrays [..., T, N, D], [..., S, K, D] and [..., S, K, E] of one float dtype. K divides N.
       bias, mask: arrays that broadcast to [..., N, T, S]. A mask has any dtype, and nonzero means may attend.
-      options: `FlaxOptions`.
+      call: the options. An array with a batch dimension in `jax_flash` has the query's leading dimensions [...] here,
+        or dimensions that broadcast to them.
+      deterministic: whether to turn dropout off, as in Flax.
 
     Returns:
       Array [..., T, N, E] in the dtype of the query.
@@ -99,89 +102,59 @@ def attend(
             "query, key and value must be [..., length, heads, head dim] with equal leading dimensions, not shapes "
             f"{query.shape}, {key.shape}, {value.shape}"
         )
-    drop_threshold = dropout.threshold(dropout_rate)
+    drop_threshold = dropout.threshold(call.dropout_rate)
     if checks.flag("deterministic", deterministic) or not drop_threshold:
-        dropout_rate, dropout_rng = 0.0, None
-    elif dropout_rng is None:
+        call = dataclasses.replace(call, dropout_rate=0.0, dropout_key=None)
+    elif call.dropout_key is None:
         raise ValueError(
-            f"dropout_rate={dropout_rate} with deterministic=False needs `dropout_rng`: pass a JAX PRNG key"
+            f"dropout_rate={call.dropout_rate} with deterministic=False needs `dropout_rng`: pass a JAX PRNG key"
         )
 
     leading = query.shape[:-3]
     query, key, value = (x.reshape(math.prod(leading), *x.shape[-3:]) for x in (query, key, value))
-    options = arguments.complete(options, FlaxOptions)
-    for name, dims in PER_EXAMPLE.items():
-        if options[name] is not None:
-            options[name] = _fold(name, checks.integers(name, options[name]), leading, dims, whole=True)
-    reproducible = checks.flag("reproducible_gradients", options.pop("reproducible_gradients"))
-    out = attention.dot_product_attention(
+    folded = {
+        name: _fold(name, checks.integers(name, x), leading, dims, whole=True)
+        for name, dims in PER_EXAMPLE.items()
+        if (x := getattr(call, name)) is not None
+    }
+    out, *_ = attention.of_call(
         query,
         key,
         value,
         None if bias is None else _fold("bias", checks.array("bias", bias), leading, 3, whole=False),
         None if mask is None else _fold("mask", checks.array("mask", mask), leading, 3, whole=False).astype(bool),
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_rng,
-        broadcast_dropout=broadcast_dropout,
-        precision=precision,
-        deterministic=reproducible,
-        **options,
+        dataclasses.replace(call, **folded),
     )
     return out.reshape(*leading, *query.shape[1:3], value.shape[-1])
 
 
-def attend_as(stock: Callable[..., Any], where: str, args: tuple[Any, ...], given: Mapping[str, Any]) -> jax.Array:
-    """Call `attend` with the arguments of Flax's own function `stock` and with `FlaxOptions`."""
-    signature = _signature(stock)
-    own = FlaxOptions.__annotations__.keys() - signature.parameters.keys()
-    options = {name: x for name, x in given.items() if name in own}
-    call = signature.bind(*args, **{name: x for name, x in given.items() if name not in own})
-    call.apply_defaults()
-    left = call.arguments
-    promote, dtype = left.pop("promote_dtype", promote_dtype), left.pop("dtype")
-    inputs = tuple(checks.array(name, left.pop(name)) for name in ("query", "key", "value"))
-    query, key, value = promote(inputs, dtype=dtype)
-    left.pop("force_fp32_for_softmax", None)  # the softmax is always in at least float32
-    taken = {name: left.pop(name) for name in left.keys() & _TAKEN}
-    refuse(where, **left)
-    return attend(query, key, value, **taken, **options)
-
-
-_signature = functools.cache(inspect.signature)
-_TAKEN = inspect.signature(attend).parameters.keys() | FlaxOptions.__annotations__.keys()
-
-
 def attend_in(
-    module: Any,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     mask: jax.Array | None,
+    call: Call,
     *,
-    sinks: jax.Array | None,
+    dtype: Dtype | None,
     deterministic: bool | None,
-    dropout_rng: jax.Array | None,
     make_rng: Callable[[str], jax.Array],
     cached: jax.Array | None,
-    options: Mapping[str, Any],
 ) -> jax.Array:
     """Attend as a module does between its projections.
 
     Args:
-      module: the module, which has `Attributes` and the stock attributes.
-      sinks: the module's parameter; None if the module has no sinks.
-      make_rng: a function that returns a key of the named stream. It is called if a key is needed and `dropout_rng` is
-        None.
+      call: the options of the call, or the module's attributes where the call has none.
+      dtype: the module's dtype.
+      make_rng: a function that returns a key of the named stream. It is called if a key is needed and the call has
+        none.
       cached: int32 scalar, the number of keys in the cache before this call; None if the call does not decode.
-      options: `FlaxOptions` of the call. They override the module's attributes unless None.
     """
-    chosen = _chosen(module, sinks, options)
     if cached is not None:
-        if chosen["query_offset"] is not None:
+        if call.query_offset is not None:
             raise ValueError(
                 "query_offset must not be given when decoding: leave it out, because the cache counts its tokens"
             )
-        if chosen["sequence_axis"] is not None:
+        if call.sequence_axis is not None:
             raise ValueError(
                 "sequence_axis must not be given when decoding: leave it out, because each device has its own cache"
             )
@@ -190,79 +163,80 @@ def attend_in(
                 f"mask has shape {np.shape(mask)}, but when decoding its last dimension must be the {key.shape[-3]} "
                 "tokens of the cache: leave out a causal mask, because decoding is always causal"
             )
-        chosen |= {"is_causal": True, "query_offset": cached}
+        call = dataclasses.replace(call, is_causal=True, query_offset=cached)
     deterministic = False if deterministic is None else checks.flag("deterministic", deterministic)
-    if dropout.threshold(module.dropout_rate) and not deterministic and dropout_rng is None:
-        dropout_rng = make_rng("dropout")
-    query, key, value = promote_dtype((query, key, value), dtype=module.dtype)
-    return attend(
-        query,
-        key,
-        value,
-        mask=mask,
-        broadcast_dropout=module.broadcast_dropout,
-        dropout_rng=dropout_rng,
-        dropout_rate=module.dropout_rate,
-        deterministic=deterministic,
-        precision=module.precision,
-        **chosen,
-    )
+    if dropout.threshold(call.dropout_rate) and not deterministic and call.dropout_key is None:
+        call = dataclasses.replace(call, dropout_key=make_rng("dropout"))
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    return attend(query, key, value, None, mask, call, deterministic=deterministic)
 
 
 def attend_in_pages(
-    module: Any,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     mask: jax.Array | None,
+    call: Call,
     pages: tuple[jax.Array, jax.Array],
     page_table: ArrayLike | None,
     lengths: ArrayLike | None,
     *,
-    sinks: jax.Array | None,
+    dtype: Dtype | None,
     deterministic: bool | None,
-    options: Mapping[str, Any],
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Write the new keys and values to a paged cache, and attend to the cache in its dtype.
 
     Args:
       query, key, value: arrays [B, T, N, D], [B, T, K, D] and [B, T, K, D] for the last T tokens of each sequence.
-      mask: must be None. Options that `paged_attention` lacks must be unset as well.
+      mask: must be None. Options of the call that `paged_attention` lacks must be unset as well.
+      call: the options of the call, or the module's attributes where the call has none.
       pages: the pages of keys and the pages of values.
       page_table, lengths: as in `paged_attention`.
-      options: `FlaxOptions` of the call. They override the module's attributes unless None.
+      dtype: the module's dtype.
 
     Returns:
       Array [B, T, N, D] in the module's dtype, and the updated pages.
     """
     if page_table is None or lengths is None:
         raise ValueError("a paged cache needs page_table and lengths: pass both in the call")
-    chosen = _chosen(module, sinks, options)
-    taken = {name: chosen.pop(name) for name in PagedOptions.__annotations__.keys() & chosen.keys()}
-    for name, x in {"mask": mask, **chosen}.items():
-        if x is not None and name not in ("is_causal", "reproducible_gradients"):
+    for name, x in {"mask": mask, **{name: getattr(call, name) for name in _NOT_IN_PAGES}}.items():
+        if x is not None:
             raise ValueError(f"{name} must not be given with a paged cache, which does not support it: leave it out")
-    if dropout.threshold(module.dropout_rate) and not deterministic:
+    if dropout.threshold(call.dropout_rate) and not deterministic:
         raise ValueError("a paged cache does not support dropout: call with deterministic=True")
     _check_as_many(query, key)
-    (query,) = promote_dtype((query,), dtype=module.dtype)
+    (query,) = promote_dtype((query,), dtype=dtype)
     pages = append_to_pages(*pages, key, value, page_table, lengths)
-    x = paged_attention(query.astype(pages[0].dtype), *pages, page_table, lengths, precision=module.precision, **taken)
+    x = paged_attention(
+        query.astype(pages[0].dtype),
+        *pages,
+        page_table,
+        lengths,
+        local_window_size=call.local_window_size,
+        scale=call.scale,
+        logits_soft_cap=call.logits_soft_cap,
+        sinks=call.sinks,
+        score_mod=call.score_mod,
+        mask_mod=call.mask_mod,
+        precision=call.precision,
+        implementation=call.implementation,
+    )
     return x.astype(query.dtype), pages
 
 
-def _chosen(module: Any, sinks: jax.Array | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all of `FlaxOptions`: the call's options, else the module's attributes, and the module's sinks."""
-    shared = Attributes.__annotations__.keys() & FlaxOptions.__annotations__.keys()
-    attributes = {name: getattr(module, name) for name in shared if options.get(name) is None}
-    chosen = arguments.complete({**options, **attributes}, FlaxOptions)
-    if sinks is not None:
-        if chosen["sinks"] is not None:
-            raise ValueError(
-                "sinks must not be given with use_sinks=True: leave it out, because the module has its own parameter"
-            )
-        chosen["sinks"] = sinks
-    return chosen
+# The options that the modules accept and `paged_attention` lacks. Attention to pages is always causal.
+_NOT_IN_PAGES = (
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "dropout_batch_ids",
+    "dropout_head_ids",
+    "query_segment_ids",
+    "key_value_segment_ids",
+    "query_offset",
+    "block_mask",
+    "sequence_axis",
+    "sequence_layout",
+)
 
 
 def key_and_value_inputs(

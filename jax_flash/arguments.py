@@ -1,13 +1,11 @@
-"""The arguments of the public functions: their list, their checks, and the conversion to a `Problem` and its arrays."""
+"""The checks of a call's arguments, and the conversion to a `Problem` and its arrays."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,141 +15,62 @@ from jax.typing import ArrayLike
 
 from jax_flash import checks, dropout, windows
 from jax_flash.block_sparse import BlockMask, MaskOfFunction
+from jax_flash.call import Call, Options, check_names
 from jax_flash.operands import Operands
 from jax_flash.problem import CALL_CHECKS, Extent, Problem
 from jax_flash.programs import features, program
-from jax_flash.sequence import Division, Layout
-from jax_flash.windows import Window
 
-Implementation = Literal["flash", "xla", "reference"]
+Checked = TypeVar("Checked", bound=Callable[..., tuple[Problem, Operands]])
 
 
-class SharedOptions(TypedDict, total=False):
-    """Options of the public functions that the modules for other libraries accept under the same names."""
+def creates_problems(method: str, options: type) -> Callable[[Checked], Checked]:
+    """Return a decorator for a function of arrays and a `Call`. A method of `Problem` then calls this function.
 
-    scale: float | ArrayLike | None
-    is_causal: bool
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    local_window_size: Window | None
-    implementation: Implementation | None
-    sinks: ArrayLike | None
-    dropout_batch_ids: ArrayLike | None
-    dropout_head_ids: ArrayLike | None
-    query_segment_ids: ArrayLike | None
-    key_value_segment_ids: ArrayLike | None
-    logits_soft_cap: float | None
-    query_offset: int | ArrayLike | None
-    block_mask: BlockMask | None
-    score_mod: Callable[..., jax.Array] | None
-    mask_mod: Callable[..., jax.Array] | None
-    sequence_axis: str | tuple[str, ...] | None
-    sequence_layout: Layout | None
-
-
-class Options(SharedOptions, total=False):
-    """The keyword arguments of the public functions, described in `dot_product_attention`.
-
-    An option that may be None is None by default. A flag is False by default, and a number is 0.
+    The method takes the options that the TypedDict `options` lists.
     """
 
-    dropout_rate: float
-    dropout_key: jax.Array | None
-    broadcast_dropout: bool
-    precision: lax.PrecisionLike
-    deterministic: bool
+    def decorate(function: Checked) -> Checked:
+        def problem(*arrays: Any, **given: Any) -> Problem:
+            check_names(given, options.__annotations__)
+            return function(*arrays, Call(**given))[0]
 
-
-# The arrays with one entry per example, and the number of dims of an entry.
-PER_EXAMPLE = {
-    "query_seq_lengths": 0,
-    "key_value_seq_lengths": 0,
-    "dropout_batch_ids": 0,
-    "query_segment_ids": 1,
-    "key_value_segment_ids": 1,
-    "query_offset": 0,
-}
-
-# Names of options in other attention libraries, with the names here.
-ELSEWHERE = {
-    "causal": "is_causal",
-    "window_size": "local_window_size",
-    "softmax_scale": "scale",
-    "sm_scale": "scale",
-    "softcap": "logits_soft_cap",
-    "dropout_p": "dropout_rate",
-}
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-@functools.cache
-def defaults(kind: type) -> dict[str, Any]:
-    """Return the defaults of the options in a class, by name."""
-    return {name: hint() if hint in (bool, float) else None for name, hint in get_type_hints(kind).items()}
-
-
-def complete(options: Mapping[str, Any], kind: type = Options) -> dict[str, Any]:
-    """Return every option of a class, as given or by default. Raise TypeError for an unknown option."""
-    for name in options:
-        if name not in defaults(kind):
-            meant = ELSEWHERE.get(name)
-            hint = f"use {meant} instead" if meant in defaults(kind) else f"the options are {', '.join(defaults(kind))}"
-            raise TypeError(f"got an unexpected keyword argument {name!r}: {hint}")
-    return {**defaults(kind), **options}
-
-
-def lists_options(kind: type, like: Callable[..., Any] | None = None) -> Callable[[Function], Function]:
-    """Return a decorator that shows the options of a class instead of `**options` in `help` and `inspect.signature`.
-
-    The other arguments are the arguments of the decorated function, or of `like`.
-    """
-
-    def decorate(function: Function) -> Function:
-        own, result = inspect.signature(like or function), inspect.signature(function).return_annotation
-        parameters = {name: p for name, p in own.parameters.items() if p.kind is not p.VAR_KEYWORD}
-        for name, default in defaults(kind).items():
-            hint = kind.__annotations__[name]
-            hint = getattr(hint, "__forward_arg__", hint)  # a TypedDict's, as it is written
-            option = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-            parameters.setdefault(name, option)
-        signature = own.replace(parameters=[*parameters.values()], return_annotation=result)
-        setattr(function, "__signature__", signature)  # noqa: B010  # no attribute that types know of
+        CALL_CHECKS[method] = problem
         return function
 
     return decorate
 
 
-def checks_call(method: str, kind: type) -> Callable[[Function], Function]:
-    """Return a decorator for the checks of a public function's arguments, which a method of `Problem` calls.
-
-    The method then shows the options of this class in its signature.
-    """
-
-    def decorate(function: Function) -> Function:
-        lists_options(kind)(vars(Problem)[method].__func__)
-        CALL_CHECKS[method] = function
-        return function
-
-    return decorate
-
-
-@checks_call("of", Options)
+@creates_problems("of", Options)
 def problem_and_operands(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None,
     mask: ArrayLike | None,
-    options: Mapping[str, Any],
+    call: Call,
     page_table: jax.Array | None = None,
 ) -> tuple[Problem, Operands]:
     """Check the arguments of a call of `dot_product_attention`. Return its problem and its arrays with a batch dim.
 
     With a page table, key and value are the pages of all batch entries: [pages, page, K, D] and [pages, page, K, E].
     """
-    given = complete(options)
-    _check_implementation(given["implementation"])
+    division = call.division
+    devices = 1 if division is None else division.devices
+    q, k, v = _inputs(query, key, value, page_table)
+    kv_len = k.shape[1] if page_table is None else k.shape[1] * page_table.shape[1]
+    operands = _operands(q, k, v, bias, mask, call, kv_len, devices, unbatched=np.ndim(query) == 3)
+    problem = _problem(operands, call, devices * q.shape[1], devices * kv_len)
+    problem, operands = _with_dropout(problem, operands, call)
+    problem, operands = _with_masks_and_programs(problem, operands, call, page_table is None and division is None)
+    if division is not None and (refusal := division.refusal(problem)):
+        raise ValueError(f"sequence_axis={call.sequence_axis!r}: {refusal}")
+    return (problem, operands) if page_table is None else _in_pages(problem, operands, page_table)
+
+
+def _inputs(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, page_table: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the query, key and value with a batch dim, or the query and the pages of keys and values."""
     names = ("query", "key", "value") if page_table is None else ("query", "key_pages", "value_pages")
     query, key, value = map(checks.floats, names, (query, key, value))
     for name, x in zip(names, (query, key, value), strict=True):
@@ -164,138 +83,141 @@ def problem_and_operands(
             )
     shapes = query.shape, key.shape, value.shape
     checks.heads_known(**dict(zip(names, shapes, strict=True)))
-    unbatched = query.ndim == 3
+    batch = "" if query.ndim == 3 else "B, "
     query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
-    B, T, N, D = query.shape
-    entries, S, K, E = value.shape
-    if page_table is not None:
-        entries, S = B, S * page_table.shape[1]
-    divided = division(given)
-    whole = 1 if divided is None else divided.devices
-    if key.shape != (*value.shape[:3], D) or entries != B:
-        batch = "" if unbatched else "B, "
+    batches_fit = page_table is not None or query.shape[0] == value.shape[0]
+    if key.shape != (*value.shape[:3], query.shape[3]) or not batches_fit:
         raise ValueError(
             f"query [{batch}T, N, D], key [{batch}S, K, D] and value [{batch}S, K, E] do not fit together: "
             "their shapes are " + ", ".join(map(str, shapes))
         )
+    N, K = query.shape[2], key.shape[2]
     if K == 0 or N % K:
         of_keys = " and ".join(names[1:])
         raise ValueError(f"query has {N} heads, which must be a multiple of the {K} heads in {of_keys}")
+    return query, key, value
 
-    largest = float(np.finfo(np.float64 if query.dtype == np.float64 else np.float32).max)
-    query, scale = _scaled(query, 1 / math.sqrt(max(D, 1)) if given["scale"] is None else given["scale"], largest)
-    window = windows.checked(given["local_window_size"])
+
+def _operands(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
+    call: Call,
+    kv_len: int,
+    devices: int,
+    unbatched: bool,
+) -> Operands:
+    """Return the checked arrays of a call, without those of dropout, block masks and programs.
+
+    Each of the devices has kv_len keys of its own, and all columns of the bias and the mask.
+    """
+    B, T, N, D = query.shape
+    scores = B, N, T, devices * kv_len
+    query, scale = _scaled(query, 1 / math.sqrt(max(D, 1)) if call.scale is None else call.scale)
     operands = Operands(
         query,
         key,
         value,
         scale,
-        bias=checks.broadcastable("bias", bias, (B, N, T, whole * S), checks.biases),
-        mask=checks.broadcastable("mask", mask, (B, N, T, whole * S), checks.booleans),
-        sinks=_sinks(given["sinks"], N, scale.dtype),
-        q_lengths=checks.lengths("query_seq_lengths", given["query_seq_lengths"], B),
-        kv_lengths=checks.lengths("key_value_seq_lengths", given["key_value_seq_lengths"], B),
-        q_segments=checks.ids("query_segment_ids", given["query_segment_ids"], (B, T), unbatched),
-        kv_segments=checks.ids("key_value_segment_ids", given["key_value_segment_ids"], (B, S), unbatched),
-        query_offset=_offsets("query_offset", given["query_offset"], B),
+        bias=checks.broadcastable("bias", bias, scores, checks.biases),
+        mask=checks.broadcastable("mask", mask, scores, checks.booleans),
+        sinks=_sinks(call.sinks, N, scale.dtype),
+        q_lengths=checks.lengths("query_seq_lengths", call.query_seq_lengths, B),
+        kv_lengths=checks.lengths("key_value_seq_lengths", call.key_value_seq_lengths, B),
+        q_segments=checks.ids("query_segment_ids", call.query_segment_ids, (B, T), unbatched),
+        kv_segments=checks.ids("key_value_segment_ids", call.key_value_segment_ids, (B, kv_len), unbatched),
+        query_offset=_offsets("query_offset", call.query_offset, B),
     )
     if (operands.q_segments is None) != (operands.kv_segments is None):
         raise ValueError("query_segment_ids and key_value_segment_ids must be given together")
-    drop_threshold = dropout.threshold(given["dropout_rate"])
-    broadcast_dropout = checks.flag("broadcast_dropout", given["broadcast_dropout"])
-    dropout_key = None if given["dropout_key"] is None else dropout.checked_key(given["dropout_key"])
-    batch_ids = checks.ids("dropout_batch_ids", given["dropout_batch_ids"], (B,))
-    head_ids = checks.ids("dropout_head_ids", given["dropout_head_ids"], (N,))
-    if drop_threshold:
-        if dropout_key is None:
-            raise ValueError(f"dropout_rate={given['dropout_rate']} needs a dropout_key: pass a JAX PRNG key")
-        drawn = dropout.operands(dropout_key, broadcast_dropout, batch_ids, head_ids, B, N)
-        if drop_threshold == dropout.EVERYTHING:  # the same as without dropout and with values of 0
-            drop_threshold, drawn = 0, {"value": jnp.zeros_like(value)}
-        operands = operands.replaced(drawn)
-    problem = Problem(
-        batch=B,
-        q_len=whole * T,
-        kv_len=whole * S,
-        q_heads=N,
-        kv_heads=K,
-        qk_dim=D,
-        v_dim=E,
-        dtype=query.dtype.name,
-        soft_cap=_soft_cap(given["logits_soft_cap"], largest),
-        causal=checks.flag("is_causal", given["is_causal"]),
-        window_left=window.numbers[0],
-        window_right=window.numbers[1],
+    return operands
+
+
+def _problem(operands: Operands, call: Call, q_len: int, kv_len: int) -> Problem:
+    """Return the problem of a call without dropout, block masks and programs, for a sequence of these lengths."""
+    left, right = call.window.numbers
+    return Problem(
+        batch=operands.query.shape[0],
+        q_len=q_len,
+        kv_len=kv_len,
+        q_heads=operands.query.shape[2],
+        kv_heads=operands.value.shape[2],
+        qk_dim=operands.query.shape[3],
+        v_dim=operands.value.shape[3],
+        dtype=operands.query.dtype.name,
+        soft_cap=_soft_cap(call.logits_soft_cap, _largest(operands.query.dtype)),
+        causal=call.is_causal,
+        window_left=left,
+        window_right=right,
         bias_dtype="none" if operands.bias is None else operands.bias.dtype.name,
         q_lengths=operands.q_lengths is not None,
         kv_lengths=operands.kv_lengths is not None,
         segments=operands.q_segments is not None,
         query_offset=operands.query_offset is not None,
-        drop_threshold=drop_threshold,
-        full_precision=_full_precision(given["precision"]),
-        deterministic=checks.flag("deterministic", given["deterministic"]),
+        full_precision=_full_precision(call.precision),
+        deterministic=call.deterministic,
     ).with_arrays(operands.arrays())
-    block_mask, mask_mod = given["block_mask"], given["mask_mod"]
+
+
+def _with_dropout(problem: Problem, operands: Operands, call: Call) -> tuple[Problem, Operands]:
+    """Return the problem and the operands with the dropout of a call."""
+    threshold = dropout.threshold(call.dropout_rate)
+    key = None if call.dropout_key is None else dropout.checked_key(call.dropout_key)
+    batch_ids = checks.ids("dropout_batch_ids", call.dropout_batch_ids, (problem.batch,))
+    head_ids = checks.ids("dropout_head_ids", call.dropout_head_ids, (problem.q_heads,))
+    if not threshold:
+        return problem, operands
+    if key is None:
+        raise ValueError(f"dropout_rate={call.dropout_rate} needs a dropout_key: pass a JAX PRNG key")
+    if threshold == dropout.EVERYTHING:  # the same as without dropout and with values of 0
+        return problem, operands.replaced({"value": jnp.zeros_like(operands.value)})
+    drawn = dropout.operands(key, call.broadcast_dropout, batch_ids, head_ids, problem.batch, problem.q_heads)
+    return dataclasses.replace(problem, drop_threshold=threshold), operands.replaced(drawn)
+
+
+def _with_masks_and_programs(
+    problem: Problem, operands: Operands, call: Call, in_one_piece: bool
+) -> tuple[Problem, Operands]:
+    """Return the problem and the operands with the traced window, the block mask and the functions of a call.
+
+    Args:
+      in_one_piece: whether keys are neither in pages nor divided over devices.
+    """
+    block_mask, mask_mod, window = call.block_mask, call.mask_mod, call.window
     if block_mask is not None:
-        _check_block_mask(block_mask, B, N, problem.q_len, problem.kv_len)
+        _check_block_mask(block_mask, problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
     if isinstance(block_mask, MaskOfFunction):
         mask_mod, block_mask = _both(problem, mask_mod, _mod_of_mask(operands, block_mask)), None
     # Ranges are faster than a mask_mod, but the kernels do not combine them with these.
-    beside = (block_mask, page_table, divided, operands.mask, operands.q_segments)
-    takes_ranges = window.is_traced and all(x is None for x in beside)
+    others = (block_mask, operands.mask, operands.q_segments)
+    takes_ranges = window.is_traced and in_one_piece and all(x is None for x in others)
     if window.is_traced and not takes_ranges:
         mask_mod = _both(problem, mask_mod, windows.mask_mod(window.traced))
-    problem, operands = _with_programs(problem, operands, given["score_mod"], mask_mod)
+    problem, operands = _with_programs(problem, operands, call.score_mod, mask_mod)
     if takes_ranges:
         problem, operands = windows.as_ranges(problem, operands, window.traced)
     if block_mask is not None:
         operands = operands.replaced({name: jnp.asarray(x) for name, x in block_mask.arrays().items()})
         problem = problem.with_block_mask(operands.arrays(), block_mask.shape.q_block, block_mask.shape.kv_block)
-    if divided is not None and (refusal := divided.refusal(problem)):
-        raise ValueError(f"sequence_axis={given['sequence_axis']!r}: {refusal}")
-    if page_table is not None:
-        pages, page = value.shape[:2]
-        problem = dataclasses.replace(problem, pages=pages, page=page)
-        arrays = operands.arrays()
-        paged = {"key_pages": arrays.pop("key"), "value_pages": arrays.pop("value"), "page_table": page_table}
-        operands = Operands.of(arrays | paged)
     return problem, operands
 
 
-def division(options: Mapping[str, Any]) -> Division | None:
-    """Return the division of the sequence over devices that these options request, or None."""
-    axis, layout = options.get("sequence_axis"), options.get("sequence_layout")
-    if axis is None:
-        if layout is not None:
-            raise ValueError(f"sequence_layout={layout!r} needs a sequence_axis: pass the mesh axis of the sequence")
-        return None
-    axes = (axis,) if isinstance(axis, str) else axis
-    if not isinstance(axes, tuple) or not axes or not all(isinstance(name, str) for name in axes):
-        wanted = "sequence_axis must be the name of a mesh axis or a tuple of them"
-        raise TypeError(f"{wanted}, not {checks.described(axis)}")
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"sequence_axis={axis!r} names an axis twice")
-    if layout not in (None, *get_args(Layout)):
-        raise ValueError(f'sequence_layout must be "contiguous" or "zigzag", not {checks.described(layout)}')
-    mesh = jax.sharding.get_abstract_mesh()
-    if not set(axes) <= set(mesh.manual_axes):
-        raise ValueError(
-            f"sequence_axis={axis!r} is no axis of an enclosing jax.shard_map: call inside jax.shard_map over this axis"
-        )
-    return Division.over(axes, mesh.shape, layout or "contiguous")
+def _in_pages(problem: Problem, operands: Operands, page_table: jax.Array) -> tuple[Problem, Operands]:
+    """Return the problem and the operands of a call whose keys and values are pages."""
+    arrays = operands.arrays()
+    pages, page = arrays["value"].shape[:2]
+    paged = {"key_pages": arrays.pop("key"), "value_pages": arrays.pop("value"), "page_table": page_table}
+    return dataclasses.replace(problem, pages=pages, page=page), Operands.of(arrays | paged)
 
 
-def _check_implementation(x: Any) -> None:
-    if isinstance(x, str) and x == "cudnn":
-        raise ValueError(
-            'implementation="cudnn" is only for jax.nn.dot_product_attention: use "flash" for the fused kernels here, '
-            "or leave it out"
-        )
-    if x is not None and not (isinstance(x, str) and x in ("flash", "xla", "reference")):
-        raise ValueError(f'implementation must be None, "flash", "xla" or "reference", not {checks.described(x)}')
+def _largest(dtype: Any) -> float:
+    """Return the largest number of the dtype in which scores of inputs of this dtype are computed."""
+    return float(np.finfo(np.float64 if dtype == np.float64 else np.float32).max)
 
 
-def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Array, jax.Array]:
+def _scaled(query: jax.Array, scale: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Return the query times the sign of τ, and |τ|, because the kernels take the row maximum before they scale.
 
     If τ is 0, or so small that a gradient times τ underflows, the query is multiplied by τ instead.
@@ -306,7 +228,7 @@ def _scaled(query: jax.Array, scale: ArrayLike, largest: float) -> tuple[jax.Arr
         if not checks.is_real(scale):
             raise TypeError(f"scale must be a real number, not {scale.dtype}{list(scale.shape)}")
     else:
-        scale = checks.finite("scale", scale, largest)
+        scale = checks.finite("scale", scale, _largest(query.dtype))
         if scale >= least:
             return query, jnp.asarray(scale, dtype)
     scale = jnp.asarray(scale, dtype)

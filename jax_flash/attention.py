@@ -9,15 +9,18 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import arguments, bits, blockwise, checks, custom_calls, partitioning, reference, sequence, vjp
-from jax_flash.arguments import Implementation, Options
+from jax_flash.block_sparse import BlockMask
+from jax_flash.call import Call, Implementation, Options, explains_names
 from jax_flash.operands import Operands
 from jax_flash.problem import Problem, checked_problem, result_types
-from jax_flash.sequence import Division
+from jax_flash.sequence import Division, Layout
 from jax_flash.varying import varying_alike
 from jax_flash.warn import warn
+from jax_flash.windows import Window
 
 
 class Statistics(NamedTuple):
@@ -76,7 +79,7 @@ def dot_product_attention(
     return_residual: bool,
     **options: Unpack[Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-@arguments.lists_options(Options)
+@explains_names
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -84,8 +87,30 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
+    scale: float | ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window | None = None,
+    implementation: Implementation | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_batch_ids: ArrayLike | None = None,
+    dropout_head_ids: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    query_offset: int | ArrayLike | None = None,
+    block_mask: BlockMask | None = None,
+    score_mod: Callable[..., jax.Array] | None = None,
+    mask_mod: Callable[..., jax.Array] | None = None,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_layout: Layout | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    precision: lax.PrecisionLike = None,
+    deterministic: bool = False,
     return_residual: bool = False,
-    **options: Unpack[Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Compute exact scaled dot-product attention in linear memory with FlashAttention (arXiv 2205.14135).
 
@@ -197,20 +222,68 @@ def dot_product_attention(
       * The fused kernels have no forward-mode derivatives (`jax.jvp`, `jax.linearize`, `jax.jacfwd`). "xla" has them.
     """
     return_residual = checks.flag("return_residual", return_residual)
-    o, *statistics = _attention(query, key, value, bias, mask, options)
+    call = Call(
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        sinks=sinks,
+        dropout_batch_ids=dropout_batch_ids,
+        dropout_head_ids=dropout_head_ids,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        query_offset=query_offset,
+        block_mask=block_mask,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        sequence_axis=sequence_axis,
+        sequence_layout=sequence_layout,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        deterministic=deterministic,
+    )
+    o, *statistics = of_call(query, key, value, bias, mask, call)
     if return_residual:
         return o, by_rows(*statistics)
     return o
 
 
-@arguments.lists_options(Options)
+@explains_names
 def attention_with_statistics(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
-    **options: Unpack[Options],
+    *,
+    scale: float | ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window | None = None,
+    implementation: Implementation | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_batch_ids: ArrayLike | None = None,
+    dropout_head_ids: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    query_offset: int | ArrayLike | None = None,
+    block_mask: BlockMask | None = None,
+    score_mod: Callable[..., jax.Array] | None = None,
+    mask_mod: Callable[..., jax.Array] | None = None,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_layout: Layout | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    precision: lax.PrecisionLike = None,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, Statistics]:
     """Compute `dot_product_attention` and return its softmax statistics as well.
 
@@ -222,21 +295,46 @@ def attention_with_statistics(
     Returns:
       A pair of O [B, T, N, E] and `Statistics` [B, N, T].
     """
-    o, *statistics = _attention(query, key, value, bias, mask, options)
+    call = Call(
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        sinks=sinks,
+        dropout_batch_ids=dropout_batch_ids,
+        dropout_head_ids=dropout_head_ids,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        query_offset=query_offset,
+        block_mask=block_mask,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        sequence_axis=sequence_axis,
+        sequence_layout=sequence_layout,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        deterministic=deterministic,
+    )
+    o, *statistics = of_call(query, key, value, bias, mask, call)
     return o, Statistics.of_bits(*statistics)
 
 
-def _attention(
+def of_call(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None,
     mask: ArrayLike | None,
-    options: Options,
+    call: Call,
 ) -> tuple[jax.Array, ...]:
     """Return the results of `attend`, without a batch dim if the query has none."""
-    problem, operands = arguments.problem_and_operands(query, key, value, bias, mask, options)
-    results = attend(problem, arguments.division(options), operands, options.get("implementation"))
+    problem, operands = arguments.problem_and_operands(query, key, value, bias, mask, call)
+    results = attend(problem, call.division, operands, call.implementation)
     return tuple(x[0] for x in results) if np.ndim(query) == 3 else results
 
 

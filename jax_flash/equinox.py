@@ -11,14 +11,17 @@ from jax_flash's own generator.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from jax_flash import arguments, attention
-from jax_flash.arguments import SharedOptions
+from jax_flash import attention
+from jax_flash.block_sparse import BlockMask
+from jax_flash.call import Implementation, explains_names
+from jax_flash.sequence import Layout
+from jax_flash.windows import Window
 
 __all__ = ["MultiheadAttention"]
 
@@ -32,7 +35,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
     Use `jax.vmap` for a batch: the batch is then one kernel call.
     """
 
-    @arguments.lists_options(SharedOptions)
+    @explains_names
     def __call__(  # type: ignore[override, unused-ignore]  # `deterministic` is deprecated in Equinox, and not here
         self,
         query: jax.Array,
@@ -43,7 +46,24 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         key: jax.Array | None = None,
         inference: bool | None = None,
         process_heads: Callable[[jax.Array, jax.Array, jax.Array], Heads] | None = None,
-        **options: Unpack[SharedOptions],
+        scale: float | ArrayLike | None = None,
+        is_causal: bool = False,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        local_window_size: Window | None = None,
+        implementation: Implementation | None = None,
+        sinks: ArrayLike | None = None,
+        dropout_batch_ids: ArrayLike | None = None,
+        dropout_head_ids: ArrayLike | None = None,
+        query_segment_ids: ArrayLike | None = None,
+        key_value_segment_ids: ArrayLike | None = None,
+        logits_soft_cap: float | None = None,
+        query_offset: int | ArrayLike | None = None,
+        block_mask: BlockMask | None = None,
+        score_mod: Callable[..., jax.Array] | None = None,
+        mask_mod: Callable[..., jax.Array] | None = None,
+        sequence_axis: str | tuple[str, ...] | None = None,
+        sequence_layout: Layout | None = None,
     ) -> jax.Array:
         """Project the inputs to queries, keys and values, attend, and project the result.
 
@@ -56,7 +76,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           inference: whether to turn dropout off. Default: `inference` of the module's `dropout`.
           process_heads: function that takes queries [T, num_heads, qk_size], keys [S, num_heads, qk_size] and values
             [S, num_heads, vo_size] and returns the arrays to use instead, for example with rotary embeddings.
-          options: options of `jax_flash.dot_product_attention`, such as `is_causal`, `local_window_size`,
+          scale, ...: options of `jax_flash.dot_product_attention`, such as `is_causal`, `local_window_size`,
             `query_segment_ids` [T] and `key_value_segment_ids` [S]. An option with one entry per example, such as
             `key_value_seq_lengths`, has shape [1].
 
@@ -78,6 +98,30 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         dropout_rate = 0.0 if inference else self.dropout.p
         if dropout_rate and key is None:
             raise RuntimeError(f"dropout of {dropout_rate} needs a `key`: pass a JAX PRNG key, or inference=True")
-        given = arguments.complete(options, SharedOptions)
-        out = attention.dot_product_attention(q, k, v, mask=mask, dropout_rate=dropout_rate, dropout_key=key, **given)
+        out = attention.dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+            implementation=implementation,
+            sinks=sinks,
+            dropout_batch_ids=dropout_batch_ids,
+            dropout_head_ids=dropout_head_ids,
+            query_segment_ids=query_segment_ids,
+            key_value_segment_ids=key_value_segment_ids,
+            logits_soft_cap=logits_soft_cap,
+            query_offset=query_offset,
+            block_mask=block_mask,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            sequence_axis=sequence_axis,
+            sequence_layout=sequence_layout,
+            dropout_rate=dropout_rate,
+            dropout_key=key,
+        )
         return jax.vmap(self.output_proj)(out.reshape(out.shape[0], -1))

@@ -11,45 +11,74 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.nnx.nn.dtypes import promote_dtype
+from flax.typing import Dtype, PrecisionLike
 from jax.typing import ArrayLike
 
-from jax_flash import arguments, checks, dropout
+from jax_flash import checks, dropout
 from jax_flash._flax import (
     Attributes,
-    FlaxOptions,
-    StockOptions,
     append,
-    attend_as,
+    attend,
     attend_in,
     attend_in_pages,
+    chosen,
+    chosen_sinks,
     key_and_value_inputs,
     refuse,
 )
+from jax_flash.block_sparse import BlockMask
+from jax_flash.call import Call, Implementation, explains_names
 from jax_flash.paged import checked_page
+from jax_flash.sequence import Layout
+from jax_flash.windows import Window
 
 __all__ = ["MultiHeadAttention", "dot_product_attention"]
 
 
-class LinenOptions(StockOptions, total=False):
-    """`StockOptions`, and the supported argument that only linen's own function has."""
-
-    force_fp32_for_softmax: bool
-
-
-@arguments.lists_options(FlaxOptions, like=nn.dot_product_attention)
+@explains_names
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
-    *stock: Any,
-    **options: Unpack[LinenOptions],
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Dtype | None = None,
+    precision: PrecisionLike = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Any = None,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    *,
+    scale: float | ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window | None = None,
+    implementation: Implementation | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_batch_ids: ArrayLike | None = None,
+    dropout_head_ids: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    query_offset: int | ArrayLike | None = None,
+    block_mask: BlockMask | None = None,
+    score_mod: Callable[..., jax.Array] | None = None,
+    mask_mod: Callable[..., jax.Array] | None = None,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_layout: Layout | None = None,
+    reproducible_gradients: bool = False,
 ) -> jax.Array:
     """Compute scaled dot-product attention with `flax.linen.dot_product_attention`'s arguments, by fused kernels.
 
@@ -69,11 +98,11 @@ def dot_product_attention(
       dtype: dtype of the computation. Default: the common dtype of query, key and value.
       precision: precision of float32 products, as in `jax.lax.Precision`.
       force_fp32_for_softmax: no effect. The softmax is always computed in at least float32.
-      options: options of `jax_flash.dot_product_attention` under the same names, such as `is_causal`,
-        `local_window_size`, `logits_soft_cap`, `scale`, `block_mask`, `query_segment_ids` [..., T],
-        `key_value_segment_ids` [..., S] and `query_offset` [...]. Leading dimensions count as one batch and may be
-        broadcast. `reproducible_gradients` is the option that `jax_flash.dot_product_attention` calls
-        `deterministic`: gradients have the same bits in every run.
+      scale, ...: options of `jax_flash.dot_product_attention` under the same names. Their arrays have leading
+        dimensions, such as `query_segment_ids` [..., T], `key_value_segment_ids` [..., S] and `query_offset` [...].
+        Leading dimensions count as one batch and may be broadcast.
+      reproducible_gradients: whether gradients have the same bits in every run. `jax_flash.dot_product_attention` calls
+        this option `deterministic`.
 
     Returns:
       Array [..., T, N, E] in the dtype of the computation.
@@ -84,8 +113,41 @@ def dot_product_attention(
       ValueError: if shapes do not match, a value is out of range, or dropout is on without `dropout_rng`.
       TypeError: if an argument has a wrong type or an unknown name.
     """
-    args = (query, key, value, bias, mask, *stock)
-    return attend_as(nn.dot_product_attention, "jax_flash.linen.dot_product_attention", args, options)
+    refuse(
+        "jax_flash.linen.dot_product_attention",
+        module=module,
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+    )
+    inputs = checks.array("query", query), checks.array("key", key), checks.array("value", value)
+    query, key, value = promote_dtype(inputs, dtype=dtype)
+    call = Call(
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        sinks=sinks,
+        dropout_batch_ids=dropout_batch_ids,
+        dropout_head_ids=dropout_head_ids,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        query_offset=query_offset,
+        block_mask=block_mask,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        sequence_axis=sequence_axis,
+        sequence_layout=sequence_layout,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        deterministic=checks.flag("reproducible_gradients", reproducible_gradients),
+    )
+    return attend(query, key, value, bias, mask, call, deterministic=deterministic)
 
 
 class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
@@ -126,7 +188,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
     page: int = 64
 
     @nn.compact
-    @arguments.lists_options(FlaxOptions)
+    @explains_names
     def __call__(  # type: ignore[override]  # `inputs_kv` is deprecated in Flax, and not here
         self,
         inputs_q: jax.Array,
@@ -139,7 +201,25 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
         sow_weights: bool = False,
         page_table: ArrayLike | None = None,
         lengths: ArrayLike | None = None,
-        **options: Unpack[FlaxOptions],
+        scale: float | ArrayLike | None = None,
+        is_causal: bool | None = None,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        local_window_size: Window | None = None,
+        implementation: Implementation | None = None,
+        sinks: ArrayLike | None = None,
+        dropout_batch_ids: ArrayLike | None = None,
+        dropout_head_ids: ArrayLike | None = None,
+        query_segment_ids: ArrayLike | None = None,
+        key_value_segment_ids: ArrayLike | None = None,
+        logits_soft_cap: float | None = None,
+        query_offset: int | ArrayLike | None = None,
+        block_mask: BlockMask | None = None,
+        score_mod: Callable[..., jax.Array] | None = None,
+        mask_mod: Callable[..., jax.Array] | None = None,
+        sequence_axis: str | tuple[str, ...] | None = None,
+        sequence_layout: Layout | None = None,
+        reproducible_gradients: bool | None = None,
     ) -> jax.Array:
         """Project the inputs to queries, keys and values, attend, and project the result.
 
@@ -156,7 +236,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
             last T tokens of each sequence, [B, T, features], and enter the cache.
           lengths: integer array [B], the tokens of each sequence including the new ones; 0 for an unused row. It goes
             with `page_table`; see `jax_flash.paged_attention` and `jax_flash.append_to_pages`.
-          options: options of `jax_flash.linen.dot_product_attention`, such as `block_mask`, `query_segment_ids`
+          scale, ...: options of `jax_flash.linen.dot_product_attention`, such as `block_mask`, `query_segment_ids`
             [..., T], `key_value_segment_ids` [..., S] ([..., max_length] when decoding), and `query_offset` [...] (not
             when decoding). An option that is not None overrides the module's attribute of the same name.
 
@@ -197,9 +277,9 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
             dot_general=self.qkv_dot_general,
             dot_general_cls=self.qkv_dot_general_cls,
         )
-        sinks = None
+        sinks_parameter = None
         if checks.flag("use_sinks", self.use_sinks):
-            sinks = self.param("sinks", nn.initializers.zeros_init(), (num_heads,), self.param_dtype)
+            sinks_parameter = self.param("sinks", nn.initializers.zeros_init(), (num_heads,), self.param_dtype)
         query = project((num_heads, head_dim), name="query")(inputs_q)
         key = project((num_kv_heads, head_dim), name="key")(inputs_k)
         value = project((num_kv_heads, head_dim), name="value")(inputs_v)
@@ -228,33 +308,57 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
 
         if dropout.threshold(self.dropout_rate):
             deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
+        call = Call(
+            scale=scale,
+            is_causal=chosen(is_causal, self.is_causal),
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=chosen(local_window_size, self.local_window_size),
+            implementation=chosen(implementation, self.implementation),
+            sinks=chosen_sinks(sinks, sinks_parameter),
+            dropout_batch_ids=dropout_batch_ids,
+            dropout_head_ids=dropout_head_ids,
+            query_segment_ids=query_segment_ids,
+            key_value_segment_ids=key_value_segment_ids,
+            logits_soft_cap=chosen(logits_soft_cap, self.logits_soft_cap),
+            query_offset=query_offset,
+            block_mask=block_mask,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            sequence_axis=sequence_axis,
+            sequence_layout=sequence_layout,
+            dropout_rate=self.dropout_rate,
+            dropout_key=dropout_rng,
+            broadcast_dropout=self.broadcast_dropout,
+            precision=self.precision,
+            deterministic=checks.flag(
+                "reproducible_gradients", chosen(reproducible_gradients, self.reproducible_gradients)
+            ),
+        )
         if in_pages:
             x, (of_keys.value, of_values.value) = attend_in_pages(
-                self,
                 query,
                 key,
                 value,
                 mask,
+                call,
                 (of_keys.value, of_values.value),
                 page_table,
                 lengths,
-                sinks=sinks,
+                dtype=self.dtype,
                 deterministic=deterministic,
-                options=options,
             )
         else:
             x = attend_in(
-                self,
                 query,
                 key,
                 value,
                 mask,
-                sinks=sinks,
+                call,
+                dtype=self.dtype,
                 deterministic=deterministic,
-                dropout_rng=dropout_rng,
                 make_rng=self.make_rng,
                 cached=cached,
-                options=options,
             )
         return dense(
             self.out_features or inputs_q.shape[-1],

@@ -9,48 +9,73 @@ key gives zeros, where Flax gives the mean of the values. Dropout masks come fro
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from typing import Any, Unpack
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype, PromoteDtypeFn
+from flax.nnx.nn import dtypes
+from flax.typing import Dtype, PrecisionLike, PromoteDtypeFn
 from jax.typing import ArrayLike
 
-from jax_flash import arguments, checks, dropout
+from jax_flash import checks, dropout
 from jax_flash._flax import (
     Attributes,
-    FlaxOptions,
-    StockOptions,
     append,
-    attend_as,
+    attend,
     attend_in,
     attend_in_pages,
+    chosen,
+    chosen_sinks,
     key_and_value_inputs,
     refuse,
 )
+from jax_flash.block_sparse import BlockMask
+from jax_flash.call import Call, Implementation, explains_names
 from jax_flash.paged import checked_page
+from jax_flash.sequence import Layout
+from jax_flash.windows import Window
 
 __all__ = ["MultiHeadAttention", "dot_product_attention"]
 
 
-class NnxOptions(StockOptions, total=False):
-    """`StockOptions`, and the argument that only nnx' own function has."""
-
-    promote_dtype: PromoteDtypeFn
-
-
-@arguments.lists_options(FlaxOptions, like=nnx.dot_product_attention)
+@explains_names
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
-    *stock: Any,
-    **options: Unpack[NnxOptions],
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Dtype | None = None,
+    precision: PrecisionLike = None,
+    module: Any = None,
+    promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+    is_causal: bool = False,
+    *,
+    scale: float | ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window | None = None,
+    implementation: Implementation | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_batch_ids: ArrayLike | None = None,
+    dropout_head_ids: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    query_offset: int | ArrayLike | None = None,
+    block_mask: BlockMask | None = None,
+    score_mod: Callable[..., jax.Array] | None = None,
+    mask_mod: Callable[..., jax.Array] | None = None,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_layout: Layout | None = None,
+    reproducible_gradients: bool = False,
 ) -> jax.Array:
     """Compute scaled dot-product attention with `flax.nnx.dot_product_attention`'s arguments, by fused kernels.
 
@@ -70,11 +95,11 @@ def dot_product_attention(
       dtype: dtype of the computation. By default `promote_dtype` promotes query, key and value to a common dtype.
       precision: precision of float32 products, as in `jax.lax.Precision`.
       is_causal: whether query i attends to keys 0 to i only.
-      options: options of `jax_flash.dot_product_attention` under the same names, such as `local_window_size`,
-        `logits_soft_cap`, `scale`, `block_mask`, `query_segment_ids` [..., T], `key_value_segment_ids` [..., S] and
-        `query_offset` [...]. Leading dimensions count as one batch and may be broadcast. `reproducible_gradients` is
-        the option that `jax_flash.dot_product_attention` calls `deterministic`: gradients have the same bits in every
-        run.
+      scale, ...: options of `jax_flash.dot_product_attention` under the same names. Their arrays have leading
+        dimensions, such as `query_segment_ids` [..., T], `key_value_segment_ids` [..., S] and `query_offset` [...].
+        Leading dimensions count as one batch and may be broadcast.
+      reproducible_gradients: whether gradients have the same bits in every run. `jax_flash.dot_product_attention` calls
+        this option `deterministic`.
 
     Returns:
       Array [..., T, N, E].
@@ -84,8 +109,35 @@ def dot_product_attention(
       ValueError: if shapes do not match, a value is out of range, or dropout is on without `dropout_rng`.
       TypeError: if an argument has a wrong type or an unknown name.
     """
-    args = (query, key, value, bias, mask, *stock)
-    return attend_as(nnx.dot_product_attention, "jax_flash.nnx.dot_product_attention", args, options)
+    refuse("jax_flash.nnx.dot_product_attention", module=module)
+    inputs = checks.array("query", query), checks.array("key", key), checks.array("value", value)
+    query, key, value = promote_dtype(inputs, dtype=dtype)
+    call = Call(
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        sinks=sinks,
+        dropout_batch_ids=dropout_batch_ids,
+        dropout_head_ids=dropout_head_ids,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        query_offset=query_offset,
+        block_mask=block_mask,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        sequence_axis=sequence_axis,
+        sequence_layout=sequence_layout,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        deterministic=checks.flag("reproducible_gradients", reproducible_gradients),
+    )
+    return attend(query, key, value, bias, mask, call, deterministic=deterministic)
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
@@ -120,16 +172,19 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
       TypeError: if an option has a wrong type or an unknown name.
     """
 
-    @arguments.lists_options(Attributes, like=nnx.MultiHeadAttention.__init__)
     def __init__(
         self,
         num_heads: int,
         in_features: int,
         *args: Any,
+        is_causal: bool = False,
+        local_window_size: Window | None = None,
+        logits_soft_cap: float | None = None,
+        implementation: Implementation | None = None,
+        reproducible_gradients: bool = False,
+        use_sinks: bool = False,
         **kwargs: Any,
     ):
-        names = {field.name for field in dataclasses.fields(Attributes)} & kwargs.keys()
-        attributes = {name: kwargs.pop(name) for name in names}
         call = inspect.signature(super().__init__).bind_partial(num_heads, in_features, *args, **kwargs)
         refuse("jax_flash.nnx.MultiHeadAttention", attention_fn=call.arguments.get("attention_fn"))
         checks.integer("num_heads", num_heads, 1)
@@ -137,8 +192,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
             checks.integer("num_kv_heads", call.arguments["num_kv_heads"], 1)
         dropout.threshold(call.arguments.get("dropout_rate", 0.0))
         super().__init__(num_heads, in_features, *args, **kwargs | {"attention_fn": dot_product_attention})
-        Attributes.__init__(self, **attributes)
-        use_sinks = checks.flag("use_sinks", self.use_sinks)
+        Attributes.__init__(
+            self,
+            is_causal=is_causal,
+            local_window_size=local_window_size,
+            logits_soft_cap=logits_soft_cap,
+            implementation=implementation,
+            reproducible_gradients=reproducible_gradients,
+            use_sinks=checks.flag("use_sinks", use_sinks),
+        )
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else None
         self.key_pages: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.value_pages: nnx.Cache[jax.Array] | None = nnx.data(None)
@@ -155,7 +217,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         shape = (*of_pages, self.num_kv_heads, self.head_dim)
         self.key_pages, self.value_pages = nnx.Cache(jnp.zeros(shape, dtype)), nnx.Cache(jnp.zeros(shape, dtype))
 
-    @arguments.lists_options(FlaxOptions)
+    @explains_names
     def __call__(
         self,
         inputs_q: jax.Array,
@@ -172,7 +234,25 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         input_positions: jax.Array | None = None,
         page_table: ArrayLike | None = None,
         lengths: ArrayLike | None = None,
-        **options: Unpack[FlaxOptions],
+        scale: float | ArrayLike | None = None,
+        is_causal: bool | None = None,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        local_window_size: Window | None = None,
+        implementation: Implementation | None = None,
+        sinks: ArrayLike | None = None,
+        dropout_batch_ids: ArrayLike | None = None,
+        dropout_head_ids: ArrayLike | None = None,
+        query_segment_ids: ArrayLike | None = None,
+        key_value_segment_ids: ArrayLike | None = None,
+        logits_soft_cap: float | None = None,
+        query_offset: int | ArrayLike | None = None,
+        block_mask: BlockMask | None = None,
+        score_mod: Callable[..., jax.Array] | None = None,
+        mask_mod: Callable[..., jax.Array] | None = None,
+        sequence_axis: str | tuple[str, ...] | None = None,
+        sequence_layout: Layout | None = None,
+        reproducible_gradients: bool | None = None,
     ) -> jax.Array:
         """Project the inputs to queries, keys and values, attend, and project the result.
 
@@ -193,9 +273,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
             last T tokens of each sequence, [B, T, in_features], and enter the cache.
           lengths: integer array [B], the tokens of each sequence including the new ones; 0 for an unused row. It goes
             with `page_table`; see `jax_flash.paged_attention` and `jax_flash.append_to_pages`.
-          options: options of `jax_flash.nnx.dot_product_attention`, such as `block_mask`, `query_segment_ids` [..., T],
-            `key_value_segment_ids` [..., S] ([..., max_length] when decoding), and `query_offset` [...] (not when
-            decoding). An option that is not None overrides the module's attribute of the same name.
+          scale, ...: options of `jax_flash.nnx.dot_product_attention`, such as `block_mask`, `query_segment_ids`
+            [..., T], `key_value_segment_ids` [..., S] ([..., max_length] when decoding), and `query_offset` [...] (not
+            when decoding). An option that is not None overrides the module's attribute of the same name.
 
         Returns:
           Array [..., T, out_features].
@@ -212,21 +292,46 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
             assert self.query_ln is not None and self.key_ln is not None
             query, key = self.query_ln(query), self.key_ln(key)
 
+        call = Call(
+            scale=scale,
+            is_causal=chosen(is_causal, self.is_causal),
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=chosen(local_window_size, self.local_window_size),
+            implementation=chosen(implementation, self.implementation),
+            sinks=chosen_sinks(sinks, None if self.sinks is None else self.sinks[...]),
+            dropout_batch_ids=dropout_batch_ids,
+            dropout_head_ids=dropout_head_ids,
+            query_segment_ids=query_segment_ids,
+            key_value_segment_ids=key_value_segment_ids,
+            logits_soft_cap=chosen(logits_soft_cap, self.logits_soft_cap),
+            query_offset=query_offset,
+            block_mask=block_mask,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            sequence_axis=sequence_axis,
+            sequence_layout=sequence_layout,
+            dropout_rate=self.dropout_rate,
+            broadcast_dropout=self.broadcast_dropout,
+            precision=self.precision,
+            deterministic=checks.flag(
+                "reproducible_gradients", chosen(reproducible_gradients, self.reproducible_gradients)
+            ),
+        )
         if page_table is not None or lengths is not None:
             if self.key_pages is None or self.value_pages is None:
                 raise ValueError("page_table and lengths need a paged cache: call `init_pages` first")
             x, (self.key_pages[...], self.value_pages[...]) = attend_in_pages(
-                self,
                 query,
                 key,
                 value,
                 mask,
+                call,
                 (self.key_pages[...], self.value_pages[...]),
                 page_table,
                 lengths,
-                sinks=None if self.sinks is None else self.sinks[...],
+                dtype=self.dtype,
                 deterministic=self.deterministic if deterministic is None else deterministic,
-                options=options,
             )
             return self.out(x, out_sharding=out_sharding)
 
@@ -256,16 +361,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
             return source[stream]() if isinstance(source, nnx.Rngs) else source()
 
         x = attend_in(
-            self,
             query,
             key,
             value,
             mask,
-            sinks=None if self.sinks is None else self.sinks[...],
+            call,
+            dtype=self.dtype,
             deterministic=deterministic,
-            dropout_rng=None,
             make_rng=make_rng,
             cached=cached,
-            options=options,
         )
         return self.out(x, out_sharding=out_sharding)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import _native, arguments, attention, checks
-from jax_flash.arguments import Implementation
+from jax_flash.call import Call, Implementation, explains_names
 from jax_flash.explicit import placed
 from jax_flash.operands import Operands
 from jax_flash.problem import Problem
@@ -22,7 +23,7 @@ STEP, LONGEST = _native.PAGE_STEP, 1024  # a page has a multiple of STEP keys, a
 
 
 class PagedOptions(TypedDict, total=False):
-    """The keyword arguments of `paged_attention`."""
+    """The options of `paged_attention`, for its overloads and for `Problem.of_paged`."""
 
     local_window_size: Window | None
     scale: float | ArrayLike | None
@@ -67,7 +68,7 @@ def paged_attention(
     return_residual: bool,
     **options: Unpack[PagedOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-@arguments.lists_options(PagedOptions)
+@explains_names
 def paged_attention(
     query: ArrayLike,
     key_pages: ArrayLike,
@@ -75,8 +76,15 @@ def paged_attention(
     page_table: ArrayLike,
     lengths: ArrayLike,
     *,
+    local_window_size: Window | None = None,
+    scale: float | ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    score_mod: Callable[..., jax.Array] | None = None,
+    mask_mod: Callable[..., jax.Array] | None = None,
+    precision: lax.PrecisionLike = None,
+    implementation: Implementation | None = None,
     return_residual: bool = False,
-    **options: Unpack[PagedOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute causal attention of the last T tokens of each sequence to a paged cache (arXiv 2309.06180).
 
@@ -112,24 +120,33 @@ def paged_attention(
         "reference" for gradients.
     """
     return_residual = checks.flag("return_residual", return_residual)
-    problem, operands = problem_and_operands(query, key_pages, value_pages, page_table, lengths, options)
-    o, *statistics = attention.attend(problem, None, operands, options.get("implementation"))
+    call = Call(
+        local_window_size=local_window_size,
+        scale=scale,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        precision=precision,
+        implementation=implementation,
+    )
+    problem, operands = problem_and_operands(query, key_pages, value_pages, page_table, lengths, call)
+    o, *statistics = attention.attend(problem, None, operands, implementation)
     if return_residual:
         return o, attention.by_rows(*statistics)
     return o
 
 
-@arguments.checks_call("of_paged", PagedOptions)
+@arguments.creates_problems("of_paged", PagedOptions)
 def problem_and_operands(
     query: ArrayLike,
     key_pages: ArrayLike,
     value_pages: ArrayLike,
     page_table: ArrayLike,
     lengths: ArrayLike,
-    options: Mapping[str, Any],
+    call: Call,
 ) -> tuple[Problem, Operands]:
     """Check the arguments of a call of `paged_attention`, and return its problem and arrays."""
-    given = arguments.complete(options, PagedOptions)
     query = checks.floats("query", query)
     keys, values = checks.floats("key_pages", key_pages), checks.floats("value_pages", value_pages)
     if not query.ndim == keys.ndim == values.ndim == 4 or keys.shape != (*values.shape[:3], query.shape[3]):
@@ -141,10 +158,11 @@ def problem_and_operands(
     checks.sizes_known(query=query.shape, key_pages=keys.shape, value_pages=values.shape, page_table=table.shape)
     B, T = query.shape[:2]
     table, lengths = _table_and_lengths(table, lengths, B, *keys.shape[:2])
-    given["key_value_seq_lengths"] = lengths
-    if T > 1 or any(given[name] is not None for name in ("local_window_size", "score_mod", "mask_mod")):
-        given |= {"is_causal": True, "query_offset": lengths - T}  # the last token sees all of its sequence anyway
-    return arguments.problem_and_operands(query, keys, values, None, None, given, page_table=table)
+    call = dataclasses.replace(call, key_value_seq_lengths=lengths)
+    if T > 1 or any(x is not None for x in (call.local_window_size, call.score_mod, call.mask_mod)):
+        # Without these, the last token sees all of its sequence.
+        call = dataclasses.replace(call, is_causal=True, query_offset=lengths - T)
+    return arguments.problem_and_operands(query, keys, values, None, None, call, page_table=table)
 
 
 def append_to_pages(

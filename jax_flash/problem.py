@@ -16,12 +16,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _native, checks
-from jax_flash.operands import BROADCAST, CAPTURED, DCAPTURED, DIFFERENTIATED, DIMS, SHARED_GRADIENTS, Operands
+from jax_flash.operands import BROADCAST, CAPTURED, DCAPTURED, DIFFERENTIATED, DIMS, SHARED_GRADIENTS
 from jax_flash.programs.program import ALWAYS, SAME_SCORE, Captured, Program, Sizes
 
-# The checks of a public function's arguments, by the method of `Problem` that calls them. The modules of the public
-# functions create problems, so they import this module and add their checks here (`arguments.checks_call`).
-CALL_CHECKS: dict[str, Callable[..., tuple[Problem, Operands]]] = {}
+# The functions that check a call and return its problem, by the method of `Problem` that calls them. Modules that check
+# calls create problems, so they import this module and add their functions here (`arguments.creates_problems`).
+CALL_CHECKS: dict[str, Callable[..., Problem]] = {}
 
 
 class Extent(NamedTuple):
@@ -134,8 +134,8 @@ class Problem:
           value: array [B, S, K, E] or [S, K, E], or its shape and dtype.
           bias: array broadcastable to [B, N, T, S], or its shape and dtype.
           mask: bool array broadcastable to [B, N, T, S], or its shape and dtype.
-          options: options of the call. Leave out `return_residual`, which does not change the problem. Dropout needs no
-            key here.
+          options: the options of the call, under the names in `dot_product_attention`. Leave out `return_residual`,
+            which does not change the problem. Dropout needs no key here.
 
         Raises:
           TypeError, ValueError, NotImplementedError: if the call would raise the error.
@@ -152,7 +152,10 @@ class Problem:
         cu_seqlens_k: ArrayLike | jax.ShapeDtypeStruct | None = None,
         **options: Any,
     ) -> Problem:
-        """Return the problem of a call `jax_flash.varlen_attention(query, …, **options)`. See `of`."""
+        """Return the problem of a call `jax_flash.varlen_attention(query, …, **options)`. See `of`.
+
+        The options are those of `jax_flash.varlen_attention`.
+        """
         return _of_call("of_varlen", _with_key(options), query, key, value, cu_seqlens_q, cu_seqlens_k)
 
     @classmethod
@@ -165,7 +168,10 @@ class Problem:
         lengths: ArrayLike | jax.ShapeDtypeStruct,
         **options: Any,
     ) -> Problem:
-        """Return the problem of a call `jax_flash.paged_attention(query, …, **options)`. See `of`."""
+        """Return the problem of a call `jax_flash.paged_attention(query, …, **options)`. See `of`.
+
+        The options are those of `jax_flash.paged_attention`.
+        """
         return _of_call("of_paged", options, query, key_pages, value_pages, page_table, lengths)
 
     def with_block_mask(
@@ -357,17 +363,18 @@ def checked_problem(x: Any) -> Problem:
 
 
 def _of_call(method: str, options: dict[str, Any], *arrays: Any) -> Problem:
-    """Return the problem of a call whose arguments `CALL_CHECKS[method]` checks.
+    """Return the problem of a call, whose arguments `CALL_CHECKS[method]` checks.
 
     Arrays may be `jax.ShapeDtypeStruct`s.
     """
     if "return_residual" in options:
         raise TypeError("return_residual is not an option of a problem: leave it out, it does not change the problem")
-    leaves, tree = jax.tree.flatten((*arrays, options))
+    leaves, tree = jax.tree.flatten((arrays, options))
     described = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
 
     def problem(given: dict[int, jax.Array]) -> Problem:
-        return CALL_CHECKS[method](*jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)]))[0]
+        arrays, options = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+        return CALL_CHECKS[method](*arrays, **options)
 
     with jax.enable_x64(jax.config.read("jax_enable_x64") or any(x.dtype == "float64" for x in described.values())):
         return jax.eval_shape(problem, described)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_flash import arguments, attention, checks, windows
-from jax_flash.arguments import Implementation
+from jax_flash.call import Call, Implementation, explains_names
 from jax_flash.explicit import placed
 from jax_flash.operands import Operands
 from jax_flash.problem import Problem
@@ -24,7 +24,7 @@ from jax_flash.windows import Window
 
 
 class VarlenOptions(TypedDict, total=False):
-    """The keyword arguments of `varlen_attention`."""
+    """The options of `varlen_attention`, for its overloads and for `Problem.of_varlen`."""
 
     is_causal: bool
     local_window_size: Window | None
@@ -74,7 +74,7 @@ def varlen_attention(
     return_residual: bool,
     **options: Unpack[VarlenOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-@arguments.lists_options(VarlenOptions)
+@explains_names
 def varlen_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -82,8 +82,20 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike | None = None,
     *,
+    is_causal: bool = False,
+    local_window_size: Window | None = None,
+    scale: float | ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    score_mod: Callable[..., jax.Array] | None = None,
+    mask_mod: Callable[..., jax.Array] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    dropout_head_ids: ArrayLike | None = None,
+    precision: lax.PrecisionLike = None,
+    deterministic: bool = False,
+    implementation: Implementation | None = None,
     return_residual: bool = False,
-    **options: Unpack[VarlenOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute attention for B sequences of different lengths that are packed one after the other in one array.
 
@@ -128,24 +140,38 @@ def varlen_attention(
     may reach the other sequences in the same tile.
     """
     return_residual = checks.flag("return_residual", return_residual)
-    problem, operands = problem_and_operands(query, key, value, cu_seqlens_q, cu_seqlens_k, options)
-    o, *statistics = attention.attend(problem, None, operands, options.get("implementation"))
+    call = Call(
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        scale=scale,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        dropout_head_ids=dropout_head_ids,
+        precision=precision,
+        deterministic=deterministic,
+        implementation=implementation,
+    )
+    problem, operands = problem_and_operands(query, key, value, cu_seqlens_q, cu_seqlens_k, call)
+    o, *statistics = attention.attend(problem, None, operands, implementation)
     if return_residual:
         return o[0], attention.by_rows(*(x[0] for x in statistics))
     return o[0]
 
 
-@arguments.checks_call("of_varlen", VarlenOptions)
+@arguments.creates_problems("of_varlen", VarlenOptions)
 def problem_and_operands(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike | None,
-    options: Mapping[str, Any],
+    call: Call,
 ) -> tuple[Problem, Operands]:
     """Check the arguments of a call of `varlen_attention`. Return its problem and arrays with one batch entry."""
-    given = arguments.complete(options, VarlenOptions)
     query, key, value = map(checks.floats, ("query", "key", "value"), (query, key, value))
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 3:
@@ -168,16 +194,21 @@ def problem_and_operands(
         )
     # Each device has both in full, regardless of the sharding of the lengths.
     rows, keys, key_end = placed(functools.partial(_packed, sizes=sizes), PartitionSpec(), begins_q, begins_k)
-    left, right = windows.checked(given.pop("local_window_size"))
-    if checks.flag("is_causal", given.pop("is_causal")):
+    left, right = call.window
+    if call.is_causal:
         right = 0
-    if (bounds := _window_of(given["mask_mod"], len(begins_q) - 1, query.shape[1], sizes[1])) is not None:
+    mask_mod = call.mask_mod
+    if (bounds := _window_of(mask_mod, len(begins_q) - 1, query.shape[1], sizes[1])) is not None:
         left, right = map(windows.narrower, (left, right), bounds)
-        given["mask_mod"] = None
-    for name in ("score_mod", "mask_mod"):
-        if callable(given[name]):
-            given[name] = _within_sequences(given[name], rows)
-    problem, operands = arguments.problem_and_operands(query, key, value, None, None, given)
+        mask_mod = None
+    of_arrays = dataclasses.replace(
+        call,
+        is_causal=False,
+        local_window_size=None,
+        score_mod=_within_sequences(call.score_mod, rows),
+        mask_mod=_within_sequences(mask_mod, rows),
+    )
+    problem, operands = arguments.problem_and_operands(query, key, value, None, None, of_arrays)
     first, last = windows.reach(left, right)
     positions = {
         "kv_lengths": key_end,
@@ -233,8 +264,10 @@ def _window_of(mask_mod: Any, batch: int, heads: int, keys: int) -> tuple[int, i
     return features.window_of(traced)
 
 
-def _within_sequences(mod: Callable[..., Any], rows: _Packed) -> Callable[..., Any]:
+def _within_sequences(mod: Any, rows: _Packed) -> Any:
     """Return a function of array positions for a score_mod or mask_mod of positions in sequences."""
+    if not callable(mod):
+        return mod
     if not rows.sequence.size:  # nothing is evaluated then, but the function is traced
         rows = jax.tree.map(lambda x: jnp.zeros(1, x.dtype), rows)
     places = rows.opposite - rows.begin

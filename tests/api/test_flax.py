@@ -12,6 +12,7 @@ pytest.importorskip("flax")
 
 import flax.errors
 import flax.linen as nn
+import reached
 from flax import nnx
 from flax_layers import BATCH, FEATURES, HEADS, INPUTS, LENGTH, Linen, Nnx, normal
 from flax_options import IDS, LEADING, NO_INPUTS, OPTIONS, WRONG, WRONG_ATTRIBUTES, functional, problems
@@ -584,6 +585,14 @@ def test_module_takes_stock_attributes_not_as_options(api):
     module = api.layer(api.fused)
     with pytest.raises(TypeError, match="unexpected keyword argument 'dropout_rate'"):
         module.run(module.params, INPUTS, dropout_rate=0.5)
+
+
+def test_each_option_reaches_the_call(api, monkeypatch):
+    layer = api.layer(api.fused)
+    called = functools.wraps(api.fused.__call__)(lambda **options: layer.run(layer.params, INPUTS, **options))
+    module = inspect.getmodule(api.function)
+    reached.check(monkeypatch, module, "Call", api.function, *[HEADS_OF] * 3)
+    reached.check(monkeypatch, module, "Call", called)
 
 
 def test_signature_has_the_options(api):

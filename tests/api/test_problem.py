@@ -8,10 +8,11 @@ import cases
 import jax
 import numpy as np
 import pytest
+import reached
 import standard
 
 import jax_flash
-from jax_flash import BlockMask, Problem
+from jax_flash import BlockMask, Problem, attention, paged, varlen
 from jax_flash.block_sparse import Shape
 
 Q = jax.ShapeDtypeStruct((2, 64, 4, 16), "float32")
@@ -74,14 +75,33 @@ def test_everything_dropped_is_no_dropout():
     assert Problem.of(Q, Q, Q, dropout_rate=1) == Problem.of(Q, Q, Q)
 
 
-def test_signature_has_the_options():
-    for pair in (
+@pytest.mark.parametrize(
+    ("method", "function"),
+    [
         (Problem.of, jax_flash.dot_product_attention),
         (Problem.of_varlen, jax_flash.varlen_attention),
         (Problem.of_paged, jax_flash.paged_attention),
-    ):
-        ours, call = (inspect.signature(function).parameters for function in pair)
-        assert list(ours) == [name for name in call if name != "return_residual"]
+    ],
+)
+def test_the_options_are_those_of_the_call(method, function):
+    """The error for an unknown name lists the options."""
+    parameters = inspect.signature(function).parameters.values()
+    options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "return_residual"]
+    with pytest.raises(TypeError, match=f"(?m)the arguments are {', '.join(options)}$"):
+        method(Q, Q, Q, Q, Q, nothing=1)
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "inputs"),
+    [
+        (attention, jax_flash.dot_product_attention, 3),
+        (attention, jax_flash.attention_with_statistics, 3),
+        (varlen, jax_flash.varlen_attention, 4),
+        (paged, jax_flash.paged_attention, 5),
+    ],
+)
+def test_each_option_reaches_the_call(monkeypatch, module, function, inputs):
+    reached.check(monkeypatch, module, "Call", function, *[Q] * inputs)
 
 
 @pytest.mark.parametrize(

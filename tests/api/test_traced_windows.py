@@ -16,6 +16,7 @@ from pages import Cache
 
 import jax_flash
 from jax_flash import BlockMask, Problem, arguments, dot_product_attention, windows
+from jax_flash.call import Call
 
 Q, K, V = (
     np.random.default_rng(i).normal(size=(2, size, 2, 8)).astype(np.float32) for i, size in enumerate((24, 40, 40))
@@ -60,7 +61,7 @@ def test_negative_is_zero():
 def described(T, S, causal, window, offset, lengths):
     """The ranges of rows and of keys, and what the mask_mod says of each entry."""
     q, k = (jnp.zeros((1, size, 1, 8)) for size in (T, S))
-    problem, operands = arguments.problem_and_operands(q, k, k, None, None, {"is_causal": causal})
+    problem, operands = arguments.problem_and_operands(q, k, k, None, None, Call(is_causal=causal))
     given = {"q_lengths": lengths[:1], "kv_lengths": lengths[1:], "query_offset": offset[None]}
     _, operands = windows.as_ranges(problem, operands.replaced(given), windows.Bounds(*window))
     mod = jax.vmap(jax.vmap(windows.mask_mod(windows.Bounds(*window)), (None, None, None, 0)), (None, None, 0, None))

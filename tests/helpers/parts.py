@@ -9,6 +9,7 @@ import numpy as np
 from cases import Case
 
 from jax_flash import arguments, custom_calls, sequence
+from jax_flash.call import Call
 
 ROWS, KEYS = ("query", "q_segments", "o", "do"), ("key", "value", "kv_segments")
 
@@ -18,7 +19,7 @@ def check(case: Case, dtype: str, tolerance: float, **mods: Any) -> None:
     arrays, (do, _) = case.arrays(dtype), case.cotangents(dtype)
     bias, mask = arrays.pop("bias", None), arrays.pop("mask", None)
     qkv = [jnp.asarray(arrays.pop(name)) for name in ("query", "key", "value")]
-    problem, operands = arguments.problem_and_operands(*qkv, bias, mask, arrays | case.options | mods)
+    problem, operands = arguments.problem_and_operands(*qkv, bias, mask, Call(**arrays, **case.options, **mods))
     T, S = case.T // 2, case.S // 2
     do = jnp.asarray(do).at[:, :T].set(0)
 

@@ -1,17 +1,17 @@
 """`jax_flash.equinox` against Equinox's own module."""
 
-import inspect
-
 import guide
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reached
 
 pytest.importorskip("equinox")
 
 import equinox as eqx
 
+from jax_flash import attention
 from jax_flash.equinox import MultiheadAttention
 
 BATCH, T, S, FEATURES, HEADS = 3, 12, 15, 32, 4
@@ -144,7 +144,11 @@ def test_errors():
             ours(x, x, x, **{name: True})
     with pytest.raises(ValueError, match="do not fit together"):
         ours(x, x, x[1:])
-    assert "local_window_size" in inspect.signature(ours).parameters
+
+
+def test_each_option_reaches_the_call(monkeypatch):
+    (_, ours), x = pair(), SELF[0][0]
+    reached.check(monkeypatch, attention, "dot_product_attention", ours, x, x, x)
 
 
 def test_guide():

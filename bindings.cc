@@ -14,6 +14,7 @@
 #include "common/problem.h"
 #include "common/ranges.h"
 #include "cpu_src/custom_calls.h"
+#include "cuda_src/compiled_plan.h"
 #include "cuda_src/custom_calls.h"
 #include "cuda_src/driver.h"
 #include "cuda_src/jit.h"
@@ -42,6 +43,15 @@ Problem Decoded(std::string_view text) {
 }
 
 Pass PassOf(bool backward) { return backward ? Pass::kBackward : Pass::kForward; }
+
+// The plan with its first tiles, or with those that the compiler has enough registers for.
+jax_flash::Plan PlanOf(std::string_view text, bool backward, const Target& target, const std::string& arch,
+                       bool compiled) {
+  const Problem problem = Decoded(text);
+  if (!compiled) return MakePlan(problem, PassOf(backward), target);
+  const nb::gil_scoped_release release;
+  return CompiledPlan(problem, PassOf(backward), target, arch);
+}
 
 }  // namespace
 
@@ -138,10 +148,10 @@ NB_MODULE(_native, module) {
       "there are none or it is to run anywhere, for all.");
   module.def(
       "cuda_plan",
-      [](std::string_view problem, bool backward, const std::string& arch, int multiprocessors) {
+      [](std::string_view problem, bool backward, const std::string& arch, int multiprocessors, bool compiled) {
         std::vector<std::tuple<std::string, std::string, jax_flash::KernelFields>> launches;
         const Target target = jax_flash::TargetOf(arch, multiprocessors);
-        const jax_flash::Plan plan = jax_flash::MakePlan(Decoded(problem), PassOf(backward), target);
+        const jax_flash::Plan plan = PlanOf(problem, backward, target, arch, compiled);
         for (const jax_flash::Launch& launch : plan.launches) {
           const jax_flash::PlannedUnit& unit = plan.units[launch.unit];
           launches.emplace_back(unit.file, launch.entry, jax_flash::FieldsOf(unit.config));
@@ -149,17 +159,22 @@ NB_MODULE(_native, module) {
         return launches;
       },
       nb::arg("problem"), nb::arg("backward"), nb::arg("arch"), nb::arg("multiprocessors") = 0,
+      nb::arg("compiled") = false,
       "The launches of a pass on an architecture (\"sm_80\", \"sm_90a\") with so many multiprocessors (0: as many as "
-      "is usual): file, kernel and what it is compiled for (the fields of KernelConfig) of each.");
+      "is usual): file, kernel and what it is compiled for (the fields of KernelConfig) of each. They have the tiles "
+      "that are tried first, or, if `compiled`, those that do not spill: this compiles the kernels.");
   module.def(
       "cuda_explain",
-      [](std::string_view problem, bool backward, const std::string& arch, int multiprocessors) {
+      [](std::string_view problem, bool backward, const std::string& arch, int multiprocessors, bool compiled) {
         const Target target = jax_flash::TargetOf(arch, multiprocessors);
-        const jax_flash::Plan plan = jax_flash::MakePlan(Decoded(problem), PassOf(backward), target);
-        return std::tuple(target.multiprocessors, plan.scratch.bytes, plan.reasons);
+        const jax_flash::Plan plan = PlanOf(problem, backward, target, arch, compiled);
+        const int64_t scratch_bytes = ScratchBytes(Decoded(problem), PassOf(backward), {target});
+        return std::tuple(target.multiprocessors, scratch_bytes, plan.reasons);
       },
       nb::arg("problem"), nb::arg("backward"), nb::arg("arch"), nb::arg("multiprocessors") = 0,
-      "Of a plan: the multiprocessors that it is for, bytes of scratch memory, and why it is not otherwise.");
+      nb::arg("compiled") = false,
+      "For the plan that `cuda_plan` returns: the multiprocessors, bytes of scratch memory, and why it is not "
+      "otherwise.");
   module.def(
       "cuda_compile",
       [](const std::string& file, const jax_flash::KernelFields& fields, const std::string& arch,
@@ -169,8 +184,9 @@ NB_MODULE(_native, module) {
           const std::string source = programs.empty() ? jax_flash::ProgramSource(Problem()) : programs;
           return jax_flash::CompileUnit({file, jax_flash::ConfigOf(fields), source}, arch);
         }();
-        return nb::make_tuple(nb::bytes(done.cubin.data(), done.cubin.size()), done.log, done.seconds,
-                              jax_flash::SharedBytes(done.cubin));
+        const std::string& cubin = done.kernels.cubin;
+        return nb::make_tuple(nb::bytes(cubin.data(), cubin.size()), done.log, done.seconds,
+                              jax_flash::SharedBytes(cubin));
       },
       nb::arg("file"), nb::arg("fields"), nb::arg("arch"), nb::arg("programs") = "",
       "Compiles a file of cuda_src/kernels, with the text of cuda_programs if there are any: cubin, log with ptxas' "
@@ -183,8 +199,7 @@ NB_MODULE(_native, module) {
       [](std::string_view problem, bool backward, const std::string& arch) {
         bool kept = true;
         for (const Target& target : jax_flash::TargetsOf(arch)) {
-          const std::vector<Unit> units = UnitsOf(jax_flash::MakePlan(Decoded(problem), PassOf(backward), target));
-          jax_flash::CacheCubins(units, arch);
+          const std::vector<Unit> units = UnitsOf(CompiledPlan(Decoded(problem), PassOf(backward), target, arch));
           kept &= std::all_of(units.begin(), units.end(), [&](const Unit& unit) { return IsKept(unit, arch); });
         }
         return kept;

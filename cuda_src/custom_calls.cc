@@ -20,6 +20,7 @@
 
 #include "common/buffers.h"
 #include "common/problem.h"
+#include "cuda_src/compiled_plan.h"
 #include "cuda_src/contract.h"
 #include "cuda_src/driver.h"
 #include "cuda_src/element.h"
@@ -67,7 +68,7 @@ class Call {
     for (const Device& device : CudaDevices()) {
       try {
         const std::string arch = ArchOf(device.major, device.minor);
-        CacheCubins(UnitsOf(MakePlan(p, pass, TargetOf(device))), arch);
+        CompiledPlan(p, pass, TargetOf(device), arch);
         compiled = true;
       } catch (const std::invalid_argument&) {
         refusal = std::current_exception();
@@ -83,15 +84,14 @@ class Call {
     const Driver& driver = CudaDriver();
     const Device& properties = CudaDevices().at(device);
     const std::string arch = ArchOf(properties.major, properties.minor);
-    const Plan plan = MakePlan(p, pass, TargetOf(properties));
+    const Plan plan = CompiledPlan(p, pass, TargetOf(properties), arch);
     const std::vector<Unit> units = UnitsOf(plan);
-    CacheCubins(units, arch);
     const PrimaryContext context(device);
     auto loaded = std::make_unique<Loaded>();
     loaded->scratch = plan.scratch;
     for (const Launch& launch : plan.launches) {
       const Unit& unit = units[launch.unit];
-      const int shared_bytes = launch.dynamic_shared ? SharedBytes(CachedCubin(unit, arch)) : 0;
+      const int shared_bytes = launch.dynamic_shared ? SharedBytes(CachedKernels(unit, arch).cubin) : 0;
       const int64_t blocks = BlocksOf(launch, properties.multiprocessors);
       void* function = nullptr;
       Check(driver.cuModuleGetFunction(&function, LoadedModule(unit, arch, device), launch.entry.c_str()),

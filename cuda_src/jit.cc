@@ -48,7 +48,7 @@ std::vector<std::string> Options(const std::string& arch) {
 // All that a cubin depends on.
 std::string Key(const Unit& unit, const std::string& arch) {
   const Nvrtc& nvrtc = CudaNvrtc();
-  std::string key = "jax_flash 3\n" + ThisKernel(unit.config) + unit.programs + "sources " + kSourcesHash + "\nnvrtc " +
+  std::string key = "jax_flash 4\n" + ThisKernel(unit.config) + unit.programs + "sources " + kSourcesHash + "\nnvrtc " +
                     std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor) + "\n" + unit.file;
   for (const std::string& option : Options(arch)) key += " " + option;
   return key;
@@ -63,7 +63,7 @@ uint64_t Hash(std::string_view text) {
 
 // --- The cache directory ---
 
-// An entry: its key, the cubin's size and checksum as text, an empty line, the cubin.
+// An entry: its key, what ptxas found, the cubin's size and a checksum as text, an empty line, the cubin.
 
 fs::path EntryPath(const std::string& key) {
   char name[32];
@@ -71,8 +71,10 @@ fs::path EntryPath(const std::string& key) {
   return fs::path(CacheDirectory()) / name;
 }
 
-std::string Header(const std::string& key, std::string_view cubin) {
-  return key + "\nbytes " + std::to_string(cubin.size()) + "\nchecksum " + std::to_string(Hash(cubin)) + "\n\n";
+std::string Header(const std::string& key, const Kernels& kernels) {
+  const std::string text = key + "\nserialized " + std::to_string(kernels.faults.serialized) + "\nspilled " +
+                           std::to_string(kernels.faults.spilled) + "\nbytes " + std::to_string(kernels.cubin.size());
+  return text + "\nchecksum " + std::to_string(Hash(text + kernels.cubin)) + "\n\n";
 }
 
 // Cubins have some hundred KB, with line numbers some MB.
@@ -89,7 +91,13 @@ std::string EntryBytes(int file) {
   return bytes;
 }
 
-std::optional<std::string> ReadEntry(const std::string& key) {
+// The number in the line of a header that begins with this name; 0 if there is none.
+int64_t NumberOf(std::string_view header, const std::string& name) {
+  const size_t at = header.rfind("\n" + name + " ");
+  return at == header.npos ? 0 : std::strtoll(header.data() + at + name.size() + 2, nullptr, 10);
+}
+
+std::optional<Kernels> ReadEntry(const std::string& key) {
   if (CacheDirectory().empty()) return std::nullopt;
   // O_NONBLOCK: to open a FIFO would otherwise wait for a writer.
   const int file = open(EntryPath(key).c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
@@ -98,12 +106,14 @@ std::optional<std::string> ReadEntry(const std::string& key) {
   close(file);
   const size_t end = entry.find("\n\n");
   if (end == std::string::npos) return std::nullopt;
-  std::string cubin = entry.substr(end + 2);
-  if (entry.compare(0, end + 2, Header(key, cubin)) != 0) return std::nullopt;
-  return cubin;
+  const std::string header = entry.substr(0, end + 2);
+  const Faults faults = {NumberOf(header, "serialized") != 0, NumberOf(header, "spilled")};
+  Kernels kernels = {entry.substr(end + 2), faults};
+  if (header != Header(key, kernels)) return std::nullopt;
+  return kernels;
 }
 
-void WriteEntry(const std::string& key, const std::string& cubin) {
+void WriteEntry(const std::string& key, const Kernels& kernels) {
   if (CacheDirectory().empty()) return;
   const fs::path path = EntryPath(key);
   std::error_code ignored;
@@ -113,7 +123,7 @@ void WriteEntry(const std::string& key, const std::string& cubin) {
   const std::string temporary = path.string() + "." + std::to_string(getpid()) + "." + std::to_string(now);
   const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (file < 0) return;
-  const std::string entry = Header(key, cubin) + cubin;
+  const std::string entry = Header(key, kernels) + kernels.cubin;
   const bool written = write(file, entry.data(), entry.size()) == ssize_t(entry.size());
   // A reader sees the whole entry or none.
   if (close(file) != 0 || !written || std::rename(temporary.c_str(), path.c_str()) != 0) unlink(temporary.c_str());
@@ -144,6 +154,17 @@ Section SectionAt(std::string_view elf, int index) {
 // instructions.
 constexpr std::pair<int, int> kOldestForHopper = {12, 9};
 
+// What the log of a compilation says. The warning has no number that all versions of ptxas give it.
+Faults FaultsIn(std::string_view log) {
+  constexpr std::string_view kSpill = " bytes spill";
+  Faults faults = {log.find("wgmma.mma_async instructions are serialized") != log.npos, 0};
+  for (size_t at = log.find(kSpill); at != log.npos; at = log.find(kSpill, at + 1)) {
+    const size_t number = log.find_last_not_of("0123456789", at - 1) + 1;
+    faults.spilled += std::strtoll(log.data() + number, nullptr, 10);
+  }
+  return faults;
+}
+
 // This thread's processor time, whatever else the machine does.
 double ThreadSeconds() {
   timespec now;
@@ -152,6 +173,11 @@ double ThreadSeconds() {
 }
 
 }  // namespace
+
+std::string TextOf(const Faults& faults) {
+  if (faults.serialized) return "wgmmas would wait for each other";
+  return faults.spilled == 0 ? "" : std::to_string(faults.spilled) + " bytes of registers would be spilled";
+}
 
 Compilation CompileUnit(const Unit& unit, const std::string& arch) {
   const Nvrtc& nvrtc = CudaNvrtc();
@@ -191,16 +217,17 @@ Compilation CompileUnit(const Unit& unit, const std::string& arch) {
     throw std::runtime_error(compiler + " could not compile " + unit.file + " for " + arch + ":\n" + done.log);
   }
   nvrtc.nvrtcGetCUBINSize(program, &size);
-  done.cubin.resize(size);
-  nvrtc.nvrtcGetCUBIN(program, done.cubin.data());
+  done.kernels.cubin.resize(size);
+  nvrtc.nvrtcGetCUBIN(program, done.kernels.cubin.data());
+  done.kernels.faults = FaultsIn(done.log);
   done.seconds = ThreadSeconds() - start;
   return done;
 }
 
-const std::string& CachedCubin(const Unit& unit, const std::string& arch) {
+const Kernels& CachedKernels(const Unit& unit, const std::string& arch) {
   struct Entry {
     std::mutex mutex;
-    std::string cubin;
+    Kernels kernels;
   };
   static std::mutex mutex;
   static auto& entries = *new std::map<std::string, Entry>();  // never destroyed: threads may outlive main
@@ -211,23 +238,23 @@ const std::string& CachedCubin(const Unit& unit, const std::string& arch) {
     entry = &entries[key];
   }
   const std::lock_guard<std::mutex> lock(entry->mutex);
-  if (entry->cubin.empty()) {
-    if (std::optional<std::string> cubin = ReadEntry(key)) {
-      entry->cubin = std::move(*cubin);
+  if (entry->kernels.cubin.empty()) {
+    if (std::optional<Kernels> kernels = ReadEntry(key)) {
+      entry->kernels = std::move(*kernels);
     } else {
-      entry->cubin = CompileUnit(unit, arch).cubin;
-      WriteEntry(key, entry->cubin);
+      entry->kernels = CompileUnit(unit, arch).kernels;
+      WriteEntry(key, entry->kernels);
     }
   }
-  return entry->cubin;
+  return entry->kernels;
 }
 
-void CacheCubins(const std::vector<Unit>& units, const std::string& arch) {
+void CacheKernels(const std::vector<Unit>& units, const std::string& arch) {
   std::vector<std::future<void>> others;
   for (size_t i = 1; i < units.size(); ++i) {
-    others.push_back(std::async(std::launch::async, [&, i] { CachedCubin(units[i], arch); }));
+    others.push_back(std::async(std::launch::async, [&, i] { CachedKernels(units[i], arch); }));
   }
-  if (!units.empty()) CachedCubin(units[0], arch);
+  if (!units.empty()) CachedKernels(units[0], arch);
   for (std::future<void>& other : others) other.get();
 }
 
@@ -261,7 +288,7 @@ int SharedBytes(std::string_view cubin) {
 void* LoadedModule(const Unit& unit, const std::string& arch, int device) {
   static std::mutex mutex;
   static auto& modules = *new std::map<std::pair<std::string, int>, void*>();
-  const std::string& cubin = CachedCubin(unit, arch);
+  const std::string& cubin = CachedKernels(unit, arch).cubin;
   const std::lock_guard<std::mutex> lock(mutex);
   void*& module = modules[{Key(unit, arch), device}];
   if (!module) {

@@ -1,8 +1,10 @@
 // Kernels are compiled when they are needed: from the sources in this binary, by NVRTC, for one GPU architecture.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "cuda_src/kernel_config.h"
@@ -16,8 +18,28 @@ struct Unit {
   std::string programs;  // the text of this_program.h (program_source.h)
 };
 
-struct Compilation {
+// What ptxas reports about the kernels of a file. Either costs more than smaller tiles do.
+struct Faults {
+  bool serialized = false;  // wgmmas wait for each other
+  int64_t spilled = 0;      // bytes that are stored to local memory and loaded from it, for lack of registers
+
+  bool Any() const { return serialized || spilled > 0; }
+  // Serialised wgmmas are worse than any spill.
+  bool operator<(const Faults& other) const {
+    return std::tie(serialized, spilled) < std::tie(other.serialized, other.spilled);
+  }
+};
+
+// "24 bytes of registers would be spilled"; empty if there are no faults.
+std::string TextOf(const Faults& faults);
+
+struct Kernels {
   std::string cubin;
+  Faults faults;
+};
+
+struct Compilation {
+  Kernels kernels;
   std::string log;  // warnings, and ptxas' report of registers and spills
   double seconds;   // of processor time
 };
@@ -27,17 +49,17 @@ struct Compilation {
 // they change.) Throws std::runtime_error.
 Compilation CompileUnit(const Unit& unit, const std::string& arch);
 
-// The cubin of a unit: from memory, from the cache directory, or compiled. Safe with many threads and processes.
+// The kernels of a unit: from memory, from the cache directory, or compiled. Safe with many threads and processes.
 //
 // The directory is JAX_FLASH_CACHE_DIR (empty: none), by default jax_flash in the user's cache directory. An entry is
 // named by all that it depends on. A damaged entry counts as none, and so does a file that is not regular, is larger
 // than 64 MiB or belongs to a user other than this one and root. Without write access kernels compile in each process.
-const std::string& CachedCubin(const Unit& unit, const std::string& arch);
+const Kernels& CachedKernels(const Unit& unit, const std::string& arch);
 
-// CachedCubin of several units, compiled at the same time.
-void CacheCubins(const std::vector<Unit>& units, const std::string& arch);
+// CachedKernels of several units, compiled at the same time.
+void CacheKernels(const std::vector<Unit>& units, const std::string& arch);
 
-// Does the cache directory have the cubin of a unit?
+// Does the cache directory have the kernels of a unit?
 bool IsKept(const Unit& unit, const std::string& arch);
 
 // The directory, empty if there is none.

@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_problem_flags(choose)
     choose.add_argument("--source", action="store_true", help="also print score programs as CUDA C++")
     choose.add_argument(
+        "--compiled", action="store_true", help="compile the CUDA kernels, and print the tiles that calls take"
+    )
+    choose.add_argument(
         "--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="platform (default: JAX's default platform)"
     )
     choose.set_defaults(run=run_choose)
@@ -265,7 +268,7 @@ def run_choose(args: argparse.Namespace) -> int:
     print(f"{choice.implementation}: {choice.reason}")
     if (chosen_platform, choice.implementation) == ("cuda", "flash"):
         for backward in (False, True) if problem.differentiable else (False,):
-            explanation = jax_flash.explain(problem, backward)
+            explanation = jax_flash.explain(problem, backward, compiled=args.compiled)
             print(explanation)
             if args.source:
                 print(explanation.source)
@@ -327,7 +330,10 @@ def warm(args: argparse.Namespace) -> None:
                     "left, and that no folder has the kernel's name"
                 )
             seconds = time.perf_counter() - start
-            files = dict.fromkeys(file for file, _, _ in _native.cuda_plan(text, backward, arch))
+            plan = _native.cuda_plan(text, backward, arch, compiled=True)
+            files = dict.fromkeys(
+                f"{file} ({fields['rows']} x {fields['cols']})" if fields["rows"] else file for file, _, fields in plan
+            )
             print(f"{arch} {'backward' if backward else 'forward'}: {', '.join(files)} in {seconds:.2f} s")
 
 

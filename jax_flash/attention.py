@@ -185,9 +185,10 @@ def dot_product_attention(
         indices of score_mod and mask_mod are global. Their batch and head indices are local. Outside of `shard_map`,
         leave it out: sharded sequences are detected.
       sequence_layout: order of a sharded sequence: "contiguous", or "zigzag" (see `jax_flash.zigzag`).
-      deterministic: whether gradients have the same bits in every run on one GPU model, and with any number of threads
-        on a CPU. By default, a GPU sums the gradients of the query and of captured arrays in varying order, and on a
-        CPU the last bits of gradients can depend on the number of threads. Outputs are always deterministic.
+      deterministic: whether gradients have the same bits in every run on one GPU model with one version of NVRTC, and
+        with any number of threads on a CPU. By default, a GPU sums the gradients of the query and of captured arrays in
+        varying order, and on a CPU the last bits of gradients can depend on the number of threads. Outputs are always
+        deterministic.
 
     Returns:
       Array [B, T, N, E] or [T, N, E] in the dtype of the query. With `return_residual`, a pair of this array and the

@@ -46,8 +46,11 @@ class Explanation(NamedTuple):
         return "\n".join([*lines, *(f"  because {reason}" for reason in self.reasons)])
 
 
-def explain(problem: Problem, backward: bool = False, arch: str | None = None) -> Explanation:
-    """Report the CUDA kernels and tiles of one pass of a problem, and why they were chosen. It compiles nothing.
+def explain(problem: Problem, backward: bool = False, arch: str | None = None, compiled: bool = False) -> Explanation:
+    """Report the CUDA kernels and tiles of one pass of a problem, and why they were chosen.
+
+    A call tries the tiles of the report first. If the compiler has too few registers for them, the call takes other
+    tiles. Pass `compiled=True` to see the tiles that the call takes.
 
     Args:
       problem: the problem, see `Problem.of`.
@@ -55,6 +58,8 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None) -
         those for query, key, value and the float arrays that score_mod captures.
       arch: architecture of the GPU, such as "sm_80" or "sm_90a", with its usual number of multiprocessors. Default: the
         first GPU of this process, or "sm_90a" if this process has no GPU.
+      compiled: whether to compile the kernels into the cache, and report the tiles that a call takes. Without it, no
+        kernel is compiled.
 
     Returns:
       An `Explanation`. Print it to read it.
@@ -62,9 +67,11 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None) -
     Raises:
       TypeError: if an argument has a wrong type.
       ValueError: if there are no CUDA kernels for the problem or the GPU.
+      RuntimeError: if `compiled` is set, and NVRTC is missing or too old.
     """
     problem = checked_problem(problem)
     backward = checks.flag("backward", backward)
+    compiled = checks.flag("compiled", compiled)
     if backward and not problem.differentiable:
         raise ValueError("paged_attention is for inference and has no backward kernels: leave out backward=True")
     if problem.symbolic:
@@ -76,7 +83,7 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None) -
     if backward and not problem.gradients:
         problem = problem.differentiated(problem.differentiable - {"dbias"})
     chosen, multiprocessors = (arch, 0) if arch is not None else _first_gpu()
-    call = problem.encode(), backward, chosen, multiprocessors
+    call = problem.encode(), backward, chosen, multiprocessors, compiled
     kernels = tuple(
         Kernel(name, FAMILIES[fields["family"]], *(fields[size] for size in Kernel._fields[2:]))
         for _, name, fields in _native.cuda_plan(*call)

@@ -94,6 +94,8 @@ class Variant:
     file: str
     fields: tuple[tuple[str, int], ...]
     programs: str  # CUDA C++
+    problem: str = dataclasses.field(compare=False)  # one of those that it is for
+    backward: bool = dataclasses.field(compare=False)
 
     def compile(self) -> tuple[bytes, str, float, int]:
         """Cubin, log, seconds, bytes of dynamic shared memory."""
@@ -291,20 +293,25 @@ def product() -> Iterator[Case]:
         yield Case(arch, dtype, dims, **chosen)
 
 
+def units(problem: str, backward: bool, arch: str, compiled: bool = False) -> list[Variant]:
+    """The kernel files of a pass, with the tiles that are tried first, or with those that the compiler accepts."""
+    launches = _native.cuda_plan(problem, backward, arch, compiled=compiled)
+    programs = _native.cuda_programs(problem)
+    files = (Variant(arch, file, tuple(fields.items()), programs, problem, backward) for file, _, fields in launches)
+    return list(dict.fromkeys(files))
+
+
 def planned(cases: Iterable[Case]) -> Iterator[tuple[str, Variant]]:
-    """What the plan chooses for forward and backward, after the place where it does: "sm_90a ... forward 1 of 2"."""
+    """What the plan tries first for both passes, after the place where it does: "sm_90a ... forward 1 of 2"."""
     for case in cases:
         for backward in (False, True):
-            launches = _native.cuda_plan(case.problem.encode(), backward, case.arch)
-            programs = _native.cuda_programs(case.problem.encode())
-            units = (Variant(case.arch, file, tuple(fields.items()), programs) for file, _, fields in launches)
-            files = dict.fromkeys(units)
+            files = units(case.problem.encode(), backward, case.arch)
             for i, variant in enumerate(files, 1):
                 yield f"{case} {'backward' if backward else 'forward'} {i} of {len(files)}", variant
 
 
 def variants(cases: Iterable[Case]) -> list[Variant]:
-    """What the plan chooses, each once."""
+    """What the plan tries first, each once."""
     return list(dict.fromkeys(variant for _, variant in planned(cases)))
 
 
@@ -333,7 +340,17 @@ def tested() -> list[Variant]:
 
 
 def compile_variant(variant: Variant) -> list[Report]:
-    """A report for each kernel of the file."""
+    """A report for each kernel of the file, or of the files that calls take instead if its registers spill."""
+    reports = reports_of(variant)
+    if not any(report.spilled or report.serialized for report in reports):
+        return reports
+    call = variant.problem, variant.backward, variant.arch
+    tried = units(*call)
+    others = [x for x in units(*call, compiled=True) if x not in tried]
+    return list(itertools.chain.from_iterable(map(reports_of, others))) or reports
+
+
+def reports_of(variant: Variant) -> list[Report]:
     _, log, seconds, dynamic = variant.compile()
     # Only a file's main kernel has any.
     serialized = "wgmma.mma_async instructions are serialized" in log

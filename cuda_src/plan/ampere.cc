@@ -16,10 +16,10 @@ namespace {
 constexpr Row kForward[] = {
     {99, 64, {128, 64, 4, 2}, kScoreFeatures},
     {99, 64, {64, 64, 4, 2}},
-    {227, 128, {128, 64, 4, 2}, kScoreFeatures | kListed | kSeveral | kUncommon},
-    {99, 128, {128, 32, 4, 2}, kScoreFeatures | kCrowdedBlocks},
+    {227, 128, {128, 64, 4, 2}, kScoreFeatures | kListed},
+    {99, 128, {128, 32, 4, 2}, kScoreFeatures},
     {99, 128, {64, 32, 4, 2}},
-    {227, 256, {128, 64, 8, 2}, kScoreFeatures | kCrowdedBlocks},
+    {227, 256, {128, 64, 8, 2}, kScoreFeatures},
     {99, 256, {64, 32, 4, 2}},
 };
 
@@ -40,7 +40,7 @@ constexpr Row kForwardSplit[] = {
     {99, 64, {16, 64, 1, 2}, kManyRows},
     {99, 64, {32, 64, 2, 2}, kManyRows},
     {99, 64, {64, 64, 4, 3}, kManyRows},
-    {99, 64, {128, 64, 4, 3}, kScoreFeatures | kMask | kMaskMod | kDropout},
+    {99, 64, {128, 64, 4, 3}, kScoreFeatures | kListed | kMaskMod | kDropout},
     {99, 64, {64, 64, 4, 3}},
     {99, 128, {16, 32, 1, 3}, kManyRows},
     {99, 128, {32, 32, 2, 2}, kManyRows},
@@ -60,7 +60,7 @@ constexpr Row kBackward[] = {
     {227, 64, {128, 128, 8, 2}, kScoreFeatures | kDropout | kListed},
     {163, 64, {64, 64, 4, 2}},
     {99, 64, {64, 128, 8, 1}},
-    {227, 128, {64, 128, 8, 2}, kListed | kCapAndSum | kScoreMod},
+    {227, 128, {64, 128, 8, 2}, kListed | kScoreMod},
     {163, 128, {64, 128, 8, 1}, kScoreFeatures | kListed},
     {163, 128, {32, 128, 8, 2}},
     {99, 128, {64, 64, 8, 1}},
@@ -76,8 +76,8 @@ constexpr Row kBackwardF32[] = {
 };
 
 constexpr Row kBackwardQuery[] = {
-    {99, 64, {128, 32, 4, 2}},   {99, 128, {128, 16, 4, 2}, kBias},          {99, 128, {64, 32, 4, 2}},
-    {227, 256, {128, 32, 8, 2}}, {163, 256, {64, 32, 4, 2}, kCrowdedBlocks}, {99, 256, {64, 16, 4, 2}},
+    {99, 64, {128, 32, 4, 2}},   {99, 128, {128, 16, 4, 2}, kBias}, {99, 128, {64, 32, 4, 2}},
+    {227, 256, {128, 32, 8, 2}}, {163, 256, {64, 32, 4, 2}},        {99, 256, {64, 16, 4, 2}},
 };
 
 constexpr Row kBackwardQueryF32[] = {
@@ -109,13 +109,18 @@ KernelTiling WithinBlocks(TileSizes tile, bool warps_have_rows, const Problem& p
   return {Family::kAmpere, tile.rows, tile.cols, tile.groups, tile.stages};
 }
 
-KernelTiling Tiling(const Table& table, const Target& target, const Problem& p, bool warps_have_rows = false) {
-  for (const Row& row : table.Of(p.dtype)) {
-    if (Fits(row, target, p)) return WithinBlocks(row.tile, warps_have_rows, p);
-  }
+Tilings TilingsOf(const Table& table, const Target& target, const Problem& p, bool warps_have_rows = false) {
+  Tilings tilings;
+  for (const TileSizes& tile : Candidates(table.Of(p.dtype), target, p, true))
+    tilings.push_back(WithinBlocks(tile, warps_have_rows, p));
+  if (!tilings.empty()) return tilings;
   throw std::invalid_argument("head dims " + std::to_string(p.qk_dim) + " and " + std::to_string(p.v_dim) +
                               ": a kernel needs more than the " + std::to_string(target.shared) +
                               " KiB of shared memory that this GPU has");
+}
+
+KernelTiling SplitTiling(const Target& target, const Problem& p) {
+  return TilingsOf(kForwardSplitTable, target, p).front();
 }
 
 // --- Launches ---
@@ -157,7 +162,7 @@ struct PartWork {
 // stretch of what all of them see, and no block waits for another to end: two or four on every multiprocessor, if so
 // many fit.
 PartWork PartWorkOf(const Target& target, const Problem& p) {
-  const KernelTiling tiling = Tiling(kForwardSplitTable, target, p);
+  const KernelTiling tiling = SplitTiling(target, p);
   const int64_t few = target.multiprocessors / 2;
   const int64_t tiles = p.batch * DivideUp(p.q_len * p.group(), tiling.rows), of_all = tiles * p.kv_heads;
   const int64_t least = kLeastKeyTiles * tiling.cols;
@@ -186,27 +191,10 @@ Launch PrepareLaunch(const Problem& p, int unit) {
   return {unit, "jax_flash_backward_prepare", DivideUp(threads, kRowThreads), kRowThreads};
 }
 
-void AddSplitForward(const Target& target, const Problem& p, const PartWork& work, Plan* plan) {
-  Scratch& scratch = plan->scratch;
-  scratch.parts = int(work.parts);
-  scratch.Reserve(&Scratch::o_parts, 4 * work.rows * p.v_dim);
-  scratch.Reserve(&Scratch::l_parts, 4 * work.rows);
-  scratch.Reserve(&Scratch::m_parts, 4 * work.rows);
-  if (work.balanced) scratch.Reserve(&Scratch::tile_parts, work.tiles * int64_t(sizeof(PartsOfTile)));
-  KernelTiling tiling = Tiling(kForwardSplitTable, target, p);
-  tiling.packed = int(p.group());
-  tiling.balanced = work.balanced;
-  const int64_t rows = p.batch * p.q_heads * p.q_len;
-  tiling.merged_rows = MergedRows(target, rows);
-  const int unit = AddUnit("ampere/forward_split.cuh", Asks::kOfBoth, p, tiling, plan);
-  plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, work.blocks));
-  plan->launches.push_back({unit, "jax_flash_forward_merge", DivideUp(rows, tiling.merged_rows), kMergeThreads});
-}
-
 // The work on dbias, in parts for so many blocks that every GPU is busy.
-BiasWork BiasInParts(const Target& target, const Problem& p) {
+BiasWork BiasInParts(const Problem& p, const KernelTiling& tiling) {
   constexpr int64_t kBlocks = 512;
-  BiasWork work = BiasWorkIn(p, Tiling(kBackwardBiasTable, target, p));
+  BiasWork work = BiasWorkIn(p, tiling);
   work.parts = std::min(work.summed, DivideUp(kBlocks, work.tiles));
   return work;
 }
@@ -222,26 +210,56 @@ bool ampere::FewQueries(const Target& target, const Problem& p) {
   return few && p.kv_len >= (many_heads ? 512 : 1024) && !p.block_mask.present;
 }
 
-void ampere::AddForward(const Target& target, const Problem& p, Plan* plan) {
-  const bool few = FewQueries(target, p);
-  if (few) {
-    const PartWork work = PartWorkOf(target, p);
-    // Where a part has all keys and one head there is nothing to merge: the forward over all keys does it, with the
-    // same tiles.
-    if (p.group() > 1 || work.balanced || work.parts > 1) return AddSplitForward(target, p, work, plan);
-  }
+// Where a part has all keys and one head there is nothing to merge: the forward over all keys does it, with the same
+// tiles.
+bool ampere::SplitsKeys(const Target& target, const Problem& p) {
+  if (!FewQueries(target, p)) return false;
+  const PartWork work = PartWorkOf(target, p);
+  return p.group() > 1 || work.balanced || work.parts > 1;
+}
+
+void ampere::AddSplitForward(const Target& target, const Problem& p, Plan* plan) {
+  const PartWork work = PartWorkOf(target, p);
+  Scratch& scratch = plan->scratch;
+  scratch.parts = int(work.parts);
+  scratch.Reserve(&Scratch::o_parts, 4 * work.rows * p.v_dim);
+  scratch.Reserve(&Scratch::l_parts, 4 * work.rows);
+  scratch.Reserve(&Scratch::m_parts, 4 * work.rows);
+  if (work.balanced) scratch.Reserve(&Scratch::tile_parts, work.tiles * int64_t(sizeof(PartsOfTile)));
+  KernelTiling tiling = SplitTiling(target, p);
+  tiling.packed = int(p.group());
+  tiling.balanced = work.balanced;
+  const int64_t rows = p.batch * p.q_heads * p.q_len;
+  tiling.merged_rows = MergedRows(target, rows);
+  const int unit = AddUnit("ampere/forward_split.cuh", Asks::kOfBoth, p, tiling, plan);
+  plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, work.blocks));
+  plan->launches.push_back({unit, "jax_flash_forward_merge", DivideUp(rows, tiling.merged_rows), kMergeThreads});
+}
+
+Tilings ampere::Candidates(const Target& target, const Problem& p, Pass pass) {
+  if (pass == Pass::kBackward) return TilingsOf(kBackwardTable, target, p);
+  return TilingsOf(FewQueries(target, p) ? kForwardSplitTable : kForwardTable, target, p, true);
+}
+
+Tilings ampere::QueryCandidates(const Target& target, const Problem& p) {
+  return TilingsOf(kBackwardQueryTable, target, p, true);
+}
+
+Tilings ampere::BiasCandidates(const Target& target, const Problem& p) {
+  return TilingsOf(kBackwardBiasTable, target, p);
+}
+
+void ampere::AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByRow(p, plan);
-  const KernelTiling tiling = Tiling(few ? kForwardSplitTable : kForwardTable, target, p, true);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   plan->launches.push_back(
       MainLaunch("jax_flash_forward", AddUnit("ampere/forward.cuh", Asks::kOfBoth, p, tiling, plan), tiling, tiles));
 }
 
-void ampere::AddBackward(const Target& target, const Problem& p, Plan* plan) {
+void ampere::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByRow(p, plan);
   const int64_t scratch_rows = ReserveRows(p, plan);
   if (SumsDQ(p)) plan->scratch.Reserve(&Scratch::dq_sum, 4 * scratch_rows * p.qk_dim);
-  const KernelTiling tiling = Tiling(kBackwardTable, target, p);
   const int unit = AddUnit("ampere/backward.cuh", Asks::kOfMain, p, tiling, plan);
   plan->launches.push_back(PrepareLaunch(p, unit));
   const int64_t tiles = p.batch * p.kv_heads * ColumnTiles(p, tiling.cols);
@@ -258,20 +276,18 @@ void ampere::AddRows(const Problem& p, Plan* plan) {
   plan->launches.push_back(PrepareLaunch(p, unit));
 }
 
-void ampere::AddQuery(const Target& target, const Problem& p, Plan* plan) {
+void ampere::AddQuery(const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByRow(p, plan);
-  const KernelTiling tiling = Tiling(kBackwardQueryTable, target, p, true);
   const int unit = AddUnit("ampere/backward_query.cuh", Asks::kOfBackward, p, tiling, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   plan->launches.push_back(MainLaunch("jax_flash_backward_query", unit, tiling, tiles));
 }
 
-void ampere::AddBias(const Target& target, const Problem& p, bool prepared, Plan* plan) {
+void ampere::AddBias(const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan) {
   ReadMasksByRow(p, plan);
   ReserveRows(p, plan);
-  const KernelTiling tiling = Tiling(kBackwardBiasTable, target, p);
   const int unit = AddUnit("ampere/backward_bias.cuh", Asks::kOfBackward, p, tiling, plan);
-  const BiasWork work = BiasInParts(target, p);
+  const BiasWork work = BiasInParts(p, tiling);
   if (!prepared) plan->launches.push_back(PrepareLaunch(p, unit));
   plan->launches.push_back(MainLaunch("jax_flash_backward_bias", unit, tiling, work.tiles * work.parts));
   AddBiasFinish(work, unit, plan);

@@ -2,8 +2,8 @@
 // is a file: hopper.cc, ampere.cc. Hopper's own kernels come first where they fit, those of Ampere do for all.
 #pragma once
 
-#include <optional>
 #include <string>
+#include <vector>
 
 #include "cuda_src/contract.h"
 #include "cuda_src/plan/plan.h"
@@ -42,15 +42,19 @@ void AddBiasFinish(const BiasWork& work, int unit, Plan* plan);
 // Reserves L and D of each row of Q. Returns the number of rows in scratch memory.
 int64_t ReserveRows(const Problem& p, Plan* plan);
 
+// The candidates for the tiles of a kernel, in the order in which they are tried.
+using Tilings = std::vector<KernelTiling>;
+
 namespace hopper {
 
-// The tiles of the forward, or of the backward's main kernel; none where Hopper's kernels do not fit.
-std::optional<KernelTiling> Tiling(const Target& target, const Problem& p, Pass pass);
+// The candidates for the tiles of the forward, or of the backward's main kernel; none where Hopper's kernels do not
+// fit.
+Tilings Candidates(const Target& target, const Problem& p, Pass pass);
 // Why they do not fit, on a GPU that they are for.
 std::string WhyNot(const Target& target, const Problem& p, Pass pass);
 
 // The same of the pass for dbias.
-std::optional<KernelTiling> BiasTiling(const Target& target, const Problem& p);
+Tilings BiasCandidates(const Target& target, const Problem& p);
 std::string WhyNotBias(const Target& target, const Problem& p);
 
 void AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
@@ -66,13 +70,22 @@ namespace ampere {
 // Whether few queries see many keys. Such a forward is Ampere's by choice, and not because no tiles of Hopper's fit.
 bool FewQueries(const Target& target, const Problem& p);
 
-void AddForward(const Target& target, const Problem& p, Plan* plan);
-void AddBackward(const Target& target, const Problem& p, Plan* plan);
+// Whether such a forward divides the keys into parts, which are merged. It has no candidates for its tiles.
+bool SplitsKeys(const Target& target, const Problem& p);
+void AddSplitForward(const Target& target, const Problem& p, Plan* plan);
+
+// The candidates for the tiles of each kernel. Throw std::invalid_argument if there are none.
+Tilings Candidates(const Target& target, const Problem& p, Pass pass);
+Tilings QueryCandidates(const Target& target, const Problem& p);
+Tilings BiasCandidates(const Target& target, const Problem& p);
+
+void AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan);
+void AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan);
 // L and D of each row, and what they are for the sinks, where no other kernels of a backward need them.
 void AddRows(const Problem& p, Plan* plan);
 // dQ alone, and dbias, whose kernels are for every GPU. `prepared`: has Ampere's backward been before?
-void AddQuery(const Target& target, const Problem& p, Plan* plan);
-void AddBias(const Target& target, const Problem& p, bool prepared, Plan* plan);
+void AddQuery(const Problem& p, const KernelTiling& tiling, Plan* plan);
+void AddBias(const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan);
 
 }  // namespace ampere
 }  // namespace jax_flash

@@ -45,8 +45,8 @@ Features FeaturesOf(const Problem& p) {
   return has;
 }
 
-Features FeaturesOf(const Problem& p, const Target& target, int rows) {
-  Features has = FeaturesOf(p);
+Features FeaturesOfTiles(const Problem& p, const Target& target, int rows) {
+  Features has;
   JAX_FLASH_TILE_FEATURES(ADD)
   return has;
 }

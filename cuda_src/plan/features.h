@@ -19,6 +19,9 @@ bool BiasByEntry(const Problem& p);
 // Whether a score_mod leaves registers for large tiles: a few sums, products, comparisons and look-ups.
 bool IsLight(const Program& score_mod);
 
+// Whether a score_mod, or its derivative, is a function that is called: wgmmas would wait for each other.
+inline bool IsCalled(const Problem& p) { return std::max(p.score_mod.size(), p.score_grad.size()) > kInlined; }
+
 // FEATURE(name, text, there): what messages call it, and whether the problem `p` has it; `has` are those above.
 #define JAX_FLASH_FEATURES(FEATURE)                                                                                    \
   FEATURE(kCausal, "a causal mask", p.causal)                                                                          \
@@ -29,56 +32,30 @@ bool IsLight(const Program& score_mod);
   FEATURE(kSoftCap, "a soft cap", p.soft_cap > 0)                                                                      \
   FEATURE(kBias, "a bias", p.bias.present)                                                                             \
   FEATURE(kWideBias, "a float32 bias", p.bias_dtype == DType::kF32)                                                    \
-  FEATURE(kBiasByEntry, "a bias that TMA cannot load", BiasByEntry(p))                                                 \
   FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                             \
           p.bias.present && !(p.bias.rows && p.bias.columns))                                                          \
-  FEATURE(kMask, "a mask", p.mask.present) /* in a forward of few queries */                                           \
   FEATURE(kMaskMod, "a mask_mod", p.mask_mod.present())                                                                \
   FEATURE(kScoreMod, "a score_mod", p.score_mod.present())                                                             \
-  FEATURE(kLongProgram, "a score_mod, or its derivative, of more than 32 instructions", /* wgmmas would wait */        \
-          std::max(p.score_mod.size(), p.score_grad.size()) > kInlined)                                                \
   FEATURE(kHeavyMod, "a score_mod of many operations, or one with a query offset, dropout or a soft cap",              \
           has.Any(kScoreMod) && (!IsLight(p.score_mod) || p.query_offset || p.dropout() || p.soft_cap > 0))            \
   FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score_grad.ResultOfScore())             \
-  FEATURE(kLargeSlopes, "float16 with a score_mod whose derivative depends on the score",                              \
-          p.dtype == DType::kF16 && has.Any(kScoreSlopes)) /* and may exceed 65504 */                                  \
-  FEATURE(kCapturedGradients, "gradients of captured arrays", p.captured_gradients())                                  \
+  FEATURE(kUnkeptSlopes, "a score_mod whose derivative depends on the score with a soft cap or float16",               \
+          has.Any(kScoreSlopes) && (has.Any(kSoftCap) || p.dtype == DType::kF16)) /* they may exceed 65504 */          \
   FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score", p.score_grad.GradientsOfScore()) \
   FEATURE(kDropout, "dropout", p.dropout())                                                                            \
-  FEATURE(kFloat32, "float32", p.dtype == DType::kF32)                                                                 \
   FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                      \
   FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                           \
-  FEATURE(kListed, "a mask or a block mask", p.block_mask.present)                                                     \
+  FEATURE(kListed, "a mask or a block mask", p.block_mask.present || p.mask.present)                                   \
   FEATURE(kLongCausal, "a causal mask, and no other, of more than 4096 keys",                                          \
           has.Any(kCausal) && p.kv_len > 4096 && !has.Any(kLocal | kLengths | kQueryOffset | kListed | kSoftCap))      \
-  FEATURE(kCrowdedBlocks, "a block mask with a window, segments or dropout",                                           \
-          has.Any(kListed) && has.Any(kLocal | kDropout))                                                              \
+  FEATURE(kMaskAndDropout, "a mask or a block mask with dropout", has.Any(kListed) && has.Any(kDropout))               \
+  FEATURE(kSlopesAndSums, "gradients of captured arrays with a score_mod whose derivative depends on the score",       \
+          p.captured_gradients() && has.Any(kScoreSlopes))                                                             \
+  FEATURE(kSlopesApart, "slopes of the score with gradients of captured arrays or dropout", /* not in P, but in dS */  \
+          has.Any(kSlopesAndSums) || (has.Any(kScoreSlopes) && has.Any(kDropout)) ||                                   \
+              (has.Any(kSoftCap) && p.captured_gradients()))                                                           \
   FEATURE(kTornPairs, "blocks of keys whose size is not a multiple of 128", p.kv_block % kPairedKeys != 0)             \
-  FEATURE(kSeveral, "dropout with a window or segments", has.Any(kLocal) && has.Any(kDropout))                         \
-  FEATURE(kCapAndSum, "a soft cap with a bias or a score_mod", has.Any(kSoftCap) && has.Any(kAddsToScores))            \
-  FEATURE(kCapAndSumInBlocks, "a soft cap with a bias or a score_mod and a block mask with others",                    \
-          has.Any(kCapAndSum) && has.Any(kListed) && has.Any(kRanges | kDropout | kMaskMod | kScoreMod))               \
-  FEATURE(kCapAndSlopes, "a soft cap with a score_mod whose derivative depends on the score",                          \
-          has.Any(kSoftCap) && has.Any(kScoreSlopes))                                                                  \
-  FEATURE(kLateSlopes,                                                                                                 \
-          "a score_mod whose derivative depends on the score with dropout or gradients of captured arrays",            \
-          has.Any(kScoreSlopes) && has.Any(kDropout | kCapturedGradients))                                             \
-  FEATURE(kCapAndGradients, "gradients of captured arrays with a soft cap",                                            \
-          has.Any(kCapturedGradients) && has.Any(kSoftCap))                                                            \
-  FEATURE(kModAndBias, "a score_mod with a bias", has.Any(kScoreMod) && has.Any(kBias))                                \
-  FEATURE(kModBiasDropout, "a score_mod with a bias and dropout", has.Any(kModAndBias) && has.Any(kDropout))           \
-  FEATURE(kCrowdedMod, "a score_mod with a bias and a block mask or positions",                                        \
-          has.Any(kModAndBias) && (IsLight(p.score_mod) ? has.Any(kListed) && has.Any(kLocal)                          \
-                                                        : has.Any(kListed | kLocal | kLengths | kQueryOffset)))        \
-  FEATURE(kSeveralAndMask, "a mask_mod with dropout and a window or segments", has.Any(kMaskMod) && has.Any(kSeveral)) \
-  FEATURE(kCrowdedMask, "a mask_mod with dropout or a bias and a causal mask, a window, segments or lengths",          \
-          has.Any(kMaskMod) && has.Any(kDropout | kBias) && has.Any(kRanges))                                          \
-  FEATURE(kGradientsInBlocks, "gradients of captured arrays with a mask or a block mask",                              \
-          has.Any(kCapturedGradients) && has.Any(kListed))                                                             \
-  FEATURE(kCrowdedCap, "a soft cap with dropout and a window or segments", has.Any(kSoftCap) && has.Any(kSeveral))     \
   FEATURE(kSmallCap, "a soft cap below 0.01", p.soft_cap > 0 && p.soft_cap < 0.01)                                     \
-  FEATURE(kApartDQ, "a query gradient from a separate kernel", !SumsDQ(p))                                             \
-  FEATURE(kUncommon, "uncommon head dims", p.qk_dim != p.v_dim || p.qk_dim % 16 != 0)                                  \
   FEATURE(kHeadDimsUpTo128, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
 
 // Likewise of the problem in tiles of `rows` queries, on `target`.
@@ -113,9 +90,9 @@ struct Features {
   int Count(FeatureBits set) const { return __builtin_popcountll(bits & set); }
 };
 
-// The features of a problem; and these together with those that it has in tiles of so many queries on this GPU.
+// The features of a problem, and those that it has in tiles of so many queries on this GPU.
 Features FeaturesOf(const Problem& problem);
-Features FeaturesOf(const Problem& problem, const Target& target, int rows);
+Features FeaturesOfTiles(const Problem& problem, const Target& target, int rows);
 
 // Whether blocks of a block mask, if there is one, are whole tiles, as Hopper's kernels want them; and what messages
 // call those that are not.

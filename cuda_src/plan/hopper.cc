@@ -10,93 +10,83 @@ namespace {
 
 // --- Tiles ---
 
+// Figures are in docs/design/forward.md, unless a comment names another page.
 constexpr Row kForward[] = {
-    {227, 64, {128, 128, 2, 2, true}, kModBiasDropout | kCrowdedMod},
-    {227, 128, {128, 128, 2, 2, true}, kWideBias | kSeveralAndMask | kModBiasDropout | kCrowdedMod},
+    // Tiles of a bias: a float32 bias leaves less shared memory at d = 128. (masks-and-biases.md)
+    {227, 64, {128, 128, 2, 2, true}},
+    {227, 128, {128, 128, 2, 2, true}, kWideBias},
     {227, 128, {128, 96, 2, 2, true}},
-    {227, 128, {128, 64, 2, 2, true}, kWideBias | kSeveralAndMask},
-    // With 256 queries, and masks, warpgroups have keys of their own: better than larger tiles of keys, if there are
-    // enough.
+    {227, 128, {128, 64, 2, 2, true}, kWideBias},
+    // Up to d = 64, three or four warpgroups hide each other's softmax. With 256 queries, and masks, warpgroups have
+    // keys
+    // of their own, which is up to 1.89 times as fast for packed sequences, if there are enough keys.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kLongCausal | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
+    // A soft cap: +2%, and +8% with a causal mask.
     {227, 64, {256, 64, 4, 4}, kAddsToScores | kDropout | kCausal | kFewTiles},
     {227, 64, {192, 112, 3, 2}, kBias | kHeavyMod | kDropout | kLocal | kFewTiles},
+    // Few tiles, and dropout: with 176 keys it is 8% faster at N = 1024. (dropout.md)
     {227, 64, {128, 128, 2, 3}, kAddsToScores | kDropout | kLocal | kListed},
-    {227, 64, {128, 128, 4, 4}, kAddsToScores | kDropout | kSegments | kCrowdedBlocks | kMaskMod},
+    {227, 64, {128, 128, 4, 4}, kAddsToScores | kDropout | kSegments | kMaskMod},
     {227, 64, {128, 176, 2, 2}, kAddsToScores | kSoftCap | kCausal | kLocal | kListed},
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kSoftCap | kLengths | kQueryOffset | kListed | kFewTiles},
+    // A bias or a score_mod, entry by entry, and smaller blocks of a block mask.
     {227, 64, {128, 128, 2, 3}, kAddsToScores},
-    {227, 64, {128, 96, 2, 3}, kSeveral | kCrowdedMod},
-    {227, 64, {128, 64, 2, 3}, kSeveral},
-    {227, 64, {128, 48, 2, 3}, kDropout},
-    {227, 64, {128, 32, 2, 3}},
+    {227, 64, {128, 96, 2, 3}},
+    {227, 64, {128, 64, 2, 3}},
+    // d = 96: +9%, but -6 to -14% with a window, segments or dropout.
     {227, 96, {192, 96, 3, 2}, kAddsToScores | kDropout | kLocal | kFewTiles},
+    // Wider heads: as many keys as registers and shared memory have room for.
     {227, 128, {128, 128, 2, 2}, kBias | kHeavyMod},
-    {227, 128, {128, 112, 2, 2}, kAddsToScores},
     {227, 128, {128, 96, 2, 2}, kAddsToScores},
-    {227, 128, {128, 64, 2, 2}, kAddsToScores},
-    {227, 128, {128, 64, 2, 2}, kSeveral | kModBiasDropout},
+    {227, 128, {128, 64, 2, 2}},
     {227, 128, {128, 32, 2, 2}},
-    {227, 192, {128, 96, 2, 2}, kAddsToScores | kSeveral},
+    {227, 192, {128, 96, 2, 2}, kAddsToScores},
     {227, 192, {128, 64, 2, 2}, kAddsToScores},
-    {227, 192, {128, 48, 2, 2}, kAddsToScores},
-    {227, 192, {128, 32, 2, 2}, kSeveral},
-    {227, 192, {128, 16, 2, 2}},
     {227, 256, {128, 64, 2, 2}, kAddsToScores | kDropout},
     {227, 256, {128, 48, 2, 2}, kAddsToScores},
-    {227, 256, {128, 32, 2, 2}, kAddsToScores},
-    {227, 256, {128, 32, 2, 2}, kSeveral},
+    {227, 256, {128, 32, 2, 2}},
     {227, 256, {128, 16, 2, 2}},
 };
 
-// TF32.
+// TF32 (tf32.md).
 constexpr Row kForwardF32[] = {
     {227, 64, {192, 64, 3, 3}, kFullPrecision | kAddsToScores | kDropout | kLocal | kSoftCap | kListed | kFewTiles},
     {227, 64, {128, 128, 2, 2}, kFullPrecision | kAddsToScores | kDropout | kLocal | kSoftCap},
-    {227, 64, {128, 64, 2, 3}, kFullPrecision | kAddsToScores},
-    {227, 64, {128, 64, 2, 3}, kFullPrecision | kDropout | kLocal | kListed},
-    {227, 64, {128, 32, 2, 3}, kFullPrecision},
-    {227, 128, {128, 64, 2, 2}, kFullPrecision | kAddsToScores | kDropout | kLocal},
-    {227, 128, {128, 64, 2, 2}, kFullPrecision | kAddsToScores | kDropout | kSoftCap | kListed},
+    {227, 64, {128, 64, 2, 3}, kFullPrecision},
+    {227, 128, {128, 64, 2, 2}, kFullPrecision | kAddsToScores | kDropout},
     {227, 128, {128, 32, 2, 2}, kFullPrecision},
 };
 
-// A score_mod's: captured arrays' gradients that depend on the score would keep it, and there is room for the slopes of
-// one alone, in 16 bits, which are not enough for large ones in float16. (Tiles that do no score_mod do not do these
-// either, or Obstacle would name the wrong ones.)
-constexpr FeatureBits kNotOfMods = kGradientsOfScore | kCapAndSlopes | kLargeSlopes,
-                      kNotOfWideMods = kNotOfMods | kLateSlopes | kCapAndGradients;
+// What the backward has no place for: the score, for gradients of captured arrays that depend on it; a second kind of
+// slopes, or large slopes in float16. (Tiles without score_mods exclude these as well, or Obstacle would name the wrong
+// features.)
+constexpr FeatureBits kNotOfMods = kGradientsOfScore | kUnkeptSlopes;
 
-// What is not here would spill registers. Tiles of 64 keys are for wide heads only. Where slopes of a soft cap are
-// found again from P (hopper/backward_tuning.cuh), rounding errors of log P are divided by the cap, which must not be
-// small.
-constexpr FeatureBits kNotOfPairs =
-    kHeadDimsUpTo128 | kTornPairs | kCapAndSum | kCrowdedCap | kSmallCap | kModAndBias | kGradientsInBlocks;
-constexpr FeatureBits kNotOfWide = kCapAndSumInBlocks | kSmallCap | kModAndBias | kGradientsInBlocks | kCrowdedMask;
 constexpr Row kBackward[] = {
-    {227, 64, {128, 128, 2, 2}, kScoreFeatures | kCrowdedBlocks | kNotOfMods},
-    {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kDropout | kListed | kApartDQ | kNotOfMods},
+    // Large tiles: a soft cap finds its slopes again from P, 329 to 346 TFLOP/s. That divides rounding errors of log P
+    // by the cap, which must not be small. (masks-and-biases.md)
+    {227, 64, {128, 128, 2, 2}, kScoreFeatures | kMaskAndDropout | kNotOfMods},
+    {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kDropout | kListed | kNotOfMods},
     {227, 64, {64, 128, 2, 2, true}, kNotOfMods},
-    {227, 128, {64, 128, 2, 2, true}, kWideBias | kCapAndSumInBlocks | kNotOfWideMods | kCapturedGradients},
-    {227, 96, {64, 128, 2, 2}, kNotOfMods | kModAndBias | kCapAndGradients},
-    {227, 128, {64, 128, 2, 2}, kNotOfWide | kNotOfWideMods},
-    {227, 192, {64, 64, 2, 2}, kNotOfPairs | kNotOfWideMods},
-    {227, 256, {64, 64, 2, 2}, kNotOfPairs | kScoreSlopes | kCapturedGradients},
+    {227, 128, {64, 128, 2, 2, true}, kWideBias | kNotOfMods | kSlopesAndSums},
+    {227, 96, {64, 128, 2, 2}, kNotOfMods},
+    {227, 128, {64, 128, 2, 2}, kSmallCap | kNotOfMods | kSlopesAndSums},
+    // Pairs are for wide heads only. Their warpgroups exchange P, so it must have the slopes.
+    {227, 256, {64, 64, 2, 2}, kHeadDimsUpTo128 | kTornPairs | kSmallCap | kNotOfMods | kSlopesApart},
 };
 
-// TF32. A soft cap, or a score_mod, would keep its slopes in 16 bits; crowded blocks, a bias beside a block mask or a
-// score_mod, and one of them above head dim 96 or 64, would spill registers.
+// TF32. Slopes would be kept in 16 bits. (tf32.md)
 constexpr Row kBackwardF32[] = {
-    {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kCrowdedBlocks | kNotOfMods | kScoreSlopes},
-    {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kAddsToScores | kCrowdedBlocks},
+    {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kNotOfMods | kScoreSlopes},
+    {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kAddsToScores},
     {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed | kScoreMod},
 };
 
 // Of dbias. Windows, segments and a soft cap would leave wide tiles too few registers.
-constexpr FeatureBits kNotForBias = kFloat32 | kBroadcastBias | kScoreMod,
-                      kNotForWide = kNotForBias | kLocal | kSoftCap;
+constexpr FeatureBits kNotForBias = kBroadcastBias | kScoreMod, kNotForWide = kNotForBias | kLocal | kSoftCap;
 constexpr Row kBackwardBias[] = {
     {227, 64, {128, 128, 2, 4, true}, kNotForWide},  {227, 128, {128, 128, 2, 3, true}, kNotForWide | kWideBias},
     {227, 128, {128, 128, 2, 2, true}, kNotForWide}, {227, 128, {128, 64, 2, 4, true}, kNotForBias},
@@ -111,17 +101,13 @@ const Rows& RowsOf(const Problem& p, Pass pass) {
   return (pass == Pass::kForward ? kForwardTable : kBackwardTable).Of(p.dtype);
 }
 
-// The first that fits; none if no tiles do, or the GPU is none for them.
-std::optional<KernelTiling> TilingOf(const Rows& rows, const Target& target, const Problem& p) {
-  if (FeaturesOf(p).Any(kLongProgram)) return std::nullopt;
-  for (const FeatureBits ignored : {FeatureBits(0), kPreferences}) {
-    for (const Row& row : rows) {
-      const TileSizes& tile = row.tile;
-      if (target.hopper && Fits(row, target, p, ignored) && InWholeTiles(p, tile.rows, tile.cols))
-        return KernelTiling{Family::kHopper, tile.rows, tile.cols, tile.groups, tile.stages, tile.bias_tiles};
-    }
-  }
-  return std::nullopt;
+// Those that fit; none if no tiles do, or the GPU is none for them.
+Tilings TilingsOf(const Rows& rows, const Target& target, const Problem& p) {
+  Tilings tilings;
+  if (!target.hopper || IsCalled(p)) return tilings;
+  for (const TileSizes& tile : Candidates(rows, target, p, false))
+    tilings.push_back({Family::kHopper, tile.rows, tile.cols, tile.groups, tile.stages, tile.bias_tiles});
+  return tilings;
 }
 
 // --- The ways of the backward ---
@@ -166,11 +152,10 @@ bool Alongside(const Target& target, const Problem& p) {
 
 // Whether heads of Q that share keys are walked together: of larger groups, the rows that CTAs are at would not fit
 // into the L2. With a window or segments a tile of keys has few rows, which stay in the L2 anyway, and walking head by
-// head is 5 to 12% faster. (With masks of wide heads it would spill registers.)
+// head is 5 to 12% faster.
 bool Together(const Problem& p) {
   const Features has = FeaturesOf(p);
-  const bool crowded = !has.Any(kHeadDimsUpTo128) && has.Any(kBias);
-  return has.Any(kCausal) && p.group() > 4 && !has.Any(kListed | kLocal) && !crowded;
+  return has.Any(kCausal) && p.group() > 4 && !has.Any(kListed | kLocal);
 }
 
 // --- Launches ---
@@ -251,27 +236,35 @@ int64_t ReserveBackward(const Target& target, const Problem& p, const KernelTili
 
 }  // namespace
 
-std::optional<KernelTiling> hopper::Tiling(const Target& target, const Problem& p, Pass pass) {
-  std::optional<KernelTiling> tiling = TilingOf(RowsOf(p, pass), target, p);
-  if (tiling && pass == Pass::kBackward) {
-    tiling->alongside = Alongside(target, p);
-    tiling->sum_kv = tiling->alongside && p.group() > 1;
-    tiling->together = !tiling->alongside && Together(p);
+Tilings hopper::Candidates(const Target& target, const Problem& p, Pass pass) {
+  const Tilings tilings = TilingsOf(RowsOf(p, pass), target, p);
+  if (pass == Pass::kForward) return tilings;
+  const bool alongside = Alongside(target, p), together = !alongside && Together(p);
+  Tilings candidates;
+  for (KernelTiling tiling : tilings) {
+    tiling.alongside = alongside;
+    tiling.sum_kv = alongside && p.group() > 1;
+    if (together) {
+      tiling.together = true;
+      candidates.push_back(tiling);
+      tiling.together = false;
+    }
+    candidates.push_back(tiling);
   }
-  return tiling;
+  return candidates;
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
-  if (FeaturesOf(p).Any(kLongProgram))
-    return "its tiles do not support a score_mod, or its derivative, of more than 32 instructions";
+  if (IsCalled(p)) return "its tiles do not support a score_mod, or its derivative, of more than 32 instructions";
   return Obstacle(RowsOf(p, pass), target, p);
 }
 
-std::optional<KernelTiling> hopper::BiasTiling(const Target& target, const Problem& p) {
-  return TilingOf(kBackwardBiasRows, target, p);
+Tilings hopper::BiasCandidates(const Target& target, const Problem& p) {
+  return p.dtype == DType::kF32 ? Tilings() : TilingsOf(kBackwardBiasRows, target, p);
 }
 
 std::string hopper::WhyNotBias(const Target& target, const Problem& p) {
+  if (p.dtype == DType::kF32) return "it does not support float32";
   return Obstacle(kBackwardBiasRows, target, p);
 }
 

@@ -29,54 +29,104 @@ void AddSegments(const Problem& p, Plan* plan) {
   plan->launches.push_back({unit, "jax_flash_segments", blocks, kSegmentThreads});
 }
 
-void AddForward(const Target& target, const Problem& p, Plan* plan) {
-  if (p.page > 0) {
-    plan->reasons.push_back("keys are in pages: the kernels for Ampere and later load them row by row");
-    return ampere::AddForward(target, p, plan);
+// The candidate that a part takes.
+const KernelTiling& Chosen(Part part, const Tilings& candidates, const Choices& choices, Plan* plan) {
+  const int choice = choices[int(part)];
+  plan->parts[int(part)].candidates = int(candidates.size());
+  for (int i = 0; i < choice; ++i) {
+    const KernelTiling& tiling = candidates[i];
+    plan->reasons.push_back(std::string(tiling.family == Family::kHopper ? "Hopper" : "Ampere") + " tiles of " +
+                            std::to_string(tiling.rows) + " x " + std::to_string(tiling.cols) +
+                            " are not used: the compiler has too few registers for them");
   }
-  if (ampere::FewQueries(target, p)) {
-    plan->reasons.push_back("few queries see many keys: the kernels for Ampere and later can split the keys");
-    return ampere::AddForward(target, p, plan);
-  }
-  if (const auto tiling = hopper::Tiling(target, p, Pass::kForward))
-    return hopper::AddForward(target, p, *tiling, plan);
-  if (target.hopper) {
-    plan->reasons.push_back("the Hopper forward is not used: " + hopper::WhyNot(target, p, Pass::kForward));
-  }
-  ampere::AddForward(target, p, plan);
+  return candidates.at(choice);
 }
 
-void AddBackward(const Target& target, const Problem& p, Plan* plan) {
+// Remembers the unit that a part has added last.
+void SetUnit(Part part, Plan* plan) { plan->parts[int(part)].unit = int(plan->units.size()) - 1; }
+
+void Append(const Tilings& more, Tilings* candidates) {
+  candidates->insert(candidates->end(), more.begin(), more.end());
+}
+
+void AddForward(const Target& target, const Problem& p, const Choices& choices, Plan* plan) {
+  Tilings candidates;
+  if (p.page > 0) {
+    plan->reasons.push_back("keys are in pages: the kernels for Ampere and later load them row by row");
+  } else if (ampere::FewQueries(target, p)) {
+    plan->reasons.push_back("few queries see many keys: the kernels for Ampere and later can split the keys");
+  } else {
+    candidates = hopper::Candidates(target, p, Pass::kForward);
+    if (target.hopper && candidates.empty()) {
+      plan->reasons.push_back("the Hopper forward is not used: " + hopper::WhyNot(target, p, Pass::kForward));
+    }
+  }
+  if (ampere::SplitsKeys(target, p)) return ampere::AddSplitForward(target, p, plan);
+  // Hopper's smallest tiles have as many registers for an entry as Ampere's, which are no way out.
+  if (candidates.empty()) candidates = ampere::Candidates(target, p, Pass::kForward);
+  const KernelTiling& tiling = Chosen(Part::kMain, candidates, choices, plan);
+  if (tiling.family == Family::kHopper) {
+    hopper::AddForward(target, p, tiling, plan);
+  } else {
+    ampere::AddForward(p, tiling, plan);
+  }
+  SetUnit(Part::kMain, plan);
+}
+
+// Hopper's backward as one kernel has no candidates of Ampere: they need scratch memory for all heads.
+Tilings BackwardCandidates(const Target& target, const Problem& p, Plan* plan) {
+  Tilings candidates = hopper::Candidates(target, p, Pass::kBackward);
+  if (target.hopper && candidates.empty()) {
+    plan->reasons.push_back("the Hopper backward is not used: " + hopper::WhyNot(target, p, Pass::kBackward));
+  }
+  if (candidates.empty() || !candidates[0].alongside)
+    Append(ampere::Candidates(target, p, Pass::kBackward), &candidates);
+  return candidates;
+}
+
+Tilings BiasCandidates(const Target& target, const Problem& p, Plan* plan) {
+  Tilings candidates = hopper::BiasCandidates(target, p);
+  if (target.hopper && candidates.empty())
+    plan->reasons.push_back("the Hopper kernel is not used for it: " + hopper::WhyNotBias(target, p));
+  Append(ampere::BiasCandidates(target, p), &candidates);
+  return candidates;
+}
+
+void AddBackward(const Target& target, const Problem& p, const Choices& choices, Plan* plan) {
   std::optional<Family> prepared;  // whose kernels have been before
   if (HasMain(p)) {
-    if (const auto tiling = hopper::Tiling(target, p, Pass::kBackward)) {
-      hopper::AddBackward(target, p, *tiling, plan);
-      prepared = Family::kHopper;
+    const Tilings candidates = BackwardCandidates(target, p, plan);
+    const KernelTiling& tiling = Chosen(Part::kMain, candidates, choices, plan);
+    if (tiling.family == Family::kHopper) {
+      hopper::AddBackward(target, p, tiling, plan);
     } else {
-      if (target.hopper) {
-        plan->reasons.push_back("the Hopper backward is not used: " + hopper::WhyNot(target, p, Pass::kBackward));
-      }
-      ampere::AddBackward(target, p, plan);
-      prepared = Family::kAmpere;
+      ampere::AddBackward(p, tiling, plan);
     }
+    SetUnit(Part::kMain, plan);
+    prepared = tiling.family;
   }
   if (HasGradientPerRow(p) && !prepared && !p.dbias) ampere::AddRows(p, plan);
   if (p.dq && p.deterministic) {
     plan->reasons.push_back("deterministic: a separate kernel for Ampere and later sums dQ in a fixed order");
-    ampere::AddQuery(target, p, plan);
+    const Tilings candidates = ampere::QueryCandidates(target, p);
+    ampere::AddQuery(p, Chosen(Part::kQuery, candidates, choices, plan), plan);
+    SetUnit(Part::kQuery, plan);
   }
   if (p.dbias) {
     plan->reasons.push_back("a separate pass sums the gradient of the bias in a fixed order");
-    if (const auto tiling = hopper::BiasTiling(target, p))
-      return hopper::AddBias(target, p, *tiling, prepared == Family::kHopper, plan);
-    if (target.hopper)
-      plan->reasons.push_back("the Hopper kernel is not used for it: " + hopper::WhyNotBias(target, p));
-    ampere::AddBias(target, p, prepared == Family::kAmpere, plan);
+    const Tilings candidates = BiasCandidates(target, p, plan);
+    const KernelTiling& tiling = Chosen(Part::kBias, candidates, choices, plan);
+    if (tiling.family == Family::kHopper) {
+      hopper::AddBias(target, p, tiling, prepared == Family::kHopper, plan);
+    } else {
+      ampere::AddBias(p, tiling, prepared == Family::kAmpere, plan);
+    }
+    SetUnit(Part::kBias, plan);
   }
 }
 
 // The plan of a problem that the kernels support, for a GPU that may be too small for its blocks.
-Plan PlanOf(const Problem& p, Pass pass, const Target& target) {
+Plan PlanOf(const Problem& p, Pass pass, const Target& target, const Choices& choices) {
   Plan plan;
   if (NothingToCompute(p)) return plan;
   if (target.capability == 90 && !target.hopper) {
@@ -85,8 +135,22 @@ Plan PlanOf(const Problem& p, Pass pass, const Target& target) {
   if (p.segments) AddSegments(p, &plan);
   const bool makes_blocks = MakesMaskBlocks(p, pass, target);
   if (makes_blocks) AddMaskBlocks(p, &plan);
-  (pass == Pass::kForward ? AddForward : AddBackward)(target, makes_blocks ? WithMaskInBlocks(p) : p, &plan);
+  const Problem& in_blocks = makes_blocks ? WithMaskInBlocks(p) : p;
+  (pass == Pass::kForward ? AddForward : AddBackward)(target, in_blocks, choices, &plan);
   return plan;
+}
+
+// The most scratch memory that the plans need which the candidates of the parts give.
+int64_t MostScratch(const Problem& p, Pass pass, const Target& target) {
+  int64_t bytes = 0;
+  Choices choices = {};
+  for (int part = 0; part < kParts;) {
+    const Plan plan = PlanOf(p, pass, target, choices);
+    bytes = std::max(bytes, plan.scratch.bytes);
+    // The next choices, as if they were the digits of a number.
+    for (part = 0; part < kParts && ++choices[part] >= plan.parts[part].candidates; ++part) choices[part] = 0;
+  }
+  return bytes;
 }
 
 // All GPUs that differ in a plan's scratch memory.
@@ -174,10 +238,10 @@ int64_t BlocksOf(const Launch& launch, int multiprocessors) {
   return std::min<int64_t>(launch.blocks, std::max(multiprocessors / launch.cluster, 1) * launch.cluster);
 }
 
-Plan MakePlan(const Problem& p, Pass pass, const Target& target) {
+Plan MakePlan(const Problem& p, Pass pass, const Target& target, const Choices& choices) {
   const std::string refusal = CudaRefusal(p);
   if (!refusal.empty()) throw std::invalid_argument(refusal + ". implementation=\"xla\" has no such limit");
-  Plan plan = PlanOf(p, pass, target);
+  Plan plan = PlanOf(p, pass, target, choices);
   for (const Launch& launch : plan.launches) {
     if (launch.blocks > std::numeric_limits<int32_t>::max()) {
       throw std::invalid_argument(launch.entry + " would have " + std::to_string(launch.blocks) +
@@ -197,7 +261,7 @@ int64_t ScratchBytes(const Problem& p, Pass pass, const std::vector<Target>& tar
   if (!CudaRefusal(p).empty()) return 0;
   if (targets.empty()) return ScratchBytes(p, pass, AllTargets());
   int64_t bytes = 0;
-  for (const Target& target : targets) bytes = std::max(bytes, PlanOf(p, pass, target).scratch.bytes);
+  for (const Target& target : targets) bytes = std::max(bytes, MostScratch(p, pass, target));
   return bytes;
 }
 

@@ -1,6 +1,7 @@
 // The plan of a pass of a problem on a GPU: its kernels, tiles, numbers of blocks and scratch memory, and the reasons.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -45,21 +46,36 @@ struct Launch {
 // How many blocks there are of it at a time on a GPU with so many multiprocessors: whole clusters.
 int64_t BlocksOf(const Launch& launch, int multiprocessors);
 
+// The kernels of a pass that have several candidates for their tiles: the forward, or the backward for dK, dV and dQ;
+// the one for dQ alone; the one for dbias.
+enum class Part { kMain, kQuery, kBias };
+constexpr int kParts = 3;
+// The number of the candidate that each part takes.
+using Choices = std::array<int, kParts>;
+
+// A unit, and how many candidates for its tiles there are; none without such a part.
+struct PlannedPart {
+  int unit = -1;  // of Plan::units
+  int candidates = 0;
+};
+
 struct Plan {
   std::vector<PlannedUnit> units;
-  std::vector<Launch> launches;      // one after the other
+  std::vector<Launch> launches;  // one after the other
+  std::array<PlannedPart, kParts> parts;
   Scratch scratch;                   // what the launches need
   std::vector<std::string> reasons;  // why it is not otherwise, as sentences
 };
 
-// Throws std::invalid_argument if that GPU cannot do it.
-Plan MakePlan(const Problem& problem, Pass pass, const Target& target);
+// The plan with these candidates, by default the first. CompiledPlan (compiled_plan.h) finds those that the compiler
+// has enough registers for. Throws std::invalid_argument if that GPU cannot do it.
+Plan MakePlan(const Problem& problem, Pass pass, const Target& target, const Choices& choices = {});
 
 // The units as the compiler takes them, with the source of their score programs.
 std::vector<Unit> UnitsOf(const Plan& plan);
 
-// The bytes of scratch memory that are enough for each of these GPUs; if there are none, for any GPU. 0 if there are no
-// kernels for the problem.
+// The bytes of scratch memory that are enough for each of these GPUs, whatever candidates are taken; if there are no
+// GPUs, for any. 0 if there are no kernels for the problem.
 int64_t ScratchBytes(const Problem& problem, Pass pass, const std::vector<Target>& targets);
 
 }  // namespace jax_flash

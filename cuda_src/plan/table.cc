@@ -12,7 +12,7 @@ namespace {
 // Tilings with bias_tiles are for a bias that TMA loads, in whole boxes.
 bool IsFor(const Row& row, const Problem& p, const Features& has) {
   return !row.tile.bias_tiles ||
-         (has.Any(kBias) && !has.Any(kBiasByEntry) && row.tile.cols * ElementOf(p.bias_dtype).bytes % kBoxBytes == 0);
+         (has.Any(kBias) && !BiasByEntry(p) && row.tile.cols * ElementOf(p.bias_dtype).bytes % kBoxBytes == 0);
 }
 
 }  // namespace
@@ -23,10 +23,23 @@ const Rows& Table::Of(DType dtype) const {
   return bytes == 2 ? of_two : of_four;
 }
 
-bool Fits(const Row& row, const Target& target, const Problem& p, FeatureBits ignored) {
-  const Features has = FeaturesOf(p, target, row.tile.rows);
-  return IsFor(row, p, has) && row.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= row.dim &&
-         !has.Any(row.without & ~ignored);
+std::vector<TileSizes> Candidates(const Rows& rows, const Target& target, const Problem& p, bool may_divide_blocks) {
+  std::vector<TileSizes> candidates;
+  const Features of_problem = FeaturesOf(p);
+  const auto entries = [](const TileSizes& tile) { return tile.rows * tile.cols; };
+  for (const FeatureBits ignored : {FeatureBits(0), kPreferences}) {
+    for (const Row& row : rows) {
+      const TileSizes& tile = row.tile;
+      const Features has = {of_problem.bits | FeaturesOfTiles(p, target, tile.rows).bits};
+      const bool fits = IsFor(row, p, has) && row.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= row.dim &&
+                        !has.Any(row.without & ~ignored) &&
+                        (may_divide_blocks || InWholeTiles(p, tile.rows, tile.cols));
+      const bool larger = !candidates.empty() && entries(tile) > entries(candidates.back());
+      if (fits && !larger && std::find(candidates.begin(), candidates.end(), tile) == candidates.end())
+        candidates.push_back(tile);
+    }
+  }
+  return candidates;
 }
 
 std::string Obstacle(const Rows& rows, const Target& target, const Problem& p) {
@@ -34,7 +47,7 @@ std::string Obstacle(const Rows& rows, const Target& target, const Problem& p) {
   TileSizes tile = {};
   for (const Row& row : rows) {
     if (row.shared > target.shared || std::max(p.qk_dim, p.v_dim) > row.dim) continue;
-    const Features has = FeaturesOf(p, target, row.tile.rows), obstacles = {has.bits & row.without & ~kPreferences};
+    const Features has = FeaturesOf(p), obstacles = {has.bits & row.without & ~kPreferences};
     if (!IsFor(row, p, has)) continue;
     if (obstacles.Any(kHeadDimsUpTo128)) continue;  // as if its head dim did not fit
     std::vector<std::string> names = NamesOf(obstacles);

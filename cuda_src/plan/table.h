@@ -1,8 +1,10 @@
-// Tables of the tiles that may be chosen for a kernel, from the best to what does for all: the first row that fits is
-// taken.
+// Tables of the tiles that may be chosen for a kernel, from the best to what does for all. The first row that fits is
+// taken, unless ptxas spills registers with it.
 #pragma once
 
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "common/problem.h"
 #include "cuda_src/element.h"
@@ -16,6 +18,11 @@ struct TileSizes {
   int groups;      // warps, or on Hopper warpgroups beside the one that loads
   int stages;
   bool bias_tiles = false;  // for a bias that TMA loads, or not for one
+
+  bool operator==(const TileSizes& x) const {
+    return std::tie(rows, cols, groups, stages, bias_tiles) ==
+           std::tie(x.rows, x.cols, x.groups, x.stages, x.bias_tiles);
+  }
 };
 
 // {shared, dim, {rows, cols, groups, stages}, without}
@@ -42,8 +49,11 @@ struct Table {
   const Rows& Of(DType dtype) const;
 };
 
-// Do the features of the problem but the `ignored`, the head dims and the GPU allow it?
-bool Fits(const Row& row, const Target& target, const Problem& p, FeatureBits ignored = 0);
+// The tiles of the rows that fit, in the order in which they are tried. A row fits if the features of the problem, its
+// head dims and the GPU allow it, and if blocks of a block mask consist of its tiles or `may_divide_blocks`. Rows that
+// only a preference excludes come last. What comes after another has no more entries in a tile: it needs no more
+// registers.
+std::vector<TileSizes> Candidates(const Rows& rows, const Target& target, const Problem& p, bool may_divide_blocks);
 
 // Why no row is taken: the one that the fewest of the problem's features stand in the way of, and these. Without
 // kPreferences, which do not. "its tiles of 64 x 64 do not do a soft cap"

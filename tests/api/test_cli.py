@@ -128,8 +128,8 @@ def test_warmup_compiles_into_the_cache(nvrtc, capsys, monkeypatch, tmp_path):
     flags = "--shape 1 77 2 16 --dtype bfloat16 --segments --backward --arch sm_80 sm_90a"
     assert main(["warmup", *flags.split()]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"sm_80 forward: scheduler/segments\.cuh, ampere/forward\.cuh in [0-9.]+ s", out)
-    assert re.search(r"sm_90a backward: scheduler/segments\.cuh, hopper/backward\.cuh in [0-9.]+ s", out)
+    assert re.search(r"sm_80 forward: scheduler/segments\.cuh, ampere/forward\.cuh \(128 x 64\) in [0-9.]+ s", out)
+    assert re.search(r"sm_90a backward: scheduler/segments\.cuh, hopper/backward\.cuh \(128 x 128\) in [0-9.]+ s", out)
     assert f"kept in {tmp_path}" in out
     assert len(list(tmp_path.iterdir())) == 6  # the segments' kernel does for both passes
 
@@ -168,6 +168,8 @@ def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
     problems.write_text("\n".join(lines))
     compiled, flags = [], "--dtype bfloat16 --arch sm_90a --problems"
     monkeypatch.setattr(_native, "cuda_cache", lambda *call: compiled.append(call) is None)
+    plan = _native.cuda_plan
+    monkeypatch.setattr(_native, "cuda_plan", lambda *call, compiled=False: plan(*call))
     assert main(["warmup", *flags.split(), str(problems)]) == 0
     out = capsys.readouterr().out
     assert out.count("hopper/forward.cuh") == out.count("hopper/backward.cuh") == 2

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pathlib
 import resource
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["jax_flash", "pytest"])  # pytest is the main module, which each process imports
@@ -34,3 +37,18 @@ def _compile(environment: dict[str, str], problem: str, arch: str, umask: int, f
     if file_size >= 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     _native.cuda_cache(problem, False, arch)
+
+
+def plan(library: pathlib.Path, environment: dict[str, str], *call: Any) -> tuple[list[Any], list[str]]:
+    """Return the launches of a pass and the reasons, compiled in a new process with a library in place of NVRTC."""
+    with ProcessPoolExecutor(1, mp_context=_CONTEXT) as pool:
+        return pool.submit(_plan, library, environment, *call).result()
+
+
+def _plan(library: pathlib.Path, environment: dict[str, str], *call: Any) -> tuple[list[Any], list[str]]:
+    import jax_flash.cuda
+    from jax_flash import _native
+
+    os.environ.update(environment)
+    jax_flash.cuda.find_nvrtc = lambda: str(library)
+    return _native.cuda_plan(*call, compiled=True), _native.cuda_explain(*call, compiled=True)[2]

@@ -33,11 +33,7 @@ def test_an_explanation_is_the_plan():
 @pytest.mark.parametrize(
     ("changes", "backward", "reason"),
     [
-        (
-            {"soft_cap": 2.0, "qk_dim": 256, **BIASED},
-            True,
-            "its tiles of 64 x 64 do not support a soft cap with a bias or a score_mod$",
-        ),
+        ({"soft_cap": 0.005, "qk_dim": 256}, True, "its tiles of 64 x 64 do not support a soft cap below 0.01$"),
         ({"dtype": "float32", "full_precision": True}, False, "forward is not used: .* do not support full precision$"),
         ({"dtype": "float32", "qk_dim": 256}, False, "no tiles for head dims 256 and 64"),
         ({"dtype": "float32", "qk_dim": 128, "soft_cap": 2.0, **BIASED}, True, "a soft cap and a bias$"),
@@ -81,26 +77,23 @@ PLUS_TABLE_CAPPED = {
     ("changes", "reason"),
     [
         (PLUS_TABLE, ""),
-        (PLUS_TABLE | {"qk_dim": 256}, "gradients of captured arrays$"),
-        (PLUS_TABLE | {"qk_dim": 128, "mask": EVERY}, "gradients of captured arrays with a mask or a block mask$"),
-        (PLUS_TABLE | {"bias": Extent(True, True, False, True), "bias_dtype": "float32"}, "a score_mod with a bias$"),
+        (PLUS_TABLE | {"qk_dim": 256, "mask": EVERY}, ""),
+        (PLUS_TABLE | {"bias": Extent(True, True, False, True), "bias_dtype": "float32"}, ""),
         (TIMES_TABLE, "gradients of captured arrays that depend on the score$"),
         (CAPPED, ""),
         (CAPPED | {"qk_dim": 128}, ""),
-        (CAPPED | {"qk_dim": 256}, "a score_mod whose derivative depends on the score$"),
-        (CAPPED | {"qk_dim": 128, "drop_threshold": 99}, "depends on the score with dropout or gradients"),
-        (CAPPED | {"qk_dim": 192, "drop_threshold": 99}, "depends on the score with dropout or gradients"),
-        (CAPPED | {"drop_threshold": 99}, ""),
-        (CAPPED | {"soft_cap": 2.0}, "a soft cap with a score_mod whose derivative depends on the score$"),
+        (CAPPED | {"qk_dim": 256}, ""),
+        (CAPPED | {"qk_dim": 128, "drop_threshold": 99}, ""),
+        (CAPPED | {"qk_dim": 192, "drop_threshold": 99}, "slopes of the score with .* dropout$"),
+        (CAPPED | {"soft_cap": 2.0}, "depends on the score with a soft cap or float16$"),
         (PLUS_TABLE_CAPPED, ""),
-        (PLUS_TABLE_CAPPED | {"qk_dim": 128}, "depends on the score with dropout or gradients of captured arrays$"),
+        (PLUS_TABLE_CAPPED | {"qk_dim": 128}, "gradients of captured arrays with a score_mod whose .* the score$"),
         (CAPPED | {"dtype": "float32"}, "a score_mod whose derivative depends on the score$"),
-        (CAPPED | {"dtype": "float16"}, "float16 with a score_mod whose derivative depends on the score$"),
-        (PLUS_TABLE | {"qk_dim": 192, "mask": EVERY}, "gradients of captured arrays with a mask or a block mask$"),
+        (CAPPED | {"dtype": "float16"}, "depends on the score with a soft cap or float16$"),
     ],
 )
 def test_reasons_of_a_score_mod(changes, reason):
-    """Hopper's backward does what there are registers for."""
+    """Hopper's backward does what it has a place for. (The compiler may have too few registers for its tiles.)"""
     explanation = explained(True, **GRADIENTS | changes)
     (main,) = (kernel for kernel in explanation.kernels if kernel.name == "jax_flash_backward")
     assert main.family == ("ampere" if reason else "hopper")
@@ -116,7 +109,7 @@ def test_reasons_of_a_score_mod(changes, reason):
             "ampere",
             "do not support a bias that is broadcast over rows or columns$",
         ),
-        ({"dtype": "float32"}, "ampere", "not used for it: its tiles of 128 x 128 do not support float32$"),
+        ({"dtype": "float32"}, "ampere", "not used for it: it does not support float32$"),
         ({"qk_dim": 256}, "ampere", "no tiles for head dims 256 and 64$"),
     ],
 )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import compiling
+import fake_nvrtc
 import jax
 import jax.numpy as jnp
 import pytest
@@ -225,14 +226,6 @@ except RuntimeError as error:
         assert part in message
 
 
-FAKE_NVRTC = """
-#include <stddef.h>
-#include <string.h>
-static const unsigned char cubin[] = {%s};
-int nvrtcVersion(int* major, int* minor) { *major = %d, *minor = %d; return 0; }
-int nvrtcGetCUBINSize(void* program, size_t* size) { *size = sizeof cubin; return 0; }
-int nvrtcGetCUBIN(void* program, char* to) { memcpy(to, cubin, sizeof cubin); return 0; }
-"""
 COMPILE = """
 import sys
 import jax_flash.cuda
@@ -248,13 +241,7 @@ except RuntimeError as error:
 
 def error_of(library: pathlib.Path, version: tuple[int, int], cubin: bytes = b"\0") -> str:
     """The error of compiling with a library in place of NVRTC, which has this version and returns this cubin."""
-    source = FAKE_NVRTC % (",".join(map(str, cubin)), *version)
-    others = "CreateProgram CompileProgram GetProgramLogSize GetProgramLog DestroyProgram"
-    for name in ("GetNumSupportedArchs", "GetSupportedArchs", *others.split()):
-        source += f"int nvrtc{name}() {{ return 0; }}\n"
-    code = library.with_suffix(".c")
-    code.write_text(source)
-    subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, code], check=True)
+    fake_nvrtc.build(library, version, cubin)
     run = [sys.executable, "-c", COMPILE, str(library), BASE.encode()]
     return subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout
 

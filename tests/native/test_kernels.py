@@ -23,6 +23,9 @@ def test_every_feature_and_pair_of_features_compiles():
     reports = list(kernel_variants.tabulated(kernel_variants.compile_all(chosen)))
     faults = [f"{fault}: {report}" for report in reports for fault in kernel_variants.faults(report)]
     assert not faults, "\n".join(faults)
+    # What most models use is compiled once: its first tiles do not spill.
+    usual = kernel_variants.variants(kernel_variants.alone(kernel_variants.FEATURES, kernel_variants.DIMS[:2]))
+    assert not set(usual) - {report.variant for report in reports}
     # Each of the slowest beside a plain one, since what else runs on the machine changes what a second is.
     (_, plain), *_ = kernel_variants.planned(kernel_variants.singles())
     slowest = sorted({report.variant: report.seconds for report in reports}.items(), key=lambda item: item[1])[-5:]

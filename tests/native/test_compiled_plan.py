@@ -1,0 +1,80 @@
+"""Which tiles are taken if the compiler has too few registers. A library in place of NVRTC says so."""
+
+import pathlib
+
+import compiling
+import fake_nvrtc
+import pytest
+from plans import GRADIENTS, problem, scratch
+
+from jax_flash import _native
+
+FORWARD = problem(qk_dim=128, v_dim=128).encode()
+BACKWARD = problem(qk_dim=128, v_dim=128, soft_cap=2.0, **GRADIENTS).encode()
+TILES = [f"128 x {cols}" for cols in (128, 96, 64, 32, 16)]  # of the forward, in the order in which they are tried
+
+
+class Compiler:
+    def __init__(self, folder: pathlib.Path, **reports: str):
+        self.library, self.log = folder / "libnvrtc.so", folder / "compiled"
+        self.cache = folder / "cache"
+        fake_nvrtc.build(self.library, **reports)
+
+    def plan(self, text: str = FORWARD, backward: bool = False) -> tuple[str, list[str], list[str]]:
+        """The tiles and the reasons of a plan that a new process makes, and the tiles that this process compiled."""
+        self.log.write_text("")
+        environment = {"JAX_FLASH_CACHE_DIR": str(self.cache), "COMPILED": str(self.log)}
+        launches, reasons = compiling.plan(self.library, environment, text, backward, "sm_90a")
+        fields = next(fields for _, name, fields in launches if name in ("jax_flash_forward", "jax_flash_backward"))
+        return f"{fields['rows']} x {fields['cols']}", reasons, self.log.read_text().splitlines()
+
+
+def test_the_next_tiles_are_taken_and_remembered(tmp_path):
+    compiler = Compiler(tmp_path, spilled="cols > 96 ? 8 : 0")
+    tiles, reasons, compiled = compiler.plan()
+    assert tiles == TILES[1] and compiled == TILES[:2]
+    assert reasons == ["Hopper tiles of 128 x 128 are not used: the compiler has too few registers for them"]
+    assert compiler.plan() == (tiles, reasons, [])
+    refused = next(path for path in compiler.cache.iterdir() if b"\nspilled 8\n" in path.read_bytes())
+    for damaged in (refused.read_bytes().replace(b"spilled 8", b"spilled 0"), b""):
+        refused.write_bytes(damaged)
+        assert compiler.plan() == (tiles, reasons, TILES[:1])
+
+
+def test_what_does_not_spill_is_compiled_once(tmp_path):
+    assert Compiler(tmp_path).plan() == (TILES[0], [], TILES[:1])
+
+
+def test_without_a_directory_each_process_finds_out(tmp_path):
+    compiler = Compiler(tmp_path, spilled="cols > 96 ? 8 : 0")
+    compiler.cache = pathlib.Path("/dev/null/cache")
+    for _ in range(2):
+        tiles, _, compiled = compiler.plan()
+        assert tiles == TILES[1] and compiled == TILES[:2]
+
+
+@pytest.mark.parametrize(
+    ("reports", "taken", "reason"),
+    [
+        ({"spilled": "cols > 96 ? 8 : cols == 64 ? 4 : 16"}, "128 x 64", "4 bytes of registers would be spilled"),
+        ({"spilled": "8"}, "128 x 128", "8 bytes of registers would be spilled"),  # the first of equals
+        ({"spilled": "cols < 128 ? 1000 : 0", "serialized": "cols == 128"}, "128 x 96", "1000 bytes"),
+        ({"serialized": "1"}, "128 x 128", "wgmmas would wait for each other"),
+    ],
+)
+def test_the_tiles_that_spill_least(tmp_path, reports, taken, reason):
+    tiles, reasons, compiled = Compiler(tmp_path, **reports).plan()
+    assert tiles == taken
+    assert list(dict.fromkeys(compiled)) == TILES
+    assert reason in reasons[-1]
+
+
+def test_ampere_follows_hopper_in_a_backward(tmp_path):
+    """Its kernels, and scratch memory for all of them."""
+    compiler = Compiler(tmp_path, serialized="hopper")
+    tiles, reasons, _ = compiler.plan(BACKWARD, True)
+    assert tiles == "64 x 128"
+    assert reasons == ["Hopper tiles of 64 x 128 are not used: the compiler has too few registers for them"]
+    everywhere = _native.cuda_scratch_bytes(BACKWARD, True, True)
+    of_ampere = scratch("sm_80", True, qk_dim=128, v_dim=128, soft_cap=2.0, **GRADIENTS)
+    assert of_ampere <= _native.cuda_explain(BACKWARD, True, "sm_90a")[1] <= everywhere

@@ -105,7 +105,8 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
   FIELD(int, merged_rows) /* of O, whose parts a block merges: 1, 2, 4 or 8 */                                     \
   FIELD(bool, alongside)  /* Hopper's backward is all in one kernel; */                                            \
   FIELD(bool, sum_kv)     /* heads of Q that share keys are then computed one by one, dK and dV added up in f32 */ \
-  FIELD(bool, together)   /* or they are walked together */
+  FIELD(bool, together)   /* or they are walked together */                                                        \
+  FIELD(bool, ordered)    /* Hopper's backward adds to dQ in a fixed order */
 
 #define JAX_FLASH_MEMBER(type, name, ...) type name;
 struct KernelProblem {
@@ -220,7 +221,8 @@ struct PartsOfTile {
   FIELD(int*, taken, at(layout.taken))                                                                           \
   /* in the backward blocks of 64 rows of Q, likewise; */                                                        \
   FIELD(int*, rows_taken, at(layout.rows_taken))                                                                 \
-  /* of each head those that are prepared, and the tiles of keys whose dQ has been added. */                     \
+  /* of each head those that are prepared, and the tiles of keys whose dQ has been added (if kOrdered of each */ \
+  /* tile of rows). */                                                                                           \
   FIELD(int*, prepared, at(layout.prepared))                                                                     \
   FIELD(int*, added, at(layout.added))                                                                           \
   FIELD(const int32_t*, origin, in.origin) /* the first row and key, as dropout and programs count them */       \

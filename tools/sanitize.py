@@ -85,6 +85,8 @@ def of_dim(dim: int) -> Iterator[Call]:
     size = {"T": 222, "S": 270, "D": dim, "E": dim}
     yield Call(Case(**size | {"T": 140, "S": 140}, B=4, N=40, K=20, causal=True))  # more tiles than multiprocessors
     yield Call(Case(causal=True, segments=True, dropout=0.1, deterministic=True, **size))
+    yield Call(Case(deterministic=True, **size | {"S": 1100}))  # additions to dQ in order
+    yield Call(Case(causal=True, lengths=True, sinks=2.0, deterministic=True, **size))
     yield Call(Case(**size | {"T": 1, "S": 1100}, causal=True, offset=True, lengths=True))  # parts of the keys
     yield Call(Case(bias="1nts", soft_cap=1.5, dropout=0.1, **size), programs=True)
     yield Call(Case(causal=True, segments=True, lengths=True, offset=True, **size), programs=True)

@@ -50,6 +50,9 @@ namespace hopper {
 // The candidates for the tiles of the forward, or of the backward's main kernel; none where Hopper's kernels do not
 // fit.
 Tilings Candidates(const Target& target, const Problem& p, Pass pass);
+// The candidates for a deterministic backward whose main kernel adds to dQ in a fixed order; none if another kernel has
+// to compute dQ.
+Tilings OrderedCandidates(const Target& target, const Problem& p);
 // Why they do not fit, on a GPU that they are for.
 std::string WhyNot(const Target& target, const Problem& p, Pass pass);
 

@@ -221,6 +221,9 @@ int64_t ReserveBackward(const Target& target, const Problem& p, const KernelTili
     scratch.added = scratch.prepared + 4 * heads;
     scratch.heads = int(HeadsInScratch(target, p));
     scratch.last_heads = int(HeadsAtATime(target, p));
+  } else if (tiling.ordered) {
+    scratch.Reserve(&Scratch::taken, 4 * (1 + heads * RowTiles(p, tiling.rows)));
+    scratch.added = scratch.taken + 4;
   } else if (FeaturesOf(p).Any(kListed)) {  // CTAs take the lists of a block mask from a counter
     scratch.Reserve(&Scratch::taken, 4);
   }
@@ -252,6 +255,19 @@ Tilings hopper::Candidates(const Target& target, const Problem& p, Pass pass) {
     candidates.push_back(tiling);
   }
   return candidates;
+}
+
+// The kernel must be the one for 16 bits and head dims up to 128, without features that take its last registers (also a
+// window with a query offset) or shared memory. The rows that see a tile of keys, and the keys that a tile of rows
+// sees, must be contiguous.
+Tilings hopper::OrderedCandidates(const Target& target, const Problem& p) {
+  if (!p.deterministic || !p.dq || p.ranges || ElementOf(p.dtype).bytes != 2) return {};
+  const Features has = FeaturesOf(p);
+  if (!has.Any(kHeadDimsUpTo128) || has.Any(kScoreFeatures | kSegments | kListed)) return {};
+  if (has.Count(kWindow | kQueryOffset) == 2) return {};
+  Tilings tilings = TilingsOf(kBackward, target, p);
+  for (KernelTiling& tiling : tilings) tiling.ordered = true;
+  return tilings;
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {

@@ -92,10 +92,16 @@ Tilings BiasCandidates(const Target& target, const Problem& p, Plan* plan) {
   return candidates;
 }
 
-void AddBackward(const Target& target, const Problem& p, const Choices& choices, Plan* plan) {
+void AddBackward(const Target& target, const Problem& given, const Choices& choices, Plan* plan) {
+  Problem p = given;
+  const Tilings ordered = hopper::OrderedCandidates(target, given);
+  if (!ordered.empty()) {
+    plan->reasons.push_back("deterministic: blocks add to dQ in a fixed order");
+    p.deterministic = false;  // but for the order it is the same
+  }
   std::optional<Family> prepared;  // whose kernels have been before
   if (HasMain(p)) {
-    const Tilings candidates = BackwardCandidates(target, p, plan);
+    const Tilings candidates = ordered.empty() ? BackwardCandidates(target, p, plan) : ordered;
     const KernelTiling& tiling = Chosen(Part::kMain, candidates, choices, plan);
     if (tiling.family == Family::kHopper) {
       hopper::AddBackward(target, p, tiling, plan);

@@ -110,9 +110,35 @@ def test_warpgroups_that_walk_keys_of_their_own(options):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_deterministic_backward_is_the_same_every_time(dtype):
-    q, k, v = (normal(i, 2, 1000, h, 64, dtype=dtype) for i, h in enumerate((4, 2, 2)))
-    bias, sinks = normal(3, 1, 4, 1, 1000, dtype=dtype), normal(4, 4, dtype=dtype)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"local_window_size": (300, 0)}, {"query_seq_lengths": np.array([2000, 700])}],
+    ids=str,
+)
+def test_deterministic_backward_is_the_same_every_time(options, dim, dtype):
+    q, k, v = (normal(i, 2, 2000, h, dim, dtype=dtype) for i, h in enumerate((16, 8, 8)))
+    sinks = normal(4, 16, dtype=dtype)
+
+    def gradient(**deterministic):
+        def loss(q, k, v, sinks):
+            o = attend(q, k, v, sinks=sinks, **options, **deterministic)
+            return (o.astype(jnp.float32) ** 2).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+
+    same = gradient(deterministic=True)
+    first = same(q, k, v, sinks)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, same(q, k, v, sinks), first)
+    for x, expected in zip(first, gradient()(q, k, v, sinks), strict=True):
+        x, expected = np.asarray(x, np.float32), np.asarray(expected, np.float32)
+        np.testing.assert_allclose(x, expected, atol=0.02 * np.abs(expected).max())
+
+
+def test_deterministic_backward_with_a_bias():
+    q, k, v = (normal(i, 2, 1000, h, 64) for i, h in enumerate((4, 2, 2)))
+    bias, sinks = normal(3, 1, 4, 1, 1000), normal(4, 4)
 
     def loss(q, k, v, bias, sinks):
         o = attend(q, k, v, bias, is_causal=True, sinks=sinks, deterministic=True)

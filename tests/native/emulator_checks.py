@@ -373,6 +373,23 @@ def test_more_heads_than_have_scratch_with_a_block_mask():
 @pytest.mark.parametrize(
     "case",
     [
+        Case(B=1, T=260, S=900, N=2, K=1, D=16, E=16),  # two groups, for there are four blocks
+        Case(B=2, T=300, S=400, N=1, K=1, D=128, E=72, lengths=True),
+        Case(B=2, T=200, S=400, N=2, K=2, D=64, E=64, causal=True, offset=True, dropout=0.2, sinks=2.0),
+        Case(B=1, T=300, S=400, N=2, K=1, D=96, E=64, window=(90, 20), lengths=True),
+    ],
+    ids=str,
+)
+def test_additions_in_order(case):
+    """CTAs wait for their turn to add to dQ."""
+    check(dataclasses.replace(case, deterministic=True), "bfloat16")
+
+
+@hopper
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "case",
+    [
         Case(B=1, T=150, S=300, N=3, K=1, D=128, E=88),  # one head after the other
         Case(B=2, T=70, S=300, N=40, K=20, D=8, E=8),  # scratch is used in turn
         Case(B=1, T=300, S=400, N=5, K=1, D=64, E=64, causal=True, offset=True, lengths=True),  # together, as below

@@ -343,17 +343,28 @@ def test_empty_rows_cost_something_where_there_may_be_some(arch, changes, empty)
     assert fields(arch, True, **changes | GRADIENTS)["empty_rows"] == empty == problem(**changes).may_empty_rows
 
 
-def test_deterministic_gradients_take_no_sum_by_many_blocks():
-    launches = _native.cuda_plan(problem(deterministic=True, **GRADIENTS).encode(), True, "sm_90a")
-    assert [kernel for _, kernel, _ in launches] == [
-        "jax_flash_backward_prepare",
-        "jax_flash_backward",
-        "jax_flash_backward_query",
-    ]
-    assert launches[1][2]["dq"] == 0
-    assert kernels(backward=True, deterministic=True, dq=True) == [
-        ("ampere/backward_query.cuh", "jax_flash_backward_query")
-    ]
+@pytest.mark.parametrize(
+    ("changes", "last"),
+    [
+        ({}, "jax_flash_backward_finish"),
+        ({"causal": True, "window_left": 300, "q_lengths": True, "drop_threshold": 3277}, "jax_flash_backward_finish"),
+        ({"qk_dim": 256}, "jax_flash_backward_query"),
+        ({"segments": True}, "jax_flash_backward_query"),
+        ({"soft_cap": 2.0}, "jax_flash_backward_query"),
+        ({"window_left": 300, "query_offset": True}, "jax_flash_backward_query"),
+    ],
+    ids=str,
+)
+def test_deterministic_gradients_are_summed_in_order_or_by_one_block(changes, last):
+    launches = _native.cuda_plan(problem(deterministic=True, **GRADIENTS, **changes).encode(), True, "sm_90a")
+    assert launches[-1][1] == last
+    _, _, main = next(launch for launch in launches if launch[1] == "jax_flash_backward")
+    assert main["ordered"] == main["dq"] == (last == "jax_flash_backward_finish")
+
+
+def test_a_deterministic_query_gradient_alone():
+    alone = kernels(backward=True, deterministic=True, dq=True, soft_cap=2.0)
+    assert alone == [("ampere/backward_query.cuh", "jax_flash_backward_query")]
 
 
 @pytest.mark.parametrize("extent", ["bnts", "1nts", "b11s", "11ts", "1111"])
@@ -421,7 +432,7 @@ def test_scratch_is_linear_in_the_length():
     assert scratch() == everywhere() == 0
     rows = 2 * 8 * 4096
     for arch in ("sm_80", "sm_90a"):
-        alone = GRADIENTS | {"deterministic": True}
+        alone = GRADIENTS | {"deterministic": True, "soft_cap": 2.0}
         assert backward(4096, arch, **alone) == 4 * rows * 2  # two numbers a row
         assert backward(4096, arch, **alone, segments=True) * 2 == backward(8192, arch, **alone, segments=True)
     assert backward(4096, "sm_80", **GRADIENTS) == 4 * rows * (64 + 2)  # and one dQ in float32

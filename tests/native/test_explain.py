@@ -39,7 +39,7 @@ def test_an_explanation_is_the_plan():
         ({"dtype": "float32", "qk_dim": 128, "soft_cap": 2.0, **BIASED}, True, "a soft cap and a bias$"),
         ({"block_mask": EVERY, "q_block": 16, "kv_block": 48, "row_list": 4, "column_list": 4}, False, "16 x 48$"),
         ({"q_len": 1, "kv_len": 4096}, False, "few queries see many keys"),
-        ({"deterministic": True}, True, "a separate kernel for Ampere and later sums dQ"),
+        ({"deterministic": True, "qk_dim": 256}, True, "a separate kernel for Ampere and later sums dQ"),
     ],
 )
 def test_reasons(changes, backward, reason):
@@ -47,6 +47,12 @@ def test_reasons(changes, backward, reason):
     assert re.search(reason, explanation.reasons[0])
     assert f"because {explanation.reasons[0]}" in str(explanation)
     assert "ampere" in {kernel.family for kernel in explanation.kernels}
+
+
+def test_deterministic_additions_to_dq():
+    explanation = explained(True, deterministic=True)
+    assert explanation.reasons == ("deterministic: blocks add to dQ in a fixed order",)
+    assert {kernel.family for kernel in explanation.kernels} == {"hopper"}
 
 
 TABLE = Captured("float32", False, (8, 1024), True)

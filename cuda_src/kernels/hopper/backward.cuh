@@ -31,6 +31,7 @@
 #include "hopper/backward_alongside.cuh"
 #include "hopper/backward_epilogue.cuh"
 #include "hopper/backward_finish.cuh"
+#include "hopper/backward_ordered.cuh"
 #include "hopper/backward_pairs.cuh"
 #include "hopper/backward_producer.cuh"
 #include "hopper/backward_rows.cuh"
@@ -140,7 +141,7 @@ struct Consumer : Epilogue {
     if (!Tuning::kBehind && step.last) Release(&shared.k_empty);
     if (Tuning::kBehind && add) Release(&shared.ds_empty[from.index]);
     if (add) {
-      AddDQ(dQ, (Tuning::kBehind ? row_block : step.row_block) + rows, column);
+      AddDQ(dQ, (Tuning::kBehind ? row_block : step.row_block) + rows, column, from);
     } else if (kAlongside) {
       TmaWaitAll();
     }
@@ -153,7 +154,7 @@ struct Consumer : Epilogue {
       Pin(dQ.C);
       Release(&shared.ds_empty[at.index]);
       Release(&shared.k_empty);
-      AddDQ(dQ, row_block + rows, column);
+      AddDQ(dQ, row_block + rows, column, at);
     }
     WgmmaWait<0>();
     Pin(dK);
@@ -173,6 +174,21 @@ struct Consumer : Epilogue {
       }
       WgmmaCommit();
     }
+  }
+
+  // If kOrdered: waits until the tiles of dQ so far have left shared memory.
+  __device__ __forceinline__ void WaitForAdders() {
+    Ring<kStages> of = at;
+    for (int i = 0; i < kStages; ++i) {
+      of = of.Before();
+      MbarrierWait(&shared.dq_empty[of.index], of.parity);
+    }
+  }
+  // Tells the threads that add dQ that there are no more tiles.
+  __device__ __forceinline__ void EndDQ() {
+    WaitForAdders();
+    if (kDQSecond == 0 && warpgroup > 0) return;  // it adds to no dQ
+    for (int i = 0; i < kStages; ++i, at.Next()) PassOn({-1, 0}, at);
   }
 
   // Computes the next tile of keys; returns false when there are no more.
@@ -197,6 +213,7 @@ struct Consumer : Epilogue {
       if (kAlongside && Uniform(tile.batch) < 0) return true;
     }
     if (kSumKV || !kBothInDS) TmaWaitRead<0>();
+    if (kOrdered && !kBothInDS) WaitForAdders();
     SyncConsumers();  // until the last dQ has read all of dS
     if constexpr (kSumKV) {
       if (kDV) AddGradient<kVDim, 0>(dV, p.dv_sum, tile);
@@ -219,6 +236,7 @@ __device__ __forceinline__ void Consume(const Params& p, Shared& shared, const T
   SetMaxRegistersUp<Consumer::kRegisters>();
   Consumer consumer(p, shared);
   while (consumer.ComputeKVTile(dk_map, dv_map)) continue;
+  if constexpr (kOrdered) consumer.EndDQ();
   if (!kAlongside) return;
   SyncConsumers();
   const int last = consumer.TileHere().item_head;
@@ -247,6 +265,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
       MbarrierInit(&shared.do_t_full, ArrivalsOf(kTransposers));
       MbarrierInit(&shared.do_t_empty, ArrivalsOf(kDOReaders));
     }
+    for (int s = 0; kOrdered && s < kStages; ++s) {
+      MbarrierInit(&shared.dq_full[s], ArrivalsOf(4 * (kDQSecond > 0 ? kConsumers : 1)));
+      MbarrierInit(&shared.dq_empty[s], 1);
+    }
     for (int i = 0; i < 6; ++i) MbarrierInit(&shared.rows_full[i / 2][i % 2], 1);
     if (kEmptyRows) shared.uncleared[0].Init(), shared.uncleared[1].Init();
     FenceMbarrierInit();
@@ -265,6 +287,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
     }
     if constexpr (kTF32) {
       if (threadIdx.x >= 32) Transposer{shared}.Run();
+    }
+    if constexpr (kOrdered) {
+      if (threadIdx.x == 32 || threadIdx.x == 64) DQAdder{p, shared, int(threadIdx.x) / 32 - 1}.Run();
     }
     if constexpr (kAlongside) {
       if (threadIdx.x >= 32) RowsWarp{p, shared, &o_rows_map, &d_o_rows_map, &dq_rows_map}.Run();

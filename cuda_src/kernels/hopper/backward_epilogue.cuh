@@ -58,21 +58,42 @@ struct Epilogue : Probabilities {
     float C[kWidth > 0 ? kWidth / 2 : 1];
   };
 
-  // Adds dQ to the sums in HBM, from `column` on. `row_block` numbers the blocks of 64 rows of all heads.
+  // Adds dQ of the step `of` to the sums in HBM, from `column` on. `row_block` numbers the blocks of 64 rows of all
+  // heads.
   template <int kWidth>
-  __device__ __forceinline__ void AddDQ(const DQ<kWidth>& dQ, int row_block, int column) {
+  __device__ __forceinline__ void AddDQ(const DQ<kWidth>& dQ, int row_block, int column, const Ring<kStages>& of = {}) {
     if (kWidth == 0) return;
-    float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * column;
-    float* staged =
-        reinterpret_cast<float*>(shared.staging) + (row_block % (kRows / 64) * 4 + warp) * 16 * kQKDim + 16 * column;
-    TmaWaitRead<0>();
-    AddColumns<0, kWidth>(to, dQ.C, staged);
+    float* staged = reinterpret_cast<float*>(StagedDQ(shared, of.index)) +
+                    (row_block % (kRows / 64) * 4 + warp) * 16 * kQKDim + 16 * column;
+    if constexpr (kOrdered) {
+      MbarrierWait(&shared.dq_empty[of.index], of.parity ^ 1);
+      Stage<0, kWidth>(dQ.C, staged);
+      PassOn({row_block, TileHere().column}, of);
+    } else {
+      float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * column;
+      TmaWaitRead<0>();
+      AddColumns<0, kWidth>(to, dQ.C, staged);
+    }
+  }
+
+  // If kOrdered: passes a tile of dQ, of which this warp has a part, to the thread that adds it.
+  __device__ __forceinline__ void PassOn(const DQTile& tile, const Ring<kStages>& of) {
+    if (threadIdx.x == kWarpgroup) shared.dq_tile[of.index] = tile;
+    Release(&shared.dq_full[of.index]);
   }
 
   // Adds kWidth columns of this warp's rows of C to sums in HBM, through shared memory.
   template <int kFirst, int kWidth, int kCount>
   __device__ __forceinline__ void AddColumns(float* to, const float (&C)[kCount], float* staged) {
     SyncWarp();
+    Stage<kFirst, kWidth>(C, staged);
+    BulkReduceAdd(lane == 0, to, staged, 16 * kWidth * 4);
+    TmaCommit();
+  }
+
+  // Writes kWidth columns of this warp's rows of C to shared memory, for TMA.
+  template <int kFirst, int kWidth, int kCount>
+  __device__ __forceinline__ void Stage(const float (&C)[kCount], float* staged) {
 #pragma unroll
     for (int r = 0; r < kWidth / 8; ++r) {
       const float* x = C + kFirst / 2 + 4 * r;
@@ -80,8 +101,6 @@ struct Epilogue : Probabilities {
     }
     FenceProxyAsync();
     SyncWarp();
-    BulkReduceAdd(lane == 0, to, staged, 16 * kWidth * 4);
-    TmaCommit();
   }
 
   // If kSumKV: adds this warpgroup's part of dK or dV to sums in HBM, from its kBox-th box on. Boxes go through ds

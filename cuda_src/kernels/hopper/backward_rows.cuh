@@ -101,11 +101,19 @@ __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, i
   }
 }
 
+// Whether the main kernel stores all of dQ of a block before it adds to it: if it adds in a fixed order and sees the
+// rows.
+__device__ __forceinline__ bool StoresDQ(const Params& p, const RowBlock& block) {
+  const int tile = block.row / kTiling.rows * kTiling.rows;
+  const auto keys = AnyRowKeys(PositionsOf(p, block.batch), tile, tile + kTiling.rows);
+  return kTiling.ordered && keys.lo < keys.hi;
+}
+
 // Each block of threads prepares a block of rows: zeros for dQ, L and D.
 extern "C" __global__ void __launch_bounds__(kRowThreads)
     jax_flash_backward_prepare(const __grid_constant__ RowParams p) {
   const RowBlock block(p, blockIdx.x);
-  if (kDQ) {
+  if (kDQ && !StoresDQ(p, block)) {
     float4* const dq = reinterpret_cast<float4*>(block.DQ(p));
     for (int i = threadIdx.x; i < kRowBlock * kQKDim / 4; i += kRowThreads) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }

@@ -63,6 +63,12 @@ struct Step {
   bool last;  // is it the last step of this tile of K and V?
 };
 
+// A tile of dQ on its way to HBM, if kOrdered.
+struct DQTile {
+  int row_block;  // the number of its first block of 64 rows in scratch; < 0: there are no more tiles
+  int column;     // the first of the keys that it is the sum over
+};
+
 constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // 16 rows of a box of dK or dV in f32, for each consumer warp
 constexpr int kStagingBytes = kPairs ? kRows * kKeys * 4 : kSumKV ? kSumBytes : kRows * kQKDim * 4;
 
@@ -71,12 +77,13 @@ struct Shared {
   alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : SharedV::kBytes];  // if kTF32SameKeys later dS, and P
   alignas(1024) uint8_t q[kStages][SharedQ::kBytes];
   alignas(1024) uint8_t d_o[kStages][SharedDO::kBytes];
-  alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with q
   // dS^T, in boxes of [keys][64 rows]. With TF32 first K before it is transposed, then dS, in boxes of [rows][32 keys].
   alignas(1024) uint8_t ds[kTF32 ? 1 : 2][kTF32SameKeys ? 1 : kDSBytes];
   // dQ in f32 before it is added in HBM; at the end dK, if dV and dK do not fit into ds. If kPairs: first half of K,
   // then P on its way from one warpgroup to the other.
-  alignas(1024) uint8_t staging[kStagingBytes > SharedK::kBytes || kPairs ? kStagingBytes : SharedK::kBytes];
+  alignas(1024) uint8_t
+      staging[(kStagingBytes > SharedK::kBytes || kPairs ? kStagingBytes : SharedK::kBytes) * (kOrdered ? 2 : 1)];
+  alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with q
   alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m apart
   alignas(16) float d[kStages][kRows];
   alignas(16) Step step[kStages];
@@ -86,6 +93,9 @@ struct Shared {
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kStages], do_empty[kStages];
   uint64_t ds_full[kStages], ds_empty[kStages];  // if kPairs, for the dS that comes from the other CTA
+  // If kOrdered: the tiles of dQ in `staging`.
+  DQTile dq_tile[kOrdered ? kStages : 1];
+  uint64_t dq_full[kOrdered ? kStages : 1], dq_empty[kOrdered ? kStages : 1];
   // If kAlongside: two buffers for each warp that prepares and finishes rows.
   alignas(kAlongside ? 1024 : 1) uint8_t rows[3][2][kAlongside ? kRowsBytes : 1];
   alignas(16) uint8_t zeros[kAlongside ? kRowsBytes : 1];
@@ -102,6 +112,11 @@ static_assert(kSameKeys || sizeof(Shared::ds) >= sizeof(Shared::v));            
 static_assert(!kTF32 || kTF32SameKeys || sizeof(Shared::ds) >= sizeof(Shared::k));  // where K comes
 static_assert(sizeof(Shared::v) >= SharedV::kBytes);
 static_assert(!kSumKV || (kSumBytes <= sizeof(Shared::ds) && kStagingBytes >= kRows * kQKDim * 4));
+
+// Where a tile of dQ leaves. If kOrdered there are two.
+__device__ __forceinline__ uint8_t* StagedDQ(Shared& shared, int stage) {
+  return shared.staging + (kOrdered ? stage * int(sizeof(shared.staging) / 2) : 0);
+}
 
 // How many blocks of 64 keys a head has in the f32 sums of dK and dV.
 __device__ __forceinline__ int KeyBlocksOfHead(const Params& p) {

@@ -59,9 +59,9 @@ struct Tuning {
                                             kBiasDType == DType::kF64 || (kListed && (kBias || kCausal || kWindow))));
   // Does the first step of a tile of keys, which has no dQ yet, have its own code? That is 2 to 4% faster. But without
   // a mask, or with only a causal one, ptxas then compiles the loop over the other steps differently, up to 2.5%
-  // slower. Other head dims spill.
+  // slower, unless dQ is added in a fixed order. Other head dims spill.
   static constexpr bool kOwnFirst =
-      kBehind && kRows == 128 && kQKDim == 64 && kVDim == 64 && (kLocal || kDropout || kListed);
+      kBehind && kRows == 128 && kQKDim == 64 && kVDim == 64 && (kLocal || kDropout || kListed || kOrdered);
   // The step is read twice, to save registers. Is it read the second time only after dQ has been added?
   static constexpr bool kLateStepReread = kRows == 128 || kListed;
 
@@ -71,9 +71,10 @@ struct Tuning {
 
   // Do all threads commit the stores of dV and dK, although only one of them stores? The commit itself is free, but
   // ptxas then compiles the loop over tiles of Q differently: 2 to 6% faster, but 5% slower at head dim 128 if dQ is
-  // one step behind. With a block mask it may serialize wgmmas for lack of registers, and with dropout and 128 rows it
-  // spills.
-  static constexpr bool kAllCommit = !kListed && (kRows == 128 ? !kDropout : !kBehind || (kQKDim <= 96 && kVDim <= 96));
+  // one step behind, or if dQ is added in a fixed order. With a block mask it may serialize wgmmas for lack of
+  // registers, and with dropout and 128 rows it spills.
+  static constexpr bool kAllCommit =
+      !kListed && !kOrdered && (kRows == 128 ? !kDropout : !kBehind || (kQKDim <= 96 && kVDim <= 96));
 
   // Is the scale read in every step? With these masks registers would spill otherwise.
   static constexpr bool kLateScale =

@@ -15,12 +15,14 @@ __device__ __forceinline__ void Count(int* counter, bool elected) {
 }
 
 // Waits until `count` have been counted: looks by ld.relaxed, since ld.acquire empties the L1, which it does once.
+// Sleeps for so many nanoseconds between two looks.
+template <int kSleep = 500>
 __device__ __forceinline__ void WaitForCount(const int* counter, int count) {
   while (true) {
     int there;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(counter) : "memory");
     if (there >= count) break;
-    asm volatile("nanosleep.u32 500;");
+    asm volatile("nanosleep.u32 %0;" ::"n"(kSleep));
   }
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }

@@ -98,4 +98,24 @@ struct CountedTiles : Counted {
   }
 };
 
+// All tiles, head by head. If kFalling a head's last tile comes first, and CTAs take tiles from a counter. Otherwise
+// they are dealt out, since CTAs may wait for later tiles: no CTA has two tiles of gridDim.x that follow each other.
+template <bool kFalling>
+struct OrderedTiles {
+  const Params& p;
+  int number;
+
+  __device__ __forceinline__ explicit OrderedTiles(const Params& p) : p(p), number(int(blockIdx.x) - int(gridDim.x)) {
+    Ask();
+  }
+  __device__ __forceinline__ void Ask() { number = kFalling ? atomicAdd(p.taken, 1) : number + int(gridDim.x); }
+
+  // Finds the tile that was asked for, of `tiles` tiles of each of `heads` heads; returns false when there are no more.
+  __device__ __forceinline__ bool Next(uint32_t heads, uint32_t tiles, int* head, int* tile) const {
+    const uint32_t n = number;
+    *head = n / tiles, *tile = kFalling ? tiles - 1 - n % tiles : n % tiles;
+    return n < heads * tiles;
+  }
+};
+
 }  // namespace jax_flash

@@ -251,7 +251,12 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
         ),
         "deterministic": (
             PASSES[1:2],
-            [Problem.square(4096, d, causal=True, deterministic=x) for d in (64, 128) for x in (False, True)],
+            [
+                Problem.square(4096, d, causal=causal, deterministic=x)
+                for d in (64, 128, 256)
+                for causal in masks
+                for x in (False, True)
+            ],
         ),
         "float32": (PASSES[:2], [Problem.square(n, d, dtype="float32") for d in (64, 128) for n in (2048, 8192)]),
     }

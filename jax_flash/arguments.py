@@ -138,7 +138,7 @@ def _operands(
 def _problem(operands: Operands, call: Call, q_len: int, kv_len: int) -> Problem:
     """Return the problem of a call without dropout, block masks and programs, for a sequence of these lengths."""
     left, right = call.window.numbers
-    return Problem(
+    problem = Problem(
         batch=operands.query.shape[0],
         q_len=q_len,
         kv_len=kv_len,
@@ -158,7 +158,8 @@ def _problem(operands: Operands, call: Call, q_len: int, kv_len: int) -> Problem
         query_offset=operands.query_offset is not None,
         full_precision=_full_precision(call.precision),
         deterministic=call.deterministic,
-    ).with_arrays(operands.arrays())
+    )
+    return windows.simplified(problem).with_arrays(operands.arrays())
 
 
 def _with_dropout(problem: Problem, operands: Operands, call: Call) -> tuple[Problem, Operands]:

@@ -12,7 +12,7 @@ import reached
 import standard
 
 import jax_flash
-from jax_flash import BlockMask, Problem, attention, paged, varlen
+from jax_flash import BlockMask, Problem, attention, paged, varlen, windows
 from jax_flash.block_sparse import Shape
 
 Q = jax.ShapeDtypeStruct((2, 64, 4, 16), "float32")
@@ -23,11 +23,32 @@ def described(x):
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
 
 
+@pytest.mark.parametrize(
+    ("options", "causal", "left", "right"),
+    [
+        ({"local_window_size": (10, 0)}, True, 10, -1),
+        ({"local_window_size": (63, 0)}, True, -1, -1),  # 64 queries: the last one sees the first key
+        ({"local_window_size": (62, 5)}, False, 62, 5),
+        ({"local_window_size": 95}, False, -1, -1),  # 96 keys: the first query sees the last one
+        ({"local_window_size": (5, 94)}, False, 5, 94),
+        ({"local_window_size": (5, 3), "is_causal": True}, True, 5, -1),
+        ({"local_window_size": 10**6, "query_offset": np.int32([3, 90])}, False, 10**6, 10**6),
+        ({"local_window_size": (10**6, 0), "query_offset": np.int32([3, 90])}, True, 10**6, -1),
+    ],
+    ids=str,
+)
+def test_bounds_that_hide_nothing(options, causal, left, right):
+    q, k = (jax.ShapeDtypeStruct((2, length, 1, 8), "float32") for length in (64, 96))
+    problem = Problem.of(q, k, k, **options)
+    assert (problem.causal, problem.window_left, problem.window_right) == (causal, left, right)
+
+
 @pytest.mark.parametrize("case", [*(x for x in cases.FEATURES if not x.traced), cases.Case(block_mask=BLOCKS)], ids=str)
 def test_of_arrays_and_of_shapes(case):
     arrays = case.arrays()
     wanted, _ = cases.problem(case, arrays)
     wanted = dataclasses.replace(wanted, dlogsumexp=False, dq=False, dk=False, dv=False, dbias=False, dsinks=False)
+    wanted = windows.simplified(wanted)
     assert Problem.of(**arrays, **case.options) == wanted
     shapes = {name: described(x) for name, x in arrays.items() if name != "dropout_key"}
     assert Problem.of(**shapes, **case.options) == wanted

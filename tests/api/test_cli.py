@@ -123,6 +123,13 @@ def test_choose_says_why_there_is_none(capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
+def test_choose_compiles_on_request(capsys, monkeypatch):
+    monkeypatch.setattr(jax_flash, "explain", lambda problem, backward, compiled: f"compiled: {compiled}")
+    for flags, compiled in (((), False), (("--compiled",), True)):
+        assert main(["choose", "--platform", "cuda", "--dtype", "bfloat16", *flags]) == 0
+        assert capsys.readouterr().out.count(f"compiled: {compiled}") == 2
+
+
 def test_warmup_compiles_into_the_cache(nvrtc, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path))
     flags = "--shape 1 77 2 16 --dtype bfloat16 --segments --backward --arch sm_80 sm_90a"

@@ -131,6 +131,17 @@ def test_reasons_of_who_asked_for_it(monkeypatch):
     assert explained(arch="sm_100").reasons == ()
 
 
+def test_an_explanation_of_what_the_compiler_takes(monkeypatch):
+    """test_compiled_plan.py tests what it is."""
+    asked = []
+    for name in ("cuda_plan", "cuda_explain"):
+        function = getattr(_native, name)
+        monkeypatch.setattr(_native, name, lambda *call, of=function: asked.append(call[-1]) or of(*call[:-1]))
+    for compiled in (False, True):
+        jax_flash.explain(BASE, compiled=compiled)
+    assert asked == [False, False, True, True]
+
+
 def test_an_explanation_of_the_gpu_that_is_here(monkeypatch):
     monkeypatch.setattr(_native, "cuda_devices", lambda: [(9, 0, 78), (8, 0, 108)])
     assert jax_flash.explain(BASE)[:3] == (False, "sm_90a", 78)
@@ -159,6 +170,7 @@ def test_scratch_is_what_the_documentation_says():
         ((BASE, False, "sm_75"), ValueError, "sm_75: the kernels need"),
         ((BASE, "True"), TypeError, "backward must be True or False"),
         ((BASE, False, 90), TypeError, "arch must be a str, not 90"),
+        ((BASE, False, "sm_80", 1), TypeError, "compiled must be True or False"),
         *(
             ((BASE, False, arch), ValueError, f'arch must be "sm_80", "sm_90a", …, not {arch!r}')
             for arch in ("hopper", "", "x_80", "sm_90junk", "sm_1000", "sm_99999999999")

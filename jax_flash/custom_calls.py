@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from jax_flash import _native, blockwise, explicit, partitioning, reference
+from jax_flash import _native, blockwise, compilation, explicit, partitioning, reference
 from jax_flash.operands import DIFFERENTIATED, DIMS, ONE_A_BATCH, ONE_A_CALL, PER_ROW, SHARED_GRADIENTS, Operands
 from jax_flash.partitioning import Results
 from jax_flash.problem import Problem, result_types
@@ -335,7 +335,10 @@ def _lower_cuda(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
     if call.fallback and refusal(call.problem, "cuda"):
         return _lower_elsewhere(ctx, *arrays, call=call, jaxpr=jaxpr)
     exported = ctx.module_context.lowering_parameters.for_export
-    scratch_bytes = _native.cuda_scratch_bytes(call.problem.encode(), call.target == "jax_flash_backward", exported)
+    problem, backward = call.problem.encode(), call.target == "jax_flash_backward"
+    if not exported:
+        compilation.start(problem, backward)
+    scratch_bytes = _native.cuda_scratch_bytes(problem, backward, exported)
     return mlir.lower_fun(functools.partial(_ffi_call, call=call, scratch_bytes=scratch_bytes, gpu=True))(ctx, *arrays)
 
 

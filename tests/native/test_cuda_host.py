@@ -1,5 +1,8 @@
 """The CUDA backend where there is no GPU: what is refused, planned and lowered."""
 
+import functools
+import threading
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ from cases import EXPORT_CHECKS
 from plans import EVERY, GRADIENTS, THREE_MASKS, everywhere, fields, kernels, problem, scratch
 
 import jax_flash
-from jax_flash import _native
+from jax_flash import _native, compilation
 from jax_flash.problem import Extent, Program
 
 # --- refusals ---
@@ -568,3 +571,27 @@ def test_scratch_is_for_the_gpus_that_are_here_unless_a_program_is_exported(monk
     attend = jax.jit(jax_flash.dot_product_attention).trace(q, q, q)
     assert "xui8>" in attend.lower(lowering_platforms=("cuda",)).as_text()
     assert anywhere == [True, True, False]
+
+
+def test_kernels_compile_from_the_moment_that_calls_are_lowered(monkeypatch):
+    """Each pass once for each architecture of the GPUs; errors are for XLA's request."""
+    compiled = []
+
+    def compile(problem, backward, arch):
+        compiled.append((backward, arch))
+        raise RuntimeError("no NVRTC")
+
+    monkeypatch.setattr(_native, "cuda_devices", lambda: [(9, 0, 132), (9, 0, 78), (8, 0, 108)])
+    monkeypatch.setattr(_native, "cuda_cache", compile)
+    compilation.start.cache_clear()
+
+    def loss(q):
+        attend = functools.partial(jax_flash.dot_product_attention, implementation="flash")
+        return (attend(q, q, q) + attend(q, q, q)).sum()
+
+    jax.jit(jax.grad(loss)).trace(jnp.ones((1, 48, 2, 64))).lower(lowering_platforms=("cuda",))
+    for thread in threading.enumerate():
+        if thread.name == "jax_flash compiler":
+            thread.join()
+    assert sorted(compiled) == [(backward, arch) for backward in (False, True) for arch in ("sm_80", "sm_90a")]
+    assert compilation.start.cache_info().misses == 2

@@ -1,0 +1,40 @@
+"""Compiles the CUDA kernels of a call while XLA compiles the rest of the program."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+
+from jax_flash import _native
+
+_free = threading.Semaphore(os.cpu_count() or 1)  # threads that may still start
+
+
+@functools.lru_cache(maxsize=1024)
+def start(problem: str, backward: bool) -> None:
+    """Start to compile the kernels of a pass for the GPUs of this process.
+
+    XLA requests kernels at the end of its own compilation, one call after the other. By then they are ready, or a
+    thread is compiling them and XLA waits for it. Too many calls at a time, or errors, are left to XLA's request.
+
+    Args:
+      problem: text of the problem (`Problem.encode`).
+      backward: whether the pass is the backward.
+    """
+    try:
+        devices = _native.cuda_devices()
+    except RuntimeError:  # there is no driver: the program will not run here
+        return
+    for arch in {_native.cuda_arch(major, minor) for major, minor, _ in devices}:
+        if _free.acquire(blocking=False):
+            threading.Thread(target=_compile, args=(problem, backward, arch), name="jax_flash compiler").start()
+
+
+def _compile(problem: str, backward: bool, arch: str) -> None:
+    try:
+        with contextlib.suppress(Exception):
+            _native.cuda_cache(problem, backward, arch)
+    finally:
+        _free.release()

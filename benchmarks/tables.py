@@ -432,7 +432,7 @@ def cpu_readme(results: Results) -> str:
     memory = results["memory"]
     return (
         table(["N = 4096", *(f"{'causal ' if causal else ''}{pass_}" for causal, pass_ in columns)], lines)
-        + f"\n\nIn these calls, jax-flash reaches {ranges[0]} GFLOP/s. A plain matrix product reaches {ranges[1]}. With "
+        + f"\n\njax-flash reaches {ranges[0]} GFLOP/s. A plain matrix product reaches {ranges[1]}. With "
         f"N = 65536 and one head of d = 64, forward and backward need {memory['peak_over_inputs_mib']:.0f} MiB in "
         f"addition to the inputs. The output and the gradients are {memory['outputs_mib']:.0f} MiB of these."
     )
@@ -691,7 +691,7 @@ def filled(text: str, page: pathlib.Path) -> str:
             return begin + end
         body = TABLES[name](*map(load, FILES[name]))
         made = sources(FILES[name], page)
-        shown, last = "The run is the one that is named above." if made == last else made, made
+        shown, last = "From the run above." if made == last else made, made
         return f"{begin}{body}\n\n{shown}\n{end}"
 
     return BLOCK.sub(fill, text)

@@ -535,7 +535,7 @@ def programs(every: Results, masks: Results) -> str:
         for dim in (64, 128)
     ]
     blocks = statistics.median(results["classification_seconds"])
-    parts.append(f"Classifying the blocks of a document mask at N = 65536 takes {1e3 * blocks:.1f} ms.")
+    parts.append(f"Classifying the blocks of a document mask at T = S = 65536 takes {1e3 * blocks:.1f} ms.")
     return "\n\n".join(parts)
 
 

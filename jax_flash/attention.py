@@ -180,10 +180,11 @@ def dot_product_attention(
       mask_mod: function (batch, head, query, key) that returns True if the query may attend to the key. Its indices and
         captured arrays follow the rules of score_mod.
       sequence_axis: mesh axis or axes that shard the sequence, inside `jax.shard_map`. Keys and values then travel from
-        device to device (ring attention, arXiv 2310.01889). T and S are local lengths. A bias or a mask has the rows of
-        this device's queries, and all columns in unsharded order. Lengths, offsets, block masks, and the query and key
-        indices of score_mod and mask_mod are global. Their batch and head indices are local. Outside of `shard_map`,
-        leave it out: sharded sequences are detected.
+        device to device (ring attention, arXiv 2310.01889). T and S count local queries and keys. A bias or a mask
+        has the rows of this device's queries, and all columns in unsharded order. These describe the whole sequence:
+        query_seq_lengths, key_value_seq_lengths, query_offset and block_mask. score_mod and mask_mod receive
+        global query and key indices, and local batch and head indices. Outside of `shard_map`, sharded sequences are
+        detected, so leave sequence_axis out.
       sequence_layout: order of a sharded sequence: "contiguous", or "zigzag" (see `jax_flash.zigzag`).
       deterministic: whether gradients have the same bits in every run on one GPU model with one version of NVRTC, and
         with any number of threads on a CPU. By default, a GPU sums the gradients of the query and of captured arrays in
@@ -199,16 +200,16 @@ def dot_product_attention(
       ValueError: if shapes do not match, a value is out of range, or a sharded sequence does not divide into equal
         parts: one per device, or two with "zigzag". With dropout, each part must have a multiple of 16 queries and
         keys. With a block mask, each part must consist of whole blocks.
-      NotImplementedError: if the number of heads or a head dim is symbolic. The implementation "flash" also raises it
-        if its kernels do not support an operation in `score_mod` or `mask_mod`, and when a program is lowered with a
-        symbolic batch or length, or for a platform without kernels.
+      NotImplementedError: if the number of heads or a head dim is symbolic, or if the kernels of "flash" do not support
+        an operation in `score_mod` or `mask_mod`. When a program with "flash" is lowered, a symbolic batch size or
+        length raises it, and so does a platform without kernels.
       jax.errors.JaxRuntimeError: if "flash" is compiled for a GPU, and the GPU kernels do not support the call, such as
         float64 or a head dim above 256.
 
     Padding: tokens beyond `query_seq_lengths` and `key_value_seq_lengths`, and queries that see no key under the masks,
     are padding. They and their cotangents may hold any value, including NaN. They do not affect other tokens, forward
-    or backward. Their output and gradients are 0. If only a bias of -inf hides a query's keys, the query must be
-    finite, because it is no padding. Its cotangents need not be finite.
+    or backward. Their output and gradients are 0. A query that sees no key because of a bias of -inf is not padding.
+    Its output and gradients are 0 as well, but the query must be finite. Its cotangents need not be finite.
 
     Differences from `jax.nn.dot_product_attention`:
       * A query that sees no key gives 0 and has zero gradients. (jax.nn gives the mean of the values.)

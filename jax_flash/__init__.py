@@ -35,13 +35,13 @@ from jax_flash.attention import (
 )
 from jax_flash.block_sparse import BlockMask
 from jax_flash.custom_calls import export_checks
+from jax_flash.derivatives import RESIDUAL_NAMES
 from jax_flash.jax_nn import JaxNNPatch, patch_jax_nn
 from jax_flash.paged import append_to_pages, paged_attention
 from jax_flash.plan import Explanation, Kernel, explain
 from jax_flash.problem import Problem
 from jax_flash.sequence import unzigzag, zigzag
 from jax_flash.varlen import varlen_attention
-from jax_flash.vjp import RESIDUAL_NAMES
 
 __version__ = "0.2.0"
 

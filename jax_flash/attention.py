@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_flash import arguments, bits, blockwise, checks, custom_calls, partitioning, reference, sequence, vjp
+from jax_flash import arguments, bits, blockwise, checks, custom_calls, partitioning, reference, sequence
 from jax_flash.block_sparse import BlockMask
 from jax_flash.call import Call, Implementation, Options, explains_names
 from jax_flash.operands import Operands
@@ -146,9 +146,8 @@ def dot_product_attention(
         in the softmax of its head, and has no value: the softmax is exp(s_ij) / (Σ_k exp(s_ik) + exp(z)). -inf turns a
         sink off, and +inf makes the output 0. The residual does not include the sink.
       implementation: None, "flash", "xla" or "reference". "flash" is the fused kernels. "xla" is the same algorithm in
-        plain JAX, for any platform and for forward-mode derivatives. "reference" stores the [B, N, T, S] scores. None
-        takes "flash" if its kernels support the call, and "xla" otherwise or for symbolic sizes (see
-        `choose_implementation`).
+        plain JAX, for any platform. "reference" stores the [B, N, T, S] scores. None takes "flash" if its kernels
+        support the call, and "xla" otherwise or for symbolic sizes (see `choose_implementation`).
       return_residual: whether to return the logsumexp of the scores of each query as well.
       dropout_rate: probability of dropping an entry of the attention matrix, from 0 to 255/256, or 1. It is rounded to
         a multiple of 2^-15. Kept entries are divided by the probability of keeping them. The dropout mask depends only
@@ -221,7 +220,7 @@ def dot_product_attention(
       * A bias of -inf masks an entry, whatever `score_mod` returns there.
       * `implementation="flash"` selects the fused kernels, "xla" is the same algorithm in plain JAX, and "cudnn" is an
         error.
-      * The fused kernels have no forward-mode derivatives (`jax.jvp`, `jax.linearize`, `jax.jacfwd`). "xla" has them.
+      * Tangents of forward mode (`jax.jvp`, `jax.linearize`, `jax.jacfwd`) run in plain JAX, in linear memory.
     """
     return_residual = checks.flag("return_residual", return_residual)
     call = Call(
@@ -428,30 +427,16 @@ def choose_implementation(problem: Problem, platform: str) -> Choice:
     return Choice("xla", f"{refusal}. Plain JAX runs on any platform")
 
 
+@functools.partial(jax.jit, static_argnames=("division", "implementation"))  # a call outside of jit is traced once
 def attend(
     problem: Problem, division: Division | None, operands: Operands, implementation: Implementation | None
 ) -> tuple[jax.Array, ...]:
     """Return o, l and the bits of m, computed by an implementation, or by the fastest one that supports the problem."""
-    try:
-        return _attend(problem, division, operands, implementation)
-    except TypeError as error:
-        if "forward-mode" not in str(error) or implementation not in (None, "flash"):
-            raise
-        raise TypeError(
-            "fused attention has no forward-mode derivative (jvp, linearize, jacfwd): "
-            'use implementation="xla", which differentiates in any mode'
-        ) from error
-
-
-@functools.partial(jax.jit, static_argnames=("division", "implementation"))  # a call outside of jit is traced once
-def _attend(
-    problem: Problem, division: Division | None, operands: Operands, implementation: Implementation | None
-) -> tuple[jax.Array, ...]:
     operands = varying_alike(operands, operands)
     match implementation:
         case None | "flash":
             _refuse_or_warn(problem, implementation)
-            o, l, m = vjp.attention(problem, division, implementation is None, operands)
+            o, l, m = custom_calls.forward(problem, implementation is None, operands, division)
         case "xla":
             o, l, m = _plain(blockwise.forward, problem, division, operands)
         case "reference":

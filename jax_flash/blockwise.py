@@ -134,6 +134,76 @@ def backward(
     return reference.finish(problem, operands, m, sums | prepared.gradients)
 
 
+def tangent(
+    problem: Problem, operands: Operands, moving: dict[str, jax.Array], o: jax.Array, l: jax.Array, m: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the tangents of O and ℓ.
+
+    With Ṡ the tangent of the scores, and μ_i = Σ_j P_ij Ṡ_ij (sinks included), the tangent of O is
+    (Z∘P∘Ṡ) V + (Z∘P) V̇ - μ∘O. It is linear in `moving`. m is a constant, and the tangent of the logsumexp is that of ℓ
+    divided by ℓ.
+
+    This takes five products for each tile, and a sixth for O if the scores move. A large μ multiplies the errors of P,
+    and they cancel only if O has the same.
+
+    Args:
+      operands: as in `reference.forward`.
+      moving: the tangents of operands, by name. Other operands are constants and cost nothing.
+      o, l, m: results of `forward`.
+    """
+    given = (operands, moving, o, l, m)
+    operands, moving, o, l, m = varying_alike(given, given)
+    live = padding.live_rows(problem, m)
+
+    def prepared(operands: Operands) -> Operands:
+        operands = tile.in_accumulation_dtype(problem, padding.without_padded_keys(operands))
+        return operands._replace(query=padding.zero_rows(live, operands.query))
+
+    along, operands = prepared(operands.replaced(moving)), prepared(operands)
+    row_block, column_block = _block(problem.q_len), _block(problem.kv_len)
+    row_axes, column_axes = _axes(operands, "T"), _axes(operands, "S")
+
+    scores_move = not {"value", "sinks"}.issuperset(moving)
+
+    def of_moving(along: Operands, axes: dict[str, int], block: int) -> dict[str, jax.Array]:
+        return {name: _split(getattr(along, name), axis, block) for name, axis in axes.items() if name in moving}
+
+    @jax.checkpoint
+    def block_row(row_arrays, row_start: jax.Array, row_moving: dict[str, jax.Array], results: dict[str, jax.Array]):
+        row_along = along.replaced(row_moving)
+        row_tile, rows, m = operands.replaced(row_arrays), _positions(row_start, row_block), results["m"]
+
+        @jax.checkpoint
+        def update(sums: tile.Tangents, column_arrays, column_start: jax.Array, column_moving) -> tile.Tangents:
+            block, columns = row_tile.replaced(column_arrays), _positions(column_start, column_block)
+            block_along = row_along.replaced(column_moving).arrays()
+            here = {name: block_along[name] for name in moving}
+
+            def attend(sums: tile.Tangents) -> tile.Tangents:
+                return tile.tangents(problem, block, here, rows, columns, m, sums)
+
+            visible = tile.may_be_visible(problem, block, rows, columns)
+            return attend(sums) if visible is None else jax.lax.cond(visible, attend, lambda sums: sums, sums)
+
+        a = jnp.zeros((problem.batch, row_block, problem.q_heads, problem.v_dim), m.dtype)
+        none = jnp.zeros_like(m)
+        start = tile.Tangents(a, none, none, none, a if scores_move else None)
+        column_blocks = (
+            *_blocks(row_tile, column_axes, problem.kv_len),
+            of_moving(row_along, column_axes, column_block),
+        )
+        sums, _ = jax.lax.scan(
+            lambda sums, xs: (update(sums, *xs), None), varying_alike(start, operands), column_blocks
+        )
+        dsinks = along.sinks if "sinks" in moving else None
+        return dict(zip("ol", reference.finish_tangents(problem, operands.sinks, dsinks, sums, **results), strict=True))
+
+    results = {name: _split(x, axis, row_block) for name, x, axis in (("o", o, 1), ("l", l, 2), ("m", m, 2))}
+    row_blocks = (*_blocks(operands, row_axes, problem.q_len), of_moving(along, row_axes, row_block), results)
+    tangents = _sum_or_join(block_row, row_blocks, {"o": 1, "l": 2}, problem.q_len)
+    return tangents["o"], tangents["l"]
+
+
 def _axes(operands: Operands, dim: str) -> dict[str, int]:
     """The operands that a block of rows ("T") or of columns ("S") has its part of, with their axis of these."""
     axes = {name: 1 + DIMS[name].index(dim) for name in operands.arrays() if dim in DIMS[name]}

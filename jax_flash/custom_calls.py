@@ -3,8 +3,8 @@
 `forward` and `backward` take the arrays of a problem with any number of leading dims instead of the batch. `vmap` adds
 one, and each has full size or size 1. Each call has these layers, from the outside in:
 
-    jax_flash             a JAX primitive: derivatives of any order use `blockwise.py`, the same algorithm in plain JAX,
-                          and a mapped axis becomes one more leading dim
+    jax_flash             a JAX primitive: `derivatives.py` has its derivatives of any order, and a mapped axis becomes
+                          one more leading dim. With a division, it makes the calls of all visits (`sequence.py`)
     custom_partitioning   each device computes its own leading dims, heads and rows (`partitioning.py`)
     jax_flash_call        the leading dims become the batch of one `Problem`, and the platform selects the next layer
     jax_flash_forward     the custom call on a CPU, or on a GPU with scratch memory; `blockwise.py` on other platforms.
@@ -17,20 +17,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 
-from jax_flash import _native, blockwise, compilation, explicit, partitioning, reference
-from jax_flash.operands import DIFFERENTIATED, DIMS, ONE_A_BATCH, ONE_A_CALL, PER_ROW, SHARED_GRADIENTS, Operands
+from jax_flash import _native, blockwise, compilation, explicit, partitioning, reference, sequence
+from jax_flash.operands import (
+    DIFFERENTIATED,
+    DIMS,
+    ONE_A_BATCH,
+    ONE_A_CALL,
+    PER_ROW,
+    SHARED_GRADIENTS,
+    Operands,
+    array_of,
+)
 from jax_flash.partitioning import Results
 from jax_flash.problem import Problem, result_types
-from jax_flash.sequence import Arrays
+from jax_flash.sequence import Arrays, Division
 from jax_flash.varying import varying_alike
 from jax_flash.warn import warn
 
@@ -73,6 +82,7 @@ class Call(NamedTuple):
     results: tuple[str, ...]
     problem: Problem
     fallback: bool  # to `blockwise.py` on a platform that has no handler; otherwise XLA refuses to compile it there
+    division: Division | None = None  # inside of `shard_map` the arrays are a device's part of a sequence
 
     @property
     def target(self) -> str:
@@ -80,10 +90,13 @@ class Call(NamedTuple):
         return "jax_flash_forward" if "o" in self.results else "jax_flash_backward"
 
 
-def forward(problem: Problem, fallback: bool, operands: Operands) -> Results:
-    """Compute (o, l, m) with Algorithm 2 as one custom call."""
+def forward(problem: Problem, fallback: bool, operands: Operands, division: Division | None = None) -> Results:
+    """Compute (o, l, m) with Algorithm 2 as one custom call, or with a division as one for each visit.
+
+    The operand `scale` must be positive. m counts as a constant, so m + log l has its exact gradient.
+    """
     arrays = operands.arrays()
-    return _bind(Call(tuple(arrays), ("o", "l", "m"), problem, fallback), arrays.values())
+    return bind(Call(tuple(arrays), ("o", "l", "m"), problem, fallback, division), arrays.values())
 
 
 def backward(
@@ -100,58 +113,64 @@ def backward(
     arrays = operands.arrays() | {"o": o, "l": l, "m": m, "do": do}
     if dlogsumexp is not None:
         arrays["dlogsumexp"] = dlogsumexp
-    return _bind(Call(tuple(arrays), problem.gradients, problem, fallback), arrays.values())
+    return bind(Call(tuple(arrays), problem.gradients, problem, fallback), arrays.values())
 
 
 # --- the primitive ----------------------------------------------------------------------------------------------------
 
-# custom_jvp and custom_vmap would not do: partial evaluation, as of a scan's body, drops the rule of the first, and the
-# second binds primals and tangents together, which reverse mode cannot take apart.
-_primitive = Primitive("jax_flash")
-_primitive.multiple_results = True
+# custom_jvp, custom_vjp and custom_vmap would not do. Partial evaluation, as of a scan's body, drops the rule of the
+# first; the second has no forward mode; the third binds primals and tangents together, which reverse mode cannot split.
+primitive = Primitive("jax_flash")
+primitive.multiple_results = True
 
 
-def _bind(call: Call, arrays: Iterable[jax.Array]) -> Results:
+def bind(call: Call, arrays: Iterable[jax.Array]) -> Results:
     """Binds it with what it is lowered to: there JAX finds the types of the results, and `custom_partitioning`."""
     arrays = tuple(arrays)
-    return tuple(_primitive.bind(*arrays, call=call, jaxpr=_evaluate.trace(*arrays, call=call).jaxpr))
+    return tuple(primitive.bind(*arrays, call=call, jaxpr=_evaluate.trace(*arrays, call=call).jaxpr))
 
 
 @functools.partial(jax.jit, static_argnames="call")
 def _evaluate(*arrays: jax.Array, call: Call) -> Results:
     named = dict(zip(call.arrays, arrays, strict=True))
+    if call.division is not None:
+        return _divided(call, call.division, named)
     return _plain(call, named) if call.problem.symbolic else _sharded(call, named)
 
 
-def _jvp(primals, tangents, *, call: Call, jaxpr: ClosedJaxpr):
-    arrays = dict(zip(call.arrays, primals, strict=True))
-    moving = {name: x for name, x in zip(call.arrays, tangents, strict=True) if not isinstance(x, ad.Zero)}
-    at = {name: arrays[name] for name in moving}
-    _, result_tangents = jax.jvp(lambda moved: _plain(call, arrays | moved), (at,), (moving,))
-    return _primitive.bind(*primals, call=call, jaxpr=jaxpr), result_tangents
-
-
-def _batch(arrays, axes, *, call: Call, jaxpr: ClosedJaxpr):
+def batched(
+    bind: Callable[[Any, Iterable[jax.Array]], Results], call: Any, arrays: Iterable[jax.Array], axes: Iterable[Any]
+) -> tuple[Results, tuple[int, ...]]:
+    """Bind a call, mapped over these axes of its arrays. Return the results and their mapped axes."""
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     arrays = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
     mapped = {name: x for name, x, axis in zip(call.arrays, arrays, axes, strict=True) if axis is not None}
-    if not mapped.keys().isdisjoint(ONE_A_CALL):  # then there is a call for each example
+    if any(map(one_a_call, mapped)):  # then there is a call for each example
         shared = dict(zip(call.arrays, arrays, strict=True))
         axis = explicit.first_axis(*mapped.values())
         everywhere = {name: explicit.on_first_axis(x, None) for name, x in mapped.items()}
-        results = jax.lax.map(lambda one: _bind(call, (shared | one).values()), everywhere)
-        return [explicit.on_first_axis(x, axis) for x in results], (0,) * len(results)
+        results = jax.lax.map(lambda one: bind(call, (shared | one).values()), everywhere)
+        return tuple(explicit.on_first_axis(x, axis) for x in results), (0,) * len(results)
 
     gradients = {DIFFERENTIATED[name] for name in call.results if name in SHARED_GRADIENTS}
 
     def leading(name: str, x: jax.Array) -> jax.Array:
-        if name in mapped or name in ONE_A_CALL:
+        if name in mapped or one_a_call(name):
             return x
         # A bias that all mapped examples share still has one gradient for each of them; so has a captured array.
         return jnp.broadcast_to(x, (size if name in gradients else 1, *x.shape))
 
-    results = _bind(call, map(leading, call.arrays, arrays))
+    results = bind(call, map(leading, call.arrays, arrays))
     return results, (0,) * len(results)
+
+
+def _batch(arrays, axes, *, call: Call, jaxpr: ClosedJaxpr):
+    return batched(bind, call, arrays, axes)
+
+
+def one_a_call(name: str) -> bool:
+    """Return whether an array, or the array of this tangent, has no leading dims."""
+    return array_of(name) in ONE_A_CALL
 
 
 def _lower(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
@@ -178,6 +197,10 @@ def _refuse_or_warn_of_symbols(call: Call) -> None:
 
 
 def _eager(*arrays: jax.Array, call: Call, jaxpr: ClosedJaxpr) -> Results:
+    return eagerly(functools.partial(_evaluate, call=call), call, arrays)
+
+
+def eagerly(evaluate: Callable[..., Results], call: Any, arrays: Iterable[jax.Array]) -> Results:
     """Evaluate a call outside of `jax.jit`: under jax.disable_jit(), or where JAX looks for the operation that made a
     NaN or an infinity (jax_debug_nans, jax_debug_infs).
 
@@ -185,7 +208,7 @@ def _eager(*arrays: jax.Array, call: Call, jaxpr: ClosedJaxpr) -> Results:
     """
     unwanted = [kind for kind in ("nan", "inf") if getattr(jax.config, f"jax_debug_{kind}s")]
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
-        results = _evaluate(*arrays, call=call)
+        results = evaluate(*arrays)
         for name, x in zip(call.results, results, strict=True):
             for kind in unwanted:
                 if name != "m" and getattr(jnp, f"is{kind}")(x).any():
@@ -193,30 +216,44 @@ def _eager(*arrays: jax.Array, call: Call, jaxpr: ClosedJaxpr) -> Results:
     return results
 
 
-_primitive.def_impl(_eager)
-_primitive.def_abstract_eval(lambda *arrays, call, jaxpr: jaxpr.out_avals)
-ad.primitive_jvps[_primitive] = _jvp
-batching.primitive_batchers[_primitive] = _batch
-mlir.register_lowering(_primitive, _lower)
+primitive.def_impl(_eager)
+primitive.def_abstract_eval(lambda *arrays, call, jaxpr: jaxpr.out_avals)
+batching.primitive_batchers[primitive] = _batch
+mlir.register_lowering(primitive, _lower)
+
+
+def _divided(call: Call, division: Division, arrays: Arrays) -> Results:
+    """One call for each visit of the keys of another device."""
+
+    def compute(problem: Problem, arrays: Arrays) -> Results:
+        results = call.results if "o" in call.results else problem.gradients
+        return bind(Call(tuple(arrays), results, problem, call.fallback), arrays.values())
+
+    function = sequence.forward if "o" in call.results else sequence.backward
+    return function(compute, call.problem, division, {name: arrays[name] for name in call.arrays})
 
 
 def _plain(call: Call, arrays: Arrays) -> Results:
     """The same in plain JAX."""
-    types = result_types(call.problem, call.results, _lead(arrays), arrays)
-    return partitioning.automatic(functools.partial(_mapped, call), call.problem, arrays, types)
+    types = result_types(call.problem, call.results, lead(arrays), arrays)
+    function = functools.partial(over_leading_dims, functools.partial(plain, call))
+    return partitioning.automatic(function, call.problem, arrays, types)
 
 
-def _mapped(call: Call, arrays: Arrays) -> Results:
-    """All leading dims but the last are mapped: the last is the problem's batch."""
-    size, *inner = _lead(arrays)
+def over_leading_dims(function: Callable[[Arrays], Results], arrays: Arrays) -> Results:
+    """Map a function over all leading dims but the last, which is the problem's batch."""
+    size, *inner = lead(arrays)
     if not inner:
-        return _blockwise(call, arrays)
-    axes = {name: 0 if name not in ONE_A_CALL and x.shape[0] == size else None for name, x in arrays.items()}
-    one = {name: x if name in ONE_A_CALL or axes[name] == 0 else x[0] for name, x in arrays.items()}
-    return jax.vmap(functools.partial(_mapped, call), in_axes=(axes,))(one)
+        return function(arrays)
+    axes = {name: 0 if not one_a_call(name) and x.shape[0] == size else None for name, x in arrays.items()}
+    one = {name: x if one_a_call(name) or axes[name] == 0 else x[0] for name, x in arrays.items()}
+    return jax.vmap(functools.partial(over_leading_dims, function), in_axes=(axes,))(one)
 
 
-def _blockwise(call: Call, arrays: Arrays) -> Results:
+def plain(call: Call, arrays: Arrays) -> Results:
+    """The same in plain JAX, for arrays without leading dims. With a division, only a visit's derivatives are."""
+    if call.division is not None:
+        return _divided(call, call.division, arrays)
     operands = Operands.of(arrays)
     if "o" in call.results:
         return blockwise.forward(call.problem, operands)
@@ -232,14 +269,14 @@ def _sharded(call: Call, arrays: Arrays) -> Results:
         results = call.results if "o" in call.results else problem.gradients
         return _custom_call(call._replace(problem=problem, results=results), arrays)
 
-    types = result_types(call.problem, call.results, _lead(arrays), arrays)
+    types = result_types(call.problem, call.results, lead(arrays), arrays)
     return partitioning.divided(compute, call.problem, arrays, types)
 
 
-def _lead(arrays: Arrays) -> tuple[int, ...]:
+def lead(arrays: Arrays) -> tuple[int, ...]:
     """The leading dims of all arrays together."""
     return jnp.broadcast_shapes(
-        *(x.shape[: x.ndim - len(DIMS[name])] for name, x in arrays.items() if name not in ONE_A_CALL)
+        *(x.shape[: x.ndim - len(DIMS[array_of(name)])] for name, x in arrays.items() if not one_a_call(name))
     )
 
 
@@ -248,27 +285,27 @@ def _lead(arrays: Arrays) -> tuple[int, ...]:
 
 def _custom_call(call: Call, arrays: Arrays) -> Results:
     """One call on one device: the leading dims become its batch."""
-    lead = _lead(arrays)
-    batch = math.prod(lead)
-    ones = {name for name, x in arrays.items() if math.prod(x.shape[: len(lead)]) == 1}
+    leading = lead(arrays)
+    batch = math.prod(leading)
+    ones = {name for name, x in arrays.items() if math.prod(x.shape[: len(leading)]) == 1}
     shared = {name for group in ONE_A_BATCH if ones.issuperset(arrays.keys() & group) for name in group}
 
     def fold(name: str, x: jax.Array) -> jax.Array:
         if name in ONE_A_CALL:
             return x
-        dims = x.shape[len(lead) :]
+        dims = x.shape[len(leading) :]
         if name in shared:
             return x.reshape(1, *dims)
-        return jnp.broadcast_to(x, (*lead, *dims)).reshape(batch, *dims)
+        return jnp.broadcast_to(x, (*leading, *dims)).reshape(batch, *dims)
 
     def unfold(name: str, x: jax.Array) -> jax.Array:
         if name not in SHARED_GRADIENTS:
-            return x.reshape(*lead, *x.shape[1:])
+            return x.reshape(*leading, *x.shape[1:])
         operand = arrays[DIFFERENTIATED[name]]
         if x.shape[0] == 1:
             return x.reshape(operand.shape)
-        x = x.reshape(*lead, *x.shape[1:])
-        shared = [i for i in range(len(lead)) if operand.shape[i] == 1]
+        x = x.reshape(*leading, *x.shape[1:])
+        shared = [i for i in range(len(leading)) if operand.shape[i] == 1]
         return x.sum(shared, keepdims=True) if shared else x
 
     folded = {name: fold(name, arrays[name]) for name in DIMS if name in arrays}
@@ -322,7 +359,7 @@ def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0, gpu: bool 
 
 
 def _plain_call(*arrays: jax.Array, call: Call) -> Results:
-    return _blockwise(call, dict(zip(call.arrays, arrays, strict=True)))
+    return plain(call, dict(zip(call.arrays, arrays, strict=True)))
 
 
 def _lower_cpu(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):

@@ -83,7 +83,14 @@ DIMS: dict[str, Sequence[str]] = {
     **{name: (name,) for name in CAPTURED},
     **{name: dims.removeprefix("B") for name, dims in _RESULTS},
 }
+DIMS |= {"m_bits": DIMS["m"], "m_bits64": (*DIMS["m"], "1")}  # words of m (`bits.py`)
 DIMS |= {gradient: DIMS[name] for gradient, name in DIFFERENTIATED.items()}
+
+
+def array_of(name: str) -> str:
+    """Return the name in `DIMS` for the name of an array or of its "… of" something, such as a tangent."""
+    return name.split()[-1]
+
 
 # The operands without leading dims.
 ONE_A_CALL = tuple(name for name, dims, *_ in _OPERANDS if not dims.startswith("B"))

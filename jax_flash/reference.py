@@ -142,5 +142,37 @@ def finish(
     return tuple(finished(name) for name in DIFFERENTIATED if name in gradients)
 
 
+def finish_tangents(
+    problem: Problem,
+    sinks: jax.Array | None,
+    dsinks: jax.Array | None,
+    sums: tile.Tangents,
+    o: jax.Array,
+    l: jax.Array,
+    m: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the tangents of O and ℓ from the sums over all columns: Ȯ = A - μ∘O.
+
+    The sums do not include a sink, as the logsumexp does not. A sink is one more term of μ, and takes a share of P.
+    """
+    weight = l if sums.o is None else sums.weight  # P has the same rounding errors in all sums
+    mu = tile.divide(sums.mu, weight)
+    dlogsumexp = mu + sums.reference
+    share = tile.divide(jnp.ones_like(l), weight)  # of a sum over columns in that of O
+    if sinks is not None:
+        with_sink = tile.with_sinks(sinks, weight, m)
+        share = tile.divide(with_sink.alpha, with_sink.l)
+        moved = -sums.reference if dsinks is None else dsinks[..., 0] - sums.reference
+        mu = share * sums.mu + tile.divide(with_sink.sink, with_sink.l) * moved
+
+    def by_row(x: jax.Array) -> jax.Array:
+        return x.mT[..., None]
+
+    o = o.astype(l.dtype) if sums.o is None else by_row(share) * sums.o
+    live = padding.live_rows(problem, m)
+    do = padding.zero_rows(live, by_row(share) * sums.a - by_row(mu) * o)
+    return do.astype(problem.result_dtype("o")), padding.zero_statistics(live, l * dlogsumexp)
+
+
 def _positions(problem: Problem) -> tuple[jax.Array, jax.Array]:
     return jnp.arange(problem.q_len, dtype=jnp.int32), jnp.arange(problem.kv_len, dtype=jnp.int32)

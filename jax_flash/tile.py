@@ -9,7 +9,7 @@ A tile is R rows by C columns. Its `Operands` hold just those rows and columns o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -187,6 +187,63 @@ def weighted_values(problem: Problem, p: jax.Array, value: jax.Array) -> jax.Arr
     """P V of a tile: [B, N, R, C] and [B, C, K, E] -> [B, R, N, E] in the accumulation dtype."""
     product = _einsum(problem, "bkgrc,bcke->brkge", _group(problem, p, 1), value)
     return product.reshape(*product.shape[:2], problem.q_heads, product.shape[-1])
+
+
+class Tangents(NamedTuple):
+    """Sums over columns that the tangents of a row consist of, with P not divided by l yet."""
+
+    a: jax.Array  # [B, R, N, E]: Σ Z P (Ṡ - r) V + Σ Z P V̇
+    mu: jax.Array  # [B, N, R]: Σ P (Ṡ - r)
+    reference: jax.Array  # [B, N, R]: r, a number near Ṡ
+    weight: jax.Array  # [B, N, R]: Σ P, and 0 if the scores do not move
+    o: jax.Array | None  # [B, R, N, E]: Σ Z P V, and None if the scores do not move
+
+
+def tangents(
+    problem: Problem,
+    tile: Operands,
+    moving: Mapping[str, jax.Array],
+    rows: jax.Array,
+    columns: jax.Array,
+    m: jax.Array,
+    sums: Tangents,
+) -> Tangents:
+    """Add a tile to the sums that the tangents of O and the logsumexp consist of.
+
+    O does not change if a number is added to all Ṡ of a row. So a reference is subtracted. Without it, a large but
+    nearly constant Ṡ would leave the difference of large numbers. The reference is the mean of Ṡ over 64 or more
+    columns of the first tile in which P is not 0. A mean over all of 256 columns takes as long as half of a product.
+
+    Args:
+      tile, rows, columns: as in `may_attend`.
+      moving: tangents of operands at these rows and columns, by name.
+      m: [B, N, R], the maximum of the scores.
+      sums: the sums over the tiles before.
+    """
+
+    def scored(moved: Mapping[str, jax.Array]) -> jax.Array:
+        return scores(problem, tile.replaced(moved), rows, columns).s
+
+    z = kept(problem, tile, rows, columns)
+    along = {name: x for name, x in moving.items() if name not in ("value", "sinks")}
+    at = {name: x for name, x in tile.arrays().items() if name in along}
+    a, mu, reference, weight, o = sums
+    s, ds = jax.jvp(scored, (at,), (along,)) if along else (scored({}), None)
+    p = exp_minus(s, m[..., None])
+    zp = p if z is None else z * p
+    if ds is not None and o is not None:
+        step = max(len(columns) // 64, 1)
+        some_p, some_ds = (jax.lax.stop_gradient(x[..., ::step]) for x in (p, ds))
+        mean = divide((some_p * some_ds).sum(-1), some_p.sum(-1))
+        reference = jnp.where(weight == 0, mean, reference)
+        dp = p * (ds - reference[..., None])
+        mu += dp.sum(-1)
+        weight += p.sum(-1)
+        a += weighted_values(problem, dp if z is None else z * dp, tile.value)
+        o += weighted_values(problem, zp, tile.value)
+    if "value" in moving:
+        a += weighted_values(problem, zp, moving["value"])
+    return Tangents(a, mu, reference, weight, o)
 
 
 def gradients(

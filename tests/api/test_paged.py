@@ -143,6 +143,8 @@ def test_gradients_are_refused_by_name():
     q, k, v, table, lengths = cache()
     with pytest.raises(NotImplementedError, match="paged_attention has no gradient in the fused kernels"):
         jax.grad(lambda q: jax_flash.paged_attention(q, k, v, table, lengths).sum())(q)
+    with pytest.raises(NotImplementedError, match="paged_attention has no gradient in the fused kernels"):
+        jax.jvp(lambda q: jax_flash.paged_attention(q, k, v, table, lengths), (q,), (q,))
 
 
 # --- Writing to them ---

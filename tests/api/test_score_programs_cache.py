@@ -142,9 +142,9 @@ def test_new_values_do_not_compile_again(implementation):
         return attend(query, implementation, score_mod=score_mod, mask_mod=lambda b, h, q, k: q - k < number + 4)
 
     call(0)
-    before = attention._attend._cache_size()
+    before = attention.attend._cache_size()
     call(1)
-    assert attention._attend._cache_size() == before
+    assert attention.attend._cache_size() == before
     assert traces == [0, 1]  # each function once
 
 

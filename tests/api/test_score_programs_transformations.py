@@ -162,11 +162,7 @@ def test_hessian(implementation):
         def function(query, rates):
             return loss(query, key, value, table, rates, ids, implementation=implementation)
 
-        return jax.jit(
-            jax.hessian(function, (0, 1))
-            if implementation != "flash"
-            else jax.jacrev(jax.grad(function, (0, 1)), (0, 1))
-        )(query, rates)
+        return jax.jit(jax.hessian(function, (0, 1)))(query, rates)
 
     assert_close(hessian(implementation), hessian("reference"), 1e-4)
 
@@ -179,21 +175,15 @@ def test_second_order_by_differences(implementation, x64):
 
 
 def test_forward_mode(implementation):
-    """ "xla" has it; the fused calls have it of their gradients, and say so of themselves."""
     *moving, ids = inputs()
     tangents = [jnp.cos(x) for x in moving]
 
-    def derivative(implementation, wrap, jit=jax.jit):
+    def derivative(implementation, wrap):
         function = wrap(lambda *moving: loss(*moving, ids, implementation=implementation))
-        return jit(lambda moving, tangents: jax.jvp(function, moving, tangents))(moving, tangents)
+        return jax.jit(lambda moving, tangents: jax.jvp(function, moving, tangents))(moving, tangents)
 
-    if implementation == "xla":
-        assert_close(derivative("xla", lambda f: f), derivative("reference", lambda f: f), 1e-4)
-    else:
-        with pytest.raises(TypeError, match='no forward-mode .* use implementation="xla"'):
-            derivative("flash", lambda f: f, lambda f: f)
-        over = functools.partial(jax.grad, argnums=MOVING)
-        assert_close(derivative("flash", over), derivative("xla", over), 1e-4)
+    for wrap in (lambda f: f, functools.partial(jax.grad, argnums=MOVING)):
+        assert_close(derivative(implementation, wrap), derivative("reference", wrap), 1e-4)
 
 
 # --- ahead of time ---
@@ -409,8 +399,6 @@ TRANSFORMS = [derivative_along, second_derivative, mapped, in_a_scan, sharded_ex
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
 def test_16_bit_arrays(transform, implementation):
     """Derivatives are those of float32 arrays, rounded. The arrays are multiples of 1/8: values are the same."""
-    if implementation == "flash" and transform is derivative_along:
-        pytest.skip("the fused calls have no forward mode")
     query, key, value, *_ = inputs()
     table = jnp.asarray(np.random.default_rng(0).integers(-8, 9, (N, T + S)) / 8, jnp.float32)
 

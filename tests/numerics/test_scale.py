@@ -181,10 +181,10 @@ def test_gradients_of_all_inputs_by_finite_differences(scale, implementation):
 def test_a_new_value_is_no_new_program():
     q, k, v = inputs()
     attend(q, k, v, 0.25)
-    programs = attention._attend._cache_size()
+    programs = attention.attend._cache_size()
     for scale in (0.5, 0.75, np.float32(0.3), jnp.asarray(0.4)):
         attend(q, k, v, scale)
-    assert attention._attend._cache_size() == programs
+    assert attention.attend._cache_size() == programs
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), ROUNDED)

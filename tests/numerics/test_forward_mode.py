@@ -1,0 +1,346 @@
+"""Forward mode of the fused calls, compared with materialised attention in float64, and what it runs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from block_masks import sparse
+from cases import DIFFERENTIATED, Case, differentiable, upcast
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_flash
+from jax_flash import blockwise, custom_calls, derivatives
+
+SMALL = functools.partial(Case, B=2, T=19, S=21, D=8, E=8)
+
+# Each feature; `test_gradients.py` has small cases with more features together.
+CASES = [
+    SMALL(K=1, E=5),
+    SMALL(causal=True, lengths=True, sinks=30.0),
+    SMALL(window=(5, 9), traced=True, offset=True, bias="1nts"),
+    SMALL(mask="b1ts", segments=True, soft_cap=0.7),
+    SMALL(dropout=0.3, sinks=2.0, spread=4.0),
+    sparse(16, 16, B=1, T=40, S=50, heads=4, D=8, E=8),
+]
+
+
+def along(x):
+    return jnp.cos(3 * x)
+
+
+def set_block(monkeypatch, size):
+    """Set the tile size of plain JAX, also for functions that JAX has traced before."""
+    jax.clear_caches()
+    monkeypatch.setattr(blockwise, "BLOCK", size)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clear_caches():
+    yield
+    jax.clear_caches()
+
+
+def jvp(case, implementation, arrays, tangents):
+    """O, the logsumexp and their tangents."""
+    others = {name: x for name, x in arrays.items() if name not in tangents}
+
+    def attention(moving):
+        given = moving | others | case.options | {"implementation": implementation}
+        return jax_flash.dot_product_attention(**given, return_residual=True)
+
+    return jax.jit(lambda at, along: jax.jvp(attention, (at,), (along,)))({x: arrays[x] for x in tangents}, tangents)
+
+
+def all_tangents(arrays):
+    return {name: np.asarray(along(arrays[name])) for name in DIFFERENTIATED if name in arrays}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("block", [256, 16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tangents(case, block, monkeypatch):
+    set_block(monkeypatch, block)
+    arrays = case.arrays("float64")
+    results, expected = (jvp(case, x, arrays, all_tangents(arrays)) for x in ("flash", "reference"))
+    (_, _), (do, dlogsumexp) = expected
+    dlogsumexp = jnp.where(jnp.isfinite(expected[0][1]), dlogsumexp, 0)  # -inf is a constant
+    np.testing.assert_allclose(results[1][0], do, atol=1e-12)
+    np.testing.assert_allclose(results[1][1], dlogsumexp, atol=1e-12)
+
+
+@pytest.mark.parametrize("moving", [("query",), ("key", "value"), ("scale",), ("query", "scale")])
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_accuracy(dtype, spread, moving, monkeypatch):
+    """At most twice the error of materialised attention, and a few units in the last place.
+
+    The query's tangent is the query, so Ṡ = S. If the scores are spread, its mean is large.
+    """
+    set_block(monkeypatch, 16)
+    case = SMALL(T=33, S=47, causal=True, spread=spread)
+
+    def tangent(attention, arrays, tangents):
+        attend = functools.partial(attention, is_causal=True)
+        at = {name: arrays[name] for name in moving}
+        return np.asarray(jax.jvp(lambda moved: attend(**(arrays | moved)), (at,), (tangents,))[1])
+
+    def materialised(scale, query, **arrays):
+        return jax.nn.dot_product_attention(query, **arrays, scale=scale, implementation="xla").astype(query.dtype)
+
+    usual = 0.0
+    for seed in (3, 2, 1, 0):  # the largest error of a few draws, as there are few entries
+        arrays = case.arrays(dtype, seed) | {"scale": np.float32(0.3)}
+        tangents = {name: arrays[name] if name == "query" else np.asarray(along(arrays[name])) for name in moving}
+        with jax.enable_x64(True):
+            exact = tangent(materialised, upcast(arrays), upcast(tangents))
+        usual = max(usual, np.abs(np.float64(tangent(materialised, arrays, tangents)) - exact).max())
+    result = tangent(jax_flash.dot_product_attention, arrays, tangents)
+    assert result.dtype == dtype
+    assert np.abs(np.float64(result) - exact).max() <= 2 * usual + 4 * jnp.finfo(dtype).eps * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("block", [256, 16])
+def test_constant_tangent_of_the_scores(block, monkeypatch):
+    """It changes nothing but the logsumexp, although it is much larger than all else."""
+    set_block(monkeypatch, block)
+    case = SMALL(causal=True, bias="11ts", T=40, S=40)
+    arrays = case.arrays()
+    tangents = all_tangents(arrays)
+    results = [
+        jvp(case, "flash", arrays, tangents | {"bias": np.float32(tangents["bias"] * 2.0**-6 + constant)})
+        for constant in (0, 2.0**16)
+    ]
+    rounding = 2.0**16 * 2.0**-24
+    np.testing.assert_allclose(results[0][1][0], results[1][1][0], atol=4 * rounding)
+    np.testing.assert_allclose(results[0][1][1] + 2.0**16, results[1][1][1], atol=4 * rounding)
+
+
+def test_padding_is_inert():
+    case = SMALL(lengths=True)
+    arrays = case.arrays() | {"query_seq_lengths": np.array([7, 0]), "key_value_seq_lengths": np.array([9, 21])}
+    tangents = all_tangents(arrays)
+    padded_arrays, padded_tangents = (jax.tree.map(np.array, x) for x in (arrays, tangents))
+    for of, lengths in (("query", [7, 0]), ("key", [9, 21]), ("value", [9, 21])):
+        for padded in (padded_arrays, padded_tangents):
+            for i, length in enumerate(lengths):
+                padded[of][i, length:] = np.nan
+    clean, padded = jvp(case, None, arrays, tangents), jvp(case, None, padded_arrays, padded_tangents)
+    jax.tree.map(np.testing.assert_array_equal, clean, padded)
+    assert not np.any(padded[1][0][1]) and not np.any(padded[1][0][0, 7:])
+
+
+# --- transformations --------------------------------------------------------------------------------------------------
+
+B, T, N, D = 4, 16, 2, 4
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, "float64")
+
+
+def mean_flow(attend, q):
+    """Reverse mode through the primal output; the tangent is under stop_gradient."""
+
+    def loss(scale):
+        u, du = jax.jvp(lambda q: attend(q * scale), (q,), (along(q),))
+        return ((u - jax.lax.stop_gradient(along(q) - du)) ** 2).sum()
+
+    return jax.grad(loss)(1.3)
+
+
+def gradient_of_jvp(attend, q):
+    return jax.grad(lambda q: (jax.jvp(lambda q: attend(q), (q,), (along(q),))[1] ** 2).sum())(q)
+
+
+def gradient(attend):
+    return jax.grad(lambda q: (attend(q) ** 2).sum())
+
+
+def jvp_of_gradient(attend, q):
+    return jax.jvp(gradient(attend), (q,), (along(q),))
+
+
+def linearized(attend, q):
+    _, linear = jax.linearize(attend, q)
+    tangents = jnp.stack([along(q), q])
+    mapped = jax.vmap(linear)
+    return mapped(tangents), jax.linear_transpose(mapped, tangents)(tangents)
+
+
+def second_order(attend, q):
+    few = q[:1, :2, :1]
+    loss = lambda x: (attend(q.at[:1, :2, :1].set(x)) ** 2).sum()  # noqa: E731
+    return jax.hessian(loss)(few), jax.jacfwd(jax.jacfwd(loss))(few), jax.jacrev(jax.jacfwd(loss))(few)
+
+
+def scanned(attend, q):
+    saved = jax.checkpoint_policies.save_only_these_names(*jax_flash.RESIDUAL_NAMES)
+    for layer in (jax.checkpoint(attend), jax.checkpoint(attend, policy=saved)):
+        layers = lambda q, layer=layer: jax.lax.scan(lambda x, _: (layer(x), None), q, length=2)[0]  # noqa: E731
+    return jax.jvp(layers, (q,), (along(q),)), jvp_of_gradient(layers, q)
+
+
+def mapped(attend, q):
+    scales = jnp.array([0.5, -2.0])
+    return jax.vmap(lambda s: jax.jvp(lambda s: attend(q * s), (s,), (1.0,)))(scales), jax.grad(
+        lambda s: (jax.vmap(lambda s: attend(q * s))(s) ** 2).sum()
+    )(scales)
+
+
+def on_devices(attend, q, kind=AxisType.Auto):
+    mesh = jax.make_mesh((4,), ("batch",), (kind,), devices=jax.devices("cpu")[:4])
+    with jax.set_mesh(mesh):
+        q = jax.device_put(q, NamedSharding(mesh, P("batch")))
+        jvp = jax.jit(lambda q: (jax.jvp(attend, (q,), (along(q),)), jvp_of_gradient(attend, q)))(q)
+    return jax.tree.map(np.asarray, jvp)
+
+
+def in_shard_map(attend, q):
+    mesh = jax.make_mesh((4,), ("batch",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    both = lambda q: (jax.jvp(attend, (q,), (along(q),)), gradient(attend)(q))  # noqa: E731
+    return jax.shard_map(both, mesh=mesh, in_specs=P("batch"), out_specs=P("batch"))(q)
+
+
+TRANSFORMS = [
+    mean_flow,
+    gradient_of_jvp,
+    jvp_of_gradient,
+    linearized,
+    second_order,
+    scanned,
+    mapped,
+    on_devices,
+    functools.partial(on_devices, kind=AxisType.Explicit),
+    in_shard_map,
+]
+
+
+def name_of(transform):
+    return getattr(transform, "__name__", "on_devices_explicitly")
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=name_of)
+def test_transformations(transform):
+    kind = "float32" if "devices" in name_of(transform) else "float64"  # float64 needs x64 for the whole process
+    q = normal(0, B, T, N, D).astype(kind)
+
+    def attend(implementation, q):
+        return jax_flash.dot_product_attention(q, q, jnp.sin(q), is_causal=True, implementation=implementation)
+
+    result, expected = (transform(functools.partial(attend, x), q) for x in (None, "reference"))
+    close = 1e-5 if kind == "float32" else 1e-10
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=close, atol=close), result, expected)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_sharded_sequence(layout):
+    q = normal(0, 1, 32, 2, 4)
+    mesh = jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
+
+    def attend(q, scale, sinks, **options):
+        return jax_flash.dot_product_attention(q, q, jnp.sin(q), scale=scale, sinks=sinks, is_causal=True, **options)
+
+    def divided(q, scale, sinks):
+        local = functools.partial(attend, sequence_axis="seq", sequence_layout=layout)
+        call = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "seq"), P(), P()), out_specs=P(None, "seq"))
+        if layout == "contiguous":
+            return call(q, scale, sinks)
+        return jax_flash.unzigzag(call(jax_flash.zigzag(q, 4, 1), scale, sinks), 4, 1)
+
+    at, to = (q, 0.4, jnp.array([0.5, 1.0])), (along(q), 1.0, jnp.array([1.0, -2.0]))
+    whole = functools.partial(attend, implementation="reference")
+    results, expected = (jax.jit(lambda at, to, f=f: jax.jvp(f, at, to))(at, to) for f in (divided, whole))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-12), results, expected)
+    linear = [jax.linearize(f, *at)[1](*to) for f in (divided, whole)]
+    np.testing.assert_allclose(*linear, atol=1e-12)
+
+
+# --- what runs --------------------------------------------------------------------------------------------------------
+
+
+def names(function, *args):
+    """The calls in a compiled function's jaxpr after dead code is gone, in order."""
+    jaxpr = jax.make_jaxpr(jax.jit(function))(*args).jaxpr
+    found = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive in (custom_calls.primitive, derivatives.primitive):
+                call = eqn.params["call"]
+                found.append(f"tangent {call.order}" if isinstance(call, derivatives.Tangent) else call.target[10:])
+            else:
+                jax.tree.map(
+                    visit, [x.jaxpr for x in eqn.params.values() if isinstance(x, jax.extend.core.ClosedJaxpr)]
+                )
+
+    visit(jaxpr)
+    return found
+
+
+def attend(q):
+    return jax_flash.dot_product_attention(q, q, q, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (gradient(attend), ["forward", "backward"]),
+        (lambda q: jax.jvp(attend, (q,), (q,)), ["forward", "tangent 1"]),
+        (lambda q: jax.vmap(jax.linearize(attend, q)[1])(jnp.stack([q, 2 * q])), ["forward", "tangent 1"]),
+        (jax.jacfwd(attend), ["forward", "tangent 1"]),
+        (functools.partial(mean_flow, attend), ["forward", "tangent 1", "backward"]),
+        (functools.partial(jvp_of_gradient, attend), ["forward", "tangent 1", "backward", "tangent 1"]),
+    ],
+)
+def test_calls(function, expected):
+    """The tangent's own derivative is not there if nothing needs it, and tangents that are mapped share a forward."""
+    q = jnp.ones((1, 2, 1, 4))
+    assert names(function, q) == expected
+
+
+def test_mean_flow_without_jit_runs_no_second_derivative(monkeypatch):
+    ran, eagerly = [], custom_calls.eagerly
+
+    def recorded(evaluate, call, arrays):
+        ran.append(call)
+        return eagerly(evaluate, call, arrays)
+
+    monkeypatch.setattr(custom_calls, "eagerly", recorded)
+    with jax.disable_jit():
+        mean_flow(attend, jnp.ones((1, 2, 1, 4)))
+    tangents = [call for call in ran if isinstance(call, derivatives.Tangent)]
+    assert [call.order for call in tangents] == [1]
+
+
+@pytest.mark.parametrize(("moving", "products"), [((0,), 4), ((1,), 4), ((2,), 2), ((0, 1, 2), 6)])
+def test_products(moving, products):
+    """Six for each tile, and fewer if fewer inputs move."""
+    q = jnp.ones((1, 300, 1, 8))
+    at = [q, q + 1, q + 2]
+
+    def tangent(*moved):
+        given = dict(zip(moving, moved, strict=True))
+        return jax_flash.dot_product_attention(*(given.get(i, x) for i, x in enumerate(at)))
+
+    _, linear = jax.linearize(tangent, *(at[i] for i in moving))
+    text = jax.jit(linear).lower(*(at[i] for i in moving)).as_text()
+    assert text.count("dot_general") == products
+
+
+@pytest.mark.usefixtures("x64")
+def test_second_order_reaches_captured_arrays():
+    """A derivative along all inputs, then a gradient to all of them."""
+    attention, inputs = differentiable(SMALL(B=1, T=4, S=5, D=3, E=2, bias="1n1s", sinks=1.0), "flash")
+    reference, _ = differentiable(SMALL(B=1, T=4, S=5, D=3, E=2, bias="1n1s", sinks=1.0), "reference")
+
+    def loss(attention, inputs):
+        tangents = jax.jvp(attention, inputs, list(map(along, inputs)))[1]
+        return sum((jnp.sin(x) ** 2).sum() for x in tangents)
+
+    results = [jax.jit(jax.grad(functools.partial(loss, f)))(inputs) for f in (attention, reference)]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-10), *results)

@@ -26,7 +26,7 @@ DIMS = (64, 128, 256)
 
 def draw(path: pathlib.Path) -> None:
     results = json.loads((ROOT / "benchmarks/results/attention.json").read_text())
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True, layout="constrained", facecolor="white")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True, layout="constrained")
     for axis, pass_ in zip(axes, ("forward", "backward"), strict=True):
         rows = [one(results["rows"], D=dim, T=4096, causal=True, pass_=pass_)["tflops"] for dim in DIMS]
         measured = [name for name in LIBRARIES if name in rows[0]]

@@ -24,8 +24,6 @@ default_role = "code"  # docstrings have names in single backticks
 
 html_theme = "furo"
 html_theme_options = {"top_of_page_buttons": []}  # the default links to the source text of a page
-html_static_path = ["_static"]
-html_css_files = ["dark.css"]
 html_copy_source = False
 pygments_dark_style = "github-dark"  # furo's default underlines the names of modules, like links
 html_search_scorer = "docs/scorer.js"

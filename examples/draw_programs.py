@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
+import numpy as np
 
 from jax_flash import dot_product_attention
 
@@ -51,9 +52,8 @@ def main() -> None:
     drawn |= {name: probabilities(score_mod=f) for name, f in SCORES.items()}
     figure, axes = plt.subplots(2, 4, figsize=(11, 5.8), layout="constrained")
     for ax, (name, p) in zip(axes.flat, drawn.items(), strict=True):
-        ax.imshow(
-            p / p.max(1, keepdims=True), cmap="Blues", vmin=0, vmax=1.2
-        )  # relative to the largest entry of each row
+        visible = p / p.max(1, keepdims=True)  # relative to the largest entry of each row
+        ax.imshow(np.ones_like(p), alpha=visible, cmap="Blues", vmin=0, vmax=1.2)
         ax.set(title=name, xticks=[], yticks=[])
     axes[1, 0].set(xlabel="key", ylabel="query")
     figure.savefig(args.output, dpi=80)

@@ -111,6 +111,17 @@ def test_links_lead_somewhere(page):
     assert not broken
 
 
+def test_pictures_fit_light_and_dark_pages():
+    """The pictures that pages show have no background, and their ink is not black."""
+    image = pytest.importorskip("matplotlib.image")
+    shown = {page.parent / path for page in PAGES for path in re.findall(r"!\[[^]]*\]\((\S+\.png)\)", page.read_text())}
+    assert shown
+    for path in shown:
+        picture = image.imread(path)
+        opaque = picture[picture[..., 3] > 0.9]
+        assert picture[0, 0, 3] == 0 and opaque[:, :3].max(-1).min() > 0.2, path.name
+
+
 def documented(declaration: str, name: str, dtype: str, dims: str, there: str) -> str:
     """A row of the table of operands in docs/architecture.md, from a row of the table in common/arrays.h."""
     sizes = {"G": "pages", "A": "page", "M": "S / page", "R": "row_list", "C": "column_list", "P": "element_masks"}

@@ -91,7 +91,7 @@ NB_MODULE(_native, module) {
         const auto range_of =
             problem.dtype == jax_flash::DType::kF64 ? jax_flash::RangeOf<double> : jax_flash::RangeOf<float>;
         std::vector<std::pair<double, double>> ranges;
-        for (const jax_flash::Instruction& x : problem.mask_mod.instructions) {
+        for (const jax_flash::Instruction& x : problem.mask.mask_mod.instructions) {
           jax_flash::Range operands[jax_flash::kMaxCapturedRank + 1] = {};
           for (int k = 0; k < x.count; ++k) operands[k] = {ranges[x.operands[k]].first, ranges[x.operands[k]].second};
           if (x.op == jax_flash::Op::result) break;

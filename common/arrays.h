@@ -18,33 +18,33 @@ namespace jax_flash {
 //   there   whether the problem `p` has the array; an Extent if the array may be broadcast
 
 // The operands of both calls, in order. The arrays that programs capture come after them.
-#define JAX_FLASH_OPERANDS(OPERAND)                                                                     \
-  OPERAND(void, query, p.dtype, "BTND", true)                                                           \
-  OPERAND(void, key, p.dtype, "BSKD", p.page == 0)                                                      \
-  OPERAND(void, value, p.dtype, "BSKE", p.page == 0)                                                    \
-  OPERAND(void, scale, p.accumulation_dtype(), "", true)                                                \
-  OPERAND(void, key_pages, p.dtype, "GAKD", p.page > 0)                                                 \
-  OPERAND(void, value_pages, p.dtype, "GAKE", p.page > 0)                                               \
-  OPERAND(int32_t, page_table, DType::kNone, "BM", p.page > 0)                                          \
-  OPERAND(void, bias, p.bias_dtype, "BNTS", p.bias)                                                     \
-  OPERAND(uint8_t, mask, DType::kNone, "BNTS", p.mask)                                                  \
-  OPERAND(void, sinks, p.accumulation_dtype(), "BN11", p.sinks)                                         \
-  OPERAND(int32_t, q_lengths, DType::kNone, "B", p.q_lengths)                                           \
-  OPERAND(int32_t, kv_lengths, DType::kNone, "B", p.kv_lengths)                                         \
-  OPERAND(int32_t, q_segments, DType::kNone, "BT", p.segments)                                          \
-  OPERAND(int32_t, kv_segments, DType::kNone, "BS", p.segments)                                         \
-  OPERAND(int32_t, keys_of_rows, DType::kNone, "BTX", p.ranges)                                         \
-  OPERAND(int32_t, rows_of_keys, DType::kNone, "BSX", p.ranges)                                         \
-  OPERAND(int32_t, query_offset, DType::kNone, "B", p.query_offset)                                     \
-  OPERAND(int32_t, origin, DType::kNone, "X", p.origin)                                                 \
-  OPERAND(int32_t, blocks, DType::kNone, "BNUV", p.block_mask)                                          \
-  OPERAND(int32_t, row_lists, DType::kNone, "BNUR", p.block_mask)                                       \
-  OPERAND(int32_t, column_lists, DType::kNone, "BNVC", p.block_mask)                                    \
-  OPERAND(uint32_t, element_masks, DType::kNone, "BPQW", p.element_masks > 0 ? p.block_mask : Extent()) \
-  OPERAND(uint32_t, seed, DType::kNone, "BX", p.dropout())                                              \
-  OPERAND(uint32_t, batch_id, DType::kNone, "B", p.dropout())                                           \
-  OPERAND(uint32_t, head_id, DType::kNone, "N", p.dropout())                                            \
-  OPERAND(int32_t, program_batch, DType::kNone, "B", p.programs())                                      \
+#define JAX_FLASH_OPERANDS(OPERAND)                                                                               \
+  OPERAND(void, query, p.dtype, "BTND", true)                                                                     \
+  OPERAND(void, key, p.dtype, "BSKD", p.page == 0)                                                                \
+  OPERAND(void, value, p.dtype, "BSKE", p.page == 0)                                                              \
+  OPERAND(void, scale, p.accumulation_dtype(), "", true)                                                          \
+  OPERAND(void, key_pages, p.dtype, "GAKD", p.page > 0)                                                           \
+  OPERAND(void, value_pages, p.dtype, "GAKE", p.page > 0)                                                         \
+  OPERAND(int32_t, page_table, DType::kNone, "BM", p.page > 0)                                                    \
+  OPERAND(void, bias, p.score.bias_dtype, "BNTS", p.score.bias)                                                   \
+  OPERAND(uint8_t, mask, DType::kNone, "BNTS", p.mask.array)                                                      \
+  OPERAND(void, sinks, p.accumulation_dtype(), "BN11", p.sinks)                                                   \
+  OPERAND(int32_t, query_seq_lengths, DType::kNone, "B", p.mask.query_seq_lengths)                                \
+  OPERAND(int32_t, key_value_seq_lengths, DType::kNone, "B", p.mask.key_value_seq_lengths)                        \
+  OPERAND(int32_t, query_segment_ids, DType::kNone, "BT", p.mask.segment_ids)                                     \
+  OPERAND(int32_t, key_value_segment_ids, DType::kNone, "BS", p.mask.segment_ids)                                 \
+  OPERAND(int32_t, keys_of_rows, DType::kNone, "BTX", p.mask.ranges)                                              \
+  OPERAND(int32_t, rows_of_keys, DType::kNone, "BSX", p.mask.ranges)                                              \
+  OPERAND(int32_t, query_offset, DType::kNone, "B", p.mask.query_offset)                                          \
+  OPERAND(int32_t, origin, DType::kNone, "X", p.origin)                                                           \
+  OPERAND(int32_t, blocks, DType::kNone, "BNUV", p.mask.block_mask)                                               \
+  OPERAND(int32_t, row_lists, DType::kNone, "BNUR", p.mask.block_mask)                                            \
+  OPERAND(int32_t, column_lists, DType::kNone, "BNVC", p.mask.block_mask)                                         \
+  OPERAND(uint32_t, element_masks, DType::kNone, "BPQW", p.mask.element_masks > 0 ? p.mask.block_mask : Extent()) \
+  OPERAND(uint32_t, seed, DType::kNone, "BX", p.dropout())                                                        \
+  OPERAND(uint32_t, batch_id, DType::kNone, "B", p.dropout())                                                     \
+  OPERAND(uint32_t, head_id, DType::kNone, "N", p.dropout())                                                      \
+  OPERAND(int32_t, program_batch, DType::kNone, "B", p.programs())                                                \
   OPERAND(int32_t, program_head, DType::kNone, "N", p.programs())
 
 // The results of the forward. They are also operands of the backward, after the operands above.
@@ -60,11 +60,11 @@ namespace jax_flash {
 
 // The results of the backward, each the gradient of an operand: GRADIENT(operand, name, dtype, dims, there). Each row
 // writes its part of dsinks, and Python sums them. The gradients of captured arrays come after them.
-#define JAX_FLASH_GRADIENTS(GRADIENT)                                     \
-  GRADIENT(query, dq, p.output_dtype(), "BTND", p.dq)                     \
-  GRADIENT(key, dk, p.dtype, "BSKD", p.dk)                                \
-  GRADIENT(value, dv, p.dtype, "BSKE", p.dv)                              \
-  GRADIENT(bias, dbias, dbias_dtype, "BNTS", p.dbias ? p.bias : Extent()) \
+#define JAX_FLASH_GRADIENTS(GRADIENT)                                           \
+  GRADIENT(query, dq, p.output_dtype(), "BTND", p.dq)                           \
+  GRADIENT(key, dk, p.dtype, "BSKD", p.dk)                                      \
+  GRADIENT(value, dv, p.dtype, "BSKE", p.dv)                                    \
+  GRADIENT(bias, dbias, dbias_dtype, "BNTS", p.dbias ? p.score.bias : Extent()) \
   GRADIENT(sinks, dsinks, p.accumulation_dtype(), "BNT", p.dsinks)
 
 // The buffers of a call. Arrays that the problem does not have are null.

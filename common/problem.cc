@@ -13,15 +13,22 @@ namespace {
 
 // A field of the text: its name and where its value goes. The type of the value says how it is read.
 struct Field {
+  template <typename T>
+  using Of = T* (*)(Problem*);
+
   std::string_view name;
-  std::variant<int64_t Problem::*, double Problem::*, bool Problem::*, DType Problem::*, Extent Problem::*,
-               std::vector<Captured> Problem::*, Program Problem::*>
+  std::variant<Of<int64_t>, Of<double>, Of<bool>, Of<DType>, Of<Extent>, Of<WindowSize>, Of<std::vector<Captured>>,
+               Of<Program>>
       member;
 };
 
-#define ENTRY(type, name, value) {#name, &Problem::name},
-constexpr Field kFields[] = {JAX_FLASH_PROBLEM(ENTRY)};
+#define ENTRY(type, name, value) {#name, +[](Problem* p) { return &p->name; }},
+#define MASK_ENTRY(type, name, value) {"mask." #name, +[](Problem* p) { return &p->mask.name; }},
+#define SCORE_ENTRY(type, name, value) {"score." #name, +[](Problem* p) { return &p->score.name; }},
+constexpr Field kFields[] = {JAX_FLASH_PROBLEM(ENTRY) JAX_FLASH_MASK(MASK_ENTRY) JAX_FLASH_SCORE(SCORE_ENTRY)};
 #undef ENTRY
+#undef MASK_ENTRY
+#undef SCORE_ENTRY
 constexpr size_t kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
 
 bool Parse(std::string_view text, int64_t* value) { return ParseInteger(text, value); }
@@ -54,6 +61,13 @@ bool Parse(std::string_view text, Extent* value) {
   }
   *value = {true, full[0], full[1], full[2], full[3]};
   return true;
+}
+
+// "left,right"
+bool Parse(std::string_view text, WindowSize* value) {
+  const size_t comma = text.find(',');
+  return comma != text.npos && ParseInteger(text.substr(0, comma), &value->left) &&
+         ParseInteger(text.substr(comma + 1), &value->right);
 }
 
 // Its instructions are read when the other fields are there.
@@ -94,6 +108,9 @@ bool FitsDims(const char* dims, const Extent& extent) {
 
 bool AtLeast(int64_t value, int64_t least) { return value >= least; }
 bool AtLeast(double value, double least) { return value >= least; }
+bool AtLeast(const WindowSize& value, const WindowSize& least) {
+  return value.left >= least.left && value.right >= least.right;
+}
 template <typename T>
 bool AtLeast(const T&, const T&) {
   return true;
@@ -108,14 +125,16 @@ bool HasOperand(const Problem& p, std::string_view operand) {
 }
 
 // What is wrong with the values, each of which could be read.
-std::string Check(const Problem& p) {
+std::string Check(Problem* problem) {
+  const Problem& p = *problem;
+  Problem least;
   for (const Field& field : kFields) {
-    const auto enough = [&](auto member) { return AtLeast(p.*member, Problem().*member); };
+    const auto enough = [&](auto member) { return AtLeast(*member(problem), *member(&least)); };
     if (!std::visit(enough, field.member)) return std::string(field.name) + " is too small";
   }
   if (p.kv_heads > 0 ? p.q_heads % p.kv_heads != 0 : p.q_heads != 0) return "kv_heads does not divide q_heads";
   if (p.dtype == DType::kNone) return "dtype is none";
-  if (p.bias.present != (p.bias_dtype != DType::kNone)) return "bias and bias_dtype disagree";
+  if (p.score.bias.present != (p.score.bias_dtype != DType::kNone)) return "bias and bias_dtype disagree";
   if ((p.page > 0) != (p.pages > 0)) return "pages without keys";
   if (p.page > 0 && (p.page % kPageStep != 0 || p.kv_len % p.page != 0)) return "kv_len is not a multiple of page";
 #define REQUESTED(operand, name, ...) || p.name
@@ -125,21 +144,26 @@ std::string Check(const Problem& p) {
   if (p.name && !HasOperand(p, #operand)) return #name " without " #operand;
   JAX_FLASH_GRADIENTS(CHECK)
 #undef CHECK
-  if (p.page > 0 &&
-      (p.bias.present || p.mask.present || p.block_mask.present || p.segments || p.ranges || p.dropout())) {
-    return "pages are not supported with a bias, mask arrays, segments, ranges or dropout";
+  if (p.page > 0 && (p.score.bias.present || p.mask.array.present || p.mask.block_mask.present || p.mask.segment_ids ||
+                     p.mask.ranges || p.dropout())) {
+    return "pages are not supported with a bias, mask arrays, segment_ids, ranges or dropout";
   }
-  if (p.ranges && (p.causal || p.window() || p.q_lengths || p.segments))
-    return "ranges are not supported with causal masks, windows, q_lengths or segments, which they contain";
-  if (p.ranges && !p.kv_lengths) return "ranges without kv_lengths";
-  if (p.ranges && (p.mask.present || p.block_mask.present)) return "ranges are not supported with mask arrays";
-  for (const int64_t size : {p.q_block, p.kv_block}) {
-    if (p.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0) return "a block size is not a multiple of 16";
+  if (p.mask.ranges &&
+      (p.mask.is_causal || p.mask.local_window_size.present() || p.mask.query_seq_lengths || p.mask.segment_ids))
+    return "ranges are not supported with is_causal, local_window_size, query_seq_lengths or segment_ids, which they "
+           "contain";
+  if (p.mask.ranges && !p.mask.key_value_seq_lengths) return "ranges without key_value_seq_lengths";
+  if (p.mask.ranges && (p.mask.array.present || p.mask.block_mask.present))
+    return "ranges are not supported with mask arrays";
+  for (const int64_t size : {p.mask.q_block, p.mask.kv_block}) {
+    if (p.mask.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0)
+      return "a block size is not a multiple of 16";
   }
-  if (p.block_mask.present && std::min(p.row_list, p.column_list) < kListHeader) {
+  if (p.mask.block_mask.present && std::min(p.mask.row_list, p.mask.column_list) < kListHeader) {
     return "a list of the block mask is too small";
   }
-  for (const int64_t size : {p.q_block, p.kv_block, p.element_masks, p.row_list, p.column_list}) {
+  for (const int64_t size :
+       {p.mask.q_block, p.mask.kv_block, p.mask.element_masks, p.mask.row_list, p.mask.column_list}) {
     if (size > std::numeric_limits<int32_t>::max()) return "a size of the block mask has more than 31 bits";
   }
   const std::string too_large = "an array has more than 2^52 elements: ";
@@ -165,10 +189,11 @@ std::string DecodePrograms(Problem* p) {
     const std::string wrong = DecodeProgram(kind, p->captured, program);
     return wrong.empty() ? "" : std::string(name) + ": " + wrong;
   };
-  std::string wrong = decode("score_mod", ProgramKind::kScoreMod, &p->score_mod);
-  if (wrong.empty()) wrong = decode("mask_mod", ProgramKind::kMaskMod, &p->mask_mod);
-  if (wrong.empty()) wrong = decode("score_grad", ProgramKind::kScoreGrad, &p->score_grad);
-  if (wrong.empty() && p->score_grad.present() && !p->score_mod.present()) wrong = "score_grad without score_mod";
+  std::string wrong = decode("score_mod", ProgramKind::kScoreMod, &p->score.score_mod);
+  if (wrong.empty()) wrong = decode("mask_mod", ProgramKind::kMaskMod, &p->mask.mask_mod);
+  if (wrong.empty()) wrong = decode("score_grad", ProgramKind::kScoreGrad, &p->score.score_grad);
+  if (wrong.empty() && p->score.score_grad.present() && !p->score.score_mod.present())
+    wrong = "score_grad without score_mod";
   return wrong;
 }
 
@@ -179,13 +204,21 @@ int64_t Problem::size(char dim, const Extent& extent) const {
       (dim == 'S' && !extent.columns)) {
     return 1;
   }
-  constexpr std::pair<char, int64_t Problem::*> kSizes[] = {
-      {'B', &Problem::batch},    {'T', &Problem::q_len},  {'S', &Problem::kv_len},      {'N', &Problem::q_heads},
-      {'K', &Problem::kv_heads}, {'D', &Problem::qk_dim}, {'E', &Problem::v_dim},       {'R', &Problem::row_list},
-      {'G', &Problem::pages},    {'A', &Problem::page},   {'C', &Problem::column_list}, {'P', &Problem::element_masks},
-      {'Q', &Problem::q_block}};
-  for (const auto& [letter, member] : kSizes) {
-    if (letter == dim) return this->*member;
+  const std::pair<char, int64_t> sizes[] = {{'B', batch},
+                                            {'T', q_len},
+                                            {'S', kv_len},
+                                            {'N', q_heads},
+                                            {'K', kv_heads},
+                                            {'D', qk_dim},
+                                            {'E', v_dim},
+                                            {'R', mask.row_list},
+                                            {'G', pages},
+                                            {'A', page},
+                                            {'C', mask.column_list},
+                                            {'P', mask.element_masks},
+                                            {'Q', mask.q_block}};
+  for (const auto& [letter, size] : sizes) {
+    if (letter == dim) return size;
   }
   if (dim == 'M') return pages_of_entry();
   if (dim == 'U') return block_rows();
@@ -202,10 +235,11 @@ int64_t Problem::elements(const char* dims, const Extent& extent) const {
 }
 
 Extent Problem::mask_mod_extent() const {
+  const Program& mask_mod = mask.mask_mod;
   Extent extent = {mask_mod.present(), false, false, false, false};
   for (const Instruction& x : mask_mod.instructions) {
     const bool loads = x.array >= 0;
-    extent.batch |= x.op == Op::batch || (x.op == Op::query && query_offset) || (loads && captured[x.array].batch);
+    extent.batch |= x.op == Op::batch || (x.op == Op::query && mask.query_offset) || (loads && captured[x.array].batch);
     extent.heads |= x.op == Op::head;
     extent.rows |= x.op == Op::query;
     extent.columns |= x.op == Op::key;
@@ -242,7 +276,7 @@ std::string Decode(std::string_view text, Problem* problem) {
     if (i == kFieldCount) return "problem: unknown field '" + std::string(name) + "'";
     if (seen[i]) return "problem: " + std::string(name) + " appears twice";
     seen[i] = true;
-    if (!std::visit([&](auto member) { return Parse(value, &(problem->*member)); }, kFields[i].member)) {
+    if (!std::visit([&](auto member) { return Parse(value, member(problem)); }, kFields[i].member)) {
       return "problem: cannot read " + std::string(entry);
     }
   }
@@ -250,15 +284,15 @@ std::string Decode(std::string_view text, Problem* problem) {
   for (size_t i = 0; i < kFieldCount; ++i) {
     if (!seen[i]) return "problem: " + std::string(kFields[i].name) + " is missing";
   }
-  std::string wrong = Check(*problem);
+  std::string wrong = Check(problem);
   if (wrong.empty()) wrong = DecodePrograms(problem);
   return wrong.empty() ? "" : "problem: " + wrong;
 }
 
 std::vector<std::pair<std::string, std::string>> ProblemFields() {
   // The names of the types of Field::member.
-  constexpr const char* kTypes[] = {"int",           "float", "bool", "str", "Extent | None", "tuple[Captured, ...]",
-                                    "Program | None"};
+  constexpr const char* kTypes[] = {
+      "int", "float", "bool", "str", "Extent | None", "WindowSize", "tuple[Captured, ...]", "Program | None"};
   std::vector<std::pair<std::string, std::string>> fields;
   for (const Field& field : kFields) fields.emplace_back(field.name, kTypes[field.member.index()]);
   return fields;

@@ -16,7 +16,7 @@
 
 namespace jax_flash {
 
-constexpr int kProblemVersion = 7;  // of the text; changes when older readers would not understand it
+constexpr int kProblemVersion = 8;  // of the text; changes when older readers would not understand it
 constexpr int kPageStep = 8;        // a page has a multiple of so many keys
 // More would be NaN as a bfloat16, and Hopper compares two entries at once as such.
 constexpr int kMaxDropThreshold = 0x7F80;
@@ -31,7 +31,41 @@ struct Extent {
 constexpr Extent ExtentOf(bool present) { return {present, true, true, true, true}; }
 constexpr Extent ExtentOf(const Extent& extent) { return extent; }
 
-// Every field, FIELD(type, name, default), in the order of Python's. A number's default is the least that it may be.
+// How far before (left) and after (right) its own position a query sees keys; -1: unbounded.
+struct WindowSize {
+  int64_t left = -1, right = -1;
+  bool present() const { return left >= 0 || right >= 0; }
+};
+
+// The tables below have every field, FIELD(type, name, default), in the order of Python's. A number's default is the
+// least that it may be.
+
+// Which entries of the score matrix are visible. (Mask in jax_flash/masks.py.)
+#define JAX_FLASH_MASK(FIELD)                                                                                   \
+  FIELD(bool, is_causal, false)            /* key j is visible from position p = i + query_offset if j <= p */  \
+  FIELD(WindowSize, local_window_size, {}) /* p - left <= j <= p + right */                                     \
+  FIELD(bool, query_seq_lengths, false)    /* whether the array is present; the same for the next four */       \
+  FIELD(bool, key_value_seq_lengths, false)                                                                     \
+  FIELD(bool, query_offset, false)                                                                              \
+  FIELD(bool, segment_ids, false)                                                                               \
+  FIELD(bool, ranges, false)    /* in place of is_causal, local_window_size, query_seq_lengths, segment_ids */  \
+  FIELD(Extent, array, {})      /* the operand `mask` */                                                        \
+  FIELD(Extent, block_mask, {}) /* per batch entry and head or shared; its rows and columns are always there */ \
+  FIELD(int64_t, q_block, 0)    /* entries of a block, multiples of 16 */                                       \
+  FIELD(int64_t, kv_block, 0)                                                                                   \
+  FIELD(int64_t, element_masks, 0) /* of blocks that are neither empty nor full */                              \
+  FIELD(int64_t, row_list, 0)      /* widths of the lists of blocks */                                          \
+  FIELD(int64_t, column_list, 0)                                                                                \
+  FIELD(Program, mask_mod, {})
+
+// What happens to a score, in this order: cap, bias, program. (Score in jax_flash/scores.py.)
+#define JAX_FLASH_SCORE(FIELD)                                            \
+  FIELD(double, logits_soft_cap, 0) /* s <- cap tanh(s / cap); 0: none */ \
+  FIELD(Extent, bias, {})           /* s <- s + bias */                   \
+  FIELD(DType, bias_dtype, DType::kNone)                                  \
+  FIELD(Program, score_mod, {})  /* s <- score_mod(s, ...) */             \
+  FIELD(Program, score_grad, {}) /* the backward only: the gradient of score_mod */
+
 #define JAX_FLASH_PROBLEM(FIELD)                                                                                \
   FIELD(int64_t, batch, 0)    /* B */                                                                           \
   FIELD(int64_t, q_len, 0)    /* T */                                                                           \
@@ -41,32 +75,11 @@ constexpr Extent ExtentOf(const Extent& extent) { return extent; }
   FIELD(int64_t, qk_dim, 0)   /* D */                                                                           \
   FIELD(int64_t, v_dim, 0)    /* E */                                                                           \
   FIELD(DType, dtype, DType::kNone)                                                                             \
-  FIELD(double, soft_cap, 0)      /* s <- cap tanh(s / cap) before the bias is added; 0: none */                \
-  FIELD(bool, causal, false)      /* key j is seen from position p = i + query_offset iff j <= p */             \
-  FIELD(int64_t, window_left, -1) /* p - left <= j <= p + right; -1: unbounded */                               \
-  FIELD(int64_t, window_right, -1)                                                                              \
-  FIELD(DType, bias_dtype, DType::kNone)                                                                        \
-  FIELD(Extent, bias, {})                                                                                       \
-  FIELD(Extent, mask, {})                                                                                       \
-  FIELD(Extent, sinks, {})      /* a logit more for the softmax of each row; of batch entries and heads */      \
-  FIELD(bool, q_lengths, false) /* which of these arrays there are */                                           \
-  FIELD(bool, kv_lengths, false)                                                                                \
-  FIELD(bool, segments, false)                                                                                  \
-  FIELD(bool, ranges, false) /* in place of causal, windows, q_lengths, segments */                             \
-  FIELD(bool, query_offset, false)                                                                              \
-  FIELD(bool, origin, false)    /* dropout and programs count rows and keys from there */                       \
-  FIELD(int64_t, page, 0)       /* keys of a page, a multiple of kPageStep; 0: there are no pages */            \
-  FIELD(int64_t, pages, 0)      /* that there are */                                                            \
-  FIELD(Extent, block_mask, {}) /* per batch entry and head or shared; its rows and columns are always there */ \
-  FIELD(int64_t, q_block, 0)    /* entries of a block, multiples of 16 */                                       \
-  FIELD(int64_t, kv_block, 0)                                                                                   \
-  FIELD(int64_t, element_masks, 0) /* of blocks that are neither empty nor full */                              \
-  FIELD(int64_t, row_list, 0)      /* widths of the lists of blocks */                                          \
-  FIELD(int64_t, column_list, 0)                                                                                \
-  FIELD(std::vector<Captured>, captured, {}) /* arrays that these programs load from */                         \
-  FIELD(Program, score_mod, {})              /* s <- score_mod(s, ...) after the bias is added */               \
-  FIELD(Program, mask_mod, {})               /* which entries may be attended to */                             \
-  FIELD(Program, score_grad, {})             /* the backward only: the gradient of score_mod */                 \
+  FIELD(Extent, sinks, {})   /* a logit more for the softmax of each row; of batch entries and heads */         \
+  FIELD(bool, origin, false) /* dropout and programs count rows and keys from there */                          \
+  FIELD(int64_t, page, 0)    /* keys of a page, a multiple of kPageStep; 0: there are no pages */               \
+  FIELD(int64_t, pages, 0)   /* that there are */                                                               \
+  FIELD(std::vector<Captured>, captured, {}) /* arrays that programs load from */                               \
   FIELD(int64_t, drop_threshold, 0)  /* of 2^15: kept iff an entry's 15 random bits are >= it; 0: no dropout */ \
   FIELD(bool, full_precision, false) /* f32 only: no reduced-precision matrix units */                          \
   FIELD(bool, deterministic, false)  /* the backward: the same bits in every run */                             \
@@ -78,9 +91,19 @@ constexpr Extent ExtentOf(const Extent& extent) { return extent; }
   FIELD(bool, dbias, false)                                                                                     \
   FIELD(bool, dsinks, false)
 
-struct Problem {
 #define JAX_FLASH_MEMBER(type, name, value) type name = value;
+struct Mask {
+  JAX_FLASH_MASK(JAX_FLASH_MEMBER)
+};
+
+struct Score {
+  JAX_FLASH_SCORE(JAX_FLASH_MEMBER)
+};
+
+struct Problem {
   JAX_FLASH_PROBLEM(JAX_FLASH_MEMBER)
+  Mask mask;
+  Score score;
 #undef JAX_FLASH_MEMBER
 
   int64_t group() const { return q_heads / kv_heads; }
@@ -91,7 +114,7 @@ struct Problem {
   // The dtype of o and dq.
   DType output_dtype() const { return unrounded ? accumulation_dtype() : dtype; }
   // The dtype of dbias on a GPU: that of the bias if it has 16 bits.
-  DType dbias_dtype() const { return BytesOf(bias_dtype) == 2 ? bias_dtype : DType::kF32; }
+  DType dbias_dtype() const { return BytesOf(score.bias_dtype) == 2 ? score.bias_dtype : DType::kF32; }
   // The size of a dim of an array, by the letter of the dim: 1 if the array is broadcast over it. Letters stand for the
   // sizes above; U and V for block_rows and block_columns, G for pages, A for page, M for pages_of_entry, R for
   // row_list, C for column_list, P for element_masks, Q for q_block, W for element_words, X for the 2 words of a seed,
@@ -100,25 +123,26 @@ struct Problem {
   // How many elements an array with these dims has.
   int64_t elements(const char* dims, const Extent& extent) const;
   // Of the block mask: its rows and columns of blocks, and the 32-bit words of a row of an element mask.
-  int64_t block_rows() const { return (q_len + q_block - 1) / q_block; }
-  int64_t block_columns() const { return (kv_len + kv_block - 1) / kv_block; }
-  int64_t element_words() const { return WordsOfLine(kv_block); }
+  int64_t block_rows() const { return (q_len + mask.q_block - 1) / mask.q_block; }
+  int64_t block_columns() const { return (kv_len + mask.kv_block - 1) / mask.kv_block; }
+  int64_t element_words() const { return WordsOfLine(mask.kv_block); }
   // T and S, in whole blocks if there is a block mask.
-  int64_t q_len_in_blocks() const { return block_mask.present ? block_rows() * q_block : q_len; }
-  int64_t kv_len_in_blocks() const { return block_mask.present ? block_columns() * kv_block : kv_len; }
-  bool window() const { return window_left >= 0 || window_right >= 0; }
+  int64_t q_len_in_blocks() const { return mask.block_mask.present ? block_rows() * mask.q_block : q_len; }
+  int64_t kv_len_in_blocks() const { return mask.block_mask.present ? block_columns() * mask.kv_block : kv_len; }
   bool dropout() const { return drop_threshold > 0; }
   // Can a row be empty, that is have l = 0? Otherwise every row sees the first key, or with a window the key of its own
   // position or the last key. (As Problem.may_empty_rows in Python, which also knows symbolic sizes.)
   bool may_empty_rows() const {
-    const bool beyond_keys = window_left >= 0 && window_left < q_len - kv_len;  // the window of the last row
-    return beyond_keys || ranges || q_lengths || kv_lengths || segments || (query_offset && (causal || window())) ||
-           mask.present || block_mask.present || bias.present || programs();
+    const WindowSize& window = mask.local_window_size;
+    const bool beyond_keys = window.left >= 0 && window.left < q_len - kv_len;  // the window of the last row
+    const bool unknown_positions = mask.query_offset && (mask.is_causal || window.present());
+    return beyond_keys || unknown_positions || mask.ranges || mask.query_seq_lengths || mask.key_value_seq_lengths ||
+           mask.segment_ids || mask.array.present || mask.block_mask.present || score.bias.present || programs();
   }
   // The elements of `captured` and their number, without functions of the standard library, for the CPU kernels.
   const Captured* captured_arrays() const;
   int64_t captured_count() const;
-  bool programs() const { return score_mod.present() || mask_mod.present(); }
+  bool programs() const { return score.score_mod.present() || mask.mask_mod.present(); }
   // Of the backward: is there a gradient that depends on dS?
   bool needs_ds() const { return dq || dk || dbias || captured_gradients(); }
   // Which dimensions the result of mask_mod depends on.
@@ -130,8 +154,8 @@ struct Problem {
   double keep_scale() const { return 32768.0 / double(32768 - drop_threshold); }
 };
 
-// Reads "version=7 batch=2 q_len=128 ...". Every field must be there exactly once and nothing else.
-// Returns an empty string, or what is wrong with the text.
+// Reads "version=8 batch=2 ... mask.is_causal=1 ... score.bias=b1ts ...". Every field must be there exactly once and
+// nothing else. Returns an empty string, or what is wrong with the text.
 std::string Decode(std::string_view text, Problem* problem);
 
 // The fields' names and their types, as Python writes them ("int", "float", "bool", "str", "Extent | None", "Program |

@@ -174,7 +174,7 @@ struct Backpropagation {
     for (int64_t r = 0; r < block.rows; ++r) {
       const A* ds = scratch.ds.row(r);
       A* to = dbias.row(r);
-      if (p.bias.columns) {
+      if (p.score.bias.columns) {
         for (int64_t c = block.c0; c < block.c1; ++c) to[c] += ds[c];
       } else {
         Vec<A> sum = {};
@@ -257,13 +257,13 @@ class QueryGradient {
 // A head's dbias, from row i0 and column j0 on. Where rows, or columns, are broadcast it is always the same one.
 template <typename A>
 Tile<A> BiasTile(const Problem& p, const BackwardResults& out, int64_t b, int64_t n, int64_t i0, int64_t j0) {
-  const HeadOffset offset(p, p.bias, b, n);
+  const HeadOffset offset(p, p.score.bias, b, n);
   return {static_cast<A*>(out.dbias) + offset.At(i0, j0), offset.row_stride};
 }
 
 template <typename A>
 void ZeroBias(const Problem& p, Tile<A> dbias, int64_t rows, int64_t columns) {
-  Zero(dbias, p.bias.rows ? rows : 1, p.bias.columns ? columns : 1);
+  Zero(dbias, p.score.bias.rows ? rows : 1, p.score.bias.columns ? columns : 1);
 }
 
 // Computes dQ, dK and dV, and dbias if that is done on the way, of a head of K and V with the query heads that share
@@ -296,7 +296,8 @@ void BackwardHead(Backpropagation<A>& step, const Division& division, const Quer
       Tile<A> dbias = {};
       if (division.dbias) {
         dbias = BiasTile<A>(p, out, b, n, i0, j0);
-        const bool first = (p.bias.batch || b == 0) && (p.bias.heads || n == 0) && (p.bias.rows || i0 == 0);
+        const bool first =
+            (p.score.bias.batch || b == 0) && (p.score.bias.heads || n == 0) && (p.score.bias.rows || i0 == 0);
         if (first) ZeroBias(p, dbias, rows, columns);
       }
       if (block.empty()) continue;
@@ -357,7 +358,7 @@ void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, 
 template <typename A>
 void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out, const A* d,
                   Workers& workers) {
-  const Extent& extent = p.bias;
+  const Extent& extent = p.score.bias;
   const Tiling row_tiles = RowTiles(p), column_tiles = ColumnTiles(p);
   const Split batch = Split::Of(p.batch, !extent.batch), heads = Split::Of(p.q_heads, !extent.heads);
   const Split rows = Split::Of(row_tiles.count(), !extent.rows);

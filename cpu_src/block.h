@@ -31,10 +31,11 @@ struct Tiling {
 };
 
 inline Tiling RowTiles(const Problem& p) {
-  return {p.q_len, p.block_mask.present ? p.q_block : RoundUp(Max(p.q_len, 1), kTileRows), kTileRows};
+  return {p.q_len, p.mask.block_mask.present ? p.mask.q_block : RoundUp(Max(p.q_len, 1), kTileRows), kTileRows};
 }
 inline Tiling ColumnTiles(const Problem& p) {
-  return {p.kv_len, p.block_mask.present ? p.kv_block : RoundUp(Max(p.kv_len, 1), kTileColumns), kTileColumns};
+  return {p.kv_len, p.mask.block_mask.present ? p.mask.kv_block : RoundUp(Max(p.kv_len, 1), kTileColumns),
+          kTileColumns};
 }
 
 // The part of a tile of S that is worked on: rows i0 <= i < i0 + rows, and columns j0 + c0 <= j < j0 + c1, where c0 is

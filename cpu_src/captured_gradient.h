@@ -17,7 +17,7 @@ struct Apart {
 
   Apart(const Problem& p, const Operands& in, int array) {
     const Captured& captured = p.captured_arrays()[array];
-    const auto by = [&](Op op) { return EveryIndexes(p.score_grad, captured, array, op); };
+    const auto by = [&](Op op) { return EveryIndexes(p.score.score_grad, captured, array, op); };
     batch = captured.batch || Increase(in.program_batch, p.batch, by(Op::batch));
     heads = Increase(in.program_head, p.q_heads, by(Op::head));
     parts = by(Op::key) >= (in.origin ? in.origin[1] : 0) + p.kv_len;

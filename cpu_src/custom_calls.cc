@@ -65,7 +65,7 @@ ffi::Error RunForward(ffi::ThreadPool& pool, const Problem& p, Buffers& buffers)
 }
 
 ffi::Error RunBackward(ffi::ThreadPool& pool, const Problem& p, Buffers& buffers) {
-  if (p.score_mod.present() && !p.score_grad.present()) {
+  if (p.score.score_mod.present() && !p.score.score_grad.present()) {
     return ffi::Error::InvalidArgument("jax_flash_backward: score_mod without score_grad");
   }
   const Operands operands = buffers.TakeOperands();

@@ -38,8 +38,8 @@ int64_t DQBytes(const Problem& p) {
 
 template <typename A>
 Division Divide(const Problem& p, bool dbias, Together together, int64_t threads) {
-  Division d = {Split::Of(p.batch, together.batch || (dbias && !p.bias.batch)),
-                Split::Of(p.kv_heads, together.heads || (dbias && !p.bias.heads)), 1, dbias};
+  Division d = {Split::Of(p.batch, together.batch || (dbias && !p.score.bias.batch)),
+                Split::Of(p.kv_heads, together.heads || (dbias && !p.score.bias.heads)), 1, dbias};
   if (together.parts) return d;
   // Keys are not divided into parts where the heads alone divide evenly among the threads, or nearly so.
   const int64_t heads = d.units();
@@ -53,7 +53,7 @@ Division Divide(const Problem& p, bool dbias, Together together, int64_t threads
 // several units or to none.
 template <typename A>
 Division Divide(const Problem& p, Together together, int64_t threads) {
-  const bool possible = p.dbias && (p.dq || p.dk || p.dv) && p.bias.columns && p.batch * p.kv_heads * p.q_len > 0;
+  const bool possible = p.dbias && (p.dq || p.dk || p.dv) && p.score.bias.columns && p.batch * p.kv_heads * p.q_len > 0;
   const Division with = Divide<A>(p, possible, together, threads);
   return with.units() >= threads ? with : Divide<A>(p, false, together, threads);
 }

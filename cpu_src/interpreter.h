@@ -131,7 +131,9 @@ struct Programs {
 
   Programs() = default;
   Programs(const Problem& p, Carver* carver)
-      : score_mod(p, p.score_mod, carver), mask_mod(p, p.mask_mod, carver), score_grad(p, p.score_grad, carver) {}
+      : score_mod(p, p.score.score_mod, carver),
+        mask_mod(p, p.mask.mask_mod, carver),
+        score_grad(p, p.score.score_grad, carver) {}
 };
 
 }  // namespace jax_flash::JAX_FLASH_ISA

@@ -34,8 +34,8 @@ struct Trace {
 
   Trace() = default;
   Trace(const Problem& p, Carver* carver) {
-    if (p.soft_cap > 0) slope = carver->NewTile<A>(kTileRows, kTileColumns);
-    if (p.score_grad.size() > 0) given = carver->NewTile<A>(kTileRows, kTileColumns);
+    if (p.score.logits_soft_cap > 0) slope = carver->NewTile<A>(kTileRows, kTileColumns);
+    if (p.score.score_grad.size() > 0) given = carver->NewTile<A>(kTileRows, kTileColumns);
   }
 
   Trace FromRow(int64_t r) const {
@@ -52,15 +52,15 @@ class Scores {
  public:
   Scores(const Problem& problem, const Operands& operands, int64_t b, Programs<A>* programs)
       : p_(problem), in_(operands), b_(b), programs_(*programs) {
-    positions_ = {p_.q_lengths ? ClampLength(in_.q_lengths[b], p_.q_len) : p_.q_len,
-                  p_.kv_lengths ? ClampLength(in_.kv_lengths[b], p_.kv_len) : p_.kv_len,
-                  p_.query_offset ? in_.query_offset[b] : 0,
-                  p_.causal,
-                  p_.window_left,
-                  p_.window_right,
-                  p_.ranges,
-                  p_.ranges ? in_.keys_of_rows + b * p_.q_len * 2 : nullptr,
-                  p_.ranges ? in_.rows_of_keys + b * p_.kv_len * 2 : nullptr};
+    positions_ = {p_.mask.query_seq_lengths ? ClampLength(in_.query_seq_lengths[b], p_.q_len) : p_.q_len,
+                  p_.mask.key_value_seq_lengths ? ClampLength(in_.key_value_seq_lengths[b], p_.kv_len) : p_.kv_len,
+                  p_.mask.query_offset ? in_.query_offset[b] : 0,
+                  p_.mask.is_causal,
+                  p_.mask.local_window_size.left,
+                  p_.mask.local_window_size.right,
+                  p_.mask.ranges,
+                  p_.mask.ranges ? in_.keys_of_rows + b * p_.q_len * 2 : nullptr,
+                  p_.mask.ranges ? in_.rows_of_keys + b * p_.kv_len * 2 : nullptr};
   }
 
   // The keys of a tile that are within the sequence's length. No block has others, and they are not read.
@@ -74,10 +74,10 @@ class Scores {
   Block Visible(int64_t n, int64_t i0, int64_t rows, int64_t j0, int64_t columns) const {
     const KeyRange keys = Keys(i0, i0 + rows);
     Block block = {i0, rows, j0, Max(keys.lo - j0, 0) / kLanes<A> * kLanes<A>, Min(keys.hi - j0, columns)};
-    if (p_.block_mask.present && !block.empty() && BlockKind(n, i0, j0) == kNothing) block.rows = 0;
-    if (p_.ranges && !block.empty() && !RangesMeet(block)) block.rows = 0;
-    if (p_.segments && !block.empty() && !SegmentsMeet(block)) block.rows = 0;
-    if (p_.mask.present && !block.empty()) block.masked = TrimToMask(&block, MaskOf(block, n));
+    if (p_.mask.block_mask.present && !block.empty() && BlockKind(n, i0, j0) == kNothing) block.rows = 0;
+    if (p_.mask.ranges && !block.empty() && !RangesMeet(block)) block.rows = 0;
+    if (p_.mask.segment_ids && !block.empty() && !SegmentsMeet(block)) block.rows = 0;
+    if (p_.mask.array.present && !block.empty()) block.masked = TrimToMask(&block, MaskOf(block, n));
     if (programs_.mask_mod.present() && !block.empty()) {
       programs_.mask_mod.Begin(in_, b_, n, positions_.offset, block);
       const Range verdict = programs_.mask_mod.Verdict();
@@ -96,17 +96,17 @@ class Scores {
 
   // S from X, in place.
   void FromProducts(Tile<A> s, const Block& block, int64_t n, const Trace<A>& trace = {}) const {
-    if (p_.soft_cap > 0) SoftCap(s, block, trace.slope);
-    if (p_.bias.present) AddBias(s, block, n);
+    if (p_.score.logits_soft_cap > 0) SoftCap(s, block, trace.slope);
+    if (p_.score.bias.present) AddBias(s, block, n);
     if (programs_.score_mod.present()) {
       if (trace.given.data) Copy(s, block, trace.given);
       programs_.score_mod.Score(block, s);
-      if (p_.bias.present) ApplyBiasMask(s, block, n);
+      if (p_.score.bias.present) ApplyBiasMask(s, block, n);
     }
     if (block.masked) ApplyMask(s, block, MaskOf(block, n));
     if (block.refused) ApplyMask(s, block, programs_.mask_mod.Mask(block.i0));
-    if (p_.block_mask.present) ApplyElementMask(s, block, n);
-    if (p_.segments) ApplySegments(s, block);
+    if (p_.mask.block_mask.present) ApplyElementMask(s, block, n);
+    if (p_.mask.segment_ids) ApplySegments(s, block);
     ApplyPositions(s, block);
   }
 
@@ -146,13 +146,14 @@ class Scores {
 
   // Whether the ranges of segment ids of the rows and of the columns overlap.
   bool SegmentsMeet(const Block& block) const {
-    const Range rows = SegmentsOf(in_.q_segments + b_ * p_.q_len + block.i0, block.rows);
-    const Range columns = SegmentsOf(in_.kv_segments + b_ * p_.kv_len + block.j0 + block.c0, block.c1 - block.c0);
+    const Range rows = SegmentsOf(in_.query_segment_ids + b_ * p_.q_len + block.i0, block.rows);
+    const Range columns =
+        SegmentsOf(in_.key_value_segment_ids + b_ * p_.kv_len + block.j0 + block.c0, block.c1 - block.c0);
     return rows.low <= columns.high && columns.low <= rows.high;
   }
 
   MaskBytes MaskOf(const Block& block, int64_t n) const {
-    const HeadOffset offset(p_, p_.mask, b_, n);
+    const HeadOffset offset(p_, p_.mask.array, b_, n);
     return {in_.mask + offset.At(block.i0, block.j0), offset.row_stride, offset.column_stride};
   }
 
@@ -186,7 +187,7 @@ class Scores {
   }
 
   void SoftCap(Tile<A> s, const Block& block, Tile<A> slope) const {
-    const A cap = A(p_.soft_cap), inverse = A(1 / p_.soft_cap);
+    const A cap = A(p_.score.logits_soft_cap), inverse = A(1 / p_.score.logits_soft_cap);
     for (int64_t r = 0; r < block.rows; ++r) {
       for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
         const Vec<A> t = Tanh<A>(Load(s.row(r) + c) * inverse);
@@ -208,8 +209,8 @@ class Scores {
   // Replaces each score by f(score, bias).
   template <typename F>
   void ForEachBias(Tile<A> s, const Block& block, int64_t n, F f) const {
-    const HeadOffset offset(p_, p_.bias, b_, n);
-    WithDType(p_.bias_dtype, [&](auto* type) {
+    const HeadOffset offset(p_, p_.score.bias, b_, n);
+    WithDType(p_.score.bias_dtype, [&](auto* type) {
       const auto* bias = static_cast<decltype(type)>(in_.bias);
       for (int64_t r = 0; r < block.rows; ++r) {
         const auto* from = bias + offset.At(block.i0 + r, block.j0);
@@ -241,8 +242,8 @@ class Scores {
   }
 
   void ApplySegments(Tile<A> s, const Block& block) const {
-    const int32_t* rows = in_.q_segments + b_ * p_.q_len + block.i0;
-    const int32_t* columns = in_.kv_segments + b_ * p_.kv_len + block.j0;
+    const int32_t* rows = in_.query_segment_ids + b_ * p_.q_len + block.i0;
+    const int32_t* columns = in_.key_value_segment_ids + b_ * p_.kv_len + block.j0;
     for (int64_t r = 0; r < block.rows; ++r) {
       A* row = s.row(r);
       for (int64_t c = block.c0; c < block.c1; ++c) row[c] = columns[c] == rows[r] ? row[c] : -kInfinity<A>;
@@ -251,19 +252,20 @@ class Scores {
 
   // The number for the block of the block mask that row i, column j are in (common/blocks.h).
   int32_t BlockKind(int64_t n, int64_t i, int64_t j) const {
-    const Extent& extent = p_.block_mask;
+    const Extent& extent = p_.mask.block_mask;
     const int64_t head = (extent.batch ? b_ * (extent.heads ? p_.q_heads : 1) : 0) + (extent.heads ? n : 0);
-    const int32_t kind = in_.blocks[(head * p_.block_rows() + i / p_.q_block) * p_.block_columns() + j / p_.kv_block];
-    return 0 <= kind && kind < kFirstElementMask + p_.element_masks ? kind : kNothing;
+    const int32_t kind =
+        in_.blocks[(head * p_.block_rows() + i / p_.mask.q_block) * p_.block_columns() + j / p_.mask.kv_block];
+    return 0 <= kind && kind < kFirstElementMask + p_.mask.element_masks ? kind : kNothing;
   }
 
   void ApplyElementMask(Tile<A> s, const Block& block, int64_t n) const {
     const int32_t kind = BlockKind(n, block.i0, block.j0);
     if (kind < kFirstElementMask) return;
-    const int64_t mask = (p_.block_mask.batch ? b_ * p_.element_masks : 0) + kind - kFirstElementMask;
-    const int64_t words = p_.element_words(), column = block.j0 % p_.kv_block;
+    const int64_t mask = (p_.mask.block_mask.batch ? b_ * p_.mask.element_masks : 0) + kind - kFirstElementMask;
+    const int64_t words = p_.element_words(), column = block.j0 % p_.mask.kv_block;
     for (int64_t r = 0; r < block.rows; ++r) {
-      const uint32_t* bits = in_.element_masks + (mask * p_.q_block + (block.i0 + r) % p_.q_block) * words;
+      const uint32_t* bits = in_.element_masks + (mask * p_.mask.q_block + (block.i0 + r) % p_.mask.q_block) * words;
       A* row = s.row(r);
       for (int64_t c = block.c0; c < block.c1; ++c) {
         if (!(bits[(column + c) / 32] >> ((column + c) % 32) & 1)) row[c] = -kInfinity<A>;

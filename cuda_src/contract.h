@@ -55,41 +55,41 @@ enum class Family : int { kAmpere = 80, kHopper = 90 };
 
 // What a problem has, FIELD(type, name, value): `value` is the host's (AddUnit in plan/plan.cc), of a problem `p`. What
 // only the backward, or only its main kernel, asks for is 0 elsewhere.
-#define JAX_FLASH_KERNEL_PROBLEM(FIELD)                                                \
-  FIELD(DType, dtype, p.dtype)                                                         \
-  FIELD(DType, bias_dtype, p.bias_dtype)                                               \
-  FIELD(int, qk_dim, int(p.qk_dim))                                                    \
-  FIELD(int, v_dim, int(p.v_dim))                                                      \
-  FIELD(bool, causal, p.causal)                                                        \
-  FIELD(bool, window, p.window())                                                      \
-  FIELD(bool, q_lengths, p.q_lengths)                                                  \
-  FIELD(bool, kv_lengths, p.kv_lengths)                                                \
-  FIELD(bool, segments, p.segments)                                                    \
-  FIELD(int, page, int(p.page)) /* 0: keys are not in pages */                         \
-  FIELD(bool, ranges, p.ranges)                                                        \
-  FIELD(bool, query_offset, p.query_offset)                                            \
-  FIELD(bool, origin, p.origin)                                                        \
-  FIELD(bool, mask, p.mask.present)                                                    \
-  FIELD(int, q_block, int(p.q_block)) /* 0: there is no block mask */                  \
-  FIELD(int, kv_block, int(p.kv_block))                                                \
-  FIELD(bool, soft_cap, p.soft_cap > 0)                                                \
-  FIELD(bool, large_cap, p.soft_cap > 1000) /* times an error of 1e-7 too much */      \
-  FIELD(bool, dropout, p.dropout())                                                    \
-  FIELD(bool, score_mod, p.score_mod.present())                                        \
-  FIELD(bool, mask_mod, p.mask_mod.present())                                          \
-  FIELD(bool, mask_mod_rows, p.mask_mod_extent().rows) /* what it depends on */        \
-  FIELD(bool, mask_mod_columns, p.mask_mod_extent().columns)                           \
-  FIELD(bool, score_grad, backward&& p.score_mod.present() && p.needs_ds())            \
-  FIELD(bool, grad_of_score, backward&& p.score_grad.ResultOfScore()) /* reads it */   \
-  FIELD(bool, captured_gradients, main&& p.captured_gradients())                       \
-  FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision) /* of f32 */ \
-  FIELD(bool, sinks, p.sinks.present)                                                  \
-  FIELD(bool, empty_rows, backward&& p.may_empty_rows())                               \
-  FIELD(bool, unrounded, p.output_dtype() != p.dtype) /* o and dq are f32 */           \
-  FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                     \
-  FIELD(bool, dsinks, backward&& p.dsinks)                                             \
-  FIELD(bool, dq, main&& SumsDQ(p)) /* added up in f32 */                              \
-  FIELD(bool, dk, main&& p.dk)                                                         \
+#define JAX_FLASH_KERNEL_PROBLEM(FIELD)                                                        \
+  FIELD(DType, dtype, p.dtype)                                                                 \
+  FIELD(DType, bias_dtype, p.score.bias_dtype)                                                 \
+  FIELD(int, qk_dim, int(p.qk_dim))                                                            \
+  FIELD(int, v_dim, int(p.v_dim))                                                              \
+  FIELD(bool, causal, p.mask.is_causal)                                                        \
+  FIELD(bool, window, p.mask.local_window_size.present())                                      \
+  FIELD(bool, q_lengths, p.mask.query_seq_lengths)                                             \
+  FIELD(bool, kv_lengths, p.mask.key_value_seq_lengths)                                        \
+  FIELD(bool, segments, p.mask.segment_ids)                                                    \
+  FIELD(int, page, int(p.page)) /* 0: keys are not in pages */                                 \
+  FIELD(bool, ranges, p.mask.ranges)                                                           \
+  FIELD(bool, query_offset, p.mask.query_offset)                                               \
+  FIELD(bool, origin, p.origin)                                                                \
+  FIELD(bool, mask, p.mask.array.present)                                                      \
+  FIELD(int, q_block, int(p.mask.q_block)) /* 0: there is no block mask */                     \
+  FIELD(int, kv_block, int(p.mask.kv_block))                                                   \
+  FIELD(bool, soft_cap, p.score.logits_soft_cap > 0)                                           \
+  FIELD(bool, large_cap, p.score.logits_soft_cap > 1000) /* times an error of 1e-7 too much */ \
+  FIELD(bool, dropout, p.dropout())                                                            \
+  FIELD(bool, score_mod, p.score.score_mod.present())                                          \
+  FIELD(bool, mask_mod, p.mask.mask_mod.present())                                             \
+  FIELD(bool, mask_mod_rows, p.mask_mod_extent().rows) /* what it depends on */                \
+  FIELD(bool, mask_mod_columns, p.mask_mod_extent().columns)                                   \
+  FIELD(bool, score_grad, backward&& p.score.score_mod.present() && p.needs_ds())              \
+  FIELD(bool, grad_of_score, backward&& p.score.score_grad.ResultOfScore()) /* reads it */     \
+  FIELD(bool, captured_gradients, main&& p.captured_gradients())                               \
+  FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision) /* of f32 */         \
+  FIELD(bool, sinks, p.sinks.present)                                                          \
+  FIELD(bool, empty_rows, backward&& p.may_empty_rows())                                       \
+  FIELD(bool, unrounded, p.output_dtype() != p.dtype) /* o and dq are f32 */                   \
+  FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                             \
+  FIELD(bool, dsinks, backward&& p.dsinks)                                                     \
+  FIELD(bool, dq, main&& SumsDQ(p)) /* added up in f32 */                                      \
+  FIELD(bool, dk, main&& p.dk)                                                                 \
   FIELD(bool, dv, main&& p.dv)
 
 // What the plan has chosen, FIELD(type, name).
@@ -142,18 +142,18 @@ struct PartsOfTile {
 
 // A mask of blocks (jax_flash/block_sparse.py), or what scheduler/mask_blocks.cuh makes of a mask operand and a
 // mask_mod.
-#define JAX_FLASH_BLOCK_MASK(FIELD)                                                           \
-  FIELD(const int32_t*, blocks, in.blocks)                                                    \
-  FIELD(const int32_t*, row_lists, in.row_lists)                                              \
-  FIELD(const int32_t*, column_lists, in.column_lists)                                        \
-  FIELD(const uint32_t*, element_masks, in.element_masks)                                     \
-  FIELD(const uint32_t*, transposed_masks, at(layout.transposed_bits)) /* by key */           \
-  FIELD(int, element_mask_count, int(p.element_masks))                 /* of a batch entry */ \
-  FIELD(int, row_width, int(p.row_list))                               /* of the lists */     \
-  FIELD(int, column_width, int(p.column_list))                                                \
-  /* The next batch entry's or head's is so many heads further on; 0: it is the same. */      \
-  FIELD(int, batch, p.block_mask.batch ? (p.block_mask.heads ? int(p.q_heads) : 1) : 0)       \
-  FIELD(int, head, p.block_mask.heads)
+#define JAX_FLASH_BLOCK_MASK(FIELD)                                                               \
+  FIELD(const int32_t*, blocks, in.blocks)                                                        \
+  FIELD(const int32_t*, row_lists, in.row_lists)                                                  \
+  FIELD(const int32_t*, column_lists, in.column_lists)                                            \
+  FIELD(const uint32_t*, element_masks, in.element_masks)                                         \
+  FIELD(const uint32_t*, transposed_masks, at(layout.transposed_bits)) /* by key */               \
+  FIELD(int, element_mask_count, int(p.mask.element_masks))            /* of a batch entry */     \
+  FIELD(int, row_width, int(p.mask.row_list))                          /* of the lists */         \
+  FIELD(int, column_width, int(p.mask.column_list))                                               \
+  /* The next batch entry's or head's is so many heads further on; 0: it is the same. */          \
+  FIELD(int, batch, p.mask.block_mask.batch ? (p.mask.block_mask.heads ? int(p.q_heads) : 1) : 0) \
+  FIELD(int, head, p.mask.block_mask.heads)
 
 // All kernels of a call are given the same.
 #define JAX_FLASH_PARAMS(FIELD)                                                                                  \
@@ -163,19 +163,19 @@ struct PartsOfTile {
   FIELD(int, q_len, int(p.q_len))                                                                                \
   FIELD(int, kv_len, int(p.kv_len))                                                                              \
   FIELD(const float*, scale, static_cast<const float*>(in.scale)) /* τ */                                        \
-  FIELD(float, soft_cap, float(p.soft_cap))                                                                      \
-  FIELD(float, inverse_soft_cap, p.soft_cap > 0 ? float(1 / p.soft_cap) : 0.0f)                                  \
-  FIELD(int64_t, window_left, p.window_left) /* -1: unbounded */                                                 \
-  FIELD(int64_t, window_right, p.window_right)                                                                   \
+  FIELD(float, soft_cap, float(p.score.logits_soft_cap))                                                         \
+  FIELD(float, inverse_soft_cap, p.score.logits_soft_cap > 0 ? float(1 / p.score.logits_soft_cap) : 0.0f)        \
+  FIELD(int64_t, window_left, p.mask.local_window_size.left) /* -1: unbounded */                                 \
+  FIELD(int64_t, window_right, p.mask.local_window_size.right)                                                   \
   FIELD(const void*, query, in.query)                                                                            \
   FIELD(const void*, key, p.page > 0 ? in.key_pages : in.key)                                                    \
   FIELD(const void*, value, p.page > 0 ? in.value_pages : in.value)                                              \
-  FIELD(Broadcast<const void>, bias, BroadcastOf(in.bias, p.bias, p))                                            \
-  FIELD(Broadcast<const uint8_t>, mask, BroadcastOf(in.mask, p.mask, p))                                         \
-  FIELD(const int32_t*, q_lengths, in.q_lengths)                                                                 \
-  FIELD(const int32_t*, kv_lengths, in.kv_lengths)                                                               \
-  FIELD(const int32_t*, q_segments, in.q_segments)                                                               \
-  FIELD(const int32_t*, kv_segments, in.kv_segments)                                                             \
+  FIELD(Broadcast<const void>, bias, BroadcastOf(in.bias, p.score.bias, p))                                      \
+  FIELD(Broadcast<const uint8_t>, mask, BroadcastOf(in.mask, p.mask.array, p))                                   \
+  FIELD(const int32_t*, q_lengths, in.query_seq_lengths)                                                         \
+  FIELD(const int32_t*, kv_lengths, in.key_value_seq_lengths)                                                    \
+  FIELD(const int32_t*, q_segments, in.query_segment_ids)                                                        \
+  FIELD(const int32_t*, kv_segments, in.key_value_segment_ids)                                                   \
   FIELD(const int32_t*, query_offset, in.query_offset)                                                           \
   FIELD(SegmentBounds*, q_bounds, at(layout.q_bounds)) /* [batch, block of 64 queries or keys] */                \
   FIELD(SegmentBounds*, kv_bounds, at(layout.kv_bounds))                                                         \

@@ -67,13 +67,13 @@ Along Join(Along a, Along b) {
 }  // namespace
 
 std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
-  const bool asked_anywhere = &program == &p.mask_mod;
+  const bool asked_anywhere = &program == &p.mask.mask_mod;
   const int64_t rows = p.q_len_in_blocks() + kLargestStep, keys = p.kv_len_in_blocks() + kLargestStep;
   Range query = EveryValue(Type::i), key = query, query_anywhere = query, key_anywhere = query;
   if (!p.origin) {
     key = {0, double(p.kv_len - 1)};
     key_anywhere = {0, double(keys - 1)};
-    if (!p.query_offset) {
+    if (!p.mask.query_offset) {
       query = {0, double(p.q_len - 1)};
       query_anywhere = {0, double(rows - 1)};
     } else if (!asked_anywhere) {

@@ -51,7 +51,7 @@ struct Source {
   const Problem& p;
   const Program& program;
   const std::vector<Facts> facts = FactsOf(p, program);
-  const bool is_apart = program.size() > kInlined && &program != &p.mask_mod;  // is it a function of its own?
+  const bool is_apart = program.size() > kInlined && &program != &p.mask.mask_mod;  // is it a function of its own?
 
   bool IsRamp(int number, Type type = Type::f) const {
     return !is_apart && facts[number].ramp && program.instructions[number].type == type;
@@ -171,14 +171,14 @@ std::string Source::Function(const std::string& parameters, const std::string& h
 std::string ProgramSource(const Problem& p) {
   const std::string given = "(const ProgramParams& p, const Place& at";
   std::string text = "#pragma once\nnamespace jax_flash::program {\n";
-  text += Source{p, p.score_mod}.Function("bool kWithin", "float ScoreMod" + given + ", float score)", "score");
+  text += Source{p, p.score.score_mod}.Function("bool kWithin", "float ScoreMod" + given + ", float score)", "score");
   const bool known = text.find("<kWithin>") != std::string::npos;
   text += std::string("constexpr bool kLessWithin = ") + (known ? "true" : "false") + ";\n";
-  text += Source{p, p.score_grad}.Function("bool kWithin, typename Add",
-                                           "float ScoreGrad" + given + ", float score, float cotangent, Add add)",
-                                           "cotangent");
-  const bool is_long = p.mask_mod.size() > kInlined;
-  text += Source{p, p.mask_mod}.Function("bool kWithin", "int MaskMod" + given + ")", "-1");
+  text += Source{p, p.score.score_grad}.Function("bool kWithin, typename Add",
+                                                 "float ScoreGrad" + given + ", float score, float cotangent, Add add)",
+                                                 "cotangent");
+  const bool is_long = p.mask.mask_mod.size() > kInlined;
+  text += Source{p, p.mask.mask_mod}.Function("bool kWithin", "int MaskMod" + given + ")", "-1");
   text += std::string("constexpr bool kLongMask = ") + (is_long ? "true" : "false") + ";\n";
   return text + "}  // namespace jax_flash::program\n";
 }

@@ -38,9 +38,9 @@ TensorMap MapOf(const Problem& p, const Array& array, int type, int rows) {
 
 // Of a bias that has all rows and columns, or of its gradient, in boxes of `rows` x kBoxBytes.
 TensorMap BiasMapOf(const Problem& p, const void* data, int rows) {
-  const Element element = ElementOf(p.bias_dtype);
-  const uint64_t bytes = element.bytes, q_len = p.q_len, kv_len = p.kv_len, heads = p.bias.heads ? p.q_heads : 1;
-  const uint64_t sizes[] = {kv_len, q_len, heads, p.bias.batch ? uint64_t(p.batch) : 1};
+  const Element element = ElementOf(p.score.bias_dtype);
+  const uint64_t bytes = element.bytes, q_len = p.q_len, kv_len = p.kv_len, heads = p.score.bias.heads ? p.q_heads : 1;
+  const uint64_t sizes[] = {kv_len, q_len, heads, p.score.bias.batch ? uint64_t(p.batch) : 1};
   const uint64_t strides[] = {kv_len * bytes, q_len * kv_len * bytes, heads * q_len * kv_len * bytes};
   return Encoded(data, element.map_type, sizes, strides, uint32_t(kBoxBytes / bytes), rows);
 }

@@ -16,9 +16,12 @@ from jax.typing import ArrayLike
 from jax_flash import checks, dropout, windows
 from jax_flash.block_sparse import BlockMask, MaskOfFunction
 from jax_flash.call import Call, Options, check_names
+from jax_flash.description import Extent
+from jax_flash.masks import Mask, WindowSize
 from jax_flash.operands import Operands
-from jax_flash.problem import CALL_CHECKS, Extent, Problem
+from jax_flash.problem import CALL_CHECKS, Problem
 from jax_flash.programs import features, program
+from jax_flash.scores import Score
 
 Checked = TypeVar("Checked", bound=Callable[..., tuple[Problem, Operands]])
 
@@ -124,21 +127,28 @@ def _operands(
         bias=checks.broadcastable("bias", bias, scores, checks.biases),
         mask=checks.broadcastable("mask", mask, scores, checks.booleans),
         sinks=_sinks(call.sinks, N, scale.dtype),
-        q_lengths=checks.lengths("query_seq_lengths", call.query_seq_lengths, B),
-        kv_lengths=checks.lengths("key_value_seq_lengths", call.key_value_seq_lengths, B),
-        q_segments=checks.ids("query_segment_ids", call.query_segment_ids, (B, T), unbatched),
-        kv_segments=checks.ids("key_value_segment_ids", call.key_value_segment_ids, (B, kv_len), unbatched),
+        query_seq_lengths=checks.lengths("query_seq_lengths", call.query_seq_lengths, B),
+        key_value_seq_lengths=checks.lengths("key_value_seq_lengths", call.key_value_seq_lengths, B),
+        query_segment_ids=checks.ids("query_segment_ids", call.query_segment_ids, (B, T), unbatched),
+        key_value_segment_ids=checks.ids("key_value_segment_ids", call.key_value_segment_ids, (B, kv_len), unbatched),
         query_offset=_offsets("query_offset", call.query_offset, B),
     )
-    if (operands.q_segments is None) != (operands.kv_segments is None):
+    if (operands.query_segment_ids is None) != (operands.key_value_segment_ids is None):
         raise ValueError("query_segment_ids and key_value_segment_ids must be given together")
     return operands
 
 
 def _problem(operands: Operands, call: Call, q_len: int, kv_len: int) -> Problem:
     """Return the problem of a call without dropout, block masks and programs, for a sequence of these lengths."""
-    left, right = call.window.numbers
-    problem = Problem(
+    mask = Mask(
+        is_causal=call.is_causal,
+        local_window_size=call.window.static,
+        query_seq_lengths=operands.query_seq_lengths is not None,
+        key_value_seq_lengths=operands.key_value_seq_lengths is not None,
+        query_offset=operands.query_offset is not None,
+        segment_ids=operands.query_segment_ids is not None,
+    )
+    return Problem(
         batch=operands.query.shape[0],
         q_len=q_len,
         kv_len=kv_len,
@@ -147,19 +157,14 @@ def _problem(operands: Operands, call: Call, q_len: int, kv_len: int) -> Problem
         qk_dim=operands.query.shape[3],
         v_dim=operands.value.shape[3],
         dtype=operands.query.dtype.name,
-        soft_cap=_soft_cap(call.logits_soft_cap, _largest(operands.query.dtype)),
-        causal=call.is_causal,
-        window_left=left,
-        window_right=right,
-        bias_dtype="none" if operands.bias is None else operands.bias.dtype.name,
-        q_lengths=operands.q_lengths is not None,
-        kv_lengths=operands.kv_lengths is not None,
-        segments=operands.q_segments is not None,
-        query_offset=operands.query_offset is not None,
+        mask=mask.simplified((q_len, kv_len)),
+        score=Score(
+            logits_soft_cap=_soft_cap(call.logits_soft_cap, _largest(operands.query.dtype)),
+            bias_dtype="none" if operands.bias is None else operands.bias.dtype.name,
+        ),
         full_precision=_full_precision(call.precision),
         deterministic=call.deterministic,
-    )
-    return windows.simplified(problem).with_arrays(operands.arrays())
+    ).with_arrays(operands.arrays())
 
 
 def _with_dropout(problem: Problem, operands: Operands, call: Call) -> tuple[Problem, Operands]:
@@ -192,7 +197,7 @@ def _with_masks_and_programs(
     if isinstance(block_mask, MaskOfFunction):
         mask_mod, block_mask = _both(problem, mask_mod, _mod_of_mask(operands, block_mask)), None
     # Ranges are faster than a mask_mod, but the kernels do not combine them with these.
-    others = (block_mask, operands.mask, operands.q_segments)
+    others = (block_mask, operands.mask, operands.query_segment_ids)
     takes_ranges = window.is_traced and in_one_piece and all(x is None for x in others)
     if window.is_traced and not takes_ranges:
         mask_mod = _both(problem, mask_mod, windows.mask_mod(window.traced))
@@ -201,7 +206,8 @@ def _with_masks_and_programs(
         problem, operands = windows.as_ranges(problem, operands, window.traced)
     if block_mask is not None:
         operands = operands.replaced({name: jnp.asarray(x) for name, x in block_mask.arrays().items()})
-        problem = problem.with_block_mask(operands.arrays(), block_mask.shape.q_block, block_mask.shape.kv_block)
+        blocks = Mask.of_blocks(operands.arrays(), block_mask.shape.q_block, block_mask.shape.kv_block)
+        problem = dataclasses.replace(problem, mask=problem.mask & blocks)
     return problem, operands
 
 
@@ -325,7 +331,8 @@ def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mo
                     problem, operands = found
                     continue
             elif (bounds := features.window_of(traced)) is not None:
-                problem = _with_window(problem, *bounds)
+                mask = problem.mask & Mask(local_window_size=WindowSize(*bounds))
+                problem = dataclasses.replace(problem, mask=mask.simplified(problem.lengths))
                 continue
             if not traced.changes_nothing:
                 programs[name] = traced
@@ -338,7 +345,9 @@ def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mo
         program_head=jnp.arange(problem.q_heads, dtype=jnp.int32),
         captured=tuple(x.ravel()[None] for x in arrays),  # which axes of an ensemble's mesh allow
     )
-    return dataclasses.replace(problem, captured=shapes, **programs), operands
+    mask = problem.mask & Mask(mask_mod=programs.get("mask_mod"))
+    score = dataclasses.replace(problem.score, score_mod=programs.get("score_mod"))
+    return dataclasses.replace(problem, mask=mask, score=score, captured=shapes), operands
 
 
 def _with_feature(
@@ -348,7 +357,8 @@ def _with_feature(
 
     The kernels cap scores before they add a bias, and have one of each. The rows of a bias do not include query_offset.
     """
-    if problem.bias is not None:
+    score = problem.score
+    if score.bias is not None:
         return None
     dtype = problem.accumulation_dtype
     cap, bias = features.feature_of(score_mod, captured, dtype, problem.sizes)
@@ -356,22 +366,12 @@ def _with_feature(
         extent = Extent.of(bias)
         if extent.rows and operands.query.shape[1] < problem.q_len:
             return None  # on a divided sequence, a device has its own rows of a bias, but full captured arrays
-        described = dataclasses.replace(problem, bias_dtype=bias.dtype.name, bias=extent)
-        return described, operands._replace(bias=bias)
+        score = dataclasses.replace(score, bias=extent, bias_dtype=bias.dtype.name)
+        return dataclasses.replace(problem, score=score), operands._replace(bias=bias)
     least, most = _caps(float(jnp.finfo(dtype).max))
-    if problem.soft_cap or not least <= cap <= most:
+    if score.logits_soft_cap or not least <= cap <= most:
         return None
-    return dataclasses.replace(problem, soft_cap=cap), operands
-
-
-def _with_window(problem: Problem, left: int, right: int) -> Problem:
-    """Return the problem restricted to this window. -1 means no bound."""
-    return dataclasses.replace(
-        problem,
-        causal=problem.causal or right == 0,
-        window_left=windows.narrower(problem.window_left, left),
-        window_right=problem.window_right if right == 0 else windows.narrower(problem.window_right, right),
-    )
+    return dataclasses.replace(problem, score=dataclasses.replace(score, logits_soft_cap=cap)), operands
 
 
 def _both(problem: Problem, mask_mod: Any, other: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

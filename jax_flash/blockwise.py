@@ -61,7 +61,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
                 pv = tile.weighted_values(problem, p if z is None else z * p, block.value)
                 return rescale.mT[..., None] * o + pv, l, m_new
 
-            visible = tile.may_be_visible(problem, block, rows, columns)
+            visible = problem.mask.may_show(problem.lengths, block, rows, columns)
             if visible is None:
                 return attend(*statistics)
             return jax.lax.cond(visible, attend, lambda *unchanged: unchanged, *statistics)
@@ -121,7 +121,7 @@ def backward(
                 zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(attend))
                 return varying_alike(zeros, operands)
 
-            visible = tile.may_be_visible(problem, block, rows, columns)
+            visible = problem.mask.may_show(problem.lengths, block, rows, columns)
             return attend() if visible is None else jax.lax.cond(visible, attend, nothing)
 
         column_blocks = _blocks(row_tile, column_axes, problem.kv_len)
@@ -182,7 +182,7 @@ def tangent(
             def attend(sums: tile.Tangents) -> tile.Tangents:
                 return tile.tangents(problem, block, here, rows, columns, m, sums)
 
-            visible = tile.may_be_visible(problem, block, rows, columns)
+            visible = problem.mask.may_show(problem.lengths, block, rows, columns)
             return attend(sums) if visible is None else jax.lax.cond(visible, attend, lambda sums: sums, sums)
 
         a = jnp.zeros((problem.batch, row_block, problem.q_heads, problem.v_dim), m.dtype)

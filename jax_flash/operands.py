@@ -29,10 +29,10 @@ class Operands(NamedTuple):
     bias: jax.Array | None = None  # [B|1, N|1, T|1, S|1], any float dtype
     mask: jax.Array | None = None  # [B|1, N|1, T|1, S|1], bool
     sinks: jax.Array | None = None  # [B|1, N|1, 1, 1], the accumulation dtype: a logit more for the softmax of each row
-    q_lengths: jax.Array | None = None  # [B], int32
-    kv_lengths: jax.Array | None = None  # [B], int32
-    q_segments: jax.Array | None = None  # [B, T], int32
-    kv_segments: jax.Array | None = None  # [B, S], int32
+    query_seq_lengths: jax.Array | None = None  # [B], int32
+    key_value_seq_lengths: jax.Array | None = None  # [B], int32
+    query_segment_ids: jax.Array | None = None  # [B, T], int32
+    key_value_segment_ids: jax.Array | None = None  # [B, S], int32
     keys_of_rows: jax.Array | None = None  # [B, T, 2], int32: `ranges`, which keys a row sees, from one up to another;
     rows_of_keys: jax.Array | None = None  # [B, S, 2], int32: by which rows a key is seen. Both ends never fall
     query_offset: jax.Array | None = None  # [B], int32

@@ -212,7 +212,7 @@ def _by_heads(problem: Problem, mesh: Mesh, axes: Axes) -> Axes:
     if rows is None:
         return axes
     heads = (*(axes.get("N") or ()), *rows.axes)
-    whole = any(of is not None and of.rows and not of.heads for of in (problem.bias, problem.mask))  # on every device
+    whole = any(of is not None and of.rows and not of.heads for of in problem.extents.values())  # on every device
     if whole or problem.kv_heads % _parts(mesh, heads) or not sequence.cheaper_by_heads(problem, rows):
         return axes
     return {dim: over for dim, over in axes.items() if dim != "T"} | {"N": heads, "K": heads}

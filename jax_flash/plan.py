@@ -89,7 +89,8 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None, c
         for _, name, fields in _native.cuda_plan(*call)
     )
     counted, scratch_bytes, reasons = _native.cuda_explain(*call)
-    programs = {name: getattr(problem, name) for name in ("score_mod", "mask_mod", "score_grad")}
+    score, mask_mod = problem.score, problem.mask.mask_mod
+    programs = {"score_mod": score.score_mod, "mask_mod": mask_mod, "score_grad": score.score_grad}
     texts = {name: x.text for name, x in programs.items() if x is not None}
     source = _native.cuda_programs(call[0]) if texts else ""
     return Explanation(backward, chosen, counted, kernels, scratch_bytes, tuple(reasons), texts, source)

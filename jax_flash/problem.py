@@ -8,43 +8,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _native, checks
+from jax_flash.description import Description, Extent
+from jax_flash.masks import Mask
 from jax_flash.operands import BROADCAST, CAPTURED, DCAPTURED, DIFFERENTIATED, DIMS, SHARED_GRADIENTS
 from jax_flash.programs.program import ALWAYS, SAME_SCORE, Captured, Program, Sizes
+from jax_flash.scores import Score
 
 # The functions that check a call and return its problem, by the method of `Problem` that calls them. Modules that check
 # calls create problems, so they import this module and add their functions here (`arguments.creates_problems`).
 CALL_CHECKS: dict[str, Callable[..., Problem]] = {}
 
 
-class Extent(NamedTuple):
-    """The dimensions of a [B, N, T, S] operand that have full size. The others have size 1 and are broadcast."""
-
-    batch: bool
-    heads: bool
-    rows: bool
-    columns: bool
-
-    @classmethod
-    def of(cls, x: jax.Array) -> Extent:
-        return cls(*(size != 1 for size in x.shape))
-
-    @classmethod
-    def of_blocks(cls, blocks: jax.Array | jax.ShapeDtypeStruct) -> Extent:
-        """Return the extent of a block mask, which always has rows and columns."""
-        return cls(blocks.shape[0] != 1, blocks.shape[1] != 1, True, True)
-
-
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Problem:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Problem(Description):
     """The static description of one attention call: shapes, dtypes, masks and options, but no arrays.
 
     `jax_flash.explain` and `jax_flash.choose_implementation` take a problem. Create one with `of`, `of_varlen` or
@@ -60,37 +44,13 @@ class Problem:
     v_dim: int  # E
     dtype: str  # one of DTYPES
 
-    soft_cap: float = 0.0  # 0: none
-    causal: bool = False
-    window_left: int = -1  # -1: unbounded; the same for window_right
-    window_right: int = -1
-
-    bias_dtype: str = "none"
-    bias: Extent | None = None
-    mask: Extent | None = None
     sinks: Extent | None = None  # without rows and columns
-    q_lengths: bool = False  # whether the array is present; the same for the next five
-    kv_lengths: bool = False
-    segments: bool = False
-    ranges: bool = False  # in place of causal masks, windows, q_lengths and segments; kv_lengths are there
-    query_offset: bool = False
     origin: bool = False  # for a part of a call: where dropout and programs count rows and keys from
 
     page: int = 0  # number of keys in a page; 0: keys are not in pages
     pages: int = 0  # number of pages
 
-    block_mask: Extent | None = None
-    q_block: int = 0  # number of queries in a block
-    kv_block: int = 0
-    element_masks: int = 0  # P, the number of them
-    row_list: int = 0  # 2 + W, how many numbers a list has
-    column_list: int = 0
-
     captured: tuple[Captured, ...] = ()  # the arrays that programs read
-    score_mod: Program | None = None
-    mask_mod: Program | None = None
-    score_grad: Program | None = None  # only in a backward: the derivative of score_mod
-
     drop_threshold: int = 0  # below 2^15: an entry is kept if its 15 random bits are at least the threshold
     full_precision: bool = False  # float32 only: no TF32
     deterministic: bool = False  # the backward gives the same bits in every run
@@ -104,11 +64,8 @@ class Problem:
     dbias: bool = False
     dsinks: bool = False
 
-    def __repr__(self) -> str:
-        """Return the fields that differ from their defaults: a jaxpr prints its problem several times."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        shown = ", ".join(f"{name}={value!r}" for name, (value, default) in values.items() if value != default)
-        return f"Problem({shown})"
+    mask: Mask = Mask()
+    score: Score = Score()
 
     @classmethod
     def of(
@@ -174,30 +131,18 @@ class Problem:
         """
         return _of_call("of_paged", options, query, key_pages, value_pages, page_table, lengths)
 
-    def with_block_mask(
-        self, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct], q_block: int, kv_block: int
-    ) -> Problem:
-        """Return this problem with a block mask that has these arrays, which are named as in `BLOCK_MASK`."""
-        return dataclasses.replace(
-            self,
-            block_mask=Extent.of_blocks(arrays["blocks"]),
-            q_block=q_block,
-            kv_block=kv_block,
-            element_masks=arrays["element_masks"].shape[1] if "element_masks" in arrays else 0,
-            row_list=arrays["row_lists"].shape[-1],
-            column_list=arrays["column_lists"].shape[-1],
-        )
-
     def with_arrays(self, arrays: Mapping[str, jax.Array]) -> Problem:
         """Return this problem with the batch size, the numbers of heads and the extents of these operands."""
-        extents: dict[str, Any] = {name: Extent.of(arrays[name]) if name in arrays else None for name in BROADCAST}
+        bias, mask, sinks = (Extent.of(arrays[name]) if name in arrays else None for name in ("bias", "mask", "sinks"))
+        blocks = Extent.of_blocks(arrays["blocks"]) if "blocks" in arrays else None
         return dataclasses.replace(
             self,
             batch=arrays["query"].shape[0],
             q_heads=arrays["query"].shape[2],
             kv_heads=arrays["key_pages" if self.page else "key"].shape[2],
-            **extents,
-            block_mask=Extent.of_blocks(arrays["blocks"]) if "blocks" in arrays else None,
+            sinks=sinks,
+            mask=dataclasses.replace(self.mask, array=mask, block_mask=blocks),
+            score=dataclasses.replace(self.score, bias=bias),
             captured=tuple(
                 x._replace(batch=arrays[name].shape[0] != 1) for name, x in zip(CAPTURED, self.captured, strict=False)
             ),
@@ -208,10 +153,11 @@ class Problem:
         flags: dict[str, Any] = {name: name in results for name in DIFFERENTIATED if name not in DCAPTURED}
         asked = zip(DCAPTURED, self.captured, strict=False)
         captured = tuple(x._replace(gradient=name in self.differentiable & {*results}) for name, x in asked)
-        score_grad = None
-        if self.score_mod is not None and not self.score_mod.refusal:
-            score_grad = self.score_mod.gradient(captured, self.accumulation_dtype, self.sizes)
-        return dataclasses.replace(self, captured=captured, score_grad=score_grad, **flags, **changes)
+        score_mod, score_grad = self.score.score_mod, None
+        if score_mod is not None and not score_mod.refusal:
+            score_grad = score_mod.gradient(captured, self.accumulation_dtype, self.sizes)
+        score = dataclasses.replace(self.score, score_grad=score_grad)
+        return dataclasses.replace(self, captured=captured, score=score, **flags, **changes)
 
     @property
     def differentiable(self) -> set[str]:
@@ -219,7 +165,7 @@ class Problem:
         if self.page:
             return set()
         floats = {name for name, x in zip(DCAPTURED, self.captured, strict=False) if "float" in x.dtype}
-        absent = {name for name in BROADCAST if getattr(self, name) is None}
+        absent = {name for name in BROADCAST if self.extents[name] is None}
         return {name for name, operand in DIFFERENTIATED.items() if operand not in (*CAPTURED, *absent)} | floats
 
     @property
@@ -248,7 +194,7 @@ class Problem:
         """
         self._check_cost("flops", backward)
         by_d, by_e = (3, 2) if backward else (1, 1)  # the products S, dQ, dK over D, and O or dP, dV over E
-        each = 2 * self._visible() * (by_d * self.qk_dim + by_e * self.v_dim)
+        each = 2 * int(self.mask.count(self.q_len, self.kv_len)) * (by_d * self.qk_dim + by_e * self.v_dim)
         return self.batch * self.q_heads * each
 
     def bytes(self, backward: bool = False) -> int:
@@ -265,8 +211,10 @@ class Problem:
         """
         self._check_cost("bytes", backward)
         # The arrays are the same for any code, and a program may have none.
-        score_mod, mask_mod = self.score_mod and Program(SAME_SCORE), self.mask_mod and Program(ALWAYS)
-        problem = dataclasses.replace(self, score_mod=score_mod, mask_mod=mask_mod, score_grad=None)
+        mask = dataclasses.replace(self.mask, mask_mod=self.mask.mask_mod and Program(ALWAYS))
+        score_mod = self.score.score_mod and Program(SAME_SCORE)
+        score = dataclasses.replace(self.score, score_mod=score_mod, score_grad=None)
+        problem = dataclasses.replace(self, mask=mask, score=score)
         if backward and not self.gradients:
             problem = dataclasses.replace(problem, dq=True, dk=True, dv=True)
         captured = 0
@@ -284,32 +232,25 @@ class Problem:
             sizes = ", ".join(f"{size} {symbol}" for size, symbol in self.symbolic.items())
             raise ValueError(f"{name} needs a problem with concrete sizes, but these are symbolic: {sizes}")
 
-    def _visible(self) -> int:
-        """Return the number of visible entries of one head, from the sizes, the causal mask and the local window."""
-        T, S = self.q_len, self.kv_len
-        if self.query_offset:
-            return T * S
-        left, right = (min(x, T + S) if x >= 0 else T + S for x in (self.window_left, self.window_right))
-        i = np.arange(T)
-        first, end = np.maximum(i - left, 0), np.minimum(i + (0 if self.causal else right) + 1, S)
-        return int(np.maximum(end - first, 0).sum())
-
     @property
     def may_empty_rows(self) -> bool:
         """Whether some query may see no key, because masks hide all keys or all scores are -inf."""
-        if self.kv_len == 0:
-            return True
-        arrays = (self.bias, self.mask, self.block_mask, self.score_mod, self.mask_mod)
-        if any(x is not None for x in arrays) or self.q_lengths or self.kv_lengths or self.segments or self.ranges:
-            return True
-        if self.query_offset and (self.causal or self.window_left >= 0 or self.window_right >= 0):
-            return True
-        return self.window_left >= 0 and (bool(self.symbolic) or self.window_left < self.q_len - self.kv_len)
+        return self.kv_len == 0 or self.mask.may_empty_rows(self.lengths) or self.score.may_hide_entries
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """The score_mod and the mask_mod, if present."""
-        return tuple(x for x in (self.score_mod, self.mask_mod) if x is not None)
+        return tuple(x for x in (self.score.score_mod, self.mask.mask_mod) if x is not None)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """T and S."""
+        return self.q_len, self.kv_len
+
+    @property
+    def extents(self) -> dict[str, Extent | None]:
+        """The extents of the operands in `BROADCAST`."""
+        return {"bias": self.score.bias, "mask": self.mask.array, "sinks": self.sinks}
 
     @property
     def symbolic(self) -> dict[str, Any]:
@@ -321,7 +262,7 @@ class Problem:
     def sizes(self) -> Sizes:
         """The number of values of each index that a program gets."""
         batch, q_len, kv_len = (x if isinstance(x, int) else None for x in (self.batch, self.q_len, self.kv_len))
-        return Sizes(batch, self.q_heads, None if self.query_offset else q_len, kv_len)
+        return Sizes(batch, self.q_heads, None if self.mask.query_offset else q_len, kv_len)
 
     @property
     def group(self) -> int:
@@ -340,19 +281,9 @@ class Problem:
         return self.accumulation_dtype
 
     def encode(self) -> str:
-        """Return the text attribute of the custom calls: "version=7 batch=2 ... bias=b1ts mask=none ..."."""
-
-        def text(value: object) -> str:
-            if value is None:
-                return "none"
-            if isinstance(value, Extent):
-                return "".join(name if there else "1" for name, there in zip("bnts", value, strict=True))
-            if isinstance(value, tuple):
-                return ",".join(map(str, value)) or "none"
-            return str(int(value)) if isinstance(value, bool) else str(value)
-
-        fields = {field.name: text(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return " ".join(f"{name}={value}" for name, value in {"version": _native.PROBLEM_VERSION, **fields}.items())
+        """Return the text attribute of the custom calls: "version=8 batch=2 ... mask.is_causal=1 ..."."""
+        texts = (("version", str(_native.PROBLEM_VERSION)), *self.texts())
+        return " ".join(f"{name}={text}" for name, text in texts)
 
 
 def checked_problem(x: Any) -> Problem:

@@ -134,7 +134,7 @@ def finish(
             case "dq":
                 x = padding.zero_rows(padding.live_rows(problem, m), gradients[name])
             case "dk" | "dv":
-                x = padding.zero_keys(operands.kv_lengths, gradients[name])
+                x = padding.zero_keys(operands.key_value_seq_lengths, gradients[name])
             case _:
                 x = gradients[name]
         return x.astype(problem.result_dtype(name))

@@ -29,9 +29,9 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
-from jax_flash import block_sparse, checks, dropout, reference, tile
+from jax_flash import checks, dropout, reference, tile
 from jax_flash.explicit import placed
-from jax_flash.operands import BROADCAST, DIFFERENTIATED, DIMS, PER_ROW
+from jax_flash.operands import DIFFERENTIATED, DIMS, PER_ROW, Operands
 from jax_flash.problem import Problem
 from jax_flash.varying import varying_alike
 
@@ -43,7 +43,7 @@ Sums = dict[tuple[str, int], jax.Array]  # sums of gradients, by the gradient's 
 State = TypeVar("State")
 Tree = TypeVar("Tree")
 
-TRAVELLING = ("key", "value", "kv_segments", "rows_of_keys")
+TRAVELLING = tuple(name for name in Operands._fields if {"S", "T"} & {*DIMS.get(name, "")} == {"S"})  # with the keys
 
 
 class Division(NamedTuple):
@@ -115,10 +115,8 @@ class Division(NamedTuple):
         rows, keys = self.part(problem.q_len), self.part(problem.kv_len)
         if problem.drop_threshold and (rows % dropout.TILE or keys % dropout.TILE):
             return f"dropout needs a multiple of {dropout.TILE} rows and keys per part, not {rows} and {keys} ({parts})"
-        if problem.block_mask and (rows % problem.q_block or keys % problem.kv_block):
-            blocks = f"blocks of {problem.q_block} x {problem.kv_block}"
-            return f"a block mask needs whole {blocks} per part, not {rows} rows and {keys} keys ({parts})"
-        return None
+        refusal = problem.mask.refusal_of_part(rows, keys)
+        return refusal and f"{refusal} ({parts})"
 
 
 def zigzag(x: ArrayLike, devices: int, axis: int) -> jax.Array:
@@ -216,27 +214,11 @@ class Visit(NamedTuple):
 
 def entries(problem: Problem, division: Division) -> np.ndarray:
     """Count the entries visible under causal masks and windows: [shift, part of rows, part of keys, device]."""
-    rows, keys = division.part(problem.q_len), division.part(problem.kv_len)
-    span = problem.q_len + problem.kv_len  # a window that is larger hides nothing
-    left, right = (min(x, span) for x in (problem.window_left, 0 if problem.causal else problem.window_right))
     shifts, devices = np.ogrid[: division.devices, : division.devices]
     first_rows = np.stack(division.starts(devices, problem.q_len))[None, :, None, 0]
     first_keys = np.stack(division.starts((devices - shifts) % division.devices, problem.kv_len), 1)[:, None]
-    everything = np.full((division.devices, division.parts, division.parts, division.devices), rows * keys)
-    if problem.query_offset:  # its values are unknown when tracing
-        return everything
-
-    def up_to(n: np.ndarray) -> np.ndarray:
-        """Return the sum of min(y, keys) over y from 1 to n."""
-        n = n.clip(0)
-        return np.where(n <= keys, n * (n + 1) // 2, keys * (keys + 1) // 2 + (n - keys) * keys)
-
-    def at_most(distance: int) -> np.ndarray:
-        """Count the entries with a key at most `distance` to the right of their row."""
-        ahead = distance + first_rows - first_keys
-        return up_to(ahead + rows) - up_to(ahead)
-
-    return (at_most(right) if right >= 0 else everything) - (at_most(-left - 1) if left >= 0 else 0)
+    rows, keys = division.part(problem.q_len), division.part(problem.kv_len)
+    return problem.mask.count(rows, keys, first_rows - first_keys)
 
 
 def visits(problem: Problem, division: Division) -> list[Visit]:
@@ -457,42 +439,16 @@ def _part(problem: Problem, division: Division, arrays: Arrays, shift: int, a: i
         if axis is not None:
             number, size = (a, rows) if "T" in DIMS[name] else (b, keys)
             x = lax.slice_in_dim(x, number * size, (number + 1) * size, axis=axis)
-        if name in ("bias", "mask") and getattr(problem, name).columns:
+        extent = problem.extents.get(name)
+        if extent is not None and extent.columns:
             x = lax.dynamic_slice_in_dim(x, key_start, keys, axis=-1)
         part[name] = x
-    if "q_lengths" in part:
-        part["q_lengths"] = (part["q_lengths"] - row_start).clip(0, rows)
-    if "kv_lengths" in part:
-        part["kv_lengths"] = (part["kv_lengths"] - key_start).clip(0, keys)
-    if "keys_of_rows" in part:
-        part["keys_of_rows"] = (part["keys_of_rows"] - key_start).clip(0, keys)
-        part["rows_of_keys"] = (part["rows_of_keys"] - row_start).clip(0, rows)
-    changes: dict[str, Any] = {"q_len": rows, "kv_len": keys}
-    if problem.causal or max(problem.window_left, problem.window_right) >= 0 or problem.programs:
-        part["query_offset"] = _shifted(part, row_start - key_start, problem.q_len + problem.kv_len)
-        changes["query_offset"] = True
+    mask, part = problem.mask.part(problem.lengths, (rows, keys), (row_start, key_start), part)
+    changes: dict[str, Any] = {"q_len": rows, "kv_len": keys, "mask": mask}
     if problem.drop_threshold or problem.programs:
         part["origin"] = jnp.stack([row_start, key_start]).astype(jnp.int32)
         changes["origin"] = True
-    if problem.block_mask:
-        u, v = row_start // problem.q_block, key_start // problem.kv_block
-        blocks = lax.dynamic_slice_in_dim(part["blocks"], u, rows // problem.q_block, axis=-2)
-        blocks = lax.dynamic_slice_in_dim(blocks, v, keys // problem.kv_block, axis=-1)
-        part |= {
-            "blocks": blocks,
-            "row_lists": block_sparse.block_lists(blocks),
-            "column_lists": block_sparse.block_lists(jnp.swapaxes(blocks, -1, -2)),
-        }
-        changes |= {"row_list": part["row_lists"].shape[-1], "column_list": part["column_lists"].shape[-1]}
     return dataclasses.replace(problem, **changes), varying_alike(part, part)
-
-
-def _shifted(arrays: Arrays, by: jax.Array, span: int) -> jax.Array:
-    """Return the query offset of a part. It is clamped to int32, because such an offset is beyond all keys anyway."""
-    if "query_offset" not in arrays:
-        return jnp.broadcast_to(by.astype(jnp.int32), arrays["query"].shape[:-3])
-    limits = np.iinfo(np.int32)
-    return arrays["query_offset"].clip(limits.min + span, limits.max - span) + by.astype(jnp.int32)
 
 
 def _add(sums: Sums, to: tuple[str, int], x: jax.Array) -> None:
@@ -510,7 +466,7 @@ def _with_bias_part(
     b: int,
 ) -> jax.Array:
     """Add the bias gradient of a pair to the bias gradient of this device."""
-    bias, extent = arrays["bias"], problem.bias
+    bias, extent = arrays["bias"], problem.score.bias
     assert extent is not None
     if total is None:
         total = varying_alike(jnp.zeros((*x.shape[:-2], *bias.shape[-2:]), x.dtype), x)
@@ -529,5 +485,6 @@ def _axis(name: str) -> int:
 def _divided_axis(problem: Problem, name: str, x: jax.Array) -> int | None:
     """Return the axis along which an array is divided over devices, or None if it is not divided."""
     operand = DIFFERENTIATED.get(name, name)
-    broadcast = operand in BROADCAST and not getattr(problem, operand).rows
+    extent = problem.extents.get(operand)
+    broadcast = extent is not None and not extent.rows
     return None if broadcast or not {"T", "S"} & set(DIMS[name]) else _axis(name) % x.ndim

@@ -9,17 +9,16 @@ A tile is R rows by C columns. Its `Operands` hold just those rows and columns o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_flash import block_sparse, dropout
+from jax_flash import dropout
 from jax_flash.operands import CAPTURED, DCAPTURED, DIFFERENTIATED, Operands
 from jax_flash.problem import Problem
-from jax_flash.programs import replay
-from jax_flash.programs.program import Program
+from jax_flash.programs import entries, replay
 
 STEP = dropout.TILE  # a tile's first row and column are multiples of it; so are the sizes of a block mask's blocks
 
@@ -62,50 +61,7 @@ def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.A
       tile: its operands at these rows and columns.
       rows, columns: int32 [R] and [C], the positions in the call's own arrays.
     """
-    i, j = rows[None, None, :, None], columns[None, None, None, :]
-    allowed = (i < problem.q_len) & (j < problem.kv_len)
-    if tile.q_lengths is not None:
-        allowed &= i < _per_batch(tile.q_lengths)
-    if tile.kv_lengths is not None:
-        allowed &= j < _per_batch(tile.kv_lengths)
-    behind, ahead = _limits(problem, tile)
-    if behind is not None:
-        allowed &= i - j <= behind
-    if ahead is not None:
-        allowed &= j - i <= ahead
-    if tile.keys_of_rows is not None:
-        begin, end = jnp.split(tile.keys_of_rows[:, None], 2, axis=-1)
-        allowed &= (begin <= j) & (j < end)
-    if tile.q_segments is not None and tile.kv_segments is not None:
-        allowed &= (tile.q_segments[:, :, None] == tile.kv_segments[:, None, :])[:, None]
-    if tile.mask is not None:
-        allowed &= tile.mask
-    if tile.blocks is not None:
-        allowed &= block_sparse.may_attend(_block_shape(problem), tile.blocks, tile.element_masks, rows, columns)
-    if problem.mask_mod is not None:
-        allowed &= _programmed(problem.mask_mod, problem, tile, tile.captured, None, rows, columns, None)
-    return allowed
-
-
-def may_be_visible(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
-    """Whether some entry of a tile may attend, as positions, lengths and blocks tell: bool [], or None for always."""
-    behind, ahead = _limits(problem, tile)
-    tests = []
-    if behind is not None:
-        tests.append((rows[0] - columns[-1] <= behind).any())
-    if ahead is not None:
-        tests.append((columns[0] - rows[-1] <= ahead).any())
-    if tile.q_lengths is not None:
-        tests.append((rows[0] < tile.q_lengths).any())
-    if tile.kv_lengths is not None:
-        tests.append((columns[0] < tile.kv_lengths).any())
-    if tile.keys_of_rows is not None:
-        begin, end = tile.keys_of_rows[..., 0], tile.keys_of_rows[..., 1]
-        tests.append(((columns[0] < end) & (begin <= columns[-1])).any())
-    if tile.blocks is not None:
-        kinds = block_sparse.kinds_at(_block_shape(problem), tile.blocks, rows[::STEP], columns[::STEP])
-        tests.append((kinds != block_sparse.NOTHING).any())
-    return jnp.all(jnp.stack(tests)) if tests else None
+    return problem.mask.visible(problem.lengths, problem.captured, tile, rows, columns)
 
 
 class Scores(NamedTuple):
@@ -118,17 +74,18 @@ class Scores(NamedTuple):
 def scores(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> Scores:
     """S of a tile in the accumulation dtype: scaled, capped, biased, as score_mod has it, masked."""
     s = tile.scale * _rows_by_columns(problem, tile.query, tile.key)
-    if problem.soft_cap:
-        s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)
+    score = problem.score
+    if score.logits_soft_cap:
+        s = score.logits_soft_cap * jnp.tanh(s / score.logits_soft_cap)
     capped = s
     bias = None if tile.bias is None else tile.bias.astype(s.dtype)
     if bias is not None:
         s = s + bias
     biased, seen = s, may_attend(problem, tile, rows, columns)
-    if problem.score_mod is not None:
+    if score.score_mod is not None:
         if bias is not None:  # a bias of -inf masks, whatever score_mod makes of it
             seen &= bias != -jnp.inf
-        s = _programmed(problem.score_mod, problem, tile, tile.captured, s, rows, columns, seen)
+        s = entries.evaluate(score.score_mod, problem.captured, tile, rows, columns, s, seen)
     return Scores(jnp.where(seen, s, -jnp.inf), capped, biased, seen)
 
 
@@ -282,7 +239,7 @@ def gradients(
     ds = p * ((dp if z is None else z * dp) - d[..., None])
     if problem.may_empty_rows:  # P is 0, but not its derivative times a cotangent of padding
         ds = jnp.where(seen & (m != -jnp.inf)[..., None], ds, 0)
-    if problem.score_mod is not None:
+    if problem.score.score_mod is not None:
         ds, dcaptured = _through_program(problem, tile, biased, seen, ds, rows, columns)
         gradients |= dcaptured
     if problem.dbias:
@@ -290,45 +247,14 @@ def gradients(
         summed = tuple(axis for axis in range(4) if tile.bias.shape[axis] != ds.shape[axis])
         gradients["dbias"] = ds.sum(summed, keepdims=True)
 
-    dx = tile.scale * (ds * (1 - (capped / problem.soft_cap) ** 2) if problem.soft_cap else ds)
+    cap = problem.score.logits_soft_cap
+    dx = tile.scale * (ds * (1 - (capped / cap) ** 2) if cap else ds)
     if problem.dq:
         dq = _einsum(problem, "bkgrc,bckd->brkgd", _group(problem, dx, 1), tile.key)
         gradients["dq"] = dq.reshape(tile.query.shape)
     if problem.dk:
         gradients["dk"] = _einsum(problem, "bkgrc,brkgd->bckd", _group(problem, dx, 1), _group(problem, tile.query, 2))
     return gradients
-
-
-def _programmed(
-    program: Program,
-    problem: Problem,
-    tile: Operands,
-    captured: Sequence[jax.Array | None],
-    s: jax.Array | None,
-    rows: jax.Array,
-    columns: jax.Array,
-    seen: jax.Array | None,
-) -> jax.Array:
-    """Return the values of a program at each entry of a tile: [B, N, R, C].
-
-    Masked entries are evaluated at the inputs of some visible entry, so their derivatives stay finite. A derivative of
-    a masked entry is multiplied by 0, which gives NaN if it is infinite, as in causal log(query - key + 1).
-    A tile without visible entries has no derivative.
-    """
-    assert tile.program_batch is not None and tile.program_head is not None
-    offset = jnp.zeros(problem.batch, jnp.int32) if tile.query_offset is None else tile.query_offset
-    if tile.origin is not None:
-        offset, columns = offset + tile.origin[1], columns + tile.origin[1]
-    shaped = [x.reshape(len(x), *of.shape) for x, of in zip(captured, problem.captured, strict=True) if x is not None]
-    places = (tile.program_batch, tile.program_head, offset[:, None] + rows[None], columns)
-    if s is None or seen is None or not s.size:
-        return program.on_tile(shaped, s, *places)
-    dims = ((1, 2, 3), (0, 2, 3), (1, 3), (0, 1, 2))  # that batch, head, query and key lack
-    full = [jnp.broadcast_to(jnp.expand_dims(x, lacks), s.shape) for x, lacks in zip(places, dims, strict=True)]
-    seen = jnp.broadcast_to(seen, s.shape)
-    one, some = jnp.argmax(seen), seen.any()
-    shaped = [jnp.where(some, x, jax.lax.stop_gradient(x)) for x in shaped]
-    return program.on_tile(shaped, *(jnp.where(seen, x, jax.lax.stop_gradient(x.ravel()[one])) for x in (s, *full)))
 
 
 def _through_program(
@@ -347,8 +273,9 @@ def _through_program(
         captured = list(tile.captured)
         for i, x in zip(asked, asked_for, strict=True):
             captured[i] = x
-        assert problem.score_mod is not None
-        return _programmed(problem.score_mod, problem, tile, captured, s, rows, columns, seen)
+        assert problem.score.score_mod is not None
+        with_captured = tile._replace(captured=tuple(captured))
+        return entries.evaluate(problem.score.score_mod, problem.captured, with_captured, rows, columns, s, seen)
 
     _, vjp = jax.vjp(scores, s, [tile.captured[i] for i in asked])
     ds, dcaptured = vjp(jnp.where(seen, ds, 0))  # it is 0 elsewhere, but its own derivative may be infinite
@@ -371,31 +298,3 @@ def _einsum(problem: Problem, spec: str, a: jax.Array, b: jax.Array) -> jax.Arra
     dtype = problem.accumulation_dtype
     precision = jax.lax.Precision.HIGHEST if problem.full_precision else None
     return jnp.einsum(spec, a.astype(dtype), b.astype(dtype), precision=precision)
-
-
-def _block_shape(problem: Problem) -> block_sparse.Shape:
-    return block_sparse.Shape(problem.q_len, problem.kv_len, problem.q_block, problem.kv_block)
-
-
-def _per_batch(x: jax.Array) -> jax.Array:
-    return x[:, None, None, None]
-
-
-def _limits(problem: Problem, tile: Operands) -> tuple[jax.Array | int | None, jax.Array | int | None]:
-    """The most that i - j and j - i may be, by causal mask and window: int32 [B, 1, 1, 1] or a number; None: any."""
-    left, right, offset = problem.window_left, 0 if problem.causal else problem.window_right, tile.query_offset
-    behind = None if left < 0 else _minus(left, offset)
-    if right < 0:
-        return behind, None
-    return behind, _minus(right, None) if offset is None else _minus(right - 1, ~offset)  # right + offset
-
-
-def _minus(width: int, offset: jax.Array | None) -> jax.Array | int | None:
-    """width - offset as far as an int32 goes, since no positions are further apart."""
-    highest = 2**31 - 1
-    excess = max(width - highest, 0)
-    if excess > highest:
-        return None
-    if offset is None:
-        return width - excess
-    return width - excess - (_per_batch(offset).clip(width - highest, highest) - excess)

@@ -211,11 +211,12 @@ def problem_and_operands(
     problem, operands = arguments.problem_and_operands(query, key, value, None, None, of_arrays)
     first, last = windows.reach(left, right)
     positions = {
-        "kv_lengths": key_end,
+        "key_value_seq_lengths": key_end,
         "keys_of_rows": windows.ranges(rows.opposite, first, last, rows.begin, rows.end)[None],
         "rows_of_keys": windows.ranges(keys.opposite, -last, -first, keys.begin, keys.end)[None],
     }
-    return dataclasses.replace(problem, ranges=True, kv_lengths=True), operands.replaced(positions)
+    mask = dataclasses.replace(problem.mask, ranges=True, key_value_seq_lengths=True)
+    return dataclasses.replace(problem, mask=mask), operands.replaced(positions)
 
 
 class _Packed(NamedTuple):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import checks
+from jax_flash.masks import Mask, WindowSize
 from jax_flash.operands import Operands
 from jax_flash.problem import Problem
 
@@ -42,27 +43,9 @@ class Bounds(NamedTuple):
         return Bounds(*(-1 if isinstance(x, int) else x for x in self))
 
     @property
-    def numbers(self) -> tuple[int, int]:
-        """Left and right of the sides that are ints; the traced sides have no bound."""
-        left, right = (x if isinstance(x, int) else -1 for x in self)
-        return left, right
-
-
-def simplified(problem: Problem) -> Problem:
-    """Return the problem with the same masks, but without bounds that hide nothing.
-
-    A window with no keys after the query becomes a causal mask, which the kernels compute faster.
-    """
-    left, right = problem.window_left, problem.window_right
-    causal = problem.causal or right == 0
-    if causal:
-        right = -1
-    if not problem.query_offset and not problem.symbolic:  # query i is at position i
-        if left >= problem.q_len - 1:
-            left = -1
-        if right >= problem.kv_len - 1:
-            right = -1
-    return dataclasses.replace(problem, causal=causal, window_left=left, window_right=right)
+    def static(self) -> WindowSize:
+        """The bounds of the sides that are ints; the traced sides have no bound."""
+        return WindowSize(*(x if isinstance(x, int) else -1 for x in self))
 
 
 def checked(size: Any) -> Bounds:
@@ -154,29 +137,31 @@ def ranges(place: jax.Array, first: jax.Array, last: jax.Array, begin: Any, end:
 
 def as_ranges(problem: Problem, operands: Operands, traced: Bounds) -> tuple[Problem, Operands]:
     """Return the problem and the operands with ranges in place of the traced window and of all positional masks."""
-    left = narrower(problem.window_left, traced.left)
-    right = 0 if problem.causal else narrower(problem.window_right, traced.right)
+    left, right = map(narrower, problem.mask.reach, traced)
 
     def end(lengths: jax.Array | None, size: int) -> jax.Array:
         return jnp.full(problem.batch, size, jnp.int32) if lengths is None else lengths.clip(0, size)
 
-    q_end, kv_end = end(operands.q_lengths, problem.q_len), end(operands.kv_lengths, problem.kv_len)
+    q_end, kv_end = end(operands.query_seq_lengths, problem.q_len), end(operands.key_value_seq_lengths, problem.kv_len)
     first, last = reach(
         left, right, jnp.zeros(1, jnp.int32) if operands.query_offset is None else operands.query_offset
     )
     arrays = operands.arrays()
     arrays |= {
-        "kv_lengths": kv_end,
+        "key_value_seq_lengths": kv_end,
         "keys_of_rows": _of_side(problem.q_len, q_end, first, last, kv_end),
         "rows_of_keys": _of_side(problem.kv_len, kv_end, -last, -first, q_end),
     }
-    arrays.pop("q_lengths", None)
-    problem = dataclasses.replace(
-        problem, causal=False, window_left=-1, window_right=-1, q_lengths=False, kv_lengths=True, ranges=True
+    arrays.pop("query_seq_lengths", None)
+    if not problem.programs:
+        arrays.pop("query_offset", None)
+    mask = Mask(
+        key_value_seq_lengths=True,
+        query_offset="query_offset" in arrays,
+        ranges=True,
+        mask_mod=problem.mask.mask_mod,
     )
-    if not problem.programs and arrays.pop("query_offset", None) is not None:
-        problem = dataclasses.replace(problem, query_offset=False)
-    return problem, Operands.of(arrays)
+    return dataclasses.replace(problem, mask=mask), Operands.of(arrays)
 
 
 def _of_side(size: int, own_end: jax.Array, first: jax.Array, last: jax.Array, other_end: jax.Array) -> jax.Array:

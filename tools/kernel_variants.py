@@ -24,7 +24,11 @@ from typing import Any
 from allpairspy import AllPairs
 
 from jax_flash import _native
-from jax_flash.problem import Captured, Extent, Problem, Program
+from jax_flash.description import Extent
+from jax_flash.masks import Mask, WindowSize
+from jax_flash.problem import Problem
+from jax_flash.programs.program import Captured, Program
+from jax_flash.scores import Score
 
 # Dynamic shared memory that a block may have: CUDA C++ Programming Guide, "Compute Capabilities".
 SHARED_LIMITS = {"sm_80": 163, "sm_89": 99, "sm_90a": 227, "sm_100": 227}  # KiB
@@ -39,7 +43,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "window": (False, True),
     "lengths": (False, True),
     "segments": (False, True),
-    "ranges": (False, True),  # with kv_lengths, in place of all above but q_len, and of masks that are arrays
+    "ranges": (False, True),  # with key_value_seq_lengths; in place of those above and of mask arrays
     "query_offset": (False, True),
     "mask": (False, True),
     "block_mask": (None, (128, 128), (64, 64), (16, 48)),
@@ -135,30 +139,34 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         v_dim=dims[1],
         dtype=dtype.split()[0],
         full_precision=dtype.endswith("full precision"),
-        causal=features["causal"] and not ranges,
-        window_left=100 if features["window"] and not ranges else -1,
-        q_lengths=features["lengths"] and not ranges,
-        kv_lengths=features["lengths"] or ranges,
-        ranges=ranges,
-        segments=features["segments"] and not ranges,
-        query_offset=features["query_offset"],
-        mask=full if features["mask"] and not ranges else None,
+        mask=Mask(
+            is_causal=features["causal"] and not ranges,
+            local_window_size=WindowSize(100 if features["window"] and not ranges else -1),
+            query_seq_lengths=features["lengths"] and not ranges,
+            key_value_seq_lengths=features["lengths"] or ranges,
+            ranges=ranges,
+            segment_ids=features["segments"] and not ranges,
+            query_offset=features["query_offset"],
+            array=full if features["mask"] and not ranges else None,
+            block_mask=full if block else None,
+            q_block=block[0] if block else 0,
+            kv_block=block[1] if block else 0,
+            element_masks=2 if block else 0,
+            row_list=4 if block else 0,
+            column_list=4 if block else 0,
+            mask_mod=MASK_MOD if program == "mask" else None,
+        ),
+        score=Score(
+            logits_soft_cap=features["soft_cap"],
+            bias=None if bias == "none" else full._replace(rows="one row" not in bias),
+            bias_dtype=bias.split()[0],
+            score_mod=mod,
+            score_grad=mod and Program(grad + added * grows + grown),
+        ),
         page=page,
         pages=100 if page else 0,
-        block_mask=full if block else None,
-        q_block=block[0] if block else 0,
-        kv_block=block[1] if block else 0,
-        element_masks=2 if block else 0,
-        row_list=4 if block else 0,
-        column_list=4 if block else 0,
-        bias=None if bias == "none" else full._replace(rows="one row" not in bias),
-        bias_dtype=bias.split()[0],
         sinks=Extent(False, True, False, False) if features["sinks"] else None,
-        soft_cap=features["soft_cap"],
         captured=() if program == "none" else (CAPTURED[0]._replace(gradient=grows), CAPTURED[1]),
-        score_mod=mod,
-        mask_mod=MASK_MOD if program == "mask" else None,
-        score_grad=mod and Program(grad + added * grows + grown),
         drop_threshold=3277 * features["dropout"],
         dlogsumexp=features["dlogsumexp"],
         deterministic=gradients == "deterministic",

@@ -103,8 +103,8 @@ constexpr Table kForwardTable = {kForward, kForwardF32}, kForwardSplitTable = {k
 // As much of a tile as divides the blocks of a block mask: all, if they are 0. `warps_have_rows`: each of its own, at
 // least 16.
 KernelTiling WithinBlocks(TileSizes tile, bool warps_have_rows, const Problem& p) {
-  tile.rows = int(std::gcd(tile.rows, p.q_block));
-  tile.cols = int(std::gcd(tile.cols, p.kv_block));
+  tile.rows = int(std::gcd(tile.rows, p.mask.q_block));
+  tile.cols = int(std::gcd(tile.cols, p.mask.kv_block));
   if (warps_have_rows) tile.groups = std::min(tile.groups, tile.rows / 16);
   return {Family::kAmpere, tile.rows, tile.cols, tile.groups, tile.stages};
 }
@@ -143,7 +143,8 @@ int BlocksThatFit(const Target& target, const Problem& p, const KernelTiling& ti
 // May the rows of one batch entry see more than those of another? (The kernel counts the tiles of keys of all of them
 // in an int.)
 bool Balances(const Problem& p, int64_t tiles, int cols) {
-  const bool differ = p.q_lengths || p.kv_lengths || p.query_offset || p.segments || p.ranges;
+  const bool differ = p.mask.query_seq_lengths || p.mask.key_value_seq_lengths || p.mask.query_offset ||
+                      p.mask.segment_ids || p.mask.ranges;
   return p.batch > 1 && differ && tiles * DivideUp(p.kv_len, cols) < int64_t(1) << 31;
 }
 
@@ -207,7 +208,7 @@ BiasWork BiasInParts(const Problem& p, const KernelTiling& tiling) {
 bool ampere::FewQueries(const Target& target, const Problem& p) {
   const bool many_heads = p.batch * p.q_heads >= target.multiprocessors;
   const bool few = p.q_len <= 16 || (p.q_len <= 64 && !many_heads);
-  return few && p.kv_len >= (many_heads ? 512 : 1024) && !p.block_mask.present;
+  return few && p.kv_len >= (many_heads ? 512 : 1024) && !p.mask.block_mask.present;
 }
 
 // Where a part has all keys and one head there is nothing to merge: the forward over all keys does it, with the same

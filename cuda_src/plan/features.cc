@@ -6,9 +6,10 @@
 namespace jax_flash {
 
 bool BiasByEntry(const Problem& p) {
-  const bool loaded = p.bias_dtype == DType::kF16 || p.bias_dtype == DType::kBF16 || p.bias_dtype == DType::kF32;
-  return p.bias.present &&
-         !(loaded && p.bias.rows && p.bias.columns && p.kv_len * ElementOf(p.bias_dtype).bytes % 16 == 0);
+  const bool loaded =
+      p.score.bias_dtype == DType::kF16 || p.score.bias_dtype == DType::kBF16 || p.score.bias_dtype == DType::kF32;
+  return p.score.bias.present && !(loaded && p.score.bias.rows && p.score.bias.columns &&
+                                   p.kv_len * ElementOf(p.score.bias_dtype).bytes % 16 == 0);
 }
 
 bool IsLight(const Program& score_mod) {

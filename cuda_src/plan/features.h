@@ -20,42 +20,46 @@ bool BiasByEntry(const Problem& p);
 bool IsLight(const Program& score_mod);
 
 // Whether a score_mod, or its derivative, is a function that is called: wgmmas would wait for each other.
-inline bool IsCalled(const Problem& p) { return std::max(p.score_mod.size(), p.score_grad.size()) > kInlined; }
+inline bool IsCalled(const Problem& p) {
+  return std::max(p.score.score_mod.size(), p.score.score_grad.size()) > kInlined;
+}
 
 // FEATURE(name, text, there): what messages call it, and whether the problem `p` has it; `has` are those above.
-#define JAX_FLASH_FEATURES(FEATURE)                                                                                    \
-  FEATURE(kCausal, "a causal mask", p.causal)                                                                          \
-  FEATURE(kWindow, "a window or packed sequences", p.window() || p.ranges)                                             \
-  FEATURE(kSegments, "segments", p.segments)                                                                           \
-  FEATURE(kLengths, "lengths", (p.q_lengths || p.kv_lengths) && !p.ranges)                                             \
-  FEATURE(kQueryOffset, "a query offset", p.query_offset)                                                              \
-  FEATURE(kSoftCap, "a soft cap", p.soft_cap > 0)                                                                      \
-  FEATURE(kBias, "a bias", p.bias.present)                                                                             \
-  FEATURE(kWideBias, "a float32 bias", p.bias_dtype == DType::kF32)                                                    \
-  FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                             \
-          p.bias.present && !(p.bias.rows && p.bias.columns))                                                          \
-  FEATURE(kMaskMod, "a mask_mod", p.mask_mod.present())                                                                \
-  FEATURE(kScoreMod, "a score_mod", p.score_mod.present())                                                             \
-  FEATURE(kHeavyMod, "a score_mod of many operations, or one with a query offset, dropout or a soft cap",              \
-          has.Any(kScoreMod) && (!IsLight(p.score_mod) || p.query_offset || p.dropout() || p.soft_cap > 0))            \
-  FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score_grad.ResultOfScore())             \
-  FEATURE(kUnkeptSlopes, "a score_mod whose derivative depends on the score with a soft cap or float16",               \
-          has.Any(kScoreSlopes) && (has.Any(kSoftCap) || p.dtype == DType::kF16)) /* they may exceed 65504 */          \
-  FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score", p.score_grad.GradientsOfScore()) \
-  FEATURE(kDropout, "dropout", p.dropout())                                                                            \
-  FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                      \
-  FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                           \
-  FEATURE(kListed, "a mask or a block mask", p.block_mask.present || p.mask.present)                                   \
-  FEATURE(kLongCausal, "a causal mask, and no other, of more than 4096 keys",                                          \
-          has.Any(kCausal) && p.kv_len > 4096 && !has.Any(kLocal | kLengths | kQueryOffset | kListed | kSoftCap))      \
-  FEATURE(kMaskAndDropout, "a mask or a block mask with dropout", has.Any(kListed) && has.Any(kDropout))               \
-  FEATURE(kSlopesAndSums, "gradients of captured arrays with a score_mod whose derivative depends on the score",       \
-          p.captured_gradients() && has.Any(kScoreSlopes))                                                             \
-  FEATURE(kSlopesApart, "slopes of the score with gradients of captured arrays or dropout", /* not in P, but in dS */  \
-          has.Any(kSlopesAndSums) || (has.Any(kScoreSlopes) && has.Any(kDropout)) ||                                   \
-              (has.Any(kSoftCap) && p.captured_gradients()))                                                           \
-  FEATURE(kTornPairs, "blocks of keys whose size is not a multiple of 128", p.kv_block % kPairedKeys != 0)             \
-  FEATURE(kSmallCap, "a soft cap below 0.01", p.soft_cap > 0 && p.soft_cap < 0.01)                                     \
+#define JAX_FLASH_FEATURES(FEATURE)                                                                                   \
+  FEATURE(kCausal, "a causal mask", p.mask.is_causal)                                                                 \
+  FEATURE(kWindow, "a window or packed sequences", p.mask.local_window_size.present() || p.mask.ranges)               \
+  FEATURE(kSegments, "segments", p.mask.segment_ids)                                                                  \
+  FEATURE(kLengths, "lengths", (p.mask.query_seq_lengths || p.mask.key_value_seq_lengths) && !p.mask.ranges)          \
+  FEATURE(kQueryOffset, "a query offset", p.mask.query_offset)                                                        \
+  FEATURE(kSoftCap, "a soft cap", p.score.logits_soft_cap > 0)                                                        \
+  FEATURE(kBias, "a bias", p.score.bias.present)                                                                      \
+  FEATURE(kWideBias, "a float32 bias", p.score.bias_dtype == DType::kF32)                                             \
+  FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                            \
+          p.score.bias.present && !(p.score.bias.rows && p.score.bias.columns))                                       \
+  FEATURE(kMaskMod, "a mask_mod", p.mask.mask_mod.present())                                                          \
+  FEATURE(kScoreMod, "a score_mod", p.score.score_mod.present())                                                      \
+  FEATURE(kHeavyMod, "a score_mod of many operations, or one with a query offset, dropout or a soft cap",             \
+          has.Any(kScoreMod) &&                                                                                       \
+              (!IsLight(p.score.score_mod) || p.mask.query_offset || p.dropout() || p.score.logits_soft_cap > 0))     \
+  FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score.score_grad.ResultOfScore())      \
+  FEATURE(kUnkeptSlopes, "a score_mod whose derivative depends on the score with a soft cap or float16",              \
+          has.Any(kScoreSlopes) && (has.Any(kSoftCap) || p.dtype == DType::kF16)) /* they may exceed 65504 */         \
+  FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score",                                 \
+          p.score.score_grad.GradientsOfScore())                                                                      \
+  FEATURE(kDropout, "dropout", p.dropout())                                                                           \
+  FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                     \
+  FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                          \
+  FEATURE(kListed, "a mask or a block mask", p.mask.block_mask.present || p.mask.array.present)                       \
+  FEATURE(kLongCausal, "a causal mask, and no other, of more than 4096 keys",                                         \
+          has.Any(kCausal) && p.kv_len > 4096 && !has.Any(kLocal | kLengths | kQueryOffset | kListed | kSoftCap))     \
+  FEATURE(kMaskAndDropout, "a mask or a block mask with dropout", has.Any(kListed) && has.Any(kDropout))              \
+  FEATURE(kSlopesAndSums, "gradients of captured arrays with a score_mod whose derivative depends on the score",      \
+          p.captured_gradients() && has.Any(kScoreSlopes))                                                            \
+  FEATURE(kSlopesApart, "slopes of the score with gradients of captured arrays or dropout", /* not in P, but in dS */ \
+          has.Any(kSlopesAndSums) || (has.Any(kScoreSlopes) && has.Any(kDropout)) ||                                  \
+              (has.Any(kSoftCap) && p.captured_gradients()))                                                          \
+  FEATURE(kTornPairs, "blocks of keys whose size is not a multiple of 128", p.mask.kv_block % kPairedKeys != 0)       \
+  FEATURE(kSmallCap, "a soft cap below 0.01", p.score.logits_soft_cap > 0 && p.score.logits_soft_cap < 0.01)          \
   FEATURE(kHeadDimsUpTo128, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
 
 // Likewise of the problem in tiles of `rows` queries, on `target`.
@@ -97,10 +101,10 @@ Features FeaturesOfTiles(const Problem& problem, const Target& target, int rows)
 // Whether blocks of a block mask, if there is one, are whole tiles, as Hopper's kernels want them; and what messages
 // call those that are not.
 inline bool InWholeTiles(const Problem& p, int rows, int cols) {
-  return p.q_block % rows == 0 && p.kv_block % cols == 0;
+  return p.mask.q_block % rows == 0 && p.mask.kv_block % cols == 0;
 }
 inline std::string NameOfBlocks(const Problem& p) {
-  return "blocks of " + std::to_string(p.q_block) + " x " + std::to_string(p.kv_block);
+  return "blocks of " + std::to_string(p.mask.q_block) + " x " + std::to_string(p.mask.kv_block);
 }
 
 // The names of the features of a set, as messages have them, in the order of the list above.

@@ -118,7 +118,7 @@ constexpr int64_t kLongHead = 1 << 23;     // entries of Q and dO, which are 16 
 // Whether a part of the GPU would have nothing to do with the tiles of keys that the backward has, in pairs if causal.
 // (More than a sixth of the time.)
 bool LeavesIdle(const Target& target, const Problem& p) {
-  const int64_t items = DivideUp(p.batch * p.kv_heads * DivideUp(p.kv_len, kPairedKeys), p.causal ? 2 : 1);
+  const int64_t items = DivideUp(p.batch * p.kv_heads * DivideUp(p.kv_len, kPairedKeys), p.mask.is_causal ? 2 : 1);
   return 6 * items < 5 * RoundUp(items, target.multiprocessors);
 }
 
@@ -133,10 +133,10 @@ bool Alongside(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
   const bool listed = has.Any(kListed);
-  const int64_t keys = listed ? (p.row_list - kListHeader) * p.kv_block : p.kv_len;  // of a row
+  const int64_t keys = listed ? (p.mask.row_list - kListHeader) * p.mask.kv_block : p.kv_len;  // of a row
   if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
-  const bool long_lists = listed && (p.column_list - kListHeader) * p.q_block > kMostListedRows;
+  const bool long_lists = listed && (p.mask.column_list - kListHeader) * p.mask.q_block > kMostListedRows;
   const bool dropout = has.Any(kDropout);
   if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
   if (p.dsinks && p.dlogsumexp && !narrow && p.may_empty_rows()) return false;
@@ -173,7 +173,7 @@ int64_t Tiles(const Problem& p, const KernelTiling& tiling) { return p.batch * p
 
 // Blocks of kRowBlock rows in scratch, if the backward has tiles of so many (hopper/row_blocks.cuh).
 int64_t RowBlocks(const Problem& p, int64_t rows) {
-  return p.batch * p.q_heads * RoundUp(p.q_len, p.bias.present ? kRowBlock : rows) / kRowBlock;
+  return p.batch * p.q_heads * RoundUp(p.q_len, p.score.bias.present ? kRowBlock : rows) / kRowBlock;
 }
 
 // The fewest parts with which all multiprocessors are done soonest.
@@ -204,7 +204,7 @@ int64_t HeadsInScratch(const Target& target, const Problem& p) {
 // Reserves what the kernels have of each row of Q. Returns the number of rows in scratch memory.
 int64_t ReserveHopperRows(const Problem& p, Plan* plan) {
   const int64_t rows = ReserveRows(p, plan);
-  if (p.bias.present || p.score_mod.present()) plan->scratch.Reserve(&Scratch::maximum, 4 * rows);
+  if (p.score.bias.present || p.score.score_mod.present()) plan->scratch.Reserve(&Scratch::maximum, 4 * rows);
   if (p.may_empty_rows()) plan->scratch.Reserve(&Scratch::empty_rows, rows / 8);
   return rows;
 }
@@ -261,7 +261,7 @@ Tilings hopper::Candidates(const Target& target, const Problem& p, Pass pass) {
 // window with a query offset) or shared memory. The rows that see a tile of keys, and the keys that a tile of rows
 // sees, must be contiguous.
 Tilings hopper::OrderedCandidates(const Target& target, const Problem& p) {
-  if (!p.deterministic || !p.dq || p.ranges || ElementOf(p.dtype).bytes != 2) return {};
+  if (!p.deterministic || !p.dq || p.mask.ranges || ElementOf(p.dtype).bytes != 2) return {};
   const Features has = FeaturesOf(p);
   if (!has.Any(kHeadDimsUpTo128) || has.Any(kScoreFeatures | kSegments | kListed)) return {};
   if (has.Count(kWindow | kQueryOffset) == 2) return {};
@@ -291,7 +291,7 @@ void hopper::AddForward(const Target& target, const Problem& p, const KernelTili
   const int unit = AddUnit("hopper/forward.cuh", Asks::kOfBoth, p, tiling, plan);
   Launch launch = MainLaunch("jax_flash_forward", unit, tiling, Tiles(p, tiling), Maps::kForward);
   const Features has = FeaturesOf(p);
-  const bool uneven = (has.Any(kCausal) && !has.Any(kWindow)) || has.Any(kLengths | kSegments) || p.ranges;
+  const bool uneven = (has.Any(kCausal) && !has.Any(kWindow)) || has.Any(kLengths | kSegments) || p.mask.ranges;
   if (has.Any(kListed) || (uneven && launch.blocks > target.multiprocessors)) {
     const int64_t before = plan->scratch.bytes;
     plan->scratch.Reserve(&Scratch::taken, 4);

@@ -10,45 +10,47 @@ int AddMaskUnit(const Problem& p, Plan* plan) {
   Problem any;
   any.dtype = DType::kBF16;
   any.qk_dim = any.v_dim = 64;
-  any.mask = ExtentOf(p.mask.present);
-  any.mask_mod = p.mask_mod;
+  any.mask.array = ExtentOf(p.mask.array.present);
+  any.mask.mask_mod = p.mask.mask_mod;
   any.captured = p.captured;
-  any.query_offset = p.mask_mod.present() && p.query_offset;
-  any.origin = p.mask_mod.present() && p.origin;
+  any.mask.query_offset = p.mask.mask_mod.present() && p.mask.query_offset;
+  any.origin = p.mask.mask_mod.present() && p.origin;
   any.q_len = p.q_len, any.kv_len = p.kv_len;  // not the cubin's business, but that of the programs' integers
-  any.q_block = p.q_block, any.kv_block = p.kv_block;
+  any.mask.q_block = p.mask.q_block, any.mask.kv_block = p.mask.kv_block;
   return AddUnit("scheduler/mask_blocks.cuh", Asks::kOfBoth, any, {Family::kAmpere}, plan);
 }
 
 // Whether blocks that are neither empty nor full have bits: where a mask operand, or a block mask, is to be read beside
 // mask_mod or alone. Otherwise the kernels ask mask_mod of their entries.
-bool StoresBits(const Problem& p) { return p.mask.present || p.block_mask.present; }
+bool StoresBits(const Problem& p) { return p.mask.array.present || p.mask.block_mask.present; }
 
 // The number of blocks that a batch entry has of its own in the mask made from p's mask. A broadcast dim counts once.
 int64_t OwnBlocks(const Problem& p, const Problem& made) {
   const Extent mod = p.mask_mod_extent();
-  const bool rows = p.mask.rows || mod.rows || p.block_mask.present;
-  const bool columns = p.mask.columns || mod.columns || p.block_mask.present;
-  return made.elements("N", made.block_mask) * (rows ? made.block_rows() : 1) * (columns ? made.block_columns() : 1);
+  const bool rows = p.mask.array.rows || mod.rows || p.mask.block_mask.present;
+  const bool columns = p.mask.array.columns || mod.columns || p.mask.block_mask.present;
+  return made.elements("N", made.mask.block_mask) * (rows ? made.block_rows() : 1) *
+         (columns ? made.block_columns() : 1);
 }
 
 }  // namespace
 
 bool MakesMaskBlocks(const Problem& p, Pass pass, const Target& target) {
-  return (p.mask.present || p.mask_mod.present()) && !(pass == Pass::kForward && ampere::FewQueries(target, p));
+  return (p.mask.array.present || p.mask.mask_mod.present()) &&
+         !(pass == Pass::kForward && ampere::FewQueries(target, p));
 }
 
 Problem WithMaskInBlocks(const Problem& p) {
-  const Extent mask = p.mask, mod = p.mask_mod_extent(), blocks = p.block_mask;
+  const Extent mask = p.mask.array, mod = p.mask_mod_extent(), blocks = p.mask.block_mask;
   Problem made = p;
-  made.block_mask = {true, mask.batch || mod.batch || blocks.batch, mask.heads || mod.heads || blocks.heads, true,
-                     true};
-  made.mask = {};
-  if (StoresBits(p)) made.mask_mod = {};
-  made.q_block = made.kv_block = kMaskBlock;
-  made.element_masks = StoresBits(p) ? OwnBlocks(p, made) : 0;
-  made.row_list = kListHeader + made.block_columns();
-  made.column_list = kListHeader + made.block_rows();
+  made.mask.block_mask = {true, mask.batch || mod.batch || blocks.batch, mask.heads || mod.heads || blocks.heads, true,
+                          true};
+  made.mask.array = {};
+  if (StoresBits(p)) made.mask.mask_mod = {};
+  made.mask.q_block = made.mask.kv_block = kMaskBlock;
+  made.mask.element_masks = StoresBits(p) ? OwnBlocks(p, made) : 0;
+  made.mask.row_list = kListHeader + made.block_columns();
+  made.mask.column_list = kListHeader + made.block_rows();
   return made;
 }
 
@@ -63,7 +65,7 @@ Operands WithMaskInBlocks(Operands in, const Scratch& layout, char* scratch) {
 void AddMaskBlocks(const Problem& p, Plan* plan) {
   const int unit = AddMaskUnit(p, plan);
   const Problem made = WithMaskInBlocks(p);
-  const auto words = [&](const char* dims) { return 4 * made.elements(dims, made.block_mask); };
+  const auto words = [&](const char* dims) { return 4 * made.elements(dims, made.mask.block_mask); };
   plan->scratch.Reserve(&Scratch::blocks, words("BNUV"));
   plan->scratch.Reserve(&Scratch::listed_rows, words("BNUR"));
   plan->scratch.Reserve(&Scratch::listed_columns, words("BNVC"));
@@ -71,20 +73,21 @@ void AddMaskBlocks(const Problem& p, Plan* plan) {
   const auto add = [&](const char* entry, int64_t blocks) {
     plan->launches.push_back({unit, entry, blocks, kMaskThreads});
   };
-  add("jax_flash_mask_blocks", made.elements("B", made.block_mask) * OwnBlocks(p, made));
-  add("jax_flash_mask_lists", 2 * made.elements("BN", made.block_mask));
+  add("jax_flash_mask_blocks", made.elements("B", made.mask.block_mask) * OwnBlocks(p, made));
+  add("jax_flash_mask_lists", 2 * made.elements("BN", made.mask.block_mask));
 }
 
 void ReadMasksByRow(const Problem& p, Plan* plan) {
   const bool made = plan->scratch.blocks >= 0;
-  if (made && p.element_masks > 0) plan->scratch.Reserve(&Scratch::mask_bits, 4 * p.elements("BPQW", p.block_mask));
+  if (made && p.mask.element_masks > 0)
+    plan->scratch.Reserve(&Scratch::mask_bits, 4 * p.elements("BPQW", p.mask.block_mask));
 }
 
 void ReadMasksByKey(const Problem& p, Plan* plan) {
-  if (p.element_masks == 0) return;
+  if (p.mask.element_masks == 0) return;
   const bool made = plan->scratch.blocks >= 0;
-  const int64_t masks = p.elements("BP", p.block_mask);
-  plan->scratch.Reserve(&Scratch::transposed_bits, 4 * masks * p.kv_block * WordsOfLine(p.q_block));
+  const int64_t masks = p.elements("BP", p.mask.block_mask);
+  plan->scratch.Reserve(&Scratch::transposed_bits, 4 * masks * p.mask.kv_block * WordsOfLine(p.mask.q_block));
   if (!made) plan->launches.push_back({AddMaskUnit(p, plan), "jax_flash_mask_transpose", masks, kMaskThreads});
 }
 

@@ -17,7 +17,7 @@ void AddSegments(const Problem& p, Plan* plan) {
   Problem any;  // nothing in the kernel depends on the problem: one cubin does for all
   any.dtype = DType::kBF16;
   any.qk_dim = any.v_dim = 64;
-  any.segments = true;
+  any.mask.segment_ids = true;
   const int64_t positions = kSegmentBlock * kSegmentBlocks;
   const int64_t blocks = p.batch * (DivideUp(p.q_len, positions) + DivideUp(p.kv_len, positions));
   const auto bounds = [&](int64_t length) {
@@ -138,7 +138,7 @@ Plan PlanOf(const Problem& p, Pass pass, const Target& target, const Choices& ch
   if (target.capability == 90 && !target.hopper) {
     plan.reasons.push_back("JAX_FLASH_CUDA_KERNELS=sm80: Hopper uses the kernels for Ampere and later");
   }
-  if (p.segments) AddSegments(p, &plan);
+  if (p.mask.segment_ids) AddSegments(p, &plan);
   const bool makes_blocks = MakesMaskBlocks(p, pass, target);
   if (makes_blocks) AddMaskBlocks(p, &plan);
   const Problem& in_blocks = makes_blocks ? WithMaskInBlocks(p) : p;
@@ -211,14 +211,14 @@ int AddUnit(const std::string& file, Asks asks, const Problem& p, const KernelTi
 }
 
 BiasWork BiasWorkIn(const Problem& p, const KernelTiling& tiling) {
-  BiasWork work = {1, 1, p.elements("BNTS", p.bias)};
+  BiasWork work = {1, 1, p.elements("BNTS", p.score.bias)};
   const auto dimension = [&](bool own, int64_t size, int64_t step) {
     (own ? work.tiles : work.summed) *= DivideUp(size, step);
   };
-  dimension(p.bias.batch, p.batch, 1);
-  dimension(p.bias.heads, p.q_heads, 1);
-  dimension(p.bias.rows, p.q_len, tiling.rows);
-  dimension(p.bias.columns, p.kv_len, tiling.cols);
+  dimension(p.score.bias.batch, p.batch, 1);
+  dimension(p.score.bias.heads, p.q_heads, 1);
+  dimension(p.score.bias.rows, p.q_len, tiling.rows);
+  dimension(p.score.bias.columns, p.kv_len, tiling.cols);
   return work;
 }
 

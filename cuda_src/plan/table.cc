@@ -12,7 +12,7 @@ namespace {
 // Tilings with bias_tiles are for a bias that TMA loads, in whole boxes.
 bool IsFor(const Row& row, const Problem& p, const Features& has) {
   return !row.tile.bias_tiles ||
-         (has.Any(kBias) && !BiasByEntry(p) && row.tile.cols * ElementOf(p.bias_dtype).bytes % kBoxBytes == 0);
+         (has.Any(kBias) && !BiasByEntry(p) && row.tile.cols * ElementOf(p.score.bias_dtype).bytes % kBoxBytes == 0);
 }
 
 }  // namespace

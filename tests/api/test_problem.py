@@ -12,8 +12,9 @@ import reached
 import standard
 
 import jax_flash
-from jax_flash import BlockMask, Problem, attention, paged, varlen, windows
+from jax_flash import BlockMask, Problem, attention, paged, varlen
 from jax_flash.block_sparse import Shape
+from jax_flash.masks import Mask
 
 Q = jax.ShapeDtypeStruct((2, 64, 4, 16), "float32")
 BLOCKS = BlockMask.from_mask(np.tri(37, 45, dtype=bool), q_block=16, kv_block=32)
@@ -39,8 +40,8 @@ def described(x):
 )
 def test_bounds_that_hide_nothing(options, causal, left, right):
     q, k = (jax.ShapeDtypeStruct((2, length, 1, 8), "float32") for length in (64, 96))
-    problem = Problem.of(q, k, k, **options)
-    assert (problem.causal, problem.window_left, problem.window_right) == (causal, left, right)
+    mask = Problem.of(q, k, k, **options).mask
+    assert (mask.is_causal, *mask.local_window_size) == (causal, left, right)
 
 
 @pytest.mark.parametrize("case", [*(x for x in cases.FEATURES if not x.traced), cases.Case(block_mask=BLOCKS)], ids=str)
@@ -48,7 +49,7 @@ def test_of_arrays_and_of_shapes(case):
     arrays = case.arrays()
     wanted, _ = cases.problem(case, arrays)
     wanted = dataclasses.replace(wanted, dlogsumexp=False, dq=False, dk=False, dv=False, dbias=False, dsinks=False)
-    wanted = windows.simplified(wanted)
+    wanted = dataclasses.replace(wanted, mask=wanted.mask.simplified(wanted.lengths))
     assert Problem.of(**arrays, **case.options) == wanted
     shapes = {name: described(x) for name, x in arrays.items() if name != "dropout_key"}
     assert Problem.of(**shapes, **case.options) == wanted
@@ -75,7 +76,7 @@ def test_of_packs():
     call = jax.jit(lambda key, *given: jax_flash.varlen_attention(*given, dropout_key=key, **options))
     text = call.lower(jax.eval_shape(jax.random.key, 0), *given).as_text()
     problem = Problem.of_varlen(*given, **options)
-    assert problem.ranges and problem.kv_lengths and problem.encode() in text
+    assert problem.mask == Mask(ranges=True, key_value_seq_lengths=True) and problem.encode() in text
     with pytest.raises(ValueError, match="cu_seqlens_q must begin with 0"):
         Problem.of_varlen(query, query, query, np.array([1, 100]))
 
@@ -244,4 +245,4 @@ def test_costs_that_are_not_known():
 
 def test_repr_is_of_fields_that_differ_from_defaults():
     sizes = "batch=2, q_len=64, kv_len=64, q_heads=4, kv_heads=4, qk_dim=16, v_dim=16"
-    assert repr(Problem.of(Q, Q, Q, is_causal=True)) == f"Problem({sizes}, dtype='float32', causal=True)"
+    assert repr(Problem.of(Q, Q, Q, is_causal=True)) == f"Problem({sizes}, dtype='float32', mask=Mask(is_causal=True))"

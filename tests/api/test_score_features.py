@@ -39,7 +39,7 @@ CAPS = {
 @pytest.mark.parametrize("name", CAPS)
 def test_soft_cap(name):
     problem = described(CAPS[name])
-    assert problem.score_mod is None and problem.soft_cap == (1.0 if name == "one" else 3.0)
+    assert problem.score.score_mod is None and problem.score.logits_soft_cap == (1.0 if name == "one" else 3.0)
     check(CASE(causal=True), lambda: (Mod("score_mod", lambda: CAPS[name], ()),), "flash")
 
 
@@ -62,8 +62,8 @@ def test_bias(name):
 
     x = jnp.asarray(array(*shape), dtype)
     problem = described(make(x))
-    assert problem.score_mod is None and problem.captured == ()
-    assert f"bias={extent}" in problem.encode() and problem.bias_dtype == dtype
+    assert problem.score.score_mod is None and problem.captured == ()
+    assert f"score.bias={extent}" in problem.encode() and problem.score.bias_dtype == dtype
     made = (Mod("score_mod", make, (np.asarray(x.astype("float32")),)),)
     for options in ({"causal": True, "soft_cap": 1.5}, {"dropout": 0.3, "segments": True, "deterministic": True}):
         check(CASE(**options), lambda: made, "flash")
@@ -88,24 +88,24 @@ LEFT_ALONE = {
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_other_functions_stay_programs(name):
     problem = described(LEFT_ALONE[name])
-    assert problem.score_mod is not None and not problem.soft_cap and problem.bias is None
+    assert problem.score.score_mod is not None and not problem.score.logits_soft_cap and problem.score.bias is None
 
 
 def test_where_the_feature_has_no_place():
     cap, bias = CAPS["a number"], lambda s, b, h, q, k: s + PAIRS[q, k]
     given = jax.ShapeDtypeStruct((1, 1, T, S), "float32")
-    assert described(cap, bias=given).score_mod is not None
-    assert described(bias, bias=given).score_mod is not None
-    assert described(cap, logits_soft_cap=2.0).score_mod is not None
-    assert described(bias, query_offset=1).score_mod is not None
-    assert described(bias, logits_soft_cap=2.0).score_mod is None
+    assert described(cap, bias=given).score.score_mod is not None
+    assert described(bias, bias=given).score.score_mod is not None
+    assert described(cap, logits_soft_cap=2.0).score.score_mod is not None
+    assert described(bias, query_offset=1).score.score_mod is not None
+    assert described(bias, logits_soft_cap=2.0).score.score_mod is None
 
 
 def test_derivatives_of_its_own():
     """A function with a rule is not what it computes."""
     tanh = jax.custom_jvp(jnp.tanh)
     tanh.defjvp(lambda primals, tangents: (jnp.tanh(*primals), 5 * tangents[0]))
-    assert described(lambda s, *_: 3 * tanh(s / 3)).score_mod is not None
+    assert described(lambda s, *_: 3 * tanh(s / 3)).score.score_mod is not None
 
 
 def test_one_query():
@@ -113,7 +113,7 @@ def test_one_query():
         return lambda s, b, h, q, k: s + x[q, k]
 
     row = array(1, S)
-    assert described(make(jnp.asarray(row)), T=1).score_mod is None
+    assert described(make(jnp.asarray(row)), T=1).score.score_mod is None
     check(CASE(T=1), lambda: (Mod("score_mod", make, (row,)),), "flash")
 
 
@@ -160,15 +160,15 @@ WINDOWS = {
 
 
 def extent(problem):
-    return problem.window_left, 0 if problem.causal else problem.window_right
+    return problem.mask.reach
 
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_window(name):
     mask_mod, left, right = WINDOWS[name]
     problem = described(mask_mod=mask_mod)
-    assert problem.mask_mod is None and problem.captured == ()
-    assert extent(problem) == (left, right) and problem.causal == (right == 0)
+    assert problem.mask.mask_mod is None and problem.captured == ()
+    assert extent(problem) == (left, right) and problem.mask.is_causal == (right == 0)
     made = (Mod("mask_mod", lambda: mask_mod, ()),)
     check(CASE(), lambda: made, "flash")
     check(CASE(T=S, S=T, offset=True, segments=True, dropout=0.3), lambda: made, "flash")
@@ -183,7 +183,7 @@ def test_a_window_beside_others():
     assert extent(described(mask_mod=ahead, is_causal=True)) == (-1, 0)
     assert extent(described(mask_mod=WINDOWS["causal"][0], local_window_size=(3, 9))) == (3, 0)
     wider = described(mask_mod=both, local_window_size=(3, 9), score_mod=LEFT_ALONE["for keys alone"], query_offset=2)
-    assert extent(wider) == (3, 5) and wider.mask_mod is None and wider.score_mod is not None
+    assert extent(wider) == (3, 5) and wider.mask.mask_mod is None and wider.score.score_mod is not None
     case = CASE(causal=True)
     check(case, lambda: (Mod("mask_mod", lambda: both, ()),), "flash")
 
@@ -211,7 +211,7 @@ OTHER_MASKS = {
 @pytest.mark.parametrize("name", OTHER_MASKS)
 def test_other_masks_stay_programs(name):
     problem = described(mask_mod=OTHER_MASKS[name])
-    assert problem.mask_mod is not None and extent(problem) == (-1, -1)
+    assert problem.mask.mask_mod is not None and extent(problem) == (-1, -1)
 
 
 @pytest.mark.parametrize("transform", ["jit", "vmap", "sharded"])

@@ -289,8 +289,8 @@ def test_a_mask_alone():
     problem = jax_flash.Problem.of(
         *(jax.ShapeDtypeStruct((1, 4, 2, 8), "float32"),) * 3, mask_mod=lambda b, h, q, k: q > k
     )
-    assert (problem.score_mod, problem.captured) == (None, ())
-    assert problem.differentiated({"dq"}).score_grad is None
+    assert (problem.score.score_mod, problem.captured) == (None, ())
+    assert problem.differentiated({"dq"}).score.score_grad is None
 
 
 @pytest.mark.parametrize("implementation", ["flash", "xla"])

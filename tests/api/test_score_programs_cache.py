@@ -75,7 +75,7 @@ def loop(score_mod):
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
 def test_another_derivative_without_code(kind):
     double, half = loop(with_rule(lambda x: 4 * x, kind)), loop(with_rule(lambda x: x, kind))
-    assert described(score_mod=double).score_mod.refusal
+    assert described(score_mod=double).score.score_mod.refusal
     assert described(score_mod=double) != described(score_mod=half)
     assert described(score_mod=double) == described(score_mod=double)
 
@@ -96,7 +96,7 @@ def test_what_a_jitted_function_captures_is_an_operand(wrap):
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
     if wrap is not loop:
         assert described(score_mod=score_mod(tables[0])) == described(score_mod=score_mod(tables[1]))
-        assert described(score_mod=score_mod(tables[0])).score_mod.refusal is None
+        assert described(score_mod=score_mod(tables[0])).score.score_mod.refusal is None
 
 
 def test_what_a_function_with_its_own_rule_captures_is_told_apart():
@@ -185,7 +185,7 @@ def test_what_is_traced_again_is_not_lowered_again():
 
 def test_numbers_are_told_apart_by_their_bits():
     next_to = np.nextafter(np.float32(0.1), np.float32(1))
-    texts = {described(score_mod=lambda s, *_, x=x: s * x).score_mod.text for x in (0.1, next_to, 0.0, -0.0)}
+    texts = {described(score_mod=lambda s, *_, x=x: s * x).score.score_mod.text for x in (0.1, next_to, 0.0, -0.0)}
     assert len(texts) == 4
 
 
@@ -194,7 +194,7 @@ def test_numbers_are_told_apart_from_variables():
         return jnp.where(q > k, 1, 2)
 
     mods = [lambda b, h, q, k: width(q, k) + 3 > q, lambda b, h, q, k: (lambda w: w + w)(width(q, k)) > q]
-    assert len({described(mask_mod=mod).mask_mod.text for mod in mods}) == 2
+    assert len({described(mask_mod=mod).mask.mask_mod.text for mod in mods}) == 2
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -205,7 +205,7 @@ def test_types_that_are_not_printed_are_told_apart(order):
         def score_mod(s, b, h, q, k):
             return jnp.where(jnp.where(q > k, number(1), number(2)) + number(order) > 2, s, 2 * s)
 
-        return described(score_mod=score_mod).score_mod.refusal
+        return described(score_mod=score_mod).score.score_mod.refusal
 
     with jax.enable_x64(True):
         refusals = {number: refusal(number) for number in (int, np.int64)[::order]}
@@ -218,7 +218,7 @@ def test_a_refusal_has_the_line_of_its_own_function():
         lambda s, *_: lax.igamma(s, s),
         lambda s, *_: lax.igamma(s, s),
     )
-    refusals = [described(score_mod=function).score_mod.refusal for function in (one, other, one)]
+    refusals = [described(score_mod=function).score.score_mod.refusal for function in (one, other, one)]
     assert refusals[0] == refusals[2] != refusals[1]
 
 

@@ -249,7 +249,7 @@ def test_the_line_is_the_users():
     def score_mod(s, b, h, q, k):
         return s * jnp.square(SMALL[q])  # this line
 
-    reason = Problem.of(QUERY, QUERY, QUERY, score_mod=score_mod).score_mod.refusal
+    reason = Problem.of(QUERY, QUERY, QUERY, score_mod=score_mod).score.score_mod.refusal
     lines = open(__file__).read().splitlines()
     number = int(re.search(r"test_score_programs_errors.py:(\d+)", reason)[1])
     assert lines[number - 1].endswith("# this line")
@@ -282,7 +282,7 @@ def test_numbers_of_float32_under_x64(x64):
         return s + jnp.where(q > k, 0.5, 1.0) - (q // 2) % 3 + jnp.clip(k, 1, 3)
 
     problem = Problem.of(QUERY, QUERY, QUERY, score_mod=score_mod)
-    assert problem.score_mod.refusal is None
+    assert problem.score.score_mod.refusal is None
     q, k = np.arange(5)[:, None], np.arange(5)
     bias = (np.where(q > k, 0.5, 1.0) - (q // 2) % 3 + np.clip(k, 1, 3)).astype(np.float32)
     np.testing.assert_allclose(attend("xla", score_mod=score_mod), attend("xla", bias=bias), rtol=1e-5, atol=1e-6)

@@ -62,7 +62,7 @@ def described(T, S, causal, window, offset, lengths):
     """The ranges of rows and of keys, and what the mask_mod says of each entry."""
     q, k = (jnp.zeros((1, size, 1, 8)) for size in (T, S))
     problem, operands = arguments.problem_and_operands(q, k, k, None, None, Call(is_causal=causal))
-    given = {"q_lengths": lengths[:1], "kv_lengths": lengths[1:], "query_offset": offset[None]}
+    given = {"query_seq_lengths": lengths[:1], "key_value_seq_lengths": lengths[1:], "query_offset": offset[None]}
     _, operands = windows.as_ranges(problem, operands.replaced(given), windows.Bounds(*window))
     mod = jax.vmap(jax.vmap(windows.mask_mod(windows.Bounds(*window)), (None, None, None, 0)), (None, None, 0, None))
     return operands.keys_of_rows[0], operands.rows_of_keys[0], mod(0, 0, offset + jnp.arange(T), jnp.arange(S))
@@ -196,8 +196,9 @@ def test_modules():
 
 def test_is_described():
     q, w = jax.ShapeDtypeStruct((2, 64, 4, 16), "float32"), jax.ShapeDtypeStruct((), "int32")
-    assert Problem.of(q, q, q, local_window_size=w).ranges
-    assert Problem.of(q, q, q, local_window_size=(w, 3), mask=jax.ShapeDtypeStruct((64, 64), "bool")).window_right == 3
+    assert Problem.of(q, q, q, local_window_size=w).mask.ranges
+    masked = Problem.of(q, q, q, local_window_size=(w, 3), mask=jax.ShapeDtypeStruct((64, 64), "bool")).mask
+    assert masked.local_window_size.right == 3
     assert Problem.of_varlen(*(jax.ShapeDtypeStruct((9, 4, 16), "float32"),) * 3, np.array([0, 9]), local_window_size=w)
 
 

@@ -102,12 +102,12 @@ def test_a_mask_mod_that_is_a_window(mask_mod, given, window):
     q, k = tokens(55, 2, 16), tokens(75, 1, 16, 1)
     for cu in packs:
         of_varlen = functools.partial(jax_flash.Problem.of_varlen, q, k, k, *cu)
-        assert of_varlen(mask_mod=mask_mod, **given).mask_mod is None
+        assert of_varlen(mask_mod=mask_mod, **given).mask.mask_mod is None
         attend = functools.partial(jax_flash.varlen_attention, q, k, k, *cu)
         o = attend(mask_mod=mask_mod, **given)
         np.testing.assert_array_equal(o, attend(**window))
         by_entry = {"mask_mod": lambda *x: mask_mod(*x) & (x[2] > -(10**6)), **given}
-        assert of_varlen(**by_entry).mask_mod is not None
+        assert of_varlen(**by_entry).mask.mask_mod is not None
         np.testing.assert_allclose(o, attend(**by_entry, implementation="reference"), atol=1e-5)
 
 

@@ -18,8 +18,11 @@ import pytest
 
 import jax_flash
 from jax_flash import BlockMask, dropout
+from jax_flash.description import Extent
+from jax_flash.masks import Mask, WindowSize
 from jax_flash.operands import Operands
-from jax_flash.problem import Extent, Problem
+from jax_flash.problem import Problem
+from jax_flash.scores import Score
 
 Arrays = dict[str, Any]  # NumPy's, and a BlockMask of them
 DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
@@ -214,9 +217,6 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
     """The same for the functions below the public ones, which take a `Problem`; all gradients are asked for."""
     given = {name: jnp.asarray(x) for name, x in arrays.items() if name in Operands._fields}
     B, N = case.B, case.N
-    names = {"query_seq_lengths": "q_lengths", "key_value_seq_lengths": "kv_lengths"}
-    names |= {"query_segment_ids": "q_segments", "key_value_segment_ids": "kv_segments"}
-    given |= {to: jnp.asarray(arrays[name]) for name, to in names.items() if name in arrays}
     scale = case.scale if case.scale is not None else max(case.D, 1) ** -0.5
     given["scale"] = np.asarray(scale, "float64" if arrays["query"].dtype == "float64" else "float32")
     if case.sinks:
@@ -227,7 +227,6 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         given["head_id"] = jnp.arange(N, dtype=jnp.uint32) * (not case.broadcast_dropout)
     if case.block_mask is not None:
         given |= {name: jnp.asarray(x) for name, x in case.block_mask.arrays().items()}
-    left, right = case.window or (-1, -1)
     described = Problem(
         batch=B,
         q_len=case.T,
@@ -237,18 +236,21 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         qk_dim=case.D,
         v_dim=case.E,
         dtype=arrays["query"].dtype.name,
-        soft_cap=case.soft_cap or 0.0,
-        causal=case.causal,
-        window_left=left,
-        window_right=right,
-        bias_dtype=arrays["bias"].dtype.name if case.bias else "none",
-        bias=Extent(*(e != "1" for e in case.bias)) if case.bias else None,
-        mask=Extent(*(e != "1" for e in case.mask)) if case.mask else None,
+        mask=Mask(
+            is_causal=case.causal,
+            local_window_size=WindowSize(*(case.window or ())),
+            query_seq_lengths=case.lengths,
+            key_value_seq_lengths=case.lengths,
+            segment_ids=bool(case.segments),
+            query_offset=case.offset,
+            array=Extent(*(e != "1" for e in case.mask)) if case.mask else None,
+        ),
+        score=Score(
+            logits_soft_cap=case.soft_cap or 0.0,
+            bias=Extent(*(e != "1" for e in case.bias)) if case.bias else None,
+            bias_dtype=arrays["bias"].dtype.name if case.bias else "none",
+        ),
         sinks=Extent.of(given["sinks"]) if case.sinks else None,
-        q_lengths=case.lengths,
-        kv_lengths=case.lengths,
-        segments=bool(case.segments),
-        query_offset=case.offset,
         drop_threshold=dropout.threshold(case.dropout),
         deterministic=case.deterministic,
         dlogsumexp=True,
@@ -260,7 +262,8 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
     )
     if case.block_mask is not None:
         shape = case.block_mask.shape
-        described = described.with_block_mask(given, shape.q_block, shape.kv_block)
+        blocks = Mask.of_blocks(given, shape.q_block, shape.kv_block)
+        described = dataclasses.replace(described, mask=described.mask & blocks)
     return described, Operands(**given)
 
 

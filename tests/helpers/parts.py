@@ -1,17 +1,17 @@
 """Calls of a part of the rows and keys of a whole call, as the devices of a divided sequence make them."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plans
 from cases import Case
 
 from jax_flash import arguments, custom_calls, sequence
 from jax_flash.call import Call
 
-ROWS, KEYS = ("query", "q_segments", "o", "do"), ("key", "value", "kv_segments")
+ROWS, KEYS = ("query", "query_segment_ids", "o", "do"), ("key", "value", "key_value_segment_ids")
 
 
 def check(case: Case, dtype: str, tolerance: float, **mods: Any) -> None:
@@ -33,13 +33,13 @@ def check(case: Case, dtype: str, tolerance: float, **mods: Any) -> None:
     def parts(operands, o, l, m):
         of_rows = {name: x[:, T:] for name, x in {**operands.arrays(), "o": o, "do": do}.items() if name in ROWS}
         statistics = {"o": of_rows.pop("o"), "l": l[:, :, T:], "m": m[:, :, T:], "do": of_rows.pop("do")}
-        offset = operands.query_offset if problem.query_offset else jnp.zeros(case.B, jnp.int32)
+        offset = operands.query_offset if problem.mask.query_offset else jnp.zeros(case.B, jnp.int32)
         rows, gradients = None, []
         for start in (0, S):
             of_keys = {name: x[:, start : start + S] for name, x in operands.arrays().items() if name in KEYS}
             of_part = {"origin": jnp.asarray([T, start], jnp.int32), "query_offset": offset + T - start}
             part = operands.replaced({**of_rows, **of_keys, **of_part})
-            small = dataclasses.replace(problem, q_len=T, kv_len=S, origin=True, query_offset=True)
+            small = plans.changed(problem, q_len=T, kv_len=S, origin=True, query_offset=True)
             found = custom_calls.forward(small, False, part)
             rows = found if rows is None else sequence.merge(rows, found)
             asked = small.differentiated({"dq", "dk", "dv"})

@@ -3,17 +3,33 @@
 import dataclasses
 
 from jax_flash import _native
-from jax_flash.problem import Extent, Problem
+from jax_flash.description import Extent
+from jax_flash.masks import Mask
+from jax_flash.problem import Problem
+from jax_flash.scores import Score
 
 BASE = Problem(2, 512, 512, 8, 4, 64, 64, "bfloat16")
 GRADIENTS = {"dq": True, "dk": True, "dv": True}
-THREE_MASKS = {"causal": True, "q_lengths": True, "query_offset": True}  # no backward is one kernel beside so many
+THREE_MASKS = {
+    "is_causal": True,
+    "query_seq_lengths": True,
+    "query_offset": True,
+}  # no backward is one kernel beside so many
 EVERY = Extent(True, True, True, True)
 BIASED = {"bias_dtype": "float32", "bias": EVERY}
 
 
+def changed(problem: Problem, **changes) -> Problem:
+    """The problem with other values of these fields, which may be fields of its mask and its score."""
+    parts = {}
+    for name, kind in (("mask", Mask), ("score", Score)):
+        own = {field.name: changes.pop(field.name) for field in dataclasses.fields(kind) if field.name in changes}
+        parts[name] = dataclasses.replace(getattr(problem, name), **own)
+    return dataclasses.replace(problem, **parts, **changes)
+
+
 def problem(**changes) -> Problem:
-    return dataclasses.replace(BASE, **changes)
+    return changed(BASE, **changes)
 
 
 def kernels(arch="sm_90a", backward=False, **changes) -> list[tuple[str, str]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
+from plans import changed
 
-from jax_flash.problem import Captured, Problem, Program
+from jax_flash.problem import Problem
+from jax_flash.programs.program import Captured, Program
 
 FLOAT = {
     **dict.fromkeys(("add", "sub", "mul", "div", "rem", "min", "max", "pow", "atan2"), "ff"),
@@ -54,9 +55,8 @@ def call(described: Problem, operands: Any, arrays: Any, cotangents: Any = None)
     D, E, accumulated = described.qk_dim, described.v_dim, described.accumulation_dtype
     flat = [x.reshape(x.shape[0] if a.batch else 1, -1) for a, x in zip(described.captured, arrays, strict=True)]
     if cotangents is None:
-        described = dataclasses.replace(
-            described, score_grad=None, captured=tuple(a._replace(gradient=False) for a in described.captured)
-        )
+        without = tuple(a._replace(gradient=False) for a in described.captured)
+        described = changed(described, score_grad=None, captured=without)
         types = [((B, T, N, E), described.dtype), ((B, N, T), accumulated), ((B, N, T), accumulated)]
     else:
         types = [((B, T, N, D), described.dtype), ((B, S, K, D), described.dtype), ((B, S, K, E), described.dtype)]

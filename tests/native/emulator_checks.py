@@ -23,6 +23,7 @@ import standard
 from accuracy import assert_accurate, by_numpy, check, check_tf32, errors
 from block_masks import sparse
 from cases import DIFFERENTIATED, Case, problem, with_gradients
+from plans import changed
 
 import jax_flash
 from jax_flash import BlockMask, _native
@@ -576,7 +577,7 @@ def test_warpgroups_that_walk_keys_of_their_own(case, monkeypatch):
         whole = dataclasses.replace(case.case, B=1, T=case.whole.T, S=case.whole.S, causal=False)
     described, _ = problem(whole, whole.arrays("bfloat16"))
     if case is not whole:
-        described = dataclasses.replace(described, ranges=True, kv_lengths=True)
+        described = changed(described, ranges=True, key_value_seq_lengths=True)
     assert _native.cuda_plan(described.encode(), False, "sm_90a", int(MULTIPROCESSORS))[-1][2]["rows"] == 256
     check(case, "bfloat16") if case is whole else packs.check(case, "bfloat16")
 

@@ -10,7 +10,7 @@ from plans import GRADIENTS, problem, scratch
 from jax_flash import _native
 
 FORWARD = problem(qk_dim=128, v_dim=128).encode()
-BACKWARD = problem(qk_dim=128, v_dim=128, soft_cap=2.0, **GRADIENTS).encode()
+BACKWARD = problem(qk_dim=128, v_dim=128, logits_soft_cap=2.0, **GRADIENTS).encode()
 TILES = [f"128 x {cols}" for cols in (128, 96, 64, 32, 16)]  # of the forward, in the order in which they are tried
 
 
@@ -76,5 +76,5 @@ def test_ampere_follows_hopper_in_a_backward(tmp_path):
     assert tiles == "64 x 128"
     assert reasons == ["Hopper tiles of 64 x 128 are not used: the compiler has too few registers for them"]
     everywhere = _native.cuda_scratch_bytes(BACKWARD, True, True)
-    of_ampere = scratch("sm_80", True, qk_dim=128, v_dim=128, soft_cap=2.0, **GRADIENTS)
+    of_ampere = scratch("sm_80", True, qk_dim=128, v_dim=128, logits_soft_cap=2.0, **GRADIENTS)
     assert of_ampere <= _native.cuda_explain(BACKWARD, True, "sm_90a")[1] <= everywhere

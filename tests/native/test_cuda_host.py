@@ -12,7 +12,9 @@ from plans import EVERY, GRADIENTS, THREE_MASKS, everywhere, fields, kernels, pr
 
 import jax_flash
 from jax_flash import _native, compilation
-from jax_flash.problem import Extent, Program
+from jax_flash.description import Extent
+from jax_flash.masks import WindowSize
+from jax_flash.programs.program import Program
 
 # --- refusals ---
 
@@ -92,17 +94,17 @@ NOT_ALONGSIDE = [
     {"batch": 64, "q_len": 2048},
     {"dtype": "float32"},
     {"qk_dim": 136},
-    {"soft_cap": 2.0},
+    {"logits_soft_cap": 2.0},
     {"bias_dtype": "float32", "bias": EVERY},
-    {"causal": True, "segments": True, "kv_lengths": True},
-    {"window_left": 100, "q_lengths": True, "query_offset": True},
-    {"drop_threshold": 9, "causal": True, "q_lengths": True},
-    {"drop_threshold": 9, "causal": True, "dlogsumexp": True},
+    {"is_causal": True, "segment_ids": True, "key_value_seq_lengths": True},
+    {"local_window_size": WindowSize(100), "query_seq_lengths": True, "query_offset": True},
+    {"drop_threshold": 9, "is_causal": True, "query_seq_lengths": True},
+    {"drop_threshold": 9, "is_causal": True, "dlogsumexp": True},
     {**LISTS, "kv_heads": 4},
     {**LISTS, "batch": 64, "row_list": 5},
     {**LISTS, "column_list": 19},
-    *({**LISTS, name: True} for name in ("causal", "segments", "q_lengths", "kv_lengths")),
-    {**LISTS, "window_left": 100},
+    *({**LISTS, name: True} for name in ("is_causal", "segment_ids", "query_seq_lengths", "key_value_seq_lengths")),
+    {**LISTS, "local_window_size": WindowSize(100)},
     {**LISTS, "drop_threshold": 9, "qk_dim": 128},
 ]
 
@@ -110,9 +112,21 @@ NOT_ALONGSIDE = [
 def test_backward_alongside():
     """On Hopper one kernel can be all of a backward."""
     own = {"kv_heads": 8, **GRADIENTS}
-    listed = ({"mask": EVERY}, {**LISTS, "batch": 64}, {**LISTS, "row_list": 3, "column_list": 18, "drop_threshold": 9})
-    two = ({"causal": True, "segments": True}, {"drop_threshold": 9, "causal": True})
-    for common in ({}, {"causal": True}, {"v_dim": 128}, {"segments": True}, {"drop_threshold": 9}, *two, *listed):
+    listed = (
+        {"array": EVERY},
+        {**LISTS, "batch": 64},
+        {**LISTS, "row_list": 3, "column_list": 18, "drop_threshold": 9},
+    )
+    two = ({"is_causal": True, "segment_ids": True}, {"drop_threshold": 9, "is_causal": True})
+    for common in (
+        {},
+        {"is_causal": True},
+        {"v_dim": 128},
+        {"segment_ids": True},
+        {"drop_threshold": 9},
+        *two,
+        *listed,
+    ):
         assert kernels("sm_90a", True, **own, **common)[-1:] == [("hopper/backward.cuh", "jax_flash_backward")]
         assert fields("sm_90a", True, **own, **common)["alongside"] == 1
     for changes in NOT_ALONGSIDE:
@@ -127,20 +141,20 @@ LONG = {"batch": 64, "q_len": 2**16, "kv_len": 2**16}
     ("changes", "sum_kv", "together"),
     [
         ({"kv_heads": 4}, True, False),
-        ({"kv_heads": 1, "causal": True}, True, False),
+        ({"kv_heads": 1, "is_causal": True}, True, False),
         ({"kv_heads": 1, "drop_threshold": 9}, False, False),
-        ({"kv_heads": 1, "drop_threshold": 9, "causal": True}, False, True),
-        ({"kv_heads": 1, "drop_threshold": 9, "qk_dim": 96, "causal": True}, True, False),
-        ({"batch": 8, "kv_heads": 4, "causal": True}, True, False),
-        ({"batch": 64, "kv_heads": 4, "causal": True}, False, False),
+        ({"kv_heads": 1, "drop_threshold": 9, "is_causal": True}, False, True),
+        ({"kv_heads": 1, "drop_threshold": 9, "qk_dim": 96, "is_causal": True}, True, False),
+        ({"batch": 8, "kv_heads": 4, "is_causal": True}, True, False),
+        ({"batch": 64, "kv_heads": 4, "is_causal": True}, False, False),
         ({"batch": 64, "kv_heads": 1}, False, False),
-        ({"batch": 64, "kv_heads": 1, "causal": True}, False, True),
-        ({"batch": 64, "kv_heads": 1, "causal": True, "qk_dim": 256}, False, True),
-        ({"batch": 64, "kv_heads": 1, "causal": True, "dtype": "float32"}, False, True),
-        ({"batch": 64, "kv_heads": 8, "causal": True}, False, False),
+        ({"batch": 64, "kv_heads": 1, "is_causal": True}, False, True),
+        ({"batch": 64, "kv_heads": 1, "is_causal": True, "qk_dim": 256}, False, True),
+        ({"batch": 64, "kv_heads": 1, "is_causal": True, "dtype": "float32"}, False, True),
+        ({"batch": 64, "kv_heads": 8, "is_causal": True}, False, False),
         ({**LONG, "kv_heads": 2}, True, False),
-        ({**LONG, "kv_heads": 1, "causal": True}, True, False),
-        ({**LONG, "kv_heads": 2, "window_left": 100}, False, False),
+        ({**LONG, "kv_heads": 1, "is_causal": True}, True, False),
+        ({**LONG, "kv_heads": 2, "local_window_size": WindowSize(100)}, False, False),
         ({**LONG, "kv_heads": 2, "kv_len": 2**17}, False, False),
         ({**LONG, "kv_heads": 2, "q_len": 2**15, "kv_len": 2**15}, False, False),
         ({**LONG, "kv_heads": 2, "q_len": 2**15, "kv_len": 2**15, "qk_dim": 128, "v_dim": 128}, True, False),
@@ -177,7 +191,7 @@ def test_float32_on_hopper():
     assert hopper == ("hopper/forward.cuh", "jax_flash_forward")
     for changes in ({"full_precision": True}, {"v_dim": 136}):
         assert kernels(dtype="float32", **changes) == [ampere]
-    beyond = ({"full_precision": True}, {"qk_dim": 136}, {"soft_cap": 1.0})
+    beyond = ({"full_precision": True}, {"qk_dim": 136}, {"logits_soft_cap": 1.0})
     for changes, family in (({}, "hopper"), *((x, "ampere") for x in beyond)):
         names = [name for name, _ in kernels("sm_90a", True, dtype="float32", **GRADIENTS, **changes)]
         assert set(names) == {f"{family}/backward.cuh"}
@@ -189,7 +203,7 @@ def test_float32_on_hopper():
         ({}, "hopper"),
         ({"qk_dim": 96, "v_dim": 96}, "hopper"),
         ({"qk_dim": 104}, "ampere"),
-        ({"mask": EVERY}, "ampere"),
+        ({"array": EVERY}, "ampere"),
     ],
 )
 def test_bias_in_the_tf32_backward(changes, family):
@@ -212,7 +226,7 @@ def test_a_family_can_be_asked_for(monkeypatch):
 
 def test_segments_come_first():
     for backward, last in ((False, "jax_flash_forward"), (True, "jax_flash_backward_finish")):
-        launches = kernels(backward=backward, segments=True, **(GRADIENTS | THREE_MASKS if backward else {}))
+        launches = kernels(backward=backward, segment_ids=True, **(GRADIENTS | THREE_MASKS if backward else {}))
         assert launches[0] == ("scheduler/segments.cuh", "jax_flash_segments")
         assert launches[-1][1] == last
 
@@ -249,7 +263,7 @@ def test_block_masks_leave_the_keys_whole():
 
 def test_a_paged_prefill_reserves_nothing():
     """Causal tiles on Hopper take a counter, but the kernels for pages are those for Ampere."""
-    prefill = {"batch": 40, "causal": True, "kv_lengths": True, "query_offset": True}
+    prefill = {"batch": 40, "is_causal": True, "key_value_seq_lengths": True, "query_offset": True}
     assert scratch(**prefill) == 256
     assert scratch(**prefill, page=16, pages=100) == 0
 
@@ -266,7 +280,7 @@ def test_a_mask_mod_is_not_stored(program, heads, arch, backward):
     most += 8 * N // 8  # and a bit for each row of 8 heads, which may be empty
     assert plain <= scratch(arch, backward, **masked) <= plain + most
     given = {"block_mask": EVERY, "q_block": 128, "kv_block": 128, "row_list": 4, "column_list": 4}
-    for bits in ({"mask": Extent(False, False, True, True)}, given):  # where other masks are read beside it, it is
+    for bits in ({"array": Extent(False, False, True, True)}, given):  # where other masks are read beside it, it is
         assert scratch(arch, backward, **masked | bits) >= plain + N**2 // 8
 
 
@@ -303,10 +317,10 @@ def test_parts_of_the_keys_need_memory(batch, kv_heads, kv_len, parts):
 def test_lengths_balance_the_work(batch, kv_heads, kv_len, stretches):
     """A part of the keys more than there are tiles of Q, for each stretch but one at most."""
     given = {"batch": batch, "q_heads": 4 * kv_heads, "kv_heads": kv_heads, "kv_len": kv_len, "q_len": 1}
-    given |= {"qk_dim": 128, "v_dim": 128, "kv_lengths": True}
+    given |= {"qk_dim": 128, "v_dim": 128, "key_value_seq_lengths": True}
     assert fields("sm_90a", **given)["balanced"] == 1
     assert fields("sm_90a", **given | {"batch": 1})["balanced"] == 0
-    assert fields("sm_90a", **given | {"kv_lengths": False})["balanced"] == 0
+    assert fields("sm_90a", **given | {"key_value_seq_lengths": False})["balanced"] == 0
     expected = (batch + stretches) * kv_heads * 16 * (128 + 2) * 4
     assert expected <= scratch("sm_90a", **given) <= expected + batch * 8 + 1024
 
@@ -314,7 +328,7 @@ def test_lengths_balance_the_work(batch, kv_heads, kv_len, stretches):
 def test_no_more_blocks_than_fit_at_once():
     """They have 55 KiB, and one more that CUDA takes: of 227, 163 and 99."""
     for arch, multiprocessors, fit in (("sm_90a", 132, 4), ("sm_80", 108, 2), ("sm_89", 132, 1)):
-        given = {"batch": 64, "q_heads": 4, "kv_heads": 4, "kv_len": 8192, "q_len": 1, "kv_lengths": True}
+        given = {"batch": 64, "q_heads": 4, "kv_heads": 4, "kv_len": 8192, "q_len": 1, "key_value_seq_lengths": True}
         expected = (64 + fit * multiprocessors // 4) * 4 * 16 * (128 + 2) * 4
         assert expected <= scratch(arch, **given | {"qk_dim": 128, "v_dim": 128}) <= expected + 2048
 
@@ -329,15 +343,15 @@ def test_only_the_gradients_asked_for():
 @pytest.mark.parametrize(
     ("changes", "empty"),
     [
-        ({"causal": True}, False),
-        ({"window_left": 100, "window_right": 0}, False),
-        ({"window_right": 3}, False),
-        ({"window_left": 100, "q_len": 612}, False),
-        ({"window_left": 100, "q_len": 613}, True),  # the window of the last row lies beyond the keys
+        ({"is_causal": True}, False),
+        ({"local_window_size": WindowSize(100, 0)}, False),
+        ({"local_window_size": WindowSize(right=3)}, False),
+        ({"local_window_size": WindowSize(100), "q_len": 612}, False),
+        ({"local_window_size": WindowSize(100), "q_len": 613}, True),  # the window of the last row lies beyond the keys
         ({"query_offset": True}, False),
-        ({"query_offset": True, "causal": True}, True),
-        ({"kv_lengths": True}, True),
-        ({"segments": True}, True),
+        ({"query_offset": True, "is_causal": True}, True),
+        ({"key_value_seq_lengths": True}, True),
+        ({"segment_ids": True}, True),
         ({"bias_dtype": "float32", "bias": EVERY}, True),
     ],
 )
@@ -350,11 +364,19 @@ def test_empty_rows_cost_something_where_there_may_be_some(arch, changes, empty)
     ("changes", "last"),
     [
         ({}, "jax_flash_backward_finish"),
-        ({"causal": True, "window_left": 300, "q_lengths": True, "drop_threshold": 3277}, "jax_flash_backward_finish"),
+        (
+            {
+                "is_causal": True,
+                "local_window_size": WindowSize(300),
+                "query_seq_lengths": True,
+                "drop_threshold": 3277,
+            },
+            "jax_flash_backward_finish",
+        ),
         ({"qk_dim": 256}, "jax_flash_backward_query"),
-        ({"segments": True}, "jax_flash_backward_query"),
-        ({"soft_cap": 2.0}, "jax_flash_backward_query"),
-        ({"window_left": 300, "query_offset": True}, "jax_flash_backward_query"),
+        ({"segment_ids": True}, "jax_flash_backward_query"),
+        ({"logits_soft_cap": 2.0}, "jax_flash_backward_query"),
+        ({"local_window_size": WindowSize(300), "query_offset": True}, "jax_flash_backward_query"),
     ],
     ids=str,
 )
@@ -366,7 +388,7 @@ def test_deterministic_gradients_are_summed_in_order_or_by_one_block(changes, la
 
 
 def test_a_deterministic_query_gradient_alone():
-    alone = kernels(backward=True, deterministic=True, dq=True, soft_cap=2.0)
+    alone = kernels(backward=True, deterministic=True, dq=True, logits_soft_cap=2.0)
     assert alone == [("ampere/backward_query.cuh", "jax_flash_backward_query")]
 
 
@@ -389,7 +411,13 @@ def test_gradient_of_a_bias(arch, extent):
 def test_hoppers_gradient_of_a_bias():
     """16-bit elements, head dims up to 128, blocks of whole tiles; parts fill the multiprocessors."""
     biased = {"bias_dtype": "bfloat16", "bias": Extent(False, True, True, True), "dbias": True}
-    for changes in ({}, {"qk_dim": 128}, {"kv_len": 513}, {"soft_cap": 2.0, "drop_threshold": 9}, {"mask": EVERY}):
+    for changes in (
+        {},
+        {"qk_dim": 128},
+        {"kv_len": 513},
+        {"logits_soft_cap": 2.0, "drop_threshold": 9},
+        {"array": EVERY},
+    ):
         assert ("hopper/backward_bias.cuh", "jax_flash_backward_bias") in kernels("sm_90a", True, **biased | changes)
     torn = {"block_mask": EVERY, "q_block": 64, "kv_block": 128, "row_list": 6, "column_list": 10}
     for changes in ({"dtype": "float32"}, {"v_dim": 136}, torn):
@@ -403,23 +431,23 @@ def test_hoppers_gradient_of_a_bias():
 @pytest.mark.parametrize("empty", ["batch", "q_len", "kv_len"])
 def test_nothing_to_compute(empty):
     for backward in (False, True):
-        assert kernels(backward=backward, segments=True, **{empty: 0}, **GRADIENTS) == []
-        assert everywhere(backward, segments=True, **{empty: 0}, **GRADIENTS) == 0
+        assert kernels(backward=backward, segment_ids=True, **{empty: 0}, **GRADIENTS) == []
+        assert everywhere(backward, segment_ids=True, **{empty: 0}, **GRADIENTS) == 0
 
 
 def test_fields_say_what_the_problem_uses():
     features = {
-        "causal": {"causal": 1},
-        "window_left": {"window": 1},
-        "q_lengths": {"q_lengths": 1},
-        "kv_lengths": {"kv_lengths": 1},
+        "is_causal": {"causal": 1},
+        "local_window_size": {"window": 1},
+        "query_seq_lengths": {"q_lengths": 1},
+        "key_value_seq_lengths": {"kv_lengths": 1},
         "query_offset": {"query_offset": 1},
-        "soft_cap": {"soft_cap": 1},
+        "logits_soft_cap": {"soft_cap": 1},
         "drop_threshold": {"dropout": 1},
     }
     plain = fields()
     for field, expected in features.items():
-        changed = fields(**{field: 1})
+        changed = fields(**{field: WindowSize(1) if field == "local_window_size" else 1})
         tiles = {"rows", "cols", "groups", "stages"}
         assert {k: v for k, v in changed.items() if plain[k] != v and k not in tiles} == expected, field
     assert fields(full_precision=True)["full_precision"] == 0  # a matter of float32
@@ -435,9 +463,9 @@ def test_scratch_is_linear_in_the_length():
     assert scratch() == everywhere() == 0
     rows = 2 * 8 * 4096
     for arch in ("sm_80", "sm_90a"):
-        alone = GRADIENTS | {"deterministic": True, "soft_cap": 2.0}
+        alone = GRADIENTS | {"deterministic": True, "logits_soft_cap": 2.0}
         assert backward(4096, arch, **alone) == 4 * rows * 2  # two numbers a row
-        assert backward(4096, arch, **alone, segments=True) * 2 == backward(8192, arch, **alone, segments=True)
+        assert backward(4096, arch, **alone, segment_ids=True) * 2 == backward(8192, arch, **alone, segment_ids=True)
     assert backward(4096, "sm_80", **GRADIENTS) == 4 * rows * (64 + 2)  # and one dQ in float32
     biased = {"bias_dtype": "float32", "bias": EVERY, "deterministic": True}
     assert backward(4096, **GRADIENTS, **biased) == 4 * rows * 3 + rows // 8  # and a bit
@@ -449,8 +477,8 @@ def test_scratch_is_linear_in_the_length():
     [
         ({}, 132, 9 * 4),  # 132 of the 144 tiles of keys of 9 heads at a time
         ({}, 100, 7 * 4),
-        ({"causal": True}, 132, 9 * 6),
-        ({"causal": True}, 33, 3 * 6),
+        ({"is_causal": True}, 132, 9 * 6),
+        ({"is_causal": True}, 33, 3 * 6),
         ({"batch": 1}, 132, 16),
     ],
 )
@@ -467,9 +495,9 @@ def test_hoppers_backward_has_scratch_for_few_heads(changes, multiprocessors, he
     "changes",
     [
         {"batch": 32, "kv_heads": 8},
-        {"batch": 32, "kv_heads": 8, "causal": True, "segments": True},
+        {"batch": 32, "kv_heads": 8, "is_causal": True, "segment_ids": True},
         {"kv_heads": 1},
-        {"kv_heads": 4, "batch": 8, "causal": True},
+        {"kv_heads": 4, "batch": 8, "is_causal": True},
         {"block_mask": EVERY, "q_block": 128, "kv_block": 128, "row_list": 6, "column_list": 6},
         {"bias_dtype": "float32", "bias": Extent(False, False, True, True), "dbias": True},
         {"q_len": 1, "kv_len": 65536},

@@ -8,7 +8,8 @@ from plans import BASE, BIASED, EVERY, GRADIENTS, fields, kernels, problem, scra
 
 import jax_flash
 from jax_flash import _native
-from jax_flash.problem import Captured, Extent, Program
+from jax_flash.description import Extent
+from jax_flash.programs.program import Captured, Program
 
 
 def explained(backward=False, arch="sm_90a", **changes) -> jax_flash.Explanation:
@@ -16,12 +17,12 @@ def explained(backward=False, arch="sm_90a", **changes) -> jax_flash.Explanation
 
 
 def test_an_explanation_is_the_plan():
-    plain = explained(causal=True)
+    plain = explained(is_causal=True)
     (kernel,) = plain.kernels
-    tiles = [fields(causal=True)[name] for name in ("rows", "cols", "groups", "stages")]
+    tiles = [fields(is_causal=True)[name] for name in ("rows", "cols", "groups", "stages")]
     assert kernel == ("jax_flash_forward", "hopper", *tiles)
     assert plain[:3] == (False, "sm_90a", 132) and plain[4:] == (0, (), {}, "")
-    assert explained(causal=True, batch=133).scratch_bytes == 256  # a count of tiles, if there are more than CTAs
+    assert explained(is_causal=True, batch=133).scratch_bytes == 256  # a count of tiles, if there are more than CTAs
     (kernel,) = explained(arch="sm_80").kernels
     assert kernel.family == "ampere"
     backward = explained(True, dtype="float32")
@@ -33,10 +34,10 @@ def test_an_explanation_is_the_plan():
 @pytest.mark.parametrize(
     ("changes", "backward", "reason"),
     [
-        ({"soft_cap": 0.005, "qk_dim": 256}, True, "its tiles of 64 x 64 do not support a soft cap below 0.01$"),
+        ({"logits_soft_cap": 0.005, "qk_dim": 256}, True, "its tiles of 64 x 64 do not support a soft cap below 0.01$"),
         ({"dtype": "float32", "full_precision": True}, False, "forward is not used: .* do not support full precision$"),
         ({"dtype": "float32", "qk_dim": 256}, False, "no tiles for head dims 256 and 64"),
-        ({"dtype": "float32", "qk_dim": 128, "soft_cap": 2.0, **BIASED}, True, "a soft cap and a bias$"),
+        ({"dtype": "float32", "qk_dim": 128, "logits_soft_cap": 2.0, **BIASED}, True, "a soft cap and a bias$"),
         ({"block_mask": EVERY, "q_block": 16, "kv_block": 48, "row_list": 4, "column_list": 4}, False, "16 x 48$"),
         ({"q_len": 1, "kv_len": 4096}, False, "few queries see many keys"),
         ({"deterministic": True, "qk_dim": 256}, True, "a separate kernel for Ampere and later sums dQ"),
@@ -83,7 +84,7 @@ PLUS_TABLE_CAPPED = {
     ("changes", "reason"),
     [
         (PLUS_TABLE, ""),
-        (PLUS_TABLE | {"qk_dim": 256, "mask": EVERY}, ""),
+        (PLUS_TABLE | {"qk_dim": 256, "array": EVERY}, ""),
         (PLUS_TABLE | {"bias": Extent(True, True, False, True), "bias_dtype": "float32"}, ""),
         (TIMES_TABLE, "gradients of captured arrays that depend on the score$"),
         (CAPPED, ""),
@@ -91,7 +92,7 @@ PLUS_TABLE_CAPPED = {
         (CAPPED | {"qk_dim": 256}, ""),
         (CAPPED | {"qk_dim": 128, "drop_threshold": 99}, ""),
         (CAPPED | {"qk_dim": 192, "drop_threshold": 99}, "slopes of the score with .* dropout$"),
-        (CAPPED | {"soft_cap": 2.0}, "depends on the score with a soft cap or float16$"),
+        (CAPPED | {"logits_soft_cap": 2.0}, "depends on the score with a soft cap or float16$"),
         (PLUS_TABLE_CAPPED, ""),
         (PLUS_TABLE_CAPPED | {"qk_dim": 128}, "gradients of captured arrays with a score_mod whose .* the score$"),
         (CAPPED | {"dtype": "float32"}, "a score_mod whose derivative depends on the score$"),
@@ -154,7 +155,7 @@ def test_scratch_is_what_the_documentation_says():
     page = pathlib.Path(__file__).parents[2] / "docs" / "io-complexity.md"
     text = " ".join(page.read_text().split())
     paper = {"batch": 64, "q_heads": 16, "kv_heads": 16, "q_len": 1024, "kv_len": 1024, **GRADIENTS}
-    alone, causal = (explained(True, **paper, causal=causal).scratch_bytes for causal in (False, True))
+    alone, causal = (explained(True, **paper, is_causal=causal).scratch_bytes for causal in (False, True))
     heads = [bytes // (4 * 1024 * (64 + 2)) for bytes in (alone, causal)]  # dQ, L and D of each
     assert f"needs {alone / 1e6:.1f} MB on an H200" in text
     assert f"dQ, L and D for the {heads[0]} of 1024 heads" in text

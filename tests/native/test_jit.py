@@ -53,7 +53,7 @@ def test_options_from_the_environment(nvrtc, monkeypatch):
         monkeypatch.setenv("JAX_FLASH_NVRTC_OPTIONS", options)
         return _native.cuda_compile("scheduler/segments.cuh", unit, "sm_80")[0]
 
-    file, _, unit = _native.cuda_plan(problem(segments=True).encode(), False, "sm_80")[0]
+    file, _, unit = _native.cuda_plan(problem(segment_ids=True).encode(), False, "sm_80")[0]
     assert file == "scheduler/segments.cuh"
     assert b".debug_line" not in cubin("  ")
     assert b".debug_line" in cubin("  -lineinfo -DNOBODY=1")
@@ -143,7 +143,7 @@ def test_an_entry_of_another_user_is_replaced(nvrtc, tmp_path):
 def test_an_entry_of_another_key_is_none(nvrtc, tmp_path):
     """As if their hashes were equal."""
     ((path, _),) = fill(tmp_path).items()
-    (other,) = set(fill(tmp_path, problem(causal=True).encode())) - {path}
+    (other,) = set(fill(tmp_path, problem(is_causal=True).encode())) - {path}
     entry = path.read_bytes()
     path.write_bytes(other.read_bytes())
     fill(tmp_path)
@@ -151,7 +151,7 @@ def test_an_entry_of_another_key_is_none(nvrtc, tmp_path):
 
 
 def test_what_a_cubin_depends_on_is_in_its_key(nvrtc, monkeypatch, tmp_path):
-    changes = [(), (problem(causal=True).encode(),), (BASE.encode(), "sm_89"), (problem(qk_dim=72).encode(),)]
+    changes = [(), (problem(is_causal=True).encode(),), (BASE.encode(), "sm_89"), (problem(qk_dim=72).encode(),)]
     assert [len(fill(tmp_path, *args)) for args in changes] == [1, 2, 3, 4]
     monkeypatch.setenv("JAX_FLASH_NVRTC_OPTIONS", "-lineinfo")
     assert len(fill(tmp_path)) == 5

@@ -9,52 +9,58 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from plans import changed
 
 from jax_flash import _native
+from jax_flash.description import Extent
+from jax_flash.masks import Mask, WindowSize
 from jax_flash.operands import Operands
-from jax_flash.problem import Extent, Problem
+from jax_flash.problem import Problem
+from jax_flash.scores import Score
 
 PROBLEM = Problem(batch=1, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v_dim=8, dtype="float32")
 EVERY = Extent(True, True, True, True)
+PARTS = {"mask": Mask, "score": Score}
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (" causal=0", " causal", "'causal' is not name=value"),
-        (" causal=0", " causal=yes", "cannot read causal=yes"),
-        (" causal=0", " causal=0 causal=0", "causal appears twice"),
-        (" causal=0", "", "causal is missing"),
-        (" causal=0", " causal=0 casual=0", "unknown field 'casual'"),
+        (" mask.is_causal=0", " mask.is_causal", "'mask.is_causal' is not name=value"),
+        (" mask.is_causal=0", " mask.is_causal=yes", "cannot read mask.is_causal=yes"),
+        (" mask.is_causal=0", " mask.is_causal=0 mask.is_causal=0", "mask.is_causal appears twice"),
+        (" mask.is_causal=0", "", "mask.is_causal is missing"),
+        (" mask.is_causal=0", " mask.is_causal=0 mask.is_casual=0", "unknown field 'mask.is_casual'"),
         (" batch=1", " batch=1x", "cannot read batch=1x"),
         (" batch=1", " batch=99999999999999999999", "cannot read batch"),
-        (" soft_cap=0.0", " soft_cap=nan", "cannot read soft_cap=nan"),
-        (" soft_cap=0.0", " soft_cap=0,0", "cannot read soft_cap=0,0"),
-        (" soft_cap=0.0", " soft_cap=\t1", "cannot read soft_cap=\t1"),
-        (" soft_cap=0.0", " soft_cap=0x1p3", "cannot read soft_cap=0x1p3"),
-        (" soft_cap=0.0", " soft_cap=1\0junk", "cannot read soft_cap=1"),
-        (" soft_cap=0.0", " soft_cap=1e", "cannot read soft_cap=1e"),
-        (" soft_cap=0.0", " soft_cap=", "cannot read soft_cap="),
+        (" score.logits_soft_cap=0.0", " score.logits_soft_cap=nan", "cannot read score.logits_soft_cap=nan"),
+        (" score.logits_soft_cap=0.0", " score.logits_soft_cap=0,0", "cannot read score.logits_soft_cap=0,0"),
+        (" score.logits_soft_cap=0.0", " score.logits_soft_cap=\t1", "cannot read score.logits_soft_cap=\t1"),
+        (" score.logits_soft_cap=0.0", " score.logits_soft_cap=0x1p3", "cannot read score.logits_soft_cap=0x1p3"),
+        (" score.logits_soft_cap=0.0", " score.logits_soft_cap=1\0junk", "cannot read score.logits_soft_cap=1"),
+        (" score.logits_soft_cap=0.0", " score.logits_soft_cap=1e", "cannot read score.logits_soft_cap=1e"),
+        (" score.logits_soft_cap=0.0", " score.logits_soft_cap=", "cannot read score.logits_soft_cap="),
         (" dbias=0", " dbias=0 ", "'' is not name=value"),
-        (" causal=0", "  causal=0", "'' is not name=value"),
+        (" mask.is_causal=0", "  mask.is_causal=0", "'' is not name=value"),
         (" dtype=float32", " dtype=float31", "cannot read dtype=float31"),
-        (" mask=none", " mask=bnt", "cannot read mask=bnt"),
-        (" mask=none", " mask=bnt2", "cannot read mask=bnt2"),
+        (" mask.array=none", " mask.array=bnt", "cannot read mask.array=bnt"),
+        (" mask.array=none", " mask.array=bnt2", "cannot read mask.array=bnt2"),
         ("version=", "version=0 version=", "version 0, but"),
         ("version=", "version=x", "but this build reads version"),
         (" batch=1", " batch=-1", "batch is too small"),
         (" kv_heads=2", " kv_heads=3", "kv_heads does not divide q_heads"),
         (" kv_heads=2", " kv_heads=0", "kv_heads does not divide q_heads"),
         (" dtype=float32", " dtype=none", "dtype is none"),
-        (" bias=none", " bias=11ts", "bias and bias_dtype disagree"),
+        (" score.bias=none", " score.bias=11ts", "bias and bias_dtype disagree"),
         (" dbias=0", " dbias=1", "dbias without bias"),
         (" sinks=none", " sinks=1nt1", "sinks does not have the dims BN11"),
-        (" soft_cap=0.0", " soft_cap=-1.0", "soft_cap is too small"),
-        (" window_left=-1", " window_left=-2", "window_left is too small"),
-        (" q_block=0", " q_block=16", "a block size"),
-        (" block_mask=none", " block_mask=11ts", "a block size"),
-        (" row_list=0", " row_list=-1", "row_list is too small"),
+        (" score.logits_soft_cap=0.0", " score.logits_soft_cap=-1.0", "score.logits_soft_cap is too small"),
+        (" mask.local_window_size=-1,-1", " mask.local_window_size=-2,-1", "mask.local_window_size is too small"),
+        (" mask.local_window_size=-1,-1", " mask.local_window_size=-1", "cannot read mask.local_window_size=-1"),
+        (" mask.q_block=0", " mask.q_block=16", "a block size"),
+        (" mask.block_mask=none", " mask.block_mask=11ts", "a block size"),
+        (" mask.row_list=0", " mask.row_list=-1", "mask.row_list is too small"),
         (" batch=1", f" batch={2**62}", "an array has more than"),
         (" q_len=7", f" q_len={2**63 - 1}", "an array has more than"),
         (" kv_len=9", f" kv_len={2**51}", "an array has more than"),
@@ -84,14 +90,18 @@ def test_problem(old, new, said):
 def test_sizes_of_a_block_mask(changes, said):
     sizes = {"block_mask": EVERY, "q_block": 16, "kv_block": 16, "row_list": 3, "column_list": 3}
     for passes in (sizes, sizes | {"q_block": 2**31 - 16}):
-        assert not _native.cuda_refusal(dataclasses.replace(PROBLEM, **passes).encode()).startswith("problem")
+        assert not _native.cuda_refusal(changed(PROBLEM, **passes).encode()).startswith("problem")
     with pytest.raises(ValueError, match=f"^problem: .*{said}"):
-        _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes | changes).encode())
+        _native.cuda_refusal(changed(PROBLEM, **sizes | changes).encode())
 
 
 def test_fields_are_pythons():
-    """In names, order and types, as `Problem` declares them."""
-    assert _native.problem_fields() == [(field.name, field.type) for field in dataclasses.fields(Problem)]
+    """In names, order and types, as `Problem`, `Mask` and `Score` declare them."""
+    declared = [(field.name, field.type) for field in dataclasses.fields(Problem) if field.name not in PARTS]
+    declared += [
+        (f"{name}.{field.name}", field.type) for name, kind in PARTS.items() for field in dataclasses.fields(kind)
+    ]
+    assert _native.problem_fields() == declared
 
 
 def test_version():
@@ -157,30 +167,30 @@ def test_operands_are_pythons():
         ({"page": 12}, "kv_len is not a multiple of page"),
         ({"kv_len": 40}, "kv_len is not a multiple of page"),
         ({"dq": True}, "pages have no gradients"),
-        ({"segments": True}, "pages are not supported with"),
-        ({"mask": EVERY}, "pages are not supported with"),
+        ({"segment_ids": True}, "pages are not supported with"),
+        ({"array": EVERY}, "pages are not supported with"),
         ({"drop_threshold": 1}, "pages are not supported with"),
     ],
     ids=str,
 )
 def test_pages(changes, said):
     sizes = {"kv_len": 48, "page": 16, "pages": 5}
-    assert not _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes).encode())
-    assert "x pages" in _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes | {"pages": 2**30}).encode())
+    assert not _native.cuda_refusal(changed(PROBLEM, **sizes).encode())
+    assert "x pages" in _native.cuda_refusal(changed(PROBLEM, **sizes | {"pages": 2**30}).encode())
     with pytest.raises(ValueError, match=f"^problem: {said}"):
-        _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes | changes).encode())
+        _native.cuda_refusal(changed(PROBLEM, **sizes | changes).encode())
 
 
-@pytest.mark.parametrize("beside", ["causal", "window_left", "q_lengths", "segments", "mask"])
+@pytest.mark.parametrize("beside", ["is_causal", "local_window_size", "query_seq_lengths", "segment_ids", "array"])
 def test_what_ranges_are_not_beside(beside):
-    value = {"window_left": 5, "mask": EVERY}.get(beside, True)
+    value = {"local_window_size": WindowSize(5), "array": EVERY}.get(beside, True)
     with pytest.raises(ValueError, match="^problem: ranges are not supported with "):
-        _native.cuda_refusal(dataclasses.replace(PROBLEM, ranges=True, kv_lengths=True, **{beside: value}).encode())
+        _native.cuda_refusal(changed(PROBLEM, ranges=True, key_value_seq_lengths=True, **{beside: value}).encode())
 
 
 def test_ranges_need_the_end_of_the_keys():
-    with pytest.raises(ValueError, match="^problem: ranges without kv_lengths"):
-        _native.cuda_refusal(dataclasses.replace(PROBLEM, ranges=True).encode())
+    with pytest.raises(ValueError, match="^problem: ranges without key_value_seq_lengths"):
+        _native.cuda_refusal(changed(PROBLEM, ranges=True).encode())
 
 
 @pytest.mark.parametrize(
@@ -189,14 +199,14 @@ def test_ranges_need_the_end_of_the_keys():
         ({"kv_block": 8}, "a block size"),
         ({"row_list": 1}, "a list of the block mask is too small"),
         ({"column_list": 1}, "a list of the block mask is too small"),
-        ({"element_masks": -1}, "element_masks is too small"),
+        ({"element_masks": -1}, "mask.element_masks is too small"),
         ({"drop_threshold": -1}, "drop_threshold is too small"),
-        ({"window_right": -2}, "window_right is too small"),
+        ({"local_window_size": WindowSize(right=-2)}, "mask.local_window_size is too small"),
     ],
     ids=str,
 )
 def test_least_sizes(changes, said):
     sizes = {"block_mask": EVERY, "q_block": 16, "kv_block": 16, "row_list": 2, "column_list": 2}
-    assert not _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes).encode()).startswith("problem")
+    assert not _native.cuda_refusal(changed(PROBLEM, **sizes).encode()).startswith("problem")
     with pytest.raises(ValueError, match=f"^problem: {said}"):
-        _native.cuda_refusal(dataclasses.replace(PROBLEM, **sizes | changes).encode())
+        _native.cuda_refusal(changed(PROBLEM, **sizes | changes).encode())

@@ -9,7 +9,9 @@ import pytest
 import scipy.special
 from written_programs import Assembly, call, captured, with_ids
 
+from jax_flash.masks import Mask
 from jax_flash.problem import Problem
+from jax_flash.scores import Score
 
 
 def half_away(x):
@@ -129,7 +131,8 @@ class Sheet:
         n, heads = self.size, len(self.values)
         described = Problem(
             batch=1, q_len=n, kv_len=n, q_heads=heads, kv_heads=1, qk_dim=4, v_dim=4, dtype=dtype,
-            captured=tuple(map(captured, self.arrays)), score_mod=self.asm.result(result), mask_mod=mask.result(2),
+            captured=tuple(map(captured, self.arrays)),
+            score=Score(score_mod=self.asm.result(result)), mask=Mask(mask_mod=mask.result(2)),
         )  # fmt: skip
         operands = {name: np.zeros((1, n, h, 4), dtype) for name, h in (("query", heads), ("key", 1), ("value", 1))}
         operands["scale"] = np.ones((), dtype)

@@ -11,9 +11,11 @@ import pytest
 import standard
 from block_masks import sparse
 from cases import Case, problem
+from plans import changed
 from written_programs import Assembly, call, captured, with_ids
 
-from jax_flash.problem import Captured, Problem, Program
+from jax_flash.problem import Problem
+from jax_flash.programs.program import Captured, Program
 
 
 class Mods(NamedTuple):
@@ -132,7 +134,7 @@ def test_attention(case, dtype, masked):
         described, operands = problem(case, arrays)
         given = {name: np.asarray(x) for name, x in operands.arrays().items()}
     mod, (mask, visible) = mods(case, dtype), mask_mod()
-    described = dataclasses.replace(
+    described = changed(
         described, captured=mod.captured(True), score_mod=mod.score, score_grad=mod.grad,
         mask_mod=mask if masked else None,
     )  # fmt: skip
@@ -178,10 +180,10 @@ def made(case: Case, dtype: str = "float32", **programs: Any) -> tuple[Problem, 
     with jax.enable_x64(True):
         described, operands = problem(case, arrays)
         given = {name: np.asarray(x) for name, x in operands.arrays().items()}
-    described = dataclasses.replace(described, **programs)
+    described = changed(described, **programs)
     return (
         described,
-        with_ids(described, given) if described.score_mod or described.mask_mod else given,
+        with_ids(described, given) if described.programs else given,
         case.cotangents(dtype)[0],
     )
 
@@ -194,7 +196,7 @@ def test_identity_changes_nothing(dtype):
     """A score_mod that returns its score, and a mask_mod that repeats the causal mask."""
     case = Case(T=100, S=300, causal=True, offset=True, bias="1nts")
     without = two_passes(*made(case, dtype)[:2], (), made(case, dtype)[2])
-    for changes in (IDENTITY, IDENTITY | {"causal": False, "mask_mod": Program("query;key;ge.i,0,1;result,2")}):
+    for changes in (IDENTITY, IDENTITY | {"is_causal": False, "mask_mod": Program("query;key;ge.i,0,1;result,2")}):
         described, operands, do = made(case, dtype, **changes)
         for x, y in zip(sum(without, []), sum(two_passes(described, operands, (), do), []), strict=True):
             np.testing.assert_array_equal(x, y)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from written_programs import OPS, Assembly, call, captured, with_ids
 
 from jax_flash import _native
-from jax_flash.problem import Problem, Program
+from jax_flash.masks import Mask
+from jax_flash.problem import Problem
+from jax_flash.programs.program import Program
 
 DTYPES = {"f": "float64", "i": "int32", "u": "uint32", "b": "bool"}
 SOME = [0, 1, 2, 3, 5, 7, 8, 15, 31, 32, 33, 100, 65535, 2**16, 46341, 2**30, 2**31 - 1]
@@ -28,7 +30,7 @@ POOLS = {
 def problem(mask_mod: Program, arrays: list[np.ndarray], n: int, m: int, dtype: str) -> Problem:
     return Problem(
         batch=1, q_len=n, kv_len=m, q_heads=1, kv_heads=1, qk_dim=1, v_dim=1, dtype=dtype,
-        captured=tuple(map(captured, arrays)), mask_mod=mask_mod,
+        captured=tuple(map(captured, arrays)), mask=Mask(mask_mod=mask_mod),
     )  # fmt: skip
 
 

@@ -1,13 +1,14 @@
 """Score programs as the compiled module reads them: what it takes, and what is wrong with what it does not."""
 
-import dataclasses
 import random
 
 import pytest
+from plans import changed
 from written_programs import OPS
 
 from jax_flash import _native
-from jax_flash.problem import Captured, Problem, Program
+from jax_flash.problem import Problem
+from jax_flash.programs.program import Captured, Program
 
 PROBLEM = Problem(batch=2, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v_dim=8, dtype="float32")
 ARRAYS = (
@@ -27,7 +28,7 @@ def problem(kind=SCORE, text="score;result,0", captured=ARRAYS):
     programs = {kind: Program(text)}
     if kind == GRAD:
         programs[SCORE] = Program("score;result,0")
-    return dataclasses.replace(PROBLEM, captured=captured, **programs)
+    return changed(PROBLEM, captured=captured, **programs)
 
 
 def said(kind, text, captured=ARRAYS):
@@ -131,7 +132,7 @@ def test_most_instructions():
 
 
 def test_gradient_of_nothing():
-    text = dataclasses.replace(PROBLEM, score_grad=Program("cotangent;result,0")).encode()
+    text = changed(PROBLEM, score_grad=Program("cotangent;result,0")).encode()
     with pytest.raises(ValueError, match="^problem: score_grad without score_mod"):
         _native.cuda_refusal(text)
 
@@ -172,8 +173,8 @@ def test_captured_that_cannot_be_read(text):
 )
 def test_captured_that_cannot_be(captured, wrong):
     with pytest.raises(ValueError, match=f"^problem: .*{wrong}"):
-        _native.cuda_refusal(dataclasses.replace(PROBLEM, captured=tuple(captured)).encode())
-    assert _native.cuda_refusal(dataclasses.replace(PROBLEM, captured=ARRAYS * 5).encode()) == ""
+        _native.cuda_refusal(changed(PROBLEM, captured=tuple(captured)).encode())
+    assert _native.cuda_refusal(changed(PROBLEM, captured=ARRAYS * 5).encode()) == ""
 
 
 DISTANCE = "query;key;sub.i,1,0;cast.i.f,2"
@@ -213,7 +214,7 @@ def test_ramps_of_absolute_distances():
 )
 def test_ramps_are_exact(sizes, exact):
     """An int is one only as far as floats have it."""
-    text = dataclasses.replace(problem(SCORE, f"{DISTANCE};result,3"), **sizes).encode()
+    text = changed(problem(SCORE, f"{DISTANCE};result,3"), **sizes).encode()
     assert ("Ramp" in _native.cuda_programs(text)) == exact
 
 
@@ -238,7 +239,7 @@ def test_ramps_are_exact(sizes, exact):
 def test_sums(text, along):
     """What entries add to the same place of a gradient is a sum, with a query offset as without."""
     for query_offset in (False, True):
-        source = _native.cuda_programs(dataclasses.replace(problem(GRAD, text), query_offset=query_offset).encode())
+        source = _native.cuda_programs(changed(problem(GRAD, text), query_offset=query_offset).encode())
         for i, of in enumerate(along):
             assert f"kAlong<{i}> = Along::k{of};" in source and f"add(Sum<{i}>(), cotangent, " in source
         assert source.count("kAlong") == len(along)
@@ -250,7 +251,7 @@ def test_corrupt_texts():
     rng = random.Random(0)
     grad = "score;cotangent;head;key;load.f,0,2,3;mul.f,1,4;accumulate,0,2,3,5;const.f,0x1.8p+3;mul.f,7,5;result,8"
     whole = problem(GRAD, grad)
-    whole = dataclasses.replace(whole, mask_mod=Program("query;key;load.b,3,0,1;result,2")).encode()
+    whole = changed(whole, mask_mod=Program("query;key;load.b,3,0,1;result,2")).encode()
     refused = 0
     for _ in range(3000):
         text = list(whole)

@@ -691,7 +691,8 @@ def filled(text: str, page: pathlib.Path) -> str:
             return begin + end
         body = TABLES[name](*map(load, FILES[name]))
         made = sources(FILES[name], page)
-        shown, last = "From the run above." if made == last else made, made
+        links = ", ".join(link(file, page) for file in FILES[name])
+        shown, last = f"From the run of {links} above." if made == last else made, made
         return f"{begin}{body}\n\n{shown}\n{end}"
 
     return BLOCK.sub(fill, text)

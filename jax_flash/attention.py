@@ -143,11 +143,12 @@ def dot_product_attention(
         ints are faster (`docs/guides/moving-from-jax-nn.md`). For a side without a bound, pass a number as large as the
         longest sequence, such as 2**31 - 1. A negative int is an error, and a negative traced value counts as 0.
       sinks: float array [N] of attention sinks, with gradient (gpt-oss, arXiv 2508.10925). A sink z is one more logit
-        in the softmax of its head, and has no value: the softmax is exp(s_ij) / (Σ_k exp(s_ik) + exp(z)). -inf turns a
-        sink off, and +inf makes the output 0. The residual does not include the sink.
+        in the softmax of its head, but adds no value vector to the output: the softmax is
+        exp(s_ij) / (Σ_k exp(s_ik) + exp(z)). -inf turns a sink off, and +inf makes the output 0. The residual does not
+        include the sink.
       implementation: None, "flash", "xla" or "reference". "flash" is the fused kernels. "xla" is the same algorithm in
-        plain JAX, for any platform. "reference" stores the [B, N, T, S] scores. None takes "flash" if its kernels
-        support the call, and "xla" otherwise or for symbolic sizes (see `choose_implementation`).
+        plain JAX, for any platform. "reference" stores the [B, N, T, S] scores. The default, None, selects "flash" if
+        its kernels support the call, and "xla" if not, for example with symbolic sizes (see `choose_implementation`).
       return_residual: whether to return the logsumexp of the scores of each query as well.
       dropout_rate: probability of dropping an entry of the attention matrix, from 0 to 255/256, or 1. It is rounded to
         a multiple of 2^-15. Kept entries are divided by the probability of keeping them. The dropout mask depends only
@@ -175,13 +176,14 @@ def dot_product_attention(
       score_mod: function (score, batch, head, query, key) that returns a new score. It takes scalars and uses `jnp`.
         The score is float32 (float64 for float64 inputs) and includes scale, cap and bias. The indices are int32, and
         `query` includes query_offset. The function may read arrays that it captures, and float arrays get gradients.
-        Masks and dropout apply afterwards. See docs/score-programs.md.
+        Masks and dropout apply afterwards. An entry with a bias of -inf stays masked, whatever the function returns.
+        See docs/score-programs.md.
       mask_mod: function (batch, head, query, key) that returns True if the query may attend to the key. Its indices and
         captured arrays follow the rules of score_mod.
       sequence_axis: mesh axis or axes that shard the sequence, inside `jax.shard_map`. Keys and values then travel from
         device to device (ring attention, arXiv 2310.01889). T and S count local queries and keys. A bias or a mask
-        has the rows of this device's queries, and all columns in unsharded order. These describe the whole sequence:
-        query_seq_lengths, key_value_seq_lengths, query_offset and block_mask. score_mod and mask_mod receive
+        has the rows of this device's queries, and all columns in unsharded order. query_seq_lengths,
+        key_value_seq_lengths, query_offset and block_mask describe the whole sequence. score_mod and mask_mod receive
         global query and key indices, and local batch and head indices. Outside of `shard_map`, sharded sequences are
         detected, so leave sequence_axis out.
       sequence_layout: order of a sharded sequence: "contiguous", or "zigzag" (see `jax_flash.zigzag`).
@@ -200,8 +202,8 @@ def dot_product_attention(
         parts: one per device, or two with "zigzag". With dropout, each part must have a multiple of 16 queries and
         keys. With a block mask, each part must consist of whole blocks.
       NotImplementedError: if the number of heads or a head dim is symbolic, or if the kernels of "flash" do not support
-        an operation in `score_mod` or `mask_mod`. When a program with "flash" is lowered, a symbolic batch size or
-        length raises it, and so does a platform without kernels.
+        an operation in `score_mod` or `mask_mod`. It is also raised when a program with "flash" is lowered with a
+        symbolic batch size or length, or for a platform without kernels.
       jax.errors.JaxRuntimeError: if "flash" is compiled for a GPU, and the GPU kernels do not support the call, such as
         float64 or a head dim above 256.
 
@@ -217,7 +219,6 @@ def dot_product_attention(
       * The residual is float32 (float64 for float64 inputs) and has a gradient. (In jax.nn it has the dtype of the key
         and no gradient.)
       * The head dim of the value may differ from the head dim of the query. float64 is computed in float64.
-      * A bias of -inf masks an entry, whatever `score_mod` returns there.
       * `implementation="flash"` selects the fused kernels, "xla" is the same algorithm in plain JAX, and "cudnn" is an
         error.
       * Tangents of forward mode (`jax.jvp`, `jax.linearize`, `jax.jacfwd`) run in plain JAX, in linear memory.

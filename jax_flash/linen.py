@@ -172,8 +172,8 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
       implementation: as in `jax_flash.dot_product_attention`.
       reproducible_gradients: whether gradients have the same bits in every run. `jax_flash.dot_product_attention` calls
         this option `deterministic`.
-      use_sinks: whether the module has a parameter `sinks` [num_heads]: one logit per head that joins the softmax and
-        has no value. It starts at 0, which acts like one more key with score 0 and value 0.
+      use_sinks: whether the module has a parameter `sinks` [num_heads]: one logit per head that joins the softmax,
+        but adds no value vector to the output. It starts at 0, which acts like one more key with score 0 and value 0.
 
     Raises:
       NotImplementedError: from a call, if `sow_weights`, `attention_fn`, `qk_attn_weights_einsum_cls` or

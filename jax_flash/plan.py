@@ -49,8 +49,8 @@ class Explanation(NamedTuple):
 def explain(problem: Problem, backward: bool = False, arch: str | None = None, compiled: bool = False) -> Explanation:
     """Report the CUDA kernels and tiles of one pass of a problem, and why they were chosen.
 
-    A call tries the tiles of the report first. If the compiler has too few registers for them, the call takes other
-    tiles. Pass `compiled=True` to see the tiles that the call takes.
+    A call tries the tiles of the report first. If they need too many registers, the call takes other tiles. Pass
+    `compiled=True` to see the tiles that the call takes.
 
     Args:
       problem: the problem, see `Problem.of`.

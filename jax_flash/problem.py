@@ -180,10 +180,13 @@ class Problem(Description):
         The forward has 2 · (D + E) operations for each pair of a query and a key that may attend, and for each query
         head. The backward has 2 · (3 D + 2 E), including 2 · D to recompute the scores.
 
-        Only `is_causal` and a `local_window_size` of Python ints reduce the count. A problem does not contain the
-        values of arrays. So it ignores masks that are arrays or functions, lengths, segment ids, and traced windows.
-        With a `query_offset`, all pairs count, even if `is_causal` is set. The result is then an upper bound.
-        `docs/guides/mfu.md` shows how to use it.
+        Only `is_causal`, a `local_window_size` of Python ints, and a `mask_mod` that equals one of these reduce the
+        count. A problem does not contain the values of arrays. So it ignores masks that are arrays or other functions,
+        lengths, segment ids, and traced windows. The result is then an upper bound.
+
+        All pairs count, even if `is_causal` is set, with a `query_offset`, in `varlen_attention` and `paged_attention`,
+        and with a traced window. But if the traced window becomes a `mask_mod`, `is_causal` and a side that is an int
+        still reduce the count. `docs/guides/mfu.md` shows how to use it.
 
         Args:
           backward: whether to count the backward alone instead of the forward.

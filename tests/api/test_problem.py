@@ -234,7 +234,12 @@ def test_flops_of_what_is_visible(options, sizes):
 def test_costs_that_are_not_known():
     offset = jax.ShapeDtypeStruct((2,), "int32")
     bound = Problem.of(Q, Q, Q, is_causal=True, query_offset=offset)
-    assert bound.flops() == Problem.of(Q, Q, Q).flops() > Problem.of(Q, Q, Q, is_causal=True).flops()
+    every, causal = Problem.of(Q, Q, Q), Problem.of(Q, Q, Q, is_causal=True)
+    assert bound.flops() == every.flops() > causal.flops()
+    window = {"is_causal": True, "local_window_size": (jax.ShapeDtypeStruct((), "int32"), 0)}
+    assert Problem.of(Q, Q, Q, **window).flops() == every.flops()  # the window becomes ranges
+    mask = jax.ShapeDtypeStruct((Q.shape[1], Q.shape[1]), "bool")
+    assert Problem.of(Q, Q, Q, None, mask, **window).flops() == causal.flops()  # the window becomes a mask_mod
     with pytest.raises(TypeError, match="backward must be True or False, not 1"):
         bound.bytes(backward=1)
     symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, t, 4, 16"), "float32")

@@ -4,15 +4,13 @@
 // of this CTA, adds the tile to the sum in HBM, and gives the turn to the next CTA. The warps alternate, so the turn of
 // one tile is passed on while the next tile is added.
 //
-// The order is such that CTAs that start together rarely wait:
-//   If masks hide later keys (kFalling), CTAs take the last tile of keys of a head first. Each walks the rows from the
-//   first that sees its keys on, so the tiles of keys reach a tile of rows in falling order, one step apart.
-//   Otherwise all tiles of keys have the same rows. Each starts at another row and wraps around at the last one
-//   (DASH, arXiv 2601.21824). This needs all tiles of a group to run at a time, so a group has at most one tile for
-//   each CTA.
+// The order: the last tile of keys of a head comes first, and each CTA walks the rows from the first that sees its keys
+// on. So the tiles of keys add to a tile of rows in falling order. With a causal mask, tiles that start together reach
+// a tile of rows one step apart. Without one they start at the same row and wait once; from then on they stay a step
+// apart (FallingTiles in scheduler/schedule.cuh).
 //
-// There is no deadlock. CTAs take tiles of keys in order. In falling order a tile waits only for tiles that were taken
-// before. In a group, the CTAs that do not work on an older group are enough to take all of its tiles.
+// There is no deadlock, however many CTAs run at a time: CTAs take tiles of keys in this order from a counter, and wait
+// only for tiles that were taken before. The order of additions does not depend on the number of CTAs.
 #pragma once
 
 #include "hopper/backward_tiles.cuh"
@@ -20,30 +18,6 @@
 #include "ptx/tma.cuh"
 
 namespace jax_flash::hopper::backward {
-
-// The tiles of keys from `first` on that run at a time, and where they start.
-struct Group {
-  int first, tiles, rows;  // number of tiles of keys, and of tiles of rows
-
-  __device__ __forceinline__ Group(const Params& p, const Positions& positions, int tile) {
-    const int all = (Fresh(p.kv_len) + kKeys - 1) / kKeys, groups = (all + gridDim.x - 1) / gridDim.x;
-    const int size = (all + groups - 1) / groups;
-    first = tile / size * size;
-    tiles = min(size, int(positions.kv_length + kKeys - 1) / kKeys - first);
-    rows = int(positions.q_length + kRows - 1) / kRows;
-  }
-
-  // The tile of rows at which a tile of keys starts.
-  __device__ __forceinline__ int Start(int tile) const { return int(int64_t(tile - first) * rows / tiles); }
-
-  // How many tiles of keys are at this tile of rows before `tile` is: those that start between its start and the row,
-  // and those of earlier groups.
-  __device__ __forceinline__ int Before(int tile, int row) const {
-    const int started = int((int64_t(row + 1) * tiles + rows - 1) / rows);  // tiles that start at this row or above
-    const int after = Start(tile) <= row ? started : started + tiles;
-    return first + after - (tile - first) - 1;
-  }
-};
 
 // A thread that adds the tiles of dQ in one of the two buffers.
 struct DQAdder {
@@ -77,17 +51,13 @@ struct DQAdder {
     }
   }
 
-  // How many tiles of keys add to this tile of rows before.
+  // How many tiles of keys add to this tile of rows before: those after this one that its rows see.
   __device__ __forceinline__ int AddedBefore(const DQTile& tile) const {
     const int blocks = BlocksOfHead(p), head = tile.row_block / blocks;
     const int row = (tile.row_block - head * blocks) / (kRows / kRowBlock), key_tile = tile.column / kKeys;
     const Positions positions = PositionsOf(p, head / p.q_heads);
-    if constexpr (kFalling) {
-      const int last = int(AnyRowKeys(positions, int64_t(row) * kRows, int64_t(row + 1) * kRows).hi - 1) / kKeys;
-      return last - key_tile;
-    } else {
-      return Group(p, positions, key_tile).Before(key_tile, row);
-    }
+    const auto keys = AnyRowKeys(positions, int64_t(row) * kRows, int64_t(row + 1) * kRows);
+    return int(keys.hi - 1) / kKeys - key_tile;
   }
 };
 

@@ -2,7 +2,7 @@
 // the other warps transpose Q and dO.
 #pragma once
 
-#include "hopper/backward_ordered.cuh"
+#include "hopper/backward_tiles.cuh"
 #include "hopper/transpose.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/counter.cuh"
@@ -19,7 +19,7 @@ __device__ __forceinline__ auto MakeSchedule(const Params& p) {
   } else if constexpr (kListed) {
     return CountedLists(p);
   } else if constexpr (kOrdered) {
-    return OrderedTiles<kFalling>(p);
+    return FallingTiles(p);
   } else {
     return Schedule<kCluster>();
   }
@@ -80,14 +80,6 @@ struct Producer {
           load(n, head * group + member, first_block + member * BlocksOfHead(p) + row / kRowBlock, row);
           member = member + 1 < group ? member + 1 : 0;
           if (member == first_member) row += down ? -kRows : kRows;
-        }
-      } else if constexpr (kOrdered && !kFalling) {
-        const int start = steps > 0 ? Group(p, positions, t).Start(t) : 0;
-        int q_tile = start, q_head = head * group;
-        for (int n = steps; n > 0; --n) {
-          load(n, q_head, RowBlockOf(batch, q_head, q_tile * kRows), q_tile * kRows);
-          if (++q_tile == end) q_tile = 0;
-          if (q_tile == start) ++q_head;
         }
       } else {
         int q_tile = first, q_head = head * group, row_block = 0;

@@ -31,9 +31,9 @@ static_assert(!kSumKV || kAlongside);
 // Does a tile of keys loop over the rows of all heads of Q that share it, tile of rows by tile of rows?
 constexpr bool kTogether = kTiling.together;
 static_assert(!kTogether || (kCausal && !kAlongside && !kListed));
-// Do CTAs add to dQ in a fixed order (hopper/backward_ordered.cuh)? And in falling order of the keys?
-constexpr bool kOrdered = kTiling.ordered, kFalling = kOrdered && (kCausal || kWindow);
+// Do CTAs add to dQ in a fixed order (hopper/backward_ordered.cuh)?
+constexpr bool kOrdered = kTiling.ordered;
 static_assert(!kOrdered || (kDQ && !kTF32 && !kPairs && !kAlongside && !kTogether && !kListed && !kSegments));
-static_assert(!kOrdered || !kProblem.ranges);
+static_assert(!kOrdered || (!kProblem.ranges && kStages == 2));
 
 }  // namespace jax_flash::hopper::backward

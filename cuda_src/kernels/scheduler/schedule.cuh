@@ -98,23 +98,19 @@ struct CountedTiles : Counted {
   }
 };
 
-// All tiles, head by head. If kFalling a head's last tile comes first, and CTAs take tiles from a counter. Otherwise
-// they are dealt out, since CTAs may wait for later tiles: no CTA has two tiles of gridDim.x that follow each other.
-template <bool kFalling>
-struct OrderedTiles {
-  const Params& p;
-  int number;
-
-  __device__ __forceinline__ explicit OrderedTiles(const Params& p) : p(p), number(int(blockIdx.x) - int(gridDim.x)) {
-    Ask();
-  }
-  __device__ __forceinline__ void Ask() { number = kFalling ? atomicAdd(p.taken, 1) : number + int(gridDim.x); }
+// All tiles from a counter, so many heads at a time as there are CTAs for all their tiles. The last tiles of these
+// heads come first, one of each head, then those before. So the tiles of a head start one after the other.
+struct FallingTiles : Counted {
+  using Counted::Counted;
 
   // Finds the tile that was asked for, of `tiles` tiles of each of `heads` heads; returns false when there are no more.
   __device__ __forceinline__ bool Next(uint32_t heads, uint32_t tiles, int* head, int* tile) const {
-    const uint32_t n = number;
-    *head = n / tiles, *tile = kFalling ? tiles - 1 - n % tiles : n % tiles;
-    return n < heads * tiles;
+    const uint32_t n = number, at_a_time = max(gridDim.x / tiles, 1u);
+    if (n >= heads * tiles) return false;
+    const uint32_t first = n / (at_a_time * tiles) * at_a_time, own = min(at_a_time, heads - first);
+    const uint32_t of_these = n - first * tiles;
+    *head = first + of_these % own, *tile = tiles - 1 - of_these / own;
+    return true;
   }
 };
 

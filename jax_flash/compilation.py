@@ -17,19 +17,25 @@ def start(problem: str, backward: bool) -> None:
     """Start to compile the kernels of a pass for the GPUs of this process.
 
     XLA requests kernels at the end of its own compilation, one call after the other. By then they are ready, or a
-    thread is compiling them and XLA waits for it. Too many calls at a time, or errors, are left to XLA's request.
+    thread is compiling them and XLA waits for it. Errors, and calls for which there is no thread, are left to XLA's
+    request.
 
     Args:
       problem: text of the problem (`Problem.encode`).
       backward: whether the pass is the backward.
     """
+    with contextlib.suppress(Exception):
+        capabilities = {(major, minor) for major, minor, _ in _native.cuda_devices() if major >= 8}
+        for arch in {_native.cuda_arch(*capability) for capability in capabilities}:
+            if _free.acquire(blocking=False):
+                _start_thread(problem, backward, arch)
+
+
+def _start_thread(problem: str, backward: bool, arch: str) -> None:
     try:
-        devices = _native.cuda_devices()
-    except RuntimeError:  # there is no driver: the program will not run here
-        return
-    for arch in {_native.cuda_arch(major, minor) for major, minor, _ in devices}:
-        if _free.acquire(blocking=False):
-            threading.Thread(target=_compile, args=(problem, backward, arch), name="jax_flash compiler").start()
+        threading.Thread(target=_compile, args=(problem, backward, arch), name="jax_flash compiler").start()
+    except RuntimeError:  # the system has no thread left
+        _free.release()
 
 
 def _compile(problem: str, backward: bool, arch: str) -> None:

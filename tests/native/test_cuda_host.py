@@ -623,3 +623,32 @@ def test_kernels_compile_from_the_moment_that_calls_are_lowered(monkeypatch):
             thread.join()
     assert sorted(compiled) == [(backward, arch) for backward in (False, True) for arch in ("sm_80", "sm_90a")]
     assert compilation.start.cache_info().misses == 2
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        lambda patch: patch(_native, "cuda_devices", lambda: [(7, 5, 40), (8, 0, 108)]),  # an old GPU beside another
+        lambda patch: patch(_native, "cuda_arch", raises(RuntimeError("NVRTC was not found"))),
+        lambda patch: patch(threading.Thread, "start", raises(RuntimeError("can't start new thread"))),
+    ],
+    ids=["old GPU", "no NVRTC", "no thread"],
+)
+def test_errors_of_early_compilation_do_not_reach_lowering(monkeypatch, failing):
+    monkeypatch.setattr(_native, "cuda_devices", lambda: [(9, 0, 132)])
+    monkeypatch.setattr(_native, "cuda_cache", lambda *call: True)
+    failing(monkeypatch.setattr)
+    compilation.start.cache_clear()
+    free = compilation._free._value
+    compilation.start("problem", False)
+    for thread in threading.enumerate():
+        if thread.name == "jax_flash compiler":
+            thread.join()
+    assert compilation._free._value == free
+
+
+def raises(error):
+    def function(*args, **options):
+        raise error
+
+    return function

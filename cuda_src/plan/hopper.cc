@@ -18,8 +18,7 @@ constexpr Row kForward[] = {
     {227, 128, {128, 96, 2, 2, true}},
     {227, 128, {128, 64, 2, 2, true}, kWideBias},
     // Up to d = 64, three or four warpgroups hide each other's softmax. With 256 queries, and masks, warpgroups have
-    // keys
-    // of their own, which is up to 1.89 times as fast for packed sequences, if there are enough keys.
+    // keys of their own, which is up to 1.89 times as fast for packed sequences, if there are enough keys.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kLongCausal | kFewTiles},

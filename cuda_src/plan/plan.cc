@@ -37,6 +37,7 @@ const KernelTiling& Chosen(Part part, const Tilings& candidates, const Choices& 
     const KernelTiling& tiling = candidates[i];
     plan->reasons.push_back(std::string(tiling.family == Family::kHopper ? "Hopper" : "Ampere") + " tiles of " +
                             std::to_string(tiling.rows) + " x " + std::to_string(tiling.cols) +
+                            (tiling.together ? ", with heads that share keys walked together," : "") +
                             " are not used: the compiler has too few registers for them");
   }
   return candidates.at(choice);
@@ -97,7 +98,7 @@ void AddBackward(const Target& target, const Problem& given, const Choices& choi
   const Tilings ordered = hopper::OrderedCandidates(target, given);
   if (!ordered.empty()) {
     plan->reasons.push_back("deterministic: blocks add to dQ in a fixed order");
-    p.deterministic = false;  // but for the order it is the same
+    p.deterministic = false;  // so that the main kernel adds to dQ (SumsDQ), as by default but in order
   }
   std::optional<Family> prepared;  // whose kernels have been before
   if (HasMain(p)) {

@@ -3,7 +3,7 @@
 A rule of a JAX primitive takes each call to its tangent, as `jax.jvp` wants it. The tangent is the other primitive,
 `jax_flash_tangent`, which is linear in the tangents of the arrays. Its transpose is the gradient:
 
-    forward     tangent: `blockwise.tangent` in plain JAX, from q, k, v, O and the statistics; transpose: the backward call
+    forward     tangent: `blockwise.tangent` in plain JAX, from q, k, v, O, l and m; transpose: the backward call
     any other   tangent: `jax.jvp` of plain JAX; transpose: `jax.vjp` of plain JAX, in linear memory
 
 So `jax.grad` of a user's function has one forward and one backward call, and computes no tangent. A tangent has the

@@ -23,6 +23,7 @@ int nvrtcCreateProgram(void** program, const char* source, const char* name, int
     if (strcmp(names[i], "this_kernel.h") != 0) continue;
     const char* tiling = strstr(texts[i], "kTiling");
     const int hopper = field(tiling, "family") == 90, rows = field(tiling, "rows"), cols = field(tiling, "cols");
+    const int together = field(tiling, "together");
     sprintf(report, "%%s%%d bytes spill stores, %%d bytes spill loads",
             (%(serialized)s) ? "wgmma.mma_async instructions are serialized due to...\\n" : "", (%(spilled)s) / 2,
             (%(spilled)s) / 2);
@@ -55,8 +56,8 @@ def build(
     Args:
       cubin: what it returns for every kernel.
       spilled, serialized: expressions in C for the bytes that a kernel spills, and for whether its wgmmas wait. They
-        may use `hopper` (is the kernel one of Hopper's?), and `rows` and `cols` of its tiles. The library appends the
-        tiles to the file that COMPILED names.
+        may use `hopper` (is the kernel one of Hopper's?), `together`, and `rows` and `cols` of its tiles. The
+        library appends the tiles to the file that COMPILED names.
     """
     major, minor = version
     values = {"major": major, "minor": minor, "cubin": ",".join(map(str, cubin))}

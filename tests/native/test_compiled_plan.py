@@ -69,6 +69,13 @@ def test_the_tiles_that_spill_least(tmp_path, reports, taken, reason):
     assert reason in reasons[-1]
 
 
+def test_heads_are_walked_one_by_one_if_the_other_walk_spills(tmp_path):
+    grouped = problem(q_heads=64, kv_heads=8, is_causal=True, q_len=2048, kv_len=2048, **GRADIENTS).encode()
+    tiles, reasons, compiled = Compiler(tmp_path, spilled="together ? 8 : 0").plan(grouped, True)
+    assert compiled[0] == tiles == compiled[1]
+    assert "128 x 128, with heads that share keys walked together, are not used" in reasons[0]
+
+
 def test_ampere_follows_hopper_in_a_backward(tmp_path):
     """Its kernels, and scratch memory for all of them."""
     compiler = Compiler(tmp_path, serialized="hopper")

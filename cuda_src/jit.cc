@@ -33,7 +33,7 @@ constexpr char kStdint[] =
     "typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t;\n"
     "typedef unsigned long long uint64_t;\n";
 
-// What the compiler is given beside the sources.
+// The options of the compiler.
 std::vector<std::string> Options(const std::string& arch) {
   std::vector<std::string> options = {"-arch=" + arch, "-std=c++17", "--ptxas-options=-v"};
   const char* const more = std::getenv("JAX_FLASH_NVRTC_OPTIONS");
@@ -154,7 +154,7 @@ Section SectionAt(std::string_view elf, int index) {
 // instructions.
 constexpr std::pair<int, int> kOldestForHopper = {12, 9};
 
-// What the log of a compilation says. The warning has no number that all versions of ptxas give it.
+// The spills and serialised wgmmas that a log reports. The warning has no number that all versions of ptxas give it.
 Faults FaultsIn(std::string_view log) {
   constexpr std::string_view kSpill = " bytes spill";
   Faults faults = {log.find("wgmma.mma_async instructions are serialized") != log.npos, 0};

@@ -3,7 +3,7 @@
     python tools/kernel_variants.py            # features alone, and every pair of all parameters
     python tools/kernel_variants.py --full     # those, and the pairs for every dtype, head dim and architecture
 
-What to compile is asked of the plan (`cuda_src/plan`), problem by problem. Writes a table to build/kernels.csv.
+For each problem, the plan (`cuda_src/plan`) names the kernels to compile. Writes a table to build/kernels.csv.
 """
 
 from __future__ import annotations

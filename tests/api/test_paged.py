@@ -70,7 +70,7 @@ def test_mods():
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("mapped", [(0, None, None, 0, 0), (0, 0, 0, 0, 0), (None, 0, 0, None, None)], ids=str)
 def test_vmap(mapped):
-    """Of sequences that share the pages, and of caches apart."""
+    """Compare sequences that share the pages with sequences in caches of their own."""
     each = [cache(seed=seed) for seed in range(3)]
     given = [
         jnp.stack(x) if axis == 0 else jnp.asarray(x[0])

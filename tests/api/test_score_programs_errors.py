@@ -314,7 +314,7 @@ def test_a_long_chain():
 
 
 def test_a_long_chain_of_arrays():
-    """Of which there is no code: it says so."""
+    """The error names an operation that has no code."""
 
     def score_mod(s, b, h, q, k):
         x = jnp.stack([s, s])

@@ -14,7 +14,7 @@ THREE_MASKS = {
     "is_causal": True,
     "query_seq_lengths": True,
     "query_offset": True,
-}  # no backward is one kernel beside so many
+}  # with so many masks, no backward is one kernel
 EVERY = Extent(True, True, True, True)
 BIASED = {"bias_dtype": "float32", "bias": EVERY}
 

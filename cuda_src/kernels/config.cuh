@@ -1,5 +1,5 @@
-// What a kernel is compiled for, in the kernels' words. What a feature means, and whether there is one, is in
-// semantics/; tile sizes are the kernels' own.
+// The compile-time constants of a kernel. The constants of masks, scores, dropout and programs are in semantics/. Each
+// kernel defines its own tile sizes.
 #pragma once
 
 #include "cuda_src/contract.h"
@@ -11,11 +11,11 @@ constexpr DType kDType = kProblem.dtype;
 constexpr int kQKDim = kProblem.qk_dim;
 constexpr int kVDim = kProblem.v_dim;
 
-constexpr bool kFullPrecision = kProblem.full_precision;  // of f32
+constexpr bool kFullPrecision = kProblem.full_precision;  // of f32: three TF32 products instead of one
 constexpr bool kTF32 = kDType == DType::kF32 && !kFullPrecision;
 
-// The forward over parts of the keys. The kPacked query heads that share a key/value head are then rows of one tile:
-// row r of it is query r / kPacked, of head r % kPacked of them.
+// Split-KV forward: each CTA computes a part of the keys. The kPacked query heads that share a key/value head are rows
+// of one tile. Row r of the tile is query r / kPacked of the group's head r % kPacked.
 constexpr bool kParts = kTiling.packed > 0;
 constexpr int kPacked = kParts ? kTiling.packed : 1;
 constexpr bool kBalanced = kTiling.balanced;
@@ -25,8 +25,8 @@ constexpr bool kSinks = kProblem.sinks;
 constexpr bool kUnrounded = kProblem.unrounded;  // O and dQ are f32, the other arrays have 16 bits
 constexpr int kOutputBytes = kUnrounded ? 4 : BytesOf(kDType);
 
-// The backward only.
-// Can rows be empty (l = 0)? The content of an empty row and of its dO may be NaN and must not matter.
+// Backward only: can rows be empty (l = 0)? An empty row and its dO may contain NaN, which must not reach the
+// gradients.
 constexpr bool kEmptyRows = kProblem.empty_rows;
 constexpr bool kDLogsumexp = kProblem.dlogsumexp;
 constexpr bool kDSinks = kProblem.dsinks;

@@ -1,4 +1,4 @@
-// Clusters of two CTAs that reach each other's shared memory. PTX ISA 9.7.13.4, 9.7.8.20, 9.7.9.25.5.
+// Clusters of two CTAs that access each other's shared memory. PTX ISA 9.7.13.4, 9.7.8.20, 9.7.9.25.5.
 #pragma once
 
 #include "ptx/types.cuh"
@@ -17,14 +17,14 @@ __device__ __forceinline__ void ClusterSync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// mapa: the other CTA's address of what is here in shared memory.
+// mapa: the address of the same shared memory in the other CTA.
 __device__ __forceinline__ uint32_t PeerAddress(const void* shared) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(SharedAddress(shared)), "r"(ClusterRank() ^ 1));
   return address;
 }
 
-// mbarrier.arrive on the other CTA's barrier, by the threads that have `elected`.
+// mbarrier.arrive on the other CTA's barrier, by the threads with `elected`.
 __device__ __forceinline__ void PeerArrive(uint64_t* barrier, bool elected) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n"
@@ -33,7 +33,7 @@ __device__ __forceinline__ void PeerArrive(uint64_t* barrier, bool elected) {
       : "memory");
 }
 
-// cp.async.bulk: contiguous bytes from here to `to` of the other CTA, counted by its `barrier`.
+// cp.async.bulk: copies contiguous bytes to `to` in the other CTA. The other CTA's `barrier` counts the bytes.
 __device__ __forceinline__ void PeerCopy(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    PeerAddress(to)),

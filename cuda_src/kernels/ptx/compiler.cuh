@@ -1,21 +1,21 @@
-// What is said to the compiler rather than to the machine.
+// Hints for the compiler.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_flash {
 
-// x, which is the same in all lanes. The compiler is told so, and keeps what depends on it in uniform registers and
-// branches.
+// Returns x, which must be equal in all lanes. The compiler then keeps values that depend on x in uniform registers,
+// and branches on them uniformly.
 __device__ __forceinline__ int Uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
-// The same where only the first lane of a warp is there.
+// The same if only the first lane of a warp is active.
 __device__ __forceinline__ int UniformOfOne(int x) { return __shfl_sync(1u, x, 0); }
 
-// False, but ptxas cannot know that, and moves nothing across a branch that depends on it. For places where it has no
-// registers to work ahead.
+// Returns false, but ptxas cannot prove it, and moves no code across a branch on the result. Use it where code moved
+// ahead would need registers that are not free.
 __device__ __forceinline__ bool Never() { return __any_sync(0xFFFFFFFFu, false); }
 
-// x, but the compiler works out nothing from it before that is needed. For a thread that has few registers, in a loop.
+// Returns x, but the compiler cannot compute anything from it earlier. Use it in a loop of a thread with few registers.
 __device__ __forceinline__ int Fresh(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -25,13 +25,13 @@ __device__ __forceinline__ float Fresh(float x) {
   return x;
 }
 
-// Keeps the compiler from moving reads or writes of an accumulator, or other registers, across this point.
+// Keeps the compiler from moving reads and writes of these registers across this point.
 template <int kCount>
 __device__ __forceinline__ void Pin(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
-// The same at the end of a branch, of which the compiler must not share code with one that has another number.
+// The same at the end of a branch. The compiler cannot merge the code of branches with different numbers.
 template <int kNumber, int kCount>
 __device__ __forceinline__ void PinApart(float (&registers)[kCount]) {
   Pin(registers);

@@ -1,11 +1,11 @@
-// Counters in HBM, by which CTAs wait for each other. PTX ISA 9.7.9.8, 9.7.13.7, 9.7.13.4.
+// Counters in HBM, which CTAs use to wait for each other. PTX ISA 9.7.9.8, 9.7.13.7, 9.7.13.4.
 #pragma once
 
 #include "ptx/types.cuh"
 
 namespace jax_flash {
 
-// red.release.gpu: counts 1, by the threads that have `elected`. Who waits for it sees what they have done before.
+// red.release.gpu: adds 1, by the threads with `elected`. A thread that waits for the count sees their earlier writes.
 __device__ __forceinline__ void Count(int* counter, bool elected) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n"
@@ -14,8 +14,8 @@ __device__ __forceinline__ void Count(int* counter, bool elected) {
       : "memory");
 }
 
-// Waits until `count` have been counted: looks by ld.relaxed, since ld.acquire empties the L1, which it does once.
-// Sleeps for so many nanoseconds between two looks.
+// Waits until the counter is at least `count`. It polls with ld.relaxed, because each ld.acquire invalidates the L1;
+// one fence at the end is enough. It sleeps kSleep nanoseconds between two loads.
 template <int kSleep = 500>
 __device__ __forceinline__ void WaitForCount(const int* counter, int count) {
   while (true) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void WaitForCount(const int* counter, int count) {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
-// fence.proxy.async: between what threads read and write in HBM and what TMA does.
+// fence.proxy.async: orders generic accesses to HBM and accesses by TMA.
 __device__ __forceinline__ void FenceProxyAsyncGlobal() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 }  // namespace jax_flash

@@ -5,7 +5,7 @@
 
 namespace jax_flash {
 
-// mbarrier.init: a phase completes after `arrivals` arrivals (and the bytes they announced).
+// mbarrier.init: a phase completes after `arrivals` arrivals and the bytes that they announced.
 __device__ __forceinline__ void MbarrierInit(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(arrivals));
 }
@@ -15,7 +15,7 @@ __device__ __forceinline__ void FenceMbarrierInit() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// mbarrier.arrive, by the threads that have `elected`.
+// mbarrier.arrive, by the threads with `elected`.
 __device__ __forceinline__ void MbarrierArrive(uint64_t* barrier, bool elected = true) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n"
@@ -24,12 +24,12 @@ __device__ __forceinline__ void MbarrierArrive(uint64_t* barrier, bool elected =
       : "memory");
 }
 
-// Whether this lane arrives for its warp, once all lanes have done what the arrival is to say. It is one lane, or with
-// kRacecheck every lane. ArrivalsOf is how many arrivals MbarrierInit has to be told of for so many warps.
+// ArrivesForWarp: does this lane arrive for its warp? Lane 0 does, after a warp barrier; with kRacecheck every lane
+// does. ArrivalsOf returns the count for MbarrierInit if this number of warps arrives.
 __device__ __forceinline__ bool ArrivesForWarp(int lane) { return kRacecheck || lane == 0; }
 __host__ __device__ constexpr uint32_t ArrivalsOf(int warps) { return kRacecheck ? 32 * warps : warps; }
 
-// mbarrier.arrive.expect_tx: arrive, and have the phase wait for `bytes` of asynchronous copies too.
+// mbarrier.arrive.expect_tx: arrives, and makes the phase wait for `bytes` of asynchronous copies.
 __device__ __forceinline__ void MbarrierArriveExpectTx(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes)
                : "memory");
@@ -49,7 +49,7 @@ __device__ __forceinline__ void MbarrierWait(uint64_t* barrier, uint32_t parity)
   } while (!done);
 }
 
-// A position in a ring of `kCount` buffers, and the parity of their barriers there.
+// A position in a ring of `kCount` buffers, and the parity of their barriers in this round.
 template <int kCount>
 struct Ring {
   int index = 0;
@@ -65,10 +65,10 @@ struct Ring {
   }
 };
 
-// The same as one number, for a thread that has few registers.
+// The same as one integer, for threads with few registers.
 template <int kCount>
 struct PackedRing {
-  uint32_t position = 0;  // of all in two rounds
+  uint32_t position = 0;  // in two rounds of the ring
 
   __device__ __forceinline__ int Index() const { return position % kCount; }
   __device__ __forceinline__ uint32_t Parity() const { return position / kCount; }

@@ -1,5 +1,5 @@
-// mma.sync: a warp multiplies 16 x k by k x 8 into f32 registers. k is 32 bytes: 16 elements of 16 bits, or 8 of f32,
-// taken as TF32. PTX ISA 9.7.14.
+// mma.sync: a warp multiplies 16 x k by k x 8 into f32 registers. k is 32 bytes: 16 elements of 16 bits, or 8 elements
+// of f32, which are truncated to TF32. PTX ISA 9.7.14.
 #pragma once
 
 #include "config.cuh"
@@ -7,7 +7,7 @@
 
 namespace jax_flash {
 
-// c += a b; of f32 only the upper 19 bits are looked at. PTX ISA 9.7.14.5.14.
+// c += a b. The instruction ignores the lower 13 bits of f32 elements. PTX ISA 9.7.14.5.14.
 __device__ __forceinline__ void MmaSync(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if constexpr (kDType == DType::kF32) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -1,31 +1,31 @@
-// Sums that grow in HBM. PTX ISA 9.7.13.7.
+// Atomic additions to HBM. PTX ISA 9.7.13.7.
 #pragma once
 
 #include "ptx/types.cuh"
 
 namespace jax_flash {
 
-// Since Hopper a lane adds 16 bytes at a time, before 4: the 128 elements of an accumulator's 16 x 8 part then lie in
-// memory as [lane][4], or [4][lane], for a warp to add them side by side.
+// A lane adds 16 bytes at a time on Hopper and later, and 4 bytes before. The 128 elements of a 16 x 8 part of an
+// accumulator are stored as [lane][4], or before Hopper as [4][lane]. Then the additions of a warp are coalesced.
 #if __CUDA_ARCH__ >= 900
 constexpr bool kAddsFour = true;
 #else
 constexpr bool kAddsFour = false;
 #endif
 
-// red.global.add.f32: PTX ISA 9.7.13.7.
+// red.global.add.f32
 __device__ __forceinline__ void AddToGlobal(float* sum, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(sum), "f"(x) : "memory");
 }
 
-// The same if `counts`, without a branch that would keep the compiler from sharing addresses.
+// The same if `counts`, by a predicate: a branch would keep the compiler from sharing addresses.
 __device__ __forceinline__ void AddToGlobalIf(bool counts, float* sum, float x) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p red.relaxed.gpu.global.add.f32 [%0], %1;\n}" ::"l"(sum),
                "f"(x), "r"(int(counts))
                : "memory");
 }
 
-// Likewise: c to the 128 elements at `sum`, by a whole warp.
+// A whole warp adds c to the 128 elements at `sum`.
 __device__ __forceinline__ void AddToGlobal(float* sum, const float (&c)[4]) {
   const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
@@ -39,7 +39,7 @@ __device__ __forceinline__ void AddToGlobal(float* sum, const float (&c)[4]) {
 #endif
 }
 
-// Of such a sum: columns 0 to 7 of rows `row` and row + 8.
+// Loads columns 0 to 7 of rows `row` and row + 8 of such a sum.
 __device__ __forceinline__ void LoadSum(const float* sum, int row, float (&x)[2][8]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

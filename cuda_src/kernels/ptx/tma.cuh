@@ -1,26 +1,25 @@
-// TMA: tiles between a tensor in HBM and shared memory, described by a tensor map. PTX ISA 9.7.9.27.
-// All maps here are [d, time, head, batch], innermost first, with boxes of kBoxBytes, swizzled, x rows.
+// TMA: copies tiles between HBM and shared memory. A tensor map describes the tensor. PTX ISA 9.7.9.27.
+// All tensors here are [d, time, head, batch], innermost first. A box has rows of kBoxBytes, with the 128-byte swizzle.
 #pragma once
 
 #include "ptx/types.cuh"
 
 namespace jax_flash {
 
-// A kernel's parameter (cuda_src/contract.h).
+// Declares a tensor map as a parameter of a kernel (cuda_src/contract.h).
 #define JAX_FLASH_MAP(name) , const __grid_constant__ jax_flash::TensorMap name##_map
 
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;
 
-// Tiles are boxes of 128 bytes of columns; what is outside of the head dim is 0.
+// The boxes of a tile with `dim` columns. TMA fills columns beyond the head dim with zeros.
 __host__ __device__ constexpr int Boxes(int dim) { return (dim + kBoxColumns - 1) / kBoxColumns; }
 
-// In 16 rows of a box, of the c-th 32 bytes of each: where a lane's row of the four matrices of ldmatrix or stmatrix
-// is.
+// The address of a lane's row for ldmatrix.x4 or stmatrix.x4, in 16 rows of a box, at the c-th 32 bytes of each row.
 __device__ __forceinline__ uint32_t MatricesOf(const void* rows, int lane, int c) {
   return (SharedAddress(rows) + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16) ^ c * 32;
 }
 
-// cp.async.bulk.tensor, HBM to shared; its bytes are counted by `barrier`.
+// cp.async.bulk.tensor, HBM to shared memory. `barrier` counts the bytes.
 __device__ __forceinline__ void TmaLoad(void* shared, const TensorMap* map, uint64_t* barrier, int d, int time,
                                         int head, int batch) {
   asm volatile(
@@ -30,7 +29,7 @@ __device__ __forceinline__ void TmaLoad(void* shared, const TensorMap* map, uint
       : "memory");
 }
 
-// cp.async.bulk.tensor, shared to HBM; part of the bulk group of the executing thread.
+// cp.async.bulk.tensor, shared memory to HBM, in the bulk group of this thread.
 __device__ __forceinline__ void TmaStore(const TensorMap* map, const void* shared, int d, int time, int head,
                                          int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
@@ -38,7 +37,7 @@ __device__ __forceinline__ void TmaStore(const TensorMap* map, const void* share
                : "memory");
 }
 
-// cp.async.bulk: contiguous bytes (a multiple of 16), HBM to shared.
+// cp.async.bulk: contiguous bytes (a multiple of 16), HBM to shared memory.
 __device__ __forceinline__ void BulkLoad(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    SharedAddress(shared)),
@@ -46,21 +45,21 @@ __device__ __forceinline__ void BulkLoad(void* shared, const void* global, uint3
                : "memory");
 }
 
-// cp.async.bulk: contiguous bytes (a multiple of 16), shared to HBM; part of the bulk group of the executing thread.
+// cp.async.bulk: contiguous bytes (a multiple of 16), shared memory to HBM, in the bulk group of this thread.
 __device__ __forceinline__ void BulkStore(void* global, const void* shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(SharedAddress(shared)),
                "r"(bytes)
                : "memory");
 }
 
-// cp.async.bulk.prefetch.tensor: HBM to the L2.
+// cp.async.bulk.prefetch.tensor: HBM to L2.
 __device__ __forceinline__ void TmaPrefetch(const TensorMap* map, int d, int time, int head, int batch) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(d), "r"(time),
                "r"(head), "r"(batch)
                : "memory");
 }
 
-// cp.reduce.async.bulk: adds contiguous f32 from shared to HBM, by the one thread that has `elected`.
+// cp.reduce.async.bulk: adds contiguous f32 from shared memory to HBM, by the one thread with `elected`.
 __device__ __forceinline__ void BulkReduceAdd(bool elected, float* global, const float* shared, uint32_t bytes) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n"
@@ -69,20 +68,20 @@ __device__ __forceinline__ void BulkReduceAdd(bool elected, float* global, const
       : "memory");
 }
 
-// cp.async.bulk.commit_group: what this thread has stored and added since the last is a group.
+// cp.async.bulk.commit_group: makes one group of this thread's stores and additions since the last commit.
 __device__ __forceinline__ void TmaCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// cp.async.bulk.wait_group.read: until all but the latest `kPending` groups have read their shared memory.
+// cp.async.bulk.wait_group.read: waits until all but the latest `kPending` groups have read their shared memory.
 template <int kPending>
 __device__ __forceinline__ void TmaWaitRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// cp.async.bulk.wait_group: until all groups are complete, and others can see what they wrote.
+// cp.async.bulk.wait_group: waits until all groups are complete and their writes are visible.
 __device__ __forceinline__ void TmaWaitAll() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// fence.proxy.async: what this thread wrote to shared memory is visible to TMA and the tensor cores, and
-// what they write there later is not to what it has read.
+// fence.proxy.async: makes this thread's writes to shared memory visible to TMA and the tensor cores. It also orders
+// this thread's earlier reads before their later writes.
 __device__ __forceinline__ void FenceProxyAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace jax_flash

@@ -1,4 +1,4 @@
-// What every kernel file needs: element types and a few words of the machine.
+// Element types, conversions and fast math, for all kernels.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 #include "cuda_src/contract.h"
 #include "this_kernel.h"
 
-// The 16-bit element type of Q, K, V, O and their gradients, as PTX spells it.
+// The 16-bit type of Q, K, V, O and their gradients in PTX instructions.
 #if JAX_FLASH_DTYPE == 1
 #define JAX_FLASH_PTX_TYPE "f16"
 #else
@@ -18,14 +18,15 @@ namespace jax_flash {
 constexpr float kLog2e = 1.4426950408889634f;
 
 constexpr int kElementBytes = BytesOf(DType(JAX_FLASH_DTYPE));  // of Q, K, V, O and their gradients
-static_assert(kElementBytes == 2 || kElementBytes == 4);        // 16 bits, or 32 that a product has as TF32
+static_assert(kElementBytes == 2 || kElementBytes == 4);        // 4: f32, multiplied as TF32
 constexpr int kStep = 32 / kElementBytes;                       // the k of one mma or wgmma
 
-// The preprocessor, which puts the text of PTX together, knows them as numbers.
+// The preprocessor, which chooses the text of PTX, sees types only as numbers.
 static_assert(int(DType::kF16) == 1 && int(DType::kF32) == 3);
 
-// For compute-sanitizer's racecheck (tools/sanitize.py), to which the lanes of a warp are like any threads: all lanes
-// arrive where one does for its warp, and ptxas does not leave out a warp's barrier because the lanes are in step.
+// compute-sanitizer's racecheck (tools/sanitize.py) treats the lanes of a warp as independent threads. With this flag
+// every lane arrives where usually one lane arrives for its warp, and ptxas keeps warp barriers that it would otherwise
+// remove.
 #ifdef JAX_FLASH_RACECHECK
 constexpr bool kRacecheck = true;
 #else
@@ -38,22 +39,22 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
 
 __device__ __forceinline__ float Infinity() { return __int_as_float(0x7F800000); }
 
-// cvt.rn.*x2.f32: two floats to one register, `low` in its low half. PTX ISA 9.7.9.22.
+// cvt.rn.*x2.f32: packs two floats into one register, `low` into its low half. PTX ISA 9.7.9.22.
 __device__ __forceinline__ uint32_t Pack(float low, float high) {
   uint32_t packed;
   asm("cvt.rn." JAX_FLASH_PTX_TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
-// The same, negative numbers to 0.
+// The same, with negative numbers replaced by 0.
 __device__ __forceinline__ uint32_t PackRelu(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.relu." JAX_FLASH_PTX_TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
-// cvt.*.tf32.f32: to the nearest number with 11 significant bits. From sm_90 on ties go to even, as with TMA: the
-// backward must recompute the scores of the forward. PTX ISA 9.7.9.22.
+// cvt.*.tf32.f32: rounds to the nearest TF32 number. From sm_90 on ties go to even, as with TMA, because the backward
+// must recompute the same scores as the forward. PTX ISA 9.7.9.22.
 __device__ __forceinline__ uint32_t RoundTF32(uint32_t x) {
   uint32_t y;
 #if __CUDA_ARCH__ >= 900
@@ -64,7 +65,7 @@ __device__ __forceinline__ uint32_t RoundTF32(uint32_t x) {
   return y;
 }
 
-// The inverse of Pack, exact.
+// The inverse of Pack, which is exact.
 __device__ __forceinline__ float2 Unpack(uint32_t packed) {
   float2 x;
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
@@ -74,7 +75,7 @@ __device__ __forceinline__ float2 Unpack(uint32_t packed) {
   return x;
 }
 
-// Side by side, at an address that is a multiple of their size if that is a power of two.
+// Loads consecutive words. If kCount is a power of two, the address must be a multiple of their size.
 template <int kCount>
 __device__ __forceinline__ void LoadWords(const uint32_t* from, uint32_t (&words)[kCount]) {
   struct alignas(kCount % 3 == 0 ? 4 : 4 * kCount) Words {
@@ -101,7 +102,7 @@ __device__ __forceinline__ float Load(const void* data, int64_t i) {
   }
 }
 
-// The inverse of Load, rounded to the nearest, of any type but f64.
+// The inverse of Load, rounded to nearest. Not for f64.
 template <DType kType>
 __device__ __forceinline__ void Store(void* data, int64_t i, float x) {
   if constexpr (kType == DType::kF16) {
@@ -113,9 +114,9 @@ __device__ __forceinline__ void Store(void* data, int64_t i, float x) {
   }
 }
 
-// Compares the halves of x with those of `bound`, as bfloat16 numbers. All bits of a half of the result are set if that
-// half of x is NaN, or if its magnitude is not below that of `bound`; otherwise none is. For Hopper (PTX ISA 9.7.4.6,
-// 9.7.7.1).
+// Compares each half of x with the same half of `bound`, as bfloat16. A half of the result has all bits set if that
+// half of x is NaN or its magnitude is at least the magnitude of `bound`. Otherwise it is 0. For Hopper. PTX ISA
+// 9.7.4.6, 9.7.7.1.
 __device__ __forceinline__ uint32_t NotBelow(uint32_t x, uint32_t bound) {
   asm("abs.bf16x2 %0, %0;" : "+r"(x));
   asm("set.geu.u32.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(bound));

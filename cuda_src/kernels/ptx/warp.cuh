@@ -1,4 +1,4 @@
-// Warps and warpgroups: register allocation, named barriers, 8x8 matrices between registers and shared memory.
+// Warps and warpgroups: register allocation, named barriers, moves of 8x8 matrices, reductions.
 #pragma once
 
 #include "ptx/compiler.cuh"
@@ -6,7 +6,7 @@
 
 namespace jax_flash {
 
-// setmaxnreg: gives registers back, or takes them. PTX ISA 9.7.19.5.
+// setmaxnreg: releases registers, or requests them. PTX ISA 9.7.19.5.
 template <int kRegisters>
 __device__ __forceinline__ void SetMaxRegistersDown() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -24,7 +24,8 @@ __device__ __forceinline__ void BarrierArrive(int id, int threads) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// bar.warp.sync of all lanes. Where they are in step ptxas leaves nothing of it, if it knows that all are meant.
+// bar.warp.sync of all lanes. ptxas removes it where lanes are converged, if the mask is a constant with all lanes.
+// With kRacecheck the mask is computed, and ptxas keeps the barrier.
 __device__ __forceinline__ void SyncWarp() {
   uint32_t all = 0xFFFFFFFF;
   if constexpr (kRacecheck) {
@@ -35,15 +36,15 @@ __device__ __forceinline__ void SyncWarp() {
   __syncwarp(all);
 }
 
-// ld.shared. As loads of C++, hundreds of them take NVRTC's optimiser 15 seconds for sm_100. PTX ISA 9.7.9.8.
+// ld.shared. NVRTC needs 15 seconds to optimise hundreds of such loads in C++ for sm_100. PTX ISA 9.7.9.8.
 __device__ __forceinline__ uint32_t LoadShared(uint32_t address) {
   uint32_t x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
 
-// ldmatrix.x4: four matrices of 8 rows of 16 bytes. Lane l gives the address of row l % 8 of matrix l / 8 and gets the
-// (l % 4)-th 4 bytes of row l / 4 of each. PTX ISA 9.7.14.5.15.
+// ldmatrix.x4: loads four matrices of 8 rows of 16 bytes. Lane l passes the address of row l % 8 of matrix l / 8. It
+// receives the (l % 4)-th 4 bytes of row l / 4 of each matrix. PTX ISA 9.7.14.5.15.
 __device__ __forceinline__ void Ldmatrix(uint32_t (&x)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -51,7 +52,7 @@ __device__ __forceinline__ void Ldmatrix(uint32_t (&x)[4], uint32_t row) {
                : "memory");
 }
 
-// The same, each matrix of 16-bit elements transposed.
+// The same, with each matrix of 16-bit elements transposed.
 __device__ __forceinline__ void LdmatrixTransposed(uint32_t (&x)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -59,7 +60,7 @@ __device__ __forceinline__ void LdmatrixTransposed(uint32_t (&x)[4], uint32_t ro
                : "memory");
 }
 
-// stmatrix.x4: lane l gives the address of row l % 8 of matrix l / 8. PTX ISA 9.7.14.5.16.
+// stmatrix.x4: lane l passes the address of row l % 8 of matrix l / 8. PTX ISA 9.7.14.5.16.
 __device__ __forceinline__ void Stmatrix(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
                "r"(d)
@@ -73,7 +74,8 @@ __device__ __forceinline__ uint32_t Movmatrix(uint32_t a) {
   return t;
 }
 
-// A reduction over kLanes lanes side by side, all of which get the result. (Four share a row of an accumulator.)
+// Reduces over groups of kLanes consecutive lanes; every lane gets the result. Four lanes share a row of an
+// accumulator.
 template <int kLanes, typename T, typename Combine>
 __device__ __forceinline__ T LaneReduce(T x, Combine combine) {
 #pragma unroll
@@ -89,7 +91,7 @@ __device__ __forceinline__ float LaneMax(float x) {
   return LaneReduce<kLanes>(x, [](float a, float b) { return fmaxf(a, b); });
 }
 
-// The sum over the lanes of a warp up to this one.
+// The inclusive prefix sum over the lanes of a warp.
 __device__ __forceinline__ int LanePrefixSum(int x) {
 #pragma unroll
   for (int s = 1; s < 32; s *= 2) {

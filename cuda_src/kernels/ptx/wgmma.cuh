@@ -1,9 +1,9 @@
 // wgmma: a warpgroup multiplies 64 x k by k x N into f32 registers, asynchronously. k is 32 bytes: 16 elements of 16
-// bits, or 8 of f32, of which only the upper 19 bits are looked at (TF32). PTX ISA 9.7.15.
+// bits, or 8 elements of f32, truncated to TF32. PTX ISA 9.7.15.
 //
-// A tile in shared memory is a sequence of boxes of rows of 128 bytes as TMA writes them with the 128-byte swizzle.
-// An accumulator is float[N / 2]: element 4 c + 2 h + e of lane l of warp w is row 16 w + l / 4 + 8 h, column
-// 8 c + 2 (l % 4) + e.
+// A tile in shared memory is a sequence of boxes of 128-byte rows, as TMA writes them with the 128-byte swizzle.
+// An accumulator is float[N / 2]. Element 4 c + 2 h + e of lane l of warp w has row 16 w + l / 4 + 8 h and column 8 c +
+// 2 (l % 4) + e.
 #pragma once
 
 #include "ptx/compiler.cuh"
@@ -12,8 +12,8 @@
 namespace jax_flash {
 
 // The matrix descriptor of a box: address, leading and stride byte offset (each / 16), 128-byte swizzle.
-//   K-major (rows are M or N): the stride offset goes from 8 rows to the next 8.
-//   MN-major (rows are K): the same, and the leading offset goes from a box to the next 64 columns. Not for f32.
+//   K-major (rows are M or N): the stride offset is the distance between groups of 8 rows.
+//   MN-major (rows are K): the same, and the leading offset is the distance between boxes of 64 columns. Not for f32.
 __device__ __forceinline__ uint64_t Descriptor(const void* shared, uint32_t box_bytes) {
   return uint64_t(1) << 62 | uint64_t(1024 >> 4) << 32 | uint64_t(box_bytes >> 4) << 16 |
          (SharedAddress(shared) & 0x3FFFF) >> 4;
@@ -21,10 +21,10 @@ __device__ __forceinline__ uint64_t Descriptor(const void* shared, uint32_t box_
 
 __device__ __forceinline__ uint64_t Advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
-// wgmma.fence: registers written before are seen by the wgmmas after.
+// wgmma.fence: later wgmmas see earlier writes to registers.
 __device__ __forceinline__ void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void WgmmaCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// wgmma.wait_group: until all but the latest `kPending` groups are complete.
+// wgmma.wait_group: waits until all but the latest `kPending` groups are complete.
 template <int kPending>
 __device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -101,7 +101,7 @@ struct Wgmma;
 #define JAX_FLASH_F124 JAX_FLASH_F120, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
 #define JAX_FLASH_F128 JAX_FLASH_F124, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// What follows N in the name; and the majors of A and B, in shared memory, which only 16-bit elements have a choice of.
+// The part of the instruction's name after N. Only 16-bit elements have a choice of major for A and B in shared memory.
 #if JAX_FLASH_DTYPE == 3
 #define JAX_FLASH_WGMMA_TYPES "k8.f32.tf32.tf32"
 #define JAX_FLASH_WGMMA_MAJORS(R)
@@ -110,7 +110,7 @@ struct Wgmma;
 #define JAX_FLASH_WGMMA_MAJORS(R) ", %" #R
 #endif
 
-// R = N / 2 registers; the operands after them are numbered R, R + 1, ...
+// R = N / 2 registers; the next operands have the numbers R, R + 1, ...
 #define JAX_FLASH_WGMMA(N, R, R1, R2, R3, R4, R5, R6)                                                             \
   template <>                                                                                                     \
   struct Wgmma<N> {                                                                                               \

@@ -1,7 +1,7 @@
-// The dropout mask Z, which `jax_flash/dropout.py` specifies. One call of the generator decides the eight entries
-// {i, i+8} x {j, j+1, j+8, j+9} (i % 16 < 8, j % 16 in {0, 2, 4, 6}), with 16 bits each. These are the entries that one
-// lane has of a 16 x 16 tile of a tensor core's accumulator. An entry is dropped iff the lower 15 of its bits are less
-// than the threshold. The magnitudes of bfloat16 numbers compare in the same way, as long as the threshold is not NaN.
+// The dropout mask Z, which `jax_flash/dropout.py` specifies. One Philox call has 16 bits for each of the eight entries
+// {i, i+8} x {j, j+1, j+8, j+9}, where i % 16 < 8 and j % 16 is 0, 2, 4 or 6. One lane holds exactly these entries of a
+// 16 x 16 tile of an accumulator. An entry is dropped if the lower 15 bits are below the threshold. Magnitudes of
+// bfloat16 numbers compare in the same way, as long as the threshold is not NaN.
 #pragma once
 
 #include "config.cuh"
@@ -28,20 +28,20 @@ __device__ __forceinline__ Philox4 Philox(Philox4 c, uint32_t key0, uint32_t key
   return c;
 }
 
-// The factor in Z of the entries that are kept.
+// The factor of the kept entries in Z.
 __device__ __forceinline__ float ZScale(const Params& p) { return kDropout ? p.keep_scale : 1.0f; }
 
-// Whether dropout drops the entry that has the e-th half of a random word. (For the upper half the lower one need not
-// be cleared, since it cannot change the comparison.)
+// Does dropout drop the entry with half e of a random word? For the upper half, the lower half need not be cleared,
+// since it cannot change the comparison.
 __device__ __forceinline__ bool Dropped(const Params& p, uint32_t word, int e) {
   return kDropout && fabsf(__uint_as_float(e == 0 ? word << 16 : word)) < __uint_as_float(p.drop_threshold << 16);
 }
 
-// The number of row i in the generator's counter, which it shares with the row 8 before or after it.
+// The row's number in the Philox counter. Rows i and i + 8 of 16 share it.
 __device__ __forceinline__ uint32_t RowGroup(uint32_t i) { return i / 16 * 8 + i % 8; }
 
-// The number of the call's first row, and the number of its first 4 columns. Where the call is a part of a larger one,
-// its first row and column are multiples of 16.
+// The counter's values for the call's first row and column. A call that computes a part of a sequence starts at
+// `origin`, multiples of 16.
 __device__ __forceinline__ uint32_t FirstRowGroup(const Params& p) {
   return kProblem.origin ? RowGroup(__ldg(p.origin)) : 0;
 }
@@ -49,7 +49,7 @@ __device__ __forceinline__ uint32_t FirstColumns(const Params& p) {
   return kProblem.origin ? uint32_t(__ldg(p.origin + 1)) / 4 : 0;
 }
 
-// The seed of a batch entry and head. Without dropout there is none.
+// The key and counter words for a batch entry and head. They are unset without dropout.
 struct Seed {
   uint32_t key0, key1, head_id, batch_id, first_columns, first_row_group;
 
@@ -60,7 +60,7 @@ struct Seed {
     first_columns = FirstColumns(p), first_row_group = FirstRowGroup(p);
   }
 
-  // The random words of a lane, for the `columns`-th 16 columns, and for a row and the one 8 after it.
+  // The random words of this lane for the 16 columns with index `columns`, and for one row and the row 8 after it.
   __device__ __forceinline__ Philox4 Words(uint32_t columns, uint32_t row_group) const {
     if constexpr (!kDropout) return {};
     const uint32_t column = first_columns + columns * 4 + threadIdx.x % 4;
@@ -68,11 +68,11 @@ struct Seed {
   }
 };
 
-// Z of two rows of a lane in a tile of S with kKeys columns. A word has two entries, each with all bits of its half set
-// if it is kept, and none if it is dropped.
+// Z of two rows of a lane, in a tile of S with kKeys columns. A word has two entries. Each half has all bits set if the
+// entry is kept, and is 0 if it is dropped.
 template <int kKeys>
 struct PackedZ {
-  uint32_t seed[4];  // the key, and the ids of the head and the batch entry
+  uint32_t seed[4];  // the Philox key, and the ids of the head and the batch entry
   uint32_t kept[kKeys / 4];
 
   __device__ __forceinline__ void Start(const Params& p, int batch, int head) {
@@ -81,10 +81,10 @@ struct PackedZ {
     seed[2] = p.head_id[head], seed[3] = p.batch_id[batch];
   }
 
-  // Draws Z of the tile that begins at `column`, of the rows `row` and row + 8.
+  // Generates Z for rows `row` and row + 8 of the tile that begins at `column`.
   __device__ __forceinline__ void Draw(const Params& p, uint32_t row, int column) {
     if constexpr (!kDropout) return;
-    Pin(seed);  // or the compiler would compute much from it beforehand, and fill the registers with that
+    Pin(seed);  // or the compiler would compute values of all tiles ahead, and spill them
 #pragma unroll
     for (int c = 0; c < kKeys / 16; ++c) {
       const uint32_t columns = FirstColumns(p) + (column / 16 + c) * 4 + threadIdx.x % 4;
@@ -95,7 +95,7 @@ struct PackedZ {
     Pin(kept);
   }
 
-  // Applies Z to P, which is a left operand, without the factor of the entries that are kept.
+  // Applies Z to P, the left operand of P V. The factor of the kept entries is applied elsewhere.
   template <int kCount>
   __device__ __forceinline__ void Apply(uint32_t (&P)[kCount]) const {
     if constexpr (!kDropout) return;
@@ -111,10 +111,11 @@ struct PackedZ {
   }
 };
 
-// From here on entries of P that are dropped are marked by their sign, since softmax's backward needs their P, too.
+// From here on, a negative sign marks a dropped entry of P. The backward of the softmax needs the P of dropped entries,
+// too.
 
-// Marks dropped entries in 16 x 16 entries of P, of which this lane has C = float[8] and `words`. In P^T the entries of
-// this lane are decided by words that other lanes have, as in the forward: so the words are transposed.
+// Marks dropped entries in a 16 x 16 tile of P. This lane holds C = float[8] of it, and `words`. In P^T, other lanes
+// hold the words for this lane's entries, because words follow the layout of the forward. So the words are transposed.
 template <bool kTransposed>
 __device__ __forceinline__ void MarkZ(const Params& p, const Philox4& words, float* C) {
   if constexpr (!kDropout) return;
@@ -127,14 +128,14 @@ __device__ __forceinline__ void MarkZ(const Params& p, const Philox4& words, flo
   }
 }
 
-// Packs two entries of P as an operand; dropped ones become 0.
+// Packs two entries of P as an operand, with dropped entries as 0.
 __device__ __forceinline__ uint32_t PackKept(float low, float high) {
   return kDropout ? PackRelu(low, high) : Pack(low, high);
 }
 __device__ __forceinline__ float Kept(float x) { return kDropout && x < 0.0f ? 0.0f : x; }
 
-// dS = P (Z dP - D), where P is marked by its sign. The factor of the kept entries in Z is either in dP, or it is left
-// out: then D has been divided by it, and dS lacks it, too.
+// dS = P (Z dP - D), with dropped entries of P marked. The factor of the kept entries is either in dP, or it is left
+// out: then D has been divided by it, and the caller multiplies dS by it.
 __device__ __forceinline__ float DSOf(float P, float dP, float D) {
   return kDropout ? fmaf(fmaxf(P, 0.0f), dP, -fabsf(P) * D) : P * (dP - D);
 }

@@ -1,8 +1,7 @@
-// Which keys a row may attend to: positions (causal, window, lengths, query offset), segment ids, the mask operand, a
-// mask_mod and block masks. Here is the place to add a kind of mask. Which tiles are computed at all follows from it in
-// scheduler/.
+// The keys that a row may attend to: positions (causal, window, lengths, query offset), segment ids, the mask operand,
+// a mask_mod and block masks. Add new kinds of masks here. scheduler/ derives from them which tiles are computed.
 //
-// All of a block mask is data: a number that it does not have stands for nothing, never for an address.
+// Block masks are data, and may have any values. An invalid number never becomes an address; its block counts as empty.
 #pragma once
 
 #include "common/blocks.h"
@@ -15,37 +14,38 @@
 namespace jax_flash {
 
 constexpr bool kCausal = kProblem.causal;
-constexpr bool kWindow = kProblem.window || kProblem.ranges;  // do positions hide keys on both sides?
+constexpr bool kWindow = kProblem.window || kProblem.ranges;  // can positions hide keys on both sides?
 constexpr bool kLengths = kProblem.q_lengths || kProblem.kv_lengths;
 constexpr bool kSegments = kProblem.segments;
-constexpr bool kMask = kProblem.mask;  // the operand: in a forward of few queries, and where a block mask is made of it
+constexpr bool kMask =
+    kProblem.mask;  // the operand: in a split-KV forward, and in the kernel that converts it to a block mask
 constexpr bool kBlockMask = kProblem.q_block > 0;
 constexpr int kQBlock = kBlockMask ? kProblem.q_block : 16;
 constexpr int kKVBlock = kBlockMask ? kProblem.kv_block : 16;
 
-constexpr bool kListed = kBlockMask;           // do tiles come from lists, instead of ranges?
-constexpr bool kLocal = kWindow || kSegments;  // keys may be hidden to the left of what is not
-// Do positions decide more than that a row sees no later key?
+constexpr bool kListed = kBlockMask;           // do tiles come from block lists instead of ranges?
+constexpr bool kLocal = kWindow || kSegments;  // can keys to the left of a visible key be hidden?
+// Do positions hide more than later keys?
 constexpr bool kManyRanges = kWindow || kLengths || kProblem.query_offset;
-constexpr bool kAsksBlocks = kMaskMod && kBlockMask;  // is mask_mod asked in the blocks that it leaves partial?
-// Must memory be asked which keys a row sees?
+constexpr bool kAsksBlocks = kMaskMod && kBlockMask;  // does mask_mod decide in partial blocks?
+// Do masks in memory hide keys, in addition to positions?
 constexpr bool kLookedUp = kSegments || kMask || kMaskMod || kBlockMask;
 
 // --- Positions ---
 
-// The position of the first query along the keys.
+// The position of the first query among the keys.
 __device__ __forceinline__ int OffsetOf(const Params& p, int batch) {
   return kProblem.query_offset ? p.query_offset[batch] : 0;
 }
 
-// Are so many rows of a batch entry, with their query offset, in places of keys? Score programs rely on it where they
-// are told that entries are within T and S.
+// Are the positions of `count` rows, with the query offset, within the keys? Score programs need this where they assume
+// that entries are within T and S.
 __device__ __forceinline__ bool AreAmongKeys(const Params& p, int batch, int row, int count) {
   const int64_t first = int64_t(row) + OffsetOf(p, batch);
   return first >= 0 && first <= p.kv_len - count;
 }
 
-// The position of row i, column j, which programs receive.
+// The position of entry (i, j), as programs receive it.
 __device__ __forceinline__ program::Place PlaceOf(const Params& p, int batch, int head, int i, int j) {
   const int first_key = kProblem.origin ? __ldg(p.origin + 1) : 0;
   return {batch, __ldg(Programs(p).program_batch + batch), __ldg(Programs(p).program_head + head),
@@ -74,18 +74,18 @@ __device__ __forceinline__ Positions PositionsOf(const Params& p, int batch) {
   return positions;
 }
 
-// The first n of 32 bits; none if n < 0.
+// The first n of 32 bits, or none if n < 0.
 __device__ __forceinline__ uint32_t FirstBits(int n) { return n >= 32 ? 0xFFFFFFFF : (1u << max(n, 0)) - 1; }
 
 // --- Segment ids, the mask operand and mask_mod ---
 
-// The offset of row i, column j. (Both strides fit in 32 bits, and one multiplication then does for each.)
+// The offset of entry (i, j). Both strides fit in 32 bits, so each product is one multiplication.
 template <typename T>
 __device__ __forceinline__ int64_t Offset(const Broadcast<T>& x, int i, int j) {
   return int64_t(i) * int(x.row) + int64_t(j) * int(x.column);
 }
 
-// For one batch entry and head.
+// The masks of single entries, for one batch entry and head.
 struct Entries {
   const Params& p;
   int batch, head;
@@ -100,14 +100,14 @@ struct Entries {
         kv_segments(kSegments ? p.kv_segments + int64_t(batch) * p.kv_len : nullptr),
         mask(kMask ? p.mask.data + batch * p.mask.batch + head * p.mask.head : nullptr) {}
 
-  // Rows are as they are packed. What is beyond T and S is something that positions hide.
+  // Rows are packed rows. Indices beyond T and S are clamped; positions hide these entries.
   __device__ __forceinline__ int RowOf(int row) const { return min(row / kPacked, p.q_len - 1); }
   __device__ __forceinline__ int KeyOf(int j) const { return min(j, p.kv_len - 1); }
 
   __device__ __forceinline__ int SegmentOfRow(int row) const { return q_segments[RowOf(row)]; }
   __device__ __forceinline__ int SegmentOfKey(int j) const { return kv_segments[KeyOf(j)]; }
 
-  // Whether the mask operand or mask_mod hides entry (row, j).
+  // Does the mask operand or mask_mod hide entry (row, j)?
   __device__ __forceinline__ bool Hidden(int row, int j) const {
     const int i = RowOf(row), next = row % kPacked;
     j = KeyOf(j);
@@ -118,34 +118,34 @@ struct Entries {
 
 // --- Block masks ---
 
-// (A length is at least 1. To add a large block to it first would be too much for an int.)
+// Lengths are at least 1. Adding a large block size first would overflow an int.
 __device__ __forceinline__ int BlockRows(const Params& p) { return (p.q_len - 1) / kQBlock + 1; }
 __device__ __forceinline__ int BlockColumns(const Params& p) { return (p.kv_len - 1) / kKVBlock + 1; }
 
-// The number of a head among those that the block mask has. (An int counts the rows and columns of blocks of all of
-// them: blocks have at least 16 rows and keys, and the plan refuses more than an int has of batch x heads x T / 16, and
-// of S likewise.)
+// The index of a head among the heads of the block mask. An int can count the block rows and columns of all heads:
+// blocks have at least 16 rows and keys, and the plan refuses calls in which batch x heads x T / 16 or S / 16
+// overflows.
 __device__ __forceinline__ int HeadOfBlocks(const BlockMask& mask, int batch, int head) {
   return batch * mask.batch + head * mask.head;
 }
 
-// The numbers in a block mask for the blocks that row i of a head is in.
+// The kinds of the blocks of row i.
 __device__ __forceinline__ const int32_t* KindsOfRow(const Params& p, const BlockMask& mask, int batch, int head,
                                                      int i) {
   const int64_t row = HeadOfBlocks(mask, batch, head) * BlockRows(p) + i / kQBlock;
   return mask.blocks + row * BlockColumns(p);
 }
 
-// Of these numbers the one for the block that column j is in.
+// The kind of column j's block, in such a row of kinds.
 __device__ __forceinline__ int KindOfColumn(const int32_t* kinds, int j) { return kinds[j / kKVBlock]; }
 
-// The number for the block that row i, column j are in; that for everything if there is no block mask.
+// The kind of the block at (i, j); kEverything without a block mask.
 __device__ __forceinline__ int KindOfBlock(const Params& p, int batch, int head, int i, int j) {
   return kBlockMask ? KindOfColumn(KindsOfRow(p, p.block_mask, batch, head, i), j) : kEverything;
 }
 
-// What a block of this kind has of itself: the number of its element mask among those of all batch entries, or all, or
-// nothing, or what mask_mod says, for which the number after all element masks stands.
+// The elements of a block of this kind: the index of its element mask among the masks of all batch entries, or one of
+// these constants. kAsksMaskMod: mask_mod decides. Its kind is the number after the last element mask.
 constexpr int kAllVisible = -1, kNoneVisible = -2, kAsksMaskMod = -3;
 __device__ __forceinline__ int ElementsOf(const BlockMask& mask, int batch, int kind) {
   if (kind == kEverything) return kAllVisible;
@@ -155,7 +155,7 @@ __device__ __forceinline__ int ElementsOf(const BlockMask& mask, int batch, int 
   return (mask.batch != 0 ? batch * mask.element_mask_count : 0) + kind - kFirstElementMask;
 }
 
-// A block that has these. kTransposed: with the rows of its element mask as lines of bits, or its columns.
+// A block with these elements. Lines of bits are rows of the element mask, or columns if kTransposed.
 template <bool kTransposed>
 class Block {
  public:
@@ -168,13 +168,13 @@ class Block {
   __device__ __forceinline__ bool Everything() const { return elements_ == kAllVisible; }
   __device__ __forceinline__ bool Nothing() const { return elements_ == kNoneVisible; }
 
-  // Of line `line` of the block, which of the 16 entries from `from` on, a multiple of 16, may be attended to.
+  // The visible ones of 16 entries of the line, from entry `from` on, a multiple of 16.
   __device__ __forceinline__ uint32_t Half(uint32_t line, uint32_t from) const {
     if (elements_ < 0) return Everything() ? 0xFFFF : 0;
     return reinterpret_cast<const uint16_t*>(Bits())[line * (2 * kWords) + from / 16];
   }
 
-  // Of lines `line` and `line` + 8, which entries of a tile of kTile that begins at `from`: 32 a word.
+  // The visible entries of a tile of lines `line` and `line` + 8: kTile entries from `from` on, 32 in a word.
   template <int kTile, int kTileWords>
   __device__ __forceinline__ void Tile(uint32_t line, uint32_t from, uint32_t (&words)[2][kTileWords]) const {
 #pragma unroll
@@ -200,7 +200,7 @@ class Block {
   const BlockMask& mask_;
   const int elements_;
 
-  // The bits of the element mask, if the block has one.
+  // The bits of the block's element mask.
   __device__ __forceinline__ const uint32_t* Bits() const {
     return (kTransposed ? mask_.transposed_masks : mask_.element_masks) +
            uint64_t(uint32_t(elements_)) * (kLines * kWords);

@@ -1,5 +1,5 @@
-// Score programs: a user's functions for scores, and for which keys a row may attend to. The host writes them as C++
-// (cuda_src/program_source.h) in the vocabulary that is here. A truth value is an int with all bits set, or none.
+// Score programs: a user's functions that change scores or mask entries. The host writes them as C++
+// (cuda_src/program_source.h) with the functions of this file. A truth value is an int: -1 (all bits set) or 0.
 #pragma once
 
 #include "common/ops.h"
@@ -23,18 +23,18 @@ constexpr bool kIs = false;
 template <typename T>
 constexpr bool kIs<T, T> = true;
 
-// Where an entry is: in this call's arrays, and as programs are told; and how many rows and keys it is from the lane's
-// first entry, which the compiler knows.
+// The position of an entry: its row in this call's arrays, and the indices that programs receive. `rows` and `keys` are
+// the distances from the lane's first entry, which are compile-time constants.
 struct Place {
   int row, batch, head, query, key;
   int rows = 0, keys = 0;
 };
 
-// --- What goes up or down evenly ---
+// --- Linear functions of the position ---
 
-// A float that goes up by a step from entry to entry. It is `first` at the lane's first entry, and at this one it is
-// that plus so many steps, which takes one instruction an entry. Rounding `first` costs no more accuracy than rounding
-// the value does; and where the value is small beside it, no more than 2^-16 of a step, for a few hundred steps.
+// A float that is linear in the position. At this entry it is first + steps * step, where `first` is its value at the
+// lane's first entry. That takes one FMA per entry. Rounding `first` costs no more accuracy than rounding the value. If
+// the value is small compared with `first`, the error is at most 2^-16 of a step, for a few hundred steps.
 struct Ramp {
   float first, step;
   int steps;
@@ -42,14 +42,13 @@ struct Ramp {
   __device__ __forceinline__ float Here() const { return steps == 0 ? first : fmaf(step, float(steps), first); }
 };
 
-// The ramp of an int that floats represent exactly, and that differs by these steps from row to row and from key to
-// key.
+// The ramp of an int that floats represent exactly, with these steps between rows and between keys.
 __device__ __forceinline__ Ramp RampOf(int x, int row_step, int key_step, const Place& at) {
   const int steps = row_step * at.rows + key_step * at.keys;
   return {float(x - steps), 1.0f, steps};
 }
 
-// Two ramps have the same steps, and a float is the same for all entries.
+// Both ramps have the same steps. A float is constant over the entries.
 __device__ __forceinline__ Ramp neg_f(Ramp x) { return {-x.first, -x.step, x.steps}; }
 __device__ __forceinline__ Ramp add_f(Ramp x, Ramp y) { return {x.first + y.first, x.step + y.step, x.steps}; }
 __device__ __forceinline__ Ramp add_f(Ramp x, float y) { return {x.first + y, x.step, x.steps}; }
@@ -62,14 +61,13 @@ __device__ __forceinline__ Ramp mul_f(float x, Ramp y) { return mul_f(y, x); }
 
 // --- Captured arrays ---
 
-// An index into a dimension whose last index is `last`. Where it is not known to be inside, it becomes the nearest that
-// is.
+// An index into a dimension; its last index is `last`. It is clamped, unless it is known to be in range.
 template <bool kIsInside>
 __device__ __forceinline__ int Inside(int index, int last) {
   return kIsInside ? index : min(max(index, 0), last);
 }
 
-// A value that is known from how it came about, or is as it is computed.
+// A value that the host derived (`known`), or else the computed value.
 template <bool kIsKnown>
 __device__ __forceinline__ int Known(int known, int computed) {
   return kIsKnown ? known : computed;
@@ -78,7 +76,7 @@ __device__ __forceinline__ int Known(int known, int computed) {
 struct F16 {};
 struct BF16 {};
 
-// Element `at` of a batch entry's part of an array. `at` is an int where that is enough.
+// Element `at` of a batch entry's part of an array. `at` is an int if the array is small enough.
 template <typename T, typename Index>
 __device__ __forceinline__ auto Look(const void* array, int64_t batch, Index at) {
   if constexpr (kIs<T, F16>) {
@@ -92,19 +90,19 @@ __device__ __forceinline__ auto Look(const void* array, int64_t batch, Index at)
 
 // --- Gradients of captured arrays ---
 
-// What the place that a program adds to depends on: on nothing, on the query, on the key, on their difference; or on
-// both in any other way (kEntries). All but the last are sums, which have numbers: what several entries add to the same
-// place can be added up before it goes to memory.
+// The indices that determine the address that a program adds to: none, the query, the key, query - key, or both in
+// another way (kEntries). All but kEntries are numbered sums: additions to the same address can be summed in registers
+// first.
 enum class Along { kNothing, kRows, kKeys, kDiagonals, kEntries };
 struct Each {};
 template <int kNumber>
 struct Sum {};
 template <int kNumber>
-constexpr Along kAlong = Along::kEntries;  // of a sum that there is something else
+constexpr Along kAlong = Along::kEntries;  // unless this_program.h specialises it
 
-// ScoreGrad calls this wherever a program adds x to a place, with Each, or with the Sum of that place. This one adds
-// each entry for itself, or nothing. An entry whose score has no part in the result adds nothing, whatever the
-// derivative is.
+// ScoreGrad calls a functor for each addition of x to an address, with Each{}, or with the Sum of that address. This
+// functor adds each entry separately, or does nothing. An entry with a cotangent of 0 adds nothing. So a NaN derivative
+// of a masked entry cannot spread.
 template <bool kAdds>
 struct AddEach {
   template <typename Which, typename Index>
@@ -114,7 +112,7 @@ struct AddEach {
   }
 };
 
-// --- Instructions: the words of common/ops.h ---
+// --- Instructions: the operations in common/ops.h ---
 
 using A = float;
 struct None {};
@@ -135,7 +133,7 @@ __device__ __forceinline__ float Log1p(float x) { return log1pf(x); }
 __device__ __forceinline__ float Expm1(float x) { return expm1f(x); }
 template <typename T>
 __device__ __forceinline__ float Tanh(T x) {
-  // On Hopper without a branch; Ampere's kernel for dbias has no registers for that.
+  // Without a branch on Hopper. Ampere's dbias kernel has no registers for that.
   if constexpr (kDType == DType::kF32 || kTiling.family != Family::kHopper) return tanhf(x);
   return fabsf(x) < kSmall ? SmallTanh(x * (2 / kSmall)) : AnyTanh(x * (2 / kSmall));
 }
@@ -195,7 +193,7 @@ __device__ __forceinline__ int Result_b(T x) {
     return Result_##type(value);                                                                                 \
   }
 #pragma nv_diagnostic push
-#pragma nv_diag_suppress 186  // an unsigned integer is compared with 0
+#pragma nv_diag_suppress 186  // comparison of an unsigned integer with 0
 JAX_FLASH_OPS(JAX_FLASH_FUNCTION)
 #pragma nv_diagnostic pop
 #undef JAX_FLASH_FUNCTION
@@ -216,7 +214,7 @@ struct OneOf<false, First, Second> {
   using Type = Second;
 };
 
-// The parameter of a kernel that does not call programs, and of one that does; and what programs need of it.
+// The parameter of kernels that never call programs, and of kernels that may.
 using RowParams = OneOf<kSinks, SinkParams, Params>::Type;
 using KernelParams = OneOf<!kSinks && (kScoreMod || kMaskMod), ProgramParams, RowParams>::Type;
 

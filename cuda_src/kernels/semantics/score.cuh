@@ -13,26 +13,27 @@ namespace jax_flash {
 constexpr DType kBiasDType = kProblem.bias_dtype;
 constexpr bool kBias = kBiasDType != DType::kNone;
 constexpr bool kSoftCap = kProblem.soft_cap;
-constexpr bool kAddsToScores = kBias || kScoreMod;  // can a score be anything, whatever q and k are?
+constexpr bool kAddsToScores = kBias || kScoreMod;  // can scores have any value, whatever Q and K are?
 
-// Are scores formed in full, s = score_mod(unit x + bias)? Otherwise the unit, which is positive, goes into the
-// exponent; that is not what full precision asks for.
+// Are scores formed in full, as s = score_mod(unit x + bias)? Otherwise the positive factor `unit` is applied in the
+// exponent, which is less accurate than full precision requires.
 constexpr bool kWholeScores = kBias || kFullPrecision || kScoreMod;
-constexpr bool kFormsScores = kWholeScores || kSoftCap;  // is there anything to be done entry by entry?
+constexpr bool kFormsScores = kWholeScores || kSoftCap;  // does any feature change single entries of S?
 
-// τ. It is an operand, so that a new value does not compile a new program.
+// The scale tau. It is an operand, because a new value must not compile a new program.
 __device__ __forceinline__ float ScaleOf(const Params& p) { return __ldg(p.scale); }
 
-// The factor of x, or with a soft cap of what Cap makes of x, in a score to which no bias has been added.
+// The factor between x, or Cap(x) with a soft cap, and a score without bias.
 __device__ __forceinline__ float Unit(const Params& p) { return kSoftCap ? p.soft_cap : ScaleOf(p); }
 
-// What S still has to be multiplied by to become scores.
+// The remaining factor between S and scores.
 __device__ __forceinline__ float ScoreScale(const Params& p) { return kWholeScores ? 1.0f : Unit(p); }
 
-// Scores are mostly small beside their cap. Bit 30 of y (tanh.cuh) says that |u| is kSmall or more, infinite, or NaN.
+// Most scores are small compared with the cap. Bit 30 of y (tanh.cuh) is set if |u| is at least kSmall, infinite or
+// NaN.
 constexpr uint32_t kNotSmall = 0x40000000;
 
-// x becomes tanh(u), u = scale x / cap, in all entries that a lane has.
+// Replaces x by tanh(u), u = scale x / cap, in all entries of a lane.
 template <int kCount>
 __device__ __forceinline__ void Cap(const Params& p, float (&S)[kCount]) {
   if constexpr (!kSoftCap) return;
@@ -54,7 +55,7 @@ __device__ __forceinline__ void Cap(const Params& p, float (&S)[kCount]) {
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (i % 16 == 0 && Never()) return;  // keeps ptxas from moving work ahead: wide heads leave no registers for it
+      if (i % 16 == 0 && Never()) return;  // see Never: with wide heads, code moved ahead would spill
       S[i] = SmallTanh(S[i]);
     }
   }
@@ -67,21 +68,21 @@ __device__ __forceinline__ void Cap(const Params& p, float (&S)[kCount][kChunks]
 // The slope of the soft cap, dc / d(scale x), from t = c / cap.
 __device__ __forceinline__ float SlopeOf(float t) { return kSoftCap ? 1.0f - t * t : 1.0f; }
 
-// The same from P = exp(c - L) and L / cap, where there is no bias. Where P is 0 its slope does not matter.
+// The same from P = exp(c - L) and L / cap, without a bias. The slope does not matter if P is 0.
 __device__ __forceinline__ float SlopeOfP(const Params& p, float P, float L) {
   return SlopeOf(fmaxf(fmaf(Log2(fabsf(P)), p.inverse_soft_cap / kLog2e, L), -1.0f));
 }
 
-// What score_mod is given where the bias is -inf. Such a bias masks, whatever score_mod makes of -inf, so Mod looks for
-// this NaN. Arithmetic never returns it: NaNs that a GPU computes have no sign.
+// The argument of score_mod where the bias is -inf. Such a bias masks the entry, whatever score_mod returns for -inf,
+// so Masked checks for this NaN. Arithmetic never produces it, because NaNs computed by a GPU have no sign.
 __device__ __forceinline__ constexpr uint32_t MaskedByBias() { return 0xFFC0B1A5; }
 
-// A score c with its bias.
+// The score c with a bias added.
 __device__ __forceinline__ float WithBias(float c, float bias) {
   return kScoreMod && bias == -Infinity() ? __uint_as_float(MaskedByBias()) : c + bias;
 }
 
-// s_ij of one batch entry and head.
+// The scores of one batch entry and head.
 struct Score {
   const Params& p;
   int batch, head;
@@ -90,21 +91,21 @@ struct Score {
   __device__ __forceinline__ Score(const Params& p, int batch, int head)
       : p(p), batch(batch), head(head), bias(kBias ? batch * p.bias.batch + head * p.bias.head : 0) {}
 
-  // The score of x, or of what Cap has made of it, where scores are formed in full. Where (i, j) is not within T and S
-  // it is some number, which will be hidden.
+  // The score of x, or of Cap(x), where scores are formed in full. Outside T and S the result is arbitrary; positions
+  // hide it.
   __device__ __forceinline__ float Of(float x, int i, int j) const { return Mod(BeforeMod(x, i, j), i, j); }
   __device__ __forceinline__ float BeforeMod(float x, int i, int j) const {
     const float c = x * Unit(p);
     return kBias ? WithBias(c, Bias(min(i, p.q_len - 1), min(j, p.kv_len - 1))) : c;
   }
 
-  // The bias at (i, j), which is within T and S, of the head that is `next` heads after this one.
+  // The bias at (i, j) within T and S, `next` heads after this one.
   __device__ __forceinline__ float Bias(int i, int j, int next = 0) const {
     return Load<kBiasDType>(p.bias.data, bias + next * p.bias.head + Offset(p.bias, i, j));
   }
 
-  // What score_mod returns for s, for the head that is `next` heads after this one; and the cotangent of s from that of
-  // what it returns.
+  // Mod: score_mod(s), for the head `next` heads after this one. Unmod: the cotangent of s, from the cotangent of the
+  // result.
   __device__ __forceinline__ float Mod(float s, int i, int j, int next = 0) const {
     if constexpr (!kScoreMod) return s;
     return Masked(s, program::ScoreMod<false>(Programs(p), PlaceOf(p, batch, head + next, i, j), s));
@@ -116,7 +117,7 @@ struct Score {
     return UnmodAt<kAccumulates>(s, ds, PlaceOf(p, batch, head, i, j));
   }
 
-  // The same for entry x of line h. kWithin: it is known to be within T and S.
+  // The same for entry x of line h. kWithin: the entry is known to be within T and S.
   template <bool kWithin, bool kTransposed>
   __device__ __forceinline__ float Mod(float s, const View<kTransposed>& view, int h, int x) const {
     if constexpr (!kScoreMod) return s;
@@ -127,14 +128,14 @@ struct Score {
     if (!kScoreGrad) return ds;
     return UnmodAt<false>(s, ds, PlaceOf(p, batch, head, view, h, x));
   }
-  // The derivative of what score_mod returns, with respect to s.
+  // The derivative of score_mod's result with respect to s.
   template <bool kTransposed>
   __device__ __forceinline__ float Slope(float s, const View<kTransposed>& view, int h, int x) const {
     return Unmod(s, 1.0f, view, h, x);
   }
 
  private:
-  // What score_mod made of s, or -inf where the bias masks.
+  // The result of score_mod, or -inf where the bias masks.
   __device__ __forceinline__ static float Masked(float s, float made) {
     return kBias && __float_as_uint(s) == MaskedByBias() ? -Infinity() : made;
   }
@@ -146,10 +147,10 @@ struct Score {
   }
 };
 
-// dc / d(scale x) of two entries, from their c / cap.
+// dc / d(scale x) of two entries, from c / cap.
 __device__ __forceinline__ uint32_t PackSlopes(float t, float next) { return Pack(SlopeOf(t), SlopeOf(next)); }
 
-// Multiplies two entries by their slopes. What is hidden stays 0, even if a score_mod's slope is NaN there.
+// Multiplies two entries by their slopes. Masked entries stay 0, even if score_mod's slope is NaN there.
 __device__ __forceinline__ void TimesSlopes(uint32_t slopes, float* x, float* next) {
   if (!kSoftCap && !kScoreSlopes) return;
   const float2 slope = Unpack(slopes);

@@ -1,5 +1,5 @@
-// Which entries of an accumulator may be attended to, for S and for its transpose, and how the others are hidden. A
-// lane has two lines: rows of S, or keys of S^T (semantics/view.cuh).
+// The visible entries of an accumulator, for S and for its transpose, and the masking of other entries. A lane has two
+// lines: rows of S, or keys of S^T (semantics/view.cuh).
 #pragma once
 
 #include "semantics/score.cuh"
@@ -7,11 +7,11 @@
 
 namespace jax_flash {
 
-// What positions alone say of line h: it sees the entries at begin <= offset < end, counted from the lane's first.
+// The entries of line h that positions leave visible: begin <= offset < end, counted from the lane's first entry.
 template <bool kTransposed>
 struct Within {
-  // Rows beyond T have P = 0 anyway, since their L is infinite, unless the bias of another row or a score_mod makes
-  // them NaN.
+  // Rows beyond T need no mask, because their infinite L makes P = 0. A bias or score_mod could make them NaN, so they
+  // are masked then.
   static constexpr bool kHasBegin = kTransposed || kWindow, kHasEnd = !kTransposed || kLocal || kAddsToScores;
 
   int begin, end;
@@ -33,13 +33,13 @@ struct Within {
   __device__ __forceinline__ bool Sees(int x) const {
     return (!kHasBegin || begin <= OffsetOf(x)) && (!kHasEnd || OffsetOf(x) < end);
   }
-  // A bit for each of the 32 entries from `offset` on.
+  // One bit for each of 32 entries, from `offset` on.
   __device__ __forceinline__ uint32_t Word(int offset) const {
     return (kHasBegin ? ~FirstBits(begin - offset) : 0xFFFFFFFF) & (kHasEnd ? FirstBits(end - offset) : 0xFFFFFFFF);
   }
 };
 
-// Makes entries of line h that are not seen -inf.
+// Sets the entries of line h that are not visible to -inf.
 template <typename Accumulator, typename Sees>
 __device__ __forceinline__ void HideLine(Accumulator& S, int h, Sees sees) {
 #pragma unroll
@@ -48,30 +48,29 @@ __device__ __forceinline__ void HideLine(Accumulator& S, int h, Sees sees) {
   }
 }
 
-// What all masks together say of a tile of kTile entries, those among them that have to be looked up in memory: a bit
-// for each entry of a line.
+// The visible entries of a tile of kTile entries, if any mask is in memory: one bit for each entry of a line.
 template <bool kTransposed, int kTile>
 struct Seen {
   static_assert(!kLookedUp || kTile <= 128);
-  static constexpr bool kBits = kBlockMask && !kAsksBlocks;  // do blocks have bits?
+  static constexpr bool kBits = kBlockMask && !kAsksBlocks;  // do blocks have element masks?
   static constexpr int kLineWords = (kTile + 31) / 32, kWords = kBits ? kLineWords : 1;
-  static constexpr int kEntriesAtOnce = 4;  // that are looked up; for all at once there are no registers
-  // A lane has two entries of each 8. Those of the first 32 entries are the first two bits of the bytes of a line,
-  // those of the next 32 the next two bits, and so on.
+  static constexpr int kEntriesAtOnce = 4;  // entries that are looked up together; all at once would spill
+  // A lane has two of 8 entries. Its entries among the first 32 are bits 0 and 1 of each byte of a line, its entries
+  // among the next 32 are bits 2 and 3, and so on.
   static constexpr uint32_t kFirst32 = 0x03030303;
   __device__ __forceinline__ static constexpr int BitOf(int x) { return OffsetOf(x) % 32 + OffsetOf(x) / 32 * 2; }
 
-  uint32_t words[2][kWords];  // the bits of the block mask, until Fold makes lines of them
+  uint32_t words[2][kWords];  // the bits of the block mask, until Fold
   uint32_t line[2];
 
-  // Asks for the words of the block mask, which may come while S is computed. `line` is the lane's first one, and
-  // `from` is where the tile begins in it.
+  // Loads the words of the block mask, which can arrive while S is computed. `line` is the lane's first line. The tile
+  // begins at entry `from` of it.
   __device__ __forceinline__ void Ask(const Block<kTransposed>& block, uint32_t line, uint32_t from) {
     if (!kBits) return;
     block.template Tile<kTile>(line % Block<kTransposed>::kLines, from % Block<kTransposed>::kLength, words);
   }
 
-  // Makes lines of the words, which take fewer registers. Bits that belong to no entry may be anything.
+  // Converts the words to lines, which need fewer registers. Bits without an entry are arbitrary.
   __device__ __forceinline__ void Fold() {
     if (!kBits) return;
 #pragma unroll
@@ -81,7 +80,7 @@ struct Seen {
     }
   }
 
-  // After Fold: joins what the other masks say; `positions` are as Within has them.
+  // After Fold: intersects with the other masks.
   __device__ __forceinline__ void Join(const Positions& positions, const Entries& entries,
                                        const View<kTransposed>& view) {
 #pragma unroll
@@ -100,8 +99,8 @@ struct Seen {
     for (int w = 0; kMaskMod && w < kLineWords; ++w) Ask32(w, entries, view);
   }
 
-  // Makes S -inf where an entry may not be attended to. It goes through a line byte by byte, since one instruction
-  // (R2P) makes predicates of bits that lie in one byte and are used one after the other.
+  // Sets masked entries of S to -inf. It goes through a line byte by byte, since one R2P instruction makes predicates
+  // from the bits of one byte.
   template <typename Accumulator>
   __device__ __forceinline__ void Hide(Accumulator& S) const {
     constexpr int kInByte = 2 * kLineWords;  // entries
@@ -112,7 +111,7 @@ struct Seen {
     }
   }
 
-  // Whether all lines of the warp see all entries.
+  // Are all entries of all lines of the warp visible?
   __device__ __forceinline__ bool All() const {
     uint32_t all = 0;
 #pragma unroll
@@ -121,14 +120,14 @@ struct Seen {
   }
 
  private:
-  // Puts a word of 32 entries into a line, of which it is the w-th; one after the other, from the first on.
+  // Puts the bits of the w-th 32 entries into a line. Call it for w = 0, 1, ... in order.
   __device__ __forceinline__ static void Put(int w, uint32_t word, uint32_t* line) {
     const uint32_t those = kFirst32 << 2 * w, x = __funnelshift_r(word, word, LaneOffset() - 2 * w);
     *line = w == 0 ? x : (x & those) | (*line & ~those);
   }
 
-  // Each lane looks up the segments of one of each 32 positions along the lines. Then the warp finds out for one
-  // segment after the other, of those that its lines have, which positions have it too. (Mostly they have one or two.)
+  // Each lane loads the segment ids of one of every 32 positions along the lines. Then the warp loops over the distinct
+  // ids of its lines, usually one or two, and finds the positions with that id by ballot.
   __device__ __forceinline__ void JoinSegments(const Entries& entries, const View<kTransposed>& view) {
     constexpr uint32_t kAllLanes = 0xFFFFFFFF;
     int along[kLineWords], own[2];
@@ -140,7 +139,7 @@ struct Seen {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       own[h] = kTransposed ? entries.SegmentOfKey(view.Key(h, 0)) : entries.SegmentOfRow(view.Row(h, 0));
-    uint32_t left[2] = {kAllLanes, kAllLanes};  // lanes whose line has not had its turn
+    uint32_t left[2] = {kAllLanes, kAllLanes};  // lanes with a line that is still to be done
 #pragma unroll 1
     while ((left[0] | left[1]) != 0) {
       const bool first = left[0] != 0;
@@ -158,9 +157,8 @@ struct Seen {
     }
   }
 
-  // Asks a mask_mod for the w-th 32 entries of both lines, together, since it looks up much of the same for them. Their
-  // bits are where those of the first 32 are, but moved. The loop is unrolled only if the mask_mod is short, or there
-  // would be too much code.
+  // Evaluates mask_mod for the w-th 32 entries of both lines together, since both lines share most of its loads. They
+  // have the bits of the first 32 entries, shifted. The loop is unrolled only for a short mask_mod, to limit code size.
   __device__ __forceinline__ void Ask32(int w, const Entries& entries, const View<kTransposed>& view) {
     constexpr int kCount = 2 * (kTile < 32 ? kTile / 4 : 8), kAtOnce = program::kLongMask ? 2 : kCount;
     uint32_t hidden[2] = {};
@@ -173,11 +171,11 @@ struct Seen {
     for (int h = 0; h < 2; ++h) line[h] &= ~(hidden[h] << 2 * w);
   }
 
-  // Where the lane's first entry of each 8 is.
+  // The lane's first entry among 8.
   __device__ __forceinline__ static int LaneOffset() { return threadIdx.x % 4 * 2; }
 };
 
-// Hides entries where positions alone decide.
+// Masks entries where only positions hide keys.
 template <bool kTransposed, typename Accumulator>
 __device__ __forceinline__ void HideOutside(const Positions& positions, const View<kTransposed>& view, Accumulator& S) {
 #pragma unroll

@@ -6,34 +6,32 @@
 
 namespace jax_flash {
 
-// Are exponents computed from s - m, a difference that is exact where it matters, and l apart? A bias, or what a
-// score_mod adds, can be so large that log l is lost in L = m + log l; and the rounding of L is more than full
-// precision allows.
+// Are m and l kept separately in the backward, as exp(s - m) / l? A bias or score_mod can be so large that log l is
+// lost in L = m + log l. Full precision does not allow the rounding of L either.
 constexpr bool kMaximumApart = kAddsToScores || kFullPrecision;
 
-// O and l are rescaled only when the maximum has grown so much that its exponential is more than 2^8 times what it was.
-// So P stays below 256, well within f32 and f16.
+// O and l are rescaled only if the exponential of the maximum has grown by more than 2^8. So P stays at most 2^8, well
+// within the range of f32 and f16.
 constexpr float kRescaleAt = 8.0f;
 
-// -L log2(e) of a row, where L = m + log l; or -log2 l, if m is apart. It is -inf where a row sees no key, so that P =
-// 0.
+// -L log2(e) of a row, where L = m + log l; or -log2 l with kMaximumApart. It is -inf for a row without keys, so P = 0.
 __device__ __forceinline__ float MinusL(float m, float l) {
   return l == 0.0f ? -Infinity() : kMaximumApart ? -log2f(l) : -fmaf(m, kLog2e, log2f(l));
 }
 
-// What S is multiplied by to become exponents of 2.
+// The factor between S and exponents of 2.
 __device__ __forceinline__ float ToLog2(const Params& p) { return ScoreScale(p) * kLog2e; }
 
 // --- Sinks ---
 
-// z, a logit that joins the denominator of a row's softmax and has no value.
+// z, a logit that joins the denominator of a row's softmax, and has no value.
 __device__ __forceinline__ float SinkOf(const Params& p, int batch, int head) {
   const auto& sinks = static_cast<const SinkParams&>(p).sinks;
   return __ldg(sinks.data + batch * sinks.batch + head * sinks.head);
 }
 
-// l with the sink. `shift` is what exponents are relative to, as OnlineSoftmax::Shift has it. Where the sum is too
-// large for a float it is infinite, and O becomes 0.
+// l with the sink. Exponents are relative to `shift`, as in OnlineSoftmax::Shift. If the sum overflows, it is infinite,
+// and O is 0.
 __device__ __forceinline__ float SumWithSink(const Params& p, int batch, int head, float to_log2, float shift,
                                              float l) {
   if (!kSinks) return l;
@@ -41,14 +39,13 @@ __device__ __forceinline__ float SumWithSink(const Params& p, int batch, int hea
   return l + (kMaximumApart ? expf(z - shift) : Exp2(fmaf(z, kLog2e, -shift)));
 }
 
-// What the backward has of a row's sink.
+// A row's sink in the backward.
 struct Sink {
-  float p = 0.0f;      // its P
-  float alpha = 1.0f;  // exp(m without it - m)
+  float p = 0.0f;      // its probability
+  float alpha = 1.0f;  // exp(m without the sink - m with it)
 };
 
-// Makes m and l of a row those with the sink as one more score, so that P = exp(s - m) / l; unless the row has nothing
-// to attend to.
+// Updates m and l of a row with the sink as one more score. Afterwards P = exp(s - m) / l. Empty rows stay unchanged.
 __device__ __forceinline__ Sink JoinSink(const Params& p, int batch, int head, float* m, float* l) {
   if (!kSinks || *l == 0.0f) return {};
   const float z = SinkOf(p, batch, head), larger = fmaxf(*m, z);
@@ -57,7 +54,7 @@ __device__ __forceinline__ Sink JoinSink(const Params& p, int batch, int head, f
   return {sink / *l, alpha};
 }
 
-// MinusL of the row `at` of [batch, head, row], with its sink. An m that is taken apart stays that of the scores.
+// MinusL of the row `at` of [batch, head, row], with its sink. With kMaximumApart, m stays the maximum of the scores.
 __device__ __forceinline__ float MinusLOfRow(const Params& p, int batch, int head, int64_t at) {
   float m = p.m[at], l = p.l[at];
   const float of_scores = m;
@@ -66,13 +63,13 @@ __device__ __forceinline__ float MinusLOfRow(const Params& p, int batch, int hea
   return kSinks && kMaximumApart && l != 0.0f ? fmaf(of_scores - m, kLog2e, minus_l) : minus_l;
 }
 
-// Is the row `at` of [batch, head, row] empty? The masks hide all keys from it, or all its scores are -inf.
+// Is the row `at` of [batch, head, row] empty? Either masks hide all keys from it, or all its scores are -inf.
 __device__ __forceinline__ bool IsEmpty(const Params& p, int64_t at) { return kEmptyRows && p.l[at] == 0.0f; }
 
-// What the backward computes from rowsum(dO O), which is `product`, for the row `at` of [batch, head, row].
+// D and the sink's gradient, from product = rowsum(dO O) of the row `at` of [batch, head, row].
 struct RowGradients {
   float d;      // rowsum(dO O) - dlogsumexp; 0 for an empty row
-  float dsink;  // what the row adds to the gradient of its sink
+  float dsink;  // the row's contribution to the gradient of its sink
 
   __device__ __forceinline__ RowGradients(const Params& p, int batch, int head, int64_t at, float product) {
     float m = 0.0f, l = kSinks || kEmptyRows ? p.l[at] : 0.0f, growth = 1.0f;
@@ -83,8 +80,8 @@ struct RowGradients {
       const float without = l;
       const Sink sink = JoinSink(p, batch, head, &m, &l);
       dsink = -sink.p * product;
-      // The logsumexp has no sink, so that its derivative is P times what the denominator has grown by. (Where that is
-      // too much for a float all P are 0.)
+      // The logsumexp excludes the sink, so its derivative is P times the ratio of the denominators with and without
+      // the sink. If that ratio overflows, all P are 0.
       constexpr float kLeast = 0x1p-115f;
       if (without != 0.0f) growth = l / (without * fmaxf(sink.alpha, kLeast));
     }
@@ -92,20 +89,20 @@ struct RowGradients {
   }
 };
 
-// The forward's softmax of a lane's rows, over the tiles of S that it gets one after the other: lines 12 and 13 of
-// Algorithm 2. But O is divided by l at the end, and O and l are rescaled only when they have to be.
+// The online softmax of a lane's rows, over tiles of S in sequence: lines 12 and 13 of Algorithm 2. In contrast to the
+// paper, O is divided by l at the end, and O and l are rescaled only when necessary.
 template <int kLines>
 struct OnlineSoftmax {
   float to_log2;               // ToLog2
-  float m[kLines], l[kLines];  // l: of this lane's columns only, until Finish
-  float reference[kLines];     // what exponents are relative to: m, or a little less
+  float m[kLines], l[kLines];  // l: over this lane's columns only, until Finish
+  float reference[kLines];     // the maximum that exponents use: m, or up to 2^8 less
 
   __device__ __forceinline__ void Start() {
 #pragma unroll
     for (int h = 0; h < kLines; ++h) m[h] = reference[h] = -Infinity(), l[h] = 0.0f;
   }
 
-  // m_i = max(m_i, rowmax(S_ij)) of line h. Returns whether O and l have to be rescaled.
+  // m_i = max(m_i, rowmax(S_ij)) of line h. Returns whether O and l must be rescaled.
   template <typename Accumulator>
   __device__ __forceinline__ bool Maximum(Accumulator& S, int h) {
     float maximum = At(S, h, 0);
@@ -115,7 +112,7 @@ struct OnlineSoftmax {
     return (m[h] - reference[h]) * to_log2 > kRescaleAt;
   }
 
-  // Multiplies l_i by alpha = exp(m_i of the last time - m_i of now), and returns alpha, for O.
+  // Multiplies l_i by alpha = exp(old m_i - new m_i), and returns alpha, the factor for O.
   __device__ __forceinline__ float Rescale(int h) {
     const float alpha = Exp2((reference[h] - m[h]) * to_log2);
     reference[h] = m[h];
@@ -123,7 +120,7 @@ struct OnlineSoftmax {
     return alpha;
   }
 
-  // What exponents are relative to.
+  // The shift of the exponents.
   __device__ __forceinline__ float Shift(int h) const {
     return reference[h] == -Infinity() ? 0.0f : kMaximumApart ? reference[h] : reference[h] * to_log2;
   }
@@ -141,8 +138,8 @@ struct OnlineSoftmax {
     l[h] += sum[0] + sum[1];
   }
 
-  // Merges in the m, l and reference of other keys of the same row. The O of both have to be added with the weights
-  // alpha (this one's) and beta (the other's).
+  // Merges m, l and reference of other keys of the same row. The merged O is alpha times this O plus beta times the
+  // other O.
   __device__ __forceinline__ void Merge(int h, float other_m, float other_l, float other, float* alpha, float* beta) {
     const float common = fmaxf(reference[h], other);
     *alpha = reference[h] == -Infinity() ? 0.0f : Exp2((reference[h] - common) * to_log2);
@@ -152,13 +149,13 @@ struct OnlineSoftmax {
     l[h] = l[h] * *alpha + other_l * *beta;
   }
 
-  // After the last tile: adds up l over all columns.
+  // After the last tile: sums l over all columns.
   __device__ __forceinline__ void Finish(int h) { l[h] = LaneSum<4>(l[h]); }
-  // After Finish: what O is divided by.
+  // After Finish: the divisor of O.
   __device__ __forceinline__ float Denominator(const Params& p, int batch, int head, int h) const {
     return SumWithSink(p, batch, head, to_log2, Shift(h), l[h]);
   }
-  // l and m of the row, as the backward wants them. A NaN or +inf in a row of S has made its l NaN, but not its m.
+  // l and m of the row, for the backward. A NaN or +inf in a row of S makes l NaN, but not m.
   __device__ __forceinline__ float RowSum(int h) const {
     return l[h] == 0.0f ? 0.0f : l[h] * Exp2((reference[h] - m[h]) * to_log2);
   }

@@ -1,14 +1,14 @@
-// Which entries of S a lane holds in an accumulator of a tensor core: of S itself, or of its transpose.
+// The entries of S that a lane holds in an accumulator of S, or of its transpose.
 //
-// A lane has every 8th line of an accumulator, and of each line the entries 0, 1, 8, 9, 16, 17, ... from its first one
-// on, which are numbered x = 0, 1, 2, ... A line of S is a row, a line of S^T is a key.
+// A lane has every 8th line of an accumulator. In each line it has the entries 0, 1, 8, 9, 16, 17, ..., counted from
+// its first one. They are numbered x = 0, 1, 2, ... A line of S is a row; a line of S^T is a key.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_flash {
 
-// Entry x of line h of a wgmma's accumulator, which has two lines, or of accumulators of mma.sync, which have two each.
+// Entry x of line h of a wgmma accumulator with two lines, or of mma.sync accumulators with two lines each.
 template <int kCount>
 __device__ __forceinline__ float& At(float (&C)[kCount], int h, int x) {
   return C[x / 2 * 4 + 2 * h + x % 2];
@@ -22,7 +22,7 @@ __device__ __forceinline__ float& At(float (&C)[kCount][kChunks][4], int h, int 
   return C[h / 2][x / 2][h % 2 * 2 + x % 2];
 }
 
-// How many entries of a line a lane has.
+// The number of entries of a line in a lane.
 template <int kCount>
 __host__ __device__ constexpr int EntriesOfLine(const float (&)[kCount]) {
   return kCount / 2;
@@ -36,7 +36,7 @@ __host__ __device__ constexpr int EntriesOfLine(const float (&)[kCount][kChunks]
   return 2 * kChunks;
 }
 
-// How far entry x is from a line's first.
+// The distance between entry x and the line's first entry.
 __host__ __device__ constexpr int OffsetOf(int x) { return x / 2 * 8 + x % 2; }
 
 template <bool kTransposed>

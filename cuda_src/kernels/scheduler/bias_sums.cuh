@@ -1,6 +1,6 @@
-// What is added up in dbias. For a tile of dbias, of kTiling.rows rows and kTiling.cols columns, these are the same
-// tiles of S of all batch entries and heads that the bias is broadcast over. A CTA has a tile of dbias at a time. Where
-// few tiles have much to add up it has one of p.parts parts of the sum, and a kernel adds up the parts.
+// The sums in dbias. A tile of dbias (kTiling.rows x kTiling.cols) is the sum of the same tile of dS over all batch
+// entries and heads that share the bias. A CTA computes one tile of dbias at a time. If few tiles have long sums, each
+// CTA computes one of p.parts parts of a sum, and a second kernel adds the parts.
 #pragma once
 
 #include "config.cuh"
@@ -8,7 +8,7 @@
 
 namespace jax_flash {
 
-// One dimension of [batch, head, row tile, column tile]: whether dbias has it.
+// One dimension of [batch, head, row tile, column tile]. own: does dbias have this dimension, or is it summed over?
 struct Dimension {
   int count;
   bool own;
@@ -31,13 +31,13 @@ struct Shape {
   }
 };
 
-// A bias of 16 bits has a gradient of 16 bits, which is rounded as it is written.
+// The gradient of a 16-bit bias has 16 bits, too. Others are f32.
 constexpr DType kDBiasDType = BytesOf(kProblem.bias_dtype) == 2 ? kProblem.bias_dtype : DType::kF32;
 
-// Where sums are written: to dbias, or to one of the parts of it.
+// The destination of sums: dbias, or one of its parts.
 struct Sums {
   const Params& p;
-  float* to;  // the part; if null, dbias itself
+  float* to;  // the part, or null for dbias
 
   __device__ __forceinline__ Sums(const Params& p, int part)
       : p(p), to(p.parts == 1 ? nullptr : p.dbias_parts + part * Shape(p).Elements(p)) {}
@@ -51,14 +51,14 @@ struct Sums {
   }
 };
 
-// Takes the index within one dimension off a number that indexes several.
+// Divides off the innermost index of a number that combines several indices.
 __device__ __forceinline__ int Take(int64_t* number, int count) {
   const int index = *number % count;
   *number /= count;
   return index;
 }
 
-// Adds up the parts of dbias: a thread for each of its elements, in blocks of kRowThreads threads.
+// Adds the parts of dbias: one thread for each element, in CTAs of kRowThreads threads.
 extern "C" __global__ void jax_flash_backward_bias_finish(const __grid_constant__ Params p) {
   const int64_t elements = Shape(p).Elements(p), i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= elements) return;

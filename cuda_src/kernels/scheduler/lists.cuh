@@ -1,4 +1,4 @@
-// With a block mask: the lists of the blocks that are computed at all, and the order in which they are computed.
+// Lists of the non-empty blocks of a block mask, and their order.
 #pragma once
 
 #include "ptx/warp.cuh"
@@ -7,7 +7,7 @@
 
 namespace jax_flash {
 
-// The list of a block row has its columns in order, that of a block column its rows.
+// The list of a block row has columns in ascending order. The list of a block column has rows.
 struct BlockList {
   int index;  // of the block row or column
   int count;
@@ -18,7 +18,7 @@ __device__ __forceinline__ BlockList ListAt(const int32_t* list, int width, int 
   return {min(max(list[0], 0), size - 1), min(max(list[1], 0), width - kListHeader), list + kListHeader};
 }
 
-// The t-th of a head's rows of blocks.
+// The list at position t of a head's block rows.
 __device__ __forceinline__ BlockList RowList(const Params& p, int batch, int head, int t) {
   const int64_t list = HeadOfBlocks(p.block_mask, batch, head) * BlockRows(p) + t;
   return ListAt(p.block_mask.row_lists + list * p.block_mask.row_width, p.block_mask.row_width, BlockRows(p));
@@ -29,7 +29,7 @@ __device__ __forceinline__ BlockList ColumnList(const Params& p, int batch, int 
                 BlockColumns(p));
 }
 
-// How many tiles of kRows rows, or of kKeys columns, a block has, and how many all lists of a head have.
+// The number of tiles of kRows rows, or of kKeys columns: in a block, and in all lists of a head.
 template <int kRows>
 constexpr int kTilesOfRow = kListed ? kQBlock / kRows : 1;
 template <int kKeys>
@@ -43,7 +43,7 @@ __device__ __forceinline__ int ListedColumnTiles(const Params& p) {
   return BlockColumns(p) * kTilesOfColumn<kKeys>;
 }
 
-// The first row, or column, of the part-th tile of a list's own blocks.
+// The first row, or column, of tile `part` in the list's block row, or block column.
 template <int kRows>
 __device__ __forceinline__ int FirstRow(const BlockList& list, int part) {
   return list.index * kQBlock + part * kRows;
@@ -53,10 +53,10 @@ __device__ __forceinline__ int FirstColumn(const BlockList& list, int part) {
   return list.index * kKVBlock + part * kKeys;
 }
 
-// The order in which the lists of all heads are taken; in each head the longest list is the first. They are taken head
-// by head, so that the arrays of few heads are read at a time, and stay in the L2. But the longest sixteenth of the
-// lists of all heads comes first, so that none of these begins late, and the shortest sixteenth comes last, so that
-// what ends last is short. (The backward of one kernel, hopper/backward_alongside.cuh, has an order of its own.)
+// The order of the lists of all heads. Within a head, the longest list comes first. Most lists come head by head, so
+// CTAs read the arrays of few heads at a time, which then stay in L2. But the longest sixteenth of the lists of every
+// head comes first, so no long list starts late. The shortest sixteenth comes last, so CTAs finish at nearly the same
+// time. The single-kernel backward (hopper/backward_alongside.cuh) has a different order.
 __device__ __forceinline__ void ListOfItem(uint32_t item, uint32_t lists, uint32_t heads, int* head, int* list) {
   const uint32_t apart = (lists + 8) / 16, together = lists - 2 * apart, first = apart * heads;
   if (item - first < together * heads) {
@@ -68,12 +68,12 @@ __device__ __forceinline__ void ListOfItem(uint32_t item, uint32_t lists, uint32
   }
 }
 
-// Goes through all lists in this order. Numbers says which numbers in that order are this CTA's.
+// Visits lists in this order. `Numbers` defines which numbers of the order belong to this CTA.
 template <typename Numbers>
 struct Listing : Numbers {
   using Numbers::Numbers;
 
-  // Finds the list that was asked for; returns false when there are no more.
+  // Finds the list for the current number. Returns false at the end.
   __device__ __forceinline__ bool Next(int heads, int lists, int* head, int* list) const {
     lists = Fresh(lists), heads = Fresh(heads);
     if (Numbers::number >= lists * heads) return false;
@@ -85,8 +85,8 @@ using CountedLists = Listing<Counted>;
 template <int kCluster>
 using DealtLists = Listing<Dealt<kCluster>>;
 
-// Finds the list of the same block column among those of another head, which are in another order. Heads that share a
-// mask share `members`.
+// Finds the list of the same block column in another head; its lists have another order. Heads that share a mask share
+// `members`.
 __device__ __forceinline__ BlockList SameColumn(const Params& p, int batch, int head, int index,
                                                 const int32_t* members) {
   if (p.block_mask.head == 0) return ListAt(members - kListHeader, p.block_mask.column_width, BlockColumns(p));
@@ -99,12 +99,11 @@ __device__ __forceinline__ BlockList SameColumn(const Params& p, int batch, int 
   return same;
 }
 
-// Goes through the tiles of kTile rows (or columns) that are in the blocks of a list and may be visible, from the last
-// to the first.
+// Visits the tiles of kTile rows (or columns) in the blocks of a list that may be visible, from last to first.
 template <int kTile, int kBlock>
 struct ListedTiles {
-  int at = -1;   // where the tile begins; -1: there are no more
-  int left = 0;  // how many blocks are to come
+  int at = -1;   // the first row or column of the tile; -1 at the end
+  int left = 0;  // the number of blocks left
   const int32_t* members;
 
   ListedTiles() = default;
@@ -136,8 +135,7 @@ struct ListedTiles {
 template <int kTile>
 using ListedKeys = ListedTiles<kTile, kKVBlock>;
 
-// Goes through the tiles of Q, of all heads of the group of a head of K, that see a tile of K and V. `blocks`: the list
-// of the first of those heads.
+// Visits the q tiles that see a kv tile, over all query heads of a group. `blocks`: the list of the group's first head.
 template <int kTile>
 struct ListedQTiles {
   const Params& p;

@@ -1,11 +1,10 @@
-// What comes before a forward or backward with a mask operand or a mask_mod: a block mask is made, by which they go
-// instead. Then blocks that the mask leaves empty cost nothing, and in full ones no entry is looked at (Algorithm 5).
-// For a block of kMaskBlock x kMaskBlock entries that is neither, bits are stored, so that the mask is read only once.
-// For a mask_mod alone there are no bits, and the kernels ask it again. Where there is a block mask operand as well, an
-// entry may attend only if all of them let it.
+// Kernels before a forward or backward with a mask operand or a mask_mod. They build a block mask. With it, the pass
+// skips empty blocks and does not mask full ones (Algorithm 5). Other blocks of kMaskBlock x kMaskBlock entries are
+// stored as bits, so a pass does not read the mask again. For a mask_mod without a mask operand there are no bits, and
+// the pass evaluates mask_mod again in these blocks. If there is also a block mask operand, the result is the
+// intersection.
 //
-// Along a dimension that the mask is broadcast over there is one row, or column, of blocks, which stands for all:
-// `Span`.
+// A dimension that the mask is broadcast over has one row, or column, of blocks for all: see `Span`.
 #pragma once
 
 #include "ptx/warp.cuh"
@@ -16,23 +15,23 @@ namespace jax_flash {
 constexpr int kSide = kMaskBlock;
 constexpr int kWordsOfRow = kSide / 32;
 constexpr int kWarps = kMaskThreads / 32;
-constexpr bool kStoresBits = kMask || kBlockMask;  // otherwise the kernels ask mask_mod for the entries of a block
+constexpr bool kStoresBits = kMask || kBlockMask;  // otherwise the passes evaluate mask_mod in partial blocks
 
-// A pointer to what only the kernels here write.
+// A writable pointer to an array that only these kernels write.
 template <typename T>
 __device__ __forceinline__ T* Made(const T* array) {
   return const_cast<T*>(array);
 }
 
-// The blocks of queries, or of keys, that are alike: one of them, or all.
+// The block rows, or block columns, that one CTA writes: one, or all if they are equal.
 struct Span {
   int first, count;
 };
 
-// A block that is to be made, or all that are alike.
+// The block that a CTA computes, and where it is written.
 struct Place {
-  int batch, head;  // of the block mask that is made: 0 where it is shared
-  int kind;         // the number by which its bits are found
+  int batch, head;  // in the resulting block mask; 0 where it is shared
+  int kind;         // the kind that refers to its bits
   Span rows, columns;
 
   __device__ __forceinline__ explicit Place(const Params& p) {
@@ -50,9 +49,9 @@ struct Place {
   }
 };
 
-// A bit for each of 16 bytes, which says whether it is not 0.
+// One bit for each of 16 bytes: is it nonzero?
 __device__ __forceinline__ uint32_t NotZero(uint4 x) {
-  if (((x.x | x.y | x.z | x.w) & 0xFEFEFEFE) != 0) {  // a byte is neither 0 nor 1, which XLA does not write
+  if (((x.x | x.y | x.z | x.w) & 0xFEFEFEFE) != 0) {  // a byte is not 0 or 1; XLA writes no such bytes
     for (uint32_t* word : {&x.x, &x.y, &x.z, &x.w})
       *word = (((*word & 0x7F7F7F7F) + 0x7F7F7F7F) | *word) >> 7 & 0x01010101;
   }
@@ -60,7 +59,7 @@ __device__ __forceinline__ uint32_t NotZero(uint4 x) {
                                                                       << 8;
 }
 
-// Reads row i of the mask, 16 columns from j on; both are within T and S.
+// Reads 16 columns of row i of the mask, from column j on. Row i and column j are within T and S.
 __device__ __forceinline__ uint4 Bytes(const Params& p, const Place& place, int i, int j) {
   const uint8_t* const row = p.mask.data + place.batch * p.mask.batch + place.head * p.mask.head + i * p.mask.row;
   if (p.mask.column != 0 && j + 16 <= p.kv_len && reinterpret_cast<size_t>(row + j) % 16 == 0) {
@@ -75,14 +74,14 @@ __device__ __forceinline__ uint4 Bytes(const Params& p, const Place& place, int 
   return {word(j), word(j + 4), word(j + 8), word(j + 12)};
 }
 
-// Which of these 16 entries the block mask operand lets attend.
+// The entries among these 16 that the block mask operand leaves visible.
 __device__ __forceinline__ uint32_t InGivenBlock(const Params& p, const Place& place, int i, int j) {
   if (!kBlockMask) return 0xFFFF;
   const int kind = KindOfColumn(KindsOfRow(p, p.given_blocks, place.batch, place.head, i), j);
   return Block<false>(p.given_blocks, place.batch, kind).Half(i % kQBlock, j % kKVBlock);
 }
 
-// Which of them mask_mod lets attend; those beyond S do not count.
+// The entries among them that mask_mod leaves visible. Columns beyond S are skipped.
 __device__ __forceinline__ uint32_t InProgram(const Params& p, const Place& place, int i, int j) {
   if (!kMaskMod) return 0xFFFF;
   uint32_t bits = 0;
@@ -92,7 +91,7 @@ __device__ __forceinline__ uint32_t InProgram(const Params& p, const Place& plac
   return bits;
 }
 
-// Transposes a square of 32 x 32 bits: a lane has the row of its number, and gets the column of that number.
+// Transposes a square of 32 x 32 bits. A lane passes the row of its number and receives the column of that number.
 __device__ __forceinline__ uint32_t Transposed(uint32_t row) {
   uint32_t low = 0x0000FFFF;
 #pragma unroll
@@ -104,7 +103,7 @@ __device__ __forceinline__ uint32_t Transposed(uint32_t row) {
   return row;
 }
 
-// Transposes an element mask of `rows` rows, with all threads of a CTA.
+// Transposes an element mask of `rows` rows, with all threads of the CTA.
 __device__ __forceinline__ void Transpose(const uint32_t* from, uint32_t* to, int rows, int columns) {
   const int lane = threadIdx.x % 32, across = rows / 32, along = columns / 32;
   for (int square = threadIdx.x / 32; square < across * along; square += kWarps) {
@@ -113,10 +112,10 @@ __device__ __forceinline__ void Transpose(const uint32_t* from, uint32_t* to, in
   }
 }
 
-// The lists of a head's rows of blocks, or of its columns.
+// The lists of a head's block rows, or of its block columns.
 struct Lists {
-  int count, members;          // how many lists there are, and how many blocks each has at most
-  int next_list, next_member;  // how far apart two lists, and two members of a list, are in `blocks`
+  int count, members;          // the number of lists, and the maximum length of one
+  int next_list, next_member;  // strides in `blocks`, between lists and between members of a list
   int width;
   const int32_t* blocks;
   int32_t *lists, *counts;
@@ -138,7 +137,7 @@ struct Lists {
     for (int x = 0; x < members; ++x) n += blocks[int64_t(list) * next_list + int64_t(x) * next_member] != kNothing;
     return n;
   }
-  // How many lists come before this one: longer ones, and those of the same length that have lower numbers.
+  // The number of lists before this one: longer lists, and equally long ones with lower numbers.
   __device__ __forceinline__ int Rank(int list) const {
     const int own = counts[list];
     int rank = 0;
@@ -157,7 +156,7 @@ struct Lists {
   }
 };
 
-// Makes blocks: there is a CTA for each block of the block mask that is made, or for all that are alike.
+// Computes blocks. There is one CTA for each block of the resulting mask, or for all equal ones.
 extern "C" __global__ void __launch_bounds__(kMaskThreads, kMaskMod ? 1 : 6)
     jax_flash_mask_blocks(const __grid_constant__ KernelParams p) {
   constexpr int kChunks = kSide / 16, kRowsAtOnce = kMaskThreads / kChunks, kSteps = kSide / kRowsAtOnce;
@@ -168,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(kMaskThreads, kMaskMod ? 1 : 6)
   const auto there = [&](int step) {
     return place.rows.first * kSide + row(step) < p.q_len ? FirstBits(p.kv_len - j) & 0xFFFF : 0;
   };
-  uint4 bytes[kSteps];  // all loads are on their way before the first is used
+  uint4 bytes[kSteps];  // all loads are in flight before the first use
 #pragma unroll
   for (int s = 0; s < kSteps; ++s)
     bytes[s] = kMask && there(s) != 0 ? Bytes(p, place, place.rows.first * kSide + row(s), j) : uint4();
@@ -187,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(kMaskThreads, kMaskMod ? 1 : 6)
   const int kind = !any ? kNothing : every ? kEverything : place.kind;
   const BlockMask& made = p.block_mask;
   uint32_t *const by_row = Made(made.element_masks), *const by_key = Made(made.transposed_masks);
-  const int64_t from = int64_t(blockIdx.x) * (kSide * kWordsOfRow);  // in all tables of bits
+  const int64_t from = int64_t(blockIdx.x) * (kSide * kWordsOfRow);  // the offset in the tables of bits
   for (int w = threadIdx.x; kind == place.kind && by_row != nullptr && w < kSide * kWordsOfRow; w += kMaskThreads)
     by_row[from + w] = words[w];
   if (kind == place.kind && by_key != nullptr) Transpose(words, by_key + from, kSide, kSide);
@@ -200,8 +199,8 @@ extern "C" __global__ void __launch_bounds__(kMaskThreads, kMaskMod ? 1 : 6)
   }
 }
 
-// Makes lists, the longest first: for each head of the block mask that is made there is a CTA for the lists of its
-// block rows, and one for those of its block columns.
+// Writes the lists, the longest first. Each head of the resulting mask has two CTAs, for block rows and for block
+// columns.
 extern "C" __global__ void __launch_bounds__(kMaskThreads) jax_flash_mask_lists(const __grid_constant__ Params p) {
   const Lists lists(p, blockIdx.x / 2, blockIdx.x % 2 == 0);
   for (int x = threadIdx.x; x < lists.count; x += kMaskThreads) lists.counts[x] = lists.Count(x);
@@ -209,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(kMaskThreads) jax_flash_mask_lists(
   for (int x = threadIdx.x; x < lists.count; x += kMaskThreads) lists.Write(x);
 }
 
-// Transposes the element masks of the operand, for Hopper's backward: there is a CTA for each.
+// Transposes the element masks of the operand for Hopper's backward, with one CTA for each.
 extern "C" __global__ void __launch_bounds__(kMaskThreads) jax_flash_mask_transpose(const __grid_constant__ Params p) {
   constexpr int kRowWords = WordsOfLine(kKVBlock), kColumnWords = WordsOfLine(kQBlock);
   const int64_t number = blockIdx.x;

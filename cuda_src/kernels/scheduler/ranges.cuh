@@ -1,4 +1,4 @@
-// Which tiles of S have something to compute, and which of them need no look at single entries.
+// Ranges of tiles of S: tiles with visible entries, and fully visible tiles.
 #pragma once
 
 #include "semantics/mask.cuh"
@@ -7,7 +7,8 @@ namespace jax_flash {
 
 __device__ __forceinline__ int SegmentBlocks(int positions) { return (positions + kSegmentBlock - 1) / kSegmentBlock; }
 
-// Positions lo <= x < hi of the other side: `any` may be visible, `every` surely are, entry by entry.
+// Positions lo <= x < hi along the other dimension. Some row (or key) may see the positions in `any`. Every one sees
+// all positions in `every`.
 struct Visible {
   int any_lo, any_hi, every_lo, every_hi;
 };
@@ -15,7 +16,7 @@ struct Visible {
 template <typename Range>
 __device__ __forceinline__ Visible Combined(const Range& any, const Range& every, const SegmentBounds* bounds,
                                             int blocks) {
-  // What begins past every position begins at the last of them: offsets go up to 2^31.
+  // Clamp: offsets go up to 2^31, so a range may begin beyond every int
   const auto begin = [](int64_t lo) { return int(lo < 0x7FFFFFFF ? lo : 0x7FFFFFFF); };
   Visible visible = {begin(any.lo), int(any.hi), begin(every.lo), int(every.hi)};
   if (kMask || (kMaskMod && !kAsksBlocks)) visible.every_hi = visible.every_lo;
@@ -34,7 +35,7 @@ __device__ __forceinline__ Visible Combined(const Range& any, const Range& every
   return visible;
 }
 
-// The keys that the rows i0 <= i < i1 of one batch entry see. i0 is a multiple of kSegmentBlock, or all rows are in one
+// The keys that rows i0 <= i < i1 of one batch entry see. i0 is a multiple of kSegmentBlock, or all rows are in one
 // such block.
 __device__ __forceinline__ Visible KeysOf(const Params& p, const Positions& positions, int batch, int i0, int i1) {
   i1 = min(i1, p.q_len);
@@ -43,7 +44,7 @@ __device__ __forceinline__ Visible KeysOf(const Params& p, const Positions& posi
   return Combined(AnyRowKeys(positions, i0, i1), EveryRowKeys(positions, i0, i1), bounds, SegmentBlocks(i1 - i0));
 }
 
-// The rows that see the keys j0 <= j < j1, `every`: all of them. j0 is a multiple of kSegmentBlock.
+// The rows that see keys j0 <= j < j1; `every`: the rows that see all of them. j0 is a multiple of kSegmentBlock.
 __device__ __forceinline__ Visible RowsOf(const Params& p, const Positions& positions, int batch, int j0, int j1) {
   const SegmentBounds* bounds =
       kSegments ? p.kv_bounds + int64_t(batch) * SegmentBlocks(p.kv_len) + j0 / kSegmentBlock : nullptr;

@@ -1,25 +1,24 @@
-// The order in which the CTAs of a persistent grid take the tiles of all heads. They go head by head, but for the last
-// heads, so that the CTAs that run at a time read the same K and V, or Q and dO, which then stay in the L2. The work of
-// causal tiles grows from one end of a head to the other.
+// Tile schedulers of persistent grids. Tiles are ordered head by head, except for the last heads. So concurrent CTAs
+// read the same K and V, or Q and dO, from L2. With causal masks, the work of a tile grows linearly from one end of a
+// head to the other.
 #pragma once
 
 #include "semantics/mask.cuh"
 
 namespace jax_flash {
 
-// A schedule where each CTA has its share from the start. If causal it takes tiles in pairs, the t-th from one end and
-// the t-th from the other, since each pair is the same work. A head's tile without a partner comes last. CTAs of a
-// cluster take the same tiles.
+// A static schedule. If causal, a CTA takes tiles in pairs, the t-th from each end, because every pair has the same
+// work. A head's tile without a partner comes last. The CTAs of a cluster take the same tiles.
 //
-// Packed sequences may be causal, each for itself. If they are equally long, a CTA that takes every n-th tile may have
-// the last one of all of them. So in every other round the CTAs come in the opposite order.
+// Packed sequences may be causal, each on its own. With sequences of equal lengths, a CTA that takes every n-th tile
+// could get the longest tile of each sequence. So the CTAs reverse their order in every other round.
 template <int kCluster = 1>
 struct Schedule {
-  int next = 0;  // how many tiles this CTA has had
+  int next = 0;  // the number of tiles that this CTA has taken
 
   __device__ __forceinline__ void Ask() const {}
 
-  // Finds the next of `tiles` tiles of each of `heads` heads; returns false when there are no more.
+  // Finds the next of `tiles` tiles in each of `heads` heads. Returns false at the end.
   __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) {
     const int per_head = kCausal ? tiles / 2 : tiles;
     const bool second = !kCausal || next % 2 == 1;
@@ -33,9 +32,9 @@ struct Schedule {
   }
 };
 
-// Work that whoever is free takes from a counter, which is 0 at first. The answer takes a microsecond, so the next tile
-// is asked for before the last one is done; but in the backward not long before, since to hold a tile that nobody
-// computes yet costs up to 10%. (The forward asks some tiles of keys ahead.)
+// A dynamic schedule: free CTAs take numbers from a counter in HBM, which starts at 0. The atomic takes about a
+// microsecond, so a CTA requests its next tile before it finishes the current one. In the backward it requests late,
+// because holding a tile that nobody computes yet costs up to 10%. The forward requests some kv tiles ahead.
 struct Counted {
   const Params& p;
   int number;
@@ -44,7 +43,7 @@ struct Counted {
   __device__ __forceinline__ void Ask() { number = atomicAdd(p.taken, 1); }
 };
 
-// Work that is dealt out from the start, in one order for all CTAs; those of a cluster get the same.
+// A static schedule with the same order for all CTAs. The CTAs of a cluster get the same numbers.
 template <int kCluster>
 struct Dealt {
   int number = blockIdx.x / kCluster;
@@ -53,13 +52,13 @@ struct Dealt {
   __device__ __forceinline__ void Ask() { number += gridDim.x / kCluster; }
 };
 
-// May a tile of rows be more work than another? (With a window most of them see as many keys as others.)
+// Can q tiles differ in work? With a window, most see equally many keys.
 constexpr bool kUneven = (kCausal && !kWindow) || kLengths || kSegments || kProblem.ranges;
 
-// All tiles of rows, head by head: each CTA has one from the start, and takes the others from a counter, if there is
-// one (there is where the host has more tiles than CTAs). Of a causal head the last rows, which see the most keys, come
-// first. For the last heads the last rows of all of them come before the rows above, so that what ends last is short.
-// With lengths or segments a tile may be any work: a CTA that took every n-th might have the longest of all.
+// All q tiles, head by head. Each CTA starts with one, and takes more from a counter if the host passes one, which it
+// does if there are more tiles than CTAs. Within a causal head, the last rows come first, because they see the most
+// keys. The last heads are interleaved, from their last tiles to their first, so the last tiles are short. With lengths
+// or segments, tiles have any work, and a static schedule could give the longest ones to one CTA.
 struct CountedRows {
   const Params& p;
   int number = blockIdx.x;
@@ -69,7 +68,7 @@ struct CountedRows {
     number = int(gridDim.x) + (p.taken != nullptr ? atomicAdd(p.taken, 1) : number);
   }
 
-  // Finds the tile that was asked for, of `tiles` tiles of each of `heads` heads; returns false when there are no more.
+  // Finds the requested tile among `tiles` tiles in each of `heads` heads. Returns false at the end.
   __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) const {
     const int n = UniformOfOne(number), last_heads = min(heads, int(gridDim.x) / tiles + 1);
     const int first = (heads - last_heads) * tiles;
@@ -80,13 +79,13 @@ struct CountedRows {
   }
 };
 
-// All tiles, head by head, from a counter. Of a causal head the first tile of keys, which the most rows see, comes
-// first, and so does the longest list of a block mask. For the last heads the first tiles of all of them come before
-// the second ones, so that what ends last is short. (With a window most tiles see as many rows as others.)
+// All kv tiles, head by head, from a counter. Within a causal head, the first keys come first, because the most rows
+// see them. With a block mask, the longest list comes first. The last heads are interleaved, from their first tiles to
+// their last, so the last tiles are short. With a window, most tiles see equally many rows.
 struct CountedTiles : Counted {
   using Counted::Counted;
 
-  // Finds the tile that was asked for, of `tiles` tiles of each of `heads` heads; returns false when there are no more.
+  // Finds the requested tile among `tiles` tiles in each of `heads` heads. Returns false at the end.
   __device__ __forceinline__ bool Next(uint32_t heads, uint32_t tiles, int* head, int* tile) const {
     const uint32_t n = number, last_heads = p.last_heads, first = (heads - last_heads) * tiles;
     if (((kCausal && !kWindow) || kListed) && n >= first) {
@@ -98,12 +97,12 @@ struct CountedTiles : Counted {
   }
 };
 
-// All tiles from a counter, so many heads at a time as there are CTAs for all their tiles. The last tiles of these
-// heads come first, one of each head, then those before. So the tiles of a head start one after the other.
+// All tiles from a counter, in groups of heads. A group has all heads whose tiles fit into the grid at a time. The last
+// tile of each of these heads comes first, then the tiles before. So the tiles of a head start one after another.
 struct FallingTiles : Counted {
   using Counted::Counted;
 
-  // Finds the tile that was asked for, of `tiles` tiles of each of `heads` heads; returns false when there are no more.
+  // Finds the requested tile among `tiles` tiles in each of `heads` heads. Returns false at the end.
   __device__ __forceinline__ bool Next(uint32_t heads, uint32_t tiles, int* head, int* tile) const {
     const uint32_t n = number, at_a_time = max(gridDim.x / tiles, 1u);
     if (n >= heads * tiles) return false;

@@ -1,6 +1,6 @@
-// What comes before a forward or backward with segment ids: which keys each block of 64 queries can see, and which rows
-// can see each block of 64 keys. The bounds are tight for packed sequences, whose segments lie one after the other, and
-// right for any ids.
+// A kernel before a forward or backward with segment ids. For each block of 64 queries it finds the keys that they see,
+// and for each block of 64 keys the rows that see them. The bounds are exact for packed sequences in order, and safe
+// for any ids.
 #pragma once
 
 #include "scheduler/ranges.cuh"
@@ -8,7 +8,7 @@
 namespace jax_flash {
 
 constexpr int kThreads = kSegmentThreads;
-constexpr int kBlocks = kSegmentBlocks;  // blocks of a CTA, for all of which it reads the ids of the other side once
+constexpr int kBlocks = kSegmentBlocks;  // blocks of a CTA, which share one pass over the ids of the other side
 constexpr uint32_t kAllLanes = 0xFFFFFFFF;
 
 // The queries, or the keys, of a batch entry.
@@ -23,13 +23,13 @@ struct Side {
   }
 };
 
-// The lowest and the highest id of a block, and where on the other side there are ids between the two.
+// The lowest and the highest id of a block, and the positions of the other side with ids in this range.
 struct Found {
   int low, high;
   int first, last, count;
 };
 
-// Finds the lowest and the highest id of a block, with a warp. Nothing of the other side has been found yet.
+// Finds the lowest and the highest id of a block, with one warp. The positions are still empty.
 __device__ __forceinline__ Found NothingYet(const Side& own, int block) {
   const int i = block * kSegmentBlock + threadIdx.x % 32;
   const int a = own.ids[min(i, own.size - 1)], b = own.ids[min(i + 32, own.size - 1)];
@@ -40,7 +40,7 @@ __device__ __forceinline__ void Find(Found (&found)[kBlocks], const Side& other)
   int first[kBlocks], last[kBlocks], count[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) first[b] = 0x7FFFFFFF, last[b] = -1, count[b] = 0;
-  constexpr int kIds = 4;  // ids that a lane looks at at a time; most often all of them are too low, or too high
+  constexpr int kIds = 4;  // ids that a lane tests at a time; most often all are too low or too high
   static_assert(kThreads * kIds <= kLargestStep);
 #pragma unroll 4
   for (int i = threadIdx.x / 32 * (32 * kIds) + threadIdx.x % 32; i < other.size; i += kThreads * kIds) {
@@ -74,10 +74,10 @@ __device__ __forceinline__ SegmentBounds BoundsOf(const Found& x) {
   const int end = x.last + 1;
   if (x.count == 0) return {0, 0, 0, 0};
   if (x.low < x.high || x.count < end - x.first) return {x.first, end, 0, 0};
-  return {x.first, end, x.first, end};  // one id on both sides
+  return {x.first, end, x.first, end};  // both sides have only one id
 }
 
-// There is a CTA of kThreads threads for each kBlocks blocks of queries, and then of keys, of each batch entry.
+// Each CTA of kThreads threads computes kBlocks blocks of queries, then of keys, of a batch entry.
 extern "C" __global__ void __launch_bounds__(kThreads) jax_flash_segments(const __grid_constant__ Params p) {
   const auto ctas = [](int size) { return (SegmentBlocks(size) + kBlocks - 1) / kBlocks; };
   const int q_ctas = ctas(p.q_len), all_ctas = q_ctas + ctas(p.kv_len);

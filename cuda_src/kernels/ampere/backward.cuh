@@ -1,17 +1,19 @@
-// The backward for every GPU since Ampere: Algorithm 4 of the paper. A CTA keeps a tile of K and V and walks Q and dO:
+// Backward kernel for Ampere and later: Algorithm 4 of the paper. Each CTA keeps one tile of K and V, and loops over
+// tiles of Q and dO:
 //   S = Q_i K^T;       P = exp(S - L_i)
 //   dP = dO_i V^T;     dS = P (dP - D_i)
 //   dV += P^T dO_i;    dK += dS^T Q_i;     dQ_i += dS K, over all CTAs, in f32
-// Each product is divided among all warps, in parts that are as square as can be, since shared memory bounds the speed.
-// P and dS go from one product to the next through shared memory. Kernels before and after prepare L and D and convert
-// dQ.
+// All warps share each product. Their parts are as square as possible, because shared memory bandwidth limits the
+// speed. P and dS pass through shared memory between products. One kernel before computes L and D, and one after
+// converts dQ.
 //
-// Tiles of S have kRows rows and kKeys columns, both multiples of 16. Shared memory has kStages tiles of Q and of dO,
-// which is 1 or 2. The host launches
-//   jax_flash_backward_prepare   as ampere/backward_prepare.cuh says
-//   jax_flash_backward           a block of kThreads for each tile of keys of each head of K and batch entry
-//   jax_flash_backward_finish    if kDQ: batch * heads * ceil(T / kSumRows) * kQKDim threads in blocks of kRowThreads
-// With lists a tile is a part of a block of the block mask, and all blocks are divided as a whole one is.
+// Tiles of S have kRows rows and kKeys columns, both multiples of 16. Shared memory has kStages (1 or 2) tiles of Q and
+// of dO. The host launches
+//   jax_flash_backward_prepare   see ampere/backward_prepare.cuh
+//   jax_flash_backward           kThreads threads for each kv tile of each head of K and batch entry
+//   jax_flash_backward_finish    if kDQ: batch * heads * ceil(T / kSumRows) * kQKDim threads, kRowThreads in a CTA
+// With block lists, each block of the block mask consists of whole tiles. Partial blocks at the edges have the same
+// number of tiles.
 #pragma once
 
 #include "ampere/backward_prepare.cuh"
@@ -29,7 +31,7 @@ constexpr int kStages = kTiling.stages;
 constexpr int kThreads = 32 * kWarps;
 constexpr bool kDS = kDQ || kDK || kScoreGrad;
 
-// Where dQ is added up in f32: [rows of dq_sum / kSumRows][columns / 8], of 16 x 8 elements each.
+// The address of the f32 sums of dQ: [rows of dq_sum / kSumRows][columns / 8], with 16 x 8 elements each.
 __device__ __forceinline__ float* SumOfDQ(const Params& p, int64_t head, int row, int column) {
   return p.dq_sum + ((head * PaddedRows(p) + row) / kSumRows * (kQKDim / 8) + column / 8) * 128;
 }
@@ -40,10 +42,10 @@ struct Shared {
   SharedTile<kRows, kQKDim> q[kStages];
   SharedTile<kRows, kVDim> d_o[kStages];
   SharedTile<kRows, kKeys> p, ds;
-  Visible rows;  // that see the tile of K and V
+  Visible rows;  // the rows that see the kv tile
 };
 
-// Goes through the tiles of Q, of all heads of the group, that see the tile of K and V.
+// Visits the q tiles that see the kv tile, over all heads of the group.
 template <bool kFromList>
 struct QTiles {
   int head, row;
@@ -78,8 +80,8 @@ struct Backward {
 
   const Params& p;
   Shared& shared;
-  const int column, kv_head, batch;  // of the tile of K and V
-  const BlockList blocks;            // that see it, if there is a block mask
+  const int column, kv_head, batch;  // of the kv tile
+  const BlockList blocks;            // block rows that see it, with a block mask
   const Visible& rows;
 
   Accumulator<KPart::kHeight, KPart::kWidth> dK;
@@ -92,7 +94,7 @@ struct Backward {
     __syncthreads();
   }
 
-  // Begins to load a tile of Q and dO to `stage`, or one of `parts` of it.
+  // Starts to load a tile of Q and dO into `stage`, or one of `parts` of it.
   __device__ __forceinline__ void Load(int stage, int head, int row, int part = 0, int parts = 1) {
     const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim);
     const Matrix dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);
@@ -108,7 +110,7 @@ struct Backward {
     shared.d_o[stage].template Landed<kThreads>();
   }
 
-  // Computes P and dS of a tile; numbers are lines of Algorithm 4.
+  // Computes P and dS of a tile. Numbers are lines of Algorithm 4.
   __device__ __forceinline__ void Recompute(int stage, int head, int row) {
     const ScorePart part;
     if (!part.active) return;
@@ -142,7 +144,7 @@ struct Backward {
     }
   }
 
-  // Adds dS K to dQ_i: line 21.
+  // Adds dS K to dQ_i (line 21).
   __device__ __forceinline__ void AddDQ(int head, int row) {
     const QPart part;
     if (!part.active) return;
@@ -177,9 +179,9 @@ struct Backward {
       CpAsyncCommit();
       bool first = true;
       for (int stage = 0; tiles.Exists(); stage = kStages - 1 - stage) {
-        const int head = Fresh(tiles.head), row = Fresh(tiles.row);  // so that nothing of them stays in registers
-        // After the last tile it is loaded once more, for nobody. A branch around that would keep the compiler from
-        // spreading the loads over the product.
+        const int head = Fresh(tiles.head), row = Fresh(tiles.row);  // Fresh: keeps no copies in registers
+        // After the last tile this loads the last tile again, and nobody reads it. A branch would keep the compiler
+        // from spreading the loads over the product.
         const auto load_next = [&](int part, int parts) {
           const bool there = tiles.Exists();
           if (kStages == 2) Load(1 - stage, there ? tiles.head : head, there ? tiles.row : row, part, parts);
@@ -187,7 +189,7 @@ struct Backward {
         CpAsyncWait<0>();
         Landed(stage, first);
         first = false;
-        __syncthreads();  // until Q_i and dO_i are there, and nobody needs P, dS and the tiles before
+        __syncthreads();  // waits for Q_i and dO_i, and until all warps are done with P, dS and the previous tiles
         Recompute(stage, head, row);
         __syncthreads();
         tiles.Next();
@@ -205,13 +207,13 @@ struct Backward {
         CpAsyncCommit();
         if (kDQ) AddDQ(head, row);
       }
-      CpAsyncWait<0>();  // a block may not end before its loads
+      CpAsyncWait<0>();  // a CTA must not exit before its loads complete
     }
     if (kDK && k_part.active) Write(dK, k_part, ScaleOf(p), p.dk, kQKDim);
     if (kDV && v_part.active) Write(dV, v_part, ZScale(p), p.dv, kVDim);
   }
 
-  // Writes the rows of dK or dV that belong to keys which there are.
+  // Writes the rows of dK or dV, for keys below S.
   template <typename Part, int kCount, int kChunks>
   __device__ __forceinline__ void Write(const float (&C)[kCount][kChunks][4], const Part& part, float scale, void* to,
                                         int dim) {
@@ -229,15 +231,14 @@ struct Backward {
 
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(Shared);
 
-// CTAs go head by head, so that what they read stays in the L2. The first tiles of keys come first, which the most rows
-// see if causal.
+// CTAs are ordered head by head, so their loads hit L2. The first keys come first; if causal, the most rows see them.
 extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
     jax_flash_backward(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   if constexpr (kListed) {
     constexpr int kTiles = kTilesOfColumn<kKeys>;
-    int item, list;  // of the key/value heads of all batch entries
+    int item, list;  // index of a key/value head among the heads of all batch entries
     ListOfItem(blockIdx.x / kTiles, BlockColumns(p), p.batch * p.kv_heads, &item, &list);
     const int kv_head = item % p.kv_heads, batch = item / p.kv_heads;
     const BlockList blocks = ColumnList(p, batch, kv_head * (p.q_heads / p.kv_heads), list);
@@ -250,11 +251,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
   }
 }
 
-// Converts dQ to the problem's dtype and layout. A thread converts 8 columns of two rows.
+// Converts dQ to its dtype and layout. Each thread converts 8 columns of two rows.
 extern "C" __global__ void jax_flash_backward_finish(const __grid_constant__ Params p) {
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   const int column = thread % (kQKDim / 8) * 8, quad = thread / (kQKDim / 8) % 8;
-  const int64_t tile = thread / kQKDim;  // kSumRows rows
+  const int64_t tile = thread / kQKDim;  // index of a tile of kSumRows rows
   const int tiles = (p.q_len + kSumRows - 1) / kSumRows, row = tile % tiles * kSumRows, head = tile / tiles % p.q_heads;
   const int64_t batch = tile / tiles / p.q_heads;
   if (batch >= p.batch) return;

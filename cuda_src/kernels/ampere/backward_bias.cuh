@@ -1,15 +1,14 @@
-// dbias = dS, summed over what the bias is broadcast over; for every GPU since Ampere, without atomics. A CTA owns a
-// tile of dbias and walks, in a fixed order, all tiles of S that are added up in it: those of other batch entries,
-// heads, rows or columns. For each it computes S, P, dP and dS once more, as ampere/backward.cuh does:
+// dbias kernel for Ampere and later, without atomics. dbias is dS, summed over the dimensions that the bias is
+// broadcast over. Each CTA keeps one tile of dbias, and loops in a fixed order over the tiles of S that contribute to
+// it. It recomputes S, P, dP and dS, as ampere/backward.cuh does:
 //   S = Q_i K_j^T;   P = exp(S - L_i);   dP = dO_i V_j^T;   dbias += P (dP - D_i)
 //
-// Where few CTAs would have much to add up, p.parts CTAs share a tile; each adds up its part, and a kernel after sums
-// the parts.
+// If few tiles have long sums, p.parts CTAs share a tile, and a second kernel adds their parts.
 //
 // Tiles of S have kRows rows and kKeys columns, both multiples of 16. The host launches
-//   jax_flash_backward_prepare       as ampere/backward_prepare.cuh says, if ampere/backward.cuh has not
-//   jax_flash_backward_bias          p.parts blocks of kThreads for each tile of dbias
-//   jax_flash_backward_bias_finish   if p.parts > 1, as scheduler/bias_sums.cuh says
+//   jax_flash_backward_prepare       see ampere/backward_prepare.cuh; unless ampere/backward.cuh has run
+//   jax_flash_backward_bias          p.parts CTAs of kThreads threads for each tile of dbias
+//   jax_flash_backward_bias_finish   if p.parts > 1; see scheduler/bias_sums.cuh
 #pragma once
 
 #include "ampere/backward_prepare.cuh"
@@ -68,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim), dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);
     const Matrix K(p.key, batch, kv_head, p.kv_len, p.kv_heads, kQKDim);
     const Matrix V(p.value, batch, kv_head, p.kv_len, p.kv_heads, kVDim);
-    __syncthreads();  // until nobody needs the tiles before
+    __syncthreads();  // until all warps are done with the previous tiles
     const NonEmptyRows wanted(p, batch, head);
     shared.q.template Load<kThreads>(Q.data, Q.stride, row, positions.q_length, 0, 1, wanted);
     shared.k.template Load<kThreads>(K.data, K.stride, column, positions.kv_length);
@@ -109,7 +108,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 
-  // Adds up what is broadcast within the tile: columns here (into the first one of the warp), rows below.
+  // Sums over dimensions that are broadcast within the tile: over columns here (into the warp's first column), over
+  // rows below.
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < ScorePart::kHeight / 8 && warp.active; ++i) {

@@ -1,5 +1,4 @@
-// What comes before the backward kernels on mma.sync: what they need of O, dO, l and m, row by row, and zeros to which
-// dQ is added.
+// Kernel before the Ampere backward kernels: computes L and D from O, dO, l and m, and sets the f32 sums of dQ to zero.
 #pragma once
 
 #include "ampere/matrix.cuh"
@@ -8,9 +7,9 @@ namespace jax_flash::ampere {
 
 constexpr int kRowLanes = LanesOfRow(kVDim);
 
-// Writes D_i = dO_i O_i - dlogsumexp_i and MinusL_i as [batch, head, row], whose rows are padded as those of p.dq_sum
-// are; and each row's part of the gradient of the sinks. Blocks have kRowThreads threads; a row, padding included,
-// takes kRowLanes.
+// Writes D_i = dO_i O_i - dlogsumexp_i and MinusL_i as [batch, head, row], with rows padded as in p.dq_sum. It also
+// writes each row's contribution to the gradient of the sinks. CTAs have kRowThreads threads. Each row, padding
+// included, has kRowLanes of them.
 extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ RowParams p) {
   const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kRowLanes;  // [batch, head, row]
   const int lane = threadIdx.x % kRowLanes;

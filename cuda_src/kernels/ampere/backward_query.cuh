@@ -1,8 +1,8 @@
-// dQ alone, without atomics, for every GPU since Ampere: Algorithm 4 of the paper with its loops exchanged. A CTA keeps
-// a tile of Q and dO and walks K and V; each warp owns 16 or 32 rows of Q, dO and dQ:
+// Backward kernel for dQ only, without atomics, for Ampere and later: Algorithm 4 of the paper with its loops
+// exchanged. Each CTA keeps one tile of Q and dO, and loops over tiles of K and V. Each warp owns 16 or 32 rows of Q,
+// dO and dQ:
 //   S = Q K_j^T;   P = exp(S - L);   dP = dO V_j^T;   dS = P (dP - D);   dQ += dS K_j
-// It computes what it needs from m, l and O itself: the logsumexp L = m + log l (or m and log l apart), and D of its
-// rows.
+// It computes L = m + log l and D of its rows from m, l and O, without a kernel before.
 #pragma once
 
 #include "ampere/walk.cuh"
@@ -10,7 +10,7 @@
 namespace jax_flash::ampere::backward_query {
 
 struct Shared {
-  SharedTile<kRows, kQKDim> q;  // at the end dQ takes its place
+  SharedTile<kRows, kQKDim> q;  // reused for dQ at the end
   SharedTile<kRows, kVDim> d_o;
   KVTiles kv;
 };

@@ -1,5 +1,5 @@
-// The forward for every GPU since Ampere: Algorithm 2 of the paper with its loops exchanged. A CTA keeps a tile of Q
-// and walks K and V; each warp owns 16 or 32 rows of Q and O:
+// Forward kernel for Ampere and later: Algorithm 2 of the paper with its loops exchanged. Each CTA keeps one tile of Q,
+// and loops over tiles of K and V. Each warp owns 16 or 32 rows of Q and O:
 //   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
 #pragma once
 
@@ -30,10 +30,10 @@ struct Forward {
     softmax.Start();
   }
 
-  // Called once Q is there, and K and V are on their way, so that these loads do not wait for the scale.
+  // Called after Q has arrived and the loads of K and V are in flight. So these loads do not wait for the scale.
   __device__ __forceinline__ void Begin() { softmax.to_log2 = Fresh(scale) * kLog2e; }
 
-  // O = diag(alpha) O. If one row of the warp has to be rescaled, all are.
+  // O = diag(alpha) O. If one row of the warp needs it, all rows are rescaled.
   __device__ __forceinline__ void Rescale() {
     float alpha[kLaneRows];
 #pragma unroll
@@ -41,7 +41,7 @@ struct Forward {
     ScaleRows(O, alpha);
   }
 
-  // Turns S into P.
+  // Replaces S by P.
   __device__ __forceinline__ void ToP(Accumulator<kWarpRows, kKeys>& S) {
     bool grown = false;
 #pragma unroll
@@ -51,7 +51,7 @@ struct Forward {
     for (int h = 0; h < kLaneRows; ++h) softmax.Exponentials(S, h, softmax.Shift(h));
   }
 
-  // Computes one step, with a tile of K and V; numbers are lines of Algorithm 2.
+  // Processes one kv tile. Numbers are lines of Algorithm 2.
   template <typename Rows>
   __device__ __forceinline__ void Step(const Rows& q, const KTile& k, const VTile& v, int column,
                                        const LoadNext& load_next) {
@@ -101,7 +101,7 @@ struct Forward {
   }
 
  private:
-  // Writes O of this part of the keys, in f32.
+  // Writes O of this part of the keys in f32.
   __device__ __forceinline__ void WritePart() {
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {

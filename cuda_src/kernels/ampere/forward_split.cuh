@@ -1,7 +1,7 @@
-// The forward where few queries see many keys: each CTA of ampere/forward.cuh has a part of the keys, and the parts'
-// results are merged, the same way whichever came first:
+// Split-KV forward, for few queries and many keys. Each CTA of ampere/forward.cuh computes a part of the keys. A second
+// kernel merges the parts, in a fixed order:
 //   m = max m_p;   l = sum l_p exp(m_p - m);   O = sum l_p exp(m_p - m) / l O_p
-// A sink joins the l of that last division, and none of the l_p.
+// A sink joins only the final l.
 #pragma once
 
 #include "ampere/forward.cuh"
@@ -9,12 +9,12 @@
 namespace jax_flash::ampere::forward {
 
 constexpr int kMergeWarps = kMergeThreads / 32, kMergedRows = kTiling.merged_rows;
-constexpr int kRowWarps = kMergeWarps / kMergedRows;  // of a row
-constexpr int kAtOnce = 9;                            // parts that a warp loads at once
-constexpr int kOfLanes = 32 / kAtOnce * kAtOnce;      // parts that its lanes have at a time
+constexpr int kRowWarps = kMergeWarps / kMergedRows;  // warps for each row
+constexpr int kAtOnce = 9;                            // parts that a warp loads at a time
+constexpr int kOfLanes = 32 / kAtOnce * kAtOnce;      // parts that the lanes of a warp hold at a time
 static_assert(kParts && !kListed);
 
-// Where the parts of row `at` of [batch, head, row] are if work is balanced, in arrays that have `rows` rows a part.
+// The parts of row `at` of [batch, head, row] if work is balanced. The arrays have `rows` rows for each part.
 struct PartsOfRow {
   int64_t first;
   int count;
@@ -30,36 +30,34 @@ struct PartsOfRow {
   }
 };
 
-// The weight of l_p and O_p of a part, whose maximum is m_p, beside the maximum m of all. `to_log2` is ToLog2, which is
-// read once, before it is needed.
+// The weight of l_p and O_p of a part with maximum m_p, given the overall maximum m. `to_log2` is ToLog2, loaded early.
 __device__ __forceinline__ float Alpha(float to_log2, float m_p, float m) {
   return m_p == m ? 1.0f : Exp2((m_p - m) * to_log2);
 }
 
-// Merges the parts of kMergedRows rows of O, [batch, head, row]. A row has kRowWarps of the warps. Each of
-// them merges every kRowWarps-th of its parts, of which a lane has one at a time; then the results of the warps are
-// merged.
+// Merges the parts of kMergedRows rows of O, [batch, head, row]. Each row has kRowWarps warps. Each warp merges every
+// kRowWarps-th part of its row, one part for each lane at a time. Then the results of the warps are merged.
 extern "C" __global__ void __launch_bounds__(kMergeThreads)
     jax_flash_forward_merge(const __grid_constant__ RowParams p) {
   __shared__ float m_w[kMergeWarps], l_w[kMergeWarps];
   __align__(16) __shared__ float O_w[kMergeWarps][kVDim];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_warp = warp / kRowWarps * kRowWarps;
   const int64_t all = int64_t(p.batch) * p.q_heads * p.q_len, rows = kBalanced ? p.kv_heads * kRows : all;
-  // (The last block may merge the last row more than once.)
+  // The last CTA may merge the last row more than once.
   const int64_t at = min(int64_t(blockIdx.x) * kMergedRows + warp / kRowWarps, all - 1);
-  // Where the row's parts are in o_parts, l_parts and m_parts: from the first on they are `rows` apart.
+  // The row's parts in o_parts, l_parts and m_parts start at first_row, with a stride of `rows`.
   const PartsOfRow of_row(p, at, rows);
   const int64_t& first_row = kBalanced ? of_row.first : at;
   const int& parts = kBalanced ? of_row.count : p.parts;
   const float to_log2 = ToLog2(p);
-  // Its parts are those of this warp and then every kRowWarps-th.
+  // This warp has every kRowWarps-th part.
   const auto there = [&](int number) { return warp - first_warp + number * kRowWarps < parts; };
   const int64_t apart = kRowWarps * rows, begin = (warp - first_warp) * rows + first_row;
   const auto statistic = [&](const float* of_parts, int number, float nothing) {
     return lane < kOfLanes && there(number + lane) ? of_parts[begin + (number + lane) * apart] : nothing;
   };
   {
-    float4 O_p[kAtOnce];  // the first are on their way while their weights are computed
+    float4 O_p[kAtOnce];  // the first loads are in flight while the weights are computed
     const float* from = p.o_parts + begin * kVDim;
     const auto load = [&](int number, int first_column) {
       const float* next = from + min(first_column + 4 * lane, kVDim - 4);

@@ -1,25 +1,26 @@
-// Tiles in shared memory and what a warp holds of them, for mma.sync. The same code serves 16-bit elements and f32:
-// what differs, the k of an mma and how transposed operands are read, is decided here.
+// Tiles in shared memory and a warp's fragments of them, for mma.sync. The same code serves 16-bit elements and f32.
+// They differ in the k of an mma and in how transposed operands are loaded.
 //
 //   SharedTile<kRows, kDim>     [kRows][kDim] elements, filled by cp.async; zeros up to whole steps of k
 //   Accumulator<kM, kN>         float [kM / 16][kN / 8][4]: element [m][c][2 h + e] of lane l is
 //                               row 16 m + l / 4 + 8 h, column 8 c + 2 (l % 4) + e
-//   OperandA, OperandB          16 x kStep of A and kStep x 8 of B, as mma.sync takes them, whatever the precision
-//   WarpRows<Tile, kCount, kHeld>       a warp's rows of a tile as left operands, of which some stay in registers
+//   OperandA, OperandB          16 x kStep of A and kStep x 8 of B, as mma.sync takes them, in any precision
+//   WarpRows<Tile, kCount, kHeld>       a warp's rows of a tile as left operands, some of them kept in registers
 //   AddRowsTimesRows(C, a, i, b, j)     C += A B^T: rows of two tiles (Q K^T, dO V^T, ...)
 //   AddTimesRows(C, P, b)               C += P B: an accumulator times the rows of a tile (P V, dS K, ...)
-//   AddColumnsTimesRows(C, a, i, b)     C += A^T B: the columns of a tile times the rows of one (dK += dS^T Q, ...)
-//   AddTileTimesRows(C, a, i, b)        C += A B: rows of a tile that PutOperand has filled times the rows of one
+//   AddColumnsTimesRows(C, a, i, b)     C += A^T B: columns of a tile times rows of another (dK += dS^T Q, ...)
+//   AddTileTimesRows(C, a, i, b)        C += A B: rows of a tile filled by PutOperand times rows of another
 //
-// Loads for later can be begun between the steps of a product: it calls between(part, parts) for each part of them. If
-// all were begun at once, the operands of the product would have to wait behind them. (With kThreeProducts, where the
-// steps are a loop, it is called once, after the loop.)
+// A product can issue loads for later tiles between its steps: it calls between(part, parts) for each part. If all
+// loads were issued first, the operands of the product would queue behind them. With kThreeProducts the steps are a
+// loop, and `between` is called once, after it.
 //
-// Rows of tiles start an odd number of 16-byte chunks apart: the 8 rows of a matrix are then in different banks, with
-// addresses that are one register and a constant. f32 has no transposing load; there the columns of a tile are read
-// element by element, and k is permuted so that this is free of conflicts, and so that an accumulator is an operand as
-// it stands: of 8 successive k a lane has 2 (l % 4) + e, where the mma means l % 4 + 4 e. Rows that are multiplied by
-// rows keep their order.
+// The stride of rows is an odd number of 16-byte chunks. So the 8 rows of a matrix are in different banks, and each
+// address is a register plus a constant.
+//
+// f32 has no transposing load. Columns of f32 tiles are read element by element, with a permutation of k that avoids
+// bank conflicts. It also makes an accumulator an operand without shuffles: of 8 consecutive k, a lane has 2 (l % 4) +
+// e where the mma expects l % 4 + 4 e. Products of rows with rows keep the order of k.
 #pragma once
 
 #include "ptx/cp_async.cuh"
@@ -30,15 +31,15 @@ namespace jax_flash::ampere {
 
 constexpr bool kThreeProducts = kDType == DType::kF32 && kFullPrecision;
 constexpr int kUnroll =
-    kThreeProducts ? 1 : 64;  // steps of k; with operands in two parts there are no registers for more
+    kThreeProducts ? 1 : 64;  // unrolled steps of k; operands in two parts leave no registers for more
 
 __host__ __device__ constexpr int RoundUp(int x, int to) { return (x + to - 1) / to * to; }
 
 template <int kM, int kN>
 using Accumulator = float[kM / 16][kN / 8][4];
 
-// f32 is rounded to TF32. The mma alone would cut it off, and errors of one sign add up. Tiles are rounded when they
-// have landed, once for all warps that read them, and accumulators when they become operands.
+// Rounds f32 to TF32. The mma alone truncates, and errors of one sign accumulate. Tiles are rounded in shared memory,
+// once for all warps that read them; accumulators are rounded when they become operands.
 __device__ __forceinline__ float Rounded(float x) { return kTF32 ? __uint_as_float(RoundTF32(__float_as_uint(x))) : x; }
 
 // f32 in full precision: x = big + small, both TF32.
@@ -59,8 +60,8 @@ struct Operand {
 using OperandA = Operand<4>;
 using OperandB = Operand<2>;
 
-// c += a b. In full precision these are three products of TF32, which are summed apart from c, since the mma's sums are
-// cut off, too.
+// c += a b. Full precision uses three TF32 products. They are summed separately from c, because the mma truncates its
+// sums, too.
 __device__ __forceinline__ void Mma(float (&c)[4], const OperandA& a, const OperandB& b) {
   if constexpr (kThreeProducts) {
     float sum[4] = {};
@@ -74,7 +75,7 @@ __device__ __forceinline__ void Mma(float (&c)[4], const OperandA& a, const Oper
   }
 }
 
-// An accumulator as an operand: its step `s` of k.
+// Step `s` of k of an accumulator, as an operand.
 template <int kChunks>
 __device__ __forceinline__ OperandA ToOperand(const float (&c)[kChunks][4], int s) {
   if constexpr (kDType == DType::kF32) {
@@ -89,7 +90,7 @@ __device__ __forceinline__ OperandA ToOperand(const float (&c)[kChunks][4], int 
   }
 }
 
-// Which rows of a matrix a tile wants: all.
+// Predicate for rows to load: all.
 struct AllRows {
   __device__ __forceinline__ bool operator()(int) const { return true; }
 };
@@ -104,9 +105,9 @@ struct SharedTile {
 
   alignas(16) uint8_t bytes[kRows * kStride];
 
-  // Begins to load the rows row0, row0 + 1, ... of a matrix in HBM whose rows are `stride` bytes apart; zeros for
-  // rows from `end` on, and for those that are not `wanted`. kThreads threads do it together, or a part of it; the
-  // caller commits.
+  // Starts to load rows row0, row0 + 1, ... of a matrix in HBM with `stride` bytes between rows. Rows from `end` on,
+  // and rows that are not `wanted`, become zeros. All kThreads threads call it, for the whole tile or for one of
+  // `parts`. The caller commits.
   template <int kThreads, typename Wanted = AllRows>
   __device__ __forceinline__ void Load(const uint8_t* matrix, int64_t stride, int row0, int end, int part = 0,
                                        int parts = 1, Wanted wanted = {}) {
@@ -121,7 +122,7 @@ struct SharedTile {
     });
   }
 
-  // The same for rows that lie anywhere: row_at(row) is the address of one.
+  // The same for scattered rows: row_at(row) is the address of a row.
   template <int kThreads, typename RowAt>
   __device__ __forceinline__ void LoadRows(RowAt row_at, int row0, int end, int part = 0, int parts = 1) {
     const Share<kThreads> share;
@@ -134,7 +135,7 @@ struct SharedTile {
     });
   }
 
-  // Called when what this thread has loaded is there; after it the threads still have to synchronise.
+  // Called after this thread's own loads have arrived. The threads must synchronise afterwards.
   template <int kThreads>
   __device__ __forceinline__ void Landed() {
     if constexpr (kTF32) {
@@ -147,7 +148,7 @@ struct SharedTile {
     }
   }
 
-  // Stores the rows below `end`, after the threads have synchronised.
+  // Stores the rows below `end`. The threads must have synchronised.
   template <int kThreads>
   __device__ __forceinline__ void Store(uint8_t* matrix, int64_t stride, int row0, int end) const {
     const Share<kThreads> share;
@@ -161,7 +162,7 @@ struct SharedTile {
     });
   }
 
-  // Converts the 16 x 8 elements of an accumulator, and puts them at (row, column).
+  // Converts a 16 x 8 part of an accumulator, and writes it at (row, column).
   __device__ __forceinline__ void Put(int row, int column, const float (&c)[4]) {
     const int lane = threadIdx.x % 32;
     uint8_t* to = bytes + (row + lane / 4) * kStride + (column + lane % 4 * 2) * kElementBytes;
@@ -175,8 +176,8 @@ struct SharedTile {
     }
   }
 
-  // The same for a tile that will only be an operand. f32: the columns 2 t + e of each 8 are put at t + 4 e, which
-  // gives its rows as A the k of ColumnsAsB (and permutes its columns as A: LaneRowOfColumns).
+  // The same for a tile that is only an operand. In f32, column 2 t + e of each 8 goes to t + 4 e. Then rows of the
+  // tile, as A, have the permuted k of ColumnsAsB. Columns of the tile, as A, are permuted (LaneRowOfColumns).
   __device__ __forceinline__ void PutOperand(int row, int column, const float (&c)[4]) {
     if constexpr (kDType == DType::kF32) {
       const int lane = threadIdx.x % 32;
@@ -227,8 +228,7 @@ struct SharedTile {
   }
 
  private:
-  // The chunks of a row and of every few rows that are this thread's: from (row, chunk) on, at distances that are the
-  // same for all threads.
+  // This thread's chunks of the tile: from (row, chunk) on, at distances that are equal for all threads.
   template <int kThreads>
   struct Share {
     static constexpr int kLanes = kChunks % 32 == 0 ? 32 : kChunks & -kChunks, kPass = kThreads / kLanes;
@@ -254,7 +254,7 @@ struct SharedTile {
     }
   }
 
-  // The address that this lane gives for the matrices (rows 0-7, chunk 0), (rows 8-15, chunk 0), (rows 0-7, chunk 1),
+  // This lane's address for ldmatrix of the matrices (rows 0-7, chunk 0), (rows 8-15, chunk 0), (rows 0-7, chunk 1),
   // (rows 8-15, chunk 1).
   __device__ __forceinline__ uint32_t Address16x2() const {
     const int lane = threadIdx.x % 32;
@@ -272,8 +272,8 @@ struct SharedTile {
   }
 };
 
-// 16 kCount rows of a tile from `row` on. The first steps of k are held in registers, as many as kHeld (or all), the
-// others are read every time.
+// 16 kCount rows of a tile, from `row` on, as left operands. The first kHeld steps of k stay in registers; the others
+// are loaded each time.
 template <typename Tile, int kCount, int kHeld>
 struct WarpRows {
   static constexpr int kSteps = Tile::kSteps;
@@ -283,7 +283,7 @@ struct WarpRows {
   OperandA held[kCount][kHeldSteps + 1];
 
   __device__ __forceinline__ WarpRows(const Tile& tile, int row) : tile(tile), row(row) {}
-  // Called once the tile is there.
+  // Called after the tile has arrived.
   __device__ __forceinline__ void Take() {
 #pragma unroll
     for (int m = 0; m < kCount; ++m) {
@@ -302,17 +302,17 @@ __device__ __forceinline__ void Clear(float (&C)[kCount][kChunks][4]) {
   for (int i = 0; i < kCount * kChunks * 4; ++i) C[i / 4 / kChunks][i / 4 % kChunks][i % 4] = 0.0f;
 }
 
-// What most products have between their steps.
+// The default: nothing between steps.
 struct Nothing {
   __device__ __forceinline__ void operator()(int, int) const {}
 };
 
-// C += A B^T: this warp's rows of A from `i` on, the rows of B from `j` on.
+// C += A B^T, with this warp's rows of A from `i` on, and the rows of B from `j` on.
 template <int kCount, int kChunks, typename TileA, typename TileB, typename Between = Nothing>
 __device__ __forceinline__ void AddRowsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i, const TileB& b,
                                                  int j, const Between& between = {}) {
   static_assert(TileA::kSteps == TileB::kSteps && kChunks % 2 == 0);
-  constexpr int kFirst = TileA::kSteps / 2;  // step with a part: before, operands need the registers
+  constexpr int kFirst = TileA::kSteps / 2;  // the first step with loads; before it, operands need the registers
 #pragma unroll kUnroll
   for (int s = 0; s < TileA::kSteps; ++s) {
     OperandA x[kCount];
@@ -357,8 +357,8 @@ __device__ __forceinline__ void AddTimesRows(float (&C)[kCount][kChunks][4], con
   }
 }
 
-// C += A B, over kSteps steps of k: operand(m, s) is step s of rows 16 m to 16 m + 15 of A; of B the columns from
-// `column` on. C may be wider than what is left of B: those columns stay as they are.
+// C += A B over kSteps steps of k. operand(m, s) is step s of rows 16 m to 16 m + 15 of A. B starts at `column`. C may
+// be wider than the rest of B; its remaining columns do not change.
 template <int kSteps, int kCount, int kChunks, typename OperandAt, typename TileB, typename Between = Nothing>
 __device__ __forceinline__ void AddOperandsTimesRows(float (&C)[kCount][kChunks][4], OperandAt operand, const TileB& b,
                                                      int column, const Between& between = {}) {
@@ -384,7 +384,7 @@ __device__ __forceinline__ void AddOperandsTimesRows(float (&C)[kCount][kChunks]
   if (kThreeProducts) between(0, 1);
 }
 
-// C += A^T B: this warp's columns of A from `i` on, the columns of B from `column` on, over all rows of both.
+// C += A^T B, with this warp's columns of A from `i` on, and the columns of B from `column` on, over all rows of both.
 template <int kCount, int kChunks, typename TileA, typename TileB, typename Between = Nothing>
 __device__ __forceinline__ void AddColumnsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i,
                                                     const TileB& b, int column, const Between& between = {}) {
@@ -393,7 +393,7 @@ __device__ __forceinline__ void AddColumnsTimesRows(float (&C)[kCount][kChunks][
       C, [&](int m, int s) { return a.ColumnsAsA(s * kStep, i + 16 * m); }, b, column, between);
 }
 
-// C += A B: this warp's rows of A from `i` on, filled by PutOperand, the columns of B from `column` on.
+// C += A B, with this warp's rows of A from `i` on, filled by PutOperand, and the columns of B from `column` on.
 template <int kCount, int kChunks, typename TileA, typename TileB>
 __device__ __forceinline__ void AddTileTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i, const TileB& b,
                                                  int column) {
@@ -401,8 +401,7 @@ __device__ __forceinline__ void AddTileTimesRows(float (&C)[kCount][kChunks][4],
   AddOperandsTimesRows<TileA::kSteps>(C, [&](int m, int s) { return a.RowsAsA(i + 16 * m, s); }, b, column);
 }
 
-// Which of the rows i, ..., i + 7 of A^T B a lane holds in row lane / 4 of an accumulator, where A was filled by
-// PutOperand.
+// The row among i, ..., i + 7 of A^T B that a lane holds in row lane / 4 of an accumulator, if PutOperand filled A.
 __device__ __forceinline__ int LaneRowOfColumns() {
   const int row = threadIdx.x % 32 / 4;
   return kDType == DType::kF32 ? row % 4 * 2 + row / 4 : row;

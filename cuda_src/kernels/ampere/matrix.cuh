@@ -1,4 +1,4 @@
-// One head's rows of the operands and results in HBM.
+// Views of one head of the operands and results in HBM.
 #pragma once
 
 #include "ampere/fragments.cuh"
@@ -6,11 +6,11 @@
 
 namespace jax_flash::ampere {
 
-// A [batch, time, head, dim] array in HBM, of elements of kBytes, seen by one head.
+// One head of a [batch, time, head, dim] array in HBM, with elements of kBytes.
 template <int kBytes>
 struct MatrixOf {
   uint8_t* data;
-  int64_t stride;  // bytes from row to row
+  int64_t stride;  // bytes between rows
 
   __device__ __forceinline__ MatrixOf(const void* array, int batch, int head, int length, int heads, int dim)
       : data(static_cast<uint8_t*>(const_cast<void*>(array)) + (int64_t(batch) * length * heads + head) * dim * kBytes),
@@ -21,7 +21,7 @@ struct MatrixOf {
 using Matrix = MatrixOf<kElementBytes>;
 using OutputMatrix = MatrixOf<kOutputBytes>;  // O and dQ
 
-// The rows of Q and dO that are not empty. The others are loaded as zeros: 0 times their content may be NaN.
+// The non-empty rows of Q and dO. Empty rows are loaded as zeros, because 0 times their content may be NaN.
 struct NonEmptyRows {
   const Params& p;
   int64_t first;  // row 0 of the head in [batch, head, row]
@@ -31,12 +31,12 @@ struct NonEmptyRows {
   __device__ __forceinline__ bool operator()(int row) const { return !IsEmpty(p, first + row); }
 };
 
-// How many rows a head has in the backward's own arrays.
+// The number of rows of a head in the backward's scratch arrays.
 __device__ __forceinline__ int PaddedRows(const Params& p) {
   return (p.q_len + kRowPadding - 1) / kRowPadding * kRowPadding;
 }
 
-// Stores two successive elements of kBytes.
+// Stores two consecutive elements of kBytes.
 template <int kBytes>
 __device__ __forceinline__ void StorePair(uint8_t* to, float a, float b) {
   if constexpr (kBytes == 4) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void StorePair(uint8_t* to, float a, float b) {
   }
 }
 
-// Loads and stores eight elements of kBytes at an aligned place.
+// Loads and stores eight aligned elements of kBytes.
 template <int kBytes>
 __device__ __forceinline__ void LoadEight(const uint8_t* from, float (&x)[8]) {
   if constexpr (kBytes == 4) {

@@ -1,4 +1,4 @@
-// How the warps of a block divide a matrix product among them.
+// Divides a matrix product among the warps of a CTA.
 #pragma once
 
 #include "ampere/fragments.cuh"
@@ -9,9 +9,9 @@ struct Division {
   int rows, columns;  // of warps
 };
 
-// Divides `height` rows and `width` columns, rounded up to 16, in parts of whole 16 x 16 tiles: among as many of the
-// warps as get equal parts, and of these ways the one whose parts are the squarest, since they read the least. (Where
-// the width does not come out even the last parts are smaller.)
+// Divides `height` rows and `width` columns, rounded up to 16, into parts of whole 16 x 16 tiles. It uses the largest
+// number of warps that can have equal parts. From the possible divisions it picks the one with the squarest parts,
+// which read the least. If the width is not divisible, the last parts are narrower.
 __host__ __device__ constexpr Division Divide(int warps, int height, int width) {
   Division best = {1, 1};
   const auto part_width = [&](int columns) { return RoundUp(RoundUp(width, 16), 16 * columns) / columns; };
@@ -26,13 +26,13 @@ __host__ __device__ constexpr Division Divide(int warps, int height, int width) 
   return best;
 }
 
-// This warp's part of kRows x kColumns.
+// This warp's part of a product of kRows x kColumns.
 template <int kWarps, int kRows, int kColumns>
 struct PartOf {
   static constexpr Division kDivision = Divide(kWarps, kRows, kColumns);
   static constexpr int kHeight = kRows / kDivision.rows;
   static constexpr int kWidth = RoundUp(RoundUp(kColumns, 16), 16 * kDivision.columns) / kDivision.columns;
-  static constexpr bool kWhole = kWidth * kDivision.columns == kColumns;  // no part goes past the last column
+  static constexpr bool kWhole = kWidth * kDivision.columns == kColumns;  // no part extends past the last column
 
   const int row, column;
   const bool active;

@@ -1,7 +1,7 @@
-// S, P and dS of a tile: what a warp does with its accumulators of S and dP.
+// S, P and dS in a warp's accumulators of S and dP.
 //
-// Accumulators are float [m][c][2 h + e] as in ampere/fragments.cuh: entry (16 m + 8 h + lane / 4,
-// 8 c + 2 (lane % 4) + e) of the part that begins at (row, column) of S.
+// Accumulators are float [m][c][2 h + e], as in ampere/fragments.cuh: entry (16 m + 8 h + lane / 4, 8 c + 2 (lane % 4)
+// + e) of the part of S that begins at (row, column).
 #pragma once
 
 #include "ampere/fragments.cuh"
@@ -11,7 +11,7 @@
 
 namespace jax_flash::ampere {
 
-// A warp's part of a tile of S of one batch entry and query head.
+// A warp's part of a tile of S, of one batch entry and query head.
 struct Scores {
   const Params& p;
   const Entries entries;
@@ -19,7 +19,7 @@ struct Scores {
   const Block<false> block;
   int batch, head, row, column;
 
-  // `kind` is that of the block that they are in.
+  // `kind` is the kind of the block that contains this part.
   __device__ __forceinline__ Scores(const Params& p, int batch, int head, int row, int column, int kind)
       : p(p),
         entries(p, batch, head),
@@ -34,10 +34,10 @@ struct Scores {
   __device__ __forceinline__ int Query(int m, int h) const { return Row(m, h) / kPacked; }
   __device__ __forceinline__ int Member(int m, int h) const {
     return Row(m, h) % kPacked;
-  }  // the row is of head + Member
+  }  // the row belongs to head + Member
   __device__ __forceinline__ int Column(int c, int e) const { return column + 8 * c + threadIdx.x % 4 * 2 + e; }
 
-  // Makes x -inf where an entry may not attend.
+  // Sets masked entries to -inf.
   template <int kCount, int kChunks>
   __device__ __forceinline__ void Hide(const Positions& positions, float (&S)[kCount][kChunks][4]) const {
 #pragma unroll
@@ -55,7 +55,7 @@ struct Scores {
     }
   }
 
-  // Turns x into the score, where scores are formed in full. What is hidden stays hidden.
+  // Replaces x by the score where scores are formed in full. Masked entries stay masked.
   template <int kCount, int kChunks>
   __device__ __forceinline__ void ToScores(float (&S)[kCount][kChunks][4]) const {
 #pragma unroll
@@ -69,7 +69,7 @@ struct Scores {
     }
   }
 
-  // Turns P into Z P, without the factor of the kept entries.
+  // Replaces P by Z P, without the factor of the kept entries.
   template <int kCount, int kChunks>
   __device__ __forceinline__ void ApplyZ(float (&P)[kCount][kChunks][4]) const {
     if (!kDropout) return;
@@ -85,7 +85,7 @@ struct Scores {
     }
   }
 
-  // For the backward: reads the statistics of this part's rows that ampere/backward_prepare.cuh has written.
+  // Backward: loads the rows' statistics that ampere/backward_prepare.cuh computed.
   template <int kCount>
   __device__ __forceinline__ void RowStatistics(const float* statistics, float (&x)[kCount][2]) const {
     const int64_t from = (int64_t(batch) * p.q_heads + head) * PaddedRows(p);
@@ -93,15 +93,15 @@ struct Scores {
     for (int i = 0; i < 2 * kCount; ++i) x[i / 2][i % 2] = statistics[from + Row(i / 2, i % 2)];
   }
 
-  // What ToDS needs as well as P, if there is a score_grad: x, or what Cap has made of it.
+  // With a score_grad, ToDS also needs x, or Cap(x).
   template <int kCount, int kChunks>
   struct Before {
     float x[kScoreGrad ? kCount : 1][kChunks][4];
   };
 
-  // P = exp(s - L) from x, or what Cap has made of it. store(m, c, Z P / keep_scale) is called for each 16 x 8 entries.
-  // S becomes P, negative where it is dropped; or with kSlope P times the slope of the soft cap, dc / d(scale x), if
-  // that need not wait for a score_grad.
+  // P = exp(s - L) from x, or Cap(x). It calls store(m, c, Z P / keep_scale) for each 16 x 8 entries. S becomes P,
+  // negative where dropped. With kSlope and no score_grad, S becomes P times the slope of the soft cap, dc / d(scale
+  // x).
   template <bool kSlope, int kCount, int kChunks, typename Store>
   __device__ __forceinline__ void ToP(float (&S)[kCount][kChunks][4], const float (&minus_l)[kCount][2],
                                       Before<kCount, kChunks>& before, Store store) const {
@@ -143,8 +143,8 @@ struct Scores {
     }
   }
 
-  // dS = P (Z dP - D) from what ToP left in S; or, with its slope, dX. With a score_grad it is the cotangent of what
-  // score_mod is given; kAccumulates: gradients of captured arrays grow.
+  // dS = P (Z dP - D) from the S that ToP left; with kSlope, dX. With a score_grad, dS is the cotangent of score_mod's
+  // argument. kAccumulates: also adds to the gradients of captured arrays.
   template <bool kSlope, bool kAccumulates, int kCount, int kChunks>
   __device__ __forceinline__ void ToDS(const float (&S)[kCount][kChunks][4], const float (&D)[kCount][2],
                                        const Before<kCount, kChunks>& before, float (&dP)[kCount][kChunks][4]) const {
@@ -156,13 +156,13 @@ struct Scores {
       if constexpr (kScoreGrad) {
         const int i = Row(m, r / 2), j = Column(c, r % 2);
         x = score.Unmod<kAccumulates>(score.BeforeMod(before.x[m][c][r], i, j), x, i, j);
-        if (kSlope && x != 0.0f) x *= SlopeOf(before.x[m][c][r]);  // what is hidden has none
+        if (kSlope && x != 0.0f) x *= SlopeOf(before.x[m][c][r]);  // masked entries have no slope
       }
     }
   }
 
  private:
-  // What is subtracted from scores as well as L: the row's maximum m, where that is apart.
+  // The row's maximum m if kMaximumApart, which is subtracted from scores in addition to L; otherwise 0.
   template <int kCount>
   __device__ __forceinline__ void RowMaxima(float (&x)[kCount][2]) const {
 #pragma unroll
@@ -173,12 +173,12 @@ struct Scores {
     }
   }
 
-  // The random bits of this lane's entries of 16 rows and 16 columns.
+  // The random words for this lane's entries in 16 rows and 16 columns.
   __device__ __forceinline__ Philox4 Random(int m, int pair) const {
     if constexpr (!kDropout) return {};
     const int columns = column / 16 + pair;
     if constexpr (kPacked == 1) return Seed(p, batch, head).Words(columns, (row / 16 + m) * 8 + threadIdx.x % 32 / 4);
-    Philox4 bits;  // the two rows may be of different queries and heads
+    Philox4 bits;  // the two rows may belong to different queries and heads
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int i = Query(m, h);

@@ -1,20 +1,19 @@
-// How a forward over parts of the keys balances its work where batch entries see differently many keys.
+// Load balancing of a split-KV forward if batch entries have different lengths.
 //
-// The tiles of keys that the tiles of Q of one head see are laid end to end, tile of Q by tile of Q, batch entry by
-// batch entry, and cut into equal stretches, as many as p.parts at most. A CTA has one stretch, of one head of the
-// keys, and stops at each tile of Q that the stretch is about. So all CTAs have the same to do, whatever lengths there
-// are.
+// The kv tiles that each q tile of one head sees are concatenated over q tiles and batch entries. This sequence is cut
+// into at most p.parts equal stretches. A CTA computes one stretch for one key/value head, and visits each q tile in
+// it. So all CTAs have equal work for any lengths.
 //
-// What a stretch has of the keys of a tile of Q is a part of them. Its number is the sum of the numbers of both: from
-// one part to the next the stretch's goes up, or the tile's, or both, and neither ever falls. So no two parts have the
-// same number, and those of a tile of Q are side by side. A tile that sees no key has none.
+// A part is the intersection of a stretch with a q tile's keys. Its number is the stretch's number plus the q tile's
+// number. From one part to the next, one of the two numbers increases, and neither decreases. So numbers of parts are
+// unique, and the numbers of one q tile are consecutive. A q tile without keys has no part.
 #pragma once
 
 #include "ampere/walk.cuh"
 
 namespace jax_flash::ampere::forward {
 
-// The tiles of Q at which a CTA stops: one, unless work is balanced.
+// The q tiles that a CTA visits: one, unless work is balanced.
 template <bool kMany>
 class Stops {
  public:
@@ -28,11 +27,11 @@ class Stops {
   const Params& p_;
 };
 
-// Where work is balanced: the tiles of Q that a CTA's stretch is about.
+// Balanced work: the q tiles of this CTA's stretch.
 template <>
 class Stops<true> {
  public:
-  // Every warp looks at all tiles of Q, 32 at a time. The first of the grid writes down which parts a tile has.
+  // Every warp scans all q tiles, 32 at a time. The first CTAs of the grid write the parts of each q tile.
   __device__ __forceinline__ explicit Stops(const Params& p) : p_(p), number_(blockIdx.x / p.kv_heads) {
     const int tiles = p.batch * TilesOfHead(p), lane = threadIdx.x % 32;
     const auto seen = [&](int first) { return first + lane < tiles ? KeyTilesOf(first + lane) : 0; };
@@ -55,7 +54,8 @@ class Stops<true> {
         const int part = size > 0 ? stretch_at(end - size) : 0, last = size > 0 ? stretch_at(end - 1) : -1;
         p.tile_parts[first + lane] = {first + lane + part, last - part + 1};
       }
-      const int past = __popc(__ballot_sync(0xFFFFFFFFu, end <= begin));  // tiles of these 32
+      const int past =
+          __popc(__ballot_sync(0xFFFFFFFFu, end <= begin));  // q tiles, of these 32, that end before this stretch
       const int begins = __shfl_sync(0xFFFFFFFFu, end - size, past % 32);
       if (before <= begin && past < 32) tile_ = first + past, skipped_ = begin - begins;
       before = __shfl_sync(0xFFFFFFFFu, end, 31);
@@ -67,9 +67,9 @@ class Stops<true> {
   __device__ __forceinline__ decltype(auto) Tile() const {
     return TileHere(p_, Stop{tile_, skipped_, size_, tile_ + number_});
   }
-  // Goes on to the next tile of Q. Returns whether there is one.
+  // Moves to the next q tile. Returns whether there is one.
   __device__ __forceinline__ bool Next() {
-    __syncthreads();  // until nobody needs the tile of this one
+    __syncthreads();  // until all warps are done with the current tile
     left_ -= size_;
     ++tile_, skipped_ = 0;
     Find();
@@ -79,18 +79,18 @@ class Stops<true> {
  private:
   const Params& p_;
   int number_;
-  int left_ = 0;                // tiles of keys of the stretch that are still to come
-  int tile_ = 0, skipped_ = 0;  // this tile of Q, and how many of its tiles of keys the CTAs before have
-  int size_ = 0;                // how many of its tiles of keys this CTA has
+  int left_ = 0;                // kv tiles left in the stretch
+  int tile_ = 0, skipped_ = 0;  // this q tile, and the number of its kv tiles that previous stretches have
+  int size_ = 0;                // the number of its kv tiles in this stretch
 
-  // How many tiles of keys a tile of Q sees.
+  // The number of kv tiles that a q tile sees.
   __device__ __forceinline__ int KeyTilesOf(int tile) const {
     const int tiles = TilesOfHead(p_);
     const Visible keys = KeysOfTile(p_, tile / tiles, tile % tiles * kRows);
     return keys.any_lo < keys.any_hi ? (keys.any_hi + kKeys - 1) / kKeys - keys.any_lo / kKeys : 0;
   }
 
-  // Goes on to a tile of Q that sees keys.
+  // Advances to a q tile that sees keys.
   __device__ __forceinline__ void Find() {
     for (; left_ > 0; ++tile_) {
       size_ = min(KeyTilesOf(tile_) - skipped_, left_);

@@ -1,9 +1,9 @@
-// What the mma.sync kernels that keep a tile of Q and walk K and V have in common.
+// Common parts of the Ampere kernels that keep a tile of Q and loop over K and V.
 //
 // Tiles of S have kRows rows (16 or 32 for each warp) and kKeys columns (a multiple of 16). Shared memory has kStages
-// tiles of K and V, at least 2. The host launches a block of kThreads for each tile of Q of each head of each batch
-// entry; where keys are divided into parts, for each part of each tile of each key/value head. With a block mask a tile
-// is a part of a block, and all blocks are divided as a whole one is.
+// tiles of K and V, at least 2. The host launches a CTA of kThreads threads for each q tile of each head of each batch
+// entry. With split-KV, it launches one for each part of each tile of each key/value head. With a block mask, each
+// block consists of whole tiles. Partial blocks at the edges have the same number of tiles.
 #pragma once
 
 #include "ampere/matrix.cuh"
@@ -17,39 +17,39 @@ constexpr int kRows = kTiling.rows;
 constexpr int kKeys = kTiling.cols;
 constexpr int kWarps = kTiling.groups;
 constexpr int kStages = kTiling.stages;
-constexpr int kPage = kProblem.page;  // keys of one; 0: they are not in pages
+constexpr int kPage = kProblem.page;  // keys per page; 0 without pages
 
 constexpr int kThreads = 32 * kWarps;
 constexpr int kWarpRows = kRows / kWarps;
 constexpr int kLaneRows = kWarpRows / 8;
 static_assert(kWarpRows % 16 == 0 && kKeys % 16 == 0 && kStages >= 2);
 
-// How many rows all tiles of Q of a head have, or of the heads that are packed into one; how many tiles there are.
+// The number of rows in all q tiles of a head, or of the heads packed into one, and the number of tiles.
 __device__ __forceinline__ int RowsOfHead(const Params& p) { return p.q_len * kPacked; }
 __device__ __forceinline__ int TilesOfHead(const Params& p) { return (RowsOfHead(p) + kRows - 1) / kRows; }
 
-// The keys that the rows of a tile of Q from `row` on see.
+// The keys that the rows of the q tile at `row` see.
 __device__ __forceinline__ Visible KeysOfTile(const Params& p, int batch, int row) {
   return KeysOf(p, PositionsOf(p, batch), batch, row / kPacked, (row + kRows - 1) / kPacked + 1);
 }
 
-// A tile of Q at which a CTA stops, where work is balanced, and which of its tiles of keys it has (ampere/stretch.cuh).
+// A q tile of a CTA with balanced work, and the kv tiles of it that this CTA computes (ampere/stretch.cuh).
 struct Stop {
-  int tile;         // of Q: its number among those of a head of all batch entries
-  int begin, size;  // tiles of keys, of those that the tile of Q sees
-  int part;         // the number of this part of the keys
+  int tile;         // index of the q tile among the tiles of one head of all batch entries
+  int begin, size;  // kv tiles, among those that the q tile sees
+  int part;         // the number of this part
 };
 
-// The tile of Q of this CTA, and which tiles of keys it sees.
+// This CTA's q tile, and the kv tiles that it sees.
 struct QTile {
   int row, head, kv_head, batch;
-  int part;          // the number of its part of the keys
-  BlockList blocks;  // the blocks that it sees, if there is a block mask
+  int part;          // the number of this part of the keys
+  BlockList blocks;  // the blocks that it sees, with a block mask
   Visible keys;
 
   QTile() = default;
-  // CTAs go head by head, so that what they read stays in the L2. With parts of the keys, one part of all heads comes
-  // before the next part, since the heads of a key are side by side in HBM. Causal tiles with more to do come first.
+  // CTAs are ordered head by head, so their loads hit L2. With split-KV, one part of all heads comes before the next
+  // part, because the heads of a key are adjacent in HBM. Causal tiles with more work come first.
   __device__ __forceinline__ explicit QTile(const Params& p) {
     if constexpr (kListed) {
       constexpr int kTiles = kTilesOfRow<kRows>;
@@ -71,7 +71,7 @@ struct QTile {
     keys = KeysOfTile(p, batch, row);
     if (kParts) TakePart(p.parts);
   }
-  // Where work is balanced CTAs of different heads of the keys are side by side, for the same reason.
+  // With balanced work, CTAs of different key/value heads are adjacent, for the same reason.
   __device__ __forceinline__ QTile(const Params& p, const Stop& stop) : part(stop.part) {
     const int tiles = TilesOfHead(p);
     row = stop.tile % tiles * kRows;
@@ -82,14 +82,14 @@ struct QTile {
     TakeTiles(keys.any_lo / kKeys + stop.begin, stop.size);
   }
 
-  // The first row of this lane; its other rows follow at distances of 8.
+  // This lane's first row. Its other rows follow at distances of 8.
   __device__ __forceinline__ int LaneRow() const { return row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4; }
 
-  // The part of S that has this warp's rows and the keys from `column` on.
+  // This warp's rows of S, with keys from `column` on.
   __device__ __forceinline__ Scores WarpScores(const Params& p, int column) const {
     return Scores(p, batch, head, row + threadIdx.x / 32 * kWarpRows, column, KindOfBlock(p, batch, head, row, column));
   }
-  // Whether all entries of that tile of S may attend, and, if there is a bias to look up, lie within T and S.
+  // Are all entries of this tile of S visible and, with a bias to look up, within T and S?
   __device__ __forceinline__ bool Every(const Params& p, int column) const {
     return keys.every_lo <= column && column + kKeys <= keys.every_hi && (!kBias || row + kRows <= RowsOfHead(p));
   }
@@ -103,7 +103,7 @@ struct QTile {
   __device__ __forceinline__ Matrix Key(const Params& p, const void* operand, int dim) const {
     return Matrix(operand, kPage > 0 ? 0 : batch, kv_head, p.kv_len, p.kv_heads, dim);
   }
-  // The index of row LaneRow() + 8 h in arrays [batch, head, row], or in those of the parts.
+  // The index of row LaneRow() + 8 h in arrays [batch, head, row], or in arrays of parts.
   __device__ __forceinline__ int64_t Statistic(const Params& p, int h) const {
     if constexpr (kBalanced) {
       return (int64_t(part) * p.kv_heads + kv_head) * kRows + LaneRow() - row + 8 * h;
@@ -115,8 +115,7 @@ struct QTile {
   }
 
  private:
-  // Leaves this CTA its share of the tiles of keys that these rows see, which may be none. The first parts have one
-  // tile more than others.
+  // Restricts `keys` to this part's kv tiles, possibly none. The first parts have one tile more than the last ones.
   __device__ __forceinline__ void TakePart(int parts) {
     const int first = keys.any_lo / kKeys, tiles = (keys.any_hi + kKeys - 1) / kKeys - first;
     const int share = tiles / parts, more = tiles % parts;
@@ -128,8 +127,8 @@ struct QTile {
   }
 };
 
-// This CTA's tile of Q, made from these arguments. If the accumulators need the registers, the tile is in shared
-// memory, and threads read its fields when they need them. With enough registers, shared memory would be 3% slower.
+// This CTA's q tile, constructed from these arguments. If accumulators need the registers, it is in shared memory, and
+// threads read its fields on demand. With enough registers, shared memory would be 3% slower.
 template <typename... From>
 __device__ __forceinline__ decltype(auto) TileHere(const Params& p, const From&... from) {
   if constexpr (kWarpRows == 32 && kVDim > 64) {
@@ -149,10 +148,10 @@ struct KVTiles {
   VTile v[kStages];
 };
 
-// Goes through the tiles of keys that the tile of Q sees, from right to left.
+// Visits the kv tiles that the q tile sees, from right to left.
 template <bool kFromList>
 struct KeyTiles {
-  int column, left;  // where the tile begins; how many tiles are to come, with this one
+  int column, left;  // the tile's first key; the number of tiles left, including this one
 
   __device__ __forceinline__ explicit KeyTiles(const QTile& tile) {
     const int end = (tile.keys.any_hi + kKeys - 1) / kKeys;
@@ -175,13 +174,13 @@ struct KeyTiles<true> : ListedKeys<kKeys> {
   __device__ __forceinline__ void Next() { ListedTiles::Next(keys); }
 };
 
-// Begins to load the next tiles of K and V, or one of `parts` of them; zeros when there are no more.
+// Starts to load the next tiles of K and V, or one of `parts` of them. After the last tile it writes zeros.
 struct LoadNext {
   const Params& p;
   const QTile& tile;
   KVTiles& shared;
   KeyTiles<kListed> next;
-  int stage;  // which of the tiles in shared memory is loaded
+  int stage;  // the tile in shared memory that is loaded
 
   __device__ __forceinline__ void operator()(int part = 0, int parts = 1) const {
     const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
@@ -196,7 +195,7 @@ struct LoadNext {
       shared.v[stage].template Load<kThreads>(V.data, V.stride, from, end, part, parts);
     }
   }
-  // Called when all loads of these tiles have been issued.
+  // Called after all loads of these tiles are issued.
   __device__ __forceinline__ void Commit() {
     CpAsyncCommit();
     next.Next();
@@ -204,7 +203,7 @@ struct LoadNext {
   }
 
  private:
-  // The place of key j among the keys of all pages. Whatever the table says, it is a place that there is.
+  // The index of key j among the keys of all pages. Invalid page numbers are clamped.
   __device__ __forceinline__ int PlaceOfKey(int j) const {
     j = min(j, p.kv_len - 1);
     const int page = __ldg(p.page_table + int64_t(tile.batch) * (p.kv_len / kPage) + j / kPage);
@@ -212,10 +211,10 @@ struct LoadNext {
   }
 };
 
-// Calls step(k, v, column, load_next) for the tiles of K and V that the tile of Q sees, from right to left, which puts
-// the tiles that need a mask first. In every thread a step calls load_next, once for each part. Before, `load` begins
-// to load what stays, `landed` is called when what the thread has loaded is there, and `loaded` when all is. At the end
-// the threads have synchronised.
+// Calls step(k, v, column, load_next) for the kv tiles that the q tile sees. It goes from right to left, so tiles that
+// need masks come first. In every thread, a step must call load_next once for each part. Before the loop, `load` starts
+// the loads that stay, `landed` runs after the thread's own loads have arrived, and `loaded` after all have. The
+// threads have synchronised when it returns.
 template <typename Load, typename Landed, typename Loaded, typename Step>
 __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles& shared, Load load, Landed landed,
                                      Loaded loaded, Step step) {
@@ -235,16 +234,16 @@ __device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles
     CpAsyncWait<kStages - 2>();
     shared.k[stage].template Landed<kThreads>();
     shared.v[stage].template Landed<kThreads>();
-    __syncthreads();  // until the tile is there, and nobody needs the one before
+    __syncthreads();  // waits for the tile, and until all warps are done with the previous one
     step(shared.k[stage], shared.v[stage], at.Column(), load_next);
     load_next.Commit();
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
-  CpAsyncWait<0>();  // a block may not end before its loads
+  CpAsyncWait<0>();  // a CTA must not exit before its loads complete
   __syncthreads();
 }
 
-// Begins to load the rows of Q, or those of the heads that are packed, to shared memory.
+// Starts to load the rows of Q, or of the packed heads, into shared memory.
 __device__ __forceinline__ void LoadQ(const Params& p, const QTile& tile, SharedTile<kRows, kQKDim>& shared) {
   const Matrix Q = tile.Query(p, p.query, kQKDim);
   if constexpr (kPacked == 1) {
@@ -268,7 +267,7 @@ __device__ __forceinline__ void ScaleRows(float (&C)[kCount][kChunks][4], const 
   }
 }
 
-// Writes a result by way of shared memory, which nobody needs for anything else any more.
+// Writes a result through shared memory, which must be free.
 template <int kDim, int kCount, int kChunks>
 __device__ __forceinline__ void Write(const float (&C)[kCount][kChunks][4], SharedTile<kRows, kDim>& shared,
                                       const Matrix& to, int row, int end) {
@@ -281,7 +280,7 @@ __device__ __forceinline__ void Write(const float (&C)[kCount][kChunks][4], Shar
   shared.template Store<kThreads>(to.data, to.stride, row, end);
 }
 
-// The same for O and dQ. In f32 they do not go by way of shared memory, where there is room for 16-bit elements.
+// The same for O and dQ. f32 results bypass shared memory, which has room only for 16-bit elements.
 template <int kDim, int kCount, int kChunks>
 __device__ __forceinline__ void WriteOutput(const float (&C)[kCount][kChunks][4], SharedTile<kRows, kDim>& shared,
                                             const OutputMatrix& to, int row, int end) {

@@ -1,30 +1,32 @@
-// The Hopper backward: Algorithm 4 of the paper. Each CTA keeps one tile of K and V and loops over tiles of Q and dO.
+// Hopper backward kernel: Algorithm 4 of the paper. Each CTA keeps one tile of K and V, and loops over tiles of Q and
+// dO.
 //
-// Roles. One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup has 64 rows of K and V, and
-// their dK and dV in registers. It works on transposes, whose rows are keys. So P^T and dS^T are left operands in
-// registers:
+// Roles. One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup owns 64 rows of K and V, and
+// keeps their dK and dV in registers. It computes transposes, in which rows are keys. So P^T and dS^T are left operands
+// in registers:
 //   S^T = K Q_i^T;   P^T = exp(S^T - L_i);   dP^T = V dO_i^T;   dS^T = P^T (dP^T - D_i)
 //   dV += P^T dO_i;  dK += dS^T Q_i;         dQ_i += dS K, over all CTAs, in f32
 // Only dQ needs the dS of all warpgroups. So dS goes through shared memory, and dQ may be computed one step later than
 // the rest. P needs only the logsumexp L = m + log l; with a bias or a score_mod it needs m and l separately.
 //
 // Before and after. L, D and zeros for dQ are prepared before, and dQ is converted after. Separate kernels do this
-// (hopper/backward_rows.cuh, hopper/backward_finish.cuh), or idle warps of this one (hopper/backward_alongside.cuh).
+// (hopper/backward_rows.cuh, hopper/backward_finish.cuh), or idle warps of this kernel (hopper/backward_alongside.cuh).
 //
 // Variants. Head dims above 128 are in hopper/backward_pairs.cuh, f32 as TF32 is in hopper/backward_tf32.cuh.
 //
-// A tile of Q has kRows rows (64 or 128; for f32 64). A CTA has kKeys keys: 128, or 64 if a head dim is above 128, and
-// for f32 64 if a head dim is above 64 or there is a bias. The host launches
-//   jax_flash_backward_prepare      if not kAlongside: a block of kRowThreads threads for each kRowBlock rows of each
-//                                   head, with T rounded up to kRows
-//   jax_flash_backward              at most one CTA for each multiprocessor, an even number if a head dim is above 128,
-//                                   with kThreads threads and `jax_flash_shared_bytes` of shared memory. Boxes have
-//                                   kRows rows in the tensor maps of Q and dO, kKeys in those of K and V, kBoxRows in
-//                                   those of dK and dV (if they are requested), and kAlongsideRows in those of O, dO
-//                                   and dQ that kAlongside needs
+// A tile of Q has kRows rows: 64 or 128, for f32 64. A CTA has kKeys keys: 128, or 64 if a head dim is above 128. For
+// f32 it has 64 if a head dim is above 64 or there is a bias. The host launches
+//   jax_flash_backward_prepare      if not kAlongside: a CTA of kRowThreads threads for each kRowBlock rows of each
+//   head,
+//                                   with T rounded up to kRows
+//   jax_flash_backward              at most one CTA for each SM, an even number if a head dim is above 128, with
+//   kThreads
+//                                   threads and `jax_flash_shared_bytes` of shared memory. TMA boxes have kRows rows
+//                                   for Q and dO, kKeys for K and V, kBoxRows for dK and dV (if requested), and
+//                                   kAlongsideRows for the O, dO and dQ of kAlongside
 //   jax_flash_backward_finish       if dQ is requested, and not kAlongside: the same grid as _prepare
-//   jax_flash_backward_finish_keys  if kSumKV: a block of kRowThreads threads for each kRowBlock keys of each head of
-//   K,
+//   jax_flash_backward_finish_keys  if kSumKV: a CTA of kRowThreads threads for each kRowBlock keys of each head of K,
+//                                   with S rounded up to kKeys
 //                                   with S rounded up to kKeys
 #pragma once
 
@@ -50,19 +52,19 @@ constexpr int kDQSecond = kSplitRows ? kQKDim : kQKDim - kDQFirst;
 static_assert(kTF32 || kStages == 2);  // dS has two buffers, with the same index as those of Q
 
 // dV and dK are stored through the memory of dS if both fit there. Otherwise dK is stored through `staging`, after the
-// last dQ has been added from there.
+// last dQ has left it.
 constexpr bool kBothInDS = sizeof(Shared::ds) >= SharedV::kBytes + SharedK::kBytes;
 
-// A warpgroup with S, dP, dK and dV of its 64 keys.
+// A consumer warpgroup, with S, dP, dK and dV of its 64 keys.
 struct Consumer : Epilogue {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
   float dK[kQKDim / 2], dV[kVDim / 2];
-  int row_block;  // if Tuning::kBehind: the row block of the previous step, whose dQ comes next; < 0: no previous step
+  int row_block;  // if Tuning::kBehind: the row block of the previous step, which is added next; < 0: none
 
   using Epilogue::Epilogue;
 
-  // Computes one step: one tile of Q and dO. The numbers are lines of Algorithm 4. kFirst: the first step of a tile of
-  // keys, if it has its own code. Returns false if the step was the last.
+  // Computes one step: one tile of Q and dO. Numbers are lines of Algorithm 4. kFirst: the first step of a kv tile, if
+  // it has separate code. Returns false after the last step.
   template <bool kFirst>
   __device__ __forceinline__ bool ComputeStep(const KVTile& tile) {
     WaitForQ();
@@ -83,12 +85,12 @@ struct Consumer : Epilogue {
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
     ComputeDS(tile, step);                // 18, 20
-    if (kFirst && Never()) return false;  // keeps ptxas from moving work across, which would spill registers
+    if (kFirst && Never()) return false;  // keeps ptxas from moving code across, which would spill
     if (kDV && !Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, SharedDO{shared.d_o[at.index]});
     if (kDQ) {
       StoreDS();
     } else {
-      FenceProxyAsync();  // before TMA overwrites L and D, which were read here (StoreDS has this fence, too)
+      FenceProxyAsync();  // before TMA overwrites L and D (StoreDS has this fence, too)
     }
     if (kSplitRows) {
       ComputeDQAndDK<kDQFirst, kFirst>(step, warpgroup, 0);
@@ -117,12 +119,12 @@ struct Consumer : Epilogue {
     }
   }
 
-  // Computes this warpgroup's part of dQ, which is 64 rows and kWidth columns, and dK: lines 21 and 22.
+  // Computes this warpgroup's part of dQ, with 64 rows and kWidth columns, and dK: lines 21 and 22.
   //
-  // If dQ is one step behind (Tuning::kBehind), the first step of a tile of keys has no dQ to compute. With
-  // Tuning::kOwnFirst the code of the first step omits it. Otherwise a dQ is computed and discarded: a branch around it
-  // would serialize all products. The last step also computes its own dQ. If kAlongside, the first step waits until the
-  // dQ of the previous tile of keys has been added.
+  // If dQ is one step behind (Tuning::kBehind), the first step of a kv tile has no dQ. With Tuning::kOwnFirst, the code
+  // of the first step omits it. Otherwise a dQ is computed and discarded, because a branch around it would serialize
+  // all products. The last step also computes its own dQ. With kAlongside, the first step waits until the dQ of the
+  // previous kv tile has been added.
   template <int kWidth, bool kFirst>
   __device__ __forceinline__ void ComputeDQAndDK(Step step, int rows, int column) {
     const bool add = kDQ && !kFirst && (!Tuning::kBehind || Tuning::kOwnFirst || Uniform(row_block) >= 0);
@@ -176,7 +178,7 @@ struct Consumer : Epilogue {
     }
   }
 
-  // If kOrdered: waits until the tiles of dQ so far have left shared memory.
+  // With kOrdered: waits until all tiles of dQ so far have left shared memory.
   __device__ __forceinline__ void WaitForAdders() {
     Ring<kStages> of = at;
     for (int i = 0; i < kStages; ++i) {
@@ -191,13 +193,13 @@ struct Consumer : Epilogue {
     for (int i = 0; i < kStages; ++i, at.Next()) PassOn({-1, 0}, at);
   }
 
-  // Computes the next tile of keys; returns false when there are no more.
+  // Computes the next kv tile. Returns false at the end.
   __device__ __forceinline__ bool ComputeKVTile(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     Clear(dV);
     const bool more = NextTile();
     if (kAlongside && (!more || !Tuning::kBehind)) TmaWaitAll();
-    TmaWaitRead<0>();  // until the stores of the previous tile's gradients have read shared memory
+    TmaWaitRead<0>();  // waits until the stores of the previous tile's gradients have read shared memory
     if (!more) return false;
     const KVTile& tile = TileHere();
     SyncConsumers();
@@ -214,7 +216,7 @@ struct Consumer : Epilogue {
     }
     if (kSumKV || !kBothInDS) TmaWaitRead<0>();
     if (kOrdered && !kBothInDS) WaitForAdders();
-    SyncConsumers();  // until the last dQ has read all of dS
+    SyncConsumers();  // waits until the last dQ has read all of dS
     if constexpr (kSumKV) {
       if (kDV) AddGradient<kVDim, 0>(dV, p.dv_sum, tile);
       if (kDK) AddGradient<kQKDim, kDV ? Boxes(kVDim) % 2 : 0>(dK, p.dk_sum, tile);
@@ -229,7 +231,7 @@ struct Consumer : Epilogue {
   }
 };
 
-// Runs a consumer warpgroup until there are no more tiles of keys.
+// Runs a consumer warpgroup over all kv tiles of its CTA.
 template <typename Consumer>
 __device__ __forceinline__ void Consume(const Params& p, Shared& shared, const TensorMap* dk_map,
                                         const TensorMap* dv_map) {

@@ -1,10 +1,11 @@
-// If kAlongside: the work before and after the Hopper backward for the rows of Q (hopper/backward_rows.cuh), done by
-// the three idle warps of the producer warpgroup. They prepare the rows of a head some heads ahead of its computation,
-// and convert its dQ as soon as all additions are done. So scratch is needed for few heads at a time, and stays in the
-// L2.
+// The work before and after the Hopper backward for the rows of Q (hopper/backward_rows.cuh), with kAlongside. The
+// three idle warps of the producer warpgroup do it, instead of separate kernels. They prepare the rows of a head some
+// heads before its computation, and convert its dQ after all additions. So scratch is needed for few heads at a time,
+// and stays in L2.
 //
-// Warps take heads and tiles of keys in order, and never wait for a later one. So there is no deadlock, however many
-// CTAs run at a time. The last heads, whose tiles may be taken together (scheduler/schedule.cuh), all have scratch from
+// Warps take heads and kv tiles in order, and never wait for a later one. So there is no deadlock for any number of
+// concurrent CTAs. The tiles of the last heads may be interleaved (scheduler/schedule.cuh). These heads have scratch
+// from the start, and do not wait for each other.
 // the start, and do not wait for each other.
 #pragma once
 
@@ -15,15 +16,14 @@
 
 namespace jax_flash::hopper::backward {
 
-// One of these warps. It has its own shared memory, with kAlongsideRows rows of a box at a time, while the next rows
-// are loaded.
+// One of these warps. It has a double buffer in shared memory, with kAlongsideRows rows of a box.
 struct RowsWarp {
   const Params& p;
   Shared& shared;
   const TensorMap *o_map, *do_map, *dq_map;
-  PackedRing<2> at;  // of the oldest load that has not been consumed
+  PackedRing<2> at;  // the oldest load that has not been consumed
 
-  static constexpr int kSteps = kRowBlock / kAlongsideRows * kVBoxes;  // loads of O, and of dO, to a block
+  static constexpr int kSteps = kRowBlock / kAlongsideRows * kVBoxes;  // loads of O, and of dO, in a block
 
   __device__ __forceinline__ void Run() {
     while (true) {
@@ -35,7 +35,7 @@ struct RowsWarp {
     }
   }
 
-  // Prefetches O and dO of a block to the L2.
+  // Prefetches O and dO of a block to L2.
   __device__ __forceinline__ void Prefetch(const RowBlock& block) {
     const int i = Lane();
     if (i >= kSteps) return;
@@ -43,7 +43,7 @@ struct RowsWarp {
     TmaPrefetch(do_map, i % kVBoxes * 64, block.row + i / kVBoxes * kAlongsideRows, block.head, block.batch);
   }
 
-  // Converts dQ of a block, once all tiles of keys have added to it.
+  // Converts dQ of a block, after all kv tiles have added to it.
   __device__ __forceinline__ void Finish(const RowBlock& block) {
     WaitForCount(p.added + block.Head(p), TilesOfHead(p));
     FenceProxyAsyncGlobal();
@@ -72,8 +72,8 @@ struct RowsWarp {
     SyncWarp();
   }
 
-  // Converts rows of dQ in place: the result takes half of the memory of f32. (Columns beyond the head dim are
-  // undefined.)
+  // Converts rows of dQ in place. The result needs half of the memory of f32. Columns beyond the head dim are
+  // undefined.
   __device__ __forceinline__ void PackRows(uint8_t* rows) {
     const float4* from = reinterpret_cast<const float4*>(rows) + Lane();
     const float scale = DQKScale(p);
@@ -122,7 +122,7 @@ struct RowsWarp {
     Count(p.prepared + block.Head(p), Lane() == 0);
   }
 
-  // Stores a share of the zeros for dQ in each step. Storing all at once would delay the loads of O and dO.
+  // Stores a part of the zeros for dQ in each step. Storing all of them together would delay the loads of O and dO.
   __device__ __forceinline__ void StoreZeros(const RowBlock& block, int i) {
     constexpr int kPieces = kQKDim > 64 ? 8 : 4, kBytes = kRowBlock * kQKDim * 4 / kPieces;
     static_assert(kBytes <= sizeof(Shared::zeros) || !kAlongside);

@@ -1,20 +1,20 @@
-// dbias on Hopper, as a separate pass: dbias = dS, summed over the batch entries and heads that the bias is broadcast
-// over. The bias has all rows and columns. Each CTA keeps one tile of dbias in registers and loops, in a fixed order,
-// over the tiles of S that contribute to it. So there are no atomics.
+// Hopper kernel for dbias: dbias is dS, summed over the batch entries and heads that share the bias. The bias has all
+// rows and columns. Each CTA keeps one tile of dbias in registers and loops, in a fixed order, over the tiles of S that
+// contribute to it. So there are no atomics.
 //
-// Roles. One thread of the producer warpgroup loads tiles by TMA: Q and K, then dO and V. Each consumer warpgroup has
+// Roles. One thread of the producer warpgroup loads tiles by TMA: Q and K, then dO and V. Each consumer warpgroup owns
 // 64 rows of the tile:
 //   S = Q_i K_j^T;   P = exp(S - L_i);   dP = dO_i V_j^T;   dbias += P (dP - D_i)
-// All tiles of S that contribute to a tile of dbias have the same tile of the bias. It is loaded once for a tile of
+// All tiles of S that contribute to a tile of dbias have the same tile of the bias. It is loaded once for each tile of
 // dbias, and stays in shared memory until dbias replaces it.
 //
 // Tiles have kRows rows (64 for each consumer) and kKeys keys (128, or 64 with windows, segments or a soft cap). The
 // host launches
-//   jax_flash_backward_prepare       as in hopper/backward_rows.cuh, if hopper/backward.cuh has not
-//   jax_flash_backward_bias          at most one CTA for each multiprocessor, with kThreads threads and
-//                                    `jax_flash_shared_bytes` of shared memory. Boxes have kRows rows in the tensor
-//                                    maps of Q, dO, the bias and dbias, and kKeys in those of K and V
-//   jax_flash_backward_bias_finish   if p.parts > 1, as in scheduler/bias_sums.cuh
+//   jax_flash_backward_prepare       see hopper/backward_rows.cuh; unless hopper/backward.cuh has run
+//   jax_flash_backward_bias          at most one CTA for each SM, with kThreads threads and `jax_flash_shared_bytes` of
+//                                    shared memory. TMA boxes have kRows rows for Q, dO, the bias and dbias, and kKeys
+//                                    for K and V
+//   jax_flash_backward_bias_finish   if p.parts > 1; see scheduler/bias_sums.cuh
 #pragma once
 
 #include "hopper/backward_bias_producer.cuh"
@@ -24,14 +24,14 @@
 
 namespace jax_flash::hopper::dbias {
 
-// A consumer warpgroup has 64 rows. A lane has two of them.
+// A consumer warpgroup owns 64 rows. Each lane has two of them.
 struct Consumer {
   const Params& p;
   Shared& shared;
-  const int warpgroup, warp, lane;  // warp: among those of all consumers, with 16 rows each
+  const int warpgroup, warp, lane;  // warp: index among the warps of all consumers, with 16 rows each
   Ring<kStages> at;
   Ring<kBiasStages> bias;
-  float sum[kKeys / 2], S[kKeys / 2], dP[kKeys / 2];  // P takes the place of S
+  float sum[kKeys / 2], S[kKeys / 2], dP[kKeys / 2];  // P replaces S
   float minus_l[2], m[2], D[2];                       // of this lane's rows
   Seen<false, kKeys> seen;
 
@@ -42,7 +42,7 @@ struct Consumer {
         warp(threadIdx.x / 32 - kWarpgroup / 32),
         lane(threadIdx.x % 32) {}
 
-  // The current tile of dbias. (Read again at each use, to save registers.)
+  // The current tile of dbias. It is loaded at each use, to save registers.
   __device__ __forceinline__ const DBiasTile& TileHere() const { return shared.tile[at.index]; }
   __device__ __forceinline__ View<false> ViewOf(const DBiasTile& tile) const {
     return {tile.row + 16 * warp + lane / 4, tile.column + lane % 4 * 2};
@@ -50,7 +50,7 @@ struct Consumer {
 
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
 
-  // Computes the next tile of dbias; returns false when there are no more.
+  // Computes the next tile of dbias. Returns false at the end.
   __device__ __forceinline__ bool ComputeDBiasTile() {
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) sum[i] = 0.0f;
@@ -58,7 +58,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) sum[i] *= ZScale(p);
     const DBiasTile tile = TileHere();
-    SyncWarp();  // until all lanes have read it
+    SyncWarp();  // all lanes have read it
     Release(&shared.empty[at.index]);
     at.Next();
     if (Uniform(tile.column) < 0) return false;
@@ -67,7 +67,7 @@ struct Consumer {
     return true;
   }
 
-  // Waits for the next tile of S that contributes to this tile of dbias; returns false when there are no more.
+  // Waits for the next tile of S that contributes to this tile of dbias. Returns false at the end.
   __device__ __forceinline__ bool NextStep() {
     MbarrierWait(&shared.full[at.index], at.parity);
     return Uniform(shared.step[at.index].batch) >= 0;
@@ -78,7 +78,7 @@ struct Consumer {
             bool(Uniform(step.masked))};
   }
 
-  // Adds dS of a tile of S to the sum. The numbers are lines of Algorithm 4.
+  // Adds dS of a tile of S to the sum. Numbers are lines of Algorithm 4.
   __device__ __forceinline__ void AddStep() {
     IssueRowsTimesKeys<kQKDim>(S);  // 11
     const int before = at.index;
@@ -107,7 +107,7 @@ struct Consumer {
     }
   }
 
-  // Begins C = A B^T of the current pair of tiles: this warpgroup's rows, and all keys.
+  // Starts C = A B^T of the current pair of tiles, for this warpgroup's rows and all keys.
   template <int kDim>
   __device__ __forceinline__ void IssueRowsTimesKeys(float (&C)[kKeys / 2]) {
     const auto a = SharedRows{shared.rows[at.index]}.KMajor(64 * warpgroup);
@@ -120,7 +120,7 @@ struct Consumer {
     WgmmaCommit();
   }
 
-  // Loads L and D of this lane's rows, and their masks, while the tensor cores are busy.
+  // Loads L and D of this lane's rows, and their masks, while the tensor cores compute.
   __device__ __forceinline__ void FetchRowsAndMasks(const DBiasTile& tile, const Step& step) {
     const int64_t head = int64_t(FirstRowBlock(p, step.batch * p.q_heads + step.head)) * kRowBlock;
 #pragma unroll
@@ -133,7 +133,7 @@ struct Consumer {
     seen.Fold();
   }
 
-  // Turns q_i k_j into s_ij.
+  // Replaces q_i k_j by s_ij.
   __device__ __forceinline__ void ToScores(const DBiasTile& tile, const Step& step) {
     const Score score(p, step.batch, step.head);
     const View<false> view = ViewOf(tile);
@@ -150,7 +150,8 @@ struct Consumer {
       AddBiasTile<false>(shared.bias[bias.index] + 16 * warp * kBoxBytes, c, S + c / 2);
   }
 
-  // Writes the tile of dbias over its bias. (The load of the bias must have landed, even if no tile of S contributed.)
+  // Overwrites the tile of the bias with dbias. The load of the bias must be complete, even if no tile of S
+  // contributed.
   __device__ __forceinline__ void StoreInPlaceOfBias() {
     MbarrierWait(&shared.bias_full[bias.index], bias.parity);
     SyncWarp();
@@ -176,7 +177,7 @@ struct Consumer {
     }
   }
 
-  // Turns S into P = exp(s - m) / l.
+  // Replaces S by P = exp(s - m) / l.
   __device__ __forceinline__ void ToP() {
     if (Tuning::kStopAfterMask && Never()) return;
 #pragma unroll

@@ -27,7 +27,7 @@ struct Producer {
     LoadPair<0>(q_map, k_map, {0, 0, 0, -1}, {-1});
   }
 
-  // Loads the tiles for a tile of S, unless all of its entries are masked.
+  // Loads the tiles for a tile of S, unless all its entries are masked.
   __device__ __forceinline__ void LoadWhatIsSeen(const DBiasTile& tile, int batch, int head) {
     const Positions positions = PositionsOf(p, batch);
     const Visible keys = KeysOf(p, positions, batch, tile.row, tile.row + kRows);
@@ -38,13 +38,13 @@ struct Producer {
     const bool every = keys.every_lo <= tile.column && end <= keys.every_hi && kind == kEverything;
     const Step step = {batch, head, kind, !every};
     LoadPair<kQKBoxes>(q_map, k_map, tile, step);
-    // Keys beyond kv_length are set to 0 in V: their P is 0, but 0 times a NaN is NaN. (K may be anything: their scores
-    // are replaced.)
+    // Keys beyond kv_length are set to 0 in V: their P is 0, but 0 times NaN is NaN. K may contain anything, because
+    // its scores are masked.
     const int there = kProblem.kv_lengths ? min(int(positions.kv_length) - tile.column, kKeys) : kKeys;
     LoadPair<kVBoxes>(do_map, v_map, tile, step, there);
   }
 
-  // Loads two tiles that are multiplied. Keys from `keys` on are set to 0.
+  // Loads two tiles that are multiplied. Keys from index `keys` on are set to 0.
   template <int kBoxes>
   __device__ __forceinline__ void LoadPair(const TensorMap* rows_map, const TensorMap* keys_map, const DBiasTile& tile,
                                            const Step& step, int keys = kKeys) {
@@ -69,16 +69,16 @@ struct Producer {
   }
 };
 
-// The thread that loads tiles of the bias. It is separate from the Producer, which is some tiles of S ahead of the
-// consumers, because it waits until the consumers have finished a tile of dbias.
+// The thread that loads tiles of the bias. It waits until the consumers have finished a tile of dbias. The Producer
+// cannot wait for that, because it is some tiles of S ahead of the consumers.
 struct BiasProducer {
   const Params& p;
   Shared& shared;
   const TensorMap *bias_map, *dbias_map;
   Ring<kBiasStages> at;
 
-  // When the consumers release a tile of the bias, the tile of dbias has replaced it. It is stored before the next tile
-  // is loaded. (If dbias is computed in parts, the consumers write them.)
+  // When consumers release a tile of the bias, dbias has replaced it. It is stored before the next tile is loaded. If
+  // dbias is computed in parts, the consumers write them.
   __device__ __forceinline__ void Run() {
     DBiasTiles to_load{p}, to_store{p};
     DBiasTile loaded, stored;

@@ -13,7 +13,7 @@
 namespace jax_flash::hopper::dbias {
 
 static_assert(kTiling.family == Family::kHopper && kBias && !kTF32);
-static_assert(!kMask);  // a mask operand has become a block mask
+static_assert(!kMask);  // a mask operand has been converted to a block mask
 constexpr int kRows = kTiling.rows;
 constexpr int kKeys = kTiling.cols;
 constexpr int kStages = kTiling.stages;     // pairs of tiles in flight
@@ -26,24 +26,24 @@ constexpr int kMostBoxes = kQKBoxes > kVBoxes ? kQKBoxes : kVBoxes;
 using SharedRows = SharedTile<kRows, kMostBoxes>;  // of Q or dO
 using SharedKeys = SharedTile<kKeys, kMostBoxes>;  // of K or V
 
-// A tile of dbias, or a part of what is added up in it.
+// A tile of dbias, or one part of its sums.
 struct DBiasTile {
   int batch, head;  // 0 if the bias is broadcast over them
   int row, column, part;
 };
 
-// Iterates over the tiles of a CTA, of all heads and batch entries that dbias has. Concurrent CTAs have neighbouring
-// tiles, which read the same tiles of Q and dO, or of K and V. Causal tiles come in pairs with the same total work.
+// The tiles of a CTA, over all heads and batch entries of dbias. Concurrent CTAs have neighbouring tiles, which share
+// tiles of Q and dO, or of K and V. Causal tiles come in pairs with the same total work.
 struct DBiasTiles {
   const Params& p;
   Schedule<> schedule;
 
-  // How many batch entries and heads dbias has, and how many are added up. (Computed for each tile, for want of
-  // registers.)
+  // The number of batch entries and heads of dbias, and the number that is summed over. Computed for each tile, to save
+  // registers.
   __device__ __forceinline__ Dimension Batch() const { return {Fresh(p.batch), p.bias.batch != 0}; }
   __device__ __forceinline__ Dimension Head() const { return {Fresh(p.q_heads), p.bias.head != 0}; }
 
-  // Finds the next tile; returns false when there are no more.
+  // Finds the next tile. Returns false at the end.
   __device__ __forceinline__ bool Next(DBiasTile* tile) {
     const int heads = Head().Own(), columns = (Fresh(p.kv_len) + kKeys - 1) / kKeys;
     const int tiles = (Fresh(p.q_len) + kRows - 1) / kRows * columns, parts = Fresh(p.parts);
@@ -55,26 +55,26 @@ struct DBiasTiles {
   }
 };
 
-// A tile of S of this batch entry and head, which is added up in a tile of dbias.
+// A tile of S of this batch entry and head, which contributes to a tile of dbias.
 struct Step {
-  int batch, head;  // batch < 0: there is none; all tiles of S have been added up
+  int batch, head;  // batch < 0: no more tiles of S
   int kind;         // of the block of a block mask
-  bool masked;      // must entries be looked at one by one?
+  bool masked;      // do entries need masks?
 };
 
-// How many tiles of the bias shared memory has. dbias replaces a tile of the bias until TMA has stored dbias.
+// The number of tiles of the bias in shared memory. dbias occupies one until TMA has stored it.
 constexpr int kMostShared = 227 * 1024;
 constexpr int kTileBytes = kStages * (SharedRows::kBytes + SharedKeys::kBytes);
 constexpr int kBiasStages = kTileBytes + 2 * kBiasTile <= kMostShared - 1024 ? 2 : 1;
 
 struct Shared {
-  // In turn Q and K, whose product is S, and dO and V, whose product is dP.
+  // Q and K (for S) alternate with dO and V (for dP).
   alignas(1024) uint8_t rows[kStages][SharedRows::kBytes];
   alignas(1024) uint8_t keys[kStages][SharedKeys::kBytes];
-  // The bias of a tile of dbias, which is the same for all tiles of S that are added up.
+  // The tile of the bias, which all contributing tiles of S share.
   alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasStages][kBiasTiles ? kBiasTile : 1];
-  alignas(16) Step step[kStages];  // comes with Q and K, or without them if it is none
-  DBiasTile tile[kStages];         // that the step belongs to; column < 0: there are no more
+  alignas(16) Step step[kStages];  // comes with Q and K, or alone at the end
+  DBiasTile tile[kStages];         // the step's tile of dbias; column < 0: no more tiles
   uint64_t full[kStages], empty[kStages];
   uint64_t bias_full[kBiasStages], bias_empty[kBiasStages];
   LandingBarrier uncleared;  // counts loads of V that the producer clears

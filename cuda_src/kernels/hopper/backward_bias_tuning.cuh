@@ -1,6 +1,5 @@
-// Where Hopper's dbias pass differs from its algorithm because of the compiler, or because that is measurably faster.
-// Each field has its reason; docs/design has the figures. ptxas "must not move work ahead" where that would spill
-// registers; Never() stops it (ptx/compiler.cuh).
+// Tuning of Hopper's dbias kernel: choices for the compiler, or by measurement. Each has its reason. docs/design has
+// the figures. Never() (ptx/compiler.cuh) keeps ptxas from moving code ahead where that would spill.
 #pragma once
 
 #include "ptx/compiler.cuh"
@@ -12,16 +11,15 @@ namespace jax_flash::hopper::dbias {
 struct Tuning {
   static constexpr bool kNarrowTiles = kTiling.cols < 128;
 
-  // Registers of a thread; the three warpgroups have 504 together. A consumer's sum, S and dP take 192 of them, or half
-  // as many with narrow tiles. Windows, segments and soft caps have narrow tiles, so that the producer has enough
-  // registers.
+  // Registers per thread. The three warpgroups have 504 together. A consumer needs 192 for its sum, S and dP, or half
+  // with narrow tiles. Windows, segments and soft caps use narrow tiles, because their producer needs more registers.
   static constexpr int kProducerRegisters = kNarrowTiles ? 88 : kManyRanges ? 56 : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
 
-  // Does the product for dP start after the masks? Before, it has no registers.
+  // Does the product for dP start after the masks? Otherwise it would spill.
   static constexpr bool kLateDP = kManyRanges && !kNarrowTiles;
 
-  // ptxas must not move work ahead of the exponentials, after masks in memory, of the random words of dropout,
+  // Places where code must not move ahead: of the exponentials after masks in memory, of dropout's random words,
   static constexpr bool kStopAfterMask = kLookedUp, kStopBeforeZ = kDropout;
   // and of the next 8 entries of a bias that is loaded entry by entry.
   static constexpr bool kBiasInParts = !kTiling.bias_tiles;

@@ -1,5 +1,5 @@
-// The gradients of captured arrays in the Hopper backward. A warp adds up the contributions of 16 rows and 16 keys to
-// the same element before it adds them in HBM.
+// Gradients of captured arrays in the Hopper backward. A warp sums the contributions of 16 rows and 16 keys to the same
+// element before it adds the sum to HBM.
 #pragma once
 
 #include "ptx/warp.cuh"
@@ -7,18 +7,17 @@
 
 namespace jax_flash::hopper::backward {
 
-// Of 16 rows and 16 keys of S^T a lane has the entries of keys lane / 4 + 8 h and rows 8 n + lane % 4 * 2 + e, numbered
-// 4 n + 2 h + e.
+// In 16 rows and 16 keys of S^T, a lane has the entries of keys lane / 4 + 8 h and rows 8 n + lane % 4 * 2 + e. They
+// have the numbers 4 n + 2 h + e.
 constexpr int kEntriesOfBlock = 8;
 
-// One sum of a block, which this lane has, and an entry (row, key) that it belongs to. 0 if another lane has the sum.
+// One sum of a block in this lane, and an entry (row, key) that contributes to it. x is 0 if another lane has the sum.
 struct BlockSum {
   float x;
   int row, key;
 };
 
-// A lane and its partner have parts of two sums, a and b. Returns the whole of a, or of b in the second of the two
-// lanes.
+// A lane and its partner have parts of two sums, a and b. Returns all of a; in the second of the two lanes, all of b.
 __device__ __forceinline__ float AddOneOf(float a, float b, bool second, int partner) {
   return (second ? b : a) + __shfl_sync(0xFFFFFFFFu, second ? a : b, partner);
 }
@@ -40,15 +39,15 @@ __device__ __forceinline__ BlockSum SumOfKey(const float (&x)[kEntriesOfBlock], 
   return {lane & 2 ? 0.0f : sum, 0, lane / 4 + lane % 2 * 8};
 }
 
-// The sums over diagonals, where row - key is the same: 31 of them, and in one lane a sum of nothing.
+// The sums over diagonals, on which row - key is constant: 31 sums, and an empty sum in one lane.
 __device__ __forceinline__ BlockSum SumOfDiagonal(const float (&x)[kEntriesOfBlock], int lane) {
   const int key = lane / 4, first = lane % 4 * 2 - key;
-  // This lane's own sums: `even`, of the entries with e = 0, are of the diagonals first - 8, first and first + 8;
-  // `odd`, of those with e = 1, are of the diagonals after these.
+  // This lane's partial sums. `even`, from entries with e = 0, is for the diagonals first - 8, first and first + 8.
+  // `odd`, from entries with e = 1, is for the diagonals after these.
   float even[4] = {x[2], x[0] + x[6], x[4], 0.0f};
   const float odd[4] = {x[3], x[1] + x[7], x[5], 0.0f};
-  // The odd sums of the next key are of the same diagonals as the even sums of this one. After the eighth key comes the
-  // first one again, whose odd sums are of the diagonals 8 further back.
+  // The odd sums of the next key have the same diagonals as the even sums of this key. The eighth key is followed by
+  // the first, with odd sums for diagonals that are 8 lower.
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float wrapped = i > 0 ? odd[i - 1] : 0.0f;
@@ -63,7 +62,7 @@ __device__ __forceinline__ BlockSum SumOfDiagonal(const float (&x)[kEntriesOfBlo
   for (int i = 0; i < 2; ++i) halves[i] = AddOneOf(diagonals[i], diagonals[i + 2], lane & 16, lane ^ 18);
   const int partner = (lane ^ 8) / 4 * 4 + (lane + (lane & 8 ? 3 : 1)) % 4;
   const float sum = AddOneOf(halves[0], halves[1], lane & 8, partner);
-  const int diagonal = max((first & 7) + lane / 8 * 8 - 16, -15);  // -16, which there is not, has a sum of nothing
+  const int diagonal = max((first & 7) + lane / 8 * 8 - 16, -15);  // diagonal -16 does not exist; its sum is empty
   return {sum, max(diagonal, 0), max(-diagonal, 0)};
 }
 
@@ -76,7 +75,7 @@ __device__ __forceinline__ BlockSum SumAlong(const float (&x)[kEntriesOfBlock], 
   return {lane == 0 ? sum : 0.0f, 0, 0};
 }
 
-// Takes what an entry adds to the sum of this number.
+// Stores an entry's contribution to the sum of this number.
 template <int kNumber>
 struct TakeTerm {
   float& term;
@@ -90,7 +89,7 @@ struct TakeTerm {
   }
 };
 
-// Adds the sum of this number to memory, where it belongs.
+// Adds the sum of this number to its address in HBM.
 template <int kNumber>
 struct AddSum {
   float sum;
@@ -104,15 +103,15 @@ struct AddSum {
   }
 };
 
-// Adds the others, which are not summed up, to memory entry by entry.
+// Adds contributions that are not numbered sums to HBM, entry by entry.
 struct AddOthers : program::AddEach<true> {
   using program::AddEach<true>::operator();
   template <int kNumber, typename Index>
   __device__ __forceinline__ void operator()(program::Sum<kNumber>, float, float*, int64_t, Index, float) const {}
 };
 
-// Adds to the gradients of captured arrays what 16 rows of S^T give, from entry x of a line on. The derivative may not
-// depend on the score.
+// Adds the contributions of 16 rows of S^T, from entry x of a line on, to the gradients of captured arrays. The
+// derivative must not depend on the score.
 struct CapturedGradients {
   const Score& score;
   const View<true>& view;

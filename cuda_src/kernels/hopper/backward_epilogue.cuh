@@ -10,11 +10,11 @@ namespace jax_flash::hopper::backward {
 struct Epilogue : Probabilities {
   using Probabilities::Probabilities;
 
-  // The lane. In pairs of CTAs this keeps the compiler from precomputing addresses, which would take registers.
+  // The lane. With pairs of CTAs, Fresh keeps the compiler from computing addresses ahead, which would spill.
   __device__ __forceinline__ int LateLane() const { return kPairs ? Fresh(lane) : lane; }
 
-  // The address of the c-th 32 bytes of this warp's keys in a tile. (Four addresses are enough for all boxes: c / 4 is
-  // an immediate offset. If four take too many registers, MatricesOf derives them from one.)
+  // The address of the c-th 32 bytes of this warp's keys in a tile. Four addresses are enough for all boxes, because c
+  // / 4 is an immediate offset. If even four need too many registers, MatricesOf derives them from one.
   template <int kBoxes>
   __device__ __forceinline__ uint32_t Matrices(SharedTile<kKeys, kBoxes> keys, int lane, int c) const {
     const uint8_t* const rows = keys.memory + c / 4 * keys.kBox + (first_key + 16 * warp) * kBoxBytes;
@@ -22,8 +22,8 @@ struct Epilogue : Probabilities {
     return SharedAddress(rows + lane % 16 * 128 + ((c % 4 * 2 + lane / 16) ^ lane % 8) * 16);
   }
 
-  // Writes this warpgroup's part of dK or dV to HBM through `memory`. kEveryThread: all threads commit, and not only
-  // the one that has stored something.
+  // Writes this warpgroup's part of dK or dV to HBM through `memory`. kEveryThread: all threads commit, not only the
+  // thread that issued stores.
   template <int kDim, bool kEveryThread = false>
   __device__ __forceinline__ void StoreGradient(const float (&C)[kDim / 2], float scale, uint8_t* memory,
                                                 const KVTile& tile, const TensorMap* map) {
@@ -58,8 +58,7 @@ struct Epilogue : Probabilities {
     float C[kWidth > 0 ? kWidth / 2 : 1];
   };
 
-  // Adds dQ of the step `of` to the sums in HBM, from `column` on. `row_block` numbers the blocks of 64 rows of all
-  // heads.
+  // Adds dQ of the step `of` to the sums in HBM, from `column` on. `row_block` is the index of 64 rows among all heads.
   template <int kWidth>
   __device__ __forceinline__ void AddDQ(const DQ<kWidth>& dQ, int row_block, int column, const Ring<kStages>& of = {}) {
     if (kWidth == 0) return;
@@ -76,7 +75,7 @@ struct Epilogue : Probabilities {
     }
   }
 
-  // If kOrdered: passes a tile of dQ, of which this warp has a part, to the thread that adds it.
+  // With kOrdered: passes a tile of dQ to the thread that adds it. This warp holds a part of the tile.
   __device__ __forceinline__ void PassOn(const DQTile& tile, const Ring<kStages>& of) {
     if (threadIdx.x == kWarpgroup) shared.dq_tile[of.index] = tile;
     Release(&shared.dq_full[of.index]);
@@ -103,8 +102,8 @@ struct Epilogue : Probabilities {
     SyncWarp();
   }
 
-  // If kSumKV: adds this warpgroup's part of dK or dV to sums in HBM, from its kBox-th box on. Boxes go through ds
-  // (slot 0) and staging (slot 1) in turn, beginning with kSlot.
+  // With kSumKV: adds this warpgroup's part of dK or dV to sums in HBM, from box kBox on. Boxes alternate between ds
+  // (slot 0) and staging (slot 1), starting with kSlot.
   template <int kDim, int kSlot, int kBox = 0>
   __device__ __forceinline__ void AddGradient(const float (&C)[kDim / 2], float* sum, const KVTile& tile) {
     constexpr int kFirst = kBox * kBoxColumns, kWidth = kDim - kFirst < kBoxColumns ? kDim - kFirst : kBoxColumns;
@@ -119,7 +118,7 @@ struct Epilogue : Probabilities {
 
   __device__ __forceinline__ void ReleaseKV() {
     TmaWaitRead<0>();
-    FenceProxyAsync();  // the next K or V may come to where P was
+    FenceProxyAsync();  // the next K or V may overwrite P
     SyncWarp();
     Release(&shared.k_empty);
     Release(&shared.v_empty);

@@ -1,5 +1,5 @@
-// After the Hopper backward: f32 sums, in blocks of kRowBlock rows, are converted to the dtype and layout of the
-// results. These are dQ, unless it is converted alongside (hopper/backward_alongside.cuh), and dK and dV if kSumKV.
+// Kernels after the Hopper backward. They convert f32 sums, in blocks of kRowBlock rows, to the dtype and layout of the
+// results: dQ unless kAlongside (hopper/backward_alongside.cuh), and dK and dV with kSumKV.
 #pragma once
 
 #include "hopper/backward_rows.cuh"
@@ -7,9 +7,9 @@
 
 namespace jax_flash::hopper::backward {
 
-// Converts the first `rows` rows of a block. In `to`, whose rows have kDim elements, they are row `first` and every
-// `stride`-th row after it; its elements are f32 if kF32. A thread converts 8 columns of two rows, which four lanes of
-// the backward had.
+// Converts the first `rows` rows of a block. Their destination in `to`, with rows of kDim elements, is row `first` and
+// every `stride`-th row after it. It has f32 elements with kF32. A thread converts 8 columns of two rows, which come
+// from four lanes of the backward.
 template <int kDim, bool kF32 = kTF32>
 __device__ __forceinline__ void Convert(const float* sum, float scale, void* to, int64_t first, int rows, int stride) {
   constexpr int kChunks = kDim / 8;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void Convert(const float* sum, float scale, void* to,
   }
 }
 
-// Each block of threads converts a block of dQ.
+// Each CTA converts a block of dQ.
 extern "C" __global__ void __launch_bounds__(kRowThreads) jax_flash_backward_finish(const __grid_constant__ Params p) {
   const RowBlock block(p, blockIdx.x);
   Convert<kQKDim, kTF32 || kUnrounded>(block.DQ(p), DQKScale(p), p.dq,
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) jax_flash_backward_fin
                                        p.q_len - block.row, p.q_heads);
 }
 
-// Each block of threads converts a block of dK and one of dV.
+// Each CTA converts a block of dK and a block of dV.
 extern "C" __global__ void __launch_bounds__(kRowThreads)
     jax_flash_backward_finish_keys(const __grid_constant__ Params p) {
   if constexpr (!kSumKV) return;

@@ -1,16 +1,16 @@
-// If kOrdered: the gradients have the same bits in every run, because CTAs add to a tile of dQ in a fixed order.
+// With kOrdered, CTAs add to a tile of dQ in a fixed order. So the gradients are bitwise reproducible.
 //
-// The consumers leave a tile of dQ in shared memory. One of two idle warps of the producer warpgroup waits for the turn
-// of this CTA, adds the tile to the sum in HBM, and gives the turn to the next CTA. The warps alternate, so the turn of
-// one tile is passed on while the next tile is added.
+// The consumers leave a tile of dQ in shared memory. One of two idle warps of the producer warpgroup waits for this
+// CTA's turn, adds the tile to the sum in HBM, and passes the turn on. The warps alternate, so one passes the turn on
+// while the other adds the next tile.
 //
-// The order: the last tile of keys of a head comes first, and each CTA walks the rows from the first that sees its keys
-// on. So the tiles of keys add to a tile of rows in falling order. With a causal mask, tiles that start together reach
-// a tile of rows one step apart. Without one they start at the same row and wait once; from then on they stay a step
-// apart (FallingTiles in scheduler/schedule.cuh).
+// The order: the last kv tile of a head comes first, and each CTA starts at the first rows that see its keys. So kv
+// tiles add to a q tile in descending order. With a causal mask, kv tiles that start together reach a q tile one step
+// apart. Otherwise they start at the same rows and wait at the first of them; from then on they stay one step apart
+// (FallingTiles in scheduler/schedule.cuh).
 //
-// There is no deadlock, however many CTAs run at a time: CTAs take tiles of keys in this order from a counter, and wait
-// only for tiles that were taken before. The order of additions does not depend on the number of CTAs.
+// There is no deadlock for any number of concurrent CTAs. CTAs take kv tiles in this order from a counter, and wait
+// only for tiles taken before. The order of additions does not depend on the number of CTAs.
 #pragma once
 
 #include "hopper/backward_tiles.cuh"
@@ -19,7 +19,7 @@
 
 namespace jax_flash::hopper::backward {
 
-// A thread that adds the tiles of dQ in one of the two buffers.
+// A thread that adds the tiles of dQ from one of the two buffers.
 struct DQAdder {
   const Params& p;
   Shared& shared;
@@ -51,7 +51,7 @@ struct DQAdder {
     }
   }
 
-  // How many tiles of keys add to this tile of rows before: those after this one that its rows see.
+  // The number of kv tiles that add to this q tile before this one: the tiles after it that these rows see.
   __device__ __forceinline__ int AddedBefore(const DQTile& tile) const {
     const int blocks = BlocksOfHead(p), head = tile.row_block / blocks;
     const int row = (tile.row_block - head * blocks) / (kRows / kRowBlock), key_tile = tile.column / kKeys;

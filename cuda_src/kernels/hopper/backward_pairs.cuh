@@ -1,11 +1,11 @@
 // The Hopper backward for head dims above 128. dK and dV of 64 keys do not fit into the registers of one warpgroup. So
-// one warpgroup computes S, P and dV, the other dP, dS and dK. P goes from the first to the second through shared
+// one warpgroup computes S, P and dV, and the other dP, dS and dK. P passes from the first to the second through shared
 // memory.
 //
-// A tile of 64 keys adds to dQ twice as often as one of 128, which is more than the L2 can add. So two CTAs of a
-// cluster, with 64 keys each, exchange their dS, and each computes half of the columns of dQ over the keys of both. For
-// that it needs these columns of K of both CTAs, in shared memory. The other columns of its own K are needed only for
-// S, and stay in registers.
+// A tile of 64 keys adds to dQ twice as often as a tile of 128 keys, which exceeds the L2's rate of additions. So two
+// CTAs of a cluster, with 64 keys each, exchange their dS. Each computes half of the columns of dQ over the keys of
+// both CTAs. For that it has these columns of K of both CTAs in shared memory. Only S needs the other columns of a
+// CTA's K; they stay in registers.
 #pragma once
 
 #include "hopper/backward_epilogue.cuh"
@@ -14,16 +14,16 @@
 
 namespace jax_flash::hopper::backward::pairs {
 
-// The warpgroup that has S, P and dV of 64 keys.
+// The warpgroup for S, P and dV of 64 keys.
 struct ConsumerOfP : Epilogue {
   static constexpr int kRegisters = 240;
   const int rank = Uniform(ClusterRank());
   float dV[kVDim / 2];
-  uint32_t K[4 * kHalfBoxes][4];  // the columns that only S needs, as left operands
+  uint32_t K[4 * kHalfBoxes][4];  // columns that only S needs, as left operands
 
   using Epilogue::Epilogue;
 
-  // Computes the next tile of keys; returns false when there are no more.
+  // Computes the next kv tile. Returns false at the end.
   __device__ __forceinline__ bool ComputeKVTile(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dV);
     if (!NextTile()) return false;
@@ -31,15 +31,15 @@ struct ConsumerOfP : Epilogue {
     const int late_lane = LateLane();
 #pragma unroll
     for (int d = 0; d < 4 * kHalfBoxes; ++d) Ldmatrix(K[d], Matrices(SharedHalfK{shared.staging}, late_lane, d));
-    SyncWarpgroup();  // from here on P may be written there
+    SyncWarpgroup();  // from here on P may overwrite it
     if (Uniform(tile.steps) > 0) ComputeSteps(tile);
-    SyncConsumers();  // nobody reads V any more
+    SyncConsumers();  // all warps are done with V
     if (kDV) StoreGradient<kVDim>(dV, ZScale(p), shared.v, tile, dv_map);
     ReleaseKV();
     return true;
   }
 
-  // Begins S^T = K Q^T: line 11 of Algorithm 4.
+  // Starts S^T = K Q^T: line 11 of Algorithm 4.
   __device__ __forceinline__ void IssueS() {
     StartS();
     const auto a = SharedK{shared.k}.KMajor();
@@ -67,7 +67,7 @@ struct ConsumerOfP : Epilogue {
       Pin(S);
       Softmax(tile, step);                 // 12, 13, 14
       if (Tuning::kFindsSlopes) RoundP();  // 15
-      if (!Tuning::kStartAtL) SyncWarp();  // until all lanes have read l and m of these rows
+      if (!Tuning::kStartAtL) SyncWarp();  // all lanes have read l and m of these rows
       ReleaseRows(&shared.q_empty[stage]);
       if (!Tuning::kFindsSlopes) RoundP();  // 15
       if (kDS) SendP(shared.staging);
@@ -91,7 +91,7 @@ struct ConsumerOfP : Epilogue {
   }
 };
 
-// The warpgroup that has dP, dS and dK of 64 keys, and half the columns of dQ.
+// The warpgroup for dP, dS and dK of 64 keys, and half the columns of dQ.
 struct ConsumerOfDS : Epilogue {
   static constexpr int kRegisters = 224;
   uint32_t ds_parity = 0;
@@ -99,22 +99,22 @@ struct ConsumerOfDS : Epilogue {
 
   using Epilogue::Epilogue;
 
-  // Computes the next tile of keys; returns false when there are no more.
+  // Computes the next kv tile. Returns false at the end.
   __device__ __forceinline__ bool ComputeKVTile(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     if (!NextTile()) return false;
     const KVTile& tile = TileHere();
     if (Uniform(tile.steps) > 0) {
-      if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // tells the other warpgroup that P may be written
+      if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // the other warpgroup may write P
       while (ComputeStep(tile)) continue;
     }
-    SyncConsumers();  // nobody reads K any more
+    SyncConsumers();  // all warps are done with K
     if (kDK) StoreGradient<kQKDim>(dK, DQKScale(p), shared.k, tile, dk_map);
     ReleaseKV();
     return true;
   }
 
-  // Computes one step; returns false if it was the last.
+  // Computes one step. Returns false after the last step.
   __device__ __forceinline__ bool ComputeStep(const KVTile& tile) {
     WaitForQ();
     MbarrierWait(&shared.do_full[at.index], at.parity);
@@ -162,7 +162,7 @@ struct ConsumerOfDS : Epilogue {
     }
   }
 
-  // Begins dQ = dS K over the keys of both CTAs.
+  // Starts dQ = dS K over the keys of both CTAs.
   __device__ __forceinline__ void IssueDQ() {
     const auto a = SharedTile<kCluster * kKeys, 1>{shared.ds[0]}.MNMajorBox(0);
     const auto b = SharedK{shared.k}.MNMajor();

@@ -1,4 +1,4 @@
-// The producer warpgroup of the Hopper backward: one thread chooses the next tiles and loads K, V, Q and dO; for f32
+// The producer warpgroup of the Hopper backward. One thread chooses the next tiles and loads K, V, Q and dO. For f32
 // the other warps transpose Q and dO.
 #pragma once
 
@@ -25,21 +25,21 @@ __device__ __forceinline__ auto MakeSchedule(const Params& p) {
   }
 }
 
-// The thread that loads tiles, and tells the consumers which ones they are.
+// The thread that loads tiles, and describes them to the consumers.
 struct Producer {
   const Params& p;
   Shared& shared;
   const TensorMap *q_map, *k_map, *v_map, *do_map, *bias_map;
   uint32_t kv_parity = 0;
-  uint32_t loaded = 0;  // steps so far; a Ring instead would take one more register
+  uint32_t loaded = 0;  // steps so far; a Ring would need one more register
 
   __device__ __forceinline__ void Run() {
     constexpr int kClusterKeys = kKeys * kCluster;
     if constexpr (kListed) return RunListed();
     const int tiles = (p.kv_len + kClusterKeys - 1) / kClusterKeys;
-    const int heads = kSumKV ? p.q_heads : p.kv_heads;        // an item is a tile of keys of one of these
+    const int heads = kSumKV ? p.q_heads : p.kv_heads;        // an item is a kv tile of one of these
     const int group = kAlongside ? 1 : p.q_heads / heads;     // heads of Q that an item loops over
-    const int sharing = kSumKV ? p.q_heads / p.kv_heads : 1;  // how many of `heads` share a head of K
+    const int sharing = kSumKV ? p.q_heads / p.kv_heads : 1;  // heads among `heads` that share a head of K
     auto schedule = MakeSchedule(p);
     int item, t;
     while (schedule.Next(p.batch * heads, tiles, &item, &t)) {
@@ -56,9 +56,9 @@ struct Producer {
       const Column& column = kColumnInShared ? shared.column : found;
       const KVTile& tile = column.tile;
       const Visible& rows = column.rows;
-      // Loads the n-th tile of Q from the end. The first tile of Q is loaded before K and V, since its buffer is free
-      // earlier. The schedule is asked for the next tile of keys before the last tile of Q, since its answer takes a
-      // while.
+      // Loads the n-th q tile from the end. The first q tile is loaded before K and V, because its buffer is free
+      // earlier. The next kv tile is requested from the scheduler before the last q tile, to hide the latency of the
+      // atomic.
       const auto load = [&](int n, int q_head, int row_block, int row) {
         const bool masked = row < rows.every_lo || row + kRows > every_hi;
         const bool hides = row < rows.every_lo || row + kRows > rows.every_hi;
@@ -69,10 +69,10 @@ struct Producer {
       };
       if (steps == 0) schedule.Ask(), LoadKV(tile);
       if constexpr (kTogether) {
-        // Loops over tiles of rows, and for each over all heads of Q in the group (its members). A causal schedule has
-        // pairs of tiles of keys. The first of a pair, which fewer rows see, starts at the last row, the second at its
-        // first row. So all CTAs with keys of one head of K are at the same few rows at a time, and HBM delivers these
-        // rows once. Each CTA starts with another member, otherwise their additions to dQ would collide.
+        // The outer loop is over q tiles, the inner loop over the query heads of the group. A causal schedule has pairs
+        // of kv tiles. The first of a pair, which fewer rows see, starts at the last row; the second starts at its
+        // first row. So all CTAs of one head of K process the same few rows at a time, and HBM delivers these rows
+        // once. Each CTA starts with a different head of the group, otherwise their additions to dQ would collide.
         const bool down = 2 * t >= tiles;
         const int first_block = RowBlockOf(batch, head * group, 0), first_member = t % group;
         int row = (down ? end - 1 : first) * kRows, member = first_member;
@@ -94,7 +94,7 @@ struct Producer {
     End();
   }
 
-  // The same with a block mask. Blocks have whole tiles.
+  // The same with a block mask. Blocks consist of whole tiles.
   __device__ __forceinline__ void RunListed() {
     constexpr int kClusterKeys = kKeys * kCluster, kTiles = kTilesOfColumn<kClusterKeys>;
     static_assert(!kListed || kTiles > 0);
@@ -139,16 +139,16 @@ struct Producer {
     FenceProxyAsyncGlobal();
   }
 
-  // The head of the oldest tile of keys whose additions to dQ have not been reported. (Among the last heads it may not
-  // be the lowest. But these heads do not wait for each other's scratch.)
+  // The head of the oldest kv tile with unreported additions to dQ. Among the last heads it may not be the lowest, but
+  // these heads do not wait for each other's scratch.
   __device__ __forceinline__ int OldestHead() const {
     const int older = shared.tile[kv_parity].item_head, newer = shared.tile[kv_parity ^ 1].item_head;
     return older >= 0 ? older : newer >= 0 ? newer : 0x7FFFFFFF;
   }
 
   // Reports the additions of all tiles so far. This must precede a wait for scratch that one of these heads may still
-  // use; otherwise the wait would be a deadlock. An empty tile is sent through the consumers: when they release it,
-  // they are done with all tiles before it.
+  // use; otherwise the wait is a deadlock. An empty tile goes through the consumers. When they release it, they are
+  // done with all tiles before it.
   __device__ __forceinline__ void Flush() {
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
     ReportAdded(Unreported());
@@ -163,7 +163,7 @@ struct Producer {
   }
 
   // The head of the second to last tile. Read it before its slot is overwritten. When a tile has been computed
-  // (k_empty), all dQ of the tile before it has been added: consumers wait for that in their first step.
+  // (k_empty), all dQ of the tile before it has been added, because consumers wait for that in their first step.
   __device__ __forceinline__ int Unreported() const { return kAlongside ? shared.tile[kv_parity].item_head : -1; }
   __device__ __forceinline__ void ReportAdded(int head) {
     if (!kAlongside || head < 0) return;
@@ -171,8 +171,8 @@ struct Producer {
     Count(p.added + head, true);
   }
 
-  // The end of the rows that need no masks. For fully masked rows L makes P 0, unless a bias or a score_mod makes their
-  // scores +inf.
+  // The end of the rows that need no masks. Fully masked rows have P = 0 because of their L, unless a bias or a
+  // score_mod makes their scores +inf.
   __device__ __forceinline__ int EveryHi(const Visible& rows, const Positions& positions) const {
     return kAddsToScores || rows.every_hi < positions.q_length ? rows.every_hi : BlocksOfHead(p) * kRowBlock;
   }
@@ -198,7 +198,8 @@ struct Producer {
     const auto load = [&](uint8_t* to, const TensorMap* map, uint64_t* full, int d, int column) {
       TmaLoad(to, map, full, d, column, tile.head, tile.batch);
     };
-    // How many keys from `column` on exist. The others are set to 0: their P is 0, but 0 times a NaN in K or V is NaN.
+    // The number of existing keys from `column` on. The others are set to 0: their P is 0, but 0 times a NaN in K or V
+    // is NaN.
     const auto keys = [&](int column) {
       if (!kProblem.kv_lengths) return kKeys;
       return min(max(int(PositionsOf(p, tile.batch).kv_length) - column, 0), kKeys);
@@ -216,7 +217,7 @@ struct Producer {
     shared.tile[kv_parity] = tile;
     uint64_t* const k_landed = own < kKeys || other < kKeys ? &shared.uncleared[1].barrier : &shared.k_full;
     const SharedK k{kTF32SameKeys ? shared.staging : kTF32 ? shared.ds[0] : shared.k};
-    // If kPairs, as below.
+    // With kPairs, see below.
     const SharedHalfK own_half{shared.k}, other_half{SharedK{shared.k}.Box(kHalfBoxes)}, rest_of_k{shared.staging};
     if (kPairs) {
       // K of both CTAs in the columns of this CTA's half of dQ, and K of its own keys in the other columns.
@@ -248,10 +249,10 @@ struct Producer {
       }
     }
     kv_parity ^= 1;
-    ReportAdded(added);  // last, since K should not wait for its fence and its release
+    ReportAdded(added);  // last, because K should not wait for its fence and release
   }
 
-  // Loads a tile of Q and dO, and the tile of the bias for their rows and for the keys from `column` on. `hides`: masks
+  // Loads a tile of Q and dO, and the tile of the bias for their rows and the keys from `column` on. `hides`: masks
   // hide entries of the tile. Otherwise a row can be empty only if its scores are -inf.
   __device__ __forceinline__ void Load(const Step& step, int batch, int column, bool hides) {
     const int stage = loaded % kStages, parity = loaded / kStages % 2;
@@ -272,7 +273,7 @@ struct Producer {
     if (kBiasTiles) LoadBiasTile(p, shared.bias[stage], bias_map, q_landed, step.row, column, step.head, batch);
     BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, q_landed);
     if (kMaximumApart) BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, q_landed);
-    if (kStages == 1 && clears) clear_q();  // dO may have no room until consumers have read this Q
+    if (kStages == 1 && clears) clear_q();  // dO may have no buffer until consumers have read this Q
 
     MbarrierWait(&shared.do_empty[stage], parity ^ 1);
     if (kTF32) shared.more[stage] = true;
@@ -288,22 +289,22 @@ struct Producer {
   }
 };
 
-// For TF32: transposes the i-th square of 32 rows and columns of a tile of Q or dO.
+// TF32: transposes square i, of 32 rows and columns, of a tile of Q or dO.
 template <int kBoxes>
 __device__ __forceinline__ void TransposeSquareOf(SharedTile<kRows, kBoxes> tile, uint8_t* transposed, int i) {
   TransposeSquare(tile.Box(i % kBoxes) + i / kBoxes * 32 * kBoxBytes, transposed + i * kBoxColumns * kBoxBytes);
 }
 
-// For TF32: a warp that makes its share of dO^T and Q^T. Each of these warps waits for every tile and arrives at its
-// barriers, even if it has no share of the tile. Otherwise a barrier could be two phases ahead, and a wait on its
-// parity would succeed too early.
+// TF32: a warp that computes its share of dO^T and Q^T. Each of these warps waits for every tile and arrives at its
+// barriers, even without a share of the tile. Otherwise a barrier could be two phases ahead, and a wait on its parity
+// would succeed too early.
 struct Transposer {
   Shared& shared;
   Ring<kStages> at;
   uint32_t parity = 0;
   int turn = threadIdx.x / 32 - 1;  // how many squares to skip before this warp's next one
 
-  // Transposes a tile that has landed, if kWanted, when the memory of its transpose is free.
+  // Transposes a tile that has arrived, if kWanted, after the memory of its transpose is free.
   template <bool kWanted, int kBoxes>
   __device__ __forceinline__ void Transpose(SharedTile<kRows, kBoxes> from, uint8_t* to, uint64_t* from_empty,
                                             uint64_t* to_full, uint64_t* to_empty) {

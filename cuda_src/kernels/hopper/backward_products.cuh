@@ -7,27 +7,28 @@
 
 namespace jax_flash::hopper::backward {
 
-// Named barriers. 0 is that of __syncthreads.
+// Named barriers. __syncthreads uses 0.
 enum NamedBarrier {
   kConsumersBarrier = 1,
   kWarpgroupBarrier = 2,  // and 3: one for each warpgroup
-  // If both warpgroups have the same keys: P is in shared memory, and has been read.
+  // If both warpgroups have the same keys: P is in shared memory; P has been read.
   kPFull = 4,
   kPRead = 5,
-  // With TF32: dS has been read, and 7 for the second warpgroup; or, if both have the same keys, is in shared memory.
+  // TF32: dS has been read (7 for the second warpgroup). If both have the same keys, 7 means that dS is in shared
+  // memory.
   kDSFree = 6,
   kDSFull = 7
 };
 
 __device__ __forceinline__ void SyncConsumers() { BarrierSync(kConsumersBarrier, kConsumers * kWarpgroup); }
 
-// A consumer warpgroup has 64 keys. A lane has two of them, Key and Key + 8.
+// A consumer warpgroup owns 64 keys. Each lane has two of them, Key and Key + 8.
 struct Warpgroup {
   const Params& p;
   Shared& shared;
   const int warpgroup, warp, lane, first_key;
   uint32_t kv_parity = 0;
-  Ring<kStages> at;  // of the tile of Q and dO
+  Ring<kStages> at;  // the buffers of Q and dO
 
   __device__ __forceinline__ Warpgroup(const Params& p, Shared& shared)
       : p(p),
@@ -37,8 +38,8 @@ struct Warpgroup {
         lane(threadIdx.x % 32),
         first_key(kSameKeys ? 0 : 64 * warpgroup) {}
 
-  // Waits for the next tile of keys; returns false when there are no more. Afterwards TileHere is that tile. It stays
-  // valid until NextTile has been called twice.
+  // Waits for the next kv tile. Returns false at the end. Afterwards TileHere is that tile, until the second call of
+  // NextTile from here.
   __device__ __forceinline__ bool NextTile() {
     MbarrierWait(&shared.k_full, kv_parity);
     if (Uniform(shared.tile[kv_parity].column) < 0) return false;
@@ -50,7 +51,7 @@ struct Warpgroup {
 
   __device__ __forceinline__ void WaitForQ() { MbarrierWait(&shared.q_full[at.index], at.parity); }
 
-  // The current step. (Reading it takes a while, so call this while the tensor cores are busy.)
+  // The current step. Reading it has some latency, so call this while the tensor cores compute.
   __device__ __forceinline__ Step StepHere() {
     const Step& step = shared.step[at.index];
     const int masks = Uniform(int(step.masks));
@@ -72,7 +73,7 @@ struct Warpgroup {
   }
 
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
-  // Releases memory with L or D, which the warp has read by loads. TMA may overwrite it only after this fence.
+  // Releases memory of L or D that the warp has loaded. TMA may overwrite it only after this fence.
   __device__ __forceinline__ void ReleaseRows(uint64_t* barrier) {
     FenceProxyAsync();
     Release(barrier);
@@ -86,12 +87,12 @@ struct Warpgroup {
 
 // Lines 11, 16, 17 and 22 of Algorithm 4, on the transposes.
 struct Products : Warpgroup {
-  float S[kRows / 2], dP[kRows / 2];  // transposes; P takes the place of S, dS that of dP
+  float S[kRows / 2], dP[kRows / 2];  // transposes; P replaces S, and dS replaces dP
   uint32_t P[kRows / 4], dS[kRows / 4];
 
   using Warpgroup::Warpgroup;
 
-  // Begins C = A B^T, or C += A B^T to accumulate: A is this warpgroup's 64 rows of K or V, B a tile of Q or dO.
+  // Starts C = A B^T, or C += A B^T to accumulate. A is this warpgroup's 64 rows of K or V, B a tile of Q or dO.
   template <int kDim, int kBoxes>
   __device__ __forceinline__ void IssueKeysTimesRows(float (&C)[kRows / 2], SharedTile<kKeys, kBoxes> keys,
                                                      SharedTile<kRows, kBoxes> rows, bool accumulate) {
@@ -105,7 +106,7 @@ struct Products : Warpgroup {
     WgmmaCommit();
   }
 
-  // Begins C += A B: A is P^T or dS^T, B a tile of dO or Q.
+  // Starts C += A B. A is P^T or dS^T, B a tile of dO or Q.
   template <int kDim, int kBoxes>
   __device__ __forceinline__ void IssueGradient(float (&C)[kDim / 2], const uint32_t (&A)[kRows / 4],
                                                 SharedTile<kRows, kBoxes> rows) {
@@ -116,7 +117,7 @@ struct Products : Warpgroup {
     WgmmaCommit();
   }
 
-  // Initializes S^T to -L / scale, or to 0. The product is added to it.
+  // Initializes S^T to -L / scale, or to 0. The product accumulates into it.
   __device__ __forceinline__ void StartS() {
     Clear(S);
     const float4* memory = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;

@@ -1,5 +1,5 @@
-// Before the Hopper backward, for the rows of Q: L, D, and zeros to which dQ is added in f32. They are in scratch, in
-// blocks of kRowBlock rows. A small kernel prepares them, or if kAlongside idle warps of the main kernel
+// Preparation of the rows of Q before the Hopper backward: L, D, and zeros for the f32 sums of dQ. They are in scratch,
+// in blocks of kRowBlock rows. A small kernel prepares them, or with kAlongside idle warps of the main kernel
 // (hopper/backward_alongside.cuh).
 #pragma once
 
@@ -13,9 +13,9 @@ namespace jax_flash::hopper {
 // A block of kRowBlock rows of Q.
 struct RowBlock {
   int batch, head, row;  // the first row
-  int place;             // its number among the blocks in scratch
+  int place;             // its index among the blocks in scratch
 
-  // The block of this number among the blocks of all heads.
+  // The block with this index among the blocks of all heads.
   __device__ __forceinline__ RowBlock(const Params& p, uint32_t number) {
     const uint32_t blocks = BlocksOfHead(p), all_heads = number / blocks;
     const int heads = Fresh(p.q_heads);
@@ -24,16 +24,16 @@ struct RowBlock {
     place = FirstRowBlock(p, all_heads) + (number - all_heads * blocks);
   }
 
-  // The head's number among those of all batch entries.
+  // The head's index among the heads of all batch entries.
   __device__ __forceinline__ int Head(const Params& p) const { return batch * p.q_heads + head; }
-  // Where its rows begin in scratch, counted in rows; and its dQ there.
+  // The block's first row in scratch, and its dQ there.
   __device__ __forceinline__ int64_t Rows() const { return int64_t(place) * kRowBlock; }
   __device__ __forceinline__ float* DQ(const Params& p) const {
     return p.dq_sum + int64_t(place) * (kRowBlock * kQKDim);
   }
 };
 
-// A row of O is read by kRowLanes lanes with 8 elements each. The last lanes may have none.
+// kRowLanes lanes read a row of O, with 8 elements each. The last lanes may have none.
 constexpr int kRowChunks = kVDim / 8;
 constexpr int kRowLanes = kRowChunks > 16 ? 32 : kRowChunks > 8 ? 16 : 8;
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ int64_t ChunkOfO(const Params& p, const RowBlock& blo
   return ((int64_t(block.batch) * p.q_len + block.row + r) * p.q_heads + block.head) * kRowChunks;
 }
 
-// The sum of the products of 8 elements of O and dO.
+// The dot product of 8 elements of O and dO.
 __device__ __forceinline__ float DotOfEight(const void* o, const void* d_o) {
   float sum = 0.0f;
   if constexpr (kTF32) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ float DotOfEight(const void* o, const void* d_o) {
   return sum;
 }
 
-// Stores D = rowsum(dO O) - dlogsumexp of row r, and the row's part of the gradient of the sinks.
+// Stores D = rowsum(dO O) - dlogsumexp of row r, and the row's contribution to the gradient of the sinks.
 __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, int r, float product) {
   const bool exists = block.row + r < p.q_len;
   if ((kDLogsumexp || kSinks || kEmptyRows) && exists) {
@@ -81,8 +81,8 @@ __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, i
   p.d[block.Rows() + PlaceOfRow(r)] = exists ? product / ZScale(p) : 0.0f;
 }
 
-// Stores -L of row r in the unit of S; with a bias or a score_mod -log l and m, each for itself. The lanes of a warp
-// have 32 consecutive rows, and store together a word that has a bit for each empty row.
+// Stores -L of row r, divided by the scale of S; with a bias or a score_mod, it stores -log l and m separately. The
+// lanes of a warp have 32 consecutive rows. Together they store one word with a bit for each empty row.
 __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, int r) {
   const int64_t from = int64_t(block.Head(p)) * p.q_len + block.row + r;
   const int64_t to = block.Rows() + PlaceOfRow(r);
@@ -96,20 +96,20 @@ __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, i
     p.logsumexp[to] = l == 0.0f ? -Infinity() : -(m + logf(l)) / ScoreScale(p);
   }
   if constexpr (kEmptyRows) {
-    const uint32_t empty = __ballot_sync(0xFFFFFFFF, exists && l == 0.0f);  // a sink leaves it 0
+    const uint32_t empty = __ballot_sync(0xFFFFFFFF, exists && l == 0.0f);  // a sink leaves l at 0
     if (r % 32 == 0) p.empty_rows[(block.Rows() + r) / 32] = empty;
   }
 }
 
-// Whether the main kernel stores all of dQ of a block before it adds to it: if it adds in a fixed order and sees the
-// rows.
+// Does the main kernel overwrite all of dQ of a block before it adds to it? It does if it adds in a fixed order and the
+// rows see keys.
 __device__ __forceinline__ bool StoresDQ(const Params& p, const RowBlock& block) {
   const int tile = block.row / kTiling.rows * kTiling.rows;
   const auto keys = AnyRowKeys(PositionsOf(p, block.batch), tile, tile + kTiling.rows);
   return kTiling.ordered && keys.lo < keys.hi;
 }
 
-// Each block of threads prepares a block of rows: zeros for dQ, L and D.
+// Each CTA prepares a block of rows: zeros for dQ, L and D.
 extern "C" __global__ void __launch_bounds__(kRowThreads)
     jax_flash_backward_prepare(const __grid_constant__ RowParams p) {
   const RowBlock block(p, blockIdx.x);

@@ -1,4 +1,4 @@
-// The shape of the Hopper backward's tiles, and how CTAs and warpgroups divide the keys.
+// The tile sizes of the Hopper backward, and the division of keys among CTAs and warpgroups.
 #pragma once
 
 #include "hopper/row_blocks.cuh"
@@ -6,13 +6,13 @@
 namespace jax_flash::hopper::backward {
 
 static_assert(kTiling.family == Family::kHopper);
-static_assert(!kMask);  // a mask operand has become a block mask
+static_assert(!kMask);  // a mask operand has been converted to a block mask
 constexpr int kRows = kTiling.rows;
 constexpr int kKeys = kTiling.cols;      // keys of a CTA
 constexpr int kStages = kTiling.stages;  // tiles of Q, and of dO, in flight
 
 constexpr bool kPairs = kQKDim > 128 || kVDim > 128;  // do pairs of CTAs share dQ?
-// Do both warpgroups have the same 64 keys? Then one computes S, P and dV, the other dP, dS and dK.
+// Do both warpgroups have the same 64 keys? Then one computes S, P and dV, and the other dP, dS and dK.
 constexpr bool kSameKeys = kPairs || (kTF32 && kKeys == 64);
 static_assert(kSameKeys ? kRows == 64 && kKeys == 64 : (kRows == 64 || kRows == 128) && kKeys == 128);
 constexpr int kCluster = kPairs ? 2 : 1;  // CTAs with neighbouring keys and the same tiles of Q
@@ -25,10 +25,10 @@ constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 
 static_assert(kHeadRows == kRows);
 static_assert(!kAlongside || (kDQ && !kTF32 && !kPairs));
-// Are heads of Q that share keys computed one by one, and their dK and dV added in f32?
+// Are query heads that share keys computed one by one, with their dK and dV added in f32?
 constexpr bool kSumKV = kTiling.sum_kv;
 static_assert(!kSumKV || kAlongside);
-// Does a tile of keys loop over the rows of all heads of Q that share it, tile of rows by tile of rows?
+// Does a kv tile loop over q tiles first, and for each over the query heads of the group?
 constexpr bool kTogether = kTiling.together;
 static_assert(!kTogether || (kCausal && !kAlongside && !kListed));
 // Do CTAs add to dQ in a fixed order (hopper/backward_ordered.cuh)?

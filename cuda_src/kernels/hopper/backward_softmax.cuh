@@ -11,9 +11,9 @@ namespace jax_flash::hopper::backward {
 __device__ __forceinline__ float DQKScale(const Params& p) { return ZScale(p) * ScaleOf(p); }
 
 static_assert(Tuning::kEarlyDV || !Tuning::kKeepsSlopes);
-static_assert(!kTF32 || !Tuning::kKeepsSlopes);                              // slopes are kept as dS is, in 16 bits
-static_assert(!kSoftCap || !kScoreSlopes);                                   // there is room for one kind of slopes
-static_assert(!kSameKeys || !Tuning::kKeepsSlopes || Tuning::kSlopesJoinP);  // P alone goes to the other warpgroup
+static_assert(!kTF32 || !Tuning::kKeepsSlopes);  // slopes are kept in the registers of dS, as 16 bits
+static_assert(!kSoftCap || !kScoreSlopes);       // registers for only one kind of slopes
+static_assert(!kSameKeys || !Tuning::kKeepsSlopes || Tuning::kSlopesJoinP);  // the other warpgroup receives only P
 
 // Lines 12 to 15, 18 and 20 of Algorithm 4, on the transposes.
 struct Probabilities : Products {
@@ -26,7 +26,7 @@ struct Probabilities : Products {
     return {step.row + lane % 4 * 2, Key(tile)};
   }
 
-  // Turns S^T into scores s^T, entry by entry. Leaves slopes in the registers of dS.
+  // Replaces S^T by scores s^T, entry by entry. Leaves slopes in the registers of dS.
   __device__ __forceinline__ void ToScores(const KVTile& tile, const Step& step) {
     Cap(p, S);
 #pragma unroll
@@ -57,7 +57,7 @@ struct Probabilities : Products {
     }
   }
 
-  // Begins to load the masks of this lane's keys, if they are in memory.
+  // Starts to load the masks of this lane's keys, if they are in memory.
   __device__ __forceinline__ void FetchMasks(const KVTile& tile, const Step& step) {
     if (!kLookedUp || step.masks == Masks::kNone) return;
     const Block<true> block(p.block_mask, tile.batch, step.kind);
@@ -83,7 +83,7 @@ struct Probabilities : Products {
     }
   }
 
-  // Subtracts m from s^T, in 16 of the rows.
+  // Subtracts m from s^T in 16 rows.
   __device__ __forceinline__ void SubtractM(int c) {
     const float4 x = (reinterpret_cast<const float4*>(shared.minus_l[at.index][kMaximumApart]) + lane % 4)[4 * c];
     const float m[4] = {x.x, x.y, x.z, x.w};
@@ -91,7 +91,7 @@ struct Probabilities : Products {
     for (int i = 0; i < 8; ++i) S[8 * c + i] -= m[i / 4 * 2 + i % 2];
   }
 
-  // Masks S^T and turns it into P^T.
+  // Masks S^T and replaces it by P^T.
   __device__ __forceinline__ void Softmax(const KVTile& tile, const Step& step) {
     if (kFormsScores) ToScores(tile, step);
     if (step.masks != Masks::kNone) ApplyMasks(tile, step);
@@ -126,7 +126,7 @@ struct Probabilities : Products {
     }
   }
 
-  // Packs P as an operand of dV. Then multiplies P by the slopes, if there are any: from here on only dS needs P.
+  // Packs P as an operand of dV. Then multiplies P by the slopes, if any, because from here on only dS needs P.
   __device__ __forceinline__ void RoundP() {
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
@@ -148,8 +148,8 @@ struct Probabilities : Products {
     }
   }
 
-  // Turns dP^T into dS^T, and packs it as an operand. If P was still needed for dV, the slopes of a soft cap are
-  // applied here. With a score_mod, dS is the cotangent of the score that the function received.
+  // Replaces dP^T by dS^T, and packs it as an operand. If dV still needed P, the slopes of a soft cap are applied here.
+  // With a score_mod, dS is the cotangent of the function's argument.
   __device__ __forceinline__ void ComputeDS(const KVTile& tile, const Step& step) {
     constexpr bool kSlopes = Tuning::kFindsSlopes && !Tuning::kEarlyDV;
     const Score score(p, tile.batch, step.head);
@@ -160,7 +160,7 @@ struct Probabilities : Products {
     for (int c = 0; c < kRows / 16; ++c) {
       const float4 x = memory[4 * c], y = kSlopes ? minus_l[4 * c] : float4();
       const float D[4] = {x.x, x.y, x.z, x.w}, L[4] = {-y.x, -y.y, -y.z, -y.w};
-      float cotangents[8];  // of the scores that score_mod returned
+      float cotangents[8];  // of score_mod's results
 #pragma unroll
       for (int i = 8 * c; i < 8 * c + 8; ++i) {
         const int row = i / 4 % 2 * 2 + i % 2;
@@ -176,13 +176,13 @@ struct Probabilities : Products {
       }
       if constexpr (kCapturedGradients) {
         const View<true> fresh = {Fresh(view.row),
-                                  Fresh(view.key)};  // otherwise the loaded values would stay in registers
+                                  Fresh(view.key)};  // Fresh: otherwise loaded values would stay in registers
         CapturedGradients{score, fresh, 4 * c, lane}.Add(cotangents);
       }
     }
   }
 
-  // If both warpgroups have the same keys: sends P to the other one, after that has read the previous P.
+  // If both warpgroups have the same keys: sends P to the other warpgroup, after it has read the previous P.
   __device__ __forceinline__ void SendP(uint8_t* memory) {
     BarrierSync(kPRead, 2 * kWarpgroup);
 #pragma unroll

@@ -1,11 +1,11 @@
-// The Hopper backward of f32, computed as TF32; TMA rounds Q, K, V and dO.
+// Hopper backward kernel for f32 as TF32. TMA rounds Q, K, V and dO.
 //
-// wgmma reads f32 operands from shared memory only if they are K-major (hopper/shared_tile.cuh), and the bandwidth of
-// shared memory, 128 bytes a cycle, is the bottleneck. So in
-//   S^T = K Q^T, dP^T = V dO^T   K is in registers, which have room for it. It lands in the memory of dS
-//   dV += P^T dO, dK += dS^T Q   P^T and dS^T are in registers. The other warps of the producer make dO^T and Q^T
-//   dQ = dS K                    dS is in shared memory, transposed, and so is K^T, which is made once a tile of keys
-// Rows and columns are permuted as hopper/transpose.cuh describes, also those of dS and dQ. Tiles of 64 keys are in
+// wgmma reads f32 operands from shared memory only if they are K-major (hopper/shared_tile.cuh). The bottleneck is the
+// bandwidth of shared memory, 128 bytes per cycle. So the operands are
+//   S^T = K Q^T, dP^T = V dO^T   K is in registers, which have room for it. It arrives in the memory of dS
+//   dV += P^T dO, dK += dS^T Q   P^T and dS^T are in registers. The other producer warps compute dO^T and Q^T
+//   dQ = dS K                    dS is in shared memory, transposed. So is K^T, which is computed once for each kv tile
+// Rows and columns are permuted as hopper/transpose.cuh describes, also in dS and dQ. Tiles of 64 keys are in
 // hopper/backward_tf32_same_keys.cuh.
 #pragma once
 
@@ -16,13 +16,13 @@ namespace jax_flash::hopper::backward::tf32 {
 
 // The functions that all consumer warpgroups share for f32.
 struct CommonConsumer : Epilogue {
-  static constexpr int kDQFirst = (kQKDim + 8) / 16 * 8;  // columns of dQ that the first warpgroup computes
+  static constexpr int kDQFirst = (kQKDim + 8) / 16 * 8;  // columns of dQ in the first warpgroup
 
   uint32_t parity = 0;  // of Q^T and dO^T
 
   using Epilogue::Epilogue;
 
-  // Makes K^T of K, with all warps of the consumers.
+  // Transposes K to K^T, with all consumer warps.
   __device__ __forceinline__ void TransposeK(SharedK k) {
     const SharedKTransposed k_t{shared.k};
 #pragma unroll 1
@@ -41,7 +41,7 @@ struct CommonConsumer : Epilogue {
     for (int d = 0; d < kSteps; ++d) Ldmatrix(A[d], Matrices(keys, lane, d));
   }
 
-  // Begins C = A B^T, or C += A B^T: A is K or V in registers, B a tile of Q or dO.
+  // Starts C = A B^T, or C += A B^T. A is K or V in registers, B a tile of Q or dO.
   template <int kSteps, int kBoxes>
   __device__ __forceinline__ void IssueHeldKeysTimesRows(float (&C)[kRows / 2], const uint32_t (&A)[kSteps][4],
                                                          SharedTile<kRows, kBoxes> rows, bool accumulate) {
@@ -52,7 +52,7 @@ struct CommonConsumer : Epilogue {
     WgmmaCommit();
   }
 
-  // Begins C += A B: A is P^T or dS^T, B^T is dO^T or Q^T.
+  // Starts C += A B. A is P^T or dS^T, B^T is dO^T or Q^T.
   template <int kDim, int kColumns>
   __device__ __forceinline__ void IssueGradient(float (&C)[kDim / 2], const uint32_t (&A)[kRows / 2],
                                                 SharedTile<kColumns, Boxes(kRows)> transposed) {
@@ -75,8 +75,8 @@ struct CommonConsumer : Epilogue {
     }
   }
 
-  // Writes dS to shared memory, from the accumulator dS^T. The i-th of each 8 keys goes to position i / 2 + 4 (i % 2),
-  // as in K^T. Stores have no bank conflicts.
+  // Writes dS to shared memory from the accumulator dS^T. Key i of each 8 goes to position i / 2 + 4 (i % 2), as in
+  // K^T. The stores have no bank conflicts.
   __device__ __forceinline__ void StoreDS(SharedDS ds, const uint32_t (&A)[kRows / 2]) {
     const int key = lane / 4, row = lane % 4 * 2, keys = first_key + 16 * warp;
     uint8_t* const box = ds.memory + keys / 32 * ds.kBox + key / 2 * 4;
@@ -89,7 +89,7 @@ struct CommonConsumer : Epilogue {
     }
   }
 
-  // Begins kWidth columns of dQ = dS K.
+  // Starts kWidth columns of dQ = dS K.
   template <int kWidth>
   __device__ __forceinline__ void IssueDQ(DQ<kWidth>& dQ, SharedDS ds, int column) {
     if constexpr (kWidth > 0) {
@@ -120,7 +120,7 @@ struct Consumer : CommonConsumer {
   }
   __device__ __forceinline__ void WaitForFreeDS() { BarrierSync(kDSFree + warpgroup, kConsumers * kWarpgroup); }
 
-  // Computes one step; returns false if it was the last.
+  // Computes one step. Returns false after the last step.
   __device__ __forceinline__ bool ComputeStep(const KVTile& tile) {
     const int stage = at.index;
     WaitForQ();
@@ -146,7 +146,7 @@ struct Consumer : CommonConsumer {
       WaitForFreeDS();
       StoreDS(SharedDS{shared.ds[0]}, dS);
     }
-    FenceProxyAsync();  // for dS; and before the next rows' L and D come to where these were read
+    FenceProxyAsync();  // for dS; and before TMA overwrites L and D of these rows
     SyncWarp();
     Release(&shared.q_empty[stage]);
     Release(&shared.do_empty[stage]);
@@ -161,7 +161,7 @@ struct Consumer : CommonConsumer {
     return !step.last;
   }
 
-  // Computes dQ and dK of dS.
+  // Computes dQ and dK from dS.
   template <int kWidth>
   __device__ __forceinline__ void ComputeDQAndDK(const uint32_t (&dS)[kRows / 2], int row_block, int column) {
     DQ<kWidth> dQ;
@@ -180,7 +180,7 @@ struct Consumer : CommonConsumer {
     Release(&shared.q_t_empty);
   }
 
-  // Computes the next tile of keys; returns false when there are no more.
+  // Computes the next kv tile. Returns false at the end.
   __device__ __forceinline__ bool ComputeKVTile(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     Clear(dV);
@@ -195,12 +195,12 @@ struct Consumer : CommonConsumer {
       Release(&shared.v_empty);
     }
     TmaWaitRead<0>();
-    SyncConsumers();  // until the last dQ has read all of dS, and has left
+    SyncConsumers();  // waits until the last dQ has read all of dS, and has left
     if (kDV) StoreGradient<kVDim>(dV, ZScale(p), shared.ds[0], tile, dv_map);
     if (kDK) StoreGradient<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
     TmaWaitRead<0>();
     SyncWarp();
-    Release(&shared.k_empty);  // the next K may come to where dV was
+    Release(&shared.k_empty);  // the next K may overwrite dV
     return true;
   }
 };

@@ -1,18 +1,18 @@
-// The Hopper backward of f32 as TF32, for head dims above 64 or with a bias. One warpgroup has no registers for both dK
-// and dV of 64 keys, and shared memory has no room for more keys. So both warpgroups have the same keys, and P goes
-// from the first to the second.
+// The Hopper backward for f32 as TF32, for head dims above 64 or with a bias. One warpgroup has no registers for both
+// dK and dV of 64 keys, and shared memory has no room for more keys. So both warpgroups have the same keys, and P
+// passes from the first to the second.
 //
 // Shared memory is full. It has one tile of Q, one of dO, and their transposes, so the next tiles can be loaded while
-// the transposes are in use. V lands in the memory of dS and P, K in that of dQ; then both are loaded into registers.
-// The next tile of Q waits until the current one is transposed. The second warpgroup does that while it waits for P.
-// The other warps of the producer transpose dO.
+// the transposes are in use. V arrives in the memory of dS and P, and K in the memory of dQ; then both are loaded into
+// registers. The next tile of Q waits until the current one is transposed. The second warpgroup does that while it
+// waits for P. The other producer warps transpose dO.
 #pragma once
 
 #include "hopper/backward_tf32.cuh"
 
 namespace jax_flash::hopper::backward::tf32 {
 
-// The warpgroup that computes S, P and dV of 64 keys, and the first half of the columns of dQ.
+// The warpgroup for S, P and dV of 64 keys, and the first half of the columns of dQ.
 struct ConsumerOfP : CommonConsumer {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
   uint32_t K[kQKDim / 8][4];
@@ -20,7 +20,7 @@ struct ConsumerOfP : CommonConsumer {
 
   using CommonConsumer::CommonConsumer;
 
-  // Computes the next tile of keys; returns false when there are no more.
+  // Computes the next kv tile. Returns false at the end.
   __device__ __forceinline__ bool ComputeKVTile(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dV);
     if (!NextTile()) return false;
@@ -33,7 +33,7 @@ struct ConsumerOfP : CommonConsumer {
       ComputeSteps(tile);
     }
     TmaWaitRead<0>();
-    SyncConsumers();  // until the last dQ has read all of dS, and has left
+    SyncConsumers();  // waits until the last dQ has read all of dS, and has left
     if (kDV) StoreGradient<kVDim>(dV, ZScale(p), shared.v, tile, dv_map);
     ReleaseKV();
     return true;
@@ -43,7 +43,7 @@ struct ConsumerOfP : CommonConsumer {
     if (kDQ) BarrierArrive(kDSFree, 2 * kWarpgroup);
   }
 
-  // Begins S^T = K Q^T.
+  // Starts S^T = K Q^T.
   __device__ __forceinline__ void IssueS() {
     WaitForQ();
     IssueHeldKeysTimesRows(S, K, SharedQ{shared.q[at.index]}, false);  // 11
@@ -57,7 +57,7 @@ struct ConsumerOfP : CommonConsumer {
       WgmmaWait<0>();
       Pin(S);
       Softmax(tile, step);  // lines 12, 13, 14 of Algorithm 4
-      SyncWarp();           // until all lanes have read l and m of these rows
+      SyncWarp();           // all lanes have read l and m of these rows
       ReleaseRows(&shared.q_empty[at.index]);
       at.Next();
       if (kDS) SendP(shared.v + kDSBytes);
@@ -87,7 +87,7 @@ struct ConsumerOfP : CommonConsumer {
   }
 };
 
-// The warpgroup that computes dP, dS and dK of 64 keys, and the other half of the columns of dQ.
+// The warpgroup for dP, dS and dK of 64 keys, and the second half of the columns of dQ.
 struct ConsumerOfDS : CommonConsumer {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
   static constexpr int kDQSecond = kQKDim - kDQFirst;
@@ -96,7 +96,7 @@ struct ConsumerOfDS : CommonConsumer {
 
   using CommonConsumer::CommonConsumer;
 
-  // Computes the next tile of keys; returns false when there are no more.
+  // Computes the next kv tile. Returns false at the end.
   __device__ __forceinline__ bool ComputeKVTile(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
     if (!NextTile()) return false;
@@ -104,17 +104,17 @@ struct ConsumerOfDS : CommonConsumer {
     LoadKeys(V, SharedV{shared.v});
     TransposeK(SharedK{shared.staging});
     if (Uniform(tile.steps) > 0) {
-      if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // tells the other warpgroup that P may be written
+      if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // the other warpgroup may write P
       while (ComputeStep(tile)) continue;
     }
     TmaWaitRead<0>();
-    SyncConsumers();  // until the last dQ has read all of dS, and has left
+    SyncConsumers();  // waits until the last dQ has read all of dS, and has left
     if (kDK) StoreGradient<kQKDim>(dK, DQKScale(p), shared.staging, tile, dk_map);
     ReleaseKV();
     return true;
   }
 
-  // Computes one step; returns false if it was the last.
+  // Computes one step. Returns false after the last step.
   __device__ __forceinline__ bool ComputeStep(const KVTile& tile) {
     WaitForQ();
     const Step step = StepHere();
@@ -151,9 +151,9 @@ struct ConsumerOfDS : CommonConsumer {
     return !step.last;
   }
 
-  // Makes Q^T, which only this warpgroup needs.
+  // Computes Q^T, which only this warpgroup needs.
   __device__ __forceinline__ void TransposeQ() {
-    SyncWarpgroup();  // until nobody reads the Q^T before
+    SyncWarpgroup();  // waits until all warps are done with the previous Q^T
 #pragma unroll 1
     for (int i = warp; i < kQKBoxes * kRows / 32; i += 4) TransposeSquareOf(SharedQ{shared.q[at.index]}, shared.q_t, i);
     FenceProxyAsync();

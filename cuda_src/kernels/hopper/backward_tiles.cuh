@@ -30,20 +30,20 @@ using SharedKTransposed = SharedTile<kQKBoxes * kBoxColumns, Boxes(kKeys)>;
 using SharedDS = SharedTile<kRows, Boxes(kKeys)>;
 constexpr int kTransposers = kTF32 ? 3 : 0;  // warps of the producer's warpgroup
 constexpr int kDSBytes = kRows * kKeys * kElementBytes;
-constexpr int kDOReaders = kTF32SameKeys ? 4 : 4 * kConsumers;   // warps that read dO, and as many that read dO^T
-constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // if 0, the warpgroup that needs Q^T transposes Q
+constexpr int kDOReaders = kTF32SameKeys ? 4 : 4 * kConsumers;   // warps that read dO; the same number reads dO^T
+constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // if 0, the consumer warpgroup transposes Q
 
-// If kAlongside: bytes of 16 rows of a box of dQ in f32, or of a box of O and one of dO.
+// With kAlongside: bytes of 16 rows of a box of dQ in f32, or of a box of O and a box of dO.
 constexpr int kRowsBytes = kAlongsideRows * 64 * 4;
 
 // A tile of K and V.
 struct KVTile {
   int column, head, batch;  // column < 0: there are no more tiles; batch < 0: an empty tile (Producer::Flush)
-  int item_head;  // among the heads of all batch entries, of Q if kAlongside; < 0: nothing to report in p.added
-  int steps;      // how many tiles of Q of all its heads see it; with a block mask only whether any does
+  int item_head;  // index among the heads of all batch entries, of Q with kAlongside; < 0: nothing to report in p.added
+  int steps;  // the number of q tiles, over all its heads, that see it; with a block mask only whether there are any
 };
 
-// A tile of K and V, or two if kPairs, and the rows that see it.
+// A kv tile, or two with kPairs, and the rows that see it.
 struct Column {
   KVTile tile;
   Visible rows;
@@ -57,73 +57,73 @@ enum class Masks : int8_t { kNone, kAll, kOfBlock };
 // One step of the loop: a tile of Q and of dO.
 struct Step {
   int row, head;
-  int row_block;  // the number of its first block of 64 rows in scratch
+  int row_block;  // index of its first 64 rows in scratch
   int kind;       // of the block of a block mask
   Masks masks;
-  bool last;  // is it the last step of this tile of K and V?
+  bool last;  // is it the last step of this kv tile?
 };
 
-// A tile of dQ on its way to HBM, if kOrdered.
+// A tile of dQ on its way to HBM, with kOrdered.
 struct DQTile {
-  int row_block;  // the number of its first block of 64 rows in scratch; < 0: there are no more tiles
-  int column;     // the first of the keys that it is the sum over
+  int row_block;  // index of its first 64 rows in scratch; < 0: no more tiles
+  int column;     // the first of the keys that it sums over
 };
 
 constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // 16 rows of a box of dK or dV in f32, for each consumer warp
 constexpr int kStagingBytes = kPairs ? kRows * kKeys * 4 : kSumKV ? kSumBytes : kRows * kQKDim * 4;
 
 struct Shared {
-  alignas(1024) uint8_t k[SharedK::kBytes];  // with TF32 K^T; K comes to ds, or if kSameKeys to staging
-  alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : SharedV::kBytes];  // if kTF32SameKeys later dS, and P
+  alignas(1024) uint8_t k[SharedK::kBytes];  // TF32: K^T; K arrives in ds, or with kSameKeys in staging
+  alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : SharedV::kBytes];  // with kTF32SameKeys later dS and P
   alignas(1024) uint8_t q[kStages][SharedQ::kBytes];
   alignas(1024) uint8_t d_o[kStages][SharedDO::kBytes];
-  // dS^T, in boxes of [keys][64 rows]. With TF32 first K before it is transposed, then dS, in boxes of [rows][32 keys].
+  // dS^T, in boxes of [keys][64 rows]. TF32: first K before it is transposed, then dS, in boxes of [rows][32 keys].
   alignas(1024) uint8_t ds[kTF32 ? 1 : 2][kTF32SameKeys ? 1 : kDSBytes];
-  // dQ in f32 before it is added in HBM; at the end dK, if dV and dK do not fit into ds. If kPairs: first half of K,
+  // dQ in f32 before it is added to HBM; at the end dK, if dV and dK do not fit into ds. With kPairs: first half of K,
   // then P on its way from one warpgroup to the other.
   alignas(1024) uint8_t
       staging[(kStagingBytes > SharedK::kBytes || kPairs ? kStagingBytes : SharedK::kBytes) * (kOrdered ? 2 : 1)];
   alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with q
-  alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m apart
+  alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m separately
   alignas(16) float d[kStages][kRows];
   alignas(16) Step step[kStages];
   alignas(16) KVTile tile[2];
-  Column column;  // the producer's, if kColumnInShared
+  Column column;  // the producer's, with kColumnInShared
   uint64_t k_full, k_empty, v_full, v_empty;
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kStages], do_empty[kStages];
-  uint64_t ds_full[kStages], ds_empty[kStages];  // if kPairs, for the dS that comes from the other CTA
-  // If kOrdered: the tiles of dQ in `staging`.
+  uint64_t ds_full[kStages], ds_empty[kStages];  // with kPairs, for the dS of the other CTA
+  // With kOrdered: the tiles of dQ in `staging`.
   DQTile dq_tile[kOrdered ? kStages : 1];
   uint64_t dq_full[kOrdered ? kStages : 1], dq_empty[kOrdered ? kStages : 1];
-  // If kAlongside: two buffers for each warp that prepares and finishes rows.
+  // With kAlongside: two buffers for each warp that prepares and finishes rows.
   alignas(kAlongside ? 1024 : 1) uint8_t rows[3][2][kAlongside ? kRowsBytes : 1];
   alignas(16) uint8_t zeros[kAlongside ? kRowsBytes : 1];
   uint64_t rows_full[3][2];
   LandingBarrier uncleared[2];  // count loads of Q or V, and of dO or K, that the producer clears
-  EmptyRows<kRows> empty_rows;  // of the tile that the producer loads
-  // With TF32: the transposes of Q and dO.
+  EmptyRows<kRows> empty_rows;  // in the tile that the producer loads
+  // TF32: the transposes of Q and dO.
   uint64_t q_t_full, q_t_empty, do_t_full, do_t_empty;
   bool more[kTF32 ? kStages : 1];  // comes with dO; false: there are no more steps
   alignas(kTF32 ? 1024 : 1) uint8_t q_t[kTF32 ? SharedQTransposed::kBytes : 1];
   alignas(kTF32 ? 1024 : 1) uint8_t do_t[kTF32 ? SharedDOTransposed::kBytes : 1];
 };
-static_assert(kSameKeys || sizeof(Shared::ds) >= sizeof(Shared::v));                // where dV leaves
-static_assert(!kTF32 || kTF32SameKeys || sizeof(Shared::ds) >= sizeof(Shared::k));  // where K comes
+static_assert(kSameKeys || sizeof(Shared::ds) >= sizeof(Shared::v));                // dV is stored from ds
+static_assert(!kTF32 || kTF32SameKeys || sizeof(Shared::ds) >= sizeof(Shared::k));  // K arrives in ds
 static_assert(sizeof(Shared::v) >= SharedV::kBytes);
 static_assert(!kSumKV || (kSumBytes <= sizeof(Shared::ds) && kStagingBytes >= kRows * kQKDim * 4));
 
-// Where a tile of dQ leaves. If kOrdered there are two.
+// The memory through which a tile of dQ leaves. With kOrdered there are two.
 __device__ __forceinline__ uint8_t* StagedDQ(Shared& shared, int stage) {
   return shared.staging + (kOrdered ? stage * int(sizeof(shared.staging) / 2) : 0);
 }
 
-// How many blocks of 64 keys a head has in the f32 sums of dK and dV.
+// The number of blocks of 64 keys of a head in the f32 sums of dK and dV.
 __device__ __forceinline__ int KeyBlocksOfHead(const Params& p) {
   return (p.kv_len + kKeys - 1) / kKeys * (kKeys / kRowBlock);
 }
 
-// How many tiles of keys a head has.
+// The number of kv tiles of a head.
 __device__ __forceinline__ int TilesOfHead(const Params& p) {
   if constexpr (kListed) return ListedColumnTiles<kKeys>(p);
   return (Fresh(p.kv_len) + kKeys - 1) / kKeys;

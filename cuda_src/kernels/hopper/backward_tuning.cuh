@@ -1,6 +1,5 @@
-// Where the Hopper backward differs from its algorithm because of the compiler, or because that is measurably faster.
-// Each field has its reason; docs/design has the figures. ptxas "must not move work ahead" where that would spill
-// registers; Never() stops it (ptx/compiler.cuh).
+// Tuning of the Hopper backward: choices for the compiler, or by measurement. Each has its reason. docs/design has the
+// figures. Never() (ptx/compiler.cuh) keeps ptxas from moving code ahead where that would spill.
 #pragma once
 
 #include "hopper/backward_shape.cuh"
@@ -11,11 +10,11 @@
 namespace jax_flash::hopper::backward {
 
 struct Tuning {
-  static constexpr bool kHeadDimsUpTo64 = kQKDim <= 64 && kVDim <= 64;  // dK and dV take few registers
+  static constexpr bool kHeadDimsUpTo64 = kQKDim <= 64 && kVDim <= 64;  // dK and dV need few registers
 
-  // Registers of a thread; the three warpgroups have 504 together. The producer needs more for a block mask with other
-  // masks or with large tiles, for tiles of a bias, and for a warp that transposes, with 32 entries in each lane at a
-  // time. Large tiles with a soft cap leave it the fewest.
+  // Registers per thread. The three warpgroups have 504 together. The producer needs more for a block mask with other
+  // masks or with large tiles, for tiles of a bias, and for warps that transpose, with 32 entries in each lane. Large
+  // tiles with a soft cap leave it the fewest.
   static constexpr bool kTracksMuch =
       kTF32 || (kHeadDimsUpTo64 && kTiling.bias_tiles) || (!kPairs && kListed && (kRows == 128 || kCausal || kLocal));
   static constexpr int kProducerRegisters = kTracksMuch ? 56
@@ -24,28 +23,28 @@ struct Tuning {
                                                 : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
 
-  // dV += P^T dO can start before dS is known if there are registers for P both in f32 and packed.
+  // dV += P^T dO can start before dS is known, if there are registers for P both in f32 and packed.
   static constexpr bool kEarlyDV = kRows == 64;
   // The slopes of the soft cap, or of a score_mod if they depend on the score, are kept in the registers of dS. P is
-  // multiplied by them after the operand of dV has been packed (kSlopesJoinP). But dS is multiplied instead in two
-  // cases: slopes may be negative and dropout marks dropped entries by the sign of P, or gradients of captured arrays
-  // are sums of dS without slopes. Pairs, and block masks with wide heads, have no registers to keep the slopes of a
-  // soft cap. They recompute them from P = exp(s - L).
+  // multiplied by them after the operand of dV has been packed (kSlopesJoinP). In two cases dS is multiplied instead:
+  // if slopes may be negative while the sign of P marks dropped entries, and if gradients of captured arrays are sums
+  // of dS without slopes. Pairs, and block masks with wide heads, have no registers for the slopes of a soft cap. They
+  // recompute them from P = exp(s - L).
   static constexpr bool kFindsSlopes =
       kSoftCap && !kAddsToScores && (kRows == 128 || kPairs || (kListed && kQKDim > 96));
   static constexpr bool kKeepsSlopes = (kSoftCap && !kFindsSlopes) || kScoreSlopes;
   static constexpr bool kSlopesJoinP = !kCapturedGradients && !(kScoreSlopes && kDropout);
 
-  // S^T can start at -L / scale. Then subtracting L is free, and nothing waits for L. With 128 rows loading L first
-  // takes longer than that saves. (Starting explicitly at 0 tells the compiler that the previous S is dead.)
+  // S^T can start at -L / scale. Then subtracting L is free, and nothing waits for L. With 128 rows, loading L first
+  // costs more than that saves. Starting at an explicit 0 tells the compiler that the previous S is dead.
   static constexpr bool kStart = kRows == 64 && !(kTF32 && kSameKeys), kStartAtL = kStart && !kFormsScores;
 
-  // Scores that are formed entry by entry take registers. So the product for dP starts late, ...
+  // Scores that are formed entry by entry need registers. So the product for dP starts late, ...
   static constexpr bool kLateDP = kFormsScores && kRows == 64 && !kHeadDimsUpTo64;
-  // ... masks in memory are loaded after S (also for these masks of wide heads), ...
+  // ... masks in memory are loaded after S (also with these masks and wide heads), ...
   static constexpr bool kLateMaskFetch = kLateDP || (kRows == 64 && kQKDim > 96 && (kCausal || kLocal));
-  // (with a block mask and 128 rows, the loaded bits are folded into words at once; a mask_mod is evaluated while the
-  // tensor cores are busy)
+  // (with a block mask and 128 rows, loaded bits are packed immediately; a mask_mod is evaluated while the tensor cores
+  // compute)
   static constexpr bool kFoldsWords = kListed && kRows == 128, kEarlyMaskJoin = kMaskMod;
   // ... and a bias, or an array that a score_mod captures, is loaded a few entries at a time.
   static constexpr bool kBiasInParts =
@@ -57,40 +56,40 @@ struct Tuning {
   static constexpr bool kBehind = kDQ && (kRows == 128 || kHeadDimsUpTo64 ||
                                           !(kDropout || kSoftCap || kSegments || kModNeedsRegisters ||
                                             kBiasDType == DType::kF64 || (kListed && (kBias || kCausal || kWindow))));
-  // Does the first step of a tile of keys, which has no dQ yet, have its own code? That is 2 to 4% faster. But without
-  // a mask, or with only a causal one, ptxas then compiles the loop over the other steps differently, up to 2.5%
-  // slower, unless dQ is added in a fixed order. Other head dims spill.
+  // Does the first step of a kv tile, which has no dQ yet, have separate code? That is 2 to 4% faster. But without a
+  // mask, or with only a causal mask, ptxas then compiles the loop over the other steps differently, up to 2.5% slower,
+  // unless dQ is added in a fixed order. Other head dims spill.
   static constexpr bool kOwnFirst =
       kBehind && kRows == 128 && kQKDim == 64 && kVDim == 64 && (kLocal || kDropout || kListed || kOrdered);
-  // The step is read twice, to save registers. Is it read the second time only after dQ has been added?
+  // Is the second read of the step, which saves registers, after the addition of dQ?
   static constexpr bool kLateStepReread = kRows == 128 || kListed;
 
-  // Are positions and segments skipped in tiles that only the bits of their block mask? Dropout and a bias leave wide
-  // heads no registers for that.
+  // Are positions and segments skipped in tiles that are masked only by the bits of their block? Dropout and a bias
+  // leave wide heads no registers for that.
   static constexpr bool kBlockBitsAlone = kListed && (kPairs || kQKDim <= 96 || !(kDropout || kBias));
 
-  // Do all threads commit the stores of dV and dK, although only one of them stores? The commit itself is free, but
-  // ptxas then compiles the loop over tiles of Q differently: 2 to 6% faster, but 5% slower at head dim 128 if dQ is
-  // one step behind, or if dQ is added in a fixed order. With a block mask it may serialize wgmmas for lack of
-  // registers, and with dropout and 128 rows it spills.
+  // Do all threads commit the stores of dV and dK, although only one of them stores? The commit is free, but ptxas then
+  // compiles the loop over q tiles differently: 2 to 6% faster, but 5% slower at head dim 128 if dQ is one step behind
+  // or added in a fixed order. With a block mask it may serialize wgmmas for lack of registers, and with dropout and
+  // 128 rows it spills.
   static constexpr bool kAllCommit =
       !kListed && !kOrdered && (kRows == 128 ? !kDropout : !kBehind || (kQKDim <= 96 && kVDim <= 96));
 
-  // Is the scale read in every step? With these masks registers would spill otherwise.
+  // Is the scale loaded in every step? These masks would spill otherwise.
   static constexpr bool kLateScale =
       !kFormsScores && !kAlongside && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kLocal;
 
-  // ptxas must not move work ahead of the exponentials, after the masks, ...
+  // Code must not move ahead of the exponentials after the masks, ...
   static constexpr bool kStopAfterMask = (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kManyRanges)) ||
                                          ((kScoreMod || (kMaskMod && kSoftCap)) && !kHeadDimsUpTo64);
-  // ... of the exponentials of the second half of the rows, so that their L is not read earlier, ...
+  // ... of the exponentials of the second half of the rows, which would load their L earlier, ...
   static constexpr bool kStopInSoftmax =
       kRows == 128 ? kDropout && !kAlongside
                    : kQKDim > 96 && !kTF32 &&
                          (kTiling.bias_tiles || (kBias && kSoftCap) || (kListed && !kBias && (kSoftCap || !kDropout)));
-  // ... of the random words of dropout, ...
+  // ... of dropout's random words, ...
   static constexpr bool kStopBeforeZ = kDropout && (kFormsScores || kMaskMod);
-  // ... and of the last of these words.
+  // ... or of the last of these words.
   static constexpr bool kStopInZ = kDropout && kRows == 128;
 };
 

@@ -1,6 +1,6 @@
-// Tiles of a bias, which TMA loads with K in the forward and with Q in the backward, so that nobody waits for single
-// entries; and tiles of dbias, which TMA stores. In shared memory they are boxes of all rows of a tile and kBoxBytes of
-// keys, swizzled.
+// Tiles of a bias, which TMA loads with K in the forward and with Q in the backward, and tiles of dbias, which TMA
+// stores. So no thread waits for single entries. In shared memory they are swizzled boxes with all rows of a tile and
+// kBoxBytes of keys.
 #pragma once
 
 #include "ptx/tma.cuh"
@@ -11,14 +11,14 @@
 namespace jax_flash::hopper {
 
 constexpr bool kBiasTiles = kTiling.bias_tiles;
-constexpr int kBiasBytes = kBiasDType == DType::kF32 ? 4 : 2;  // of an entry
+constexpr int kBiasBytes = kBiasDType == DType::kF32 ? 4 : 2;  // bytes of an entry
 constexpr int kBiasBoxKeys = kBoxBytes / kBiasBytes;
 constexpr int kBiasBoxes = kBiasTiles ? kTiling.cols / kBiasBoxKeys : 0;
 constexpr int kBiasBox = kTiling.rows * kBoxBytes;  // bytes of a box
-constexpr int kBiasTile = kBiasBoxes * kBiasBox;    // of a tile
+constexpr int kBiasTile = kBiasBoxes * kBiasBox;    // bytes of a tile
 static_assert(!kBiasTiles || (kBias && kTiling.cols % kBiasBoxKeys == 0));
 
-// Begins to load the tile at (row, key). `barrier` has been told to expect its bytes.
+// Starts to load the tile at (row, key). `barrier` already expects its bytes.
 __device__ __forceinline__ void LoadBiasTile(const Params& p, uint8_t* to, const TensorMap* map, uint64_t* barrier,
                                              int row, int key, int head, int batch) {
   for (int b = 0; b < kBiasBoxes; ++b) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void LoadBiasTile(const Params& p, uint8_t* to, const
   }
 }
 
-// Prefetches the tile to the L2.
+// Prefetches the tile to L2.
 __device__ __forceinline__ void PrefetchBiasTile(const Params& p, const TensorMap* map, int row, int key, int head,
                                                  int batch) {
   for (int b = 0; b < kBiasBoxes; ++b) {
@@ -35,13 +35,13 @@ __device__ __forceinline__ void PrefetchBiasTile(const Params& p, const TensorMa
   }
 }
 
-// Begins to store the tile of dbias that has replaced the bias.
+// Starts to store the tile of dbias that has replaced the bias.
 __device__ __forceinline__ void StoreBiasTile(const uint8_t* from, const TensorMap* map, int row, int key, int head,
                                               int batch) {
   for (int b = 0; b < kBiasBoxes; ++b) TmaStore(map, from + b * kBiasBox, key + b * kBiasBoxKeys, row, head, batch);
 }
 
-// Two entries of 16 bits as floats, and back.
+// Two 16-bit entries as floats, and the inverse.
 __device__ __forceinline__ float2 UnpackBias(uint32_t packed) {
   if constexpr (kBiasDType == DType::kF16) {
     float2 x;
@@ -64,7 +64,7 @@ __device__ __forceinline__ uint32_t PackBias(float low, float high) {
 }
 
 // Addresses of 16 x 16 entries of a tile. A lane has 8 of them, in the order of an accumulator. `rows` is the first of
-// the 16 rows in the first box, `key` the first of the 16 keys of the tile.
+// the 16 rows in the first box. `key` is the first of the 16 keys in the tile.
 template <bool kTransposed>
 struct BiasPlaces {
   const uint8_t* const box;
@@ -76,14 +76,14 @@ struct BiasPlaces {
         chunk(key % kBiasBoxKeys * kBiasBytes / 16),
         lane(threadIdx.x % 32) {}
 
-  // For entries of 16 bits: a matrix has 8 x 8 entries, and each lane gives the address of a row of one.
+  // For 16-bit entries: a matrix has 8 x 8 entries, and each lane passes the address of a row of one matrix.
   __device__ __forceinline__ uint32_t Matrices() const {
     const int row = kTransposed ? lane / 16 * 8 + lane % 8 : lane % 16;
     const int c = chunk + (kTransposed ? lane / 8 % 2 : lane / 16);
     return SharedAddress(box + row * kBoxBytes + (c ^ row % 8) * 16);
   }
 
-  // For entries of 32 bits: the address of the i-th entry of a lane. Entry i + 1 follows in memory, unless kTransposed.
+  // For 32-bit entries: the address of a lane's i-th entry. Entry i + 1 follows in memory, unless kTransposed.
   __device__ __forceinline__ float* Entry(int i) const {
     const View<kTransposed> view = {kTransposed ? lane % 4 * 2 : lane / 4, kTransposed ? lane / 4 : lane % 4 * 2};
     const int h = i / 2 % 2, x = i / 4 * 2 + i % 2, r = view.Row(h, x), k = view.Key(h, x);
@@ -92,7 +92,7 @@ struct BiasPlaces {
   }
 };
 
-// Adds 16 x 16 entries of the bias to S, or to its transpose. `S` is this lane's part of it.
+// Adds 16 x 16 entries of the bias to this lane's part of S, or of its transpose.
 template <bool kTransposed>
 __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float* S) {
   const BiasPlaces<kTransposed> places(rows, key);
@@ -114,7 +114,7 @@ __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float*
     for (int i = 0; i < 8; i += 2) {
       if constexpr (kTransposed) {
         S[i] = WithBias(S[i], *places.Entry(i)), S[i + 1] = WithBias(S[i + 1], *places.Entry(i + 1));
-      } else {  // lanes of odd rows read the two entries in the other order, to avoid bank conflicts
+      } else {  // lanes of odd rows read the two entries in reverse order, to avoid bank conflicts
         const int odd = places.lane / 4 % 2;
         const float first = places.Entry(i)[odd], second = places.Entry(i)[1 - odd];
         S[i] = WithBias(S[i], odd ? second : first), S[i + 1] = WithBias(S[i + 1], odd ? first : second);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float*
   }
 }
 
-// Stores 16 x 16 entries there. `x` is this lane's part of them.
+// Stores this lane's part of 16 x 16 entries.
 __device__ __forceinline__ void PutBiasTile(uint8_t* rows, int key, const float* x) {
   const BiasPlaces<false> places(rows, key);
   if constexpr (kBiasBytes == 2) {

@@ -1,9 +1,9 @@
-// Rows of a tile in shared memory that are set to 0 after the tile has landed.
+// Clearing of rows of a tile in shared memory after the tile has arrived.
 //
-// wgmma multiplies whole tiles, and 0 times NaN is NaN. So rows whose content must not matter (empty rows of Q and dO,
-// and keys beyond the length) are cleared before a consumer reads them. The producer thread does this: it counts the
-// loads of such a tile at a separate barrier, waits for them, and then copies zeros over the rows by TMA. The barrier
-// of the consumers counts these copies instead of the loads. Consumers need no special case.
+// wgmma multiplies whole tiles, and 0 times NaN is NaN. So some rows must be cleared before a consumer reads them:
+// empty rows of Q and dO, and keys beyond the length. The producer thread does this. It counts the loads of such a tile
+// at a separate barrier, waits for them, and then copies zeros over the rows by TMA. The consumers' barrier counts
+// these copies instead of the loads. Consumers need no special case.
 #pragma once
 
 #include "hopper/shared_tile.cuh"
@@ -16,7 +16,7 @@ constexpr int kMostCleared = 256;  // rows of a box
 
 __device__ uint4 zero_rows[kMostCleared * kBoxBytes / sizeof(uint4)];
 
-// Clears the rows [first, first + count) of a tile; the bytes are counted by `barrier`.
+// Clears rows [first, first + count) of a tile. `barrier` counts the bytes.
 template <int kRows, int kBoxes>
 __device__ __forceinline__ void ClearRows(SharedTile<kRows, kBoxes> tile, int first, int count, uint64_t* barrier) {
 #pragma unroll 1
@@ -24,7 +24,7 @@ __device__ __forceinline__ void ClearRows(SharedTile<kRows, kBoxes> tile, int fi
     BulkLoad(tile.Box(b) + first * kBoxBytes, zero_rows, count * kBoxBytes, barrier);
 }
 
-// The same for all rows from `first` on, which are all bytes that the barrier's phase waits for.
+// The same for all rows from `first` on. The barrier's phase waits for no other bytes.
 template <int kRows, int kBoxes>
 __device__ __forceinline__ void ClearRowsFrom(SharedTile<kRows, kBoxes> tile, int first, uint64_t* barrier) {
   const int count = kRows - first;
@@ -32,10 +32,10 @@ __device__ __forceinline__ void ClearRowsFrom(SharedTile<kRows, kBoxes> tile, in
   ClearRows(tile, first, count, barrier);
 }
 
-// The barrier, in shared memory, for the loads of a tile that has to be cleared; one tile at a time.
+// The barrier for the loads of a tile that must be cleared, one tile at a time.
 struct LandingBarrier {
   uint64_t barrier;
-  uint32_t parity;  // in shared memory, since the producer has no register for it
+  uint32_t parity;  // in shared memory, because the producer has no free register
 
   __device__ __forceinline__ void Init() {
     MbarrierInit(&barrier, 1);
@@ -47,17 +47,17 @@ struct LandingBarrier {
   }
 };
 
-// The empty rows of a tile of Q or dO: a bit for each. It is in shared memory; only the producer reads it.
+// The empty rows of a tile of Q or dO, one bit each. It is in shared memory; only the producer reads it.
 template <int kRows>
 struct EmptyRows {
   static constexpr int kWords = kRows / 32;
   uint32_t words[kWords];
-  // Counted when the bits are read, while the tile has not landed: afterwards consumers would wait for the count.
+  // Counted when the bits are read, before the tile has arrived. Later, consumers would wait for the count.
   int first, count;
   bool one_run;  // are these rows consecutive?
 
-  // Reads the bits from scratch; returns whether any is set. (From the L2, since another head may have used this memory
-  // before: hopper/backward_alongside.cuh.)
+  // Reads the bits from scratch, and returns whether any is set. It reads from L2, because another head may have used
+  // this memory before (hopper/backward_alongside.cuh).
   __device__ __forceinline__ bool Read(const uint32_t* bits) {
     int lowest = kRows, highest = -1, total = 0;
 #pragma unroll
@@ -73,7 +73,7 @@ struct EmptyRows {
     return total != 0;
   }
 
-  // Clears these rows of a tile, run by run; the bytes are all that the barrier's phase waits for.
+  // Clears these rows of a tile, run by run. The barrier's phase waits for no other bytes.
   template <int kBoxes>
   __device__ __forceinline__ void Clear(SharedTile<kRows, kBoxes> tile, uint64_t* barrier) const {
     MbarrierArriveExpectTx(barrier, kBoxes * count * kBoxBytes);

@@ -1,7 +1,7 @@
-// The Hopper forward: Algorithm 2 of the paper with its loops exchanged. Each CTA keeps one tile of Q and loops over
-// tiles of K and V.
+// Hopper forward kernel: Algorithm 2 of the paper with its loops exchanged. Each CTA keeps one tile of Q, and loops
+// over tiles of K and V.
 //
-// Roles. One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup has 64 rows of Q and O:
+// Roles. One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup owns 64 rows of Q and O:
 //   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
 //
 // Overlap. A consumer issues S of the next tile together with P V of the current one, so the tensor cores stay busy
@@ -9,22 +9,22 @@
 // ping-pong schedule of FlashAttention-3).
 //
 // Masks. The loop over K and V runs from right to left. Only tiles at either end of the visible range are masked. With
-// a block mask, whose blocks are whole tiles, a thread of the producer warpgroup walks the list of non-empty blocks and
-// tells the consumers which tile comes next.
+// a block mask, blocks consist of whole tiles. A thread of the producer warpgroup walks the list of non-empty blocks
+// and tells the consumers which tile comes next.
 //
-// Few keys in a tile. If a tile has 256 rows and a mask, each warpgroup visits only the tiles of K and V that its own
-// 64 rows see, and skips the others. Then warpgroups take no turns.
+// Few keys in a tile. If a tile has 256 rows and a mask, each warpgroup visits only the kv tiles that its own 64 rows
+// see, and skips the others. Then warpgroups do not take turns.
 //
-// Few rows in a tile. If the warpgroups outnumber the groups of 64 rows, two warpgroups share 64 rows: one has the
+// Few rows in a tile. If there are more warpgroups than groups of 64 rows, two warpgroups share 64 rows. One has the
 // first half of the keys of each tile, the other the second half. At the end they merge their O, m and l (split-KV
 // within a CTA).
 //
-// f32 is computed as TF32; TMA rounds Q, K and V. Q stays in registers, which saves bandwidth of shared memory. V lands
+// f32 is computed as TF32; TMA rounds Q, K and V. Q stays in registers, which saves shared memory bandwidth. V arrives
 // box by box, and the other warps of the producer warpgroup transpose it.
 //
-// The host launches at most one CTA for each multiprocessor, with kThreads threads and `jax_flash_shared_bytes` of
-// shared memory. Boxes have kBoxRows rows in the tensor maps of Q and O, and kKeys rows in those of K and V. Columns
-// beyond the head dim arrive as zeros, and are not stored in O.
+// The host launches at most one CTA for each SM, with kThreads threads and `jax_flash_shared_bytes` of shared memory.
+// TMA boxes have kBoxRows rows for Q and O, and kKeys rows for K and V. Columns beyond the head dim arrive as zeros,
+// and are not stored in O.
 #pragma once
 
 #include "hopper/forward_epilogue.cuh"
@@ -36,8 +36,8 @@ namespace jax_flash::hopper::forward {
 struct Consumer : Epilogue {
   using Epilogue::Epilogue;
 
-  // Computes S and P of tile j of K. Adds P V of the previous tile, which is to the right of tile j, to O. The numbers
-  // are lines of Algorithm 2. `inside`: the tile is masked by the bits of its block alone.
+  // Computes S and P of tile j of K. Adds P V of the previous tile, on the right of tile j, to O. Numbers are lines of
+  // Algorithm 2. `inside`: only the bits of its block mask the tile.
   template <bool kMasked>
   __device__ __forceinline__ void ComputeSTile(const QTile& tile, int j, bool last, bool inside = false) {
     float alpha[2], shift[2];
@@ -45,7 +45,7 @@ struct Consumer : Epilogue {
     WaitForK();                            // before the turn, which others wait for
     TakeTurn();
     IssueS();  // 10
-    IssueO();  // 15, of the tile before
+    IssueO();  // 15, for the previous tile
     PassTurn();
     DrawZ(tile, j);
     WgmmaWait<1>();
@@ -68,19 +68,18 @@ struct Consumer : Epilogue {
     if (!Tuning::kEarlyPack) PackP();
   }
 
-  // With a block mask: waits for the next tile of K, and returns which one it is.
+  // With a block mask: waits for the next tile of K, and returns its description.
   __device__ __forceinline__ ListedTile Listed() {
     MbarrierWait(&shared.k_full[k.index], k.parity);
     return {Uniform(shared.listed[k.index].word)};
   }
 
-  // Computes one tile of O: one iteration of line 8, with the loop of line 6 inside. Returns false if the producer has
-  // no more tiles.
+  // Computes one tile of O: one iteration of line 8, with the loop of line 6 inside. Returns false at the end.
   __device__ __forceinline__ bool ComputeOTile(const TensorMap* o_map) {
     SyncWarp();  // all lanes have read the previous tile, before q_empty is signalled
     MbarrierWait(&shared.q_full[q.Index()][row_group], q.Parity());
-    // The tile stays in shared memory to save registers. Only the bounds of the loop are in registers. All threads read
-    // the same bounds; Uniform tells the compiler.
+    // The tile stays in shared memory to save registers. Only the loop bounds are in registers. All threads read equal
+    // bounds, and Uniform tells the compiler.
     const QTile& tile = shared.tile[q.position][row_group];
     const int begin = kLocal || kListed ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
     const int unmasked_begin = kLocal ? Uniform(tile.visible.every_lo) : 0;
@@ -181,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     SetMaxRegistersUp<Tuning::kConsumerRegisters>();
     Consumer consumer(p, shared);
     while (consumer.ComputeOTile(&o_map)) consumer.q.Next();
-    TmaWaitRead<0>();  // a CTA may not end before O has left its shared memory
+    TmaWaitRead<0>();  // a CTA must not exit before O has left its shared memory
   }
 }
 

@@ -1,5 +1,5 @@
-// The epilogue of the Hopper forward: a consumer warpgroup writes O, l and m (lines 15 and 16 of Algorithm 2), once for
-// each tile of Q.
+// The epilogue of the Hopper forward. A consumer warpgroup writes O, l and m (lines 15 and 16 of Algorithm 2), once for
+// each q tile.
 #pragma once
 
 #include "hopper/forward_softmax.cuh"
@@ -10,8 +10,8 @@ namespace jax_flash::hopper::forward {
 struct Epilogue : Probabilities {
   using Probabilities::Probabilities;
 
-  // If two warpgroups share 64 rows, the one with the first half of the keys sends its partial O, m and l to the other
-  // one, and continues with the next tile. It is the first to finish.
+  // If two warpgroups share 64 rows, the first half of the keys finishes first. Its warpgroup sends its partial O, m
+  // and l to the other warpgroup, and continues with the next tile.
   __device__ __forceinline__ void Finish(const QTile& tile, const TensorMap* o_map) {
     if (kKeyGroups == 1) {
       Write(tile, o_map);
@@ -53,9 +53,9 @@ struct Epilogue : Probabilities {
     BarrierArrive(kPartialFree + row_group, 2 * kWarpgroup);
   }
 
-  // Writes O, l and m of a tile whose rows are all fully masked.
+  // Writes O, l and m of a tile in which all rows are fully masked.
   __device__ __forceinline__ void WriteEmpty(const QTile& tile) {
-    constexpr int kChunks = kVDim * kOutputBytes / 16;  // of a row
+    constexpr int kChunks = kVDim * kOutputBytes / 16;  // in a row
     const int thread = threadIdx.x % kWarpgroup, row0 = tile.row + 64 * row_group;
     const int rows = key_group == 0 ? min(64, p.q_len - row0) : 0;
     if (thread < rows) {
@@ -90,9 +90,9 @@ struct Epilogue : Probabilities {
 
   // Writes O by TMA through boxes in shared memory.
   __device__ __forceinline__ void WriteBoxes(const QTile& tile, const TensorMap* o_map, const float (&factor)[2]) {
-    using SharedO = SharedTile<kBoxRows, kVBoxes>;  // of which shared memory may have two boxes only
+    using SharedO = SharedTile<kBoxRows, kVBoxes>;  // shared memory may have only two of its boxes
     const SharedO o{kOInQ ? shared.q[q.Index()][row_group] : shared.o[row_group]};
-    constexpr int kAtOnce = kOInQ || kOBoxes == kVBoxes ? kVBoxes : 1;  // boxes; if one, two take turns
+    constexpr int kAtOnce = kOInQ || kOBoxes == kVBoxes ? kVBoxes : 1;  // boxes at a time; if 1, two boxes alternate
     static_assert(kAtOnce == kVBoxes || kOBoxes == 2);
 #pragma unroll
     for (int first = 0; first < kVBoxes; first += kAtOnce) {

@@ -1,4 +1,4 @@
-// The producer warpgroup of the Hopper forward: one thread loads Q, K and V; for f32 the other warps transpose V.
+// The producer warpgroup of the Hopper forward. One thread loads Q, K and V. For f32 the other warps transpose V.
 #pragma once
 
 #include "hopper/forward_scheduler.cuh"
@@ -11,11 +11,11 @@ struct Producer {
   const Params& p;
   Shared& shared;
   const TensorMap *q_map, *k_map, *v_map, *bias_map;
-  Ring<kStages> at;  // of the next tile of V; K is at most one tile ahead of it
+  Ring<kStages> at;  // the buffer of the next tile of V; K is at most one tile ahead of it
   Ring<kLandings> landing;
   PackedRing<kQBuffers> q;
 
-  // Loads tile j of K, and the tile of the bias for this tile of Q and of K.
+  // Loads tile j of K, and the tile of the bias for this q tile and kv tile.
   __device__ __forceinline__ void LoadK(Ring<kStages> k, int j, int head, int batch, const QTile& tile,
                                         ListedTile listed = {}) {
     MbarrierWait(&shared.k_empty[k.index], k.parity ^ 1);
@@ -44,7 +44,7 @@ struct Producer {
   }
 
   // Loads boxes of tile j of V, from box `first` on. Keys beyond kv_length are set to 0: their P is 0, but 0 times a
-  // NaN in V would be NaN.
+  // NaN in V is NaN.
   template <int kCount>
   __device__ __forceinline__ void LoadBoxesOfV(SharedTile<kKeys, kCount> boxes, uint64_t* full, int first, int j,
                                                int head, int batch) {
@@ -59,7 +59,7 @@ struct Producer {
     ClearRowsFrom(boxes, max(there, 0), full);
   }
 
-  // Waits for a free landing buffer. Tells the warp that owns it whether another box of V comes.
+  // Waits for a free landing buffer. Tells its warp whether another box of V comes.
   __device__ __forceinline__ void WaitForLanding(bool more) {
     MbarrierWait(&shared.transposed[landing.index], landing.parity ^ 1);
     shared.more[landing.index] = more;
@@ -73,7 +73,7 @@ struct Producer {
     }
   }
 
-  // Passes the tile to all consumers, and loads its Q. (With a block mask there are no registers to unroll the loop.)
+  // Passes the tile to all consumers, and loads its Q. With a block mask there are no registers to unroll the loop.
   __device__ __forceinline__ void LoadQ(const QTile& tile, bool empty) {
 #pragma unroll(kListed ? 1 : kRowGroups)
     for (int w = 0; w < kRowGroups; ++w) {
@@ -106,8 +106,8 @@ struct Producer {
     if (kTF32) EndLanding();
   }
 
-  // Loads everything for a tile of O. The schedule is asked for the next tile before the last tile of V is loaded,
-  // since its answer takes a while.
+  // Loads everything for a tile of O. The next tile is requested from the scheduler before the last tile of V is
+  // loaded, to hide the latency of the atomic.
   template <typename Rows>
   __device__ __forceinline__ void Load(const QTile& tile, Rows* rows) {
     const bool empty = tile.visible.any_lo == tile.visible.any_hi;
@@ -125,7 +125,7 @@ struct Producer {
     }
   }
 
-  // With a block mask: loads all tiles that a ListReader or a PrefetchedLists finds.
+  // With a block mask: loads all tiles from a ListReader or PrefetchedLists.
   template <typename List>
   __device__ __forceinline__ void RunListed(List list) {
     while (list.NextTile()) {
@@ -144,10 +144,10 @@ struct Producer {
   }
 };
 
-// For f32: a warp that transposes every kTransposers-th box of V. It also waits for the boxes of the other warps and
+// TF32: a warp that transposes every kTransposers-th box of V. It also waits for the boxes of the other warps and
 // arrives at their barriers. Otherwise a barrier could be two phases ahead, and a wait on its parity would succeed too
-// early. (At v_empty it waits only for its own boxes: K of the next tile is loaded before V of this one, which keeps
-// the phases together.)
+// early. At v_empty it waits only for its own boxes: K of the next tile is loaded before V of this tile, which keeps
+// the phases together.
 struct Transposer {
   Shared& shared;
   Ring<kLandings> landing;

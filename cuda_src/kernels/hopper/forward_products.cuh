@@ -9,8 +9,8 @@ namespace jax_flash::hopper::forward {
 
 constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
 
-// Named barriers, each the first of several: one for each consumer warpgroup, or for each row group. 0 is that of
-// __syncthreads.
+// Named barriers. Each name is the first of several: one for each consumer warpgroup, or for each row group.
+// __syncthreads uses 0.
 enum NamedBarrier {
   kWarpgroupBarrier = 1,
   kTurnBarrier = kWarpgroupBarrier + kConsumers,
@@ -18,7 +18,7 @@ enum NamedBarrier {
   kPartialFree = kPartialFull + kRowGroups   // ... and have been read
 };
 
-// A consumer warpgroup has 64 rows, and all keys of a tile or half of them. A lane has two of the rows: Row and Row
+// A consumer warpgroup owns 64 rows, and all keys of a tile or half of them. Each lane has two of the rows: Row and Row
 // + 8.
 struct Warpgroup {
   const Params& p;
@@ -35,7 +35,7 @@ struct Warpgroup {
         key_group(kKeyGroups > 1 ? warpgroup / kRowGroups : 0),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32) {
-    if (warpgroup == kConsumers - 1) PassTurn();  // the first warpgroup begins
+    if (warpgroup == kConsumers - 1) PassTurn();  // the first warpgroup starts
     if (kKeyGroups > 1 && key_group == 1) BarrierArrive(kPartialFree + row_group, 2 * kWarpgroup);
   }
 
@@ -45,7 +45,7 @@ struct Warpgroup {
   __device__ __forceinline__ int Column(int j) const { return j * kKeys + key_group * kWarpgroupKeys; }
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(kWarpgroupBarrier + warpgroup, kWarpgroup); }
-  // With kOwnKeys warpgroups are at different tiles and take no turns.
+  // With kOwnKeys, warpgroups are at different tiles and do not take turns.
   __device__ __forceinline__ void TakeTurn() {
     if (!kOwnKeys) BarrierSync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
   }
@@ -78,11 +78,11 @@ struct Products : Warpgroup {
     const int fresh_lane = Fresh(lane);
 #pragma unroll
     for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], rows.Matrices(fresh_lane, d));
-    FenceProxyAsync();  // before the next Q comes
+    FenceProxyAsync();  // before TMA writes the next Q
   }
 
   __device__ __forceinline__ void WaitForK() {
-    if (!kListed) MbarrierWait(&shared.k_full[k.index], k.parity);  // with a block mask Listed has waited
+    if (!kListed) MbarrierWait(&shared.k_full[k.index], k.parity);  // with a block mask, Listed has waited
   }
 
   // S = Q K^T
@@ -115,7 +115,7 @@ struct Products : Warpgroup {
     MbarrierWait(&shared.v_full[v.index], v.parity);
     WgmmaFence();
     const auto b = SharedV{shared.v[v.index]}.MNMajor(key_group * kWarpgroupKeys);
-    // f32: V^T in the place of V. A K-major operand ignores the distance between boxes, which the descriptor has too.
+    // f32: V^T replaces V. A K-major operand ignores the distance between boxes in the descriptor.
     const KMajorOperand<kVBoxes * kBoxColumns> b_transposed{b.descriptor};
 #pragma unroll
     for (int c = 0; c < kWarpgroupKeys / kStep; ++c) {

@@ -1,5 +1,5 @@
-// The tile scheduler of the Hopper forward: which tile of O comes next, and which tiles of K and V it sees. Tiles come
-// from ranges, or with a block mask from lists.
+// The tile scheduler of the Hopper forward: the next tile of O, and the kv tiles that it sees. Tiles come from ranges,
+// or with a block mask from lists.
 #pragma once
 
 #include "hopper/forward_tiles.cuh"
@@ -8,7 +8,7 @@
 
 namespace jax_flash::hopper::forward {
 
-// The tiles of K and V that some of the rows [i0, i1) see, and the tiles that all of them see entirely.
+// The kv tiles that some of the rows [i0, i1) see, and the kv tiles that are fully visible to all these rows.
 __device__ __forceinline__ Visible TilesOf(const Params& p, int batch, int i0, int i1) {
   const Visible keys = KeysOf(p, PositionsOf(p, batch), batch, i0, i1);
   const int begin = keys.any_lo / kKeys;
@@ -24,7 +24,7 @@ __device__ __forceinline__ auto MakeSchedule(const Params& p) {
   }
 }
 
-// Finds the next tile of O; returns false when there are no more.
+// Finds the next tile of O. Returns false at the end.
 template <typename Rows>
 __device__ __forceinline__ bool Next(const Params& p, Rows* rows, QTile* tile) {
   const int heads = p.batch * p.q_heads, tiles = (p.q_len + kRows - 1) / kRows;
@@ -37,8 +37,8 @@ __device__ __forceinline__ bool Next(const Params& p, Rows* rows, QTile* tile) {
   return true;
 }
 
-// The part of a tile that a warpgroup computes. The result is clamped to the tiles that are loaded: ranges from the
-// user may be inconsistent.
+// The part of a tile that a warpgroup computes. It is clamped to the loaded tiles, because the user's ranges may be
+// inconsistent.
 __device__ __forceinline__ QTile PartOf(const Params& p, const QTile& tile, int row_group, SkippedTiles* skipped) {
   QTile part = tile;
   const int row = tile.row + 64 * row_group;
@@ -50,7 +50,7 @@ __device__ __forceinline__ QTile PartOf(const Params& p, const QTile& tile, int 
   return part;
 }
 
-// With a block mask: iterates over the tiles of O, and for each over the tiles of K and V that it sees.
+// With a block mask: visits the tiles of O, and for each the kv tiles that it sees.
 struct ListReader {
   const Params& p;
   QTile tile;
@@ -58,7 +58,7 @@ struct ListReader {
   ListedKeys<kKeys> keys;
 
   __device__ __forceinline__ const QTile& Tile() const { return tile; }
-  // Goes to the next tile; returns false when there are no more.
+  // Moves to the next tile. Returns false at the end.
   __device__ __forceinline__ bool NextTile() {
     constexpr int kTiles = kTilesOfRow<kRows>;
     const int q_heads = Fresh(p.q_heads);
@@ -84,13 +84,13 @@ struct ListReader {
   }
 };
 
-// A thread that reads the lists ahead of the thread that loads tiles. To find a tile takes four dependent reads: the
+// A thread that reads the lists ahead of the thread that loads tiles. Finding a tile takes four dependent reads: the
 // counter, the list, its members, and their kinds. Together they take as long as the computation of a short list.
 struct ListPrefetcher {
   const Params& p;
   Shared& shared;
   Ring<kPrefetchDepth> at;
-  // One more than tiles of K and V, so that tiles of O need no barriers of their own.
+  // One more than kv tiles, which makes separate barriers for tiles of O unnecessary.
   Ring<kPrefetchDepth + 1> tiles;
 
   __device__ __forceinline__ void Run() {
@@ -124,7 +124,7 @@ struct ListPrefetcher {
   }
 };
 
-// Iterates over what a ListPrefetcher has read; it has the functions of ListReader.
+// Visits the tiles that a ListPrefetcher has read, with the interface of ListReader.
 struct PrefetchedLists {
   Shared& shared;
   Ring<kPrefetchDepth> at;

@@ -26,7 +26,7 @@ struct Probabilities : Products {
     return positions;
   }
 
-  // Begins to load the masks of this lane's rows in tile j, if they are in memory.
+  // Starts to load the masks of this lane's rows in tile j, if they are in memory.
   template <bool kMasked>
   __device__ __forceinline__ void FetchMasks(const QTile& tile, int j, bool inside) {
     if (!kMasked || !kLookedUp) return;
@@ -41,7 +41,7 @@ struct Probabilities : Products {
     if (!inside) seen.Join(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
   }
 
-  // Turns q_i k_j into s_ij with the tile of the bias, which was loaded with K.
+  // Replaces q_i k_j by s_ij, with the tile of the bias that was loaded with K.
   __device__ __forceinline__ void AddBias() {
     Pin(S);
     Cap(p, S);
@@ -53,12 +53,12 @@ struct Probabilities : Products {
       if (Tuning::kBiasInParts && c % 32 == 0 && Never()) return;
       AddBiasTile<false>(rows, key_group * kWarpgroupKeys + c, S + c / 2);
     }
-    FenceProxyAsync();                          // before the next tile of the bias comes to the same place
-    if (kBiasDType == DType::kF32) SyncWarp();  // each lane reads for itself, and one lane releases the tile for all
+    FenceProxyAsync();                          // before TMA overwrites the tile of the bias
+    if (kBiasDType == DType::kF32) SyncWarp();  // every lane reads the tile, but one lane releases it
   }
 
-  // Turns q_i k_j into s_ij, unless AddBias has done so, and sets masked entries to -inf. Without kFormsScores the
-  // scale is not applied here but in the exponent.
+  // Replaces q_i k_j by s_ij, unless AddBias has done so, and sets masked entries to -inf. Without kFormsScores, the
+  // exponent applies the scale instead.
   template <bool kMasked>
   __device__ __forceinline__ void ToScores(const QTile& tile, int j) {
     const Score score(p, tile.batch, tile.head);
@@ -78,7 +78,7 @@ struct Probabilities : Products {
     }
   }
 
-  // kWithin: all entries are known to be within T and S, and the positions of the queries within those of the keys.
+  // kWithin: all entries are known to be within T and S, and the queries' positions within the keys.
   template <bool kWithin>
   __device__ __forceinline__ void FormScores(const Score& score, const View<false>& view) {
 #pragma unroll
@@ -90,7 +90,7 @@ struct Probabilities : Products {
     if (program::kLessWithin) PinApart<kWithin>(S);
   }
 
-  // Updates the row maxima m. O has to be multiplied by alpha. `shift` is subtracted in the exponents.
+  // Updates the row maxima m. O must be multiplied by alpha. Exponents subtract `shift`.
   __device__ __forceinline__ void Maximum(float (&alpha)[2], float (&shift)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -100,13 +100,13 @@ struct Probabilities : Products {
     }
   }
 
-  // Turns S into P, and adds its row sums to l.
+  // Replaces S by P, and adds its row sums to l.
   __device__ __forceinline__ void Exponentials(const float (&shift)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) softmax.Exponentials(S, h, shift[h]);
   }
 
-  // Draws the dropout mask Z of tile j.
+  // Generates the dropout mask Z of tile j.
   __device__ __forceinline__ void DrawZ(const QTile& tile, int j) { z.Draw(p, Row(tile), Column(j)); }
 
   // Packs Z P as the left operand of P V.

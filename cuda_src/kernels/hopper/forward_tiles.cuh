@@ -15,18 +15,18 @@ constexpr int kVBoxes = Boxes(kVDim);            // of V and O
 using SharedQ = SharedTile<kBoxRows, kQKBoxes>;  // of the 64 rows of a row group
 using SharedK = SharedTile<kKeys, kQKBoxes>;
 using SharedV = SharedTile<kKeys, kVBoxes>;
-using SharedVTransposed = SharedTile<kVBoxes * kBoxColumns, Boxes(kKeys)>;  // f32: V^T in the place of V
+using SharedVTransposed = SharedTile<kVBoxes * kBoxColumns, Boxes(kKeys)>;  // f32: V^T, which replaces V
 constexpr int kTransposers = 3;                                             // warps
 constexpr int kLandings = kWarpgroupKeys < 64 ? 8 : 4;    // boxes of V in flight, before they are transposed
 constexpr bool kPrefetchesLists = kListed && !kTF32;      // does a thread read lists ahead of the loads?
-constexpr int kPrefetchDepth = kPrefetchesLists ? 8 : 1;  // how many tiles of K and V it may be ahead
-// O is stored through its own shared memory, so the next tile of Q can be loaded at the same time. O has room for the
-// whole tile, or for two boxes in turn. Without room for two boxes, O is stored through the memory of Q (kOInQ). With
-// room for two tiles of Q, the next tile is loaded while the current one is computed.
+constexpr int kPrefetchDepth = kPrefetchesLists ? 8 : 1;  // the maximum number of kv tiles that it is ahead
+// O is stored through separate shared memory, so the next tile of Q can be loaded at the same time. O has room for the
+// whole tile, or for two alternating boxes. Without room for two boxes, O is stored through the memory of Q (kOInQ).
+// With room for two tiles of Q, the next tile is loaded while the current one is computed.
 constexpr int kQBytes = kRowGroups * SharedQ::kBytes;
 constexpr int kKVBytes =
     (SharedK::kBytes + SharedV::kBytes + kBiasTile) * kStages + (kTF32 ? kLandings * SharedV::kBox + 1024 : 0);
-constexpr int kPartialValues = kVDim / 2 + 6;  // of a thread: its O, and m, l and reference of its two rows
+constexpr int kPartialValues = kVDim / 2 + 6;  // per thread: its O, and m, l and reference of its two rows
 constexpr int kPartialBytes = kKeyGroups > 1 ? kRowGroups * kPartialValues * kWarpgroup * 4 : 0;
 constexpr int kRoom = 226 * 1024 - kKVBytes - kPartialBytes;                 // for Q and O
 constexpr int kRoomForO = (kRoom - kQBytes) / (kRowGroups * SharedQ::kBox);  // boxes of each row group
@@ -37,26 +37,26 @@ static_assert(kKeyGroups == 1 || !kOInQ);
 static_assert(!kOInQ || kVBoxes <= kQKBoxes);
 
 // Does each warpgroup visit only the keys that its own 64 rows see? With 256 rows in a tile, these are clearly fewer
-// than the keys that all rows see. Warpgroups are then at different tiles of K and V and take no turns. Four warpgroups
+// than the keys that all rows see. Then warpgroups are at different kv tiles and do not take turns. Four warpgroups
 // overlap well without turns.
 constexpr bool kOwnKeys = (kCausal || kLocal) && !kListed && kRowGroups == 4;
 
-// A tile of O, and the tiles of K and V that it sees. With a block mask, `visible` counts keys instead of tiles.
+// A tile of O, and the kv tiles that it sees. With a block mask, `visible` counts keys instead of tiles.
 struct QTile {
   int row, head, batch;
   Visible visible;
 };
 
-// How many tiles of K and V a warpgroup skips, because only the rows of other warpgroups see them: before the first
-// tile that it computes, which are on the right, and after the last one.
+// The number of kv tiles that a warpgroup skips because only other warpgroups' rows see them: on the right, before its
+// first tile, and on the left, after its last tile.
 struct SkippedTiles {
   int before, after;
 };
 
-// With a block mask: the next tile of K and V.
+// With a block mask: the next kv tile.
 struct ListedTile {
   int word = -1;  // 8 j + 4 inside + 2 masked + last; < 0: no tile
-  int elements;   // ElementsOf its block
+  int elements;   // ElementsOf the tile's block
 
   __device__ __forceinline__ bool Exists() const { return word >= 0; }
   __device__ __forceinline__ int J() const { return word >> 3; }
@@ -72,7 +72,7 @@ struct Shared {
   alignas(1024) uint8_t v[kStages][SharedV::kBytes];                                                  // f32: V^T
   alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with k
   uint64_t q_full[kQBuffers][kRowGroups], q_empty[kQBuffers][kRowGroups];
-  QTile tile[2 * kQBuffers][kRowGroups];  // comes with q, stays until the next tile's q goes
+  QTile tile[2 * kQBuffers][kRowGroups];  // comes with q; valid until the q of the next tile is released
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
   LandingBarrier uncleared;                   // counts loads of V that the producer clears
@@ -80,12 +80,12 @@ struct Shared {
   ListedTile prefetched[kPrefetchDepth];      // by the ListPrefetcher
   QTile prefetched_tile[kPrefetchDepth + 1];  // comes with the first of them
   uint64_t prefetched_full[kPrefetchDepth], prefetched_empty[kPrefetchDepth];
-  // O, m and l of the first half of the keys, on their way to the warpgroup with the second half.
+  // O, m and l of the first half of the keys, for the warpgroup with the second half.
   float partial[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kPartialValues : 1][kKeyGroups > 1 ? kWarpgroup : 1];
-  // f32: boxes of V before they are transposed.
+  // TF32: boxes of V before they are transposed.
   uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];
-  bool more[kTF32 ? kLandings : 1];  // true: a box comes; false: there are no more boxes
-  SkippedTiles skipped[kOwnKeys ? 2 * kQBuffers : 1][kOwnKeys ? kRowGroups : 1];  // comes with q, as the tile does
+  bool more[kTF32 ? kLandings : 1];  // true: another box comes; false: the end
+  SkippedTiles skipped[kOwnKeys ? 2 * kQBuffers : 1][kOwnKeys ? kRowGroups : 1];  // comes with q, like the tile
   alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? SharedV::kBox : 1];
 };
 

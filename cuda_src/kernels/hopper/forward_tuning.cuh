@@ -1,6 +1,5 @@
-// Where the Hopper forward differs from its algorithm because of the compiler, or because that is measurably faster.
-// Each field has its reason; docs/design has the figures. ptxas "must not move work ahead" where that would spill
-// registers; Never() stops it (ptx/compiler.cuh).
+// Tuning of the Hopper forward: choices for the compiler, or by measurement. Each has its reason. docs/design has the
+// figures. Never() (ptx/compiler.cuh) keeps ptxas from moving code ahead where that would spill.
 #pragma once
 
 #include "hopper/forward_shape.cuh"
@@ -11,20 +10,19 @@
 namespace jax_flash::hopper::forward {
 
 struct Tuning {
-  // Registers of a thread. Their sum over all warpgroups is what the kernel starts with.
+  // Registers per thread. Their sum over all warpgroups is the kernel's initial allocation.
   static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kListed || kTF32 ? 56 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 2   ? (504 - kProducerRegisters) / 2
                                             : kConsumers == 3 ? 160
                                                               : 112;
 
-  // Is the first tile, the rightmost one that the rows see, always masked, without a test whether that is needed? With
-  // segments, wide heads and TF32 have no registers for the test. With dropout and narrow heads it takes more time than
-  // it saves.
+  // Is the first tile, the rightmost one that the rows see, always masked, without a test? With segments, wide heads
+  // and TF32 have no registers for the test. With dropout and narrow heads, the test costs more time than it saves.
   static constexpr bool kFirstMasked =
       !kListed && (kCausal || kWindow || (kSegments && (kTF32 || kVDim > 128)) || (kDropout && kVDim <= 64));
 
-  // Do warps vote whether their rows see all keys of a masked tile, and then skip masking? Often the rows of some warps
-  // do while those of others do not. Or a window crosses a block, and the keys of one warpgroup are all visible. With
+  // Do warps vote whether a masked tile is fully visible to their rows, and then skip masking? Often it is fully
+  // visible to some warps only. Or a window crosses a block, and the keys of one warpgroup are all visible. With
   // segments and dropout the vote costs more than it saves.
   static constexpr bool kVote = (kSegments ? !kDropout : kListed) && kWarpgroupKeys % 32 == 0;
 
@@ -32,15 +30,15 @@ struct Tuning {
   // arrived.
   static constexpr bool kEarlyMaskJoin = kSegments || kMaskMod || (kDropout && kWarpgroupKeys == 128);
 
-  // ptxas must not move work ahead of the next 32 keys of a bias tile.
+  // Code must not move ahead of the next 32 keys of a bias tile.
   static constexpr bool kBiasInParts = kSoftCap && kDropout;
 
-  // Is P packed before warps vote whether to rescale O? The vote ends in a branch, and ptxas moves nothing across it:
-  // packing before the branch fills the wait for O. Narrow heads wait less than packing takes, and with a bias or a
-  // score_mod registers would spill.
+  // Is P packed before warps vote whether to rescale O? The vote ends in a branch, and ptxas moves nothing across it.
+  // So packing before the branch fills the wait for O. Narrow heads wait for less time than packing takes. With a bias
+  // or a score_mod, registers would spill.
   static constexpr bool kEarlyPack = kVDim > 64 && !kAddsToScores;
 
-  // How many keys of V are in registers at a time while it is transposed: as many as fit.
+  // The number of keys of V in registers while V is transposed: the maximum that fits.
   static constexpr int kTransposedAtOnce = kConsumers == 2 ? 16 : 8;
 };
 

@@ -1,4 +1,4 @@
-// Where the Hopper backward stores its scratch for the rows of Q: L, D, and dQ in f32, in blocks of kRowBlock rows.
+// The layout of the Hopper backward's scratch for the rows of Q: L, D, and dQ in f32, in blocks of kRowBlock rows.
 #pragma once
 
 #include "ptx/compiler.cuh"
@@ -9,12 +9,12 @@ namespace jax_flash::hopper {
 // Do the three idle warps of the producer warpgroup prepare and finish rows (hopper/backward_alongside.cuh)?
 constexpr bool kAlongside = kTiling.alongside;
 
-// The rows of a head in scratch are padded to a multiple of this: to whole tiles of the backward. (With a bias, tiles
-// have 64 rows. The dbias pass has larger tiles but uses the same layout.)
+// The rows of a head in scratch are padded to a multiple of this, to whole tiles of the backward. With a bias, tiles
+// have 64 rows. The dbias kernel has larger tiles but uses the same layout.
 constexpr int kHeadRows = kBias ? kRowBlock : kTiling.rows;
 
-// How many blocks a head has, and the number of its first block in scratch. (Recomputed at each use, since the warps
-// have few registers.)
+// The number of blocks of a head, and the index of its first block in scratch. They are recomputed at each use, to save
+// registers.
 __device__ __forceinline__ int BlocksOfHead(const Params& p) {
   return (Fresh(p.q_len) + kHeadRows - 1) / kHeadRows * (kHeadRows / kRowBlock);
 }
@@ -22,8 +22,8 @@ __device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
   return (kAlongside ? head % Fresh(p.scratch_heads) : head) * BlocksOfHead(p);
 }
 
-// Where row r of L and D is stored. Rows are permuted within each 16, so that the values of a lane for a 16 x 16 tile
-// of S^T are one float4.
+// The index of row r of L and D. Rows are permuted within each 16. Then a lane's values for a 16 x 16 tile of S^T are
+// one float4.
 __device__ __forceinline__ int PlaceOfRow(int row) {
   return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
 }

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for the whole suite, the GPU for tests that ask for it, and what can run here.
+"""Configuration of the suite: eight virtual CPU devices, a GPU if there is one, and skips of what cannot run here.
 
 With JAX_FLASH_EMULATE=sm_80 or sm_90 the CPU runs the CUDA kernels (tools/emulator/README.md).
 """
@@ -13,29 +13,29 @@ import tempfile
 
 _EMULATED = os.environ.get("JAX_FLASH_EMULATE", "")
 _GPU = shutil.which("nvidia-smi") is not None and not _EMULATED
-# Set before jax starts its backends. Most of the suite's time is XLA's, for programs that run once on small arrays.
+# Set before JAX initialises its backends. Most of the suite's time is XLA's, for programs that run once on small data.
 _FLAGS = "--xla_force_host_platform_device_count=8"
 _FLAGS += " --xla_cpu_parallel_codegen_split_count=1"  # one LLVM module per program: the workers use all cores
 _MLIR = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) >= (0, 11)
-if not _MLIR:  # loops are written as LLVM IR at once, not in MLIR first; later versions do not have the choice
+if not _MLIR:  # emit LLVM IR for loops directly instead of by MLIR; later versions have no such option
     _FLAGS += " --xla_cpu_use_fusion_emitters=false"
-if not _GPU:  # for a GPU XLA of jax 0.11.2 makes wrong code of some integer arithmetic if LLVM does not optimise
+if not _GPU:  # without LLVM's optimisations, XLA of jax 0.11.2 miscompiles some integer arithmetic for GPUs
     _FLAGS += " --xla_backend_optimization_level=0"
-    if _MLIR:  # a single operation is no fusion, for which MLIR would be written
+    if _MLIR:  # keep single operations out of fusions, which would be emitted by MLIR
         _FLAGS += " --xla_disable_hlo_passes=fusion-wrapper"
 os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
-if "PYTEST_XDIST_WORKER" in os.environ:  # NumPy's products have the worker's core, not every core for each worker
+if "PYTEST_XDIST_WORKER" in os.environ:  # one thread per worker for NumPy's products
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-elif not _GPU:  # the workers share what they compile: many tests differ in how they run a program, not in the program
-    _PROGRAMS = tempfile.TemporaryDirectory()  # until pytest ends
+elif not _GPU:  # the workers share compiled programs: many tests run the same program in different ways
+    _PROGRAMS = tempfile.TemporaryDirectory()  # deleted when pytest exits
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _PROGRAMS.name)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-if _GPU:  # the CPU stays the default device, and the GPU's memory is for several processes
+if _GPU:  # the CPU stays the default device, and several processes share the GPU's memory
     os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Tracing allocates millions of objects. With Python's thresholds the garbage collector takes up to a third of the time.
+# Tracing allocates millions of objects. With Python's thresholds, garbage collection takes up to a third of the time.
 gc.set_threshold(200_000, 20, 100)
 
 if _EMULATED:
@@ -48,7 +48,7 @@ import pytest  # noqa: E402
 
 from jax_flash import _native  # noqa: E402
 
-if importlib.util.find_spec("hypothesis"):  # modules that need a package which is not there are skipped
+if importlib.util.find_spec("hypothesis"):  # modules with a missing package are skipped
     from hypothesis import settings
 
     settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40, database=None)
@@ -76,7 +76,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request):
-    """Where the programs of a test run. float32 has full precision, which a GPU has to be asked for."""
+    """The device on which a test's programs run. float32 has full precision, which is not a GPU's default."""
     settings = {"jax_default_device": jax.devices(request.param)[0], "jax_default_matmul_precision": "highest"}
     before = {name: getattr(jax.config, name) for name in settings}
     for name, value in settings.items():
@@ -95,7 +95,7 @@ def x64():
 
 @pytest.fixture
 def nvrtc():
-    """Its path and version, for tests that compile kernels."""
+    """Return the path and version of NVRTC, for tests that compile kernels."""
     try:
         return _native.cuda_nvrtc()
     except RuntimeError as error:

@@ -38,9 +38,9 @@ from jax_flash import BlockMask
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests" / "helpers"))
 
-from block_masks import GARBAGE, sparse, with_arrays
+from block_masks import GARBAGE, sparse, with_unchecked_arrays
 from cases import FEATURES, Case, with_gradients
-from programs import both, captured, ours
+from programs import captured, run, score_and_mask
 
 OPTIONS = ["--kernel-name", "kernel_substring=jax_flash_"]  # XLA's kernels are not ours to check
 OPTIONS += ["--error-exitcode", "1", "--print-limit", "20", "--show-backtrace", "device"]
@@ -119,15 +119,17 @@ def with_garbage(mask: BlockMask) -> BlockMask:
     def spoilt(x: np.ndarray) -> np.ndarray:
         return np.where(rng.random(x.shape) < 0.5, rng.choice([0, 1, 3, 100, *GARBAGE], x.shape), x).astype(np.int32)
 
-    return with_arrays(mask, **{name: spoilt(getattr(mask, name)) for name in ("blocks", "row_lists", "column_lists")})
+    return with_unchecked_arrays(
+        mask, **{name: spoilt(getattr(mask, name)) for name in ("blocks", "row_lists", "column_lists")}
+    )
 
 
-def run(call: Call) -> None:
+def execute(call: Call) -> None:
     """Forward and backward, each as a program of its own, so that all that they read and write are arrays of JAX."""
     arrays, cotangents = call.case.arrays(call.dtype), call.case.cotangents(call.dtype)
     if call.programs:
-        make = functools.partial(both, call.case)
-        ours(call.case, make, arrays | captured(make()), cotangents, "flash")
+        make = functools.partial(score_and_mask, call.case)
+        run(call.case, make, arrays | captured(make()), cotangents, "flash")
         return
     if call.garbage:
         arrays["block_mask"] = with_garbage(arrays["block_mask"])
@@ -149,7 +151,7 @@ def run_calls(seconds: float, jobs: int) -> int:
         if time.monotonic() > end:
             return False
         print(call, flush=True)
-        run(call)
+        execute(call)
         return True
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:

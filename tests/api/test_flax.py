@@ -12,10 +12,10 @@ pytest.importorskip("flax")
 
 import flax.errors
 import flax.linen as nn
-import reached
+import forwarded_options
 from flax import nnx
 from flax_layers import BATCH, FEATURES, HEADS, INPUTS, LENGTH, Linen, Nnx, normal
-from flax_options import IDS, LEADING, NO_INPUTS, OPTIONS, WRONG, WRONG_ATTRIBUTES, functional, problems
+from flax_options import IDS, LEADING, NOT_ARRAYS, OPTIONS, WRONG, WRONG_ATTRIBUTES, functional, problems
 
 import jax_flash
 
@@ -177,7 +177,7 @@ def test_function_names_wrong_shapes(api):
         api.function(query, query, query, mask=np.ones((1, 1, 1, 8, 8)))
 
 
-@pytest.mark.parametrize(("inputs", "message"), NO_INPUTS)
+@pytest.mark.parametrize(("inputs", "message"), NOT_ARRAYS)
 def test_function_names_what_is_no_array(api, inputs, message):
     with pytest.raises(TypeError, match=message):
         api.function(**{"query": HEADS_OF, "key": HEADS_OF, "value": HEADS_OF} | inputs)
@@ -591,8 +591,8 @@ def test_each_option_reaches_the_call(api, monkeypatch):
     layer = api.layer(api.fused)
     called = functools.wraps(api.fused.__call__)(lambda **options: layer.run(layer.params, INPUTS, **options))
     module = inspect.getmodule(api.function)
-    reached.check(monkeypatch, module, "Call", api.function, *[HEADS_OF] * 3)
-    reached.check(monkeypatch, module, "Call", called)
+    forwarded_options.check(monkeypatch, module, "Call", api.function, *[HEADS_OF] * 3)
+    forwarded_options.check(monkeypatch, module, "Call", called)
 
 
 def test_signature_has_the_options(api):

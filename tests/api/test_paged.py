@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pages
 import pytest
-from cases import Case, gathers
+from cases import Case, data_collectives
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -95,7 +95,7 @@ def test_heads_over_devices(heads, kv_heads, kind):
         placed = [jax.device_put(x, NamedSharding(mesh, place)) for x, place in zip((q, k, v), places, strict=True)]
         compiled = jax.jit(jax_flash.paged_attention).lower(*placed, table, lengths).compile()
         np.testing.assert_allclose(compiled(*placed, table, lengths), expected, atol=1e-5)
-    assert not gathers(compiled)
+    assert not data_collectives(compiled)
 
 
 def test_batch_over_devices():

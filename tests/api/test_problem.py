@@ -5,10 +5,10 @@ import inspect
 import re
 
 import cases
+import forwarded_options
 import jax
 import numpy as np
 import pytest
-import reached
 import standard
 
 import jax_flash
@@ -123,7 +123,7 @@ def test_the_options_are_those_of_the_call(method, function):
     ],
 )
 def test_each_option_reaches_the_call(monkeypatch, module, function, inputs):
-    reached.check(monkeypatch, module, "Call", function, *[Q] * inputs)
+    forwarded_options.check(monkeypatch, module, "Call", function, *[Q] * inputs)
 
 
 @pytest.mark.parametrize(

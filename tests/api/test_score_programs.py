@@ -14,16 +14,16 @@ from programs import (
     SCORES,
     Mod,
     assert_accurate,
-    both,
     captured,
     check,
     constant,
     exact,
     flags,
     functions,
-    hidden,
-    ours,
+    masked_by_score,
     relative_table,
+    run,
+    score_and_mask,
     t5,
 )
 
@@ -54,7 +54,7 @@ def test_program(program, implementation):
 
 @pytest.mark.parametrize("implementation", ["reference", None])
 def test_other_implementations(implementation):
-    check(CASE, mods(both, CASE), implementation)
+    check(CASE, mods(score_and_mask, CASE), implementation)
 
 
 BLOCKS = BlockMask.from_mask((np.arange(19)[:, None] + np.arange(23)) // 9 % 2 == 0, q_block=16, kv_block=16)
@@ -74,13 +74,13 @@ FEATURES = [
 @pytest.mark.parametrize("case", FEATURES, ids=str)
 def test_with_other_features(case, implementation):
     """The score that a program gets is scaled, capped and biased; masks and dropout come after it."""
-    check(case, mods(both, case), implementation)
+    check(case, mods(score_and_mask, case), implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_that_the_score_hides(implementation):
     case = SMALL(bias="1nts")
-    check(case, mods(hidden, case), implementation)
+    check(case, mods(masked_by_score, case), implementation)
 
 
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "reference", None])
@@ -128,8 +128,8 @@ def test_gradients_of_16_bit_arrays_are_rounded_once(implementation, dtype):
     make, arrays, cotangents = mods(uses, case), case.arrays(), case.cotangents()
     in_16_bits = arrays | captured(make(), dtype)
     expected = exact(case, make, in_16_bits, cotangents)
-    in_float32 = ours(case, make, arrays | captured(make()), cotangents, implementation)
-    results = ours(case, make, in_16_bits, cotangents, implementation)
+    in_float32 = run(case, make, arrays | captured(make()), cotangents, implementation)
+    results = run(case, make, in_16_bits, cotangents, implementation)
     for name, x in expected.items():
         rounding = float(jnp.finfo(results[name].dtype).eps) / 2 * np.abs(x)
         error, error_in_float32 = (np.abs(y[name].astype(x.dtype) - x) for y in (results, in_float32))
@@ -164,7 +164,7 @@ def test_truth_values(implementation):
 def test_dtypes(implementation, dtype):
     """Of float64 the score has all bits; of the small ones it has those of float32."""
     case = SMALL(causal=True, bias="1nts")
-    check(case, mods(both, case), implementation, dtype)
+    check(case, mods(score_and_mask, case), implementation, dtype)
     if dtype == "float64":
         check(CASE, mods(t5, CASE), implementation, dtype)
 
@@ -180,7 +180,7 @@ def test_a_table_of_a_small_dtype():
     """Its gradient has its dtype, and is rounded once."""
     arrays, cotangents, make = CASE.arrays(), CASE.cotangents(), mods(relative_table, CASE)
     arrays |= {"score_mod 0": captured(make())["score_mod 0"].astype(jnp.bfloat16)}
-    results, expected = ours(CASE, make, arrays, cotangents, "flash"), exact(CASE, make, arrays, cotangents)
+    results, expected = run(CASE, make, arrays, cotangents, "flash"), exact(CASE, make, arrays, cotangents)
     assert results["score_mod 0"].dtype == jnp.bfloat16
     errors = np.abs(results["score_mod 0"].astype(np.float64) - expected["score_mod 0"])
     assert (errors <= 2**-8 * np.abs(expected["score_mod 0"]) + 1e-5).all()
@@ -203,15 +203,15 @@ def test_a_table_that_an_input_looks_up_in_either_dim(input, B, N):
     arrays, cotangents = case.arrays() | captured(looked_up), case.cotangents()
     expected = exact(case, lambda: looked_up, arrays, cotangents)
     for _ in range(5):
-        assert_accurate(ours(case, lambda: looked_up, arrays, cotangents, "flash"), expected, "float32")
+        assert_accurate(run(case, lambda: looked_up, arrays, cotangents, "flash"), expected, "float32")
 
 
 # --- what the function is called with, and what it gives --------------------------------------------------------------
 
 
 def attention(case, implementation):
-    """As a function of arrays and options, with the mods of `both`."""
-    make = mods(both, case)
+    """As a function of arrays and options, with the mods of `score_and_mask`."""
+    make = mods(score_and_mask, case)
     options = functions(make(), jax.tree.map(jnp.asarray, captured(make())))
     return functools.partial(jax_flash.dot_product_attention, implementation=implementation, **options)
 
@@ -220,7 +220,7 @@ def attention(case, implementation):
 def test_residual_and_unbatched(implementation):
     case = SMALL(B=1)
     arrays, cotangents = case.arrays(), case.cotangents()
-    attend, make = attention(case, implementation), mods(both, case)
+    attend, make = attention(case, implementation), mods(score_and_mask, case)
     expected = exact(case, make, arrays | captured(make()), cotangents)
     o, residual = attend(**{name: x[0] for name, x in arrays.items()}, return_residual=True)
     np.testing.assert_allclose(o, expected["o"][0], rtol=1e-5, atol=1e-5)
@@ -263,7 +263,7 @@ def test_decoding(implementation):
 def test_some_gradients(implementation):
     """Whatever is asked for alone is what it is together with the others."""
     case = SMALL()
-    arrays, cotangents, make = case.arrays(), case.cotangents(), mods(both, case)
+    arrays, cotangents, make = case.arrays(), case.cotangents(), mods(score_and_mask, case)
     arrays |= captured(make())
     every = exact(case, make, arrays, cotangents)
     for chosen in (["query"], ["score_mod 0"], ["value", "score_mod 1"]):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EXPORT_CHECKS, gathers
+from cases import EXPORT_CHECKS, data_collectives
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -235,7 +235,7 @@ def test_batch_and_heads_over_devices(mode, implementation):
         ours = compiled(*args)
         assert_close(ours, expected)
         if implementation == "flash":
-            assert not gathers(compiled)
+            assert not data_collectives(compiled)
             assert ours[0].sharding.shard_shape(ours[0].shape) == (1, T, N // 2, D)
             assert compiled.as_text().count("batch=1 q_len=5 kv_len=6 q_heads=2 kv_heads=1 ") == 2
 
@@ -332,7 +332,7 @@ def test_vmap_over_devices(mode):
         placed = [jax.device_put(x, NamedSharding(mesh(mode), P(("data", "model")))) for x in ensemble]
         compiled = jax.jit(jax.vmap(results)).lower(*placed).compile()
         assert_close(compiled(*placed), expected)
-        assert not gathers(compiled)
+        assert not data_collectives(compiled)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

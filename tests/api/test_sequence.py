@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import DIFFERENTIATED, Case, gathers
+from cases import DIFFERENTIATED, Case, data_collectives
 from hypothesis import given
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -493,7 +493,7 @@ def test_under_jit(case, shape, sends, mode):
         compiled = jax.jit(functools.partial(results, case)).lower(arrays).compile()
         ours = compiled(arrays)
     assert_close(ours, expected)
-    assert set(gathers(compiled)) == {sends}
+    assert set(data_collectives(compiled)) == {sends}
     # Each device has its own part of the rows.
     local = (case.B // shape[0], case.T // shape[1], case.N // shape[2], case.E)
     assert ours["o"].sharding.shard_shape(ours["o"].shape) == local

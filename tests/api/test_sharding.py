@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import DIFFERENTIATED, Case, gathers
+from cases import DIFFERENTIATED, Case, data_collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -86,7 +86,7 @@ def test_batch_and_heads(case, mode):
         compiled = jax.jit(functools.partial(results, case)).lower(placed).compile()
         ours = compiled(placed)
         assert_close(ours, expected)
-        assert not gathers(compiled)
+        assert not data_collectives(compiled)
         # Each device has, and so has computed, its own part.
         assert ours["o"].sharding.shard_shape(ours["o"].shape) == (1, case.T, 2, case.E)
         assert ours["query"].sharding.shard_shape(ours["query"].shape) == (1, case.T, 2, case.D)
@@ -111,7 +111,7 @@ def test_groups_over_devices(N, K, shape, local, mode):
         placed = place(mesh(mode, *shape), arrays, specs(case) | {"key": kv, "value": kv})
         compiled = jax.jit(functools.partial(results, case)).lower(placed).compile()
         assert_close(compiled(placed), expected)
-        assert not gathers(compiled)
+        assert not data_collectives(compiled)
         assert f"q_heads={local[0]} kv_heads={local[1]} " in compiled.as_text()
 
 
@@ -129,7 +129,7 @@ def test_one_axis_or_both_as_one(axes, mode):
         placed = place(mesh(mode, 4, 2), arrays, specs(case, *axes))
         compiled = jax.jit(functools.partial(results, case)).lower(placed).compile()
         assert_close(compiled(placed), expected)
-        assert not gathers(compiled)
+        assert not data_collectives(compiled)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -186,7 +186,7 @@ def test_without_a_mesh_in_context():
     placed = place(mesh("auto", 4, 2), arrays, specs(case))
     compiled = jax.jit(functools.partial(results, case)).lower(placed).compile()
     assert_close(compiled(placed), jax.jit(functools.partial(results, case))(arrays))
-    assert not gathers(compiled)
+    assert not data_collectives(compiled)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -249,7 +249,7 @@ def test_vmap_of_sharded_arrays(mode):
         placed = place(mesh(mode, 4, 2), arrays, dict.fromkeys(arrays, P(("data", "model"))))
         compiled = function.lower(placed).compile()
         assert_close(compiled(placed), expected)
-        assert not gathers(compiled)
+        assert not data_collectives(compiled)
 
 
 # --- shard_map ---
@@ -274,7 +274,7 @@ def test_shard_map(implementation, check_vma):
         )
     )
     assert_close(function(arrays), expected)
-    assert not gathers(function.lower(arrays).compile())
+    assert not data_collectives(function.lower(arrays).compile())
 
 
 @pytest.mark.parametrize("implementation", [None, "flash", "xla"])

@@ -180,7 +180,9 @@ def test_second_derivatives():
 def test_pages(implementation):
     cache = Cache((40, 17), 16, Case(T=3, N=4, K=1, D=16, E=16, sinks=2.0))
     arrays = cache.arrays("float32")
-    attend = functools.partial(jax_flash.paged_attention, **cache.in_pages(arrays), implementation=implementation)
+    attend = functools.partial(
+        jax_flash.paged_attention, **cache.paged_arguments(arrays), implementation=implementation
+    )
     for window in (5, 2**31 - 1):
         same(jax.jit(lambda w: attend(local_window_size=w))(jnp.int32(window)), attend(local_window_size=window))
 

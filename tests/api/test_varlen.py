@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import packs
 import pytest
-from cases import EXPORT_CHECKS, Case, gathers
+from cases import EXPORT_CHECKS, Case, data_collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -222,7 +222,7 @@ def test_sharded(axes, kind):
         for x, y in zip(compiled(*placed), expected, strict=True):
             np.testing.assert_allclose(x, y, atol=2e-5)
     if axes == (None, "x"):
-        assert not gathers(compiled)
+        assert not data_collectives(compiled)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

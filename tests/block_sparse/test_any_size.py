@@ -1,4 +1,4 @@
-"""Attention under block masks of any size."""
+"""Attention with block masks of random sizes."""
 
 import pytest
 from accuracy import check

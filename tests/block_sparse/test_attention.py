@@ -1,6 +1,4 @@
-"""Attention under a `BlockMask` is attention under the same entries as a boolean mask, whatever else there is, forward
-and backward.
-"""
+"""Attention with a `BlockMask` equals attention with the same entries as a boolean mask, forward and backward."""
 
 import dataclasses
 
@@ -8,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from accuracy import by_numpy, check
-from block_masks import GARBAGE, IMPLEMENTATIONS, assert_lists, sparse, with_arrays
+from block_masks import GARBAGE, IMPLEMENTATIONS, assert_lists, sparse, with_unchecked_arrays
 from cases import Case, run, upcast
 
 import jax_flash
@@ -66,10 +64,10 @@ def hopper(q_block=128, kv_block=128, **fields):
     return sparse(q_block, kv_block, **{"heads": 4, "B": 1, "D": 128, "E": 128} | fields)
 
 
-# Hopper's kernels want blocks of whole tiles. Some of these have tiles of 16, 48 and 112 keys there. With few blocks,
-# and keys for each head, the backward may be one kernel.
+# Hopper's kernels require that blocks consist of whole tiles. In some cases the tiles have 16, 48 or 112 keys. With few
+# blocks and a key head for each query head, one kernel can compute the whole backward.
 WHOLE_TILES = {
-    "nothing": hopper(T=400, K=1),
+    "plain": hopper(T=400, K=1),
     "dropout": hopper(batch=2, B=2, dropout=0.2),
     "causal, offset, dropout": hopper(batch=2, B=2, D=64, E=64, causal=True, offset=True, dropout=0.2),
     "lengths, mask": hopper(kv_block=256, S=400, K=2, D=96, E=80, dropout=0.2, mask="bnts", lengths=True),
@@ -100,8 +98,8 @@ def test_other_implementations(name, implementation):
 
 
 @pytest.mark.parametrize("name", ["by both", "dropout"])
-def test_same_as_with_a_boolean_mask(name):
-    """Also what has nothing to attend to, and the dropped entries."""
+def test_equals_boolean_mask(name):
+    """Compare all results, including those of empty rows and with dropout."""
     case = ATTENTION[name]
     arrays, cotangents = case.arrays(), case.cotangents()
     results = run(case, arrays, cotangents)
@@ -115,17 +113,17 @@ def test_same_as_with_a_boolean_mask(name):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_nothing_in_the_whole_mask(implementation):
-    nothing = BlockMask.from_dense(np.zeros((3, 4), bool), 150, 210, q_block=64, kv_block=64)
-    case = Case(T=150, S=210, bias="11ts", block_mask=nothing)
+def test_empty_mask(implementation):
+    empty = BlockMask.from_dense(np.zeros((3, 4), bool), 150, 210, q_block=64, kv_block=64)
+    case = Case(T=150, S=210, bias="11ts", block_mask=empty)
     results = run(case, case.arrays(), case.cotangents(), implementation)
     assert np.isneginf(results.pop("logsumexp")).all()
     assert not any(x.any() for x in results.values())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rows_and_columns_without_blocks(implementation):
-    """O = 0, l = 0, m = -inf, and no gradient."""
+def test_empty_block_rows_and_columns(implementation):
+    """Empty rows have O = 0, l = 0 and m = -inf. Empty rows and columns have zero gradients."""
     dense = np.ones((3, 4), bool)
     dense[1], dense[:, 2] = False, False
     mask = BlockMask.from_dense(dense, 150, 210, q_block=64, kv_block=64)
@@ -160,15 +158,15 @@ def test_without_a_batch(implementation):
     case = ATTENTION["by head"]
     given = case.arrays()
     mask = given.pop("block_mask")
-    whole = jax_flash.dot_product_attention(**given, block_mask=mask, implementation=implementation)
+    batched = jax_flash.dot_product_attention(**given, block_mask=mask, implementation=implementation)
     first = {name: x[0] for name, x in given.items()}
-    ours = jax_flash.dot_product_attention(**first, block_mask=mask, implementation=implementation)
-    np.testing.assert_allclose(ours, whole[0], rtol=1e-5, atol=1e-5)
+    single = jax_flash.dot_product_attention(**first, block_mask=mask, implementation=implementation)
+    np.testing.assert_allclose(single, batched[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_empty_blocks_are_not_read(bad):
-    """Neither what no row sees, nor what other rows see."""
+    """Keys that no row sees, and keys that only other rows see, may hold NaN or inf."""
     dense = np.ones((3, 3), bool)
     dense[:, 1] = dense[2, 0] = False
     mask = BlockMask.from_dense(dense, 300, 330)
@@ -179,13 +177,13 @@ def test_empty_blocks_are_not_read(bad):
     results = run(case, arrays, case.cotangents())
     for name, x in expected.items():
         np.testing.assert_array_equal(results[name], x, err_msg=name)
-    arrays["value"][:, :128] = bad  # of the first rows alone
+    arrays["value"][:, :128] = bad  # visible to the first rows only
     results = run(case, arrays, case.cotangents())
     for name in ("o", "query"):
         np.testing.assert_array_equal(results[name][:, 256:], expected[name][:, 256:], err_msg=name)
 
 
-def test_only_the_gradients_asked_for():
+def test_requested_gradients():
     case = ATTENTION["all"]
     arrays = case.arrays()
     names = ["query", "key", "value", "bias"]
@@ -195,16 +193,16 @@ def test_only_the_gradients_asked_for():
         return (jax_flash.dot_product_attention(**given, **case.options, implementation="flash") ** 2).sum()
 
     inputs = [arrays[name] for name in names]
-    whole = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*inputs)
+    expected = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*inputs)
     for chosen in [(0,), (1,), (2,), (3,), (0, 3)]:
         gradients = jax.jit(jax.grad(loss, chosen))(*inputs)
         for i, gradient in zip(chosen, gradients, strict=True):
-            np.testing.assert_allclose(gradient, whole[i], rtol=1e-5, atol=1e-5, err_msg=names[i])
+            np.testing.assert_allclose(gradient, expected[i], rtol=1e-5, atol=1e-5, err_msg=names[i])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("elements", [True, False])
-def test_numbers_out_of_range_are_empty_blocks(elements, implementation):
+def test_out_of_range_numbers_are_empty_blocks(elements, implementation):
     case = sparse(32, 32, heads=4, bias="11ts")
     mask = case.block_mask
     if not elements:
@@ -213,11 +211,13 @@ def test_numbers_out_of_range_are_empty_blocks(elements, implementation):
     bad = rng.random(mask.blocks.shape) < 0.3
     first = ELEMENTS + (mask.element_masks.shape[1] if elements else 0)
     garbage = np.where(bad, rng.choice([first, *GARBAGE], bad.shape), mask.blocks).astype(np.int32)
-    empty = with_arrays(mask, blocks=np.where(bad, NOTHING, mask.blocks))
+    empty = with_unchecked_arrays(mask, blocks=np.where(bad, NOTHING, mask.blocks))
     arrays, cotangents = case.arrays(), case.cotangents()
     expected = run(case, arrays | {"block_mask": empty}, cotangents, implementation)
-    results = run(case, arrays | {"block_mask": with_arrays(mask, blocks=garbage)}, cotangents, implementation)
-    gpu = jax.config.jax_default_device.platform == "gpu"  # which sums dQ in any order
+    results = run(
+        case, arrays | {"block_mask": with_unchecked_arrays(mask, blocks=garbage)}, cotangents, implementation
+    )
+    gpu = jax.config.jax_default_device.platform == "gpu"  # sums dQ in any order
     for name, x in expected.items():
         np.testing.assert_allclose(results[name], x, rtol=0, atol=1e-6 if gpu and name == "query" else 0, err_msg=name)
     constructed = BlockMask(mask.shape, garbage, mask.element_masks)
@@ -230,13 +230,13 @@ def test_numbers_out_of_range_are_empty_blocks(elements, implementation):
     assert_lists(traced)
 
 
-def test_garbage_in_the_lists_is_survived():
-    """The results are what they are, but nothing else is read or written."""
+def test_corrupted_lists():
+    """The results are undefined, but the kernels read and write only within bounds."""
     case = sparse(32, 32, heads=4)
     rng, arrays = np.random.default_rng(0), case.arrays()
     lists = {
         name: rng.choice([0, 1, 3, 100, *GARBAGE], getattr(case.block_mask, name).shape).astype(np.int32)
         for name in ("row_lists", "column_lists")
     }
-    results = run(case, arrays | {"block_mask": with_arrays(case.block_mask, **lists)}, case.cotangents())
+    results = run(case, arrays | {"block_mask": with_unchecked_arrays(case.block_mask, **lists)}, case.cotangents())
     assert results["o"].shape == (case.B, case.T, case.N, case.E)

@@ -1,4 +1,4 @@
-"""What a `BlockMask` says, however it is made."""
+"""Construction, combination, slicing and stacking of `BlockMask`."""
 
 import copy
 import functools
@@ -23,20 +23,20 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 def blocks_of(mask, shape):
-    """What every block holds, by NumPy: bool [B, N, U, V] of any and of all entries."""
+    """Return bool [B, N, U, V] by NumPy: blocks with any visible entry, and full blocks."""
     U, V = shape.grid
     padding = [(0, 0), (0, 0), (0, U * shape.q_block - shape.q_len), (0, V * shape.kv_block - shape.kv_len)]
     tiled = (*mask.shape[:2], U, shape.q_block, V, shape.kv_block)
-    there, missing = (np.pad(x, padding).reshape(tiled).any((3, 5)) for x in (mask, ~mask))
-    return there, ~missing
+    nonempty, missing = (np.pad(x, padding).reshape(tiled).any((3, 5)) for x in (mask, ~mask))
+    return nonempty, ~missing
 
 
-def assert_says(block_mask, mask):
-    """It says just that of every entry; its blocks are as empty and as full as can be, its element masks distinct."""
+def assert_equals(block_mask, mask):
+    """Check all entries, that empty and full blocks are marked as such, and that element masks are distinct."""
     np.testing.assert_array_equal(np.broadcast_to(block_mask.to_mask(), mask.shape), mask)
-    there, full = blocks_of(mask, block_mask.shape)
-    blocks = np.broadcast_to(block_mask.blocks, there.shape)
-    np.testing.assert_array_equal(blocks != NOTHING, there)
+    nonempty, full = blocks_of(mask, block_mask.shape)
+    blocks = np.broadcast_to(block_mask.blocks, nonempty.shape)
+    np.testing.assert_array_equal(blocks != NOTHING, nonempty)
     np.testing.assert_array_equal(blocks == EVERYTHING, full)
     used = np.unique(block_mask.blocks[block_mask.blocks >= ELEMENTS])
     if block_mask.element_masks is None:
@@ -54,13 +54,13 @@ def masks():
 
 @given(masks())
 def test_from_mask(mask):
-    assert_says(block_mask(*mask), entries(*mask))
+    assert_equals(block_mask(*mask), entries(*mask))
 
 
 @given(masks())
 @settings(max_examples=10)
 def test_from_mask_traced(mask):
-    """Every block may be there, and none is looked at."""
+    """A traced mask marks every block as partial, since the blocks' contents are unknown."""
     *_, q_block, kv_block, _, _ = mask
     make = functools.partial(BlockMask.from_mask, q_block=q_block, kv_block=kv_block)
     traced = jax.jit(make)(entries(*mask))
@@ -74,20 +74,22 @@ def test_from_dense(mask):
     seed, T, S, q_block, kv_block, B, N = mask
     shape = Shape(T, S, q_block, kv_block)
     dense = np.random.default_rng(seed).random((B, N, *shape.grid)) < 0.5
-    whole = dense.repeat(q_block, 2).repeat(kv_block, 3)
-    expected = whole[..., :T, :S]
-    assert_says(BlockMask.from_dense(dense, T, S, q_block=q_block, kv_block=kv_block), expected)
-    assert_says(BlockMask.from_dense(dense, q_block=q_block, kv_block=kv_block), whole)
-    assert_says(BlockMask.from_dense(dense[0], T, S, q_block=q_block, kv_block=kv_block), expected[:1])
-    assert_says(BlockMask.from_dense(dense[0, 0].tolist(), T, S, q_block=q_block, kv_block=kv_block), expected[:1, :1])
+    padded = dense.repeat(q_block, 2).repeat(kv_block, 3)
+    expected = padded[..., :T, :S]
+    assert_equals(BlockMask.from_dense(dense, T, S, q_block=q_block, kv_block=kv_block), expected)
+    assert_equals(BlockMask.from_dense(dense, q_block=q_block, kv_block=kv_block), padded)
+    assert_equals(BlockMask.from_dense(dense[0], T, S, q_block=q_block, kv_block=kv_block), expected[:1])
+    assert_equals(
+        BlockMask.from_dense(dense[0, 0].tolist(), T, S, q_block=q_block, kv_block=kv_block), expected[:1, :1]
+    )
 
 
 FUNCTIONS = {
     "causal": lambda b, h, i, j: j <= i,
     "dilated window": lambda b, h, i, j: (abs(i - j) < 70) & ((i - j) % 3 == 0),
-    "of a head": lambda b, h, i, j: j < 40 * (h + 2 * b + 1),
-    "of rows": lambda b, h, i, j: i % 50 < 20,
-    "one value": lambda b, h, i, j: h > 0,
+    "heads": lambda b, h, i, j: j < 40 * (h + 2 * b + 1),
+    "rows": lambda b, h, i, j: i % 50 < 20,
+    "one value per head": lambda b, h, i, j: h > 0,
     "constant": lambda b, h, i, j: True,
 }
 
@@ -97,39 +99,41 @@ FUNCTIONS = {
 def test_from_function(name, T, S, q_block, kv_block):
     b, h, i, j = np.ogrid[:2, :3, :T, :S]
     expected = np.broadcast_to(FUNCTIONS[name](b, h, i, j), (2, 3, T, S))
-    ours = BlockMask.from_function(FUNCTIONS[name], T, S, batch=2, heads=3, q_block=q_block, kv_block=kv_block)
-    assert_says(ours, expected)
-    assert ours == BlockMask.from_mask(expected, q_block=q_block, kv_block=kv_block)
+    result = BlockMask.from_function(FUNCTIONS[name], T, S, batch=2, heads=3, q_block=q_block, kv_block=kv_block)
+    assert_equals(result, expected)
+    assert result == BlockMask.from_mask(expected, q_block=q_block, kv_block=kv_block)
 
 
-def test_from_function_is_of_one_entry():
-    """Called with scalars, so that what it looks up are rows, and a sum is one number."""
+def test_from_function_passes_scalars():
+    """The function receives scalar indices, so indexing gives rows, and a sum is a number."""
     rows, columns = (jnp.asarray(np.random.default_rng(i).normal(size=(70, 3)), jnp.float32) for i in range(2))
     expected = np.asarray(rows) @ np.asarray(columns).T > 0
     for mask_fn in (
         lambda b, h, i, j: (rows[i] * columns[j]).sum() > 0,
         lambda b, h, i, j: jnp.dot(rows[i], columns[j]) > 0,
     ):
-        ours = BlockMask.from_function(mask_fn, 70, 70, q_block=16, kv_block=32)
-        np.testing.assert_array_equal(ours.to_mask()[0, 0], expected)
+        result = BlockMask.from_function(mask_fn, 70, 70, q_block=16, kv_block=32)
+        np.testing.assert_array_equal(result.to_mask()[0, 0], expected)
 
 
-def test_from_function_of_random_numbers():
+def test_from_function_with_random_numbers():
     key = jax.random.key(0)
-    ours = BlockMask.from_function(lambda b, h, i, j: jax.random.bernoulli(jax.random.fold_in(key, 70 * i + j)), 50, 70)
+    result = BlockMask.from_function(
+        lambda b, h, i, j: jax.random.bernoulli(jax.random.fold_in(key, 70 * i + j)), 50, 70
+    )
     expected = jax.vmap(lambda n: jax.random.bernoulli(jax.random.fold_in(key, n)))(jnp.arange(3500))
-    np.testing.assert_array_equal(ours.to_mask()[0, 0], expected.reshape(50, 70))
+    np.testing.assert_array_equal(result.to_mask()[0, 0], expected.reshape(50, 70))
 
 
 @pytest.mark.parametrize(("T", "S"), [(0, 9), (9, 0)])
-def test_from_function_without_entries(T, S):
-    """Nothing is asked, and so nothing looked up in arrays without elements."""
+def test_from_function_of_empty_mask(T, S):
+    """The function is not evaluated, so it does not index arrays without elements."""
     ids = jnp.zeros(0, int)
     assert BlockMask.from_function(lambda b, h, i, j: ids[i] == ids[j], T, S).to_mask().shape == (1, 1, T, S)
 
 
 def test_from_function_under_transformations():
-    """A constant of the program, even there; one that depends on the data has no entries before it runs."""
+    """The mask is a constant even in a transformation. A function of traced values has no entries before it runs."""
     make = functools.partial(BlockMask.from_function, q_len=50, kv_len=70, q_block=16, kv_block=32)
     limits = jnp.arange(50) + 3
     expected = np.arange(70) <= np.arange(3, 53)[:, None]
@@ -150,7 +154,7 @@ def test_from_function_under_transformations():
 
 
 def test_from_function_compiles_once(caplog):
-    """Whatever closures they are, and whatever is in the arrays that they capture."""
+    """Neither new closures nor new contents of captured arrays cause a compilation."""
 
     def make(width):
         limits = jnp.arange(50) + width
@@ -180,10 +184,10 @@ def test_combinations(mask, seed, shared_batch, shared_heads):
     _, T, S, q_block, kv_block, B, N = mask
     other = (seed, T, S, q_block, kv_block, 1 if shared_batch else B, 1 if shared_heads else N)
     a, b, x, y = block_mask(*mask), block_mask(*other), entries(*mask), entries(*other)
-    for ours, expected in ((a & b, x & y), (a | b, x | y), (b | a, x | y), (~a, ~x), (a & ~b, x & ~y), (a & a, x)):
-        assert_says(ours, expected)
-        assert ours == BlockMask.from_mask(expected, q_block=q_block, kv_block=kv_block)
-        assert hash(ours) == hash(BlockMask.from_mask(expected, q_block=q_block, kv_block=kv_block))
+    for result, expected in ((a & b, x & y), (a | b, x | y), (b | a, x | y), (~a, ~x), (a & ~b, x & ~y), (a & a, x)):
+        assert_equals(result, expected)
+        assert result == BlockMask.from_mask(expected, q_block=q_block, kv_block=kv_block)
+        assert hash(result) == hash(BlockMask.from_mask(expected, q_block=q_block, kv_block=kv_block))
 
 
 COMBINATIONS = {
@@ -210,7 +214,7 @@ def test_combinations_traced(name, partial):
     np.testing.assert_array_equal(jitted.to_mask(), expected)
     assert_lists(jitted)
     np.testing.assert_array_equal(jax.jit(lambda b: combine(a, b).to_mask())(b), expected)
-    # The results of a jitted function, outside of jit and as constants in it.
+    # Masks returned by a jitted function, used outside of jit and as constants inside it.
     a, b = (jax.tree.map(jnp.asarray, mask) for mask in (a, b))
     np.testing.assert_array_equal(combine(a, b).to_mask(), expected)
     np.testing.assert_array_equal(jax.jit(lambda: combine(a, b).to_mask())(), expected)
@@ -218,21 +222,21 @@ def test_combinations_traced(name, partial):
 
 @given(masks(), st.data())
 def test_slice(mask, data):
-    """As if made of these entries, blocks that the ends cut included. Traced masks keep their tables."""
+    """A slice equals a mask made from the same entries, with cut blocks at its end. A traced slice keeps its tables."""
     _, T, S, q_block, kv_block, _, _ = mask
     ends = data.draw(st.tuples(st.integers(-T, T + 9), st.integers(0, S)))
     starts = (data.draw(st.integers(0, (n - 1) // block)) * block for n, block in ((T, q_block), (S, kv_block)))
     part = tuple(slice(start or None, end) for start, end in zip(starts, ends, strict=True))
-    whole, expected = block_mask(*mask), entries(*mask)[:, :, *part]
-    assert_says(whole[part], expected)
-    assert whole[part] == BlockMask.from_mask(expected, q_block=q_block, kv_block=kv_block)
-    traced = jax.jit(lambda mask: mask[part])(whole)
+    full, expected = block_mask(*mask), entries(*mask)[:, :, *part]
+    assert_equals(full[part], expected)
+    assert full[part] == BlockMask.from_mask(expected, q_block=q_block, kv_block=kv_block)
+    traced = jax.jit(lambda mask: mask[part])(full)
     np.testing.assert_array_equal(traced.to_mask(), expected)
     assert_lists(traced)
 
 
 def test_slice_of_a_pattern():
-    """Made once for the longest input, and equal to the mask made for a shorter one."""
+    """A slice of the mask for the longest input equals the mask for a shorter input."""
     assert patterns.causal(1000, 1000)[:300, :300] == patterns.causal(300, 300)
     assert patterns.causal(512, 1000)[128:400, 128:600] == patterns.causal(272, 472)
     assert patterns.causal(300, 300)[384:, :300].to_mask().shape[2:] == (0, 300)  # beyond the end, as in NumPy
@@ -247,22 +251,22 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("layers", [LAYERS, LAYERS[1:2]], ids=["of all kinds", "without element masks"])
-@pytest.mark.parametrize("made", [BlockMask.stack, jax.jit(BlockMask.stack)], ids=["concrete", "traced"])
-def test_stack(layers, made):
-    stack = made(layers)
+@pytest.mark.parametrize("layers", [LAYERS, LAYERS[1:2]], ids=["various", "without element masks"])
+@pytest.mark.parametrize("make", [BlockMask.stack, jax.jit(BlockMask.stack)], ids=["concrete", "traced"])
+def test_stack(layers, make):
+    stack = make(layers)
     lead = np.broadcast_shapes(*(layer.blocks.shape[:2] for layer in layers))
     assert stack.blocks.shape[:3] == (len(layers), *lead)
     for i, layer in enumerate(layers):
         one = jax.tree.map(operator.itemgetter(i), stack)
         np.testing.assert_array_equal(one.to_mask(), np.broadcast_to(layer.to_mask(), (*lead, 70, 90)))
         assert_lists(one)
-    if made is BlockMask.stack:
+    if make is BlockMask.stack:
         assert not any(x.flags.writeable for x in stack.arrays().values())
         assert hash(stack) == hash(BlockMask.stack(layers)) and stack == BlockMask.stack(layers)
 
 
-def test_a_stack_is_not_one_mask():
+def test_stack_is_not_one_mask():
     stack = BlockMask.stack(LAYERS)
     assert repr(stack) == "BlockMask(70 x 90 in blocks of 16 x 48, a stack of 5)"
     for use in (
@@ -273,24 +277,24 @@ def test_a_stack_is_not_one_mask():
             use()
 
 
-def test_element_masks_of_every_batch_entry():
-    """vmap makes a table of each example."""
+def test_element_masks_per_batch_entry():
+    """vmap gives each example its own table of element masks."""
     x = entries(3, 70, 90, 16, 48, 3)
-    ours = jax.vmap(functools.partial(BlockMask.from_mask, q_block=16, kv_block=48))(x)
+    result = jax.vmap(functools.partial(BlockMask.from_mask, q_block=16, kv_block=48))(x)
     for i in range(3):
-        single = jax.tree.map(operator.itemgetter(i), ours)
+        single = jax.tree.map(operator.itemgetter(i), result)
         np.testing.assert_array_equal(single.to_mask()[0], x[i])
         assert BlockMask(single.shape, single.blocks, single.element_masks) == BlockMask.from_mask(
             x[i], q_block=16, kv_block=48
         )
-    joined = jax.tree.map(lambda leaf: leaf[:, 0], ours)  # one mask of three batch entries
+    joined = jax.tree.map(lambda leaf: leaf[:, 0], result)  # one mask of three batch entries
     np.testing.assert_array_equal(joined.to_mask(), x)
-    assert_says(BlockMask(joined.shape, joined.blocks, joined.element_masks), x)
+    assert_equals(BlockMask(joined.shape, joined.blocks, joined.element_masks), x)
     np.testing.assert_array_equal(jax.jit(lambda m: (~m | m & m).to_mask())(joined), np.ones_like(x))
     np.testing.assert_array_equal((~joined).to_mask(), ~x)
     other, y = block_mask(4, 70, 90, 16, 48), entries(4, 70, 90, 16, 48)
     for both, expected in ((joined & other, x & y), (other & joined, x & y), (joined | other, x | y)):
-        assert_says(both, expected)
+        assert_equals(both, expected)
 
 
 def test_equality_and_hash():
@@ -314,8 +318,8 @@ def test_equality_and_hash():
         jax.jit(lambda a: jnp.asarray(a == a))(a)
 
 
-def test_ways_into_a_program():
-    """A static argument, a constant, an argument; traced once for equal masks."""
+def test_passing_masks_to_jit():
+    """A mask can be a static argument, a constant or an argument. Equal static masks are traced once."""
     count = []
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -334,13 +338,13 @@ def test_ways_into_a_program():
     assert jax.tree.map(lambda x: x, a) == a
 
 
-def test_is_immutable():
-    """The contents are the hash, and the lists are made of them once. What it is made of stays the caller's."""
+def test_immutability():
+    """The hash and the lists depend on the contents. The constructor copies its arguments."""
     blocks, masks = np.full((1, 1, 2, 2), 2, np.int32), np.ones((1, 1, 16, 1), np.uint32)
     mask = BlockMask(Shape(32, 32, 16, 16), blocks, masks)
-    made = mask, mask & ~mask, BlockMask.from_mask(mask.to_mask()), jax.tree.map(lambda x: x, mask)
+    derived = mask, mask & ~mask, BlockMask.from_mask(mask.to_mask()), jax.tree.map(lambda x: x, mask)
     copies = copy.copy(mask), copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))
-    for one in (*made, *copies):
+    for one in (*derived, *copies):
         for x in one.arrays().values():
             assert not x.flags.writeable and (x.base is None or not x.base.flags.writeable)
         with pytest.raises(ValueError, match="read-only"):

@@ -1,4 +1,4 @@
-"""A `BlockMask` of a function that captures traced arrays says what one of the same arrays, known before, says."""
+"""A `BlockMask` from a function that captures traced arrays equals one that captures the same concrete arrays."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ B, T, S, N, K, D = 2, 40, 56, 4, 2, 8
 
 
 def arrays(*lead, seed=0):
-    """Query, key and value; ids of queries and keys, and shifts of heads."""
+    """Return query, key and value, segment ids of queries and of keys, and a shift for each head."""
     rng = np.random.default_rng(seed)
     shapes = ((*lead, B, T, N, D), (*lead, B, S, K, D), (*lead, B, S, K, D))
     ids = (rng.integers(0, 4, (*lead, B, size)).astype(np.int32) for size in (T, S))
@@ -29,18 +29,18 @@ def arrays(*lead, seed=0):
     return (*map(jnp.asarray, given), jnp.asarray(rng.integers(-9, 9, (*lead, N)).astype(np.int32)))
 
 
-def mask_of(of_query, of_key, shifts, batch=B, heads=N, length=T):
+def make_mask(query_ids, key_ids, shifts, batch=B, heads=N, length=T):
     def mask_fn(b, h, i, j):
-        return (of_query[b, i] == of_key[b, j]) | (i + shifts[h] > j)
+        return (query_ids[b, i] == key_ids[b, j]) | (i + shifts[h] > j)
 
     return BlockMask.from_function(mask_fn, length, S, batch=batch, heads=heads, q_block=16, kv_block=16)
 
 
-def results(q, k, v, *of_mask, implementation="flash", made=mask_of, **options):
-    """O, and the gradients of its squares. `of_mask`: a mask, or what it is made of."""
+def results(q, k, v, *mask_args, implementation="flash", make=make_mask, **options):
+    """Return O and the gradients of the sum of its squares. `mask_args` is a mask or the arguments of `make`."""
 
     def loss(q, k, v):
-        mask = of_mask[0] if isinstance(of_mask[0], BlockMask) else made(*of_mask)
+        mask = mask_args[0] if isinstance(mask_args[0], BlockMask) else make(*mask_args)
         o = jax_flash.dot_product_attention(q, k, v, block_mask=mask, implementation=implementation, **options)
         return (o**2).sum(), o
 
@@ -64,7 +64,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_with_other_features(name, implementation):
-    """The mask's rows are those of the arrays, where a mask_mod's queries count query_offset in."""
+    """Indices of `mask_fn` are rows of the arrays. Those of a mask_mod include query_offset."""
     given, options = arrays(), OPTIONS[name] | {"implementation": implementation}
     if "dropout_rate" in options:
         options["dropout_key"] = jax.random.key(0)
@@ -75,58 +75,58 @@ def test_with_other_features(name, implementation):
 @pytest.mark.parametrize(("batch", "heads"), [(1, 1), (1, N), (B, 1)])
 def test_shared_by_batch_and_heads(batch, heads):
     given = arrays()
-    function = functools.partial(results, made=functools.partial(mask_of, batch=batch, heads=heads))
+    function = functools.partial(results, make=functools.partial(make_mask, batch=batch, heads=heads))
     assert_close(jax.jit(function)(*given), function(*given))
 
 
 def test_one_query():
     q, *others = arrays()
     given = (q[:, :1], *others)
-    function = functools.partial(results, made=functools.partial(mask_of, length=1))
+    function = functools.partial(results, make=functools.partial(make_mask, length=1))
     assert_close(jax.jit(function)(*given), function(*given))
 
 
 def test_jit():
-    """Returned by one program, an argument of others, which new arrays do not trace again."""
-    q, k, v, *of_mask = arrays()
-    expected, traced = results(q, k, v, *of_mask), []
+    """Return a mask from a jitted function and pass it to others, which new arrays must not retrace."""
+    q, k, v, *mask_args = arrays()
+    expected, traced = results(q, k, v, *mask_args), []
 
     @jax.jit
     def function(q, k, v, mask):
         traced.append(mask)
         return results(q, k, v, mask)
 
-    mask = jax.jit(mask_of)(*of_mask)
+    mask = jax.jit(make_mask)(*mask_args)
     assert_close(results(q, k, v, mask), expected)
     for one in (mask, copy.copy(mask), copy.deepcopy(mask)):
         assert_close(function(q, k, v, one), expected)
-    *_, ids, of_key, shifts = arrays(seed=1)
-    assert_close(function(q, k, v, jax.jit(mask_of)(ids, of_key, shifts)), results(q, k, v, ids, of_key, shifts))
+    *_, ids, key_ids, shifts = arrays(seed=1)
+    assert_close(function(q, k, v, jax.jit(make_mask)(ids, key_ids, shifts)), results(q, k, v, ids, key_ids, shifts))
     assert len(traced) == 1
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_vmap(shared):
-    """Over what it captures, made inside or outside, or shared by the examples."""
-    q, k, v, *of_mask = arrays(3)
-    masks = jax.jit(mask_of)(*(x[0] for x in of_mask)) if shared else jax.vmap(mask_of)(*of_mask)
-    each = [results(q[i], k[i], v[i], *(x[0 if shared else i] for x in of_mask)) for i in range(3)]
+    """Map over the captured arrays, with the mask made inside or outside, or share a mask."""
+    q, k, v, *mask_args = arrays(3)
+    masks = jax.jit(make_mask)(*(x[0] for x in mask_args)) if shared else jax.vmap(make_mask)(*mask_args)
+    each = [results(q[i], k[i], v[i], *(x[0 if shared else i] for x in mask_args)) for i in range(3)]
     expected = jax.tree.map(lambda *x: jnp.stack(x), *each)
     assert_close(jax.jit(jax.vmap(results, (0, 0, 0, None if shared else 0)))(q, k, v, masks), expected)
     if not shared:
-        assert_close(jax.vmap(results)(q, k, v, *of_mask), expected)
+        assert_close(jax.vmap(results)(q, k, v, *mask_args), expected)
 
 
 @pytest.mark.parametrize("wrap", [lambda body: body, jax.checkpoint], ids=["plain", "remat"])
 def test_scan(wrap):
-    """A mask for every layer."""
-    _, k, v, *of_mask = arrays(3)
+    """One mask per layer."""
+    _, k, v, *mask_args = arrays(3)
     x = arrays()[0]
 
     def layer(x, k, v, mask):
         return x + jax_flash.dot_product_attention(x, k, v, block_mask=mask, implementation="flash")
 
-    masks = [jax.jit(mask_of)(*(of[i] for of in of_mask)) for i in range(3)]
+    masks = [jax.jit(make_mask)(*(x[i] for x in mask_args)) for i in range(3)]
 
     def scanned(x, k, v):
         body = wrap(lambda x, xs: (layer(x, *xs), None))
@@ -134,7 +134,7 @@ def test_scan(wrap):
 
     def looped(x, k, v):
         for i in range(3):
-            x = layer(x, k[i], v[i], mask_of(*(of[i] for of in of_mask)))
+            x = layer(x, k[i], v[i], make_mask(*(args[i] for args in mask_args)))
         return (x**2).sum()
 
     assert_close(jax.jit(jax.grad(scanned, (0, 1, 2)))(x, k, v), jax.grad(looped, (0, 1, 2))(x, k, v), 1e-4)
@@ -142,27 +142,27 @@ def test_scan(wrap):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_slice(implementation):
-    """Positions count from where the slice starts."""
-    q, k, v, *of_mask = arrays()
+    """Indices count from the start of the slice."""
+    q, k, v, *mask_args = arrays()
     given = q[:, 16:37], k[:, 32:], v[:, 32:]
 
     def function(*args):
-        return results(*args, made=lambda *args: mask_of(*args)[16:37, 32:], implementation=implementation)
+        return results(*args, make=lambda *args: make_mask(*args)[16:37, 32:], implementation=implementation)
 
-    assert_close(jax.jit(function)(*given, *of_mask), function(*given, *of_mask))
+    assert_close(jax.jit(function)(*given, *mask_args), function(*given, *mask_args))
 
 
-def test_stacks_of_one_function():
-    _, _, _, *of_mask = arrays()
-    mask = jax.jit(mask_of)(*of_mask)
+def test_stack_shares_one_function():
+    _, _, _, *mask_args = arrays()
+    mask = jax.jit(make_mask)(*mask_args)
     stack = BlockMask.stack([mask, mask])
     with pytest.raises(ValueError, match="block_mask is a stack of masks"):
         jax.eval_shape(lambda *given: results(*given, stack), *arrays()[:3])
     with pytest.raises(ValueError, match="this block mask is a stack"):
         stack[:16, :16]
-    other = jax.jit(functools.partial(mask_of, heads=1))(*of_mask)
-    shorter = jax.jit(mask_of)(of_mask[0], of_mask[1], jnp.pad(of_mask[2], (0, 1)))
-    concrete = mask_of(*of_mask)
+    other = jax.jit(functools.partial(make_mask, heads=1))(*mask_args)
+    shorter = jax.jit(make_mask)(mask_args[0], mask_args[1], jnp.pad(mask_args[2], (0, 1)))
+    concrete = make_mask(*mask_args)
     for masks in ([mask, other], [mask, shorter], [concrete, mask], [mask, concrete]):
         with pytest.raises(ValueError, match=r"share one function.* masks\[1\] differs from masks\[0\]"):
             BlockMask.stack(masks)
@@ -181,27 +181,27 @@ def test_higher_order():
 def test_sharding(mode, device):
     if device.platform != "cpu":
         pytest.skip("eight devices")
-    q, k, v, *of_mask = arrays()
-    expected = results(q, k, v, *of_mask)
+    q, k, v, *mask_args = arrays()
+    expected = results(q, k, v, *mask_args)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(mode,) * 2)
     with jax.set_mesh(mesh):
         placed = jax.device_put((q, k, v), NamedSharding(mesh, P("data", None, "model")))
-        assert_close(jax.jit(results)(*placed, *jax.device_put(of_mask, NamedSharding(mesh, P()))), expected, 1e-4)
+        assert_close(jax.jit(results)(*placed, *jax.device_put(mask_args, NamedSharding(mesh, P()))), expected, 1e-4)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma, device):
-    """Made outside or inside, where batch entries and heads are the device's own."""
+    """Make the mask outside or inside, where batch entries and heads are local."""
     if device.platform != "cpu":
         pytest.skip("eight devices")
-    q, k, v, *of_mask = arrays()
+    q, k, v, *mask_args = arrays()
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     heads = P("data", None, "model")
-    own = functools.partial(mask_of, batch=1, heads=1)
-    expected = results(q, k, v, *of_mask, made=own)[1]
-    for masks in ((jax.jit(own)(*of_mask),), of_mask):
+    own = functools.partial(make_mask, batch=1, heads=1)
+    expected = results(q, k, v, *mask_args, make=own)[1]
+    for masks in ((jax.jit(own)(*mask_args),), mask_args):
         function = jax.shard_map(
-            lambda *args: results(*args, made=own)[1],
+            lambda *args: results(*args, make=own)[1],
             mesh=mesh,
             in_specs=(heads, heads, heads, *jax.tree.map(lambda _: P(), masks)),
             out_specs=(heads,) * 3,
@@ -228,16 +228,16 @@ def test_linen():
     assert_close(jax.jit(jax.grad(loss))(variables, ids), jax.grad(loss)(variables, ids), 1e-4)
 
 
-def test_nothing_of_the_blocks_is_known():
-    mask = jax.jit(mask_of)(*arrays()[3:])
+def test_blocks_are_unknown():
+    mask = jax.jit(make_mask)(*arrays()[3:])
     assert repr(mask) == f"BlockMask({T} x {S}, of a function that captures traced arrays)"
     other = BlockMask.from_mask(np.ones((T, S), bool), q_block=16, kv_block=16)
-    for ask in (
+    for use in (
         *(lambda: mask.blocks, lambda: mask.kept, mask.to_mask, mask.arrays, lambda: ~mask, lambda: mask & other),
         *(lambda: other | mask, lambda: mask == mask, lambda: hash(mask)),
     ):
         with pytest.raises(TypeError, match="BlockMask of a function that captures traced arrays has no"):
-            ask()
+            use()
     with pytest.raises(AttributeError, match="shapes"):
         mask.shapes  # noqa: B018
     with pytest.raises(TypeError, match="mask_fn is a jaxpr, which JAX cannot pickle"):
@@ -245,16 +245,16 @@ def test_nothing_of_the_blocks_is_known():
 
 
 @pytest.mark.parametrize(
-    ("made", "error", "match"),
+    ("make", "error", "match"),
     [
-        (functools.partial(mask_of, length=T + 1), ValueError, f"block_mask.*{T} x {S}.*{T + 1} x {S}"),
-        (functools.partial(mask_of, batch=3), ValueError, "block_mask .* B = 2 .* N = 4 heads, not 3 and 4"),
-        (functools.partial(mask_of, heads=K), ValueError, "block_mask .* B = 2 .* N = 4 heads, not 2 and 2"),
+        (functools.partial(make_mask, length=T + 1), ValueError, f"block_mask.*{T} x {S}.*{T + 1} x {S}"),
+        (functools.partial(make_mask, batch=3), ValueError, "block_mask .* B = 2 .* N = 4 heads, not 3 and 4"),
+        (functools.partial(make_mask, heads=K), ValueError, "block_mask .* B = 2 .* N = 4 heads, not 2 and 2"),
     ],
 )
-def test_errors_of_attention(made, error, match):
+def test_errors_of_attention(make, error, match):
     with pytest.raises(error, match=match):
-        jax.jit(functools.partial(results, made=made))(*arrays())
+        jax.jit(functools.partial(results, make=make))(*arrays())
 
 
 def test_errors_of_the_function():

@@ -1,6 +1,4 @@
-"""Every sparsity pattern against its definition, written down a second time, entry by entry; what it costs to make one
-for a long sequence; attention with some of them.
-"""
+"""Sparsity patterns: each compared with its definition entry by entry, their cost for long sequences, and attention."""
 
 import math
 import time
@@ -19,7 +17,7 @@ from hypothesis import strategies as st
 import jax_flash
 from jax_flash import BlockMask, patterns
 
-# T, S, q_block, kv_block: whole and cut blocks, oblong blocks and grids, a single block, nothing at all
+# T, S, q_block, kv_block: whole and cut blocks, non-square blocks and grids, a single block, empty masks
 SHAPES = [
     (128, 128, 32, 32),
     (150, 150, 32, 32),
@@ -37,8 +35,8 @@ shape_strategy = st.tuples(
 )
 
 
-def agrees(mask, expected):
-    """The same entries, [T, S] or [B, N, T, S], and no block is kept, or has an element mask, without need."""
+def check(mask, expected):
+    """Check the entries, [T, S] or [B, N, T, S], and that no block is marked as non-empty or partial without need."""
     expected = expected.reshape((1,) * (4 - expected.ndim) + expected.shape)
     np.testing.assert_array_equal(mask.to_mask(), expected)
     blocks = {"q_block": mask.shape.q_block, "kv_block": mask.shape.kv_block}
@@ -52,7 +50,7 @@ def positions(T, S):
 
 
 def by_rule(T, S, rule):
-    """rule(i, j) for one entry after the other."""
+    """Evaluate rule(i, j) for each entry."""
     return np.array([bool(rule(i, j)) for i in range(T) for j in range(S)], bool).reshape(T, S)
 
 
@@ -62,7 +60,7 @@ def by_rule(T, S, rule):
 @shapes
 def test_causal(T, S, q_block, kv_block):
     i, j = positions(T, S)
-    agrees(patterns.causal(T, S, q_block=q_block, kv_block=kv_block), j <= i)
+    check(patterns.causal(T, S, q_block=q_block, kv_block=kv_block), j <= i)
 
 
 @given(shape_strategy, st.one_of(st.none(), st.integers(0, 150)), st.one_of(st.none(), st.integers(0, 150)))
@@ -70,7 +68,7 @@ def test_local_window(shape, left, right):
     T, S, q_block, kv_block = shape
     i, j = positions(T, S)
     expected = (j >= i - (1000 if left is None else left)) & (j <= i + (1000 if right is None else right))
-    agrees(patterns.local_window(T, S, left, right, q_block=q_block, kv_block=kv_block), expected)
+    check(patterns.local_window(T, S, left, right, q_block=q_block, kv_block=kv_block), expected)
 
 
 @given(
@@ -87,7 +85,7 @@ def test_dilated_window(shape, left, right, dilation):
         j = i - dilation * n
         inside = (j >= 0) & (j < S)
         expected[i[inside], j[inside]] = True
-    agrees(patterns.dilated_window(T, S, left, right, dilation, q_block=q_block, kv_block=kv_block), expected)
+    check(patterns.dilated_window(T, S, left, right, dilation, q_block=q_block, kv_block=kv_block), expected)
 
 
 @pytest.mark.parametrize("window, dilation, tokens", [(0, 1, []), (40, 1, [0, 1, 77]), (8, 5, range(3, 90, 30))])
@@ -99,7 +97,7 @@ def test_longformer(T, S, q_block, kv_block, window, dilation, tokens):
     )
     near = by_rule(T, S, lambda i, j: (i - j) % dilation == 0 and abs(i - j) // dilation <= window // 2)
     i, j = positions(T, S)
-    agrees(mask, near | np.isin(i, tokens) | np.isin(j, tokens))
+    check(mask, near | np.isin(i, tokens) | np.isin(j, tokens))
 
 
 @st.composite
@@ -120,17 +118,17 @@ def documents(draw):
 def test_document(drawn):
     query_ids, kv_ids, q_block, kv_block = drawn
     mask = patterns.document(query_ids, kv_ids, q_block=q_block, kv_block=kv_block)
-    agrees(mask, (query_ids[:, :, None] == kv_ids[:, None, :])[:, None])
+    check(mask, (query_ids[:, :, None] == kv_ids[:, None, :])[:, None])
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint64])
-def test_document_of_one_row_of_ids(dtype):
+def test_document_with_one_row_of_ids(dtype):
     ids = np.repeat(np.array([7, 3, 120, 3], dtype), [50, 1, 100, 49])
     expected = ids[:, None] == ids
-    agrees(patterns.document(ids, q_block=32, kv_block=16), expected)
-    agrees(patterns.document(ids, ids.astype(np.int64), q_block=32, kv_block=16), expected)
-    agrees(patterns.document(ids.tolist(), q_block=32, kv_block=16), expected)
-    agrees(patterns.document(jnp.asarray(ids), q_block=32, kv_block=16), expected)
+    check(patterns.document(ids, q_block=32, kv_block=16), expected)
+    check(patterns.document(ids, ids.astype(np.int64), q_block=32, kv_block=16), expected)
+    check(patterns.document(ids.tolist(), q_block=32, kv_block=16), expected)
+    check(patterns.document(jnp.asarray(ids), q_block=32, kv_block=16), expected)
 
 
 def test_blocks_of_a_single_document_are_full():
@@ -144,9 +142,9 @@ def test_prefix_lm(T, S, q_block, kv_block):
     i, j = positions(T, S)
     lengths = np.array([0, S // 3, S], np.int32)
     for prefix in lengths:
-        agrees(patterns.prefix_lm(T, S, prefix, q_block=q_block, kv_block=kv_block), (j <= i) | (j < prefix))
+        check(patterns.prefix_lm(T, S, prefix, q_block=q_block, kv_block=kv_block), (j <= i) | (j < prefix))
     expected = (j <= i) | (j < lengths[:, None, None])
-    agrees(patterns.prefix_lm(T, S, lengths, q_block=q_block, kv_block=kv_block), expected[:, None])
+    check(patterns.prefix_lm(T, S, lengths, q_block=q_block, kv_block=kv_block), expected[:, None])
 
 
 # --- patterns of blocks ---
@@ -159,18 +157,18 @@ def test_butterfly(T, S, q_block, kv_block, max_stride, global_blocks):
     n = min(U, V)
 
     def kept(i, j):
-        u, v = i // q_block * n // U, j // kv_block * n // V  # of the square pattern, stretched
+        u, v = i // q_block * n // U, j // kv_block * n // V  # in the square pattern, which is stretched
         differ = [bit for bit in range(20) if (u >> bit) % 2 != (v >> bit) % 2]
         partners = len(differ) == 1 and (max_stride is None or 2 ** differ[0] < max_stride)
         return u == v or partners or u < global_blocks or v < global_blocks
 
     mask = patterns.butterfly(T, S, max_stride, global_blocks=global_blocks, q_block=q_block, kv_block=kv_block)
-    agrees(mask, by_rule(T, S, kept))
+    check(mask, by_rule(T, S, kept))
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 64])
 def test_butterfly_is_the_sum_of_the_block_butterfly_factors(n):
-    """Which make the whole matrix when multiplied: everything is reached in log2(n) steps."""
+    """The product of these factors is a full matrix: log2(n) steps connect all blocks."""
     total = product = np.eye(n)
     stride = 2
     while stride <= n:
@@ -209,7 +207,7 @@ def test_strided(T, S, q_block, kv_block, squares):
         a, b = i // side, j // side
         return j <= i and (b in range(max(0, a - squares), a + 1) or (a - b) % squares == 0)
 
-    agrees(mask, by_rule(T, S, allowed))
+    check(mask, by_rule(T, S, allowed))
 
 
 @pytest.mark.parametrize("squares, summary", [(1, None), (2, None), (3, 1), (3, 2), (2, 2)])
@@ -223,7 +221,7 @@ def test_fixed(T, S, q_block, kv_block, squares, summary):
         a, b = i // side, j // side
         return j <= i and (a // squares == b // squares or b % squares in range(squares - (summary or 1), squares))
 
-    agrees(mask, by_rule(T, S, allowed))
+    check(mask, by_rule(T, S, allowed))
 
 
 @pytest.mark.parametrize("window, leading, random", [(3, 2, 3), (1, 0, 0), (5, 0, 1), (1, 1, 100)])
@@ -235,7 +233,7 @@ def test_bigbird(T, S, q_block, kv_block, window, leading, random):
     i, j = positions(T, S)
     common = (abs(i // side - j // side) <= window // 2) | (i < leading * side) | (j < leading * side)
     entries = mask.to_mask()[0, 0]
-    agrees(mask, entries)
+    check(mask, entries)
     assert entries[common].all()
     chosen = (entries & ~common)[::side, ::side]  # one entry of each square
     np.testing.assert_array_equal(np.kron(chosen, np.ones((side, side)))[:T, :S], entries & ~common)
@@ -246,7 +244,7 @@ def test_bigbird_seed():
     first, again, other = (patterns.bigbird(4096, 4096, seed=seed) for seed in (1, np.random.default_rng(1), 2))
     assert first == again
     assert first != other
-    # All random blocks are about equally likely.
+    # All random blocks are equally likely.
     drawn = sum(
         patterns.bigbird(512, 512, q_block=16, kv_block=16, global_blocks=0, window_blocks=1, seed=s).blocks[0, 0]
         for s in range(200)
@@ -334,11 +332,11 @@ def test_errors(make, error, message):
         make()
 
 
-# --- what they cost ---
+# --- cost ---
 
 N = 65536
 PACKED = np.repeat(np.arange(40), N // 40 + 1)[:N]
-LONG = {  # and the fraction of the blocks that is kept
+LONG = {  # and the fraction of kept blocks
     "causal": (lambda: patterns.causal(N, N), (512 + 1) / 2 / 512),
     "local_window": (lambda: patterns.local_window(N, N, 4096, 0), (32 + 1) * (512 - 16) / 512**2),
     "dilated_window": (lambda: patterns.dilated_window(N, N, 64, 64, 3), 5 / 512),
@@ -357,7 +355,7 @@ LONG = {  # and the fraction of the blocks that is kept
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_a_long_sequence_costs_neither_time_nor_memory(name):
+def test_long_sequences(name):
     make, kept = LONG[name]
     start = time.process_time()
     mask = make()
@@ -368,13 +366,13 @@ def test_a_long_sequence_costs_neither_time_nor_memory(name):
     make()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # The grid has 2^18 blocks, for which the lists and the search for equal blocks hold some int64; T·S bits are 2^29
-    # bytes.
+    # The grid has 2^18 blocks. The lists and the search for equal blocks hold a few int64 per block. A dense mask would
+    # have 2^29 bytes.
     assert peak < 48 * 2**20 * mask.blocks.shape[0]
     assert sum(x.nbytes for x in jax.tree.leaves(mask)) < 5 * 2**20 * mask.blocks.shape[0]
 
 
-# --- in use ---
+# --- attention ---
 
 
 @pytest.mark.parametrize(
@@ -399,22 +397,22 @@ def test_attention(device, mask):
 
         return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
 
-    ours = gradients(block_mask=mask, implementation="flash")
+    results = gradients(block_mask=mask, implementation="flash")
     expected = gradients(mask=mask.to_mask(), implementation="reference")
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), ours, expected)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), results, expected)
 
 
-def test_attention_to_the_top_k_blocks_of_the_data(device):
-    """Routing under jit: block means of keys, scored by block means of queries."""
+def test_attention_with_top_k_blocks_of_the_data(device):
+    """Routing under jit: scores from block means of queries and keys."""
     q, k, v = jax.random.normal(jax.random.key(1), (3, 2, 96, 4, 16))
 
     def masks(q, k):
         means = (x.reshape(2, 6, 16, 4, 16).mean(2) for x in (q, k))
         return patterns.top_k(jnp.einsum("bund,bvnd->bnuv", *means), 2, 96, 96, q_block=16, kv_block=16)
 
-    ours = jax.jit(lambda q, k, v: jax_flash.dot_product_attention(q, k, v, block_mask=masks(q, k)))(q, k, v)
+    results = jax.jit(lambda q, k, v: jax_flash.dot_product_attention(q, k, v, block_mask=masks(q, k)))(q, k, v)
     expected = jax_flash.dot_product_attention(q, k, v, mask=masks(q, k).to_mask(), implementation="reference")
-    np.testing.assert_allclose(ours, expected, atol=2e-5)
+    np.testing.assert_allclose(results, expected, atol=2e-5)
 
 
 def test_plot():

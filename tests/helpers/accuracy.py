@@ -1,5 +1,6 @@
-"""Holds the fused kernels against the exact results: the error is at most twice that of standard attention in the same
-dtype, plus a few units in the last place.
+"""Compares the fused kernels with exact results.
+
+The error must be at most twice that of standard attention in the same dtype, plus a few units in the last place.
 """
 
 import jax
@@ -12,7 +13,7 @@ ULPS = 4
 
 
 def errors(results, exact):
-    """The largest absolute error of every result where the exact one is finite."""
+    """Return the largest absolute error of every result, over the entries whose exact value is finite."""
     finite = {name: np.isfinite(x) for name, x in exact.items()}
     return {
         name: np.abs(results[name][finite[name]].astype(x.dtype) - x[finite[name]]).max(initial=0)
@@ -20,7 +21,7 @@ def errors(results, exact):
     }
 
 
-def usual_errors(case, dtype, seed=0, rounding=None, draws=1):
+def baseline_errors(case, dtype, seed=0, rounding=None, draws=1):
     """Return the errors of standard attention in this dtype, and the inputs and exact results of the first draws.
 
     Cases with few entries take the largest error of more draws.
@@ -37,9 +38,13 @@ def usual_errors(case, dtype, seed=0, rounding=None, draws=1):
     return largest, checked
 
 
-def assert_accurate(results, exact, usual, cancelled, dtype):
-    """Shapes and dtypes, what is infinite, and the errors: `usual` are those of standard attention, `cancelled` those
-    of differences of larger numbers."""
+def assert_accurate(results, exact, baseline, cancelled, dtype):
+    """Check shapes, dtypes, non-finite entries and errors.
+
+    Args:
+      baseline: the errors of standard attention.
+      cancelled: the errors from cancellation.
+    """
     assert results.keys() == exact.keys()
     for name, expected in exact.items():
         kind = dtype if name != "logsumexp" else jnp.promote_types(dtype, jnp.float32)
@@ -49,29 +54,29 @@ def assert_accurate(results, exact, usual, cancelled, dtype):
         np.testing.assert_array_equal(results[name][~finite], expected[~finite], err_msg=name)
 
         ulp = float(jnp.finfo(kind).eps) * np.abs(expected[finite]).max(initial=0)
-        error, bound = errors(results, exact)[name], 2 * usual[name] + ULPS * ulp + cancelled.get(name, 0)
+        error, bound = errors(results, exact)[name], 2 * baseline[name] + ULPS * ulp + cancelled.get(name, 0)
         assert error <= bound, f"{name}: error {error:.3g}, allowed {bound:.3g}"
 
 
 def check(case, dtype, seed=0, draws=1):
     dtype = jnp.dtype(dtype)
-    usual, checked = usual_errors(case, dtype, seed, draws=draws)
+    baseline, checked = baseline_errors(case, dtype, seed, draws=draws)
     for inputs, exact in checked:
         cancelled = standard.cancellation(case, *inputs, dtype)
-        assert_accurate(run(case, *inputs), exact, usual, cancelled, dtype)
+        assert_accurate(run(case, *inputs), exact, baseline, cancelled, dtype)
 
 
 def check_tf32(case, draws=1):
-    """float32 at a GPU's default precision, compared with standard attention with operands rounded to TF32."""
+    """Check float32 at a GPU's default precision. The baseline is standard attention with operands rounded to TF32."""
     dtype = np.dtype(np.float32)
-    usual, checked = usual_errors(case, dtype, rounding="tf32", draws=draws)
+    baseline, checked = baseline_errors(case, dtype, rounding="tf32", draws=draws)
     for inputs, exact in checked:
         with jax.default_matmul_precision("default"):
             results = run(case, *inputs)
-        assert_accurate(results, exact, usual, {}, dtype)
+        assert_accurate(results, exact, baseline, {}, dtype)
 
 
 def by_numpy(case, arrays, cotangents):
-    """The exact results without the time to compile the reference, which `test_reference.py` holds against the same."""
+    """Return the exact results from NumPy, which needs no compilation. `test_reference.py` compares them with JAX."""
     sums = np.longdouble if arrays["query"].dtype == np.float64 else np.float64
     return standard.attention(case, arrays, cotangents, sums)

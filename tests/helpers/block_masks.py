@@ -1,4 +1,4 @@
-"""Random block masks, cases with one, and what their lists must be."""
+"""Random block masks, cases that use them, and checks of their lists."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ IMPLEMENTATIONS = ["flash", "xla", "reference"]
 
 
 def entries(seed, T, S, q_block, kv_block, batch=1, heads=1):
-    """bool [batch, heads, T, S]: empty, full and partial blocks, one row and one column of blocks without any."""
+    """Return bool [batch, heads, T, S] with empty, full and partial blocks. One block row and column are empty."""
     rng = np.random.default_rng(seed)
     U, V = -(-T // q_block), -(-S // kv_block)
     kinds = rng.integers(0, 6, (batch, heads, U, V))
@@ -21,7 +21,7 @@ def entries(seed, T, S, q_block, kv_block, batch=1, heads=1):
     elements = np.stack([np.zeros((q_block, kv_block)), np.ones((q_block, kv_block)), np.tri(q_block, kv_block)] + [
         rng.random((q_block, kv_block)) < 0.4 for _ in range(3)
     ]).astype(bool)  # fmt: skip
-    # Rows that see all keys, and some that miss a few, all of them odd: what a warp may not take for everything.
+    # Most rows see all keys, the others miss some odd keys: a warp must not treat such a block as full.
     elements[-1, np.arange(q_block) % 16 != 9] = elements[-1, :, np.arange(kv_block) % 4 != 3] = True
     whole = elements[kinds].swapaxes(3, 4).reshape(batch, heads, U * q_block, V * kv_block)
     return whole[..., :T, :S]
@@ -38,7 +38,7 @@ def sparse(q_block=32, kv_block=32, batch=1, heads=1, seed=0, **fields):
 
 
 def assert_lists(block_mask):
-    """Every block that is not empty exactly once, longest rows first, and in order."""
+    """Check that each list holds every non-empty block once, in order, and that the longest lists come first."""
     for lists, blocks in (
         (block_mask.row_lists, block_mask.blocks),
         (block_mask.column_lists, block_mask.blocks.swapaxes(2, 3)),
@@ -54,10 +54,10 @@ def assert_lists(block_mask):
                 assert (members[count:] == -1).all()
 
 
-def with_arrays(mask, **changes):
-    """The same mask of other arrays, which no constructor has seen."""
+def with_unchecked_arrays(mask, **changes):
+    """Return a copy of the mask with other arrays, bypassing the checks of the constructors."""
     copy = jax.tree.map(lambda x: x, mask)
-    vars(copy).update(changes)  # as an attribute none can be set
+    vars(copy).update(changes)  # its attributes are read-only
     return copy
 
 

@@ -1,4 +1,4 @@
-"""One attention problem as a test sees it: what to call the public functions with, and ways to run it.
+"""An attention problem as a test case: the arguments of the public functions, and ways to run them.
 
 Letters: B batch, T query length, S key/value length, N query heads, K key/value heads, D query/key dim, E value dim.
 """
@@ -24,7 +24,7 @@ from jax_flash.operands import Operands
 from jax_flash.problem import Problem
 from jax_flash.scores import Score
 
-Arrays = dict[str, Any]  # NumPy's, and a BlockMask of them
+Arrays = dict[str, Any]  # NumPy arrays, and possibly a BlockMask of NumPy arrays
 DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
 EXPORT_CHECKS = jax_flash.export_checks()
 
@@ -42,9 +42,9 @@ class Case:
     causal: bool = False
     window: tuple[int, int] | None = None
     traced: bool = False  # whether the window is traced
-    bias: str = ""  # its dims, "bnts", with a 1 for a dim that is broadcast
+    bias: str = ""  # its dims, "bnts", with a 1 for each broadcast dim
     mask: str = ""
-    sinks: float = 0.0  # standard deviation of the sinks; 0: there are none
+    sinks: float = 0.0  # standard deviation of the sinks; 0 means no sinks
     lengths: bool = False
     segments: bool | str = False  # "mixed": the ids are in any order
     offset: bool = False
@@ -78,7 +78,7 @@ class Case:
         }
 
     def traced_window(self) -> Arrays:
-        """The window as an argument, if it is traced."""
+        """Return the window as an argument, if it is traced."""
         if self.window is None or not self.traced:
             return {}
         return {"local_window_size": tuple(np.asarray(x, np.int32) for x in self.window)}
@@ -87,7 +87,7 @@ class Case:
         return tuple(1 if e == "1" else size for e, size in zip(extent, (self.B, self.N, self.T, self.S), strict=True))
 
     def arrays(self, dtype: str = "float32", seed: int = 0) -> Arrays:
-        """The arguments that are arrays; the same numbers in every dtype, but for rounding."""
+        """Return the arguments that are arrays. They are equal in every dtype, up to rounding."""
         rng = np.random.default_rng(seed)
 
         def normal(*shape: int) -> np.ndarray:
@@ -126,14 +126,14 @@ class Case:
         return arrays | self.traced_window()
 
     def cotangents(self, dtype: str = "float32", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Of O, [B, T, N, E], and of the logsumexp, [B, N, T]."""
+        """Return the cotangents of O, [B, T, N, E], and of the logsumexp, [B, N, T]."""
         rng = np.random.default_rng((seed, 1))
         do = np.asarray(rng.normal(size=(self.B, self.T, self.N, self.E))).astype(jnp.dtype(dtype))
         dlogsumexp = rng.normal(size=(self.B, self.N, self.T)) * self.logsumexp
         return do, dlogsumexp.astype(np.float64 if dtype == "float64" else np.float32)
 
 
-# Every feature by itself, and together where one could spoil the other.
+# Every feature alone, and combinations in which one feature could break another.
 FEATURES = [
     Case(),
     Case(K=4),
@@ -183,7 +183,7 @@ FEATURES = [
     Case(N=1, K=1, sinks=1.0, window=(9, 9), bias="111s", mask="b111", segments=True, dropout=0.7, E=5, spread=3.0),
 ]
 
-# Lengths around every size of tiles.
+# Lengths around the tile sizes.
 SIZES = [1, 2, 15, 16, 17, 31, 33, 47, 63, 64, 65, 127, 128, 129, 191, 255, 257, 384]
 
 
@@ -201,7 +201,7 @@ Attention = Callable[[dict[str, jax.Array]], tuple[jax.Array, jax.Array]]
 
 
 def with_gradients(attention: Attention, arrays: Any, cotangents: Any, logsumexp: bool = True) -> dict[str, jax.Array]:
-    """o, logsumexp, and the gradient of every floating point array, under its name."""
+    """Return o, logsumexp, and the gradients of all float arrays by name."""
     inputs = {name: arrays[name] for name in DIFFERENTIATED if name in arrays}
     others = {name: x for name, x in arrays.items() if name not in inputs}
     (o, lse), pull = jax.vjp(lambda inputs: attention(inputs | others), inputs)
@@ -214,7 +214,7 @@ def with_gradients(attention: Attention, arrays: Any, cotangents: Any, logsumexp
 
 
 def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
-    """The same for the functions below the public ones, which take a `Problem`; all gradients are asked for."""
+    """Return the `Problem` and `Operands` of a case. All gradients are enabled."""
     given = {name: jnp.asarray(x) for name, x in arrays.items() if name in Operands._fields}
     B, N = case.B, case.N
     scale = case.scale if case.scale is not None else max(case.D, 1) ** -0.5
@@ -268,7 +268,7 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
 
 
 def refusal(case: Case, arrays: Arrays) -> str:
-    """Why the kernels for the test's device cannot do this; empty if they can."""
+    """Return why the test device's kernels do not support a case; empty if they do."""
     device = jax.config.jax_default_device
     platform = "cuda" if device is not None and device.platform == "gpu" else "cpu"
     choice = jax_flash.choose_implementation(problem(case, arrays)[0], platform)
@@ -285,22 +285,22 @@ def _compiled(case: Case, implementation: str | None) -> Callable[..., dict[str,
 
 
 def run(case: Case, arrays: Arrays, cotangents: Any, implementation: str | None = "flash") -> Results:
-    """The results of jax_flash, jitted, forward and backward; skips what the fused kernels refuse on this device."""
+    """Run jax_flash, jitted, forward and backward. Skip if the device's fused kernels do not support the case."""
     if implementation == "flash" and (reason := refusal(case, arrays)):
         pytest.skip(reason)
     with jax.enable_x64(any(x.dtype == np.float64 for x in jax.tree.leaves(arrays))):
         return jax.tree.map(np.asarray, _compiled(case, implementation)(arrays, cotangents))
 
 
-def gathers(compiled: Any) -> list[str]:
-    """The collectives of a compiled program that move operands about; sums over shards are none."""
+def data_collectives(compiled: Any) -> list[str]:
+    """Return the collectives of a compiled program that move operands between devices. All-reduces are allowed."""
     return re.findall(r"\b(all-gather|all-to-all|collective-permute|all-gather-start)\(", compiled.as_text())
 
 
 def differentiable(
     case: Case, implementation: str | None, seed: int = 0
 ) -> tuple[Callable[..., tuple[jax.Array, jax.Array]], list[jax.Array]]:
-    """O and the logsumexp (where there is one) as a function of the differentiable inputs, and those, in float64."""
+    """Return a function from differentiable inputs to O and the logsumexp (0 for empty rows), and float64 inputs."""
     arrays = case.arrays("float64", seed)
     names = [name for name in DIFFERENTIATED if name in arrays]
     inputs = [jnp.asarray(arrays.pop(name)) for name in names]

@@ -1,4 +1,4 @@
-"""Processes that compile kernels into a cache directory. Each is forked from one that has imported jax_flash."""
+"""Processes that compile kernels into a cache directory. They are forked from a server that has imported jax_flash."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CONTEXT.set_forkserver_preload(["jax_flash", "pytest"])  # pytest is the main m
 
 
 def start(directory: object, problem: str, arch: str, umask: int = -1, file_size: int = -1) -> BaseProcess:
-    """Start a process that compiles the forward of a problem, with the environment of this process.
+    """Start a process that compiles the forward of a problem. It inherits the environment of this process.
 
     Args:
-      umask: the umask of the process; -1 keeps that of the first process.
+      umask: the umask of the process; -1 keeps the inherited one.
       file_size: limit of the size of files in bytes; -1 means no limit.
     """
     environment = os.environ | {"JAX_FLASH_CACHE_DIR": str(directory)}
@@ -40,7 +40,7 @@ def _compile(environment: dict[str, str], problem: str, arch: str, umask: int, f
 
 
 def plan(library: pathlib.Path, environment: dict[str, str], *call: Any) -> tuple[list[Any], list[str]]:
-    """Return the launches of a pass and the reasons, compiled in a new process with a library in place of NVRTC."""
+    """Plan a pass in a new process with a library in place of NVRTC. Return the launches and the reasons."""
     with ProcessPoolExecutor(1, mp_context=_CONTEXT) as pool:
         return pool.submit(_plan, library, environment, *call).result()
 

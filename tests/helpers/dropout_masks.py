@@ -1,4 +1,4 @@
-"""The dropout mask as the specification has it, and as the kernels' results show it."""
+"""The dropout mask: as specified, and as observed in the results of the kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,13 @@ def attend(query, key, value, rate, dropout_key, implementation="flash", **optio
 
 
 def specified(rate, key, B, N, T, S):
-    """By NumPy, which does not compile anything for a new shape; `test_dropout.py` holds `dropout.py` against it."""
+    """Return the specified mask, by NumPy, which needs no compilation. `test_dropout.py` compares it with JAX."""
     seed = np.asarray(dropout.seed_from_key(key, B))
     return standard.random_bits(seed, np.arange(B), np.arange(N), T, S) >= dropout.threshold(rate)
 
 
 def from_forward(attention, B, N, T, S, dtype="float32"):
-    """The mask that `attention(query, key, value)` uses: with equal scores and unit vectors as values, O = Z / S."""
+    """Return the mask of the forward: with equal scores and unit vectors as values, O = Z / S."""
     query, key = jnp.zeros((B, T, N, 8), dtype), jnp.zeros((B, S, N, 8), dtype)
     units = jnp.eye(S, -(-S // 8) * 8, dtype=dtype)
     o = [attention(query, key, jnp.broadcast_to(v[:, None], (B, S, N, v.shape[-1]))) for v in _columns(units)]
@@ -30,7 +30,7 @@ def from_forward(attention, B, N, T, S, dtype="float32"):
 
 
 def from_backward(attention, B, N, T, S, dtype="float32"):
-    """The mask of the backward: with unit vectors as cotangents, dV = Zᵀ / S."""
+    """Return the mask of the backward: with unit vectors as cotangents, dV = Zᵀ / S."""
     query, key = jnp.zeros((B, T, N, 8), dtype), jnp.zeros((B, S, N, 8), dtype)
     dv = []
     for do in _columns(jnp.eye(T, -(-T // 8) * 8, dtype=dtype)):

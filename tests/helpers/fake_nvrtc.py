@@ -1,4 +1,4 @@
-"""Libraries in place of NVRTC, which compile nothing and report what they are told to."""
+"""Builds libraries that replace NVRTC. They compile nothing and report the given spills."""
 
 from __future__ import annotations
 
@@ -51,13 +51,15 @@ def build(
     spilled: str = "0",
     serialized: str = "0",
 ) -> None:
-    """Make the library.
+    """Build the library.
 
     Args:
-      cubin: what it returns for every kernel.
-      spilled, serialized: expressions in C for the bytes that a kernel spills, and for whether its wgmmas wait. They
-        may use `hopper` (is the kernel one of Hopper's?), `together`, and `rows` and `cols` of its tiles. The
-        library appends the tiles to the file that COMPILED names.
+      cubin: the bytes that it returns for every kernel.
+      spilled: a C expression for the bytes that a kernel spills.
+      serialized: a C expression for whether the kernel's wgmmas are serialized.
+
+    The expressions may use `hopper` (is the kernel for Hopper?), `together`, and the tile sizes `rows` and `cols`.
+    The library appends the tile sizes to the file that the environment variable COMPILED names.
     """
     major, minor = version
     values = {"major": major, "minor": minor, "cubin": ",".join(map(str, cubin))}

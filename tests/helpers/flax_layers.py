@@ -1,4 +1,4 @@
-"""Flax linen and nnx behind one interface, for tests of what `jax_flash.linen` and `jax_flash.nnx` have in common."""
+"""Flax linen and nnx behind one interface, for tests of what `jax_flash.linen` and `jax_flash.nnx` share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flax import nnx
 import jax_flash.linen
 import jax_flash.nnx
 
-BATCH, LENGTH, FEATURES, HEADS = 2, 12, 32, 4  # the CUDA kernels want head dims that are multiples of 8
+BATCH, LENGTH, FEATURES, HEADS = 2, 12, 32, 4  # the CUDA kernels require head dims that are multiples of 8
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -25,10 +25,10 @@ INPUTS = normal(0, BATCH, LENGTH, FEATURES)
 
 
 class Layer(NamedTuple):
-    """An attention module as a function of its parameters, nested dicts of arrays that are equal in both APIs."""
+    """An attention module as a function of its parameters, which are nested dicts of arrays, equal in both APIs."""
 
     params: dict[str, Any]
-    cache: dict[str, Any] | None  # as long as the inputs, if the layer decodes
+    cache: dict[str, Any] | None  # sized for the inputs, if the layer decodes
     run: Callable[..., tuple[jax.Array, Any]]  # run(params, *inputs, cache, stream, **options): output, cache
 
     def __call__(self, *inputs, params=None, **options) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Options that `jax_flash.linen` and `jax_flash.nnx` have in addition to Flax's own, and wrong values of them."""
+"""Options that `jax_flash.linen` and `jax_flash.nnx` add to Flax's own, and invalid values of these options."""
 
 import re
 
@@ -8,7 +8,7 @@ import numpy as np
 
 import jax_flash
 
-LEADING, LENGTH = (2, 3), 12  # of the inputs
+LEADING, LENGTH = (2, 3), 12  # leading dims and length of the inputs
 IDS = np.array([0] * 4 + [1] * 5 + [0] * 3)
 
 SLOPES = np.arange(4, dtype=np.float32) / 8
@@ -17,7 +17,7 @@ PROGRAMS = {
     "mask_mod": lambda b, h, q, k: (q >= k) | (k < b),
 }
 
-# Options as a Flax user gives them, and as `jax_flash.dot_product_attention` takes them, leading dims being a batch.
+# Pairs of the options of a Flax call and of the equivalent `jax_flash.dot_product_attention` on flattened leading dims.
 OPTIONS = {
     "segments": (
         {"query_segment_ids": IDS, "key_value_segment_ids": (IDS + np.arange(6).reshape(2, 3, 1)) % 2},
@@ -39,18 +39,18 @@ OPTIONS = {
         {"query_offset": np.array([2, -3, 0]), "local_window_size": (4, 0)},
         {"query_offset": np.array([2, -3, 0] * 2), "local_window_size": (4, 0)},
     ),
-    "programs": (PROGRAMS,) * 2,  # leading dims are one batch
+    "programs": (PROGRAMS,) * 2,  # the batch index of a program counts flattened leading dims
     "reproducible": ({"reproducible_gradients": True}, {"deterministic": True}),
 }
 
-# Inputs of the function that are no arrays, and what the error says.
-NO_INPUTS = [
+# Inputs that are not arrays, and the error messages.
+NOT_ARRAYS = [
     ({"query": None}, "query must be an array of numbers, not None"),
     ({"key": "keys"}, "key must be an array of numbers, not 'keys'"),
     ({"value": None}, "value must be an array of numbers, not None"),
 ]
 
-# Attributes of the modules.
+# Invalid attributes of the modules, and the errors.
 WRONG_ATTRIBUTES = [
     *(({"num_heads": heads}, ValueError, "num_heads must be at least 1") for heads in (0, -1)),
     *(({"num_heads": heads}, TypeError, "num_heads must be an int") for heads in ("2", None)),
@@ -60,7 +60,7 @@ WRONG_ATTRIBUTES = [
     ({"dropout_rate": 0.5, "deterministic": "False"}, TypeError, "deterministic must be True or False, not 'False'"),
 ]
 
-# The same mistakes in a call of the function and of a module, and what the error says.
+# Invalid options, both for the function and for a call of the module, and the errors.
 WRONG = [
     ({"query_segment_ids": IDS}, ValueError, "key_value_segment_ids must be given together"),
     ({"query_segment_ids": IDS[1:], "key_value_segment_ids": IDS}, ValueError, "query_segment_ids must have shape"),
@@ -88,7 +88,7 @@ WRONG = [
 
 
 def functional(options):
-    """An `attention_fn` for Flax's own modules: `jax_flash.dot_product_attention` with these options."""
+    """Return `jax_flash.dot_product_attention` with these options as an `attention_fn` for Flax's own modules."""
 
     def attention_fn(query, key, value, **_):
         folded = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
@@ -98,7 +98,7 @@ def functional(options):
 
 
 def problems(lowered):
-    """The problems of the custom calls in a lowered program, as their attributes say."""
+    """Return the `problem` attributes of the custom calls in a lowered program, sorted."""
     found = re.findall(r"version=\d+ batch[^\"]*", lowered.as_text())
     assert found
     return sorted(found)

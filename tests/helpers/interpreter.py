@@ -1,6 +1,6 @@
-"""What the text of a score program means, by NumPy: docstring of `jax_flash/programs/code.py`, `common/ops.h`.
+"""Interprets the text of score programs with NumPy. `jax_flash/programs/code.py` and `common/ops.h` define the format.
 
-Floats are float64 and every value is an array with one element for each entry, so that a program runs once for all.
+Floats are float64. Each value is an array with one element per entry of the scores, so one run covers all entries.
 """
 
 import math
@@ -12,11 +12,11 @@ TYPES = {"f": np.float64, "i": np.int32, "u": np.uint32, "b": np.bool_}
 
 
 def run(text, inputs, arrays=()):
-    """The result, and what is added to the gradient of each captured array (by its number).
+    """Return the result, and by number the gradient of each captured array that the program accumulates.
 
     Args:
-      inputs: score, cotangent, batch, head, query, key by name: arrays of one shape.
-      arrays: those that are captured.
+      inputs: arrays of one shape by name: score, cotangent, batch, head, query, key.
+      arrays: the captured arrays.
     """
     values, gradients = [], {}
     shape = inputs["query"].shape
@@ -66,7 +66,7 @@ def _operation(op, types, operands):
 def _cast(x, old, new):
     if new == "b":
         return x != 0
-    if old == "f":  # saturates, and 0 for what is no number
+    if old == "f":  # saturates; NaN becomes 0
         info = np.iinfo(TYPES[new])
         return np.clip(np.nan_to_num(np.trunc(x), posinf=info.max, neginf=info.min), info.min, info.max).astype(
             TYPES[new]
@@ -80,7 +80,7 @@ def _half_away(x):
 
 
 def _quotient(x, y):
-    """Towards zero; all bits set for a division by 0."""
+    """Divide towards zero. Division by 0 sets all bits."""
     wide, by = x.astype(np.int64), y.astype(np.int64)
     result = np.abs(wide) // np.where(by == 0, 1, np.abs(by)) * np.sign(wide) * np.sign(by)
     return np.where(by == 0, -1, result).astype(x.dtype)
@@ -88,7 +88,7 @@ def _quotient(x, y):
 
 def _shifted(function):
     def shift(x, y):
-        by = y.astype(np.int64) & 0xFFFFFFFF  # a negative number is too many
+        by = y.astype(np.int64) & 0xFFFFFFFF  # a negative count is a large unsigned one
         last = function(function(x, np.asarray(31, x.dtype)), np.asarray(1, x.dtype))
         return np.where(by < 32, function(x, np.minimum(by, 31).astype(x.dtype)), last)
 

@@ -1,6 +1,6 @@
-"""Sequences that are packed one after the other, as a test sees them, and ways to run them.
+"""Packed sequences for tests, and ways to run them.
 
-The oracle is standard attention over all tokens, with a mask that is made sequence by sequence.
+The oracle is standard attention over all tokens, with a mask that is built sequence by sequence.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import jax_flash
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """`case` has the heads, the dims and the other options; the lengths of its sequences are these."""
+    """Packed sequences with these lengths. `case` gives the heads, the dims and the other options."""
 
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
-    beyond: int = 0  # tokens after the last sequence, on both sides
+    padding: int = 0  # tokens after the last sequence, among the queries and among the keys
     case: Case = Case()
 
     def __str__(self) -> str:
-        return f"{self.q_lengths}-{self.k_lengths}-{self.whole}".replace(" ", "").replace("mask=11ts-", "")
+        return f"{self.q_lengths}-{self.k_lengths}-{self.dense_case}".replace(" ", "").replace("mask=11ts-", "")
 
     @property
-    def whole(self) -> Case:
-        """All of it as one sequence, with a mask."""
-        sizes = (sum(x) + self.beyond for x in (self.q_lengths, self.k_lengths))
+    def dense_case(self) -> Case:
+        """All tokens as one sequence with a mask."""
+        sizes = (sum(x) + self.padding for x in (self.q_lengths, self.k_lengths))
         T, S = sizes
         return dataclasses.replace(self.case, B=1, T=T, S=S, mask="11ts", causal=False, window=None)
 
@@ -45,19 +45,19 @@ class Pack:
         return given
 
     def mask(self) -> np.ndarray:
-        """Which keys a query may attend to: bool [1, 1, T, S]."""
-        seen = np.zeros((1, 1, self.whole.T, self.whole.S), bool)
+        """Return the visible entries: bool [1, 1, T, S]."""
+        visible = np.zeros((1, 1, self.dense_case.T, self.dense_case.S), bool)
         for q0, q1, k0, k1 in zip(*self.edges(), strict=True):
             query, key = np.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0), np.arange(k1 - k0)
             allowed = (key <= query) | (not self.case.causal)
             if self.case.window is not None:
                 left, right = self.case.window
                 allowed &= (query - left <= key) & (key <= query + right)
-            seen[0, 0, q0:q1, k0:k1] = allowed
-        return seen
+            visible[0, 0, q0:q1, k0:k1] = allowed
+        return visible
 
     def edges(self) -> list[Sequence[int]]:
-        """Where the queries of each sequence begin and end, and its keys."""
+        """Return the first and last indices of each sequence: query starts, query ends, key starts, key ends."""
         return [x.tolist() for c in self.cu_seqlens() for x in (c[:-1], c[1:])]
 
     def cu_seqlens(self) -> tuple[np.ndarray, np.ndarray]:
@@ -65,9 +65,9 @@ class Pack:
         return q, k
 
     def arrays(self, dtype: str, seed: int = 0) -> tuple[Arrays, Any]:
-        """With the mask, and the cotangents."""
-        whole = self.whole
-        return whole.arrays(dtype, seed) | {"mask": self.mask()}, whole.cotangents(dtype, seed)
+        """Return the arrays, including the mask, and the cotangents."""
+        dense = self.dense_case
+        return dense.arrays(dtype, seed) | {"mask": self.mask()}, dense.cotangents(dtype, seed)
 
 
 @functools.cache
@@ -82,7 +82,7 @@ def _compiled(pack: Pack, implementation: str | None):
 
 
 def run(pack: Pack, arrays: Arrays, cotangents: Any, implementation: str | None = "flash") -> Results:
-    """The results of `varlen_attention`, jitted, forward and backward, of arrays as those of `pack.whole`."""
+    """Run `varlen_attention`, jitted, forward and backward, on the arrays of `pack.dense_case`."""
     given = {name: x for name, x in arrays.items() if name != "mask"}
     given |= pack.case.traced_window() | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), pack.cu_seqlens(), strict=True))
     with jax.enable_x64(arrays["query"].dtype == np.float64):
@@ -90,14 +90,14 @@ def run(pack: Pack, arrays: Arrays, cotangents: Any, implementation: str | None 
 
 
 def check(pack: Pack, dtype: str, implementation: str | None = "flash") -> None:
-    """The error is at most twice that of standard attention in the same dtype, plus a few units in the last place."""
-    whole, kind = pack.whole, np.dtype(dtype)
+    """Check that the error is at most twice that of standard attention in the same dtype, plus a few ulps."""
+    dense, kind = pack.dense_case, np.dtype(dtype)
     sums = np.float64 if dtype == "float64" else np.float32
-    usual: dict[str, float] = {}
-    for draw in range(max(1, min(32, 16384 // (whole.T * whole.S + 1)))):
+    baseline: dict[str, float] = {}
+    for draw in range(max(1, min(32, 16384 // (dense.T * dense.S + 1)))):
         given = pack.arrays(dtype, draw)
-        found = errors(standard.attention(whole, *given, sums, kind), by_numpy(whole, *given))
-        usual = {name: max(usual.get(name, 0), x) for name, x in found.items()}
+        found = errors(standard.attention(dense, *given, sums, kind), by_numpy(dense, *given))
+        baseline = {name: max(baseline.get(name, 0), x) for name, x in found.items()}
     given = pack.arrays(dtype)
-    cancelled = standard.cancellation(whole, *given, kind)
-    assert_accurate(run(pack, *given, implementation), by_numpy(whole, *given), usual, cancelled, kind)
+    cancelled = standard.cancellation(dense, *given, kind)
+    assert_accurate(run(pack, *given, implementation), by_numpy(dense, *given), baseline, cancelled, kind)

@@ -1,4 +1,4 @@
-"""Calls with padding that holds NaN or inf. The oracle sees the same call with finite padding."""
+"""Calls whose padding holds NaN or inf. The oracle receives the same call with finite padding."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ DIFFERENTIATED = ("query", "key", "value", "bias", "sinks", "scale")
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """A call whose padding comes from one cause."""
+    """A call with padding from one cause."""
 
-    case: Case  # what the oracle computes
-    arrays: Arrays  # of the oracle
+    case: Case  # the case that the oracle computes
+    arrays: Arrays  # the oracle's arrays
     ends: np.ndarray  # the end of each sequence's keys, [B]
     attention: Callable[..., tuple[jax.Array, jax.Array]]  # from arrays and options to O and the logsumexp
 
     @property
-    def live(self) -> np.ndarray:
-        """The rows to which the masks leave something, bool [B, N, T]."""
+    def visible_rows(self) -> np.ndarray:
+        """Mark the rows with at least one visible key: bool [B, N, T]."""
         return standard.allowed(self.case, self.arrays).any(-1)
 
     @property
-    def answered(self) -> np.ndarray:
-        """The rows that have a finite score."""
+    def finite_rows(self) -> np.ndarray:
+        """Mark the rows with at least one finite score: bool [B, N, T]."""
         allowed = standard.allowed(self.case, self.arrays)
-        return (allowed & (self.arrays["bias"] != -np.inf)).any(-1) if self.case.bias else self.live
+        return (allowed & (self.arrays["bias"] != -np.inf)).any(-1) if self.case.bias else self.visible_rows
 
     def poisoned(self, arrays: Arrays, cotangents: Any, poison: float) -> tuple[Arrays, Any]:
-        """The arrays and the cotangents with this number in the padding."""
+        """Return the arrays and the cotangents with `poison` in the padding."""
 
         def replaced(keep: np.ndarray, x: np.ndarray) -> np.ndarray:
             return np.where(keep, x, np.asarray(poison, x.dtype))
 
         do, dlogsumexp = cotangents
         keys = (np.arange(self.case.S) < self.ends[:, None])[..., None, None]
-        query = replaced(self.live.swapaxes(1, 2)[..., None], arrays["query"])
+        query = replaced(self.visible_rows.swapaxes(1, 2)[..., None], arrays["query"])
         key, value = (replaced(keys, arrays[name]) for name in ("key", "value"))
-        answered = self.answered
-        of_rows = replaced(answered.swapaxes(1, 2)[..., None], do), replaced(answered, dlogsumexp)
-        return arrays | {"query": query, "key": key, "value": value}, of_rows
+        finite_rows = self.finite_rows
+        row_cotangents = replaced(finite_rows.swapaxes(1, 2)[..., None], do), replaced(finite_rows, dlogsumexp)
+        return arrays | {"query": query, "key": key, "value": value}, row_cotangents
 
 
 def padded(cause: str, dtype: str, **fields: Any) -> Padded:
-    """The call of one of `CAUSES`, as a `Case` with these fields."""
+    """Return the call for one of `CAUSES`. `fields` override fields of its `Case`."""
     if cause == "packs":
         return _packs(dtype, **fields)
     case = Case(**CASES[cause] | fields)
@@ -113,7 +113,7 @@ def padded(cause: str, dtype: str, **fields: Any) -> Padded:
 
 
 def _packs(dtype: str, **fields: Any) -> Padded:
-    """Sequences of which some have more queries than keys, and tokens beyond the last one."""
+    """Packed sequences, some with more queries than keys, and padding tokens after the last one."""
     case = Case(**{"causal": True} | fields)
     T, S = case.T // 4, case.S // 4
     pack = packs.Pack((T, T + 3, 0, T), (S, T // 2, 5, 0), 9, case)
@@ -125,11 +125,11 @@ def _packs(dtype: str, **fields: Any) -> Padded:
         o, logsumexp = jax_flash.varlen_attention(**pack.options | given | begins | more, return_residual=True)
         return o[None], logsumexp.T[None]
 
-    return Padded(pack.whole, arrays, begins["cu_seqlens_k"][-1:], attention)
+    return Padded(pack.dense_case, arrays, begins["cu_seqlens_k"][-1:], attention)
 
 
 def _blocks(T: int, S: int) -> BlockMask:
-    """Blocks of which a row is empty, and rows that are empty within blocks."""
+    """Return a block mask with an empty row of blocks, and with empty rows inside other blocks."""
     size = 16 if T < 128 else 128
     i, j = np.ogrid[:T, :S]
     return BlockMask.from_mask((i // size != 1) & (i % 7 != 3) & ((i + j) % 3 != 0), q_block=size, kv_block=size)
@@ -175,16 +175,19 @@ def check(
     divided: Callable[[Function], Function] = lambda function: function,
     **fields: Any,
 ) -> None:
-    """Padding is inert: results are as accurate as with finite padding, whose own O and gradients are 0."""
+    """Check that padding has no effect. Results must be as accurate as with finite padding.
+
+    Outputs and gradients of the padding itself must be 0.
+    """
     kind, rounding = (jnp.dtype(x) for x in (("float32", "float16") if dtype == "tf32" else (dtype, dtype)))
     call = padded(cause, kind.name, **fields)
     case, clean = call.case, (call.arrays, call.case.cotangents(kind.name))
     if implementation == "flash" and (reason := refusal(case, call.arrays)):
         pytest.skip(reason)
-    assert not call.answered.all() or (call.ends < case.S).any()
+    assert not call.finite_rows.all() or (call.ends < case.S).any()
     exact = by_numpy(case, *clean)
     sums = np.float64 if dtype == "float64" else np.float32
-    usual = errors(standard.attention(case, *clean, sums, "tf32" if dtype == "tf32" else kind), exact)
+    baseline = errors(standard.attention(case, *clean, sums, "tf32" if dtype == "tf32" else kind), exact)
     cancelled = standard.cancellation(case, *clean, kind)
     scale = np.asarray(case.scale or case.D**-0.5, sums)
     products = upcast(call.arrays["query"]) * exact["query"] / scale
@@ -200,8 +203,8 @@ def check(
             np.testing.assert_allclose(
                 dscale, products.sum(), rtol=0, atol=4 * jnp.finfo(rounding).eps * abs(products).sum()
             )
-            assert_accurate(results, exact, usual, cancelled, kind)
+            assert_accurate(results, exact, baseline, cancelled, kind)
             for name in ("o", "query"):
-                assert not results[name].swapaxes(1, 2)[~call.answered].any(), name
+                assert not results[name].swapaxes(1, 2)[~call.finite_rows].any(), name
             for name in ("key", "value"):
                 assert not results[name][beyond].any(), name

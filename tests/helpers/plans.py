@@ -1,4 +1,4 @@
-"""What the CUDA backend plans for a problem: kernels, tiles, scratch."""
+"""The CUDA backend's plan for a problem: kernels, tiles and scratch."""
 
 import dataclasses
 
@@ -14,13 +14,13 @@ THREE_MASKS = {
     "is_causal": True,
     "query_seq_lengths": True,
     "query_offset": True,
-}  # with so many masks, no backward is one kernel
-EVERY = Extent(True, True, True, True)
-BIASED = {"bias_dtype": "float32", "bias": EVERY}
+}  # with three masks, the backward needs separate prepare and finish kernels
+FULL_EXTENT = Extent(True, True, True, True)
+BIASED = {"bias_dtype": "float32", "bias": FULL_EXTENT}
 
 
 def changed(problem: Problem, **changes) -> Problem:
-    """The problem with other values of these fields, which may be fields of its mask and its score."""
+    """Return the problem with these fields replaced. They may be fields of its mask or its score."""
     parts = {}
     for name, kind in (("mask", Mask), ("score", Score)):
         own = {field.name: changes.pop(field.name) for field in dataclasses.fields(kind) if field.name in changes}
@@ -33,20 +33,20 @@ def problem(**changes) -> Problem:
 
 
 def kernels(arch="sm_90a", backward=False, **changes) -> list[tuple[str, str]]:
-    """(file, kernel) of the launches."""
+    """Return (file, kernel) for each launch."""
     return [launch[:2] for launch in _native.cuda_plan(problem(**changes).encode(), backward, arch)]
 
 
 def fields(arch="sm_90a", backward=False, multiprocessors=0, **changes) -> dict[str, int]:
-    """What the last launch is compiled for."""
+    """Return the compile-time constants of the last launch."""
     return _native.cuda_plan(problem(**changes).encode(), backward, arch, multiprocessors)[-1][2]
 
 
 def scratch(arch="sm_90a", backward=False, multiprocessors=0, **changes) -> int:
-    """Bytes."""
+    """Return the bytes of scratch."""
     return _native.cuda_explain(problem(**changes).encode(), backward, arch, multiprocessors)[1]
 
 
-def everywhere(backward=False, **changes) -> int:
-    """Bytes of scratch that do for any GPU."""
+def portable_scratch(backward=False, **changes) -> int:
+    """Return the bytes of scratch that suffice on any GPU."""
     return _native.cuda_scratch_bytes(problem(**changes).encode(), backward, True)

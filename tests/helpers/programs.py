@@ -1,6 +1,6 @@
-"""Score programs from the literature, and attention with any program by materialising the matrix in float64.
+"""Score programs from the literature, and an oracle that materialises the matrix in float64.
 
-A program is a `Mod`: a function of the arrays that it captures, and these arrays. Sizes are a `Case`'s.
+A program is a `Mod`: the arrays that it captures, and a function of these arrays. Sizes come from a `Case`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def _integers(seed: int, low: int, high: int, *shape: int) -> np.ndarray:
 
 
 def alibi(case: Case) -> Mod:
-    """A penalty for distance, at a rate for each head."""
+    """ALiBi: a penalty proportional to the distance, with a slope for each head."""
     slopes = np.float32(2) ** (-8 * np.arange(1, case.N + 1, dtype=np.float32) / case.N)
     return Mod("score_mod", lambda slopes: lambda s, b, h, q, k: s - slopes[h] * jnp.abs(q - k), (slopes,))
 
 
 def ramps(case: Case) -> Mod:
-    """What goes up or down evenly, in ways in which it can be made, and what only looks as if it did."""
+    """Affine functions of query and key, written in several ways, and an expression that only resembles one."""
 
     def make(slopes):
         def score_mod(s, b, h, q, k):
@@ -58,7 +58,7 @@ def ramps(case: Case) -> Mod:
 
 
 def one_way_ramps(case: Case) -> Mod:
-    """Along rows alone, along keys alone, and along both with a bend."""
+    """Functions of the query alone, of the key alone, and of both with a bend."""
 
     def make(slopes):
         def score_mod(s, b, h, q, k):
@@ -71,18 +71,18 @@ def one_way_ramps(case: Case) -> Mod:
 
 
 def soft_cap(case: Case) -> Mod:
-    """With a cap that is an array of no dims."""
+    """A soft cap whose cap is a captured scalar."""
     return Mod("score_mod", lambda cap: lambda s, b, h, q, k: cap * jnp.tanh(s / cap), (np.asarray(1.5, np.float32),))
 
 
 def relative_table(case: Case) -> Mod:
-    """A bias for each head and distance."""
+    """A bias for each head and relative position."""
     table = _normal(1, case.N, case.T + case.S - 1)
     return Mod("score_mod", lambda table: lambda s, b, h, q, k: s + table[h, q - k + case.S - 1], (table,))
 
 
 def _t5(case: Case, causal: bool) -> Mod:
-    exact, buckets, farthest = 4, 8, 21.0  # for one direction; where buckets end, none is at a whole distance
+    exact, buckets, farthest = 4, 8, 21.0  # for one direction; no bucket ends at a whole distance
 
     def bucket(s, distance):
         far = jnp.log(jnp.maximum(distance, 1).astype(s.dtype) / exact) / np.log(farthest / exact)
@@ -101,7 +101,7 @@ def _t5(case: Case, causal: bool) -> Mod:
 
 
 def t5(case: Case) -> Mod:
-    """Buckets of distances that grow with the logarithm, for either direction."""
+    """Buckets of logarithmically growing distances, separately for each direction."""
     return _t5(case, causal=False)
 
 
@@ -110,7 +110,7 @@ def t5_causal(case: Case) -> Mod:
 
 
 def sandwich(case: Case) -> Mod:
-    """The product of sinusoidal positions, by their distance."""
+    """The dot product of sinusoidal positions, as a function of their distance."""
     rates = np.float32(100.0) ** (-np.arange(6, dtype=np.float32) / 6)
 
     def make(rates):
@@ -120,7 +120,7 @@ def sandwich(case: Case) -> Mod:
 
 
 def graphormer(case: Case) -> Mod:
-    """Biases of a graph: of the distance of two nodes, and of the edges on the way, each looked up in a table."""
+    """Graph biases from tables: one for the distance of two nodes, one for the edges on the path."""
     distances, edges = _integers(3, 0, 6, case.B, case.T, case.S), _integers(4, 0, 5, case.T, case.S, 2)
 
     def make(distances, edges, spatial, weights):
@@ -142,7 +142,7 @@ def log_gelu(case: Case) -> Mod:
 
 
 def low_rank(case: Case) -> Mod:
-    """A bias that is a product of two thin matrices."""
+    """A bias that is the product of two low-rank matrices."""
     left, right = _normal(8, case.N, case.T, 3), _normal(9, case.N, case.S, 3)
     return Mod(
         "score_mod", lambda left, right: lambda s, b, h, q, k: s + jnp.dot(left[h, q], right[h, k]), (left, right)
@@ -150,7 +150,7 @@ def low_rank(case: Case) -> Mod:
 
 
 def sums(case: Case) -> Mod:
-    """Places of captured arrays that many entries share, of a head, a row, a key, a distance, and one for each."""
+    """Captured arrays indexed by head, by row, by key and by distance, and one whose gradient has no such structure."""
 
     def make(rates, left, right, buckets, pairs):
         def score_mod(s, b, h, q, k):
@@ -164,7 +164,7 @@ def sums(case: Case) -> Mod:
 
 
 def mla_rope(case: Case) -> Mod:
-    """Multi-head latent attention: what carries positions is a second product, of keys that heads share."""
+    """Multi-head latent attention: the positions enter by a second product, whose keys are shared by all heads."""
     queries, keys = _normal(10, case.B, case.T, case.N, 4), _normal(11, case.B, case.S, 4)
 
     def make(queries, keys):
@@ -189,20 +189,20 @@ def dilated_window(case: Case) -> Mod:
 
 
 def prefix_lm(case: Case) -> Mod:
-    """Each example's own prefix is seen by all."""
+    """A prefix of each example is visible to all queries."""
     return Mod(
         "mask_mod", lambda prefix: lambda b, h, q, k: (k < prefix[b]) | (q >= k), (_integers(12, 0, case.S, case.B),)
     )
 
 
 def documents(case: Case) -> Mod:
-    """Packed sequences, by the ids of queries and of keys."""
+    """Packed sequences, given by segment ids of queries and of keys."""
     ids = [np.sort(_integers(seed, 0, 4, case.B, size)) for seed, size in ((13, case.T), (14, case.S))]
     return Mod("mask_mod", lambda queries, keys: lambda b, h, q, k: queries[b, q] == keys[b, k], tuple(ids))
 
 
 def documents_by_offsets(case: Case) -> Mod:
-    """Packed sequences, each causal from its own start."""
+    """Packed sequences, each with its own causal mask."""
     offsets = np.array([0, case.T // 4, case.T // 3, case.T], np.int32)
     ids = np.repeat(np.arange(3, dtype=np.int32), np.diff(offsets))
 
@@ -217,7 +217,7 @@ def documents_by_offsets(case: Case) -> Mod:
 
 
 def natten(case: Case) -> Mod:
-    """Neighbours in a plane, of a window that is moved inside at the edges."""
+    """Neighbourhood attention in 2D. Windows at the edges are shifted inwards."""
     height, width, reach = case.T // 8, 8, 1
 
     def near(x, y, size):
@@ -230,7 +230,7 @@ def natten(case: Case) -> Mod:
 
 
 def natten_morton(case: Case) -> Mod:
-    """Neighbours in space, where places along the sequence have Morton order: the bits of three coordinates in turn."""
+    """Neighbours in 3D with tokens in Morton order, which interleaves the bits of the coordinates."""
 
     def coordinates(place):
         def gather(first):
@@ -248,7 +248,7 @@ def natten_morton(case: Case) -> Mod:
 
 
 def sliding_tile(case: Case) -> Mod:
-    """A plane in tiles of 2 by 2: a query sees the tiles next to its own."""
+    """2D tiles of 2 by 2 tokens. A query sees its own tile and the adjacent ones."""
 
     def mask_mod(b, h, q, k):
         def tile(place):
@@ -260,7 +260,10 @@ def sliding_tile(case: Case) -> Mod:
 
 
 def block_diffusion(case: Case) -> Mod:
-    """Noisy tokens, then the same clean: a noisy block sees itself and the clean ones before, clean ones are causal."""
+    """Noisy tokens followed by the same clean tokens.
+
+    A noisy block sees itself and earlier clean blocks. Clean blocks are causal.
+    """
     length, block = case.T // 2, 4
 
     def mask_mod(b, h, q, k):
@@ -273,20 +276,20 @@ def block_diffusion(case: Case) -> Mod:
 
 
 def shared_prefix(case: Case) -> Mod:
-    """Several answers to one question: each sees the question and itself."""
+    """Several answers to one question. Each answer sees the question and itself."""
     prefix = case.T // 3
     ids = np.where(np.arange(case.T) < prefix, -1, np.arange(case.T) % 97 // 7).astype(np.int32)
     return Mod("mask_mod", lambda ids: lambda b, h, q, k: (q >= k) & ((k < prefix) | (ids[q] == ids[k])), (ids,))
 
 
 def flamingo(case: Case) -> Mod:
-    """Text sees the patches of the last image before it, none before the first."""
+    """Text sees the patches of the last preceding image. Text before the first image sees none."""
     image = np.sort(_integers(15, -1, 3, case.B, case.T))
     return Mod("mask_mod", lambda image: lambda b, h, q, k: image[b, q] == k // (case.S // 3), (image,))
 
 
 def kinds_of_heads(case: Case) -> Mod:
-    """Every head has its own kind of mask."""
+    """A different kind of mask for each head."""
     kinds = (np.arange(case.N) % 3).astype(np.int32)
 
     def make(kinds):
@@ -298,11 +301,11 @@ def kinds_of_heads(case: Case) -> Mod:
     return Mod("mask_mod", make, (kinds,))
 
 
-# --- all that a program is told, for cases of any size ----------------------------------------------------------------
+# --- programs that use all arguments, for cases of any size -----------------------------------------------------------
 
 
-def both(case: Case) -> tuple[Mod, Mod]:
-    """A score and a mask that depend on each of their arguments, and on arrays of every kind."""
+def score_and_mask(case: Case) -> tuple[Mod, Mod]:
+    """A score_mod and a mask_mod that depend on each of their arguments, and on arrays of several dtypes."""
 
     def score(table, rates, shifts):
         def score_mod(s, b, h, q, k):
@@ -318,20 +321,22 @@ def both(case: Case) -> tuple[Mod, Mod]:
     return Mod("score_mod", score, arrays), Mod("mask_mod", mask, marks)
 
 
-def hidden(case: Case) -> tuple[Mod]:
-    """A score of -inf is as good as a mask; some rows have nothing else."""
+def masked_by_score(case: Case) -> tuple[Mod]:
+    """A score of -inf masks its entry. Some rows have no other scores."""
     rate = (np.asarray(0.5, np.float32),)
     return (Mod("score_mod", lambda rate: lambda s, b, h, q, k: jnp.where(q % 4 > k % 3, s * rate, -jnp.inf), rate),)
 
 
-def undefined(case: Case, of: Callable[[jax.Array], jax.Array] = lambda distance: distance) -> tuple[Mod]:
-    """A score and a derivative, which depends on the score, that are infinite or NaN where a causal mask hides. `of`
-    jnp.abs it is the same where none does, and nowhere undefined."""
+def undefined_where_masked(case: Case, distance: Callable[[jax.Array], jax.Array] = lambda x: x) -> tuple[Mod]:
+    """A score and a derivative that are NaN or infinite for entries that a causal mask hides.
+
+    With `distance=jnp.abs` visible entries are unchanged, and all entries are finite.
+    """
 
     def make(rate):
         def score_mod(s, b, h, q, k):
-            distance = of(q - k).astype(s.dtype)
-            return jnp.sin(s * jnp.sqrt(distance)) - rate[h] * jnp.log(distance + 1)
+            x = distance(q - k).astype(s.dtype)
+            return jnp.sin(s * jnp.sqrt(x)) - rate[h] * jnp.log(x + 1)
 
         return score_mod
 
@@ -339,22 +344,22 @@ def undefined(case: Case, of: Callable[[jax.Array], jax.Array] = lambda distance
 
 
 def wavy(case: Case) -> tuple[Mod]:
-    """A derivative of either sign."""
+    """A score_mod whose derivative changes its sign."""
     return (Mod("score_mod", lambda: lambda s, b, h, q, k: jnp.sin(3 * s) * (1.0 + k % 2)),)
 
 
 def flags(case: Case) -> tuple[Mod, Mod]:
-    """Truth values that are looked up, negated and compared."""
+    """Captured bools that are loaded, negated and compared."""
     rng = np.random.default_rng(11)
-    of_query, of_key = rng.random(case.T) < 0.5, rng.random(case.S) < 0.7
+    query_flags, key_flags = rng.random(case.T) < 0.5, rng.random(case.S) < 0.7
 
-    def doubled(of_key):
-        return lambda s, b, h, q, k: jnp.where(~of_key[k], s, 2 * s)
+    def doubled(key_flags):
+        return lambda s, b, h, q, k: jnp.where(~key_flags[k], s, 2 * s)
 
-    def equal(of_query, of_key):
-        return lambda b, h, q, k: (of_query[q] == (k % 3 > 0)) | ~(of_key[k] ^ (k > q))
+    def equal(query_flags, key_flags):
+        return lambda b, h, q, k: (query_flags[q] == (k % 3 > 0)) | ~(key_flags[k] ^ (k > q))
 
-    return Mod("score_mod", doubled, (of_key,)), Mod("mask_mod", equal, (of_query, of_key))
+    return Mod("score_mod", doubled, (key_flags,)), Mod("mask_mod", equal, (query_flags, key_flags))
 
 
 SCORES = [
@@ -374,40 +379,40 @@ Gradients = dict[str, Any]
 
 
 def captured(mods: Mods, dtype: str = "float32") -> dict[str, Any]:
-    """Their arrays by name, "score_mod 0" and so on, floats in this dtype."""
+    """Return the captured arrays by name, such as "score_mod 0", with floats in this dtype."""
     arrays = {f"{mod.kind} {i}": x for mod in mods for i, x in enumerate(mod.arrays)}
     return {name: x.astype(dtype) if x.dtype.kind == "f" else x for name, x in arrays.items()}
 
 
 def constant(mods: Mods) -> Mods:
-    """The same, with arrays that nobody asks the gradients of."""
+    """Return the same mods with constants for captured arrays, which have no gradients."""
     return tuple(Mod(mod.kind, functools.partial(mod.make, *map(jnp.asarray, mod.arrays))) for mod in mods)
 
 
 def functions(mods: Mods, arrays: Gradients) -> dict[str, Any]:
-    """The options that they are."""
+    """Return the mods as options of a call."""
     return {mod.kind: mod.make(*(arrays[f"{mod.kind} {i}"] for i in range(len(mod.arrays)))) for mod in mods}
 
 
 def _split(arrays: Arrays) -> tuple[Arrays, Arrays]:
-    """What has a gradient, and the others."""
-    moving = {
+    """Separate the arrays into those with a gradient and the others."""
+    differentiated = {
         name: x
         for name, x in arrays.items()
         if name in (*DIFFERENTIATED, "scale") or (" " in name and jnp.issubdtype(x.dtype, jnp.floating))
     }
-    return moving, {name: x for name, x in arrays.items() if name not in moving}
+    return differentiated, {name: x for name, x in arrays.items() if name not in differentiated}
 
 
 def _with_gradients(attention: Any, arrays: Arrays, cotangents: Any) -> Gradients:
-    moving, others = _split(arrays)
-    (o, lse), pull = jax.vjp(lambda moving: attention(moving | others), moving)
+    differentiated, others = _split(arrays)
+    (o, lse), pull = jax.vjp(lambda differentiated: attention(differentiated | others), differentiated)
     (gradients,) = pull((cotangents[0].astype(o.dtype), cotangents[1].astype(lse.dtype)))
     return {"o": o, "logsumexp": lse} | gradients
 
 
 @functools.cache
-def _ours(case: Case, make: Any, implementation: str | None) -> Any:
+def _compiled(case: Case, make: Any, implementation: str | None) -> Any:
     mods = make()
 
     def attention(arrays):
@@ -423,7 +428,7 @@ def _ours(case: Case, make: Any, implementation: str | None) -> Any:
 def _exact(case: Case, make: Any) -> Any:
     mods = make()
 
-    def attention(arrays, allowed, kept):
+    def attention(arrays, allowed, keep):
         q, k, v = (arrays[name].transpose(0, 2, 1, 3) for name in ("query", "key", "value"))
         k, v = (jnp.repeat(x, case.N // case.K, 1) for x in (k, v))
         s = (case.D**-0.5 if case.scale is None else case.scale) * (q @ k.swapaxes(2, 3))
@@ -431,35 +436,38 @@ def _exact(case: Case, make: Any) -> Any:
             s = case.soft_cap * jnp.tanh(s / case.soft_cap)
         s = s + arrays["bias"] if case.bias else s
         offset = arrays.get("query_offset", jnp.zeros(case.B, jnp.int32))
-        places = (
+        indices = (
             jnp.arange(case.B, dtype=jnp.int32),
             jnp.arange(case.N, dtype=jnp.int32),
             offset[:, None] + jnp.arange(case.T, dtype=jnp.int32),
             jnp.arange(case.S, dtype=jnp.int32),
         )
-        made = functions(mods, arrays)
-        if "score_mod" in made:
-            s = everywhere(made["score_mod"], s)(s, *places)
-        if "mask_mod" in made:
-            allowed = allowed & everywhere(made["mask_mod"])(*places)
+        mods_by_kind = functions(mods, arrays)
+        if "score_mod" in mods_by_kind:
+            s = over_entries(mods_by_kind["score_mod"], s)(s, *indices)
+        if "mask_mod" in mods_by_kind:
+            allowed = allowed & over_entries(mods_by_kind["mask_mod"])(*indices)
         s = jnp.where(allowed, s, -jnp.inf)
         m = jax.lax.stop_gradient(s.max(-1, keepdims=True))
         shift = jnp.where(m == -jnp.inf, 0, m)
         p = jnp.exp(s - shift)
         l = p.sum(-1, keepdims=True)
-        seen = jnp.where(l == 0, 1, l)
+        divisor = jnp.where(l == 0, 1, l)
         sink = jnp.exp(arrays["sinks"][:, None, None] - shift) if case.sinks else 0
-        o = (kept * p / (seen + sink)) @ v
-        return o.transpose(0, 2, 1, 3), jnp.where(l == 0, -jnp.inf, m + jnp.log(seen))[..., 0]
+        o = (keep * p / (divisor + sink)) @ v
+        return o.transpose(0, 2, 1, 3), jnp.where(l == 0, -jnp.inf, m + jnp.log(divisor))[..., 0]
 
-    def results(arrays, allowed, kept, cotangents):
-        return _with_gradients(lambda arrays: attention(arrays, allowed, kept), arrays, cotangents)
+    def results(arrays, allowed, keep, cotangents):
+        return _with_gradients(lambda arrays: attention(arrays, allowed, keep), arrays, cotangents)
 
     return jax.jit(results)
 
 
-def everywhere(function: Any, *scores: Any) -> Any:
-    """A function of one entry, mapped over all: of [B, N, T, S] scores, if any, and indices [B], [N], [B, T], [S]."""
+def over_entries(function: Any, *scores: Any) -> Any:
+    """Apply a function of one entry to all entries.
+
+    Scores, if any, are [B, N, T, S]. The indices are [B], [N], [B, T] and [S].
+    """
     score = (0,) * len(scores)
     for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, None)):
         function = jax.vmap(function, (*score, *axes))
@@ -467,7 +475,7 @@ def everywhere(function: Any, *scores: Any) -> Any:
 
 
 def _refusal(case: Case, make: Any, arrays: Arrays) -> str:
-    """Why the kernels for the test's device cannot do this, forward and backward; empty if they can."""
+    """Return why the test device's kernels do not support a call, forward or backward; empty if they do."""
     device = jax.config.jax_default_device
     platform = "cuda" if device is not None and device.platform == "gpu" else "cpu"
     given = {name: x for name, x in arrays.items() if " " not in name}
@@ -477,35 +485,35 @@ def _refusal(case: Case, make: Any, arrays: Arrays) -> str:
     return choice.reason if choice.implementation != "flash" else ""
 
 
-def ours(case: Case, make: Any, arrays: Arrays, cotangents: Any, implementation: str | None) -> Gradients:
-    """O, the logsumexp, and the gradients of all floats by name.
+def run(case: Case, make: Any, arrays: Arrays, cotangents: Any, implementation: str | None) -> Gradients:
+    """Return O, the logsumexp, and by name the gradients of all float arrays.
 
     Args:
-      make: a function that gives the mods; the same one for the same mods, since what is compiled is kept by it.
+      make: returns the mods. Pass the same function object for the same mods: it is the key of the compiled function.
     """
     with jax.enable_x64(arrays["query"].dtype == np.float64):
         if implementation == "flash" and (reason := _refusal(case, make, arrays)):
             pytest.skip(reason)
-        return jax.tree.map(np.asarray, _ours(case, make, implementation)(arrays, cotangents))
+        return jax.tree.map(np.asarray, _compiled(case, make, implementation)(arrays, cotangents))
 
 
 def exact(case: Case, make: Any, arrays: Arrays, cotangents: Any) -> Gradients:
-    """The same in float64, with the matrix in memory and by JAX's derivatives, on the CPU."""
+    """Return the same results in float64 on the CPU, from the materialised matrix and JAX's derivatives."""
 
     def upcast(x):
         return np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    allowed, kept = standard.allowed(case, arrays), standard.z(case, arrays)
+    allowed, keep = standard.allowed(case, arrays), standard.z(case, arrays)
     used = {name: x for name, x in arrays.items() if name not in ("block_mask", "mask", "dropout_key")}
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        return jax.tree.map(np.asarray, _exact(case, make)(*jax.tree.map(upcast, (used, allowed, kept, cotangents))))
+        return jax.tree.map(np.asarray, _exact(case, make)(*jax.tree.map(upcast, (used, allowed, keep, cotangents))))
 
 
 TOLERANCES = {"tf32": 2.0**-9, "float32": 1e-5, "float64": 1e-13, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
 def assert_accurate(results: Gradients, expected: Gradients, dtype: str) -> None:
-    """Relative to the largest entry of each, and the same entries infinite."""
+    """Compare relative to the largest entry of each result. Infinite entries must be equal."""
     assert results.keys() == expected.keys()
     for name, x in expected.items():
         finite, found = np.isfinite(x), np.asarray(results[name], np.float64)
@@ -515,11 +523,16 @@ def assert_accurate(results: Gradients, expected: Gradients, dtype: str) -> None
         assert error <= TOLERANCES[dtype] * max(largest, 1e-3), f"{name}: {error:.3g} of {largest:.3g}"
 
 
-def check(case: Case, make: Any, implementation: str | None, dtype: str = "float32", as_if: str = "") -> None:
-    """`dtype` tf32: float32 at a GPU's default precision. `as_if`: the dtype whose errors it may have."""
+def check(case: Case, make: Any, implementation: str | None, dtype: str = "float32", tolerance_dtype: str = "") -> None:
+    """Compare the results with the exact ones.
+
+    Args:
+      dtype: the dtype of the inputs; "tf32" means float32 at a GPU's default precision.
+      tolerance_dtype: the dtype of the tolerance; by default `dtype`.
+    """
     given = "float32" if dtype == "tf32" else dtype
     arrays, cotangents = case.arrays(given), case.cotangents(given)
     arrays |= captured(make(), "float64" if dtype == "float64" else "float32")
     with jax.default_matmul_precision("default") if dtype == "tf32" else contextlib.nullcontext():
-        results = ours(case, make, arrays, cotangents, implementation)
-    assert_accurate(results, exact(case, make, arrays, cotangents), as_if or dtype)
+        results = run(case, make, arrays, cotangents, implementation)
+    assert_accurate(results, exact(case, make, arrays, cotangents), tolerance_dtype or dtype)

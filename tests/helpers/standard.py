@@ -1,5 +1,7 @@
-"""Standard attention by NumPy, without a line of jax_flash: in extended precision to hold `reference.py` against,
-in the dtype of the inputs to hold the kernels' rounding against.
+"""Standard attention in NumPy, independent of jax_flash.
+
+In extended precision it checks `reference.py`. In the dtype of the inputs it gives the rounding error that the
+kernels are compared with.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from cases import Arrays, Case, Results
 
 
 def philox(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Philox4x32-7 by 64-bit integers: uint32 [..., 4] and [..., 2] -> [..., 4]."""
+    """Compute Philox4x32-7 with 64-bit integers: uint32 [..., 4] and [..., 2] -> [..., 4]."""
     word = np.uint64(0xFFFFFFFF)
     c, k = counter.astype(np.uint64), key.astype(np.uint64)
     for _ in range(7):
@@ -25,7 +27,7 @@ def philox(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def random_bits(seed: np.ndarray, batch_id: Any, head_id: Any, T: int, S: int) -> np.ndarray:
-    """Return the dropout bits of every entry, uint32 [B, N, T, S]: half a word of the counter that 8 entries share."""
+    """Return the dropout bits of every entry, uint32 [B, N, T, S]. Eight entries share a counter, half a word each."""
     rows, columns = np.arange(-(-T // 16) * 8), np.arange(-(-S // 16) * 4)
     b, n, row, column = np.meshgrid(batch_id, head_id, rows, columns, indexing="ij")
     words = philox(np.stack([column, row, n, b], -1), seed[:, None, None, None, :])
@@ -35,7 +37,7 @@ def random_bits(seed: np.ndarray, batch_id: Any, head_id: Any, T: int, S: int) -
 
 
 def z(case: Case, arrays: Arrays) -> np.ndarray:
-    """Z: what the entries of P are multiplied with by dropout."""
+    """Return Z, the factors by which dropout multiplies the entries of P."""
     threshold = round(case.dropout * 32768)
     if not threshold:
         return np.ones(())
@@ -46,7 +48,7 @@ def z(case: Case, arrays: Arrays) -> np.ndarray:
 
 
 def allowed(case: Case, arrays: Arrays) -> np.ndarray:
-    """Which entries may attend: bool [B, N, T, S]."""
+    """Return the visible entries, bool [B, N, T, S]."""
     b, _, i, j = np.ogrid[: case.B, : case.N, : case.T, : case.S]
     allowed = np.ones((case.B, case.N, case.T, case.S), bool)
     p = i + (arrays["query_offset"][b] if case.offset else 0)
@@ -66,21 +68,21 @@ def allowed(case: Case, arrays: Arrays) -> np.ndarray:
 
 
 def to_tf32(x: np.ndarray) -> np.ndarray:
-    """float32 rounded to the 10 bits of mantissa of TF32."""
+    """Round float32 to the 10 mantissa bits of TF32."""
     bits = np.asarray(x, np.float32).view(np.uint32)
     return ((bits + np.uint32(0xFFF) + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 class Forward(NamedTuple):
-    """What the forward computes, heads first: [B, N, T or S, ...]; k and v once for every query head."""
+    """Intermediate results of the forward, heads first: [B, N, T or S, ...]. k and v are repeated per query head."""
 
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
     c: np.ndarray  # scaled and capped scores
     p: np.ndarray
-    sink: np.ndarray  # the P of the sink of each row
-    plain: np.ndarray  # P without it
+    sink: np.ndarray  # the probability of each row's sink
+    plain: np.ndarray  # P without the sink
     keep: np.ndarray  # Z
     o: np.ndarray
     logsumexp: np.ndarray
@@ -121,7 +123,7 @@ def _forward(case: Case, arrays: Arrays, sums: Any, dtype: Any) -> Forward:
 
 
 def _propagate(case: Case, q: np.ndarray, k: np.ndarray, c: np.ndarray, ds: np.ndarray) -> Results:
-    """From dS to the gradients of query, key and bias."""
+    """Compute the gradients of query, key and bias from dS."""
     scale = _scale(case, ds.dtype.type)
     dx = scale * (ds * (1 - (c / ds.dtype.type(case.soft_cap)) ** 2) if case.soft_cap else ds)
     results = {"query": (dx @ k).transpose(0, 2, 1, 3), "key": _per_kv_head(case, dx.swapaxes(2, 3) @ q)}
@@ -136,10 +138,11 @@ def _per_kv_head(case: Case, g: np.ndarray) -> np.ndarray:
 
 
 def attention(case: Case, arrays: Arrays, cotangents: Any, sums: Any, dtype: Any = None) -> Results:
-    """docs/architecture.md with the matrix in memory: everything in `sums`, P, dP and the results rounded to `dtype`.
+    """Compute the formulas of docs/architecture.md with the matrix in memory.
 
-    With sums in f64 or longdouble this is the exact result; with f32 and the dtype of the inputs it is what standard
-    attention makes of them; "tf32" is f32 with operands of products rounded to TF32.
+    All arithmetic is in `sums`. P, dP and the results are rounded to `dtype`. With `sums` float64 or longdouble the
+    result is exact. With float32 and the dtype of the inputs it has the error of standard attention. The dtype "tf32"
+    means float32 with the operands of products rounded to TF32.
     """
     dtype = sums if dtype is None else dtype
     q, k, v, c, p, sink, plain, keep, o, logsumexp = _forward(case, arrays, sums, dtype)
@@ -158,12 +161,14 @@ def attention(case: Case, arrays: Arrays, cotangents: Any, sums: Any, dtype: Any
 
 
 def cancellation(case: Case, arrays: Arrays, cotangents: Any, dtype: Any) -> dict[str, float]:
-    """What rounding leaves of sums whose terms cancel, by result: the largest entry.
+    """Bound the error from cancellation: return the largest entry for each result.
 
-    Of dS = P (Z dP - D): a unit in the last place of the sums that Z dP and D are, and the rounding of the O that D is
-    taken from. In rows that see few keys standard attention may be exact by luck: of a single key it computes both by
-    the same sum. Of the scores: a unit in the last place of the sums of their terms without signs, since another order
-    of the terms may have more luck; P then changes by P times what its score and the mean score do.
+    The error of dS = P (Z dP - D) has two sources: one ulp of the sums that form Z dP and D, and the rounding of the O
+    in D. Standard attention may be exact by luck in rows with few keys, because with one key it computes both by the
+    same sum.
+
+    The error of a score is one ulp of the sum of its terms' absolute values, since another order of the terms may round
+    better. P then changes by P times the sum of the errors of its score and of the mean score.
     """
     q, k, v, c, p, sink, plain, keep, o, _ = _forward(case, arrays, np.float64, np.float64)
     do = np.asarray(cotangents[0]).astype(np.float64).transpose(0, 2, 1, 3)
@@ -171,19 +176,20 @@ def cancellation(case: Case, arrays: Arrays, cotangents: Any, dtype: Any) -> dic
     ds = np.abs(p * (keep * (do @ v.swapaxes(2, 3)) - d))
     q, k, v, do = map(np.abs, (q, k, v, do))
     stored, summed = (float(jnp.finfo(kind).eps) for kind in (dtype, jnp.promote_types(dtype, jnp.float32)))
-    of_s = summed * np.abs(_scale(case, np.float64)) * (q @ k.swapaxes(2, 3))
+    s_error = summed * np.abs(_scale(case, np.float64)) * (q @ k.swapaxes(2, 3))
     if case.soft_cap:
-        of_s *= 1 - (c / case.soft_cap) ** 2
-    mean = (p * of_s).sum(-1, keepdims=True)
-    of_s += mean
-    of_p = keep * p * of_s
+        s_error *= 1 - (c / case.soft_cap) ** 2
+    mean = (p * s_error).sum(-1, keepdims=True)
+    s_error += mean
+    p_error = keep * p * s_error
     products, sums = keep * (do @ v.swapaxes(2, 3)), (do * np.abs(o)).sum(-1, keepdims=True)
-    of_d = summed * sums + stored / 2 * sums + (ds * of_s).sum(-1, keepdims=True)
-    of_ds = p * (summed * products + of_d) + ds * of_s
-    of_ds += plain * summed * np.abs(cotangents[1])[..., None]
-    results = _propagate(case, q, k, c, of_ds)
-    results["o"], results["value"] = of_p @ v, _per_kv_head(case, of_p.swapaxes(2, 3) @ do)
-    results["logsumexp"] = (plain * of_s).sum(-1)
+    d_error = summed * sums + stored / 2 * sums + (ds * s_error).sum(-1, keepdims=True)
+    ds_error = p * (summed * products + d_error) + ds * s_error
+    ds_error += plain * summed * np.abs(cotangents[1])[..., None]
+    results = _propagate(case, q, k, c, ds_error)
+    results["o"], results["value"] = p_error @ v, _per_kv_head(case, p_error.swapaxes(2, 3) @ do)
+    results["logsumexp"] = (plain * s_error).sum(-1)
     if case.sinks:
-        results["sinks"] = np.sqrt(((sink * (of_d + mean * np.abs(d))) ** 2).sum((0, 2, 3)))  # rows round by themselves
+        # Rows round independently.
+        results["sinks"] = np.sqrt(((sink * (d_error + mean * np.abs(d))) ** 2).sum((0, 2, 3)))
     return {name: np.abs(x).max(initial=0) for name, x in results.items()}

@@ -1,4 +1,4 @@
-"""The paper's algorithms on counted memory: results, counts, and what is refused."""
+"""The paper's algorithms on counted memory: results, counts and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +18,18 @@ from jax_flash.io_model import flash, hbm_accesses
 from jax_flash.io_model import standard as materialised
 
 FORWARD = ("algorithm_0", "algorithm_1", "algorithm_2", "algorithm_5", "kernel_forward")
-# What `run_all` runs without a block mask; the memory-efficient forward goes entry by entry, and has a file of its own.
+# Not run by `run_all` without a block mask. `memory_efficient_forward` works entry by entry and has its own test file.
 OTHERS = ("algorithm_5", "block_sparse_backward", "memory_efficient_forward")
 DENSE = tuple(a for a in io_model.ALGORITHMS if a not in OTHERS)
 
 
 def inputs(N, d, seed=0):
-    """Q, K, V and dO."""
+    """Return Q, K, V and dO."""
     return np.random.default_rng(seed).normal(size=(4, N, d))
 
 
 def run_all(Q, K, V, dO, M, block_mask=None, *, dropout_rate=0.0, R=(0, 0, 0, 0), **options):
-    """Every algorithm that can do the problem, by name; a block mask leaves the block-sparse ones."""
+    """Run every algorithm that supports the problem. With a block mask these are the block-sparse ones."""
     runs, N_options = {}, {"dropout_rate": dropout_rate, **options}
     if block_mask is None:
         forward = runs["algorithm_2"] = io_model.algorithm_2(Q, K, V, M, R=R, **N_options)
@@ -50,7 +50,7 @@ def run_all(Q, K, V, dO, M, block_mask=None, *, dropout_rate=0.0, R=(0, 0, 0, 0)
 
 
 def check(runs, expected, tolerance=1e-11):
-    """`expected` is O, logsumexp, dQ, dK, dV."""
+    """Compare with `expected`, which holds O, logsumexp, dQ, dK and dV."""
     O, logsumexp, *gradients = expected
     for name, run in runs.items():
         if name in FORWARD:
@@ -66,7 +66,7 @@ def check(runs, expected, tolerance=1e-11):
 
 
 def oracle(Q, K, V, dO, scale=1.0, allowed=None, dropout_rate=0.0, key=None):
-    """By the tests' own NumPy, in extended precision."""
+    """Return the results by NumPy in extended precision."""
     N, d = Q.shape
     mask = "11ts" if allowed is not None else ""
     case = Case(B=1, T=N, S=N, N=1, K=1, D=d, E=d, scale=scale, mask=mask, dropout=dropout_rate)
@@ -84,7 +84,7 @@ def oracle(Q, K, V, dO, scale=1.0, allowed=None, dropout_rate=0.0, key=None):
 
 
 def library(Q, K, V, dO, scale, allowed, dropout_rate, key, implementation):
-    """By the public function, in f64: the oracle (`reference.py`) or the custom calls."""
+    """Return the results of the public function in float64, from `reference.py` or the custom calls."""
 
     @jax.jit
     def attend(q, k, v):
@@ -105,7 +105,7 @@ def library(Q, K, V, dO, scale, allowed, dropout_rate, key, implementation):
 
 @st.composite
 def problems(draw, max_length=40):
-    """N, d and M, ragged more often than not; M from d to beyond Nd."""
+    """Draw N, d and M. Blocks are often incomplete, and M ranges from d to beyond Nd."""
     N, d = draw(st.integers(1, max_length)), draw(st.integers(8, 24))
     rows = draw(st.floats(1, 5 * N))  # M / d: how many rows SRAM could hold
     return N, d, max(d, int(rows * d))
@@ -121,28 +121,28 @@ def random_blocks(draw, N, d, M):
 # --- the memories ---
 
 
-def test_hbm_counts_what_moves():
+def test_hbm_counts_accesses():
     hbm = io_model.HBM(Q=np.arange(12.0).reshape(4, 3))
     assert (hbm.reads, hbm.writes, hbm.allocated) == (0, 0, 0)
     block = hbm["Q", 1:3]
-    block[:] = 0  # what was read is a copy
+    block[:] = 0  # a read returns a copy
     assert (hbm["Q", 1:3, :2] == [[3, 4], [6, 7]]).all()
     assert hbm.reads == 6 + 4
     hbm.allocate(S=(4, 4))
     assert np.isnan(hbm["S", :]).all()
     assert (hbm.writes, hbm.allocated) == (0, 16)
-    hbm["S", :2, 1:] = 0  # counted by what is written, not by the value
+    hbm["S", :2, 1:] = 0  # counts the written elements, even if the value is a scalar
     hbm.initialize(m=np.full((4, 1), -np.inf))
     assert (hbm.writes, hbm.allocated) == (6 + 4, 16 + 4)
     with pytest.raises(ValueError, match="broadcast"):
         hbm["S", :2] = np.zeros((3, 4))
 
 
-def test_sram_refuses_what_does_not_fit():
+def test_sram_capacity():
     sram = io_model.SRAM(10)
     sram.Q, sram.K = np.zeros((2, 3)), np.zeros(4)
     assert sram.held == {"Q": 6, "K": 4}
-    sram.K = np.ones(2)  # takes the place of what was there
+    sram.K = np.ones(2)  # replaces the previous K
     assert (sum(sram.held.values()), sram.peak) == (8, 10)
     with pytest.raises(MemoryError, match=r"10 elements cannot hold 11: {'Q': 6, 'K': 2, 'S': 3}"):
         sram.S = np.zeros(3)
@@ -155,7 +155,7 @@ def test_sram_refuses_what_does_not_fit():
     assert sram.peak == 10
 
 
-def test_blocks_divide_the_rows():
+def test_blocks_cover_the_rows():
     for length, size in ((7, 3), (6, 3), (2, 3), (1, 1)):
         divided = io_model.memory.blocks(length, size)
         assert [i for block in divided for i in range(length)[block]] == list(range(length))
@@ -168,7 +168,7 @@ def test_blocks_divide_the_rows():
 
 @given(problems(), st.integers(0, 9))
 def test_results_and_counts(problem, seed):
-    """Dense algorithms: the oracle's results, and exactly the accesses and the extra memory that the formulas give."""
+    """Dense algorithms have the oracle's results, and exactly the accesses and extra memory of the formulas."""
     N, d, M = problem
     Q, K, V, dO = inputs(N, d, seed)
     runs = run_all(Q, K, V, dO, M)
@@ -180,7 +180,7 @@ def test_results_and_counts(problem, seed):
         assert hbm_accesses(name, N, d, M) == reads + writes
         results = N * d * (1 if name in FORWARD else 3)
         assert run.hbm.allocated - results == io_model.extra_memory(name, N), name
-        assert not any(np.isnan(x).any() for x in run.hbm.arrays.values()), "something was never written"
+        assert not any(np.isnan(x).any() for x in run.hbm.arrays.values()), "some elements were never written"
 
 
 @given(problems(), st.sampled_from((0.0, 0.3)), st.integers(0, 99), st.booleans())
@@ -191,7 +191,7 @@ def test_scale_mask_and_dropout(problem, dropout_rate, seed, is_causal):
         mask, allowed = io_model.causal, np.tri(N, dtype=bool)
     else:
         allowed = np.random.default_rng(seed).random((N, N)) < 0.6
-        allowed[:: seed % 5 + 1] = False  # rows with nothing to attend to
+        allowed[:: seed % 5 + 1] = False  # empty rows
 
         def mask(rows, columns):
             return allowed[rows, columns]
@@ -212,7 +212,7 @@ def test_block_sparse(data, problem, dropout_rate, is_causal):
     Q, K, V, dO = inputs(N, d)
     key = jax.random.PRNGKey(3)
     options = {"scale": 0.5, "dropout_rate": dropout_rate, "R": io_model.generator_state(key)}
-    if is_causal:  # within the blocks that are not zero
+    if is_causal:  # inside the non-zero blocks
         options["mask"], allowed = io_model.causal, allowed & np.tri(N, dtype=bool)
     runs = run_all(Q, K, V, dO, M, block_mask, **options)
     assert set(runs) == {"algorithm_5", "block_sparse_backward"}
@@ -225,8 +225,8 @@ def test_block_sparse(data, problem, dropout_rate, is_causal):
 
 @pytest.mark.parametrize("implementation", ["reference", "flash"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["causal", "block-sparse"])
-def test_the_library_computes_the_same(implementation, sparse):
-    """The f64 oracle and the custom calls, with the same dropout mask; 83 rows, in blocks of 24 and 16."""
+def test_library_has_the_same_results(implementation, sparse):
+    """Compare with the reference and the custom calls, with equal dropout masks. 83 rows give blocks of 24 and 16."""
     N, d, M, scale, dropout_rate = 83, 16, 1500, 0.25, 0.2
     B_c, B_r = io_model.block_sizes(d, M)
     assert N % B_c and N % B_r
@@ -244,7 +244,7 @@ def test_the_library_computes_the_same(implementation, sparse):
 
 
 def test_dropout_of_another_head():
-    """R names the head: its mask is the one that the library gives this head of this batch entry."""
+    """R contains the batch entry and the head. The mask equals the library's mask for them."""
     key, B, H, N, rate = jax.random.key(1), 2, 3, 40, 0.4
     bits = standard.random_bits(
         np.asarray(jax.random.bits(key, (1, 2), jnp.uint32)).repeat(B, 0), range(B), range(H), N, N
@@ -259,21 +259,21 @@ def test_dropout_of_another_head():
 
 @pytest.mark.parametrize(("d", "M"), [(8, 8), (8, 32), (8, 33), (16, 90), (16, 1024), (24, 1153), (9, 360)])
 def test_sram_holds_a_constant_times_m(d, M):
-    """Every run refuses to hold more; here is what was held."""
+    """Each run raises an error above its limit. This test checks the peaks."""
     peaks = {name: run.sram.peak / M for name, run in run_all(*inputs(40, d), M).items()}
     assert peaks["algorithm_0"] <= io_model.STANDARD_SRAM and peaks["algorithm_3"] <= io_model.STANDARD_SRAM
     assert max(peaks[name] for name in FORWARD[1:] if name in peaks) <= io_model.FORWARD_SRAM
     assert max(peaks["algorithm_4"], peaks["kernel_backward"]) <= io_model.BACKWARD_SRAM
-    if M == 8:  # the worst case: the constants are no larger than they have to be
+    if M == 8:  # the worst case: the constants are as small as possible
         assert peaks["algorithm_0"] > io_model.STANDARD_SRAM - 1
         assert peaks["algorithm_2"] > io_model.FORWARD_SRAM - 1
         assert peaks["algorithm_4"] > io_model.BACKWARD_SRAM - 1
-    if M == 1024 and d == 16:  # M = 4d²: where the paper's blocks of K, V, Q and O fill M
+    if M == 1024 and d == 16:  # M = 4d², where the paper's blocks of K, V, Q and O fill M
         B_c, B_r = io_model.block_sizes(d, M)
         assert 2 * B_c * d + 2 * B_r * d == M
 
 
-def test_blocks_that_are_too_large_are_refused(monkeypatch):
+def test_oversized_blocks_are_refused(monkeypatch):
     Q, K, V, dO = inputs(200, 8)
     R = io_model.generator_state(jax.random.key(0))
     O, l, m, _ = io_model.algorithm_2(Q, K, V, 64).outputs
@@ -298,7 +298,7 @@ def test_blocks_that_are_too_large_are_refused(monkeypatch):
 
 
 class Counting(np.ndarray):
-    """An array that counts the FLOPs of the matrix products it takes part in."""
+    """An array that counts the FLOPs of its matrix products."""
 
     flops = 0
 
@@ -313,7 +313,7 @@ class Counting(np.ndarray):
 
 @pytest.mark.parametrize(("N", "d", "M"), [(40, 8, 64), (37, 12, 700), (16, 8, 8)])
 def test_flops(N, d, M):
-    """Theorem 1: O(N²d) FLOPs; 4N²d forward, and backward 10N²d, or 8N²d where P was kept."""
+    """Theorem 1: O(N²d) FLOPs. The forward has 4N²d, the backward 10N²d, or 8N²d if P is stored."""
     Q, K, V, dO = (x.view(Counting) for x in inputs(N, d))
     O, l, m, R = io_model.algorithm_2(Q, K, V, M).outputs
     P = io_model.algorithm_0(Q, K, V, M).hbm.arrays["P"].view(Counting)
@@ -342,13 +342,13 @@ def test_flops(N, d, M):
     assert io_model.flops("algorithm_4", N, d, M) == 10 * N * N * d
 
 
-# --- beside the paper's measurements ---
+# --- comparison with the paper's measurements ---
 
 
 def test_figure_2():
-    """GPT-2 medium (N = 1024, d = 64, 1024 heads, f16), forward and backward, B_c = 256: run, not by formula.
+    """GPT-2 medium (N = 1024, d = 64, 1024 heads, float16), forward and backward, B_c = 256, counted in a run.
 
-    Measured on an A100: 40.3 GB and 4.4 GB, masks and dropout included.
+    The paper measured 40.3 GB and 4.4 GB on an A100, including masks and dropout.
     """
     N, d, M = 1024, 64, 65536
     assert io_model.block_sizes(d, M) == (256, 64)
@@ -361,7 +361,7 @@ def test_figure_2():
         assert run.hbm.reads + run.hbm.writes == hbm_accesses(name, N, d, M), name
 
 
-# --- what the formulas refuse ---
+# --- errors ---
 
 
 @pytest.mark.parametrize(
@@ -378,14 +378,14 @@ def test_figure_2():
         (("algorithm_5", 64, 8, 64, np.ones((32, 32))), r"bool \[32, 32\], not float64"),
     ],
 )
-def test_nonsense_is_refused(arguments, message):
+def test_invalid_arguments_of_formulas(arguments, message):
     for function in (io_model.reads_and_writes, hbm_accesses, io_model.flops):
         with pytest.raises(ValueError, match=message):
             function(*arguments)
 
 
 def test_too_little_sram_is_refused():
-    """The theorems begin at M = d: one row."""
+    """The theorems require M >= d, which is one row."""
     Q, K, V, dO = inputs(64, 8)
     O, l, m, R = io_model.algorithm_2(Q, K, V, 8).outputs
     for run in (

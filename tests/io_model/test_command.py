@@ -7,7 +7,7 @@ from jax_flash.__main__ import main
 from jax_flash.io_model import hbm_accesses, report
 
 
-def test_the_table(capsys):
+def test_table(capsys):
     assert main(["io", "--seq-len", "1000", "--head-dim", "32", "--sram", "64KiB", "--dtype", "float32"]) == 0
     table = capsys.readouterr().out
     assert "N = 1000, d = 32, M = 16384 elements of float32" in table
@@ -37,7 +37,7 @@ def test_the_table(capsys):
         ("10B", "bfloat16", 5),
     ],
 )
-def test_sizes_of_sram(text, dtype, elements):
+def test_sram_sizes(text, dtype, elements):
     assert report.sram_elements(text, dtype) == elements
 
 
@@ -45,11 +45,11 @@ def test_sizes_of_sram(text, dtype, elements):
     ("number", "text"),
     [(0, "0 "), (999, "999 "), (999.6, "1.00 k"), (12345, "12.3 k"), (123456789, "123 M"), (4.5e12, "4.50 T")],
 )
-def test_numbers_of_three_digits(number, text):
+def test_three_significant_digits(number, text):
     assert report.short(number) == text
 
 
-def test_the_figure(tmp_path, capsys):
+def test_figure(tmp_path, capsys):
     path = tmp_path / "io.png"
     assert main(["io", "--seq-len", "300", "--sram", "5000", "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -76,7 +76,7 @@ def test_the_figure(tmp_path, capsys):
         ("--plot io.nonsense", "nonsense"),
     ],
 )
-def test_the_command_says_what_is_wrong(capsys, flags, message):
+def test_error_messages(capsys, flags, message):
     assert main(["io", *flags.split()]) == 1
     assert message in capsys.readouterr().err
 

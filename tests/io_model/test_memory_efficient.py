@@ -1,4 +1,4 @@
-"""The memory-efficient forward pass of appendix B.1: exact, in linear memory, with quadratic HBM accesses at any M."""
+"""The memory-efficient forward of appendix B.1: exact, linear memory, quadratic HBM accesses for every M."""
 
 import numpy as np
 import pytest
@@ -16,13 +16,13 @@ def test_results_and_counts(N, d):
     assert (reads, writes) == (2 * N * d + N + 3 * N**2 * d, N * d + N)
     for M in {d, N * d}:
         assert (reads, writes) == io_model.reads_and_writes("memory_efficient_forward", N, d, M)
-    # Extra memory: L in HBM, O(N); the rows of one query and one key at a time in SRAM, O(d).
+    # Extra memory: L in HBM, O(N), and the rows of one query and one key in SRAM, O(d).
     assert hbm.allocated - N * d == io_model.extra_memory("memory_efficient_forward", N) == N
     assert sram.peak == 4 * d + 2
 
 
-def test_more_sram_makes_only_flash_attention_read_less():
-    """Both need linear memory; "the number of HBM accesses is still quadratic" here, at the largest M too."""
+def test_only_flash_attention_benefits_from_more_sram():
+    """Both need linear memory, but here "the number of HBM accesses is still quadratic", even for the largest M."""
     N, d = 4096, 64
     two_passes, flash = (
         [io_model.hbm_accesses(algorithm, N, d, M) for M in (d, 64 * d, N * d)]
@@ -32,7 +32,7 @@ def test_more_sram_makes_only_flash_attention_read_less():
     assert two_passes[0] < flash[0] and two_passes[1] > 10 * flash[1] and two_passes[-1] > 500 * flash[-1]
 
 
-def test_shapes_that_differ_are_refused():
+def test_different_shapes_are_refused():
     x = np.ones((4, 8))
     with pytest.raises(ValueError, match=r"must all be \[N, d\]"):
         io_model.memory_efficient_forward(x, x[:3], x)

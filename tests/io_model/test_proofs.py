@@ -1,4 +1,4 @@
-"""The arguments of two proofs, step by step: the induction of Theorem 1 (appendix C), and Proposition 3."""
+"""Two proofs step by step: the induction of Theorem 1 (appendix C), and Proposition 3."""
 
 import itertools
 
@@ -11,11 +11,11 @@ from jax_flash.io_model import flash, hbm_accesses
 
 FORWARD = ("algorithm_0", "memory_efficient_forward", "algorithm_1", "algorithm_2", "algorithm_5", "kernel_forward")
 
-# --- Theorem 1: what lies in HBM after each iteration of the outer loop ---
+# --- Theorem 1: the contents of HBM after each iteration of the outer loop ---
 
 
 def by_definition(S, V, Z):
-    """O, ℓ and m over the columns of S, in one step. Rows that see nothing are 0, 0 and -inf."""
+    """Compute O, ℓ and m over the columns of S in one step. Empty rows are 0, 0 and -inf."""
     m = S.max(axis=1, keepdims=True)
     P = np.exp(S - np.where(m == -np.inf, 0, m))
     l = P.sum(axis=1, keepdims=True)
@@ -23,12 +23,12 @@ def by_definition(S, V, Z):
 
 
 def check_invariant(run, S, V, Z, d, M):
-    """O^(j), ℓ^(j) and m^(j) are those of attention to the first j blocks of columns, for every j.
+    """Check that O^(j), ℓ^(j) and m^(j) are those of attention to the first j blocks of columns, for every j.
 
     Args:
       run: runs the algorithm with an `after_j`.
-      S: the scores as they are masked, [N, N].
-      Z: what dropout multiplies P with, [N, N].
+      S: the masked scores, [N, N].
+      Z: the factors of dropout, [N, N].
     """
     N, ends = len(S), []
 
@@ -55,7 +55,7 @@ def test_invariant_of_algorithm_1(N, d, M):
 @pytest.mark.parametrize("dropout_rate", [0.0, 0.4])
 @pytest.mark.parametrize("mask", [None, "causal", "some", "blocks"])
 def test_invariant_of_algorithms_2_and_5(mask, dropout_rate):
-    """With scale, mask and dropout; a row may see nothing up to a j, or up to the last."""
+    """With scale, mask and dropout. Some rows see no key in the first blocks, or in any block."""
     N, d, M, scale = 37, 12, 300, 0.3
     generator = np.random.default_rng(1)
     Q, K, V = generator.normal(size=(3, N, d))
@@ -87,24 +87,24 @@ def test_invariant_of_algorithms_2_and_5(mask, dropout_rate):
 
 
 def inputs_and_outputs(algorithm):
-    """Matrices [N, d] that are read and written: Q, K, V, O; or Q, K, V, dO, dQ, dK, dV."""
+    """Return the number of matrices [N, d] read and written: Q, K, V, O, or Q, K, V, dO, dQ, dK, dV."""
     return 4 if algorithm in FORWARD else 7
 
 
 def test_every_input_must_be_read():
-    """Of each element of Q, K and V some element of O is a function, so that exact attention reads all 3Nd."""
+    """Some element of O depends on each element of Q, K and V, so exact attention reads all 3Nd."""
     N, d = 3, 8
     inputs = np.random.default_rng(0).normal(size=(3, N, d))
     (O,), *_ = io_model.algorithm_0(*inputs, M=N * d)
-    for place in np.ndindex(inputs.shape):
+    for index in np.ndindex(inputs.shape):
         other = inputs.copy()
-        other[place] += 1
-        assert np.abs(io_model.algorithm_0(*other, M=N * d).outputs[0] - O).max() > 1e-3, place
+        other[index] += 1
+        assert np.abs(io_model.algorithm_0(*other, M=N * d).outputs[0] - O).max() > 1e-3, index
 
 
 @pytest.mark.parametrize("algorithm", io_model.ALGORITHMS)
-def test_with_m_of_nd_accesses_are_at_least_inputs_and_outputs(algorithm):
-    """N²d²/M is Nd there: whatever is o(N²d²/M) for all M would be o(Nd) there, less than inputs and outputs."""
+def test_accesses_at_m_of_nd(algorithm):
+    """For M = Nd, N²d²/M is Nd. An algorithm with o(N²d²/M) accesses would not even read its inputs."""
     for N, d in itertools.product((256, 1000, 65536), (8, 64, 100, 256)):
         M = N * d
         reads, writes = io_model.reads_and_writes(algorithm, N, d, M)
@@ -118,7 +118,7 @@ def test_with_m_of_nd_accesses_are_at_least_inputs_and_outputs(algorithm):
     "algorithm", ["algorithm_1", "algorithm_2", "kernel_forward", "algorithm_4", "kernel_backward"]
 )
 def test_flash_attention_is_within_a_constant_of_the_bound(algorithm):
-    """At M = Nd within five times inputs and outputs, at every M within a constant of N²d²/M."""
+    """Accesses are at most five times inputs and outputs for M = Nd, and within a constant of N²d²/M for every M."""
     _, constant = io_model.CONSTANTS[algorithm]
     for N, d in itertools.product((256, 1000, 65536), (8, 64, 100, 256)):
         assert hbm_accesses(algorithm, N, d, N * d) <= 5 * inputs_and_outputs(algorithm) * N * d
@@ -126,8 +126,8 @@ def test_flash_attention_is_within_a_constant_of_the_bound(algorithm):
             assert hbm_accesses(algorithm, N, d, M) <= constant * N**2 * d**2 / M
 
 
-def test_less_for_some_m_is_no_contradiction():
-    """Only for all M: with M = d standard attention moves less than N²d²/M, and with M = Nd far more."""
+def test_fewer_accesses_for_some_m():
+    """The bound holds only for all M: standard attention needs less than N²d²/M at M = d, and far more at M = Nd."""
     N, d = 65536, 256
     assert hbm_accesses("algorithm_0", N, d, d) < 0.5 * N**2 * d**2 / d
     assert hbm_accesses("algorithm_0", N, d, N * d) > 100 * N * d

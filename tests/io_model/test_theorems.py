@@ -1,4 +1,4 @@
-"""The theorems about the counts, the ratios beside the paper's measurements, and the document that shows both."""
+"""The theorems about the counts, comparisons with the paper's measurements, and the document that shows both."""
 
 import itertools
 import math
@@ -32,8 +32,8 @@ GRID = [
 
 
 @pytest.mark.parametrize("algorithm", io_model.ALGORITHMS)
-def test_accesses_are_theta_of_what_the_paper_proves(algorithm):
-    """Theorems 2 and 5, Proposition 4: within the stated constants for all d <= M <= Nd."""
+def test_accesses_are_within_constants(algorithm):
+    """Theorems 2 and 5 and Proposition 4: within the stated constants for all d <= M <= Nd."""
     low, high = io_model.CONSTANTS[algorithm]
     shares = (0, 0.01, 0.1, 0.5, 1) if algorithm in ("algorithm_5", "block_sparse_backward") else (1,)
     ratios = [
@@ -45,8 +45,8 @@ def test_accesses_are_theta_of_what_the_paper_proves(algorithm):
     assert 0.7 * high < max(ratios) <= high
 
 
-def test_what_theta_says():
-    """The expressions themselves, as the paper prints them (standard attention: for M >= d²)."""
+def test_theta():
+    """The expressions are those of the paper (for standard attention with M >= d²)."""
     N, d, M = 512, 64, 8192
     assert io_model.theta("algorithm_0", N, d, M) == io_model.theta("algorithm_3", N, d, M) == N * d + N**2
     for algorithm in ("algorithm_1", "algorithm_2", "algorithm_4", "kernel_forward", "kernel_backward"):
@@ -56,7 +56,7 @@ def test_what_theta_says():
 
 
 def test_standard_attention_needs_m_of_d_squared():
-    """With M = d its accesses exceed any constant times Nd + N²: they grow like √d, since products do."""
+    """For M = d the accesses of standard attention exceed any constant times Nd + N². The products grow like √d."""
     excess = [hbm_accesses("algorithm_0", 4096, d, d) / (4096 * d + 4096**2) for d in (16, 64, 256)]
     assert excess[0] > 1.5 * io_model.CONSTANTS["algorithm_0"][1]
     assert excess[1] / excess[0] > 1.7 and excess[2] / excess[1] > 1.7
@@ -65,14 +65,14 @@ def test_standard_attention_needs_m_of_d_squared():
 
 
 def exponents(algorithm, problems):
-    """Of N, d and M, by least squares of the logarithms."""
+    """Return the exponents of N, d and M, by least squares of the logarithms."""
     logs = np.log([(N, d, M, hbm_accesses(algorithm, N, d, M)) for N, d, M in problems])
     fit, *_ = np.linalg.lstsq(np.c_[logs[:, :3], np.ones(len(logs))], logs[:, 3])
     return fit[:3]
 
 
 def test_exponents_by_regression():
-    """N²d²/M for FlashAttention, N² for standard attention, where these terms dominate; M is no multiple of 4d."""
+    """N²d²/M for FlashAttention and N² for standard attention, where these terms dominate. M is no multiple of 4d."""
     small = [(N, d, k * d + 3) for N in (2**14, 30011, 2**17) for d in (64, 128) for k in (50, 100, 300)]
     for algorithm in ("algorithm_1", "algorithm_2", "algorithm_4", "kernel_forward", "kernel_backward"):
         np.testing.assert_allclose(exponents(algorithm, small), (2, 2, -1), atol=0.05, err_msg=algorithm)
@@ -83,8 +83,8 @@ def test_exponents_by_regression():
 
 @pytest.mark.parametrize(("algorithm", "constants"), [("algorithm_5", (3, 12)), ("block_sparse_backward", (7, 20))])
 def test_block_sparse_accesses_by_regression(algorithm, constants):
-    """Proposition 4: a Nd + b N²d²s/M and nothing else; b is four times what a pass moves, since T_c = 4Nd/M."""
-    d = 512  # so that the vectors, 1/d of a matrix, are small
+    """Proposition 4: a Nd + b N²d²s/M and no other term. As T_c = 4Nd/M, b is four times the accesses of one pass."""
+    d = 512  # makes the vectors, 1/d of a matrix, small
     problems = [(N, 4 * d * k, s) for N in (2**12, 2**14) for k in (64, 256) for s in (0.01, 0.1, 0.5, 1)]
     counts = np.array([hbm_accesses(algorithm, N, d, M, s) for N, M, s in problems])
     terms = np.array([(N * d, N**2 * d**2 * s / M) for N, M, s in problems])
@@ -93,15 +93,15 @@ def test_block_sparse_accesses_by_regression(algorithm, constants):
     np.testing.assert_allclose(terms @ fit, counts, rtol=0.01)
 
 
-def test_a_fraction_of_blocks_is_the_mean_over_their_places():
+def test_fraction_of_blocks_gives_the_mean_count():
     N, d, M = 21, 8, 320
     B_c, B_r = io_model.block_sizes(d, M)
     T_r, T_c = -(-N // B_r), -(-N // B_c)
     assert (N % B_c, N % B_r) == (1, 5) and T_r * T_c == 9
     for nonzero in (0, 1, 4, 9):
         masks = np.zeros((math.comb(9, nonzero), 9), bool)
-        for mask, places in zip(masks, itertools.combinations(range(9), nonzero), strict=True):
-            mask[list(places)] = True
+        for mask, indices in zip(masks, itertools.combinations(range(9), nonzero), strict=True):
+            mask[list(indices)] = True
         for count in (hbm_accesses, io_model.flops):
             for algorithm in ("algorithm_5", "block_sparse_backward"):
                 mean = np.mean([count(algorithm, N, d, M, mask.reshape(T_r, T_c)) for mask in masks])
@@ -109,15 +109,15 @@ def test_a_fraction_of_blocks_is_the_mean_over_their_places():
 
 
 def test_extra_memory_is_linear():
-    """Theorem 1: O(N) beyond inputs and output. (That these are what is allocated: `test_results_and_counts`.)"""
+    """Theorem 1: O(N) in addition to inputs and output. `test_results_and_counts` checks the formula's values."""
     for algorithm in io_model.ALGORITHMS:
         ratio = io_model.extra_memory(algorithm, 20000) / max(1, io_model.extra_memory(algorithm, 10000))
         assert ratio <= 2 if algorithm in LINEAR else ratio == 4
         assert io_model.extra_memory(algorithm, 10000) <= 20004 or algorithm not in LINEAR
 
 
-def test_the_kernels_order_saves_accesses():
-    """Always; 3/2 of the forward's and 5/4 of the backward's where the passes dominate."""
+def test_kernel_loop_order_saves_accesses():
+    """The kernels always have fewer accesses: by 3/2 forward and 5/4 backward if the passes dominate."""
     for problem in GRID:
         assert hbm_accesses("kernel_forward", *problem) < hbm_accesses("algorithm_2", *problem)
         assert hbm_accesses("kernel_backward", *problem) < hbm_accesses("algorithm_4", *problem)
@@ -126,18 +126,19 @@ def test_the_kernels_order_saves_accesses():
     assert hbm_accesses("algorithm_4", *long) / hbm_accesses("kernel_backward", *long) == pytest.approx(1.25, rel=0.02)
 
 
-# --- beside the paper's measurements ---
+# --- comparison with the paper's measurements ---
 
 KiB = 1024
 
 
-def both(forward, backward, N, d, M, s=1):
+def forward_and_backward(forward, backward, N, d, M, s=1):
     return hbm_accesses(forward, N, d, M, s) + hbm_accesses(backward, N, d, M, s)
 
 
-def times_fewer(N, d, M):
-    """Accesses of standard attention over FlashAttention's, forward and backward."""
-    return both("algorithm_0", "algorithm_3", N, d, M) / both("algorithm_1", "algorithm_4", N, d, M)
+def access_ratio(N, d, M):
+    """Return the accesses of standard attention divided by those of FlashAttention, forward and backward."""
+    standard = forward_and_backward("algorithm_0", "algorithm_3", N, d, M)
+    return standard / forward_and_backward("algorithm_1", "algorithm_4", N, d, M)
 
 
 @pytest.mark.parametrize(
@@ -145,16 +146,16 @@ def times_fewer(N, d, M):
     [(100 * KiB // 4, 2.22, 3.00), (100 * KiB // 2, 3.55, 5.69), (100 * KiB, 5.83, 9.16)],
     ids=["100 KiB of f32", "100 KiB of f16", "100 Ki elements"],
 )
-def test_how_many_times_fewer_accesses(M, ratio_1024, ratio_64k):
-    """d = 64. The paper measured 40.3 GB / 4.4 GB = 9.2, a GPU's traffic with masks and dropout (N = 1024)."""
-    assert times_fewer(1024, 64, M) == pytest.approx(ratio_1024, abs=0.005)
-    assert times_fewer(65536, 64, M) == pytest.approx(ratio_64k, abs=0.005)
+def test_access_ratios(M, ratio_1024, ratio_64k):
+    """d = 64. The paper measured 40.3 GB / 4.4 GB = 9.2 on a GPU, with masks and dropout, for N = 1024."""
+    assert access_ratio(1024, 64, M) == pytest.approx(ratio_1024, abs=0.005)
+    assert access_ratio(65536, 64, M) == pytest.approx(ratio_64k, abs=0.005)
 
 
 def test_flash_attention_needs_m_of_twice_d_squared():
-    """Where it begins to move less than standard attention."""
+    """With smaller M standard attention has fewer accesses."""
     for N, d in itertools.product((1024, 4096, 16384, 65536), (64, 128)):
-        assert times_fewer(N, d, int(1.6 * d * d)) < 1 < times_fewer(N, d, int(2.2 * d * d))
+        assert access_ratio(N, d, int(1.6 * d * d)) < 1 < access_ratio(N, d, int(2.2 * d * d))
 
 
 # --- docs/io-complexity.md ---
@@ -162,7 +163,7 @@ def test_flash_attention_needs_m_of_twice_d_squared():
 DOCUMENT = (pathlib.Path(__file__).parents[2] / "docs/io-complexity.md").read_text()
 
 
-def test_the_documentation_shows_what_the_command_prints(capsys, monkeypatch, tmp_path):
+def test_documentation_matches_command(capsys, monkeypatch, tmp_path):
     examples = re.findall(r"\$ python -m jax_flash (io .*)\n([^$]*?)```", DOCUMENT)
     assert len(examples) == 2
     monkeypatch.chdir(tmp_path)
@@ -173,8 +174,8 @@ def test_the_documentation_shows_what_the_command_prints(capsys, monkeypatch, tm
         assert [line.strip() for line in printed.split("\n")] == [line.strip() for line in output.split("\n")]
 
 
-def test_the_documentation_is_right(capsys):
-    """Its Python examples, and the tables that compare with the paper."""
+def test_documentation_examples(capsys):
+    """The Python examples, and the tables that compare with the paper."""
     code = "".join(re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL))
     exec(code, {})
     comments = [comment.partition(",")[0] for comment in re.findall(r"  # (.*)", code)]
@@ -182,7 +183,7 @@ def test_the_documentation_is_right(capsys):
 
     sizes = (25600, 51200, 102400)
     for M in sizes:
-        ratios = " | ".join(f"{times_fewer(N, 64, M):.1f}" for N in (1024, 65536))
+        ratios = " | ".join(f"{access_ratio(N, 64, M):.1f}" for N in (1024, 65536))
         assert f"(M = {M}) | {io_model.block_sizes(64, M)[0]} | {ratios} |" in DOCUMENT
     rows = {"FlashAttention": "algorithm_1", "in the kernels' order": "kernel_forward", "standard": "algorithm_0"}
     for title, algorithm in rows.items():

@@ -1,11 +1,11 @@
 """`jax_flash.equinox` against Equinox's own module."""
 
+import forwarded_options
 import guide
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reached
 
 pytest.importorskip("equinox")
 
@@ -148,7 +148,7 @@ def test_errors():
 
 def test_each_option_reaches_the_call(monkeypatch):
     (_, ours), x = pair(), SELF[0][0]
-    reached.check(monkeypatch, attention, "dot_product_attention", ours, x, x, x)
+    forwarded_options.check(monkeypatch, attention, "dot_product_attention", ours, x, x, x)
 
 
 def test_guide():

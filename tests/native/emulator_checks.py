@@ -1,5 +1,7 @@
-"""A few cases of every kernel, and what the emulator says of kernels that are broken. `test_emulator.py` runs this file
-in processes in which the CPU is a GPU: JAX_FLASH_EMULATE=sm_90 pytest tests/native/emulator_checks.py
+"""A few cases of every kernel, and errors that the emulator finds in broken kernels.
+
+`test_emulator.py` runs this file in processes in which the CPU emulates a GPU:
+JAX_FLASH_EMULATE=sm_90 pytest tests/native/emulator_checks.py
 """
 
 import ctypes
@@ -10,7 +12,7 @@ import pathlib
 import re
 
 import emulator
-import hiding
+import infinite_bias
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +32,7 @@ from jax_flash import BlockMask, _native
 
 ROOT = pathlib.Path(__file__).parents[2]
 KERNELS = ROOT / "cuda_src" / "kernels"
-SHARED = ("common/dtype.h", "common/host_device.h", "common/ops.h", "cuda_src/contract.h")  # with the host
+SHARED = ("common/dtype.h", "common/host_device.h", "common/ops.h", "cuda_src/contract.h")  # used by the host, too
 MULTIPROCESSORS = os.environ.get("JAX_FLASH_EMULATE_MULTIPROCESSORS", "")
 hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="with Hopper's instructions only")
 
@@ -55,7 +57,7 @@ hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="
         (Case(T=3, S=1100, N=8, causal=True, offset=True, lengths=True, dropout=0.2, sinks=2.0), "bfloat16"),
         (Case(B=1, T=16, S=1100, N=3, K=1, D=64, E=40, mask="1n1s", bias="bnts", segments=True), "float32"),
         (Case(B=2, T=150, S=260, N=1, K=1, D=64, E=64, window=(90, 20), traced=True, lengths=True), "bfloat16"),
-        # sinks in the backward as one kernel, beside tiles of a bias, and with lists of blocks
+        # sinks in the single-kernel backward, with tiles of a bias, and with lists of blocks
         (Case(B=1, T=300, S=400, N=4, K=2, D=64, E=64, segments=True, sinks=2.0), "bfloat16"),
         (Case(B=1, T=140, S=160, N=2, K=1, D=64, E=64, bias="1nts", mask="b11s", sinks=2.0), "bfloat16"),
         (sparse(128, 128, B=1, T=300, S=300, N=2, K=1, D=64, E=64, heads=2, dropout=0.2, sinks=2.0), "bfloat16"),
@@ -79,7 +81,7 @@ def test_case(case, dtype):
     ids=str,
 )
 def test_score_programs(case, dtype):
-    """A score_mod and a mask_mod: beside tiles of a bias, where the mask is made into blocks, and of few queries."""
+    """A score_mod and a mask_mod: with tiles of a bias, with the mask as a block mask, and with split-KV."""
     programs.check(case, lambda: (programs.relative_table(case), programs.kinds_of_heads(case)), "flash", dtype)
 
 
@@ -94,7 +96,7 @@ def test_score_programs(case, dtype):
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_part(case, dtype, program):
-    """Of a sequence that is divided."""
+    """Compute a part of a sequence that is divided over devices."""
     mod = program(case)
     tolerance = 2e-2 if dtype == "bfloat16" else 5e-5
     parts.check(case, dtype, tolerance, **{mod.kind: mod.make(*map(jnp.asarray, mod.arrays))})
@@ -121,13 +123,13 @@ def test_pack(q_lengths, k_lengths, case, dtype):
 @pytest.mark.parametrize(
     ("lengths", "page", "case", "dtype"),
     [
-        ((1500, 3, 0, 700), 64, Case(T=1, N=8, K=2, D=64, E=64), "bfloat16"),  # over parts of the keys
+        ((1500, 3, 0, 700), 64, Case(T=1, N=8, K=2, D=64, E=64), "bfloat16"),  # split-KV
         ((1100, 40), 16, Case(T=3, N=4, K=2, D=128, E=128, window=(600, 0), sinks=2.0), "float16"),
         ((300, 130), 48, Case(T=100, N=2, K=1, D=64, E=40, soft_cap=2.0), "bfloat16"),
         ((1030, 60), 256, Case(T=2, N=2, K=1, D=256, E=256), "float32"),
-        # more sequences than a warp looks at together, some of them empty, and more than a tile of Q has rows for;
-        # 4 rows and 8 in a block of the merge, not all of the last one; many heads and fewer than 1024 keys; more parts
-        # of a row than the lanes of its warps have at a time
+        # more sequences than lanes of a warp, some empty, and more queries of a head group than rows of a tile of Q;
+        # 4 and 8 rows in a block of the merge, the last one incomplete; many heads with fewer than 1024 keys; more
+        # splits of a row than its warps have lanes
         ((0, *(3 * b % 40 for b in range(38)), 1000, 0), 32, Case(T=1, N=26, K=2, D=64, E=64), "bfloat16"),
         ((900, 0, 500), 32, Case(T=15, N=52, K=4, D=128, E=128), "float16"),
         ((*(3 * b % 40 for b in range(9)), 20000), 32, Case(T=2, N=32, K=1, D=8, E=8), "float32"),
@@ -151,16 +153,20 @@ PROGRAMS = [
     (programs.soft_cap, Case(B=1, T=150, S=140, D=128, E=128, causal=True), "float16"),
     (programs.soft_cap, Case(B=1, T=150, S=140, D=64, E=64, mask="b1ts", dropout=0.2), "bfloat16"),
     (programs.soft_cap, Case(B=1, T=70, S=140, N=2, K=1, D=192, E=128), "bfloat16"),
-    (programs.hidden, Case(B=1, T=150, S=140, D=64, E=64), "bfloat16"),
-    (programs.hidden, Case(B=1, T=70, S=140, N=2, K=1, D=256, E=256), "bfloat16"),
+    (programs.masked_by_score, Case(B=1, T=150, S=140, D=64, E=64), "bfloat16"),
+    (programs.masked_by_score, Case(B=1, T=70, S=140, N=2, K=1, D=256, E=256), "bfloat16"),
     (programs.log_gelu, Case(B=1, T=150, S=140, D=64, E=64), "bfloat16"),
     (programs.low_rank, Case(B=1, T=150, S=140, D=64, E=64), "float16"),
     (programs.relative_table, Case(T=70, S=150, N=2, K=1, D=64, E=64, causal=True, offset=True), "bfloat16"),
     (programs.wavy, Case(B=1, T=150, S=140, D=64, E=64, dropout=0.3), "bfloat16"),
     (programs.alibi, Case(B=1, T=150, S=140, D=128, E=128, sinks=2.0, causal=True, soft_cap=2.0), "float16"),
-    # tiles of 64 keys with a bias in tiles
+    # tiles of 64 keys with tiles of a bias
     (programs.relative_table, Case(B=1, T=150, S=304, N=2, K=1, D=64, E=64, bias="1nts", dropout=0.2), "bfloat16"),
-    (programs.hidden, sparse(128, 128, B=1, T=300, S=304, D=64, E=64, bias="1nts", window=(150, 20)), "bfloat16"),
+    (
+        programs.masked_by_score,
+        sparse(128, 128, B=1, T=300, S=304, D=64, E=64, bias="1nts", window=(150, 20)),
+        "bfloat16",
+    ),
 ]
 
 
@@ -171,7 +177,7 @@ PROGRAMS = [
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_backward_of_score_programs(program, case, dtype, constant):
-    """Derivatives that depend on the score or do not, with the gradients of captured arrays and without."""
+    """Derivatives that depend on the score or not, with and without gradients of captured arrays."""
     made = program(case)
     mods = (made,) if isinstance(made, programs.Mod) else made
     if constant:
@@ -198,7 +204,7 @@ MASKED = [
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("program", "case", "dtype"), MASKED, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_mask_programs(program, case, dtype):
-    """Asked of the entries of blocks that are neither empty nor full."""
+    """The kernels evaluate the mask_mod in blocks that are neither empty nor full."""
     mods = (program(case),)
     programs.check(case, lambda: mods, "flash", dtype)
 
@@ -215,10 +221,10 @@ def test_mask_programs(program, case, dtype):
     ],
     ids=str,
 )
-def test_sums(case, dtype):
-    """What captured arrays' gradients are sums of cancels for the most part."""
+def test_captured_gradients_with_cancellation(case, dtype):
+    """The gradients of the captured arrays are sums whose terms mostly cancel."""
     mods = (programs.sums(case),)
-    programs.check(case, lambda: mods, "flash", dtype, as_if="bfloat16")
+    programs.check(case, lambda: mods, "flash", dtype, tolerance_dtype="bfloat16")
 
 
 RAMPS = [
@@ -236,15 +242,15 @@ def test_ramps(program, case, dtype):
     programs.check(case, lambda: mods, "flash", dtype)
 
 
-ABOVE = {programs.sums, *(program for program, *_ in PROGRAMS + MASKED + RAMPS)}
+TESTED_ABOVE = {programs.sums, *(program for program, *_ in PROGRAMS + MASKED + RAMPS)}
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
-    "program", [x for x in programs.SCORES + programs.MASKS if x not in ABOVE], ids=lambda x: x.__name__
+    "program", [x for x in programs.SCORES + programs.MASKS if x not in TESTED_ABOVE], ids=lambda x: x.__name__
 )
 def test_other_programs(program):
-    """With the gradients of all that they capture."""
+    """The remaining programs, with the gradients of all captured arrays."""
     case = Case(B=1, T=144, S=144, N=2, K=1, D=64, E=64)
     mods = (program(case),)
     programs.check(case, lambda: mods, "flash", "bfloat16")
@@ -252,40 +258,43 @@ def test_other_programs(program):
 
 @pytest.mark.usefixtures("device")
 def test_ramps_far_from_the_diagonal():
-    """Beside a query offset, which nobody knows before, every entry's distance becomes a float for itself."""
+    """With a query offset, known only at run time, the kernel converts each entry's distance to float separately."""
     case = Case(B=1, T=70, S=9000, N=1, K=1, D=64, E=64)
     arrays, cotangents = case.arrays("bfloat16"), case.cotangents("bfloat16")
     mods = programs.constant((programs.alibi(case),))
-    found = programs.ours(case, lambda: mods, arrays, cotangents, "flash")
+    found = programs.run(case, lambda: mods, arrays, cotangents, "flash")
     by_entry = dataclasses.replace(case, offset=True)
     given = arrays | {"query_offset": np.zeros(1, np.int32)}
-    expected = programs.ours(by_entry, lambda: mods, given, cotangents, "flash")
+    expected = programs.run(by_entry, lambda: mods, given, cotangents, "flash")
     programs.assert_accurate(found, expected, "bfloat16")
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("head_dim", "constant"), [(64, False), (64, True), (128, True), (256, True)])
-def test_look_ups_beside_a_query_offset(head_dim, constant):
-    """Indices are not clamped in tiles whose queries are in places of keys. Others' are: before them, after them, where
-    a sum with the offset wraps, and, as `table[-1]` is the last entry, counted from the end of the table."""
+def test_loads_with_a_query_offset(head_dim, constant):
+    """Indices are not clamped in tiles whose global query positions are valid key positions.
+
+    Other offsets put the queries before the keys, after the keys, where a sum with the offset wraps around, and where
+    the index is negative: `table[-1]` is the last entry.
+    """
     case = Case(B=6, T=260, S=500, N=1, K=1, D=head_dim, E=head_dim, offset=True, logsumexp=False)
     table = np.random.default_rng(1).normal(size=2 * case.S - 1).astype(np.float32)
     mod = programs.Mod("score_mod", lambda table: lambda s, b, h, q, k: s + table[q - k + case.S - 1], (table,))
     mods = programs.constant((mod,)) if constant else (mod,)
     arrays, cotangents = case.arrays("bfloat16") | programs.captured(mods), case.cotangents("bfloat16")
     arrays["query_offset"] = np.array([0, 240, -100, 400, -1500, 2**31 - 200], np.int32)
-    results = programs.ours(case, lambda: mods, arrays, cotangents, "flash")
+    results = programs.run(case, lambda: mods, arrays, cotangents, "flash")
     programs.assert_accurate(results, programs.exact(case, lambda: mods, arrays, cotangents), "bfloat16")
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_undefined_scores_that_are_hidden(head_dim):
-    """They have no part in any gradient, whatever the derivative is there."""
+def test_undefined_masked_scores(head_dim):
+    """Masked entries do not contribute to any gradient, even if their derivatives are not finite."""
     case = Case(B=1, T=150, S=150, N=2, K=1, D=head_dim, E=head_dim, causal=True)
     arrays, cotangents = case.arrays("bfloat16"), case.cotangents("bfloat16")
-    found, expected = (programs.constant(programs.undefined(case, *of)) for of in ((), (jnp.abs,)))
-    results = programs.ours(case, lambda: found, arrays, cotangents, "flash")
+    found, expected = (programs.constant(programs.undefined_where_masked(case, *of)) for of in ((), (jnp.abs,)))
+    results = programs.run(case, lambda: found, arrays, cotangents, "flash")
     programs.assert_accurate(results, programs.exact(case, lambda: expected, arrays, cotangents), "bfloat16")
 
 
@@ -294,25 +303,24 @@ def test_undefined_scores_that_are_hidden(head_dim):
     "case",
     [
         Case(B=1, T=40, S=150, N=2, K=2, D=8, E=8),
-        Case(B=1, T=3, S=1100, N=2, K=1, D=8, E=8),  # mask_mod is asked entry by entry
+        Case(B=1, T=3, S=1100, N=2, K=1, D=8, E=8),  # evaluates mask_mod for every entry
     ],
     ids=str,
 )
-def test_truth_values(case):
-    """Of captured arrays."""
+def test_captured_bools(case):
     programs.check(case, lambda: programs.flags(case), "flash")
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("T", "S"), [(1100, 200), (200, 1100)])
 def test_many_lists(T, S):
-    """Of block rows, or columns: with nine their order has a first, a middle and a last part."""
+    """With nine block rows or columns, sorting their lists has a first, a middle and a last part."""
     check(sparse(128, 128, B=1, T=T, S=S, N=2, K=1, D=8, E=8, heads=2), "bfloat16")
 
 
 @pytest.mark.usefixtures("device")
-def test_blocks_as_large_as_can_be():
-    """A block and a length are together more than 31 bits have."""
+def test_largest_blocks():
+    """The sum of the block size and the length exceeds 31 bits."""
     block_mask = BlockMask.from_dense(np.array([[False], [True]]), q_len=150, kv_len=4500, kv_block=2**31 - 4224)
     arrays = Case(B=1, T=150, S=4500, N=1, K=1, D=8, E=8).arrays("bfloat16")
     expected, actual = (
@@ -325,9 +333,12 @@ def test_blocks_as_large_as_can_be():
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("T", "S", "N"), [(1, 73 * 64, 1), (1, 17000, 1), (16, 1100, 34)])
-def test_many_parts(T, S, N):
-    """Of the keys: 73, one more than a block of the merge loads at once; 264, more than it has lanes for; few of many
-    rows, two of which are a block's."""
+def test_many_splits(T, S, N):
+    """Numbers of splits at the limits of the merge kernel.
+
+    73 is one more than a block of the merge loads at a time. 264 is more than its lanes. The last case has few splits
+    of many rows, two rows per block.
+    """
     case = Case(B=1, T=T, S=S, N=N, K=N, D=256, E=256)
     arrays = case.arrays("bfloat16")
     expected, actual = (
@@ -339,8 +350,8 @@ def test_many_parts(T, S, N):
 
 
 @pytest.mark.usefixtures("device")
-def test_scratch_of_another_gpu(monkeypatch):
-    """A program that was compiled for another GPU may have more, but not less."""
+def test_scratch_for_another_gpu(monkeypatch):
+    """A program that was compiled for another GPU may pass more scratch than needed, but not less."""
     here = _native.cuda_scratch_bytes
     monkeypatch.setattr(_native, "cuda_scratch_bytes", lambda *call: here(*call) + 4096)
     check(Case(B=1, T=33, S=40, N=2, K=2, D=8, E=8), "bfloat16")
@@ -355,15 +366,15 @@ def test_scratch_of_another_gpu(monkeypatch):
 @hopper
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("tiles", "heads", "kv_heads"), [(133, 10, 10), (133, 10, 1), (60, 20, 20), (60, 20, 1)])
-def test_more_heads_than_have_scratch(tiles, heads, kv_heads):
-    """Of the backward, at a time. Most tiles are hidden, so that some blocks get far ahead of others."""
+def test_more_heads_than_scratch(tiles, heads, kv_heads):
+    """The backward reuses the scratch of earlier heads. Most tiles are masked, so some CTAs get far ahead of others."""
     check(Case(B=1, T=8, S=tiles * 128, N=heads, K=kv_heads, D=8, E=8, causal=True), "bfloat16")
 
 
 @hopper
 @pytest.mark.usefixtures("device")
-def test_more_heads_than_have_scratch_with_a_block_mask():
-    """Lists of none, one and two blocks, others in each head."""
+def test_more_heads_than_scratch_with_a_block_mask():
+    """Each head has different lists of zero, one and two blocks."""
     blocks = np.random.default_rng(0).random((1, 8, 2, 133)) < 0.1
     block_mask = BlockMask.from_dense(blocks, q_len=130, kv_len=133 * 128)
     check(Case(B=1, T=130, S=133 * 128, N=8, K=8, D=8, E=8, block_mask=block_mask), "bfloat16")
@@ -374,14 +385,14 @@ def test_more_heads_than_have_scratch_with_a_block_mask():
 @pytest.mark.parametrize(
     "case",
     [
-        Case(B=1, T=260, S=900, N=2, K=1, D=16, E=16),  # two groups, for there are four blocks
+        Case(B=1, T=260, S=900, N=2, K=1, D=16, E=16),  # two groups, because there are four blocks
         Case(B=2, T=300, S=400, N=1, K=1, D=128, E=72, lengths=True),
         Case(B=2, T=200, S=400, N=2, K=2, D=64, E=64, causal=True, offset=True, dropout=0.2, sinks=2.0),
         Case(B=1, T=300, S=400, N=2, K=1, D=96, E=64, window=(90, 20), lengths=True),
     ],
     ids=str,
 )
-def test_additions_in_order(case):
+def test_deterministic_dq(case):
     """CTAs wait for their turn to add to dQ."""
     check(dataclasses.replace(case, deterministic=True), "bfloat16")
 
@@ -391,16 +402,15 @@ def test_additions_in_order(case):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(B=1, T=150, S=300, N=3, K=1, D=128, E=88),  # one head after the other
-        Case(B=2, T=70, S=300, N=40, K=20, D=8, E=8),  # scratch is used in turn
-        Case(B=1, T=300, S=400, N=5, K=1, D=64, E=64, causal=True, offset=True, lengths=True),  # together, as below
+        Case(B=1, T=150, S=300, N=3, K=1, D=128, E=88),  # heads one after the other
+        Case(B=2, T=70, S=300, N=40, K=20, D=8, E=8),  # reuses scratch
+        Case(B=1, T=300, S=400, N=5, K=1, D=64, E=64, causal=True, offset=True, lengths=True),  # joint loop, as below
         Case(B=1, T=300, S=300, N=5, K=1, D=128, E=96, causal=True, window=(150, 20), segments=True),
         Case(B=1, T=150, S=300, N=10, K=2, D=256, E=256, causal=True, lengths=True),
     ],
     ids=str,
 )
-def test_heads_that_share_keys(case):
-    """In the backward."""
+def test_grouped_heads_in_backward(case):
     check(case, "bfloat16")
 
 
@@ -411,12 +421,12 @@ def test_heads_that_share_keys(case):
     [
         Case(B=1, T=130, S=200, N=2, K=1, D=64, E=64, causal=True),
         Case(B=1, T=130, S=200, N=2, K=1, D=128, E=128, causal=True),
-        Case(B=1, T=130, S=200, N=2, K=1, D=256, E=8, causal=True),  # few warps have a part of dV
+        Case(B=1, T=130, S=200, N=2, K=1, D=256, E=8, causal=True),  # only some warps own a part of dV
     ],
     ids=str,
 )
-def test_tiles_that_fit_hopper_alone(case, monkeypatch):
-    """Of sm_80's kernels."""
+def test_sm80_tiles_for_hopper(case, monkeypatch):
+    """Ampere's kernels have tiles that only fit in Hopper's shared memory."""
     monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm80")
     check(case, "bfloat16")
 
@@ -444,9 +454,9 @@ def test_tf32(case):
     [
         (Case(B=1, T=300, S=280, N=2, K=1, D=64, E=64, causal=True), "bfloat16", (128, 128)),
         (Case(B=1, T=200, S=280, N=2, K=2, D=128, E=104, dropout=0.2), "bfloat16", (128, 128)),
-        (Case(B=2, T=300, S=300, N=3, K=3, D=64, E=64), "float16", (128, 256)),  # more tiles than S has
+        (Case(B=2, T=300, S=300, N=3, K=3, D=64, E=64), "float16", (128, 256)),  # more tiles than S needs
         (Case(B=1, T=200, S=280, N=2, K=1, D=256, E=256), "bfloat16", (128, 128)),
-        (Case(B=1, T=200, S=280, N=2, K=1, D=80, E=80), "bfloat16", (192, 96)),  # tiles that are otherwise for many
+        (Case(B=1, T=200, S=280, N=2, K=1, D=80, E=80), "bfloat16", (192, 96)),  # tiles for long sequences otherwise
         (Case(B=2, T=100, S=120, N=4, K=2, D=64, E=64, bias="1n1s", deterministic=True), "bfloat16", (16, 64)),
         (Case(B=2, T=100, S=90, N=4, K=2, D=32, E=32, window=(40, 10)), "float32", (48, 32)),
         (Case(B=1, T=300, S=280, N=2, K=1, D=128, E=96, causal=True), "tf32", (128, 64)),
@@ -454,7 +464,7 @@ def test_tf32(case):
     ids=str,
 )
 def test_block_mask(case, dtype, block):
-    """Blocks that are empty, full and neither, for each batch entry and head."""
+    """Empty, full and partial blocks, different for each batch entry and head."""
     rng = np.random.default_rng(0)
     shape = case.B, case.N, -(-case.T // block[0]), -(-case.S // block[1])
     kinds = rng.integers(0, 3, shape).repeat(block[0], 2).repeat(block[1], 3)[:, :, : case.T, : case.S]
@@ -480,21 +490,21 @@ def test_block_mask(case, dtype, block):
 
 @hopper
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("asked", [DIFFERENTIATED, ("bias",)], ids=["all", "alone"])
+@pytest.mark.parametrize("inputs", [DIFFERENTIATED, ("bias",)], ids=["all", "alone"])
 @pytest.mark.parametrize(
     ("case", "bias_dtype"),
     [
-        (Case(B=5, T=136, S=264, D=32, E=32, bias="1nts", mask="b11s"), "bfloat16"),  # in parts
+        (Case(B=5, T=136, S=264, D=32, E=32, bias="1nts", mask="b11s"), "bfloat16"),  # split over the batch
         (Case(B=2, T=200, S=264, D=128, E=104, bias="11ts", causal=True, offset=True), "bfloat16"),
         (Case(B=2, T=150, S=203, N=2, K=1, D=64, E=64, bias="b1ts", window=(90, 20), segments=True), "float16"),
         (Case(B=2, T=150, S=201, N=2, K=2, D=40, E=96, bias="bnts", lengths=True, dropout=0.2), "float32"),
-        (Case(B=2, T=70, S=264, N=2, K=1, D=128, E=128, bias="1nts", soft_cap=2.0), "float32"),  # dK and dV: sm_80's
+        (Case(B=2, T=70, S=264, N=2, K=1, D=128, E=128, bias="1nts", soft_cap=2.0), "float32"),  # sm_80's dK and dV
         (sparse(128, 64, B=2, T=300, S=328, N=2, K=1, D=64, E=64, heads=2, bias="1nts", dropout=0.2), "float32"),
     ],
     ids=str,
 )
-def test_gradient_of_a_bias(case, bias_dtype, asked):
-    """By Hopper's own kernel, after a backward or without one."""
+def test_gradient_of_a_bias(case, bias_dtype, inputs):
+    """Hopper's bias kernel, after the main backward or alone."""
     dtype = jnp.dtype("bfloat16")
     arrays, cotangents = case.arrays(dtype.name), case.cotangents(dtype.name)
     arrays["bias"] = arrays["bias"].astype(jnp.dtype(bias_dtype))
@@ -512,14 +522,14 @@ def test_gradient_of_a_bias(case, bias_dtype, asked):
         return jax.vjp(attention, differentiated)[1](cotangents)[0]
 
     dbias = np.asarray(
-        gradients({name: arrays[name] for name in asked if name in arrays}, cotangents)["bias"].astype(dtype)
+        gradients({name: arrays[name] for name in inputs if name in arrays}, cotangents)["bias"].astype(dtype)
     )
     exact = {"bias": by_numpy(case, arrays, cotangents)["bias"]}
     usual = errors(standard.attention(case, arrays, cotangents, np.float32, dtype), exact)
     assert_accurate({"bias": dbias}, exact, usual, {}, dtype)
 
 
-# Several tiles for some blocks, and more than a lap of the rings. All but the last have the kernels of cases above.
+# Several tiles per CTA, and more than one round of the ring buffers. All but the last use kernels of cases above.
 SEVERAL_TILES = {
     "causal": (Case(B=1, T=260, S=260, N=3, K=1, D=64, E=64, causal=True, offset=True), "bfloat16"),
     "three kernels": (
@@ -528,12 +538,12 @@ SEVERAL_TILES = {
     ),
     "together": (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, offset=True, lengths=True), "bfloat16"),
     "clusters": (Case(B=1, T=130, S=200, N=3, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
-    "O box by box": (Case(B=1, T=300, S=70, N=3, K=1, D=192, E=192), "float16"),
+    "O in boxes": (Case(B=1, T=300, S=70, N=3, K=1, D=192, E=192), "float16"),
     "TF32": (Case(B=1, T=130, S=300, N=3, K=1, D=64, E=64, causal=True, offset=True), "tf32"),
     "wide TF32": (Case(B=1, T=70, S=300, N=5, K=1, D=128, E=128, window=(250, 200), segments=True), "tf32"),
     "block mask": (sparse(128, 128, B=1, T=300, S=600, N=2, K=1, D=64, E=64, heads=2, dropout=0.2), "bfloat16"),
     "short lists": (sparse(128, 256, B=1, T=300, S=600, N=2, K=2, D=64, E=64, heads=2), "bfloat16"),
-    # whose first step has code of its own: with dK and dV added up, with more kernels, with heads walked together
+    # with special code for the first step: sums of dK and dV, separate kernels, a joint loop over the heads of a group
     "segments": (Case(B=1, T=300, S=400, N=4, K=2, D=64, E=64, segments=True), "bfloat16"),
     "dropout": (Case(B=1, T=300, S=260, N=3, K=1, D=64, E=64, causal=True, lengths=True, dropout=0.2), "bfloat16"),
     "dbias": (Case(B=3, T=260, S=392, N=2, K=1, D=64, E=64, bias="1nts", causal=True), "bfloat16"),
@@ -556,7 +566,7 @@ def test_random_schedule(name, monkeypatch):
 
 @hopper
 @pytest.mark.usefixtures("device")
-@pytest.mark.skipif(not MULTIPROCESSORS, reason="of few multiprocessors, whose number a process asks once")
+@pytest.mark.skipif(not MULTIPROCESSORS, reason="needs JAX_FLASH_EMULATE_MULTIPROCESSORS, which a process reads once")
 @pytest.mark.parametrize(
     "case",
     [
@@ -569,24 +579,24 @@ def test_random_schedule(name, monkeypatch):
     ],
     ids=str,
 )
-def test_warpgroups_that_walk_keys_of_their_own(case, monkeypatch):
-    """Of tiles of 256 queries, which the plan has where they are enough for the GPU."""
+def test_tiles_of_256_queries(case, monkeypatch):
+    """The plan uses tiles of 256 queries if they are enough for all SMs. Their warpgroups have separate key ranges."""
     monkeypatch.setenv("JAX_FLASH_EMULATE_SEED", "0")
-    whole = case
+    dense = case
     if isinstance(case, packs.Pack):
-        whole = dataclasses.replace(case.case, B=1, T=case.whole.T, S=case.whole.S, causal=False)
-    described, _ = problem(whole, whole.arrays("bfloat16"))
-    if case is not whole:
+        dense = dataclasses.replace(case.case, B=1, T=case.dense_case.T, S=case.dense_case.S, causal=False)
+    described, _ = problem(dense, dense.arrays("bfloat16"))
+    if case is not dense:
         described = changed(described, ranges=True, key_value_seq_lengths=True)
     assert _native.cuda_plan(described.encode(), False, "sm_90a", int(MULTIPROCESSORS))[-1][2]["rows"] == 256
-    check(case, "bfloat16") if case is whole else packs.check(case, "bfloat16")
+    check(case, "bfloat16") if case is dense else packs.check(case, "bfloat16")
 
 
 # --- Broken kernels ---
 
 
 def launch(body: str) -> str:
-    """The error of a block of 128 threads with 4 KiB of shared memory."""
+    """Run `body` in a block of 128 threads with 4 KiB of shared memory. Return the error."""
     source = f"""
 #pragma once
 #include "ptx/cluster.cuh"
@@ -696,24 +706,24 @@ def test_broken_kernel(body, error):
     ("make", "case", "dtype", "bias_dtype"),
     [
         # tiles of a bias
-        (hiding.replaced, Case(B=1, T=150, S=304, N=2, K=1, D=64, E=64, bias="1nts"), "bfloat16", "float32"),
+        (infinite_bias.replaced, Case(B=1, T=150, S=304, N=2, K=1, D=64, E=64, bias="1nts"), "bfloat16", "float32"),
         (
-            hiding.capped,
+            infinite_bias.capped,
             Case(B=1, T=150, S=304, N=2, K=1, D=64, E=64, bias="bnts", sinks=2.0, deterministic=True),
             "bfloat16",
             "",
         ),
-        # entry by entry
+        # a bias that is loaded per entry
         (
-            hiding.bounded,
+            infinite_bias.bounded,
             Case(T=70, S=91, N=2, D=64, E=64, bias="b1ts", soft_cap=2.0, dropout=0.2),
             "bfloat16",
             "float16",
         ),
-        (hiding.replaced, Case(T=3, S=1100, N=4, K=2, D=64, E=64, bias="1n1s"), "float32", ""),  # parts of the keys
+        (infinite_bias.replaced, Case(T=3, S=1100, N=4, K=2, D=64, E=64, bias="1n1s"), "float32", ""),  # split-KV
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
-def test_hiding_bias(make, case, dtype, bias_dtype):
-    """A score_mod makes a finite score of -inf."""
-    hiding.check(case, make(case), "flash", dtype, bias_dtype)
+def test_infinite_bias(make, case, dtype, bias_dtype):
+    """The score_mod maps scores of -inf to finite scores."""
+    infinite_bias.check(case, make(case), "flash", dtype, bias_dtype)

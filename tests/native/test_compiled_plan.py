@@ -1,4 +1,4 @@
-"""Which tiles are taken if the compiler has too few registers. A library in place of NVRTC says so."""
+"""Choice of tiles if the compiler runs out of registers. A library in place of NVRTC reports the spills."""
 
 import pathlib
 
@@ -11,7 +11,7 @@ from jax_flash import _native
 
 FORWARD = problem(qk_dim=128, v_dim=128).encode()
 BACKWARD = problem(qk_dim=128, v_dim=128, logits_soft_cap=2.0, **GRADIENTS).encode()
-TILES = [f"128 x {cols}" for cols in (128, 96, 64, 32, 16)]  # of the forward, in the order in which they are tried
+TILES = [f"128 x {cols}" for cols in (128, 96, 64, 32, 16)]  # of the forward, in the order of preference
 
 
 class Compiler:
@@ -21,7 +21,7 @@ class Compiler:
         fake_nvrtc.build(self.library, **reports)
 
     def plan(self, text: str = FORWARD, backward: bool = False) -> tuple[str, list[str], list[str]]:
-        """The tiles and the reasons of a plan that a new process makes, and the tiles that this process compiled."""
+        """Plan in a new process. Return the chosen tiles, the reasons, and the tiles that the process compiled."""
         self.log.write_text("")
         environment = {"JAX_FLASH_CACHE_DIR": str(self.cache), "COMPILED": str(self.log)}
         launches, reasons = compiling.plan(self.library, environment, text, backward, "sm_90a")
@@ -29,7 +29,7 @@ class Compiler:
         return f"{fields['rows']} x {fields['cols']}", reasons, self.log.read_text().splitlines()
 
 
-def test_the_next_tiles_are_taken_and_remembered(tmp_path):
+def test_next_tiles_are_used_and_cached(tmp_path):
     compiler = Compiler(tmp_path, spilled="cols > 96 ? 8 : 0")
     tiles, reasons, compiled = compiler.plan()
     assert tiles == TILES[1] and compiled == TILES[:2]
@@ -41,11 +41,11 @@ def test_the_next_tiles_are_taken_and_remembered(tmp_path):
         assert compiler.plan() == (tiles, reasons, TILES[:1])
 
 
-def test_what_does_not_spill_is_compiled_once(tmp_path):
+def test_tiles_without_spills_compile_once(tmp_path):
     assert Compiler(tmp_path).plan() == (TILES[0], [], TILES[:1])
 
 
-def test_without_a_directory_each_process_finds_out(tmp_path):
+def test_without_cache_directory_every_process_compiles(tmp_path):
     compiler = Compiler(tmp_path, spilled="cols > 96 ? 8 : 0")
     compiler.cache = pathlib.Path("/dev/null/cache")
     for _ in range(2):
@@ -54,34 +54,34 @@ def test_without_a_directory_each_process_finds_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reports", "taken", "reason"),
+    ("reports", "chosen", "reason"),
     [
         ({"spilled": "cols > 96 ? 8 : cols == 64 ? 4 : 16"}, "128 x 64", "4 bytes of registers would be spilled"),
-        ({"spilled": "8"}, "128 x 128", "8 bytes of registers would be spilled"),  # the first of equals
+        ({"spilled": "8"}, "128 x 128", "8 bytes of registers would be spilled"),  # the first, as all spill equally
         ({"spilled": "cols < 128 ? 1000 : 0", "serialized": "cols == 128"}, "128 x 96", "1000 bytes"),
         ({"serialized": "1"}, "128 x 128", "wgmmas would wait for each other"),
     ],
 )
-def test_the_tiles_that_spill_least(tmp_path, reports, taken, reason):
+def test_least_spilling_tiles(tmp_path, reports, chosen, reason):
     tiles, reasons, compiled = Compiler(tmp_path, **reports).plan()
-    assert tiles == taken
+    assert tiles == chosen
     assert list(dict.fromkeys(compiled)) == TILES
     assert reason in reasons[-1]
 
 
-def test_heads_are_walked_one_by_one_if_the_other_walk_spills(tmp_path):
+def test_heads_are_processed_one_by_one_if_the_joint_loop_spills(tmp_path):
     grouped = problem(q_heads=64, kv_heads=8, is_causal=True, q_len=2048, kv_len=2048, **GRADIENTS).encode()
     tiles, reasons, compiled = Compiler(tmp_path, spilled="together ? 8 : 0").plan(grouped, True)
     assert compiled[0] == tiles == compiled[1]
     assert "128 x 128, with heads that share keys walked together, are not used" in reasons[0]
 
 
-def test_ampere_follows_hopper_in_a_backward(tmp_path):
-    """Its kernels, and scratch memory for all of them."""
+def test_backward_falls_back_to_ampere(tmp_path):
+    """The plan uses Ampere's kernels and reserves scratch for either family."""
     compiler = Compiler(tmp_path, serialized="hopper")
     tiles, reasons, _ = compiler.plan(BACKWARD, True)
     assert tiles == "64 x 128"
     assert reasons == ["Hopper tiles of 64 x 128 are not used: the compiler has too few registers for them"]
-    everywhere = _native.cuda_scratch_bytes(BACKWARD, True, True)
-    of_ampere = scratch("sm_80", True, qk_dim=128, v_dim=128, logits_soft_cap=2.0, **GRADIENTS)
-    assert of_ampere <= _native.cuda_explain(BACKWARD, True, "sm_90a")[1] <= everywhere
+    portable = _native.cuda_scratch_bytes(BACKWARD, True, True)
+    ampere = scratch("sm_80", True, qk_dim=128, v_dim=128, logits_soft_cap=2.0, **GRADIENTS)
+    assert ampere <= _native.cuda_explain(BACKWARD, True, "sm_90a")[1] <= portable

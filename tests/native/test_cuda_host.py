@@ -1,4 +1,4 @@
-"""The CUDA backend where there is no GPU: what is refused, planned and lowered."""
+"""The CUDA backend without a GPU: refusals, plans and lowering."""
 
 import functools
 import threading
@@ -8,7 +8,7 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 from cases import EXPORT_CHECKS
-from plans import EVERY, GRADIENTS, THREE_MASKS, everywhere, fields, kernels, problem, scratch
+from plans import FULL_EXTENT, GRADIENTS, THREE_MASKS, fields, kernels, portable_scratch, problem, scratch
 
 import jax_flash
 from jax_flash import _native, compilation
@@ -35,7 +35,7 @@ from jax_flash.programs.program import Program
 def test_refused(changes, reason):
     refused = problem(**changes)
     assert reason in _native.cuda_refusal(refused.encode())
-    assert everywhere(True, **changes) == 0
+    assert portable_scratch(True, **changes) == 0
     with pytest.raises(ValueError, match=reason):
         _native.cuda_plan(refused.encode(), False, "sm_90a")
     choice = jax_flash.choose_implementation(refused, "cuda")
@@ -50,7 +50,7 @@ def test_not_refused(dim, dtype):
     assert jax_flash.choose_implementation(accepted, "cuda").implementation == "flash"
 
 
-def test_more_blocks_than_a_grid_has_are_refused():
+def test_grid_limit():
     many = {"batch": 2**27, "q_heads": 1, "kv_heads": 1, "q_len": 1, "kv_len": 16, "qk_dim": 256, "v_dim": 256}
     assert _native.cuda_refusal(problem(**many).encode()) == ""
     assert kernels("sm_80", **many)
@@ -87,15 +87,15 @@ def test_kernel_families(arch, dtype, family):
     ]
 
 
-LISTS = {"block_mask": EVERY, "q_block": 128, "kv_block": 128, "row_list": 6, "column_list": 6}  # of 4 blocks at most
-NOT_ALONGSIDE = [
+LISTS = {"block_mask": FULL_EXTENT, "q_block": 128, "kv_block": 128, "row_list": 6, "column_list": 6}  # up to 4 blocks
+SEPARATE_KERNELS = [
     {"batch": 8, "kv_heads": 4},
     {"batch": 64, "kv_len": 256},
     {"batch": 64, "q_len": 2048},
     {"dtype": "float32"},
     {"qk_dim": 136},
     {"logits_soft_cap": 2.0},
-    {"bias_dtype": "float32", "bias": EVERY},
+    {"bias_dtype": "float32", "bias": FULL_EXTENT},
     {"is_causal": True, "segment_ids": True, "key_value_seq_lengths": True},
     {"local_window_size": WindowSize(100), "query_seq_lengths": True, "query_offset": True},
     {"drop_threshold": 9, "is_causal": True, "query_seq_lengths": True},
@@ -109,11 +109,11 @@ NOT_ALONGSIDE = [
 ]
 
 
-def test_backward_alongside():
-    """On Hopper one kernel can be all of a backward."""
+def test_single_kernel_backward():
+    """On Hopper one kernel can compute the whole backward."""
     own = {"kv_heads": 8, **GRADIENTS}
     listed = (
-        {"array": EVERY},
+        {"array": FULL_EXTENT},
         {**LISTS, "batch": 64},
         {**LISTS, "row_list": 3, "column_list": 18, "drop_threshold": 9},
     )
@@ -129,7 +129,7 @@ def test_backward_alongside():
     ):
         assert kernels("sm_90a", True, **own, **common)[-1:] == [("hopper/backward.cuh", "jax_flash_backward")]
         assert fields("sm_90a", True, **own, **common)["alongside"] == 1
-    for changes in NOT_ALONGSIDE:
+    for changes in SEPARATE_KERNELS:
         last = [kernel for _, kernel in kernels("sm_90a", True, **own | changes)][-3:]
         assert last == ["jax_flash_backward_prepare", "jax_flash_backward", "jax_flash_backward_finish"]
 
@@ -162,9 +162,12 @@ LONG = {"batch": 64, "q_len": 2**16, "kv_len": 2**16}
     ],
     ids=str,
 )
-def test_heads_that_share_keys(changes, sum_kv, together):
-    """Hopper's backward takes them one by one where their tiles are few, or many share keys that many rows see; else
-    causal ones of large groups together."""
+def test_grouped_heads(changes, sum_kv, together):
+    """Hopper's backward has three loops for heads that share keys.
+
+    It adds up dK and dV of separate heads (`sum_kv`) if the tiles of keys are few, or if many heads and rows use the
+    same keys. Otherwise it processes causal heads of large groups together.
+    """
     last = fields("sm_90a", True, **GRADIENTS | changes)
     assert (last["sum_kv"], last["together"]) == (sum_kv, together)
     launches = [kernel for _, kernel in kernels("sm_90a", True, **GRADIENTS | changes)]
@@ -175,9 +178,9 @@ def test_heads_that_share_keys(changes, sum_kv, together):
     ("block", "dim", "lengths"), [((192, 96), 80, (1920, 1920)), ((192, 112), 64, (1920, 2016))], ids=str
 )
 @pytest.mark.parametrize("batch", [1, 64])
-def test_tiles_that_alone_fit_the_blocks_are_taken_for_few_too(block, dim, lengths, batch):
-    """Although others are preferred where there are fewer tiles than multiprocessors."""
-    blocks = {"block_mask": EVERY, "q_block": block[0], "kv_block": block[1], "row_list": 22, "column_list": 12}
+def test_tiles_must_divide_blocks(block, dim, lengths, batch):
+    """The plan uses the only tiles that divide the blocks, even if it prefers others for few tiles."""
+    blocks = {"block_mask": FULL_EXTENT, "q_block": block[0], "kv_block": block[1], "row_list": 22, "column_list": 12}
     changes = {**blocks, "batch": batch, "qk_dim": dim, "v_dim": dim, "q_len": lengths[0], "kv_len": lengths[1]}
     assert {file for file, _ in kernels(**changes)} == {"hopper/forward.cuh"}
     assert (fields(**changes)["rows"], fields(**changes)["cols"]) == block
@@ -186,7 +189,7 @@ def test_tiles_that_alone_fit_the_blocks_are_taken_for_few_too(block, dim, lengt
 
 
 def test_float32_on_hopper():
-    """Its own kernels do TF32, up to head dim 128; in the backward not a soft cap."""
+    """Hopper's kernels compute in TF32 up to head dim 128. Their backward does not support a soft cap."""
     (hopper,), (ampere,) = kernels(dtype="float32", full_precision=False), kernels("sm_80", dtype="float32")
     assert hopper == ("hopper/forward.cuh", "jax_flash_forward")
     for changes in ({"full_precision": True}, {"v_dim": 136}):
@@ -203,18 +206,18 @@ def test_float32_on_hopper():
         ({}, "hopper"),
         ({"qk_dim": 96, "v_dim": 96}, "hopper"),
         ({"qk_dim": 104}, "ampere"),
-        ({"array": EVERY}, "ampere"),
+        ({"array": FULL_EXTENT}, "ampere"),
     ],
 )
 def test_bias_in_the_tf32_backward(changes, family):
-    """Up to head dim 96 and without a mask, where registers suffice."""
-    biased = {"bias_dtype": "float32", "bias": EVERY}
+    """Up to head dim 96 and without a mask, the registers suffice."""
+    biased = {"bias_dtype": "float32", "bias": FULL_EXTENT}
     launches = kernels("sm_90a", True, dtype="float32", **biased, **GRADIENTS, **changes)
-    files = {file for file, _ in launches} - {"scheduler/mask_blocks.cuh"}  # which come first
+    files = {file for file, _ in launches} - {"scheduler/mask_blocks.cuh"}
     assert files == {f"{family}/backward.cuh"}
 
 
-def test_a_family_can_be_asked_for(monkeypatch):
+def test_kernel_family_from_environment(monkeypatch):
     monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm80")
     assert kernels() == [("ampere/forward.cuh", "jax_flash_forward")]
     monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm70")
@@ -224,7 +227,7 @@ def test_a_family_can_be_asked_for(monkeypatch):
     assert kernels() == [("hopper/forward.cuh", "jax_flash_forward")]
 
 
-def test_segments_come_first():
+def test_segments_kernel_runs_first():
     for backward, last in ((False, "jax_flash_forward"), (True, "jax_flash_backward_finish")):
         launches = kernels(backward=backward, segment_ids=True, **(GRADIENTS | THREE_MASKS if backward else {}))
         assert launches[0] == ("scheduler/segments.cuh", "jax_flash_segments")
@@ -232,17 +235,17 @@ def test_segments_come_first():
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
-def test_few_queries_divide_the_keys(arch):
+def test_split_kv_for_few_queries(arch):
     decoding = {"q_len": 1, "kv_len": 4096, "q_heads": 8, "kv_heads": 2}
     file = "ampere/forward_split.cuh"
     assert kernels(arch, **decoding) == [(file, "jax_flash_forward"), (file, "jax_flash_forward_merge")]
-    assert fields(arch, **decoding)["packed"] == 4  # the heads of a group are rows of one tile
+    assert fields(arch, **decoding)["packed"] == 4  # the heads of a group are rows of the same tile
     assert fields(arch)["packed"] == fields(arch, q_len=1)["packed"] == 0
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_one_part_of_the_keys_is_not_merged(arch):
-    """With the tiles of the parts. The heads of a group share a tile there, which only the parts' kernel can."""
+def test_single_split_is_not_merged(arch):
+    """It uses the tiles of split-KV, but only the split-KV kernel packs the heads of a group into a tile."""
     decoding = {"batch": 64, "q_len": 1, "kv_len": 4096, "q_heads": 8, "kv_heads": 8}
     assert kernels(arch, **decoding) == [("ampere/forward.cuh", "jax_flash_forward")]
     assert scratch(arch, **decoding) == 0
@@ -252,17 +255,17 @@ def test_one_part_of_the_keys_is_not_merged(arch):
     assert len(kernels(arch, **decoding | {"batch": 256, "kv_heads": 2})) == 2
 
 
-def test_block_masks_leave_the_keys_whole():
+def test_block_masks_prevent_split_kv():
     blocks = {"block_mask": Extent(False, True, True, True), "q_block": 16, "kv_block": 64, "row_list": 66}
     decoding = {"q_len": 1, "kv_len": 4096, "column_list": 3, **blocks}
     assert kernels(**decoding) == [("ampere/forward.cuh", "jax_flash_forward")]
-    assert scratch(**decoding) == everywhere(**decoding) == 0
-    assert scratch(**LISTS) == everywhere(**LISTS) == 256  # for a count of Hopper's
+    assert scratch(**decoding) == portable_scratch(**decoding) == 0
+    assert scratch(**LISTS) == portable_scratch(**LISTS) == 256  # Hopper's tile counter
     assert scratch("sm_80", **LISTS) == 0
 
 
-def test_a_paged_prefill_reserves_nothing():
-    """Causal tiles on Hopper take a counter, but the kernels for pages are those for Ampere."""
+def test_paged_prefill_needs_no_scratch():
+    """Hopper's causal kernels use a tile counter, but pages use Ampere's kernels."""
     prefill = {"batch": 40, "is_causal": True, "key_value_seq_lengths": True, "query_offset": True}
     assert scratch(**prefill) == 256
     assert scratch(**prefill, page=16, pages=100) == 0
@@ -271,21 +274,21 @@ def test_a_paged_prefill_reserves_nothing():
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(("program", "heads"), [("query;key;ge.i,0,1;result,2", 1), ("head;key;ge.i,0,1;result,2", 8)])
-def test_a_mask_mod_is_not_stored(program, heads, arch, backward):
-    """Of a block of 128 x 128 there is a number and an entry of each list, for all heads that it tells apart."""
+def test_mask_mod_is_not_materialised(program, heads, arch, backward):
+    """Each block of 128 x 128 takes a number and an entry in each list, for each head that the mask distinguishes."""
     N, gradients = 16384, GRADIENTS if backward else {}
     masked = {"batch": 1, "q_len": N, "kv_len": N, "mask_mod": Program(program), **gradients}
     plain = scratch(arch, backward, **masked | {"mask_mod": None})
-    most = 12 * heads * (N // 128) ** 2 + heads * 6 * 4 * N // 128 + 2048  # lengths and heads of lists, rounding
-    most += 8 * N // 8  # and a bit for each row of 8 heads, which may be empty
+    most = 12 * heads * (N // 128) ** 2 + heads * 6 * 4 * N // 128 + 2048  # also the lists' headers, and rounding
+    most += 8 * N // 8  # one bit for each possibly empty row of 8 heads
     assert plain <= scratch(arch, backward, **masked) <= plain + most
-    given = {"block_mask": EVERY, "q_block": 128, "kv_block": 128, "row_list": 4, "column_list": 4}
-    for bits in ({"array": Extent(False, False, True, True)}, given):  # where other masks are read beside it, it is
+    given = {"block_mask": FULL_EXTENT, "q_block": 128, "kv_block": 128, "row_list": 4, "column_list": 4}
+    for bits in ({"array": Extent(False, False, True, True)}, given):  # another mask array requires the bits
         assert scratch(arch, backward, **masked | bits) >= plain + N**2 // 8
 
 
 @pytest.mark.parametrize(
-    ("batch", "kv_heads", "kv_len", "parts"),
+    ("batch", "kv_heads", "kv_len", "splits"),
     [
         (1, 4, 131072, 264 // 4),
         (8, 4, 131072, 528 // 32),
@@ -297,10 +300,10 @@ def test_a_mask_mod_is_not_stored(program, heads, arch, backward):
         (1000, 4, 512, 1),  # few keys of many heads
     ],
 )
-def test_parts_of_the_keys_need_memory(batch, kv_heads, kv_len, parts):
+def test_split_kv_scratch(batch, kv_heads, kv_len, splits):
     decoding = problem(batch=batch, q_len=1, kv_len=kv_len, kv_heads=kv_heads, v_dim=128)
     rounding = 512
-    expected = parts * batch * decoding.q_heads * (128 + 2) * 4
+    expected = splits * batch * decoding.q_heads * (128 + 2) * 4
     assert expected <= _native.cuda_explain(decoding.encode(), False, "sm_90a")[1] <= expected + rounding
 
 
@@ -310,12 +313,12 @@ def test_parts_of_the_keys_need_memory(batch, kv_heads, kv_len, parts):
         (64, 8, 8192, 4 * 132 // 8),
         (64, 1, 8192, 4 * 132),
         (1024, 8, 512, 4 * 132 // 8),
-        (2, 4, 1024, 2 * 1024 // (4 * 32)),  # of four tiles of keys or more
+        (2, 4, 1024, 2 * 1024 // (4 * 32)),  # at least four tiles of keys each
         (3, 600, 8192, 1),
     ],
 )
-def test_lengths_balance_the_work(batch, kv_heads, kv_len, stretches):
-    """A part of the keys more than there are tiles of Q, for each stretch but one at most."""
+def test_balanced_split_kv(batch, kv_heads, kv_len, stretches):
+    """Each stretch of work except one can add a split to a tile of Q."""
     given = {"batch": batch, "q_heads": 4 * kv_heads, "kv_heads": kv_heads, "kv_len": kv_len, "q_len": 1}
     given |= {"qk_dim": 128, "v_dim": 128, "key_value_seq_lengths": True}
     assert fields("sm_90a", **given)["balanced"] == 1
@@ -325,15 +328,15 @@ def test_lengths_balance_the_work(batch, kv_heads, kv_len, stretches):
     assert expected <= scratch("sm_90a", **given) <= expected + batch * 8 + 1024
 
 
-def test_no_more_blocks_than_fit_at_once():
-    """They have 55 KiB, and one more that CUDA takes: of 227, 163 and 99."""
+def test_split_kv_uses_one_wave():
+    """A block takes 55 KiB plus CUDA's reserve of 1 KiB, of 227, 163 and 99 KiB of shared memory."""
     for arch, multiprocessors, fit in (("sm_90a", 132, 4), ("sm_80", 108, 2), ("sm_89", 132, 1)):
         given = {"batch": 64, "q_heads": 4, "kv_heads": 4, "kv_len": 8192, "q_len": 1, "key_value_seq_lengths": True}
         expected = (64 + fit * multiprocessors // 4) * 4 * 16 * (128 + 2) * 4
         assert expected <= scratch(arch, **given | {"qk_dim": 128, "v_dim": 128}) <= expected + 2048
 
 
-def test_only_the_gradients_asked_for():
+def test_requested_gradients():
     assert fields(backward=True, dk=True)["dq"] == 0
     assert fields(backward=True, dk=True)["dk"] == 1
     assert fields(backward=True, dk=True)["dv"] == 0
@@ -347,16 +350,16 @@ def test_only_the_gradients_asked_for():
         ({"local_window_size": WindowSize(100, 0)}, False),
         ({"local_window_size": WindowSize(right=3)}, False),
         ({"local_window_size": WindowSize(100), "q_len": 612}, False),
-        ({"local_window_size": WindowSize(100), "q_len": 613}, True),  # the window of the last row lies beyond the keys
+        ({"local_window_size": WindowSize(100), "q_len": 613}, True),  # the last row's window is beyond the keys
         ({"query_offset": True}, False),
         ({"query_offset": True, "is_causal": True}, True),
         ({"key_value_seq_lengths": True}, True),
         ({"segment_ids": True}, True),
-        ({"bias_dtype": "float32", "bias": EVERY}, True),
+        ({"bias_dtype": "float32", "bias": FULL_EXTENT}, True),
     ],
 )
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_empty_rows_cost_something_where_there_may_be_some(arch, changes, empty):
+def test_code_for_empty_rows(arch, changes, empty):
     assert fields(arch, True, **changes | GRADIENTS)["empty_rows"] == empty == problem(**changes).may_empty_rows
 
 
@@ -380,14 +383,14 @@ def test_empty_rows_cost_something_where_there_may_be_some(arch, changes, empty)
     ],
     ids=str,
 )
-def test_deterministic_gradients_are_summed_in_order_or_by_one_block(changes, last):
+def test_deterministic_dq(changes, last):
     launches = _native.cuda_plan(problem(deterministic=True, **GRADIENTS, **changes).encode(), True, "sm_90a")
     assert launches[-1][1] == last
     _, _, main = next(launch for launch in launches if launch[1] == "jax_flash_backward")
     assert main["ordered"] == main["dq"] == (last == "jax_flash_backward_finish")
 
 
-def test_a_deterministic_query_gradient_alone():
+def test_deterministic_dq_alone():
     alone = kernels(backward=True, deterministic=True, dq=True, logits_soft_cap=2.0)
     assert alone == [("ampere/backward_query.cuh", "jax_flash_backward_query")]
 
@@ -403,39 +406,39 @@ def test_gradient_of_a_bias(arch, extent):
     prepare = "jax_flash_backward_prepare"
     assert launches[0] == (f"{family}/backward.cuh", prepare)
     assert (f"{own}/backward_bias.cuh", "jax_flash_backward_bias") in launches[1:]
-    assert ((f"{own}/backward_bias.cuh", prepare) in launches) == (own != family)  # each family in its own order
+    assert ((f"{own}/backward_bias.cuh", prepare) in launches) == (own != family)  # their row orders differ
     alone = kernels(arch, True, **biased)
     assert alone[:2] == [(f"{own}/backward_bias.cuh", name) for name in (prepare, "jax_flash_backward_bias")]
 
 
-def test_hoppers_gradient_of_a_bias():
-    """16-bit elements, head dims up to 128, blocks of whole tiles; parts fill the multiprocessors."""
+def test_gradient_of_a_bias_on_hopper():
+    """Its kernel supports 16-bit dtypes, head dims up to 128, and blocks of whole tiles. It splits to fill all SMs."""
     biased = {"bias_dtype": "bfloat16", "bias": Extent(False, True, True, True), "dbias": True}
     for changes in (
         {},
         {"qk_dim": 128},
         {"kv_len": 513},
         {"logits_soft_cap": 2.0, "drop_threshold": 9},
-        {"array": EVERY},
+        {"array": FULL_EXTENT},
     ):
         assert ("hopper/backward_bias.cuh", "jax_flash_backward_bias") in kernels("sm_90a", True, **biased | changes)
-    torn = {"block_mask": EVERY, "q_block": 64, "kv_block": 128, "row_list": 6, "column_list": 10}
+    torn = {"block_mask": FULL_EXTENT, "q_block": 64, "kv_block": 128, "row_list": 6, "column_list": 10}
     for changes in ({"dtype": "float32"}, {"v_dim": 136}, torn):
         assert ("ampere/backward_bias.cuh", "jax_flash_backward_bias") in kernels("sm_90a", True, **biased | changes)
     alphafold = {"batch": 256, "q_len": 256, "kv_len": 256, "qk_dim": 32, "v_dim": 32, **biased}  # 8 heads, 32 tiles
     rows, dbias = 256 * 8 * 256, 8 * 256 * 256
-    assert scratch("sm_90a", True, **alphafold) == 4 * (3 * rows + 4 * dbias) + rows // 8  # bits of empty rows
+    assert scratch("sm_90a", True, **alphafold) == 4 * (3 * rows + 4 * dbias) + rows // 8  # one bit per empty row
     assert scratch("sm_90a", True, **alphafold | {"batch": 1}) == (4 * 3 * 8 + 1) * 256
 
 
 @pytest.mark.parametrize("empty", ["batch", "q_len", "kv_len"])
-def test_nothing_to_compute(empty):
+def test_empty_arrays(empty):
     for backward in (False, True):
         assert kernels(backward=backward, segment_ids=True, **{empty: 0}, **GRADIENTS) == []
-        assert everywhere(backward, segment_ids=True, **{empty: 0}, **GRADIENTS) == 0
+        assert portable_scratch(backward, segment_ids=True, **{empty: 0}, **GRADIENTS) == 0
 
 
-def test_fields_say_what_the_problem_uses():
+def test_compile_time_fields():
     features = {
         "is_causal": {"causal": 1},
         "local_window_size": {"window": 1},
@@ -450,40 +453,40 @@ def test_fields_say_what_the_problem_uses():
         changed = fields(**{field: WindowSize(1) if field == "local_window_size" else 1})
         tiles = {"rows", "cols", "groups", "stages"}
         assert {k: v for k, v in changed.items() if plain[k] != v and k not in tiles} == expected, field
-    assert fields(full_precision=True)["full_precision"] == 0  # a matter of float32
+    assert fields(full_precision=True)["full_precision"] == 0  # only float32 depends on it
     assert fields(dtype="float32", full_precision=True)["full_precision"] == 1
-    # The deterministic backward asks nothing else of the forward.
+    # The deterministic backward needs the same forward.
     assert fields(deterministic=True) == plain
 
 
-def test_scratch_is_linear_in_the_length():
+def test_scratch_is_linear_in_length():
     def backward(length, arch="sm_90a", **changes):
         return scratch(arch, True, q_len=length, kv_len=length, **changes)
 
-    assert scratch() == everywhere() == 0
+    assert scratch() == portable_scratch() == 0
     rows = 2 * 8 * 4096
     for arch in ("sm_80", "sm_90a"):
         alone = GRADIENTS | {"deterministic": True, "logits_soft_cap": 2.0}
-        assert backward(4096, arch, **alone) == 4 * rows * 2  # two numbers a row
+        assert backward(4096, arch, **alone) == 4 * rows * 2  # two numbers per row
         assert backward(4096, arch, **alone, segment_ids=True) * 2 == backward(8192, arch, **alone, segment_ids=True)
-    assert backward(4096, "sm_80", **GRADIENTS) == 4 * rows * (64 + 2)  # and one dQ in float32
-    biased = {"bias_dtype": "float32", "bias": EVERY, "deterministic": True}
-    assert backward(4096, **GRADIENTS, **biased) == 4 * rows * 3 + rows // 8  # and a bit
+    assert backward(4096, "sm_80", **GRADIENTS) == 4 * rows * (64 + 2)  # and dQ in float32
+    biased = {"bias_dtype": "float32", "bias": FULL_EXTENT, "deterministic": True}
+    assert backward(4096, **GRADIENTS, **biased) == 4 * rows * 3 + rows // 8  # and one bit per row
     assert backward(4096, "sm_80", **GRADIENTS, **biased) == 4 * rows * 2
 
 
 @pytest.mark.parametrize(
     ("changes", "multiprocessors", "heads"),
     [
-        ({}, 132, 9 * 4),  # 132 of the 144 tiles of keys of 9 heads at a time
+        ({}, 132, 9 * 4),  # 9 heads have 144 tiles of keys for 132 SMs
         ({}, 100, 7 * 4),
         ({"is_causal": True}, 132, 9 * 6),
         ({"is_causal": True}, 33, 3 * 6),
         ({"batch": 1}, 132, 16),
     ],
 )
-def test_hoppers_backward_has_scratch_for_few_heads(changes, multiprocessors, heads):
-    """Which it uses in turn, where it is one kernel."""
+def test_hopper_backward_reuses_scratch(changes, multiprocessors, heads):
+    """A single-kernel backward holds scratch for only some of the heads."""
     paper = {"batch": 64, "q_heads": 16, "kv_heads": 16, "q_len": 2048, "kv_len": 2048, **GRADIENTS}
     all_heads = 16 * (paper | changes)["batch"]
     counters = -(-4 * (2 + 2 * all_heads) // 256) * 256
@@ -498,7 +501,7 @@ def test_hoppers_backward_has_scratch_for_few_heads(changes, multiprocessors, he
         {"batch": 32, "kv_heads": 8, "is_causal": True, "segment_ids": True},
         {"kv_heads": 1},
         {"kv_heads": 4, "batch": 8, "is_causal": True},
-        {"block_mask": EVERY, "q_block": 128, "kv_block": 128, "row_list": 6, "column_list": 6},
+        {"block_mask": FULL_EXTENT, "q_block": 128, "kv_block": 128, "row_list": 6, "column_list": 6},
         {"bias_dtype": "float32", "bias": Extent(False, False, True, True), "dbias": True},
         {"q_len": 1, "kv_len": 65536},
         {"q_len": 64, "kv_len": 4096},
@@ -507,20 +510,20 @@ def test_hoppers_backward_has_scratch_for_few_heads(changes, multiprocessors, he
     ids=str,
 )
 @pytest.mark.parametrize("backward", [False, True])
-def test_scratch_of_a_program_that_runs_anywhere(changes, backward):
-    """It is the most that any GPU needs."""
+def test_portable_scratch(changes, backward):
+    """It equals the maximum over all GPUs."""
     changes = {**GRADIENTS, **changes} if backward else {k: x for k, x in changes.items() if k != "dbias"}
     gpus = [(arch, n) for arch in ("sm_80", "sm_89", "sm_90a", "sm_100") for n in (1, 20, 108, 132, 148, 192, 500)]
-    most = everywhere(backward, **changes)
+    most = portable_scratch(backward, **changes)
     assert max(scratch(arch, backward, n, **changes) for arch, n in gpus) <= most
     assert most in {scratch(arch, backward, n, **changes) for arch in ("sm_80", "sm_90a") for n in range(1, 193)}
 
 
-def test_plans_count_the_multiprocessors_of_the_gpu():
+def test_plan_depends_on_multiprocessors():
     few = {"batch": 1, "q_len": 1024, "kv_len": 1024}  # 32 tiles of 256 rows, 43 of 192
     tiles = [fields("sm_90a", multiprocessors=n, **few)["rows"] for n in (20, 132)]
     assert tiles[0] > tiles[1]
-    keys = {"kv_heads": 4, "batch": 8, **GRADIENTS}  # 128 tiles of them
+    keys = {"kv_heads": 4, "batch": 8, **GRADIENTS}  # 128 tiles of keys
     assert [fields("sm_90a", True, n, **keys)["sum_kv"] for n in (132, 192)] == [0, 1]
     decoding = {"q_len": 1, "kv_len": 2**17}
     assert scratch("sm_90a", False, 64, **decoding) * 2 == scratch("sm_90a", False, 128, **decoding)
@@ -530,7 +533,7 @@ def test_plans_count_the_multiprocessors_of_the_gpu():
 
 
 def lowered(dtype=jnp.bfloat16, dim=64, **options) -> str:
-    """The program of a forward and a backward for CUDA."""
+    """Lower a forward and a backward for CUDA. Return the module's text."""
     q = jax.ShapeDtypeStruct((2, 128, 4, dim), dtype)
 
     def loss(q, k, v):
@@ -544,13 +547,13 @@ def lowered(dtype=jnp.bfloat16, dim=64, **options) -> str:
 
 
 @pytest.mark.parametrize("precision", ["highest", "float32", "F32_F32_F32", "TF32_TF32_F32_X3", "BF16_BF16_F32_X9"])
-def test_precisions_beyond_tf32(precision):
+def test_precisions_above_tf32(precision):
     with jax.default_matmul_precision(precision):
         assert lowered(jnp.float32).count("full_precision=1") == 2
 
 
 @pytest.mark.parametrize("precision", [None, "default", "high", "tensorfloat32", "TF32_TF32_F32", "BF16_BF16_F32"])
-def test_precisions_that_tf32_meets(precision):
+def test_precisions_that_allow_tf32(precision):
     with jax.default_matmul_precision(precision):
         assert "full_precision=1" not in lowered(jnp.float32)
 
@@ -580,9 +583,9 @@ def test_lowers_to_the_custom_calls(implementation):
 
 
 @pytest.mark.parametrize("case", [{"dim": 20}, {"dtype": jnp.float64}], ids=str)
-def test_lowers_to_plain_jax_where_it_is_refused(case, x64):
+def test_refused_calls_lower_to_plain_jax(case, x64):
     assert "@jax_flash_" not in lowered(**case)
-    assert "@jax_flash_forward" in lowered(**case, implementation="flash")  # and XLA will say why not
+    assert "@jax_flash_forward" in lowered(**case, implementation="flash")  # the handler reports the error
 
 
 def test_deterministic_is_part_of_the_problem():
@@ -590,7 +593,7 @@ def test_deterministic_is_part_of_the_problem():
     assert "deterministic=1" in lowered(deterministic=True)
 
 
-def test_scratch_is_for_the_gpus_that_are_here_unless_a_program_is_exported(monkeypatch):
+def test_exported_programs_use_portable_scratch(monkeypatch):
     anywhere = []
     monkeypatch.setattr(_native, "cuda_scratch_bytes", lambda problem, backward, x: anywhere.append(x) or 256)
     assert "xui8>" in lowered()
@@ -601,8 +604,8 @@ def test_scratch_is_for_the_gpus_that_are_here_unless_a_program_is_exported(monk
     assert anywhere == [True, True, False]
 
 
-def test_kernels_compile_from_the_moment_that_calls_are_lowered(monkeypatch):
-    """Each pass once for each architecture of the GPUs; errors are for XLA's request."""
+def test_lowering_starts_compilation(monkeypatch):
+    """Each pass compiles once for each architecture of the GPUs. Errors are left to the handler."""
     compiled = []
 
     def compile(problem, backward, arch):
@@ -628,13 +631,13 @@ def test_kernels_compile_from_the_moment_that_calls_are_lowered(monkeypatch):
 @pytest.mark.parametrize(
     "failing",
     [
-        lambda patch: patch(_native, "cuda_devices", lambda: [(7, 5, 40), (8, 0, 108)]),  # an old GPU beside another
+        lambda patch: patch(_native, "cuda_devices", lambda: [(7, 5, 40), (8, 0, 108)]),  # one is too old
         lambda patch: patch(_native, "cuda_arch", raises(RuntimeError("NVRTC was not found"))),
         lambda patch: patch(threading.Thread, "start", raises(RuntimeError("can't start new thread"))),
     ],
     ids=["old GPU", "no NVRTC", "no thread"],
 )
-def test_errors_of_early_compilation_do_not_reach_lowering(monkeypatch, failing):
+def test_early_compilation_errors_do_not_reach_lowering(monkeypatch, failing):
     monkeypatch.setattr(_native, "cuda_devices", lambda: [(9, 0, 132)])
     monkeypatch.setattr(_native, "cuda_cache", lambda *call: True)
     failing(monkeypatch.setattr)

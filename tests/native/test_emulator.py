@@ -1,4 +1,4 @@
-"""The CUDA kernels on this CPU: a few cases of each family. `make emulate` runs every feature."""
+"""A few cases of the CUDA kernels of each family in the emulator. `make emulate` runs every feature."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(bool(emulator.missing()), reason=emulator.missin
 
 
 def run_checks(*arguments, **environment):
-    """In a process of its own, in which the CPU is a GPU."""
+    """Run tests in a new process with an emulated GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *arguments]
     folder = pathlib.Path(__file__).parent
     result = subprocess.run(command, env=os.environ | environment, cwd=folder, capture_output=True, text=True)
@@ -31,7 +31,7 @@ def test_all_kernels(arch):
 
 
 def test_odd_number_of_multiprocessors():
-    """Grids of clusters are whole clusters."""
+    """Hopper's grids contain only whole clusters, so one SM stays idle."""
     case = "emulator_checks.py::test_random_schedule[cpu-clusters]"
     run_checks(case, JAX_FLASH_EMULATE="sm_90", JAX_FLASH_EMULATE_MULTIPROCESSORS="3")
 
@@ -40,10 +40,10 @@ def test_odd_number_of_multiprocessors():
 @pytest.mark.parametrize(
     ("multiprocessors", "options"), [("1", ""), ("3", ""), ("2", "-DJAX_FLASH_RACECHECK")], ids=["1", "3", "racecheck"]
 )
-def test_enough_tiles_for_all_multiprocessors(multiprocessors, options):
+def test_tiles_of_256_queries(multiprocessors, options):
     run_checks(
         "emulator_checks.py",
-        *("-k", "keys_of_their_own"),
+        *("-k", "tiles_of_256_queries"),
         JAX_FLASH_EMULATE="sm_90",
         JAX_FLASH_EMULATE_MULTIPROCESSORS=multiprocessors,
         JAX_FLASH_NVRTC_OPTIONS=options,
@@ -52,7 +52,7 @@ def test_enough_tiles_for_all_multiprocessors(multiprocessors, options):
 
 @pytest.mark.slow
 def test_kernels_for_racecheck():
-    """All lanes arrive at mbarriers, as their counts say."""
+    """With JAX_FLASH_RACECHECK all lanes arrive at mbarriers, and the barriers' counts include them."""
     names = ("causal", "three kernels", "clusters", "TF32", "wide TF32", "block mask", "dbias")
     cases = [f"emulator_checks.py::test_random_schedule[cpu-{name}]" for name in names]
     run_checks(*cases, JAX_FLASH_EMULATE="sm_90", JAX_FLASH_NVRTC_OPTIONS="-DJAX_FLASH_RACECHECK")

@@ -1,10 +1,10 @@
-"""`jax_flash.explain`: what is said of the plan."""
+"""`jax_flash.explain`: its description of the plan."""
 
 import pathlib
 import re
 
 import pytest
-from plans import BASE, BIASED, EVERY, GRADIENTS, fields, kernels, problem, scratch
+from plans import BASE, BIASED, FULL_EXTENT, GRADIENTS, fields, kernels, problem, scratch
 
 import jax_flash
 from jax_flash import _native
@@ -16,19 +16,19 @@ def explained(backward=False, arch="sm_90a", **changes) -> jax_flash.Explanation
     return jax_flash.explain(problem(**changes), backward, arch)
 
 
-def test_an_explanation_is_the_plan():
+def test_explanation_matches_plan():
     plain = explained(is_causal=True)
     (kernel,) = plain.kernels
     tiles = [fields(is_causal=True)[name] for name in ("rows", "cols", "groups", "stages")]
     assert kernel == ("jax_flash_forward", "hopper", *tiles)
     assert plain[:3] == (False, "sm_90a", 132) and plain[4:] == (0, (), {}, "")
-    assert explained(is_causal=True, batch=133).scratch_bytes == 256  # a count of tiles, if there are more than CTAs
+    assert explained(is_causal=True, batch=133).scratch_bytes == 256  # a counter, as there are more tiles than CTAs
     (kernel,) = explained(arch="sm_80").kernels
     assert kernel.family == "ampere"
     backward = explained(True, dtype="float32")
     assert [x.name for x in backward.kernels] == [x for _, x in kernels("sm_90a", True, dtype="float32", **GRADIENTS)]
     assert backward.scratch_bytes == scratch("sm_90a", True, dtype="float32", **GRADIENTS)
-    assert len(explained(True, dk=True).kernels) == 2  # prepare and main: the gradients that the problem asks for
+    assert len(explained(True, dk=True).kernels) == 2  # prepare and main: only the requested gradients
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,11 @@ def test_an_explanation_is_the_plan():
         ({"dtype": "float32", "full_precision": True}, False, "forward is not used: .* do not support full precision$"),
         ({"dtype": "float32", "qk_dim": 256}, False, "no tiles for head dims 256 and 64"),
         ({"dtype": "float32", "qk_dim": 128, "logits_soft_cap": 2.0, **BIASED}, True, "a soft cap and a bias$"),
-        ({"block_mask": EVERY, "q_block": 16, "kv_block": 48, "row_list": 4, "column_list": 4}, False, "16 x 48$"),
+        (
+            {"block_mask": FULL_EXTENT, "q_block": 16, "kv_block": 48, "row_list": 4, "column_list": 4},
+            False,
+            "16 x 48$",
+        ),
         ({"q_len": 1, "kv_len": 4096}, False, "few queries see many keys"),
         ({"deterministic": True, "qk_dim": 256}, True, "a separate kernel for Ampere and later sums dQ"),
     ],
@@ -84,7 +88,7 @@ PLUS_TABLE_CAPPED = {
     ("changes", "reason"),
     [
         (PLUS_TABLE, ""),
-        (PLUS_TABLE | {"qk_dim": 256, "array": EVERY}, ""),
+        (PLUS_TABLE | {"qk_dim": 256, "array": FULL_EXTENT}, ""),
         (PLUS_TABLE | {"bias": Extent(True, True, False, True), "bias_dtype": "float32"}, ""),
         (TIMES_TABLE, "gradients of captured arrays that depend on the score$"),
         (CAPPED, ""),
@@ -100,7 +104,7 @@ PLUS_TABLE_CAPPED = {
     ],
 )
 def test_reasons_of_a_score_mod(changes, reason):
-    """Hopper's backward does what it has a place for. (The compiler may have too few registers for its tiles.)"""
+    """Hopper's backward supports a score_mod if its tiles leave room. The compiler may still run out of registers."""
     explanation = explained(True, **GRADIENTS | changes)
     (main,) = (kernel for kernel in explanation.kernels if kernel.name == "jax_flash_backward")
     assert main.family == ("ampere" if reason else "hopper")
@@ -126,24 +130,24 @@ def test_reasons_of_a_gradient_of_a_bias(changes, family, reason):
     assert {kernel.family for kernel in explanation.kernels if "bias" in kernel.name} == {family}
 
 
-def test_reasons_of_who_asked_for_it(monkeypatch):
+def test_reason_names_environment_variable(monkeypatch):
     monkeypatch.setenv("JAX_FLASH_CUDA_KERNELS", "sm80")
     assert "JAX_FLASH_CUDA_KERNELS=sm80" in explained().reasons[0]
     assert explained(arch="sm_100").reasons == ()
 
 
-def test_an_explanation_of_what_the_compiler_takes(monkeypatch):
-    """test_compiled_plan.py tests what it is."""
-    asked = []
+def test_explain_compiled(monkeypatch):
+    """`compiled` reaches the compiled module. test_compiled_plan.py tests its effect."""
+    flags = []
     for name in ("cuda_plan", "cuda_explain"):
         function = getattr(_native, name)
-        monkeypatch.setattr(_native, name, lambda *call, of=function: asked.append(call[-1]) or of(*call[:-1]))
+        monkeypatch.setattr(_native, name, lambda *call, of=function: flags.append(call[-1]) or of(*call[:-1]))
     for compiled in (False, True):
         jax_flash.explain(BASE, compiled=compiled)
-    assert asked == [False, False, True, True]
+    assert flags == [False, False, True, True]
 
 
-def test_an_explanation_of_the_gpu_that_is_here(monkeypatch):
+def test_explain_uses_the_first_gpu(monkeypatch):
     monkeypatch.setattr(_native, "cuda_devices", lambda: [(9, 0, 78), (8, 0, 108)])
     assert jax_flash.explain(BASE)[:3] == (False, "sm_90a", 78)
     monkeypatch.setattr(_native, "cuda_devices", lambda: [])
@@ -151,12 +155,12 @@ def test_an_explanation_of_the_gpu_that_is_here(monkeypatch):
     assert explained(arch="sm_80").multiprocessors == 108
 
 
-def test_scratch_is_what_the_documentation_says():
+def test_scratch_matches_documentation():
     page = pathlib.Path(__file__).parents[2] / "docs" / "io-complexity.md"
     text = " ".join(page.read_text().split())
     paper = {"batch": 64, "q_heads": 16, "kv_heads": 16, "q_len": 1024, "kv_len": 1024, **GRADIENTS}
     alone, causal = (explained(True, **paper, is_causal=causal).scratch_bytes for causal in (False, True))
-    heads = [bytes // (4 * 1024 * (64 + 2)) for bytes in (alone, causal)]  # dQ, L and D of each
+    heads = [bytes // (4 * 1024 * (64 + 2)) for bytes in (alone, causal)]  # dQ, L and D of each head
     assert f"needs {alone / 1e6:.1f} MB on an H200" in text
     assert f"dQ, L and D for the {heads[0]} of 1024 heads" in text
     assert f"({causal / 1e6:.1f} MB for {heads[1]} heads if causal)" in text
@@ -178,6 +182,6 @@ def test_scratch_is_what_the_documentation_says():
         ),
     ],
 )
-def test_what_cannot_be_explained(call, error, message):
+def test_invalid_arguments_of_explain(call, error, message):
     with pytest.raises(error, match=message):
         jax_flash.explain(*call)

@@ -1,4 +1,4 @@
-"""Every instruction set that the CPU kernels are compiled for, as far as this processor has it."""
+"""The CPU kernels with every instruction set that this processor supports."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from jax_flash import _native
 
 ORDER = ("portable", "avx2", "avx512")
 TESTS = (
-    "test_head_dim or test_feature_in_f64 or test_large_scores or instructions or test_hidden_entries or test_masks"
+    "test_head_dim or test_feature_in_f64 or test_large_scores or instructions or test_masked_entries or test_masks"
     " or test_relative_tables or test_fused"
 )
 
@@ -24,7 +24,7 @@ def test_instruction_set(isa):
     if ORDER.index(isa) > ORDER.index(_native.cpu_isa()):
         pytest.skip(f"this processor has {_native.cpu_isa()}, not {isa}")
     if isa == _native.cpu_isa():
-        pytest.skip("all the other tests are for this one")
+        pytest.skip("the other tests use this one")
     environment = os.environ | {"JAX_FLASH_CPU_ISA": isa}
     chosen = "from jax_flash import _native; print(_native.cpu_isa())"
     assert subprocess.check_output([sys.executable, "-c", chosen], env=environment, text=True).split() == [isa]
@@ -39,7 +39,7 @@ OBJECTS = sorted(Path(sys.prefix, "build").glob("CMakeFiles/kernels_*.dir/cpu_sr
 
 
 def shared_functions(file: Path, isa: str) -> list[str]:
-    """The functions of an object file that another file may define, too, and that are not of this instruction set."""
+    """Return the weak symbols of an object file that do not belong to this instruction set's namespace."""
     symbols = subprocess.check_output(["nm", "--demangle", "--defined-only", file], text=True)
     weak = re.findall(r"^[0-9a-f]+ [WVu] (?!DW\.ref\.)(.*)$", symbols, re.MULTILINE)
     return [name for name in weak if f"jax_flash::{isa}::" not in name]
@@ -48,14 +48,14 @@ def shared_functions(file: Path, isa: str) -> list[str]:
 @pytest.mark.skipif(shutil.which("nm") is None, reason="binutils are not installed")
 @pytest.mark.skipif(not OBJECTS, reason="this environment was not made by make, which keeps the object files")
 def test_kernels_share_no_inline_functions():
-    """The linker keeps one copy of such a function for the whole module, for whichever instruction set it is."""
+    """The linker keeps one copy of such a function for the whole module, compiled for any of the instruction sets."""
     isas = [file.parts[-3].removeprefix("kernels_").removesuffix(".dir") for file in OBJECTS]
     assert set(isas) <= set(ORDER)
     assert [name for file, isa in zip(OBJECTS, isas, strict=True) for name in shared_functions(file, isa)] == []
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="binutils are not installed")
-def test_a_shared_inline_function_is_found(tmp_path):
+def test_shared_inline_function_is_found(tmp_path):
     source, file = tmp_path / "kernel.cc", tmp_path / "kernel.o"
     function = "inline long Shared(long x) {{ return x; }} long (*{name})(long) = Shared;"
     source.write_text(f"{function.format(name='f')} namespace jax_flash::avx2 {{ {function.format(name='g')} }}")

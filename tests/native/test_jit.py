@@ -1,4 +1,4 @@
-"""How CUDA kernels are compiled and cached, and the libraries that this takes. No GPU is needed."""
+"""Compilation and caching of CUDA kernels, and loading of NVRTC and libcuda. These tests need no GPU."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ from plans import BASE, fields, problem
 from jax_flash import _native
 
 
-def finds(library: str) -> bool:
+def can_load(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -28,7 +28,7 @@ def finds(library: str) -> bool:
 # --- compiling ---
 
 
-def test_compiles_what_the_plan_says(nvrtc):
+def test_planned_kernel_compiles(nvrtc):
     ((file, kernel, unit),) = _native.cuda_plan(BASE.encode(), False, "sm_90a")
     cubin, log, seconds, shared_bytes = _native.cuda_compile(file, unit, "sm_90a")
     assert cubin.startswith(b"\x7fELF")
@@ -37,12 +37,12 @@ def test_compiles_what_the_plan_says(nvrtc):
     assert 50_000 < shared_bytes <= 227 * 1024
 
 
-def test_a_source_that_does_not_compile_says_so(nvrtc):
+def test_compile_error_has_log(nvrtc):
     with pytest.raises(RuntimeError, match=r"could not compile hopper/forward.cuh for sm_90a:\n.*assertion failed"):
         _native.cuda_compile("hopper/forward.cuh", fields() | {"rows": 65}, "sm_90a")
 
 
-def test_a_kernel_has_all_fields_and_no_others():
+def test_missing_and_unknown_fields_are_refused():
     for changed, message in (({}, "without the field dtype"), (fields() | {"colour": 3}, "does not have")):
         with pytest.raises(ValueError, match=message):
             _native.cuda_compile("hopper/forward.cuh", changed, "sm_90a")
@@ -75,27 +75,27 @@ def test_architectures(nvrtc):
 
 
 def exit_code(directory: object, text: str = BASE.encode(), arch: str = "sm_80", **limits: int) -> int | None:
-    """The exit code of a new process that compiles."""
+    """Compile in a new process and return its exit code."""
     process = compiling.start(directory, text, arch, **limits)
     process.join(timeout=300)
     return process.exitcode
 
 
 def fill(directory: object, *args: str) -> dict[pathlib.Path, tuple[int, int]]:
-    """Compiles in a new process; which files are there then, when written and how large."""
+    """Compile in a new process. Return the times of modification and sizes of the files in the cache directory."""
     assert exit_code(directory, *args) == 0
     files = pathlib.Path(directory).glob("*") if directory else ()
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
 
-def test_a_second_process_finds_the_cubin(nvrtc, tmp_path):
+def test_second_process_uses_cached_cubin(nvrtc, tmp_path):
     first = fill(tmp_path / "new" / "folder")
     assert len(first) == 1
     assert fill(tmp_path / "new" / "folder") == first
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-def test_others_may_read_an_entry_if_the_umask_lets_them(nvrtc, tmp_path, umask, mode):
+def test_umask_applies_to_entries(nvrtc, tmp_path, umask, mode):
     assert exit_code(tmp_path, umask=umask) == 0
     assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [mode]
 
@@ -105,7 +105,7 @@ def test_others_may_read_an_entry_if_the_umask_lets_them(nvrtc, tmp_path, umask,
     [lambda entry: b"", lambda entry: entry[:-1], lambda entry: entry[:-9] + b"?" + entry[-8:], lambda entry: b"\n\n"],
     ids=["empty", "truncated", "another byte", "no header"],
 )
-def test_a_damaged_entry_is_compiled_again(nvrtc, tmp_path, damage):
+def test_damaged_entry_is_recompiled(nvrtc, tmp_path, damage):
     ((path, _),) = fill(tmp_path).items()
     entry = path.read_bytes()
     path.write_bytes(damage(entry))
@@ -123,8 +123,8 @@ def test_a_damaged_entry_is_compiled_again(nvrtc, tmp_path, damage):
     ],
     ids=["a FIFO", "an endless device", "a huge sparse file"],
 )
-def test_a_file_that_cannot_be_an_entry_is_replaced(nvrtc, tmp_path, make):
-    """It is neither waited for nor read to its end."""
+def test_special_file_is_replaced(nvrtc, tmp_path, make):
+    """Compilation does not block on such a file, and does not read it to its end."""
     ((path, (_, size)),) = fill(tmp_path).items()
     path.unlink()
     make(path)
@@ -133,15 +133,15 @@ def test_a_file_that_cannot_be_an_entry_is_replaced(nvrtc, tmp_path, make):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_an_entry_of_another_user_is_replaced(nvrtc, tmp_path):
+def test_entry_of_another_user_is_replaced(nvrtc, tmp_path):
     ((path, _),) = fill(tmp_path).items()
     os.chown(path, 12345, -1)
     fill(tmp_path)
     assert path.stat().st_uid == 0
 
 
-def test_an_entry_of_another_key_is_none(nvrtc, tmp_path):
-    """As if their hashes were equal."""
+def test_entry_with_another_key_is_replaced(nvrtc, tmp_path):
+    """An entry of another kernel under the same name simulates a collision of hashes."""
     ((path, _),) = fill(tmp_path).items()
     (other,) = set(fill(tmp_path, problem(is_causal=True).encode())) - {path}
     entry = path.read_bytes()
@@ -150,13 +150,13 @@ def test_an_entry_of_another_key_is_none(nvrtc, tmp_path):
     assert path.read_bytes()[:200] == entry[:200]
 
 
-def test_what_a_cubin_depends_on_is_in_its_key(nvrtc, monkeypatch, tmp_path):
+def test_cache_key(nvrtc, monkeypatch, tmp_path):
     changes = [(), (problem(is_causal=True).encode(),), (BASE.encode(), "sm_89"), (problem(qk_dim=72).encode(),)]
     assert [len(fill(tmp_path, *args)) for args in changes] == [1, 2, 3, 4]
     monkeypatch.setenv("JAX_FLASH_NVRTC_OPTIONS", "-lineinfo")
     assert len(fill(tmp_path)) == 5
     monkeypatch.undo()
-    # ... and what it does not depend on is not
+    # Other fields of the problem do not change the kernel.
     assert len(fill(tmp_path, problem(batch=3, q_heads=16, drop_threshold=0).encode())) == 5
     (path, *_) = tmp_path.iterdir()
     header = path.read_bytes().partition(b"\n\n")[0].decode()
@@ -165,17 +165,17 @@ def test_what_a_cubin_depends_on_is_in_its_key(nvrtc, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("directory", ["", "/dev/null/cache"], ids=["none", "unwritable"])
-def test_without_a_directory_kernels_compile(nvrtc, directory):
+def test_kernels_compile_without_cache_directory(nvrtc, directory):
     assert fill(directory) == {}
 
 
-def test_a_full_disk_only_costs_the_caching(nvrtc, tmp_path, monkeypatch):
-    """Writes fail after some bytes, as with a limit on the size of files."""
+def test_full_disk_only_prevents_caching(nvrtc, tmp_path, monkeypatch):
+    """A limit on the size of files makes writes fail after some bytes, as a full disk does."""
     assert exit_code(tmp_path, file_size=4096) == 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_many_processes_at_once(nvrtc, tmp_path):
+def test_concurrent_processes(nvrtc, tmp_path):
     processes = [compiling.start(tmp_path, BASE.encode(), "sm_80") for _ in range(4)]
     for process in processes:
         process.join(timeout=300)
@@ -184,7 +184,7 @@ def test_many_processes_at_once(nvrtc, tmp_path):
     assert len(fill(tmp_path)) == 1
 
 
-def test_the_directory_by_default_is_the_users(monkeypatch, tmp_path):
+def test_default_cache_directory(monkeypatch, tmp_path):
     monkeypatch.delenv("JAX_FLASH_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert _native.cuda_cache_directory() == str(tmp_path / "jax_flash")
@@ -198,7 +198,7 @@ def test_the_directory_by_default_is_the_users(monkeypatch, tmp_path):
 # --- libraries ---
 
 
-def test_importing_loads_nothing_of_cuda():
+def test_import_loads_no_cuda_library():
     script = """
 import jax_flash, jax_flash.nnx
 assert not [line for line in open("/proc/self/maps") if "libcuda" in line or "nvrtc" in line]
@@ -207,8 +207,8 @@ assert not [line for line in open("/proc/self/maps") if "libcuda" in line or "nv
     subprocess.run([sys.executable, "-c", script], check=True, env=environment)
 
 
-@pytest.mark.skipif(finds("libnvrtc.so.13") or finds("libnvrtc.so.12"), reason="the system has an NVRTC")
-def test_an_nvrtc_that_is_not_there_is_asked_for():
+@pytest.mark.skipif(can_load("libnvrtc.so.13") or can_load("libnvrtc.so.12"), reason="the system has an NVRTC")
+def test_missing_nvrtc_error():
     script = """
 import jax_flash.cuda
 from jax_flash import _native
@@ -240,13 +240,13 @@ except RuntimeError as error:
 
 
 def error_of(library: pathlib.Path, version: tuple[int, int], cubin: bytes = b"\0") -> str:
-    """The error of compiling with a library in place of NVRTC, which has this version and returns this cubin."""
+    """Return the error from compiling with a fake NVRTC that has this version and returns this cubin."""
     fake_nvrtc.build(library, version, cubin)
     run = [sys.executable, "-c", COMPILE, str(library), BASE.encode()]
     return subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def test_an_nvrtc_that_is_too_old_for_hopper_says_so(tmp_path):
+def test_old_nvrtc_error_for_hopper(tmp_path):
     library = tmp_path / "libnvrtc.so"
     message = error_of(library, (12, 8))
     for part in (f"NVRTC 12.8 ({library})", "12.9 or later", "nvidia-cuda-nvrtc-cu12", "JAX_FLASH_CUDA_KERNELS=sm80"):
@@ -254,16 +254,16 @@ def test_an_nvrtc_that_is_too_old_for_hopper_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("sections", [64, 2**40, 2**64 - 8], ids=["at the end", "far behind it", "before the start"])
-def test_a_cubin_whose_sections_are_not_in_it(tmp_path, sections):
-    """No byte outside of it is read."""
+def test_cubin_with_sections_outside_the_file(tmp_path, sections):
+    """The ELF reader stays within the cubin."""
     elf = struct.pack("<40xQ10xHH2x", sections, 64, 1)
     assert len(elf) == 64
     assert error_of(tmp_path / "libnvrtc.so", (13, 0), elf) == "a cubin is not ELF\n"
 
 
-@pytest.mark.skipif(finds("libcuda.so.1"), reason="there is a driver")
-def test_a_driver_that_is_not_there_is_asked_for():
-    """The handlers for CUDA, under another name on the CPU."""
+@pytest.mark.skipif(can_load("libcuda.so.1"), reason="there is a driver")
+def test_missing_driver_error():
+    """Call the handlers for CUDA, registered under another name on the CPU."""
     handlers = _native.registrations()["CUDA"]["jax_flash_forward"]
     jax.ffi.register_ffi_target("jax_flash_forward_without_driver", handlers, platform="cpu")
     q, kv = jnp.zeros((2, 512, 8, 64), jnp.bfloat16), jnp.zeros((2, 512, 4, 64), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""The CUDA kernels compile for every architecture, spill nothing and fit its shared memory; no GPU is needed."""
+"""The CUDA kernels compile for every architecture, do not spill and fit in shared memory. These tests need no GPU."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ import kernel_variants
 
 from jax_flash import _native
 
-LONGEST = 7  # times the processor time of a plain forward, which a kernel file may take to compile
+LONGEST = 7  # limit of a kernel's compile time, relative to a plain forward
 
 
 @pytest.mark.slow
@@ -23,10 +23,10 @@ def test_every_feature_and_pair_of_features_compiles():
     reports = list(kernel_variants.tabulated(kernel_variants.compile_all(chosen)))
     faults = [f"{fault}: {report}" for report in reports for fault in kernel_variants.faults(report)]
     assert not faults, "\n".join(faults)
-    # What most models use is compiled once: its first tiles do not spill.
+    # The most common features alone are covered without retries: their first tiles do not spill.
     usual = kernel_variants.variants(kernel_variants.alone(kernel_variants.FEATURES, kernel_variants.DIMS[:2]))
     assert not set(usual) - {report.variant for report in reports}
-    # Each of the slowest beside a plain one, since what else runs on the machine changes what a second is.
+    # Compile a plain kernel next to each of the slowest ones, because the machine's load changes the times.
     (_, plain), *_ = kernel_variants.planned(kernel_variants.singles())
     slowest = sorted({report.variant: report.seconds for report in reports}.items(), key=lambda item: item[1])[-5:]
     for variant, _ in slowest:
@@ -34,8 +34,8 @@ def test_every_feature_and_pair_of_features_compiles():
         assert took < LONGEST * usual, variant
 
 
-def test_hoppers_backward_has_the_tiles_of_its_head_dims():
-    """Above head dim 128 tiles of 64 keys, up to that of 128, whatever else there is: it has no others."""
+def test_tiles_of_hopper_backward():
+    """The backward has tiles of 64 keys above head dim 128, and of 128 keys otherwise, with any features."""
     names = ("window", "mask", "block_mask", "bias", "soft_cap", "dropout")
     values = itertools.product(*(kernel_variants.FEATURES[name] for name in names))
     seen = set()
@@ -50,7 +50,7 @@ def test_hoppers_backward_has_the_tiles_of_its_head_dims():
 
 
 def test_light_score_mods_have_larger_tiles():
-    """Hopper's forward, where registers are left for them."""
+    """Hopper's forward uses larger tiles if a score_mod leaves enough registers."""
 
     def keys_of_tile(dims, program, **features):
         given = kernel_variants.PLAIN | {"q_heads": 32, "gradients": "none", "program": program} | features
@@ -66,14 +66,14 @@ def test_light_score_mods_have_larger_tiles():
 
 
 @pytest.mark.slow
-def test_code_is_compared_whatever_things_are_called(nvrtc, monkeypatch, capsys, tmp_path):
-    """Other names, lines and constants that nobody reads leave it what it is; other instructions do not."""
+def test_cubins_compares_code(nvrtc, monkeypatch, capsys, tmp_path):
+    """Names, line numbers and unused constants do not change the hash of the code. Other instructions do."""
     file, header = tmp_path / "before.json", tmp_path / "renamed.h"
     every = str(len(kernel_variants.tested()) // 2)
     assert cubins.main(["save", str(file), "--every", every]) == 0
     before = json.loads(file.read_text())
     assert len(before) > 1
-    # A kernel that reads a symbol's address, which a constant before it moves.
+    # This kernel reads the address of a symbol. An additional constant before it moves the symbol.
     reads = next(
         x for x in kernel_variants.tested() if x.file == "hopper/forward.cuh" and ("kv_lengths", 1) in x.fields
     )

@@ -1,4 +1,4 @@
-"""What the compiled module refuses: texts of a problem and buffers that Python, as it is, never hands it."""
+"""Inputs that the compiled module refuses: invalid texts of a problem, and buffers that Python never passes."""
 
 import dataclasses
 import os
@@ -19,13 +19,13 @@ from jax_flash.problem import Problem
 from jax_flash.scores import Score
 
 PROBLEM = Problem(batch=1, q_len=7, kv_len=9, q_heads=4, kv_heads=2, qk_dim=8, v_dim=8, dtype="float32")
-EVERY = Extent(True, True, True, True)
+FULL_EXTENT = Extent(True, True, True, True)
 PARTS = {"mask": Mask, "score": Score}
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         (" mask.is_causal=0", " mask.is_causal", "'mask.is_causal' is not name=value"),
         (" mask.is_causal=0", " mask.is_causal=yes", "cannot read mask.is_causal=yes"),
@@ -68,15 +68,15 @@ ROOT = pathlib.Path(__file__).parents[2]
         (" drop_threshold=0", " drop_threshold=32641", "drop_threshold is not in"),
     ],
 )
-def test_problem(old, new, said):
+def test_problem(old, new, message):
     text = PROBLEM.encode()
     assert text.count(old) == 1
-    with pytest.raises(ValueError, match=f"^problem: .*{said}"):
+    with pytest.raises(ValueError, match=f"^problem: .*{message}"):
         _native.cuda_refusal(text.replace(old, new))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"q_block": 2**31}, "more than 31 bits"),
         ({"kv_block": 2**63 - 16}, "more than 31 bits"),
@@ -87,16 +87,16 @@ def test_problem(old, new, said):
     ],
     ids=str,
 )
-def test_sizes_of_a_block_mask(changes, said):
-    sizes = {"block_mask": EVERY, "q_block": 16, "kv_block": 16, "row_list": 3, "column_list": 3}
+def test_sizes_of_a_block_mask(changes, message):
+    sizes = {"block_mask": FULL_EXTENT, "q_block": 16, "kv_block": 16, "row_list": 3, "column_list": 3}
     for passes in (sizes, sizes | {"q_block": 2**31 - 16}):
         assert not _native.cuda_refusal(changed(PROBLEM, **passes).encode()).startswith("problem")
-    with pytest.raises(ValueError, match=f"^problem: .*{said}"):
+    with pytest.raises(ValueError, match=f"^problem: .*{message}"):
         _native.cuda_refusal(changed(PROBLEM, **sizes | changes).encode())
 
 
-def test_fields_are_pythons():
-    """In names, order and types, as `Problem`, `Mask` and `Score` declare them."""
+def test_fields_match_python():
+    """Names, order and types equal those of `Problem`, `Mask` and `Score`."""
     declared = [(field.name, field.type) for field in dataclasses.fields(Problem) if field.name not in PARTS]
     declared += [
         (f"{name}.{field.name}", field.type) for name, kind in PARTS.items() for field in dataclasses.fields(kind)
@@ -114,7 +114,7 @@ def test_version():
 
 
 @pytest.mark.parametrize(
-    ("shapes", "results", "said"),
+    ("shapes", "results", "message"),
     [
         ([(1, 7, 4, 8), (1, 9, 2, 8)], 3, "operand value is missing"),
         ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8)], 3, "operand scale is missing"),
@@ -124,11 +124,11 @@ def test_version():
         ([(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8), ()], 4, "too many results: 4"),
     ],
 )
-def test_buffers(shapes, results, said):
+def test_buffers(shapes, results, message):
     statistics = jax.ShapeDtypeStruct((1, 4, 7), jnp.float32)
     types = [jax.ShapeDtypeStruct((1, 7, 4, 8), jnp.float32), *[statistics] * (results - 1)]
     call = jax.ffi.ffi_call("jax_flash_forward", types)
-    with pytest.raises(Exception, match=said):
+    with pytest.raises(Exception, match=message):
         jax.block_until_ready(call(*map(jnp.ones, shapes), problem=PROBLEM.encode()))
 
 
@@ -145,56 +145,56 @@ def test_problem_of_a_call():
         jax.block_until_ready(call(problem=""))
 
 
-@pytest.mark.parametrize(("isa", "said"), [("mmx", "JAX_FLASH_CPU_ISA=mmx is not available"), ("", "")])
-def test_instruction_set_that_is_not_there(isa, said):
-    """Empty counts as unset."""
+@pytest.mark.parametrize(("isa", "message"), [("mmx", "JAX_FLASH_CPU_ISA=mmx is not available"), ("", "")])
+def test_unavailable_instruction_set(isa, message):
+    """An empty string means unset."""
     script = "import jax.numpy as jnp, jax_flash; x = jnp.ones((1, 4, 1, 8)); jax_flash.dot_product_attention(x, x, x)"
     environment = os.environ | {"JAX_FLASH_CPU_ISA": isa, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == bool(said)
-    assert said in done.stderr
+    assert done.returncode == bool(message)
+    assert message in done.stderr
 
 
-def test_operands_are_pythons():
-    """In names and order."""
+def test_operands_match_python():
+    """Names and order equal those of `Operands`."""
     assert [name for name, *_ in _native.operands()] == [name for name in Operands._fields if name != "captured"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"page": 0}, "pages without keys"),
         ({"page": 12}, "kv_len is not a multiple of page"),
         ({"kv_len": 40}, "kv_len is not a multiple of page"),
         ({"dq": True}, "pages have no gradients"),
         ({"segment_ids": True}, "pages are not supported with"),
-        ({"array": EVERY}, "pages are not supported with"),
+        ({"array": FULL_EXTENT}, "pages are not supported with"),
         ({"drop_threshold": 1}, "pages are not supported with"),
     ],
     ids=str,
 )
-def test_pages(changes, said):
+def test_pages(changes, message):
     sizes = {"kv_len": 48, "page": 16, "pages": 5}
     assert not _native.cuda_refusal(changed(PROBLEM, **sizes).encode())
     assert "x pages" in _native.cuda_refusal(changed(PROBLEM, **sizes | {"pages": 2**30}).encode())
-    with pytest.raises(ValueError, match=f"^problem: {said}"):
+    with pytest.raises(ValueError, match=f"^problem: {message}"):
         _native.cuda_refusal(changed(PROBLEM, **sizes | changes).encode())
 
 
-@pytest.mark.parametrize("beside", ["is_causal", "local_window_size", "query_seq_lengths", "segment_ids", "array"])
-def test_what_ranges_are_not_beside(beside):
-    value = {"local_window_size": WindowSize(5), "array": EVERY}.get(beside, True)
+@pytest.mark.parametrize("other", ["is_causal", "local_window_size", "query_seq_lengths", "segment_ids", "array"])
+def test_ranges_with_other_masks_are_refused(other):
+    value = {"local_window_size": WindowSize(5), "array": FULL_EXTENT}.get(other, True)
     with pytest.raises(ValueError, match="^problem: ranges are not supported with "):
-        _native.cuda_refusal(changed(PROBLEM, ranges=True, key_value_seq_lengths=True, **{beside: value}).encode())
+        _native.cuda_refusal(changed(PROBLEM, ranges=True, key_value_seq_lengths=True, **{other: value}).encode())
 
 
-def test_ranges_need_the_end_of_the_keys():
+def test_ranges_need_key_value_seq_lengths():
     with pytest.raises(ValueError, match="^problem: ranges without key_value_seq_lengths"):
         _native.cuda_refusal(changed(PROBLEM, ranges=True).encode())
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"kv_block": 8}, "a block size"),
         ({"row_list": 1}, "a list of the block mask is too small"),
@@ -205,8 +205,8 @@ def test_ranges_need_the_end_of_the_keys():
     ],
     ids=str,
 )
-def test_least_sizes(changes, said):
-    sizes = {"block_mask": EVERY, "q_block": 16, "kv_block": 16, "row_list": 2, "column_list": 2}
+def test_minimum_sizes(changes, message):
+    sizes = {"block_mask": FULL_EXTENT, "q_block": 16, "kv_block": 16, "row_list": 2, "column_list": 2}
     assert not _native.cuda_refusal(changed(PROBLEM, **sizes).encode()).startswith("problem")
-    with pytest.raises(ValueError, match=f"^problem: {said}"):
+    with pytest.raises(ValueError, match=f"^problem: {message}"):
         _native.cuda_refusal(changed(PROBLEM, **sizes | changes).encode())

@@ -1,4 +1,4 @@
-"""Every instruction of score programs in the CPU kernels, against NumPy and Python's integers."""
+"""Every instruction of score programs in the CPU kernels, compared with NumPy and Python's integers."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from written_programs import Assembly, call, captured, with_ids
+from assembly import Assembly, call, captured, with_ids
 
 from jax_flash.masks import Mask
 from jax_flash.problem import Problem
@@ -39,7 +39,7 @@ FLOAT = {
     "tanh": np.tanh,
     "logistic": scipy.special.expit,
     "erf": scipy.special.erf,
-    "erfc": np.vectorize(math.erfc, otypes=[np.float64]),  # SciPy's loses digits where it is small
+    "erfc": np.vectorize(math.erfc, otypes=[np.float64]),  # SciPy's is less accurate for small results
     "sin": np.sin,
     "cos": np.cos,
     "sqrt": np.sqrt,
@@ -58,7 +58,7 @@ def quotient(x, y):
     return q if (x < 0) == (y < 0) else -q
 
 
-INTEGER = {  # of Python's integers, wrapped afterwards
+INTEGER = {  # on Python's integers; the test wraps the results
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,
@@ -96,27 +96,27 @@ FLOATS = [0.0, -0.0, 0.5, -0.5, 1.5, 2.5, -2.5, 0.49999997, 1.0, -1.0, 3.7, -3.7
           -np.inf, np.nan]  # fmt: skip
 INTEGERS = [0, 1, -1, 2, -2, 3, 5, 7, -7, 31, 32, 33, -31, 100, 65535, 65536, 46341, 2**30, 2**31 - 1, -(2**31),
             -(2**31) + 1, 0x55555555, -123456789]  # fmt: skip
-# How an operand comes: the same in a row, in a column, or for each entry. The diagonal is looked at.
-PLACES = {"row": ("query",), "column": ("key",), "entry": ("query", "key")}
+# How an operand varies: along rows only, along columns only, or over all entries. The test compares the diagonal.
+LAYOUTS = {"row": ("query",), "column": ("key",), "entry": ("query", "key")}
 
 
 class Sheet:
-    """Programs whose values are read off m: value n, entry x is what score_mod gives head n at the diagonal's x."""
+    """Collects values of one program and reads them from m. Head n returns value n; diagonal entry x has operand x."""
 
-    def __init__(self, operands: dict[str, np.ndarray], place: str):
+    def __init__(self, operands: dict[str, np.ndarray], layout: str):
         self.asm, self.values = Assembly(), []
-        self.arrays = [np.diag(x) if place == "entry" else x for x in operands.values()]
+        self.arrays = [np.diag(x) if layout == "entry" else x for x in operands.values()]
         self.size = len(self.arrays[0])
         self.head = self.asm("head")
-        indices = [self.asm(name) for name in PLACES[place]]
+        indices = [self.asm(name) for name in LAYOUTS[layout]]
         self.loaded = [self.asm(f"load.{x.dtype.kind}", i, *indices) for i, x in enumerate(self.arrays)]
 
     def add(self, value: int) -> None:
-        """A value of type f."""
+        """Add a value of type f."""
         self.values.append(value)
 
     def add_integer(self, value: int, kind: str) -> None:
-        """In two halves, which f32 holds."""
+        """Add an integer as two halves, which float32 represents."""
         sixteen, low = self.asm(f"const.{kind}", 16), self.asm(f"const.{kind}", 65535)
         self.add(self.asm(f"cast.{kind}.f", self.asm(f"and.{kind}", value, low)))
         self.add(self.asm(f"cast.{kind}.f", self.asm(f"and.{kind}", self.asm(f"shr.{kind}", value, sixteen), low)))
@@ -144,14 +144,14 @@ def pairs(values: list[Any], dtype: str) -> dict[str, np.ndarray]:
     return {"x": x.ravel(), "y": y.ravel()}
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_float_instructions(dtype, place):
+def test_float_instructions(dtype, layout):
     rng = np.random.default_rng(0)
     some = np.concatenate([rng.normal(size=150) * 3, np.exp(rng.normal(size=150) * 4)]).astype(dtype)
     given = {"x": np.concatenate([FLOATS, some, FLOATS[::-1]]).astype(dtype)}
     given["y"] = np.roll(given["x"], 5)
-    sheet = Sheet(given, place)
+    sheet = Sheet(given, layout)
     x, y = (v.astype(np.longdouble) for v in given.values())
     expected = {}
     with np.errstate(all="ignore"):
@@ -167,16 +167,16 @@ def test_float_instructions(dtype, place):
         with np.errstate(over="ignore"):
             exact = np.asarray(exact).astype(np.float64)
         exact = np.where(np.abs(exact) > info.max, np.copysign(np.inf, exact), exact)
-        exact = np.where(np.abs(exact) < info.tiny, 0, exact)  # XLA's threads have no subnormal numbers
+        exact = np.where(np.abs(exact) < info.tiny, 0, exact)  # XLA's threads flush subnormal numbers to zero
         np.testing.assert_allclose(values, exact, rtol=4 * info.eps, atol=info.tiny, err_msg=op)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_other_instructions_of_floats(dtype, place):
-    """Comparisons, casts, rounding: exact."""
-    given = pairs(FLOATS if place != "entry" else [*FLOATS[::3], np.nan], dtype)
-    sheet = Sheet(given, place)
+def test_other_instructions_of_floats(dtype, layout):
+    """Comparisons, casts and rounding are exact."""
+    given = pairs(FLOATS if layout != "entry" else [*FLOATS[::3], np.nan], dtype)
+    sheet = Sheet(given, layout)
     asm, (a, b), (x, y) = sheet.asm, sheet.loaded, given.values()
     expected = []
 
@@ -205,14 +205,14 @@ def test_other_instructions_of_floats(dtype, place):
         np.testing.assert_array_equal(values, exact, op)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", "iu")
-def test_integer_instructions(kind, dtype, place):
+def test_integer_instructions(kind, dtype, layout):
     wrap = (lambda v: (v + 2**31) % 2**32 - 2**31) if kind == "i" else (lambda v: v % 2**32)
-    some = INTEGERS if place != "entry" else INTEGERS[::2]
+    some = INTEGERS if layout != "entry" else INTEGERS[::2]
     given = pairs([wrap(v) for v in some], "int32" if kind == "i" else "uint32")
-    sheet = Sheet(given, place)
+    sheet = Sheet(given, layout)
     asm, (a, b), expected = sheet.asm, sheet.loaded, []
     numbers = list(zip(given["x"].tolist(), given["y"].tolist(), strict=True))
     for op, function in INTEGER.items():
@@ -237,12 +237,12 @@ def test_integer_instructions(kind, dtype, place):
         np.testing.assert_array_equal(values, np.asarray(exact, np.float64), op)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_bool_instructions(dtype, place):
+def test_bool_instructions(dtype, layout):
     given = pairs([False, True], "bool") | {"z": np.array([False, True, True, False])}
     given = {name: np.tile(x, 9) for name, x in given.items()}
-    sheet = Sheet(given, place)
+    sheet = Sheet(given, layout)
     asm, (a, b, c), expected = sheet.asm, sheet.loaded, []
     x, y, z = given.values()
     for op, function in BOOL.items():

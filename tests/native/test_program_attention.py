@@ -1,4 +1,4 @@
-"""Attention with score programs in the CPU kernels: forward, backward, gradients of captured arrays."""
+"""Attention with score programs in the CPU kernels: forward, backward and gradients of captured arrays."""
 
 import dataclasses
 import functools
@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import standard
+from assembly import Assembly, call, captured, with_ids
 from block_masks import sparse
 from cases import Case, problem
 from plans import changed
-from written_programs import Assembly, call, captured, with_ids
 
 from jax_flash.problem import Problem
 from jax_flash.programs.program import Captured, Program
 
 
 class Mods(NamedTuple):
-    """`score_mod` as programs, with what it captures."""
+    """`score_mod` as programs, and the arrays that it captures."""
 
     score: Program
     grad: Program
@@ -75,7 +75,7 @@ def mods(case: Case, dtype: str) -> Mods:
 
 
 def mask_mod() -> tuple[Program, Any]:
-    """Blocks of 40 that see themselves and what is before, but for every seventh key of odd heads."""
+    """Return a block-causal mask with blocks of 40. In odd heads it also masks every seventh key."""
     asm = Assembly()
     h, q, k = (asm(name) for name in ("head", "query", "key"))
     forty, seven, one, zero = (asm("const.i", x) for x in (40, 7, 1, 0))
@@ -87,7 +87,7 @@ def mask_mod() -> tuple[Program, Any]:
 
 
 def attention(case: Case, allowed: np.ndarray, z: np.ndarray, offset: Any, inputs: Any, given: Any) -> Any:
-    """Return o [B, T, N, E] and the logsumexp in plain JAX. Rows without keys give 0."""
+    """Return o [B, T, N, E] and the logsumexp in plain JAX. Empty rows give 0."""
     query, key, value, *bias = inputs
     key, value = (jnp.repeat(x, case.N // case.K, 2) for x in (key, value))
     scores = jnp.einsum("btnd,bsnd->bnts", query, key) * case.D**-0.5
@@ -160,7 +160,7 @@ def test_attention(case, dtype, masked):
     got = call(described, given, mod.arrays, (got_o, l, m, do, dlogsumexp))
     assert len(got) == len(expected)
     for k, (x, exact) in enumerate(zip(got, expected, strict=True)):
-        limit = tolerance * max(np.abs(exact).max(), 1)  # some vanish
+        limit = tolerance * max(np.abs(exact).max(), 1)  # some results are 0
         np.testing.assert_allclose(x.reshape(exact.shape), exact, rtol=0, atol=limit, err_msg=str(k))
     again = call(described, given, mod.arrays, (got_o, l, m, do, dlogsumexp))
     assert all(np.array_equal(x, y) for x, y in zip(got, again, strict=True))
@@ -169,13 +169,13 @@ def test_attention(case, dtype, masked):
 def two_passes(
     described: Problem, operands: Any, arrays: Any, do: np.ndarray
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The results of the forward, and of the backward without a cotangent of the logsumexp."""
+    """Return the results of the forward, and of the backward without a cotangent of the logsumexp."""
     described = dataclasses.replace(described, dlogsumexp=False)
     results = call(described, operands, arrays)
     return results, call(described, operands, arrays, (*results, do))
 
 
-def made(case: Case, dtype: str = "float32", **programs: Any) -> tuple[Problem, dict[str, Any], np.ndarray]:
+def build(case: Case, dtype: str = "float32", **programs: Any) -> tuple[Problem, dict[str, Any], np.ndarray]:
     arrays = case.arrays(dtype)
     with jax.enable_x64(True):
         described, operands = problem(case, arrays)
@@ -192,19 +192,19 @@ IDENTITY = {"score_mod": Program("score;result,0"), "score_grad": Program("cotan
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_identity_changes_nothing(dtype):
-    """A score_mod that returns its score, and a mask_mod that repeats the causal mask."""
+def test_identity_programs(dtype):
+    """A score_mod that returns its score, and a mask_mod that repeats the causal mask, change no bit."""
     case = Case(T=100, S=300, causal=True, offset=True, bias="1nts")
-    without = two_passes(*made(case, dtype)[:2], (), made(case, dtype)[2])
+    without = two_passes(*build(case, dtype)[:2], (), build(case, dtype)[2])
     for changes in (IDENTITY, IDENTITY | {"is_causal": False, "mask_mod": Program("query;key;ge.i,0,1;result,2")}):
-        described, operands, do = made(case, dtype, **changes)
+        described, operands, do = build(case, dtype, **changes)
         for x, y in zip(sum(without, []), sum(two_passes(described, operands, (), do), []), strict=True):
             np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("hidden", ["nan", "inf", "-inf"])
-def test_hidden_entries_do_not_matter(hidden):
-    """Neither what score_mod gives there, nor its derivative."""
+def test_masked_entries_have_no_effect(hidden):
+    """Neither the values of score_mod nor its derivatives at masked entries reach the results."""
     case = Case(T=50, S=70)
     asm = Assembly()
     s, q, k, value = asm("score"), asm("query"), asm("key"), asm("const.f", hidden)
@@ -216,36 +216,36 @@ def test_hidden_entries_do_not_matter(hidden):
     grad = asm.result(asm("select.f", asm("ge.i", q, k), cotangent, nan))
     mask = Program("query;key;ge.i,0,1;result,2")
     arrays = (np.zeros(1, np.float32), np.zeros((), np.float32))
-    described, operands, do = made(
+    described, operands, do = build(
         case, score_mod=score, score_grad=grad, mask_mod=mask, captured=tuple(captured(x, False, True) for x in arrays)
     )
     results, (*gradients, other, total) = two_passes(described, operands, arrays, do)
-    exact, expected = two_passes(*made(dataclasses.replace(case, causal=True))[:2], (), do)
+    exact, expected = two_passes(*build(dataclasses.replace(case, causal=True))[:2], (), do)
     for x, y in zip([*results, *gradients], [*exact, *expected], strict=True):
         np.testing.assert_array_equal(x, y)
-    assert np.isnan(other).all()  # of entries that are seen
+    assert np.isnan(other).all()  # visible entries also add NaN to this array
     assert np.isfinite(total).all()
 
 
-def test_score_of_minus_infinity_hides():
-    """A row of nothing else is 0; NaN at an entry that is seen makes its row NaN."""
+def test_score_of_minus_infinity():
+    """A row with only -inf gives 0. NaN at a visible entry makes its row NaN."""
     case = Case(B=1, T=40, S=50, N=1, K=1)
     asm = Assembly()
     s, q, zero = asm("score"), asm("query"), asm("const.i", 0)
     value = asm("select.f", asm("eq.i", q, zero), asm("const.f", "-inf"), asm("const.f", "nan"))
     one = asm("const.i", 1)
     score = asm.result(asm("select.f", asm("le.i", q, one), value, s))
-    described, operands, do = made(case, score_mod=score, score_grad=IDENTITY["score_grad"])
+    described, operands, do = build(case, score_mod=score, score_grad=IDENTITY["score_grad"])
     (o, l, m), _ = two_passes(described, operands, (), do)
     assert not o[0, 0].any() and l[0, 0, 0] == 0 and m[0, 0, 0] == -np.inf
     assert np.isnan(o[0, 1]).all() and np.isnan(l[0, 0, 1])
-    exact = two_passes(*made(case)[:2], (), do)[0][0]
+    exact = two_passes(*build(case)[:2], (), do)[0][0]
     np.testing.assert_array_equal(o[0, 2:], exact[0, 2:])
 
 
 @pytest.mark.parametrize("ids", [np.arange(4), np.array([0, 1, 0, 1]), np.array([3, 2, 1, 0]), np.array([0, 9, 9, -5])])
-def test_ids_of_a_call(ids):
-    """Heads that share an id, or whose ids the array has not, add to the same entries."""
+def test_program_ids(ids):
+    """Heads that share an id add to the same entries of a gradient. Out-of-range ids are clamped."""
     case = Case(B=3, T=70, S=600, N=4, K=4)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4, 70, 600)).astype(np.float32)
@@ -255,13 +255,13 @@ def test_ids_of_a_call(ids):
     asm = Assembly()
     at, cotangent = [asm(name) for name in ("head", "query", "key")], asm("cotangent")
     asm("accumulate", 0, *at, cotangent)
-    described, operands, do = made(
+    described, operands, do = build(
         case, score_mod=score, score_grad=asm.result(cotangent), captured=(captured(x, False, True),)
     )
     operands["program_head"] = ids.astype(np.int32)
     results, gradients = two_passes(described, operands, (x,), do)
     clamped = np.clip(ids, 0, 3)
-    biased, given, _ = made(dataclasses.replace(case, bias="1nts"))
+    biased, given, _ = build(dataclasses.replace(case, bias="1nts"))
     given["bias"] = x[clamped][None]
     exact, expected = two_passes(biased, given, (), do)
     by_head = np.zeros_like(x)
@@ -273,7 +273,7 @@ def test_ids_of_a_call(ids):
 @pytest.mark.parametrize("step", [1, -1])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_relative_tables(dtype, step):
-    """Of elements of every type, read forwards and backwards; one has fewer entries than there are distances."""
+    """Load tables of every dtype in both directions. One table has fewer entries than there are distances."""
     case = Case(B=1, T=37, S=301, N=2, K=1)
     distances, rng = case.T + case.S - 1, np.random.default_rng(0)
     floats = [rng.normal(size=(case.N, size)).astype(dtype) for size in (distances, distances // 2)]
@@ -281,7 +281,7 @@ def test_relative_tables(dtype, step):
     arrays = (*floats, *wholes)
 
     def begin():
-        """The program that knows the place of an entry."""
+        """Begin a program. Return the head and the index into the tables as values."""
         asm = Assembly()
         head, query, key = (asm(name) for name in ("head", "query", "key"))
         distance = asm("sub.i", key, query) if step > 0 else asm("sub.i", query, key)
@@ -289,26 +289,26 @@ def test_relative_tables(dtype, step):
 
     asm, *at = begin()
     total = asm("score")
-    for i, of in enumerate("ffiub"):
-        value = asm(f"load.{of}", i, *at)
-        total = asm("add.f", total, value if of == "f" else asm(f"cast.{of}.f", value))
+    for i, dtype_letter in enumerate("ffiub"):
+        value = asm(f"load.{dtype_letter}", i, *at)
+        total = asm("add.f", total, value if dtype_letter == "f" else asm(f"cast.{dtype_letter}.f", value))
     score = asm.result(total)
     asm, *at = begin()
     cotangent = asm("cotangent")
     asm("accumulate", 0, *at, cotangent), asm("accumulate", 1, *at, cotangent)
-    described, operands, do = made(
+    described, operands, do = build(
         case, dtype, score_mod=score, score_grad=asm.result(cotangent),
         captured=tuple(captured(x, False, x.dtype == dtype) for x in arrays),
     )  # fmt: skip
     results, gradients = two_passes(described, operands, arrays, do)
 
     query, key = np.ogrid[: case.T, : case.S]
-    place = key - query + case.T - 1 if step > 0 else query - key + case.S - 1
-    places = [np.minimum(place, x.shape[1] - 1) for x in arrays]
-    biased, given, _ = made(dataclasses.replace(case, bias="1nts"), dtype)
-    given["bias"] = sum(x[None, :, at].astype(dtype) for x, at in zip(arrays, places, strict=True))
+    index = key - query + case.T - 1 if step > 0 else query - key + case.S - 1
+    indices = [np.minimum(index, x.shape[1] - 1) for x in arrays]
+    biased, given, _ = build(dataclasses.replace(case, bias="1nts"), dtype)
+    given["bias"] = sum(x[None, :, at].astype(dtype) for x, at in zip(arrays, indices, strict=True))
     exact, (*expected, dbias) = two_passes(biased, given, (), do)
-    for x, at in zip(floats, places, strict=False):
+    for x, at in zip(floats, indices, strict=False):
         sums = np.zeros_like(x)
         np.add.at(sums, (slice(None), at), dbias.reshape(case.N, case.T, case.S))
         expected.append(sums.reshape(1, -1))
@@ -317,26 +317,26 @@ def test_relative_tables(dtype, step):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
 
 
-@pytest.mark.parametrize("asked", [(), ("dv",), ("dq",), ("dq", "dk", "dv")], ids=str)
-def test_gradients_asked_for(asked):
-    """A gradient of a captured array does not need others; one that would need too many copies has none."""
+@pytest.mark.parametrize("requested", [(), ("dv",), ("dq",), ("dq", "dk", "dv")], ids=str)
+def test_requested_gradients(requested):
+    """The gradient of a captured array does not need others. This array is too large for one copy per thread."""
     case = Case(B=3, T=40, S=300)
     x = np.ones((3_000_000,), np.float32)
     score = Program("score;query;load.f,0,1;mul.f,0,2;result,3")
     grad = Program("score;query;load.f,0,1;cotangent;mul.f,3,0;accumulate,0,1,4;mul.f,3,2;result,6")
-    described, operands, do = made(case, score_mod=score, score_grad=grad, captured=(captured(x, False, True),))
+    described, operands, do = build(case, score_mod=score, score_grad=grad, captured=(captured(x, False, True),))
     (*_,), every = two_passes(described, operands, (x,), do)
-    some = {name: name in asked for name in ("dq", "dk", "dv")}
+    some = {name: name in requested for name in ("dq", "dk", "dv")}
     _, got = two_passes(dataclasses.replace(described, **some), operands, (x,), do)
-    kept = [y for name, y in zip(("dq", "dk", "dv"), every[:3], strict=True) if name in asked]
+    kept = [y for name, y in zip(("dq", "dk", "dv"), every[:3], strict=True) if name in requested]
     for a, b in zip(got, [*kept, every[3]], strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
     assert not got[-1][0, case.T :].any()
 
 
 @pytest.mark.parametrize("sizes", [{"B": 0}, {"T": 0}, {"S": 0}, {"N": 0, "K": 0}], ids=str)
-def test_nothing_to_compute(sizes):
-    described, operands, do = made(
+def test_empty_arrays(sizes):
+    described, operands, do = build(
         dataclasses.replace(Case(), **sizes), captured=(Captured("float32", False, (5,), True),),
         score_mod=Program("score;result,0"), score_grad=Program("key;cotangent;accumulate,0,0,1;result,1"),
         mask_mod=Program("const.b,1;result,0"),
@@ -346,7 +346,7 @@ def test_nothing_to_compute(sizes):
 
 
 def test_backward_needs_the_gradient_of_score_mod():
-    described, operands, do = made(Case(), score_mod=IDENTITY["score_mod"])
+    described, operands, do = build(Case(), score_mod=IDENTITY["score_mod"])
     with pytest.raises(Exception, match="jax_flash_backward: score_mod without score_grad"):
         two_passes(described, operands, (), do)
 
@@ -356,7 +356,9 @@ def test_backward_needs_the_gradient_of_score_mod():
     [(np.ones((1, 4), np.float32), r"operand captured\[0\] is f32\[1, 4\], the problem says f32\[1, 5\]"),
      (np.ones((1, 5), np.int16), r"operand captured\[0\] is s16\[1, 5\]")],
 )  # fmt: skip
-def test_buffer_of_a_captured_array(array, wrong):
-    described, operands, _ = made(Case(), score_mod=IDENTITY["score_mod"], captured=(Captured("float32", False, (5,)),))
+def test_invalid_captured_array(array, wrong):
+    described, operands, _ = build(
+        Case(), score_mod=IDENTITY["score_mod"], captured=(Captured("float32", False, (5,)),)
+    )
     with pytest.raises(Exception, match=wrong):
         call(described, operands, (array,))

@@ -1,4 +1,4 @@
-"""What the CPU kernels know of a mask_mod's values in a whole block, and what they make of it."""
+"""Interval analysis of a mask_mod over a block in the CPU kernels, and the masks that they apply."""
 
 import time
 
@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("hypothesis")
 
+from assembly import OPS, Assembly, call, captured, with_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written_programs import OPS, Assembly, call, captured, with_ids
 
 from jax_flash import _native
 from jax_flash.masks import Mask
@@ -18,11 +18,13 @@ from jax_flash.problem import Problem
 from jax_flash.programs.program import Program
 
 DTYPES = {"f": "float64", "i": "int32", "u": "uint32", "b": "bool"}
-SOME = [0, 1, 2, 3, 5, 7, 8, 15, 31, 32, 33, 100, 65535, 2**16, 46341, 2**30, 2**31 - 1]
+NUMBERS = [0, 1, 2, 3, 5, 7, 8, 15, 31, 32, 33, 100, 65535, 2**16, 46341, 2**30, 2**31 - 1]
 POOLS = {
-    "f": sorted([*SOME, *(-x for x in SOME), 0.5, -0.5, 1.5, -2.5, 0.3, -0.7, 3e9, -3e9, 1e300, -1e300, *[np.inf] * 2]),
-    "i": sorted([*SOME, *(-x for x in SOME), -(2**31)]),
-    "u": [*SOME, 2**31, 2**32 - 2, 2**32 - 1],
+    "f": sorted(
+        [*NUMBERS, *(-x for x in NUMBERS), 0.5, -0.5, 1.5, -2.5, 0.3, -0.7, 3e9, -3e9, 1e300, -1e300, *[np.inf] * 2]
+    ),
+    "i": sorted([*NUMBERS, *(-x for x in NUMBERS), -(2**31)]),
+    "u": [*NUMBERS, 2**31, 2**32 - 2, 2**32 - 1],
     "b": [False, False, True, True],
 }
 
@@ -34,7 +36,9 @@ def problem(mask_mod: Program, arrays: list[np.ndarray], n: int, m: int, dtype: 
     )  # fmt: skip
 
 
-def verdict(text: str, known: dict[int, tuple[float, float]], arrays: tuple[np.ndarray, ...] = ()) -> tuple[int, int]:
+def mask_range(
+    text: str, known: dict[int, tuple[float, float]], arrays: tuple[np.ndarray, ...] = ()
+) -> tuple[int, int]:
     described = problem(Program(text), list(arrays), 8, 8, "float32")
     return _native.mask_ranges(described.encode(), known)[int(text.rpartition(",")[2])]
 
@@ -44,7 +48,7 @@ def extremes(x: np.ndarray) -> tuple[float, float]:
 
 
 def assert_in_ranges(asm: Assembly, result: int, arrays: list[np.ndarray]) -> None:
-    """Of a program whose values 1, 2, ... are what it looks up in the arrays."""
+    """Check the ranges of all values of a program. Its values 1, 2, … are loads from the arrays."""
     mask, n = asm.result(result), len(arrays[0])
     known = {number: extremes(x) for number, x in enumerate(arrays, 1)}
     ranges = _native.mask_ranges(problem(mask, arrays, n, n, "float64").encode(), known)
@@ -72,7 +76,7 @@ def test_value_is_in_its_range(op):
 
 
 def grow(draw: st.DrawFn, asm: Assembly, values: dict[str, list[int]], ops: list[str], steps: int) -> None:
-    """Adds instructions of values that are there, by their types."""
+    """Append instructions that use existing values of the right types."""
     for op in draw(st.lists(st.sampled_from(ops), min_size=1, max_size=steps)):
         operands, value = OPS[op]
         values[value].append(asm(op, *(draw(st.sampled_from(values[t][-6:])) for t in operands)))
@@ -80,7 +84,7 @@ def grow(draw: st.DrawFn, asm: Assembly, values: dict[str, list[int]], ops: list
 
 @st.composite
 def straight_lines(draw):
-    """A program, its result, and the arrays that it looks up at the query, two of each type."""
+    """Draw a program, its result, and the arrays that it indexes by the query, two of each type."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     asm, types = Assembly(["query"]), [*POOLS] * 2
     arrays = [near_each_other(rng, t) for t in types]
@@ -93,18 +97,17 @@ def straight_lines(draw):
 
 @settings(max_examples=200)
 @given(straight_lines())
-def test_every_value_is_in_its_range(drawn):
-    """Of programs of any instructions."""
+def test_random_programs_stay_in_range(drawn):
     assert_in_ranges(*drawn)
 
 
 INEXACT = "div rem pow atan2 exp exp2 log log1p expm1 tanh logistic erf erfc sin cos sqrt rsqrt".split()
-EXACT = sorted(OPS.keys() - {f"{op}.f" for op in INEXACT})  # also of floats that are multiples of 1/8
+EXACT = sorted(OPS.keys() - {f"{op}.f" for op in INEXACT})  # exact for multiples of 1/8, including floats
 
 
 @st.composite
 def masks(draw):
-    """A mask of queries, keys and arrays of them: sorted, so that some blocks are decided."""
+    """Draw a mask that uses queries, keys and sorted arrays. Sorted arrays make some blocks empty or full."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     n, m = draw(st.integers(1, 110)), draw(st.integers(1, 600))
     asm = Assembly()
@@ -127,7 +130,7 @@ def masks(draw):
 
 
 def attend(mask: Program, arrays: list[np.ndarray], value: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """o and l of n queries where all scores are 0: l counts the keys that a row sees."""
+    """Return o and l of n queries with scores of 0. Then l counts the visible keys of a row."""
     described = problem(mask, arrays, n, value.size, value.dtype.name)
     operands = {"query": np.zeros((1, n, 1, 1), value.dtype), "key": np.zeros((1, value.size, 1, 1), value.dtype)}
     operands |= {"value": value.reshape(1, -1, 1, 1), "scale": np.ones((), value.dtype)}
@@ -137,24 +140,24 @@ def attend(mask: Program, arrays: list[np.ndarray], value: np.ndarray, n: int) -
 
 @settings(max_examples=60)
 @given(masks(), st.sampled_from(["float32", "float64"]))
-def test_masks_are_what_they_say(drawn, dtype):
-    """In the kernels."""
+def test_masks_in_kernels(drawn, dtype):
+    """The kernels apply the same mask as the interpreter."""
     mask, arrays = drawn
     arrays = [x.astype(dtype) if x.dtype.kind == "f" else x for x in arrays]
     n, m = arrays[4].shape
     value = np.random.default_rng(0).normal(size=m).astype(dtype)
     o, l = attend(mask, arrays, value, n)
     query, key = np.mgrid[:n, :m]
-    seen, _ = interpreter.run(mask.text, {"query": query.ravel(), "key": key.ravel()}, arrays)
-    seen = seen.reshape(n, m)
-    np.testing.assert_array_equal(l, seen.sum(1))
-    np.testing.assert_allclose(o * l, seen @ value, atol=1e-3)
+    visible, _ = interpreter.run(mask.text, {"query": query.ravel(), "key": key.ravel()}, arrays)
+    visible = visible.reshape(n, m)
+    np.testing.assert_array_equal(l, visible.sum(1))
+    np.testing.assert_allclose(o * l, visible @ value, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("place", [0, 1, 30, 47])
-def test_one_float_that_is_not_a_number(place, dtype):
-    """It sees nothing and is not seen, where all others are."""
+def test_one_nan_in_a_block(place, dtype):
+    """A comparison with NaN is false, although all other entries of the block are visible."""
     x, y = np.zeros(48, dtype), np.ones(256, dtype)
     mask = Program("query;key;load.f,0,0;load.f,1,1;le.f,2,3;result,4")
     for array in (x, y):
@@ -163,7 +166,7 @@ def test_one_float_that_is_not_a_number(place, dtype):
         np.testing.assert_array_equal(l, (x[:, None] <= y).sum(1))
 
 
-HIDDEN, SEEN, BOTH = (0, 0), (1, 1), (0, 1)
+HIDDEN, VISIBLE, PARTIAL = (0, 0), (1, 1), (0, 1)
 CAUSAL = "query;key;le.i,1,0;result,2"
 WINDOW = "query;key;sub.i,0,1;abs.i,2;const.i,10;le.i,3,4;result,5"
 PREFIX = "query;key;le.i,1,0;const.i,20;lt.i,1,3;or.b,2,4;result,5"
@@ -173,45 +176,45 @@ DOCUMENTS = "query;key;load.i,0,0;load.i,0,1;eq.i,2,3;le.i,1,0;and.b,4,5;result,
 @pytest.mark.parametrize(
     ("text", "known", "expected"),
     [
-        (CAUSAL, {0: (64, 111), 1: (0, 63)}, SEEN),
+        (CAUSAL, {0: (64, 111), 1: (0, 63)}, VISIBLE),
         (CAUSAL, {0: (0, 47), 1: (48, 95)}, HIDDEN),
-        (CAUSAL, {0: (0, 47), 1: (47, 95)}, BOTH),
+        (CAUSAL, {0: (0, 47), 1: (47, 95)}, PARTIAL),
         (WINDOW, {0: (0, 47), 1: (58, 70), 4: (10, 10)}, HIDDEN),
-        (WINDOW, {0: (0, 5), 1: (3, 10), 4: (10, 10)}, SEEN),
-        (WINDOW, {0: (0, 47), 1: (57, 70), 4: (10, 10)}, BOTH),
-        (WINDOW, {0: (-(2**31), 0), 1: (1, 2**31 - 1), 4: (10, 10)}, BOTH),  # the difference wraps around
-        (PREFIX, {0: (0, 9), 1: (10, 19), 3: (20, 20)}, SEEN),
+        (WINDOW, {0: (0, 5), 1: (3, 10), 4: (10, 10)}, VISIBLE),
+        (WINDOW, {0: (0, 47), 1: (57, 70), 4: (10, 10)}, PARTIAL),
+        (WINDOW, {0: (-(2**31), 0), 1: (1, 2**31 - 1), 4: (10, 10)}, PARTIAL),  # the difference wraps around
+        (PREFIX, {0: (0, 9), 1: (10, 19), 3: (20, 20)}, VISIBLE),
         (PREFIX, {0: (0, 9), 1: (20, 29), 3: (20, 20)}, HIDDEN),
-        (DOCUMENTS, {0: (64, 111), 1: (0, 63), 2: (3, 3), 3: (3, 3)}, SEEN),
+        (DOCUMENTS, {0: (64, 111), 1: (0, 63), 2: (3, 3), 3: (3, 3)}, VISIBLE),
         (DOCUMENTS, {0: (64, 111), 1: (0, 63), 2: (3, 5), 3: (1, 2)}, HIDDEN),
         (DOCUMENTS, {0: (0, 63), 1: (64, 111), 2: (3, 5), 3: (1, 9)}, HIDDEN),
-        (DOCUMENTS, {0: (64, 111), 1: (0, 63), 2: (3, 5), 3: (1, 3)}, BOTH),
+        (DOCUMENTS, {0: (64, 111), 1: (0, 63), 2: (3, 5), 3: (1, 3)}, PARTIAL),
     ],
 )
-def test_verdict(text, known, expected):
-    assert verdict(text, known, (np.zeros(128, np.int32),)) == expected
+def test_range_of_mask(text, known, expected):
+    assert mask_range(text, known, (np.zeros(128, np.int32),)) == expected
 
 
-@pytest.mark.parametrize("anything", [np.nan, np.inf])
+@pytest.mark.parametrize("unknown", [np.nan, np.inf])
 @pytest.mark.parametrize("op", ["eq", "ne", "lt", "le", "gt", "ge"])
-def test_nothing_follows_from_floats_that_may_not_be_finite(op, anything):
-    array = np.array([anything, 0], np.float32)
+def test_comparisons_of_non_finite_floats_are_unknown(op, unknown):
+    array = np.array([unknown, 0], np.float32)
     for operands in ("1,2", "2,1"):
         text = f"query;load.f,0,0;const.f,inf;{op}.f,{operands};result,3"
-        assert verdict(text, {1: extremes(array), 2: (np.nan, np.nan)}, (array,)) == BOTH
+        assert mask_range(text, {1: extremes(array), 2: (np.nan, np.nan)}, (array,)) == PARTIAL
 
 
 @pytest.mark.parametrize(("kind", "at_query", "at_key"), [("f", 16777216.0, 1.0), ("i", 2**31 - 2, 2)])
-def test_sums_are_rounded_and_wrap_around_as_the_kernels_do(kind, at_query, at_key):
-    """2^24 + 1 is 2^24 in float32, and what is larger than the largest integer is small."""
+def test_ranges_round_and_wrap_like_the_kernels(kind, at_query, at_key):
+    """2^24 + 1 rounds to 2^24 in float32, and sums above the largest integer wrap around."""
     a, b = (np.array([x], {"f": "float32", "i": "int32"}[kind]) for x in (at_query, at_key))
     text = f"query;key;load.{kind},0,0;load.{kind},1,1;add.{kind},2,3;gt.{kind},4,2;result,5"
-    allowed = verdict(text, {2: extremes(a), 3: extremes(b)}, (a, b))
-    assert allowed == (HIDDEN if kind == "f" else BOTH)
+    allowed = mask_range(text, {2: extremes(a), 3: extremes(b)}, (a, b))
+    assert allowed == (HIDDEN if kind == "f" else PARTIAL)
 
 
-def test_what_is_decided_is_not_asked_entry_by_entry():
-    """Documents that begin where tiles do, of a mask that takes long for an entry."""
+def test_decided_blocks_are_not_evaluated():
+    """Compare the times of a slow mask_mod with documents that align with tiles, and with ids that alternate."""
     n = 1536
     asm = Assembly()
     query, key = asm("query"), asm("key")
@@ -228,6 +231,6 @@ def test_what_is_decided_is_not_asked_entry_by_entry():
         np.testing.assert_array_equal(l, n // 2)
         return taken
 
-    place = np.arange(n, dtype=np.int32)
-    decided, asked = place // (n // 2), place % 2
-    assert 3 * min(seconds(decided) for _ in range(3)) < min(seconds(asked) for _ in range(3))
+    token = np.arange(n, dtype=np.int32)
+    aligned, alternating = token // (n // 2), token % 2
+    assert 3 * min(seconds(aligned) for _ in range(3)) < min(seconds(alternating) for _ in range(3))

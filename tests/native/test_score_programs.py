@@ -1,10 +1,10 @@
-"""Score programs as the compiled module reads them: what it takes, and what is wrong with what it does not."""
+"""The compiled module's parser of score programs: what it accepts, and its error messages."""
 
 import random
 
 import pytest
+from assembly import OPS
 from plans import changed
-from written_programs import OPS
 
 from jax_flash import _native
 from jax_flash.problem import Problem
@@ -31,8 +31,8 @@ def problem(kind=SCORE, text="score;result,0", captured=ARRAYS):
     return changed(PROBLEM, captured=captured, **programs)
 
 
-def said(kind, text, captured=ARRAYS):
-    """What is wrong with a program; "" if nothing is."""
+def parse_error(kind, text, captured=ARRAYS):
+    """Return the error message for a program; "" if it is valid."""
     try:
         refusal = _native.cuda_refusal(problem(kind, text, captured).encode())
     except ValueError as error:
@@ -46,14 +46,14 @@ def test_instruction(op):
     operands, value = OPS[op]
     fields = ",".join(str(VALUE[t]) for t in operands)
     end = "result,5" if value == "f" else f"{'cast.b.f' if value == 'b' else f'cast.{value}.f'},5;result,6"
-    assert said(SCORE, f"{INPUTS};{op},{fields};{end}") == ""
-    assert "too many fields" in said(SCORE, f"{INPUTS};{op},{fields},0;{end}")
-    assert "too few fields" in said(
+    assert parse_error(SCORE, f"{INPUTS};{op},{fields};{end}") == ""
+    assert "too many fields" in parse_error(SCORE, f"{INPUTS};{op},{fields},0;{end}")
+    assert "too few fields" in parse_error(
         SCORE, f"{INPUTS};{op}{',' + fields.rpartition(',')[0] if ',' in fields else ''};{end}"
     )
     other = VALUE["f" if operands[-1] == "i" else "i"]
     wrong = [*fields.split(",")[:-1], str(other)]
-    assert f"value {other} has another type" in said(SCORE, f"{INPUTS};{op},{','.join(wrong)};{end}")
+    assert f"value {other} has another type" in parse_error(SCORE, f"{INPUTS};{op},{','.join(wrong)};{end}")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_instruction(op):
     ],
 )
 def test_program(kind, text):
-    assert said(kind, text) == ""
+    assert parse_error(kind, text) == ""
 
 
 @pytest.mark.parametrize(
@@ -123,15 +123,15 @@ def test_program(kind, text):
     ],
 )
 def test_wrong_program(kind, text, wrong):
-    assert wrong in said(kind, text)
+    assert wrong in parse_error(kind, text)
 
 
-def test_most_instructions():
-    assert said(SCORE, ";".join(["score", *["neg.f,0"] * 4094, "result,0"])) == ""
-    assert "more than 4096" in said(SCORE, ";".join(["score", *["neg.f,0"] * 4095, "result,0"]))
+def test_maximum_instructions():
+    assert parse_error(SCORE, ";".join(["score", *["neg.f,0"] * 4094, "result,0"])) == ""
+    assert "more than 4096" in parse_error(SCORE, ";".join(["score", *["neg.f,0"] * 4095, "result,0"]))
 
 
-def test_gradient_of_nothing():
+def test_score_grad_without_score_mod():
     text = changed(PROBLEM, score_grad=Program("cotangent;result,0")).encode()
     with pytest.raises(ValueError, match="^problem: score_grad without score_mod"):
         _native.cuda_refusal(text)
@@ -155,7 +155,7 @@ def test_gradient_of_nothing():
         "float32:1:a:0",
     ],
 )
-def test_captured_that_cannot_be_read(text):
+def test_unreadable_captured_arrays(text):
     with pytest.raises(ValueError, match="^problem: cannot read captured="):
         _native.cuda_refusal(PROBLEM.encode().replace("captured=none", f"captured={text}"))
 
@@ -171,7 +171,7 @@ def test_captured_that_cannot_be_read(text):
         ([Captured("int8", False, ())] * 33, "more than 32 captured arrays"),
     ],
 )
-def test_captured_that_cannot_be(captured, wrong):
+def test_invalid_captured_arrays(captured, wrong):
     with pytest.raises(ValueError, match=f"^problem: .*{wrong}"):
         _native.cuda_refusal(changed(PROBLEM, captured=tuple(captured)).encode())
     assert _native.cuda_refusal(changed(PROBLEM, captured=ARRAYS * 5).encode()) == ""
@@ -190,14 +190,14 @@ DISTANCE = "query;key;sub.i,1,0;cast.i.f,2"
          ["RampOf(v2, -1, 1, at)", "mul_f(v5, v3)", "neg_f(v6)", "add_f(v7, v3)", "sub_f(v5, v8)"]),
         (f"{DISTANCE};add.i,0,1;cast.i.f,4;sub.f,3,5;result,6", ["RampOf(v2, -1, 1, at)", "RampOf(v4, 1, 1, at)"]),
         (f"{DISTANCE};mul.f,3,3;result,4", ["RampOf(v2, -1, 1, at)"]),
-        ("head;cast.i.f,0;result,1", []),  # the same for all entries
+        ("head;cast.i.f,0;result,1", []),  # constant over the entries
         ("head;key;add.i,0,1;cast.i.f,2;result,3", []),  # it may wrap around
         ("query;key;min.i,0,1;cast.i.f,2;result,3", []),
-        (";".join([DISTANCE, *["neg.f,3"] * 28, "result,31"]), []),  # a function of its own
+        (";".join([DISTANCE, *["neg.f,3"] * 28, "result,31"]), []),  # long programs become functions
     ],
 )  # fmt: skip
 def test_ramps(text, ramps):
-    """What goes up or down evenly is kept as such, and asked for its value where anything else needs it."""
+    """Affine values stay ramps. Other instructions evaluate them at the entry."""
     source = _native.cuda_programs(problem(SCORE, text).encode())
     assert [line.split(" = ")[1].rstrip(";") for line in source.splitlines() if "const Ramp" in line] == ramps
     assert source.count(".Here()") == (2 if "mul.f,3,3" in text or "sub.f,3,5" in text else bool(ramps))
@@ -213,7 +213,7 @@ def test_ramps_of_absolute_distances():
     [({}, True), ({"kv_len": 2**24 - 5000}, True), ({"q_len": 2**24}, False), ({"query_offset": True}, False)],
 )
 def test_ramps_are_exact(sizes, exact):
-    """An int is one only as far as floats have it."""
+    """A ramp is in float, so it is used only if float represents all its integers."""
     text = changed(problem(SCORE, f"{DISTANCE};result,3"), **sizes).encode()
     assert ("Ramp" in _native.cuda_programs(text)) == exact
 
@@ -237,17 +237,17 @@ def test_ramps_are_exact(sizes, exact):
     ],
 )
 def test_sums(text, along):
-    """What entries add to the same place of a gradient is a sum, with a query offset as without."""
+    """Entries that add to the same element of a gradient are summed first, with and without a query offset."""
     for query_offset in (False, True):
         source = _native.cuda_programs(changed(problem(GRAD, text), query_offset=query_offset).encode())
-        for i, of in enumerate(along):
-            assert f"kAlong<{i}> = Along::k{of};" in source and f"add(Sum<{i}>(), cotangent, " in source
+        for i, axis in enumerate(along):
+            assert f"kAlong<{i}> = Along::k{axis};" in source and f"add(Sum<{i}>(), cotangent, " in source
         assert source.count("kAlong") == len(along)
         assert source.count("add(Each(), cotangent, ") == text.count("accumulate") - len(along)
 
 
-def test_corrupt_texts():
-    """Whatever is damaged, the answer is a sentence or a problem."""
+def test_corrupted_programs():
+    """Any damage gives a valid problem or an error message, never a crash."""
     rng = random.Random(0)
     grad = "score;cotangent;head;key;load.f,0,2,3;mul.f,1,4;accumulate,0,2,3,5;const.f,0x1.8p+3;mul.f,7,5;result,8"
     whole = problem(GRAD, grad)

@@ -1,5 +1,6 @@
-"""The fused kernels: the error against the exact result is at most twice that of standard attention in the same dtype,
-plus a few units in the last place. Forward and backward, every feature and dtype, any shape, on CPU and GPU.
+"""Errors of the fused kernels, forward and backward, for every feature and dtype, on CPU and GPU.
+
+The error may be at most twice that of standard attention in the same dtype, plus a few units in the last place.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", FEATURES, ids=str)
 def test_feature(case, dtype):
-    """In float16 with keys for each head, which Hopper's backward otherwise takes one by one, adding up dK and dV."""
+    """float16 has one key head per query head. With shared keys, Hopper's backward would use another loop."""
     check(dataclasses.replace(case, K=case.N) if dtype == "float16" else case, dtype)
 
 
@@ -43,7 +44,7 @@ def test_head_dim(D, dtype):
 
 @pytest.mark.parametrize("T", SIZES)
 def test_length(T):
-    """Around every tile size, alone and with what looks at positions."""
+    """Lengths around every tile size, for the plain call and for features that depend on positions."""
     check(Case(B=1, T=T, S=T, N=2, K=2, D=32, E=32), "float32")
     check(Case(B=1, T=T, S=SIZES[-1] + 1 - T, N=1, K=1, causal=True, offset=True), "float32")
     check(Case(B=2, T=200, S=T, N=1, K=1, window=(40, 25), lengths=True, bias="1n1s"), "float32")
@@ -51,7 +52,7 @@ def test_length(T):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_long(dtype):
-    """Many tiles of every kind; many terms in every sum."""
+    """Many tiles of every kind, and sums of many terms."""
     check(Case(B=1, T=1500, S=1111, N=2, K=1, D=64, E=64), dtype)
     check(Case(B=1, T=1111, S=1500, N=2, K=2, D=64, E=64, causal=True, bias="1n1s", dropout=0.1), dtype)
     check(Case(B=1, T=1100, S=1100, N=1, K=1, D=32, E=48, window=(100, 300), segments=True), dtype)
@@ -61,7 +62,7 @@ def test_long(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("T", [1, 3, 16])
 def test_few_queries(T, dtype):
-    """Decoding. GPUs divide the keys into parts; rows see nothing of some of them."""
+    """Decoding. GPUs split the keys, and some rows see no key of a split."""
     check(Case(T=T, S=1100, N=8, K=2, D=128, E=128, causal=True, offset=True, lengths=True), dtype)
     check(Case(T=T, S=1037, N=4, K=4, D=64, E=64, sinks=2.0, window=(300, 0), bias="1n1s", dropout=0.2), dtype)
     check(Case(T=T, S=1100, N=4, K=1, D=80, E=40, segments=True, mask="bnts", soft_cap=2.0), dtype)
@@ -69,7 +70,7 @@ def test_few_queries(T, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_some_queries(dtype):
-    """Tiles of many rows, groups that are no power of two, the least instead of the greatest score."""
+    """Many rows in a tile, groups that are not powers of two, and a negative scale, which inverts the maximum."""
     check(Case(B=1, T=33, S=1100, N=6, K=2, D=64, E=64, dropout=0.2, lengths=True, offset=True), dtype)
     case = Case(
         B=1, T=5, S=1100, N=9, K=3, sinks=2.0, window=(500, 100), segments=True, bias="11ts", dropout=0.1, scale=-0.3
@@ -81,8 +82,10 @@ def test_some_queries(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_large_scores(dtype):
-    """One-hot softmax, where exp would overflow without the maximum. Only rows with two keys that are nearly equal have
-    an error, and those are few: several draws."""
+    """A nearly one-hot softmax, in which exp would overflow if the maximum were not subtracted.
+
+    Only rows with two nearly equal largest scores have an error. They are rare, so the test uses several draws.
+    """
     check(Case(T=130, S=150, spread=12.0, scale=1.0), dtype, draws=8)
     check(Case(T=130, S=150, spread=12.0, scale=1.0, soft_cap=30.0, causal=True), dtype, draws=8)
 
@@ -95,19 +98,19 @@ def test_large_scores(dtype):
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_sinks_of_any_size(sinks, logsumexp, options, dtype):
-    """None at all, those that no row notices, and those that leave nothing for the keys."""
+    """Sinks of -inf, sinks that are negligible, and sinks that take all of the probability."""
     case, dtype = Case(sinks=1.0, logsumexp=logsumexp, **options), jnp.dtype(dtype)
     arrays, cotangents = case.arrays(dtype.name), case.cotangents(dtype.name)
     arrays["sinks"] = np.array(sinks, dtype)
     exact = by_numpy(case, arrays, cotangents)
-    usual = errors(standard.attention(case, arrays, cotangents, np.float32, dtype), exact)
+    baseline = errors(standard.attention(case, arrays, cotangents, np.float32, dtype), exact)
     cancelled = standard.cancellation(case, arrays, cotangents, dtype)
-    assert_accurate(run(case, arrays, cotangents), exact, usual, cancelled, dtype)
+    assert_accurate(run(case, arrays, cotangents), exact, baseline, cancelled, dtype)
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"bias": "1nts"}], ids=str)
-@pytest.mark.parametrize("asked", [("sinks",), ("query", "sinks"), ("bias", "sinks")], ids="-".join)
-def test_gradient_of_sinks_beside_few_others(asked, options):
+@pytest.mark.parametrize("inputs", [("sinks",), ("query", "sinks"), ("bias", "sinks")], ids="-".join)
+def test_gradient_of_sinks_with_few_other_gradients(inputs, options):
     case = Case(T=70, S=90, sinks=1.0, **options)
     arrays, cotangents = case.arrays("bfloat16"), case.cotangents("bfloat16")
 
@@ -118,14 +121,14 @@ def test_gradient_of_sinks_beside_few_others(asked, options):
         )[0]
 
     expected = run(dataclasses.replace(case, logsumexp=False), arrays, cotangents)
-    for name, x in gradients({name: arrays[name] for name in asked if name in arrays}).items():
+    for name, x in gradients({name: arrays[name] for name in inputs if name in arrays}).items():
         np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (x, expected[name])), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("bias_dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_bias_of_another_dtype(dtype, bias_dtype):
-    """Its gradient has the dtype of the bias."""
+    """The gradient of the bias has the dtype of the bias."""
     case = Case(bias="1nts", causal=True)
     arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
     arrays["bias"] = arrays["bias"].astype(jnp.dtype(bias_dtype))
@@ -147,15 +150,15 @@ def test_bias_of_another_dtype(dtype, bias_dtype):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("bias_dtype", ["bfloat16", "float16", "float32"])
 def test_bias_in_tiles(case, bias_dtype):
-    """Rows of whole 16 bytes, which Hopper's kernels have loaded in tiles."""
+    """Hopper's kernels load a bias in tiles by TMA if its rows are multiples of 16 bytes."""
     dtype = jnp.dtype("bfloat16")
     arrays, cotangents = case.arrays(dtype.name), case.cotangents(dtype.name)
     arrays["bias"] = arrays["bias"].astype(jnp.dtype(bias_dtype))
     exact = by_numpy(case, arrays, cotangents)
-    usual = errors(standard.attention(case, arrays, cotangents, np.float32, dtype), exact)
+    baseline = errors(standard.attention(case, arrays, cotangents, np.float32, dtype), exact)
     results = run(case, arrays, cotangents)
     results["bias"] = results["bias"].astype(dtype)
-    assert_accurate(results, exact, usual, standard.cancellation(case, arrays, cotangents, dtype), dtype)
+    assert_accurate(results, exact, baseline, standard.cancellation(case, arrays, cotangents, dtype), dtype)
 
 
 @pytest.mark.parametrize("case", [
@@ -169,7 +172,7 @@ def test_bias_in_tiles(case, bias_dtype):
     Case(B=1, T=300, S=400, D=128, E=128, mask="11ts", segments=True),
 ], ids=str)  # fmt: skip
 def test_wide_heads(case):
-    """Where Hopper's backward has the fewest registers."""
+    """Cases in which Hopper's backward has the fewest registers."""
     check(case, "bfloat16")
 
 
@@ -189,15 +192,15 @@ def test_soft_caps_of_any_size(cap, D, dtype):
     (Case(B=1, T=70, S=90, N=2, K=1, D=32, E=32, soft_cap=2000.0), 2048.0),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_scores_small_and_large_beside_the_soft_cap(case, factor, dtype):
-    """In one tile: some warps have both, others only small ones."""
+def test_small_and_large_scores_with_a_soft_cap(case, factor, dtype):
+    """Some warps of a tile have small and large scores, others only small ones."""
     arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
     arrays["query"][:, ::40] *= np.asarray(factor, arrays["query"].dtype)
     dtype = jnp.dtype(dtype)
     exact = by_numpy(case, arrays, cotangents)
-    usual = errors(standard.attention(case, arrays, cotangents, np.float32, dtype), exact)
+    baseline = errors(standard.attention(case, arrays, cotangents, np.float32, dtype), exact)
     cancelled = standard.cancellation(case, arrays, cotangents, dtype)
-    assert_accurate(run(case, arrays, cotangents), exact, usual, cancelled, dtype)
+    assert_accurate(run(case, arrays, cotangents), exact, baseline, cancelled, dtype)
 
 
 MANY_TILES = functools.partial(Case, T=150, S=700, D=8, E=8)
@@ -215,26 +218,26 @@ MANY_TILES = functools.partial(Case, T=150, S=700, D=8, E=8)
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_mask_with_empty_and_full_tiles(case, dtype):
-    """In every broadcast form, beside whatever else narrows tiles; biases summed over anything."""
+    """Masks in every broadcast form, with other features that restrict tiles, and with every extent of a bias."""
     sums = np.dtype(dtype)
     arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
     batch, heads, T, S = case.shape(case.mask)
     arrays["mask"] = entries(4, case.T, case.S, 50, 300, batch, heads)[:, :, -T:, -S:]
     exact = by_numpy(case, arrays, cotangents)
-    usual = errors(standard.attention(case, arrays, cotangents, sums.type), exact)
+    baseline = errors(standard.attention(case, arrays, cotangents, sums.type), exact)
     cancelled = standard.cancellation(case, arrays, cotangents, sums)
-    assert_accurate(run(case, arrays, cotangents), exact, usual, cancelled, sums)
+    assert_accurate(run(case, arrays, cotangents), exact, baseline, cancelled, sums)
 
 
 @pytest.mark.parametrize("fill", [np.finfo(np.float32).min, -1e9, -1e4])
 def test_large_negative_bias(fill):
-    """Masks as libraries write them: what is left decides, and a row with nothing else is the mean of the values."""
+    """Finite masks as in many libraries: the other keys decide, and a fully masked row is the mean of the values."""
     case = Case(B=1, T=50, S=70, bias="11ts")
     arrays, cotangents = case.arrays(), case.cotangents()
     arrays["bias"] = np.where(np.tri(50, 70, -1, dtype=bool)[None, None], 0, fill).astype(np.float32)
     results, exact = run(case, arrays, cotangents), by_numpy(case, arrays, cotangents)
-    usual = errors(standard.attention(case, arrays, cotangents, np.float32), exact)
-    assert_accurate(results, exact, usual, {}, np.dtype(np.float32))
+    baseline = errors(standard.attention(case, arrays, cotangents, np.float32), exact)
+    assert_accurate(results, exact, baseline, {}, np.dtype(np.float32))
 
 
 def test_bias_of_minus_infinity_masks():
@@ -250,8 +253,8 @@ def test_bias_of_minus_infinity_masks():
     assert not results["bias"][~visible].any()
 
 
-def test_results_are_the_same_every_time():
-    """Threads share the work; the order of sums does not depend on who is first, on a GPU if it is asked for."""
+def test_results_are_reproducible():
+    """On the CPU, the order of sums does not depend on threads. A GPU guarantees this if `deterministic` is set."""
     case = Case(B=1, T=600, S=600, N=2, K=1, D=64, E=64, bias="111s", deterministic=True)
     arrays, cotangents = case.arrays(), case.cotangents()
     first = run(case, arrays, cotangents)
@@ -290,4 +293,4 @@ def test_deterministic_gradients_do_not_depend_on_the_number_of_threads():
 
     (default, deterministic), (other_default, other_deterministic) = hashes(1), hashes(3)
     assert deterministic == other_deterministic
-    assert default != other_default  # or the environment variable has no effect
+    assert default != other_default  # otherwise the environment variable has no effect

@@ -1,4 +1,4 @@
-"""Kernels against the exact results, and their dropout mask against the specification, for problems drawn at random."""
+"""Random problems: kernels compared with exact results, and their dropout masks with the specification."""
 
 import jax
 import numpy as np
@@ -43,7 +43,7 @@ def test_any_case(case, dtype, seed):
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 200), st.integers(1, 200), st.floats(0.01, 0.99))
-def test_kernel_mask_is_the_specified_one_for_any_shape(B, N, T, S, rate):
+def test_kernel_mask_matches_specification_for_any_shape(B, N, T, S, rate):
     key = jax.random.key(B + T)
     for find in (from_forward, from_backward):
         mask = find(lambda q, k, v: attend(q, k, v, rate, key), B, N, T, S)

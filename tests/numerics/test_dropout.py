@@ -1,4 +1,4 @@
-"""The dropout mask: the specification, the kernels' agreement with it bit by bit, and its statistics."""
+"""The dropout mask: its specification, bitwise agreement of the kernels with it, and its statistics."""
 
 import itertools
 
@@ -30,7 +30,7 @@ on_each_device = pytest.mark.usefixtures("device")
         ),
     ],
 )
-def test_philox_gives_the_known_answers(counter, key, random):
+def test_philox_known_answers(counter, key, random):
     """The answers for philox4x32-7 in Random123's kat_vectors."""
     expected = [int(word, 16) for word in random.split()]
     counter, key = np.array(counter, np.uint32), np.array(key, np.uint32)
@@ -39,8 +39,8 @@ def test_philox_gives_the_known_answers(counter, key, random):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 16), (17, 33), (40, 7), (3, 130)])
-def test_every_entry_has_its_own_bits(shape):
-    """The specification, which goes by tiles, against the map entry by entry."""
+def test_bits_of_every_entry(shape):
+    """Compare the library's function, which works by tiles, with the tests' function of single entries."""
     seed = np.array([[1, 2], [3, 0xFFFFFFFF]], np.uint32)
     batch, heads = np.array([7, 0x80000000], np.uint32), np.array([0, 5, 123456789], np.uint32)
     bits = dropout.random_bits(jnp.asarray(seed), jnp.asarray(batch), jnp.asarray(heads), shape)
@@ -51,14 +51,14 @@ def test_every_entry_has_its_own_bits(shape):
     np.testing.assert_array_equal(keep, expected >= 20000)
 
 
-def test_a_block_is_a_part_of_the_whole():
+def test_block_equals_part_of_mask():
     seed, ids = jnp.array([[8, 9]], jnp.uint32), jnp.zeros(1, jnp.uint32)
-    whole = dropout.random_bits(seed, ids, ids, (70, 90))
+    full = dropout.random_bits(seed, ids, ids, (70, 90))
     block = jax.jit(lambda i, j: dropout.random_bits(seed, ids, ids, (22, 35), i, j))(48, 16)
-    np.testing.assert_array_equal(block, whole[:, :, 48:70, 16:51])
+    np.testing.assert_array_equal(block, full[:, :, 48:70, 16:51])
 
 
-def test_seed_is_the_same_for_typed_and_raw_keys():
+def test_typed_and_raw_keys_give_the_same_seed():
     seed = dropout.seed_from_key(jax.random.key(3), 4)
     assert seed.shape == (4, 2) and seed.dtype == jnp.uint32
     np.testing.assert_array_equal(seed, dropout.seed_from_key(jax.random.PRNGKey(3), 4))
@@ -67,14 +67,14 @@ def test_seed_is_the_same_for_typed_and_raw_keys():
     assert dropout.seed_from_key(jax.random.key(3, impl="rbg"), 4).shape == (4, 2)
 
 
-def test_threshold_is_the_nearest():
+def test_threshold_rounds_to_nearest():
     rates = (0, 1e-9, 0.1, 0.5, 255 / 256, 1 - 2**-17, 1.0)
     assert [dropout.threshold(rate) for rate in rates] == [0, 0, 3277, 16384, 32640, 32768, 32768]
     assert dropout.threshold(np.float32(0.25)) == dropout.threshold(jnp.float32(0.25)) == 8192
 
 
 @pytest.mark.parametrize("rate", [255 / 256 + 2**-15, 0.999, 1 - 2**-15])
-def test_threshold_refuses_what_would_be_nan(rate):
+def test_rates_too_close_to_1_are_refused(rate):
     with pytest.raises(ValueError, match=r"at most 0\.99609375, or 1, not"):
         dropout.threshold(rate)
 
@@ -95,7 +95,7 @@ SHAPES = [
 @on_each_device
 @pytest.mark.parametrize("find", [from_forward, from_backward])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernel_mask_is_the_specified_one(shape, find):
+def test_kernel_mask_matches_specification(shape, find):
     B, N, T, S = shape
     key = jax.random.key(11)
     mask = find(lambda q, k, v: attend(q, k, v, 0.3, key), B, N, T, S)
@@ -105,7 +105,7 @@ def test_kernel_mask_is_the_specified_one(shape, find):
 @on_each_device
 @pytest.mark.parametrize("find", [from_forward, from_backward])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_kernel_mask_is_the_same_in_every_dtype(dtype, find, device):
+def test_kernel_mask_does_not_depend_on_dtype(dtype, find, device):
     if dtype == "float64" and device.platform == "gpu":
         pytest.skip("no float64 kernels for GPUs")
     key = jax.random.key(5)
@@ -119,7 +119,7 @@ def test_kernel_mask_is_the_same_in_every_dtype(dtype, find, device):
 @pytest.mark.parametrize("rate", [2**-15, 0.002, 127 / 32768, 128 / 32768, 255 / 256])
 @pytest.mark.parametrize("find", [from_forward, from_backward])
 def test_kernel_mask_at_extreme_rates(find, rate, dtype):
-    """As bfloat16 numbers thresholds below 128 are subnormal, and the last is infinite."""
+    """In bfloat16, thresholds below 128 would be subnormal and the last one infinite."""
     key = jax.random.key(6)
     with jax.default_matmul_precision("default"):
         mask = find(lambda q, k, v: attend(q, k, v, rate, key), 1, 2, 140, 260, dtype)
@@ -128,7 +128,7 @@ def test_kernel_mask_at_extreme_rates(find, rate, dtype):
 
 @on_each_device
 @pytest.mark.parametrize("find", [from_forward, from_backward])
-def test_masks_and_offsets_do_not_move_the_mask(find):
+def test_kernel_mask_does_not_depend_on_masks_and_offsets(find):
     key = jax.random.key(2)
     mask = find(lambda q, k, v: attend(q, k, v, 0.4, key, is_causal=True, query_offset=3), 1, 2, 40, 60)
     visible = np.tri(40, 60, 3, dtype=bool)
@@ -144,7 +144,7 @@ def test_broadcast_dropout_has_one_mask(implementation):
 
 
 @on_each_device
-def test_ids_choose_the_batch_entries_and_heads_of_the_mask():
+def test_dropout_ids_select_batch_entries_and_heads():
     key = jax.random.key(6)
     mask = from_forward(
         lambda q, k, v: attend(q, k, v, 0.5, key, dropout_batch_ids=jnp.array([3, 1]), dropout_head_ids=jnp.array([4])),
@@ -153,7 +153,7 @@ def test_ids_choose_the_batch_entries_and_heads_of_the_mask():
     np.testing.assert_array_equal(mask, specified(0.5, key, 4, 5, 20, 30)[[3, 1], 4:])
 
 
-def test_head_ids_may_be_mapped():
+def test_vmap_over_head_ids():
     key, ids = jax.random.key(6), jnp.array([[4], [0]])
     x = jax.random.normal(jax.random.key(0), (2, 1, 20, 1, 8))
 
@@ -164,7 +164,7 @@ def test_head_ids_may_be_mapped():
 
 
 @on_each_device
-def test_batched_keys_give_the_masks_of_the_single_ones():
+def test_vmap_over_keys():
     keys = jax.random.split(jax.random.key(1), 6)
     query, key, value = (jax.random.normal(k, (2, 30, 2, 8)) for k in jax.random.split(jax.random.key(0), 3))
 
@@ -175,20 +175,20 @@ def test_batched_keys_give_the_masks_of_the_single_ones():
     nested = jax.vmap(jax.vmap(gradient))(keys.reshape(2, 3))
     raw = jax.vmap(gradient)(jax.random.key_data(keys))
     for batched in (jax.vmap(gradient)(keys), raw, nested.reshape(single.shape)):
-        np.testing.assert_allclose(batched, single, rtol=1e-5, atol=1e-5)  # another mask would be far off
+        np.testing.assert_allclose(batched, single, rtol=1e-5, atol=1e-5)  # another mask would give large differences
 
 
-# --- the statistics; the seeds are fixed, so these cannot fail by chance ---
+# --- statistics, with fixed seeds, so that no test can fail by chance ---
 
 
 def correlation(x, y):
-    """In standard deviations of that of independent samples."""
+    """Return the correlation in standard deviations of the correlation of independent samples."""
     return abs(np.corrcoef(x.ravel(), y.ravel())[0, 1]) * np.sqrt(x.size)
 
 
 @pytest.fixture(scope="module")
 def bits():
-    """[seeds, B, N, T, S]"""
+    """Random bits [seeds, B, N, T, S]."""
     ids = jnp.arange(4, dtype=jnp.uint32)
     keys = jax.random.split(jax.random.key(0), 3)
     return np.stack([dropout.random_bits(dropout.seed_from_key(key, 4), ids, ids, (256, 256)) for key in keys])
@@ -203,8 +203,8 @@ def test_bits_are_uniform(bits):
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
-def test_rate_is_kept(bits, rate):
-    """Over all, and in every row, every column, every place of a 16x16 tile."""
+def test_dropout_rate(bits, rate):
+    """Check the rate over all entries, and in every row, column and position of a 16x16 tile."""
     drop = bits < dropout.threshold(rate)
     exact = dropout.threshold(rate) / 32768
 
@@ -220,7 +220,7 @@ def test_rate_is_kept(bits, rate):
 
 @pytest.mark.parametrize("axis", range(5), ids=["keys", "batch", "heads", "rows", "columns"])
 def test_entries_are_independent(bits, axis):
-    """Neighbours along an axis at every distance that the map of a tile knows, as numbers and as decisions."""
+    """Test pairs at all distances within the structure of a tile, both the random bits and the dropped entries."""
     size = bits.shape[axis]
     for distance in (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 32, 64, 128):
         if distance < size:
@@ -229,27 +229,27 @@ def test_entries_are_independent(bits, axis):
             assert correlation(x < 3277, y < 3277) < 4.5
 
 
-def test_words_of_one_call_are_independent(bits):
+def test_words_of_one_philox_call_are_independent(bits):
     tiles = bits.reshape(-1, 16, 2, 8, 16, 2, 4, 2).transpose(2, 5, 7, 0, 1, 3, 4, 6).reshape(8, -1)
     for x, y in itertools.combinations(tiles, 2):
         assert correlation(x, y) < 4.5
 
 
-def test_expectation_is_that_without_dropout():
+def test_mean_output_equals_output_without_dropout():
     query, key, value = (jax.random.normal(k, (1, 24, 2, 8)) for k in jax.random.split(jax.random.key(9), 3))
     keys = jax.random.split(jax.random.key(10), 4096)
     o = np.asarray(jax.jit(jax.vmap(lambda k: attend(query, key, value, 0.4, k)))(keys))
     deviation = (o.mean(0) - attend(query, key, value, 0.0, None)) / (o.std(0) / np.sqrt(len(keys)))
     assert abs(deviation).max() < 4.5
-    assert 0.8 < deviation.std() < 1.2  # as it is for a mean that is exact
+    assert 0.8 < deviation.std() < 1.2  # an unbiased mean has 1
 
 
-# --- the ends ---
+# --- extreme rates ---
 
 
 @on_each_device
 @pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
-def test_rate_0_is_no_dropout(implementation):
+def test_rate_0_equals_no_dropout(implementation):
     query, key, value = (jax.random.normal(k, (2, 20, 2, 8)) for k in jax.random.split(jax.random.key(9), 3))
     without = jax_flash.dot_product_attention(query, key, value, implementation=implementation)
     for dropout_key in (None, jax.random.key(0)):

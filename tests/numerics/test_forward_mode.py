@@ -1,4 +1,4 @@
-"""Forward mode of the fused calls, compared with materialised attention in float64, and what it runs."""
+"""Forward mode of the fused calls: results compared with materialised attention in float64, and executed calls."""
 
 import functools
 
@@ -16,7 +16,7 @@ from jax_flash import blockwise, custom_calls, derivatives
 
 SMALL = functools.partial(Case, B=2, T=19, S=21, D=8, E=8)
 
-# Each feature; `test_gradients.py` has small cases with more features together.
+# Each feature. `test_gradients.py` has small cases that combine more features.
 CASES = [
     SMALL(K=1, E=5),
     SMALL(causal=True, lengths=True, sinks=30.0),
@@ -44,14 +44,15 @@ def clear_caches():
 
 
 def jvp(case, implementation, arrays, tangents):
-    """O, the logsumexp and their tangents."""
+    """Return O and the logsumexp, and their tangents."""
     others = {name: x for name, x in arrays.items() if name not in tangents}
 
-    def attention(moving):
-        given = moving | others | case.options | {"implementation": implementation}
+    def attention(inputs):
+        given = inputs | others | case.options | {"implementation": implementation}
         return jax_flash.dot_product_attention(**given, return_residual=True)
 
-    return jax.jit(lambda at, along: jax.jvp(attention, (at,), (along,)))({x: arrays[x] for x in tangents}, tangents)
+    compiled = jax.jit(lambda primals, tangents: jax.jvp(attention, (primals,), (tangents,)))
+    return compiled({name: arrays[name] for name in tangents}, tangents)
 
 
 def all_tangents(arrays):
@@ -71,40 +72,40 @@ def test_tangents(case, block, monkeypatch):
     np.testing.assert_allclose(results[1][1], dlogsumexp, atol=1e-12)
 
 
-@pytest.mark.parametrize("moving", [("query",), ("key", "value"), ("scale",), ("query", "scale")])
+@pytest.mark.parametrize("inputs", [("query",), ("key", "value"), ("scale",), ("query", "scale")])
 @pytest.mark.parametrize("spread", [1.0, 8.0])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_accuracy(dtype, spread, moving, monkeypatch):
-    """At most twice the error of materialised attention, and a few units in the last place.
+def test_accuracy(dtype, spread, inputs, monkeypatch):
+    """The error is at most twice that of materialised attention, plus a few units in the last place.
 
-    The query's tangent is the query, so Ṡ = S. If the scores are spread, its mean is large.
+    The query's tangent is the query itself, so Ṡ = S. Spread scores make its mean large.
     """
     set_block(monkeypatch, 16)
     case = SMALL(T=33, S=47, causal=True, spread=spread)
 
     def tangent(attention, arrays, tangents):
         attend = functools.partial(attention, is_causal=True)
-        at = {name: arrays[name] for name in moving}
+        at = {name: arrays[name] for name in inputs}
         return np.asarray(jax.jvp(lambda moved: attend(**(arrays | moved)), (at,), (tangents,))[1])
 
     def materialised(scale, query, **arrays):
         return jax.nn.dot_product_attention(query, **arrays, scale=scale, implementation="xla").astype(query.dtype)
 
-    usual = 0.0
-    for seed in (3, 2, 1, 0):  # the largest error of a few draws, as there are few entries
+    baseline = 0.0
+    for seed in (3, 2, 1, 0):  # the largest error of a few draws, because there are few entries
         arrays = case.arrays(dtype, seed) | {"scale": np.float32(0.3)}
-        tangents = {name: arrays[name] if name == "query" else np.asarray(along(arrays[name])) for name in moving}
+        tangents = {name: arrays[name] if name == "query" else np.asarray(along(arrays[name])) for name in inputs}
         with jax.enable_x64(True):
             exact = tangent(materialised, upcast(arrays), upcast(tangents))
-        usual = max(usual, np.abs(np.float64(tangent(materialised, arrays, tangents)) - exact).max())
+        baseline = max(baseline, np.abs(np.float64(tangent(materialised, arrays, tangents)) - exact).max())
     result = tangent(jax_flash.dot_product_attention, arrays, tangents)
     assert result.dtype == dtype
-    assert np.abs(np.float64(result) - exact).max() <= 2 * usual + 4 * jnp.finfo(dtype).eps * np.abs(exact).max()
+    assert np.abs(np.float64(result) - exact).max() <= 2 * baseline + 4 * jnp.finfo(dtype).eps * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("block", [256, 16])
 def test_constant_tangent_of_the_scores(block, monkeypatch):
-    """It changes nothing but the logsumexp, although it is much larger than all else."""
+    """A large constant tangent of all scores changes only the tangent of the logsumexp."""
     set_block(monkeypatch, block)
     case = SMALL(causal=True, bias="11ts", T=40, S=40)
     arrays = case.arrays()
@@ -123,10 +124,10 @@ def test_padding_is_inert():
     arrays = case.arrays() | {"query_seq_lengths": np.array([7, 0]), "key_value_seq_lengths": np.array([9, 21])}
     tangents = all_tangents(arrays)
     padded_arrays, padded_tangents = (jax.tree.map(np.array, x) for x in (arrays, tangents))
-    for of, lengths in (("query", [7, 0]), ("key", [9, 21]), ("value", [9, 21])):
+    for name, lengths in (("query", [7, 0]), ("key", [9, 21]), ("value", [9, 21])):
         for padded in (padded_arrays, padded_tangents):
             for i, length in enumerate(lengths):
-                padded[of][i, length:] = np.nan
+                padded[name][i, length:] = np.nan
     clean, padded = jvp(case, None, arrays, tangents), jvp(case, None, padded_arrays, padded_tangents)
     jax.tree.map(np.testing.assert_array_equal, clean, padded)
     assert not np.any(padded[1][0][1]) and not np.any(padded[1][0][0, 7:])
@@ -142,7 +143,7 @@ def normal(seed, *shape):
 
 
 def mean_flow(attend, q):
-    """Reverse mode through the primal output; the tangent is under stop_gradient."""
+    """Reverse mode through the primal output. The tangent is under stop_gradient."""
 
     def loss(scale):
         u, du = jax.jvp(lambda q: attend(q * scale), (q,), (along(q),))
@@ -260,11 +261,11 @@ def test_sharded_sequence(layout):
     np.testing.assert_allclose(*linear, atol=1e-12)
 
 
-# --- what runs --------------------------------------------------------------------------------------------------------
+# --- executed calls ---------------------------------------------------------------------------------------------------
 
 
 def names(function, *args):
-    """The calls in a compiled function's jaxpr after dead code is gone, in order."""
+    """Return the calls in a compiled function's jaxpr in order, after dead-code elimination."""
     jaxpr = jax.make_jaxpr(jax.jit(function))(*args).jaxpr
     found = []
 
@@ -298,7 +299,7 @@ def attend(q):
     ],
 )
 def test_calls(function, expected):
-    """The tangent's own derivative is not there if nothing needs it, and tangents that are mapped share a forward."""
+    """The derivative of a tangent appears only if it is used. Mapped tangents share one forward."""
     q = jnp.ones((1, 2, 1, 4))
     assert names(function, q) == expected
 
@@ -317,24 +318,24 @@ def test_mean_flow_without_jit_runs_no_second_derivative(monkeypatch):
     assert [call.order for call in tangents] == [1]
 
 
-@pytest.mark.parametrize(("moving", "products"), [((0,), 4), ((1,), 4), ((2,), 2), ((0, 1, 2), 6)])
-def test_products(moving, products):
-    """Six for each tile, and fewer if fewer inputs move."""
+@pytest.mark.parametrize(("inputs", "products"), [((0,), 4), ((1,), 4), ((2,), 2), ((0, 1, 2), 6)])
+def test_products(inputs, products):
+    """A tile takes six products, and fewer if fewer inputs have tangents."""
     q = jnp.ones((1, 300, 1, 8))
     at = [q, q + 1, q + 2]
 
     def tangent(*moved):
-        given = dict(zip(moving, moved, strict=True))
+        given = dict(zip(inputs, moved, strict=True))
         return jax_flash.dot_product_attention(*(given.get(i, x) for i, x in enumerate(at)))
 
-    _, linear = jax.linearize(tangent, *(at[i] for i in moving))
-    text = jax.jit(linear).lower(*(at[i] for i in moving)).as_text()
+    _, linear = jax.linearize(tangent, *(at[i] for i in inputs))
+    text = jax.jit(linear).lower(*(at[i] for i in inputs)).as_text()
     assert text.count("dot_general") == products
 
 
 @pytest.mark.usefixtures("x64")
 def test_second_order_reaches_captured_arrays():
-    """A derivative along all inputs, then a gradient to all of them."""
+    """Take the tangent with respect to all inputs, then its gradient with respect to all inputs."""
     attention, inputs = differentiable(SMALL(B=1, T=4, S=5, D=3, E=2, bias="1n1s", sinks=1.0), "flash")
     reference, _ = differentiable(SMALL(B=1, T=4, S=5, D=3, E=2, bias="1n1s", sinks=1.0), "reference")
 

@@ -1,4 +1,4 @@
-"""Derivatives against finite differences and against those of the reference, of first and higher order, in f64."""
+"""First and higher derivatives in float64, compared with finite differences and with the reference."""
 
 import functools
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 SMALL = functools.partial(Case, B=2, T=5, S=6, N=2, K=2, D=3, E=2)
 
-# Every pair of masks, bias, GQA, windows, soft cap, dropout and segment ids is there with and without each other.
+# For each pair of masks, bias, GQA, windows, soft cap, dropout and segment ids, some cases have both and some only one.
 PRODUCT = [
     SMALL(),
     SMALL(N=4, causal=True, bias="bnts", mask="b1ts", sinks=1.0),
@@ -77,7 +77,7 @@ def test_hessian(case):
 
 @pytest.mark.parametrize("case", HIGHER, ids=str)
 def test_gradient_of_gradient(case):
-    """A gradient penalty."""
+    """The gradient of a gradient penalty."""
 
     def penalised(f):
         def penalty(*inputs):
@@ -90,15 +90,15 @@ def test_gradient_of_gradient(case):
 
 def test_third_order():
     def third(f):
-        def along(g):
+        def summed_gradient(g):
             return lambda *inputs: jax.grad(lambda *x: g(*x).sum())(*inputs)
 
-        return along(along(along(f)))
+        return summed_gradient(summed_gradient(summed_gradient(f)))
 
     assert_same_as_reference(third, SMALL(causal=True, bias="1111", soft_cap=1.0))
 
 
-def test_hessian_vector_product_is_reverse_over_reverse():
+def test_reverse_over_reverse():
     case = PRODUCT[1]
     results = []
     for implementation in ("flash", "reference"):
@@ -110,8 +110,8 @@ def test_hessian_vector_product_is_reverse_over_reverse():
 
 
 @pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
-def test_rows_with_nothing_to_attend_to(implementation):
-    """Zero, with zero gradients, never NaN; to second order."""
+def test_empty_rows(implementation):
+    """Outputs and gradients of empty rows are zero, never NaN, up to second order."""
     case = SMALL(mask="bnts", bias="bnts")
     attention, inputs = differentiable(case, implementation)
     query, key, value, bias = inputs
@@ -122,8 +122,8 @@ def test_rows_with_nothing_to_attend_to(implementation):
         o, residual = jax_flash.dot_product_attention(
             query, key, value, bias, mask, return_residual=True, implementation=implementation
         )
-        assert_rows = (o[1, 3], o[0, 2, 0])
-        return (o**2).sum() + jnp.where(jnp.isfinite(residual), residual, 0).sum(), (assert_rows, residual)
+        empty_rows = (o[1, 3], o[0, 2, 0])
+        return (o**2).sum() + jnp.where(jnp.isfinite(residual), residual, 0).sum(), (empty_rows, residual)
 
     (_, (rows, residual)), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(query, key, value)
     assert not any(row.any() for row in rows)
@@ -137,7 +137,7 @@ def test_rows_with_nothing_to_attend_to(implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_16_bit_gradients_of_plain_jax_are_rounded_once(implementation):
-    """Sums over 2048 rows and keys err by half a unit in the last place, and by what they err in float32."""
+    """Sums over 2048 rows and keys have the error of float32 plus half a unit in the last place."""
     case = Case(B=1, T=2048, S=2048, N=2, K=1, bias="1n1s", sinks=2.0, logsumexp=False)
     arrays, cotangents = case.arrays("bfloat16"), case.cotangents("bfloat16")
     exact = by_numpy(case, arrays, cotangents)

@@ -1,4 +1,4 @@
-"""`Mask`: the entries that it shows, of a whole call, of a tile and of a part, and `&`."""
+"""`Mask`: visible entries of a call, of a tile and of a part of a sequence, and intersection by `&`."""
 
 import dataclasses
 
@@ -29,16 +29,16 @@ MASKS = st.builds(Mask, is_causal=st.booleans(), local_window_size=st.builds(Win
 
 
 def described(case: cases.Case, seed: int) -> tuple[Mask, Operands, np.ndarray]:
-    """The mask, its arrays, and by NumPy which entries it shows."""
+    """Return the mask, its arrays, and the visible entries by NumPy."""
     arrays = case.arrays(seed=seed)
     problem, operands = cases.problem(case, arrays)
     return problem.mask, operands, standard.allowed(case, arrays)
 
 
 def visible(mask: Mask, operands: Operands, rows: np.ndarray, columns: np.ndarray, lengths=(T, S)) -> np.ndarray:
-    at = jnp.asarray(rows, jnp.int32), jnp.asarray(columns, jnp.int32)
-    shown = np.asarray(mask.visible(lengths, (), operands, *at))
-    return np.broadcast_to(shown, (B, N, len(rows), len(columns)))
+    indices = jnp.asarray(rows, jnp.int32), jnp.asarray(columns, jnp.int32)
+    entries = np.asarray(mask.visible(lengths, (), operands, *indices))
+    return np.broadcast_to(entries, (B, N, len(rows), len(columns)))
 
 
 @given(CASES, st.integers(0, 99))
@@ -49,20 +49,20 @@ def test_entries(case, seed):
 
 
 @given(CASES, st.integers(0, 99), st.sampled_from([0, 16]), st.sampled_from([0, 16, 32]))
-def test_tiles_that_may_show_nothing(case, seed, row, column):
-    """A tile with a visible entry is not skipped, and a causal mask or a window alone decides exactly."""
+def test_tiles_that_may_be_empty(case, seed, row, column):
+    """A tile with a visible entry is not skipped. For a causal mask or a window alone the decision is exact."""
     mask, operands, expected = described(case, seed)
     rows, columns = np.arange(row, row + 16), np.arange(column, column + 16)
-    there = expected[:, :, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].any()
+    any_visible = expected[:, :, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].any()
     may_show = mask.may_show((T, S), operands, jnp.asarray(rows), jnp.asarray(columns))
-    assert may_show is None or bool(may_show) or not there
+    assert may_show is None or bool(may_show) or not any_visible
     if mask in (Mask(), Mask(is_causal=True), Mask(local_window_size=mask.local_window_size)):
-        assert there == (may_show is None or bool(may_show))
+        assert any_visible == (may_show is None or bool(may_show))
 
 
 @given(CASES, st.integers(0, 99), st.sampled_from([0, 16]), st.sampled_from([0, 24]))
 def test_parts(case, seed, row, key):
-    """A part shows what the whole mask shows there."""
+    """The mask of a part equals that part of the full mask."""
     case = dataclasses.replace(case, mask="", block_mask=case.block_mask if key == 0 else None)
     mask, operands, expected = described(case, seed)
     rows, keys = 16, 16 if case.block_mask else 24
@@ -75,25 +75,25 @@ def test_parts(case, seed, row, key):
             x = x[(slice(None),) * (1 + dims.index("S")) + (slice(key, key + keys),)]
         arrays[name] = x
     part, arrays = mask.part((T, S), (rows, keys), (jnp.int32(row), jnp.int32(key)), arrays)
-    shown = visible(part, Operands.of(arrays), np.arange(rows), np.arange(keys), (rows, keys))
-    np.testing.assert_array_equal(shown, expected[:, :, row : row + rows, key : key + keys])
+    entries = visible(part, Operands.of(arrays), np.arange(rows), np.arange(keys), (rows, keys))
+    np.testing.assert_array_equal(entries, expected[:, :, row : row + rows, key : key + keys])
 
 
 @given(MASKS, MASKS, st.integers(1, 9), st.integers(1, 9), st.integers(-9, 9))
-def test_both(first, second, rows, keys, ahead):
-    """`&` shows what both show, and `count` counts it."""
+def test_intersection(first, second, rows, keys, ahead):
+    """`&` is the intersection of two masks, and `count` counts its entries."""
 
-    def shown(mask: Mask) -> np.ndarray:
+    def entries(mask: Mask) -> np.ndarray:
         distance = np.arange(keys) - np.arange(rows)[:, None] - ahead
         left, right = (x if x >= 0 else 99 for x in mask.local_window_size)
         return (-left <= distance) & (distance <= right) & ((distance <= 0) | (not mask.is_causal))
 
     both = first & second
-    np.testing.assert_array_equal(shown(both), shown(first) & shown(second))
-    assert both.count(rows, keys, ahead) == shown(both).sum()
+    np.testing.assert_array_equal(entries(both), entries(first) & entries(second))
+    assert both.count(rows, keys, ahead) == entries(both).sum()
 
 
-def test_both_keep_arrays():
+def test_intersection_keeps_arrays():
     with_array = Mask(array=Extent(True, True, True, True), query_offset=True)
     assert with_array & Mask(True, WindowSize(3)) == dataclasses.replace(
         with_array, is_causal=True, local_window_size=WindowSize(3)

@@ -1,6 +1,6 @@
-"""Memory: O(N) at a length where one head's matrix alone would have 16 GiB, and arrays of more than 2³¹ elements.
+"""Memory at a length where one head's matrix would take 16 GiB, and arrays of more than 2³¹ elements.
 
-Each in a process of its own, which measures its peak of resident memory from after the inputs are there.
+Each test runs in a new process, which measures its peak resident memory after it has made the inputs.
 """
 
 import os
@@ -19,12 +19,12 @@ MEASURED = """
         with open("/proc/self/status") as status:
             return 1024 * int(re.search(kind + r":\\s+(\\d+) kB", status.read())[1])
 
-    def numbers(N, d):  # without temporaries, which would leave room for those of attention
+    def numbers(N, d):  # without temporaries, whose freed memory attention could reuse
         x = jax.jit(lambda: jnp.sin(jnp.arange(N * d, dtype=jnp.float32) ** 1.5).reshape(1, N, 1, d))()
         return jax.block_until_ready(x)
 
     def extra(function, *args):
-        # Peak memory of the call above what was there before and what it returns, and its results.
+        # Return the peak memory above the inputs and the results, and the results.
         with open("/proc/self/clear_refs", "w") as peak:
             peak.write("5")
         before = resident("VmRSS")
@@ -35,7 +35,7 @@ MEASURED = """
 
 def run(*program):
     program = "".join(map(textwrap.dedent, (MEASURED, *program)))
-    # What is freed goes back to the system at once, or it would hide what is allocated after it.
+    # Freed memory must return to the system at once, or it would hide later allocations.
     environment = os.environ | {"XLA_FLAGS": "", "MALLOC_MMAP_THRESHOLD_": "65536"}
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     print(result.stdout)
@@ -44,9 +44,9 @@ def run(*program):
 
 @pytest.mark.slow
 def test_long_sequence():
-    """N = 65536, one head of 64, forward and backward: at most 64 MiB above the inputs and outputs.
+    """N = 65536, one head of dim 64, forward and backward: at most 64 MiB above the inputs and outputs.
 
-    A window keeps it short; memory does not depend on it, as the next test says.
+    A window shortens the test. The next test shows that memory does not depend on it.
     """
     run(
         """
@@ -60,7 +60,7 @@ def test_long_sequence():
 
         step = jax.jit(step, static_argnums=3)
         small = jnp.ones((1, 64, 1, d))
-        jax.block_until_ready(step(small, small, small, None))  # what importing and compiling takes
+        jax.block_until_ready(step(small, small, small, None))  # memory for imports and compilation
         step = step.lower(*[jax.ShapeDtypeStruct((1, N, 1, d), jnp.float32)] * 3, (255, 256)).compile()
         extra, results = extra(step, *(numbers(N, d) for _ in range(3)))
         print(extra / 2**20, "MiB above inputs and outputs")
@@ -71,8 +71,8 @@ def test_long_sequence():
 
 
 @pytest.mark.slow
-def test_memory_does_not_depend_on_what_is_masked():
-    """At a quarter of the length, where the whole matrix is quick enough: 1 GiB of it, and nothing of the sort."""
+def test_memory_does_not_depend_on_the_window():
+    """A quarter of the length, without a window. The full matrix would take 1 GiB."""
     run(
         """
         N, d = 16384, 64
@@ -102,7 +102,7 @@ BIG = """
 
 @pytest.mark.slow
 def test_keys_beyond_2_to_the_31_elements():
-    """4 GiB of keys and values, of which the last are looked at."""
+    """4 GiB of keys and values, of which only the last are visible."""
     run(
         BIG,
         """
@@ -119,7 +119,7 @@ def test_keys_beyond_2_to_the_31_elements():
 
 @pytest.mark.slow
 def test_rows_beyond_2_to_the_31_elements():
-    """4 GiB of output, which also is its cotangent: the last rows of it, and of the query's gradient."""
+    """4 GiB of output, which is also the cotangent. The test checks the last rows of the output and of the gradient."""
     run(
         BIG,
         """

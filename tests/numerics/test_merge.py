@@ -1,4 +1,4 @@
-"""`merge`: attention to all keys from attention to some each, however they are divided and put together."""
+"""`merge` of attention over disjoint sets of keys, for any division of the keys and any order of merging."""
 
 import dataclasses
 import functools
@@ -16,18 +16,18 @@ pytestmark = pytest.mark.usefixtures("device")
 
 CASE = Case(B=2, T=20, S=33, N=4, K=2, D=8, E=8)
 TOLERANCES = {"float64": 1e-12, "float32": 5e-5, "bfloat16": 3e-2}
-# Which part each key is in.
+# The index of the part that each key belongs to.
 SPLITS = {
     "two": np.arange(33) // 15,
     "uneven": np.arange(33) // 32,
     "eleven": np.arange(33) // 3,
     "one key each": np.arange(33),
-    "not in a row": np.arange(33) % 4,
+    "interleaved": np.arange(33) % 4,
 }
 
 
 def arrays_and_mask(dtype):
-    """Query, key and value, and a mask: row 3 sees nothing at all, row 7 one key, row 8 the last ones."""
+    """Return query, key and value, and a mask: row 3 sees no key, row 7 one key, row 8 only the last keys."""
     mask = np.random.default_rng(2).random((1, 1, CASE.T, CASE.S)) < 0.4
     mask[..., 3, :] = mask[..., 7, :] = mask[..., 8, :] = False
     mask[..., 7, 10] = mask[..., 8, 25:] = True
@@ -35,21 +35,21 @@ def arrays_and_mask(dtype):
 
 
 def parts(arrays, mask, part_of_key):
-    """A result over the keys of each part. Many rows see nothing of some of them."""
+    """Return the result over the keys of each part. Many rows see no key of some parts."""
     return [
         jax_flash.attention_with_statistics(*arrays, mask=mask & (part_of_key == part))
         for part in range(part_of_key.max() + 1)
     ]
 
 
-def assert_close(ours, expected, tolerance):
-    (o, statistics), (whole, whole_statistics) = ours, expected
-    assert o.dtype == whole.dtype and statistics.l.dtype == whole_statistics.l.dtype
+def assert_close(actual, expected, tolerance):
+    (o, statistics), (full, full_statistics) = actual, expected
+    assert o.dtype == full.dtype and statistics.l.dtype == full_statistics.l.dtype
     for name, x, y in (
-        ("o", o, whole),
-        ("m", statistics.m, whole_statistics.m),
-        ("l", statistics.l, whole_statistics.l),
-        ("logsumexp", statistics.logsumexp, whole_statistics.logsumexp),
+        ("o", o, full),
+        ("m", statistics.m, full_statistics.m),
+        ("l", statistics.l, full_statistics.l),
+        ("logsumexp", statistics.logsumexp, full_statistics.logsumexp),
     ):
         x, y = (np.asarray(a, np.float64) for a in (x, y))
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=name)
@@ -64,26 +64,26 @@ def dtype(request):
 @pytest.mark.parametrize("split", SPLITS)
 def test_any_split(dtype, split):
     arrays, mask = arrays_and_mask(dtype)
-    whole = jax_flash.attention_with_statistics(*arrays, mask=mask)
+    full = jax_flash.attention_with_statistics(*arrays, mask=mask)
     merged = functools.reduce(jax_flash.merge, parts(arrays, mask, SPLITS[split]))
-    assert_close(merged, whole, TOLERANCES[dtype])
+    assert_close(merged, full, TOLERANCES[dtype])
     assert (
         (merged[0][:, 3] == 0).all() and (merged[1].l[:, :, 3] == 0).all() and (merged[1].m[:, :, 3] == -np.inf).all()
     )
 
 
 def test_any_order(dtype):
-    """Commutative and associative but for rounding: four parts in each order, from one end and in pairs."""
+    """Check that merging is commutative and associative up to rounding, with all orders of four parts."""
     arrays, mask = arrays_and_mask(dtype)
-    whole = jax_flash.attention_with_statistics(*arrays, mask=mask)
+    full = jax_flash.attention_with_statistics(*arrays, mask=mask)
     merge = jax.jit(jax_flash.merge)
-    for a, b, c, d in itertools.permutations(parts(arrays, mask, SPLITS["not in a row"])):
-        assert_close(merge(merge(merge(a, b), c), d), whole, TOLERANCES[dtype])
-        assert_close(merge(merge(a, b), merge(c, d)), whole, TOLERANCES[dtype])
+    for a, b, c, d in itertools.permutations(parts(arrays, mask, SPLITS["interleaved"])):
+        assert_close(merge(merge(merge(a, b), c), d), full, TOLERANCES[dtype])
+        assert_close(merge(merge(a, b), merge(c, d)), full, TOLERANCES[dtype])
 
 
-def test_what_sees_nothing_changes_nothing(dtype):
-    """Bit for bit, on either side; nothing and nothing is nothing, without NaN."""
+def test_merge_with_empty_result(dtype):
+    """A result without visible keys changes no bit of the other. Merging two of them gives no NaN."""
     arrays, mask = arrays_and_mask(dtype)
     some = jax_flash.attention_with_statistics(*arrays, mask=mask)
     nothing = jax_flash.attention_with_statistics(*arrays, mask=mask & False)
@@ -92,9 +92,9 @@ def test_what_sees_nothing_changes_nothing(dtype):
         jax.tree.map(np.testing.assert_array_equal, merged, expected)
 
 
-@pytest.mark.parametrize("split", ["two", "not in a row"])
+@pytest.mark.parametrize("split", ["two", "interleaved"])
 def test_gradients(dtype, split):
-    """Of O and the logsumexp, through parts and merge, against those of the whole; 0 where a row sees nothing."""
+    """Gradients of O and the logsumexp through `merge` equal those of full attention. They are 0 in empty rows."""
     arrays, mask = arrays_and_mask(dtype)
     do, dlogsumexp = map(jnp.asarray, CASE.cotangents(dtype))
 
@@ -106,20 +106,20 @@ def test_gradients(dtype, split):
 
         return jax.jit(jax.grad(loss))(arrays)
 
-    whole = gradients(lambda arrays: jax_flash.attention_with_statistics(*arrays, mask=mask))
+    full = gradients(lambda arrays: jax_flash.attention_with_statistics(*arrays, mask=mask))
     merged = gradients(lambda arrays: functools.reduce(jax_flash.merge, parts(arrays, mask, SPLITS[split])))
-    for name, ours, expected in zip(("query", "key", "value"), merged, whole, strict=True):
-        ours, expected = (np.asarray(x, np.float64) for x in (ours, expected))
-        error, largest = np.abs(ours - expected).max(), np.abs(expected).max()
+    for name, actual, expected in zip(("query", "key", "value"), merged, full, strict=True):
+        actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+        error, largest = np.abs(actual - expected).max(), np.abs(expected).max()
         assert error <= TOLERANCES[dtype] * largest, f"{name}: {error:.3g} of {largest:.3g}"
     assert (merged[0][:, 3] == 0).all()
 
 
 def test_slices_of_the_keys():
-    """Keys that are cut in two, with lengths that end in the one or the other; one batch entry by itself, too."""
+    """Keys in two slices, with lengths that end in either slice, both batched and for a single batch entry."""
     case = dataclasses.replace(CASE, lengths=True)
     arrays = case.arrays()
-    whole = jax_flash.attention_with_statistics(**arrays)
+    expected = jax_flash.attention_with_statistics(**arrays)
     pieces = [
         jax_flash.attention_with_statistics(
             **arrays
@@ -128,8 +128,8 @@ def test_slices_of_the_keys():
         )
         for start, end in ((0, 15), (15, 33))
     ]
-    assert_close(jax_flash.merge(*pieces), whole, TOLERANCES["float32"])
-    unbatched, expected = (jax.tree.map(lambda x: x[0], results) for results in (pieces, whole))
+    assert_close(jax_flash.merge(*pieces), expected, TOLERANCES["float32"])
+    unbatched, expected = (jax.tree.map(lambda x: x[0], results) for results in (pieces, expected))
     assert_close(jax_flash.merge(*unbatched), expected, TOLERANCES["float32"])
 
 
@@ -150,8 +150,8 @@ def test_slices_of_the_keys():
         (lambda o, l, m: (o[0], (l[0], m[0])), ValueError, "equal shapes"),
     ],
 )
-def test_refuses_what_does_not_fit(change, error, match):
-    """Arrays that JAX would broadcast, and what is no result of `attention_with_statistics`."""
+def test_invalid_arguments(change, error, match):
+    """Refuse arrays that JAX would broadcast, and values that are not results of `attention_with_statistics`."""
     first = jnp.ones((2, 5, 4, 3)), jax_flash.Statistics(*jnp.ones((2, 2, 4, 5)))
     with pytest.raises(error, match=match):
         jax_flash.merge(first, change(first[0], *first[1]))

@@ -1,4 +1,4 @@
-"""Padding is inert: tokens beyond a length, and rows that have nothing to attend to, may hold NaN or inf."""
+"""Padding has no effect: tokens beyond a length and rows without keys may hold NaN or inf."""
 
 import os
 
@@ -28,15 +28,15 @@ def test_plain(cause, implementation):
     padded.check(cause, "float64", implementation)
 
 
-def test_a_small_scale():
-    """It is multiplied into the query, so that its gradient is a sum over all rows of the query."""
+def test_small_scale():
+    """The scale is multiplied into the query, so its gradient is a sum over all rows, including padding."""
     padded.check("query lengths", "float64", scale=1e-33)
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
 def test_no_keys(implementation):
-    """All rows are padding, though nothing masks them."""
+    """Without keys, all rows are padding although no mask hides them."""
     query, key = jnp.full((1, 3, 2, 8), np.nan), jnp.zeros((1, 0, 2, 8))
 
     def attention(query, sinks, scale):
@@ -52,9 +52,9 @@ def test_no_keys(implementation):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("cause", padded.CAUSES)
 def test_tiles(cause, dim, dtype, device):
-    """Padding in the middle of the CUDA kernels' tiles. Those for few queries divide the keys of a decoding call."""
+    """Padding in the middle of the CUDA kernels' tiles, and split-KV for decoding."""
     if device.platform == "cpu" and not os.environ.get("JAX_FLASH_EMULATE"):
-        pytest.skip("not a CUDA kernel")
+        pytest.skip("covers CUDA kernels only")
     sizes = {"T": 1, "S": 1100} if cause == "decoding" else {"T": 197, "S": 333}
     padded.check(cause, dtype, **sizes, D=dim, E=dim)
 
@@ -66,11 +66,11 @@ SEQUENCE = {
 }
 
 
-def divided(function):
-    """The same inside of shard_map, with the sequence over four devices."""
+def sharded(function):
+    """Run the function in shard_map, with the sequence sharded over four devices."""
     mesh = jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
 
-    def of_whole(arrays, cotangents):
+    def on_global_arrays(arrays, cotangents):
         specs = {name: SEQUENCE.get(name, P()) for name in arrays}
         names = ("o", "logsumexp", *(name for name in padded.DIFFERENTIATED if name in arrays))
         local = jax.shard_map(
@@ -81,7 +81,7 @@ def divided(function):
         )
         return local(arrays, cotangents)
 
-    return of_whole
+    return on_global_arrays
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def divided(function):
     [("lengths", "flash"), ("mask", "flash"), ("segments", "xla"), ("offset", "flash"), ("offset", "xla")],
 )
 def test_sequence_over_devices(cause, implementation):
-    """Also rows that see nothing of what one device has."""
+    """Some rows see no key of a device."""
     options = {"sequence_axis": "seq"}
-    padded.check(cause, "float64", implementation, options, divided, T=64, S=64, sinks=2.0)
+    padded.check(cause, "float64", implementation, options, sharded, T=64, S=64, sinks=2.0)
 
 
 @pytest.mark.parametrize("implementation", ["flash", "xla"])
@@ -114,7 +114,7 @@ def test_packs_over_devices(implementation):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("implementation", [None, "xla", "reference"])
 def test_second_derivatives(implementation):
-    """A norm of rows that are 0 has a NaN derivative there, in the first backward and in the second."""
+    """In padded rows, which are 0, the norm has a NaN derivative, in the first backward and in the second."""
     case, T, S = Case(B=1, T=12, S=11, N=2, K=1, D=4, E=4, bias="bnts", sinks=1.0), 7, 8
     parts = {"query": np.s_[:, :T], "key": np.s_[:, :S], "value": np.s_[:, :S], "bias": np.s_[:, :, :T, :S]}
     clean, weights = case.arrays("float64"), case.arrays("float64", seed=1)
@@ -139,10 +139,10 @@ def test_second_derivatives(implementation):
             o = jax_flash.dot_product_attention(**arrays, **lengths, implementation=implementation)
             return score("o", o)
 
-        def of_gradients(arrays):
+        def gradient_score(arrays):
             return sum(score(name, x) for name, x in jax.grad(first)(arrays).items())
 
-        return jax.jit(jax.grad(of_gradients))(arrays)
+        return jax.jit(jax.grad(gradient_score))(arrays)
 
     expected = with_padding(clean, 0) | second(*map(without_padding, (clean, weights)))
     given = with_padding(clean, np.nan) | {"bias": clean["bias"]}
@@ -155,7 +155,7 @@ def test_second_derivatives(implementation):
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
 def test_pages(implementation):
-    """Slots that nothing was written to, and queries before the first token."""
+    """Unwritten slots of pages, and queries before the first token."""
     cache = pages.Cache((20, 2, 0), 16, Case(T=3, N=4, K=2, D=16, E=16, sinks=2.0))
     arrays = cache.arrays("float32")
     exact = by_numpy(cache.contiguous, arrays, cache.contiguous.cotangents("float32"))

@@ -1,4 +1,4 @@
-"""Calls of a part of the rows and keys: their masks, dropout and programs are those of the whole."""
+"""Calls with a part of the rows and keys. Masks, dropout and programs use positions in the full sequence."""
 
 import jax.numpy as jnp
 import parts

@@ -1,4 +1,4 @@
-"""The oracle itself against extended precision, and the blockwise form against the oracle."""
+"""Compares the reference and the blockwise implementation with NumPy in extended precision."""
 
 import functools
 
@@ -17,7 +17,7 @@ ULP = np.finfo(np.float64).eps
 
 
 def assert_exact(results, exact):
-    """Equal to the rounding of sums over a few dozen terms."""
+    """Check equality up to the rounding of sums over a few dozen terms."""
     assert results.keys() == exact.keys()
     for name, expected in exact.items():
         finite = np.isfinite(expected)
@@ -27,7 +27,7 @@ def assert_exact(results, exact):
 
 
 def explicit(module, problem, operands, cotangents):
-    """o, logsumexp and gradients by the `forward` and `backward` of `reference` or `blockwise`."""
+    """Return o, logsumexp and gradients from `forward` and `backward` of `reference` or `blockwise`."""
     o, l, m = module.forward(problem, operands)
     logsumexp = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
     names = ["query", "key", "value"] + ["bias"] * problem.dbias + ["sinks"] * problem.dsinks
@@ -38,7 +38,7 @@ def explicit(module, problem, operands, cotangents):
 
 @pytest.mark.parametrize("case", FEATURES, ids=str)
 def test_reference_is_exact(case):
-    """By JAX's own differentiation of Algorithm 0, through the public function, and by Algorithm 3."""
+    """Check Algorithm 0 through the public function, with JAX's differentiation, and then Algorithm 3."""
     arrays, cotangents = case.arrays("float64"), case.cotangents("float64")
     exact = standard.attention(case, arrays, cotangents, np.longdouble)
     assert_exact(run(case, arrays, cotangents, "reference"), exact)
@@ -48,7 +48,7 @@ def test_reference_is_exact(case):
 
 @pytest.mark.parametrize("case", FEATURES, ids=str)
 def test_blockwise_is_exact(case, monkeypatch):
-    """With tiles so small that there are several, ragged ones among them."""
+    """Use tiles so small that there are several, some of them incomplete."""
     monkeypatch.setattr(blockwise, "BLOCK", 16)
     arrays, cotangents = case.arrays("float64"), case.cotangents("float64")
     exact = standard.attention(case, arrays, cotangents, np.longdouble)
@@ -57,7 +57,7 @@ def test_blockwise_is_exact(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", [Case(), Case(causal=True, bias="1n1s", dropout=0.3, soft_cap=1.5)], ids=str)
-def test_blockwise_differentiates_as_its_backward(case, monkeypatch):
+def test_derivative_of_blockwise_forward(case, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", 16)
     arrays, cotangents = case.arrays("float64", seed=3), case.cotangents("float64", seed=3)
     assert_exact(run(case, arrays, cotangents, "xla"), standard.attention(case, arrays, cotangents, np.longdouble))
@@ -65,7 +65,7 @@ def test_blockwise_differentiates_as_its_backward(case, monkeypatch):
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_memory_of_blockwise_is_linear(order):
-    """Temporaries for each position do not grow with the length, also when it is differentiated in reverse."""
+    """Temporaries per position do not grow with the length, including those of reverse-mode derivatives."""
 
     def loss(function):
         return lambda *arrays: sum((x.astype(jnp.float32) ** 2).sum() for x in jax.tree.leaves(function(*arrays)))
@@ -89,8 +89,8 @@ def test_memory_of_blockwise_is_linear(order):
 
 
 @pytest.mark.parametrize("length", [2, 0])
-def test_padding_is_not_seen(length):
-    """What is past the lengths has no effect, not even through the derivatives."""
+def test_padding_has_no_effect(length):
+    """Tokens beyond the lengths change neither the results nor the gradients."""
     case = Case(B=1, T=20, S=24, lengths=True)
     arrays, cotangents = case.arrays("float64"), case.cotangents("float64")
     arrays |= {"query_seq_lengths": np.array([length], np.int32), "key_value_seq_lengths": np.array([5], np.int32)}

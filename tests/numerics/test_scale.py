@@ -1,4 +1,4 @@
-"""The scale is an operand: as exact traced as static, with a gradient; and a new value is no new program."""
+"""The scale is an operand. A traced scale is as exact as a static one, has a gradient, and causes no recompilation."""
 
 import functools
 
@@ -34,7 +34,7 @@ def attend(q, k, v, scale, **options):
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_traced_is_as_exact_as_static(dtype, implementation):
+def test_traced_scale_is_as_exact_as_static(dtype, implementation):
     q, k, v = inputs(dtype)
     traced = jax.jit(functools.partial(attend, implementation=implementation))
     for scale in SCALES:
@@ -78,11 +78,11 @@ def cases_of_gradients(dtype):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gradient(dtype, implementation):
-    """Check the errors of many cotangents together: the standard error of a few, our bound, may be small by chance."""
-    ours = jax.jit(functools.partial(gradients, functools.partial(attend, implementation=implementation)))
+    """Check the norm of the errors over many cotangents. The baseline's error of a few may be small by chance."""
+    fused = jax.jit(functools.partial(gradients, functools.partial(attend, implementation=implementation)))
     standard = jax.jit(functools.partial(gradients, materialised))
     for arrays, scale, exact in cases_of_gradients(dtype):
-        error, allowed = (np.linalg.norm(f(scale, *arrays) - exact) for f in (ours, standard))
+        error, allowed = (np.linalg.norm(f(scale, *arrays) - exact) for f in (fused, standard))
         allowed = 2 * allowed + 2 * jnp.finfo(dtype).eps * np.linalg.norm(exact)
         assert error <= allowed, (scale, error, allowed)
 
@@ -110,13 +110,13 @@ def case_of_large_scores(dtype):
 def test_gradient_of_large_scores(dtype, implementation):
     """Check large scores, where the gradient is a sum Σ QdQ / τ of terms that cancel.
 
-    What is rounded to the dtype, P and dS on a GPU, errs in each row by itself. What is computed in float32 may err
-    alike in all rows.
+    P and dS, which GPUs round to the dtype, have independent errors in each row. Errors of float32 arithmetic may be
+    correlated between rows.
     """
     scale, arrays, dq, exact = case_of_large_scores(dtype)
     rows = abs(arrays[0].astype("float64") * dq).sum(-1) / scale
-    ours = jax.jit(functools.partial(gradients_of_large_scores, implementation, dtype))
-    _, found = ours(jnp.asarray(scale, "float32"), *arrays)
+    compute = jax.jit(functools.partial(gradients_of_large_scores, implementation, dtype))
+    _, found = compute(jnp.asarray(scale, "float32"), *arrays)
     rounded = float(jnp.finfo(dtype).eps) * np.linalg.norm(rows.reshape(8, -1), axis=1)
     assert (abs(found - exact) <= rounded + np.finfo("float32").eps * rows.sum((1, 2, 3))).all()
 
@@ -133,8 +133,8 @@ def test_gradient_of_large_scores(dtype, implementation):
     ],
     ids=str,
 )
-def test_gradient_beside_features(case):
-    """Check bfloat16, where O and dQ leave the kernels in float32 if the scale has a gradient."""
+def test_gradient_with_features(case):
+    """Check bfloat16. If the scale has a gradient, the kernels return O and dQ in float32."""
     arrays, cotangents = case.arrays("bfloat16"), case.cotangents("bfloat16")
     query = arrays.pop("query")
 
@@ -150,8 +150,8 @@ def test_gradient_beside_features(case):
 
     with jax.enable_x64(True):
         exact = map(np.asarray, gradients("reference", 0.1, *upcast((query, arrays))))
-    ours = jax.jit(functools.partial(gradients, "flash"))(jnp.asarray(0.1, "float32"), query, arrays)
-    (o, dq, dscale), (exact_o, exact_dq, exact_dscale) = map(np.asarray, ours), exact
+    results = jax.jit(functools.partial(gradients, "flash"))(jnp.asarray(0.1, "float32"), query, arrays)
+    (o, dq, dscale), (exact_o, exact_dq, exact_dscale) = map(np.asarray, results), exact
     eps = float(jnp.finfo("bfloat16").eps)
     for x, y in ((o, exact_o), (dq, exact_dq)):
         assert x.dtype == "bfloat16"
@@ -166,19 +166,19 @@ def test_gradient_beside_features(case):
 def test_gradients_of_all_inputs_by_finite_differences(scale, implementation):
     case = Case(B=1, T=5, S=6, N=2, K=1, D=3, E=2, bias="1nts", soft_cap=1.5, dropout=0.3)
     arrays = case.arrays("float64", 0)
-    moving = {name: jnp.asarray(arrays.pop(name)) for name in ("query", "key", "value", "bias")}
+    differentiated = {name: jnp.asarray(arrays.pop(name)) for name in ("query", "key", "value", "bias")}
 
-    def both(moving, scale):
+    def both(differentiated, scale):
         o, statistics = jax_flash.attention_with_statistics(
-            **moving, **arrays, **case.options | {"scale": scale}, implementation=implementation
+            **differentiated, **arrays, **case.options | {"scale": scale}, implementation=implementation
         )
         return o, statistics.logsumexp
 
     modes = ["rev"] if implementation == "flash" else ["fwd", "rev"]
-    check_grads(both, (moving, jnp.asarray(scale)), order=2, modes=modes, atol=1e-4, rtol=1e-4, eps=1e-4)
+    check_grads(both, (differentiated, jnp.asarray(scale)), order=2, modes=modes, atol=1e-4, rtol=1e-4, eps=1e-4)
 
 
-def test_a_new_value_is_no_new_program():
+def test_new_value_does_not_recompile():
     q, k, v = inputs()
     attend(q, k, v, 0.25)
     programs = attention.attend._cache_size()
@@ -189,7 +189,7 @@ def test_a_new_value_is_no_new_program():
 
 @pytest.mark.parametrize(("implementation", "dtype"), ROUNDED)
 def test_transformations(implementation, dtype):
-    """vmap over scales, with and without the arrays mapped too; scan over them; remat; gradients of all of these."""
+    """vmap over scales, with and without vmap over the arrays; scan over scales; remat; gradients of these."""
     q, k, v = inputs(dtype)
     queries, scales = jnp.stack([q, q[::-1], 2 * q]), jnp.array([0.3, -0.2, 0.0])
     loss = functools.partial(attend, implementation=implementation)
@@ -216,7 +216,7 @@ def test_sharded(implementation, dtype, axis_type):
     def loss(scale, q, k, v):
         return jnp.sin(attend(q, k, v, scale, implementation=implementation)).sum()
 
-    def mapped(scale, q, k, v):
+    def sharded(scale, q, k, v):
         one = jax.shard_map(
             lambda *args: jax.lax.psum(loss(*args), ("data", "model")),
             mesh=mesh,
@@ -228,23 +228,23 @@ def test_sharded(implementation, dtype, axis_type):
     expected = jax.grad(loss)(0.3, q, k, v)
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in (q, k, v)]
-        for function in (loss, mapped):
+        for function in (loss, sharded):
             np.testing.assert_allclose(jax.jit(jax.grad(function))(0.3, *placed), expected, rtol=1e-4)
 
 
 def test_sharded_sequence():
-    """Check bfloat16: a device merges its visits without rounding them, and the gradient of the scale needs that."""
+    """Check bfloat16. A device merges its visits without rounding, which the gradient of the scale requires."""
     q, k, v = inputs("bfloat16", T=64, S=64)
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Auto,))
     gradient = jax.grad(lambda scale, *arrays: attend(*arrays, scale).astype("float32").sum())
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, jax.NamedSharding(mesh, P(None, "rows"))) for x in (q, k, v)]
-        ours = jax.jit(gradient)(0.3, *placed)
-    np.testing.assert_allclose(ours, gradient(0.3, q, k, v), rtol=1e-4)
+        results = jax.jit(gradient)(0.3, *placed)
+    np.testing.assert_allclose(results, gradient(0.3, q, k, v), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("scale", "said"),
+    ("scale", "message"),
     [
         (1j, r"scale must be a real number, not complex64\[\]"),
         (jnp.ones(3), r"scale must be a real number, not float32\[3\]"),
@@ -254,9 +254,9 @@ def test_sharded_sequence():
         (jnp.asarray(True), r"scale must be a real number, not bool\[\]"),
     ],
 )
-def test_what_is_no_number_is_refused(scale, said):
+def test_invalid_scale_is_refused(scale, message):
     q, k, v = inputs(T=3, S=4, D=8)
-    with pytest.raises(TypeError, match=said):
+    with pytest.raises(TypeError, match=message):
         jax.jit(attend)(q, k, v, scale)
     with pytest.raises(TypeError, match="scale must be a real number"):
         attend(q, k, v, scale)

@@ -1,4 +1,4 @@
-"""Score programs as tests write them, and the custom calls with them."""
+"""An assembler for the text of score programs, and direct calls of the custom calls with such programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTEGER = {
     **dict.fromkeys("neg abs sign not popcount clz".split(), 1),
 }
 COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
-OPS = {  # the types of operands and of the value
+OPS = {  # the types of the operands and of the result
     **{f"{op}.f": (operands, "f") for op, operands in FLOAT.items()},
     **{f"{op}.{t}": (t * count, t) for op, count in INTEGER.items() for t in "iu"},
     **{f"{op}.{t}": (t * 2, "b") for op in COMPARE for t in "fiu"},
@@ -35,7 +35,7 @@ OPS = {  # the types of operands and of the value
 
 
 class Assembly(list):
-    """Writes a program: each instruction is known by its number."""
+    """A program under construction. Each instruction is identified by its index."""
 
     def __call__(self, op: str, *fields: Any) -> int:
         self.append(",".join(map(str, (op, *fields))))
@@ -50,7 +50,11 @@ def captured(x: np.ndarray, batch: bool = False, gradient: bool = False) -> Capt
 
 
 def call(described: Problem, operands: Any, arrays: Any, cotangents: Any = None) -> list[np.ndarray]:
-    """(o, l, m), or with (o, l, m, do, dlogsumexp) the gradients: dq, dk, dv, dbias, and of captured arrays."""
+    """Run one custom call on the CPU.
+
+    Without cotangents this is the forward: return o, l and m. With cotangents (o, l, m, do, dlogsumexp) it is the
+    backward: return dq, dk, dv, dbias and the gradients of captured arrays, as far as the problem enables them.
+    """
     B, T, S, N, K = described.batch, described.q_len, described.kv_len, described.q_heads, described.kv_heads
     D, E, accumulated = described.qk_dim, described.v_dim, described.accumulation_dtype
     flat = [x.reshape(x.shape[0] if a.batch else 1, -1) for a, x in zip(described.captured, arrays, strict=True)]
@@ -60,7 +64,7 @@ def call(described: Problem, operands: Any, arrays: Any, cotangents: Any = None)
         types = [((B, T, N, E), described.dtype), ((B, N, T), accumulated), ((B, N, T), accumulated)]
     else:
         types = [((B, T, N, D), described.dtype), ((B, S, K, D), described.dtype), ((B, S, K, E), described.dtype)]
-        types = [t for t, there in zip(types, (described.dq, described.dk, described.dv), strict=True) if there]
+        types = [t for t, used in zip(types, (described.dq, described.dk, described.dv), strict=True) if used]
         if described.dbias:
             types.append((operands["bias"].shape, accumulated))
         types += [(x.shape, accumulated) for a, x in zip(described.captured, flat, strict=True) if a.gradient]

@@ -17,10 +17,10 @@ from jax_flash import _native
 from jax_flash.operands import DTYPES
 from jax_flash.programs.code import Code, Unsupported, Value
 
-MOST_ELEMENTS = 512  # of an array that is computed element by element: code is straight-line
+MAX_ELEMENTS = 512  # elements of a computed array: straight-line code computes each of them
 
 Index = tuple[Value, ...]
-Place = tuple[Index, Value | None]  # where an element is, and whether it is there
+Place = tuple[Index, Value | None]  # the index of an element, and whether it is in range; None: it always is
 
 
 class Array:
@@ -70,7 +70,7 @@ def aval(x: Any) -> jax.ShapeDtypeStruct:
 
 def type_of(dtype: Any) -> str:
     """Return the letter of a dtype in code: f, i, u or b."""
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):  # as those of PRNG keys are, which NumPy does not know
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):  # NumPy does not have extended dtypes, such as PRNG keys
         kind = "f" if np.dtype(dtype).name in DTYPES else np.dtype(dtype).kind
         if kind in "fiub":
             return kind
@@ -98,6 +98,6 @@ def scalar(x: Value, dtype: Any) -> Array:
 
 def positions(code: Code, shape: Sequence[int]) -> list[Index]:
     """Return the indices of all elements of a small array."""
-    if math.prod(shape) > MOST_ELEMENTS:
-        raise Unsupported(f"an array of {list(shape)}: a computed array may have at most {MOST_ELEMENTS} elements")
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise Unsupported(f"an array of {list(shape)}: a computed array may have at most {MAX_ELEMENTS} elements")
     return [tuple(code.constant("i", i) for i in index) for index in itertools.product(*map(range, shape))]

@@ -1,8 +1,9 @@
-"""Straight-line code on scalars: what the kernels run of a score program for each entry of the matrix.
+"""Straight-line code on scalars, which the kernels run for each entry of the score matrix.
 
-The text of a code, which `common/program.h` reads, is its instructions joined by ";", each an operation with its fields
-joined by ",": "score;query;key;sub.i,1,2;cast.i.f,3;add.f,0,4;result,5". An instruction's value is known by its number,
-from 0 on. Types of values: f (the accumulation dtype), i (int32), u (uint32), b (bool).
+The text of a code is its instructions joined by ";". Each instruction is an operation and its fields, joined by ",":
+"score;query;key;sub.i,1,2;cast.i.f,3;add.f,0,4;result,5". Fields refer to values by the number of their instruction,
+from 0 on. The types of values are f (the accumulation dtype), i (int32), u (uint32) and b (bool). `common/program.h`
+reads this text.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Constant = bool | int | float
 
 
 def _decided(op: str, x: Range, y: Range) -> bool | None:
-    """What a comparison of values in these ranges always gives."""
+    """Return the result of a comparison if it is the same for all values in these ranges, otherwise None."""
     true, false = {
         "eq": (x == y and x.low == x.high, x.high < y.low or y.high < x.low),
         "lt": (x.high < y.low, x.low >= y.high),
@@ -79,7 +80,7 @@ class Code:
     # --- leaves ---
 
     def input(self, name: str) -> Value:
-        """One of score, cotangent, batch, head, query, key."""
+        """Return the input of this name: score, cotangent, batch, head, query or key."""
         if name in ("score", "cotangent"):
             return self._add("f", name)
         size = self._sizes[name]
@@ -123,12 +124,12 @@ class Code:
         if x.type == "f" and op == "mul" and self.known(x) == 1:
             return y
         divisor = self.known(y) if op == "div" and x.type == "f" else None
-        if divisor is not None and 2.0**-126 <= abs(divisor) <= 2.0**126:  # as XLA has it: a division takes longer
+        if divisor is not None and 2.0**-126 <= abs(divisor) <= 2.0**126:  # like XLA, because a division is slower
             return self.binary("mul", x, self.constant("f", 1 / divisor))
         return self._add(x.type, f"{op}.{x.type}", x, y)
 
     def compare(self, op: str, x: Value, y: Value) -> Value:
-        """eq, ne, lt, le, gt or ge."""
+        """Compare two values. `op` is eq, ne, lt, le, gt or ge."""
         if x.type == "b" and op not in ("eq", "ne"):
             x, y = self.cast(x, "i"), self.cast(y, "i")
         if x.type in "ib":
@@ -140,7 +141,7 @@ class Code:
         return self._add("b", f"{op}.{x.type}", x, y)
 
     def select(self, p: Value, x: Value, y: Value) -> Value:
-        """x where p, else y."""
+        """Return x where p is true, and y elsewhere."""
         known = self.known(p)
         if known is not None or x == y:
             return y if known is False else x
@@ -172,14 +173,14 @@ class Code:
         return self.binary("shr", self.binary("shl", x, spare), spare)
 
     def clamp(self, x: Value, low: int, high: int) -> Value:
-        """An int32 between two numbers."""
+        """Clamp an int32 between two numbers."""
         return self.binary("min", self.binary("max", x, self.constant("i", low)), self.constant("i", high))
 
     def accumulate(self, array: int, indices: Sequence[Value], x: Value) -> None:
         """Add to an entry of the gradient of a captured array."""
         self._kept.append(self._add("", "accumulate", str(array), *indices, x).number)
 
-    # --- what is known ---
+    # --- constants and ranges ---
 
     def known(self, x: Value) -> Constant | None:
         """The value, if it is a constant."""
@@ -189,7 +190,7 @@ class Code:
         return self._ranges.get(x.number, TRUTH if x.type == "b" else ANYTHING)
 
     def _integers(self, op: str, x: Value, y: Value) -> Value:
-        """int32: what follows from the ranges of x and y."""
+        """Return the value of an int32 operation, simplified by the ranges of x and y."""
         (a, b), (c, d) = self._range(x), self._range(y)
         corners = ((a, c), (a, d), (b, c), (b, d))
         known = ANYTHING
@@ -215,10 +216,10 @@ class Code:
             known = Range.of(*(x >> y for x, y in corners))
         if known.low == known.high:
             return self.constant("i", known.low)
-        nothing = {"add": 0, "sub": 0, "or": 0, "xor": 0, "shl": 0, "shr": 0, "mul": 1, "div": 1}.get(op)
-        if nothing is not None and (c, d) == (nothing, nothing):
+        identity = {"add": 0, "sub": 0, "or": 0, "xor": 0, "shl": 0, "shr": 0, "mul": 1, "div": 1}.get(op)
+        if identity is not None and (c, d) == (identity, identity):
             return x
-        if op in ("add", "mul", "or", "xor") and (a, b) == (nothing, nothing):
+        if op in ("add", "mul", "or", "xor") and (a, b) == (identity, identity):
             return y
         return self._add("i", f"{op}.i", x, y, known=known)
 
@@ -236,12 +237,12 @@ class Code:
     def text(self, result: Value) -> str:
         """Return the text of all instructions that the result needs or that have effects."""
         needed: set[int] = set()
-        asked = [result.number, *self._kept]
-        while asked:
-            number = asked.pop()
+        pending = [result.number, *self._kept]
+        while pending:
+            number = pending.pop()
             if number not in needed:
                 needed.add(number)
-                asked += [int(field[1:]) for field in self._lines[number] if field.startswith("%")]
+                pending += [int(field[1:]) for field in self._lines[number] if field.startswith("%")]
         numbers = {number: i for i, number in enumerate(sorted(needed))}
 
         def written(field: str) -> str:

@@ -16,20 +16,20 @@ from jax import lax
 
 from jax_flash.programs.program import INDICES, Program, Sizes
 
-Expression = tuple[Any, ...]  # an operation and its fields: expressions, or what stands in the code
+Expression = tuple[Any, ...]  # an operation and its fields, which are expressions or texts of the code
 SIDES = "left", "right"
-FARTHEST = 2**30  # of larger numbers sums with an index could wrap
+MAX_DISTANCE = 2**30  # the sum of a larger number and an index could wrap around
 
 
 def feature_of(
     program: Program, arrays: Sequence[jax.Array], dtype: str, sizes: Sizes
 ) -> tuple[float, jax.Array | None]:
-    """The soft cap that a program of scores of this dtype is, 0 if it is none; and the bias [B|1, N|1, T, S], or None.
+    """Return the soft cap, or 0, and the bias [B|1, N|1, T, S], or None, that a program of this dtype equals.
 
-    A bias adds the entry of one of the arrays that it captures which is there for its query and key, and maybe for its
-    batch entry and head.
+    A program equals a bias if it adds an element of a captured array. The indices of the element are the query and the
+    key, and optionally the batch entry and the head.
     """
-    if program.refusal or program.has_rules:  # then its code does not say all about it
+    if program.refusal or program.has_rules:  # then the code does not determine values and derivatives
         return 0.0, None
     match _expression(program.text):
         case ("tanh.f", ("score",)):
@@ -44,13 +44,13 @@ def feature_of(
 
 
 def _bias(x: jax.Array, places: list[Expression], sizes: Sizes) -> jax.Array | None:
-    """An array whose axes have these indices, as a bias."""
+    """Return a captured array that is read at these indices as a bias, or None if it is not one."""
     size = sizes._asdict()
     names = [place[0] for place in places if place[0] != "const.i"]
     if None in sizes:  # the query is not the row, or a size is symbolic
         return None
-    asked = {name for name in ("query", "key") if size[name] != 1}  # where there is one, its index is a number
-    if len({*names}) < len(names) or not asked <= {*names} <= {*INDICES}:
+    required = {name for name in ("query", "key") if size[name] != 1}  # an index with one value is a number in the code
+    if len({*names}) < len(names) or not required <= {*names} <= {*INDICES}:
         return None
     x = x[tuple(int(at[1]) if at[0] == "const.i" else slice(size[at[0]]) for at in places)]
     x = lax.transpose(x, [names.index(name) for name in INDICES if name in names])
@@ -58,9 +58,9 @@ def _bias(x: jax.Array, places: list[Expression], sizes: Sizes) -> jax.Array | N
 
 
 def window_of(program: Program) -> tuple[int, int] | None:
-    """(left, right), -1 for no bound, of a mask_mod that bounds query - key by numbers; None of any other.
+    """Return the window (left, right) that a mask_mod equals, with -1 for no bound, or None.
 
-    A causal mask has 0 on its right.
+    Such a mask_mod bounds query - key by numbers. A causal mask has right = 0.
     """
     bounds = None if program.refusal else _bounds(_expression(program.text))
     if bounds is None or any(distance < 0 for _, distance in bounds):
@@ -90,7 +90,7 @@ def _bounds(mask: Expression) -> list[tuple[str, int]] | None:
 
 
 def _linear(x: Expression) -> tuple[int, int, int] | None:
-    """(a, b, c) of a · query + b · key + c; None of any other number, and where it could wrap."""
+    """Return (a, b, c) if x is a · query + b · key + c, or None if it is not, or if it could wrap around."""
     found = None
     match x:
         case ("query",):
@@ -104,18 +104,18 @@ def _linear(x: Expression) -> tuple[int, int, int] | None:
             if left is not None and right is not None:
                 a, b, c = (x + y if op == "add.i" else x - y for x, y in zip(left, right, strict=True))
                 found = a, b, c
-    return found if found and abs(found[2]) < FARTHEST else None
+    return found if found and abs(found[2]) < MAX_DISTANCE else None
 
 
 @functools.lru_cache(maxsize=256)
 def _expression(code: str) -> Expression:
-    """The result of a code, with the operands of sums and products in the order of their operations' names."""
+    """Return the result of a code as an expression. Operands of sums and products are sorted by operation name."""
     values: list[Expression] = []
     for line in code.split(";"):
         op, *fields = line.split(",")
         if op == "result":
             return values[int(fields[0])]
-        first = 1 if op.startswith(("const.", "load.")) else 0  # of the fields that are numbers of values
+        first = 1 if op.startswith(("const.", "load.")) else 0  # the first field that is the number of a value
         operands = [values[int(x)] for x in fields[first:]]
         if op in ("add.f", "mul.f"):
             operands.sort(key=lambda x: x[0])

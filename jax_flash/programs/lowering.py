@@ -1,4 +1,4 @@
-"""From a jaxpr on scalars and captured arrays to straight-line code: every value of the jaxpr becomes an `Array`."""
+"""Lowering of a jaxpr on scalars and captured arrays to straight-line code. Each of its values becomes an `Array`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from jax.extend.source_info_util import summarize
 
 from jax_flash.programs.arrays import Array, Index, Place, View, aval, type_of
 from jax_flash.programs.code import Code, Unsupported, Value
-from jax_flash.programs.operations import ANY_WIDTH, ARRAYS, ELEMENTWISE, RELABELLED, fill_value, operation
+from jax_flash.programs.operations import ANY_WIDTH, ARRAYS, ELEMENTWISE, INDEXING, fill_value, operation
 
 
 class Lowering:
     """Lowers jaxprs into one code.
 
-    `leaves` are the views of captured float arrays that are used otherwise than by looking at their elements in other
-    places: what `programs/program.py` differentiates with respect to. In the order in which it finds them.
+    `leaves` are views of captured float arrays, in the order of their first use. A view becomes a leaf when an
+    operation that is not indexing reads it. `programs/program.py` differentiates with respect to the leaves.
     """
 
     def __init__(self, code: Code):
         self.code = code
         self.leaves: list[View] = []
-        self._call: JaxprEqn | None = None  # the outermost that is being lowered: it has the user's line
+        self._call: JaxprEqn | None = None  # the outermost call that is being lowered: it has the user's line
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -40,8 +40,8 @@ class Lowering:
             values |= dict(zip(eqn.outvars, results, strict=True))
             for x in results:
                 if not x.shape and not isinstance(x, View):
-                    with contextlib.suppress(Unsupported):  # which it is again if anything needs it
-                        x.element()  # now: a long chain of functions would be too deep a recursion later
+                    with contextlib.suppress(Unsupported):  # the error is raised again if the element is needed
+                        x.element()  # now, because evaluating a long chain later would recurse too deeply
         return [read(x) for x in jaxpr.outvars]
 
     def use(self, x: Array) -> Array:
@@ -72,8 +72,8 @@ class Lowering:
     def _apply(self, eqn: JaxprEqn, inputs: list[Array]) -> list[Array]:
         name = operation(eqn)
         inner = None if name in ELEMENTWISE else inlined(eqn)
-        looks = keeps_views(eqn) and isinstance(inputs[0], View)
-        if not (looks or (inner and is_transparent(eqn))):
+        on_view = keeps_views(eqn) and isinstance(inputs[0], View)
+        if not (on_view or (inner and is_transparent(eqn))):
             inputs = [self.use(x) for x in inputs]
         if inner:
             outermost, self._call = self._call, self._call or eqn
@@ -81,21 +81,21 @@ class Lowering:
             self._call = outermost
             return results
         with _located(eqn, self._call):
-            if not looks:
+            if not on_view:
                 self._check_width(eqn)
-            if looks or (name in RELABELLED and name not in ELEMENTWISE):
-                return [self._relabelled(eqn, i, inputs) for i in range(len(eqn.outvars))]
+            if on_view or (name in INDEXING and name not in ELEMENTWISE):
+                return [self._reindexed(eqn, i, inputs) for i in range(len(eqn.outvars))]
             if name in ELEMENTWISE:
                 return [self._elementwise(eqn, inputs)]
             if name in ARRAYS:
                 return [ARRAYS[name](self.code, eqn, inputs, aval(eqn.outvars[0]))]
             raise Unsupported("the kernels do not support this operation")
 
-    def _relabelled(self, eqn: JaxprEqn, i: int, inputs: list[Array]) -> Array:
+    def _reindexed(self, eqn: JaxprEqn, i: int, inputs: list[Array]) -> Array:
         """Return result i of an equation that only rearranges the elements of its first operand."""
         x, *others = inputs
         out, code = aval(eqn.outvars[i]), self.code
-        where = RELABELLED[eqn.primitive.name](code, eqn, i, x.shape, others)
+        where = INDEXING[eqn.primitive.name](code, eqn, i, x.shape, others)
         fill = fill_value(eqn, x.dtype)
         if isinstance(x, View):
             if fill is not None and x.fill is not None:
@@ -130,7 +130,11 @@ class Lowering:
         return Array(out.shape, out.dtype, element)
 
     def _check_width(self, eqn: JaxprEqn) -> None:
-        """Python's numbers, weakly typed and of 64 bits under x64, count as of the scores' dtype or int32."""
+        """Refuse integers and floats of unsupported widths.
+
+        Python numbers are allowed: under x64 they are weakly typed and have 64 bits, but the kernels compute them in
+        int32 or in the dtype of the scores.
+        """
         for x in (*eqn.invars, *eqn.outvars):
             type, dtype, weak = type_of(aval(x).dtype), aval(x).dtype, getattr(x.aval, "weak_type", False)
             if type in "iu" and dtype.itemsize < 4 and eqn.primitive.name not in ANY_WIDTH:
@@ -143,7 +147,7 @@ class Lowering:
 
 @contextlib.contextmanager
 def _located(eqn: JaxprEqn, call: JaxprEqn | None) -> Iterator[None]:
-    """Add the user's line to an `Unsupported` error. JAX keeps the lines of its own functions from their first use."""
+    """Add the user's line to an `Unsupported` error. Inside a JAX function, this is the line of its first use."""
     try:
         yield
     except Unsupported as e:
@@ -151,7 +155,7 @@ def _located(eqn: JaxprEqn, call: JaxprEqn | None) -> Iterator[None]:
 
 
 def inlined(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """The jaxpr and the constants of an equation that calls one."""
+    """Return the jaxpr and the constants that an equation calls, or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if eqn.primitive.name in CALLS and name in eqn.params:
             inner = eqn.params[name]
@@ -160,12 +164,12 @@ def inlined(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
 
 
 def keeps_views(eqn: JaxprEqn) -> bool:
-    """Whether the results are elements of the first operand in other places, or in a larger dtype."""
+    """Return whether an equation only moves elements of its first operand, or converts them to a larger float dtype."""
     if eqn.primitive.name == "convert_element_type":
         new, old = eqn.params["new_dtype"], aval(eqn.invars[0]).dtype
-        with jax.numpy_dtype_promotion("standard"):  # which the user may have set to "strict"
+        with jax.numpy_dtype_promotion("standard"):  # the user may have set "strict"
             return jnp.issubdtype(new, jnp.floating) and jnp.promote_types(new, old) == new
-    return eqn.primitive.name in RELABELLED
+    return eqn.primitive.name in INDEXING
 
 
 def is_transparent(eqn: JaxprEqn) -> bool:

@@ -28,7 +28,7 @@ def _binary(op: str) -> Callable[..., Value]:
 
 
 def _wrapping(op: str) -> Callable[..., Value]:
-    """Of integers of fewer than 32 bits too: JAX adds to an index that may be negative, in the index's own dtype."""
+    """Wrap around in the result's dtype. JAX adds the size to an index below 0, and an index may have 8 or 16 bits."""
     return lambda code, eqn, x, y: code.wrapped(code.binary(op, x, y), 8 * aval(eqn.outvars[0]).dtype.itemsize)
 
 
@@ -79,7 +79,7 @@ def _round(code: Code, eqn: JaxprEqn, x: Value) -> Value:
 
 
 def _shift_right(type: str) -> Callable[..., Value]:
-    """Of integers of either type, as those of this one are shifted."""
+    """Shift an integer to the right as if it had this type: arithmetic for i, logical for u."""
     return lambda code, eqn, x, y: code.cast(code.binary("shr", code.cast(x, type), code.cast(y, type)), x.type)
 
 
@@ -116,7 +116,7 @@ def _log2(code: Code, eqn: JaxprEqn, x: Value) -> Value:
 
 
 def _polynomial(code: Code, eqn: JaxprEqn, x: Value, *coefficients: Value) -> Value:
-    """Horner's rule. The coefficients come from the lowest degree to the highest."""
+    """Evaluate a polynomial by Horner's rule. The coefficients start at the lowest degree."""
     result = coefficients[-1]
     for coefficient in reversed(coefficients[:-1]):
         result = code.binary("add", code.binary("mul", result, x), coefficient)
@@ -141,7 +141,7 @@ ELEMENTWISE: dict[str, Callable[..., Value]] = {
     "is_finite": _unary("finite"),
     "integer_pow": _integer_pow,
     "square": _square,
-    "one_minus_square": _one_minus_square,  # of tanh's derivative, since jax 0.11
+    "one_minus_square": _one_minus_square,  # in the derivative of tanh, since jax 0.11
     "log2": _log2,  # since jax 0.12
     "polynomial": _polynomial,  # since jax 0.12
     "exp_neg_sq": _exp_neg_sq,  # JAX's function in the derivatives of erf and erfc, since jax 0.12
@@ -162,10 +162,10 @@ ELEMENTWISE: dict[str, Callable[..., Value]] = {
 
 
 def operation(eqn: JaxprEqn) -> str:
-    """Return the name that the tables have for an equation.
+    """Return the name of an equation in the tables below.
 
-    It is the name of the primitive, or of a function of JAX that works on the bits of floats. There are no instructions
-    for those bits.
+    This is the name of the primitive, or of a JAX function that works on the bits of floats, because there are no
+    instructions for these bits.
     """
     if eqn.primitive.name == "custom_jvp_call":
         name, _, place = eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info.partition(" at ")
@@ -174,8 +174,9 @@ def operation(eqn: JaxprEqn) -> str:
     return eqn.primitive.name
 
 
-# --- elements in other places -----------------------------------------------------------------------------------------
-# Each gives a function from an index of result i to one of x, and, if some are outside of x, whether this one is not.
+# --- indexing ---------------------------------------------------------------------------------------------------------
+# Each function returns a map from an index of result i to an index of the operand, and a condition: whether the latter
+# is in range. The condition is None if all are.
 
 Where = Callable[[Index], Place]
 
@@ -260,14 +261,14 @@ def _tile(code: Code, eqn: JaxprEqn, i: int, shape: tuple[int, ...], others: lis
 
 
 def _signed(code: Code, start: Value) -> Value:
-    """An index as an int32: of those that it has no room for, one that is outside too."""
+    """Convert an index to int32. An index that does not fit becomes one that is out of range, too."""
     if start.type == "u":
         start = code.binary("min", start, code.constant("u", INT_MAX))
     return code.cast(start, "i")
 
 
 def _start(code: Code, start: Value, size: int, taken: int) -> Value:
-    """Where a slice of `taken` entries starts, as JAX moves it inside."""
+    """Return the start of a slice of `taken` entries, clamped as JAX does, so that the slice is in range."""
     return code.clamp(_signed(code, start), 0, size - taken)
 
 
@@ -324,9 +325,9 @@ def fill_value(eqn: JaxprEqn, dtype: np.dtype) -> Any:
     }[dtype.kind]
 
 
-# The same elements: JAX keeps account of which devices have them, in jax.shard_map and under a mesh.
+# Primitives that change only the placement on devices, in jax.shard_map and under a mesh.
 PLACEMENTS = ("pvary", "pcast", "reshard")
-RELABELLED = {
+INDEXING = {
     **dict.fromkeys(PLACEMENTS, _unmoved),
     "convert_element_type": _unmoved,
     "squeeze": _squeeze,
@@ -503,10 +504,10 @@ ARRAYS = {
     "dynamic_update_slice": _dynamic_update_slice,
 }
 
-# Those that are right for integers of fewer than 32 bits too.
+# The primitives that are correct for integers of fewer than 32 bits as well.
 ANY_WIDTH = {
     *("eq", "ne", "lt", "le", "gt", "ge", "select_n", "convert_element_type", "copy", "max", "min", "clamp"),
     *("add", "sub", "mul", "and", "or", "xor", "reduce_max", "reduce_min", "reduce_or", "reduce_xor"),
     *("iota", "concatenate", "stack", "pad", "dynamic_update_slice"),
-    *RELABELLED,
+    *INDEXING,
 }

@@ -44,7 +44,7 @@ NEEDS_VALUES = {
 
 
 class Sizes(NamedTuple):
-    """How many there are of each index; None: not known while tracing, as positions of queries or symbolic sizes."""
+    """The number of values of each index. None means unknown during tracing: query positions, symbolic sizes."""
 
     batch: int | None
     head: int
@@ -53,12 +53,12 @@ class Sizes(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """An array that programs look something up in."""
+    """The description of an array that programs read."""
 
     dtype: str
-    batch: bool  # is there one for each batch entry?
+    batch: bool  # whether each batch entry has its own array
     shape: tuple[int, ...]  # without the batch dim
-    gradient: bool = False  # is its gradient asked for? (In a backward.)
+    gradient: bool = False  # in a backward: whether its gradient is requested
 
     def __str__(self) -> str:
         lead, dims = "b" if self.batch else "1", "x".join(map(str, self.shape))
@@ -67,24 +67,24 @@ class Captured(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function of captured arrays, of a score (but not for a mask), and of batch, head, query and key.
+    """A function of captured arrays, a score (only in a score_mod), and the indices batch, head, query and key.
 
-    Two are equal if they compute the same, whatever the functions are that they were traced from.
+    Two programs are equal if they compute the same, even if they were traced from different functions.
     """
 
-    text: str  # the code; or the text of the jaxpr, if there is no code for it
-    refusal: str | None = None  # why there is no code
-    derivative: str | None = None  # the code of a score's derivative, and its jaxpr where rules say more than the code
-    constants: tuple[Any, ...] = ()  # arrays' bytes and Python functions that its jaxpr has, and its text does not tell
+    text: str  # the code, or the text of the jaxpr if the kernels do not support it
+    refusal: str | None = None  # why the kernels do not support it
+    derivative: str | None = None  # the code of a score_mod's derivative; with custom rules, its jaxpr as well
+    constants: tuple[Any, ...] = ()  # bytes of arrays, and Python functions, which the jaxpr has but not its text
     first: int = 0  # the number of its first captured array
-    count: int = 0  # how many arrays it captures
-    jaxpr: Any = dataclasses.field(default=None, compare=False, repr=False)  # a Jaxpr; a derivative has none
+    count: int = 0  # the number of its captured arrays
+    jaxpr: Any = dataclasses.field(default=None, compare=False, repr=False)  # a Jaxpr; None for a derivative
 
     def __str__(self) -> str:
         return self.text
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
-        """Itself: nothing in it changes, and jaxprs cannot be copied."""
+        """Return the program itself: it is immutable, and jaxprs cannot be copied."""
         return self
 
     def __reduce__(self) -> Any:
@@ -95,12 +95,12 @@ class Program:
 
     @property
     def has_rules(self) -> bool:
-        """Whether derivatives do not follow from what it computes."""
+        """Whether it has custom derivative rules or stop_gradient, so its code does not determine its derivatives."""
         return _has_rules(self.jaxpr)
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether attention is the same without it, and its derivative too."""
+        """Whether the program is the identity, with the derivative of the identity."""
         return (self.text, self.derivative) in ((SAME_SCORE, SAME_COTANGENT), (ALWAYS, None))
 
     def __call__(self, arrays: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
@@ -150,7 +150,7 @@ class Program:
         closed = _derivative(self.jaxpr, len(constants), args)
         try:
             dscore, *dleaves = Lowering(code).run(closed.jaxpr, forward.constants(closed.consts), args)
-        except Unsupported as e:  # which the user did not write
+        except Unsupported as e:  # an operation of the derivative, which the user did not write
             raise Unsupported(f"a derivative with {e}") from None
         for leaf, dleaf in zip(leaves, dleaves, strict=True):
             for index in elements.positions(code, leaf.shape) if captured[leaf.array].gradient else ():
@@ -200,7 +200,7 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
     given = (first, captured, dtype, sizes, scored, jax.config.read("jax_enable_x64"))
     refusal = None
     try:
-        # Rules are functions, and may read what has changed.
+        # Rules are Python functions that may read changed values, so their results are not cached.
         text, derivative = _lower(jaxpr, *given) if has_rules else _lowered(Structure.of(jaxpr), *given)
         derivative += second
     except (Unsupported, RecursionError) as e:
@@ -213,14 +213,17 @@ def trace(name: str, function: Any, dtype: str, sizes: Sizes, first: int) -> tup
 
 @functools.lru_cache(maxsize=256)
 def _lowered(structure: Structure, *given: Any) -> tuple[str, str]:
-    """`_lower`, once for what is traced to the same again. (A refusal, which says a line, is raised each time.)"""
+    """Cache `_lower` by the structure of the jaxpr. Errors are not cached, because they name the user's line."""
     return _lower(structure.jaxpr, *given)
 
 
 def _lower(
     jaxpr: Jaxpr, first: int, captured: tuple[Captured, ...], dtype: str, sizes: Sizes, scored: bool, x64: bool
 ) -> tuple[str, str]:
-    """The code of a function, and of a score's derivative: whether there is one is known from the start."""
+    """Return the code of a function, and of its derivative for a score_mod.
+
+    The derivative is lowered now, so that an unsupported derivative is known before the forward is chosen.
+    """
     with jax.enable_x64(x64):
         program = Program("", first=first, count=len(captured) - first, jaxpr=jaxpr)
         code = Code(dtype, sizes._asdict())
@@ -243,12 +246,12 @@ def traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
         inspect.signature(function).bind(*names)
     except TypeError:
         raise TypeError(f"{name} must take {len(names)} arguments: {', '.join(names)}") from None
-    except ValueError:  # of what has no signature to look at
+    except ValueError:  # the callable has no signature
         pass
     integer, expected = jax.ShapeDtypeStruct((), "int32"), jax.ShapeDtypeStruct((), dtype if scored else "bool")
-    wrong_types: list[str] = []  # and not the result, which jax_check_tracer_leaks would take for a leak
+    wrong_types: list[str] = []  # not the results themselves: jax_check_tracer_leaks would report a leak
 
-    def fresh(*args: jax.Array) -> Any:  # JAX remembers what it traced, and the function may have changed since
+    def fresh(*args: jax.Array) -> Any:  # JAX caches traces by function, and this function may have changed since
         result = function(*args)
         if not isinstance(result, jax.Array):
             wrong_types.append(type(result).__name__)
@@ -260,16 +263,16 @@ def traced(name: str, function: Any, dtype: str) -> ClosedJaxpr:
         for kind, reason in NEEDS_VALUES.items():
             if isinstance(error, kind):
                 raise TypeError(f"{name} is traced on scalars, and {reason}") from error
-        if wrong_types:  # and JAX does not take it for an array either
+        if wrong_types:  # JAX cannot convert the result to an array either
             raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {wrong_types[0]}") from error
         error.add_note(f"{name} is traced on scalars: see docs/score-programs.md for its rules")
-        if type(error).__name__ == "ShardingTypeError":  # which JAX does not export
+        if type(error).__name__ == "ShardingTypeError":  # JAX does not export this class
             error.add_note("captured arrays must be replicated: use jax.sharding.reshard(x, jax.P())")
         raise
     if not jax.tree_util.all_leaves([result]) or result.shape or result.dtype != expected.dtype:
         found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
         raise TypeError(f"{name} must return one {expected.dtype.name} scalar, not {found}")
-    effects: Iterable[Any] = closed.effects  # of classes that JAX does not export
+    effects: Iterable[Any] = closed.effects  # their classes are not exported by JAX
     axes = [x.name for x in effects if type(x).__name__ == "NamedAxisEffect"]
     if axes:
         raise ValueError(
@@ -290,21 +293,21 @@ def _inputs(code: Code, dtype: str) -> list[Array]:
 
 
 def _leaves(forward: Lowering, jaxpr: Jaxpr, arrays: list[Array], scalars: list[Array]) -> list[View]:
-    """What is looked up in captured float arrays."""
+    """Return the views of captured float arrays that the function reads."""
     for result in forward.run(jaxpr, arrays, scalars):
         forward.use(result)
     return forward.leaves
 
 
 def _with_constants_of_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same where what functions under jax.jit capture is among what the function itself does."""
+    """Return the same function with the arrays that inner functions under jax.jit capture among its own constants."""
     if not list(_constants_of_calls(closed.jaxpr)):
         return closed
     return jax.make_jaxpr(lambda *args: _Tracing(()).run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
 
 
 def _packed(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same with one array for each dtype, of which the arrays that it captures are parts."""
+    """Return the same function with its captured arrays concatenated into one array for each dtype."""
     arrays = [jnp.asarray(x) for x in closed.consts]
     dtypes = dict.fromkeys(x.dtype for x in arrays)
     packed = {dtype: jnp.concatenate([x.ravel() for x in arrays if x.dtype == dtype]) for dtype in dtypes}
@@ -320,7 +323,7 @@ def _packed(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _constants_of_calls(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Those of all jaxprs in a jaxpr."""
+    """Yield the constants of all inner jaxprs of a jaxpr."""
     for eqn in _equations(jaxpr):
         for x in _parts(eqn.params.values()):
             if isinstance(x, ClosedJaxpr):
@@ -328,17 +331,17 @@ def _constants_of_calls(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def _callbacks(jaxpr: Jaxpr) -> list[Any]:
-    """The Python functions that it calls when it runs."""
+    """Return the Python functions that a jaxpr calls at run time."""
     return [eqn.params["callback"] for eqn in _equations(jaxpr) if "callback" in eqn.params]
 
 
 def _has_rules(jaxpr: Jaxpr) -> bool:
-    """Whether derivatives do not follow from what it computes."""
+    """Return whether a jaxpr has custom derivative rules or stop_gradient."""
     return any(eqn.primitive.name.startswith(("custom_", "stop_gradient")) for eqn in _equations(jaxpr))
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Those of a jaxpr, and of all jaxprs in it."""
+    """Yield the equations of a jaxpr and of all its inner jaxprs."""
     for eqn in jaxpr.eqns:
         yield eqn
         for x in _parts(eqn.params.values()):
@@ -347,7 +350,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def _parts(values: Iterable[Any]) -> Iterator[Any]:
-    """Of parameters of an equation, some of which are tuples of jaxprs."""
+    """Yield the parameters of an equation. Some are tuples of jaxprs, which are flattened."""
     for x in values:
         if isinstance(x, (list, tuple)):
             yield from _parts(x)
@@ -358,17 +361,20 @@ def _parts(values: Iterable[Any]) -> Iterator[Any]:
 # --- the derivative ---------------------------------------------------------------------------------------------------
 
 
-class _Looked(NamedTuple):
-    """Stands for a `lowering.View` while the function is traced."""
+class _TracedView(NamedTuple):
+    """A stand-in for a `lowering.View` while the function is traced."""
 
     shape: tuple[int, ...]
     dtype: Any
 
 
 def _derivative(jaxpr: Jaxpr, constants: int, args: Sequence[Array]) -> ClosedJaxpr:
-    """jax.vjp of the function with respect to the score and to the leaves, as a jaxpr.
+    """Return the jaxpr of jax.vjp of the function, with respect to the score and the leaves.
 
-    Args: constants, score and indices, cotangent, leaves.
+    Args:
+      jaxpr: the function.
+      constants: the number of arrays at the start of `args` that are not floats.
+      args: these arrays, the score, the indices, the cotangent, and the leaves.
     """
     scalars = constants + 1 + len(INDICES)
 
@@ -376,7 +382,7 @@ def _derivative(jaxpr: Jaxpr, constants: int, args: Sequence[Array]) -> ClosedJa
         known = iter(args[:constants])
         floats = [jnp.issubdtype(aval(x).dtype, jnp.floating) for x in jaxpr.constvars]
         consts = [
-            _Looked(aval(x).shape, aval(x).dtype) if there else next(known)
+            _TracedView(aval(x).shape, aval(x).dtype) if there else next(known)
             for x, there in zip(jaxpr.constvars, floats, strict=True)
         ]
         score, *indices = args[constants:scalars]
@@ -411,7 +417,7 @@ def _second_derivative(name: str, closed: ClosedJaxpr) -> str:
     for derivative in (second, first):
         try:
             found = jax.make_jaxpr(derivative)(*given)
-        except Exception:  # whatever a rule raises: it does again where it is differentiated
+        except Exception:  # a user's rule may raise anything, and does so again when it is differentiated
             given.pop()
             continue
         constants = [*found.consts, *_constants_of_calls(found.jaxpr)]
@@ -429,17 +435,17 @@ def _floats(tree: Any) -> list[Any]:
 
 
 class _Tracing:
-    """Goes through a jaxpr as `Lowering` does, so that it finds the same leaves, and takes them from arguments."""
+    """Evaluates a jaxpr in the order of `Lowering`. So it finds the same leaves, and reads them from arguments."""
 
     def __init__(self, leaves: Sequence[jax.Array]):
         self._unused = iter(leaves)
-        self._used: list[tuple[_Looked, jax.Array]] = []
+        self._used: list[tuple[_TracedView, jax.Array]] = []
 
     def use(self, x: Any) -> Any:
-        if not isinstance(x, _Looked):
+        if not isinstance(x, _TracedView):
             return x
-        for looked, leaf in self._used:
-            if looked is x:
+        for view, leaf in self._used:
+            if view is x:
                 return leaf
         self._used.append((x, next(self._unused)))
         return self._used[-1][1]
@@ -456,12 +462,12 @@ class _Tracing:
 
     def _apply(self, jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         inner = lowering.inlined(eqn)
-        if eqn.primitive.name in PLACEMENTS:  # which here nothing does
+        if eqn.primitive.name in PLACEMENTS:  # without effect here
             return inputs
-        if lowering.keeps_views(eqn) and isinstance(inputs[0], _Looked):
-            return [_Looked(aval(x).shape, aval(x).dtype) for x in eqn.outvars]
+        if lowering.keeps_views(eqn) and isinstance(inputs[0], _TracedView):
+            return [_TracedView(aval(x).shape, aval(x).dtype) for x in eqn.outvars]
         if inner and lowering.is_transparent(eqn):
             return self.run(inner[0], inner[1], inputs)
-        variables, function = replay.alone(jaxpr, eqn)
+        variables, function = replay.function_of(jaxpr, eqn)
         used = {x: self.use(value) for x, value in zip(eqn.invars, inputs, strict=True) if not isinstance(x, Literal)}
         return function(*(used[x] for x in variables))

@@ -1,12 +1,13 @@
-"""A jaxpr, evaluated in another context than that in which it was traced, as of meshes.
+"""Evaluation of a jaxpr in another context than the one in which it was traced, such as another mesh.
 
-An equation keeps the mesh of its context, whose axes are explicit where the user's are, and here are not. Inside of
-`jax.shard_map` arrays vary over mesh axes over which those that it was traced on did not: JAX marks what varies while
-it traces, and does not when it evaluates a jaxpr. Here everything is marked alike.
+An equation keeps the mesh of its context, and its axes may be explicit there but not here. Inside `jax.shard_map`,
+arrays vary over mesh axes that the traced arrays did not vary over. JAX marks varying values when it traces, but not
+when it evaluates a jaxpr. So here all values are marked as varying over the same axes.
 
-A value has a wider float dtype than its variable if an argument that it depends on has. It is computed in the wider
-dtype and rounded to the numbers of its variable's dtype, as kernels do it. Derivatives go straight through the
-rounding. So the gradient of what entries share, which is a sum over them, is summed in the wider dtype.
+If an argument has a wider float dtype than its variable, the values that depend on it have this dtype as well. They are
+computed in the wider dtype and rounded to the precision of their variable's dtype, as in the kernels. The derivative of
+the rounding is 1. So the gradient of a value that entries share, which is a sum over these entries, is summed in the
+wider dtype.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jax_flash.programs import lowering
 from jax_flash.programs.arrays import aval
-from jax_flash.programs.operations import ARRAYS, ELEMENTWISE, PLACEMENTS, RELABELLED
+from jax_flash.programs.operations import ARRAYS, ELEMENTWISE, INDEXING, PLACEMENTS
 from jax_flash.varying import varying_alike
 
-# The primitives that are evaluated in a wider dtype. Others, such as calls with rules of their own, may depend on the
-# dtype: they are evaluated in that of their variables.
-WIDENED = {*ARRAYS, *ELEMENTWISE, *RELABELLED, "cond", "scan", "while"}
+# The primitives that are evaluated in a wider dtype. Other primitives, such as calls with custom rules, may depend on
+# the dtype, so they are evaluated in the dtype of their variables.
+WIDENED = {*ARRAYS, *ELEMENTWISE, *INDEXING, "cond", "scan", "while"}
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[jax.Array]:
-    """The results, which vary as all of the arguments together.
+    """Return the results of a jaxpr. Each varies over the mesh axes of all arguments together.
 
-    Arguments may have wider float dtypes than their variables, and then results may, too.
+    If arguments have wider float dtypes than their variables, results may have wider dtypes as well.
     """
     like = list(map(jnp.asarray, (*consts, *args)))
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), varying_alike(like, like), strict=True))
@@ -45,8 +46,8 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[j
     return varying_alike(results, like)
 
 
-def alone(jaxpr: Jaxpr, eqn: JaxprEqn) -> tuple[list[Any], Any]:
-    """An equation of a jaxpr as a function of its variables, and these."""
+def function_of(jaxpr: Jaxpr, eqn: JaxprEqn) -> tuple[list[Any], Any]:
+    """Return the variables of one equation of a jaxpr, and the equation as a function of them."""
     variables = list(dict.fromkeys(x for x in eqn.invars if not isinstance(x, Literal)))
     names = jaxpr.debug_info.with_unknown_names()
     one = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[eqn], debug_info=names)
@@ -54,7 +55,7 @@ def alone(jaxpr: Jaxpr, eqn: JaxprEqn) -> tuple[list[Any], Any]:
 
 
 def widened(x: jax.Array, wide: Any) -> jax.Array:
-    """Return a float array in a wider dtype. Other arrays, and all if there is no wider dtype, stay what they are."""
+    """Return a float array in a wider dtype. Return other arrays unchanged, and all arrays if `wide` is None."""
     return x.astype(wide) if _is_wider(wide, x.dtype) else x
 
 
@@ -66,7 +67,7 @@ def _is_wider(wide: Any, dtype: Any) -> bool:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round to a narrower dtype. The derivative is that of x."""
+    """Round to the precision of a narrower dtype. The derivative is 1."""
     return x.astype(dtype).astype(x.dtype)
 
 
@@ -94,13 +95,13 @@ def _apply(jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[jax.Array]) -> Sequence[jax
 
 
 def _bind(eqn: JaxprEqn, inputs: list[jax.Array], wide: Any = None) -> Sequence[jax.Array]:
-    """Apply the primitive of an equation, whose own float dtypes are widened if there is a wider dtype."""
+    """Apply the primitive of an equation. If `wide` is a dtype, widen the float dtypes among its parameters."""
     results = eqn.primitive.bind(*inputs, **jax.tree.map(functools.partial(_parameter, wide), eqn.params))
     return results if eqn.primitive.multiple_results else [results]
 
 
 def _parameter(wide: Any, x: Any) -> Any:
-    """A part of an equation's parameters: a jaxpr, as of a loop or a branch, is traced again, in this context."""
+    """Return a parameter of an equation. The jaxpr of a loop or a branch is traced again in this context."""
     if isinstance(x, np.dtype):
         return wide if _is_wider(wide, x) else x
     if not isinstance(x, ClosedJaxpr):
@@ -110,8 +111,8 @@ def _parameter(wide: Any, x: Any) -> Any:
 
 
 def _with_rule(jaxpr: Jaxpr, eqn: JaxprEqn, inner: tuple[Jaxpr, Sequence[Any]], inputs: list[Any]) -> Any:
-    """A function that has its own derivative, whose jaxpr is evaluated as its own is."""
-    variables, function = alone(jaxpr, eqn)
+    """Evaluate a call of a function with a custom derivative. The jaxpr of this derivative is replayed as well."""
+    variables, function = function_of(jaxpr, eqn)
     types = [aval(x) for x in variables]
     moving = [i for i, x in enumerate(types) if jnp.issubdtype(x.dtype, jnp.floating)]
     literals = {i: np.asarray(x.val, aval(x).dtype) for i, x in enumerate(eqn.invars) if isinstance(x, Literal)}

@@ -1,4 +1,4 @@
-"""Jaxprs as keys: functions outside of jax.jit are traced in each call, mostly to what has been traced before."""
+"""Jaxprs as keys of a cache. Outside jax.jit a function is traced in each call, mostly with the same result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """A jaxpr, equal to another that differs in nothing but its variables. (What prints alike may differ in more.)"""
+    """A jaxpr that compares equal if only the variables differ. (Equal printed texts do not suffice.)"""
 
     parts: Any
     jaxpr: Jaxpr = dataclasses.field(compare=False)
@@ -24,14 +24,14 @@ class Structure:
 def without_constants(closed: ClosedJaxpr) -> Jaxpr:
     """Return the jaxpr of a closed one, without the values of its constants.
 
-    Since jax 0.12 the two are one class. Whoever keeps such a jaxpr keeps the constants, which may be tracers.
+    Since jax 0.12 a jaxpr holds its constants. They may be tracers, so a cached jaxpr must not have them.
     """
     with_constants: Any = getattr(closed.jaxpr, "with_consts", None)
     return with_constants([None] * len(closed.consts)) if with_constants else closed.jaxpr
 
 
 def _parts(jaxpr: Jaxpr) -> Any:
-    """All that there is in it, hashable, with numbers for its variables."""
+    """Return the contents of a jaxpr as a hashable value, with numbers instead of variables."""
     numbers: dict[Var, int] = {}
 
     def part(x: Any) -> Any:

@@ -112,9 +112,9 @@ def _operands(
     devices: int,
     unbatched: bool,
 ) -> Operands:
-    """Return the checked arrays of a call, without those of dropout, block masks and programs.
+    """Return the checked arrays of a call, without the arrays of dropout, block masks and programs.
 
-    Each of the devices has kv_len keys of its own, and all columns of the bias and the mask.
+    Each device has kv_len keys, and all columns of the bias and the mask.
     """
     B, T, N, D = query.shape
     scores = B, N, T, devices * kv_len
@@ -177,7 +177,7 @@ def _with_dropout(problem: Problem, operands: Operands, call: Call) -> tuple[Pro
         return problem, operands
     if key is None:
         raise ValueError(f"dropout_rate={call.dropout_rate} needs a dropout_key: pass a JAX PRNG key")
-    if threshold == dropout.EVERYTHING:  # the same as without dropout and with values of 0
+    if threshold == dropout.EVERYTHING:  # equals a call without dropout whose values are 0
         return problem, operands.replaced({"value": jnp.zeros_like(operands.value)})
     drawn = dropout.operands(key, call.broadcast_dropout, batch_ids, head_ids, problem.batch, problem.q_heads)
     return dataclasses.replace(problem, drop_threshold=threshold), operands.replaced(drawn)
@@ -189,7 +189,7 @@ def _with_masks_and_programs(
     """Return the problem and the operands with the traced window, the block mask and the functions of a call.
 
     Args:
-      in_one_piece: whether keys are neither in pages nor divided over devices.
+      in_one_piece: whether the keys are contiguous and on one device: neither in pages nor divided.
     """
     block_mask, mask_mod, window = call.block_mask, call.mask_mod, call.window
     if block_mask is not None:
@@ -212,7 +212,7 @@ def _with_masks_and_programs(
 
 
 def _in_pages(problem: Problem, operands: Operands, page_table: jax.Array) -> tuple[Problem, Operands]:
-    """Return the problem and the operands of a call whose keys and values are pages."""
+    """Return the problem and the operands of a call with keys and values in pages."""
     arrays = operands.arrays()
     pages, page = arrays["value"].shape[:2]
     paged = {"key_pages": arrays.pop("key"), "value_pages": arrays.pop("value"), "page_table": page_table}

@@ -28,7 +28,7 @@ from jax_flash.programs.arrays import aval
 from jax_flash.programs.structure import Structure, without_constants
 
 BLOCK = 128  # rows and columns of a block by default
-NOTHING, EVERYTHING, ELEMENTS = 0, 1, 2  # of `BlockMask.blocks`; from ELEMENTS on the number of an element mask
+NOTHING, EVERYTHING, ELEMENTS = 0, 1, 2  # kinds in `BlockMask.blocks`; ELEMENTS + p has element mask number p
 WORD = 32  # entries in a word of an element mask
 
 MaskFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -204,7 +204,7 @@ class BlockMask:
         xp = jnp if _traced(entries) else np
         U, V = shape.grid
         padding = ((0, 0), (0, 0), (0, U * q_block - q_len), (0, V * kv_block - kv_len))
-        if entries.size:  # beyond the lengths as at the ends, so that a block at the border can be full
+        if entries.size:  # repeat the last row and column beyond the lengths, so a block at the border can be full
             entries = xp.pad(entries, padding, mode="edge")
         tiles = entries.reshape(B, N, U, q_block, V, kv_block).swapaxes(3, 4)
         masks = _pack(tiles).reshape(B, N * U * V, q_block, _words(kv_block))
@@ -247,7 +247,7 @@ class BlockMask:
         shape.check()
         U, V = shape.grid
         blocks, table = np.zeros((batch, heads, U, V), np.int32), _Table(shape)
-        if not blocks.size and callable(mask_fn):  # nothing to ask
+        if not blocks.size and callable(mask_fn):  # there are no entries to evaluate
             return cls(shape, blocks)
         function = program.traced("mask_fn", mask_fn, "float32")
         if _traced(*function.consts):
@@ -515,16 +515,18 @@ def kinds_at(shape: Shape, blocks: Any, rows: Any, columns: Any, xp: Any = jnp) 
     U, V = shape.grid
     if 0 in shape.grid:
         return xp.zeros((*blocks.shape[:2], rows.size, columns.size), np.int32)
-    # Positions past the ends (the padding of a tile) are another mask's business.
+    # Positions beyond the lengths are the padding of a tile, which the lengths mask.
     u, v = xp.minimum(rows // shape.q_block, U - 1), xp.minimum(columns // shape.kv_block, V - 1)
     return blocks[:, :, u][..., v]
 
 
 @functools.lru_cache(maxsize=64)
 def _row_of_blocks(function: Structure, shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """A compiled function that evaluates a mask function for a row of blocks: kinds int32 [V], entries bool [V, …].
+    """Return a compiled function that evaluates a mask function for a row of blocks.
 
-    It is kept, because a mask function that is written in a loop traces to the same jaxpr each time.
+    It returns the kinds, int32 [V], and the entries, bool [V, q_block, kv_block].
+
+    It is cached by the jaxpr, because a mask function that a loop defines again is traced to the same jaxpr.
     """
     q_len, kv_len, q_block, kv_block = shape
     V = shape.grid[1]
@@ -534,7 +536,7 @@ def _row_of_blocks(function: Structure, shape: Shape) -> Callable[..., tuple[jax
         def entry(i: jax.Array, j: jax.Array) -> jax.Array:
             return replay.evaluate(function.jaxpr, captured, (b, h, i, j))[0]
 
-        # Beyond the lengths as at the ends, so that a block at the border can be full.
+        # Repeat the last row and column beyond the lengths, so a block at the border can be full.
         rows = jnp.minimum(u * q_block + jnp.arange(q_block, dtype=jnp.int32), q_len - 1)
         columns = jnp.minimum(jnp.arange(V * kv_block, dtype=jnp.int32), kv_len - 1)
         allowed = jax.vmap(jax.vmap(entry, (None, 0)), (0, None))(rows, columns)
@@ -549,9 +551,9 @@ def _traced(*arrays: Any) -> bool:
 
 
 def _arrays(*arrays: Any) -> Any:
-    """NumPy and these arrays on the host, or JAX's and the arrays if any is traced.
+    """Return NumPy and the arrays on the host, or jax.numpy and the arrays if one of them is traced.
 
-    Inside of `jax.jit` the results of JAX's functions are traced even if all arrays are concrete.
+    Inside `jax.jit`, results of jax.numpy are traced even if all arrays are concrete. So concrete arrays need NumPy.
     """
     xp = jnp if _traced(*arrays) else np
     return xp, *(None if x is None else xp.asarray(x) for x in arrays)
@@ -562,7 +564,7 @@ def _words(columns: int) -> int:
 
 
 def _pack(tiles: Any) -> Any:
-    """bool [..., kv_block] -> uint32 [..., kv_block / 32]."""
+    """Pack entries into words: bool [..., kv_block] -> uint32 [..., kv_block / 32]."""
     xp = jnp if _traced(tiles) else np
     words = _words(tiles.shape[-1])
     padding = ((0, 0),) * (tiles.ndim - 1) + ((0, words * WORD - tiles.shape[-1]),)
@@ -572,12 +574,12 @@ def _pack(tiles: Any) -> Any:
 
 
 def _every(shape: Shape) -> np.ndarray:
-    """The element mask of a full block: uint32 [q_block, kv_block / 32]."""
+    """Return the element mask of a full block: uint32 [q_block, kv_block / 32]."""
     return _pack(np.ones((shape.q_block, shape.kv_block), bool))
 
 
 class _Table:
-    """Element masks, each once."""
+    """A table of distinct element masks."""
 
     def __init__(self, shape: Shape):
         self._shape = (shape.q_block, _words(shape.kv_block))
@@ -599,7 +601,10 @@ class _Table:
 
 
 def _compact(shape: Shape, blocks: np.ndarray, element_masks: Any) -> tuple[np.ndarray, np.ndarray | None]:
-    """The same with one table for all batch entries, of every element mask that is used, each once, as they appear."""
+    """Return blocks and element masks with one table for all batch entries.
+
+    The table has each element mask that is used once, in the order of its first use.
+    """
     if element_masks is None:
         return blocks, None
     batch, count, *mask_shape = np.shape(element_masks)
@@ -616,7 +621,7 @@ def _compact(shape: Shape, blocks: np.ndarray, element_masks: Any) -> tuple[np.n
 
 
 def _range(name: str, part: slice, length: int, block: int) -> tuple[int, int]:
-    """Where a slice starts, and how long it is."""
+    """Return the start and the length of a slice."""
     try:
         start, stop, step = part.indices(length)
     except TypeError:
@@ -634,10 +639,10 @@ def _range(name: str, part: slice, length: int, block: int) -> tuple[int, int]:
 
 
 def _with_extended_ends(mask: BlockMask) -> BlockMask:
-    """Repeat the last row and column beyond the lengths, so that a block at the border can be empty or full."""
+    """Repeat the last row and column beyond the lengths, so a block at the border can be empty or full."""
     q_len, kv_len, q_block, kv_block = mask.shape
     rows, columns = np.arange(q_block), np.arange(kv_block)
-    rows_of = rows, np.minimum(rows, (q_len - 1) % q_block)  # inside, and at the border
+    rows_of = rows, np.minimum(rows, (q_len - 1) % q_block)  # of inner blocks, and of blocks at the border
     columns_of = columns, np.minimum(columns, (kv_len - 1) % kv_block)
     U, V = mask.shape.grid
     below, right = np.arange(U)[:, None] == U - 1, np.arange(V) == V - 1
@@ -684,7 +689,7 @@ def _stacked(masks: Sequence[BlockMask]) -> BlockMask:
 
 
 def _stacked_functions(masks: Sequence[BlockMask]) -> BlockMask:
-    """Masks of one function, one after the other."""
+    """Stack masks of one function."""
 
     def structure(mask: BlockMask) -> Any:
         leaves, tree = jax.tree.flatten(mask)
@@ -724,18 +729,18 @@ def _combined(op: Callable[[Any, Any], Any], a: BlockMask, b: object) -> BlockMa
 
 
 def _with_one_table(mask: BlockMask) -> BlockMask:
-    """The same; one that was traced may have a table for each batch entry."""
+    """Return the mask with one table for all batch entries. A mask that was traced may have one for each."""
     one = mask.element_masks is None or mask.element_masks.shape[0] == 1
     return mask if one else BlockMask(mask.shape, mask.blocks, mask.element_masks)
 
 
 def _combined_traced(op: Callable[[Any, Any], Any], a: BlockMask, b: BlockMask) -> BlockMask:
-    """Any element mask of one may meet any of the other."""
+    """Combine traced masks. The result has an element mask for each pair of element masks."""
     masks_a, masks_b = _all_masks(a), _all_masks(b)
     sizes = masks_a.shape[1], masks_b.shape[1]
     kinds = ELEMENTS + np.arange(sizes[0] * sizes[1], dtype=np.int32).reshape(sizes)
     kinds[:ELEMENTS, :ELEMENTS] = op(*np.ogrid[:ELEMENTS, :ELEMENTS])
-    decided = NOTHING if op is operator.and_ else EVERYTHING  # by one alone
+    decided = NOTHING if op is operator.and_ else EVERYTHING  # a block of this kind decides the result alone
     kinds[decided] = kinds[:, decided] = decided
     masks = None
     if kinds.size > ELEMENTS * ELEMENTS:
@@ -745,7 +750,7 @@ def _combined_traced(op: Callable[[Any, Any], Any], a: BlockMask, b: BlockMask) 
 
 
 def _all_masks(mask: BlockMask) -> Any:
-    """Of every kind of block, NOTHING and EVERYTHING too: [B|1, 2 + P, q_block, words]."""
+    """Return the element masks of all kinds, NOTHING and EVERYTHING included: [B|1, 2 + P, q_block, words]."""
     every = _every(mask.shape)
     common = np.stack([np.zeros_like(every), every])[None]
     if mask.element_masks is None:
@@ -755,12 +760,12 @@ def _all_masks(mask: BlockMask) -> Any:
 
 
 def block_lists(blocks: Any) -> Any:
-    """[B|1, N|1, U, V] -> [B|1, N|1, U, 2 + W]: see `BlockMask`."""
+    """Return the lists of block rows: [B|1, N|1, U, V] -> [B|1, N|1, U, 2 + W]. See `BlockMask`."""
     xp = jnp if _traced(blocks) else np
-    there = blocks != NOTHING
-    counts = there.sum(-1, dtype=np.int32)
+    non_empty = blocks != NOTHING
+    counts = non_empty.sum(-1, dtype=np.int32)
     width = blocks.shape[-1] if xp is jnp else counts.max(initial=0)
-    members = xp.argsort(~there, axis=-1, stable=True)[..., :width]
+    members = xp.argsort(~non_empty, axis=-1, stable=True)[..., :width]
     members = xp.where(np.arange(width, dtype=np.int32)[None, None, None] < counts[..., None], members, -1)
     order = xp.argsort(-counts, axis=-1, stable=True)[..., None]
     lists = xp.concatenate([counts[..., None], members], -1)
@@ -768,7 +773,7 @@ def block_lists(blocks: Any) -> Any:
 
 
 def _picture(blocks: np.ndarray) -> Iterator[str]:
-    """The blocks of the first head in at most 32 lines of 64 characters."""
+    """Yield a picture of the blocks of the first head, in at most 32 lines of 64 characters."""
     if not blocks.size:
         return
     kinds = np.asarray(blocks)[0, 0]

@@ -1,8 +1,9 @@
 """FlashAttention in plain JAX, tile by tile: `implementation="xla"`, and the derivatives of the fused calls.
 
-Algorithms 2 and 4 of arXiv 2205.14135 with the query blocks outside (as FlashAttention-2), O divided by ℓ at the end.
-It runs on every platform and can be differentiated in any mode and order; the bodies of the loops are
-rematerialised, so memory is O(N) in reverse mode too. Same arguments, results and conventions as `reference.py`.
+These are Algorithms 2 and 4 of arXiv 2205.14135, with the outer loop over query blocks as in FlashAttention-2. O is
+divided by ℓ at the end. The code runs on every platform, and JAX can differentiate it in any mode and order. The bodies
+of the loops are rematerialised, so memory is O(N) in reverse mode as well. Arguments, results and conventions are those
+of `reference.py`.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
         column_blocks = _blocks(row_tile, _axes(operands, "S"), problem.kv_len)
         if problem.may_empty_rows:
 
-            def look(seen: jax.Array, xs: tuple[dict[str, jax.Array], jax.Array]) -> tuple[jax.Array, None]:
+            def add_block(any_visible: jax.Array, xs: tuple[dict[str, jax.Array], jax.Array]) -> tuple[jax.Array, None]:
                 column_arrays, column_start = xs
                 block, columns = row_tile.replaced(column_arrays), _positions(column_start, column_block)
-                return seen | tile.may_attend(problem, block, rows, columns).any(-1), None
+                return any_visible | tile.may_attend(problem, block, rows, columns).any(-1), None
 
-            none_seen = varying_alike(jnp.zeros((batch, heads, row_block), bool), operands)
-            seen, _ = jax.lax.scan(look, none_seen, column_blocks)
-            row_tile = row_tile._replace(query=padding.zero_rows(seen, row_tile.query))
+            none_visible = varying_alike(jnp.zeros((batch, heads, row_block), bool), operands)
+            any_visible, _ = jax.lax.scan(add_block, none_visible, column_blocks)
+            row_tile = row_tile._replace(query=padding.zero_rows(any_visible, row_tile.query))
 
         @jax.checkpoint
         def update(statistics, column_arrays: dict[str, jax.Array], column_start: jax.Array):
@@ -140,11 +141,11 @@ def tangent(
     """Compute the tangents of O and ℓ.
 
     With Ṡ the tangent of the scores, and μ_i = Σ_j P_ij Ṡ_ij (sinks included), the tangent of O is
-    (Z∘P∘Ṡ) V + (Z∘P) V̇ - μ∘O. It is linear in `moving`. m is a constant, and the tangent of the logsumexp is that of ℓ
-    divided by ℓ.
+    (Z∘P∘Ṡ) V + (Z∘P) V̇ - μ∘O. It is linear in `moving`. m is a constant, so the tangent of the logsumexp is the tangent
+    of ℓ divided by ℓ.
 
-    This takes five products for each tile, and a sixth for O if the scores move. A large μ multiplies the errors of P,
-    and they cancel only if O has the same.
+    Each tile takes five products. If the scores have a tangent, a sixth computes O again: a large μ multiplies the
+    errors of P, which cancel only if O has the same errors.
 
     Args:
       operands: as in `reference.forward`.
@@ -205,15 +206,16 @@ def tangent(
 
 
 def _axes(operands: Operands, dim: str) -> dict[str, int]:
-    """The operands that a block of rows ("T") or of columns ("S") has its part of, with their axis of these."""
+    """Return the operands that are divided into blocks of rows ("T") or columns ("S"), with the axis to divide."""
     axes = {name: 1 + DIMS[name].index(dim) for name in operands.arrays() if dim in DIMS[name]}
     return {name: axis for name, axis in axes.items() if getattr(operands, name).shape[axis] != 1}
 
 
 def _block(size: int) -> int:
-    """The block size: as even as possible, a multiple of 16 (for the dropout mask) unless one block is all.
+    """Return the block size for a length.
 
-    A symbolic size has blocks of `BLOCK`.
+    All blocks are about equal. If there are several, their size is a multiple of 16, for the dropout mask. A symbolic
+    length has blocks of `BLOCK`.
     """
     if not isinstance(size, int):
         return BLOCK
@@ -224,14 +226,15 @@ def _block(size: int) -> int:
 
 
 def _blocks(operands: Operands, axes: dict[str, int], size: int) -> tuple[dict[str, jax.Array], jax.Array]:
-    """What a loop over blocks of rows or columns scans: the parts of the operands in `axes`, their first positions."""
+    """Return the inputs of a scan over blocks of rows or columns: the operands in `axes`, split, and the positions of
+    the first row or column of each block."""
     block = _block(size)
     arrays = {name: _split(getattr(operands, name), axis, block) for name, axis in axes.items()}
     return arrays, jnp.arange(-(-size // block), dtype=jnp.int32) * block
 
 
 def _split(x: jax.Array, axis: int, block: int) -> jax.Array:
-    """Splits an axis in blocks and moves their number to the front; the last block is padded with zeros."""
+    """Split an axis into blocks, and move the axis of blocks to the front. The last block is padded with zeros."""
     blocks = -(-x.shape[axis] // block)
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, blocks * block - x.shape[axis])
@@ -240,7 +243,7 @@ def _split(x: jax.Array, axis: int, block: int) -> jax.Array:
 
 
 def _join(blocks: jax.Array, axis: int, size: int) -> jax.Array:
-    """The inverse of `_split`."""
+    """Invert `_split`."""
     x = jnp.moveaxis(blocks, 0, axis)
     x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
     return jax.lax.slice_in_dim(x, 0, size, axis=axis)
@@ -249,11 +252,11 @@ def _join(blocks: jax.Array, axis: int, size: int) -> jax.Array:
 def _sum_or_join(
     body: Callable[..., dict[str, jax.Array]], xs: tuple[Any, ...], axes: dict[str, int], size: int
 ) -> dict[str, jax.Array]:
-    """Loops over the leading axis of `xs`; joins the results that `axes` names along that axis, sums the others.
+    """Loop over the leading axis of `xs`. Concatenate the results in `axes` along their axis, and sum the others.
 
     The sums are outside of the rematerialised bodies, so their derivatives need no copy of the running sum.
     """
-    results = jax.eval_shape(functools.partial(jax.lax.map, lambda x: body(*x)), xs)  # which vary as those of the loop
+    results = jax.eval_shape(functools.partial(jax.lax.map, lambda x: body(*x)), xs)  # map, for the same varying axes
     start = {name: jnp.zeros(x.shape[1:], x.dtype) for name, x in results.items() if name not in axes}
 
     def step(sums, x):

@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels of a call while XLA compiles the rest of the program."""
+"""Compilation of the CUDA kernels of a call, in parallel with XLA's compilation of the rest of the program."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _free = threading.Semaphore(os.cpu_count() or 1)  # threads that may still start
 def start(problem: str, backward: bool) -> None:
     """Start to compile the kernels of a pass for the GPUs of this process.
 
-    XLA requests kernels at the end of its own compilation, one call after the other. By then they are ready, or a
-    thread is compiling them and XLA waits for it. Errors, and calls for which there is no thread, are left to XLA's
-    request.
+    XLA requests kernels only at the end of its own compilation, and one call at a time. By then the kernels are ready,
+    or XLA waits for the thread that compiles them. If no thread is free, or an error occurs, XLA's request compiles the
+    kernels or raises the error.
 
     Args:
       problem: text of the problem (`Problem.encode`).

@@ -78,11 +78,11 @@ def refusal(problem: Problem, platform: str) -> str | None:
 class Call(NamedTuple):
     """The static part of a call."""
 
-    arrays: tuple[str, ...]  # names in DIMS, as in `results`
-    results: tuple[str, ...]
+    arrays: tuple[str, ...]  # names of the operands in DIMS
+    results: tuple[str, ...]  # names of the results in DIMS
     problem: Problem
-    fallback: bool  # to `blockwise.py` on a platform that has no handler; otherwise XLA refuses to compile it there
-    division: Division | None = None  # inside of `shard_map` the arrays are a device's part of a sequence
+    fallback: bool  # whether platforms without handlers use `blockwise.py`; otherwise XLA raises an error there
+    division: Division | None = None  # inside `shard_map`: the arrays are one device's part of a sequence
 
     @property
     def target(self) -> str:
@@ -118,14 +118,15 @@ def backward(
 
 # --- the primitive ----------------------------------------------------------------------------------------------------
 
-# custom_jvp, custom_vjp and custom_vmap would not do. Partial evaluation, as of a scan's body, drops the rule of the
-# first; the second has no forward mode; the third binds primals and tangents together, which reverse mode cannot split.
+# custom_jvp, custom_vjp and custom_vmap do not suffice. Partial evaluation, for example of a scan's body, drops the
+# rule of a custom_jvp. A custom_vjp has no forward mode. A custom_vmap binds primals and tangents together, and reverse
+# mode cannot split them.
 primitive = Primitive("jax_flash")
 primitive.multiple_results = True
 
 
 def bind(call: Call, arrays: Iterable[jax.Array]) -> Results:
-    """Binds it with what it is lowered to: there JAX finds the types of the results, and `custom_partitioning`."""
+    """Bind the primitive with the jaxpr of its lowering, where JAX finds result types and `custom_partitioning`."""
     arrays = tuple(arrays)
     return tuple(primitive.bind(*arrays, call=call, jaxpr=_evaluate.trace(*arrays, call=call).jaxpr))
 
@@ -145,7 +146,7 @@ def batched(
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     arrays = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
     mapped = {name: x for name, x, axis in zip(call.arrays, arrays, axes, strict=True) if axis is not None}
-    if any(map(one_a_call, mapped)):  # then there is a call for each example
+    if any(map(one_a_call, mapped)):  # such an array cannot get a leading dim, so each example is a call
         shared = dict(zip(call.arrays, arrays, strict=True))
         axis = explicit.first_axis(*mapped.values())
         everywhere = {name: explicit.on_first_axis(x, None) for name, x in mapped.items()}
@@ -157,7 +158,7 @@ def batched(
     def leading(name: str, x: jax.Array) -> jax.Array:
         if name in mapped or one_a_call(name):
             return x
-        # A bias that all mapped examples share still has one gradient for each of them; so has a captured array.
+        # If all mapped examples share a bias or a captured array, each example still has its own gradient of it.
         return jnp.broadcast_to(x, (size if name in gradients else 1, *x.shape))
 
     results = bind(call, map(leading, call.arrays, arrays))
@@ -201,10 +202,11 @@ def _eager(*arrays: jax.Array, call: Call, jaxpr: ClosedJaxpr) -> Results:
 
 
 def eagerly(evaluate: Callable[..., Results], call: Any, arrays: Iterable[jax.Array]) -> Results:
-    """Evaluate a call outside of `jax.jit`: under jax.disable_jit(), or where JAX looks for the operation that made a
-    NaN or an infinity (jax_debug_nans, jax_debug_infs).
+    """Evaluate a call outside `jax.jit`.
 
-    JAX would not accept the -inf in m, and would search on inside of the call. So the results are checked here.
+    This happens under jax.disable_jit(), and when JAX searches for the operation that made a NaN or an infinity
+    (jax_debug_nans, jax_debug_infs). JAX would report the -inf in m, or search inside the call. So the results are
+    checked here.
     """
     unwanted = [kind for kind in ("nan", "inf") if getattr(jax.config, f"jax_debug_{kind}s")]
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
@@ -223,7 +225,7 @@ mlir.register_lowering(primitive, _lower)
 
 
 def _divided(call: Call, division: Division, arrays: Arrays) -> Results:
-    """One call for each visit of the keys of another device."""
+    """Compute a divided sequence, with one call for each visit of another device's keys."""
 
     def compute(problem: Problem, arrays: Arrays) -> Results:
         results = call.results if "o" in call.results else problem.gradients
@@ -234,14 +236,14 @@ def _divided(call: Call, division: Division, arrays: Arrays) -> Results:
 
 
 def _plain(call: Call, arrays: Arrays) -> Results:
-    """The same in plain JAX."""
+    """Compute a call in plain JAX, for arrays with leading dims."""
     types = result_types(call.problem, call.results, lead(arrays), arrays)
     function = functools.partial(over_leading_dims, functools.partial(plain, call))
     return partitioning.automatic(function, call.problem, arrays, types)
 
 
 def over_leading_dims(function: Callable[[Arrays], Results], arrays: Arrays) -> Results:
-    """Map a function over all leading dims but the last, which is the problem's batch."""
+    """Map a function over all leading dims except the last, which is the batch of the problem."""
     size, *inner = lead(arrays)
     if not inner:
         return function(arrays)
@@ -251,7 +253,10 @@ def over_leading_dims(function: Callable[[Arrays], Results], arrays: Arrays) -> 
 
 
 def plain(call: Call, arrays: Arrays) -> Results:
-    """The same in plain JAX, for arrays without leading dims. With a division, only a visit's derivatives are."""
+    """Compute a call in plain JAX, for arrays without leading dims.
+
+    With a division, each visit is a fused call, and only the derivatives of a visit are in plain JAX.
+    """
     if call.division is not None:
         return _divided(call, call.division, arrays)
     operands = Operands.of(arrays)
@@ -274,7 +279,7 @@ def _sharded(call: Call, arrays: Arrays) -> Results:
 
 
 def lead(arrays: Arrays) -> tuple[int, ...]:
-    """The leading dims of all arrays together."""
+    """Return the leading dims to which all arrays broadcast."""
     return jnp.broadcast_shapes(
         *(x.shape[: x.ndim - len(DIMS[array_of(name)])] for name, x in arrays.items() if not one_a_call(name))
     )
@@ -284,7 +289,7 @@ def lead(arrays: Arrays) -> tuple[int, ...]:
 
 
 def _custom_call(call: Call, arrays: Arrays) -> Results:
-    """One call on one device: the leading dims become its batch."""
+    """Make one call on one device. The leading dims become its batch."""
     leading = lead(arrays)
     batch = math.prod(leading)
     ones = {name for name, x in arrays.items() if math.prod(x.shape[: len(leading)]) == 1}
@@ -314,10 +319,10 @@ def _custom_call(call: Call, arrays: Arrays) -> Results:
     return tuple(map(unfold, call.results, results))
 
 
-# --- what it is on each platform --------------------------------------------------------------------------------------
+# --- the lowering for each platform -----------------------------------------------------------------------------------
 
-# A primitive too, since lax.platform_dependent is not told whether a program is lowered for the GPUs that are here or
-# to be exported: the scratch memory that it has depends on it.
+# This is a primitive, because lax.platform_dependent cannot tell whether a program is lowered for the GPUs of this
+# process or for export. The size of the scratch memory depends on it.
 _platforms = Primitive("jax_flash_call")
 _platforms.multiple_results = True
 
@@ -327,7 +332,7 @@ def _on_each_platform(call: Call, arrays: tuple[jax.Array, ...]) -> Results:
 
 
 def _ffi_primitive(target: str) -> Primitive:
-    """An FFI call as a primitive with its name, which profiles show. All others are "ffi_call" there."""
+    """Return a primitive for an FFI call, named after its target. Profiles show this name instead of "ffi_call"."""
     primitive, lowering = Primitive(target), jax.ffi.ffi_lowering(target)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *arrays, types, problem: [jax.core.ShapedArray(x.shape, x.dtype) for x in types])
@@ -340,9 +345,12 @@ _ffi = {name: _ffi_primitive(name) for name in TARGETS}
 
 @functools.partial(jax.jit, static_argnames=("call", "scratch_bytes", "gpu"))
 def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0, gpu: bool = False) -> Results:
-    """On a GPU what a call needs in between is its last result, so that XLA plans its memory; and a bias of 16 bits has
-    a gradient of 16 bits, so that XLA has nothing to convert when the caller wants its dtype. What each row adds to a
-    gradient in PER_ROW is summed here, in the same order in every run."""
+    """Make the FFI call.
+
+    On a GPU, scratch memory is the last result, so XLA plans it. The gradient of a 16-bit bias has 16 bits there, so
+    XLA does not have to convert it. The contributions of rows to gradients in PER_ROW are summed here, in the same
+    order in every run.
+    """
     lead, named = (call.problem.batch,), dict(zip(call.arrays, arrays, strict=True))
     types = result_types(call.problem, call.results, lead, named)
     written = dict(types)

@@ -1,8 +1,7 @@
-"""`Mask`: which entries of the score matrix are visible. Plain JAX and sequence sharding know masks only from here.
+"""`Mask`: which entries of the score matrix are visible. Plain JAX and sequence sharding use only this definition.
 
-A mask describes; its arrays are operands of the call. A new kind of mask is a field here, with its part of the methods
-below, and operands in `common/arrays.h`. The kernels have their twins: `cpu_src/scores.h` and
-`cuda_src/kernels/semantics/mask.cuh`.
+A mask is static. Its arrays are operands of the call. The kernels have definitions of their own: `common/masking.h`,
+`cpu_src/scores.h` and `cuda_src/kernels/semantics/mask.cuh`. docs/first-change.md shows how to add a kind of mask.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Lengths = tuple[Any, Any]  # T and S of the whole call; may be symbolic
 
 
 class WindowSize(NamedTuple):
-    """How far before and after its own position a query sees keys; -1: unbounded."""
+    """How many keys before and after its own position a query sees. -1 means all."""
 
     left: int = -1
     right: int = -1
@@ -36,9 +35,9 @@ class WindowSize(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Mask(Description):
-    """Which entries of the score matrix are visible: those that every part of the mask shows.
+    """The static description of a mask. An entry is visible if no field masks it.
 
-    The position of a query is its row, plus `query_offset` if that is present.
+    The position of a query is its row, plus `query_offset` if present.
     """
 
     is_causal: bool = False
@@ -52,14 +51,14 @@ class Mask(Description):
     block_mask: Extent | None = None
     q_block: int = 0  # number of queries in a block
     kv_block: int = 0
-    element_masks: int = 0  # P, the number of them
-    row_list: int = 0  # 2 + W, how many numbers a list has
+    element_masks: int = 0  # P, the number of element masks
+    row_list: int = 0  # 2 + W, the length of a list
     column_list: int = 0
     mask_mod: Program | None = None
 
     @classmethod
     def of_blocks(cls, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct], q_block: int, kv_block: int) -> Mask:
-        """Return the block mask that has these arrays, which are named as in `BLOCK_MASK`."""
+        """Return the mask for the arrays of a block mask, named as in `BLOCK_MASK`."""
         return cls(
             block_mask=Extent.of_blocks(arrays["blocks"]),
             q_block=q_block,
@@ -70,7 +69,10 @@ class Mask(Description):
         )
 
     def __and__(self, other: Mask) -> Mask:
-        """Return the mask that shows what both masks show. Only one of them may have arrays or a mask_mod of a kind."""
+        """Return the mask in which an entry is visible if both masks show it.
+
+        A field other than `is_causal` and `local_window_size` may be set in only one of the masks.
+        """
         sides = zip(self.local_window_size, other.local_window_size, strict=True)
         window = WindowSize(*(min((x for x in side if x >= 0), default=-1) for side in sides))
         both: dict[str, Any] = {"is_causal": self.is_causal or other.is_causal, "local_window_size": window}
@@ -83,7 +85,7 @@ class Mask(Description):
         return Mask(**both)
 
     def simplified(self, lengths: Lengths) -> Mask:
-        """Return the same mask without bounds that hide nothing.
+        """Return an equal mask without bounds that mask no entry.
 
         A window with no keys after the query becomes a causal mask, which the kernels compute faster.
         """
@@ -100,7 +102,7 @@ class Mask(Description):
 
     @property
     def reach(self) -> WindowSize:
-        """How far before and after its own position a query sees keys, with the causal mask as a window."""
+        """The local window, in which a causal mask counts as right = 0."""
         return self.local_window_size._replace(right=0) if self.is_causal else self.local_window_size
 
     def may_empty_rows(self, lengths: Lengths) -> bool:
@@ -115,9 +117,9 @@ class Mask(Description):
         return left >= 0 and (not isinstance(T, int) or not isinstance(S, int) or left < T - S)
 
     def count(self, rows: int, keys: int, ahead: ArrayLike = 0) -> np.ndarray:
-        """Count the entries of rows x keys that the causal mask and the window show. Other masks count as visible.
+        """Count the entries of rows x keys that are visible under the causal mask and the window.
 
-        With a query offset, whose values are unknown, all entries count.
+        Other masks are ignored. With a query offset all entries count, because its values are unknown.
 
         Args:
           ahead: int array, the position of the first row minus the position of the first key.
@@ -138,7 +140,7 @@ class Mask(Description):
             """Count the entries with a key at most `distance` after the position of its row."""
             return up_to(ahead + distance + rows) - up_to(ahead + distance)
 
-        span = rows + keys + int(np.abs(ahead).max())  # a larger window hides nothing
+        span = rows + keys + int(np.abs(ahead).max())  # a larger window masks no entry
         left, right = (span if x < 0 else min(x, span) for x in self.reach)
         return at_most(right) - at_most(-left - 1)
 
@@ -179,9 +181,9 @@ class Mask(Description):
         return visible
 
     def may_show(self, lengths: Lengths, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
-        """Return whether some entry of a tile may be visible: bool [], or None for always.
+        """Return whether some entry of a tile may be visible: bool [], or None if it always may.
 
-        Only positions, lengths and blocks tell. Arguments are as in `visible`.
+        This uses only positions, lengths and blocks. Arguments are as in `visible`.
         """
         behind, ahead = self._limits(tile)
         tests = []
@@ -203,7 +205,7 @@ class Mask(Description):
         return jnp.all(jnp.stack(tests)) if tests else None
 
     def refusal_of_part(self, rows: int, keys: int) -> str | None:
-        """Return why parts of rows x keys cannot have a mask of their own, or None if they can."""
+        """Return why the mask cannot be divided into parts of rows x keys, or None if it can."""
         if self.block_mask is not None and (rows % self.q_block or keys % self.kv_block):
             blocks = f"blocks of {self.q_block} x {self.kv_block}"
             return f"a block mask needs whole {blocks} per part, not {rows} rows and {keys} keys"
@@ -218,16 +220,16 @@ class Mask(Description):
           lengths: T and S of the whole call.
           sizes: the number of rows and keys in the part.
           starts: the first row and the first key of the part.
-          arrays: operands by name, with any leading dims. Arrays with rows or keys have those of the part already,
-            except for the blocks.
+          arrays: operands by name, with any leading dims. Arrays with a dim of rows or keys are sliced already, except
+            for the blocks.
         """
         (rows, keys), (row_start, key_start), part = sizes, starts, dict(arrays)
-        # Numbers of rows or keys, which count from the start of the part
+        # Indices and counts of rows or keys become relative to the start of the part.
         of_rows, of_keys = ("query_seq_lengths", "rows_of_keys"), ("key_value_seq_lengths", "keys_of_rows")
         for names, start, size in ((of_rows, row_start, rows), (of_keys, key_start, keys)):
             part |= {name: (part[name] - start).clip(0, size) for name in names if name in part}
         mask = self
-        if max(self.reach) >= 0 or "program_batch" in part:  # programs get positions
+        if max(self.reach) >= 0 or "program_batch" in part:  # programs receive positions
             part["query_offset"] = _shifted(part, row_start - key_start, sum(lengths))
             mask = dataclasses.replace(mask, query_offset=True)
         if "blocks" in part:
@@ -247,7 +249,7 @@ class Mask(Description):
         return block_sparse.Shape(*lengths, self.q_block, self.kv_block)
 
     def _limits(self, tile: Operands) -> tuple[jax.Array | int | None, jax.Array | int | None]:
-        """Return the most that i - j and j - i may be: int32 [B, 1, 1, 1] or a number; None: any."""
+        """Return the upper bounds of i - j and j - i: int32 [B, 1, 1, 1], a number, or None for no bound."""
         (left, right), offset = self.reach, tile.query_offset
         behind = None if left < 0 else _minus(left, offset)
         if right < 0:
@@ -260,7 +262,7 @@ def _per_batch(x: jax.Array) -> jax.Array:
 
 
 def _minus(width: int, offset: jax.Array | None) -> jax.Array | int | None:
-    """width - offset as far as an int32 goes, since no positions are further apart."""
+    """Return width - offset, clamped to int32. This suffices, because differences of positions fit in int32."""
     highest = 2**31 - 1
     excess = max(width - highest, 0)
     if excess > highest:

@@ -23,30 +23,30 @@ class Operands(NamedTuple):
     key: jax.Array  # [B, S, K, D]
     value: jax.Array  # [B, S, K, E]
     scale: jax.Array  # [], the accumulation dtype; positive for the fused calls
-    key_pages: jax.Array | None = None  # [pages, page, K, D]: in place of key and value, where keys are in pages
+    key_pages: jax.Array | None = None  # [pages, page, K, D], replaces key; the next replaces value
     value_pages: jax.Array | None = None  # [pages, page, K, E]
-    page_table: jax.Array | None = None  # [B, S / page], int32: the numbers of a batch entry's pages
+    page_table: jax.Array | None = None  # [B, S / page], int32, the page numbers of each batch entry
     bias: jax.Array | None = None  # [B|1, N|1, T|1, S|1], any float dtype
     mask: jax.Array | None = None  # [B|1, N|1, T|1, S|1], bool
-    sinks: jax.Array | None = None  # [B|1, N|1, 1, 1], the accumulation dtype: a logit more for the softmax of each row
+    sinks: jax.Array | None = None  # [B|1, N|1, 1, 1], the accumulation dtype, one more logit in each row's softmax
     query_seq_lengths: jax.Array | None = None  # [B], int32
     key_value_seq_lengths: jax.Array | None = None  # [B], int32
     query_segment_ids: jax.Array | None = None  # [B, T], int32
     key_value_segment_ids: jax.Array | None = None  # [B, S], int32
-    keys_of_rows: jax.Array | None = None  # [B, T, 2], int32: `ranges`, which keys a row sees, from one up to another;
-    rows_of_keys: jax.Array | None = None  # [B, S, 2], int32: by which rows a key is seen. Both ends never fall
+    keys_of_rows: jax.Array | None = None  # [B, T, 2], int32: the first key that a row sees, and the end
+    rows_of_keys: jax.Array | None = None  # [B, S, 2], int32: the first row that sees a key, and the end
     query_offset: jax.Array | None = None  # [B], int32
-    origin: jax.Array | None = None  # [2], int32, multiples of 16: the whole call's numbers of its first row and key
-    blocks: jax.Array | None = None  # [B|1, N|1, U, V], int32: these four are of a BlockMask
+    origin: jax.Array | None = None  # [2], int32, multiples of 16, the global indices of the first row and key
+    blocks: jax.Array | None = None  # [B|1, N|1, U, V], int32, as in BlockMask; so are the next three
     row_lists: jax.Array | None = None  # [B|1, N|1, U, 2 + W], int32
     column_lists: jax.Array | None = None  # [B|1, N|1, V, 2 + W], int32
     element_masks: jax.Array | None = None  # [B|1, P, q_block, words], uint32
     seed: jax.Array | None = None  # [B, 2], uint32
     batch_id: jax.Array | None = None  # [B], uint32
     head_id: jax.Array | None = None  # [N], uint32
-    program_batch: jax.Array | None = None  # [B], int32: what programs are told of where an entry is
-    program_head: jax.Array | None = None  # [N], int32
-    captured: tuple[jax.Array | None, ...] = ()  # [B|1, elements] each: what they look up
+    program_batch: jax.Array | None = None  # [B], int32, the batch indices that programs receive
+    program_head: jax.Array | None = None  # [N], int32, the head indices that programs receive
+    captured: tuple[jax.Array | None, ...] = ()  # [B|1, elements] each, the arrays that programs read
 
     def arrays(self) -> dict[str, jax.Array]:
         """Return the arrays that are present, by name."""
@@ -68,7 +68,7 @@ class Operands(NamedTuple):
 CAPTURED = tuple(f"captured{i}" for i in range(_native.MAX_CAPTURED))
 DCAPTURED = tuple(f"dcaptured{i}" for i in range(_native.MAX_CAPTURED))
 
-# The tables below follow from those in common/arrays.h. `do` has another name there, because it is a keyword of C++.
+# The tables below follow from the tables in common/arrays.h. `do` has another name there, because it is a C++ keyword.
 _OPERANDS = _native.operands()
 _RESULTS = [(name.replace("d_o", "do"), dims) for name, dims in _native.results()]
 
@@ -76,19 +76,20 @@ _RESULTS = [(name.replace("d_o", "do"), dims) for name, dims in _native.results(
 DIFFERENTIATED = {gradient: name for name, _, _, gradient, _ in _OPERANDS if gradient}
 DIFFERENTIATED |= dict(zip(DCAPTURED, CAPTURED, strict=True))
 
-# The dims of every array after its leading dims: T and S lengths, N and K heads, D and E head dims, U and V block rows
-# and columns, G pages of A keys and M of a batch entry. A dim "1" has size 1. Of the others only the size matters.
+# The dims of each array after its leading dims. T and S are lengths, N and K heads, D and E head dims, and U and V
+# block rows and columns. There are G pages of A keys, and M of a batch entry. "1" is a dim of size 1. For the other
+# letters, only the size matters.
 DIMS: dict[str, Sequence[str]] = {
     **{name: dims.removeprefix("B") for name, dims, *_ in _OPERANDS},
     **{name: (name,) for name in CAPTURED},
     **{name: dims.removeprefix("B") for name, dims in _RESULTS},
 }
-DIMS |= {"m_bits": DIMS["m"], "m_bits64": (*DIMS["m"], "1")}  # words of m (`bits.py`)
+DIMS |= {"m_bits": DIMS["m"], "m_bits64": (*DIMS["m"], "1")}  # m as integer words (`bits.py`)
 DIMS |= {gradient: DIMS[name] for gradient, name in DIFFERENTIATED.items()}
 
 
 def array_of(name: str) -> str:
-    """Return the name in `DIMS` for the name of an array or of its "… of" something, such as a tangent."""
+    """Return the name in `DIMS` for a name such as "query" or "tangent 1 of query"."""
     return name.split()[-1]
 
 
@@ -96,11 +97,11 @@ def array_of(name: str) -> str:
 ONE_A_CALL = tuple(name for name, dims, *_ in _OPERANDS if not dims.startswith("B"))
 
 BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
-# The operands that have an `Extent` of their own.
+# The operands with an `Extent`, except for the arrays of a block mask.
 BROADCAST = tuple(name for name, _, broadcast, *_ in _OPERANDS if broadcast and name not in BLOCK_MASK)
 # Operands that a batch may share. All or none of the arrays in a group are shared.
 ONE_A_BATCH = (*((name,) for name in (*BROADCAST, *CAPTURED)), BLOCK_MASK)
-# Gradients of operands that a batch or heads may share. They are summed, and have the operand's shape.
+# The gradients of operands that batch entries or heads may share. They are summed, and have the shape of the operand.
 SHARED_GRADIENTS = tuple(gradient for gradient, name in DIFFERENTIATED.items() if name in (*BROADCAST, *CAPTURED))
-# Gradients to which each row contributes: the custom call returns the contributions, [B, N, T].
+# The gradients for which the custom call returns the contributions of rows, [B, N, T]. JAX sums them.
 PER_ROW = tuple(gradient for _, _, _, gradient, dims in _OPERANDS if dims == "BNT")

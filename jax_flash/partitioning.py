@@ -1,8 +1,8 @@
-"""How a call is divided over the devices of a mesh: every device computes its own leading dims, heads and rows.
+"""Division of a call over the devices of a mesh: each device computes its own leading dims, heads and rows.
 
-A sequence that is sharded, of rows as of keys, is divided by heads where that sends less, else keys and values go round
-(`sequence.py`). Head dims, and sequences that do not divide so, are gathered. A gradient of what several devices share,
-a bias of a sharded batch or the key/value head of sharded query heads, is summed over them.
+A sharded sequence either exchanges rows for heads by all-to-all, or passes keys and values around the devices
+(`sequence.py`): whichever sends fewer bytes. Head dims, and sequences that cannot be divided, are gathered. The
+gradient of an array that several devices share, such as the bias of a sharded batch, is summed over these devices.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from jax_flash.sequence import Arrays, Compute, Division
 Types = dict[str, jax.ShapeDtypeStruct]
 Results = tuple[jax.Array, ...]
 Function = Callable[[Arrays], Results]
-Axes = dict[str, tuple[str, ...] | None]  # the mesh axes that divide a dim
+Axes = dict[str, tuple[str, ...] | None]  # the mesh axes that divide each dim
 
 
 def divided(compute: Compute, problem: Problem, arrays: Arrays, types: Types) -> Results:
-    """`compute(problem, arrays)`, called on every device with what that device computes.
+    """Return the results of `compute(problem, arrays)`, with the work divided over the devices.
 
     Args:
-      compute: from a problem, and arrays by name with any leading dims and any number of heads, to results.
+      compute: function of a problem and of arrays by name, with any leading dims and any number of heads. It returns
+        the results.
       problem: the whole problem.
       arrays, types: the arguments and the types of the results, by name (`operands.DIMS`).
     """
     function = functools.partial(compute, problem)
-    if jax.sharding.get_abstract_mesh().manual_axes:  # inside of shard_map the arrays are this device's
+    if jax.sharding.get_abstract_mesh().manual_axes:  # inside shard_map, the arrays are local to this device
         return automatic(function, problem, arrays, types)
     call = custom_partitioning(function)
     call.def_partition(
@@ -51,13 +52,13 @@ def divided(compute: Compute, problem: Problem, arrays: Arrays, types: Types) ->
 
 
 def automatic(function: Function, problem: Problem, arrays: Arrays, types: Types) -> Results:
-    """`function(arrays)` where XLA places what is inside, also under a mesh with explicit axes."""
+    """Return `function(arrays)`. XLA chooses the shardings inside the function, even if mesh axes are explicit."""
     mesh = explicit_mesh(arrays["query"])
     if mesh is None:
         return function(arrays)
     specs = {name: jax.typeof(x).sharding.spec for name, x in arrays.items()}
     axes = _axes(problem, mesh, {name: (x.shape, specs[name]) for name, x in arrays.items()})
-    rows = specs["query"][-3]  # as the query's is the place of a result's rows
+    rows = specs["query"][-3]  # the rows of results are sharded like the rows of the query
     taken = set((rows,) if isinstance(rows, str) else rows or ())
     axes = {dim: over for dim, over in axes.items() if not taken & set(over or ())} | {"T": rows}
     places = [
@@ -67,9 +68,9 @@ def automatic(function: Function, problem: Problem, arrays: Arrays, types: Types
 
 
 def _dims(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """A name for every dim: "b0", "b1", … for leading dims, then letters; "1" for what is broadcast.
+    """Return a name for each dim of an array: "b0", "b1", … for leading dims, then letters, and "1" for size 1.
 
-    Keys are "T" where they are divided as the rows are, and "S" where they are needed whole.
+    The dim of keys is "T" if it is divided like the rows, and "S" if each device needs all keys.
     """
     lead = len(shape) - len(DIMS[name])
     dims = [*(f"b{i}" for i in range(lead)), *DIMS[name]]
@@ -79,7 +80,7 @@ def _dims(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, ...
 
 
 def _sharding_rule(problem: Problem, operands: Arrays, results: Types) -> SdyShardingRule:
-    """Leading dims and heads may be divided, and lengths that are equal, alike; head dims are needed whole."""
+    """Return Shardy's rule. Leading dims and heads may be divided, and T together with S if they are equal."""
     ones = itertools.count()
     whole: dict[str, None] = {}  # an ordered set: Shardy wants the order of appearance
 
@@ -106,14 +107,16 @@ def _sharding_rule(problem: Problem, operands: Arrays, results: Types) -> SdySha
 def _axes(
     problem: Problem, mesh: Mesh | AbstractMesh, placed: Mapping[str, tuple[tuple[int, ...], PartitionSpec]]
 ) -> Axes:
-    """The mesh axes that divide the leading dims, the heads and the sequence ("T"): those of the first array that is
-    divided there."""
+    """Return the mesh axes that divide the leading dims, the heads and the sequence ("T").
+
+    If arrays differ, the first array that is divided in a dim decides.
+    """
 
     def divides(dim: str, size: int, over: tuple[str, ...]) -> bool:
         parts = _parts(mesh, over)
         if dim == "T":
             return problem.q_len == problem.kv_len and Division.over(over, mesh.shape).refusal(problem) is None
-        if dim == "N":  # whole groups to a device, or whole devices to a group
+        if dim == "N":  # each device has whole groups, or each group has whole devices
             size_kv, heads = problem.kv_heads, problem.q_heads // parts
             return size % parts == 0 and (size_kv % parts == 0 or problem.group % heads == 0)
         return (dim.startswith("b") or dim == "K") and size % parts == 0
@@ -137,7 +140,7 @@ def _parts(mesh: Mesh | AbstractMesh, axes: tuple[str, ...] | None) -> int:
 
 
 def _rows(mesh: Mesh | AbstractMesh, axes: Axes) -> Division | None:
-    """How the sequence is divided."""
+    """Return the division of the sequence, or None."""
     over = axes.get("T")
     return Division.over(over, mesh.shape) if over else None
 
@@ -155,16 +158,16 @@ def _partition(compute: Compute, problem: Problem, names: tuple[str, ...], mesh:
     (arrays,) = args
     mesh, axes = _placed(problem, mesh, arrays)
     axes = _by_heads(problem, mesh, axes)
-    dims = {name: _dims(problem, name, x.shape) for name, x in zip(names, results, strict=True)}  # of the whole results
+    dims = {name: _dims(problem, name, x.shape) for name, x in zip(names, results, strict=True)}  # of global results
     head_axes = axes.get("N") or ()
-    shared_kv_head = "K" not in axes  # a device's query heads all read one key/value head
+    shared_kv_head = "K" not in axes  # all query heads of a device read one key/value head
 
     def kv_head() -> jax.Array:
         local_heads = problem.q_heads // _parts(mesh, head_axes)
         return lax.axis_index(head_axes) * local_heads // problem.group
 
     def local(arrays: Arrays) -> Results:
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # one device's arrays are not placed on the user's
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # local arrays are not sharded over the user's mesh
             if shared_kv_head:
                 names_kv = ("key_pages", "value_pages") if problem.page else ("key", "value")
                 kv = {name: lax.dynamic_slice_in_dim(arrays[name], kv_head(), 1, axis=-2) for name in names_kv}
@@ -178,7 +181,7 @@ def _partition(compute: Compute, problem: Problem, names: tuple[str, ...], mesh:
         return (sequence.forward if "o" in names else sequence.backward)(compute, problem, rows, arrays)
 
     def complete(name: str, x: jax.Array) -> jax.Array:
-        """Sums a gradient over the devices that hold other parts of it."""
+        """Sum a gradient over the devices that have other contributions to it."""
         if name in ("dk", "dv") and shared_kv_head:
             zeros = jnp.zeros((*x.shape[:-2], problem.kv_heads, x.shape[-1]), x.dtype)
             return lax.psum(lax.dynamic_update_slice_in_dim(zeros, x, kv_head(), axis=-2), head_axes)
@@ -192,27 +195,31 @@ def _partition(compute: Compute, problem: Problem, names: tuple[str, ...], mesh:
 
 
 def _infer(problem: Problem, names: tuple[str, ...], mesh: Mesh, args, results) -> tuple[NamedSharding, ...]:
-    """The places of the results, which GSPMD asks for where Shardy has the rule."""
+    """Return the shardings of the results. GSPMD calls this function; Shardy uses the rule instead."""
     mesh, axes = _placed(problem, mesh, *args)
     return tuple(_shardings(problem, axes, mesh, dict(zip(names, results, strict=True))).values())
 
 
 def _placed(problem: Problem, mesh: Mesh, arrays) -> tuple[Mesh, Axes]:
-    """The mesh of a program, and the axes that divide a call whose arrays have these places."""
-    if mesh.empty:  # nothing in the program is sharded: all of its devices compute the same
-        place = arrays["query"].sharding  # GSPMD asks before there is any: all devices then are as one
+    """Return the mesh of a program, and the axes that divide a call on arrays with these shardings."""
+    if mesh.empty:  # nothing in the program is sharded: all devices compute the same
+        place = arrays["query"].sharding  # None if GSPMD calls before it has chosen one: then any one device will do
         mesh = Mesh(tuple(place.device_set if place else jax.local_devices()[:1]), ("devices",))
     specs = {name: getattr(x.sharding, "spec", PartitionSpec()) for name, x in arrays.items()}
     return mesh, _axes(problem, mesh, {name: (x.shape, specs[name]) for name, x in arrays.items()})
 
 
 def _by_heads(problem: Problem, mesh: Mesh, axes: Axes) -> Axes:
-    """Heads in place of rows, if that can be and sends less: XLA exchanges them, by all-to-all."""
+    """Return axes that divide heads instead of rows, if this is possible and sends fewer bytes.
+
+    XLA then exchanges rows for heads by all-to-all.
+    """
     rows = _rows(mesh, axes)
     if rows is None:
         return axes
     heads = (*(axes.get("N") or ()), *rows.axes)
-    whole = any(of is not None and of.rows and not of.heads for of in problem.extents.values())  # on every device
+    # Such an array has the rows of one device, and no heads to exchange for them.
+    whole = any(of is not None and of.rows and not of.heads for of in problem.extents.values())
     if whole or problem.kv_heads % _parts(mesh, heads) or not sequence.cheaper_by_heads(problem, rows):
         return axes
     return {dim: over for dim, over in axes.items() if dim != "T"} | {"N": heads, "K": heads}

@@ -121,8 +121,8 @@ def butterfly(
         raise ValueError(f"max_stride must be a power of two, not {max_stride}")
     u, v = (np.arange(U) * n // max(U, 1))[:, None], np.arange(V) * n // max(V, 1)
     leading = np.minimum(u, v) < integer("global_blocks", global_blocks)
-    apart = u ^ v
-    kept = (apart & (apart - 1) == 0) & (apart < stride)  # zero or a power of two
+    distance = u ^ v
+    kept = (distance & (distance - 1) == 0) & (distance < stride)  # zero or a power of two
     return BlockMask.from_dense(kept | leading, q_len, kv_len, q_block=q_block, kv_block=kv_block)
 
 
@@ -324,15 +324,18 @@ def top_k(
 
 
 def _of_differences(shape: Shape, allowed: Callable[[np.ndarray], np.ndarray]) -> BlockMask:
-    """(i, j) iff allowed(i - j), which is evaluated for the T + S - 1 differences: a block sees a stretch of them."""
+    """Return the mask in which (i, j) is visible if and only if allowed(i - j).
+
+    `allowed` is evaluated once, for all T + S - 1 differences. Each block has a contiguous range of them.
+    """
     line = allowed(np.arange(1 - shape.kv_len, shape.q_len))
     before = np.concatenate([[0], np.cumsum(line)])
     (i, rows), (j, columns) = _extents(shape.q_len, shape.q_block), _extents(shape.kv_len, shape.kv_block)
-    diagonal = i[:, None] - j + shape.kv_len - 1  # of each block's first entry, in the line
+    diagonal = i[:, None] - j + shape.kv_len - 1  # the index in `line` of the first entry of each block
     start, stop = diagonal - columns + 1, diagonal + rows[:, None]
     count = before[stop] - before[start]
     kinds = np.where(count == 0, NOTHING, np.where(count == stop - start, EVERYTHING, ELEMENTS))
-    # Blocks on a diagonal are alike, except for the last ones, which the lengths cut off.
+    # Blocks on the same diagonal have equal entries, except for blocks that are cut off at the lengths.
     alike = 4 * diagonal + 2 * (rows < shape.q_block)[:, None] + (columns < shape.kv_block)
 
     def entries(_: int, u: int, v: int) -> np.ndarray:
@@ -348,7 +351,10 @@ def _causal(shape: Shape) -> BlockMask:
 
 
 def _where_equal(shape: Shape, q_ids: np.ndarray, kv_ids: np.ndarray) -> BlockMask:
-    """(b, i, j) iff q_ids[b, i] = kv_ids[b, j]: int [B|1, T] and [B|1, S], compared where the ranges of blocks meet."""
+    """Return the mask in which (b, i, j) is visible if and only if q_ids[b, i] = kv_ids[b, j].
+
+    Ids are int [B|1, T] and [B|1, S]. Entries are compared only in blocks in which the ranges of both ids overlap.
+    """
     (q_tiles, q_alike), (kv_tiles, kv_alike) = _tiles(q_ids, shape.q_block), _tiles(kv_ids, shape.kv_block)
     q_min, q_max = q_tiles.min(-1)[..., None], q_tiles.max(-1)[..., None]
     kv_min, kv_max = kv_tiles.min(-1)[:, None], kv_tiles.max(-1)[:, None]
@@ -364,15 +370,23 @@ def _where_equal(shape: Shape, q_ids: np.ndarray, kv_ids: np.ndarray) -> BlockMa
 
 
 def _rectangle(shape: Shape, rows: np.ndarray, columns: np.ndarray) -> BlockMask:
-    """(b, i, j) iff rows[b, i] and columns[b, j]: bool [T] or [B|1, T], and [S] or [B|1, S]."""
+    """Return the mask in which (b, i, j) is visible if and only if rows[b, i] and columns[b, j].
+
+    These are bool [T] or [B|1, T], and bool [S] or [B|1, S].
+    """
     return _where_equal(shape, np.atleast_2d(np.where(rows, 1, 0)), np.atleast_2d(np.where(columns, 1, 2)))
 
 
 def _block_mask(
     shape: Shape, kinds: np.ndarray, alike: np.ndarray, entries: Callable[[int, int, int], np.ndarray]
 ) -> BlockMask:
-    """Of NOTHING, EVERYTHING or ELEMENTS for each block [B, U, V]: entries(b, u, v) are those of a block of the last
-    kind, evaluated for one of those with an equal number in `alike`."""
+    """Return a block mask from the kinds of its blocks.
+
+    Args:
+      kinds: int [B, U, V]: NOTHING, EVERYTHING or ELEMENTS.
+      alike: int [B, U, V]. ELEMENTS blocks with equal numbers have equal entries.
+      entries: function of (b, u, v) that returns the entries of an ELEMENTS block. It is called once for each number.
+    """
     table, partial = _Table(shape), kinds == ELEMENTS
     _, first, inverse = np.unique(alike[partial], return_index=True, return_inverse=True)
     numbers = [table.number(_pack(entries(*block))) for block in np.argwhere(partial)[first]]
@@ -382,13 +396,16 @@ def _block_mask(
 
 
 def _extents(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each block its first position and its number of positions."""
+    """Return the first position and the number of positions of each block."""
     first = np.arange(0, length, block)
     return first, np.minimum(length - first, block)
 
 
 def _tiles(ids: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """[B, L] -> [B, blocks, block], the last id repeated; and for each block the number of the first one like it."""
+    """Divide ids [B, L] into blocks [B, blocks, block], padded with the last id.
+
+    Also return int [B, blocks]: for each block, the number of the first block with equal ids.
+    """
     batch, length = ids.shape
     blocks = -(-length // block)
     tiles = ids[:, np.minimum(np.arange(blocks * block), length - 1)].reshape(batch, blocks, block)
@@ -397,11 +414,11 @@ def _tiles(ids: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
     return tiles, np.array(alike, np.int64).reshape(batch, blocks)
 
 
-# --- of whole blocks ---
+# --- whole blocks ---
 
 
 def _squares(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    """The rows [.., 1] and columns [..] of a grid of squares: whole blocks, whatever their shape."""
+    """Return the row indices [:, 1] and column indices of a grid of squares, each of which has whole blocks."""
     side = math.lcm(shape.q_block, shape.kv_block)
     return np.arange(-(-shape.q_len // side))[:, None], np.arange(-(-shape.kv_len // side))
 
@@ -413,7 +430,7 @@ def _of_squares(shape: Shape, kept: np.ndarray) -> BlockMask:
 
 
 def _largest(scores: Any, k: int) -> Any:
-    """Which are among the k largest of the last axis; of equal ones the first."""
+    """Return which scores are among the k largest of the last axis. If scores are equal, the first wins."""
     xp = jnp if _traced(scores) else np
     places = xp.argsort(xp.argsort(xp.flip(scores, -1), axis=-1, stable=True), axis=-1)
     return xp.flip(places, -1) >= scores.shape[-1] - k

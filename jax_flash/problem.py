@@ -297,7 +297,7 @@ def checked_problem(x: Any) -> Problem:
 
 
 def _of_call(method: str, options: dict[str, Any], *arrays: Any) -> Problem:
-    """Return the problem of a call, whose arguments `CALL_CHECKS[method]` checks.
+    """Return the problem of a call. `CALL_CHECKS[method]` checks its arguments.
 
     Arrays may be `jax.ShapeDtypeStruct`s.
     """

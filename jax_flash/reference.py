@@ -29,8 +29,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
     rows, columns = _positions(problem)
     operands = tile.in_accumulation_dtype(problem, padding.without_padded_keys(operands))
     if problem.may_empty_rows:
-        seen = tile.may_attend(problem, operands, rows, columns).any(-1)
-        operands = operands._replace(query=padding.zero_rows(seen, operands.query))
+        any_visible = tile.may_attend(problem, operands, rows, columns).any(-1)
+        operands = operands._replace(query=padding.zero_rows(any_visible, operands.query))
     s = tile.scores(problem, operands, rows, columns).s
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     p = tile.exp_minus(s, m[..., None])
@@ -77,10 +77,10 @@ def normalized(sinks: jax.Array | None, x: jax.Array, l: jax.Array, m: jax.Array
 class Prepared(NamedTuple):
     operands: Operands  # with zeros for padding
     do: jax.Array
-    l: jax.Array  # [B, N, T]: P = exp(s - m) / l, also where there is a sink
+    l: jax.Array  # [B, N, T]; P = exp(s - m) / l, with or without a sink
     m: jax.Array
     d: jax.Array  # [B, N, T], D of docs/architecture.md
-    gradients: dict[str, jax.Array]  # that follow from these: dsinks, if it is asked for
+    gradients: dict[str, jax.Array]  # dsinks, if it is requested
 
 
 def prepare(
@@ -108,8 +108,8 @@ def prepare(
     if problem.dsinks:
         gradients["dsinks"] = summed_over_rows(-tile.divide(sums.sink, sums.l) * d, operands.sinks)
     if dlogsumexp is not None:
-        # The logsumexp has no sink, so that its derivative is not P, but P times what the denominator has grown by.
-        # (Where that is too much for the dtype all P are 0.)
+        # The logsumexp does not include the sink, so its derivative is P times the ratio of the denominators with and
+        # without the sink. If this ratio overflows, all P are 0.
         least = 2.0**-900 if dtype == "float64" else 2.0**-115
         d -= dlogsumexp * tile.divide(sums.l, l * jnp.maximum(sums.alpha, least))
     return Prepared(operands, do, sums.l, sums.m, d, gradients)
@@ -124,9 +124,9 @@ def summed_over_rows(x: jax.Array, sinks: jax.Array) -> jax.Array:
 def finish(
     problem: Problem, operands: Operands, m: jax.Array, gradients: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """Return the requested gradients in order and in the dtypes of the custom call's results.
+    """Return the requested gradients in order, in the dtypes of the custom call's results, with zeros for padding.
 
-    Padding has no gradient, and no cotangent of it reaches a derivative of these.
+    So cotangents of the gradients of padding do not reach second derivatives.
     """
 
     def finished(name: str) -> jax.Array:
@@ -153,12 +153,12 @@ def finish_tangents(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the tangents of O and ℓ from the sums over all columns: Ȯ = A - μ∘O.
 
-    The sums do not include a sink, as the logsumexp does not. A sink is one more term of μ, and takes a share of P.
+    Like the logsumexp, the sums do not include a sink. A sink adds a term to μ, and decreases P.
     """
-    weight = l if sums.o is None else sums.weight  # P has the same rounding errors in all sums
+    weight = l if sums.o is None else sums.weight  # so P has the same rounding errors in all sums
     mu = tile.divide(sums.mu, weight)
     dlogsumexp = mu + sums.reference
-    share = tile.divide(jnp.ones_like(l), weight)  # of a sum over columns in that of O
+    share = tile.divide(jnp.ones_like(l), weight)  # the factor from exp(s - m) to P
     if sinks is not None:
         with_sink = tile.with_sinks(sinks, weight, m)
         share = tile.divide(with_sink.alpha, with_sink.l)

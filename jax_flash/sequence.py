@@ -174,7 +174,10 @@ def _permuted(division: Division, shift: int, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _exchanged(division: Division, shift: int, arrays: list[jax.Array]) -> list[jax.Array]:
-    """Send arrays as one array of words: XLA overlaps only one exchange with kernels. Tangents go one by one."""
+    """Send arrays as one array of words, because XLA overlaps only one exchange with kernels.
+
+    Tangents are sent one by one.
+    """
     if len(arrays) == 1:
         return [_permuted(division, shift, arrays[0])]
     words = [_words(x) for x in arrays]
@@ -223,10 +226,10 @@ def entries(problem: Problem, division: Division) -> np.ndarray:
 
 def visits(problem: Problem, division: Division) -> list[Visit]:
     """Return the visits in which some device sees a key, judged by causal masks and windows. Own keys come first."""
-    seen = entries(problem, division).max(-1) > 0
-    seen[0] |= np.eye(division.parts, dtype=bool)
-    pairs = [tuple((a, b) for a, b in np.argwhere(of).tolist()) for of in seen]
-    shifts = [shift for shift, of in enumerate(pairs) if of]
+    visible = entries(problem, division).max(-1) > 0
+    visible[0] |= np.eye(division.parts, dtype=bool)
+    pairs = [tuple((a, b) for a, b in np.argwhere(shown).tolist()) for shown in visible]
+    shifts = [shift for shift, some in enumerate(pairs) if some]
     return [Visit(shift, shift - before, pairs[shift]) for before, shift in itertools.pairwise([0, *shifts])]
 
 
@@ -280,7 +283,7 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
     """
     division, given = balanced(problem, division), division
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
-    sinks, problem = arrays.pop("sinks", None), dataclasses.replace(problem, sinks=None)  # they join once, at the end
+    sinks, problem = arrays.pop("sinks", None), dataclasses.replace(problem, sinks=None)  # added once, at the end
 
     def attend(visit: Visit, visitors: Arrays, rows: dict[int, Rows], none: Sums) -> tuple[dict[int, Rows], Sums]:
         for a, b in visit.pairs:
@@ -294,7 +297,7 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
     results = {name: jnp.concatenate(x, _axis(name)) for name, x in zip("olm", parts, strict=True)}
     if sinks is not None:
         l = results["l"][..., None]
-        share = reference.normalized(sinks, l, results["l"], results["m"])  # that is left to the keys
+        share = reference.normalized(sinks, l, results["l"], results["m"])  # the sum of P over the keys
         results["o"] *= jnp.swapaxes(share, -2, -3)
     results["o"] = results["o"].astype(problem.result_dtype("o"))
     return tuple(_relaid(problem, name, x, division, given) for name, x in results.items())
@@ -417,7 +420,7 @@ def _packed(arrays: Arrays) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
     }
 
     def unpack(packed: Arrays) -> Arrays:
-        return {name: x for dtype, (_, apart) in raveled.items() for name, x in apart(packed[dtype]).items()}
+        return {name: x for dtype, (_, unravel) in raveled.items() for name, x in unravel(packed[dtype]).items()}
 
     return {dtype: flat for dtype, (flat, _) in raveled.items()}, unpack
 

@@ -1,9 +1,9 @@
-"""One tile of the attention matrix: which entries may attend, S, P, and the tile's part of the gradients.
+"""One tile of the attention matrix: its mask, S, P, and its contributions to gradients and tangents.
 
-`reference.py` takes the whole matrix as one tile, `blockwise.py` goes tile by tile. Formulas: docs/architecture.md.
+For `reference.py`, the whole matrix is one tile. `blockwise.py` loops over tiles. Formulas: docs/architecture.md.
 
-A tile is R rows by C columns. Its `Operands` hold just those rows and columns of every array; positions come from
-`rows` and `columns`, which may go past the ends (padding): nothing is attended to there.
+A tile has R rows and C columns. Its `Operands` contain only these rows and columns of each array. `rows` and `columns`
+are their positions. Positions beyond the lengths are padding, which is masked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEP = dropout.TILE  # a tile's first row and column are multiples of it; so are
 
 
 def with_contiguous_keys(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
-    """The same with the keys and values of each batch entry one after the other, if they are in pages."""
+    """Return the problem and the operands with contiguous keys and values, if they are in pages."""
     if operands.key_pages is None or operands.value_pages is None or operands.page_table is None:
         return problem, operands
     table = operands.page_table.clip(0, problem.pages - 1)
@@ -40,11 +40,11 @@ def with_contiguous_keys(problem: Problem, operands: Operands) -> tuple[Problem,
 
 
 def in_accumulation_dtype(problem: Problem, operands: Operands) -> Operands:
-    """Return the operands with the arrays that scores and sums are made of in the accumulation dtype.
+    """Return the operands with all differentiable arrays in the accumulation dtype.
 
-    This is done once, before they are divided into tiles. JAX sums the gradient of an array in the dtype of the array,
-    so the tiles' parts of a 16-bit array's gradient would be rounded one by one. Programs still get the numbers of the
-    captured arrays' own dtypes (`programs/replay.py`).
+    Call this before a loop over tiles. JAX sums the gradient of an array in the dtype of the array, so with a 16-bit
+    array the contribution of each tile would be rounded. Programs still read numbers with the precision of the captured
+    arrays' dtypes (`programs/replay.py`).
     """
     dtype = problem.accumulation_dtype
     floats = {*DIFFERENTIATED.values()} - {*CAPTURED}
@@ -54,7 +54,7 @@ def in_accumulation_dtype(problem: Problem, operands: Operands) -> Operands:
 
 
 def may_attend(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """Which entries may attend: bool [B|1, N|1, R, C].
+    """Return which entries are visible: bool [B|1, N|1, R, C].
 
     Args:
       problem: the whole problem.
@@ -68,11 +68,11 @@ class Scores(NamedTuple):
     s: jax.Array  # [B, N, R, C], masked with -inf
     capped: jax.Array  # [B, N, R, C], after the soft cap
     biased: jax.Array  # [B, N, R, C], after the bias, before score_mod
-    seen: jax.Array  # bool [B|1, N|1, R, C]: which may attend, and with a score_mod have no bias of -inf
+    visible: jax.Array  # bool [B|1, N|1, R, C]; with a score_mod, entries with a bias of -inf are masked as well
 
 
 def scores(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> Scores:
-    """S of a tile in the accumulation dtype: scaled, capped, biased, as score_mod has it, masked."""
+    """Compute S of a tile in the accumulation dtype: scale, cap, bias, score_mod, mask."""
     s = tile.scale * _rows_by_columns(problem, tile.query, tile.key)
     score = problem.score
     if score.logits_soft_cap:
@@ -81,31 +81,31 @@ def scores(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array
     bias = None if tile.bias is None else tile.bias.astype(s.dtype)
     if bias is not None:
         s = s + bias
-    biased, seen = s, may_attend(problem, tile, rows, columns)
+    biased, visible = s, may_attend(problem, tile, rows, columns)
     if score.score_mod is not None:
-        if bias is not None:  # a bias of -inf masks, whatever score_mod makes of it
-            seen &= bias != -jnp.inf
-        s = entries.evaluate(score.score_mod, problem.captured, tile, rows, columns, s, seen)
-    return Scores(jnp.where(seen, s, -jnp.inf), capped, biased, seen)
+        if bias is not None:  # a bias of -inf masks the entry, whatever score_mod returns
+            visible &= bias != -jnp.inf
+        s = entries.evaluate(score.score_mod, problem.captured, tile, rows, columns, s, visible)
+    return Scores(jnp.where(visible, s, -jnp.inf), capped, biased, visible)
 
 
 def exp_minus(x: jax.Array, m: jax.Array) -> jax.Array:
-    """exp(x - m) for x <= m, and 0 where m = -inf (a row with nothing to attend to yet), with finite derivatives there.
+    """Return exp(x - m) for x <= m. If m = -inf, because no entry is visible yet, return 0 with finite derivatives.
 
-    XLA may round scale·qk - m once, where m is the maximum of scale·qk rounded: of large scores the difference can be
-    far from that of m and x. A minimum in between, which changes x by rounding at most, keeps it from that.
+    XLA may fuse scale·qk - m and round it once, although m is the maximum of the rounded scale·qk. For large scores,
+    the result may then differ a lot from x - m. The minimum below, which is 0 up to rounding, prevents this fusion.
     """
     m = jnp.where(m == -jnp.inf, 0, m)
     return jnp.exp(x + jax.lax.stop_gradient(jnp.minimum(m - x, 0)) - m)
 
 
 def divide(x: jax.Array, l: jax.Array) -> jax.Array:
-    """x / l, and x where l = 0 (then x is 0 too: a row with nothing to attend to)."""
+    """Return x / l, and x where l = 0. Such a row sees no key, so its x is 0 as well."""
     return x / jnp.where(l == 0, 1, l)
 
 
 class WithSink(NamedTuple):
-    """The statistics of rows, [B, N, R], with the sink as one score more: P = exp(s - m) / l."""
+    """The statistics of rows, [B, N, R], with the sink as an additional score: P = exp(s - m) / l."""
 
     l: jax.Array
     m: jax.Array
@@ -114,9 +114,10 @@ class WithSink(NamedTuple):
 
 
 def with_sinks(sinks: jax.Array, l: jax.Array, m: jax.Array) -> WithSink:
-    """Of ℓ and m without it. They stay what they are, and the sink is 0, where there is nothing to attend to.
+    """Add the sinks to the statistics ℓ and m of the scores.
 
-    The new m is a constant to derivatives, as that of the scores is.
+    If a row sees no key, its statistics stay the same, and its sink counts as 0. The new m is a constant in
+    derivatives, like the m of the scores.
     """
     z = jnp.where(m == -jnp.inf, m, sinks[..., 0])
     with_sink = jax.lax.stop_gradient(jnp.maximum(m, z))
@@ -125,7 +126,7 @@ def with_sinks(sinks: jax.Array, l: jax.Array, m: jax.Array) -> WithSink:
 
 
 def kept(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
-    """Z of a tile, [B, N, R, C]: keep_scale where an entry is kept, 0 where dropped; None without dropout.
+    """Return Z of a tile, [B, N, R, C]: keep_scale for kept entries, 0 for dropped entries. Without dropout: None.
 
     The first row and the first column must be multiples of `STEP`.
     """
@@ -141,7 +142,7 @@ def kept(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) 
 
 
 def weighted_values(problem: Problem, p: jax.Array, value: jax.Array) -> jax.Array:
-    """P V of a tile: [B, N, R, C] and [B, C, K, E] -> [B, R, N, E] in the accumulation dtype."""
+    """Compute P V of a tile: [B, N, R, C] and [B, C, K, E] -> [B, R, N, E] in the accumulation dtype."""
     product = _einsum(problem, "bkgrc,bcke->brkge", _group(problem, p, 1), value)
     return product.reshape(*product.shape[:2], problem.q_heads, product.shape[-1])
 
@@ -213,7 +214,7 @@ def gradients(
     do: jax.Array,
     d: jax.Array,
 ) -> dict[str, jax.Array]:
-    """The gradients of a tile: Algorithm 4, lines 11 to 22 (Algorithm 3 where the tile is the whole matrix).
+    """Compute the gradients of a tile: Algorithm 4, lines 11 to 22. (Algorithm 3, if the tile is the whole matrix.)
 
     Args:
       l, m: [B, N, R], the statistics of the forward.
@@ -221,10 +222,10 @@ def gradients(
       d: [B, N, R], D of docs/architecture.md.
 
     Returns:
-      Those asked for, by name, in the accumulation dtype: dq [B, R, N, D], dk [B, C, K, D], dv [B, C, K, E]; dbias and
-      those of captured arrays as these are, summed over what shares them.
+      The requested gradients by name, in the accumulation dtype: dq [B, R, N, D], dk [B, C, K, D], dv [B, C, K, E].
+      dbias and the gradients of captured arrays have the shapes of these arrays, summed over broadcast dims.
     """
-    s, capped, biased, seen = scores(problem, tile, rows, columns)
+    s, capped, biased, visible = scores(problem, tile, rows, columns)
     p = divide(exp_minus(s, m[..., None]), l[..., None])
     z = kept(problem, tile, rows, columns)
 
@@ -237,10 +238,10 @@ def gradients(
 
     dp = _rows_by_columns(problem, do, tile.value)
     ds = p * ((dp if z is None else z * dp) - d[..., None])
-    if problem.may_empty_rows:  # P is 0, but not its derivative times a cotangent of padding
-        ds = jnp.where(seen & (m != -jnp.inf)[..., None], ds, 0)
+    if problem.may_empty_rows:  # P is 0, but the product of its derivative and a cotangent of padding may be NaN
+        ds = jnp.where(visible & (m != -jnp.inf)[..., None], ds, 0)
     if problem.score.score_mod is not None:
-        ds, dcaptured = _through_program(problem, tile, biased, seen, ds, rows, columns)
+        ds, dcaptured = _through_program(problem, tile, biased, visible, ds, rows, columns)
         gradients |= dcaptured
     if problem.dbias:
         assert tile.bias is not None
@@ -261,35 +262,35 @@ def _through_program(
     problem: Problem,
     tile: Operands,
     s: jax.Array,
-    seen: jax.Array,
+    visible: jax.Array,
     ds: jax.Array,
     rows: jax.Array,
     columns: jax.Array,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The cotangent of what score_mod gets, and the gradients of captured arrays that are asked for, from dS."""
-    asked = [i for i, x in enumerate(problem.captured) if x.gradient]
+    """Differentiate score_mod. Return the cotangent of its scores, and the requested gradients of captured arrays."""
+    requested = [i for i, x in enumerate(problem.captured) if x.gradient]
 
-    def scores(s: jax.Array, asked_for: list[jax.Array]) -> jax.Array:
+    def scores(s: jax.Array, differentiated: list[jax.Array]) -> jax.Array:
         captured = list(tile.captured)
-        for i, x in zip(asked, asked_for, strict=True):
+        for i, x in zip(requested, differentiated, strict=True):
             captured[i] = x
         assert problem.score.score_mod is not None
         with_captured = tile._replace(captured=tuple(captured))
-        return entries.evaluate(problem.score.score_mod, problem.captured, with_captured, rows, columns, s, seen)
+        return entries.evaluate(problem.score.score_mod, problem.captured, with_captured, rows, columns, s, visible)
 
-    _, vjp = jax.vjp(scores, s, [tile.captured[i] for i in asked])
-    ds, dcaptured = vjp(jnp.where(seen, ds, 0))  # it is 0 elsewhere, but its own derivative may be infinite
-    return ds, {DCAPTURED[i]: x.astype(ds.dtype) for i, x in zip(asked, dcaptured, strict=True)}
+    _, vjp = jax.vjp(scores, s, [tile.captured[i] for i in requested])
+    ds, dcaptured = vjp(jnp.where(visible, ds, 0))  # dS is 0 elsewhere, but its derivative may be infinite
+    return ds, {DCAPTURED[i]: x.astype(ds.dtype) for i, x in zip(requested, dcaptured, strict=True)}
 
 
 def _rows_by_columns(problem: Problem, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Each query head's rows times its key/value head's columns: [B, R, N, D] and [B, C, K, D] -> [B, N, R, C]."""
+    """Multiply the rows of each query head by the keys of its head: [B, R, N, D] and [B, C, K, D] -> [B, N, R, C]."""
     product = _einsum(problem, "brkgd,bckd->bkgrc", _group(problem, a, 2), b)
     return product.reshape(product.shape[0], problem.q_heads, *product.shape[3:])
 
 
 def _group(problem: Problem, x: jax.Array, axis: int) -> jax.Array:
-    """Splits the axis of the N query heads in [K, N / K]: heads that share a key/value head."""
+    """Split the axis of the N query heads into [K, N / K]. The last axis has the heads that share a key/value head."""
     groups = (problem.kv_heads, problem.q_heads // problem.kv_heads)
     return x.reshape(*x.shape[:axis], *groups, *x.shape[axis + 1 :])
 

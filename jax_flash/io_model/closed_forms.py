@@ -163,16 +163,16 @@ def theta(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float = 1) -> 
     return N**2 * d**2 / M * sparsity + (N * d if algorithm in BLOCK_SPARSE else 0)
 
 
-# c and C of c theta <= hbm_accesses <= C theta, for 8 <= d <= N and d <= M <= Nd.
+# The constants c and C in c theta <= hbm_accesses <= C theta, for 8 <= d <= N and d <= M <= Nd.
 #
 # FlashAttention, with x = N²d²/M >= Nd. B_c <= M/d gives T_c Nd >= x, and B_c >= M/4d gives T_c Nd < 4x + Nd <= 5x. The
 # table above, with ℓ, m, L and D at most 1/8 of a matrix each, is at least a T_c Nd and at most a' T_c Nd + b' Nd:
 # (a, a', b') = (3, 3.5, 3.4) for 1 and 2, (5, 5.25, 7.1) for 4, (2, 2, 2.4) and (4, 4.25, 7.6) for the kernels' order.
 # So c = a and C = 5a' + b', and block-sparse C = max(4a', a' + b').
 #
-# Standard attention. A product [N, d] [d, N] or [N, N] [N, d] reads at least 2N²d/√M, since a tile has at most M
-# elements, and each of its matrices at least once. The sides of a tile are at least 0.7√M (M >= 8), or those of the
-# whole result: at most 2.9 N²d/√M + 2Nd are read for the first, 2.9 N²d/√M + N² + Nd for the second.
+# Standard attention. A tile has at most M elements. So a product [N, d] [d, N] or [N, N] [N, d] reads at least 2N²d/√M,
+# and each of its matrices at least once. A side of a tile is at least 0.7√M (M >= 8), or a whole side of the result. So
+# the first product reads at most 2.9 N²d/√M + 2Nd, and the second at most 2.9 N²d/√M + N² + Nd.
 #
 # The memory-efficient forward: 3N²d + 3Nd + 2N, and Nd <= N²d/8.
 CONSTANTS: dict[Algorithm, tuple[float, float]] = {

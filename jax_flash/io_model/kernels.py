@@ -90,10 +90,10 @@ def kernel_backward(
     hbm.initialize(dQ=np.zeros((N, d)))
     B_c, B_r = block_sizes(d, M)
 
-    for i in blocks(N, B_r):  # a kernel of its own
+    for i in blocks(N, B_r):  # a separate kernel
         sram.O, sram.dO, sram.l, sram.m = (hbm[x, i] for x in ("O", "dO", "l", "m"))
         hbm["D", i] = (sram.dO * sram.O).sum(axis=1, keepdims=True)
-        hbm["L", i] = sram.m + np.log(np.where(sram.l == 0, 1.0, sram.l))  # -inf if there is nothing to attend to
+        hbm["L", i] = sram.m + np.log(np.where(sram.l == 0, 1.0, sram.l))  # -inf if no key is visible
     sram.clear()
 
     sram.R = hbm["R", :]

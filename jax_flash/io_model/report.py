@@ -113,7 +113,7 @@ def print_table(N: int, d: int, M: int, sparsity: float, copies: int, dtype: str
             short(flops(algorithm, N, d, M, s) * copies),
             short(in_bytes(extra_memory(algorithm, N) * copies, dtype)) + "B",
         )
-    # Where the output is no terminal, as wide as it has to be.
+    # If the output is not a terminal, use the full width of the table.
     console = Console()
     (console if console.is_terminal else Console(width=130)).print(table)
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from jax_flash.io_model.memory import HBM, SRAM, Array, Run, blocks, shape
 
-# What SRAM may hold, in units of M: three tiles of a product, at most M elements each. (Two blocks of a softmax and the
-# statistics of their rows are less: 2M + √M.)
+# The capacity of SRAM in units of M. A product needs three tiles of at most M elements each. The softmax needs less:
+# two blocks and the statistics of their rows, 2M + √M.
 STANDARD_SRAM = 3
 
 

@@ -1,6 +1,6 @@
-"""A drop-in for `jax.nn.dot_product_attention`: the same arguments mean the same.
+"""A drop-in for `jax.nn.dot_product_attention`: equal arguments have equal meanings.
 
-Differences of values here are those of rounding (`test_accuracy.py` has the exact results); of meaning, the documented.
+Values differ by rounding only. `test_accuracy.py` compares with exact results.
 """
 
 import inspect
@@ -26,7 +26,7 @@ def arrays(T=T, S=S, N=N, K=K):
 
 
 def assert_same(*args, rows=slice(None), **options):
-    """Values and gradients, of rows that have something to attend to."""
+    """Compare values and gradients of rows that see some key."""
 
     def results(attention):
         def function(query, key, value):
@@ -36,19 +36,19 @@ def assert_same(*args, rows=slice(None), **options):
         cotangent = jnp.zeros_like(result).at[..., rows, :, :].set(normal(3, *result[..., rows, :, :].shape))
         return result[..., rows, :, :], pull(cotangent)
 
-    ours, theirs = results(jax_flash.dot_product_attention), results(jax.nn.dot_product_attention)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), ours, theirs)
-    assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs)
+    actual, expected = results(jax_flash.dot_product_attention), results(jax.nn.dot_product_attention)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), actual, expected)
+    assert jax.tree.map(jnp.shape, actual) == jax.tree.map(jnp.shape, expected)
 
 
-def test_signature_begins_with_theirs():
-    ours = inspect.signature(jax_flash.dot_product_attention).parameters
-    theirs = inspect.signature(jax.nn.dot_product_attention).parameters
-    positional = [name for name, p in theirs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert list(ours)[: len(positional)] == positional
-    for name, parameter in theirs.items():
-        assert ours[name].kind == parameter.kind
-        assert ours[name].default == parameter.default
+def test_signature_begins_with_that_of_jax_nn():
+    actual = inspect.signature(jax_flash.dot_product_attention).parameters
+    expected = inspect.signature(jax.nn.dot_product_attention).parameters
+    positional = [name for name, p in expected.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert list(actual)[: len(positional)] == positional
+    for name, parameter in expected.items():
+        assert actual[name].kind == parameter.kind
+        assert actual[name].default == parameter.default
 
 
 @pytest.mark.parametrize("K", [4, 2, 1])
@@ -94,8 +94,8 @@ def test_bias(shape):
     def gradient(attention):
         return jax.grad(lambda bias: (attention(q, k, v, bias) ** 2).sum())(bias)
 
-    ours = gradient(jax_flash.dot_product_attention)
-    np.testing.assert_allclose(ours, gradient(jax.nn.dot_product_attention), rtol=1e-4, atol=1e-5)
+    actual = gradient(jax_flash.dot_product_attention)
+    np.testing.assert_allclose(actual, gradient(jax.nn.dot_product_attention), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", EXTENTS, ids=str)
@@ -106,7 +106,7 @@ def test_mask(shape):
 
 @pytest.mark.parametrize("bias_rank", [3, 4])
 def test_lower_ranks_of_bias_and_mask(bias_rank):
-    """jax.nn takes 4 dims (and 3 for TNH inputs); whatever it takes, we take too."""
+    """jax.nn takes 4 dims, and 3 for inputs of shape TNH. All of these are supported."""
     q, k, v = arrays() if bias_rank == 4 else (x[0] for x in arrays())
     bias = normal(4, *(1, N, T, S)[4 - bias_rank :])
     mask = jnp.tri(T, S, dtype=bool)[(None,) * (bias_rank - 2)]
@@ -148,9 +148,9 @@ def test_all_together():
 @pytest.mark.parametrize("rank", [3, 4])
 def test_residual(rank):
     q, k, v = arrays() if rank == 4 else (x[0] for x in arrays())
-    ours = jax_flash.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
-    theirs = jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
-    for x, y in zip(ours, theirs, strict=True):
+    actual = jax_flash.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+    for x, y in zip(actual, expected, strict=True):
         assert x.shape == y.shape
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
@@ -158,22 +158,24 @@ def test_residual(rank):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(dtype):
     q, k, v = (x.astype(dtype) for x in arrays())
-    ours, theirs = (f(q, k, v, is_causal=True) for f in (jax_flash.dot_product_attention, jax.nn.dot_product_attention))
-    assert ours.dtype == theirs.dtype
-    np.testing.assert_allclose(ours.astype(float), theirs.astype(float), atol=4 * float(jnp.finfo(dtype).eps))
+    actual, expected = (
+        f(q, k, v, is_causal=True) for f in (jax_flash.dot_product_attention, jax.nn.dot_product_attention)
+    )
+    assert actual.dtype == expected.dtype
+    np.testing.assert_allclose(actual.astype(float), expected.astype(float), atol=4 * float(jnp.finfo(dtype).eps))
 
 
-# --- the documented differences ---
+# --- documented differences ---
 
 
-def test_nothing_to_attend_to_is_zero():
+def test_empty_rows_are_zero():
     q, k, v = arrays()
     mask = jnp.ones((1, 1, T, S), bool).at[:, :, 4].set(False)
-    ours = jax_flash.dot_product_attention(q, k, v, mask=mask)
-    theirs = jax.nn.dot_product_attention(q, k, v, mask=mask)
-    assert not ours[:, 4].any() and theirs[:, 4].all()
-    np.testing.assert_allclose(theirs[:, 4], jnp.repeat(v.mean(1), N // K, axis=1), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(jnp.delete(ours, 4, 1), jnp.delete(theirs, 4, 1), rtol=1e-4, atol=1e-5)
+    actual = jax_flash.dot_product_attention(q, k, v, mask=mask)
+    expected = jax.nn.dot_product_attention(q, k, v, mask=mask)
+    assert not actual[:, 4].any() and expected[:, 4].all()
+    np.testing.assert_allclose(expected[:, 4], jnp.repeat(v.mean(1), N // K, axis=1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jnp.delete(actual, 4, 1), jnp.delete(expected, 4, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_residual_is_f32_and_differentiable():

@@ -23,17 +23,17 @@ def test_info_names_versions_and_backends():
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
+    ("devices", "message"),
     [
         ([], "no NVIDIA GPU here\n"),
         ([(7, 0, 80)], "no fused kernels: .*7.0: the kernels need 8.0"),
         ([(7, 0, 80), (8, 0, 108)], "fused kernels for sm_80, "),
     ],
 )
-def test_info_of_gpus(nvrtc, capsys, monkeypatch, devices, said):
+def test_info_of_gpus(nvrtc, capsys, monkeypatch, devices, message):
     monkeypatch.setattr(_native, "cuda_devices", lambda: devices)
     assert main([]) == 0
-    assert re.search(rf"cuda  {said}", capsys.readouterr().out)
+    assert re.search(rf"cuda  {message}", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_info_of_gpus(nvrtc, capsys, monkeypatch, devices, said):
         (True, "no fused kernels: libcuda.so.1 was not found", "libcuda.so.1 was not found"),
     ],
 )
-def test_without_a_driver(capsys, monkeypatch, tmp_path, gpu, info, warmup):
-    """A missing driver is a fault only if there is a GPU."""
+def test_missing_driver(capsys, monkeypatch, tmp_path, gpu, info, warmup):
+    """A missing driver is an error only if there is a GPU."""
 
     def cuda_devices():
         raise RuntimeError("libcuda.so.1 was not found")
@@ -58,7 +58,7 @@ def test_without_a_driver(capsys, monkeypatch, tmp_path, gpu, info, warmup):
     assert capsys.readouterr().err.startswith(warmup)
 
 
-def test_info_of_an_instruction_set_that_is_not_there(capsys, monkeypatch):
+def test_info_of_unavailable_instruction_set(capsys, monkeypatch):
     def cpu_isa():
         raise ValueError("JAX_FLASH_CPU_ISA=nope is not available")
 
@@ -98,7 +98,7 @@ def test_choose(capsys, flags, implementation):
     assert [line.split()[0] for line in plan if not line.startswith(" ")] == passes
 
 
-def test_choose_tells_the_longest_that_a_gpu_does(capsys):
+def test_choose_prints_the_longest_supported_length(capsys):
     assert main(["choose", *"--platform cuda --shape 1 2147479552 1 64".split()]) == 0
     assert "xla: length 2147479552: the CUDA kernels support at most 2147479551" in capsys.readouterr().out
 
@@ -118,7 +118,7 @@ def test_choose_tells_the_longest_that_a_gpu_does(capsys):
         ("--page 20", "multiple of 8 keys from 8 to 1024, not 20"),
     ],
 )
-def test_choose_says_why_there_is_none(capsys, flags, message):
+def test_errors_of_choose(capsys, flags, message):
     assert main(["choose", *flags.split()]) == 1
     assert message in capsys.readouterr().err
 
@@ -138,10 +138,10 @@ def test_warmup_compiles_into_the_cache(nvrtc, capsys, monkeypatch, tmp_path):
     assert re.search(r"sm_80 forward: scheduler/segments\.cuh, ampere/forward\.cuh \(128 x 64\) in [0-9.]+ s", out)
     assert re.search(r"sm_90a backward: scheduler/segments\.cuh, hopper/backward\.cuh \(128 x 128\) in [0-9.]+ s", out)
     assert f"kept in {tmp_path}" in out
-    assert len(list(tmp_path.iterdir())) == 6  # the segments' kernel does for both passes
+    assert len(list(tmp_path.iterdir())) == 6  # both passes share the kernel for segments
 
 
-def test_warmup_that_could_not_be_kept(nvrtc, capsys, monkeypatch, tmp_path):
+def test_warmup_with_invalid_cache_directory(nvrtc, capsys, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "file"))
     assert main(["warmup", "--shape", "1", "77", "2", "16", "--arch", "sm_80"]) == 1
@@ -163,12 +163,12 @@ def test_warmup_without_space(nvrtc, capsys, monkeypatch, tmp_path):
 
 
 def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
-    """All that chooses a kernel can be said: a block mask, a bias of another dtype, a cotangent of the logsumexp."""
+    """Flags cover all inputs of the choice: a block mask, a bias of another dtype, a cotangent of the logsumexp."""
     monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))
     problems = tmp_path / "problems"
     lines = (
         "# forward and backward",
-        "--block-mask 128 256 --blocks 2 --backward  # of 4 and 8",
+        "--block-mask 128 256 --blocks 2 --backward  # of 4 and 8 blocks",
         "",
         "--bias --bias-dtype float32 --backward key scale --dlogsumexp",
     )
@@ -209,7 +209,7 @@ def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
         ("--shape 1 64 8 64 --kv-heads 3 --arch sm_90a", "8 heads"),
     ],
 )
-def test_warmup_says_why_it_cannot(capsys, flags, message):
+def test_errors_of_warmup(capsys, flags, message):
     assert main(["warmup", *flags.split()]) == 1
     assert message in capsys.readouterr().err
 

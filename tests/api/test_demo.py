@@ -1,4 +1,4 @@
-"""The demo, end to end at a tiny size, and the other examples: they end well and write what they say."""
+"""The demo at a tiny size, and the other examples: they succeed and write the documented files."""
 
 import json
 import subprocess
@@ -19,14 +19,14 @@ def run(*flags: object, example: str = "train_lm.py") -> subprocess.CompletedPro
     return subprocess.run(command, env=one_device(COLUMNS="120"), capture_output=True, text=True, timeout=300)
 
 
-def test_demo_runs_and_writes_what_it_says(tmp_path):
+def test_demo(tmp_path):
     model = ["--layers", 1, "--width", 16, "--heads", 2, "--kv-heads", 1, "--seq-len", 32]
     training = ["--text-limit", 20_000, "--vocabulary", 100_000, "--batch", 2, "--steps", 8, "--compare-steps", 4]
     checks = ["--long-seq-len", 64, "--prompt", "import os", "--output", tmp_path / "out"]
     result = run(*model, *training, *checks)
     assert result.returncode == 0, result.stdout + result.stderr
-    for said in ("tokens/s", "Largest difference", "jax.nn", "import os", "loss.png"):
-        assert said in result.stdout
+    for text in ("tokens/s", "Largest difference", "jax.nn", "import os", "loss.png"):
+        assert text in result.stdout
 
     written = json.loads((tmp_path / "out" / "results.json").read_text())
     assert len(written["losses"]) == 8 and len(written["standard_losses"]) == 4
@@ -37,15 +37,15 @@ def test_demo_runs_and_writes_what_it_says(tmp_path):
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_demo_names_bad_flags(tmp_path):
+def test_demo_errors(tmp_path):
     result = run("--width", 100, "--heads", 3)
     assert result.returncode == 2 and "--heads 3 must divide --width 100" in result.stderr
     result = run("--text-limit", 100, "--output", tmp_path)
     assert result.returncode == 1 and "too few for --seq-len 512" in result.stderr
 
 
-def drawn(tmp_path: Path, example: str, *flags: object) -> str:
-    """What an example prints, which has drawn a picture."""
+def run_and_check_picture(tmp_path: Path, example: str, *flags: object) -> str:
+    """Run an example that draws a picture, and return its output."""
     result = run(*flags, "--output", tmp_path / "picture.png", example=example)
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
@@ -53,45 +53,49 @@ def drawn(tmp_path: Path, example: str, *flags: object) -> str:
 
 
 def test_pictures_of_programs(tmp_path):
-    drawn(tmp_path, "draw_programs.py")
+    run_and_check_picture(tmp_path, "draw_programs.py")
 
 
 def test_packed_training(tmp_path):
-    """Packed and one a row, documents have the same losses."""
-    said = drawn(tmp_path, "packed_training.py", "--seq-len", 128, "--documents", 8, "--steps", 3, "--width", 16)
-    assert float(said.split("Largest difference of the losses: ")[1]) < 1e-4
+    """Packed documents have the same losses as one document per row."""
+    output = run_and_check_picture(
+        tmp_path, "packed_training.py", "--seq-len", 128, "--documents", 8, "--steps", 3, "--width", 16
+    )
+    assert float(output.split("Largest difference of the losses: ")[1]) < 1e-4
 
 
 def test_decoding_with_a_cache(tmp_path):
-    said = drawn(tmp_path, "decode.py", "--prompt", 8, "--length", 32, "--width", 32, "--layers", 1)
-    assert "Equal tokens: 100.0%" in said
+    output = run_and_check_picture(tmp_path, "decode.py", "--prompt", 8, "--length", 32, "--width", 32, "--layers", 1)
+    assert "Equal tokens: 100.0%" in output
 
 
 def test_serving_by_continuous_batching(tmp_path):
-    """With so few pages that a free slot has to wait for them."""
+    """There are so few pages that a free slot has to wait for them."""
     sizes = ["--requests", 5, "--slots", 3, "--longest", 48, "--pages", 6, "--width", 32, "--layers", 1]
-    assert "Tokens equal to those of the sequence alone: 100.0%" in drawn(tmp_path, "serve.py", *sizes)
+    assert "Tokens equal to those of the sequence alone: 100.0%" in run_and_check_picture(tmp_path, "serve.py", *sizes)
 
 
 def test_pictures_of_block_masks(tmp_path):
-    said = drawn(tmp_path, "block_mask.py", "--length", 256, "--block", 16, "--heads", 1, "--head-dim", 16)
-    assert said.count("times as fast") == 6
+    output = run_and_check_picture(
+        tmp_path, "block_mask.py", "--length", 256, "--block", 16, "--heads", 1, "--head-dim", 16
+    )
+    assert output.count("times as fast") == 6
 
 
-def test_a_vision_transformer_of_odd_length(tmp_path):
+def test_vision_transformer_of_odd_length(tmp_path):
     sizes = ["--image", 28, "--batch", 4, "--steps", 2, "--layers", 1, "--width", 16, "--heads", 2]
-    said = drawn(tmp_path, "vision_transformer.py", *sizes)
-    assert "50 tokens in an image" in said
-    assert float(said.split("materialised attention: ")[1].split()[0]) < 1e-4
+    output = run_and_check_picture(tmp_path, "vision_transformer.py", *sizes)
+    assert "50 tokens in an image" in output
+    assert float(output.split("materialised attention: ")[1].split()[0]) < 1e-4
 
 
 @pytest.mark.parametrize("mesh", [(), ("--mesh", 2, 2, 2)], ids=["sequence", "batch, sequence and heads"])
-def test_a_long_sequence_over_several_devices(tmp_path, mesh):
-    """Trained on one device and on eight, a model has the same losses."""
+def test_long_sequence_over_several_devices(tmp_path, mesh):
+    """Training on one device and on eight gives the same losses."""
     sizes = ["--seq-len", 256, "--steps", 4, "--layers", 1, "--width", 16, "--heads", 4]
-    said = drawn(tmp_path, "long_sequence.py", *sizes, *mesh)
-    assert ("2 × 2 × 2" if mesh else "1 × 8 × 1") in said
-    assert float(said.split("Largest difference of the losses: ")[1]) < 1e-5
+    output = run_and_check_picture(tmp_path, "long_sequence.py", *sizes, *mesh)
+    assert ("2 × 2 × 2" if mesh else "1 × 8 × 1") in output
+    assert float(output.split("Largest difference of the losses: ")[1]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -104,21 +108,21 @@ def test_a_long_sequence_over_several_devices(tmp_path, mesh):
         (["--steps", 2], "--steps 2 must be at least 3"),
     ],
 )
-def test_a_long_sequence_names_bad_sizes(flags, message):
+def test_long_sequence_errors(flags, message):
     result = run(*flags, example="long_sequence.py")
     assert result.returncode == 2 and message in result.stderr
 
 
-def test_a_score_function_that_is_learned(tmp_path):
-    """The table of relative positions peaks at the distances that the heads had to find."""
-    said = drawn(
+def test_learned_score_function(tmp_path):
+    """The table of relative positions peaks at the distances that the heads must learn."""
+    output = run_and_check_picture(
         tmp_path, "score_function.py", "--seq-len", 128, "--steps", 80, "--distances", 5, 2, "--table-size", 16
     )
-    losses = [float(line.split("loss ")[1]) for line in said.splitlines() if line.startswith("step ")]
+    losses = [float(line.split("loss ")[1]) for line in output.splitlines() if line.startswith("step ")]
     assert losses[0] > 3 and losses[-1] < 0.5
-    assert "Peaks of the table: [5, 2]" in said
+    assert "Peaks of the table: [5, 2]" in output
 
 
-def test_a_score_function_names_bad_distances():
+def test_score_function_errors():
     result = run("--distances", 31, "--table-size", 32, example="score_function.py")
     assert result.returncode == 2 and "--distances must be at least 0" in result.stderr

@@ -1,4 +1,4 @@
-"""The tables in the docs equal the committed results, links lead somewhere, and the site builds without warnings."""
+"""Tables in the docs match the committed results, links are valid, and pages and pictures follow their rules."""
 
 import importlib
 import pathlib
@@ -24,17 +24,17 @@ def tables(monkeypatch):
     return importlib.import_module("tables")
 
 
-def test_tables_are_those_of_the_results():
+def test_tables_match_results():
     done = subprocess.run([sys.executable, ROOT / "benchmarks/tables.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_table_stands_in_a_page(tables):
+def test_every_table_is_used(tables):
     shown = {name for page in PAGES for _, name, *_ in tables.BLOCK.findall(page.read_text())}
     assert shown == set(tables.TABLES)
 
 
-def test_a_figure_that_differs_is_found(tables, tmp_path, monkeypatch, capsys):
+def test_check_finds_a_changed_figure(tables, tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text("# Title\n\n<!-- table: dropout -->\n<!-- end -->\n\nText.\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
@@ -57,28 +57,28 @@ def test_a_figure_that_differs_is_found(tables, tmp_path, monkeypatch, capsys):
     assert changed in page.read_text()  # a check writes nothing
 
 
-def test_a_table_of_no_function_is_an_error(tables):
+def test_unknown_table_is_an_error(tables):
     with pytest.raises(SystemExit, match="there is no table 'nothing'; there are .*summary, "):
         tables.filled("<!-- table: nothing -->\n<!-- end -->", ROOT / "README.md")
 
 
-def test_the_picture_of_the_readme_is_drawn_from_results(tables, tmp_path):
+def test_readme_picture(tables, tmp_path):
     pytest.importorskip("matplotlib")
     importlib.import_module("picture").draw(tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_citation_is_of_this_version():
+def test_citation_has_this_version():
     assert f"\nversion: {jax_flash.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_the_changelog_has_this_version_or_one_to_come():
-    """What it lists last is released as this version, or not yet. The workflow of a release asks for the former."""
+def test_changelog_begins_with_this_version_or_unreleased():
+    """The release workflow requires this version."""
     newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1]
     assert newest in ("Unreleased", jax_flash.__version__)
 
 
-def test_the_oldest_jax_is_the_same_everywhere():
+def test_oldest_jax_is_consistent():
     oldest = re.search(r"^OLDEST_JAX = (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1]
     project = (ROOT / "pyproject.toml").read_text()
     assert f'"jax>={oldest}", "jaxlib>={oldest}"' in project and f'"jaxlib=={oldest};' in project
@@ -86,21 +86,21 @@ def test_the_oldest_jax_is_the_same_everywhere():
 
 
 def test_performance_is_short(tables):
-    """At most 12 tables, and 1,500 words outside of them, as `wc -w` counts."""
+    """At most 12 tables, and 1,500 words outside them, as counted by `wc -w`."""
     text = (ROOT / "docs/performance.md").read_text()
     assert len(tables.BLOCK.sub("", text).split()) <= 1500
     assert text.count("\n| ---") <= 12
 
 
 def anchors(text):
-    """The names that GitHub gives to the headings of a page."""
+    """Return the anchors that GitHub generates for the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), flags=re.M)
     kept = ("".join(c for c in h.lower() if c in " -_" or unicodedata.category(c)[0] in "LN") for h in headings)
     return {heading.replace(" ", "-") for heading in kept}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -112,7 +112,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_pictures_fit_light_and_dark_pages():
-    """The pictures that pages show have no background, and their ink is not black."""
+    """Pictures in pages have a transparent background, and no black ink."""
     image = pytest.importorskip("matplotlib.image")
     shown = {page.parent / path for page in PAGES for path in re.findall(r"!\[[^]]*\]\((\S+\.png)\)", page.read_text())}
     assert shown
@@ -122,8 +122,8 @@ def test_pictures_fit_light_and_dark_pages():
         assert picture[0, 0, 3] == 0 and opaque[:, :3].max(-1).min() > 0.2, path.name
 
 
-def documented(declaration: str, name: str, dtype: str, dims: str, there: str) -> str:
-    """A row of the table of operands in docs/architecture.md, from a row of the table in common/arrays.h."""
+def documented(declaration: str, name: str, dtype: str, dims: str, condition: str) -> str:
+    """Return a row of the operand table in docs/architecture.md, from a row of the table in common/arrays.h."""
     sizes = {"G": "pages", "A": "page", "M": "S / page", "R": "row_list", "C": "column_list", "P": "element_masks"}
     sizes |= {"Q": "q_block", "W": "⌈kv_block / 32⌉", "X": "2"}
     if name in (*BROADCAST, *BLOCK_MASK):
@@ -131,11 +131,11 @@ def documented(declaration: str, name: str, dtype: str, dims: str, there: str) -
     shape = ", ".join(sizes.get(dim, dim) for dim in dims)
     types = {"int32_t": "s32", "uint32_t": "u32", "uint8_t": "pred"}
     dtype = types.get(declaration, re.sub(r"p\.|\(\)", "", dtype).replace("accumulation_dtype", "accumulation dtype"))
-    condition = re.sub(r" \?.*|p\.|\(\)", "", there).replace("==", "=").replace("true", "always")
+    condition = re.sub(r" \?.*|p\.|\(\)", "", condition).replace("==", "=").replace("true", "always")
     return f"| {name} | [{shape}] | {dtype} | {condition} |"
 
 
-def test_the_architecture_lists_the_operands():
+def test_architecture_lists_the_operands():
     header, _, _ = (ROOT / "common/arrays.h").read_text().partition("#define JAX_FLASH_FORWARD_RESULTS")
     declared = re.findall(r'  OPERAND\((\w+), (\w+), (\S+), "(\w*)", (.+)\) *\\?', header)
     assert [name for _, name, *_ in declared] == [name for name, *_ in _native.operands()]

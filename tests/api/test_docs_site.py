@@ -1,4 +1,4 @@
-"""The site that `make docs` builds has no warnings, lists the API in order of use, and searches guides first."""
+"""The site from `make docs` has no warnings, lists the API in order of use, and ranks guides first in searches."""
 
 import json
 import pathlib
@@ -30,13 +30,13 @@ def site(tmp_path_factory):
 
 
 def signatures(site: pathlib.Path, module: str) -> dict[str, str]:
-    """The text of each signature on the page of a module, in the page's order, by the name of its object."""
+    """Return the text of each signature on a module's page, by object name, in the page's order."""
     page = (site / f"docs/api/{module}.html").read_text()
     found = re.findall(r'<dt class="sig[^>]* id="([^"]+)">(.*?)</dt>', page, flags=re.DOTALL)
     return {name: " ".join(re.sub("<[^>]+>", "", text).split()) for name, text in found}
 
 
-def test_api_page_has_every_public_name_and_no_internals(site):
+def test_api_page_has_public_names_only(site):
     shown = [name.removeprefix("jax_flash.") for name in signatures(site, "jax_flash")]
     assert shown[0] == "dot_product_attention"
     assert {name for name in shown if "." not in name} == {*jax_flash.__all__} - {"patterns"}
@@ -52,7 +52,7 @@ def test_signatures_have_types_and_all_arguments(site):
     assert signatures(site, "jax_flash")["jax_flash.Choice.reason"].startswith("reason: str")
 
 
-def test_search_finds_guides_first_and_contributors_pages_last(site):
+def test_search_ranks_guides_first_and_contributor_pages_last(site):
     node = shutil.which("node")
     if node is None:
         pytest.skip("Sphinx searches in JavaScript, which needs node")

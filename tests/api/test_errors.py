@@ -1,6 +1,4 @@
-"""Bad input: what can be known when tracing is an error that names the argument, NaN and inf go the way they go in
-standard attention, what is empty is zero. Nothing crashes.
-"""
+"""Invalid input: errors at trace time name the argument, NaN and inf spread as in standard attention, empty is zero."""
 
 import dataclasses
 import functools
@@ -71,9 +69,9 @@ def test_dtypes(name, dtype):
         attend(**{name: arrays()[name].astype(dtype)})
 
 
-def test_what_a_gpu_has_no_kernels_for_is_a_warning(monkeypatch):
+def test_warning_if_a_gpu_lacks_kernels(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    jax.clear_caches()  # it is said when tracing
+    jax.clear_caches()  # the warning is emitted at trace time
     with pytest.warns(UserWarning, match='implementation="xla", which is slower: head dim 20'):
         attend(None, **{name: x[..., :1].repeat(20, -1) for name, x in arrays().items()})
 
@@ -204,7 +202,7 @@ def test_mixed_dtypes():
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_options(options, error, match):
-    """When tracing, and so under jit too; the other implementations check the same."""
+    """Errors are raised at trace time, so also under jit. Other implementations have the same checks."""
     with pytest.raises(error, match=match):
         attend(**options)
     static = {name: x for name, x in options.items() if not isinstance(x, jax.Array)}
@@ -226,10 +224,10 @@ NO_ARRAYS = ["array", b"array", "08", ["08"], "\0", object(), 10**400, [[1.0], [
     [*itertools.product(ARRAYS + IDS, NO_ARRAYS), *itertools.product(ARRAYS[:3], [None])],
     ids=lambda x: x if x in ARRAYS + IDS else type(x).__name__,
 )
-def test_what_is_no_array(name, bad):
-    dropped = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)} if name.startswith("dropout") else {}
+def test_non_arrays(name, bad):
+    dropout_options = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)} if name.startswith("dropout") else {}
     with pytest.raises((TypeError, ValueError), match=name):
-        attend(**dropped, **{name: bad})
+        attend(**dropout_options, **{name: bad})
 
 
 @pytest.mark.parametrize(
@@ -244,7 +242,7 @@ def test_errors_do_not_print_arrays(name):
 
 @pytest.mark.parametrize("bad", ["False", 0, None, np.array([True, False]), jnp.ones(2, bool)])
 @pytest.mark.parametrize("name", ["is_causal", "deterministic", "broadcast_dropout", "return_residual"])
-def test_flags_are_true_or_false(name, bad):
+def test_flags_must_be_bools(name, bad):
     with pytest.raises(TypeError, match=f"{name} must be True or False"):
         attend(**{name: bad})
     attend(**{name: np.True_})
@@ -253,8 +251,8 @@ def test_flags_are_true_or_false(name, bad):
 
 
 @pytest.mark.parametrize("vary", ["query", "key_value"])
-def test_traced_ids_of_64_bits(vary, x64):
-    """They would be told apart by their lower 32 bits alone."""
+def test_traced_64_bit_ids(vary, x64):
+    """Traced 64-bit ids are refused, because the kernels would compare only their lower 32 bits."""
     ids = {"query_segment_ids": np.full((B, T), 1, np.int32), "key_value_segment_ids": np.full((B, S), 1, np.int32)}
     singles = {name: x.astype("float32") for name, x in arrays().items()}
     name = f"{vary}_segment_ids"
@@ -278,7 +276,7 @@ def test_kernels_for_a_tpu(transformed):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("cap", "dtype"), [(3e-31, "float32"), (3e30, "float32"), (6e-301, "float64")])
 def test_extreme_soft_caps(cap, dtype, implementation):
-    """The scores are 0, or as good as, or as they were; so are those that were 0."""
+    """Capped scores are nearly 0 or nearly unchanged, also scores that are exactly 0."""
     case = Case(T=20, S=30, soft_cap=cap)
     given = case.arrays(dtype)
     given["query"][:, ::2] = 0
@@ -297,14 +295,14 @@ def test_window_of_any_width(implementation):
         np.testing.assert_array_equal(attend(implementation, local_window_size=(width, 2)), expected)
 
 
-def test_a_traced_rate_is_refused():
+def test_traced_dropout_rate_is_refused():
     with pytest.raises(TypeError, match="dropout_rate"):
         jax.jit(lambda rate: attend(dropout_rate=rate, dropout_key=jax.random.key(0)))(0.1)
     with pytest.raises(TypeError, match="concrete"):
         jax.eval_shape(dropout.threshold, 0.1)
 
 
-# --- empty ---
+# --- empty arrays and rows ---
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -325,8 +323,8 @@ def test_empty_arrays(case, empty, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", ["mask", "lengths", "segments", "causal", "window", "bias"])
-def test_nothing_to_attend_to(kind, implementation):
-    """Zeros and -inf, zero gradients, whatever masks."""
+def test_empty_rows(kind, implementation):
+    """Outputs and gradients are 0, and the logsumexp is -inf, for every kind of mask."""
     options = {
         "causal": {"causal": True, "offset": True},
         "window": {"window": (3, 3), "offset": True},
@@ -335,7 +333,7 @@ def test_nothing_to_attend_to(kind, implementation):
     }
     case = Case(B=2, T=40, S=50, **options.get(kind, {kind: True}))
     given = case.arrays()
-    nothing = {
+    empty = {
         "mask": {"mask": np.zeros((1, 1, 1, 1), bool)},
         "lengths": {"key_value_seq_lengths": np.zeros(2, np.int32)},
         "segments": {"query_segment_ids": np.full((2, 40), 9, np.int32)},
@@ -343,23 +341,23 @@ def test_nothing_to_attend_to(kind, implementation):
         "window": {"query_offset": np.full(2, 1000, np.int32)},
         "bias": {"bias": np.full((1, 1, 1, 1), -np.inf, np.float32)},
     }[kind]
-    results = run(case, given | nothing, case.cotangents(), implementation)
+    results = run(case, given | empty, case.cotangents(), implementation)
     assert np.isneginf(results.pop("logsumexp")).all()
-    assert not any(x.any() for x in results.values())  # NaN would be something
+    assert not any(x.any() for x in results.values())  # fails for NaN, too
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_lengths_outside_the_arrays(implementation):
-    """Larger than the array is the whole of it, negative is nothing."""
+    """Lengths are clamped to the range from 0 to the size of the array."""
     case = Case(lengths=True)
     given = case.arrays()
     limits = [(100, 200), (-3, -1)]
     given["query_seq_lengths"], given["key_value_seq_lengths"] = np.array(limits, np.int32).T
     inside = given | {"query_seq_lengths": np.array([case.T, 0]), "key_value_seq_lengths": np.array([case.S, 0])}
-    ours, expected = (run(case, x, case.cotangents(), implementation) for x in (given, inside))
+    actual, expected = (run(case, x, case.cotangents(), implementation) for x in (given, inside))
     for name, x in expected.items():
-        np.testing.assert_array_equal(ours[name], x, err_msg=name)
-    assert not ours["o"][1].any() and ours["o"][0].all()
+        np.testing.assert_array_equal(actual[name], x, err_msg=name)
+    assert not actual["o"][1].any() and actual["o"][0].all()
 
 
 @pytest.mark.parametrize(
@@ -374,7 +372,7 @@ def test_lengths_outside_the_arrays(implementation):
     ids=lambda x: f"{type(x).__name__}_{np.asarray(x).dtype}",
 )
 def test_lengths_beyond_int32(lengths):
-    """No limit, as other numbers that are larger than the array."""
+    """Such lengths exceed every array, so they have no effect."""
     np.testing.assert_array_equal(attend(key_value_seq_lengths=lengths), attend())
     np.testing.assert_array_equal(attend(query_seq_lengths=lengths), attend())
 
@@ -383,13 +381,13 @@ def test_integers_in_lists_of_tracers():
     expected = attend(is_causal=True, query_offset=np.array([3, 4]), key_value_seq_lengths=np.array([4, 5]))
 
     @jax.jit
-    def ours(a, b):
+    def with_tracers(a, b):
         return attend(is_causal=True, query_offset=[a, b], key_value_seq_lengths=[b, b + 1])
 
-    np.testing.assert_array_equal(ours(3, 4), expected)
+    np.testing.assert_array_equal(with_tracers(3, 4), expected)
 
 
-def test_ids_are_32_bits_signed_or_not():
+def test_ids_may_be_signed_or_unsigned():
     def ids(query, key):
         return {"query_segment_ids": np.full((B, T), query), "key_value_segment_ids": np.full((B, S), key)}
 
@@ -399,7 +397,7 @@ def test_ids_are_32_bits_signed_or_not():
     assert not attend(**ids(2**31 + 1, 1)).any()
 
 
-def test_no_batch_entries_with_lengths():
+def test_empty_batch_with_lengths():
     empty = {name: x[:0] for name, x in arrays().items()}
     for implementation in (None, *IMPLEMENTATIONS):
         o = attend(implementation, **empty, key_value_seq_lengths=np.zeros(0, int), query_seq_lengths=np.zeros(0, int))
@@ -438,7 +436,7 @@ def nan_rows(results):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_bad_query_spoils_its_row(dtype, bad, implementation):
+def test_bad_query_affects_its_row(dtype, bad, implementation):
     case = Case(T=70, S=80)
     given = case.arrays(dtype)
     given["query"][1, 33, 2, 5] = bad
@@ -455,24 +453,24 @@ def test_bad_query_spoils_its_row(dtype, bad, implementation):
 @pytest.mark.parametrize(
     ("dtype", "bad"), [("float32", np.nan), ("bfloat16", np.nan), ("bfloat16", np.inf), ("float16", np.inf)]
 )
-def test_bad_query_beside_a_soft_cap(dtype, bad, implementation):
-    """NaN stays, and infinite scores are plus or minus the cap. (Of float32 full precision makes NaN of infinity.)"""
+def test_bad_query_with_a_soft_cap(dtype, bad, implementation):
+    """NaN stays NaN, and infinite scores become plus or minus the cap. In full float32 infinity becomes NaN."""
     case = Case(T=70, S=80, soft_cap=50.0)
     given = case.arrays(dtype)
-    usual = run(case, given, case.cotangents(dtype), implementation)
+    baseline = run(case, given, case.cotangents(dtype), implementation)
     given["query"][1, 33, 2, 5] = bad
     results = run(case, given, case.cotangents(dtype), implementation)
-    o, logsumexp = usual["o"].astype(np.float32), usual["logsumexp"].copy()
-    seen = given["key"][1, :, 1, 5] > 0
-    o[1, 33, 2] = given["value"][1, seen, 1].astype(np.float32).mean(0) if bad == np.inf else np.nan
-    logsumexp[1, 2, 33] = 50.0 + np.log(seen.sum()) if bad == np.inf else np.nan
+    o, logsumexp = baseline["o"].astype(np.float32), baseline["logsumexp"].copy()
+    positive = given["key"][1, :, 1, 5] > 0
+    o[1, 33, 2] = given["value"][1, positive, 1].astype(np.float32).mean(0) if bad == np.inf else np.nan
+    logsumexp[1, 2, 33] = 50.0 + np.log(positive.sum()) if bad == np.inf else np.nan
     bound = 10 * float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(results["o"].astype(np.float32), o, rtol=bound, atol=bound)
     np.testing.assert_allclose(results["logsumexp"], logsumexp, rtol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bad_key_spoils_the_rows_that_see_it(implementation):
+def test_bad_key_affects_the_rows_that_see_it(implementation):
     case = Case(T=70, S=80, causal=True)
     given = case.arrays()
     given["key"][0, 40, 0, 3] = np.nan
@@ -485,21 +483,21 @@ def test_bad_key_spoils_the_rows_that_see_it(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_bad_value_spoils_its_column(bad, implementation):
+def test_bad_value_affects_its_column(bad, implementation):
     case = Case(T=70, S=80)
     given = case.arrays()
     given["value"][0, 40, 1, 3] = bad
     results = run(case, given, case.cotangents(), implementation)
-    spoilt = ~np.isfinite(results["o"])
-    expected = np.zeros_like(spoilt)
+    actual = ~np.isfinite(results["o"])
+    expected = np.zeros_like(actual)
     expected[0, :, 2:, 3] = True
-    np.testing.assert_array_equal(spoilt, expected)
+    np.testing.assert_array_equal(actual, expected)
     assert np.isfinite(results["logsumexp"]).all()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_bad_bias_spoils_its_row(bad, implementation):
+def test_bad_bias_affects_its_row(bad, implementation):
     case = Case(T=70, S=80, bias="11ts")
     given = case.arrays()
     given["bias"][0, 0, 20, 65] = bad
@@ -513,7 +511,7 @@ def test_bad_bias_spoils_its_row(bad, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_infinite_sinks(dtype, implementation):
-    """+inf takes all of the probability, as 1e4 does beside these scores; -inf is none; NaN spoils its head."""
+    """A sink of +inf takes all probability, as 1e4 does here. -inf has no effect. NaN affects only its head."""
     case = Case(T=70, S=80, K=4, sinks=1.0, logsumexp=False)
     sinks = np.array([np.inf, -np.inf, np.nan, 0.5])
     given, cotangents = case.arrays(dtype) | {"sinks": sinks.astype(dtype)}, case.cotangents(dtype)
@@ -528,7 +526,7 @@ def test_infinite_sinks(dtype, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bad_cotangent_spoils_its_row(implementation):
+def test_bad_cotangent_affects_its_row(implementation):
     case = Case(T=70, S=80)
     do, dlogsumexp = case.cotangents()
     do[1, 12, 3, 4] = np.nan
@@ -541,7 +539,7 @@ def test_bad_cotangent_spoils_its_row(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_scores_near_the_largest_number(dtype, implementation):
-    """Only differences of scores reach exp."""
+    """The kernels apply exp to differences of scores only."""
     case = Case(T=40, S=50, D=8, scale=1.0)
     given = case.arrays(dtype)
     given["query"][:] = np.eye(8)[0] * 200.0
@@ -557,9 +555,11 @@ def test_scores_near_the_largest_number(dtype, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("scale", [1e8, 1e9, 1e30])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"bias": np.zeros((B, N, S, S), np.float32)}], ids=list)
-def test_large_scores_have_one_weight(options, scale, implementation):
-    """A row's maximum is that of the very scores it is taken from, although XLA, as users have it, may compute them
-    twice and differently."""
+def test_large_scores_are_one_hot(options, scale, implementation):
+    """The maximum of a row must come from the same scores as P.
+
+    XLA's optimisations may otherwise compute the scores twice with different rounding.
+    """
     query, key, value = np.random.default_rng(0).normal(size=(3, B, S, N, D)).astype(np.float32)
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})

@@ -1,4 +1,4 @@
-"""benchmarks/exchange.py, of a profile that is made up: what runs beside an exchange hides it."""
+"""benchmarks/exchange.py with a synthetic profile: concurrent work hides an exchange."""
 
 import importlib
 import pathlib
@@ -16,8 +16,8 @@ def exchange(monkeypatch):
 
 
 def test_summary(exchange):
-    """In milliseconds: attention 0-4 and 6-8, a merge 4-5, exchanges 1-3 (hidden) and 4.5-7 (1 of it alone), 9-10."""
-    made_up = [
+    """In milliseconds: attention 0-4 and 6-8, a merge 4-5, exchanges 1-3 (hidden), 4.5-7 (1 exposed) and 9-10."""
+    profile = [
         ("jax_flash_forward", 0, 4),
         ("ncclDevKernel_SendRecv", 1, 3),
         ("loop_multiply_fusion", 4, 5),
@@ -25,7 +25,7 @@ def test_summary(exchange):
         ("jax_flash_forward", 6, 8),
         ("ncclDevKernel_SendRecv", 9, 10),
     ]
-    found = exchange.summary([exchange.Event(name, start * 1e6, end * 1e6) for name, start, end in made_up])
+    found = exchange.summary([exchange.Event(name, start * 1e6, end * 1e6) for name, start, end in profile])
     assert found == {
         "attention": 6,
         "others": 1,
@@ -44,7 +44,7 @@ def test_needs_several_gpus(exchange, monkeypatch, capsys):
     assert "there are not several GPUs" in capsys.readouterr().err
 
 
-def test_times_that_overlap_count_once(exchange):
+def test_overlapping_times_count_once(exchange):
     events = [exchange.Event("x", *times) for times in ((5, 6), (0, 3), (1, 2), (2, 4))]
     assert exchange.covered(events) == 5
     assert exchange.covered([]) == 0

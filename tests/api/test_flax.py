@@ -1,4 +1,4 @@
-"""`jax_flash.linen` and `jax_flash.nnx` against the stock Flax functions and modules."""
+"""`jax_flash.linen` and `jax_flash.nnx` compared with the stock Flax functions and modules."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ import jax_flash
 pytestmark = pytest.mark.usefixtures("device")
 
 VALID = np.arange(LENGTH) < np.array([[LENGTH], [LENGTH - 5]])  # padded at the end: [BATCH, LENGTH]
-MASK = (np.tri(LENGTH, dtype=bool) & VALID[:, None] & VALID[:, :, None])[:, None].astype(np.float32)  # as Flax makes it
+MASK = (np.tri(LENGTH, dtype=bool) & VALID[:, None] & VALID[:, :, None])[:, None].astype(np.float32)  # Flax's format
 DISTANCE = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
 STACKED = normal(5, *LEADING, LENGTH, FEATURES)
 HEADS_OF = normal(0, *LEADING, LENGTH, HEADS, 8)
@@ -38,7 +38,7 @@ def assert_close(got, want, tolerance=2e-5):
 
 
 def repeated(params):
-    """Parameters of a stock layer that give what `params` give, whose key and value have half as many heads."""
+    """Return parameters for a stock layer equivalent to `params`, which have half as many key/value heads."""
     double = functools.partial(jax.tree.map, lambda x: np.repeat(x, 2, axis=-2))
     return params | {name: double(params[name]) for name in ("key", "value")}
 
@@ -66,7 +66,7 @@ def test_function_takes_any_leading_dimensions(api, leading, mask_leading, kv_he
     mask = (normal(3, *mask_leading, HEADS, 7, 9) > -0.5).astype(np.float32)
     mask[..., 0] = 1.0
     bias = normal(4, *mask_leading, 1 if kv_heads == HEADS else HEADS, 7, 9)
-    # With a dropout rate the stock function computes by itself, without one it calls jax.nn: [T, N, D] is beyond that.
+    # With a dropout rate, the stock function does not call jax.nn, which does not support [T, N, D].
     stock = functools.partial(api.stock_function, dropout_rate=0.5, deterministic=True)
     want = stock(query, *(np.repeat(x, HEADS // kv_heads, axis=-2) for x in (key, value)), bias, mask)
     assert_close(jax.jit(api.function)(query, key, value, bias, mask), want)
@@ -95,7 +95,7 @@ def test_function_grouped_query_window_and_cap(api, implementation):
     assert_close(jax.jit(attend)(query, key, value), want)
 
 
-def test_function_query_with_nothing_to_attend_to_is_zero(api):
+def test_function_gives_zeros_for_empty_rows(api):
     query = normal(0, 1, 4, 2, 8)
     mask = np.ones((1, 1, 4, 4), np.float32)
     mask[:, :, 2] = 0.0
@@ -114,7 +114,7 @@ def test_function_causal_of_nnx():
 
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_function_dropout(api, broadcast):
-    """With zero queries and the identity as values the output is the matrix of dropped-out weights itself."""
+    """With zero queries and the identity as values, the output is the matrix of weights after dropout."""
     length, rate = 64, 0.3
     zeros = np.zeros((2, 3, length, 4, length), np.float32)
     value = np.broadcast_to(np.eye(length, dtype=np.float32)[:, None], zeros.shape)
@@ -139,7 +139,7 @@ def test_function_dropout(api, broadcast):
         attend(None)
 
 
-def test_function_computes_in_the_dtype_asked_for(api):
+def test_function_dtype(api):
     query = normal(0, 2, 8, 2, 8)
     half = query.astype(jnp.bfloat16)
 
@@ -162,12 +162,12 @@ def test_function_computes_in_the_dtype_asked_for(api):
         (Nnx.function, "module", nnx.Dropout(0.5)),
     ],
 )
-def test_function_refuses_what_a_fused_kernel_cannot_do(function, name, value):
+def test_function_refuses_unsupported_arguments(function, name, value):
     with pytest.raises(NotImplementedError, match=f"`{name}`"):
         function(HEADS_OF, HEADS_OF, HEADS_OF, **{name: value})
 
 
-def test_function_names_wrong_shapes(api):
+def test_function_shape_errors(api):
     query = normal(0, 2, 8, 2, 8)
     with pytest.raises(ValueError, match="leading dimensions"):
         api.function(query, query[:1], query)
@@ -178,13 +178,13 @@ def test_function_names_wrong_shapes(api):
 
 
 @pytest.mark.parametrize(("inputs", "message"), NOT_ARRAYS)
-def test_function_names_what_is_no_array(api, inputs, message):
+def test_function_refuses_non_arrays(api, inputs, message):
     with pytest.raises(TypeError, match=message):
         api.function(**{"query": HEADS_OF, "key": HEADS_OF, "value": HEADS_OF} | inputs)
 
 
 def test_function_takes_the_stock_arguments_by_position(api):
-    """All stock arguments come first, in the order of Flax."""
+    """The stock arguments come first, in Flax's order."""
     query = normal(0, 2, 8, 2, 8)
     by_position = (None, None, False, jax.random.key(0), 0.5, False, jnp.bfloat16)
     by_name = {"broadcast_dropout": False, "dropout_rng": jax.random.key(0), "dropout_rate": 0.5}
@@ -210,7 +210,7 @@ def test_function_takes_the_stock_arguments_by_position(api):
     ],
 )
 def test_module_equals_stock(api, options, mask_dtype):
-    """The same initial parameters, outputs, and gradients in parameters and inputs."""
+    """Initial parameters, outputs, and gradients of parameters and inputs are equal."""
     fused = api.layer(api.fused, **options)
     grouped = "num_kv_heads" in options
     stock = api.layer(api.stock, **{} if grouped else options)
@@ -256,12 +256,12 @@ def test_module_in_half_precision(api):
     ],
 )
 def test_module_causal_and_window(api, attributes, options, mask):
-    """As attributes and in a call. An option of the call overrides the attribute."""
+    """Use attributes and options of a call. An option overrides the attribute."""
     assert_close(api.layer(api.fused, **attributes)(INPUTS, **options), api.layer(api.stock)(INPUTS, mask=mask))
 
 
 def test_block_masks(api):
-    """A block mask equals the mask of its entries: in the function, in the module, and in the stock module with it."""
+    """A block mask equals a mask of its entries: in the function, in the module, and in the stock module with it."""
     blocks = jax_flash.BlockMask.from_mask(
         np.tri(LENGTH, k=2, dtype=bool) & (np.arange(LENGTH) > 1), q_block=16, kv_block=16
     )
@@ -279,33 +279,33 @@ def test_block_masks(api):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "local_window_size": 3, "normalize_qk": True}])
-def test_module_decodes_as_one_causal_pass(api, options):
+def test_decoding_equals_one_causal_pass(api, options):
     decoder = api.layer(api.fused, decode=True, **options)
-    whole = api.layer(api.fused, is_causal=True, **options)(INPUTS, params=decoder.params)
+    expected = api.layer(api.fused, is_causal=True, **options)(INPUTS, params=decoder.params)
     step = jax.jit(lambda cache, tokens: decoder.run(decoder.params, tokens, cache=cache))
     for pieces in ([1] * LENGTH, [5, 1, 1, 5]):
         cache, outputs = decoder.cache, []
         for tokens in np.split(INPUTS, np.cumsum(pieces)[:-1], axis=1):
             out, cache = step(cache, tokens)
             outputs.append(out)
-        assert_close(np.concatenate(outputs, axis=1), whole)
+        assert_close(np.concatenate(outputs, axis=1), expected)
         assert cache["cache_index"] == LENGTH
 
 
-def test_nnx_module_decodes_if_the_call_says_so():
-    """A causal module, whose attribute `decode` is None; `nnx.jit` updates the cache."""
+def test_nnx_decode_as_option_of_the_call():
+    """The attribute `decode` of the causal module is None. `nnx.jit` updates the cache."""
     module = Nnx.fused(HEADS, FEATURES, is_causal=True, rngs=nnx.Rngs(0))
-    whole = module(INPUTS, decode=False)
+    expected = module(INPUTS, decode=False)
     module.init_cache(INPUTS.shape)
     step = nnx.jit(lambda module, tokens: module(tokens, decode=True))
     outputs = [step(module, tokens) for tokens in np.split(INPUTS, [5, 6, 7], axis=1)]
-    assert_close(np.concatenate(outputs, axis=1), whole)
+    assert_close(np.concatenate(outputs, axis=1), expected)
     assert module.cache_index[...] == LENGTH
 
 
 @pytest.mark.parametrize("options", [{"api": Linen}, {"api": Nnx, "num_kv_heads": 2}], ids=["linen", "nnx"])
-def test_module_decodes_like_stock(options):
-    """Step by step the same outputs and the same cache, with a mask that hides a token."""
+def test_decoding_equals_stock(options):
+    """Each step has the same output and the same cache, with a mask that hides one token."""
     api, options = options["api"], {name: x for name, x in options.items() if name != "api"}
     layers = [api.layer(kind, decode=True, **options) for kind in (api.fused, api.stock)]
     jax.tree.map(np.testing.assert_array_equal, *((layer.params, layer.cache) for layer in layers))
@@ -321,7 +321,7 @@ def test_module_decodes_like_stock(options):
         assert_close(*caches)
 
 
-def test_module_decode_names_what_does_not_fit(api):
+def test_decoding_errors(api):
     decoder = api.layer(api.fused, decode=True)
     step = functools.partial(decoder.run, decoder.params, cache=decoder.cache)
     with pytest.raises(ValueError, match="cache"):
@@ -336,17 +336,17 @@ def test_module_decode_names_what_does_not_fit(api):
         step(INPUTS[:, :1], query_offset=3)
 
 
-def test_module_decodes_packed_sequences(api):
-    """Segment ids are those of the new tokens and of the whole cache. The cache gives the queries' positions."""
+def test_decoding_packed_sequences(api):
+    """Segment ids are those of the new tokens and of the full cache. The cache gives the query positions."""
     decoder = api.layer(api.fused, decode=True)
     ids = {"query_segment_ids": IDS, "key_value_segment_ids": IDS}
-    whole = api.layer(api.fused, is_causal=True)(INPUTS, params=decoder.params, **ids)
+    expected = api.layer(api.fused, is_causal=True)(INPUTS, params=decoder.params, **ids)
     cache, outputs = decoder.cache, []
     for start, stop in ((0, 7), (7, LENGTH)):
         ids = {"query_segment_ids": IDS[start:stop], "key_value_segment_ids": IDS}
         out, cache = decoder.run(decoder.params, INPUTS[:, start:stop], cache=cache, **ids)
         outputs.append(out)
-    assert_close(np.concatenate(outputs, axis=1), whole)
+    assert_close(np.concatenate(outputs, axis=1), expected)
 
 
 def test_module_dropout(api):
@@ -361,7 +361,7 @@ def test_module_dropout(api):
 
 
 def test_linen_dropout_rng():
-    """A key in the call overrides the streams. Without both, Flax raises an error."""
+    """A key in the call overrides the rng streams. Without either, Flax raises an error."""
     layer = Linen.layer(Linen.fused, dropout_rate=0.5)
     drop = functools.partial(layer, INPUTS, deterministic=False, dropout_rng=jax.random.key(7))
     np.testing.assert_array_equal(*(drop(stream=jax.random.key(i)) for i in (0, 1)))
@@ -396,7 +396,7 @@ def test_nnx_dropout_rngs():
         (Nnx, {"attention_fn": nnx.dot_product_attention}, {}),
     ],
 )
-def test_module_refuses_by_name(api, attributes, options):
+def test_module_refuses_unsupported_options(api, attributes, options):
     (name,) = attributes | options
     with pytest.raises(NotImplementedError, match=f"`{name}`"):
         layer = api.layer(api.fused, **attributes)
@@ -404,19 +404,19 @@ def test_module_refuses_by_name(api, attributes, options):
 
 
 @pytest.mark.parametrize("heads", [3, -1, 0])
-def test_module_names_heads_that_do_not_divide(api, heads):
+def test_module_num_kv_heads_errors(api, heads):
     with pytest.raises(ValueError, match="num_kv_heads"):
         api.layer(api.fused, num_kv_heads=heads)
     with pytest.raises(ValueError, match="num_kv_heads"):
         Nnx.fused(HEADS, FEATURES, FEATURES, FEATURES, heads, rngs=nnx.Rngs(0))  # by position
 
 
-def test_linen_names_heads_that_do_not_divide_features():
+def test_linen_num_heads_error():
     with pytest.raises(ValueError, match="num_heads must divide qkv_features"):
         Linen.layer(Linen.fused, num_heads=3)
 
 
-def test_nnx_names_what_does_not_fit():
+def test_nnx_input_errors():
     module = Nnx.fused(HEADS, FEATURES, decode=True, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="init_cache"):
         module(INPUTS)
@@ -424,7 +424,7 @@ def test_nnx_names_what_does_not_fit():
         module(INPUTS[..., :-1])
 
 
-def test_linen_computes_the_softmax_in_float32_anyway():
+def test_linen_always_computes_softmax_in_float32():
     option = {"force_fp32_for_softmax": True}
     inputs = (HEADS_OF,) * 3
     np.testing.assert_array_equal(Linen.function(*inputs, **option), Linen.function(*inputs))
@@ -456,7 +456,7 @@ def test_linen_under_vmap():
 
 
 def test_linen_under_scan_over_layers():
-    """Layers with their own parameters and dropout masks; with and without remat the same gradients."""
+    """Layers have their own parameters and dropout masks. Gradients are equal with and without remat."""
 
     def gradients(attention_class):
         class Block(nn.Module):
@@ -478,7 +478,7 @@ def test_linen_under_scan_over_layers():
 
 
 def test_nnx_under_vmap_and_scan_over_layers():
-    """Layers stacked by nnx.vmap under nnx.scan equal the layers one by one; with remat the same gradients."""
+    """nnx.scan over layers from nnx.vmap equals single calls. Gradients are equal with remat."""
 
     @nnx.vmap(in_axes=0)
     def make(key):
@@ -519,25 +519,25 @@ def test_nnx_trains_in_one_jitted_step():
     assert losses[-1] < losses[0]
 
 
-def test_a_variable_of_nnx_as_offset():
+def test_nnx_variable_as_offset():
     x = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 8))
     attend = functools.partial(jax_flash.dot_product_attention, *x, is_causal=True)
     offset = jnp.array([3, -1])
-    ours = nnx.jit(lambda offset: attend(query_offset=offset))(nnx.Variable(offset))
-    np.testing.assert_allclose(ours, attend(query_offset=offset), rtol=1e-6, atol=1e-6)
+    result = nnx.jit(lambda offset: attend(query_offset=offset))(nnx.Variable(offset))
+    np.testing.assert_allclose(result, attend(query_offset=offset), rtol=1e-6, atol=1e-6)
 
 
-# Options in addition to Flax's own
+# Options that Flax does not have
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_function_with_options_of_jax_flash(api, name):
-    """The problem, the values and the gradients equal those of the functional call."""
-    given, wanted = OPTIONS[name]
+    """The layer and the functional call have the same problem, values and gradients."""
+    given, expected = OPTIONS[name]
     inputs = tuple(normal(i, *LEADING, LENGTH, HEADS, 8) for i in range(3))
     got, want = (
         jax.jit(jax.value_and_grad(lambda *args, f=f: jnp.sin(3 * f(*args)).sum(), (0, 1, 2))).lower(*inputs)
-        for f in (functools.partial(api.function, **given), functional(wanted))
+        for f in (functools.partial(api.function, **given), functional(expected))
     )
     assert_close(got.compile()(*inputs), want.compile()(*inputs))
     assert problems(got) == problems(want)
@@ -546,8 +546,8 @@ def test_function_with_options_of_jax_flash(api, name):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_module_with_options_of_jax_flash(api, name):
     """Options in a call, and as attributes where these exist, equal the functional call in the stock module."""
-    given, wanted = OPTIONS[name]
-    stock = api.layer(api.stock, STACKED, attention_fn=functional(wanted))
+    given, functional_options = OPTIONS[name]
+    stock = api.layer(api.stock, STACKED, attention_fn=functional(functional_options))
 
     def gradients(layer, options):
         loss = lambda params, x: jnp.sin(3 * layer.run(params, x, **options)[0]).sum()  # noqa: E731
@@ -581,7 +581,7 @@ def test_wrong_attributes(api, attributes, error, message):
         module.run(module.params, STACKED)
 
 
-def test_module_takes_stock_attributes_not_as_options(api):
+def test_stock_attributes_are_not_options(api):
     module = api.layer(api.fused)
     with pytest.raises(TypeError, match="unexpected keyword argument 'dropout_rate'"):
         module.run(module.params, INPUTS, dropout_rate=0.5)

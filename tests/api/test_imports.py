@@ -10,7 +10,7 @@ ROOT = pathlib.Path(jax_flash.problem.__file__).parent
 
 
 def imports() -> dict[str, set[str]]:
-    """The modules that each module imports, at its top, inside of functions or for type checkers."""
+    """Return the modules that each module imports at the top, inside functions or for type checkers."""
     modules = {
         ".".join(("jax_flash", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")
     }

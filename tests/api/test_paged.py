@@ -1,4 +1,4 @@
-"""Keys and values in pages: what the contiguous ones give, whatever the pages are."""
+"""Paged keys and values give the same results as contiguous ones."""
 
 import functools
 
@@ -39,7 +39,7 @@ def test_implementations(cache, implementation):
 
 
 def cache(B=2, T=2, N=4, K=2, D=8, page=16, count=9, M=4, seed=0):
-    """query, key_pages, value_pages, page_table, lengths."""
+    """Return query, key_pages, value_pages, page_table and lengths."""
     rng = np.random.default_rng(seed)
     shapes = (B, T, N, D), (count, page, K, D), (count, page, K, D)
     q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
@@ -48,7 +48,7 @@ def cache(B=2, T=2, N=4, K=2, D=8, page=16, count=9, M=4, seed=0):
 
 
 def contiguous(q, k, v, table, lengths, **options):
-    """The same by copying the pages together."""
+    """Return attention over the gathered pages."""
     k, v = (x[table].reshape(len(table), -1, *x.shape[2:]) for x in (k, v))
     given = {"is_causal": True, "key_value_seq_lengths": lengths, "query_offset": lengths - q.shape[1]}
     return jax_flash.dot_product_attention(q, k, v, **given, **options)
@@ -56,7 +56,7 @@ def contiguous(q, k, v, table, lengths, **options):
 
 @pytest.mark.usefixtures("device")
 def test_mods():
-    """query and key are places in the sequence."""
+    """Arguments `query` and `key` are positions in the sequence."""
     table = jnp.linspace(-1, 1, 64)
     mods = {
         "score_mod": lambda score, batch, head, query, key: score + table[query - key] * (head + 1),
@@ -70,7 +70,7 @@ def test_mods():
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("mapped", [(0, None, None, 0, 0), (0, 0, 0, 0, 0), (None, 0, 0, None, None)], ids=str)
 def test_vmap(mapped):
-    """Compare sequences that share the pages with sequences in caches of their own."""
+    """Compare sequences that share pages with sequences in separate caches."""
     each = [cache(seed=seed) for seed in range(3)]
     given = [
         jnp.stack(x) if axis == 0 else jnp.asarray(x[0])
@@ -85,14 +85,14 @@ def test_vmap(mapped):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4), (8, 2)])
 def test_heads_over_devices(heads, kv_heads, kind):
-    """Pages are sharded by heads where these divide, and nothing is gathered."""
+    """Pages are sharded by heads if the mesh divides these, and nothing is gathered."""
     mesh = jax.make_mesh((4,), ("x",), (kind,), devices=jax.devices()[:4])
     q, k, v, table, lengths = cache(N=heads, K=kv_heads)
     expected = contiguous(q, k, v, table, lengths)
     with jax.set_mesh(mesh):
-        whole = kv_heads % 4 > 0
-        places = P(None, None, "x"), *[P() if whole else P(None, None, "x")] * 2
-        placed = [jax.device_put(x, NamedSharding(mesh, place)) for x, place in zip((q, k, v), places, strict=True)]
+        replicated = kv_heads % 4 > 0
+        specs = P(None, None, "x"), *[P() if replicated else P(None, None, "x")] * 2
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((q, k, v), specs, strict=True)]
         compiled = jax.jit(jax_flash.paged_attention).lower(*placed, table, lengths).compile()
         np.testing.assert_allclose(compiled(*placed, table, lengths), expected, atol=1e-5)
     assert not data_collectives(compiled)
@@ -107,39 +107,39 @@ def test_batch_over_devices():
     np.testing.assert_allclose(attend(*placed), expected, atol=1e-5)
 
 
-def test_a_cache_that_grows_in_a_scan():
-    """One token after another, without compiling again: what all tokens at once give."""
+def test_growing_cache_in_a_scan():
+    """One token after another, without recompilation, gives the same result as all tokens at once."""
     T, N, D, page = 40, 2, 8, 16
     q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(1, T, N, D)), jnp.float32) for i in range(3))
     table = jnp.array([[2, 0, 1]])
 
     def step(pools, t):
-        place = table[0, t // page], t % page
-        pools = [pool.at[place].set(x[0, t]) for pool, x in zip(pools, (k, v), strict=True)]
+        slot = table[0, t // page], t % page
+        pools = [pool.at[slot].set(x[0, t]) for pool, x in zip(pools, (k, v), strict=True)]
         return pools, jax_flash.paged_attention(q[:, t][:, None], *pools, table, t[None] + 1)[0, 0]
 
     _, found = jax.lax.scan(step, [jnp.zeros((3, page, N, D))] * 2, jnp.arange(T))
     np.testing.assert_allclose(found, jax_flash.dot_product_attention(q, k, v, is_causal=True)[0], atol=1e-5)
 
 
-def test_traced_numbers_of_no_page_are_those_of_one():
+def test_traced_page_numbers_are_clamped():
     q, k, v, table, lengths = cache()
     lengths = np.full_like(lengths, 64)
-    wild = np.where(table == table.max(), 2**31 - 1, np.where(table == 0, -5, table))
-    near = np.where(table == table.max(), len(k) - 1, table)
+    out_of_range = np.where(table == table.max(), 2**31 - 1, np.where(table == 0, -5, table))
+    clamped = np.where(table == table.max(), len(k) - 1, table)
     attend = jax.jit(jax_flash.paged_attention)
-    np.testing.assert_array_equal(attend(q, k, v, wild, lengths), attend(q, k, v, near, lengths))
+    np.testing.assert_array_equal(attend(q, k, v, out_of_range, lengths), attend(q, k, v, clamped, lengths))
 
 
 def test_captured_arrays_on_a_gpu(monkeypatch):
-    """Nothing there asks for a backward, which has what no kernels do said of it in advance."""
+    """No backward is planned, so the GPU's restrictions on gradients of captured arrays do not apply."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     table = jnp.linspace(-1, 1, 64)
     attend = functools.partial(jax_flash.paged_attention, score_mod=lambda s, b, h, q, k: s + table[k] * (h + 1))
     assert jax.eval_shape(attend, *cache()).shape == (2, 2, 4, 8)
 
 
-def test_gradients_are_refused_by_name():
+def test_gradients_are_refused():
     q, k, v, table, lengths = cache()
     with pytest.raises(NotImplementedError, match="paged_attention has no gradient in the fused kernels"):
         jax.grad(lambda q: jax_flash.paged_attention(q, k, v, table, lengths).sum())(q)
@@ -147,20 +147,20 @@ def test_gradients_are_refused_by_name():
         jax.jvp(lambda q: jax_flash.paged_attention(q, k, v, table, lengths), (q,), (q,))
 
 
-# --- Writing to them ---
+# --- writing ---
 
 
 def test_append():
-    """Sequences that have fewer tokens than come, or none, take the last of them."""
+    """A sequence with fewer tokens than the new ones takes only the last of them."""
     _, k, v, table, _ = cache(B=4, count=16, M=4, seed=1)
     table = np.random.default_rng(0).permutation(16).reshape(4, 4).astype(np.int32)
     lengths, T = np.array([40, 2, 0, 64]), 5
     new_k, new_v = (np.random.default_rng(i).normal(size=(4, T, 2, 8)).astype(np.float32) for i in range(2))
     expected = [np.array(k), np.array(v)]
     for b, length in enumerate(lengths):
-        for place in range(max(length - T, 0), length):
+        for position in range(max(length - T, 0), length):
             for pool, new in zip(expected, (new_k, new_v), strict=True):
-                pool[table[b, place // 16], place % 16] = new[b, place - (length - T)]
+                pool[table[b, position // 16], position % 16] = new[b, position - (length - T)]
     given = (k, v, new_k, new_v, table, lengths)
     for append in (jax_flash.append_to_pages, jax.jit(jax_flash.append_to_pages)):
         for found, pool in zip(append(*given), expected, strict=True):
@@ -170,8 +170,8 @@ def test_append():
     assert np.array_equal(half[0], expected[0].astype(jnp.bfloat16))
 
 
-def test_append_keeps_what_is_nobodys():
-    """Traced numbers that are no page's, and lengths that the table has no pages for, are written nowhere."""
+def test_append_ignores_invalid_slots():
+    """Nothing is written for traced page numbers out of range, or for lengths beyond the table."""
     _, k, v, table, _ = cache()
     new, append = jnp.ones((2, 3, 2, 8)), jax.jit(jax_flash.append_to_pages)
     nowhere = np.array([[-1] * 4, [9] * 4])
@@ -182,13 +182,13 @@ def test_append_keeps_what_is_nobodys():
 
 
 def test_append_in_place():
-    """Donated pages are written where they are, and may be mapped."""
+    """Donated pages are updated in place. vmap over pages is supported."""
     q, k, v, table, lengths = cache()
     table = np.arange(8).reshape(2, 4)
     append = jax.jit(jax_flash.append_to_pages, donate_argnames=("key_pages", "value_pages"))
-    at = k.unsafe_buffer_pointer()
+    address = k.unsafe_buffer_pointer()
     found, _ = append(k, v, q[:, :, :2], q[:, :, 2:], table, lengths)
-    assert found.unsafe_buffer_pointer() == at
+    assert found.unsafe_buffer_pointer() == address
     pools = jnp.stack([found, 2 * found])
     mapped = jax.vmap(jax_flash.append_to_pages, (0, 0, None, None, None, None))
     again, _ = mapped(pools, pools, q[:, :, :2], q[:, :, 2:], table, lengths)
@@ -198,7 +198,7 @@ def test_append_in_place():
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_append_on_several_devices(axis_type):
-    """Heads are divided, and sequences; the pages' heads stay where they are."""
+    """Heads and sequences are sharded. The heads of the pages stay on their devices."""
     mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(axis_type,) * 2)
     q, k, v, _, lengths = cache()
     table = np.arange(8).reshape(2, 4).astype(np.int32)
@@ -237,8 +237,8 @@ def test_errors_of_append(changes, error, message):
 FEATURES, OPTIONS = 32, {"is_causal": True, "local_window_size": (6, 0), "logits_soft_cap": 3.0, "use_sinks": True}
 
 
-def of_nnx(dtype, **options):
-    """(whole, paged): a module's output for [B, T, features], and that of what comes next with a table and lengths."""
+def make_nnx(dtype, **options):
+    """Return a module, a function that calls it with its paged cache, and the cache's holder."""
     layer = jax_flash.nnx.MultiHeadAttention(
         4, FEATURES, num_kv_heads=2, dtype=dtype, decode=False, rngs=nnx.Rngs(0), **options
     )
@@ -246,7 +246,7 @@ def of_nnx(dtype, **options):
     return layer, nnx.jit(lambda layer, x, table, lengths: layer(x, page_table=table, lengths=lengths)), layer
 
 
-def of_linen(dtype, **options):
+def make_linen(dtype, **options):
     layer = jax_flash.linen.MultiHeadAttention(4, num_kv_heads=2, dtype=dtype, **options)
     paged = layer.clone(decode=True, pages=9, page=16)
     state = paged.init(jax.random.key(0), jnp.zeros((1, 1, FEATURES)))
@@ -266,15 +266,15 @@ def of_linen(dtype, **options):
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("options", [{"is_causal": True}, OPTIONS], ids=["causal", "options"])
-@pytest.mark.parametrize("made", [of_nnx, of_linen])
-def test_modules(made, options, dtype):
-    """Prompts of 20 and 3 tokens together, then one token at a time, of which the second sequence has no more."""
-    whole, paged, layer = made(dtype, **options)
+@pytest.mark.parametrize("make", [make_nnx, make_linen])
+def test_modules(make, options, dtype):
+    """Prompts of 20 and 3 tokens in one call, then single tokens. The second sequence ends after its first one."""
+    unpaged, paged, layer = make(dtype, **options)
     x = jax.random.normal(jax.random.key(1), (2, 24, FEATURES), dtype)
     table, ends = np.array([[3, 7], [5, 0]]), np.array([20, 3])
     prompts = jnp.stack([x[0, :20], jnp.pad(x[1, :3], ((17, 0), (0, 0)))])
     found = [paged(layer, prompts, table, ends)]
-    expected = whole(x)
+    expected = unpaged(x)
     tolerance = 1e-5 if dtype == jnp.float32 else 0.03
     np.testing.assert_allclose(found[0][0], expected[0, :20], atol=tolerance)
     np.testing.assert_allclose(found[0][1, 17:], expected[1, :3], atol=tolerance)
@@ -297,7 +297,7 @@ def test_modules(made, options, dtype):
 def test_errors_of_modules(given, message):
     call = {"page_table": np.zeros((2, 2), int), "lengths": np.array([1, 1])} | given
     x = jnp.zeros((2, 1, FEATURES))
-    layer, _, _ = of_nnx(jnp.float32)
+    layer, _, _ = make_nnx(jnp.float32)
     with pytest.raises(ValueError, match=message):
         layer(x, **call)
     linen = jax_flash.linen.MultiHeadAttention(4, decode=True, pages=9)
@@ -306,15 +306,15 @@ def test_errors_of_modules(given, message):
         linen.apply(state, x, mutable="cache", **call)
 
 
-def test_modules_want_as_many_keys_as_queries():
-    """What the other queries see would never have been written."""
-    layer, _, _ = of_nnx(jnp.float32)
+def test_modules_need_equally_many_queries_and_keys():
+    """Other queries would see keys that were never written."""
+    layer, _, _ = make_nnx(jnp.float32)
     x, call = jnp.zeros((2, 3, FEATURES)), {"page_table": np.zeros((2, 2), int), "lengths": np.array([3, 3])}
     with pytest.raises(ValueError, match="as many queries as keys"):
         layer(x, x[:, -2:], **call)
 
 
-def test_modules_without_a_cache_in_pages():
+def test_modules_without_a_paged_cache():
     x, call = jnp.zeros((2, 1, FEATURES)), {"page_table": np.zeros((2, 2), int), "lengths": np.array([1, 1])}
     layer = jax_flash.nnx.MultiHeadAttention(4, FEATURES, decode=False, dropout_rate=0.1, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="call `init_pages` first"):
@@ -371,7 +371,7 @@ def test_errors(changes, error, message):
         jax_flash.paged_attention(**given | changes)
 
 
-def test_a_symbolic_number_of_pages_of_a_sequence_is_refused():
+def test_symbolic_number_of_pages_is_refused():
     (query, *pages), shape = cache()[:3], jax.export.symbolic_shape("2, m")
     attend = functools.partial(jax_flash.paged_attention, query, *pages, lengths=jnp.ones(2, jnp.int32))
     with pytest.raises(NotImplementedError, match=r"symbolic shapes: .* page_table \(2, m\)"):

@@ -1,4 +1,4 @@
-"""The paper's claims: what is compared computes attention, and what is measured becomes tables and figures."""
+"""The benchmarks of the paper's claims: compared methods compute attention; results become tables and figures."""
 
 import importlib
 import json
@@ -24,7 +24,7 @@ TABLES += [f"paper {name}" for name in ("figure2", "figure3", "checkpointing", "
 
 @pytest.fixture
 def imported(monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # of a GPU, processes that are started need some, too
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # subprocesses share the GPU's memory
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module
@@ -39,8 +39,8 @@ EXACT = [("chunked", {"q_chunk": 16, "k_chunk": 32}), ("local", {}), ("flash", {
 
 
 @pytest.mark.parametrize("name, sizes", EXACT)
-def test_exact_ways_are_standard_attention(imported, name, sizes):
-    """With their gradients."""
+def test_exact_methods_equal_standard_attention(imported, name, sizes):
+    """Compare results and gradients."""
     attentions = imported("benchmarks.paper.attentions")
     *qkv, lengths = arrays(64)
 
@@ -59,7 +59,7 @@ def test_standard_attention_has_a_causal_mask(imported):
     np.testing.assert_allclose(attentions.standard(q, k, v, lengths, causal=True), expected, atol=2e-5)
 
 
-def test_local_attention_sees_its_neighbours_alone(imported):
+def test_local_attention_sees_only_neighbours(imported):
     attentions = imported("benchmarks.paper.attentions")
     q, k, v, lengths = arrays(64)
     changed = attentions.local(q, k.at[:, :16].add(1), v.at[:, :16].add(1), lengths, size=16)
@@ -75,14 +75,14 @@ def test_linformer_with_all_keys_is_standard_attention(imported):
 
 
 @pytest.mark.parametrize("name", ["standard", "chunked", "local"])
-def test_dropout_keeps_the_expectation(imported, name):
+def test_dropout_preserves_the_mean(imported, name):
     attentions = imported("benchmarks.paper.attentions")
     q, k, _, lengths = arrays(256)
     o = getattr(attentions, name)(q, k, np.ones_like(k), lengths, jax.random.key(1, impl="rbg"))
     assert 0.99 < o.mean() < 1.01 and o.std() > 1e-3
 
 
-def test_kernels_are_read_from_the_profiler(imported):
+def test_profiler_output_is_parsed(imported):
     metrics = imported("benchmarks.paper.sections.gpt2_counters").METRICS.values()
     names = ",".join(f'"{name}"' for name in ("ID", "Kernel Name", *metrics))
     text = f'==PROF== Connected\n{names}\n"","","byte","byte","inst","ns"\n"0","a<b, c>","1,024","32","7","1500.5"\n'
@@ -125,7 +125,7 @@ def test_claims_of_figure3(imported):
 
 
 def step(attention, length, tokens_per_second, **others):
-    """A row of a training step; without a speed it was out of memory."""
+    """Return a row of a training step. A speed of None means out of memory."""
     row = {"attention": attention, "length": length, "dropout": 0.1, "attention_dropout": 0.1, "batch": 4} | others
     if tokens_per_second is None:
         return row | {"failure": "RESOURCE_EXHAUSTED: Out of memory"}
@@ -201,8 +201,8 @@ def test_tables_of_long_range_arena(imported):
     speeds = {"listops": (1e4, 2e4, 8e4), "text": (1e4, 8e4, None)}
     rows = [
         step(name, 1024, speed, task=task, kept_blocks=0.25)
-        for task, of_task in speeds.items()
-        for name, speed in zip(("standard", "flash", "block-sparse"), of_task, strict=True)
+        for task, task_speeds in speeds.items()
+        for name, speed in zip(("standard", "flash", "block-sparse"), task_speeds, strict=True)
     ]
     lines = cells.TABLES["paper lra speed"]({"rows": rows}).splitlines()
     assert "| jax_flash | 2.4 | 4.00 | 2.00 | 8.00 |" in lines
@@ -214,9 +214,9 @@ def test_tables_of_long_range_arena(imported):
     rows += [{"task": "text", "attention": "flash", "seed": 0} | tested]
     rows += [{"task": "text", "attention": "flash", "seed": 1, "failure": "out of memory"}]
     lines = cells.TABLES["paper lra accuracy"]({"rows": rows}).splitlines()
-    of_seed = "37.5 (35.0 to 40.0)"
-    assert f"| listops, jax_flash | 37.6 | 12.5 | {of_seed} | {of_seed} | 37.5 |" in lines
-    assert f"| text, jax_flash | – | 12.5 | {of_seed} | – | – |" in lines
+    per_seed = "37.5 (35.0 to 40.0)"
+    assert f"| listops, jax_flash | 37.6 | 12.5 | {per_seed} | {per_seed} | 37.5 |" in lines
+    assert f"| text, jax_flash | – | 12.5 | {per_seed} | – | – |" in lines
 
 
 def test_table_of_pathfinder(imported):
@@ -245,16 +245,16 @@ def make_results(imported, path, minutes=5.0, fresh=False, **common):
     return results
 
 
-def test_a_section_goes_on_from_its_file(imported, tmp_path):
+def test_section_resumes_from_its_file(imported, tmp_path):
     path, called = tmp_path / "paper_x.json", []
 
-    def rows_of(length):
+    def measure(length):
         called.append(length)
         return [{"method": method, "time": float("nan")} for method in "ab"]
 
-    make_results(imported, path, shape=(1, 2)).measure([{"length": 1}], rows_of)
+    make_results(imported, path, shape=(1, 2)).measure([{"length": 1}], measure)
     again = make_results(imported, path, shape=(1, 2))
-    again.measure([{"length": 1}, {"length": 2}], rows_of)
+    again.measure([{"length": 1}, {"length": 2}], measure)
     assert called == [1, 2]
     rows = [{"length": n, "method": method, "time": None} for n in (1, 2) for method in "ab"]
     assert json.loads(path.read_text()) == {"environment": again.environment, "shape": [1, 2], "rows": rows}
@@ -263,13 +263,13 @@ def test_a_section_goes_on_from_its_file(imported, tmp_path):
     assert make_results(imported, path, shape=(1, 2)).rows == rows
 
 
-def test_a_section_stops_when_its_minutes_are_over(imported, tmp_path):
+def test_section_stops_at_its_time_limit(imported, tmp_path):
     results = make_results(imported, tmp_path / "paper_x.json", minutes=0.0)
     with pytest.raises(imported("benchmarks.paper.results").OutOfTime, match="length = 1, pass = forward; length = 2"):
         results.measure([{"length": 1, "pass": "forward"}, {"length": 2, "pass": "forward"}], None)
 
 
-def test_a_failure_leaves_the_others_to_be_measured(imported):
+def test_failure_does_not_stop_other_measurements(imported):
     passes, attentions = imported("benchmarks.paper.passes"), imported("benchmarks.paper.attentions")
     given = passes.operands((2, 32, 2, 16), True, True)
     found = passes.measured(
@@ -280,7 +280,7 @@ def test_a_failure_leaves_the_others_to_be_measured(imported):
     assert found["flash"].program.repeats == passes.REPEATS
 
 
-def test_what_a_profiler_has_started_ends_with_its_time(imported, monkeypatch, tmp_path):
+def test_timeout_ends_all_processes_of_the_profiler(imported, monkeypatch, tmp_path):
     counters = imported("benchmarks.paper.sections.gpt2_counters")
     monkeypatch.setattr(counters, "TIMEOUT", 1)
     written = tmp_path / "written"
@@ -291,9 +291,9 @@ def test_what_a_profiler_has_started_ends_with_its_time(imported, monkeypatch, t
 
 
 @pytest.mark.slow
-def test_every_section_runs_small_and_becomes_its_table(imported, tmp_path):
+def test_every_section_in_quick_mode(imported, tmp_path):
     tables, main = imported("tables"), imported("benchmarks.paper.__main__")
-    made = [name for name in TABLES if name != "paper gpt2 counters"]  # which take a GPU
+    made = [name for name in TABLES if name != "paper gpt2 counters"]  # needs a GPU
     files = [file for name in made for file in tables.FILES[name]]
     sections = [name for name in main.SECTIONS if f"paper_{name}" in files]
     for module in (["benchmarks.paper", *sections, "--quick", "--output"], ["benchmarks.paper.figures", "--results"]):

@@ -1,4 +1,4 @@
-"""The paper's training sections: generators that tell the truth, models that differ in attention alone, a quick run."""
+"""The paper's training sections: correct labels, models that differ only in attention, and a quick run."""
 
 import concurrent.futures
 import dataclasses
@@ -31,7 +31,7 @@ def module(monkeypatch):
 
 @pytest.fixture
 def text(module):
-    """Where Python came without its sources and no package has enough of them, there is nothing to learn from."""
+    """Return the module `text`. Skip if the sources of the standard library and of packages are not available."""
     text = module("text")
     found = text.sources(200)
     if sum(len(file.content) for file in found) < 2**20 or len({file.package for file in found}) < 2:
@@ -41,7 +41,7 @@ def text(module):
 
 @pytest.fixture
 def planned(module, monkeypatch):
-    """The module of images, the style of a size, and drawings in it."""
+    """Return a function from a size to the module of images, the style of this size, and drawings in this style."""
     images = module("pathfinder_images")
     monkeypatch.setattr(images, "POOL", 400)
     monkeypatch.setattr(images, "POOLS", 2)
@@ -56,8 +56,8 @@ def planned(module, monkeypatch):
 
 
 @pytest.mark.parametrize("side", [*SIDES[:-1], pytest.param(SIDES[-1], marks=pytest.mark.slow)])
-def test_discs_are_connected_as_the_label_says(planned, side):
-    """On the skeleton, drawn large: what lies no farther apart than a gap belongs together."""
+def test_labels_of_discs(planned, side):
+    """On an enlarged skeleton, strokes that are no farther apart than a gap form one component."""
     images, style, drawings = planned(side)
     scale = 6
     dashes = np.where(drawings.dashes < images.FAR, drawings.dashes * [[scale], [1]], images.FAR)
@@ -72,12 +72,12 @@ def test_discs_are_connected_as_the_label_says(planned, side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_targets_of_pixels_say_how_many_discs_are_on_their_curve(planned, side):
-    """A curve with both discs, or two curves with one each."""
+def test_targets_of_pixels(planned, side):
+    """The target of a pixel is the number of discs on its curve: one curve has both discs, or two curves have one."""
     images, style, drawings = planned(side)
     _, targets = images.draw(side, style, drawings)
-    of_discs = np.where(drawings.labels == 1, 2, 1)
-    for target, discs, count in zip(targets, drawings.ends[:, :, 0].astype(int), of_discs, strict=True):
+    disc_counts = np.where(drawings.labels == 1, 2, 1)
+    for target, discs, count in zip(targets, drawings.ends[:, :, 0].astype(int), disc_counts, strict=True):
         assert all(target[y, x] == count + 1 for y, x in discs)
         assert set(np.unique(target)) == {0, 1, count + 1}
     on_curves = (drawings.discs[:, :, None] == drawings.curves).any(1)
@@ -102,9 +102,8 @@ def test_pathfinder_images_are_deterministic_and_balanced(module, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("side", "most"), [(32, 0.66), (64, 0.59), (128, 0.56)])
-def test_what_can_be_seen_of_the_discs_hardly_tells_the_label(module, side, most):
-    """Half of the images are asked about, from the 25 most alike of the others: right by chance, but where curves are
-    short."""
+def test_visible_parts_of_discs_hardly_predict_the_label(module, side, most):
+    """A vote of the 25 nearest of the other images is near chance, except for short curves."""
     section = module("sections.pathfinder_discs")
     x, y = section.seen_of_discs(side, 6000)
     x = (x - x.mean(0)) / x.std(0)
@@ -112,7 +111,7 @@ def test_what_can_be_seen_of_the_discs_hardly_tells_the_label(module, side, most
     assert np.mean((y[::2][near].mean(1) > 0.5) == y[1::2]) < most
 
 
-def test_what_discs_tell_becomes_a_table(module, monkeypatch, tmp_path):
+def test_disc_results_become_a_table(module, monkeypatch, tmp_path):
     pytest.importorskip("sklearn")
     monkeypatch.setattr(module("pathfinder_images"), "POOLS", 2)
     results = module("results").Results(tmp_path / "discs.json", {}, minutes=60, fresh=True)
@@ -131,13 +130,13 @@ def test_log_odds_are_learned(module):
     assert np.mean((odds(x[2000:]) > 0) == labels[2000:]) > 0.9
 
 
-def test_no_room_for_any_image(planned):
+def test_too_small_images(planned):
     with pytest.raises(ValueError, match="32 x 32 pixels have no room"):
         planned(32, dashes=40)
 
 
 def value(module, tokens: list[str]) -> int:
-    """Of a list, evaluated with a stack."""
+    """Evaluate a ListOps expression with a stack."""
     stack: list[list] = [[]]
     for token in tokens:
         if token.startswith("["):
@@ -150,7 +149,7 @@ def value(module, tokens: list[str]) -> int:
     return stack[0][0]
 
 
-def test_listops_examples_have_the_value_that_they_say(module):
+def test_labels_of_listops(module):
     listops = module("listops")
     tokens, lengths, values = listops.examples(20, 50, 300, 0)
     for row, length, expected in zip(tokens, lengths, values, strict=True):
@@ -161,7 +160,7 @@ def test_listops_examples_have_the_value_that_they_say(module):
     assert value(module, "[SM 9 [MIN 7 3 ] ]".split()) == 2
 
 
-def test_text_is_held_out_by_file_and_every_byte_is_predicted_once(text):
+def test_text_split_and_coverage(text):
     files = text.sources(100)
     assert len({file.content for file in files}) == len(files)
     training, held_out = text.tokens(files, False), text.tokens(files, True)
@@ -177,7 +176,7 @@ def small(models, **options):
     return models.Config(2, 32, 2, 64, (4, 8), 16, classes=3, **options)
 
 
-def test_variants_of_a_model_compute_the_same(module):
+def test_model_variants_are_equivalent(module):
     models = module("models")
     tokens = jax.random.randint(jax.random.key(0), (2, 32), 0, 16)
     lengths = jnp.array([32, 20])
@@ -187,7 +186,7 @@ def test_variants_of_a_model_compute_the_same(module):
         model = models.Transformer(config, nnx.Rngs(0))
         return model.classify(model(tokens, lengths), models.counted(config, tokens, lengths))
 
-    # With one block the butterfly is everything.
+    # With one block, the butterfly pattern is full.
     for causal in (False, True):
         standard = outputs(attention="standard", causal=causal)
         for attention in ("flash", "block-sparse"):
@@ -195,7 +194,7 @@ def test_variants_of_a_model_compute_the_same(module):
 
 
 def test_flops_and_parameters_of_gpt2(module):
-    """124 M and 355 M, but for the padding of the vocabulary."""
+    """124 M and 355 M parameters, without the padding of the vocabulary."""
     gpt2, models = module("gpt2_training"), module("models")
     for name, millions in (("small", 124), ("medium", 355)):
         config = gpt2.CONFIGS[name]
@@ -204,21 +203,21 @@ def test_flops_and_parameters_of_gpt2(module):
         assert round(count / 1e6) == millions
         attention = 12 * config.layers * config.width * 1024
         assert config.flops_per_token(count) == 6 * count + attention
-        none_projected = dataclasses.replace(config, projected=0.0)
-        assert none_projected.flops_per_token(count) == 6 * (count - gpt2.VOCABULARY * config.width) + attention
+        without_head = dataclasses.replace(config, projected=0.0)
+        assert without_head.flops_per_token(count) == 6 * (count - gpt2.VOCABULARY * config.width) + attention
 
 
-def test_easier_images_are_between_those_of_half_the_size_and_those_of_this_size(module):
+def test_easier_images_interpolate_between_sizes(module):
     images, pathfinder = module("pathfinder_images"), module("sections.pathfinder")
-    half, whole = images.STYLES[64], images.STYLES[128]
-    assert whole.mixed(half, 0.0) == whole
-    assert whole.mixed(half, 1.0) == half
+    half, full = images.STYLES[64], images.STYLES[128]
+    assert full.mixed(half, 0.0) == full
+    assert full.mixed(half, 1.0) == half
     for easier in pathfinder.easier(128):
-        assert all(min(ends) <= x <= max(ends) for x, *ends in zip(easier, half, whole, strict=True))
+        assert all(min(ends) <= x <= max(ends) for x, *ends in zip(easier, half, full, strict=True))
     assert all(pathfinder.EASIEST <= easier.dashes < images.STYLES[32].dashes for easier in pathfinder.easier(32))
 
 
-def test_images_come_in_the_order_of_their_seeds_however_many_processes_make_them(module, monkeypatch):
+def test_order_of_images_does_not_depend_on_the_number_of_processes(module, monkeypatch):
     pathfinder = module("sections.pathfinder")
     monkeypatch.setattr(pathfinder, "IMAGES", 6)
     monkeypatch.setattr(
@@ -233,24 +232,24 @@ def test_images_come_in_the_order_of_their_seeds_however_many_processes_make_the
         assert batches[0]["seed"] == [4, 5] and all(len(batch["labels"]) == 2 for batch in batches)
 
 
-def test_half_of_the_images_are_easier_where_there_are_easier_kinds(module, monkeypatch):
+def test_half_of_the_images_are_easier(module, monkeypatch):
     images, pathfinder = module("pathfinder_images"), module("sections.pathfinder")
     monkeypatch.setattr(pathfinder, "IMAGES", 60)
     monkeypatch.setattr(images, "POOLS", 2)
     kinds = [(style, images.odds_of(32, style)) for style in (images.STYLES[32], *pathfinder.easier(32))]
     batch = pathfinder.make_images(32, [1, 2], kinds)
     assert batch["tokens"].shape == batch["targets"].shape == (60, 1024) and batch["tokens"].max() < pathfinder.LEVELS
-    usual = pathfinder.make_images(32, [1, 2], kinds[:1])
-    assert 0.4 < (batch["tokens"] > 0).sum() / (usual["tokens"] > 0).sum() < 0.97
+    standard = pathfinder.make_images(32, [1, 2], kinds[:1])
+    assert 0.4 < (batch["tokens"] > 0).sum() / (standard["tokens"] > 0).sum() < 0.97
     assert set(batch["labels"]) == {0, 1}
 
 
-def test_rotary_positions_turn_a_score_by_the_distance_alone(module):
-    """And by the distance along both axes."""
+def test_rotary_scores_depend_on_the_distance(module):
+    """The score depends on the distances along both axes."""
     models, grid = module("models"), (6, 8)
-    places = tuple(axis.ravel() for axis in np.indices(grid))
+    positions = tuple(axis.ravel() for axis in np.indices(grid))
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 32))
-    q, k = (models.rotated(jnp.broadcast_to(x, (1, 48, 1, 32)), places)[0, :, 0].reshape(*grid, 32) for x in (q, k))
+    q, k = (models.rotated(jnp.broadcast_to(x, (1, 48, 1, 32)), positions)[0, :, 0].reshape(*grid, 32) for x in (q, k))
     scores = jnp.einsum("abd,xyd->abxy", q, k)
     np.testing.assert_allclose(scores[0, 0, 2, 3], scores[3, 4, 5, 7], rtol=1e-4)
     np.testing.assert_allclose(scores[2, 3, 0, 1], scores[4, 5, 2, 3], rtol=1e-4)
@@ -259,7 +258,7 @@ def test_rotary_positions_turn_a_score_by_the_distance_alone(module):
     np.testing.assert_allclose(jnp.linalg.norm(q, axis=-1), jnp.linalg.norm(q[0, 0]), rtol=1e-5)
 
 
-def test_the_weights_of_a_checkpoint_serve_every_size_and_attention(module, tmp_path):
+def test_checkpoint_fits_every_size_and_attention(module, tmp_path):
     training, pathfinder = module("training"), module("sections.pathfinder")
     small, large = (
         dataclasses.replace(pathfinder.make_config(32, True, attention), grid=(side, side))
@@ -277,7 +276,7 @@ def test_the_weights_of_a_checkpoint_serve_every_size_and_attention(module, tmp_
         pathfinder.loaded(tmp_path / "weights.npz", wider.weights)
 
 
-def test_the_order_of_the_pixels_changes_neither_features_nor_what_they_say(module):
+def test_pixel_order_does_not_change_features(module):
     models, pathfinder = module("models"), module("sections.pathfinder")
     tiled = dataclasses.replace(pathfinder.make_config(32, True, "flash"), grid=(16, 32))
     by_rows = dataclasses.replace(tiled, tile=(1, 1))
@@ -289,7 +288,7 @@ def test_the_order_of_the_pixels_changes_neither_features_nor_what_they_say(modu
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (features, expected)), atol=0.06)
 
 
-def test_block_sparse_attention_sees_all_pixels_within_its_reach(module):
+def test_block_sparse_attention_sees_all_pixels_in_reach(module):
     models, pathfinder = module("models"), module("sections.pathfinder")
     config = dataclasses.replace(pathfinder.make_config(64, True, "block-sparse"), reach=16)
     y, x = (models.in_tiles(axis, config.tile) for axis in np.indices(config.grid))
@@ -298,7 +297,7 @@ def test_block_sparse_attention_sees_all_pixels_within_its_reach(module):
     assert mask.kept < 0.7 and mask.to_mask()[0, 0][near].all()
 
 
-def test_devices_that_share_a_batch_learn_what_one_does(module):
+def test_data_parallel_training_equals_one_device(module):
     training, pathfinder = module("training"), module("sections.pathfinder")
     config = pathfinder.make_config(32, True, "block-sparse")
     random = np.random.default_rng(0)
@@ -318,18 +317,18 @@ def test_devices_that_share_a_batch_learn_what_one_does(module):
     assert found[0][3]["examples"] == found[1][3]["examples"] == 12
 
 
-def test_the_loss_of_targets_is_of_the_tokens_that_have_one(module):
+def test_target_loss_counts_only_tokens_with_targets(module):
     models, training = module("models"), module("training")
     config = small(models, background=0)
     model = models.Transformer(config, nnx.Rngs(0))
     tokens = jnp.arange(64).reshape(2, 32) % 16
     batch = {"tokens": tokens, "targets": jnp.zeros((2, 32), int).at[1, 3].set(2), "labels": jnp.array([0, 2])}
     one = training.label_and_targets(model, batch, None) - training.label(model, batch, None)
-    of_token = jax.nn.log_softmax(model.logits(model(tokens)))[1, 3, 2]
-    np.testing.assert_allclose(one, -of_token, rtol=1e-4)
+    log_probability = jax.nn.log_softmax(model.logits(model(tokens)))[1, 3, 2]
+    np.testing.assert_allclose(one, -log_probability, rtol=1e-4)
 
 
-def test_neither_padding_nor_background_tells_the_class(module):
+def test_classifier_ignores_padding_and_background(module):
     models = module("models")
     config = small(models)
     model = models.Transformer(config, nnx.Rngs(0))
@@ -341,13 +340,13 @@ def test_neither_padding_nor_background_tells_the_class(module):
     np.testing.assert_array_equal(background, tokens > 0)
     np.testing.assert_array_equal(padding, [[True] * 4, [True] * 3 + [False]])
     for counted in (padding, background):
-        unseen = jnp.where(counted[..., None], features, jnp.nan)
-        expected = [model.classify(row[seen][None])[0] for row, seen in zip(features, counted, strict=True)]
-        np.testing.assert_allclose(model.classify(unseen, counted), expected, rtol=1e-5)
+        masked = jnp.where(counted[..., None], features, jnp.nan)
+        expected = [model.classify(row[used][None])[0] for row, used in zip(features, counted, strict=True)]
+        np.testing.assert_allclose(model.classify(masked, counted), expected, rtol=1e-5)
 
 
-def test_steps_of_a_program_are_those_of_several(module):
-    """With dropout: its mask follows from the number of a step."""
+def test_several_steps_per_program(module):
+    """The dropout mask depends on the number of a step only."""
     models, training = module("models"), module("training")
     random = np.random.default_rng(0)
     batches = [
@@ -362,7 +361,7 @@ def test_steps_of_a_program_are_those_of_several(module):
     np.testing.assert_allclose(*losses, rtol=1e-3)
 
 
-def test_what_fails_is_named_and_what_does_not_fit_is_halved(module, monkeypatch):
+def test_failures_are_recorded_and_large_batches_are_halved(module, monkeypatch):
     models, training = module("models"), module("training")
     ready = training.ready
 
@@ -393,7 +392,7 @@ def test_quick_run(module, text, tmp_path):
     main = module("__main__")
 
     def run(name, *flags, checkpoint="checkpoint"):
-        # Minutes count from the first import, which an earlier test may have made long ago.
+        # The time limit counts from the first import, which an earlier test may have made long ago.
         options = ["--quick", "--minutes", 60, "--output", tmp_path, "--checkpoint", tmp_path / checkpoint]
         with pytest.raises(SystemExit) as done:
             main.main([name, *flags, *map(str, options)])
@@ -421,7 +420,7 @@ def test_quick_run(module, text, tmp_path):
     ]
     assert all("--labels-alone" in row["command"] for row in stages[:1]) and "--side 64" in stages[2]["command"]
 
-    pytest.importorskip("rich")  # which tables.py takes by way of another benchmark
+    pytest.importorskip("rich")  # imported by another benchmark that tables.py imports
     tables = importlib.import_module("tables")
     for name in SECTIONS:
         assert tables.TABLES[f"paper {name.replace('_', ' ')}"](results[name]).startswith("| ")

@@ -1,4 +1,4 @@
-"""`Problem.of`: the problem of a call, from its arguments or from their shapes and dtypes."""
+"""`Problem.of`: the problem of a call, from arguments or from their shapes and dtypes."""
 
 import dataclasses
 import inspect
@@ -28,9 +28,9 @@ def described(x):
     ("options", "causal", "left", "right"),
     [
         ({"local_window_size": (10, 0)}, True, 10, -1),
-        ({"local_window_size": (63, 0)}, True, -1, -1),  # 64 queries: the last one sees the first key
+        ({"local_window_size": (63, 0)}, True, -1, -1),  # 64 queries: the last query sees the first key
         ({"local_window_size": (62, 5)}, False, 62, 5),
-        ({"local_window_size": 95}, False, -1, -1),  # 96 keys: the first query sees the last one
+        ({"local_window_size": 95}, False, -1, -1),  # 96 keys: the first query sees the last key
         ({"local_window_size": (5, 94)}, False, 5, 94),
         ({"local_window_size": (5, 3), "is_causal": True}, True, 5, -1),
         ({"local_window_size": 10**6, "query_offset": np.int32([3, 90])}, False, 10**6, 10**6),
@@ -38,31 +38,31 @@ def described(x):
     ],
     ids=str,
 )
-def test_bounds_that_hide_nothing(options, causal, left, right):
+def test_ineffective_bounds_are_dropped(options, causal, left, right):
     q, k = (jax.ShapeDtypeStruct((2, length, 1, 8), "float32") for length in (64, 96))
     mask = Problem.of(q, k, k, **options).mask
     assert (mask.is_causal, *mask.local_window_size) == (causal, left, right)
 
 
 @pytest.mark.parametrize("case", [*(x for x in cases.FEATURES if not x.traced), cases.Case(block_mask=BLOCKS)], ids=str)
-def test_of_arrays_and_of_shapes(case):
+def test_arrays_and_shapes_give_the_same_problem(case):
     arrays = case.arrays()
-    wanted, _ = cases.problem(case, arrays)
-    wanted = dataclasses.replace(wanted, dlogsumexp=False, dq=False, dk=False, dv=False, dbias=False, dsinks=False)
-    wanted = dataclasses.replace(wanted, mask=wanted.mask.simplified(wanted.lengths))
-    assert Problem.of(**arrays, **case.options) == wanted
+    expected, _ = cases.problem(case, arrays)
+    expected = dataclasses.replace(expected, dlogsumexp=False, dq=False, dk=False, dv=False, dbias=False, dsinks=False)
+    expected = dataclasses.replace(expected, mask=expected.mask.simplified(expected.lengths))
+    assert Problem.of(**arrays, **case.options) == expected
     shapes = {name: described(x) for name, x in arrays.items() if name != "dropout_key"}
-    assert Problem.of(**shapes, **case.options) == wanted
+    assert Problem.of(**shapes, **case.options) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_dtypes(dtype):
-    """float64 too, whether JAX has it enabled or not: nothing is computed."""
+    """Includes float64, even if JAX has it disabled, because nothing is computed."""
     query = jax.ShapeDtypeStruct(Q.shape, dtype)
     assert Problem.of(query, query, query, bias=jax.ShapeDtypeStruct((64, 64), "float32")).dtype == dtype
 
 
-def test_is_that_of_the_call():
+def test_equals_problem_of_the_call():
     options = {"is_causal": True, "dropout_rate": 0.1, "precision": "highest", "logits_soft_cap": 3.0}
     call = jax.jit(lambda q, key: jax_flash.dot_product_attention(q, q, q, dropout_key=key, **options))
     key = jax.eval_shape(jax.random.key, 0)
@@ -93,7 +93,7 @@ def test_of_pages():
         Problem.of_paged(*given, dropout_rate=0.1)
 
 
-def test_everything_dropped_is_no_dropout():
+def test_dropout_rate_1_is_no_dropout():
     assert Problem.of(Q, Q, Q, dropout_rate=1) == Problem.of(Q, Q, Q)
 
 
@@ -105,7 +105,7 @@ def test_everything_dropped_is_no_dropout():
         (Problem.of_paged, jax_flash.paged_attention),
     ],
 )
-def test_the_options_are_those_of_the_call(method, function):
+def test_options_match_the_call(method, function):
     """The error for an unknown name lists the options."""
     parameters = inspect.signature(function).parameters.values()
     options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "return_residual"]
@@ -134,7 +134,7 @@ def test_each_option_reaches_the_call(monkeypatch, module, function, inputs):
         ((Problem.of(Q, Q, Q), "gpu"), ValueError, 'platform must be "cuda" or "rocm" for a GPU, not "gpu"'),
     ],
 )
-def test_what_there_is_no_choice_for(call, error, message):
+def test_invalid_arguments_of_choose_implementation(call, error, message):
     with pytest.raises(error, match=message):
         jax_flash.choose_implementation(*call)
 
@@ -159,8 +159,8 @@ def test_wrong_arguments(arguments, error, message):
         Problem.of(**{"query": Q, "key": Q, "value": Q} | arguments)
 
 
-def moved(function, *arrays):
-    """The bytes of the operands and results of each pass that a function runs, by the name of its custom call."""
+def moved_bytes(function, *arrays):
+    """Return the bytes of the operands and results of each custom call in a function, by name."""
     found = {}
 
     def walk(x):
@@ -186,33 +186,35 @@ def moved(function, *arrays):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_bytes_are_those_of_the_calls(case, dtype):
+def test_bytes_match_the_calls(case, dtype):
     arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
 
     def attention(arrays):
         o, statistics = jax_flash.attention_with_statistics(**arrays, **case.options)
         return o, statistics.logsumexp
 
-    found = moved(lambda *given: cases.with_gradients(attention, *given, logsumexp=case.logsumexp), arrays, cotangents)
+    found = moved_bytes(
+        lambda *given: cases.with_gradients(attention, *given, logsumexp=case.logsumexp), arrays, cotangents
+    )
     problem = Problem.of(**arrays, **case.options)
     assert problem.bytes() == found["jax_flash_forward"]
-    asked = problem.differentiated(problem.differentiable, dlogsumexp=case.logsumexp)
-    assert asked.bytes(backward=True) == found["jax_flash_backward"]
+    differentiated = problem.differentiated(problem.differentiable, dlogsumexp=case.logsumexp)
+    assert differentiated.bytes(backward=True) == found["jax_flash_backward"]
 
 
 def test_bytes_of_packs_pages_and_captured_arrays():
     x, lengths = jax.ShapeDtypeStruct((100, 4, 16), "float16"), jax.ShapeDtypeStruct((4,), "int32")
-    found = moved(lambda *given: jax_flash.varlen_attention(*given), x, x, x, lengths)
+    found = moved_bytes(lambda *given: jax_flash.varlen_attention(*given), x, x, x, lengths)
     assert Problem.of_varlen(x, x, x, lengths).bytes() == found["jax_flash_forward"]
 
     pages, table = jax.ShapeDtypeStruct((9, 16, 2, 16), "float32"), jax.ShapeDtypeStruct((2, 3), "int32")
     given = Q, pages, pages, table, jax.ShapeDtypeStruct((2,), "int32")
-    found = moved(lambda *given: jax_flash.paged_attention(*given), *given)
+    found = moved_bytes(lambda *given: jax_flash.paged_attention(*given), *given)
     assert Problem.of_paged(*given).bytes() == found["jax_flash_forward"]
 
     slopes = jax.numpy.ones((4, 7))
     options = {"score_mod": lambda s, b, h, i, j: s * slopes[h, i % 7]}
-    found = moved(lambda q: jax_flash.dot_product_attention(q, q, q, **options), Q)
+    found = moved_bytes(lambda q: jax_flash.dot_product_attention(q, q, q, **options), Q)
     assert Problem.of(Q, Q, Q, **options).bytes() == found["jax_flash_forward"]
 
 
@@ -222,7 +224,7 @@ def test_bytes_of_packs_pages_and_captured_arrays():
     ids=str,
 )
 @pytest.mark.parametrize("sizes", [(37, 45), (45, 37)])
-def test_flops_of_what_is_visible(options, sizes):
+def test_flops_count_visible_entries(options, sizes):
     T, S = sizes
     case = cases.Case(T=T, S=S, E=24, causal="is_causal" in options, window=options.get("local_window_size"))
     visible = standard.allowed(case, {})[0, 0].sum()
@@ -231,13 +233,13 @@ def test_flops_of_what_is_visible(options, sizes):
     assert problem.flops(backward=True) == 2 * visible * (3 * 16 + 2 * 24) * case.B * case.N
 
 
-def test_costs_that_are_not_known():
+def test_flops_of_dynamic_masks():
     offset = jax.ShapeDtypeStruct((2,), "int32")
     bound = Problem.of(Q, Q, Q, is_causal=True, query_offset=offset)
-    every, causal = Problem.of(Q, Q, Q), Problem.of(Q, Q, Q, is_causal=True)
-    assert bound.flops() == every.flops() > causal.flops()
+    dense, causal = Problem.of(Q, Q, Q), Problem.of(Q, Q, Q, is_causal=True)
+    assert bound.flops() == dense.flops() > causal.flops()
     window = {"is_causal": True, "local_window_size": (jax.ShapeDtypeStruct((), "int32"), 0)}
-    assert Problem.of(Q, Q, Q, **window).flops() == every.flops()  # the window becomes ranges
+    assert Problem.of(Q, Q, Q, **window).flops() == dense.flops()  # the window becomes ranges
     mask = jax.ShapeDtypeStruct((Q.shape[1], Q.shape[1]), "bool")
     assert Problem.of(Q, Q, Q, None, mask, **window).flops() == causal.flops()  # the window becomes a mask_mod
     with pytest.raises(TypeError, match="backward must be True or False, not 1"):
@@ -248,6 +250,6 @@ def test_costs_that_are_not_known():
             getattr(Problem.of(symbolic, symbolic, symbolic), cost)()
 
 
-def test_repr_is_of_fields_that_differ_from_defaults():
+def test_repr_omits_defaults():
     sizes = "batch=2, q_len=64, kv_len=64, q_heads=4, kv_heads=4, qk_dim=16, v_dim=16"
     assert repr(Problem.of(Q, Q, Q, is_causal=True)) == f"Problem({sizes}, dtype='float32', mask=Mask(is_causal=True))"

@@ -1,4 +1,4 @@
-"""The Python in the docs runs: each block of the README alone, the blocks of another page one after the other."""
+"""The Python code in the docs runs: each block of the README alone, the blocks of other pages in order."""
 
 import pathlib
 import re
@@ -34,7 +34,7 @@ def test_readme_examples_run(block):
 
 
 def test_readme_is_short():
-    """1,500 words, as `wc -w` counts."""
+    """At most 1,500 words, as counted by `wc -w`."""
     assert len(README.read_text().split()) <= 1500
 
 

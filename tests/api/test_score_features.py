@@ -1,5 +1,7 @@
-"""A score_mod that is a soft cap or a bias and nothing else is what the kernels have as a feature; a mask_mod that is a
-causal mask or a window, too."""
+"""Functions that are equivalent to built-in features use these.
+
+A score_mod may be a soft cap or a bias. A mask_mod may be a causal mask or a window.
+"""
 
 import functools
 
@@ -31,7 +33,7 @@ def described(score_mod=None, T=T, **options):
 CAPS = {
     "a number": lambda s, *_: 3 * jnp.tanh(s / 3),
     "its reciprocal": lambda s, *_: jnp.tanh(s * (1 / 3)) * 3.0,
-    "of a function that is jitted": jax.jit(lambda s, *_: jnp.float32(3) * jnp.tanh(s / jnp.float32(3))),
+    "jitted function": jax.jit(lambda s, *_: jnp.float32(3) * jnp.tanh(s / jnp.float32(3))),
     "one": lambda s, *_: jnp.tanh(s),
 }
 
@@ -43,10 +45,10 @@ def test_soft_cap(name):
     check(CASE(causal=True), lambda: (Mod("score_mod", lambda: CAPS[name], ()),), "flash")
 
 
-# Shape, dtype, the function of the array too, and what of the bias there is.
+# Shape, dtype, a function of the array and an entry, and the extent of the bias.
 BIASES = {
     "each": ((B, N, T, S), "float32", lambda x, s, b, h, q, k: s + x[b, h, q, k], "bnts"),
-    "of a list of one": ((1, N, T, S), "float32", lambda x, s, b, h, q, k: s + x[0, h, q, k], "1nts"),
+    "batch dim of 1": ((1, N, T, S), "float32", lambda x, s, b, h, q, k: s + x[0, h, q, k], "1nts"),
     "two dims": ((T, S), "float32", lambda x, s, b, h, q, k: x[q, k] + s, "11ts"),
     "bfloat16, transposed": ((S, N, T), "bfloat16", lambda x, s, b, h, q, k: s + x[k, h, q], "1nts"),
     "larger": ((T + 5, B + 1, S + 1), "float32", lambda x, s, b, h, q, k: s + x[q, b, k], "b1ts"),
@@ -70,7 +72,7 @@ def test_bias(name):
 
 
 PAIRS = jnp.asarray(array(T, S))
-LEFT_ALONE = {
+NOT_FEATURES = {
     "the score twice": lambda s, b, h, q, k: s + 3 * jnp.tanh(s / 3),
     "two numbers": lambda s, *_: 3 * jnp.tanh(s / 3.001),
     "a negative cap": lambda s, *_: -3 * jnp.tanh(s / -3),
@@ -80,18 +82,18 @@ LEFT_ALONE = {
     "shifted": lambda s, b, h, q, k: s + PAIRS[q, k - 1],
     "the same index twice": lambda s, b, h, q, k: s + PAIRS[q, q],
     "too small": lambda s, b, h, q, k: s + PAIRS[:, :-1][q, k],
-    "for keys alone": lambda s, b, h, q, k: s + PAIRS[3, k],
+    "keys only": lambda s, b, h, q, k: s + PAIRS[3, k],
     "integers": lambda s, b, h, q, k: s + (PAIRS > 0).astype(int)[q, k],
 }
 
 
-@pytest.mark.parametrize("name", LEFT_ALONE)
+@pytest.mark.parametrize("name", NOT_FEATURES)
 def test_other_functions_stay_programs(name):
-    problem = described(LEFT_ALONE[name])
+    problem = described(NOT_FEATURES[name])
     assert problem.score.score_mod is not None and not problem.score.logits_soft_cap and problem.score.bias is None
 
 
-def test_where_the_feature_has_no_place():
+def test_feature_used_twice():
     cap, bias = CAPS["a number"], lambda s, b, h, q, k: s + PAIRS[q, k]
     given = jax.ShapeDtypeStruct((1, 1, T, S), "float32")
     assert described(cap, bias=given).score.score_mod is not None
@@ -101,8 +103,8 @@ def test_where_the_feature_has_no_place():
     assert described(bias, logits_soft_cap=2.0).score.score_mod is None
 
 
-def test_derivatives_of_its_own():
-    """A function with a rule is not what it computes."""
+def test_custom_derivatives():
+    """A function with a custom derivative is not replaced by a feature."""
     tanh = jax.custom_jvp(jnp.tanh)
     tanh.defjvp(lambda primals, tangents: (jnp.tanh(*primals), 5 * tangents[0]))
     assert described(lambda s, *_: 3 * tanh(s / 3)).score.score_mod is not None
@@ -118,7 +120,7 @@ def test_one_query():
 
 
 def test_transformations():
-    """The array that is captured may be mapped over, and differentiated twice."""
+    """The captured array may be mapped over, and differentiated twice."""
     q, k, v = (jnp.asarray(array(3, B, n, 2, 8)) for n in (5, 6, 6))
     x = jnp.asarray(array(3, 2, 5, 6))
 
@@ -139,13 +141,13 @@ def test_transformations():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, expected)
 
 
-# The function, and how far to the left and to the right a query sees: -1 for everything.
+# The function, and the number of visible keys to the left and to the right of a query; -1 means all.
 WINDOWS = {
     "causal": (lambda b, h, q, k: k <= q, -1, 0),
     "causal, from the query": (lambda b, h, q, k: q >= k, -1, 0),
     "causal, by the distance": (lambda b, h, q, k: q - k >= 0, -1, 0),
     "causal, negated": (lambda b, h, q, k: ~(k > q), -1, 0),
-    "not what lies behind": (lambda b, h, q, k: jnp.logical_not(q > k), 0, -1),
+    "anti-causal": (lambda b, h, q, k: jnp.logical_not(q > k), 0, -1),
     "less than": (lambda b, h, q, k: k < q + 1, -1, 0),
     "and the next ones": (lambda b, h, q, k: k - q < 4, -1, 3),
     "sliding": (lambda b, h, q, k: (k <= q) & (q - k < 7), 6, 0),
@@ -153,9 +155,9 @@ WINDOWS = {
     "both sides": (lambda b, h, q, k: jnp.abs(q - k) <= 5, 5, 5),
     "both sides, less than": (lambda b, h, q, k: abs(k - q) < 5, 4, 4),
     "negated distances": (lambda b, h, q, k: (-k >= -q - 2) & (k + 3 >= q), 3, 2),
-    "the narrower one": (lambda b, h, q, k: (q - k <= 9) & ((k <= q + 4) & (q - k <= 3)), 3, 4),
-    "of a function that is jitted": (jax.jit(lambda b, h, q, k: (k <= q) & (q - k <= np.int32(2))), 2, 0),
-    "itself": (lambda b, h, q, k: (q - k <= 0) & (k <= q), 0, 0),
+    "narrower of two": (lambda b, h, q, k: (q - k <= 9) & ((k <= q + 4) & (q - k <= 3)), 3, 4),
+    "jitted function": (jax.jit(lambda b, h, q, k: (k <= q) & (q - k <= np.int32(2))), 2, 0),
+    "diagonal": (lambda b, h, q, k: (q - k <= 0) & (k <= q), 0, 0),
 }
 
 
@@ -174,15 +176,15 @@ def test_window(name):
     check(CASE(T=S, S=T, offset=True, segments=True, dropout=0.3), lambda: made, "flash")
 
 
-def test_a_window_beside_others():
-    """The narrower one on each side."""
+def test_window_with_other_windows():
+    """The narrower bound applies on each side."""
     both, ahead = (lambda b, h, q, k: abs(q - k) <= 5), (lambda b, h, q, k: k <= q + 2)
     assert extent(described(mask_mod=both, is_causal=True)) == (5, 0)
     assert extent(described(mask_mod=both, local_window_size=(3, 9))) == (3, 5)
     assert extent(described(mask_mod=ahead, local_window_size=(3, 9))) == (3, 2)
     assert extent(described(mask_mod=ahead, is_causal=True)) == (-1, 0)
     assert extent(described(mask_mod=WINDOWS["causal"][0], local_window_size=(3, 9))) == (3, 0)
-    wider = described(mask_mod=both, local_window_size=(3, 9), score_mod=LEFT_ALONE["for keys alone"], query_offset=2)
+    wider = described(mask_mod=both, local_window_size=(3, 9), score_mod=NOT_FEATURES["keys only"], query_offset=2)
     assert extent(wider) == (3, 5) and wider.mask.mask_mod is None and wider.score.score_mod is not None
     case = CASE(causal=True)
     check(case, lambda: (Mod("mask_mod", lambda: both, ()),), "flash")
@@ -191,18 +193,18 @@ def test_a_window_beside_others():
 WIDTH = jnp.int32(5)
 OTHER_MASKS = {
     "strictly before": lambda b, h, q, k: k < q,
-    "far away alone": lambda b, h, q, k: q - k >= 5,
+    "far keys only": lambda b, h, q, k: q - k >= 5,
     "before the window": lambda b, h, q, k: (q - k <= 9) & (q - k >= 2),
-    "one or the other": lambda b, h, q, k: (k <= q) | (k < 5),
-    "a width that is an array": lambda b, h, q, k: abs(q - k) <= WIDTH,
-    "of each head": lambda b, h, q, k: q - k <= h,
+    "disjunction": lambda b, h, q, k: (k <= q) | (k < 5),
+    "captured width": lambda b, h, q, k: abs(q - k) <= WIDTH,
+    "width per head": lambda b, h, q, k: q - k <= h,
     "dilated": lambda b, h, q, k: (k <= q) & (k % 2 == 0),
-    "keys alone": lambda b, h, q, k: k < 9,
-    "queries alone": lambda b, h, q, k: q < 9,
-    "the sum": lambda b, h, q, k: q + k < 20,
-    "twice as far": lambda b, h, q, k: 2 * q >= k,
-    "not both": lambda b, h, q, k: ~((k > q) & (q - k < 5)),
-    "equal": lambda b, h, q, k: q == k,
+    "condition on keys": lambda b, h, q, k: k < 9,
+    "condition on queries": lambda b, h, q, k: q < 9,
+    "sum": lambda b, h, q, k: q + k < 20,
+    "doubled query": lambda b, h, q, k: 2 * q >= k,
+    "negated conjunction": lambda b, h, q, k: ~((k > q) & (q - k < 5)),
+    "equality": lambda b, h, q, k: q == k,
     "sums that wrap": lambda b, h, q, k: q - k + np.int32(2**30 - 1) + np.int32(2**30 - 1) + np.int32(2**30 - 1) >= 0,
     "numbers that wrap": lambda b, h, q, k: q - k + np.int32(2**31 - 4) >= 0,
 }

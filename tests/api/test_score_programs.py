@@ -1,4 +1,4 @@
-"""Attention with score programs against the matrix in float64: values and all gradients, with every other feature."""
+"""Attention with score programs, compared with the materialised matrix in float64: values and all gradients."""
 
 import functools
 
@@ -40,9 +40,9 @@ IMPLEMENTATIONS = ["flash", "xla"]
 
 @functools.cache
 def mods(program, case):
-    """What gives the mods of a program, the same function for the same case."""
-    made = program(case)
-    return lambda: (made,) if isinstance(made, Mod) else made
+    """Return a function that returns the mods of a program. It is the same function for the same case."""
+    result = program(case)
+    return lambda: (result,) if isinstance(result, Mod) else result
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -73,19 +73,19 @@ FEATURES = [
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", FEATURES, ids=str)
 def test_with_other_features(case, implementation):
-    """The score that a program gets is scaled, capped and biased; masks and dropout come after it."""
+    """A program receives scores after the scale, the cap and the bias. Masks and dropout follow it."""
     check(case, mods(score_and_mask, case), implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rows_that_the_score_hides(implementation):
+def test_rows_masked_by_the_score(implementation):
     case = SMALL(bias="1nts")
     check(case, mods(masked_by_score, case), implementation)
 
 
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "reference", None])
-def test_what_is_hidden_has_no_derivative(implementation):
-    """Not even where the score and its derivative are NaN."""
+def test_masked_entries_have_no_derivative(implementation):
+    """Even if their scores and derivatives are NaN."""
     arrays = SMALL(N=2).arrays()
 
     def gradients(**options):
@@ -102,8 +102,8 @@ def test_what_is_hidden_has_no_derivative(implementation):
         assert np.isfinite(x).all()
 
 
-def uses(case):
-    """Each of its arrays is used in another way. They are multiples of 1/8, so that 16 bits round nothing."""
+def array_uses(case):
+    """Use each captured array in another way. Their entries are multiples of 1/8, which 16 bits represent exactly."""
 
     def make(least, table, factor, doubled, branch, loop, ruled):
         def score_mod(s, b, h, q, k):
@@ -123,9 +123,9 @@ def uses(case):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_gradients_of_16_bit_arrays_are_rounded_once(implementation, dtype):
-    """Sums over 2^18 entries err by half a unit in the last place, and by what they err for float32 arrays."""
+    """Sums over 2^18 entries have the error for float32 arrays plus half a unit in the last place."""
     case = Case(B=1, T=512, S=512, N=1, K=1, D=8, E=8)
-    make, arrays, cotangents = mods(uses, case), case.arrays(), case.cotangents()
+    make, arrays, cotangents = mods(array_uses, case), case.arrays(), case.cotangents()
     in_16_bits = arrays | captured(make(), dtype)
     expected = exact(case, make, in_16_bits, cotangents)
     in_float32 = run(case, make, arrays | captured(make()), cotangents, implementation)
@@ -137,8 +137,8 @@ def test_gradients_of_16_bit_arrays_are_rounded_once(implementation, dtype):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_the_tail_of_erfc(implementation):
-    """Where it is too small to be told from 0 as a difference of 1 and erf. The score of the only key is the result."""
+def test_tail_of_erfc(implementation):
+    """erfc is accurate where 1 - erf would be 0. With one key, the logsumexp is its score."""
     x, one = jnp.linspace(0, 9, 64), jnp.ones((64, 1, 8))
 
     def results(x):
@@ -155,14 +155,14 @@ def test_the_tail_of_erfc(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_truth_values(implementation):
+def test_captured_bools(implementation):
     check(SMALL(), mods(flags, SMALL()), implementation)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_dtypes(implementation, dtype):
-    """Of float64 the score has all bits; of the small ones it has those of float32."""
+    """A score of float64 operands is a float64. All other scores have at least the precision of float32."""
     case = SMALL(causal=True, bias="1nts")
     check(case, mods(score_and_mask, case), implementation, dtype)
     if dtype == "float64":
@@ -171,13 +171,13 @@ def test_dtypes(implementation, dtype):
 
 @pytest.mark.parametrize("program", SCORES, ids=lambda program: program.__name__)
 def test_constant_arrays(program):
-    """Whose gradients nobody asks for."""
-    made = constant(mods(program, CASE)())
-    check(CASE, lambda: made, "flash", "float16")
+    """Captured arrays without gradients."""
+    constant_mods = constant(mods(program, CASE)())
+    check(CASE, lambda: constant_mods, "flash", "float16")
 
 
-def test_a_table_of_a_small_dtype():
-    """Its gradient has its dtype, and is rounded once."""
+def test_table_in_bfloat16():
+    """The gradient has the dtype of the table and is rounded once."""
     arrays, cotangents, make = CASE.arrays(), CASE.cotangents(), mods(relative_table, CASE)
     arrays |= {"score_mod 0": captured(make())["score_mod 0"].astype(jnp.bfloat16)}
     results, expected = run(CASE, make, arrays, cotangents, "flash"), exact(CASE, make, arrays, cotangents)
@@ -187,8 +187,8 @@ def test_a_table_of_a_small_dtype():
 
 
 @pytest.mark.parametrize(("input", "B", "N"), [(0, 4, 1), (1, 3, 4), (2, 1, 1)], ids=["batch", "head", "query"])
-def test_a_table_that_an_input_looks_up_in_either_dim(input, B, N):
-    """Different batch entries, heads or parts of the keys then add to the same entries: a race would lose some."""
+def test_table_indexed_by_an_input_in_either_dim(input, B, N):
+    """Different batch entries, heads or parts of the keys add to the same elements. A race would lose additions."""
     case = Case(B=B, T=256, S=600, N=N, K=N, D=8, E=8)
 
     def make(table):
@@ -199,18 +199,18 @@ def test_a_table_that_an_input_looks_up_in_either_dim(input, B, N):
         return score_mod
 
     table = np.random.default_rng(0).normal(size=(600 if input == 2 else 4,) * 2).astype(np.float32)
-    looked_up = (Mod("score_mod", make, (table,)),)
-    arrays, cotangents = case.arrays() | captured(looked_up), case.cotangents()
-    expected = exact(case, lambda: looked_up, arrays, cotangents)
+    indexed = (Mod("score_mod", make, (table,)),)
+    arrays, cotangents = case.arrays() | captured(indexed), case.cotangents()
+    expected = exact(case, lambda: indexed, arrays, cotangents)
     for _ in range(5):
-        assert_accurate(run(case, lambda: looked_up, arrays, cotangents, "flash"), expected, "float32")
+        assert_accurate(run(case, lambda: indexed, arrays, cotangents, "flash"), expected, "float32")
 
 
-# --- what the function is called with, and what it gives --------------------------------------------------------------
+# --- arguments and results of the call --------------------------------------------------------------------------------
 
 
 def attention(case, implementation):
-    """As a function of arrays and options, with the mods of `score_and_mask`."""
+    """Return attention as a function of arrays and options, with the mods of `score_and_mask`."""
     make = mods(score_and_mask, case)
     options = functions(make(), jax.tree.map(jnp.asarray, captured(make())))
     return functools.partial(jax_flash.dot_product_attention, implementation=implementation, **options)
@@ -229,10 +229,10 @@ def test_residual_and_unbatched(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_query_offset(implementation):
-    """A number, an array or a traced one: the rows of the whole from there on."""
+    """A number, an array or a traced integer selects the rows from there on."""
     case = SMALL()
     arrays, attend = case.arrays(), attention(case, implementation)
-    whole = np.asarray(attend(**arrays))
+    full = np.asarray(attend(**arrays))
     rest = arrays | {"query": arrays["query"][:, 7:]}
     traced = jax.jit(lambda rest, offset: attend(**rest, query_offset=offset))
     for result in (
@@ -241,12 +241,12 @@ def test_query_offset(implementation):
         traced(rest, 7),
         traced(rest, jnp.full(2, 7)),
     ):
-        np.testing.assert_allclose(result, whole[:, 7:], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(result, full[:, 7:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_decoding(implementation):
-    """One query at a time, under one compilation, gives the rows of the whole."""
+    """One query at a time, with one compilation, gives the rows of the full result."""
     case = SMALL(T=9, S=9)
     arrays, attend = case.arrays(), attention(case, implementation)
 
@@ -261,11 +261,11 @@ def test_decoding(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_some_gradients(implementation):
-    """Whatever is asked for alone is what it is together with the others."""
+    """A gradient does not depend on which others are requested."""
     case = SMALL()
     arrays, cotangents, make = case.arrays(), case.cotangents(), mods(score_and_mask, case)
     arrays |= captured(make())
-    every = exact(case, make, arrays, cotangents)
+    expected = exact(case, make, arrays, cotangents)
     for chosen in (["query"], ["score_mod 0"], ["value", "score_mod 1"]):
 
         def attend(some):
@@ -281,11 +281,12 @@ def test_some_gradients(implementation):
 
         gradients = jax.jit(jax.grad(loss))({name: jnp.asarray(arrays[name]) for name in chosen})
         for name, x in gradients.items():
-            np.testing.assert_allclose(x, every[name], rtol=1e-5, atol=1e-5 * np.abs(every[name]).max(), err_msg=name)
+            limit = 1e-5 * np.abs(expected[name]).max()
+            np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=limit, err_msg=name)
 
 
-def test_a_mask_alone():
-    """`mask_mod` alone has no gradients of its own, and no score is computed anew for it."""
+def test_mask_mod_alone():
+    """`mask_mod` alone has no gradients and needs no score program."""
     problem = jax_flash.Problem.of(
         *(jax.ShapeDtypeStruct((1, 4, 2, 8), "float32"),) * 3, mask_mod=lambda b, h, q, k: q > k
     )
@@ -294,8 +295,8 @@ def test_a_mask_alone():
 
 
 @pytest.mark.parametrize("implementation", ["flash", "xla"])
-def test_infinite_derivatives_in_hidden_tiles(implementation):
-    """As `is_causal` has them, so has a `mask_mod` that hides whole tiles; second derivatives, too."""
+def test_infinite_derivatives_in_masked_tiles(implementation):
+    """A `mask_mod` that masks whole tiles gives the same derivatives as `is_causal`, up to second order."""
     q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 300, 1, 8)), jnp.float32)
 
     def slope(rate, **mask):
@@ -314,8 +315,8 @@ def test_infinite_derivatives_in_hidden_tiles(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
-def test_infinite_derivatives_where_nobody_looks(implementation):
-    """Of hidden entries: log(0) and the logarithms of negative numbers have no part in the gradients."""
+def test_infinite_derivatives_of_masked_entries(implementation):
+    """log(0) and logarithms of negative numbers at masked entries do not affect the gradients."""
     q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 33, 2, 8)), jnp.float32)
 
     def total(rate, q, implementation):

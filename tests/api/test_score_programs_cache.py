@@ -1,4 +1,4 @@
-"""Programs are equal if they compute the same values and derivatives: what is compiled for one serves the other."""
+"""Programs are equal if they compute the same values and derivatives. Equal programs share compiled code."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def gradient(**options):
 
 
 def with_rule(rule, kind):
-    """x², with this for a derivative."""
+    """Return x² with this derivative."""
     if kind == "jvp":
         square = jax.custom_jvp(lambda x: x * x)
         square.defjvp(lambda primals, tangents: (square(*primals), rule(*primals) * tangents[0]))
@@ -37,7 +37,7 @@ def with_rule(rule, kind):
 
 
 def test_equal_functions_are_one_program():
-    """Whatever closures they are, and whatever is in the arrays that they capture."""
+    """Closures may differ, and so may the contents of captured arrays."""
 
     def relative(table):
         return lambda score, b, h, q, k: jax.nn.relu(score + jnp.where(q > k, table[q - k], 0.0))
@@ -51,7 +51,7 @@ def test_equal_functions_are_one_program():
 
 
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
-def test_another_derivative_is_another_program(kind):
+def test_different_derivatives_give_different_programs(kind):
     double, half = with_rule(lambda x: 4 * x, kind), with_rule(lambda x: x, kind)
     assert described(score_mod=double) != described(score_mod=half)
     assert described(score_mod=double) == described(score_mod=with_rule(lambda x: 4 * x, kind))
@@ -59,30 +59,30 @@ def test_another_derivative_is_another_program(kind):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_stop_gradient_is_another_program(implementation):
+def test_stop_gradient_gives_another_program(implementation):
     """Their values are the same."""
-    moving, still = lambda s, *_: s * 2, lambda s, *_: lax.stop_gradient(s) * 2
-    assert described(score_mod=moving) != described(score_mod=still)
-    results = [gradient(score_mod=f, implementation=implementation) for f in (moving, still)]
+    plain, stopped = lambda s, *_: s * 2, lambda s, *_: lax.stop_gradient(s) * 2
+    assert described(score_mod=plain) != described(score_mod=stopped)
+    results = [gradient(score_mod=f, implementation=implementation) for f in (plain, stopped)]
     assert np.abs(results[0] - results[1]).max() > 1e-3
 
 
 def loop(score_mod):
-    """The same, three times in a way that there is no code for."""
+    """Apply a score_mod three times, in a loop that the kernels do not support."""
     return lambda score, *rest: lax.fori_loop(0, 3, lambda _, score: score_mod(score, *rest), score)
 
 
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
-def test_another_derivative_without_code(kind):
+def test_different_derivatives_without_code(kind):
     double, half = loop(with_rule(lambda x: 4 * x, kind)), loop(with_rule(lambda x: x, kind))
     assert described(score_mod=double).score.score_mod.refusal
     assert described(score_mod=double) != described(score_mod=half)
     assert described(score_mod=double) == described(score_mod=double)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, loop], ids=["code", "no code"])
-def test_what_a_jitted_function_captures_is_an_operand(wrap):
-    """JAX keeps such arrays in the call's own jaxpr, of which they would be constants."""
+@pytest.mark.parametrize("wrap", [lambda f: f, loop], ids=["kernels", "no kernels"])
+def test_captures_of_jitted_functions_are_operands(wrap):
+    """JAX stores such arrays as constants in the jaxpr of the call."""
 
     def score_mod(table):
         inner = jax.jit(lambda score, key: score + table[key])
@@ -99,8 +99,8 @@ def test_what_a_jitted_function_captures_is_an_operand(wrap):
         assert described(score_mod=score_mod(tables[0])).score.score_mod.refusal is None
 
 
-def test_what_a_function_with_its_own_rule_captures_is_told_apart():
-    """It is no operand, but another array is another program."""
+def test_captures_of_custom_jvp_functions_change_the_program():
+    """The captured array is no operand, so another array gives another program."""
 
     def score_mod(shift):
         inner = jax.jit(lambda x: x + shift[0])
@@ -112,9 +112,9 @@ def test_what_a_function_with_its_own_rule_captures_is_told_apart():
     assert np.abs(results[0] - results[1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, loop], ids=["code", "no code"])
+@pytest.mark.parametrize("wrap", [lambda f: f, loop], ids=["kernels", "no kernels"])
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
-def test_what_a_derivative_captures_is_told_apart(kind, wrap):
+def test_captures_of_derivatives_change_the_program(kind, wrap):
     factors = [jnp.array([0.0, x]) for x in (1, 3)]
     results = [gradient(score_mod=wrap(with_rule(lambda x, factor=factor: factor[1] * x, kind))) for factor in factors]
     assert np.abs(results[0] - results[1]).max() > 1e-3
@@ -128,8 +128,8 @@ def test_what_a_derivative_captures_is_told_apart(kind, wrap):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_new_values_do_not_compile_again(implementation):
-    """Outside of jax.jit, and of new functions each time; a captured number is one of the arrays."""
+def test_new_values_do_not_recompile(implementation):
+    """Without jax.jit and with a new function for each call. A captured number counts as an array."""
     traces = []
 
     def call(seed, query=QUERY):
@@ -145,7 +145,7 @@ def test_new_values_do_not_compile_again(implementation):
     before = attention.attend._cache_size()
     call(1)
     assert attention.attend._cache_size() == before
-    assert traces == [0, 1]  # each function once
+    assert traces == [0, 1]  # each function is traced once
 
 
 def test_new_values_under_jit():
@@ -162,16 +162,16 @@ def test_new_values_under_jit():
         np.testing.assert_allclose(result, attend(bias=jnp.arange(5.0) * x), rtol=1e-5, atol=1e-6)
 
 
-def test_what_changes_nothing_costs_nothing():
-    """It is no program; one that does so to values alone is."""
+def test_identity_programs_are_dropped():
+    """A program that keeps values but changes derivatives is not dropped."""
     same = described(score_mod=lambda s, b, h, q, k: s, mask_mod=lambda b, h, q, k: (q >= 0) & (k < 5))
     assert same == described()
     assert described(score_mod=lambda s, b, h, q, k: lax.stop_gradient(s)) != described()
     assert described(mask_mod=lambda b, h, q, k: k < 4) != described()
 
 
-def test_what_is_traced_again_is_not_lowered_again():
-    """Whatever function it is, and whatever is in its arrays."""
+def test_equal_traces_are_lowered_once():
+    """Functions may differ, and so may the contents of their arrays."""
 
     def lowered(number, table):
         described(score_mod=lambda s, b, h, q, k: s * number + table[k])
@@ -183,13 +183,13 @@ def test_what_is_traced_again_is_not_lowered_again():
         assert lowered(*again) == first + i
 
 
-def test_numbers_are_told_apart_by_their_bits():
+def test_numbers_differ_by_their_bits():
     next_to = np.nextafter(np.float32(0.1), np.float32(1))
     texts = {described(score_mod=lambda s, *_, x=x: s * x).score.score_mod.text for x in (0.1, next_to, 0.0, -0.0)}
     assert len(texts) == 4
 
 
-def test_numbers_are_told_apart_from_variables():
+def test_numbers_differ_from_variables():
     def width(q, k):
         return jnp.where(q > k, 1, 2)
 
@@ -198,8 +198,8 @@ def test_numbers_are_told_apart_from_variables():
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_types_that_are_not_printed_are_told_apart(order):
-    """Of a Python number, and of one that has 64 bits by itself."""
+def test_types_that_jaxprs_do_not_print(order):
+    """A Python number differs from a number with a dtype of 64 bits."""
 
     def refusal(number):
         def score_mod(s, b, h, q, k):
@@ -213,7 +213,7 @@ def test_types_that_are_not_printed_are_told_apart(order):
     assert "int64 values" in refusals[np.int64]
 
 
-def test_a_refusal_has_the_line_of_its_own_function():
+def test_refusal_names_the_line_of_its_own_function():
     one, other = (
         lambda s, *_: lax.igamma(s, s),
         lambda s, *_: lax.igamma(s, s),
@@ -223,7 +223,7 @@ def test_a_refusal_has_the_line_of_its_own_function():
 
 
 class Scaled:
-    """A function that can be changed."""
+    """A function with parameters that can be changed."""
 
     rate, table = 1.0, jnp.ones(5)
 
@@ -232,8 +232,8 @@ class Scaled:
 
 
 @pytest.mark.parametrize("implementation", ["flash", "xla"])
-def test_a_function_is_read_anew_in_each_call(implementation):
-    """One that looks at what has changed since, a number or an array."""
+def test_function_is_traced_for_each_call(implementation):
+    """A number or an array that the function refers to may change between calls."""
     function = Scaled()
 
     def result():
@@ -244,8 +244,8 @@ def test_a_function_is_read_anew_in_each_call(implementation):
         np.testing.assert_allclose(result(), attend(bias=rate * table), rtol=1e-5, atol=1e-6)
 
 
-def test_a_function_is_read_anew_in_each_trace():
-    """What it captured in another trace is not there any more."""
+def test_function_is_traced_for_each_trace():
+    """Arrays captured in an earlier trace are gone."""
     function = Scaled()
 
     @jax.jit
@@ -260,7 +260,7 @@ def test_a_function_is_read_anew_in_each_trace():
 
 
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
-def test_a_derivative_is_read_anew_in_each_call(kind):
+def test_derivative_is_traced_for_each_call(kind):
     factor = 1.0
     function = with_rule(lambda x: factor * x, kind)
     before = gradient(score_mod=function)
@@ -268,8 +268,8 @@ def test_a_derivative_is_read_anew_in_each_call(kind):
     assert np.abs(gradient(score_mod=function) - before).max() > 1e-3
 
 
-def test_another_callback_is_another_program():
-    """JAX prints both alike."""
+def test_different_callbacks_give_different_programs():
+    """JAX prints both in the same way."""
 
     def score_mod(rate):
         return lambda s, *_: jax.pure_callback(lambda s: rate * s, s, s, vmap_method="broadcast_all")
@@ -279,7 +279,7 @@ def test_another_callback_is_another_program():
         np.testing.assert_allclose(result, attend(scale=float(rate) * 8**-0.5), rtol=1e-5, atol=1e-6)
 
 
-def test_another_second_derivative_is_another_program():
+def test_different_second_derivatives_give_different_programs():
     """Values and first derivatives are the same."""
 
     def second(rule):

@@ -1,4 +1,4 @@
-"""What score programs must not do is an error that names the argument; what kernels do not do says where it is."""
+"""Errors of score programs name the argument. Operations that the kernels do not support name their source line."""
 
 import re
 import warnings
@@ -79,7 +79,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("name", "function", "error", "message"), WRONG)
 def test_wrong_functions(name, function, error, message):
-    """In a call, and where a problem is described."""
+    """The same error occurs in a call and in `Problem.of`."""
     with pytest.raises(error) as raised:
         attend(**{name: function})
     assert re.search(f"{name} {message}", str(raised.value))
@@ -88,8 +88,8 @@ def test_wrong_functions(name, function, error, message):
         Problem.of(shape, shape, shape, **{name: function})
 
 
-def test_functions_of_other_kinds():
-    """Defaults, keywords' names, bound methods and objects that can be called are as good."""
+def test_other_kinds_of_functions():
+    """Defaults, other parameter names, bound methods and callable objects are supported."""
 
     class Bias:
         def __call__(self, score, *where):
@@ -115,11 +115,11 @@ WIDE = jnp.asarray(np.random.default_rng(1).normal(size=(5, 513)) / 9, jnp.float
 SMALL = jnp.ones(5, jnp.int8)
 FOUR_BITS, EIGHT_BITS = jnp.ones(5, jnp.int4), jnp.ones(5, jnp.float8_e4m3fn)
 DEEP = TABLE.reshape(1, 1, 1, 1, 1, 1, 1, 1, 5)
-# What there is no code for: the name, the function, and what the refusal says of it, with the line.
+# Functions that the kernels do not support: the argument, the function, and the message with the line.
 REFUSED = {
     "an unsupported primitive": ("score_mod", sorts, rf"score_mod has sort at .*{re.escape(__name__[-6:])}"),
     "a loop": ("score_mod", loops, "score_mod has (scan|while) at .*: the kernels do not support this operation"),
-    "of a mask": ("mask_mod", lambda b, h, q, k: jnp.argmax(jnp.stack([q, k])) == 0, "mask_mod has argmax at "),
+    "in a mask": ("mask_mod", lambda b, h, q, k: jnp.argmax(jnp.stack([q, k])) == 0, "mask_mod has argmax at "),
     "a long dot": (
         "score_mod",
         lambda s, b, h, q, k: s + jnp.dot(WIDE[q], WIDE[k]),
@@ -157,7 +157,7 @@ REFUSED = {
         lambda s, b, h, q, k: s + jax.random.uniform(jax.random.fold_in(jax.random.key(0), q * 5 + k)),
         r"score_mod has .* at .*: key<fry> values: use bool, integers of at most 32 bits, or floats",
     ),
-    "of a key that is no type": (
+    "a raw random key": (
         "score_mod",
         lambda s, b, h, q, k: s * jax.random.bernoulli(jax.random.fold_in(jax.random.PRNGKey(0), q)),
         "score_mod has .* at .*: key<fry> values",
@@ -172,8 +172,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_kernels_do_not_do(name):
-    """ "flash" refuses it, and `choose_implementation` tells so."""
+def test_unsupported_operations(name):
+    """ "flash" refuses them, and `choose_implementation` gives the reason."""
     mod, function, message = REFUSED[name]
     with pytest.raises(
         NotImplementedError, match=f'implementation="flash": .*{message}.*Use implementation=None or "xla"'
@@ -184,12 +184,12 @@ def test_what_kernels_do_not_do(name):
     assert re.search(message, choice.reason)
 
 
-TAKEN_INSTEAD = ["an unsupported primitive", "of a mask", "a long dot", "a random number", "an empty array"]
+FALLBACKS = ["an unsupported primitive", "in a mask", "a long dot", "a random number", "an empty array"]
 
 
-@pytest.mark.parametrize("name", TAKEN_INSTEAD)
-def test_what_is_taken_instead(name):
-    """None warns once, and takes "xla"."""
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_fallback(name):
+    """The default implementation warns once and uses "xla"."""
     mod, function, message = REFUSED[name]
     with pytest.warns(UserWarning, match=f'takes implementation="xla", which is slower: .*{message}') as warned:
         result = attend(**{mod: function})
@@ -199,7 +199,7 @@ def test_what_is_taken_instead(name):
 
 @pytest.mark.parametrize("implementation", ["flash", "xla"])
 def test_many_arrays(implementation):
-    """There are as many operands as dtypes then, and each array has its gradient."""
+    """Captured arrays are packed into one operand per dtype. Each array has its gradient."""
     arrays = [jnp.full((1, 5), x / 50, "float32" if x % 3 else "bfloat16") for x in range(18)]
     marks = [jnp.arange(5) != x % 5 for x in range(17)]
 
@@ -226,8 +226,8 @@ def test_many_arrays(implementation):
         np.testing.assert_allclose(x, y, rtol=2**-7 if x.dtype == "bfloat16" else 1e-5, atol=1e-6, err_msg=str(x.dtype))
 
 
-def test_gradients_of_what_kernels_do_not_do():
-    """By default they are those of "xla", through the same two calls."""
+def test_gradients_with_fallback():
+    """By default they are those of "xla", through the same two custom calls."""
 
     def loss(query, table, implementation):
         def score_mod(s, b, h, q, k):
@@ -242,8 +242,8 @@ def test_gradients_of_what_kernels_do_not_do():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), results, expected)
 
 
-def test_the_line_is_the_users():
-    """Also in a function of JAX's that was traced before for another."""
+def test_refusal_names_the_users_line():
+    """Even if a function of JAX was traced earlier from another line."""
     jnp.where(jnp.ones((), bool), jnp.int8(1), jnp.int8(2))
 
     def score_mod(s, b, h, q, k):
@@ -276,7 +276,7 @@ def test_wide_values_of_float32(x64, function, message):
 
 
 def test_numbers_of_float32_under_x64(x64):
-    """Python's are of no dtype, whatever width JAX gives them."""
+    """Python numbers are weakly typed, whatever width JAX gives them."""
 
     def score_mod(s, b, h, q, k):
         return s + jnp.where(q > k, 0.5, 1.0) - (q // 2) % 3 + jnp.clip(k, 1, 3)
@@ -300,8 +300,8 @@ def test_result_of_the_wrong_width_under_x64(x64):
 # --- long functions ---
 
 
-def test_a_long_chain():
-    """Every value of which is computed from the one before."""
+def test_long_chain():
+    """Every value depends on the previous one."""
 
     def score_mod(s, b, h, q, k):
         for _ in range(200):
@@ -313,8 +313,8 @@ def test_a_long_chain():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), result, expected)
 
 
-def test_a_long_chain_of_arrays():
-    """The error names an operation that has no code."""
+def test_long_chain_of_arrays():
+    """The error reports that there are too many instructions."""
 
     def score_mod(s, b, h, q, k):
         x = jnp.stack([s, s])

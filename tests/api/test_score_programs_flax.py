@@ -1,4 +1,4 @@
-"""A Flax module's parameters in score programs: they are trained like any others."""
+"""Parameters of Flax modules in score programs are trained like any others."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def programs(table, width):
 
 
 def by_arrays(table, width):
-    """An `attention_fn` that does the same with a bias and a mask."""
+    """Return an equivalent `attention_fn` with a bias and a mask."""
 
     def attention_fn(query, key, value, **_):
         mask = np.abs(DISTANCES - LENGTH + 1) < width

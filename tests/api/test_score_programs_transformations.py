@@ -1,4 +1,4 @@
-"""Score programs and the arrays that they capture under JAX's transformations, and divided over devices."""
+"""Score programs and their captured arrays under JAX's transformations, and on several devices."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ from jax.test_util import check_grads
 import jax_flash
 
 B, T, S, N, K, D = 4, 5, 6, 4, 2, 8
-MOVING = tuple(range(5))  # those with gradients
+DIFFERENTIABLE = tuple(range(5))  # inputs with gradients
 
 
 def normal(seed, *shape):
@@ -27,7 +27,7 @@ def normal(seed, *shape):
 
 
 def inputs(batch=B, seed=0):
-    """Query, key and value; a table that is looked up by head and place, rates by batch entry; ids of keys."""
+    """Return query, key and value; a table by head and distance; rates by batch entry; ids of keys."""
     shapes = (batch, T, N, D), (batch, S, K, D), (batch, S, K, D), (N, T + S), (batch, 2)
     ids = np.random.default_rng(seed).integers(0, 3, (batch, S)).astype(np.int32)
     return (*(normal(seed + i, *shape) for i, shape in enumerate(shapes)), jnp.asarray(ids))
@@ -64,10 +64,10 @@ def calls(function, *args):
 
 
 def test_jit_and_not(implementation):
-    gradient = jax.value_and_grad(functools.partial(loss, implementation=implementation), MOVING)
+    gradient = jax.value_and_grad(functools.partial(loss, implementation=implementation), DIFFERENTIABLE)
     expected = gradient(*inputs())
     assert_close(jax.jit(gradient)(*inputs()), expected)
-    if implementation == "flash":  # the other's loops then run entry by entry
+    if implementation == "flash":  # without jit, the loops of "xla" would run entry by entry
         with jax.disable_jit():
             assert_close(gradient(*inputs()), expected)
 
@@ -80,18 +80,18 @@ MAPPED = [("flash", x) for x in ((0,), (3,), (4,), (5,), (0, 4), (1, 2, 3), (0, 
 
 @pytest.mark.parametrize(("implementation", "mapped"), MAPPED, ids=str)
 def test_vmap(mapped, implementation):
-    """Of what is mapped and of what is shared: values, and gradients for each mapped example."""
+    """Values, and gradients for each example, with mapped and with shared inputs."""
     axes = [0 if i in mapped else None for i in range(6)]
     others = inputs(seed=9)
     args = [jnp.stack([x, y]) if i in mapped else x for i, (x, y) in enumerate(zip(inputs(), others, strict=True))]
-    gradient = jax.value_and_grad(functools.partial(loss, implementation=implementation), MOVING)
+    gradient = jax.value_and_grad(functools.partial(loss, implementation=implementation), DIFFERENTIABLE)
     singles = [gradient(*(x[i] if axis == 0 else x for x, axis in zip(args, axes, strict=True))) for i in range(2)]
     expected = jax.tree.map(lambda *x: jnp.stack(x), *singles)
     assert_close(jax.jit(jax.vmap(gradient, axes))(*args), expected)
 
 
-def test_gradient_of_vmap_sums_over_what_is_shared(implementation):
-    """Also of a table that is mapped along an axis of its own, twice."""
+def test_gradient_of_vmap_sums_over_shared_inputs(implementation):
+    """One table is mapped along its second axis, in a nested vmap."""
     query, key, value, table, rates, ids = inputs()
     queries, tables = jnp.stack([query, -query]), jnp.stack([table, table + 1, 2 * table], 1)  # [N, 3, T + S]
 
@@ -111,14 +111,14 @@ def test_gradient_of_vmap_sums_over_what_is_shared(implementation):
 
 def test_vmap_is_one_call():
     args = [jnp.stack([x, x]) for x in inputs()]
-    assert calls(jax.vmap(jax.grad(loss, MOVING)), *args) == (1, 1)
+    assert calls(jax.vmap(jax.grad(loss, DIFFERENTIABLE)), *args) == (1, 1)
 
 
-# --- loops, and derivatives of derivatives ---
+# --- loops and higher derivatives ---
 
 
 def layers(implementation, wrap):
-    """Attention in a scan, each layer with a table of its own and rates that all share."""
+    """Return attention layers in a scan, each with its own table, and with shared rates."""
     query, key, value, table, rates, ids = inputs()
     tables = jnp.stack([table, -table, table + 1])
 
@@ -145,17 +145,17 @@ def test_scan(wrap, implementation):
     results, expected = (jax.jit(jax.grad(function, (0, 1, 2)))(*args) for function in (scanned, looped))
     assert_close(results, expected, 1e-4)
     if implementation == "flash" and wrap == "remat":
-        assert calls(jax.grad(scanned), *args) == (1, 1)  # what is saved is not computed again
+        assert calls(jax.grad(scanned), *args) == (1, 1)  # saved residuals are not recomputed
 
 
 def few():
-    """Inputs for which a Hessian is small."""
+    """Return inputs with a small Hessian."""
     query, key, value, table, rates, ids = inputs(1)
     return query[:, :2, :1, :2], key[:, :, :1, :2], value[:, :, :1, :2], table[:1], rates, ids
 
 
 def test_hessian(implementation):
-    """Of the query, of what is captured, and of both."""
+    """Take second derivatives with respect to the query, a captured array, and both."""
     query, key, value, table, rates, ids = few()
 
     def hessian(implementation):
@@ -168,30 +168,30 @@ def test_hessian(implementation):
 
 
 def test_second_order_by_differences(implementation, x64):
-    *moving, ids = few()
-    moving = [x.astype("float64") for x in moving]
-    function = jax.jit(lambda *moving: loss(*moving, ids, implementation=implementation))
-    check_grads(function, moving, order=2, modes=["rev"], atol=1e-5, rtol=1e-5)
+    *arrays, ids = few()
+    arrays = [x.astype("float64") for x in arrays]
+    function = jax.jit(lambda *arrays: loss(*arrays, ids, implementation=implementation))
+    check_grads(function, arrays, order=2, modes=["rev"], atol=1e-5, rtol=1e-5)
 
 
 def test_forward_mode(implementation):
-    *moving, ids = inputs()
-    tangents = [jnp.cos(x) for x in moving]
+    *arrays, ids = inputs()
+    tangents = [jnp.cos(x) for x in arrays]
 
     def derivative(implementation, wrap):
-        function = wrap(lambda *moving: loss(*moving, ids, implementation=implementation))
-        return jax.jit(lambda moving, tangents: jax.jvp(function, moving, tangents))(moving, tangents)
+        function = wrap(lambda *arrays: loss(*arrays, ids, implementation=implementation))
+        return jax.jit(lambda arrays, tangents: jax.jvp(function, arrays, tangents))(arrays, tangents)
 
-    for wrap in (lambda f: f, functools.partial(jax.grad, argnums=MOVING)):
+    for wrap in (lambda f: f, functools.partial(jax.grad, argnums=DIFFERENTIABLE)):
         assert_close(derivative(implementation, wrap), derivative("reference", wrap), 1e-4)
 
 
-# --- ahead of time ---
+# --- export ---
 
 
 def test_export(implementation):
-    """What is captured is an argument of the exported program."""
-    gradient = jax.jit(jax.value_and_grad(functools.partial(loss, implementation=implementation), MOVING))
+    """Captured arrays are arguments of the exported program."""
+    gradient = jax.jit(jax.value_and_grad(functools.partial(loss, implementation=implementation), DIFFERENTIABLE))
     exported = export.export(gradient, platforms=("cpu",), disabled_checks=EXPORT_CHECKS)(*inputs())
     restored = export.deserialize(exported.serialize())
     for seed in (0, 5):
@@ -208,41 +208,41 @@ def test_lowering_for_a_platform_without_kernels():
 
 MODES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 BATCH, HEADS = P("data"), P("data", None, "model")
-PLACES = (HEADS, HEADS, HEADS, P(), P(), P())
+SPECS = (HEADS, HEADS, HEADS, P(), P(), P())
 
 
 def mesh(mode):
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(MODES[mode],) * 2)
 
 
-def place(mesh, places=PLACES):
-    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(inputs(), places, strict=True)]
+def place(mesh, specs=SPECS):
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(inputs(), specs, strict=True)]
 
 
 def results(*args, **options):
-    o, pull = jax.vjp(lambda *moving: attend(*moving, args[5], **options), *args[:5])
+    o, pull = jax.vjp(lambda *arrays: attend(*arrays, args[5], **options), *args[:5])
     return o, pull(jnp.cos(o))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
 def test_batch_and_heads_over_devices(mode, implementation):
-    """Every device has the indices of the whole; gradients of what all have are added up."""
+    """Every device uses global indices. Gradients of replicated arrays are summed."""
     expected = jax.jit(functools.partial(results, implementation="xla"))(*inputs())
     with jax.set_mesh(mesh(mode)):
         args = place(mesh(mode))
         compiled = jax.jit(functools.partial(results, implementation=implementation)).lower(*args).compile()
-        ours = compiled(*args)
-        assert_close(ours, expected)
+        actual = compiled(*args)
+        assert_close(actual, expected)
         if implementation == "flash":
             assert not data_collectives(compiled)
-            assert ours[0].sharding.shard_shape(ours[0].shape) == (1, T, N // 2, D)
+            assert actual[0].sharding.shard_shape(actual[0].shape) == (1, T, N // 2, D)
             assert compiled.as_text().count("batch=1 q_len=5 kv_len=6 q_heads=2 kv_heads=1 ") == 2
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_score_less_a_distance_under_a_mesh(mode):
-    """Where JAX differentiates this under a mesh, it says that a cotangent is where the score is."""
+def test_score_minus_distance_under_a_mesh(mode):
+    """The derivative of this function must not carry the score's sharding into a cotangent."""
     query, key, value, *_ = inputs()
 
     def gradients(*args):
@@ -258,11 +258,11 @@ def test_a_score_less_a_distance_under_a_mesh(mode):
         assert_close(jax.jit(gradients)(*place(mesh(mode))[:3]), expected)
 
 
-def a_special_function(s, table, key):
+def special_function(s, table, key):
     return s + jax.lax.igamma(jnp.abs(table[0, key]) + 1, 2.0)
 
 
-def a_loop(s, table, key):
+def loop(s, table, key):
     return jax.lax.fori_loop(0, 3, lambda i, x: 0.9 * x + table[i, key], s)
 
 
@@ -272,10 +272,10 @@ def branches(s, table, key):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("mod", [a_special_function, a_loop, branches])
+@pytest.mark.parametrize("mod", [special_function, loop, branches])
 @pytest.mark.filterwarnings("ignore:attention takes")
-def test_what_has_no_instructions_under_a_mesh(mod, implementation, mode):
-    """Plain JAX does it, on every device, where there are no explicit axes."""
+def test_unsupported_operations_under_a_mesh(mod, implementation, mode):
+    """Every device runs plain JAX on arrays without explicit axes."""
 
     def gradients(query, key, value, table):
         def attend(*args):
@@ -291,19 +291,19 @@ def test_what_has_no_instructions_under_a_mesh(mod, implementation, mode):
         assert_close(jax.jit(gradients)(*place(mesh(mode))[:4]), expected)
 
 
-CAPTURED_TOO = (P("data"),) * 3 + (P("model"), P("data"), P("data"))
+SHARDED = (P("data"),) * 3 + (P("model"), P("data"), P("data"))
 
 
-@pytest.mark.parametrize(("places", "mode"), [(CAPTURED_TOO, "auto"), ((P(),) * 6, "auto"), ((P(),) * 6, "explicit")])
-def test_other_places(places, mode):
-    """Captured arrays that are sharded, which then are gathered, and a mesh of which the program says nothing."""
+@pytest.mark.parametrize(("specs", "mode"), [(SHARDED, "auto"), ((P(),) * 6, "auto"), ((P(),) * 6, "explicit")])
+def test_other_shardings(specs, mode):
+    """Sharded captured arrays, which are gathered, and replicated arrays under a mesh."""
     expected = jax.jit(functools.partial(results, implementation="xla"))(*inputs())
     with jax.set_mesh(mesh(mode)):
-        assert_close(jax.jit(results)(*place(mesh(mode), places)), expected)
+        assert_close(jax.jit(results)(*place(mesh(mode), specs)), expected)
 
 
-def test_captured_arrays_that_are_sharded_explicitly():
-    """Before jax 0.12 JAX looks nothing up in them, and a note on its error says what to do."""
+def test_explicitly_sharded_captured_arrays():
+    """Before jax 0.12, JAX cannot index them. A note on its error tells what to do."""
     with jax.set_mesh(mesh("explicit")):
         query, key, value, *_ = place(mesh("explicit"))
         table = jax.device_put(jnp.arange(8.0), NamedSharding(mesh("explicit"), P("data")))
@@ -325,7 +325,7 @@ def test_captured_arrays_that_are_sharded_explicitly():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_vmap_over_devices(mode):
-    """An ensemble whose members, and what they capture, are on devices of their own."""
+    """The members of an ensemble, and the arrays that they capture, are on separate devices."""
     ensemble = [jnp.stack(x) for x in zip(*(inputs(2, seed) for seed in range(8)), strict=True)]
     expected = jax.jit(jax.vmap(functools.partial(results, implementation="xla")))(*ensemble)
     with jax.set_mesh(mesh(mode)):
@@ -338,20 +338,20 @@ def test_vmap_over_devices(mode):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("implementation", [None, "flash", "xla"])
 def test_shard_map(implementation, check_vma):
-    """A device's own indices begin at 0: which they are of the whole is told by what the function captures."""
+    """Indices are local in `shard_map`. The function captures the global index of its first head."""
 
     def local(*args):
         first = jax.lax.axis_index("model") * (N // 2)
         return attend(*args, implementation=implementation, head=first)
 
-    over = mesh("auto")
-    places = (HEADS, HEADS, HEADS, P(), BATCH, BATCH)
-    mapped = jax.shard_map(local, mesh=over, in_specs=places, out_specs=HEADS, check_vma=check_vma)
+    devices = mesh("auto")
+    specs = (HEADS, HEADS, HEADS, P(), BATCH, BATCH)
+    mapped = jax.shard_map(local, mesh=devices, in_specs=specs, out_specs=HEADS, check_vma=check_vma)
     assert_close(jax.jit(mapped)(*inputs()), attend(*inputs(), implementation="xla"))
     if check_vma:
 
         def gradient(function):
-            return jax.jit(jax.grad(lambda *args: (function(*args) ** 2).sum(), MOVING))(*inputs())
+            return jax.jit(jax.grad(lambda *args: (function(*args) ** 2).sum(), DIFFERENTIABLE))(*inputs())
 
         assert_close(gradient(mapped), gradient(attend))
 
@@ -365,8 +365,8 @@ def derivative_along(function):
 
 
 def second_derivative(function):
-    of_query = jax.grad(lambda *args: function(*args).sum(), 1)
-    return gradient(lambda *args: of_query(*args) ** 2)
+    query_gradient = jax.grad(lambda *args: function(*args).sum(), 1)
+    return gradient(lambda *args: query_gradient(*args) ** 2)
 
 
 def mapped(function):
@@ -382,9 +382,9 @@ def in_a_scan(function):
 
 def sharded_explicitly(function):
     def call(table, query):
-        over = mesh("explicit")
-        with jax.set_mesh(over):
-            return gradient(function)(table, jax.device_put(query, NamedSharding(over, BATCH)))
+        devices = mesh("explicit")
+        with jax.set_mesh(devices):
+            return gradient(function)(table, jax.device_put(query, NamedSharding(devices, BATCH)))
 
     return call
 
@@ -398,7 +398,7 @@ TRANSFORMS = [derivative_along, second_derivative, mapped, in_a_scan, sharded_ex
 
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
 def test_16_bit_arrays(transform, implementation):
-    """Derivatives are those of float32 arrays, rounded. The arrays are multiples of 1/8: values are the same."""
+    """Derivatives equal the rounded float32 derivatives. Multiples of 1/8 have equal values in both dtypes."""
     query, key, value, *_ = inputs()
     table = jnp.asarray(np.random.default_rng(0).integers(-8, 9, (N, T + S)) / 8, jnp.float32)
 
@@ -415,8 +415,8 @@ def test_16_bit_arrays(transform, implementation):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_axis_index_inside_of_a_function(check_vma):
-    """It is an effect to JAX, and the error says what to do instead."""
+def test_axis_index_in_a_function(check_vma):
+    """JAX treats it as an effect. The error message names the alternative."""
 
     def local(query, key, value):
         def mask_mod(b, h, q, k):
@@ -430,8 +430,8 @@ def test_axis_index_inside_of_a_function(check_vma):
 
 
 @pytest.mark.parametrize("implementation", ["flash", "xla"])
-def test_own_derivatives_in_shard_map(implementation):
-    """Functions with rules of their own keep them, on arrays that vary over the devices."""
+def test_custom_derivatives_in_shard_map(implementation):
+    """Custom derivative rules apply to arrays that vary over devices."""
     product = jax.custom_jvp(lambda x, y: x * y)
     product.defjvp(lambda xs, ts: (product(*xs), 2 * ts[0] * xs[1] - ts[1] * xs[0]))
     halved = jax.custom_vjp(lambda x, i: x * (i + 1))
@@ -453,9 +453,9 @@ def test_own_derivatives_in_shard_map(implementation):
 
 @pytest.mark.slow
 def test_with_gspmd():
-    """With `jax_use_shardy_partitioner=False`, which JAX reads once."""
+    """Set `jax_use_shardy_partitioner=False`, which JAX reads once."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    command += ["-k", "test_batch_and_heads and flash or test_other_places"]
+    command += ["-k", "test_batch_and_heads and flash or test_other_shardings"]
     environment = os.environ | {"JAX_USE_SHARDY_PARTITIONER": "false"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]

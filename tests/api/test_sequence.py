@@ -1,4 +1,4 @@
-"""A sequence that is divided over devices: they compute what one does, and K and V are not gathered."""
+"""Sharded sequences give the same results as one device, without all-gathers of K and V."""
 
 import functools
 import math
@@ -26,19 +26,19 @@ ROWS = {"query": 1, "key": 1, "value": 1, "query_segment_ids": 1, "key_value_seg
 
 @pytest.fixture(autouse=True, scope="module")
 def full_precision():
-    """Of float32, on GPUs too: JAX_PLATFORMS=cuda pytest tests/api/test_sequence.py"""
+    """Use full float32 precision, also on GPUs: JAX_PLATFORMS=cuda pytest tests/api/test_sequence.py"""
     with jax.default_matmul_precision("highest"):
         yield
 
 
-def devices_that_are_there(count):
+def require_devices(count):
     if jax.device_count() < count:
         pytest.skip(f"needs {count} devices")
     return jax.devices()[:count]
 
 
 def results(case, arrays, **options):
-    """o, logsumexp and gradients, of arrays by name."""
+    """Return o, logsumexp and gradients by name."""
     inputs = {name: x for name, x in arrays.items() if name in DIFFERENTIATED}
     others = {name: x for name, x in arrays.items() if name not in DIFFERENTIATED}
 
@@ -52,23 +52,23 @@ def results(case, arrays, **options):
 
 
 def axis_of(name, x):
-    """Of an array's rows or keys; None if it has none."""
+    """Return the axis of an array's rows or keys, or None."""
     axis = {"o": 1, "logsumexp": 2}.get(name, ROWS.get(name))
     return axis if axis is not None and x.shape[axis] > 1 else None
 
 
-def divided(case, arrays, devices, layout, **options):
-    """The same inside of shard_map over a mesh axis `seq`."""
+def sharded(case, arrays, devices, layout, **options):
+    """Return the results from shard_map over a mesh axis `seq`."""
 
     def spec(name, x):
         axis = axis_of(name, x)
         return P(*("seq" if i == axis else None for i in range(np.ndim(x)))) if axis is not None else P()
 
-    def laid(name, x, lay):
+    def arranged(name, x, lay):
         axis = axis_of(name, x)
         return lay(x, devices, axis) if layout == "zigzag" and axis is not None else x
 
-    arrays = {name: laid(name, x, jax_flash.zigzag) for name, x in arrays.items()}
+    arrays = {name: arranged(name, x, jax_flash.zigzag) for name, x in arrays.items()}
     block_mask = {"block_mask": arrays.pop("block_mask")} if "block_mask" in arrays else {}
     options = options | {"sequence_axis": "seq", "sequence_layout": layout}
     shapes = {"o": jnp.zeros((2,) * 4), "logsumexp": jnp.zeros((2,) * 3)} | arrays
@@ -76,59 +76,59 @@ def divided(case, arrays, devices, layout, **options):
 
     @functools.partial(
         jax.shard_map,
-        mesh=jax.make_mesh((devices,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(devices)),
+        mesh=jax.make_mesh((devices,), ("seq",), (AxisType.Auto,), devices=require_devices(devices)),
         in_specs=({name: spec(name, x) for name, x in arrays.items()},),
         out_specs={name: spec(name, shapes[name]) for name in names},
     )
     def local(arrays):
         return results(case, arrays | block_mask, **options)
 
-    return {name: laid(name, x, jax_flash.unzigzag) for name, x in jax.jit(local)(arrays).items()}
+    return {name: arranged(name, x, jax_flash.unzigzag) for name, x in jax.jit(local)(arrays).items()}
 
 
-def assert_close(ours, expected, **tolerance):
-    assert ours.keys() == expected.keys()
+def assert_close(actual, expected, **tolerance):
+    assert actual.keys() == expected.keys()
     for name, x in expected.items():
-        np.testing.assert_allclose(ours[name], x, **{"rtol": 2e-5, "atol": 2e-5} | tolerance, err_msg=name)
+        np.testing.assert_allclose(actual[name], x, **{"rtol": 2e-5, "atol": 2e-5} | tolerance, err_msg=name)
 
 
-DIVIDED = functools.partial(Case, B=2, T=128, S=128, N=4, K=2, D=8, E=8)
+CASE = functools.partial(Case, B=2, T=128, S=128, N=4, K=2, D=8, E=8)
 BLOCKS = BlockMask.from_function(
     lambda b, h, i, j: (i // 16 + j // 16) % 3 != h % 2, 128, 128, heads=4, q_block=16, kv_block=16
 )
 CASES = [
-    DIVIDED(),
-    DIVIDED(causal=True, dropout=0.3),
-    DIVIDED(causal=True, window=(40, 0), segments=True),
-    DIVIDED(window=(10, 20), bias="1nts"),
-    DIVIDED(bias="b11s", mask="b1ts", lengths=True, soft_cap=1.0, dropout=0.5),
-    DIVIDED(causal=True, offset=True, bias="bnt1", K=1, sinks=1.0),
-    DIVIDED(S=256, causal=True, window=(100, 7), mask="1n1s"),
-    DIVIDED(block_mask=BLOCKS, causal=True),
-    DIVIDED(window=(40, 5), traced=True, lengths=True, causal=True),
+    CASE(),
+    CASE(causal=True, dropout=0.3),
+    CASE(causal=True, window=(40, 0), segments=True),
+    CASE(window=(10, 20), bias="1nts"),
+    CASE(bias="b11s", mask="b1ts", lengths=True, soft_cap=1.0, dropout=0.5),
+    CASE(causal=True, offset=True, bias="bnt1", K=1, sinks=1.0),
+    CASE(S=256, causal=True, window=(100, 7), mask="1n1s"),
+    CASE(block_mask=BLOCKS, causal=True),
+    CASE(window=(40, 5), traced=True, lengths=True, causal=True),
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_as_on_one_device(case, layout):
+def test_equals_one_device(case, layout):
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
-    assert_close(divided(case, arrays, 4, layout), expected)
+    assert_close(sharded(case, arrays, 4, layout), expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_x64(layout):
-    """Where some indices would have 64 bits, and others 32."""
-    case = DIVIDED(B=1, bias="1nts", causal=True, block_mask=BLOCKS, offset=True, dropout=0.3)
+    """With x64, some indices would have 64 bits and others 32."""
+    case = CASE(B=1, bias="1nts", causal=True, block_mask=BLOCKS, offset=True, dropout=0.3)
     with jax.enable_x64(True):
         arrays = case.arrays()
         expected = jax.jit(functools.partial(results, case))(arrays)
-        assert_close(divided(case, arrays, 4, layout), expected)
+        assert_close(sharded(case, arrays, 4, layout), expected)
 
 
-def test_the_gradient_of_sinks_alone():
-    case = DIVIDED(B=1, T=64, S=64, sinks=1.0)
+def test_gradient_of_sinks_alone():
+    case = CASE(B=1, T=64, S=64, sinks=1.0)
     arrays = case.arrays()
     sinks = jnp.asarray(arrays.pop("sinks"))
 
@@ -137,18 +137,18 @@ def test_the_gradient_of_sinks_alone():
             sinks
         )
 
-    mesh = jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(4))
+    mesh = jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=require_devices(4))
     local = functools.partial(gradient, sequence_axis="seq")
-    ours = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(None, "seq"), P()), out_specs=P()))(arrays, sinks)
-    np.testing.assert_allclose(ours, gradient(arrays, sinks), rtol=1e-5, atol=1e-6)
+    actual = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(None, "seq"), P()), out_specs=P()))(arrays, sinks)
+    np.testing.assert_allclose(actual, gradient(arrays, sinks), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("devices", "layout"), [(3, "zigzag"), (6, "contiguous")])
 def test_any_number_of_devices(devices, layout):
-    case = DIVIDED(T=96 * devices, S=96 * devices, causal=True, dropout=0.2)
+    case = CASE(T=96 * devices, S=96 * devices, causal=True, dropout=0.2)
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
-    assert_close(divided(case, arrays, devices, layout), expected)
+    assert_close(sharded(case, arrays, devices, layout), expected)
 
 
 TABLE = np.random.default_rng(0).normal(size=(4, 255)).astype(np.float32)
@@ -156,7 +156,7 @@ SLOPES = np.arange(1, 5, dtype=np.float32) / 8
 
 
 def programs(table, slopes):
-    """A function of each kind, as one of what they capture."""
+    """Return a score_mod and a mask_mod that capture these arrays."""
 
     def score_mod(score, batch, head, query, key):
         return score * slopes[head] + table[head, query - key + 127]
@@ -171,26 +171,26 @@ BIAS = np.random.default_rng(1).normal(size=(4, 128, 128)).astype(np.float32)
 
 
 def bias_of_all_rows(table, slopes):
-    """What is a bias where one device has all rows."""
+    """Return a score_mod that would become a bias if the sequence were not sharded."""
     return {"score_mod": lambda score, batch, head, query, key: score + table[head, query, key]}
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_other_implementations(implementation):
-    case = DIVIDED(B=1, T=64, S=64, K=4, causal=True)
+    case = CASE(B=1, T=64, S=64, K=4, causal=True)
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
-    assert_close(divided(case, arrays, 2, "zigzag", implementation=implementation), expected)
+    assert_close(sharded(case, arrays, 2, "zigzag", implementation=implementation), expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("programs", "table"), [(programs, TABLE), (bias_of_all_rows, BIAS)], ids=["both", "a bias"])
 def test_score_programs(programs, table, layout):
-    """Indices are those of the whole sequence, and every device adds what it has to the captured arrays' gradients."""
-    case = DIVIDED(causal=True, dropout=0.1)
+    """Indices are global. Every device adds its contribution to the gradients of captured arrays."""
+    case = CASE(causal=True, dropout=0.1)
     arrays = case.arrays() | {"table": table, "slopes": SLOPES}
     over = {name: P(None, "seq") if name in ROWS else P() for name in arrays}
-    laid = {name: jax_flash.zigzag(x, 4, 1) if name in ROWS else x for name, x in arrays.items()}
+    arranged = {name: jax_flash.zigzag(x, 4, 1) if name in ROWS else x for name, x in arrays.items()}
 
     def loss(arrays, **options):
         arrays = dict(arrays)
@@ -198,12 +198,12 @@ def test_score_programs(programs, table, layout):
         o = jax_flash.dot_product_attention(**arrays, **mods, **case.options, **options)
         return jnp.cos(o)
 
-    def whole(arrays):
+    def unsharded(arrays):
         return jax.grad(lambda x: loss(arrays | x).sum())({name: arrays[name] for name in names})
 
     @functools.partial(
         jax.shard_map,
-        mesh=jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(4)),
+        mesh=jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=require_devices(4)),
         in_specs=(over,),
         out_specs=P(None, "seq"),
     )
@@ -211,16 +211,16 @@ def test_score_programs(programs, table, layout):
         return loss(arrays, sequence_axis="seq", sequence_layout=layout)
 
     names = ("query", "key", "value", "table", "slopes")
-    chosen = laid if layout == "zigzag" else arrays
-    ours = jax.jit(jax.grad(lambda x: local(chosen | x).sum()))({name: chosen[name] for name in names})
+    chosen = arranged if layout == "zigzag" else arrays
+    actual = jax.jit(jax.grad(lambda x: local(chosen | x).sum()))({name: chosen[name] for name in names})
     if layout == "zigzag":
-        ours |= {name: jax_flash.unzigzag(x, 4, 1) for name, x in ours.items() if name in ROWS}
-    assert_close(ours, jax.jit(whole)(arrays), rtol=1e-4, atol=1e-4)
+        actual |= {name: jax_flash.unzigzag(x, 4, 1) for name, x in actual.items() if name in ROWS}
+    assert_close(actual, jax.jit(unsharded)(arrays), rtol=1e-4, atol=1e-4)
 
 
 def test_remat_scan_and_vmap():
-    """Two layers over three sequences that are mapped, each computed again in the backward."""
-    case = DIVIDED(B=1, T=64, S=64, causal=True)
+    """Two layers with remat over three sequences in vmap."""
+    case = CASE(B=1, T=64, S=64, causal=True)
     arrays = {name: np.stack([case.arrays(seed=seed)[name] for seed in range(3)]) for name in ("query", "key", "value")}
     options = {"sequence_axis": "seq", "sequence_layout": "zigzag"}
 
@@ -236,20 +236,20 @@ def test_remat_scan_and_vmap():
 
     given = tuple(jax_flash.zigzag(x, 4, 2) for x in arrays.values())
     spec = (P(None, None, "seq"),) * 3
-    ours = jax.jit(
+    actual = jax.jit(
         jax.shard_map(
             functools.partial(gradients, **options),
-            mesh=jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(4)),
+            mesh=jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=require_devices(4)),
             in_specs=(spec,),
             out_specs=spec,
         )
     )(given)
-    ours = tuple(jax_flash.unzigzag(x, 4, 2) for x in ours)
+    actual = tuple(jax_flash.unzigzag(x, 4, 2) for x in actual)
     expected = jax.jit(gradients)(tuple(arrays.values()))
-    assert_close(dict(zip("qkv", ours, strict=True)), dict(zip("qkv", expected, strict=True)), rtol=1e-4, atol=1e-4)
+    assert_close(dict(zip("qkv", actual, strict=True)), dict(zip("qkv", expected, strict=True)), rtol=1e-4, atol=1e-4)
 
 
-SHAPE = (1, 48, 2, 8)  # of a device, of two
+SHAPE = (1, 48, 2, 8)  # of each of two devices
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ SHAPE = (1, 48, 2, 8)  # of a device, of two
     ids=lambda x: None if isinstance(x, dict | type) else x.split(":")[0][:30],
 )
 def test_errors(options, error, match):
-    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(2))
+    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=require_devices(2))
 
     def attend(x):
         return jax_flash.dot_product_attention(x, x, x, **options)
@@ -298,13 +298,13 @@ def test_errors(options, error, match):
         jax.shard_map(attend, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"))(jnp.ones((1, 96, 2, 8)))
 
 
-def test_an_axis_outside_of_shard_map_and_parts_that_are_not_whole():
+def test_axis_outside_shard_map_and_uneven_parts():
     x = jnp.ones(SHAPE)
     with pytest.raises(ValueError, match=r"sequence_axis='seq' is no axis of an enclosing jax.shard_map: call inside"):
         jax_flash.dot_product_attention(x, x, x, sequence_axis="seq")
     with pytest.raises(ValueError, match=r"axis 1 must be divisible by 2 x 5, .* the shape is \(1, 48, 2, 8\)"):
         jax_flash.zigzag(x, 5, 1)
-    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(2))
+    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=require_devices(2))
     odd = jax.shard_map(
         lambda x: jax_flash.dot_product_attention(x, x, x, sequence_axis="seq", sequence_layout="zigzag"),
         mesh=mesh,
@@ -315,7 +315,7 @@ def test_an_axis_outside_of_shard_map_and_parts_that_are_not_whole():
         odd(jnp.ones((1, 90, 2, 8)))
 
 
-# --- layouts, and who computes what ---
+# --- layouts and work per device ---
 
 
 def square(length, **options):
@@ -325,9 +325,9 @@ def square(length, **options):
 
 def test_zigzag_and_back():
     x = np.arange(2 * 24).reshape(2, 24)
-    laid = jax_flash.zigzag(x, 3, -1)
-    np.testing.assert_array_equal(laid[0].reshape(3, 2, 4)[:, :, 0], [[0, 20], [4, 16], [8, 12]])
-    np.testing.assert_array_equal(jax_flash.unzigzag(laid, 3, -1), x)
+    arranged = jax_flash.zigzag(x, 3, -1)
+    np.testing.assert_array_equal(arranged[0].reshape(3, 2, 4)[:, :, 0], [[0, 20], [4, 16], [8, 12]])
+    np.testing.assert_array_equal(jax_flash.unzigzag(arranged, 3, -1), x)
     assert jax_flash.zigzag(np.zeros((0, 24)), 3, -1).shape == (0, 24)
 
 
@@ -341,20 +341,20 @@ def test_zigzag_and_back():
         (2.0, 1, TypeError, "devices must be an int"),
     ],
 )
-def test_what_zigzag_refuses(devices, axis, error, match):
+def test_zigzag_errors(devices, axis, error, match):
     for lay in (jax_flash.zigzag, jax_flash.unzigzag):
         with pytest.raises(error, match=match):
             lay(np.zeros((2, 24)), devices, axis)
 
 
-def test_zigzag_of_an_array_on_explicit_axes():
-    mesh = jax.make_mesh((4,), ("seq",), (AxisType.Explicit,), devices=devices_that_are_there(4))
+def test_zigzag_on_explicit_axes():
+    mesh = jax.make_mesh((4,), ("seq",), (AxisType.Explicit,), devices=require_devices(4))
     x = np.arange(2 * 24).reshape(2, 24)
     place = NamedSharding(mesh, P(None, "seq"))
-    laid = jax.jit(lambda x: jax_flash.zigzag(x, 4, 1))(jax.device_put(x, place))
-    assert laid.sharding == place
-    np.testing.assert_array_equal(laid, jax_flash.zigzag(x, 4, 1))
-    np.testing.assert_array_equal(jax_flash.unzigzag(laid, 4, 1), x)
+    arranged = jax.jit(lambda x: jax_flash.zigzag(x, 4, 1))(jax.device_put(x, place))
+    assert arranged.sharding == place
+    np.testing.assert_array_equal(arranged, jax_flash.zigzag(x, 4, 1))
+    np.testing.assert_array_equal(jax_flash.unzigzag(arranged, 4, 1), x)
 
 
 @given(
@@ -362,25 +362,25 @@ def test_zigzag_of_an_array_on_explicit_axes():
     left=st.integers(-1, 40), right=st.integers(-1, 40), unbounded=st.sampled_from((10**6, 2**63 - 1)),
     layout=st.sampled_from(LAYOUTS),
 )  # fmt: skip
-def test_entries_are_those_of_the_masks(devices, rows, keys, causal, left, right, unbounded, layout):
+def test_entries_match_the_masks(devices, rows, keys, causal, left, right, unbounded, layout):
     division = Division(("seq",), devices, layout)
-    whole = devices * division.parts
-    x, y = (jax.ShapeDtypeStruct((1, n * whole, 1, 8), jnp.float32) for n in (rows, keys))
+    parts = devices * division.parts
+    x, y = (jax.ShapeDtypeStruct((1, n * parts, 1, 8), jnp.float32) for n in (rows, keys))
     window = (left if left >= 0 else unbounded, right if right >= 0 else unbounded)
     problem = Problem.of(x, y, y, is_causal=causal, local_window_size=window)
-    i, j = np.ogrid[: rows * whole, : keys * whole]
-    seen = (j - i <= window[1]) & (i - j <= window[0]) & (~np.bool_(causal) | (j <= i))
+    i, j = np.ogrid[: rows * parts, : keys * parts]
+    visible = (j - i <= window[1]) & (i - j <= window[0]) & (~np.bool_(causal) | (j <= i))
     found = sequence.entries(problem, division)
-    assert found.sum() == seen.sum()
+    assert found.sum() == visible.sum()
     for shift, a, b, device in np.ndindex(*found.shape):
-        row = division.starts(device, rows * whole)[a]
-        key = division.starts((device - shift) % devices, keys * whole)[b]
-        assert found[shift, a, b, device] == seen[row : row + rows, key : key + keys].sum()
+        row = division.starts(device, rows * parts)[a]
+        key = division.starts((device - shift) % devices, keys * parts)[b]
+        assert found[shift, a, b, device] == visible[row : row + rows, key : key + keys].sum()
 
 
 @pytest.mark.parametrize("devices", [2, 3, 8, 64])
 def test_causal_work_is_balanced(devices):
-    """Within 5% in the zigzag layout, at every visit; so contiguous sequences are exchanged for it first."""
+    """In the zigzag layout, each visit is balanced within 5%. Contiguous sequences are exchanged into it."""
     problem = square(4096 * devices, is_causal=True)
     contiguous, zigzag = Division(("seq",), devices), Division(("seq",), devices, "zigzag")
     at_visits = sequence.entries(problem, zigzag).sum((1, 2))
@@ -389,7 +389,7 @@ def test_causal_work_is_balanced(devices):
     assert sequence.balanced(square(4096 * devices), contiguous) == contiguous
 
 
-def test_windows_visit_what_they_see():
+def test_windows_skip_invisible_visits():
     problem = square(8 * 1024, is_causal=True, local_window_size=(1500, 0))
     contiguous, zigzag = Division(("seq",), 8), Division(("seq",), 8, "zigzag")
     assert [visit.shift for visit in sequence.visits(problem, contiguous)] == [0, 1, 2]
@@ -397,9 +397,9 @@ def test_windows_visit_what_they_see():
     assert len(sequence.visits(problem, zigzag)) > 3
 
 
-def test_arrays_of_several_dtypes_are_one_exchange():
-    """Bit by bit, also what does not fill its last word; and an exchange has derivatives, though bits have none."""
-    devices, division = devices_that_are_there(3), Division(("seq",), 3)
+def test_one_exchange_for_several_dtypes():
+    """The exchange preserves all bits, also of arrays that do not fill whole words. It is differentiable."""
+    devices, division = require_devices(3), Division(("seq",), 3)
     shapes = {"bfloat16": (3, 1, 5), "float32": (3, 2, 2), "int32": (3, 3), "float64": (3, 1, 3)}
     mesh = jax.make_mesh((3,), ("seq",), (AxisType.Auto,), devices=devices)
     with jax.enable_x64(True):
@@ -420,9 +420,9 @@ def test_arrays_of_several_dtypes_are_one_exchange():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("inside", [True, False])
 def test_second_derivatives(inside, layout):
-    """Taken of what each device computes, and of all together."""
+    """Take second derivatives inside or outside of `shard_map`."""
     q = jax.random.normal(jax.random.key(0), (1, 24, 2, 8))
-    mesh = jax.make_mesh((3,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(3))
+    mesh = jax.make_mesh((3,), ("seq",), (AxisType.Auto,), devices=require_devices(3))
     on_devices = functools.partial(jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"))
 
     def attention(q, **options):
@@ -433,13 +433,13 @@ def test_second_derivatives(inside, layout):
         return jax.grad(lambda q: jnp.cos(first(q)).sum())
 
     local = functools.partial(attention, sequence_axis="seq", sequence_layout=layout)
-    divided = on_devices(second(local)) if inside else second(on_devices(local))
+    sharded = on_devices(second(local)) if inside else second(on_devices(local))
     lay, back = (jax_flash.zigzag, jax_flash.unzigzag) if layout == "zigzag" else (lambda x, *_: x,) * 2
     expected = jax.jit(second(attention))(q)
-    np.testing.assert_allclose(back(jax.jit(divided)(lay(q, 3, 1)), 3, 1), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(back(jax.jit(sharded)(lay(q, 3, 1)), 3, 1), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_heads_are_divided_where_that_sends_less():
+def test_cheaper_by_heads():
     few, many = Division(("seq",), 2), Division(("seq",), 8)
     x, y = (jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16) for heads in (32, 8))
     assert not sequence.cheaper_by_heads(Problem.of(x, y, y), few)
@@ -448,14 +448,14 @@ def test_heads_are_divided_where_that_sends_less():
     assert sequence.cheaper_by_heads(Problem.of(x, x, x), few)
 
 
-# --- under jit: the partitioner divides it ---
+# --- under jit, with the partitioner ---
 
 MODES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 RING, HEADS = "collective-permute", "all-to-all"
 
 
 def placed(mesh, arrays, batch, rows, heads):
-    """Arrays sharded in all of these dims, where they have them and are not broadcast."""
+    """Shard arrays in all of these dims that they have and that are not broadcast."""
     dims = {"query": "btn", "key": "btk", "value": "btk", "bias": "bnt", "mask": "bnt", "sinks": "n"}
     dims |= dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), "bt")
     dims |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "query_offset"), "b")
@@ -468,63 +468,63 @@ def placed(mesh, arrays, batch, rows, heads):
 
 
 @pytest.mark.parametrize(
-    ("case", "shape", "sends", "mode"),
+    ("case", "shape", "collective", "mode"),
     [
-        (DIVIDED(K=1), (1, 8, 1), RING, "auto"),
-        (DIVIDED(K=1, causal=True, dropout=0.3, bias="1nts", sinks=1.0), (1, 4, 2), RING, "explicit"),
-        (DIVIDED(B=4, causal=True, window=(20, 0), segments=True, bias="b11s", mask="b1ts"), (2, 4, 1), RING, "auto"),
-        (DIVIDED(lengths=True, soft_cap=1.0, bias="bnt1", mask="1n1s", dropout=0.5), (2, 2, 2), RING, "explicit"),
-        (DIVIDED(causal=True, offset=True), (1, 8, 1), RING, "auto"),
-        (DIVIDED(causal=True, window=(40, 0), traced=True, lengths=True), (2, 2, 2), RING, "explicit"),
-        (DIVIDED(N=8, K=8, causal=True, dropout=0.3, mask="b11s"), (1, 4, 2), HEADS, "auto"),
-        (DIVIDED(N=8, K=8, mask="b1ts"), (1, 8, 1), RING, "auto"),
-        (DIVIDED(B=4, K=4, causal=True, bias="bnts"), (2, 4, 1), HEADS, "explicit"),
+        (CASE(K=1), (1, 8, 1), RING, "auto"),
+        (CASE(K=1, causal=True, dropout=0.3, bias="1nts", sinks=1.0), (1, 4, 2), RING, "explicit"),
+        (CASE(B=4, causal=True, window=(20, 0), segments=True, bias="b11s", mask="b1ts"), (2, 4, 1), RING, "auto"),
+        (CASE(lengths=True, soft_cap=1.0, bias="bnt1", mask="1n1s", dropout=0.5), (2, 2, 2), RING, "explicit"),
+        (CASE(causal=True, offset=True), (1, 8, 1), RING, "auto"),
+        (CASE(causal=True, window=(40, 0), traced=True, lengths=True), (2, 2, 2), RING, "explicit"),
+        (CASE(N=8, K=8, causal=True, dropout=0.3, mask="b11s"), (1, 4, 2), HEADS, "auto"),
+        (CASE(N=8, K=8, mask="b1ts"), (1, 8, 1), RING, "auto"),
+        (CASE(B=4, K=4, causal=True, bias="bnts"), (2, 4, 1), HEADS, "explicit"),
     ],
     ids=str,
 )
-def test_under_jit(case, shape, sends, mode):
-    """Batch and heads sharded, too. What has rows and no heads would be gathered where it is divided by heads."""
-    devices = devices_that_are_there(math.prod(shape))
+def test_under_jit(case, shape, collective, mode):
+    """Batch and heads are sharded, too. An all-to-all over heads would gather operands without heads."""
+    devices = require_devices(math.prod(shape))
     mesh = jax.make_mesh(shape, ("data", "seq", "model"), (MODES[mode],) * 3, devices=devices)
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
     with jax.set_mesh(mesh):
         arrays = placed(mesh, arrays, "data", "seq", "model")
         compiled = jax.jit(functools.partial(results, case)).lower(arrays).compile()
-        ours = compiled(arrays)
-    assert_close(ours, expected)
-    assert set(data_collectives(compiled)) == {sends}
-    # Each device has its own part of the rows.
+        actual = compiled(arrays)
+    assert_close(actual, expected)
+    assert set(data_collectives(compiled)) == {collective}
+    # Each device holds its own part of the rows only.
     local = (case.B // shape[0], case.T // shape[1], case.N // shape[2], case.E)
-    assert ours["o"].sharding.shard_shape(ours["o"].shape) == local
-    assert ours["query"].sharding.shard_shape(ours["query"].shape) == local
+    assert actual["o"].sharding.shard_shape(actual["o"].shape) == local
+    assert actual["query"].sharding.shard_shape(actual["query"].shape) == local
 
 
-@pytest.mark.parametrize("over", [("b", "a"), ("a", "c"), ("c", "a"), ("c", "b", "a")], ids="-".join)
+@pytest.mark.parametrize("axes", [("b", "a"), ("a", "c"), ("c", "a"), ("c", "b", "a")], ids="-".join)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_sequence_over_several_axes(over, mode):
-    """In whatever order: a device's rows follow from that of the axes, and its neighbours from that of the mesh."""
-    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), (MODES[mode],) * 3, devices=devices_that_are_there(8))
-    case = DIVIDED(K=1, causal=True)
+def test_sequence_over_several_axes(axes, mode):
+    """The order of `axes` gives the rows of a device. The order of the mesh gives its neighbours."""
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), (MODES[mode],) * 3, devices=require_devices(8))
+    case = CASE(K=1, causal=True)
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
-    place = NamedSharding(mesh, P(None, over))
+    place = NamedSharding(mesh, P(None, axes))
     with jax.set_mesh(mesh):
         arrays = {name: jax.device_put(x, place) for name, x in arrays.items()}
         assert_close(jax.jit(functools.partial(results, case))(arrays), expected)
 
-        @functools.partial(jax.shard_map, in_specs=P(None, over), out_specs=P(None, over))
+        @functools.partial(jax.shard_map, in_specs=P(None, axes), out_specs=P(None, axes))
         def attend(arrays):
-            return jax_flash.dot_product_attention(**arrays, is_causal=True, sequence_axis=over)
+            return jax_flash.dot_product_attention(**arrays, is_causal=True, sequence_axis=axes)
 
         np.testing.assert_allclose(attend(arrays), expected["o"], atol=1e-5)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the GPU's kernels do not do float64")
-def test_float64_that_is_sharded():
-    """Before jax 0.12 it needs x64 for the whole process, and the error says so."""
-    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(2))
-    case = DIVIDED(K=1, causal=True)
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the GPU kernels do not support float64")
+def test_sharded_float64():
+    """Before jax 0.12, float64 needs x64 for the whole process. The error message explains this."""
+    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=require_devices(2))
+    case = CASE(K=1, causal=True)
     with jax.enable_x64(True):
         arrays = case.arrays("float64")
         function = jax.jit(functools.partial(results, case))
@@ -537,10 +537,10 @@ def test_float64_that_is_sharded():
                 function(on_mesh)
 
 
-def test_what_does_not_divide_is_gathered():
-    """Parts that dropout cannot count in, and lengths that differ."""
-    mesh = jax.make_mesh((8,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(8))
-    for case in (DIVIDED(T=40, S=40, dropout=0.3), DIVIDED(S=64, causal=True)):
+def test_indivisible_sequences_are_gathered():
+    """Parts that are no multiples of 16 with dropout, and query and key lengths that differ."""
+    mesh = jax.make_mesh((8,), ("seq",), (AxisType.Auto,), devices=require_devices(8))
+    for case in (CASE(T=40, S=40, dropout=0.3), CASE(S=64, causal=True)):
         arrays = case.arrays()
         expected = jax.jit(functools.partial(results, case))(arrays)
         with jax.set_mesh(mesh):
@@ -548,10 +548,10 @@ def test_what_does_not_divide_is_gathered():
 
 
 def test_memory_of_a_device():
-    """Twice the sequence on twice the devices: what a device needs stays what it was."""
+    """With twice the sequence on twice the devices, a device needs the same memory."""
 
     def temporary_bytes(devices):
-        mesh = jax.make_mesh((devices,), ("seq",), (AxisType.Auto,), devices=devices_that_are_there(devices))
+        mesh = jax.make_mesh((devices,), ("seq",), (AxisType.Auto,), devices=require_devices(devices))
         place = NamedSharding(mesh, P(None, "seq"))
         x = jax.ShapeDtypeStruct((1, 1024 * devices, 1, 32), jnp.float32, sharding=place)
 
@@ -566,7 +566,7 @@ def test_memory_of_a_device():
 
 @pytest.mark.slow
 def test_with_gspmd():
-    """With `jax_use_shardy_partitioner=False`, which JAX reads once."""
+    """Set `jax_use_shardy_partitioner=False`, which JAX reads once."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "under_jit and auto"]
     environment = os.environ | {"JAX_USE_SHARDY_PARTITIONER": "false"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Nothing depends on the user's settings of JAX, and the checks that JAX makes for users find what they look for."""
+"""Results do not depend on the user's JAX settings, and JAX's debugging checks find only real problems."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ def normal(seed, *shape):
 
 @contextlib.contextmanager
 def setting(name, value):
-    """A setting for the whole process, as users make it, and JAX without what it compiled under another one."""
+    """Change a setting of the process, as users do, and clear JAX's caches."""
     before = getattr(jax.config, name)
     jax.clear_caches()
     jax.config.update(name, value)
@@ -41,7 +41,7 @@ def without_jit(function, *args):
         return function(*args)
 
 
-# What a user may do with attention outside of jit, and where the residuals of a derivative leave a jitted function.
+# Uses of attention outside jit, and derivatives with residuals from a jitted function.
 USES = {
     "eager": lambda attend, q: attend(q),
     "gradient": lambda attend, q: jax.grad(functools.partial(loss, attend))(q),
@@ -54,7 +54,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_debug_infs_accepts_a_fully_masked_row(use):
-    """Its row maximum is -inf."""
+    """The row maximum of such a row is -inf."""
     q = normal(0, B, T, N, D)
     mask = jnp.arange(T)[:, None] != 3
     attend = functools.partial(jax_flash.dot_product_attention, key=q, value=q, mask=mask)
@@ -77,8 +77,8 @@ def test_debug_nans_and_infs_accept_statistics_of_a_fully_masked_row(kind):
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf"])
-def test_debug_nans_and_infs_find_what_they_look_for(kind):
-    """And say which result has it, though m is -inf as it may be."""
+def test_debug_nans_and_infs_find_bad_results(kind):
+    """The error names the result. A valid m of -inf does not hide it."""
     q = normal(0, B, T, N, D)
     bad = q.at[0, 0, 0, 0].set(float(kind))
     attend = functools.partial(jax_flash.dot_product_attention, q, q, bad, mask=jnp.arange(T)[:, None] != 3)
@@ -90,7 +90,7 @@ def test_debug_nans_and_infs_find_what_they_look_for(kind):
             pull(bad)
 
 
-# Settings under which JAX refuses what it otherwise converts, or looks for faults of the program.
+# Settings under which JAX refuses implicit conversions, or looks for errors.
 STRICT = {
     "jax_numpy_dtype_promotion": "strict",
     "jax_numpy_rank_promotion": "raise",
@@ -105,7 +105,7 @@ STRICT = {
 
 
 def everything(implementation, q, bias, table, sinks, key):
-    """Results of all public functions, with every kind of mask, score and dtype."""
+    """Return the results of all public functions, with every kind of mask, score and dtype."""
     options = {"implementation": implementation, "precision": "highest"}
     window = 5 + 0 * jnp.argmax(sinks)  # traced
     lengths, ids = np.array([T - 1, T]), np.zeros((B, T), np.int32)

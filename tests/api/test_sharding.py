@@ -1,4 +1,4 @@
-"""Eight devices compute what one does, each its own batch entries and heads, and nothing is gathered."""
+"""Sharded calls give the same results as one device. Each device computes its own part, without all-gathers."""
 
 import functools
 import os
@@ -27,7 +27,7 @@ def place(mesh, arrays, specs):
 
 
 def results(case, arrays, implementation=None):
-    """o, logsumexp and gradients, as a function of the arrays by name; by default of what users run."""
+    """Return o, logsumexp and gradients by name."""
     inputs = {name: x for name, x in arrays.items() if name in DIFFERENTIATED}
     others = {name: x for name, x in arrays.items() if name not in DIFFERENTIATED}
 
@@ -43,7 +43,7 @@ def results(case, arrays, implementation=None):
 
 
 def specs(case, batch="data", heads="model"):
-    """Batch and heads sharded wherever they are."""
+    """Return specs that shard the batch and the heads of all arrays that have them."""
     kv_heads = heads if case.K > 1 else None
     extent = {"b": batch, "n": heads, "t": None, "s": None, "1": None}
     return {
@@ -58,10 +58,10 @@ def specs(case, batch="data", heads="model"):
     }
 
 
-def assert_close(ours, expected):
-    assert ours.keys() == expected.keys()
+def assert_close(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, x in expected.items():
-        np.testing.assert_allclose(ours[name], x, rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(actual[name], x, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 SHARDED = functools.partial(Case, B=4, T=19, S=23, N=4, K=2, D=8, E=8)
@@ -84,12 +84,12 @@ def test_batch_and_heads(case, mode):
     with jax.set_mesh(mesh(mode, 4, 2)):
         placed = place(mesh(mode, 4, 2), arrays, specs(case))
         compiled = jax.jit(functools.partial(results, case)).lower(placed).compile()
-        ours = compiled(placed)
-        assert_close(ours, expected)
+        actual = compiled(placed)
+        assert_close(actual, expected)
         assert not data_collectives(compiled)
-        # Each device has, and so has computed, its own part.
-        assert ours["o"].sharding.shard_shape(ours["o"].shape) == (1, case.T, 2, case.E)
-        assert ours["query"].sharding.shard_shape(ours["query"].shape) == (1, case.T, 2, case.D)
+        # Each device holds its own part only.
+        assert actual["o"].sharding.shard_shape(actual["o"].shape) == (1, case.T, 2, case.E)
+        assert actual["query"].sharding.shard_shape(actual["query"].shape) == (1, case.T, 2, case.D)
         text = compiled.as_text()
         local = f"batch=1 q_len={case.T} kv_len={case.S} q_heads=2 kv_heads={max(case.K // 2, 1)} "
         for name in ("forward", "backward"):
@@ -102,7 +102,7 @@ def test_batch_and_heads(case, mode):
     ("N", "K", "shape", "local"), [(8, 2, (2, 4), (2, 1)), (8, 4, (2, 4), (2, 1)), (8, 1, (1, 8), (1, 1))]
 )
 def test_groups_over_devices(N, K, shape, local, mode):
-    """Grouped queries: several devices share a key/value head, or each has whole groups."""
+    """Grouped queries: several devices share a key/value head, or each device has whole groups."""
     case = Case(B=2, T=19, S=23, N=N, K=K, D=8, E=8, causal=True)
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
@@ -121,7 +121,7 @@ def test_groups_over_devices(N, K, shape, local, mode):
     [("data", None), (None, "data"), (("data", "model"), None), (None, ("data", "model"))],
     ids=str,
 )
-def test_one_axis_or_both_as_one(axes, mode):
+def test_one_axis_or_both_merged(axes, mode):
     case = Case(B=8, T=11, S=9, N=8, K=8, D=8, E=8, dropout=0.4, bias="11ts")
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
@@ -135,7 +135,7 @@ def test_one_axis_or_both_as_one(axes, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("where", [("query",), ("key", "value"), ("query", "key", "value", "bias")], ids=str)
 def test_sharded_sequences_are_correct(where, mode):
-    """Of lengths that differ: they are gathered."""
+    """Query and key lengths differ, so sharded sequences are gathered."""
     case = Case(B=2, T=16, S=24, N=2, K=2, D=8, E=8, causal=True, bias="bnts", dropout=0.2)
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
@@ -159,15 +159,15 @@ def test_sharded_sequences_are_correct(where, mode):
     ],
     ids=lambda x: "_".join(x),
 )
-def test_an_axis_for_rows_here_and_heads_there(others, mode):
+def test_axis_over_rows_and_over_heads(others, mode):
     case = Case(B=4, T=16, S=24, N=2, K=2, D=8, E=8, causal=True, bias="bnts")
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
     with jax.set_mesh(mesh(mode, 4, 2)):
         placed = place(mesh(mode, 4, 2), arrays, {"query": P("data", "model")} | others)
-        ours = jax.jit(functools.partial(results, case))(placed)
-        assert_close(ours, expected)
-        assert mode == "auto" or jax.typeof(ours["o"]).sharding.spec == jax.typeof(placed["query"]).sharding.spec
+        actual = jax.jit(functools.partial(results, case))(placed)
+        assert_close(actual, expected)
+        assert mode == "auto" or jax.typeof(actual["o"]).sharding.spec == jax.typeof(placed["query"]).sharding.spec
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -180,7 +180,7 @@ def test_without_jit(mode):
 
 
 def test_without_a_mesh_in_context():
-    """Shardings of the arrays are enough."""
+    """Shardings of the arguments are sufficient."""
     case = SHARDED(causal=True, dropout=0.1, bias="1n11")
     arrays = case.arrays()
     placed = place(mesh("auto", 4, 2), arrays, specs(case))
@@ -191,8 +191,8 @@ def test_without_a_mesh_in_context():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["jit", "eager"])
-def test_nothing_sharded_under_a_mesh(jit, mode):
-    """A mesh in the context, of which the program says nothing: all devices compute the same."""
+def test_replicated_arrays_under_a_mesh(jit, mode):
+    """All devices compute the same if nothing is sharded."""
     case = SHARDED(causal=True, dropout=0.1, bias="1nts", K=1)
     function, arrays = jit(functools.partial(results, case)), case.arrays()
     expected = function(arrays)
@@ -212,8 +212,8 @@ def test_other_implementations(implementation, mode):
 
 
 def test_with_gspmd():
-    """With `jax_use_shardy_partitioner=False`, which JAX reads once. An error in a callback of GSPMD's is an abort."""
-    tests = "batch_and_heads and segments or groups_over_devices and 8-1 or nothing_sharded and jit"
+    """Set `jax_use_shardy_partitioner=False`, which JAX reads once. An error in GSPMD's callback aborts the process."""
+    tests = "batch_and_heads and segments or groups_over_devices and 8-1 or replicated_arrays and jit"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", tests]
     environment = os.environ | {"JAX_USE_SHARDY_PARTITIONER": "false"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -233,13 +233,13 @@ def test_higher_order_under_a_mesh(mode):
 
     expected = jax.jit(penalty)(arrays)
     with jax.set_mesh(mesh(mode, 4, 2)):
-        ours = jax.jit(penalty)(place(mesh(mode, 4, 2), arrays, specs(case)))
-    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+        actual = jax.jit(penalty)(place(mesh(mode, 4, 2), arrays, specs(case)))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_vmap_of_sharded_arrays(mode):
-    """An ensemble, sharded over its members."""
+    """An ensemble with sharded members."""
     case = Case(B=2, T=11, S=9, N=2, K=1, D=8, E=8, causal=True, bias="1n1s")
     ensemble = [case.arrays(seed=seed) for seed in range(8)]
     arrays = {name: np.stack([x[name] for x in ensemble]) for name in ensemble[0]}
@@ -258,7 +258,7 @@ def test_vmap_of_sharded_arrays(mode):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("implementation", [None, "flash", "xla"])
 def test_shard_map(implementation, check_vma):
-    """The gradient taken inside."""
+    """The gradient is taken inside `shard_map`."""
     case = SHARDED(causal=True)
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
@@ -278,8 +278,8 @@ def test_shard_map(implementation, check_vma):
 
 
 @pytest.mark.parametrize("implementation", [None, "flash", "xla"])
-def test_gradient_of_shard_map_sums_over_what_is_shared(implementation):
-    """Key, value and bias are the same on all devices, and the gradient is taken outside."""
+def test_gradient_of_shard_map_sums_over_replicated_arrays(implementation):
+    """Key, value and bias are replicated, and the gradient is taken outside."""
     case = SHARDED(bias="1nts", K=1)
     arrays = case.arrays()
     shared = {"key": arrays["key"][:1], "value": arrays["value"][:1], "bias": arrays["bias"]}
@@ -298,16 +298,16 @@ def test_gradient_of_shard_map_sums_over_what_is_shared(implementation):
         in_specs=(P("data", None, "model", None), {"key": P(), "value": P(), "bias": P(None, "model")}),
         out_specs=P("data", None, "model", None),
     )
-    ours, expected = gradient(mapped), gradient(attention)
-    np.testing.assert_allclose(ours[0], expected[0], rtol=1e-5, atol=1e-5)
-    assert_close(ours[1], expected[1])
+    actual, expected = gradient(mapped), gradient(attention)
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert_close(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["jit", "eager"])
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"local_window_size": 3}], ids="-".join)
-def test_gradient_of_shard_map_with_tiles_that_are_skipped(options, jit, mode, devices):
+def test_gradient_of_shard_map_with_skipped_tiles(options, jit, mode, devices):
     arrays = SHARDED(B=8).arrays()
 
     def loss(attention):
@@ -319,11 +319,11 @@ def test_gradient_of_shard_map_with_tiles_that_are_skipped(options, jit, mode, d
     over = mesh(mode, devices)
     mapped = jax.shard_map(attention, mesh=over, in_specs=(P("data"),), out_specs=P("data"))
     with jax.set_mesh(over):
-        ours = jit(jax.grad(loss(mapped)))(place(over, arrays, dict.fromkeys(arrays, P("data"))))
-    assert_close(ours, jax.jit(jax.grad(loss(attention)))(arrays))
+        actual = jit(jax.grad(loss(mapped)))(place(over, arrays, dict.fromkeys(arrays, P("data"))))
+    assert_close(actual, jax.jit(jax.grad(loss(attention)))(arrays))
 
 
-def test_shard_map_with_global_ids_has_the_mask_of_the_whole():
+def test_shard_map_with_global_dropout_ids():
     case = SHARDED(dropout=0.4)
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)["o"]
@@ -337,12 +337,12 @@ def test_shard_map_with_global_ids_has_the_mask_of_the_whole():
 
     spec = P("data", None, "model", None)
     function = jax.shard_map(attention, mesh=mesh("auto", 4, 2), in_specs=(spec,) * 3, out_specs=spec)
-    ours = jax.jit(function)(arrays["query"], arrays["key"], arrays["value"])
-    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+    actual = jax.jit(function)(arrays["query"], arrays["key"], arrays["value"])
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_shard_map_over_one_axis_and_not_the_other(mode):
+def test_shard_map_over_one_of_two_axes(mode):
     case = SHARDED(bias="1nts")
     arrays = case.arrays()
 
@@ -362,8 +362,8 @@ def test_shard_map_over_one_axis_and_not_the_other(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["scale", "dropout_head_ids"])
-def test_mapped_over_what_a_call_has_one_of(name, mode):
-    """Each example is a call, wherever the examples are."""
+def test_vmap_over_arguments_without_batch_dim(name, mode):
+    """vmap makes a separate call for each example."""
     examples = Case(B=8, T=32, S=32, N=4, K=2).arrays()
     given = {"scale": jnp.linspace(0.1, 0.8, 8), "dropout_head_ids": jnp.arange(32).reshape(8, 4)}[name]
 
@@ -376,10 +376,10 @@ def test_mapped_over_what_a_call_has_one_of(name, mode):
         return jax.value_and_grad(loss)(query, given)
 
     expected = both(jnp.asarray(examples["query"]), given)
-    on = mesh(mode, 4)
-    with jax.set_mesh(on):
-        examples = place(on, examples, dict.fromkeys(examples, P("data")))
-        given = jax.device_put(given, NamedSharding(on, P("data")))
+    devices = mesh(mode, 4)
+    with jax.set_mesh(devices):
+        examples = place(devices, examples, dict.fromkeys(examples, P("data")))
+        given = jax.device_put(given, NamedSharding(devices, P("data")))
         value, gradient = jax.jit(both)(examples["query"], given)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Shapes whose batch and lengths are symbols (`jax.export.symbolic_shape`), as Keras and servers have them."""
+"""Shapes with symbolic batch and lengths (`jax.export.symbolic_shape`), which Keras and servers use."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ EVERYTHING = Case(
 
 
 def described(tree, symbols):
-    """The shapes and dtypes of arrays, with symbols in place of the sizes that they stand for."""
+    """Return the shapes and dtypes of arrays, with symbols in place of their sizes."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct([symbols.get(size, size) for size in x.shape], x.dtype), tree)
 
 
@@ -43,8 +43,8 @@ def described(tree, symbols):
     ],
     ids=str,
 )
-def test_one_export_computes_every_size(everything, implementation):
-    """Forward and backward, with sizes above and below the size of a block, and none a multiple of 16."""
+def test_one_export_for_every_size(everything, implementation):
+    """Forward and backward, with sizes above and below the block size and not multiples of 16."""
 
     def attention(arrays):
         o, statistics = jax_flash.attention_with_statistics(
@@ -71,7 +71,7 @@ def test_one_export_computes_every_size(everything, implementation):
 
 @pytest.mark.filterwarnings("ignore:attention takes implementation")
 @pytest.mark.parametrize("implementation", [None, "xla", "reference"])
-def test_functions_of_entries(implementation):
+def test_score_and_mask_functions(implementation):
     slopes = jnp.arange(1.0, 4.0)
     attend = functools.partial(
         jax_flash.dot_product_attention,
@@ -86,7 +86,7 @@ def test_functions_of_entries(implementation):
     np.testing.assert_allclose(exported.call(x, x, x), attend(x, x, x), rtol=1e-5, atol=1e-5)
 
 
-def test_the_fused_calls_are_evaluated_but_not_lowered():
+def test_fused_calls_are_evaluated_but_not_lowered():
     b, t, s = export.symbolic_shape("b, t, s")
     query, key = (jax.ShapeDtypeStruct((b, size, 4, 8), "float32") for size in (t, s))
     attend = jax.jit(functools.partial(jax_flash.dot_product_attention, implementation="flash"))
@@ -101,7 +101,7 @@ def test_the_fused_calls_are_evaluated_but_not_lowered():
         jax_flash.explain(problem)
 
 
-def test_what_falls_back_is_a_warning_at_the_users_line():
+def test_fallback_warning_points_to_the_users_line():
     (t,) = export.symbolic_shape("t")
     x = jax.ShapeDtypeStruct((2, t, 4, 8), "float32")
     with pytest.warns(UserWarning, match="these are symbolic: query length t, key/value length t") as warned:

@@ -1,4 +1,4 @@
-"""Traced integers as `local_window_size` mean the same as the numbers that they stand for.
+"""Traced integers in `local_window_size` have the same meaning as concrete numbers.
 
 `Case(traced=True)` is one of the features of `test_accuracy.py`, `test_sharding.py` and `test_sequence.py`.
 """
@@ -42,24 +42,24 @@ def same(traced, static, **tolerance):
     ids=str,
 )
 def test_any_integer(window):
-    """A number or a pair, of which one alone may be traced. A large one bounds nothing. Concrete arrays are numbers."""
+    """A number or a pair, of which one may be traced. Large numbers bound nothing. Concrete arrays count as numbers."""
     arrays = [x for x in jax.tree.leaves(window) if not isinstance(x, int)]
 
-    def of_arrays(arrays):
+    def with_arrays(arrays):
         arrays = iter(arrays)
         return attend(local_window_size=jax.tree.map(lambda x: x if isinstance(x, int) else next(arrays), window))
 
-    same(jax.jit(of_arrays)(arrays), attend(local_window_size=window))
+    same(jax.jit(with_arrays)(arrays), attend(local_window_size=window))
 
 
 def test_negative_is_zero():
-    """A traced number is not read, so it cannot be refused."""
+    """A traced number is unknown, so it cannot be refused."""
     same(jax.jit(lambda w: attend(local_window_size=w))(jnp.int32(-5)), attend(local_window_size=0))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def described(T, S, causal, window, offset, lengths):
-    """The ranges of rows and of keys, and what the mask_mod says of each entry."""
+    """Return the ranges of rows and of keys, and the values of the mask_mod."""
     q, k = (jnp.zeros((1, size, 1, 8)) for size in (T, S))
     problem, operands = arguments.problem_and_operands(q, k, k, None, None, Call(is_causal=causal))
     given = {"query_seq_lengths": lengths[:1], "key_value_seq_lengths": lengths[1:], "query_offset": offset[None]}
@@ -74,18 +74,18 @@ OFFSETS = st.one_of(st.integers(-12, 12), st.sampled_from([2**30, -(2**30), 2**3
 
 
 @given(st.tuples(SIZES, SIZES), OFFSETS, st.tuples(st.integers(0, T), st.integers(0, S)), st.booleans())
-def test_which_entries(window, offset, lengths, causal):
-    """Ranges of rows, of keys, and the mask_mod say of each entry what a window of numbers does; no end falls."""
+def test_entries(window, offset, lengths, causal):
+    """Ranges of rows, ranges of keys and the mask_mod equal a window of numbers. Ends of ranges never decrease."""
     i, j = np.ogrid[:T, :S]
     p = i + offset
-    seen = (p - window[0] <= j) & (j <= p + window[1])
+    visible = (p - window[0] <= j) & (j <= p + window[1])
     given = (np.array(x, np.int32) for x in (window, offset, lengths))
     rows, keys, within = map(np.asarray, described(T, S, causal, *given))
-    if offset <= 2**31 - T:  # positions of programs have 32 bits
-        np.testing.assert_array_equal(within, seen)
-    seen &= (~np.bool_(causal) | (j <= p)) & (i < lengths[0]) & (j < lengths[1])
-    np.testing.assert_array_equal((rows[:, :1] <= j) & (j < rows[:, 1:]), seen)
-    np.testing.assert_array_equal((keys[:, 0] <= i) & (i < keys[:, 1]), seen)
+    if offset <= 2**31 - T:  # positions in programs have 32 bits
+        np.testing.assert_array_equal(within, visible)
+    visible &= (~np.bool_(causal) | (j <= p)) & (i < lengths[0]) & (j < lengths[1])
+    np.testing.assert_array_equal((rows[:, :1] <= j) & (j < rows[:, 1:]), visible)
+    np.testing.assert_array_equal((keys[:, 0] <= i) & (i < keys[:, 1]), visible)
     assert (np.diff(rows, axis=0) >= 0).all() and (np.diff(keys, axis=0) >= 0).all()
 
 
@@ -98,7 +98,7 @@ def odd(batch, head, query, key):
 
 
 def gradients(attention, *inputs):
-    """The result and its gradients."""
+    """Return the result and its gradients."""
     o, pull = jax.vjp(attention, *inputs)
     return o, pull(jnp.cos(o))
 
@@ -114,7 +114,7 @@ def gradients(attention, *inputs):
     ],
     ids=["mask_mod", "mask_mod that is a window", "score_mod", "block mask, mask_mod", "block mask of a function"],
 )
-def test_beside(options):
+def test_with_other_options(options):
     """Options that `Case` does not have."""
 
     def results(window):
@@ -124,12 +124,12 @@ def test_beside(options):
     same(jax.jit(results)((jnp.int32(6), jnp.int32(3))), jax.jit(lambda: results((6, 3)))())
 
 
-LAYERS = [3, 2**31 - 1, 0]  # a local layer, a global one, and another
+LAYERS = [3, 2**31 - 1, 0]  # a local layer, a global one, and one with a window of 0
 
 
 @pytest.mark.parametrize("options", [{}, {"query_segment_ids": np.arange(24) // 9}], ids=["ranges", "mask_mod"])
 def test_layers(options):
-    """The layers in a scan with remat; each layer alone under vmap; each layer on its own device under shard_map."""
+    """Run the layers in a scan with remat, each layer in vmap, and each layer on its own device in shard_map."""
     options = {name: np.stack([x, x]) for name, x in options.items()}
     if options:
         options["key_value_segment_ids"] = options["query_segment_ids"]
@@ -188,15 +188,15 @@ def test_pages(implementation):
 
 
 def test_modules():
-    """A call's option goes before the module's attribute."""
+    """An option of the call overrides the module's attribute."""
     nnx = pytest.importorskip("flax.nnx")
-    ours = pytest.importorskip("jax_flash.nnx")
-    layer = ours.MultiHeadAttention(2, 8, is_causal=True, local_window_size=2, decode=False, rngs=nnx.Rngs(0))
+    module = pytest.importorskip("jax_flash.nnx")
+    layer = module.MultiHeadAttention(2, 8, is_causal=True, local_window_size=2, decode=False, rngs=nnx.Rngs(0))
     x = Q[..., 0, :]
     same(nnx.jit(lambda layer, w: layer(x, local_window_size=w))(layer, 5), layer(x, local_window_size=5))
 
 
-def test_is_described():
+def test_shapes_of_traced_windows():
     q, w = jax.ShapeDtypeStruct((2, 64, 4, 16), "float32"), jax.ShapeDtypeStruct((), "int32")
     assert Problem.of(q, q, q, local_window_size=w).mask.ranges
     masked = Problem.of(q, q, q, local_window_size=(w, 3), mask=jax.ShapeDtypeStruct((64, 64), "bool")).mask

@@ -1,4 +1,4 @@
-"""The fused attention under JAX's transformations gives what it gives without, and runs what it should and no more."""
+"""The fused attention under JAX's transformations: same results, and only the necessary kernel calls."""
 
 import functools
 import itertools
@@ -16,14 +16,14 @@ import jax_flash
 pytestmark = pytest.mark.usefixtures("device")
 
 B, T, S, N, K, D = 2, 21, 27, 4, 2, 8
-OPTIONS = {}  # of `attend`, where a test gives no others
+OPTIONS = {}  # default options of `attend`
 
 
 @pytest.fixture(scope="module", params=[None, "flash"], ids=["default", "flash"], autouse=True)
 def implementation(request):
-    """What users run, and the fused calls without what that falls back to."""
+    """The default implementation, and the fused calls without its fallback."""
     OPTIONS["implementation"] = request.param
-    jax.clear_caches()  # JAX keeps traces of `attend`, which are those of the other
+    jax.clear_caches()  # cached traces of `attend` have the other implementation
     return request.param
 
 
@@ -49,19 +49,19 @@ def loss(query, key, value, bias=None, **options):
 
 
 def assert_close(x, y):
-    """Up to the rounding of what XLA makes of the code around the kernels."""
+    """Compare up to the rounding of XLA's code around the kernels."""
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), x, y)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), x) == jax.tree.map(lambda x: (x.shape, x.dtype), y)
 
 
 def calls(function, *args):
-    """How often the compiled program calls the forward and the backward kernel."""
+    """Count the calls of the forward and the backward kernel in the compiled program."""
     text = jax.jit(function).lower(*args).compile().as_text()
     return tuple(text.count(f'custom_call_target="jax_flash_{name}"') for name in ("forward", "backward"))
 
 
 def traced_calls(function, *args):
-    """How often the traced program does on one platform, before XLA merges what it finds twice."""
+    """Count the calls in the traced program of one platform, before XLA merges equal calls."""
     count = {"jax_flash_forward": 0, "jax_flash_backward": 0}
 
     def walk(x):
@@ -78,7 +78,7 @@ def traced_calls(function, *args):
 
 
 def problems(function, *args):
-    """The problems of the backward kernels that the compiled program calls, field by field."""
+    """Return the problem of each backward call in the compiled program, as a dict of fields."""
     text = jax.jit(function).lower(*args).compile().as_text()
     lines = [line for line in text.splitlines() if 'custom_call_target="jax_flash_backward"' in line]
     return [dict(re.findall(r"(\w+)=(\w+)", line[line.index("version=") :])) for line in lines]
@@ -110,7 +110,7 @@ def test_eval_shape():
 
 @pytest.mark.parametrize("mapped", list(itertools.product([0, None], repeat=4))[:-1], ids=str)
 def test_vmap_over_any_operands(mapped):
-    """Values and gradients, of what is mapped and of what is shared."""
+    """Values and gradients of mapped and of shared operands."""
     q, k, v, bias = arrays(B)
     args = [jnp.stack([x, x + 1]) if axis == 0 else x for x, axis in zip((q, k, v, bias), mapped, strict=True)]
     gradient = jax.value_and_grad(lambda *args: loss(*args, is_causal=True), (0, 1, 2, 3))
@@ -119,7 +119,7 @@ def test_vmap_over_any_operands(mapped):
     assert_close(jax.jit(jax.vmap(gradient, in_axes=mapped))(*args), expected)
 
 
-def test_gradient_of_vmap_sums_over_what_is_shared():
+def test_gradient_of_vmap_sums_over_shared_operands():
     q, k, v, bias = arrays(3, B)
     k, v, bias = k[0], v[0], bias[0]
 
@@ -153,7 +153,7 @@ def test_nested_vmap_with_other_axes():
 @pytest.mark.parametrize(
     "name", ["mask", "query_seq_lengths", "key_value_seq_lengths", "segments", "query_offset", "dropout_key"]
 )
-def test_vmap_over_what_has_no_gradient(name):
+def test_vmap_over_operands_without_gradient(name):
     q, k, v, _ = arrays(B)
     values = {
         "mask": jax.random.bernoulli(jax.random.key(5), 0.6, (3, 1, N, T, S)),
@@ -178,14 +178,14 @@ def test_vmap_over_what_has_no_gradient(name):
 
 @pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)], ids=str)
 def test_vmap_over_sinks(mapped):
-    """In one call, of what is mapped and of what is shared."""
+    """vmap makes one call, with mapped and with shared operands."""
     q, k, v, _ = arrays(B)
     args = [jnp.stack([x, x + 1, x - 2]) if axis == 0 else x for x, axis in zip((q, normal(4, N)), mapped, strict=True)]
     gradient = jax.value_and_grad(lambda q, sinks: loss(q, k, v, sinks=sinks), (0, 1))
     singles = [gradient(*(x[i] if axis == 0 else x for x, axis in zip(args, mapped, strict=True))) for i in range(3)]
-    together = jax.vmap(gradient, in_axes=mapped)
-    assert_close(jax.jit(together)(*args), jax.tree.map(lambda *x: jnp.stack(x), *singles))
-    assert calls(together, *args) == (1, 1)
+    batched = jax.vmap(gradient, in_axes=mapped)
+    assert_close(jax.jit(batched)(*args), jax.tree.map(lambda *x: jnp.stack(x), *singles))
+    assert calls(batched, *args) == (1, 1)
 
 
 def test_vmap_is_one_call():
@@ -193,10 +193,10 @@ def test_vmap_is_one_call():
     assert calls(jax.vmap(jax.grad(loss, (0, 1, 2))), q, k, v) == (1, 1)
 
 
-# --- what runs ---
+# --- kernel calls ---
 
 
-def test_only_the_gradients_asked_for_are_computed():
+def test_requested_gradients():
     args = arrays(B)
     for chosen in [(0,), (1,), (2,), (3,), (0, 2), (0, 1, 2, 3)]:
         (problem,) = problems(jax.grad(loss, chosen), *args)
@@ -209,7 +209,7 @@ def test_forward_alone_is_one_call():
 
 
 def block(x, w):
-    """Something like a layer: attention between products whose results a remat policy may throw away."""
+    """A layer: attention between products. A remat policy may discard the results of the products."""
     q, k, v = (jnp.einsum("btnd,de->btne", x, w[i]) for i in range(3))
     return x + jnp.tanh(attend(q, k, v, is_causal=True))
 
@@ -227,7 +227,7 @@ def test_remat():
 
 
 def test_remat_policy_saves_the_residuals():
-    """The forward then is not run again."""
+    """Then the forward does not run again."""
     x, w = normal(0, B, T, N, D), normal(1, 3, D, D) / D
     policy = jax.checkpoint_policies.save_only_these_names(*jax_flash.RESIDUAL_NAMES)
 
@@ -253,7 +253,7 @@ def test_scan_over_layers():
     expected = jax.jit(jax.grad(looped, (0, 1)))(x, w)
     results = jax.jit(jax.grad(scanned, (0, 1)))(x, w)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), results, expected)
-    assert calls(jax.grad(scanned, (0, 1)), x, w) == (2, 1)  # in the loop over layers, and again in the one backwards
+    assert calls(jax.grad(scanned, (0, 1)), x, w) == (2, 1)  # the loop over layers, and again in the backward loop
 
 
 def test_control_flow():
@@ -271,7 +271,7 @@ def test_control_flow():
 
 # --- second derivatives through loops ---
 
-# From a query, and two keys and values.
+# Functions of a query, and of two keys and values.
 LOOPS = {
     "scan": lambda attend, q, k, v: jax.lax.scan(lambda x, _: (attend(x, k[0], v[0]), None), q, None, length=2)[0],
     "scan of remat": lambda attend, q, k, v: jax.lax.scan(
@@ -322,7 +322,7 @@ def test_hessian_through_a_loop(implementation):
     assert_near(hessian(implementation)(q, k, v), hessian("xla")(q, k, v))
 
 
-def test_derivatives_of_a_loop_run_the_kernels(implementation):
+def test_derivatives_of_loops_run_the_kernels(implementation):
     q, k, v, _ = arrays(2, B)
     gradient = gradient_of_loop("scan", implementation, 0)
     penalty = jax.grad(lambda *args: (gradient(*args) ** 2).sum())
@@ -330,11 +330,11 @@ def test_derivatives_of_a_loop_run_the_kernels(implementation):
 
 
 def assert_near(x, y):
-    """Second derivatives add up more of what rounds."""
+    """Compare second derivatives, which accumulate more rounding errors."""
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), x, y)
 
 
-# --- ahead of time, and memory ---
+# --- export and memory ---
 
 
 def test_export_round_trip(device):
@@ -351,7 +351,7 @@ def test_export_round_trip(device):
 
 
 def test_export_for_a_platform_without_kernels():
-    """The platform is chosen when lowering: what has no kernels there is the blockwise form."""
+    """The implementation is chosen at lowering: a platform without kernels uses the blockwise implementation."""
     q, k, v, _ = arrays(B)
     function = jax.jit(jax_flash.dot_product_attention)
     exported = export.export(function, platforms=("cpu", "cuda", "tpu"), disabled_checks=EXPORT_CHECKS)(q, k, v)
@@ -359,8 +359,8 @@ def test_export_for_a_platform_without_kernels():
     assert_close(export.deserialize(exported.serialize()).call(q, k, v), function(q, k, v))
 
 
-def test_names_of_the_calls():
-    """Of instructions and operations, which profiles show."""
+def test_profiler_names():
+    """Profiles show the names of instructions and operations."""
     q, k, v, _ = arrays(B)
     with jax.named_scope("layer3"):
         text = jax.jit(jax.grad(loss)).lower(q, k, v).compile().as_text()
@@ -385,26 +385,26 @@ def test_one_array_as_all_operands():
     assert_close(gradient, sum(jax.grad(loss, (0, 1, 2))(x, x, x)))
 
 
-def test_arrays_without_gradients_are_not_asked_for():
-    """A loss of a constant bias: no dbias; integers and keys get no gradients."""
+def test_arrays_without_gradients():
+    """A constant bias has no dbias. Integers and keys have no gradients."""
     q, k, v, bias = arrays(B)
     (problem,) = problems(jax.grad(lambda q: loss(q, k, v, bias, dropout_rate=0.1, dropout_key=jax.random.key(0))), q)
     assert (problem["dq"], problem["dk"], problem["dv"], problem["dbias"]) == ("1", "0", "0", "0")
 
 
-def test_what_was_asked_for_before_does_not_matter():
-    """JAX keeps traces of a jitted function: what one gradient asked of it is not what the next one does."""
+def test_gradients_do_not_depend_on_cached_traces():
+    """JAX caches traces of a jitted function. A gradient must not depend on gradients requested before."""
     q, k, v, bias = arrays(B)
     function = jax.jit(functools.partial(attend, return_residual=True))
 
-    def of(index):
+    def loss_of_result(index):
         return lambda *args: (function(*args)[index] ** 2).sum()
 
-    expected = jax.grad(of(1), (0, 3))(q, k, v, bias)
+    expected = jax.grad(loss_of_result(1), (0, 3))(q, k, v, bias)
     jax.clear_caches()
-    jax.grad(of(0), (0, 3))(q, k, v, bias)
-    jax.grad(of(0), 0)(q, k, v, bias)
-    assert_close(jax.grad(of(1), (0, 3))(q, k, v, bias), expected)
+    jax.grad(loss_of_result(0), (0, 3))(q, k, v, bias)
+    jax.grad(loss_of_result(0), 0)(q, k, v, bias)
+    assert_close(jax.grad(loss_of_result(1), (0, 3))(q, k, v, bias), expected)
 
 
 def test_statistics_without_cotangent_cost_nothing():

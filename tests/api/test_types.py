@@ -1,4 +1,4 @@
-"""What type checkers know of the public functions: mypy checks this file, and pytest that it says the truth."""
+"""Static types of the public functions. mypy checks this file, and pytest checks that the types are true."""
 
 from typing import assert_type
 
@@ -12,7 +12,7 @@ X = jnp.ones((1, 16, 2, 8))
 ENDS = jnp.array([0, 16])
 
 
-def test_an_array_without_the_residual():
+def test_without_the_residual():
     o = assert_type(jax_flash.dot_product_attention(X, X, X), jax.Array)
     causal = assert_type(
         jax_flash.dot_product_attention(X, X, X, None, None, is_causal=True, return_residual=False), jax.Array
@@ -20,7 +20,7 @@ def test_an_array_without_the_residual():
     assert isinstance(o, jax.Array) and isinstance(causal, jax.Array)
 
 
-def test_a_pair_with_the_residual():
+def test_with_the_residual():
     pair = assert_type(
         jax_flash.dot_product_attention(X, X, X, scale=0.5, local_window_size=(3, 0), return_residual=True),
         tuple[jax.Array, jax.Array],
@@ -29,7 +29,7 @@ def test_a_pair_with_the_residual():
 
 
 @pytest.mark.parametrize("residual", [False, True])
-def test_either_where_it_is_not_known(residual: bool):
+def test_with_an_unknown_flag(residual: bool):
     result = jax_flash.dot_product_attention(X, X, X, return_residual=residual)
     assert_type(result, jax.Array | tuple[jax.Array, jax.Array])
     assert isinstance(result, tuple) == residual
@@ -59,7 +59,7 @@ def test_pages():
 
 
 def test_wrong_arguments():
-    """mypy says that an ignored error is none if it does not see it."""
+    """mypy reports an ignored error that it does not find."""
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
         jax_flash.dot_product_attention(X, X, X, causal=True)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="is_causal must be True or False"):
@@ -69,12 +69,12 @@ def test_wrong_arguments():
 
 
 def test_tab_completion_shows_public_names():
-    """Modules that a user has imported are public, too. All names are there."""
+    """Submodules that a user has imported are public, too."""
     names = set(dir(jax_flash))
     assert set(jax_flash.__all__) <= names
     assert names - set(jax_flash.__all__) <= {"__version__", "equinox", "io_model", "keras", "linen", "nnx"}
     assert all(hasattr(jax_flash, name) for name in names)
 
 
-def test_a_problem():
+def test_problem():
     assert isinstance(assert_type(jax_flash.Problem.of(X, X, X), jax_flash.Problem), jax_flash.Problem)

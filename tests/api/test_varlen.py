@@ -1,4 +1,4 @@
-"""Packed sequences with the places where they begin: each is attended to by itself."""
+"""Packed sequences with cumulative lengths. Each sequence attends only to itself."""
 
 import functools
 
@@ -32,7 +32,7 @@ def tokens(T, heads, dim, seed=0):
 
 
 def one_by_one(attention, cu_q, cu_k, query, key, value):
-    """The sequences, each by itself: `attention(number, query, key, value, offset)`."""
+    """Apply `attention(number, query, key, value, offset)` to each sequence separately."""
     parts = [jnp.zeros((0, *query.shape[1:]), query.dtype)]
     for b, (q0, q1, k0, k1) in enumerate(zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True)):
         if q0 < q1:
@@ -56,8 +56,8 @@ def test_implementations(pack, implementation):
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("kind", ["score_mod", "mask_mod"])
-def test_mods_count_in_sequences(kind):
-    """With the number of the sequence for the batch, and places in it; what they capture has a gradient."""
+def test_mods_use_positions_in_sequences(kind):
+    """The batch index is the sequence number, and positions count within sequences. Captured arrays have gradients."""
     cu_q, cu_k = np.array([0, 5, 5, 35, 52]), np.array([0, 25, 30, 60, 71])
     q, k, v, table = tokens(55, 2, 16), tokens(75, 1, 16, 1), tokens(75, 1, 16, 2), tokens(4, 40, 2, 3)
 
@@ -96,8 +96,8 @@ def test_mods_count_in_sequences(kind):
         (lambda b, h, i, j: (j <= i) & (i - j < 9), {"local_window_size": (3, 20)}, {"local_window_size": (3, 0)}),
     ],
 )
-def test_a_mask_mod_that_is_a_window(mask_mod, given, window):
-    """It becomes that window in each sequence. Where one has more queries than keys, its first queries see nothing."""
+def test_mask_mod_that_is_a_window(mask_mod, given, window):
+    """It becomes that window in each sequence. In one with more queries than keys, the first queries see no key."""
     packs = ([0, 5, 5, 35, 52], [0, 25, 30, 60, 71]), ([0, 30], [0, 12]), ([0], [0])
     q, k = tokens(55, 2, 16), tokens(75, 1, 16, 1)
     for cu in packs:
@@ -123,21 +123,21 @@ def test_new_lengths_do_not_recompile():
     assert (results[2][44:] == 0).all()
 
 
-def test_traced_numbers_that_fall_or_are_beyond_stay_within():
-    """They count as the largest before them, and as the end of the arrays."""
+def test_invalid_traced_lengths():
+    """Decreasing numbers count as the largest before them, and large numbers as the end of the arrays."""
     q, k = tokens(60, 2, 8), tokens(40, 2, 8, 1)
 
     @jax.jit
     def attend(cu_q, cu_k):
         return jax_flash.varlen_attention(q, k, k, cu_q, cu_k)
 
-    wild = attend(np.array([-5, 20, 10, 2**31 - 1]), np.array([9, 20, -7, 100]))
-    np.testing.assert_array_equal(wild, attend(np.array([0, 20, 20, 60]), np.array([0, 20, 20, 40])))
+    found = attend(np.array([-5, 20, 10, 2**31 - 1]), np.array([9, 20, -7, 100]))
+    np.testing.assert_array_equal(found, attend(np.array([0, 20, 20, 60]), np.array([0, 20, 20, 40])))
 
 
 @pytest.mark.usefixtures("device")
 def test_vmap_remat_and_scan():
-    """Packs with different lengths at once, and layers of one."""
+    """vmap over packs with different lengths, and layers over one pack."""
     q = tokens(3 * 50, 2, 16).reshape(3, 50, 2, 16)
     cu = np.array([[0, 20, 50], [0, 0, 31], [0, 49, 50]])
 
@@ -156,17 +156,17 @@ def test_vmap_remat_and_scan():
     def layers(attend, q):
         return jax.lax.scan(lambda x, _: (x + attend(x, cu[0]), None), q, length=2)[0]
 
-    def written_out(q):
+    def unrolled(q):
         x = q + attend(q, cu[0])
         return x + attend(x, cu[0])
 
-    expected = total(written_out)(q[0])
+    expected = total(unrolled)(q[0])
     np.testing.assert_allclose(total(functools.partial(layers, jax.checkpoint(attend)))(q[0]), expected, atol=1e-4)
 
 
 @pytest.mark.usefixtures("x64")
 def test_derivatives():
-    """First order by the kernels, second order and forward mode in plain JAX."""
+    """First order by the kernels; second order and forward mode in plain JAX."""
     q, k = (jnp.asarray(x, jnp.float64) for x in (tokens(12, 2, 4), tokens(14, 1, 4, 1)))
 
     def attend(q, k, implementation=None):
@@ -177,13 +177,13 @@ def test_derivatives():
     check_grads(functools.partial(attend, implementation="xla"), (q, k), 1, modes=["fwd"], atol=1e-3, rtol=1e-3)
 
 
-def test_a_symbolic_number_of_tokens_is_refused():
+def test_symbolic_number_of_tokens_is_refused():
     q = jax.ShapeDtypeStruct(jax.export.symbolic_shape("t, 2, 4"), jnp.float32)
     with pytest.raises(NotImplementedError, match=r"symbolic shapes: query \(t, 2, 4\)"):
         jax.export.export(jax.jit(lambda q: jax_flash.varlen_attention(q, q, q, np.array([0, 5]))))(q)
 
 
-def test_a_symbolic_number_of_sequences_is_refused():
+def test_symbolic_number_of_sequences_is_refused():
     q, (size,) = tokens(8, 2, 4), jax.export.symbolic_shape("b")
     with pytest.raises(NotImplementedError, match=r"symbolic shapes: cu_seqlens_q \(b,\)"):
         jax.export.export(jax.jit(lambda cu: jax_flash.varlen_attention(q, q, q, cu)))(
@@ -205,7 +205,7 @@ def test_export():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("axes", [(None, "x"), ("x", None), ("x", "y")], ids=str)
 def test_sharded(axes, kind):
-    """Heads and tokens over the devices of a mesh: the sequences know nothing of it."""
+    """Heads and tokens are sharded independently of the sequences."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), (kind, kind))
     q, k, cu = tokens(64, 8, 16), tokens(64, 4, 16, 1), np.array([0, 3, 40, 40, 61])
 
@@ -226,8 +226,8 @@ def test_sharded(axes, kind):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_lengths_that_are_sharded(kind):
-    """Those of one call, and of a batch of packs with a device for each."""
+def test_sharded_lengths(kind):
+    """Sharded lengths of one call, and of a batch of packs with one pack per device."""
     mesh, q = jax.make_mesh((4,), ("x",), (kind,)), tokens(4 * 24, 4, 16).reshape(4, 24, 4, 16)
     cu = np.array([[0, 3, 9, 24], [0, 0, 20, 21], [0, 8, 16, 24], [0, 24, 24, 24]])
 
@@ -244,7 +244,7 @@ def test_lengths_that_are_sharded(kind):
 
 @pytest.mark.parametrize("implementation", [None, "xla", "reference"])
 def test_no_tokens(implementation):
-    """Of one side, also beside functions of one's own, which look their sequences up."""
+    """No queries or no keys, with score_mod and mask_mod."""
     options = {"score_mod": lambda s, b, h, i, j: s + b, "mask_mod": lambda b, h, i, j: j <= i + b}
     q = tokens(8, 4, 16)
     attend = functools.partial(jax_flash.varlen_attention, implementation=implementation, **options)

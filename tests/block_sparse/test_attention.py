@@ -99,7 +99,7 @@ def test_other_implementations(name, implementation):
 
 @pytest.mark.parametrize("name", ["by both", "dropout"])
 def test_equals_boolean_mask(name):
-    """Compare all results, including those of empty rows and with dropout."""
+    """Compare all results, including empty rows, with and without dropout."""
     case = ATTENTION[name]
     arrays, cotangents = case.arrays(), case.cotangents()
     results = run(case, arrays, cotangents)

@@ -1,6 +1,6 @@
-"""What only a GPU can show: TF32, sizes and memory, determinism, CUDA graphs, streams, several devices.
+"""Properties that only a GPU can show: TF32, sizes and memory, determinism, CUDA graphs, streams, several devices.
 
-That the kernels are right is the business of the other tests, which run on CPU and GPU (the fixture `device`).
+Other tests check the results of the kernels on CPU and GPU (the fixture `device`).
 """
 
 import functools
@@ -52,12 +52,12 @@ attend = functools.partial(jax_flash.dot_product_attention, implementation="flas
 
 @pytest.mark.parametrize("case", [case for case in FEATURES if case.E % 8 == 0], ids=str)
 def test_tf32(case):
-    """At default precision the error is at most twice that of standard attention with operands rounded to TF32."""
+    """At default precision, the error is at most twice the error of standard attention on TF32 operands."""
     check_tf32(case, draws=4)
 
 
 def test_tf32_large_scores():
-    """Which the passes must round alike: exp makes much of a difference."""
+    """Forward and backward must round scores in the same way, because exp amplifies differences."""
     check_tf32(Case(T=130, S=150, D=64, E=64, spread=12.0, scale=1.0), draws=8)
 
 
@@ -79,7 +79,7 @@ def test_f64_is_refused():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_forward_is_the_same_every_time(dtype):
+def test_forward_is_reproducible(dtype):
     q, k, v = (normal(i, 2, 1000, 4, 64, dtype=dtype) for i in range(3))
     function = jax.jit(lambda q, k, v: attend(q, k, v, is_causal=True, return_residual=True))
     first = function(q, k, v)
@@ -88,7 +88,7 @@ def test_forward_is_the_same_every_time(dtype):
 
 
 SEGMENTS = np.searchsorted([3, 400, 401, 700], np.arange(1100), side="right")[None].repeat(2, 0)
-HIDDEN_FROM_SOME_WARPGROUPS = {
+SEPARATE_KEY_RANGES = {
     "causal": {"is_causal": True},
     "window": {"is_causal": True, "local_window_size": (100, 0)},
     "both sides": {"local_window_size": (30, 90), "query_offset": np.array([-200, 300], "int32")},
@@ -97,9 +97,9 @@ HIDDEN_FROM_SOME_WARPGROUPS = {
 }
 
 
-@pytest.mark.parametrize("options", HIDDEN_FROM_SOME_WARPGROUPS.values(), ids=HIDDEN_FROM_SOME_WARPGROUPS)
-def test_warpgroups_that_walk_keys_of_their_own(options):
-    """More tiles of 256 queries than multiprocessors, so that Hopper's forward takes these."""
+@pytest.mark.parametrize("options", SEPARATE_KEY_RANGES.values(), ids=SEPARATE_KEY_RANGES)
+def test_tiles_of_256_queries(options):
+    """Hopper's forward uses these if there are more than SMs. Their warpgroups have separate key ranges."""
     q, k, v = (normal(i, 2, 1100, heads, 64) for i, heads in enumerate((40, 8, 8)))
     function = jax.jit(functools.partial(attend, **options))
     first = function(q, k, v)
@@ -116,7 +116,7 @@ def test_warpgroups_that_walk_keys_of_their_own(options):
     [{}, {"is_causal": True}, {"local_window_size": (300, 0)}, {"query_seq_lengths": np.array([2000, 700])}],
     ids=str,
 )
-def test_deterministic_backward_is_the_same_every_time(options, dim, dtype):
+def test_deterministic_backward_is_reproducible(options, dim, dtype):
     q, k, v = (normal(i, 2, 2000, h, dim, dtype=dtype) for i, h in enumerate((16, 8, 8)))
     sinks = normal(4, 16, dtype=dtype)
 
@@ -151,7 +151,7 @@ def test_deterministic_backward_with_a_bias():
 
 
 def test_block_mask_with_short_lists():
-    """The backward as one kernel, with far more lists than multiprocessors and heads than have scratch at a time."""
+    """The single-kernel backward, with far more lists than SMs, and more heads than its scratch holds at a time."""
     arrays = [normal(i, 2, 4096, 24, 64) for i in range(4)]
     block_mask = jax_flash.patterns.local_window(4096, 4096, 300, 300)
 
@@ -165,13 +165,13 @@ def test_block_mask_with_short_lists():
             assert np.linalg.norm(x - y) <= 0.004 * np.linalg.norm(y)
 
 
-OF_HOPPER = ["test_feature and bfloat16", "test_feature and float16", "(test_head_dim or test_long) and bfloat16"]
-OF_HOPPER += ["(test_head_dim or test_long) and float16", "test_tf32"]
+HOPPER_TESTS = ["test_feature and bfloat16", "test_feature and float16", "(test_head_dim or test_long) and bfloat16"]
+HOPPER_TESTS += ["(test_head_dim or test_long) and float16", "test_tf32"]
 
 
-@pytest.mark.parametrize("tests", OF_HOPPER)
+@pytest.mark.parametrize("tests", HOPPER_TESTS)
 def test_every_kernel_family(tests):
-    """The kernels for Ampere run on every later GPU; here for what takes Hopper's by itself: 16-bit inputs and TF32."""
+    """Run Ampere's kernels for inputs that would use Hopper's by default: 16-bit dtypes and TF32."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
     command += ["numerics/test_accuracy.py", "gpu", "-k", f"({tests}) and not test_every_kernel_family"]
     environment = os.environ | {"JAX_FLASH_CUDA_KERNELS": "sm80"}
@@ -184,7 +184,7 @@ def test_every_kernel_family(tests):
 
 @functools.partial(jax.jit, static_argnames="window")
 def last_rows(q, k, v, window):
-    """Standard attention of the last rows, 64 at most, of the last head of the last batch entry, in f32."""
+    """Standard attention in float32 for the last rows, at most 64, of the last head of the last batch entry."""
     q, k, v = (x[-1, :, -1].astype(jnp.float32) for x in (q, k, v))
     T, S = min(k.shape[0], 64), min(k.shape[0], (window or k.shape[0]) + 64)
     s = jnp.matmul(q[-T:], k[-S:].T, precision="highest") / np.sqrt(q.shape[-1])
@@ -196,7 +196,7 @@ def last_rows(q, k, v, window):
 
 @pytest.mark.parametrize("N", [1, 2, 3, 63, 64, 65, 1000, 4096, 16383, 65536])
 def test_length(N):
-    """Forward, and backward from the last rows."""
+    """The forward, and the backward from the last rows."""
     q, k, v = (normal(i, 1, N, 2, 64) for i in range(3))
     o, pull = jax.vjp(lambda *x: attend(*x, is_causal=True)[0, -64:, -1].astype(jnp.float32), q, k, v)
     expected, expected_pull = jax.vjp(lambda *x: last_rows(*x, None), q, k, v)
@@ -208,7 +208,7 @@ def test_length(N):
 
 
 def test_more_than_2_31_elements():
-    """Forward and backward; a window keeps it short."""
+    """Forward and backward. A window shortens the test."""
     shape = (2, 65536, 128, 136)
     q, k, v = (normal(i, *shape) for i in range(3))
 
@@ -227,8 +227,8 @@ def test_more_than_2_31_elements():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_more_heads_than_have_scratch(causal):
-    """Of the backward, at a time: 300 and 536 are more than 108 and 212, fewer at a time give the same."""
+def test_more_heads_than_scratch(causal):
+    """The backward has scratch for 108 or 212 heads at a time. Calls with fewer heads give the same results."""
     q, k, v = (normal(i, 2, 640, 268 if causal else 150, 64) for i in range(3))
 
     @jax.jit
@@ -245,8 +245,8 @@ def test_more_heads_than_have_scratch(causal):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("batch", "N", "kv_heads"), [(1, 1000, 1), (4, 1000, 8), (4, 1000, 16), (1, 65536, 8)])
-def test_heads_that_share_keys(batch, N, kv_heads, causal, dim):
-    """In the backward: one by one, in turn, or if causal and many together. As if each had keys of its own."""
+def test_grouped_heads(batch, N, kv_heads, causal, dim):
+    """The backward has several loops for heads that share keys. The results equal those with repeated keys."""
     shape = batch, N, 48, dim
     q, do = normal(0, *shape), normal(1, *shape)
     k, v = (normal(i, batch, N, kv_heads, dim) for i in (2, 3))
@@ -255,14 +255,14 @@ def test_heads_that_share_keys(batch, N, kv_heads, causal, dim):
     def gradients(q, k, v):
         return jax.vjp(lambda *x: attend(*x, is_causal=causal), q, k, v)[1](do)
 
-    dq, *of_own = gradients(q, *(jnp.repeat(x, 48 // kv_heads, 2) for x in (k, v)))
-    expected = dq, *(x.astype(jnp.float32).reshape(*k.shape[:3], -1, dim).sum(3) for x in of_own)
+    dq, *per_head = gradients(q, *(jnp.repeat(x, 48 // kv_heads, 2) for x in (k, v)))
+    expected = dq, *(x.astype(jnp.float32).reshape(*k.shape[:3], -1, dim).sum(3) for x in per_head)
     for ours, exact in zip(gradients(q, k, v), expected, strict=True):
         np.testing.assert_allclose(ours.astype(jnp.float32), exact, atol=0.02 * float(jnp.abs(exact).max()))
 
 
-def test_one_long_sequence_before_short_ones():
-    """Blocks that are done with theirs wait in the backward for scratch that the long one has, and must not keep it."""
+def test_long_sequence_before_short_ones():
+    """CTAs that finish short sequences wait for scratch of the long one, and must not keep it from others."""
     q, k, v = (normal(i, 24, 12800, 1, 64) for i in range(3))
     lengths = jnp.ones(24, jnp.int32).at[0].set(12800)
 
@@ -278,7 +278,7 @@ def test_one_long_sequence_before_short_ones():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("N", "dim"), [(1000, 64), (1000, 128), (4096, 64), (4096, 128)])
 def test_gradient_of_a_table(N, dim, causal):
-    """Of relative positions: that of the bias that it is, added up along its diagonals."""
+    """The gradient of a table of relative positions equals the gradient of the bias, summed along its diagonals."""
     q, k, v, do = (normal(i, 1, N, 2, dim) for i in range(4))
     distances = jnp.arange(N)[:, None] - jnp.arange(N) + N - 1
 
@@ -295,7 +295,7 @@ def test_gradient_of_a_table(N, dim, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_slopes_of_long_distances(causal):
-    """ALiBi as beside a query offset, which nobody knows before: each distance then becomes a float for itself."""
+    """Compare ALiBi with and without a query offset. With one, each distance is converted to float separately."""
     q, k, v, do = (normal(i, 1, 65536, 2, 64) for i in range(4))
 
     @jax.jit
@@ -311,14 +311,14 @@ def test_slopes_of_long_distances(causal):
         assert float(jnp.linalg.norm(x - y)) <= 0.004 * float(jnp.linalg.norm(y))
 
 
-def test_a_million_keys():
+def test_million_keys():
     q, k, v = (normal(i, 1, 2**20, 1, 64) for i in range(3))
     o = attend(q, k, v, is_causal=True)
     np.testing.assert_allclose(o[0, -64:, 0].astype(jnp.float32), last_rows(q, k, v, None), atol=0.01)
 
 
 def linear_memory(N, dim):
-    """Of 4 heads, in bytes: 5% above q, k, v, O, their gradients, the statistics and one f32 dQ."""
+    """Return 105% of the bytes of q, k, v, O, their gradients, the statistics and one float32 dQ, for 4 heads."""
     arrays, statistics, dq = 8 * 2 * 4 * N * dim, 4 * 4 * 4 * N, 4 * 4 * N * dim
     return 1.05 * (arrays + statistics + dq) + 2**20
 
@@ -326,7 +326,7 @@ def linear_memory(N, dim):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("N", [1024, 16384, 262144])
 def test_memory_is_linear(N, dim):
-    """As XLA plans it."""
+    """Check the memory that XLA plans."""
     x = jax.ShapeDtypeStruct((1, N, 4, dim), jnp.bfloat16)
 
     def step(q, k, v, do):
@@ -340,7 +340,7 @@ def test_memory_is_linear(N, dim):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_peak_memory(dim):
-    """The same, as the device's allocator counts it, for a quarter of a million keys."""
+    """Check the peak of the device's allocator for 262144 keys."""
     N = 262144
     program = """
         import sys
@@ -369,7 +369,7 @@ def test_peak_memory(dim):
 
 
 def test_cuda_graphs(tmp_path):
-    """XLA captures all calls of a program into one CUDA graph, and launches it with other arrays."""
+    """XLA captures all calls of a program in one CUDA graph, and launches it with other arrays."""
     program = """
         import functools, pathlib, sys
         import jax
@@ -410,14 +410,14 @@ def test_cuda_graphs(tmp_path):
             for ours, expected in zip(result, plain(*x)):
                 np.testing.assert_allclose(ours.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
 
-        # What the program has become: operations at the left margin are launched, those of a graph are indented.
+        # The compiled program: unindented operations are launched, those inside a graph are indented.
         (path,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
         operations = path.read_text().splitlines()
         launched = [line for line in operations if line.strip() and not line.startswith(" ")]
         assert len(launched) == 1 and "kCommandBuffer" in launched[0], operations
         assert sum("kCustomCall" in line for line in operations) == 6, operations
 
-        # What the driver was told.
+        # The driver's calls.
         (path,) = folder.rglob("*.xplane.pb")
         planes = jax.profiler.ProfileData.from_file(str(path)).planes
         events = [event.name for plane in planes for line in plane.lines for event in line.events]
@@ -470,7 +470,7 @@ def test_several_devices():
 
 @pytest.mark.parametrize("how", ["contiguous", "zigzag", "jit"])
 @pytest.mark.parametrize("K", [1, 4])
-def test_a_sequence_over_several_devices(K, how):
+def test_sequence_over_several_devices(K, how):
     devices = jax.devices("gpu")
     if len(devices) < 2:
         pytest.skip("one GPU only")

@@ -1,6 +1,6 @@
 """Compares the fused kernels with exact results.
 
-The error must be at most twice that of standard attention in the same dtype, plus a few units in the last place.
+The error must be at most twice the error of standard attention in the same dtype, plus a few units in the last place.
 """
 
 import jax

@@ -17,13 +17,13 @@ def bounded(case: Case) -> Mods:
 
 
 def replaced(case: Case) -> Mods:
-    """Return a score_mod whose derivatives do not depend on the score."""
+    """Return a score_mod with derivatives that do not depend on the score."""
     table = np.random.default_rng(3).normal(size=(case.N, case.S)).astype(np.float32)
     return (Mod("score_mod", lambda table: lambda s, b, h, q, k: jnp.where(k % 3 == 0, table[h, k], s), (table,)),)
 
 
 def capped(case: Case) -> Mods:
-    """Return a score_mod whose derivative depends on the score. It captures no array."""
+    """Return a score_mod with a derivative that depends on the score. It captures no array."""
     return (Mod("score_mod", lambda: lambda s, b, h, q, k: 1.5 * jnp.tanh(s / 1.5)),)
 
 
@@ -36,7 +36,7 @@ def infinite_entries(case: Case) -> np.ndarray:
 
 
 def check(case: Case, mods: Mods, implementation: str | None, dtype: str, bias_dtype: str = "") -> None:
-    """Compare the results with those of a mask, including the gradient of the scale. Empty rows have NaN cotangents."""
+    """Compare with a mask, including the gradient of the scale. Empty rows have NaN cotangents."""
     scale = np.asarray(case.D**-0.5, "float64" if dtype == "float64" else "float32")
     arrays = case.arrays(dtype) | captured(mods, scale.dtype.name)
     do, dlogsumexp = case.cotangents(dtype)

@@ -90,7 +90,7 @@ def run(pack: Pack, arrays: Arrays, cotangents: Any, implementation: str | None 
 
 
 def check(pack: Pack, dtype: str, implementation: str | None = "flash") -> None:
-    """Check that the error is at most twice that of standard attention in the same dtype, plus a few ulps."""
+    """Check that the error is at most twice the error of standard attention in the same dtype, plus a few ulps."""
     dense, kind = pack.dense_case, np.dtype(dtype)
     sums = np.float64 if dtype == "float64" else np.float32
     baseline: dict[str, float] = {}

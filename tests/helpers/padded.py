@@ -1,4 +1,4 @@
-"""Calls whose padding holds NaN or inf. The oracle receives the same call with finite padding."""
+"""Calls with NaN or inf in the padding. The oracle receives the same call with finite padding."""
 
 from __future__ import annotations
 

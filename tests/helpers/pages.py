@@ -70,7 +70,7 @@ def run(cache: Cache, arrays: Arrays, **options: Any) -> dict[str, np.ndarray]:
 
 
 def check(cache: Cache, dtype: str, **options: Any) -> None:
-    """Check that the error is at most twice that of standard attention in the same dtype, plus a few ulps."""
+    """Check that the error is at most twice the error of standard attention in the same dtype, plus a few ulps."""
     case, kind, arrays = cache.contiguous, np.dtype(dtype), cache.arrays(dtype)
     cotangents = case.cotangents(dtype)
 

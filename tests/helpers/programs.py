@@ -71,7 +71,7 @@ def one_way_ramps(case: Case) -> Mod:
 
 
 def soft_cap(case: Case) -> Mod:
-    """A soft cap whose cap is a captured scalar."""
+    """A soft cap. The cap is a captured scalar."""
     return Mod("score_mod", lambda cap: lambda s, b, h, q, k: cap * jnp.tanh(s / cap), (np.asarray(1.5, np.float32),))
 
 
@@ -150,7 +150,7 @@ def low_rank(case: Case) -> Mod:
 
 
 def sums(case: Case) -> Mod:
-    """Captured arrays indexed by head, by row, by key and by distance, and one whose gradient has no such structure."""
+    """Captured arrays indexed by head, by row, by key and by distance, and one with an unstructured gradient."""
 
     def make(rates, left, right, buckets, pairs):
         def score_mod(s, b, h, q, k):
@@ -164,7 +164,7 @@ def sums(case: Case) -> Mod:
 
 
 def mla_rope(case: Case) -> Mod:
-    """Multi-head latent attention: the positions enter by a second product, whose keys are shared by all heads."""
+    """Multi-head latent attention: positions enter by a second product, with keys shared by all heads."""
     queries, keys = _normal(10, case.B, case.T, case.N, 4), _normal(11, case.B, case.S, 4)
 
     def make(queries, keys):
@@ -344,7 +344,7 @@ def undefined_where_masked(case: Case, distance: Callable[[jax.Array], jax.Array
 
 
 def wavy(case: Case) -> tuple[Mod]:
-    """A score_mod whose derivative changes its sign."""
+    """The derivative of this score_mod changes its sign."""
     return (Mod("score_mod", lambda: lambda s, b, h, q, k: jnp.sin(3 * s) * (1.0 + k % 2)),)
 
 

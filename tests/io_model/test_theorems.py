@@ -46,7 +46,7 @@ def test_accesses_are_within_constants(algorithm):
 
 
 def test_theta():
-    """The expressions are those of the paper (for standard attention with M >= d²)."""
+    """The expressions equal the paper's (for standard attention with M >= d²)."""
     N, d, M = 512, 64, 8192
     assert io_model.theta("algorithm_0", N, d, M) == io_model.theta("algorithm_3", N, d, M) == N * d + N**2
     for algorithm in ("algorithm_1", "algorithm_2", "algorithm_4", "kernel_forward", "kernel_backward"):
@@ -136,7 +136,7 @@ def forward_and_backward(forward, backward, N, d, M, s=1):
 
 
 def access_ratio(N, d, M):
-    """Return the accesses of standard attention divided by those of FlashAttention, forward and backward."""
+    """Return the ratio of accesses, standard attention to FlashAttention, forward and backward."""
     standard = forward_and_backward("algorithm_0", "algorithm_3", N, d, M)
     return standard / forward_and_backward("algorithm_1", "algorithm_4", N, d, M)
 

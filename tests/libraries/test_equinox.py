@@ -1,4 +1,4 @@
-"""`jax_flash.equinox` against Equinox's own module."""
+"""`jax_flash.equinox` compared with Equinox's own module."""
 
 import forwarded_options
 import guide
@@ -22,15 +22,15 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def pair(**options):
-    """The stock module and ours, with the same parameters."""
+    """Return the stock module and the fused one, with the same parameters."""
     return (
         kind(HEADS, FEATURES, **options, key=jax.random.key(1))
         for kind in (eqx.nn.MultiheadAttention, MultiheadAttention)
     )
 
 
-def assert_equal_with_gradients(stock, ours, inputs, mask=None, tolerance=2e-5, **options):
-    """Of a batch, by the vmap of Equinox's users: `options` are those of ours in place of the mask."""
+def assert_equal_with_gradients(stock, fused, inputs, mask=None, tolerance=2e-5, **options):
+    """Compare a batch under vmap. `options` are passed to the fused module instead of the mask."""
 
     @eqx.filter_jit
     def run(layer, inputs, mask, options):
@@ -42,7 +42,7 @@ def assert_equal_with_gradients(stock, ours, inputs, mask=None, tolerance=2e-5, 
         return eqx.filter_value_and_grad(loss, has_aux=True)((layer, inputs))
 
     (_, want), expected = run(stock, inputs, mask, {})
-    (_, got), gradients = run(ours, inputs, None if options else mask, options)
+    (_, got), gradients = run(fused, inputs, None if options else mask, options)
     for g, w in zip(jax.tree.leaves((got, gradients)), jax.tree.leaves((want, expected)), strict=True):
         np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance * np.abs(w).max())
 
@@ -52,11 +52,11 @@ SELF = (normal(0, BATCH, T, FEATURES),) * 3
 
 
 @pytest.mark.parametrize("mask", [None, CAUSAL, np.stack([CAUSAL, ~CAUSAL | np.eye(T, dtype=bool)] * 2)])
-def test_equals_the_stock_module(mask):
+def test_equals_stock_module(mask):
     assert_equal_with_gradients(*pair(use_query_bias=True, use_output_bias=True), SELF, mask)
 
 
-def test_sizes_of_its_own_for_everything():
+def test_all_sizes_different():
     sizes = {"key_size": 24, "value_size": 40, "output_size": 20, "qk_size": 8, "vo_size": 16}
     inputs = normal(0, BATCH, T, FEATURES), normal(1, BATCH, S, 24), normal(2, BATCH, S, 40)
     assert_equal_with_gradients(*pair(**sizes), inputs, normal(3, T, S) > 0)
@@ -72,32 +72,32 @@ def test_options_in_place_of_masks():
 
 
 def test_lengths_of_each_example():
-    stock, ours = pair()
+    stock, fused = pair()
     lengths = jnp.array([3, 12, 7])
-    got = jax.vmap(lambda x, n: ours(x, x, x, key_value_seq_lengths=n[None]))(SELF[0], lengths)
+    got = jax.vmap(lambda x, n: fused(x, x, x, key_value_seq_lengths=n[None]))(SELF[0], lengths)
     want = jax.vmap(lambda x, n: stock(x, x, x, jnp.tile(jnp.arange(T) < n, (T, 1))))(SELF[0], lengths)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
 def test_rotary_embedding_as_process_heads():
     rotate = jax.vmap(eqx.nn.RotaryPositionalEmbedding(FEATURES // HEADS), in_axes=1, out_axes=1)
-    stock, ours = (
+    stock, fused = (
         jax.vmap(lambda x, layer=layer: layer(x, x, x, process_heads=lambda q, k, v: (rotate(q), rotate(k), v)))(
             SELF[0]
         )
         for layer in pair()
     )
-    np.testing.assert_allclose(ours, stock, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(fused, stock, rtol=2e-5, atol=2e-5)
 
 
-def test_a_batch_is_one_call():
-    _, ours = pair()
-    text = jax.jit(jax.vmap(lambda x: ours(x, x, x))).lower(SELF[0]).as_text()
+def test_batch_is_one_call():
+    _, fused = pair()
+    text = jax.jit(jax.vmap(lambda x: fused(x, x, x))).lower(SELF[0]).as_text()
     assert text.count("@jax_flash_forward") == 1 and f"batch={BATCH}" in text
 
 
 def test_dropout():
-    """With the identity as values and as the output projection the output is the dropped-out weights."""
+    """With identities as values and as output projection, the output is the matrix of weights after dropout."""
     length, rate = 64, 0.25
     _, layer = pair(dropout_p=rate, key_size=length, value_size=length, vo_size=length, output_size=HEADS * length)
     weights = [np.zeros_like(layer.query_proj.weight), np.tile(np.eye(length), (HEADS, 1)), np.eye(HEADS * length)]
@@ -116,39 +116,39 @@ def test_dropout():
         layer(*inputs)
 
 
-def test_the_leaves_of_a_stock_module_fit(tmp_path):
+def test_leaves_of_stock_module_fit(tmp_path):
     stock, _ = pair(use_value_bias=True)
-    ours = MultiheadAttention(HEADS, FEATURES, use_value_bias=True, key=jax.random.key(2))
+    fused = MultiheadAttention(HEADS, FEATURES, use_value_bias=True, key=jax.random.key(2))
     eqx.tree_serialise_leaves(tmp_path / "layer.eqx", stock)
     for copied in (
-        eqx.tree_deserialise_leaves(tmp_path / "layer.eqx", ours),
-        jax.tree.unflatten(jax.tree.structure(ours), jax.tree.leaves(stock)),
+        eqx.tree_deserialise_leaves(tmp_path / "layer.eqx", fused),
+        jax.tree.unflatten(jax.tree.structure(fused), jax.tree.leaves(stock)),
     ):
         assert_equal_with_gradients(stock, copied, SELF)
 
 
 def test_mixed_dtypes_are_promoted():
-    _, ours = pair()
+    _, fused = pair()
     half = SELF[0][0].astype(jnp.bfloat16)
-    layer = eqx.tree_at(lambda layer: layer.query_proj.weight, ours, ours.query_proj.weight.astype(jnp.bfloat16))
+    layer = eqx.tree_at(lambda layer: layer.query_proj.weight, fused, fused.query_proj.weight.astype(jnp.bfloat16))
     assert layer(half, SELF[0][0], SELF[0][0]).dtype == np.float32
 
 
 def test_errors():
-    _, ours = pair()
+    _, fused = pair()
     x = SELF[0][0]
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
-        ours(x, x, x, causal=True)
-    for name in ("deterministic", "bias", "return_residual"):  # which dot_product_attention knows, or Equinox
+        fused(x, x, x, causal=True)
+    for name in ("deterministic", "bias", "return_residual"):  # arguments of dot_product_attention or of Equinox
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-            ours(x, x, x, **{name: True})
+            fused(x, x, x, **{name: True})
     with pytest.raises(ValueError, match="do not fit together"):
-        ours(x, x, x[1:])
+        fused(x, x, x[1:])
 
 
 def test_each_option_reaches_the_call(monkeypatch):
-    (_, ours), x = pair(), SELF[0][0]
-    forwarded_options.check(monkeypatch, attention, "dot_product_attention", ours, x, x, x)
+    (_, fused), x = pair(), SELF[0][0]
+    forwarded_options.check(monkeypatch, attention, "dot_product_attention", fused, x, x, x)
 
 
 def test_guide():

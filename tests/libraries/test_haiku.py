@@ -1,4 +1,4 @@
-"""The Haiku module of docs/libraries.md against Haiku's own."""
+"""The Haiku module of docs/libraries.md compared with Haiku's own."""
 
 import guide
 import jax
@@ -32,7 +32,7 @@ X, Y = normal(0, B, T, 24), normal(1, B, S, 32)
         ((X[0], Y[0], Y[0]), normal(2, 1, T, S) > 0, {}),
     ],
 )
-def test_equals_the_stock_module(inputs, mask, options):
+def test_equals_stock_module(inputs, mask, options):
     def transformed(kind, **options):
         def forward(*inputs):
             layer = kind(
@@ -43,9 +43,9 @@ def test_equals_the_stock_module(inputs, mask, options):
         return hk.without_apply_rng(hk.transform(forward))
 
     stock = transformed(hk.MultiHeadAttention, mask=mask)
-    ours = transformed(MultiHeadAttention, **(options or {"mask": mask}))
+    fused = transformed(MultiHeadAttention, **(options or {"mask": mask}))
     params = stock.init(jax.random.key(0), *inputs)
-    jax.tree.map(np.testing.assert_array_equal, ours.init(jax.random.key(0), *inputs), params)
+    jax.tree.map(np.testing.assert_array_equal, fused.init(jax.random.key(0), *inputs), params)
 
     def results(module):
         def loss(params, inputs):
@@ -54,6 +54,6 @@ def test_equals_the_stock_module(inputs, mask, options):
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, inputs)
 
-    got, want = jax.tree.leaves(results(ours)), jax.tree.leaves(results(stock))
+    got, want = jax.tree.leaves(results(fused)), jax.tree.leaves(results(stock))
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=2e-5, atol=1e-4)

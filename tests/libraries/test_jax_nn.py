@@ -1,4 +1,4 @@
-"""`jax_flash.patch_jax_nn`: layers that call `jax.nn.dot_product_attention` run the fused kernels, unchanged."""
+"""`jax_flash.patch_jax_nn`: unchanged layers that call `jax.nn.dot_product_attention` use the fused kernels."""
 
 import os
 
@@ -46,20 +46,20 @@ def keras_hub_model():
 
 
 def equinox_layer():
-    """Which computes its attention itself, so that the patch changes nothing."""
+    """Equinox computes attention itself, so the patch has no effect."""
     equinox = pytest.importorskip("equinox")
     layer = equinox.nn.MultiheadAttention(3, 24, key=jax.random.key(0))
     return lambda: layer(X[0], X[0], X[0], mask=np.tri(12, dtype=bool))
 
 
 def fused(function):
-    """How many forward kernels the program runs."""
-    jax.clear_caches()  # of the layer's own functions under jax.jit
+    """Count the forward kernels of the program."""
+    jax.clear_caches()  # the layer may contain jitted functions
     return jax.jit(lambda: function()).lower().as_text().count("@jax_flash_forward")
 
 
 @pytest.mark.parametrize("implementation", [None, "xla", "cudnn"])
-def test_every_implementation_is_the_fused_one(implementation):
+def test_every_implementation_becomes_fused(implementation):
     want = attend(is_causal=True, local_window_size=4)
     with jax_flash.patch_jax_nn():
         np.testing.assert_allclose(
@@ -82,7 +82,7 @@ def test_stock_layers(make, calls):
         np.testing.assert_allclose(function(), want, rtol=1e-4, atol=1e-5)
 
 
-def test_the_patch_is_made_at_once_and_taken_back_in_order():
+def test_patches_are_restored_in_order():
     stock = jax.nn.dot_product_attention
     first = jax_flash.patch_jax_nn()
     assert jax.nn.dot_product_attention is not stock

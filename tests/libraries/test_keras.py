@@ -1,4 +1,4 @@
-"""`jax_flash.keras` against Keras's own layer, on JAX."""
+"""`jax_flash.keras` compared with Keras's own layer, on JAX."""
 
 import inspect
 import os
@@ -28,7 +28,7 @@ MASK = normal(2, B, T, S) > -0.5
 
 
 def pair(**options):
-    """The stock layer and ours, with the same weights."""
+    """Return the stock layer and the fused one, with the same weights."""
     layers = [kind(HEADS, DIM, **options) for kind in (keras.layers.MultiHeadAttention, MultiHeadAttention)]
     for layer in layers:
         layer.build(X.shape, Y.shape)
@@ -39,7 +39,7 @@ def pair(**options):
 
 
 def results(layer, inputs, **options):
-    """The output, and the gradients of the weights and of the inputs."""
+    """Return the output, and the gradients of the weights and of the inputs."""
 
     def loss(weights, inputs):
         out, _ = layer.stateless_call(weights, [v.value for v in layer.non_trainable_variables], *inputs, **options)
@@ -51,7 +51,7 @@ def results(layer, inputs, **options):
 
 
 def assert_close(got, want, tolerance=2e-5):
-    """Relative to the largest of all: the gradient of the keys' bias is 0, but for rounding."""
+    """Compare relative to the largest of all results: the gradient of the key bias is 0 up to rounding."""
     largest = max(np.abs(w).max() for w in want)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance * largest)
@@ -72,23 +72,23 @@ def assert_close(got, want, tolerance=2e-5):
         ),
     ],
 )
-def test_equals_the_stock_layer(inputs, options, call):
-    stock, ours = pair(**options)
-    assert_close(results(ours, inputs, **call), results(stock, inputs, **call))
+def test_equals_stock_layer(inputs, options, call):
+    stock, fused = pair(**options)
+    assert_close(results(fused, inputs, **call), results(stock, inputs, **call))
 
 
-@pytest.mark.skipif("sliding_window" not in PARAMETERS, reason="Keras has it from 3.14 on")
+@pytest.mark.skipif("sliding_window" not in PARAMETERS, reason="Keras has it since 3.14")
 @pytest.mark.parametrize("causal", [False, True])
 def test_sliding_window(causal):
-    stock, ours = pair(sliding_window=3)
-    assert_close(*(results(layer, (X, X), use_causal_mask=causal) for layer in (ours, stock)))
+    stock, fused = pair(sliding_window=3)
+    assert_close(*(results(layer, (X, X), use_causal_mask=causal) for layer in (fused, stock)))
 
 
 def test_padding_and_training(recwarn):
-    """A model whose masks come from its embedding; padded tokens do not count in the loss."""
+    """The masks come from the embedding. Padded tokens do not count in the loss."""
     tokens = np.random.default_rng(0).integers(1, 20, (8, T))
     tokens[1::2, -4:] = 0
-    shown = tokens != 0
+    kept = tokens != 0
 
     def model(attention):
         inputs = keras.Input((T,), dtype="int32")
@@ -100,19 +100,19 @@ def test_padding_and_training(recwarn):
     def losses(model):
         return model.fit(tokens, tokens, batch_size=4, epochs=3, shuffle=False, verbose=0).history["loss"]
 
-    stock, ours = model(keras.layers.MultiHeadAttention(HEADS, DIM)), model(MultiHeadAttention(HEADS, DIM))
-    ours.set_weights(stock.get_weights())
-    got, want = (model.predict(tokens, verbose=0) for model in (ours, stock))
-    assert_close([got[shown]], [want[shown]])
-    got, want = losses(ours), losses(stock)
+    stock, fused = model(keras.layers.MultiHeadAttention(HEADS, DIM)), model(MultiHeadAttention(HEADS, DIM))
+    fused.set_weights(stock.get_weights())
+    got, want = (model.predict(tokens, verbose=0) for model in (fused, stock))
+    assert_close([got[kept]], [want[kept]])
+    got, want = losses(fused), losses(stock)
     assert_close([got], [want])
     assert got[-1] < got[0]
-    assert_close(ours.get_weights(), stock.get_weights())
+    assert_close(fused.get_weights(), stock.get_weights())
     assert not [str(w.message) for w in recwarn if "mask" in str(w.message)]
 
 
-def test_a_block_in_a_functional_model_of_any_length():
-    """Keras evaluates the layer inside of another one on symbolic shapes, where batch and length are one symbol."""
+def test_nested_layer_in_a_functional_model():
+    """Keras evaluates a nested layer with a symbolic shape in which batch and length are the same symbol."""
 
     class Block(keras.layers.Layer):
         def __init__(self, kind):
@@ -126,57 +126,57 @@ def test_a_block_in_a_functional_model_of_any_length():
         inputs = keras.Input((None, FEATURES))
         return keras.Model(inputs, Block(kind)(inputs))
 
-    stock, ours = model(keras.layers.MultiHeadAttention), model(MultiHeadAttention)
-    assert ours.output_shape == (None, None, FEATURES)
-    ours.set_weights(stock.get_weights())
+    stock, fused = model(keras.layers.MultiHeadAttention), model(MultiHeadAttention)
+    assert fused.output_shape == (None, None, FEATURES)
+    fused.set_weights(stock.get_weights())
     for x in (X, Y):
-        assert_close([ours.predict(x, verbose=0)], [stock.predict(x, verbose=0)])
-    ours.compile("sgd", "mse")
-    assert np.isfinite(ours.fit(X, X, verbose=0).history["loss"]).all()
+        assert_close([fused.predict(x, verbose=0)], [stock.predict(x, verbose=0)])
+    fused.compile("sgd", "mse")
+    assert np.isfinite(fused.fit(X, X, verbose=0).history["loss"]).all()
 
 
-def test_masks_given_for_keys_alone():
+def test_key_masks():
     valid = np.arange(S) < np.array([[S], [4]])
-    stock, ours = pair()
-    got = results(ours, (X, Y), value_mask=valid)
+    stock, fused = pair()
+    got = results(fused, (X, Y), value_mask=valid)
     assert_close(got, results(stock, (X, Y), attention_mask=valid[:, None]))
-    assert_close(got, results(ours, (X, Y), key_mask=valid))
+    assert_close(got, results(fused, (X, Y), key_mask=valid))
 
 
 def test_masks_as_lists():
-    """And numbers as truth values, as the stock layer takes them."""
+    """Masks may be lists of numbers, as in the stock layer."""
     lengths = {"query_mask": (T, 5), "value_mask": (S, 4), "key_mask": (3, S)}
     masks = {name: (np.arange(max(x)) < np.array(x)[:, None]).astype(int).tolist() for name, x in lengths.items()}
     masks["attention_mask"] = (MASK | (np.arange(S) == 0)).tolist()  # a key for every query
-    stock, ours = pair()
-    shown = np.array(masks["query_mask"], bool)
-    got, want = (np.asarray(layer(X, Y, **masks))[shown] for layer in (ours, stock))
+    stock, fused = pair()
+    kept = np.array(masks["query_mask"], bool)
+    got, want = (np.asarray(layer(X, Y, **masks))[kept] for layer in (fused, stock))
     assert_close([got], [want])
 
 
 def test_dropout():
-    _, ours = pair(dropout=0.5, seed=1)
-    quiet = np.asarray(ours(X, X))
-    np.testing.assert_array_equal(ours(X, X, training=False), quiet)
-    draws = np.stack([ours(X, X, training=True) for _ in range(300)])
+    _, fused = pair(dropout=0.5, seed=1)
+    quiet = np.asarray(fused(X, X))
+    np.testing.assert_array_equal(fused(X, X, training=False), quiet)
+    draws = np.stack([fused(X, X, training=True) for _ in range(300)])
     assert (draws[0] != draws[1]).mean() > 0.9
     spread = draws.std(axis=0) / np.sqrt(len(draws))
     assert 0.7 < np.sqrt(((draws.mean(axis=0) - quiet) ** 2).mean() / (spread**2).mean()) < 1.3
 
 
 def test_saved_models_load(tmp_path):
-    """Weights of a model with stock layers, and a whole model with ours."""
+    """Load the weights of a model with stock layers, and a whole model with fused layers."""
 
     def model(kind):
         inputs = keras.Input((T, FEATURES))
         return keras.Model(inputs, kind(HEADS, DIM, dropout=0.5, name="attention")(inputs, inputs))
 
-    stock, ours = model(keras.layers.MultiHeadAttention), model(MultiHeadAttention)
+    stock, fused = model(keras.layers.MultiHeadAttention), model(MultiHeadAttention)
     stock.save_weights(tmp_path / "stock.weights.h5")
-    ours.load_weights(tmp_path / "stock.weights.h5")
+    fused.load_weights(tmp_path / "stock.weights.h5")
     want = stock.predict(X, verbose=0)
-    assert_close([ours.predict(X, verbose=0)], [want])
-    ours.save(tmp_path / "ours.keras")
+    assert_close([fused.predict(X, verbose=0)], [want])
+    fused.save(tmp_path / "ours.keras")
     loaded = keras.saving.load_model(tmp_path / "ours.keras")
     assert isinstance(loaded.get_layer("attention"), MultiHeadAttention)
     assert_close([loaded.predict(X, verbose=0)], [want])
@@ -188,12 +188,12 @@ def test_mixed_precision():
 
 
 def test_refusals(monkeypatch):
-    _, ours = pair()
+    _, fused = pair()
     with pytest.raises(NotImplementedError, match="`return_attention_scores`"):
-        ours(X, X, return_attention_scores=True)
+        fused(X, X, return_attention_scores=True)
     with pytest.raises(NotImplementedError, match=r"inputs of shape \[B, length, dim\], not \(2, 1, 12, 24\)"):
         MultiHeadAttention(HEADS, DIM)(X[:, None], X[:, None])
-    if "use_gate" in PARAMETERS:  # from Keras 3.14 on
+    if "use_gate" in PARAMETERS:  # since Keras 3.14
         with pytest.raises(NotImplementedError, match="`use_gate`"):
             MultiHeadAttention(HEADS, DIM, use_gate=True)
     monkeypatch.setattr(keras.backend, "backend", lambda: "torch")

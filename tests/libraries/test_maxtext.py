@@ -1,6 +1,6 @@
-"""The function of docs/libraries.md for MaxText, on stand-ins for what it takes of MaxText.
+"""The function of docs/libraries.md for MaxText, with stand-ins for the parts of MaxText that it uses.
 
-That it does what MaxText's own attention does is not shown here: MaxText is no package to install beside a test.
+There is no comparison with MaxText's own attention, because MaxText cannot be installed with the tests.
 """
 
 import enum
@@ -44,7 +44,7 @@ def op(kind: AttentionType):
 
 
 B, S, HEADS, KV_HEADS, DIM = 2, 24, 4, 2, 8
-START, T = 10, 9  # a chunk of a prefill
+START, T = 10, 9  # a chunk of a chunked prefill
 
 
 @pytest.mark.parametrize("kind", [kind for kind in AttentionType if kind is not AttentionType.COMPRESSED])
@@ -66,7 +66,7 @@ def test_masks_cap_and_sinks(attend, kind, chunk):
     }[kind]
     visible = visible & (ids[:, None, :, None] == ids[:, None, None, :])
     key, value = (np.repeat(x, HEADS // KV_HEADS, axis=2) for x in (key, value))
-    scores = 2 * np.tanh(np.einsum("btnd,bsnd->bnts", query, key) / 2)  # MaxText's queries are scaled
+    scores = 2 * np.tanh(np.einsum("btnd,bsnd->bnts", query, key) / 2)  # MaxText scales queries before the call
     weights = np.where(visible, np.exp(scores), 0)
     weights /= weights.sum(-1, keepdims=True) + np.exp(sinks)[:, None, None]
     want = np.einsum("bnts,bsnd->btnd", weights, value)[:, rows]

@@ -222,7 +222,7 @@ def test_mask_programs(program, case, dtype):
     ids=str,
 )
 def test_captured_gradients_with_cancellation(case, dtype):
-    """The gradients of the captured arrays are sums whose terms mostly cancel."""
+    """The gradients of the captured arrays are sums, and their terms mostly cancel."""
     mods = (programs.sums(case),)
     programs.check(case, lambda: mods, "flash", dtype, tolerance_dtype="bfloat16")
 
@@ -672,7 +672,7 @@ WGMMA = """
         (LOAD.format(16) + "MbarrierWait(&shared.barrier, 0);", ""),
         (
             LOAD.format(32) + "MbarrierWait(&shared.barrier, 0);",
-            "threads 0-127 wait for mbarrier .* 16 bytes are to come",
+            "threads 0-127 wait for mbarrier .* 16 bytes are missing",
         ),
         (LOAD.format(16) + "MbarrierArrive(&shared.barrier);", "one arrival too many"),
         (LOAD.format(16), "ended before their copies"),
@@ -680,7 +680,7 @@ WGMMA = """
         ("if (threadIdx.x > 0) __syncthreads();", "deadlock: .* threads 1-127 wait for barrier 0"),
         ("BarrierSync(1, threadIdx.x < 64 ? 64 : 128);", "barrier 1 of .* threads"),
         ("if (threadIdx.x % 2) SyncWarp(); else SetMaxRegistersDown<24>();", "other lanes of the warp at"),
-        ("CpAsync(SharedAddress(shared.bytes) + 8, &zeros, true);", "no multiple of 16"),
+        ("CpAsync(SharedAddress(shared.bytes) + 8, &zeros, true);", "not a multiple of 16"),
         ("CpAsync(SharedAddress(memory) + 4096, &zeros, true);", "16 bytes at 4096"),
         ("memory[5000 + threadIdx.x] = 0;", r"touched byte 5\d\d\d of the 4096 of shared memory"),
         ("*(int*)0 = 0;", "touched address"),

@@ -96,7 +96,7 @@ def test_sizes_of_a_block_mask(changes, message):
 
 
 def test_fields_match_python():
-    """Names, order and types equal those of `Problem`, `Mask` and `Score`."""
+    """Names, order and types are the same as in `Problem`, `Mask` and `Score`."""
     declared = [(field.name, field.type) for field in dataclasses.fields(Problem) if field.name not in PARTS]
     declared += [
         (f"{name}.{field.name}", field.type) for name, kind in PARTS.items() for field in dataclasses.fields(kind)
@@ -156,7 +156,7 @@ def test_unavailable_instruction_set(isa, message):
 
 
 def test_operands_match_python():
-    """Names and order equal those of `Operands`."""
+    """Names and order are the same as in `Operands`."""
     assert [name for name, *_ in _native.operands()] == [name for name in Operands._fields if name != "captured"]
 
 

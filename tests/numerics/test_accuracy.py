@@ -1,6 +1,6 @@
 """Errors of the fused kernels, forward and backward, for every feature and dtype, on CPU and GPU.
 
-The error may be at most twice that of standard attention in the same dtype, plus a few units in the last place.
+The error may be at most twice the error of standard attention in the same dtype, plus a few units in the last place.
 """
 
 import dataclasses

@@ -76,7 +76,7 @@ def test_tangents(case, block, monkeypatch):
 @pytest.mark.parametrize("spread", [1.0, 8.0])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_accuracy(dtype, spread, inputs, monkeypatch):
-    """The error is at most twice that of materialised attention, plus a few units in the last place.
+    """The error is at most twice the error of materialised attention, plus a few units in the last place.
 
     The query's tangent is the query itself, so Ṡ = S. Spread scores make its mean large.
     """

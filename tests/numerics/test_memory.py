@@ -35,7 +35,7 @@ MEASURED = """
 
 def run(*program):
     program = "".join(map(textwrap.dedent, (MEASURED, *program)))
-    # Freed memory must return to the system at once, or it would hide later allocations.
+    # Freed memory must return to the system immediately, or it would hide later allocations.
     environment = os.environ | {"XLA_FLAGS": "", "MALLOC_MMAP_THRESHOLD_": "65536"}
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     print(result.stdout)

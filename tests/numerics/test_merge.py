@@ -94,7 +94,7 @@ def test_merge_with_empty_result(dtype):
 
 @pytest.mark.parametrize("split", ["two", "interleaved"])
 def test_gradients(dtype, split):
-    """Gradients of O and the logsumexp through `merge` equal those of full attention. They are 0 in empty rows."""
+    """Gradients of O and the logsumexp through `merge` equal full attention's. They are 0 in empty rows."""
     arrays, mask = arrays_and_mask(dtype)
     do, dlogsumexp = map(jnp.asarray, CASE.cotangents(dtype))
 

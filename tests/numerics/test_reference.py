@@ -65,7 +65,7 @@ def test_derivative_of_blockwise_forward(case, monkeypatch):
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_memory_of_blockwise_is_linear(order):
-    """Temporaries per position do not grow with the length, including those of reverse-mode derivatives."""
+    """Temporaries per position do not grow with the length, in the forward pass and in reverse mode."""
 
     def loss(function):
         return lambda *arrays: sum((x.astype(jnp.float32) ** 2).sum() for x in jax.tree.leaves(function(*arrays)))

@@ -1,9 +1,9 @@
-"""The machine code of the kernels that the tests compile, before and after a change that should not change it.
+"""Compare the machine code of the tested kernels before and after a change that should not affect it.
 
     python tools/cubins.py save before.json       # minutes; --every 20 for one kernel in 20
-    python tools/cubins.py compare before.json    # with another build: its code for the same problems
+    python tools/cubins.py compare before.json    # compiles the same problems with another build
 
-A kernel is known by a problem that it is for (`kernel_variants.planned`), not by files and fields: they may change.
+A kernel is identified by a problem that uses it (`kernel_variants.planned`), because files and fields may change.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-# Two cubins that run alike can differ in the names and numbers of symbols. The sources' constants are such symbols,
-# though no kernel reads them: they are in .nv.global.init, and their addresses in .nv.constant4.
+# Equal code may have different names and numbers of symbols. Constants of the sources are symbols, even if no kernel
+# reads them: they are in .nv.global.init, and their addresses in .nv.constant4.
 CODE = (".text.", ".nv.constant0.", ".nv.constant2.", ".nv.constant3", ".nv.shared.", ".nv.info")
-# Attributes of a kernel that are symbols' numbers: where its parameters are, what it has from outside.
+# Attributes of a kernel that contain symbol numbers: the constant bank of its parameters, and external symbols.
 PARAM_CBANK, EXTERNS = 0x0A, 0x0F
-# LDC and ULDC read a constant bank, which on Hopper holds the addresses of symbols at bank 4. The lower 64 of their
-# 128 bits have the opcode, the offset and the bank.
+# LDC and ULDC read a constant bank. On Hopper, bank 4 holds the addresses of symbols. The lower 64 of the 128 bits have
+# the opcode, the offset and the bank.
 OPCODE, LOADS, OFFSET, BANK, ADDRESSES = 0xFFF, (0xB82, 0xAB9), 0xFFFF << 38, 0x1F << 54, 4 << 54
 
 
 def sections(elf: bytes) -> Iterator[tuple[str, int, bytes]]:
-    """Name, size and content, which what is only reserved has none of."""
+    """Yield the name, size and content of each section. Sections that only reserve memory have no content."""
     (start,) = struct.unpack_from("<Q", elf, 40)
     size, count, names = struct.unpack_from("<HHH", elf, 58)
     headers = [struct.unpack_from("<IIQQQQ", elf, start + i * size) for i in range(count)]
     for name, kind, _, _, offset, length in headers:
-        at = headers[names][4] + name
+        begin = headers[names][4] + name
         content = b"" if kind == 8 else elf[offset : offset + length]  # SHT_NOBITS
-        yield elf[at : elf.index(b"\0", at)].decode(), length, content
+        yield elf[begin : elf.index(b"\0", begin)].decode(), length, content
 
 
 def attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
-    """Of a section .nv.info: registers, stack, launch bounds, clusters, barriers, parameters."""
+    """Yield the attributes of a section .nv.info: registers, stack, launch bounds, clusters, barriers, parameters."""
     at = 0
     while at < len(info):
         form, attribute, value = struct.unpack_from("<BBH", info, at)
@@ -56,7 +56,7 @@ def attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def instructions(text: bytes) -> bytes:
-    """A section .text without the offsets of symbols' addresses, which other symbols shift."""
+    """Return a section .text without the offsets of symbol addresses, which other symbols shift."""
     words = [word for (word,) in struct.iter_unpack("<Q", text)]
     for i, word in enumerate(words[::2]):
         if word & OPCODE in LOADS and word & BANK == ADDRESSES:
@@ -65,10 +65,10 @@ def instructions(text: bytes) -> bytes:
 
 
 def code_hash(cubin: bytes) -> str:
-    """The SHA-256 of what runs: instructions, constants, shared memory and what the driver is told of the kernels."""
+    """Return the SHA-256 of instructions, constants, shared memory and the launch attributes of the kernels."""
     parts = []
     for name, size, content in sections(cubin):
-        if name == ".nv.info":  # of all kernels, each attribute after the number of a kernel's symbol
+        if name == ".nv.info":  # attributes of all kernels, each with the number of the kernel's symbol
             parts.append(repr((name, sorted((attribute, value[4:]) for attribute, value in attributes(content)))))
         elif name.startswith(".nv.info."):
             known = [(x, value) for x, value in attributes(content) if x not in (PARAM_CBANK, EXTERNS)]
@@ -81,7 +81,7 @@ def code_hash(cubin: bytes) -> str:
 
 
 def compiled(chosen: dict[str, Variant]) -> dict[str, str]:
-    """The hash of each kernel file; NVRTC compiles without the GIL, so threads do."""
+    """Return the hash of each kernel file. NVRTC compiles without the GIL, so threads run in parallel."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         hashes = pool.map(lambda variant: code_hash(variant.compile()[0]), chosen.values())
         hashes = track(hashes, f"Compiling {len(chosen)} files", total=len(chosen))
@@ -89,10 +89,10 @@ def compiled(chosen: dict[str, Variant]) -> dict[str, str]:
 
 
 def save(path: pathlib.Path, every: int) -> int:
-    places: dict[Variant, str] = {}
-    for place, variant in planned(itertools.chain(singles(), cover())):
-        places.setdefault(variant, place)
-    hashes = compiled({places[variant]: variant for variant in tested()[::every]})
+    names: dict[Variant, str] = {}
+    for name, variant in planned(itertools.chain(singles(), cover())):
+        names.setdefault(variant, name)
+    hashes = compiled({names[variant]: variant for variant in tested()[::every]})
     path.write_text(json.dumps(hashes, indent=0))
     return 0
 
@@ -100,11 +100,11 @@ def save(path: pathlib.Path, every: int) -> int:
 def compare(path: pathlib.Path, every: int) -> int:
     before = dict(list(json.loads(path.read_text()).items())[::every])
     now = dict(planned(itertools.chain(singles(), cover())))
-    hashes = compiled({place: now[place] for place in before if place in now})
+    hashes = compiled({name: now[name] for name in before if name in now})
     table = Table("kernel file", "now")
-    for place, hash_ in before.items():
-        if hashes.get(place) != hash_:
-            table.add_row(place, "another" if place in hashes else "none")
+    for name, hash_ in before.items():
+        if hashes.get(name) != hash_:
+            table.add_row(name, "different" if name in hashes else "missing")
     print(f"{len(before) - table.row_count} of {len(before)} kernel files are equal")
     if table.row_count:
         Console().print(table)

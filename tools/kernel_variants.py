@@ -1,9 +1,9 @@
-"""The CUDA kernels that the plan can choose, compiled without a GPU: registers, spills, shared memory, seconds.
+"""Compile the CUDA kernels that the plan can choose, without a GPU, and report registers, spills, memory and time.
 
-    python tools/kernel_variants.py            # features alone, and every pair of all parameters
-    python tools/kernel_variants.py --full     # those, and the pairs for every dtype, head dim and architecture
+    python tools/kernel_variants.py            # single features, and every pair of all parameters
+    python tools/kernel_variants.py --full     # also all pairs for every dtype, head dim and architecture
 
-For each problem, the plan (`cuda_src/plan`) names the kernels to compile. Writes a table to build/kernels.csv.
+For each problem, the plan (`cuda_src/plan`) gives the kernels to compile. The table is written to build/kernels.csv.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jax_flash.problem import Problem
 from jax_flash.programs.program import Captured, Program
 from jax_flash.scores import Score
 
-# Dynamic shared memory that a block may have: CUDA C++ Programming Guide, "Compute Capabilities".
+# Limits of shared memory per block: CUDA C++ Programming Guide, "Compute Capabilities".
 SHARED_LIMITS = {"sm_80": 163, "sm_89": 99, "sm_90a": 227, "sm_100": 227}  # KiB
 TABLE = pathlib.Path(__file__).parents[1] / "build" / "kernels.csv"
 DTYPES = ("bfloat16", "float16", "float32", "float32 at full precision")
@@ -43,11 +43,11 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "window": (False, True),
     "lengths": (False, True),
     "segments": (False, True),
-    "ranges": (False, True),  # with key_value_seq_lengths; in place of those above and of mask arrays
+    "ranges": (False, True),  # with key_value_seq_lengths; replaces the masks above and mask arrays
     "query_offset": (False, True),
     "mask": (False, True),
     "block_mask": (None, (128, 128), (64, 64), (16, 48)),
-    "page": (0, 8, 1024),  # of a forward without most others
+    "page": (0, 8, 1024),  # only for a forward without most other features
     "bias": ("none", "bfloat16", "float32", "float32 of one row"),
     "soft_cap": (0.0, 30.0),
     "sinks": (False, True),
@@ -57,9 +57,9 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "gradients": GRADIENTS,
 }
 ABSENT = (False, None, "none")
-# Of relative positions, and a soft cap, or without one; of documents.
+# Captured arrays: a table of relative positions, and document ids.
 CAPTURED = (Captured("float32", False, (4, 32768)), Captured("int32", False, (16384,)))
-# Within T and S, of at most 16384 places, the index of a relative position is inside of its array.
+# With T and S up to 16384, the index of a relative position is in bounds. SCORE_MOD also has a soft cap.
 SCORE_MOD = Program("score;tanh.f,0;head;query;key;sub.i,3,4;const.i,16383;add.i,5,6;load.f,0,2,7;add.f,1,8;result,9")
 SCORE_GRAD = "score;tanh.f,0;head;query;key;sub.i,3,4;const.i,16383;add.i,5,6;cotangent;mul.f,1,1;mul.f,9,8;sub.f,8,10;"
 TABLE_MOD = Program("score;head;query;key;sub.i,2,3;const.i,16383;add.i,4,5;load.f,0,1,6;add.f,0,7;result,8")
@@ -67,9 +67,9 @@ TABLE_GRAD = "head;query;key;sub.i,1,2;const.i,16383;add.i,3,4;cotangent;"
 MASK_MOD = Program("query;key;load.i,1,0;load.i,1,1;eq.i,2,3;result,4")
 PLAIN = {name: values[0] for name, values in FEATURES.items()}
 PLAIN_SCORES = FEATURES | {"program": ("none",)}
-# Where Hopper's backward is one kernel it has two of these at most.
-BESIDE = ("causal", "window", "lengths", "segments", "query_offset", "dropout", "dlogsumexp")
-FEW_QUERIES = FEATURES | {  # the forward divides the keys
+# Hopper's backward is a single kernel with at most two of these.
+SINGLE_KERNEL_FEATURES = ("causal", "window", "lengths", "segments", "query_offset", "dropout", "dlogsumexp")
+FEW_QUERIES = FEATURES | {  # the forward uses split-KV
     "q_len": (1, 16, 32, 64),
     "block_mask": (None,),
     "dlogsumexp": (False,),
@@ -78,7 +78,7 @@ FEW_QUERIES = FEATURES | {  # the forward divides the keys
 
 
 class Case:
-    """What the plan is asked: an architecture and a problem, which its features tell in words too."""
+    """The inputs of the plan: an architecture and a problem. `words` describe its features."""
 
     def __init__(self, arch: str, dtype: str, dims: tuple[int, int], **features: Any):
         self.arch = arch
@@ -92,17 +92,17 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A kernel file and what it is compiled for, on one architecture."""
+    """A kernel file with its compile-time constants, for one architecture."""
 
     arch: str
     file: str
     fields: tuple[tuple[str, int], ...]
     programs: str  # CUDA C++
-    problem: str = dataclasses.field(compare=False)  # one of those that it is for
+    problem: str = dataclasses.field(compare=False)  # one of the problems that use it
     backward: bool = dataclasses.field(compare=False)
 
     def compile(self) -> tuple[bytes, str, float, int]:
-        """Cubin, log, seconds, bytes of dynamic shared memory."""
+        """Return cubin, log, seconds and bytes of dynamic shared memory."""
         return _native.cuda_compile(self.file, dict(self.fields), self.arch, self.programs)
 
 
@@ -113,8 +113,8 @@ class Report:
     registers: int
     spilled: int  # bytes
     shared: int  # bytes, static and dynamic
-    serialized: bool  # does ptxas have every wgmma wait for the one before?
-    seconds: float  # of the whole file
+    serialized: bool  # whether ptxas serializes the wgmmas
+    seconds: float  # for the whole file
 
 
 def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
@@ -123,11 +123,11 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
     program = features["program"]
     others = ranges or features["mask"] or features["segments"] or features["dropout"] or block or bias != "none"
     page = 0 if others or gradients != "none" else features["page"]
-    mod, grad, added, grown = {
+    mod, grad, accumulation, result = {
         "score": (SCORE_MOD, SCORE_GRAD, "accumulate,0,2,7,8;", "result,11"),
         "table": (TABLE_MOD, TABLE_GRAD, "accumulate,0,0,5,6;", "result,6"),
     }.get(program, (None, "", "", ""))
-    grows = mod is not None and gradients == "all"
+    has_gradient = mod is not None and gradients == "all"
     full = Extent(True, True, True, True)
     return Problem(
         batch=2,
@@ -161,12 +161,12 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
             bias=None if bias == "none" else full._replace(rows="one row" not in bias),
             bias_dtype=bias.split()[0],
             score_mod=mod,
-            score_grad=mod and Program(grad + added * grows + grown),
+            score_grad=mod and Program(grad + accumulation * has_gradient + result),
         ),
         page=page,
         pages=100 if page else 0,
         sinks=Extent(False, True, False, False) if features["sinks"] else None,
-        captured=() if program == "none" else (CAPTURED[0]._replace(gradient=grows), CAPTURED[1]),
+        captured=() if program == "none" else (CAPTURED[0]._replace(gradient=has_gradient), CAPTURED[1]),
         drop_threshold=3277 * features["dropout"],
         dlogsumexp=features["dlogsumexp"],
         deterministic=gradients == "deterministic",
@@ -180,50 +180,52 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
 
 
 def pairs(**parameters: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Choices of values in which every pair of values of two parameters occurs."""
+    """Yield choices of values that together contain every pair of values of two parameters."""
     for values in AllPairs(list(map(list, parameters.values()))):
         yield dict(zip(parameters, values, strict=True))
 
 
 def cover() -> Iterator[Case]:
-    """Architectures and problems in which every pair of values occurs, with many queries and with few; again for what
-    only Hopper's own kernels do."""
+    """Yield cases that together contain every pair of values, for many and for few queries.
+
+    More cases cover features that only Hopper's kernels have.
+    """
     for features in (FEATURES, FEW_QUERIES):
         for chosen in pairs(arch=SHARED_LIMITS, dtype=DTYPES, dims=DIMS, **features):
             yield Case(**chosen)
     for chosen in pairs(dims=DIMS, **PLAIN_SCORES | {"bias": ("none",), "mask": (False,), "gradients": ("all",)}):
         yield Case("sm_90a", "bfloat16", **chosen)
-    # The backward as one kernel; if heads share keys, dK and dV are added up.
-    beside = {"q_len": (4096, 512), "sinks": (False, True), "gradients": ("all", "query")}
+    # The single-kernel backward. If heads share keys, it sums dK and dV.
+    common = {"q_len": (4096, 512), "sinks": (False, True), "gradients": ("all", "query")}
     for kv_heads in (4, 1):
-        for chosen in pairs(dims=NARROW, two=itertools.combinations(BESIDE, 2), **beside):
-            two = dict.fromkeys(BESIDE, False) | dict.fromkeys(chosen.pop("two"), True)
+        for chosen in pairs(dims=NARROW, two=itertools.combinations(SINGLE_KERNEL_FEATURES, 2), **common):
+            two = dict.fromkeys(SINGLE_KERNEL_FEATURES, False) | dict.fromkeys(chosen.pop("two"), True)
             yield Case("sm_90a", "bfloat16", **PLAIN | chosen | two, kv_heads=kv_heads)
-    # O and dQ in float32, for the gradient of the scale; of few queries, the merge of parts writes O.
+    # O and dQ in float32, for the gradient of the scale. With few queries, the merge of the splits writes O.
     some = {name: FEATURES[name] for name in ("causal", "soft_cap", "sinks", "dropout")}
     for chosen in pairs(arch=SHARED_LIMITS, dims=DIMS, q_len=(4096, 512, 16), **some):
         yield Case(dtype="bfloat16", **PLAIN | {"gradients": "query and scale"} | chosen)
-    # Likewise with a block mask.
-    alone = {name: FEATURES[name][:1] for name in ("bias", "mask", "soft_cap")}
-    alone |= dict.fromkeys(("causal", "window", "lengths", "segments", "query_offset"), (False,))
-    alone |= {"block_mask": ((128, 128), (64, 256)), "q_len": (512,), "gradients": ("all",)}
-    for chosen in pairs(dims=NARROW, **PLAIN_SCORES | alone):
+    # The same with a block mask.
+    listed = {name: FEATURES[name][:1] for name in ("bias", "mask", "soft_cap")}
+    listed |= dict.fromkeys(("causal", "window", "lengths", "segments", "query_offset"), (False,))
+    listed |= {"block_mask": ((128, 128), (64, 256)), "q_len": (512,), "gradients": ("all",)}
+    for chosen in pairs(dims=NARROW, **PLAIN_SCORES | listed):
         yield Case("sm_90a", "bfloat16", **chosen | {"kv_heads": 4})
-    # The gradient of a bias whose tiles are loaded, or whose entries are looked up one by one.
+    # The gradient of a bias that is loaded in tiles or by entry.
     biased = {"bias": ("bfloat16", "float32", "float64"), "gradients": ("all",)}
     for blocks in ({"block_mask": (None, (128, 128), (128, 64)), "mask": (False,)}, {"block_mask": (None,)}):
         for chosen in pairs(dims=NARROW, **PLAIN_SCORES | biased | blocks):
             yield Case("sm_90a", "bfloat16", **chosen)
     for dtype, dims in (("bfloat16", DIMS), ("float32", ((64, 64), (128, 128), (8, 16)))):
-        together = {"causal": (True,), "block_mask": (None,), "q_len": (4096,)}
-        for chosen in pairs(dims=dims, **PLAIN_SCORES | together):  # the backward with all heads of a large group
+        grouped = {"causal": (True,), "block_mask": (None,), "q_len": (4096,)}
+        for chosen in pairs(dims=dims, **PLAIN_SCORES | grouped):  # the backward's joint loop over a large head group
             yield Case("sm_90a", dtype, q_heads=80, kv_heads=16, **chosen)
     for chosen in pairs(dims=DIMS, **PLAIN_SCORES | {"dlogsumexp": (False,), "gradients": ("none",)}):
         yield Case("sm_90a", "float32", **chosen)
     scored = {"program": ("score",), "dlogsumexp": (False,), "gradients": ("none",)}
     for chosen in pairs(dtype=("bfloat16", "float32"), dims=DIMS, **FEATURES | scored):
         yield Case("sm_90a", **chosen)
-    # The backward with a score_mod: derivatives that depend on the score or do not, sums of captured gradients.
+    # The backward with a score_mod: derivatives that depend on the score or not, and gradients of captured arrays.
     scored = {"program": ("score", "table"), "soft_cap": (0.0,), "bias": ("none",), "mask": (False,)}
     scored |= {"block_mask": (None, (128, 128)), "gradients": ("all", "query", "key and value")}
     for chosen in pairs(dtype=("bfloat16", "float32"), dims=DIMS, **FEATURES | scored):
@@ -239,22 +241,22 @@ def cover() -> Iterator[Case]:
             yield Case("sm_90a", "float32", **chosen)
 
 
-def alone(features: dict[str, tuple[Any, ...]], dims: Iterable[tuple[int, int]]) -> Iterator[Case]:
-    """One feature at a time."""
+def single_features(features: dict[str, tuple[Any, ...]], dims: Iterable[tuple[int, int]]) -> Iterator[Case]:
+    """Yield cases with one feature each."""
     plain = {name: values[0] for name, values in features.items()} | {"causal": False}
-    for of, (name, values) in itertools.product(dims, features.items()):
+    for head_dims, (name, values) in itertools.product(dims, features.items()):
         for value in values:
-            yield Case("sm_90a", "bfloat16", of, **plain | {name: value})
+            yield Case("sm_90a", "bfloat16", head_dims, **plain | {name: value})
 
 
 def singles() -> Iterator[Case]:
-    """One feature at a time, and some beside dropout, where registers are scarcest: what most models use."""
+    """Yield the most common cases: single features, some of them also with dropout, where registers are scarcest."""
     for features in (FEATURES, FEW_QUERIES):
-        yield from alone(features, DIMS[:3])
+        yield from single_features(features, DIMS[:3])
     with_dropout = PLAIN | {"causal": False, "dropout": True}
     for dims, name in itertools.product(DIMS[:2], ("window", "segments", "mask", "block_mask")):
         yield Case("sm_90a", "bfloat16", dims, **with_dropout | {name: FEATURES[name][1]})
-    # What else the plan's table for Hopper's forward has tiles of its own for.
+    # Other rows of the plan's table of tiles for Hopper's forward.
     for features in (
         {"causal": True, "soft_cap": 30.0},
         {"causal": True, "q_len": 1024, "q_heads": 64, "kv_heads": 64},
@@ -269,18 +271,20 @@ def singles() -> Iterator[Case]:
         for dims in ((64, 64), (128, 128), (192, 192), (256, 256)):
             yield Case("sm_90a", "bfloat16", dims, **PLAIN | {"causal": False, "gradients": "none"} | features)
     yield Case("sm_90a", "bfloat16", (192, 192), **PLAIN)
-    # Slopes of a soft cap and a bias, which leave the backward the fewest registers.
+    # A soft cap with a bias leaves the backward the fewest registers.
     for bias, name in itertools.product(("bfloat16", "float32"), ("causal", "window", "segments", "mask", "dropout")):
-        beside = PLAIN | {"causal": False, "bias": bias, "soft_cap": 30.0}
-        yield Case("sm_90a", "bfloat16", (128, 128), **beside | {name: True})
-    # The backward as one kernel; and with a block mask.
-    for dims, name, value in itertools.product(DIMS[:2], BESIDE, (False, True)):
+        capped = PLAIN | {"causal": False, "bias": bias, "soft_cap": 30.0}
+        yield Case("sm_90a", "bfloat16", (128, 128), **capped | {name: True})
+    # The single-kernel backward, also with a block mask.
+    for dims, name, value in itertools.product(DIMS[:2], SINGLE_KERNEL_FEATURES, (False, True)):
         yield Case("sm_90a", "bfloat16", dims, **PLAIN | {"causal": False, "kv_heads": 4} | {name: value})
     for dims, dropout in itertools.product(((64, 64), (96, 96), (128, 128)), (False, True)):
         one = {"causal": False, "q_len": 512, "block_mask": (128, 128), "dropout": dropout, "kv_heads": 4}
         yield Case("sm_90a", "bfloat16", dims, **PLAIN | one)
-    # TF32, with a block mask too.
-    for dims, block, name, value in itertools.product(DIMS[:2], (None, (128, 128)), BESIDE, (False, True)):
+    # TF32, also with a block mask.
+    for dims, block, name, value in itertools.product(
+        DIMS[:2], (None, (128, 128)), SINGLE_KERNEL_FEATURES, (False, True)
+    ):
         yield Case("sm_90a", "float32", dims, **PLAIN | {"causal": False, "block_mask": block} | {name: value})
     # The backward with a score_mod.
     for dims, program, gradients in itertools.product(DIMS[:3], ("score", "table"), ("all", "query")):
@@ -289,20 +293,20 @@ def singles() -> Iterator[Case]:
             yield Case("sm_90a", "bfloat16", dims, **scored | one)
         yield Case("sm_90a", "bfloat16", dims, **scored | {"bias": "bfloat16"})
         yield Case("sm_90a", "bfloat16", dims, q_heads=80, kv_heads=16, **scored | {"causal": True, "q_len": 4096})
-    # The largest tiles where shared memory is least.
+    # The largest tiles on the architecture with the least shared memory.
     for dtype, dims, gradients in itertools.product(DTYPES[1:], DIMS[1:3], GRADIENTS[:2]):
         yield Case("sm_89", dtype, dims, **PLAIN | {"gradients": gradients})
 
 
 def product() -> Iterator[Case]:
-    """Every architecture, dtype and pair of head dims, with a cover of the features."""
+    """Yield every architecture, dtype and pair of head dims, with all pairs of features."""
     features = [*pairs(**FEATURES), *pairs(**FEW_QUERIES)]
     for arch, dtype, dims, chosen in itertools.product(SHARED_LIMITS, DTYPES, DIMS, features):
         yield Case(arch, dtype, dims, **chosen)
 
 
 def units(problem: str, backward: bool, arch: str, compiled: bool = False) -> list[Variant]:
-    """The kernel files of a pass, with the tiles that are tried first, or with those that the compiler accepts."""
+    """Return the kernel files of a pass, with the preferred tiles, or if `compiled` with those that do not spill."""
     launches = _native.cuda_plan(problem, backward, arch, compiled=compiled)
     programs = _native.cuda_programs(problem)
     files = (Variant(arch, file, tuple(fields.items()), programs, problem, backward) for file, _, fields in launches)
@@ -310,7 +314,7 @@ def units(problem: str, backward: bool, arch: str, compiled: bool = False) -> li
 
 
 def planned(cases: Iterable[Case]) -> Iterator[tuple[str, Variant]]:
-    """What the plan tries first for both passes, after the place where it does: "sm_90a ... forward 1 of 2"."""
+    """Yield the preferred kernel files of both passes, each with a name such as "sm_90a ... forward 1 of 2"."""
     for case in cases:
         for backward in (False, True):
             files = units(case.problem.encode(), backward, case.arch)
@@ -319,25 +323,27 @@ def planned(cases: Iterable[Case]) -> Iterator[tuple[str, Variant]]:
 
 
 def variants(cases: Iterable[Case]) -> list[Variant]:
-    """What the plan tries first, each once."""
+    """Return the distinct preferred kernel files."""
     return list(dict.fromkeys(variant for _, variant in planned(cases)))
 
 
 def tested() -> list[Variant]:
-    """Features alone at the head dims that most models have; of the others what is needed for a pair of values to occur
-    in a kernel, in Hopper's in a dtype and in each of the ways in which its backward takes heads. (At some head dims,
-    and in tiles that the plan has for these: all of them would take CI too long.)"""
-    chosen_for = ("qk_dim", "v_dim", "rows", "cols", "groups", "stages", "q_block", "kv_block")
-    ways = ("dtype", "alongside", "sum_kv", "together")
+    """Return single features at the most common head dims, and other files as needed to cover all pairs of values.
+
+    Pairs are counted per kernel, and for Hopper's also per dtype and per loop of the backward over heads. Not every
+    pair is combined with every head dim and tile size, which would take too long for CI.
+    """
+    not_paired = ("qk_dim", "v_dim", "rows", "cols", "groups", "stages", "q_block", "kv_block")
+    hopper_keys = ("dtype", "alongside", "sum_kv", "together")
 
     def pairs_of(variant: Variant) -> list[tuple[Any, ...]]:
         fields = dict(variant.fields)
-        way = [fields[name] for name in ways] if fields["family"] == 90 else []
-        values = [field for field in variant.fields if field[0] not in chosen_for]
-        return [(variant.file, *way, *pair) for pair in itertools.combinations((variant.arch, *values), 2)]
+        key = [fields[name] for name in hopper_keys] if fields["family"] == 90 else []
+        values = [field for field in variant.fields if field[0] not in not_paired]
+        return [(variant.file, *key, *pair) for pair in itertools.combinations((variant.arch, *values), 2)]
 
     wide_bias = Case("sm_90a", "bfloat16", (128, 128), **PLAIN | {"bias": "float64"})  # has the fewest registers
-    kept = [*alone(FEATURES, DIMS[:2]), wide_bias]
+    kept = [*single_features(FEATURES, DIMS[:2]), wide_bias]
     chosen = variants(itertools.chain(kept, singles(), cover()))
     times = collections.Counter(itertools.chain.from_iterable(map(pairs_of, chosen)))
     for variant in chosen[len(variants(kept)) :]:
@@ -348,7 +354,7 @@ def tested() -> list[Variant]:
 
 
 def compile_variant(variant: Variant) -> list[Report]:
-    """A report for each kernel of the file, or of the files that calls take instead if its registers spill."""
+    """Return a report for each kernel of the file. If it spills, report the files that the plan uses instead."""
     reports = reports_of(variant)
     if not any(report.spilled or report.serialized for report in reports):
         return reports
@@ -360,7 +366,7 @@ def compile_variant(variant: Variant) -> list[Report]:
 
 def reports_of(variant: Variant) -> list[Report]:
     _, log, seconds, dynamic = variant.compile()
-    # Only a file's main kernel has any.
+    # Only the main kernel of a file has wgmmas.
     serialized = "wgmma.mma_async instructions are serialized" in log
     reports = []
     for part in log.split("Compiling entry function '")[1:]:
@@ -382,7 +388,7 @@ def reports_of(variant: Variant) -> list[Report]:
 
 
 def compile_all(chosen: list[Variant]) -> Iterator[list[Report]]:
-    """NVRTC compiles without the GIL, so threads do."""
+    """Compile in threads. NVRTC does not hold the GIL."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         yield from pool.map(compile_variant, chosen)
 
@@ -400,7 +406,7 @@ def faults(report: Report) -> list[str]:
 
 
 def tabulated(compiled: Iterable[list[Report]], path: pathlib.Path = TABLE) -> Iterator[Report]:
-    """The reports, which go to a table on the way."""
+    """Write the reports to a table and yield them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         table = csv.writer(file)

@@ -1,11 +1,13 @@
-"""The CUDA kernels under NVIDIA's compute-sanitizer, called through JAX: addresses (memcheck), races in shared memory
-(racecheck), the use of barriers (synccheck). Every feature, forward and backward, at lengths of a few tiles.
+"""Run the CUDA kernels under NVIDIA's compute-sanitizer.
 
-    python tools/sanitize.py                              # every tool, both families of kernels: some 12 minutes
+It checks addresses (memcheck), races in shared memory (racecheck) and the use of barriers (synccheck). JAX calls every
+feature, forward and backward, at lengths of a few tiles.
+
+    python tools/sanitize.py                              # every tool, both families of kernels: about 12 minutes
     python tools/sanitize.py --tools racecheck --families sm90 --seconds 300
-    python tools/sanitize.py --calls                      # the calls alone; on an emulated GPU too
+    python tools/sanitize.py --calls                      # only the calls, also on an emulated GPU
 
-What the tools see of Hopper's kernels: docs/design/measuring.md.
+docs/design/measuring.md describes which errors the tools find in Hopper's kernels.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ from block_masks import GARBAGE, sparse, with_unchecked_arrays
 from cases import FEATURES, Case, with_gradients
 from programs import captured, run, score_and_mask
 
-OPTIONS = ["--kernel-name", "kernel_substring=jax_flash_"]  # XLA's kernels are not ours to check
+OPTIONS = ["--kernel-name", "kernel_substring=jax_flash_"]  # do not check XLA's kernels
 OPTIONS += ["--error-exitcode", "1", "--print-limit", "20", "--show-backtrace", "device"]
 TOOLS = {
-    # Padding: a tile beyond an array is in no other.
+    # Padding between arrays detects a tile that reaches beyond its array.
     "memcheck": ["--padding", str(2**18), "--report-api-errors", "no", "--check-tensor-ops", "yes"],
     "synccheck": [],
     "racecheck": [],
@@ -55,7 +57,7 @@ FAMILIES = {"sm90": {}, "sm80": {"JAX_FLASH_CUDA_KERNELS": "sm80"}}
 DIMS = (64, 128, 256, 72)
 
 
-# --- The calls ---
+# --- calls ---
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Call:
     programs: bool = False
 
     def __str__(self) -> str:
-        """On one line, which a picture of the block mask would not be."""
+        """Return one line, without the picture of the block mask."""
         mask = self.case.block_mask
         blocks = f"-blocks={mask.shape.q_block}x{mask.shape.kv_block}" if mask is not None else ""
         case = dataclasses.replace(self.case, block_mask=None)
@@ -75,19 +77,19 @@ class Call:
 
 
 def enlarged(case: Case, dim: int) -> Case:
-    """Several tiles, the last of them partial."""
+    """Return a case with several tiles, the last of them incomplete."""
     T, S = (size if size == 1 else 6 * size for size in (case.T, case.S))
     return dataclasses.replace(case, T=T, S=S, D=dim, E=dim if case.E == case.D else -(-case.E // 8) * 8)
 
 
-def of_dim(dim: int) -> Iterator[Call]:
-    """What `FEATURES` do not have."""
+def calls_with_dim(dim: int) -> Iterator[Call]:
+    """Yield calls that `FEATURES` do not cover."""
     size = {"T": 222, "S": 270, "D": dim, "E": dim}
     yield Call(Case(**size | {"T": 140, "S": 140}, B=4, N=40, K=20, causal=True))  # more tiles than multiprocessors
     yield Call(Case(causal=True, segments=True, dropout=0.1, deterministic=True, **size))
-    yield Call(Case(deterministic=True, **size | {"S": 1100}))  # additions to dQ in order
+    yield Call(Case(deterministic=True, **size | {"S": 1100}))  # ordered additions to dQ
     yield Call(Case(causal=True, lengths=True, sinks=2.0, deterministic=True, **size))
-    yield Call(Case(**size | {"T": 1, "S": 1100}, causal=True, offset=True, lengths=True))  # parts of the keys
+    yield Call(Case(**size | {"T": 1, "S": 1100}, causal=True, offset=True, lengths=True))  # split-KV
     yield Call(Case(bias="1nts", soft_cap=1.5, dropout=0.1, **size), programs=True)
     yield Call(Case(causal=True, segments=True, lengths=True, offset=True, **size), programs=True)
     for garbage in (False, True):
@@ -98,34 +100,34 @@ def of_dim(dim: int) -> Iterator[Call]:
 
 
 def calls() -> list[Call]:
-    """In an order of which every beginning has something of everything."""
+    """Return all calls in a random order. The first ones then cover a bit of everything."""
     found = [Call(enlarged(case, DIMS[i % 4])) for i, case in enumerate(FEATURES)]
-    # With keys for each head: on Hopper the backward may be one kernel then.
-    own = [dataclasses.replace(case, K=case.N) for case in FEATURES[::3]]
-    found += [Call(enlarged(case, DIMS[i % 4]), "float16") for i, case in enumerate(own)]
-    found += [call for dim in (64, 128, 256) for call in of_dim(dim)]
+    # With a key head for each query head, Hopper's backward may be a single kernel.
+    ungrouped = [dataclasses.replace(case, K=case.N) for case in FEATURES[::3]]
+    found += [Call(enlarged(case, DIMS[i % 4]), "float16") for i, case in enumerate(ungrouped)]
+    found += [call for dim in (64, 128, 256) for call in calls_with_dim(dim)]
     found.append(Call(Case(T=222, S=270, D=192, E=128, causal=True)))
     for i, case in enumerate(FEATURES[::3]):
         found.append(Call(enlarged(case, DIMS[i % 4]), "float32", ("default", "highest")[i // 4 % 2]))
-    found += [dataclasses.replace(call, dtype="float32") for call in of_dim(64)]
+    found += [dataclasses.replace(call, dtype="float32") for call in calls_with_dim(64)]
     random.Random(0).shuffle(found)
     return found
 
 
 def with_garbage(mask: BlockMask) -> BlockMask:
-    """Half of its numbers out of range: no constructor makes them, but the arrays may hold anything at run time."""
+    """Replace half of its numbers by garbage, which no constructor allows but arrays may hold at run time."""
     rng = np.random.default_rng(0)
 
-    def spoilt(x: np.ndarray) -> np.ndarray:
+    def corrupted(x: np.ndarray) -> np.ndarray:
         return np.where(rng.random(x.shape) < 0.5, rng.choice([0, 1, 3, 100, *GARBAGE], x.shape), x).astype(np.int32)
 
     return with_unchecked_arrays(
-        mask, **{name: spoilt(getattr(mask, name)) for name in ("blocks", "row_lists", "column_lists")}
+        mask, **{name: corrupted(getattr(mask, name)) for name in ("blocks", "row_lists", "column_lists")}
     )
 
 
 def execute(call: Call) -> None:
-    """Forward and backward, each as a program of its own, so that all that they read and write are arrays of JAX."""
+    """Run a forward and a backward as separate programs, so that they read and write only arrays of JAX."""
     arrays, cotangents = call.case.arrays(call.dtype), call.case.cotangents(call.dtype)
     if call.programs:
         make = functools.partial(score_and_mask, call.case)
@@ -144,7 +146,7 @@ def execute(call: Call) -> None:
 
 
 def run_calls(seconds: float, jobs: int) -> int:
-    """As many as there is time for; their number."""
+    """Run calls until the time is over. Return their number."""
     todo, end = calls(), time.monotonic() + seconds
 
     def run_in_time(call: Call) -> bool:
@@ -164,7 +166,7 @@ def run_calls(seconds: float, jobs: int) -> int:
 
 
 def succeeds(name: str, command: list[str], environment: dict[str, str], expected: str) -> bool:
-    """Whether it ends without an error and prints what is expected. What it prints is shown if not."""
+    """Return whether a command succeeds and prints the expected text. Otherwise show its output."""
     start = time.monotonic()
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     succeeded = result.returncode == 0 and expected in result.stdout
@@ -176,8 +178,10 @@ def succeeds(name: str, command: list[str], environment: dict[str, str], expecte
 
 
 def sanitize(tools: list[str], families: list[str], seconds: float) -> int:
-    """The number of runs with errors, without a call, or in which the tool did not report. What a tool is to see runs
-    without it first, which fills the caches of both compilers."""
+    """Run the tools, and return the number of failed runs. A run fails if it has errors, no calls or no report.
+
+    A run without a tool comes first and fills the caches of both compilers.
+    """
     sanitizer = pathfinder.find_nvidia_binary_utility("compute-sanitizer")
     if sanitizer is None:
         sys.exit("there is no compute-sanitizer: pip install nvidia-cuda-sanitizer-api")
@@ -189,15 +193,15 @@ def sanitize(tools: list[str], families: list[str], seconds: float) -> int:
             "JAX_PLATFORMS": "cuda",
             "JAX_COMPILATION_CACHE_DIR": cache,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",  # memory of its own for every array
+            "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",  # a separate allocation for every array
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer=",  # no CUDA graphs
         }
         prepared = None
         for family, tool in itertools.product(families, tools):
             environment = os.environ | settings | FAMILIES[family] | SETTINGS.get(tool, {})
             if environment != prepared:
-                alone = [*this, "--jobs", str(os.cpu_count())]
-                failed += not succeeds(f"{family}, no tool", alone, environment, " calls on ")
+                without_tool = [*this, "--jobs", str(os.cpu_count())]
+                failed += not succeeds(f"{family}, no tool", without_tool, environment, " calls on ")
             prepared = environment
             under_tool = [sanitizer, "--tool", tool, *OPTIONS, *TOOLS[tool], *this, "--seconds", str(seconds)]
             failed += not succeeds(f"{family}, {tool}", under_tool, environment, "SUMMARY")
@@ -208,10 +212,10 @@ def main() -> None:
     summary, _, _ = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=summary)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="of kernels, on Hopper")
-    parser.add_argument("--seconds", type=float, help="after which no call begins; default: 300 for each tool")
-    parser.add_argument("--calls", action="store_true", help="run the calls, in this process and without a tool")
-    parser.add_argument("--jobs", type=int, default=1, help="calls at a time, with --calls")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="kernels for Hopper")
+    parser.add_argument("--seconds", type=float, help="time after which no call starts; default: 300 for each tool")
+    parser.add_argument("--calls", action="store_true", help="run the calls in this process, without a tool")
+    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent calls, with --calls")
     args = parser.parse_args()
     if args.calls:
         sys.exit(run_calls(args.seconds or float("inf"), args.jobs) == 0)

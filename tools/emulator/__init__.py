@@ -1,6 +1,6 @@
-"""A GPU that is not there: the CUDA kernels compiled for this CPU and run, through the real host code (README.md).
+"""Emulates a GPU: compiles the CUDA kernels for this CPU and runs them through the real host code (README.md).
 
-`install("sm_90")`, before `jax_flash` is imported, makes the custom calls of platform "cpu" those of "cuda".
+Call `install("sm_90")` before importing `jax_flash`. Platform "cpu" then has the custom calls of "cuda".
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ ARCHS = ("sm_80", "sm_90")
 
 
 def missing() -> str:
-    """Why there can be no emulator here; empty if there can."""
+    """Return why the emulator cannot run here; empty if it can."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return "the emulator runs on x86-64 Linux"
     return "" if shutil.which("g++") else "the emulator needs g++"
 
 
 def build() -> pathlib.Path:
-    """The library that is driver, compiler and machine, in a folder for just these sources."""
+    """Build the library with the driver, the compiler and the machine, in a folder that depends on the sources."""
     import jax
     import jaxlib
 
@@ -38,7 +38,7 @@ def build() -> pathlib.Path:
     library = folder / "libcuda.so.1"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the build
         if not library.exists():
             made = folder / "unfinished"
             command = ["g++", *FLAGS, f'-DEMULATOR_FOLDER="{FOLDER}"', "-isystem", jax.ffi.include_dir()]
@@ -50,12 +50,12 @@ def build() -> pathlib.Path:
 
 def install(arch: str) -> None:
     if arch not in ARCHS:
-        raise ValueError(f"JAX_FLASH_EMULATE={arch}: the emulator is one of {', '.join(ARCHS)}")
+        raise ValueError(f"JAX_FLASH_EMULATE={arch} must be one of {', '.join(ARCHS)}")
     if reason := missing():
         raise RuntimeError(reason)
     library = build()
     os.environ |= {"JAX_FLASH_EMULATE": arch, "JAX_FLASH_CACHE_DIR": str(library.parent), "JAX_PLATFORMS": "cpu"}
-    emulator = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # from now on it is found by its soname
+    emulator = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # later loads find it by its soname
 
     import jax
 
@@ -82,7 +82,7 @@ def install(arch: str) -> None:
     jax.ffi.register_ffi_target = register
     jax_flash.cuda.find_nvrtc = lambda: str(library)
 
-    # What is lowered for the CPU is what CUDA would have, scratch memory and refusals included.
+    # The CPU uses the lowering for CUDA, including scratch and refusals.
     mlir.register_lowering(custom_calls._platforms, custom_calls._lower_cuda, platform="cpu")
     refusal = custom_calls.refusal
     custom_calls.refusal = lambda problem, platform: refusal(problem, "cuda" if platform == "cpu" else platform)

@@ -1,4 +1,4 @@
-// mbarriers and asynchronous copies. What a copy will write is NaN as soon as it is issued.
+// mbarriers and asynchronous copies. The target of a copy is NaN from its issue to its completion.
 #include <cstring>
 
 #include "ptx.h"
@@ -11,7 +11,7 @@ namespace emulator {
 namespace {
 
 struct Mbarrier {
-  int32_t bytes;  // that are announced and have not come
+  int32_t bytes;  // announced bytes that have not arrived
   uint32_t pending : 15, expected : 15, unset : 1, phase : 1;
 };
 constexpr uint64_t kPhase = uint64_t(1) << 63;
@@ -36,7 +36,7 @@ std::string DescribeMbarrier(uint32_t address) {
   const Mbarrier x = Read(address);
   return "at shared address " + std::to_string(address & 0xFFFFFF) + " of rank " + std::to_string(address >> 24) +
          ": phase " + std::to_string(x.phase) + ", " + std::to_string(x.pending) + " of " + std::to_string(x.expected) +
-         " arrivals and " + std::to_string(x.bytes) + " bytes are to come";
+         " arrivals and " + std::to_string(x.bytes) + " bytes are missing";
 }
 
 void MbarrierInit(Step& s) {
@@ -66,28 +66,28 @@ void MbarrierTryWait(Step& s) {
 
 namespace {
 
-// Both proxies see it.
+// Writes that both proxies see.
 void Write(uint8_t* shared, const void* from, size_t bytes) {
   std::memcpy(shared, from, bytes);
-  std::memcpy(shared + kToSeen, from, bytes);
+  std::memcpy(shared + kAsyncProxyOffset, from, bytes);
 }
 void Fill(uint8_t* shared, uint8_t value, size_t bytes) {
   std::memset(shared, value, bytes);
-  std::memset(shared + kToSeen, value, bytes);
+  std::memset(shared + kAsyncProxyOffset, value, bytes);
 }
 void Unset(uint8_t* shared, size_t bytes) { Fill(shared, 0xFF, bytes); }
 
-// What an asynchronous copy will read.
+// Checks and returns the source of an asynchronous copy.
 uint8_t* Source(uint32_t address, uint32_t bytes, uint32_t alignment) {
   uint8_t* const from = Shared(address, bytes, alignment);
-  if (std::memcmp(from, from + kToSeen, bytes) != 0) {
+  if (std::memcmp(from, from + kAsyncProxyOffset, bytes) != 0) {
     Fail("%u bytes at %u were written without fence.proxy.async", bytes, address & 0xFFFFFF);
   }
   return from;
 }
 
 const uint8_t* Global(uint64_t address, unsigned alignment) {
-  if (address % alignment != 0) Fail("address %p is no multiple of %u", reinterpret_cast<void*>(address), alignment);
+  if (address % alignment != 0) Fail("address %p is not a multiple of %u", reinterpret_cast<void*>(address), alignment);
   return reinterpret_cast<const uint8_t*>(address);
 }
 
@@ -96,7 +96,7 @@ uint32_t BulkBytes(uint64_t bytes) {
   return uint32_t(bytes);
 }
 
-// The rows of a box that are inside, with what there is of each; `function(in the box, in HBM, bytes)`.
+// Calls `function(address in the box, address in HBM, bytes inside the array)` for each chunk of 16 bytes.
 template <typename Function>
 void ForEachChunk(const TensorMap& map, const int (&at)[4], uint8_t* box, Function function) {
   const int elements = 16 / map.element_bytes;
@@ -118,7 +118,7 @@ void ForEachChunk(const TensorMap& map, const int (&at)[4], uint8_t* box, Functi
 
 }  // namespace
 
-void CpAsync(Step& s) {  // to, from, 16, bytes: the rest is zeros
+void CpAsync(Step& s) {  // to, from, 16, bytes (the rest is zero-filled)
   uint8_t* const to = Shared(uint32_t(s[0]), 16, 16);
   const uint8_t* const from = Global(s[1], 16);
   const size_t bytes = s[3];
@@ -135,7 +135,7 @@ void TmaLoad(Step& s) {  // to, map, coordinates, barrier
   uint8_t* const box = Shared(uint32_t(s[0]), map.rows * 128, 1024);
   Unset(box, map.rows * 128);
   const int at[4] = {int(s[2]), int(s[3]), int(s[4]), int(s[5])};
-  Later(Word(barrier), [=] {
+  Schedule(Word(barrier), [=] {
     ForEachChunk(map, at, box, [&](uint8_t* shared, const uint8_t* global, int64_t bytes) {
       Fill(shared, 0, 16);
       if (map.to_tf32) {
@@ -167,7 +167,7 @@ void BulkLoad(Step& s) {  // to, from, bytes, barrier
   uint8_t* const to = Shared(uint32_t(s[0]), bytes, 16);
   const uint8_t* const from = Global(s[1], 16);
   Unset(to, bytes);
-  Later(Word(barrier), [=] {
+  Schedule(Word(barrier), [=] {
     Write(to, from, bytes);
     Update(barrier, 0, -int(bytes));
   });
@@ -179,7 +179,7 @@ void BulkPeerCopy(Step& s) {  // to, from, bytes, barrier
   const uint8_t* const from = Source(uint32_t(s[1]), bytes, 16);
   if (s[0] >> 24 != s[3] >> 24) Fail("a copy to another block than its mbarrier's");
   Unset(to, bytes);
-  Later(Word(barrier), [=] {
+  Schedule(Word(barrier), [=] {
     Write(to, from, bytes);
     Update(barrier, 0, -int(bytes));
   });

@@ -1,5 +1,5 @@
-// The part of NVRTC that cuda_src/driver.h uses. The kernels are compiled by g++, their text being changed in a few
-// places: what is inside of `asm` goes to ptx.cc, and what only CUDA can say is said in C++.
+// The part of NVRTC that cuda_src/driver.h uses. g++ compiles the kernels after a few changes of their text: `asm`
+// statements become calls of ptx.cc, and syntax that only CUDA has becomes C++.
 #include "compiler.h"
 
 #include <cctype>
@@ -49,7 +49,7 @@ std::string WithoutAsm(const std::string& text) {
     result.append(rest, match[0].first);
     result += "EMULATED_PTX(";
     rest = match[0].second;
-    char before = '(';  // what was written last but for blanks
+    char before = '(';  // the last character that is not blank
     bool quoted = false;
     for (int depth = 1; depth > 0; ++rest) {
       char c = *rest;
@@ -73,14 +73,14 @@ std::string Translated(std::string text) {
   // extern __shared__ __align__(16) uint8_t memory[];
   text = std::regex_replace(text, std::regex(R"(extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];)"),
                             "$1* const $2 = reinterpret_cast<$1*>(emulator::DynamicShared());");
-  // Every kernel, with the size of its clusters.
+  // Registers every kernel, with the size of its clusters.
   static const std::regex kernel(
       R"(__global__ void[^;{]*?(?:__cluster_dims__\(([^,]*),[^)]*\)\s*)?(\bjax_flash_\w+)\()");
   std::string kernels;
   for (std::sregex_iterator i(text.begin(), text.end(), kernel), end; i != end; ++i) {
     kernels += "EMULATED_KERNEL(" + (*i)[2].str() + ", " + ((*i)[1].matched ? (*i)[1].str() : "1") + ")\n";
   }
-  // A file has one namespace at most, and its kernels are in it.
+  // A file has at most one namespace, which contains its kernels.
   std::smatch space;
   if (!kernels.empty() && std::regex_search(text, space, std::regex(R"(\nnamespace ([\w:]+) \{\n)")))
     kernels = "namespace " + space[1].str() + " {\n" + kernels + "}\n";

@@ -16,7 +16,7 @@ struct TemporaryFolder {
 void WriteFile(const std::string& path, std::string_view text);
 std::string ReadFile(const std::string& path);
 
-// Runs a command; what it wrote if it failed, "" if not.
+// Runs a command. Returns "", or its output if it failed.
 std::string Run(const std::string& command, const std::string& folder);
 
 }  // namespace emulator

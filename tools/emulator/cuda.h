@@ -1,4 +1,4 @@
-// CUDA C++ for a host compiler: the words and functions of the language that the kernels use. Included before them.
+// CUDA C++ for a host compiler: the keywords and functions that the kernels use. Included before the kernels.
 #pragma once
 
 #include <math.h>
@@ -8,14 +8,14 @@
 #include <initializer_list>
 #include <utility>
 
-// --- Words ---
+// --- Keywords ---
 
 #define __device__
 #define __host__
 #define __global__
 #define __constant__
 #define __grid_constant__
-#define __shared__ static  // of the one block that runs. (Dynamic shared memory: compiler.cc.)
+#define __shared__ static  // one block runs at a time; compiler.cc handles dynamic shared memory
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
@@ -30,10 +30,10 @@ uint8_t* DynamicShared();
 uint32_t SharedAddress(const void* generic);
 void SyncThreads();
 [[noreturn]] void Fail(const char* format, ...);
-// The last of a warp's lanes to come computes, from what each has brought.
-void Together(const void* site, void* mine, void (*compute)(void* const* lanes), const char* what);
+// A collective operation of a warp. The last lane to arrive calls `compute` with the data of all lanes.
+void WarpCollective(const void* site, void* mine, void (*compute)(void* const* lanes), const char* what);
 
-// An operand of an asm statement; and the statement's text, parsed.
+// An operand of an asm statement, and the parsed text of a statement.
 struct Operand {
   void* data;
   int bytes;
@@ -45,7 +45,7 @@ struct Ptx;
 const Ptx* Parse(const char* text);
 void Execute(const Ptx* ptx, std::initializer_list<Operand> operands);
 
-// What the driver launches: it has pointers to the arguments.
+// The driver launches this. `arguments` has a pointer to each argument.
 struct Kernel {
   void (*call)(void** arguments);
   int cluster;  // blocks
@@ -62,7 +62,7 @@ void Call(void (*kernel)(Arguments...), void** arguments) {
 
 }  // namespace emulator
 
-// What compiler.cc makes of `asm` and of a kernel's definition.
+// compiler.cc generates these from `asm` and from a kernel's definition.
 #define EMULATED_PTX(text, ...)                                             \
   do {                                                                      \
     static const emulator::Ptx* const emulated_ptx = emulator::Parse(text); \
@@ -127,7 +127,7 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, int n) {
 
 inline size_t __cvta_generic_to_shared(const void* pointer) { return emulator::SharedAddress(pointer); }
 
-// Threads of a launch run by turns: anything they do between two waits is atomic.
+// One thread of a launch runs at a time, so everything between two waits is atomic.
 template <typename T>
 T atomicAdd(T* x, T y) {
   const T before = *x;
@@ -147,7 +147,7 @@ T atomicMax(T* x, T y) {
   return before;
 }
 
-// The sum of the products of the bytes, and of `sum`.
+// Returns `sum` plus the dot product of the bytes.
 inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
   for (int shift = 0; shift < 32; shift += 8) sum += (a >> shift & 0xFF) * (b >> shift & 0xFF);
   return sum;
@@ -168,7 +168,7 @@ inline int __syncthreads_and(int x) { return !__syncthreads_or(!x); }
 inline void __syncwarp(unsigned mask) {
   if (mask != 0xFFFFFFFF) emulator::Fail("__syncwarp of some lanes");
   static const char site = 0;
-  emulator::Together(&site, nullptr, [](void* const*) {}, "__syncwarp");
+  emulator::WarpCollective(&site, nullptr, [](void* const*) {}, "__syncwarp");
 }
 
 template <typename T>
@@ -180,7 +180,7 @@ struct EmulatedShuffle {
 template <typename T>
 T __shfl_sync(unsigned mask, T x, int from) {
   static const char site = 0;
-  if (mask == 1u << threadIdx.x % 32) return x;  // a lane that is alone
+  if (mask == 1u << threadIdx.x % 32) return x;  // only this lane
   EmulatedShuffle<T> shuffle = {x, from % 32, x};
   const auto compute = [](void* const* lanes) {
     for (int l = 0; l < 32; ++l) {
@@ -188,7 +188,7 @@ T __shfl_sync(unsigned mask, T x, int from) {
       to.result = static_cast<EmulatedShuffle<T>*>(lanes[to.from])->x;
     }
   };
-  emulator::Together(&site, &shuffle, compute, "__shfl_sync");
+  emulator::WarpCollective(&site, &shuffle, compute, "__shfl_sync");
   return shuffle.result;
 }
 template <typename T>
@@ -208,7 +208,7 @@ inline unsigned __ballot_sync(unsigned, bool x) {
     for (int l = 0; l < 32; ++l) all |= *static_cast<unsigned*>(lanes[l]) << l;
     for (int l = 0; l < 32; ++l) *static_cast<unsigned*>(lanes[l]) = all;
   };
-  emulator::Together(&site, &ballot, compute, "__ballot_sync");
+  emulator::WarpCollective(&site, &ballot, compute, "__ballot_sync");
   return ballot;
 }
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
@@ -222,7 +222,7 @@ int EmulatedReduction(int x) {
     for (int l = 1; l < 32; ++l) all = combine(all, *static_cast<int*>(lanes[l]));
     for (int l = 0; l < 32; ++l) *static_cast<int*>(lanes[l]) = all;
   };
-  emulator::Together(&site, &x, compute, "__reduce_sync");
+  emulator::WarpCollective(&site, &x, compute, "__reduce_sync");
   return x;
 }
 inline int EmulatedSum(int a, int b) { return a + b; }

@@ -1,5 +1,5 @@
-// The custom calls for platform cpu: they call the project's handlers for CUDA, one stage after the other, with arrays
-// that only the call may touch.
+// Custom calls for platform cpu. They call the project's handlers for CUDA, one stage after the other, with arrays that
+// are surrounded by inaccessible pages.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kPage = 4096;
 
-// A copy of an array between pages that cannot be touched. Its end, to 16 bytes, is the page's.
+// A copy of an array between inaccessible pages. It ends, up to 16 bytes, at the end of a page.
 struct Guarded {
   void* original;
   size_t bytes;
@@ -39,7 +39,7 @@ struct Guarded {
   Guarded(const Guarded&) = delete;
 };
 
-std::mutex mutex;  // of a call
+std::mutex mutex;  // one call runs at a time
 std::deque<Guarded> arrays;
 
 size_t BytesOf(const XLA_FFI_Buffer& buffer) {
@@ -83,7 +83,7 @@ struct GuardedBuffers {
 XLA_FFI_Handler* handlers[2][3];  // forward, backward; instantiate, initialize, execute
 
 XLA_FFI_Error* Handle(int pass, XLA_FFI_CallFrame* frame) {
-  if (frame->extension_start) return handlers[pass][2](frame);  // asks for the version only
+  if (frame->extension_start) return handlers[pass][2](frame);  // a query of the version
   XLA_FFI_Api api = *frame->api;
   api.XLA_FFI_Stream_Get = [](XLA_FFI_Stream_Get_Args* args) -> XLA_FFI_Error* {
     args->stream = nullptr;

@@ -1,4 +1,4 @@
-// The part of the CUDA driver that cuda_src/driver.h uses: one GPU, whose compute capability JAX_FLASH_EMULATE says.
+// The part of the CUDA driver that cuda_src/driver.h uses. There is one GPU, of the architecture JAX_FLASH_EMULATE.
 #include <dlfcn.h>
 #include <elf.h>
 #include <unistd.h>
@@ -14,10 +14,10 @@
 
 namespace {
 
-// Of an H100 or H200, whose plans are meant, unless JAX_FLASH_EMULATE_MULTIPROCESSORS says otherwise.
+// The number of SMs: JAX_FLASH_EMULATE_MULTIPROCESSORS, or by default as on an H100 or H200.
 int Multiprocessors() {
-  const char* const asked = std::getenv("JAX_FLASH_EMULATE_MULTIPROCESSORS");
-  return asked ? std::atoi(asked) : 132;
+  const char* const count = std::getenv("JAX_FLASH_EMULATE_MULTIPROCESSORS");
+  return count ? std::atoi(count) : 132;
 }
 
 enum Result { kSuccess = 0, kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719 };
@@ -67,7 +67,7 @@ int cuDevicePrimaryCtxRetain(void**, int) { return kSuccess; }
 int cuCtxPushCurrent_v2(void*) { return kSuccess; }
 int cuCtxPopCurrent_v2(void**) { return kSuccess; }
 
-// A cubin is an object file here, whose size its header says. It is linked and opened.
+// An emulated cubin is an object file. Its ELF header gives its size. This links and opens it.
 int cuModuleLoadData(void** module, const void* image) {
   const Elf64_Ehdr& elf = *static_cast<const Elf64_Ehdr*>(image);
   const emulator::TemporaryFolder folder;
@@ -111,7 +111,7 @@ int cuTensorMapEncodeTiled(void* encoded, int type, uint32_t rank, void* address
   const int element_bytes = type == kFloat16 || type == kBfloat16 ? 2 : type == kFloat32 || type == kTFloat32 ? 4 : 0;
   if (element_bytes == 0 || rank != 4 || interleave != 0 || swizzle != kSwizzle128 || fill != 0 ||
       box[0] * element_bytes != 128 || box[1] < 1 || box[1] > 256 || box[2] != 1 || box[3] != 1) {
-    return Failed(kInvalidValue, "a tensor map that the emulator does not have");
+    return Failed(kInvalidValue, "the emulator does not support this tensor map");
   }
   emulator::TensorMap map = {
       static_cast<uint8_t*>(address), {}, {uint64_t(element_bytes)}, box[1], element_bytes, type == kTFloat32};

@@ -14,7 +14,7 @@
 
 uint3 threadIdx, blockIdx, blockDim, gridDim;
 
-// Saves what a function has to preserve on this stack, and goes on where it was done on the other.
+// Saves the callee-saved registers on this stack, and continues on the other stack.
 extern "C" void emulator_switch(void** from, void* to);
 asm(R"(
   .text
@@ -42,12 +42,12 @@ namespace emulator {
 namespace {
 
 constexpr size_t kStackBytes = 256 << 10, kPage = 4096, kWindowBytes = 256 << 10;
-// So that the blocks of a persistent grid have several tiles.
+// With few blocks, each block of a persistent grid has several tiles.
 constexpr unsigned kPersistentBlocks = 4;
 constexpr uint8_t kUnwritten = 0xFF;  // NaN in every format
 
-// In a random schedule, on average: turns until another warp is held back, and until a copy lands.
-constexpr size_t kTurnsHeldBack = 1 << 16, kTurnsToLand = 64;
+// Averages in a random schedule: switches until another warp is delayed, and until a copy completes.
+constexpr size_t kSwitchesOfDelay = 1 << 16, kSwitchesToCompletion = 64;
 
 // --- Memory ---
 
@@ -57,7 +57,7 @@ uint8_t* Map(size_t bytes) {
   return static_cast<uint8_t*>(memory);
 }
 
-// The n-th stack's end. The page below the stack cannot be touched.
+// The end of the n-th stack. The page below the stack is inaccessible.
 uint8_t* StackEnd(size_t n) {
   static std::vector<uint8_t*> ends;
   while (ends.size() <= n) {
@@ -68,22 +68,22 @@ uint8_t* StackEnd(size_t n) {
   return ends[n];
 }
 
-// The shared memory of the block of this rank: its end is followed by what cannot be touched.
+// The shared memory of the block of this rank. Memory after its end is inaccessible.
 uint8_t* SharedWindow(size_t rank, size_t bytes) {
   static std::vector<uint8_t*> windows;
   while (windows.size() <= rank) {
-    windows.push_back(Map(kWindowBytes + kToSeen + kPage) + kPage);
-    for (const int part : {0, kToSeen}) mprotect(windows.back() + part, kWindowBytes, PROT_READ | PROT_WRITE);
+    windows.push_back(Map(kWindowBytes + kAsyncProxyOffset + kPage) + kPage);
+    for (const int part : {0, kAsyncProxyOffset}) mprotect(windows.back() + part, kWindowBytes, PROT_READ | PROT_WRITE);
   }
   const size_t used = (bytes + 1023) / 1024 * 1024;
-  for (const int part : {0, kToSeen}) std::memset(windows[rank] + part, kUnwritten, kWindowBytes);
+  for (const int part : {0, kAsyncProxyOffset}) std::memset(windows[rank] + part, kUnwritten, kWindowBytes);
   return windows[rank] + kWindowBytes - used;
 }
 
-// --- The launch that runs ---
+// --- The running launch ---
 
 struct Event {
-  const uint64_t* word;  // that it may change
+  const uint64_t* word;  // that the task changes
   Task task;
 };
 
@@ -91,24 +91,24 @@ struct State {
   unsigned shared_bytes;
   const Kernel* kernel;
   void** arguments;
-  int together;              // blocks that run at a time
-  std::deque<Block> blocks;  // these
+  int concurrent;            // number of blocks that run concurrently
+  std::deque<Block> blocks;  // these blocks
   std::deque<Thread> threads;
-  size_t running, left;  // threads
+  size_t running, left;  // the running thread, and the number of unfinished ones
   std::vector<Event> later;
-  std::optional<std::mt19937> random;  // if the schedule is
-  size_t held_back;                    // a warp
+  std::optional<std::mt19937> random;  // set if the schedule is random
+  size_t delayed_warp;
   Barrier cluster;
-  uint64_t mornings;  // how often those who sleep have woken up
-  int in_vain;        // since then nothing else has happened
+  uint64_t wakeups;  // how often sleeping threads were woken up
+  int idle_wakeups;  // wakeups since the last event
   void* host_stack;
   std::string error;
 };
 State* state;
 
-// --- Turns ---
+// --- Scheduling ---
 
-[[noreturn]] void Leave() {
+[[noreturn]] void LeaveLaunch() {
   void* nowhere;
   emulator_switch(&nowhere, state->host_stack);
   __builtin_unreachable();
@@ -145,15 +145,15 @@ bool CanRun(Thread& thread) {
   Fail("%s", text.c_str());
 }
 
-// When nobody else can go on: those who sleep look again, unless they have done so often and nothing has changed.
+// Wakes up sleeping threads when no other can continue. After many wakeups without an event this is a deadlock.
 void WakeUp() {
-  constexpr int kOften = 1000;
-  if (++state->in_vain > kOften) Deadlock();
-  ++state->mornings;
+  constexpr int kMany = 1000;
+  if (++state->idle_wakeups > kMany) Deadlock();
+  ++state->wakeups;
 }
 
-// Lets one thread go on if it can.
-bool Try(size_t next) {
+// Switches to a thread if it can continue.
+bool SwitchTo(size_t next) {
   if (!CanRun(state->threads[next])) return false;
   Thread& self = Self();
   state->running = next;
@@ -162,22 +162,22 @@ bool Try(size_t next) {
   return true;
 }
 
-// Lets a lane of a warp go on, if one can: the first from this one on.
-bool TryWarp(size_t warp, size_t lane) {
+// Switches to the first lane of a warp, starting at `lane`, that can continue.
+bool SwitchToWarp(size_t warp, size_t lane) {
   for (size_t n = 0; n < 32; ++n) {
-    if (Try(warp * 32 + (lane + n) % 32)) return true;
+    if (SwitchTo(warp * 32 + (lane + n) % 32)) return true;
   }
   return false;
 }
 
-void Happen(size_t event) {
+void RunEvent(size_t event) {
   const Task task = std::move(state->later[event].task);
   state->later.erase(state->later.begin() + event);
-  state->in_vain = 0;
+  state->idle_wakeups = 0;
   task();
 }
 
-// Of what could happen now the latest that somebody waits for; others might not know that they should.
+// Returns the last scheduled event that a thread waits for, or the last event. Earlier events would hide missing waits.
 size_t LatestAwaited() {
   const auto& later = state->later;
   const auto awaited = [](const Event& event) {
@@ -190,48 +190,48 @@ size_t LatestAwaited() {
 
 size_t Random(size_t end) { return (*state->random)() % end; }
 
-// Any thread's turn, and copies land at any time. But one warp is held back until nothing else can go on, or until
-// chance holds back another: what does not wait for it may be a lap ahead of it by then.
-void RandomTurn() {
+// Runs any thread, and completes copies at any time. But one warp is delayed until no other can continue, or until
+// chance selects another one. Warps that fail to wait for it get ahead of it by a phase.
+void SwitchAtRandom() {
   const size_t warps = state->threads.size() / 32;
   while (true) {
-    if (Random(kTurnsHeldBack) == 0) state->held_back = Random(warps);
-    if (!state->later.empty() && Random(kTurnsToLand) == 0) Happen(Random(state->later.size()));
+    if (Random(kSwitchesOfDelay) == 0) state->delayed_warp = Random(warps);
+    if (!state->later.empty() && Random(kSwitchesToCompletion) == 0) RunEvent(Random(state->later.size()));
     const size_t first = Random(warps), lane = Random(32);
     for (size_t n = 0; n < warps; ++n) {
       const size_t warp = (first + n) % warps;
-      if (warp != state->held_back && TryWarp(warp, lane)) return;
+      if (warp != state->delayed_warp && SwitchToWarp(warp, lane)) return;
     }
     if (state->later.empty()) {
-      const size_t late = std::exchange(state->held_back, Random(warps));
-      if (TryWarp(late, lane)) return;
+      const size_t late = std::exchange(state->delayed_warp, Random(warps));
+      if (SwitchToWarp(late, lane)) return;
       WakeUp();
       continue;
     }
-    Happen(Random(state->later.size()));
+    RunEvent(Random(state->later.size()));
   }
 }
 
-// The n-th thread to have its turn, and the other way round. In half of the clusters the last is the first, to find
-// what should wait for a thread before or after.
-size_t InTurn(size_t n) {
+// Maps n to the n-th thread of the schedule, and back. Half of the clusters run in reverse order, to find missing waits
+// for earlier and for later threads.
+size_t ScheduleOrder(size_t n) {
   const size_t cluster = state->kernel->cluster, size = cluster * blockDim.x;
   return (state->blocks[0].index / cluster + n / size) % 2 == 0 ? n : n / size * size + size - 1 - n % size;
 }
 
-// Another thread's turn, or this one's again: of its warp if possible, so that warps get far apart.
-void NextTurn() {
-  if (state->random) return RandomTurn();
+// Switches to another thread or back to this one. Lanes of the same warp come first, which makes warps diverge far.
+void Switch() {
+  if (state->random) return SwitchAtRandom();
   const size_t count = state->threads.size(), self = state->running;
   while (true) {
-    if (TryWarp(self / 32, self + 1)) return;
+    if (SwitchToWarp(self / 32, self + 1)) return;
     for (size_t n = 1; n < count; ++n) {
-      if (Try(InTurn((InTurn(self) + n) % count))) return;
+      if (SwitchTo(ScheduleOrder((ScheduleOrder(self) + n) % count))) return;
     }
     if (state->later.empty()) {
       WakeUp();
     } else {
-      Happen(LatestAwaited());
+      RunEvent(LatestAwaited());
     }
   }
 }
@@ -244,23 +244,23 @@ void ThreadMain() {
   self.bulk.WaitForAllBut(0);
   self.done = true;
   --self.block->left;
-  if (--state->left == 0) Leave();
-  NextTurn();
+  if (--state->left == 0) LeaveLaunch();
+  Switch();
 }
 
 void* NewStack(size_t n) {
   void** const end = reinterpret_cast<void**>(StackEnd(n));
-  end[-1] = nullptr;  // where ThreadMain would return to
+  end[-1] = nullptr;  // the return address of ThreadMain
   end[-2] = reinterpret_cast<void*>(&ThreadMain);
   std::memset(end - 8, 0, 6 * sizeof(void*));
   return end - 8;
 }
 
-// Blocks that run at a time, from the first to the end.
-void RunTogether(unsigned first, unsigned threads) {
+// Runs blocks concurrently, beginning at `first`.
+void RunBlocks(unsigned first, unsigned threads) {
   state->blocks.clear(), state->threads.clear(), state->later.clear();
   state->cluster = {};
-  for (int rank = 0; rank < state->together; ++rank) {
+  for (int rank = 0; rank < state->concurrent; ++rank) {
     Block block = {rank, first + rank, threads, SharedWindow(rank, state->shared_bytes), {}, {}};
     block.warps.resize(threads / 32);
     state->blocks.push_back(std::move(block));
@@ -273,7 +273,7 @@ void RunTogether(unsigned first, unsigned threads) {
       thread.stack_pointer = NewStack(state->threads.size() - 1);
     }
   }
-  state->running = state->random ? Random(state->threads.size()) : InTurn(0);
+  state->running = state->random ? Random(state->threads.size()) : ScheduleOrder(0);
   state->left = state->threads.size();
   emulator_switch(&state->host_stack, Self().stack_pointer);
   if (!state->error.empty()) return;
@@ -310,7 +310,7 @@ void Fail(const char* format, ...) {
   va_end(arguments);
   const Thread& self = Self();
   state->error = "block " + std::to_string(self.block->index) + ", thread " + std::to_string(self.index) + ": " + text;
-  Leave();
+  LeaveLaunch();
 }
 
 void CopyGroups::Commit() {
@@ -325,19 +325,19 @@ void CopyGroups::WaitForAllBut(size_t pending) {
 }
 
 void Yield() {
-  if (state->random) NextTurn();
+  if (state->random) Switch();
 }
 
 void WaitWhile(const uint64_t* word, uint64_t mask, uint64_t value, const char* what, uint32_t where) {
-  if (!state->random && (*word & mask) != value) return;  // random: it may look only when this has changed again
+  if (!state->random && (*word & mask) != value) return;  // if random, it may continue after the next change only
   Thread& self = Self();
   self.word = word, self.mask = mask, self.value = value, self.what = what, self.where = where;
-  NextTurn();
+  Switch();
 }
 
-void Sleep() { WaitWhile(&state->mornings, ~uint64_t(0), state->mornings, "morning", 0); }
+void Sleep() { WaitWhile(&state->wakeups, ~uint64_t(0), state->wakeups, "nanosleep", 0); }
 
-void Later(const uint64_t* word, Task task) { state->later.push_back({word, std::move(task)}); }
+void Schedule(const uint64_t* word, Task task) { state->later.push_back({word, std::move(task)}); }
 
 uint8_t* DynamicShared() { return Self().block->shared; }
 
@@ -354,16 +354,16 @@ uint8_t* Shared(uint32_t address, uint32_t bytes, uint32_t alignment) {
     Fail("%u bytes at %u of block %u of the cluster: there are %u", bytes, offset, rank, state->shared_bytes);
   }
   if (state->blocks[rank].left == 0) Fail("block %u of the cluster has ended, and its shared memory with it", rank);
-  if (offset % alignment != 0) Fail("shared address %u is no multiple of %u", offset, alignment);
+  if (offset % alignment != 0) Fail("shared address %u is not a multiple of %u", offset, alignment);
   return state->blocks[rank].shared + offset;
 }
 
 void FenceProxyAsync() {
   uint8_t* const shared = Self().block->shared;
-  std::memcpy(shared + kToSeen, shared, state->shared_bytes);
+  std::memcpy(shared + kAsyncProxyOffset, shared, state->shared_bytes);
 }
 
-void Together(const void* site, void* mine, void (*compute)(void* const* lanes), const char* what) {
+void WarpCollective(const void* site, void* mine, void (*compute)(void* const* lanes), const char* what) {
   Thread& self = Self();
   Warp& warp = self.warp();
   if (warp.arrived == 0) warp.site = site, warp.what = what;
@@ -402,8 +402,8 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
   if (blocks == 0 || threads == 0 || threads > 1024 || threads % 32 != 0 || shared_bytes > 227 * 1024) {
     return "a grid that cannot be: " + std::to_string(blocks) + " x " + std::to_string(threads);
   }
-  // Hopper's kernels have that many threads and dynamic shared memory. Their grids are persistent: the fewer blocks,
-  // the more tiles each has.
+  // Only Hopper's kernels have this many threads and dynamic shared memory. Their grids are persistent: with fewer
+  // blocks, each has more tiles.
   const bool hopper = threads >= 384 && shared_bytes > 0;
   if (blocks % kernel.cluster != 0) return std::to_string(blocks) + " blocks in clusters of several";
   if (hopper) blocks = std::min(blocks, kPersistentBlocks);
@@ -412,16 +412,16 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
   if (const char* const seed = std::getenv("JAX_FLASH_EMULATE_SEED")) launch.random.emplace(std::atoi(seed));
   state = &launch;
   blockDim = {threads, 1, 1}, gridDim = {blocks, 1, 1};
-  std::fenv_t environment;  // XLA's threads take subnormal numbers as 0
+  std::fenv_t environment;  // XLA's threads flush subnormal numbers to zero
   std::fegetenv(&environment);
   std::fesetenv(FE_DFL_ENV);
   struct sigaction action = {}, before;
   action.sa_sigaction = OnSegmentationFault;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigaction(SIGSEGV, &action, &before);
-  launch.together = hopper && kernel.cluster == 1 ? int(blocks) : kernel.cluster;  // they may wait for each other
-  for (unsigned first = 0; first < blocks && launch.error.empty(); first += launch.together) {
-    RunTogether(first, threads);
+  launch.concurrent = hopper && kernel.cluster == 1 ? int(blocks) : kernel.cluster;  // they may wait for each other
+  for (unsigned first = 0; first < blocks && launch.error.empty(); first += launch.concurrent) {
+    RunBlocks(first, threads);
   }
   sigaction(SIGSEGV, &before, nullptr);
   std::fesetenv(&environment);

@@ -1,7 +1,6 @@
-// The emulated GPU as its parts see it. The threads of a cluster of blocks are coroutines, of which one runs until it
-// has to wait. What is asynchronous happens as late as a program allows: when a thread waits for just that, or when no
-// thread can go on. With JAX_FLASH_EMULATE_SEED turns are random instead, and so is when copies that mbarriers wait for
-// land.
+// Interface of the emulated GPU. The threads of a cluster are coroutines; one runs until it has to wait. Asynchronous
+// operations complete as late as possible: when a thread waits for them, or when no thread can continue. With
+// JAX_FLASH_EMULATE_SEED the schedule is random, and so is the completion of copies that arrive at mbarriers.
 #pragma once
 
 #include <cstdint>
@@ -15,12 +14,12 @@
 
 namespace emulator {
 
-// Ends the launch with this text.
+// Ends the launch with this error.
 [[noreturn]] void Fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 using Task = std::function<void()>;
 
-// Asynchronous copies of one thread: groups, done in their order.
+// Groups of asynchronous copies of one thread. They complete in order.
 struct CopyGroups {
   std::vector<Task> open;
   std::deque<std::vector<Task>> groups;
@@ -32,7 +31,7 @@ struct CopyGroups {
 struct WgmmaQueue;  // tensor_cores.cc
 
 struct Warp {
-  const void* site = nullptr;  // of what its lanes do together
+  const void* site = nullptr;  // of the collective operation that lanes have reached
   const char* what = nullptr;
   void* lanes[32];
   int arrived = 0;
@@ -47,7 +46,7 @@ struct Barrier {
 
 struct Block {
   int rank;              // in its cluster
-  unsigned index, left;  // left: threads that have not ended
+  unsigned index, left;  // left: threads that have not finished
   uint8_t* shared;
   Barrier barriers[16];
   std::vector<Warp> warps;
@@ -59,7 +58,7 @@ struct Thread {
   void* stack_pointer;
   bool done = false;
 
-  // Blocked as long as (*word & mask) == value; if word is null it is not.
+  // Blocked while word is not null and (*word & mask) == value.
   const uint64_t* word = nullptr;
   uint64_t mask, value;
   const char* what = nullptr;
@@ -72,42 +71,42 @@ struct Thread {
   int lane() const { return index % 32; }
 };
 
-// The thread that runs.
+// The running thread.
 Thread& Self();
 
-// Blocks it as long as (*word & mask) == value. For the report of a deadlock: what it waits for, at which shared
-// address or number.
+// Blocks the thread while (*word & mask) == value. `what` and `where`, a shared address or a number, are for the report
+// of a deadlock.
 void WaitWhile(const uint64_t* word, uint64_t mask, uint64_t value, const char* what, uint32_t where);
 
-// If the schedule is random, others may go on before it does.
+// With a random schedule, other threads may run before this one continues.
 void Yield();
 
-// Lets all others go on as long as they can.
+// Lets all others run as long as they can.
 void Sleep();
 
-// Something that will happen when nobody can go on, and will change this word.
-void Later(const uint64_t* word, Task task);
+// Schedules a task that runs when no thread can continue, and that changes this word.
+void Schedule(const uint64_t* word, Task task);
 
-// A shared address is the rank of its block << 24 | the offset. Fails if anything of these bytes is outside.
+// A shared address is the rank of its block << 24 | the offset. Fails if any of the bytes is outside.
 uint8_t* Shared(uint32_t address, uint32_t bytes, uint32_t alignment);
 
-// So far from shared memory there is what the asynchronous proxy sees of it (8.5): what it has written itself, and what
-// threads had written when one of them came to fence.proxy.async.
-constexpr int kToSeen = 512 << 10;
+// The offset from shared memory to the copy that the asynchronous proxy sees (PTX ISA 8.5). The copy has what this
+// proxy has written, and what threads had written before a fence.proxy.async.
+constexpr int kAsyncProxyOffset = 512 << 10;
 void FenceProxyAsync();
 
 void ArriveAt(int barrier, int threads, bool wait);
 void ArriveAtCluster();
 void WaitForCluster();
 
-// Runs a grid; one launch at a time. Blocks run one cluster after the other, but those of Hopper's kernels together. ""
-// if all went well.
+// Runs a grid, one launch at a time. Clusters run one after the other, except that all blocks of Hopper's kernels run
+// concurrently. Returns the error, or "".
 std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, void** arguments);
 
 // async.cc
 std::string DescribeMbarrier(uint32_t address);
 
-// custom_calls.cc, for the report of a segmentation fault: "byte n of array m", or the address
+// custom_calls.cc, for the report of a segmentation fault: "byte n of array m", or the address.
 std::string DescribeAddress(const void* address);
 
 }  // namespace emulator

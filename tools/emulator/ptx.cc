@@ -29,7 +29,7 @@ uint16_t Round(Type type, float x) {
   const float size = std::fabs(x);
   if (x != x) return 0x7FFF;
   if (size >= 65520.0f) return uint16_t(sign | 0x7C00);
-  // Below 2^-14 the unit is 2^-24: adding 1/2 rounds to it.
+  // Below 2^-14 the unit is 2^-24, and adding 1/2 rounds to it.
   if (size < FloatOf(0x38800000)) return uint16_t(sign | (BitsOf(size + 0.5f) - BitsOf(0.5f)));
   const uint32_t rounded = BitsOf(size) + 0xFFF + (bits >> 13 & 1);
   return uint16_t(sign | ((rounded >> 13) - (112 << 10)));
@@ -57,7 +57,7 @@ float Widen(Type type, uint16_t x) {
 
 // --- Arguments ---
 
-void* Step::Place(size_t i) const {
+void* Step::Address(size_t i) const {
   const Argument& argument = statement.arguments.at(i);
   if (argument.kind != Argument::kOperand) Fail("%s: argument %zu is no operand", statement.opcode.c_str(), i);
   return operands[argument.value].data;
@@ -149,7 +149,7 @@ void LoadShared(Step& s) {  // ld: 9.7.9.8
   s.Set(0, x);
 }
 
-// The first whose name an opcode begins with.
+// The first entry with a name that is a prefix of the opcode applies.
 const struct {
   const char* name;
   void (*execute)(Step& s);
@@ -170,7 +170,7 @@ const struct {
     {"red.release.gpu.global.add.u32", Count},
     {"ld.relaxed.gpu.global.u32", LoadCounter},
     {"nanosleep.u32", [](Step&) { Sleep(); }},
-    {"setmaxnreg.", [](Step& s) { s.Together([](void* const*) {}); }},
+    {"setmaxnreg.", [](Step& s) { s.WarpCollective([](void* const*) {}); }},
     {"cp.async.bulk.prefetch.tensor.4d.L2.global", Nothing},
     {"fence.proxy.async.global", Nothing},
     {"fence.acq_rel.gpu", Nothing},
@@ -220,14 +220,14 @@ const Ptx* Parse(const char* text) {
   Ptx* const ptx = new Ptx;
   std::map<std::string, int> registers;
   const char* at = text;
-  const auto word = [&] {  // what comes next, without punctuation; "" at the end of a statement
+  const auto word = [&] {  // the next word without punctuation; "" at the end of a statement
     while (*at && *at != ';' && std::strchr(" \n\t,[]{}", *at)) ++at;
     const char* const begin = at;
     while (*at && !std::strchr(" \n\t,[]{};", *at)) ++at;
     return std::string(begin, at);
   };
   const auto argument = [&](const std::string& x) -> Argument {
-    if (x == "_") return {Argument::kNowhere, 0};
+    if (x == "_") return {Argument::kDiscarded, 0};
     if (x == "%%cluster_ctarank") return {Argument::kClusterRank, 0};
     if (x == "%%lanemask_lt") return {Argument::kLanesBelow, 0};
     if (x == "%%lanemask_ge") return {Argument::kLanesFrom, 0};

@@ -11,46 +11,46 @@ namespace emulator {
 
 enum class Type { kF16, kBF16, kTF32 };
 
-// The bits of an f32, to nearest even; and back.
+// Rounds a float32 to 16 bits, to nearest even, and back.
 uint16_t Round(Type type, float x);
 float Widen(Type type, uint16_t x);
-// The bits of the TF32 nearest to those of an f32; of two the even one.
+// Rounds the bits of a float32 to TF32, to nearest even.
 uint32_t NearestTF32(uint32_t bits);
 
 struct Argument {
-  enum Kind { kOperand, kRegister, kImmediate, kClusterRank, kLanesBelow, kLanesFrom, kNowhere } kind;
+  enum Kind { kOperand, kRegister, kImmediate, kClusterRank, kLanesBelow, kLanesFrom, kDiscarded } kind;
   int64_t value;
 };
 
 struct Step;
 
-// One instruction: its arguments in the order of the text, whatever brackets and braces are around them.
+// One instruction. Its arguments are in the order of the text, without brackets and braces.
 struct Statement {
   std::string opcode;
   std::vector<Argument> arguments;
   int guard = -1;  // the register of its predicate
   void (*execute)(Step& step);
-  // Of the opcode.
+  // Modifiers of the opcode.
   Type type;
   bool transposed, relu;
 };
 
-// A statement as one thread executes it.
+// A statement that one thread executes.
 struct Step {
   const Statement& statement;
   const Operand* operands;
   uint64_t* registers;
 
   size_t size() const { return statement.arguments.size(); }
-  void* Place(size_t i) const;  // of an operand
+  void* Address(size_t i) const;  // of an operand
   uint64_t operator[](size_t i) const;
   float Float(size_t i) const;
   void Set(size_t i, uint64_t x) const;
   void SetFloat(size_t i, float x) const;
 
-  // For what the lanes of a warp do together: each brings its step.
-  void Together(void (*compute)(void* const* lanes)) {
-    emulator::Together(&statement, this, compute, statement.opcode.c_str());
+  // Runs a collective operation of the warp on the steps of all lanes.
+  void WarpCollective(void (*compute)(void* const* lanes)) {
+    emulator::WarpCollective(&statement, this, compute, statement.opcode.c_str());
   }
 };
 

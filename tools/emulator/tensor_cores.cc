@@ -1,4 +1,4 @@
-// ldmatrix, mma and wgmma: the lane that comes last computes for its warp.
+// ldmatrix, mma and wgmma. The last lane to arrive computes for its warp.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -22,7 +22,7 @@ struct Matrix {
   }
 };
 
-// The row of a matrix that a lane has the address of.
+// Returns which row of a matrix this lane holds the address of.
 uint8_t* RowAt(void* const* lanes, size_t address, int lane) {
   return Shared(uint32_t(StepOf(lanes[lane])[address]), 16, 16);
 }
@@ -30,7 +30,7 @@ uint8_t* RowAt(void* const* lanes, size_t address, int lane) {
 }  // namespace
 
 void Ldmatrix(Step& s) {
-  s.Together([](void* const* lanes) {
+  s.WarpCollective([](void* const* lanes) {
     const size_t count = StepOf(lanes[0]).size() - 1;
     for (size_t n = 0; n < count; ++n) {
       Matrix matrix;
@@ -44,7 +44,7 @@ void Ldmatrix(Step& s) {
 }
 
 void Stmatrix(Step& s) {
-  s.Together([](void* const* lanes) {
+  s.WarpCollective([](void* const* lanes) {
     const size_t count = StepOf(lanes[0]).size() - 1;
     for (size_t n = 0; n < count; ++n) {
       Matrix matrix;
@@ -55,7 +55,7 @@ void Stmatrix(Step& s) {
 }
 
 void Movmatrix(Step& s) {
-  s.Together([](void* const* lanes) {
+  s.WarpCollective([](void* const* lanes) {
     Matrix matrix;
     for (int l = 0; l < 32; ++l) matrix.Put(l, uint32_t(StepOf(lanes[l])[1]));
     for (int l = 0; l < 32; ++l) StepOf(lanes[l]).Set(0, matrix.Get(l, true));
@@ -66,10 +66,10 @@ void Movmatrix(Step& s) {
 
 namespace {
 
-constexpr int kK = 16;  // of an mma; of TF32 half of it
+constexpr int kK = 16;  // of an mma; 8 for TF32
 int KOf(Type type) { return type == Type::kTF32 ? 8 : 16; }
 
-// What a lane has of 16 rows of an accumulator: register 4 c + 2 h + e is (l / 4 + 8 h, 8 c + 2 (l % 4) + e).
+// The elements of a lane in 16 rows of an accumulator: register 4 c + 2 h + e is (l / 4 + 8 h, 8 c + 2 (l % 4) + e).
 template <typename Function>
 void ForEachElement(int columns, Function function) {
   for (int l = 0; l < 32; ++l) {
@@ -81,7 +81,7 @@ void ForEachElement(int columns, Function function) {
 
 float CutToTF32(uint32_t x) { return emulated_bits<float>(x & ~0x1FFFu); }
 
-// A register of an operand: elements (index, k), (index, k + 1), or of TF32 one element.
+// Unpacks a register of an operand: elements (index, k) and (index, k + 1), or one element of TF32.
 void Spread(Type type, uint32_t x, float (*to)[kK], int index, int k) {
   if (type == Type::kTF32) {
     to[index][k] = CutToTF32(x);
@@ -90,7 +90,7 @@ void Spread(Type type, uint32_t x, float (*to)[kK], int index, int k) {
   }
 }
 
-// The left operand: registers of rows l / 4, l / 4 + 8, and the same of the upper half of k.
+// Unpacks the left operand: registers hold rows l / 4 and l / 4 + 8, then the same rows of the upper half of k.
 void SpreadA(Type type, uint32_t x, float (*to)[kK], int lane, int i) {
   const int pair = type == Type::kTF32 ? 1 : 2;
   Spread(type, x, to, lane / 4 + i % 2 * 8, lane % 4 * pair + i / 2 * 4 * pair);
@@ -99,7 +99,7 @@ void SpreadA(Type type, uint32_t x, float (*to)[kK], int lane, int i) {
 }  // namespace
 
 void MmaSync(Step& s) {  // D 0-3, A 4-7, B 8-9, C 10-13
-  s.Together([](void* const* lanes) {
+  s.WarpCollective([](void* const* lanes) {
     const Type type = StepOf(lanes[0]).statement.type;
     const int k_end = KOf(type), pair = k_end / 8;
     float a[16][kK], b[8][kK], c[16][8];
@@ -120,10 +120,10 @@ void MmaSync(Step& s) {  // D 0-3, A 4-7, B 8-9, C 10-13
   });
 }
 
-// --- wgmma (9.7.15): the 16 rows of one warp. What it reads has to be there when it is issued, and to stay until the
-// program waits for it; before, its results are NaN. ---
+// --- wgmma (9.7.15): the 16 rows of one warp. Operands must be ready at the issue and must not change until the
+// program waits for the result. Until then the result is NaN. ---
 
-// Registers of a warp that wgmmas accumulate in.
+// Registers of a warp in which wgmmas accumulate.
 struct Accumulator {
   float* registers[32];  // of each lane, contiguous
   int columns;
@@ -138,7 +138,7 @@ struct Wgmma {
   bool in_registers, accumulate, a_transposed, b_transposed;
   uint64_t a, b;                   // descriptors
   int first_row;                   // of the warp
-  std::vector<uint32_t> operands;  // [16][k] of A, [k][columns] of B, when it was issued
+  std::vector<uint32_t> operands;  // [16][k] of A, [k][columns] of B, at the issue
 };
 
 struct WgmmaQueue {
@@ -155,7 +155,7 @@ WgmmaQueue& Queue() {
   return *warp.wgmma;
 }
 
-// An element of a matrix with 128-byte swizzle; `index` is its row of M or N. 9.7.15.5.1
+// Returns an element of a matrix with 128-byte swizzle; `index` is its row of M or N. 9.7.15.5.1
 uint32_t Element(Type type, uint64_t descriptor, bool transposed, int index, int k, bool check) {
   const int bytes = 32 / KOf(type);
   if (descriptor >> 62 != 1) Fail("wgmma: swizzle mode %d", int(descriptor >> 62));
@@ -165,10 +165,10 @@ uint32_t Element(Type type, uint64_t descriptor, bool transposed, int index, int
                                           : index / 8 * stride + index % 8 * 128 + k * bytes);
   const uint32_t rank = uint32_t(Self().block->rank) << 24;
   const uint8_t* const element = Shared(rank | (at ^ (at >> 7 & 7) << 4), bytes, bytes);
-  uint32_t x = 0, seen = 0;
+  uint32_t x = 0, async_view = 0;
   std::memcpy(&x, element, bytes);
-  std::memcpy(&seen, element + kToSeen, bytes);
-  if (x != seen && check) Fail("wgmma: its operand at %u was written without fence.proxy.async", at);
+  std::memcpy(&async_view, element + kAsyncProxyOffset, bytes);
+  if (x != async_view && check) Fail("wgmma: its operand at %u was written without fence.proxy.async", at);
   return x;
 }
 
@@ -223,11 +223,11 @@ void Finish(const Wgmma& x) {
 }  // namespace
 
 void WgmmaFence(Step& s) {
-  s.Together([](void* const*) { Queue().fenced = true; });
+  s.WarpCollective([](void* const*) { Queue().fenced = true; });
 }
 
 void WgmmaIssue(Step& s) {
-  s.Together([](void* const* lanes) {
+  s.WarpCollective([](void* const* lanes) {
     WgmmaQueue& queue = Queue();
     if (!queue.fenced) Fail("wgmma without wgmma.fence since the last group");
     const Step& first = StepOf(lanes[0]);
@@ -235,7 +235,7 @@ void WgmmaIssue(Step& s) {
     x.type = first.statement.type;
     x.columns = std::atoi(first.statement.opcode.c_str() + first.statement.opcode.find("m64n") + 4);
     const size_t after = x.columns / 2;         // D; then a, b, p, 1, 1, transposed a and b; or a0-a3, b, p, 1, 1, b
-    const bool majors = x.type != Type::kTF32;  // the "transposed", which f32 has not
+    const bool majors = x.type != Type::kTF32;  // TF32 has no transposed operands
     x.in_registers = first.size() == after + 8 + majors;
     if (!x.in_registers && first.size() != after + 5 + 2 * majors) Fail("wgmma with %zu arguments", first.size());
     const size_t b = after + (x.in_registers ? 4 : 1);
@@ -245,13 +245,13 @@ void WgmmaIssue(Step& s) {
     float* registers[32];
     for (int l = 0; l < 32; ++l) {
       const Step& s = StepOf(lanes[l]);
-      registers[l] = static_cast<float*>(s.Place(0));
-      if (s.Place(after - 1) != registers[l] + after - 1) Fail("wgmma: the accumulator is no array");
+      registers[l] = static_cast<float*>(s.Address(0));
+      if (s.Address(after - 1) != registers[l] + after - 1) Fail("wgmma: the accumulator is no array");
       for (size_t i = after; i < s.size(); ++i) {
         if (i >= b && s[i] != first[i]) Fail("wgmma: the lanes of a warp have different descriptors");
       }
       for (int i = 0; x.in_registers && i < 4; ++i) {
-        x.a_registers[l][i] = static_cast<const uint32_t*>(s.Place(after + i));
+        x.a_registers[l][i] = static_cast<const uint32_t*>(s.Address(after + i));
       }
     }
     const auto find = [&](const std::vector<Wgmma>& group) {
@@ -278,7 +278,7 @@ void WgmmaIssue(Step& s) {
 }
 
 void WgmmaCommit(Step& s) {
-  s.Together([](void* const*) {
+  s.WarpCollective([](void* const*) {
     WgmmaQueue& queue = Queue();
     queue.groups.push_back(std::move(queue.open));
     queue.open.clear();
@@ -287,13 +287,13 @@ void WgmmaCommit(Step& s) {
 }
 
 void WgmmaWait(Step& s) {
-  s.Together([](void* const* lanes) {
+  s.WarpCollective([](void* const* lanes) {
     WgmmaQueue& queue = Queue();
     for (; queue.groups.size() > StepOf(lanes[0])[0]; queue.groups.pop_front()) {
       for (Wgmma& x : queue.groups.front()) {
         Finish(x);
         const std::shared_ptr<Accumulator> accumulator = std::move(x.accumulator);
-        if (accumulator.use_count() > 1) continue;  // others are to come
+        if (accumulator.use_count() > 1) continue;  // later wgmmas use it
         ForEachElement(accumulator->columns, [&](int l, int r, int i, int j) {
           accumulator->registers[l][r] = accumulator->values[i * accumulator->columns + j];
         });

@@ -1,4 +1,4 @@
-// What the emulated driver puts into a tensor map: [d, time, head, batch], boxes of rows of 128 bytes.
+// The emulated driver's content of a tensor map: [d, time, head, batch], with boxes of rows of 128 bytes.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ struct TensorMap {
   uint64_t sizes[4], strides[4];  // strides in bytes
   uint32_t rows;                  // of a box
   int element_bytes;
-  bool to_tf32;  // rounds what it loads
+  bool to_tf32;  // loads round to TF32
 };
 static_assert(sizeof(TensorMap) <= 128);
 

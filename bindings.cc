@@ -73,6 +73,7 @@ NB_MODULE(_native, module) {
         nb::dict cpu, cuda, platforms;
         cpu["jax_flash_forward"] = nb::capsule(jax_flash::CpuForwardHandler());
         cpu["jax_flash_backward"] = nb::capsule(jax_flash::CpuBackwardHandler());
+        cpu["jax_flash_tangent"] = nb::capsule(jax_flash::CpuTangentHandler());
         cuda["jax_flash_forward"] = Stages(jax_flash::CudaForwardHandlers());
         cuda["jax_flash_backward"] = Stages(jax_flash::CudaBackwardHandlers());
         platforms["cpu"] = cpu;
@@ -115,7 +116,7 @@ NB_MODULE(_native, module) {
           operands.emplace_back(x.name, x.dims, x.broadcast, x.gradient, x.gradient_dims);
         return operands;
       },
-      "The operands of both custom calls: the name, the dims (a letter each), whether dims may have size 1, and name "
+      "The operands of all custom calls: the name, the dims (a letter each), whether dims may have size 1, and name "
       "and dims of the gradient (empty: none).");
   module.def(
       "results",
@@ -124,7 +125,7 @@ NB_MODULE(_native, module) {
         for (const jax_flash::ArrayDeclaration& x : jax_flash::DeclaredResults()) results.emplace_back(x.name, x.dims);
         return results;
       },
-      "The results of the forward, and the cotangents, which are operands of the backward: names and dims.");
+      "The arrays of custom calls that are not in `operands`, without gradients: names and dims.");
   module.def(
       "array_bytes",
       [](std::string_view problem, bool backward) { return jax_flash::BytesOfArrays(Decoded(problem), backward); },

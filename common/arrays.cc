@@ -36,7 +36,10 @@ std::vector<ArrayDeclaration> DeclaredOperands() {
 
 std::vector<ArrayDeclaration> DeclaredResults() {
   const Problem p;
-  return {JAX_FLASH_FORWARD_RESULTS(ENTRY) JAX_FLASH_COTANGENTS(ENTRY)};
+#define TANGENT(operand, name, dtype, dims, there) ENTRY(void, name, dtype, dims, there)
+  return {JAX_FLASH_FORWARD_RESULTS(ENTRY) JAX_FLASH_COTANGENTS(ENTRY) JAX_FLASH_TANGENTS(TANGENT)
+              JAX_FLASH_TANGENT_RESULTS(ENTRY)};
+#undef TANGENT
 #undef ENTRY
 }
 

@@ -1,4 +1,4 @@
-// The arrays of the two custom calls. These tables declare each array once. The structs below, the checks of buffers
+// The arrays of the three custom calls. These tables declare each array once. The structs below, the checks of buffers
 // (buffers.cc), Python's jax_flash/operands.py and the table in docs/architecture.md follow from them.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace jax_flash {
 //   dims    a letter for each dim (Problem::size), or 1
 //   there   whether the problem `p` has the array; an Extent if the array may be broadcast
 
-// The operands of both calls, in order. The arrays that programs capture come after them.
+// The operands of all calls, in order. The arrays that programs capture come after them.
 #define JAX_FLASH_OPERANDS(OPERAND)                                                                               \
   OPERAND(void, query, p.dtype, "BTND", true)                                                                     \
   OPERAND(void, key, p.dtype, "BSKD", p.page == 0)                                                                \
@@ -47,7 +47,7 @@ namespace jax_flash {
   OPERAND(int32_t, program_batch, DType::kNone, "B", p.programs())                                                \
   OPERAND(int32_t, program_head, DType::kNone, "N", p.programs())
 
-// The results of the forward. They are also operands of the backward, after the operands above.
+// The results of the forward. They are also operands of the backward and of the tangent, after the operands above.
 #define JAX_FLASH_FORWARD_RESULTS(RESULT)              \
   RESULT(void, o, p.output_dtype(), "BTNE", true)      \
   RESULT(void, l, p.accumulation_dtype(), "BNT", true) \
@@ -66,6 +66,21 @@ namespace jax_flash {
   GRADIENT(value, dv, p.dtype, "BSKE", p.dv)                                    \
   GRADIENT(bias, dbias, dbias_dtype, "BNTS", p.dbias ? p.score.bias : Extent()) \
   GRADIENT(sinks, dsinks, p.accumulation_dtype(), "BNT", p.dsinks)
+
+// The last operands of the tangent, each the tangent of an operand: TANGENT(operand, name, dtype, dims, there). The
+// tangents of captured arrays are captured arrays themselves: score_tangent reads them. If the scale is differentiated,
+// its tangent is a part of the query's, which then has the accumulation dtype.
+#define JAX_FLASH_TANGENTS(TANGENT)                                                                 \
+  TANGENT(query, query_tangent, p.output_dtype(), "BTND", p.query_tangent)                          \
+  TANGENT(key, key_tangent, p.dtype, "BSKD", p.key_tangent)                                         \
+  TANGENT(value, value_tangent, p.dtype, "BSKE", p.value_tangent)                                   \
+  TANGENT(bias, bias_tangent, p.score.bias_dtype, "BNTS", p.bias_tangent ? p.score.bias : Extent()) \
+  TANGENT(sinks, sinks_tangent, p.accumulation_dtype(), "BN11", p.sinks_tangent ? p.sinks : Extent())
+
+// The results of the tangent: those of o and l. (m is a constant.)
+#define JAX_FLASH_TANGENT_RESULTS(RESULT)                 \
+  RESULT(void, o_tangent, p.output_dtype(), "BTNE", true) \
+  RESULT(void, l_tangent, p.accumulation_dtype(), "BNT", true)
 
 // The buffers of a call. Arrays that the problem does not have are null.
 #define JAX_FLASH_OPERAND(type, name, ...) const type* name;
@@ -88,6 +103,17 @@ struct BackwardResults {
   JAX_FLASH_GRADIENTS(JAX_FLASH_RESULT)
   void* captured[kMaxCaptured] = {};  // in the accumulation dtype
 };
+
+struct Tangents {
+  JAX_FLASH_FORWARD_RESULTS(JAX_FLASH_OPERAND)
+#define JAX_FLASH_TANGENT(operand, name, ...) const void* name;
+  JAX_FLASH_TANGENTS(JAX_FLASH_TANGENT)
+#undef JAX_FLASH_TANGENT
+};
+
+struct TangentResults {
+  JAX_FLASH_TANGENT_RESULTS(JAX_FLASH_RESULT)
+};
 #undef JAX_FLASH_OPERAND
 #undef JAX_FLASH_RESULT
 
@@ -98,7 +124,7 @@ struct ArrayDeclaration {
   std::string gradient, gradient_dims;  // empty if the array has no gradient
 };
 std::vector<ArrayDeclaration> DeclaredOperands();
-// The forward's results and the cotangents.
+// The forward's results, the cotangents, and the operands and results of the tangent.
 std::vector<ArrayDeclaration> DeclaredResults();
 
 // Whether a gradient is requested to which each row of queries contributes: its dims are BNT.

@@ -176,6 +176,23 @@ BackwardResults Buffers::TakeBackwardResults(DType dbias_dtype) {
   return results;
 }
 
+Tangents Buffers::TakeTangents() {
+  const Problem& p = p_;
+  Tangents given;
+  JAX_FLASH_FORWARD_RESULTS(TAKE_OPERAND)
+#define TAKE_TANGENT(operand, name, dtype, dims, there) TAKE_OPERAND(void, name, dtype, dims, there)
+  JAX_FLASH_TANGENTS(TAKE_TANGENT)
+#undef TAKE_TANGENT
+  return given;
+}
+
+TangentResults Buffers::TakeTangentResults() {
+  const Problem& p = p_;
+  TangentResults results;
+  JAX_FLASH_TANGENT_RESULTS(TAKE_RESULT)
+  return results;
+}
+
 #undef TAKE_OPERAND
 #undef TAKE_RESULT
 

@@ -1,4 +1,5 @@
-// The buffers of the two custom calls as XLA hands them over, checked against the problem: the same on every platform.
+// The buffers of the three custom calls as XLA hands them over, checked against the problem: the same on every
+// platform.
 #pragma once
 
 #include <array>
@@ -27,11 +28,13 @@ class Buffers {
   Buffers(const Problem& problem, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets)
       : p_(problem), args_(args), rets_(rets) {}
 
-  // The operands that both custom calls start with.
+  // The operands that all custom calls start with.
   Operands TakeOperands();
   ForwardResults TakeForwardResults();
   Cotangents TakeCotangents();
   BackwardResults TakeBackwardResults(DType dbias_dtype);
+  Tangents TakeTangents();
+  TangentResults TakeTangentResults();
   // The last result of a call on a GPU, which has so many bytes or more. With 0 bytes there need be none.
   void* TakeScratch(int64_t bytes);
 

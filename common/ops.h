@@ -17,6 +17,7 @@ enum class Type : uint8_t { f, i, u, b, n };
 #define JAX_FLASH_INPUTS(INPUT)   \
   INPUT(score, f, true, true)     \
   INPUT(cotangent, f, true, true) \
+  INPUT(tangent, f, true, true)   \
   INPUT(batch, i, false, false)   \
   INPUT(head, i, false, false)    \
   INPUT(query, i, true, false)    \

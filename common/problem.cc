@@ -140,9 +140,11 @@ std::string Check(Problem* problem) {
 #define REQUESTED(operand, name, ...) || p.name
   if (p.page > 0 && (p.captured_gradients() JAX_FLASH_GRADIENTS(REQUESTED))) return "pages have no gradients";
 #undef REQUESTED
+  if (p.page > 0 && p.tangent()) return "pages have no tangents";
 #define CHECK(operand, name, ...) \
   if (p.name && !HasOperand(p, #operand)) return #name " without " #operand;
   JAX_FLASH_GRADIENTS(CHECK)
+  JAX_FLASH_TANGENTS(CHECK)
 #undef CHECK
   if (p.page > 0 && (p.score.bias.present || p.mask.array.present || p.mask.block_mask.present || p.mask.segment_ids ||
                      p.mask.ranges || p.dropout())) {
@@ -194,6 +196,9 @@ std::string DecodePrograms(Problem* p) {
   if (wrong.empty()) wrong = decode("score_grad", ProgramKind::kScoreGrad, &p->score.score_grad);
   if (wrong.empty() && p->score.score_grad.present() && !p->score.score_mod.present())
     wrong = "score_grad without score_mod";
+  if (wrong.empty()) wrong = decode("score_tangent", ProgramKind::kScoreTangent, &p->score.score_tangent);
+  if (wrong.empty() && p->score.score_tangent.present() && !p->score.score_mod.present())
+    wrong = "score_tangent without score_mod";
   return wrong;
 }
 

@@ -16,7 +16,7 @@
 
 namespace jax_flash {
 
-constexpr int kProblemVersion = 8;  // of the text; changes when older readers would not understand it
+constexpr int kProblemVersion = 9;  // of the text; changes when older readers would not understand it
 constexpr int kPageStep = 8;        // a page has a multiple of so many keys
 // More would be NaN as a bfloat16, and Hopper compares two entries at once as such.
 constexpr int kMaxDropThreshold = 0x7F80;
@@ -59,12 +59,13 @@ struct WindowSize {
   FIELD(Program, mask_mod, {})
 
 // What happens to a score, in this order: cap, bias, program. (Score in jax_flash/scores.py.)
-#define JAX_FLASH_SCORE(FIELD)                                            \
-  FIELD(double, logits_soft_cap, 0) /* s <- cap tanh(s / cap); 0: none */ \
-  FIELD(Extent, bias, {})           /* s <- s + bias */                   \
-  FIELD(DType, bias_dtype, DType::kNone)                                  \
-  FIELD(Program, score_mod, {})  /* s <- score_mod(s, ...) */             \
-  FIELD(Program, score_grad, {}) /* the backward only: the gradient of score_mod */
+#define JAX_FLASH_SCORE(FIELD)                                                         \
+  FIELD(double, logits_soft_cap, 0) /* s <- cap tanh(s / cap); 0: none */              \
+  FIELD(Extent, bias, {})           /* s <- s + bias */                                \
+  FIELD(DType, bias_dtype, DType::kNone)                                               \
+  FIELD(Program, score_mod, {})     /* s <- score_mod(s, ...) */                       \
+  FIELD(Program, score_grad, {})    /* the backward only: the gradient of score_mod */ \
+  FIELD(Program, score_tangent, {}) /* the tangent only: the tangent of score_mod */
 
 #define JAX_FLASH_PROBLEM(FIELD)                                                                                \
   FIELD(int64_t, batch, 0)    /* B */                                                                           \
@@ -89,7 +90,12 @@ struct WindowSize {
   FIELD(bool, dk, false)                                                                                        \
   FIELD(bool, dv, false)                                                                                        \
   FIELD(bool, dbias, false)                                                                                     \
-  FIELD(bool, dsinks, false)
+  FIELD(bool, dsinks, false)                                                                                    \
+  FIELD(bool, query_tangent, false) /* the tangent only: operands */                                            \
+  FIELD(bool, key_tangent, false)                                                                               \
+  FIELD(bool, value_tangent, false)                                                                             \
+  FIELD(bool, bias_tangent, false)                                                                              \
+  FIELD(bool, sinks_tangent, false)
 
 #define JAX_FLASH_MEMBER(type, name, value) type name = value;
 struct Mask {
@@ -142,6 +148,10 @@ struct Problem {
   // The elements of `captured` and their number, without functions of the standard library, for the CPU kernels.
   const Captured* captured_arrays() const;
   int64_t captured_count() const;
+  // Of the tangent: do the scores have one?
+  bool scores_move() const { return query_tangent || key_tangent || bias_tangent || score.score_tangent.present(); }
+  // Is this the problem of a tangent?
+  bool tangent() const { return scores_move() || value_tangent || sinks_tangent; }
   bool programs() const { return score.score_mod.present() || mask.mask_mod.present(); }
   // Of the backward: is there a gradient that depends on dS?
   bool needs_ds() const { return dq || dk || dbias || captured_gradients(); }

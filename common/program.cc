@@ -87,7 +87,7 @@ class Decoder {
         std::find_if(std::begin(kForms), std::end(kForms), [&](const Form& form) { return form.text == name; });
     if (form == std::end(kForms)) return "there is no such instruction";
     if (!Has(form->op)) return "this program has no " + std::string(name);
-    if (form->op == Op::score || form->op == Op::cotangent) {
+    if (form->op == Op::score || form->op == Op::cotangent || form->op == Op::tangent) {
       for (const Instruction& other : program_.instructions) {
         if (other.op == form->op) return "it is there twice";
       }
@@ -111,6 +111,7 @@ class Decoder {
 
   bool Has(Op op) const {
     if (op == Op::score) return program_.kind != ProgramKind::kMaskMod;
+    if (op == Op::tangent) return program_.kind == ProgramKind::kScoreTangent;
     return (op != Op::cotangent && op != Op::accumulate) || program_.kind == ProgramKind::kScoreGrad;
   }
 
@@ -214,7 +215,7 @@ class Decoder {
 };
 
 // Gives every value of an entry a slot, from its instruction to the last that takes it. The cotangent, which decides
-// whether the result counts, keeps its own.
+// whether the result counts, keeps its own, and so does the tangent.
 void AssignSlots(Program* program) {
   std::vector<Instruction>& instructions = program->instructions;
   std::vector<size_t> last(instructions.size());  // 0 if there is none
@@ -226,14 +227,14 @@ void AssignSlots(Program* program) {
     Instruction& instruction = instructions[i];
     for (int k = 0; k < instruction.count; ++k) {
       const int16_t operand = instruction.operands[k], slot = instructions[operand].slot;
-      const bool reusable = slot >= 0 && slot != kCotangentSlot && last[operand] == i;
+      const bool reusable = slot >= 0 && slot != kDerivativeSlot && last[operand] == i;
       if (reusable && std::find(free.begin(), free.end(), slot) == free.end()) free.push_back(slot);
     }
     if (!instruction.rows || !instruction.columns || instruction.type == Type::n) continue;
     if (instruction.op == Op::score) {
       instruction.slot = kScoreSlot;
-    } else if (instruction.op == Op::cotangent) {
-      instruction.slot = kCotangentSlot;
+    } else if (instruction.op == Op::cotangent || instruction.op == Op::tangent) {
+      instruction.slot = kDerivativeSlot;
     } else if (free.empty()) {
       instruction.slot = int16_t(program->slots++);
     } else {
@@ -242,7 +243,7 @@ void AssignSlots(Program* program) {
       instruction.slot = *slot;
       free.erase(slot);
     }
-    if (last[i] == 0 && instruction.slot != kCotangentSlot) free.push_back(instruction.slot);
+    if (last[i] == 0 && instruction.slot != kDerivativeSlot) free.push_back(instruction.slot);
   }
 }
 

@@ -1,6 +1,6 @@
 // Score programs: straight-line programs of scalars that turn the score of an entry into another (score_mod), give the
-// gradient of that (score_grad), or say whether an entry may be attended to (mask_mod). They are part of a problem's
-// text; docs/design/score-programs.md has their instructions.
+// gradient or the tangent of that (score_grad, score_tangent), or say whether an entry may be attended to (mask_mod).
+// They are part of a problem's text; docs/design/score-programs.md has their instructions.
 #pragma once
 
 #include <cstdint>
@@ -70,9 +70,9 @@ struct Instruction {
 };
 
 // The slots of the inputs that are there for every entry.
-constexpr int kScoreSlot = 0, kCotangentSlot = 1, kFirstFreeSlot = 2;
+constexpr int kScoreSlot = 0, kDerivativeSlot = 1, kFirstFreeSlot = 2;
 
-enum class ProgramKind { kScoreMod, kScoreGrad, kMaskMod };
+enum class ProgramKind { kScoreMod, kScoreGrad, kScoreTangent, kMaskMod };
 
 struct Program {
   std::string text = "none";

@@ -1,4 +1,4 @@
-// The two custom calls for platform cpu: check the buffers against the problem, choose the kernels that this processor
+// The custom calls for platform cpu: check the buffers against the problem, choose the kernels that this processor
 // can run, run them on XLA's threads.
 #include "cpu_src/custom_calls.h"
 
@@ -25,6 +25,7 @@ struct Kernels {
   std::string_view isa;
   void (*forward)(const Problem&, const Operands&, const ForwardResults&, Workers&);
   void (*backward)(const Problem&, const Operands&, const Cotangents&, const BackwardResults&, Workers&);
+  void (*tangent)(const Problem&, const Operands&, const Tangents&, const TangentResults&, Workers&);
 };
 
 // The best that the processor has; JAX_FLASH_CPU_ISA names a lesser one, for tests.
@@ -34,13 +35,13 @@ const Kernels& ChosenKernels() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
-      usable.push_back({"avx512", avx512::Forward, avx512::Backward});
+      usable.push_back({"avx512", avx512::Forward, avx512::Backward, avx512::Tangent});
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-      usable.push_back({"avx2", avx2::Forward, avx2::Backward});
+      usable.push_back({"avx2", avx2::Forward, avx2::Backward, avx2::Tangent});
     }
 #endif
-    usable.push_back({"portable", portable::Forward, portable::Backward});
+    usable.push_back({"portable", portable::Forward, portable::Backward, portable::Tangent});
     const char* const wanted = std::getenv("JAX_FLASH_CPU_ISA");
     for (const Kernels& kernels : usable) {
       if (!wanted || !*wanted || kernels.isa == wanted) return kernels;
@@ -78,6 +79,17 @@ ffi::Error RunBackward(ffi::ThreadPool& pool, const Problem& p, Buffers& buffers
   return ffi::Error::Success();
 }
 
+ffi::Error RunTangent(ffi::ThreadPool& pool, const Problem& p, Buffers& buffers) {
+  const Operands operands = buffers.TakeOperands();
+  const Tangents given = buffers.TakeTangents();
+  const TangentResults results = buffers.TakeTangentResults();
+  const std::string error = buffers.Error();
+  if (!error.empty()) return ffi::Error::InvalidArgument("jax_flash_tangent: " + error);
+  Workers workers = XlaWorkers(pool);
+  ChosenKernels().tangent(p, operands, given, results, workers);
+  return ffi::Error::Success();
+}
+
 // A handler with all that can go wrong turned into an error.
 template <ffi::Error (*run)(ffi::ThreadPool&, const Problem&, Buffers&)>
 ffi::Error Handle(ffi::ThreadPool pool, std::string_view text, ffi::RemainingArgs args, ffi::RemainingRets rets) try {
@@ -98,11 +110,13 @@ auto Signature() {
 
 XLA_FFI_DEFINE_HANDLER(kForward, Handle<RunForward>, Signature());
 XLA_FFI_DEFINE_HANDLER(kBackward, Handle<RunBackward>, Signature());
+XLA_FFI_DEFINE_HANDLER(kTangent, Handle<RunTangent>, Signature());
 
 }  // namespace
 
 std::string_view CpuIsa() { return ChosenKernels().isa; }
 void* CpuForwardHandler() { return reinterpret_cast<void*>(kForward); }
 void* CpuBackwardHandler() { return reinterpret_cast<void*>(kBackward); }
+void* CpuTangentHandler() { return reinterpret_cast<void*>(kTangent); }
 
 }  // namespace jax_flash

@@ -8,6 +8,7 @@ namespace jax_flash {
 // XLA_FFI_Handler*
 void* CpuForwardHandler();
 void* CpuBackwardHandler();
+void* CpuTangentHandler();
 
 // The instruction set of the kernels in use: "portable", "avx2" or "avx512".
 std::string_view CpuIsa();

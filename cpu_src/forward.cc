@@ -1,18 +1,15 @@
 // The forward pass: Algorithm 2 of the paper, with its two loops exchanged (FlashAttention-2), so that a tile of Q
-// stays and O, l and m are written once. A unit of work is a few tiles of Q that share each tile of K and V.
+// stays and O, l and m are written once.
 #include "common/problem.h"
 #include "cpu_src/kept.h"
 #include "cpu_src/kernels.h"
 #include "cpu_src/scores.h"
 #include "cpu_src/sink.h"
 #include "cpu_src/tile.h"
+#include "cpu_src/units.h"
 
 namespace jax_flash::JAX_FLASH_ISA {
 namespace {
-
-// Rows of Q that a unit aims at: enough to pay for preparing tiles of K and V.
-constexpr int64_t kUnitRows = 288;
-constexpr int64_t kUnitTiles = 8;  // tiles of a unit, at most
 
 // A tile of Q with what is computed for it: O, and of each row the maximum and the sum so far.
 template <typename A>
@@ -20,7 +17,7 @@ struct QueryTile {
   Tile<A> q, o;
   A* m;
   Tile<A> l;  // a sum for each lane: they are added up at the end
-  int64_t n, i0, rows;
+  RowTile at;
 };
 
 template <typename A>
@@ -84,7 +81,7 @@ Vec<A> RowMaxima(Tile<A> s, const Block& block) {
 // of at most as many rows as a vector has lanes. P takes the place of S.
 template <typename A>
 void OnlineSoftmax(Tile<A> s, const Block& block, int64_t v_dim, QueryTile<A>& query) {
-  const int64_t first = block.i0 - query.i0;
+  const int64_t first = block.i0 - query.at.i0;
   const Vec<A> m = Load(query.m + first), m_new = Max(m, RowMaxima(s, block));
   // Where there is still nothing to attend to, S - m would be inf - inf.
   const Vec<A> shifts = m_new == -kInfinity<A> ? Vec<A>{} : m_new, rescales = Exp<A>(m - shifts);
@@ -108,91 +105,69 @@ void OnlineSoftmax(Tile<A> s, const Block& block, int64_t v_dim, QueryTile<A>& q
 template <typename A>
 void Finish(const Problem& p, const Operands& in, const ForwardResults& out, int64_t b, A scale,
             const QueryTile<A>& query) {
-  const int64_t statistics = (b * p.q_heads + query.n) * p.q_len + query.i0;
-  for (int64_t r = 0; r < query.rows; ++r) {
+  const auto [n, i0, rows] = query.at;
+  const int64_t statistics = (b * p.q_heads + n) * p.q_len + i0;
+  for (int64_t r = 0; r < rows; ++r) {
     A l = 0, m = query.m[r];
     for (int lane = 0; lane < kLanes<A>; ++lane) l += query.l.row(r)[lane];
     // The maximum may have lost a NaN, the sum never does.
     if (l != l && m != kInfinity<A>) m = l;
-    const WithSink<A> sums(p, in, b, query.n, m, l);
+    const WithSink<A> sums(p, in, b, n, m, l);
     const A factor = scale * sums.alpha / sums.l;
     A* o = query.o.row(r);
     for (int64_t c = 0; c < p.v_dim; ++c) o[c] = l == 0 ? 0 : o[c] * factor;
     static_cast<A*>(out.l)[statistics + r] = l;
     static_cast<A*>(out.m)[statistics + r] = m;
   }
-  StoreRows(query.o, query.rows, p.v_dim,
-            HeadRows(out.o, p.output_dtype(), b, query.i0, p.q_len, query.n, p.q_heads, p.v_dim));
+  StoreRows(query.o, rows, p.v_dim, HeadRows(out.o, p.output_dtype(), b, i0, p.q_len, n, p.q_heads, p.v_dim));
 }
 
 template <typename A>
 void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Workers& workers) {
   if (p.kv_heads == 0) return;
-  // The tiles of the heads that share K and V, so that those with the same rows are neighbours.
-  const Tiling row_tiles = RowTiles(p), column_tiles = ColumnTiles(p);
-  const int64_t group = p.group(), tiles = row_tiles.count() * group;
-  const int64_t tile_rows = Min(kTileRows, p.q_len);
-  // Fewer tiles a unit where there would not be enough units for all threads.
-  const int64_t sequences = p.batch * p.kv_heads, spread = sequences * tiles / (4 * workers.threads());
-  const int64_t unit_tiles = tile_rows == 0 ? 1 : Max(1, Min(Min(kUnitRows / tile_rows, kUnitTiles), spread));
-  const int64_t units = RoundUp(tiles, unit_tiles) / unit_tiles;
-
+  const Units units(p, workers.threads());
   const auto attend = [&](int64_t index, char* memory) {
-    const int64_t b = index / units / p.kv_heads, head = index / units % p.kv_heads;
-    // The last rows first: under a causal mask they have most to do.
-    const int64_t first = (units - 1 - index % units) * unit_tiles, count = Min(unit_tiles, tiles - first);
-    Scratch<A> scratch(p, memory, unit_tiles, tile_rows);
+    const auto unit = units[index];
+    const int64_t b = unit.b;
+    Scratch<A> scratch(p, memory, units.unit_tiles, units.tile_rows);
     const Scores<A> scores(p, in, b, &scratch.programs);
 
-    KeyRange keys = {p.kv_len, 0};  // the keys that any row of the unit attends to
-    for (int64_t t = 0; t < count; ++t) {
+    for (int64_t t = 0; t < unit.count; ++t) {
       QueryTile<A>& query = scratch.queries[t];
-      query.n = head * group + (first + t) % group;
-      query.i0 = row_tiles[(first + t) / group].begin;
-      query.rows = row_tiles[(first + t) / group].size;
-      LoadRows(HeadRows(in.query, p.dtype, b, query.i0, p.q_len, query.n, p.q_heads, p.qk_dim), query.rows, p.qk_dim,
+      query.at = units.TileOf(unit, t);
+      const auto [n, i0, rows] = query.at;
+      LoadRows(HeadRows(in.query, p.dtype, b, i0, p.q_len, n, p.q_heads, p.qk_dim), rows, p.qk_dim,
                *static_cast<const A*>(in.scale), query.q);
-      Zero(query.o, query.rows, query.o.stride);
-      Zero(query.l, query.rows, kLanes<A>);
-      for (int64_t r = 0; r < RoundUp(query.rows, kLanes<A>); ++r) query.m[r] = -kInfinity<A>;
-      const KeyRange tile_keys = scores.Keys(query.i0, query.i0 + query.rows);
-      if (tile_keys.lo < tile_keys.hi) keys = {Min(keys.lo, tile_keys.lo), Max(keys.hi, tile_keys.hi)};
+      Zero(query.o, rows, query.o.stride);
+      Zero(query.l, rows, kLanes<A>);
+      for (int64_t r = 0; r < RoundUp(rows, kLanes<A>); ++r) query.m[r] = -kInfinity<A>;
     }
 
-    for (int64_t tile = column_tiles.Of(keys.lo); tile < column_tiles.count(); ++tile) {
-      const auto [j0, columns] = column_tiles[tile];
-      if (j0 >= keys.hi) break;
-      bool loaded = false;
-      for (int64_t t = 0; t < count; ++t) {
-        QueryTile<A>& query = scratch.queries[t];
-        const Block block = scores.Visible(query.n, query.i0, query.rows, j0, columns);
-        if (block.empty()) continue;
-        if (!loaded) {
-          const int64_t count = scores.WithinLength(j0, columns);
-          LoadKeys(p, in, p.page > 0 ? in.key_pages : in.key, b, head, p.qk_dim, j0, count, scratch.k);
-          TransposeRows(scratch.k, count, p.qk_dim, scratch.k_transposed);
-          LoadKeys(p, in, p.page > 0 ? in.value_pages : in.value, b, head, p.v_dim, j0, count, scratch.v);
-          loaded = true;
-        }
-        // S = τ Q Kᵀ
-        Multiply(AsIs(query.q), FromColumn(scratch.k_transposed, block.c0), FromColumn(scratch.s, block.c0), query.rows,
-                 block.c1 - block.c0, p.qk_dim, Into::kNew);
-        // S is masked, then P, l and m: of few rows at a time, which stay in the L1 cache.
-        for (int64_t r = 0; r < block.rows; r += kLanes<A>) {
-          const Block some = block.Rows(r, kLanes<A>);
-          scores.FromProducts(FromRow(scratch.s, r), some, query.n);
-          OnlineSoftmax(FromRow(scratch.s, r), some, p.v_dim, query);
-        }
-        // O <- O + Z P V, but for the scale of Z
-        scratch.kept.Draw(in, block, b, query.n);
-        scratch.kept.Apply(block, A(1), scratch.s, scratch.s);
-        Multiply(AsIs(FromColumn(scratch.s, block.c0)), FromRow(scratch.v, block.c0), query.o, query.rows, p.v_dim,
-                 block.c1 - block.c0, Into::kSum);
+    const auto load = [&](int64_t j0, int64_t columns) {
+      LoadKeys(p, in, p.page > 0 ? in.key_pages : in.key, b, unit.head, p.qk_dim, j0, columns, scratch.k);
+      TransposeRows(scratch.k, columns, p.qk_dim, scratch.k_transposed);
+      LoadKeys(p, in, p.page > 0 ? in.value_pages : in.value, b, unit.head, p.v_dim, j0, columns, scratch.v);
+    };
+    WalkKeys(p, scores, scratch.queries, unit.count, load, [&](QueryTile<A>& query, const Block& block) {
+      const int64_t n = query.at.n, width = block.c1 - block.c0;
+      // S = τ Q Kᵀ
+      Multiply(AsIs(query.q), FromColumn(scratch.k_transposed, block.c0), FromColumn(scratch.s, block.c0),
+               query.at.rows, width, p.qk_dim, Into::kNew);
+      // S is masked, then P, l and m: of few rows at a time, which stay in the L1 cache.
+      for (int64_t r = 0; r < block.rows; r += kLanes<A>) {
+        const Block some = block.Rows(r, kLanes<A>);
+        scores.FromProducts(FromRow(scratch.s, r), some, n);
+        OnlineSoftmax(FromRow(scratch.s, r), some, p.v_dim, query);
       }
-    }
-    for (int64_t t = 0; t < count; ++t) Finish(p, in, out, b, scratch.kept.scale, scratch.queries[t]);
+      // O <- O + Z P V, but for the scale of Z
+      scratch.kept.Draw(in, block, b, n);
+      scratch.kept.Apply(block, A(1), scratch.s, scratch.s);
+      Multiply(AsIs(FromColumn(scratch.s, block.c0)), FromRow(scratch.v, block.c0), query.o, query.at.rows, p.v_dim,
+               width, Into::kSum);
+    });
+    for (int64_t t = 0; t < unit.count; ++t) Finish(p, in, out, b, scratch.kept.scale, scratch.queries[t]);
   };
-  workers.For(sequences * units, Scratch<A>(p, nullptr, unit_tiles, tile_rows).bytes, attend);
+  workers.For(units.count(), Scratch<A>(p, nullptr, units.unit_tiles, units.tile_rows).bytes, attend);
 }
 
 }  // namespace

@@ -106,6 +106,11 @@ void Interpreter<A>::Gradient(Tile<A> s, Tile<A> ds, const CapturedSums<A>* sums
 }
 
 template <typename A>
+void Interpreter<A>::Tangent(Tile<A> s, Tile<A> ds) {
+  RunEntries(0, block_.rows, s, ds);
+}
+
+template <typename A>
 Range Interpreter<A>::Verdict() {
   for (int64_t i = 0; i < count_; ++i) {
     const Instruction& x = instructions_[i];
@@ -138,7 +143,7 @@ void Interpreter<A>::RunEntries(int64_t first, int64_t rows, Tile<A> s, Tile<A> 
       return Place{reinterpret_cast<char*>(tile.row(r) + block_.c0), tile.stride * int64_t(sizeof(A)), kVectorBytes};
     };
     if (s.data) slots_[kScoreSlot] = place(s);
-    if (ds.data) slots_[kCotangentSlot] = place(ds);
+    if (ds.data) slots_[kDerivativeSlot] = place(ds);
     Run(true, true);
   }
 }
@@ -188,6 +193,7 @@ void Interpreter<A>::Execute(int64_t number) {
   switch (x.op) {
     case Op::score:
     case Op::cotangent:
+    case Op::tangent:
       break;  // where they are
     case Op::batch:
       return Make<Type::i>(number, fill(Fill<A, Type::i>(in_->program_batch[b_])));
@@ -393,7 +399,7 @@ void Interpreter<A>::LoadArray(int64_t number) {
 // What is linear in the cotangent, but 0 where that is: even if the derivative there is NaN or infinite.
 template <typename A>
 Vec<A> Interpreter<A>::Cotangent(const Place& value, int64_t row, int64_t vector) const {
-  const Vec<A> cotangent = Get<A, Type::f>(slots_[kCotangentSlot].At(row, vector));
+  const Vec<A> cotangent = Get<A, Type::f>(slots_[kDerivativeSlot].At(row, vector));
   return cotangent == 0 ? Vec<A>{} : Get<A, Type::f>(value.At(row, vector));
 }
 
@@ -446,7 +452,9 @@ void Interpreter<A>::Result(const Instruction& x) {
         const Bytes some = __builtin_convertvector(Get<A, Type::b>(value.At(r, v)), Bytes);
         std::memcpy(bytes + v * kLanes<A>, &some, sizeof(some));
       } else if (kind_ == ProgramKind::kScoreGrad) {
-        Put<A, Type::f>(slots_[kCotangentSlot].At(r, v), Cotangent(value, r, v));
+        Put<A, Type::f>(slots_[kDerivativeSlot].At(r, v), Cotangent(value, r, v));
+      } else if (kind_ == ProgramKind::kScoreTangent) {
+        Put<A, Type::f>(slots_[kDerivativeSlot].At(r, v), Get<A, Type::f>(value.At(r, v)));
       } else if (instructions_[x.operands[0]].slot != kScoreSlot) {
         Put<A, Type::f>(slots_[kScoreSlot].At(r, v), Get<A, Type::f>(value.At(r, v)));
       }

@@ -40,6 +40,8 @@ class Interpreter {
   void Score(const Block& some, Tile<A> s);
   // score_grad: ds_0 of all of it from s_0, which is overwritten, and dS, in its place; adds to the sums.
   void Gradient(Tile<A> s, Tile<A> ds, const CapturedSums<A>* sums);
+  // score_tangent: the tangent of S of all of it from s_0, which is overwritten, and the tangent of s_0, in its place.
+  void Tangent(Tile<A> s, Tile<A> ds);
   // mask_mod: what it can say of the block's entries, as far as that follows from what several of them share.
   Range Verdict();
   // It is asked entry by entry ...
@@ -127,13 +129,14 @@ class Interpreter {
 // The programs of a problem.
 template <typename A>
 struct Programs {
-  Interpreter<A> score_mod, mask_mod, score_grad;
+  Interpreter<A> score_mod, mask_mod, score_grad, score_tangent;
 
   Programs() = default;
   Programs(const Problem& p, Carver* carver)
       : score_mod(p, p.score.score_mod, carver),
         mask_mod(p, p.mask.mask_mod, carver),
-        score_grad(p, p.score.score_grad, carver) {}
+        score_grad(p, p.score.score_grad, carver),
+        score_tangent(p, p.score.score_tangent, carver) {}
 };
 
 }  // namespace jax_flash::JAX_FLASH_ISA

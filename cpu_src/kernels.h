@@ -1,4 +1,4 @@
-// The two passes, compiled once per instruction set.
+// The passes, compiled once per instruction set.
 #pragma once
 
 #include "common/arrays.h"
@@ -9,6 +9,7 @@
   namespace isa {                                                                                      \
   void Forward(const Problem&, const Operands&, const ForwardResults&, Workers&);                      \
   void Backward(const Problem&, const Operands&, const Cotangents&, const BackwardResults&, Workers&); \
+  void Tangent(const Problem&, const Operands&, const Tangents&, const TangentResults&, Workers&);     \
   }
 
 namespace jax_flash {

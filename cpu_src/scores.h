@@ -27,7 +27,7 @@ struct HeadOffset {
   int64_t At(int64_t i, int64_t j) const { return start + i * row_stride + j * column_stride; }
 };
 
-// What the backward needs of the way from X to S: dC/dX = 1 - (C / cap)^2, and what score_mod was given.
+// What derivatives need of the way from X to S: dC/dX = 1 - (C / cap)^2, and what score_mod was given.
 template <typename A>
 struct Trace {
   Tile<A> slope = {}, given = {};
@@ -35,7 +35,8 @@ struct Trace {
   Trace() = default;
   Trace(const Problem& p, Carver* carver) {
     if (p.score.logits_soft_cap > 0) slope = carver->NewTile<A>(kTileRows, kTileColumns);
-    if (p.score.score_grad.size() > 0) given = carver->NewTile<A>(kTileRows, kTileColumns);
+    if (p.score.score_grad.size() > 0 || p.score.score_tangent.size() > 0)
+      given = carver->NewTile<A>(kTileRows, kTileColumns);
   }
 
   Trace FromRow(int64_t r) const {
@@ -115,6 +116,18 @@ class Scores {
     if (!programs_.score_grad.present()) return;
     programs_.score_grad.Begin(in_, b_, n, positions_.offset, block);
     programs_.score_grad.Gradient(trace.given, ds, sums);
+  }
+
+  // The tangent of S from that of X, in place, with the trace of S. Of masked entries it may be anything.
+  void TangentFromProducts(Tile<A> ds, const Block& block, int64_t n, const Trace<A>& trace,
+                           const Tangents& given) const {
+    ToProducts(ds, block, trace);  // the soft cap: its own transpose
+    if (p_.bias_tangent) {
+      ForEachBias(given.bias_tangent, ds, block, n, [](A score, A bias) { return score + bias; });
+    }
+    if (!programs_.score_tangent.present()) return;
+    programs_.score_tangent.Begin(in_, b_, n, positions_.offset, block);
+    programs_.score_tangent.Tangent(trace.given, ds);
   }
 
   // From there to dX, in place: past the soft cap.
@@ -198,20 +211,20 @@ class Scores {
   }
 
   void AddBias(Tile<A> s, const Block& block, int64_t n) const {
-    ForEachBias(s, block, n, [](A score, A bias) { return score + bias; });
+    ForEachBias(in_.bias, s, block, n, [](A score, A bias) { return score + bias; });
   }
 
   // A bias of -inf masks, whatever score_mod has made of the sum.
   void ApplyBiasMask(Tile<A> s, const Block& block, int64_t n) const {
-    ForEachBias(s, block, n, [](A score, A bias) { return bias == -kInfinity<A> ? -kInfinity<A> : score; });
+    ForEachBias(in_.bias, s, block, n, [](A score, A bias) { return bias == -kInfinity<A> ? -kInfinity<A> : score; });
   }
 
-  // Replaces each score by f(score, bias).
+  // Replaces each score by f(score, bias), where the array has the shape and the dtype of the bias.
   template <typename F>
-  void ForEachBias(Tile<A> s, const Block& block, int64_t n, F f) const {
+  void ForEachBias(const void* array, Tile<A> s, const Block& block, int64_t n, F f) const {
     const HeadOffset offset(p_, p_.score.bias, b_, n);
     WithDType(p_.score.bias_dtype, [&](auto* type) {
-      const auto* bias = static_cast<decltype(type)>(in_.bias);
+      const auto* bias = static_cast<decltype(type)>(array);
       for (int64_t r = 0; r < block.rows; ++r) {
         const auto* from = bias + offset.At(block.i0 + r, block.j0);
         A* row = s.row(r);

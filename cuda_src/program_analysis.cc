@@ -92,7 +92,7 @@ std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
     facts.anywhere = KnownRange(x, query_anywhere, key_anywhere, anywhere);
     if (x.type == Type::i) FindSteps(x, a, b, &facts);
     if (x.type == Type::f) FindRamp(x, a, b, is_uniform(0), is_uniform(1), &facts);
-    if (x.op == Op::score || x.op == Op::cotangent) facts.along = Along::kEntries;
+    if (x.op == Op::score || x.op == Op::cotangent || x.op == Op::tangent) facts.along = Along::kEntries;
     for (int i = 0; i < x.count - (x.op == Op::accumulate); ++i) facts.along = Join(facts.along, facts_of(i).along);
     if (facts.linear) facts.along = AlongOf(facts.steps);
     all.push_back(facts);

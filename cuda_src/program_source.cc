@@ -97,6 +97,7 @@ std::string Source::Expression(int number) const {
   switch (x.op) {
     case Op::score:
     case Op::cotangent:
+    case Op::tangent:
       return kNames[int(x.op)];
     case Op::batch:
     case Op::head:

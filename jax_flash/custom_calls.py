@@ -1,4 +1,4 @@
-"""The two XLA custom calls, `jax_flash_forward` and `jax_flash_backward`, as JAX functions.
+"""The XLA custom calls `jax_flash_forward`, `jax_flash_backward` and `jax_flash_tangent` as JAX functions.
 
 `forward` and `backward` take the arrays of a problem with any number of leading dims instead of the batch. `vmap` adds
 one, and each has full size or size 1. Each call has these layers, from the outside in:
@@ -8,7 +8,9 @@ one, and each has full size or size 1. Each call has these layers, from the outs
     custom_partitioning   each device computes its own leading dims, heads and rows (`partitioning.py`)
     jax_flash_call        the leading dims become the batch of one `Problem`, and the platform selects the next layer
     jax_flash_forward     the custom call on a CPU, or on a GPU with scratch memory; `blockwise.py` on other platforms.
-                          Profiles show this name, or jax_flash_backward
+                          Profiles show this name, or jax_flash_backward or jax_flash_tangent
+
+The primitive of a tangent is in `derivatives.py`. Its layers from `custom_partitioning` on are these.
 
 Operands, results and formulas: docs/architecture.md.
 """
@@ -34,11 +36,13 @@ from jax_flash.operands import (
     ONE_A_CALL,
     PER_ROW,
     SHARED_GRADIENTS,
+    TANGENTS,
     Operands,
     array_of,
 )
-from jax_flash.partitioning import Results
+from jax_flash.partitioning import Results, Types
 from jax_flash.problem import Problem, result_types
+from jax_flash.programs.code import Unsupported
 from jax_flash.sequence import Arrays, Division
 from jax_flash.varying import varying_alike
 from jax_flash.warn import warn
@@ -48,31 +52,45 @@ for _platform, _handlers in _native.registrations().items():
         jax.ffi.register_ffi_target(_target, _handler, platform=_platform)
 
 
-TARGETS = ("jax_flash_forward", "jax_flash_backward")
+TARGETS = ("jax_flash_forward", "jax_flash_backward", "jax_flash_tangent")
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """Return the `disabled_checks` that `jax.export.export` needs for programs with fused attention.
 
-    By default JAX exports only its own custom calls, and jax_flash has two others. If a later version changes them, an
+    By default JAX exports only its own custom calls, and jax_flash has three others. If a later version changes them, an
     older exported program raises an error: export it again.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 
 
-def refusal(problem: Problem, platform: str) -> str | None:
-    """Return why a platform ("cpu", "cuda", …) has no fused kernels for a problem, or None if it has."""
+def refusal(problem: Problem, platform: str, moving: tuple[str, ...] = ()) -> str | None:
+    """Return why a platform ("cpu", "cuda", …) has no fused kernels for a problem, or None if it has.
+
+    Args:
+      moving: the operands along whose tangents the call is differentiated; none: the forward and the backward.
+    """
     if problem.symbolic:
         sizes = ", ".join(f"{name} {size}" for name, size in problem.symbolic.items())
         return f"fused kernels need concrete sizes, but these are symbolic: {sizes}"
     for program in problem.programs:
         if program.refusal:
             return program.refusal
+    try:
+        text = _text(problem, moving)
+    except Unsupported as e:
+        return str(e)
     if platform == "cpu":
         return None
     if platform == "cuda":
-        return _native.cuda_refusal(problem.encode()) or None
+        return _native.cuda_refusal(text) or None
     return f"no fused kernels for platform {platform!r} in this version"
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(problem: Problem, moving: tuple[str, ...]) -> str:
+    """Return the attribute of a custom call."""
+    return (problem.along(moving) if moving else problem).encode()
 
 
 class Call(NamedTuple):
@@ -83,11 +101,19 @@ class Call(NamedTuple):
     problem: Problem
     fallback: bool  # whether platforms without handlers use `blockwise.py`; otherwise XLA raises an error there
     division: Division | None = None  # inside `shard_map`: the arrays are one device's part of a sequence
+    moving: tuple[str, ...] = ()  # in a tangent: the operands that have tangents
 
     @property
     def target(self) -> str:
         """The name of the custom call."""
+        if self.moving:
+            return "jax_flash_tangent"
         return "jax_flash_forward" if "o" in self.results else "jax_flash_backward"
+
+    def part(self, problem: Problem) -> Call:
+        """Return the same call for a part of its arrays, which has this problem."""
+        backward = self.target == "jax_flash_backward"
+        return self._replace(problem=problem, results=problem.gradients if backward else self.results)
 
 
 def forward(problem: Problem, fallback: bool, operands: Operands, division: Division | None = None) -> Results:
@@ -136,7 +162,7 @@ def _evaluate(*arrays: jax.Array, call: Call) -> Results:
     named = dict(zip(call.arrays, arrays, strict=True))
     if call.division is not None:
         return _divided(call, call.division, named)
-    return _plain(call, named) if call.problem.symbolic else _sharded(call, named)
+    return sharded(call, named)
 
 
 def batched(
@@ -228,8 +254,7 @@ def _divided(call: Call, division: Division, arrays: Arrays) -> Results:
     """Compute a divided sequence, with one call for each visit of another device's keys."""
 
     def compute(problem: Problem, arrays: Arrays) -> Results:
-        results = call.results if "o" in call.results else problem.gradients
-        return bind(Call(tuple(arrays), results, problem, call.fallback), arrays.values())
+        return bind(call.part(problem)._replace(arrays=tuple(arrays), division=None), arrays.values())
 
     function = sequence.forward if "o" in call.results else sequence.backward
     return function(compute, call.problem, division, {name: arrays[name] for name in call.arrays})
@@ -237,7 +262,7 @@ def _divided(call: Call, division: Division, arrays: Arrays) -> Results:
 
 def _plain(call: Call, arrays: Arrays) -> Results:
     """Compute a call in plain JAX, for arrays with leading dims."""
-    types = result_types(call.problem, call.results, lead(arrays), arrays)
+    types = types_of(call, arrays)
     function = functools.partial(over_leading_dims, functools.partial(plain, call))
     return partitioning.automatic(function, call.problem, arrays, types)
 
@@ -262,6 +287,9 @@ def plain(call: Call, arrays: Arrays) -> Results:
     operands = Operands.of(arrays)
     if "o" in call.results:
         return blockwise.forward(call.problem, operands)
+    if call.moving:
+        moving = {name: arrays[TANGENTS[name]] for name in call.moving}
+        return blockwise.tangent(call.problem, operands, moving, *(arrays[name] for name in "olm"))
     o, l, m, do = (arrays[name] for name in ("o", "l", "m", "do"))
     return blockwise.backward(call.problem, operands, o, l, m, do, arrays.get("dlogsumexp"))
 
@@ -269,12 +297,24 @@ def plain(call: Call, arrays: Arrays) -> Results:
 # --- custom_partitioning ----------------------------------------------------------------------------------------------
 
 
-def _sharded(call: Call, arrays: Arrays) -> Results:
-    def compute(problem: Problem, arrays: Arrays) -> Results:
-        results = call.results if "o" in call.results else problem.gradients
-        return _custom_call(call._replace(problem=problem, results=results), arrays)
+def types_of(call: Call, arrays: Arrays) -> Types:
+    """Return the types of a call's results."""
+    return result_types(call.problem, call.results, lead(arrays), arrays)
 
-    types = result_types(call.problem, call.results, lead(arrays), arrays)
+
+def sharded(call: Call, arrays: Arrays, zeros: bool = False) -> Results:
+    """Make a call on every device, with the arrays of this device. Or compute zeros instead, sharded in the same way."""
+    if call.problem.symbolic:
+        return _plain(call, arrays)
+
+    def compute(problem: Problem, arrays: Arrays) -> Results:
+        part = call.part(problem)
+        if zeros:
+            results = tuple(jnp.zeros(x.shape, x.dtype) for x in types_of(part, arrays).values())
+            return varying_alike(results, arrays)
+        return _custom_call(part, arrays)
+
+    types = types_of(call, arrays)
     return partitioning.divided(compute, call.problem, arrays, types)
 
 
@@ -359,7 +399,9 @@ def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0, gpu: bool 
     per_row = [name for name in PER_ROW if name in types]
     written |= {name: jax.ShapeDtypeStruct(named["l"].shape, named["l"].dtype) for name in per_row}
     scratch = [jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)] if scratch_bytes else []
-    returned = _ffi[call.target].bind(*arrays, types=(*written.values(), *scratch), problem=call.problem.encode())
+    returned = _ffi[call.target].bind(
+        *arrays, types=(*written.values(), *scratch), problem=_text(call.problem, call.moving)
+    )
     results = dict(zip(types, returned, strict=False))
     for name in per_row:
         results[name] = reference.summed_over_rows(results[name], named[DIFFERENTIATED[name]])
@@ -370,17 +412,25 @@ def _plain_call(*arrays: jax.Array, call: Call) -> Results:
     return plain(call, dict(zip(call.arrays, arrays, strict=True)))
 
 
+def _falls_back(call: Call, platform: str) -> bool:
+    """Return whether a call is plain JAX on a platform. Warn if only its tangent is."""
+    reason = refusal(call.problem, platform, call.moving) if call.fallback else None
+    if reason and call.moving and refusal(call.problem, platform) is None:
+        warn(f"the tangent of attention is computed in plain JAX, which is slower: {reason}")
+    return reason is not None
+
+
 def _lower_cpu(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
-    if call.fallback and refusal(call.problem, "cpu"):
+    if _falls_back(call, "cpu"):
         return _lower_elsewhere(ctx, *arrays, call=call, jaxpr=jaxpr)
     return mlir.lower_fun(functools.partial(_ffi_call, call=call))(ctx, *arrays)
 
 
 def _lower_cuda(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
-    if call.fallback and refusal(call.problem, "cuda"):
+    if _falls_back(call, "cuda"):
         return _lower_elsewhere(ctx, *arrays, call=call, jaxpr=jaxpr)
     exported = ctx.module_context.lowering_parameters.for_export
-    problem, backward = call.problem.encode(), call.target == "jax_flash_backward"
+    problem, backward = _text(call.problem, call.moving), call.target == "jax_flash_backward"
     if not exported:
         compilation.start(problem, backward)
     scratch_bytes = _native.cuda_scratch_bytes(problem, backward, exported)

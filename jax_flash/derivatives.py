@@ -1,9 +1,9 @@
 """The derivatives of the calls, of any mode and order.
 
 A rule of a JAX primitive takes each call to its tangent, as `jax.jvp` wants it. The tangent is the other primitive,
-`jax_flash_tangent`, which is linear in the tangents of the arrays. Its transpose is the gradient:
+`jax_flash_jvp`, which is linear in the tangents of the arrays. Its transpose is the gradient:
 
-    forward     tangent: `blockwise.tangent` in plain JAX, from q, k, v, O, l and m; transpose: the backward call
+    forward     tangent: the tangent call, from q, k, v, O, l and m; transpose: the backward call
     any other   tangent: `jax.jvp` of plain JAX; transpose: `jax.vjp` of plain JAX, in linear memory
 
 So `jax.grad` of a user's function has one forward and one backward call, and computes no tangent. A tangent has the
@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh
 from jax_flash import bits, blockwise, custom_calls, padding, partitioning
 from jax_flash.custom_calls import Call, batched, lead, over_leading_dims
 from jax_flash.explicit import placed
-from jax_flash.operands import DIFFERENTIATED, SHARED_GRADIENTS, Operands
+from jax_flash.operands import DIFFERENTIATED, SHARED_GRADIENTS, TANGENTS, Operands
 from jax_flash.partitioning import Results, Types
 from jax_flash.problem import Problem, result_types
 from jax_flash.sequence import Arrays
@@ -69,6 +69,11 @@ class Tangent(NamedTuple):
         return self.of if isinstance(self.of, Call) and "o" in self.of.results else None
 
     @property
+    def is_custom_call(self) -> bool:
+        """Whether a custom call computes the tangents."""
+        return self.forward is not None and self.forward.division is None
+
+    @property
     def m_bits(self) -> str:
         """The name of m in a forward's arrays, where jax_debug_infs must not see -inf."""
         return "m_bits64" if self.problem.accumulation_dtype == "float64" else "m_bits"
@@ -92,25 +97,42 @@ class Tangent(NamedTuple):
         return _bind(self, [arrays[name] for name in self.arrays])
 
 
-primitive = Primitive("jax_flash_tangent")
+primitive = Primitive("jax_flash_jvp")
 primitive.multiple_results = True
 
 
 def _bind(call: Tangent, arrays: Iterable[jax.Array]) -> Results:
-    """The types of the results are found without tracing what computes them: most programs only transpose it."""
+    """Bind it with the jaxpr of zeros of its types. JAX finds the types there, and `custom_partitioning`. What computes
+    the results is not traced, because most programs only transpose a tangent."""
     arrays, mesh = tuple(arrays), jax.sharding.get_abstract_mesh()
-    types = tuple(_zeros.trace(*arrays, call=call).jaxpr.out_avals)
-    return tuple(primitive.bind(*arrays, call=call, types=types, mesh=mesh))
+    return tuple(primitive.bind(*arrays, call=call, zeros=_zeros.trace(*arrays, call=call).jaxpr, mesh=mesh))
 
 
 @functools.partial(jax.jit, static_argnames="call")
 def _zeros(*arrays: jax.Array, call: Tangent) -> Results:
+    if call.is_custom_call:
+        return custom_calls.sharded(*_custom_call(call, arrays), zeros=True)
     return _placed(call, arrays, lambda named, types: tuple(jnp.zeros(x.shape, x.dtype) for x in types.values()))
 
 
 @functools.partial(jax.jit, static_argnames="call")
 def _evaluate(*arrays: jax.Array, call: Tangent) -> Results:
+    if call.is_custom_call:
+        return custom_calls.sharded(*_custom_call(call, arrays))
     return _placed(call, arrays, lambda named, _: over_leading_dims(functools.partial(_plain, call), named))
+
+
+def _custom_call(call: Tangent, arrays: tuple[jax.Array, ...]) -> tuple[Call, Arrays]:
+    """Return the custom call for the tangent of a forward, and its arrays."""
+    forward, named = call.forward, dict(zip(call.arrays, arrays, strict=True))
+    assert forward is not None
+    o, l, m = named["o"], named["l"], bits.to(named["l"].dtype, named[call.m_bits])
+    given = {name: named[name] for name in forward.arrays} | {"o": o, "l": l, "m": m}
+    for name in call.moving:
+        dtype = call.problem.result_dtype("o") if name == "query" else named[name].dtype
+        given[TANGENTS[name]] = named[call.tangent_of(name)].astype(dtype)
+    results = ("o_tangent", "l_tangent")
+    return Call(tuple(given), results, call.problem, fallback=True, moving=call.moving), given
 
 
 def _placed(call: Tangent, arrays: tuple[jax.Array, ...], function: Callable[[Arrays, Types], Results]) -> Results:
@@ -131,7 +153,7 @@ def _plain(call: Call | Tangent, arrays: Arrays) -> Results:
         return custom_calls.plain(call, arrays)
     at = {name: arrays[name] for name in call.moving}
     along = {name: arrays[call.tangent_of(name)] for name in call.moving}
-    if call.forward and call.forward.division is None:
+    if call.is_custom_call:
         o, l, m = arrays["o"], arrays["l"], bits.to(arrays["l"].dtype, arrays[call.m_bits])
         return blockwise.tangent(call.problem, Operands.of(arrays), along, o, l, m)
     along = {name: x.astype(at[name].dtype) for name, x in along.items()}
@@ -199,10 +221,10 @@ def _with_scale(problem: Problem, arrays: Arrays, m: jax.Array, dscale: jax.Arra
 # --- the derivative of a tangent --------------------------------------------------------------------------------------
 
 
-def _jvp_of_tangent(primals, tangents, *, call: Tangent, types, mesh: AbstractMesh):
+def _jvp_of_tangent(primals, tangents, *, call: Tangent, zeros: ClosedJaxpr, mesh: AbstractMesh):
     """It is linear in the tangents."""
     arrays, moving = dict(zip(call.arrays, primals, strict=True)), _nonzero(call.arrays, tangents)
-    results = primitive.bind(*primals, call=call, types=types, mesh=mesh)
+    results = primitive.bind(*primals, call=call, zeros=zeros, mesh=mesh)
     terms = []
     along = set(map(call.tangent_of, call.moving))
     linear = tuple(name for name in call.moving if call.tangent_of(name) in moving)
@@ -222,7 +244,7 @@ def _nonzero(names: Iterable[str], tangents: Iterable[Any]) -> Arrays:
     return {name: x for name, x in named if not isinstance(x, ad.Zero) and x.dtype != jax.dtypes.float0}
 
 
-def _transpose(cotangents, *arrays, call: Tangent, types, mesh: AbstractMesh):
+def _transpose(cotangents, *arrays, call: Tangent, zeros: ClosedJaxpr, mesh: AbstractMesh):
     named = dict(zip(call.arrays, arrays, strict=True))
     known = {name: x for name, x in named.items() if not ad.is_undefined_primal(x)}
     asked = tuple(name for name in call.moving if call.tangent_of(name) not in known)
@@ -282,17 +304,17 @@ def _summed(x: jax.Array, like: Any) -> jax.Array:
     return (x.sum(once, keepdims=True) if once else x).astype(like.dtype)
 
 
-def _lower(ctx, *arrays, call: Tangent, types, mesh: AbstractMesh):
+def _lower(ctx, *arrays, call: Tangent, zeros: ClosedJaxpr, mesh: AbstractMesh):
     with jax.sharding.use_abstract_mesh(mesh):  # which tells shard_map's axes
         return mlir.lower_fun(functools.partial(_evaluate, call=call))(ctx, *arrays)
 
 
 primitive.def_impl(
-    lambda *arrays, call, types, mesh: custom_calls.eagerly(functools.partial(_evaluate, call=call), call, arrays)
+    lambda *arrays, call, zeros, mesh: custom_calls.eagerly(functools.partial(_evaluate, call=call), call, arrays)
 )
-primitive.def_abstract_eval(lambda *arrays, call, types, mesh: types)
+primitive.def_abstract_eval(lambda *arrays, call, zeros, mesh: zeros.out_avals)
 ad.primitive_jvps[custom_calls.primitive] = _jvp
 ad.primitive_jvps[primitive] = _jvp_of_tangent
 ad.primitive_transposes[primitive] = _transpose
-batching.primitive_batchers[primitive] = lambda arrays, axes, *, call, types, mesh: batched(_bind, call, arrays, axes)
+batching.primitive_batchers[primitive] = lambda arrays, axes, *, call, zeros, mesh: batched(_bind, call, arrays, axes)
 mlir.register_lowering(primitive, _lower)

@@ -1,4 +1,4 @@
-"""The arrays of the two custom calls: `Operands`, and names and dims of every operand and result."""
+"""The arrays of the three custom calls: `Operands`, and names and dims of every operand and result."""
 
 from __future__ import annotations
 
@@ -82,10 +82,14 @@ DIFFERENTIATED |= dict(zip(DCAPTURED, CAPTURED, strict=True))
 DIMS: dict[str, Sequence[str]] = {
     **{name: dims.removeprefix("B") for name, dims, *_ in _OPERANDS},
     **{name: (name,) for name in CAPTURED},
+    **{f"{name}_tangent": (name,) for name in CAPTURED},
     **{name: dims.removeprefix("B") for name, dims in _RESULTS},
 }
 DIMS |= {"m_bits": DIMS["m"], "m_bits64": (*DIMS["m"], "1")}  # m as integer words (`bits.py`)
 DIMS |= {gradient: DIMS[name] for gradient, name in DIFFERENTIATED.items()}
+
+# The tangent of each operand that may have one, as an operand of the tangent call.
+TANGENTS = {name: f"{name}_tangent" for name in DIMS if f"{name}_tangent" in DIMS and name not in ("o", "l")}
 
 
 def array_of(name: str) -> str:
@@ -100,7 +104,7 @@ BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
 # The operands with an `Extent`, except for the arrays of a block mask.
 BROADCAST = tuple(name for name, _, broadcast, *_ in _OPERANDS if broadcast and name not in BLOCK_MASK)
 # Operands that a batch may share. All or none of the arrays in a group are shared.
-ONE_A_BATCH = (*((name,) for name in (*BROADCAST, *CAPTURED)), BLOCK_MASK)
+ONE_A_BATCH = (*((name, f"{name}_tangent") for name in (*BROADCAST, *CAPTURED)), BLOCK_MASK)
 # The gradients of operands that batch entries or heads may share. They are summed, and have the shape of the operand.
 SHARED_GRADIENTS = tuple(gradient for gradient, name in DIFFERENTIATED.items() if name in (*BROADCAST, *CAPTURED))
 # The gradients for which the custom call returns the contributions of rows, [B, N, T]. JAX sums them.

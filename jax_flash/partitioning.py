@@ -169,8 +169,8 @@ def _partition(compute: Compute, problem: Problem, names: tuple[str, ...], mesh:
     def local(arrays: Arrays) -> Results:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # local arrays are not sharded over the user's mesh
             if shared_kv_head:
-                names_kv = ("key_pages", "value_pages") if problem.page else ("key", "value")
-                kv = {name: lax.dynamic_slice_in_dim(arrays[name], kv_head(), 1, axis=-2) for name in names_kv}
+                of_heads = (name for name in arrays if "K" in DIMS[name])
+                kv = {name: lax.dynamic_slice_in_dim(arrays[name], kv_head(), 1, axis=-2) for name in of_heads}
                 arrays = arrays | kv
             return tuple(map(complete, names, of_rows(arrays)))
 
@@ -178,6 +178,8 @@ def _partition(compute: Compute, problem: Problem, names: tuple[str, ...], mesh:
         rows = _rows(mesh, axes)
         if rows is None:
             return compute(problem, arrays)
+        if "o_tangent" in names:
+            return sequence.tangent(compute, problem, rows, arrays)
         return (sequence.forward if "o" in names else sequence.backward)(compute, problem, rows, arrays)
 
     def complete(name: str, x: jax.Array) -> jax.Array:

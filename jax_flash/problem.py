@@ -1,6 +1,6 @@
 """`Problem`: the static description of one attention call, without its arrays.
 
-It is the Python twin of `common/problem.h`. Its text form is the only attribute of both custom calls.
+It is the Python twin of `common/problem.h`. Its text form is the only attribute of the custom calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from jax.typing import ArrayLike
 from jax_flash import _native, checks
 from jax_flash.description import Description, Extent
 from jax_flash.masks import Mask
-from jax_flash.operands import BROADCAST, CAPTURED, DCAPTURED, DIFFERENTIATED, DIMS, SHARED_GRADIENTS
+from jax_flash.operands import BROADCAST, CAPTURED, DCAPTURED, DIFFERENTIATED, DIMS, SHARED_GRADIENTS, TANGENTS
+from jax_flash.programs.code import Unsupported
 from jax_flash.programs.program import ALWAYS, SAME_SCORE, Captured, Program, Sizes
 from jax_flash.scores import Score
 
@@ -63,6 +64,13 @@ class Problem(Description):
     dv: bool = False
     dbias: bool = False
     dsinks: bool = False
+
+    # Only in a tangent: which operands have tangents. `captured` has the captured arrays, then their tangents.
+    query_tangent: bool = False
+    key_tangent: bool = False
+    value_tangent: bool = False
+    bias_tangent: bool = False
+    sinks_tangent: bool = False
 
     mask: Mask = Mask()
     score: Score = Score()
@@ -159,6 +167,24 @@ class Problem(Description):
         score = dataclasses.replace(self.score, score_grad=score_grad)
         return dataclasses.replace(self, captured=captured, score=score, **flags, **changes)
 
+    def along(self, moving: Sequence[str]) -> Problem:
+        """Return the problem of the tangent along the tangents of these operands.
+
+        Raises:
+          Unsupported: if there is no code for the tangent of the score_mod. The message starts with its name.
+        """
+        own = [i for i, name in enumerate(CAPTURED[: len(self.captured)]) if name in moving]
+        numbers = {i: len(self.captured) + k for k, i in enumerate(own)}
+        captured = (*self.captured, *(self.captured[i] for i in own))
+        if len(captured) > len(CAPTURED):
+            raise Unsupported(f"score_mod captures more arrays than the {len(CAPTURED)} that fit with their tangents")
+        score_mod, score_tangent = self.score.score_mod, None
+        if score_mod is not None and not {*moving}.issubset(("value", "sinks")):
+            score_tangent = score_mod.tangent(captured, numbers, self.accumulation_dtype, self.sizes)
+        score = dataclasses.replace(self.score, score_tangent=score_tangent)
+        flags: dict[str, Any] = {TANGENTS[name]: True for name in moving if name not in CAPTURED}
+        return dataclasses.replace(self, captured=captured, score=score, **flags)
+
     @property
     def differentiable(self) -> set[str]:
         """The names of the gradients that the backward can compute. Paged attention has none."""
@@ -216,7 +242,7 @@ class Problem(Description):
         # The arrays are the same for any code, and a program may have none.
         mask = dataclasses.replace(self.mask, mask_mod=self.mask.mask_mod and Program(ALWAYS))
         score_mod = self.score.score_mod and Program(SAME_SCORE)
-        score = dataclasses.replace(self.score, score_mod=score_mod, score_grad=None)
+        score = dataclasses.replace(self.score, score_mod=score_mod, score_grad=None, score_tangent=None)
         problem = dataclasses.replace(self, mask=mask, score=score)
         if backward and not self.gradients:
             problem = dataclasses.replace(problem, dq=True, dk=True, dv=True)
@@ -279,12 +305,12 @@ class Problem(Description):
 
     def result_dtype(self, name: str) -> str:
         """Return the dtype of a result of the custom calls."""
-        if name in ("dk", "dv") or (name in ("o", "dq") and not self.unrounded):
+        if name in ("dk", "dv") or (name in ("o", "o_tangent", "dq") and not self.unrounded):
             return self.dtype
         return self.accumulation_dtype
 
     def encode(self) -> str:
-        """Return the text attribute of the custom calls: "version=8 batch=2 ... mask.is_causal=1 ..."."""
+        """Return the text attribute of the custom calls: "version=9 batch=2 ... mask.is_causal=1 ..."."""
         texts = (("version", str(_native.PROBLEM_VERSION)), *self.texts())
         return " ".join(f"{name}={text}" for name, text in texts)
 

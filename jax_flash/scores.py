@@ -17,6 +17,7 @@ class Score(Description):
     bias_dtype: str = "none"
     score_mod: Program | None = None
     score_grad: Program | None = None  # only in a backward: the derivative of score_mod
+    score_tangent: Program | None = None  # only in a tangent: the same in forward mode
 
     @property
     def may_hide_entries(self) -> bool:

@@ -348,6 +348,27 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
     return tuple(_relaid(problem, name, result(name), division, given) for name in problem.gradients)
 
 
+def tangent(compute: Compute, problem: Problem, division: Division, arrays: Arrays) -> tuple[jax.Array, ...]:
+    """Return the tangents of o and l of this device's rows.
+
+    Each device gathers all keys, since a visit's tangent would need the statistics of this visit.
+
+    Args:
+      compute: function of a problem and arrays by name that computes the tangent on one device.
+      division: in the contiguous layout.
+      arrays: the operands, with o, l and m of the forward, and the tangents.
+    """
+
+    def gathered(name: str, x: jax.Array) -> jax.Array:
+        of_keys = {"S", "T"} & {*DIMS[name]} == {"S"}
+        return lax.all_gather(x, division.axes, axis=_axis(name) % x.ndim, tiled=True) if of_keys else x
+
+    rows = division.part(problem.q_len)
+    starts = division.device() * rows, jnp.int32(0)
+    arrays = {name: gathered(name, x) for name, x in arrays.items()}
+    return compute(*_with_positions(problem, (rows, problem.kv_len), starts, arrays))
+
+
 def _relaid(problem: Problem, name: str, x: jax.Array, before: Division, after: Division) -> jax.Array:
     """Move this device's part of an array from one layout to the other.
 
@@ -446,10 +467,17 @@ def _part(problem: Problem, division: Division, arrays: Arrays, shift: int, a: i
         if extent is not None and extent.columns:
             x = lax.dynamic_slice_in_dim(x, key_start, keys, axis=-1)
         part[name] = x
-    mask, part = problem.mask.part(problem.lengths, (rows, keys), (row_start, key_start), part)
-    changes: dict[str, Any] = {"q_len": rows, "kv_len": keys, "mask": mask}
+    return _with_positions(problem, (rows, keys), (row_start, key_start), part)
+
+
+def _with_positions(
+    problem: Problem, sizes: tuple[int, int], starts: tuple[jax.Array, jax.Array], part: Arrays
+) -> tuple[Problem, Arrays]:
+    """Return the problem and the arrays of a part of the score matrix. `starts` are its first row and key."""
+    mask, part = problem.mask.part(problem.lengths, sizes, starts, part)
+    changes: dict[str, Any] = {"q_len": sizes[0], "kv_len": sizes[1], "mask": mask}
     if problem.drop_threshold or problem.programs:
-        part["origin"] = jnp.stack([row_start, key_start]).astype(jnp.int32)
+        part["origin"] = jnp.stack(starts).astype(jnp.int32)
         changes["origin"] = True
     return dataclasses.replace(problem, **changes), varying_alike(part, part)
 

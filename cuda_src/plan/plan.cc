@@ -179,6 +179,7 @@ std::string CudaRefusal(const Problem& p) {
   constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
   const auto sized = [](const char* name, int64_t size) { return std::string(name) + " " + std::to_string(size); };
   if (p.dtype == DType::kF64) return "float64: the CUDA kernels support float16, bfloat16 and float32";
+  if (p.tangent()) return "there is no CUDA kernel for tangents yet";
   if (p.deterministic && p.captured_gradients()) {
     return "deterministic gradients of arrays that score_mod captures: the CUDA kernels add them in no fixed order";
   }

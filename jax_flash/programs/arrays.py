@@ -63,6 +63,13 @@ class View(Array):
         return self.code.select(inside, x, self.code.constant("f", self.fill))
 
 
+def at_same_places(view: View, array: int) -> Array:
+    """Return the elements of another captured array that are at the places of a view's elements, or 0."""
+    fill = None if view.fill is None else 0.0
+    other = View(view.code, array, view.shape, view.dtype, view.place, fill)
+    return Array(view.shape, view.dtype, lambda index: other.element(*index))
+
+
 def aval(x: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a variable or a literal of a jaxpr."""
     return jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -161,6 +161,26 @@ class Program:
                 if code.known(x) != 0:
                     code.accumulate(leaf.array, place, x)
         return Program(code.text(dscore.element()))
+
+    def tangent(self, captured: Sequence[Captured], moving: Mapping[int, int], dtype: str, sizes: Sizes) -> Program:
+        """Return the code of the tangent of the score that it returns, from the tangent of the score that it gets.
+
+        Args:
+          captured: captured arrays of all programs of the call, and tangents.
+          moving: the numbers of captured arrays that have a tangent, with the numbers of the tangents.
+        """
+        code = Code(dtype, sizes._asdict())
+        arrays, scalars, forward = self._arrays(code, captured), _inputs(code, dtype), Lowering(code)
+        leaves = _leaves(forward, self.jaxpr, arrays, scalars)
+        constants = [x for x in arrays if not isinstance(x, View)]
+        moved = [elements.at_same_places(x, moving[x.array]) for x in leaves if x.array in moving]
+        args = [*constants, *scalars, elements.scalar(code.input("tangent"), dtype), *leaves, *moved]
+        closed = _tangent(self.jaxpr, len(constants), [x.array in moving for x in leaves], args)
+        try:
+            (result,) = Lowering(code).run(closed.jaxpr, forward.constants(closed.consts), args)
+        except Unsupported as e:  # which the user did not write
+            raise Unsupported(f"score_mod has a derivative with {e}") from None
+        return Program(code.text(result.element()))
 
     def _own(self, arrays: Sequence[Any]) -> list[Any]:
         return list(arrays[self.first : self.first + self.count])
@@ -376,28 +396,50 @@ def _derivative(jaxpr: Jaxpr, constants: int, args: Sequence[Array]) -> ClosedJa
       constants: the number of arrays at the start of `args` that are not floats.
       args: these arrays, the score, the indices, the cotangent, and the leaves.
     """
-    scalars = constants + 1 + len(INDICES)
 
     def derivative(*args: jax.Array) -> list[jax.Array]:
-        known = iter(args[:constants])
-        floats = [jnp.issubdtype(aval(x).dtype, jnp.floating) for x in jaxpr.constvars]
-        consts = [
-            _TracedView(aval(x).shape, aval(x).dtype) if there else next(known)
-            for x, there in zip(jaxpr.constvars, floats, strict=True)
-        ]
-        score, *indices = args[constants:scalars]
-        cotangent, *leaves = args[scalars:]
-
-        def function(score: jax.Array, leaves: list[jax.Array]) -> jax.Array:
-            tracing = _Tracing(leaves)
-            (result,) = tracing.run(jaxpr, consts, [score, *indices])
-            return tracing.use(result)
-
+        function, score, (cotangent, *leaves) = _of_score_and_leaves(jaxpr, constants, args)
         _, vjp = jax.vjp(function, score, leaves)
         dscore, dleaves = vjp(cotangent)
         return [dscore, *dleaves]
 
     return jax.make_jaxpr(derivative)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args))
+
+
+def _tangent(jaxpr: Jaxpr, constants: int, moving: Sequence[bool], args: Sequence[Array]) -> ClosedJaxpr:
+    """jax.jvp of the function along tangents of the score and of the moving leaves, as a jaxpr.
+
+    Args: constants, score and indices, tangent of the score, leaves, tangents of the moving leaves.
+    """
+
+    def tangent(*args: jax.Array) -> jax.Array:
+        function, score, (dscore, *others) = _of_score_and_leaves(jaxpr, constants, args)
+        leaves, moved = others[: len(moving)], iter(others[len(moving) :])
+        dleaves = [next(moved) if there else jnp.zeros_like(x) for x, there in zip(leaves, moving, strict=True)]
+        return jax.jvp(function, (score, leaves), (dscore, dleaves))[1]
+
+    return jax.make_jaxpr(tangent)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args))
+
+
+def _of_score_and_leaves(
+    jaxpr: Jaxpr, constants: int, args: Sequence[jax.Array]
+) -> tuple[Callable[[jax.Array, list[jax.Array]], jax.Array], jax.Array, Sequence[jax.Array]]:
+    """The function of the score and of the leaves; the score; the arguments that follow score and indices."""
+    known = iter(args[:constants])
+    floats = [jnp.issubdtype(aval(x).dtype, jnp.floating) for x in jaxpr.constvars]
+    consts = [
+        _TracedView(aval(x).shape, aval(x).dtype) if there else next(known)
+        for x, there in zip(jaxpr.constvars, floats, strict=True)
+    ]
+    scalars = constants + 1 + len(INDICES)
+    score, *indices = args[constants:scalars]
+
+    def function(score: jax.Array, leaves: list[jax.Array]) -> jax.Array:
+        tracing = _Tracing(leaves)
+        (result,) = tracing.run(jaxpr, consts, [score, *indices])
+        return tracing.use(result)
+
+    return function, score, args[scalars:]
 
 
 def _second_derivative(name: str, closed: ClosedJaxpr) -> str:

@@ -1,0 +1,255 @@
+// The tangent of the forward, along tangents of its operands: with the tangent Ṡ of the scores, and
+// μ_i = Σ_j P_ij Ṡ_ij, it is Ȯ = (Z∘P∘Ṡ) V + (Z∘P) V̇ - μ∘O. P is computed again from Q, K, l and m. The loops are those
+// of the forward.
+//
+// O does not change if one number is added to all Ṡ of a row. So a reference near μ is subtracted from Ṡ. Otherwise a
+// large, nearly constant Ṡ would leave the difference of large numbers.
+#include "common/problem.h"
+#include "cpu_src/kept.h"
+#include "cpu_src/kernels.h"
+#include "cpu_src/scores.h"
+#include "cpu_src/sink.h"
+#include "cpu_src/tile.h"
+#include "cpu_src/units.h"
+
+namespace jax_flash::JAX_FLASH_ISA {
+namespace {
+
+// Rows of S that are formed at a time: few, so that they stay in the L1 cache.
+constexpr int64_t kScoredRows = 8;
+
+// A tile of Q with what is computed for it. P is not divided by l yet.
+template <typename A>
+struct QueryTile {
+  Tile<A> q;       // Q̇ and Q one after the other: Ṡ = τ [Q̇ Q] [K K̇]ᵀ is one product
+  Tile<A> a;       // Σ_j Z P (Ṡ - reference) V + Z P V̇
+  Tile<A> o = {};  // Σ_j Z P V, where the O that is given is rounded: a large μ multiplies the error
+  Tile<A> mu;      // Σ_j P (Ṡ - reference), a sum for each lane
+  A* m;
+  A* reference;
+  bool* referred;  // whether the row has a reference yet
+  RowTile at;
+};
+
+// Is the product Z P V computed again?
+bool ComputesO(const Problem& p) { return p.scores_move() && BytesOf(p.output_dtype()) == 2; }
+
+template <typename A>
+struct Scratch {
+  QueryTile<A> queries[kUnitTiles];
+  Tile<A> k, keys, v, v_tangent, s, s_tangent;  // keys: Kᵀ above K̇ᵀ
+  Trace<A> trace;
+  Kept<A> kept;
+  Programs<A> programs;
+  int64_t bytes;
+
+  Scratch(const Problem& p, char* memory, int64_t tiles, int64_t tile_rows) {
+    Carver carver(memory);
+    for (int64_t t = 0; t < tiles; ++t) {
+      QueryTile<A>& query = queries[t];
+      query.q = carver.NewTile<A>(tile_rows, p.qk_dim + RoundUp(p.qk_dim, kLanes<A>));
+      query.a = carver.NewTile<A>(tile_rows, p.v_dim);
+      if (ComputesO(p)) query.o = carver.NewTile<A>(tile_rows, p.v_dim);
+      query.mu = carver.NewTile<A>(tile_rows, kLanes<A>);
+      query.m = carver.Array<A>(tile_rows);
+      query.reference = carver.Array<A>(tile_rows);
+      query.referred = carver.Array<bool>(tile_rows);
+    }
+    k = carver.NewTile<A>(kTileColumns, p.qk_dim);
+    keys = carver.NewTile<A>(2 * p.qk_dim, kTileColumns);
+    v = carver.NewTile<A>(kTileColumns, p.v_dim);
+    if (p.value_tangent) v_tangent = carver.NewTile<A>(kTileColumns, p.v_dim);
+    s = carver.NewTile<A>(kTileRows, kTileColumns);
+    if (p.scores_move()) s_tangent = carver.NewTile<A>(kTileRows, kTileColumns);
+    trace = Trace<A>(p, &carver);
+    kept = Kept<A>(p, &carver);
+    programs = Programs<A>(p, &carver);
+    bytes = carver.used();
+  }
+};
+
+// The inner steps on one sequence, in the scratch of one worker.
+template <typename A>
+struct Pass {
+  const Problem& p;
+  const Operands& in;
+  const Tangents& given;
+  const int64_t b;
+  Scratch<A> scratch;
+  const Scores<A> scores;
+
+  Pass(const Problem& p, const Operands& in, const Tangents& given, int64_t b, char* memory, const Units& units)
+      : p(p),
+        in(in),
+        given(given),
+        b(b),
+        scratch(p, memory, units.unit_tiles, units.tile_rows),
+        scores(p, in, b, &scratch.programs) {}
+
+  int64_t Statistics(const RowTile& at) const { return (b * p.q_heads + at.n) * p.q_len + at.i0; }
+
+  void LoadQueries(QueryTile<A>& query) const {
+    const auto [n, i0, rows] = query.at;
+    const A scale = *static_cast<const A*>(in.scale);
+    if (p.query_tangent) {
+      LoadRows(HeadRows(given.query_tangent, p.output_dtype(), b, i0, p.q_len, n, p.q_heads, p.qk_dim), rows, p.qk_dim,
+               scale, query.q);
+    }
+    LoadRows(HeadRows(in.query, p.dtype, b, i0, p.q_len, n, p.q_heads, p.qk_dim), rows, p.qk_dim, scale,
+             FromColumn(query.q, p.qk_dim));
+    Zero(query.a, rows, query.a.stride);
+    if (query.o.data) Zero(query.o, rows, query.o.stride);
+    Zero(query.mu, rows, query.mu.stride);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t row = Statistics(query.at) + r;
+      const A m = static_cast<const A*>(given.m)[row];
+      query.m[r] = m == -kInfinity<A> ? 0 : m;
+      query.reference[r] = 0;
+      query.referred[r] = false;
+      // A row with nothing to attend to may hold NaN.
+      if (static_cast<const A*>(given.l)[row] == 0) Zero(FromRow(query.q, r), 1, query.q.stride);
+    }
+  }
+
+  void LoadKeys(int64_t head, int64_t j0, int64_t columns) const {
+    const auto rows = [&](const void* array, int64_t dim) {
+      return HeadRows(array, p.dtype, b, j0, p.kv_len, head, p.kv_heads, dim);
+    };
+    LoadRows(rows(in.key, p.qk_dim), columns, p.qk_dim, A(1), scratch.k);
+    TransposeRows(scratch.k, columns, p.qk_dim, scratch.keys);
+    if (p.key_tangent) {
+      LoadRows(rows(given.key_tangent, p.qk_dim), columns, p.qk_dim, A(1), scratch.k);
+      TransposeRows(scratch.k, columns, p.qk_dim, FromRow(scratch.keys, p.qk_dim));
+    }
+    LoadRows(rows(in.value, p.v_dim), columns, p.v_dim, A(1), scratch.v);
+    if (p.value_tangent) LoadRows(rows(given.value_tangent, p.v_dim), columns, p.v_dim, A(1), scratch.v_tangent);
+  }
+
+  // S = τ Q Kᵀ and the tangent of that, both without what happens to scores.
+  void Products(const QueryTile<A>& query, const Block& block) const {
+    const int64_t width = block.c1 - block.c0, dim = p.qk_dim;
+    const Tile<A> keys = FromColumn(scratch.keys, block.c0);
+    Multiply(AsIs(FromColumn(query.q, dim)), keys, FromColumn(scratch.s, block.c0), block.rows, width, dim, Into::kNew);
+    if (!p.scores_move()) return;
+    const Tile<A> to = FromColumn(scratch.s_tangent, block.c0);
+    if (!p.query_tangent && !p.key_tangent) return Zero(to, block.rows, RoundUp(width, kLanes<A>));
+    const int64_t first = p.query_tangent ? 0 : dim, last = p.key_tangent ? 2 * dim : dim;
+    Multiply(AsIs(FromColumn(query.q, first)), FromRow(keys, first), to, block.rows, width, last - first, Into::kNew);
+  }
+
+  // P in the place of S, and P (Ṡ - reference) in the place of Ṡ; adds the latter to μ.
+  void Weights(QueryTile<A>& query, const Block& block) const {
+    for (int64_t r = 0; r < block.rows; r += kScoredRows) {
+      scores.FromProducts(FromRow(scratch.s, r), block.Rows(r, kScoredRows), query.at.n, scratch.trace.FromRow(r));
+    }
+    if (p.scores_move()) scores.TangentFromProducts(scratch.s_tangent, block, query.at.n, scratch.trace, given);
+    for (int64_t r = 0; r < block.rows; ++r) {
+      A* const s = scratch.s.row(r);
+      const A m = query.m[r];
+      for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) Store(s + c, Exp<A>(Load(s + c) - m));
+      if (!p.scores_move()) continue;
+      A* const s_tangent = scratch.s_tangent.row(r);
+      if (!query.referred[r]) Refer(query, r, block);
+      const A reference = query.reference[r];
+      Vec<A> sum = Load(query.mu.row(r));
+      for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
+        const Vec<A> weight = Load(s + c);
+        // Ṡ of an entry that is not attended to may be NaN.
+        const Vec<A> product = weight == 0 ? Vec<A>{} : weight * (Load(s_tangent + c) - reference);
+        Store(s_tangent + c, product);
+        sum += product;
+      }
+      Store(query.mu.row(r), sum);
+    }
+  }
+
+  // The reference of a row is the mean of Ṡ in its first tile where P is not 0.
+  void Refer(QueryTile<A>& query, int64_t r, const Block& block) const {
+    Vec<A> weights = {}, products = {};
+    for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
+      const Vec<A> weight = Load(scratch.s.row(r) + c);
+      weights += weight;
+      products += weight == 0 ? Vec<A>{} : weight * Load(scratch.s_tangent.row(r) + c);
+    }
+    A weight = 0, product = 0;
+    for (int lane = 0; lane < kLanes<A>; ++lane) weight += weights[lane], product += products[lane];
+    if (weight == 0) return;
+    query.reference[r] = product / weight;
+    query.referred[r] = true;
+  }
+
+  void Add(QueryTile<A>& query, const Block& block) const {
+    Products(query, block);
+    Weights(query, block);
+    const int64_t width = block.c1 - block.c0;
+    const auto add = [&](Tile<A> weights, Tile<A> values, Tile<A> to) {
+      Multiply(AsIs(FromColumn(weights, block.c0)), FromRow(values, block.c0), to, block.rows, p.v_dim, width,
+               Into::kSum);
+    };
+    scratch.kept.Draw(in, block, b, query.at.n);
+    if (p.scores_move()) {
+      scratch.kept.Apply(block, A(1), scratch.s_tangent, scratch.s_tangent);
+      add(scratch.s_tangent, scratch.v, query.a);
+    }
+    scratch.kept.Apply(block, A(1), scratch.s, scratch.s);
+    if (p.value_tangent) add(scratch.s, scratch.v_tangent, query.a);
+    if (query.o.data) add(scratch.s, scratch.v, query.o);
+  }
+
+  // Ȯ = (Z∘P∘Ṡ) V + (Z∘P) V̇ - μ∘O, where μ has the sink; the tangent of l does not have it.
+  void Finish(const QueryTile<A>& query, const TangentResults& out) const {
+    const auto [n, i0, rows] = query.at;
+    const auto rows_of = [&](const void* array) {
+      return HeadRows(array, p.output_dtype(), b, i0, p.q_len, n, p.q_heads, p.v_dim);
+    };
+    const Tile<A> o = query.o.data ? query.o : FromColumn(scratch.v, 0);  // V is not needed any more
+    if (!query.o.data) LoadRows(rows_of(given.o), rows, p.v_dim, A(1), o);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t row = Statistics(query.at) + r;
+      const A l = static_cast<const A*>(given.l)[row], reference = query.reference[r];
+      A sum = 0;
+      for (int lane = 0; lane < kLanes<A>; ++lane) sum += query.mu.row(r)[lane];
+      const WithSink<A> sums(p, in, b, n, static_cast<const A*>(given.m)[row], l);
+      const A share = sums.alpha / sums.l, factor = scratch.kept.scale * share;
+      const A of_sink =
+          p.sinks_tangent ? static_cast<const A*>(given.sinks_tangent)[HeadOffset(p, p.sinks, b, n).At(0, 0)] : A(0);
+      const A mu = share * sum + (sums.sink == 0 ? 0 : sums.sink * (of_sink - reference));
+      const A of_o = mu * (query.o.data ? factor : 1);
+      A* const a = query.a.row(r);
+      for (int64_t c = 0; c < p.v_dim; ++c) a[c] = l == 0 ? 0 : a[c] * factor - of_o * o.row(r)[c];
+      static_cast<A*>(out.l_tangent)[row] = l == 0 ? 0 : sum + l * reference;
+    }
+    StoreRows(query.a, rows, p.v_dim, rows_of(out.o_tangent));
+  }
+};
+
+template <typename A>
+void Tangent(const Problem& p, const Operands& in, const Tangents& given, const TangentResults& out, Workers& workers) {
+  if (p.kv_heads == 0) return;
+  const Units units(p, workers.threads());
+  const auto differentiate = [&](int64_t index, char* memory) {
+    const auto unit = units[index];
+    Pass<A> pass(p, in, given, unit.b, memory, units);
+    QueryTile<A>* const queries = pass.scratch.queries;
+    for (int64_t t = 0; t < unit.count; ++t) {
+      queries[t].at = units.TileOf(unit, t);
+      pass.LoadQueries(queries[t]);
+    }
+    if (p.scores_move() || p.value_tangent) {
+      WalkKeys(
+          p, pass.scores, queries, unit.count,
+          [&](int64_t j0, int64_t columns) { pass.LoadKeys(unit.head, j0, columns); },
+          [&](QueryTile<A>& query, const Block& block) { pass.Add(query, block); });
+    }
+    for (int64_t t = 0; t < unit.count; ++t) pass.Finish(queries[t], out);
+  };
+  workers.For(units.count(), Scratch<A>(p, nullptr, units.unit_tiles, units.tile_rows).bytes, differentiate);
+}
+
+}  // namespace
+
+void Tangent(const Problem& p, const Operands& in, const Tangents& given, const TangentResults& out, Workers& workers) {
+  p.dtype == DType::kF64 ? Tangent<double>(p, in, given, out, workers) : Tangent<float>(p, in, given, out, workers);
+}
+
+}  // namespace jax_flash::JAX_FLASH_ISA

@@ -58,8 +58,8 @@ TARGETS = ("jax_flash_forward", "jax_flash_backward", "jax_flash_tangent")
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """Return the `disabled_checks` that `jax.export.export` needs for programs with fused attention.
 
-    By default JAX exports only its own custom calls, and jax_flash has three others. If a later version changes them, an
-    older exported program raises an error: export it again.
+    By default JAX exports only its own custom calls, and jax_flash has three others. If a later version changes them,
+    an older exported program raises an error: export it again.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 
@@ -303,7 +303,7 @@ def types_of(call: Call, arrays: Arrays) -> Types:
 
 
 def sharded(call: Call, arrays: Arrays, zeros: bool = False) -> Results:
-    """Make a call on every device, with the arrays of this device. Or compute zeros instead, sharded in the same way."""
+    """Make a call on every device, with the arrays of this device. `zeros`: compute zeros instead, sharded alike."""
     if call.problem.symbolic:
         return _plain(call, arrays)
 

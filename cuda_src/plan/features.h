@@ -25,41 +25,45 @@ inline bool IsCalled(const Problem& p) {
 }
 
 // FEATURE(name, text, there): what messages call it, and whether the problem `p` has it; `has` are those above.
-#define JAX_FLASH_FEATURES(FEATURE)                                                                                   \
-  FEATURE(kCausal, "a causal mask", p.mask.is_causal)                                                                 \
-  FEATURE(kWindow, "a window or packed sequences", p.mask.local_window_size.present() || p.mask.ranges)               \
-  FEATURE(kSegments, "segments", p.mask.segment_ids)                                                                  \
-  FEATURE(kLengths, "lengths", (p.mask.query_seq_lengths || p.mask.key_value_seq_lengths) && !p.mask.ranges)          \
-  FEATURE(kQueryOffset, "a query offset", p.mask.query_offset)                                                        \
-  FEATURE(kSoftCap, "a soft cap", p.score.logits_soft_cap > 0)                                                        \
-  FEATURE(kBias, "a bias", p.score.bias.present)                                                                      \
-  FEATURE(kWideBias, "a float32 bias", p.score.bias_dtype == DType::kF32)                                             \
-  FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                            \
-          p.score.bias.present && !(p.score.bias.rows && p.score.bias.columns))                                       \
-  FEATURE(kMaskMod, "a mask_mod", p.mask.mask_mod.present())                                                          \
-  FEATURE(kScoreMod, "a score_mod", p.score.score_mod.present())                                                      \
-  FEATURE(kHeavyMod, "a score_mod of many operations, or one with a query offset, dropout or a soft cap",             \
-          has.Any(kScoreMod) &&                                                                                       \
-              (!IsLight(p.score.score_mod) || p.mask.query_offset || p.dropout() || p.score.logits_soft_cap > 0))     \
-  FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score.score_grad.ResultOfScore())      \
-  FEATURE(kUnkeptSlopes, "a score_mod whose derivative depends on the score with a soft cap or float16",              \
-          has.Any(kScoreSlopes) && (has.Any(kSoftCap) || p.dtype == DType::kF16)) /* they may exceed 65504 */         \
-  FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score",                                 \
-          p.score.score_grad.GradientsOfScore())                                                                      \
-  FEATURE(kDropout, "dropout", p.dropout())                                                                           \
-  FEATURE(kFullPrecision, "full precision", p.full_precision) /* f32 as three products of TF32 */                     \
-  FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                          \
-  FEATURE(kListed, "a mask or a block mask", p.mask.block_mask.present || p.mask.array.present)                       \
-  FEATURE(kLongCausal, "a causal mask, and no other, of more than 4096 keys",                                         \
-          has.Any(kCausal) && p.kv_len > 4096 && !has.Any(kLocal | kLengths | kQueryOffset | kListed | kSoftCap))     \
-  FEATURE(kMaskAndDropout, "a mask or a block mask with dropout", has.Any(kListed) && has.Any(kDropout))              \
-  FEATURE(kSlopesAndSums, "gradients of captured arrays with a score_mod whose derivative depends on the score",      \
-          p.captured_gradients() && has.Any(kScoreSlopes))                                                            \
-  FEATURE(kSlopesApart, "slopes of the score with gradients of captured arrays or dropout", /* not in P, but in dS */ \
-          has.Any(kSlopesAndSums) || (has.Any(kScoreSlopes) && has.Any(kDropout)) ||                                  \
-              (has.Any(kSoftCap) && p.captured_gradients()))                                                          \
-  FEATURE(kTornPairs, "blocks of keys whose size is not a multiple of 128", p.mask.kv_block % kPairedKeys != 0)       \
-  FEATURE(kSmallCap, "a soft cap below 0.01", p.score.logits_soft_cap > 0 && p.score.logits_soft_cap < 0.01)          \
+#define JAX_FLASH_FEATURES(FEATURE)                                                                                  \
+  FEATURE(kCausal, "is_causal", p.mask.is_causal)                                                                    \
+  FEATURE(kWindow, "local_window_size or packed sequences", p.mask.local_window_size.present() || p.mask.ranges)     \
+  FEATURE(kSegments, "segment ids", p.mask.segment_ids)                                                              \
+  FEATURE(kLengths, "query_seq_lengths or key_value_seq_lengths",                                                    \
+          (p.mask.query_seq_lengths || p.mask.key_value_seq_lengths) && !p.mask.ranges)                              \
+  FEATURE(kQueryOffset, "query_offset", p.mask.query_offset)                                                         \
+  FEATURE(kSoftCap, "logits_soft_cap", p.score.logits_soft_cap > 0)                                                  \
+  FEATURE(kBias, "bias", p.score.bias.present)                                                                       \
+  FEATURE(kWideBias, "a float32 bias", p.score.bias_dtype == DType::kF32)                                            \
+  FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                           \
+          p.score.bias.present && !(p.score.bias.rows && p.score.bias.columns))                                      \
+  FEATURE(kMaskMod, "mask_mod", p.mask.mask_mod.present())                                                           \
+  FEATURE(kScoreMod, "score_mod", p.score.score_mod.present())                                                       \
+  FEATURE(kHeavyMod, "a score_mod of many operations, or one with query_offset, dropout or logits_soft_cap",         \
+          has.Any(kScoreMod) &&                                                                                      \
+              (!IsLight(p.score.score_mod) || p.mask.query_offset || p.dropout() || p.score.logits_soft_cap > 0))    \
+  FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score.score_grad.ResultOfScore())     \
+  FEATURE(kUnkeptSlopes, "a score_mod whose derivative depends on the score with logits_soft_cap or float16",        \
+          has.Any(kScoreSlopes) && (has.Any(kSoftCap) || p.dtype == DType::kF16)) /* they may exceed 65504 */        \
+  FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score",                                \
+          p.score.score_grad.GradientsOfScore())                                                                     \
+  FEATURE(kDropout, "dropout", p.dropout())                                                                          \
+  FEATURE(kFullPrecision, "full float32 precision", p.full_precision) /* f32 as three products of TF32 */            \
+  FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                         \
+  FEATURE(kListed, "mask or block_mask", p.mask.block_mask.present || p.mask.array.present)                          \
+  FEATURE(kLongCausal, "is_causal alone, with more than 4096 keys",                                                  \
+          has.Any(kCausal) && p.kv_len > 4096 && !has.Any(kLocal | kLengths | kQueryOffset | kListed | kSoftCap))    \
+  FEATURE(kMaskCapDropout, "two of these together: mask or block_mask, logits_soft_cap, dropout",                    \
+          has.Any(kListed) + has.Any(kSoftCap) + has.Any(kDropout) > 1)                                              \
+  FEATURE(kWideSlopesAndSums,                                                                                        \
+          "gradients of captured arrays with a score_mod whose derivative depends on the score and head dims above " \
+          "96",                                                                                                      \
+          p.captured_gradients() && has.Any(kScoreSlopes) && std::max(p.qk_dim, p.v_dim) > 96)                       \
+  FEATURE(                                                                                                           \
+      kSlopesApart, "slopes of the score with gradients of captured arrays or dropout", /* not in P, but in dS */    \
+      (p.captured_gradients() && has.Any(kScoreSlopes | kSoftCap)) || (has.Any(kScoreSlopes) && has.Any(kDropout)))  \
+  FEATURE(kTornPairs, "blocks of keys whose size is not a multiple of 128", p.mask.kv_block % kPairedKeys != 0)      \
+  FEATURE(kSmallCap, "logits_soft_cap below 0.01", p.score.logits_soft_cap > 0 && p.score.logits_soft_cap < 0.01)    \
   FEATURE(kHeadDimsUpTo128, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
 
 // Likewise of the problem in tiles of `rows` queries, on `target`.

@@ -10,40 +10,43 @@ namespace {
 
 // --- Tiles ---
 
+// What Hopper's kernels can do. Any other feature, a new one for example, leaves a problem to the kernels for Ampere
+// and later until it is named here. Rows exclude more.
+constexpr FeatureBits kDerivatives =
+    kScoreSlopes | kUnkeptSlopes | kWideSlopesAndSums | kSlopesApart | kGradientsOfScore;
+constexpr FeatureBits kSupported = kPositions | kListed | kMaskMod | kScoreFeatures | kWideBias | kBroadcastBias |
+                                   kHeavyMod | kDerivatives | kDropout | kMaskCapDropout | kTornPairs | kSmallCap |
+                                   kHeadDimsUpTo128 | kPreferences;
+
 // Figures are in docs/design/forward.md, unless a comment names another page.
 constexpr Row kForward[] = {
     // Tiles of a bias: a float32 bias leaves less shared memory at d = 128. (masks-and-biases.md)
     {227, 64, {128, 128, 2, 2, true}},
     {227, 128, {128, 128, 2, 2, true}, kWideBias},
     {227, 128, {128, 96, 2, 2, true}},
-    {227, 128, {128, 64, 2, 2, true}, kWideBias},
     // Up to d = 64, three or four warpgroups hide each other's softmax. With 256 queries, and masks, warpgroups have
-    // keys of their own, which is up to 1.89 times as fast for packed sequences, if there are enough keys.
+    // keys of their own, which is up to 1.89 times as fast for packed sequences, if there are enough keys. A soft cap
+    // gains 2%, and 8% with a causal mask.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kLongCausal | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
-    // A soft cap: +2%, and +8% with a causal mask.
-    {227, 64, {256, 64, 4, 4}, kAddsToScores | kDropout | kCausal | kFewTiles},
     {227, 64, {192, 112, 3, 2}, kBias | kHeavyMod | kDropout | kLocal | kFewTiles},
     // Few tiles, and dropout: with 176 keys it is 8% faster at N = 1024. (dropout.md)
     {227, 64, {128, 128, 2, 3}, kAddsToScores | kDropout | kLocal | kListed},
     {227, 64, {128, 128, 4, 4}, kAddsToScores | kDropout | kSegments | kMaskMod},
     {227, 64, {128, 176, 2, 2}, kAddsToScores | kSoftCap | kCausal | kLocal | kListed},
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kSoftCap | kLengths | kQueryOffset | kListed | kFewTiles},
-    // A bias or a score_mod, entry by entry, and smaller blocks of a block mask.
+    // A bias or a score_mod, entry by entry.
     {227, 64, {128, 128, 2, 3}, kAddsToScores},
     {227, 64, {128, 96, 2, 3}},
-    {227, 64, {128, 64, 2, 3}},
     // d = 96: +9%, but -6 to -14% with a window, segments or dropout.
     {227, 96, {192, 96, 3, 2}, kAddsToScores | kDropout | kLocal | kFewTiles},
     // Wider heads: as many keys as registers and shared memory have room for.
     {227, 128, {128, 128, 2, 2}, kBias | kHeavyMod},
     {227, 128, {128, 96, 2, 2}, kAddsToScores},
     {227, 128, {128, 64, 2, 2}},
-    {227, 128, {128, 32, 2, 2}},
     {227, 192, {128, 96, 2, 2}, kAddsToScores},
-    {227, 192, {128, 64, 2, 2}, kAddsToScores},
     {227, 256, {128, 64, 2, 2}, kAddsToScores | kDropout},
     {227, 256, {128, 48, 2, 2}, kAddsToScores},
     {227, 256, {128, 32, 2, 2}},
@@ -52,49 +55,47 @@ constexpr Row kForward[] = {
 
 // TF32 (tf32.md).
 constexpr Row kForwardF32[] = {
-    {227, 64, {192, 64, 3, 3}, kFullPrecision | kAddsToScores | kDropout | kLocal | kSoftCap | kListed | kFewTiles},
-    {227, 64, {128, 128, 2, 2}, kFullPrecision | kAddsToScores | kDropout | kLocal | kSoftCap},
-    {227, 64, {128, 64, 2, 3}, kFullPrecision},
-    {227, 128, {128, 64, 2, 2}, kFullPrecision | kAddsToScores | kDropout},
-    {227, 128, {128, 32, 2, 2}, kFullPrecision},
+    {227, 64, {192, 64, 3, 3}, kAddsToScores | kDropout | kLocal | kSoftCap | kListed | kFewTiles},
+    {227, 64, {128, 128, 2, 2}, kAddsToScores | kDropout | kLocal | kSoftCap},
+    {227, 64, {128, 64, 2, 3}},
+    {227, 128, {128, 64, 2, 2}, kAddsToScores | kDropout},
+    {227, 128, {128, 32, 2, 2}},
 };
 
-// What the backward has no place for: the score, for gradients of captured arrays that depend on it; a second kind of
-// slopes, or large slopes in float16. (Tiles without score_mods exclude these as well, or Obstacle would name the wrong
-// features.)
-constexpr FeatureBits kNotOfMods = kGradientsOfScore | kUnkeptSlopes;
-
+// The backward has no place for the score, for gradients of captured arrays that depend on it; nor for a second kind of
+// slopes, or large slopes in float16.
+constexpr FeatureBits kOfBackward = kSupported & ~(kGradientsOfScore | kUnkeptSlopes);
 constexpr Row kBackward[] = {
     // Large tiles: a soft cap finds its slopes again from P, 329 to 346 TFLOP/s. That divides rounding errors of log P
     // by the cap, which must not be small. (masks-and-biases.md)
-    {227, 64, {128, 128, 2, 2}, kScoreFeatures | kMaskAndDropout | kNotOfMods},
-    {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kDropout | kListed | kNotOfMods},
-    {227, 64, {64, 128, 2, 2, true}, kNotOfMods},
-    {227, 128, {64, 128, 2, 2, true}, kWideBias | kNotOfMods | kSlopesAndSums},
-    {227, 96, {64, 128, 2, 2}, kNotOfMods},
-    {227, 128, {64, 128, 2, 2}, kSmallCap | kNotOfMods | kSlopesAndSums},
+    {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kMaskCapDropout},
+    {227, 64, {64, 128, 2, 2, true}},
+    {227, 128, {64, 128, 2, 2, true}, kWideBias | kWideSlopesAndSums},
+    {227, 128, {64, 128, 2, 2}, kSmallCap | kWideSlopesAndSums},
     // Pairs are for wide heads only. Their warpgroups exchange P, so it must have the slopes.
-    {227, 256, {64, 64, 2, 2}, kHeadDimsUpTo128 | kTornPairs | kSmallCap | kNotOfMods | kSlopesApart},
+    {227, 256, {64, 64, 2, 2}, kHeadDimsUpTo128 | kTornPairs | kSmallCap | kSlopesApart},
 };
 
 // TF32. Slopes would be kept in 16 bits. (tf32.md)
 constexpr Row kBackwardF32[] = {
-    {227, 64, {64, 128, 2, 2}, kFullPrecision | kSoftCap | kBias | kNotOfMods | kScoreSlopes},
-    {227, 128, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kAddsToScores},
-    {227, 96, {64, 64, 2, 1}, kFullPrecision | kSoftCap | kListed | kScoreMod},
+    {227, 64, {64, 128, 2, 2}, kSoftCap | kBias | kScoreSlopes},
+    {227, 128, {64, 64, 2, 1}, kSoftCap | kAddsToScores},
+    {227, 96, {64, 64, 2, 1}, kSoftCap | kListed | kScoreMod},
 };
 
-// Of dbias. Windows, segments and a soft cap would leave wide tiles too few registers.
-constexpr FeatureBits kNotForBias = kBroadcastBias | kScoreMod, kNotForWide = kNotForBias | kLocal | kSoftCap;
+// dbias, with tiles of the bias if TMA can load them. Windows, segments and a soft cap would leave wide tiles too few
+// registers.
+constexpr FeatureBits kOfBias = kOfBackward & ~(kBroadcastBias | kScoreMod);
 constexpr Row kBackwardBias[] = {
-    {227, 64, {128, 128, 2, 4, true}, kNotForWide},  {227, 128, {128, 128, 2, 3, true}, kNotForWide | kWideBias},
-    {227, 128, {128, 128, 2, 2, true}, kNotForWide}, {227, 128, {128, 64, 2, 4, true}, kNotForBias},
-    {227, 64, {128, 128, 2, 4}, kNotForWide},        {227, 128, {128, 128, 2, 3}, kNotForWide},
-    {227, 128, {128, 64, 2, 4}, kNotForBias},
+    {227, 64, {128, 128, 2, 4}, kLocal | kSoftCap},
+    {227, 128, {128, 128, 2, 3}, kLocal | kSoftCap | kWideBias},
+    {227, 128, {128, 128, 2, 2}, kLocal | kSoftCap},
+    {227, 128, {128, 64, 2, 4}},
 };
 
-constexpr Table kForwardTable = {kForward, kForwardF32}, kBackwardTable = {kBackward, kBackwardF32};
-constexpr Rows kBackwardBiasRows = kBackwardBias;
+constexpr Table kForwardTable = {{kForward, kSupported}, {kForwardF32, kSupported}};
+constexpr Table kBackwardTable = {{kBackward, kOfBackward}, {kBackwardF32, kOfBackward}};
+constexpr Rows kBackwardBiasRows = {kBackwardBias, kOfBias};
 
 const Rows& RowsOf(const Problem& p, Pass pass) {
   return (pass == Pass::kForward ? kForwardTable : kBackwardTable).Of(p.dtype);
@@ -138,7 +139,7 @@ bool Alongside(const Target& target, const Problem& p) {
   const bool long_lists = listed && (p.mask.column_list - kListHeader) * p.mask.q_block > kMostListedRows;
   const bool dropout = has.Any(kDropout);
   if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
-  if (p.dsinks && p.dlogsumexp && !narrow && p.may_empty_rows()) return false;
+  if (HasGradientPerRow(p) && p.dlogsumexp && !narrow && p.may_empty_rows()) return false;
   if (listed && (p.group() > 1 || has.Any(kRanges) || long_lists || (dropout && !narrow))) return false;
   const bool shared_keys = p.group() > 1 && narrow;
   if (dropout && (has.Any(kLocal) || shared_keys)) return false;
@@ -264,7 +265,7 @@ Tilings hopper::OrderedCandidates(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);
   if (!has.Any(kHeadDimsUpTo128) || has.Any(kScoreFeatures | kSegments | kListed)) return {};
   if (has.Count(kWindow | kQueryOffset) == 2) return {};
-  Tilings tilings = TilingsOf(kBackward, target, p);
+  Tilings tilings = TilingsOf(kBackwardTable.of_two, target, p);
   for (KernelTiling& tiling : tilings) tiling.ordered = true;
   return tilings;
 }
@@ -275,7 +276,10 @@ std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
 }
 
 Tilings hopper::BiasCandidates(const Target& target, const Problem& p) {
-  return p.dtype == DType::kF32 ? Tilings() : TilingsOf(kBackwardBiasRows, target, p);
+  if (p.dtype == DType::kF32) return {};
+  Tilings tilings = TilingsOf(kBackwardBiasRows, target, p);
+  for (KernelTiling& tiling : tilings) tiling.bias_tiles = LoadsBias(p, tiling.cols);
+  return tilings;
 }
 
 std::string hopper::WhyNotBias(const Target& target, const Problem& p) {

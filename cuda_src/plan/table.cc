@@ -7,15 +7,10 @@
 #include "cuda_src/contract.h"
 
 namespace jax_flash {
-namespace {
 
-// Tilings with bias_tiles are for a bias that TMA loads, in whole boxes.
-bool IsFor(const Row& row, const Problem& p, const Features& has) {
-  return !row.tile.bias_tiles ||
-         (has.Any(kBias) && !BiasByEntry(p) && row.tile.cols * ElementOf(p.score.bias_dtype).bytes % kBoxBytes == 0);
+bool LoadsBias(const Problem& p, int cols) {
+  return p.score.bias.present && !BiasByEntry(p) && cols * ElementOf(p.score.bias_dtype).bytes % kBoxBytes == 0;
 }
-
-}  // namespace
 
 const Rows& Table::Of(DType dtype) const {
   const int bytes = ElementOf(dtype).bytes;
@@ -31,8 +26,8 @@ std::vector<TileSizes> Candidates(const Rows& rows, const Target& target, const 
     for (const Row& row : rows) {
       const TileSizes& tile = row.tile;
       const Features has = {of_problem.bits | FeaturesOfTiles(p, target, tile.rows).bits};
-      const bool fits = IsFor(row, p, has) && row.shared <= target.shared && std::max(p.qk_dim, p.v_dim) <= row.dim &&
-                        !has.Any(row.without & ~ignored) &&
+      const bool fits = (!tile.bias_tiles || LoadsBias(p, tile.cols)) && row.shared <= target.shared &&
+                        std::max(p.qk_dim, p.v_dim) <= row.dim && !has.Any(rows.Without(row) & ~ignored) &&
                         (may_divide_blocks || InWholeTiles(p, tile.rows, tile.cols));
       const bool larger = !candidates.empty() && entries(tile) > entries(candidates.back());
       if (fits && !larger && std::find(candidates.begin(), candidates.end(), tile) == candidates.end())
@@ -47,8 +42,8 @@ std::string Obstacle(const Rows& rows, const Target& target, const Problem& p) {
   TileSizes tile = {};
   for (const Row& row : rows) {
     if (row.shared > target.shared || std::max(p.qk_dim, p.v_dim) > row.dim) continue;
-    const Features has = FeaturesOf(p), obstacles = {has.bits & row.without & ~kPreferences};
-    if (!IsFor(row, p, has)) continue;
+    const Features has = FeaturesOf(p), obstacles = {has.bits & rows.Without(row) & ~kPreferences};
+    if (row.tile.bias_tiles && !LoadsBias(p, row.tile.cols)) continue;
     if (obstacles.Any(kHeadDimsUpTo128)) continue;  // as if its head dim did not fit
     std::vector<std::string> names = NamesOf(obstacles);
     if (!InWholeTiles(p, row.tile.rows, row.tile.cols)) names.push_back(NameOfBlocks(p));

@@ -33,13 +33,18 @@ struct Row {
   FeatureBits without = 0;  // the problem has none of these features
 };
 
+// The rows of a kernel, and the features that it has an implementation of.
 struct Rows {
   const Row *first, *last;
+  FeatureBits supported;
   const Row* begin() const { return first; }
   const Row* end() const { return last; }
+  // The features that exclude a row.
+  FeatureBits Without(const Row& row) const { return row.without | ~supported; }
 
   template <size_t kCount>
-  constexpr Rows(const Row (&rows)[kCount]) : first(rows), last(rows + kCount) {}
+  constexpr Rows(const Row (&rows)[kCount], FeatureBits supported = ~FeatureBits(0))
+      : first(rows), last(rows + kCount), supported(supported) {}
 };
 
 // The rows of a kernel, by the bytes of an element.
@@ -48,6 +53,9 @@ struct Table {
 
   const Rows& Of(DType dtype) const;
 };
+
+// Whether TMA can load tiles of the bias with so many columns: in whole boxes.
+bool LoadsBias(const Problem& p, int cols);
 
 // The tiles of the rows that fit, in the order in which they are tried. A row fits if the features of the problem, its
 // head dims and the GPU allow it, and if blocks of a block mask consist of its tiles or `may_divide_blocks`. Rows that

@@ -11,7 +11,7 @@ from jax_flash import _native
 
 FORWARD = problem(qk_dim=128, v_dim=128).encode()
 BACKWARD = problem(qk_dim=128, v_dim=128, logits_soft_cap=2.0, **GRADIENTS).encode()
-TILES = [f"128 x {cols}" for cols in (128, 96, 64, 32, 16)]  # of the forward, in the order of preference
+TILES = [f"128 x {cols}" for cols in (128, 96, 64, 48, 32, 16)]  # of the forward, in the order of preference
 
 
 class Compiler:

@@ -34,10 +34,10 @@ def test_explanation_matches_plan():
 @pytest.mark.parametrize(
     ("changes", "backward", "reason"),
     [
-        ({"logits_soft_cap": 0.005, "qk_dim": 256}, True, "its tiles of 64 x 64 do not support a soft cap below 0.01$"),
-        ({"dtype": "float32", "full_precision": True}, False, "forward is not used: .* do not support full precision$"),
+        ({"logits_soft_cap": 0.005, "qk_dim": 256}, True, "of 64 x 64 do not support logits_soft_cap below 0.01$"),
+        ({"dtype": "float32", "full_precision": True}, False, "do not support full float32 precision$"),
         ({"dtype": "float32", "qk_dim": 256}, False, "no tiles for head dims 256 and 64"),
-        ({"dtype": "float32", "qk_dim": 128, "logits_soft_cap": 2.0, **BIASED}, True, "a soft cap and a bias$"),
+        ({"dtype": "float32", "qk_dim": 128, "logits_soft_cap": 2.0, **BIASED}, True, "logits_soft_cap and bias$"),
         (
             {"block_mask": FULL_EXTENT, "q_block": 16, "kv_block": 48, "row_list": 4, "column_list": 4},
             False,
@@ -96,11 +96,14 @@ PLUS_TABLE_CAPPED = {
         (CAPPED | {"qk_dim": 256}, ""),
         (CAPPED | {"qk_dim": 128, "drop_threshold": 99}, ""),
         (CAPPED | {"qk_dim": 192, "drop_threshold": 99}, "slopes of the score with .* dropout$"),
-        (CAPPED | {"logits_soft_cap": 2.0}, "depends on the score with a soft cap or float16$"),
+        (CAPPED | {"logits_soft_cap": 2.0}, "depends on the score with logits_soft_cap or float16$"),
         (PLUS_TABLE_CAPPED, ""),
-        (PLUS_TABLE_CAPPED | {"qk_dim": 128}, "gradients of captured arrays with a score_mod whose .* the score$"),
+        (
+            PLUS_TABLE_CAPPED | {"qk_dim": 128},
+            "gradients of captured arrays with a score_mod whose .* head dims above 96$",
+        ),
         (CAPPED | {"dtype": "float32"}, "a score_mod whose derivative depends on the score$"),
-        (CAPPED | {"dtype": "float16"}, "depends on the score with a soft cap or float16$"),
+        (CAPPED | {"dtype": "float16"}, "depends on the score with logits_soft_cap or float16$"),
     ],
 )
 def test_reasons_of_a_score_mod(changes, reason):

@@ -49,47 +49,49 @@ JAX_FLASH_STATIC_HOST_DEVICE constexpr int LanesOfRow(int dim) { return dim <= 8
 // kernels/hopper.
 enum class Family : int { kAmpere = 80, kHopper = 90 };
 
+// A cap above 1000 multiplies an error of tanh of 1e-7 too much.
+enum class SoftCap : int { kNone, kUsual, kLarge };
+JAX_FLASH_STATIC_HOST_DEVICE constexpr SoftCap SoftCapOf(double cap) {
+  return cap > 1000 ? SoftCap::kLarge : cap > 0 ? SoftCap::kUsual : SoftCap::kNone;
+}
+
 // The host writes one of each for every kernel, as the constants kProblem and kTiling of its header this_kernel.h
 // (kernel_config.h). They hold what machine code depends on and nothing else: problems that differ in other things
 // share a cubin.
 
 // What a problem has, FIELD(type, name, value): `value` is the host's (AddUnit in plan/plan.cc), of a problem `p`. What
-// only the backward, or only its main kernel, asks for is 0 elsewhere.
-#define JAX_FLASH_KERNEL_PROBLEM(FIELD)                                                        \
-  FIELD(DType, dtype, p.dtype)                                                                 \
-  FIELD(DType, bias_dtype, p.score.bias_dtype)                                                 \
-  FIELD(int, qk_dim, int(p.qk_dim))                                                            \
-  FIELD(int, v_dim, int(p.v_dim))                                                              \
-  FIELD(bool, causal, p.mask.is_causal)                                                        \
-  FIELD(bool, window, p.mask.local_window_size.present())                                      \
-  FIELD(bool, q_lengths, p.mask.query_seq_lengths)                                             \
-  FIELD(bool, kv_lengths, p.mask.key_value_seq_lengths)                                        \
-  FIELD(bool, segments, p.mask.segment_ids)                                                    \
-  FIELD(int, page, int(p.page)) /* 0: keys are not in pages */                                 \
-  FIELD(bool, ranges, p.mask.ranges)                                                           \
-  FIELD(bool, query_offset, p.mask.query_offset)                                               \
-  FIELD(bool, origin, p.origin)                                                                \
-  FIELD(bool, mask, p.mask.array.present)                                                      \
-  FIELD(int, q_block, int(p.mask.q_block)) /* 0: there is no block mask */                     \
-  FIELD(int, kv_block, int(p.mask.kv_block))                                                   \
-  FIELD(bool, soft_cap, p.score.logits_soft_cap > 0)                                           \
-  FIELD(bool, large_cap, p.score.logits_soft_cap > 1000) /* times an error of 1e-7 too much */ \
-  FIELD(bool, dropout, p.dropout())                                                            \
-  FIELD(bool, score_mod, p.score.score_mod.present())                                          \
-  FIELD(bool, mask_mod, p.mask.mask_mod.present())                                             \
-  FIELD(bool, mask_mod_rows, p.mask_mod_extent().rows) /* what it depends on */                \
-  FIELD(bool, mask_mod_columns, p.mask_mod_extent().columns)                                   \
-  FIELD(bool, score_grad, backward&& p.score.score_mod.present() && p.needs_ds())              \
-  FIELD(bool, grad_of_score, backward&& p.score.score_grad.ResultOfScore()) /* reads it */     \
-  FIELD(bool, captured_gradients, main&& p.captured_gradients())                               \
-  FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision) /* of f32 */         \
-  FIELD(bool, sinks, p.sinks.present)                                                          \
-  FIELD(bool, empty_rows, backward&& p.may_empty_rows())                                       \
-  FIELD(bool, unrounded, p.output_dtype() != p.dtype) /* o and dq are f32 */                   \
-  FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                             \
-  FIELD(bool, dsinks, backward&& p.dsinks)                                                     \
-  FIELD(bool, dq, main&& SumsDQ(p)) /* added up in f32 */                                      \
-  FIELD(bool, dk, main&& p.dk)                                                                 \
+// only the backward, or only its main kernel, asks for is 0 elsewhere. (Properties of score programs are constants of
+// their own header, this_program.h.)
+#define JAX_FLASH_KERNEL_PROBLEM(FIELD)                                                \
+  FIELD(DType, dtype, p.dtype)                                                         \
+  FIELD(DType, bias_dtype, p.score.bias_dtype)                                         \
+  FIELD(int, qk_dim, int(p.qk_dim))                                                    \
+  FIELD(int, v_dim, int(p.v_dim))                                                      \
+  FIELD(bool, causal, p.mask.is_causal)                                                \
+  FIELD(bool, window, p.mask.local_window_size.present())                              \
+  FIELD(bool, q_lengths, p.mask.query_seq_lengths)                                     \
+  FIELD(bool, kv_lengths, p.mask.key_value_seq_lengths)                                \
+  FIELD(bool, segments, p.mask.segment_ids)                                            \
+  FIELD(int, page, int(p.page)) /* 0: keys are not in pages */                         \
+  FIELD(bool, ranges, p.mask.ranges)                                                   \
+  FIELD(bool, query_offset, p.mask.query_offset)                                       \
+  FIELD(bool, origin, p.origin)                                                        \
+  FIELD(bool, mask, p.mask.array.present)                                              \
+  FIELD(int, q_block, int(p.mask.q_block)) /* 0: there is no block mask */             \
+  FIELD(int, kv_block, int(p.mask.kv_block))                                           \
+  FIELD(SoftCap, soft_cap, SoftCapOf(p.score.logits_soft_cap))                         \
+  FIELD(bool, dropout, p.dropout())                                                    \
+  FIELD(bool, score_mod, p.score.score_mod.present())                                  \
+  FIELD(bool, mask_mod, p.mask.mask_mod.present())                                     \
+  FIELD(bool, score_grad, backward&& p.score.score_mod.present() && p.needs_ds())      \
+  FIELD(bool, captured_gradients, main&& p.captured_gradients())                       \
+  FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision) /* of f32 */ \
+  FIELD(bool, sinks, p.sinks.present)                                                  \
+  FIELD(bool, empty_rows, backward&& p.may_empty_rows())                               \
+  FIELD(bool, unrounded, p.output_dtype() != p.dtype) /* o and dq are f32 */           \
+  FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                     \
+  FIELD(bool, dq, main&& SumsDQ(p)) /* added up in f32 */                              \
+  FIELD(bool, dk, main&& p.dk)                                                         \
   FIELD(bool, dv, main&& p.dv)
 
 // What the plan has chosen, FIELD(type, name).
@@ -252,7 +254,7 @@ struct ProgramParams : Params {
 // The arguments of kernels whose rows have sinks. A struct of its own keeps the arguments of other kernels unchanged.
 #define JAX_FLASH_SINK_PARAMS(FIELD)                                                                 \
   FIELD(Broadcast<const float>, sinks, BroadcastOf(static_cast<const float*>(in.sinks), p.sinks, p)) \
-  FIELD(float*, dsinks, static_cast<float*>(gradients.dsinks)) /* [batch, head, row]: each row's part */
+  FIELD(float*, dsinks, static_cast<float*>(gradients.dsinks)) /* [batch, head, row]: each row's part, or null */
 struct SinkParams : ProgramParams {
   JAX_FLASH_SINK_PARAMS(JAX_FLASH_MEMBER)
 };

@@ -167,20 +167,27 @@ std::string Source::Function(const std::string& parameters, const std::string& h
   return before + text + "}\n";
 }
 
+std::string Flag(const char* name, bool value) {
+  return std::string("constexpr bool ") + name + " = " + (value ? "true" : "false") + ";\n";
+}
+
 }  // namespace
 
 std::string ProgramSource(const Problem& p) {
   const std::string given = "(const ProgramParams& p, const Place& at";
   std::string text = "#pragma once\nnamespace jax_flash::program {\n";
+  const Extent mask = p.mask_mod_extent();
+  text += Flag("kMaskRows", mask.rows) + Flag("kMaskColumns", mask.columns);
+  text += Flag("kSlopes", p.score.score_grad.ResultOfScore());
   text += Source{p, p.score.score_mod}.Function("bool kWithin", "float ScoreMod" + given + ", float score)", "score");
   const bool known = text.find("<kWithin>") != std::string::npos;
-  text += std::string("constexpr bool kLessWithin = ") + (known ? "true" : "false") + ";\n";
+  text += Flag("kLessWithin", known);
   text += Source{p, p.score.score_grad}.Function("bool kWithin, typename Add",
                                                  "float ScoreGrad" + given + ", float score, float cotangent, Add add)",
                                                  "cotangent");
   const bool is_long = p.mask.mask_mod.size() > kInlined;
   text += Source{p, p.mask.mask_mod}.Function("bool kWithin", "int MaskMod" + given + ")", "-1");
-  text += std::string("constexpr bool kLongMask = ") + (is_long ? "true" : "false") + ";\n";
+  text += Flag("kLongMask", is_long);
   return text + "}  // namespace jax_flash::program\n";
 }
 

@@ -22,6 +22,19 @@ constexpr bool kBalanced = kTiling.balanced;
 
 constexpr bool kSinks = kProblem.sinks;
 
+template <bool kFirst, typename First, typename Second>
+struct OneOf {
+  using Type = First;
+};
+template <typename First, typename Second>
+struct OneOf<false, First, Second> {
+  using Type = Second;
+};
+
+// The parameter of kernels that never call score programs, and of kernels that may.
+using RowParams = OneOf<kSinks, SinkParams, Params>::Type;
+using KernelParams = OneOf<!kSinks && (kProblem.score_mod || kProblem.mask_mod), ProgramParams, RowParams>::Type;
+
 constexpr bool kUnrounded = kProblem.unrounded;  // O and dQ are f32, the other arrays have 16 bits
 constexpr int kOutputBytes = kUnrounded ? 4 : BytesOf(kDType);
 
@@ -29,7 +42,6 @@ constexpr int kOutputBytes = kUnrounded ? 4 : BytesOf(kDType);
 // gradients.
 constexpr bool kEmptyRows = kProblem.empty_rows;
 constexpr bool kDLogsumexp = kProblem.dlogsumexp;
-constexpr bool kDSinks = kProblem.dsinks;
 constexpr bool kDQ = kProblem.dq;
 constexpr bool kDK = kProblem.dk;
 constexpr bool kDV = kProblem.dv;

@@ -84,7 +84,7 @@ Tilings BiasCandidates(const Target& target, const Problem& p);
 
 void AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan);
 void AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan);
-// L and D of each row, and what they are for the sinks, where no other kernels of a backward need them.
+// L and D of each row, and what rows add to other gradients, where no other kernels of a backward need them.
 void AddRows(const Problem& p, Plan* plan);
 // dQ alone, and dbias, whose kernels are for every GPU. `prepared`: has Ampere's backward been before?
 void AddQuery(const Problem& p, const KernelTiling& tiling, Plan* plan);

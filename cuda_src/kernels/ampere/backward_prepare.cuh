@@ -8,8 +8,8 @@ namespace jax_flash::ampere {
 constexpr int kRowLanes = LanesOfRow(kVDim);
 
 // Writes D_i = dO_i O_i - dlogsumexp_i and MinusL_i as [batch, head, row], with rows padded as in p.dq_sum. It also
-// writes each row's contribution to the gradient of the sinks. CTAs have kRowThreads threads. Each row, padding
-// included, has kRowLanes of them.
+// writes what each row adds to other gradients. CTAs have kRowThreads threads. Each row, padding included, has
+// kRowLanes of them.
 extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ RowParams p) {
   const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kRowLanes;  // [batch, head, row]
   const int lane = threadIdx.x % kRowLanes;
@@ -32,7 +32,7 @@ extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ Ro
     if (exists) {
       const RowGradients gradients(p, batch, head, from, sum);
       sum = gradients.d;
-      if constexpr (kDSinks) static_cast<const SinkParams&>(p).dsinks[from] = gradients.dsink;
+      gradients.StoreOfSink(p, from);
     }
     p.d[at] = sum;
   }

@@ -69,14 +69,14 @@ __device__ __forceinline__ float DotOfEight(const void* o, const void* d_o) {
   return sum;
 }
 
-// Stores D = rowsum(dO O) - dlogsumexp of row r, and the row's contribution to the gradient of the sinks.
+// Stores D = rowsum(dO O) - dlogsumexp of row r, and what the row adds to other gradients.
 __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, int r, float product) {
   const bool exists = block.row + r < p.q_len;
-  if ((kDLogsumexp || kSinks || kEmptyRows) && exists) {
+  if (RowGradients::kNeeded && exists) {
     const int64_t at = int64_t(block.Head(p)) * p.q_len + block.row + r;
     const RowGradients gradients(p, block.batch, block.head, at, product);
     product = gradients.d;
-    if constexpr (kDSinks) static_cast<const SinkParams&>(p).dsinks[at] = gradients.dsink;
+    gradients.StoreOfSink(p, at);
   }
   p.d[block.Rows() + PlaceOfRow(r)] = exists ? product / ZScale(p) : 0.0f;
 }

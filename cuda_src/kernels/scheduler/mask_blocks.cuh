@@ -36,8 +36,8 @@ struct Place {
 
   __device__ __forceinline__ explicit Place(const Params& p) {
     const int block_rows = (p.q_len + kSide - 1) / kSide, block_columns = (p.kv_len + kSide - 1) / kSide;
-    const bool every_row = p.mask.row == 0 && !kProblem.mask_mod_rows && !kBlockMask;
-    const bool every_column = p.mask.column == 0 && !kProblem.mask_mod_columns && !kBlockMask;
+    const bool every_row = p.mask.row == 0 && !program::kMaskRows && !kBlockMask;
+    const bool every_column = p.mask.column == 0 && !program::kMaskColumns && !kBlockMask;
     const int own_columns = every_column ? 1 : block_columns, own_rows = every_row ? 1 : block_rows;
     const int of_head = own_rows * own_columns, of_batch = of_head * (p.block_mask.head != 0 ? p.q_heads : 1);
     const int place = blockIdx.x % of_head;

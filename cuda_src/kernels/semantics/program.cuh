@@ -13,7 +13,6 @@ namespace jax_flash {
 constexpr bool kScoreMod = kProblem.score_mod;
 constexpr bool kMaskMod = kProblem.mask_mod;
 constexpr bool kScoreGrad = kProblem.score_grad;
-constexpr bool kScoreSlopes = kProblem.grad_of_score;  // does the derivative of score_mod depend on the score?
 constexpr bool kCapturedGradients = kProblem.captured_gradients;
 
 namespace program {
@@ -205,18 +204,7 @@ JAX_FLASH_OPS(JAX_FLASH_FUNCTION)
 
 namespace jax_flash {
 
-template <bool kFirst, typename First, typename Second>
-struct OneOf {
-  using Type = First;
-};
-template <typename First, typename Second>
-struct OneOf<false, First, Second> {
-  using Type = Second;
-};
-
-// The parameter of kernels that never call programs, and of kernels that may.
-using RowParams = OneOf<kSinks, SinkParams, Params>::Type;
-using KernelParams = OneOf<!kSinks && (kScoreMod || kMaskMod), ProgramParams, RowParams>::Type;
+constexpr bool kScoreSlopes = program::kSlopes;  // does the derivative of score_mod depend on the score?
 
 __device__ __forceinline__ const ProgramParams& Programs(const Params& p) {
   return static_cast<const ProgramParams&>(p);

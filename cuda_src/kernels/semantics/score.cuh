@@ -12,7 +12,7 @@ namespace jax_flash {
 
 constexpr DType kBiasDType = kProblem.bias_dtype;
 constexpr bool kBias = kBiasDType != DType::kNone;
-constexpr bool kSoftCap = kProblem.soft_cap;
+constexpr bool kSoftCap = kProblem.soft_cap != SoftCap::kNone;
 constexpr bool kAddsToScores = kBias || kScoreMod;  // can scores have any value, whatever Q and K are?
 
 // Are scores formed in full, as s = score_mod(unit x + bias)? Otherwise the positive factor `unit` is applied in the
@@ -51,7 +51,8 @@ __device__ __forceinline__ void Cap(const Params& p, float (&S)[kCount]) {
   }
   if (__any_sync(0xFFFFFFFFu, (bits & kNotSmall) != 0)) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) S[i] = kProblem.large_cap ? tanhf(S[i] * (kSmall / 2)) : AnyTanh(S[i]);
+    for (int i = 0; i < kCount; ++i)
+      S[i] = kProblem.soft_cap == SoftCap::kLarge ? tanhf(S[i] * (kSmall / 2)) : AnyTanh(S[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

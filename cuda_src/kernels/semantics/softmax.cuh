@@ -68,6 +68,8 @@ __device__ __forceinline__ bool IsEmpty(const Params& p, int64_t at) { return kE
 
 // D and the sink's gradient, from product = rowsum(dO O) of the row `at` of [batch, head, row].
 struct RowGradients {
+  static constexpr bool kNeeded = kDLogsumexp || kSinks || kEmptyRows;  // otherwise d is the product
+
   float d;      // rowsum(dO O) - dlogsumexp; 0 for an empty row
   float dsink;  // the row's contribution to the gradient of its sink
 
@@ -86,6 +88,13 @@ struct RowGradients {
       if (without != 0.0f) growth = l / (without * fmaxf(sink.alpha, kLeast));
     }
     d = kDLogsumexp && !empty ? product - p.dlogsumexp[at] * growth : product;
+  }
+
+  __device__ __forceinline__ void StoreOfSink(const Params& p, int64_t at) const {
+    if constexpr (kSinks) {
+      float* const dsinks = static_cast<const SinkParams&>(p).dsinks;
+      if (dsinks != nullptr) dsinks[at] = dsink;
+    }
   }
 };
 

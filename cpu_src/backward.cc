@@ -41,8 +41,8 @@ struct Scratch {
   }
 };
 
-// Writes D_i = dO_i · O_i - dlogsumexp_i as [B, N, T] (the logsumexp has no sink), and each row's part of the gradient
-// of the sinks.
+// Writes D_i = dO_i · O_i - dlogsumexp_i as [B, N, T] (the logsumexp has no sink), and what each row adds to other
+// gradients.
 template <typename A>
 A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out,
             Workers& workers) {
@@ -66,18 +66,18 @@ A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = head * p.q_len + i0 + r;
       const A l = static_cast<const A*>(given.l)[row];
+      const WithSink<A> with_sink(p, in, b, n, static_cast<const A*>(given.m)[row], l);
       if (l == 0) {  // nothing to attend to: the cotangents may be NaN
         d[row] = 0;
-        if (p.dsinks) static_cast<A*>(out.dsinks)[row] = 0;
+        with_sink.StoreGradient(p, out, row, 0);
         continue;
       }
       Vec<A> products = {};
       for (int64_t c = 0; c < p.v_dim; c += kLanes<A>) products += Load(o.row(r) + c) * Load(d_o.row(r) + c);
       A sum = 0;
       for (int lane = 0; lane < kLanes<A>; ++lane) sum += products[lane];
-      const WithSink<A> with_sink(p, in, b, n, static_cast<const A*>(given.m)[row], l);
       d[row] = sum - (p.dlogsumexp ? static_cast<const A*>(given.dlogsumexp)[row] * with_sink.Growth(l) : 0);
-      if (p.dsinks) static_cast<A*>(out.dsinks)[row] = -with_sink.sink * sum;
+      with_sink.StoreGradient(p, out, row, sum);
     }
   });
   return d;

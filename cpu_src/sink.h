@@ -1,4 +1,5 @@
-// The statistics of a row that has a sink: a logit that joins the denominator of its softmax and has no value.
+// The statistics of a row that has a sink, a logit that joins the denominator of its softmax and has no value; and its
+// part of the gradient of the sinks.
 #pragma once
 
 #include "cpu_src/scores.h"
@@ -29,6 +30,11 @@ struct WithSink {
   A Growth(A l_without) const {
     constexpr A least = sizeof(A) == 8 ? A(0x1p-900) : A(0x1p-115);
     return sink == 0 ? 1 : l / (l_without * (alpha < least ? least : alpha));
+  }
+
+  // Writes what this row of [B, N, T], whose dO · O is `product`, adds to the gradient of the sinks.
+  void StoreGradient(const Problem& p, const BackwardResults& out, int64_t row, A product) const {
+    if (p.dsinks) static_cast<A*>(out.dsinks)[row] = -sink * product;
   }
 };
 

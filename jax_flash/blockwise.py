@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash import padding, reference, tile
-from jax_flash.operands import DIFFERENTIATED, DIMS, Operands
+from jax_flash import denominator, padding, reference, tile
+from jax_flash.operands import DIFFERENTIATED, DIMS, OUTSIDE_SCORES, Operands
 from jax_flash.problem import Problem
 from jax_flash.varying import varying_alike
 
@@ -75,7 +75,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
         (o, l, m), _ = jax.lax.scan(
             lambda statistics, xs: (update(statistics, *xs), None), varying_alike(start, operands), column_blocks
         )
-        o = reference.normalized(operands.sinks, o.swapaxes(1, 2), l, m).swapaxes(1, 2)
+        o = denominator.normalized(operands, o.swapaxes(1, 2), l, m).swapaxes(1, 2)
         live = padding.live_rows(problem, m)
         o = padding.zero_rows(live, o).astype(problem.result_dtype("o"))
         return {"o": o, "l": padding.zero_statistics(live, l), "m": m}
@@ -130,9 +130,10 @@ def backward(
 
     row_arrays, starts = _blocks(prepared.operands, row_axes, problem.q_len)
     for name, axis in (("l", 2), ("m", 2), ("do", 1), ("d", 2)):
-        row_arrays[name] = _split(getattr(prepared, name), axis, row_block)
+        x = prepared.do if name == "do" else getattr(prepared.rows, name)
+        row_arrays[name] = _split(x, axis, row_block)
     sums = _sum_or_join(block_row, (row_arrays, starts), gradient_axes(row_axes), problem.q_len)
-    return reference.finish(problem, operands, m, sums | prepared.gradients)
+    return reference.finish(problem, operands, m, sums | prepared.rows.gradients)
 
 
 def tangent(
@@ -140,7 +141,7 @@ def tangent(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the tangents of O and ℓ.
 
-    With Ṡ the tangent of the scores, and μ_i = Σ_j P_ij Ṡ_ij (sinks included), the tangent of O is
+    With Ṡ the tangent of the scores, and μ_i = Σ_j P_ij Ṡ_ij (a sink included), the tangent of O is
     (Z∘P∘Ṡ) V + (Z∘P) V̇ - μ∘O. It is linear in `moving`. m is a constant, so the tangent of the logsumexp is the tangent
     of ℓ divided by ℓ.
 
@@ -164,7 +165,7 @@ def tangent(
     row_block, column_block = _block(problem.q_len), _block(problem.kv_len)
     row_axes, column_axes = _axes(operands, "T"), _axes(operands, "S")
 
-    scores_move = not {"value", "sinks"}.issuperset(moving)
+    scores_move = not set(OUTSIDE_SCORES).issuperset(moving)
 
     def of_moving(along: Operands, axes: dict[str, int], block: int) -> dict[str, jax.Array]:
         return {name: _split(getattr(along, name), axis, block) for name, axis in axes.items() if name in moving}
@@ -172,6 +173,7 @@ def tangent(
     @jax.checkpoint
     def block_row(row_arrays, row_start: jax.Array, row_moving: dict[str, jax.Array], results: dict[str, jax.Array]):
         row_along = along.replaced(row_moving)
+        row_moved = {name: x for name, x in row_along.arrays().items() if name in moving}
         row_tile, rows, m = operands.replaced(row_arrays), _positions(row_start, row_block), results["m"]
 
         @jax.checkpoint
@@ -196,8 +198,7 @@ def tangent(
         sums, _ = jax.lax.scan(
             lambda sums, xs: (update(sums, *xs), None), varying_alike(start, operands), column_blocks
         )
-        dsinks = along.sinks if "sinks" in moving else None
-        return dict(zip("ol", reference.finish_tangents(problem, operands.sinks, dsinks, sums, **results), strict=True))
+        return dict(zip("ol", reference.finish_tangents(problem, operands, row_moved, sums, **results), strict=True))
 
     results = {name: _split(x, axis, row_block) for name, x, axis in (("o", o, 1), ("l", l, 2), ("m", m, 2))}
     row_blocks = (*_blocks(operands, row_axes, problem.q_len), of_moving(along, row_axes, row_block), results)

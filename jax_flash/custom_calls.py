@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
-from jax_flash import _native, blockwise, compilation, explicit, partitioning, reference, sequence
+from jax_flash import _native, blockwise, compilation, denominator, explicit, partitioning, sequence
 from jax_flash.operands import (
     DIFFERENTIATED,
     DIMS,
@@ -404,7 +404,7 @@ def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0, gpu: bool 
     )
     results = dict(zip(types, returned, strict=False))
     for name in per_row:
-        results[name] = reference.summed_over_rows(results[name], named[DIFFERENTIATED[name]])
+        results[name] = denominator.summed_over_rows(results[name], named[DIFFERENTIATED[name]])
     return varying_alike(tuple(x.astype(types[name].dtype) for name, x in results.items()), arrays)
 
 

@@ -109,3 +109,7 @@ ONE_A_BATCH = (*((name, f"{name}_tangent") for name in (*BROADCAST, *CAPTURED)),
 SHARED_GRADIENTS = tuple(gradient for gradient, name in DIFFERENTIATED.items() if name in (*BROADCAST, *CAPTURED))
 # The gradients for which the custom call returns the contributions of rows, [B, N, T]. JAX sums them.
 PER_ROW = tuple(gradient for _, _, _, gradient, dims in _OPERANDS if dims == "BNT")
+# The operands of these gradients, which join each row once, after all keys.
+ONCE_A_ROW = tuple(DIFFERENTIATED[gradient] for gradient in PER_ROW)
+# The operands with a gradient that no score depends on.
+OUTSIDE_SCORES = ("value", *ONCE_A_ROW)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_flash import padding, tile
+from jax_flash import denominator, padding, tile
 from jax_flash.operands import DIFFERENTIATED, Operands
 from jax_flash.problem import Problem
 
@@ -35,7 +35,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[jax.Array, jax.Array,
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     p = tile.exp_minus(s, m[..., None])
     l = p.sum(axis=-1)
-    p = normalized(operands.sinks, p, l, m)
+    p = denominator.normalized(operands, p, l, m)
     z = tile.kept(problem, operands, rows, columns)
     o = tile.weighted_values(problem, p if z is None else z * p, operands.value)
     live = padding.live_rows(problem, m)
@@ -62,25 +62,15 @@ def backward(
       The shapes of the operands, in the dtypes of `Problem.result_dtype`.
     """
     given = prepare(problem, operands, o, l, m, do, dlogsumexp)
-    gradients = tile.gradients(problem, given.operands, *_positions(problem), given.l, given.m, given.do, given.d)
-    return finish(problem, operands, m, gradients | given.gradients)
-
-
-def normalized(sinks: jax.Array | None, x: jax.Array, l: jax.Array, m: jax.Array) -> jax.Array:
-    """Divide rows of P or O, [B, N, R, ...], relative to the maxima m, by the denominators of their softmax."""
-    if sinks is None:
-        return tile.divide(x, l[..., None])
-    sums = tile.with_sinks(sinks, l, m)
-    return tile.divide(sums.alpha[..., None] * x, sums.l[..., None])
+    rows = given.rows
+    gradients = tile.gradients(problem, given.operands, *_positions(problem), rows.l, rows.m, given.do, rows.d)
+    return finish(problem, operands, m, gradients | rows.gradients)
 
 
 class Prepared(NamedTuple):
     operands: Operands  # with zeros for padding
     do: jax.Array
-    l: jax.Array  # [B, N, T]; P = exp(s - m) / l, with or without a sink
-    m: jax.Array
-    d: jax.Array  # [B, N, T], D of docs/architecture.md
-    gradients: dict[str, jax.Array]  # dsinks, if it is requested
+    rows: denominator.Backward
 
 
 def prepare(
@@ -101,24 +91,7 @@ def prepare(
     if dlogsumexp is not None:
         dlogsumexp = padding.zero_statistics(live, dlogsumexp)
     d = jnp.sum(do.astype(dtype) * o.astype(dtype), axis=-1).transpose(0, 2, 1)
-    if operands.sinks is None:
-        return Prepared(operands, do, l, m, d if dlogsumexp is None else d - dlogsumexp, {})
-    sums = tile.with_sinks(operands.sinks, l, m)
-    gradients = {}
-    if problem.dsinks:
-        gradients["dsinks"] = summed_over_rows(-tile.divide(sums.sink, sums.l) * d, operands.sinks)
-    if dlogsumexp is not None:
-        # The logsumexp does not include the sink, so its derivative is P times the ratio of the denominators with and
-        # without the sink. If this ratio overflows, all P are 0.
-        least = 2.0**-900 if dtype == "float64" else 2.0**-115
-        d -= dlogsumexp * tile.divide(sums.l, l * jnp.maximum(sums.alpha, least))
-    return Prepared(operands, do, sums.l, sums.m, d, gradients)
-
-
-def summed_over_rows(x: jax.Array, sinks: jax.Array) -> jax.Array:
-    """Sum the contributions of the rows, [B, N, T], to the gradient of the sinks."""
-    axes = (0, 2) if sinks.shape[0] == 1 else (2,)
-    return x.sum(axes).reshape(sinks.shape)
+    return Prepared(operands, do, denominator.backward(problem, operands, l, m, d, dlogsumexp))
 
 
 def finish(
@@ -144,26 +117,17 @@ def finish(
 
 def finish_tangents(
     problem: Problem,
-    sinks: jax.Array | None,
-    dsinks: jax.Array | None,
+    operands: Operands,
+    moving: Mapping[str, jax.Array],
     sums: tile.Tangents,
     o: jax.Array,
     l: jax.Array,
     m: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the tangents of O and ℓ from the sums over all columns: Ȯ = A - μ∘O.
-
-    Like the logsumexp, the sums do not include a sink. A sink adds a term to μ, and decreases P.
-    """
+    """Return the tangents of O and ℓ from the sums over all columns: Ȯ = A - μ∘O."""
     weight = l if sums.o is None else sums.weight  # so P has the same rounding errors in all sums
-    mu = tile.divide(sums.mu, weight)
-    dlogsumexp = mu + sums.reference
-    share = tile.divide(jnp.ones_like(l), weight)  # the factor from exp(s - m) to P
-    if sinks is not None:
-        with_sink = tile.with_sinks(sinks, weight, m)
-        share = tile.divide(with_sink.alpha, with_sink.l)
-        moved = -sums.reference if dsinks is None else dsinks[..., 0] - sums.reference
-        mu = share * sums.mu + tile.divide(with_sink.sink, with_sink.l) * moved
+    dlogsumexp = tile.divide(sums.mu, weight) + sums.reference
+    share, mu = denominator.tangents(operands, moving, sums, weight, m)  # share: the factor from exp(s - m) to P
 
     def by_row(x: jax.Array) -> jax.Array:
         return x.mT[..., None]

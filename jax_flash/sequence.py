@@ -29,9 +29,9 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
-from jax_flash import checks, dropout, reference, tile
+from jax_flash import checks, denominator, dropout, tile
 from jax_flash.explicit import placed
-from jax_flash.operands import DIFFERENTIATED, DIMS, PER_ROW, Operands
+from jax_flash.operands import DIFFERENTIATED, DIMS, ONCE_A_ROW, PER_ROW, Operands
 from jax_flash.problem import Problem
 from jax_flash.varying import varying_alike
 
@@ -283,7 +283,10 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
     """
     division, given = balanced(problem, division), division
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
-    sinks, problem = arrays.pop("sinks", None), dataclasses.replace(problem, sinks=None)  # added once, at the end
+    # They join each row once, after its last keys.
+    at_end = {name: arrays.pop(name) for name in ONCE_A_ROW if name in arrays}
+    without: dict[str, Any] = dict.fromkeys(ONCE_A_ROW)
+    problem = dataclasses.replace(problem, **without)
 
     def attend(visit: Visit, visitors: Arrays, rows: dict[int, Rows], none: Sums) -> tuple[dict[int, Rows], Sums]:
         for a, b in visit.pairs:
@@ -295,9 +298,9 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
     rows, _ = _tour(problem, division, arrays, attend, nothing)
     parts = zip(*(rows[a] for a in range(division.parts)), strict=True)
     results = {name: jnp.concatenate(x, _axis(name)) for name, x in zip("olm", parts, strict=True)}
-    if sinks is not None:
+    if at_end:
         l = results["l"][..., None]
-        share = reference.normalized(sinks, l, results["l"], results["m"])  # the sum of P over the keys
+        share = denominator.normalized(Operands.of(arrays | at_end), l, results["l"], results["m"])
         results["o"] *= jnp.swapaxes(share, -2, -3)
     results["o"] = results["o"].astype(problem.result_dtype("o"))
     return tuple(_relaid(problem, name, x, division, given) for name, x in results.items())

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import dropout
-from jax_flash.operands import CAPTURED, DCAPTURED, DIFFERENTIATED, Operands
+from jax_flash.operands import CAPTURED, DCAPTURED, DIFFERENTIATED, OUTSIDE_SCORES, Operands
 from jax_flash.problem import Problem
 from jax_flash.programs import entries, replay
 
@@ -104,27 +104,6 @@ def divide(x: jax.Array, l: jax.Array) -> jax.Array:
     return x / jnp.where(l == 0, 1, l)
 
 
-class WithSink(NamedTuple):
-    """The statistics of rows, [B, N, R], with the sink as an additional score: P = exp(s - m) / l."""
-
-    l: jax.Array
-    m: jax.Array
-    alpha: jax.Array  # exp(m without the sink - m)
-    sink: jax.Array  # exp(z - m)
-
-
-def with_sinks(sinks: jax.Array, l: jax.Array, m: jax.Array) -> WithSink:
-    """Add the sinks to the statistics ℓ and m of the scores.
-
-    If a row sees no key, its statistics stay the same, and its sink counts as 0. The new m is a constant in
-    derivatives, like the m of the scores.
-    """
-    z = jnp.where(m == -jnp.inf, m, sinks[..., 0])
-    with_sink = jax.lax.stop_gradient(jnp.maximum(m, z))
-    alpha, sink = exp_minus(m, with_sink), exp_minus(z, with_sink)
-    return WithSink(alpha * l + sink, with_sink, alpha, sink)
-
-
 def kept(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
     """Return Z of a tile, [B, N, R, C]: keep_scale for kept entries, 0 for dropped entries. Without dropout: None.
 
@@ -183,7 +162,7 @@ def tangents(
         return scores(problem, tile.replaced(moved), rows, columns).s
 
     z = kept(problem, tile, rows, columns)
-    along = {name: x for name, x in moving.items() if name not in ("value", "sinks")}
+    along = {name: x for name, x in moving.items() if name not in OUTSIDE_SCORES}
     at = {name: x for name, x in tile.arrays().items() if name in along}
     a, mu, reference, weight, o = sums
     s, ds = jax.jvp(scored, (at,), (along,)) if along else (scored({}), None)

@@ -63,6 +63,7 @@ NB_MODULE(_native, module) {
   module.attr("MAX_CAPTURED_DIMS") = jax_flash::kMaxCapturedRank;
   module.attr("MAX_INSTRUCTIONS") = jax_flash::kMaxInstructions;
   module.attr("MAX_DROP_THRESHOLD") = jax_flash::kMaxDropThreshold;
+  module.attr("TOLERATED_SPILL") = jax_flash::kToleratedSpill;
 #define ENTRY(text, ...) text,
   module.attr("CAPTURED_DTYPES") = std::vector<std::string>{JAX_FLASH_CAPTURED_DTYPES(ENTRY)};
 #undef ENTRY

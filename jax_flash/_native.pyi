@@ -6,6 +6,7 @@ MAX_CAPTURED: int  # arrays that the score_mod and the mask_mod of a call captur
 MAX_CAPTURED_DIMS: int  # dims of such an array
 MAX_INSTRUCTIONS: int  # of a program
 MAX_DROP_THRESHOLD: int  # of the 15 random bits of an entry
+TOLERATED_SPILL: int  # bytes, of a kernel that is taken all the same
 CAPTURED_DTYPES: list[str]  # the dtypes of arrays that a program may capture
 
 def registrations() -> dict[str, dict[str, object]]: ...

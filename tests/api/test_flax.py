@@ -205,7 +205,7 @@ def test_function_takes_the_stock_arguments_by_position(api):
         ({}, None),
         ({}, np.float32),
         ({"normalize_qk": True, "use_bias": False, "qkv_features": 64, "out_features": 8}, bool),
-        ({"out_kernel_init": nn.initializers.ones, "bias_init": nn.initializers.normal(1.0)}, np.float32),
+        ({"out_kernel_init": nn.initializers.constant(0.1), "bias_init": nn.initializers.normal(1.0)}, np.float32),
         ({"num_kv_heads": 2}, np.float32),
     ],
 )

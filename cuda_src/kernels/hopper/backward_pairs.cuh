@@ -16,10 +16,10 @@ namespace jax_flash::hopper::backward::pairs {
 
 // The warpgroup for S, P and dV of 64 keys.
 struct ConsumerOfP : Epilogue {
-  static constexpr int kRegisters = 240;
+  static constexpr int kRegisters = Tuning::kBehind ? 208 : 240;
   const int rank = Uniform(ClusterRank());
   float dV[kVDim / 2];
-  uint32_t K[4 * kHalfBoxes][4];  // columns that only S needs, as left operands
+  uint32_t K[kHalfSteps][4];  // columns that only S needs, as left operands
 
   using Epilogue::Epilogue;
 
@@ -30,7 +30,7 @@ struct ConsumerOfP : Epilogue {
     const KVTile& tile = TileHere();
     const int late_lane = LateLane();
 #pragma unroll
-    for (int d = 0; d < 4 * kHalfBoxes; ++d) Ldmatrix(K[d], Matrices(SharedHalfK{shared.staging}, late_lane, d));
+    for (int d = 0; d < kHalfSteps; ++d) Ldmatrix(K[d], Matrices(SharedHalfK{shared.staging}, late_lane, d));
     SyncWarpgroup();  // from here on P may overwrite it
     if (Uniform(tile.steps) > 0) ComputeSteps(tile);
     SyncConsumers();  // all warps are done with V
@@ -46,12 +46,12 @@ struct ConsumerOfP : Epilogue {
     const auto b = SharedQ{shared.q[at.index]}.KMajor();
     WgmmaFence();
 #pragma unroll
-    for (int d = 0; d < 4 * kHalfBoxes; ++d) {
-      Wgmma<kRows>::template SS<Major::kK, Major::kK>(S, a.KStep(d), b.KStep(d, rank * kHalfBoxes), true);
+    for (int d = 0; d < kHalfSteps; ++d) {
+      Wgmma<kRows>::template SS<Major::kK, Major::kK>(S, a.KStep(d), b.KStep(rank == 0 ? d : kHalfSteps + d), true);
     }
 #pragma unroll
-    for (int d = 0; d < 4 * kHalfBoxes; ++d) {
-      Wgmma<kRows>::template RS<Major::kK>(S, K[d], b.KStep(d, (1 - rank) * kHalfBoxes), true);
+    for (int d = 0; d < kHalfSteps; ++d) {
+      Wgmma<kRows>::template RS<Major::kK>(S, K[d], b.KStep(rank == 0 ? kHalfSteps + d : d), true);
     }
     WgmmaCommit();
   }
@@ -93,9 +93,10 @@ struct ConsumerOfP : Epilogue {
 
 // The warpgroup for dP, dS and dK of 64 keys, and half the columns of dQ.
 struct ConsumerOfDS : Epilogue {
-  static constexpr int kRegisters = 224;
-  uint32_t ds_parity = 0;
-  float dK[kQKDim / 2], dQ[32 * kHalfBoxes];
+  static constexpr int kRegisters = Tuning::kBehind ? 256 : 224;
+  Ring<kDSBuffers> ds_at;  // the buffers of the next dS
+  float dK[kQKDim / 2], dQ[kHalfColumns / 2];
+  int row_block;  // with Tuning::kBehind: the row block of the previous step
 
   using Epilogue::Epilogue;
 
@@ -106,7 +107,14 @@ struct ConsumerOfDS : Epilogue {
     const KVTile& tile = TileHere();
     if (Uniform(tile.steps) > 0) {
       if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // the other warpgroup may write P
-      while (ComputeStep(tile)) continue;
+      if constexpr (Tuning::kBehind) {
+        if (ComputeStepBehind<true>(tile)) {
+          while (ComputeStepBehind<false>(tile)) continue;
+        }
+        ComputeLastDQ();
+      } else {
+        while (ComputeStep(tile)) continue;
+      }
     }
     SyncConsumers();  // all warps are done with K
     if (kDK) StoreGradient<kQKDim>(dK, DQKScale(p), shared.k, tile, dk_map);
@@ -134,53 +142,98 @@ struct ConsumerOfDS : Epilogue {
     Release(&shared.q_empty[at.index]);
     at.Next();
     if (kDQ) {
-      MbarrierWait(&shared.ds_full[0], ds_parity);
-      ds_parity ^= 1;
       IssueDQ();  // 21
-      WgmmaWait<0>();
-      Pin(dQ);
-      PeerArrive(&shared.ds_empty[0], ArrivesForWarp(lane));
+      FinishDQ();
       AddDQ(step.row_block);
     }
     return !step.last;
   }
 
+  // The same, but dQ is one step behind, so no product waits for the other CTA, and the tensor cores have work while
+  // this warpgroup computes dS. kFirst: the first step of a kv tile, which has no dQ yet.
+  template <bool kFirst>
+  __device__ __forceinline__ bool ComputeStepBehind(const KVTile& tile) {
+    WaitForQ();
+    MbarrierWait(&shared.do_full[at.index], at.parity);
+    IssueKeysTimesRows<kVDim>(dP, SharedV{shared.v}, SharedDO{shared.d_o[at.index]}, false);  // 17
+    if (!kFirst) IssueDQ();                                                                   // 21
+    const Step step = StepHere();
+    ReceiveP(shared.staging, step.last);
+    WgmmaWait<kFirst ? 0 : 1>();
+    Pin(dP);
+    if (!kFirst) ReleaseQ(at.Before());
+    ComputeDS(tile, step);  // 18, 20
+    ReleaseRows(&shared.do_empty[at.index]);
+    if (!kFirst) FinishDQ();
+    SendDS();
+    if (kDK) IssueGradient<kQKDim>(dK, dS, SharedQ{shared.q[at.index]});  // 22
+    if (!kFirst) AddDQ(row_block);
+    row_block = step.row_block;
+    at.Next();
+    return !step.last;
+  }
+
+  // With Tuning::kBehind: dQ of the last step.
+  __device__ __forceinline__ void ComputeLastDQ() {
+    IssueDQ();
+    FinishDQ();
+    ReleaseQ(at.Before());
+    AddDQ(row_block);
+  }
+
+  // Releases a tile of Q, after its dK.
+  __device__ __forceinline__ void ReleaseQ(const Ring<kStages>& of) {
+    Pin(dK);
+    Release(&shared.q_empty[of.index]);
+  }
+
   // Writes dS to the shared memory of both CTAs.
   __device__ __forceinline__ void SendDS() {
     // Waits until the other CTA has used the previous dS. By then the copy from this CTA is complete, too.
-    MbarrierWait(&shared.ds_empty[0], ds_parity ^ 1);
+    MbarrierWait(&shared.ds_empty[ds_at.index], ds_at.parity ^ 1);
+    uint8_t (*const ds)[kDSBytes] = shared.ds + 2 * ds_at.index;
     const int late_lane = LateLane();
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c)
-      Stmatrix(Matrices(SharedDSTransposed{shared.ds[0]}, late_lane, c), dS[4 * c], dS[4 * c + 1], dS[4 * c + 2],
+      Stmatrix(Matrices(SharedDSTransposed{ds[0]}, late_lane, c), dS[4 * c], dS[4 * c + 1], dS[4 * c + 2],
                dS[4 * c + 3]);
     FenceProxyAsync();
     SyncWarpgroup();
     if (threadIdx.x % kWarpgroup == 0) {
-      MbarrierArriveExpectTx(&shared.ds_full[0], sizeof(shared.ds[0]));
-      PeerCopy(shared.ds[1], shared.ds[0], sizeof(shared.ds[0]), &shared.ds_full[0]);
+      MbarrierArriveExpectTx(&shared.ds_full[ds_at.index], kDSBytes);
+      PeerCopy(ds[1], ds[0], kDSBytes, &shared.ds_full[ds_at.index]);
     }
+    ds_at.Next();
   }
 
-  // Starts dQ = dS K over the keys of both CTAs.
+  // Starts dQ = dS K over the keys of both CTAs, after the dS of the other CTA has arrived.
   __device__ __forceinline__ void IssueDQ() {
-    const auto a = SharedTile<kCluster * kKeys, 1>{shared.ds[0]}.MNMajorBox(0);
+    const Ring<kDSBuffers> from = ds_at.Before();
+    MbarrierWait(&shared.ds_full[from.index], from.parity);
+    const auto a = SharedTile<kCluster * kKeys, 1>{shared.ds[2 * from.index]}.MNMajorBox(0);
     const auto b = SharedK{shared.k}.MNMajor();
     WgmmaFence();
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      Wgmma<64 * kHalfBoxes>::template SS<Major::kMN, Major::kMN>(dQ, a.KStep(j), b.KStep(j % 4, j / 4 * kHalfBoxes),
-                                                                  j > 0);
+      Wgmma<kHalfColumns>::template SS<Major::kMN, Major::kMN>(dQ, a.KStep(j), b.KStep(j % 4, j / 4 * kHalfBoxes),
+                                                               j > 0);
     }
     WgmmaCommit();
   }
 
+  // Waits for dQ, and lets the other CTA write the next dS.
+  __device__ __forceinline__ void FinishDQ() {
+    WgmmaWait<0>();
+    Pin(dQ);
+    PeerArrive(&shared.ds_empty[ds_at.Before().index], ArrivesForWarp(lane));
+  }
+
   __device__ __forceinline__ void AddDQ(int row_block) {
-    const int column = ClusterRank() * 64 * kHalfBoxes;
+    const int column = ClusterRank() * kHalfColumns;
     float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * column;
 #pragma unroll
-    for (int r = 0; r < 8 * kHalfBoxes; ++r) {
-      if (kQKDim == 128 * kHalfBoxes || column + 8 * r < kQKDim)
+    for (int r = 0; r < kHalfColumns / 8; ++r) {
+      if (kQKDim == 2 * kHalfColumns || column + 8 * r < kQKDim)
         AddToGlobal(to + r * 128, {dQ[4 * r], dQ[4 * r + 1], dQ[4 * r + 2], dQ[4 * r + 3]});
     }
   }

@@ -218,10 +218,10 @@ struct Producer {
     uint64_t* const k_landed = own < kKeys || other < kKeys ? &shared.uncleared[1].barrier : &shared.k_full;
     const SharedK k{kTF32SameKeys ? shared.staging : kTF32 ? shared.ds[0] : shared.k};
     // With kPairs, see below.
-    const SharedHalfK own_half{shared.k}, other_half{SharedK{shared.k}.Box(kHalfBoxes)}, rest_of_k{shared.staging};
+    const SharedHalfK own_half{shared.k}, other_half{own_half.Box(kHalfBoxes)}, rest_of_k{shared.staging};
     if (kPairs) {
       // K of both CTAs in the columns of this CTA's half of dQ, and K of its own keys in the other columns.
-      const int half = ClusterRank() * 64 * kHalfBoxes, rest = 64 * kHalfBoxes - half;
+      const int half = ClusterRank() * kHalfColumns, rest = kHalfColumns - half;
       MbarrierArriveExpectTx(k_landed, 3 * SharedHalfK::kBytes);
       for (int b = 0; b < kHalfBoxes; ++b) {
         load(own_half.Box(b), k_map, k_landed, half + b * 64, tile.column);

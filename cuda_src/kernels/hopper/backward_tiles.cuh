@@ -10,8 +10,11 @@
 
 namespace jax_flash::hopper::backward {
 
-constexpr int kQKBoxes = kPairs ? (Boxes(kQKDim) + 1) / 2 * 2 : Boxes(kQKDim);
-constexpr int kHalfBoxes = (kQKBoxes + 1) / 2;  // boxes of a CTA's half of dQ, if kPairs
+// With kPairs: the columns of a CTA's half of dQ, and the wgmma steps and boxes of these columns of K. The second box
+// may have further columns, which are not used.
+constexpr int kHalfColumns = (kQKDim / 2 + 15) / 16 * 16, kHalfSteps = kHalfColumns / 16;
+constexpr int kHalfBoxes = Boxes(kHalfColumns);
+constexpr int kQKBoxes = Boxes(kPairs ? 2 * kHalfColumns : kQKDim);
 constexpr int kVBoxes = Boxes(kVDim);
 using SharedQ = SharedTile<kRows, kQKBoxes>;
 using SharedDO = SharedTile<kRows, kVBoxes>;
@@ -30,6 +33,8 @@ using SharedKTransposed = SharedTile<kQKBoxes * kBoxColumns, Boxes(kKeys)>;
 using SharedDS = SharedTile<kRows, Boxes(kKeys)>;
 constexpr int kTransposers = kTF32 ? 3 : 0;  // warps of the producer's warpgroup
 constexpr int kDSBytes = kRows * kKeys * kElementBytes;
+// With kPairs: buffers for the dS of both CTAs.
+constexpr int kDSBuffers = Tuning::kBehind ? 2 : 1;
 constexpr int kDOReaders = kTF32SameKeys ? 4 : 4 * kConsumers;   // warps that read dO; the same number reads dO^T
 constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // if 0, the consumer warpgroup transposes Q
 
@@ -73,12 +78,14 @@ constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // 16 rows of a box of dK o
 constexpr int kStagingBytes = kPairs ? kRows * kKeys * 4 : kSumKV ? kSumBytes : kRows * kQKDim * 4;
 
 struct Shared {
-  alignas(1024) uint8_t k[SharedK::kBytes];  // TF32: K^T; K arrives in ds, or with kSameKeys in staging
+  // With kPairs: K of both CTAs in the columns of a half. TF32: K^T; K arrives in ds, or with kSameKeys in staging.
+  alignas(1024) uint8_t k[kPairs ? 2 * SharedHalfK::kBytes : SharedK::kBytes];
   alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : SharedV::kBytes];  // with kTF32SameKeys later dS and P
   alignas(1024) uint8_t q[kStages][SharedQ::kBytes];
   alignas(1024) uint8_t d_o[kStages][SharedDO::kBytes];
-  // dS^T, in boxes of [keys][64 rows]. TF32: first K before it is transposed, then dS, in boxes of [rows][32 keys].
-  alignas(1024) uint8_t ds[kTF32 ? 1 : 2][kTF32SameKeys ? 1 : kDSBytes];
+  // dS^T, in boxes of [keys][64 rows]; with kPairs, buffers of this CTA's and of the other CTA's. TF32: first K before
+  // it is transposed, then dS, in boxes of [rows][32 keys].
+  alignas(1024) uint8_t ds[kTF32 ? 1 : kPairs ? 2 * kDSBuffers : 2][kTF32SameKeys ? 1 : kDSBytes];
   // dQ in f32 before it is added to HBM; at the end dK, if dV and dK do not fit into ds. With kPairs: first half of K,
   // then P on its way from one warpgroup to the other.
   alignas(1024) uint8_t

@@ -50,12 +50,14 @@ struct Tuning {
   static constexpr bool kBiasInParts =
       kAddsToScores && !kTiling.bias_tiles && (kPairs || (kBias && (kSoftCap || (kListed && kDropout && kQKDim > 96))));
 
-  // Is dQ computed one step behind? Then no warpgroup waits for the other's dS, and one can multiply while the other
+  // Is dQ computed one step behind? Then no warpgroup waits for the dS of another, and one can multiply while the other
   // computes exponentials. These features leave no registers for it.
   static constexpr bool kModNeedsRegisters = kScoreMod && (kBias || kScoreSlopes || kCapturedGradients);
-  static constexpr bool kBehind = kDQ && (kRows == 128 || kHeadDimsUpTo64 ||
-                                          !(kDropout || kSoftCap || kSegments || kModNeedsRegisters ||
-                                            kBiasDType == DType::kF64 || (kListed && (kBias || kCausal || kWindow))));
+  static constexpr bool kBehind =
+      kDQ && (kPairs ? kQKDim <= 192 && kVDim <= 192
+                     : kRows == 128 || kHeadDimsUpTo64 ||
+                           !(kDropout || kSoftCap || kSegments || kModNeedsRegisters || kBiasDType == DType::kF64 ||
+                             (kListed && (kBias || kCausal || kWindow))));
   // Does the first step of a kv tile, which has no dQ yet, have separate code? That is 2 to 4% faster. But without a
   // mask, or with only a causal mask, ptxas then compiles the loop over the other steps differently, up to 2.5% slower,
   // unless dQ is added in a fixed order. Other head dims spill.

@@ -250,14 +250,14 @@ Tilings ampere::BiasCandidates(const Target& target, const Problem& p) {
   return TilingsOf(kBackwardBiasTable, target, p);
 }
 
-void ampere::AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
+void ampere::AddForward(const Target&, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByRow(p, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   plan->launches.push_back(
       MainLaunch("jax_flash_forward", AddUnit("ampere/forward.cuh", Asks::kOfBoth, p, tiling, plan), tiling, tiles));
 }
 
-void ampere::AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
+void ampere::AddBackward(const Target&, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByRow(p, plan);
   const int64_t scratch_rows = ReserveRows(p, plan);
   if (SumsDQ(p)) plan->scratch.Reserve(&Scratch::dq_sum, 4 * scratch_rows * p.qk_dim);
@@ -284,7 +284,7 @@ void ampere::AddQuery(const Problem& p, const KernelTiling& tiling, Plan* plan) 
   plan->launches.push_back(MainLaunch("jax_flash_backward_query", unit, tiling, tiles));
 }
 
-void ampere::AddBias(const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan) {
+void ampere::AddBias(const Target&, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan) {
   ReadMasksByRow(p, plan);
   ReserveRows(p, plan);
   const int unit = AddUnit("ampere/backward_bias.cuh", Asks::kOfBackward, p, tiling, plan);

@@ -82,13 +82,13 @@ Tilings Candidates(const Target& target, const Problem& p, Pass pass);
 Tilings QueryCandidates(const Target& target, const Problem& p);
 Tilings BiasCandidates(const Target& target, const Problem& p);
 
-void AddForward(const Problem& p, const KernelTiling& tiling, Plan* plan);
-void AddBackward(const Problem& p, const KernelTiling& tiling, Plan* plan);
+void AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
+void AddBackward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
 // L and D of each row, and what rows add to other gradients, where no other kernels of a backward need them.
 void AddRows(const Problem& p, Plan* plan);
 // dQ alone, and dbias, whose kernels are for every GPU. `prepared`: has Ampere's backward been before?
 void AddQuery(const Problem& p, const KernelTiling& tiling, Plan* plan);
-void AddBias(const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan);
+void AddBias(const Target& target, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan);
 
 }  // namespace ampere
 }  // namespace jax_flash

@@ -124,7 +124,7 @@ bool LeavesIdle(const Target& target, const Problem& p) {
 
 // Whether the backward does what comes before and after it alongside (hopper/backward_alongside.cuh), where all arrays
 // have 16 bits. Three warps a block have to keep up: they do where a row has many keys, or all rows are prepared at
-// once. It is not done beside three masks, two and dropout, or with wide heads and empty rows where sinks and the
+// once. It is not done beside three masks, two and dropout, or with wide heads and empty rows where single rows and the
 // logsumexp have gradients: registers would be spilled. Heads of Q that share keys are computed one by one then, or too
 // many would be under way at a time, and dK and dV are added up in f32. That is worth it where there are few tiles, or
 // where many heads share keys that so many rows see that these do not stay in the L2. The lists of a block mask are

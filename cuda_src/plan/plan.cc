@@ -1,6 +1,7 @@
 #include "cuda_src/plan/plan.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <stdexcept>
@@ -29,14 +30,31 @@ void AddSegments(const Problem& p, Plan* plan) {
   plan->launches.push_back({unit, "jax_flash_segments", blocks, kSegmentThreads});
 }
 
+// The functions that add the launches of each family's kernels.
+struct FamilyKernels {
+  Family family;
+  const char* name;
+  decltype(&hopper::AddForward) add_forward;
+  decltype(&hopper::AddBackward) add_backward;
+  decltype(&hopper::AddBias) add_bias;
+};
+constexpr FamilyKernels kFamilies[] = {
+    {Family::kHopper, "Hopper", hopper::AddForward, hopper::AddBackward, hopper::AddBias},
+    {Family::kAmpere, "Ampere", ampere::AddForward, ampere::AddBackward, ampere::AddBias},
+};
+const FamilyKernels& KernelsOf(const KernelTiling& tiling) {
+  return *std::find_if(std::begin(kFamilies), std::end(kFamilies),
+                       [&](const FamilyKernels& x) { return x.family == tiling.family; });
+}
+
 // The candidate that a part takes.
 const KernelTiling& Chosen(Part part, const Tilings& candidates, const Choices& choices, Plan* plan) {
   const int choice = choices[int(part)];
   plan->parts[int(part)].candidates = int(candidates.size());
   for (int i = 0; i < choice; ++i) {
     const KernelTiling& tiling = candidates[i];
-    plan->reasons.push_back(std::string(tiling.family == Family::kHopper ? "Hopper" : "Ampere") + " tiles of " +
-                            std::to_string(tiling.rows) + " x " + std::to_string(tiling.cols) +
+    plan->reasons.push_back(std::string(KernelsOf(tiling).name) + " tiles of " + std::to_string(tiling.rows) + " x " +
+                            std::to_string(tiling.cols) +
                             (tiling.together ? ", with heads that share keys walked together," : "") +
                             " are not used: the compiler has too few registers for them");
   }
@@ -66,11 +84,7 @@ void AddForward(const Target& target, const Problem& p, const Choices& choices, 
   // Hopper's smallest tiles have as many registers for an entry as Ampere's, which are no way out.
   if (candidates.empty()) candidates = ampere::Candidates(target, p, Pass::kForward);
   const KernelTiling& tiling = Chosen(Part::kMain, candidates, choices, plan);
-  if (tiling.family == Family::kHopper) {
-    hopper::AddForward(target, p, tiling, plan);
-  } else {
-    ampere::AddForward(p, tiling, plan);
-  }
+  KernelsOf(tiling).add_forward(target, p, tiling, plan);
   SetUnit(Part::kMain, plan);
 }
 
@@ -104,11 +118,7 @@ void AddBackward(const Target& target, const Problem& given, const Choices& choi
   if (HasMain(p)) {
     const Tilings candidates = ordered.empty() ? BackwardCandidates(target, p, plan) : ordered;
     const KernelTiling& tiling = Chosen(Part::kMain, candidates, choices, plan);
-    if (tiling.family == Family::kHopper) {
-      hopper::AddBackward(target, p, tiling, plan);
-    } else {
-      ampere::AddBackward(p, tiling, plan);
-    }
+    KernelsOf(tiling).add_backward(target, p, tiling, plan);
     SetUnit(Part::kMain, plan);
     prepared = tiling.family;
   }
@@ -123,11 +133,7 @@ void AddBackward(const Target& target, const Problem& given, const Choices& choi
     plan->reasons.push_back("a separate pass sums the gradient of the bias in a fixed order");
     const Tilings candidates = BiasCandidates(target, p, plan);
     const KernelTiling& tiling = Chosen(Part::kBias, candidates, choices, plan);
-    if (tiling.family == Family::kHopper) {
-      hopper::AddBias(target, p, tiling, prepared == Family::kHopper, plan);
-    } else {
-      ampere::AddBias(p, tiling, prepared == Family::kAmpere, plan);
-    }
+    KernelsOf(tiling).add_bias(target, p, tiling, prepared == tiling.family, plan);
     SetUnit(Part::kBias, plan);
   }
 }

@@ -260,6 +260,17 @@ struct SinkParams : ProgramParams {
 };
 #undef JAX_FLASH_MEMBER
 
+// Whether the kernels read an operand (common/arrays.h). The plan does not compile with an operand that is not listed,
+// and refuses calls that have one with false.
+namespace reads {
+constexpr bool query = true, key = true, value = true, scale = true, bias = true, mask = true, sinks = true;
+constexpr bool key_pages = true, value_pages = true, page_table = true;
+constexpr bool query_seq_lengths = true, key_value_seq_lengths = true, query_offset = true, origin = true;
+constexpr bool query_segment_ids = true, key_value_segment_ids = true, keys_of_rows = true, rows_of_keys = true;
+constexpr bool blocks = true, row_lists = true, column_lists = true, element_masks = true;
+constexpr bool seed = true, batch_id = true, head_id = true, program_batch = true, program_head = true;
+}  // namespace reads
+
 // A CUtensorMap: of a [batch, time, heads, dim] array, in boxes of rows of kBoxBytes, swizzled.
 struct alignas(64) TensorMap {
   uint64_t opaque[16];

@@ -189,6 +189,10 @@ std::string CudaRefusal(const Problem& p) {
   if (p.deterministic && p.captured_gradients()) {
     return "deterministic gradients of arrays that score_mod captures: the CUDA kernels add them in no fixed order";
   }
+#define CHECK(type, name, dtype, dims, there) \
+  if (!reads::name && ExtentOf(there).present) return #name ": the CUDA kernels do not read this operand";
+  JAX_FLASH_OPERANDS(CHECK)
+#undef CHECK
   for (const int64_t dim : {p.qk_dim, p.v_dim}) {
     if (dim % 8 != 0 || dim < 8 || dim > 256) {
       return sized("head dim", dim) + ": the CUDA kernels support multiples of 8 up to 256";

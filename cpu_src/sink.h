@@ -1,5 +1,5 @@
-// The statistics of a row that has a sink, a logit that joins the denominator of its softmax and has no value; and its
-// part of the gradient of the sinks.
+// The statistics of a row that has a sink, a logit that joins the denominator of its softmax and has no value; and what
+// the sink changes in gradients and tangents.
 #pragma once
 
 #include "cpu_src/scores.h"
@@ -30,6 +30,14 @@ struct WithSink {
   A Growth(A l_without) const {
     constexpr A least = sizeof(A) == 8 ? A(0x1p-900) : A(0x1p-115);
     return sink == 0 ? 1 : l / (l_without * (alpha < least ? least : alpha));
+  }
+
+  // The sink's term of μ in a tangent, relative to the row's reference.
+  A TermOfMu(const Problem& p, const Tangents& given, int64_t b, int64_t n, A reference) const {
+    if (sink == 0) return 0;
+    const A z_tangent =
+        p.sinks_tangent ? static_cast<const A*>(given.sinks_tangent)[HeadOffset(p, p.sinks, b, n).At(0, 0)] : A(0);
+    return sink * (z_tangent - reference);
   }
 
   // Writes what this row of [B, N, T], whose dO · O is `product`, adds to the gradient of the sinks.

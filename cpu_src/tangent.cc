@@ -211,9 +211,7 @@ struct Pass {
       for (int lane = 0; lane < kLanes<A>; ++lane) sum += query.mu.row(r)[lane];
       const WithSink<A> sums(p, in, b, n, static_cast<const A*>(given.m)[row], l);
       const A share = sums.alpha / sums.l, factor = scratch.kept.scale * share;
-      const A of_sink =
-          p.sinks_tangent ? static_cast<const A*>(given.sinks_tangent)[HeadOffset(p, p.sinks, b, n).At(0, 0)] : A(0);
-      const A mu = share * sum + (sums.sink == 0 ? 0 : sums.sink * (of_sink - reference));
+      const A mu = share * sum + sums.TermOfMu(p, given, b, n, reference);
       const A of_o = mu * (query.o.data ? factor : 1);
       A* const a = query.a.row(r);
       for (int64_t c = 0; c < p.v_dim; ++c) a[c] = l == 0 ? 0 : a[c] * factor - of_o * o.row(r)[c];

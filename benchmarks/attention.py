@@ -1,20 +1,23 @@
-"""Attention on an NVIDIA GPU: jax_flash against cuDNN and XLA (`jax.nn.dot_product_attention`) and PyTorch's SDPA.
+"""Attention on an NVIDIA GPU: jax_flash, cuDNN and XLA (both by `jax.nn.dot_product_attention`) and PyTorch's SDPA.
 
-FlashAttention-3 is measured too if dew-flash-attn is installed, and FlashAttention-4 if flash-attn-4 and PyTorch are.
+Includes FlashAttention-3 if dew-flash-attn is installed, and FlashAttention-4 if flash-attn-4 and PyTorch are.
 
-    python benchmarks/attention.py                        # every group of problems: a quarter of an hour
+    python benchmarks/attention.py                        # all groups of problems: a quarter of an hour
     python benchmarks/attention.py --groups dense         # a table of docs/performance.md (see tables.py)
     python benchmarks/attention.py --groups dense --head-dims 128 --lengths 4096 --passes forward
     python benchmarks/attention.py --groups arrays bias dbias soft_cap --against dense
 
-All implementations of a row are timed in turn in one process. A sample is as many calls as take some milliseconds,
-enqueued one after the other, so that the time of a launch hides behind the call before; rates are at the median time,
-in TFLOP/s, counted as in the FlashAttention papers: 2 (D + E) a visible entry of S (half of all if causal), 2.5 times
-that for the backward. All entries count where a mask is random. bfloat16, if a group does not say otherwise. Problems
-with a window, documents, arrays or a soft cap are timed beside the same without them, in the column "dense", since a
-GPU's clock depends on what ran before; a causal mask that is given as an array, beside `is_causal`. Arrays are named by
-the dims that they have in full: a mask b1ts is the same for all heads. What a problem should reach is in the column
-"goal": TFLOP/s, milliseconds, or the rate over that of another column.
+All implementations of a row are timed in turn in one process. A sample consists of enough calls to take 10 ms. They are
+enqueued one after the other, so the launch of one call overlaps with the call before.
+
+Rates are in TFLOP/s at the median time. FLOPs are counted as in the FlashAttention papers: 2 (D + E) per visible entry
+of S (half of all entries if causal), and 2.5 times that in the backward. With a random mask, all entries count. The
+dtype is bfloat16 unless a group specifies another.
+
+Problems with a window, documents, arrays or a soft cap are timed in turn with the same problem without them, in the
+column "dense", because the clock of a GPU depends on what ran before. A causal mask given as an array is compared with
+`is_causal`. Arrays are named by the dims that they have in full: a mask b1ts is the same for all heads. The column
+"goal" has the target for a problem: TFLOP/s, milliseconds, or the rate relative to another column.
 """
 
 import argparse
@@ -43,7 +46,7 @@ HAS_TORCH, HAS_FA3, HAS_FA4 = (
 )
 TRACING = threading.Lock()
 TOKENS, WIDTH = 16384, 2048  # batch x N, heads x head dim
-MATRIX_LIMIT = 2**32  # elements of S; with more than that XLA's standard attention is left out
+MATRIX_LIMIT = 2**32  # elements of S; XLA's standard attention is not measured above
 PASSES = ("forward", "backward", "both")
 COLUMNS = ("jax_flash", "cudnn", "fa3", "fa4", "xla", "torch", "dense")  # dense: jax_flash on `Problem.dense`
 
@@ -60,7 +63,7 @@ class Problem:
     D: int
     E: int
     causal: bool = False
-    window: int | None = None  # how many keys to the left a query sees
+    window: int | None = None  # number of keys that a query attends to, including its own
     documents: int = 1  # number of packed documents, which are equally long
     padding: int = 0  # tokens at the end of each sequence that sequence lengths exclude
     dropout: float = 0.0
@@ -69,10 +72,10 @@ class Problem:
     mask: str = ""  # dims that a boolean array has in full ("b1ts"): the causal mask if causal, else a random half
     bias: str = ""  # the same for a bias, of normally distributed numbers
     bias_dtype: str = "bfloat16"
-    dbias: bool = False  # the backward has the gradient of the bias, too
+    dbias: bool = False  # whether the backward computes the gradient of the bias
     soft_cap: float | None = None
-    sinks: bool = False  # the backward has their gradient, too
-    goals: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)  # for each pass a goal, in words
+    sinks: bool = False  # the backward includes their gradient
+    goals: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)  # target by pass, as text
 
     @classmethod
     def square(cls, length: int, dim: int, **options) -> "Problem":
@@ -80,7 +83,7 @@ class Problem:
         return cls(max(TOKENS // length, 1), length, length, heads, heads, dim, dim, **options)
 
     def entries(self) -> float:
-        """Of S that count, in all heads."""
+        """Return the number of entries of S that count, in all heads."""
         columns = length = (self.S - self.padding) / self.documents
         if self.window is not None:
             columns = min(self.window, length)
@@ -91,7 +94,7 @@ class Problem:
         return self.B * self.N * (self.T - self.padding) * columns
 
     def dense(self) -> "Problem":
-        """Without window, documents, arrays, soft cap and sinks."""
+        """Return the problem without window, documents, arrays, soft cap and sinks."""
         return dataclasses.replace(
             self, window=None, documents=1, padding=0, mask="", bias="", dbias=False, soft_cap=None, sinks=False
         )
@@ -121,7 +124,7 @@ class Problem:
 
 
 def goals(*figures: str) -> dict[str, str]:
-    """Of the passes; the last one is that of the passes after it, too."""
+    """Return goals by pass. The last one also applies to the remaining passes."""
     return {pass_: figures[min(i, len(figures) - 1)] for i, pass_ in enumerate(PASSES)}
 
 
@@ -157,7 +160,7 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
                 )
             ],
         ),
-        "documents": (  # that are no whole tiles, and beside other masks
+        "documents": (  # boundaries inside tiles, and combined with other masks
             PASSES[:2],
             [
                 problem
@@ -220,7 +223,7 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
             [
                 Problem.square(4096, d, soft_cap=cap, goals=goals(*rates) if cap > 1 else {})
                 for d, rates in ((64, ("275", "350")), (128, ("460", "430")))
-                for cap in (1.0, 30.0, 50.0)  # scores are large beside the first
+                for cap in (1.0, 30.0, 50.0)  # scores exceed the first
             ],
         ),
         "models": (
@@ -263,7 +266,7 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
 
 
 def operands(problem: Problem) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """The arrays of a call by name: those that it is differentiated by, and the others."""
+    """Return the arrays of a call by name: the differentiated ones, and the others."""
     p = problem
     sizes = {"b": p.B, "n": p.N, "t": p.T, "s": p.S, "1": 1}
     keys = jax.random.split(jax.random.key(0), 6)
@@ -292,7 +295,7 @@ def operands(problem: Problem) -> tuple[dict[str, jax.Array], dict[str, Any]]:
 
 
 def options(problem: Problem) -> dict[str, Any]:
-    """What else the call is told, if it is not as by default."""
+    """Return the call's other arguments that differ from their defaults."""
     p = problem
     chosen: dict[str, Any] = {"is_causal": p.causal and not p.mask}
     if p.window is not None:
@@ -307,14 +310,14 @@ def options(problem: Problem) -> dict[str, Any]:
 
 
 def compiled(function: Callable[..., Any], *given: Any) -> Callable[[], Any]:
-    """The call of a function, compiled. (Threads that trace one custom_vjp at once fail in JAX 0.11 at times.)"""
+    """Compile a function and return the call. In JAX 0.11, threads that trace one custom_vjp concurrently may fail."""
     with TRACING:
         lowered = jax.jit(function).lower(*given)
     return functools.partial(lowered.compile(), *given)
 
 
 def jax_call(problem: Problem, implementation: str, pass_: str, more: Mapping[str, Any] | None = None) -> Call:
-    """A pass of "jax_flash", "fa3", or jax.nn's "cudnn" or "xla". `more`: arrays that the problem does not name."""
+    """Return a pass of "jax_flash", "fa3", or jax.nn's "cudnn" or "xla". `more` has arrays that `Problem` lacks."""
     inputs, arrays = operands(problem)
     arrays |= more or {}
     function: Callable[..., jax.Array]
@@ -351,7 +354,7 @@ def jax_call(problem: Problem, implementation: str, pass_: str, more: Mapping[st
 
 
 def torch_calls(problem: Problem, attend: Callable[..., Any]) -> dict[str, Call]:
-    """The three passes of a PyTorch function of query, key and value, [B, T, N, D] each."""
+    """Return the three passes of a PyTorch function of query, key and value, [B, T, N, D] each."""
     import torch
 
     p = problem
@@ -368,7 +371,7 @@ def torch_calls(problem: Problem, attend: Callable[..., Any]) -> dict[str, Call]
 
 
 def sdpa_calls(problem: Problem, backend: str) -> dict[str, Call]:
-    """The three passes of PyTorch's SDPA with one of its backends."""
+    """Return the three passes of PyTorch's SDPA with one of its backends."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -384,7 +387,7 @@ def sdpa_calls(problem: Problem, backend: str) -> dict[str, Call]:
 
 
 def fa4_calls(problem: Problem) -> dict[str, Call]:
-    """The three passes of FlashAttention-4."""
+    """Return the three passes of FlashAttention-4."""
     from flash_attn.cute import flash_attn_func
 
     def attend(*inputs):
@@ -395,18 +398,18 @@ def fa4_calls(problem: Problem) -> dict[str, Call]:
 
 
 def implementations(problem: Problem, pass_: str, against: Sequence[str]) -> tuple[dict[str, Call], dict[str, str]]:
-    """The calls of all that can do the pass, and why the others cannot."""
+    """Return the calls of all implementations that support the pass, and the reasons why the others do not."""
     p, dense = problem, problem.dense()
-    known = dataclasses.replace(p, sinks=False)  # jax.nn knows no sinks and is timed without
+    without_sinks = dataclasses.replace(p, sinks=False)  # jax.nn has no sinks and is timed without them
     unusual = p.dropout > 0 or p.documents > 1 or p.deterministic or p.soft_cap is not None
     matrix = p.B * p.N * p.T * p.S
     candidates: dict[str, Callable[[], Call]] = {}
     if not unusual:
-        candidates["cudnn"] = lambda: jax_call(known, "cudnn", pass_)
-    elif p.dropout and p == dense and HAS_TORCH:  # jax.nn hands no dropout on
+        candidates["cudnn"] = lambda: jax_call(without_sinks, "cudnn", pass_)
+    elif p.dropout and p == dense and HAS_TORCH:  # jax.nn does not pass dropout to cuDNN
         candidates["cudnn"] = lambda: sdpa_calls(p, "CUDNN_ATTENTION")[pass_]
     if not unusual and matrix <= MATRIX_LIMIT:
-        candidates["xla"] = lambda: jax_call(known, "xla", pass_)
+        candidates["xla"] = lambda: jax_call(without_sinks, "xla", pass_)
     if HAS_TORCH and p == dense and not p.deterministic:
         candidates["torch"] = lambda: sdpa_calls(p, "FLASH_ATTENTION")[pass_]
     if not unusual and p == dense and p.T == p.S and p.dtype != "float32":
@@ -420,7 +423,7 @@ def implementations(problem: Problem, pass_: str, against: Sequence[str]) -> tup
     for name in (x for x in against if x in candidates):
         try:
             call = candidates[name]()
-            measure.finish(call())  # the matrix may be too large
+            measure.finish(call())  # the matrix may not fit into memory
             calls[name] = call
         except (ValueError, NotImplementedError, RuntimeError) as error:
             missing[name] = str(error).splitlines()[0][:200]
@@ -446,12 +449,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = list(groups((), ()))
     parser.add_argument("--groups", nargs="+", choices=names, default=names)
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256], help="of the group dense")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384], help="of the group dense")
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256], help="for the group dense")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384], help="for the group dense")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
     parser.add_argument("--against", nargs="*", choices=COLUMNS[1:], default=COLUMNS[1:])
     parser.add_argument(
-        "--output", type=pathlib.Path, default=measure.RESULTS / "attention.json", help="a plot goes next to it"
+        "--output", type=pathlib.Path, default=measure.RESULTS / "attention.json", help="the plot is saved next to it"
     )
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -492,7 +495,7 @@ def show(results: dict[str, Any]) -> None:
             table.add_row(row["label"], row["pass"], milliseconds, *(x.replace("nan", "") for x in cells))
         console.print(table)
         for name, reason in dict.fromkeys(item for row in rows for item in row["missing"].items()):
-            console.print(f"{name} is missing somewhere: {reason}", markup=False)
+            console.print(f"{name} is missing in some rows: {reason}", markup=False)
         for pass_ in PASSES:
             ratios = [
                 row["tflops"]["jax_flash"] / row["tflops"]["cudnn"]
@@ -516,8 +519,8 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
     half = math.ceil(len(rows) / axes.size)
     for axis, part in zip(axes[0], (rows[:half], rows[half:]), strict=False):
         for i, name in enumerate(columns_of(rows)):
-            places = [y + 0.16 * i for y in range(len(part))]
-            axis.barh(places, [row["tflops"].get(name, 0) for row in part], 0.16, label=name)
+            positions = [y + 0.16 * i for y in range(len(part))]
+            axis.barh(positions, [row["tflops"].get(name, 0) for row in part], 0.16, label=name)
         axis.set_yticks(range(len(part)), [f"{row['label']} {row['pass']}" for row in part], fontsize=7)
         axis.invert_yaxis()
         axis.set_xlabel("TFLOP/s")

@@ -1,19 +1,20 @@
-"""Block-sparse attention (Algorithm 5): time against the fraction of blocks kept, beside the dense call and the ideal.
+"""Block-sparse attention (Algorithm 5): time against the fraction of blocks kept, compared with the dense call.
 
     python benchmarks/block_sparse.py                                    # N = 4096 on a CPU, 16384 on a GPU
     python benchmarks/block_sparse.py --lengths 4096 16384 --fractions --patterns document window butterfly
     python benchmarks/block_sparse.py --lengths 65536 --fractions --patterns butterfly
 
-Of a fraction, every block row keeps the same number of blocks of 128 x 128, chosen at random, the same for all heads.
-All masks of a length, head dim and pass are timed in turn in one process. The ideal is proportional to the fraction: of
-the dense time, or, beside nothing, of what the dense call takes longer than one that keeps nothing (which reads and
-writes O, dO and the gradients all the same). Printed is how much of the ideal speed-up is reached. TFLOP/s count the
-blocks that are kept: 4 d an entry in the forward, 2.5 times that in the backward. MiB are temporaries and results of a
-call.
+For a fraction, every block row keeps the same number of 128 x 128 blocks. They are random, and the same for all heads.
+All masks of a length, head dim and pass are timed in turn in one process.
 
-On a GPU: bfloat16, 16384 tokens a batch. The patterns are measured in the backward alone, too, and beside PyTorch's
-compiled FlexAttention where that is installed, with the same inputs, mask and block size; what its results differ by is
-the Euclidean norm of the difference, relative, in the first head (the rounding of bfloat16: about 0.004).
+There are two ideals. The first is the dense time multiplied by the fraction. The second adds the time of a call with an
+empty mask, and multiplies only the rest of the dense time by the fraction. (With an empty mask, a call still reads and
+writes O, dO and the gradients.) The tables show how much of the ideal speed-up is reached. TFLOP/s count the kept
+blocks: 4 d per entry in the forward, and 2.5 times that in the backward. MiB are temporaries and results of a call.
+
+On a GPU, the dtype is bfloat16 and a batch has 16384 tokens. The patterns are also measured in the backward alone. They
+are compared with PyTorch's compiled FlexAttention, if installed, with the same inputs, mask and block size. The
+difference from its results is a relative Euclidean norm, in the first head (rounding to bfloat16 gives about 0.004).
 """
 
 import argparse
@@ -43,7 +44,7 @@ PATTERNS: dict[str, Callable[[int], BlockMask]] = {
     "document": lambda n: patterns.document(np.arange(n) // DOCUMENT),
 }
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
-WORK = {FORWARD: 1, BACKWARD: 2.5, BOTH: 3.5}  # in forward passes
+WORK = {FORWARD: 1, BACKWARD: 2.5, BOTH: 3.5}  # relative to the forward
 COLUMNS = {
     "length": "N",
     "dim": "d",
@@ -54,13 +55,13 @@ COLUMNS = {
     "dense_milliseconds": "dense ms",
     "speedup": "speed-up",
     "of_ideal": "of ideal",
-    "of_ideal_beside_nothing": "beside nothing",
+    "of_ideal_beside_nothing": "of ideal above empty",
     "tflops": "TFLOP/s",
     "mib": "MiB",
     "dense_mib": "dense MiB",
     "flex_milliseconds": "Flex ms",
     "flex_over_ours": "Flex/ours",
-    "flex_difference": "differs by",
+    "flex_difference": "difference",
 }
 
 
@@ -69,13 +70,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="head dims")
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384 if gpu else 4096])
-    parser.add_argument("--fractions", type=int, nargs="*", default=[2, 4, 8, 16, 32], help="keep 1 / each of them")
+    parser.add_argument("--fractions", type=int, nargs="*", default=[2, 4, 8, 16, 32], help="denominators")
     parser.add_argument("--patterns", nargs="*", choices=list(PATTERNS), default=[])
-    parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out: it compiles for minutes")
+    parser.add_argument("--no-flex", action="store_true", help="omit FlexAttention, which compiles for minutes")
     parser.add_argument("--heads", type=int, default=16 if gpu else 4)
-    parser.add_argument("--seconds", type=float, default=5.0, help="on a CPU, spent on a length, head dim and pass")
+    parser.add_argument("--seconds", type=float, default=5.0, help="time per length, head dim and pass, on a CPU")
     name = "block_sparse_gpu.json" if gpu else "block_sparse.json"
-    parser.add_argument("--output", type=pathlib.Path, default=measure.RESULTS / name, help="a plot goes next to it")
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=measure.RESULTS / name, help="the plot is saved next to it"
+    )
     args = parser.parse_args()
 
     has_flex = gpu and not args.no_flex and importlib.util.find_spec("torch") is not None
@@ -94,11 +97,11 @@ def main() -> None:
     print(f"Written: {args.output} and {args.output.with_suffix('.png').name}")
 
 
-def random_blocks(n: int, part: int) -> BlockMask:
-    """Keeps one block in `part`, in every block row as many."""
+def random_blocks(n: int, denominator: int) -> BlockMask:
+    """Keep one in `denominator` blocks, with equal numbers in all block rows."""
     size = n // BLOCK
-    scores = np.random.default_rng(part).random((size, size))
-    return BlockMask.from_dense(np.argsort(np.argsort(scores)) < max(size // part, 1))
+    scores = np.random.default_rng(denominator).random((size, size))
+    return BlockMask.from_dense(np.argsort(np.argsort(scores)) < max(size // denominator, 1))
 
 
 def measure_masks(
@@ -155,7 +158,7 @@ def measure_masks(
 
 
 def jax_call(pass_: str, mask: BlockMask | None, arrays: list[jax.Array]) -> tuple[Call, float]:
-    """One pass, and the MiB of its temporaries and results. The mask is an argument that is on the device already."""
+    """Return one pass, and the MiB of its temporaries and results. The mask is an argument already on the device."""
     *inputs, do = jax.device_put([mask, *arrays])
 
     def attend(mask, q, k, v):
@@ -181,7 +184,7 @@ def jax_call(pass_: str, mask: BlockMask | None, arrays: list[jax.Array]) -> tup
 
 
 def flex_calls(pattern: str, mask: BlockMask, arrays: list[jax.Array]) -> dict[str, Call]:
-    """The three passes of PyTorch's FlexAttention, compiled, on the same numbers in its own layout, [B, N, T, D]."""
+    """Return the passes of PyTorch's FlexAttention, compiled, with the same numbers in its layout, [B, N, T, D]."""
     import torch
     import torch._dynamo
     import torch._functorch.config
@@ -197,10 +200,10 @@ def flex_calls(pattern: str, mask: BlockMask, arrays: list[jax.Array]) -> dict[s
     block_mask = create_block_mask(mask_mod, None, None, *mask.shape[:2], device="cuda", BLOCK_SIZE=BLOCK)
     full = int(block_mask.full_kv_num_blocks.sum())
     if not torch.equal(block_mask.to_dense()[0, 0] > 0, kept) or full != (mask.blocks == 1).sum():
-        raise RuntimeError(f"{pattern}: FlexAttention's blocks are not the same")
+        raise RuntimeError(f"{pattern}: FlexAttention's block mask differs")
 
-    torch._dynamo.config.recompile_limit = 1000  # every problem is one more compilation of the same function
-    torch._functorch.config.donated_buffer = False  # so that a backward can be run more than once
+    torch._dynamo.config.recompile_limit = 1000  # every problem compiles the same function again
+    torch._functorch.config.donated_buffer = False  # otherwise a backward can run only once
     attend = functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=block_mask)
     bits = (torch.tensor(np.asarray(x).view(np.int16), device="cuda") for x in arrays)  # NumPy has no bfloat16
     q, k, v, do = (x.view(torch.bfloat16).transpose(1, 2).contiguous() for x in bits)
@@ -219,7 +222,7 @@ def flex_calls(pattern: str, mask: BlockMask, arrays: list[jax.Array]) -> dict[s
 
 
 def difference(ours: Any, theirs: Any) -> float:
-    """The largest, among the results of a pass, of |ours - theirs| / |theirs| in the first head."""
+    """Return the largest |ours - theirs| / |theirs| among the results of a pass, in the first head."""
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     heads = ((np.asarray(x[0, :, 0], np.float32), y[0, 0].detach().float().cpu().numpy()) for x, y in pairs)
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in heads)
@@ -235,7 +238,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Time over that of the dense call against the fraction kept, one line a head dim; beside it the patterns."""
+    """Plot time relative to the dense call against the fraction kept, with a line per head dim, and the patterns."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -248,7 +251,7 @@ def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
         here = [row for row in rows if (row["length"], row["pass"]) == (length, name)]
         for i, dim in enumerate(sorted({row["dim"] for row in here})):
             time = {r["mask"]: (r["kept"], 1 / r["speedup"]) for r in here if r["dim"] == dim}
-            fractions = sorted(place for mask, place in time.items() if mask not in PATTERNS)
+            fractions = sorted(point for mask, point in time.items() if mask not in PATTERNS)
             if fractions:
                 ax.plot(*zip(*fractions, strict=True), "o-", color=f"C{i}", label=f"d = {dim}")
             for mask, marker in zip(PATTERNS, "^sD", strict=True):

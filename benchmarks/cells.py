@@ -1,4 +1,4 @@
-"""The parts of all tables: cells, rows, tables that are declared as data, and the list of all tables."""
+"""Building blocks of the tables: cells, rows, tables declared as data, and the registry of all tables."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -6,13 +6,13 @@ from typing import Any
 
 Row = dict[str, Any]
 Rows = list[Row]
-Results = dict[str, Any]  # of a file: its `environment`, its `rows`, and what else it has
-FILES: dict[str, Sequence[str]] = {}  # of the table of a name
+Results = dict[str, Any]  # contents of a file: `environment`, `rows`, and possibly more
+FILES: dict[str, Sequence[str]] = {}  # result files by table name
 TABLES: dict[str, Callable[..., str]] = {}
 
 
 def shows(*files: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """The function makes the table of its name, of the results in these files."""
+    """Register a function that makes the table of its name from the results in these files."""
 
     def register(function: Callable[..., str]) -> Callable[..., str]:
         name = function.__name__.replace("_", " ")
@@ -29,20 +29,20 @@ def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 # --- tables as data ---------------------------------------------------------------------------------------------------
 
-Cases = dict[str, Row]  # from the name of a line or column to the fields of its rows
+Cases = dict[str, Row]  # from the name of a line or column to the fields that its rows have
 Cell = Callable[[Row], str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A table of names by names. A cell shows the one row that has the fields of its line and of its column."""
+    """A two-way table. Each cell shows the one row that has the fields of its line and of its column."""
 
     corner: str
     lines: Cases | Callable[[Rows], Cases]
     columns: Cases | Callable[[Rows], Cases]
     cell: Cell
-    where: Row = dataclasses.field(default_factory=dict)  # fields of all rows
-    each: Sequence[Row] = ({},)  # fields of the rows that share a cell, divided by slashes
+    where: Row = dataclasses.field(default_factory=dict)  # fields that all rows have
+    each: Sequence[Row] = ({},)  # fields of the rows that share a cell, separated by slashes
 
     def __call__(self, results: Results) -> str:
         rows = [row for row in results["rows"] if self.where.items() <= row.items()]
@@ -57,7 +57,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """A table with a line for each row of a file. A column has a name and makes its cell from the row."""
+    """A table with one line per row of a file. A column has a name and a function from the row to its cell."""
 
     columns: dict[str, Cell]
 
@@ -66,7 +66,7 @@ class Listing:
 
 
 def cases(name: str, field: str, *values: Any) -> Cases:
-    """Return a case for each value of a field. The name is a format of the value."""
+    """Return one case per value of a field. The name is a format string for the value."""
     return {name.format(value): {field: value} for value in values}
 
 
@@ -80,12 +80,12 @@ def product(*factors: Cases) -> Cases:
 
 
 def named(name: Callable[[Row], str], *fields: str) -> Callable[[Rows], Cases]:
-    """Return a function from rows to a case for each distinct combination of these fields, in the order of the rows."""
+    """Return a function from rows to one case per distinct combination of these fields, in the order of the rows."""
     return lambda rows: {name(row): {field: row[field] for field in fields} for row in rows}
 
 
 def declare(tables: dict[str, list[Any]]) -> None:
-    """Add tables by their names. A list has the file, and a `Grid` or `Listing` for each part of the table."""
+    """Register tables by name. Each list has the file, then a `Grid` or `Listing` for each part of the table."""
     for name, (file, *parts) in tables.items():
         FILES[name] = (file,)
         TABLES[name] = lambda results, parts=parts: "\n\n".join(part(results) for part in parts)
@@ -98,12 +98,12 @@ def number(x: float | None, digits: int = 2) -> str:
     return "–" if x is None else f"{x:.{digits}f}"
 
 
-def counted(count: int, name: str) -> str:
+def with_count(count: int, name: str) -> str:
     return name if count == 1 else f"{count} {name}"
 
 
 def one(rows: Rows, **fields: Any) -> Row:
-    """The row with these fields; `pass_` is the field "pass"."""
+    """Return the row with these fields. `pass_` stands for the field "pass"."""
     wanted = {key.rstrip("_"): value for key, value in fields.items()}
     (row,) = (row for row in rows if all(row[key] == value for key, value in wanted.items()))
     return row

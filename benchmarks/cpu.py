@@ -1,17 +1,17 @@
-"""Attention on this CPU: jax_flash against jitted `jax.nn.dot_product_attention` and, where installed, PyTorch.
+"""Attention on the CPU: jax_flash, jitted `jax.nn.dot_product_attention` and, if installed, PyTorch.
 
-    python benchmarks/cpu.py                         # everything the README quotes: about ten minutes on two cores
+    python benchmarks/cpu.py                         # the results in the README: about ten minutes on two cores
     python benchmarks/cpu.py --quick                 # a minute
     python benchmarks/cpu.py --dims 64 --lengths 2048 4096 --output /tmp/a.json
-    python benchmarks/cpu.py --features --seconds 20 # what a mask, a bias and a soft cap cost: five minutes
+    python benchmarks/cpu.py --features --seconds 20 # the cost of a mask, a bias and a soft cap: five minutes
 
-float32 (jax_flash also bfloat16), batch 1, 8 heads. All implementations of a row, and a plain matrix product, are timed
-in turn in one process with as many threads; rates are at the median time, in GFLOP/s, counted as in the FlashAttention
-papers (half if causal).
+The problems are in float32 (for jax_flash also bfloat16), with batch 1 and 8 heads. All implementations of a row, and a
+plain matrix product, are timed in turn in one process, with the same number of threads. Rates are in GFLOP/s at the
+median time. FLOPs are counted as in the FlashAttention papers (half if causal).
 
-With --features: the times of calls with a mask, a bias or a soft cap over that of the plain call (a causal mask given
-as an array: over that of `is_causal`), forward and backward apart, in float32 and bfloat16. In "dbias" the backward has
-the gradient of the bias too, and is compared with the plain one all the same.
+--features measures calls with a mask, a bias or a soft cap relative to the plain call. (A causal mask given as an array
+is relative to `is_causal`.) Forward and backward are separate, in float32 and bfloat16. In "dbias", the backward also
+computes the gradient of the bias. It is still relative to the plain backward.
 """
 
 import argparse
@@ -44,7 +44,7 @@ MATMUL_SIZE = 1024
 MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 COLUMNS = {"jax_flash": "ours", "jax_flash_bf16": "bf16", "jax_nn": "jax.nn", "torch": "torch", "matmul": "matmul"}
 FEATURE_LENGTH = 2048
-LONG = {"length": 65536, "heads": 1, "dim": 64}  # the problem whose peak memory is measured
+LONG = {"length": 65536, "heads": 1, "dim": 64}  # the problem for peak memory
 Attention = Callable[..., jax.Array]
 
 
@@ -52,11 +52,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="head dims")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--seconds", type=float, default=1.0, help="time spent on a row, if three rounds take less")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time per row; at least three rounds are measured")
     parser.add_argument("--features", action="store_true", help=f"masks, biases, soft caps; N={FEATURE_LENGTH}")
     parser.add_argument("--quick", action="store_true", help="head dim 64, lengths 512 and 2048, no memory measurement")
     parser.add_argument("--no-memory", action="store_true", help=f"do not measure the memory of N={LONG['length']}")
-    parser.add_argument("--output", type=pathlib.Path, help="the JSON file; a plot goes next to it")
+    parser.add_argument("--output", type=pathlib.Path, help="the JSON file; the plot is saved next to it")
     parser.add_argument("--measure-memory", action="store_true", help=argparse.SUPPRESS)  # the child process
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
@@ -100,11 +100,11 @@ def main() -> None:
 
 
 def matmul_calls() -> dict[str, Callable[[], object]]:
-    """A plain float32 matrix product: the rate of the fastest is the most that attention could reach."""
+    """Return plain float32 matrix products. The fastest one's rate is an upper bound for attention."""
     a = np.random.default_rng(0).standard_normal((MATMUL_SIZE, MATMUL_SIZE), dtype=np.float32)
     x = jnp.asarray(a)
     product = jax.jit(jnp.matmul)
-    # Not NumPy's: OpenBLAS's threads go on spinning for tens of milliseconds, in what is timed next.
+    # NumPy is not measured: OpenBLAS's threads spin for tens of milliseconds, which would disturb the next call.
     calls: dict[str, Callable[[], object]] = {"jax": lambda: product(x, x)}
     if HAS_TORCH:
         import torch
@@ -176,7 +176,7 @@ def torch_call(arrays: list[np.ndarray], causal: bool, backward: bool) -> Callab
 
 
 def features() -> dict[str, dict[str, Any]]:
-    """Arguments by the names of calls, in [batch, heads, query, key]."""
+    """Return arguments by the names of calls. Shapes are [batch, heads, query, key]."""
     n = FEATURE_LENGTH
     rng = np.random.default_rng(1)
     causal = np.tri(n, dtype=bool)[None, None]
@@ -210,11 +210,11 @@ def measure_features(dims: list[int], seconds: float, output: pathlib.Path) -> N
                 _, calls["backward"]["dbias, " + name] = feature_calls(arrays, options, differentiated=("bias",))
         for pass_, by_name in calls.items():
             times = measure.interleave(by_name, seconds, rounds=7)
-            for name, its in times.items():
+            for name, samples in times.items():
                 baseline = times["is_causal" if name.startswith("causal") else "plain"]
-                ratio = statistics.median(x / y for x, y in zip(its, baseline, strict=True))
+                ratio = statistics.median(x / y for x, y in zip(samples, baseline, strict=True))
                 rows.append(
-                    {"dim": dim, "dtype": dtype, "pass": pass_, "feature": name, "ratio": ratio, "seconds": its}
+                    {"dim": dim, "dtype": dtype, "pass": pass_, "feature": name, "ratio": ratio, "seconds": samples}
                 )
     environment = measure.environment(["jax-flash", "jax", "jaxlib", "numpy"])
     measure.save(output, {"environment": environment, "heads": HEADS, "length": FEATURE_LENGTH, "rows": rows})
@@ -224,7 +224,7 @@ def measure_features(dims: list[int], seconds: float, output: pathlib.Path) -> N
 
 def show_features(rows: list[dict[str, Any]]) -> None:
     columns = dict.fromkeys((row["dim"], row["dtype"], row["pass"]) for row in rows)
-    table = Table(title=f"Times over those of the plain call (causal: of is_causal), N={FEATURE_LENGTH}, {HEADS} heads")
+    table = Table(title=f"Times relative to the plain call (causal: to is_causal), N={FEATURE_LENGTH}, {HEADS} heads")
     table.add_column("d\ndtype\npass", no_wrap=True)
     for dim, dtype, pass_ in columns:
         table.add_column(f"{dim}\n{dtype}\n{pass_}", justify="right")
@@ -237,7 +237,7 @@ def show_features(rows: list[dict[str, Any]]) -> None:
 def feature_calls(
     arrays: list[jax.Array], options: dict[str, Any], differentiated: tuple[str, ...] = ()
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The forward and the backward, which gives the gradients of q, k, v and the options that are `differentiated`."""
+    """Return the forward, and the backward with the gradients of q, k, v and the `differentiated` options."""
     q, k, v, do = arrays
     given = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
     static = {name: x for name, x in options.items() if name not in given}
@@ -253,13 +253,13 @@ def feature_calls(
 
 
 def memory_in_child() -> dict[str, float]:
-    print(f"Measuring the peak memory of N={LONG['length']}, in a process of its own")
+    print(f"Measuring the peak memory of N={LONG['length']} in a separate process")
     command = [sys.executable, __file__, "--measure-memory"]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
 
 
 def peak_memory() -> dict[str, float]:
-    """MiB that forward and backward of a long sequence need over the memory that was in use before, inputs included."""
+    """Return the MiB that forward and backward of a long sequence need in addition to their inputs."""
     shape = (1, LONG["length"], LONG["heads"], LONG["dim"])
     rng = np.random.default_rng(0)
     q, k, v, do = (jnp.asarray(rng.standard_normal(shape, dtype=np.float32)) for _ in range(4))
@@ -272,9 +272,9 @@ def peak_memory() -> dict[str, float]:
         return jax.jit(run).lower(q, k, v, do).compile()
 
     ours = forward_backward(lambda *x: jax_flash.dot_product_attention(*x, implementation="flash"))
-    standard = forward_backward(lambda *x: jax.nn.dot_product_attention(*x, implementation="xla"))  # is not run
-    ctypes.CDLL(None).malloc_trim(0)  # what the compiler has freed
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    standard = forward_backward(lambda *x: jax.nn.dot_product_attention(*x, implementation="xla"))  # only compiled
+    ctypes.CDLL(None).malloc_trim(0)  # return the compiler's freed memory
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status_mib("VmRSS")
     results = jax.block_until_ready(ours(q, k, v, do))
     return {

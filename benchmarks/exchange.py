@@ -1,10 +1,14 @@
-"""What kernels hide of a ring's exchange: a profile of the calls of `several_devices.py`, on several GPUs.
+"""How much of a ring's exchange overlaps with kernels: a profile of the calls of `several_devices.py` on several GPUs.
 
     python benchmarks/exchange.py --lengths 65536 262144
 
-In milliseconds of one call, of the GPU whose kernels take longest, for which the others wait: its attention kernels;
-what else computes or copies, with the names that take longest; NCCL's kernels; how much of NCCL's time nothing else
-runs beside; and the time in which nothing runs.
+Prints milliseconds of one call, on the GPU with the longest kernel time, since the other GPUs wait for it:
+
+* attention kernels
+* other kernels and copies, with the names of the longest
+* NCCL's kernels
+* the part of NCCL's time that overlaps with nothing else
+* the time in which nothing runs
 """
 
 import argparse
@@ -23,7 +27,7 @@ from jax.sharding import AxisType
 from rich.console import Console
 from rich.table import Table
 
-NAMED = 3  # of what is neither attention nor exchange
+NAMED = 3  # how many other kernels are listed by name
 
 
 class Event(NamedTuple):
@@ -33,19 +37,19 @@ class Event(NamedTuple):
 
 
 def events_of_gpus(directory: pathlib.Path) -> dict[str, list[Event]]:
-    """Those of the streams of each GPU, of a profile that lies in a directory."""
+    """Return the events of each GPU's streams, from the profile in a directory."""
     (path,) = directory.rglob("*.xplane.pb")
     found = {}
     for plane in ProfileData.from_file(str(path)).planes:
         if plane.name.startswith("/device:GPU"):
-            streams = (line for line in plane.lines if line.name.startswith("Stream"))  # others sum these up
+            streams = (line for line in plane.lines if line.name.startswith("Stream"))  # other lines are summaries
             events = (event for line in streams for event in line.events)
             found[plane.name] = [Event(x.name, x.start_ns, x.start_ns + x.duration_ns) for x in events]
     return found
 
 
 def covered(events: Iterable[Event]) -> float:
-    """Nanoseconds in which at least one of them runs."""
+    """Return the nanoseconds in which at least one event runs."""
     total, end = 0.0, -np.inf
     for event in sorted(events, key=lambda event: event.start):
         total += max(0.0, event.end - max(event.start, end))
@@ -62,7 +66,7 @@ def is_exchange(event: Event) -> bool:
 
 
 def summary(events: list[Event]) -> dict[str, Any]:
-    """Milliseconds of one GPU, but for the names."""
+    """Return milliseconds of one GPU, and the names of the longest other kernels."""
     attention = [event for event in events if is_attention(event)]
     exchange = [event for event in events if is_exchange(event)]
     others = [event for event in events if not is_attention(event) and not is_exchange(event)]
@@ -85,7 +89,7 @@ def summary(events: list[Event]) -> dict[str, Any]:
 
 
 def profiled(call: measure.Call) -> dict[str, Any]:
-    """Of one call, and of the GPU whose kernels take longest: the others wait for it."""
+    """Profile one call. Return the times of the GPU with the longest kernel time, since the others wait for it."""
     jax.block_until_ready(call())
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
@@ -102,7 +106,7 @@ def main() -> None:
     parser.add_argument("--output", type=pathlib.Path, default=measure.RESULTS / "exchange.json")
     args = parser.parse_args()
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
-        parser.error("there are not several GPUs")
+        parser.error("this benchmark needs at least two GPUs")
     mesh = jax.make_mesh((jax.device_count(),), ("seq",), (AxisType.Auto,))
     rows = [
         {"length": length, "pass": pass_, "way": name} | profiled(several_devices.call(args, length, pass_, name, mesh))

@@ -1,16 +1,16 @@
-"""Every pair of features of `jax_flash.dot_product_attention`: the share of the plain call's speed that is left.
+"""All pairs of features of `jax_flash.dot_product_attention`: the speed relative to the plain call.
 
-    python benchmarks/features.py                    # on an H200 two minutes; on a CPU, where N is 2048, longer
+    python benchmarks/features.py                    # two minutes on an H200; longer on a CPU, where N is 2048
     python benchmarks/features.py --head-dims 128 --passes backward --features mask bias soft_cap window
 
-The plain call has none of them, and as many key/value heads as query heads. Speed is 4 d FLOPs an entry of S that
-counts over the time, 2.5 times as many in the backward. Entries that a window, segments, lengths or a block mask hide
-do not count; they are counted one by one. All others do: a mask array hides half of the entries at random, so that no
-tile can be left out, and dropout drops an entry when its product is there. So a share of 1 is as fast as the plain
-call. What is missing is what the feature itself costs, and the hidden entries of tiles that are partly visible.
+The plain call has no features, and the same number of key/value heads and query heads. Speed is FLOPs over time: 4 d
+per entry of S that counts, and 2.5 times that in the backward. Entries that a window, segments, lengths or a block mask
+exclude do not count. All other entries count: a mask array hides half of the entries at random, so no tile can be
+skipped, and dropout drops entries after their product is computed. A share of 1 therefore is the speed of the plain
+call. A lower share is due to the cost of the feature, and to hidden entries of partly visible tiles.
 
-A feature and its pairs are timed in turn with the plain call, in one process. Of a table, the diagonal is the feature
-alone. On a GPU, A: the kernels are of the family for Ampere; a: only those of the bias's gradient are.
+A feature and its pairs are timed in turn with the plain call in one process. The diagonal of a table has single
+features. On a GPU, "A" marks kernels of the family for Ampere, and "a" marks that only the bias gradient's kernels are.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from rich.table import Table
 
 import jax_flash
 
-# What a problem has with a feature beside the plain call; of lengths and block_mask, arrays: see `more_arrays`.
+# The fields of a problem with each feature. `lengths` and `block_mask` only add arrays: see `more_arrays`.
 FEATURES: dict[str, Callable[[Problem], dict[str, Any]]] = {
     "mask": lambda plain: {"mask": "b1ts"},
     "bias": lambda plain: {"bias": "1nts"},
@@ -52,12 +52,12 @@ FEATURES: dict[str, Callable[[Problem], dict[str, Any]]] = {
     "gqa": lambda plain: {"K": max(plain.N // 4, 1)},
 }
 PASSES = attention.PASSES[:2]
-LITTLE = 0.35  # shares below are listed
-Pair = tuple[str, ...]  # or one feature alone, or none: the plain call
+LOW_SHARE = 0.35  # pairs below are listed
+Pair = tuple[str, ...]  # a pair, a single feature, or () for the plain call
 
 
 def pairs_with(first: str, features: Sequence[str], pass_: str) -> list[Pair]:
-    """Those of a row of the table: a feature alone, and with those after it."""
+    """Return the pairs in a row of the table: the feature alone, and with each feature after it."""
     later = features[features.index(first) + 1 :]
     pairs: list[Pair] = [(first,), *((first, second) for second in later)]
     return [x for x in pairs if set(x) != {"bias", "dbias"} and not ("dbias" in x and pass_ == "forward")]
@@ -68,12 +68,12 @@ def with_features(plain: Problem, pair: Pair) -> Problem:
 
 
 def lengths(plain: Problem) -> np.ndarray:
-    """Of the batch entries: all, three quarters, half and a quarter of T, and again."""
+    """Return lengths of the batch entries: all, three quarters, half and a quarter of T, repeated."""
     return plain.T - np.arange(plain.B, dtype=np.int32) % 4 * (plain.T // 4)
 
 
 def more_arrays(plain: Problem, pair: Pair) -> dict[str, Any]:
-    """What a `Problem` of attention.py does not name; already on the device."""
+    """Return the arrays that attention.py's `Problem` lacks, on the device."""
     arrays: dict[str, Any] = {}
     if "lengths" in pair:
         arrays |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), jnp.asarray(lengths(plain)))
@@ -83,20 +83,20 @@ def more_arrays(plain: Problem, pair: Pair) -> dict[str, Any]:
 
 
 def visible(plain: Problem, pair: Pair) -> float:
-    """The fraction of all entries that count."""
+    """Return the fraction of all entries that count."""
     i, j = np.arange(plain.T)[:, None], np.arange(plain.S)
-    seen = np.ones((plain.T, plain.S), bool)
+    counted = np.ones((plain.T, plain.S), bool)
     problem = with_features(plain, pair)
     if problem.window is not None:
-        seen &= (j <= i) & (i - j < problem.window)
+        counted &= (j <= i) & (i - j < problem.window)
     if problem.documents > 1:
         size = plain.T // problem.documents
-        seen &= i // size == j // size
+        counted &= i // size == j // size
     if "block_mask" in pair:
         blocks = np.asarray(block_sparse.random_blocks(plain.T, 2).blocks)[0, 0] > 0
-        seen &= blocks[i // block_sparse.BLOCK, j // block_sparse.BLOCK]
-    of_entries = lengths(plain) if "lengths" in pair else [plain.T]
-    return statistics.fmean(seen[:length, :length].sum() / seen.size for length in of_entries)
+        counted &= blocks[i // block_sparse.BLOCK, j // block_sparse.BLOCK]
+    entry_lengths = lengths(plain) if "lengths" in pair else [plain.T]
+    return statistics.fmean(counted[:length, :length].sum() / counted.size for length in entry_lengths)
 
 
 def explain(plain: Problem, pair: Pair, pass_: str) -> jax_flash.Explanation:
@@ -110,7 +110,7 @@ def explain(plain: Problem, pair: Pair, pass_: str) -> jax_flash.Explanation:
 
 
 def build(plain: Problem, pass_: str, pair: Pair) -> measure.Call | str:
-    """The call, which has run once, so that its kernels are compiled; or why there is none."""
+    """Return a call that has run once, so its kernels are compiled. Return the error's text if it is not supported."""
     try:
         problem, more = with_features(plain, pair), more_arrays(plain, pair)
         call = attention.jax_call(problem, "jax_flash", pass_, more)
@@ -143,16 +143,16 @@ def measure_pass(
             if pair not in times:
                 rows.append(row | {"refused": built[pair]})
                 continue
-            seen, explanation = visible(plain, pair), explain(plain, pair, pass_)
+            fraction, explanation = visible(plain, pair), explain(plain, pair, pass_)
             rows.append(
                 row
                 | {
-                    "share": seen * times[()] / times[pair],
-                    "tflops": seen * plain.flops(pass_) / times[pair] / 1e12,
+                    "share": fraction * times[()] / times[pair],
+                    "tflops": fraction * plain.flops(pass_) / times[pair] / 1e12,
                     "milliseconds": 1e3 * times[pair],
                     "plain_milliseconds": 1e3 * times[()],
-                    "visible": seen,
-                    "families": sorted({kernel.family for kernel in explanation.kernels if kernel.rows}),  # has tiles
+                    "visible": fraction,
+                    "families": sorted({kernel.family for kernel in explanation.kernels if kernel.rows}),
                     "kernels": [kernel._asdict() for kernel in explanation.kernels],
                     "scratch_bytes": explanation.scratch_bytes,
                 }
@@ -167,12 +167,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096 if gpu else 2048, help="N, a multiple of 512")
     parser.add_argument("--features", nargs="+", choices=list(FEATURES), default=list(FEATURES))
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
-    parser.add_argument("--seconds", type=float, default=2.0, help="on a CPU, spent on a line of a table")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for a row of a table, on a CPU")
     name = "features.json" if gpu else "features_cpu.json"
     parser.add_argument("--json", type=pathlib.Path, default=measure.RESULTS / name)
     args = parser.parse_args()
     if args.length < 512 or args.length % 512:
-        parser.error("--length must be a multiple of 512: four documents of whole blocks")
+        parser.error("--length must be a multiple of 512: four documents of whole blocks each")
 
     interleave = measure.interleave_enqueued if gpu else functools.partial(measure.interleave, seconds=args.seconds)
     environment = measure.environment(["jax-flash", "jax", "jaxlib", "nvidia-cuda-nvrtc"])
@@ -206,11 +206,11 @@ def show(rows: Collection[dict[str, Any]], features: Sequence[str], gpu: bool) -
             found = (here.get(pair) for second in features for pair in [tuple(dict.fromkeys((first, second)))])
             table.add_row(first, *(cell(row, gpu) for row in found))
         console.print(table)
-    for row in sorted((row for row in rows if row.get("share", 1) < LITTLE), key=lambda row: row["share"]):
+    for row in sorted((row for row in rows if row.get("share", 1) < LOW_SHARE), key=lambda row: row["share"]):
         names = " + ".join(row["features"])
         console.print(f"d={row['dim']} {row['pass']} {names}: {row['share']:.2f}, {', '.join(row['families'])}")
     for row in (row for row in rows if "refused" in row):
-        console.print(f"d={row['dim']} {row['pass']} {' + '.join(row['features'])} is refused: {row['refused']}")
+        console.print(f"d={row['dim']} {row['pass']} {' + '.join(row['features'])}: not supported: {row['refused']}")
 
 
 if __name__ == "__main__":

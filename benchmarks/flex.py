@@ -1,4 +1,4 @@
-"""PyTorch's FlexAttention with the score_mods of score_programs.py, by each backend that does them."""
+"""PyTorch's FlexAttention with the score_mods of score_programs.py, on each backend that supports them."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -26,7 +26,8 @@ def biased(bias: Any) -> Callable[..., Any]:
     return lambda score, batch, head, query, key: score + bias[0, head, query, key]
 
 
-# By the name of a row: its function of an array, the array's shape, and whether it has a gradient. N: heads, T: length.
+# By name of a row: the score_mod as a function of an array, the array's shape, and whether it has a gradient.
+# N: heads, T: length.
 MODS: dict[str, tuple[Callable[[Any], Any], Callable[[int, int], tuple[int, ...]], bool]] = {
     "soft cap": (capped, lambda N, T: (), False),
     "ALiBi": (alibi, lambda N, T: (N,), False),
@@ -38,31 +39,31 @@ MODS: dict[str, tuple[Callable[[Any], Any], Callable[[int, int], tuple[int, ...]
 
 
 def calls(name: str, batch: int, heads: int, length: int, dim: int) -> Iterator[tuple[str, str, measure.Call]]:
-    """(pass, name of the backend, call) of those that end without an error; needs PyTorch and a GPU."""
+    """Yield (pass, backend, call) for every backend that compiles without error. Needs PyTorch and a GPU."""
     import torch
     from torch._functorch import config
     from torch.nn.attention.flex_attention import flex_attention
 
     if name not in MODS:
         return
-    config.donated_buffer = False  # so that a backward can be run more than once
+    config.donated_buffer = False  # otherwise a backward can run only once
     torch.compiler.reset()
     make, shape, differentiated = MODS[name]
     normal = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-    moving = [normal(batch, heads, length, dim).requires_grad_() for _ in range(3)]
+    inputs = [normal(batch, heads, length, dim).requires_grad_() for _ in range(3)]
     d_o, captured = normal(batch, heads, length, dim), normal(shape(heads, length), dtype=torch.float32)
     if "bias" in name:
         captured = captured.to(torch.bfloat16)
-    attend = functools.partial(torch.compile(flex_attention, dynamic=False), *moving, score_mod=make(captured))
+    attend = functools.partial(torch.compile(flex_attention, dynamic=False), *inputs, score_mod=make(captured))
     if differentiated:
-        moving.append(captured.requires_grad_())
+        inputs.append(captured.requires_grad_())
     for backend in BACKENDS:
         forward = functools.partial(attend, kernel_options={"BACKEND": backend})
         try:
             o = forward()
-            backward = functools.partial(torch.autograd.grad, o, moving, d_o, retain_graph=True)
+            backward = functools.partial(torch.autograd.grad, o, inputs, d_o, retain_graph=True)
             for pass_, call in (("forward", torch.no_grad()(forward)), ("backward", backward)):
                 measure.finish(call())
                 yield pass_, f"Flex {backend}", call
-        except Exception as error:  # of the compiler, of many kinds
-            print(f"FlexAttention's {backend} does not do {name}: {str(error).splitlines()[0][:160]}")
+        except Exception as error:  # the compiler raises many types
+            print(f"FlexAttention with {backend} does not support {name}: {str(error).splitlines()[0][:160]}")

@@ -1,14 +1,14 @@
-"""What a program pays on the host of an NVIDIA GPU: the first compilation of a forward and backward, and each call.
+"""Host overhead with an NVIDIA GPU: the first compilation of a forward and backward, and the time per call.
 
     python benchmarks/host.py
 
-Compilation, seconds: from tracing to the first results, in a fresh process that has used the GPU already; with an empty
-cache of kernels, then with what the run before has left there; and with an empty one beside a score_mod with a table
-of relative positions, and a mask_mod of documents. Beside it the same program with `jax.nn`'s implementation "xla",
-which is what XLA itself takes.
+Compilation, in seconds: from tracing to the first results, in a fresh process that has already used the GPU. It is
+measured with an empty kernel cache, then with the cache of the previous run. Also measured, both with an empty cache:
+a score_mod (a table of relative positions) and a mask_mod (documents). For comparison, the same program with
+implementation "xla" of `jax.nn` gives the share of XLA itself.
 
-A call, microseconds: what a program of a chain of calls takes longer for each call more, on arrays so small that the
-GPU is waiting for the host; launched one by one, and captured into a CUDA graph. Beside it the same of cuDNN's.
+A call, in microseconds: the additional time of a chain of calls for each additional call. The arrays are so small that
+the GPU waits for the host. Calls are launched one by one, or captured into a CUDA graph. cuDNN is measured, too.
 """
 
 import argparse
@@ -33,7 +33,7 @@ import jax_flash
 
 SHAPE = (2, 1024, 8, 128)
 SMALL = (1, 64, 1, 64)
-CHAINS = (20, 120)  # calls
+CHAINS = (20, 120)  # number of calls
 PROGRAMS: dict[str, dict[str, Any]] = {
     "score_mod": {"score_mod": lambda score, batch, head, query, key: score + jnp.ones(2048)[query - key + 1023]},
     "mask_mod": {"mask_mod": lambda batch, head, query, key: jnp.arange(1024)[query] // 128 == key // 128},
@@ -42,14 +42,14 @@ NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 
 
 def attention(name: str):
-    """`jax_flash`, maybe with a program, or an implementation of jax.nn."""
+    """Return `jax_flash`, possibly with a score_mod or mask_mod, or an implementation of jax.nn."""
     if name in ("jax_flash", *PROGRAMS):
         return functools.partial(jax_flash.dot_product_attention, implementation="flash", **PROGRAMS.get(name, {}))
     return functools.partial(jax.nn.dot_product_attention, implementation=name)
 
 
 def first(name: str) -> float:
-    """Seconds until a new program has given its first results."""
+    """Return the seconds until a new program has given its first results."""
     x = jnp.ones(SHAPE, jnp.bfloat16)
     jax.block_until_ready(x + 1)
 
@@ -64,7 +64,7 @@ def first(name: str) -> float:
 
 
 def each(name: str) -> float:
-    """Microseconds for each call more in a chain."""
+    """Return the microseconds for each additional call in a chain."""
     x = jax.random.normal(jax.random.key(0), SMALL, jnp.bfloat16)
     attend = attention(name)
 
@@ -93,7 +93,7 @@ def in_process(what: str, name: str, **environment: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=pathlib.Path, default=measure.RESULTS / "host.json")
-    parser.add_argument("--one", nargs=2, metavar=("WHAT", "NAME"), help="one figure, in this process")
+    parser.add_argument("--one", nargs=2, metavar=("WHAT", "NAME"), help="measure one number, in this process")
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error("no NVIDIA GPU here, or jax is installed without CUDA")

@@ -1,4 +1,4 @@
-"""What every benchmark here shares: counting operations, timing calls side by side, naming the machine."""
+"""Shared by all benchmarks: counting operations, timing calls in turn, describing the machine."""
 
 import datetime
 import importlib.metadata
@@ -20,22 +20,22 @@ import jax
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some of a GPU's memory
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-SAMPLE_SECONDS, SAMPLES, WARM_UP = 0.01, 11, 2  # of `interleave_enqueued`
-LONG_SECONDS = 0.5  # a call that takes as long is warm after two
+SAMPLE_SECONDS, SAMPLES, WARM_UP = 0.01, 11, 2  # for `interleave_enqueued`
+LONG_SECONDS = 0.5  # calls at least this long need only two calls to warm up
 Call = Callable[[], object]
 
 
 def attention_flops(batch: int, heads: int, length: int, dim: int, causal: bool, backward: bool) -> float:
-    """As the FlashAttention papers count: the two products of the forward, 2.5 times that for the backward."""
+    """Count as the FlashAttention papers do: two products in the forward, and 2.5 times that in the backward."""
     forward = 4 * batch * heads * length**2 * dim / (2 if causal else 1)
     return forward * (3.5 if backward else 1)
 
 
 def interleave(calls: dict[str, Call], seconds: float, rounds: int = 3) -> dict[str, list[float]]:
-    """Seconds per call: one of each in turn, so that what disturbs the machine disturbs all of them.
+    """Return seconds per call. The calls take turns, so a disturbance of the machine affects all of them.
 
-    The order is another one in every round, since a call may also disturb the one after it. Goes on for `seconds`, and
-    for `rounds` rounds at least. The first call of each is not counted.
+    The order is random in every round, since a call may also disturb the next one. Runs for at least `seconds` and at
+    least `rounds` rounds. The first run of each call is not counted.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -44,7 +44,7 @@ def interleave(calls: dict[str, Call], seconds: float, rounds: int = 3) -> dict[
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds or min(map(len, times.values())) < rounds:
         for name, call in order.sample(list(calls.items()), len(calls)):
-            time.sleep(0.005)  # until another runtime's threads have stopped spinning
+            time.sleep(0.005)  # until the threads of other runtimes stop spinning
             start = time.perf_counter()
             jax.block_until_ready(call())
             times[name].append(time.perf_counter() - start)
@@ -52,9 +52,9 @@ def interleave(calls: dict[str, Call], seconds: float, rounds: int = 3) -> dict[
 
 
 def interleave_enqueued(calls: dict[str, Call], samples: int = SAMPLES) -> dict[str, list[float]]:
-    """Seconds per call on a GPU: samples of each in turn, a sample as many calls as take some milliseconds.
+    """Return seconds per call on a GPU. The calls take turns. A sample consists of enough runs for 10 ms, at most 200.
 
-    They are enqueued one after the other, so that the time of a launch hides behind the call before.
+    The runs of a sample are enqueued one after the other, so the launch of one overlaps with the run before.
     """
     repeats = {}
     for name, call in calls.items():
@@ -62,7 +62,7 @@ def interleave_enqueued(calls: dict[str, Call], samples: int = SAMPLES) -> dict[
         if (seconds := sample(call, 1)) < LONG_SECONDS:
             sample(call, WARM_UP)
             seconds = sample(call, WARM_UP)
-        repeats[name] = calls_of_a_sample(seconds)
+        repeats[name] = calls_per_sample(seconds)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(samples):
         for name, call in calls.items():
@@ -70,13 +70,13 @@ def interleave_enqueued(calls: dict[str, Call], samples: int = SAMPLES) -> dict[
     return times
 
 
-def calls_of_a_sample(seconds: float) -> int:
-    """How many, if one takes that long."""
+def calls_per_sample(seconds: float) -> int:
+    """Return how many calls of this duration make a sample."""
     return max(1, min(200, math.ceil(SAMPLE_SECONDS / seconds)))
 
 
 def sample(call: Call, repeats: int) -> float:
-    """Seconds a call, of `repeats` enqueued one after the other."""
+    """Return seconds per call, for `repeats` calls enqueued one after the other."""
     begin = time.perf_counter()
     for _ in range(repeats):
         result = call()
@@ -85,7 +85,7 @@ def sample(call: Call, repeats: int) -> float:
 
 
 def finish(result: object) -> None:
-    """Waits until the GPU has computed it."""
+    """Wait until the GPU has computed a result."""
     if any(isinstance(x, jax.Array) for x in jax.tree.leaves(result)):
         jax.block_until_ready(result)
     else:
@@ -100,7 +100,7 @@ def rate(flops: float, times: list[float]) -> float:
 
 
 def environment(packages: list[str]) -> dict[str, Any]:
-    """The commit is what JAX_FLASH_COMMIT says, or git; where neither says one, there is none."""
+    """Describe the run. The commit comes from JAX_FLASH_COMMIT or git, and is omitted if neither gives one."""
     versions: dict[str, str | None] = {}
     for package in packages:
         try:
@@ -131,7 +131,7 @@ def processor() -> str:
 
 
 def save(path: pathlib.Path, results: Mapping[str, Any]) -> None:
-    """Write a file of results, whole or not at all: a run that is cut off leaves the file that was there."""
+    """Write a file of results atomically, so an interrupted run leaves the previous file intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(path.name + ".part")
     fields = ",\n".join(f"{json.dumps(name)}: {_lines(x)}" for name, x in plain(results).items())

@@ -1,10 +1,11 @@
-"""Packed sequences: `varlen_attention` beside `dot_product_attention` with segment ids, which knows less of them.
+"""Packed sequences: `varlen_attention`, compared with `dot_product_attention` with segment ids.
 
-    python benchmarks/packed.py                # on a GPU a minute; on a CPU fewer tokens
+    python benchmarks/packed.py                # a minute on a GPU; fewer tokens on a CPU
     python benchmarks/packed.py --head-dims 128
 
-Causal self-attention of 16 heads. The sequences are equally long, or their lengths are drawn from 16 to 4096. Speed
-counts 4 d FLOPs an entry that is seen, 2.5 times as many in the backward. The two are timed in turn, in one process.
+Causal self-attention with 16 heads. The sequences are equally long, or their lengths are uniform between 16 and 4096.
+TFLOP/s count 4 d FLOPs per visible entry in the forward, and 2.5 times that in the backward. Both functions are timed
+in turn in one process.
 """
 
 import argparse
@@ -29,21 +30,21 @@ PASSES = ("forward", "backward")
 SHORTEST, LONGEST = 16, 4096
 
 
-def lengths(kind: str, tokens: int) -> np.ndarray:
-    """Of sequences that fill this many tokens."""
+def sample_lengths(kind: str, tokens: int) -> np.ndarray:
+    """Return lengths of sequences with this many tokens in total."""
     if kind == "equal":
         return np.full(tokens // (LONGEST // 2), LONGEST // 2)
-    drawn = np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, tokens // SHORTEST)
-    ends = np.cumsum(drawn).clip(max=tokens)
-    found = np.diff(ends, prepend=0)
-    return found[found > 0]
+    lengths = np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, tokens // SHORTEST)
+    ends = np.cumsum(lengths).clip(max=tokens)
+    clipped = np.diff(ends, prepend=0)
+    return clipped[clipped > 0]
 
 
 def calls(kind: str, tokens: int, dim: int, dtype: str, pass_: str) -> dict[str, measure.Call]:
-    """Each compiled, on the same arrays."""
-    of_each = lengths(kind, tokens)
-    cu_seqlens = jnp.asarray(np.cumsum([0, *of_each]), jnp.int32)
-    ids = jnp.asarray(np.repeat(np.arange(len(of_each)), of_each), jnp.int32)
+    """Return the compiled calls by name. Both have the same arrays."""
+    lengths = sample_lengths(kind, tokens)
+    cu_seqlens = jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
+    ids = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths), jnp.int32)
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, do = (jax.random.normal(key, (tokens, HEADS, dim), dtype) for key in keys)
 
@@ -55,14 +56,14 @@ def calls(kind: str, tokens: int, dim: int, dtype: str, pass_: str) -> dict[str,
             q, k, v, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids
         )
 
-    made: dict[str, measure.Call] = {}
+    found: dict[str, measure.Call] = {}
     for name, attention in (("cumulative lengths", by_lengths), ("segment ids", by_ids)):
         if pass_ == "forward":
-            made[name] = functools.partial(jax.jit(attention), q, k, v)
+            found[name] = functools.partial(jax.jit(attention), q, k, v)
         else:
             pull = jax.vjp(attention, q, k, v)[1]
-            made[name] = functools.partial(jax.jit(lambda pull, do: pull(do)), pull, do)
-    return made
+            found[name] = functools.partial(jax.jit(lambda pull, do: pull(do)), pull, do)
+    return found
 
 
 def main() -> None:
@@ -70,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--tokens", type=int, default=65536 if gpu else 8192)
-    parser.add_argument("--seconds", type=float, default=8.0, help="on a CPU, spent on a row of the table")
+    parser.add_argument("--seconds", type=float, default=8.0, help="time for a row of the table, on a CPU")
     name = "packed_gpu.json" if gpu else "packed_cpu.json"
     parser.add_argument("--json", type=pathlib.Path, default=measure.RESULTS / name)
     args = parser.parse_args()
@@ -82,8 +83,9 @@ def main() -> None:
     for dim, kind, pass_ in track(cases, "Measuring packed sequences"):
         samples = interleave(calls(kind, args.tokens, dim, dtype, pass_))
         seconds = {name: statistics.median(times) for name, times in samples.items()}
-        seen = int((lengths(kind, args.tokens) * (lengths(kind, args.tokens) + 1) // 2).sum())
-        flops = 4 * dim * HEADS * seen * (1 if pass_ == "forward" else 2.5)
+        lengths = sample_lengths(kind, args.tokens)
+        visible = int((lengths * (lengths + 1) // 2).sum())
+        flops = 4 * dim * HEADS * visible * (1 if pass_ == "forward" else 2.5)
         ours, theirs = seconds["cumulative lengths"], seconds["segment ids"]
         row = {"dim": dim, "sequences": kind, "pass": pass_, "milliseconds": {n: 1e3 * s for n, s in seconds.items()}}
         rows.append(row | {"tflops": {n: flops / s / 1e12 for n, s in seconds.items()}, "ratio": theirs / ours})

@@ -1,4 +1,4 @@
-"""Draw docs/speed.png, the picture of the README, from the committed results of attention.py.
+"""Draw docs/speed.png, the plot in the README, from the committed results of attention.py.
 
 python benchmarks/picture.py
 """
@@ -33,8 +33,8 @@ def draw(path: pathlib.Path) -> None:
         width = 0.8 / len(measured)
         for i, name in enumerate(measured):
             label, color = LIBRARIES[name]
-            places, heights = [x + width * i for x in range(3)], [row[name] for row in rows]
-            bars = axis.bar(places, heights, 0.95 * width, label=label, color=color)
+            positions, heights = [x + width * i for x in range(3)], [row[name] for row in rows]
+            bars = axis.bar(positions, heights, 0.95 * width, label=label, color=color)
             axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
         axis.set_xticks([x + 0.4 - width / 2 for x in range(3)], [f"head dim {dim}" for dim in DIMS])
         axis.set_title(f"{pass_}, causal, 4 × 4096 tokens, bfloat16", fontsize=10)

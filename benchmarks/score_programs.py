@@ -1,16 +1,22 @@
-"""Score programs: what they cost beside the plain call, the same built-in feature, and XLA with the same function.
+"""Cost of score programs, compared with the plain call, the same built-in feature, and XLA with the same function.
 
     python benchmarks/score_programs.py                       # on a CPU N=2048, float32: four minutes on two cores
     python benchmarks/score_programs.py --head-dims 64 128    # on a GPU N=4096, B=4, bfloat16: seven minutes
 
-Every call of a row is timed in turn in one process: the program, the plain call (`is_causal` for masks that are
-causal), the built-in feature where there is one, and attention that materialises the matrix under XLA, with the same
-function mapped over it; on a GPU, where PyTorch is installed, its FlexAttention too. The backward gives the gradients
-of q, k, v and of what a program captures ("table's gradient", "bias and its gradient"); elsewhere captured arrays are
-constants. Ratios are medians of those of the same round. What does not fit into memory is left out.
+All calls of a row are timed in turn in one process:
 
-On a GPU also how long it takes to find out which blocks a mask_mod leaves empty or full, at N=65536: a forward, of one
-head, with documents that no query and key share, so that nothing else is left to do.
+* the program
+* the plain call (`is_causal` for masks that are causal)
+* the built-in feature, if it exists
+* attention that materialises the matrix under XLA, with the same function mapped over it
+* PyTorch's FlexAttention, on a GPU with PyTorch installed
+
+The backward computes the gradients of q, k, v, and in "table's gradient" and "bias and its gradient" also of the
+captured array. In other rows captured arrays are constants. Ratios are medians over rounds. Calls that do not fit into
+memory are omitted.
+
+On a GPU, also measures the time to find out which blocks a mask_mod leaves empty or full, at N=65536. The call is a
+forward of one head. No query and key share a document, so no other work remains.
 """
 
 import argparse
@@ -37,13 +43,13 @@ Arrays = dict[str, jax.Array]
 
 
 class Row(NamedTuple):
-    """A program: its function of arrays, and the built-in feature that does the same."""
+    """A program as a function of arrays, and the built-in feature that does the same."""
 
     program: Callable[[Arrays], Options]
     arrays: Callable[["Size"], Arrays] = lambda size: {}
     built_in: Callable[[Arrays], Options] | None = None
     differentiated: bool = False
-    causal: bool = False  # the plain call's
+    causal: bool = False  # whether the plain call is causal
 
 
 class Size(NamedTuple):
@@ -135,7 +141,7 @@ def main() -> None:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64])
     parser.add_argument("--length", type=int, default=4096 if on_gpu else 2048)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--seconds", type=float, default=5.0, help="time spent on a row and pass, on a CPU")
+    parser.add_argument("--seconds", type=float, default=5.0, help="time per row and pass, on a CPU")
     parser.add_argument("--no-flex", action="store_true", help="without PyTorch's FlexAttention")
     parser.add_argument("--output", type=pathlib.Path, help="the JSON file")
     args = parser.parse_args()
@@ -158,14 +164,14 @@ def main() -> None:
 
 
 def measured(name: str, size: Size, time: Callable[..., Any], use_flex: bool) -> list[dict[str, Any]]:
-    """A row of the results for each pass. What it took of the memory is free again afterwards."""
+    """Return a row of results for each pass. Its memory is freed on return."""
     by_pass = calls_of(ROWS[name], size)
     for pass_, way, call in flex.calls(name, *size[:4]) if use_flex else ():
         by_pass[pass_][way] = call
     rows = []
     for pass_, calls in by_pass.items():
         times = time(calls)
-        rates = {call: measure.rate(flops(size, pass_, ROWS[name]), its) for call, its in times.items()}
+        rates = {call: measure.rate(flops(size, pass_, ROWS[name]), samples) for call, samples in times.items()}
         rows.append({"program": name, "pass": pass_, "size": size._asdict(), "gflops": rates, "seconds": times})
     return rows
 
@@ -177,7 +183,7 @@ def flops(size: Size, pass_: str, row: Row) -> float:
 
 
 def calls_of(row: Row, size: Size) -> dict[str, dict[str, Callable[[], object]]]:
-    """By pass, then by what does it."""
+    """Return the calls by pass and implementation."""
     arrays = row.arrays(size)
     shape = (size.batch, size.length, size.heads, size.dim)
     inputs = [jax.random.normal(key, shape, size.dtype) for key in jax.random.split(jax.random.key(0), 4)]
@@ -188,38 +194,39 @@ def calls_of(row: Row, size: Size) -> dict[str, dict[str, Callable[[], object]]]
     if row.built_in is not None:
         built_in = row.built_in
         ways["built-in"] = lambda q, k, v, arrays: fused(q, k, v, built_in(arrays))
-    ways["XLA"] = lambda q, k, v, arrays: materialised(q, k, v, row.program(arrays))  # beside what the others keep
+    # XLA comes last, since it needs memory in addition to the residuals of the other implementations.
+    ways["XLA"] = lambda q, k, v, arrays: materialised(q, k, v, row.program(arrays))
     calls: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "backward": {}}
     for name, way in ways.items():
-        moving = row.differentiated and name != "plain"
+        differentiated = row.differentiated and name != "plain"
         try:
-            forward, backward = both_passes(way, inputs, arrays, moving)
+            forward, backward = both_passes(way, inputs, arrays, differentiated)
             for call in (forward, backward):
                 measure.sample(call, measure.WARM_UP)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            print(f"There is no memory for {name}.")
+            print(f"Not enough memory for {name}.")
         else:
             calls["forward"][name], calls["backward"][name] = forward, backward
     return calls
 
 
 def both_passes(
-    way: Callable[..., jax.Array], inputs: list[jax.Array], arrays: Arrays, moving: bool
+    way: Callable[..., jax.Array], inputs: list[jax.Array], arrays: Arrays, differentiated: bool
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     q, k, v, do = inputs
     forward = jax.jit(way)
-    known = {} if moving else arrays
+    constants = {} if differentiated else arrays
 
-    def of_moving(known, q, k, v, arrays):
-        return way(q, k, v, {**known, **arrays})
+    def of_inputs(constants, q, k, v, arrays):
+        return way(q, k, v, {**constants, **arrays})
 
     @jax.jit
-    def residuals(known, *inputs):
-        return jax.vjp(functools.partial(of_moving, known), *inputs)[1]
+    def residuals(constants, *inputs):
+        return jax.vjp(functools.partial(of_inputs, constants), *inputs)[1]
 
-    pull = residuals(known, q, k, v, arrays if moving else {})
+    pull = residuals(constants, q, k, v, arrays if differentiated else {})
     backward = jax.jit(lambda pull, do: pull(do))
     return lambda: forward(q, k, v, arrays), lambda: backward(pull, do)
 
@@ -231,7 +238,7 @@ def fused(q: jax.Array, k: jax.Array, v: jax.Array, options: Options) -> jax.Arr
 
 
 def classification(length: int) -> Callable[[], object]:
-    """A call in which every block is asked for, and no entry may attend."""
+    """Return a call that evaluates the mask_mod in every block, and has no visible entry."""
     documents = jnp.sort(jax.random.randint(jax.random.key(0), (length,), 0, 32))
     others = documents + 32
     x = jnp.ones((1, length, 1, 64), jnp.bfloat16)
@@ -247,31 +254,31 @@ def classification(length: int) -> Callable[[], object]:
 
 
 def materialised(q: jax.Array, k: jax.Array, v: jax.Array, options: Options) -> jax.Array:
-    """With the matrix in memory, as one would write it without a kernel."""
+    """Compute attention with the matrix in memory, without a fused kernel."""
     s = jnp.einsum("btnd,bsnd->bnts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    places = tuple(jnp.arange(size, dtype=jnp.int32) for size in s.shape)
+    indices = tuple(jnp.arange(size, dtype=jnp.int32) for size in s.shape)
     scores = (s,) if "score_mod" in options else ()
     function = options.get("score_mod") or options["mask_mod"]
     for axis in (3, 2, 1, 0):
         function = jax.vmap(function, (*(0 for _ in scores), *(0 if i == axis else None for i in range(4))))
-    changed = function(*scores, *places)
+    changed = function(*scores, *indices)
     p = jax.nn.softmax(changed if scores else jnp.where(changed, s, -jnp.inf))
     return jnp.einsum("bnts,bsnd->btnd", p.astype(v.dtype), v)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="GFLOP/s of a program, and its time over that of other calls; others' over its own")
+    table = Table(title="GFLOP/s of a program; its time over that of plain and built-in calls; XLA and Flex over it")
     for heading in ("program", "d", "pass", "GFLOP/s", "/ plain", "/ built-in", "XLA /", "Flex /"):
         table.add_column(heading, justify="right")
     for row in rows:
-        its = row["seconds"]
+        seconds = row["seconds"]
 
-        def ratio(a: str, b: str, its: dict[str, list[float]] = its) -> str:
-            if a not in its or b not in its:
+        def ratio(a: str, b: str, seconds: dict[str, list[float]] = seconds) -> str:
+            if a not in seconds or b not in seconds:
                 return ""
-            return f"{statistics.median(x / y for x, y in zip(its[a], its[b], strict=True)):.2f}"
+            return f"{statistics.median(x / y for x, y in zip(seconds[a], seconds[b], strict=True)):.2f}"
 
-        backends = {name: statistics.median(its[name]) for name in its if name.startswith("Flex")}
+        backends = {name: statistics.median(seconds[name]) for name in seconds if name.startswith("Flex")}
         faster = min(backends, key=lambda name: backends[name], default="")
         pairs = (("program", "plain"), ("program", "built-in"), ("XLA", "program"), (faster, "program"))
         ratios = [ratio(a, b) for a, b in pairs]

@@ -1,17 +1,24 @@
-"""Attention to a sequence that is divided over devices, causal: several ways to do it, and sequences that are not.
+"""Causal attention to a sequence sharded over devices, in several ways, compared with one sequence per device.
 
-    python benchmarks/several_devices.py --lengths 65536 262144    # on 2, 4, 8, … of the devices that are there
-    python benchmarks/several_devices.py --alone 8 --lengths 262144 1048576    # on one: what each of 8 would compute
+    python benchmarks/several_devices.py --lengths 65536 262144    # on 1, 2, 4, 8, … of the available devices
+    python benchmarks/several_devices.py --alone 8 --lengths 262144 1048576    # one device does the work of each of 8
 
-The ways: `ring` and `zigzag` are `sequence_axis` in either layout; `heads` exchanges rows for heads and back, by
-all-to-all; `gathered` has every device's keys everywhere. `apart` divides nothing: each device has a whole sequence of
-its own. Calls of a length are timed in turn in one process; on GPUs some are enqueued one after the other, so that the
-host's work for a call hides behind the call before. Printed are milliseconds, TFLOP/s of a device, tokens/s of all
-together, and the efficiency, which is the rate over that of as many devices apart: devices differ, and wait for the
-slowest. The same lengths tell how a sequence scales over devices (strong scaling), and lengths that grow with the
-devices what each of them still does (weak).
+The ways:
 
-`--alone` leaves out what is sent: the work of each device, one after the other, against its share of the whole call.
+* `ring` and `zigzag`: `sequence_axis` with the contiguous and the zigzag layout
+* `heads`: an all-to-all over heads, and another one back
+* `gathered`: all keys and values are gathered on every device
+* `apart`: nothing is sharded, each device has its own sequence
+
+Calls of a length are timed in turn in one process. On GPUs, several calls are enqueued one after the other, so the host
+work of one call overlaps with the call before.
+
+The table shows milliseconds, TFLOP/s per device, tokens/s of all devices, and the efficiency. The efficiency is
+relative to the same number of devices with one sequence each, because devices differ in speed and wait for the slowest.
+Use the same lengths on more devices for strong scaling, and lengths proportional to the devices for weak scaling.
+
+`--alone` omits all communication. It times the work of each device, one after the other, and compares it with an equal
+share of the whole call.
 """
 
 import argparse
@@ -43,7 +50,7 @@ PASSES = ("forward", "backward")
 attend = functools.partial(jax_flash.dot_product_attention, is_causal=True)
 
 
-# --- the ways, on what a device has -----------------------------------------------------------------------------------
+# --- the ways, as functions of a device's shards ----------------------------------------------------------------------
 
 
 def ring(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -69,7 +76,7 @@ APART = "apart"
 
 
 def calls(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measure.Call]:
-    """By "devices way"."""
+    """Return the calls by "devices way"."""
     found = {}
     powers = [2**i for i in range(8) if 2**i < jax.device_count()]
     for count in [*powers, jax.device_count()]:
@@ -90,31 +97,31 @@ def call(args: argparse.Namespace, length: int, pass_: str, way: str, mesh: Mesh
     return attention.compiled(lambda pull, do: pull(do), pull, do)
 
 
-def inputs(args: argparse.Namespace, length: int, batch: int = 1, place: Any = None) -> list[jax.Array]:
-    """Q, K, V and dO."""
+def inputs(args: argparse.Namespace, length: int, batch: int = 1, sharding: Any = None) -> list[jax.Array]:
+    """Return Q, K, V and dO."""
     kinds = [(0, args.heads), (1, args.kv_heads), (2, args.kv_heads), (3, args.heads)]
-    return [normal(seed, (batch, length, heads, args.head_dim), place) for seed, heads in kinds]
+    return [normal(seed, (batch, length, heads, args.head_dim), sharding) for seed, heads in kinds]
 
 
-def normal(seed: int, shape: tuple[int, ...], place: Any) -> jax.Array:
-    draw = functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16)
-    return jax.jit(draw, out_shardings=place)(jax.random.key(seed))
+def normal(seed: int, shape: tuple[int, ...], sharding: Any) -> jax.Array:
+    sample = functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16)
+    return jax.jit(sample, out_shardings=sharding)(jax.random.key(seed))
 
 
 # --- the work of one device at a time ---------------------------------------------------------------------------------
 
 
 def alone(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measure.Call]:
-    """By the number of a device, and "whole"."""
+    """Return the calls by rank, and the call for the whole sequence, "whole"."""
     q, k, v, do = inputs(args, length)
     problem, operands = arguments.problem_and_operands(q, k, v, None, None, Call(is_causal=True))
-    asked = problem.differentiated({"dq", "dk", "dv"}) if pass_ == "backward" else problem
+    requested = problem.differentiated({"dq", "dk", "dv"}) if pass_ == "backward" else problem
 
     def kernel(problem: Problem, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         if pass_ == "forward":
             return custom_calls.forward(problem, False, Operands.of(arrays))
-        of_forward = [arrays.pop(name) for name in ("o", "l", "m", "do")]
-        return custom_calls.backward(problem, False, Operands.of(arrays), *of_forward)
+        forward_results = [arrays.pop(name) for name in ("o", "l", "m", "do")]
+        return custom_calls.backward(problem, False, Operands.of(arrays), *forward_results)
 
     arrays = operands.arrays()
     if pass_ == "backward":
@@ -123,7 +130,7 @@ def alone(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measur
 
     def work(rank: jax.Array, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         class Here(sequence.Division):
-            """That device, and what it is sent is there already."""
+            """The division as seen by this rank. Nothing is sent: the arrays stay as they are."""
 
             def device(self) -> jax.Array:
                 return rank
@@ -132,16 +139,16 @@ def alone(args: argparse.Namespace, length: int, pass_: str) -> dict[str, measur
                 return arrays
 
         pass_over = sequence.forward if pass_ == "forward" else sequence.backward
-        return pass_over(kernel, asked, Here(("seq",), args.alone, "zigzag"), arrays)
+        return pass_over(kernel, requested, Here(("seq",), args.alone, "zigzag"), arrays)
 
-    share = {name: part_of(name, x, args.alone) for name, x in arrays.items()}
-    of_any = jax.jit(work).lower(jnp.int32(0), share).compile()
-    ranks = {str(rank): functools.partial(of_any, jnp.int32(rank), share) for rank in range(args.alone)}
-    return ranks | {"whole": attention.compiled(functools.partial(kernel, asked), arrays)}
+    shards = {name: shard(name, x, args.alone) for name, x in arrays.items()}
+    any_rank = jax.jit(work).lower(jnp.int32(0), shards).compile()
+    ranks = {str(rank): functools.partial(any_rank, jnp.int32(rank), shards) for rank in range(args.alone)}
+    return ranks | {"whole": attention.compiled(functools.partial(kernel, requested), arrays)}
 
 
-def part_of(name: str, x: jax.Array, devices: int) -> jax.Array:
-    """As many rows or keys as a device has. (Which ones they are makes no difference to the time.)"""
+def shard(name: str, x: jax.Array, devices: int) -> jax.Array:
+    """Return a device's number of rows or keys. (Which ones does not affect the time.)"""
     axis = {"l": 2, "m": 2, "scale": None}.get(name, 1)
     return x if axis is None else lax.slice_in_dim(x, 0, x.shape[axis] // devices, axis=axis)
 
@@ -150,7 +157,7 @@ def part_of(name: str, x: jax.Array, devices: int) -> jax.Array:
 
 
 def add_arguments(parser: argparse.ArgumentParser, ways: Sequence[str] = tuple(WAYS)) -> None:
-    """What to call."""
+    """Add the options that select the calls."""
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -162,7 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser, ways: Sequence[str] = tuple(W
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, (APART, *WAYS))
-    parser.add_argument("--alone", type=int, metavar="DEVICES", help="one GPU does the work of each of so many")
+    parser.add_argument("--alone", type=int, metavar="DEVICES", help="one device does the work of each of these")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=pathlib.Path)
     args = parser.parse_args()
@@ -188,34 +195,34 @@ def main() -> None:
 
 
 def table_of_ways(rows: list[dict[str, Any]]) -> Table:
-    table = Table("N", "pass", "devices", "way", "ms", "TFLOP/s of a device", "tokens/s", "efficiency")
+    table = Table("N", "pass", "devices", "way", "ms", "TFLOP/s per device", "tokens/s", "efficiency")
     median = {(row["length"], row["pass"], row["call"]): statistics.median(row["seconds"]) for row in rows}
     for row in rows:
         length, pass_, call = row["length"], row["pass"], row["call"]
         count, way = call.split()
         sequences = int(count) if way == APART else 1
         rate = sequences / median[length, pass_, call]  # sequences a second
-        apart = int(count) / median.get((length, pass_, f"{count} {APART}"), float("nan"))
+        unsharded = int(count) / median.get((length, pass_, f"{count} {APART}"), float("nan"))
         table.add_row(
             *map(str, (length, pass_, count, way)),
             f"{1e3 * median[length, pass_, call]:.2f}",
             f"{row['flops'] * rate / int(count) / 1e12:.0f}",
             f"{length * rate:.3g}",
-            f"{rate / apart:.3f}",
+            f"{rate / unsharded:.3f}",
         )
     return table
 
 
 def table_of_ranks(rows: list[dict[str, Any]], devices: int) -> Table:
-    table = Table("N", "pass", "whole, ms", f"ranks of {devices}, ms", "share of the whole / slowest")
+    table = Table("N", "pass", "whole, ms", f"ranks of {devices}, ms", "whole / devices / slowest")
     for length, pass_ in dict.fromkeys((row["length"], row["pass"]) for row in rows):
-        of = {
+        seconds = {
             row["call"]: statistics.median(row["seconds"])
             for row in rows
             if (length, pass_) == (row["length"], row["pass"])
         }
-        whole = of.pop("whole")
-        ranks = np.array(list(of.values()))
+        whole = seconds.pop("whole")
+        ranks = np.array(list(seconds.values()))
         table.add_row(
             str(length),
             pass_,

@@ -1,13 +1,14 @@
-"""The tables of the docs and the README, from the results that are committed.
+"""Generate the tables of the docs and the README from the committed results.
 
-    python benchmarks/tables.py            # writes them
-    python benchmarks/tables.py --check    # says which of them are not what the results say, and then exits with 1
+    python benchmarks/tables.py            # update all tables
+    python benchmarks/tables.py --check    # show which tables do not match the results, and exit with 1 if any
 
-A table stands in a Markdown file between `<!-- table: dense -->` and `<!-- end -->`. A declaration or a function of its
-name makes the text from the rows of files in benchmarks/results/. The text ends with the command,
-the commit, the day, the machine and the versions that these files record. Run this after new measurements.
-To add a table, declare it here (`cells.Grid`, `cells.Listing`), or write a function if it has another form, and put its
-two comments into a page. Without its results a table is empty.
+A table is in a Markdown file between `<!-- table: dense -->` and `<!-- end -->`. A declaration or a function of the
+table's name makes its text from the rows of files in benchmarks/results/. The text ends with the command, commit, date,
+machine and versions recorded in these files. Run this after new measurements.
+
+To add a table, declare it here (`cells.Grid`, `cells.Listing`), or write a function if it has another form. Then put
+its two comments into a page. A table whose results are missing stays empty.
 """
 
 import argparse
@@ -35,7 +36,6 @@ from cells import (
     Results,
     Row,
     cases,
-    counted,
     declare,
     named,
     number,
@@ -43,6 +43,7 @@ from cells import (
     product,
     shows,
     table,
+    with_count,
 )
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -65,35 +66,35 @@ RIVALS = {"cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4"}
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 
-def over(row: Row, other: str) -> float | None:
-    """How many times as fast as the other it is, of a row of attention.py."""
+def speedup(row: Row, other: str) -> float | None:
+    """Return the speed relative to another library, for a row of attention.py."""
     return row["tflops"]["jax_flash"] / row["tflops"][other] if other in row["tflops"] else None
 
 
 def fastest(row: Row) -> str:
-    """The fastest other library that was measured: a key of RIVALS."""
+    """Return the fastest other library among the measured ones: a key of RIVALS."""
     return max((name for name in RIVALS if name in row["tflops"]), key=row["tflops"].__getitem__)
 
 
-def beside(row: Row, other: str = "cudnn") -> str:
-    """TFLOP/s, those of the other, and the ratio."""
+def rates_and_ratio(row: Row, other: str = "cudnn") -> str:
+    """Return the TFLOP/s of jax_flash and of another library, and their ratio."""
     if other not in row["tflops"]:
         return number(row["tflops"]["jax_flash"], 0)
-    return f"{row['tflops']['jax_flash']:.0f} / {row['tflops'][other]:.0f} ({over(row, other):.2f})"
+    return f"{row['tflops']['jax_flash']:.0f} / {row['tflops'][other]:.0f} ({speedup(row, other):.2f})"
 
 
-beside_torch, beside_xla = (functools.partial(beside, other=other) for other in ("torch", "xla"))
+rates_and_torch, rates_and_xla = (functools.partial(rates_and_ratio, other=other) for other in ("torch", "xla"))
 
 
 def spread(ratios: Sequence[float]) -> str:
-    """Geometric mean, least and most."""
+    """Return the geometric mean, the minimum and the maximum."""
     if not ratios:
         return "–"
     return f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def paired(row: Row, above: str, below: str) -> float | None:
-    """The median over rounds of how the times of two calls of a round compare."""
+    """Return the median over rounds of the ratio of two calls' times in the same round."""
     seconds = row["seconds"]
     if above not in seconds or below not in seconds:
         return None
@@ -104,7 +105,7 @@ def paired(row: Row, above: str, below: str) -> float | None:
 
 
 PASSES = ("forward", "backward")
-# What is compared, with what, in which files, by which ratio of a row, and of which rows.
+# Cases, the other library, the result files, which ratio of a row to take, and which rows.
 SUMMARY: list[tuple[str, str, list[str], str, Row]] = [
     ("d = 64, 128, 256; N = 1024, 4096, 16384; causal and not", "cuDNN", ["attention"], "cudnn", {}),
     ("the same cases", "FlashAttention-3", ["attention"], "fa3", {}),
@@ -137,7 +138,7 @@ def summary(*results: Results) -> str:
     def ratio(row: Row, kind: str) -> float | None:
         if kind == "flex":
             return flex_over_ours(row)
-        return over(row, kind) if isinstance(row["tflops"], dict) else row.get(kind)
+        return speedup(row, kind) if isinstance(row["tflops"], dict) else row.get(kind)
 
     def line(case: str, against: str, files: list[str], kind: str, fields: Row) -> list[str]:
         rows = [row for file in files for row in rows_of[file] if all(row[key] in fields[key] for key in fields)]
@@ -148,7 +149,7 @@ def summary(*results: Results) -> str:
 
 
 def flex_over_ours(row: Row) -> float | None:
-    """Of a row of score_programs.py: FlexAttention with the faster of the backends that compiled it."""
+    """Return the speed-up over FlexAttention with its fastest backend, for a row of score_programs.py."""
     found = [paired(row, name, "program") for name in row["seconds"] if name.startswith("Flex")]
     return min((x for x in found if x is not None), default=None)
 
@@ -156,7 +157,7 @@ def flex_over_ours(row: Row) -> float | None:
 @shows("attention")
 def headline(results: Results) -> str:
     def mean(other: str, pass_: str) -> str:
-        ratios = [over(row, other) for row in results["rows"] if row["pass"] == pass_]
+        ratios = [speedup(row, other) for row in results["rows"] if row["pass"] == pass_]
         return f"{statistics.geometric_mean(x for x in ratios if x is not None):.2f}"
 
     device = results["environment"]["devices"][0].removeprefix("NVIDIA ")
@@ -189,12 +190,12 @@ MASKS: Cases = {
 
 
 def rate_and_ratio(row: Row) -> str:
-    return f"{row['tflops']['jax_flash']:.0f} ({over(row, fastest(row)):.2f})"
+    return f"{row['tflops']['jax_flash']:.0f} ({speedup(row, fastest(row)):.2f})"
 
 
-def beside_fastest(row: Row) -> str:
+def rates_and_fastest(row: Row) -> str:
     other = fastest(row)
-    return beside(row, other).replace(" (", f" {RIVALS[other]} (")
+    return rates_and_ratio(row, other).replace(" (", f" {RIVALS[other]} (")
 
 
 def lengths_or_ids(row: Row) -> str:
@@ -202,13 +203,13 @@ def lengths_or_ids(row: Row) -> str:
     return f"{ours:.0f} / {theirs:.0f} ({row['ratio']:.2f})"
 
 
-def counted_heads(kv_heads: int) -> str:
+def kv_heads_label(kv_heads: int) -> str:
     return f"{kv_heads} key/value head{'s' if kv_heads > 1 else ''}"
 
 
 def heads_and_size(row: Row) -> str:
     dims = f"d = {row['D']}" + (f" for Q and K, {row['E']} for V" if row["D"] != row["E"] else "")
-    shared = f", {counted_heads(row['K'])}" if row["K"] < row["N"] else ""
+    shared = f", {kv_heads_label(row['K'])}" if row["K"] < row["N"] else ""
     return f"{row['N']} query heads of {dims}{shared}; B = {row['B']}, N = {row['T']}"
 
 
@@ -221,33 +222,35 @@ def microseconds(row: Row) -> str:
 declare({
     "dense readme": ["attention", Grid("N = 4096", DIMS(64, 128, 256), PASS_CAUSAL, rate_and_ratio, {"T": 4096})],
     "dense": ["attention", *(
-        Grid(name, DIMS(64, 128, 256), product(LENGTHS(1024, 4096, 16384), CAUSAL), beside_fastest, {"pass": pass_})
+        Grid(name, DIMS(64, 128, 256), product(LENGTHS(1024, 4096, 16384), CAUSAL), rates_and_fastest, {"pass": pass_})
         for name, pass_ in {"forward": "forward", "backward": "backward", "forward and backward": "both"}.items()
     )],
-    "dropout": ["attention_dropout", Grid("dropout 0.1, N = 4096", DIMS(64, 128), PASS_CAUSAL, beside)],
-    "ampere": ["attention_sm80", Grid("N = 16384", DIMS(64, 128, 256), PASS_CAUSAL, beside_torch)],
-    "masks": ["attention_masks", Grid("N = 16384", MASKS, product(DIMS(64, 128), PASS), beside)],
+    "dropout": ["attention_dropout", Grid("dropout 0.1, N = 4096", DIMS(64, 128), PASS_CAUSAL, rates_and_ratio)],
+    "ampere": ["attention_sm80", Grid("N = 16384", DIMS(64, 128, 256), PASS_CAUSAL, rates_and_torch)],
+    "masks": ["attention_masks", Grid("N = 16384", MASKS, product(DIMS(64, 128), PASS), rates_and_ratio)],
     "windows": ["attention_windows", Grid(
         "64 heads on 8, d = 64, N = 16384, causal",
         product(cases("window of {}", "window", 128, 1024), {"": {"sinks": False}, "sinks": {"sinks": True}}),
-        PASS, beside,
+        PASS, rates_and_ratio,
     )],
     "packed": ["packed_gpu", Grid(
         "65536 tokens, causal",
         {"32 sequences of 2048": {"sequences": "equal"}, "lengths 16 to 4096, uniform": {"sequences": "drawn"}},
         product(cases("d = {}", "dim", 64, 128), PASS), lengths_or_ids,
     )],
-    "heads": ["attention_groups", Grid("causal", named(heads_and_size, *"NDEKBT"), PASS, beside, {"group": "heads"})],
+    "heads": ["attention_groups", Grid(
+        "causal", named(heads_and_size, *"NDEKBT"), PASS, rates_and_ratio, {"group": "heads"}
+    )],
     "small": ["attention_small", Grid(
-        "", named("B = {B}, {N} heads of d = {D}, N = {T}".format_map, *"BNDT"), PASS, beside
+        "", named("B = {B}, {N} heads of d = {D}, N = {T}".format_map, *"BNDT"), PASS, rates_and_ratio
     )],
     "decode": ["attention_decode", Grid(
         "µs: jax-flash / cuDNN / PyTorch",
-        product({"one query": {"T": 1}, "16 queries": {"T": 16}}, {counted_heads(n): {"K": n} for n in (4, 8)}),
+        product({"one query": {"T": 1}, "16 queries": {"T": 16}}, {kv_heads_label(n): {"K": n} for n in (4, 8)}),
         {"B = 1, 131072 keys": {"B": 1}, "B = 8, 16384 keys": {"B": 8}}, microseconds,
     )],
     "float32": ["attention_float32", Grid(
-        "float32", DIMS(64, 128), product(LENGTHS(2048, 8192), PASS), beside_xla
+        "float32", DIMS(64, 128), product(LENGTHS(2048, 8192), PASS), rates_and_xla
     )],
 })  # fmt: skip
 
@@ -259,7 +262,7 @@ def paged(results: Results) -> str:
     def line(row: Row) -> list[str]:
         lengths = f"{row['longest']}" if row["lengths"] == "equal" else f"100 to {row['longest']}"
         speed, speeds = row["gb_per_s"][contiguous], row["gb_per_s"]
-        name = f"{row['sequences']} of {lengths}, {counted_heads(row['kv_heads'])}"
+        name = f"{row['sequences']} of {lengths}, {kv_heads_label(row['kv_heads'])}"
         return [name, f"{speed / 1e3:.1f}", *(f"{speeds[x] / 1e3:.1f} ({speeds[x] / speed:.2f})" for x in others)]
 
     head = ["TB/s (relative to contiguous)", "contiguous", *others[:-1], "cuDNN, contiguous"]
@@ -308,7 +311,7 @@ def feature(name: str) -> str:
 
 
 def share(row: Row | None) -> str:
-    """The share of the plain call's speed. A: all kernels of a backward are Ampere's; a: a part of them is."""
+    """Return the share of the plain call's speed. A: all kernels of the backward are Ampere's; a: some of them are."""
     if row is None or "share" not in row:
         return "–"
     families = row["families"]
@@ -351,20 +354,23 @@ def slowest_pairs(results: Results) -> str:
 
 @shows("block_sparse_gpu")
 def block_sparse(results: Results) -> str:
-    return beside_nothing(results)
+    return fractions_kept(results)
 
 
 @shows("block_sparse_16384")
 def block_sparse_cpu_long(results: Results) -> str:
-    return beside_nothing(results)
+    return fractions_kept(results)
 
 
 FRACTIONS = ["1/2", "1/4", "1/8", "1/16", "1/32"]
 WITH_BACKWARD = "forward + backward"
 
 
-def beside_nothing(results: Results) -> str:
-    """How much of the ideal speed-up is reached, of both ideals; on a GPU the rate, too."""
+def fractions_kept(results: Results) -> str:
+    """Return the fractions of the two ideal speed-ups that are reached, and the rate on a GPU.
+
+    The second ideal reduces only the additional time of the dense call, compared with a call with an empty mask.
+    """
     columns = list(itertools.product((64, 128), ("forward", WITH_BACKWARD)))
     on_gpu = results["environment"]["devices"] != ["cpu"]
 
@@ -486,7 +492,7 @@ def cpu_features(results: Results) -> str:
 
 
 def ratios(results: Results, program: str, dim: int, *calls: tuple[str, str]) -> list[str]:
-    """Of each pair of calls, forward / backward."""
+    """Return the ratio of the times for each pair of calls, forward / backward."""
     rows = [
         next(r for r in results["rows"] if (r["program"], r["pass"], r["size"]["dim"]) == (program, pass_, dim))
         for pass_ in PASSES
@@ -515,10 +521,11 @@ def programs_cpu(results: Results) -> str:
 
 
 @shows("score_programs_gpu", "score_programs_masks_gpu")
-def programs(every: Results, masks: Results) -> str:
-    """The masks' file was measured later."""
+def programs(all_programs: Results, masks: Results) -> str:
+    """The results for masks are in a file of their own, because they were measured later."""
     later = programs_of(masks)
-    results = every | masks | {"rows": [row for row in every["rows"] if row["program"] not in later] + masks["rows"]}
+    kept = [row for row in all_programs["rows"] if row["program"] not in later]
+    results = all_programs | masks | {"rows": kept + masks["rows"]}
 
     def rates(program: str, dim: int) -> str:
         rows = [row for row in results["rows"] if row["program"] == program and row["size"]["dim"] == dim]
@@ -573,7 +580,7 @@ WAYS = {
 
 
 def several_devices(pass_: str, *results: Results) -> str:
-    """Of a call that several results have, the last of them counts."""
+    """The last result counts if several files have the same call."""
     rows = [row for found in results for row in found["rows"] if row["pass"] == pass_]
     median = {(row["length"], row["call"]): statistics.median(row["seconds"]) for row in rows}
 
@@ -641,17 +648,17 @@ def many_devices(results: Results) -> str:
 
 
 def source(name: str, page: pathlib.Path) -> str:
-    """By which command a file came about, when and where, with a link to it."""
+    """Return when, where and by which command a result file was produced, with a link to the file."""
     found = load(name)["environment"]
     commands = "; ".join(f"`{command}`" for command in found["command"].split("; "))
     commit = f"commit {found['commit']}, " if "commit" in found else ""
-    made = f"{commands}, {commit}{found['date'][:10]}"
+    produced = f"{commands}, {commit}{found['date'][:10]}"
     versions = [f"{label} {found['versions'][key]}" for key, label in NAMES.items() if found["versions"].get(key)]
-    return f"{link(name, page)}: {', '.join([made, machine(found), *versions])}."
+    return f"{link(name, page)}: {', '.join([produced, machine(found), *versions])}."
 
 
 def sources(names: Sequence[str], page: pathlib.Path) -> str:
-    """Return the files of some tables, with their machines and days."""
+    """Return the result files of some tables, with their machines and dates."""
     if len(names) <= 3:
         return "\n\n".join(source(name, page) for name in names)
     found = [load(name)["environment"] for name in names]
@@ -664,7 +671,7 @@ def machine(environment: Results) -> str:
     devices = environment["devices"]
     if devices == ["cpu"]:
         return f"{environment['cores']} cores of an {environment['processor']}"
-    return counted(len(devices), devices[0])
+    return with_count(len(devices), devices[0])
 
 
 def link(name: str, page: pathlib.Path) -> str:
@@ -676,9 +683,9 @@ def load(name: str) -> Results:
 
 
 def filled(text: str, page: pathlib.Path) -> str:
-    """Return the text of a page with the tables that the results give.
+    """Return the text of a page with up-to-date tables.
 
-    Two tables in a row with the same source name it once.
+    Consecutive tables with the same source describe it only once.
     """
     last = ""
 
@@ -686,13 +693,13 @@ def filled(text: str, page: pathlib.Path) -> str:
         nonlocal last
         begin, name, _, end = found.groups()
         if name not in TABLES:
-            raise SystemExit(f"{page.relative_to(ROOT)}: there is no table {name!r}; there are {', '.join(TABLES)}")
+            raise SystemExit(f"{page.relative_to(ROOT)}: unknown table {name!r}; the tables are {', '.join(TABLES)}")
         if not all((RESULTS / f"{file}.json").exists() for file in FILES[name]):
             return begin + end
         body = TABLES[name](*map(load, FILES[name]))
-        made = sources(FILES[name], page)
+        described = sources(FILES[name], page)
         links = ", ".join(link(file, page) for file in FILES[name])
-        shown, last = f"From the run of {links} above." if made == last else made, made
+        shown, last = f"From the run of {links} above." if described == last else described, described
         return f"{begin}{body}\n\n{shown}\n{end}"
 
     return BLOCK.sub(fill, text)
@@ -714,7 +721,7 @@ def main() -> None:
         elif before != after:
             page.write_text(after)
     if stale:
-        sys.exit("These tables are not what the results say: run `python benchmarks/tables.py`.")
+        sys.exit("Some tables do not match the results: run `python benchmarks/tables.py`.")
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def timed(calls: Mapping[Any, Call], failures: dict[Any, str]) -> dict[Any, floa
                 if turn == 0:
                     once[name] = measure.sample(call, 1)
                 if name not in failures and turn * once[name] < LONG:
-                    samples[name].append(measure.sample(call, measure.calls_of_a_sample(once[name])))
+                    samples[name].append(measure.sample(call, measure.calls_per_sample(once[name])))
             except FAILURES as error:
                 failures[name] = failure(error)
     return {name: statistics.median(x) for name, x in samples.items() if name not in failures}

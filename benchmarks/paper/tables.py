@@ -4,7 +4,7 @@ import re
 import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from cells import Listing, Results, Row, Rows, counted, declare, number, one, shows, table
+from cells import Listing, Results, Row, Rows, declare, number, one, shows, table, with_count
 
 FLASH, STANDARD, RBG, XLA = "jax_flash", "standard", "standard_rbg", "xla"
 PLAIN = "without_dropout"  # jax_flash, to compare with what has no dropout
@@ -525,7 +525,7 @@ declare({
         "images": "{side} × {side}, N = {length}".format_map,
         "learned from": lambda row: "pixels and labels" if row["targets"] else "labels alone",
         "attention": lambda row: f"{ATTENTIONS[row['attention']]}, {100 * row['kept_blocks']:.0f}% of the blocks",
-        "GPU": lambda row: counted(row["devices"], row["device"]),
+        "GPU": lambda row: with_count(row["devices"], row["device"]),
         "steps": "{steps}".format_map,
         "1000 images seen": lambda row: number(row["images_seen"] / 1e3, 1),
         "minutes": lambda row: number(row["seconds"] / 60, 1),

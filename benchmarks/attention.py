@@ -14,10 +14,11 @@ Rates are in TFLOP/s at the median time. FLOPs are counted as in the FlashAttent
 of S (half of all entries if causal), and 2.5 times that in the backward. With a random mask, all entries count. The
 dtype is bfloat16 unless a group specifies another.
 
-Problems with a window, documents, arrays or a soft cap are timed in turn with the same problem without them, in the
-column "dense", because the clock of a GPU depends on what ran before. A causal mask given as an array is compared with
-`is_causal`. Arrays are named by the dims that they have in full: a mask b1ts is the same for all heads. The column
-"goal" has the target for a problem: TFLOP/s, milliseconds, or the rate relative to another column.
+Problems with a window, documents, arrays or a soft cap are timed in turn with the same problem without them (column
+"dense"). Separate runs are not comparable, because the clock of a GPU depends on what ran before. A causal mask given
+as an array is compared with `is_causal`. Arrays are named by the dims that they have in full: a mask b1ts is the same
+for all heads. The column "goal" has the target for a problem: TFLOP/s, milliseconds, or the rate relative to another
+column.
 """
 
 import argparse

@@ -5,9 +5,9 @@
 
 The plain call has no features, and the same number of key/value heads and query heads. Speed is FLOPs over time: 4 d
 per entry of S that counts, and 2.5 times that in the backward. Entries that a window, segments, lengths or a block mask
-exclude do not count. All other entries count: a mask array hides half of the entries at random, so no tile can be
-skipped, and dropout drops entries after their product is computed. A share of 1 therefore is the speed of the plain
-call. A lower share is due to the cost of the feature, and to hidden entries of partly visible tiles.
+exclude do not count. All other entries count. A mask array hides half of the entries at random, so no tile can be
+skipped. Dropout drops entries after their product is computed. A share of 1 therefore is the speed of the plain call. A
+lower share is due to the cost of the feature, and to hidden entries of partly visible tiles.
 
 A feature and its pairs are timed in turn with the plain call in one process. The diagonal of a table has single
 features. On a GPU, "A" marks kernels of the family for Ampere, and "a" marks that only the bias gradient's kernels are.

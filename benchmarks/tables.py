@@ -8,7 +8,7 @@ table's name makes its text from the rows of files in benchmarks/results/. The t
 machine and versions recorded in these files. Run this after new measurements.
 
 To add a table, declare it here (`cells.Grid`, `cells.Listing`), or write a function if it has another form. Then put
-its two comments into a page. A table whose results are missing stays empty.
+its two comments into a page. A table without results stays empty.
 """
 
 import argparse
@@ -522,7 +522,7 @@ def programs_cpu(results: Results) -> str:
 
 @shows("score_programs_gpu", "score_programs_masks_gpu")
 def programs(all_programs: Results, masks: Results) -> str:
-    """The results for masks are in a file of their own, because they were measured later."""
+    """The results for masks are in a separate file, because they were measured later."""
     later = programs_of(masks)
     kept = [row for row in all_programs["rows"] if row["program"] not in later]
     results = all_programs | masks | {"rows": kept + masks["rows"]}

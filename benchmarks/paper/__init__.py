@@ -1,6 +1,6 @@
-"""The claims of the FlashAttention paper (Dao et al., NeurIPS 2022), each measured by a section of its own.
+"""The claims of the FlashAttention paper (Dao et al., NeurIPS 2022). Each is measured by a section.
 
-The sections are in `sections`. Beside that folder lies what they share, and what makes tables and figures of them.
+The sections are in `sections`. The other modules are shared code, and make the tables and figures.
 """
 
 import os
@@ -8,11 +8,11 @@ import pathlib
 import sys
 import time
 
-START = time.monotonic()  # of the process, about: nothing large is imported before
+START = time.monotonic()  # approximately the start of the process: nothing large is imported before
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # the other benchmarks, which are run as files
 
-# Whether a problem fits must not depend on how the allocator has grown. The names are those that jax reads when it
-# first asks for a device.
+# Preallocate. Otherwise the history of the allocator would affect whether a problem fits. JAX reads these variables
+# when it first initialises a device.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
-if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name: with both, jax finds no GPU and takes the CPU
+if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the old name: if both are set, JAX falls back to the CPU
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", ".92")

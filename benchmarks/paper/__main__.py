@@ -1,14 +1,14 @@
-"""The claims of the FlashAttention paper, measured beside what it measured them against.
+"""Measure the claims of the FlashAttention paper, together with the baselines of the paper.
 
-    python -m benchmarks.paper                      # every section: most of a day of an H200
-    python -m benchmarks.paper gpt2_problem --quick # one of them, small: minutes, on a CPU too
+    python -m benchmarks.paper                      # all sections: most of a day on an H200
+    python -m benchmarks.paper gpt2_problem --quick # one section with small problems: minutes, even on a CPU
 
 A section writes benchmarks/results/paper_SECTION.json (with --quick: build/paper_quick/paper_SECTION.json) after every
-row. docs/paper.md has its tables (`python benchmarks/tables.py`) and figures (`python -m benchmarks.paper.figures`) of
-these files. The same command goes on from such a file, if GPU, versions and problem are the same.
+row. docs/paper.md shows tables (`python benchmarks/tables.py`) and figures (`python -m benchmarks.paper.figures`) of
+these files. The same command resumes from such a file if GPU, versions and problem are the same.
 
-Exit status: 0, all is measured; 3, the minutes are over, and the same command measures what is left; 1, a section has
-failed or has nothing that could be measured.
+The exit status is 0 if everything is measured, and 1 if a section failed or nothing could be measured. It is 3 if the
+time limit was reached. The same command then measures the rest.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import measure
 
 from .results import OutOfTime, Results
 
-SECTIONS = (  # a module of `sections` each, in the paper's order
+SECTIONS = (  # modules of `sections`, in the paper's order
     "gpt2_problem",
     "gpt2_counters",
     "gpt2_operators",
@@ -41,7 +41,7 @@ SECTIONS = (  # a module of `sections` each, in the paper's order
     "pathfinder",
     "pathfinder_discs",
 )
-PARENTS = ("gpt2_counters", "memory")  # sections whose child processes need the GPU's memory
+PARENTS = ("gpt2_counters", "memory")  # sections with child processes that need the GPU's memory
 PACKAGES = ["jax-flash", "jax", "jaxlib", "nvidia-cudnn-cu13", "nvidia-cuda-nvrtc"]
 QUICK = measure.RESULTS.parents[1] / "build" / "paper_quick"
 OUT_OF_TIME = 3  # exit status
@@ -53,20 +53,24 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="small problems, few repetitions")
-    parser.add_argument("--fresh", action="store_true", help="do not go on from a file; --quick never does")
+    parser.add_argument("--fresh", action="store_true", help="do not resume from a file; --quick never does")
     parser.add_argument("--output", type=pathlib.Path, help="directory of the JSON files")
-    parser.add_argument("--minutes", type=float, default=5, help="of a section, from the start of its process")
-    parser.add_argument("--side", type=int, choices=(32, 64, 128, 256), default=32, help="pathfinder: of the images")
+    parser.add_argument(
+        "--minutes", type=float, default=5, help="time limit of a section, from when its process starts"
+    )
+    parser.add_argument("--side", type=int, choices=(32, 64, 128, 256), default=32, help="pathfinder: size of images")
     kinds = ("flash", "block-sparse")
-    parser.add_argument("--attention", choices=kinds, help="pathfinder: by default block-sparse at 256 alone")
-    parser.add_argument("--labels-alone", action="store_true", help="pathfinder: no targets for pixels")
+    parser.add_argument("--attention", choices=kinds, help="pathfinder: by default block-sparse for side 256 only")
+    parser.add_argument("--labels-alone", action="store_true", help="pathfinder: train without targets for pixels")
     checkpoint = pathlib.Path("pathfinder_checkpoint")
-    parser.add_argument("--checkpoint", type=pathlib.Path, default=checkpoint, help="pathfinder: what it goes on from")
+    parser.add_argument(
+        "--checkpoint", type=pathlib.Path, default=checkpoint, help="pathfinder: directory to resume from"
+    )
     args = parser.parse_args(argv)
     names = args.sections or SECTIONS
     if len(names) == 1:
         sys.exit(section(names[0], args, parser))
-    # A process each, so that a section has the GPU's memory and the minutes for itself.
+    # Each section runs in its own process, with all of the GPU's memory and the whole time limit.
     options = options_of(args, parser, list(vars(args)))
     command = [sys.executable, "-m", "benchmarks.paper", *options]
     statuses = [subprocess.run([*command, name]).returncode for name in names]
@@ -74,21 +78,21 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def section(name: str, args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Measures one, and returns the exit status."""
+    """Measure one section. Return the exit status."""
     if name in PARENTS:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     run = importlib.import_module(f".sections.{name}", __package__).run
     parameters = inspect.signature(run).parameters
-    taken = {option: value for option, value in vars(args).items() if option in parameters}
-    options = options_of(args, parser, [*taken, "minutes"])
+    accepted = {option: value for option, value in vars(args).items() if option in parameters}
+    options = options_of(args, parser, [*accepted, "minutes"])
     environment = measure.environment(PACKAGES)
     environment["command"] = " ".join(["python -m benchmarks.paper", name, *options])
     path = (args.output or (QUICK if args.quick else measure.RESULTS)) / f"paper_{name}.json"
     results = Results(path, environment, args.minutes, args.fresh or args.quick)
     try:
-        run(results, **taken)
+        run(results, **accepted)
     except OutOfTime as left:
-        print(f"{name}: {args.minutes:g} minutes are over. Left: {left}. The same command goes on.")
+        print(f"{name}: the limit of {args.minutes:g} minutes is reached. Left: {left}. The same command resumes.")
         return OUT_OF_TIME
     if not results.rows:
         print(f"{name}: nothing could be measured. {results.fields.get('missing', '')}")
@@ -97,7 +101,7 @@ def section(name: str, args: argparse.Namespace, parser: argparse.ArgumentParser
 
 
 def options_of(args: argparse.Namespace, parser: argparse.ArgumentParser, names: list[str]) -> list[str]:
-    """Of a command line: those of these names that are not as they are by default."""
+    """Return the named options as a command line, without those that have their default."""
     given = {name: getattr(args, name) for name in names if name != "sections"}
     changed = {name: value for name, value in given.items() if value != parser.get_default(name)}
     return [

@@ -1,9 +1,11 @@
-"""The ways to compute attention that the paper compares, each in plain JAX unless it is a library's.
+"""The implementations of attention that the paper compares, in plain JAX or from a library.
 
-All take query, key and value, [B, N, heads, d]; the length of each sequence before its padding, int [B], or None; and
-the key of a dropout mask with rate 0.1, or None. The paper measures without a causal mask; `standard` has one, for
-training. Arrays are bfloat16; sums and the softmax are float32 in registers, and what is written to memory is bfloat16,
-but for `xla`.
+All take query, key and value, [B, N, heads, d]. They also take the sequence lengths without padding (int [B] or None),
+and the key for a dropout mask of rate 0.1 (or None). The paper measures without a causal mask. `standard` also has one,
+for training.
+
+Arrays are bfloat16. Sums and the softmax are float32 in registers, and all results in memory are bfloat16, except in
+`xla`.
 """
 
 import functools
@@ -14,48 +16,48 @@ import jax.numpy as jnp
 
 import jax_flash
 
-RATE = 0.1  # of dropout
-HIDDEN = -1e30  # a masked score: finite, so that a block with nothing but padding has a maximum
+RATE = 0.1  # dropout
+MASKED_SCORE = -1e30  # finite, which gives a block of padding a finite maximum
 
 
 def standard(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths=None, key=None, *, causal: bool = False, rate: float = RATE
 ) -> jax.Array:
-    """Algorithm 0: S and P are arrays in memory, and XLA fuses what is between the two products as it likes."""
+    """Algorithm 0: S and P are arrays in memory, and XLA fuses the operations between the products."""
     s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-    visible = seen(jnp.arange(k.shape[1]), lengths)
+    visible = not_padding(jnp.arange(k.shape[1]), lengths)
     if causal:
         visible = visible & jnp.tri(q.shape[1], k.shape[1], dtype=bool)
-    return jnp.einsum("bhqk,bkhd->bqhd", dropped(softmax(s, visible), key, rate), v)
+    return jnp.einsum("bhqk,bkhd->bqhd", apply_dropout(softmax(s, visible), key, rate), v)
 
 
-checkpointed = jax.checkpoint(standard)  # the backward computes S and P again, from the inputs
+checkpointed = jax.checkpoint(standard)  # the backward recomputes S and P from the inputs
 
 
 def chunked(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths=None, key=None, q_chunk: int = 1024, k_chunk: int = 4096
 ) -> jax.Array:
-    """Rabe and Staats 2021, arXiv 2112.05682, with their sizes of chunks.
+    """Rabe and Staats 2021, arXiv 2112.05682, with their chunk sizes.
 
-    Appendix B.5 of the FlashAttention paper names three differences. This algorithm lowers the memory that is needed
-    and not the number of accesses, so its chunks are far larger than fast memory. Each chunk of keys has an output of
-    its own, and these are combined at the end, where FlashAttention updates a single one. The backward is
-    `jax.checkpoint`'s: it computes the output of each chunk again, where FlashAttention computes P alone.
+    Appendix B.5 of the FlashAttention paper lists three differences. This algorithm reduces memory but not the number
+    of accesses, so its chunks are far larger than fast memory. Each chunk of keys has its own output, and all outputs
+    are combined at the end. FlashAttention updates a single output. The backward uses `jax.checkpoint`, so it
+    recomputes the output of each chunk. FlashAttention only recomputes P.
     """
     q_chunk, k_chunk = min(q_chunk, q.shape[1]), min(k_chunk, k.shape[1])
     chunks = k.shape[1] // k_chunk
 
-    def of_queries(i: jax.Array) -> jax.Array:
+    def query_chunk(i: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(q, i * q_chunk, q_chunk, 1)
 
-        @jax.checkpoint  # which keeps XLA from merging the two computations where the loop has a single chunk
+        @jax.checkpoint  # keeps XLA from merging both computations if the loop has only one chunk
         def summary(j: jax.Array) -> tuple[jax.Array, ...]:
             keys, values = (jax.lax.dynamic_slice_in_dim(x, j * k_chunk, k_chunk, 1) for x in (k, v))
             s = jnp.einsum("bqhd,bkhd->bhqk", rows, keys).astype("float32") * q.shape[-1] ** -0.5
-            s = jnp.where(seen(j * k_chunk + jnp.arange(k_chunk), lengths), s, HIDDEN)
+            s = jnp.where(not_padding(j * k_chunk + jnp.arange(k_chunk), lengths), s, MASKED_SCORE)
             m = jax.lax.stop_gradient(s.max(-1, keepdims=True))
             p = jnp.exp(s - m)
-            kept = dropped(p.astype(q.dtype), None if key is None else jax.random.fold_in(key, i * chunks + j))
+            kept = apply_dropout(p.astype(q.dtype), None if key is None else jax.random.fold_in(key, i * chunks + j))
             o = jnp.einsum("bhqk,bkhd->bhqd", kept, values, preferred_element_type="float32")
             return o, p.sum(-1, keepdims=True), m
 
@@ -63,24 +65,24 @@ def chunked(
         weight = jnp.exp(m - m.max(0))
         return ((weight * o).sum(0) / (weight * l).sum(0)).astype(q.dtype)
 
-    o = jax.lax.map(of_queries, jnp.arange(q.shape[1] // q_chunk))  # [chunks of queries, B, heads, q_chunk, d]
+    o = jax.lax.map(query_chunk, jnp.arange(q.shape[1] // q_chunk))  # [query chunks, B, heads, q_chunk, d]
     return o.transpose(1, 0, 3, 2, 4).reshape(q.shape)
 
 
-def of_jax_nn(
+def jax_nn(
     implementation: Literal["xla", "cudnn"], q: jax.Array, k: jax.Array, v: jax.Array, lengths=None, key=None
 ) -> jax.Array:
-    """It writes S in float32, with "xla"."""
+    """Call jax.nn's attention. With "xla", it writes S in float32."""
     if key is not None:
         raise NotImplementedError("jax.nn.dot_product_attention has no dropout")
     return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation=implementation)
 
 
-xla, cudnn = functools.partial(of_jax_nn, "xla"), functools.partial(of_jax_nn, "cudnn")
+xla, cudnn = functools.partial(jax_nn, "xla"), functools.partial(jax_nn, "cudnn")
 
 
 def flash(q: jax.Array, k: jax.Array, v: jax.Array, lengths=None, key=None, blocks=None) -> jax.Array:
-    """jax_flash; with a block mask, Algorithm 5."""
+    """Call jax_flash. With a block mask this is Algorithm 5."""
     return jax_flash.dot_product_attention(
         q,
         k,
@@ -94,14 +96,14 @@ def flash(q: jax.Array, k: jax.Array, v: jax.Array, lengths=None, key=None, bloc
 
 
 def linformer(q: jax.Array, k: jax.Array, v: jax.Array, lengths=None, key=None, *, projection) -> jax.Array:
-    """Wang et al. 2020, arXiv 2006.04768: N keys and values become a few, by a matrix [N, few] that heads share."""
-    present = seen(jnp.arange(k.shape[1]), lengths)[:, 0, 0, :, None, None]
+    """Wang et al. 2020, arXiv 2006.04768: a matrix [N, few], shared by all heads, projects N keys to a few."""
+    present = not_padding(jnp.arange(k.shape[1]), lengths)[:, 0, 0, :, None, None]
     k, v = (jnp.einsum("bshd,sr->brhd", jnp.where(present, x, 0), projection) for x in (k, v))
     return standard(q, k, v, None, key)
 
 
 def local(q: jax.Array, k: jax.Array, v: jax.Array, lengths=None, key=None, size: int = 256) -> jax.Array:
-    """Blocks of queries, each of which attends to its own block of keys and to those on both sides of it."""
+    """Local attention: a block of queries attends to the same block of keys and to both neighbours."""
     size = min(size, q.shape[1])
     count = q.shape[1] // size
 
@@ -118,23 +120,23 @@ def local(q: jax.Array, k: jax.Array, v: jax.Array, lengths=None, key=None, size
         inside = inside & (positions < lengths[:, None, None])
     s = jnp.einsum("bnqhd,bnkhd->bnhqk", blocks(q), with_neighbours(k)) * q.shape[-1] ** -0.5
     p = softmax(s, jnp.broadcast_to(inside, (q.shape[0], *positions.shape))[:, :, None, None])
-    return jnp.einsum("bnhqk,bnkhd->bnqhd", dropped(p, key), with_neighbours(v)).reshape(q.shape)
+    return jnp.einsum("bnhqk,bnkhd->bnqhd", apply_dropout(p, key), with_neighbours(v)).reshape(q.shape)
 
 
-def seen(positions: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Which keys are no padding: bool [B|1, 1, 1, keys]."""
+def not_padding(positions: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """Return which keys are not padding, bool [B|1, 1, 1, keys]."""
     if lengths is None:
         return jnp.ones((1, 1, 1, positions.size), bool)
     return (positions < lengths[:, None])[:, None, None]
 
 
-def softmax(s: jax.Array, seen: jax.Array) -> jax.Array:
-    return plain_softmax(jnp.where(seen, s, HIDDEN))
+def softmax(s: jax.Array, visible: jax.Array) -> jax.Array:
+    return plain_softmax(jnp.where(visible, s, MASKED_SCORE))
 
 
 @jax.custom_vjp
 def plain_softmax(s: jax.Array) -> jax.Array:
-    """Float32 in registers. The backward has P as it was written; of `jax.nn.softmax` it would have it in float32."""
+    """Compute in float32 registers. The residual is P in its dtype. `jax.nn.softmax` would keep it in float32."""
     return jax.nn.softmax(s.astype("float32")).astype(s.dtype)
 
 
@@ -151,8 +153,8 @@ def softmax_backward(p: jax.Array, dp: jax.Array) -> tuple[jax.Array]:
 plain_softmax.defvjp(softmax_forward, softmax_backward)
 
 
-def dropped(p: jax.Array, key: jax.Array | None, rate: float = RATE) -> jax.Array:
-    """A byte of randomness for each entry, a quarter of what `jax.random.bernoulli` draws; the rate is in 1/256."""
+def apply_dropout(p: jax.Array, key: jax.Array | None, rate: float = RATE) -> jax.Array:
+    """Use one random byte per entry, a quarter of `jax.random.bernoulli`'s. The rate is a multiple of 1/256."""
     threshold = round(256 * rate)
     if key is None or not threshold:
         return p

@@ -1,6 +1,6 @@
-"""Draws the paper's figures 2 and 3 and the curves of GPT-2 and Pathfinder: `python -m benchmarks.paper.figures`.
+"""Draw the paper's figures 2 and 3 and the curves of GPT-2 and Pathfinder: `python -m benchmarks.paper.figures`.
 
-Those whose results are there are written next to them: paper_figure2.png, paper_figure3.png, paper_gpt2_curves.png,
+Each figure is written next to its results, if they exist: paper_figure2.png, paper_figure3.png, paper_gpt2_curves.png,
 paper_pathfinder.png.
 """
 
@@ -32,15 +32,15 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def figure2(results: dict[str, Any]) -> Any:
-    """Middle: bytes and time against the key block. Right: time against the blocks that are kept."""
+    """Middle: bytes and time against the size of the key block. Right: time against the fraction of kept blocks."""
     figure, (middle, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    of_blocks = [row for row in tables.part_of(results, "blocks") if row["failure"] is None]
-    blocks = [row["block"] for row in of_blocks]
-    middle.plot(blocks, [row["bytes"] / 1e9 for row in of_blocks], "o-", color="C0")
+    rows_of_blocks = [row for row in tables.part_of(results, "blocks") if row["failure"] is None]
+    blocks = [row["block"] for row in rows_of_blocks]
+    middle.plot(blocks, [row["bytes"] / 1e9 for row in rows_of_blocks], "o-", color="C0")
     middle.set(xlabel="key block", xticks=blocks, title="Size of the blocks, forward", ylim=(0, None))
     middle.set_ylabel("GB that Algorithm 1 moves", color="C0")
     time = middle.twinx()
-    time.plot(blocks, [row["milliseconds"] for row in of_blocks], "s--", color="C1")
+    time.plot(blocks, [row["milliseconds"] for row in rows_of_blocks], "s--", color="C1")
     time.set_ylabel("milliseconds in plain JAX", color="C1")
     time.set_ylim(0, None)
 
@@ -53,7 +53,7 @@ def figure2(results: dict[str, Any]) -> Any:
 
 
 def figure3(results: dict[str, Any]) -> Any:
-    """Time and memory against the sequence length; a cross where a method is first out of memory."""
+    """Time and memory against the sequence length. A cross marks where a method first runs out of memory."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     fields = {"milliseconds": ("milliseconds", 1.0), "GB": ("bytes", 1e9)}
     for axis, (unit, (field, scale)) in zip(axes, fields.items(), strict=True):
@@ -63,8 +63,8 @@ def figure3(results: dict[str, Any]) -> Any:
             if not ran:
                 continue
             style: dict[str, Any] = {"color": f"C{i}", "linewidth": 2.5 if method == tables.FLASH else 1.2}
-            places = zip(*((row["length"], row[field] / scale) for row in ran), strict=True)
-            axis.plot(*places, "o-", ms=3, label=tables.NAMES[method], **style)
+            points = zip(*((row["length"], row[field] / scale) for row in ran), strict=True)
+            axis.plot(*points, "o-", ms=3, label=tables.NAMES[method], **style)
             first = next((row for row in rows if tables.out_of_memory(row)), None)
             if first is not None:
                 axis.plot(first["length"], ran[-1][field] / scale, "x", color=f"C{i}", ms=9, mew=2)
@@ -79,21 +79,21 @@ def figure3(results: dict[str, Any]) -> Any:
 
 
 def gpt2_curves(results: dict[str, Any]) -> Any:
-    """Held-out loss against steps. The curves lie on one another, so that each is drawn thinner than the one before."""
+    """Held-out loss against steps. The curves overlap, so each is thinner than the one before."""
     figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
     ran = [row for row in results["rows"] if row["failure"] is None]
     for i, row in enumerate(ran):
         steps = [results["every"] * (n + 1) for n in range(len(row["held_out"]))]
         width = 2 * (len(ran) - i) - 1
         axis.plot(steps, row["held_out"], color=f"C{i}", linewidth=width, label=tables.ATTENTIONS[row["attention"]])
-    axis.set(xlabel="steps", ylabel="held-out loss, nats a byte", title="GPT-2 small, the same seed, no dropout")
+    axis.set(xlabel="steps", ylabel="held-out loss, nats per byte", title="GPT-2 small, the same seed, no dropout")
     axis.grid(alpha=0.3)
     axis.legend()
     return figure
 
 
 def pathfinder(results: dict[str, Any]) -> Any:
-    """The training loss of each stage; beside it that of a guess, where it is the label's alone."""
+    """The training loss of each stage. A dotted line marks the loss of a guess if only labels are learned."""
     rows = results["rows"]
     figure, axes = plt.subplots(1, len(rows), figsize=(12, 3), squeeze=False, layout="constrained")
     for axis, row in zip(axes[0], rows, strict=True):
@@ -101,11 +101,11 @@ def pathfinder(results: dict[str, Any]) -> Any:
         steps = [row["steps"] * (n + 1) / len(losses) for n in range(len(losses))]
         axis.plot(steps, losses, linewidth=1)
         if not row["targets"]:
-            axis.axhline(math.log(2), color="grey", linestyle=":", label="a guess")
+            axis.axhline(math.log(2), color="grey", linestyle=":", label="guessing")
             axis.legend()
-        learned = "pixels, labels" if row["targets"] else "labels alone"
+        learned = "pixels and labels" if row["targets"] else "labels only"
         axis.set(title=f"{row['side']} × {row['side']}\n{learned}", xlabel="steps", ylim=(0, 0.8 + row["targets"]))
-    axes[0][0].set_ylabel("loss, mean of some steps")
+    axes[0][0].set_ylabel("loss, mean over steps")
     return figure
 
 

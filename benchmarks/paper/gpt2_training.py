@@ -14,14 +14,14 @@ CONFIGS = {
     "small": Config(12, 768, 12, 3072, (1024,), VOCABULARY, causal=True),
     "medium": Config(24, 1024, 16, 4096, (1024,), VOCABULARY, causal=True),
 }
-TOKENS = 16384  # of a batch
+TOKENS = 16384  # per batch
 
 
-DROPOUTS = (0.1, 0.0)  # cuDNN has none of the attention matrix, so that without any all compute the same
+DROPOUTS = (0.1, 0.0)  # cuDNN has no dropout of the attention matrix; with 0.0, all attentions compute the same
 
 
 def speeds(results: Results, name: str, quick: bool) -> None:
-    """Of random tokens, since a step takes as long whatever they are."""
+    """Measure with random tokens, since the time of a step does not depend on them."""
     random = np.random.default_rng(0)
 
     def rows_of(length: int, dropout: float) -> list[Row]:

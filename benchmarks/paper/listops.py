@@ -2,7 +2,7 @@
 
     [MAX 4 [MED 1 5 8] 2] = 5
 
-A token is an operator with its bracket, a digit, or a closing bracket; the class of a sequence is what it evaluates to.
+A token is an operator with its bracket, a digit, or a closing bracket. The class of a sequence is its value.
 """
 
 import random
@@ -17,15 +17,15 @@ OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MED": lambda values: int(statistics.median(values)),
     "[SM": lambda values: sum(values) % 10,
 }
-TOKENS = ["", *"0123456789", *OPERATORS, "]"]  # by number; 0 is padding
+TOKENS = ["", *"0123456789", *OPERATORS, "]"]  # indexed by token; 0 is padding
 VOCABULARY = len(TOKENS)
 CLASSES = 10
-NESTED = 0.25  # how probable it is that an argument is a list, down to the greatest depth
+NESTED = 0.25  # probability that an argument is a list, above the maximum depth
 MOST_ARGUMENTS, DEPTH = 10, 10
 
 
 def examples(count: int, shortest: int, longest: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, uint8 [count, longest], 0 behind their end; their number, int32 [count]; and values, int32 [count]."""
+    """Return tokens, uint8 [count, longest], zero-padded; their lengths, int32 [count]; and values, int32 [count]."""
     source = random.Random(seed)
     tokens = np.zeros((count, longest), np.uint8)
     lengths, values = np.zeros((2, count), np.int32)
@@ -40,7 +40,7 @@ def examples(count: int, shortest: int, longest: int, seed: int) -> tuple[np.nda
 
 
 def write(source: random.Random, written: list[int], depth: int, longest: int) -> int:
-    """Appends a list, and returns its value; one that gets longer than the longest is not finished."""
+    """Append a list to `written` and return its value. Stop early if it exceeds the maximum length."""
     name = source.choice(list(OPERATORS))
     written.append(TOKENS.index(name))
     values = []

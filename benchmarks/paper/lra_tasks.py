@@ -8,7 +8,7 @@ def small(length: int, vocabulary: int, classes: int, documents: int = 1) -> Con
     return Config(2, 64, 2, 128, (length,), vocabulary, classes=classes, documents=documents, projected=0.0)
 
 
-TASKS = {  # with the rows of a batch
+TASKS = {  # each with the batch size
     "listops": (small(2048, listops.VOCABULARY, 10), 32),
     "text": (small(4096, 256, 2), 32),
     "retrieval": (small(4096, 256, 2, documents=2), 32),

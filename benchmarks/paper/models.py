@@ -1,4 +1,4 @@
-"""One transformer for every model that is trained here. What computes its attention is exchanged, and nothing else."""
+"""One transformer for all trained models. Only the implementation of attention varies."""
 
 import dataclasses
 import math
@@ -12,10 +12,10 @@ from flax import nnx
 import jax_flash
 from jax_flash import BlockMask, patterns
 
-from .attentions import dropped, standard
+from .attentions import apply_dropout, standard
 
 Attention = Literal["standard", "cudnn", "flash", "block-sparse"]
-LONGEST = 100.0  # tokens: the longest wave of rotary positions, over 2 pi
+LONGEST = 100.0  # tokens: the longest wavelength of rotary positions, divided by 2 pi
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,28 +23,29 @@ class Config:
     layers: int
     width: int
     heads: int
-    hidden: int  # width of the perceptron of a block
-    grid: tuple[int, ...]  # how the positions are laid out: (length,) of a text, (rows, columns) of an image
+    hidden: int  # width of the perceptron's hidden layer
+    grid: tuple[int, ...]  # layout of the positions: (length,) for text, (rows, columns) for an image
     vocabulary: int
     causal: bool = False
-    classes: int = 0  # into which a whole sequence is classified; 0: there is no such head
-    background: int | None = None  # a token that does not count when a whole image is classified
-    documents: int = 1  # how many documents are classified together
-    projected: float = 1.0  # share of the tokens whose features go through the vocabulary
+    classes: int = 0  # number of classes for whole sequences; 0: no classification head
+    background: int | None = None  # a token that is ignored in the classification of an image
+    documents: int = 1  # number of documents that are classified together
+    projected: float = 1.0  # fraction of the tokens with features projected to the vocabulary
     dropout: float = 0.1
-    rotary: bool = False  # positions rotate queries and keys, in place of learned ones that are added to the tokens
+    rotary: bool = False  # rotary positions instead of learned ones
     attention: Attention = "flash"
-    tile: tuple[int, int] = (1, 1)  # the tokens of an image go tile by tile, of (rows, columns); by default row by row
-    reach: int = 0  # how many pixels apart tiles, each a block, are kept, beside the butterfly, if block-sparse
+    tile: tuple[int, int] = (1, 1)  # an image's tokens are ordered by tiles of (rows, columns); by default row by row
+    reach: int = 0  # block-sparse attention also keeps tiles within this distance in pixels; a tile is a block
 
     @property
     def length(self) -> int:
         return math.prod(self.grid)
 
     def flops_per_token(self, parameters: int) -> float:
-        """Of a training step, as is usual: 6 a parameter, 12 · layers · width · N for attention, causal or not.
+        """Return the FLOPs of a training step: 6 per parameter, plus 12 · layers · width · N for attention.
 
-        The vocabulary counts for the tokens that are projected to it, since looking up the others takes no product.
+        Causal attention counts in full, which is the convention. The vocabulary only counts for projected tokens, since
+        a lookup needs no product.
         """
         unused = (1 - self.projected) * self.vocabulary * self.width
         return 6 * (parameters - unused) + 12 * self.layers * self.width * self.length
@@ -57,9 +58,10 @@ FLOPS_FORMULA = (
 
 
 class Transformer(nnx.Module):
-    """Pre-norm, with tied embeddings, as GPT-2, and learned positions (a table for each axis of the grid, added).
+    """A pre-norm transformer with tied embeddings, like GPT-2.
 
-    bfloat16 is computed with, float32 are the weights. A key is needed for dropout; without one nothing is dropped.
+    Learned positions are the sum of a table per axis of the grid. The weights are float32, computation is in bfloat16.
+    Dropout needs a key, and is off without one.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -68,7 +70,7 @@ class Transformer(nnx.Module):
         self.embed = nnx.Embed(config.vocabulary, config.width, embedding_init=normal, dtype=jnp.bfloat16, rngs=rngs)
         learned = () if config.rotary else config.grid
         self.positions = nnx.List([nnx.Param(normal(rngs.params(), (n, config.width))) for n in learned])
-        # The layers' weights are stacked, so that a layer is compiled once, however many there are.
+        # The layers' weights are stacked, so a layer is compiled only once.
         stacked = nnx.vmap(lambda rngs: Block(config, rngs), in_axes=(0,), out_axes=0)
         self.blocks = nnx.split_rngs(splits=config.layers)(stacked)(rngs)
         self.norm = nnx.LayerNorm(config.width, dtype=jnp.bfloat16, rngs=rngs)
@@ -76,22 +78,22 @@ class Transformer(nnx.Module):
             self.head = nnx.Linear(config.documents * config.width, config.classes, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, lengths: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
-        """Tokens [B, T], and how many of each row are no padding, [B] -> features [B, T, width]."""
-        place = jnp.zeros(self.config.width)
+        """Return features [B, T, width] for tokens [B, T] and the lengths without padding, [B]."""
+        positions = jnp.zeros(self.config.width)
         for axis, table in enumerate(self.positions):
-            place = place + jnp.expand_dims(table[...], tuple(range(1, len(self.config.grid) - axis)))
-        # In float32, since the gradient of a lookup in bfloat16 adds up the rows of a token in bfloat16, one by one.
-        x = (self.embed.embedding[tokens] + place.reshape(-1, self.config.width)).astype(jnp.bfloat16)
+            positions = positions + jnp.expand_dims(table[...], tuple(range(1, len(self.config.grid) - axis)))
+        # In float32, because the gradient of a bfloat16 lookup accumulates the rows of a token in bfloat16.
+        x = (self.embed.embedding[tokens] + positions.reshape(-1, self.config.width)).astype(jnp.bfloat16)
         first, keys = (None, None) if key is None else split(key, self.config.layers)
         layers = nnx.scan(Block.__call__, in_axes=(0, nnx.Carry, None, 0), out_axes=nnx.Carry)
-        return self.norm(layers(self.blocks, dropped(x, first, self.config.dropout), lengths, keys))
+        return self.norm(layers(self.blocks, apply_dropout(x, first, self.config.dropout), lengths, keys))
 
     def logits(self, features: jax.Array) -> jax.Array:
-        """Float32 [..., vocabulary]: of a token."""
+        """Return the logits of the tokens, float32 [..., vocabulary]."""
         return self.embed.attend(features).astype(jnp.float32)
 
     def classify(self, features: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-        """Float32 [B / documents, classes], of the mean of a row's features, or of those that count, bool [B, T]."""
+        """Return logits [B / documents, classes] from a row's mean features, over all tokens or the counted ones."""
         where = None if counted is None else counted[..., None]
         pooled = features.astype(jnp.float32).mean(1, where=where)
         return self.head(pooled.reshape(-1, self.config.documents * self.config.width))
@@ -114,29 +116,29 @@ class Block(nnx.Module):
         parts = jnp.split(self.qkv(self.attention_norm(x)), 3, axis=-1)
         q, k, v = (part.reshape(*x.shape[:2], self.config.heads, -1) for part in parts)
         if self.config.rotary:
-            places = tuple(in_tiles(axis, self.config.tile) for axis in np.indices(self.config.grid))
-            q, k = rotated(q, places), rotated(k, places)
+            positions = tuple(in_tiles(axis, self.config.tile) for axis in np.indices(self.config.grid))
+            q, k = rotated(q, positions), rotated(k, positions)
         attended = attend(self.config, q, k, v, lengths, keys[0]).reshape(x.shape)
-        x = x + dropped(self.out(attended), keys[1], self.config.dropout)
-        return x + dropped(self.down(jax.nn.gelu(self.up(self.mlp_norm(x)))), keys[2], self.config.dropout)
+        x = x + apply_dropout(self.out(attended), keys[1], self.config.dropout)
+        return x + apply_dropout(self.down(jax.nn.gelu(self.up(self.mlp_norm(x)))), keys[2], self.config.dropout)
 
 
 def in_tiles(images: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
-    """[..., rows, columns] -> [..., tokens]: the pixels of a tile follow one another."""
+    """Reorder [..., rows, columns] to [..., tokens], with consecutive pixels for each tile."""
     *leading, rows, columns = images.shape
     tiles = images.reshape(*leading, rows // tile[0], tile[0], columns // tile[1], tile[1])
     return tiles.swapaxes(-3, -2).reshape(*leading, rows * columns)
 
 
-def rotated(x: jax.Array, places: tuple[np.ndarray, ...]) -> jax.Array:
-    """[B, T, heads, d] with rotary positions (Su et al. 2021, arXiv 2104.09864); each axis has a share of d.
+def rotated(x: jax.Array, positions: tuple[np.ndarray, ...]) -> jax.Array:
+    """Apply rotary positions (Su et al. 2021, arXiv 2104.09864) to [B, T, heads, d]. The axes share d equally.
 
-    The places along an axis are [T]. Scores depend on their differences alone and not on the size of an image, so that
-    what is learned on a small one is of use on a larger one.
+    The positions along an axis are [T]. Scores depend only on their differences and not on the size of an image, so
+    weights trained on small images are useful for larger ones.
     """
-    count = x.shape[-1] // (2 * len(places))
+    count = x.shape[-1] // (2 * len(positions))
     frequencies = LONGEST ** -jnp.linspace(0, 1, count)
-    angles = jnp.concatenate([jnp.asarray(place)[:, None, None] * frequencies for place in places], -1)
+    angles = jnp.concatenate([jnp.asarray(axis)[:, None, None] * frequencies for axis in positions], -1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], -1).astype(x.dtype)
@@ -150,8 +152,10 @@ def attend(
     lengths: jax.Array | None,
     dropout_key: jax.Array | None,
 ) -> jax.Array:
-    """What the variants of a model differ in. All drop entries of the attention matrix, except for cuDNN's, where
-    `jax.nn.dot_product_attention` has no dropout."""
+    """Compute attention in one of the variants of the model.
+
+    All apply dropout to the attention matrix except cuDNN's, since `jax.nn.dot_product_attention` has no dropout.
+    """
     if config.attention == "standard":
         return standard(query, key, value, lengths, dropout_key, causal=config.causal, rate=config.dropout)
     if config.attention == "cudnn":
@@ -185,19 +189,19 @@ def block_mask(config: Config) -> BlockMask:
 
 
 def neighbours(grid: tuple[int, ...], tile: tuple[int, int], reach: int) -> np.ndarray:
-    """Bool [tiles, tiles]: which are at most so many pixels apart along each axis."""
-    rows, columns = (place.ravel() for place in np.mgrid[: grid[0] : tile[0], : grid[1] : tile[1]])
+    """Return which tiles are at most `reach` pixels from one another along each axis, bool [tiles, tiles]."""
+    rows, columns = (axis.ravel() for axis in np.mgrid[: grid[0] : tile[0], : grid[1] : tile[1]])
     return (np.abs(rows[:, None] - rows) <= reach) & (np.abs(columns[:, None] - columns) <= reach)
 
 
 def split(key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """A key, and so many others."""
+    """Return one key, and `count` others."""
     keys = jax.random.split(key, count + 1)
     return keys[0], keys[1:]
 
 
-def counted(config: Config, tokens: jax.Array, lengths: jax.Array | None) -> jax.Array | None:
-    """Bool [B, T]: which tokens tell the class of a row, where not all do: neither padding nor background."""
+def classified_tokens(config: Config, tokens: jax.Array, lengths: jax.Array | None) -> jax.Array | None:
+    """Return which tokens count in the classification, bool [B, T]: not padding or background. None means all."""
     if config.background is not None:
         return tokens != config.background
     return None if lengths is None else jnp.arange(tokens.shape[1]) < lengths[:, None]

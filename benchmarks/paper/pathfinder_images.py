@@ -1,9 +1,10 @@
 """Pathfinder (Linsley et al. 2018, arXiv 1805.08315; Long Range Arena): do two discs lie on the same dashed curve?
 
-An image has two long curves and shorter ones that distract. A disc is on the first dash of a long curve, the other one
-on the last dash of the same curve with label 1, and of the other curve with label 0. Where the discs are, how far
-apart, and in which directions their dashes point, should not tell the label. So where these make one label likelier
-than the other, some of its images are left out, until both are about as likely, as far as a regression tells.
+An image has two long curves, and shorter ones as distractors. One disc is on the first dash of a long curve. The other
+disc is on the last dash of the same curve (label 1) or of the other long curve (label 0).
+
+The positions of the discs, their distance and the directions of their dashes should not predict the label. If they make
+one label more likely, some images with this label are rejected, until a regression finds both about equally likely.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,26 +15,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.special
 
-TRIES = 4  # how often a long curve is begun in an image before the image is given up
-CANDIDATES = 12  # how many places for the next dash are looked at; the first that has room is taken
-FAR = 1e6  # the place of dashes that are not drawn
-POOL = 2048  # how many images are begun together at most
-SPARE = 6  # how many are begun for one that is asked for, since not all have room and some are left out
-POOLS = 14  # of images with room, from which it is found what discs tell
-DIRECTIONS = 5  # features of the distance and the directions, which tell most
-STEPS = 10  # of Newton's method
-PENALTY = 3.0  # of the squares of a regression's weights
-WAYS = list(product(range(2), repeat=2))  # to put discs on two curves
+TRIES = 4  # attempts to place a long curve in an image before the image is rejected
+CANDIDATES = 12  # random candidates for the next dash; the first one with room is used
+FAR = 1e6  # coordinates of dashes that are not drawn
+POOL = 2048  # maximum number of images that are generated together
+SPARE = 6  # images to start per requested image, since many have no room or are rejected
+POOLS = 14  # pools of images that the regression is fitted to
+DIRECTIONS = 5  # number of features for the distance and the directions, the strongest predictors
+STEPS = 10  # iterations of Newton's method
+PENALTY = 3.0  # L2 penalty of the regression's weights
+DISC_PAIRS = list(product(range(2), repeat=2))  # the long curves of the first and the second disc
 
 
 class Style(NamedTuple):
-    """Of the images of a size, in pixels."""
+    """The style of images of one size. Lengths are in pixels."""
 
     dash: float  # length of a dash
     gap: float  # from the end of a dash to the next one
     dashes: int  # number of dashes in a long curve
-    distractors: int  # number of curves of half as many dashes, which end early where there is no room
-    turn: float = 0.8  # radians from a dash to the next one, at most
+    distractors: int  # number of short curves with half as many dashes, or fewer if there is no room
+    turn: float = 0.8  # maximum turn from a dash to the next one, in radians
     width: float = 1.2  # width of a line
     radius: float = 1.7  # radius of a disc
 
@@ -43,17 +44,17 @@ class Style(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """Between dashes that do not follow one another."""
+        """The minimum distance of dashes that are not consecutive."""
         return 2 * self.gap + 1
 
     def mixed(self, other: "Style", share: float) -> "Style":
-        """With this share of the other in each number."""
-        mixed: Any = [(1 - share) * mine + share * its for mine, its in zip(self, other, strict=True)]
+        """Interpolate all numbers. `share` is the weight of the other style."""
+        mixed: Any = [(1 - share) * x + share * y for x, y in zip(self, other, strict=True)]
         dash, gap, dashes, distractors, *rest = mixed
         return Style(dash, gap, round(dashes), round(distractors), *rest)
 
 
-# The long curves, end to end, are about as long as a side.
+# The end-to-end length of the long curves is about the side of the image.
 STYLES = {
     32: Style(3, 1.5, 6, 3),
     64: Style(4, 2, 10, 5),
@@ -63,7 +64,7 @@ STYLES = {
 
 
 class Odds(NamedTuple):
-    """The log odds of label 1 as a function of what can be seen of discs: a logistic regression."""
+    """The log odds of label 1 from the features of the discs: a logistic regression."""
 
     mean: np.ndarray
     deviation: np.ndarray
@@ -74,15 +75,15 @@ class Odds(NamedTuple):
 
 
 class Drawings(NamedTuple):
-    """What images are drawn from."""
+    """The geometry of images, before they are drawn."""
 
     dashes: np.ndarray  # float32 [images, dashes, 2, (y, x)]: the centre, and a direction of length 1
-    curves: np.ndarray  # int [dashes]: which curve a dash is of; 0 and 1 are the long ones
-    discs: np.ndarray  # int [images, 2]: which long curve the first disc begins, and which the second one ends
+    curves: np.ndarray  # int [dashes]: the curve of each dash; 0 and 1 are the long ones
+    discs: np.ndarray  # int [images, 2]: the long curves that begin at the first disc and end at the second one
 
     @property
     def ends(self) -> np.ndarray:
-        """The dashes that the discs are on: [images, 2, 2, (y, x)]."""
+        """Return the dashes under the discs: [images, 2, 2, (y, x)]."""
         return dashes_of_discs(self.dashes, self.discs, int(np.count_nonzero(self.curves == 0)))
 
     @property
@@ -92,12 +93,12 @@ class Drawings(NamedTuple):
 
 class Examples(NamedTuple):
     images: np.ndarray  # uint8 [images, side, side]
-    targets: np.ndarray  # uint8 [images, side, side]: how many discs are on the curve of a pixel, and 1; 0 on none
+    targets: np.ndarray  # uint8 [images, side, side]: 0 on no curve, otherwise 1 + number of discs on the pixel's curve
     labels: np.ndarray  # int32 [images]
 
 
 def examples(side: int, count: int, seed: int | list[int], style: Style, odds: Odds) -> Examples:
-    """With the odds of this size and style."""
+    """Return images with their targets and labels. The odds must be for this size and style."""
     random = np.random.default_rng(seed)
     parts: list[Examples] = []
     while (missing := count - sum(len(part.labels) for part in parts)) > 0:
@@ -107,12 +108,12 @@ def examples(side: int, count: int, seed: int | list[int], style: Style, odds: O
 
 
 def plan(side: int, style: Style, odds: Odds, random: np.random.Generator, most: int) -> Drawings:
-    """Of at most so many images, those that have room and are not left out for what their discs tell."""
+    """Return at most `most` drawings: images with enough room that are not rejected because of their discs."""
     dashes = long_curves(side, style, random, min(POOL, SPARE * most))
-    # An image stays with a probability that is the odds against its label, at most 1.
+    # An image is kept with a probability equal to the odds against its label, at most 1.
     discs = random.integers(2, size=(len(dashes), 2))
-    told = odds(surroundings(side, dashes_of_discs(dashes, discs, style.dashes)))
-    likelier = np.where(discs[:, 0] == discs[:, 1], told, -told)
+    predicted = odds(surroundings(side, dashes_of_discs(dashes, discs, style.dashes)))
+    likelier = np.where(discs[:, 0] == discs[:, 1], predicted, -predicted)
     kept = np.flatnonzero(np.log(random.random(len(dashes))) < -likelier)[:most]
     lengths = [style.dashes] * 2 + [max(2, style.dashes // 2)] * style.distractors
     curves = np.repeat(np.arange(len(lengths)), lengths)
@@ -123,57 +124,58 @@ def plan(side: int, style: Style, odds: Odds, random: np.random.Generator, most:
     return drawings
 
 
-def long_curves(side: int, style: Style, random: np.random.Generator, begun: int) -> np.ndarray:
-    """The dashes of both long curves of an image, one curve after the other, where both have room."""
-    dashes = np.full((begun, 2 * style.dashes, 2, 2), FAR, np.float32)
+def long_curves(side: int, style: Style, random: np.random.Generator, count: int) -> np.ndarray:
+    """Start `count` images. If both long curves have room, return their dashes, one curve after the other."""
+    dashes = np.full((count, 2 * style.dashes, 2, 2), FAR, np.float32)
     for curve in np.split(np.arange(2 * style.dashes), 2):
         dashes = dashes[grow(side, style, dashes, curve, TRIES, random)]
     return dashes
 
 
 def dashes_of_discs(dashes: np.ndarray, discs: np.ndarray, length: int) -> np.ndarray:
-    """[images, 2, 2, (y, x)], of long curves of so many dashes."""
+    """Return the dashes under the discs, [images, 2, 2, (y, x)]. Long curves have `length` dashes."""
     return dashes[np.arange(len(dashes))[:, None], length * discs + [0, length - 1]]
 
 
-def odds_of(side: int, style: Style, apply: Callable[..., Iterable[np.ndarray]] = map) -> Odds:
-    """What discs tell of the label. With the `map` of a pool of processes these make the images.
+def odds_from_discs(side: int, style: Style, apply: Callable[..., Iterable[np.ndarray]] = map) -> Odds:
+    """Fit the odds of label 1 to the features of the discs. `apply` may be the `map` of a pool of processes.
 
-    Raises ValueError if the style has no room in images of this size.
+    Raises ValueError if images of this size have no room for the style's curves.
     """
-    seen = np.concatenate(list(apply(partial(seen_of_discs, side, style), range(POOLS))), 1)
-    if not seen.size:
+    features = np.concatenate(list(apply(partial(disc_features, side, style), range(POOLS))), 1)
+    if not features.size:
         raise ValueError(f"images of {side} x {side} pixels have no room for two curves as in {style}")
-    labels = [first == second for first, second in WAYS]
-    return log_odds(np.concatenate(seen), np.repeat(labels, seen.shape[1]))
+    labels = [first == second for first, second in DISC_PAIRS]
+    return fit_log_odds(np.concatenate(features), np.repeat(labels, features.shape[1]))
 
 
-def seen_of_discs(side: int, style: Style, seed: int) -> np.ndarray:
-    """In a pool of images, with the discs in all ways: [ways, images, features]."""
+def disc_features(side: int, style: Style, seed: int) -> np.ndarray:
+    """Return features of a pool of images, with all pairs of discs: [pairs, images, features]."""
     dashes = long_curves(side, style, np.random.default_rng([0, seed]), POOL)  # examples have other seeds
-    discs = [np.tile(way, (len(dashes), 1)) for way in WAYS]
+    discs = [np.tile(pair, (len(dashes), 1)) for pair in DISC_PAIRS]
     return np.stack([surroundings(side, dashes_of_discs(dashes, x, style.dashes)) for x in discs])
 
 
 def surroundings(side: int, ends: np.ndarray) -> np.ndarray:
-    """What can be seen of discs without following a curve, whatever way an image is turned or mirrored: [images, 10].
+    """Return features of discs and their dashes, [images, 2, 2, (y, x)], that do not need the curves: [images, 10].
 
-    From their dashes [images, 2, 2, (y, x)]: how far apart they are, where the dashes point as seen from the line
-    between them, and how far each disc, and the middle between them, is from the middle of the image.
+    The features are the distance of the discs, the directions of their dashes relative to the line between them, and
+    how far the discs and their midpoint are from the centre of the image. Rotations by 90 degrees and reflections of
+    the image do not change them.
     """
-    places, directions = ends[:, :, 0] / side - 0.5, ends[:, :, 1] * [[1], [-1]]
-    line = places[:, 1] - places[:, 0]
-    apart = np.linalg.norm(line, axis=-1, keepdims=True)
-    y, x = np.moveaxis(line / apart, -1, 0)[:, :, None]
+    positions, directions = ends[:, :, 0] / side - 0.5, ends[:, :, 1] * [[1], [-1]]
+    line = positions[:, 1] - positions[:, 0]
+    distance = np.linalg.norm(line, axis=-1, keepdims=True)
+    y, x = np.moveaxis(line / distance, -1, 0)[:, :, None]
     along = directions[..., 0] * y + directions[..., 1] * x
     across = directions[..., 0] * x - directions[..., 1] * y
     across = across * np.sign(across[:, :1])
-    middle = np.linalg.norm(places.mean(1), axis=-1, keepdims=True)
-    return np.concatenate([apart, along, across, middle, np.sort(np.abs(places), axis=-1).reshape(-1, 4)], 1)
+    middle = np.linalg.norm(positions.mean(1), axis=-1, keepdims=True)
+    return np.concatenate([distance, along, across, middle, np.sort(np.abs(positions), axis=-1).reshape(-1, 4)], 1)
 
 
-def log_odds(features: np.ndarray, labels: np.ndarray) -> Odds:
-    """Of label 1."""
+def fit_log_odds(features: np.ndarray, labels: np.ndarray) -> Odds:
+    """Fit the log odds of label 1."""
     mean, deviation = features.mean(0), features.std(0)
     x = terms((features - mean) / deviation)
     weights = np.zeros(x.shape[1])
@@ -185,16 +187,16 @@ def log_odds(features: np.ndarray, labels: np.ndarray) -> Odds:
 
 
 def terms(x: np.ndarray) -> np.ndarray:
-    """Products of up to two features, and of up to four of the distance and the directions."""
-    each = [range(x.shape[1])] * 3 + [range(DIRECTIONS)] * 2
-    factors = [chosen for n, of in enumerate(each) for chosen in combinations_with_replacement(of, n)]
+    """Return products of up to two features, and of up to four features for the distance and the directions."""
+    columns = [range(x.shape[1])] * 3 + [range(DIRECTIONS)] * 2
+    factors = [chosen for n, some in enumerate(columns) for chosen in combinations_with_replacement(some, n)]
     return np.stack([x[:, list(chosen)].prod(1) for chosen in factors], 1)
 
 
 def grow(
     side: int, style: Style, dashes: np.ndarray, curve: np.ndarray, tries: int, random: np.random.Generator
 ) -> np.ndarray:
-    """Adds a curve, of the dashes of these numbers, to each image; returns where all of it found room."""
+    """Add a curve with these dash numbers to each image. Return which images have room for the whole curve."""
     found = np.zeros(len(dashes), bool)
     for _ in range(tries):
         growing = np.flatnonzero(~found)
@@ -210,8 +212,7 @@ def grow(
 def next_dash(
     side: int, style: Style, dashes: np.ndarray, begins: bool, random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a dash for each image, and whether there is room for it. Unless it begins a curve, it follows the last
-    one."""
+    """Return a dash for each image, and whether there is room for it. It continues the last dash or begins a curve."""
     images = len(dashes)
     if begins:
         others = dashes
@@ -227,36 +228,39 @@ def next_dash(
     border = style.pitch / 2 + style.radius
     room = ((border < centre) & (centre < side - border)).all(-1)
     candidates = np.stack([centre, direction], 2).astype(np.float32)
-    mine, theirs = (sampled(style, x) for x in (candidates, others))
-    squares = (mine[:, :, None, 0] - theirs[:, None, :, 0]) ** 2 + (mine[:, :, None, 1] - theirs[:, None, :, 1]) ** 2
+    new, old = (sampled(style, x) for x in (candidates, others))
+    squares = (new[:, :, None, 0] - old[:, None, :, 0]) ** 2 + (new[:, :, None, 1] - old[:, None, :, 1]) ** 2
     room &= ~(squares < style.margin**2).any(2).reshape(images, CANDIDATES, 3).any(-1)
     chosen = np.arange(images), room.argmax(1)
     return candidates[chosen], room[chosen]
 
 
 def sampled(style: Style, dashes: np.ndarray) -> np.ndarray:
-    """[images, dashes, 2, 2] -> [images, 3 · dashes, 2]: both ends and the middle stand for a dash."""
+    """Return the ends and the middle of each dash: [images, dashes, 2, 2] -> [images, 3 · dashes, 2]."""
     along = style.dash / 2 * np.array([-1, 0, 1], np.float32)[:, None]
     return (dashes[:, :, None, 0] + along * dashes[:, :, None, 1]).reshape(len(dashes), 3 * dashes.shape[1], 2)
 
 
 def draw(side: int, style: Style, drawings: Drawings) -> tuple[np.ndarray, np.ndarray]:
-    """The images, anti-aliased, and their targets."""
+    """Draw the images, anti-aliased, and their targets."""
     images = np.zeros((len(drawings.dashes), side, side), np.float32)
     targets = np.zeros(images.shape, np.uint8)
     counts = (drawings.discs[:, :, None] == drawings.curves).sum(1)  # [images, dashes]: discs on the curve of a dash
     dash, pixels, covered = strokes(side, drawings.dashes, style.dash / 2, style.width / 2)
     np.maximum.at(images, pixels, covered)
     np.maximum.at(targets, pixels, np.where(covered > 0, counts[dash][:, None, None] + 1, 0).astype(np.uint8))
-    places = drawings.ends * [[1], [0]]
-    _, pixels, covered = strokes(side, places, 0.0, style.radius)
+    centres = drawings.ends * [[1], [0]]
+    _, pixels, covered = strokes(side, centres, 0.0, style.radius)
     np.maximum.at(images, pixels, covered)
     return np.round(images * 255).astype(np.uint8), targets
 
 
 def strokes(side: int, dashes: np.ndarray, half: float, radius: float) -> tuple[Any, Any, np.ndarray]:
-    """Of lines of a half length, with round ends of a radius: which lines there are (image, number), the pixels around
-    each (image, y, x), and how much of a pixel the line covers, about: float32 [lines, rows, columns]."""
+    """Rasterise lines of half length `half` with round ends.
+
+    Returns the index of each line (image, number), the pixels around it (image, y, x), and approximately how much of
+    each pixel it covers, float32 [lines, rows, columns].
+    """
     image, which = np.nonzero(dashes[..., 0, 0] < FAR)
     centre, direction = np.moveaxis(dashes[image, which], 1, 0)[:, :, None, None]
     reach = int(np.ceil(half + radius + 1))
@@ -264,5 +268,5 @@ def strokes(side: int, dashes: np.ndarray, half: float, radius: float) -> tuple[
     offset = pixels + 0.5 - centre
     along = np.clip((offset * direction).sum(-1, keepdims=True), -half, half)
     covered = np.clip(radius + 0.5 - np.linalg.norm(offset - along * direction, axis=-1), 0, 1)
-    y, x = np.clip(pixels, 0, side - 1).transpose(3, 0, 1, 2)  # beyond the border nothing is covered
+    y, x = np.clip(pixels, 0, side - 1).transpose(3, 0, 1, 2)  # clipped pixels have zero coverage
     return (image, which), (image[:, None, None], y, x), covered.astype(np.float32)

@@ -1,4 +1,4 @@
-"""One call of a case of `gpt2_problem`, for a profiler that starts with `cudaProfilerStart`: see `gpt2_counters`.
+"""Run one case of `gpt2_problem` for a profiler that starts with `cudaProfilerStart`; see `gpt2_counters`.
 
 ncu --profile-from-start off python -m benchmarks.paper.profiled NUMBER
 """
@@ -16,7 +16,7 @@ from .sections import gpt2_problem
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("number", type=int, help="of the case")
+    parser.add_argument("number", type=int, help="index of the case")
     parser.add_argument("--quick", action="store_true", help="the small problem")
     args = parser.parse_args()
     call = gpt2_problem.cases()[args.number].program(passes.BOTH, args.quick).call

@@ -1,10 +1,10 @@
-"""The file of a section: written after every row, and gone on with by the next run.
+"""The result file of a section. It is written after every row, and the next run resumes from it.
 
     def run(results: Results, quick: bool) -> None:
         results.begin(shape=[16, 8, 64])
         results.measure([{"length": n} for n in (128, 256)], rows_of)  # rows_of(length=128), then rows_of(length=256)
 
-A run that is cut off, or that stops because its minutes are over, is given again and goes on.
+Start an interrupted run, or one that reached its time limit, again to resume it.
 """
 
 import json
@@ -18,11 +18,11 @@ import measure
 from . import START
 
 Row = dict[str, Any]
-SAME = ("devices", "python", "versions")  # of the environment, or the rows in the file are not gone on with
+SAME = ("devices", "python", "versions")  # fields of the environment that must match to resume from a file
 
 
 class OutOfTime(Exception):
-    """The minutes are over. Its text says what is left."""
+    """The time limit is reached. The text lists the remaining keys."""
 
 
 class Results:
@@ -32,7 +32,7 @@ class Results:
         self.fields: dict[str, Any] = {}
 
     def begin(self, **common: Any) -> None:
-        """What all rows have in common. Rows of a file that has the same, and the same environment, are taken over."""
+        """Set the fields that all rows share. Resume from the file if these fields and the environment match."""
         self.fields = measure.plain(common)
         if self.path.exists() and not self.fresh:
             found = json.loads(self.path.read_text())
@@ -41,15 +41,15 @@ class Results:
                 self.rows = found["rows"]
 
     def measure(self, keys: Sequence[Row], rows_of: Callable[..., Iterable[Row]]) -> None:
-        """Calls `rows_of(**key)` for every key that no row has yet; its rows, and the key in each, are saved at once.
+        """Call `rows_of(**key)` for every key that has no rows yet. Save its rows, together with the key.
 
-        It raises `OutOfTime` in place of a call when the minutes since the process began are over.
+        Raises `OutOfTime` before a call if the time limit, counted from the start of the process, is reached.
         """
         left = [key for key in keys if not any(key.items() <= row.items() for row in self.rows)]
         for i, key in enumerate(left):
             if self.seconds_left() <= 0:
-                raise OutOfTime("; ".join(map(named, left[i:])))
-            print(f"{self.path.stem}: {named(key)}, {i + 1} of {len(left)}", flush=True)
+                raise OutOfTime("; ".join(map(key_text, left[i:])))
+            print(f"{self.path.stem}: {key_text(key)}, {i + 1} of {len(left)}", flush=True)
             self.rows += [key | measure.plain(row) for row in rows_of(**key)]
             self.save()
 
@@ -57,10 +57,10 @@ class Results:
         return 60 * self.minutes - (time.monotonic() - START)
 
     def save(self, **fields: Any) -> None:
-        """With more fields, such as what follows from all rows together."""
+        """Write the file, with additional fields such as results from all rows."""
         self.fields |= measure.plain(fields)
         measure.save(self.path, {"environment": self.environment, **self.fields, "rows": self.rows})
 
 
-def named(key: Row) -> str:
+def key_text(key: Row) -> str:
     return ", ".join(f"{name} = {value}" for name, value in key.items())

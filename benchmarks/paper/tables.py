@@ -1,4 +1,4 @@
-"""The tables of docs/paper.md: of what `python -m benchmarks.paper` has measured."""
+"""The tables of docs/paper.md, from the results of `python -m benchmarks.paper`."""
 
 import re
 import statistics
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from cells import Listing, Results, Row, Rows, declare, number, one, shows, table, with_count
 
 FLASH, STANDARD, RBG, XLA = "jax_flash", "standard", "standard_rbg", "xla"
-PLAIN = "without_dropout"  # jax_flash, to compare with what has no dropout
+PLAIN = "without_dropout"  # jax_flash, for comparison with methods without dropout
 BOTH = "forward + backward"
 NAMES = {
     STANDARD: "standard attention",
@@ -37,7 +37,7 @@ def times(above: float | None, below: float | None, digits: int = 1) -> str:
 
 
 def feature_name(name: str) -> str:
-    """Of a table that says of each cell or line whether there is dropout."""
+    """Return a name for tables that state for each cell or line whether there is dropout."""
     return NAMES[name].removesuffix(", no dropout")
 
 
@@ -52,7 +52,7 @@ def names_in(rows: Rows, field: str) -> list[str]:
 def paper_gpt2_problem(results: Results) -> str:
     rows, model = results["rows"], results["model"]
 
-    def of(name: str, pass_: str, dropout: bool) -> Row:
+    def row_of(name: str, pass_: str, dropout: bool) -> Row:
         return one(rows, implementation=name, mask=True, dropout=dropout, pass_=pass_)
 
     def compared(what: str, both: Sequence[float | None], digits: int = 1) -> list[str]:
@@ -63,14 +63,14 @@ def paper_gpt2_problem(results: Results) -> str:
         return [model[name][field] / 1e9 for name in names]
 
     def measured(pass_: str, dropout: bool) -> list[str]:
-        """Beside the fastest of standard attention, with either generator, and XLA's through jax.nn."""
-        what = f"milliseconds, {pass_}, padding {'and dropout' if dropout else 'alone'}"
+        """Compare with the fastest of XLA's attention and standard attention with either generator."""
+        what = f"milliseconds, {pass_}, padding {'and dropout' if dropout else 'only'}"
         same = {"pass": pass_, "mask": True, "dropout": dropout}
         baselines = [find(rows, implementation=x, **same).get("milliseconds") for x in (STANDARD, RBG, XLA)]
         fastest = min((x for x in baselines if x is not None), default=None)
-        return compared(what, (fastest, of(FLASH, pass_, dropout)["milliseconds"]), 2)
+        return compared(what, (fastest, row_of(FLASH, pass_, dropout)["milliseconds"]), 2)
 
-    xla_bytes = of(STANDARD, BOTH, True).get("xla_bytes")
+    xla_bytes = row_of(STANDARD, BOTH, True).get("xla_bytes")
     comparison = table(
         ["", "standard attention", "FlashAttention", "standard ÷ FlashAttention"],
         [
@@ -142,8 +142,8 @@ def paper_gpt2_operators(results: Results) -> str:
     }
 
     def share(kind: str, field: str) -> float:
-        of_kind = sum(row[field] for row in results["rows"] if row["class"] == kind)
-        return 100 * of_kind / sum(row[field] for row in results["rows"])
+        of_class = sum(row[field] for row in results["rows"] if row["class"] == kind)
+        return 100 * of_class / sum(row[field] for row in results["rows"])
 
     return table(
         ["class of operator", "% of FLOPs", "% of time", "Ivanov et al.: % of FLOPs", "% of time"],
@@ -186,7 +186,7 @@ def paper_figure2(results: Results) -> str:
 
 
 def at(results: Results, method: str, length: int, field: str) -> float | None:
-    """Of a row of figure3.py; nothing where the method has failed."""
+    """Return a field of a row of figure3.py. It is None if the method failed."""
     return one(results["rows"], method=method, length=length)[field]
 
 
@@ -195,13 +195,13 @@ def lengths_of(results: Results) -> list[int]:
 
 
 def longest(results: Results, *methods: str) -> int | None:
-    """Of the lengths at which all of them ran."""
+    """Return the largest length at which all methods ran."""
     ran = [n for n in lengths_of(results) if all(at(results, x, n, "milliseconds") is not None for x in methods)]
     return max(ran, default=None)
 
 
 def crossover(results: Results, method: str) -> str:
-    """From which length on it is faster than jax_flash."""
+    """Return from which length on a method is faster than jax_flash."""
     slower = [
         n
         for n in lengths_of(results)
@@ -222,17 +222,17 @@ def ratio_at_longest(results: Results, method: str, field: str) -> str:
 @shows("paper_figure3")
 def paper_figure3(results: Results) -> str:
     def ratios(baseline: str, flash: str) -> dict[int, float]:
-        """Of the lengths up to 2048 at which both ran."""
+        """Return the ratios at the lengths up to 2048 at which both ran."""
         found = {n: [at(results, x, n, "milliseconds") for x in (baseline, flash)] for n in lengths_of(results)}
         return {n: x[0] / x[1] for n, x in found.items() if n <= 2048 and x[0] and x[1]}
 
-    beside_standard, beside_xla = ratios(STANDARD, FLASH), ratios(XLA, PLAIN)
-    least = [min(ratio, beside_xla.get(n, ratio)) for n, ratio in beside_standard.items()]
+    over_standard, over_xla = ratios(STANDARD, FLASH), ratios(XLA, PLAIN)
+    least = [min(ratio, over_xla.get(n, ratio)) for n, ratio in over_standard.items()]
     claims = table(
         ["", "the paper", "here"],
         [
-            ["speed-up over standard attention, N = 128 to 2048", "up to 3", spread(beside_standard.values())],
-            ["speed-up over XLA through jax.nn, both without dropout", "–", spread(beside_xla.values())],
+            ["speed-up over standard attention, N = 128 to 2048", "up to 3", spread(over_standard.values())],
+            ["speed-up over XLA through jax.nn, both without dropout", "–", spread(over_xla.values())],
             ["speed-up over the faster of the two at each length", "–", spread(least)],
             *([f"{NAMES[x]} is faster", "from N = 512 to 1024 on", crossover(results, x)] for x in APPROXIMATE),
             *(
@@ -250,14 +250,14 @@ def spread(ratios: Collection[float]) -> str:
 
 
 def out_of_memory(row: Row) -> bool:
-    """Whether that is why the method of the row has no time."""
+    """Return whether the method of the row failed because of memory."""
     return (
         row["failure"] is not None and re.search("RESOURCE_EXHAUSTED|out of memory", row["failure"], re.I) is not None
     )
 
 
 def time_and_memory(results: Results) -> list[str]:
-    """Two tables, of all methods and lengths."""
+    """Return a table of times and one of memory, for all methods and lengths."""
     lengths = lengths_of(results)
 
     def time(row: Row) -> str:
@@ -321,12 +321,12 @@ CURVES = ("training", "held_out")
 
 
 def find(rows: Rows, **fields: object) -> Row:
-    """The row with these fields; where there is none, one without any."""
+    """Return the row with these fields, or an empty row if it does not exist."""
     return next((row for row in rows if all(row.get(key) == value for key, value in fields.items())), {})
 
 
-def beside_standard(rows: Rows, row: Row) -> str:
-    """Tokens a second over those of standard attention that drops as much."""
+def relative_to_standard(rows: Rows, row: Row) -> str:
+    """Return the tokens per second relative to standard attention with the same dropout."""
     same = {key: row.get(key) for key in ("task", "length", "dropout", "attention_dropout")}
     return times(row.get(SPEED), find(rows, attention="standard", **same).get(SPEED), 2)
 
@@ -344,7 +344,7 @@ def training_steps(rows: Rows, name: Callable[[Row], str]) -> str:
             number(rate and rate / 1e3, 1),
             number(share and 100 * share, 1),
             number(size and size / 1e9, 1),
-            beside_standard(rows, row),
+            relative_to_standard(rows, row),
         ]
 
     head = [
@@ -364,7 +364,7 @@ def length_and_dropout(row: Row) -> str:
 
 
 def gpt2_speeds(results: Results, paper: dict[int, str]) -> str:
-    """With the paper's figures, of each length."""
+    """Compare with the paper's numbers for each length."""
     rows = results["rows"]
 
     def rate(attention: str, length: int) -> float | None:
@@ -422,37 +422,39 @@ def paper_gpt2_context(results: Results) -> str:
     def milliseconds_a_step(length: int) -> float:
         return 1e3 * statistics.mean(row["seconds_a_step"] for row in rows if row["length"] == length)
 
-    def of_seed(seed: int) -> list[str]:
+    def line_of(seed: int) -> list[str]:
         both = [one(rows, seed=seed, length=length)["perplexity"] for length in lengths]
-        return [f"perplexity of a byte, seed {seed}", *(f"{x:.4f}" for x in both), f"{both[1] - both[0]:+.4f}"]
+        return [f"perplexity per byte, seed {seed}", *(f"{x:.4f}" for x in both), f"{both[1] - both[0]:+.4f}"]
 
     def spread_of(values: dict[str, float]) -> str:
         return f"{values['spread']:.4f}"
 
     low, high = difference["interval"]
-    of_lengths = [results["perplexity"][str(length)] for length in lengths]
+    by_length = [results["perplexity"][str(length)] for length in lengths]
     compared = table(
         ["", *(f"N = {length}" for length in lengths), "difference"],
         [
-            ["the paper: perplexity of a token, N = 1024 and 4096", "18.2", "17.5", "-0.7"],
-            *map(of_seed, seeds),
-            ["mean of the seeds", *(f"{x['mean']:.4f}" for x in of_lengths), f"{difference['mean']:+.4f}"],
-            ["standard deviation", *map(spread_of, of_lengths), spread_of(difference)],
+            ["the paper: perplexity per token, N = 1024 and 4096", "18.2", "17.5", "-0.7"],
+            *map(line_of, seeds),
+            ["mean of the seeds", *(f"{x['mean']:.4f}" for x in by_length), f"{difference['mean']:+.4f}"],
+            ["standard deviation", *map(spread_of, by_length), spread_of(difference)],
             [f"{100 * difference['confidence']:g}% interval of the mean", "–", "–", f"{low:+.4f} to {high:+.4f}"],
             ["milliseconds per step", *(number(milliseconds_a_step(length), 0) for length in lengths), "–"],
         ],
     )
-    seen = f"Each has seen {results['bytes_seen'] / 1e6:.1f} MB, half of them in its own {results['steps']} steps."
-    return f"{compared}\n\n{text_of(results)} {seen}"
+    size, steps = results["bytes_seen"] / 1e6, results["steps"]
+    trained = f"Each model was trained on {size:.1f} MB, half of them in its own {steps} steps."
+    return f"{compared}\n\n{text_of(results)} {trained}"
 
 
 @shows("paper_bert")
 def paper_bert(results: Results) -> str:
     rows = results["rows"]
     flash = find(rows, attention="flash", dropout=PAPERS_DROPOUT)
+    ratio = relative_to_standard(rows, flash)
     claim = table(
         [f"BERT-large, dropout {PAPERS_DROPOUT}", "the paper", "here"],
-        [["speed-up", "1.15 (over NVIDIA's MLPerf 1.1)", f"{beside_standard(rows, flash)} (over standard attention)"]],
+        [["speed-up", "1.15 (over NVIDIA's MLPerf 1.1)", f"{ratio} (over standard attention)"]],
     )
     return f"{claim}\n\n{training_steps(rows, length_and_dropout)}"
 
@@ -463,8 +465,8 @@ def paper_lra_speed(results: Results) -> str:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
 
     def ratio(attention: str, task: str) -> float | None:
-        mine, standard = (find(rows, attention=x, task=task).get(SPEED) for x in (attention, "standard"))
-        return mine / standard if mine and standard else None
+        rate, standard = (find(rows, attention=x, task=task).get(SPEED) for x in (attention, "standard"))
+        return rate / standard if rate and standard else None
 
     def line(attention: str, paper: str) -> list[str]:
         ratios = [ratio(attention, task) for task in tasks]
@@ -506,7 +508,7 @@ def paper_lra_accuracy(results: Results) -> str:
 
 
 def accuracy(row: Row) -> str:
-    """In percent, with its interval, of a row that has been tested."""
+    """Return the accuracy in percent with its interval, or a dash if the row was not tested."""
     if "accuracy" not in row:
         return "–"
     low, high = row["interval"]
@@ -518,12 +520,12 @@ PAPERS_ACCURACY = {32: "72.7", 128: "61.4 (Path-X)", 256: "63.1 (Path-256)"}  # 
 declare({
     "paper pathfinder discs": ["paper_pathfinder_discs", Listing({
         "images": "{side} × {side}".format_map,
-        "% correct from the discs alone (99%)": accuracy,
+        "% correct from the discs only (99%)": accuracy,
     })],
-    # The stages in their order: each continues from the checkpoint of the one before.
+    # The stages are in order: each resumes from the checkpoint of the previous one.
     "paper pathfinder": ["paper_pathfinder", Listing({
         "images": "{side} × {side}, N = {length}".format_map,
-        "learned from": lambda row: "pixels and labels" if row["targets"] else "labels alone",
+        "trained on": lambda row: "pixels and labels" if row["targets"] else "labels only",
         "attention": lambda row: f"{ATTENTIONS[row['attention']]}, {100 * row['kept_blocks']:.0f}% of the blocks",
         "GPU": lambda row: with_count(row["devices"], row["device"]),
         "steps": "{steps}".format_map,

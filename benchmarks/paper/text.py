@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the Python sources of the standard library and of the installed packages."""
+"""Real text available on every machine: the Python sources of the standard library and of the installed packages."""
 
 import functools
 import sysconfig
@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-VOCABULARY = 256  # bytes; a multiple of 128 already
-HELD_OUT = 10  # one file of so many is not trained on
+VOCABULARY = 256  # bytes; already a multiple of 128
+HELD_OUT = 10  # one in this many files is not used for training
 
 
 class Source(NamedTuple):
@@ -22,21 +22,21 @@ class Source(NamedTuple):
 
 @functools.cache
 def sources(most: int | None = None) -> list[Source]:
-    """The first so many files of each folder, or all. A file that has copies counts once.
+    """Return the first `most` files of each folder, or all files, without duplicates.
 
-    Their order follows from what is in them, so that the first files that are held out are of all packages.
+    They are sorted by a checksum, so the first held-out files come from all packages.
     """
     paths = sysconfig.get_paths()
-    # jax need not be where this interpreter would install it.
+    # jax may be installed outside this interpreter's folders.
     installed = dict.fromkeys([Path(paths["purelib"]), Path(paths["platlib"]), Path(jax.__file__).parents[1]])
     found: dict[bytes, Source] = {}
     for root in (Path(paths["stdlib"]), *installed):
         for path in sorted(root.rglob("*.py"))[:most]:
             within = path.relative_to(root).parts
             if root not in installed and within[0] in ("site-packages", "dist-packages"):
-                continue  # of another root
+                continue  # belongs to another root
             if "jax_flash" in within[0]:
-                continue  # so that the text stays the same while this library changes
+                continue  # otherwise the text would change with this library
             content = path.read_bytes()
             package = within[0] if root in installed else "the standard library"
             found.setdefault(content, Source(package, content, zlib.crc32(content) % HELD_OUT == 0))
@@ -44,12 +44,12 @@ def sources(most: int | None = None) -> list[Source]:
 
 
 def tokens(files: list[Source], held_out: bool) -> np.ndarray:
-    """Uint8 [bytes]: the files that are held out or the others, in one piece, each ended by a zero."""
+    """Return the held-out files or the others as one uint8 array. Each file ends with a zero."""
     return np.frombuffer(b"".join(file.content + b"\0" for file in files if file.held_out == held_out), np.uint8)
 
 
 def windows(text: np.ndarray, batch: int, length: int, seed: int | Sequence[int]) -> Iterator[np.ndarray]:
-    """Int32 [batch, length], each row from a random place."""
+    """Yield int32 [batch, length]. Each row starts at a random position."""
     random = np.random.default_rng(seed)
     while True:
         starts = random.integers(len(text) - length, size=(batch, 1))
@@ -57,8 +57,10 @@ def windows(text: np.ndarray, batch: int, length: int, seed: int | Sequence[int]
 
 
 def stretches(text: np.ndarray, batch: int, length: int, count: int) -> Iterator[np.ndarray]:
-    """Int32 [batch, length + 1]: the first `count` tokens but the very first are predicted once each, whatever the
-    length, since a row begins with the token that the row before ends with."""
+    """Yield int32 [batch, length + 1], which cover the first `count` tokens.
+
+    A row begins with the last token of the row before, so each token except the first is predicted once.
+    """
     starts = np.arange(0, min(count, len(text) - 1) // (batch * length) * batch * length, length)
     for rows in starts.reshape(-1, batch, 1):
         yield text[rows + np.arange(length + 1)].astype(np.int32)

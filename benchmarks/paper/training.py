@@ -1,4 +1,4 @@
-"""Training steps: made, timed in turn beside those of another attention, and taken one after the other."""
+"""Training steps: building them, timing them in turn with different attentions, and running them."""
 
 import dataclasses
 import functools
@@ -17,29 +17,29 @@ import scipy.stats
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .models import Attention, Config, Transformer, counted
+from .models import Attention, Config, Transformer, classified_tokens
 from .passes import failure, planned_bytes
 from .results import Row
 
 Batch = dict[str, np.ndarray]
 Loss = Callable[[Transformer, Any, jax.Array | None], jax.Array]
-PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bfloat16, by the vendor
-WARM_UP = 100  # steps until the learning rate is full
+PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bfloat16, from the vendor
+WARM_UP = 100  # steps until the learning rate reaches its maximum
 ROUNDS = 5
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
-# --- losses: of a model and a batch, with a key for dropout or none ---------------------------------------------------
+# --- losses: functions of a model, a batch, and a dropout key or None -------------------------------------------------
 
 
 def next_token(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
-    """The mean cross-entropy, in nats a token."""
+    """Return the mean cross-entropy, in nats per token."""
     logits = model.logits(model(batch["tokens"][:, :-1], key=key))
     return cross_entropy(logits, batch["tokens"][:, 1:]).mean()
 
 
 def masked_tokens(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
-    """Only the masked positions, [B, M], go through the vocabulary."""
+    """Return the mean cross-entropy at the masked positions, [B, M]. Only these are projected to the vocabulary."""
     features = model(batch["tokens"], batch["lengths"], key)
     logits = model.logits(jnp.take_along_axis(features, batch["positions"][..., None], 1))
     return cross_entropy(logits, batch["targets"]).mean()
@@ -50,26 +50,27 @@ def label(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
 
 
 def label_and_targets(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
-    """And the mean of the tokens that have a target: one that is not 0."""
+    """Return the loss of the labels, plus the mean loss of the tokens with a nonzero target."""
     tokens, targets = batch["tokens"], batch["targets"]
     features = model(tokens, None, key)
-    of_rows = model.classify(features, counted(model.config, tokens, None))
-    of_tokens = cross_entropy(model.logits(features), targets).mean(where=targets > 0)
-    return cross_entropy(of_rows, batch["labels"]).mean() + of_tokens
+    logits = model.classify(features, classified_tokens(model.config, tokens, None))
+    target_loss = cross_entropy(model.logits(features), targets).mean(where=targets > 0)
+    return cross_entropy(logits, batch["labels"]).mean() + target_loss
 
 
 def class_logits(model: Transformer, batch: Any, key: jax.Array | None) -> jax.Array:
     lengths = batch.get("lengths")
-    return model.classify(model(batch["tokens"], lengths, key), counted(model.config, batch["tokens"], lengths))
+    counted = classified_tokens(model.config, batch["tokens"], lengths)
+    return model.classify(model(batch["tokens"], lengths, key), counted)
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
 class Trainer:
-    """The weights of a model and the state of AdamW. Weights and dropout follow from the seed.
+    """The weights of a model and the state of AdamW. The seed determines initial weights and dropout.
 
-    Each device has all of the weights, and its share of a batch.
+    Each device has all weights, and its share of a batch.
     """
 
     def __init__(self, config: Config, loss: Loss, seed: int = 0, devices: Sequence[jax.Device] | None = None):
@@ -82,13 +83,14 @@ class Trainer:
         self.restart(seed)
 
     def restart(self, seed: int) -> None:
-        """As new; what is compiled stays."""
+        """Reset weights and optimizer. Compiled programs are kept."""
         self.graph, weights = nnx.split(Transformer(self.config, nnx.Rngs(seed)))
         self.weights, self.state = self.placed((weights, self.optimizer.init(weights)))
-        self.key, self.count = jax.random.key(seed, impl="rbg"), 0  # JAX's default generator takes as long
+        # Training takes as long with JAX's default generator.
+        self.key, self.count = jax.random.key(seed, impl="rbg"), 0
 
     def placed(self, arrays: Any, *dims: str | None) -> Any:
-        """On the devices, which share the dims that are a "batch"."""
+        """Put arrays on the devices. Dims named "batch" are sharded."""
         return jax.device_put(arrays, NamedSharding(self.mesh, PartitionSpec(*dims)))
 
     def _steps(self, weights: Any, state: Any, batches: Any, rates: jax.Array, key: jax.Array, first: jax.Array) -> Any:
@@ -111,13 +113,13 @@ class Trainer:
         return self.weights, self.state, batches, rates.astype(np.float32), self.key, np.int32(self.count)
 
     def steps(self, batches: Batch, rates: np.ndarray) -> jax.Array:
-        """The losses of as many steps as there are rates, in one program. The batches of all of them are stacked."""
+        """Run one step per rate in one program. Return the losses. `batches` is stacked along the steps."""
         self.weights, self.state, losses = self.compiled(*self._arguments(batches, rates))
         self.count += len(rates)
         return losses
 
     def compile(self, batches: Batch) -> int:
-        """The bytes that a program takes: weights, optimiser, batches, and what XLA plans for all that lies between."""
+        """Compile, and return the program's bytes: weights, optimizer state, batches, and what else XLA plans."""
         rates = np.zeros(len(next(iter(batches.values()))))
         self.compiled = self.compiled.lower(*self._arguments(batches, rates)).compile()
         return planned_bytes(self.compiled)
@@ -128,12 +130,12 @@ class Trainer:
 
     @functools.cached_property
     def evaluate(self) -> Callable[[Any, Any], jax.Array]:
-        """Of weights and a batch: the loss without dropout."""
+        """Compute the loss without dropout, from weights and a batch."""
         return jax.jit(lambda weights, batch: self.loss(nnx.merge(self.graph, weights), batch, None))
 
     @functools.cached_property
     def predict(self) -> Callable[[Any, Any], jax.Array]:
-        """Of weights and a batch: the likeliest class of each row."""
+        """Return the most likely class of each row, from weights and a batch."""
         return jax.jit(lambda weights, batch: class_logits(nnx.merge(self.graph, weights), batch, None).argmax(-1))
 
     def mean_loss(self, batches: Iterable[Batch]) -> float:
@@ -145,7 +147,7 @@ class Trainer:
 
 
 def accuracy_of(right: np.ndarray, confidence: float) -> dict[str, Any]:
-    """With the exact binomial (Clopper-Pearson) interval."""
+    """Return the accuracy with its exact binomial (Clopper-Pearson) interval."""
     interval = scipy.stats.binomtest(int(right.sum()), right.size).proportion_ci(confidence)
     return {
         "accuracy": float(right.mean()),
@@ -162,27 +164,27 @@ def train(
     *,
     steps: float = math.inf,
     seconds: float = math.inf,
-    together: int = 1,
+    steps_per_program: int = 1,
 ) -> Iterator[float]:
-    """The loss of each step, for so many steps or seconds. The learning rate warms up, and falls to 0 along a cosine.
+    """Train for a number of steps or seconds. Yield the loss of each step.
 
-    So many steps are taken together, in one program. The seconds count from the second program on, since the first has
-    to be compiled.
+    The learning rate warms up, then decays to 0 along a cosine. Each program runs `steps_per_program` steps. The time
+    counts from the second program on, since the first is compiled.
     """
     start = time.perf_counter()
     waiting: list[jax.Array] = []
-    for first in itertools.count(0, together):
-        if first == together:
+    for first in itertools.count(0, steps_per_program):
+        if first == steps_per_program:
             start = time.perf_counter()
         elapsed = (time.perf_counter() - start) / seconds if first else 0.0
-        numbers = first + np.arange(together)
+        numbers = first + np.arange(steps_per_program)
         done = np.maximum(numbers / steps, elapsed)
         if done[0] >= 1:
             break
         factors = np.minimum(1, (numbers + 1) / WARM_UP) * (1 + np.cos(np.pi * np.minimum(done, 1))) / 2
-        given = trainer.placed(stacked(itertools.islice(batches, together)), None, "batch")
+        given = trainer.placed(stacked(itertools.islice(batches, steps_per_program)), None, "batch")
         waiting.append(trainer.steps(given, rate * factors))
-        if len(waiting) > 2 or not first:  # the device always has something to go on with, and not much
+        if len(waiting) > 2 or not first:  # keeps a short queue, so the device is never idle
             yield from np.asarray(waiting.pop(0)).tolist()
     for losses in waiting:
         yield from np.asarray(losses).tolist()
@@ -194,12 +196,12 @@ def stacked(batches: Iterable[Batch]) -> Batch:
 
 
 def attempted(make_row: Callable[[], Row]) -> Row:
-    """The row, or why there is none: what fails with one attention does not end a section."""
+    """Return the row, or the reason why it failed. So a failure with one attention does not end a section."""
     try:
         row = make_row() | {"failure": None}
     except Exception as error:
         row = {"failure": failure(error)}
-    gc.collect()  # what has failed may leave arrays behind
+    gc.collect()  # frees the arrays of a failure
     return row
 
 
@@ -207,7 +209,7 @@ def attempted(make_row: Callable[[], Row]) -> Row:
 
 
 def attentions(*others: Attention) -> list[Attention]:
-    """Those that can run here: cuDNN's needs a GPU."""
+    """Return the attentions that can run here. cuDNN needs a GPU."""
     cudnn: list[Attention] = ["cudnn"] if jax.default_backend() == "gpu" else []
     return ["standard", *cudnn, "flash", *others]
 
@@ -219,10 +221,12 @@ def compare(
     batch: int,
     names: list[Attention],
     seconds: float,
-    together: int = 1,
+    steps_per_program: int = 1,
 ) -> list[Row]:
-    """A training step with each attention, timed in turn, so many steps in one program. A batch that does not fit into
-    memory is halved until it does. What cannot be measured has a failure."""
+    """Time a training step with each attention, in turn. Each program runs `steps_per_program` steps.
+
+    A batch that does not fit into memory is halved until it does. Attentions that cannot be measured have a failure.
+    """
     rows: list[Row] = [
         {
             "attention": name,
@@ -235,10 +239,11 @@ def compare(
         for name in names
     ]
     trainers: dict[str, tuple[Trainer, Any]] = {}
-    for row in reversed(rows):  # standard attention last, beside the weights of all others, as it is when it is timed
+    # Reversed, so standard attention comes last. Its memory then includes all other weights, as when it is timed.
+    for row in reversed(rows):
         variant = dataclasses.replace(config, attention=row["attention"])
         while row["batch"] and "bytes" not in row and row["failure"] is None:
-            batches = jax.device_put(stacked([make_batch(row["batch"])] * together))
+            batches = jax.device_put(stacked([make_batch(row["batch"])] * steps_per_program))
             try:
                 trainer, row["bytes"] = ready(variant, loss, batches)
                 trainers[row["attention"]] = trainer, batches
@@ -247,11 +252,11 @@ def compare(
                     row["batch"] //= 2
                 else:
                     row["failure"] = failure(error)
-            gc.collect()  # what has failed may leave arrays behind
+            gc.collect()  # frees the arrays of a failure
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for _ in range(ROUNDS):
         for name, (trainer, batches) in trainers.items():
-            times[name].append(seconds_a_step(trainer, batches, seconds / ROUNDS))
+            times[name].append(seconds_per_step(trainer, batches, seconds / ROUNDS))
     for row in rows:
         if row["attention"] in trainers:
             trainer, _ = trainers[row["attention"]]
@@ -260,7 +265,7 @@ def compare(
 
 
 def ready(config: Config, loss: Loss, batches: Any) -> tuple[Trainer, int]:
-    """A trainer that has taken steps, and its bytes."""
+    """Return a trainer that has run its program twice, and its bytes."""
     trainer = Trainer(config, loss)
     size = trainer.compile(batches)
     for _ in range(2):
@@ -269,26 +274,26 @@ def ready(config: Config, loss: Loss, batches: Any) -> tuple[Trainer, int]:
 
 
 def rates_of(batches: Any) -> np.ndarray:
-    """Of steps whose time alone counts."""
+    """Return arbitrary learning rates, for steps that are only timed."""
     return np.full(len(next(iter(batches.values()))), 1e-4)
 
 
-def seconds_a_step(trainer: Trainer, batches: Any, seconds: float) -> float:
-    """Of programs that are enqueued one after the other, three or more, for about so many seconds."""
+def seconds_per_step(trainer: Trainer, batches: Any, seconds: float) -> float:
+    """Time at least three programs, enqueued one after the other, for approximately this many seconds."""
     rates = rates_of(batches)
 
-    def a_program(count: int) -> float:
+    def per_program(count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
             losses = trainer.steps(batches, rates)
         jax.block_until_ready(losses)
         return (time.perf_counter() - start) / count
 
-    return a_program(max(3, math.ceil(seconds / a_program(1)))) / len(rates)
+    return per_program(max(3, math.ceil(seconds / per_program(1)))) / len(rates)
 
 
 def speed(config: Config, parameters: int, batch: int, seconds: float) -> dict[str, Any]:
-    """Figures of a step of so many rows that takes so many seconds."""
+    """Return the fields of a row from the batch size and the seconds per step."""
     tokens = batch * config.length / seconds
     peak = PEAK_FLOPS.get(" ".join(jax.devices()[0].device_kind.split()[:2]))
     utilisation = None if peak is None else tokens * config.flops_per_token(parameters) / peak

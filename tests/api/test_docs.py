@@ -58,7 +58,7 @@ def test_check_finds_a_changed_figure(tables, tmp_path, monkeypatch, capsys):
 
 
 def test_unknown_table_is_an_error(tables):
-    with pytest.raises(SystemExit, match="there is no table 'nothing'; there are .*summary, "):
+    with pytest.raises(SystemExit, match="unknown table 'nothing'; the tables are .*summary, "):
         tables.filled("<!-- table: nothing -->\n<!-- end -->", ROOT / "README.md")
 
 

@@ -41,7 +41,7 @@ def test_needs_several_gpus(exchange, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["exchange.py"])
     with pytest.raises(SystemExit):
         exchange.main()
-    assert "there are not several GPUs" in capsys.readouterr().err
+    assert "this benchmark needs at least two GPUs" in capsys.readouterr().err
 
 
 def test_overlapping_times_count_once(exchange):

@@ -86,7 +86,7 @@ def test_profiler_output_is_parsed(imported):
     metrics = imported("benchmarks.paper.sections.gpt2_counters").METRICS.values()
     names = ",".join(f'"{name}"' for name in ("ID", "Kernel Name", *metrics))
     text = f'==PROF== Connected\n{names}\n"","","byte","byte","inst","ns"\n"0","a<b, c>","1,024","32","7","1500.5"\n'
-    kernels = imported("benchmarks.paper.sections.gpt2_counters").parsed(text)
+    kernels = imported("benchmarks.paper.sections.gpt2_counters").parse(text)
     assert kernels == [
         {"name": "a<b, c>", "bytes_read": 1024, "bytes_written": 32, "instructions": 7, "nanoseconds": 1500.5}
     ]
@@ -190,10 +190,10 @@ def test_table_of_contexts(imported):
     }
     lines = cells.TABLES["paper gpt2 context"](results).splitlines()
     assert lines[0] == "|  | N = 1024 | N = 4096 | difference |"
-    assert "| perplexity of a byte, seed 1 | 3.5000 | 3.0000 | -0.5000 |" in lines
+    assert "| perplexity per byte, seed 1 | 3.5000 | 3.0000 | -0.5000 |" in lines
     assert "| mean of the seeds | 3.2500 | 2.8750 | -0.3750 |" in lines
     assert "| 95% interval of the mean | – | – | -1.5000 to +0.7500 |" in lines
-    assert lines[-1].endswith("Each has seen 2.0 MB, half of them in its own 10 steps.")
+    assert lines[-1].endswith("Each model was trained on 2.0 MB, half of them in its own 10 steps.")
 
 
 def test_tables_of_long_range_arena(imported):
@@ -230,7 +230,7 @@ def test_table_of_pathfinder(imported):
     lines = cells.TABLES["paper pathfinder"]({"rows": [*rows, rows[0] | {"devices": 4}]}).splitlines()
     assert lines[4] == lines[2].replace("a GPU", "4 a GPU")
     assert lines[2:4] == [
-        "| 128 × 128, N = 16384 | labels alone | jax_flash, 100% of the blocks | a GPU | 7 | 5.0 | 4.0 | 0.600 "
+        "| 128 × 128, N = 16384 | labels only | jax_flash, 100% of the blocks | a GPU | 7 | 5.0 | 4.0 | 0.600 "
         "| 61.4 (Path-X) | 75.0 (70.0 to 80.0) |",
         "| 256 × 256, N = 65536 | pixels and labels | jax_flash, block-sparse, 10% of the blocks | a GPU | 7 | 5.0 "
         "| 4.0 | 0.600 | 63.1 (Path-256) | – |",
@@ -285,7 +285,7 @@ def test_timeout_ends_all_processes_of_the_profiler(imported, monkeypatch, tmp_p
     monkeypatch.setattr(counters, "TIMEOUT", 1)
     written = tmp_path / "written"
     with pytest.raises(subprocess.TimeoutExpired):
-        counters.finished(["sh", "-c", f"(sleep 2; echo > {written}) & wait"], dict(os.environ))
+        counters.run_to_end(["sh", "-c", f"(sleep 2; echo > {written}) & wait"], dict(os.environ))
     time.sleep(2)
     assert not written.exists()
 

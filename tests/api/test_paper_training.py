@@ -48,7 +48,7 @@ def planned(module, monkeypatch):
 
     def plan(side, **changes):
         style = images.STYLES[side]._replace(**changes)
-        drawings = images.plan(side, style, images.odds_of(side, style), np.random.default_rng(0), 100)
+        drawings = images.plan(side, style, images.odds_from_discs(side, style), np.random.default_rng(0), 100)
         assert len(drawings.labels) >= 5
         return images, style, drawings
 
@@ -89,9 +89,9 @@ def test_targets_of_pixels(planned, side):
 def test_pathfinder_images_are_deterministic_and_balanced(module, monkeypatch):
     images = module("pathfinder_images")
     monkeypatch.setattr(images, "POOLS", 3)
-    kind = images.STYLES[32], images.odds_of(32, images.STYLES[32])
+    kind = images.STYLES[32], images.odds_from_discs(32, images.STYLES[32])
     drawn, targets, labels = images.examples(32, 300, [1, 2], *kind)
-    again = images.examples(32, 300, [1, 2], images.STYLES[32], images.odds_of(32, images.STYLES[32]))
+    again = images.examples(32, 300, [1, 2], images.STYLES[32], images.odds_from_discs(32, images.STYLES[32]))
     for first, second in zip((drawn, targets, labels), again, strict=True):
         np.testing.assert_array_equal(first, second)
     other = images.examples(32, 300, [1, 3], *kind).images
@@ -105,7 +105,7 @@ def test_pathfinder_images_are_deterministic_and_balanced(module, monkeypatch):
 def test_visible_parts_of_discs_hardly_predict_the_label(module, side, most):
     """A vote of the 25 nearest of the other images is near chance, except for short curves."""
     section = module("sections.pathfinder_discs")
-    x, y = section.seen_of_discs(side, 6000)
+    x, y = section.disc_features(side, 6000)
     x = (x - x.mean(0)) / x.std(0)
     _, near = scipy.spatial.cKDTree(x[::2]).query(x[1::2], 25)
     assert np.mean((y[::2][near].mean(1) > 0.5) == y[1::2]) < most
@@ -126,7 +126,7 @@ def test_log_odds_are_learned(module):
     images = module("pathfinder_images")
     x = np.random.default_rng(0).normal(size=(4000, 10))
     labels = x[:, 0] * x[:, 1] * x[:, 2] + x[:, 8] * x[:, 9] > 0
-    odds = images.log_odds(x[:2000], labels[:2000])
+    odds = images.fit_log_odds(x[:2000], labels[:2000])
     assert np.mean((odds(x[2000:]) > 0) == labels[2000:]) > 0.9
 
 
@@ -184,7 +184,7 @@ def test_model_variants_are_equivalent(module):
     def outputs(**options):
         config = small(models, **options)
         model = models.Transformer(config, nnx.Rngs(0))
-        return model.classify(model(tokens, lengths), models.counted(config, tokens, lengths))
+        return model.classify(model(tokens, lengths), models.classified_tokens(config, tokens, lengths))
 
     # With one block, the butterfly pattern is full.
     for causal in (False, True):
@@ -236,7 +236,7 @@ def test_half_of_the_images_are_easier(module, monkeypatch):
     images, pathfinder = module("pathfinder_images"), module("sections.pathfinder")
     monkeypatch.setattr(pathfinder, "IMAGES", 60)
     monkeypatch.setattr(images, "POOLS", 2)
-    kinds = [(style, images.odds_of(32, style)) for style in (images.STYLES[32], *pathfinder.easier(32))]
+    kinds = [(style, images.odds_from_discs(32, style)) for style in (images.STYLES[32], *pathfinder.easier(32))]
     batch = pathfinder.make_images(32, [1, 2], kinds)
     assert batch["tokens"].shape == batch["targets"].shape == (60, 1024) and batch["tokens"].max() < pathfinder.LEVELS
     standard = pathfinder.make_images(32, [1, 2], kinds[:1])
@@ -334,9 +334,9 @@ def test_classifier_ignores_padding_and_background(module):
     model = models.Transformer(config, nnx.Rngs(0))
     tokens = jnp.array([[3, 0, 5, 0], [0, 0, 7, 1]])
     features = jax.random.normal(jax.random.key(0), (2, 4, config.width))
-    padding = models.counted(config, tokens, jnp.array([4, 3]))
-    background = models.counted(dataclasses.replace(config, background=0), tokens, None)
-    assert models.counted(config, tokens, None) is None
+    padding = models.classified_tokens(config, tokens, jnp.array([4, 3]))
+    background = models.classified_tokens(dataclasses.replace(config, background=0), tokens, None)
+    assert models.classified_tokens(config, tokens, None) is None
     np.testing.assert_array_equal(background, tokens > 0)
     np.testing.assert_array_equal(padding, [[True] * 4, [True] * 3 + [False]])
     for counted in (padding, background):
@@ -355,7 +355,7 @@ def test_several_steps_per_program(module):
     ]
     losses = [
         list(training.train(training.Trainer(small(models), training.label), iter(batches), 1e-3, **options))
-        for options in ({"steps": 4}, {"steps": 4, "together": 2})
+        for options in ({"steps": 4}, {"steps": 4, "steps_per_program": 2})
     ]
     assert len(losses[0]) == 4
     np.testing.assert_allclose(*losses, rtol=1e-3)

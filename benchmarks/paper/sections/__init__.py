@@ -1,1 +1,1 @@
-"""The sections of `python -m benchmarks.paper`: a claim or a few of the paper each, measured by `run`."""
+"""The sections of `python -m benchmarks.paper`. Each measures one or a few claims of the paper in `run`."""

@@ -1,4 +1,4 @@
-"""BERT-large as it is trained for MLPerf: rows of 512 tokens with padding, of which 76 are masked; steps a second."""
+"""BERT-large as trained for MLPerf: training speed on rows of 512 tokens with padding and 76 masked tokens."""
 
 import dataclasses
 
@@ -9,11 +9,11 @@ from ..models import FLOPS_FORMULA, Config
 from ..results import Results, Row
 from ..training import PEAK_FLOPS, Batch, attentions, compare, masked_tokens
 
-MASK = 103  # the token that stands in place of a masked one, as in BERT's vocabulary
-MASKED = 0.15  # of a row of full length; shorter ones have as many
-LARGE = Config(24, 1024, 16, 4096, (512,), 30592, projected=MASKED)  # of 30522 tokens, padded to a multiple of 128
+MASK = 103  # the mask token of BERT's vocabulary
+MASKED = 0.15  # fraction of the full length; shorter rows have the same number of masked tokens
+LARGE = Config(24, 1024, 16, 4096, (512,), 30592, projected=MASKED)  # 30522 tokens, padded to a multiple of 128
 TINY = Config(1, 64, 1, 128, (128,), 512, projected=MASKED)
-SHORTEST = 0.25  # of a row, as a share of the longest
+SHORTEST = 0.25  # length of the shortest row relative to the longest
 
 
 def run(results: Results, quick: bool) -> None:
@@ -33,9 +33,9 @@ def run(results: Results, quick: bool) -> None:
 
 
 def masked_batch(training: np.ndarray, count: int, length: int) -> Batch:
-    """Rows of random lengths, the same number of masked positions in each, in their part that is no padding."""
+    """Return rows of random lengths. All have the same number of masked positions, outside the padding."""
     random = np.random.default_rng(0)
-    tokens = next(text.windows(training, count, length, seed=0)) + 256  # bytes, apart from special tokens
+    tokens = next(text.windows(training, count, length, seed=0)) + 256  # bytes; smaller numbers are special tokens
     lengths = random.integers(int(SHORTEST * length), length + 1, count).astype(np.int32)
     masked = int(MASKED * length)
     positions = np.stack([random.permutation(size)[:masked] for size in lengths]).astype(np.int32)

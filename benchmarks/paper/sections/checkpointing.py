@@ -1,7 +1,7 @@
-"""Recomputation as FlashAttention does it against gradient checkpointing: time and memory of forward + backward.
+"""FlashAttention's recomputation compared with gradient checkpointing: time and memory of forward + backward.
 
-Standard attention that keeps P for the backward, the same under `jax.checkpoint`, which computes it again, Rabe and
-Staats's chunks, checkpointed too, and this library. The problem is that of `figure3`.
+Measures standard attention that keeps P for the backward, the same under `jax.checkpoint`, which recomputes it, Rabe
+and Staats's chunked attention (also checkpointed), and this library. The problem is the same as in `figure3`.
 """
 
 from .. import attentions

@@ -1,8 +1,8 @@
 """The paper's figure 2, middle and right: the size of the key block, and block-sparsity. (Left: `gpt2_problem`.)
 
-Blocks: the tiles of this library's CUDA kernels are chosen when they are compiled, so the run time is that of the same
-algorithm in plain JAX (`jax_flash.blockwise`, forward), whose tiles are squares of that size, and the bytes are those
-that `jax_flash.io_model` counts for Algorithm 1. Sparsity: the CUDA kernels, as `block_sparse.py` measures them.
+Blocks: this library's CUDA kernels choose their tiles when they are compiled. So the run time is measured with the same
+algorithm in plain JAX (`jax_flash.blockwise`, forward) with square tiles of that size. The bytes are counted by
+`jax_flash.io_model` for Algorithm 1. Sparsity: the CUDA kernels, measured as in `block_sparse.py`.
 """
 
 import functools
@@ -20,11 +20,11 @@ from ..results import Results, Row
 from . import gpt2_problem
 
 BLOCKS = (64, 128, 256, 512)
-PARTS = (2, 4, 8, 16, 32)  # one block in so many is kept
+PARTS = (2, 4, 8, 16, 32)  # denominators: one block in this many is kept
 
 
 def run(results: Results, quick: bool) -> None:
-    """Rows of two parts: of all blocks, and of all masks, since those of a part are timed in turn."""
+    """Measure the rows of two parts, all block sizes and all masks. Each part is timed in turn."""
     shape = (1, 512, 2, 64) if quick else (4, 4096, 16, 64)
 
     def rows_of(part: str) -> list[Row]:
@@ -53,10 +53,10 @@ def block_rows(shape: tuple[int, int, int, int]) -> list[Row]:
 
 
 def compiled_with(shape: tuple[int, int, int, int], size: int) -> passes.Program:
-    """The forward in plain JAX, whose module has its block size as a constant, compiled with another."""
+    """Compile the forward in plain JAX with another block size, which is a constant of its module."""
     attend = functools.partial(jax_flash.dot_product_attention, implementation="xla")
     with mock.patch.object(blockwise, "BLOCK", size):
-        jax.clear_caches()  # which have what was traced with the size before
+        jax.clear_caches()  # otherwise a trace with the previous size is reused
         return passes.program(
             lambda q, k, v, lengths, key: attend(q, k, v), passes.FORWARD, passes.operands(shape, False, False)
         )

@@ -1,9 +1,9 @@
 """The paper's figure 3: time and memory of forward + backward against the sequence length, with padding and dropout.
 
 B = 16, 8 heads of d = 64, bfloat16. Memory is what XLA plans for the compiled program: arguments, results and
-temporaries (`memory` compares that with what the allocator counts). A method that has run out of memory is not tried at
-longer sequences. The two of `jax.nn` are without dropout, which it does not have; `without_dropout` is jax_flash for a
-comparison with them. Sequences below 1024 are repeated within a program (see `passes.repeated`).
+temporaries (`memory` compares it with the allocator's count). After a method runs out of memory, longer sequences are
+not tried. `jax.nn` has no dropout, so its two methods are without. `without_dropout` is jax_flash for comparison with
+them. Passes over sequences below 1024 are repeated within a program (see `passes.repeated`).
 """
 
 import functools
@@ -18,18 +18,18 @@ from .. import attentions, passes
 from ..results import Results, Row
 from ..tables import out_of_memory
 
-MOST = 256  # tokens: the projected length of Linformer, and the blocks of local attention; at most an eighth of all
+MOST = 256  # tokens: maximum projected length of Linformer, and block of local attention; at most an eighth of N
 WINDOW, GLOBAL = 512, 64  # tokens of Longformer
 
 
 class Method(NamedTuple):
     attend: Callable[..., jax.Array]
     dropout: bool = True
-    more: Callable[[int], dict[str, Any]] = lambda length: {}  # what else the function is given, of a length
+    more: Callable[[int], dict[str, Any]] = lambda length: {}  # other keyword arguments of the function, by length
 
 
 def compressed(length: int) -> int:
-    """As the paper has it (E.6)."""
+    """Return the length after projection, as in the paper (E.6)."""
     return min(MOST, length // 8)
 
 
@@ -68,7 +68,7 @@ def run(results: Results, quick: bool) -> None:
 def compare(
     results: Results, methods: dict[str, Method], lengths: Sequence[int], batch: int, heads: int, dim: int = 64
 ) -> None:
-    """Rows of milliseconds and bytes, None where a method fails, with the reason."""
+    """Measure rows of milliseconds and bytes. If a method fails, they are None, and the row has the reason."""
 
     def rows_of(length: int) -> list[Row]:
         given = passes.operands((batch, length, heads, dim), True, True)

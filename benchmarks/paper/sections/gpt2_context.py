@@ -1,7 +1,7 @@
-"""GPT-2 small with 4096 bytes of context beside 1024: perplexity on held-out text after the same number of bytes.
+"""GPT-2 small with 4096 bytes of context compared with 1024: held-out perplexity after the same number of bytes.
 
-Both go on from one model that has learned with 1024, whose positions are repeated for 4096. From new weights a batch of
-few long rows would take most of the time to learn what a word is.
+Both models continue from one model trained with 1024. Its positions are repeated for 4096. If the weights were new, a
+batch of a few long rows would spend most of the time learning words.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from ..training import Batch, Trainer, next_token, stacked, train
 RATE = 6e-4
 SEEDS = (0, 1, 2)
 TOKENS = 16384  # in a batch
-STEPS = 1500  # for the model that both go on from, and as many for each of them
+STEPS = 1500  # for the shared model, and again for each of the two models
 CONFIDENCE = 0.95
 
 
@@ -46,7 +46,7 @@ def run(results: Results, quick: bool) -> None:
         return ({"tokens": rows} for rows in text.windows(training, tokens // length, length + 1, seed))
 
     def learn(length: int, seed: int, stage: int, learned: Any) -> Row:
-        """Trains the model of a length, from what another has learned or from new weights; how that went."""
+        """Train the model for a length, from learned or new weights. Return how it went."""
         trainer = compiled(length)
         trainer.restart(seed)
         if learned is not None:
@@ -85,11 +85,11 @@ def run(results: Results, quick: bool) -> None:
 
 
 def mean_and_spread(values: list[float]) -> dict[str, float]:
-    """The spread is the standard deviation of the sample."""
+    """Return the mean, and the standard deviation of the sample as the spread."""
     return {"mean": statistics.mean(values), "spread": statistics.stdev(values)}
 
 
 def interval(differences: list[float]) -> list[float]:
-    """Student's, of the mean of paired differences."""
+    """Return Student's interval for the mean of paired differences."""
     found = scipy.stats.ttest_1samp(differences, 0).confidence_interval(CONFIDENCE)
     return [float(found.low), float(found.high)]

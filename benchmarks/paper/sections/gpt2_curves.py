@@ -1,7 +1,7 @@
 """GPT-2 small on real text with each attention, from the same seed and without dropout: the losses are the same.
 
-Two curves differ by the rounding of bfloat16, which training amplifies. How much that is, the gap between standard
-attention and cuDNN's tells.
+Two curves differ by bfloat16 rounding, which training amplifies. The gap between standard attention and cuDNN shows how
+large this effect is.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from ..results import Results, Row
 from ..training import Trainer, attempted, attentions, next_token, train
 
 RATE = 6e-4
-EVERY = 50  # steps from one validation to the next
+EVERY = 50  # steps between validations
 
 
 def run(results: Results, quick: bool) -> None:

@@ -1,7 +1,7 @@
 """The paper's first table: attention of GPT-2 medium, N = 1024, 16 heads of d = 64, batch 64.
 
-Milliseconds, and FLOPs and bytes as the algorithms' formulas and as XLA count them; `gpt2_counters` has the bytes that
-the hardware counts. Each of padding mask and dropout is there and not, so that one sees what it costs.
+Measures milliseconds. FLOPs and bytes are from the algorithms' formulas, and as counted by XLA. `gpt2_counters` has the
+bytes counted by the hardware. Padding mask and dropout are each measured on and off, to show their cost.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax_flash import io_model
 from .. import attentions, passes
 from ..results import Results, Row
 
-RBG = "standard_rbg"  # draws its mask with XLA's own generator
+RBG = "standard_rbg"  # standard attention with a mask from XLA's random generator
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "standard": attentions.standard,
     RBG: attentions.standard,
@@ -24,8 +24,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "cudnn": attentions.cudnn,
     "jax_flash": attentions.flash,
 }
-OF_JAX_NN = ("xla", "cudnn")  # which have no dropout there
-KEY_BLOCK = 256  # of the counting model: about what fits into the fast memory of a multiprocessor
+JAX_NN = ("xla", "cudnn")  # have no dropout
+KEY_BLOCK = 256  # for the I/O model: approximately what fits into the fast memory of an SM
 
 
 def shape(quick: bool) -> tuple[int, int, int, int]:
@@ -34,7 +34,7 @@ def shape(quick: bool) -> tuple[int, int, int, int]:
 
 class Case(NamedTuple):
     implementation: str
-    mask: bool  # of padding
+    mask: bool  # padding mask
     dropout: bool
 
     def program(self, pass_: str, quick: bool) -> passes.Program:
@@ -44,10 +44,10 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """First those of the paper's claims: with mask and dropout."""
+    """Return the cases. The ones in the paper's claims come first: with mask and dropout."""
     features = itertools.product((True, False), (True, False), IMPLEMENTATIONS)
     found = [Case(name, mask, dropout) for mask, dropout, name in features]
-    return [case for case in found if case.implementation not in (OF_JAX_NN if case.dropout else (RBG,))]
+    return [case for case in found if case.implementation not in (JAX_NN if case.dropout else (RBG,))]
 
 
 def run(results: Results, quick: bool) -> None:
@@ -65,13 +65,13 @@ def run(results: Results, quick: bool) -> None:
 
 
 def row(case: Case, found: passes.Measured) -> Row:
-    made: Row = case._asdict() | {"milliseconds": found.milliseconds, "failure": found.failure}
+    fields: Row = case._asdict() | {"milliseconds": found.milliseconds, "failure": found.failure}
     if found.program is not None:
-        made["memory"] = found.program.bytes
-        if case.implementation in ("standard", RBG, "xla"):  # of the others XLA sees custom calls
+        fields["memory"] = found.program.bytes
+        if case.implementation in ("standard", RBG, "xla"):  # the others are custom calls, which XLA cannot count
             cost = found.program.cost
-            made |= {"xla_flops": cost.get("flops"), "xla_bytes": cost.get("bytes accessed")}
-    return made
+            fields |= {"xla_flops": cost.get("flops"), "xla_bytes": cost.get("bytes accessed")}
+    return fields
 
 
 MODELS: dict[str, tuple[io_model.Algorithm, io_model.Algorithm]] = {  # forward and backward
@@ -82,7 +82,7 @@ MODELS: dict[str, tuple[io_model.Algorithm, io_model.Algorithm]] = {  # forward 
 
 
 def model(name: str, matrices: int, length: int, dim: int) -> dict[str, float]:
-    """FLOPs of the products and bytes of forward and backward, as `jax_flash.io_model` counts them, in 16 bits."""
+    """Return FLOPs of the products and bytes of forward and backward from `jax_flash.io_model`, for 16-bit arrays."""
     sram = 4 * dim * KEY_BLOCK
     flops = sum(io_model.flops(algorithm, length, dim, sram) for algorithm in MODELS[name])
     accesses = sum(io_model.hbm_accesses(algorithm, length, dim, sram) for algorithm in MODELS[name])

@@ -1,4 +1,4 @@
-"""GPT-2 small, 124 M parameters: how fast it trains with each attention, with and without dropout."""
+"""GPT-2 small, 124 M parameters: training speed with each attention, with and without dropout."""
 
 from ..gpt2_training import speeds
 from ..results import Results

@@ -1,10 +1,10 @@
-"""Tasks as in Long Range Arena, learned with standard attention, ours, and ours block-sparse, from three seeds each.
+"""Tasks like Long Range Arena's, trained with standard attention, jax_flash, and block-sparse, from three seeds each.
 
 * ListOps: Long Range Arena's own task, from a generator like its own.
-* Text: in place of reviews, which are not on every machine, the bytes of Python sources: which of ten packages is a
-  stretch of 4096 bytes from? Files that are read in training are not tested on, and a tested file gives one stretch.
-* Image: in place of CIFAR-10, the digits of scikit-learn, if it is installed: 8 x 8 pixels, each drawn 4 x 4 times,
-  which makes 1024. It is a far easier task.
+* Text: the bytes of Python sources instead of reviews, which are not available on every machine. Which of ten packages
+  is a section of 4096 bytes from? Files used for training are not tested, and a tested file gives one section.
+* Image: the digits of scikit-learn, if installed, instead of CIFAR-10: 8 x 8 pixels, each repeated 4 x 4 times, 1024 in
+  total. This task is much easier.
 """
 
 import collections
@@ -29,12 +29,12 @@ RATE = 1e-3
 CONFIDENCE = 0.99
 PACKAGES = 10
 SEEDS = (0, 1, 2)
-TOGETHER = 10  # steps of a program, since one takes a few milliseconds
+STEPS_PER_PROGRAM = 10  # since one step takes only a few milliseconds
 
 
 class Task(NamedTuple):
     config: Config
-    batches: Callable[[int], Iterator[Batch]]  # of a seed, without end
+    batches: Callable[[int], Iterator[Batch]]  # an infinite iterator for a seed
     test: list[Batch]
     steps: int
 
@@ -54,8 +54,8 @@ def run(results: Results, quick: bool) -> None:
     def trained(name: str, attention: Attention, seed: int) -> Row:
         task, trainer = task_of(name), trainer_of(name, attention)
         trainer.restart(seed)
-        together = 2 if quick else TOGETHER
-        losses = list(train(trainer, task.batches(seed), RATE, steps=task.steps, together=together))
+        count = 2 if quick else STEPS_PER_PROGRAM
+        losses = list(train(trainer, task.batches(seed), RATE, steps=task.steps, steps_per_program=count))
         row = {"steps": len(losses), "chance": chance(task.test), "training": losses[:: max(1, len(losses) // 200)]}
         return row | trainer.accuracy(task.test, CONFIDENCE)
 
@@ -68,7 +68,7 @@ def run(results: Results, quick: bool) -> None:
 
 
 def chance(test: list[Batch]) -> float:
-    """The accuracy of naming the largest class always."""
+    """Return the accuracy of always predicting the largest class."""
     labels = np.concatenate([batch["labels"] for batch in test])
     return float(np.max(np.bincount(labels))) / labels.size
 
@@ -84,10 +84,10 @@ def listops_task(quick: bool) -> Task:
 
 
 def listops_examples(count: int, parts: int, shortest: int, longest: int, seed: int) -> Batch:
-    """Written by all cores; what is written depends on the number of parts and not on that of the cores."""
+    """Generate examples on all cores. They depend on the number of parts but not on the number of cores."""
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        wanted = (count // parts, shortest, longest)
-        futures = [pool.submit(listops.examples, *wanted, seed + part) for part in range(parts)]
+        arguments = (count // parts, shortest, longest)
+        futures = [pool.submit(listops.examples, *arguments, seed + part) for part in range(parts)]
         arrays = [np.concatenate(arrays) for arrays in zip(*(f.result() for f in futures), strict=True)]
     return dict(zip(("tokens", "lengths", "labels"), arrays, strict=True))
 
@@ -102,12 +102,12 @@ def text_task(quick: bool) -> Task:
         sizes[file.package] += len(file.content)
     largest = [package for package, _ in sizes.most_common(PACKAGES)]
     texts = [text.tokens([file for file in files if file.package == package], False) for package in largest]
-    # The middle of a file, since its beginning may be a licence.
+    # Test the middle of a file, since its beginning may be a licence.
     tests = [
         [middle(file.content, config.length) for file in files if tested(file, package, config.length)]
         for package in largest
     ]
-    # A package that is too small for either is left out.
+    # Omit packages that are too small for training or for the test.
     usable = [i for i in range(len(largest)) if tests[i] and len(texts[i]) > config.length]
     config = dataclasses.replace(config, classes=len(usable))
 
@@ -146,7 +146,7 @@ def image_task(quick: bool) -> Task:
 
 
 def shuffled(examples: Batch, batch: int, seed: int) -> Iterator[Batch]:
-    """Epoch after epoch, each in another order."""
+    """Yield batches of one epoch after another, each in a different order."""
     random = np.random.default_rng(seed)
     while True:
         order = random.permutation(len(examples["labels"]))

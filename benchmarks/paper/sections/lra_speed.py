@@ -1,4 +1,4 @@
-"""Long Range Arena: training steps a second of each task with standard attention, ours, and ours block-sparse."""
+"""Long Range Arena: training speed for each task with standard attention, jax_flash, and block-sparse."""
 
 import dataclasses
 
@@ -9,11 +9,11 @@ from ..models import FLOPS_FORMULA, Attention, block_mask
 from ..results import Results, Row
 from ..training import PEAK_FLOPS, Batch, attentions, compare, label
 
-TOGETHER = 10  # steps of a program, so that their kernels are timed and not their launches
+STEPS_PER_PROGRAM = 10  # enough to measure kernels rather than launches
 
 
 def run(results: Results, quick: bool) -> None:
-    """Of random tokens, since a step takes as long whatever they are. Rows of ListOps have random lengths, as there."""
+    """Measure with random tokens, since the time of a step does not depend on them. ListOps has random lengths."""
     random = np.random.default_rng(0)
 
     def rows_of(task: str) -> list[Row]:
@@ -22,18 +22,18 @@ def run(results: Results, quick: bool) -> None:
             config, batch = dataclasses.replace(config, layers=1, grid=(256,)), 2
 
         def make_batch(count: int) -> Batch:
-            made = {
+            arrays = {
                 "tokens": random.integers(config.vocabulary, size=(count, config.length), dtype=np.int32),
                 "labels": random.integers(config.classes, size=count // config.documents, dtype=np.int32),
             }
             if task == "listops":
-                made["lengths"] = random.integers(config.length // 4, config.length + 1, count, dtype=np.int32)
-            return made
+                arrays["lengths"] = random.integers(config.length // 4, config.length + 1, count, dtype=np.int32)
+            return arrays
 
         kept = {"kept_blocks": float(block_mask(config).kept)}
         names: list[Attention] = ["block-sparse"] if quick else attentions("block-sparse")
-        seconds, together = (0.1, 2) if quick else (4, TOGETHER)
-        return [kept | row for row in compare(config, label, make_batch, batch, names, seconds, together)]
+        seconds, steps_per_program = (0.1, 2) if quick else (4, STEPS_PER_PROGRAM)
+        return [kept | row for row in compare(config, label, make_batch, batch, names, seconds, steps_per_program)]
 
     results.begin(flops=FLOPS_FORMULA, peak_flops=PEAK_FLOPS)
     results.measure([{"task": task} for task in (("retrieval",) if quick else TASKS)], rows_of)

@@ -1,9 +1,9 @@
-"""Theorem 1: what attention needs beside its arguments and results grows with N, as planned and as allocated.
+"""Theorem 1: the additional memory of attention grows linearly with N, as planned and as allocated.
 
-Forward + backward of one sequence with 16 heads of d = 64, bfloat16, padding and dropout. Planned are XLA's temporaries
-of the compiled program. Allocated is the peak of the allocator during a call, less the operands that were there before
-and less the results. Each method has a process of its own, in which sequences become longer, since the allocator has
-one peak in a process: that of the longest sequence so far. A CPU has no such count.
+Forward + backward of one sequence with 16 heads of d = 64, bfloat16, padding and dropout. Planned memory is XLA's
+temporaries of the compiled program. Allocated memory is the allocator's peak during a call, minus the existing operands
+and the results. The allocator only has one peak per process, for the longest sequence so far. So each method runs in
+its own process, with increasing lengths. A CPU has no such count.
 """
 
 import concurrent.futures
@@ -38,7 +38,7 @@ def run(results: Results, quick: bool) -> None:
 
 
 def until_failure(method: str, lengths: list[int]) -> list[Row]:
-    """Of ever longer sequences, until one does not fit."""
+    """Measure increasing lengths until one does not fit."""
     rows: list[Row] = []
     for length in lengths:
         rows.append({"length": length, **measured(method, length)})
@@ -48,7 +48,7 @@ def until_failure(method: str, lengths: list[int]) -> list[Row]:
 
 
 def measured(name: str, length: int) -> dict[str, Any]:
-    """What is planned and allocated, in a function of its own, so that its arrays are gone before the next are made."""
+    """Return planned and allocated bytes. This is a separate function, so its arrays are freed on return."""
     planned = None
     try:
         program = passes.program(METHODS[name], passes.BOTH, passes.operands((1, length, HEADS, DIM), True, True))
@@ -59,7 +59,7 @@ def measured(name: str, length: int) -> dict[str, Any]:
 
 
 def allocated(call: measure.Call) -> int | None:
-    """Bytes at the peak of a call beside what was there before and what it returns."""
+    """Return the bytes at the peak of a call, in addition to existing arrays and its results."""
     device = jax.local_devices()[0]
     before = device.memory_stats()
     if before is None:
@@ -67,5 +67,5 @@ def allocated(call: measure.Call) -> int | None:
     results = jax.block_until_ready(call())
     peak = device.memory_stats()["peak_bytes_in_use"]
     if peak <= before["peak_bytes_in_use"]:
-        return None  # the peak is of something before, which says nothing of the call
+        return None  # an earlier peak was higher
     return peak - before["bytes_in_use"] - sum(x.nbytes for x in jax.tree.leaves(results))

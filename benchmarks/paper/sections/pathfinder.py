@@ -1,18 +1,18 @@
 """Path-X (128 x 128 pixels, 16K tokens) and Path-256 (64K): a transformer learns to follow dashed curves.
 
-    python -m benchmarks.paper pathfinder --side 32 --minutes 5 --checkpoint path    # then 64, 128, 256, from there
+    python -m benchmarks.paper pathfinder --side 32 --minutes 5 --checkpoint path    # then 64, 128 and 256
 
-It learns on small images first, and goes on with larger ones: since its positions rotate queries and keys, pixel by
-pixel, its weights do not depend on the size. The checkpoint is a directory with the weights and with what was reached
-at each stage; a stage goes on from it. Its optimiser begins anew, as its learning rate does. Attention is dense up to
-128 x 128 and block-sparse for 256 x 256, unless `--attention` says another. A batch is shared by all GPUs.
+Training starts with small images and continues with larger ones. The positions are rotary, pixel by pixel, so the
+weights do not depend on the image size. The checkpoint is a directory with the weights and the results of each stage,
+and the next stage resumes from it. Optimizer state and learning rate restart. Attention is dense up to 128 x 128 and
+block-sparse for 256 x 256, unless `--attention` selects another. A batch is sharded over all GPUs.
 
-A block of tokens is a tile of the image. Block-sparse attention sees the tiles around each, within a reach, so that a
-curve can be followed in every direction. (With the pixels in rows, as many blocks are 16 rows on both sides, and what
-runs upwards leaves them soon.)
+A block of tokens is a tile of the image. Block-sparse attention keeps all tiles within a reach, so curves can be
+followed in every direction. (With pixels in row-major order, the same number of blocks would be 16 rows above and
+below, which a vertical curve leaves soon.)
 
-In training, each pixel of a curve has a target, too: how many discs lie on its curve. `--labels-alone` goes without.
-The file of results has the stages of each checkpoint, with the GPU and the command of each.
+In training, each pixel of a curve also has a target: the number of discs on its curve. `--labels-alone` trains without
+them. The result file has the stages of each checkpoint, with the GPU and the command of each.
 """
 
 import concurrent.futures
@@ -37,19 +37,19 @@ from ..models import Attention, Config, block_mask, in_tiles
 from ..results import Results, Row
 from ..training import Batch, Trainer, label, label_and_targets, train
 
-RATES = {32: 1e-3, 64: 5e-4, 128: 3e-4, 256: 3e-4}  # the larger ones go on from what was learned
-LEVELS = 16  # of grey; each level is a token
+RATES = {32: 1e-3, 64: 5e-4, 128: 3e-4, 256: 3e-4}  # larger images continue from trained weights
+LEVELS = 16  # levels of grey; each is a token
 BATCH = {32: 256, 64: 64, 128: 16, 256: 8}
-IMAGES = 256  # that a process makes at a time
-TESTED = {32: 10_000, 64: 10_000, 128: 10_000, 256: 2048}  # how many images the test has
+IMAGES = 256  # images per job of a process
+TESTED = {32: 10_000, 64: 10_000, 128: 10_000, 256: 2048}  # number of test images
 CONFIDENCE = 0.99
 TILE = (8, 16)  # pixels: a block of block-sparse attention
-REACH = 48  # pixels that block-sparse attention sees in each direction, at least
+REACH = 48  # pixels that block-sparse attention covers in each direction, at least
 EASIEST = 5  # dashes in a curve of the easiest images
-SHARES = (0.25, 0.5, 0.75, 1.0)  # of the style of half the size in easier images
-TRAINING, TEST, TIMING = range(1, 4)  # the first part of a seed says what it is for
-PROCESSES = max(1, (os.cpu_count() or 1) - 2)  # that make images; the other cores feed the device
-RESERVED = 50  # seconds for compilation and for the test
+SHARES = (0.25, 0.5, 0.75, 1.0)  # weight of the style of half the size in easier images
+TRAINING, TEST, TIMING = range(1, 4)  # the first part of a seed: its purpose
+PROCESSES = max(1, (os.cpu_count() or 1) - 2)  # that generate images; the other cores feed the device
+RESERVED = 50  # seconds for compilation and the test
 
 Kind = tuple[pathfinder_images.Style, pathfinder_images.Odds]
 
@@ -65,13 +65,13 @@ def run(
     stages: list[Row] = json.loads(log.read_text())["stages"] if log.exists() else []
     if stages:
         if stages[-1]["targets"] == labels_alone:
-            raise SystemExit(f"{checkpoint} has learned {'with targets' if labels_alone else 'from labels alone'}")
+            raise SystemExit(f"{checkpoint} was trained {'with targets' if labels_alone else 'without targets'}")
         trainer.weights = trainer.placed(loaded(weights, trainer.weights))
-    # The processes that make images have a core each. With a thread for every core each of them is many times slower.
+    # Each process that generates images has one core. One thread per core in every process would be many times slower.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         styles = [pathfinder_images.STYLES[side], *easier(side)]
-        kinds = [(style, pathfinder_images.odds_of(side, style, pool.map)) for style in styles]
+        kinds = [(style, pathfinder_images.odds_from_discs(side, style, pool.map)) for style in styles]
         images_per_second = generation_rate(pool, side, kinds)
         seconds = 1.0 if quick else max(1.0, results.seconds_left() - RESERVED)
         with contextlib.closing(batched(images(pool, side, [TRAINING, len(stages)], kinds), batch)) as batches:
@@ -99,7 +99,7 @@ def run(
         stages.append(stage)
         save(trainer, weights)
         measure.save(log, {"stages": stages})
-        # What was learned is kept, even if the test does not come to its end.
+        # The weights are already saved, in case the test does not finish.
         with contextlib.closing(batched(images(pool, side, [TEST, side], kinds[:1]), batch)) as tests:
             stage |= trainer.accuracy(itertools.islice(tests, -(-tested // batch)), CONFIDENCE)
     measure.save(log, {"stages": stages})
@@ -110,7 +110,7 @@ def run(
 
 
 def save(trainer: Trainer, path: Path) -> None:
-    """Whole or not at all, so that a run that is cut off leaves the weights that were there."""
+    """Write the weights atomically, so an interrupted run leaves the previous ones intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name("part.npz")
     np.savez(written, *jax.tree.leaves(trainer.weights))
@@ -128,7 +128,7 @@ def make_config(side: int, quick: bool, attention: Attention) -> Config:
         vocabulary=LEVELS,
         classes=2,
         background=0,
-        dropout=0.0,  # no image comes twice
+        dropout=0.0,  # no image is repeated
         rotary=True,
         attention=attention,
         reach=REACH,
@@ -136,33 +136,33 @@ def make_config(side: int, quick: bool, attention: Attention) -> Config:
 
 
 def loaded(path: Path, weights: Any) -> Any:
-    """What is in the file, arranged as these weights are."""
+    """Load weights from a file, in the structure of `weights`."""
     leaves, structure = jax.tree.flatten(weights)
     with np.load(path) as saved:
         found = [saved[name] for name in saved.files]
     if [x.shape for x in found] != [x.shape for x in leaves]:
-        raise SystemExit(f"{path} is of another model")
+        raise SystemExit(f"{path} has the weights of another model")
     return jax.tree.unflatten(structure, found)
 
 
 def make_images(side: int, seed: list[int], kinds: Sequence[Kind]) -> Batch:
-    """Half of them are of one of the kinds after the first, if there are any."""
+    """Generate images. Half of them are of the first kind, the others of a random other kind, if there are several."""
     random = np.random.default_rng(seed)
     parts = [kinds[0]]
     if len(kinds) > 1:
         parts.append(kinds[int(random.integers(1, len(kinds)))])
-    made = [
+    examples = [
         pathfinder_images.examples(side, IMAGES // len(parts), [*seed, part], *kind)
-        for part, kind in enumerate(parts, 1)  # without a part it is the order's
+        for part, kind in enumerate(parts, 1)  # the seed without a part is used for the order
     ]
     order = random.permutation(IMAGES)
-    drawn, targets, labels = (np.concatenate(arrays)[order] for arrays in zip(*made, strict=True))
-    tokens = drawn // (256 // LEVELS)
+    pixels, targets, labels = (np.concatenate(arrays)[order] for arrays in zip(*examples, strict=True))
+    tokens = pixels // (256 // LEVELS)
     return {"tokens": in_tiles(tokens, TILE), "targets": in_tiles(targets, TILE), "labels": labels}
 
 
 def easier(side: int) -> list[pathfinder_images.Style]:
-    """Between the lines of this size and those of half the size; of the smallest, with shorter ones."""
+    """Return styles between this size and half the size. For the smallest size, return styles with shorter curves."""
     style, half = pathfinder_images.STYLES[side], pathfinder_images.STYLES.get(side // 2)
     if half is None:
         return [style._replace(dashes=dashes) for dashes in range(EASIEST, style.dashes)]
@@ -170,34 +170,34 @@ def easier(side: int) -> list[pathfinder_images.Style]:
 
 
 def images(pool: concurrent.futures.Executor, side: int, seed: list[int], kinds: Sequence[Kind]) -> Generator[Batch]:
-    """Without end, made ahead of time, in the same order whatever the number of processes."""
+    """Generate images forever and ahead of time. Their order does not depend on the number of processes."""
     numbers = itertools.count()
     waiting = deque(pool.submit(make_images, side, [*seed, next(numbers)], kinds) for _ in range(2 * PROCESSES))
     try:
         while True:
-            made = waiting.popleft().result()
+            batch = waiting.popleft().result()
             waiting.append(pool.submit(make_images, side, [*seed, next(numbers)], kinds))
-            yield made
+            yield batch
     finally:
         for future in waiting:
             future.cancel()
 
 
-def batched(made: Generator[Batch], size: int) -> Generator[Batch]:
-    """The same in batches of this size, which divides theirs. When it is closed, they are."""
-    with contextlib.closing(made):
-        for arrays in made:
+def batched(batches: Generator[Batch], size: int) -> Generator[Batch]:
+    """Split batches into smaller ones of this size, which divides theirs. Closing it closes `batches`."""
+    with contextlib.closing(batches):
+        for arrays in batches:
             for begin in range(0, IMAGES, size):
                 yield {name: x[begin : begin + size] for name, x in arrays.items()}
 
 
 def generation_rate(pool: concurrent.futures.Executor, side: int, kinds: Sequence[Kind]) -> float:
-    """Images a second of all processes together."""
+    """Return the images per second of all processes."""
 
     def make(jobs: int) -> None:
         list(pool.map(make_images, *zip(*((side, [TIMING, i], kinds) for i in range(jobs)), strict=True)))
 
-    make(PROCESSES)  # starts them
+    make(PROCESSES)  # starts the processes
     start = time.perf_counter()
     make(2 * PROCESSES)
     return 2 * PROCESSES * IMAGES / (time.perf_counter() - start)

@@ -1,5 +1,6 @@
-"""What Pathfinder's discs tell of the label without a curve: how often boosted trees are right about the surroundings
-of discs in the images of the test, asked about images that they have not learned from. On a CPU; it takes scikit-learn.
+"""How well Pathfinder's labels can be predicted from the discs, without following a curve.
+
+Boosted trees are trained on the surroundings of discs, and tested on other images. Runs on a CPU; needs scikit-learn.
 """
 
 import importlib.util
@@ -11,32 +12,32 @@ from ..results import Results, Row
 from ..training import accuracy_of
 from .pathfinder import CONFIDENCE
 
-PARTS = 5  # all but one of them are learned from, and each is asked about in turn
+PARTS = 5  # folds of the cross-validation
 
 
 def run(results: Results, quick: bool) -> None:
     examples = 200 if quick else 20_000
     results.begin(examples=examples)
     if importlib.util.find_spec("sklearn") is None:
-        results.fields["missing"] = {"all": "it takes scikit-learn"}
+        results.fields["missing"] = {"all": "needs scikit-learn"}
         return
 
     def rows_of(side: int) -> list[Row]:
         from sklearn.ensemble import HistGradientBoostingClassifier
         from sklearn.model_selection import cross_val_predict
 
-        seen, labels = seen_of_discs(side, examples)
+        features, labels = disc_features(side, examples)
         trees = HistGradientBoostingClassifier(learning_rate=0.05, max_iter=150, random_state=0)
-        right = cross_val_predict(trees, seen, labels, cv=PARTS) == labels
+        right = cross_val_predict(trees, features, labels, cv=PARTS) == labels
         return [accuracy_of(right, CONFIDENCE)]
 
     results.measure([{"side": side} for side in sorted(pathfinder_images.STYLES)[: 1 if quick else None]], rows_of)
 
 
-def seen_of_discs(side: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Features and labels of so many images, in which curves that distract are left out."""
+def disc_features(side: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return features and labels of `count` images without distractors."""
     style = pathfinder_images.STYLES[side]._replace(distractors=0)
-    odds, random = pathfinder_images.odds_of(side, style), np.random.default_rng(side)
+    odds, random = pathfinder_images.odds_from_discs(side, style), np.random.default_rng(side)
     features: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     while (missing := count - sum(map(len, labels))) > 0:

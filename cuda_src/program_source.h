@@ -8,7 +8,7 @@
 namespace jax_flash {
 
 // A program of more instructions is a function of its own: inlined for every entry that a lane has, it would take the
-// compiler half a minute. A mask_mod is asked in a loop (semantics/seen.cuh), which then is not unrolled.
+// compiler half a minute. A mask_mod is asked in a loop (semantics/tile_mask.cuh), which then is not unrolled.
 constexpr int kInlined = 32;
 
 // The functions ScoreMod, MaskMod and ScoreGrad of cuda_src/kernels/semantics/program.cuh, of a problem's programs;

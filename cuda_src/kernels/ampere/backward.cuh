@@ -124,7 +124,7 @@ struct Backward {
     AddRowsTimesRows(S, shared.q[stage], part.row, shared.k, part.column);  // 11
     Cap(p, S);
     if (!scores.block.Everything() || row < rows.every_lo || row + kRows > rows.every_hi)
-      scores.Hide(PositionsOf(p, batch), S);  // 12
+      scores.ApplyMasks(PositionsOf(p, batch), S);  // 12
     if (kDS) {
       Clear(dP);
       AddRowsTimesRows(dP, shared.d_o[stage], part.row, shared.v, part.column);  // 17

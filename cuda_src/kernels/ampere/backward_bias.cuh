@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       AddRowsTimesRows(S, shared.q, warp.row, shared.k, warp.column);
       Cap(p, S);
       const bool every = keys.every_lo <= column && column + kKeys <= keys.every_hi && row + kRows <= p.q_len;
-      if (!every || !scores.block.Everything()) scores.Hide(positions, S);
+      if (!every || !scores.block.Everything()) scores.ApplyMasks(positions, S);
       scores.ToP<false>(S, minus_l, before, [](int, int, const float (&)[4]) {});
     }
     CpAsyncWait<0>();

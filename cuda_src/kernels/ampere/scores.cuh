@@ -39,18 +39,18 @@ struct Scores {
 
   // Sets masked entries to -inf.
   template <int kCount, int kChunks>
-  __device__ __forceinline__ void Hide(const Positions& positions, float (&S)[kCount][kChunks][4]) const {
+  __device__ __forceinline__ void ApplyMasks(const Positions& positions, float (&S)[kCount][kChunks][4]) const {
 #pragma unroll
     for (int m = 0; m < kCount; ++m) {
       const View<false> view = {Row(m, 0), Column(0, 0)};
-      if constexpr (kLookedUp) {
-        Seen<false, 8 * kChunks> seen;
-        seen.Ask(block, view.row, column);
-        seen.Fold();
-        seen.Join(positions, entries, view);
-        seen.Hide(S[m]);
+      if constexpr (kMasksInMemory) {
+        TileMask<false, 8 * kChunks> tile_mask;
+        tile_mask.FetchBlock(block, view.row, column);
+        tile_mask.PackBits();
+        tile_mask.Intersect(positions, entries, view);
+        tile_mask.Apply(S[m]);
       } else {
-        HideOutside(positions, view, S[m]);
+        MaskOutside(positions, view, S[m]);
       }
     }
   }

@@ -20,7 +20,7 @@
 #include "hopper/backward_bias_producer.cuh"
 #include "hopper/backward_rows.cuh"
 #include "ptx/wgmma.cuh"
-#include "semantics/seen.cuh"
+#include "semantics/tile_mask.cuh"
 
 namespace jax_flash::hopper::dbias {
 
@@ -33,7 +33,7 @@ struct Consumer {
   Ring<kBiasStages> bias;
   float sum[kKeys / 2], S[kKeys / 2], dP[kKeys / 2];  // P replaces S
   float minus_l[2], m[2], D[2];                       // of this lane's rows
-  Seen<false, kKeys> seen;
+  TileMask<false, kKeys> tile_mask;
 
   __device__ __forceinline__ Consumer(const Params& p, Shared& shared)
       : p(p),
@@ -129,8 +129,8 @@ struct Consumer {
       minus_l[h] = p.logsumexp[at] * kLog2e, m[h] = p.maximum[at], D[h] = p.d[at];
     }
     if (!step.masked) return;
-    seen.Ask(Block<false>(p.block_mask, step.batch, step.kind), ViewOf(tile).row, tile.column);
-    seen.Fold();
+    tile_mask.FetchBlock(Block<false>(p.block_mask, step.batch, step.kind), ViewOf(tile).row, tile.column);
+    tile_mask.PackBits();
   }
 
   // Replaces q_i k_j by s_ij.
@@ -169,11 +169,11 @@ struct Consumer {
   // Sets masked entries to -inf.
   __device__ __forceinline__ void ApplyMasks(const DBiasTile& tile, const Step& step) {
     const Positions positions = PositionsOf(p, step.batch);
-    if constexpr (kLookedUp) {
-      seen.Join(positions, Entries(p, step.batch, step.head), ViewOf(tile));
-      seen.Hide(S);
+    if constexpr (kMasksInMemory) {
+      tile_mask.Intersect(positions, Entries(p, step.batch, step.head), ViewOf(tile));
+      tile_mask.Apply(S);
     } else {
-      HideOutside(positions, ViewOf(tile), S);
+      MaskOutside(positions, ViewOf(tile), S);
     }
   }
 

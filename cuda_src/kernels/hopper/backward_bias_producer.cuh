@@ -21,14 +21,14 @@ struct Producer {
       const int64_t all = tiles.Batch().Summed() * heads;
       const int end = all * (tile.part + 1) / p.parts;
       for (int n = all * tile.part / p.parts; n < end; ++n)
-        LoadWhatIsSeen(tile, tile.batch + n / heads, tile.head + n % heads);
+        LoadVisible(tile, tile.batch + n / heads, tile.head + n % heads);
       LoadPair<0>(q_map, k_map, tile, {-1});
     }
     LoadPair<0>(q_map, k_map, {0, 0, 0, -1}, {-1});
   }
 
   // Loads the tiles for a tile of S, unless all its entries are masked.
-  __device__ __forceinline__ void LoadWhatIsSeen(const DBiasTile& tile, int batch, int head) {
+  __device__ __forceinline__ void LoadVisible(const DBiasTile& tile, int batch, int head) {
     const Positions positions = PositionsOf(p, batch);
     const Visible keys = KeysOf(p, positions, batch, tile.row, tile.row + kRows);
     const int end = tile.column + kKeys;

@@ -20,7 +20,7 @@ struct Tuning {
   static constexpr bool kLateDP = kManyRanges && !kNarrowTiles;
 
   // Places where code must not move ahead: of the exponentials after masks in memory, of dropout's random words,
-  static constexpr bool kStopAfterMask = kLookedUp, kStopBeforeZ = kDropout;
+  static constexpr bool kStopAfterMask = kMasksInMemory, kStopBeforeZ = kDropout;
   // and of the next 8 entries of a bias that is loaded entry by entry.
   static constexpr bool kBiasInParts = !kTiling.bias_tiles;
 };

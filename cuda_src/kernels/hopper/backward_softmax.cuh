@@ -18,7 +18,7 @@ static_assert(!kSameKeys || !Tuning::kKeepsSlopes || Tuning::kSlopesJoinP);  // 
 // Lines 12 to 15, 18 and 20 of Algorithm 4, on the transposes.
 struct Probabilities : Products {
   const float to_log2;
-  Seen<true, kRows> seen;
+  TileMask<true, kRows> tile_mask;
 
   __device__ __forceinline__ Probabilities(const Params& p, Shared& shared) : Products(p, shared), to_log2(ToLog2(p)) {}
 
@@ -59,27 +59,27 @@ struct Probabilities : Products {
 
   // Starts to load the masks of this lane's keys, if they are in memory.
   __device__ __forceinline__ void FetchMasks(const KVTile& tile, const Step& step) {
-    if (!kLookedUp || step.masks == Masks::kNone) return;
+    if (!kMasksInMemory || step.masks == Masks::kNone) return;
     const Block<true> block(p.block_mask, tile.batch, step.kind);
-    seen.Ask(block, Key(tile), step.row);
-    if (Tuning::kFoldsWords) seen.Fold();
-    if (Tuning::kEarlyMaskJoin) JoinMasks(tile, step);
+    tile_mask.FetchBlock(block, Key(tile), step.row);
+    if (Tuning::kEarlyPackBits) tile_mask.PackBits();
+    if (Tuning::kEarlyCombineMasks) CombineMasks(tile, step);
   }
   // Combines the masks that were loaded with the other masks.
-  __device__ __forceinline__ void JoinMasks(const KVTile& tile, const Step& step) {
-    if (!Tuning::kFoldsWords) seen.Fold();
+  __device__ __forceinline__ void CombineMasks(const KVTile& tile, const Step& step) {
+    if (!Tuning::kEarlyPackBits) tile_mask.PackBits();
     if (step.masks == Masks::kOfBlock) return;
-    seen.Join(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
+    tile_mask.Intersect(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
   }
 
   // Sets masked entries to -inf.
   __device__ __forceinline__ void ApplyMasks(const KVTile& tile, const Step& step) {
-    if constexpr (kLookedUp) {
+    if constexpr (kMasksInMemory) {
       if (Tuning::kLateMaskFetch) FetchMasks(tile, step);
-      if (!Tuning::kEarlyMaskJoin) JoinMasks(tile, step);
-      seen.Hide(S);
+      if (!Tuning::kEarlyCombineMasks) CombineMasks(tile, step);
+      tile_mask.Apply(S);
     } else {
-      HideOutside(PositionsOf(p, tile.batch), ViewOf(tile, step), S);
+      MaskOutside(PositionsOf(p, tile.batch), ViewOf(tile, step), S);
     }
   }
 

@@ -45,7 +45,7 @@ struct Tuning {
   static constexpr bool kLateMaskFetch = kLateDP || (kRows == 64 && kQKDim > 96 && (kCausal || kLocal));
   // (with a block mask and 128 rows, loaded bits are packed immediately; a mask_mod is evaluated while the tensor cores
   // compute)
-  static constexpr bool kFoldsWords = kListed && kRows == 128, kEarlyMaskJoin = kMaskMod;
+  static constexpr bool kEarlyPackBits = kListed && kRows == 128, kEarlyCombineMasks = kMaskMod;
   // ... and a bias, or an array that a score_mod captures, is loaded a few entries at a time.
   static constexpr bool kBiasInParts =
       kAddsToScores && !kTiling.bias_tiles && (kPairs || (kBias && (kSoftCap || (kListed && kDropout && kQKDim > 96))));

@@ -51,11 +51,11 @@ struct Consumer : Epilogue {
     WgmmaWait<1>();
     if (kBiasTiles) AddBias();  // 11
     FinishS(last);
-    if (kMasked && kLookedUp && !Tuning::kEarlyMaskJoin) {
+    if (kMasked && kMasksInMemory && !Tuning::kEarlyCombineMasks) {
       if (Never()) return;  // otherwise ptxas lets the turn wait for the masks in memory
-      JoinMasks(tile, j, inside);
+      CombineMasks(tile, j, inside);
     }
-    if ((kFormsScores && (!kBiasTiles || kScoreMod)) || !kMasked || !Tuning::kVote || !seen.All())
+    if ((kFormsScores && (!kBiasTiles || kScoreMod)) || !kMasked || !Tuning::kVote || !tile_mask.AllVisible())
       ToScores<kMasked>(tile, j);  // 11
     Maximum(alpha, shift);         // 12, 13
     Exponentials(shift);           // 12
@@ -110,7 +110,7 @@ struct Consumer : Epilogue {
     if (kBiasTiles) AddBias();
     FinishS(kListed ? listed.Last() : j == begin);
     if (masked) {
-      if (kLookedUp && !Tuning::kEarlyMaskJoin) JoinMasks(tile, j, kListed && listed.Inside());
+      if (kMasksInMemory && !Tuning::kEarlyCombineMasks) CombineMasks(tile, j, kListed && listed.Inside());
       ToScores<true>(tile, j);
     } else {
       ToScores<false>(tile, j);

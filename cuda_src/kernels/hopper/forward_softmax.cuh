@@ -9,7 +9,7 @@ namespace jax_flash::hopper::forward {
 struct Probabilities : Products {
   OnlineSoftmax<2> softmax;
   PackedZ<kWarpgroupKeys> z;
-  Seen<false, kWarpgroupKeys> seen;
+  TileMask<false, kWarpgroupKeys> tile_mask;
 
   __device__ __forceinline__ Probabilities(const Params& p, Shared& shared) : Products(p, shared) {
     softmax.to_log2 = ToLog2(p);
@@ -29,16 +29,16 @@ struct Probabilities : Products {
   // Starts to load the masks of this lane's rows in tile j, if they are in memory.
   template <bool kMasked>
   __device__ __forceinline__ void FetchMasks(const QTile& tile, int j, bool inside) {
-    if (!kMasked || !kLookedUp) return;
+    if (!kMasked || !kMasksInMemory) return;
     const Block<false> block(p.block_mask, kListed ? shared.listed[k.index].elements : kAllVisible);
-    seen.Ask(block, Block<false>::kLines == kRows ? RowInTile() : Row(tile),
-             Column(j));  // a tile may be a whole block
-    if (Tuning::kEarlyMaskJoin) JoinMasks(tile, j, inside);
+    tile_mask.FetchBlock(block, Block<false>::kLines == kRows ? RowInTile() : Row(tile),
+                         Column(j));  // a tile may be a whole block
+    if (Tuning::kEarlyCombineMasks) CombineMasks(tile, j, inside);
   }
   // Combines all masks of tile j. `inside`: the bits of its block are the only mask.
-  __device__ __forceinline__ void JoinMasks(const QTile& tile, int j, bool inside) {
-    seen.Fold();
-    if (!inside) seen.Join(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
+  __device__ __forceinline__ void CombineMasks(const QTile& tile, int j, bool inside) {
+    tile_mask.PackBits();
+    if (!inside) tile_mask.Intersect(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
   }
 
   // Replaces q_i k_j by s_ij, with the tile of the bias that was loaded with K.
@@ -71,10 +71,10 @@ struct Probabilities : Products {
       FormScores<false>(score, view);
     }
     if (!kMasked) return;
-    if constexpr (kLookedUp) {
-      seen.Hide(S);
+    if constexpr (kMasksInMemory) {
+      tile_mask.Apply(S);
     } else {
-      HideOutside(PositionsHere(tile), view, S);
+      MaskOutside(PositionsHere(tile), view, S);
     }
   }
 

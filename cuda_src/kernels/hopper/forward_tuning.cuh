@@ -28,7 +28,7 @@ struct Tuning {
 
   // Are the masks of a tile combined before S needs registers? Otherwise they are combined after S, when the loads have
   // arrived.
-  static constexpr bool kEarlyMaskJoin = kSegments || kMaskMod || (kDropout && kWarpgroupKeys == 128);
+  static constexpr bool kEarlyCombineMasks = kSegments || kMaskMod || (kDropout && kWarpgroupKeys == 128);
 
   // Code must not move ahead of the next 32 keys of a bias tile.
   static constexpr bool kBiasInParts = kSoftCap && kDropout;

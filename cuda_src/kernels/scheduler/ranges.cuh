@@ -19,7 +19,7 @@ __device__ __forceinline__ Visible Combined(const Range& any, const Range& every
   // Clamp: offsets go up to 2^31, so a range may begin beyond every int
   const auto begin = [](int64_t lo) { return int(lo < 0x7FFFFFFF ? lo : 0x7FFFFFFF); };
   Visible visible = {begin(any.lo), int(any.hi), begin(every.lo), int(every.hi)};
-  if (kMask || (kMaskMod && !kAsksBlocks)) visible.every_hi = visible.every_lo;
+  if (kMask || (kMaskMod && !kMaskModInBlocks)) visible.every_hi = visible.every_lo;
   if (kSegments) {
     int any_lo = visible.any_hi, any_hi = visible.any_lo;
 #pragma unroll 1

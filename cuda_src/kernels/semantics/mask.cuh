@@ -27,9 +27,9 @@ constexpr bool kListed = kBlockMask;           // do tiles come from block lists
 constexpr bool kLocal = kWindow || kSegments;  // can keys to the left of a visible key be hidden?
 // Do positions hide more than later keys?
 constexpr bool kManyRanges = kWindow || kLengths || kProblem.query_offset;
-constexpr bool kAsksBlocks = kMaskMod && kBlockMask;  // does mask_mod decide in partial blocks?
+constexpr bool kMaskModInBlocks = kMaskMod && kBlockMask;  // does mask_mod decide in partial blocks?
 // Do masks in memory hide keys, in addition to positions?
-constexpr bool kLookedUp = kSegments || kMask || kMaskMod || kBlockMask;
+constexpr bool kMasksInMemory = kSegments || kMask || kMaskMod || kBlockMask;
 
 // --- Positions ---
 
@@ -108,7 +108,7 @@ struct Entries {
   __device__ __forceinline__ int SegmentOfKey(int j) const { return kv_segments[KeyOf(j)]; }
 
   // Does the mask operand or mask_mod hide entry (row, j)?
-  __device__ __forceinline__ bool Hidden(int row, int j) const {
+  __device__ __forceinline__ bool IsMasked(int row, int j) const {
     const int i = RowOf(row), next = row % kPacked;
     j = KeyOf(j);
     return (kMask && mask[next * p.mask.head + Offset(p.mask, i, j)] == 0) ||
@@ -145,11 +145,11 @@ __device__ __forceinline__ int KindOfBlock(const Params& p, int batch, int head,
 }
 
 // The elements of a block of this kind: the index of its element mask among the masks of all batch entries, or one of
-// these constants. kAsksMaskMod: mask_mod decides. Its kind is the number after the last element mask.
-constexpr int kAllVisible = -1, kNoneVisible = -2, kAsksMaskMod = -3;
+// these constants. kByMaskMod: mask_mod decides. Its kind is the number after the last element mask.
+constexpr int kAllVisible = -1, kNoneVisible = -2, kByMaskMod = -3;
 __device__ __forceinline__ int ElementsOf(const BlockMask& mask, int batch, int kind) {
   if (kind == kEverything) return kAllVisible;
-  if (kAsksBlocks && kind == kFirstElementMask + mask.element_mask_count) return kAsksMaskMod;
+  if (kMaskModInBlocks && kind == kFirstElementMask + mask.element_mask_count) return kByMaskMod;
   if (!kBlockMask || kind < kFirstElementMask || kind - kFirstElementMask >= mask.element_mask_count)
     return kNoneVisible;
   return (mask.batch != 0 ? batch * mask.element_mask_count : 0) + kind - kFirstElementMask;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "ptx/warp.cuh"
-#include "semantics/seen.cuh"
+#include "semantics/tile_mask.cuh"
 
 namespace jax_flash {
 

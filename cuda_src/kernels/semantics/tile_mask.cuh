@@ -9,7 +9,7 @@ namespace jax_flash {
 
 // The entries of line h that positions leave visible: begin <= offset < end, counted from the lane's first entry.
 template <bool kTransposed>
-struct Within {
+struct VisibleRange {
   // Rows beyond T need no mask, because their infinite L makes P = 0. A bias or score_mod could make them NaN, so they
   // are masked then.
   static constexpr bool kHasBegin = kTransposed || kWindow, kHasEnd = !kTransposed || kLocal || kAddsToScores;
@@ -17,7 +17,8 @@ struct Within {
   int begin, end;
 
   // For a tile of `length` entries.
-  __device__ __forceinline__ Within(const Positions& positions, const View<kTransposed>& view, int h, int length) {
+  __device__ __forceinline__ VisibleRange(const Positions& positions, const View<kTransposed>& view, int h,
+                                          int length) {
     if constexpr (kTransposed) {
       const int key = view.Key(h, 0);
       const RowRange rows = AnyKeyRows(positions, key, key + 1);
@@ -30,7 +31,7 @@ struct Within {
     }
   }
 
-  __device__ __forceinline__ bool Sees(int x) const {
+  __device__ __forceinline__ bool Contains(int x) const {
     return (!kHasBegin || begin <= OffsetOf(x)) && (!kHasEnd || OffsetOf(x) < end);
   }
   // One bit for each of 32 entries, from `offset` on.
@@ -40,19 +41,19 @@ struct Within {
 };
 
 // Sets the entries of line h that are not visible to -inf.
-template <typename Accumulator, typename Sees>
-__device__ __forceinline__ void HideLine(Accumulator& S, int h, Sees sees) {
+template <typename Accumulator, typename Contains>
+__device__ __forceinline__ void MaskLine(Accumulator& S, int h, Contains contains) {
 #pragma unroll
   for (int x = 0; x < EntriesOfLine(S); ++x) {
-    if (!sees(x)) At(S, h, x) = -Infinity();
+    if (!contains(x)) At(S, h, x) = -Infinity();
   }
 }
 
 // The visible entries of a tile of kTile entries, if any mask is in memory: one bit for each entry of a line.
 template <bool kTransposed, int kTile>
-struct Seen {
-  static_assert(!kLookedUp || kTile <= 128);
-  static constexpr bool kBits = kBlockMask && !kAsksBlocks;  // do blocks have element masks?
+struct TileMask {
+  static_assert(!kMasksInMemory || kTile <= 128);
+  static constexpr bool kBits = kBlockMask && !kMaskModInBlocks;  // do blocks have element masks?
   static constexpr int kLineWords = (kTile + 31) / 32, kWords = kBits ? kLineWords : 1;
   static constexpr int kEntriesAtOnce = 4;  // entries that are looked up together; all at once would spill
   // A lane has two of 8 entries. Its entries among the first 32 are bits 0 and 1 of each byte of a line, its entries
@@ -60,18 +61,18 @@ struct Seen {
   static constexpr uint32_t kFirst32 = 0x03030303;
   __device__ __forceinline__ static constexpr int BitOf(int x) { return OffsetOf(x) % 32 + OffsetOf(x) / 32 * 2; }
 
-  uint32_t words[2][kWords];  // the bits of the block mask, until Fold
+  uint32_t words[2][kWords];  // the bits of the block mask, until PackBits
   uint32_t line[2];
 
   // Loads the words of the block mask, which can arrive while S is computed. `line` is the lane's first line. The tile
   // begins at entry `from` of it.
-  __device__ __forceinline__ void Ask(const Block<kTransposed>& block, uint32_t line, uint32_t from) {
+  __device__ __forceinline__ void FetchBlock(const Block<kTransposed>& block, uint32_t line, uint32_t from) {
     if (!kBits) return;
     block.template Tile<kTile>(line % Block<kTransposed>::kLines, from % Block<kTransposed>::kLength, words);
   }
 
   // Converts the words to lines, which need fewer registers. Bits without an entry are arbitrary.
-  __device__ __forceinline__ void Fold() {
+  __device__ __forceinline__ void PackBits() {
     if (!kBits) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -80,29 +81,29 @@ struct Seen {
     }
   }
 
-  // After Fold: intersects with the other masks.
-  __device__ __forceinline__ void Join(const Positions& positions, const Entries& entries,
-                                       const View<kTransposed>& view) {
+  // After PackBits: intersects with the other masks.
+  __device__ __forceinline__ void Intersect(const Positions& positions, const Entries& entries,
+                                            const View<kTransposed>& view) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const Within<kTransposed> within(positions, view, h, kTile);
-      uint32_t seen = 0;
+      const VisibleRange<kTransposed> range(positions, view, h, kTile);
+      uint32_t visible = 0;
 #pragma unroll
-      for (int w = 0; w < kLineWords; ++w) seen |= (within.Word(32 * w) & kFirst32) << 2 * w;
-      line[h] = kBits ? line[h] & seen : seen;
+      for (int w = 0; w < kLineWords; ++w) visible |= (range.Word(32 * w) & kFirst32) << 2 * w;
+      line[h] = kBits ? line[h] & visible : visible;
 #pragma unroll(kEntriesAtOnce)
       for (int x = 0; kMask && !kMaskMod && x < kTile / 4; ++x)
-        line[h] &= ~(uint32_t(entries.Hidden(view.Row(h, x), view.Key(h, x))) << BitOf(x));
+        line[h] &= ~(uint32_t(entries.IsMasked(view.Row(h, x), view.Key(h, x))) << BitOf(x));
     }
-    if (kSegments) JoinSegments(entries, view);
+    if (kSegments) IntersectSegments(entries, view);
 #pragma unroll 1
-    for (int w = 0; kMaskMod && w < kLineWords; ++w) Ask32(w, entries, view);
+    for (int w = 0; kMaskMod && w < kLineWords; ++w) EvaluateMaskMod(w, entries, view);
   }
 
   // Sets masked entries of S to -inf. It goes through a line byte by byte, since one R2P instruction makes predicates
   // from the bits of one byte.
   template <typename Accumulator>
-  __device__ __forceinline__ void Hide(Accumulator& S) const {
+  __device__ __forceinline__ void Apply(Accumulator& S) const {
     constexpr int kInByte = 2 * kLineWords;  // entries
 #pragma unroll
     for (int i = 0; i < 2 * 4 * kInByte; ++i) {
@@ -112,7 +113,7 @@ struct Seen {
   }
 
   // Are all entries of all lines of the warp visible?
-  __device__ __forceinline__ bool All() const {
+  __device__ __forceinline__ bool AllVisible() const {
     uint32_t all = 0;
 #pragma unroll
     for (int x = 0; x < kTile / 4; ++x) all |= 1u << BitOf(x);
@@ -128,7 +129,7 @@ struct Seen {
 
   // Each lane loads the segment ids of one of every 32 positions along the lines. Then the warp loops over the distinct
   // ids of its lines, usually one or two, and finds the positions with that id by ballot.
-  __device__ __forceinline__ void JoinSegments(const Entries& entries, const View<kTransposed>& view) {
+  __device__ __forceinline__ void IntersectSegments(const Entries& entries, const View<kTransposed>& view) {
     constexpr uint32_t kAllLanes = 0xFFFFFFFF;
     int along[kLineWords], own[2];
 #pragma unroll
@@ -144,14 +145,14 @@ struct Seen {
     while ((left[0] | left[1]) != 0) {
       const bool first = left[0] != 0;
       const int segment = __shfl_sync(kAllLanes, first ? own[0] : own[1], __ffs(first ? left[0] : left[1]) - 1);
-      uint32_t has[kLineWords], seen = 0;
+      uint32_t has[kLineWords], visible = 0;
 #pragma unroll
       for (int w = 0; w < kLineWords; ++w) has[w] = __ballot_sync(kAllLanes, along[w] == segment);
 #pragma unroll
-      for (int w = 0; w < kLineWords; ++w) Put(w, has[w], &seen);
+      for (int w = 0; w < kLineWords; ++w) Put(w, has[w], &visible);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (own[h] == segment) line[h] &= seen;
+        if (own[h] == segment) line[h] &= visible;
         left[h] &= ~__ballot_sync(kAllLanes, own[h] == segment);
       }
     }
@@ -159,13 +160,13 @@ struct Seen {
 
   // Evaluates mask_mod for the w-th 32 entries of both lines together, since both lines share most of its loads. They
   // have the bits of the first 32 entries, shifted. The loop is unrolled only for a short mask_mod, to limit code size.
-  __device__ __forceinline__ void Ask32(int w, const Entries& entries, const View<kTransposed>& view) {
+  __device__ __forceinline__ void EvaluateMaskMod(int w, const Entries& entries, const View<kTransposed>& view) {
     constexpr int kCount = 2 * (kTile < 32 ? kTile / 4 : 8), kAtOnce = program::kLongMask ? 2 : kCount;
     uint32_t hidden[2] = {};
 #pragma unroll(kAtOnce)
     for (int i = 0; i < kCount; ++i) {
       const int h = i % 2, x = 8 * w + i / 2;
-      hidden[h] |= uint32_t(entries.Hidden(view.Row(h, x), view.Key(h, x))) << OffsetOf(i / 2);
+      hidden[h] |= uint32_t(entries.IsMasked(view.Row(h, x), view.Key(h, x))) << OffsetOf(i / 2);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) line[h] &= ~(hidden[h] << 2 * w);
@@ -177,11 +178,11 @@ struct Seen {
 
 // Masks entries where only positions hide keys.
 template <bool kTransposed, typename Accumulator>
-__device__ __forceinline__ void HideOutside(const Positions& positions, const View<kTransposed>& view, Accumulator& S) {
+__device__ __forceinline__ void MaskOutside(const Positions& positions, const View<kTransposed>& view, Accumulator& S) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const Within<kTransposed> within(positions, view, h, 4 * EntriesOfLine(S));
-    HideLine(S, h, [&](int x) { return within.Sees(x); });
+    const VisibleRange<kTransposed> range(positions, view, h, 4 * EntriesOfLine(S));
+    MaskLine(S, h, [&](int x) { return range.Contains(x); });
   }
 }
 

@@ -9,7 +9,7 @@ namespace jax_flash {
 
 // The number for a block says what may attend in it: nothing, everything, or what element mask
 // number - kFirstElementMask says.
-constexpr int kNothing = 0, kEverything = 1, kFirstElementMask = 2;
+constexpr int kEmptyBlock = 0, kFullBlock = 1, kFirstElementMask = 2;
 
 // The list of a block row or column begins with its index and the number of its blocks.
 constexpr int kListHeader = 2;

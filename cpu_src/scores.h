@@ -75,7 +75,7 @@ class Scores {
   Block Visible(int64_t n, int64_t i0, int64_t rows, int64_t j0, int64_t columns) const {
     const KeyRange keys = Keys(i0, i0 + rows);
     Block block = {i0, rows, j0, Max(keys.lo - j0, 0) / kLanes<A> * kLanes<A>, Min(keys.hi - j0, columns)};
-    if (p_.mask.block_mask.present && !block.empty() && BlockKind(n, i0, j0) == kNothing) block.rows = 0;
+    if (p_.mask.block_mask.present && !block.empty() && BlockKind(n, i0, j0) == kEmptyBlock) block.rows = 0;
     if (p_.mask.ranges && !block.empty() && !RangesMeet(block)) block.rows = 0;
     if (p_.mask.segment_ids && !block.empty() && !SegmentsMeet(block)) block.rows = 0;
     if (p_.mask.array.present && !block.empty()) block.masked = TrimToMask(&block, MaskOf(block, n));
@@ -269,7 +269,7 @@ class Scores {
     const int64_t head = (extent.batch ? b_ * (extent.heads ? p_.q_heads : 1) : 0) + (extent.heads ? n : 0);
     const int32_t kind =
         in_.blocks[(head * p_.block_rows() + i / p_.mask.q_block) * p_.block_columns() + j / p_.mask.kv_block];
-    return 0 <= kind && kind < kFirstElementMask + p_.mask.element_masks ? kind : kNothing;
+    return 0 <= kind && kind < kFirstElementMask + p_.mask.element_masks ? kind : kEmptyBlock;
   }
 
   void ApplyElementMask(Tile<A> s, const Block& block, int64_t n) const {

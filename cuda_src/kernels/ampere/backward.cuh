@@ -123,7 +123,7 @@ struct Backward {
     Clear(S);
     AddRowsTimesRows(S, shared.q[stage], part.row, shared.k, part.column);  // 11
     Cap(p, S);
-    if (!scores.block.Everything() || row < rows.every_lo || row + kRows > rows.every_hi)
+    if (!scores.block.Full() || row < rows.every_lo || row + kRows > rows.every_hi)
       scores.ApplyMasks(PositionsOf(p, batch), S);  // 12
     if (kDS) {
       Clear(dP);

@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Visible keys = KeysOf(p, positions, batch, row, row + kRows);
     if (max(keys.any_lo, column) >= min(keys.any_hi, column + kKeys)) continue;
     const int kind = KindOfBlock(p, batch, head, row, column);
-    if (Block<false>(p.block_mask, batch, kind).Nothing()) continue;
+    if (Block<false>(p.block_mask, batch, kind).Empty()) continue;
 
     const int kv_head = head / (p.q_heads / p.kv_heads);
     const Matrix Q(p.query, batch, head, p.q_len, p.q_heads, kQKDim), dO(p.d_o, batch, head, p.q_len, p.q_heads, kVDim);
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       AddRowsTimesRows(S, shared.q, warp.row, shared.k, warp.column);
       Cap(p, S);
       const bool every = keys.every_lo <= column && column + kKeys <= keys.every_hi && row + kRows <= p.q_len;
-      if (!every || !scores.block.Everything()) scores.ApplyMasks(positions, S);
+      if (!every || !scores.block.Full()) scores.ApplyMasks(positions, S);
       scores.ToP<false>(S, minus_l, before, [](int, int, const float (&)[4]) {});
     }
     CpAsyncWait<0>();

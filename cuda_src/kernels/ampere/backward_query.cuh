@@ -53,7 +53,7 @@ struct BackwardQuery {
     Clear(S);
     AddRowsTimesRows(S, shared.q, row, k, 0, load_next);  // line 11 of Algorithm 4
     Cap(p, S);
-    if (!scores.block.Everything() || !tile.Every(p, column)) scores.ApplyMasks(PositionsOf(p, tile.batch), S);  // 12
+    if (!scores.block.Full() || !tile.Every(p, column)) scores.ApplyMasks(PositionsOf(p, tile.batch), S);  // 12
     Scores::Before<kWarpRows / 16, kKeys / 8> before;
     scores.ToP<true>(S, minus_l, before, [](int, int, const float (&)[4]) {});  // 13, 14
     Clear(dP);

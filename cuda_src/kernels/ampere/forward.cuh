@@ -66,7 +66,7 @@ struct Forward {
     }
     if (Tuning::kLoadsAfter) load_next();
     Cap(p, S);
-    if (!scores.block.Everything() || !tile.Every(p, column)) scores.ApplyMasks(PositionsOf(p, tile.batch), S);  // 11
+    if (!scores.block.Full() || !tile.Every(p, column)) scores.ApplyMasks(PositionsOf(p, tile.batch), S);  // 11
     if (kWholeScores) scores.ToScores(S);
     ToP(S);            // 12, 13
     scores.ApplyZ(S);  // 14

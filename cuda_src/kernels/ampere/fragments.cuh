@@ -303,12 +303,12 @@ __device__ __forceinline__ void Clear(float (&C)[kCount][kChunks][4]) {
 }
 
 // The default: nothing between steps.
-struct Nothing {
+struct NoOp {
   __device__ __forceinline__ void operator()(int, int) const {}
 };
 
 // C += A B^T, with this warp's rows of A from `i` on, and the rows of B from `j` on.
-template <int kCount, int kChunks, typename TileA, typename TileB, typename Between = Nothing>
+template <int kCount, int kChunks, typename TileA, typename TileB, typename Between = NoOp>
 __device__ __forceinline__ void AddRowsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i, const TileB& b,
                                                  int j, const Between& between = {}) {
   static_assert(TileA::kSteps == TileB::kSteps && kChunks % 2 == 0);
@@ -359,7 +359,7 @@ __device__ __forceinline__ void AddTimesRows(float (&C)[kCount][kChunks][4], con
 
 // C += A B over kSteps steps of k. operand(m, s) is step s of rows 16 m to 16 m + 15 of A. B starts at `column`. C may
 // be wider than the rest of B; its remaining columns do not change.
-template <int kSteps, int kCount, int kChunks, typename OperandAt, typename TileB, typename Between = Nothing>
+template <int kSteps, int kCount, int kChunks, typename OperandAt, typename TileB, typename Between = NoOp>
 __device__ __forceinline__ void AddOperandsTimesRows(float (&C)[kCount][kChunks][4], OperandAt operand, const TileB& b,
                                                      int column, const Between& between = {}) {
   static_assert(kSteps * kStep == TileB::kHeight && kChunks % 2 == 0);
@@ -385,7 +385,7 @@ __device__ __forceinline__ void AddOperandsTimesRows(float (&C)[kCount][kChunks]
 }
 
 // C += A^T B, with this warp's columns of A from `i` on, and the columns of B from `column` on, over all rows of both.
-template <int kCount, int kChunks, typename TileA, typename TileB, typename Between = Nothing>
+template <int kCount, int kChunks, typename TileA, typename TileB, typename Between = NoOp>
 __device__ __forceinline__ void AddColumnsTimesRows(float (&C)[kCount][kChunks][4], const TileA& a, int i,
                                                     const TileB& b, int column, const Between& between = {}) {
   static_assert(TileA::kHeight == TileB::kHeight);

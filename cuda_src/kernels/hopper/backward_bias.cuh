@@ -74,7 +74,7 @@ struct Consumer {
   }
   __device__ __forceinline__ Step StepHere() const {
     const Step& step = shared.step[at.index];
-    return {Uniform(step.batch), Uniform(step.head), kListed ? Uniform(step.kind) : kEverything,
+    return {Uniform(step.batch), Uniform(step.head), kListed ? Uniform(step.kind) : kFullBlock,
             bool(Uniform(step.masked))};
   }
 

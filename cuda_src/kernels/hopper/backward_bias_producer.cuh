@@ -34,8 +34,8 @@ struct Producer {
     const int end = tile.column + kKeys;
     if (max(keys.any_lo, tile.column) >= min(keys.any_hi, end)) return;
     const int kind = KindOfBlock(p, batch, head, tile.row, tile.column);
-    if (Block<false>(p.block_mask, batch, kind).Nothing()) return;
-    const bool every = keys.every_lo <= tile.column && end <= keys.every_hi && kind == kEverything;
+    if (Block<false>(p.block_mask, batch, kind).Empty()) return;
+    const bool every = keys.every_lo <= tile.column && end <= keys.every_hi && kind == kFullBlock;
     const Step step = {batch, head, kind, !every};
     LoadPair<kQKBoxes>(q_map, k_map, tile, step);
     // Keys beyond kv_length are set to 0 in V: their P is 0, but 0 times NaN is NaN. K may contain anything, because

@@ -63,7 +63,7 @@ struct Producer {
         const bool masked = row < rows.every_lo || row + kRows > every_hi;
         const bool hides = row < rows.every_lo || row + kRows > rows.every_hi;
         if (n == 1) schedule.Ask();
-        Load({row, q_head, row_block, kEverything, masked ? Masks::kAll : Masks::kNone, n == 1}, batch, tile.column,
+        Load({row, q_head, row_block, kFullBlock, masked ? Masks::kAll : Masks::kNone, n == 1}, batch, tile.column,
              hides);
         if (n == steps) LoadKV(tile);
       };
@@ -119,10 +119,10 @@ struct Producer {
         const int kind = KindOfBlock(p, tile.batch, q_head, row, tile.column);
         at.Next();
         const bool within = row >= rows.every_lo && row + kRows <= rows.every_hi, last = !at.Exists();
-        const Masks masks = !within               ? Masks::kAll
-                            : kind == kEverything ? Masks::kNone
-                            : kMaskMod            ? Masks::kAll
-                                                  : Masks::kOfBlock;
+        const Masks masks = !within              ? Masks::kAll
+                            : kind == kFullBlock ? Masks::kNone
+                            : kMaskMod           ? Masks::kAll
+                                                 : Masks::kOfBlock;
         if (last) schedule.Ask();
         Load({row, q_head, RowBlockOf(tile.batch, q_head, row), kind, masks, last}, tile.batch, tile.column, true);
         if (first) LoadKV(tile);

@@ -59,7 +59,7 @@ struct Warpgroup {
     return {Uniform(step.row),
             Uniform(step.head),
             Uniform(step.row_block),
-            kListed ? Uniform(step.kind) : kEverything,
+            kListed ? Uniform(step.kind) : kFullBlock,
             masks == int(Masks::kNone) ? Masks::kNone
             : of_block                 ? Masks::kOfBlock
                                        : Masks::kAll,

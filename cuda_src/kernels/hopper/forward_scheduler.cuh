@@ -78,7 +78,7 @@ struct ListReader {
     if (keys.at < 0) return {};
     const int column = keys.at, kind = KindOfColumn(kinds, column);
     const bool within = tile.visible.every_lo <= column && column + kKeys <= tile.visible.every_hi;
-    const bool inside = within && !(kMaskMod && kind != kEverything), masked = !within || kind != kEverything;
+    const bool inside = within && !(kMaskMod && kind != kFullBlock), masked = !within || kind != kFullBlock;
     keys.Next(tile.visible);
     return {column / kKeys * 8 + inside * 4 + masked * 2 + (keys.at < 0), ElementsOf(p.block_mask, tile.batch, kind)};
   }

@@ -30,7 +30,7 @@ struct Probabilities : Products {
   template <bool kMasked>
   __device__ __forceinline__ void FetchMasks(const QTile& tile, int j, bool inside) {
     if (!kMasked || !kMasksInMemory) return;
-    const Block<false> block(p.block_mask, kListed ? shared.listed[k.index].elements : kAllVisible);
+    const Block<false> block(p.block_mask, kListed ? shared.listed[k.index].elements : kAllElements);
     tile_mask.FetchBlock(block, Block<false>::kLines == kRows ? RowInTile() : Row(tile),
                          Column(j));  // a tile may be a whole block
     if (Tuning::kEarlyCombineMasks) CombineMasks(tile, j, inside);

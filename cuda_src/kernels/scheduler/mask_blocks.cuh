@@ -134,7 +134,7 @@ struct Lists {
   __device__ __forceinline__ int Count(int list) const {
     int n = 0;
 #pragma unroll 8
-    for (int x = 0; x < members; ++x) n += blocks[int64_t(list) * next_list + int64_t(x) * next_member] != kNothing;
+    for (int x = 0; x < members; ++x) n += blocks[int64_t(list) * next_list + int64_t(x) * next_member] != kEmptyBlock;
     return n;
   }
   // The number of lists before this one: longer lists, and equally long ones with lower numbers.
@@ -151,7 +151,7 @@ struct Lists {
     *to++ = counts[list];
 #pragma unroll 8
     for (int x = 0; x < members; ++x) {
-      if (blocks[int64_t(list) * next_list + int64_t(x) * next_member] != kNothing) *to++ = x;
+      if (blocks[int64_t(list) * next_list + int64_t(x) * next_member] != kEmptyBlock) *to++ = x;
     }
   }
 };
@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(kMaskThreads, kMaskMod ? 1 : 6)
     reinterpret_cast<uint16_t*>(words)[row(s) * kChunks + chunk] = uint16_t(bits);
   }
   any = __syncthreads_or(any), every = __syncthreads_and(every);
-  const int kind = !any ? kNothing : every ? kEverything : place.kind;
+  const int kind = !any ? kEmptyBlock : every ? kFullBlock : place.kind;
   const BlockMask& made = p.block_mask;
   uint32_t *const by_row = Made(made.element_masks), *const by_key = Made(made.transposed_masks);
   const int64_t from = int64_t(blockIdx.x) * (kSide * kWordsOfRow);  // the offset in the tables of bits

@@ -139,19 +139,19 @@ __device__ __forceinline__ const int32_t* KindsOfRow(const Params& p, const Bloc
 // The kind of column j's block, in such a row of kinds.
 __device__ __forceinline__ int KindOfColumn(const int32_t* kinds, int j) { return kinds[j / kKVBlock]; }
 
-// The kind of the block at (i, j); kEverything without a block mask.
+// The kind of the block at (i, j); kFullBlock without a block mask.
 __device__ __forceinline__ int KindOfBlock(const Params& p, int batch, int head, int i, int j) {
-  return kBlockMask ? KindOfColumn(KindsOfRow(p, p.block_mask, batch, head, i), j) : kEverything;
+  return kBlockMask ? KindOfColumn(KindsOfRow(p, p.block_mask, batch, head, i), j) : kFullBlock;
 }
 
 // The elements of a block of this kind: the index of its element mask among the masks of all batch entries, or one of
 // these constants. kByMaskMod: mask_mod decides. Its kind is the number after the last element mask.
-constexpr int kAllVisible = -1, kNoneVisible = -2, kByMaskMod = -3;
+constexpr int kAllElements = -1, kNoElements = -2, kByMaskMod = -3;
 __device__ __forceinline__ int ElementsOf(const BlockMask& mask, int batch, int kind) {
-  if (kind == kEverything) return kAllVisible;
+  if (kind == kFullBlock) return kAllElements;
   if (kMaskModInBlocks && kind == kFirstElementMask + mask.element_mask_count) return kByMaskMod;
   if (!kBlockMask || kind < kFirstElementMask || kind - kFirstElementMask >= mask.element_mask_count)
-    return kNoneVisible;
+    return kNoElements;
   return (mask.batch != 0 ? batch * mask.element_mask_count : 0) + kind - kFirstElementMask;
 }
 
@@ -165,12 +165,12 @@ class Block {
   __device__ __forceinline__ Block(const BlockMask& mask, int batch, int kind)
       : Block(mask, ElementsOf(mask, batch, kind)) {}
 
-  __device__ __forceinline__ bool Everything() const { return elements_ == kAllVisible; }
-  __device__ __forceinline__ bool Nothing() const { return elements_ == kNoneVisible; }
+  __device__ __forceinline__ bool Full() const { return elements_ == kAllElements; }
+  __device__ __forceinline__ bool Empty() const { return elements_ == kNoElements; }
 
   // The visible ones of 16 entries of the line, from entry `from` on, a multiple of 16.
   __device__ __forceinline__ uint32_t Half(uint32_t line, uint32_t from) const {
-    if (elements_ < 0) return Everything() ? 0xFFFF : 0;
+    if (elements_ < 0) return Full() ? 0xFFFF : 0;
     return reinterpret_cast<const uint16_t*>(Bits())[line * (2 * kWords) + from / 16];
   }
 
@@ -181,7 +181,7 @@ class Block {
     for (int h = 0; h < 2; ++h) {
       if (elements_ < 0) {
 #pragma unroll
-        for (int w = 0; w < kTileWords; ++w) words[h][w] = Everything() ? 0xFFFFFFFF : 0;
+        for (int w = 0; w < kTileWords; ++w) words[h][w] = Full() ? 0xFFFFFFFF : 0;
       } else if constexpr (kLength % kTile == 0 && kTile % 32 == 0) {
         LoadWords(Bits() + int(line * kWords + from / 32) + 8 * h * kWords, words[h]);
       } else {

@@ -179,7 +179,7 @@ struct Backward {
       CpAsyncCommit();
       bool first = true;
       for (int stage = 0; tiles.Exists(); stage = kStages - 1 - stage) {
-        const int head = Fresh(tiles.head), row = Fresh(tiles.row);  // Fresh: keeps no copies in registers
+        const int head = Opaque(tiles.head), row = Opaque(tiles.row);  // Opaque: keeps no copies in registers
         // After the last tile this loads the last tile again, and nobody reads it. A branch would keep the compiler
         // from spreading the loads over the product.
         const auto load_next = [&](int part, int parts) {

@@ -31,7 +31,7 @@ struct Forward {
   }
 
   // Called after Q has arrived and the loads of K and V are in flight. So these loads do not wait for the scale.
-  __device__ __forceinline__ void Begin() { softmax.to_log2 = Fresh(scale) * kLog2e; }
+  __device__ __forceinline__ void Begin() { softmax.to_log2 = Opaque(scale) * kLog2e; }
 
   // O = diag(alpha) O. If one row of the warp needs it, all rows are rescaled.
   __device__ __forceinline__ void Rescale() {
@@ -70,7 +70,7 @@ struct Forward {
     if (kWholeScores) scores.ToScores(S);
     ToP(S);            // 12, 13
     scores.ApplyZ(S);  // 14
-    if (Tuning::kStopBeforePV && Never()) return;
+    if (Tuning::kStopBeforePV && OpaqueFalse()) return;
     AddTimesRows(O, S, v);  // 15
   }
 

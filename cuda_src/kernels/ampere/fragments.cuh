@@ -345,7 +345,7 @@ __device__ __forceinline__ void AddTimesRows(float (&C)[kCount][kChunks][4], con
     for (int m = 0; m < kCount; ++m) x[m] = ToOperand(P[m], s);
 #pragma unroll
     for (int n = 0; n < kChunks / 2; ++n) {
-      if (kThreeProducts && Never()) return;
+      if (kThreeProducts && OpaqueFalse()) return;
       OperandB y[2];
       b.ColumnsAsB(y, s * kStep, 16 * n);
 #pragma unroll

@@ -15,7 +15,7 @@ struct Tuning {
   static constexpr int kHeldSteps =
       kThreeProducts ? 0 : (kRegisterBudget - kWarpRows * (RoundUp(kVDim, 16) + kKeys) / 32) / (kWarpRows / 4);
 
-  // These masks keep ranges in registers. Then no registers are left for code that ptxas moves ahead, and Never
+  // These masks keep ranges in registers. Then no registers are left for code that ptxas moves ahead, and OpaqueFalse
   // prevents that.
   static constexpr bool kKeepsRanges = kLocal || kLengths;
   static constexpr bool kStopBeforePV =

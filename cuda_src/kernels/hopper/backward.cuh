@@ -84,8 +84,8 @@ struct Consumer : Epilogue {
     WgmmaWait<Tuning::kEarlyDV && kDV ? 1 : 0>();
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
-    ComputeDS(tile, step);                // 18, 20
-    if (kFirst && Never()) return false;  // keeps ptxas from moving code across, which would spill
+    ComputeDS(tile, step);                      // 18, 20
+    if (kFirst && OpaqueFalse()) return false;  // keeps ptxas from moving code across, which would spill
     if (kDV && !Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, SharedDO{shared.d_o[at.index]});
     if (kDQ) {
       StoreDS();

@@ -167,9 +167,9 @@ struct RowsWarp {
   __device__ __forceinline__ uint8_t* Slot(PackedRing<2> at) const { return shared.rows[Warp()][at.Index()]; }
   __device__ __forceinline__ uint64_t* Full(PackedRing<2> at) const { return &shared.rows_full[Warp()][at.Index()]; }
   __device__ __forceinline__ int TakeBlock() const { return Lane() == 0 ? atomicAdd(p.rows_taken, 1) : 0; }
-  __device__ __forceinline__ int AllBlocks() const { return Fresh(p.batch) * p.q_heads * BlocksOfHead(p); }
-  __device__ __forceinline__ static int Warp() { return Fresh(int(threadIdx.x)) / 32u - 1; }
-  __device__ __forceinline__ static int Lane() { return Fresh(int(threadIdx.x)) % 32u; }
+  __device__ __forceinline__ int AllBlocks() const { return Opaque(p.batch) * p.q_heads * BlocksOfHead(p); }
+  __device__ __forceinline__ static int Warp() { return Opaque(int(threadIdx.x)) / 32u - 1; }
+  __device__ __forceinline__ static int Lane() { return Opaque(int(threadIdx.x)) % 32u; }
 };
 
 }  // namespace jax_flash::hopper::backward

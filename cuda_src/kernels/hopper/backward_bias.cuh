@@ -141,7 +141,7 @@ struct Consumer {
     Cap(p, S);
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
-      if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
+      if (Tuning::kBiasInParts && i % 8 == 0 && OpaqueFalse()) return;
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       S[i] = kBiasTiles ? S[i] * Unit(p) : score.Of(S[i], view.Row(h, x), view.Key(h, x));
     }
@@ -179,14 +179,14 @@ struct Consumer {
 
   // Replaces S by P = exp(s - m) / l.
   __device__ __forceinline__ void ToP() {
-    if (Tuning::kStopAfterMask && Never()) return;
+    if (Tuning::kStopAfterMask && OpaqueFalse()) return;
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) S[i] = Exp2(fmaf(S[i] - m[i / 2 % 2], kLog2e, minus_l[i / 2 % 2]));
   }
 
   // Negates the entries of P that dropout drops.
   __device__ __forceinline__ void ApplyZ(const DBiasTile& tile, const Step& step) {
-    if (Tuning::kStopBeforeZ && Never()) return;
+    if (Tuning::kStopBeforeZ && OpaqueFalse()) return;
     const Seed seed(p, step.batch, step.head);
 #pragma unroll
     for (int c = 0; c < kKeys / 16; ++c)

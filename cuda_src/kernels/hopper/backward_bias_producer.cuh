@@ -50,7 +50,7 @@ struct Producer {
                                            const Step& step, int keys = kKeys) {
     const bool clears = keys < kKeys;
     uint64_t* const full = clears ? &shared.uncleared.barrier : &shared.full[at.index];
-    const int kv_head = step.head / (p.q_heads / Fresh(p.kv_heads));
+    const int kv_head = step.head / (p.q_heads / Opaque(p.kv_heads));
     MbarrierWait(&shared.empty[at.index], at.parity ^ 1);
     shared.step[at.index] = step, shared.tile[at.index] = tile;
     MbarrierArriveExpectTx(full, kBoxes * (SharedRows::kBox + SharedKeys::kBox));
@@ -87,7 +87,7 @@ struct BiasProducer {
       if (n >= kBiasStages) {
         if (!to_store.Next(&stored)) return;
         MbarrierWait(&shared.bias_empty[at.index], at.parity ^ 1);
-        if (Fresh(p.parts) == 1) Store(stored);
+        if (Opaque(p.parts) == 1) Store(stored);
       }
       if (!more) continue;
       Load(loaded);

@@ -40,13 +40,13 @@ struct DBiasTiles {
 
   // The number of batch entries and heads of dbias, and the number that is summed over. Computed for each tile, to save
   // registers.
-  __device__ __forceinline__ Dimension Batch() const { return {Fresh(p.batch), p.bias.batch != 0}; }
-  __device__ __forceinline__ Dimension Head() const { return {Fresh(p.q_heads), p.bias.head != 0}; }
+  __device__ __forceinline__ Dimension Batch() const { return {Opaque(p.batch), p.bias.batch != 0}; }
+  __device__ __forceinline__ Dimension Head() const { return {Opaque(p.q_heads), p.bias.head != 0}; }
 
   // Finds the next tile. Returns false at the end.
   __device__ __forceinline__ bool Next(DBiasTile* tile) {
-    const int heads = Head().Own(), columns = (Fresh(p.kv_len) + kKeys - 1) / kKeys;
-    const int tiles = (Fresh(p.q_len) + kRows - 1) / kRows * columns, parts = Fresh(p.parts);
+    const int heads = Head().Own(), columns = (Opaque(p.kv_len) + kKeys - 1) / kKeys;
+    const int tiles = (Opaque(p.q_len) + kRows - 1) / kRows * columns, parts = Opaque(p.parts);
     int item, t;
     if (!schedule.Next(Batch().Own() * heads * parts, tiles, &item, &t)) return false;
     const int head = item / parts;

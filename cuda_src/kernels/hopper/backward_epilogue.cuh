@@ -10,8 +10,8 @@ namespace jax_flash::hopper::backward {
 struct Epilogue : Probabilities {
   using Probabilities::Probabilities;
 
-  // The lane. With pairs of CTAs, Fresh keeps the compiler from computing addresses ahead, which would spill.
-  __device__ __forceinline__ int LateLane() const { return kPairs ? Fresh(lane) : lane; }
+  // The lane. With pairs of CTAs, Opaque keeps the compiler from computing addresses ahead, which would spill.
+  __device__ __forceinline__ int LateLane() const { return kPairs ? Opaque(lane) : lane; }
 
   // The address of the c-th 32 bytes of this warp's keys in a tile. Four addresses are enough for all boxes, because c
   // / 4 is an immediate offset. If even four need too many registers, MatricesOf derives them from one.
@@ -107,7 +107,7 @@ struct Epilogue : Probabilities {
   template <int kDim, int kSlot, int kBox = 0>
   __device__ __forceinline__ void AddGradient(const float (&C)[kDim / 2], float* sum, const KVTile& tile) {
     constexpr int kFirst = kBox * kBoxColumns, kWidth = kDim - kFirst < kBoxColumns ? kDim - kFirst : kBoxColumns;
-    const int consumer_warp = Fresh(int(threadIdx.x)) / 32u - 4;  // recomputed to save registers
+    const int consumer_warp = Opaque(int(threadIdx.x)) / 32u - 4;  // recomputed to save registers
     const int block = (tile.batch * p.kv_heads + tile.head) * KeyBlocksOfHead(p) + tile.column / 64;
     uint8_t* const slot = kSlot == 0 ? reinterpret_cast<uint8_t*>(shared.ds) : shared.staging;
     float* const staged = reinterpret_cast<float*>(slot) + consumer_warp * (16 * kBoxColumns);

@@ -18,7 +18,7 @@ struct RowBlock {
   // The block with this index among the blocks of all heads.
   __device__ __forceinline__ RowBlock(const Params& p, uint32_t number) {
     const uint32_t blocks = BlocksOfHead(p), all_heads = number / blocks;
-    const int heads = Fresh(p.q_heads);
+    const int heads = Opaque(p.q_heads);
     batch = all_heads / uint32_t(heads), head = all_heads - batch * heads;
     row = (number - all_heads * blocks) * kRowBlock;
     place = FirstRowBlock(p, all_heads) + (number - all_heads * blocks);

@@ -48,7 +48,7 @@ struct Probabilities : Products {
     float slopes[2];
 #pragma unroll
     for (int i = 0; kWholeScores && (!kBiasTiles || kScoreMod) && i < kRows / 2; ++i) {
-      if (Tuning::kBiasInParts && i % 8 == 0 && Never()) return;
+      if (Tuning::kBiasInParts && i % 8 == 0 && OpaqueFalse()) return;
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       if (!kBiasTiles) S[i] = score.BeforeMod(S[i], view.Row(h, x), view.Key(h, x));
       if (kScoreSlopes) slopes[i % 2] = score.Slope(S[i], view, h, x);
@@ -95,11 +95,11 @@ struct Probabilities : Products {
   __device__ __forceinline__ void Softmax(const KVTile& tile, const Step& step) {
     if (kFormsScores) ToScores(tile, step);
     if (step.masks != Masks::kNone) ApplyMasks(tile, step);
-    if (Tuning::kStopAfterMask && Never()) return;
-    const float to_log2 = Tuning::kLateScale ? __ldg(p.scale + Fresh(0)) * kLog2e : this->to_log2;
+    if (Tuning::kStopAfterMask && OpaqueFalse()) return;
+    const float to_log2 = Tuning::kLateScale ? __ldg(p.scale + Opaque(0)) * kLog2e : this->to_log2;
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
-      if (Tuning::kStopInSoftmax && c == kRows / 32 && Never()) return;
+      if (Tuning::kStopInSoftmax && c == kRows / 32 && OpaqueFalse()) return;
       const float4 x = Tuning::kStartAtL
                            ? float4()
                            : (reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4)[4 * c];
@@ -116,12 +116,12 @@ struct Probabilities : Products {
 
   // Negates the entries of P^T that dropout drops.
   __device__ __forceinline__ void ApplyZ(const KVTile& tile, const Step& step) {
-    if (Tuning::kStopBeforeZ && Never()) return;
+    if (Tuning::kStopBeforeZ && OpaqueFalse()) return;
     const Seed seed(p, tile.batch, step.head);
     const int columns = tile.column / 16 + first_key / 16 + warp;
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
-      if (Tuning::kStopInZ && c == kRows / 16 - 1 && Never()) return;
+      if (Tuning::kStopInZ && c == kRows / 16 - 1 && OpaqueFalse()) return;
       MarkZ<true>(p, seed.Words(columns, (step.row / 16 + c) * 8 + lane / 4), S + 8 * c);
     }
   }
@@ -175,9 +175,9 @@ struct Probabilities : Products {
         }
       }
       if constexpr (kCapturedGradients) {
-        const View<true> fresh = {Fresh(view.row),
-                                  Fresh(view.key)};  // Fresh: otherwise loaded values would stay in registers
-        CapturedGradients{score, fresh, 4 * c, lane}.Add(cotangents);
+        const View<true> opaque_view = {Opaque(view.row),
+                                        Opaque(view.key)};  // Opaque: otherwise loaded values would stay in registers
+        CapturedGradients{score, opaque_view, 4 * c, lane}.Add(cotangents);
       }
     }
   }

@@ -133,7 +133,7 @@ __device__ __forceinline__ int KeyBlocksOfHead(const Params& p) {
 // The number of kv tiles of a head.
 __device__ __forceinline__ int TilesOfHead(const Params& p) {
   if constexpr (kListed) return ListedColumnTiles<kKeys>(p);
-  return (Fresh(p.kv_len) + kKeys - 1) / kKeys;
+  return (Opaque(p.kv_len) + kKeys - 1) / kKeys;
 }
 
 }  // namespace jax_flash::hopper::backward

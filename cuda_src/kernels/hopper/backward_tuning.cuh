@@ -1,5 +1,5 @@
 // Tuning of the Hopper backward: choices for the compiler, or by measurement. Each has its reason. docs/design has the
-// figures. Never() (ptx/compiler.cuh) keeps ptxas from moving code ahead where that would spill.
+// figures. OpaqueFalse() (ptx/compiler.cuh) keeps ptxas from moving code ahead where that would spill.
 #pragma once
 
 #include "hopper/backward_shape.cuh"

@@ -52,7 +52,7 @@ struct Consumer : Epilogue {
     if (kBiasTiles) AddBias();  // 11
     FinishS(last);
     if (kMasked && kMasksInMemory && !Tuning::kEarlyCombineMasks) {
-      if (Never()) return;  // otherwise ptxas lets the turn wait for the masks in memory
+      if (OpaqueFalse()) return;  // otherwise ptxas lets the turn wait for the masks in memory
       CombineMasks(tile, j, inside);
     }
     if ((kFormsScores && (!kBiasTiles || kScoreMod)) || !kMasked || !Tuning::kVote || !tile_mask.AllVisible())

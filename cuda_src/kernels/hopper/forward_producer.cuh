@@ -130,7 +130,7 @@ struct Producer {
   __device__ __forceinline__ void RunListed(List list) {
     while (list.NextTile()) {
       const QTile& tile = list.Tile();
-      const int kv_head = tile.head / (p.q_heads / Fresh(p.kv_heads)), batch = tile.batch;
+      const int kv_head = tile.head / (p.q_heads / Opaque(p.kv_heads)), batch = tile.batch;
       ListedTile keys = list.NextKeys();
       if (keys.Exists()) LoadK(at, keys.J(), kv_head, batch, tile, keys);
       LoadQ(tile, !keys.Exists());

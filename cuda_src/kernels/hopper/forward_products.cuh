@@ -75,9 +75,9 @@ struct Products : Warpgroup {
 
   __device__ __forceinline__ void TakeQ() {
     const SharedQ rows{shared.q[q.Index()][row_group] + 16 * warp * kBoxBytes};
-    const int fresh_lane = Fresh(lane);
+    const int opaque_lane = Opaque(lane);
 #pragma unroll
-    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], rows.Matrices(fresh_lane, d));
+    for (int d = 0; d < kQKSteps; ++d) Ldmatrix(Q[d], rows.Matrices(opaque_lane, d));
     FenceProxyAsync();  // before TMA writes the next Q
   }
 

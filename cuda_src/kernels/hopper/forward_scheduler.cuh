@@ -61,7 +61,7 @@ struct ListReader {
   // Moves to the next tile. Returns false at the end.
   __device__ __forceinline__ bool NextTile() {
     constexpr int kTiles = kTilesOfRow<kRows>;
-    const int q_heads = Fresh(p.q_heads);
+    const int q_heads = Opaque(p.q_heads);
     int item, t;
     if (!CountedLists(p).Next(p.batch * q_heads, ListedRowTiles<kRows>(p), &item, &t)) return false;
     tile.head = item % q_heads, tile.batch = item / q_heads;

@@ -50,7 +50,7 @@ struct Probabilities : Products {
     for (int i = 0; i < kWarpgroupKeys / 2; ++i) S[i] *= Unit(p);
 #pragma unroll
     for (int c = 0; c < kWarpgroupKeys; c += 16) {
-      if (Tuning::kBiasInParts && c % 32 == 0 && Never()) return;
+      if (Tuning::kBiasInParts && c % 32 == 0 && OpaqueFalse()) return;
       AddBiasTile<false>(rows, key_group * kWarpgroupKeys + c, S + c / 2);
     }
     FenceProxyAsync();                          // before TMA overwrites the tile of the bias
@@ -87,7 +87,7 @@ struct Probabilities : Products {
       if (!kBiasTiles) S[i] = score.BeforeMod(S[i], view.Row(h, x), view.Key(h, x));
       S[i] = score.Mod<kWithin>(S[i], view, h, x);
     }
-    if (program::kLessWithin) PinApart<kWithin>(S);
+    if (program::kLessWithin) PinDistinct<kWithin>(S);
   }
 
   // Updates the row maxima m. O must be multiplied by alpha. Exponents subtract `shift`.

@@ -16,10 +16,10 @@ constexpr int kHeadRows = kBias ? kRowBlock : kTiling.rows;
 // The number of blocks of a head, and the index of its first block in scratch. They are recomputed at each use, to save
 // registers.
 __device__ __forceinline__ int BlocksOfHead(const Params& p) {
-  return (Fresh(p.q_len) + kHeadRows - 1) / kHeadRows * (kHeadRows / kRowBlock);
+  return (Opaque(p.q_len) + kHeadRows - 1) / kHeadRows * (kHeadRows / kRowBlock);
 }
 __device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
-  return (kAlongside ? head % Fresh(p.scratch_heads) : head) * BlocksOfHead(p);
+  return (kAlongside ? head % Opaque(p.scratch_heads) : head) * BlocksOfHead(p);
 }
 
 // The index of row r of L and D. Rows are permuted within each 16. Then a lane's values for a 16 x 16 tile of S^T are

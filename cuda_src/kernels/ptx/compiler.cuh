@@ -9,18 +9,18 @@ namespace jax_flash {
 // and branches on them uniformly.
 __device__ __forceinline__ int Uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
 // The same if only the first lane of a warp is active.
-__device__ __forceinline__ int UniformOfOne(int x) { return __shfl_sync(1u, x, 0); }
+__device__ __forceinline__ int UniformSingleLane(int x) { return __shfl_sync(1u, x, 0); }
 
 // Returns false, but ptxas cannot prove it, and moves no code across a branch on the result. Use it where code moved
 // ahead would need registers that are not free.
-__device__ __forceinline__ bool Never() { return __any_sync(0xFFFFFFFFu, false); }
+__device__ __forceinline__ bool OpaqueFalse() { return __any_sync(0xFFFFFFFFu, false); }
 
 // Returns x, but the compiler cannot compute anything from it earlier. Use it in a loop of a thread with few registers.
-__device__ __forceinline__ int Fresh(int x) {
+__device__ __forceinline__ int Opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-__device__ __forceinline__ float Fresh(float x) {
+__device__ __forceinline__ float Opaque(float x) {
   asm volatile("" : "+f"(x));
   return x;
 }
@@ -33,7 +33,7 @@ __device__ __forceinline__ void Pin(float (&registers)[kCount]) {
 }
 // The same at the end of a branch. The compiler cannot merge the code of branches with different numbers.
 template <int kNumber, int kCount>
-__device__ __forceinline__ void PinApart(float (&registers)[kCount]) {
+__device__ __forceinline__ void PinDistinct(float (&registers)[kCount]) {
   Pin(registers);
   asm volatile("" ::"n"(kNumber) : "memory");
 }

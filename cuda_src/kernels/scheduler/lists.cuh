@@ -75,7 +75,7 @@ struct Listing : Numbers {
 
   // Finds the list for the current number. Returns false at the end.
   __device__ __forceinline__ bool Next(int heads, int lists, int* head, int* list) const {
-    lists = Fresh(lists), heads = Fresh(heads);
+    lists = Opaque(lists), heads = Opaque(heads);
     if (Numbers::number >= lists * heads) return false;
     ListOfItem(Numbers::number, lists, heads, head, list);
     return true;

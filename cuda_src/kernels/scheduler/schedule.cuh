@@ -70,7 +70,7 @@ struct CountedRows {
 
   // Finds the requested tile among `tiles` tiles in each of `heads` heads. Returns false at the end.
   __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) const {
-    const int n = UniformOfOne(number), last_heads = min(heads, int(gridDim.x) / tiles + 1);
+    const int n = UniformSingleLane(number), last_heads = min(heads, int(gridDim.x) / tiles + 1);
     const int first = (heads - last_heads) * tiles;
     const bool last = n >= first;
     *head = last ? heads - last_heads + (n - first) % last_heads : n / tiles;

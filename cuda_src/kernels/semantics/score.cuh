@@ -56,7 +56,7 @@ __device__ __forceinline__ void Cap(const Params& p, float (&S)[kCount]) {
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (i % 16 == 0 && Never()) return;  // see Never: with wide heads, code moved ahead would spill
+      if (i % 16 == 0 && OpaqueFalse()) return;  // see OpaqueFalse: with wide heads, code moved ahead would spill
       S[i] = SmallTanh(S[i]);
     }
   }

@@ -158,82 +158,82 @@ struct PartsOfTile {
   FIELD(int, head, p.mask.block_mask.heads)
 
 // All kernels of a call are given the same.
-#define JAX_FLASH_PARAMS(FIELD)                                                                                  \
-  FIELD(int, batch, int(p.batch))                                                                                \
-  FIELD(int, q_heads, int(p.q_heads))                                                                            \
-  FIELD(int, kv_heads, int(p.kv_heads))                                                                          \
-  FIELD(int, q_len, int(p.q_len))                                                                                \
-  FIELD(int, kv_len, int(p.kv_len))                                                                              \
-  FIELD(const float*, scale, static_cast<const float*>(in.scale)) /* τ */                                        \
-  FIELD(float, soft_cap, float(p.score.logits_soft_cap))                                                         \
-  FIELD(float, inverse_soft_cap, p.score.logits_soft_cap > 0 ? float(1 / p.score.logits_soft_cap) : 0.0f)        \
-  FIELD(int64_t, window_left, p.mask.local_window_size.left) /* -1: unbounded */                                 \
-  FIELD(int64_t, window_right, p.mask.local_window_size.right)                                                   \
-  FIELD(const void*, query, in.query)                                                                            \
-  FIELD(const void*, key, p.page > 0 ? in.key_pages : in.key)                                                    \
-  FIELD(const void*, value, p.page > 0 ? in.value_pages : in.value)                                              \
-  FIELD(Broadcast<const void>, bias, BroadcastOf(in.bias, p.score.bias, p))                                      \
-  FIELD(Broadcast<const uint8_t>, mask, BroadcastOf(in.mask, p.mask.array, p))                                   \
-  FIELD(const int32_t*, q_lengths, in.query_seq_lengths)                                                         \
-  FIELD(const int32_t*, kv_lengths, in.key_value_seq_lengths)                                                    \
-  FIELD(const int32_t*, q_segments, in.query_segment_ids)                                                        \
-  FIELD(const int32_t*, kv_segments, in.key_value_segment_ids)                                                   \
-  FIELD(const int32_t*, query_offset, in.query_offset)                                                           \
-  FIELD(SegmentBounds*, q_bounds, at(layout.q_bounds)) /* [batch, block of 64 queries or keys] */                \
-  FIELD(SegmentBounds*, kv_bounds, at(layout.kv_bounds))                                                         \
-  FIELD(const uint32_t*, seed, in.seed)                                                                          \
-  FIELD(const uint32_t*, batch_id, in.batch_id)                                                                  \
-  FIELD(const uint32_t*, head_id, in.head_id)                                                                    \
-  /* In both halves, for what takes two entries at once. */                                                      \
-  FIELD(uint32_t, drop_threshold, uint32_t(p.drop_threshold) * 0x10001)                                          \
-  FIELD(float, keep_scale, float(p.keep_scale()))                                                                \
-  FIELD(void*, o, forward.o)                                                                                     \
-  FIELD(float*, l, static_cast<float*>(forward.l)) /* [batch, head, row] */                                      \
-  FIELD(float*, m, static_cast<float*>(forward.m))                                                               \
-  FIELD(const void*, d_o, cotangents.d_o)                                                                        \
-  FIELD(const float*, dlogsumexp, static_cast<const float*>(cotangents.dlogsumexp)) /* [batch, head, row] */     \
-  /* What a kernel needs of m, l and D, and dQ in f32, in the kernel's own order; */                             \
-  FIELD(float*, logsumexp, at(layout.logsumexp))                                                                 \
-  FIELD(float*, d, at(layout.d))                                                                                 \
-  FIELD(float*, dq_sum, at(layout.dq_sum))                                                                       \
-  /* and if heads of Q that share keys are computed one by one (kSumKV), 0 at first */                           \
-  FIELD(float*, dk_sum, at(layout.dk_sum))                                                                       \
-  FIELD(float*, dv_sum, at(layout.dv_sum))                                                                       \
-  FIELD(void*, dq, gradients.dq)                                                                                 \
-  FIELD(void*, dk, gradients.dk)                                                                                 \
-  FIELD(void*, dv, gradients.dv)                                                                                 \
-  FIELD(void*, dbias, gradients.dbias)                                                                           \
-  FIELD(float*, dbias_parts, at(layout.dbias_parts)) /* [parts, of its shape], if there are several */           \
-  /* Of dbias; of the keys in a forward over parts of them, or of stretches of them if it is balanced. */        \
-  FIELD(int, parts, layout.parts)                                                                                \
-  /* For how many heads scratch is used at a time, if hopper/backward_alongside.cuh does all; */                 \
-  FIELD(int, scratch_heads, layout.heads)                                                                        \
-  /* of all heads the last, whose tiles may be taken together; no more than scratch_heads. */                    \
-  FIELD(int, last_heads, layout.last_heads)                                                                      \
-  FIELD(float*, maximum, at(layout.maximum)) /* m, where the kernel on Hopper takes it apart (kMaximumApart) */  \
-  /* What each part of the keys has for O, l and m, in the forward over them: [part, batch, head, row]; if it */ \
-  /* is balanced [part, head of the keys, row of a tile of Q]. */                                                \
-  FIELD(float*, o_parts, at(layout.o_parts))                                                                     \
-  FIELD(float*, l_parts, at(layout.l_parts))                                                                     \
-  FIELD(float*, m_parts, at(layout.m_parts))                                                                     \
-  FIELD(BlockMask, block_mask, block_mask(blocks_p, blocks_in))                                                  \
-  FIELD(int*, mask_counts, at(layout.mask_counts))  /* the lengths of its lists, then */                         \
-  FIELD(BlockMask, given_blocks, block_mask(p, in)) /* the operand: another one if there is a mask */            \
-  /* 0 at first, what CTAs on Hopper count: tiles, of which each CTA takes the next; */                          \
-  FIELD(int*, taken, at(layout.taken))                                                                           \
-  /* in the backward blocks of 64 rows of Q, likewise; */                                                        \
-  FIELD(int*, rows_taken, at(layout.rows_taken))                                                                 \
-  /* of each head those that are prepared, and the tiles of keys whose dQ has been added (if kOrdered of each */ \
-  /* tile of rows). */                                                                                           \
-  FIELD(int*, prepared, at(layout.prepared))                                                                     \
-  FIELD(int*, added, at(layout.added))                                                                           \
-  FIELD(const int32_t*, origin, in.origin) /* the first row and key, as dropout and programs count them */       \
-  FIELD(const int32_t*, keys_of_rows, in.keys_of_rows)                                                           \
-  FIELD(const int32_t*, rows_of_keys, in.rows_of_keys)                                                           \
-  FIELD(const int32_t*, page_table, in.page_table) /* [batch, page of its keys] */                               \
-  FIELD(int, pages, int(p.pages))                                                                                \
-  FIELD(PartsOfTile*, tile_parts, at(layout.tile_parts)) /* [batch, tile of Q of a head], if it is balanced */   \
-  /* A bit for each row of Q on Hopper, in the order of d: is it empty? If kEmptyRows. */                        \
+#define JAX_FLASH_PARAMS(FIELD)                                                                                    \
+  FIELD(int, batch, int(p.batch))                                                                                  \
+  FIELD(int, q_heads, int(p.q_heads))                                                                              \
+  FIELD(int, kv_heads, int(p.kv_heads))                                                                            \
+  FIELD(int, q_len, int(p.q_len))                                                                                  \
+  FIELD(int, kv_len, int(p.kv_len))                                                                                \
+  FIELD(const float*, scale, static_cast<const float*>(in.scale)) /* τ */                                          \
+  FIELD(float, soft_cap, float(p.score.logits_soft_cap))                                                           \
+  FIELD(float, inverse_soft_cap, p.score.logits_soft_cap > 0 ? float(1 / p.score.logits_soft_cap) : 0.0f)          \
+  FIELD(int64_t, window_left, p.mask.local_window_size.left) /* -1: unbounded */                                   \
+  FIELD(int64_t, window_right, p.mask.local_window_size.right)                                                     \
+  FIELD(const void*, query, in.query)                                                                              \
+  FIELD(const void*, key, p.page > 0 ? in.key_pages : in.key)                                                      \
+  FIELD(const void*, value, p.page > 0 ? in.value_pages : in.value)                                                \
+  FIELD(Broadcast<const void>, bias, BroadcastOf(in.bias, p.score.bias, p))                                        \
+  FIELD(Broadcast<const uint8_t>, mask, BroadcastOf(in.mask, p.mask.array, p))                                     \
+  FIELD(const int32_t*, q_lengths, in.query_seq_lengths)                                                           \
+  FIELD(const int32_t*, kv_lengths, in.key_value_seq_lengths)                                                      \
+  FIELD(const int32_t*, q_segments, in.query_segment_ids)                                                          \
+  FIELD(const int32_t*, kv_segments, in.key_value_segment_ids)                                                     \
+  FIELD(const int32_t*, query_offset, in.query_offset)                                                             \
+  FIELD(SegmentBounds*, q_bounds, at(layout.q_bounds)) /* [batch, block of 64 queries or keys] */                  \
+  FIELD(SegmentBounds*, kv_bounds, at(layout.kv_bounds))                                                           \
+  FIELD(const uint32_t*, seed, in.seed)                                                                            \
+  FIELD(const uint32_t*, batch_id, in.batch_id)                                                                    \
+  FIELD(const uint32_t*, head_id, in.head_id)                                                                      \
+  /* In both halves, for what takes two entries at once. */                                                        \
+  FIELD(uint32_t, drop_threshold, uint32_t(p.drop_threshold) * 0x10001)                                            \
+  FIELD(float, keep_scale, float(p.keep_scale()))                                                                  \
+  FIELD(void*, o, forward.o)                                                                                       \
+  FIELD(float*, l, static_cast<float*>(forward.l)) /* [batch, head, row] */                                        \
+  FIELD(float*, m, static_cast<float*>(forward.m))                                                                 \
+  FIELD(const void*, d_o, cotangents.d_o)                                                                          \
+  FIELD(const float*, dlogsumexp, static_cast<const float*>(cotangents.dlogsumexp)) /* [batch, head, row] */       \
+  /* What a kernel needs of m, l and D, and dQ in f32, in the kernel's own order; */                               \
+  FIELD(float*, logsumexp, at(layout.logsumexp))                                                                   \
+  FIELD(float*, d, at(layout.d))                                                                                   \
+  FIELD(float*, dq_sum, at(layout.dq_sum))                                                                         \
+  /* and if heads of Q that share keys are computed one by one (kSumKV), 0 at first */                             \
+  FIELD(float*, dk_sum, at(layout.dk_sum))                                                                         \
+  FIELD(float*, dv_sum, at(layout.dv_sum))                                                                         \
+  FIELD(void*, dq, gradients.dq)                                                                                   \
+  FIELD(void*, dk, gradients.dk)                                                                                   \
+  FIELD(void*, dv, gradients.dv)                                                                                   \
+  FIELD(void*, dbias, gradients.dbias)                                                                             \
+  FIELD(float*, dbias_parts, at(layout.dbias_parts)) /* [parts, of its shape], if there are several */             \
+  /* Of dbias; of the keys in a forward over parts of them, or of stretches of them if it is balanced. */          \
+  FIELD(int, parts, layout.parts)                                                                                  \
+  /* For how many heads scratch is used at a time, if hopper/backward_alongside.cuh does all; */                   \
+  FIELD(int, scratch_heads, layout.heads)                                                                          \
+  /* of all heads the last, whose tiles may be taken together; no more than scratch_heads. */                      \
+  FIELD(int, last_heads, layout.last_heads)                                                                        \
+  FIELD(float*, maximum, at(layout.maximum)) /* m, where the kernel on Hopper takes it apart (kSeparateMaximum) */ \
+  /* What each part of the keys has for O, l and m, in the forward over them: [part, batch, head, row]; if it */   \
+  /* is balanced [part, head of the keys, row of a tile of Q]. */                                                  \
+  FIELD(float*, o_parts, at(layout.o_parts))                                                                       \
+  FIELD(float*, l_parts, at(layout.l_parts))                                                                       \
+  FIELD(float*, m_parts, at(layout.m_parts))                                                                       \
+  FIELD(BlockMask, block_mask, block_mask(blocks_p, blocks_in))                                                    \
+  FIELD(int*, mask_counts, at(layout.mask_counts))  /* the lengths of its lists, then */                           \
+  FIELD(BlockMask, given_blocks, block_mask(p, in)) /* the operand: another one if there is a mask */              \
+  /* 0 at first, what CTAs on Hopper count: tiles, of which each CTA takes the next; */                            \
+  FIELD(int*, taken, at(layout.taken))                                                                             \
+  /* in the backward blocks of 64 rows of Q, likewise; */                                                          \
+  FIELD(int*, rows_taken, at(layout.rows_taken))                                                                   \
+  /* of each head those that are prepared, and the tiles of keys whose dQ has been added (if kOrdered of each */   \
+  /* tile of rows). */                                                                                             \
+  FIELD(int*, prepared, at(layout.prepared))                                                                       \
+  FIELD(int*, added, at(layout.added))                                                                             \
+  FIELD(const int32_t*, origin, in.origin) /* the first row and key, as dropout and programs count them */         \
+  FIELD(const int32_t*, keys_of_rows, in.keys_of_rows)                                                             \
+  FIELD(const int32_t*, rows_of_keys, in.rows_of_keys)                                                             \
+  FIELD(const int32_t*, page_table, in.page_table) /* [batch, page of its keys] */                                 \
+  FIELD(int, pages, int(p.pages))                                                                                  \
+  FIELD(PartsOfTile*, tile_parts, at(layout.tile_parts)) /* [batch, tile of Q of a head], if it is balanced */     \
+  /* A bit for each row of Q on Hopper, in the order of d: is it empty? If kEmptyRows. */                          \
   FIELD(uint32_t*, empty_rows, at(layout.empty_rows))
 
 struct BlockMask {

@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
       const float alpha = Alpha(to_log2, m_w[w], m);
       a = fmaf(alpha, O_w[w][column], a), b = fmaf(alpha, O_w[w][column + 1], b);
     }
-    const float shift = kMaximumApart ? m : m * to_log2;
+    const float shift = kSeparateMaximum ? m : m * to_log2;
     const float factor = l == 0.0f ? 0.0f : 1.0f / SumWithSink(p, batch, head, to_log2, shift, l);
     const OutputMatrix O(p.o, batch, head, p.q_len, p.q_heads, kVDim);
     StorePair<kOutputBytes>(O.At(row, column), a * factor, b * factor);

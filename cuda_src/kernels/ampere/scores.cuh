@@ -130,7 +130,7 @@ struct Scores {
               if (kBias) s = WithBias(s, score.Bias(Row(m, h), Column(c, e)));
               s = score.Mod(s, Row(m, h), Column(c, e));
             }
-            x = Exp2(fmaf(kMaximumApart ? s - maximum[m][h] : s, to_log2, minus_l[m][h]));
+            x = Exp2(fmaf(kSeparateMaximum ? s - maximum[m][h] : s, to_log2, minus_l[m][h]));
           } else {
             x = Exp2(fmaf(x, to_log2, minus_l[m][h]));
           }
@@ -155,20 +155,21 @@ struct Scores {
       x = DSOf(S[m][c][r], x * ZScale(p), D[m][r / 2]);
       if constexpr (kScoreGrad) {
         const int i = Row(m, r / 2), j = Column(c, r % 2);
-        x = score.Unmod<kAccumulates>(score.BeforeMod(before.x[m][c][r], i, j), x, i, j);
+        x = score.ModCotangent<kAccumulates>(score.BeforeMod(before.x[m][c][r], i, j), x, i, j);
         if (kSlope && x != 0.0f) x *= SlopeOf(before.x[m][c][r]);  // masked entries have no slope
       }
     }
   }
 
  private:
-  // The row's maximum m if kMaximumApart, which is subtracted from scores in addition to L; otherwise 0.
+  // The row's maximum m if kSeparateMaximum, which is subtracted from scores in addition to L; otherwise 0.
   template <int kCount>
   __device__ __forceinline__ void RowMaxima(float (&x)[kCount][2]) const {
 #pragma unroll
     for (int i = 0; i < 2 * kCount; ++i) {
       const int row = Row(i / 2, i % 2);
-      const float m = kMaximumApart && row < p.q_len ? p.m[(int64_t(batch) * p.q_heads + head) * p.q_len + row] : 0.0f;
+      const float m =
+          kSeparateMaximum && row < p.q_len ? p.m[(int64_t(batch) * p.q_heads + head) * p.q_len + row] : 0.0f;
       x[i / 2][i % 2] = m == -Infinity() ? 0.0f : m;
     }
   }

@@ -272,7 +272,8 @@ struct Producer {
     SharedQ{shared.q[stage]}.Load(q_map, q_landed, step.row, step.head, batch);
     if (kBiasTiles) LoadBiasTile(p, shared.bias[stage], bias_map, q_landed, step.row, column, step.head, batch);
     BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, q_landed);
-    if (kMaximumApart) BulkLoad(shared.minus_l[stage][kMaximumApart], p.maximum + statistics, kRows * 4, q_landed);
+    if (kSeparateMaximum)
+      BulkLoad(shared.minus_l[stage][kSeparateMaximum], p.maximum + statistics, kRows * 4, q_landed);
     if (kStages == 1 && clears) clear_q();  // dO may have no buffer until consumers have read this Q
 
     MbarrierWait(&shared.do_empty[stage], parity ^ 1);

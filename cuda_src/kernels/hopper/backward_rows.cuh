@@ -89,7 +89,7 @@ __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, i
   const bool exists = block.row + r < p.q_len;
   float l = exists ? p.l[from] : 0.0f, m = exists ? p.m[from] : 0.0f;
   JoinSink(p, block.batch, block.head, &m, &l);
-  if constexpr (kMaximumApart) {
+  if constexpr (kSeparateMaximum) {
     p.logsumexp[to] = l == 0.0f ? -Infinity() : -logf(l);
     p.maximum[to] = l == 0.0f ? 0.0f : m;
   } else {

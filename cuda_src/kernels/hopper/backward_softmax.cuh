@@ -85,7 +85,7 @@ struct Probabilities : Products {
 
   // Subtracts m from s^T in 16 rows.
   __device__ __forceinline__ void SubtractM(int c) {
-    const float4 x = (reinterpret_cast<const float4*>(shared.minus_l[at.index][kMaximumApart]) + lane % 4)[4 * c];
+    const float4 x = (reinterpret_cast<const float4*>(shared.minus_l[at.index][kSeparateMaximum]) + lane % 4)[4 * c];
     const float m[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) S[8 * c + i] -= m[i / 4 * 2 + i % 2];
@@ -104,7 +104,7 @@ struct Probabilities : Products {
                            ? float4()
                            : (reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4)[4 * c];
       const float minus_l[4] = {x.x * to_log2, x.y * to_log2, x.z * to_log2, x.w * to_log2};
-      if (kMaximumApart) SubtractM(c);
+      if (kSeparateMaximum) SubtractM(c);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         S[8 * c + i] =
@@ -167,7 +167,7 @@ struct Probabilities : Products {
         dP[i] = DSOf(S[i], dP[i], D[row]);
         if (kSlopes) dP[i] *= SlopeOfP(p, S[i], L[row]);
         if (kCapturedGradients) cotangents[i % 8] = dP[i] * ZScale(p);
-        if (kScoreGrad && !kScoreSlopes) dP[i] = score.Unmod(0.0f, dP[i], view, i / 2 % 2, i / 4 * 2 + i % 2);
+        if (kScoreGrad && !kScoreSlopes) dP[i] = score.ModCotangent(0.0f, dP[i], view, i / 2 % 2, i / 4 * 2 + i % 2);
         if (!kTF32 && i % 2 == 1) {
           if (Tuning::kKeepsSlopes && !Tuning::kSlopesJoinP) TimesSlopes(dS[i / 2], &dP[i - 1], &dP[i]);
           dS[i / 2] = Pack(dP[i - 1], dP[i]);

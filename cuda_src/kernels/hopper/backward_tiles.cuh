@@ -91,7 +91,7 @@ struct Shared {
   alignas(1024) uint8_t
       staging[(kStagingBytes > SharedK::kBytes || kPairs ? kStagingBytes : SharedK::kBytes) * (kOrdered ? 2 : 1)];
   alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with q
-  alignas(16) float minus_l[kStages][kMaximumApart ? 2 : 1][kRows];  // -L / scale, or -log l and m separately
+  alignas(16) float minus_l[kStages][kSeparateMaximum ? 2 : 1][kRows];  // -L / scale, or -log l and m separately
   alignas(16) float d[kStages][kRows];
   alignas(16) Step step[kStages];
   alignas(16) KVTile tile[2];

@@ -82,7 +82,7 @@ struct Tuning {
       !kFormsScores && !kAlongside && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kLocal;
 
   // Code must not move ahead of the exponentials after the masks, ...
-  static constexpr bool kStopAfterMask = (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kManyRanges)) ||
+  static constexpr bool kStopAfterMask = (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kMoreThanCausal)) ||
                                          ((kScoreMod || (kMaskMod && kSoftCap)) && !kHeadDimsUpTo64);
   // ... of the exponentials of the second half of the rows, which would load their L earlier, ...
   static constexpr bool kStopInSoftmax =

@@ -47,7 +47,7 @@ struct Consumer : Epilogue {
     IssueS();  // 10
     IssueO();  // 15, for the previous tile
     PassTurn();
-    DrawZ(tile, j);
+    GenerateZ(tile, j);
     WgmmaWait<1>();
     if (kBiasTiles) AddBias();  // 11
     FinishS(last);
@@ -105,7 +105,7 @@ struct Consumer : Epilogue {
     for (int i = 0; i < kVDim / 2; ++i) O[i] = 0.0f;
     const bool masked = Tuning::kFirstMasked || (kListed ? listed.Masked() : j >= unmasked_end || j < unmasked_begin);
     if (masked) FetchMasks<true>(tile, j, kListed && listed.Inside());
-    DrawZ(tile, j);
+    GenerateZ(tile, j);
     WgmmaWait<0>();
     if (kBiasTiles) AddBias();
     FinishS(kListed ? listed.Last() : j == begin);

@@ -17,7 +17,7 @@ __device__ __forceinline__ Visible TilesOf(const Params& p, int batch, int i0, i
 }
 
 __device__ __forceinline__ auto MakeSchedule(const Params& p) {
-  if constexpr (kUneven) {
+  if constexpr (kUnevenTiles) {
     return CountedRows(p);
   } else {
     return Schedule<>();

@@ -65,7 +65,7 @@ struct Probabilities : Products {
     const View<false> view = ViewOf(tile, j);
     if (!kBiasTiles) Cap(p, S);
     if (program::kLessWithin && tile.row + kRows <= p.q_len && Column(j) + kWarpgroupKeys <= p.kv_len &&
-        (!kProblem.query_offset || AreAmongKeys(p, tile.batch, tile.row, kRows))) {
+        (!kProblem.query_offset || QueriesWithinKeys(p, tile.batch, tile.row, kRows))) {
       FormScores<true>(score, view);
     } else {
       FormScores<false>(score, view);
@@ -107,7 +107,7 @@ struct Probabilities : Products {
   }
 
   // Generates the dropout mask Z of tile j.
-  __device__ __forceinline__ void DrawZ(const QTile& tile, int j) { z.Draw(p, Row(tile), Column(j)); }
+  __device__ __forceinline__ void GenerateZ(const QTile& tile, int j) { z.Generate(p, Row(tile), Column(j)); }
 
   // Packs Z P as the left operand of P V.
   __device__ __forceinline__ void PackP() {

@@ -53,7 +53,7 @@ struct Dealt {
 };
 
 // Can q tiles differ in work? With a window, most see equally many keys.
-constexpr bool kUneven = (kCausal && !kWindow) || kLengths || kSegments || kProblem.ranges;
+constexpr bool kUnevenTiles = (kCausal && !kWindow) || kLengths || kSegments || kProblem.ranges;
 
 // All q tiles, head by head. Each CTA starts with one, and takes more from a counter if the host passes one, which it
 // does if there are more tiles than CTAs. Within a causal head, the last rows come first, because they see the most

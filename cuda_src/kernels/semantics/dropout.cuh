@@ -82,7 +82,7 @@ struct PackedZ {
   }
 
   // Generates Z for rows `row` and row + 8 of the tile that begins at `column`.
-  __device__ __forceinline__ void Draw(const Params& p, uint32_t row, int column) {
+  __device__ __forceinline__ void Generate(const Params& p, uint32_t row, int column) {
     if constexpr (!kDropout) return;
     Pin(seed);  // or the compiler would compute values of all tiles ahead, and spill them
 #pragma unroll

@@ -26,7 +26,7 @@ constexpr int kKVBlock = kBlockMask ? kProblem.kv_block : 16;
 constexpr bool kListed = kBlockMask;           // do tiles come from block lists instead of ranges?
 constexpr bool kLocal = kWindow || kSegments;  // can keys to the left of a visible key be hidden?
 // Do positions hide more than later keys?
-constexpr bool kManyRanges = kWindow || kLengths || kProblem.query_offset;
+constexpr bool kMoreThanCausal = kWindow || kLengths || kProblem.query_offset;
 constexpr bool kMaskModInBlocks = kMaskMod && kBlockMask;  // does mask_mod decide in partial blocks?
 // Do masks in memory hide keys, in addition to positions?
 constexpr bool kMasksInMemory = kSegments || kMask || kMaskMod || kBlockMask;
@@ -40,7 +40,7 @@ __device__ __forceinline__ int OffsetOf(const Params& p, int batch) {
 
 // Are the positions of `count` rows, with the query offset, within the keys? Score programs need this where they assume
 // that entries are within T and S.
-__device__ __forceinline__ bool AreAmongKeys(const Params& p, int batch, int row, int count) {
+__device__ __forceinline__ bool QueriesWithinKeys(const Params& p, int batch, int row, int count) {
   const int64_t first = int64_t(row) + OffsetOf(p, batch);
   return first >= 0 && first <= p.kv_len - count;
 }

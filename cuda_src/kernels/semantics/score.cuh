@@ -105,17 +105,17 @@ struct Score {
     return Load<kBiasDType>(p.bias.data, bias + next * p.bias.head + Offset(p.bias, i, j));
   }
 
-  // Mod: score_mod(s), for the head `next` heads after this one. Unmod: the cotangent of s, from the cotangent of the
-  // result.
+  // Mod: score_mod(s), for the head `next` heads after this one. ModCotangent: the cotangent of s, from the cotangent
+  // of the result.
   __device__ __forceinline__ float Mod(float s, int i, int j, int next = 0) const {
     if constexpr (!kScoreMod) return s;
     return Masked(s, program::ScoreMod<false>(Programs(p), PlaceOf(p, batch, head + next, i, j), s));
   }
   // kAccumulates: also adds to the gradients of captured arrays.
   template <bool kAccumulates>
-  __device__ __forceinline__ float Unmod(float s, float ds, int i, int j) const {
+  __device__ __forceinline__ float ModCotangent(float s, float ds, int i, int j) const {
     if (!kScoreGrad) return ds;
-    return UnmodAt<kAccumulates>(s, ds, PlaceOf(p, batch, head, i, j));
+    return ModCotangentAt<kAccumulates>(s, ds, PlaceOf(p, batch, head, i, j));
   }
 
   // The same for entry x of line h. kWithin: the entry is known to be within T and S.
@@ -125,14 +125,14 @@ struct Score {
     return Masked(s, program::ScoreMod<kWithin>(Programs(p), PlaceOf(p, batch, head, view, h, x), s));
   }
   template <bool kTransposed>
-  __device__ __forceinline__ float Unmod(float s, float ds, const View<kTransposed>& view, int h, int x) const {
+  __device__ __forceinline__ float ModCotangent(float s, float ds, const View<kTransposed>& view, int h, int x) const {
     if (!kScoreGrad) return ds;
-    return UnmodAt<false>(s, ds, PlaceOf(p, batch, head, view, h, x));
+    return ModCotangentAt<false>(s, ds, PlaceOf(p, batch, head, view, h, x));
   }
   // The derivative of score_mod's result with respect to s.
   template <bool kTransposed>
   __device__ __forceinline__ float Slope(float s, const View<kTransposed>& view, int h, int x) const {
-    return Unmod(s, 1.0f, view, h, x);
+    return ModCotangent(s, 1.0f, view, h, x);
   }
 
  private:
@@ -142,7 +142,7 @@ struct Score {
   }
 
   template <bool kAccumulates>
-  __device__ __forceinline__ float UnmodAt(float s, float ds, const program::Place& at) const {
+  __device__ __forceinline__ float ModCotangentAt(float s, float ds, const program::Place& at) const {
     const float before = program::ScoreGrad<false>(Programs(p), at, s, ds, program::AddEach<kAccumulates>());
     return ds == 0.0f ? ds : before;
   }

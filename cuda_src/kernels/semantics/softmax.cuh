@@ -8,15 +8,16 @@ namespace jax_flash {
 
 // Are m and l kept separately in the backward, as exp(s - m) / l? A bias or score_mod can be so large that log l is
 // lost in L = m + log l. Full precision does not allow the rounding of L either.
-constexpr bool kMaximumApart = kAddsToScores || kFullPrecision;
+constexpr bool kSeparateMaximum = kAddsToScores || kFullPrecision;
 
 // O and l are rescaled only if the exponential of the maximum has grown by more than 2^8. So P stays at most 2^8, well
 // within the range of f32 and f16.
 constexpr float kRescaleAt = 8.0f;
 
-// -L log2(e) of a row, where L = m + log l; or -log2 l with kMaximumApart. It is -inf for a row without keys, so P = 0.
+// -L log2(e) of a row, where L = m + log l; or -log2 l with kSeparateMaximum. It is -inf for a row without keys, so P =
+// 0.
 __device__ __forceinline__ float MinusL(float m, float l) {
-  return l == 0.0f ? -Infinity() : kMaximumApart ? -log2f(l) : -fmaf(m, kLog2e, log2f(l));
+  return l == 0.0f ? -Infinity() : kSeparateMaximum ? -log2f(l) : -fmaf(m, kLog2e, log2f(l));
 }
 
 // The factor between S and exponents of 2.
@@ -36,7 +37,7 @@ __device__ __forceinline__ float SumWithSink(const Params& p, int batch, int hea
                                              float l) {
   if (!kSinks) return l;
   const float z = SinkOf(p, batch, head);
-  return l + (kMaximumApart ? expf(z - shift) : Exp2(fmaf(z, kLog2e, -shift)));
+  return l + (kSeparateMaximum ? expf(z - shift) : Exp2(fmaf(z, kLog2e, -shift)));
 }
 
 // A row's sink in the backward.
@@ -54,13 +55,14 @@ __device__ __forceinline__ Sink JoinSink(const Params& p, int batch, int head, f
   return {sink / *l, alpha};
 }
 
-// MinusL of the row `at` of [batch, head, row], with its sink. With kMaximumApart, m stays the maximum of the scores.
+// MinusL of the row `at` of [batch, head, row], with its sink. With kSeparateMaximum, m stays the maximum of the
+// scores.
 __device__ __forceinline__ float MinusLOfRow(const Params& p, int batch, int head, int64_t at) {
   float m = p.m[at], l = p.l[at];
   const float of_scores = m;
   JoinSink(p, batch, head, &m, &l);
   const float minus_l = MinusL(m, l);
-  return kSinks && kMaximumApart && l != 0.0f ? fmaf(of_scores - m, kLog2e, minus_l) : minus_l;
+  return kSinks && kSeparateMaximum && l != 0.0f ? fmaf(of_scores - m, kLog2e, minus_l) : minus_l;
 }
 
 // Is the row `at` of [batch, head, row] empty? Either masks hide all keys from it, or all its scores are -inf.
@@ -131,7 +133,7 @@ struct OnlineSoftmax {
 
   // The shift of the exponents.
   __device__ __forceinline__ float Shift(int h) const {
-    return reference[h] == -Infinity() ? 0.0f : kMaximumApart ? reference[h] : reference[h] * to_log2;
+    return reference[h] == -Infinity() ? 0.0f : kSeparateMaximum ? reference[h] : reference[h] * to_log2;
   }
 
   // P_ij = exp(S_ij - m_i) of line h, and l_i += rowsum(P_ij)
@@ -141,7 +143,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int x = 0; x < EntriesOfLine(S); ++x) {
       float& s = At(S, h, x);
-      s = Exp2(kMaximumApart ? (s - shift) * to_log2 : fmaf(s, to_log2, -shift));
+      s = Exp2(kSeparateMaximum ? (s - shift) * to_log2 : fmaf(s, to_log2, -shift));
       sum[x % 2] += s;
     }
     l[h] += sum[0] + sum[1];

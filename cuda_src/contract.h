@@ -13,7 +13,7 @@ namespace jax_flash {
 
 // A row of a box of a tensor map always has kBoxBytes. A box of K or V in the forward, and of Q, dO, K or V in the
 // backward, has as many rows as a tile. A box of a result, and of Q in the forward, has kBoxRows, and a box of what the
-// backward does alongside (hopper/backward_alongside.cuh) has kAlongsideRows.
+// backward does alongside (hopper/backward_fused_rows.cuh) has kAlongsideRows.
 constexpr int kBoxBytes = 128, kBoxRows = 64, kAlongsideRows = 16;
 
 // In the backward's scratch a head has a multiple of this many queries, and of this many keys where dK and dV are added
@@ -206,7 +206,7 @@ struct PartsOfTile {
   FIELD(float*, dbias_parts, at(layout.dbias_parts)) /* [parts, of its shape], if there are several */             \
   /* Of dbias; of the keys in a forward over parts of them, or of stretches of them if it is balanced. */          \
   FIELD(int, parts, layout.parts)                                                                                  \
-  /* For how many heads scratch is used at a time, if hopper/backward_alongside.cuh does all; */                   \
+  /* For how many heads scratch is used at a time, if hopper/backward_fused_rows.cuh does all; */                  \
   FIELD(int, scratch_heads, layout.heads)                                                                          \
   /* of all heads the last, whose tiles may be taken together; no more than scratch_heads. */                      \
   FIELD(int, last_heads, layout.last_heads)                                                                        \

@@ -122,7 +122,7 @@ bool LeavesIdle(const Target& target, const Problem& p) {
   return 6 * items < 5 * RoundUp(items, target.multiprocessors);
 }
 
-// Whether the backward does what comes before and after it alongside (hopper/backward_alongside.cuh), where all arrays
+// Whether the backward does what comes before and after it alongside (hopper/backward_fused_rows.cuh), where all arrays
 // have 16 bits. Three warps a block have to keep up: they do where a row has many keys, or all rows are prepared at
 // once. It is not done beside three masks, two and dropout, or with wide heads and empty rows where single rows and the
 // logsumexp have gradients: registers would be spilled. Heads of Q that share keys are computed one by one then, or too

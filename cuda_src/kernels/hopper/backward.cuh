@@ -10,29 +10,30 @@
 // the rest. P needs only the logsumexp L = m + log l; with a bias or a score_mod it needs m and l separately.
 //
 // Before and after. L, D and zeros for dQ are prepared before, and dQ is converted after. Separate kernels do this
-// (hopper/backward_rows.cuh, hopper/backward_finish.cuh), or idle warps of this kernel (hopper/backward_alongside.cuh).
+// (hopper/backward_rows.cuh, hopper/backward_finish.cuh), or idle warps of this kernel
+// (hopper/backward_fused_rows.cuh).
 //
 // Variants. Head dims above 128 are in hopper/backward_pairs.cuh, f32 as TF32 is in hopper/backward_tf32.cuh.
 //
 // A tile of Q has kRows rows: 64 or 128, for f32 64. A CTA has kKeys keys: 128, or 64 if a head dim is above 128. For
 // f32 it has 64 if a head dim is above 64 or there is a bias. The host launches
-//   jax_flash_backward_prepare      if not kAlongside: a CTA of kRowThreads threads for each kRowBlock rows of each
+//   jax_flash_backward_prepare      if not kFusedRows: a CTA of kRowThreads threads for each kRowBlock rows of each
 //   head,
 //                                   with T rounded up to kRows
 //   jax_flash_backward              at most one CTA for each SM, an even number if a head dim is above 128, with
 //   kThreads
 //                                   threads and `jax_flash_shared_bytes` of shared memory. TMA boxes have kRows rows
 //                                   for Q and dO, kKeys for K and V, kBoxRows for dK and dV (if requested), and
-//                                   kAlongsideRows for the O, dO and dQ of kAlongside
-//   jax_flash_backward_finish       if dQ is requested, and not kAlongside: the same grid as _prepare
+//                                   kAlongsideRows for the O, dO and dQ of kFusedRows
+//   jax_flash_backward_finish       if dQ is requested, and not kFusedRows: the same grid as _prepare
 //   jax_flash_backward_finish_keys  if kSumKV: a CTA of kRowThreads threads for each kRowBlock keys of each head of K,
 //                                   with S rounded up to kKeys
 //                                   with S rounded up to kKeys
 #pragma once
 
-#include "hopper/backward_alongside.cuh"
 #include "hopper/backward_epilogue.cuh"
 #include "hopper/backward_finish.cuh"
+#include "hopper/backward_fused_rows.cuh"
 #include "hopper/backward_ordered.cuh"
 #include "hopper/backward_pairs.cuh"
 #include "hopper/backward_producer.cuh"
@@ -123,7 +124,7 @@ struct Consumer : Epilogue {
   //
   // If dQ is one step behind (Tuning::kBehind), the first step of a kv tile has no dQ. With Tuning::kOwnFirst, the code
   // of the first step omits it. Otherwise a dQ is computed and discarded, because a branch around it would serialize
-  // all products. The last step also computes its own dQ. With kAlongside, the first step waits until the dQ of the
+  // all products. The last step also computes its own dQ. With kFusedRows, the first step waits until the dQ of the
   // previous kv tile has been added.
   template <int kWidth, bool kFirst>
   __device__ __forceinline__ void ComputeDQAndDK(Step step, int rows, int column) {
@@ -144,7 +145,7 @@ struct Consumer : Epilogue {
     if (Tuning::kBehind && add) Release(&shared.ds_empty[from.index]);
     if (add) {
       AddDQ(dQ, (Tuning::kBehind ? row_block : step.row_block) + rows, column, from);
-    } else if (kAlongside) {
+    } else if (kFusedRows) {
       TmaWaitAll();
     }
     if (Tuning::kBehind && Tuning::kLateStepReread) step = StepHere();
@@ -198,7 +199,7 @@ struct Consumer : Epilogue {
     Clear(dK);
     Clear(dV);
     const bool more = NextTile();
-    if (kAlongside && (!more || !Tuning::kBehind)) TmaWaitAll();
+    if (kFusedRows && (!more || !Tuning::kBehind)) TmaWaitAll();
     TmaWaitRead<0>();  // waits until the stores of the previous tile's gradients have read shared memory
     if (!more) return false;
     const KVTile& tile = TileHere();
@@ -209,10 +210,10 @@ struct Consumer : Epilogue {
         while (ComputeStep<false>(tile)) continue;
       }
     } else {
-      if (kAlongside) TmaWaitAll();
+      if (kFusedRows) TmaWaitAll();
       Release(&shared.k_empty);
       Release(&shared.v_empty);
-      if (kAlongside && Uniform(tile.batch) < 0) return true;
+      if (kFusedRows && Uniform(tile.batch) < 0) return true;
     }
     if (kSumKV || !kBothInDS) TmaWaitRead<0>();
     if (kOrdered && !kBothInDS) WaitForAdders();
@@ -239,7 +240,7 @@ __device__ __forceinline__ void Consume(const Params& p, Shared& shared, const T
   Consumer consumer(p, shared);
   while (consumer.ComputeKVTile(dk_map, dv_map)) continue;
   if constexpr (kOrdered) consumer.EndDQ();
-  if (!kAlongside) return;
+  if (!kFusedRows) return;
   SyncConsumers();
   const int last = consumer.TileHere().item_head;
   FenceProxyAsyncGlobal();
@@ -276,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
     FenceMbarrierInit();
     shared.tile[0].item_head = shared.tile[1].item_head = -1;
   }
-  if (kAlongside) {
+  if (kFusedRows) {
     for (int i = threadIdx.x; i < kRowsBytes / 4; i += kThreads) reinterpret_cast<float*>(shared.zeros)[i] = 0.0f;
     FenceProxyAsync();
   }
@@ -293,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
     if constexpr (kOrdered) {
       if (threadIdx.x == 32 || threadIdx.x == 64) DQAdder{p, shared, int(threadIdx.x) / 32 - 1}.Run();
     }
-    if constexpr (kAlongside) {
+    if constexpr (kFusedRows) {
       if (threadIdx.x >= 32) RowsWarp{p, shared, &o_rows_map, &d_o_rows_map, &dq_rows_map}.Run();
     }
   } else if constexpr (kTF32 && !kSameKeys) {

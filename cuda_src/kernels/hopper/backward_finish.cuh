@@ -1,5 +1,5 @@
 // Kernels after the Hopper backward. They convert f32 sums, in blocks of kRowBlock rows, to the dtype and layout of the
-// results: dQ unless kAlongside (hopper/backward_alongside.cuh), and dK and dV with kSumKV.
+// results: dQ unless kFusedRows (hopper/backward_fused_rows.cuh), and dK and dV with kSumKV.
 #pragma once
 
 #include "hopper/backward_rows.cuh"

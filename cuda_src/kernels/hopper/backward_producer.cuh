@@ -12,7 +12,7 @@
 namespace jax_flash::hopper::backward {
 
 __device__ __forceinline__ auto MakeSchedule(const Params& p) {
-  if constexpr (kAlongside) {
+  if constexpr (kFusedRows) {
     return CountedTiles(p);
   } else if constexpr (kListed && kPairs) {
     return DealtLists<kCluster>(p);
@@ -38,7 +38,7 @@ struct Producer {
     if constexpr (kListed) return RunListed();
     const int tiles = (p.kv_len + kClusterKeys - 1) / kClusterKeys;
     const int heads = kSumKV ? p.q_heads : p.kv_heads;        // an item is a kv tile of one of these
-    const int group = kAlongside ? 1 : p.q_heads / heads;     // heads of Q that an item loops over
+    const int group = kFusedRows ? 1 : p.q_heads / heads;     // heads of Q that an item loops over
     const int sharing = kSumKV ? p.q_heads / p.kv_heads : 1;  // heads among `heads` that share a head of K
     auto schedule = MakeSchedule(p);
     int item, t;
@@ -68,7 +68,7 @@ struct Producer {
         if (n == steps) LoadKV(tile);
       };
       if (steps == 0) schedule.Ask(), LoadKV(tile);
-      if constexpr (kTogether) {
+      if constexpr (kInterleavedHeads) {
         // The outer loop is over q tiles, the inner loop over the query heads of the group. A causal schedule has pairs
         // of kv tiles. The first of a pair, which fewer rows see, starts at the last row; the second starts at its
         // first row. So all CTAs of one head of K process the same few rows at a time, and HBM delivers these rows
@@ -133,7 +133,7 @@ struct Producer {
 
   // Waits until the rows of a head are prepared.
   __device__ __forceinline__ void WaitForRows(int head) {
-    if (!kAlongside) return;
+    if (!kFusedRows) return;
     if (OldestHead() <= head - p.scratch_heads) Flush();
     WaitForCount(p.prepared + head, BlocksOfHead(p));
     FenceProxyAsyncGlobal();
@@ -164,9 +164,9 @@ struct Producer {
 
   // The head of the second to last tile. Read it before its slot is overwritten. When a tile has been computed
   // (k_empty), all dQ of the tile before it has been added, because consumers wait for that in their first step.
-  __device__ __forceinline__ int Unreported() const { return kAlongside ? shared.tile[kv_parity].item_head : -1; }
+  __device__ __forceinline__ int Unreported() const { return kFusedRows ? shared.tile[kv_parity].item_head : -1; }
   __device__ __forceinline__ void ReportAdded(int head) {
-    if (!kAlongside || head < 0) return;
+    if (!kFusedRows || head < 0) return;
     FenceProxyAsyncGlobal();
     Count(p.added + head, true);
   }

@@ -1,6 +1,6 @@
 // Preparation of the rows of Q before the Hopper backward: L, D, and zeros for the f32 sums of dQ. They are in scratch,
-// in blocks of kRowBlock rows. A small kernel prepares them, or with kAlongside idle warps of the main kernel
-// (hopper/backward_alongside.cuh).
+// in blocks of kRowBlock rows. A small kernel prepares them, or with kFusedRows idle warps of the main kernel
+// (hopper/backward_fused_rows.cuh).
 #pragma once
 
 #include "hopper/row_blocks.cuh"

@@ -24,16 +24,16 @@ static_assert(kTiling.groups == kConsumers);
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 
 static_assert(kHeadRows == kRows);
-static_assert(!kAlongside || (kDQ && !kTF32 && !kPairs));
+static_assert(!kFusedRows || (kDQ && !kTF32 && !kPairs));
 // Are query heads that share keys computed one by one, with their dK and dV added in f32?
 constexpr bool kSumKV = kTiling.sum_kv;
-static_assert(!kSumKV || kAlongside);
+static_assert(!kSumKV || kFusedRows);
 // Does a kv tile loop over q tiles first, and for each over the query heads of the group?
-constexpr bool kTogether = kTiling.together;
-static_assert(!kTogether || (kCausal && !kAlongside && !kListed));
+constexpr bool kInterleavedHeads = kTiling.together;
+static_assert(!kInterleavedHeads || (kCausal && !kFusedRows && !kListed));
 // Do CTAs add to dQ in a fixed order (hopper/backward_ordered.cuh)?
 constexpr bool kOrdered = kTiling.ordered;
-static_assert(!kOrdered || (kDQ && !kTF32 && !kPairs && !kAlongside && !kTogether && !kListed && !kSegments));
+static_assert(!kOrdered || (kDQ && !kTF32 && !kPairs && !kFusedRows && !kInterleavedHeads && !kListed && !kSegments));
 static_assert(!kOrdered || (!kProblem.ranges && kStages == 2));
 
 }  // namespace jax_flash::hopper::backward

@@ -38,13 +38,13 @@ constexpr int kDSBuffers = Tuning::kBehind ? 2 : 1;
 constexpr int kDOReaders = kTF32SameKeys ? 4 : 4 * kConsumers;   // warps that read dO; the same number reads dO^T
 constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // if 0, the consumer warpgroup transposes Q
 
-// With kAlongside: bytes of 16 rows of a box of dQ in f32, or of a box of O and a box of dO.
+// With kFusedRows: bytes of 16 rows of a box of dQ in f32, or of a box of O and a box of dO.
 constexpr int kRowsBytes = kAlongsideRows * 64 * 4;
 
 // A tile of K and V.
 struct KVTile {
   int column, head, batch;  // column < 0: there are no more tiles; batch < 0: an empty tile (Producer::Flush)
-  int item_head;  // index among the heads of all batch entries, of Q with kAlongside; < 0: nothing to report in p.added
+  int item_head;  // index among the heads of all batch entries, of Q with kFusedRows; < 0: nothing to report in p.added
   int steps;  // the number of q tiles, over all its heads, that see it; with a block mask only whether there are any
 };
 
@@ -103,9 +103,9 @@ struct Shared {
   // With kOrdered: the tiles of dQ in `staging`.
   DQTile dq_tile[kOrdered ? kStages : 1];
   uint64_t dq_full[kOrdered ? kStages : 1], dq_empty[kOrdered ? kStages : 1];
-  // With kAlongside: two buffers for each warp that prepares and finishes rows.
-  alignas(kAlongside ? 1024 : 1) uint8_t rows[3][2][kAlongside ? kRowsBytes : 1];
-  alignas(16) uint8_t zeros[kAlongside ? kRowsBytes : 1];
+  // With kFusedRows: two buffers for each warp that prepares and finishes rows.
+  alignas(kFusedRows ? 1024 : 1) uint8_t rows[3][2][kFusedRows ? kRowsBytes : 1];
+  alignas(16) uint8_t zeros[kFusedRows ? kRowsBytes : 1];
   uint64_t rows_full[3][2];
   LandingBarrier uncleared[2];  // count loads of Q or V, and of dO or K, that the producer clears
   EmptyRows<kRows> empty_rows;  // in the tile that the producer loads

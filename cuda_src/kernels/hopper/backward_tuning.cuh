@@ -79,14 +79,14 @@ struct Tuning {
 
   // Is the scale loaded in every step? These masks would spill otherwise.
   static constexpr bool kLateScale =
-      !kFormsScores && !kAlongside && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kLocal;
+      !kFormsScores && !kFusedRows && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kLocal;
 
   // Code must not move ahead of the exponentials after the masks, ...
   static constexpr bool kStopAfterMask = (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kMoreThanCausal)) ||
                                          ((kScoreMod || (kMaskMod && kSoftCap)) && !kHeadDimsUpTo64);
   // ... of the exponentials of the second half of the rows, which would load their L earlier, ...
   static constexpr bool kStopInSoftmax =
-      kRows == 128 ? kDropout && !kAlongside
+      kRows == 128 ? kDropout && !kFusedRows
                    : kQKDim > 96 && !kTF32 &&
                          (kTiling.bias_tiles || (kBias && kSoftCap) || (kListed && !kBias && (kSoftCap || !kDropout)));
   // ... of dropout's random words, ...

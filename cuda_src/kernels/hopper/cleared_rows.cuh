@@ -57,7 +57,7 @@ struct EmptyRows {
   bool one_run;  // are these rows consecutive?
 
   // Reads the bits from scratch, and returns whether any is set. It reads from L2, because another head may have used
-  // this memory before (hopper/backward_alongside.cuh).
+  // this memory before (hopper/backward_fused_rows.cuh).
   __device__ __forceinline__ bool Read(const uint32_t* bits) {
     int lowest = kRows, highest = -1, total = 0;
 #pragma unroll

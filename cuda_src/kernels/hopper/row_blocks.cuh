@@ -6,8 +6,8 @@
 
 namespace jax_flash::hopper {
 
-// Do the three idle warps of the producer warpgroup prepare and finish rows (hopper/backward_alongside.cuh)?
-constexpr bool kAlongside = kTiling.alongside;
+// Do the three idle warps of the producer warpgroup prepare and finish rows (hopper/backward_fused_rows.cuh)?
+constexpr bool kFusedRows = kTiling.alongside;
 
 // The rows of a head in scratch are padded to a multiple of this, to whole tiles of the backward. With a bias, tiles
 // have 64 rows. The dbias kernel has larger tiles but uses the same layout.
@@ -19,7 +19,7 @@ __device__ __forceinline__ int BlocksOfHead(const Params& p) {
   return (Opaque(p.q_len) + kHeadRows - 1) / kHeadRows * (kHeadRows / kRowBlock);
 }
 __device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
-  return (kAlongside ? head % Opaque(p.scratch_heads) : head) * BlocksOfHead(p);
+  return (kFusedRows ? head % Opaque(p.scratch_heads) : head) * BlocksOfHead(p);
 }
 
 // The index of row r of L and D. Rows are permuted within each 16. Then a lane's values for a 16 x 16 tile of S^T are

@@ -56,15 +56,15 @@ __device__ __forceinline__ int FirstColumn(const BlockList& list, int part) {
 // The order of the lists of all heads. Within a head, the longest list comes first. Most lists come head by head, so
 // CTAs read the arrays of few heads at a time, which then stay in L2. But the longest sixteenth of the lists of every
 // head comes first, so no long list starts late. The shortest sixteenth comes last, so CTAs finish at nearly the same
-// time. The single-kernel backward (hopper/backward_alongside.cuh) has a different order.
+// time. The single-kernel backward (hopper/backward_fused_rows.cuh) has a different order.
 __device__ __forceinline__ void ListOfItem(uint32_t item, uint32_t lists, uint32_t heads, int* head, int* list) {
-  const uint32_t apart = (lists + 8) / 16, together = lists - 2 * apart, first = apart * heads;
-  if (item - first < together * heads) {
-    *head = (item - first) / together, *list = apart + (item - first) % together;
+  const uint32_t edge = (lists + 8) / 16, middle = lists - 2 * edge, first = edge * heads;
+  if (item - first < middle * heads) {
+    *head = (item - first) / middle, *list = edge + (item - first) % middle;
   } else {
     const bool longest = item < first;
-    if (!longest) item -= together * heads;
-    *head = item % heads, *list = item / heads + (longest ? 0 : together);
+    if (!longest) item -= middle * heads;
+    *head = item % heads, *list = item / heads + (longest ? 0 : middle);
   }
 }
 

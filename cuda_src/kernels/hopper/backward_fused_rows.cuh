@@ -1,4 +1,4 @@
-// The work before and after the Hopper backward for the rows of Q (hopper/backward_rows.cuh), with kAlongside. The
+// The work before and after the Hopper backward for the rows of Q (hopper/backward_rows.cuh), with kFusedRows. The
 // three idle warps of the producer warpgroup do it, instead of separate kernels. They prepare the rows of a head some
 // heads before its computation, and convert its dQ after all additions. So scratch is needed for few heads at a time,
 // and stays in L2.
@@ -27,7 +27,7 @@ struct RowsWarp {
 
   __device__ __forceinline__ void Run() {
     while (true) {
-      const int next = Uniform(TakeBlock()), before = next - p.scratch_heads * BlocksOfHead(p);
+      const int next = Uniform(RequestBlock()), before = next - p.scratch_heads * BlocksOfHead(p);
       if (before >= AllBlocks()) return;
       if (next < AllBlocks()) Prefetch(RowBlock(p, next));
       if (before >= 0) Finish(RowBlock(p, before));
@@ -125,7 +125,7 @@ struct RowsWarp {
   // Stores a part of the zeros for dQ in each step. Storing all of them together would delay the loads of O and dO.
   __device__ __forceinline__ void StoreZeros(const RowBlock& block, int i) {
     constexpr int kPieces = kQKDim > 64 ? 8 : 4, kBytes = kRowBlock * kQKDim * 4 / kPieces;
-    static_assert(kBytes <= sizeof(Shared::zeros) || !kAlongside);
+    static_assert(kBytes <= sizeof(Shared::zeros) || !kFusedRows);
     if (Lane() > 0) return;
 #pragma unroll 1
     for (int piece = i; piece < kPieces; piece += kSteps)
@@ -166,7 +166,7 @@ struct RowsWarp {
   __device__ __forceinline__ static uint32_t Matrices(uint8_t* rows, int c) { return MatricesOf(rows, Lane(), c); }
   __device__ __forceinline__ uint8_t* Slot(PackedRing<2> at) const { return shared.rows[Warp()][at.Index()]; }
   __device__ __forceinline__ uint64_t* Full(PackedRing<2> at) const { return &shared.rows_full[Warp()][at.Index()]; }
-  __device__ __forceinline__ int TakeBlock() const { return Lane() == 0 ? atomicAdd(p.rows_taken, 1) : 0; }
+  __device__ __forceinline__ int RequestBlock() const { return Lane() == 0 ? atomicAdd(p.rows_taken, 1) : 0; }
   __device__ __forceinline__ int AllBlocks() const { return Opaque(p.batch) * p.q_heads * BlocksOfHead(p); }
   __device__ __forceinline__ static int Warp() { return Opaque(int(threadIdx.x)) / 32u - 1; }
   __device__ __forceinline__ static int Lane() { return Opaque(int(threadIdx.x)) % 32u; }

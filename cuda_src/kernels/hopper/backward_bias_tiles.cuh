@@ -36,7 +36,7 @@ struct DBiasTile {
 // tiles of Q and dO, or of K and V. Causal tiles come in pairs with the same total work.
 struct DBiasTiles {
   const Params& p;
-  Schedule<> schedule;
+  StaticSchedule<> schedule;
 
   // The number of batch entries and heads of dbias, and the number that is summed over. Computed for each tile, to save
   // registers.

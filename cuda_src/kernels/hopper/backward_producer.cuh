@@ -13,15 +13,15 @@ namespace jax_flash::hopper::backward {
 
 __device__ __forceinline__ auto MakeSchedule(const Params& p) {
   if constexpr (kFusedRows) {
-    return CountedTiles(p);
+    return DynamicKVTiles(p);
   } else if constexpr (kListed && kPairs) {
-    return DealtLists<kCluster>(p);
+    return StaticLists<kCluster>(p);
   } else if constexpr (kListed) {
-    return CountedLists(p);
+    return DynamicLists(p);
   } else if constexpr (kOrdered) {
-    return FallingTiles(p);
+    return DescendingKVTiles(p);
   } else {
-    return Schedule<kCluster>();
+    return StaticSchedule<kCluster>();
   }
 }
 
@@ -62,12 +62,12 @@ struct Producer {
       const auto load = [&](int n, int q_head, int row_block, int row) {
         const bool masked = row < rows.every_lo || row + kRows > every_hi;
         const bool hides = row < rows.every_lo || row + kRows > rows.every_hi;
-        if (n == 1) schedule.Ask();
+        if (n == 1) schedule.Request();
         Load({row, q_head, row_block, kFullBlock, masked ? Masks::kAll : Masks::kNone, n == 1}, batch, tile.column,
              hides);
         if (n == steps) LoadKV(tile);
       };
-      if (steps == 0) schedule.Ask(), LoadKV(tile);
+      if (steps == 0) schedule.Request(), LoadKV(tile);
       if constexpr (kInterleavedHeads) {
         // The outer loop is over q tiles, the inner loop over the query heads of the group. A causal schedule has pairs
         // of kv tiles. The first of a pair, which fewer rows see, starts at the last row; the second starts at its
@@ -113,7 +113,7 @@ struct Producer {
       auto& [tile, rows] = kColumnInShared ? shared.column : found;
       ListedQTiles<kRows> at(p, tile.batch, tile.head, blocks, rows);
       tile.steps = at.Exists();
-      if (!at.Exists()) schedule.Ask(), LoadKV(tile);
+      if (!at.Exists()) schedule.Request(), LoadKV(tile);
       for (bool first = true; at.Exists(); first = false) {
         const int row = at.row, q_head = at.head;
         const int kind = KindOfBlock(p, tile.batch, q_head, row, tile.column);
@@ -123,7 +123,7 @@ struct Producer {
                             : kind == kFullBlock ? Masks::kNone
                             : kMaskMod           ? Masks::kAll
                                                  : Masks::kOfBlock;
-        if (last) schedule.Ask();
+        if (last) schedule.Request();
         Load({row, q_head, RowBlockOf(tile.batch, q_head, row), kind, masks, last}, tile.batch, tile.column, true);
         if (first) LoadKV(tile);
       }

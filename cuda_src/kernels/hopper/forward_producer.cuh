@@ -111,7 +111,7 @@ struct Producer {
   template <typename Rows>
   __device__ __forceinline__ void Load(const QTile& tile, Rows* rows) {
     const bool empty = tile.visible.any_lo == tile.visible.any_hi;
-    if (empty) rows->Ask();
+    if (empty) rows->Request();
     const int kv_head = tile.head / (p.q_heads / p.kv_heads);
     if (!empty) LoadK(at, tile.visible.any_hi - 1, kv_head, tile.batch, tile);
     LoadQ(tile, empty);
@@ -119,7 +119,7 @@ struct Producer {
       if (j > tile.visible.any_lo) {
         LoadK(at.After(), j - 1, kv_head, tile.batch, tile);
       } else {
-        rows->Ask();
+        rows->Request();
       }
       LoadV(j, kv_head, tile.batch);
     }

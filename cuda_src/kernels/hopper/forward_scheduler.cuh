@@ -18,9 +18,9 @@ __device__ __forceinline__ Visible TilesOf(const Params& p, int batch, int i0, i
 
 __device__ __forceinline__ auto MakeSchedule(const Params& p) {
   if constexpr (kUnevenTiles) {
-    return CountedRows(p);
+    return DynamicQTiles(p);
   } else {
-    return Schedule<>();
+    return StaticSchedule<>();
   }
 }
 
@@ -63,7 +63,7 @@ struct ListReader {
     constexpr int kTiles = kTilesOfRow<kRows>;
     const int q_heads = Opaque(p.q_heads);
     int item, t;
-    if (!CountedLists(p).Next(p.batch * q_heads, ListedRowTiles<kRows>(p), &item, &t)) return false;
+    if (!DynamicLists(p).Next(p.batch * q_heads, ListedRowTiles<kRows>(p), &item, &t)) return false;
     tile.head = item % q_heads, tile.batch = item / q_heads;
     const BlockList blocks = RowList(p, tile.batch, tile.head, t / kTiles);
     tile.row = FirstRow<kRows>(blocks, t % kTiles);

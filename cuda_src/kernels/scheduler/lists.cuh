@@ -70,7 +70,7 @@ __device__ __forceinline__ void ListOfItem(uint32_t item, uint32_t lists, uint32
 
 // Visits lists in this order. `Numbers` defines which numbers of the order belong to this CTA.
 template <typename Numbers>
-struct Listing : Numbers {
+struct ListSchedule : Numbers {
   using Numbers::Numbers;
 
   // Finds the list for the current number. Returns false at the end.
@@ -81,9 +81,9 @@ struct Listing : Numbers {
     return true;
   }
 };
-using CountedLists = Listing<Counted>;
+using DynamicLists = ListSchedule<DynamicNumbers>;
 template <int kCluster>
-using DealtLists = Listing<Dealt<kCluster>>;
+using StaticLists = ListSchedule<StaticNumbers<kCluster>>;
 
 // Finds the list of the same block column in another head; its lists have another order. Heads that share a mask share
 // `members`.
@@ -109,19 +109,19 @@ struct ListedTiles {
   ListedTiles() = default;
   __device__ __forceinline__ ListedTiles(const BlockList& list, const Visible& visible)
       : left(list.count), members(list.members) {
-    TakeBlock(visible);
+    NextBlock(visible);
   }
 
   __device__ __forceinline__ void Next(const Visible& visible) {
     if (at % kBlock == 0 || at <= visible.any_lo) {
-      TakeBlock(visible);
+      NextBlock(visible);
     } else {
       at -= kTile;
     }
   }
 
  private:
-  __device__ __forceinline__ void TakeBlock(const Visible& visible) {
+  __device__ __forceinline__ void NextBlock(const Visible& visible) {
     at = -1;
     while (at < 0 && left > 0) {
       const int block = members[--left];
@@ -154,17 +154,17 @@ struct ListedQTiles {
         index(blocks.index),
         rows(rows),
         tiles(blocks, rows) {
-    TakeHead();
+    StartHead();
   }
 
   __device__ __forceinline__ bool Exists() const { return head <= last_head; }
   __device__ __forceinline__ void Next() {
     tiles.Next(rows);
-    TakeHead();
+    StartHead();
   }
 
  private:
-  __device__ __forceinline__ void TakeHead() {
+  __device__ __forceinline__ void StartHead() {
     while (tiles.at < 0 && ++head <= last_head)
       tiles = ListedTiles<kTile, kQBlock>(SameColumn(p, batch, head, index, tiles.members), rows);
     row = tiles.at;

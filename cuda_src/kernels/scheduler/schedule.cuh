@@ -13,10 +13,10 @@ namespace jax_flash {
 // Packed sequences may be causal, each on its own. With sequences of equal lengths, a CTA that takes every n-th tile
 // could get the longest tile of each sequence. So the CTAs reverse their order in every other round.
 template <int kCluster = 1>
-struct Schedule {
+struct StaticSchedule {
   int next = 0;  // the number of tiles that this CTA has taken
 
-  __device__ __forceinline__ void Ask() const {}
+  __device__ __forceinline__ void Request() const {}
 
   // Finds the next of `tiles` tiles in each of `heads` heads. Returns false at the end.
   __device__ __forceinline__ bool Next(int heads, int tiles, int* head, int* tile) {
@@ -35,21 +35,21 @@ struct Schedule {
 // A dynamic schedule: free CTAs take numbers from a counter in HBM, which starts at 0. The atomic takes about a
 // microsecond, so a CTA requests its next tile before it finishes the current one. In the backward it requests late,
 // because holding a tile that nobody computes yet costs up to 10%. The forward requests some kv tiles ahead.
-struct Counted {
+struct DynamicNumbers {
   const Params& p;
   int number;
 
-  __device__ __forceinline__ explicit Counted(const Params& p) : p(p) { Ask(); }
-  __device__ __forceinline__ void Ask() { number = atomicAdd(p.taken, 1); }
+  __device__ __forceinline__ explicit DynamicNumbers(const Params& p) : p(p) { Request(); }
+  __device__ __forceinline__ void Request() { number = atomicAdd(p.taken, 1); }
 };
 
 // A static schedule with the same order for all CTAs. The CTAs of a cluster get the same numbers.
 template <int kCluster>
-struct Dealt {
+struct StaticNumbers {
   int number = blockIdx.x / kCluster;
 
-  __device__ __forceinline__ explicit Dealt(const Params&) {}
-  __device__ __forceinline__ void Ask() { number += gridDim.x / kCluster; }
+  __device__ __forceinline__ explicit StaticNumbers(const Params&) {}
+  __device__ __forceinline__ void Request() { number += gridDim.x / kCluster; }
 };
 
 // Can q tiles differ in work? With a window, most see equally many keys.
@@ -59,12 +59,12 @@ constexpr bool kUnevenTiles = (kCausal && !kWindow) || kLengths || kSegments || 
 // does if there are more tiles than CTAs. Within a causal head, the last rows come first, because they see the most
 // keys. The last heads are interleaved, from their last tiles to their first, so the last tiles are short. With lengths
 // or segments, tiles have any work, and a static schedule could give the longest ones to one CTA.
-struct CountedRows {
+struct DynamicQTiles {
   const Params& p;
   int number = blockIdx.x;
 
-  __device__ __forceinline__ explicit CountedRows(const Params& p) : p(p) {}
-  __device__ __forceinline__ void Ask() {
+  __device__ __forceinline__ explicit DynamicQTiles(const Params& p) : p(p) {}
+  __device__ __forceinline__ void Request() {
     number = int(gridDim.x) + (p.taken != nullptr ? atomicAdd(p.taken, 1) : number);
   }
 
@@ -82,8 +82,8 @@ struct CountedRows {
 // All kv tiles, head by head, from a counter. Within a causal head, the first keys come first, because the most rows
 // see them. With a block mask, the longest list comes first. The last heads are interleaved, from their first tiles to
 // their last, so the last tiles are short. With a window, most tiles see equally many rows.
-struct CountedTiles : Counted {
-  using Counted::Counted;
+struct DynamicKVTiles : DynamicNumbers {
+  using DynamicNumbers::DynamicNumbers;
 
   // Finds the requested tile among `tiles` tiles in each of `heads` heads. Returns false at the end.
   __device__ __forceinline__ bool Next(uint32_t heads, uint32_t tiles, int* head, int* tile) const {
@@ -99,8 +99,8 @@ struct CountedTiles : Counted {
 
 // All tiles from a counter, in groups of heads. A group has all heads whose tiles fit into the grid at a time. The last
 // tile of each of these heads comes first, then the tiles before. So the tiles of a head start one after another.
-struct FallingTiles : Counted {
-  using Counted::Counted;
+struct DescendingKVTiles : DynamicNumbers {
+  using DynamicNumbers::DynamicNumbers;
 
   // Finds the requested tile among `tiles` tiles in each of `heads` heads. Returns false at the end.
   __device__ __forceinline__ bool Next(uint32_t heads, uint32_t tiles, int* head, int* tile) const {

@@ -54,13 +54,13 @@ static_assert(kTF32 || kStages == 2);  // dS has two buffers, with the same inde
 
 // dV and dK are stored through the memory of dS if both fit there. Otherwise dK is stored through `staging`, after the
 // last dQ has left it.
-constexpr bool kBothInDS = sizeof(Shared::ds) >= SharedV::kBytes + SharedK::kBytes;
+constexpr bool kStoredInDS = sizeof(Shared::ds) >= SharedV::kBytes + SharedK::kBytes;
 
 // A consumer warpgroup, with S, dP, dK and dV of its 64 keys.
 struct Consumer : Epilogue {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
   float dK[kQKDim / 2], dV[kVDim / 2];
-  int row_block;  // if Tuning::kBehind: the row block of the previous step, which is added next; < 0: none
+  int row_block;  // if Tuning::kDelayedDQ: the row block of the previous step, which is added next; < 0: none
 
   using Epilogue::Epilogue;
 
@@ -69,8 +69,8 @@ struct Consumer : Epilogue {
   template <bool kFirst>
   __device__ __forceinline__ bool ComputeStep(const KVTile& tile) {
     WaitForQ();
-    if (Tuning::kStart) StartS();
-    IssueKeysTimesRows<kQKDim>(S, SharedK{shared.k}, SharedQ{shared.q[at.index]}, Tuning::kStart);  // 11
+    if (Tuning::kInitializesS) StartS();
+    IssueKeysTimesRows<kQKDim>(S, SharedK{shared.k}, SharedQ{shared.q[at.index]}, Tuning::kInitializesS);  // 11
     MbarrierWait(&shared.do_full[at.index], at.parity);
     if (kDS && !Tuning::kLateDP)
       IssueKeysTimesRows<kVDim>(dP, SharedV{shared.v}, SharedDO{shared.d_o[at.index]}, false);  // 17
@@ -106,13 +106,13 @@ struct Consumer : Epilogue {
 
   // Writes dS^T to shared memory, for both warpgroups.
   __device__ __forceinline__ void StoreDS() {
-    if (Tuning::kBehind) MbarrierWait(&shared.ds_empty[at.index], at.parity ^ 1);
+    if (Tuning::kDelayedDQ) MbarrierWait(&shared.ds_empty[at.index], at.parity ^ 1);
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c)
       Stmatrix(Matrices(SharedDSTransposed{shared.ds[at.index]}, lane, c), dS[4 * c], dS[4 * c + 1], dS[4 * c + 2],
                dS[4 * c + 3]);
     FenceProxyAsync();
-    if (Tuning::kBehind) {
+    if (Tuning::kDelayedDQ) {
       SyncWarp();
       Release(&shared.ds_full[at.index]);
     } else {
@@ -122,16 +122,16 @@ struct Consumer : Epilogue {
 
   // Computes this warpgroup's part of dQ, with 64 rows and kWidth columns, and dK: lines 21 and 22.
   //
-  // If dQ is one step behind (Tuning::kBehind), the first step of a kv tile has no dQ. With Tuning::kOwnFirst, the code
-  // of the first step omits it. Otherwise a dQ is computed and discarded, because a branch around it would serialize
-  // all products. The last step also computes its own dQ. With kFusedRows, the first step waits until the dQ of the
-  // previous kv tile has been added.
+  // If dQ is one step behind (Tuning::kDelayedDQ), the first step of a kv tile has no dQ. With Tuning::kPeeledFirst,
+  // the code of the first step omits it. Otherwise a dQ is computed and discarded, because a branch around it would
+  // serialize all products. The last step also computes its own dQ. With kFusedRows, the first step waits until the dQ
+  // of the previous kv tile has been added.
   template <int kWidth, bool kFirst>
   __device__ __forceinline__ void ComputeDQAndDK(Step step, int rows, int column) {
-    const bool add = kDQ && !kFirst && (!Tuning::kBehind || Tuning::kOwnFirst || Uniform(row_block) >= 0);
-    const Ring<kStages> from = Tuning::kBehind && add ? at.Before() : at;
+    const bool add = kDQ && !kFirst && (!Tuning::kDelayedDQ || Tuning::kPeeledFirst || Uniform(row_block) >= 0);
+    const Ring<kStages> from = Tuning::kDelayedDQ && add ? at.Before() : at;
     DQ<kWidth> dQ;
-    if (Tuning::kBehind && !kFirst) MbarrierWait(&shared.ds_full[from.index], from.parity);
+    if (Tuning::kDelayedDQ && !kFirst) MbarrierWait(&shared.ds_full[from.index], from.parity);
     if (kDQ && !kFirst) IssueDQ(dQ, SharedDSTransposed{shared.ds[from.index]}, rows, column);
     if (kDK) IssueGradient<kQKDim>(dK, dS, SharedQ{shared.q[at.index]});
     WgmmaWait<kDK && (kFirst || (kDQ && kWidth > 0)) ? 1 : 0>();
@@ -139,18 +139,18 @@ struct Consumer : Epilogue {
     if (!kFirst) Pin(dQ.C);
     // The step is read again, which takes fewer registers than keeping it: here, or if registers are scarcest, after dQ
     // has been added.
-    if (Tuning::kBehind && !Tuning::kLateStepReread) step = StepHere();
+    if (Tuning::kDelayedDQ && !Tuning::kLateStepReread) step = StepHere();
     Release(&shared.do_empty[at.index]);
-    if (!Tuning::kBehind && step.last) Release(&shared.k_empty);
-    if (Tuning::kBehind && add) Release(&shared.ds_empty[from.index]);
+    if (!Tuning::kDelayedDQ && step.last) Release(&shared.k_empty);
+    if (Tuning::kDelayedDQ && add) Release(&shared.ds_empty[from.index]);
     if (add) {
-      AddDQ(dQ, (Tuning::kBehind ? row_block : step.row_block) + rows, column, from);
+      AddDQ(dQ, (Tuning::kDelayedDQ ? row_block : step.row_block) + rows, column, from);
     } else if (kFusedRows) {
       TmaWaitAll();
     }
-    if (Tuning::kBehind && Tuning::kLateStepReread) step = StepHere();
+    if (Tuning::kDelayedDQ && Tuning::kLateStepReread) step = StepHere();
     row_block = step.row_block;
-    if (Tuning::kBehind && step.last) {
+    if (Tuning::kDelayedDQ && step.last) {
       MbarrierWait(&shared.ds_full[at.index], at.parity);
       IssueDQ(dQ, SharedDSTransposed{shared.ds[at.index]}, rows, column);
       WgmmaWait<0>();
@@ -199,14 +199,14 @@ struct Consumer : Epilogue {
     Clear(dK);
     Clear(dV);
     const bool more = NextTile();
-    if (kFusedRows && (!more || !Tuning::kBehind)) TmaWaitAll();
+    if (kFusedRows && (!more || !Tuning::kDelayedDQ)) TmaWaitAll();
     TmaWaitRead<0>();  // waits until the stores of the previous tile's gradients have read shared memory
     if (!more) return false;
     const KVTile& tile = TileHere();
     SyncConsumers();
     if (Uniform(tile.steps) > 0) {
       row_block = -1;
-      if (!Tuning::kOwnFirst || ComputeStep<true>(tile)) {
+      if (!Tuning::kPeeledFirst || ComputeStep<true>(tile)) {
         while (ComputeStep<false>(tile)) continue;
       }
     } else {
@@ -215,8 +215,8 @@ struct Consumer : Epilogue {
       Release(&shared.v_empty);
       if (kFusedRows && Uniform(tile.batch) < 0) return true;
     }
-    if (kSumKV || !kBothInDS) TmaWaitRead<0>();
-    if (kOrdered && !kBothInDS) WaitForAdders();
+    if (kSumKV || !kStoredInDS) TmaWaitRead<0>();
+    if (kOrdered && !kStoredInDS) WaitForAdders();
     SyncConsumers();  // waits until the last dQ has read all of dS
     if constexpr (kSumKV) {
       if (kDV) AddGradient<kVDim, 0>(dV, p.dv_sum, tile);
@@ -224,10 +224,10 @@ struct Consumer : Epilogue {
       return true;
     }
     uint8_t* const ds = shared.ds[0];
-    if (kDV) StoreGradient<kVDim, Tuning::kAllCommit>(dV, ZScale(p), ds, tile, dv_map);
+    if (kDV) StoreGradient<kVDim, Tuning::kAllThreadsCommit>(dV, ZScale(p), ds, tile, dv_map);
     if (kDK)
-      StoreGradient<kQKDim, Tuning::kAllCommit>(dK, DQKScale(p), kBothInDS ? ds + SharedV::kBytes : shared.staging,
-                                                tile, dk_map);
+      StoreGradient<kQKDim, Tuning::kAllThreadsCommit>(
+          dK, DQKScale(p), kStoredInDS ? ds + SharedV::kBytes : shared.staging, tile, dk_map);
     return true;
   }
 };

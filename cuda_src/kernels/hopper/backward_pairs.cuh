@@ -65,11 +65,11 @@ struct ConsumerOfP : Epilogue {
       const int stage = at.index;
       WgmmaWait<0>();
       Pin(S);
-      Softmax(tile, step);                 // 12, 13, 14
-      if (Tuning::kFindsSlopes) RoundP();  // 15
-      if (!Tuning::kStartAtL) SyncWarp();  // all lanes have read l and m of these rows
+      Softmax(tile, step);                      // 12, 13, 14
+      if (Tuning::kRecomputesSlopes) RoundP();  // 15
+      if (!Tuning::kStartsAtL) SyncWarp();      // all lanes have read l and m of these rows
       ReleaseRows(&shared.q_empty[stage]);
-      if (!Tuning::kFindsSlopes) RoundP();  // 15
+      if (!Tuning::kRecomputesSlopes) RoundP();  // 15
       if (kDS) SendP(shared.staging);
       MbarrierWait(&shared.do_full[stage], at.parity);
       if (kDV) IssueGradient<kVDim>(dV, P, SharedDO{shared.d_o[stage]});  // 16

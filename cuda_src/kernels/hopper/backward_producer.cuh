@@ -122,7 +122,7 @@ struct Producer {
         const Masks masks = !within              ? Masks::kAll
                             : kind == kFullBlock ? Masks::kNone
                             : kMaskMod           ? Masks::kAll
-                                                 : Masks::kOfBlock;
+                                                 : Masks::kOnlyBlock;
         if (last) schedule.Request();
         Load({row, q_head, RowBlockOf(tile.batch, q_head, row), kind, masks, last}, tile.batch, tile.column, true);
         if (first) LoadKV(tile);

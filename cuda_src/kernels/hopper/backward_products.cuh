@@ -55,13 +55,13 @@ struct Warpgroup {
   __device__ __forceinline__ Step StepHere() {
     const Step& step = shared.step[at.index];
     const int masks = Uniform(int(step.masks));
-    const bool of_block = Tuning::kBlockBitsAlone && masks == int(Masks::kOfBlock);
+    const bool only_block = Tuning::kOnlyBlockBits && masks == int(Masks::kOnlyBlock);
     return {Uniform(step.row),
             Uniform(step.head),
             Uniform(step.row_block),
             kListed ? Uniform(step.kind) : kFullBlock,
             masks == int(Masks::kNone) ? Masks::kNone
-            : of_block                 ? Masks::kOfBlock
+            : only_block               ? Masks::kOnlyBlock
                                        : Masks::kAll,
             bool(Uniform(step.last))};
   }
@@ -122,7 +122,7 @@ struct Products : Warpgroup {
     Clear(S);
     const float4* memory = reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4;
 #pragma unroll
-    for (int c = 0; Tuning::kStartAtL && c < kRows / 16; ++c) {
+    for (int c = 0; Tuning::kStartsAtL && c < kRows / 16; ++c) {
       const float4 x = memory[4 * c];
       const float minus_l[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll

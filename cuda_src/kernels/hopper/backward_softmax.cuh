@@ -13,7 +13,7 @@ __device__ __forceinline__ float DQKScale(const Params& p) { return ZScale(p) * 
 static_assert(Tuning::kEarlyDV || !Tuning::kKeepsSlopes);
 static_assert(!kTF32 || !Tuning::kKeepsSlopes);  // slopes are kept in the registers of dS, as 16 bits
 static_assert(!kSoftCap || !kScoreSlopes);       // registers for only one kind of slopes
-static_assert(!kSameKeys || !Tuning::kKeepsSlopes || Tuning::kSlopesJoinP);  // the other warpgroup receives only P
+static_assert(!kSameKeys || !Tuning::kKeepsSlopes || Tuning::kSlopesInP);  // the other warpgroup receives only P
 
 // Lines 12 to 15, 18 and 20 of Algorithm 4, on the transposes.
 struct Probabilities : Products {
@@ -68,7 +68,7 @@ struct Probabilities : Products {
   // Combines the masks that were loaded with the other masks.
   __device__ __forceinline__ void CombineMasks(const KVTile& tile, const Step& step) {
     if (!Tuning::kEarlyPackBits) tile_mask.PackBits();
-    if (step.masks == Masks::kOfBlock) return;
+    if (step.masks == Masks::kOnlyBlock) return;
     tile_mask.Intersect(PositionsOf(p, tile.batch), Entries(p, tile.batch, step.head), ViewOf(tile, step));
   }
 
@@ -100,7 +100,7 @@ struct Probabilities : Products {
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
       if (Tuning::kStopInSoftmax && c == kRows / 32 && OpaqueFalse()) return;
-      const float4 x = Tuning::kStartAtL
+      const float4 x = Tuning::kStartsAtL
                            ? float4()
                            : (reinterpret_cast<const float4*>(shared.minus_l[at.index][0]) + lane % 4)[4 * c];
       const float minus_l[4] = {x.x * to_log2, x.y * to_log2, x.z * to_log2, x.w * to_log2};
@@ -108,7 +108,7 @@ struct Probabilities : Products {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         S[8 * c + i] =
-            Exp2(Tuning::kStartAtL ? S[8 * c + i] * to_log2 : fmaf(S[8 * c + i], to_log2, minus_l[i / 4 * 2 + i % 2]));
+            Exp2(Tuning::kStartsAtL ? S[8 * c + i] * to_log2 : fmaf(S[8 * c + i], to_log2, minus_l[i / 4 * 2 + i % 2]));
       }
     }
     ApplyZ(tile, step);
@@ -131,9 +131,9 @@ struct Probabilities : Products {
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
       P[i] = PackKept(S[2 * i], S[2 * i + 1]);
-      if (Tuning::kKeepsSlopes && Tuning::kSlopesJoinP) TimesSlopes(dS[i], &S[2 * i], &S[2 * i + 1]);
+      if (Tuning::kKeepsSlopes && Tuning::kSlopesInP) TimesSlopes(dS[i], &S[2 * i], &S[2 * i + 1]);
     }
-    if (Tuning::kFindsSlopes) TimesSlopesOfP();
+    if (Tuning::kRecomputesSlopes) TimesSlopesOfP();
   }
 
   // Multiplies P by the slopes of its scores, which are recomputed from P and L.
@@ -151,7 +151,7 @@ struct Probabilities : Products {
   // Replaces dP^T by dS^T, and packs it as an operand. If dV still needed P, the slopes of a soft cap are applied here.
   // With a score_mod, dS is the cotangent of the function's argument.
   __device__ __forceinline__ void ComputeDS(const KVTile& tile, const Step& step) {
-    constexpr bool kSlopes = Tuning::kFindsSlopes && !Tuning::kEarlyDV;
+    constexpr bool kSlopes = Tuning::kRecomputesSlopes && !Tuning::kEarlyDV;
     const Score score(p, tile.batch, step.head);
     const View<true> view = ViewOf(tile, step);
     const float4* memory = reinterpret_cast<const float4*>(shared.d[at.index]) + lane % 4;
@@ -169,7 +169,7 @@ struct Probabilities : Products {
         if (kCapturedGradients) cotangents[i % 8] = dP[i] * ZScale(p);
         if (kScoreGrad && !kScoreSlopes) dP[i] = score.ModCotangent(0.0f, dP[i], view, i / 2 % 2, i / 4 * 2 + i % 2);
         if (!kTF32 && i % 2 == 1) {
-          if (Tuning::kKeepsSlopes && !Tuning::kSlopesJoinP) TimesSlopes(dS[i / 2], &dP[i - 1], &dP[i]);
+          if (Tuning::kKeepsSlopes && !Tuning::kSlopesInP) TimesSlopes(dS[i / 2], &dP[i - 1], &dP[i]);
           dS[i / 2] = Pack(dP[i - 1], dP[i]);
           if (!Tuning::kEarlyDV) P[i / 2] = PackKept(S[i - 1], S[i]);
         }

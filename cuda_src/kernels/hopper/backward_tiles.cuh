@@ -56,8 +56,8 @@ struct Column {
 // Does the producer keep it in shared memory, because it lacks registers?
 constexpr bool kColumnInShared = (kListed || kEmptyRows) && (kPairs || Tuning::kProducerRegisters < 56);
 
-// The masks to apply to a tile of S; kOfBlock: only the bits of its block.
-enum class Masks : int8_t { kNone, kAll, kOfBlock };
+// The masks to apply to a tile of S; kOnlyBlock: only the bits of its block.
+enum class Masks : int8_t { kNone, kAll, kOnlyBlock };
 
 // One step of the loop: a tile of Q and of dO.
 struct Step {

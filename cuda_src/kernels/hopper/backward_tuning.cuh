@@ -15,9 +15,9 @@ struct Tuning {
   // Registers per thread. The three warpgroups have 504 together. The producer needs more for a block mask with other
   // masks or with large tiles, for tiles of a bias, and for warps that transpose, with 32 entries in each lane. Large
   // tiles with a soft cap leave it the fewest.
-  static constexpr bool kTracksMuch =
+  static constexpr bool kBusyProducer =
       kTF32 || (kHeadDimsUpTo64 && kTiling.bias_tiles) || (!kPairs && kListed && (kRows == 128 || kCausal || kLocal));
-  static constexpr int kProducerRegisters = kTracksMuch ? 56
+  static constexpr int kProducerRegisters = kBusyProducer ? 56
                                             : kSoftCap && (kRows == 128 || (kBias && !kListed && !kHeadDimsUpTo64))
                                                 ? 24
                                                 : 40;
@@ -26,18 +26,19 @@ struct Tuning {
   // dV += P^T dO can start before dS is known, if there are registers for P both in f32 and packed.
   static constexpr bool kEarlyDV = kRows == 64;
   // The slopes of the soft cap, or of a score_mod if they depend on the score, are kept in the registers of dS. P is
-  // multiplied by them after the operand of dV has been packed (kSlopesJoinP). In two cases dS is multiplied instead:
+  // multiplied by them after the operand of dV has been packed (kSlopesInP). In two cases dS is multiplied instead:
   // if slopes may be negative while the sign of P marks dropped entries, and if gradients of captured arrays are sums
   // of dS without slopes. Pairs, and block masks with wide heads, have no registers for the slopes of a soft cap. They
   // recompute them from P = exp(s - L).
-  static constexpr bool kFindsSlopes =
+  static constexpr bool kRecomputesSlopes =
       kSoftCap && !kAddsToScores && (kRows == 128 || kPairs || (kListed && kQKDim > 96));
-  static constexpr bool kKeepsSlopes = (kSoftCap && !kFindsSlopes) || kScoreSlopes;
-  static constexpr bool kSlopesJoinP = !kCapturedGradients && !(kScoreSlopes && kDropout);
+  static constexpr bool kKeepsSlopes = (kSoftCap && !kRecomputesSlopes) || kScoreSlopes;
+  static constexpr bool kSlopesInP = !kCapturedGradients && !(kScoreSlopes && kDropout);
 
   // S^T can start at -L / scale. Then subtracting L is free, and nothing waits for L. With 128 rows, loading L first
   // costs more than that saves. Starting at an explicit 0 tells the compiler that the previous S is dead.
-  static constexpr bool kStart = kRows == 64 && !(kTF32 && kSameKeys), kStartAtL = kStart && !kFormsScores;
+  static constexpr bool kInitializesS = kRows == 64 && !(kTF32 && kSameKeys),
+                        kStartsAtL = kInitializesS && !kFormsScores;
 
   // Scores that are formed entry by entry need registers. So the product for dP starts late, ...
   static constexpr bool kLateDP = kFormsScores && kRows == 64 && !kHeadDimsUpTo64;
@@ -53,7 +54,7 @@ struct Tuning {
   // Is dQ computed one step behind? Then no warpgroup waits for the dS of another, and one can multiply while the other
   // computes exponentials. These features leave no registers for it.
   static constexpr bool kModNeedsRegisters = kScoreMod && (kBias || kScoreSlopes || kCapturedGradients);
-  static constexpr bool kBehind =
+  static constexpr bool kDelayedDQ =
       kDQ && (kPairs ? kQKDim <= 192 && kVDim <= 192
                      : kRows == 128 || kHeadDimsUpTo64 ||
                            !(kDropout || kSoftCap || kSegments || kModNeedsRegisters || kBiasDType == DType::kF64 ||
@@ -61,21 +62,21 @@ struct Tuning {
   // Does the first step of a kv tile, which has no dQ yet, have separate code? That is 2 to 4% faster. But without a
   // mask, or with only a causal mask, ptxas then compiles the loop over the other steps differently, up to 2.5% slower,
   // unless dQ is added in a fixed order. Other head dims spill.
-  static constexpr bool kOwnFirst =
-      kBehind && kRows == 128 && kQKDim == 64 && kVDim == 64 && (kLocal || kDropout || kListed || kOrdered);
+  static constexpr bool kPeeledFirst =
+      kDelayedDQ && kRows == 128 && kQKDim == 64 && kVDim == 64 && (kLocal || kDropout || kListed || kOrdered);
   // Is the second read of the step, which saves registers, after the addition of dQ?
   static constexpr bool kLateStepReread = kRows == 128 || kListed;
 
   // Are positions and segments skipped in tiles that are masked only by the bits of their block? Dropout and a bias
   // leave wide heads no registers for that.
-  static constexpr bool kBlockBitsAlone = kListed && (kPairs || kQKDim <= 96 || !(kDropout || kBias));
+  static constexpr bool kOnlyBlockBits = kListed && (kPairs || kQKDim <= 96 || !(kDropout || kBias));
 
   // Do all threads commit the stores of dV and dK, although only one of them stores? The commit is free, but ptxas then
   // compiles the loop over q tiles differently: 2 to 6% faster, but 5% slower at head dim 128 if dQ is one step behind
   // or added in a fixed order. With a block mask it may serialize wgmmas for lack of registers, and with dropout and
   // 128 rows it spills.
-  static constexpr bool kAllCommit =
-      !kListed && !kOrdered && (kRows == 128 ? !kDropout : !kBehind || (kQKDim <= 96 && kVDim <= 96));
+  static constexpr bool kAllThreadsCommit =
+      !kListed && !kOrdered && (kRows == 128 ? !kDropout : !kDelayedDQ || (kQKDim <= 96 && kVDim <= 96));
 
   // Is the scale loaded in every step? These masks would spill otherwise.
   static constexpr bool kLateScale =

@@ -84,7 +84,7 @@ struct Consumer : Epilogue {
     const int begin = kLocal || kListed ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
     const int unmasked_begin = kLocal ? Uniform(tile.visible.every_lo) : 0;
     const int unmasked_end = Uniform(tile.visible.every_hi);
-    if (kOwnKeys) SkipTiles(shared.skipped[q.position][row_group].before);
+    if (kWarpgroupRanges) SkipTiles(shared.skipped[q.position][row_group].before);
     if (begin == end) {
       if (tile.row < 0) return false;
       WriteEmpty(tile);
@@ -136,7 +136,7 @@ struct Consumer : Epilogue {
     }
     IssueO();
     FinishO();
-    if (kOwnKeys && kLocal) SkipTiles(shared.skipped[q.position][row_group].after);
+    if (kWarpgroupRanges && kLocal) SkipTiles(shared.skipped[q.position][row_group].after);
     Finish(tile, o_map);
     return true;
   }

@@ -78,11 +78,11 @@ struct Producer {
 #pragma unroll(kListed ? 1 : kRowGroups)
     for (int w = 0; w < kRowGroups; ++w) {
       MbarrierWait(&shared.q_empty[q.Index()][w], q.Parity() ^ 1);
-      if (kOwnKeys && !empty) {
+      if (kWarpgroupRanges && !empty) {
         shared.tile[q.position][w] = PartOf(p, tile, w, &shared.skipped[q.position][w]);
       } else {
         shared.tile[q.position][w] = tile;
-        if (kOwnKeys) shared.skipped[q.position][w] = {0, 0};
+        if (kWarpgroupRanges) shared.skipped[q.position][w] = {0, 0};
       }
       MbarrierArriveExpectTx(&shared.q_full[q.Index()][w], empty ? 0 : SharedQ::kBytes);
       for (int b = 0; !empty && b < kQKBoxes; ++b)

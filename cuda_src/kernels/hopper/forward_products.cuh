@@ -45,12 +45,12 @@ struct Warpgroup {
   __device__ __forceinline__ int Column(int j) const { return j * kKeys + key_group * kWarpgroupKeys; }
   __device__ __forceinline__ void Release(uint64_t* barrier) { MbarrierArrive(barrier, ArrivesForWarp(lane)); }
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(kWarpgroupBarrier + warpgroup, kWarpgroup); }
-  // With kOwnKeys, warpgroups are at different tiles and do not take turns.
+  // With kWarpgroupRanges, warpgroups are at different tiles and do not take turns.
   __device__ __forceinline__ void TakeTurn() {
-    if (!kOwnKeys) BarrierSync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
+    if (!kWarpgroupRanges) BarrierSync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
   }
   __device__ __forceinline__ void PassTurn() {
-    if (!kOwnKeys) BarrierArrive(kTurnBarrier + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
+    if (!kWarpgroupRanges) BarrierArrive(kTurnBarrier + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
   }
 
   // Skips tiles of K and V that only other warpgroups need.

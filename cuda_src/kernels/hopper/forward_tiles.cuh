@@ -39,7 +39,7 @@ static_assert(!kOInQ || kVBoxes <= kQKBoxes);
 // Does each warpgroup visit only the keys that its own 64 rows see? With 256 rows in a tile, these are clearly fewer
 // than the keys that all rows see. Then warpgroups are at different kv tiles and do not take turns. Four warpgroups
 // overlap well without turns.
-constexpr bool kOwnKeys = (kCausal || kLocal) && !kListed && kRowGroups == 4;
+constexpr bool kWarpgroupRanges = (kCausal || kLocal) && !kListed && kRowGroups == 4;
 
 // A tile of O, and the kv tiles that it sees. With a block mask, `visible` counts keys instead of tiles.
 struct QTile {
@@ -85,7 +85,8 @@ struct Shared {
   // TF32: boxes of V before they are transposed.
   uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];
   bool more[kTF32 ? kLandings : 1];  // true: another box comes; false: the end
-  SkippedTiles skipped[kOwnKeys ? 2 * kQBuffers : 1][kOwnKeys ? kRowGroups : 1];  // comes with q, like the tile
+  SkippedTiles skipped[kWarpgroupRanges ? 2 * kQBuffers : 1]
+                      [kWarpgroupRanges ? kRowGroups : 1];  // comes with q, like the tile
   alignas(kTF32 ? 1024 : 1) uint8_t landing[kTF32 ? kLandings : 1][kTF32 ? SharedV::kBox : 1];
 };
 

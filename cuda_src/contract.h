@@ -103,7 +103,7 @@ JAX_FLASH_STATIC_HOST_DEVICE constexpr SoftCap SoftCapOf(double cap) {
   FIELD(int, stages)      /* tiles in flight */                                                                    \
   FIELD(bool, bias_tiles) /* does TMA load the bias? */                                                            \
   FIELD(int, packed)      /* a forward over parts of the keys: heads whose rows share a tile; else 0 */            \
-  FIELD(bool, balanced)   /* it has equal stretches of all batch entries' keys instead (ampere/stretch.cuh) */     \
+  FIELD(bool, balanced)   /* it has equal stretches of all batch entries' keys (ampere/balanced_split.cuh) */      \
   FIELD(int, merged_rows) /* of O, whose parts a block merges: 1, 2, 4 or 8 */                                     \
   FIELD(bool, alongside)  /* Hopper's backward is all in one kernel; */                                            \
   FIELD(bool, sum_kv)     /* heads of Q that share keys are then computed one by one, dK and dV added up in f32 */ \

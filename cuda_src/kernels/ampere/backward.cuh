@@ -130,12 +130,12 @@ struct Backward {
       AddRowsTimesRows(dP, shared.d_o[stage], part.row, shared.v, part.column);  // 17
     }
     // 13, 14, 15
-    Scores::Before<ScorePart::kHeight / 16, ScorePart::kWidth / 8> before;
-    scores.ToP<true>(S, minus_l, before, [&](int m, int c, const float (&P)[4]) {
+    Scores::SavedScores<ScorePart::kHeight / 16, ScorePart::kWidth / 8> saved;
+    scores.ToP<true>(S, minus_l, saved, [&](int m, int c, const float (&P)[4]) {
       if (kDV) shared.p.PutOperand(part.row + 16 * m, part.column + 8 * c, P);
     });
     if (kDS) {
-      scores.ToDS<true, true>(S, D, before, dP);  // 18, 20
+      scores.ToDS<true, true>(S, D, saved, dP);  // 18, 20
 #pragma unroll
       for (int i = 0; i < ScorePart::kHeight / 16 * ScorePart::kWidth / 8; ++i) {
         const int m = i / (ScorePart::kWidth / 8), c = i % (ScorePart::kWidth / 8);

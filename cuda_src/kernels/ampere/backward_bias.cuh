@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Scores scores(p, batch, head, row + warp.row, column + warp.column, kind);
     float minus_l[ScorePart::kHeight / 16][2], D[ScorePart::kHeight / 16][2];
     Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
-    Scores::Before<ScorePart::kHeight / 16, ScorePart::kWidth / 8> before;
+    Scores::SavedScores<ScorePart::kHeight / 16, ScorePart::kWidth / 8> saved;
     CpAsyncWait<1>();
     shared.q.template Landed<kThreads>(), shared.k.template Landed<kThreads>();
     __syncthreads();
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       Cap(p, S);
       const bool every = keys.every_lo <= column && column + kKeys <= keys.every_hi && row + kRows <= p.q_len;
       if (!every || !scores.block.Full()) scores.ApplyMasks(positions, S);
-      scores.ToP<false>(S, minus_l, before, [](int, int, const float (&)[4]) {});
+      scores.ToP<false>(S, minus_l, saved, [](int, int, const float (&)[4]) {});
     }
     CpAsyncWait<0>();
     shared.d_o.template Landed<kThreads>(), shared.v.template Landed<kThreads>();
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp.active) {
       Clear(dP);
       AddRowsTimesRows(dP, shared.d_o, warp.row, shared.v, warp.column);
-      scores.ToDS<false, false>(S, D, before, dP);
+      scores.ToDS<false, false>(S, D, saved, dP);
 #pragma unroll
       for (int i = 0; i < ScorePart::kHeight / 16 * ScorePart::kWidth / 2; ++i) {
         const int m = i / (ScorePart::kWidth / 2), c = i / 4 % (ScorePart::kWidth / 8);

@@ -2,10 +2,10 @@
 // exchanged. Each CTA keeps one tile of Q and dO, and loops over tiles of K and V. Each warp owns 16 or 32 rows of Q,
 // dO and dQ:
 //   S = Q K_j^T;   P = exp(S - L);   dP = dO V_j^T;   dS = P (dP - D);   dQ += dS K_j
-// It computes L = m + log l and D of its rows from m, l and O, without a kernel before.
+// It computes L = m + log l and D of its rows from m, l and O, without a separate kernel before.
 #pragma once
 
-#include "ampere/walk.cuh"
+#include "ampere/kv_loop.cuh"
 
 namespace jax_flash::ampere::backward_query {
 
@@ -54,11 +54,11 @@ struct BackwardQuery {
     AddRowsTimesRows(S, shared.q, row, k, 0, load_next);  // line 11 of Algorithm 4
     Cap(p, S);
     if (!scores.block.Full() || !tile.Every(p, column)) scores.ApplyMasks(PositionsOf(p, tile.batch), S);  // 12
-    Scores::Before<kWarpRows / 16, kKeys / 8> before;
-    scores.ToP<true>(S, minus_l, before, [](int, int, const float (&)[4]) {});  // 13, 14
+    Scores::SavedScores<kWarpRows / 16, kKeys / 8> saved;
+    scores.ToP<true>(S, minus_l, saved, [](int, int, const float (&)[4]) {});  // 13, 14
     Clear(dP);
     AddRowsTimesRows(dP, shared.d_o, row, v, 0);  // 17
-    scores.ToDS<true, false>(S, D, before, dP);   // 18, 20
+    scores.ToDS<true, false>(S, D, saved, dP);    // 18, 20
     AddTimesRows(dQ, dP, k);                      // 21
   }
 
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const QTile& tile = TileHere(p);
   const Matrix Q = tile.Query(p, p.query, kQKDim), dO = tile.Query(p, p.d_o, kVDim);
   BackwardQuery backward(p, tile);
-  Walk(
+  LoopOverKV(
       p, tile, shared.kv,
       [&] {
         const NonEmptyRows wanted(p, tile.batch, tile.head);

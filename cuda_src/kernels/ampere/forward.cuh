@@ -3,9 +3,9 @@
 //   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
 #pragma once
 
-#include "ampere/stretch.cuh"
+#include "ampere/balanced_split.cuh"
+#include "ampere/kv_loop.cuh"
 #include "ampere/tuning.cuh"
-#include "ampere/walk.cuh"
 
 namespace jax_flash::ampere::forward {
 
@@ -121,20 +121,20 @@ extern "C" __constant__ int jax_flash_shared_bytes = sizeof(Shared);
 extern "C" __global__ void __launch_bounds__(kThreads, 1) jax_flash_forward(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  Stops<kBalanced> stops(p);
-  if (!stops.Exists()) return;
+  QTilesOfCTA<kBalanced> q_tiles(p);
+  if (!q_tiles.Exists()) return;
   do {
-    const QTile& tile = stops.Tile();
+    const QTile& tile = q_tiles.Tile();
     WarpRows<decltype(shared.q), kWarpRows / 16, Tuning::kHeldSteps> q(shared.q, threadIdx.x / 32 * kWarpRows);
     Forward forward(p, tile);
-    Walk(
+    LoopOverKV(
         p, tile, shared.kv, [&] { LoadQ(p, tile, shared.q); }, [&] { shared.q.Landed<kThreads>(); },
-        [&] { q.Take(), forward.Begin(); },
+        [&] { q.LoadHeld(), forward.Begin(); },
         [&](const KTile& k, const VTile& v, int column, const LoadNext& load_next) {
           forward.Step(q, k, v, column, load_next);
         });
     forward.Write(shared.o);
-  } while (stops.Next());
+  } while (q_tiles.Next());
 }
 
 }  // namespace jax_flash::ampere::forward

@@ -11,7 +11,7 @@ namespace jax_flash::ampere::forward {
 constexpr int kMergeWarps = kMergeThreads / 32, kMergedRows = kTiling.merged_rows;
 constexpr int kRowWarps = kMergeWarps / kMergedRows;  // warps for each row
 constexpr int kAtOnce = 9;                            // parts that a warp loads at a time
-constexpr int kOfLanes = 32 / kAtOnce * kAtOnce;      // parts that the lanes of a warp hold at a time
+constexpr int kLaneParts = 32 / kAtOnce * kAtOnce;    // parts that the lanes of a warp hold at a time
 static_assert(kParts && !kListed);
 
 // The parts of row `at` of [batch, head, row] if work is balanced. The arrays have `rows` rows for each part.
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
   const auto there = [&](int number) { return warp - first_warp + number * kRowWarps < parts; };
   const int64_t apart = kRowWarps * rows, begin = (warp - first_warp) * rows + first_row;
   const auto statistic = [&](const float* of_parts, int number, float nothing) {
-    return lane < kOfLanes && there(number + lane) ? of_parts[begin + (number + lane) * apart] : nothing;
+    return lane < kLaneParts && there(number + lane) ? of_parts[begin + (number + lane) * apart] : nothing;
   };
   {
     float4 O_p[kAtOnce];  // the first loads are in flight while the weights are computed
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
     load(0, 0);
     float m = m_p;
 #pragma unroll 1
-    for (int first = kOfLanes; there(first); first += kOfLanes) {
+    for (int first = kLaneParts; there(first); first += kLaneParts) {
       m = fmaxf(m, statistic(p.m_parts, first, -Infinity()));
     }
     m = LaneMax<32>(m);
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
     float4 O[(kVDim + 127) / 128] = {};
 #pragma unroll 1
     for (int number = 0; there(number); number += kAtOnce) {
-      if (number > 0 && number % kOfLanes == 0) {
+      if (number > 0 && number % kLaneParts == 0) {
         m_p = statistic(p.m_parts, number, -Infinity()), l_p = statistic(p.l_parts, number, 0.0f);
         weight = l_p * Alpha(to_log2, m_p, m), l += weight;
       }
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
         float4& sum = O[column / 128];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          const float w = __shfl_sync(0xFFFFFFFFu, weight, number % kOfLanes + i);
+          const float w = __shfl_sync(0xFFFFFFFFu, weight, number % kLaneParts + i);
           sum.x = fmaf(w, O_p[i].x, sum.x), sum.y = fmaf(w, O_p[i].y, sum.y);
           sum.z = fmaf(w, O_p[i].z, sum.z), sum.w = fmaf(w, O_p[i].w, sum.w);
         }

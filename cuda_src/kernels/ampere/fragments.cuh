@@ -284,7 +284,7 @@ struct WarpRows {
 
   __device__ __forceinline__ WarpRows(const Tile& tile, int row) : tile(tile), row(row) {}
   // Called after the tile has arrived.
-  __device__ __forceinline__ void Take() {
+  __device__ __forceinline__ void LoadHeld() {
 #pragma unroll
     for (int m = 0; m < kCount; ++m) {
 #pragma unroll

@@ -95,7 +95,7 @@ struct Scores {
 
   // With a score_grad, ToDS also needs x, or Cap(x).
   template <int kCount, int kChunks>
-  struct Before {
+  struct SavedScores {
     float x[kScoreGrad ? kCount : 1][kChunks][4];
   };
 
@@ -104,7 +104,7 @@ struct Scores {
   // x).
   template <bool kSlope, int kCount, int kChunks, typename Store>
   __device__ __forceinline__ void ToP(float (&S)[kCount][kChunks][4], const float (&minus_l)[kCount][2],
-                                      Before<kCount, kChunks>& before, Store store) const {
+                                      SavedScores<kCount, kChunks>& saved, Store store) const {
     const float to_log2 = ToLog2(p);
     float maximum[kCount][2];
     RowMaxima(maximum);
@@ -126,7 +126,7 @@ struct Scores {
             if (x != -Infinity()) {
               s = kWholeScores ? x * Unit(p) : x;
               if (kSlope && !kScoreGrad) slope = SlopeOf(x);
-              if (kScoreGrad) before.x[m][c][r] = x;
+              if (kScoreGrad) saved.x[m][c][r] = x;
               if (kBias) s = WithBias(s, score.Bias(Row(m, h), Column(c, e)));
               s = score.Mod(s, Row(m, h), Column(c, e));
             }
@@ -147,7 +147,8 @@ struct Scores {
   // argument. kAccumulates: also adds to the gradients of captured arrays.
   template <bool kSlope, bool kAccumulates, int kCount, int kChunks>
   __device__ __forceinline__ void ToDS(const float (&S)[kCount][kChunks][4], const float (&D)[kCount][2],
-                                       const Before<kCount, kChunks>& before, float (&dP)[kCount][kChunks][4]) const {
+                                       const SavedScores<kCount, kChunks>& saved,
+                                       float (&dP)[kCount][kChunks][4]) const {
 #pragma unroll
     for (int i = 0; i < kCount * kChunks * 4; ++i) {
       const int m = i / 4 / kChunks, c = i / 4 % kChunks, r = i % 4;
@@ -155,8 +156,8 @@ struct Scores {
       x = DSOf(S[m][c][r], x * ZScale(p), D[m][r / 2]);
       if constexpr (kScoreGrad) {
         const int i = Row(m, r / 2), j = Column(c, r % 2);
-        x = score.ModCotangent<kAccumulates>(score.BeforeMod(before.x[m][c][r], i, j), x, i, j);
-        if (kSlope && x != 0.0f) x *= SlopeOf(before.x[m][c][r]);  // masked entries have no slope
+        x = score.ModCotangent<kAccumulates>(score.BeforeMod(saved.x[m][c][r], i, j), x, i, j);
+        if (kSlope && x != 0.0f) x *= SlopeOf(saved.x[m][c][r]);  // masked entries have no slope
       }
     }
   }

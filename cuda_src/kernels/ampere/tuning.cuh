@@ -2,7 +2,7 @@
 // figures.
 #pragma once
 
-#include "ampere/walk.cuh"
+#include "ampere/kv_loop.cuh"
 
 namespace jax_flash::ampere::forward {
 

@@ -33,8 +33,8 @@ __device__ __forceinline__ Visible KeysOfTile(const Params& p, int batch, int ro
   return KeysOf(p, PositionsOf(p, batch), batch, row / kPacked, (row + kRows - 1) / kPacked + 1);
 }
 
-// A q tile of a CTA with balanced work, and the kv tiles of it that this CTA computes (ampere/stretch.cuh).
-struct Stop {
+// A q tile of a CTA with balanced work, and the kv tiles of it that this CTA computes (ampere/balanced_split.cuh).
+struct BalancedPart {
   int tile;         // index of the q tile among the tiles of one head of all batch entries
   int begin, size;  // kv tiles, among those that the q tile sees
   int part;         // the number of this part
@@ -69,17 +69,17 @@ struct QTile {
     }
     kv_head = head / (p.q_heads / p.kv_heads);
     keys = KeysOfTile(p, batch, row);
-    if (kParts) TakePart(p.parts);
+    if (kParts) RestrictToPart(p.parts);
   }
   // With balanced work, CTAs of different key/value heads are adjacent, for the same reason.
-  __device__ __forceinline__ QTile(const Params& p, const Stop& stop) : part(stop.part) {
+  __device__ __forceinline__ QTile(const Params& p, const BalancedPart& balanced) : part(balanced.part) {
     const int tiles = TilesOfHead(p);
-    row = stop.tile % tiles * kRows;
-    batch = stop.tile / tiles;
+    row = balanced.tile % tiles * kRows;
+    batch = balanced.tile / tiles;
     kv_head = blockIdx.x % p.kv_heads;
     head = kv_head * kPacked;
     keys = KeysOfTile(p, batch, row);
-    TakeTiles(keys.any_lo / kKeys + stop.begin, stop.size);
+    RestrictToTiles(keys.any_lo / kKeys + balanced.begin, balanced.size);
   }
 
   // This lane's first row. Its other rows follow at distances of 8.
@@ -116,12 +116,12 @@ struct QTile {
 
  private:
   // Restricts `keys` to this part's kv tiles, possibly none. The first parts have one tile more than the last ones.
-  __device__ __forceinline__ void TakePart(int parts) {
+  __device__ __forceinline__ void RestrictToPart(int parts) {
     const int first = keys.any_lo / kKeys, tiles = (keys.any_hi + kKeys - 1) / kKeys - first;
     const int share = tiles / parts, more = tiles % parts;
-    TakeTiles(first + part * share + min(part, more), share + (part < more ? 1 : 0));
+    RestrictToTiles(first + part * share + min(part, more), share + (part < more ? 1 : 0));
   }
-  __device__ __forceinline__ void TakeTiles(int begin, int size) {
+  __device__ __forceinline__ void RestrictToTiles(int begin, int size) {
     keys.any_lo = max(keys.any_lo, begin * kKeys);
     keys.any_hi = min(keys.any_hi, (begin + size) * kKeys);
   }
@@ -150,10 +150,10 @@ struct KVTiles {
 
 // Visits the kv tiles that the q tile sees, from right to left.
 template <bool kFromList>
-struct KeyTiles {
+struct KVRange {
   int column, left;  // the tile's first key; the number of tiles left, including this one
 
-  __device__ __forceinline__ explicit KeyTiles(const QTile& tile) {
+  __device__ __forceinline__ explicit KVRange(const QTile& tile) {
     const int end = (tile.keys.any_hi + kKeys - 1) / kKeys;
     column = (end - 1) * kKeys;
     left = tile.keys.any_lo < tile.keys.any_hi ? end - tile.keys.any_lo / kKeys : 0;
@@ -164,10 +164,10 @@ struct KeyTiles {
 };
 
 template <>
-struct KeyTiles<true> : ListedKeys<kKeys> {
+struct KVRange<true> : ListedKeys<kKeys> {
   const Visible& keys;
 
-  __device__ __forceinline__ explicit KeyTiles(const QTile& tile)
+  __device__ __forceinline__ explicit KVRange(const QTile& tile)
       : ListedTiles(tile.blocks, tile.keys), keys(tile.keys) {}
   __device__ __forceinline__ bool Exists() const { return at >= 0; }
   __device__ __forceinline__ int Column() const { return at; }
@@ -179,7 +179,7 @@ struct LoadNext {
   const Params& p;
   const QTile& tile;
   KVTiles& shared;
-  KeyTiles<kListed> next;
+  KVRange<kListed> next;
   int stage;  // the tile in shared memory that is loaded
 
   __device__ __forceinline__ void operator()(int part = 0, int parts = 1) const {
@@ -212,13 +212,13 @@ struct LoadNext {
 };
 
 // Calls step(k, v, column, load_next) for the kv tiles that the q tile sees. It goes from right to left, so tiles that
-// need masks come first. In every thread, a step must call load_next once for each part. Before the loop, `load` starts
-// the loads that stay, `landed` runs after the thread's own loads have arrived, and `loaded` after all have. The
+// need masks come first. In every thread, a step must call load_next once for each part. Before the loop, `load`
+// starts the loads that stay, `landed` runs after the thread's own loads have arrived, and `loaded` after all have. The
 // threads have synchronised when it returns.
 template <typename Load, typename Landed, typename Loaded, typename Step>
-__device__ __forceinline__ void Walk(const Params& p, const QTile& tile, KVTiles& shared, Load load, Landed landed,
-                                     Loaded loaded, Step step) {
-  KeyTiles<kListed> at(tile);
+__device__ __forceinline__ void LoopOverKV(const Params& p, const QTile& tile, KVTiles& shared, Load load,
+                                           Landed landed, Loaded loaded, Step step) {
+  KVRange<kListed> at(tile);
   LoadNext load_next = {p, tile, shared, at, 0};
   load();
   CpAsyncCommit();

@@ -9,15 +9,15 @@
 // unique, and the numbers of one q tile are consecutive. A q tile without keys has no part.
 #pragma once
 
-#include "ampere/walk.cuh"
+#include "ampere/kv_loop.cuh"
 
 namespace jax_flash::ampere::forward {
 
 // The q tiles that a CTA visits: one, unless work is balanced.
 template <bool kMany>
-class Stops {
+class QTilesOfCTA {
  public:
-  __device__ __forceinline__ explicit Stops(const Params& p) : p_(p) {}
+  __device__ __forceinline__ explicit QTilesOfCTA(const Params& p) : p_(p) {}
 
   __device__ __forceinline__ bool Exists() const { return true; }
   __device__ __forceinline__ decltype(auto) Tile() const { return TileHere(p_); }
@@ -29,15 +29,15 @@ class Stops {
 
 // Balanced work: the q tiles of this CTA's stretch.
 template <>
-class Stops<true> {
+class QTilesOfCTA<true> {
  public:
   // Every warp scans all q tiles, 32 at a time. The first CTAs of the grid write the parts of each q tile.
-  __device__ __forceinline__ explicit Stops(const Params& p) : p_(p), number_(blockIdx.x / p.kv_heads) {
+  __device__ __forceinline__ explicit QTilesOfCTA(const Params& p) : p_(p), number_(blockIdx.x / p.kv_heads) {
     const int tiles = p.batch * TilesOfHead(p), lane = threadIdx.x % 32;
-    const auto seen = [&](int first) { return first + lane < tiles ? KeyTilesOf(first + lane) : 0; };
+    const auto visible = [&](int first) { return first + lane < tiles ? KVTilesOf(first + lane) : 0; };
     int all = 0;
 #pragma unroll 4
-    for (int first = 0; first < tiles; first += 32) all += seen(first);
+    for (int first = 0; first < tiles; first += 32) all += visible(first);
     all = LaneSum<32>(all);
     const int stretches = min(p.parts, max(all / kLeastKeyTiles, 1));
     if (number_ >= stretches) return;
@@ -49,7 +49,7 @@ class Stops<true> {
     const bool writes = blockIdx.x == 0 && threadIdx.x < 32;
     int before = 0;
     for (int first = 0; first < tiles && (before <= begin || writes); first += 32) {
-      const int size = seen(first), end = before + LanePrefixSum(size);
+      const int size = visible(first), end = before + LanePrefixSum(size);
       if (writes && first + lane < tiles) {
         const int part = size > 0 ? stretch_at(end - size) : 0, last = size > 0 ? stretch_at(end - 1) : -1;
         p.tile_parts[first + lane] = {first + lane + part, last - part + 1};
@@ -65,7 +65,7 @@ class Stops<true> {
 
   __device__ __forceinline__ bool Exists() const { return left_ > 0; }
   __device__ __forceinline__ decltype(auto) Tile() const {
-    return TileHere(p_, Stop{tile_, skipped_, size_, tile_ + number_});
+    return TileHere(p_, BalancedPart{tile_, skipped_, size_, tile_ + number_});
   }
   // Moves to the next q tile. Returns whether there is one.
   __device__ __forceinline__ bool Next() {
@@ -84,7 +84,7 @@ class Stops<true> {
   int size_ = 0;                // the number of its kv tiles in this stretch
 
   // The number of kv tiles that a q tile sees.
-  __device__ __forceinline__ int KeyTilesOf(int tile) const {
+  __device__ __forceinline__ int KVTilesOf(int tile) const {
     const int tiles = TilesOfHead(p_);
     const Visible keys = KeysOfTile(p_, tile / tiles, tile % tiles * kRows);
     return keys.any_lo < keys.any_hi ? (keys.any_hi + kKeys - 1) / kKeys - keys.any_lo / kKeys : 0;
@@ -93,7 +93,7 @@ class Stops<true> {
   // Advances to a q tile that sees keys.
   __device__ __forceinline__ void Find() {
     for (; left_ > 0; ++tile_) {
-      size_ = min(KeyTilesOf(tile_) - skipped_, left_);
+      size_ = min(KVTilesOf(tile_) - skipped_, left_);
       if (size_ > 0) return;
     }
   }
